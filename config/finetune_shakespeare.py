@@ -1,0 +1,22 @@
+# Teach GPT-2 to write Shakespeare: a few minutes on a GPU.
+#   python train.py config/finetune_shakespeare.py
+#   python sample.py --out_dir=out-shakespeare
+
+out_dir = 'out-shakespeare'
+dataset = 'shakespeare'  # 301,966 GPT-2 tokens; downloaded when first used
+init_from = 'gpt2'  # or gpt2-medium, gpt2-large, gpt2-xl, as memory allows
+
+# 1 window · 32 accumulated · 1,024 tokens = 32,768 tokens a step: an epoch takes 9.2 steps
+batch_size = 1
+gradient_accumulation_steps = 32
+block_size = 1024
+max_iters = 20  # two epochs: more would learn the plays by heart
+dropout = 0.1
+
+learning_rate = 3e-5  # small and constant: the weights are good already
+decay_lr = False
+
+eval_interval = 5
+eval_iters = 40  # more than the 35 windows of the validation text: all of it, each time
+log_interval = 1
+always_save_checkpoint = False

@@ -1,0 +1,30 @@
+# GPT-2 124M: the smallest GPT-2, on 10B tokens.
+#   python train.py config/gpt2_124m.py
+#   torchrun --nproc_per_node=8 train.py config/gpt2_124m.py
+
+out_dir = 'out-gpt2-124m'
+dataset = 'openwebtext'  # 9.0B GPT-2 tokens: python prepare.py openwebtext
+wandb_run_name = 'gpt2-124m'
+
+n_layer = 12
+n_head = 12
+n_embd = 768
+block_size = 1024
+
+# 2^19 tokens a step (GPT-3, table 2.1: 0.5M for models up to 760M, 1M for 1.3B). batch_size is what
+# one GPU holds at once, so halve it when memory is short: the accumulation adapts.
+total_batch_size = 2**19
+batch_size = 16
+
+# 19,073 steps · 2^19 = 10.0B tokens, 80 for each parameter: 4x what is compute-optimal (20,
+# Hoffmann et al. 2022), as a small model that is used a lot deserves.
+max_iters = 19073
+lr_decay_iters = max_iters
+learning_rate = 6e-4  # GPT-3, table 2.1
+min_lr = learning_rate / 10
+warmup_iters = 715  # 375M tokens, as GPT-3
+weight_decay = 0.1
+
+eval_interval = 250
+eval_iters = 160  # 160 · 16 windows = 2.6M tokens of validation text
+log_interval = 10

@@ -1,0 +1,8 @@
+# What the quickstart's model writes.
+#   python sample.py config/quickstart_sample.py
+
+out_dir = 'out-quickstart'
+start = 'def '
+num_samples = 2
+max_new_tokens = 600
+temperature = 0.7

@@ -1,0 +1,212 @@
+"""What the user asked for: config files and --key=value → a checked dataclass; --help.
+
+    python train.py config/a.py config/b.py --batch_size=32
+
+Arguments apply left to right. A config file is plain Python that assigns to the dataclass's
+fields; it starts with their current values in scope, so it can compute from them. Names that
+start with `_`, imports, functions and classes are the file's own. Problems are collected and
+reported together, each with the place it came from.
+"""
+
+import ast
+import dataclasses
+import difflib
+import inspect
+import io
+import sys
+import tokenize
+import types
+import typing
+
+from runtime import UserError
+
+
+def load_config(cls, argv, doc=''):
+    """Build dataclass `cls` from its defaults and the command line `argv`.
+
+    `cls` may define `problems(self) -> list[str]` for values that contradict each other.
+    Raises UserError with every problem found, one a line. `--help` prints and exits.
+    """
+    if any(arg in ('--help', '-h') for arg in argv):
+        print(help_text(cls, doc))
+        sys.exit(0)
+    values = {f.name: f.default for f in dataclasses.fields(cls)}
+    problems = []
+    for arg in argv:
+        assign = read_option if arg.startswith('-') else read_file
+        for name, value, where in assign(cls, arg, values, problems):
+            check_and_set(cls, values, name, value, where, problems)
+    if not problems:
+        config = cls(**values)
+        problems = config.problems() if hasattr(config, 'problems') else []
+    if problems:
+        raise UserError('\n'.join(problems))
+    return config
+
+
+def changes(config):
+    """{field: value} of all that differs from the defaults."""
+    return {f.name: getattr(config, f.name) for f in dataclasses.fields(config)
+            if getattr(config, f.name) != f.default}
+
+
+# -----------------------------------------------------------------------------
+# where values come from: each reader yields (name, value, where)
+
+
+def read_option(cls, arg, values, problems):
+    """One `--key=value`; `--key` alone is true for a bool."""
+    name, equals, text = arg.removeprefix('--').partition('=')
+    if not arg.startswith('--') or not name:
+        problems.append(f'{arg!r}: write options as --key=value')
+    elif equals:
+        # Text stays as typed: --start=1e3 means those three characters.
+        is_text = name in values and str in accepted_types(cls, name)
+        yield name, text if is_text else parse_literal(text), 'on the command line'
+    elif name in values and bool in accepted_types(cls, name):
+        yield name, True, 'on the command line'
+    elif name in values:
+        problems.append(f'--{name} needs a value: write --{name}=VALUE, without a space')
+    else:
+        yield name, None, 'on the command line'
+
+
+def parse_literal(text):
+    """'32' → 32, '1e-3' → 0.001, 'true' → True, anything else stays text."""
+    if text.lower() in ('true', 'false'):
+        return text.lower() == 'true'
+    try:
+        return ast.literal_eval(text)
+    except (SyntaxError, ValueError):
+        return text
+
+
+def read_file(cls, path, values, problems):
+    """Run a config file in its own namespace and yield what it assigned."""
+    try:
+        with open(path, encoding='utf-8') as f:
+            source = f.read()
+    except OSError as e:
+        hint = '' if path.endswith('.py') else ' (options start with --)'
+        problems.append(f'config file {path}: {e.strerror}{hint}')
+        return
+    except UnicodeDecodeError:
+        problems.append(f'config file {path}: not a text file')
+        return
+    namespace = dict(values, __file__=path)
+    try:
+        exec(compile(source, path, 'exec'), namespace)
+    except SyntaxError as e:
+        problems.append(f'config file {path}, line {e.lineno}: syntax error: {e.msg}')
+        return
+    except Exception as e:
+        line = error_line(e, path)
+        problems.append(f'config file {path}, line {line}: {type(e).__name__}: {e}')
+        return
+    lines, imported = assigned_and_imported(source)
+    for name, value in sorted(namespace.items(), key=lambda item: lines.get(item[0], 0)):
+        untouched = name in values and value is values[name] and name not in lines
+        if not (untouched or name.startswith('_') or name in imported or callable(value)):
+            yield name, value, f'in {path}, line {lines[name]}' if name in lines else f'in {path}'
+
+
+def assigned_and_imported(source):
+    """({name: line of its last assignment}, {imported names}) of a file's statements."""
+    lines, imported = {}, set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            lines[node.id] = max(node.lineno, lines.get(node.id, 0))
+        elif isinstance(node, (ast.Import, ast.ImportFrom)):
+            imported |= {(alias.asname or alias.name).split('.')[0] for alias in node.names}
+    return lines, imported
+
+
+def error_line(error, path):
+    """The line of `path` that `error` came from."""
+    line, tb = 0, error.__traceback__
+    while tb:
+        if tb.tb_frame.f_code.co_filename == path:
+            line = tb.tb_lineno
+        tb = tb.tb_next
+    return line
+
+
+# -----------------------------------------------------------------------------
+# what a field accepts
+
+
+def check_and_set(cls, values, name, value, where, problems):
+    """Put `value` into `values` if `name` exists and the value fits, else note the problem."""
+    if name not in values:
+        nearest = difflib.get_close_matches(name, values, n=1, cutoff=0.5)
+        hint = f'did you mean {nearest[0]}?' if nearest else 'see --help for all keys'
+        problems.append(f'unknown key {name!r} {where}: {hint}')
+        return
+    try:
+        values[name] = convert(value, cls, name)
+    except ValueError:
+        expected = ' or '.join(describe(t) for t in accepted_types(cls, name))
+        problems.append(f'{name}={value!r} {where}: expected {expected}')
+
+
+def convert(value, cls, name):
+    """`value` as the field's type. Raises ValueError where it does not fit."""
+    for kind in accepted_types(cls, name):
+        if kind is float and type(value) in (int, float):
+            return float(value)
+        if kind is int and type(value) is float and value.is_integer():
+            return int(value)  # 6e5 is a fine way to write 600000
+        if kind is type(value) or (not isinstance(kind, type) and value == kind):
+            return value
+    raise ValueError
+
+
+def accepted_types(cls, name):
+    """A field's annotation as a flat list: types, and the values of a Literal."""
+    annotation = typing.get_type_hints(cls)[name]
+    parts = typing.get_args(annotation) if isinstance(annotation, types.UnionType) \
+        or typing.get_origin(annotation) is typing.Union else [annotation]
+    flat = []
+    for part in parts:
+        flat += typing.get_args(part) if typing.get_origin(part) is typing.Literal else [part]
+    return flat
+
+
+def describe(kind):
+    names = {int: 'a whole number', float: 'a number', bool: 'true or false', str: 'text'}
+    return names[kind] if isinstance(kind, type) else str(kind)
+
+
+# -----------------------------------------------------------------------------
+# --help, read from the comments of the dataclass itself
+
+
+def help_text(cls, doc=''):
+    """The docstring, then every field by section: default and its trailing comment."""
+    lines = [inspect.cleandoc(doc), '', 'Options, with their defaults:']
+    width = max(len(f'--{f.name}={f.default}') for f in dataclasses.fields(cls)) + 2
+    for kind, name, comment in commented_fields(cls):
+        if kind == 'section':
+            lines += ['', comment]
+        else:
+            default = next(f.default for f in dataclasses.fields(cls) if f.name == name)
+            lines.append(f'  {f"--{name}={default}":<{width}}{comment}')
+    return '\n'.join(lines)
+
+
+def commented_fields(cls):
+    """Yield ('section', None, text) and ('field', name, comment) in source order."""
+    source = inspect.getsource(cls)
+    names = {f.name for f in dataclasses.fields(cls)}
+    line_name = None
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        if token.type == tokenize.NAME and token.string in names and token.start[1] == 4:
+            line_name = token.string
+        elif token.type == tokenize.COMMENT:
+            text = token.string.lstrip('# ')
+            if line_name:
+                yield 'field', line_name, text
+            elif token.start[1] == 4:
+                yield 'section', None, text
+        elif token.type in (tokenize.NEWLINE, tokenize.NL):
+            line_name = None

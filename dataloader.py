@@ -1,0 +1,353 @@
+"""Token files → batches, as a pure function of (seed, step): nothing about order is in memory.
+
+A split of N tokens is tiled by windows of `block_size + 1` tokens that overlap by one, so that
+each token is predicted once. Training visits every window once an epoch, in an order given by a
+keyed permutation, and shifts the tiling a little each epoch. Step s takes the next windows of
+that endless sequence, however many processes share them: a run that resumes, on any number of
+processes, sees exactly the data it would have seen.
+"""
+
+import hashlib
+import json
+import os
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+
+import tokenizer as tokenizers
+from runtime import UserError
+
+FORMAT_VERSION = 1
+CPU = torch.device('cpu')
+
+# -----------------------------------------------------------------------------
+# a dataset on disk: data/<name>/ with meta.json, or bare files
+
+
+@dataclass(frozen=True)
+class Dataset:
+    """A prepared folder: its token files, and what its meta.json says of them."""
+
+    folder: Path
+    meta: dict  # empty for a bare folder
+    vocab_size: int
+
+    def tokenizer(self):
+        """The tokenizer that made the files. Raises UserError where it cannot be had."""
+        return tokenizers.from_json(self.meta.get('tokenizer', {'kind': 'gpt2'}))
+
+    def tokenizer_json(self):
+        return self.meta.get('tokenizer', {'kind': 'gpt2'})
+
+    def bytes_per_token(self, split):
+        """UTF-8 bytes of text per token, or None where meta.json does not say."""
+        about = self.meta.get('splits', {}).get(split, {})
+        return about['bytes'] / about['tokens'] if about.get('tokens') else None
+
+    def split(self, name, in_ram=False):
+        """The token stream of 'train' or 'val'. Raises UserError."""
+        about = self.meta.get('splits', {}).get(name)
+        if about:
+            paths = [self.folder / file['name'] for file in about['files']]
+            expected = [file['tokens'] for file in about['files']]
+        else:
+            paths = sorted(p for p in self.folder.glob('*.bin')
+                           if name in p.stem.replace('-', '_').split('_'))
+            expected = [None] * len(paths)
+        if not paths:
+            raise UserError(f'{self.folder}: no {name}.bin there')
+        dtype = np.dtype(self.meta.get('dtype', 'uint16')).newbyteorder('<')
+        files = [open_tokens(path, dtype, n) for path, n in zip(paths, expected, strict=True)]
+        return TokenStream(files, self.vocab_size, in_ram)
+
+
+def open_dataset(folder):
+    """Read what `folder` holds: ours (meta.json), nanoGPT's bare .bin files, or llm.c's shards.
+
+    A folder without meta.json is taken to hold GPT-2 tokens. Raises UserError.
+    """
+    folder = Path(folder)
+    meta_path = folder / 'meta.json'
+    if meta_path.exists():
+        meta = read_meta(meta_path)
+        return Dataset(folder, meta, meta['vocab_size'])
+    if (folder / 'meta.pkl').exists():
+        raise UserError(f'{folder}/meta.pkl: a pickle can run code when loaded, so it is not; '
+                        f'prepare the text again: python prepare.py text --input=FILE '
+                        f'--data_dir={folder}')
+    if not any(folder.glob('*.bin')):
+        raise UserError(f'{folder} is not prepared: run python prepare.py {folder.name}')
+    return Dataset(folder, {}, vocab_size=50257)
+
+
+def read_meta(path):
+    """meta.json as a dict whose needed keys are there. Raises UserError."""
+    try:
+        meta = json.loads(path.read_text(encoding='utf-8'))
+        if meta['format_version'] != FORMAT_VERSION:
+            raise UserError(f'{path}: format version {meta["format_version"]}, but this plainGPT '
+                            f'reads version {FORMAT_VERSION}: prepare the data again')
+        if meta['dtype'] not in ('uint16', 'uint32') or meta['vocab_size'] < 1:
+            raise ValueError('dtype or vocab_size is out of range')
+        for about in meta['splits'].values():
+            # one file of another size or a path out of the folder must not pass as ours
+            if not about['files'] or any(os.path.basename(f['name']) != f['name'] or f['tokens'] < 1
+                                         for f in about['files']):
+                raise ValueError('a split has no files or a misnamed one')
+            about['tokens'], about['bytes']
+        return meta
+    except (ValueError, KeyError, TypeError, AttributeError) as e:
+        what = f'{e} is missing' if isinstance(e, KeyError) else e
+        raise UserError(f'{path} is broken ({what}): prepare the data again') from None
+
+
+@dataclass(frozen=True)
+class TokenFile:
+    """One .bin file: token ids from byte `offset` to its end."""
+
+    path: Path
+    dtype: np.dtype
+    offset: int
+    tokens: int
+
+    def read(self, start, count):
+        """Tokens [start, start + count), fewer at the end of the file."""
+        # A read and no memory map: a map's pages would count as this process's memory, more and
+        # more of the corpus as the run goes on, and a file cut short would kill it (SIGBUS).
+        return np.fromfile(self.path, self.dtype, count,
+                           offset=self.offset + start * self.dtype.itemsize)
+
+
+LLM_C_MAGIC = 20240520  # https://github.com/karpathy/llm.c, dev/data/data_common.py
+LLM_C_HEADER_BYTES = 1024
+
+
+def open_tokens(path, dtype, expected=None):
+    """One .bin file, header of llm.c understood → TokenFile.
+
+    Raises UserError for a missing file, an odd length, or another length than `expected`.
+    """
+    try:
+        size = path.stat().st_size
+        header = np.fromfile(path, dtype='<i4', count=3)
+    except OSError as e:
+        raise UserError(f'{path}: {e.strerror}: prepare the data again') from None
+    offset = 0
+    if len(header) == 3 and header[0] == LLM_C_MAGIC and size >= LLM_C_HEADER_BYTES:
+        if header[1] != 1:
+            raise UserError(f'{path}: llm.c shard of version {header[1]}, only 1 is known')
+        dtype, offset, expected = np.dtype('<u2'), LLM_C_HEADER_BYTES, int(header[2])
+    tokens, rest = divmod(size - offset, dtype.itemsize)
+    if rest:
+        raise UserError(f'{path}: {size:,} bytes are no whole number of {dtype.name} tokens: '
+                        'the file is cut short or of another type; prepare the data again')
+    if expected is not None and tokens != expected:
+        raise UserError(f'{path}: {tokens:,} tokens where {expected:,} were written: '
+                        'the file is damaged; prepare the data again')
+    if tokens == 0:
+        raise UserError(f'{path} is empty: prepare the data again')
+    return TokenFile(path, dtype, offset, tokens)
+
+
+class TokenStream:
+    """The token files of a split, read as one stream; from memory with `in_ram`."""
+
+    def __init__(self, files, vocab_size, in_ram=False):
+        self.files = files
+        self.starts = np.cumsum([0] + [file.tokens for file in files])
+        self.vocab_size = vocab_size
+        self.ram = None
+        if in_ram:
+            self.ram = np.empty(len(self), dtype=files[0].dtype)
+            for file, start in zip(files, self.starts, strict=False):
+                self.ram[start:start + file.tokens] = file.read(0, file.tokens)
+            self._check_ids(self.ram, 0)
+
+    def __len__(self):
+        return int(self.starts[-1])
+
+    def windows(self, starts, length):
+        """`length` tokens from each of `starts` → (len(starts), length) int64 array.
+
+        Raises UserError for an id beyond the vocabulary.
+        """
+        if self.ram is not None:
+            return self.ram[starts[:, None] + np.arange(length)].astype(np.int64)
+        return np.stack([self._window(int(start), length) for start in starts])
+
+    def _window(self, start, length):
+        out = np.empty(length, dtype=np.int64)
+        k, filled = self._file_at(start), 0
+        while filled < length:  # more than once where the window runs over into the next file
+            at = start + filled - int(self.starts[k])
+            piece = self.files[k].read(at, length - filled)
+            out[filled:filled + len(piece)] = piece
+            filled += len(piece)
+            k += 1
+        self._check_ids(out, start)
+        return out
+
+    def _file_at(self, token):
+        return int(np.searchsorted(self.starts, token, side='right')) - 1
+
+    def _check_ids(self, tokens, start):
+        if tokens.max() < self.vocab_size:
+            return
+        bad = int(np.flatnonzero(tokens >= self.vocab_size)[0])
+        k = self._file_at(start + bad)
+        raise UserError(f'{self.files[k].path}: token {start + bad - self.starts[k]:,} has id '
+                        f'{tokens[bad]}, but the vocabulary ends at {self.vocab_size - 1}: the '
+                        'file was written with another tokenizer; prepare the data again')
+
+
+def sha256_of(path):
+    """Checksum of a file, as hexadecimal text."""
+    with open(path, 'rb') as f:
+        return hashlib.file_digest(f, 'sha256').hexdigest()
+
+
+# -----------------------------------------------------------------------------
+# the order: a keyed permutation, computed for just the indices needed
+
+
+def mix(x):
+    """Scramble uint64s so that each output bit depends on each input bit (splitmix64)."""
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return x ^ (x >> np.uint64(31))
+
+
+def key(*parts):
+    """A uint64 made of a few non-negative integers."""
+    k = np.zeros(1, dtype=np.uint64)
+    for part in parts:
+        k = mix(k + np.uint64(0x9E3779B97F4A7C15) + np.array([part], dtype=np.uint64))
+    return k
+
+
+def permute(indices, n, k):
+    """Where a permutation of range(n), chosen by key `k`, sends each of `indices`.
+
+    A Feistel network of 6 rounds permutes the smallest 2^(2b) ≥ n; what falls outside range(n)
+    is sent on until it falls inside ("cycle walking": Black and Rogaway 2002). Memory is that
+    of `indices`, whatever n is.
+    """
+    half = np.uint64(max(1, ((n - 1).bit_length() + 1) // 2))
+    mask = (np.uint64(1) << half) - np.uint64(1)
+    out = np.array(indices, dtype=np.uint64)
+    todo = np.arange(len(out))
+    while len(todo):
+        x = out[todo]
+        left, right = x >> half, x & mask
+        for r in range(6):
+            left, right = right, left ^ (mix(right + k + key(r)) & mask)
+        out[todo] = (left << half) | right
+        todo = todo[out[todo] >= n]
+    return out.astype(np.int64)
+
+
+# -----------------------------------------------------------------------------
+# the batch
+
+
+class BatchLoader:
+    """Batches of a split for this process, as a function of the step.
+
+    micro_steps: micro-batches that this process takes per step (each of batch_size windows)
+    rank, world_size: which share of a step's windows is this process's own
+    Raises UserError where the split is shorter than a window.
+    """
+
+    def __init__(self, stream, block_size, batch_size, *, micro_steps=1, rank=0, world_size=1,
+                 seed=0, device=CPU):
+        if len(stream) < block_size + 1:
+            raise UserError(f'{stream.files[0].path}: {len(stream)} tokens are fewer than one '
+                            f'window of block_size + 1 = {block_size + 1}: use more text or a '
+                            'smaller --block_size')
+        self.stream = stream
+        self.block_size = block_size
+        self.batch_size = batch_size
+        self.micro_steps = micro_steps
+        self.rank = rank
+        self.world_size = world_size
+        self.seed = seed
+        self.device = device
+        # One window fewer than would fit leaves room to shift the tiling by up to block_size - 1.
+        self.windows_per_epoch = max(1, (len(stream) - block_size) // block_size)
+        spare = len(stream) - 1 - self.windows_per_epoch * block_size
+        self.phases = min(block_size, spare + 1)
+        self.eval_windows = (len(stream) - 1) // block_size
+
+    def window_ids(self, step, micro):
+        """The numbers, in the endless sequence, of this process's windows of a micro-step."""
+        per_step = self.batch_size * self.micro_steps * self.world_size
+        first = step * per_step + (micro * self.world_size + self.rank) * self.batch_size
+        return np.arange(first, first + self.batch_size)
+
+    def window_starts(self, ids):
+        """Where the windows begin in the token stream."""
+        epochs, places = np.divmod(ids, self.windows_per_epoch)
+        starts = np.empty_like(ids)
+        for epoch in np.unique(epochs):
+            here = epochs == epoch
+            windows = permute(places[here], self.windows_per_epoch, key(self.seed, int(epoch)))
+            phase = int(key(self.seed, int(epoch), 1)[0] % np.uint64(self.phases))
+            starts[here] = phase + windows * self.block_size
+        return starts
+
+    def train_batch(self, step, micro):
+        """(idx, targets), each (batch_size, block_size) int64 in host memory."""
+        return self._on_host(self.window_starts(self.window_ids(step, micro)))
+
+    def train_batches(self, step):
+        """Yield the micro-batches of `step`, `step + 1`, … on the device, without end.
+
+        The next batch is read by a thread while the device computes on this one.
+        """
+        with ThreadPoolExecutor(max_workers=1, thread_name_prefix='batches') as reader:
+            micro = 0
+            pending = reader.submit(self.train_batch, step, micro)
+            while True:
+                step, micro = (step, micro + 1) if micro + 1 < self.micro_steps else (step + 1, 0)
+                batch, pending = pending.result(), reader.submit(self.train_batch, step, micro)
+                yield self._on_device(batch)
+
+    def eval_batches(self, n_batches):
+        """Where the windows begin of this process's share of `n_batches` × batch_size windows, or
+        of all where there are fewer: always the same, spread evenly → one array a batch.
+        """
+        n = min(n_batches * self.batch_size, self.eval_windows)
+        mine = np.arange(self.rank, n, self.world_size) * self.eval_windows // n * self.block_size
+        return [mine[i:i + self.batch_size] for i in range(0, len(mine), self.batch_size)]
+
+    def eval_batch(self, starts):
+        """(idx, targets) on the device. A batch that is not full is filled up with targets of -1
+        (ignored), so that all have one shape, which a compiled model likes."""
+        idx, targets = self._on_host(np.resize(starts, self.batch_size))
+        targets[len(starts):] = -1
+        return self._on_device((idx, targets))
+
+    def _on_host(self, starts):
+        windows = torch.from_numpy(self.stream.windows(starts, self.block_size + 1))  # (B, T+1)
+        idx, targets = windows[:, :-1].contiguous(), windows[:, 1:].contiguous()
+        if self.device.type == 'cuda':
+            return idx.pin_memory(), targets.pin_memory()
+        return idx, targets
+
+    def _on_device(self, batch):
+        # From pinned memory the copy runs behind the host's back; elsewhere it just happens.
+        return [tensor.to(self.device, non_blocking=True) for tensor in batch]
+
+
+def fits_in_ram(folder, processes):
+    """True where a copy of the token files for each process takes at most a quarter of the
+    memory that is free now. Unknown means no: a memory map is the safe way."""
+    try:
+        free = os.sysconf('SC_AVPHYS_PAGES') * os.sysconf('SC_PAGE_SIZE')
+    except (ValueError, OSError, AttributeError):
+        return False
+    size = sum(path.stat().st_size for path in Path(folder).glob('*.bin'))
+    return size * processes <= free / 4

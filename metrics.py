@@ -1,0 +1,143 @@
+"""Numbers → the console, out_dir/metrics.jsonl and, if asked, wandb.
+
+metrics.jsonl has one JSON object a line: iter (updates done), tokens, elapsed_s, and then
+  for a logged step     loss lr grad_norm tokens_per_s mfu peak_memory_bytes
+  for an evaluation     train_loss val_loss val_bpb
+Losses are means in nats a token over all micro-steps and processes; what is unknown is null.
+"""
+
+import json
+import math
+import time
+from contextlib import contextmanager
+
+from runtime import UserError, peak_memory_bytes
+
+
+class Metrics:
+    """Where a run's numbers go, and its clock.
+
+    step_tokens, max_iters: of the whole job, for rates and the remaining time
+    mfu_of: tokens/s → model FLOPs utilisation or None; bytes_per_token: of the validation text
+    path: metrics.jsonl, or None to write no file; quiet: do nothing (ranks other than 0)
+    """
+
+    def __init__(self, path, *, step_tokens, max_iters, mfu_of, bytes_per_token, device,
+                 elapsed_s=0.0, wandb_run=None, quiet=False):
+        self.path = path
+        self.step_tokens = step_tokens
+        self.max_iters = max_iters
+        self.mfu_of = mfu_of
+        self.bytes_per_token = bytes_per_token
+        self.device = device
+        self.wandb_run = wandb_run
+        self.quiet = quiet
+        self.started = self.lap_started = time.perf_counter()
+        self.started -= elapsed_s
+        self.lap_iter = None
+
+    def elapsed_s(self):
+        """Seconds since the run began, those before a resume included."""
+        return time.perf_counter() - self.started
+
+    @contextmanager
+    def paused(self):
+        """Time spent in here (evaluating, saving) does not count as step time."""
+        began = time.perf_counter()
+        yield
+        self.lap_started += time.perf_counter() - began
+
+    def start_steps(self, iter_num):
+        """Step time counts from here."""
+        self.lap_started, self.lap_iter = time.perf_counter(), iter_num
+
+    def step(self, iter_num, loss, lr, grad_norm):
+        """Report update number `iter_num`. loss and grad_norm may be tensors: reading them waits
+        for the device, so call this on logged steps only."""
+        loss, grad_norm = float(loss), float(grad_norm)
+        step_s = (time.perf_counter() - self.lap_started) / (iter_num - self.lap_iter)
+        self.start_steps(iter_num)
+        tokens_per_s = self.step_tokens / step_s
+        mfu = self.mfu_of(tokens_per_s)
+        self._say(iter_num, f'loss {loss:.4f}', f'lr {lr:.2e}', f'grad {grad_norm:.2f}',
+                  f'{step_s * 1e3:.{0 if step_s >= 0.1 else 1}f} ms',
+                  f'{short(tokens_per_s)} tok/s', f'mfu {"n/a" if mfu is None else f"{mfu:.1%}"}',
+                  f'{duration((self.max_iters - iter_num) * step_s)} left')
+        self._write(iter_num, loss=loss, lr=lr, grad_norm=grad_norm, tokens_per_s=tokens_per_s,
+                    mfu=mfu, peak_memory_bytes=peak_memory_bytes(self.device))
+
+    def evaluation(self, iter_num, train_loss, val_loss, best):
+        """Report an evaluation after `iter_num` updates."""
+        val_bpb = None
+        columns = [f'train loss {train_loss:.4f}', f'val loss {val_loss:.4f}']
+        if self.bytes_per_token:
+            val_bpb = val_loss / math.log(2) / self.bytes_per_token
+            columns.append(f'{val_bpb:.3f} bits/byte')
+        if best:
+            columns.append('best')
+        self._say(iter_num, *columns)
+        self._write(iter_num, train_loss=train_loss, val_loss=val_loss, val_bpb=val_bpb)
+
+    def _say(self, iter_num, *columns):
+        if not self.quiet:
+            print(f'iter {iter_num:>{len(str(self.max_iters))}}', *columns, sep=' | ', flush=True)
+
+    def _write(self, iter_num, **values):
+        if self.quiet:
+            return
+        values = {'tokens': iter_num * self.step_tokens, 'elapsed_s': round(self.elapsed_s(), 3),
+                  **values}
+        if self.wandb_run:
+            self.wandb_run.log(values, step=iter_num)
+        if self.path:
+            # JSON has no NaN: what is not a number is null, like what is unknown.
+            line = {key: value if value is None or math.isfinite(value) else None
+                    for key, value in values.items()}
+            with open(self.path, 'a', encoding='utf-8') as f:
+                f.write(json.dumps({'iter': iter_num, **line}) + '\n')
+
+
+def trim(path, last_iter):
+    """Drop the lines of metrics.jsonl past `last_iter`, and one that a crash cut short."""
+    if not path.exists():
+        return
+    kept = []
+    for line in path.read_text(encoding='utf-8').splitlines(keepends=True):
+        try:
+            if json.loads(line)['iter'] <= last_iter:
+                kept.append(line)
+        except (ValueError, KeyError):
+            pass
+    temporary = path.with_suffix('.tmp')
+    temporary.write_text(''.join(kept), encoding='utf-8')
+    temporary.rename(path)
+
+
+def start_wandb(project, name, config):
+    """A wandb run that carries `config`. Raises UserError where wandb is absent or refuses."""
+    try:
+        import wandb
+    except ImportError:
+        raise UserError('wandb_log=True needs wandb: pip install wandb, or --wandb_log=False') \
+            from None
+    try:
+        return wandb.init(project=project, name=name, config=config)
+    except wandb.errors.Error as e:
+        raise UserError(f'wandb does not start ({e}): log in with wandb login, set '
+                        'WANDB_MODE=offline, or use --wandb_log=False') from None
+
+
+def short(n):
+    """1234567 → '1.23M': three digits and a unit."""
+    for unit in ('', 'k', 'M', 'G'):
+        if n < 1000 or unit == 'G':
+            return f'{n:.3g}{unit}' if n < 100 or not unit else f'{n:.0f}{unit}'
+        n /= 1000
+
+
+def duration(seconds):
+    """3725 → '1h02m', 65 → '1m05s', 5 → '5s'."""
+    s = round(seconds)
+    if s >= 3600:
+        return f'{s // 3600}h{s % 3600 // 60:02d}m'
+    return f'{s // 60}m{s % 60:02d}s' if s >= 60 else f'{s}s'

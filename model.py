@@ -1,0 +1,308 @@
+"""GPT-2 in one file: configuration, model, loss, optimizer, FLOPs, generation.
+
+Radford et al. 2019, "Language Models are Unsupervised Multitask Learners"; the released code,
+https://github.com/openai/gpt-2, settles what the paper leaves open. Parameter names are nanoGPT's.
+
+B batch, T tokens in a window, C = n_embd, H = n_head, V vocabulary.
+"""
+
+import json
+import math
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+
+from runtime import UserError
+
+VOCAB_MULTIPLE = 128  # matmuls are fast when their sizes divide by powers of two
+
+
+@dataclass
+class GPTConfig:
+    """The shape of a GPT. The defaults are GPT-2 124M."""
+
+    block_size: int = 1024  # longest context, in tokens
+    vocab_size: int = 50257
+    n_layer: int = 12
+    n_head: int = 12
+    n_embd: int = 768
+    dropout: float = 0.0
+    bias: bool = True  # in Linears and LayerNorms, as in GPT-2; False is a bit better and faster
+
+    @property
+    def padded_vocab_size(self):
+        return math.ceil(self.vocab_size / VOCAB_MULTIPLE) * VOCAB_MULTIPLE
+
+
+class CausalSelfAttention(nn.Module):
+    def __init__(self, config):
+        super().__init__()
+        self.n_head = config.n_head
+        self.dropout = config.dropout
+        self.c_attn = nn.Linear(config.n_embd, 3 * config.n_embd, bias=config.bias)
+        self.c_proj = nn.Linear(config.n_embd, config.n_embd, bias=config.bias)
+        self.resid_dropout = nn.Dropout(config.dropout)
+
+    def forward(self, x):
+        B, T, C = x.shape
+        q, k, v = self.c_attn(x).split(C, dim=2)  # 3 × (B, T, C)
+        q, k, v = (t.view(B, T, self.n_head, C // self.n_head).transpose(1, 2)
+                   for t in (q, k, v))  # 3 × (B, H, T, C/H)
+        y = F.scaled_dot_product_attention(
+            q, k, v, dropout_p=self.dropout if self.training else 0.0, is_causal=True)
+        y = y.transpose(1, 2).reshape(B, T, C)  # (B, H, T, C/H) → (B, T, C)
+        return self.resid_dropout(self.c_proj(y))
+
+
+class MLP(nn.Module):
+    def __init__(self, config):
+        super().__init__()
+        self.c_fc = nn.Linear(config.n_embd, 4 * config.n_embd, bias=config.bias)
+        self.gelu = nn.GELU(approximate='tanh')  # GPT-2 was trained with the approximation
+        self.c_proj = nn.Linear(4 * config.n_embd, config.n_embd, bias=config.bias)
+        self.dropout = nn.Dropout(config.dropout)
+
+    def forward(self, x):
+        return self.dropout(self.c_proj(self.gelu(self.c_fc(x))))
+
+
+class Block(nn.Module):
+    def __init__(self, config):
+        super().__init__()
+        self.ln_1 = nn.LayerNorm(config.n_embd, bias=config.bias)
+        self.attn = CausalSelfAttention(config)
+        self.ln_2 = nn.LayerNorm(config.n_embd, bias=config.bias)
+        self.mlp = MLP(config)
+
+    def forward(self, x):
+        x = x + self.attn(self.ln_1(x))
+        x = x + self.mlp(self.ln_2(x))
+        return x
+
+
+class GPT(nn.Module):
+    def __init__(self, config):
+        super().__init__()
+        assert config.n_embd % config.n_head == 0
+        self.config = config
+        self.transformer = nn.ModuleDict({
+            'wte': nn.Embedding(config.padded_vocab_size, config.n_embd),
+            'wpe': nn.Embedding(config.block_size, config.n_embd),
+            'drop': nn.Dropout(config.dropout),
+            'h': nn.ModuleList(Block(config) for _ in range(config.n_layer)),
+            'ln_f': nn.LayerNorm(config.n_embd, bias=config.bias),
+        })
+        self.lm_head = nn.Linear(config.n_embd, config.padded_vocab_size, bias=False)
+        self.lm_head.weight = self.transformer.wte.weight  # tied: Press and Wolf 2017
+        self.init_weights()
+
+    @torch.no_grad()
+    def init_weights(self):
+        """All weights from N(0, 0.02²), those that end a residual branch from N(0, 0.02²/2L)."""
+        n_layer = self.config.n_layer
+        for name, p in self.named_parameters():
+            if p.dim() == 2:
+                # Each of the 2L branches adds its variance to the residual stream (GPT-2, §2.3).
+                branch_end = name.endswith('c_proj.weight')
+                nn.init.normal_(p, std=0.02 / math.sqrt(2 * n_layer if branch_end else 1))
+            else:
+                nn.init.constant_(p, 1.0 if name.endswith('weight') else 0.0)  # LayerNorm, biases
+        self.transformer.wte.weight[self.config.vocab_size:] = 0.0  # the padding is no token
+
+    def forward(self, idx, targets=None):
+        """idx (B, T) int64, T ≤ block_size; targets the same shape, -1 where there is none.
+
+        → logits (B, T, V), and the mean cross-entropy in nats, or None without targets.
+        """
+        logits = self.logits(self.hidden(idx))  # (B, T, V)
+        if targets is None:
+            return logits, None
+        return logits, F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-1)
+
+    def hidden(self, idx):
+        """idx (B, T) → what the head reads the next token from, (B, T, C)."""
+        T = idx.size(1)
+        assert self.config.block_size >= T, f'{T} tokens > block_size {self.config.block_size}'
+        positions = torch.arange(T, device=idx.device)
+        x = self.transformer.wte(idx) + self.transformer.wpe(positions)  # (B, T, C) + (T, C)
+        x = self.transformer.drop(x)
+        for block in self.transformer.h:
+            x = block(x)
+        return self.transformer.ln_f(x)
+
+    def logits(self, x):
+        """(…, C) → (…, V). The padding of the vocabulary is cut off here and shows nowhere."""
+        return self.lm_head(x)[..., :self.config.vocab_size]
+
+    # -------------------------------------------------------------------------
+    # optimizer
+
+    def configure_optimizers(self, weight_decay, learning_rate, betas, device_type):
+        """AdamW that decays matrices and embeddings, not biases and LayerNorms."""
+        params = [p for p in self.parameters() if p.requires_grad]
+        groups = [
+            {'params': [p for p in params if p.dim() >= 2], 'weight_decay': weight_decay},
+            {'params': [p for p in params if p.dim() < 2], 'weight_decay': 0.0},
+        ]
+        fused = device_type in ('cuda', 'cpu', 'mps')
+        return torch.optim.AdamW(groups, lr=learning_rate, betas=betas, fused=fused)
+
+    # -------------------------------------------------------------------------
+    # size and speed
+
+    def num_parameters(self):
+        """Parameters of the model as published: the tied matrix once, its padding not at all."""
+        padding = self.config.padded_vocab_size - self.config.vocab_size
+        return sum(p.numel() for p in self.parameters()) - padding * self.config.n_embd
+
+    def flops_per_token(self):
+        """FLOPs to train on one token, forward and backward (PaLM, appendix B): 6 for each weight
+        in a matmul and 12·L·C·T for attention. Looking up a position is no matmul."""
+        c = self.config
+        matmul_weights = self.num_parameters() - self.transformer.wpe.weight.numel()
+        return 6 * matmul_weights + 12 * c.n_layer * c.n_embd * c.block_size
+
+    def mfu(self, tokens_per_s, device_name, dtype):
+        """Share of the device's peak that training at `tokens_per_s` uses, or None if unknown."""
+        peak = peak_flops(device_name, dtype)
+        return self.flops_per_token() * tokens_per_s / peak if peak else None
+
+    # -------------------------------------------------------------------------
+    # weights of others, and smaller contexts
+
+    def crop_block_size(self, block_size):
+        """Forget the positions past `block_size`, say to fine-tune on shorter windows."""
+        assert block_size <= self.config.block_size
+        self.config.block_size = block_size
+        wpe = self.transformer.wpe
+        wpe.num_embeddings, wpe.weight = block_size, nn.Parameter(wpe.weight[:block_size].detach())
+
+    @classmethod
+    def from_pretrained(cls, name_or_folder, dropout=0.0):
+        """GPT-2 weights in the Hugging Face layout: a folder with config.json and
+        model.safetensors, or 'gpt2', 'gpt2-medium', 'gpt2-large', 'gpt2-xl' from the hub.
+
+        Raises UserError where they cannot be had or are not GPT-2.
+        """
+        folder = Path(name_or_folder)
+        if not folder.is_dir():
+            folder = download_pretrained(name_or_folder)
+        try:
+            hf = json.loads((folder / 'config.json').read_text())
+            weights = load_file(folder / 'model.safetensors')
+            if hf['model_type'] != 'gpt2' or hf['activation_function'] != 'gelu_new':
+                raise ValueError('not a GPT-2 with tanh GELU')
+            model = cls(GPTConfig(hf['n_positions'], hf['vocab_size'], hf['n_layer'], hf['n_head'],
+                                  hf['n_embd'], dropout, bias=True))
+            model.load_hf_weights(weights)
+        except (OSError, ValueError, KeyError, SafetensorError) as e:
+            raise UserError(f'{folder}: cannot be read as GPT-2 in the Hugging Face layout '
+                            f'({type(e).__name__}: {e})') from None
+        return model
+
+    @torch.no_grad()
+    def load_hf_weights(self, weights):
+        """Copy weights under Hugging Face's names. Raises KeyError, ValueError on a misfit."""
+        weights = {name.removeprefix('transformer.'): w for name, w in weights.items()}
+        for name, p in self.named_parameters():
+            w = weights[name.removeprefix('transformer.')]
+            if name.endswith(('c_attn.weight', 'c_proj.weight', 'c_fc.weight')):
+                w = w.t()  # Hugging Face keeps GPT-2's Conv1D, whose weight is (in, out)
+            if name == 'transformer.wte.weight':
+                p = p[:self.config.vocab_size]
+            if p.shape != w.shape:
+                raise ValueError(f'{name} is {tuple(w.shape)}, expected {tuple(p.shape)}')
+            p.copy_(w)
+
+    # -------------------------------------------------------------------------
+    # generation
+
+    @torch.no_grad()
+    def generate(self, idx, max_new_tokens, temperature=1.0, top_k=None, top_p=None):
+        """Append `max_new_tokens` sampled tokens to idx (B, T) → (B, T + max_new_tokens).
+
+        Past block_size the oldest tokens leave the context. temperature=0 takes the likeliest.
+        """
+        for _ in range(max_new_tokens):
+            last = self.hidden(idx[:, -self.config.block_size:])[:, -1]  # (B, C)
+            next_token = sample(self.logits(last).float(), temperature, top_k, top_p)  # (B, 1)
+            idx = torch.cat((idx, next_token), dim=1)
+        return idx
+
+
+def sample(logits, temperature=1.0, top_k=None, top_p=None):
+    """logits (B, V) → one token each (B, 1)."""
+    if temperature == 0:
+        return logits.argmax(dim=-1, keepdim=True)
+    logits = logits / temperature
+    if top_k:
+        logits = keep_top_k(logits, top_k)
+    if top_p and top_p < 1:
+        logits = keep_top_p(logits, top_p)
+    return torch.multinomial(F.softmax(logits, dim=-1), num_samples=1)
+
+
+def keep_top_k(logits, k):
+    """-inf for all but the k likeliest (Fan et al. 2018)."""
+    kth = logits.topk(min(k, logits.size(-1))).values[:, -1:]
+    return logits.masked_fill(logits < kth, -math.inf)
+
+
+def keep_top_p(logits, p):
+    """-inf for all but the fewest tokens whose probabilities reach p (Holtzman et al. 2019)."""
+    ordered, order = logits.sort(descending=True)
+    probs = F.softmax(ordered, dim=-1)
+    reached_before = probs.cumsum(dim=-1) - probs >= p  # False for the first: one always stays
+    return logits.masked_fill(reached_before.gather(1, order.argsort()), -math.inf)
+
+
+def download_pretrained(name):
+    """Fetch 'gpt2…' from the Hugging Face hub (or its cache) → folder. Raises UserError."""
+    if name not in PRETRAINED:
+        raise UserError(f'{name!r} is neither a folder nor one of {", ".join(PRETRAINED)}')
+    try:
+        from huggingface_hub import snapshot_download
+    except ImportError:
+        raise UserError(f'downloading {name} needs huggingface_hub: pip install huggingface_hub') \
+            from None
+    try:
+        return Path(snapshot_download(f'openai-community/{name}',
+                                      allow_patterns=['config.json', 'model.safetensors']))
+    except Exception as e:  # the hub's own errors, requests', httpx': all mean "not had"
+        raise UserError(f'{name} could not be downloaded ({type(e).__name__}): connect to the '
+                        'internet once, or give a folder that holds it') from None
+
+
+PRETRAINED = ('gpt2', 'gpt2-medium', 'gpt2-large', 'gpt2-xl')
+
+# Dense bf16/fp16 tensor-core peaks in FLOP/s with float32 accumulation, from NVIDIA's data sheets.
+# Looked up in order by a part of the name that CUDA reports.
+PEAK_FLOPS = {
+    'B200': 2250e12,
+    'H200': 989e12,
+    'H100 PCIe': 756e12,
+    'H100 NVL': 835e12,
+    'H100': 989e12,
+    'A100': 312e12,
+    'L40S': 362e12,
+    'L4': 121e12,
+    'A10G': 70e12,
+    'A10': 125e12,
+    'A6000': 155e12,
+    'RTX 4090': 165e12,
+    'RTX 3090': 71e12,
+    'V100': 125e12,
+    'T4': 65e12,
+}
+
+
+def peak_flops(device_name, dtype):
+    """Peak FLOP/s of a device in the training dtype, or None where we do not know it."""
+    if dtype == 'float32':
+        return None
+    return next((peak for name, peak in PEAK_FLOPS.items() if name in device_name), None)

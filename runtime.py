@@ -1,0 +1,206 @@
+"""What this machine is (device, precision, processes, seed) and how a script fails politely."""
+
+import os
+import sys
+import time
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+DTYPES = {'float32': torch.float32, 'bfloat16': torch.bfloat16, 'float16': torch.float16}
+
+
+class UserError(Exception):
+    """A mistake that its maker can mend. The message names what, where and the fix.
+
+    A message of several lines is several problems found at once, one a line.
+    """
+
+
+def run_script(main):
+    """Run `main(argv)`; a `UserError` becomes `error: …` on stderr and exit code 2."""
+    try:
+        main(sys.argv[1:])
+    except UserError as problem:
+        # When every rank fails alike, rank 0 speaks for all: torchrun stops the others meanwhile.
+        time.sleep(0 if launched_world().is_main else 3)
+        for line in str(problem).splitlines():
+            print(f'error: {line}', file=sys.stderr, flush=True)
+        sys.exit(2)
+    except KeyboardInterrupt:
+        print('\ninterrupted', file=sys.stderr)
+        sys.exit(130)
+
+
+# -----------------------------------------------------------------------------
+# processes: one process is a world of size 1, and every helper is then a no-op
+
+
+@dataclass(frozen=True)
+class World:
+    """Who this process is among those that torchrun started."""
+
+    rank: int = 0  # among all processes of the job
+    local_rank: int = 0  # among those of this machine; also the number of its GPU
+    size: int = 1  # processes in the job
+    local_size: int = 1  # processes on this machine
+    launched: bool = False  # True under torchrun, also when it started a single process
+
+    @property
+    def is_main(self):
+        return self.rank == 0
+
+
+def launched_world():
+    """The `World` that torchrun's environment variables describe."""
+    env = os.environ
+    if 'RANK' not in env:
+        return World()
+    return World(
+        rank=int(env['RANK']),
+        local_rank=int(env['LOCAL_RANK']),
+        size=int(env['WORLD_SIZE']),
+        local_size=int(env['LOCAL_WORLD_SIZE']),
+        launched=True,
+    )
+
+
+def say(line):
+    """Print a line, from rank 0 only."""
+    if launched_world().is_main:
+        print(line, flush=True)
+
+
+@contextmanager
+def process_group(world, device, backend='auto'):
+    """Join the job's process group (nccl on CUDA, gloo elsewhere) and leave it at the end."""
+    if not world.launched:
+        yield
+        return
+    if backend == 'auto':
+        backend = 'nccl' if device.type == 'cuda' else 'gloo'
+    if backend == 'nccl' and device.type != 'cuda':
+        raise UserError(f'backend=nccl needs a CUDA device, not {device.type}: leave it at auto')
+    # Binding the device lets NCCL set its communicators up at once instead of guessing later.
+    dist.init_process_group(backend, device_id=device if device.type == 'cuda' else None)
+    yield
+    # Not in a `finally`: a rank that fails must exit at once, so that torchrun stops the others,
+    # and NCCL's teardown would first wait for collectives that never come.
+    dist.destroy_process_group()
+
+
+def barrier():
+    """Wait for all processes."""
+    if dist.is_initialized():
+        dist.barrier()
+
+
+def all_reduce_mean(tensor):
+    """Replace `tensor` by its mean over all processes, in place, and return it."""
+    if dist.is_initialized():
+        dist.all_reduce(tensor)
+        tensor /= dist.get_world_size()
+    return tensor
+
+
+# -----------------------------------------------------------------------------
+# device and precision: each choice comes with the reason that is printed beside it
+
+
+def choose_device(wanted, local_rank=0):
+    """'auto', 'cpu', 'cuda', 'cuda:N' or 'mps' → (torch.device, why). Raises UserError."""
+    if wanted == 'auto':
+        if torch.cuda.is_available():
+            wanted, why = 'cuda', 'CUDA is available'
+        elif torch.backends.mps.is_available():
+            wanted, why = 'mps', 'no CUDA, but an Apple GPU'
+        else:
+            wanted, why = 'cpu', 'no GPU found'
+    else:
+        why = 'as asked'
+    try:
+        device = torch.device(wanted)
+    except RuntimeError:
+        raise UserError(f'device={wanted!r} is unknown: use auto, cpu, cuda, cuda:0 or mps') \
+            from None
+    if device.type == 'cuda':
+        if not torch.cuda.is_available():
+            raise UserError(f'device={wanted}: no CUDA device here; use --device=cpu or '
+                            '--device=auto')
+        device = torch.device('cuda', local_rank if device.index is None else device.index)
+        if device.index >= torch.cuda.device_count():
+            raise UserError(f'device=cuda:{device.index}: this machine has '
+                            f'{torch.cuda.device_count()} GPUs; start no more processes than that')
+        torch.cuda.set_device(device)
+        why = device_name(device)
+    elif device.type == 'mps' and not torch.backends.mps.is_available():
+        raise UserError('device=mps: no Apple GPU here; use --device=cpu or --device=auto')
+    elif device.type not in ('cpu', 'mps'):
+        raise UserError(f'device={wanted!r} is not supported: use auto, cpu, cuda, cuda:0 or mps')
+    return device, why
+
+
+def cpu_has_bfloat16():
+    """True where the processor multiplies bfloat16 in hardware (x86 AVX-512/AMX, Arm)."""
+    # torch < 2.12 may lack the query: then nothing is known, and float32 is the safe answer.
+    capabilities = getattr(torch.cpu, 'get_capabilities', dict)()
+    return any(capabilities.get(name) for name in ('avx512_bf16', 'amx_bf16', 'bf16'))
+
+
+def choose_dtype(wanted, device, n_embd):
+    """'auto' or a name in `DTYPES` → (name, why): the precision that autocast computes in."""
+    if wanted != 'auto':
+        return wanted, 'as asked'
+    if device.type == 'cuda':
+        if torch.cuda.is_bf16_supported(including_emulation=False):
+            return 'bfloat16', 'in hardware'
+        return 'float16', 'no bfloat16 in hardware; gradients are scaled'
+    if device.type == 'cpu' and cpu_has_bfloat16():
+        # Below this width casting costs about what the faster matmuls save.
+        if n_embd >= 256:
+            return 'bfloat16', 'in hardware'
+        return 'float32', 'the model is too narrow for bfloat16 to gain much'
+    return 'float32', 'no bfloat16 in hardware' if device.type == 'cpu' else 'the safe choice here'
+
+
+def choose_compile(wanted, device):
+    """'auto', True or False → (bool, why)."""
+    if wanted != 'auto':
+        return wanted, 'as asked'
+    if device.type == 'cuda':
+        return True, 'CUDA'
+    return False, f'gains nothing on {device.type}'
+
+
+def autocast(device, dtype):
+    """The context in which forward passes run: matmuls in `dtype`, the rest in float32."""
+    if dtype == 'float32':
+        return nullcontext()
+    return torch.autocast(device.type, dtype=DTYPES[dtype])
+
+
+def seed_everything(seed, rank=0):
+    """Seed torch, a different stream for each rank (they must not share dropout masks)."""
+    torch.manual_seed(seed + rank)
+
+
+def use_fast_matmul():
+    """Let float32 matmuls use TF32 tensor cores, where the device has them."""
+    torch.set_float32_matmul_precision('high')
+
+
+def device_name(device):
+    """As the driver calls a GPU, such as 'NVIDIA H100 80GB HBM3'; else the device's type."""
+    return torch.cuda.get_device_name(device) if device.type == 'cuda' else device.type
+
+
+def peak_memory_bytes(device):
+    """Most memory held so far: by tensors on a CUDA device, by the process elsewhere."""
+    if device.type == 'cuda':
+        return torch.cuda.max_memory_allocated(device)
+    import resource  # absent on Windows, where only this figure is missed
+
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == 'darwin' else peak * 1024  # macOS counts bytes, Linux KiB

@@ -1,0 +1,42 @@
+import argparse
+import inspect
+
+import pytest
+from helpers import options
+
+import prepare
+import train
+
+TINY = options(n_layer=2, n_head=2, n_embd=32, block_size=16, batch_size=4, max_iters=6,
+               gradient_accumulation_steps=2, eval_interval=3, eval_iters=2, warmup_iters=2,
+               lr_decay_iters=6, device='cpu', dtype='float32', keep_checkpoints=10)
+
+
+@pytest.fixture(scope='session')
+def text_file(tmp_path_factory):
+    """Real text that every machine has: 100 KB of Python's argparse."""
+    path = tmp_path_factory.mktemp('text') / 'argparse.txt'
+    path.write_text(inspect.getsource(argparse), encoding='utf-8')
+    return path
+
+
+@pytest.fixture(scope='session')
+def char_data(text_file, tmp_path_factory):
+    """A prepared folder of that text, by characters."""
+    folder = tmp_path_factory.mktemp('data') / 'argparse_char'
+    prepare.main(['text', f'--input={text_file}', '--tokenizer=char', f'--data_dir={folder}'])
+    return folder
+
+
+@pytest.fixture
+def tiny(char_data, tmp_path):
+    """The command line of a run that takes a second; out_dir is tmp_path/out."""
+    return [*TINY, f'--dataset={char_data}', f'--out_dir={tmp_path}/out']
+
+
+@pytest.fixture(scope='session')
+def trained(char_data, tmp_path_factory):
+    """An out_dir with a tiny model trained for 6 iterations."""
+    out_dir = tmp_path_factory.mktemp('trained') / 'out'
+    train.main([*TINY, f'--dataset={char_data}', f'--out_dir={out_dir}'])
+    return out_dir

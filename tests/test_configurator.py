@@ -1,0 +1,184 @@
+import dataclasses
+import sys
+from pathlib import Path
+
+import pytest
+from helpers import ROOT, fails
+
+import sample
+import train
+from configurator import commented_fields, load_config
+from runtime import UserError
+from train import TrainConfig
+
+
+def load(*argv):
+    return load_config(TrainConfig, [str(arg) for arg in argv])
+
+
+def write(path, text):
+    path.write_text(text)
+    return path
+
+
+def test_arguments_apply_from_left_to_right(tmp_path):
+    a = write(tmp_path / 'a.py', 'batch_size = 3\nn_layer = 7\n')
+    b = write(tmp_path / 'b.py', 'batch_size = 4\n')
+    config = load(a, b, '--n_head=2', '--batch_size=5')
+    assert (config.batch_size, config.n_layer, config.n_head) == (5, 7, 2)
+    assert load('--batch_size=5', a).batch_size == 3
+
+
+def test_a_config_file_computes_from_the_values_it_finds(tmp_path):
+    a = write(tmp_path / 'a.py', 'min_lr = learning_rate / 10\nmax_iters = max_iters * 2\n')
+    config = load('--learning_rate=0.5', a)
+    assert config.min_lr == 0.05
+    assert config.max_iters == 2 * TrainConfig.max_iters
+
+
+def test_a_config_file_may_import_and_keep_names_of_its_own(tmp_path):
+    a = write(tmp_path / 'a.py', '''
+import time
+from math import pi, floor
+_tokens = 32 * 1024
+def double(x): return 2 * x
+batch_size = double(floor(pi))
+wandb_run_name = 'ft-' + str(time.time())
+''')
+    config = load(a)
+    assert config.batch_size == 6
+    assert config.wandb_run_name.startswith('ft-1')
+
+
+# The assignments of nanoGPT's own config files, which have to go on working as they are.
+NANOGPT = {
+    'train_gpt2': dict(wandb_log=True, wandb_project='owt', wandb_run_name='gpt2-124M',
+                       batch_size=12, block_size=1024, gradient_accumulation_steps=5 * 8,
+                       max_iters=600000, lr_decay_iters=600000, eval_interval=1000,
+                       eval_iters=200, log_interval=10, weight_decay=1e-1),
+    'train_shakespeare_char': dict(
+        out_dir='out-shakespeare-char', eval_interval=250, eval_iters=200, log_interval=10,
+        always_save_checkpoint=False, wandb_log=False, wandb_project='shakespeare-char',
+        wandb_run_name='mini-gpt', dataset='shakespeare_char', gradient_accumulation_steps=1,
+        batch_size=64, block_size=256, n_layer=6, n_head=6, n_embd=384, dropout=0.2,
+        learning_rate=1e-3, max_iters=5000, lr_decay_iters=5000, min_lr=1e-4, beta2=0.99,
+        warmup_iters=100),
+    'finetune_shakespeare': dict(
+        out_dir='out-shakespeare', eval_interval=5, eval_iters=40, wandb_log=False,
+        wandb_project='shakespeare', dataset='shakespeare', init_from='gpt2-xl',
+        always_save_checkpoint=False, batch_size=1, gradient_accumulation_steps=32, max_iters=20,
+        learning_rate=3e-5, decay_lr=False),
+    'eval_gpt2': dict(batch_size=8, eval_iters=500, eval_only=True, wandb_log=False,
+                      init_from='gpt2'),
+}
+
+
+@pytest.mark.parametrize('name', NANOGPT)
+def test_every_key_and_value_of_nanogpt_configs_is_accepted(name, tmp_path):
+    settings = NANOGPT[name]
+    text = 'import time\n' + ''.join(f'{key} = {value!r}\n' for key, value in settings.items())
+    config = load(write(tmp_path / 'a.py', text))
+    assert {key: getattr(config, key) for key in settings} == settings
+
+
+@pytest.mark.parametrize('path', sorted((ROOT / 'config').glob('*.py')), ids=lambda p: p.name)
+def test_every_config_file_of_ours_loads(path):
+    cls = sample.SampleConfig if path.stem.endswith('_sample') else TrainConfig
+    assert load_config(cls, [str(path)]).out_dir != 'out'
+
+
+@pytest.mark.parametrize(('argument', 'key', 'value'), [
+    ('--learning_rate=1', 'learning_rate', 1.0),
+    ('--learning_rate=3e-4', 'learning_rate', 3e-4),
+    ('--max_iters=6e5', 'max_iters', 600000),
+    ('--compile=true', 'compile', True),
+    ('--compile=False', 'compile', False),
+    ('--compile=auto', 'compile', 'auto'),
+    ('--eval_only', 'eval_only', True),
+    ('--out_dir=007', 'out_dir', '007'),
+    ('--out_dir=a=b', 'out_dir', 'a=b'),
+])
+def test_values_become_the_type_of_their_field(argument, key, value):
+    got = getattr(load(argument), key)
+    assert got == value and type(got) is type(value)
+
+
+@pytest.mark.parametrize('argument', [
+    '--batch_size=1.5', '--batch_size=many', '--batch_size=True', '--compile=1',
+    '--eval_only=maybe', '--dtype=float8', '--learning_rate=fast', '--batch_size', '-batch_size=3'])
+def test_a_value_of_another_type_is_one_clear_error(argument, capsys, monkeypatch):
+    message = fails(capsys, monkeypatch, train.main, argument)
+    assert argument.strip('-').split('=')[0] in message
+
+
+def test_an_unknown_key_is_named_with_its_place_and_the_nearest_key(tmp_path, capsys, monkeypatch):
+    a = write(tmp_path / 'a.py', '# a comment\nlearning_rte = 3\n')
+    message = fails(capsys, monkeypatch, train.main, a)
+    assert 'learning_rte' in message and f'{a}, line 2' in message
+    assert 'did you mean learning_rate?' in message
+    message = fails(capsys, monkeypatch, sample.main, '--temprature=1')
+    assert 'did you mean temperature?' in message
+
+
+def test_a_config_file_that_cannot_run_is_named_with_the_line(tmp_path, capsys, monkeypatch):
+    missing = tmp_path / 'missing.py'
+    assert str(missing) in fails(capsys, monkeypatch, train.main, missing)
+    broken = write(tmp_path / 'broken.py', 'n_layer = 3\nn_head = = 4\n')
+    assert 'line 2' in fails(capsys, monkeypatch, train.main, broken)
+    raising = write(tmp_path / 'raising.py', 'n_layer = 3\n\nn_head = undefined\n')
+    message = fails(capsys, monkeypatch, train.main, raising)
+    assert 'line 3' in message and 'undefined' in message
+
+
+def test_all_problems_are_reported_at_once(tmp_path):
+    a = write(tmp_path / 'a.py', 'bach_size = 3\nn_layer = 1.5\n')
+    with pytest.raises(UserError) as error:
+        load(a, '--dropout=high', '--n_head')
+    lines = str(error.value).splitlines()
+    assert len(lines) == 4
+    for key, line in zip(('bach_size', 'n_layer', 'dropout', 'n_head'), lines, strict=True):
+        assert key in line
+
+
+@pytest.mark.parametrize(('arguments', 'words'), [
+    (['--n_embd=100', '--n_head=3'], 'n_embd=100'),
+    (['--min_lr=1', '--learning_rate=0.1'], 'min_lr=1.0'),
+    (['--warmup_iters=10', '--lr_decay_iters=5'], 'warmup_iters=10'),
+    (['--total_batch_size=1000'], 'total_batch_size=1000'),
+    (['--batch_size=0'], 'batch_size=0'),
+    (['--dropout=1.0'], 'dropout=1.0'),
+    (['--max_iters=-1'], 'max_iters=-1'),
+])
+def test_values_that_contradict_each_other_are_found_before_anything_loads(
+        arguments, words, capsys, monkeypatch):
+    assert words in fails(capsys, monkeypatch, train.main, *arguments)
+
+
+def test_accumulation_that_does_not_divide_by_the_processes_is_an_error(monkeypatch):
+    for name, value in dict(RANK=0, LOCAL_RANK=0, WORLD_SIZE=3, LOCAL_WORLD_SIZE=3).items():
+        monkeypatch.setenv(name, str(value))  # as torchrun does
+    with pytest.raises(UserError, match=r'gradient_accumulation_steps=4 .*3'):
+        load('--gradient_accumulation_steps=4')
+
+
+def test_help_tells_every_key_its_default_and_its_meaning(capsys, monkeypatch):
+    for script in (train, sample):
+        with pytest.raises(SystemExit) as exit_:
+            script.main(['--help'])
+        assert not exit_.value.code
+        text = capsys.readouterr().out
+        config = next(c for c in vars(script).values()
+                      if dataclasses.is_dataclass(c) and c.__module__ == script.__name__)
+        comments = {name: comment for kind, name, comment in commented_fields(config)
+                    if kind == 'field'}
+        for field in dataclasses.fields(config):
+            assert f'--{field.name}={field.default!s}'.rstrip() in text
+            assert comments[field.name] in text
+
+
+def test_reading_a_config_leaves_the_program_as_it_was(tmp_path):
+    before = set(sys.modules['train'].__dict__)
+    load(write(tmp_path / 'a.py', 'n_layer = 3\n_mine = 4\n'))
+    assert set(sys.modules['train'].__dict__) == before
+    assert TrainConfig().n_layer == 12
+    assert Path(tmp_path, 'a.py').exists()

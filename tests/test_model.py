@@ -1,0 +1,189 @@
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from model import GPT, GPTConfig, keep_top_k, keep_top_p, peak_flops, sample
+from runtime import UserError
+
+SMALL = GPTConfig(block_size=16, vocab_size=65, n_layer=2, n_head=4, n_embd=32)
+
+
+@pytest.fixture
+def model():
+    torch.manual_seed(0)
+    return GPT(SMALL).eval()
+
+
+def tokens(*shape, vocab_size=65):
+    return torch.randint(0, vocab_size, shape, generator=torch.Generator().manual_seed(1))
+
+
+@pytest.mark.parametrize(('shape', 'parameters'), [
+    ((12, 12, 768), 124_439_808), ((24, 16, 1024), 354_823_168),
+    ((36, 20, 1280), 774_030_080), ((48, 25, 1600), 1_557_611_200)])
+def test_the_four_sizes_of_gpt2_have_the_published_parameters(shape, parameters):
+    n_layer, n_head, n_embd = shape
+    with torch.device('meta'):
+        model = GPT(GPTConfig(n_layer=n_layer, n_head=n_head, n_embd=n_embd))
+    assert model.num_parameters() == parameters
+
+
+def test_logits_equal_those_of_transformers_on_the_same_weights(tmp_path):
+    from transformers import GPT2Config, GPT2LMHeadModel
+    torch.manual_seed(0)
+    theirs = GPT2LMHeadModel(GPT2Config(
+        vocab_size=100, n_positions=32, n_embd=48, n_layer=3, n_head=4,
+        initializer_range=0.2)).eval()  # weights large enough that every part matters
+    theirs.save_pretrained(tmp_path)
+    ours = GPT.from_pretrained(tmp_path).eval()
+    idx = tokens(2, 32, vocab_size=100)
+    with torch.no_grad():
+        assert torch.allclose(ours(idx)[0], theirs(idx).logits, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize('broken', ['nothing', 'config', 'weights', 'other model'])
+def test_a_folder_that_is_not_gpt2_is_an_error(tmp_path, broken):
+    if broken != 'nothing':
+        (tmp_path / 'config.json').write_text(
+            '{' if broken == 'config' else '{"model_type": "llama", "activation_function": "silu"}')
+        (tmp_path / 'model.safetensors').write_bytes(b'no tensors')
+    with pytest.raises(UserError, match='cannot be read as GPT-2'):
+        GPT.from_pretrained(tmp_path)
+
+
+def test_a_name_that_is_no_model_is_an_error():
+    with pytest.raises(UserError, match='neither a folder nor one of gpt2'):
+        GPT.from_pretrained('gpt3')
+
+
+def test_a_token_sees_only_those_before_it(model):
+    idx = tokens(1, 16)
+    changed = idx.clone()
+    changed[0, 10] = (idx[0, 10] + 1) % 65
+    a, b = model(idx)[0], model(changed)[0]
+    assert torch.equal(a[0, :10], b[0, :10])
+    assert not torch.allclose(a[0, 10:], b[0, 10:])
+
+
+def test_the_embedding_and_the_head_are_one_matrix(model):
+    assert model.lm_head.weight is model.transformer.wte.weight
+
+
+def test_weights_start_as_in_gpt2():
+    model = GPT(GPTConfig(block_size=64, vocab_size=512, n_layer=8, n_head=4, n_embd=256))
+    for name, p in model.named_parameters():
+        if p.dim() == 2:
+            expected = 0.02 / math.sqrt(16) if name.endswith('c_proj.weight') else 0.02
+            assert math.isclose(p.std().item(), expected, rel_tol=0.05), name
+        else:
+            assert (p == (1 if name.endswith('weight') else 0)).all(), name
+
+
+def test_a_new_model_gives_each_token_about_equal_odds(model):
+    _, loss = model(tokens(8, 16), tokens(8, 16).flip(0))
+    assert abs(loss.item() - math.log(65)) < 0.2
+
+
+def test_the_padding_of_the_vocabulary_shows_nowhere(model):
+    idx = tokens(2, 16)
+    logits, loss = model(idx, idx)
+    assert model.lm_head.weight.shape[0] == 128 and logits.shape == (2, 16, 65)
+    assert torch.allclose(loss, F.cross_entropy(logits.flatten(0, 1), idx.flatten()))
+    loss.backward()
+    assert (model.lm_head.weight.grad[65:] == 0).all()
+    with torch.no_grad():
+        model.lm_head.weight[65:] = 100.0  # were they in play, they would win or lose it all
+    again, loss_again = model(idx, idx)
+    assert torch.equal(again, logits) and torch.equal(loss_again, loss)
+    assert model.generate(idx, 50, temperature=5.0).max() < 65
+
+
+def test_targets_of_minus_one_do_not_count(model):
+    idx, targets = tokens(2, 16), tokens(2, 16).flip(1)
+    _, first = model(idx[:1], targets[:1])
+    targets[1] = -1
+    _, both = model(idx, targets)
+    assert torch.allclose(first, both)
+
+
+def test_four_small_batches_give_the_gradient_of_one_large_batch():
+    torch.manual_seed(0)
+    model = GPT(SMALL)
+    idx, targets = tokens(16, 16), tokens(16, 16).flip(0)
+    model(idx, targets)[1].backward()
+    large = [p.grad.clone() for p in model.parameters()]
+    model.zero_grad()
+    for i in range(0, 16, 4):
+        (model(idx[i:i + 4], targets[i:i + 4])[1] / 4).backward()
+    for p, expected in zip(model.parameters(), large, strict=True):
+        assert torch.allclose(p.grad, expected, rtol=1e-4, atol=1e-7)
+
+
+def test_matrices_decay_and_vectors_do_not(model):
+    optimizer = model.configure_optimizers(0.1, 1e-3, (0.9, 0.95), 'cpu')
+    decayed, plain = optimizer.param_groups
+    assert decayed['weight_decay'] == 0.1 and plain['weight_decay'] == 0.0
+    assert all(p.dim() == 2 for p in decayed['params'])
+    assert all(p.dim() == 1 for p in plain['params'])
+    assert len(decayed['params']) + len(plain['params']) == len(list(model.parameters()))
+
+
+def test_a_cropped_model_computes_what_it_did_on_shorter_text(model):
+    idx = tokens(1, 8)
+    before = model(idx)[0]
+    model.crop_block_size(8)
+    assert torch.equal(model(idx)[0], before)
+    assert model.generate(idx, 4).shape == (1, 12)
+
+
+def test_flops_per_token_are_palms_count():
+    with torch.device('meta'):
+        model = GPT(GPTConfig())
+    weights = 124_439_808 - 1024 * 768
+    assert model.flops_per_token() == 6 * weights + 12 * 12 * 768 * 1024
+
+
+def test_utilisation_of_an_unknown_device_is_unknown(model):
+    assert model.mfu(1e6, 'cpu', 'bfloat16') is None
+    assert model.mfu(1e6, 'NVIDIA A100-SXM4-80GB', 'float32') is None
+    mfu = model.mfu(1e6, 'NVIDIA A100-SXM4-80GB', 'bfloat16')
+    assert mfu == model.flops_per_token() * 1e6 / 312e12
+    assert peak_flops('NVIDIA L40S', 'bfloat16') == 362e12  # and not the L4's
+
+
+# -----------------------------------------------------------------------------
+# sampling
+
+
+def test_temperature_zero_takes_the_likeliest(model):
+    idx = tokens(2, 5)
+    expected = model(idx)[0][:, -1].argmax(-1)
+    assert torch.equal(model.generate(idx, 1, temperature=0)[:, -1], expected)
+
+
+def test_the_same_seed_gives_the_same_text(model):
+    texts = []
+    for seed in (1, 1, 2):
+        torch.manual_seed(seed)
+        texts.append(model.generate(tokens(1, 5), 40))  # past block_size, too
+    assert torch.equal(texts[0], texts[1]) and not torch.equal(texts[0], texts[2])
+
+
+def test_top_k_keeps_the_k_likeliest():
+    kept = keep_top_k(torch.tensor([[1.0, 4.0, 2.0, 3.0]]), 2)
+    assert kept.isfinite().tolist() == [[False, True, False, True]]
+
+
+def test_top_p_keeps_the_fewest_that_reach_p():
+    logits = torch.tensor([[0.1, 0.5, 0.15, 0.25]]).log()
+    for p, expected in [(0.4, [1]), (0.6, [1, 3]), (0.8, [1, 2, 3]), (0.01, [1])]:
+        assert keep_top_p(logits, p).isfinite()[0].nonzero().flatten().tolist() == expected
+
+
+def test_samples_follow_the_probabilities():
+    torch.manual_seed(0)
+    logits = torch.tensor([0.1, 0.2, 0.7]).log().expand(20000, 3)
+    shares = torch.bincount(sample(logits).flatten(), minlength=3) / 20000
+    assert torch.allclose(shares, torch.tensor([0.1, 0.2, 0.7]), atol=0.02)

@@ -1,0 +1,161 @@
+import hashlib
+import http.server
+import json
+import sysconfig
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+from helpers import SHARED, fails, shared_file
+
+import prepare
+from dataloader import open_dataset
+
+
+def meta_of(folder):
+    return json.loads((Path(folder) / 'meta.json').read_text())
+
+
+def decoded(folder, split):
+    dataset = open_dataset(folder)
+    return dataset.tokenizer().decode(np.fromfile(folder / f'{split}.bin', '<u2'))
+
+
+def test_tiny_shakespeare_as_characters_is_nanogpts(tmp_path):
+    source = shared_file('tinyshakespeare.txt')
+    prepare.main(['shakespeare_char', f'--input={source}', f'--data_dir={tmp_path}/d'])
+    meta = meta_of(tmp_path / 'd')
+    assert meta['vocab_size'] == 65
+    assert [meta['splits'][s]['tokens'] for s in ('train', 'val')] == [1_003_854, 111_540]
+    assert decoded(tmp_path / 'd', 'train') + decoded(tmp_path / 'd', 'val') == source.read_text()
+
+
+def test_tiny_shakespeare_as_gpt2_tokens_is_nanogpts(tmp_path, monkeypatch):
+    source = shared_file('tinyshakespeare.txt')
+    monkeypatch.setenv('TIKTOKEN_CACHE_DIR', str(SHARED / 'tiktoken_cache'))
+    prepare.main(['shakespeare', f'--input={source}', f'--data_dir={tmp_path}/d'])
+    splits = meta_of(tmp_path / 'd')['splits']
+    assert [splits[s]['tokens'] for s in ('train', 'val')] == [301_966, 36_059]
+
+
+def test_the_standard_library_is_split_by_file_without_its_tests(tmp_path):
+    prepare.main(['pystdlib', f'--data_dir={tmp_path}/d'])
+    meta = meta_of(tmp_path / 'd')
+    train, val = meta['splits']['train'], meta['splits']['val']
+    assert train['documents'] > 300 and val['documents'] > 20
+    stdlib = Path(sysconfig.get_paths()['stdlib'])
+    texts = {split: decoded(tmp_path / 'd', split) for split in ('train', 'val')}
+    for name in ('argparse.py', 'json/decoder.py', 'heapq.py', 'dataclasses.py'):
+        text = (stdlib / name).read_text()
+        assert (text in texts['train']) != (text in texts['val']), name
+    test = stdlib / 'test/test_heapq.py'
+    assert not test.exists() or test.read_text() not in texts['train'] + texts['val']
+    tokens = np.fromfile(tmp_path / 'd/train.bin', '<u2')
+    assert tokens[0] == 256 and (tokens == 256).sum() == train['documents']
+
+
+def test_own_files_of_a_folder_become_one_text(tmp_path):
+    (tmp_path / 'in/sub').mkdir(parents=True)
+    (tmp_path / 'in/a.txt').write_text('first ' * 20)
+    (tmp_path / 'in/sub/b.md').write_text('zweite ä ' * 20)
+    (tmp_path / 'in/c.bin').write_bytes(b'\xff\xfe')
+    prepare.main(['text', f'--input={tmp_path}/in', '--tokenizer=byte', f'--data_dir={tmp_path}/d',
+                  '--val_fraction=0.25'])
+    text = decoded(tmp_path / 'd', 'train') + decoded(tmp_path / 'd', 'val')
+    assert text == 'first ' * 20 + 'zweite ä ' * 20
+    assert meta_of(tmp_path / 'd')['splits']['val']['tokens'] == pytest.approx(75, abs=10)
+
+
+def test_meta_json_describes_the_files(char_data):
+    meta = meta_of(char_data)
+    for split, about in meta['splits'].items():
+        data = (char_data / f'{split}.bin').read_bytes()
+        assert len(data) == 2 * about['tokens'] and meta['dtype'] == 'uint16'
+        assert about['files'] == [{'name': f'{split}.bin', 'tokens': about['tokens'],
+                                   'sha256': hashlib.sha256(data).hexdigest()}]
+        assert about['bytes'] == len(decoded(char_data, split).encode())
+
+
+def test_documents_keep_their_side_when_others_come_and_go():
+    texts = [f'document {i}' for i in range(2000)]
+    sides = {text: split for split, text, _ in prepare.split_documents(texts, 0.1, small=True)}
+    fewer = {text: split for split, text, _ in prepare.split_documents(texts[::3], 0.1, small=True)}
+    assert all(sides[text] == split for text, split in fewer.items())
+    assert 150 < sum(split == 'val' for split in sides.values()) < 250
+
+
+def test_a_corpus_of_the_hub_is_streamed_through_datasets(tmp_path, monkeypatch):
+    (tmp_path / 'copy').mkdir()
+    rows = [{'text': f'page {i} of the web', 'url': 'x'} for i in range(500)]
+    (tmp_path / 'copy/train.jsonl').write_text('\n'.join(map(json.dumps, rows)))
+    prepare.main(['openwebtext', f'--input={tmp_path}/copy', '--tokenizer=byte',
+                  '--val_fraction=0.1', f'--data_dir={tmp_path}/d'])
+    splits = meta_of(tmp_path / 'd')['splits']
+    assert splits['train']['documents'] + splits['val']['documents'] == 500
+    assert decoded(tmp_path / 'd', 'train').startswith('page ')
+
+
+def test_without_a_name_the_corpora_are_listed(capsys):
+    prepare.main([])
+    out = capsys.readouterr().out
+    assert all(name in out for name in prepare.CORPORA)
+
+
+def test_a_download_is_verified(monkeypatch, tmp_path, capsys):
+    answers = {'/good': b'To be, or not to be. ' * 100, '/bad': b'<html>sorry</html>'}
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_GET(self):
+            self.send_response(200 if self.path in answers else 404)
+            self.end_headers()
+            self.wfile.write(answers.get(self.path, b''))
+
+        def log_message(self, *_):
+            pass
+
+    server = http.server.ThreadingHTTPServer(('127.0.0.1', 0), Handler)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    at = f'http://127.0.0.1:{server.server_port}'
+    monkeypatch.setattr(prepare, 'TINY_SHAKESPEARE_SHA256',
+                        hashlib.sha256(answers['/good']).hexdigest())
+    arguments = ['shakespeare_char', f'--data_dir={tmp_path}/d']
+    for path, words in (('/bad', 'checksum'), ('/none', 'could not be downloaded')):
+        monkeypatch.setattr(prepare, 'TINY_SHAKESPEARE', at + path)
+        assert words in fails(capsys, monkeypatch, prepare.main, *arguments)
+        assert not (tmp_path / 'd').exists()
+    monkeypatch.setattr(prepare, 'TINY_SHAKESPEARE', at + '/good')
+    prepare.main(arguments)
+    assert decoded(tmp_path / 'd', 'train').startswith('To be')
+    server.shutdown()
+    monkeypatch.setattr(prepare, 'TINY_SHAKESPEARE', at + '/gone')
+    server.server_close()
+    assert '--input=FILE' in fails(capsys, monkeypatch, prepare.main, *arguments)
+
+
+@pytest.mark.parametrize(('content', 'words'), [
+    (b'', 'empty'), (b' \n\t ', 'empty'), (b'good \xff bad', 'not UTF-8 at byte 5'),
+    (b'x', 'split'), (None, 'No such file')])
+def test_text_that_cannot_be_used_is_one_line_and_nothing_is_overwritten(
+        content, words, char_data, tmp_path, capsys, monkeypatch):
+    before = {path.name: path.read_bytes() for path in char_data.iterdir()}
+    path = tmp_path / 'in.txt'
+    if content is not None:
+        path.write_bytes(content)
+    message = fails(capsys, monkeypatch, prepare.main, 'text', f'--input={path}',
+                    '--tokenizer=byte', f'--data_dir={char_data}')
+    assert words in message and str(path) in message
+    kept = {name: (char_data / name).read_bytes() for name in before}
+    assert kept == before
+
+
+def test_mistakes_on_the_command_line_are_one_line(tmp_path, capsys, monkeypatch):
+    assert 'shakespeare' in fails(capsys, monkeypatch, prepare.main, 'shakespear')
+    assert '--input' in fails(capsys, monkeypatch, prepare.main, 'text')
+    assert '.txt' in fails(capsys, monkeypatch, prepare.main, 'text', f'--input={tmp_path}')
+    assert 'val_fraction' in fails(capsys, monkeypatch, prepare.main, 'text', '--val_fraction=2')
+    assert 'tokenizer' in fails(capsys, monkeypatch, prepare.main, 'text', '--tokenizer=magic')
+    blocked = tmp_path / 'file'
+    blocked.write_text('in the way')
+    assert 'cannot write' in fails(capsys, monkeypatch, prepare.main, 'pystdlib',
+                                   f'--data_dir={blocked}/d')

@@ -1,0 +1,88 @@
+import json
+import socket
+
+import numpy as np
+import pytest
+from helpers import SHARED
+from hypothesis import given
+from hypothesis import strategies as st
+
+from runtime import UserError
+from tokenizer import ByteTokenizer, CharTokenizer, GPT2Tokenizer, from_json, make_tokenizer
+
+
+@pytest.fixture
+def gpt2(monkeypatch):
+    if not (SHARED / 'tiktoken_cache').exists():
+        pytest.skip("tiktoken's files are not there (PLAINGPT_SHARED names their folder)")
+    monkeypatch.setenv('TIKTOKEN_CACHE_DIR', str(SHARED / 'tiktoken_cache'))
+    return GPT2Tokenizer()
+
+
+@given(st.text(min_size=1))
+def test_characters_come_back(text):
+    tokenizer = CharTokenizer.train(text)
+    ids = tokenizer.encode(text)
+    assert tokenizer.decode(ids) == text
+    assert ids.max() < tokenizer.vocab_size == len(set(text))
+
+
+@given(st.text())
+def test_any_text_comes_back_from_bytes(text):
+    tokenizer = ByteTokenizer()
+    ids = tokenizer.encode(text)
+    assert tokenizer.decode(ids) == text
+    assert tokenizer.decode([256, *ids, 256]) == text
+
+
+@given(st.binary())
+def test_bytes_that_are_no_utf8_decode_without_an_error(data):
+    assert ByteTokenizer().decode(list(data)) == data.decode('utf-8', 'replace')
+
+
+def test_char_ids_are_in_code_point_order_as_in_nanogpt():
+    ids = CharTokenizer.train('hello world').encode('dehlorw ')
+    assert ids.tolist() == [1, 2, 3, 4, 5, 6, 7, 0]
+
+
+def test_a_character_outside_the_vocabulary_is_named_with_its_place():
+    with pytest.raises(UserError, match=r"'é' at position 3"):
+        CharTokenizer.train('abc').encode('abcé')
+    with pytest.raises(UserError, match=r"'A' at position 0"):
+        CharTokenizer.train('abc').encode('A')
+
+
+def test_gpt2_gives_the_published_ids(gpt2):
+    ids = gpt2.encode("Hello, I'm a language model,")
+    assert ids.tolist() == [15496, 11, 314, 1101, 257, 3303, 2746, 11]
+    assert gpt2.decode(ids) == "Hello, I'm a language model,"
+    assert gpt2.decode([gpt2.end_of_text]) == '<|endoftext|>'
+    assert gpt2.encode('<|endoftext|>').max() < gpt2.end_of_text  # text is never a control token
+
+
+@pytest.mark.parametrize('tokenizer', [CharTokenizer('abc'), ByteTokenizer()])
+def test_a_tokenizer_survives_json(tokenizer):
+    again = from_json(json.loads(json.dumps(tokenizer.to_json())))
+    assert type(again) is type(tokenizer)
+    assert np.array_equal(again.encode('abca'), tokenizer.encode('abca'))
+
+
+@pytest.mark.parametrize('description', [
+    None, {}, {'kind': 'magic'}, {'kind': 'char'}, {'kind': 'char', 'chars': ''},
+    {'kind': 'char', 'chars': 'ba'}, {'kind': 'char', 'chars': ['a']}])
+def test_a_description_that_is_no_tokenizer_is_an_error(description):
+    with pytest.raises(UserError, match='unknown tokenizer'):
+        from_json(description)
+
+
+def test_a_tokenizer_that_cannot_be_downloaded_says_what_to_do(monkeypatch, tmp_path):
+    import tiktoken.registry
+
+    def no_network(*_, **__):
+        raise OSError('no network here')
+
+    monkeypatch.setenv('TIKTOKEN_CACHE_DIR', str(tmp_path))
+    monkeypatch.setattr(tiktoken.registry, 'ENCODINGS', {})
+    monkeypatch.setattr(socket, 'getaddrinfo', no_network)
+    with pytest.raises(UserError, match='TIKTOKEN_CACHE_DIR'):
+        make_tokenizer('gpt2', '')

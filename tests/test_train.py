@@ -1,0 +1,256 @@
+import json
+import math
+import shutil
+
+import pytest
+import torch
+from helpers import ROOT, SHARED, fails, run, shared_file, torchrun
+
+import checkpoint as checkpoints
+import train
+
+
+def lines(out_dir, key):
+    """The lines of metrics.jsonl that have `key`."""
+    text = (out_dir / 'metrics.jsonl').read_text()
+    return [line for line in map(json.loads, text.splitlines()) if key in line]
+
+
+def weights(out_dir, which='latest'):
+    return list(checkpoints.find(out_dir, which).load_model().parameters())
+
+
+def same(a, b):
+    return all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+
+
+def test_the_loss_falls_on_real_text(tiny, tmp_path):
+    train.main([*tiny, '--max_iters=150', '--lr_decay_iters=150', '--learning_rate=1e-2',
+                '--min_lr=1e-3', '--eval_interval=50', '--eval_iters=20', '--batch_size=16'])
+    val = [line['val_loss'] for line in lines(tmp_path / 'out', 'val_loss')]
+    assert abs(val[0] - math.log(93)) < 0.5
+    assert val[0] > val[1] > val[2] > val[3] and val[3] < 2.9
+
+
+def test_exactly_max_iters_updates_are_made_and_the_last_weights_evaluated(tiny, tmp_path):
+    train.main([*tiny, '--max_iters=5', '--eval_interval=2'])
+    assert [line['iter'] for line in lines(tmp_path / 'out', 'loss')] == [1, 2, 3, 4, 5]
+    assert [line['iter'] for line in lines(tmp_path / 'out', 'val_loss')] == [0, 2, 4, 5]
+    assert checkpoints.find(tmp_path / 'out').iter_num == 5
+    found = checkpoints.find(tmp_path / 'out')
+    model = found.load_model()
+    optimizer = model.configure_optimizers(0.1, 1e-3, (0.9, 0.95), 'cpu')
+    found.load_optimizer(optimizer, model)
+    assert {int(state['step']) for state in optimizer.state.values()} == {5}
+
+
+def test_a_logged_loss_is_the_mean_over_all_micro_batches(tiny, tmp_path):
+    for accumulation, batch_size in ((4, 2), (1, 8)):
+        out_dir = tmp_path / f'out{accumulation}'
+        train.main([*tiny, f'--out_dir={out_dir}', f'--batch_size={batch_size}',
+                    f'--gradient_accumulation_steps={accumulation}'])
+    a, b = (lines(tmp_path / f'out{n}', 'loss') for n in (4, 1))
+    for x, y in zip(a, b, strict=True):
+        assert x['loss'] == pytest.approx(y['loss'], rel=1e-6)
+        assert x['grad_norm'] == pytest.approx(y['grad_norm'], rel=1e-5)
+    for x, y in zip(weights(tmp_path / 'out4'), weights(tmp_path / 'out1'), strict=True):
+        assert torch.allclose(x, y, atol=1e-5)
+
+
+def test_two_processes_compute_what_one_does(tiny, tmp_path):
+    torchrun(2, 'train.py', *tiny, f'--out_dir={tmp_path}/two')
+    train.main([*tiny, f'--out_dir={tmp_path}/one'])
+    for key in ('loss', 'grad_norm', 'train_loss', 'val_loss'):
+        one, two = ([line[key] for line in lines(tmp_path / name, key)] for name in ('one', 'two'))
+        assert one == pytest.approx(two, abs=1e-5)
+    assert all(torch.allclose(a, b, atol=1e-5) for a, b in
+               zip(weights(tmp_path / 'one'), weights(tmp_path / 'two'), strict=True))
+
+
+@pytest.mark.parametrize('dtype', ['float32', 'bfloat16'])
+def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(tiny, tmp_path, dtype):
+    tiny = [*tiny, f'--dtype={dtype}', '--dropout=0.2']
+    train.main([*tiny, f'--out_dir={tmp_path}/whole'])
+    shutil.copytree(tmp_path / 'whole', tmp_path / 'cut')
+    shutil.rmtree(checkpoints.find(tmp_path / 'cut').path)  # iteration 6; 3 remains
+    train.main([*tiny, f'--out_dir={tmp_path}/cut', '--init_from=resume'])
+    assert same(weights(tmp_path / 'whole'), weights(tmp_path / 'cut'))
+    for key in ('loss', 'grad_norm', 'val_loss'):
+        whole, cut = ([(line['iter'], line[key]) for line in lines(tmp_path / name, key)]
+                      for name in ('whole', 'cut'))
+        assert whole == cut
+
+
+def test_auto_starts_once_and_resumes_from_then_on(tiny, tmp_path, capsys):
+    train.main([*tiny, '--init_from=auto', '--max_iters=3'])
+    assert 'resumed' not in capsys.readouterr().out
+    train.main([*tiny, '--init_from=auto'])
+    assert 'resumed from' in capsys.readouterr().out
+    assert checkpoints.find(tmp_path / 'out').iter_num == 6
+
+
+def test_a_run_from_scratch_moves_an_earlier_one_aside(tiny, tmp_path, capsys):
+    train.main(tiny)
+    before = weights(tmp_path / 'out')
+    train.main([*tiny, '--seed=2'])
+    assert 'old-001' in capsys.readouterr().out
+    assert same(weights(tmp_path / 'out/old-001'), before)
+    assert not same(weights(tmp_path / 'out'), before)
+    assert len(lines(tmp_path / 'out', 'loss')) == 6
+
+
+def test_eval_only_evaluates_once_and_writes_nothing(tiny, trained, tmp_path, capsys):
+    shutil.copytree(trained, tmp_path / 'out')
+    before = sorted((p, p.stat().st_mtime_ns) for p in (tmp_path / 'out').rglob('*') if p.is_file())
+    train.main([*tiny, '--init_from=resume', '--eval_only'])
+    out = capsys.readouterr().out
+    expected = lines(trained, 'val_loss')[-1]['val_loss']
+    assert out.count('val loss') == 1 and f'val loss {expected:.4f}' in out
+    assert sorted((p, p.stat().st_mtime_ns) for p in (tmp_path / 'out').rglob('*')
+                  if p.is_file()) == before
+
+
+def test_only_the_best_is_saved_when_asked(tiny, tmp_path):
+    train.main([*tiny, '--always_save_checkpoint=False', '--learning_rate=0.0', '--min_lr=0.0',
+                '--max_iters=9', '--lr_decay_iters=9', '--weight_decay=0.0'])
+    assert not (tmp_path / 'out/checkpoints').exists()  # nothing was better than at iteration 0
+
+
+def test_total_batch_size_decides_the_accumulation(tiny, tmp_path, capsys):
+    train.main([*tiny, '--total_batch_size=512', '--max_iters=0'])
+    assert '512 tokens a step' in capsys.readouterr().out
+    assert train.TrainConfig(total_batch_size=2**19, batch_size=16).accumulation() == 32
+    assert train.TrainConfig().accumulation() == 40
+
+
+def test_the_learning_rate_warms_up_and_falls_on_a_cosine():
+    def lr(it):
+        return train.get_lr(it, learning_rate=1.0, min_lr=0.1, warmup_iters=9, lr_decay_iters=109)
+    assert lr(0) == pytest.approx(0.1) and lr(4) == pytest.approx(0.5) and lr(9) == 1.0
+    assert lr(59) == pytest.approx(0.55)
+    assert lr(109) == pytest.approx(0.1) and lr(10**6) == 0.1
+    assert all(lr(i) > lr(i + 1) for i in range(9, 108))
+
+
+def test_a_constant_learning_rate_is_constant(tiny, tmp_path):
+    train.main([*tiny, '--decay_lr=False', '--learning_rate=0.003'])
+    assert {line['lr'] for line in lines(tmp_path / 'out', 'lr')} == {0.003}
+
+
+def test_a_model_starts_from_weights_in_the_hugging_face_layout(tmp_path, text_file, capsys):
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    import prepare
+    theirs = GPT2LMHeadModel(GPT2Config(vocab_size=257, n_positions=32, n_embd=32, n_layer=2,
+                                        n_head=2))
+    theirs.save_pretrained(tmp_path / 'hf')
+    prepare.main(['text', f'--input={text_file}', '--tokenizer=byte', f'--data_dir={tmp_path}/d'])
+    arguments = [f'--dataset={tmp_path}/d', f'--out_dir={tmp_path}/out', '--block_size=16',
+                 '--batch_size=4', '--gradient_accumulation_steps=1', '--max_iters=2',
+                 '--eval_iters=1', '--learning_rate=1e-4', '--decay_lr=False', '--device=cpu']
+    train.main([*arguments, f'--init_from={tmp_path}/hf'])
+    assert '2 layers, 2 heads, 32 channels' in capsys.readouterr().out
+    # and such a run resumes, though its config never named the shape
+    train.main([*arguments, '--init_from=resume', '--max_iters=4'])
+    assert checkpoints.find(tmp_path / 'out').iter_num == 4
+
+
+def test_float16_scales_its_gradients(tiny, tmp_path):
+    train.main([*tiny, '--dtype=float16', '--max_iters=3'])
+    assert checkpoints.find(tmp_path / 'out').state['scaler']['scale'] > 1
+    assert all(line['loss'] < 5 for line in lines(tmp_path / 'out', 'loss'))
+
+
+def test_nothing_waits_for_the_device_on_steps_that_are_not_logged(tiny, monkeypatch):
+    reads = []
+    for name in ('item', 'tolist', '__float__', '__bool__'):
+        original = getattr(torch.Tensor, name)
+        monkeypatch.setattr(torch.Tensor, name, lambda self, o=original, n=name:
+                            (reads.append(n), o(self))[1])
+    original_step = train.train_step
+
+    def step(*arguments):
+        before = len(reads)
+        result = original_step(*arguments)
+        # AdamW's step counts and clipping's coefficient stay on the device
+        assert len(reads) == before
+        return result
+
+    monkeypatch.setattr(train, 'train_step', step)
+    train.main([*tiny, '--log_interval=100'])
+
+
+# -----------------------------------------------------------------------------
+# mistakes
+
+
+def test_resuming_without_a_checkpoint_is_an_error(tiny, capsys, monkeypatch):
+    assert 'no checkpoint there' in fails(capsys, monkeypatch, train.main, *tiny,
+                                          '--init_from=resume')
+
+
+def test_a_checkpoint_of_another_model_is_refused(tiny, trained, tmp_path, capsys, monkeypatch):
+    shutil.copytree(trained, tmp_path / 'out')
+    message = fails(capsys, monkeypatch, train.main, *tiny, '--init_from=resume', '--n_layer=3')
+    assert 'n_layer=3 (it has 2)' in message
+    assert checkpoints.find(tmp_path / 'out').iter_num == 6
+
+
+def test_a_checkpoint_of_another_tokenizer_is_refused(tiny, trained, tmp_path, text_file, capsys,
+                                                      monkeypatch):
+    import prepare
+    shutil.copytree(trained, tmp_path / 'out')
+    prepare.main(['text', f'--input={text_file}', '--tokenizer=byte', f'--data_dir={tmp_path}/d'])
+    assert 'another tokenizer' in fails(capsys, monkeypatch, train.main, *tiny,
+                                        '--init_from=resume', f'--dataset={tmp_path}/d')
+
+
+def test_a_folder_that_cannot_be_written_is_an_error(tiny, tmp_path, capsys, monkeypatch):
+    (tmp_path / 'file').write_text('in the way')
+    message = fails(capsys, monkeypatch, train.main, *tiny, f'--out_dir={tmp_path}/file/out')
+    assert 'out_dir' in message and (tmp_path / 'file').read_text() == 'in the way'
+
+
+def test_cuda_where_there_is_none_is_an_error(tiny, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(torch.cuda, 'is_available', lambda: False)
+    assert '--device=cpu' in fails(capsys, monkeypatch, train.main, *tiny, '--device=cuda')
+    assert not (tmp_path / 'out').exists()
+
+
+def test_nccl_without_cuda_is_an_error_and_said_once(tiny):
+    done = torchrun(2, 'train.py', *tiny, '--backend=nccl', check=False)
+    errors = [line for line in done.stderr.splitlines() if line.startswith('error: ')]
+    assert errors == ['error: backend=nccl needs a CUDA device, not cpu: leave it at auto']
+
+
+def test_wandb_that_is_not_installed_is_an_error(tiny, capsys, monkeypatch):
+    monkeypatch.setitem(__import__('sys').modules, 'wandb', None)
+    assert 'pip install wandb' in fails(capsys, monkeypatch, train.main, *tiny, '--wandb_log')
+
+
+# -----------------------------------------------------------------------------
+# the whole way, as a user goes it
+
+
+def test_the_commands_of_the_readme_work_in_an_empty_folder(tmp_path):
+    source = shared_file('tinyshakespeare.txt')
+    run(ROOT / 'prepare.py', 'shakespeare_char', f'--input={source}', cwd=tmp_path)
+    out = run(ROOT / 'train.py', ROOT / 'config/shakespeare_char_cpu.py', '--max_iters=2',
+              '--eval_iters=2', cwd=tmp_path)
+    assert 'iter 2' in out and 'GPT of 804,096 parameters' in out
+    out = run(ROOT / 'sample.py', '--out_dir=out-shakespeare-char-cpu', '--num_samples=1',
+              '--max_new_tokens=20', cwd=tmp_path)
+    assert '---------------' in out
+
+
+def test_gpt2_tokens_train_and_sample(tmp_path, monkeypatch):
+    source = shared_file('tinyshakespeare.txt')
+    cache = str(SHARED / 'tiktoken_cache')
+    run(ROOT / 'prepare.py', 'shakespeare', f'--input={source}', cwd=tmp_path,
+        TIKTOKEN_CACHE_DIR=cache)
+    run(ROOT / 'train.py', '--dataset=shakespeare', '--n_layer=1', '--n_head=2', '--n_embd=32',
+        '--block_size=32', '--batch_size=2', '--gradient_accumulation_steps=1', '--max_iters=2',
+        '--eval_iters=1', '--device=cpu', cwd=tmp_path)
+    out = run(ROOT / 'sample.py', '--num_samples=1', '--max_new_tokens=5', '--start=To be',
+              cwd=tmp_path, TIKTOKEN_CACHE_DIR=cache)
+    assert 'To be' in out

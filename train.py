@@ -1,0 +1,392 @@
+"""Train a GPT: on a laptop, on one GPU, or on many.
+
+    python train.py config/shakespeare_char.py
+    python train.py config/gpt2_124m.py --batch_size=8
+    torchrun --nproc_per_node=8 train.py config/gpt2_124m.py
+
+Without a config file this trains GPT-2 124M on OpenWebText.
+"""
+
+import math
+import subprocess
+import sys
+from contextlib import nullcontext
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Literal
+
+import torch
+from torch.nn.parallel import DistributedDataParallel as DDP
+from tqdm import tqdm
+
+import checkpoint as checkpoints
+from configurator import load_config
+from dataloader import BatchLoader, fits_in_ram, open_dataset
+from metrics import Metrics, start_wandb, trim
+from model import GPT, GPTConfig
+from runtime import (
+    UserError,
+    all_reduce_mean,
+    autocast,
+    barrier,
+    choose_compile,
+    choose_device,
+    choose_dtype,
+    device_name,
+    launched_world,
+    process_group,
+    run_script,
+    say,
+    seed_everything,
+    use_fast_matmul,
+)
+
+
+@dataclass
+class TrainConfig:
+    # output
+    out_dir: str = 'out'  # folder for checkpoints and metrics
+    eval_interval: int = 2000  # iterations between evaluations
+    eval_iters: int = 200  # evaluate on this many batches of batch_size, or on the whole split
+    eval_only: bool = False  # stop after the first evaluation
+    log_interval: int = 1  # iterations between lines on the console
+    always_save_checkpoint: bool = True  # save after each evaluation, not only after the best
+    keep_checkpoints: int = 1  # keep this many of the newest, and the best
+    checkpoint_chunk_mb: int = 512  # a checkpoint's files are no larger
+    init_from: str = 'scratch'  # scratch, resume, auto (resume if it can), gpt2…, a folder
+    # wandb
+    wandb_log: bool = False  # log to Weights & Biases
+    wandb_project: str = 'owt'  # its project
+    wandb_run_name: str = 'gpt2'  # its run
+    # data
+    dataset: str = 'openwebtext'  # a folder in data/, or the path of one
+    data_in_ram: Literal['auto'] | bool = 'auto'  # read the tokens into memory first
+    batch_size: int = 12  # windows in a micro-batch: what the device holds at once
+    block_size: int = 1024  # tokens in a window
+    gradient_accumulation_steps: int = 5 * 8  # micro-batches in a step, of all processes together
+    total_batch_size: int = 0  # tokens in a step; if not 0, it decides the accumulation
+    # model
+    n_layer: int = 12  # blocks
+    n_head: int = 12  # attention heads
+    n_embd: int = 768  # channels
+    dropout: float = 0.0  # 0 to pretrain; 0.1 and more to fine-tune or for little text
+    bias: bool = False  # biases in Linears and LayerNorms, as in GPT-2
+    # optimizer: AdamW
+    learning_rate: float = 6e-4  # the highest
+    max_iters: int = 600000  # updates of the weights
+    weight_decay: float = 1e-1  # of matrices and embeddings
+    beta1: float = 0.9  # decay of the mean of gradients
+    beta2: float = 0.95  # decay of the mean of their squares
+    grad_clip: float = 1.0  # largest norm of the gradient; 0 for no limit
+    # learning rate: linear warmup, then cosine decay
+    decay_lr: bool = True  # False keeps it constant, without warmup
+    warmup_iters: int = 2000  # iterations up to learning_rate
+    lr_decay_iters: int = 600000  # iterations down to min_lr, usually max_iters
+    min_lr: float = 6e-5  # the lowest, usually learning_rate / 10
+    # system
+    device: str = 'auto'  # auto, cpu, cuda, cuda:0, mps
+    dtype: Literal['auto', 'float32', 'bfloat16', 'float16'] = 'auto'  # precision of the matmuls
+    compile: Literal['auto'] | bool = 'auto'  # torch.compile the model
+    backend: Literal['auto', 'nccl', 'gloo'] = 'auto'  # between processes
+    seed: int = 1337  # of the weights, of dropout and of the order of data
+
+    def problems(self):
+        """What contradicts itself, a line each."""
+        found = []
+        positive = ('eval_interval', 'eval_iters', 'log_interval', 'keep_checkpoints',
+                    'checkpoint_chunk_mb', 'batch_size', 'block_size',
+                    'gradient_accumulation_steps', 'n_layer', 'n_head', 'n_embd')
+        found += [f'{key}={getattr(self, key)}: must be at least 1'
+                  for key in positive if getattr(self, key) < 1]
+        natural = ('max_iters', 'warmup_iters', 'lr_decay_iters', 'learning_rate', 'min_lr',
+                   'weight_decay', 'grad_clip', 'total_batch_size', 'seed')
+        found += [f'{key}={getattr(self, key)}: must not be negative'
+                  for key in natural if getattr(self, key) < 0]
+        found += [f'{key}={getattr(self, key)}: must be at least 0 and below 1'
+                  for key in ('dropout', 'beta1', 'beta2') if not 0 <= getattr(self, key) < 1]
+        if found:
+            return found
+        if self.n_embd % self.n_head:
+            found.append(f'n_embd={self.n_embd} does not divide by n_head={self.n_head}')
+        if self.decay_lr and self.min_lr > self.learning_rate:
+            found.append(f'min_lr={self.min_lr} is above learning_rate={self.learning_rate}')
+        if self.decay_lr and self.warmup_iters > self.lr_decay_iters:
+            found.append(f'warmup_iters={self.warmup_iters} is more than '
+                         f'lr_decay_iters={self.lr_decay_iters}')
+        micro = self.batch_size * self.block_size
+        world = launched_world().size
+        if self.total_batch_size % (micro * world):
+            found.append(f'total_batch_size={self.total_batch_size} does not divide by batch_size '
+                         f'× block_size × processes = {micro * world}')
+        elif not self.total_batch_size and self.gradient_accumulation_steps % world:
+            found.append(f'gradient_accumulation_steps={self.gradient_accumulation_steps} does not '
+                         f'divide by the number of processes, {world}')
+        return found
+
+    def accumulation(self):
+        """Micro-batches in a step, of all processes together."""
+        if self.total_batch_size:
+            return self.total_batch_size // (self.batch_size * self.block_size)
+        return self.gradient_accumulation_steps
+
+
+# -----------------------------------------------------------------------------
+# data
+
+
+def find_dataset(name, world):
+    """Open data/<name>. A small corpus that is not prepared yet is prepared now."""
+    folder = Path(name) if Path(name).parts != (name,) else Path('data', name)
+    if world.local_rank == 0 and folder.parts == ('data', name) \
+            and not (folder / 'meta.json').exists() and not any(folder.glob('*.bin')):
+        script = Path(__file__).with_name('prepare.py')
+        done = subprocess.run([sys.executable, script, name, '--if_small'])
+        if done.returncode:
+            sys.exit(done.returncode)  # it has said why
+    barrier()
+    return open_dataset(folder)
+
+
+# -----------------------------------------------------------------------------
+# model
+
+
+def build_model(config, dataset, resumed):
+    """The model to train, on the CPU: new, pretrained, or as the checkpoint has it."""
+    if resumed:
+        return resumed.load_model(dropout=config.dropout)
+    if config.init_from in ('scratch', 'auto'):
+        return GPT(GPTConfig(config.block_size, dataset.vocab_size, config.n_layer, config.n_head,
+                             config.n_embd, config.dropout, config.bias))
+    model = GPT.from_pretrained(config.init_from, config.dropout)
+    if config.block_size > model.config.block_size:
+        raise UserError(f'block_size={config.block_size}: {config.init_from} reads at most '
+                        f'{model.config.block_size} tokens')
+    model.crop_block_size(config.block_size)
+    if dataset.vocab_size != model.config.vocab_size:
+        raise UserError(f'{dataset.folder} has a vocabulary of {dataset.vocab_size} and '
+                        f'{config.init_from} one of {model.config.vocab_size}: prepare the text '
+                        'with --tokenizer=gpt2')
+    return model
+
+
+def find_resumed(config, dataset):
+    """The checkpoint to go on from, or None to start. Raises UserError, too where the checkpoint
+    is of another model than the config's."""
+    if config.init_from not in ('resume', 'auto'):
+        return None
+    if config.init_from == 'auto' and not checkpoints.list_checkpoints(config.out_dir):
+        return None
+    resumed = checkpoints.find(config.out_dir, 'latest')
+    then, now = resumed.state['config'], asdict(config)
+    fixed = ('n_layer', 'n_head', 'n_embd', 'bias', 'block_size')
+    misfits = [f'{key}={now[key]} (it has {then[key]})' for key in fixed if now[key] != then[key]]
+    if misfits:
+        raise UserError(f'{resumed.path} is of another architecture than {", ".join(misfits)}: '
+                        'give the config it was trained with, or another --out_dir')
+    if resumed.state['tokenizer'] != dataset.tokenizer_json():
+        raise UserError(f'{resumed.path} was trained with another tokenizer than that of '
+                        f'{dataset.folder}: name the dataset it was trained on')
+    return resumed
+
+
+def wrap_model(model, device, compile, world):
+    """→ (model to evaluate with, model to train with): compiled, then under DDP."""
+    compiled = torch.compile(model) if compile else model
+    if world.size == 1:
+        return compiled, compiled
+    return compiled, DDP(compiled, device_ids=[device.index] if device.type == 'cuda' else None)
+
+
+# -----------------------------------------------------------------------------
+# schedule
+
+
+def get_lr(it, learning_rate, min_lr, warmup_iters, lr_decay_iters):
+    """Linear warmup to learning_rate, cosine to min_lr at lr_decay_iters, min_lr from then on
+    (Loshchilov and Hutter 2016; nanoGPT's exact formula)."""
+    if it < warmup_iters:
+        return learning_rate * (it + 1) / (warmup_iters + 1)
+    if it > lr_decay_iters:
+        return min_lr
+    progress = (it - warmup_iters) / max(1, lr_decay_iters - warmup_iters)
+    cosine = 0.5 * (1 + math.cos(math.pi * progress))  # 1 → 0
+    return min_lr + cosine * (learning_rate - min_lr)
+
+
+# -----------------------------------------------------------------------------
+# step
+
+
+def train_step(model, batches, micro_steps, optimizer, scaler, context, grad_clip):
+    """One update of the weights → (loss, gradient norm), tensors on the device.
+
+    The loss is the mean over this process's micro-batches, before the update.
+    """
+    total_loss = 0.0
+    for micro in range(micro_steps):
+        idx, targets = next(batches)
+        last = micro == micro_steps - 1
+        # Gradients travel between processes once, with the last micro-batch's backward.
+        with model.no_sync() if isinstance(model, DDP) and not last else nullcontext():
+            with context:
+                _, loss = model(idx, targets)
+                loss = loss / micro_steps
+            scaler.scale(loss).backward()
+        total_loss += loss.detach()
+    scaler.unscale_(optimizer)
+    grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), grad_clip or math.inf)
+    scaler.step(optimizer)
+    scaler.update()
+    optimizer.zero_grad(set_to_none=True)
+    return total_loss, grad_norm
+
+
+@torch.no_grad()
+def evaluate(model, loader, n_batches, context):
+    """Mean loss over fixed windows of a split, which the processes share."""
+    model.eval()
+    sums = torch.zeros(2, device=loader.device)  # of loss × windows, of windows
+    for starts in tqdm(loader.eval_batches(n_batches), 'evaluating', leave=False, disable=None):
+        idx, targets = loader.eval_batch(starts)
+        with context:
+            _, loss = model(idx, targets)
+        sums += torch.stack([loss.float(), torch.ones_like(loss, dtype=torch.float)]) * len(starts)
+    model.train()
+    loss_sum, windows = all_reduce_mean(sums).tolist()
+    return loss_sum / windows
+
+
+# -----------------------------------------------------------------------------
+# loop
+
+
+def main(argv):
+    config = load_config(TrainConfig, argv, __doc__)
+    world = launched_world()
+    device, device_why = choose_device(config.device, world.local_rank)
+    dtype, dtype_why = choose_dtype(config.dtype, device, config.n_embd)
+    compile, compile_why = choose_compile(config.compile, device)
+    say(f'device {device} ({device_why}) | dtype {dtype} ({dtype_why}) | '
+        f'compile {compile} ({compile_why}) | processes {world.size}')
+    if world.is_main:
+        make_writable(config.out_dir)
+    with process_group(world, device, config.backend):
+        train(config, world, device, dtype, compile)
+
+
+def train(config, world, device, dtype, compile):
+    use_fast_matmul()
+    seed_everything(config.seed, world.rank)
+    out_dir = Path(config.out_dir)
+
+    # data
+    dataset = find_dataset(config.dataset, world)
+    in_ram = fits_in_ram(dataset.folder, world.local_size) if config.data_in_ram == 'auto' \
+        else config.data_in_ram
+    micro_steps = config.accumulation() // world.size
+    train_data, val_data = (
+        BatchLoader(dataset.split(split, in_ram), config.block_size, config.batch_size,
+                    micro_steps=micro_steps, rank=world.rank, world_size=world.size,
+                    seed=config.seed, device=device)
+        for split in ('train', 'val'))
+    step_tokens = config.accumulation() * config.batch_size * config.block_size
+    say(f'{dataset.folder}: {len(train_data.stream):,} training tokens, vocabulary '
+        f'{dataset.vocab_size:,}, {"in memory" if in_ram else "on disk"} | {step_tokens:,} tokens '
+        f'a step, {config.max_iters * step_tokens / len(train_data.stream):.3g} epochs')
+
+    # model
+    resumed = find_resumed(config, dataset)
+    raw_model = build_model(config, dataset, resumed).to(device)
+    optimizer = raw_model.configure_optimizers(
+        config.weight_decay, config.learning_rate, (config.beta1, config.beta2), device.type)
+    scaler = torch.amp.GradScaler(device.type, enabled=dtype == 'float16')
+    context = autocast(device, dtype)
+    eval_model, model = wrap_model(raw_model, device, compile, world)
+    say(f'GPT of {raw_model.num_parameters():,} parameters: {raw_model.config.n_layer} layers, '
+        f'{raw_model.config.n_head} heads, {raw_model.config.n_embd} channels')
+
+    # where the run stands
+    iter_num, best_val_loss, elapsed_s = 0, math.inf, 0.0
+    if resumed:
+        iter_num, elapsed_s = resumed.iter_num, resumed.state['elapsed_s']
+        best_val_loss = checkpoints.find(out_dir, 'best').val_loss
+        resumed.load_optimizer(optimizer, raw_model)
+        scaler.load_state_dict(resumed.state['scaler'])
+        checkpoints.set_rng_state(resumed.state['rng'], device)
+        say(f'resumed from {resumed.path}')
+    evaluated_at = iter_num if resumed and not config.eval_only else None
+    metrics_path = None if config.eval_only else out_dir / 'metrics.jsonl'
+    if world.is_main and metrics_path:
+        if resumed:
+            trim(metrics_path, iter_num)
+        elif aside := checkpoints.set_aside(out_dir):
+            say(f'{out_dir} held an earlier run, which is now in {aside}')
+    metrics = Metrics(
+        metrics_path, step_tokens=step_tokens, max_iters=config.max_iters, device=device,
+        mfu_of=lambda tokens_per_s: raw_model.mfu(tokens_per_s / world.size,
+                                                   device_name(device), dtype),
+        bytes_per_token=dataset.bytes_per_token('val'), elapsed_s=elapsed_s,
+        wandb_run=start_wandb(config.wandb_project, config.wandb_run_name, asdict(config))
+        if config.wandb_log and world.is_main else None,
+        quiet=not world.is_main)
+
+    batches = train_data.train_batches(iter_num)
+    metrics.start_steps(iter_num)
+    while True:
+        done = config.eval_only or iter_num >= config.max_iters
+        if (done or iter_num % config.eval_interval == 0) and iter_num != evaluated_at:
+            with metrics.paused():
+                train_loss = evaluate(eval_model, train_data, config.eval_iters, context)
+                val_loss = evaluate(eval_model, val_data, config.eval_iters, context)
+                best = val_loss < best_val_loss
+                best_val_loss = min(val_loss, best_val_loss)
+                metrics.evaluation(iter_num, train_loss, val_loss, best)
+                if iter_num == 0 and not config.init_from.startswith('gpt2'):
+                    remark_on_first_loss(train_loss, dataset.vocab_size)
+                worth_saving = iter_num > 0 and (best or config.always_save_checkpoint)
+                if world.is_main and worth_saving and not config.eval_only:
+                    checkpoints.save(
+                        out_dir, raw_model, optimizer, keep=config.keep_checkpoints,
+                        chunk_mb=config.checkpoint_chunk_mb, state={
+                            'iter_num': iter_num, 'val_loss': val_loss,
+                            'elapsed_s': metrics.elapsed_s(), 'config': asdict(config),
+                            'tokenizer': dataset.tokenizer_json(), 'scaler': scaler.state_dict(),
+                            'rng': checkpoints.rng_state(device)})
+        if done:
+            break
+
+        lr = config.learning_rate if not config.decay_lr else get_lr(
+            iter_num, config.learning_rate, config.min_lr, config.warmup_iters,
+            config.lr_decay_iters)
+        for group in optimizer.param_groups:
+            group['lr'] = lr
+        loss, grad_norm = train_step(model, batches, micro_steps, optimizer, scaler, context,
+                                     config.grad_clip)
+        iter_num += 1
+        if iter_num % config.log_interval == 0:
+            metrics.step(iter_num, all_reduce_mean(loss), lr, grad_norm)
+    batches.close()
+
+
+def remark_on_first_loss(loss, vocab_size):
+    """Weights that know nothing give each token equal odds: a loss of ln(vocab_size)."""
+    expected = math.log(vocab_size)
+    if abs(loss - expected) > 1:
+        say(f'warning: the first loss is {loss:.2f}, but a model that knows nothing has about '
+            f'ln({vocab_size}) = {expected:.2f}: is the initialisation as you want it?')
+
+
+def make_writable(folder):
+    """Create `folder` and see that files can be made in it. Raises UserError."""
+    try:
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        probe = Path(folder, '.writable')
+        probe.touch()
+        probe.unlink()
+    except OSError as e:
+        raise UserError(f'out_dir={folder}: cannot write there: {e.strerror}') from None
+
+
+if __name__ == '__main__':
+    run_script(main)

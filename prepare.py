@@ -32,14 +32,17 @@ class PrepareConfig:
     input: str = ''  # a file, or a folder of them, to read instead of downloading
     data_dir: str = ''  # folder to write (default: data/NAME)
     # how
-    tokenizer: Literal['auto', 'char', 'byte', 'gpt2'] = 'auto'  # auto: the corpus's usual one
+    tokenizer: str = 'auto'  # char, byte, gpt2, bpe or bpe:VOCAB_SIZE (auto: as listed)
     val_fraction: Literal['auto'] | float = 'auto'  # share held out (auto: 0.1 small, 0.0005 large)
     if_small: bool = False  # only if it takes under a minute; else say which command to run
 
     def problems(self):
+        found = []
         if self.val_fraction != 'auto' and not 0 < self.val_fraction < 1:
-            return [f'val_fraction={self.val_fraction}: expected a number between 0 and 1']
-        return []
+            found.append(f'val_fraction={self.val_fraction}: expected a number between 0 and 1')
+        if self.tokenizer != 'auto' and not tokenizers.is_name(self.tokenizer):
+            found.append(f'tokenizer={self.tokenizer}: expected auto, {tokenizers.NAMES}')
+        return found
 
 
 # -----------------------------------------------------------------------------
@@ -55,9 +58,11 @@ class Corpus:
 
 
 def standard_library(path):
-    """The source of Python's own standard library, without its tests: text on every machine."""
+    """The source of Python's own standard library: text on every machine."""
     root = Path(path or sysconfig.get_paths()['stdlib'])
-    skip = {'test', 'tests', 'idle_test', 'site-packages', 'dist-packages', '__pycache__'}
+    # no tests, nothing that was installed later, and no tables that are programs only in name
+    skip = {'test', 'tests', 'idle_test', 'site-packages', 'dist-packages', '__pycache__',
+            'pydoc_data', 'encodings'}
     paths = [p for p in root.rglob('*.py') if not skip & set(p.relative_to(root).parts)]
     return read_texts(sorted(paths), root)
 
@@ -134,7 +139,7 @@ def hub(path, subset=None):
 
 CORPORA = {
     'pystdlib': Corpus("the source of Python's standard library, found on this machine",
-                       standard_library, 'byte', small=True),
+                       standard_library, 'bpe:2048', small=True),
     'shakespeare_char': Corpus('tiny Shakespeare, one token a character (nanoGPT)',
                                tiny_shakespeare, 'char', small=True),
     'shakespeare': Corpus('tiny Shakespeare, GPT-2 tokens (nanoGPT)',
@@ -149,7 +154,7 @@ CORPORA = {
 
 
 def corpora_table():
-    return '\n'.join(f'  {name:<18}{corpus.tokenizer:<6}{corpus.about}'
+    return '\n'.join(f'  {name:<18}{corpus.tokenizer:<10}{corpus.about}'
                      for name, corpus in CORPORA.items())
 
 
@@ -270,9 +275,9 @@ def main(argv):
     print(f'preparing {name}: {corpus.about}')
     documents = corpus.documents(config.input)
     kind = corpus.tokenizer if config.tokenizer == 'auto' else config.tokenizer
-    if kind == 'char' and not corpus.small:
-        raise UserError(f'{name} is too large for --tokenizer=char: use gpt2 or byte')
-    tokenizer = tokenizers.make_tokenizer(kind, ''.join(documents) if kind == 'char' else '')
+    if not corpus.small and kind not in ('gpt2', 'byte'):
+        raise UserError(f'{name} is too large for --tokenizer={kind}: use gpt2 or byte')
+    tokenizer = tokenizers.make_tokenizer(kind, documents)
     val_fraction = config.val_fraction
     if val_fraction == 'auto':
         val_fraction = 0.1 if corpus.small else 0.0005

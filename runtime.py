@@ -159,7 +159,7 @@ def choose_dtype(wanted, device, n_embd):
         return 'float16', 'no bfloat16 in hardware; gradients are scaled'
     if device.type == 'cpu' and cpu_has_bfloat16():
         # Below this width casting costs about what the faster matmuls save.
-        if n_embd >= 256:
+        if n_embd >= 192:
             return 'bfloat16', 'in hardware'
         return 'float32', 'the model is too narrow for bfloat16 to gain much'
     return 'float32', 'no bfloat16 in hardware' if device.type == 'cpu' else 'the safe choice here'

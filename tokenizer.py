@@ -7,6 +7,8 @@
     tokenizer.to_json()      → from_json(…)
 """
 
+import re
+
 import numpy as np
 
 from runtime import UserError
@@ -74,10 +76,7 @@ class GPT2Tokenizer:
     vocab_size = 50257
 
     def __init__(self):
-        try:
-            import tiktoken
-        except ImportError:
-            raise UserError('the gpt2 tokenizer needs tiktoken: pip install tiktoken') from None
+        tiktoken = import_tiktoken()
         try:
             self._encoding = tiktoken.get_encoding('gpt2')
         except (OSError, ValueError) as e:  # network errors are OSErrors; a bad hash a ValueError
@@ -96,13 +95,77 @@ class GPT2Tokenizer:
         return {'kind': 'gpt2'}
 
 
-KINDS = ('char', 'byte', 'gpt2')
+class BPETokenizer:
+    """Byte-level BPE like GPT-2's (§2.2), with a vocabulary of its own: any text round-trips.
+
+    Trained by rustbpe, run by tiktoken. The last two ids are end of text and padding.
+    """
+
+    # GPT-2's way of cutting text into the pieces that merges stay within.
+    PATTERN = r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"""
+
+    def __init__(self, tokens):
+        """tokens: the bytes of each id but the last two; those merged first come first."""
+        tiktoken = import_tiktoken()
+        self.tokens = tokens
+        self.end_of_text = len(tokens)
+        self.vocab_size = len(tokens) + 2
+        self._encoding = tiktoken.Encoding(
+            'bpe', pat_str=self.PATTERN,
+            mergeable_ranks={token: i for i, token in enumerate(tokens)},
+            special_tokens={'<|endoftext|>': len(tokens), '<|padding|>': len(tokens) + 1})
+
+    @classmethod
+    def train(cls, texts, vocab_size):
+        """Merge the most frequent pairs of `texts` until there are `vocab_size` tokens (fewer
+        where the texts run out of pairs). Raises UserError."""
+        if vocab_size < 258:
+            raise UserError(f'bpe:{vocab_size} is too few: 256 bytes and 2 control tokens are the '
+                            'least, so bpe:258 and up')
+        try:
+            import rustbpe
+        except ImportError:
+            raise UserError('training a tokenizer needs rustbpe: pip install rustbpe') from None
+        trainer = rustbpe.Tokenizer()
+        trainer.train_from_iterator(iter(texts), vocab_size - 2, pattern=cls.PATTERN)
+        ranked = sorted(trainer.get_mergeable_ranks(), key=lambda pair: pair[1])
+        return cls([bytes(token) for token, _ in ranked])
+
+    def encode(self, text):
+        return np.array(self._encoding.encode_ordinary(text), dtype=np.uint32)
+
+    def decode(self, ids):
+        return self._encoding.decode([int(i) for i in ids])
+
+    def to_json(self):
+        # Latin-1 maps the 256 bytes to the first 256 characters, so that JSON can hold them.
+        return {'kind': 'bpe', 'tokens': [token.decode('latin-1') for token in self.tokens]}
 
 
-def make_tokenizer(kind, text):
-    """The tokenizer of a `kind` in KINDS; `char` learns its vocabulary from `text`."""
+def import_tiktoken():
+    try:
+        import tiktoken
+    except ImportError:
+        raise UserError('the gpt2 and bpe tokenizers need tiktoken: pip install tiktoken') from None
+    return tiktoken
+
+
+NAMES = 'char, byte, gpt2, bpe or bpe:VOCAB_SIZE'
+BPE_VOCAB_SIZE = 8192  # of plain 'bpe'
+
+
+def is_name(name):
+    """True for one of NAMES."""
+    return re.fullmatch(r'char|byte|gpt2|bpe(:[0-9]+)?', name) is not None
+
+
+def make_tokenizer(name, texts):
+    """The tokenizer of a name in NAMES; char and bpe learn from `texts`. Raises UserError."""
+    kind, _, size = name.partition(':')
     if kind == 'char':
-        return CharTokenizer.train(text)
+        return CharTokenizer.train(''.join(texts))
+    if kind == 'bpe':
+        return BPETokenizer.train(texts, int(size or BPE_VOCAB_SIZE))
     return from_json({'kind': kind})
 
 
@@ -115,5 +178,16 @@ def from_json(description):
             return ByteTokenizer()
         case {'kind': 'gpt2'}:
             return GPT2Tokenizer()
-    raise UserError(f'unknown tokenizer {str(description)[:80]}: '
-                    f'expected one of {", ".join(KINDS)}')
+        case {'kind': 'bpe', 'tokens': [*tokens]} if is_bpe(tokens):
+            return BPETokenizer([token.encode('latin-1') for token in tokens])
+    raise UserError(f'unknown tokenizer {str(description)[:80]}: expected one that prepare.py '
+                    'wrote')
+
+
+def is_bpe(tokens):
+    """True for a list of distinct strings of bytes that holds each single byte."""
+    try:
+        return {chr(i) for i in range(256)} <= set(tokens) and len(set(tokens)) == len(tokens) \
+            and ''.join(tokens).encode('latin-1') is not None
+    except (TypeError, UnicodeEncodeError):
+        return False

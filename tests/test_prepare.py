@@ -52,7 +52,8 @@ def test_the_standard_library_is_split_by_file_without_its_tests(tmp_path):
     test = stdlib / 'test/test_heapq.py'
     assert not test.exists() or test.read_text() not in texts['train'] + texts['val']
     tokens = np.fromfile(tmp_path / 'd/train.bin', '<u2')
-    assert tokens[0] == 256 and (tokens == 256).sum() == train['documents']
+    end_of_text = open_dataset(tmp_path / 'd').tokenizer().end_of_text
+    assert tokens[0] == end_of_text and (tokens == end_of_text).sum() == train['documents']
 
 
 def test_own_files_of_a_folder_become_one_text(tmp_path):

@@ -8,7 +8,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from runtime import UserError
-from tokenizer import ByteTokenizer, CharTokenizer, GPT2Tokenizer, from_json, make_tokenizer
+from tokenizer import (
+    BPETokenizer,
+    ByteTokenizer,
+    CharTokenizer,
+    GPT2Tokenizer,
+    from_json,
+    make_tokenizer,
+)
 
 
 @pytest.fixture
@@ -60,7 +67,25 @@ def test_gpt2_gives_the_published_ids(gpt2):
     assert gpt2.encode('<|endoftext|>').max() < gpt2.end_of_text  # text is never a control token
 
 
-@pytest.mark.parametrize('tokenizer', [CharTokenizer('abc'), ByteTokenizer()])
+BPE = BPETokenizer.train(['the cat sat on the mat, the cat'] * 3, 270)
+
+
+@given(st.text())
+def test_any_text_comes_back_from_bpe(text):
+    ids = BPE.encode(text)
+    assert BPE.decode(ids) == text
+    assert not set(ids.tolist()) & {BPE.end_of_text, BPE.end_of_text + 1}
+
+
+def test_bpe_learns_the_frequent_pieces_of_its_text():
+    assert BPE.vocab_size == 270 and b' the' in BPE.tokens
+    assert len(BPE.encode(' the')) == 1
+    assert BPE.encode('<|endoftext|>').max() < BPE.end_of_text  # text is never a control token
+    with pytest.raises(UserError, match='bpe:258'):
+        make_tokenizer('bpe:257', ['text'])
+
+
+@pytest.mark.parametrize('tokenizer', [CharTokenizer('abc'), ByteTokenizer(), BPE])
 def test_a_tokenizer_survives_json(tokenizer):
     again = from_json(json.loads(json.dumps(tokenizer.to_json())))
     assert type(again) is type(tokenizer)
@@ -69,7 +94,8 @@ def test_a_tokenizer_survives_json(tokenizer):
 
 @pytest.mark.parametrize('description', [
     None, {}, {'kind': 'magic'}, {'kind': 'char'}, {'kind': 'char', 'chars': ''},
-    {'kind': 'char', 'chars': 'ba'}, {'kind': 'char', 'chars': ['a']}])
+    {'kind': 'char', 'chars': 'ba'}, {'kind': 'char', 'chars': ['a']}, {'kind': 'bpe'},
+    {'kind': 'bpe', 'tokens': ['a']}, {'kind': 'bpe', 'tokens': [*map(chr, range(256)), '€']}])
 def test_a_description_that_is_no_tokenizer_is_an_error(description):
     with pytest.raises(UserError, match='unknown tokenizer'):
         from_json(description)

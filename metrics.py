@@ -129,10 +129,11 @@ def start_wandb(project, name, config):
 
 def short(n):
     """1234567 → '1.23M': three digits and a unit."""
-    for unit in ('', 'k', 'M', 'G'):
-        if n < 1000 or unit == 'G':
-            return f'{n:.3g}{unit}' if n < 100 or not unit else f'{n:.0f}{unit}'
+    units = ['', 'k', 'M', 'G']
+    while n >= 999.5 and len(units) > 1:
         n /= 1000
+        units.pop(0)
+    return f'{n:#.3g}'.rstrip('.') + units[0]
 
 
 def duration(seconds):

@@ -63,7 +63,8 @@ def standard_library(path):
     # no tests, nothing that was installed later, and no tables that are programs only in name
     skip = {'test', 'tests', 'idle_test', 'site-packages', 'dist-packages', '__pycache__',
             'pydoc_data', 'encodings'}
-    paths = [p for p in root.rglob('*.py') if not skip & set(p.relative_to(root).parts)]
+    paths = [p for p in root.rglob('*.py') if not skip & set(p.relative_to(root).parts)
+             and not p.name.startswith('_sysconfigdata')]
     return read_texts(sorted(paths), root)
 
 

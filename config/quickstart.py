@@ -24,4 +24,4 @@ beta2 = 0.99  # few tokens a step make the gradient noisy: average over more ste
 
 eval_interval = 200
 eval_iters = 40
-log_interval = 20
+log_interval = 50

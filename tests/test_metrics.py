@@ -70,6 +70,6 @@ def test_other_ranks_write_nothing(tmp_path, capsys):
 
 
 def test_numbers_are_short_for_people():
-    assert [short(n) for n in (7, 999, 23456, 123456, 1234567)] == \
-        ['7', '999', '23.5k', '123k', '1.23M']
+    assert [short(n) for n in (999, 15000, 23456, 123456, 999900, 1234567)] == \
+        ['999', '15.0k', '23.5k', '123k', '1.00M', '1.23M']
     assert [duration(s) for s in (5, 65, 3725, 360000)] == ['5s', '1m05s', '1h02m', '100h00m']

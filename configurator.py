@@ -84,7 +84,7 @@ def parse_literal(text):
 def read_file(cls, path, values, problems):
     """Run a config file in its own namespace and yield what it assigned."""
     try:
-        with open(path, encoding='utf-8') as f:
+        with open(path, encoding='utf-8-sig') as f:
             source = f.read()
     except OSError as e:
         hint = '' if path.endswith('.py') else ' (options start with --)'
@@ -99,14 +99,15 @@ def read_file(cls, path, values, problems):
     except SyntaxError as e:
         problems.append(f'config file {path}, line {e.lineno}: syntax error: {e.msg}')
         return
-    except Exception as e:
-        line = error_line(e, path)
-        problems.append(f'config file {path}, line {line}: {type(e).__name__}: {e}')
+    except (Exception, SystemExit) as e:
+        what = ' '.join(f'{type(e).__name__}: {e}'.split())
+        problems.append(f'config file {path}, line {error_line(e, path)}: {what}')
         return
     lines, imported = assigned_and_imported(source)
     for name, value in sorted(namespace.items(), key=lambda item: lines.get(item[0], 0)):
         untouched = name in values and value is values[name] and name not in lines
-        if not (untouched or name.startswith('_') or name in imported or callable(value)):
+        own = name.startswith('_') or name in imported or callable(value)
+        if not untouched and (name in values or not own):
             yield name, value, f'in {path}, line {lines[name]}' if name in lines else f'in {path}'
 
 
@@ -138,7 +139,7 @@ def error_line(error, path):
 def check_and_set(cls, values, name, value, where, problems):
     """Put `value` into `values` if `name` exists and the value fits, else note the problem."""
     if name not in values:
-        nearest = difflib.get_close_matches(name, values, n=1, cutoff=0.5)
+        nearest = difflib.get_close_matches(name, values, n=1, cutoff=0.6)
         hint = f'did you mean {nearest[0]}?' if nearest else 'see --help for all keys'
         problems.append(f'unknown key {name!r} {where}: {hint}')
         return
@@ -152,6 +153,8 @@ def check_and_set(cls, values, name, value, where, problems):
 def convert(value, cls, name):
     """`value` as the field's type. Raises ValueError where it does not fit."""
     for kind in accepted_types(cls, name):
+        if type(value) in (int, float) and not abs(value) < 2**63:
+            raise ValueError  # infinite, not a number, or more than torch can count
         if kind is float and type(value) in (int, float):
             return float(value)
         if kind is int and type(value) is float and value.is_integer():
@@ -184,13 +187,16 @@ def describe(kind):
 def help_text(cls, doc=''):
     """The docstring, then every field by section: default and its trailing comment."""
     lines = [inspect.cleandoc(doc), '', 'Options, with their defaults:']
-    width = max(len(f'--{f.name}={f.default}') for f in dataclasses.fields(cls)) + 2
+    shown = {f.name: f'--{f.name}={f.default}'.replace('\n', '\\n')
+             for f in dataclasses.fields(cls)}
+    width = max(map(len, shown.values())) + 2
     for kind, name, comment in commented_fields(cls):
         if kind == 'section':
             lines += ['', comment]
         else:
-            default = next(f.default for f in dataclasses.fields(cls) if f.name == name)
-            lines.append(f'  {f"--{name}={default}":<{width}}{comment}')
+            choices = [str(t) for t in accepted_types(cls, name) if not isinstance(t, type)]
+            listed = f' ({", ".join(choices)})' if len(choices) > 1 else ''
+            lines.append(f'  {shown[name]:<{width}}{comment}{listed}')
     return '\n'.join(lines)
 
 

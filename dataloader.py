@@ -47,6 +47,11 @@ class Dataset:
         about = self.meta.get('splits', {}).get(split, {})
         return about['bytes'] / about['tokens'] if about.get('tokens') else None
 
+    def identity(self, split):
+        """What tells these tokens from others: their checksums, or else where they lie."""
+        files = self.meta.get('splits', {}).get(split, {}).get('files')
+        return [file['sha256'] for file in files] if files else str(self.folder)
+
     def split(self, name, in_ram=False):
         """The token stream of 'train' or 'val'. Raises UserError."""
         about = self.meta.get('splits', {}).get(name)
@@ -275,17 +280,31 @@ class BatchLoader:
         self.world_size = world_size
         self.seed = seed
         self.device = device
+        self.shift = 0
         # One window fewer than would fit leaves room to shift the tiling by up to block_size - 1.
         self.windows_per_epoch = max(1, (len(stream) - block_size) // block_size)
         spare = len(stream) - 1 - self.windows_per_epoch * block_size
         self.phases = min(block_size, spare + 1)
         self.eval_windows = (len(stream) - 1) // block_size
 
+    def windows_before(self, step):
+        """How many windows all processes together have taken when `step` begins."""
+        return self.shift + step * self.batch_size * self.micro_steps * self.world_size
+
+    def go_on(self, step, windows):
+        """Let `step` begin after `windows`, also where the steps before it took more or fewer."""
+        self.shift += windows - self.windows_before(step)
+
     def window_ids(self, step, micro):
         """The numbers, in the endless sequence, of this process's windows of a micro-step."""
-        per_step = self.batch_size * self.micro_steps * self.world_size
-        first = step * per_step + (micro * self.world_size + self.rank) * self.batch_size
+        share = (micro * self.world_size + self.rank) * self.batch_size
+        first = self.windows_before(step) + share
         return np.arange(first, first + self.batch_size)
+
+    def step_windows(self, step):
+        """(first, last, [where each begins in the token stream]) of all processes' windows."""
+        ids = np.arange(self.windows_before(step), self.windows_before(step + 1))
+        return int(ids[0]), int(ids[-1]), self.window_starts(ids).tolist()
 
     def window_starts(self, ids):
         """Where the windows begin in the token stream."""

@@ -18,14 +18,16 @@ class Metrics:
     """Where a run's numbers go, and its clock.
 
     step_tokens, max_iters: of the whole job, for rates and the remaining time
+    tokens_at: iterations done → tokens seen
     mfu_of: tokens/s → model FLOPs utilisation or None; bytes_per_token: of the validation text
     path: metrics.jsonl, or None to write no file; quiet: do nothing (ranks other than 0)
     """
 
-    def __init__(self, path, *, step_tokens, max_iters, mfu_of, bytes_per_token, device,
-                 elapsed_s=0.0, wandb_run=None, quiet=False):
+    def __init__(self, path, *, step_tokens, tokens_at, max_iters, mfu_of, bytes_per_token,
+                 device, elapsed_s=0.0, wandb_run=None, quiet=False):
         self.path = path
         self.step_tokens = step_tokens
+        self.tokens_at = tokens_at
         self.max_iters = max_iters
         self.mfu_of = mfu_of
         self.bytes_per_token = bytes_per_token
@@ -85,7 +87,7 @@ class Metrics:
     def _write(self, iter_num, **values):
         if self.quiet:
             return
-        values = {'tokens': iter_num * self.step_tokens, 'elapsed_s': round(self.elapsed_s(), 3),
+        values = {'tokens': self.tokens_at(iter_num), 'elapsed_s': round(self.elapsed_s(), 3),
                   **values}
         if self.wandb_run:
             self.wandb_run.log(values, step=iter_num)
@@ -102,11 +104,11 @@ def trim(path, last_iter):
     if not path.exists():
         return
     kept = []
-    for line in path.read_text(encoding='utf-8').splitlines(keepends=True):
+    for line in path.read_text(encoding='utf-8', errors='replace').splitlines(keepends=True):
         try:
             if json.loads(line)['iter'] <= last_iter:
                 kept.append(line)
-        except (ValueError, KeyError):
+        except (ValueError, KeyError, TypeError):
             pass
     temporary = path.with_suffix('.tmp')
     temporary.write_text(''.join(kept), encoding='utf-8')

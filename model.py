@@ -239,7 +239,8 @@ def sample(logits, temperature=1.0, top_k=None, top_p=None):
     """logits (B, V) → one token each (B, 1)."""
     if temperature == 0:
         return logits.argmax(dim=-1, keepdim=True)
-    logits = logits / temperature
+    # The largest becomes 0, so that no temperature, however low, makes it infinite.
+    logits = (logits - logits.amax(dim=-1, keepdim=True)) / temperature
     if top_k:
         logits = keep_top_k(logits, top_k)
     if top_p and top_p < 1:

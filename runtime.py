@@ -1,8 +1,10 @@
 """What this machine is (device, precision, processes, seed) and how a script fails politely."""
 
 import os
+import signal
 import sys
 import time
+import uuid
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 
@@ -32,6 +34,9 @@ def run_script(main):
     except KeyboardInterrupt:
         print('\ninterrupted', file=sys.stderr)
         sys.exit(130)
+    except BrokenPipeError:  # the reader went away, as in `| head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(1)
 
 
 # -----------------------------------------------------------------------------
@@ -56,8 +61,8 @@ class World:
 def launched_world():
     """The `World` that torchrun's environment variables describe."""
     env = os.environ
-    if 'RANK' not in env:
-        return World()
+    if not {'RANK', 'LOCAL_RANK', 'WORLD_SIZE', 'LOCAL_WORLD_SIZE'} <= set(env):
+        return World()  # some clusters set a RANK of their own
     return World(
         rank=int(env['RANK']),
         local_rank=int(env['LOCAL_RANK']),
@@ -84,11 +89,51 @@ def process_group(world, device, backend='auto'):
     if backend == 'nccl' and device.type != 'cuda':
         raise UserError(f'backend=nccl needs a CUDA device, not {device.type}: leave it at auto')
     # Binding the device lets NCCL set its communicators up at once instead of guessing later.
-    dist.init_process_group(backend, device_id=device if device.type == 'cuda' else None)
+    dist.init_process_group(backend, store=fresh_store(world), rank=world.rank,
+                            world_size=world.size,
+                            device_id=device if device.type == 'cuda' else None)
     yield
     # Not in a `finally`: a rank that fails must exit at once, so that torchrun stops the others,
     # and NCCL's teardown would first wait for collectives that never come.
     dist.destroy_process_group()
+
+
+def fresh_store(world):
+    """torchrun's key-value store, under a prefix that no earlier attempt of the job has used.
+
+    The store outlives a restart (--max-restarts), and a process that reads the address which an
+    earlier attempt left there never finds its peer. So rank 0 invents a prefix, and tells it to
+    those who say hello until all of this attempt are here.
+    """
+    store, _, _ = next(dist.rendezvous('env://'))
+    name = uuid.uuid4().hex
+    if world.is_main:
+        prefix = name
+        while store.add(f'here/{prefix}', 0) < world.size - 1:
+            for rank in range(1, world.size):
+                if store.check([f'hello/{rank}']):
+                    store.set(f'welcome/{store.get(f"hello/{rank}").decode()}', prefix)
+            time.sleep(0.01)
+    else:
+        store.set(f'hello/{world.rank}', name)
+        prefix = store.get(f'welcome/{name}').decode()  # waits until rank 0 has set it
+        store.add(f'here/{prefix}', 1)
+    return dist.PrefixStore(prefix, store)
+
+
+def host_group():
+    """A new group in which the processes talk without their devices, or None when alone. All
+    processes must ask for their groups in the same order."""
+    return dist.new_group(backend='gloo') if dist.is_initialized() else None
+
+
+def all_gather(value, group):
+    """The `value` (any Python object) of every process of a host_group, by rank."""
+    if group is None:
+        return [value]
+    values = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value, group=group)
+    return values
 
 
 def barrier():
@@ -103,6 +148,43 @@ def all_reduce_mean(tensor):
         dist.all_reduce(tensor)
         tensor /= dist.get_world_size()
     return tensor
+
+
+class StopRequest:
+    """Turns SIGTERM, SIGINT and SIGUSR1 into a wish to stop after this step, which all processes
+    learn of at the same step. A second SIGINT leaves at once."""
+
+    SIGNALS = tuple(getattr(signal, name) for name in ('SIGTERM', 'SIGINT', 'SIGUSR1')
+                    if hasattr(signal, name))
+
+    def __init__(self):
+        self.group = host_group()
+        self.signal = None
+        self.received_at = 0.0
+
+    def __enter__(self):
+        self.previous = {number: signal.signal(number, self._receive) for number in self.SIGNALS}
+        return self
+
+    def __exit__(self, *_):
+        for number, handler in self.previous.items():
+            signal.signal(number, handler)
+
+    def _receive(self, number, _):
+        # Ctrl-C under torchrun arrives twice, from the terminal and from torchrun: that is one.
+        again = self.signal == signal.SIGINT and time.monotonic() - self.received_at > 1
+        if number == signal.SIGINT and again:
+            os._exit(130)
+        self.signal, self.received_at = number, time.monotonic()
+
+    def wanted(self):
+        """The name of the signal that any of the processes received, or None; the same on all."""
+        number = self.signal or 0
+        if self.group is not None:
+            received = torch.tensor(int(number))
+            dist.all_reduce(received, dist.ReduceOp.MAX, group=self.group)
+            number = received.item()
+        return signal.Signals(number).name if number else None
 
 
 # -----------------------------------------------------------------------------
@@ -144,7 +226,7 @@ def choose_device(wanted, local_rank=0):
 
 def cpu_has_bfloat16():
     """True where the processor multiplies bfloat16 in hardware (x86 AVX-512/AMX, Arm)."""
-    # torch < 2.12 may lack the query: then nothing is known, and float32 is the safe answer.
+    # Where torch is too old to know, float32 is the safe answer.
     capabilities = getattr(torch.cpu, 'get_capabilities', dict)()
     return any(capabilities.get(name) for name in ('avx512_bf16', 'amx_bf16', 'bf16'))
 
@@ -197,10 +279,13 @@ def device_name(device):
 
 
 def peak_memory_bytes(device):
-    """Most memory held so far: by tensors on a CUDA device, by the process elsewhere."""
+    """Most memory held so far: by tensors on a CUDA device, by the process elsewhere; None where
+    the system does not tell."""
     if device.type == 'cuda':
         return torch.cuda.max_memory_allocated(device)
-    import resource  # absent on Windows, where only this figure is missed
-
+    try:
+        import resource
+    except ImportError:  # Windows
+        return None
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == 'darwin' else peak * 1024  # macOS counts bytes, Linux KiB

@@ -63,7 +63,11 @@ def load(init_from, out_dir, which):
         return GPT.from_pretrained(init_from), tokenizers.from_json({'kind': 'gpt2'}), init_from
     found = checkpoints.find(out_dir, which)
     tokenizer = tokenizers.from_json(found.state['tokenizer'])
-    return found.load_model(dropout=0.0), tokenizer, str(found.path)
+    model = found.load_model(dropout=0.0)
+    if not all(p.isfinite().all() for p in model.parameters()):
+        raise UserError(f'{found.path}: its weights are not finite, so it can write nothing; use an '
+                        'earlier one with --checkpoint=ITER')
+    return model, tokenizer, str(found.path)
 
 
 def read_start(start):

@@ -17,10 +17,14 @@ class TrainConfig:
     eval_iters: int = 200  # evaluate on this many batches of batch_size, or on the whole split
     eval_only: bool = False  # stop after the first evaluation
     log_interval: int = 1  # iterations between lines on the console
-    always_save_checkpoint: bool = True  # save after each evaluation, not only after the best
-    keep_checkpoints: int = 1  # keep this many of the newest, and the best
-    checkpoint_chunk_mb: int = 512  # a checkpoint's files are no larger
     init_from: str = 'scratch'  # scratch, resume, auto (resume if it can), gpt2…, a folder
+    # checkpoints
+    checkpoint_interval: int = 1000  # iterations between those for resuming
+    always_save_checkpoint: bool = True  # one after each evaluation too, not only after the best
+    keep_checkpoints: int = 1  # keep this many of the newest, and the best
+    checkpoint_async: bool = False  # write while training goes on; takes host memory for a copy
+    checkpoint_chunk_mb: int = 512  # no file of a checkpoint is larger
+    checkpoint: str = 'latest'  # resume from latest, best, or an iteration
     # wandb
     wandb_log: bool = False  # log to Weights & Biases
     wandb_project: str = 'owt'  # its project
@@ -45,6 +49,7 @@ class TrainConfig:
     beta1: float = 0.9  # decay of the mean of gradients
     beta2: float = 0.95  # decay of the mean of their squares
     grad_clip: float = 1.0  # largest norm of the gradient; 0 for no limit
+    max_bad_steps: int = 10  # stop when the loss or gradient is not finite this often in a row
     # learning rate: linear warmup, then cosine decay
     decay_lr: bool = True  # False keeps it constant, without warmup
     warmup_iters: int = 2000  # iterations up to learning_rate
@@ -59,9 +64,11 @@ class TrainConfig:
 
     def problems(self):
         """What contradicts itself, a line each."""
-        found = []
-        positive = ('eval_interval', 'eval_iters', 'log_interval', 'keep_checkpoints',
-                    'checkpoint_chunk_mb', 'batch_size', 'block_size',
+        found = [f'{key} is empty' for key in ('out_dir', 'dataset', 'init_from', 'checkpoint')
+                 if not getattr(self, key)]
+        positive = ('eval_interval', 'eval_iters', 'log_interval', 'checkpoint_interval',
+                    'keep_checkpoints', 'checkpoint_chunk_mb', 'max_bad_steps', 'batch_size',
+                    'block_size',
                     'gradient_accumulation_steps', 'n_layer', 'n_head', 'n_embd')
         found += [f'{key}={getattr(self, key)}: must be at least 1'
                   for key in positive if getattr(self, key) < 1]
@@ -74,7 +81,7 @@ class TrainConfig:
         if found:
             return found
         if self.n_embd % self.n_head:
-            found.append(f'n_embd={self.n_embd} does not divide by n_head={self.n_head}')
+            found.append(f'n_embd={self.n_embd} is not a multiple of n_head={self.n_head}')
         if self.decay_lr and self.min_lr > self.learning_rate:
             found.append(f'min_lr={self.min_lr} is above learning_rate={self.learning_rate}')
         if self.decay_lr and self.warmup_iters > self.lr_decay_iters:
@@ -83,11 +90,11 @@ class TrainConfig:
         micro = self.batch_size * self.block_size
         world = launched_world().size
         if self.total_batch_size % (micro * world):
-            found.append(f'total_batch_size={self.total_batch_size} does not divide by batch_size '
-                         f'× block_size × processes = {micro * world}')
+            found.append(f'total_batch_size={self.total_batch_size} is not a multiple of '
+                         f'batch_size × block_size × processes = {micro * world}')
         elif not self.total_batch_size and self.gradient_accumulation_steps % world:
-            found.append(f'gradient_accumulation_steps={self.gradient_accumulation_steps} does not '
-                         f'divide by the number of processes, {world}')
+            found.append(f'gradient_accumulation_steps={self.gradient_accumulation_steps} is not a '
+                         f'multiple of the number of processes, {world}')
         return found
 
     def accumulation(self):

@@ -8,8 +8,11 @@ Without a config file this trains GPT-2 124M on OpenWebText.
 """
 
 import math
+import os
+import socket
 import subprocess
 import sys
+import time
 from contextlib import nullcontext
 from dataclasses import asdict
 from pathlib import Path
@@ -19,12 +22,15 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from tqdm import tqdm
 
 import checkpoint as checkpoints
+from anomalies import StepGuard
 from configurator import load_config
 from dataloader import BatchLoader, fits_in_ram, open_dataset
 from metrics import Metrics, start_wandb, trim
 from model import GPT, GPTConfig
 from runtime import (
+    StopRequest,
     UserError,
+    all_gather,
     all_reduce_mean,
     autocast,
     barrier,
@@ -32,6 +38,7 @@ from runtime import (
     choose_device,
     choose_dtype,
     device_name,
+    host_group,
     launched_world,
     process_group,
     run_script,
@@ -52,6 +59,8 @@ def find_dataset(name, world):
             and not (folder / 'meta.json').exists() and not any(folder.glob('*.bin')):
         script = Path(__file__).with_name('prepare.py')
         done = subprocess.run([sys.executable, script, name, '--if_small'])
+        if done.returncode < 0:
+            raise UserError(f'preparing {name} was killed: run python prepare.py {name}')
         if done.returncode:
             sys.exit(done.returncode)  # it has said why
     barrier()
@@ -62,14 +71,66 @@ def find_dataset(name, world):
 # model
 
 
+def find_resumed(config, group):
+    """The checkpoint to go on from, or None to start. Rank 0 looks and decides for all.
+
+    A damaged one is named, and the one before it taken. Raises UserError where there is none.
+    """
+    if config.init_from not in ('resume', 'auto'):
+        return None
+    path = None
+    if launched_world().is_main:
+        checkpoints.clean_up(config.out_dir)
+        if config.checkpoint == 'latest':
+            found, damaged = checkpoints.newest_valid(config.out_dir)
+            for problem in damaged:
+                say(f'warning: skipped a checkpoint: {problem}')
+            if found is None and config.init_from == 'resume':
+                raise UserError(f'{config.out_dir}: no checkpoint there to resume from; start with '
+                                '--init_from=scratch or auto, or name the right --out_dir')
+        elif checkpoints.checkpoint_paths(config.out_dir) or config.init_from == 'resume':
+            found = checkpoints.find(config.out_dir, config.checkpoint)
+        path = found.path if found else None
+    path = all_gather(path, group)[0]
+    return checkpoints.open_checkpoint(path) if path else None
+
+
+def check_resumed(resumed, config, dataset, data_id):
+    """See that the run is of the same model and data, and say which settings have changed.
+
+    Raises UserError where something differs that a run cannot change.
+    """
+    then, now = resumed.state['config'], asdict(config)
+    changed = {key: (then.get(key), now[key]) for key in now if then.get(key) != now[key]}
+    fixed = [f'{key}={changed[key][1]} (it has {changed[key][0]})'
+             for key in ('n_layer', 'n_head', 'n_embd', 'bias', 'block_size') if key in changed]
+    if fixed:
+        raise UserError(f'{resumed.path} is of another architecture than {", ".join(fixed)}: '
+                        'give the config it was trained with, or another --out_dir')
+    if resumed.state['tokenizer'] != dataset.tokenizer_json():
+        raise UserError(f'{resumed.path} was trained with another tokenizer than that of '
+                        f'{dataset.folder}: name the dataset it was trained on')
+    if resumed.state['data'] != data_id:
+        raise UserError(f'{resumed.path} was trained on other tokens than those of '
+                        f'{dataset.folder}: to go on with other data, start a run from its weights '
+                        f'with --init_from={config.out_dir} and another --out_dir')
+    say(f'resumed from {resumed.path}')
+    for key, (before, after) in changed.items():
+        if key not in ('init_from', 'checkpoint'):
+            say(f'  changed: {key} {before} → {after}')
+
+
 def build_model(config, dataset, resumed):
-    """The model to train, on the CPU: new, pretrained, or as the checkpoint has it."""
+    """The model to train, on the CPU: new, pretrained, or as a checkpoint has it."""
     if resumed:
         return resumed.load_model(dropout=config.dropout)
     if config.init_from in ('scratch', 'auto'):
         return GPT(GPTConfig(config.block_size, dataset.vocab_size, config.n_layer, config.n_head,
                              config.n_embd, config.dropout, config.bias))
-    model = GPT.from_pretrained(config.init_from, config.dropout)
+    if checkpoints.checkpoint_paths(config.init_from):  # a run of ours: its weights, a new run
+        model = checkpoints.find(config.init_from, 'best').load_model(dropout=config.dropout)
+    else:
+        model = GPT.from_pretrained(config.init_from, config.dropout)
     if config.block_size > model.config.block_size:
         raise UserError(f'block_size={config.block_size}: {config.init_from} reads at most '
                         f'{model.config.block_size} tokens')
@@ -77,28 +138,8 @@ def build_model(config, dataset, resumed):
     if dataset.vocab_size != model.config.vocab_size:
         raise UserError(f'{dataset.folder} has a vocabulary of {dataset.vocab_size} and '
                         f'{config.init_from} one of {model.config.vocab_size}: prepare the text '
-                        'with --tokenizer=gpt2')
+                        'with the tokenizer of the model')
     return model
-
-
-def find_resumed(config, dataset):
-    """The checkpoint to go on from, or None to start. Raises UserError, too where the checkpoint
-    is of another model than the config's."""
-    if config.init_from not in ('resume', 'auto'):
-        return None
-    if config.init_from == 'auto' and not checkpoints.list_checkpoints(config.out_dir):
-        return None
-    resumed = checkpoints.find(config.out_dir, 'latest')
-    then, now = resumed.state['config'], asdict(config)
-    fixed = ('n_layer', 'n_head', 'n_embd', 'bias', 'block_size')
-    misfits = [f'{key}={now[key]} (it has {then[key]})' for key in fixed if now[key] != then[key]]
-    if misfits:
-        raise UserError(f'{resumed.path} is of another architecture than {", ".join(misfits)}: '
-                        'give the config it was trained with, or another --out_dir')
-    if resumed.state['tokenizer'] != dataset.tokenizer_json():
-        raise UserError(f'{resumed.path} was trained with another tokenizer than that of '
-                        f'{dataset.folder}: name the dataset it was trained on')
-    return resumed
 
 
 def wrap_model(model, device, compile, world):
@@ -129,11 +170,8 @@ def get_lr(it, learning_rate, min_lr, warmup_iters, lr_decay_iters):
 # step
 
 
-def train_step(model, batches, micro_steps, optimizer, scaler, context, grad_clip):
-    """One update of the weights → (loss, gradient norm), tensors on the device.
-
-    The loss is the mean over this process's micro-batches, before the update.
-    """
+def forward_backward(model, batches, micro_steps, scaler, context):
+    """Add up the gradients of a step's micro-batches → this process's mean loss, on the device."""
     total_loss = 0.0
     for micro in range(micro_steps):
         idx, targets = next(batches)
@@ -145,12 +183,19 @@ def train_step(model, batches, micro_steps, optimizer, scaler, context, grad_cli
                 loss = loss / micro_steps
             scaler.scale(loss).backward()
         total_loss += loss.detach()
+    return total_loss
+
+
+def update(model, optimizer, scaler, grad_clip, guard, iter_num, loss):
+    """Clip the gradient and move the weights, unless something is not finite → gradient norm."""
     scaler.unscale_(optimizer)
     grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), grad_clip or math.inf)
+    # With float16 an infinite gradient is everyday life: the scaler skips it and scales less.
+    optimizer.found_inf = guard.judge(iter_num, loss, loss if scaler.is_enabled() else grad_norm)
     scaler.step(optimizer)
     scaler.update()
     optimizer.zero_grad(set_to_none=True)
-    return total_loss, grad_norm
+    return grad_norm
 
 
 @torch.no_grad()
@@ -190,6 +235,8 @@ def train(config, world, device, dtype, compile):
     use_fast_matmul()
     seed_everything(config.seed, world.rank)
     out_dir = Path(config.out_dir)
+    group = host_group()
+    check_shared(out_dir, world, group)
 
     # data
     dataset = find_dataset(config.dataset, world)
@@ -201,13 +248,16 @@ def train(config, world, device, dtype, compile):
                     micro_steps=micro_steps, rank=world.rank, world_size=world.size,
                     seed=config.seed, device=device)
         for split in ('train', 'val'))
+    data_id = dataset.identity('train')
     step_tokens = config.accumulation() * config.batch_size * config.block_size
     say(f'{dataset.folder}: {len(train_data.stream):,} training tokens, vocabulary '
         f'{dataset.vocab_size:,}, {"in memory" if in_ram else "on disk"} | {step_tokens:,} tokens '
         f'a step, {config.max_iters * step_tokens / len(train_data.stream):.3g} epochs')
 
     # model
-    resumed = find_resumed(config, dataset)
+    resumed = find_resumed(config, group)
+    if resumed:
+        check_resumed(resumed, config, dataset, data_id)
     raw_model = build_model(config, dataset, resumed).to(device)
     optimizer = raw_model.configure_optimizers(
         config.weight_decay, config.learning_rate, (config.beta1, config.beta2), device.type)
@@ -218,66 +268,108 @@ def train(config, world, device, dtype, compile):
         f'{raw_model.config.n_head} heads, {raw_model.config.n_embd} channels')
 
     # where the run stands
-    iter_num, best_val_loss, elapsed_s = 0, math.inf, 0.0
+    iter_num, best_val_loss, elapsed_s, evaluated_at = 0, math.inf, 0.0, None
     if resumed:
         iter_num, elapsed_s = resumed.iter_num, resumed.state['elapsed_s']
-        best_val_loss = checkpoints.find(out_dir, 'best').val_loss
+        if resumed.state['best_val_loss'] is not None:
+            best_val_loss = resumed.state['best_val_loss']
+        if resumed.state['evaluated'] and not config.eval_only:
+            evaluated_at = iter_num
         resumed.load_optimizer(optimizer, raw_model)
         scaler.load_state_dict(resumed.state['scaler'])
-        checkpoints.set_rng_state(resumed.state['rng'], device)
-        say(f'resumed from {resumed.path}')
-    evaluated_at = iter_num if resumed and not config.eval_only else None
+        train_data.go_on(iter_num, resumed.state['windows'])
+        checkpoints.set_rng_state(resumed.state['rng'], world.rank, device)
+    saved_at = iter_num if resumed else None
+
+    # where the numbers go
     metrics_path = None if config.eval_only else out_dir / 'metrics.jsonl'
-    if world.is_main and metrics_path:
-        if resumed:
-            trim(metrics_path, iter_num)
-        elif aside := checkpoints.set_aside(out_dir):
-            say(f'{out_dir} held an earlier run, which is now in {aside}')
     metrics = Metrics(
         metrics_path, step_tokens=step_tokens, max_iters=config.max_iters, device=device,
+        tokens_at=lambda it: train_data.windows_before(it) * config.block_size,
         mfu_of=lambda tokens_per_s: raw_model.mfu(tokens_per_s / world.size,
-                                                   device_name(device), dtype),
+                                                  device_name(device), dtype),
         bytes_per_token=dataset.bytes_per_token('val'), elapsed_s=elapsed_s,
         wandb_run=start_wandb(config.wandb_project, config.wandb_run_name, asdict(config))
         if config.wandb_log and world.is_main else None,
         quiet=not world.is_main)
+    guard = StepGuard(out_dir / 'anomalies.jsonl', config.max_bad_steps,
+                      train_data.step_windows, device)
+    saver = checkpoints.Saver(
+        out_dir, rank=world.rank, world_size=world.size, chunk_mb=config.checkpoint_chunk_mb,
+        keep=config.keep_checkpoints, background=config.checkpoint_async)
+
+    def save(val_loss):
+        saver.save(raw_model, optimizer, {
+            'iter_num': iter_num, 'windows': train_data.windows_before(iter_num),
+            'val_loss': finite(val_loss), 'best_val_loss': finite(best_val_loss),
+            'evaluated': evaluated_at == iter_num, 'elapsed_s': metrics.elapsed_s(),
+            'config': asdict(config), 'tokenizer': dataset.tokenizer_json(), 'data': data_id,
+            'scaler': scaler.state_dict()}, checkpoints.rng_state(device))
 
     batches = train_data.train_batches(iter_num)
+    if world.is_main and not config.eval_only:
+        if aside := checkpoints.set_aside(out_dir, after=iter_num if resumed else -1):
+            say(f'{out_dir} held {"later checkpoints" if resumed else "an earlier run"}: moved to '
+                f'{aside}')
+        trim(metrics_path, iter_num)
     metrics.start_steps(iter_num)
-    while True:
-        done = config.eval_only or iter_num >= config.max_iters
-        if (done or iter_num % config.eval_interval == 0) and iter_num != evaluated_at:
-            with metrics.paused():
-                train_loss = evaluate(eval_model, train_data, config.eval_iters, context)
-                val_loss = evaluate(eval_model, val_data, config.eval_iters, context)
-                best = val_loss < best_val_loss
-                best_val_loss = min(val_loss, best_val_loss)
-                metrics.evaluation(iter_num, train_loss, val_loss, best)
-                if iter_num == 0 and not config.init_from.startswith('gpt2'):
-                    remark_on_first_loss(train_loss, dataset.vocab_size)
-                worth_saving = iter_num > 0 and (best or config.always_save_checkpoint)
-                if world.is_main and worth_saving and not config.eval_only:
-                    checkpoints.save(
-                        out_dir, raw_model, optimizer, keep=config.keep_checkpoints,
-                        chunk_mb=config.checkpoint_chunk_mb, state={
-                            'iter_num': iter_num, 'val_loss': val_loss,
-                            'elapsed_s': metrics.elapsed_s(), 'config': asdict(config),
-                            'tokenizer': dataset.tokenizer_json(), 'scaler': scaler.state_dict(),
-                            'rng': checkpoints.rng_state(device)})
-        if done:
-            break
+    with StopRequest() as stop:
+        while True:
+            stopping = stop.wanted()
+            done = config.eval_only or iter_num >= config.max_iters
+            evaluating = not stopping and iter_num != evaluated_at \
+                and (done or iter_num % config.eval_interval == 0)
+            saving = stopping or done or iter_num % config.checkpoint_interval == 0
+            logging = iter_num % config.log_interval == 0
+            giving_up = (evaluating or saving or logging) and guard.report(say)
 
-        lr = config.learning_rate if not config.decay_lr else get_lr(
-            iter_num, config.learning_rate, config.min_lr, config.warmup_iters,
-            config.lr_decay_iters)
-        for group in optimizer.param_groups:
-            group['lr'] = lr
-        loss, grad_norm = train_step(model, batches, micro_steps, optimizer, scaler, context,
-                                     config.grad_clip)
-        iter_num += 1
-        if iter_num % config.log_interval == 0:
-            metrics.step(iter_num, all_reduce_mean(loss), lr, grad_norm)
-    batches.close()
+            val_loss = None
+            with metrics.paused():
+                if evaluating:
+                    train_loss = evaluate(eval_model, train_data, config.eval_iters, context)
+                    val_loss = evaluate(eval_model, val_data, config.eval_iters, context)
+                    best = val_loss < best_val_loss
+                    best_val_loss = val_loss if best else best_val_loss
+                    evaluated_at = iter_num
+                    saving = saving or best or config.always_save_checkpoint
+                    metrics.evaluation(iter_num, train_loss, val_loss, best)
+                    if iter_num == 0 and config.init_from in ('scratch', 'auto'):
+                        remark_on_first_loss(train_loss, dataset.vocab_size)
+                if (saving or giving_up) and 0 < iter_num != saved_at and not config.eval_only:
+                    save(val_loss)
+                    saved_at = iter_num
+            if done or stopping or giving_up:
+                break
+
+            lr = config.learning_rate if not config.decay_lr else get_lr(
+                iter_num, config.learning_rate, config.min_lr, config.warmup_iters,
+                config.lr_decay_iters)
+            for param_group in optimizer.param_groups:
+                param_group['lr'] = lr
+            loss = forward_backward(model, batches, micro_steps, scaler, context)
+            grad_norm = update(model, optimizer, scaler, config.grad_clip, guard, iter_num, loss)
+            iter_num += 1
+            if iter_num % config.log_interval == 0:
+                metrics.step(iter_num, all_reduce_mean(loss.clone()), lr, grad_norm)
+
+        batches.close()
+        saver.wait()
+    if giving_up:
+        raise guard.give_up()
+    if saver.failed:
+        say(f'the last checkpoint could not be written: make room in {out_dir} and start again '
+            'with --init_from=resume')
+        sys.exit(1)
+    if not config.eval_only and not stopping:
+        say(f'done: {out_dir}/checkpoints has the weights; python sample.py --out_dir={out_dir}')
+    if stopping:
+        say(f'{stopping}: stopped after iteration {iter_num}, which is saved; the same command '
+            'with --init_from=resume goes on from there')
+
+
+def finite(x):
+    """x, or None where it is none or no number: JSON knows no infinity."""
+    return x if x is not None and math.isfinite(x) else None
 
 
 def remark_on_first_loss(loss, vocab_size):
@@ -297,6 +389,25 @@ def make_writable(folder):
         probe.unlink()
     except OSError as e:
         raise UserError(f'out_dir={folder}: cannot write there: {e.strerror}') from None
+
+
+def check_shared(folder, world, group):
+    """See that all processes write into one folder. Raises UserError where a host has its own."""
+    mark = folder / f'.shared-{os.getpid()}'
+    if world.is_main and world.size > 1:
+        mark.touch()
+    mark = Path(all_gather(str(mark), group)[0])
+    patience = time.monotonic() + 10  # network file systems show new files with a delay
+    while world.size > 1 and not mark.exists() and time.monotonic() < patience:
+        time.sleep(0.1)
+    hosts = all_gather((socket.gethostname(), world.size == 1 or mark.exists()), group)
+    if world.is_main and world.size > 1:
+        mark.unlink()
+    blind = sorted({host for host, sees in hosts if not sees})
+    if blind:
+        raise UserError(f'out_dir={folder} is not the same folder on {", ".join(blind)} as on '
+                        f'{hosts[0][0]}: every host writes its share of the checkpoints, so it '
+                        'must be on a disk that all of them share')
 
 
 if __name__ == '__main__':

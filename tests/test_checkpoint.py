@@ -1,15 +1,22 @@
+import hashlib
 import json
 import math
 import os
+import random
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 import checkpoint as checkpoints
 from model import GPT, GPTConfig
 from runtime import UserError
 
 CPU = torch.device('cpu')
+
+
+def same(a, b):
+    return all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
 
 
 @pytest.fixture
@@ -23,8 +30,12 @@ def run(tmp_path):
     optimizer.step()
 
     def save(iter_num=1, val_loss=1.0, **options):
-        state = {'iter_num': iter_num, 'val_loss': val_loss, 'rng': checkpoints.rng_state(CPU)}
-        return checkpoints.save(tmp_path, model, optimizer, state, **options)
+        saver = checkpoints.Saver(tmp_path, **options)
+        saver.save(model, optimizer, {'iter_num': iter_num, 'val_loss': val_loss},
+                   checkpoints.rng_state(CPU))
+        saver.wait()
+        assert not saver.failed
+        return checkpoints.find(tmp_path, iter_num)
 
     return model, optimizer, save
 
@@ -53,16 +64,19 @@ def test_names_are_nanogpts_and_the_tied_matrix_is_stored_once(run):
     assert 'lm_head.weight' not in weights
 
 
-def test_no_file_is_larger_than_asked_unless_one_tensor_is(run, monkeypatch):
-    model, _, save = run
+@pytest.mark.parametrize('kilobytes', [5, 20, 100])
+def test_no_file_is_larger_than_asked(run, monkeypatch, kilobytes):
+    model, optimizer, save = run
     monkeypatch.setattr(checkpoints, 'MEGABYTE', 1000)
-    found = save(chunk_mb=20)  # 20 kB; the embedding alone has 16 kB
-    chunks = found.state['chunks']
-    assert len(chunks) > 5 and all(c['bytes'] <= 20_000 for c in chunks)
+    found = save(chunk_mb=kilobytes)  # the embedding alone has 16 kB
+    assert all(chunk['bytes'] <= 1000 * kilobytes for chunk in found.state['chunks'])
     again = found.load_model()
-    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), again.parameters(),
-                                                 strict=True))
-    found.load_optimizer(again.configure_optimizers(0.1, 1e-3, (0.9, 0.95), 'cpu'), again)
+    assert same(model.parameters(), again.parameters())
+    fresh = again.configure_optimizers(0.1, 1e-3, (0.9, 0.95), 'cpu')
+    found.load_optimizer(fresh, again)
+    for key in ('exp_avg', 'exp_avg_sq', 'step'):
+        assert same([optimizer.state[p][key] for p in model.parameters()],
+                    [fresh.state[p][key] for p in again.parameters()])
 
 
 def test_random_numbers_go_on_where_they_were(run):
@@ -70,8 +84,11 @@ def test_random_numbers_go_on_where_they_were(run):
     state = save().state['rng']
     expected = torch.rand(5)
     torch.manual_seed(99)
-    checkpoints.set_rng_state(state, CPU)
+    checkpoints.set_rng_state(state, 0, CPU)
     assert torch.equal(torch.rand(5), expected)
+    torch.manual_seed(99)
+    checkpoints.set_rng_state(state, 1, CPU)  # a rank that the saved run did not have
+    assert not torch.equal(torch.rand(5), expected)
 
 
 def test_latest_best_and_a_number_name_a_checkpoint(run, tmp_path):
@@ -100,18 +117,49 @@ def test_not_a_number_is_never_best(run, tmp_path):
     assert checkpoints.find(tmp_path, 'best').iter_num == 20
 
 
-def test_a_save_that_fails_leaves_the_earlier_checkpoint(run, tmp_path, monkeypatch):
-    _, _, save = run
+@pytest.mark.parametrize('background', [False, True])
+def test_a_save_in_the_background_writes_what_the_weights_were(run, tmp_path, background):
+    model, optimizer, _ = run
+    before = [p.detach().clone() for p in model.parameters()]
+    saver = checkpoints.Saver(tmp_path, background=background)
+    saver.save(model, optimizer, {'iter_num': 1}, checkpoints.rng_state(CPU))
+    with torch.no_grad():
+        for p in model.parameters():
+            p.add_(1.0)
+    saver.wait()
+    assert same(checkpoints.find(tmp_path).load_model().parameters(), before)
+
+
+@pytest.mark.parametrize('background', [False, True])
+def test_a_save_that_fails_is_tried_again_and_training_goes_on(
+        run, tmp_path, monkeypatch, capsys, background):
+    model, optimizer, save = run
     save(10)
+    saver = checkpoints.Saver(tmp_path, background=background)
+    attempts = []
 
-    def disk_full(*_):
-        raise OSError(28, 'No space left on device')
+    def refuse_until(n):
+        original = save_file
 
-    monkeypatch.setattr(checkpoints, 'write_chunks', disk_full)
-    with pytest.raises(OSError):
-        save(20)
+        def write(*arguments):
+            attempts.append(1)
+            if len(attempts) <= n:
+                raise OSError(28, 'No space left on device')
+            return original(*arguments)
+        monkeypatch.setattr(checkpoints, 'save_file', write)
+
+    refuse_until(2)
+    saver.save(model, optimizer, {'iter_num': 20}, checkpoints.rng_state(CPU))
+    saver.wait()
+    err = capsys.readouterr().err
+    assert saver.failed and 'No space left' in err and 'training goes on' in err
     assert [c.iter_num for c in checkpoints.list_checkpoints(tmp_path)] == [10]
-    checkpoints.find(tmp_path).load_model()
+    attempts.clear()
+    refuse_until(1)
+    saver.save(model, optimizer, {'iter_num': 30}, checkpoints.rng_state(CPU))
+    saver.wait()
+    assert not saver.failed and 'trying again' in capsys.readouterr().err
+    assert checkpoints.newest_valid(tmp_path)[0].iter_num == 30
 
 
 def test_a_directory_without_its_final_name_is_no_checkpoint(run, tmp_path):
@@ -122,26 +170,69 @@ def test_a_directory_without_its_final_name_is_no_checkpoint(run, tmp_path):
         checkpoints.find(tmp_path)
 
 
-def test_a_damaged_chunk_is_named_before_it_is_used(run):
+def test_every_flipped_byte_is_found_by_name(run, tmp_path):
+    _, _, save = run
+    found = save()
+    files = sorted(found.path.iterdir())
+    chance = random.Random(0)
+    for _ in range(100):
+        path = chance.choice(files)
+        data = path.read_bytes()
+        at = chance.randrange(len(data))
+        path.write_bytes(data[:at] + bytes([data[at] ^ (1 << chance.randrange(8))]) + data[at + 1:])
+        valid, problems = checkpoints.newest_valid(tmp_path)
+        name = path.name.removesuffix('.sha256')
+        assert valid is None and len(problems) == 1 and name in problems[0], (path, at)
+        path.write_bytes(data)
+    assert checkpoints.newest_valid(tmp_path)[1] == []
+
+
+def test_a_damaged_chunk_is_named_before_any_of_it_is_used(run):
     _, _, save = run
     found = save()
     chunk = found.path / 'model-00001-of-00001.safetensors'
-    data = bytearray(chunk.read_bytes())
-    data[len(data) // 2] ^= 1
-    chunk.write_bytes(data)
-    with pytest.raises(UserError, match=r'model-00001-of-00001.safetensors is damaged'):
-        found.load_model()
+    data = chunk.read_bytes()
+    model = GPT(GPTConfig(block_size=16, vocab_size=65, n_layer=2, n_head=2, n_embd=32))
+    before = [p.detach().clone() for p in model.parameters()]
+    for damaged in (data[:-1], b'', data[:-4] + b'\0\1\2\3', pickle_that_runs(found.path)):
+        chunk.write_bytes(damaged)
+        with pytest.raises(UserError, match=r'model-00001-of-00001.safetensors is damaged'):
+            found.load_weights(model)
     chunk.unlink()
     with pytest.raises(UserError, match='cannot be read'):
-        found.load_model()
+        found.load_weights(model)
+    assert same(model.parameters(), before) and not (found.path / 'hacked').exists()
 
 
-@pytest.mark.parametrize('text', ['', '{', '[]', '{"format_version": 1}', '{"format_version": 9}'])
+def pickle_that_runs(folder):
+    """What would make a file `hacked` if something unpickled it."""
+    return f"cposix\nsystem\n(S'touch {folder}/hacked'\ntR.".encode()
+
+
+def test_the_newest_valid_checkpoint_is_found_behind_damaged_ones(run, tmp_path):
+    _, _, save = run
+    for iter_num in (10, 20, 30, 40):
+        save(iter_num, keep=9)
+    paths = checkpoints.checkpoint_paths(tmp_path)
+    (paths[3] / 'state.json').write_bytes(pickle_that_runs(tmp_path))
+    (paths[2] / 'optimizer-00001-of-00001.safetensors').unlink()
+    found, problems = checkpoints.newest_valid(tmp_path)
+    assert found.iter_num == 20 and len(problems) == 2
+    assert 'iter-00000040' in problems[0] and 'optimizer' in problems[1]
+    assert not (tmp_path / 'hacked').exists()
+
+
+@pytest.mark.parametrize('text', [
+    '', '{', '[]', 'null', '{"format_version": 1}', '{"format_version": 9, "model": {}}',
+    '{"format_version": 1, "model": 5}'])
 def test_a_damaged_state_json_is_named(run, tmp_path, text):
     _, _, save = run
-    (save().path / 'state.json').write_text(text)
-    with pytest.raises(UserError, match=r'iter-00000001'):
-        checkpoints.find(tmp_path)
+    path = save().path
+    for checksum in (hashlib.sha256(text.encode()).hexdigest(), 'of another file'):
+        (path / 'state.json').write_text(text)
+        (path / 'state.json.sha256').write_text(checksum)
+        with pytest.raises(UserError, match=r'iter-00000001'):
+            checkpoints.find(tmp_path)
 
 
 def test_weights_of_another_shape_are_refused(run):
@@ -160,6 +251,26 @@ def test_an_earlier_run_is_moved_aside_and_not_lost(run, tmp_path):
         save(n)
         assert checkpoints.set_aside(tmp_path) == tmp_path / f'old-00{n}'
         assert checkpoints.find(tmp_path / f'old-00{n}').iter_num == n
+
+
+def test_going_back_moves_later_checkpoints_aside(run, tmp_path):
+    _, _, save = run
+    for iter_num in (10, 20, 30):
+        save(iter_num, keep=9)
+    aside = checkpoints.set_aside(tmp_path, after=10)
+    assert [c.iter_num for c in checkpoints.list_checkpoints(tmp_path)] == [10]
+    assert [c.iter_num for c in checkpoints.list_checkpoints(aside)] == [20, 30]
+    assert checkpoints.set_aside(tmp_path, after=10) is None
+
+
+def test_what_a_crash_left_half_done_is_removed(run, tmp_path):
+    _, _, save = run
+    save(10)
+    half = tmp_path / 'checkpoints/iter-00000020.tmp'
+    half.mkdir()
+    (half / 'model-00001-of-00001.safetensors').write_bytes(b'half')
+    checkpoints.clean_up(tmp_path)
+    assert os.listdir(tmp_path / 'checkpoints') == ['iter-00000010']
 
 
 def test_state_json_says_what_made_it(run):

@@ -105,7 +105,8 @@ def test_values_become_the_type_of_their_field(argument, key, value):
 
 @pytest.mark.parametrize('argument', [
     '--batch_size=1.5', '--batch_size=many', '--batch_size=True', '--compile=1',
-    '--eval_only=maybe', '--dtype=float8', '--learning_rate=fast', '--batch_size', '-batch_size=3'])
+    '--learning_rate=1e400', '--seed=99999999999999999999', '--eval_only=maybe',
+    '--dtype=float8', '--learning_rate=fast', '--batch_size', '-batch_size=3'])
 def test_a_value_of_another_type_is_one_clear_error(argument, capsys, monkeypatch):
     message = fails(capsys, monkeypatch, train.main, argument)
     assert argument.strip('-').split('=')[0] in message
@@ -130,6 +131,16 @@ def test_a_config_file_that_cannot_run_is_named_with_the_line(tmp_path, capsys, 
     assert 'line 3' in message and 'undefined' in message
 
 
+def test_a_setting_may_be_imported_but_not_be_a_function(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(tmp_path)
+    write(tmp_path / 'mybase_for_test.py', 'n_layer = 3\n')
+    assert load(write(tmp_path / 'a.py', 'from mybase_for_test import n_layer\n')).n_layer == 3
+    for text in ('n_layer = lambda: 3\n', 'exit()\n', 'raise ValueError("a\\nb")\n'):
+        with pytest.raises(UserError) as error:
+            load(write(tmp_path / 'a.py', text))
+        assert len(str(error.value).splitlines()) == 1
+
+
 def test_all_problems_are_reported_at_once(tmp_path):
     a = write(tmp_path / 'a.py', 'bach_size = 3\nn_layer = 1.5\n')
     with pytest.raises(UserError) as error:
@@ -145,6 +156,7 @@ def test_all_problems_are_reported_at_once(tmp_path):
     (['--min_lr=1', '--learning_rate=0.1'], 'min_lr=1.0'),
     (['--warmup_iters=10', '--lr_decay_iters=5'], 'warmup_iters=10'),
     (['--total_batch_size=1000'], 'total_batch_size=1000'),
+    (['--out_dir='], 'out_dir is empty'),
     (['--batch_size=0'], 'batch_size=0'),
     (['--dropout=1.0'], 'dropout=1.0'),
     (['--max_iters=-1'], 'max_iters=-1'),
@@ -170,7 +182,7 @@ def test_help_tells_every_key_its_default_and_its_meaning(capsys, monkeypatch):
         comments = {name: comment for kind, name, comment in commented_fields(config)
                     if kind == 'field'}
         for field in dataclasses.fields(config):
-            assert f'--{field.name}={field.default!s}'.rstrip() in text
+            assert f'--{field.name}={field.default!s}'.replace('\n', '\\n') in text
             assert comments[field.name] in text
 
 

@@ -9,8 +9,9 @@ from metrics import Metrics, duration, short, trim
 
 @pytest.fixture
 def metrics(tmp_path):
-    return Metrics(tmp_path / 'metrics.jsonl', step_tokens=100, max_iters=1000, bytes_per_token=4.0,
-                   mfu_of=lambda rate: None, device=torch.device('cpu'))
+    return Metrics(tmp_path / 'metrics.jsonl', step_tokens=100, tokens_at=lambda it: 100 * it,
+                   max_iters=1000, bytes_per_token=4.0, mfu_of=lambda rate: None,
+                   device=torch.device('cpu'))
 
 
 def lines(metrics):
@@ -61,8 +62,9 @@ def test_a_resumed_run_drops_what_came_after_its_checkpoint(tmp_path):
 
 
 def test_other_ranks_write_nothing(tmp_path, capsys):
-    quiet = Metrics(tmp_path / 'm.jsonl', step_tokens=1, max_iters=1, bytes_per_token=None,
-                    mfu_of=lambda rate: None, device=torch.device('cpu'), quiet=True)
+    quiet = Metrics(tmp_path / 'm.jsonl', step_tokens=1, tokens_at=lambda it: it, max_iters=1,
+                    bytes_per_token=None, mfu_of=lambda rate: None, device=torch.device('cpu'),
+                    quiet=True)
     quiet.start_steps(0)
     quiet.step(1, 1.0, 1.0, 1.0)
     quiet.evaluation(1, 1.0, 1.0, best=True)

@@ -30,6 +30,11 @@ def test_a_checkpoint_is_chosen_by_name(trained, capsys):
     assert 'iter-00000006' in text_of(capsys, trained, '--checkpoint=latest')[0]
 
 
+def test_a_temperature_near_zero_is_greedy(trained, capsys):
+    greedy = text_of(capsys, trained, '--temperature=0')
+    assert text_of(capsys, trained, '--temperature=1e-42') == greedy
+
+
 @pytest.mark.parametrize(('arguments', 'words'), [
     (['--start=naïve'], "'ï'"),
     (['--start='], 'start is empty'),

@@ -1,0 +1,253 @@
+"""A run survives: signals, lost processes, bad steps, hostile files."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+from helpers import ROOT, fails, run, torchrun
+from test_train import lines, same, weights
+
+import checkpoint as checkpoints
+import train
+from runtime import StopRequest, UserError
+
+
+def start(*command):
+    """A script in the background, and its output up to now."""
+    return subprocess.Popen([sys.executable, *map(str, command)], cwd=ROOT, text=True,
+                            stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+
+
+def wait_for(process, words):
+    """Read its output until `words` come → all that was read."""
+    read = ''
+    for line in process.stdout:
+        read += line
+        if words in line:
+            return read
+    raise AssertionError(read)
+
+
+@pytest.mark.parametrize('name', ['SIGTERM', 'SIGINT', 'SIGUSR1'])
+def test_a_signal_finishes_the_step_saves_and_says_how_to_go_on(tiny, tmp_path, name):
+    process = start('train.py', *tiny, '--max_iters=100000', '--lr_decay_iters=100000')
+    wait_for(process, 'iter      5')
+    process.send_signal(getattr(signal, name))
+    out = process.stdout.read()
+    assert process.wait() == 0 and f'{name}: stopped after iteration' in out, out
+    assert '--init_from=resume' in out
+    found, damaged = checkpoints.newest_valid(tmp_path / 'out')
+    assert not damaged and f'after iteration {found.iter_num},' in out
+    assert lines(tmp_path / 'out', 'loss')[-1]['iter'] == found.iter_num
+
+
+def test_a_run_stopped_by_a_signal_goes_on_bit_for_bit(tiny, tmp_path, monkeypatch):
+    train.main([*tiny, f'--out_dir={tmp_path}/whole'])
+    original, calls = StopRequest.wanted, []
+
+    def stop_at_the_fifth(self):
+        calls.append(1)
+        return 'SIGTERM' if len(calls) == 5 else original(self)
+
+    monkeypatch.setattr(StopRequest, 'wanted', stop_at_the_fifth)
+    train.main([*tiny, f'--out_dir={tmp_path}/cut'])
+    assert checkpoints.find(tmp_path / 'cut').iter_num == 4
+    train.main([*tiny, f'--out_dir={tmp_path}/cut', '--init_from=resume'])
+    assert same(weights(tmp_path / 'whole'), weights(tmp_path / 'cut'))
+    assert [line['iter'] for line in lines(tmp_path / 'cut', 'val_loss')] == [0, 3, 6]
+
+
+def test_a_second_ctrl_c_leaves_at_once_and_a_double_one_is_one():
+    code = ('import os, signal, time\n'
+            'from runtime import StopRequest\n'
+            'with StopRequest() as stop:\n'
+            '    os.kill(os.getpid(), signal.SIGINT)\n'
+            '    os.kill(os.getpid(), signal.SIGINT)\n'  # the terminal's and torchrun's
+            '    print(stop.wanted(), flush=True)\n'
+            '    time.sleep(1.1)\n'
+            '    os.kill(os.getpid(), signal.SIGINT)\n'
+            '    print("still here")\n')
+    done = subprocess.run([sys.executable, '-c', code], cwd=ROOT, capture_output=True, text=True)
+    assert done.stdout == 'SIGINT\n' and done.returncode == 130
+
+
+def test_a_run_goes_on_with_another_number_of_processes(tiny, tmp_path):
+    tiny = [*tiny, '--gradient_accumulation_steps=6', '--max_iters=9', '--lr_decay_iters=9',
+            '--checkpoint_chunk_mb=1']
+    train.main([*tiny, f'--out_dir={tmp_path}/one'])
+    cut = [*tiny, f'--out_dir={tmp_path}/cut', '--init_from=auto']
+    torchrun(2, 'train.py', *cut, '--max_iters=3')
+    train.main([*cut, '--max_iters=5'])
+    torchrun(3, 'train.py', *cut)
+    for key in ('loss', 'grad_norm', 'val_loss'):
+        one, cut = ({line['iter']: line[key] for line in lines(tmp_path / name, key)}
+                    for name in ('one', 'cut'))
+        for iter_num, value in one.items():
+            assert cut[iter_num] == pytest.approx(value, abs=1e-5), (key, iter_num)
+
+
+def test_a_killed_worker_brings_the_whole_job_back(tiny, tmp_path):
+    process = start('-m', 'torch.distributed.run', '--standalone', '--nproc_per_node=2',
+                    '--max-restarts=3', 'train.py', *tiny, '--init_from=auto', '--max_iters=400',
+                    '--lr_decay_iters=400', '--eval_interval=50', '--checkpoint_interval=10')
+    wait_for(process, 'iter 100')
+    workers = subprocess.run(['pgrep', '-P', str(process.pid)], capture_output=True, text=True)
+    os.kill(int(workers.stdout.split()[-1]), signal.SIGKILL)
+    out = process.stdout.read()
+    assert process.wait() == 0 and 'resumed from' in out, out
+    assert checkpoints.find(tmp_path / 'out').iter_num == 400
+    iters = [line['iter'] for line in lines(tmp_path / 'out', 'loss')]
+    assert iters == list(range(1, 401))
+
+
+def test_a_batch_size_that_changes_repeats_and_skips_no_text(tiny, tmp_path, capsys):
+    train.main([*tiny, '--max_iters=3'])
+    train.main([*tiny, '--init_from=resume', '--batch_size=2'])
+    assert 'changed: batch_size 4 → 2' in capsys.readouterr().out
+    assert checkpoints.find(tmp_path / 'out').state['windows'] == 3 * 8 + 3 * 4
+    assert lines(tmp_path / 'out', 'loss')[-1]['tokens'] == (3 * 8 + 3 * 4) * 16
+
+
+def test_a_run_can_go_back_to_an_earlier_checkpoint(tiny, tmp_path):
+    train.main([*tiny, '--checkpoint_interval=1'])
+    before = weights(tmp_path / 'out')
+    train.main([*tiny, '--init_from=resume', '--checkpoint=2', '--max_iters=4'])
+    assert checkpoints.find(tmp_path / 'out').iter_num == 4
+    assert same(weights(tmp_path / 'out/old-001'), before)
+
+
+def test_other_data_is_refused_and_a_new_run_may_start_from_the_weights(
+        tiny, trained, tmp_path, text_file, capsys, monkeypatch):
+    import prepare
+    other = tmp_path / 'other.txt'
+    other.write_text(text_file.read_text()[::-1])
+    prepare.main(['text', f'--input={other}', '--tokenizer=char', f'--data_dir={tmp_path}/d'])
+    arguments = [*tiny, f'--dataset={tmp_path}/d']
+    message = fails(capsys, monkeypatch, train.main, *arguments, '--init_from=resume',
+                    f'--out_dir={trained}')
+    assert 'other tokens' in message and '--init_from=' in message
+    train.main([*arguments, f'--init_from={trained}', '--max_iters=0'])
+    assert lines(tmp_path / 'out', 'val_loss')[0]['val_loss'] < 4.4  # it knows something
+
+
+# -----------------------------------------------------------------------------
+# bad steps
+
+
+@pytest.fixture
+def poison(monkeypatch):
+    """Make the gradients of some iterations NaN."""
+    def these(bad, loss_too=True):
+        original, count = train.forward_backward, iter(range(10**6))
+
+        def step(model, *rest):
+            loss = original(model, *rest)
+            if next(count) in bad:
+                next(model.parameters()).grad[0, 0] = float('nan')
+                return loss * float('nan') if loss_too else loss
+            return loss
+        monkeypatch.setattr(train, 'forward_backward', step)
+    return these
+
+
+@pytest.mark.parametrize('loss_too', [True, False])
+def test_a_bad_step_leaves_weights_and_optimizer_alone(tiny, tmp_path, poison, capsys, loss_too):
+    poison({4}, loss_too)
+    train.main([*tiny, '--checkpoint_interval=1', '--always_save_checkpoint=False'])
+    assert 'iteration 5 left the weights alone' in capsys.readouterr().out
+    before, after, end = (checkpoints.find(tmp_path / 'out', n) for n in (4, 5, 6))
+    assert same(before.load_model().parameters(), after.load_model().parameters())
+    assert not same(after.load_model().parameters(), end.load_model().parameters())
+    (line,) = map(json.loads, (tmp_path / 'out/anomalies.jsonl').read_text().splitlines())
+    assert line['iter'] == 5 and line['windows'] == [32, 39] and len(line['window_starts']) == 8
+    assert line['grad_norm'] == 'nan'
+    assert (line['loss'] == ['nan']) == loss_too
+
+
+def test_too_many_bad_steps_in_a_row_stop_the_run_with_the_weights_before_them(
+        tiny, tmp_path, poison, capsys, monkeypatch):
+    poison({2, 3, 4, 5})
+    message = fails(capsys, monkeypatch, train.main, *tiny, '--max_bad_steps=3',
+                    '--checkpoint_interval=2', '--log_interval=100', '--eval_interval=100',
+                    '--max_iters=100')
+    assert 'the last 3 steps' in message and '--learning_rate' in message
+    found = checkpoints.find(tmp_path / 'out')
+    assert found.iter_num == 6  # seen when it was saved
+    assert same(weights(tmp_path / 'out', 2), found.load_model().parameters())
+
+
+def test_a_bad_step_now_and_then_does_not_stop_the_run(tiny, tmp_path, poison):
+    poison({0, 2, 4})
+    train.main([*tiny, '--max_bad_steps=2'])
+    assert checkpoints.find(tmp_path / 'out').iter_num == 6
+
+
+def test_processes_agree_on_a_bad_step(tiny, tmp_path):
+    script = tmp_path / 'poisoned.py'
+    script.write_text(
+        'import sys, torch\n'
+        f'sys.path.insert(0, {str(ROOT)!r})\n'
+        'import train\n'
+        'original, count = train.forward_backward, iter(range(100))\n'
+        'def step(*arguments):\n'
+        '    loss = original(*arguments)\n'
+        '    bad = next(count) == 2 and train.launched_world().rank == 1\n'
+        '    return loss * float("nan") if bad else loss\n'
+        'train.forward_backward = step\n'
+        'train.main(sys.argv[1:])\n')
+    torchrun(2, script, *tiny, '--checkpoint_interval=1')
+    assert same(weights(tmp_path / 'out', 2), weights(tmp_path / 'out', 3))
+    (line,) = map(json.loads, (tmp_path / 'out/anomalies.jsonl').read_text().splitlines())
+    assert line['iter'] == 3 and line['loss'][1] == 'nan' and line['loss'][0] < 5
+
+
+# -----------------------------------------------------------------------------
+# saves
+
+
+def test_a_final_save_that_fails_is_exit_code_1(tiny, tmp_path, monkeypatch, capsys):
+    def disk_full(*_):
+        raise OSError(28, 'No space left on device')
+
+    train.main([*tiny, '--max_iters=3'])
+    monkeypatch.setattr(checkpoints, 'write_chunks', disk_full)
+    with pytest.raises(SystemExit) as exit_:
+        train.main([*tiny, '--init_from=resume'])
+    assert exit_.value.code == 1 and 'No space left' in capsys.readouterr().err
+    assert checkpoints.find(tmp_path / 'out').iter_num == 3
+
+
+def test_one_and_two_processes_write_checkpoints_that_both_read(tiny, tmp_path, monkeypatch):
+    torchrun(2, 'train.py', *tiny, '--checkpoint_async')
+    found, damaged = checkpoints.newest_valid(tmp_path / 'out')
+    assert found.iter_num == 6 and not damaged and len(found.state['rng']) == 2
+    torchrun(2, 'train.py', *tiny, '--init_from=resume', '--max_iters=7')
+    train.main([*tiny, '--init_from=resume', '--max_iters=8'])
+    assert checkpoints.find(tmp_path / 'out').iter_num == 8
+
+
+def test_hosts_that_do_not_share_the_folder_are_told_so(monkeypatch, tmp_path):
+    world = train.launched_world().__class__(rank=1, size=2, launched=True)
+    monkeypatch.setattr(train, 'all_gather', lambda value, group: [
+        str(tmp_path / 'elsewhere') if isinstance(value, str) else ('host-a', True), value])
+    monkeypatch.setattr(train.time, 'monotonic', iter(range(0, 1000, 20)).__next__)
+    with pytest.raises(UserError, match='not the same folder'):
+        train.check_shared(tmp_path, world, None)
+
+
+def test_a_short_torture_loses_nothing():
+    out = run('tests/torture.py', '--kills=6')
+    assert 'nothing was lost' in out and 'LOST' not in out
+
+
+def test_a_damaged_newest_checkpoint_is_named_and_the_one_before_it_used(tiny, tmp_path, capsys):
+    train.main([*tiny, '--checkpoint_interval=2'])
+    newest = checkpoints.find(tmp_path / 'out').path
+    (newest / 'model-00001-of-00001.safetensors').write_bytes(b'cut')
+    train.main([*tiny, '--init_from=resume'])
+    out = capsys.readouterr().out
+    assert f'skipped a checkpoint: {newest}' in out and 'resumed from' in out
+    assert 'old-001' in out and checkpoints.newest_valid(tmp_path / 'out')[0].iter_num == 6

@@ -9,7 +9,9 @@ import numpy as np
 import pytest
 from helpers import SHARED, fails, shared_file
 
+import corpora
 import prepare
+from corpora import Piece
 from dataloader import open_dataset
 
 
@@ -79,9 +81,12 @@ def test_meta_json_describes_the_files(char_data):
 
 
 def test_documents_keep_their_side_when_others_come_and_go():
+    def sides_of(texts):
+        pieces = [Piece(text, True, 0) for text in texts]
+        return {text: split for split, text, *_ in prepare.split_by_hash(pieces, 0.1)}
+
     texts = [f'document {i}' for i in range(2000)]
-    sides = {text: split for split, text, _ in prepare.split_documents(texts, 0.1, small=True)}
-    fewer = {text: split for split, text, _ in prepare.split_documents(texts[::3], 0.1, small=True)}
+    sides, fewer = sides_of(texts), sides_of(texts[::3])
     assert all(sides[text] == split for text, split in fewer.items())
     assert 150 < sum(split == 'val' for split in sides.values()) < 250
 
@@ -118,18 +123,18 @@ def test_a_download_is_verified(monkeypatch, tmp_path, capsys):
     server = http.server.ThreadingHTTPServer(('127.0.0.1', 0), Handler)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     at = f'http://127.0.0.1:{server.server_port}'
-    monkeypatch.setattr(prepare, 'TINY_SHAKESPEARE_SHA256',
+    monkeypatch.setattr(corpora, 'TINY_SHAKESPEARE_SHA256',
                         hashlib.sha256(answers['/good']).hexdigest())
     arguments = ['shakespeare_char', f'--data_dir={tmp_path}/d']
     for path, words in (('/bad', 'checksum'), ('/none', 'could not be downloaded')):
-        monkeypatch.setattr(prepare, 'TINY_SHAKESPEARE', at + path)
+        monkeypatch.setattr(corpora, 'TINY_SHAKESPEARE', at + path)
         assert words in fails(capsys, monkeypatch, prepare.main, *arguments)
         assert not (tmp_path / 'd').exists()
-    monkeypatch.setattr(prepare, 'TINY_SHAKESPEARE', at + '/good')
+    monkeypatch.setattr(corpora, 'TINY_SHAKESPEARE', at + '/good')
     prepare.main(arguments)
     assert decoded(tmp_path / 'd', 'train').startswith('To be')
     server.shutdown()
-    monkeypatch.setattr(prepare, 'TINY_SHAKESPEARE', at + '/gone')
+    monkeypatch.setattr(corpora, 'TINY_SHAKESPEARE', at + '/gone')
     server.server_close()
     assert '--input=FILE' in fails(capsys, monkeypatch, prepare.main, *arguments)
 

@@ -1,6 +1,7 @@
 # make quickstart   install, train a small GPT on Python's own source code, and let it write
 # make test         install, and run the tests
 # make test-slow    and those that take minutes
+# make bench-prepare  prepare.py beside nanoGPT's recipe and tiktoken alone
 # make lint         check the style
 # make clean        remove what these commands made
 
@@ -8,7 +9,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: quickstart test test-slow lint clean
+.PHONY: quickstart test test-slow bench-prepare lint clean
 
 quickstart: .venv/installed
 	$(BIN)/python train.py config/quickstart.py
@@ -19,6 +20,9 @@ test: .venv/installed-dev
 
 test-slow: .venv/installed-dev
 	$(BIN)/python -m pytest -m slow
+
+bench-prepare: .venv/installed-dev
+	$(BIN)/python tests/bench_prepare.py
 
 lint: .venv/installed-dev
 	$(BIN)/ruff check .

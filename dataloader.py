@@ -95,6 +95,8 @@ def read_meta(path):
                             f'reads version {FORMAT_VERSION}: prepare the data again')
         if meta['dtype'] not in ('uint16', 'uint32') or meta['vocab_size'] < 1:
             raise ValueError('dtype or vocab_size is out of range')
+        if meta['vocab_size'] != tokenizers.vocab_size_of(meta['tokenizer']):
+            raise ValueError('vocab_size is not that of its tokenizer')
         for about in meta['splits'].values():
             # one file of another size or a path out of the folder must not pass as ours
             if not about['files'] or any(os.path.basename(f['name']) != f['name'] or f['tokens'] < 1

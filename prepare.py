@@ -316,7 +316,8 @@ def inspect(folder):
     tokenizer = dataset.tokenizer()
     print(f'{folder}: {tokenizer.to_json()["kind"]} tokenizer, {dataset.vocab_size:,} tokens')
     for key, value in dataset.meta.get('source', {}).items():
-        print(f'  {key}: {value}')
+        if value:
+            print(f'  {key}: {value}')
     problems = check_files(dataset)
     for split in ('train', 'val'):
         try:

@@ -197,6 +197,19 @@ def from_json(description):
                     'wrote')
 
 
+def vocab_size_of(description):
+    """What `from_json(description).vocab_size` will be, without making it; None if unknown."""
+    match description:
+        case {'kind': 'char', 'chars': str(chars)}:
+            return len(chars)
+        case {'kind': 'byte'}:
+            return ByteTokenizer.vocab_size
+        case {'kind': 'gpt2'}:
+            return GPT2Tokenizer.vocab_size
+        case {'kind': 'bpe', 'tokens': [*tokens]}:
+            return len(tokens) + 2
+
+
 def is_bpe(tokens):
     """True for a list of distinct strings of bytes that holds each single byte."""
     try:

@@ -124,23 +124,23 @@ def measure(*command):
         return seconds, peak, out.read()
 
 
-def main(megabytes=200, rounds=3):
+def main(megabytes=500, rounds=3):
     with tempfile.TemporaryDirectory() as folder:
         folder = Path(folder)
-        size = write_corpus(folder / 'small', megabytes) / 1e6
-        large = write_corpus(folder / 'large', 10 * megabytes) / 1e6
+        size = write_corpus(folder / 'corpus', megabytes) / 1e6
+        tenth = write_corpus(folder / 'tenth', megabytes // 10) / 1e6
         print(f'{size:.0f} MB of text, {CORES} cores, {rounds} rounds', flush=True)
         times = {name: [] for name in ('recipe', 'alone', 'prepare', 'encoding')}
         for i in range(rounds):
             (folder / f'recipe-{i}').mkdir()
             (folder / 'recipe.py').write_text(RECIPE)
-            seconds, recipe_peak, _ = measure(folder / 'recipe.py', folder / 'small',
+            seconds, recipe_peak, _ = measure(folder / 'recipe.py', folder / 'corpus',
                                               folder / f'recipe-{i}', CORES)
             times['recipe'].append(seconds)
-            said = measure('-c', ALONE, folder / 'small', CORES)[2]
+            said = measure('-c', ALONE, folder / 'corpus', CORES)[2]
             times['alone'].append(float(said.split()[-1]))
             out = folder / f'prepare-{i}'
-            seconds, peak, said = measure('prepare.py', 'hf', f'--path={folder}/small',
+            seconds, peak, said = measure('prepare.py', 'hf', f'--path={folder}/corpus',
                                           '--val_fraction=0.0005', f'--data_dir={out}')
             times['prepare'].append(seconds)
             times['encoding'].append(float(said.split(' tokens in ')[1].split()[0]))
@@ -158,9 +158,9 @@ def main(megabytes=200, rounds=3):
                   f'({", ".join(f"{t:.2f}" for t in times[name])})')
         print(f'{median(times["recipe"]) / median(times["prepare"]):.2f}x the speed of the recipe, '
               f'{median(times["alone"]) / median(times["encoding"]):.2f}x that of tiktoken alone')
-        seconds, peak_10, _ = measure('prepare.py', 'hf', f'--path={folder}/large',
+        seconds, tenth_peak, _ = measure('prepare.py', 'hf', f'--path={folder}/tenth',
                                       '--val_fraction=0.0005', f'--data_dir={folder}/d')
-        print(f'{seconds:8.2f} s for {large:.0f} MB, peak {peak_10 / 1e6:,.0f} MB')
+        print(f'{seconds:8.2f} s for {tenth:.0f} MB, peak {tenth_peak / 1e6:,.0f} MB')
 
 
 if __name__ == '__main__':

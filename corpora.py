@@ -43,7 +43,7 @@ class Piece(NamedTuple):
 
 @dataclass(frozen=True)
 class Corpus:
-    """A line of the table. Counts are those of the corpus's publishers, in GPT-2 tokens."""
+    """A line of the table. Its counts are about right, and tokens are those of GPT-2."""
 
     about: str
     tokenizer: str = 'gpt2'
@@ -97,11 +97,11 @@ def describe(corpus):
     if corpus.hub:
         parts.append('/'.join(filter(None, [corpus.hub, corpus.subset])))
     if corpus.documents:
-        parts.append(f'{corpus.documents / 1e6:.1f}M documents')
+        parts.append(f'about {corpus.documents / 1e6:.1f}M documents')
     if corpus.tokens:
         size = f'{corpus.tokens / 1e9:.3g}B' if corpus.tokens >= 1e9 \
             else f'{corpus.tokens / 1e6:.3g}M'
-        parts.append(f'{size} tokens, {2 * corpus.tokens / 1e9:.3g} GB as .bin')
+        parts.append(f'about {size} tokens, {2 * corpus.tokens / 1e9:.3g} GB as .bin')
     return ', '.join(parts)
 
 
@@ -330,7 +330,7 @@ class Memory:
 
     def pieces(self, mark=None):
         for text, opens, _ in whole_files([(self.text, 0)]):
-            yield Piece(text, opens, 0)
+            yield Piece(text, opens, self.total)
 
     def mark(self):
         return None

@@ -1,14 +1,16 @@
-# make quickstart   install, train a small GPT on Python's own source code, and let it write
-# make test         install, and run the tests
-# make torture      kill training hundreds of times and see that nothing is lost
-# make lint         check the style
-# make clean        remove what these commands made
+# make quickstart      install, train a small GPT on Python's own source code, and let it write
+# make test            install, and run the tests
+# make test-slow       those that take minutes
+# make torture         kill training hundreds of times and see that nothing is lost
+# make bench-prepare   prepare.py beside nanoGPT's recipe and tiktoken alone
+# make lint            check the style
+# make clean           remove what these commands made
 
 PYTHON ?= python3
 BIN := .venv/bin
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: quickstart test torture lint clean
+.PHONY: quickstart test test-slow torture bench-prepare lint clean
 
 quickstart: .venv/installed
 	$(BIN)/python train.py config/quickstart.py
@@ -19,6 +21,12 @@ test: .venv/installed-dev
 
 torture: .venv/installed-dev
 	$(BIN)/python tests/torture.py --kills=250
+
+test-slow: .venv/installed-dev
+	$(BIN)/python -m pytest -m slow
+
+bench-prepare: .venv/installed-dev
+	$(BIN)/python tests/bench_prepare.py
 
 lint: .venv/installed-dev
 	$(BIN)/ruff check .

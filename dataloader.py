@@ -21,6 +21,7 @@ import tokenizer as tokenizers
 from runtime import UserError
 
 FORMAT_VERSION = 1
+UNFINISHED = 'unfinished'  # prepare.py's folder for what is not complete yet
 CPU = torch.device('cpu')
 
 # -----------------------------------------------------------------------------
@@ -45,7 +46,7 @@ class Dataset:
     def bytes_per_token(self, split):
         """UTF-8 bytes of text per token, or None where meta.json does not say."""
         about = self.meta.get('splits', {}).get(split, {})
-        return about['bytes'] / about['tokens'] if about.get('tokens') else None
+        return about['bytes'] / about['tokens'] if about.get('bytes') else None
 
     def identity(self, split):
         """What tells these tokens from others: their checksums, or else where they lie."""
@@ -83,6 +84,8 @@ def open_dataset(folder):
         raise UserError(f'{folder}/meta.pkl: a pickle can run code when loaded, so it is not; '
                         f'prepare the text again: python prepare.py text --input=FILE '
                         f'--data_dir={folder}')
+    if (folder / UNFINISHED).exists():
+        raise UserError(f'{folder} is not finished: run the prepare.py command that wrote it again')
     if not any(folder.glob('*.bin')):
         raise UserError(f'{folder} is not prepared: run python prepare.py {folder.name}')
     return Dataset(folder, {}, vocab_size=50257)
@@ -97,12 +100,15 @@ def read_meta(path):
                             f'reads version {FORMAT_VERSION}: prepare the data again')
         if meta['dtype'] not in ('uint16', 'uint32') or meta['vocab_size'] < 1:
             raise ValueError('dtype or vocab_size is out of range')
+        if meta['vocab_size'] != tokenizers.vocab_size_of(meta['tokenizer']):
+            raise ValueError('vocab_size is not that of its tokenizer')
         for about in meta['splits'].values():
             # one file of another size or a path out of the folder must not pass as ours
             if not about['files'] or any(os.path.basename(f['name']) != f['name'] or f['tokens'] < 1
                                          for f in about['files']):
                 raise ValueError('a split has no files or a misnamed one')
-            about['tokens'], about['bytes']
+            if about['tokens'] != sum(file['tokens'] for file in about['files']):
+                raise ValueError('the tokens of a split are not those of its files')
         return meta
     except (ValueError, KeyError, TypeError, AttributeError) as e:
         what = f'{e} is missing' if isinstance(e, KeyError) else e
@@ -206,6 +212,23 @@ class TokenStream:
         raise UserError(f'{self.files[k].path}: token {start + bad - self.starts[k]:,} has id '
                         f'{tokens[bad]}, but the vocabulary ends at {self.vocab_size - 1}: the '
                         'file was written with another tokenizer; prepare the data again')
+
+
+def check_files(dataset):
+    """Compare sizes and checksums with meta.json → a list of problems, one a line."""
+    problems = []
+    for split, about in dataset.meta.get('splits', {}).items():
+        try:
+            dataset.split(split)
+        except UserError as problem:
+            problems.append(str(problem))
+            continue
+        for file in about['files']:
+            path = dataset.folder / file['name']
+            if sha256_of(path) != file['sha256']:
+                problems.append(f'{path}: another checksum than when it was written: the file is '
+                                'damaged; prepare the data again')
+    return problems
 
 
 def sha256_of(path):

@@ -2,295 +2,461 @@
 
     python prepare.py                                list the corpora
     python prepare.py shakespeare_char               prepare one of them
-    python prepare.py text --input=notes/            your own .txt, .md and .py files
+    python prepare.py text --input=notes/            your own files
+    python prepare.py hf --path=OWNER/NAME           any dataset of the hub
+    python prepare.py inspect data/NAME              check what was prepared, and look inside
+
+A command that was killed goes on from where it was when it is given again.
 """
 
 import difflib
 import hashlib
 import json
 import os
-import sysconfig
-import urllib.request
-from collections.abc import Callable, Iterable
-from contextlib import ExitStack
+import shutil
+import time
+from collections import deque
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import numpy as np
 from tqdm import tqdm
 
 import tokenizer as tokenizers
 from configurator import load_config
-from dataloader import FORMAT_VERSION, sha256_of
+from corpora import CORPORA, describe, open_source, table
+from dataloader import FORMAT_VERSION, check_files, open_dataset
+from pretokenized import fetch_shards
 from runtime import UserError, run_script
+from shards import Shards, alone_in, clear_disk_errors, publish, read_journal, write_json
 
 
 @dataclass
 class PrepareConfig:
     # where from and where to
-    input: str = ''  # a file, or a folder of them, to read instead of downloading
+    input: str = ''  # files, folders and globs, with commas between, instead of downloading
+    path: str = ''  # hf: a dataset of the hub, or a folder laid out like one
+    subset: str = ''  # of a dataset of the hub
+    split: str = ''  # of a dataset of the hub, to train on (default: train)
+    val_split: str = ''  # of a dataset of the hub, to validate on (default: held out of split)
     data_dir: str = ''  # folder to write (default: data/NAME)
+    # what a document is
+    documents: Literal['auto', 'file', 'line', 'paragraph', 'title'] = 'auto'  # title: WikiText's
+    text_field: str = 'text'  # of .jsonl, .parquet and the hub
+    errors: Literal['strict', 'replace'] = 'strict'  # bytes that are no UTF-8: stop, or put U+FFFD
     # how
-    tokenizer: str = 'auto'  # char, byte, gpt2, bpe or bpe:VOCAB_SIZE (auto: as listed)
-    val_fraction: Literal['auto'] | float = 'auto'  # share held out (auto: 0.1 small, 0.0005 large)
+    tokenizer: str = 'auto'  # char, byte, gpt2, bpe:VOCAB_SIZE or a prepared dataset (auto: listed)
+    val_fraction: Literal['auto'] | float = 'auto'  # held out (auto: 0.1 small, 0.0005 hub)
+    shard_tokens: int = 100_000_000  # tokens a file
+    max_shards: int = 0  # of tokens that are downloaded as such (0: all)
+    num_proc: Literal['auto'] | int = 'auto'  # encoding threads (auto: one a core)
     if_small: bool = False  # only if it takes under a minute; else say which command to run
 
     def problems(self):
         found = []
         if self.val_fraction != 'auto' and not 0 < self.val_fraction < 1:
             found.append(f'val_fraction={self.val_fraction}: expected a number between 0 and 1')
-        if self.tokenizer != 'auto' and not tokenizers.is_name(self.tokenizer):
-            found.append(f'tokenizer={self.tokenizer}: expected auto, {tokenizers.NAMES}')
+        if self.tokenizer != 'auto' and not tokenizers.is_name(self.tokenizer) \
+                and not (dataset_folder(self.tokenizer) / 'meta.json').exists():
+            found.append(f'tokenizer={self.tokenizer}: expected auto, {tokenizers.NAMES}, or a '
+                         'prepared dataset to take it from')
+        for name, least in (('shard_tokens', 1), ('max_shards', 0)):
+            if getattr(self, name) < least:
+                found.append(f'{name}={getattr(self, name)}: expected {least} or more')
+        if self.num_proc != 'auto' and self.num_proc < 1:
+            found.append(f'num_proc={self.num_proc}: expected 1 or more')
         return found
 
 
-# -----------------------------------------------------------------------------
-# corpora: each yields documents, as text
-
-
-@dataclass(frozen=True)
-class Corpus:
-    about: str  # a line for the list
-    documents: Callable[[str], Iterable[str]]  # from --input ('' where it was not given)
-    tokenizer: str
-    small: bool  # fits in memory and takes under a minute
-
-
-def standard_library(path):
-    """The source of Python's own standard library: text on every machine."""
-    root = Path(path or sysconfig.get_paths()['stdlib'])
-    # no tests, nothing that was installed later, and no tables that are programs only in name
-    skip = {'test', 'tests', 'idle_test', 'site-packages', 'dist-packages', '__pycache__',
-            'pydoc_data', 'encodings'}
-    paths = [p for p in root.rglob('*.py') if not skip & set(p.relative_to(root).parts)
-             and not p.name.startswith('_sysconfigdata')]
-    return read_texts(sorted(paths), root)
-
-
-def own_files(path):
-    """The .txt, .md and .py files of a folder, or one file of any name."""
-    if not path:
-        raise UserError('text needs --input=FILE_OR_FOLDER')
-    root = Path(path)
-    if root.is_dir():
-        paths = sorted(p for p in root.rglob('*') if p.suffix in ('.txt', '.md', '.py'))
-        if not paths:
-            raise UserError(f'{root}: no .txt, .md or .py file in it')
-        return read_texts(paths, root)
-    return read_texts([root], root)
-
-
-def read_texts(paths, root):
-    """Read UTF-8 files, leaving out empty ones. Raises UserError, also where all are empty."""
-    texts = []
-    for path in paths:
-        try:
-            text = path.read_bytes().decode('utf-8')
-        except OSError as e:
-            raise UserError(f'{path}: {e.strerror}') from None
-        except UnicodeDecodeError as e:
-            raise UserError(f'{path}: not UTF-8 at byte {e.start}: convert it, for example with '
-                            'iconv -t utf-8') from None
-        if text.strip():
-            texts.append(text)
-    if not texts:
-        raise UserError(f'{root}: empty, no text to learn from')
-    return texts
-
-
-TINY_SHAKESPEARE = ('https://raw.githubusercontent.com/karpathy/char-rnn/master/data/'
-                    'tinyshakespeare/input.txt')
-TINY_SHAKESPEARE_SHA256 = '86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed'
-
-
-def tiny_shakespeare(path):
-    """1.1 MB of Shakespeare's plays, downloaded unless `path` names a copy."""
-    if path:
-        return own_files(path)
-    try:
-        with urllib.request.urlopen(TINY_SHAKESPEARE, timeout=30) as response:
-            data = response.read()
-    except OSError as e:  # URLError, timeouts and resets are all OSErrors
-        raise UserError(f'{TINY_SHAKESPEARE} could not be downloaded '
-                        f'({getattr(e, "reason", e)}): try again, or name a local copy with '
-                        '--input=FILE') from None
-    if hashlib.sha256(data).hexdigest() != TINY_SHAKESPEARE_SHA256:
-        raise UserError(f'{TINY_SHAKESPEARE}: what arrived has another checksum: try again, or '
-                        'name a local copy with --input=FILE')
-    return [data.decode()]
-
-
-def hub(path, subset=None):
-    """Documents of a Hugging Face dataset, streamed: nothing is kept on disk or in memory."""
-
-    def documents(local_copy):
-        try:
-            from datasets import load_dataset
-            rows = load_dataset(local_copy or path, subset, split='train', streaming=True)
-        except ImportError:
-            raise UserError(f'{path} needs datasets: pip install datasets') from None
-        except Exception as e:  # the library raises a wide family for "not had"
-            raise UserError(f'{path} cannot be opened ({type(e).__name__}): connect to the '
-                            'internet, or name a local copy with --input=FOLDER') from None
-        return (row['text'] for row in rows)
-
-    return documents
-
-
-CORPORA = {
-    'pystdlib': Corpus("the source of Python's standard library, found on this machine",
-                       standard_library, 'bpe:2048', small=True),
-    'shakespeare_char': Corpus('tiny Shakespeare, one token a character (nanoGPT)',
-                               tiny_shakespeare, 'char', small=True),
-    'shakespeare': Corpus('tiny Shakespeare, GPT-2 tokens (nanoGPT)',
-                          tiny_shakespeare, 'gpt2', small=True),
-    'text': Corpus('your own .txt, .md and .py files: --input=FILE_OR_FOLDER',
-                   own_files, 'gpt2', small=True),
-    'openwebtext': Corpus('8M web pages, 9.0B GPT-2 tokens, 18 GB as .bin',
-                          hub('Skylion007/openwebtext'), 'gpt2', small=False),
-    'fineweb-edu': Corpus('9.7M educational web pages, 10B GPT-2 tokens, 20 GB as .bin',
-                          hub('HuggingFaceFW/fineweb-edu', 'sample-10BT'), 'gpt2', small=False),
-}
-
-
-def corpora_table():
-    return '\n'.join(f'  {name:<18}{corpus.tokenizer:<10}{corpus.about}'
-                     for name, corpus in CORPORA.items())
+def dataset_folder(name):
+    """A prepared dataset by its name or its folder."""
+    return Path(name) if os.sep in name or Path(name, 'meta.json').exists() else Path('data', name)
 
 
 # -----------------------------------------------------------------------------
-# documents → splits
+# pieces of text → those of each split
 
 
-def split_documents(documents, val_fraction, small):
-    """Yield (split, text, joined): `joined` documents follow an end-of-text token.
+BATCH = 2**20  # characters that one thread encodes at a time
 
-    Many documents are split by a hash of their text, which does not change when others come or
-    go. A small corpus of few is one running text, whose end is held out.
+
+class Batch(NamedTuple):
+    pieces: list  # of (split, text, opens a document)
+    count: int  # pieces of the source up to its end
+    at: int  # how far the source is read there
+    mark: dict | None  # where the source can go on there
+
+
+def split_by_hash(pieces, val_fraction):
+    """Yield (split, text, opens, at): a document's split follows from its text, so it stays when
+    others come and go. That of a long one follows from its first piece."""
+    for text, opens, at, split in pieces:
+        if opens:
+            digest = hashlib.blake2b(text.encode('utf-8', 'replace'), digest_size=8).digest()
+            held_out = int.from_bytes(digest, 'big') < val_fraction * 2**64
+            side = split or ('val' if held_out else 'train')
+        yield side, text, opens, at
+
+
+def split_by_place(pieces, train_characters):
+    """Yield (split, text, opens, at): one running text, whose end is held out."""
+    seen = 0
+    for text, _, at, _ in pieces:
+        cut = min(max(train_characters - seen, 0), len(text))
+        if cut:
+            yield 'train', text[:cut], seen == 0, at
+        if cut < len(text):
+            yield 'val', text[cut:], seen <= train_characters, at
+        seen += len(text)
+
+
+def batches(pieces, source, count=0):
+    """Group what the two functions above yield, from piece `count` on."""
+    held, characters = [], 0
+    for split, text, opens, at in pieces:
+        held.append((split, text, opens))
+        count += 1
+        characters += len(text)
+        if characters >= BATCH:
+            yield Batch(held, count, at, source.mark())
+            held, characters = [], 0
+    if held:
+        yield Batch(held, count, at, source.mark())
+
+
+# -----------------------------------------------------------------------------
+# text → tokens, in parallel and in order
+
+
+class Encoded(NamedTuple):
+    ids: np.ndarray
+    documents: int
+    bytes: int  # of the text, as UTF-8
+
+
+def encode_batch(tokenizer, end_of_text, dtype, batch):
+    """Batch → {split: Encoded}, each document after `end_of_text` unless that is None."""
+    encoded = {}
+    for split in ('train', 'val'):
+        ids, documents, size = [], 0, 0
+        for side, text, opens in batch.pieces:
+            if side == split:
+                if opens and end_of_text is not None:
+                    ids.append([end_of_text])
+                ids.append(tokenizer.encode(text))
+                documents += opens
+                size += len(text.encode('utf-8', 'replace'))
+        if ids:
+            # 'unsafe' allows a narrower type; each id fits in it, since the vocabulary does
+            ids = np.concatenate(ids, dtype=dtype, casting='unsafe')
+            encoded[split] = Encoded(ids, documents, size)
+    return encoded
+
+
+def in_order(function, items, num_proc):
+    """Yield (item, function(item)), computed by threads, few of them ahead of what is taken.
+
+    Threads and not processes: tiktoken works outside of Python's lock, so that they are as fast
+    and share one vocabulary.
     """
-    if small and len(documents) < 100:
-        text = ''.join(documents)
-        cut = int(len(text) * (1 - val_fraction))
-        yield 'train', text[:cut], False
-        yield 'val', text[cut:], False
-        return
-    for text in documents:
-        digest = hashlib.blake2b(text.encode('utf-8', 'replace'), digest_size=8).digest()
-        held_out = int.from_bytes(digest, 'big') < val_fraction * 2**64
-        yield 'val' if held_out else 'train', text, True
+    with ThreadPoolExecutor(num_proc, thread_name_prefix='encode') as pool:
+        waiting = deque()
+        for item in items:
+            waiting.append((item, pool.submit(function, item)))
+            if len(waiting) > 2 * num_proc:
+                item, future = waiting.popleft()
+                yield item, future.result()
+        for item, future in waiting:
+            yield item, future.result()
 
 
 # -----------------------------------------------------------------------------
-# splits → files
+# tokens → files
 
 
-class SplitWriter:
-    """Writes a split's tokens under a temporary name, and counts."""
-
-    def __init__(self, folder, split, dtype):
-        self.path = folder / f'{split}.bin'
-        self.temporary = folder / f'{split}.bin.tmp'
-        self.file = open(self.temporary, 'wb')
-        self.dtype = dtype
-        self.tokens = self.documents = self.bytes = 0
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *_):
-        self.file.close()
-
-    def write(self, text, ids):
-        self.file.write(ids.astype(self.dtype).tobytes())
-        self.tokens += len(ids)
-        self.documents += 1
-        self.bytes += len(text.encode('utf-8', 'replace'))
-
-    def entry(self):
-        """What meta.json says of this split."""
-        return {'tokens': self.tokens, 'documents': self.documents, 'bytes': self.bytes,
-                'files': [{'name': self.path.name, 'tokens': self.tokens,
-                           'sha256': sha256_of(self.temporary)}]}
+JOURNAL_SECONDS = 30  # at most so much work is lost to a kill, where shards take longer
 
 
-def write_dataset(folder, texts, tokenizer, source, total=None):
-    """Encode `texts`, as split_documents yields them, into `folder` → its meta.json as a dict.
+def write_shards(folder, source, command, tokenizer, journal, num_proc):
+    """Encode `source` into shards in `folder`, from the journal on → what meta.json says.
 
-    Nothing under a final name changes before all is written. Raises UserError.
+    Raises UserError, also where a split stays empty.
     """
     dtype = np.dtype('<u2' if tokenizer.vocab_size <= 2**16 else '<u4')
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with ExitStack() as stack:
-            writers = {split: stack.enter_context(SplitWriter(folder, split, dtype))
-                       for split in ('train', 'val')}
-            bar = stack.enter_context(tqdm(total=total, unit='B', unit_scale=True, disable=None,
-                                           desc='encoding'))
-            for split, text, joined in texts:
-                ids = tokenizer.encode(text)
-                if joined and tokenizer.end_of_text is not None:
-                    ids = np.insert(ids.astype(dtype), 0, tokenizer.end_of_text)
-                writers[split].write(text, ids)
-                bar.update(len(text.encode('utf-8', 'replace')))
-    except OSError as e:
-        raise UserError(f'{folder}: cannot write there: {e.strerror}') from None
-    for split, writer in writers.items():
-        if writer.tokens == 0:
-            raise UserError(f'{source["input"]}: the {split} split would be empty: use more text '
-                            'or another --val_fraction')
-    meta = {'format_version': FORMAT_VERSION, 'dtype': dtype.name,
+    splits = {split: Shards(folder, split, dtype, command['shard_tokens'])
+              for split in ('train', 'val')}
+    count, at, mark = 0, 0, None
+    if journal:
+        count, at, mark = (journal[key] for key in ('count', 'at', 'mark'))
+        for split, shards in splits.items():
+            shards.go_on_from(journal['splits'][split])
+        print('going on after '
+              f'{sum(shards.tokens for shards in splits.values()):,} tokens of an earlier run')
+    end_of_text = None if source.running else tokenizer.end_of_text
+    started, saved = splits['train'].tokens + splits['val'].tokens, time.monotonic()
+    start = saved
+    with closing(source.pieces(mark)) as pieces, \
+            tqdm(total=source.total, initial=at, unit=source.unit, unit_scale=source.unit == 'B',
+                 disable=None, desc='encoding') as bar:
+        sides = split_by_place(pieces, command['train_characters']) if source.running \
+            else split_by_hash(pieces, command['val_fraction'])
+        for _ in range(0 if mark else count):  # the source knows no way to go on but from the start
+            next(sides)
+        for batch, encoded in in_order(
+                lambda batch: encode_batch(tokenizer, end_of_text, dtype, batch),
+                batches(sides, source, count), num_proc):
+            full = [splits[split].write(part) for split, part in encoded.items()]
+            if any(full) or time.monotonic() - saved > JOURNAL_SECONDS:
+                for shards in splits.values():
+                    shards.sync()
+                write_json(folder / 'journal.json', {
+                    'command': command, 'tokenizer': tokenizer.to_json(), 'count': batch.count,
+                    'at': batch.at, 'mark': batch.mark,
+                    'splits': {split: shards.state() for split, shards in splits.items()}})
+                saved = time.monotonic()
+            bar.update(batch.at - bar.n)
+    tokens = splits['train'].tokens + splits['val'].tokens
+    if not tokens:
+        raise UserError(f'{source.name}: empty, no text to learn from')
+    for split, shards in splits.items():
+        if not shards.tokens:
+            raise UserError(f'{source.name}: the {split} split would be empty: use more text or '
+                            'another --val_fraction')
+    seconds = time.monotonic() - start
+    print(f'{tokens - started:,} tokens in {seconds:.1f} s, '
+          f'{(tokens - started) / seconds / 1e6:.2f}M a second')
+    return {'format_version': FORMAT_VERSION, 'dtype': dtype.name,
             'vocab_size': tokenizer.vocab_size, 'tokenizer': tokenizer.to_json(),
-            'splits': {split: writer.entry() for split, writer in writers.items()},
-            'source': source}
-    # From here to the end the folder counts as unfinished, should the machine stop.
-    (folder / 'meta.json').unlink(missing_ok=True)
-    for writer in writers.values():
-        os.replace(writer.temporary, writer.path)
-    temporary = folder / 'meta.json.tmp'
-    temporary.write_text(json.dumps(meta, indent=1, ensure_ascii=False), encoding='utf-8')
-    os.replace(temporary, folder / 'meta.json')
-    return meta
+            'splits': {split: shards.entry() for split, shards in splits.items()},
+            'source': command}
+
+
+def check_disk(folder, corpus, source, kind, written):
+    """Raises UserError where the tokens will not fit on the disk, as far as one can tell before."""
+    per_token = 1 if kind in ('char', 'byte') else 3  # bytes of text, about
+    if source.unit == 'B':
+        tokens = source.total / per_token
+    else:
+        tokens = corpus.tokens * 3 / per_token if source.total == corpus.documents else 0
+    need, free = 2 * tokens - written, shutil.disk_usage(folder).free
+    if need > free:
+        raise UserError(f'{folder}: about {need / 1e9:,.1f} GB needed, {free / 1e9:,.1f} GB free: '
+                        'make room, or choose another disk with --data_dir')
+
+
+# -----------------------------------------------------------------------------
+# the tokenizer
+
+
+BPE_SAMPLE = 50_000_000  # characters that a bpe tokenizer is trained on, at most
+
+
+def choose_tokenizer(kind, source):
+    """By name, trained on `source` where it learns; or that of a prepared dataset. UserError."""
+    if not tokenizers.is_name(kind):
+        return open_dataset(dataset_folder(kind)).tokenizer()
+    if kind.startswith('bpe'):
+        print(f'training the {kind} tokenizer'
+              + ('' if source.unit == 'B' and source.total <= BPE_SAMPLE else
+                 f' on the first {BPE_SAMPLE // 10**6} MB of text'))
+    with closing(source.pieces()) as pieces:
+        return tokenizers.make_tokenizer(kind, sample(pieces) if kind.startswith('bpe') else
+                                         (piece.text for piece in pieces))
+
+
+def sample(pieces):
+    """The first BPE_SAMPLE characters."""
+    characters = 0
+    for piece in pieces:
+        yield piece.text
+        characters += len(piece.text)
+        if characters >= BPE_SAMPLE:
+            return
+
+
+def default_val_fraction(source):
+    if source.unit != 'B':
+        return 0.0005
+    return 0.1 if source.total <= 100_000_000 else 0.01
+
+
+# -----------------------------------------------------------------------------
+# what came out
+
+
+def report(folder, meta):
+    """Counts, and how each split begins."""
+    dataset = open_dataset(folder)
+    tokenizer = dataset.tokenizer()
+    for split, about in meta['splits'].items():
+        names = [file['name'] for file in about['files']]
+        text = '' if 'documents' not in about else (
+            f', {about["bytes"] / about["tokens"]:.2f} bytes each, from {about["documents"]:,} '
+            f'document{"s" if about["documents"] != 1 else ""}')
+        print(f'{folder}/{names[0]}{f" to {names[-1]}" if len(names) > 1 else ""}: '
+              f'{about["tokens"]:,} tokens{text}')
+        print(f'    {first_window(dataset.split(split), tokenizer)}')
+        if about['tokens'] < 1025:
+            print(f'    note: that allows a block_size of {about["tokens"] - 1} at most')
+    print(f'{folder}/meta.json: {meta["tokenizer"]["kind"]} tokenizer, {meta["vocab_size"]:,} '
+          f'tokens, {meta["dtype"]}')
+
+
+def first_window(stream, tokenizer):
+    text = tokenizer.decode(stream.windows(np.array([0]), min(24, len(stream)))[0].tolist())
+    return repr(text)
+
+
+def inspect(folder):
+    """Print what a prepared folder holds and read all of it. Raises UserError for damage."""
+    dataset = open_dataset(folder)
+    tokenizer = dataset.tokenizer()
+    print(f'{folder}: {tokenizer.to_json()["kind"]} tokenizer, {dataset.vocab_size:,} tokens')
+    for key, value in dataset.meta.get('source', {}).items():
+        if value:
+            print(f'  {key}: {value}')
+    problems = check_files(dataset)
+    for split in ('train', 'val'):
+        try:
+            stream = dataset.split(split)
+        except UserError as problem:
+            problems.append(str(problem))
+            continue
+        documents, bad = count_documents(stream, tokenizer.end_of_text, problems)
+        about = dataset.meta.get('splits', {}).get(split, {})
+        per_token = dataset.bytes_per_token(split)
+        print(f'{split}: {len(stream):,} tokens in {len(stream.files)} '
+              f'file{"s" if len(stream.files) > 1 else ""}'
+              + (f', {per_token:.2f} bytes each' if per_token else '')
+              + (f', {documents:,} ends of text' if documents else ', no end of text'))
+        said = about.get('documents', 0)
+        if documents and said and documents != said:
+            problems.append(f'{folder}: {split} has {documents:,} ends of text where meta.json '
+                            f'says {said:,} documents: prepare the data again')
+        for where in ([] if bad else range(0, len(stream), -(-len(stream) // 3))):
+            length = min(24, len(stream) - where)
+            ids = stream.windows(np.array([where]), length)[0].tolist()
+            print(f'  {where:>14,}  {tokenizer.decode(ids)!r}')
+    if problems:
+        raise UserError('\n'.join(dict.fromkeys(problems)))
+    print('no damage found' if dataset.meta else 'no damage found; no checksums to compare with')
+
+
+def count_documents(stream, end_of_text, problems):
+    """(end-of-text tokens, whether an id is out of range) of a split, read once."""
+    documents, bad = 0, False
+    for file in stream.files:
+        for start in range(0, file.tokens, 2**22):
+            ids = file.read(start, 2**22)
+            if end_of_text is not None:
+                documents += int(np.count_nonzero(ids == end_of_text))
+            wrong = np.flatnonzero(ids >= stream.vocab_size)
+            if len(wrong) and not bad:
+                bad = True
+                problems.append(f'{file.path}: token {start + int(wrong[0]):,} has id '
+                                f'{ids[wrong[0]]}, but the vocabulary ends at '
+                                f'{stream.vocab_size - 1}: prepare the data again')
+    return documents, bad
 
 
 # -----------------------------------------------------------------------------
 
 
 def main(argv):
-    if argv and argv[0] not in ('-h', '--help') and argv[0] not in CORPORA:
-        nearest = difflib.get_close_matches(argv[0], CORPORA, n=1)
-        raise UserError(f'unknown corpus {argv[0]!r}: '
+    help_text = f'{__doc__}\nCorpora, with the tokenizer of each:\n{table()}'
+    if not argv:
+        print(help_text)
+        return
+    name, *options = argv
+    if name == 'inspect':
+        if len(options) != 1:
+            raise UserError('inspect takes one folder: python prepare.py inspect data/NAME')
+        inspect(dataset_folder(options[0]))
+        return
+    if name in ('-h', '--help'):
+        load_config(PrepareConfig, argv, help_text)
+    if name not in CORPORA:
+        nearest = difflib.get_close_matches(name, CORPORA, n=1)
+        raise UserError(f'unknown corpus {name!r}: '
                         + (f'did you mean {nearest[0]}? ' if nearest else '')
                         + 'python prepare.py lists all, and text --input=… reads your own')
-    config = load_config(PrepareConfig, argv[1:] if argv and argv[0] in CORPORA else argv,
-                         f'{__doc__}\nCorpora, with the tokenizer of each:\n{corpora_table()}')
-    if not argv:
-        print(f'{__doc__}\nCorpora, with the tokenizer of each:\n{corpora_table()}')
-        return
-    name = argv[0]
+    config = load_config(PrepareConfig, options, help_text)
     corpus = CORPORA[name]
     folder = Path(config.data_dir or f'data/{name}')
-    if config.if_small and (not corpus.small or name == 'text'):
+    if config.if_small and not corpus.small:
         raise UserError(f'{folder} is not prepared: run python prepare.py {name}'
-                        + (' --input=FILE_OR_FOLDER' if name == 'text' else ''))
-    print(f'preparing {name}: {corpus.about}')
-    documents = corpus.documents(config.input)
+                        + {'text': ' --input=FILES_OR_FOLDERS', 'hf': ' --path=…'}.get(name, ''))
+    print(f'preparing {name}: {describe(corpus)}')
+    prepare(name, corpus, folder, config)
+
+
+def prepare(name, corpus, folder, config):
+    """The whole way from a command line to a folder with a meta.json. Raises UserError."""
+    if corpus.shards:
+        command = {'corpus': name, 'input': config.input, 'max_shards': config.max_shards}
+        with clear_disk_errors(folder), alone_in(folder) as unfinished:
+            if not already(folder, command):
+                fetch_shards(corpus, unfinished, command)
+                report(folder, publish(folder))
+        return
     kind = corpus.tokenizer if config.tokenizer == 'auto' else config.tokenizer
-    if not corpus.small and kind not in ('gpt2', 'byte'):
-        raise UserError(f'{name} is too large for --tokenizer={kind}: use gpt2 or byte')
-    tokenizer = tokenizers.make_tokenizer(kind, documents)
-    val_fraction = config.val_fraction
-    if val_fraction == 'auto':
-        val_fraction = 0.1 if corpus.small else 0.0005
-    source = {'corpus': name, 'input': config.input or name, 'val_fraction': val_fraction}
-    total = sum(len(text.encode()) for text in documents) if corpus.small else None
-    meta = write_dataset(folder, split_documents(documents, val_fraction, corpus.small),
-                         tokenizer, source, total)
-    for split, about in meta['splits'].items():
-        print(f'{folder}/{split}.bin: {about["tokens"]:,} tokens, '
-              f'{about["bytes"] / about["tokens"]:.2f} bytes each, from {about["documents"]:,} '
-              f'document{"s" if about["documents"] > 1 else ""}')
-    print(f'{folder}/meta.json: {kind} tokenizer, {meta["vocab_size"]:,} tokens, {meta["dtype"]}')
+    source = open_source(name, config)
+    if source.unit != 'B' and kind == 'char':
+        raise UserError(f'{name} is too large for --tokenizer=char: use gpt2, byte or bpe:32768')
+    val_fraction = default_val_fraction(source) if config.val_fraction == 'auto' \
+        else config.val_fraction
+    command = {'corpus': name, 'input': config.input or config.path or name,
+               'val_fraction': val_fraction, 'shard_tokens': config.shard_tokens,
+               'tokenizer': kind, 'documents': config.documents, 'errors': config.errors,
+               'subset': config.subset or corpus.subset, 'split': config.split,
+               'val_split': config.val_split, 'text_field': config.text_field,
+               'identity': source.identity()}
+    if source.running:
+        with closing(source.pieces()) as pieces:
+            characters = sum(len(piece.text) for piece in pieces)
+        command['train_characters'] = int(characters * (1 - val_fraction))
+    with clear_disk_errors(folder), alone_in(folder) as unfinished:
+        if already(folder, command):
+            return
+        if not ended_by(unfinished, command):
+            journal = read_journal(unfinished, command)
+            tokenizer = tokenizers.from_json(journal['tokenizer']) if journal \
+                else choose_tokenizer(kind, source)
+            written = sum(path.stat().st_size for path in unfinished.glob('*.bin'))
+            check_disk(folder, corpus, source, kind, written)
+            num_proc = config.num_proc if config.num_proc != 'auto' else cores()
+            meta = write_shards(unfinished, source, command, tokenizer, journal, num_proc)
+            write_json(unfinished / 'meta.json', meta)
+        report(folder, publish(folder))
+
+
+def ended_by(unfinished, command):
+    """True where all was written by `command`, and only the last step is missing."""
+    try:
+        meta = json.loads((unfinished / 'meta.json').read_text(encoding='utf-8'))
+    except FileNotFoundError:
+        return False
+    return meta['source'] == command
+
+
+def already(folder, command):
+    """True, and said so, where `command` wrote what is there, unharmed."""
+    try:
+        dataset = open_dataset(folder)
+        if dataset.meta.get('source') != command or check_files(dataset):
+            return False
+    except UserError:
+        return False
+    print(f'{folder} is already prepared by this command, and its checksums are right')
+    return True
+
+
+def cores():
+    """How many this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, 'sched_getaffinity') else os.cpu_count()
 
 
 if __name__ == '__main__':

@@ -65,7 +65,7 @@ def load(init_from, out_dir, which):
     tokenizer = tokenizers.from_json(found.state['tokenizer'])
     model = found.load_model(dropout=0.0)
     if not all(p.isfinite().all() for p in model.parameters()):
-        raise UserError(f'{found.path}: its weights are not finite, so it can write nothing; use an '
+        raise UserError(f'{found.path}: its weights are not finite, so it cannot write; use an '
                         'earlier one with --checkpoint=ITER')
     return model, tokenizer, str(found.path)
 

@@ -25,8 +25,9 @@ class CharTokenizer:
         self._code_points = code_points(chars)  # sorted, so that a binary search finds an id
 
     @classmethod
-    def train(cls, text):
-        return cls(''.join(sorted(set(text))))
+    def train(cls, texts):
+        """From all characters of an iterable of texts (a text is one too)."""
+        return cls(''.join(sorted(set().union(*texts))))
 
     def encode(self, text):
         wanted = code_points(text)
@@ -86,7 +87,7 @@ class GPT2Tokenizer:
                 'folder that holds it, or use --tokenizer=byte') from None
 
     def encode(self, text):
-        return np.array(self._encoding.encode_ordinary(text), dtype=np.uint16)
+        return encode_ordinary(self._encoding, text)
 
     def decode(self, ids):
         return self._encoding.decode([int(i) for i in ids])
@@ -127,12 +128,13 @@ class BPETokenizer:
         except ImportError:
             raise UserError('training a tokenizer needs rustbpe: pip install rustbpe') from None
         trainer = rustbpe.Tokenizer()
-        trainer.train_from_iterator(iter(texts), vocab_size - 2, pattern=cls.PATTERN)
+        trainer.train_from_iterator(iter(texts), vocab_size - 2, buffer_size=BPE_BUFFER,
+                                    pattern=cls.PATTERN)
         ranked = sorted(trainer.get_mergeable_ranks(), key=lambda pair: pair[1])
         return cls([bytes(token) for token, _ in ranked])
 
     def encode(self, text):
-        return np.array(self._encoding.encode_ordinary(text), dtype=np.uint32)
+        return encode_ordinary(self._encoding, text)
 
     def decode(self, ids):
         return self._encoding.decode([int(i) for i in ids])
@@ -140,6 +142,16 @@ class BPETokenizer:
     def to_json(self):
         # Latin-1 maps the 256 bytes to the first 256 characters, so that JSON can hold them.
         return {'kind': 'bpe', 'tokens': [token.decode('latin-1') for token in self.tokens]}
+
+
+def encode_ordinary(encoding, text):
+    """Ids of text as a uint32 array; what looks like a control token in it is text. The list that
+    tiktoken's function of this name makes would hold up other threads (Python's lock)."""
+    try:
+        return encoding.encode_to_numpy(text, disallowed_special=())
+    except UnicodeEncodeError:  # half a character: its two halves are joined, one alone is U+FFFD
+        text = text.encode('utf-16', 'surrogatepass').decode('utf-16', 'replace')
+        return encoding.encode_to_numpy(text, disallowed_special=())
 
 
 def import_tiktoken():
@@ -152,6 +164,7 @@ def import_tiktoken():
 
 NAMES = 'char, byte, gpt2, bpe or bpe:VOCAB_SIZE'
 BPE_VOCAB_SIZE = 8192  # of plain 'bpe'
+BPE_BUFFER = 256  # texts that the trainer holds at a time
 
 
 def is_name(name):
@@ -163,7 +176,7 @@ def make_tokenizer(name, texts):
     """The tokenizer of a name in NAMES; char and bpe learn from `texts`. Raises UserError."""
     kind, _, size = name.partition(':')
     if kind == 'char':
-        return CharTokenizer.train(''.join(texts))
+        return CharTokenizer.train(texts)
     if kind == 'bpe':
         return BPETokenizer.train(texts, int(size or BPE_VOCAB_SIZE))
     return from_json({'kind': kind})
@@ -182,6 +195,19 @@ def from_json(description):
             return BPETokenizer([token.encode('latin-1') for token in tokens])
     raise UserError(f'unknown tokenizer {str(description)[:80]}: expected one that prepare.py '
                     'wrote')
+
+
+def vocab_size_of(description):
+    """What `from_json(description).vocab_size` will be, without making it; None if unknown."""
+    match description:
+        case {'kind': 'char', 'chars': str(chars)}:
+            return len(chars)
+        case {'kind': 'byte'}:
+            return ByteTokenizer.vocab_size
+        case {'kind': 'gpt2'}:
+            return GPT2Tokenizer.vocab_size
+        case {'kind': 'bpe', 'tokens': [*tokens]}:
+            return len(tokens) + 2
 
 
 def is_bpe(tokens):

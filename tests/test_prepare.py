@@ -1,16 +1,22 @@
 import hashlib
 import http.server
 import json
+import shutil
+import subprocess
+import sys
 import sysconfig
 import threading
 from pathlib import Path
 
 import numpy as np
 import pytest
-from helpers import SHARED, fails, shared_file
+from helpers import ROOT, SHARED, fails, run, shared_file
 
+import corpora
 import prepare
+from corpora import Piece
 from dataloader import open_dataset
+from runtime import UserError
 
 
 def meta_of(folder):
@@ -79,9 +85,12 @@ def test_meta_json_describes_the_files(char_data):
 
 
 def test_documents_keep_their_side_when_others_come_and_go():
+    def sides_of(texts):
+        pieces = [Piece(text, True, 0) for text in texts]
+        return {text: split for split, text, *_ in prepare.split_by_hash(pieces, 0.1)}
+
     texts = [f'document {i}' for i in range(2000)]
-    sides = {text: split for split, text, _ in prepare.split_documents(texts, 0.1, small=True)}
-    fewer = {text: split for split, text, _ in prepare.split_documents(texts[::3], 0.1, small=True)}
+    sides, fewer = sides_of(texts), sides_of(texts[::3])
     assert all(sides[text] == split for text, split in fewer.items())
     assert 150 < sum(split == 'val' for split in sides.values()) < 250
 
@@ -118,18 +127,18 @@ def test_a_download_is_verified(monkeypatch, tmp_path, capsys):
     server = http.server.ThreadingHTTPServer(('127.0.0.1', 0), Handler)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     at = f'http://127.0.0.1:{server.server_port}'
-    monkeypatch.setattr(prepare, 'TINY_SHAKESPEARE_SHA256',
+    monkeypatch.setattr(corpora, 'TINY_SHAKESPEARE_SHA256',
                         hashlib.sha256(answers['/good']).hexdigest())
     arguments = ['shakespeare_char', f'--data_dir={tmp_path}/d']
     for path, words in (('/bad', 'checksum'), ('/none', 'could not be downloaded')):
-        monkeypatch.setattr(prepare, 'TINY_SHAKESPEARE', at + path)
+        monkeypatch.setattr(corpora, 'TINY_SHAKESPEARE', at + path)
         assert words in fails(capsys, monkeypatch, prepare.main, *arguments)
         assert not (tmp_path / 'd').exists()
-    monkeypatch.setattr(prepare, 'TINY_SHAKESPEARE', at + '/good')
+    monkeypatch.setattr(corpora, 'TINY_SHAKESPEARE', at + '/good')
     prepare.main(arguments)
     assert decoded(tmp_path / 'd', 'train').startswith('To be')
     server.shutdown()
-    monkeypatch.setattr(prepare, 'TINY_SHAKESPEARE', at + '/gone')
+    monkeypatch.setattr(corpora, 'TINY_SHAKESPEARE', at + '/gone')
     server.server_close()
     assert '--input=FILE' in fails(capsys, monkeypatch, prepare.main, *arguments)
 
@@ -160,3 +169,126 @@ def test_mistakes_on_the_command_line_are_one_line(tmp_path, capsys, monkeypatch
     blocked.write_text('in the way')
     assert 'cannot write' in fails(capsys, monkeypatch, prepare.main, 'pystdlib',
                                    f'--data_dir={blocked}/d')
+
+
+# -----------------------------------------------------------------------------
+# tokenizers
+
+
+def test_a_tokenizer_of_another_dataset_is_used_again(text_file, char_data, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    prepare.main(['text', f'--input={text_file}', '--tokenizer=bpe:400', '--data_dir=data/first'])
+    other = tmp_path / 'other.txt'
+    other.write_text('parser = argument\n' * 500)
+    for named in ('first', f'{tmp_path}/data/first'):
+        prepare.main(['text', f'--input={other}', f'--tokenizer={named}', '--data_dir=second'])
+        assert meta_of('second')['tokenizer'] == meta_of('data/first')['tokenizer']
+        assert decoded(Path('second'), 'train').startswith('parser = argument\n')
+
+
+def test_ids_that_do_not_fit_16_bits_get_32(tmp_path):
+    text = ''.join(map(chr, range(0x10000, 0x10000 + 70_000))) * 2
+    (tmp_path / 'in.txt').write_text(text, encoding='utf-8')
+    prepare.main(['text', f'--input={tmp_path}/in.txt', '--tokenizer=char',
+                  f'--data_dir={tmp_path}/d'])
+    dataset = open_dataset(tmp_path / 'd')
+    assert dataset.meta['dtype'] == 'uint32' and dataset.vocab_size == 70_000
+    ids = np.concatenate([dataset.split(s, in_ram=True).ram for s in ('train', 'val')])
+    assert ids.max() == 69_999 and dataset.tokenizer().decode(ids.tolist()) == text
+
+
+def test_a_bpe_tokenizer_of_a_large_corpus_is_trained_on_its_beginning(monkeypatch):
+    monkeypatch.setattr(prepare, 'BPE_SAMPLE', 10_000)
+    pieces = [Piece('abc ' * 2500, True, 0), Piece('xyz ' * 2500, True, 0)]
+    assert ''.join(prepare.sample(pieces)) == 'abc ' * 2500
+
+
+# -----------------------------------------------------------------------------
+# inspect
+
+
+def test_inspect_prints_what_is_there(tmp_path, capsys):
+    prepare.main(['pystdlib', f'--data_dir={tmp_path}/d', '--shard_tokens=1_000_000'])
+    about = meta_of(tmp_path / 'd')['splits']['train']
+    capsys.readouterr()
+    prepare.main(['inspect', f'{tmp_path}/d'])
+    out = capsys.readouterr().out
+    assert f'{about["tokens"]:,} tokens in {len(about["files"])} files' in out
+    assert f'{about["documents"]:,} ends of text' in out and 'no damage found' in out
+    assert 'corpus: pystdlib' in out and '<|endoftext|>' in out
+
+
+def test_inspect_reads_the_bare_folder_of_nanogpt(tmp_path, capsys, monkeypatch):
+    if not (SHARED / 'tiktoken_cache').exists():
+        pytest.skip("tiktoken's files are not there (PLAINGPT_SHARED)")
+    monkeypatch.setenv('TIKTOKEN_CACHE_DIR', str(SHARED / 'tiktoken_cache'))
+    for split in ('train', 'val'):
+        np.array([15496, 11, 314, 1101, 257, 50256] * 50, dtype='<u2').tofile(
+            tmp_path / f'{split}.bin')
+    prepare.main(['inspect', str(tmp_path)])
+    out = capsys.readouterr().out
+    assert "Hello, I'm a<|endoftext|>" in out and '50 ends of text' in out
+
+
+def spoil(path, at, value):
+    tokens = np.fromfile(path, '<u2')
+    tokens[at] = value
+    tokens.tofile(path)
+
+
+@pytest.mark.parametrize(('harm', 'words'), [
+    (lambda d: spoil(d / 'val.bin', 3, 256), 'another checksum'),
+    (lambda d: spoil(d / 'val.bin', 3, 300), 'val.bin: token 3 has id 300'),
+    (lambda d: spoil(d / 'val.bin', 3, 256), 'ends of text where meta.json says'),
+    (lambda d: (d / 'train.bin').write_bytes(b'\0\0' * 9), 'train.bin: 9 tokens where'),
+    (lambda d: (d / 'train.bin').unlink(), 'train.bin: No such file')])
+def test_inspect_finds_what_is_wrong(harm, words, tmp_path, capsys):
+    (tmp_path / 'in.txt').write_text('\n'.join(f'line {i}' for i in range(2000)))
+    prepare.main(['text', f'--input={tmp_path}/in.txt', '--documents=line', '--tokenizer=byte',
+                  f'--data_dir={tmp_path}/d'])
+    harm(tmp_path / 'd')
+    with pytest.raises(UserError, match=words):
+        prepare.main(['inspect', f'{tmp_path}/d'])
+
+
+# -----------------------------------------------------------------------------
+# the disk
+
+
+def test_a_disk_that_is_too_small_is_found_before_the_start(tmp_path, capsys, monkeypatch):
+    (tmp_path / 'in.txt').write_text('text ' * 100_000)
+    free = shutil.disk_usage(tmp_path)._replace(free=900_000)
+    monkeypatch.setattr(shutil, 'disk_usage', lambda path: free)
+    argv = ['text', f'--input={tmp_path}/in.txt', '--tokenizer=byte', f'--data_dir={tmp_path}/d']
+    assert 'GB free' in fails(capsys, monkeypatch, prepare.main, *argv)
+    assert not (tmp_path / 'd').exists()
+
+
+def test_a_disk_that_fills_up_is_one_line_and_the_same_command_goes_on(tmp_path):
+    (tmp_path / 'in.txt').write_text('some text\n' * 300_000)
+    argv = ['text', f'--input={tmp_path}/in.txt', '--tokenizer=byte', f'--data_dir={tmp_path}/d',
+            '--shard_tokens=1_000_000']
+    # No file may grow beyond 1.5 MB: the kernel refuses, as it does where the disk is full.
+    limited = ('import resource, sys, prepare, runtime\n'
+               'resource.setrlimit(resource.RLIMIT_FSIZE, (1_500_000, resource.RLIM_INFINITY))\n'
+               'runtime.run_script(prepare.main)')
+    done = subprocess.run([sys.executable, '-c', limited, *argv], cwd=ROOT, text=True,
+                          capture_output=True)
+    assert done.returncode == 2 and 'make room' in done.stderr.splitlines()[-1]
+    assert not list((tmp_path / 'd').glob('*.bin'))
+    prepare.main(argv)
+    assert decoded(tmp_path / 'd', 'val').endswith('some text\n')
+
+
+@pytest.mark.skipif(not Path('/proc/self/status').exists(), reason='reads /proc')
+def test_memory_does_not_grow_with_the_corpus(tmp_path):
+    def peak(megabytes):
+        (tmp_path / 'in.txt').write_bytes(b'To be, or not to be, that is the question.\n'
+                                          * (megabytes * 23_000))
+        return int(run('-c', 'import prepare, resource, sys\n'
+                       'prepare.main(sys.argv[1:])\n'
+                       'print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)',
+                       'text', f'--input={tmp_path}/in.txt', '--tokenizer=byte',
+                       f'--data_dir={tmp_path}/d').split()[-1]) * 1024
+
+    assert peak(40) < peak(4) + 20e6

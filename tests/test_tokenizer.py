@@ -4,7 +4,7 @@ import socket
 import numpy as np
 import pytest
 from helpers import SHARED
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from runtime import UserError
@@ -15,6 +15,7 @@ from tokenizer import (
     GPT2Tokenizer,
     from_json,
     make_tokenizer,
+    vocab_size_of,
 )
 
 
@@ -34,6 +35,7 @@ def test_characters_come_back(text):
     assert ids.max() < tokenizer.vocab_size == len(set(text))
 
 
+@settings(max_examples=1500)
 @given(st.text())
 def test_any_text_comes_back_from_bytes(text):
     tokenizer = ByteTokenizer()
@@ -42,6 +44,7 @@ def test_any_text_comes_back_from_bytes(text):
     assert tokenizer.decode([256, *ids, 256]) == text
 
 
+@settings(max_examples=1500)
 @given(st.binary())
 def test_bytes_that_are_no_utf8_decode_without_an_error(data):
     assert ByteTokenizer().decode(list(data)) == data.decode('utf-8', 'replace')
@@ -70,11 +73,18 @@ def test_gpt2_gives_the_published_ids(gpt2):
 BPE = BPETokenizer.train(['the cat sat on the mat, the cat'] * 3, 270)
 
 
+@settings(max_examples=1500)
 @given(st.text())
 def test_any_text_comes_back_from_bpe(text):
     ids = BPE.encode(text)
     assert BPE.decode(ids) == text
     assert not set(ids.tolist()) & {BPE.end_of_text, BPE.end_of_text + 1}
+
+
+@given(st.text(alphabet=st.characters(codec=None, categories=['Cs', 'Ll', 'Zs'])))
+def test_half_a_character_becomes_a_replacement_character(text):
+    whole = text.encode('utf-16', 'surrogatepass').decode('utf-16', 'replace')
+    assert BPE.decode(BPE.encode(text)) == whole
 
 
 def test_bpe_learns_the_frequent_pieces_of_its_text():
@@ -88,6 +98,7 @@ def test_bpe_learns_the_frequent_pieces_of_its_text():
 @pytest.mark.parametrize('tokenizer', [CharTokenizer('abc'), ByteTokenizer(), BPE])
 def test_a_tokenizer_survives_json(tokenizer):
     again = from_json(json.loads(json.dumps(tokenizer.to_json())))
+    assert vocab_size_of(tokenizer.to_json()) == tokenizer.vocab_size
     assert type(again) is type(tokenizer)
     assert np.array_equal(again.encode('abca'), tokenizer.encode('abca'))
 

@@ -1,0 +1,510 @@
+"""Where text comes from: corpora by name, datasets of the Hugging Face hub, people's own files.
+
+A source yields text in pieces, in an order that is always the same, and holds one at a time:
+
+    source.pieces(mark)    yields Piece; from a mark of an earlier run where one is given
+    source.mark()          where to go on after the last piece, as JSON; None: only by reading again
+    source.total           how much there is, in source.unit, or None
+    source.identity()      JSON that changes when the input does
+    source.running         True where few files are one running text, without documents
+"""
+
+import codecs
+import glob
+import hashlib
+import http.client
+import json
+import re
+import sysconfig
+import urllib.request
+import zlib
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import NamedTuple
+
+from runtime import UserError
+
+PIECE = 2**18  # characters: longer files come in several pieces
+BLOCK = 2**20  # bytes read at a time
+FEW = 100  # fewer files than this are one running text
+
+
+class Piece(NamedTuple):
+    text: str
+    opens: bool  # a document begins here; otherwise the one before goes on
+    at: int  # how far the input is read, in source.unit
+    split: str = ''  # where the corpus itself says so
+
+
+# -----------------------------------------------------------------------------
+# the table
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """A line of the table. Its counts are about right, and tokens are those of GPT-2."""
+
+    about: str
+    tokenizer: str = 'gpt2'
+    hub: str = ''  # repository on the Hugging Face hub
+    subset: str = ''
+    form: str = 'file'  # what a document is; 'title' joins rows that are lines
+    splits: dict = field(default_factory=lambda: {'train': 'train'})  # ours: theirs
+    documents: int = 0
+    tokens: int = 0
+    small: bool = False  # fits in memory and takes under a minute
+    shards: bool = False  # tokens already, in files with llm.c's header
+
+
+OWN_VALIDATION = {'train': 'train', 'val': 'validation'}
+
+CORPORA = {
+    'pystdlib': Corpus("the source of Python's standard library, found on this machine",
+                       'bpe:2048', small=True),
+    'shakespeare_char': Corpus('tiny Shakespeare, one token a character (nanoGPT)',
+                               'char', small=True),
+    'shakespeare': Corpus('tiny Shakespeare, GPT-2 tokens (nanoGPT)', small=True),
+    'wikitext-2': Corpus('Wikipedia articles', hub='Salesforce/wikitext',
+                         subset='wikitext-2-raw-v1', form='title', splits=OWN_VALIDATION,
+                         tokens=2_600_000),
+    'wikitext-103': Corpus('Wikipedia articles', hub='Salesforce/wikitext',
+                           subset='wikitext-103-raw-v1', form='title', splits=OWN_VALIDATION,
+                           tokens=118_000_000),
+    'tinystories': Corpus('stories in the words of small children',
+                          hub='roneneldan/TinyStories', splits=OWN_VALIDATION,
+                          documents=2_141_709, tokens=480_000_000),
+    'openwebtext': Corpus('web pages that Reddit linked to', hub='Skylion007/openwebtext',
+                          documents=8_013_769, tokens=9_040_000_000),
+    'fineweb-edu': Corpus('educational web pages', hub='HuggingFaceFW/fineweb-edu',
+                          subset='sample-10BT', documents=9_672_101, tokens=10_000_000_000),
+    'fineweb': Corpus('web pages', hub='HuggingFaceFW/fineweb', subset='sample-10BT',
+                      documents=14_868_862, tokens=10_400_000_000),
+    'fineweb10B-gpt2': Corpus('fineweb as tokens', hub='kjj0/fineweb10B-gpt2', shards=True,
+                              tokens=10_400_000_000),
+    'finewebedu10B-gpt2': Corpus('fineweb-edu as tokens', hub='kjj0/finewebedu10B-gpt2',
+                                 shards=True, tokens=10_000_000_000),
+    'fineweb100B-gpt2': Corpus('fineweb as tokens', hub='kjj0/fineweb100B-gpt2', shards=True,
+                               tokens=103_000_000_000),
+    'text': Corpus('your own files: --input=FILES_OR_FOLDERS'),
+    'hf': Corpus('any dataset of the hub, or a folder laid out like one: --path=…'),
+}
+
+
+def describe(corpus):
+    """What is known of a corpus before it is read, as one line."""
+    parts = [corpus.about]
+    if corpus.hub:
+        parts.append('/'.join(filter(None, [corpus.hub, corpus.subset])))
+    if corpus.documents:
+        parts.append(f'about {corpus.documents / 1e6:.1f}M documents')
+    if corpus.tokens:
+        size = f'{corpus.tokens / 1e9:.3g}B' if corpus.tokens >= 1e9 \
+            else f'{corpus.tokens / 1e6:.3g}M'
+        parts.append(f'about {size} tokens, {2 * corpus.tokens / 1e9:.3g} GB as .bin')
+    return ', '.join(parts)
+
+
+def table():
+    """The corpora, a line each, for --help."""
+    return '\n'.join(f'  {name:<20}{"-" if corpus.shards else corpus.tokenizer:<10}'
+                     f'{describe(corpus)}' for name, corpus in CORPORA.items())
+
+
+# -----------------------------------------------------------------------------
+# bytes → text
+
+
+def read_bytes(path):
+    """Yield (bytes, bytes of the file read so far); .gz and .zst decompressed. UserError."""
+    new = {'.gz': lambda: zlib.decompressobj(31), '.zst': zstd_decompressor}.get(path.suffix)
+    done, stream = 0, None
+    try:
+        with open(path, 'rb') as f:
+            # compressed text grows: smaller blocks keep memory the same
+            while block := f.read(BLOCK if new is None else BLOCK // 16):
+                done += len(block)
+                while new and block:  # a file may be several compressed streams in a row
+                    stream = new() if stream is None or stream.eof else stream
+                    data = stream.decompress(block)
+                    block = stream.unused_data
+                    yield data, done
+                if not new:
+                    yield block, done
+    except OSError as e:
+        raise UserError(f'{path}: {e.strerror}') from None
+    except Exception as e:
+        if isinstance(e, zlib.error) or type(e).__name__ == 'ZstdError':
+            raise UserError(f'{path}: damaged after {done:,} bytes ({e}): get it again') from None
+        raise
+    if stream is not None and not stream.eof:
+        raise UserError(f'{path}: cut short after {done:,} bytes: get it again')
+
+
+def zstd_decompressor():
+    try:
+        import zstandard
+    except ImportError:
+        raise UserError('.zst files need zstandard: pip install zstandard') from None
+    return zstandard.ZstdDecompressor().decompressobj()
+
+
+def read_text(path, errors):
+    """Yield (text, bytes of the file read so far) of a UTF-8 file. Raises UserError."""
+    decoder = codecs.getincrementaldecoder('utf-8')(errors)
+    before = done = 0  # decoded bytes, without those of a character that is not complete yet
+    try:
+        for data, done in read_bytes(path):
+            yield decoder.decode(data), done
+            before += len(data)
+        yield decoder.decode(b'', final=True), done
+    except UnicodeDecodeError as e:
+        at = before - len(decoder.getstate()[0]) + e.start
+        raise UserError(f'{path}: not UTF-8 at byte {at}: convert it, for example with iconv -t '
+                        'utf-8, or go on with --errors=replace') from None
+
+
+def lines(blocks):
+    """(text, at) in blocks → (line with its end, at)."""
+    rest, at = '', 0
+    for text, at in blocks:
+        *whole, rest = (rest + text).split('\n')
+        for line in whole:
+            yield line + '\n', at
+    if rest:
+        yield rest, at
+
+
+# -----------------------------------------------------------------------------
+# text → documents: each yields (text, opens, at)
+
+
+def whole_files(blocks):
+    """The whole file is one document, in pieces. Cut so that GPT-2's pattern would cut there too
+    (white space after something else): the tokens are those of the file in one piece."""
+    rest, opens, at = '', True, 0
+    for text, at in blocks:
+        rest += text
+        while len(rest) > PIECE:
+            cut = next((i for i in range(PIECE, 0, -1)
+                        if rest[i] in ' \n' and not rest[i - 1].isspace()), PIECE)
+            yield rest[:cut], opens, at
+            rest, opens = rest[cut:], False
+    if rest.strip() or (rest and not opens):
+        yield rest, opens, at
+
+
+def each_line(placed_lines):
+    for line, at in placed_lines:
+        if line.strip():
+            yield line.rstrip('\r\n'), True, at
+
+
+def paragraphs(placed_lines):
+    """Lines between blank ones."""
+    group, at = [], 0
+    for line, at in placed_lines:
+        if line.strip():
+            group.append(line)
+        elif group:
+            yield ''.join(group).rstrip('\r\n'), True, at
+            group = []
+    if group:
+        yield ''.join(group).rstrip('\r\n'), True, at
+
+
+TITLE = re.compile(r' = (?!= )[^\n]+(?<! =) = \n?')  # and not ' = = Section = = '
+
+
+def articles(placed_lines):
+    """WikiText's form: each line ' = Title = ' begins a document."""
+    group, at = [], 0
+    for line, at in placed_lines:
+        if TITLE.fullmatch(line) and any(map(str.strip, group)):
+            yield ''.join(group), True, at
+            group = []
+        group.append(line)
+    if any(map(str.strip, group)):
+        yield ''.join(group), True, at
+
+
+FORMS = {'file': whole_files, 'line': each_line, 'paragraph': paragraphs, 'title': articles}
+
+
+def json_lines(path, text_field, errors):
+    for number, (line, at) in enumerate(lines(read_text(path, errors)), 1):
+        if line.strip():
+            try:
+                row = json.loads(line)
+            except ValueError as e:
+                raise UserError(f'{path}, line {number}: not JSON: {e}') from None
+            yield field_of(row, text_field, f'{path}, line {number}'), True, at
+
+
+def parquet_rows(path, text_field):
+    try:
+        import pyarrow.parquet
+    except ImportError:
+        raise UserError('.parquet files need pyarrow: pip install pyarrow') from None
+    try:
+        with pyarrow.parquet.ParquetFile(path) as table:
+            names = table.schema_arrow.names
+            if text_field not in names:
+                field_of(dict.fromkeys(names), text_field, path)
+            done, size = 0, path.stat().st_size
+            for batch in table.iter_batches(256, columns=[text_field]):
+                for row in batch.to_pylist():
+                    done += 1
+                    yield (field_of(row, text_field, f'{path}, row {done}'), True,
+                           size * done // table.metadata.num_rows)
+    except (OSError, pyarrow.ArrowException) as e:
+        raise UserError(f'{path}: cannot be read ({str(e).splitlines()[0]}): get it again') \
+            from None
+
+
+def field_of(row, name, where):
+    """The text in a row's field. Raises UserError."""
+    if not isinstance(row, dict) or name not in row:
+        has = ', '.join(row) if isinstance(row, dict) else 'no fields'
+        raise UserError(f'{where}: no field {name!r}, it has {has}: choose with --text_field=…')
+    if not isinstance(row[name], str):
+        raise UserError(f'{where}: field {name!r} is {type(row[name]).__name__} and not text: '
+                        'choose another with --text_field=…')
+    return row[name]
+
+
+# -----------------------------------------------------------------------------
+# sources
+
+
+class Files:
+    """Documents of files: text, .jsonl and .parquet, also .gz and .zst."""
+
+    unit = 'B'
+
+    def __init__(self, paths, name, form='file', text_field='text', errors='strict'):
+        self.paths, self.name = paths, name
+        self.form, self.text_field, self.errors = form, text_field, errors
+        try:
+            self.sizes = [path.stat().st_size for path in paths]
+        except OSError as e:
+            raise UserError(f'{e.filename}: {e.strerror}') from None
+        self.total = sum(self.sizes)
+        self.running = form == 'file' and len(paths) < FEW and \
+            all(kind(path) == 'text' for path in paths)
+
+    def pieces(self, mark=None):
+        before = 0
+        for path, size in zip(self.paths, self.sizes, strict=True):
+            for text, opens, at in self._documents(path):
+                if text.strip() or not opens:
+                    yield Piece(text, opens, before + at)
+            before += size
+
+    def _documents(self, path):
+        if kind(path) == 'jsonl':
+            return json_lines(path, self.text_field, self.errors)
+        if kind(path) == 'parquet':
+            return parquet_rows(path, self.text_field)
+        blocks = read_text(path, self.errors)
+        return FORMS[self.form](blocks if self.form == 'file' else lines(blocks))
+
+    def mark(self):
+        return None
+
+    def identity(self):
+        digest = hashlib.sha256()
+        for path, size in zip(self.paths, self.sizes, strict=True):
+            digest.update(f'{path}\0{size}\0{path.stat().st_mtime_ns}\n'.encode())
+        return digest.hexdigest()
+
+
+class Memory:
+    """A text that was downloaded."""
+
+    unit, running = 'B', True
+
+    def __init__(self, text, name):
+        self.text, self.name = text, name
+        self.total = len(text.encode())
+
+    def pieces(self, mark=None):
+        for text, opens, _ in whole_files([(self.text, 0)]):
+            yield Piece(text, opens, self.total)
+
+    def mark(self):
+        return None
+
+    def identity(self):
+        return hashlib.sha256(self.text.encode()).hexdigest()
+
+
+SUFFIXES = {
+    '.txt', '.md', '.rst', '.tex', '.py', '.pyi', '.ipynb', '.c', '.h', '.cc', '.cpp', '.hpp',
+    '.cu', '.rs', '.go', '.java', '.js', '.ts', '.jsx', '.tsx', '.rb', '.php', '.pl', '.lua', '.r',
+    '.jl', '.hs', '.ml', '.scala', '.kt', '.swift', '.cs', '.sh', '.sql', '.html', '.css', '.xml',
+    '.json', '.yaml', '.yml', '.toml', '.jsonl', '.parquet'}
+
+
+def kind(path):
+    """'text', 'jsonl' or 'parquet', by the name."""
+    suffix = inner_suffix(path)
+    return suffix[1:] if suffix in ('.jsonl', '.parquet') else 'text'
+
+
+def inner_suffix(path):
+    return Path(path.stem).suffix if path.suffix in ('.gz', '.zst') else path.suffix
+
+
+def find_files(wanted):
+    """'a.txt,notes/,logs/*.gz' → sorted paths, each once. Raises UserError."""
+    paths = set()
+    for one in [wanted] if Path(wanted).exists() else wanted.split(','):
+        root = Path(one)
+        if root.is_dir():
+            found = {p for p in root.rglob('*')
+                     if inner_suffix(p) in SUFFIXES and p.is_file()
+                     and not any(part.startswith('.') for part in p.relative_to(root).parts)}
+            if not found:
+                raise UserError(f'{root}: no .txt, .md, .jsonl, .parquet or source file in it')
+        elif glob.has_magic(one) and not root.exists():
+            found = {Path(p) for p in glob.glob(one, recursive=True) if Path(p).is_file()}
+            if not found:
+                raise UserError(f'{one}: no file of that form')
+        else:
+            found = {root}
+        paths |= found
+    return sorted(paths)
+
+
+def standard_library(path=''):
+    """The source of Python's own standard library: text on every machine."""
+    root = Path(path or sysconfig.get_paths()['stdlib'])
+    # no tests, nothing that was installed later, and no tables that are programs only in name
+    skip = {'test', 'tests', 'idle_test', 'site-packages', 'dist-packages', '__pycache__',
+            'pydoc_data', 'encodings'}
+    return sorted(p for p in root.rglob('*.py') if not skip & set(p.relative_to(root).parts)
+                  and not p.name.startswith('_sysconfigdata'))
+
+
+TINY_SHAKESPEARE = ('https://raw.githubusercontent.com/karpathy/char-rnn/master/data/'
+                    'tinyshakespeare/input.txt')
+TINY_SHAKESPEARE_SHA256 = '86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed'
+TIMEOUT = 30  # seconds without a byte
+
+
+def tiny_shakespeare():
+    """1.1 MB of Shakespeare's plays, downloaded. Raises UserError."""
+    try:
+        with urllib.request.urlopen(TINY_SHAKESPEARE, timeout=TIMEOUT) as response:
+            data = response.read()
+    # URLError, timeouts and resets are OSErrors; what ends too early is an HTTPException
+    except (OSError, http.client.HTTPException) as e:
+        raise UserError(f'{TINY_SHAKESPEARE} could not be downloaded '
+                        f'({getattr(e, "reason", e)}): try again, or name a local copy with '
+                        '--input=FILE') from None
+    if hashlib.sha256(data).hexdigest() != TINY_SHAKESPEARE_SHA256:
+        raise UserError(f'{TINY_SHAKESPEARE}: what arrived has another checksum: try again, or '
+                        'name a local copy with --input=FILE')
+    return data.decode()
+
+
+class Hub:
+    """Rows of a Hugging Face dataset, or of a folder laid out like one, streamed: nothing is
+    kept on disk or in memory."""
+
+    unit, running = ' documents', False
+
+    def __init__(self, path, subset, splits, text_field='text', form='file', documents=0):
+        self.name, self.splits, self.form, self.text_field = path, splits, form, text_field
+        self._rows = None
+        try:
+            import datasets
+        except ImportError:
+            raise UserError(f'{path} needs datasets: pip install datasets') from None
+        datasets.logging.set_verbosity_error()
+        with clear_errors(self.name):
+            if subset and Path(path).is_dir() and \
+                    subset not in datasets.get_dataset_config_names(path):
+                subset = ''  # a copy of the subset alone
+            self.builder = datasets.load_dataset_builder(path, subset or None)
+            for theirs in splits.values():
+                rows = self.builder.as_streaming_dataset(theirs)
+                for row in rows.take(1):
+                    field_of(row, text_field, f'{path}, split {theirs}')
+        known = self.builder.info.splits or {}
+        counts = [known[theirs].num_examples for theirs in splits.values() if theirs in known]
+        self.total = sum(counts) if len(counts) == len(splits) else documents
+        # articles are made of rows, so rows say nothing of their number
+        self.total = self.total if form == 'file' and self.total else None
+
+    def pieces(self, mark=None):
+        at = mark['at'] if mark else 0
+        for split, theirs in self.splits.items():
+            if mark and list(self.splits).index(mark['split']) > list(self.splits).index(split):
+                continue
+            with clear_errors(self.name):
+                rows = self.builder.as_streaming_dataset(theirs).select_columns([self.text_field])
+                if mark and mark['split'] == split:
+                    rows.load_state_dict(mark['rows'])
+                self._rows, self._split = rows, split
+            for text in self._texts(rows):
+                self._at = at = at + 1
+                if text.strip():
+                    yield Piece(text, True, at, split if len(self.splits) > 1 else '')
+
+    def _texts(self, rows):
+        with clear_errors(self.name):
+            texts = (field_of(row, self.text_field, self.name) for row in rows)
+            if self.form == 'file':
+                yield from texts
+            else:
+                whole_lines = ((text if text.endswith('\n') else text + '\n', 0) for text in texts)
+                for text, _, _ in FORMS[self.form](whole_lines):
+                    yield text
+
+    def mark(self):
+        if self._rows is None or self.form != 'file':
+            return None
+        return {'split': self._split, 'rows': self._rows.state_dict(), 'at': self._at}
+
+    def identity(self):
+        return self.builder.hash
+
+
+@contextmanager
+def clear_errors(name):
+    """Turns what the datasets library raises, a wide family, into one line."""
+    try:
+        yield
+    except UserError:
+        raise
+    except Exception as e:
+        reason = (str(e).strip().splitlines() or [''])[0][:200]
+        raise UserError(f'{name} cannot be read ({type(e).__name__}: {reason}): check the name '
+                        'and the connection, or name a local copy with --input=FOLDER') from None
+
+
+def open_source(name, config):
+    """The source that a command line asks for. Raises UserError."""
+    corpus = CORPORA[name]
+    form = corpus.form if config.documents == 'auto' else config.documents
+    if name == 'hf' or corpus.hub:
+        path = config.path or corpus.hub
+        if not path and not config.input:
+            raise UserError('hf needs --path=OWNER/NAME or --path=FOLDER')
+        splits = corpus.splits
+        if config.split:
+            splits = {'train': config.split}
+        if config.val_split:
+            splits = {**splits, 'val': config.val_split}
+        own = config.path or config.input or config.subset  # then the table's count is not its
+        return Hub(config.input or path, config.subset or corpus.subset, splits,
+                   config.text_field, form, 0 if own else corpus.documents)
+    if name == 'text' and not config.input:
+        raise UserError('text needs --input=FILES_OR_FOLDERS')
+    if name.startswith('shakespeare') and not config.input:
+        return Memory(tiny_shakespeare(), TINY_SHAKESPEARE)
+    if name == 'pystdlib':
+        return Files(standard_library(config.input), config.input or name, form)
+    return Files(find_files(config.input), config.input, form, config.text_field, config.errors)

@@ -9,7 +9,7 @@ import sample
 import train
 from configurator import commented_fields, load_config
 from runtime import UserError
-from train import TrainConfig
+from settings import TrainConfig
 
 
 def load(*argv):
@@ -162,13 +162,11 @@ def test_accumulation_that_does_not_divide_by_the_processes_is_an_error(monkeypa
 
 
 def test_help_tells_every_key_its_default_and_its_meaning(capsys, monkeypatch):
-    for script in (train, sample):
+    for script, config in ((train, TrainConfig), (sample, sample.SampleConfig)):
         with pytest.raises(SystemExit) as exit_:
             script.main(['--help'])
         assert not exit_.value.code
         text = capsys.readouterr().out
-        config = next(c for c in vars(script).values()
-                      if dataclasses.is_dataclass(c) and c.__module__ == script.__name__)
         comments = {name: comment for kind, name, comment in commented_fields(config)
                     if kind == 'field'}
         for field in dataclasses.fields(config):

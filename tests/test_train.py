@@ -8,6 +8,7 @@ from helpers import ROOT, SHARED, fails, run, shared_file, torchrun
 
 import checkpoint as checkpoints
 import train
+from settings import TrainConfig
 
 
 def lines(out_dir, key):
@@ -119,8 +120,8 @@ def test_only_the_best_is_saved_when_asked(tiny, tmp_path):
 def test_total_batch_size_decides_the_accumulation(tiny, tmp_path, capsys):
     train.main([*tiny, '--total_batch_size=512', '--max_iters=0'])
     assert '512 tokens a step' in capsys.readouterr().out
-    assert train.TrainConfig(total_batch_size=2**19, batch_size=16).accumulation() == 32
-    assert train.TrainConfig().accumulation() == 40
+    assert TrainConfig(total_batch_size=2**19, batch_size=16).accumulation() == 32
+    assert TrainConfig().accumulation() == 40
 
 
 def test_the_learning_rate_warms_up_and_falls_on_a_cosine():

@@ -1,0 +1,97 @@
+"""The settings of a training run, which train.py, plan.py and bench.py share.
+
+The comment beside a field is its help text.
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from runtime import launched_world
+
+
+@dataclass
+class TrainConfig:
+    # output
+    out_dir: str = 'out'  # folder for checkpoints and metrics
+    eval_interval: int = 2000  # iterations between evaluations
+    eval_iters: int = 200  # evaluate on this many batches of batch_size, or on the whole split
+    eval_only: bool = False  # stop after the first evaluation
+    log_interval: int = 1  # iterations between lines on the console
+    always_save_checkpoint: bool = True  # save after each evaluation, not only after the best
+    keep_checkpoints: int = 1  # keep this many of the newest, and the best
+    checkpoint_chunk_mb: int = 512  # a checkpoint's files are no larger
+    init_from: str = 'scratch'  # scratch, resume, auto (resume if it can), gpt2…, a folder
+    # wandb
+    wandb_log: bool = False  # log to Weights & Biases
+    wandb_project: str = 'owt'  # its project
+    wandb_run_name: str = 'gpt2'  # its run
+    # data
+    dataset: str = 'openwebtext'  # a folder in data/, or the path of one
+    data_in_ram: Literal['auto'] | bool = 'auto'  # read the tokens into memory first
+    batch_size: int = 12  # windows in a micro-batch: what the device holds at once
+    block_size: int = 1024  # tokens in a window
+    gradient_accumulation_steps: int = 5 * 8  # micro-batches in a step, of all processes together
+    total_batch_size: int = 0  # tokens in a step; if not 0, it decides the accumulation
+    # model
+    n_layer: int = 12  # blocks
+    n_head: int = 12  # attention heads
+    n_embd: int = 768  # channels
+    dropout: float = 0.0  # 0 to pretrain; 0.1 and more to fine-tune or for little text
+    bias: bool = False  # biases in Linears and LayerNorms, as in GPT-2
+    # optimizer: AdamW
+    learning_rate: float = 6e-4  # the highest
+    max_iters: int = 600000  # updates of the weights
+    weight_decay: float = 1e-1  # of matrices and embeddings
+    beta1: float = 0.9  # decay of the mean of gradients
+    beta2: float = 0.95  # decay of the mean of their squares
+    grad_clip: float = 1.0  # largest norm of the gradient; 0 for no limit
+    # learning rate: linear warmup, then cosine decay
+    decay_lr: bool = True  # False keeps it constant, without warmup
+    warmup_iters: int = 2000  # iterations up to learning_rate
+    lr_decay_iters: int = 600000  # iterations down to min_lr, usually max_iters
+    min_lr: float = 6e-5  # the lowest, usually learning_rate / 10
+    # system
+    device: str = 'auto'  # auto, cpu, cuda, cuda:0, mps
+    dtype: Literal['auto', 'float32', 'bfloat16', 'float16'] = 'auto'  # precision of the matmuls
+    compile: Literal['auto'] | bool = 'auto'  # torch.compile the model
+    backend: Literal['auto', 'nccl', 'gloo'] = 'auto'  # between processes
+    seed: int = 1337  # of the weights, of dropout and of the order of data
+
+    def problems(self):
+        """What contradicts itself, a line each."""
+        found = []
+        positive = ('eval_interval', 'eval_iters', 'log_interval', 'keep_checkpoints',
+                    'checkpoint_chunk_mb', 'batch_size', 'block_size',
+                    'gradient_accumulation_steps', 'n_layer', 'n_head', 'n_embd')
+        found += [f'{key}={getattr(self, key)}: must be at least 1'
+                  for key in positive if getattr(self, key) < 1]
+        natural = ('max_iters', 'warmup_iters', 'lr_decay_iters', 'learning_rate', 'min_lr',
+                   'weight_decay', 'grad_clip', 'total_batch_size', 'seed')
+        found += [f'{key}={getattr(self, key)}: must not be negative'
+                  for key in natural if getattr(self, key) < 0]
+        found += [f'{key}={getattr(self, key)}: must be at least 0 and below 1'
+                  for key in ('dropout', 'beta1', 'beta2') if not 0 <= getattr(self, key) < 1]
+        if found:
+            return found
+        if self.n_embd % self.n_head:
+            found.append(f'n_embd={self.n_embd} does not divide by n_head={self.n_head}')
+        if self.decay_lr and self.min_lr > self.learning_rate:
+            found.append(f'min_lr={self.min_lr} is above learning_rate={self.learning_rate}')
+        if self.decay_lr and self.warmup_iters > self.lr_decay_iters:
+            found.append(f'warmup_iters={self.warmup_iters} is more than '
+                         f'lr_decay_iters={self.lr_decay_iters}')
+        micro = self.batch_size * self.block_size
+        world = launched_world().size
+        if self.total_batch_size % (micro * world):
+            found.append(f'total_batch_size={self.total_batch_size} does not divide by batch_size '
+                         f'× block_size × processes = {micro * world}')
+        elif not self.total_batch_size and self.gradient_accumulation_steps % world:
+            found.append(f'gradient_accumulation_steps={self.gradient_accumulation_steps} does not '
+                         f'divide by the number of processes, {world}')
+        return found
+
+    def accumulation(self):
+        """Micro-batches in a step, of all processes together."""
+        if self.total_batch_size:
+            return self.total_batch_size // (self.batch_size * self.block_size)
+        return self.gradient_accumulation_steps

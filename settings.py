@@ -54,6 +54,8 @@ class TrainConfig:
     device: str = 'auto'  # auto, cpu, cuda, cuda:0, mps
     dtype: Literal['auto', 'float32', 'bfloat16', 'float16'] = 'auto'  # precision of the matmuls
     compile: Literal['auto'] | bool = 'auto'  # torch.compile the model
+    loss_chunk_tokens: int = 2048  # logits of so many tokens exist at once; 0 for all of a batch
+    activation_checkpointing: Literal['none', 'selective', 'full'] = 'none'  # keep less
     backend: Literal['auto', 'nccl', 'gloo'] = 'auto'  # between processes
     seed: int = 1337  # of the weights, of dropout and of the order of data
 
@@ -66,7 +68,7 @@ class TrainConfig:
         found += [f'{key}={getattr(self, key)}: must be at least 1'
                   for key in positive if getattr(self, key) < 1]
         natural = ('max_iters', 'warmup_iters', 'lr_decay_iters', 'learning_rate', 'min_lr',
-                   'weight_decay', 'grad_clip', 'total_batch_size', 'seed')
+                   'weight_decay', 'grad_clip', 'total_batch_size', 'loss_chunk_tokens', 'seed')
         found += [f'{key}={getattr(self, key)}: must not be negative'
                   for key in natural if getattr(self, key) < 0]
         found += [f'{key}={getattr(self, key)}: must be at least 0 and below 1'

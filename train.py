@@ -209,6 +209,8 @@ def train(config, world, device, dtype, compile):
     # model
     resumed = find_resumed(config, dataset)
     raw_model = build_model(config, dataset, resumed).to(device)
+    raw_model.loss_chunk_tokens = config.loss_chunk_tokens
+    raw_model.activation_checkpointing = config.activation_checkpointing
     optimizer = raw_model.configure_optimizers(
         config.weight_decay, config.learning_rate, (config.beta1, config.beta2), device.type)
     scaler = torch.amp.GradScaler(device.type, enabled=dtype == 'float16')

@@ -1,5 +1,6 @@
 # make quickstart   install, train a small GPT on Python's own source code, and let it write
 # make test         install, and run the tests
+# make test-slow   run those that take minutes
 # make lint         check the style
 # make clean        remove what these commands made
 
@@ -7,7 +8,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: quickstart test lint clean
+.PHONY: quickstart test test-slow lint clean
 
 quickstart: .venv/installed
 	$(BIN)/python train.py config/quickstart.py
@@ -15,6 +16,9 @@ quickstart: .venv/installed
 
 test: .venv/installed-dev
 	$(BIN)/python -m pytest
+
+test-slow: .venv/installed-dev
+	$(BIN)/python -m pytest -m slow
 
 lint: .venv/installed-dev
 	$(BIN)/ruff check .

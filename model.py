@@ -309,7 +309,7 @@ def keep_matmuls():
     """For checkpoint(): keep what matmuls and attention computed, do the cheap rest again."""
     aten = torch.ops.aten
     return create_selective_checkpoint_contexts([
-        aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default,
+        aten.mm.default, aten.addmm.default,
         aten._scaled_dot_product_flash_attention.default,
         aten._scaled_dot_product_efficient_attention.default,
         aten._scaled_dot_product_cudnn_attention.default,

@@ -11,7 +11,7 @@ import math
 import subprocess
 import sys
 from contextlib import nullcontext
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import torch
@@ -21,6 +21,7 @@ from tqdm import tqdm
 import checkpoint as checkpoints
 from configurator import load_config
 from dataloader import BatchLoader, fits_in_ram, open_dataset
+from memory import choose_batch_size, out_of_memory_explained, run_of
 from metrics import Metrics, start_wandb, trim
 from model import GPT, GPTConfig
 from runtime import (
@@ -37,6 +38,7 @@ from runtime import (
     run_script,
     say,
     seed_everything,
+    use_expandable_segments,
     use_fast_matmul,
 )
 from settings import TrainConfig
@@ -188,11 +190,19 @@ def main(argv):
 
 def train(config, world, device, dtype, compile):
     use_fast_matmul()
+    use_expandable_segments(device)
     seed_everything(config.seed, world.rank)
     out_dir = Path(config.out_dir)
 
     # data
     dataset = find_dataset(config.dataset, world)
+    resumed = find_resumed(config, dataset)
+    raw_model = build_model(config, dataset, resumed)
+    if config.batch_size == 'auto':
+        batch_size, why = choose_batch_size(raw_model.config, config, dtype, device)
+        config = replace(config, batch_size=batch_size)
+        say(f'batch_size {batch_size} ({why}) | accumulation {config.accumulation()}')
+    run = run_of(config, dtype, device.type)
     in_ram = fits_in_ram(dataset.folder, world.local_size) if config.data_in_ram == 'auto' \
         else config.data_in_ram
     micro_steps = config.accumulation() // world.size
@@ -207,8 +217,7 @@ def train(config, world, device, dtype, compile):
         f'a step, {config.max_iters * step_tokens / len(train_data.stream):.3g} epochs')
 
     # model
-    resumed = find_resumed(config, dataset)
-    raw_model = build_model(config, dataset, resumed).to(device)
+    raw_model = raw_model.to(device)
     raw_model.loss_chunk_tokens = config.loss_chunk_tokens
     raw_model.activation_checkpointing = config.activation_checkpointing
     optimizer = raw_model.configure_optimizers(
@@ -274,8 +283,9 @@ def train(config, world, device, dtype, compile):
             config.lr_decay_iters)
         for group in optimizer.param_groups:
             group['lr'] = lr
-        loss, grad_norm = train_step(model, batches, micro_steps, optimizer, scaler, context,
-                                     config.grad_clip)
+        with out_of_memory_explained(raw_model.config, run, device):
+            loss, grad_norm = train_step(model, batches, micro_steps, optimizer, scaler, context,
+                                         config.grad_clip)
         iter_num += 1
         if iter_num % config.log_interval == 0:
             metrics.step(iter_num, all_reduce_mean(loss), lr, grad_norm)

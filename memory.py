@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from model import GPT
-from runtime import UserError, all_reduce_min, autocast, peak_memory_bytes
+from runtime import UserError, all_reduce_min, autocast, launched_world, peak_memory_bytes
 
 GIB = 2**30
 CUDA_OVERHEAD = GIB  # for CUDA's context and fragmentation: an allowance, not a measurement
@@ -271,10 +271,12 @@ def gib(size):
 
 
 def available_memory(device):
-    """Bytes that a process may take now: what is free on a GPU, or of the machine's memory."""
+    """Bytes that this process may take now: what is free on its GPU, or its share of what is free
+    on the machine."""
     if device.type == 'cuda':
         return torch.cuda.mem_get_info(device)[0]
-    return os.sysconf('SC_AVPHYS_PAGES') * os.sysconf('SC_PAGE_SIZE')
+    free = os.sysconf('SC_AVPHYS_PAGES') * os.sysconf('SC_PAGE_SIZE')
+    return free // launched_world().local_size
 
 
 # -----------------------------------------------------------------------------

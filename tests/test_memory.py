@@ -11,6 +11,7 @@ import train
 from bench import tracked_step
 from memory import GIB, Run, batch_that_divides, largest_batch, predict, savings
 from model import GPTConfig
+from settings import TrainConfig
 
 # nanoGPT's character model and GPT-2's smallest, and what changes them.
 CHARACTERS = GPTConfig(block_size=256, vocab_size=65, n_layer=6, n_head=6, n_embd=384, bias=False)
@@ -102,6 +103,20 @@ def test_an_automatic_batch_keeps_the_tokens_of_a_step(tiny, tmp_path, capsys, m
     out = capsys.readouterr().out
     assert 'batch_size 8 ' in out and 'accumulation 4' in out and '512 tokens a step' in out
     assert checkpoints.find(tmp_path / 'out').state['config']['batch_size'] == 8
+
+
+def test_a_planned_batch_that_does_not_fit_is_stepped_down(monkeypatch):
+    tried = []
+
+    def fits(model, run, device):
+        tried.append(run.batch_size)
+        return run.batch_size <= 5
+
+    monkeypatch.setattr(memory, 'fits', fits)
+    monkeypatch.setattr(memory, 'available_memory', lambda device: 8 * GIB)
+    config = TrainConfig(batch_size='auto', total_batch_size=24 * 1024)
+    batch_size, why = memory.choose_batch_size(GPT2, config, 'bfloat16', torch.device('cuda'))
+    assert tried == [12, 8, 6, 4] and batch_size == 4 and '12 did not fit' in why
 
 
 def test_an_automatic_batch_that_cannot_be_says_what_to_shrink(tiny, capsys, monkeypatch):

@@ -198,7 +198,8 @@ def predict(model, run):
                                        **(of_embedding if accumulating else {})}
     stages['backward, embedding'] = {
         **fixed, **gradients, 'gradients of activations': 4 * N * C, **lingering,
-        'gradients of the embedding': 4 * embedding * (2 if accumulating else 1)}
+        # of the head, of the lookup, and their sum
+        'gradients of the embedding': 4 * embedding * (3 if accumulating else 2)}
     stages['optimizer'] = {**fixed, **gradients, **lingering}
     staying = p * N * C + 4 * V * C if run.loss_chunk_tokens else \
         (p * padded + 4 * V) * N + p * N * C + p * embedding * half

@@ -201,7 +201,10 @@ def help_text(cls, doc=''):
 
 
 def commented_fields(cls):
-    """Yield ('section', None, text) and ('field', name, comment) in source order."""
+    """Yield ('section', None, text) and ('field', name, comment) in source order, those of a
+    dataclass that `cls` extends first."""
+    if dataclasses.is_dataclass(cls.__base__):
+        yield from commented_fields(cls.__base__)
     source = inspect.getsource(cls)
     names = {f.name for f in dataclasses.fields(cls)}
     line_name = None

@@ -91,6 +91,24 @@ def open_dataset(folder):
     return Dataset(folder, {}, vocab_size=50257)
 
 
+def size_of_dataset(name, vocab_size=0):
+    """data/<name> or a folder → (vocabulary, training tokens or None, where they are known from).
+
+    vocab_size: what to take where nothing is prepared; 0 for GPT-2's. Raises UserError.
+    """
+    folder = Path(name) if Path(name).parts != (name,) else Path('data', name)
+    if any(folder.glob('*.bin')):
+        dataset = open_dataset(folder)
+        return vocab_size or dataset.vocab_size, len(dataset.split('train')), str(folder)
+    known, tokens = KNOWN_SIZES.get(name, (50257, None))
+    return vocab_size or known, tokens, f'{folder} is not prepared'
+
+
+# (vocabulary, training tokens) of what prepare.py makes of these corpora, to plan with before.
+KNOWN_SIZES = {'shakespeare_char': (65, 1_003_854), 'shakespeare': (50257, 301_966),
+               'openwebtext': (50257, 9_000_000_000)}
+
+
 def read_meta(path):
     """meta.json as a dict whose needed keys are there. Raises UserError."""
     try:

@@ -16,6 +16,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 from safetensors import SafetensorError
 from safetensors.torch import load_file
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from runtime import UserError
 
@@ -85,6 +86,58 @@ class Block(nn.Module):
         return x
 
 
+class ChunkedCrossEntropy(torch.autograd.Function):
+    """Mean cross-entropy of x @ weightᵀ whose (N, V) logits never exist: `chunk` rows at a time
+    go from logits to loss to gradients, so nothing is computed twice.
+
+    x (N, C), weight (V, C), targets (N,) int64, -1 where there is none → scalar, float32.
+    Matmuls run in autocast's dtype, softmax and sums in float32. torch's own
+    F.linear_cross_entropy does the same, but only from 2.13 on, and torch.compile stops at it.
+    """
+
+    @staticmethod
+    def forward(ctx, x, weight, targets, chunk):
+        device = x.device.type
+        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
+        w = weight.to(dtype)
+        training = ctx.needs_input_grad[0]
+        count = (targets != -1).sum()
+        loss = torch.zeros((), device=x.device)
+        if training:
+            grad_x, grad_w = torch.empty_like(x, dtype=dtype), torch.zeros_like(weight)
+        with torch.autocast(device, enabled=False):
+            for i in range(0, len(x), chunk):
+                x_i = x[i:i + chunk].to(dtype)  # (n, C)
+                loss_i, grad = summed_cross_entropy(x_i, w, targets[i:i + chunk], training)
+                loss += loss_i
+                if training:
+                    grad_x[i:i + chunk] = grad @ w
+                    grad_w += grad.t() @ x_i
+                    del grad  # or it would stand beside the next chunk's
+        if training:
+            ctx.save_for_backward(grad_x, grad_w, count)
+        return loss / count
+
+    @staticmethod
+    def backward(ctx, grad_loss):
+        grad_x, grad_w, count = ctx.saved_tensors
+        scale = (grad_loss / count).view(1)  # a vector: float32 × bfloat16 is then float32
+        return grad_x * scale, grad_w * scale, None, None
+
+
+def summed_cross_entropy(x, w, targets, training):
+    """x (n, C), w (V, C), targets (n,) → the sum of cross-entropies of x @ wᵀ, float32, and its
+    gradient in the logits, (n, V) in x's dtype, or None when not training."""
+    known, targets = targets[:, None] != -1, targets[:, None].clamp(min=0)  # (n, 1)
+    logp = F.log_softmax((x @ w.t()).float(), dim=-1)  # (n, V)
+    loss = -(logp.gather(1, targets) * known).sum()
+    if not training:
+        return loss, None
+    # softmax − one-hot is within ±1, which float16 holds; divided by the count it would vanish.
+    grad = logp.exp_().scatter_add_(1, targets, -torch.ones_like(targets, dtype=torch.float))
+    return loss, grad.mul_(known).to(x.dtype)
+
+
 class GPT(nn.Module):
     def __init__(self, config):
         super().__init__()
@@ -99,6 +152,9 @@ class GPT(nn.Module):
         })
         self.lm_head = nn.Linear(config.n_embd, config.padded_vocab_size, bias=False)
         self.lm_head.weight = self.transformer.wte.weight  # tied: Press and Wolf 2017
+        # How to compute, which is no part of the shape: a run may change it at any time.
+        self.loss_chunk_tokens = 0  # with targets, logits of so many tokens exist at once; 0: all
+        self.activation_checkpointing = 'none'  # or 'selective', 'full'
         self.init_weights()
 
     @torch.no_grad()
@@ -118,8 +174,14 @@ class GPT(nn.Module):
         """idx (B, T) int64, T ≤ block_size; targets the same shape, -1 where there is none.
 
         → logits (B, T, V), and the mean cross-entropy in nats, or None without targets.
+        With targets and loss_chunk_tokens the logits never exist, and None is in their place.
         """
-        logits = self.logits(self.hidden(idx))  # (B, T, V)
+        x = self.hidden(idx)  # (B, T, C)
+        if targets is not None and self.loss_chunk_tokens:
+            weight = self.lm_head.weight[:self.config.vocab_size]  # (V, C)
+            return None, ChunkedCrossEntropy.apply(x.flatten(0, 1), weight, targets.flatten(),
+                                                   self.loss_chunk_tokens)
+        logits = self.logits(x)  # (B, T, V)
         if targets is None:
             return logits, None
         return logits, F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-1)
@@ -132,8 +194,16 @@ class GPT(nn.Module):
         x = self.transformer.wte(idx) + self.transformer.wpe(positions)  # (B, T, C) + (T, C)
         x = self.transformer.drop(x)
         for block in self.transformer.h:
-            x = block(x)
+            x = self.run_block(block, x)
         return self.transformer.ln_f(x)
+
+    def run_block(self, block, x):
+        """x (B, T, C) → (B, T, C), keeping for the backward pass what the setting says."""
+        if self.activation_checkpointing == 'none' or not torch.is_grad_enabled():
+            return block(x)
+        if self.activation_checkpointing == 'full':
+            return checkpoint(block, x, use_reentrant=False)
+        return checkpoint(block, x, use_reentrant=False, context_fn=keep_matmuls)
 
     def logits(self, x):
         """(…, C) → (…, V). The padding of the vocabulary is cut off here and shows nowhere."""
@@ -233,6 +303,18 @@ class GPT(nn.Module):
             next_token = sample(self.logits(last).float(), temperature, top_k, top_p)  # (B, 1)
             idx = torch.cat((idx, next_token), dim=1)
         return idx
+
+
+def keep_matmuls():
+    """For checkpoint(): keep what matmuls and attention computed, do the cheap rest again."""
+    aten = torch.ops.aten
+    return create_selective_checkpoint_contexts([
+        aten.mm.default, aten.addmm.default,
+        aten._scaled_dot_product_flash_attention.default,
+        aten._scaled_dot_product_efficient_attention.default,
+        aten._scaled_dot_product_cudnn_attention.default,
+        aten._scaled_dot_product_flash_attention_for_cpu.default,
+    ])
 
 
 def sample(logits, temperature=1.0, top_k=None, top_p=None):

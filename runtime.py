@@ -150,6 +150,15 @@ def all_reduce_mean(tensor):
     return tensor
 
 
+def all_reduce_min(number, device):
+    """The smallest of all processes' whole numbers, on each of them."""
+    if not dist.is_initialized():
+        return number
+    tensor = torch.tensor(number, device=device)
+    dist.all_reduce(tensor, dist.ReduceOp.MIN)
+    return int(tensor)
+
+
 class StopRequest:
     """Turns SIGTERM, SIGINT and SIGUSR1 into a wish to stop after this step, which all processes
     learn of at the same step. A second SIGINT leaves at once."""
@@ -271,6 +280,14 @@ def seed_everything(seed, rank=0):
 def use_fast_matmul():
     """Let float32 matmuls use TF32 tensor cores, where the device has them."""
     torch.set_float32_matmul_precision('high')
+
+
+def use_expandable_segments(device):
+    """Let CUDA's memory grow in place, which avoids most fragmentation, unless the user's
+    environment says how to allocate."""
+    asked = os.environ.keys() & {'PYTORCH_ALLOC_CONF', 'PYTORCH_CUDA_ALLOC_CONF'}
+    if device.type == 'cuda' and not asked:
+        torch._C._accelerator_setAllocatorSettings('expandable_segments:True')
 
 
 def device_name(device):

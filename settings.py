@@ -32,7 +32,7 @@ class TrainConfig:
     # data
     dataset: str = 'openwebtext'  # a folder in data/, or the path of one
     data_in_ram: Literal['auto'] | bool = 'auto'  # read the tokens into memory first
-    batch_size: int = 12  # windows in a micro-batch: what the device holds at once
+    batch_size: Literal['auto'] | int = 12  # windows the device holds at once; auto: all that fit
     block_size: int = 1024  # tokens in a window
     gradient_accumulation_steps: int = 5 * 8  # micro-batches in a step, of all processes together
     total_batch_size: int = 0  # tokens in a step; if not 0, it decides the accumulation
@@ -59,6 +59,8 @@ class TrainConfig:
     device: str = 'auto'  # auto, cpu, cuda, cuda:0, mps
     dtype: Literal['auto', 'float32', 'bfloat16', 'float16'] = 'auto'  # precision of the matmuls
     compile: Literal['auto'] | bool = 'auto'  # torch.compile the model
+    loss_chunk_tokens: int = 2048  # logits of so many tokens exist at once; 0 for all of a batch
+    activation_checkpointing: Literal['none', 'selective', 'full'] = 'none'  # keep less
     backend: Literal['auto', 'nccl', 'gloo'] = 'auto'  # between processes
     seed: int = 1337  # of the weights, of dropout and of the order of data
 
@@ -67,13 +69,13 @@ class TrainConfig:
         found = [f'{key} is empty' for key in ('out_dir', 'dataset', 'init_from', 'checkpoint')
                  if not getattr(self, key)]
         positive = ('eval_interval', 'eval_iters', 'log_interval', 'checkpoint_interval',
-                    'keep_checkpoints', 'checkpoint_chunk_mb', 'max_bad_steps', 'batch_size',
-                    'block_size',
-                    'gradient_accumulation_steps', 'n_layer', 'n_head', 'n_embd')
+                    'keep_checkpoints', 'checkpoint_chunk_mb', 'max_bad_steps', 'block_size',
+                    'gradient_accumulation_steps', 'n_layer', 'n_head', 'n_embd',
+                    *(['batch_size'] if self.batch_size != 'auto' else []))
         found += [f'{key}={getattr(self, key)}: must be at least 1'
                   for key in positive if getattr(self, key) < 1]
         natural = ('max_iters', 'warmup_iters', 'lr_decay_iters', 'learning_rate', 'min_lr',
-                   'weight_decay', 'grad_clip', 'total_batch_size', 'seed')
+                   'weight_decay', 'grad_clip', 'total_batch_size', 'loss_chunk_tokens', 'seed')
         found += [f'{key}={getattr(self, key)}: must not be negative'
                   for key in natural if getattr(self, key) < 0]
         found += [f'{key}={getattr(self, key)}: must be at least 0 and below 1'
@@ -87,15 +89,24 @@ class TrainConfig:
         if self.decay_lr and self.warmup_iters > self.lr_decay_iters:
             found.append(f'warmup_iters={self.warmup_iters} is more than '
                          f'lr_decay_iters={self.lr_decay_iters}')
-        micro = self.batch_size * self.block_size
-        world = launched_world().size
+        auto = self.batch_size == 'auto'
+        micro = self.block_size * (1 if auto else self.batch_size)
+        world = self.world_size()
+        if auto and not self.total_batch_size:
+            found.append('batch_size=auto adapts the accumulation to the tokens in a step: say how '
+                         'many with total_batch_size')
         if self.total_batch_size % (micro * world):
             found.append(f'total_batch_size={self.total_batch_size} is not a multiple of '
-                         f'batch_size × block_size × processes = {micro * world}')
+                         f'{"" if auto else "batch_size × "}block_size × processes = '
+                         f'{micro * world}')
         elif not self.total_batch_size and self.gradient_accumulation_steps % world:
             found.append(f'gradient_accumulation_steps={self.gradient_accumulation_steps} is not a '
                          f'multiple of the number of processes, {world}')
         return found
+
+    def world_size(self):
+        """Processes that share a step."""
+        return launched_world().size
 
     def accumulation(self):
         """Micro-batches in a step, of all processes together."""

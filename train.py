@@ -14,7 +14,7 @@ import subprocess
 import sys
 import time
 from contextlib import nullcontext
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import torch
@@ -25,6 +25,7 @@ import checkpoint as checkpoints
 from anomalies import StepGuard
 from configurator import load_config
 from dataloader import BatchLoader, fits_in_ram, open_dataset
+from memory import choose_batch_size, out_of_memory_explained, run_of
 from metrics import Metrics, start_wandb, trim
 from model import GPT, GPTConfig
 from runtime import (
@@ -44,6 +45,7 @@ from runtime import (
     run_script,
     say,
     seed_everything,
+    use_expandable_segments,
     use_fast_matmul,
 )
 from settings import TrainConfig
@@ -186,12 +188,12 @@ def forward_backward(model, batches, micro_steps, scaler, context):
     return total_loss
 
 
-def update(model, optimizer, scaler, grad_clip, guard, iter_num, loss):
+def update(model, optimizer, scaler, grad_clip, guard, it, loss):
     """Clip the gradient and move the weights, unless something is not finite → gradient norm."""
     scaler.unscale_(optimizer)
     grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), grad_clip or math.inf)
     # With float16 an infinite gradient is everyday life: the scaler skips it and scales less.
-    optimizer.found_inf = guard.judge(iter_num, loss, loss if scaler.is_enabled() else grad_norm)
+    optimizer.found_inf = guard.judge(it, loss, loss if scaler.is_enabled() else grad_norm)
     scaler.step(optimizer)
     scaler.update()
     optimizer.zero_grad(set_to_none=True)
@@ -233,13 +235,29 @@ def main(argv):
 
 def train(config, world, device, dtype, compile):
     use_fast_matmul()
+    use_expandable_segments(device)
     seed_everything(config.seed, world.rank)
     out_dir = Path(config.out_dir)
     group = host_group()
     check_shared(out_dir, world, group)
 
-    # data
+    # data and model
     dataset = find_dataset(config.dataset, world)
+    data_id = dataset.identity('train')
+    resumed = find_resumed(config, group)
+    if resumed:
+        check_resumed(resumed, config, dataset, data_id)
+    raw_model = build_model(config, dataset, resumed)
+    raw_model.loss_chunk_tokens = config.loss_chunk_tokens
+    raw_model.activation_checkpointing = config.activation_checkpointing
+    say(f'GPT of {raw_model.num_parameters():,} parameters: {raw_model.config.n_layer} layers, '
+        f'{raw_model.config.n_head} heads, {raw_model.config.n_embd} channels')
+
+    # batches
+    if config.batch_size == 'auto':
+        batch_size, why = choose_batch_size(raw_model.config, config, dtype, device)
+        config = replace(config, batch_size=batch_size)
+        say(f'batch_size {batch_size} ({why}) | accumulation {config.accumulation()}')
     in_ram = fits_in_ram(dataset.folder, world.local_size) if config.data_in_ram == 'auto' \
         else config.data_in_ram
     micro_steps = config.accumulation() // world.size
@@ -248,24 +266,19 @@ def train(config, world, device, dtype, compile):
                     micro_steps=micro_steps, rank=world.rank, world_size=world.size,
                     seed=config.seed, device=device)
         for split in ('train', 'val'))
-    data_id = dataset.identity('train')
     step_tokens = config.accumulation() * config.batch_size * config.block_size
     say(f'{dataset.folder}: {len(train_data.stream):,} training tokens, vocabulary '
         f'{dataset.vocab_size:,}, {"in memory" if in_ram else "on disk"} | {step_tokens:,} tokens '
         f'a step, {config.max_iters * step_tokens / len(train_data.stream):.3g} epochs')
 
-    # model
-    resumed = find_resumed(config, group)
-    if resumed:
-        check_resumed(resumed, config, dataset, data_id)
-    raw_model = build_model(config, dataset, resumed).to(device)
+    # optimizer
+    raw_model.to(device)
     optimizer = raw_model.configure_optimizers(
         config.weight_decay, config.learning_rate, (config.beta1, config.beta2), device.type)
     scaler = torch.amp.GradScaler(device.type, enabled=dtype == 'float16')
     context = autocast(device, dtype)
     eval_model, model = wrap_model(raw_model, device, compile, world)
-    say(f'GPT of {raw_model.num_parameters():,} parameters: {raw_model.config.n_layer} layers, '
-        f'{raw_model.config.n_head} heads, {raw_model.config.n_embd} channels')
+    planned = run_of(config, dtype, device.type)
 
     # where the run stands
     iter_num, best_val_loss, elapsed_s, evaluated_at = 0, math.inf, 0.0, None
@@ -346,8 +359,10 @@ def train(config, world, device, dtype, compile):
                 config.lr_decay_iters)
             for param_group in optimizer.param_groups:
                 param_group['lr'] = lr
-            loss = forward_backward(model, batches, micro_steps, scaler, context)
-            grad_norm = update(model, optimizer, scaler, config.grad_clip, guard, iter_num, loss)
+            with out_of_memory_explained(raw_model.config, planned, device):
+                loss = forward_backward(model, batches, micro_steps, scaler, context)
+                grad_norm = update(model, optimizer, scaler, config.grad_clip, guard, iter_num,
+                                   loss)
             iter_num += 1
             if iter_num % config.log_interval == 0:
                 metrics.step(iter_num, all_reduce_mean(loss.clone()), lr, grad_norm)

@@ -121,6 +121,125 @@ def test_four_small_batches_give_the_gradient_of_one_large_batch():
         assert torch.allclose(p.grad, expected, rtol=1e-4, atol=1e-7)
 
 
+# -----------------------------------------------------------------------------
+# the loss in chunks, and activations computed again
+
+
+def loss_and_gradient(model, call, dtype=torch.float32, idx=None):
+    """One backward pass over text in which some targets are missing → (loss, one flat vector)."""
+    torch.manual_seed(0)
+    idx = tokens(6, 16) if idx is None else idx
+    targets = idx.roll(-1, 1).clone()
+    targets[0, :9] = -1
+    model.zero_grad()
+    with torch.autocast('cpu', dtype=dtype, enabled=dtype != torch.float32):
+        _, loss = call(idx, targets)
+    (loss / 3).backward()
+    return loss.detach(), torch.cat([p.grad.flatten() for p in model.parameters()])
+
+
+def relative(a, b):
+    return ((a - b).norm() / b.norm()).item()
+
+
+@pytest.mark.parametrize('chunk', [1, 7, 32, 1000])
+def test_the_loss_in_chunks_is_the_plain_loss(chunk):
+    torch.manual_seed(0)
+    model = GPT(SMALL)
+    plain_loss, plain = loss_and_gradient(model, model)
+    model.loss_chunk_tokens = chunk
+    loss, gradient = loss_and_gradient(model, model)
+    assert relative(loss, plain_loss) < 1e-6 and relative(gradient, plain) < 1e-6
+    logits, loss_alone = model(tokens(6, 16), tokens(6, 16))
+    with torch.no_grad():
+        assert torch.equal(model(tokens(6, 16), tokens(6, 16))[1], loss_alone)
+    assert logits is None and model(tokens(2, 16))[0].shape == (2, 16, 65)
+
+
+@pytest.mark.parametrize('dtype', [torch.bfloat16, torch.float16])
+def test_the_loss_in_chunks_is_as_exact_as_the_plain_one_in_half_precision(dtype):
+    errors = torch.zeros(2)  # of the plain path and of ours, against float32
+    for seed in range(8):  # rounding is luck: only the sum tells
+        torch.manual_seed(seed)
+        model = GPT(SMALL)
+        _, exact = loss_and_gradient(model, model)
+        _, plain = loss_and_gradient(model, model, dtype)
+        model.loss_chunk_tokens = 32
+        _, chunked = loss_and_gradient(model, model, dtype)
+        errors += torch.tensor([relative(plain, exact), relative(chunked, exact)])
+    assert 0 < errors[1] < 1.05 * errors[0]
+
+
+def test_float16_gradients_of_a_large_batch_do_not_vanish():
+    torch.manual_seed(0)
+    model = GPT(SMALL)
+    idx = tokens(1024, 16)  # 1 / (B·T·V) is below what float16 can hold
+    _, exact = loss_and_gradient(model, model, idx=idx)
+    model.loss_chunk_tokens = 4096
+    _, gradient = loss_and_gradient(model, lambda *batch: (None, model(*batch)[1] * 2**10),
+                                    torch.float16, idx)
+    assert relative(gradient / 2**10, exact) < 0.01
+
+
+@pytest.mark.parametrize('checkpointing', ['selective', 'full'])
+@pytest.mark.parametrize('dtype', [torch.float32, torch.bfloat16])
+def test_activations_computed_again_change_nothing(checkpointing, dtype):
+    torch.manual_seed(0)
+    model = GPT(GPTConfig(block_size=16, vocab_size=65, n_layer=2, n_head=4, n_embd=32,
+                          dropout=0.2))
+    loss, gradient = loss_and_gradient(model, model, dtype)
+    model.activation_checkpointing = checkpointing
+    again_loss, again = loss_and_gradient(model, model, dtype)
+    assert torch.equal(loss, again_loss) and torch.equal(gradient, again)
+
+
+@pytest.mark.parametrize('checkpointing', ['none', 'selective', 'full'])
+def test_a_compiled_model_computes_the_same(checkpointing):
+    torch.manual_seed(0)
+    model = GPT(SMALL)
+    expected_loss, expected = loss_and_gradient(model, model)
+    model.loss_chunk_tokens, model.activation_checkpointing = 32, checkpointing
+    torch._dynamo.reset()
+    compiled = torch.compile(model, backend='aot_eager', fullgraph=True)
+    loss, gradient = loss_and_gradient(model, compiled)
+    assert relative(loss, expected_loss) < 1e-6 and relative(gradient, expected) < 2e-6
+
+
+def saved_bytes(model, idx):
+    """Bytes that autograd keeps for the backward pass, parameters aside."""
+    parameters = {p.untyped_storage().data_ptr() for p in model.parameters()}
+    saved = {}
+
+    def pack(tensor):
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in parameters:
+            saved[storage.data_ptr()] = storage
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        model(idx, idx)
+    return sum(storage.nbytes() for storage in saved.values())
+
+
+def test_logits_are_not_kept_by_the_loss_in_chunks():
+    model = GPT(GPTConfig(block_size=16, vocab_size=3000, n_layer=1, n_head=2, n_embd=32))
+    idx = tokens(8, 16)
+    plain = saved_bytes(model, idx)
+    model.loss_chunk_tokens = 32
+    # what goes: float32 (B·T, V); what comes: the gradients, (B·T, C) and (V, C)
+    assert plain - saved_bytes(model, idx) == pytest.approx(
+        4 * (128 * 3000 - 128 * 32 - 3000 * 32), rel=0.02)
+
+
+def test_each_kind_of_checkpointing_keeps_less(model):
+    model.train()
+    model.loss_chunk_tokens = 32
+    kept = []
+    for model.activation_checkpointing in ('none', 'full'):
+        kept.append(saved_bytes(model, tokens(8, 16)))
+    assert kept[1] < kept[0] / 3
+
+
 def test_matrices_decay_and_vectors_do_not(model):
     optimizer = model.configure_optimizers(0.1, 1e-3, (0.9, 0.95), 'cpu')
     decayed, plain = optimizer.param_groups

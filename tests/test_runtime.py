@@ -11,6 +11,7 @@ from runtime import (
     choose_dtype,
     run_script,
     seed_everything,
+    use_expandable_segments,
 )
 
 CPU = torch.device('cpu')
@@ -87,3 +88,17 @@ def test_importing_the_nouns_needs_only_the_core_packages():
     from helpers import ROOT
     out = subprocess.run([sys.executable, '-c', code], cwd=ROOT, capture_output=True, text=True)
     assert out.stdout.strip() == '[]', out.stderr
+
+
+def test_memory_grows_in_place_unless_the_environment_says_otherwise(monkeypatch):
+    asked = []
+    monkeypatch.setattr(torch._C, '_accelerator_setAllocatorSettings', asked.append)
+    for name in ('PYTORCH_ALLOC_CONF', 'PYTORCH_CUDA_ALLOC_CONF'):
+        monkeypatch.delenv(name, raising=False)
+    use_expandable_segments(torch.device('cpu'))
+    assert asked == []
+    use_expandable_segments(torch.device('cuda'))
+    assert asked == ['expandable_segments:True']
+    monkeypatch.setenv('PYTORCH_CUDA_ALLOC_CONF', 'max_split_size_mb:64')
+    use_expandable_segments(torch.device('cuda'))
+    assert len(asked) == 1

@@ -1,0 +1,263 @@
+"""Tell what a run will take, in memory, tokens and time, before anything runs.
+
+    python plan.py config/gpt2_124m.py --gpu_memory_gb=40
+    python plan.py config/gpt2_124m.py --gpu=H100 --processes=8 --gpu_hour_price=2.5
+    python plan.py config/gpt2_124m.py --gpu_memory_gb=24 --batch_size=auto --json
+"""
+
+import json as json_format
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import torch
+
+from configurator import load_config
+from dataloader import size_of_dataset
+from memory import (
+    GIB,
+    batch_that_divides,
+    gib,
+    largest_batch,
+    optimizer_bytes,
+    parameter_counts,
+    predict,
+    run_of,
+    savings,
+)
+from metrics import duration, short
+from model import GPT, PEAK_FLOPS, GPTConfig, peak_flops
+from runtime import UserError, run_script
+from settings import TrainConfig
+
+# GB of the smallest version of each, from NVIDIA's data sheets.
+GPU_MEMORY_GB = {
+    'B200': 180, 'H200': 141, 'H100 PCIe': 80, 'H100 NVL': 94, 'H100': 80, 'A100': 40, 'L40S': 48,
+    'L4': 24, 'A10G': 24, 'A10': 24, 'A6000': 48, 'RTX 4090': 24, 'RTX 3090': 24, 'V100': 16,
+    'T4': 15,  # 16, of which error correction takes one
+}
+CHECKPOINTING = ('none', 'selective', 'full')
+
+
+@dataclass
+class PlanConfig(TrainConfig):
+    # plan: the machine
+    gpu: str = ''  # such as A100 or RTX 4090: its memory and its peak
+    gpu_memory_gb: float = 0.0  # memory of a GPU; 0 for that of --gpu
+    processes: int = 1  # GPUs, of all nodes together
+    nodes: int = 1  # machines
+    link_gb_per_s: float = 0.0  # gigabytes a second between nodes, each way; 0 for unknown
+    gpu_hour_price: float = 0.0  # of one GPU
+    # plan: the run
+    vocab_size: int = 0  # where the dataset is not prepared; 0 for the dataset's, or GPT-2's
+    optimizer: Literal['adamw', 'sgd', 'muon'] = 'adamw'  # which states stand beside the weights
+    tokens_per_s: float = 0.0  # measured, of all GPUs together; 0 to estimate from utilisation
+    utilisation: float = 0.4  # share of the GPU's peak, where tokens_per_s is not known
+    json: bool = False  # print JSON
+
+    def problems(self):
+        found = [f'{key}={getattr(self, key)}: must be at least 1'
+                 for key in ('processes', 'nodes') if getattr(self, key) < 1]
+        found += [f'{key}={getattr(self, key)}: must not be negative'
+                  for key in ('gpu_memory_gb', 'link_gb_per_s', 'gpu_hour_price', 'vocab_size',
+                              'tokens_per_s') if getattr(self, key) < 0]
+        if not 0 < self.utilisation <= 1:
+            found.append(f'utilisation={self.utilisation}: must be above 0 and at most 1')
+        if self.gpu and self.gpu not in GPU_MEMORY_GB:
+            found.append(f'gpu={self.gpu!r} is unknown: use one of {", ".join(GPU_MEMORY_GB)}, or '
+                         '--gpu_memory_gb')
+        if self.processes >= 1 and self.nodes >= 1:
+            if self.processes % self.nodes:
+                found.append(f'processes={self.processes} does not divide by nodes={self.nodes}')
+            found += super().problems()
+        return found
+
+    def world_size(self):
+        return self.processes
+
+
+# -----------------------------------------------------------------------------
+# the parts of a plan, each a dict that --json prints
+
+
+def memory_plan(model, config, dtype):
+    """Peak by name, what fits, and the same under each kind of checkpointing."""
+    available = int((config.gpu_memory_gb or GPU_MEMORY_GB.get(config.gpu, 0)) * GIB)
+    windows = config.total_batch_size // config.block_size or \
+        config.gradient_accumulation_steps * config.batch_size
+    run = run_of(replace(config, batch_size=1) if config.batch_size == 'auto' else config, dtype,
+                 optimizer=config.optimizer)
+    mine = windows // config.processes
+    if config.batch_size == 'auto':
+        batch_size, micro_steps = batch_that_divides(model, run, available, mine)
+        run = replace(run, batch_size=batch_size or 1, micro_steps=micro_steps or mine)
+    prediction = predict(model, run)
+    kinds = {}
+    for kind in CHECKPOINTING:
+        under = replace(run, activation_checkpointing=kind)
+        batch_size, micro_steps = batch_that_divides(model, under, available, mine)
+        kinds[kind] = {'total': predict(model, under).total,
+                       'largest_batch': largest_batch(model, under, available),
+                       'batch_size': batch_size, 'accumulation': micro_steps * config.processes}
+    logits = run.batch_size * model.block_size * model.vocab_size * run.matmul_bytes
+    return {'batch_size': run.batch_size, 'micro_steps': run.micro_steps, 'dtype': dtype,
+            'activation_checkpointing': run.activation_checkpointing,
+            'loss_chunk_tokens': run.loss_chunk_tokens, 'available': available,
+            'fits': prediction.total <= available if available else None,
+            'peak_stage': prediction.peak_stage, 'items': prediction.items,
+            'peak': prediction.peak, 'overhead': prediction.overhead, 'total': prediction.total,
+            'logits': logits, 'windows_per_step': windows,
+            'stages': {stage: sum(items.values()) for stage, items in prediction.stages.items()},
+            'checkpointing': kinds, 'savings': dict(savings(model, run)[:3])}
+
+
+def token_plan(model, config, windows, parameters, dataset_tokens):
+    """Tokens of the run, and how they and the corpus match the model."""
+    step = windows * model.block_size
+    total = step * config.max_iters
+    blocks = 12 * model.n_layer * model.n_embd**2
+    return {'parameters': parameters, 'per_step': step, 'total': total,
+            'dataset': dataset_tokens,
+            'epochs': total / dataset_tokens if dataset_tokens else None,
+            'steps_per_epoch': dataset_tokens / step if dataset_tokens else None,
+            'per_parameter': total / parameters,
+            # Hoffmann et al. 2022, table 3: about 20 tokens for each parameter
+            'chinchilla': 20 * parameters,
+            'chinchilla_parameters': dataset_tokens / 20 if dataset_tokens else None,
+            # Kaplan et al. 2020, equation 4.4: fewer overfit; N without embeddings
+            'kaplan': 5e3 * blocks**0.74}
+
+
+def time_plan(gpt, config, dtype, total_tokens):
+    """FLOPs, hours and price; None where the speed is not known."""
+    flops = gpt.flops_per_token()
+    peak = peak_flops(config.gpu, dtype) if config.gpu in PEAK_FLOPS else None
+    speed = config.tokens_per_s or (peak or 0) * config.utilisation / flops * config.processes
+    hours = total_tokens / speed / 3600 if speed else None
+    return {'flops_per_token': flops, 'flops': flops * total_tokens, 'tokens_per_s': speed or None,
+            'hours': hours, 'gpu_hours': hours * config.processes if hours else None,
+            'price': hours * config.processes * config.gpu_hour_price if hours else None}
+
+
+def disk_plan(model, config, dataset_tokens):
+    """Bytes of a checkpoint, of all that are kept, and of the tokens."""
+    checkpoint = 4 * parameter_counts(model)[2] + optimizer_bytes(model, config.optimizer)
+    width = 2 if model.vocab_size <= 2**16 else 4
+    return {'checkpoint': checkpoint,
+            'checkpoints': checkpoint * (config.keep_checkpoints + 2),  # the best, and one written
+            'dataset': dataset_tokens * width if dataset_tokens else None}
+
+
+def exchange_plan(model, config, micro_batch_tokens, micro_steps, speed):
+    """How long gradients travel between nodes in a step, and what of it shows. A ring moves
+    2(n-1)/n of the gradient over each link (Patarasuk and Yuan 2009), while the last
+    micro-batch's backward pass, two thirds of its time, goes on."""
+    if config.nodes == 1 or not config.link_gb_per_s or not speed:
+        return None
+    n = config.nodes
+    travel = 2 * (n - 1) / n * 4 * parameter_counts(model)[2] / (config.link_gb_per_s * 1e9)
+    per_token = config.processes / speed  # seconds of one GPU
+    hidden = micro_batch_tokens * per_token * 2 / 3
+    shown = max(0.0, travel - hidden)
+    compute = micro_batch_tokens * micro_steps * per_token
+    return {'seconds': travel, 'shown_seconds': shown, 'share_of_step': shown / (compute + shown),
+            'hides_from_batch_size': travel / (per_token * 2 / 3) / model.block_size}
+
+
+# -----------------------------------------------------------------------------
+# for people
+
+
+def verdict(memory):
+    """Does it fit, and what does."""
+    if not memory['available']:
+        return 'say --gpu_memory_gb or --gpu to learn what fits'
+    best = memory['checkpointing'][memory['activation_checkpointing']]
+    words = [f'{"fits" if memory["fits"] else "does NOT fit"} in {gib(memory["available"])}']
+    if best['batch_size']:
+        words.append(f'largest micro-batch {best["largest_batch"]}; of those that keep '
+                     f'{memory["windows_per_step"]} windows a step, {best["batch_size"]} with '
+                     f'gradient_accumulation_steps={best["accumulation"]}')
+    elif best['largest_batch'] == 0:
+        words.append('not even batch_size=1 does')
+    if not memory['fits']:
+        words.append('most is saved by ' + ', '.join(
+            f'{change} ({gib(size)})' for change, size in memory['savings'].items()))
+    return '; '.join(words)
+
+
+def show(plan):
+    """The plan as a table."""
+    memory, tokens, time, disk = (plan[part] for part in ('memory', 'tokens', 'time', 'disk'))
+    print(f'memory of one GPU: micro-batch {memory["batch_size"]}, {memory["micro_steps"]} a step, '
+          f'{memory["dtype"]}; highest in "{memory["peak_stage"]}"')
+    for name, size in sorted(memory['items'].items(), key=lambda item: -item[1]):
+        if size:
+            print(f'  {gib(size):>12}  {name}')
+    if not memory['loss_chunk_tokens']:
+        print(f'  logits of this batch are {gib(memory["logits"])} each copy; '
+              '--loss_chunk_tokens=2048 never makes them')
+    print(f'  {gib(memory["overhead"]):>12}  CUDA context and fragmentation, an allowance')
+    print(f'  {gib(memory["total"]):>12}  in all: {verdict(memory)}')
+    print('by stage: ' + ', '.join(f'{stage} {gib(size)}'
+                                   for stage, size in memory['stages'].items()))
+    print('activation_checkpointing:')
+    for kind, under in memory['checkpointing'].items():
+        fits = f', largest micro-batch {under["largest_batch"]}' if memory['available'] else ''
+        print(f'  {kind:<10} {gib(under["total"]):>12}{fits}')
+    known = tokens['dataset']
+    print(f'tokens: {tokens["per_step"]:,} a step, {short(tokens["total"])} in all, '
+          f'{tokens["per_parameter"]:.3g} for each of {tokens["parameters"]:,} parameters')
+    if known:
+        print(f'  {plan["source"]}: {short(known)} tokens, {tokens["steps_per_epoch"]:.4g} steps '
+              f'an epoch, {tokens["epochs"]:.3g} epochs')
+    else:
+        print(f'  {plan["source"]}: its tokens are unknown, a vocabulary of '
+              f'{plan["vocab_size"]:,} is assumed')
+    data = f', the corpus {short(known)}' if known else ''
+    print(f'  Chinchilla (Hoffmann et al. 2022): this model is best trained on '
+          f'{short(tokens["chinchilla"])} tokens{data}')
+    if known:
+        print(f'    and one pass over this corpus trains {short(known / 20)} parameters best; '
+              'up to 4 epochs are nearly as good as new text (Muennighoff et al. 2023)')
+    enough = '' if not known else ': enough' if known >= tokens['kaplan'] else ': it will overfit'
+    print(f'  Kaplan et al. 2020, eq. 4.4: below {short(tokens["kaplan"])} tokens of text this '
+          f'model overfits{data}{enough}')
+    speed = f'{short(time["tokens_per_s"])} tokens/s, {duration(time["hours"] * 3600)}, ' \
+        f'{time["gpu_hours"]:.3g} GPU hours' if time['hours'] else \
+        'say --tokens_per_s or --gpu for the time'
+    price = f', price {time["price"]:.2f}' if time['price'] else ''
+    print(f'time: {time["flops"]:.3g} FLOPs, {speed}{price}')
+    print(f'disk: {gib(disk["checkpoint"])} a checkpoint, up to {gib(disk["checkpoints"])} in all'
+          + (f', tokens {gib(disk["dataset"])}' if disk['dataset'] else ''))
+    if exchange := plan['exchange']:
+        print(f'between nodes: gradients travel {exchange["seconds"]:.3g} s a step, '
+              f'{exchange["share_of_step"]:.1%} of the step shows; they hide from a micro-batch of '
+              f'{exchange["hides_from_batch_size"]:.3g} windows on')
+
+
+def main(argv):
+    config = load_config(PlanConfig, argv, __doc__)
+    vocab_size, dataset_tokens, source = size_of_dataset(config.dataset, config.vocab_size)
+    model = GPTConfig(config.block_size, vocab_size, config.n_layer, config.n_head, config.n_embd,
+                      config.dropout, config.bias)
+    if config.batch_size == 'auto' and not (config.gpu_memory_gb or config.gpu):
+        raise UserError('batch_size=auto: say --gpu_memory_gb or --gpu')
+    with torch.device('meta'):
+        gpt = GPT(model)
+    dtype = 'bfloat16' if config.dtype == 'auto' else config.dtype
+    memory = memory_plan(model, config, dtype)
+    tokens = token_plan(model, config, memory['windows_per_step'], gpt.num_parameters(),
+                        dataset_tokens)
+    time = time_plan(gpt, config, dtype, tokens['total'])
+    plan = {'vocab_size': vocab_size, 'source': source, 'memory': memory, 'tokens': tokens,
+            'time': time, 'disk': disk_plan(model, config, dataset_tokens),
+            'exchange': exchange_plan(model, config, memory['batch_size'] * model.block_size,
+                                      memory['micro_steps'], time['tokens_per_s'])}
+    if config.json:
+        print(json_format.dumps(plan, indent=1))
+    else:
+        show(plan)
+
+
+if __name__ == '__main__':
+    run_script(main)

@@ -2,16 +2,23 @@
 
     python bench.py --memory config/shakespeare_char.py
     python bench.py --memory config/gpt2_124m.py --batch_size=8 --dtype=bfloat16
+    python bench.py --checkpoints config/gpt2_124m.py --batch_size=1 --out_dir=/tmp/bench
 
-On CUDA a real step runs. Elsewhere torch's memory tracker follows a step on tensors without data,
-which takes no memory and seconds at any size.
+--memory: on CUDA a real step runs. Elsewhere torch's memory tracker follows a step on tensors
+without data, which takes no memory and seconds at any size.
+--checkpoints: two real steps, then a save that training waits for and one in the background, in a
+folder inside out_dir that is removed again.
 """
 
+import tempfile
+import time
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
 import torch
 
+from checkpoint import Saver, checkpoint_paths, open_checkpoint, rng_state
 from configurator import load_config
 from dataloader import size_of_dataset
 from memory import gib, one_step, predict, run_of
@@ -31,6 +38,7 @@ from settings import TrainConfig
 class BenchConfig(TrainConfig):
     # benchmark
     memory: bool = False  # what a step holds after forward, backward and optimizer, and at most
+    checkpoints: bool = False  # how long training stands still for a save
     vocab_size: int = 0  # where the dataset is not prepared; 0 for the dataset's
     optimizer: Literal['adamw', 'sgd'] = 'adamw'  # which states stand beside the weights
 
@@ -97,10 +105,36 @@ def measure_memory(model, run, device):
     print(f'the plan is {plan.peak / allocated["peak"] - 1:+.1%} off the measured peak')
 
 
+def measure_checkpoints(model, run, config, device):
+    """Print how long a save stops training, and which share that is of the time between saves."""
+    stages = [(time.perf_counter(), gpt, optimizer)
+              for _, gpt, optimizer in one_step(model, run, device)]
+    ended, gpt, optimizer = stages[-1]
+    step_s = ended - stages[run.micro_steps + 1][0]  # the second: the first makes the states
+    print(f'{gpt.num_parameters():,} parameters, {device}: {step_s:.2f} s a step of '
+          f'{run.batch_size * run.micro_steps} windows, a save every '
+          f'{config.checkpoint_interval} steps')
+    Path(config.out_dir).mkdir(parents=True, exist_ok=True)
+    for background in (False, True):
+        with tempfile.TemporaryDirectory(dir=config.out_dir) as folder:
+            saver = Saver(folder, chunk_mb=config.checkpoint_chunk_mb, background=background)
+            began = time.perf_counter()
+            saver.save(gpt, optimizer, {'iter_num': 1}, rng_state(device))
+            stall_s = time.perf_counter() - began
+            saver.wait()
+            written_s = time.perf_counter() - began
+            chunks = open_checkpoint(checkpoint_paths(folder)[0]).state['chunks']
+        size = sum(chunk['bytes'] for chunk in chunks)
+        share = stall_s / (config.checkpoint_interval * step_s + stall_s)
+        print(f'checkpoint_async={background!s:<6} stands still {stall_s:.2f} s ({share:.3%} of '
+              f'the time), written after {written_s:.2f} s: {size / 1e9:.2f} GB in {len(chunks)} '
+              'files')
+
+
 def main(argv):
     config = load_config(BenchConfig, argv, __doc__)
-    if not config.memory:
-        raise UserError('say what to measure: --memory')
+    if not (config.memory or config.checkpoints):
+        raise UserError('say what to measure: --memory or --checkpoints')
     device, _ = choose_device(config.device)
     dtype, _ = choose_dtype(config.dtype, device, config.n_embd)
     use_fast_matmul()
@@ -109,7 +143,10 @@ def main(argv):
     model = GPTConfig(config.block_size, vocab_size, config.n_layer, config.n_head, config.n_embd,
                       config.dropout, config.bias)
     run = run_of(config, dtype, device.type, config.optimizer)
-    measure_memory(model, run, device)
+    if config.memory:
+        measure_memory(model, run, device)
+    if config.checkpoints:
+        measure_checkpoints(model, run, config, device)
 
 
 if __name__ == '__main__':

@@ -1,7 +1,10 @@
 """A run survives: signals, lost processes, bad steps, hostile files."""
 
+import contextlib
 import json
 import os
+import pickle
+import shutil
 import signal
 import subprocess
 import sys
@@ -11,6 +14,8 @@ from helpers import ROOT, fails, run, torchrun
 from test_train import lines, same, weights
 
 import checkpoint as checkpoints
+import prepare
+import sample
 import train
 from runtime import StopRequest, UserError
 
@@ -121,7 +126,6 @@ def test_a_run_can_go_back_to_an_earlier_checkpoint(tiny, tmp_path):
 
 def test_other_data_is_refused_and_a_new_run_may_start_from_the_weights(
         tiny, trained, tmp_path, text_file, capsys, monkeypatch):
-    import prepare
     other = tmp_path / 'other.txt'
     other.write_text(text_file.read_text()[::-1])
     prepare.main(['text', f'--input={other}', '--tokenizer=char', f'--data_dir={tmp_path}/d'])
@@ -238,6 +242,47 @@ def test_hosts_that_do_not_share_the_folder_are_told_so(monkeypatch, tmp_path):
         train.check_shared(tmp_path, world, None)
 
 
+def test_no_file_that_is_read_can_run_code(tiny, char_data, tmp_path, capsys):
+    """A pickle that would make a file, in each place where a file is read."""
+    mark = tmp_path / 'hacked'
+    hostile = f"cposix\nsystem\n(S'touch {mark}'\ntR.".encode()
+    pickle.loads(hostile)
+    assert mark.exists()  # it does work, where something unpickles it
+    mark.unlink()
+
+    def attack(path, main, *arguments):
+        content = path.read_bytes() if path.exists() else None
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(hostile)
+        with contextlib.suppress(UserError, SystemExit):
+            main(list(arguments))
+        assert not mark.exists(), path
+        if content is None:
+            path.unlink(missing_ok=True)
+        else:
+            path.write_bytes(content)
+
+    data = shutil.copytree(char_data, tmp_path / 'data')
+    arguments = [*tiny, f'--dataset={data}']
+    train.main(arguments)
+    out = tmp_path / 'out'
+    for path in sorted(path for path in checkpoints.find(out).path.iterdir()):
+        attack(path, sample.main, f'--out_dir={out}', '--checkpoint=latest', '--num_samples=1')
+        attack(path, train.main, *arguments, '--init_from=resume', '--eval_only')
+    for name in ('meta.json', 'meta.pkl', 'train.bin', 'val.bin'):
+        attack(data / name, train.main, *arguments, '--eval_only')
+        attack(data / name, prepare.main, 'inspect', str(data))
+    attack(out / 'metrics.jsonl', train.main, *arguments, '--init_from=resume', '--max_iters=7')
+    attack(tmp_path / 'prompt', sample.main, f'--out_dir={out}', f'--start=FILE:{tmp_path}/prompt')
+    for name in ('config.json', 'model.safetensors', 'pytorch_model.bin'):
+        attack(tmp_path / 'hf' / name, sample.main, f'--init_from={tmp_path}/hf')
+    for name in ('in.txt', 'in.jsonl', 'in.parquet', 'in.txt.gz', 'in.txt.zst'):
+        attack(tmp_path / name, prepare.main, 'text', f'--input={tmp_path / name}',
+               '--tokenizer=byte', f'--data_dir={tmp_path}/new')
+    attack(tmp_path / 'new/unfinished/journal.json', prepare.main, 'pystdlib',
+           f'--data_dir={tmp_path}/new')
+
+
 def test_a_short_torture_loses_nothing():
     out = run('tests/torture.py', '--kills=6')
     assert 'nothing was lost' in out and 'LOST' not in out
@@ -251,3 +296,17 @@ def test_a_damaged_newest_checkpoint_is_named_and_the_one_before_it_used(tiny, t
     out = capsys.readouterr().out
     assert f'skipped a checkpoint: {newest}' in out and 'resumed from' in out
     assert 'old-001' in out and checkpoints.newest_valid(tmp_path / 'out')[0].iter_num == 6
+
+
+@pytest.mark.slow
+def test_gpt2_124m_is_saved_by_one_and_two_processes_in_chunks_within_the_limit(
+        char_data, tmp_path):
+    arguments = ['train.py', f'--dataset={char_data}', '--block_size=16', '--batch_size=1',
+                 '--gradient_accumulation_steps=2', '--eval_iters=1', '--checkpoint_chunk_mb=100',
+                 '--device=cpu', '--dtype=float32', '--init_from=auto', f'--out_dir={tmp_path}/out']
+    for processes, iters in ((2, 1), (1, 2), (2, 3)):
+        torchrun(processes, *arguments, f'--max_iters={iters}')
+        found, damaged = checkpoints.newest_valid(tmp_path / 'out')
+        assert found.iter_num == iters and not damaged
+        assert all(chunk['bytes'] <= 100e6 for chunk in found.state['chunks'])
+        assert len(found.state['chunks']) > 10

@@ -68,7 +68,7 @@ def test_two_processes_compute_what_one_does(tiny, tmp_path):
                zip(weights(tmp_path / 'one'), weights(tmp_path / 'two'), strict=True))
 
 
-@pytest.mark.parametrize('dtype', ['float32', 'bfloat16'])
+@pytest.mark.parametrize('dtype', ['float32', 'bfloat16', 'float16'])
 def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(tiny, tmp_path, dtype):
     tiny = [*tiny, f'--dtype={dtype}', '--dropout=0.2']
     train.main([*tiny, f'--out_dir={tmp_path}/whole'])

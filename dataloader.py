@@ -116,21 +116,28 @@ def read_meta(path):
         if meta['format_version'] != FORMAT_VERSION:
             raise UserError(f'{path}: format version {meta["format_version"]}, but this plainGPT '
                             f'reads version {FORMAT_VERSION}: prepare the data again')
-        if meta['dtype'] not in ('uint16', 'uint32') or meta['vocab_size'] < 1:
+        if meta['dtype'] not in ('uint16', 'uint32') or not is_count(meta['vocab_size']):
             raise ValueError('dtype or vocab_size is out of range')
         if meta['vocab_size'] != tokenizers.vocab_size_of(meta['tokenizer']):
             raise ValueError('vocab_size is not that of its tokenizer')
-        for about in meta['splits'].values():
+        for about in (meta['splits'][split] for split in ('train', 'val')):
             # one file of another size or a path out of the folder must not pass as ours
-            if not about['files'] or any(os.path.basename(f['name']) != f['name'] or f['tokens'] < 1
-                                         for f in about['files']):
+            if not about['files'] or any(os.path.basename(f['name']) != f['name']
+                                         or not is_count(f['tokens']) for f in about['files']):
                 raise ValueError('a split has no files or a misnamed one')
             if about['tokens'] != sum(file['tokens'] for file in about['files']):
                 raise ValueError('the tokens of a split are not those of its files')
+            if not is_count(about.get('bytes', 1)) \
+                    or not all(isinstance(file['sha256'], str) for file in about['files']):
+                raise ValueError('bytes or sha256 is of another type')
         return meta
-    except (ValueError, KeyError, TypeError, AttributeError) as e:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as e:
         what = f'{e} is missing' if isinstance(e, KeyError) else e
         raise UserError(f'{path} is broken ({what}): prepare the data again') from None
+
+
+def is_count(x):
+    return type(x) is int and 0 < x < 2**63
 
 
 @dataclass(frozen=True)

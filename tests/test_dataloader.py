@@ -212,6 +212,27 @@ def test_a_broken_meta_json_is_an_error(own_data, train_fails, text):
     assert 'meta.json' in train_fails()
 
 
+@pytest.mark.parametrize('value', [
+    None, 3, -1, 1.5, True, 10**30, 'x', [], {}, [1], {'kind': 'x'}], ids=repr)
+@pytest.mark.parametrize('place', [
+    'format_version', 'dtype', 'vocab_size', 'tokenizer', 'splits', 'splits/val',
+    'splits/val/tokens', 'splits/val/bytes', 'splits/val/files', 'splits/val/files/0',
+    'splits/val/files/0/name', 'splits/val/files/0/tokens', 'splits/val/files/0/sha256'])
+def test_no_value_in_meta_json_gives_a_traceback(own_data, place, value):
+    meta = json.loads((own_data / 'meta.json').read_text())
+    *way, last = [int(key) if key == '0' else key for key in place.split('/')]
+    inner = meta
+    for step in way:
+        inner = inner[step]
+    if (last, value) in [('sha256', 'x'), ('name', 'x'), ('bytes', 3),
+                         ('format_version', True)]:
+        return  # possible values; what they misname is found elsewhere
+    inner[last] = value
+    (own_data / 'meta.json').write_text(json.dumps(meta))
+    with pytest.raises(UserError, match=r'meta\.json'):
+        open_dataset(own_data)
+
+
 @pytest.mark.parametrize('name', ['../secret.bin', '/etc/passwd'])
 def test_a_meta_json_that_points_out_of_its_folder_is_refused(own_data, train_fails, name):
     meta = json.loads((own_data / 'meta.json').read_text())

@@ -2,11 +2,13 @@
 
 import os
 import signal
+import socket
 import sys
 import time
 import uuid
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -157,6 +159,36 @@ def all_reduce_min(number, device):
     tensor = torch.tensor(number, device=device)
     dist.all_reduce(tensor, dist.ReduceOp.MIN)
     return int(tensor)
+
+
+def make_writable(folder):
+    """Create out_dir and see that files can be made in it. Raises UserError."""
+    try:
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        probe = Path(folder, '.writable')
+        probe.touch()
+        probe.unlink()
+    except OSError as e:
+        raise UserError(f'out_dir={folder}: cannot write there: {e.strerror}') from None
+
+
+def check_shared(folder, world, group):
+    """See that all processes write into one folder. Raises UserError where a host has its own."""
+    mark = folder / f'.shared-{os.getpid()}'
+    if world.is_main and world.size > 1:
+        mark.touch()
+    mark = Path(all_gather(str(mark), group)[0])
+    patience = time.monotonic() + 10  # network file systems show new files with a delay
+    while world.size > 1 and not mark.exists() and time.monotonic() < patience:
+        time.sleep(0.1)
+    hosts = all_gather((socket.gethostname(), world.size == 1 or mark.exists()), group)
+    if world.is_main and world.size > 1:
+        mark.unlink()
+    blind = sorted({host for host, sees in hosts if not sees})
+    if blind:
+        raise UserError(f'out_dir={folder} is not the same folder on {", ".join(blind)} as on '
+                        f'{hosts[0][0]}: every host writes its share of the checkpoints, so it '
+                        'must be on a disk that all of them share')
 
 
 class StopRequest:

@@ -8,11 +8,8 @@ Without a config file this trains GPT-2 124M on OpenWebText.
 """
 
 import math
-import os
-import socket
 import subprocess
 import sys
-import time
 from contextlib import nullcontext
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -35,12 +32,14 @@ from runtime import (
     all_reduce_mean,
     autocast,
     barrier,
+    check_shared,
     choose_compile,
     choose_device,
     choose_dtype,
     device_name,
     host_group,
     launched_world,
+    make_writable,
     process_group,
     run_script,
     say,
@@ -67,6 +66,22 @@ def find_dataset(name, world):
             sys.exit(done.returncode)  # it has said why
     barrier()
     return open_dataset(folder)
+
+
+def open_batches(config, dataset, world, device):
+    """→ (loader of the training split, loader of the validation split)."""
+    in_ram = fits_in_ram(dataset.folder, world.local_size) if config.data_in_ram == 'auto' \
+        else config.data_in_ram
+    loaders = [BatchLoader(dataset.split(split, in_ram), config.block_size, config.batch_size,
+                           micro_steps=config.accumulation() // world.size, rank=world.rank,
+                           world_size=world.size, seed=config.seed, device=device)
+               for split in ('train', 'val')]
+    tokens = len(loaders[0].stream)
+    step_tokens = config.accumulation() * config.batch_size * config.block_size
+    say(f'{dataset.folder}: {tokens:,} training tokens, vocabulary {dataset.vocab_size:,}, '
+        f'{"in memory" if in_ram else "on disk"} | {step_tokens:,} tokens a step, '
+        f'{config.max_iters * step_tokens / tokens:.3g} epochs')
+    return loaders
 
 
 # -----------------------------------------------------------------------------
@@ -258,18 +273,9 @@ def train(config, world, device, dtype, compile):
         batch_size, why = choose_batch_size(raw_model.config, config, dtype, device)
         config = replace(config, batch_size=batch_size)
         say(f'batch_size {batch_size} ({why}) | accumulation {config.accumulation()}')
-    in_ram = fits_in_ram(dataset.folder, world.local_size) if config.data_in_ram == 'auto' \
-        else config.data_in_ram
+    train_data, val_data = open_batches(config, dataset, world, device)
     micro_steps = config.accumulation() // world.size
-    train_data, val_data = (
-        BatchLoader(dataset.split(split, in_ram), config.block_size, config.batch_size,
-                    micro_steps=micro_steps, rank=world.rank, world_size=world.size,
-                    seed=config.seed, device=device)
-        for split in ('train', 'val'))
     step_tokens = config.accumulation() * config.batch_size * config.block_size
-    say(f'{dataset.folder}: {len(train_data.stream):,} training tokens, vocabulary '
-        f'{dataset.vocab_size:,}, {"in memory" if in_ram else "on disk"} | {step_tokens:,} tokens '
-        f'a step, {config.max_iters * step_tokens / len(train_data.stream):.3g} epochs')
 
     # optimizer
     raw_model.to(device)
@@ -328,6 +334,7 @@ def train(config, world, device, dtype, compile):
     metrics.start_steps(iter_num)
     with StopRequest() as stop:
         while True:
+            # What is due now: all processes come to the same answers.
             stopping = stop.wanted()
             done = config.eval_only or iter_num >= config.max_iters
             evaluating = not stopping and iter_num != evaluated_at \
@@ -336,6 +343,7 @@ def train(config, world, device, dtype, compile):
             logging = iter_num % config.log_interval == 0
             giving_up = (evaluating or saving or logging) and guard.report(say)
 
+            # evaluate, save
             val_loss = None
             with metrics.paused():
                 if evaluating:
@@ -354,6 +362,7 @@ def train(config, world, device, dtype, compile):
             if done or stopping or giving_up:
                 break
 
+            # step
             lr = config.learning_rate if not config.decay_lr else get_lr(
                 iter_num, config.learning_rate, config.min_lr, config.warmup_iters,
                 config.lr_decay_iters)
@@ -393,36 +402,6 @@ def remark_on_first_loss(loss, vocab_size):
     if abs(loss - expected) > 1:
         say(f'warning: the first loss is {loss:.2f}, but a model that knows nothing has about '
             f'ln({vocab_size}) = {expected:.2f}: is the initialisation as you want it?')
-
-
-def make_writable(folder):
-    """Create `folder` and see that files can be made in it. Raises UserError."""
-    try:
-        Path(folder).mkdir(parents=True, exist_ok=True)
-        probe = Path(folder, '.writable')
-        probe.touch()
-        probe.unlink()
-    except OSError as e:
-        raise UserError(f'out_dir={folder}: cannot write there: {e.strerror}') from None
-
-
-def check_shared(folder, world, group):
-    """See that all processes write into one folder. Raises UserError where a host has its own."""
-    mark = folder / f'.shared-{os.getpid()}'
-    if world.is_main and world.size > 1:
-        mark.touch()
-    mark = Path(all_gather(str(mark), group)[0])
-    patience = time.monotonic() + 10  # network file systems show new files with a delay
-    while world.size > 1 and not mark.exists() and time.monotonic() < patience:
-        time.sleep(0.1)
-    hosts = all_gather((socket.gethostname(), world.size == 1 or mark.exists()), group)
-    if world.is_main and world.size > 1:
-        mark.unlink()
-    blind = sorted({host for host, sees in hosts if not sees})
-    if blind:
-        raise UserError(f'out_dir={folder} is not the same folder on {", ".join(blind)} as on '
-                        f'{hosts[0][0]}: every host writes its share of the checkpoints, so it '
-                        'must be on a disk that all of them share')
 
 
 if __name__ == '__main__':

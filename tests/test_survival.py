@@ -15,6 +15,7 @@ from test_train import lines, same, weights
 
 import checkpoint as checkpoints
 import prepare
+import runtime
 import sample
 import train
 from runtime import StopRequest, UserError
@@ -235,11 +236,11 @@ def test_one_and_two_processes_write_checkpoints_that_both_read(tiny, tmp_path, 
 
 def test_hosts_that_do_not_share_the_folder_are_told_so(monkeypatch, tmp_path):
     world = train.launched_world().__class__(rank=1, size=2, launched=True)
-    monkeypatch.setattr(train, 'all_gather', lambda value, group: [
+    monkeypatch.setattr(runtime, 'all_gather', lambda value, group: [
         str(tmp_path / 'elsewhere') if isinstance(value, str) else ('host-a', True), value])
-    monkeypatch.setattr(train.time, 'monotonic', iter(range(0, 1000, 20)).__next__)
+    monkeypatch.setattr(runtime.time, 'monotonic', iter(range(0, 1000, 20)).__next__)
     with pytest.raises(UserError, match='not the same folder'):
-        train.check_shared(tmp_path, world, None)
+        runtime.check_shared(tmp_path, world, None)
 
 
 def test_no_file_that_is_read_can_run_code(tiny, char_data, tmp_path, capsys):

@@ -427,7 +427,7 @@ class Hub:
             if subset and Path(path).is_dir() and \
                     subset not in datasets.get_dataset_config_names(path):
                 subset = ''  # a copy of the subset alone
-            self.builder = datasets.load_dataset_builder(path, subset or None)
+            self.builder = load_builder(path, subset or None)
             for theirs in splits.values():
                 rows = self.builder.as_streaming_dataset(theirs)
                 for row in rows.take(1):
@@ -470,6 +470,19 @@ class Hub:
 
     def identity(self):
         return self.builder.hash
+
+
+def load_builder(path, subset):
+    """A dataset's description. Where the dataset is a script, the hub's own Parquet copy of it."""
+    import datasets
+    try:
+        return datasets.load_dataset_builder(path, subset)
+    except RuntimeError as e:
+        if 'scripts are no longer supported' not in str(e):
+            raise
+        print(f'{path} is a loading script, which is not run: reading the Parquet copy that the '
+              'hub made of it, of a large dataset perhaps only the first part')
+        return datasets.load_dataset_builder(path, subset, revision='refs/convert/parquet')
 
 
 @contextmanager

@@ -286,3 +286,20 @@ def test_compressed_files_never_lose_bytes_silently(tmp_path_factory, data):
         (folder / name).write_bytes(packed[:-1])
         with pytest.raises(UserError, match='cut short'):
             list(corpora.read_bytes(folder / name))
+
+
+def test_a_dataset_that_is_a_script_is_read_from_the_hubs_parquet_copy(
+        tmp_path, monkeypatch, capsys):
+    import datasets
+    (tmp_path / 'train.jsonl').write_text('{"text": "a page"}\n' * 3)
+    original = datasets.load_dataset_builder
+
+    def hub(path, subset, revision=None):
+        if revision != 'refs/convert/parquet':
+            raise RuntimeError('Dataset scripts are no longer supported, but found openwebtext.py')
+        return original(str(tmp_path))
+
+    monkeypatch.setattr(datasets, 'load_dataset_builder', hub)
+    source = corpora.Hub('Skylion007/openwebtext', '', {'train': 'train'})
+    assert [piece.text for piece in source.pieces()] == ['a page'] * 3
+    assert 'Parquet copy' in capsys.readouterr().out

@@ -1,11 +1,11 @@
 """Bad steps: a loss or gradient that is not finite is seen before the weights move."""
 
-import json
 import math
 
 import torch
 import torch.distributed as dist
 
+from metrics import append_line
 from runtime import UserError, all_gather, host_group
 
 
@@ -59,8 +59,7 @@ class StepGuard:
                 line = {'iter': iter_num + 1, 'loss': [as_json(x) for x in losses],
                         'grad_norm': as_json(grad_norm.item()),
                         'windows': [first, last], 'window_starts': starts}
-                with open(self.path, 'a', encoding='utf-8') as f:
-                    f.write(json.dumps(line) + '\n')
+                append_line(self.path, line)
         return self.in_a_row.item() >= self.max_bad_steps
 
     def give_up(self):
@@ -69,7 +68,7 @@ class StepGuard:
             f'the last {self.max_bad_steps} steps had a loss or gradient that is not finite, and '
             'the weights are as before them: lower --learning_rate, lengthen --warmup_iters or try '
             f'--dtype=float32, and look at the text that {self.path} names; then go on with '
-            '--init_from=resume')
+            '--init_from=resume, or from before with --checkpoint=best')
 
 
 def as_json(x):

@@ -176,6 +176,7 @@ class Saver:
                 self._together(lambda: prune(self.out_dir, self.keep), on_rank_0=True)
                 return
             if self.rank == 0:
+                clean_up(self.out_dir)  # or the remains would fill a full disk further
                 print(f'warning: the checkpoint of iteration {state["iter_num"]} could not be '
                       f'written ({problem}): {what_now}', file=sys.stderr, flush=True)
 
@@ -284,10 +285,7 @@ def sync(path):
 
 def prune(out_dir, keep):
     """Remove all checkpoints but the `keep` newest and the best."""
-    found = []
-    for path in checkpoint_paths(out_dir):
-        with suppress(UserError):  # damaged: not ours to judge, a resume will name it
-            found.append(open_checkpoint(path))
+    found = readable(out_dir)
     spared = {checkpoint.path for checkpoint in [*found[-keep:], best_of(found)]}
     for checkpoint in found:
         if checkpoint.path not in spared:
@@ -310,6 +308,15 @@ def checkpoint_paths(out_dir):
 
 def iter_of(path):
     return int(path.name.removeprefix('iter-'))
+
+
+def readable(out_dir):
+    """The checkpoints of a run whose state.json is intact, oldest first."""
+    found = []
+    for path in checkpoint_paths(out_dir):
+        with suppress(UserError):
+            found.append(open_checkpoint(path))
+    return found
 
 
 def list_checkpoints(out_dir):
@@ -352,7 +359,7 @@ def find(out_dir, which='latest'):
     if which == 'latest':
         return open_checkpoint(paths[-1])
     if which == 'best':
-        return best_of(list_checkpoints(out_dir))
+        return best_of(readable(out_dir) or [open_checkpoint(paths[-1])])
     numbers = [iter_of(path) for path in paths]
     if str(which).isdecimal() and int(which) in numbers:
         return open_checkpoint(paths[numbers.index(int(which))])
@@ -377,17 +384,18 @@ def newest_valid(out_dir):
 def clean_up(out_dir):
     """Remove what a crash left half written or half removed."""
     for path in Path(out_dir, 'checkpoints').glob('*.tmp'):
-        shutil.rmtree(path)
+        shutil.rmtree(path, ignore_errors=True)
 
 
 def set_aside(out_dir, after=-1):
-    """Move the checkpoints past iteration `after` to out_dir/old-001 (002, …), and the metrics of
-    a run that is begun anew → that folder, or None where there is nothing to move. So a run that
+    """Move the checkpoints past iteration `after` to out_dir/old-001 (002, …), and the logs of a
+    run that is begun anew → that folder, or None where there is nothing to move. So a run that
     starts, or goes back, loses nothing of the one before."""
     out_dir = Path(out_dir)
     remains = [path for path in checkpoint_paths(out_dir) if iter_of(path) > after]
-    if after < 0 and (out_dir / 'metrics.jsonl').exists():
-        remains.append(out_dir / 'metrics.jsonl')
+    if after < 0:
+        remains += [out_dir / name for name in ('metrics.jsonl', 'anomalies.jsonl')
+                    if (out_dir / name).exists()]
     if not remains:
         return None
     n = 1

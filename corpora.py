@@ -236,7 +236,7 @@ def json_lines(path, text_field, errors):
         if line.strip():
             try:
                 row = json.loads(line)
-            except ValueError as e:
+            except (ValueError, RecursionError) as e:
                 raise UserError(f'{path}, line {number}: not JSON: {e}') from None
             yield field_of(row, text_field, f'{path}, line {number}'), True, at
 
@@ -374,7 +374,7 @@ def find_files(wanted):
         else:
             found = {root}
         paths |= found
-    return sorted(paths)
+    return sorted({path.resolve(): path for path in sorted(paths)}.values())
 
 
 def standard_library(path=''):

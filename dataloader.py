@@ -9,7 +9,7 @@ processes, sees exactly the data it would have seen.
 
 import hashlib
 import json
-import os
+import re
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 import tokenizer as tokenizers
-from runtime import UserError
+from runtime import UserError, free_memory
 
 FORMAT_VERSION = 1
 UNFINISHED = 'unfinished'  # prepare.py's folder for what is not complete yet
@@ -122,7 +122,7 @@ def read_meta(path):
             raise ValueError('vocab_size is not that of its tokenizer')
         for about in (meta['splits'][split] for split in ('train', 'val')):
             # one file of another size or a path out of the folder must not pass as ours
-            if not about['files'] or any(os.path.basename(f['name']) != f['name']
+            if not about['files'] or any(not re.fullmatch(r'[\w.-]+\.bin', f['name'])
                                          or not is_count(f['tokens']) for f in about['files']):
                 raise ValueError('a split has no files or a misnamed one')
             if about['tokens'] != sum(file['tokens'] for file in about['files']):
@@ -130,6 +130,8 @@ def read_meta(path):
             if not is_count(about.get('bytes', 1)) \
                     or not all(isinstance(file['sha256'], str) for file in about['files']):
                 raise ValueError('bytes or sha256 is of another type')
+        if not isinstance(meta.get('source', {}), dict):
+            raise ValueError('source is of another type')
         return meta
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as e:
         what = f'{e} is missing' if isinstance(e, KeyError) else e
@@ -411,10 +413,7 @@ class BatchLoader:
 
 def fits_in_ram(folder, processes):
     """True where a copy of the token files for each process takes at most a quarter of the
-    memory that is free now. Unknown means no: a memory map is the safe way."""
-    try:
-        free = os.sysconf('SC_AVPHYS_PAGES') * os.sysconf('SC_PAGE_SIZE')
-    except (ValueError, OSError, AttributeError):
-        return False
-    size = sum(path.stat().st_size for path in Path(folder).glob('*.bin'))
-    return size * processes <= free / 4
+    memory that is free now. Unknown means no: reading from disk always works."""
+    free = free_memory()
+    size = sum(path.stat().st_size for path in Path(folder).glob('*.bin') if path.exists())
+    return free is not None and size * processes <= free / 4

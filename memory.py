@@ -7,14 +7,20 @@ N = B·T tokens in a micro-batch, p bytes of a number in a matmul (float32 4, el
 """
 
 import gc
-import os
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 import torch
 
 from model import GPT
-from runtime import UserError, all_reduce_min, autocast, launched_world, peak_memory_bytes
+from runtime import (
+    UserError,
+    all_reduce_min,
+    autocast,
+    free_memory,
+    launched_world,
+    peak_memory_bytes,
+)
 
 GIB = 2**30
 CUDA_OVERHEAD = GIB  # for CUDA's context and fragmentation: an allowance, not a measurement
@@ -240,11 +246,12 @@ def batch_that_divides(model, run, available, windows):
 
 
 def savings(model, run):
-    """What would save memory, most first: [(words, bytes)]."""
+    """What would save memory, the best first: [(words, bytes)]."""
     changes = []
     if run.batch_size > 1:
         half = run.batch_size // 2
-        changes.append((f'--batch_size={half}', model, {'batch_size': half}))
+        changes.append((f'--batch_size={half}', model,
+                        {'batch_size': half, 'micro_steps': 2 * run.micro_steps}))
     if run.activation_checkpointing != 'full':
         changes.append(('--activation_checkpointing=full', model,
                         {'activation_checkpointing': 'full'}))
@@ -259,11 +266,13 @@ def savings(model, run):
     now = predict(model, run).peak
     saved = [(words, now - predict(shape, replace(run, **change)).peak)
              for words, shape, change in changes]
-    return sorted((s for s in saved if s[1] > 0), key=lambda s: -s[1])
+    # What leaves the model as it is comes first.
+    return sorted((s for s in saved if s[1] > 0),
+                  key=lambda s: (s[0].startswith(('--block_size', '--n_layer')), -s[1]))
 
 
 def advice(model, run):
-    """The three changes that save most, in words."""
+    """The three best changes, in words."""
     return ', '.join(f'{words} saves {gib(size)}' for words, size in savings(model, run)[:3])
 
 
@@ -276,7 +285,10 @@ def available_memory(device):
     on the machine."""
     if device.type == 'cuda':
         return torch.cuda.mem_get_info(device)[0]
-    free = os.sysconf('SC_AVPHYS_PAGES') * os.sysconf('SC_PAGE_SIZE')
+    free = free_memory()
+    if free is None:
+        raise UserError('batch_size=auto: this system does not tell how much memory is free: say a '
+                        'number')
     return free // launched_world().local_size
 
 

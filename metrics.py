@@ -8,6 +8,7 @@ Losses are means in nats a token over all micro-steps and processes; what is unk
 
 import json
 import math
+import sys
 import time
 from contextlib import contextmanager
 
@@ -95,8 +96,16 @@ class Metrics:
             # JSON has no NaN: what is not a number is null, like what is unknown.
             line = {key: value if value is None or math.isfinite(value) else None
                     for key, value in values.items()}
-            with open(self.path, 'a', encoding='utf-8') as f:
-                f.write(json.dumps({'iter': iter_num, **line}) + '\n')
+            append_line(self.path, {'iter': iter_num, **line})
+
+
+def append_line(path, value):
+    """Add a JSON object to a .jsonl file. A disk that refuses stops no training: it is said."""
+    try:
+        with open(path, 'a', encoding='utf-8') as f:
+            f.write(json.dumps(value) + '\n')
+    except OSError as e:
+        print(f'warning: a line of {path} is lost: {e.strerror}', file=sys.stderr, flush=True)
 
 
 def trim(path, last_iter):
@@ -104,11 +113,11 @@ def trim(path, last_iter):
     if not path.exists():
         return
     kept = []
-    for line in path.read_text(encoding='utf-8', errors='replace').splitlines(keepends=True):
+    for line in path.read_text(encoding='utf-8', errors='replace').splitlines():
         try:
             if json.loads(line)['iter'] <= last_iter:
-                kept.append(line)
-        except (ValueError, KeyError, TypeError):
+                kept.append(line + '\n')
+        except (ValueError, KeyError, TypeError, RecursionError):
             pass
     temporary = path.with_suffix('.tmp')
     temporary.write_text(''.join(kept), encoding='utf-8')
@@ -140,6 +149,8 @@ def short(n):
 
 def duration(seconds):
     """3725 → '1h02m', 65 → '1m05s', 5 → '5s'."""
+    if seconds > 365 * 24 * 3600:
+        return f'{seconds / (365 * 24 * 3600):.3g} years'
     s = round(seconds)
     if s >= 3600:
         return f'{s // 3600}h{s % 3600 // 60:02d}m'

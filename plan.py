@@ -244,7 +244,9 @@ def main(argv):
         raise UserError('batch_size=auto: say --gpu_memory_gb or --gpu')
     with torch.device('meta'):
         gpt = GPT(model)
-    dtype = 'bfloat16' if config.dtype == 'auto' else config.dtype
+    # as train.py chooses: these two have no bfloat16 in hardware
+    auto = 'float16' if config.gpu in ('T4', 'V100') else 'bfloat16'
+    dtype = auto if config.dtype == 'auto' else config.dtype
     memory = memory_plan(model, config, dtype)
     tokens = token_plan(model, config, memory['windows_per_step'], gpt.num_parameters(),
                         dataset_tokens)

@@ -214,7 +214,7 @@ def write_shards(folder, source, command, tokenizer, journal, num_proc):
                     shards.sync()
                 write_json(folder / 'journal.json', {
                     'command': command, 'tokenizer': tokenizer.to_json(), 'count': batch.count,
-                    'at': batch.at, 'mark': batch.mark,
+                    'at': batch.at, 'mark': batch.mark, 'width': dtype.itemsize,
                     'splits': {split: shards.state() for split, shards in splits.items()}})
                 saved = time.monotonic()
             bar.update(batch.at - bar.n)
@@ -396,7 +396,10 @@ def main(argv):
 def prepare(name, corpus, folder, config):
     """The whole way from a command line to a folder with a meta.json. Raises UserError."""
     if corpus.shards:
-        command = {'corpus': name, 'input': config.input, 'max_shards': config.max_shards}
+        command = {'corpus': name, 'input': config.input, 'max_shards': config.max_shards,
+                   'files': [[path.name, path.stat().st_size]
+                             for path in sorted(Path(config.input).glob('*.bin'))]
+                   if config.input else []}
         with clear_disk_errors(folder), alone_in(folder) as unfinished:
             if not already(folder, command):
                 fetch_shards(corpus, unfinished, command)
@@ -414,6 +417,9 @@ def prepare(name, corpus, folder, config):
                'subset': config.subset or corpus.subset, 'split': config.split,
                'val_split': config.val_split, 'text_field': config.text_field,
                'identity': source.identity()}
+    if not tokenizers.is_name(kind):  # a dataset's: another one, once that is prepared anew
+        tokenizer = json.dumps(open_dataset(dataset_folder(kind)).tokenizer_json())
+        command['tokenizer_sha256'] = hashlib.sha256(tokenizer.encode()).hexdigest()
     if source.running:
         with closing(source.pieces()) as pieces:
             characters = sum(len(piece.text) for piece in pieces)
@@ -437,9 +443,9 @@ def ended_by(unfinished, command):
     """True where all was written by `command`, and only the last step is missing."""
     try:
         meta = json.loads((unfinished / 'meta.json').read_text(encoding='utf-8'))
-    except FileNotFoundError:
+    except (OSError, ValueError, RecursionError):
         return False
-    return meta['source'] == command
+    return isinstance(meta, dict) and meta.get('source') == command
 
 
 def already(folder, command):

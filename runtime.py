@@ -327,6 +327,14 @@ def device_name(device):
     return torch.cuda.get_device_name(device) if device.type == 'cuda' else device.type
 
 
+def free_memory():
+    """Bytes of memory that are free on this machine, or None where the system does not tell."""
+    try:
+        return os.sysconf('SC_AVPHYS_PAGES') * os.sysconf('SC_PAGE_SIZE')
+    except (ValueError, OSError, AttributeError):
+        return None
+
+
 def peak_memory_bytes(device):
     """Most memory held so far: by tensors on a CUDA device, by the process elsewhere; None where
     the system does not tell."""

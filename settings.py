@@ -24,7 +24,7 @@ class TrainConfig:
     keep_checkpoints: int = 1  # keep this many of the newest, and the best
     checkpoint_async: bool = False  # write while training goes on; takes host memory for a copy
     checkpoint_chunk_mb: int = 512  # no file of a checkpoint is larger
-    checkpoint: str = 'latest'  # resume from latest, best, or an iteration
+    checkpoint: str = 'latest'  # which to take from a run: latest, best, or an iteration
     # wandb
     wandb_log: bool = False  # log to Weights & Biases
     wandb_project: str = 'owt'  # its project

@@ -120,18 +120,35 @@ def read_journal(folder, command):
     """The journal of an earlier run of `command`, or None: then the folder's remains are gone."""
     try:
         journal = json.loads((folder / 'journal.json').read_text(encoding='utf-8'))
-    except (OSError, ValueError):
-        journal = None
-    if journal and journal['command'] == command:
+        theirs, whole = journal['command'], files_are_there(folder, journal)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        theirs = None
+    if theirs == command and whole:
         return journal
-    if journal:
-        theirs = journal['command']
+    if theirs == command:
+        print(f'{folder}: files are missing or cut short; starting anew')
+    elif theirs:
         differ = [key for key in command if theirs.get(key) != command[key]]
         print(f'{folder}: what another command left there is dropped (it differs in '
               f'{", ".join(differ)}); starting anew')
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir()
     return None
+
+
+def files_are_there(folder, journal):
+    """True where the files hold what the journal says, or more. Raises KeyError, TypeError."""
+    for split, state in journal.get('splits', {}).items():
+        width = journal['width']
+        full, each = len(state['sha256']), journal['command']['shard_tokens'] * width
+        rest = state['tokens'] * width - full * each
+        needed = [each] * full + [rest] * (rest > 0)
+        for i, size in enumerate(needed):
+            path, single = folder / f'{split}_{i:06d}.bin', folder / f'{split}.bin'
+            path = path if path.exists() or i else single
+            if not path.exists() or path.stat().st_size < size:
+                return False
+    return True
 
 
 def publish(folder):

@@ -120,6 +120,8 @@ class BPETokenizer:
     def train(cls, texts, vocab_size):
         """Merge the most frequent pairs of `texts` until there are `vocab_size` tokens (fewer
         where the texts run out of pairs). Raises UserError."""
+        if vocab_size > 10**7:
+            raise UserError(f'bpe:{vocab_size} is too many: bpe:10000000 is the most')
         if vocab_size < 258:
             raise UserError(f'bpe:{vocab_size} is too few: 256 bytes and 2 control tokens are the '
                             'least, so bpe:258 and up')
@@ -185,7 +187,7 @@ def make_tokenizer(name, texts):
 def from_json(description):
     """The tokenizer that `to_json` described. Raises UserError where it cannot be made."""
     match description:
-        case {'kind': 'char', 'chars': str(chars)} if chars == ''.join(sorted(set(chars))) != '':
+        case {'kind': 'char', 'chars': str(chars)} if is_chars(chars):
             return CharTokenizer(chars)
         case {'kind': 'byte'}:
             return ByteTokenizer()
@@ -200,14 +202,19 @@ def from_json(description):
 def vocab_size_of(description):
     """What `from_json(description).vocab_size` will be, without making it; None if unknown."""
     match description:
-        case {'kind': 'char', 'chars': str(chars)}:
+        case {'kind': 'char', 'chars': str(chars)} if is_chars(chars):
             return len(chars)
         case {'kind': 'byte'}:
             return ByteTokenizer.vocab_size
         case {'kind': 'gpt2'}:
             return GPT2Tokenizer.vocab_size
-        case {'kind': 'bpe', 'tokens': [*tokens]}:
+        case {'kind': 'bpe', 'tokens': [*tokens]} if is_bpe(tokens):
             return len(tokens) + 2
+
+
+def is_chars(chars):
+    """True for distinct characters in code point order."""
+    return chars == ''.join(sorted(set(chars))) != ''
 
 
 def is_bpe(tokens):

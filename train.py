@@ -21,7 +21,7 @@ from tqdm import tqdm
 import checkpoint as checkpoints
 from anomalies import StepGuard
 from configurator import load_config
-from dataloader import BatchLoader, fits_in_ram, open_dataset
+from dataloader import UNFINISHED, BatchLoader, fits_in_ram, open_dataset
 from memory import choose_batch_size, out_of_memory_explained, run_of
 from metrics import Metrics, start_wandb, trim
 from model import GPT, GPTConfig
@@ -57,7 +57,8 @@ def find_dataset(name, world):
     """Open data/<name>. A small corpus that is not prepared yet is prepared now."""
     folder = Path(name) if Path(name).parts != (name,) else Path('data', name)
     if world.local_rank == 0 and folder.parts == ('data', name) \
-            and not (folder / 'meta.json').exists() and not any(folder.glob('*.bin')):
+            and not (folder / 'meta.json').exists() and not any(folder.glob('*.bin')) \
+            and not (folder / UNFINISHED).exists():
         script = Path(__file__).with_name('prepare.py')
         done = subprocess.run([sys.executable, script, name, '--if_small'])
         if done.returncode < 0:
@@ -65,7 +66,10 @@ def find_dataset(name, world):
         if done.returncode:
             sys.exit(done.returncode)  # it has said why
     barrier()
-    return open_dataset(folder)
+    dataset = open_dataset(folder)
+    if not dataset.meta:
+        say(f'{folder} has no meta.json: its files are taken for GPT-2 tokens')
+    return dataset
 
 
 def open_batches(config, dataset, world, device):
@@ -95,7 +99,7 @@ def find_resumed(config, group):
     """
     if config.init_from not in ('resume', 'auto'):
         return None
-    path = None
+    path = found = None
     if launched_world().is_main:
         checkpoints.clean_up(config.out_dir)
         if config.checkpoint == 'latest':
@@ -145,7 +149,11 @@ def build_model(config, dataset, resumed):
         return GPT(GPTConfig(config.block_size, dataset.vocab_size, config.n_layer, config.n_head,
                              config.n_embd, config.dropout, config.bias))
     if checkpoints.checkpoint_paths(config.init_from):  # a run of ours: its weights, a new run
-        model = checkpoints.find(config.init_from, 'best').load_model(dropout=config.dropout)
+        start = checkpoints.find(config.init_from, config.checkpoint)
+        if start.state['tokenizer'] != dataset.tokenizer_json():
+            raise UserError(f'{start.path} was trained with another tokenizer than that of '
+                            f'{dataset.folder}: prepare the text with --tokenizer=THE_OLD_DATASET')
+        model = start.load_model(dropout=config.dropout)
     else:
         model = GPT.from_pretrained(config.init_from, config.dropout)
     if config.block_size > model.config.block_size:
@@ -299,6 +307,8 @@ def train(config, world, device, dtype, compile):
         train_data.go_on(iter_num, resumed.state['windows'])
         checkpoints.set_rng_state(resumed.state['rng'], world.rank, device)
     saved_at = iter_num if resumed else None
+    if resumed and iter_num >= config.max_iters and not config.eval_only:
+        say(f'iteration {iter_num} is the end already: --max_iters=… makes it longer')
 
     # where the numbers go
     metrics_path = None if config.eval_only else out_dir / 'metrics.jsonl'
@@ -332,7 +342,7 @@ def train(config, world, device, dtype, compile):
                 f'{aside}')
         trim(metrics_path, iter_num)
     metrics.start_steps(iter_num)
-    with StopRequest() as stop:
+    with StopRequest() as stop, out_of_memory_explained(raw_model.config, planned, device):
         while True:
             # What is due now: all processes come to the same answers.
             stopping = stop.wanted()
@@ -368,10 +378,8 @@ def train(config, world, device, dtype, compile):
                 config.lr_decay_iters)
             for param_group in optimizer.param_groups:
                 param_group['lr'] = lr
-            with out_of_memory_explained(raw_model.config, planned, device):
-                loss = forward_backward(model, batches, micro_steps, scaler, context)
-                grad_norm = update(model, optimizer, scaler, config.grad_clip, guard, iter_num,
-                                   loss)
+            loss = forward_backward(model, batches, micro_steps, scaler, context)
+            grad_norm = update(model, optimizer, scaler, config.grad_clip, guard, iter_num, loss)
             iter_num += 1
             if iter_num % config.log_interval == 0:
                 metrics.step(iter_num, all_reduce_mean(loss.clone()), lr, grad_norm)

@@ -96,6 +96,7 @@ def test_latest_best_and_a_number_name_a_checkpoint(run, tmp_path):
     for iter_num, val_loss in ((10, 3.0), (20, 1.0), (30, 2.0)):
         save(iter_num, val_loss, keep=5)
     assert checkpoints.find(tmp_path, 'latest').iter_num == 30
+    (tmp_path / 'checkpoints/iter-00000030/state.json').write_text('damaged')
     assert checkpoints.find(tmp_path, 'best').iter_num == 20
     assert checkpoints.find(tmp_path, '10').iter_num == 10
     with pytest.raises(UserError, match='latest, best and 10, 20, 30'):
@@ -153,6 +154,7 @@ def test_a_save_that_fails_is_tried_again_and_training_goes_on(
     saver.wait()
     err = capsys.readouterr().err
     assert saver.failed and 'No space left' in err and 'training goes on' in err
+    assert not list((tmp_path / 'checkpoints').glob('*.tmp'))  # they would fill the disk further
     assert [c.iter_num for c in checkpoints.list_checkpoints(tmp_path)] == [10]
     attempts.clear()
     refuse_until(1)

@@ -56,9 +56,19 @@ def test_time_spent_evaluating_is_no_step_time(metrics, monkeypatch):
 
 def test_a_resumed_run_drops_what_came_after_its_checkpoint(tmp_path):
     path = tmp_path / 'metrics.jsonl'
-    path.write_text('{"iter": 1}\n{"iter": 2}\n{"iter": 3}\n{"iter"')
+    for end in ('{"iter"', '3', '[1]', '\n\n', '{"iter": "x"}'):
+        path.write_text('{"iter": 1}\n{"iter": 2}\n{"iter": 3}\n' + end)
+        trim(path, 2)
+        assert path.read_text() == '{"iter": 1}\n{"iter": 2}\n'
+    path.write_text('{"iter": 1}\n{"iter": 2}')  # the newline did not make it to disk
     trim(path, 2)
     assert path.read_text() == '{"iter": 1}\n{"iter": 2}\n'
+
+
+def test_a_disk_that_refuses_a_line_stops_no_training(metrics, capsys):
+    metrics.path = metrics.path.parent  # a folder: cannot be appended to
+    metrics.evaluation(20, 2.0, 2.0, best=True)
+    assert 'is lost' in capsys.readouterr().err
 
 
 def test_other_ranks_write_nothing(tmp_path, capsys):
@@ -74,4 +84,5 @@ def test_other_ranks_write_nothing(tmp_path, capsys):
 def test_numbers_are_short_for_people():
     assert [short(n) for n in (999, 15000, 23456, 123456, 999900, 1234567)] == \
         ['999', '15.0k', '23.5k', '123k', '1.00M', '1.23M']
-    assert [duration(s) for s in (5, 65, 3725, 360000)] == ['5s', '1m05s', '1h02m', '100h00m']
+    assert [duration(s) for s in (5, 65, 3725, 360000, 1e9, math.inf)] == \
+        ['5s', '1m05s', '1h02m', '100h00m', '31.7 years', 'inf years']

@@ -165,6 +165,8 @@ def test_mistakes_on_the_command_line_are_one_line(tmp_path, capsys, monkeypatch
     assert '.txt' in fails(capsys, monkeypatch, prepare.main, 'text', f'--input={tmp_path}')
     assert 'val_fraction' in fails(capsys, monkeypatch, prepare.main, 'text', '--val_fraction=2')
     assert 'tokenizer' in fails(capsys, monkeypatch, prepare.main, 'text', '--tokenizer=magic')
+    assert 'too many' in fails(capsys, monkeypatch, prepare.main, 'pystdlib',
+                               '--tokenizer=bpe:999999999999', f'--data_dir={tmp_path}/d')
     blocked = tmp_path / 'file'
     blocked.write_text('in the way')
     assert 'cannot write' in fails(capsys, monkeypatch, prepare.main, 'pystdlib',
@@ -292,3 +294,27 @@ def test_memory_does_not_grow_with_the_corpus(tmp_path):
                        f'--data_dir={tmp_path}/d').split()[-1]) * 1024
 
     assert peak(40) < peak(4) + 20e6
+
+
+def test_a_tokenizer_borrowed_from_a_dataset_is_that_of_today(tmp_path, text_file, capsys):
+    def get(name, source, tokenizer):
+        prepare.main(['text', f'--input={source}', f'--tokenizer={tokenizer}',
+                      f'--data_dir={tmp_path}/{name}'])
+        return meta_of(tmp_path / name)['tokenizer']
+
+    other = tmp_path / 'other.txt'
+    other.write_text(text_file.read_text()[::-1])
+    lender = str(tmp_path / 'lender')
+    assert get('borrower', text_file, get('lender', text_file, 'bpe:400') and lender) \
+        == meta_of(lender)['tokenizer']
+    get('lender', other, 'bpe:400')
+    assert get('borrower', text_file, lender) == meta_of(lender)['tokenizer']
+
+
+@pytest.mark.parametrize('journal', ['', '[1]', '{"a": 1}', '{"command": 3}', '[' * 10**5])
+def test_a_damaged_journal_means_starting_anew(tmp_path, text_file, journal):
+    (tmp_path / 'd/unfinished').mkdir(parents=True)
+    for name in ('journal.json', 'meta.json'):
+        (tmp_path / 'd/unfinished' / name).write_text(journal)
+    prepare.main(['text', f'--input={text_file}', '--tokenizer=byte', f'--data_dir={tmp_path}/d'])
+    assert decoded(tmp_path / 'd', 'train').startswith('# Author')

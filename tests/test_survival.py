@@ -138,6 +138,20 @@ def test_other_data_is_refused_and_a_new_run_may_start_from_the_weights(
     assert lines(tmp_path / 'out', 'val_loss')[0]['val_loss'] < 4.4  # it knows something
 
 
+def test_weights_of_a_run_with_another_tokenizer_are_refused(
+        tiny, trained, tmp_path, text_file, capsys, monkeypatch):
+    swapped = tmp_path / 'swapped.txt'  # as many characters, but others
+    swapped.write_text(text_file.read_text().replace('e', 'é'))
+    prepare.main(['text', f'--input={swapped}', '--tokenizer=char', f'--data_dir={tmp_path}/d'])
+    assert 'another tokenizer' in fails(capsys, monkeypatch, train.main, *tiny,
+                                        f'--dataset={tmp_path}/d', f'--init_from={trained}')
+
+
+def test_auto_starts_where_there_is_no_checkpoint_whichever_is_named(tiny, tmp_path):
+    train.main([*tiny, '--init_from=auto', '--checkpoint=best', '--max_iters=1'])
+    assert checkpoints.find(tmp_path / 'out').iter_num == 1
+
+
 # -----------------------------------------------------------------------------
 # bad steps
 

@@ -120,7 +120,7 @@ def read_journal(folder, command):
     """The journal of an earlier run of `command`, or None: then the folder's remains are gone."""
     try:
         journal = json.loads((folder / 'journal.json').read_text(encoding='utf-8'))
-        theirs, whole = journal['command'], files_are_there(folder, journal)
+        theirs, whole = dict(journal['command']), files_are_there(folder, journal)
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         theirs = None
     if theirs == command and whole:

@@ -5,8 +5,9 @@ import math
 import torch
 import torch.distributed as dist
 
+from errors import UserError
 from metrics import append_line
-from runtime import UserError, all_gather, host_group
+from runtime import all_gather, host_group
 
 
 class StepGuard:

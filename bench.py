@@ -20,17 +20,11 @@ import torch
 
 from checkpoint import Saver, checkpoint_paths, open_checkpoint, rng_state
 from configurator import load_config
-from dataloader import size_of_dataset
+from dataset import size_of_dataset
+from errors import UserError, run_script
 from memory import gib, one_step, predict, run_of
 from model import GPTConfig
-from runtime import (
-    UserError,
-    choose_device,
-    choose_dtype,
-    run_script,
-    use_expandable_segments,
-    use_fast_matmul,
-)
+from runtime import choose_device, choose_dtype, use_expandable_segments, use_fast_matmul
 from settings import TrainConfig
 
 

@@ -27,9 +27,10 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from dataloader import sha256_of
+from dataset import sha256_of
+from errors import UserError
 from model import GPT, GPTConfig
-from runtime import UserError, all_gather, host_group
+from runtime import all_gather, host_group
 
 FORMAT_VERSION = 1
 MEGABYTE = 10**6

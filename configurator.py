@@ -18,7 +18,7 @@ import tokenize
 import types
 import typing
 
-from runtime import UserError
+from errors import UserError
 
 
 def load_config(cls, argv, doc=''):

@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
-from runtime import UserError
+from errors import UserError
 
 PIECE = 2**18  # characters: longer files come in several pieces
 BLOCK = 2**20  # bytes read at a time

@@ -12,15 +12,9 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from errors import UserError
 from model import GPT
-from runtime import (
-    UserError,
-    all_reduce_min,
-    autocast,
-    free_memory,
-    launched_world,
-    peak_memory_bytes,
-)
+from runtime import all_reduce_min, autocast, free_memory, launched_world, peak_memory_bytes
 
 GIB = 2**30
 CUDA_OVERHEAD = GIB  # for CUDA's context and fragmentation: an allowance, not a measurement

@@ -12,7 +12,8 @@ import sys
 import time
 from contextlib import contextmanager
 
-from runtime import UserError, peak_memory_bytes
+from errors import UserError
+from runtime import peak_memory_bytes
 
 
 class Metrics:

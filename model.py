@@ -18,7 +18,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
-from runtime import UserError
+from errors import UserError
 
 VOCAB_MULTIPLE = 128  # matmuls are fast when their sizes divide by powers of two
 

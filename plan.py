@@ -12,7 +12,8 @@ from typing import Literal
 import torch
 
 from configurator import load_config
-from dataloader import size_of_dataset
+from dataset import size_of_dataset
+from errors import UserError, run_script
 from memory import (
     GIB,
     batch_that_divides,
@@ -26,7 +27,6 @@ from memory import (
 )
 from metrics import duration, short
 from model import GPT, PEAK_FLOPS, GPTConfig, peak_flops
-from runtime import UserError, run_script
 from settings import TrainConfig
 
 # GB of the smallest version of each, from NVIDIA's data sheets.

@@ -28,9 +28,9 @@ from tqdm import tqdm
 import tokenizer as tokenizers
 from configurator import load_config
 from corpora import CORPORA, describe, open_source, table
-from dataloader import FORMAT_VERSION, check_files, open_dataset
+from dataset import FORMAT_VERSION, check_files, open_dataset
+from errors import UserError, run_script
 from pretokenized import fetch_shards
-from runtime import UserError, run_script
 from shards import Shards, alone_in, clear_disk_errors, publish, read_journal, write_json
 
 

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import numpy as np
 
-from dataloader import FORMAT_VERSION, open_tokens, sha256_of
-from runtime import UserError
+from dataset import FORMAT_VERSION, open_tokens, sha256_of
+from errors import UserError
 from shards import read_journal, write_json
 
 

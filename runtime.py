@@ -1,4 +1,4 @@
-"""What this machine is (device, precision, processes, seed) and how a script fails politely."""
+"""What this machine is: device, precision, processes, seed."""
 
 import os
 import signal
@@ -13,33 +13,9 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from errors import UserError
+
 DTYPES = {'float32': torch.float32, 'bfloat16': torch.bfloat16, 'float16': torch.float16}
-
-
-class UserError(Exception):
-    """A mistake that its maker can mend. The message names what, where and the fix.
-
-    A message of several lines is several problems found at once, one a line.
-    """
-
-
-def run_script(main):
-    """Run `main(argv)`; a `UserError` becomes `error: …` on stderr and exit code 2."""
-    try:
-        main(sys.argv[1:])
-    except UserError as problem:
-        # When every rank fails alike, rank 0 speaks for all: torchrun stops the others meanwhile.
-        time.sleep(0 if launched_world().is_main else 3)
-        for line in str(problem).splitlines():
-            print(f'error: {line}', file=sys.stderr, flush=True)
-        sys.exit(2)
-    except KeyboardInterrupt:
-        print('\ninterrupted', file=sys.stderr)
-        sys.exit(130)
-    except BrokenPipeError:  # the reader went away, as in `| head`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        sys.exit(1)
-
 
 # -----------------------------------------------------------------------------
 # processes: one process is a world of size 1, and every helper is then a no-op

@@ -15,14 +15,13 @@ import torch
 import checkpoint as checkpoints
 import tokenizer as tokenizers
 from configurator import load_config
+from errors import UserError, run_script
 from model import GPT
 from runtime import (
-    UserError,
     autocast,
     choose_compile,
     choose_device,
     choose_dtype,
-    run_script,
     seed_everything,
     use_fast_matmul,
 )

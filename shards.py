@@ -16,8 +16,8 @@ from pathlib import Path
 
 import numpy as np
 
-from dataloader import UNFINISHED, sha256_of
-from runtime import UserError
+from dataset import UNFINISHED, sha256_of
+from errors import UserError
 
 
 @dataclass

@@ -11,7 +11,7 @@ import re
 
 import numpy as np
 
-from runtime import UserError
+from errors import UserError
 
 
 class CharTokenizer:

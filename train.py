@@ -21,13 +21,14 @@ from tqdm import tqdm
 import checkpoint as checkpoints
 from anomalies import StepGuard
 from configurator import load_config
-from dataloader import UNFINISHED, BatchLoader, fits_in_ram, open_dataset
+from dataloader import BatchLoader, fits_in_ram
+from dataset import UNFINISHED, open_dataset
+from errors import UserError, run_script
 from memory import choose_batch_size, out_of_memory_explained, run_of
 from metrics import Metrics, start_wandb, trim
 from model import GPT, GPTConfig
 from runtime import (
     StopRequest,
-    UserError,
     all_gather,
     all_reduce_mean,
     autocast,
@@ -41,7 +42,6 @@ from runtime import (
     launched_world,
     make_writable,
     process_group,
-    run_script,
     say,
     seed_everything,
     use_expandable_segments,

@@ -9,8 +9,8 @@ import torch
 from safetensors.torch import save_file
 
 import checkpoint as checkpoints
+from errors import UserError
 from model import GPT, GPTConfig
-from runtime import UserError
 
 CPU = torch.device('cpu')
 

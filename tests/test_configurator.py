@@ -8,7 +8,7 @@ from helpers import ROOT, fails
 import sample
 import train
 from configurator import commented_fields, load_config
-from runtime import UserError
+from errors import UserError
 from settings import TrainConfig
 
 

@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 import corpora
 import prepare
 from corpora import PIECE, Files, find_files, lines, read_text, whole_files
-from dataloader import open_dataset
-from runtime import UserError
+from dataset import open_dataset
+from errors import UserError
 from tokenizer import BPETokenizer
 
 PAGES = [f'page {i} of the web' for i in range(500)]

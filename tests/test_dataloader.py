@@ -9,8 +9,9 @@ from hypothesis import strategies as st
 
 import prepare
 import train
-from dataloader import BatchLoader, TokenStream, key, open_dataset, open_tokens, permute
-from runtime import UserError
+from dataloader import BatchLoader, key, permute
+from dataset import TokenStream, open_dataset, open_tokens
+from errors import UserError
 
 
 def stream(tmp_path, tokens, vocab_size=50257, files=1, in_ram=False):

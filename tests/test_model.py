@@ -4,8 +4,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from errors import UserError
 from model import GPT, GPTConfig, keep_top_k, keep_top_p, peak_flops, sample
-from runtime import UserError
 
 SMALL = GPTConfig(block_size=16, vocab_size=65, n_layer=2, n_head=4, n_embd=32)
 

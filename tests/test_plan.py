@@ -5,8 +5,8 @@ from helpers import fails
 
 import plan
 from configurator import load_config
+from errors import UserError
 from plan import GPU_MEMORY_GB, PlanConfig, exchange_plan
-from runtime import UserError
 
 GPT2 = ['config/gpt2_124m.py', '--dataset=no_such_dataset']
 

@@ -15,8 +15,8 @@ from helpers import ROOT, SHARED, fails, run, shared_file
 import corpora
 import prepare
 from corpora import Piece
-from dataloader import open_dataset
-from runtime import UserError
+from dataset import open_dataset
+from errors import UserError
 
 
 def meta_of(folder):
@@ -271,9 +271,9 @@ def test_a_disk_that_fills_up_is_one_line_and_the_same_command_goes_on(tmp_path)
     argv = ['text', f'--input={tmp_path}/in.txt', '--tokenizer=byte', f'--data_dir={tmp_path}/d',
             '--shard_tokens=1_000_000']
     # No file may grow beyond 1.5 MB: the kernel refuses, as it does where the disk is full.
-    limited = ('import resource, sys, prepare, runtime\n'
+    limited = ('import resource, sys, prepare, errors\n'
                'resource.setrlimit(resource.RLIMIT_FSIZE, (1_500_000, resource.RLIM_INFINITY))\n'
-               'runtime.run_script(prepare.main)')
+               'errors.run_script(prepare.main)')
     done = subprocess.run([sys.executable, '-c', limited, *argv], cwd=ROOT, text=True,
                           capture_output=True)
     assert done.returncode == 2 and 'make room' in done.stderr.splitlines()[-1]

@@ -15,7 +15,7 @@ from helpers import ROOT, SHARED, fails
 
 import corpora
 import prepare
-from dataloader import open_dataset
+from dataset import open_dataset
 
 
 def shard(n, first=0):

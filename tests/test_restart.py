@@ -12,7 +12,7 @@ import pytest
 from helpers import SHARED, fails
 
 import prepare
-from dataloader import open_dataset
+from dataset import open_dataset
 
 # Each start is a fresh process, copied from one that has imported everything already.
 server = multiprocessing.get_context('forkserver')

@@ -1,15 +1,15 @@
+import subprocess
 import sys
 
 import pytest
 import torch
-from helpers import fails
+from helpers import ROOT, fails
 
+from errors import UserError, run_script
 from runtime import (
-    UserError,
     choose_compile,
     choose_device,
     choose_dtype,
-    run_script,
     seed_everything,
     use_expandable_segments,
 )
@@ -81,11 +81,9 @@ def test_ranks_draw_different_random_numbers_and_a_seed_repeats_them():
 
 
 def test_importing_the_nouns_needs_only_the_core_packages():
-    import subprocess
     code = ('import sys, checkpoint, configurator, dataloader, metrics, model, runtime, tokenizer;'
             'print([m for m in ("tiktoken", "datasets", "wandb", "transformers", "matplotlib",'
             ' "tokenizers", "huggingface_hub") if m in sys.modules])')
-    from helpers import ROOT
     out = subprocess.run([sys.executable, '-c', code], cwd=ROOT, capture_output=True, text=True)
     assert out.stdout.strip() == '[]', out.stderr
 
@@ -102,3 +100,9 @@ def test_memory_grows_in_place_unless_the_environment_says_otherwise(monkeypatch
     monkeypatch.setenv('PYTORCH_CUDA_ALLOC_CONF', 'max_split_size_mb:64')
     use_expandable_segments(torch.device('cuda'))
     assert len(asked) == 1
+
+
+def test_preparing_text_starts_without_torch():
+    code = 'import sys, prepare; print("torch" in sys.modules)'
+    out = subprocess.run([sys.executable, '-c', code], cwd=ROOT, capture_output=True, text=True)
+    assert out.stdout.strip() == 'False', out.stderr

@@ -18,7 +18,8 @@ import prepare
 import runtime
 import sample
 import train
-from runtime import StopRequest, UserError
+from errors import UserError
+from runtime import StopRequest
 
 
 def start(*command):

@@ -7,7 +7,7 @@ from helpers import SHARED
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from runtime import UserError
+from errors import UserError
 from tokenizer import (
     BPETokenizer,
     ByteTokenizer,

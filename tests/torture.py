@@ -30,7 +30,7 @@ import prepare
 import train
 from checkpoint import checkpoint_paths, find, newest_valid
 from configurator import load_config
-from runtime import run_script
+from errors import run_script
 
 
 @dataclass

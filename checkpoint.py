@@ -320,11 +320,6 @@ def readable(out_dir):
     return found
 
 
-def list_checkpoints(out_dir):
-    """The checkpoints of a run, oldest first. Raises UserError where one is damaged."""
-    return [open_checkpoint(path) for path in checkpoint_paths(out_dir)]
-
-
 def open_checkpoint(path):
     """Read one directory's state.json. Raises UserError."""
     try:

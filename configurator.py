@@ -44,12 +44,6 @@ def load_config(cls, argv, doc=''):
     return config
 
 
-def changes(config):
-    """{field: value} of all that differs from the defaults."""
-    return {f.name: getattr(config, f.name) for f in dataclasses.fields(config)
-            if getattr(config, f.name) != f.default}
-
-
 # -----------------------------------------------------------------------------
 # where values come from: each reader yields (name, value, where)
 

@@ -107,7 +107,7 @@ def test_the_newest_and_the_best_are_kept(run, tmp_path):
     _, _, save = run
     for iter_num, val_loss in ((10, 3.0), (20, 1.0), (30, math.nan), (40, 2.0), (50, 2.5)):
         save(iter_num, val_loss, keep=2)
-    kept = [c.iter_num for c in checkpoints.list_checkpoints(tmp_path)]
+    kept = [c.iter_num for c in checkpoints.readable(tmp_path)]
     assert kept == [20, 40, 50]
 
 
@@ -155,7 +155,7 @@ def test_a_save_that_fails_is_tried_again_and_training_goes_on(
     err = capsys.readouterr().err
     assert saver.failed and 'No space left' in err and 'training goes on' in err
     assert not list((tmp_path / 'checkpoints').glob('*.tmp'))  # they would fill the disk further
-    assert [c.iter_num for c in checkpoints.list_checkpoints(tmp_path)] == [10]
+    assert [c.iter_num for c in checkpoints.readable(tmp_path)] == [10]
     attempts.clear()
     refuse_until(1)
     saver.save(model, optimizer, {'iter_num': 30}, checkpoints.rng_state(CPU))
@@ -260,8 +260,8 @@ def test_going_back_moves_later_checkpoints_aside(run, tmp_path):
     for iter_num in (10, 20, 30):
         save(iter_num, keep=9)
     aside = checkpoints.set_aside(tmp_path, after=10)
-    assert [c.iter_num for c in checkpoints.list_checkpoints(tmp_path)] == [10]
-    assert [c.iter_num for c in checkpoints.list_checkpoints(aside)] == [20, 30]
+    assert [c.iter_num for c in checkpoints.readable(tmp_path)] == [10]
+    assert [c.iter_num for c in checkpoints.readable(aside)] == [20, 30]
     assert checkpoints.set_aside(tmp_path, after=10) is None
 
 

@@ -78,12 +78,17 @@ def open_dataset(folder):
     return Dataset(folder, {}, vocab_size=50257)
 
 
+def folder_of(name):
+    """The folder of a dataset: data/<name>, or the path itself where it is one."""
+    return Path(name) if Path(name).parts != (name,) else Path('data', name)
+
+
 def size_of_dataset(name, vocab_size=0):
     """data/<name> or a folder → (vocabulary, training tokens or None, where they are known from).
 
     vocab_size: what to take where nothing is prepared; 0 for GPT-2's. Raises UserError.
     """
-    folder = Path(name) if Path(name).parts != (name,) else Path('data', name)
+    folder = folder_of(name)
     if any(folder.glob('*.bin')):
         dataset = open_dataset(folder)
         return vocab_size or dataset.vocab_size, len(dataset.split('train')), str(folder)

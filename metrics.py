@@ -94,10 +94,13 @@ class Metrics:
         if self.wandb_run:
             self.wandb_run.log(values, step=iter_num)
         if self.path:
-            # JSON has no NaN: what is not a number is null, like what is unknown.
-            line = {key: value if value is None or math.isfinite(value) else None
-                    for key, value in values.items()}
+            line = {key: finite(value) for key, value in values.items()}
             append_line(self.path, {'iter': iter_num, **line})
+
+
+def finite(x):
+    """x, or None where it is none or no number: JSON has no NaN or infinity."""
+    return x if x is not None and math.isfinite(x) else None
 
 
 def append_line(path, value):

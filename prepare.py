@@ -28,7 +28,7 @@ from tqdm import tqdm
 import tokenizer as tokenizers
 from configurator import load_config
 from corpora import CORPORA, describe, open_source, table
-from dataset import FORMAT_VERSION, check_files, open_dataset
+from dataset import FORMAT_VERSION, check_files, folder_of, open_dataset
 from errors import UserError, run_script
 from pretokenized import fetch_shards
 from shards import Shards, alone_in, clear_disk_errors, publish, read_journal, write_json
@@ -73,7 +73,7 @@ class PrepareConfig:
 
 def dataset_folder(name):
     """A prepared dataset by its name or its folder."""
-    return Path(name) if os.sep in name or Path(name, 'meta.json').exists() else Path('data', name)
+    return Path(name) if Path(name, 'meta.json').exists() else folder_of(name)
 
 
 # -----------------------------------------------------------------------------

@@ -113,3 +113,7 @@ class TrainConfig:
         if self.total_batch_size:
             return self.total_batch_size // (self.batch_size * self.block_size)
         return self.gradient_accumulation_steps
+
+    def step_tokens(self):
+        """Tokens in a step, of all processes together; batch_size must be a number."""
+        return self.accumulation() * self.batch_size * self.block_size

@@ -22,10 +22,10 @@ import checkpoint as checkpoints
 from anomalies import StepGuard
 from configurator import load_config
 from dataloader import BatchLoader, fits_in_ram
-from dataset import UNFINISHED, open_dataset
+from dataset import UNFINISHED, folder_of, open_dataset
 from errors import UserError, run_script
 from memory import choose_batch_size, out_of_memory_explained, run_of
-from metrics import Metrics, start_wandb, trim
+from metrics import Metrics, finite, start_wandb, trim
 from model import GPT, GPTConfig
 from runtime import (
     StopRequest,
@@ -55,7 +55,7 @@ from settings import TrainConfig
 
 def find_dataset(name, world):
     """Open data/<name>. A small corpus that is not prepared yet is prepared now."""
-    folder = Path(name) if Path(name).parts != (name,) else Path('data', name)
+    folder = folder_of(name)
     if world.local_rank == 0 and folder.parts == ('data', name) \
             and not (folder / 'meta.json').exists() and not any(folder.glob('*.bin')) \
             and not (folder / UNFINISHED).exists():
@@ -80,8 +80,7 @@ def open_batches(config, dataset, world, device):
                            micro_steps=config.accumulation() // world.size, rank=world.rank,
                            world_size=world.size, seed=config.seed, device=device)
                for split in ('train', 'val')]
-    tokens = len(loaders[0].stream)
-    step_tokens = config.accumulation() * config.batch_size * config.block_size
+    tokens, step_tokens = len(loaders[0].stream), config.step_tokens()
     say(f'{dataset.folder}: {tokens:,} training tokens, vocabulary {dataset.vocab_size:,}, '
         f'{"in memory" if in_ram else "on disk"} | {step_tokens:,} tokens a step, '
         f'{config.max_iters * step_tokens / tokens:.3g} epochs')
@@ -283,7 +282,6 @@ def train(config, world, device, dtype, compile):
         say(f'batch_size {batch_size} ({why}) | accumulation {config.accumulation()}')
     train_data, val_data = open_batches(config, dataset, world, device)
     micro_steps = config.accumulation() // world.size
-    step_tokens = config.accumulation() * config.batch_size * config.block_size
 
     # optimizer
     raw_model.to(device)
@@ -313,7 +311,7 @@ def train(config, world, device, dtype, compile):
     # where the numbers go
     metrics_path = None if config.eval_only else out_dir / 'metrics.jsonl'
     metrics = Metrics(
-        metrics_path, step_tokens=step_tokens, max_iters=config.max_iters, device=device,
+        metrics_path, step_tokens=config.step_tokens(), max_iters=config.max_iters, device=device,
         tokens_at=lambda it: train_data.windows_before(it) * config.block_size,
         mfu_of=lambda tokens_per_s: raw_model.mfu(tokens_per_s / world.size,
                                                   device_name(device), dtype),
@@ -397,11 +395,6 @@ def train(config, world, device, dtype, compile):
     if stopping:
         say(f'{stopping}: stopped after iteration {iter_num}, which is saved; the same command '
             'with --init_from=resume goes on from there')
-
-
-def finite(x):
-    """x, or None where it is none or no number: JSON knows no infinity."""
-    return x if x is not None and math.isfinite(x) else None
 
 
 def remark_on_first_loss(loss, vocab_size):

@@ -420,9 +420,12 @@ class Hub:
         self._rows = None
         try:
             import datasets
+            from huggingface_hub.utils import logging as hub_logging
         except ImportError:
             raise UserError(f'{path} needs datasets: pip install datasets') from None
+        # Each attempt to connect would be a warning of its own before our one line.
         datasets.logging.set_verbosity_error()
+        hub_logging.set_verbosity_error()
         with clear_errors(self.name):
             if subset and Path(path).is_dir() and \
                     subset not in datasets.get_dataset_config_names(path):

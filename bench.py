@@ -36,7 +36,7 @@ from errors import run_script
 from memory import gib, one_step, predict, run_of
 from metrics import short
 from model import GPTConfig
-from report import about, described, make_folder, markdown, save, slug
+from report import about, described, machine, make_folder, markdown, save, slug
 from runtime import (
     choose_compile,
     choose_device,
@@ -119,10 +119,13 @@ def measure_ladder(config, dtype, compile, device):
     return rows, f'{what}\n\n{ladder.table(rows)}'
 
 
-def measure_grid(config, device):
-    """→ (rows, their tables)."""
+def measure_grid(config, device, name):
+    """→ (rows, their tables). With --save=FOLDER a run that is in FOLDER/name.jsonl is not made
+    again."""
     vocab_size, _, _ = size_of_dataset(config.dataset)
-    runs = grid.run_all(config, config.seeds, lambda cell: cell.gpt_config(vocab_size), device)
+    journal = Path(config.save, f'{name}.jsonl') if config.save else None
+    runs = grid.run_all(config, config.seeds, lambda cell: cell.gpt_config(vocab_size), device,
+                        journal, machine(device))
     target = config.target_loss or grid.target_of(runs)
     for run in runs:
         run.update(target_loss=target, target_s=grid.seconds_to(target, run['curve']))
@@ -283,23 +286,25 @@ def main(argv):
         return measure_checkpoints(shape, run, config, device)
     if config.save:
         make_folder(config.save)
-    if config.ladder:
-        mode, (rows, text) = 'ladder', measure_ladder(config, dtype, compile, device)
-    elif config.grid:
-        mode, (rows, text) = 'grid', measure_grid(config, device)
-    elif config.data:
-        mode, (rows, text) = 'data', measure_data(config, shape, dtype, compile, device)
+    mode = next((key for key in ('ladder', 'grid', 'data') if getattr(config, key)), 'speed')
+    name = f'{mode}-{slug(device_name(device))}'
+    if mode == 'ladder':
+        rows, text = measure_ladder(config, dtype, compile, device)
+    elif mode == 'grid':
+        rows, text = measure_grid(config, device, name)
+    elif mode == 'data':
+        rows, text = measure_data(config, shape, dtype, compile, device)
     else:
         row, text = speed.measure(config, shape, dtype, compile, device, steps=config.steps,
                                   warmup=config.warmup_steps, real_data=config.real_data,
                                   profile=config.profile)
-        mode, rows = 'speed', [row]
+        rows = [row]
     found = about(device, 'bench.py', argv)
     print(json_format.dumps({**found, 'rows': rows}, indent=1) if config.json
           else described(found, text))
     if config.save:
-        path = save(config.save, f'{mode}-{slug(device_name(device))}', found, rows, text)
-        if config.grid:
+        path = save(config.save, name, found, rows, text)
+        if mode == 'grid':
             grid.draw(rows, f'{path}.png')
 
 

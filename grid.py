@@ -10,6 +10,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+from contextlib import suppress
 from dataclasses import fields, replace
 from itertools import pairwise
 from pathlib import Path
@@ -18,6 +19,7 @@ from tqdm import tqdm
 
 from errors import UserError
 from memory import predict, run_of
+from metrics import append_line
 from report import markdown
 from settings import TrainConfig
 
@@ -54,10 +56,12 @@ def settings(config, row, column):
 # runs
 
 
-def run_all(config, seeds, model_of, device):
+def run_all(config, seeds, model_of, device, journal=None, where=''):
     """Train every cell with `seeds` seeds → [a row of numbers for each run, its curve included].
 
     model_of: TrainConfig → GPTConfig, for what the plan says of memory
+    journal: a file that gets a line when a run ends; what it has of the same settings and `where`
+             (the machine) is not run again, so a grid that was killed goes on
     All cells come once before any comes again, so that a machine whose speed drifts is fair. One
     that fails (out of memory, say) has None for its numbers, and the others go on. Raises UserError
     where the default itself fails.
@@ -69,22 +73,41 @@ def run_all(config, seeds, model_of, device):
         raise UserError(f'log_interval={config.log_interval} is more than max_iters='
                         f'{config.max_iters}: no step would be timed')
     cells = [(seed, row, column) for seed in range(seeds) for row in ROWS for column in COLUMNS]
-    runs = []
+    known, runs = read_journal(journal), []
     for seed, row, column in tqdm(cells, 'training', disable=None):
-        cell = settings(config, row, column)
+        cell = replace(settings(config, row, column), seed=config.seed + seed)
+        key = json.dumps([where, {field.name: getattr(cell, field.name)
+                                  for field in fields(TrainConfig) if field.name != 'out_dir'}])
+        if key in known:
+            runs.append(known[key])
+            continue
         planned = predict(model_of(cell), run_of(cell, cell.dtype, device.type)).peak
-        run = {'row': row, 'column': column, 'seed': config.seed + seed,
+        run = {'row': row, 'column': column, 'seed': cell.seed,
                'planned_memory_bytes': planned}
         try:
             with tempfile.TemporaryDirectory() as folder:
-                lines = train(replace(cell, seed=config.seed + seed, out_dir=folder))
+                lines = train(replace(cell, out_dir=folder))
             runs.append({**run, **numbers(lines, cell), 'failed': ''})
+            if journal:
+                append_line(journal, {'key': key, 'run': runs[-1]})
         except UserError as problem:
             if not runs:
                 raise
             runs.append({**run, 'memory_bytes': None, 'step_ms': None, 'train_s': None,
                          'final_loss': None, 'curve': [], 'failed': str(problem)})
     return runs
+
+
+def read_journal(path):
+    """→ {key: run}, without a line that a kill cut short, after which a new one begins."""
+    known, text = {}, path.read_text(encoding='utf-8') if path and path.exists() else ''
+    if not text.endswith('\n') and text:
+        path.write_text(text + '\n', encoding='utf-8')
+    for line in text.splitlines():
+        with suppress(ValueError, KeyError, TypeError):
+            entry = json.loads(line)
+            known[entry['key']] = entry['run']
+    return known
 
 
 def train(config):

@@ -1,3 +1,4 @@
+import json
 from dataclasses import replace
 
 import pytest
@@ -83,6 +84,35 @@ def test_a_cell_that_fails_is_told_and_the_others_stand(monkeypatch, tmp_path):
     assert cells[0] == '3.013 ± 0.000'
     draw(runs, tmp_path / 'grid.png')
     assert (tmp_path / 'grid.png').stat().st_size > 10_000
+
+
+def test_a_grid_that_was_killed_goes_on(monkeypatch, tmp_path):
+    made = []
+
+    def train(config):
+        if len(made) == 30:
+            raise KeyboardInterrupt
+        made.append(config)
+        return fake_train(replace(config, dtype='float32'))
+
+    def grid_of(config=SMALL, where='here'):
+        return run_all(config, 2, lambda cell: cell.gpt_config(65), torch.device('cpu'),
+                       tmp_path / 'grid.jsonl', where)
+
+    monkeypatch.setattr(grid, 'train', train)
+    with pytest.raises(KeyboardInterrupt):
+        grid_of()
+    made.append(None)  # past the 30th
+    with (tmp_path / 'grid.jsonl').open('a') as f:
+        f.write('{"key": "cut')
+    first = grid_of()
+    assert len(made) == 1 + 48 and len(first) == 48
+    assert [(run['row'], run['column']) for run in first] == 2 * CELLS
+    again = grid_of()
+    assert json.dumps(again) == json.dumps(first) and len(made) == 49
+    grid_of(where='elsewhere')
+    grid_of(replace(SMALL, max_iters=40))
+    assert len(made) == 49 + 2 * 48
 
 
 def test_a_default_that_fails_ends_it(monkeypatch):

@@ -33,7 +33,7 @@ from configurator import load_config
 from dataloader import BatchLoader
 from dataset import folder_of, open_dataset, size_of_dataset
 from errors import run_script
-from memory import gib, one_step, predict, run_of
+from memory import gib, one_step, out_of_memory_explained, predict, run_of
 from metrics import short
 from model import GPTConfig
 from report import about, described, machine, make_folder, markdown, save, slug
@@ -288,17 +288,18 @@ def main(argv):
         make_folder(config.save)
     mode = next((key for key in ('ladder', 'grid', 'data') if getattr(config, key)), 'speed')
     name = f'{mode}-{slug(device_name(device))}'
-    if mode == 'ladder':
-        rows, text = measure_ladder(config, dtype, compile, device)
-    elif mode == 'grid':
-        rows, text = measure_grid(config, device, name)
-    elif mode == 'data':
-        rows, text = measure_data(config, shape, dtype, compile, device)
-    else:
-        row, text = speed.measure(config, shape, dtype, compile, device, steps=config.steps,
-                                  warmup=config.warmup_steps, real_data=config.real_data,
-                                  profile=config.profile)
-        rows = [row]
+    with out_of_memory_explained(shape, run, device):
+        if mode == 'ladder':
+            rows, text = measure_ladder(config, dtype, compile, device)
+        elif mode == 'grid':
+            rows, text = measure_grid(config, device, name)
+        elif mode == 'data':
+            rows, text = measure_data(config, shape, dtype, compile, device)
+        else:
+            row, text = speed.measure(config, shape, dtype, compile, device, steps=config.steps,
+                                      warmup=config.warmup_steps, real_data=config.real_data,
+                                      profile=config.profile)
+            rows = [row]
     found = about(device, 'bench.py', argv)
     print(json_format.dumps({**found, 'rows': rows}, indent=1) if config.json
           else described(found, text))

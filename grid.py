@@ -243,12 +243,11 @@ def draw(runs, path):
         adds_up = key in METRICS and None not in means.values()
         for k, row in enumerate(ROWS):
             at = [x + 0.2 * (k - 1.5) for x in range(len(COLUMNS))]
-            found = [cells[row, column] for column in COLUMNS]
-            axis.bar(at, [(mean or 0) / unit for mean, _ in found], 0.18, label=row, color=f'C{k}',
-                     yerr=[sd / unit for _, sd in found], ecolor='0.4', capsize=2)
-            for x, (mean, _) in zip(at, found, strict=True):
-                if mean is None:
-                    axis.annotate('–', (x, 0), ha='center', va='bottom')
+            there = [(x, *cells[row, column]) for x, column in zip(at, COLUMNS, strict=True)
+                     if means[row, column] is not None]
+            axis.bar([x for x, _, _ in there], [mean / unit for _, mean, _ in there], 0.18,
+                     yerr=[sd / unit for _, _, sd in there], ecolor='0.4', capsize=2, label=row,
+                     color=f'C{k}')
             if adds_up and k:
                 sums = [means[row, 'none'] + means['default', c] - means['default', 'none']
                         for c in COLUMNS[1:]]
@@ -256,10 +255,13 @@ def draw(runs, path):
                             [x + 0.09 for x in at[1:]], color='black', linewidth=2,
                             label='both changes added up' if k == 3 else None)
         axis.set_title(title)
-        axis.set_xticks(range(len(COLUMNS)), COLUMNS)
+        axis.set_xticks(range(len(COLUMNS)), [column.replace(' ', '\n', 1) for column in COLUMNS])
         axis.spines[['top', 'right']].set_visible(False)
     lows = [mean - sd for mean, sd in cell_values(runs, 'final_loss').values() if mean]
-    axes.flat[2].set_ylim(bottom=0.95 * min(lows))  # losses differ by little
-    axes.flat[0].legend(frameon=False, fontsize=9)
+    axes.flat[2].set_ylim(bottom=0.95 * min(lows))
+    axes.flat[2].set_title(f'{METRICS["final_loss"][0]} (the axis does not begin at 0)')
+    axes.flat[3].set_title(f'{panels["target_s"][0]} (no bar: not reached)')
+    handles = dict(zip(*axes.flat[0].get_legend_handles_labels()[::-1], strict=True))
+    figure.legend(handles.values(), handles, loc='outside lower center', ncols=5, frameon=False)
     figure.savefig(path, dpi=110)
     pyplot.close(figure)

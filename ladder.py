@@ -4,6 +4,7 @@ All rungs start from the same weights and see the same windows, so their first l
 keeps what the rungs below it brought. The ways of old are written out here; the top is train.py's.
 """
 
+import gc
 import math
 import tempfile
 from contextlib import closing
@@ -238,6 +239,7 @@ def time_rung(shape, ways, weights, loader, path, text, steps, warmup, device):
     """→ (seconds of each step, loss of the first, most memory of tensors or None off CUDA)."""
     torch.set_float32_matmul_precision('high' if ways.tf32 else 'highest')
     torch.compiler.reset()  # what was compiled for the rung below would count against a limit
+    gc.collect()  # and its graphs hold themselves, and memory
     if device.type == 'cuda':
         torch.cuda.reset_peak_memory_stats(device)
     gpt = build(shape, ways, weights, device)

@@ -9,6 +9,7 @@ import torch
 from anomalies import StepGuard
 from dataloader import BatchLoader, fits_in_ram
 from dataset import folder_of, open_dataset
+from errors import UserError
 from memory import gib
 from metrics import short
 from model import GPT
@@ -47,8 +48,12 @@ def random_batches(config, vocab_size, device):
         yield idx, targets
 
 
-def dataset_batches(config, dataset, device):
-    """Batches as training reads them."""
+def dataset_batches(config, vocab_size, device):
+    """Batches as training reads them. Raises UserError where the model knows fewer ids."""
+    dataset = open_dataset(folder_of(config.dataset))
+    if dataset.vocab_size > vocab_size:
+        raise UserError(f'vocab_size={vocab_size}: {dataset.folder} has ids up to '
+                        f'{dataset.vocab_size - 1}; leave it at 0 for those of the dataset')
     in_ram = fits_in_ram(dataset.folder, 1) if config.data_in_ram == 'auto' else config.data_in_ram
     return BatchLoader(dataset.split('train', in_ram), config.block_size, config.batch_size,
                        micro_steps=config.accumulation(), seed=config.seed,
@@ -63,7 +68,7 @@ def measure(config, shape, dtype, compile, device, *, steps, warmup, real_data=F
     profile: write a trace of three more steps into out_dir, and add where their time goes
     """
     if real_data:
-        source = dataset_batches(config, open_dataset(folder_of(config.dataset)), device)
+        source = dataset_batches(config, shape.vocab_size, device)
     else:
         source = random_batches(config, shape.vocab_size, device)
     bare = matmul_flops(DTYPES[dtype], device)

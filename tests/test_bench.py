@@ -65,11 +65,13 @@ def test_on_a_cpu_a_small_model_takes_the_place_of_gpt2():
     assert config.n_layer == 12
 
 
-def test_a_benchmark_says_what_it_cannot_do(capsys, monkeypatch, tmp_path):
+def test_a_benchmark_says_what_it_cannot_do(capsys, monkeypatch, tiny, tmp_path):
     assert 'one at a time: ladder, grid' in fails(capsys, monkeypatch, bench.main, '--ladder',
                                                   '--grid')
     (tmp_path / 'file').touch()
     assert f'save={tmp_path}/file' in fails(capsys, monkeypatch, bench.main, '--device=cpu',
                                             f'--save={tmp_path}/file')
+    assert 'vocab_size=50' in fails(capsys, monkeypatch, bench.main, *tiny, '--real_data',
+                                    '--vocab_size=50')
     assert 'batch_size=6' in fails(capsys, monkeypatch, bench.main, '--grid', '--device=cpu',
                                    '--batch_size=6')

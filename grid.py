@@ -184,8 +184,9 @@ def departures(means):
     return found
 
 
-METRICS = {'memory_bytes': ('memory, MiB', 2**20, 0), 'train_s': ('training time, s', 1, 1),
+METRICS = {'memory_bytes': ('memory, MiB', 2**20, 0), 'train_s': ('training time, s', 1, 2),
            'final_loss': ('final validation loss', 1, 3)}
+PLANNED = {'planned_memory_bytes': ('memory of tensors as planned, MiB', 2**20, 1)}
 
 
 def tables(runs, target, memory_is):
@@ -199,14 +200,14 @@ def tables(runs, target, memory_is):
     parts += [f'{run["row"]}, {run["column"]}, seed {run["seed"]} failed: {run["failed"]}'
               for run in runs if run['failed']]
     for key, (title, unit, digits) in {
-            **METRICS, 'planned_memory_bytes': ('memory of tensors as planned, MiB', 2**20, 0),
-            'target_s': (f'seconds to a loss of {target}', 1, 1)}.items():
+            **METRICS, 'target_s': (f'seconds to a validation loss of {target}', 1, 2),
+            **PLANNED}.items():
         text = {}
         for cell, (mean, sd) in cell_values(runs, key).items():
             text[cell] = '–' if mean is None else f'{mean / unit:,.{digits}f}' + \
                 (f' ± {sd / unit:.{digits}f}' if sd else '')
         parts.append(grid_table(title, text))
-    for key, (title, _, _) in METRICS.items():
+    for key, (title, _, _) in {**METRICS, **PLANNED}.items():
         apart = departures({cell: mean for cell, (mean, _) in cell_values(runs, key).items()})
         text = {cell: f'{of_sum:+.1%} / {of_product:+.1%}'
                 for cell, (of_sum, of_product) in apart.items()}

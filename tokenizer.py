@@ -164,7 +164,7 @@ class Encoder:
     Where gigatoken is installed, it finds the same ids in about a tenth of the time.
     """
 
-    RENEWAL = 2**26  # bytes after which gigatoken starts anew: it remembers each word it has met
+    RENEWAL = 2**25  # bytes after which gigatoken starts anew: it remembers each word it has met
     # gigatoken knows the letters and digits of Unicode 17, tiktoken 0.14 those of 16. All that are
     # new, and little that is common, are in these ranges.
     NEW = re.compile('[\u088f\u0c5c\u0cdc\ua7ce-\ua7f1\U00010940-\U0001efff'
@@ -194,17 +194,17 @@ class Encoder:
 
 
 def gigatoken_of(encoding):
-    """A tiktoken encoding with GPT-2's pattern → gigatoken's, or None where it is not installed."""
+    """A tiktoken encoding with GPT-2's pattern → gigatoken's, or None where that cannot be had."""
+    tokens = map(encoding.decode_single_token_bytes, range(encoding.eot_token))
     try:
         from gigatoken.gigatoken_rs import BPETokenizer as Gigatoken
-    except ImportError:
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder, 'ranks.tiktoken')
+            path.write_bytes(b''.join(base64.b64encode(token) + b' %d\n' % rank
+                                      for rank, token in enumerate(tokens)))
+            return Gigatoken.from_tiktoken(path, 'gpt2')
+    except (ImportError, OSError):  # not installed, or no room for a temporary file
         return None
-    tokens = map(encoding.decode_single_token_bytes, range(encoding.eot_token))
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder, 'ranks.tiktoken')
-        path.write_bytes(b''.join(base64.b64encode(token) + b' %d\n' % rank
-                                  for rank, token in enumerate(tokens)))
-        return Gigatoken.from_tiktoken(path, 'gpt2')
 
 
 def import_tiktoken():

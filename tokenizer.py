@@ -10,6 +10,7 @@
 import base64
 import re
 import tempfile
+import threading
 from pathlib import Path
 
 import numpy as np
@@ -174,6 +175,7 @@ class Encoder:
         """encoding: tiktoken's, with GPT-2's pattern; its control tokens are its last."""
         self._encoding = encoding
         self._fast, self._left = None, 0
+        self._lock = threading.Lock()  # gigatoken raises where it is called twice at once
 
     def encode(self, text):
         try:
@@ -181,16 +183,17 @@ class Encoder:
         except UnicodeEncodeError:  # half a character: two are joined, one alone becomes U+FFFD
             text = text.encode('utf-16', 'surrogatepass').decode('utf-16', 'replace')
             data = text.encode()
-        if self._left <= 0:
-            self._left = self.RENEWAL
-            self._fast = None  # frees its memory; other threads can do without it
-            self._fast = gigatoken_of(self._encoding)
-        self._left -= len(data)
-        fast = self._fast
-        if fast is None or (not text.isascii() and self.NEW.search(text)):
-            # as an array: the list of encode_ordinary would hold up other threads (Python's lock)
-            return self._encoding.encode_to_numpy(text, disallowed_special=())
-        return fast.encode(data)
+        alike = text.isascii() or not self.NEW.search(text)
+        with self._lock:
+            if self._left <= 0:
+                self._left = self.RENEWAL
+                self._fast = None  # frees its memory before there is another
+                self._fast = gigatoken_of(self._encoding)
+            if alike and self._fast is not None:
+                self._left -= len(data)
+                return self._fast.encode(data)
+        # as an array: the list of encode_ordinary would hold up other threads (Python's lock)
+        return self._encoding.encode_to_numpy(text, disallowed_special=())
 
 
 def gigatoken_of(encoding):

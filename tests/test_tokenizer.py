@@ -1,6 +1,8 @@
 import json
 import socket
 import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -8,6 +10,7 @@ from helpers import SHARED
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import tokenizer
 from errors import UserError
 from tokenizer import (
     BPETokenizer,
@@ -118,6 +121,23 @@ CUTS = "abcstd 'lLrReEvV\n\r\t\x1f\x85\xa0\u200b\u3000ſé½٣中👍12.,-’\u0
 def test_bpe_ids_are_those_of_tiktoken(text, times):
     pytest.importorskip('gigatoken')
     assert as_tiktoken(BPE, text * times)
+
+
+def test_gigatoken_is_not_called_twice_at_once(monkeypatch):
+    class Slow:
+        inside = 0
+
+        def encode(self, data):
+            self.inside += 1
+            time.sleep(0.001)
+            self.inside -= 1
+            assert not self.inside  # gigatoken raises 'Already borrowed'
+            return np.frombuffer(data, 'u1')
+
+    monkeypatch.setattr(tokenizer, 'gigatoken_of', lambda encoding: Slow())
+    encode = Encoder(BPE._encoding).encode
+    with ThreadPoolExecutor(8) as pool:
+        assert [bytes(ids) for ids in pool.map(encode, ['text'] * 50)] == [b'text'] * 50
 
 
 @given(st.text(alphabet=st.characters(codec=None, categories=['Cs', 'Ll', 'Zs'])))

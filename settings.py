@@ -47,7 +47,7 @@ class TrainConfig:
     rotary: bool = False  # rotary positions, not learned ones
     rmsnorm: bool = False  # RMSNorm, not LayerNorm
     qk_norm: bool = False  # normalise queries and keys
-    mlp: Literal['gelu', 'relu2', 'swiglu'] = 'gelu'  # what an MLP does between its matrices
+    mlp: Literal['gelu', 'gelu_erf', 'relu2', 'swiglu'] = 'gelu'  # what is between its matrices
     tied_head: bool = True  # the head's weight is the embedding's
     logit_softcap: float = 0.0  # keep logits within ± this; 0 for no cap
     zero_init: bool = False  # output projections begin at zero

@@ -1,0 +1,132 @@
+"""What a CPU does faster than torch has it: attention in bfloat16, and dropout.
+
+torch's flash attention for CPUs turns bfloat16 into float32, block by block. Here a few heads at a
+time go through plain bfloat16 matmuls, so that their (T, T) weights stay in the cache and never
+reach memory. The backward pass computes them again: nothing but q, k and v is kept.
+"""
+
+import torch
+
+HEADS_AT_ONCE = 16  # whose weights are in the cache together
+LONGEST = 512  # tokens; from about 1,024 on torch's own is as fast, and needs less cache
+
+
+def attention_gains(q):
+    """True where `attention` is faster than torch's own."""
+    return q.device.type == 'cpu' and q.dtype == torch.bfloat16 and q.size(-2) <= LONGEST
+
+
+def attention(q, k, v, dropout=0.0):
+    """Causal attention. q, k, v (B, H, T, D) → (B, H, T, D)."""
+    seed = torch.empty((), dtype=torch.int64)
+    seed = seed.random_() if dropout else seed.zero_()
+    heads = (t.flatten(0, 1).contiguous() for t in (q, k, v))  # 3 × (B·H, T, D)
+    return heads_attention(*heads, seed, dropout).view(q.shape)
+
+
+def keep_bits(like, dropout, generator=None):
+    """Which numbers of `like` (2 bytes each) dropout keeps, as int16: all bits set with probability
+    1 - dropout, else none, so that a bitwise and does it."""
+    # torch makes 64 random bits at once many times faster than it draws a Bernoulli number.
+    bits = torch.empty(-(-like.numel() // 4), dtype=torch.int64)
+    bits = bits.random_(-2**63, None, generator=generator).view(torch.int16)[:like.numel()]
+    return bits.bitwise_and_(2**15 - 1).neg_().add_(round(dropout * 2**15) - 1) \
+        .bitwise_right_shift_(15).view(like.shape)  # the sign of a number, in all its bits
+
+
+class Dropped(torch.autograd.Function):
+    """x, of a 2-byte type, with its numbers set to 0 with probability `dropout`, the others scaled
+    up to keep the mean (Srivastava et al. 2014)."""
+
+    @staticmethod
+    def forward(ctx, x, dropout):
+        keep, ctx.scale = keep_bits(x, dropout), 1 / (1 - dropout)
+        ctx.save_for_backward(keep)
+        return (x.view(torch.int16) & keep).view(x.dtype).mul_(ctx.scale)
+
+    @staticmethod
+    def backward(ctx, grad):
+        keep, = ctx.saved_tensors
+        return (grad.view(torch.int16) & keep).view(grad.dtype).mul_(ctx.scale), None
+
+
+class Dropout(torch.nn.Dropout):
+    def forward(self, x):
+        if self.training and self.p and x.device.type == 'cpu' and x.dtype == torch.bfloat16:
+            return Dropped.apply(x, self.p)
+        return super().forward(x)
+
+
+# -----------------------------------------------------------------------------
+# forward and backward, which torch.compile takes as they are
+
+
+def causal_mask(q):
+    T = q.size(1)
+    return torch.full((T, T), float('-inf'), dtype=q.dtype).triu_(1)
+
+
+def attention_weights(q, k, mask):
+    """q, k (n, T, D), mask (T, T) → softmax of the scaled scores, (n, T, T)."""
+    scores = torch.baddbmm(mask.expand(len(q), -1, -1), q, k.mT, alpha=q.size(-1) ** -0.5)
+    return torch.softmax(scores, dim=-1)
+
+
+@torch.library.custom_op('plaingpt::cpu_attention', mutates_args=())
+def heads_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, seed: torch.Tensor,
+                    dropout: float) -> torch.Tensor:
+    y, mask = torch.empty_like(q), causal_mask(q)
+    generator = torch.Generator().manual_seed(seed.item())
+    parts = (t.split(HEADS_AT_ONCE) for t in (q, k, v, y))
+    for q_i, k_i, v_i, y_i in zip(*parts, strict=True):
+        p = attention_weights(q_i, k_i, mask)
+        if dropout:
+            p.view(torch.int16).bitwise_and_(keep_bits(p, dropout, generator))
+        torch.bmm(p, v_i, out=y_i)
+    return y.mul_(1 / (1 - dropout)) if dropout else y
+
+
+@torch.library.custom_op('plaingpt::cpu_attention_backward', mutates_args=())
+def heads_attention_backward(grad: torch.Tensor, q: torch.Tensor, k: torch.Tensor,
+                             v: torch.Tensor, seed: torch.Tensor, dropout: float
+                             ) -> list[torch.Tensor]:
+    dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+    mask, scale = causal_mask(q), q.size(-1) ** -0.5
+    generator = torch.Generator().manual_seed(seed.item())
+    grad = grad / (1 - dropout) if dropout else grad.contiguous()
+    parts = (t.split(HEADS_AT_ONCE) for t in (grad, q, k, v, dq, dk, dv))
+    for grad_i, q_i, k_i, v_i, dq_i, dk_i, dv_i in zip(*parts, strict=True):
+        p = attention_weights(q_i, k_i, mask)
+        dp = torch.bmm(grad_i, v_i.mT)
+        dropped = p
+        if dropout:
+            keep = keep_bits(p, dropout, generator)  # the same as in the forward pass
+            dropped = (p.view(torch.int16) & keep).view(p.dtype)
+            dp.view(torch.int16).bitwise_and_(keep)
+        torch.bmm(dropped.mT, grad_i, out=dv_i)
+        ds = torch._softmax_backward_data(dp, p, -1, p.dtype).mul_(scale)
+        torch.bmm(ds, k_i, out=dq_i)
+        torch.bmm(ds.mT, q_i, out=dk_i)
+    return [dq, dk, dv]
+
+
+@heads_attention.register_fake
+def _(q, k, v, seed, dropout):
+    return torch.empty_like(q)
+
+
+@heads_attention_backward.register_fake
+def _(grad, q, k, v, seed, dropout):
+    return [torch.empty_like(t) for t in (q, k, v)]
+
+
+def keep_inputs(ctx, inputs, output):
+    *tensors, ctx.dropout = inputs
+    ctx.save_for_backward(*tensors)
+
+
+def backward(ctx, grad):
+    return *heads_attention_backward(grad, *ctx.saved_tensors, ctx.dropout), None, None
+
+
+heads_attention.register_autograd(backward, setup_context=keep_inputs)

@@ -6,19 +6,16 @@ https://github.com/openai/gpt-2, settles what the paper leaves open. Parameter n
 B batch, T tokens in a window, C = n_embd, H = n_head, V vocabulary.
 """
 
-import json
 import math
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
-from safetensors import SafetensorError
-from safetensors.torch import load_file
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from errors import UserError
+from interchange import read_weights
 
 VOCAB_MULTIPLE = 128  # matmuls are fast when their sizes divide by powers of two
 
@@ -253,41 +250,37 @@ class GPT(nn.Module):
         wpe.num_embeddings, wpe.weight = block_size, nn.Parameter(wpe.weight[:block_size].detach())
 
     @classmethod
-    def from_pretrained(cls, name_or_folder, dropout=0.0):
-        """GPT-2 weights in the Hugging Face layout: a folder with config.json and
-        model.safetensors, or 'gpt2', 'gpt2-medium', 'gpt2-large', 'gpt2-xl' from the hub.
+    def from_pretrained(cls, source, dropout=0.0):
+        """The weights of others: 'gpt2', 'gpt2-medium', 'gpt2-large', 'gpt2-xl' from the hub, a
+        folder in the Hugging Face layout, or a ckpt.pt of nanoGPT or build-nanogpt.
 
         Raises UserError where they cannot be had or are not GPT-2.
         """
-        folder = Path(name_or_folder)
-        if not folder.is_dir():
-            folder = download_pretrained(name_or_folder)
+        shape, weights = read_weights(source)
+        model = cls(GPTConfig(**shape, dropout=dropout))
         try:
-            hf = json.loads((folder / 'config.json').read_text())
-            weights = load_file(folder / 'model.safetensors')
-            if hf['model_type'] != 'gpt2' or hf['activation_function'] != 'gelu_new':
-                raise ValueError('not a GPT-2 with tanh GELU')
-            model = cls(GPTConfig(hf['n_positions'], hf['vocab_size'], hf['n_layer'], hf['n_head'],
-                                  hf['n_embd'], dropout, bias=True))
-            model.load_hf_weights(weights)
-        except (OSError, ValueError, KeyError, SafetensorError) as e:
-            raise UserError(f'{folder}: cannot be read as GPT-2 in the Hugging Face layout '
-                            f'({type(e).__name__}: {e})') from None
+            model.load_weights(weights)
+        except ValueError as e:
+            raise UserError(f'{source}: its weights do not fit its configuration: {e}') from None
         return model
 
     @torch.no_grad()
-    def load_hf_weights(self, weights):
-        """Copy weights under Hugging Face's names. Raises KeyError, ValueError on a misfit."""
-        weights = {name.removeprefix('transformer.'): w for name, w in weights.items()}
-        for name, p in self.named_parameters():
-            w = weights[name.removeprefix('transformer.')]
-            if name.endswith(('c_attn.weight', 'c_proj.weight', 'c_fc.weight')):
-                w = w.t()  # Hugging Face keeps GPT-2's Conv1D, whose weight is (in, out)
+    def load_weights(self, weights):
+        """Copy {name: tensor}, the vocabulary without its padding. Raises ValueError that names
+        what is missing, unknown or of another shape."""
+        wanted = dict(self.named_parameters())
+        for words, names in (('it has no', wanted.keys() - weights.keys()),
+                             ('it has an unknown', weights.keys() - wanted.keys())):
+            if names:
+                more = f' and {len(names) - 1} more' if len(names) > 1 else ''
+                raise ValueError(f'{words} {min(names)}{more}')
+        for name, p in wanted.items():
             if name == 'transformer.wte.weight':
                 p = p[:self.config.vocab_size]
-            if p.shape != w.shape:
-                raise ValueError(f'{name} is {tuple(w.shape)}, expected {tuple(p.shape)}')
-            p.copy_(w)
+            if p.shape != weights[name].shape:
+                raise ValueError(f'{name} is {tuple(weights[name].shape)}, expected '
+                                 f'{tuple(p.shape)}')
+            p.copy_(weights[name])
 
     # -------------------------------------------------------------------------
     # generation
@@ -343,25 +336,6 @@ def keep_top_p(logits, p):
     reached_before = probs.cumsum(dim=-1) - probs >= p  # False for the first: one always stays
     return logits.masked_fill(reached_before.gather(1, order.argsort()), -math.inf)
 
-
-def download_pretrained(name):
-    """Fetch 'gpt2…' from the Hugging Face hub (or its cache) → folder. Raises UserError."""
-    if name not in PRETRAINED:
-        raise UserError(f'{name!r} is neither a folder nor one of {", ".join(PRETRAINED)}')
-    try:
-        from huggingface_hub import snapshot_download
-    except ImportError:
-        raise UserError(f'downloading {name} needs huggingface_hub: pip install huggingface_hub') \
-            from None
-    try:
-        return Path(snapshot_download(f'openai-community/{name}',
-                                      allow_patterns=['config.json', 'model.safetensors']))
-    except Exception as e:  # the hub's own errors, requests', httpx': all mean "not had"
-        raise UserError(f'{name} could not be downloaded ({type(e).__name__}): connect to the '
-                        'internet once, or give a folder that holds it') from None
-
-
-PRETRAINED = ('gpt2', 'gpt2-medium', 'gpt2-large', 'gpt2-xl')
 
 # Dense bf16/fp16 tensor-core peaks in FLOP/s with float32 accumulation, from NVIDIA's data sheets.
 # Looked up in order by a part of the name that CUDA reports.

@@ -13,10 +13,8 @@ from typing import Literal
 import torch
 
 import checkpoint as checkpoints
-import tokenizer as tokenizers
 from configurator import load_config
 from errors import UserError, run_script
-from model import GPT
 from runtime import (
     autocast,
     choose_compile,
@@ -30,9 +28,10 @@ from runtime import (
 @dataclass
 class SampleConfig:
     # which model
-    init_from: str = 'resume'  # resume (from out_dir), gpt2[-medium|-large|-xl], or a folder
+    init_from: str = 'resume'  # resume (from out_dir), gpt2…, a folder, or nanoGPT's ckpt.pt
     out_dir: str = 'out'  # the run to read
     checkpoint: str = 'best'  # best, latest, or an iteration
+    tokenizer: str = 'auto'  # the model's own, or a prepared dataset whose to take
     # what to write
     start: str = '\n'  # text to go on from, or FILE:path of a file that holds it
     num_samples: int = 10  # samples to draw
@@ -54,19 +53,6 @@ class SampleConfig:
         if not 0 < self.top_p <= 1:
             found.append(f'top_p={self.top_p}: must be above 0 and at most 1')
         return found
-
-
-def load(init_from, out_dir, which):
-    """→ (model, tokenizer, a line on where they came from)."""
-    if init_from != 'resume':
-        return GPT.from_pretrained(init_from), tokenizers.from_json({'kind': 'gpt2'}), init_from
-    found = checkpoints.find(out_dir, which)
-    tokenizer = tokenizers.from_json(found.state['tokenizer'])
-    model = found.load_model(dropout=0.0)
-    if not all(p.isfinite().all() for p in model.parameters()):
-        raise UserError(f'{found.path}: its weights are not finite, so it cannot write; use an '
-                        'earlier one with --checkpoint=ITER')
-    return model, tokenizer, str(found.path)
 
 
 def read_start(start):
@@ -98,7 +84,8 @@ def main(argv):
     config = load_config(SampleConfig, argv, __doc__)
     device, _ = choose_device(config.device)
     use_fast_matmul()
-    model, tokenizer, source = load(config.init_from, config.out_dir, config.checkpoint)
+    model, tokenizer, source, _ = checkpoints.load(config.init_from, config.out_dir,
+                                                   config.checkpoint, config.tokenizer)
     model = model.to(device).eval()
     idx = encode_start(read_start(config.start), tokenizer).to(device)
     dtype, _ = choose_dtype(config.dtype, device, model.config.n_embd)

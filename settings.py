@@ -17,7 +17,7 @@ class TrainConfig:
     eval_iters: int = 200  # evaluate on this many batches of batch_size, or on the whole split
     eval_only: bool = False  # stop after the first evaluation
     log_interval: int = 1  # iterations between lines on the console
-    init_from: str = 'scratch'  # scratch, resume, auto (resume if it can), gpt2…, a folder
+    init_from: str = 'scratch'  # scratch, resume, auto (resume if it can), gpt2…, folder, ckpt.pt
     # checkpoints
     checkpoint_interval: int = 1000  # iterations between those for resuming
     always_save_checkpoint: bool = True  # one after each evaluation too, not only after the best

@@ -30,31 +30,8 @@ def test_the_four_sizes_of_gpt2_have_the_published_parameters(shape, parameters)
     assert model.num_parameters() == parameters
 
 
-def test_logits_equal_those_of_transformers_on_the_same_weights(tmp_path):
-    from transformers import GPT2Config, GPT2LMHeadModel
-    torch.manual_seed(0)
-    theirs = GPT2LMHeadModel(GPT2Config(
-        vocab_size=100, n_positions=32, n_embd=48, n_layer=3, n_head=4,
-        initializer_range=0.2)).eval()  # weights large enough that every part matters
-    theirs.save_pretrained(tmp_path)
-    ours = GPT.from_pretrained(tmp_path).eval()
-    idx = tokens(2, 32, vocab_size=100)
-    with torch.no_grad():
-        assert torch.allclose(ours(idx)[0], theirs(idx).logits, atol=1e-5, rtol=0)
-
-
-@pytest.mark.parametrize('broken', ['nothing', 'config', 'weights', 'other model'])
-def test_a_folder_that_is_not_gpt2_is_an_error(tmp_path, broken):
-    if broken != 'nothing':
-        (tmp_path / 'config.json').write_text(
-            '{' if broken == 'config' else '{"model_type": "llama", "activation_function": "silu"}')
-        (tmp_path / 'model.safetensors').write_bytes(b'no tensors')
-    with pytest.raises(UserError, match='cannot be read as GPT-2'):
-        GPT.from_pretrained(tmp_path)
-
-
 def test_a_name_that_is_no_model_is_an_error():
-    with pytest.raises(UserError, match='neither a folder nor one of gpt2'):
+    with pytest.raises(UserError, match=r'nor a \.pt file, nor one of gpt2'):
         GPT.from_pretrained('gpt3')
 
 

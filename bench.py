@@ -14,7 +14,6 @@ import tempfile
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
 import torch
 
@@ -23,7 +22,6 @@ from configurator import load_config
 from dataset import size_of_dataset
 from errors import UserError, run_script
 from memory import gib, one_step, predict, run_of
-from model import GPTConfig
 from runtime import choose_device, choose_dtype, use_expandable_segments, use_fast_matmul
 from settings import TrainConfig
 
@@ -34,7 +32,6 @@ class BenchConfig(TrainConfig):
     memory: bool = False  # what a step holds after forward, backward and optimizer, and at most
     checkpoints: bool = False  # how long training stands still for a save
     vocab_size: int = 0  # where the dataset is not prepared; 0 for the dataset's
-    optimizer: Literal['adamw', 'sgd'] = 'adamw'  # which states stand beside the weights
 
     def problems(self):
         found = super().problems()
@@ -134,9 +131,8 @@ def main(argv):
     use_fast_matmul()
     use_expandable_segments(device)
     vocab_size, _, _ = size_of_dataset(config.dataset, config.vocab_size)
-    model = GPTConfig(config.block_size, vocab_size, config.n_layer, config.n_head, config.n_embd,
-                      config.dropout, config.bias)
-    run = run_of(config, dtype, device.type, config.optimizer)
+    model = config.gpt_config(vocab_size)
+    run = run_of(config, dtype, device.type)
     if config.memory:
         measure_memory(model, run, device)
     if config.checkpoints:

@@ -38,10 +38,10 @@ class Run:
         return 4 if self.dtype == 'float32' else 2
 
 
-def run_of(config, dtype, device='cuda', optimizer='adamw'):
+def run_of(config, dtype, device='cuda'):
     """What of a TrainConfig whose batch_size is a number decides its memory."""
     return Run(config.batch_size, max(1, config.accumulation() // config.world_size()), dtype,
-               optimizer, config.activation_checkpointing, config.loss_chunk_tokens,
+               config.optimizer, config.activation_checkpointing, config.loss_chunk_tokens,
                config.world_size(), device)
 
 
@@ -78,18 +78,23 @@ class Prediction:
 def parameter_counts(model):
     """GPTConfig → numbers in its Linears inside blocks, in its embedding, and in all."""
     C, L, bias = model.n_embd, model.n_layer, model.bias
-    linears = L * (12 * C * C + 9 * C * bias)
+    into, width = model.c_fc_width, model.mlp_width
+    linears = L * (4 * C * C + (into + width) * C + (4 * C + into + C) * bias)
     embedding = model.padded_vocab_size * C
-    norms = (2 * L + 1) * C * (1 + bias)
-    return linears, embedding, linears + embedding + norms + model.block_size * C
+    channels = (2 * L + 1) * C + model.qk_norm * 2 * L * C // model.n_head
+    norms = channels * (1 if model.rmsnorm else 1 + bias)
+    positions = 0 if model.rotary else model.block_size * C
+    return linears, embedding, linears + embedding * (2 - model.tied_head) + norms + positions
 
 
 def optimizer_bytes(model, optimizer):
-    """AdamW keeps two moments of each parameter, SGD without momentum nothing, Muon one of the
-    matrices in blocks (Jordan et al. 2024) and AdamW's two of the rest."""
+    """AdamW keeps two moments of each parameter, SGD its momentum, Muon a momentum of the matrices
+    in blocks (Jordan et al. 2024) and AdamW's two of the rest."""
     _, _, parameters = parameter_counts(model)
-    matrices = 12 * model.n_embd**2 * model.n_layer
-    return {'adamw': 8 * parameters, 'sgd': 0, 'muon': 8 * parameters - 4 * matrices}[optimizer]
+    matrices = model.n_layer * model.n_embd * (4 * model.n_embd + model.c_fc_width
+                                               + model.mlp_width)
+    return {'adamw': 8 * parameters, 'sgd': 4 * parameters,
+            'muon': 8 * parameters - 4 * matrices}[optimizer]
 
 
 # -----------------------------------------------------------------------------
@@ -297,10 +302,7 @@ def one_step(model, run, device):
         gpt = GPT(model)
     gpt.loss_chunk_tokens = run.loss_chunk_tokens
     gpt.activation_checkpointing = run.activation_checkpointing
-    if run.optimizer == 'sgd':
-        optimizer = torch.optim.SGD(gpt.parameters(), lr=1e-4, fused=True)
-    else:
-        optimizer = gpt.configure_optimizers(0.1, 1e-4, (0.9, 0.95), device.type)
+    optimizer = gpt.configure_optimizers(0.1, 1e-4, (0.9, 0.95), device.type, run.optimizer)
     yield 'start', gpt, optimizer
     for step in range(2):  # the optimizer's states come with the first
         for micro in range(run.micro_steps):

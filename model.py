@@ -2,6 +2,7 @@
 
 Radford et al. 2019, "Language Models are Unsupervised Multitask Learners"; the released code,
 https://github.com/openai/gpt-2, settles what the paper leaves open. Parameter names are nanoGPT's.
+What newer models do otherwise stands behind flags of GPTConfig, and is off unless asked for.
 
 B batch, T tokens in a window, C = n_embd, H = n_head, V vocabulary.
 """
@@ -16,6 +17,7 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 
 from errors import UserError
 from interchange import read_weights
+from muon import MuonAdamW
 
 VOCAB_MULTIPLE = 128  # matmuls are fast when their sizes divide by powers of two
 
@@ -31,10 +33,53 @@ class GPTConfig:
     n_embd: int = 768
     dropout: float = 0.0
     bias: bool = True  # in Linears and LayerNorms, as in GPT-2; False is a bit better and faster
+    # newer than GPT-2
+    rotary: bool = False  # positions turn queries and keys (Su et al. 2021); none are learned
+    rmsnorm: bool = False  # for LayerNorm (Zhang and Sennrich 2019)
+    qk_norm: bool = False  # normalise queries and keys (Dehghani et al. 2023, §2)
+    mlp: str = 'gelu'  # or 'relu2' (So et al. 2021), 'swiglu' (Shazeer 2020)
+    tied_head: bool = True  # the head's weight is the embedding's (Press and Wolf 2017)
+    logit_softcap: float = 0.0  # logits within ±this, by tanh (Gemma 2, 2024, §2); 0 for no cap
+    zero_init: bool = False  # each branch begins as nothing (T-Fixup, ReZero, muP: all akin)
 
     @property
     def padded_vocab_size(self):
         return math.ceil(self.vocab_size / VOCAB_MULTIPLE) * VOCAB_MULTIPLE
+
+    @property
+    def mlp_width(self):
+        """Hidden units of an MLP. SwiGLU's have two weights into them, so fewer cost the same."""
+        return 4 * self.n_embd if self.mlp != 'swiglu' else math.ceil(8 * self.n_embd / 3 / 32) * 32
+
+    @property
+    def c_fc_width(self):
+        return 2 * self.mlp_width if self.mlp == 'swiglu' else self.mlp_width
+
+
+class RMSNorm(nn.RMSNorm):
+    def forward(self, x):
+        # Autocast leaves the weight alone, and the fused kernel wants it in x's type.
+        return F.rms_norm(x, self.normalized_shape, self.weight.to(x.dtype), self.eps)
+
+
+def norm(config, size):
+    """LayerNorm or RMSNorm over the last `size` channels."""
+    return RMSNorm(size, eps=1e-5) if config.rmsnorm else nn.LayerNorm(size, bias=config.bias)
+
+
+def rotary_table(length, size, base=10000.0):
+    """The angles by which positions turn pairs of channels: (cosines, sines), each
+    (length, size); pair (i, i + size/2) turns by base^(-2i/size) a position (Su et al. 2021)."""
+    frequencies = base ** (-torch.arange(0, size, 2) / size)  # (size/2,)
+    angles = torch.outer(torch.arange(length), frequencies)  # (T, size/2)
+    sines = angles.sin()
+    return torch.cat((angles, angles), dim=-1).cos(), torch.cat((-sines, sines), dim=-1)
+
+
+def rotate(x, cos, sin):
+    """x (B, H, T, D); cos, sin (T, D) of rotary_table → x, each position turned by its angles."""
+    partners = x.roll(x.size(-1) // 2, dims=-1)
+    return torch.addcmul(x * cos.to(x.dtype), partners, sin.to(x.dtype))
 
 
 class CausalSelfAttention(nn.Module):
@@ -45,12 +90,18 @@ class CausalSelfAttention(nn.Module):
         self.c_attn = nn.Linear(config.n_embd, 3 * config.n_embd, bias=config.bias)
         self.c_proj = nn.Linear(config.n_embd, config.n_embd, bias=config.bias)
         self.resid_dropout = nn.Dropout(config.dropout)
+        head = config.n_embd // config.n_head
+        self.q_norm = norm(config, head) if config.qk_norm else nn.Identity()
+        self.k_norm = norm(config, head) if config.qk_norm else nn.Identity()
 
-    def forward(self, x):
+    def forward(self, x, rotary=None):
         B, T, C = x.shape
         q, k, v = self.c_attn(x).split(C, dim=2)  # 3 × (B, T, C)
         q, k, v = (t.view(B, T, self.n_head, C // self.n_head).transpose(1, 2)
                    for t in (q, k, v))  # 3 × (B, H, T, C/H)
+        q, k = self.q_norm(q), self.k_norm(k)
+        if rotary is not None:
+            q, k = rotate(q, *rotary), rotate(k, *rotary)
         y = F.scaled_dot_product_attention(
             q, k, v, dropout_p=self.dropout if self.training else 0.0, is_causal=True)
         y = y.transpose(1, 2).reshape(B, T, C)  # (B, H, T, C/H) → (B, T, C)
@@ -60,25 +111,42 @@ class CausalSelfAttention(nn.Module):
 class MLP(nn.Module):
     def __init__(self, config):
         super().__init__()
-        self.c_fc = nn.Linear(config.n_embd, 4 * config.n_embd, bias=config.bias)
-        self.gelu = nn.GELU(approximate='tanh')  # GPT-2 was trained with the approximation
-        self.c_proj = nn.Linear(4 * config.n_embd, config.n_embd, bias=config.bias)
+        self.c_fc = nn.Linear(config.n_embd, config.c_fc_width, bias=config.bias)
+        self.activation = ACTIVATIONS[config.mlp]
+        self.c_proj = nn.Linear(config.mlp_width, config.n_embd, bias=config.bias)
         self.dropout = nn.Dropout(config.dropout)
 
     def forward(self, x):
-        return self.dropout(self.c_proj(self.gelu(self.c_fc(x))))
+        return self.dropout(self.c_proj(self.activation(self.c_fc(x))))
+
+
+def gelu(x):
+    """GPT-2 was trained with the approximation by tanh (Hendrycks and Gimpel 2016)."""
+    return F.gelu(x, approximate='tanh')
+
+
+def relu2(x):
+    return F.relu(x).square()
+
+
+def swiglu(x):
+    gate, up = x.chunk(2, dim=-1)
+    return F.silu(gate) * up
+
+
+ACTIVATIONS = {'gelu': gelu, 'relu2': relu2, 'swiglu': swiglu}
 
 
 class Block(nn.Module):
     def __init__(self, config):
         super().__init__()
-        self.ln_1 = nn.LayerNorm(config.n_embd, bias=config.bias)
+        self.ln_1 = norm(config, config.n_embd)
         self.attn = CausalSelfAttention(config)
-        self.ln_2 = nn.LayerNorm(config.n_embd, bias=config.bias)
+        self.ln_2 = norm(config, config.n_embd)
         self.mlp = MLP(config)
 
-    def forward(self, x):
-        x = x + self.attn(self.ln_1(x))
+    def forward(self, x, rotary=None):
+        x = x + self.attn(self.ln_1(x), rotary)
         x = x + self.mlp(self.ln_2(x))
         return x
 
@@ -88,12 +156,13 @@ class ChunkedCrossEntropy(torch.autograd.Function):
     go from logits to loss to gradients, so nothing is computed twice.
 
     x (N, C), weight (V, C), targets (N,) int64, -1 where there is none → scalar, float32.
+    softcap as in GPTConfig.logit_softcap.
     Matmuls run in autocast's dtype, softmax and sums in float32. torch's own
     F.linear_cross_entropy does the same, but only from 2.13 on, and torch.compile stops at it.
     """
 
     @staticmethod
-    def forward(ctx, x, weight, targets, chunk):
+    def forward(ctx, x, weight, targets, chunk, softcap=0.0):
         device = x.device.type
         dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
         w = weight.to(dtype)
@@ -105,7 +174,7 @@ class ChunkedCrossEntropy(torch.autograd.Function):
         with torch.autocast(device, enabled=False):
             for i in range(0, len(x), chunk):
                 x_i = x[i:i + chunk].to(dtype)  # (n, C)
-                loss_i, grad = summed_cross_entropy(x_i, w, targets[i:i + chunk], training)
+                loss_i, grad = summed_cross_entropy(x_i, w, targets[i:i + chunk], softcap, training)
                 loss += loss_i
                 if training:
                     grad_x[i:i + chunk] = grad @ w
@@ -119,20 +188,30 @@ class ChunkedCrossEntropy(torch.autograd.Function):
     def backward(ctx, grad_loss):
         grad_x, grad_w, count = ctx.saved_tensors
         scale = (grad_loss / count).view(1)  # a vector: float32 × bfloat16 is then float32
-        return grad_x * scale, grad_w * scale, None, None
+        return grad_x * scale, grad_w * scale, None, None, None
 
 
-def summed_cross_entropy(x, w, targets, training):
+def summed_cross_entropy(x, w, targets, softcap, training):
     """x (n, C), w (V, C), targets (n,) → the sum of cross-entropies of x @ wᵀ, float32, and its
     gradient in the logits, (n, V) in x's dtype, or None when not training."""
     known, targets = targets[:, None] != -1, targets[:, None].clamp(min=0)  # (n, 1)
-    logp = F.log_softmax((x @ w.t()).float(), dim=-1)  # (n, V)
+    logits = soft_capped((x @ w.t()).float(), softcap)  # (n, V)
+    slope = 1 - (logits / softcap).square() if softcap else None  # tanh' = 1 − tanh²
+    logp = F.log_softmax(logits, dim=-1)
+    del logits  # large
     loss = -(logp.gather(1, targets) * known).sum()
     if not training:
         return loss, None
     # softmax − one-hot is within ±1, which float16 holds; divided by the count it would vanish.
     grad = logp.exp_().scatter_add_(1, targets, -torch.ones_like(targets, dtype=torch.float))
+    if softcap:
+        grad *= slope
     return loss, grad.mul_(known).to(x.dtype)
+
+
+def soft_capped(logits, cap):
+    """Logits within ±cap, and as they are where they are small; cap 0 leaves them alone."""
+    return cap * torch.tanh(logits / cap) if cap else logits
 
 
 class GPT(nn.Module):
@@ -142,13 +221,18 @@ class GPT(nn.Module):
         self.config = config
         self.transformer = nn.ModuleDict({
             'wte': nn.Embedding(config.padded_vocab_size, config.n_embd),
-            'wpe': nn.Embedding(config.block_size, config.n_embd),
+            **({} if config.rotary else {'wpe': nn.Embedding(config.block_size, config.n_embd)}),
             'drop': nn.Dropout(config.dropout),
             'h': nn.ModuleList(Block(config) for _ in range(config.n_layer)),
-            'ln_f': nn.LayerNorm(config.n_embd, bias=config.bias),
+            'ln_f': norm(config, config.n_embd),
         })
         self.lm_head = nn.Linear(config.n_embd, config.padded_vocab_size, bias=False)
-        self.lm_head.weight = self.transformer.wte.weight  # tied: Press and Wolf 2017
+        if config.tied_head:
+            self.lm_head.weight = self.transformer.wte.weight
+        if config.rotary:
+            table = rotary_table(config.block_size, config.n_embd // config.n_head)
+            for name, values in zip(('cos', 'sin'), table, strict=True):
+                self.register_buffer(name, values, persistent=False)  # (block_size, D)
         # How to compute, which is no part of the shape: a run may change it at any time.
         self.loss_chunk_tokens = 0  # with targets, logits of so many tokens exist at once; 0: all
         self.activation_checkpointing = 'none'  # or 'selective', 'full'
@@ -156,16 +240,22 @@ class GPT(nn.Module):
 
     @torch.no_grad()
     def init_weights(self):
-        """All weights from N(0, 0.02²), those that end a residual branch from N(0, 0.02²/2L)."""
-        n_layer = self.config.n_layer
+        """All weights from N(0, 0.02²), those that end a residual branch from N(0, 0.02²/2L).
+
+        With zero_init the latter are 0, and so is a head of its own: the model begins as a lookup
+        of embeddings, all tokens equally likely, and each branch grows as far as it helps."""
+        config = self.config
         for name, p in self.named_parameters():
-            if p.dim() == 2:
-                # Each of the 2L branches adds its variance to the residual stream (GPT-2, §2.3).
-                branch_end = name.endswith('c_proj.weight')
-                nn.init.normal_(p, std=0.02 / math.sqrt(2 * n_layer if branch_end else 1))
+            # Each of the 2L branches adds its variance to the residual stream (GPT-2, §2.3).
+            branch_end = name.endswith('c_proj.weight')
+            if p.dim() == 1:
+                nn.init.constant_(p, 1.0 if name.endswith('weight') else 0.0)  # norms, biases
+            elif config.zero_init and (branch_end or name == 'lm_head.weight'):
+                nn.init.zeros_(p)
             else:
-                nn.init.constant_(p, 1.0 if name.endswith('weight') else 0.0)  # LayerNorm, biases
-        self.transformer.wte.weight[self.config.vocab_size:] = 0.0  # the padding is no token
+                nn.init.normal_(p, std=0.02 / math.sqrt(2 * config.n_layer if branch_end else 1))
+        for embedding in (self.transformer.wte, self.lm_head):
+            embedding.weight[config.vocab_size:] = 0.0  # the padding is no token
 
     def forward(self, idx, targets=None):
         """idx (B, T) int64, T ≤ block_size; targets the same shape, -1 where there is none.
@@ -177,7 +267,8 @@ class GPT(nn.Module):
         if targets is not None and self.loss_chunk_tokens:
             weight = self.lm_head.weight[:self.config.vocab_size]  # (V, C)
             return None, ChunkedCrossEntropy.apply(x.flatten(0, 1), weight, targets.flatten(),
-                                                   self.loss_chunk_tokens)
+                                                   self.loss_chunk_tokens,
+                                                   self.config.logit_softcap)
         logits = self.logits(x)  # (B, T, V)
         if targets is None:
             return logits, None
@@ -187,51 +278,69 @@ class GPT(nn.Module):
         """idx (B, T) → what the head reads the next token from, (B, T, C)."""
         T = idx.size(1)
         assert self.config.block_size >= T, f'{T} tokens > block_size {self.config.block_size}'
-        positions = torch.arange(T, device=idx.device)
-        x = self.transformer.wte(idx) + self.transformer.wpe(positions)  # (B, T, C) + (T, C)
+        x = self.transformer.wte(idx)  # (B, T, C)
+        rotary = None
+        if self.config.rotary:
+            rotary = self.cos[:T], self.sin[:T]  # 2 × (T, D)
+        else:
+            x = x + self.transformer.wpe.weight[:T]  # (B, T, C) + (T, C)
         x = self.transformer.drop(x)
         for block in self.transformer.h:
-            x = self.run_block(block, x)
+            x = self.run_block(block, x, rotary)
         return self.transformer.ln_f(x)
 
-    def run_block(self, block, x):
+    def run_block(self, block, x, rotary):
         """x (B, T, C) → (B, T, C), keeping for the backward pass what the setting says."""
         if self.activation_checkpointing == 'none' or not torch.is_grad_enabled():
-            return block(x)
+            return block(x, rotary)
         if self.activation_checkpointing == 'full':
-            return checkpoint(block, x, use_reentrant=False)
-        return checkpoint(block, x, use_reentrant=False, context_fn=keep_matmuls)
+            return checkpoint(block, x, rotary, use_reentrant=False)
+        return checkpoint(block, x, rotary, use_reentrant=False, context_fn=keep_matmuls)
 
     def logits(self, x):
         """(…, C) → (…, V). The padding of the vocabulary is cut off here and shows nowhere."""
-        return self.lm_head(x)[..., :self.config.vocab_size]
+        logits = self.lm_head(x)[..., :self.config.vocab_size]
+        return soft_capped(logits, self.config.logit_softcap)
 
     # -------------------------------------------------------------------------
     # optimizer
 
-    def configure_optimizers(self, weight_decay, learning_rate, betas, device_type):
-        """AdamW that decays matrices and embeddings, not biases and LayerNorms."""
+    def configure_optimizers(self, weight_decay, learning_rate, betas, device_type,
+                             optimizer='adamw', momentum=0.95):
+        """AdamW, SGD with Nesterov's momentum, or Muon for the blocks' matrices with AdamW for the
+        rest. Matrices and embeddings decay, biases and norms do not."""
         params = [p for p in self.parameters() if p.requires_grad]
-        groups = [
-            {'params': [p for p in params if p.dim() >= 2], 'weight_decay': weight_decay},
-            {'params': [p for p in params if p.dim() < 2], 'weight_decay': 0.0},
-        ]
+        decayed = {'params': [p for p in params if p.dim() >= 2], 'weight_decay': weight_decay}
+        plain = {'params': [p for p in params if p.dim() < 2], 'weight_decay': 0.0}
         fused = device_type in ('cuda', 'cpu', 'mps')
-        return torch.optim.AdamW(groups, lr=learning_rate, betas=betas, fused=fused)
+        if optimizer == 'muon':
+            blocks = set(self.transformer.h.parameters())
+            matrices = {**decayed, 'params': [p for p in decayed['params'] if p in blocks]}
+            others = {**decayed, 'params': [p for p in decayed['params'] if p not in blocks]}
+            return MuonAdamW([matrices], [others, plain], learning_rate, betas, momentum, fused)
+        if optimizer == 'sgd':
+            return torch.optim.SGD([decayed, plain], lr=learning_rate, momentum=momentum,
+                                   nesterov=momentum > 0, fused=fused)
+        return torch.optim.AdamW([decayed, plain], lr=learning_rate, betas=betas, fused=fused)
 
     # -------------------------------------------------------------------------
     # size and speed
 
     def num_parameters(self):
-        """Parameters of the model as published: the tied matrix once, its padding not at all."""
-        padding = self.config.padded_vocab_size - self.config.vocab_size
-        return sum(p.numel() for p in self.parameters()) - padding * self.config.n_embd
+        """Parameters of the model as published: a tied matrix once, the padding not at all."""
+        c = self.config
+        padding = (c.padded_vocab_size - c.vocab_size) * c.n_embd * (1 if c.tied_head else 2)
+        return sum(p.numel() for p in self.parameters()) - padding
 
     def flops_per_token(self):
         """FLOPs to train on one token, forward and backward (PaLM, appendix B): 6 for each weight
-        in a matmul and 12·L·C·T for attention. Looking up a position is no matmul."""
+        in a matmul and 12·L·C·T for attention. Looking up an embedding is no matmul."""
         c = self.config
-        matmul_weights = self.num_parameters() - self.transformer.wpe.weight.numel()
+        matmul_weights = self.num_parameters()
+        if not c.rotary:
+            matmul_weights -= self.transformer.wpe.weight.numel()
+        if not c.tied_head:
+            matmul_weights -= c.vocab_size * c.n_embd
         return 6 * matmul_weights + 12 * c.n_layer * c.n_embd * c.block_size
 
     def mfu(self, tokens_per_s, device_name, dtype):
@@ -246,8 +355,10 @@ class GPT(nn.Module):
         """Forget the positions past `block_size`, say to fine-tune on shorter windows."""
         assert block_size <= self.config.block_size
         self.config.block_size = block_size
-        wpe = self.transformer.wpe
-        wpe.num_embeddings, wpe.weight = block_size, nn.Parameter(wpe.weight[:block_size].detach())
+        if not self.config.rotary:
+            wpe = self.transformer.wpe
+            wpe.num_embeddings = block_size
+            wpe.weight = nn.Parameter(wpe.weight[:block_size].detach())
 
     @classmethod
     def from_pretrained(cls, source, dropout=0.0):

@@ -7,7 +7,6 @@
 
 import json as json_format
 from dataclasses import dataclass, replace
-from typing import Literal
 
 import torch
 
@@ -26,7 +25,7 @@ from memory import (
     savings,
 )
 from metrics import duration, short
-from model import GPT, PEAK_FLOPS, GPTConfig, peak_flops
+from model import GPT, PEAK_FLOPS, peak_flops
 from settings import TrainConfig
 
 # GB of the smallest version of each, from NVIDIA's data sheets.
@@ -49,7 +48,6 @@ class PlanConfig(TrainConfig):
     gpu_hour_price: float = 0.0  # of one GPU
     # plan: the run
     vocab_size: int = 0  # where the dataset is not prepared; 0 for the dataset's, or GPT-2's
-    optimizer: Literal['adamw', 'sgd', 'muon'] = 'adamw'  # which states stand beside the weights
     tokens_per_s: float = 0.0  # measured, of all GPUs together; 0 to estimate from utilisation
     utilisation: float = 0.4  # share of the GPU's peak, where tokens_per_s is not known
     json: bool = False  # print JSON
@@ -84,8 +82,7 @@ def memory_plan(model, config, dtype):
     available = int((config.gpu_memory_gb or GPU_MEMORY_GB.get(config.gpu, 0)) * GIB)
     windows = config.total_batch_size // config.block_size or \
         config.gradient_accumulation_steps * config.batch_size
-    run = run_of(replace(config, batch_size=1) if config.batch_size == 'auto' else config, dtype,
-                 optimizer=config.optimizer)
+    run = run_of(replace(config, batch_size=1) if config.batch_size == 'auto' else config, dtype)
     mine = windows // config.processes
     if config.batch_size == 'auto':
         batch_size, micro_steps = batch_that_divides(model, run, available, mine)
@@ -238,8 +235,7 @@ def show(plan):
 def main(argv):
     config = load_config(PlanConfig, argv, __doc__)
     vocab_size, dataset_tokens, source = size_of_dataset(config.dataset, config.vocab_size)
-    model = GPTConfig(config.block_size, vocab_size, config.n_layer, config.n_head, config.n_embd,
-                      config.dropout, config.bias)
+    model = config.gpt_config(vocab_size)
     if config.batch_size == 'auto' and not (config.gpu_memory_gb or config.gpu):
         raise UserError('batch_size=auto: say --gpu_memory_gb or --gpu')
     with torch.device('meta'):

@@ -3,9 +3,10 @@
 The comment beside a field is its help text.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Literal
 
+from model import GPTConfig
 from runtime import launched_world
 
 
@@ -42,16 +43,28 @@ class TrainConfig:
     n_embd: int = 768  # channels
     dropout: float = 0.0  # 0 to pretrain; 0.1 and more to fine-tune or for little text
     bias: bool = False  # biases in Linears and LayerNorms, as in GPT-2
-    # optimizer: AdamW
-    learning_rate: float = 6e-4  # the highest
+    # model: newer than GPT-2
+    rotary: bool = False  # rotary positions, not learned ones
+    rmsnorm: bool = False  # RMSNorm, not LayerNorm
+    qk_norm: bool = False  # normalise queries and keys
+    mlp: Literal['gelu', 'relu2', 'swiglu'] = 'gelu'  # what an MLP does between its matrices
+    tied_head: bool = True  # the head's weight is the embedding's
+    logit_softcap: float = 0.0  # keep logits within ± this; 0 for no cap
+    zero_init: bool = False  # output projections begin at zero
+    # optimizer
+    optimizer: Literal['adamw', 'muon', 'sgd'] = 'adamw'  # muon: in blocks, with AdamW for the rest
+    learning_rate: float = 6e-4  # the highest; muon takes AdamW's, sgd wants some 100 times it
     max_iters: int = 600000  # updates of the weights
     weight_decay: float = 1e-1  # of matrices and embeddings
-    beta1: float = 0.9  # decay of the mean of gradients
-    beta2: float = 0.95  # decay of the mean of their squares
+    beta1: float = 0.9  # of AdamW: decay of the mean of gradients
+    beta2: float = 0.95  # of AdamW: decay of the mean of their squares
+    momentum: float = 0.95  # of muon and sgd
     grad_clip: float = 1.0  # largest norm of the gradient; 0 for no limit
     max_bad_steps: int = 10  # stop when the loss or gradient is not finite this often in a row
-    # learning rate: linear warmup, then cosine decay
+    # learning rate
     decay_lr: bool = True  # False keeps it constant, without warmup
+    lr_schedule: Literal['cosine', 'wsd', 'linear', 'constant'] = 'cosine'  # after the warmup
+    wsd_decay: float = 0.2  # wsd: falls in this last part of lr_decay_iters, linearly
     warmup_iters: int = 2000  # iterations up to learning_rate
     lr_decay_iters: int = 600000  # iterations down to min_lr, usually max_iters
     min_lr: float = 6e-5  # the lowest, usually learning_rate / 10
@@ -75,15 +88,22 @@ class TrainConfig:
         found += [f'{key}={getattr(self, key)}: must be at least 1'
                   for key in positive if getattr(self, key) < 1]
         natural = ('max_iters', 'warmup_iters', 'lr_decay_iters', 'learning_rate', 'min_lr',
-                   'weight_decay', 'grad_clip', 'total_batch_size', 'loss_chunk_tokens', 'seed')
+                   'weight_decay', 'grad_clip', 'total_batch_size', 'loss_chunk_tokens', 'seed',
+                   'logit_softcap')
         found += [f'{key}={getattr(self, key)}: must not be negative'
                   for key in natural if getattr(self, key) < 0]
         found += [f'{key}={getattr(self, key)}: must be at least 0 and below 1'
-                  for key in ('dropout', 'beta1', 'beta2') if not 0 <= getattr(self, key) < 1]
+                  for key in ('dropout', 'beta1', 'beta2', 'momentum')
+                  if not 0 <= getattr(self, key) < 1]
         if found:
             return found
         if self.n_embd % self.n_head:
             found.append(f'n_embd={self.n_embd} is not a multiple of n_head={self.n_head}')
+        elif self.rotary and self.n_embd // self.n_head % 2:
+            found.append(f'rotary=True turns pairs of channels, but n_embd / n_head = '
+                         f'{self.n_embd // self.n_head} is odd')
+        if not 0 < self.wsd_decay <= 1:
+            found.append(f'wsd_decay={self.wsd_decay}: must be above 0 and at most 1')
         if self.decay_lr and self.min_lr > self.learning_rate:
             found.append(f'min_lr={self.min_lr} is above learning_rate={self.learning_rate}')
         if self.decay_lr and self.warmup_iters > self.lr_decay_iters:
@@ -103,6 +123,12 @@ class TrainConfig:
             found.append(f'gradient_accumulation_steps={self.gradient_accumulation_steps} is not a '
                          f'multiple of the number of processes, {world}')
         return found
+
+    def gpt_config(self, vocab_size):
+        """The shape of the model."""
+        shape = {field.name: getattr(self, field.name) for field in fields(GPTConfig)
+                 if field.name != 'vocab_size'}
+        return GPTConfig(vocab_size=vocab_size, **shape)
 
     def world_size(self):
         """Processes that share a step."""

@@ -10,8 +10,7 @@ Without a config file this trains GPT-2 124M on OpenWebText.
 import math
 import subprocess
 import sys
-from contextlib import nullcontext
-from dataclasses import asdict, replace
+from dataclasses import asdict, fields, replace
 from pathlib import Path
 
 import torch
@@ -48,6 +47,7 @@ from runtime import (
     use_fast_matmul,
 )
 from settings import TrainConfig
+from step import forward_backward, get_lr, update
 
 # -----------------------------------------------------------------------------
 # data
@@ -123,9 +123,10 @@ def check_resumed(resumed, config, dataset, data_id):
     then, now = resumed.state['config'], asdict(config)
     changed = {key: (then.get(key), now[key]) for key in now if then.get(key) != now[key]}
     fixed = [f'{key}={changed[key][1]} (it has {changed[key][0]})'
-             for key in ('n_layer', 'n_head', 'n_embd', 'bias', 'block_size') if key in changed]
+             for key in [*(f.name for f in fields(GPTConfig)), 'optimizer']
+             if key in changed and key != 'dropout']
     if fixed:
-        raise UserError(f'{resumed.path} is of another architecture than {", ".join(fixed)}: '
+        raise UserError(f'{resumed.path} was trained otherwise than with {", ".join(fixed)}: '
                         'give the config it was trained with, or another --out_dir')
     if resumed.state['tokenizer'] != dataset.tokenizer_json():
         raise UserError(f'{resumed.path} was trained with another tokenizer than that of '
@@ -145,8 +146,7 @@ def build_model(config, dataset, resumed):
     if resumed:
         return resumed.load_model(dropout=config.dropout)
     if config.init_from in ('scratch', 'auto'):
-        return GPT(GPTConfig(config.block_size, dataset.vocab_size, config.n_layer, config.n_head,
-                             config.n_embd, config.dropout, config.bias))
+        return GPT(config.gpt_config(dataset.vocab_size))
     if checkpoints.checkpoint_paths(config.init_from):  # a run of ours: its weights, a new run
         start = checkpoints.find(config.init_from, config.checkpoint)
         if start.state['tokenizer'] != dataset.tokenizer_json():
@@ -175,51 +175,7 @@ def wrap_model(model, device, compile, world):
 
 
 # -----------------------------------------------------------------------------
-# schedule
-
-
-def get_lr(it, learning_rate, min_lr, warmup_iters, lr_decay_iters):
-    """Linear warmup to learning_rate, cosine to min_lr at lr_decay_iters, min_lr from then on
-    (Loshchilov and Hutter 2016; nanoGPT's exact formula)."""
-    if it < warmup_iters:
-        return learning_rate * (it + 1) / (warmup_iters + 1)
-    if it > lr_decay_iters:
-        return min_lr
-    progress = (it - warmup_iters) / max(1, lr_decay_iters - warmup_iters)
-    cosine = 0.5 * (1 + math.cos(math.pi * progress))  # 1 → 0
-    return min_lr + cosine * (learning_rate - min_lr)
-
-
-# -----------------------------------------------------------------------------
-# step
-
-
-def forward_backward(model, batches, micro_steps, scaler, context):
-    """Add up the gradients of a step's micro-batches → this process's mean loss, on the device."""
-    total_loss = 0.0
-    for micro in range(micro_steps):
-        idx, targets = next(batches)
-        last = micro == micro_steps - 1
-        # Gradients travel between processes once, with the last micro-batch's backward.
-        with model.no_sync() if isinstance(model, DDP) and not last else nullcontext():
-            with context:
-                _, loss = model(idx, targets)
-                loss = loss / micro_steps
-            scaler.scale(loss).backward()
-        total_loss += loss.detach()
-    return total_loss
-
-
-def update(model, optimizer, scaler, grad_clip, guard, it, loss):
-    """Clip the gradient and move the weights, unless something is not finite → gradient norm."""
-    scaler.unscale_(optimizer)
-    grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), grad_clip or math.inf)
-    # With float16 an infinite gradient is everyday life: the scaler skips it and scales less.
-    optimizer.found_inf = guard.judge(it, loss, loss if scaler.is_enabled() else grad_norm)
-    scaler.step(optimizer)
-    scaler.update()
-    optimizer.zero_grad(set_to_none=True)
-    return grad_norm
+# evaluation
 
 
 @torch.no_grad()
@@ -286,7 +242,8 @@ def train(config, world, device, dtype, compile):
     # optimizer
     raw_model.to(device)
     optimizer = raw_model.configure_optimizers(
-        config.weight_decay, config.learning_rate, (config.beta1, config.beta2), device.type)
+        config.weight_decay, config.learning_rate, (config.beta1, config.beta2), device.type,
+        config.optimizer, config.momentum)
     scaler = torch.amp.GradScaler(device.type, enabled=dtype == 'float16')
     context = autocast(device, dtype)
     eval_model, model = wrap_model(raw_model, device, compile, world)
@@ -371,9 +328,7 @@ def train(config, world, device, dtype, compile):
                 break
 
             # step
-            lr = config.learning_rate if not config.decay_lr else get_lr(
-                iter_num, config.learning_rate, config.min_lr, config.warmup_iters,
-                config.lr_decay_iters)
+            lr = get_lr(iter_num, config)
             for param_group in optimizer.param_groups:
                 param_group['lr'] = lr
             loss = forward_backward(model, batches, micro_steps, scaler, context)

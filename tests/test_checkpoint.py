@@ -3,6 +3,7 @@ import json
 import math
 import os
 import random
+from dataclasses import asdict
 
 import pytest
 import torch
@@ -278,5 +279,5 @@ def test_what_a_crash_left_half_done_is_removed(run, tmp_path):
 def test_state_json_says_what_made_it(run):
     _, _, save = run
     state = json.loads((save().path / 'state.json').read_text())
-    assert state['model'] == {'block_size': 16, 'vocab_size': 65, 'n_layer': 2, 'n_head': 2,
-                              'n_embd': 32, 'dropout': 0.0, 'bias': True}
+    assert state['model'] == asdict(GPTConfig(block_size=16, vocab_size=65, n_layer=2, n_head=2,
+                                              n_embd=32))

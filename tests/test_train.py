@@ -9,6 +9,7 @@ from helpers import ROOT, SHARED, fails, run, shared_file, torchrun
 import checkpoint as checkpoints
 import train
 from settings import TrainConfig
+from step import get_lr
 
 
 def lines(out_dir, key):
@@ -126,8 +127,10 @@ def test_total_batch_size_decides_the_accumulation(tiny, tmp_path, capsys):
 
 
 def test_the_learning_rate_warms_up_and_falls_on_a_cosine():
+    config = TrainConfig(learning_rate=1.0, min_lr=0.1, warmup_iters=9, lr_decay_iters=109)
+
     def lr(it):
-        return train.get_lr(it, learning_rate=1.0, min_lr=0.1, warmup_iters=9, lr_decay_iters=109)
+        return get_lr(it, config)
     assert lr(0) == pytest.approx(0.1) and lr(4) == pytest.approx(0.5) and lr(9) == 1.0
     assert lr(59) == pytest.approx(0.55)
     assert lr(109) == pytest.approx(0.1) and lr(10**6) == 0.1

@@ -1,0 +1,59 @@
+"""A step of training: its learning rate, its gradients, the update of the weights."""
+
+import math
+from contextlib import nullcontext
+
+import torch
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+
+def get_lr(it, config):
+    """TrainConfig → learning rate of iteration `it`: linear warmup, then from learning_rate to
+    min_lr at lr_decay_iters, and min_lr from then on.
+
+    cosine: Loshchilov and Hutter 2016, by nanoGPT's exact formula; wsd (warmup, stable, decay):
+    Hu et al. 2024, §4; linear: Bergsma et al. 2025.
+    """
+    high, low, warmup, end = (config.learning_rate, config.min_lr, config.warmup_iters,
+                              config.lr_decay_iters)
+    if not config.decay_lr:
+        return high
+    if it < warmup:
+        return high * (it + 1) / (warmup + 1)
+    if config.lr_schedule == 'constant':
+        return high
+    if it > end:
+        return low
+    progress = (it - warmup) / max(1, end - warmup)
+    share = {'cosine': 0.5 * (1 + math.cos(math.pi * progress)),
+             'linear': 1 - progress,
+             'wsd': min(1, (end - it) / max(1, config.wsd_decay * end))}[config.lr_schedule]
+    return low + share * (high - low)
+
+
+def forward_backward(model, batches, micro_steps, scaler, context):
+    """Add up the gradients of a step's micro-batches → this process's mean loss, on the device."""
+    total_loss = 0.0
+    for micro in range(micro_steps):
+        idx, targets = next(batches)
+        last = micro == micro_steps - 1
+        # Gradients travel between processes once, with the last micro-batch's backward.
+        with model.no_sync() if isinstance(model, DDP) and not last else nullcontext():
+            with context:
+                _, loss = model(idx, targets)
+                loss = loss / micro_steps
+            scaler.scale(loss).backward()
+        total_loss += loss.detach()
+    return total_loss
+
+
+def update(model, optimizer, scaler, grad_clip, guard, it, loss):
+    """Clip the gradient and move the weights, unless something is not finite → gradient norm."""
+    scaler.unscale_(optimizer)
+    grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), grad_clip or math.inf)
+    # With float16 an infinite gradient is everyday life: the scaler skips it and scales less.
+    optimizer.found_inf = guard.judge(it, loss, loss if scaler.is_enabled() else grad_norm)
+    scaler.step(optimizer)
+    scaler.update()
+    optimizer.zero_grad(set_to_none=True)
+    return grad_norm

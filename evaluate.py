@@ -60,6 +60,8 @@ class EvaluateConfig:
                          'not negative')
         if 'text' in tasks and not self.data:
             found.append('tasks=text: name the file with --data=FILE')
+        if self.output and not Path(self.output).parent.is_dir():
+            found.append(f'output={self.output}: its folder is not there')
         if self.data and (len(tasks) > 1 or tasks[0] in ('val', 'train')):
             found.append(f'data={self.data} goes with one task: text, {" or ".join(BENCHMARKS)}')
         return found

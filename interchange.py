@@ -1,7 +1,8 @@
 """Weights and tokenizers in the formats of others, in and out. Nothing that is read can run code.
 
 in   Hugging Face's GPT-2 (the hub's 'gpt2…' or a folder), nanoGPT's and build-nanogpt's ckpt.pt
-out  a folder that transformers' AutoModelForCausalLM and AutoTokenizer open
+out  a folder that transformers' AutoModelForCausalLM and AutoTokenizer open: GPT-2, or with newer
+     flags Llama or a relative of it
 
 Names inside are nanoGPT's, which are Hugging Face's but for the layout of some matrices.
 """
@@ -43,16 +44,17 @@ def read_weights(source):
     else:
         shape, weights = read_hf(path if path.is_dir() else download(source))
     for key, value in shape.items():
-        if key != 'bias' and (type(value) is not int or value < 1):
+        if key not in ('bias', 'mlp', 'tied_head') and (type(value) is not int or value < 1):
             raise UserError(f'{source}: {key}={value!r} there is no count')
     if shape['n_embd'] % shape['n_head']:
         raise UserError(f'{source}: n_embd={shape["n_embd"]} there is not a multiple of '
                         f'n_head={shape["n_head"]}')
     weights = {name: w for name, w in weights.items() if not MASKS.fullmatch(name)}
-    embedding, head = weights.get('transformer.wte.weight'), weights.pop('lm_head.weight', None)
-    if head is not None and embedding is not None and not torch.equal(head, embedding):
-        raise UserError(f'{source}: its lm_head.weight is not its wte.weight: GPT-2 has one '
-                        'matrix for both')
+    if shape.get('tied_head', True):
+        embedding, head = weights.get('transformer.wte.weight'), weights.pop('lm_head.weight', None)
+        if head is not None and embedding is not None and not torch.equal(head, embedding):
+            raise UserError(f'{source}: its lm_head.weight is not its wte.weight, though GPT-2 has '
+                            'one matrix for both')
     return shape, weights
 
 
@@ -70,6 +72,8 @@ def read_hf(folder):
             raise ValueError(f'config.json says n_inner={hf["n_inner"]}, and only 4·n_embd is '
                              'supported')
         shape = {'block_size': hf['n_positions'], 'bias': True,
+                 'mlp': 'relu2' if hf.get('activation_function') == 'relu2' else 'gelu',
+                 'tied_head': hf.get('tie_word_embeddings', True),
                  **{key: hf[key] for key in ('vocab_size', 'n_layer', 'n_head', 'n_embd')}}
         weights = {}
         for path in sorted(folder.glob('model*.safetensors')) or [folder / 'model.safetensors']:
@@ -84,12 +88,12 @@ def read_hf(folder):
 
 # What we compute, under the names of transformers' GPT2Config; what stands first is its default.
 HF_SUPPORTED = {
-    'activation_function': ('gelu_new', 'gelu_pytorch_tanh'),  # two names of the tanh formula
+    'activation_function': ('gelu_new', 'gelu_pytorch_tanh', 'relu2'),  # two names of one formula
     'layer_norm_epsilon': (1e-5,),
     'scale_attn_weights': (True,),
     'scale_attn_by_inverse_layer_idx': (False,),
     'add_cross_attention': (False,),
-    'tie_word_embeddings': (True,),
+    'tie_word_embeddings': (True, False),
 }
 
 
@@ -194,25 +198,97 @@ def write_hf(folder, model, tokenizer, card):
 def to_hf(model):
     """→ (config.json's content, {Hugging Face's name: tensor}).
 
-    A model without biases gets biases of zero, which GPT-2's class must have: the same function.
+    Without newer flags that is GPT-2. With rotary positions it is the relative of Llama whose
+    norm and MLP are the model's. Raises UserError that names the flag which none of them has.
     """
     c = model.config
-    config = {
-        'model_type': 'gpt2', 'architectures': ['GPT2LMHeadModel'],
-        'vocab_size': c.vocab_size, 'n_positions': c.block_size, 'n_ctx': c.block_size,
-        'n_embd': c.n_embd, 'n_layer': c.n_layer, 'n_head': c.n_head,
-        **{key: supported[0] for key, supported in HF_SUPPORTED.items()},
-        'resid_pdrop': c.dropout, 'embd_pdrop': c.dropout, 'attn_pdrop': c.dropout,
-    }
-    weights = {}
-    for name, p in model.named_parameters():
-        w = p.detach().cpu()
-        if name == 'transformer.wte.weight':
-            w = w[:c.vocab_size]  # without the padding
-        weights[name] = w.t() if name.endswith(TRANSPOSED) else w
-        if not c.bias and not name.startswith(('transformer.wte', 'transformer.wpe')):
-            weights[name.replace('.weight', '.bias')] = torch.zeros(len(w))
-    return config, weights
+    name, norm = ('gpt2', 'LayerNorm')
+    if c.rotary:
+        name = {('swiglu', True): 'qwen3' if c.qk_norm else 'llama', ('gelu', True): 'arcee',
+                ('relu2', True): 'arcee', ('gelu', False): 'nemotron',
+                ('relu2', False): 'nemotron'}.get((c.mlp, c.rmsnorm), 'llama')
+        norm = 'LayerNorm' if name == 'nemotron' else 'RMSNorm'
+    for prevents, flag in ((c.logit_softcap, f'logit_softcap={c.logit_softcap}'),
+                           (c.rmsnorm and not c.rotary, 'rmsnorm=True without rotary=True'),
+                           (c.mlp == 'swiglu' and not c.rotary, 'mlp=swiglu without rotary=True'),
+                           (c.mlp == 'swiglu' and not c.rmsnorm, 'mlp=swiglu without rmsnorm=True'),
+                           (c.qk_norm and name != 'qwen3', 'qk_norm=True without rotary=True, '
+                            'rmsnorm=True and mlp=swiglu'),
+                           (c.qk_norm and c.bias, 'qk_norm=True with bias=True')):
+        if prevents:
+            raise UserError(f'no architecture of transformers is this model: {flag} prevents it')
+    weights = {name: p.detach().cpu() for name, p in model.named_parameters()}
+    for embedding in ('transformer.wte.weight', 'lm_head.weight'):
+        if embedding in weights:
+            weights[embedding] = weights[embedding][:c.vocab_size]  # without the padding
+    common = {'model_type': name, 'architectures': [HF_CLASSES[name]], 'vocab_size': c.vocab_size,
+              'tie_word_embeddings': c.tied_head}
+    if c.rotary:
+        return {**common, **llama_config(c, norm)}, llama_weights(weights, c, norm)
+    return {**common, **gpt2_config(c)}, gpt2_weights(weights, c)
+
+
+HF_CLASSES = {'gpt2': 'GPT2LMHeadModel', 'llama': 'LlamaForCausalLM', 'qwen3': 'Qwen3ForCausalLM',
+              'arcee': 'ArceeForCausalLM', 'nemotron': 'NemotronForCausalLM'}
+HF_ACTIVATIONS = {'gelu': 'gelu_new', 'relu2': 'relu2', 'swiglu': 'silu'}
+
+
+def gpt2_config(c):
+    return {**{key: supported[0] for key, supported in HF_SUPPORTED.items()},
+            'activation_function': HF_ACTIVATIONS[c.mlp], 'tie_word_embeddings': c.tied_head,
+            'n_positions': c.block_size, 'n_ctx': c.block_size,
+            'n_embd': c.n_embd, 'n_layer': c.n_layer, 'n_head': c.n_head,
+            'resid_pdrop': c.dropout, 'embd_pdrop': c.dropout, 'attn_pdrop': c.dropout}
+
+
+def gpt2_weights(weights, c):
+    """A model without biases gets biases of zero, which GPT-2's class must have."""
+    found = {}
+    for name, w in weights.items():
+        found[name] = w = w.t() if name.endswith(TRANSPOSED) else w
+        if not c.bias and ('.h.' in name or '.ln_f.' in name):
+            found[name.replace('.weight', '.bias')] = torch.zeros(w.shape[-1])
+    return found
+
+
+def llama_config(c, norm):
+    return {'max_position_embeddings': c.block_size, 'hidden_size': c.n_embd,
+            'num_hidden_layers': c.n_layer, 'num_attention_heads': c.n_head,
+            'num_key_value_heads': c.n_head, 'head_dim': c.n_embd // c.n_head,
+            'intermediate_size': c.mlp_width, 'hidden_act': HF_ACTIVATIONS[c.mlp],
+            'attention_bias': c.bias, 'mlp_bias': c.bias, 'rope_theta': 10000.0,
+            'rope_parameters': {'rope_type': 'default', 'rope_theta': 10000.0,
+                                'partial_rotary_factor': 1.0},
+            'partial_rotary_factor': 1.0, 'attention_dropout': c.dropout,
+            'rms_norm_eps' if norm == 'RMSNorm' else 'norm_eps': 1e-5}
+
+
+LLAMA_NAMES = [(r'transformer\.wte', 'model.embed_tokens'), (r'transformer\.ln_f', 'model.norm'),
+               (r'transformer\.h\.', 'model.layers.'), ('ln_1', 'input_layernorm'),
+               ('ln_2', 'post_attention_layernorm'), (r'attn\.c_proj', 'self_attn.o_proj'),
+               (r'mlp\.c_proj', 'mlp.down_proj'), (r'attn\.([qk]_norm)', r'self_attn.\1')]
+
+
+def llama_weights(weights, c, norm):
+    """Under Llama's names, with matrices of their own for q, k, v and for SwiGLU's two halves."""
+    found = {}
+    for name, w in weights.items():
+        is_norm = 'ln_' in name
+        for ours, theirs in LLAMA_NAMES:
+            name = re.sub(ours, theirs, name)
+        if 'attn.c_attn' in name:
+            parts = zip(('q_proj', 'k_proj', 'v_proj'), w.chunk(3), strict=True)
+            found |= {name.replace('attn.c_attn', f'self_attn.{part}'): x for part, x in parts}
+        elif 'c_fc' in name and c.mlp == 'swiglu':
+            parts = zip(('gate_proj', 'up_proj'), w.chunk(2), strict=True)
+            found |= {name.replace('c_fc', part): x for part, x in parts}
+        elif is_norm and norm == 'LayerNorm' and name.endswith('.weight'):
+            found[name] = w - 1  # Nemotron adds it again
+            if not c.bias:
+                found[name.replace('.weight', '.bias')] = torch.zeros_like(w)
+        else:
+            found[name.replace('c_fc', 'up_proj')] = w
+    return found
 
 
 def hf_tokenizer(tokenizer):

@@ -397,7 +397,7 @@ class GPT(nn.Module):
                 more = f' and {len(names) - 1} more' if len(names) > 1 else ''
                 raise ValueError(f'{words} {min(names)}{more}')
         for name, p in wanted.items():
-            if name == 'transformer.wte.weight':
+            if name in ('transformer.wte.weight', 'lm_head.weight'):
                 p = p[:self.config.vocab_size]
             if p.shape != weights[name].shape:
                 raise ValueError(f'{name} is {tuple(weights[name].shape)}, expected '

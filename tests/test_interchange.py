@@ -69,16 +69,47 @@ def test_logits_equal_those_of_transformers_both_ways_at_full_width(name, tmp_pa
     assert difference(ours, back, 50257) < 1e-4
 
 
-@pytest.mark.parametrize('bias', [True, False])
-def test_what_we_export_has_the_same_logits_in_transformers(tmp_path, bias):
-    from transformers import AutoModelForCausalLM
+def shaken(**flags):
+    """A small model of ours in which every parameter matters."""
     torch.manual_seed(0)
-    ours = GPT(GPTConfig(32, 100, 2, 4, 48, bias=bias))
+    model = GPT(GPTConfig(32, 100, 2, 4, 48, **flags))
     with torch.no_grad():
-        for p in ours.parameters():
+        for p in model.parameters():
             p.add_(torch.randn_like(p) * 0.2)
+    return model
+
+
+@pytest.mark.parametrize('bias', [True, False])
+@pytest.mark.parametrize(('name', 'flags'), [
+    ('gpt2', {}),
+    ('gpt2', dict(mlp='relu2', tied_head=False)),
+    ('llama', dict(rotary=True, rmsnorm=True, mlp='swiglu')),
+    ('arcee', dict(rotary=True, rmsnorm=True, mlp='relu2', tied_head=False)),
+    ('nemotron', dict(rotary=True, mlp='gelu')),
+    ('qwen3', dict(rotary=True, rmsnorm=True, mlp='swiglu', qk_norm=True, tied_head=False)),
+])
+def test_what_we_export_has_the_same_logits_in_transformers(tmp_path, name, flags, bias):
+    from transformers import AutoModelForCausalLM
+    ours = shaken(**flags, bias=bias and name != 'qwen3')
     export.write_hf(tmp_path, ours, tokenizers.ByteTokenizer(), '')
-    assert difference(ours, AutoModelForCausalLM.from_pretrained(tmp_path), 100) < 1e-4
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert theirs.config.model_type == name and difference(ours, theirs, 100) < 1e-4
+    if name == 'gpt2':
+        assert difference(GPT.from_pretrained(tmp_path), theirs, 100) < 1e-4
+
+
+@pytest.mark.parametrize(('flags', 'words'), [
+    (dict(logit_softcap=15.0), 'logit_softcap=15.0 prevents it'),
+    (dict(rmsnorm=True), 'rmsnorm=True without rotary=True'),
+    (dict(qk_norm=True), 'qk_norm=True without rotary=True'),
+    (dict(rotary=True, mlp='swiglu'), 'mlp=swiglu without rmsnorm=True'),
+    (dict(rotary=True, rmsnorm=True, mlp='relu2', qk_norm=True), 'qk_norm=True without'),
+    (dict(rotary=True, rmsnorm=True, mlp='swiglu', qk_norm=True), 'qk_norm=True with bias=True'),
+])
+def test_the_flag_that_prevents_an_export_is_named(tmp_path, flags, words):
+    with pytest.raises(UserError, match=words):
+        export.write_hf(tmp_path, shaken(**flags), tokenizers.ByteTokenizer(), '')
+    assert not list(tmp_path.iterdir())
 
 
 def test_export_and_import_come_back_to_the_same_files(trained, tmp_path):

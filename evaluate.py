@@ -20,14 +20,21 @@ from dataset import folder_of, open_dataset
 from errors import UserError, run_script
 from runtime import (
     autocast,
-    barrier,
     choose_device,
     choose_dtype,
+    host_group,
     launched_world,
     process_group,
     say,
 )
-from scoring import BENCHMARKS, TextStream, read_questions, score_questions, score_stream
+from scoring import (
+    BENCHMARKS,
+    TextStream,
+    open_benchmark,
+    plus_minus,
+    quote_benchmark,
+    score_stream,
+)
 
 TASKS = ('val', 'train', 'text', *BENCHMARKS)
 
@@ -67,15 +74,13 @@ class EvaluateConfig:
         return found
 
 
-def score(task, config, model, tokenizer, state, context):
+def score(task, config, model, tokenizer, state, context, group):
     """→ (the scores of a task, as a dict; a line to quote)."""
     if task in BENCHMARKS:
-        if launched_world().local_rank == 0:
-            read_questions(task, config.data, config.limit)  # downloads
-        barrier()
-        questions = read_questions(task, config.data, config.limit)
-        scores = score_questions(task, questions, model, tokenizer, config.batch_size, context)
-        return scores, quote_benchmark(scores)
+        benchmark = open_benchmark(task, tokenizer, model.config.block_size, config.data,
+                                   config.limit)
+        scores = benchmark.score(model, config.batch_size, context, group)
+        return scores, f'{task}: {quote_benchmark(scores)}'
     if task == 'text':
         stream = TextStream(config.data, tokenizer)
         text_bytes, label = stream.bytes, config.data
@@ -90,7 +95,7 @@ def score(task, config, model, tokenizer, state, context):
         stream, label = dataset.split(task), f'{task} of {dataset.folder}'
         per_token = dataset.bytes_per_token(task)
         text_bytes = per_token and per_token * (len(stream) - 1)
-    scores = score_stream(model, stream, text_bytes, config.batch_size, context, label)
+    scores = score_stream(model, stream, text_bytes, config.batch_size, context, label, group)
     return scores, f'{label}: {quote_text(scores)}'
 
 
@@ -100,21 +105,6 @@ def quote_text(scores):
     if scores['bits_per_byte']:
         parts.append(f'{scores["bits_per_byte"]:.4f} bits/byte')
     return f'{", ".join(parts)} ({scores["tokens"]:,} tokens)'
-
-
-def quote_benchmark(scores):
-    parts = []
-    for key in ('acc', 'acc_norm', 'perplexity'):
-        if key in scores:
-            unit, percent = (1, '') if key == 'perplexity' else (100, '%')
-            stderr = scores[f'{key}_stderr']
-            parts.append(f'{key} {unit * scores[key]:.2f}'
-                         f'{plus_minus(stderr and unit * stderr, 2)}{percent}')
-    return f'{", ".join(parts)} ({scores["questions"]:,} questions, 0-shot)'
-
-
-def plus_minus(stderr, digits):
-    return '' if stderr is None else f' ± {stderr:.{digits}f}'
 
 
 def main(argv):
@@ -129,10 +119,11 @@ def main(argv):
         f'processes {world.size}')
     results = {}
     with process_group(world, device, config.backend):
+        group = host_group()
         for task in config.tasks.split(','):
             results[task], line = score(task, config, model, tokenizer, state,
-                                        autocast(device, dtype))
-            say(line if task not in BENCHMARKS else f'{task}: {line}')
+                                        autocast(device, dtype), group)
+            say(line)
     if config.output and world.is_main:
         about = {'model': source, 'parameters': model.num_parameters(), 'dtype': dtype,
                  'iter_num': state.get('iter_num')}

@@ -17,7 +17,7 @@ from tqdm import tqdm
 
 from corpora import download, json_rows
 from errors import UserError
-from runtime import all_gather, host_group, launched_world
+from runtime import all_gather, barrier, launched_world
 
 CHUNK = 1024  # positions whose logits exist at once
 
@@ -25,14 +25,15 @@ CHUNK = 1024  # positions whose logits exist at once
 # log-likelihoods: what everything here is made of
 
 
-def log_likelihoods(model, rows, batch_size, context, label):
+def log_likelihoods(model, rows, batch_size, context, label, group=None):
     """How likely the ends of token sequences are, shared out among the processes.
 
     rows: a sequence of (ids, n): the last n of `ids` are scored, given those before
+    context: autocast or none; group: of runtime.host_group
     → float64 (len(rows), 2): the sum of their log-probabilities in nats, and 1 where each of
     them is the likeliest token. The same on all processes.
     """
-    world, group = launched_world(), host_group()
+    world = launched_world()
     mine = range(world.rank, len(rows), world.size)
     scores = np.zeros((len(mine), 2))
     was_training = model.training
@@ -126,7 +127,7 @@ def encode(tokenizer, text, where):
         raise UserError(f'{where}: {e}') from None
 
 
-def score_stream(model, stream, text_bytes, batch_size, context, label):
+def score_stream(model, stream, text_bytes, batch_size, context, label, group=None):
     """Loss in nats a token, perplexity and bits per byte over a whole stream, each token once.
 
     The standard error takes the windows, not the tokens, as independent. Raises UserError.
@@ -134,7 +135,7 @@ def score_stream(model, stream, text_bytes, batch_size, context, label):
     windows = Windows(stream, model.config.block_size)
     if not len(windows):
         raise UserError(f'{label}: {len(stream)} tokens are too few to score any')
-    sums = -log_likelihoods(model, windows, batch_size, context, label)[:, 0]
+    sums = -log_likelihoods(model, windows, batch_size, context, label, group)[:, 0]
     tokens = len(stream) - 1
     counts = np.full(len(sums), windows.block_size)
     counts[-1] = tokens - counts[:-1].sum()
@@ -206,17 +207,32 @@ def row_of(question, answer, tokenizer, block_size):
     return ids[-(block_size + 1):], n
 
 
-def score_questions(name, questions, model, tokenizer, batch_size, context):
-    """→ the scores of a benchmark, as a dict."""
-    block_size = model.config.block_size
-    rows = [row_of(question, answer, tokenizer, block_size)
-            for question in questions for answer in question.answers]
-    order = sorted(range(len(rows)), key=lambda i: -len(rows[i][0]))  # like lengths together
-    scores = np.empty((len(rows), 2))
-    scores[order] = log_likelihoods(model, [rows[i] for i in order], batch_size, context, name)
-    if name == 'lambada':
-        return lambada_scores(scores)
-    return hellaswag_scores(scores[:, 0], questions)
+class Benchmark:
+    """Questions cut into tokens, ready to be put to a model as often as one likes."""
+
+    def __init__(self, name, questions, tokenizer, block_size):
+        self.name, self.questions = name, questions
+        self.rows = [row_of(question, answer, tokenizer, block_size)
+                     for question in questions for answer in question.answers]
+
+    def score(self, model, batch_size, context, group=None):
+        """→ the scores, as a dict."""
+        order = sorted(range(len(self.rows)), key=lambda i: -len(self.rows[i][0]))  # like with like
+        scores = np.empty((len(order), 2))
+        scores[order] = log_likelihoods(model, [self.rows[i] for i in order], batch_size, context,
+                                        self.name, group)
+        if self.name == 'lambada':
+            return lambada_scores(scores)
+        return hellaswag_scores(scores[:, 0], self.questions)
+
+
+def open_benchmark(name, tokenizer, block_size, path='', limit=0):
+    """The first `limit` questions (0: all) from `path` or the published file, which the first
+    process of each machine downloads. Raises UserError."""
+    if launched_world().local_rank == 0:
+        read_questions(name, path, limit)
+    barrier()
+    return Benchmark(name, read_questions(name, path, limit), tokenizer, block_size)
 
 
 def lambada_scores(scores):
@@ -247,6 +263,22 @@ def mean_and_stderr(values):
     values = np.asarray(values, dtype=np.float64)
     n = len(values)
     return float(values.mean()), float(values.std(ddof=1) / math.sqrt(n)) if n > 1 else None
+
+
+def quote_benchmark(scores):
+    """The scores of a benchmark as a line."""
+    parts = []
+    for key in ('acc', 'acc_norm', 'perplexity'):
+        if key in scores:
+            unit, percent = (1, '') if key == 'perplexity' else (100, '%')
+            stderr = scores[f'{key}_stderr']
+            parts.append(f'{key} {unit * scores[key]:.2f}'
+                         f'{plus_minus(stderr and unit * stderr, 2)}{percent}')
+    return f'{", ".join(parts)} ({scores["questions"]:,} questions, 0-shot)'
+
+
+def plus_minus(stderr, digits):
+    return '' if stderr is None else f' ± {stderr:.{digits}f}'
 
 
 BENCHMARKS = {  # name: (reader, address, checksum)

@@ -42,14 +42,14 @@ def model_card(name, model, source, state):
         'shape': f'{c.n_layer} layers, {c.n_head} heads, {c.n_embd} channels, '
                  f'{c.block_size} tokens of context, vocabulary {c.vocab_size:,}',
         'weights': source,
-        'trained on': config.get('dataset'),
+        'trained on': config.get('dataset') and Path(config['dataset']).name,
         'iterations': state.get('iter_num'),
         'windows of text seen': f'{state["windows"]:,}' if 'windows' in state else None,
         'validation loss': state.get('val_loss') and f'{state["val_loss"]:.4f} nats a token',
         'learning rate, at most': config.get('learning_rate'),
         'started from': config.get('init_from'),
     }
-    lines = ['---', 'library_name: transformers', 'pipeline_tag: text-generation', 'tags: [gpt2]',
+    lines = ['---', 'library_name: transformers', 'pipeline_tag: text-generation',
              '---', '', f'# {name}', '', 'A language model trained with plainGPT.', '',
              '| | |', '|---|---|',
              *(f'| {fact} | {value} |' for fact, value in facts.items() if value is not None),

@@ -14,7 +14,7 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-from runtime import DTYPES, autocast
+from runtime import DTYPES, autocast, cpu_has_bfloat16
 
 
 def generate(model, prompts, max_new_tokens, *, temperature=1.0, top_k=None, top_p=None,
@@ -238,7 +238,8 @@ def for_generation(model, device, dtype, pack=True):
     → the context to generate in. After this the model cannot be trained or saved.
     """
     packed = pack and device.type == 'cpu' and torch.backends.mkldnn.is_available() \
-        and hasattr(torch.ops.mkldnn, '_linear_pointwise')
+        and hasattr(torch.ops.mkldnn, '_linear_pointwise') \
+        and (dtype == 'float32' or (dtype == 'bfloat16' and cpu_has_bfloat16()))
     for parent in list(model.modules()):
         for name, child in parent.named_children():
             if isinstance(child, nn.Linear):

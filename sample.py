@@ -109,6 +109,11 @@ class Author:
             if self.tokenizer.end_of_text is None:
                 raise UserError(f'{where} is empty: give at least one character, such as --start=A')
             ids = [self.tokenizer.end_of_text]  # as at the beginning of a document
+        return ids
+
+    def encode_prompt(self, text, where):
+        """→ ids, and a line on stderr where the model reads only the last of them."""
+        ids = self.encode(text, where)
         if len(ids) > self.model.config.block_size:
             print(f'{where} has {len(ids):,} tokens and the model reads at most '
                   f'{self.model.config.block_size:,}: only its end counts', file=sys.stderr)
@@ -169,7 +174,7 @@ def read_prompts(path):
 def write_samples(author, config):
     """Print num_samples texts that go on from start."""
     start = read_start(config.start)
-    prompt = author.encode(start, 'start')
+    prompt = author.encode_prompt(start, 'start')
     at_a_time = 1 if config.stream else config.batch_size
     for first in range(0, config.num_samples, at_a_time):
         numbers = range(first, min(first + at_a_time, config.num_samples))
@@ -185,7 +190,7 @@ def write_samples(author, config):
 def write_prompts(author, config):
     """Write the text that goes on from each of the prompts, in their order."""
     rows = read_prompts(config.prompts)
-    prompts = [author.encode(row['prompt'], where) for row, where in rows]
+    prompts = [author.encode_prompt(row['prompt'], where) for row, where in rows]
     try:
         output = open(config.output, 'x', encoding='utf-8')
     except OSError as e:
@@ -223,10 +228,10 @@ def main(argv):
     model = model.to(device).eval()
     dtype, _ = choose_dtype(config.dtype, device, model.config.n_embd)
     compile, _ = choose_compile(config.compile, device)
+    print(f'{source} | {model.num_parameters():,} parameters | device {device} | dtype {dtype}')
     context = for_generation(model, device, dtype, pack=not compile)
     compiled = torch.compile(model.hidden) if compile else None
     author = Author(model, tokenizer, context, compiled)
-    print(f'{source} | {model.num_parameters():,} parameters | device {device} | dtype {dtype}')
     if config.chat:
         hold_chat(author, config)
     elif config.prompts:

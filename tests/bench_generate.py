@@ -42,6 +42,9 @@ SHAPES = {'124M': GPTConfig(), 'baby': GPTConfig(256, 65, 6, 6, 384, bias=False)
 def contestants(shape, device, config, batch, folder):
     """→ {name: function that generates}. Weights of one seed throughout."""
     from transformers import AutoModelForCausalLM, GenerationConfig
+    from transformers.utils import logging
+    logging.disable_progress_bar()
+    logging.set_verbosity_error()
     torch.manual_seed(0)
     model = GPT(shape).eval()
     write_hf(folder, model, ByteTokenizer(), '')

@@ -4,6 +4,7 @@ import json
 import pytest
 from helpers import fails
 
+import checkpoint as checkpoints
 import sample
 
 
@@ -16,7 +17,8 @@ def text_of(capsys, out_dir, *extra):
 
 def test_a_checkpoint_writes_text_that_goes_on_from_the_start(trained, capsys, tmp_path):
     head, samples = text_of(capsys, trained, '--start=def main')
-    assert 'iter-' in head and len(samples) == 2
+    parameters = checkpoints.find(trained, 'best').load_model().num_parameters()
+    assert 'iter-' in head and f'| {parameters:,} parameters |' in head and len(samples) == 2
     assert all(s.startswith('def main') and len(s) == len('def main') + 31 for s in samples)
     (tmp_path / 'prompt.txt').write_text('import sys\n')
     _, samples = text_of(capsys, trained, f'--start=FILE:{tmp_path}/prompt.txt')

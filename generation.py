@@ -153,8 +153,9 @@ def sample(logits, temperature=1.0, top_k=None, top_p=None, min_p=None, noise=No
     if temperature == 0:
         return logits.argmax(dim=-1, keepdim=True)
     ids = None
-    if top_k or (top_p and top_p < 1):
-        logits, ids = logits.topk(min(top_k or logits.size(-1), logits.size(-1)))  # likeliest first
+    count = min(top_k or logits.size(-1), logits.size(-1))
+    if count < logits.size(-1) or (top_p and top_p < 1):
+        logits, ids = logits.topk(count)  # likeliest first
     # The largest becomes 0, so that no temperature, however low, makes it infinite.
     probs = F.softmax((logits - logits.amax(dim=-1, keepdim=True)) / temperature, dim=-1)
     if top_p and top_p < 1:
@@ -258,9 +259,9 @@ class PackedLinear(nn.Module):
     def __init__(self, linear):
         super().__init__()
         weight, bias = linear.weight.detach(), linear.bias
+        self.linear = torch.ops.mkldnn._linear_pointwise.default  # looked up once, not each time
         self.weight = torch.ops.mkldnn._reorder_linear_weight(weight, None)
         self.bias = None if bias is None else bias.detach().to(weight.dtype)
 
     def forward(self, x):
-        return torch.ops.mkldnn._linear_pointwise(x.to(self.weight.dtype), self.weight, self.bias,
-                                                  'none', [], '')
+        return self.linear(x.to(self.weight.dtype), self.weight, self.bias, 'none', [], '')

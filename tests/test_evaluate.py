@@ -142,10 +142,11 @@ def test_scores_are_those_of_lm_evaluation_harness(exported, files, task):
     split = 'validation' if name == 'hellaswag' else 'test'
     (files / 'local.yaml').write_text(
         f'include: {folder}/{task}.yaml\ntask: local\ndataset_path: json\ndataset_name: null\n'
-        f'dataset_kwargs:\n  data_files:\n    {split}: {files}/{name}.jsonl\n')
+        'training_split: null\ndataset_kwargs:\n  data_files:\n'
+        f'    {split}: {files}/{name}.jsonl\n')
     theirs = lm_eval.simple_evaluate(
         model='hf', model_args=f'pretrained={exported},dtype=float32,max_length=128',
-        tasks=['local'], device='cpu', batch_size=2, bootstrap_iters=0,
+        tasks=['local'], device='cpu', batch_size=2, bootstrap_iters=10,
         task_manager=TaskManager(include_path=str(files)))['results']['local']
     ours = scores_of(files, f'--init_from={exported}', f'--tasks={name}',
                      f'--data={files}/{name}.jsonl')[name]

@@ -3,6 +3,7 @@
 # make test-slow       those that take minutes
 # make torture         kill training hundreds of times and see that nothing is lost
 # make bench-prepare   prepare.py beside nanoGPT's recipe and tiktoken alone
+# make bench-generate  generation beside transformers
 # make lint            check the style
 # make clean           remove what these commands made
 
@@ -10,7 +11,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: quickstart test test-slow torture bench-prepare lint clean
+.PHONY: quickstart test test-slow torture bench-prepare bench-generate lint clean
 
 quickstart: .venv/installed
 	$(BIN)/python train.py config/quickstart.py
@@ -27,6 +28,9 @@ test-slow: .venv/installed-dev
 
 bench-prepare: .venv/installed-dev
 	$(BIN)/python tests/bench_prepare.py
+
+bench-generate: .venv/installed-dev
+	$(BIN)/python tests/bench_generate.py
 
 lint: .venv/installed-dev
 	$(BIN)/ruff check .

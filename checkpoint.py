@@ -27,8 +27,10 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from dataset import sha256_of
+import tokenizer as tokenizers
+from dataset import folder_of, open_dataset, sha256_of
 from errors import UserError
+from interchange import tokenizer_json
 from model import GPT, GPTConfig
 from runtime import all_gather, host_group
 
@@ -118,6 +120,37 @@ class Checkpoint:
                         yield name, slice(int(a), int(b)) if a else ..., f.get_tensor(key)
             except (OSError, SafetensorError) as e:
                 raise UserError(f'{self.path / chunk["name"]} cannot be read: {e}') from None
+
+
+def load(init_from, out_dir='out', which='best', tokenizer='auto'):
+    """What to sample from, evaluate or export → (model, tokenizer, where it is from, the run's
+    state.json or {} for weights of others).
+
+    init_from: 'resume' for the run in out_dir, the folder of a run, or what GPT.from_pretrained
+    takes. tokenizer: 'auto' for the model's own, or a prepared dataset whose to take.
+    Raises UserError.
+    """
+    if init_from == 'resume' or checkpoint_paths(init_from):
+        found = find(out_dir if init_from == 'resume' else init_from, which)
+        model, state, source = found.load_model(dropout=0.0), found.state, str(found.path)
+        if not all(p.isfinite().all() for p in model.parameters()):
+            raise UserError(f'{source}: its weights are not finite, so it cannot write; use an '
+                            'earlier one with --checkpoint=ITER')
+        description = state['tokenizer']
+    else:
+        model, state, source = GPT.from_pretrained(init_from), {}, init_from
+        description = tokenizer_json(init_from, model.config.vocab_size)
+    if tokenizer != 'auto':
+        description = open_dataset(folder_of(tokenizer)).tokenizer_json()
+    if description is None:
+        raise UserError(f'{source}: nothing says which tokenizer its {model.config.vocab_size} '
+                        'tokens are of: name a prepared dataset with --tokenizer=data/NAME')
+    made = tokenizers.from_json(description)
+    if made.vocab_size != model.config.vocab_size:
+        raise UserError(f'{source} has {model.config.vocab_size} tokens and its tokenizer '
+                        f'{made.vocab_size}: name the dataset it was trained on with '
+                        '--tokenizer=data/NAME')
+    return model, made, source, state
 
 
 # -----------------------------------------------------------------------------

@@ -233,13 +233,19 @@ FORMS = {'file': whole_files, 'line': each_line, 'paragraph': paragraphs, 'title
 
 
 def json_lines(path, text_field, errors):
+    for row, where, at in json_rows(path, errors):
+        yield field_of(row, text_field, where), True, at
+
+
+def json_rows(path, errors='strict'):
+    """Yield (a line's value, 'FILE, line N', bytes read so far) of a .jsonl file. UserError."""
     for number, (line, at) in enumerate(lines(read_text(path, errors)), 1):
         if line.strip():
             try:
                 row = json.loads(line)
             except (ValueError, RecursionError) as e:
                 raise UserError(f'{path}, line {number}: not JSON: {e}') from None
-            yield field_of(row, text_field, f'{path}, line {number}'), True, at
+            yield row, f'{path}, line {number}', at
 
 
 def parquet_rows(path, text_field):
@@ -398,18 +404,22 @@ TIMEOUT = 30  # seconds without a byte
 
 def tiny_shakespeare():
     """1.1 MB of Shakespeare's plays, downloaded. Raises UserError."""
+    return download(TINY_SHAKESPEARE, TINY_SHAKESPEARE_SHA256, '--input').decode()
+
+
+def download(url, sha256, option):
+    """The bytes behind `url`. Raises UserError, which says that `option` names a local copy."""
     try:
-        with urllib.request.urlopen(TINY_SHAKESPEARE, timeout=TIMEOUT) as response:
+        with urllib.request.urlopen(url, timeout=TIMEOUT) as response:
             data = response.read()
     # URLError, timeouts and resets are OSErrors; what ends too early is an HTTPException
     except (OSError, http.client.HTTPException) as e:
-        raise UserError(f'{TINY_SHAKESPEARE} could not be downloaded '
-                        f'({getattr(e, "reason", e)}): try again, or name a local copy with '
-                        '--input=FILE') from None
-    if hashlib.sha256(data).hexdigest() != TINY_SHAKESPEARE_SHA256:
-        raise UserError(f'{TINY_SHAKESPEARE}: what arrived has another checksum: try again, or '
-                        'name a local copy with --input=FILE')
-    return data.decode()
+        raise UserError(f'{url} could not be downloaded ({getattr(e, "reason", e)}): try again, or '
+                        f'name a local copy with {option}=FILE') from None
+    if hashlib.sha256(data).hexdigest() != sha256:
+        raise UserError(f'{url}: what arrived has another checksum: try again, or name a local '
+                        f'copy with {option}=FILE')
+    return data
 
 
 class Hub:

@@ -3,6 +3,7 @@
 metrics.jsonl has one JSON object a line: iter (updates done), tokens, elapsed_s, and then
   for a logged step     loss lr grad_norm tokens_per_s mfu peak_memory_bytes
   for an evaluation     train_loss val_loss val_bpb
+  for a benchmark       hellaswag_acc hellaswag_acc_stderr … (eval_tasks)
 Losses are means in nats a token over all micro-steps and processes; what is unknown is null.
 """
 
@@ -81,6 +82,11 @@ class Metrics:
             columns.append('best')
         self._say(iter_num, *columns)
         self._write(iter_num, train_loss=train_loss, val_loss=val_loss, val_bpb=val_bpb)
+
+    def benchmark(self, iter_num, name, scores, quote):
+        """Report the scores of a benchmark, a dict, after `iter_num` updates."""
+        self._say(iter_num, f'{name}: {quote}')
+        self._write(iter_num, **{f'{name}_{key}': value for key, value in scores.items()})
 
     def _say(self, iter_num, *columns):
         if not self.quiet:

@@ -7,21 +7,19 @@ What newer models do otherwise stands behind flags of GPTConfig, and is off unle
 B batch, T tokens in a window, C = n_embd, H = n_head, V vocabulary.
 """
 
-import json
 import math
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
-from safetensors import SafetensorError
-from safetensors.torch import load_file
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 import cpu
 from cpu import Dropout
 from errors import UserError
+from generation import generate
+from interchange import read_weights
 from muon import MuonAdamW
 
 VOCAB_MULTIPLE = 128  # matmuls are fast when their sizes divide by powers of two
@@ -82,7 +80,7 @@ def rotary_table(length, size, base=10000.0):
 
 
 def rotate(x, cos, sin):
-    """x (B, H, T, D); cos, sin (T, D) of rotary_table → x, each position turned by its angles."""
+    """x (B, H, T, D); cos, sin (…, T, D) of rotary_table → x, turned by each position's angles."""
     partners = x.roll(x.size(-1) // 2, dims=-1)
     return torch.addcmul(x * cos.to(x.dtype), partners, sin.to(x.dtype))
 
@@ -106,7 +104,7 @@ class CausalSelfAttention(nn.Module):
         self.q_norm = norm(config, head) if config.qk_norm else nn.Identity()
         self.k_norm = norm(config, head) if config.qk_norm else nn.Identity()
 
-    def forward(self, x, rotary=None):
+    def forward(self, x, rotary=None, cache=None):
         B, T, C = x.shape
         q, k, v = self.c_attn(x).split(C, dim=2)  # 3 × (B, T, C)
         q, k, v = (t.view(B, T, self.n_head, C // self.n_head).transpose(1, 2)
@@ -114,7 +112,10 @@ class CausalSelfAttention(nn.Module):
         q, k = self.q_norm(q), self.k_norm(k)
         if rotary is not None:
             q, k = rotate(q, *rotary), rotate(k, *rotary)
-        y = attention(q, k, v, self.dropout if self.training else 0.0)
+        if cache is None:
+            y = attention(q, k, v, self.dropout if self.training else 0.0)
+        else:  # generation.py: the tokens before these come from there
+            y = F.scaled_dot_product_attention(q, *cache.extend(k, v))  # k, v, mask
         y = y.transpose(1, 2).reshape(B, T, C)  # (B, H, T, C/H) → (B, T, C)
         return self.resid_dropout(self.c_proj(y))
 
@@ -161,8 +162,8 @@ class Block(nn.Module):
         self.ln_2 = norm(config, config.n_embd)
         self.mlp = MLP(config)
 
-    def forward(self, x, rotary=None):
-        x = x + self.attn(self.ln_1(x), rotary)
+    def forward(self, x, rotary=None, cache=None):
+        x = x + self.attn(self.ln_1(x), rotary, cache)
         x = x + self.mlp(self.ln_2(x))
         return x
 
@@ -290,25 +291,31 @@ class GPT(nn.Module):
             return logits, None
         return logits, F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-1)
 
-    def hidden(self, idx):
-        """idx (B, T) → what the head reads the next token from, (B, T, C)."""
+    def hidden(self, idx, cache=None):
+        """idx (B, T) → what the head reads the next token from, (B, T, C).
+
+        cache: what generation.py keeps of the tokens before these; these are added.
+        """
         T = idx.size(1)
         assert self.config.block_size >= T, f'{T} tokens > block_size {self.config.block_size}'
+        positions = slice(T) if cache is None else cache.positions
+        layers = [None] * len(self.transformer.h) if cache is None else cache.layers
         x = self.transformer.wte(idx)  # (B, T, C)
         rotary = None
         if self.config.rotary:
-            rotary = self.cos[:T], self.sin[:T]  # 2 × (T, D)
+            # 2 × (1, T, D), or (B, 1, T, D) where a batch's positions differ
+            rotary = self.cos[positions].unsqueeze(-3), self.sin[positions].unsqueeze(-3)
         else:
-            x = x + self.transformer.wpe.weight[:T]  # (B, T, C) + (T, C)
+            x = x + self.transformer.wpe.weight[positions]  # (B, T, C) + (T, C)
         x = self.transformer.drop(x)
-        for block in self.transformer.h:
-            x = self.run_block(block, x, rotary)
+        for block, layer in zip(self.transformer.h, layers, strict=True):
+            x = self.run_block(block, x, rotary, layer)
         return self.transformer.ln_f(x)
 
-    def run_block(self, block, x, rotary):
+    def run_block(self, block, x, rotary, cache):
         """x (B, T, C) → (B, T, C), keeping for the backward pass what the setting says."""
         if self.activation_checkpointing == 'none' or not torch.is_grad_enabled():
-            return block(x, rotary)
+            return block(x, rotary, cache)
         if self.activation_checkpointing == 'full':
             return checkpoint(block, x, rotary, use_reentrant=False)
         return checkpoint(block, x, rotary, use_reentrant=False, context_fn=keep_matmuls)
@@ -377,56 +384,53 @@ class GPT(nn.Module):
             wpe.weight = nn.Parameter(wpe.weight[:block_size].detach())
 
     @classmethod
-    def from_pretrained(cls, name_or_folder, dropout=0.0):
-        """GPT-2 weights in the Hugging Face layout: a folder with config.json and
-        model.safetensors, or 'gpt2', 'gpt2-medium', 'gpt2-large', 'gpt2-xl' from the hub.
+    def from_pretrained(cls, source, dropout=0.0):
+        """The weights of others: 'gpt2', 'gpt2-medium', 'gpt2-large', 'gpt2-xl' from the hub, a
+        folder in the Hugging Face layout, or a ckpt.pt of nanoGPT or build-nanogpt.
 
         Raises UserError where they cannot be had or are not GPT-2.
         """
-        folder = Path(name_or_folder)
-        if not folder.is_dir():
-            folder = download_pretrained(name_or_folder)
+        shape, weights = read_weights(source)
+        model = cls(GPTConfig(**shape, dropout=dropout))
         try:
-            hf = json.loads((folder / 'config.json').read_text())
-            weights = load_file(folder / 'model.safetensors')
-            if hf['model_type'] != 'gpt2' or hf['activation_function'] != 'gelu_new':
-                raise ValueError('not a GPT-2 with tanh GELU')
-            model = cls(GPTConfig(hf['n_positions'], hf['vocab_size'], hf['n_layer'], hf['n_head'],
-                                  hf['n_embd'], dropout, bias=True))
-            model.load_hf_weights(weights)
-        except (OSError, ValueError, KeyError, SafetensorError) as e:
-            raise UserError(f'{folder}: cannot be read as GPT-2 in the Hugging Face layout '
-                            f'({type(e).__name__}: {e})') from None
+            model.load_weights(weights)
+        except ValueError as e:
+            raise UserError(f'{source}: its weights do not fit its configuration: {e}') from None
         return model
 
     @torch.no_grad()
-    def load_hf_weights(self, weights):
-        """Copy weights under Hugging Face's names. Raises KeyError, ValueError on a misfit."""
-        weights = {name.removeprefix('transformer.'): w for name, w in weights.items()}
-        for name, p in self.named_parameters():
-            w = weights[name.removeprefix('transformer.')]
-            if name.endswith(('c_attn.weight', 'c_proj.weight', 'c_fc.weight')):
-                w = w.t()  # Hugging Face keeps GPT-2's Conv1D, whose weight is (in, out)
-            if name == 'transformer.wte.weight':
+    def load_weights(self, weights):
+        """Copy {name: tensor}, the vocabulary without its padding. Raises ValueError that names
+        what is missing, unknown or of another shape."""
+        wanted = dict(self.named_parameters())
+        for words, names in (('it has no', wanted.keys() - weights.keys()),
+                             ('it has an unknown', weights.keys() - wanted.keys())):
+            if names:
+                more = f' and {len(names) - 1} more' if len(names) > 1 else ''
+                raise ValueError(f'{words} {min(names)}{more}')
+        for name, p in wanted.items():
+            if name in ('transformer.wte.weight', 'lm_head.weight'):
                 p = p[:self.config.vocab_size]
-            if p.shape != w.shape:
-                raise ValueError(f'{name} is {tuple(w.shape)}, expected {tuple(p.shape)}')
-            p.copy_(w)
+            if p.shape != weights[name].shape:
+                raise ValueError(f'{name} is {tuple(weights[name].shape)}, expected '
+                                 f'{tuple(p.shape)}')
+            p.copy_(weights[name])
 
     # -------------------------------------------------------------------------
     # generation
 
-    @torch.no_grad()
-    def generate(self, idx, max_new_tokens, temperature=1.0, top_k=None, top_p=None):
+    def generate(self, idx, max_new_tokens, temperature=1.0, top_k=None, **how):
         """Append `max_new_tokens` sampled tokens to idx (B, T) → (B, T + max_new_tokens).
 
-        Past block_size the oldest tokens leave the context. temperature=0 takes the likeliest.
+        how: top_p, min_p, repetition_penalty … as of generation.generate. Rows that meet
+        end_of_text, where it is given, are filled up with it.
         """
-        for _ in range(max_new_tokens):
-            last = self.hidden(idx[:, -self.config.block_size:])[:, -1]  # (B, C)
-            next_token = sample(self.logits(last).float(), temperature, top_k, top_p)  # (B, 1)
-            idx = torch.cat((idx, next_token), dim=1)
-        return idx
+        new = generate(self, idx.tolist(), max_new_tokens, temperature=temperature, top_k=top_k,
+                       **how)
+        longest = max(map(len, new))
+        end = how.get('end_of_text')
+        new = [row + [end] * (longest - len(row)) for row in new]
+        return torch.cat((idx, torch.tensor(new, dtype=idx.dtype, device=idx.device)), dim=1)
 
 
 def keep_matmuls():
@@ -440,52 +444,6 @@ def keep_matmuls():
         aten._scaled_dot_product_flash_attention_for_cpu.default,
     ])
 
-
-def sample(logits, temperature=1.0, top_k=None, top_p=None):
-    """logits (B, V) → one token each (B, 1)."""
-    if temperature == 0:
-        return logits.argmax(dim=-1, keepdim=True)
-    # The largest becomes 0, so that no temperature, however low, makes it infinite.
-    logits = (logits - logits.amax(dim=-1, keepdim=True)) / temperature
-    if top_k:
-        logits = keep_top_k(logits, top_k)
-    if top_p and top_p < 1:
-        logits = keep_top_p(logits, top_p)
-    return torch.multinomial(F.softmax(logits, dim=-1), num_samples=1)
-
-
-def keep_top_k(logits, k):
-    """-inf for all but the k likeliest (Fan et al. 2018)."""
-    kth = logits.topk(min(k, logits.size(-1))).values[:, -1:]
-    return logits.masked_fill(logits < kth, -math.inf)
-
-
-def keep_top_p(logits, p):
-    """-inf for all but the fewest tokens whose probabilities reach p (Holtzman et al. 2019)."""
-    ordered, order = logits.sort(descending=True)
-    probs = F.softmax(ordered, dim=-1)
-    reached_before = probs.cumsum(dim=-1) - probs >= p  # False for the first: one always stays
-    return logits.masked_fill(reached_before.gather(1, order.argsort()), -math.inf)
-
-
-def download_pretrained(name):
-    """Fetch 'gpt2…' from the Hugging Face hub (or its cache) → folder. Raises UserError."""
-    if name not in PRETRAINED:
-        raise UserError(f'{name!r} is neither a folder nor one of {", ".join(PRETRAINED)}')
-    try:
-        from huggingface_hub import snapshot_download
-    except ImportError:
-        raise UserError(f'downloading {name} needs huggingface_hub: pip install huggingface_hub') \
-            from None
-    try:
-        return Path(snapshot_download(f'openai-community/{name}',
-                                      allow_patterns=['config.json', 'model.safetensors']))
-    except Exception as e:  # the hub's own errors, requests', httpx': all mean "not had"
-        raise UserError(f'{name} could not be downloaded ({type(e).__name__}): connect to the '
-                        'internet once, or give a folder that holds it') from None
-
-
-PRETRAINED = ('gpt2', 'gpt2-medium', 'gpt2-large', 'gpt2-xl')
 
 # Dense bf16/fp16 tensor-core peaks in FLOP/s with float32 accumulation, from NVIDIA's data sheets.
 # Looked up in order by a part of the name that CUDA reports.

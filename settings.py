@@ -8,6 +8,7 @@ from typing import Literal
 
 from model import GPTConfig
 from runtime import launched_world
+from scoring import BENCHMARKS
 
 
 @dataclass
@@ -18,7 +19,11 @@ class TrainConfig:
     eval_iters: int = 200  # evaluate on this many batches of batch_size, or on the whole split
     eval_only: bool = False  # stop after the first evaluation
     log_interval: int = 1  # iterations between lines on the console
-    init_from: str = 'scratch'  # scratch, resume, auto (resume if it can), gpt2…, a folder
+    eval_tasks: str = 'hellaswag'  # benchmarks: hellaswag, lambada, with a comma between
+    eval_tasks_interval: int = 0  # iterations between runs of them; 0 for none
+    sample_interval: int = 0  # iterations between texts that the model writes; 0 for none
+    sample_start: str = '\n'  # what they go on from
+    init_from: str = 'scratch'  # scratch, resume, auto (resume if it can), gpt2…, folder, ckpt.pt
     # checkpoints
     checkpoint_interval: int = 1000  # iterations between those for resuming
     always_save_checkpoint: bool = True  # one after each evaluation too, not only after the best
@@ -89,12 +94,14 @@ class TrainConfig:
                   for key in positive if getattr(self, key) < 1]
         natural = ('max_iters', 'warmup_iters', 'lr_decay_iters', 'learning_rate', 'min_lr',
                    'weight_decay', 'grad_clip', 'total_batch_size', 'loss_chunk_tokens', 'seed',
-                   'logit_softcap')
+                   'logit_softcap', 'eval_tasks_interval', 'sample_interval')
         found += [f'{key}={getattr(self, key)}: must not be negative'
                   for key in natural if getattr(self, key) < 0]
         found += [f'{key}={getattr(self, key)}: must be at least 0 and below 1'
                   for key in ('dropout', 'beta1', 'beta2', 'momentum')
                   if not 0 <= getattr(self, key) < 1]
+        found += [f'eval_tasks={self.eval_tasks}: {task!r} is none of {", ".join(BENCHMARKS)}'
+                  for task in self.eval_tasks.split(',') if task not in BENCHMARKS]
         if found:
             return found
         if self.n_embd % self.n_head:

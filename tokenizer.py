@@ -1,7 +1,7 @@
 """Text ↔ token ids. Every tokenizer is described by a JSON object and can be made again from it.
 
     tokenizer.encode(text)   str → numpy array of ids
-    tokenizer.decode(ids)    ids → str
+    tokenizer.decode(ids)    ids → str; decode_bytes: its UTF-8, which may end within a character
     tokenizer.vocab_size     ids run from 0 to vocab_size - 1
     tokenizer.end_of_text    the id put in front of each document, or None
     tokenizer.to_json()      → from_json(…)
@@ -47,6 +47,9 @@ class CharTokenizer:
     def decode(self, ids):
         return ''.join(self.chars[i] for i in ids)
 
+    def decode_bytes(self, ids):
+        return self.decode(ids).encode('utf-8', 'surrogatepass')
+
     def to_json(self):
         return {'kind': 'char', 'chars': self.chars}
 
@@ -74,8 +77,10 @@ class ByteTokenizer:
 
     def decode(self, ids):
         """Bytes that are no UTF-8 (a character cut in half) become U+FFFD; 256 becomes ''."""
-        data = bytes(i for i in ids if i != self.end_of_text)
-        return data.decode('utf-8', 'replace')
+        return self.decode_bytes(ids).decode('utf-8', 'replace')
+
+    def decode_bytes(self, ids):
+        return bytes(i for i in ids if i != self.end_of_text)
 
     def to_json(self):
         return {'kind': 'byte'}
@@ -102,7 +107,10 @@ class GPT2Tokenizer:
         return self._encoder.encode(text)
 
     def decode(self, ids):
-        return self._encoding.decode([int(i) for i in ids])
+        return self.decode_bytes(ids).decode('utf-8', 'replace')
+
+    def decode_bytes(self, ids):
+        return self._encoding.decode_bytes([int(i) for i in ids])
 
     def to_json(self):
         return {'kind': 'gpt2'}
@@ -152,7 +160,10 @@ class BPETokenizer:
         return self._encoder.encode(text)
 
     def decode(self, ids):
-        return self._encoding.decode([int(i) for i in ids])
+        return self.decode_bytes(ids).decode('utf-8', 'replace')
+
+    def decode_bytes(self, ids):
+        return self._encoding.decode_bytes([int(i) for i in ids])
 
     def to_json(self):
         # Latin-1 maps the 256 bytes to the first 256 characters, so that JSON can hold them.

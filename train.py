@@ -26,6 +26,7 @@ from errors import UserError, run_script
 from memory import choose_batch_size, out_of_memory_explained, run_of
 from metrics import Metrics, finite, start_wandb, trim
 from model import GPT, GPTConfig
+from reports import Reports
 from runtime import (
     StopRequest,
     all_gather,
@@ -276,6 +277,7 @@ def train(config, world, device, dtype, compile):
         wandb_run=start_wandb(config.wandb_project, config.wandb_run_name, asdict(config))
         if config.wandb_log and world.is_main else None,
         quiet=not world.is_main)
+    reports = Reports(config, dataset, raw_model, metrics, context, group)
     guard = StepGuard(out_dir / 'anomalies.jsonl', config.max_bad_steps,
                       train_data.step_windows, device)
     saver = checkpoints.Saver(
@@ -336,6 +338,8 @@ def train(config, world, device, dtype, compile):
             iter_num += 1
             if iter_num % config.log_interval == 0:
                 metrics.step(iter_num, all_reduce_mean(loss.clone()), lr, grad_norm)
+            with metrics.paused():
+                reports.after(iter_num)
 
         batches.close()
         saver.wait()

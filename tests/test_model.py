@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 
 from errors import UserError
-from model import GPT, GPTConfig, keep_top_k, keep_top_p, peak_flops, sample
+from model import GPT, GPTConfig, peak_flops
 
 SMALL = GPTConfig(block_size=16, vocab_size=65, n_layer=2, n_head=4, n_embd=32)
 
@@ -30,31 +30,8 @@ def test_the_four_sizes_of_gpt2_have_the_published_parameters(shape, parameters)
     assert model.num_parameters() == parameters
 
 
-def test_logits_equal_those_of_transformers_on_the_same_weights(tmp_path):
-    from transformers import GPT2Config, GPT2LMHeadModel
-    torch.manual_seed(0)
-    theirs = GPT2LMHeadModel(GPT2Config(
-        vocab_size=100, n_positions=32, n_embd=48, n_layer=3, n_head=4,
-        initializer_range=0.2)).eval()  # weights large enough that every part matters
-    theirs.save_pretrained(tmp_path)
-    ours = GPT.from_pretrained(tmp_path).eval()
-    idx = tokens(2, 32, vocab_size=100)
-    with torch.no_grad():
-        assert torch.allclose(ours(idx)[0], theirs(idx).logits, atol=1e-5, rtol=0)
-
-
-@pytest.mark.parametrize('broken', ['nothing', 'config', 'weights', 'other model'])
-def test_a_folder_that_is_not_gpt2_is_an_error(tmp_path, broken):
-    if broken != 'nothing':
-        (tmp_path / 'config.json').write_text(
-            '{' if broken == 'config' else '{"model_type": "llama", "activation_function": "silu"}')
-        (tmp_path / 'model.safetensors').write_bytes(b'no tensors')
-    with pytest.raises(UserError, match='cannot be read as GPT-2'):
-        GPT.from_pretrained(tmp_path)
-
-
 def test_a_name_that_is_no_model_is_an_error():
-    with pytest.raises(UserError, match='neither a folder nor one of gpt2'):
+    with pytest.raises(UserError, match=r'nor a \.pt file, nor one of gpt2'):
         GPT.from_pretrained('gpt3')
 
 
@@ -270,39 +247,3 @@ def test_utilisation_of_an_unknown_device_is_unknown(model):
     mfu = model.mfu(1e6, 'NVIDIA A100-SXM4-80GB', 'bfloat16')
     assert mfu == model.flops_per_token() * 1e6 / 312e12
     assert peak_flops('NVIDIA L40S', 'bfloat16') == 362e12  # and not the L4's
-
-
-# -----------------------------------------------------------------------------
-# sampling
-
-
-def test_temperature_zero_takes_the_likeliest(model):
-    idx = tokens(2, 5)
-    expected = model(idx)[0][:, -1].argmax(-1)
-    assert torch.equal(model.generate(idx, 1, temperature=0)[:, -1], expected)
-
-
-def test_the_same_seed_gives_the_same_text(model):
-    texts = []
-    for seed in (1, 1, 2):
-        torch.manual_seed(seed)
-        texts.append(model.generate(tokens(1, 5), 40))  # past block_size, too
-    assert torch.equal(texts[0], texts[1]) and not torch.equal(texts[0], texts[2])
-
-
-def test_top_k_keeps_the_k_likeliest():
-    kept = keep_top_k(torch.tensor([[1.0, 4.0, 2.0, 3.0]]), 2)
-    assert kept.isfinite().tolist() == [[False, True, False, True]]
-
-
-def test_top_p_keeps_the_fewest_that_reach_p():
-    logits = torch.tensor([[0.1, 0.5, 0.15, 0.25]]).log()
-    for p, expected in [(0.4, [1]), (0.6, [1, 3]), (0.8, [1, 2, 3]), (0.01, [1])]:
-        assert keep_top_p(logits, p).isfinite()[0].nonzero().flatten().tolist() == expected
-
-
-def test_samples_follow_the_probabilities():
-    torch.manual_seed(0)
-    logits = torch.tensor([0.1, 0.2, 0.7]).log().expand(20000, 3)
-    shares = torch.bincount(sample(logits).flatten(), minlength=3) / 20000
-    assert torch.allclose(shares, torch.tensor([0.1, 0.2, 0.7]), atol=0.02)

@@ -1,6 +1,10 @@
+import builtins
+import json
+
 import pytest
 from helpers import fails
 
+import checkpoint as checkpoints
 import sample
 
 
@@ -13,7 +17,8 @@ def text_of(capsys, out_dir, *extra):
 
 def test_a_checkpoint_writes_text_that_goes_on_from_the_start(trained, capsys, tmp_path):
     head, samples = text_of(capsys, trained, '--start=def main')
-    assert 'iter-' in head and len(samples) == 2
+    parameters = checkpoints.find(trained, 'best').load_model().num_parameters()
+    assert 'iter-' in head and f'| {parameters:,} parameters |' in head and len(samples) == 2
     assert all(s.startswith('def main') and len(s) == len('def main') + 31 for s in samples)
     (tmp_path / 'prompt.txt').write_text('import sys\n')
     _, samples = text_of(capsys, trained, f'--start=FILE:{tmp_path}/prompt.txt')
@@ -30,6 +35,99 @@ def test_a_checkpoint_is_chosen_by_name(trained, capsys):
     assert 'iter-00000006' in text_of(capsys, trained, '--checkpoint=latest')[0]
 
 
+def test_samples_do_not_depend_on_how_many_are_written_at_a_time(trained, capsys):
+    texts = [text_of(capsys, trained, f'--batch_size={n}', '--num_samples=5') for n in (1, 2, 8)]
+    assert texts[0] == texts[1] == texts[2] and len(set(texts[0][1])) == 5
+
+
+def test_a_stream_says_the_same(trained, capsys):
+    assert text_of(capsys, trained, '--stream') == text_of(capsys, trained)
+
+
+def test_a_stop_string_ends_a_sample(trained, capsys):
+    _, free = text_of(capsys, trained, '--start=def')
+    letter = free[0][10]
+    _, stopped = text_of(capsys, trained, '--start=def', f'--stop=["{letter}", "unheard of"]')
+    assert stopped[0] == free[0][:free[0].index(letter, 3)] + '\n'
+
+
+def test_prompts_of_a_file_come_back_with_their_texts(trained, capsys, tmp_path):
+    rows = [{'prompt': 'def f(', 'id': 7}, {'prompt': 'import os\n' * 5}, {'prompt': 'x'}]
+    (tmp_path / 'in.jsonl').write_text('\n\n'.join(map(json.dumps, rows)))
+    outputs = []
+    for batch_size in (1, 8):
+        output = tmp_path / f'{batch_size}.jsonl'
+        text_of(capsys, trained, f'--prompts={tmp_path}/in.jsonl', f'--output={output}',
+                f'--batch_size={batch_size}')
+        outputs.append([json.loads(line) for line in output.read_text().splitlines()])
+    assert outputs[0] == outputs[1]
+    for row, out in zip(rows, outputs[0], strict=True):
+        assert out == {**row, 'text': out['text']} and len(out['text']) == 30
+
+
+def test_speed_and_a_prompt_that_is_too_long_are_told(trained, capsys):
+    sample.main([f'--out_dir={trained}', '--device=cpu', '--num_samples=2', '--max_new_tokens=30',
+                 f'--start={"x" * 20}'])
+    long, speed = capsys.readouterr().err.splitlines()
+    assert long == 'start has 20 tokens and the model reads at most 16: only its end counts'
+    assert speed.startswith('60 tokens in ') and speed.endswith(' tokens/s')
+
+
+# -----------------------------------------------------------------------------
+# chat
+
+
+def chat(capsys, monkeypatch, out_dir, *lines, options=()):
+    """Type `lines` → what was printed after the first line."""
+    typed = iter(lines)
+
+    def answer(_):
+        line = next(typed, EOFError)
+        if line in (EOFError, KeyboardInterrupt):
+            raise line
+        return line
+    monkeypatch.setattr(builtins, 'input', answer)
+    sample.main([f'--out_dir={out_dir}', '--device=cpu', '--max_new_tokens=20', '--chat', *options])
+    return capsys.readouterr().out.partition('/help lists the commands\n')[2]
+
+
+def test_a_chat_goes_on_from_what_was_said(trained, capsys, monkeypatch, tmp_path):
+    out = chat(capsys, monkeypatch, trained, 'def main', '(self)', f'/save {tmp_path}/said.txt')
+    first, second, saved = out[:20], out[21:41], out[42:].strip()  # 20 characters each
+    assert saved == f'saved to {tmp_path}/said.txt'
+    assert (tmp_path / 'said.txt').read_text() == f'def main{first}(self){second}\n'
+
+
+def test_commands_of_a_chat(trained, capsys, monkeypatch, tmp_path):
+    out = chat(capsys, monkeypatch, trained, '/help', '/temperature 0', '/top_k -1', '/top_k x',
+               '/nonsense', '/save', KeyboardInterrupt, 'def', '/reset', f'/save {tmp_path}/a',
+               f'/save {tmp_path}/a', '/quit', 'never reached')
+    for words in ('Ctrl-C stops an answer', 'temperature 0.0', 'top_k=-1: must not be negative: '
+                  'top_k stays 200', "'x' is no number", '/nonsense is unknown', 'name a file',
+                  'Ctrl-D leaves', 'forgotten', 'File exists'):
+        assert words in out
+    assert (tmp_path / 'a').read_text() == '\n' and 'never' not in out
+
+
+def test_a_template_puts_messages_and_ends_answers(trained, capsys, monkeypatch, tmp_path):
+    asked = []
+    monkeypatch.setattr(sample.Author, 'write', lambda self, prompts, numbers, how, stop, show: (
+        asked.append((self.tokenizer.decode(prompts[0]), stop)), show(' no '))[1])
+    chat(capsys, monkeypatch, trained, 'a', 'b', f'/save {tmp_path}/said',
+         options=[r'--template=U: {user}\nA:'])
+    assert asked[0] == ('U: a\nA:', ['U:']) and asked[1][0].endswith('no\nU: b\nA:')
+    assert (tmp_path / 'said').read_text() == 'U: a\nA: no\nU: b\nA: no\n'
+
+
+def test_ctrl_c_stops_the_answer_and_not_the_chat(trained, capsys, monkeypatch, tmp_path):
+    def interrupted(self, prompts, numbers, how, stop, show):
+        show('half')
+        raise KeyboardInterrupt
+    monkeypatch.setattr(sample.Author, 'write', interrupted)
+    out = chat(capsys, monkeypatch, trained, 'def', f'/save {tmp_path}/said')
+    assert 'half …' in out and (tmp_path / 'said').read_text() == 'defhalf\n'
+
+
 def test_a_temperature_near_zero_is_greedy(trained, capsys):
     greedy = text_of(capsys, trained, '--temperature=0')
     assert text_of(capsys, trained, '--temperature=1e-42') == greedy
@@ -42,10 +140,27 @@ def test_a_temperature_near_zero_is_greedy(trained, capsys):
     (['--checkpoint=5'], '--checkpoint=5'),
     (['--top_p=0'], 'top_p'),
     (['--num_samples=0'], 'num_samples'),
+    (['--batch_size=0'], 'batch_size'),
+    (['--min_p=2'], 'min_p'),
+    (['--repetition_penalty=0'], 'repetition_penalty'),
+    (['--stop=["a", 5]'], 'not a JSON list'),
+    (['--template=User:'], '{user}'),
+    (['--prompts=x'], 'prompts and output go together'),
+    (['--prompts={tmp}/none', '--output={tmp}/out'], 'No such file'),
+    (['--prompts={tmp}/empty', '--output={tmp}/out'], 'is empty'),
+    (['--prompts={tmp}/broken', '--output={tmp}/out'], 'broken, line 2: not JSON'),
+    (['--prompts={tmp}/fields', '--output={tmp}/out'], 'fields, line 1: no object with a text'),
+    (['--prompts={tmp}/chars', '--output={tmp}/out'], "chars, line 2: character 'ï'"),
+    (['--prompts={tmp}/good', '--output={tmp}/good'], 'File exists'),
     (['--temperature=-1'], 'temperature'),
     (['--out_dir=nowhere'], 'nowhere: no checkpoint'),
     (['--init_from=gpt5'], 'gpt5'),
     (['--device=cuda:99'], 'cuda'),
 ])
-def test_mistakes_are_one_line(trained, capsys, monkeypatch, arguments, words):
+def test_mistakes_are_one_line(trained, capsys, monkeypatch, tmp_path, arguments, words):
+    for name, text in {'empty': '', 'broken': '{"prompt": "a"}\n{"pro', 'good': '{"prompt": "a"}',
+                       'fields': '{"text": "a"}', 'chars': '{"prompt": "a"}\n{"prompt": "ï"}'
+                       }.items():
+        (tmp_path / name).write_text(text)
+    arguments = [argument.replace('{tmp}', str(tmp_path)) for argument in arguments]
     assert words in fails(capsys, monkeypatch, sample.main, f'--out_dir={trained}', *arguments)

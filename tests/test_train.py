@@ -7,6 +7,7 @@ import torch
 from helpers import ROOT, SHARED, fails, run, shared_file, torchrun
 
 import checkpoint as checkpoints
+import scoring
 import train
 from settings import TrainConfig
 from step import get_lr
@@ -254,3 +255,24 @@ def test_gpt2_tokens_train_and_sample(tmp_path, monkeypatch):
     out = run(ROOT / 'sample.py', '--num_samples=1', '--max_new_tokens=5', '--start=To be',
               cwd=tmp_path, TIKTOKEN_CACHE_DIR=cache)
     assert 'To be' in out
+
+
+# -----------------------------------------------------------------------------
+# what a run tells of itself
+
+
+def test_benchmarks_and_samples_come_on_time_and_change_nothing(tiny, tmp_path, capsys,
+                                                                monkeypatch):
+    train.main([*tiny, '--dropout=0.1', f'--out_dir={tmp_path}/plain'])
+    questions = [scoring.Question('def', [' main'], 0, 'here'), scoring.Question('x', ['y'], 0, '')]
+    monkeypatch.setattr(scoring, 'read_questions', lambda *_: questions)
+    capsys.readouterr()
+    train.main([*tiny, '--dropout=0.1', '--eval_tasks=lambada', '--eval_tasks_interval=3',
+                '--sample_interval=2', '--sample_start=import'])
+    out = capsys.readouterr().out
+    assert out.count('---------------\nimport') == 3
+    assert out.count('lambada: acc ') == 2 and 'iter 3 | lambada' in out
+    found = lines(tmp_path / 'out', 'lambada_acc')
+    assert [line['iter'] for line in found] == [3, 6] and found[0]['lambada_questions'] == 2
+    a, b = (checkpoints.find(tmp_path / name).load_model() for name in ('plain', 'out'))
+    assert all(torch.equal(p, q) for p, q in zip(a.parameters(), b.parameters(), strict=True))

@@ -1,0 +1,138 @@
+"""Say in numbers how good a model is.
+
+    python evaluate.py --out_dir=out                                   # its validation split
+    python evaluate.py --out_dir=out --tasks=text --data=book.txt
+    python evaluate.py --init_from=gpt2 --tasks=hellaswag,lambada
+    torchrun --nproc_per_node=8 evaluate.py --out_dir=out --tasks=val,hellaswag --output=scores.json
+
+val and train are the splits of a dataset, text a file: loss, perplexity and bits per byte, over
+all of it. hellaswag and lambada are the benchmarks, as lm-evaluation-harness counts them.
+"""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import checkpoint as checkpoints
+from configurator import load_config
+from dataset import folder_of, open_dataset
+from errors import UserError, run_script
+from runtime import (
+    autocast,
+    choose_device,
+    choose_dtype,
+    host_group,
+    launched_world,
+    process_group,
+    say,
+)
+from scoring import (
+    BENCHMARKS,
+    TextStream,
+    open_benchmark,
+    plus_minus,
+    quote_benchmark,
+    score_stream,
+)
+
+TASKS = ('val', 'train', 'text', *BENCHMARKS)
+
+
+@dataclass
+class EvaluateConfig:
+    # which model
+    init_from: str = 'resume'  # resume (from out_dir), gpt2…, a folder, or nanoGPT's ckpt.pt
+    out_dir: str = 'out'  # the run to read
+    checkpoint: str = 'best'  # best, latest, or an iteration
+    tokenizer: str = 'auto'  # the model's own, or a prepared dataset whose to take
+    # on what
+    tasks: str = 'val'  # val, train, text, hellaswag, lambada, with commas between
+    dataset: str = ''  # of val and train, in data/ or a path; empty for the one it was trained on
+    data: str = ''  # the file of the one task: a text, or a benchmark's .jsonl
+    limit: int = 0  # only the first so many questions of a benchmark; 0 for all
+    # how
+    batch_size: int = 8  # windows or answers the device holds at once; the scores are the same
+    device: str = 'auto'  # auto, cpu, cuda, cuda:0, mps
+    dtype: Literal['auto', 'float32', 'bfloat16', 'float16'] = 'float32'  # precision of matmuls
+    backend: Literal['auto', 'nccl', 'gloo'] = 'auto'  # between processes
+    output: str = ''  # write the scores to this .json
+
+    def problems(self):
+        tasks = self.tasks.split(',')
+        found = [f'tasks={self.tasks}: {task!r} is none of {", ".join(TASKS)}'
+                 for task in tasks if task not in TASKS]
+        if self.batch_size < 1 or self.limit < 0:
+            found.append(f'batch_size={self.batch_size} must be at least 1, and limit={self.limit} '
+                         'not negative')
+        if 'text' in tasks and not self.data:
+            found.append('tasks=text: name the file with --data=FILE')
+        if self.output and not Path(self.output).parent.is_dir():
+            found.append(f'output={self.output}: its folder is not there')
+        if self.data and (len(tasks) > 1 or tasks[0] in ('val', 'train')):
+            found.append(f'data={self.data} goes with one task: text, {" or ".join(BENCHMARKS)}')
+        return found
+
+
+def score(task, config, model, tokenizer, state, context, group):
+    """→ (the scores of a task, as a dict; a line to quote)."""
+    if task in BENCHMARKS:
+        benchmark = open_benchmark(task, tokenizer, model.config.block_size, config.data,
+                                   config.limit)
+        scores = benchmark.score(model, config.batch_size, context, group)
+        return scores, f'{task}: {quote_benchmark(scores)}'
+    if task == 'text':
+        stream = TextStream(config.data, tokenizer)
+        text_bytes, label = stream.bytes, config.data
+    else:
+        name = config.dataset or state.get('config', {}).get('dataset')
+        if not name:
+            raise UserError(f'tasks={task}: name a prepared dataset with --dataset=NAME')
+        dataset = open_dataset(folder_of(name))
+        if dataset.tokenizer_json() != tokenizer.to_json():
+            raise UserError(f'{dataset.folder} was prepared with another tokenizer than the '
+                            "model's: name another --dataset")
+        stream, label = dataset.split(task), f'{task} of {dataset.folder}'
+        per_token = dataset.bytes_per_token(task)
+        text_bytes = per_token and per_token * (len(stream) - 1)
+    scores = score_stream(model, stream, text_bytes, config.batch_size, context, label, group)
+    return scores, f'{label}: {quote_text(scores)}'
+
+
+def quote_text(scores):
+    parts = [f'loss {scores["loss"]:.4f}{plus_minus(scores["loss_stderr"], 4)} nats a token',
+             f'perplexity {scores["perplexity"]:.4g}']
+    if scores['bits_per_byte']:
+        parts.append(f'{scores["bits_per_byte"]:.4f} bits/byte')
+    return f'{", ".join(parts)} ({scores["tokens"]:,} tokens)'
+
+
+def main(argv):
+    config = load_config(EvaluateConfig, argv, __doc__)
+    world = launched_world()
+    device, _ = choose_device(config.device, world.local_rank)
+    model, tokenizer, source, state = checkpoints.load(
+        config.init_from, config.out_dir, config.checkpoint, config.tokenizer)
+    model.to(device)
+    dtype, _ = choose_dtype(config.dtype, device, model.config.n_embd)
+    say(f'{source} | {model.num_parameters():,} parameters | device {device} | dtype {dtype} | '
+        f'processes {world.size}')
+    results = {}
+    with process_group(world, device, config.backend):
+        group = host_group()
+        for task in config.tasks.split(','):
+            results[task], line = score(task, config, model, tokenizer, state,
+                                        autocast(device, dtype), group)
+            say(line)
+    if config.output and world.is_main:
+        about = {'model': source, 'parameters': model.num_parameters(), 'dtype': dtype,
+                 'iter_num': state.get('iter_num')}
+        try:
+            Path(config.output).write_text(json.dumps({**about, 'results': results}, indent=1)
+                                           + '\n', encoding='utf-8')
+        except OSError as e:
+            raise UserError(f'output={config.output}: {e.strerror}') from None
+
+
+if __name__ == '__main__':
+    run_script(main)

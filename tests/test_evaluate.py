@@ -1,0 +1,243 @@
+import json
+import math
+
+import numpy as np
+import pytest
+import torch
+from helpers import ROOT, fails, torchrun
+
+import checkpoint as checkpoints
+import evaluate
+import scoring
+from dataset import open_dataset
+from interchange import write_hf
+from model import GPT, GPTConfig
+from tokenizer import ByteTokenizer
+
+# Questions of ours, as the published files have them.
+HELLASWAG = [
+    dict(ind=1, activity_label='Baking bread', ctx_a='A woman kneads dough on a table.',
+         ctx_b='she', ctx='A woman kneads dough on a table. she',
+         endings=['puts it into the oven.', 'drives it to the moon.', 'paints the  dough green.',
+                  'is a table.'], label=0, split='val', split_type='indomain', source_id='own~1'),
+    dict(ind=2, activity_label='Home and Garden', ctx_b='',
+         ctx_a='[header] How to water a plant [title] Find the plant. [step] It is green.',
+         ctx='[header] How to water a plant [title] Find the plant. [step] It is green.',
+         endings=['Pour water [substeps] slowly.', 'Sing.', 'Sell the plant, then the garden.',
+                  'Wait for winter.'], label='0', split='val', split_type='zeroshot',
+         source_id='own~2'),
+    dict(ind=3, activity_label='Chess', ctx_a='Two men sit at a board.', ctx_b='one of them',
+         ctx='Two men sit at a board. one of them',
+         endings=['swims.', 'eats the queen slowly.', 'moves a pawn.', 'moves a house, then two.'],
+         label=2, split='val', split_type='indomain', source_id='own~3'),
+]
+LAMBADA = [{'text': 'the cat sat on the mat and looked at the other cat'},
+           {'text': '"why?" asked ann.\n"because," said tom, and closed the old door'},
+           {'text': 'aaa aaa aaa aaa'}]
+
+
+@pytest.fixture
+def files(tmp_path):
+    for name, rows in (('hellaswag', HELLASWAG), ('lambada', LAMBADA)):
+        (tmp_path / f'{name}.jsonl').write_text('\n'.join(map(json.dumps, rows)) + '\n')
+    return tmp_path
+
+
+@pytest.fixture(scope='module')
+def exported(tmp_path_factory):
+    """A folder with a small model of bytes whose weights make a difference."""
+    torch.manual_seed(0)
+    model = GPT(GPTConfig(block_size=128, vocab_size=257, n_layer=2, n_head=4, n_embd=32))
+    with torch.no_grad():
+        for p in model.parameters():
+            p.add_(torch.randn_like(p) * 0.3)
+    folder = tmp_path_factory.mktemp('exported')
+    write_hf(folder, model, ByteTokenizer(), '')
+    return folder
+
+
+def scores_of(tmp_path, *arguments):
+    evaluate.main([*arguments, '--device=cpu', f'--output={tmp_path}/scores.json'])
+    return json.loads((tmp_path / 'scores.json').read_text())['results']
+
+
+def in_transformers(folder, context, answer):
+    """Log-likelihood of an answer and whether it is the likeliest, in float64, token by token."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+    model = AutoModelForCausalLM.from_pretrained(folder).double().eval()
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    ids = tokenizer(context + answer).input_ids
+    n = len(ids) - len(tokenizer(context).input_ids)
+    ids = ids[-129:]
+    with torch.no_grad():
+        logp = model(torch.tensor([ids[:-1]])).logits[0].log_softmax(-1)
+    at = range(len(ids) - 1 - n, len(ids) - 1)
+    return (sum(logp[i, ids[i + 1]].item() for i in at),
+            all(logp[i].argmax().item() == ids[i + 1] for i in at))
+
+
+EXPECTED_CONTEXTS = [  # worded by hand as lm-evaluation-harness words them
+    'Baking bread: A woman kneads dough on a table. She',
+    'Home and Garden: How to water a plant. Find the plant. It is green.',
+    'Chess: Two men sit at a board. One of them']
+
+
+def log_likelihoods_of(folder, questions, batch_size=5, dtype=torch.float64):
+    model, tokenizer, *_ = checkpoints.load(str(folder))
+    model.to(dtype)
+    rows = [scoring.row_of(question, answer, tokenizer, 128)
+            for question in questions for answer in question.answers]
+    return scoring.log_likelihoods(model, rows, batch_size, torch.no_grad(), '')
+
+
+def test_hellaswag_is_worded_and_scored_as_by_transformers(exported, files):
+    questions = scoring.read_questions('hellaswag', files / 'hellaswag.jsonl')
+    ours = log_likelihoods_of(exported, questions)[:, 0].reshape(3, 4)
+    right = right_norm = 0
+    for i, (row, question) in enumerate(zip(HELLASWAG, questions, strict=True)):
+        endings = [e.replace('[substeps]', '').replace('  ', ' ') for e in row['endings']]
+        assert question.context.strip() == EXPECTED_CONTEXTS[i]
+        theirs = np.array([in_transformers(exported, EXPECTED_CONTEXTS[i], ' ' + ending)[0]
+                           for ending in endings])
+        assert np.abs(ours[i] - theirs).max() < 1e-6
+        right += theirs.argmax() == int(row['label'])
+        right_norm += (theirs / [len(e) for e in endings]).argmax() == int(row['label'])
+    scores = scores_of(files, f'--init_from={exported}', '--tasks=hellaswag',
+                       f'--data={files}/hellaswag.jsonl')['hellaswag']
+    assert scores['acc'] == right / 3 and scores['acc_norm'] == right_norm / 3
+
+
+def test_lambada_is_scored_as_by_transformers(exported, files):
+    questions = scoring.read_questions('lambada', files / 'lambada.jsonl')
+    ours = log_likelihoods_of(exported, questions)
+    theirs = [in_transformers(exported, *(row['text'][:row['text'].rindex(' ')],
+                                          row['text'][row['text'].rindex(' '):]))
+              for row in LAMBADA]
+    assert np.abs(ours[:, 0] - [logp for logp, _ in theirs]).max() < 1e-6
+    assert ours[:, 1].tolist() == [likeliest for _, likeliest in theirs]
+    scores = scores_of(files, f'--init_from={exported}', '--tasks=lambada',
+                       f'--data={files}/lambada.jsonl')['lambada']
+    mean = sum(logp for logp, _ in theirs) / 3
+    assert scores['perplexity'] == pytest.approx(math.exp(-mean), rel=1e-4)
+    assert scores['acc'] == sum(likeliest for _, likeliest in theirs) / 3
+
+
+def test_a_right_guess_counts_as_right(trained):
+    model, tokenizer, *_ = checkpoints.load('resume', trained)
+    ids = model.generate(torch.tensor([tokenizer.encode('def main').tolist()]), 3, 0)[0]
+    guess = tokenizer.decode(ids[-3:].tolist())
+    wrong = guess[:-1] + ('a' if guess[-1] != 'a' else 'b')
+    rows = [(tokenizer.encode('def main' + answer), 3) for answer in (guess, wrong)]
+    scores = scoring.log_likelihoods(model, rows, 2, torch.no_grad(), '')
+    assert scores[:, 1].tolist() == [1, 0] and scores[0, 0] > scores[1, 0]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('task', ['hellaswag', 'lambada_openai'])
+def test_scores_are_those_of_lm_evaluation_harness(exported, files, task):
+    lm_eval = pytest.importorskip('lm_eval')
+    from lm_eval.tasks import TaskManager
+    name = task.partition('_')[0]
+    folder = f'{lm_eval.__path__[0]}/tasks/{name}'
+    split = 'validation' if name == 'hellaswag' else 'test'
+    (files / 'local.yaml').write_text(
+        f'include: {folder}/{task}.yaml\ntask: local\ndataset_path: json\ndataset_name: null\n'
+        'training_split: null\ndataset_kwargs:\n  data_files:\n'
+        f'    {split}: {files}/{name}.jsonl\n')
+    theirs = lm_eval.simple_evaluate(
+        model='hf', model_args=f'pretrained={exported},dtype=float32,max_length=128',
+        tasks=['local'], device='cpu', batch_size=2, bootstrap_iters=10,
+        task_manager=TaskManager(include_path=str(files)))['results']['local']
+    ours = scores_of(files, f'--init_from={exported}', f'--tasks={name}',
+                     f'--data={files}/{name}.jsonl')[name]
+    for key in ('acc', 'acc_norm', 'perplexity'):
+        if key in ours:
+            assert ours[key] == pytest.approx(theirs[f'{key},none'], rel=1e-4), key
+    assert ours['acc_stderr'] == pytest.approx(theirs['acc_stderr,none'])
+
+
+# -----------------------------------------------------------------------------
+# text
+
+
+def test_the_validation_loss_is_that_of_each_token_once(trained, char_data, tmp_path):
+    scores = scores_of(tmp_path, f'--out_dir={trained}')['val']
+    model, *_ = checkpoints.load('resume', trained)
+    stream = open_dataset(char_data).split('val', in_ram=True)
+    losses = []
+    with torch.no_grad():
+        for start in range(0, len(stream) - 1, 16):
+            ids = torch.from_numpy(stream.ram[start:start + 17].astype(np.int64))[None]
+            logp = model(ids[:, :-1])[0].log_softmax(-1)
+            losses += (-logp.gather(2, ids[:, 1:, None])).flatten().tolist()
+    assert len(losses) == scores['tokens'] == len(stream) - 1
+    assert scores['loss'] == pytest.approx(np.mean(losses), abs=1e-6)
+    assert scores['perplexity'] == pytest.approx(math.exp(np.mean(losses)), rel=1e-5)
+    # a character of this text is a byte, so bits a byte are bits a token
+    assert scores['bits_per_byte'] == pytest.approx(scores['loss'] / math.log(2), rel=1e-3)
+    assert 0 < scores['loss_stderr'] < 0.1
+
+
+def test_the_loss_does_not_depend_on_batch_size_or_processes(trained, tmp_path):
+    losses = [scores_of(tmp_path, f'--out_dir={trained}', f'--batch_size={n}')['val']['loss']
+              for n in (1, 7, 64)]
+    torchrun(2, ROOT / 'evaluate.py', f'--out_dir={trained}', '--device=cpu',
+             f'--output={tmp_path}/two.json')
+    losses.append(json.loads((tmp_path / 'two.json').read_text())['results']['val']['loss'])
+    assert max(losses) - min(losses) < 1e-6
+
+
+def test_bits_per_byte_of_a_file_count_all_its_bytes(exported, tmp_path, capsys):
+    text = 'naïve text, ' * 30
+    (tmp_path / 'book.txt').write_text(text, encoding='utf-8')
+    scores = scores_of(tmp_path, f'--init_from={exported}', '--tasks=text',
+                       f'--data={tmp_path}/book.txt')['text']
+    assert scores['tokens'] == len(text.encode())  # the first one, too, after an end of text
+    assert scores['bits_per_byte'] == pytest.approx(scores['loss'] / math.log(2))
+    line = capsys.readouterr().out.splitlines()[-1]
+    assert line.startswith(f'{tmp_path}/book.txt: loss ') and 'bits/byte (390 tokens)' in line
+
+
+def test_the_standard_error_is_that_of_repeated_draws():
+    chance = np.random.default_rng(0)
+    means = [chance.normal(size=100).mean() for _ in range(2000)]
+    _, stderr = scoring.mean_and_stderr(chance.normal(size=100))
+    assert stderr == pytest.approx(np.std(means), rel=0.15)
+    assert scoring.mean_and_stderr([1.0]) == (1.0, None)
+
+
+def test_a_published_file_is_downloaded_once_and_checked(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    asked = []
+
+    def download(url, sha256, option):
+        asked.append(url)
+        return json.dumps(LAMBADA[0]).encode()
+    monkeypatch.setattr(scoring, 'download', download)
+    for _ in range(2):
+        assert len(scoring.read_questions('lambada')) == 1
+    assert asked == [scoring.BENCHMARKS['lambada'][1]]
+
+
+@pytest.mark.parametrize(('arguments', 'words'), [
+    (['--tasks=val,mmlu'], "'mmlu' is none of"),
+    (['--tasks=text'], 'name the file with --data'),
+    (['--data=x'], 'goes with one task'),
+    (['--tasks=text', '--data={tmp}/none'], 'No such file'),
+    (['--tasks=hellaswag', '--data={tmp}/lambada.jsonl'], 'lambada.jsonl, line 1: no HellaSwag'),
+    (['--tasks=lambada', '--data={tmp}/hellaswag.jsonl'], 'line 1: no LAMBADA passage'),
+    (['--tasks=lambada', '--data={tmp}/broken'], 'broken, line 1: not JSON'),
+    (['--tasks=lambada', '--data={tmp}/empty'], 'no questions there'),
+    (['--tasks=lambada', '--data={tmp}/one.jsonl'], 'an empty context or answer'),
+    (['--tasks=lambada', '--data={tmp}/long.jsonl'], 'more than the block_size of 16'),
+    (['--batch_size=0'], 'batch_size'),
+    (['--dataset=nowhere'], 'nowhere is not prepared'),
+    (['--output={tmp}/no/folder'], 'its folder is not there'),
+])
+def test_mistakes_are_one_line(trained, files, capsys, monkeypatch, arguments, words):
+    for name, text in {'empty': '', 'broken': '{', 'one.jsonl': '{"text": ""}',
+                       'long.jsonl': '{"text": "a ' + 'b' * 17 + '"}'}.items():
+        (files / name).write_text(text)
+    arguments = [argument.format(tmp=files) for argument in arguments]
+    assert words in fails(capsys, monkeypatch, evaluate.main, f'--out_dir={trained}',
+                          '--device=cpu', *arguments)

@@ -7,13 +7,14 @@ COLOURS = ('#0072B2', '#D55E00', '#009E73', '#CC79A7', '#E69F00', '#56B4E9')
 
 
 def draw(runs, path, reference=None):
-    """Draw runs, [(name, rows)], into the PNG at `path`; reference: (name, [rows of a seed, …]).
+    """Draw runs, [(name, rows)], into the PNG at `path`, and the band of a reference.Reference.
 
     Raises UserError where matplotlib is absent, or no run has anything to draw.
     """
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
+        from matplotlib.ticker import EngFormatter
     except ImportError:
         raise UserError('curves need matplotlib: pip install matplotlib') from None
     if not any(points(rows, 'iter', key)[0] for _, rows in runs for key in ('loss', 'val_loss')):
@@ -29,6 +30,9 @@ def draw(runs, path, reference=None):
         axes.set_title(panel.title, fontsize=11, loc='left')
         axes.set_xlabel(panel.x_label)
         axes.grid(alpha=0.25)
+        for axis, label in ((axes.xaxis, panel.x_label), (axes.yaxis, panel.title)):
+            if label in ('tokens', 'tokens a second'):
+                axis.set_major_formatter(EngFormatter(sep=''))  # 250k
         axes.spines[['top', 'right']].set_visible(False)
         if axes.get_legend_handles_labels()[0]:
             axes.legend(fontsize=8, frameon=False)
@@ -51,11 +55,12 @@ def smoothed(ys, n):
 
 
 class Panel:
-    """One picture: `keys` of the rows over x."""
+    """One picture: `keys` of the rows over x. bottom: where the y axis begins, if not anywhere;
+    log: a logarithmic one, where the values differ by a factor of 30 and more"""
 
-    def __init__(self, title, keys, x='iter', x_label='iteration', log=False, unit=1.0):
+    def __init__(self, title, keys, x='iter', x_label='iteration', log=False, bottom=None):
         self.title, self.keys, self.x, self.x_label = title, keys, x, x_label
-        self.log, self.unit = log, unit
+        self.log, self.bottom = log, bottom
 
     def has(self, rows):
         return any(points(rows, self.x, key)[0] for key in self.keys)
@@ -65,10 +70,16 @@ class Panel:
             for key, style in zip(self.keys, ('-', '--', ':'), strict=False):
                 xs, ys = points(rows, self.x, key)
                 if ys:
-                    axes.plot(xs, [y * self.unit for y in ys], style, color=colour, lw=1.2,
-                              label=name)
-        if self.log:
+                    axes.plot(xs, ys, style, color=colour, lw=1.2,
+                              label=name if len(runs) > 1 else None)
+        self.scale(axes)
+
+    def scale(self, axes):
+        ys = [y for line in axes.get_lines() for y in line.get_ydata() if y > 0]
+        if self.log and ys and max(ys) > 30 * min(ys):
             axes.set_yscale('log')
+        elif self.bottom is not None:
+            axes.set_ylim(bottom=self.bottom)
 
 
 class LossPanel(Panel):
@@ -81,7 +92,7 @@ class LossPanel(Panel):
         if self.x == 'elapsed_s':
             self.x_label = {1.0: 'seconds', 60.0: 'minutes', 3600.0: 'hours'}[scale]
         if reference and self.x != 'elapsed_s':
-            band(axes, *reference, self.x)
+            band(axes, reference, self.x)
         many = len(runs) > 1
         for (name, rows), colour in zip(runs, COLOURS * len(runs), strict=False):
             xs, ys = points(rows, self.x, 'loss')
@@ -102,25 +113,21 @@ def longest(runs):
     return max((row['elapsed_s'] for _, rows in runs for row in rows), default=0)
 
 
-def band(axes, name, seeds, x):
-    """What the validation loss of a reference's seeds lies between."""
-    by_iter = {}
-    for rows in seeds:
-        for row in rows:
-            if row.get('val_loss') is not None:
-                by_iter.setdefault(row[x], []).append(row['val_loss'])
-    xs = sorted(by_iter)
-    axes.fill_between(xs, [min(by_iter[i]) for i in xs], [max(by_iter[i]) for i in xs],
-                      color='black', alpha=0.15, lw=0)
-    axes.plot(xs, [sum(by_iter[i]) / len(by_iter[i]) for i in xs], color='black', lw=1, ls=':',
-              label=f'{name}, {len(seeds)} seeds, validation')
+def band(axes, reference, x):
+    """What 95% of new seeds of a reference lie within."""
+    found = reference.band()
+    xs = [tokens if x == 'tokens' else tokens / reference.step_tokens() for tokens, _, _ in found]
+    axes.fill_between(xs, [low for _, low, _ in found], [high for _, _, high in found],
+                      color='black', alpha=0.2, lw=0)
+    axes.plot(xs, [(low + high) / 2 for _, low, high in found], color='black', lw=1, ls=':',
+              label=f'{reference.name}, validation of {len(reference.rows)} seeds')
 
 
 class LayersPanel(Panel):
     """A health measure of the first, a middle and the last block, and of the embedding."""
 
-    def __init__(self, title, what, log=True):
-        super().__init__(title, (), log=log)
+    def __init__(self, title, what, log=False, bottom=None):
+        super().__init__(title, (), log=log, bottom=bottom)
         self.what = what
 
     def parts(self, rows):
@@ -138,13 +145,10 @@ class LayersPanel(Panel):
         for (name, rows), colour in zip(runs, COLOURS * len(runs), strict=False):
             for i, part in enumerate(self.parts(rows)):
                 xs, ys = points(rows, 'iter', f'health/{self.what}/{part}')
-                kept = [(x, y) for x, y in zip(xs, ys, strict=True) if y > 0 or not self.log]
-                style = ('-', '--', ':', '-.')[i % 4]
-                axes.plot([x for x, _ in kept], [y for _, y in kept], style, lw=1.2,
+                axes.plot(xs, ys, ('-', '--', ':', '-.')[i % 4], lw=1.2,
                           color=colour if len(runs) > 1 else COLOURS[i],
                           label=f'{name}, {part}' if len(runs) > 1 else part)
-        if self.log:
-            axes.set_yscale('log')
+        self.scale(axes)
 
 
 class PositionsPanel(Panel):
@@ -173,14 +177,14 @@ PANELS = (
     LossPanel('loss over iterations', ('loss', 'val_loss')),
     LossPanel('loss over tokens', ('loss', 'val_loss'), 'tokens', 'tokens'),
     LossPanel('loss over time', ('loss', 'val_loss'), 'elapsed_s', 'seconds'),
-    Panel('learning rate', ('lr',)),
-    Panel('gradient norm', ('grad_norm',), log=True),
-    Panel('tokens a second', ('tokens_per_s',)),
-    LayersPanel('gradient norm of a layer', 'grad_norm'),
-    LayersPanel('weight norm of a layer', 'weight_norm', log=False),
-    LayersPanel('update / weight', 'update_ratio'),
-    LayersPanel('activation RMS', 'activation_rms', log=False),
-    LayersPanel('largest attention logit', 'attention_logit', log=False),
-    LayersPanel('share of dead MLP units', 'dead_units', log=False),
+    Panel('learning rate', ('lr',), bottom=0),
+    Panel('gradient norm, before clipping', ('grad_norm',), log=True, bottom=0),
+    Panel('tokens a second', ('tokens_per_s',), bottom=0),
+    LayersPanel('gradient norm of a layer', 'grad_norm', log=True, bottom=0),
+    LayersPanel('weight norm of a layer', 'weight_norm', bottom=0),
+    LayersPanel('update / weight in a step', 'update_ratio', log=True, bottom=0),
+    LayersPanel('activation RMS after a layer', 'activation_rms', bottom=0),
+    LayersPanel('largest attention logit', 'attention_logit', log=True, bottom=0),
+    LayersPanel('share of dead MLP units', 'dead_units', bottom=-0.02),
     PositionsPanel(),
 )

@@ -55,12 +55,13 @@ def smoothed(ys, n):
 
 
 class Panel:
-    """One picture: `keys` of the rows over x. bottom: where the y axis begins, if not anywhere;
+    """One picture: `keys` of the rows over x. bottom, top: of the y axis, if not anywhere;
     log: a logarithmic one, where the values differ by a factor of 30 and more"""
 
-    def __init__(self, title, keys, x='iter', x_label='iteration', log=False, bottom=None):
+    def __init__(self, title, keys, x='iter', x_label='iteration', log=False, bottom=None,
+                 top=None):
         self.title, self.keys, self.x, self.x_label = title, keys, x, x_label
-        self.log, self.bottom = log, bottom
+        self.log, self.bottom, self.top = log, bottom, top
 
     def has(self, rows):
         return any(points(rows, self.x, key)[0] for key in self.keys)
@@ -79,7 +80,7 @@ class Panel:
         if self.log and ys and max(ys) > 30 * min(ys):
             axes.set_yscale('log')
         elif self.bottom is not None:
-            axes.set_ylim(bottom=self.bottom)
+            axes.set_ylim(self.bottom, self.top)
 
 
 class LossPanel(Panel):
@@ -126,8 +127,8 @@ def band(axes, reference, x):
 class LayersPanel(Panel):
     """A health measure of the first, a middle and the last block, and of the embedding."""
 
-    def __init__(self, title, what, log=False, bottom=None):
-        super().__init__(title, (), log=log, bottom=bottom)
+    def __init__(self, title, what, log=False, bottom=None, top=None):
+        super().__init__(title, (), log=log, bottom=bottom, top=top)
         self.what = what
 
     def parts(self, rows):
@@ -185,6 +186,6 @@ PANELS = (
     LayersPanel('update / weight in a step', 'update_ratio', log=True, bottom=0),
     LayersPanel('activation RMS after a layer', 'activation_rms', bottom=0),
     LayersPanel('largest attention logit', 'attention_logit', log=True, bottom=0),
-    LayersPanel('share of dead MLP units', 'dead_units', bottom=-0.02),
+    LayersPanel('share of dead MLP units', 'dead_units', bottom=-0.02, top=1.02),
     PositionsPanel(),
 )

@@ -16,7 +16,7 @@ from configurator import load_config
 from errors import UserError, run_script
 from metrics import read_rows
 from reference import FOLDER, Reference, read_reference, write_reference
-from report import read_run
+from run_report import read_run
 
 
 @dataclass

@@ -27,7 +27,7 @@ LIVE_S = 0.5  # between two versions of the live line
 class Metrics:
     """Where a run's numbers go, and its clock.
 
-    run: the facts of the run (report.describe); path: metrics.jsonl, or None to write no file
+    run: the facts of the run (run_report.describe); path: metrics.jsonl, or None to write no file
     step_tokens, max_iters, eval_interval: of the whole job, for rates and the remaining time
     tokens_at: iterations done → tokens seen
     mfu_of: tokens/s → model FLOPs utilisation or None; bytes_per_token: of the validation text

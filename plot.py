@@ -16,7 +16,7 @@ from diagnosis import diagnose, learned_by_heart
 from errors import UserError, run_script
 from metrics import duration, read_rows
 from reference import read_reference
-from report import read_run
+from run_report import read_run
 
 
 @dataclass

@@ -1,6 +1,6 @@
 """Curves to compare with: references/NAME.jsonl, and where a run lies beside one.
 
-The file has, for each seed, a line {"seed", "run"} with the facts of that run (report.describe) and
+The file has, for each seed, a line {"seed", "run"} with the facts of that run (run_report.describe) and
 then the rows of its metrics.jsonl, each with its seed.
 """
 

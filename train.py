@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from tqdm import tqdm
 
 import checkpoint as checkpoints
-import report
+import run_report
 from anomalies import StepGuard
 from configurator import load_config
 from dataloader import BatchLoader, fits_in_ram
@@ -277,10 +277,10 @@ def train(config, world, device, dtype, compile):
             say(f'{out_dir} held {"later checkpoints" if resumed else "an earlier run"}: moved to '
                 f'{aside}')
         trim(out_dir / 'metrics.jsonl', iter_num)
-    run = report.describe(config, dataset, train_data.stream, raw_model, device_name(device), dtype,
+    run = run_report.describe(config, dataset, train_data.stream, raw_model, device_name(device), dtype,
                           compile, world, resumed)
     if writing:
-        report.write_run(out_dir, run)
+        run_report.write_run(out_dir, run)
     backends = open_backends(config, run, resumed and resumed.state['wandb_id']) if writing else []
     metrics = Metrics(
         None if config.eval_only else out_dir / 'metrics.jsonl', run=run,
@@ -362,7 +362,7 @@ def train(config, world, device, dtype, compile):
         saver.wait()
     metrics.close()
     if config.report and writing:
-        report.write(out_dir, say)
+        run_report.write(out_dir, say)
     if giving_up:
         raise guard.give_up()
     if saver.failed:

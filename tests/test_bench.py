@@ -1,3 +1,7 @@
+import csv
+import json
+
+import pytest
 from helpers import fails
 
 import bench
@@ -15,5 +19,59 @@ def test_memory_is_measured_beside_the_plan(capsys):
         assert row[2] == row[-1] == 'MiB' and abs(planned / measured - 1) < 0.1
 
 
-def test_a_benchmark_says_what_it_can_measure(capsys, monkeypatch):
-    assert '--memory' in fails(capsys, monkeypatch, bench.main)
+def test_the_speed_of_a_step_is_json_and_csv_that_agree(tiny, tmp_path, capsys):
+    bench.main([*tiny, '--steps=3', '--warmup_steps=1', '--json', f'--save={tmp_path}/results'])
+    found = json.loads(capsys.readouterr().out)
+    row, = found['rows']
+    tokens = 2 * 4 * 16
+    assert row['tokens_per_s'] * row['step_ms'] / 1e3 == pytest.approx(tokens)
+    assert row['min_ms'] <= row['step_ms'] <= row['max_ms'] and row['mfu'] is None
+    assert row['matmul_share'] == pytest.approx(
+        row['tokens_per_s'] * row['flops_per_token'] / row['matmul_flops'])
+    assert found['command'].startswith('python bench.py') and found['machine']
+    line, = csv.DictReader(open(tmp_path / 'results' / 'speed-cpu.csv'))
+    assert float(line['step_ms']) == row['step_ms'] and line['date'] == found['date']
+    assert found['command'] in (tmp_path / 'results' / 'speed-cpu.md').read_text()
+
+
+def test_a_profile_says_where_time_goes_and_leaves_a_trace(tiny, tmp_path, capsys):
+    bench.main([*tiny, '--steps=1', '--warmup_steps=1', '--profile', '--real_data'])
+    assert 'aten::' in capsys.readouterr().out
+    assert json.loads((tmp_path / 'out' / 'trace.json').read_text())['traceEvents']
+
+
+def test_batches_are_measured_beside_what_a_step_needs(tiny, capsys):
+    bench.main([*tiny, '--data', '--steps=2', '--warmup_steps=1', '--json'])
+    rows = json.loads(capsys.readouterr().out)['rows']
+    assert [row['way'] for row in rows] == ['from disk', 'memory-mapped, as nanoGPT', 'from memory']
+    for row in rows:
+        assert row['times_need'] * row['needed_batches_per_s'] == \
+            pytest.approx(row['batches_per_s'])
+
+
+def test_the_ladder_climbs_without_prepared_text(tiny, capsys):
+    bench.main([*tiny, '--ladder', '--dataset=no_such_dataset', '--vocab_size=99', '--steps=1',
+                '--warmup_steps=0', '--rounds=2'])
+    out = capsys.readouterr().out
+    assert '| padded vocabulary' in out and 'random tokens' in out and 'tokenized' not in out
+
+
+def test_on_a_cpu_a_small_model_takes_the_place_of_gpt2():
+    config, _ = bench.read_config(['--device=cpu', '--batch_size=3'])
+    assert (config.n_layer, config.batch_size) == (6, 3)
+    config, _ = bench.read_config(['--device=cpu', '--grid'])
+    assert config.n_layer == 2
+    config, _ = bench.read_config(['--device=cpu', '--memory'])
+    assert config.n_layer == 12
+
+
+def test_a_benchmark_says_what_it_cannot_do(capsys, monkeypatch, tiny, tmp_path):
+    assert 'one at a time: ladder, grid' in fails(capsys, monkeypatch, bench.main, '--ladder',
+                                                  '--grid')
+    (tmp_path / 'file').touch()
+    assert f'save={tmp_path}/file' in fails(capsys, monkeypatch, bench.main, '--device=cpu',
+                                            f'--save={tmp_path}/file')
+    assert 'vocab_size=50' in fails(capsys, monkeypatch, bench.main, *tiny, '--real_data',
+                                    '--vocab_size=50')
+    assert 'batch_size=6' in fails(capsys, monkeypatch, bench.main, '--grid', '--device=cpu',
+                                   '--batch_size=6')

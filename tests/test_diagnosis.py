@@ -9,7 +9,7 @@ import torch
 from helpers import options
 
 import prepare
-import report
+import run_report
 import train
 from dataloader import BatchLoader
 from diagnosis import diagnose
@@ -30,7 +30,7 @@ def diagnosed(out_dir, dataset, **changes):
 
 def names(out_dir):
     rows = read_rows(Path(out_dir, 'metrics.jsonl'), warn=pytest.fail)
-    return {found.name for found in diagnose(rows, report.read_run(out_dir), ended=True)}
+    return {found.name for found in diagnose(rows, run_report.read_run(out_dir), ended=True)}
 
 
 # -----------------------------------------------------------------------------
@@ -86,7 +86,7 @@ def layer_frozen(monkeypatch, tmp_path, data):
 
 def little_text(monkeypatch, tmp_path, data):
     source = tmp_path / 'little.txt'
-    source.write_text(Path(report.__file__).read_text()[:3000])
+    source.write_text(Path(run_report.__file__).read_text()[:3000])
     prepare.main(['text', f'--input={source}', '--tokenizer=char', '--val_fraction=0.3',
                   f'--data_dir={tmp_path}/little'])
     return dict(dataset=tmp_path / 'little', learning_rate=1e-2, min_lr=1e-3, n_embd=64,

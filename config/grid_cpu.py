@@ -1,0 +1,25 @@
+# The grid of 24 trainings on a CPU, seconds each.
+#   python bench.py --grid config/grid_cpu.py
+
+dataset = 'shakespeare_char'
+
+# 12·L·C² = 12 · 2 · 32² = 25k weights in the blocks: float16 is slow on a CPU
+n_layer = 2
+n_head = 2
+n_embd = 32
+
+# 8 windows · 32 characters = 256 characters a step; 150 steps = 38k characters
+batch_size = 8
+block_size = 32
+gradient_accumulation_steps = 1
+max_iters = 150
+lr_decay_iters = max_iters
+learning_rate = 3e-3  # small networks bear a high one
+min_lr = learning_rate / 10
+warmup_iters = 15
+beta2 = 0.99
+
+eval_interval = 15
+eval_iters = 40
+log_interval = 5
+always_save_checkpoint = False

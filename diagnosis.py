@@ -1,8 +1,8 @@
 """What is wrong with a run, in words, from the numbers it wrote: no model, no device, no torch.
 
 Each check is a function (rows, run, ended) → Diagnosis or None. `rows` are those of metrics.jsonl,
-`run` is run.json (run_report.describe), and `ended` says that no more will come. A check that has too
-little to go by is silent: a false alarm costs more than a late one.
+`run` is run.json (run_report.describe), and `ended` says that no more will come. A check that has
+too little to go by is silent: a false alarm costs more than a late one.
 """
 
 import math

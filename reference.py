@@ -1,7 +1,7 @@
 """Curves to compare with: references/NAME.jsonl, and where a run lies beside one.
 
-The file has, for each seed, a line {"seed", "run"} with the facts of that run (run_report.describe) and
-then the rows of its metrics.jsonl, each with its seed.
+The file has, for each seed, a line {"seed", "run"} with the facts of that run (describe in
+run_report.py) and then the rows of its metrics.jsonl, each with its seed.
 """
 
 import json

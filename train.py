@@ -277,8 +277,8 @@ def train(config, world, device, dtype, compile):
             say(f'{out_dir} held {"later checkpoints" if resumed else "an earlier run"}: moved to '
                 f'{aside}')
         trim(out_dir / 'metrics.jsonl', iter_num)
-    run = run_report.describe(config, dataset, train_data.stream, raw_model, device_name(device), dtype,
-                          compile, world, resumed)
+    run = run_report.describe(config, dataset, train_data.stream, raw_model, device_name(device),
+                              dtype, compile, world, resumed)
     if writing:
         run_report.write_run(out_dir, run)
     backends = open_backends(config, run, resumed and resumed.state['wandb_id']) if writing else []

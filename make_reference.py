@@ -48,10 +48,11 @@ def train(name, seed):
 def main(argv):
     names = [arg for arg in argv if not arg.startswith('-')]
     config = load_config(ReferenceConfig, [arg for arg in argv if arg not in names], __doc__)
-    if len(names) != 1 or not Path(__file__).with_name('config').joinpath(
-            f'{names[0]}.py').exists():
+    if len(names) != 1:
         raise UserError('name one config: python make_reference.py shakespeare_char_cpu')
     name = names[0]
+    if not Path(__file__).with_name('config').joinpath(f'{name}.py').exists():
+        raise UserError(f'config/{name}.py is not there: name one of config/, without .py')
     reference = Reference(name, {}, {})
     if (FOLDER / f'{name}.jsonl').exists() and not config.again:
         reference = read_reference(name)

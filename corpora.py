@@ -7,6 +7,7 @@ A source yields text in pieces, in an order that is always the same, and holds o
     source.total           how much there is, in source.unit, or None
     source.identity()      JSON that changes when the input does
     source.running         True where few files are one running text, without documents
+    source.nulls           rows that were left out since their text is null
 """
 
 import codecs
@@ -263,11 +264,11 @@ def parquet_rows(path, text_field):
 
 
 def field_of(row, name, where):
-    """The text in a row's field. Raises UserError."""
+    """The text in a row's field, or None where it is null. Raises UserError."""
     if not isinstance(row, dict) or name not in row:
         has = ', '.join(row) if isinstance(row, dict) else 'no fields'
         raise UserError(f'{where}: no field {name!r}, it has {has}: choose with --text_field=…')
-    if not isinstance(row[name], str):
+    if not isinstance(row[name], str | None):
         raise UserError(f'{where}: field {name!r} is {type(row[name]).__name__} and not text: '
                         'choose another with --text_field=…')
     return row[name]
@@ -294,10 +295,12 @@ class Files:
             all(kind(path) == 'text' for path in paths)
 
     def pieces(self, mark=None):
-        before = 0
+        before = self.nulls = 0
         for path, size in zip(self.paths, self.sizes, strict=True):
             for text, opens, at in self._documents(path):
-                if text.strip() or not opens:
+                if text is None:
+                    self.nulls += 1
+                elif text.strip() or not opens:
                     yield Piece(text, opens, before + at)
             before += size
 
@@ -322,7 +325,7 @@ class Files:
 class Memory:
     """A text that was downloaded."""
 
-    unit, running = 'B', True
+    unit, running, nulls = 'B', True, 0
 
     def __init__(self, text, name):
         self.text, self.name = text, name
@@ -442,7 +445,7 @@ class Hub:
         self.total = self.total if form == 'file' and self.total else None
 
     def pieces(self, mark=None):
-        at = mark['at'] if mark else 0
+        at, self.nulls = (mark['at'], mark['nulls']) if mark else (0, 0)
         for split, theirs in self.splits.items():
             if mark and list(self.splits).index(mark['split']) > list(self.splits).index(split):
                 continue
@@ -458,7 +461,7 @@ class Hub:
 
     def _texts(self, rows):
         with clear_errors(self.name):
-            texts = (field_of(row, self.text_field, self.name) for row in rows)
+            texts = map(self._text, rows)
             if self.form == 'file':
                 yield from texts
             else:
@@ -466,10 +469,16 @@ class Hub:
                 for text, _, _ in FORMS[self.form](whole_lines):
                     yield text
 
+    def _text(self, row):
+        text = field_of(row, self.text_field, self.name)
+        self.nulls += text is None
+        return text or ''
+
     def mark(self):
         if self._rows is None or self.form != 'file':
             return None
-        return {'split': self._split, 'rows': self._rows.state_dict(), 'at': self._at}
+        return {'split': self._split, 'rows': self._rows.state_dict(), 'at': self._at,
+                'nulls': self.nulls}
 
     def identity(self):
         return self.builder.hash
@@ -501,8 +510,8 @@ def clear_errors(name):
                         'and the connection, or name a local copy with --input=FOLDER') from None
 
 
-def open_source(name, config):
-    """The source that a command line asks for. Raises UserError."""
+def open_source(name, config, errors='strict'):
+    """The source that a command line asks for; `errors` as decoding takes it. Raises UserError."""
     corpus = CORPORA[name]
     form = corpus.form if config.documents == 'auto' else config.documents
     if name == 'hf' or corpus.hub:
@@ -521,6 +530,9 @@ def open_source(name, config):
         raise UserError('text needs --input=FILES_OR_FOLDERS')
     if name.startswith('shakespeare') and not config.input:
         return Memory(tiny_shakespeare(), TINY_SHAKESPEARE)
-    if name == 'pystdlib':
-        return Files(standard_library(config.input), config.input or name, form)
-    return Files(find_files(config.input), config.input, form, config.text_field, config.errors)
+    paths = standard_library(config.input) if name == 'pystdlib' else find_files(config.input)
+    rows = [path for path in paths if kind(path) != 'text']
+    if rows and config.documents != 'auto':
+        raise UserError(f'{rows[0]}: each row is a document, so --documents={config.documents} '
+                        'cannot be: leave it out, or name text files alone with --input')
+    return Files(paths, config.input or name, form, config.text_field, errors)

@@ -46,7 +46,7 @@ class PrepareConfig:
     # what a document is
     documents: Literal['auto', 'file', 'line', 'paragraph', 'title'] = 'auto'  # title: WikiText's
     text_field: str = 'text'  # of .jsonl, .parquet and the hub
-    errors: Literal['strict', 'replace'] = 'strict'  # bytes that are no UTF-8: stop, or put U+FFFD
+    errors: Literal['strict', 'replace'] = 'strict'  # no UTF-8: stop (byte keeps it), or put U+FFFD
     # how
     tokenizer: str = 'auto'  # char, byte, gpt2, bpe:VOCAB_SIZE or a prepared dataset (auto: listed)
     val_fraction: Literal['auto'] | float = 'auto'  # held out (auto: 0.1 small, 0.0005 hub)
@@ -160,7 +160,7 @@ def in_order(function, items, num_proc):
     """Yield (item, function(item)), computed by threads, few of them ahead of what is taken.
 
     Threads and not processes: tiktoken works outside of Python's lock, so that they are as fast
-    and share one vocabulary.
+    and share one vocabulary. gigatoken holds the lock, but takes less time than reading the text.
     """
     with ThreadPoolExecutor(num_proc, thread_name_prefix='encode') as pool:
         waiting = deque()
@@ -219,6 +219,8 @@ def write_shards(folder, source, command, tokenizer, journal, num_proc):
                 saved = time.monotonic()
             bar.update(batch.at - bar.n)
     tokens = splits['train'].tokens + splits['val'].tokens
+    if source.nulls:
+        print(f'{source.nulls:,} row{"s" if source.nulls > 1 else ""} left out: the text is null')
     if not tokens:
         raise UserError(f'{source.name}: empty, no text to learn from')
     for split, shards in splits.items():
@@ -406,7 +408,12 @@ def prepare(name, corpus, folder, config):
                 report(folder, publish(folder))
         return
     kind = corpus.tokenizer if config.tokenizer == 'auto' else config.tokenizer
-    source = open_source(name, config)
+    borrowed = None if tokenizers.is_name(kind) else \
+        open_dataset(dataset_folder(kind)).tokenizer_json()
+    errors = config.errors
+    if errors == 'strict' and (borrowed['kind'] if borrowed else kind) == 'byte':
+        errors = 'surrogateescape'
+    source = open_source(name, config, errors)
     if source.unit != 'B' and kind == 'char':
         raise UserError(f'{name} is too large for --tokenizer=char: use gpt2, byte or bpe:32768')
     val_fraction = default_val_fraction(source) if config.val_fraction == 'auto' \
@@ -417,9 +424,9 @@ def prepare(name, corpus, folder, config):
                'subset': config.subset or corpus.subset, 'split': config.split,
                'val_split': config.val_split, 'text_field': config.text_field,
                'identity': source.identity()}
-    if not tokenizers.is_name(kind):  # a dataset's: another one, once that is prepared anew
-        tokenizer = json.dumps(open_dataset(dataset_folder(kind)).tokenizer_json())
-        command['tokenizer_sha256'] = hashlib.sha256(tokenizer.encode()).hexdigest()
+    if borrowed:  # another one, once that dataset is prepared anew
+        command['tokenizer_sha256'] = \
+            hashlib.sha256(json.dumps(borrowed).encode()).hexdigest()
     if source.running:
         with closing(source.pieces()) as pieces:
             characters = sum(len(piece.text) for piece in pieces)

@@ -60,14 +60,14 @@ print(time.perf_counter() - start)
 
 
 def documents():
-    """Real text without end: the standard library's source in parts of about a web page, each
-    time round with another number in front, so that no two are equal."""
-    paths = sorted(Path(sysconfig.get_paths()['stdlib']).rglob('*.py'))
+    """Real text without end: the source of Python's standard library and of all packages that are
+    installed, in parts of about a web page, each time round with another number in front, so that
+    no two are equal."""
+    folders = {sysconfig.get_paths()[name] for name in ('stdlib', 'purelib')}
     texts = []
-    for path in paths:
-        if 'packages' not in str(path):
-            text = path.read_bytes().decode('utf-8', 'ignore')
-            texts += [text[i:i + 5000] for i in range(0, len(text), 5000)]
+    for path in sorted({path for folder in folders for path in Path(folder).rglob('*.py')}):
+        text = path.read_bytes().decode('utf-8', 'ignore')
+        texts += [text[i:i + 5000] for i in range(0, len(text), 5000)]
     shared = Path(os.environ.get('PLAINGPT_SHARED', ROOT.parent / 'shared')) / 'data'
     for path in sorted(shared.glob('*.txt')):
         text = path.read_text(encoding='utf-8')

@@ -1,15 +1,17 @@
 import gzip
 import itertools
 import json
+import random
 import socket
 import time
 
+import numpy as np
 import pyarrow
 import pyarrow.parquet
 import pytest
 import zstandard
 from helpers import fails, shared_file
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import corpora
@@ -17,7 +19,7 @@ import prepare
 from corpora import PIECE, Files, find_files, lines, read_text, whole_files
 from dataset import open_dataset
 from errors import UserError
-from tokenizer import BPETokenizer
+from tokenizer import BPETokenizer, ByteTokenizer
 
 PAGES = [f'page {i} of the web' for i in range(500)]
 
@@ -63,8 +65,26 @@ def test_each_format_gives_the_same_documents(name, tmp_path):
         # two compressed streams in a row are one file, as with cat a.gz b.gz
         half = text.index('\n', len(text) // 2) + 1
         path.write_bytes(pack(text[:half].encode()) + pack(text[half:].encode()))
-    train, val = prepared(tmp_path / 'd', 'text', f'--input={path}', '--documents=line')
+    form = ['--documents=line'] if 'lines' in name else []
+    train, val = prepared(tmp_path / 'd', 'text', f'--input={path}', *form)
     assert sorted(train + val) == sorted(PAGES) and 20 < len(val) < 90
+
+
+@pytest.mark.parametrize('name', ['a.jsonl', 'a.parquet'])
+def test_rows_whose_text_is_null_are_left_out_and_counted(name, tmp_path, capsys):
+    pages = [page if i % 100 else None for i, page in enumerate(PAGES)]
+    (tmp_path / 'hub').mkdir()
+    if name == 'a.parquet':
+        write_parquet(tmp_path / 'hub' / name, pages)
+    else:
+        (tmp_path / 'hub' / name).write_text(''.join(json.dumps({'text': page}) + '\n'
+                                                     for page in pages))
+    for argv in (['text', f'--input={tmp_path}/hub'],
+                 ['hf', f'--path={tmp_path}/hub', '--val_fraction=0.1']):
+        capsys.readouterr()
+        train, val = prepared(tmp_path / argv[0], *argv)
+        assert sorted(train + val) == sorted(filter(None, pages))
+        assert '\n5 rows left out: the text is null\n' in capsys.readouterr().out
 
 
 def test_progress_ends_at_the_total(tmp_path):
@@ -151,6 +171,34 @@ def test_bytes_that_are_no_utf8_are_named_with_their_place(tmp_path, monkeypatch
                 list(read_text(tmp_path / name, 'strict'))
         replaced = ''.join(text for text, _ in read_text(tmp_path / 'a.txt', 'replace'))
         assert replaced == data.decode('utf-8', 'replace')
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.lists(st.binary(max_size=30) | st.just(b' \n') | st.text().map(str.encode)),
+       block=st.integers(1, 9), piece=st.integers(2, 9))
+def test_any_bytes_of_a_file_are_tokens_of_the_byte_tokenizer(data, block, piece, tmp_path,
+                                                              monkeypatch):
+    data = b'x' + b''.join(data)
+    (tmp_path / 'a.txt').write_bytes(data)
+    monkeypatch.setattr(corpora, 'BLOCK', block)
+    monkeypatch.setattr(corpora, 'PIECE', piece)
+    source = Files([tmp_path / 'a.txt'], 'a', errors='surrogateescape')
+    assert b''.join(bytes(ByteTokenizer().encode(text)) for text in texts_of(source)) == data
+
+
+@pytest.mark.parametrize('tokenizer', ['byte', 'borrowed'])
+def test_prepared_by_bytes_a_file_that_is_no_utf8_stays_as_it_is(tokenizer, tmp_path):
+    (tmp_path / 'utf8.txt').write_text('text ' * 100)
+    (tmp_path / 'a.txt').write_bytes(data := random.Random(0).randbytes(100_000))
+    prepared(tmp_path / 'borrowed', 'text', f'--input={tmp_path}/utf8.txt')
+    chosen = tmp_path / 'borrowed' if tokenizer == 'borrowed' else tokenizer
+    prepare.main(['text', f'--input={tmp_path}/a.txt', f'--tokenizer={chosen}',
+                  f'--data_dir={tmp_path}/a'])
+    dataset = open_dataset(tmp_path / 'a')
+    ids = [dataset.split(split, in_ram=True).ram for split in ('train', 'val')]
+    assert bytes(np.concatenate(ids).astype('u1')) == data
+    splits = dataset.meta['splits'].values()
+    assert sum(split['bytes'] for split in splits) == len(data)
 
 
 # -----------------------------------------------------------------------------
@@ -268,6 +316,15 @@ def test_files_that_cannot_be_used_are_one_line(name, data, words, tmp_path, cap
                     '--tokenizer=byte', f'--data_dir={tmp_path}/d')
     assert words in message and str(tmp_path / name) in message
     assert not (tmp_path / 'd').exists()
+
+
+@pytest.mark.parametrize('name', ['a.jsonl', 'a.parquet', 'b.jsonl.gz'])
+def test_rows_are_documents_and_no_other_form_is_taken(name, tmp_path, capsys, monkeypatch):
+    (tmp_path / name).touch()
+    (tmp_path / 'z.txt').touch()
+    assert fails(capsys, monkeypatch, prepare.main, 'text', f'--input={tmp_path}',
+                 '--documents=line', f'--data_dir={tmp_path}/d').startswith(
+        f'error: {tmp_path}/{name}: each row is a document, so --documents=line cannot be')
 
 
 def test_a_parquet_file_without_the_field_names_those_it_has(tmp_path, capsys, monkeypatch):

@@ -153,7 +153,7 @@ def test_text_that_cannot_be_used_is_one_line_and_nothing_is_overwritten(
     if content is not None:
         path.write_bytes(content)
     message = fails(capsys, monkeypatch, prepare.main, 'text', f'--input={path}',
-                    '--tokenizer=byte', f'--data_dir={char_data}')
+                    '--tokenizer=char', f'--data_dir={char_data}')
     assert words in message and str(path) in message
     kept = {name: (char_data / name).read_bytes() for name in before}
     assert kept == before

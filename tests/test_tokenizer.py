@@ -1,5 +1,8 @@
 import json
 import socket
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -7,11 +10,13 @@ from helpers import SHARED
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import tokenizer
 from errors import UserError
 from tokenizer import (
     BPETokenizer,
     ByteTokenizer,
     CharTokenizer,
+    Encoder,
     GPT2Tokenizer,
     from_json,
     make_tokenizer,
@@ -70,6 +75,33 @@ def test_gpt2_gives_the_published_ids(gpt2):
     assert gpt2.encode('<|endoftext|>').max() < gpt2.end_of_text  # text is never a control token
 
 
+def as_tiktoken(tokenizer, text):
+    return np.array_equal(tokenizer.encode(text),
+                          tokenizer._encoding.encode_to_numpy(text, disallowed_special=()))
+
+
+def test_gpt2_ids_are_those_of_tiktoken_for_each_character_that_gigatoken_gets(gpt2):
+    pytest.importorskip('gigatoken')
+    characters = [chr(i) for i in range(0x110000)
+                  if not 0xd800 <= i < 0xe000 and not Encoder.NEW.match(chr(i))]
+    assert len(characters) > 65_000
+    for i in range(0, len(characters), 64):
+        # letters, digits and white space keep together differently from all others
+        same = as_tiktoken(gpt2, ''.join(f"\n{c}'s{c}1 " for c in characters[i:i + 64]))
+        assert same, characters[i]
+
+
+@pytest.mark.parametrize('gigatoken', [True, False])
+def test_gpt2_ids_of_real_text_are_those_of_tiktoken(gigatoken, gpt2, text_file, monkeypatch):
+    if not gigatoken:
+        monkeypatch.setitem(sys.modules, 'gigatoken.gigatoken_rs', None)
+    text = text_file.read_text() + ('ſ’S 中文 ½ ٣ 👍🏽 \u3000\x85 ' + 'ab' * 5000) * 9
+    monkeypatch.setattr(Encoder, 'RENEWAL', 1000)
+    for length in (1, 10, 100, 100_000):
+        for start in range(0, 50_000, 9973):
+            assert as_tiktoken(gpt2, text[start:start + length])
+
+
 BPE = BPETokenizer.train(['the cat sat on the mat, the cat'] * 3, 270)
 
 
@@ -79,6 +111,33 @@ def test_any_text_comes_back_from_bpe(text):
     ids = BPE.encode(text)
     assert BPE.decode(ids) == text
     assert not set(ids.tolist()) & {BPE.end_of_text, BPE.end_of_text + 1}
+
+
+CUTS = "abcstd 'lLrReEvV\n\r\t\x1f\x85\xa0\u200b\u3000ſé½٣中👍12.,-’\u0301\u088f\U00010940"
+
+
+@settings(max_examples=1500)
+@given(st.text(CUTS) | st.text(), st.integers(1, 50))
+def test_bpe_ids_are_those_of_tiktoken(text, times):
+    pytest.importorskip('gigatoken')
+    assert as_tiktoken(BPE, text * times)
+
+
+def test_gigatoken_is_not_called_twice_at_once(monkeypatch):
+    class Slow:
+        inside = 0
+
+        def encode(self, data):
+            self.inside += 1
+            time.sleep(0.001)
+            self.inside -= 1
+            assert not self.inside  # gigatoken raises 'Already borrowed'
+            return np.frombuffer(data, 'u1')
+
+    monkeypatch.setattr(tokenizer, 'gigatoken_of', lambda encoding: Slow())
+    encode = Encoder(BPE._encoding).encode
+    with ThreadPoolExecutor(8) as pool:
+        assert [bytes(ids) for ids in pool.map(encode, ['text'] * 50)] == [b'text'] * 50
 
 
 @given(st.text(alphabet=st.characters(codec=None, categories=['Cs', 'Ll', 'Zs'])))

@@ -92,7 +92,7 @@ def main(argv):
             if verdict := learned_by_heart(rows, run):
                 print(f'  {verdict}')
         if reference:
-            print(f'  {reference.compare(name, rows, run)}')
+            print(f'  {reference.compare(name, rows)}')
     print(output)
 
 

@@ -47,7 +47,7 @@ class Reference:
         return next(row['tokens'] / row['iter'] for rows in self.rows.values() for row in rows
                     if row['iter'])
 
-    def compare(self, name, rows, run):
+    def compare(self, name, rows):
         """A sentence on where the run `name` lies."""
         band = self.band()
         seen = [(row['iter'], row['tokens'], row['val_loss']) for row in rows
@@ -74,19 +74,19 @@ class Reference:
                 (low - loss, 'below (better)')
             where = f'lies {word} the band of {whole} from iteration {placed[since][0]} on, by ' \
                     f'{off:.4f} at the end: {at_end}'
-        return f'{name} {where}{self.speed(rows, run)}'
+        return f'{name} {where}{self.speed(rows)}'
 
-    def speed(self, rows, run):
-        """'; 1.2 times as fast as there (AMD EPYC, 2 cores)', or nothing where it is not known."""
-        mine = [row['tokens_per_s'] for row in rows if row.get('tokens_per_s')]
-        theirs = [row['tokens_per_s'] for seed in self.rows.values() for row in seed
-                  if row.get('tokens_per_s')]
-        if not mine or not theirs:
+    def speed(self, rows):
+        """'; 1.2 times as fast as there (AMD EPYC, 2 cores)', or nothing where it is not known.
+        The fastest seed counts: the others shared their machine with something."""
+        mine, *theirs = ([row['tokens_per_s'] for row in seen if row.get('tokens_per_s')]
+                         for seen in (rows, *self.rows.values()))
+        if not mine or not all(theirs):
             return ''
         machine = next(iter(self.runs.values()))['machine']
         device = machine['device'] if machine['device'] != 'cpu' else \
             f'{machine["cpu"]}, {machine["cores"]} cores'
-        ratio = median(mine) / median(theirs)
+        ratio = median(mine) / max(map(median, theirs))
         return f'; {ratio:.2f} times as fast as there ({device})'
 
 

@@ -158,8 +158,9 @@ HEALTHY = {
 }
 
 # The same in kind, or long: make test-slow runs them.
-SLOW = {rate_by_1000, no_warmup, validation_shifted, clip_tiny, decay_times_100,
-        'dropout, bfloat16', 'swiglu, wsd', 'deep and narrow, float16'}
+SLOW = {rate_by_1000, no_warmup, init_times_10, validation_shifted, clip_tiny, decay_times_100,
+        'dropout, bfloat16', 'swiglu, wsd', 'constant rate, accumulation',
+        'deep and narrow, float16'}
 
 
 def cases(table):
@@ -197,7 +198,7 @@ def test_the_weights_of_another_tokenizer_are_suspected(trained, char_data, tmp_
 
 
 @pytest.mark.parametrize('iters, words',
-                         [(200, 'near zero as it should'), (5, 'should come under')])
+                         [(100, 'near zero as it should'), (5, 'should come under')])
 def test_a_few_batches_are_learned_by_heart(iters, words, tmp_path, char_data, capsys):
     train.main(options(**{**SMALL, 'overfit_batches': 2, 'n_embd': 64, 'learning_rate': 1e-2,
                           'min_lr': 1e-3, 'max_iters': iters, 'warmup_iters': min(iters, 30),

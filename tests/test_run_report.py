@@ -84,18 +84,18 @@ def made(offsets=(-0.01, 0.0, 0.01)):
     (0.005, 'inside the band of small (3 seeds)'), (0.3, 'above (worse) the band'),
     (-0.3, 'below (better) the band')])
 def test_a_sentence_says_where_a_run_lies(offset, words):
-    assert words in made().compare('out', curve(offset), {})
-    assert words in made().compare('out', curve(offset, step=250), {})  # evaluated elsewhere
+    assert words in made().compare('out', curve(offset))
+    assert words in made().compare('out', curve(offset, step=250))  # evaluated elsewhere
 
 
 def test_a_run_that_leaves_the_band_is_above_from_there():
     rows = curve(0.0)
     for row in rows:
         row['val_loss'] += 0.2 if row['iter'] >= 600 else 0.0
-    sentence = made().compare('out', rows, {})
+    sentence = made().compare('out', rows)
     assert 'above (worse) the band of small (3 seeds) from iteration 600 on, by 0.15' in sentence
     assert '2.00 times as fast as there (A CPU, 2 cores)' in made().compare(
-        'out', curve(0.0, speed=2000.0), {})
+        'out', curve(0.0, speed=2000.0))
 
 
 def test_the_band_holds_a_new_seed_in_95_of_100():
@@ -103,7 +103,7 @@ def test_the_band_holds_a_new_seed_in_95_of_100():
     chance, inside = np.random.default_rng(0), 0
     for _ in range(1000):
         *seeds, new = chance.normal(0, 0.01, 4).tolist()
-        inside += 'inside' in made(seeds).compare('out', curve(new), {})
+        inside += 'inside' in made(seeds).compare('out', curve(new))
     assert 930 <= inside <= 970
 
 

@@ -35,6 +35,7 @@ from model import GPT, GPTConfig
 from runtime import all_gather, host_group
 
 FORMAT_VERSION = 1
+LOGS = ('metrics.jsonl', 'anomalies.jsonl', 'run.json', 'report.md', 'loss.png', 'tensorboard')
 MEGABYTE = 10**6
 
 
@@ -423,8 +424,7 @@ def set_aside(out_dir, after=-1):
     out_dir = Path(out_dir)
     remains = [path for path in checkpoint_paths(out_dir) if iter_of(path) > after]
     if after < 0:
-        remains += [out_dir / name for name in ('metrics.jsonl', 'anomalies.jsonl')
-                    if (out_dir / name).exists()]
+        remains += [out_dir / name for name in LOGS if (out_dir / name).exists()]
     if not remains:
         return None
     n = 1

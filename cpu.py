@@ -12,8 +12,9 @@ LONGEST = 512  # tokens; from about 1,024 on torch's own is as fast, and needs l
 
 
 def attention_gains(q):
-    """True where `attention` is faster than torch's own."""
-    return q.device.type == 'cpu' and q.dtype == torch.bfloat16 and q.size(-2) <= LONGEST
+    """True where `attention` is faster than torch's own, which is mostly so for gradients."""
+    return q.requires_grad and q.device.type == 'cpu' and q.dtype == torch.bfloat16 \
+        and q.size(-2) <= LONGEST
 
 
 def attention(q, k, v, dropout=0.0):

@@ -7,6 +7,7 @@ that endless sequence, however many processes share them: a run that resumes, on
 processes, sees exactly the data it would have seen.
 """
 
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -67,11 +68,12 @@ class BatchLoader:
 
     micro_steps: micro-batches that this process takes per step (each of batch_size windows)
     rank, world_size: which share of a step's windows is this process's own
+    only_first: if not 0, the steps after so many take the same windows again
     Raises UserError where the split is shorter than a window.
     """
 
     def __init__(self, stream, block_size, batch_size, *, micro_steps=1, rank=0, world_size=1,
-                 seed=0, device=CPU):
+                 seed=0, device=CPU, only_first=0):
         if len(stream) < block_size + 1:
             raise UserError(f'{stream.files[0].path}: {len(stream)} tokens are fewer than one '
                             f'window of block_size + 1 = {block_size + 1}: use more text or a '
@@ -84,6 +86,9 @@ class BatchLoader:
         self.world_size = world_size
         self.seed = seed
         self.device = device
+        self.step_size = batch_size * micro_steps * world_size  # windows
+        self.only_first = only_first
+        self.waited_s = 0.0  # that training stood still for batches
         self.shift = 0
         # One window fewer than would fit leaves room to shift the tiling by up to block_size - 1.
         self.windows_per_epoch = max(1, (len(stream) - block_size) // block_size)
@@ -93,7 +98,7 @@ class BatchLoader:
 
     def windows_before(self, step):
         """How many windows all processes together have taken when `step` begins."""
-        return self.shift + step * self.batch_size * self.micro_steps * self.world_size
+        return self.shift + step * self.step_size
 
     def go_on(self, step, windows):
         """Let `step` begin after `windows`, also where the steps before it took more or fewer."""
@@ -102,12 +107,19 @@ class BatchLoader:
     def window_ids(self, step, micro):
         """The numbers, in the endless sequence, of this process's windows of a micro-step."""
         share = (micro * self.world_size + self.rank) * self.batch_size
-        first = self.windows_before(step) + share
+        first = self.first_window(step) + share
         return np.arange(first, first + self.batch_size)
+
+    def first_window(self, step):
+        """The number of the first window that `step` takes."""
+        if self.only_first:
+            return step % self.only_first * self.step_size
+        return self.windows_before(step)
 
     def step_windows(self, step):
         """(first, last, [where each begins in the token stream]) of all processes' windows."""
-        ids = np.arange(self.windows_before(step), self.windows_before(step + 1))
+        first = self.first_window(step)
+        ids = np.arange(first, first + self.step_size)
         return int(ids[0]), int(ids[-1]), self.window_starts(ids).tolist()
 
     def window_starts(self, ids):
@@ -135,15 +147,23 @@ class BatchLoader:
             pending = reader.submit(self.train_batch, step, micro)
             while True:
                 step, micro = (step, micro + 1) if micro + 1 < self.micro_steps else (step + 1, 0)
+                began = time.perf_counter()
                 batch, pending = pending.result(), reader.submit(self.train_batch, step, micro)
+                self.waited_s += time.perf_counter() - began
                 yield self._on_device(batch)
 
     def eval_batches(self, n_batches):
         """Where the windows begin of this process's share of `n_batches` × batch_size windows, or
-        of all where there are fewer: always the same, spread evenly → one array a batch.
+        of all where there are fewer: always the same, spread evenly → one array a
+        batch. With only_first, the windows that are trained on.
         """
-        n = min(n_batches * self.batch_size, self.eval_windows)
-        mine = np.arange(self.rank, n, self.world_size) * self.eval_windows // n * self.block_size
+        if self.only_first:
+            ids = np.arange(self.rank, self.only_first * self.step_size, self.world_size)
+            mine = self.window_starts(ids)
+        else:
+            n = min(n_batches * self.batch_size, self.eval_windows)
+            mine = np.arange(self.rank, n, self.world_size) * self.eval_windows // n \
+                * self.block_size
         return [mine[i:i + self.batch_size] for i in range(0, len(mine), self.batch_size)]
 
     def eval_batch(self, starts):

@@ -1,45 +1,70 @@
-"""Numbers → the console, out_dir/metrics.jsonl and, if asked, wandb.
+"""Numbers → the console, out_dir/metrics.jsonl and, if asked, wandb and TensorBoard.
 
 metrics.jsonl has one JSON object a line: iter (updates done), tokens, elapsed_s, and then
-  for a logged step     loss lr grad_norm tokens_per_s mfu peak_memory_bytes
-  for an evaluation     train_loss val_loss val_bpb
+  for a logged step     loss lr grad_norm tokens_per_s mfu peak_memory_bytes data_wait
+                        and, with float16, loss_scale
+  for an evaluation     train_loss val_loss val_bpb, and sample, what the model writes by then
   for a benchmark       hellaswag_acc hellaswag_acc_stderr … (eval_tasks)
-Losses are means in nats a token over all micro-steps and processes; what is unknown is null.
+  for a look inside     health/… of health.py
+Losses are means in nats a token over all micro-steps and processes; what is unknown is null. The
+file is the truth: a resumed run cuts it back to its checkpoint, and sends it to the others again.
 """
 
 import json
 import math
+import os
 import sys
 import time
 from contextlib import contextmanager
+from pathlib import Path
 
+from diagnosis import diagnose
 from errors import UserError
-from runtime import peak_memory_bytes
+
+MOST_ROWS = 20_000  # that stay in memory: of a longer run, every second or fourth … logged step
+LIVE_S = 0.5  # between two versions of the live line
 
 
 class Metrics:
     """Where a run's numbers go, and its clock.
 
-    step_tokens, max_iters: of the whole job, for rates and the remaining time
+    run: the facts of the run (run_report.describe); path: metrics.jsonl, or None to write no file
+    step_tokens, max_iters, eval_interval: of the whole job, for rates and the remaining time
     tokens_at: iterations done → tokens seen
     mfu_of: tokens/s → model FLOPs utilisation or None; bytes_per_token: of the validation text
-    path: metrics.jsonl, or None to write no file; quiet: do nothing (ranks other than 0)
+    peak_memory_bytes, loss_scale: functions that are asked on logged steps
+    data_wait_s: seconds that training has waited for batches so far, a function too
+    backends: where rows go beside the file; quiet: do nothing (ranks other than 0)
     """
 
-    def __init__(self, path, *, step_tokens, tokens_at, max_iters, mfu_of, bytes_per_token,
-                 device, elapsed_s=0.0, wandb_run=None, quiet=False):
+    def __init__(self, path, *, run, step_tokens, tokens_at, max_iters, eval_interval, mfu_of,
+                 bytes_per_token, peak_memory_bytes, data_wait_s, loss_scale=None, elapsed_s=0.0,
+                 backends=(), quiet=False):
         self.path = path
+        self.run = run
         self.step_tokens = step_tokens
         self.tokens_at = tokens_at
         self.max_iters = max_iters
+        self.eval_interval = eval_interval
         self.mfu_of = mfu_of
         self.bytes_per_token = bytes_per_token
-        self.device = device
-        self.wandb_run = wandb_run
+        self.peak_memory_bytes = peak_memory_bytes
+        self.data_wait_s = data_wait_s
+        self.loss_scale = loss_scale
+        self.backends = list(backends)
         self.quiet = quiet
+        self.rows = []
+        self.told = set()
         self.started = self.lap_started = time.perf_counter()
         self.started -= elapsed_s
-        self.lap_iter = None
+        self.lap_iter, self.lap_wait_s = None, 0.0
+        self.pauses, self.paused_s = 0, 0.0
+        # A live line needs a terminal that is not shared with a file of the same lines.
+        self.live = not quiet and sys.stdout.isatty() and sys.stderr.isatty()
+        self.live_at, self.live_columns = 0.0, ()
+
+    # -------------------------------------------------------------------------
+    # the clock
 
     def elapsed_s(self):
         """Seconds since the run began, those before a resume included."""
@@ -49,30 +74,54 @@ class Metrics:
     def paused(self):
         """Time spent in here (evaluating, saving) does not count as step time."""
         began = time.perf_counter()
+        self._clear()
         yield
-        self.lap_started += time.perf_counter() - began
+        spent = time.perf_counter() - began
+        self.lap_started += spent
+        self.paused_s += spent
 
-    def start_steps(self, iter_num):
-        """Step time counts from here."""
-        self.lap_started, self.lap_iter = time.perf_counter(), iter_num
+    def left_s(self, iter_num, step_s):
+        """Seconds to the end at `step_s` a step, with evaluations as long as those so far."""
+        steps = self.max_iters - iter_num
+        pause_s = self.paused_s / self.pauses if self.pauses else 0.0
+        return steps * step_s + math.ceil(steps / self.eval_interval) * pause_s
+
+    # -------------------------------------------------------------------------
+    # what is reported
+
+    def begin(self, iter_num):
+        """Step time counts from here. What the file has already goes to the backends."""
+        if not self.quiet and self.path:
+            for row in read_rows(self.path, warn=self.say):
+                self._remember(row)
+                self._send(row)
+            self.told = {found.name for found in diagnose(self.rows, self.run)}
+        self._new_lap(iter_num)
 
     def step(self, iter_num, loss, lr, grad_norm):
         """Report update number `iter_num`. loss and grad_norm may be tensors: reading them waits
         for the device, so call this on logged steps only."""
         loss, grad_norm = float(loss), float(grad_norm)
-        step_s = (time.perf_counter() - self.lap_started) / (iter_num - self.lap_iter)
-        self.start_steps(iter_num)
+        lap_s = time.perf_counter() - self.lap_started
+        step_s = lap_s / (iter_num - self.lap_iter)
+        data_wait = (self.data_wait_s() - self.lap_wait_s) / lap_s
+        self._new_lap(iter_num)
         tokens_per_s = self.step_tokens / step_s
         mfu = self.mfu_of(tokens_per_s)
-        self._say(iter_num, f'loss {loss:.4f}', f'lr {lr:.2e}', f'grad {grad_norm:.2f}',
-                  f'{step_s * 1e3:.{0 if step_s >= 0.1 else 1}f} ms',
-                  f'{short(tokens_per_s)} tok/s', f'mfu {"n/a" if mfu is None else f"{mfu:.1%}"}',
-                  f'{duration((self.max_iters - iter_num) * step_s)} left')
+        left = f'{duration(self.left_s(iter_num, step_s))} left'
+        self._line(iter_num, f'loss {loss:.4f}', f'lr {lr:.2e}', f'grad {grad_norm:.2f}',
+                   f'{step_s * 1e3:.{0 if step_s >= 0.1 else 1}f} ms',
+                   f'{short(tokens_per_s)} tok/s', f'mfu {"n/a" if mfu is None else f"{mfu:.1%}"}',
+                   left)
+        self.live_columns = (f'loss {loss:.4f}', f'{short(tokens_per_s)} tok/s', left)
+        scale = {'loss_scale': self.loss_scale()} if self.loss_scale else {}
         self._write(iter_num, loss=loss, lr=lr, grad_norm=grad_norm, tokens_per_s=tokens_per_s,
-                    mfu=mfu, peak_memory_bytes=peak_memory_bytes(self.device))
+                    mfu=mfu, peak_memory_bytes=self.peak_memory_bytes(),
+                    data_wait=round(data_wait, 4), **scale)
 
-    def evaluation(self, iter_num, train_loss, val_loss, best):
-        """Report an evaluation after `iter_num` updates."""
+    def evaluation(self, iter_num, train_loss, val_loss, best, sample=None):
+        """Report an evaluation after `iter_num` updates, and what by now looks wrong."""
+        self.pauses += 1
         val_bpb = None
         columns = [f'train loss {train_loss:.4f}', f'val loss {val_loss:.4f}']
         if self.bytes_per_token:
@@ -80,28 +129,105 @@ class Metrics:
             columns.append(f'{val_bpb:.3f} bits/byte')
         if best:
             columns.append('best')
-        self._say(iter_num, *columns)
-        self._write(iter_num, train_loss=train_loss, val_loss=val_loss, val_bpb=val_bpb)
+        self._line(iter_num, *columns)
+        self._write(iter_num, train_loss=train_loss, val_loss=val_loss, val_bpb=val_bpb,
+                    **({} if sample is None else {'sample': sample}))
+        self._diagnose()
 
     def benchmark(self, iter_num, name, scores, quote):
         """Report the scores of a benchmark, a dict, after `iter_num` updates."""
-        self._say(iter_num, f'{name}: {quote}')
+        self._line(iter_num, f'{name}: {quote}')
         self._write(iter_num, **{f'{name}_{key}': value for key, value in scores.items()})
 
-    def _say(self, iter_num, *columns):
+    def sample(self, iter_num, text):
+        """Show what the model writes after `iter_num` updates."""
+        self.say(f'---------------\n{text}\n---------------')
+        self._write(iter_num, sample=text)
+
+    def health(self, iter_num, values):
+        """Report a look inside the model: {'health/…': number}, or nothing."""
+        if values:
+            self._write(iter_num, **values)
+
+    def tick(self, iter_num):
+        """Keep a terminal's live line up to date; call it every step."""
+        if not self.live or time.perf_counter() < self.live_at + LIVE_S:
+            return
+        self.live_at = time.perf_counter()
+        share = iter_num / max(1, self.max_iters)
+        columns = [f'{iter_num}/{self.max_iters}', '━' * round(20 * share) +
+                   '─' * (20 - round(20 * share)), *self.live_columns]
+        sys.stderr.write('\r\x1b[K' + ' | '.join(columns))
+        sys.stderr.flush()
+
+    def say(self, line):
+        """Print a line, from rank 0 only."""
         if not self.quiet:
-            print(f'iter {iter_num:>{len(str(self.max_iters))}}', *columns, sep=' | ', flush=True)
+            self._clear()
+            print(line, flush=True)
+
+    def wandb_id(self):
+        """Of the wandb run that a resumed run goes on with, or None."""
+        return next((backend.id for backend in self.backends if backend.name == 'wandb'), None)
+
+    def close(self):
+        """Hand over the last numbers, and what looks wrong now that the run has ended."""
+        self._clear()
+        if self.path:
+            self._diagnose(ended=True)
+        for backend in self.backends:
+            backend.close()
+
+    # -------------------------------------------------------------------------
+
+    def _new_lap(self, iter_num):
+        self.lap_started, self.lap_iter = time.perf_counter(), iter_num
+        self.lap_wait_s = self.data_wait_s()
+
+    def _clear(self):
+        if self.live:
+            sys.stderr.write('\r\x1b[K')
+            sys.stderr.flush()
+
+    def _line(self, iter_num, *columns):
+        self.say(' | '.join([f'iter {iter_num:>{len(str(self.max_iters))}}', *columns]))
 
     def _write(self, iter_num, **values):
         if self.quiet:
             return
-        values = {'tokens': self.tokens_at(iter_num), 'elapsed_s': round(self.elapsed_s(), 3),
-                  **values}
-        if self.wandb_run:
-            self.wandb_run.log(values, step=iter_num)
+        row = {'iter': iter_num, 'tokens': self.tokens_at(iter_num),
+               'elapsed_s': round(self.elapsed_s(), 3),
+               **{key: x if isinstance(x, str) else finite(x) for key, x in values.items()}}
+        self._remember(row)
         if self.path:
-            line = {key: finite(value) for key, value in values.items()}
-            append_line(self.path, {'iter': iter_num, **line})
+            append_line(self.path, row)
+            self._send(row)
+
+    def _remember(self, row):
+        self.rows.append(row)
+        if len(self.rows) > MOST_ROWS:
+            self.rows = [row for i, row in enumerate(self.rows) if i % 2 or 'val_loss' in row]
+
+    def _send(self, row):
+        for backend in list(self.backends):
+            try:
+                backend.log(row)
+            except Exception as e:  # whatever goes wrong in there: the file has the numbers
+                self.backends.remove(backend)
+                self.say(f'warning: no more numbers go to {backend.name} ({e}); '
+                         f'{self.path} has them all')
+
+    def _diagnose(self, ended=False):
+        if self.quiet:
+            return
+        for found in diagnose(self.rows, self.run, ended):
+            if found.name not in self.told:
+                self.told.add(found.name)
+                self.say(f'diagnosis: {found}')
+
+
+# -----------------------------------------------------------------------------
+# metrics.jsonl
 
 
 def finite(x):
@@ -118,6 +244,46 @@ def append_line(path, value):
         print(f'warning: a line of {path} is lost: {e.strerror}', file=sys.stderr, flush=True)
 
 
+def parse_row(line):
+    """A line of metrics.jsonl → dict. Raises ValueError where it is none of ours."""
+    try:
+        row = json.loads(line, parse_constant=refuse)
+    except RecursionError:
+        raise ValueError('nested too deep') from None
+    if not isinstance(row, dict) or type(row.get('iter')) is not int \
+            or any(type(row.get(key)) not in (int, float) for key in ('tokens', 'elapsed_s')):
+        raise ValueError('no object with iter, tokens and elapsed_s')
+    for key, value in row.items():
+        if value is not None and type(value) not in (int, float) and key != 'sample':
+            raise ValueError(f'{key} is no number')
+    return row
+
+
+def refuse(constant):
+    raise ValueError(f'{constant} is no JSON')
+
+
+def read_rows(path, warn):
+    """The rows of a metrics.jsonl, in order; `warn` gets one line about those that are not ours."""
+    rows, strange = [], []
+    try:
+        text = Path(path).read_text(encoding='utf-8', errors='replace')
+    except FileNotFoundError:
+        return []
+    except OSError as e:
+        raise UserError(f'{path} cannot be read: {e.strerror}') from None
+    for number, line in enumerate(text.splitlines(), 1):
+        try:
+            rows.append(parse_row(line))
+        except ValueError:
+            strange.append(number)
+    if strange:
+        shown = ', '.join(map(str, strange[:5])) + (', …' if strange[5:] else '')
+        warn(f'warning: {path}: skipped {len(strange)} of {len(rows) + len(strange)} lines that '
+             f'are no rows of a run: line {shown}')
+    return rows
+
+
 def trim(path, last_iter):
     """Drop the lines of metrics.jsonl past `last_iter`, and one that a crash cut short."""
     if not path.exists():
@@ -125,27 +291,114 @@ def trim(path, last_iter):
     kept = []
     for line in path.read_text(encoding='utf-8', errors='replace').splitlines():
         try:
-            if json.loads(line)['iter'] <= last_iter:
+            if parse_row(line)['iter'] <= last_iter:
                 kept.append(line + '\n')
-        except (ValueError, KeyError, TypeError, RecursionError):
+        except ValueError:
             pass
     temporary = path.with_suffix('.tmp')
     temporary.write_text(''.join(kept), encoding='utf-8')
     temporary.rename(path)
 
 
-def start_wandb(project, name, config):
-    """A wandb run that carries `config`. Raises UserError where wandb is absent or refuses."""
-    try:
-        import wandb
-    except ImportError:
-        raise UserError('wandb_log=True needs wandb: pip install wandb, or --wandb_log=False') \
-            from None
-    try:
-        return wandb.init(project=project, name=name, config=config)
-    except wandb.errors.Error as e:
-        raise UserError(f'wandb does not start ({e}): log in with wandb login, set '
-                        'WANDB_MODE=offline, or use --wandb_log=False') from None
+# -----------------------------------------------------------------------------
+# backends: each has a name, log(row) and close(); none of them may stop a run
+
+
+def open_backends(config, run, wandb_id):
+    """Those that the settings ask for. What cannot be had is said in a line, and left out.
+
+    run: the facts of the run; wandb_id: of the wandb run to go on with, or None
+    """
+    backends = []
+    for wanted, start in ((config.wandb_log, lambda: Wandb(config, run, wandb_id)),
+                          (config.tensorboard_log, lambda: TensorBoard(config.out_dir))):
+        if wanted:
+            try:
+                backends.append(start())
+            except UserError as problem:
+                print(f'warning: {problem}; training goes on without', flush=True)
+    return backends
+
+
+class Wandb:
+    """Weights & Biases. A resumed run goes on in the same wandb run: the server says from which
+    step on it lacks rows. A run that is offline begins a new folder, with all rows in it."""
+
+    name = 'wandb'
+
+    def __init__(self, config, run, run_id):
+        try:
+            import wandb
+        except ImportError:
+            raise UserError('wandb_log needs wandb: pip install wandb') from None
+        facts = {'code': run['code'], 'parameters': run['parameters'], **run['config']}
+        # Without a terminal nobody answers; and nobody should wait long for a network.
+        settings = wandb.Settings(init_timeout=30, login_timeout=60, finish_timeout=60)
+        options = dict(project=config.wandb_project, name=config.wandb_run_name, config=facts,
+                       id=run_id, resume='allow', settings=settings)
+        try:
+            try:
+                self.run = wandb.init(**options)
+            except wandb.errors.Error as e:
+                print(f'warning: wandb does not connect ({one_line(e)}): the run is kept offline, '
+                      'and wandb sync sends it later', flush=True)
+                self.run = wandb.init(**options, mode='offline')
+        except Exception as e:
+            raise UserError(f'wandb does not start ({one_line(e)})') from None
+        self.id = self.run.id
+        self.known = self.run.starting_step  # the server has all rows before it
+
+    def log(self, row):
+        if row['iter'] >= self.known:
+            values = {key: x for key, x in row.items() if key not in ('iter', 'sample')}
+            self.run.log(values, step=row['iter'])
+        best = self.run.summary.get('best_val_loss')
+        if row.get('val_loss') is not None and (best is None or row['val_loss'] < best):
+            self.run.summary.update({'best_val_loss': row['val_loss'], 'best_iter': row['iter']})
+
+    def close(self):
+        try:
+            self.run.finish()
+        except Exception as e:
+            print(f'warning: wandb did not get all of it ({one_line(e)}): wandb sync sends it '
+                  f'from {self.run.dir}', flush=True)
+
+
+class TensorBoard:
+    """Event files in out_dir/tensorboard, written anew by a run that resumes."""
+
+    name = 'tensorboard'
+
+    def __init__(self, out_dir):
+        try:
+            from torch.utils.tensorboard import SummaryWriter
+        except ImportError:
+            raise UserError('tensorboard_log needs tensorboard: pip install tensorboard') from None
+        folder = Path(out_dir, 'tensorboard')
+        try:
+            for path in folder.glob('events.out.tfevents.*'):
+                os.remove(path)
+            self.writer = SummaryWriter(folder)
+        except OSError as e:
+            raise UserError(f'{folder} cannot be written: {e.strerror}') from None
+        self.clock = None
+
+    def log(self, row):
+        if self.clock is None:  # so that rows of before a resume keep their distance in time
+            self.clock = time.time() - row['elapsed_s']
+        for key, value in row.items():
+            if key == 'sample':
+                self.writer.add_text(key, value, row['iter'], self.clock + row['elapsed_s'])
+            elif key != 'iter' and value is not None:
+                self.writer.add_scalar(key, value, row['iter'], self.clock + row['elapsed_s'])
+
+    def close(self):
+        self.writer.close()
+
+
+def one_line(problem):
+    """The first line of an exception's message."""
+    return (str(problem).strip().splitlines() or [type(problem).__name__])[0]
 
 
 def short(n):

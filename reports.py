@@ -2,23 +2,33 @@
 
 import torch
 
+from errors import UserError
 from generation import generate
-from runtime import launched_world, say
 from scoring import open_benchmark, quote_benchmark
 
 
 class Reports:
-    """Benchmarks every eval_tasks_interval and a sample every sample_interval iterations."""
+    """Benchmarks every eval_tasks_interval and a sample every sample_interval iterations.
 
-    def __init__(self, config, dataset, model, metrics, context, group):
+    writing: whether this process writes samples
+    """
+
+    def __init__(self, config, dataset, model, metrics, context, group, writing):
         self.config, self.model, self.metrics = config, model, metrics
         self.context, self.group = context, group
-        self.tokenizer, self.benchmarks = None, []
-        if config.eval_tasks_interval or config.sample_interval:
-            self.tokenizer = dataset.tokenizer()
+        self.writing, self.benchmarks = writing and config.sample_tokens > 0, []
         if config.eval_tasks_interval:
-            self.benchmarks = [open_benchmark(name, self.tokenizer, model.config.block_size)
+            tokenizer = dataset.tokenizer()
+            self.benchmarks = [open_benchmark(name, tokenizer, model.config.block_size)
                                for name in config.eval_tasks.split(',')]
+        if self.writing:
+            try:
+                self.tokenizer = dataset.tokenizer()
+                self.start = self.tokenizer.encode(config.sample_start).tolist() \
+                    or [self.tokenizer.end_of_text or 0]
+            except UserError as problem:
+                metrics.say(f'warning: no samples of what the model writes: {problem}')
+                self.writing = False
 
     def after(self, iter_num):
         """Make those that are due after `iter_num` updates."""
@@ -27,17 +37,19 @@ class Reports:
                 scores = benchmark.score(self.model, self.config.batch_size, self.context,
                                          self.group)
                 self.metrics.benchmark(iter_num, benchmark.name, scores, quote_benchmark(scores))
-        if self.config.sample_interval and iter_num % self.config.sample_interval == 0 \
-                and launched_world().is_main:
-            say(f'---------------\n{self.write()}\n---------------')
+        if self.writing and self.config.sample_interval \
+                and iter_num % self.config.sample_interval == 0:
+            self.metrics.sample(iter_num, self.write())
 
     def write(self):
-        """A text of 100 tokens by the model as it is; the run's random numbers stay as they are."""
-        start = self.config.sample_start
-        ids = self.tokenizer.encode(start).tolist() or [self.tokenizer.end_of_text or 0]
+        """A text by the model as it is, or None where none is wanted. The run's random numbers
+        stay as they are."""
+        if not self.writing:
+            return None
         self.model.eval()
         with self.context:
-            [new] = generate(self.model, [ids], 100, temperature=0.8, top_k=200,
+            [new] = generate(self.model, [self.start], self.config.sample_tokens, temperature=0.8,
+                             top_k=200,
                              generators=[torch.Generator().manual_seed(self.config.seed)])
         self.model.train()
-        return start + self.tokenizer.decode(new)
+        return self.config.sample_start + self.tokenizer.decode(new)

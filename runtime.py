@@ -137,8 +137,15 @@ def all_reduce_min(number, device):
     return int(tensor)
 
 
-def make_writable(folder):
-    """Create out_dir and see that files can be made in it. Raises UserError."""
+@contextmanager
+def alone_in(folder, wanted=True):
+    """Make out_dir, see that files can be made in it, and keep other runs out while in here.
+
+    The lock is the system's, so it ends with the process, however that ends. Raises UserError.
+    """
+    if not wanted:
+        yield
+        return
     try:
         Path(folder).mkdir(parents=True, exist_ok=True)
         probe = Path(folder, '.writable')
@@ -146,6 +153,22 @@ def make_writable(folder):
         probe.unlink()
     except OSError as e:
         raise UserError(f'out_dir={folder}: cannot write there: {e.strerror}') from None
+    lock = None
+    try:
+        import fcntl  # absent on Windows, where nothing stops a second one
+        lock = os.open(folder, os.O_RDONLY)
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(lock)
+        raise UserError(f'out_dir={folder}: a run is writing there: wait until it is done, stop '
+                        'it, or choose another --out_dir') from None
+    except (ImportError, OSError):
+        pass  # some network file systems have no locks
+    try:
+        yield
+    finally:
+        if lock is not None:
+            os.close(lock)
 
 
 def check_shared(folder, world, group):

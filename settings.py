@@ -21,8 +21,9 @@ class TrainConfig:
     log_interval: int = 1  # iterations between lines on the console
     eval_tasks: str = 'hellaswag'  # benchmarks: hellaswag, lambada, with a comma between
     eval_tasks_interval: int = 0  # iterations between runs of them; 0 for none
-    sample_interval: int = 0  # iterations between texts that the model writes; 0 for none
-    sample_start: str = '\n'  # what they go on from
+    sample_interval: int = 0  # iterations between samples on the console; 0 for none
+    sample_start: str = '\n'  # what a sample goes on from
+    sample_tokens: int = 100  # length of those, and of one each evaluation for the report; 0: none
     init_from: str = 'scratch'  # scratch, resume, auto (resume if it can), gpt2…, folder, ckpt.pt
     # checkpoints
     checkpoint_interval: int = 1000  # iterations between those for resuming
@@ -31,10 +32,16 @@ class TrainConfig:
     checkpoint_async: bool = False  # write while training goes on; takes host memory for a copy
     checkpoint_chunk_mb: int = 512  # no file of a checkpoint is larger
     checkpoint: str = 'latest'  # which to take from a run: latest, best, or an iteration
-    # wandb
+    # logging elsewhere
     wandb_log: bool = False  # log to Weights & Biases
     wandb_project: str = 'owt'  # its project
     wandb_run_name: str = 'gpt2'  # its run
+    tensorboard_log: bool = False  # write event files into out_dir/tensorboard
+    # watching
+    health_interval: int = 100  # iterations between looks inside the model; 0 for none
+    report: bool = True  # at the end, write report.md and loss.png into out_dir
+    patience: int = 0  # stop after this many evaluations without a new best; 0 for never
+    overfit_batches: int = 0  # a check: train on the first batches only, until known by heart
     # data
     dataset: str = 'openwebtext'  # a folder in data/, or the path of one
     data_in_ram: Literal['auto'] | bool = 'auto'  # read the tokens into memory first
@@ -94,7 +101,8 @@ class TrainConfig:
                   for key in positive if getattr(self, key) < 1]
         natural = ('max_iters', 'warmup_iters', 'lr_decay_iters', 'learning_rate', 'min_lr',
                    'weight_decay', 'grad_clip', 'total_batch_size', 'loss_chunk_tokens', 'seed',
-                   'logit_softcap', 'eval_tasks_interval', 'sample_interval')
+                   'logit_softcap', 'eval_tasks_interval', 'sample_interval', 'health_interval',
+                   'sample_tokens', 'patience', 'overfit_batches')
         found += [f'{key}={getattr(self, key)}: must not be negative'
                   for key in natural if getattr(self, key) < 0]
         found += [f'{key}={getattr(self, key)}: must be at least 0 and below 1'

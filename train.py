@@ -18,19 +18,22 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from tqdm import tqdm
 
 import checkpoint as checkpoints
+import run_report
 from anomalies import StepGuard
 from configurator import load_config
 from dataloader import BatchLoader, fits_in_ram
 from dataset import UNFINISHED, folder_of, open_dataset
 from errors import UserError, run_script
+from health import Health
 from memory import choose_batch_size, out_of_memory_explained, run_of
-from metrics import Metrics, finite, start_wandb, trim
+from metrics import Metrics, finite, open_backends, trim
 from model import GPT, GPTConfig
 from reports import Reports
 from runtime import (
     StopRequest,
     all_gather,
     all_reduce_mean,
+    alone_in,
     autocast,
     barrier,
     check_shared,
@@ -40,7 +43,7 @@ from runtime import (
     device_name,
     host_group,
     launched_world,
-    make_writable,
+    peak_memory_bytes,
     process_group,
     say,
     seed_everything,
@@ -79,7 +82,8 @@ def open_batches(config, dataset, world, device):
         else config.data_in_ram
     loaders = [BatchLoader(dataset.split(split, in_ram), config.block_size, config.batch_size,
                            micro_steps=config.accumulation() // world.size, rank=world.rank,
-                           world_size=world.size, seed=config.seed, device=device)
+                           world_size=world.size, seed=config.seed, device=device,
+                           only_first=config.overfit_batches if split == 'train' else 0)
                for split in ('train', 'val')]
     tokens, step_tokens = len(loaders[0].stream), config.step_tokens()
     say(f'{dataset.folder}: {tokens:,} training tokens, vocabulary {dataset.vocab_size:,}, '
@@ -101,7 +105,8 @@ def find_resumed(config, group):
         return None
     path = found = None
     if launched_world().is_main:
-        checkpoints.clean_up(config.out_dir)
+        if not config.eval_only:
+            checkpoints.clean_up(config.out_dir)
         if config.checkpoint == 'latest':
             found, damaged = checkpoints.newest_valid(config.out_dir)
             for problem in damaged:
@@ -206,9 +211,8 @@ def main(argv):
     compile, compile_why = choose_compile(config.compile, device)
     say(f'device {device} ({device_why}) | dtype {dtype} ({dtype_why}) | '
         f'compile {compile} ({compile_why}) | processes {world.size}')
-    if world.is_main:
-        make_writable(config.out_dir)
-    with process_group(world, device, config.backend):
+    with alone_in(config.out_dir, world.is_main and not config.eval_only), \
+            process_group(world, device, config.backend):
         train(config, world, device, dtype, compile)
 
 
@@ -251,9 +255,10 @@ def train(config, world, device, dtype, compile):
     planned = run_of(config, dtype, device.type)
 
     # where the run stands
-    iter_num, best_val_loss, elapsed_s, evaluated_at = 0, math.inf, 0.0, None
+    iter_num, best_val_loss, stale, elapsed_s, evaluated_at = 0, math.inf, 0, 0.0, None
     if resumed:
         iter_num, elapsed_s = resumed.iter_num, resumed.state['elapsed_s']
+        stale = resumed.state['stale']
         if resumed.state['best_val_loss'] is not None:
             best_val_loss = resumed.state['best_val_loss']
         if resumed.state['evaluated'] and not config.eval_only:
@@ -267,17 +272,31 @@ def train(config, world, device, dtype, compile):
         say(f'iteration {iter_num} is the end already: --max_iters=… makes it longer')
 
     # where the numbers go
-    metrics_path = None if config.eval_only else out_dir / 'metrics.jsonl'
+    writing = world.is_main and not config.eval_only
+    if writing:
+        if aside := checkpoints.set_aside(out_dir, after=iter_num if resumed else -1):
+            say(f'{out_dir} held {"later checkpoints" if resumed else "an earlier run"}: moved to '
+                f'{aside}')
+        trim(out_dir / 'metrics.jsonl', iter_num)
+    run = run_report.describe(config, dataset, train_data.stream, raw_model, device_name(device),
+                              dtype, compile, world, resumed)
+    if writing:
+        run_report.write_run(out_dir, run)
+    backends = open_backends(config, run, resumed and resumed.state['wandb_id']) if writing else []
     metrics = Metrics(
-        metrics_path, step_tokens=config.step_tokens(), max_iters=config.max_iters, device=device,
+        None if config.eval_only else out_dir / 'metrics.jsonl', run=run,
+        step_tokens=config.step_tokens(), max_iters=config.max_iters,
+        eval_interval=config.eval_interval,
         tokens_at=lambda it: train_data.windows_before(it) * config.block_size,
         mfu_of=lambda tokens_per_s: raw_model.mfu(tokens_per_s / world.size,
                                                   device_name(device), dtype),
-        bytes_per_token=dataset.bytes_per_token('val'), elapsed_s=elapsed_s,
-        wandb_run=start_wandb(config.wandb_project, config.wandb_run_name, asdict(config))
-        if config.wandb_log and world.is_main else None,
-        quiet=not world.is_main)
-    reports = Reports(config, dataset, raw_model, metrics, context, group)
+        bytes_per_token=dataset.bytes_per_token('val'),
+        peak_memory_bytes=lambda: peak_memory_bytes(device),
+        data_wait_s=lambda: train_data.waited_s,
+        loss_scale=scaler.get_scale if scaler.is_enabled() else None,
+        elapsed_s=elapsed_s, backends=backends, quiet=not world.is_main)
+    health = Health(raw_model, config.health_interval if writing else 0, val_data, context)
+    reports = Reports(config, dataset, raw_model, metrics, context, group, writing)
     guard = StepGuard(out_dir / 'anomalies.jsonl', config.max_bad_steps,
                       train_data.step_windows, device)
     saver = checkpoints.Saver(
@@ -289,16 +308,12 @@ def train(config, world, device, dtype, compile):
             'iter_num': iter_num, 'windows': train_data.windows_before(iter_num),
             'val_loss': finite(val_loss), 'best_val_loss': finite(best_val_loss),
             'evaluated': evaluated_at == iter_num, 'elapsed_s': metrics.elapsed_s(),
+            'stale': stale, 'wandb_id': metrics.wandb_id(),
             'config': asdict(config), 'tokenizer': dataset.tokenizer_json(), 'data': data_id,
             'scaler': scaler.state_dict()}, checkpoints.rng_state(device))
 
     batches = train_data.train_batches(iter_num)
-    if world.is_main and not config.eval_only:
-        if aside := checkpoints.set_aside(out_dir, after=iter_num if resumed else -1):
-            say(f'{out_dir} held {"later checkpoints" if resumed else "an earlier run"}: moved to '
-                f'{aside}')
-        trim(metrics_path, iter_num)
-    metrics.start_steps(iter_num)
+    metrics.begin(iter_num)
     with StopRequest() as stop, out_of_memory_explained(raw_model.config, planned, device):
         while True:
             # What is due now: all processes come to the same answers.
@@ -308,7 +323,7 @@ def train(config, world, device, dtype, compile):
                 and (done or iter_num % config.eval_interval == 0)
             saving = stopping or done or iter_num % config.checkpoint_interval == 0
             logging = iter_num % config.log_interval == 0
-            giving_up = (evaluating or saving or logging) and guard.report(say)
+            giving_up = (evaluating or saving or logging) and guard.report(metrics.say)
 
             # evaluate, save
             val_loss = None
@@ -317,12 +332,11 @@ def train(config, world, device, dtype, compile):
                     train_loss = evaluate(eval_model, train_data, config.eval_iters, context)
                     val_loss = evaluate(eval_model, val_data, config.eval_iters, context)
                     best = val_loss < best_val_loss
-                    best_val_loss = val_loss if best else best_val_loss
+                    best_val_loss, stale = (val_loss, 0) if best else (best_val_loss, stale + 1)
                     evaluated_at = iter_num
-                    saving = saving or best or config.always_save_checkpoint
-                    metrics.evaluation(iter_num, train_loss, val_loss, best)
-                    if iter_num == 0 and config.init_from in ('scratch', 'auto'):
-                        remark_on_first_loss(train_loss, dataset.vocab_size)
+                    done = done or 0 < config.patience <= stale
+                    saving = saving or best or done or config.always_save_checkpoint
+                    metrics.evaluation(iter_num, train_loss, val_loss, best, reports.write())
                 if (saving or giving_up) and 0 < iter_num != saved_at and not config.eval_only:
                     save(val_loss)
                     saved_at = iter_num
@@ -334,15 +348,23 @@ def train(config, world, device, dtype, compile):
             for param_group in optimizer.param_groups:
                 param_group['lr'] = lr
             loss = forward_backward(model, batches, micro_steps, scaler, context)
-            grad_norm = update(model, optimizer, scaler, config.grad_clip, guard, iter_num, loss)
+            with health.around_update(iter_num + 1, scaler):
+                grad_norm = update(model, optimizer, scaler, config.grad_clip, guard, iter_num,
+                                   loss)
             iter_num += 1
+            metrics.tick(iter_num)
             if iter_num % config.log_interval == 0:
                 metrics.step(iter_num, all_reduce_mean(loss.clone()), lr, grad_norm)
             with metrics.paused():
+                if health.due(iter_num):
+                    metrics.health(iter_num, health.look())
                 reports.after(iter_num)
 
         batches.close()
         saver.wait()
+    metrics.close()
+    if config.report and writing:
+        run_report.write(out_dir, say)
     if giving_up:
         raise guard.give_up()
     if saver.failed:
@@ -354,14 +376,6 @@ def train(config, world, device, dtype, compile):
     if stopping:
         say(f'{stopping}: stopped after iteration {iter_num}, which is saved; the same command '
             'with --init_from=resume goes on from there')
-
-
-def remark_on_first_loss(loss, vocab_size):
-    """Weights that know nothing give each token equal odds: a loss of ln(vocab_size)."""
-    expected = math.log(vocab_size)
-    if abs(loss - expected) > 1:
-        say(f'warning: the first loss is {loss:.2f}, but a model that knows nothing has about '
-            f'ln({vocab_size}) = {expected:.2f}: is the initialisation as you want it?')
 
 
 if __name__ == '__main__':

@@ -2,6 +2,8 @@
 #   python bench.py
 #   python bench.py --ladder
 
+out_dir = 'out-bench-cpu'
+
 # 12·L·C² = 12 · 6 · 256² = 4.7M weights in the blocks and 8,209 · 256 = 2.1M in the embedding: the
 # head is a third of a step, as in GPT-2 124M, and its width as odd as 50,257.
 n_layer = 6

@@ -1,6 +1,7 @@
 # The grid of 24 trainings on a CPU, seconds each.
 #   python bench.py --grid config/grid_cpu.py
 
+out_dir = 'out-grid-cpu'
 dataset = 'shakespeare_char'
 
 # 12·L·C² = 12 · 2 · 32² = 25k weights in the blocks: float16 is slow on a CPU

@@ -4,14 +4,20 @@ import math
 import pytest
 import torch
 
-from metrics import Metrics, duration, short, trim
+from metrics import Metrics, duration, read_rows, short, trim
+
+
+def new(path, **changes):
+    return Metrics(path, **{**dict(
+        run={}, step_tokens=100, tokens_at=lambda it: 100 * it, max_iters=1000, eval_interval=100,
+        bytes_per_token=4.0, mfu_of=lambda rate: None, peak_memory_bytes=lambda: 1,
+        data_wait_s=lambda: 0.0), **changes})
 
 
 @pytest.fixture
-def metrics(tmp_path):
-    return Metrics(tmp_path / 'metrics.jsonl', step_tokens=100, tokens_at=lambda it: 100 * it,
-                   max_iters=1000, bytes_per_token=4.0, mfu_of=lambda rate: None,
-                   device=torch.device('cpu'))
+def metrics(tmp_path, monkeypatch):
+    monkeypatch.setattr('metrics.diagnose', lambda *_: [])
+    return new(tmp_path / 'metrics.jsonl')
 
 
 def lines(metrics):
@@ -19,11 +25,11 @@ def lines(metrics):
 
 
 def test_a_step_is_a_line_of_the_documented_keys(metrics, capsys):
-    metrics.start_steps(0)
+    metrics.begin(0)
     metrics.step(10, torch.tensor(2.5), 1e-3, torch.tensor(0.7))
     (line,) = lines(metrics)
     assert list(line) == ['iter', 'tokens', 'elapsed_s', 'loss', 'lr', 'grad_norm',
-                          'tokens_per_s', 'mfu', 'peak_memory_bytes']
+                          'tokens_per_s', 'mfu', 'peak_memory_bytes', 'data_wait']
     assert (line['iter'], line['tokens'], line['loss'], line['mfu']) == (10, 1000, 2.5, None)
     assert 'iter   10 | loss 2.5000 | lr 1.00e-03 | grad 0.70' in capsys.readouterr().out
 
@@ -45,7 +51,7 @@ def test_what_is_not_a_number_is_null_and_the_file_stays_json(metrics):
 def test_time_spent_evaluating_is_no_step_time(metrics, monkeypatch):
     now = [0.0]
     monkeypatch.setattr('metrics.time.perf_counter', lambda: now[0])
-    metrics.start_steps(0)
+    metrics.begin(0)
     now[0] = 1.0
     with metrics.paused():
         now[0] = 61.0
@@ -54,15 +60,28 @@ def test_time_spent_evaluating_is_no_step_time(metrics, monkeypatch):
     assert lines(metrics)[0]['tokens_per_s'] == pytest.approx(4 * 100 / 2)
 
 
+def row(i):
+    return json.dumps({'iter': i, 'tokens': 100 * i, 'elapsed_s': 0.1 * i}) + '\n'
+
+
 def test_a_resumed_run_drops_what_came_after_its_checkpoint(tmp_path):
     path = tmp_path / 'metrics.jsonl'
-    for end in ('{"iter"', '3', '[1]', '\n\n', '{"iter": "x"}'):
-        path.write_text('{"iter": 1}\n{"iter": 2}\n{"iter": 3}\n' + end)
+    for end in ('{"iter"', '3', '[1]', '\n\n', '{"iter": "x"}', '{"iter": 1}'):
+        path.write_text(row(1) + row(2) + row(3) + end)
         trim(path, 2)
-        assert path.read_text() == '{"iter": 1}\n{"iter": 2}\n'
-    path.write_text('{"iter": 1}\n{"iter": 2}')  # the newline did not make it to disk
+        assert path.read_text() == row(1) + row(2)
+    path.write_text((row(1) + row(2)).rstrip())  # the newline did not make it to disk
     trim(path, 2)
-    assert path.read_text() == '{"iter": 1}\n{"iter": 2}\n'
+    assert path.read_text() == row(1) + row(2)
+
+
+def test_lines_that_are_no_rows_are_named_and_skipped(tmp_path):
+    path, said = tmp_path / 'metrics.jsonl', []
+    path.write_bytes(row(1).encode() + b'\xff\xfe\n{"loss": 3}\n' + row(2).encode()
+                     + b'{"iter": 3, "tokens": 1, "elapsed_s": NaN}\n' + b'[' * 10**5)
+    assert [found['iter'] for found in read_rows(path, said.append)] == [1, 2]
+    (line,) = said
+    assert str(path) in line and 'skipped 4 of 6' in line and 'line 2, 3, 5, 6' in line
 
 
 def test_a_disk_that_refuses_a_line_stops_no_training(metrics, capsys):
@@ -72,13 +91,57 @@ def test_a_disk_that_refuses_a_line_stops_no_training(metrics, capsys):
 
 
 def test_other_ranks_write_nothing(tmp_path, capsys):
-    quiet = Metrics(tmp_path / 'm.jsonl', step_tokens=1, tokens_at=lambda it: it, max_iters=1,
-                    bytes_per_token=None, mfu_of=lambda rate: None, device=torch.device('cpu'),
-                    quiet=True)
-    quiet.start_steps(0)
+    quiet = new(tmp_path / 'm.jsonl', quiet=True)
+    quiet.begin(0)
     quiet.step(1, 1.0, 1.0, 1.0)
     quiet.evaluation(1, 1.0, 1.0, best=True)
+    quiet.close()
     assert not quiet.path.exists() and capsys.readouterr().out == ''
+
+
+def test_the_time_left_counts_the_evaluations_to_come(metrics, monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr('metrics.time.perf_counter', lambda: now[0])
+    metrics.begin(0)
+    with metrics.paused():
+        now[0] += 30.0
+        metrics.evaluation(0, 1.0, 1.0, best=True)
+    assert metrics.left_s(500, step_s=2.0) == 500 * 2 + 5 * 30
+
+
+def test_a_terminal_gets_a_live_line_and_a_file_does_not(metrics, monkeypatch, capsys):
+    metrics.begin(0)
+    metrics.tick(1)
+    assert capsys.readouterr().err == ''
+    metrics.live = True
+    metrics.step(10, 2.5, 1e-3, 1.0)
+    metrics.tick(250)
+    captured = capsys.readouterr()
+    assert captured.err.endswith('250/1000 | ━━━━━─────────────── | '
+                                 + ' | '.join(metrics.live_columns))
+    metrics.say('a line')
+    assert capsys.readouterr().err == '\r\x1b[K'  # the live line makes room for it
+
+
+def test_rows_in_memory_stay_few_and_evaluations_stay(metrics, monkeypatch):
+    monkeypatch.setattr('metrics.MOST_ROWS', 100)
+    for i in range(1000):
+        metrics._remember({'iter': i, **({'val_loss': 1.0} if i % 50 == 0 else {})})
+    assert len(metrics.rows) <= 100
+    assert [r['iter'] for r in metrics.rows if 'val_loss' in r] == list(range(0, 1000, 50))
+
+
+def test_a_backend_that_fails_is_dropped_and_the_run_goes_on(metrics, capsys):
+    class Broken:
+        name = 'broken'
+
+        def log(self, row):
+            raise ConnectionError('the network is gone')
+    metrics.backends = [Broken()]
+    metrics.evaluation(1, 2.0, 2.0, best=True)
+    metrics.evaluation(2, 2.0, 2.0, best=True)
+    out = capsys.readouterr().out
+    assert out.count('the network is gone') == 1 and len(lines(metrics)) == 2
 
 
 def test_numbers_are_short_for_people():

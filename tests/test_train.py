@@ -224,11 +224,6 @@ def test_nccl_without_cuda_is_an_error_and_said_once(tiny):
     assert errors == ['error: backend=nccl needs a CUDA device, not cpu: leave it at auto']
 
 
-def test_wandb_that_is_not_installed_is_an_error(tiny, capsys, monkeypatch):
-    monkeypatch.setitem(__import__('sys').modules, 'wandb', None)
-    assert 'pip install wandb' in fails(capsys, monkeypatch, train.main, *tiny, '--wandb_log')
-
-
 # -----------------------------------------------------------------------------
 # the whole way, as a user goes it
 

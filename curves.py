@@ -1,0 +1,191 @@
+"""Curves of runs as a picture: matplotlib, and nothing that needs torch."""
+
+from errors import UserError
+
+# Okabe and Ito 2008, a palette that colour-blind people tell apart too; black is for references
+COLOURS = ('#0072B2', '#D55E00', '#009E73', '#CC79A7', '#E69F00', '#56B4E9')
+
+
+def draw(runs, path, reference=None):
+    """Draw runs, [(name, rows)], into the PNG at `path`, and the band of a reference.Reference.
+
+    Raises UserError where matplotlib is absent, or no run has anything to draw.
+    """
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+        from matplotlib.ticker import EngFormatter
+    except ImportError:
+        raise UserError('curves need matplotlib: pip install matplotlib') from None
+    if not any(points(rows, 'iter', key)[0] for _, rows in runs for key in ('loss', 'val_loss')):
+        raise UserError('there is nothing to draw yet: no step is logged, no evaluation made')
+    panels = [panel for panel in PANELS if any(panel.has(rows) for _, rows in runs)]
+    columns = 3
+    lines = -(-len(panels) // columns)
+    figure = Figure(figsize=(5 * columns, 3.6 * lines), layout='constrained')
+    FigureCanvasAgg(figure)
+    for i, panel in enumerate(panels):
+        axes = figure.add_subplot(lines, columns, i + 1)
+        panel.draw(axes, runs, reference)
+        axes.set_title(panel.title, fontsize=11, loc='left')
+        axes.set_xlabel(panel.x_label)
+        axes.grid(alpha=0.25)
+        for axis, label in ((axes.xaxis, panel.x_label), (axes.yaxis, panel.title)):
+            if label in ('tokens', 'tokens a second'):
+                axis.set_major_formatter(EngFormatter(sep=''))  # 250k
+        axes.spines[['top', 'right']].set_visible(False)
+        if axes.get_legend_handles_labels()[0]:
+            axes.legend(fontsize=8, frameon=False)
+    figure.savefig(path, dpi=110)
+
+
+def points(rows, x, y):
+    """→ (xs, ys) of the rows that have both."""
+    found = [(row[x], row[y]) for row in rows if row.get(y) is not None and row.get(x) is not None]
+    return [a for a, _ in found], [b for _, b in found]
+
+
+def smoothed(ys, n):
+    """Running means over up to n values, as many as there are at the start."""
+    sums, out = 0.0, []
+    for i, y in enumerate(ys):
+        sums += y - (ys[i - n] if i >= n else 0.0)
+        out.append(sums / min(i + 1, n))
+    return out
+
+
+class Panel:
+    """One picture: `keys` of the rows over x. bottom, top: of the y axis, if not anywhere;
+    log: a logarithmic one, where the values differ by a factor of 30 and more"""
+
+    def __init__(self, title, keys, x='iter', x_label='iteration', log=False, bottom=None,
+                 top=None):
+        self.title, self.keys, self.x, self.x_label = title, keys, x, x_label
+        self.log, self.bottom, self.top = log, bottom, top
+
+    def has(self, rows):
+        return any(points(rows, self.x, key)[0] for key in self.keys)
+
+    def draw(self, axes, runs, reference):
+        for (name, rows), colour in zip(runs, COLOURS * len(runs), strict=False):
+            for key, style in zip(self.keys, ('-', '--', ':'), strict=False):
+                xs, ys = points(rows, self.x, key)
+                if ys:
+                    axes.plot(xs, ys, style, color=colour, lw=1.2,
+                              label=name if len(runs) > 1 else None)
+        self.scale(axes)
+
+    def scale(self, axes):
+        ys = [y for line in axes.get_lines() for y in line.get_ydata() if y > 0]
+        if self.log and ys and max(ys) > 30 * min(ys):
+            axes.set_yscale('log')
+        elif self.bottom is not None:
+            axes.set_ylim(self.bottom, self.top)
+
+
+class LossPanel(Panel):
+    """Training loss as it was logged, pale and smoothed, and validation loss with a dot for each
+    evaluation; beyond them the band of a reference."""
+
+    def draw(self, axes, runs, reference):
+        scale = 3600.0 if self.x == 'elapsed_s' and longest(runs) > 3 * 3600 else \
+            60.0 if self.x == 'elapsed_s' and longest(runs) > 180 else 1.0
+        if self.x == 'elapsed_s':
+            self.x_label = {1.0: 'seconds', 60.0: 'minutes', 3600.0: 'hours'}[scale]
+        if reference and self.x != 'elapsed_s':
+            band(axes, reference, self.x)
+        many = len(runs) > 1
+        for (name, rows), colour in zip(runs, COLOURS * len(runs), strict=False):
+            xs, ys = points(rows, self.x, 'loss')
+            if ys:
+                xs = [x / scale for x in xs]
+                axes.plot(xs, ys, color=colour, lw=0.6, alpha=0.3)
+                axes.plot(xs, smoothed(ys, max(1, len(ys) // 50)), color=colour, lw=1.2,
+                          label=f'{name}, training' if many else 'training')
+            xs, ys = points(rows, self.x, 'val_loss')
+            if ys:
+                axes.plot([x / scale for x in xs], ys, '--o', ms=3.5, lw=1.2,
+                          color=colour if many else COLOURS[1],
+                          label=f'{name}, validation' if many else 'validation')
+        axes.set_ylabel('loss, nats a token')
+
+
+def longest(runs):
+    return max((row['elapsed_s'] for _, rows in runs for row in rows), default=0)
+
+
+def band(axes, reference, x):
+    """What 95% of new seeds of a reference lie within."""
+    found = reference.band()
+    xs = [tokens if x == 'tokens' else tokens / reference.step_tokens() for tokens, _, _ in found]
+    axes.fill_between(xs, [low for _, low, _ in found], [high for _, _, high in found],
+                      color='black', alpha=0.2, lw=0)
+    axes.plot(xs, [(low + high) / 2 for _, low, high in found], color='black', lw=1, ls=':',
+              label=f'{reference.name}, validation of {len(reference.rows)} seeds')
+
+
+class LayersPanel(Panel):
+    """A health measure of the first, a middle and the last block, and of the embedding."""
+
+    def __init__(self, title, what, log=False, bottom=None, top=None):
+        super().__init__(title, (), log=log, bottom=bottom, top=top)
+        self.what = what
+
+    def parts(self, rows):
+        prefix = f'health/{self.what}/'
+        found = {key.removeprefix(prefix) for row in rows for key in row if key.startswith(prefix)}
+        layers = sorted(int(part[2:]) for part in found if part[:2] == 'h.')
+        chosen = [f'h.{layers[i]}' for i in sorted({0, len(layers) // 2, len(layers) - 1})] \
+            if layers else []
+        return chosen + sorted(found & {'wte'})
+
+    def has(self, rows):
+        return bool(self.parts(rows))
+
+    def draw(self, axes, runs, reference):
+        for (name, rows), colour in zip(runs, COLOURS * len(runs), strict=False):
+            for i, part in enumerate(self.parts(rows)):
+                xs, ys = points(rows, 'iter', f'health/{self.what}/{part}')
+                axes.plot(xs, ys, ('-', '--', ':', '-.')[i % 4], lw=1.2,
+                          color=colour if len(runs) > 1 else COLOURS[i],
+                          label=f'{name}, {part}' if len(runs) > 1 else part)
+        self.scale(axes)
+
+
+class PositionsPanel(Panel):
+    """How the loss falls with the position in the window, at the last look inside."""
+
+    def __init__(self):
+        super().__init__('loss by position in the window', (), x_label='position')
+
+    def last(self, rows):
+        looks = [row for row in rows if 'health/loss_at/0' in row]
+        return {key.rpartition('/')[2]: value for key, value in looks[-1].items()
+                if key.startswith('health/loss_at/') and value is not None} if looks else {}
+
+    def has(self, rows):
+        return bool(self.last(rows))
+
+    def draw(self, axes, runs, reference):
+        for (name, rows), colour in zip(runs, COLOURS * len(runs), strict=False):
+            found = self.last(rows)
+            axes.plot(list(found), list(found.values()), '-o', ms=3.5, lw=1.2, color=colour,
+                      label=name if len(runs) > 1 else None)
+        axes.set_ylabel('nats a token')
+
+
+PANELS = (
+    LossPanel('loss over iterations', ('loss', 'val_loss')),
+    LossPanel('loss over tokens', ('loss', 'val_loss'), 'tokens', 'tokens'),
+    LossPanel('loss over time', ('loss', 'val_loss'), 'elapsed_s', 'seconds'),
+    Panel('learning rate', ('lr',), bottom=0),
+    Panel('gradient norm, before clipping', ('grad_norm',), log=True, bottom=0),
+    Panel('tokens a second', ('tokens_per_s',), bottom=0),
+    LayersPanel('gradient norm of a layer', 'grad_norm', log=True, bottom=0),
+    LayersPanel('weight norm of a layer', 'weight_norm', bottom=0),
+    LayersPanel('update / weight in a step', 'update_ratio', log=True, bottom=0),
+    LayersPanel('activation RMS after a layer', 'activation_rms', bottom=0),
+    LayersPanel('largest attention logit', 'attention_logit', log=True, bottom=0),
+    LayersPanel('share of dead MLP units', 'dead_units', bottom=-0.02, top=1.02),
+    PositionsPanel(),
+)

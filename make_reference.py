@@ -1,0 +1,69 @@
+"""Make references/NAME.jsonl: train config/NAME.py with several seeds and keep what they logged.
+
+    python make_reference.py shakespeare_char_cpu
+    python make_reference.py quickstart --seeds=1,2,3,4,5
+
+Seeds that the file has already stay, so that they can be made one at a time; --again forgets them.
+"""
+
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+from configurator import load_config
+from errors import UserError, run_script
+from metrics import read_rows
+from reference import FOLDER, Reference, read_reference, write_reference
+from run_report import read_run
+
+
+@dataclass
+class ReferenceConfig:
+    seeds: str = '1,2,3'  # with commas between
+    again: bool = False  # forget what the file has
+
+    def problems(self):
+        good = all(seed.isdecimal() for seed in self.seeds.split(','))
+        return [] if good else [f'seeds={self.seeds}: whole numbers with commas between']
+
+
+def train(name, seed):
+    """Run config/NAME.py with a seed → (facts, rows)."""
+    here = Path(__file__).parent
+    with tempfile.TemporaryDirectory() as folder:
+        out_dir = Path(folder, name)
+        done = subprocess.run([sys.executable, here / 'train.py', here / 'config' / f'{name}.py',
+                               f'--seed={seed}', f'--out_dir={out_dir}', '--report=False',
+                               '--sample_tokens=0'])
+        if done.returncode:
+            sys.exit(done.returncode)  # it has said why
+        run, rows = read_run(out_dir), read_rows(out_dir / 'metrics.jsonl', print)
+    run['config']['out_dir'] = run['changed']['out_dir'] = f'out-{name}'
+    run['command'] = f'train.py config/{name}.py --seed={seed}'
+    return run, rows
+
+
+def main(argv):
+    names = [arg for arg in argv if not arg.startswith('-')]
+    config = load_config(ReferenceConfig, [arg for arg in argv if arg not in names], __doc__)
+    if len(names) != 1:
+        raise UserError('name one config: python make_reference.py shakespeare_char_cpu')
+    name = names[0]
+    if not Path(__file__).with_name('config').joinpath(f'{name}.py').exists():
+        raise UserError(f'config/{name}.py is not there: name one of config/, without .py')
+    reference = Reference(name, {}, {})
+    if (FOLDER / f'{name}.jsonl').exists() and not config.again:
+        reference = read_reference(name)
+    for seed in map(int, config.seeds.split(',')):
+        if seed in reference.runs:
+            print(f'seed {seed} is there already')
+            continue
+        reference.runs[seed], reference.rows[seed] = train(name, seed)
+        write_reference(reference)
+    print(f'{FOLDER / name}.jsonl: seeds {", ".join(map(str, sorted(reference.runs)))}')
+
+
+if __name__ == '__main__':
+    run_script(main)

@@ -1,0 +1,100 @@
+"""Draw the curves of runs, say what looks wrong, and compare with a reference.
+
+    python plot.py out
+    python plot.py out-a out-b --output=both.png
+    python plot.py out --reference=shakespeare_char_cpu
+    python plot.py out --live
+"""
+
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from configurator import load_config
+from curves import draw
+from diagnosis import diagnose, learned_by_heart
+from errors import UserError, run_script
+from metrics import duration, read_rows
+from reference import read_reference
+from run_report import read_run
+
+
+@dataclass
+class PlotConfig:
+    output: str = ''  # the picture (default: loss.png in the folder; compare.png here for several)
+    reference: str = ''  # a file of references/: draw its band, and say where the runs lie
+    live: bool = False  # draw anew while the runs go on
+    every: float = 10.0  # seconds, with live
+
+    def problems(self):
+        found = [] if self.every >= 1 else [f'every={self.every}: must be at least 1']
+        if self.output and not self.output.endswith('.png'):
+            found.append(f'output={self.output}: must end in .png')
+        return found
+
+
+def read(folder):
+    """→ (rows, run) of an out_dir. Raises UserError where it is none."""
+    path = Path(folder, 'metrics.jsonl')
+    if not path.exists():
+        raise UserError(f'{path} is not there: name the out_dir of a run')
+    return read_rows(path, print), read_run(folder)
+
+
+def is_over(rows, run):
+    return bool(rows) and rows[-1]['iter'] >= run.get('config', {}).get('max_iters', 0)
+
+
+def summary(name, rows):
+    """'out: iteration 2000, 1,536,000 tokens, 1m44s; validation 1.8997 at best, at 2000'."""
+    line = f'{name}: iteration {rows[-1]["iter"]}, {rows[-1]["tokens"]:,} tokens, ' \
+           f'{duration(rows[-1]["elapsed_s"])}'
+    evaluations = [row for row in rows if row.get('val_loss') is not None]
+    if evaluations:
+        best = min(evaluations, key=lambda row: row['val_loss'])
+        line += f'; validation {best["val_loss"]:.4f} at best, at iteration {best["iter"]}'
+    return line
+
+
+def main(argv):
+    folders = [arg for arg in argv if not arg.startswith('-')]
+    config = load_config(PlotConfig, [arg for arg in argv if arg not in folders], __doc__)
+    if not folders:
+        raise UserError('name the out_dir of a run: python plot.py out')
+    reference = read_reference(config.reference) if config.reference else None
+    output = Path(config.output or (Path(folders[0], 'loss.png') if len(folders) == 1
+                                    else 'compare.png'))
+    names = [Path(folder).resolve().name if folders.count(folder) == 1 else folder
+             for folder in folders]
+    if len(set(names)) < len(names):
+        names = folders
+    while True:
+        found = [read(folder) for folder in folders]
+        over = all(is_over(rows, run) for rows, run in found)
+        try:
+            draw([(name, rows) for name, (rows, _) in zip(names, found, strict=True)], output,
+                 reference)
+        except UserError:
+            if not config.live or over:
+                raise
+        except OSError as e:
+            raise UserError(f'{output} cannot be written: {e.strerror}') from None
+        if not config.live or over:
+            break
+        time.sleep(config.every)
+    for name, (rows, run) in zip(names, found, strict=True):
+        if not rows:
+            continue
+        print(summary(name, rows))
+        if run:
+            for each in diagnose(rows, run, over):
+                print(f'  {each}')
+            if verdict := learned_by_heart(rows, run):
+                print(f'  {verdict}')
+        if reference:
+            print(f'  {reference.compare(name, rows)}')
+    print(output)
+
+
+if __name__ == '__main__':
+    run_script(main)

@@ -1,0 +1,133 @@
+"""Curves to compare with: references/NAME.jsonl, and where a run lies beside one.
+
+The file has, for each seed, a line {"seed", "run"} with the facts of that run (describe in
+run_report.py) and then the rows of its metrics.jsonl, each with its seed.
+"""
+
+import json
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from statistics import mean, median, stdev
+
+from errors import UserError
+from metrics import parse_row
+
+FOLDER = Path(__file__).with_name('references')
+
+# Student's t, 97.5%, for as many seeds: a new seed lies within mean ± t · s · √(1 + 1/n) 95 times
+# of 100. The range of the seeds themselves would turn away every second one, with three of them.
+STUDENT_T = {2: 12.71, 3: 4.30, 4: 3.18, 5: 2.78, 6: 2.57, 7: 2.45, 8: 2.36, 9: 2.31, 10: 2.26}
+
+
+@dataclass(frozen=True)
+class Reference:
+    name: str
+    runs: dict  # seed → facts of its run
+    rows: dict  # seed → its rows
+
+    def band(self):
+        """[(tokens, low, high)] of validation losses that 95% of new seeds lie within."""
+        at = {}
+        for rows in self.rows.values():
+            for row in rows:
+                if row.get('val_loss') is not None:
+                    at.setdefault(row['tokens'], []).append(row['val_loss'])
+        n = len(self.rows)
+        if n < 2:
+            return []
+        t = STUDENT_T[min(n, max(STUDENT_T))]
+        width = {tokens: t * stdev(losses) * (1 + 1 / n)**0.5
+                 for tokens, losses in at.items() if len(losses) == n}
+        return [(tokens, mean(at[tokens]) - width[tokens], mean(at[tokens]) + width[tokens])
+                for tokens in sorted(width)]
+
+    def step_tokens(self):
+        """Tokens in a step."""
+        return next(row['tokens'] / row['iter'] for rows in self.rows.values() for row in rows
+                    if row['iter'])
+
+    def compare(self, name, rows):
+        """A sentence on where the run `name` lies."""
+        band = self.band()
+        seen = [(row['iter'], row['tokens'], row['val_loss']) for row in rows
+                if row.get('val_loss') is not None]
+        placed = [(it, loss, *edges) for it, tokens, loss in seen
+                  if tokens and (edges := between(band, tokens))]
+        whole = f'{self.name} ({len(self.rows)} seeds)'
+        if not placed:
+            return f'{name} has no evaluation where {whole} has any'
+        sides = [(loss > high) - (loss < low) for _, loss, low, high in placed]
+        it, loss, low, high = placed[-1]
+        at_end = f'{loss:.4f} at iteration {it}, where 95% of seeds lie in {low:.4f} to {high:.4f}'
+        if not any(sides):
+            where = f'lies inside the band of {whole}: {at_end}'
+        elif sides[-1] == 0:
+            out = [placed[i][0] for i, side in enumerate(sides) if side]
+            where = f'has come back into the band of {whole}, and was out of it at iteration ' \
+                    f'{", ".join(map(str, out))}: {at_end}'
+        else:
+            since = len(sides) - 1
+            while since and sides[since - 1] == sides[-1]:
+                since -= 1
+            off, word = (loss - high, 'above (worse)') if sides[-1] > 0 else \
+                (low - loss, 'below (better)')
+            where = f'lies {word} the band of {whole} from iteration {placed[since][0]} on, by ' \
+                    f'{off:.4f} at the end: {at_end}'
+        return f'{name} {where}{self.speed(rows)}'
+
+    def speed(self, rows):
+        """'; 1.2 times as fast as there (AMD EPYC, 2 cores)', or nothing where it is not known.
+        The fastest seed counts: the others shared their machine with something."""
+        mine, *theirs = ([row['tokens_per_s'] for row in seen if row.get('tokens_per_s')]
+                         for seen in (rows, *self.rows.values()))
+        if not mine or not all(theirs):
+            return ''
+        machine = next(iter(self.runs.values()))['machine']
+        device = machine['device'] if machine['device'] != 'cpu' else \
+            f'{machine["cpu"]}, {machine["cores"]} cores'
+        ratio = median(mine) / max(map(median, theirs))
+        return f'; {ratio:.2f} times as fast as there ({device})'
+
+
+def between(band, tokens):
+    """(low, high) of the band at `tokens`, on a straight line between its points, or None."""
+    for (t0, low0, high0), (t1, low1, high1) in pairwise(band):
+        if t0 <= tokens <= t1:
+            share = (tokens - t0) / (t1 - t0)
+            return low0 + share * (low1 - low0), high0 + share * (high1 - high0)
+    return None
+
+
+def read_reference(name):
+    """references/NAME.jsonl. Raises UserError where there is none, or it is none."""
+    path = FOLDER / f'{name}.jsonl'
+    known = sorted(p.stem for p in FOLDER.glob('*.jsonl'))
+    if name not in known:
+        raise UserError(f'reference={name}: there are {", ".join(known) or "none"}; '
+                        f'python make_reference.py {name} makes one')
+    runs, rows = {}, {}
+    for number, line in enumerate(path.read_text(encoding='utf-8').splitlines(), 1):
+        try:
+            value = json.loads(line)
+            if 'run' in value:
+                runs[value['seed']], rows[value['seed']] = value['run'], []
+            else:
+                rows[value['seed']].append(parse_row(line))
+        except (ValueError, KeyError, TypeError) as e:
+            raise UserError(f'{path}, line {number} is no row of a reference ({e}): take the file '
+                            'from the project again') from None
+    return Reference(name, runs, rows)
+
+
+def write_reference(reference):
+    FOLDER.mkdir(exist_ok=True)
+    lines = []
+    for seed in sorted(reference.runs):
+        lines.append(json.dumps({'seed': seed, 'run': reference.runs[seed]}))
+        lines += [json.dumps({'seed': seed, **{key: value for key, value in row.items()
+                                               if key not in ('seed', 'sample')}})
+                  for row in reference.rows[seed]]
+    temporary = FOLDER / f'{reference.name}.tmp'
+    temporary.write_text('\n'.join(lines) + '\n', encoding='utf-8')
+    temporary.rename(FOLDER / f'{reference.name}.jsonl')

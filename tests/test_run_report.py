@@ -1,0 +1,156 @@
+"""What a person looks at: report.md, plot.py, references; and one run at a time in a folder."""
+
+import json
+import sys
+
+import pytest
+from helpers import fails
+from test_train import lines
+
+import plot
+import reference
+import train
+from diagnosis import diagnose
+from reference import Reference
+from runtime import alone_in
+
+
+def size_of_png(path):
+    data = path.read_bytes()
+    assert data[:8] == b'\x89PNG\r\n\x1a\n'
+    return int.from_bytes(data[16:20], 'big'), int.from_bytes(data[20:24], 'big')
+
+
+def test_a_report_says_what_was_run_and_what_came_of_it(tiny, tmp_path, capsys):
+    train.main([*tiny, '--report=True', '--sample_tokens=7', '--health_interval=2'])
+    text = (tmp_path / 'out/report.md').read_text()
+    assert size_of_png(tmp_path / 'out/loss.png') > (1000, 1000)
+    best = min(line['val_loss'] for line in lines(tmp_path / 'out', 'val_loss'))
+    for words in (f'{best:.4f}', 'bits a byte', '| iterations | 6 |', '| tokens | 768,',
+                  'n_embd = 32', '(loss.png)', '28,064 parameters', 'After 0 iterations:',
+                  'After 6 iterations:'):
+        assert words in text, words
+    assert 'learning_rate' not in text  # it is the default
+    samples = [line['sample'] for line in lines(tmp_path / 'out', 'sample')]
+    assert len(samples) == 3 and all(len(sample) == 7 for sample in samples)
+
+
+def test_without_matplotlib_a_run_ends_well(tiny, tmp_path, monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, 'matplotlib.figure', None)
+    train.main([*tiny, '--report=True'])
+    assert 'no loss.png: curves need matplotlib: pip install matplotlib' in capsys.readouterr().out
+    assert (tmp_path / 'out/report.md').exists() and not (tmp_path / 'out/loss.png').exists()
+
+
+def test_runs_are_drawn_beside_each_other(trained, tmp_path, capsys):
+    plot.main([str(trained), str(trained), f'--output={tmp_path}/both.png'])
+    out = capsys.readouterr().out
+    assert out.count('iteration 6, 768 tokens') == 2
+    assert size_of_png(tmp_path / 'both.png') > (1000, 600)
+
+
+def test_a_run_without_a_step_says_so(tmp_path, capsys, monkeypatch):
+    (tmp_path / 'metrics.jsonl').write_text('nonsense\n')
+    assert 'nothing to draw yet' in fails(capsys, monkeypatch, plot.main, tmp_path)
+    plot_dir = tmp_path / 'nowhere'
+    assert 'name the out_dir of a run' in fails(capsys, monkeypatch, plot.main, plot_dir)
+
+
+def test_lines_of_others_are_named_when_they_are_skipped(trained, tmp_path, capsys):
+    text = (trained / 'metrics.jsonl').read_text()
+    (tmp_path / 'metrics.jsonl').write_text('{"step": 1, "loss": 2}\n' + text)
+    plot.main([str(tmp_path)])
+    out = capsys.readouterr().out
+    assert 'metrics.jsonl: skipped 1 of' in out and 'line 1' in out
+
+
+# -----------------------------------------------------------------------------
+# references
+
+FACTS = {'machine': {'device': 'cpu', 'cpu': 'A CPU', 'cores': 2}}
+
+
+def curve(offset, speed=1000.0, step=100):
+    return [{'iter': i, 'tokens': 512 * i, 'elapsed_s': float(i), 'val_loss': 4 - i / 500 + offset,
+             'tokens_per_s': speed} for i in range(0, 1001, step)]
+
+
+def made(offsets=(-0.01, 0.0, 0.01)):
+    return Reference('small', dict.fromkeys(range(len(offsets)), FACTS),
+                     {i: curve(offset) for i, offset in enumerate(offsets)})
+
+
+@pytest.mark.parametrize('offset, words', [
+    (0.005, 'inside the band of small (3 seeds)'), (0.3, 'above (worse) the band'),
+    (-0.3, 'below (better) the band')])
+def test_a_sentence_says_where_a_run_lies(offset, words):
+    assert words in made().compare('out', curve(offset))
+    assert words in made().compare('out', curve(offset, step=250))  # evaluated elsewhere
+
+
+def test_a_run_that_leaves_the_band_is_above_from_there():
+    rows = curve(0.0)
+    for row in rows:
+        row['val_loss'] += 0.2 if row['iter'] >= 600 else 0.0
+    sentence = made().compare('out', rows)
+    assert 'above (worse) the band of small (3 seeds) from iteration 600 on, by 0.15' in sentence
+    assert '2.00 times as fast as there (A CPU, 2 cores)' in made().compare(
+        'out', curve(0.0, speed=2000.0))
+
+
+def test_the_band_holds_a_new_seed_in_95_of_100():
+    import numpy as np
+    chance, inside = np.random.default_rng(0), 0
+    for _ in range(1000):
+        *seeds, new = chance.normal(0, 0.01, 4).tolist()
+        inside += 'inside' in made(seeds).compare('out', curve(new))
+    assert 930 <= inside <= 970
+
+
+def test_a_reference_comes_back_as_it_was_written_and_is_drawn(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(reference, 'FOLDER', tmp_path)
+    reference.write_reference(made())
+    found = reference.read_reference('small')
+    assert found.band() == made().band() and found.runs == made().runs
+    out = tmp_path / 'out'
+    out.mkdir()
+    (out / 'metrics.jsonl').write_text('\n'.join(map(json.dumps, curve(0.0))))
+    plot.main([str(out), '--reference=small'])
+    assert 'inside the band' in capsys.readouterr().out
+    assert 'there are small' in fails(capsys, monkeypatch, plot.main, out, '--reference=big')
+
+
+REFERENCES = sorted(path.stem for path in reference.FOLDER.glob('*.jsonl'))
+
+
+@pytest.mark.parametrize('name', REFERENCES)
+def test_our_references_give_no_alarm(name):
+    found = reference.read_reference(name)
+    assert len(found.rows) >= 3
+    for seed, rows in found.rows.items():
+        assert diagnose(rows, found.runs[seed], ended=True) == []
+
+
+# -----------------------------------------------------------------------------
+# the run itself
+
+
+def test_a_folder_in_use_is_refused_and_may_be_evaluated(tiny, trained, capsys, monkeypatch):
+    tiny = [*tiny, f'--out_dir={trained}', '--init_from=resume']
+    before = (trained / 'metrics.jsonl').read_bytes()
+    with alone_in(trained):
+        assert 'a run is writing there' in fails(capsys, monkeypatch, train.main, *tiny)
+        train.main([*tiny, '--eval_only'])
+    assert (trained / 'metrics.jsonl').read_bytes() == before
+    train.main(tiny)  # and is free again
+
+
+def test_patience_ends_a_run_that_gets_no_better_and_survives_a_resume(tiny, tmp_path):
+    still = [*tiny, '--learning_rate=0.0', '--min_lr=0.0', '--eval_interval=2', '--max_iters=20',
+             '--lr_decay_iters=20', '--weight_decay=0.0', '--patience=3']
+    train.main(still)
+    assert [line['iter'] for line in lines(tmp_path / 'out', 'val_loss')] == [0, 2, 4, 6]
+    cut = [*still, f'--out_dir={tmp_path}/cut']
+    train.main([*cut, '--max_iters=4'])
+    train.main([*cut, '--init_from=resume'])
+    assert [line['iter'] for line in lines(tmp_path / 'cut', 'val_loss')] == [0, 2, 4, 6]

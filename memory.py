@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+import cpu
 from errors import UserError
 from model import GPT
 from runtime import all_reduce_min, autocast, free_memory, launched_world, peak_memory_bytes
@@ -104,7 +105,7 @@ def optimizer_bytes(model, optimizer):
 def block_tensors(model, run):
     """What the backward pass of one block needs: {name: bytes}."""
     B, T, C, H = run.batch_size, model.block_size, model.n_embd, model.n_head
-    N, p = B * T, run.matmul_bytes
+    N, p, cuda = B * T, run.matmul_bytes, run.device == 'cuda'
     tensors = {
         'block input': 4 * N * C,
         'ln_1 statistics': 8 * N,
@@ -115,13 +116,22 @@ def block_tensors(model, run):
         'ln_2 input': 4 * N * C,
         'ln_2 statistics': 8 * N,
         'ln_2 output': p * N * C,
-        'c_fc output': 4 * p * N * C,
-        'gelu output': 4 * p * N * C,
+        'c_fc output': p * N * model.c_fc_width,
+        'activation output': p * N * model.mlp_width,
     }
+    own_attention = not cuda and run.dtype == 'bfloat16' and T <= cpu.LONGEST  # copies q, k, v
+    if model.qk_norm or (model.rotary and not own_attention):
+        tensors['q, k as attention takes them'] = (3 if own_attention else 2) * p * N * C
+    if model.mlp == 'swiglu':
+        tensors['silu of the gate'] = p * N * model.mlp_width
+    if model.rmsnorm and not cuda:  # a CPU's is made of small operations
+        tensors['RMSNorms’ parts'] = 2 * 4 * N * C
+        if model.qk_norm:
+            tensors['RMSNorms’ parts'] += 2 * (4 if p == 4 else 5) * N * C
     if model.dropout:
         # A CPU keeps the mask in the numbers' own type; CUDA a byte each.
-        tensors['dropout masks'] = 2 * (1 if run.device == 'cuda' else p) * N * C
-    if model.dropout and run.device != 'cuda':
+        tensors['dropout masks'] = 2 * (1 if cuda else p) * N * C
+    if model.dropout and not cuda and not own_attention:
         # Its attention with dropout is unfused: weights, mask and their product are kept.
         tensors['q, k, v'] = 12 * N * C
         tensors['attention log-sum-exp'] = 0
@@ -174,7 +184,8 @@ def predict(model, run):
         loss = {'loss: ln_f output': 4 * N * C, 'loss: gradient of ln_f': p * N * C,
                 'loss: gradient of the embedding': 4 * V * C,
                 'loss: copy of the embedding': p * V * C * half,
-                'loss: logits of a chunk': max(softmax, matmuls) + p * n * C * half}
+                'loss: logits of a chunk': max(softmax, matmuls) + p * n * C * half
+                + 4 * V * n * bool(model.logit_softcap)}
         lingering = {}
     else:
         logits = {'loss: logits': p * padded * N}
@@ -189,7 +200,9 @@ def predict(model, run):
 
     # The backward pass of a block: activations go, gradients come, so either end may be highest.
     flowing = {'gradients of activations': (4 + p * half + 4 * p) * N * C,
-               'gradient of a weight': (p * half + 4) * 4 * C * C}
+               'gradient of a weight': (p * half + 4) * C * model.c_fc_width}
+    parts = {'relu2': 2, 'swiglu': 1}.get(model.mlp, 0)  # of the activation's backward pass
+    flowing['gradients of activations'] += parts * p * N * model.mlp_width
     if checkpointed:
         every = sum(block_tensors(model, run).values())
         again = sum(size for name, size in kept_tensors(model, run).items()

@@ -106,17 +106,16 @@ class CausalSelfAttention(nn.Module):
 
     def forward(self, x, rotary=None, cache=None):
         B, T, C = x.shape
-        q, k, v = self.c_attn(x).split(C, dim=2)  # 3 × (B, T, C)
-        q, k, v = (t.view(B, T, self.n_head, C // self.n_head).transpose(1, 2)
-                   for t in (q, k, v))  # 3 × (B, H, T, C/H)
-        q, k = self.q_norm(q), self.k_norm(k)
+        q, k, v = (t.view(B, T, self.n_head, C // self.n_head)
+                   for t in self.c_attn(x).split(C, dim=2))  # 3 × (B, T, H, D), D = C/H
+        q, k, v = (t.transpose(1, 2) for t in (self.q_norm(q), self.k_norm(k), v))  # (B, H, T, D)
         if rotary is not None:
             q, k = rotate(q, *rotary), rotate(k, *rotary)
         if cache is None:
             y = attention(q, k, v, self.dropout if self.training else 0.0)
         else:  # generation.py: the tokens before these come from there
             y = F.scaled_dot_product_attention(q, *cache.extend(k, v))  # k, v, mask
-        y = y.transpose(1, 2).reshape(B, T, C)  # (B, H, T, C/H) → (B, T, C)
+        y = y.transpose(1, 2).reshape(B, T, C)  # (B, H, T, D) → (B, T, C)
         return self.resid_dropout(self.c_proj(y))
 
 

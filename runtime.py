@@ -137,6 +137,17 @@ def all_reduce_min(number, device):
     return int(tensor)
 
 
+def make_writable(folder):
+    """Make out_dir, and see that files can be made in it. Raises UserError."""
+    try:
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        probe = Path(folder, '.writable')
+        probe.touch()
+        probe.unlink()
+    except OSError as e:
+        raise UserError(f'out_dir={folder}: cannot write there: {e.strerror}') from None
+
+
 @contextmanager
 def alone_in(folder, wanted=True):
     """Make out_dir, see that files can be made in it, and keep other runs out while in here.
@@ -146,13 +157,7 @@ def alone_in(folder, wanted=True):
     if not wanted:
         yield
         return
-    try:
-        Path(folder).mkdir(parents=True, exist_ok=True)
-        probe = Path(folder, '.writable')
-        probe.touch()
-        probe.unlink()
-    except OSError as e:
-        raise UserError(f'out_dir={folder}: cannot write there: {e.strerror}') from None
+    make_writable(folder)
     lock = None
     try:
         import fcntl  # absent on Windows, where nothing stops a second one

@@ -49,6 +49,18 @@ def test_the_peak_of_gpt2_is_predicted(checkpointing, chunk, batch_size, dtype):
                          activation_checkpointing=checkpointing)) < 0.05
 
 
+@pytest.mark.parametrize('flags', [
+    {'rotary': True}, {'rmsnorm': True}, {'qk_norm': True}, {'mlp': 'relu2'}, {'mlp': 'swiglu'},
+    {'tied_head': False, 'vocab_size': 5000}, {'logit_softcap': 15.0, 'vocab_size': 5000},
+    {'rotary': True, 'qk_norm': True, 'mlp': 'relu2', 'tied_head': False},
+    {'rotary': True, 'qk_norm': True, 'rmsnorm': True, 'mlp': 'swiglu'}],
+    ids=lambda flags: '-'.join(flags))
+@pytest.mark.parametrize('dtype', ['float32', 'bfloat16'])
+def test_the_peak_with_what_is_newer_is_predicted(flags, dtype):
+    model = replace(CHARACTERS, **flags)
+    assert off(model, Run(16, dtype=dtype, device='cpu', optimizer='muon')) < 0.05
+
+
 def test_what_stays_after_each_part_of_a_step_is_predicted():
     for chunk, bias in ((0, False), (2048, True)):
         model = replace(CHARACTERS, bias=bias, vocab_size=5000)

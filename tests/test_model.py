@@ -1,11 +1,12 @@
 import math
+from dataclasses import replace
 
 import pytest
 import torch
 import torch.nn.functional as F
 
 from errors import UserError
-from model import GPT, GPTConfig, peak_flops
+from model import GPT, GPTConfig, peak_flops, rotary_table, rotate
 
 SMALL = GPTConfig(block_size=16, vocab_size=65, n_layer=2, n_head=4, n_embd=32)
 
@@ -247,3 +248,70 @@ def test_utilisation_of_an_unknown_device_is_unknown(model):
     mfu = model.mfu(1e6, 'NVIDIA A100-SXM4-80GB', 'bfloat16')
     assert mfu == model.flops_per_token() * 1e6 / 312e12
     assert peak_flops('NVIDIA L40S', 'bfloat16') == 362e12  # and not the L4's
+
+
+# -----------------------------------------------------------------------------
+# newer than GPT-2
+
+FLAGS = [{'rotary': True}, {'rmsnorm': True}, {'qk_norm': True}, {'mlp': 'relu2'},
+         {'mlp': 'swiglu'}, {'mlp': 'gelu_erf'}, {'tied_head': False}, {'logit_softcap': 2.0}]
+
+
+@pytest.mark.parametrize('flags', FLAGS, ids=lambda flags: '-'.join(flags))
+def test_a_flag_changes_the_model_and_keeps_it_causal(flags):
+    torch.manual_seed(0)
+    plain = GPT(SMALL)
+    torch.manual_seed(0)
+    newer = GPT(replace(SMALL, **flags)).eval()
+    for model in (plain, newer):
+        for p in model.parameters():
+            p.data *= 5  # far from where all models do nothing
+    idx = torch.randint(0, 65, (2, 16))
+    logits = newer(idx)[0]
+    assert not torch.allclose(logits, plain.eval()(idx)[0], atol=1e-3)
+    changed = idx.clone()
+    changed[:, 10:] = torch.randint(0, 65, (2, 6))
+    torch.testing.assert_close(newer(changed)[0][:, :10], logits[:, :10])
+
+
+@pytest.mark.parametrize('flags', FLAGS, ids=lambda flags: '-'.join(flags))
+def test_the_chunked_loss_is_the_plain_one_with_each_flag(flags):
+    model = GPT(replace(SMALL, **flags))
+    model.lm_head.weight.data *= 20
+    idx = torch.randint(0, 65, (2, 16))
+    losses, grads = [], []
+    for model.loss_chunk_tokens in (0, 7):
+        model.zero_grad()
+        loss = model(idx, idx)[1]
+        loss.backward()
+        losses.append(loss)
+        grads.append([p.grad for p in model.parameters()])
+    torch.testing.assert_close(*losses)
+    torch.testing.assert_close(*grads)
+
+
+def test_rotary_scores_depend_on_distances_alone():
+    cos, sin = rotary_table(12, 8)
+    q, k = torch.randn(2, 1, 1, 1, 8).expand(2, 1, 1, 12, 8)  # the same at each position
+    scores = (rotate(q, cos, sin) @ rotate(k, cos, sin).mT)[0, 0]
+    for distance in range(12):
+        along = scores.diagonal(-distance)
+        torch.testing.assert_close(along, along[:1].expand_as(along))
+    assert scores[:, 0].std() > 0.1
+
+
+def test_a_soft_cap_holds_logits():
+    model = GPT(replace(SMALL, logit_softcap=2.0))
+    model.lm_head.weight.data *= 1000
+    assert model(torch.randint(0, 65, (2, 16)))[0].abs().max() <= 2
+
+
+def test_zero_init_begins_with_all_tokens_equally_likely():
+    model = GPT(replace(SMALL, zero_init=True, tied_head=False))
+    idx = torch.randint(0, 65, (2, 16))
+    assert model(idx, idx)[1].item() == pytest.approx(math.log(65), abs=1e-5)
+
+
+def test_swiglu_costs_what_gelu_does():
+    sizes = [GPT(replace(SMALL, n_embd=96, mlp=mlp)).num_parameters() for mlp in ('gelu', 'swiglu')]
+    assert sizes[0] == pytest.approx(sizes[1], rel=0.05)

@@ -32,7 +32,7 @@ def test_a_report_says_what_was_run_and_what_came_of_it(tiny, tmp_path, capsys):
         assert words in text, words
     assert 'learning_rate' not in text  # it is the default
     samples = [line['sample'] for line in lines(tmp_path / 'out', 'sample')]
-    assert len(samples) == 3 and all(len(sample) == 7 for sample in samples)
+    assert len(samples) == 3 and all(len(sample) == 1 + 7 for sample in samples)
 
 
 def test_without_matplotlib_a_run_ends_well(tiny, tmp_path, monkeypatch, capsys):

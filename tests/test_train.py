@@ -4,7 +4,7 @@ import shutil
 
 import pytest
 import torch
-from helpers import ROOT, SHARED, fails, run, shared_file, torchrun
+from helpers import ROOT, SHARED, fails, options, run, shared_file, torchrun
 
 import checkpoint as checkpoints
 import scoring
@@ -60,7 +60,13 @@ def test_a_logged_loss_is_the_mean_over_all_micro_batches(tiny, tmp_path):
         assert torch.allclose(x, y, atol=1e-5)
 
 
-def test_two_processes_compute_what_one_does(tiny, tmp_path):
+NEWER = options(optimizer='muon', rotary=True, rmsnorm=True, qk_norm=True, mlp='relu2',
+                tied_head=False, logit_softcap=15.0, zero_init=True, lr_schedule='wsd')
+
+
+@pytest.mark.parametrize('recipe', [[], NEWER], ids=['gpt2', 'newer'])
+def test_two_processes_compute_what_one_does(tiny, tmp_path, recipe):
+    tiny = [*tiny, *recipe]
     torchrun(2, 'train.py', *tiny, f'--out_dir={tmp_path}/two')
     train.main([*tiny, f'--out_dir={tmp_path}/one'])
     for key in ('loss', 'grad_norm', 'train_loss', 'val_loss'):
@@ -70,9 +76,11 @@ def test_two_processes_compute_what_one_does(tiny, tmp_path):
                zip(weights(tmp_path / 'one'), weights(tmp_path / 'two'), strict=True))
 
 
-@pytest.mark.parametrize('dtype', ['float32', 'bfloat16', 'float16'])
-def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(tiny, tmp_path, dtype):
-    tiny = [*tiny, f'--dtype={dtype}', '--dropout=0.2']
+@pytest.mark.parametrize(('dtype', 'recipe'), [
+    ('float32', []), ('bfloat16', []), ('float16', []), ('bfloat16', NEWER),
+    ('float32', options(optimizer='sgd', learning_rate=0.1, lr_schedule='linear', mlp='swiglu'))])
+def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(tiny, tmp_path, dtype, recipe):
+    tiny = [*tiny, f'--dtype={dtype}', '--dropout=0.2', *recipe]
     train.main([*tiny, f'--out_dir={tmp_path}/whole'])
     shutil.copytree(tmp_path / 'whole', tmp_path / 'cut')
     shutil.rmtree(checkpoints.find(tmp_path / 'cut').path)  # iteration 6; 3 remains
@@ -136,6 +144,18 @@ def test_the_learning_rate_warms_up_and_falls_on_a_cosine():
     assert lr(59) == pytest.approx(0.55)
     assert lr(109) == pytest.approx(0.1) and lr(10**6) == 0.1
     assert all(lr(i) > lr(i + 1) for i in range(9, 108))
+
+
+def test_each_schedule_begins_high_and_ends_low():
+    ends = {}
+    for name in ('cosine', 'linear', 'wsd', 'constant'):
+        config = TrainConfig(learning_rate=1.0, min_lr=0.1, warmup_iters=10, lr_decay_iters=110,
+                             lr_schedule=name, wsd_decay=0.5)
+        assert get_lr(0, config) == pytest.approx(1 / 11) and get_lr(10, config) == 1.0
+        ends[name] = get_lr(55, config), get_lr(85, config), get_lr(110, config)
+    assert ends['linear'] == pytest.approx((0.595, 0.325, 0.1))
+    assert ends['wsd'] == pytest.approx((1.0, 0.1 + 0.9 * 25 / 55, 0.1))
+    assert ends['constant'] == (1.0, 1.0, 1.0)
 
 
 def test_a_constant_learning_rate_is_constant(tiny, tmp_path):
@@ -263,7 +283,7 @@ def test_benchmarks_and_samples_come_on_time_and_change_nothing(tiny, tmp_path, 
     monkeypatch.setattr(scoring, 'read_questions', lambda *_: questions)
     capsys.readouterr()
     train.main([*tiny, '--dropout=0.1', '--eval_tasks=lambada', '--eval_tasks_interval=3',
-                '--sample_interval=2', '--sample_start=import'])
+                '--sample_interval=2', '--sample_tokens=20', '--sample_start=import'])
     out = capsys.readouterr().out
     assert out.count('---------------\nimport') == 3
     assert out.count('lambada: acc ') == 2 and 'iter 3 | lambada' in out

@@ -6,6 +6,7 @@ reach memory. The backward pass computes them again: nothing but q, k and v is k
 """
 
 import torch
+from numpy.random import SFC64
 
 HEADS_AT_ONCE = 16  # whose weights are in the cache together
 LONGEST = 512  # tokens; from about 1,024 on torch's own is as fast, and needs less cache
@@ -19,41 +20,55 @@ def attention_gains(q):
 
 def attention(q, k, v, dropout=0.0):
     """Causal attention. q, k, v (B, H, T, D) → (B, H, T, D)."""
-    seed = torch.empty((), dtype=torch.int64)
-    seed = seed.random_() if dropout else seed.zero_()
+    seed = new_seed() if dropout else torch.zeros((), dtype=torch.int64)
     heads = (t.flatten(0, 1).contiguous() for t in (q, k, v))  # 3 × (B·H, T, D)
     return heads_attention(*heads, seed, dropout).view(q.shape)
 
 
-def keep_bits(like, dropout, generator=None):
-    """Which numbers of `like` (2 bytes each) dropout keeps, as int16: all bits set with probability
-    1 - dropout, else none, so that a bitwise and does it."""
-    # torch makes 64 random bits at once many times faster than it draws a Bernoulli number.
-    bits = torch.empty(-(-like.numel() // 4), dtype=torch.int64)
-    bits = bits.random_(-2**63, None, generator=generator).view(torch.int16)[:like.numel()]
-    return bits.bitwise_and_(2**15 - 1).neg_().add_(round(dropout * 2**15) - 1) \
-        .bitwise_right_shift_(15).view(like.shape)  # the sign of a number, in all its bits
+def keep_bits(like, dropout, random):
+    """Which numbers of `like` dropout keeps, as int16: all bits set with probability 1 - dropout,
+    else none, so that for numbers of 2 bytes a bitwise and does it.
+
+    random: numpy's SFC64, whose 16 bits for each number come 15 times as fast as a Bernoulli
+    number of torch's
+    """
+    words = torch.from_numpy(random.random_raw(-(-like.numel() // 4)).view('int16'))
+    words = words[:like.numel()].bitwise_right_shift_(1)  # -2^14 … 2^14 - 1: no sum overflows
+    words += 2**14 - round(dropout * 2**15)
+    # Now negative where dropped; the sign, in all bits, is the complement of what is wanted.
+    return words.bitwise_right_shift_(15).bitwise_not_().view(like.shape)
+
+
+def new_seed():
+    """From the run's random numbers: a checkpoint that has theirs has these."""
+    return torch.empty((), dtype=torch.int64).random_()
 
 
 class Dropped(torch.autograd.Function):
-    """x, of a 2-byte type, with its numbers set to 0 with probability `dropout`, the others scaled
-    up to keep the mean (Srivastava et al. 2014)."""
+    """x with its numbers set to 0 with probability `dropout`, the others scaled up to keep the
+    mean (Srivastava et al. 2014)."""
 
     @staticmethod
     def forward(ctx, x, dropout):
-        keep, ctx.scale = keep_bits(x, dropout), 1 / (1 - dropout)
+        keep = keep_bits(x, dropout, SFC64(new_seed().item()))
+        ctx.scale = 1 / (1 - dropout)
         ctx.save_for_backward(keep)
-        return (x.view(torch.int16) & keep).view(x.dtype).mul_(ctx.scale)
+        return scaled(x, keep, ctx.scale)
 
     @staticmethod
     def backward(ctx, grad):
-        keep, = ctx.saved_tensors
-        return (grad.view(torch.int16) & keep).view(grad.dtype).mul_(ctx.scale), None
+        return scaled(grad, *ctx.saved_tensors, ctx.scale), None
+
+
+def scaled(x, keep, scale):
+    if x.element_size() == 2:
+        return (x.view(torch.int16) & keep).view(x.dtype).mul_(scale)
+    return x * keep.to(x.dtype).mul_(-scale)  # all bits set are -1
 
 
 class Dropout(torch.nn.Dropout):
     def forward(self, x):
-        if self.training and self.p and x.device.type == 'cpu' and x.dtype == torch.bfloat16:
+        if self.training and self.p and x.device.type == 'cpu':
             return Dropped.apply(x, self.p)
         return super().forward(x)
 
@@ -77,12 +92,12 @@ def attention_weights(q, k, mask):
 def heads_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, seed: torch.Tensor,
                     dropout: float) -> torch.Tensor:
     y, mask = torch.empty_like(q), causal_mask(q)
-    generator = torch.Generator().manual_seed(seed.item())
+    random = SFC64(seed.item())
     parts = (t.split(HEADS_AT_ONCE) for t in (q, k, v, y))
     for q_i, k_i, v_i, y_i in zip(*parts, strict=True):
         p = attention_weights(q_i, k_i, mask)
         if dropout:
-            p.view(torch.int16).bitwise_and_(keep_bits(p, dropout, generator))
+            p.view(torch.int16).bitwise_and_(keep_bits(p, dropout, random))
         torch.bmm(p, v_i, out=y_i)
     return y.mul_(1 / (1 - dropout)) if dropout else y
 
@@ -93,7 +108,7 @@ def heads_attention_backward(grad: torch.Tensor, q: torch.Tensor, k: torch.Tenso
                              ) -> list[torch.Tensor]:
     dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
     mask, scale = causal_mask(q), q.size(-1) ** -0.5
-    generator = torch.Generator().manual_seed(seed.item())
+    random = SFC64(seed.item())
     grad = grad / (1 - dropout) if dropout else grad.contiguous()
     parts = (t.split(HEADS_AT_ONCE) for t in (grad, q, k, v, dq, dk, dv))
     for grad_i, q_i, k_i, v_i, dq_i, dk_i, dv_i in zip(*parts, strict=True):
@@ -101,13 +116,13 @@ def heads_attention_backward(grad: torch.Tensor, q: torch.Tensor, k: torch.Tenso
         dp = torch.bmm(grad_i, v_i.mT)
         dropped = p
         if dropout:
-            keep = keep_bits(p, dropout, generator)  # the same as in the forward pass
+            keep = keep_bits(p, dropout, random)  # the same as in the forward pass
             dropped = (p.view(torch.int16) & keep).view(p.dtype)
             dp.view(torch.int16).bitwise_and_(keep)
         torch.bmm(dropped.mT, grad_i, out=dv_i)
-        ds = torch._softmax_backward_data(dp, p, -1, p.dtype).mul_(scale)
-        torch.bmm(ds, k_i, out=dq_i)
-        torch.bmm(ds.mT, q_i, out=dk_i)
+        ds = torch._softmax_backward_data(dp, p, -1, p.dtype)
+        torch.baddbmm(dq_i, ds, k_i, beta=0, alpha=scale, out=dq_i)
+        torch.baddbmm(dk_i, ds.mT, q_i, beta=0, alpha=scale, out=dk_i)
     return [dq, dk, dv]
 
 

@@ -5,7 +5,7 @@ import torch.nn.functional as F
 import cpu
 
 
-def heads(B=2, H=3, T=40, D=32, dtype=torch.bfloat16):
+def heads(B=2, H=9, T=300, D=32, dtype=torch.bfloat16):
     torch.manual_seed(0)
     return [torch.randn(B, H, T, D, dtype=dtype, requires_grad=True) for _ in range(3)]
 

@@ -72,7 +72,8 @@ def read_hf(folder):
             raise ValueError(f'config.json says n_inner={hf["n_inner"]}, and only 4·n_embd is '
                              'supported')
         shape = {'block_size': hf['n_positions'], 'bias': True,
-                 'mlp': 'relu2' if hf.get('activation_function') == 'relu2' else 'gelu',
+                 'mlp': {'gelu': 'gelu_erf', 'relu2': 'relu2'}.get(
+                     hf.get('activation_function'), 'gelu'),
                  'tied_head': hf.get('tie_word_embeddings', True),
                  **{key: hf[key] for key in ('vocab_size', 'n_layer', 'n_head', 'n_embd')}}
         weights = {}
@@ -88,7 +89,8 @@ def read_hf(folder):
 
 # What we compute, under the names of transformers' GPT2Config; what stands first is its default.
 HF_SUPPORTED = {
-    'activation_function': ('gelu_new', 'gelu_pytorch_tanh', 'relu2'),  # two names of one formula
+    # the first two are one
+    'activation_function': ('gelu_new', 'gelu_pytorch_tanh', 'gelu', 'relu2'),
     'layer_norm_epsilon': (1e-5,),
     'scale_attn_weights': (True,),
     'scale_attn_by_inverse_layer_idx': (False,),
@@ -131,9 +133,11 @@ def read_nanogpt(path):
         with torch.serialization.safe_globals(allowed):
             # mapped: the optimizer's state beside the weights is never read
             found = torch.load(path, map_location='cpu', weights_only=True, mmap=True)
-        args = found['model_args'] if 'model_args' in found else vars(found['config'])
+        nanogpt = 'model_args' in found  # build-nanogpt has GPT-2's own approximation of GELU
+        args = found['model_args'] if nanogpt else vars(found['config'])
         shape = {'bias': True, **{key: args[key] for key in (
-            'block_size', 'vocab_size', 'n_layer', 'n_head', 'n_embd', 'bias') if key in args}}
+            'block_size', 'vocab_size', 'n_layer', 'n_head', 'n_embd', 'bias') if key in args},
+            'mlp': 'gelu_erf' if nanogpt else 'gelu'}
         weights = {re.sub(r'^(_orig_mod\.|module\.)*', '', name): w
                    for name, w in found['model'].items()}
         vocab_size = shape['vocab_size']
@@ -205,7 +209,8 @@ def to_hf(model):
     name, norm = ('gpt2', 'LayerNorm')
     if c.rotary:
         name = {('swiglu', True): 'qwen3' if c.qk_norm else 'llama', ('gelu', True): 'arcee',
-                ('relu2', True): 'arcee', ('gelu', False): 'nemotron',
+                ('gelu_erf', True): 'arcee', ('relu2', True): 'arcee',
+                ('gelu', False): 'nemotron', ('gelu_erf', False): 'nemotron',
                 ('relu2', False): 'nemotron'}.get((c.mlp, c.rmsnorm), 'llama')
         norm = 'LayerNorm' if name == 'nemotron' else 'RMSNorm'
     for prevents, flag in ((c.logit_softcap, f'logit_softcap={c.logit_softcap}'),
@@ -230,7 +235,7 @@ def to_hf(model):
 
 HF_CLASSES = {'gpt2': 'GPT2LMHeadModel', 'llama': 'LlamaForCausalLM', 'qwen3': 'Qwen3ForCausalLM',
               'arcee': 'ArceeForCausalLM', 'nemotron': 'NemotronForCausalLM'}
-HF_ACTIVATIONS = {'gelu': 'gelu_new', 'relu2': 'relu2', 'swiglu': 'silu'}
+HF_ACTIVATIONS = {'gelu': 'gelu_new', 'gelu_erf': 'gelu', 'relu2': 'relu2', 'swiglu': 'silu'}
 
 
 def gpt2_config(c):

@@ -314,8 +314,10 @@ def seed_everything(seed, rank=0):
 
 
 def use_fast_matmul():
-    """Let float32 matmuls use TF32 tensor cores, where the device has them."""
-    torch.set_float32_matmul_precision('high')
+    """Let float32 matmuls use TF32 tensor cores, where there are any. On a CPU the same setting
+    costs a fifth of a step, also with bfloat16."""
+    if torch.cuda.is_available():
+        torch.set_float32_matmul_precision('high')
 
 
 def use_expandable_segments(device):

@@ -192,7 +192,7 @@ def nanogpt_checkpoint(path, model, prefix='', vocab_size=None, **more):
 @pytest.mark.parametrize('bias', [True, False])
 def test_a_checkpoint_of_nanogpt_is_read(tmp_path, prefix, bias):
     torch.manual_seed(0)
-    model = GPT(GPTConfig(16, 65, 2, 4, 32, bias=bias)).eval()
+    model = GPT(GPTConfig(16, 65, 2, 4, 32, bias=bias, mlp='gelu_erf')).eval()
     nanogpt_checkpoint(tmp_path / 'ckpt.pt', model, prefix)
     again = GPT.from_pretrained(str(tmp_path / 'ckpt.pt')).eval()
     assert torch.equal(again(tokens(2, 16))[0], model(tokens(2, 16))[0])
@@ -210,7 +210,7 @@ def test_a_checkpoint_of_nanogpt_writes_with_the_tokenizer_of_a_dataset(
 
 
 def test_nanogpts_padding_of_gpt2s_vocabulary_is_cut_off(tmp_path):
-    model = GPT(GPTConfig(8, 50304, 1, 1, 8))
+    model = GPT(GPTConfig(8, 50304, 1, 1, 8, mlp='gelu_erf'))
     nanogpt_checkpoint(tmp_path / 'ckpt.pt', model, vocab_size=50304)
     again = GPT.from_pretrained(tmp_path / 'ckpt.pt')
     assert again.config.vocab_size == 50257

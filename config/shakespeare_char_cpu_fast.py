@@ -1,0 +1,40 @@
+# A character-level GPT of 0.8M parameters on tiny Shakespeare, newer than GPT-2 in all its parts:
+# about a minute on two CPU cores.
+#   python train.py config/shakespeare_char_cpu_fast.py
+
+out_dir = 'out-shakespeare-char-cpu-fast'
+dataset = 'shakespeare_char'  # 1,003,854 training characters; downloaded when first used
+
+# 12·L·C² = 12 · 4 · 128² = 0.8M weights in the blocks
+n_layer = 4
+n_head = 2
+n_embd = 128
+rotary = True
+qk_norm = True
+mlp = 'relu2'
+tied_head = False
+zero_init = True
+dropout = 0.0  # the text is seen once and a half: nothing to overfit
+dtype = 'bfloat16'  # on a CPU without it in hardware: float32
+
+# 16 windows · 128 characters = 2,048 characters a step: Muon makes more of a larger batch, and each
+# of its steps costs the same
+batch_size = 16
+block_size = 128
+gradient_accumulation_steps = 1
+
+# 750 steps · 2,048 = 1.5M characters, as many as config/shakespeare_char_cpu.py sees
+optimizer = 'muon'
+max_iters = 750
+lr_decay_iters = max_iters
+learning_rate = 4e-3
+min_lr = 0.0
+lr_schedule = 'linear'
+warmup_iters = 10
+momentum = 0.9
+beta2 = 0.99
+
+eval_interval = 150
+eval_iters = 20
+log_interval = 50
+always_save_checkpoint = False

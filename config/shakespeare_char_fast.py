@@ -1,0 +1,38 @@
+# nanoGPT's character-level GPT of 10.7M parameters on tiny Shakespeare with newer parts, in fewer
+# steps.
+#   python train.py config/shakespeare_char_fast.py
+# Not measured yet: no GPU was at hand, and on two CPU cores it takes an hour.
+
+out_dir = 'out-shakespeare-char-fast'
+dataset = 'shakespeare_char'  # 1,003,854 training characters; downloaded when first used
+
+# 12·L·C² = 12 · 6 · 384² = 10.6M weights in the blocks
+n_layer = 6
+n_head = 6
+n_embd = 384
+rotary = True
+qk_norm = True
+mlp = 'relu2'
+tied_head = False
+zero_init = True
+dropout = 0.2  # the text is seen 16 times: without dropout the model would learn it by heart
+
+# 64 windows · 256 characters = 16,384 characters a step
+batch_size = 64
+block_size = 256
+gradient_accumulation_steps = 1
+
+# 1,000 steps · 16,384 = 16M characters, 16 epochs
+optimizer = 'muon'
+max_iters = 1000
+lr_decay_iters = max_iters
+learning_rate = 3e-3
+min_lr = 0.0
+lr_schedule = 'linear'
+warmup_iters = 20
+beta2 = 0.99
+
+eval_interval = 100
+eval_iters = 200  # more than the 7 batches that the validation text has: all of it, each time
+log_interval = 10
+always_save_checkpoint = False  # it may overfit: keep the best

@@ -1,4 +1,4 @@
-# A GPT of 2.6M parameters that learns to write Python: about two minutes on two CPU cores.
+# A GPT of 2.6M parameters that learns to write Python: about a minute on two CPU cores.
 #   python train.py config/quickstart.py
 #   python sample.py config/quickstart_sample.py
 
@@ -20,10 +20,10 @@ tied_head = False
 zero_init = True
 optimizer = 'muon'
 
-# 16 windows · 128 tokens = 2,048 tokens a step; 700 steps = 1.4M tokens, half an epoch
+# 16 windows · 128 tokens = 2,048 tokens a step; 450 steps = 0.9M tokens, a third of an epoch
 batch_size = 16
 gradient_accumulation_steps = 1
-max_iters = 700
+max_iters = 450
 lr_decay_iters = max_iters
 
 learning_rate = 4e-3  # small networks bear a high one
@@ -33,6 +33,6 @@ warmup_iters = 20
 momentum = 0.9
 beta2 = 0.99  # few tokens a step make the gradient noisy: average over more steps
 
-eval_interval = 175
+eval_interval = 150
 eval_iters = 40
 log_interval = 50

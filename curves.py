@@ -35,7 +35,7 @@ def draw(runs, path, reference=None):
                 axis.set_major_formatter(EngFormatter(sep=''))  # 250k
         axes.spines[['top', 'right']].set_visible(False)
         if axes.get_legend_handles_labels()[0]:
-            axes.legend(fontsize=8, frameon=False)
+            axes.legend(fontsize=8, framealpha=0.8, edgecolor='none')
     figure.savefig(path, dpi=110)
 
 

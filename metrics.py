@@ -170,11 +170,11 @@ class Metrics:
         """Of the wandb run that a resumed run goes on with, or None."""
         return next((backend.id for backend in self.backends if backend.name == 'wandb'), None)
 
-    def close(self):
-        """Hand over the last numbers, and what looks wrong now that the run has ended."""
+    def close(self, ended=True):
+        """Hand over the last numbers, and what looks wrong. ended: no more will come."""
         self._clear()
         if self.path:
-            self._diagnose(ended=True)
+            self._diagnose(ended)
         for backend in self.backends:
             backend.close()
 
@@ -253,8 +253,11 @@ def parse_row(line):
     if not isinstance(row, dict) or type(row.get('iter')) is not int \
             or any(type(row.get(key)) not in (int, float) for key in ('tokens', 'elapsed_s')):
         raise ValueError('no object with iter, tokens and elapsed_s')
+    if row['iter'] < 0 or type(row.get('sample', '')) is not str:
+        raise ValueError('no iteration has this')
     for key, value in row.items():
-        if value is not None and type(value) not in (int, float) and key != 'sample':
+        if value is not None and key != 'sample' \
+                and (type(value) not in (int, float) or not abs(value) < 1e300):
             raise ValueError(f'{key} is no number')
     return row
 

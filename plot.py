@@ -84,6 +84,7 @@ def main(argv):
         time.sleep(config.every)
     for name, (rows, run) in zip(names, found, strict=True):
         if not rows:
+            print(f'{name}: nothing is logged yet')
             continue
         print(summary(name, rows))
         if run:
@@ -91,8 +92,10 @@ def main(argv):
                 print(f'  {each}')
             if verdict := learned_by_heart(rows, run):
                 print(f'  {verdict}')
+        else:
+            print('  it has no run.json of train.py, and without one nothing is diagnosed')
         if reference:
-            print(f'  {reference.compare(name, rows)}')
+            print(f'  {reference.compare(name, rows, run)}')
     print(output)
 
 

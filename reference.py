@@ -47,8 +47,14 @@ class Reference:
         return next(row['tokens'] / row['iter'] for rows in self.rows.values() for row in rows
                     if row['iter'])
 
-    def compare(self, name, rows):
-        """A sentence on where the run `name` lies."""
+    def compare(self, name, rows, run=None):
+        """A sentence on where the run `name` lies. run: its facts, where they are known."""
+        theirs = next(iter(self.runs.values()))
+        if run and any(run[key] != theirs[key] for key in ('vocab_size', 'train_tokens')):
+            return f'{name} was trained on other tokens than {self.name} ' \
+                   f'({run["data"]["folder"]}, {run["train_tokens"]:,} tokens; there ' \
+                   f'{theirs["data"]["folder"]}, {theirs["train_tokens"]:,}): their losses ' \
+                   'do not compare'
         band = self.band()
         seen = [(row['iter'], row['tokens'], row['val_loss']) for row in rows
                 if row.get('val_loss') is not None]

@@ -22,6 +22,12 @@ from metrics import duration, read_rows, short
 SAMPLES = 5  # that a report shows, evenly spread over the run
 UNIGRAM_TOKENS = 2**20  # that the entropy of single tokens is taken of
 
+# Without these a run.json is none of ours, or of a version too old to be diagnosed.
+FACTS = {'config', 'changed', 'data', 'vocab_size', 'train_tokens', 'unigram_loss', 'parameters',
+         'from_scratch', 'code', 'machine', 'dtype', 'compile', 'versions', 'command', 'started'}
+SETTINGS = {'decay_lr', 'grad_clip', 'max_iters', 'n_embd', 'overfit_batches', 'warmup_iters',
+            'weight_decay'}
+
 
 # -----------------------------------------------------------------------------
 # the facts
@@ -87,20 +93,26 @@ def write_run(out_dir, run):
 
 
 def read_run(out_dir):
-    """run.json of a folder, or {} where there is none."""
+    """run.json of a folder, or {} where there is none of ours."""
     try:
         run = json.loads(Path(out_dir, 'run.json').read_text(encoding='utf-8'))
     except (OSError, ValueError, RecursionError):
         return {}
-    return run if isinstance(run, dict) else {}
+    ours = isinstance(run, dict) and run.keys() >= FACTS \
+        and all(isinstance(run[key], dict) for key in ('config', 'data', 'machine', 'versions')) \
+        and run['config'].keys() >= SETTINGS
+    return run if ours else {}
 
 
 # -----------------------------------------------------------------------------
 # the report
 
 
-def write(out_dir, say):
-    """Write out_dir/loss.png and report.md. What cannot be drawn is said in a line."""
+def write(out_dir, say, ended=True):
+    """Write out_dir/loss.png and report.md. What cannot be drawn is said in a line.
+
+    ended: the run will not go on
+    """
     out_dir = Path(out_dir)
     rows, run = read_rows(out_dir / 'metrics.jsonl', warn=say), read_run(out_dir)
     if not rows or not run:
@@ -113,16 +125,17 @@ def write(out_dir, say):
     if verdict := learned_by_heart(rows, run):
         say(verdict)
     try:
-        (out_dir / 'report.md').write_text(text_of(out_dir, rows, run), encoding='utf-8')
+        (out_dir / 'report.md').write_text(text_of(out_dir, rows, run, ended),
+                                           encoding='utf-8')
     except OSError as e:
         say(f'no report.md: {e.strerror}')
         return
     say(f'{out_dir}/report.md says what the run was and what came of it')
 
 
-def text_of(out_dir, rows, run):
+def text_of(out_dir, rows, run, ended):
     """report.md of a run's rows and facts."""
-    found = diagnose(rows, run, ended=True)
+    found = diagnose(rows, run, ended)
     parts = [f'# {out_dir.name}', outcome(rows, run),
              '## Diagnosis', '\n'.join(f'- {each}' for each in found) or 'Nothing looks wrong.']
     if verdict := learned_by_heart(rows, run):

@@ -362,9 +362,12 @@ def train(config, world, device, dtype, compile):
 
         batches.close()
         saver.wait()
-    metrics.close()
+    if writing and done and not stopping and iter_num < config.max_iters:
+        say(f'patience={config.patience}: stopped after iteration {iter_num}, as {stale} '
+            f'evaluations brought no validation loss below {best_val_loss:.4f}')
+    metrics.close(ended=not stopping)
     if config.report and writing:
-        run_report.write(out_dir, say)
+        run_report.write(out_dir, say, ended=not stopping)
     if giving_up:
         raise guard.give_up()
     if saver.failed:

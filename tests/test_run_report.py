@@ -9,6 +9,7 @@ from test_train import lines
 
 import plot
 import reference
+import run_report
 import train
 from diagnosis import diagnose
 from reference import Reference
@@ -64,6 +65,23 @@ def test_lines_of_others_are_named_when_they_are_skipped(trained, tmp_path, caps
     assert 'metrics.jsonl: skipped 1 of' in out and 'line 1' in out
 
 
+@pytest.mark.parametrize('text', ['{', '[]', '{"config": 5}', '{"foo": 1}'])
+def test_a_strange_run_json_costs_the_diagnosis_only(text, trained, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(plot, 'draw', lambda *_: None)
+    (tmp_path / 'metrics.jsonl').write_bytes((trained / 'metrics.jsonl').read_bytes())
+    (tmp_path / 'run.json').write_text(text)
+    plot.main([str(tmp_path)])
+    out = capsys.readouterr().out
+    assert 'iteration 6, 768 tokens' in out and 'nothing is diagnosed' in out
+
+
+def test_a_run_that_was_interrupted_is_not_told_that_it_saw_little_text(trained):
+    rows = [{**row, 'iter': 100 * row['iter']} for row in lines(trained, 'iter')]
+    run = run_report.read_run(trained)
+    assert 'it ended after' in run_report.text_of(trained, rows, run, ended=True)
+    assert 'it ended after' not in run_report.text_of(trained, rows, run, ended=False)
+
+
 # -----------------------------------------------------------------------------
 # references
 
@@ -86,6 +104,14 @@ def made(offsets=(-0.01, 0.0, 0.01)):
 def test_a_sentence_says_where_a_run_lies(offset, words):
     assert words in made().compare('out', curve(offset))
     assert words in made().compare('out', curve(offset, step=250))  # evaluated elsewhere
+
+
+def test_a_run_on_other_text_is_not_compared():
+    facts = {**FACTS, 'vocab_size': 65, 'train_tokens': 1000, 'data': {'folder': 'data/ours'}}
+    small = Reference('small', dict.fromkeys(range(3), facts), made().rows)
+    assert 'inside' in small.compare('out', curve(0.0), facts)
+    other = {**facts, 'train_tokens': 2000, 'data': {'folder': 'data/other'}}
+    assert 'their losses do not compare' in small.compare('out', curve(0.0), other)
 
 
 def test_a_run_that_leaves_the_band_is_above_from_there():
@@ -145,10 +171,11 @@ def test_a_folder_in_use_is_refused_and_may_be_evaluated(tiny, trained, capsys, 
     train.main(tiny)  # and is free again
 
 
-def test_patience_ends_a_run_that_gets_no_better_and_survives_a_resume(tiny, tmp_path):
+def test_patience_ends_a_run_that_gets_no_better_and_survives_a_resume(tiny, tmp_path, capsys):
     still = [*tiny, '--learning_rate=0.0', '--min_lr=0.0', '--eval_interval=2', '--max_iters=20',
              '--lr_decay_iters=20', '--weight_decay=0.0', '--patience=3']
     train.main(still)
+    assert 'patience=3: stopped after iteration 6' in capsys.readouterr().out
     assert [line['iter'] for line in lines(tmp_path / 'out', 'val_loss')] == [0, 2, 4, 6]
     cut = [*still, f'--out_dir={tmp_path}/cut']
     train.main([*cut, '--max_iters=4'])

@@ -1,9 +1,12 @@
 """A model at the terminal: type, and it goes on from there."""
 
+import math
 import sys
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
+
+from errors import UserError
 
 HELP = """/reset            forget what was said
 /temperature 0.8  below 1 safer, above 1 wilder, 0 always the likeliest token
@@ -32,6 +35,7 @@ class Chat:
         said = message
         if self.template:
             said = ('\n' if self.said else '') + self.template.replace('{user}', message)
+        before = self.said
         self.said += said
         heard = []
 
@@ -42,6 +46,9 @@ class Chat:
         try:
             # A model that begins to speak for the user is at its end.
             self.answer(self.said, self.settings, [opening] if opening else [], hear)
+        except UserError:  # it could not be put to the model, so it was not said
+            self.said = before
+            raise
         finally:  # what was heard before Ctrl-C was said, too
             self.said += ''.join(heard).rstrip() if self.template else ''.join(heard)
 
@@ -67,8 +74,10 @@ class Chat:
         kind = type(getattr(self.settings, name))
         try:
             changed = replace(self.settings, **{name: kind(value)})
+            if not math.isfinite(getattr(changed, name)):
+                raise ValueError
             problems = changed.problems()
-        except ValueError:
+        except (ValueError, OverflowError):
             problems = [f'{value!r} is no number']
         if problems:
             return f'{problems[0]}: {name} stays {getattr(self.settings, name)}'
@@ -110,6 +119,8 @@ def talk(chat):
                 chat.turn(line, show)
             except KeyboardInterrupt:
                 print(' …', end='')
+            except UserError as problem:
+                print(problem, end='')
             print()
 
 

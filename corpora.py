@@ -162,7 +162,7 @@ def read_text(path, errors):
     except UnicodeDecodeError as e:
         at = before - len(decoder.getstate()[0]) + e.start
         raise UserError(f'{path}: not UTF-8 at byte {at}: convert it, for example with iconv -t '
-                        'utf-8, or go on with --errors=replace') from None
+                        'utf-8 (prepare.py can go on with --errors=replace)') from None
 
 
 def lines(blocks):

@@ -150,7 +150,7 @@ def sample(logits, temperature=1.0, top_k=None, top_p=None, min_p=None, noise=No
     reach this (Holtzman et al. 2019); min_p: among those at least this share as probable as the
     likeliest (Nguyen et al. 2024). noise (B, 1): float64 from [0, 1).
     """
-    if temperature == 0:
+    if temperature < torch.finfo(torch.float32).tiny:  # 0, or so low that float32 has it as 0
         return logits.argmax(dim=-1, keepdim=True)
     ids = None
     count = min(top_k or logits.size(-1), logits.size(-1))

@@ -141,6 +141,8 @@ def read_nanogpt(path):
         weights = {re.sub(r'^(_orig_mod\.|module\.)*', '', name): w
                    for name, w in found['model'].items()}
         vocab_size = shape['vocab_size']
+        if others := [name for name, w in weights.items() if not isinstance(w, torch.Tensor)]:
+            raise TypeError(f'{others[0]} is no tensor')
     except pickle.UnpicklingError as e:
         what = re.search(r'GLOBAL (\S+)', str(e))
         raise UserError(f'{path}: refused: it holds {what[1] if what else "more than tensors"}, '

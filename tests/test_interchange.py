@@ -296,7 +296,7 @@ def broken_folder(tmp_path, how):
     ('shape', r'transformer.wpe.weight is \(3, 48\), expected \(32, 48\)'),
     ('untied', 'lm_head.weight is not its wte.weight'),
     (('model_type', 'llama'), "model_type='llama'"),
-    (('activation_function', 'gelu'), "activation_function='gelu'"),
+    (('activation_function', 'silu'), "activation_function='silu'"),
     (('scale_attn_by_inverse_layer_idx', True), 'scale_attn_by_inverse_layer_idx'),
     (('n_inner', 7), 'n_inner=7'),
     (('n_head', 5), 'n_embd=48'),

@@ -128,9 +128,22 @@ def test_ctrl_c_stops_the_answer_and_not_the_chat(trained, capsys, monkeypatch, 
     assert 'half …' in out and (tmp_path / 'said').read_text() == 'defhalf\n'
 
 
-def test_a_temperature_near_zero_is_greedy(trained, capsys):
+def test_a_message_of_unknown_characters_does_not_end_the_chat(trained, capsys, monkeypatch,
+                                                               tmp_path):
+    out = chat(capsys, monkeypatch, trained, 'naïve', 'def', '/top_k 1', f'/save {tmp_path}/said')
+    assert "your message: character 'ï'" in out and 'top_k 1' in out
+    assert (tmp_path / 'said').read_text().startswith('def')
+
+
+def test_a_chat_takes_no_temperature_that_is_not_finite(trained, capsys, monkeypatch):
+    out = chat(capsys, monkeypatch, trained, '/temperature nan', '/temperature inf')
+    assert out.count('is no number: temperature stays 0.8') == 2
+
+
+@pytest.mark.parametrize('temperature', ['1e-42', '1e-320'])  # as float32: tiny, and 0
+def test_a_temperature_near_zero_is_greedy(trained, capsys, temperature):
     greedy = text_of(capsys, trained, '--temperature=0')
-    assert text_of(capsys, trained, '--temperature=1e-42') == greedy
+    assert text_of(capsys, trained, f'--temperature={temperature}') == greedy
 
 
 @pytest.mark.parametrize(('arguments', 'words'), [

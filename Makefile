@@ -18,7 +18,7 @@ quickstart: .venv/installed
 	$(BIN)/python sample.py config/quickstart_sample.py
 
 test: .venv/installed-dev
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n 2
 
 torture: .venv/installed-dev
 	$(BIN)/python tests/torture.py --kills=250

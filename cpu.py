@@ -7,6 +7,7 @@ reach memory. The backward pass computes them again: nothing but q, k and v is k
 
 import torch
 from numpy.random import SFC64
+from torch.compiler import is_compiling
 
 HEADS_AT_ONCE = 16  # whose weights are in the cache together
 LONGEST = 512  # tokens; from about 1,024 on torch's own is as fast, and needs less cache
@@ -41,7 +42,17 @@ def keep_bits(like, dropout, random):
 
 def new_seed():
     """From the run's random numbers: a checkpoint that has theirs has these."""
-    return torch.empty((), dtype=torch.int64).random_()
+    return torch.randint(2**63 - 1, ())
+
+
+@torch.library.custom_op('plaingpt::cpu_dropout_mask', mutates_args=())
+def dropout_mask(like: torch.Tensor, dropout: float, seed: torch.Tensor) -> torch.Tensor:
+    return keep_bits(like, dropout, SFC64(seed.item()))
+
+
+@dropout_mask.register_fake
+def _(like, dropout, seed):
+    return torch.empty_like(like, dtype=torch.int16)
 
 
 class Dropped(torch.autograd.Function):
@@ -50,7 +61,7 @@ class Dropped(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, dropout):
-        keep = keep_bits(x, dropout, SFC64(new_seed().item()))
+        keep = dropout_mask(x, dropout, new_seed())
         ctx.scale = 1 / (1 - dropout)
         ctx.save_for_backward(keep)
         return scaled(x, keep, ctx.scale)
@@ -68,7 +79,8 @@ def scaled(x, keep, scale):
 
 class Dropout(torch.nn.Dropout):
     def forward(self, x):
-        if self.training and self.p and x.device.type == 'cpu':
+        # torch.compile makes a fast one of torch's.
+        if self.training and self.p and x.device.type == 'cpu' and not is_compiling():
             return Dropped.apply(x, self.p)
         return super().forward(x)
 

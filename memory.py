@@ -129,8 +129,8 @@ def block_tensors(model, run):
         if model.qk_norm:
             tensors['RMSNorms’ parts'] += 2 * (4 if p == 4 else 5) * N * C
     if model.dropout:
-        # A CPU keeps the mask in the numbers' own type; CUDA a byte each.
-        tensors['dropout masks'] = 2 * (1 if cuda else p) * N * C
+        # A CPU keeps 2 bytes for each number (cpu.py), CUDA one.
+        tensors['dropout masks'] = 2 * (1 if cuda else 2) * N * C
     if model.dropout and not cuda and not own_attention:
         # Its attention with dropout is unfused: weights, mask and their product are kept.
         tensors['q, k, v'] = 12 * N * C
@@ -173,7 +173,7 @@ def predict(model, run):
     kept = {f'{L} × {name}': L * size for name, size in kept_tensors(model, run).items() if size}
     edges = {'token ids': 16 * N, 'ln_f input': 4 * N * C + 8 * N}
     if model.dropout:
-        edges['embedding dropout mask'] = (1 if run.device == 'cuda' else 4) * N * C
+        edges['embedding dropout mask'] = (1 if run.device == 'cuda' else 2) * N * C
     copies = {'autocast copies': p * linears} if half else {}
 
     # After the forward pass: the loss, where all activations stand.
@@ -225,7 +225,8 @@ def predict(model, run):
     before_backward = {**fixed, **before, **saved_copies, **kept, **edges}
     after = {'forward': sum(before_backward.values()) + staying, 'backward': end, 'optimizer': end}
     if run.optimizer == 'muon':
-        stages['optimizer']['orthogonalising'] = 3 * 2 * 4 * C * C  # one matrix at a time, bfloat16
+        # one matrix at a time, three of its size in bfloat16
+        stages['optimizer']['orthogonalising'] = 3 * 2 * C * model.c_fc_width
     return Prediction(stages, after, CUDA_OVERHEAD if run.device == 'cuda' else 0)
 
 

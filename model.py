@@ -8,7 +8,7 @@ B batch, T tokens in a window, C = n_embd, H = n_head, V vocabulary.
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn as nn
@@ -376,7 +376,7 @@ class GPT(nn.Module):
     def crop_block_size(self, block_size):
         """Forget the positions past `block_size`, say to fine-tune on shorter windows."""
         assert block_size <= self.config.block_size
-        self.config.block_size = block_size
+        self.config = replace(self.config, block_size=block_size)
         if not self.config.rotary:
             wpe = self.transformer.wpe
             wpe.num_embeddings = block_size
@@ -441,6 +441,7 @@ def keep_matmuls():
         aten._scaled_dot_product_efficient_attention.default,
         aten._scaled_dot_product_cudnn_attention.default,
         aten._scaled_dot_product_flash_attention_for_cpu.default,
+        torch.ops.plaingpt.cpu_attention.default,
     ])
 
 

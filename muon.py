@@ -20,6 +20,7 @@ class MuonAdamW(torch.optim.Optimizer):
     """
 
     _step_supports_amp_scaling = True  # tells GradScaler that `found_inf` is heeded here
+    found_inf = None
 
     def __init__(self, matrices, rest, lr, betas, momentum, fused):
         # Muon's own decay would move the weights in spite of found_inf, so it happens in step.
@@ -31,7 +32,6 @@ class MuonAdamW(torch.optim.Optimizer):
         # One view on both: groups to set the learning rate in, states to save.
         self.param_groups = self.muon.param_groups + self.adamw.param_groups
         self.state = self.muon.state = self.adamw.state = defaultdict(dict)
-        self.found_inf = None
 
     @torch.no_grad()
     def step(self, closure=None):

@@ -27,7 +27,8 @@ def get_lr(it, config):
     progress = (it - warmup) / max(1, end - warmup)
     share = {'cosine': 0.5 * (1 + math.cos(math.pi * progress)),
              'linear': 1 - progress,
-             'wsd': min(1, (end - it) / max(1, config.wsd_decay * end))}[config.lr_schedule]
+             'wsd': min(1, (end - it) / max(1, min(config.wsd_decay * end, end - warmup))),
+             }[config.lr_schedule]
     return low + share * (high - low)
 
 
@@ -49,10 +50,16 @@ def forward_backward(model, batches, micro_steps, scaler, context):
 
 def update(model, optimizer, scaler, grad_clip, guard, it, loss):
     """Clip the gradient and move the weights, unless something is not finite → gradient norm."""
+    if scaler.is_enabled():
+        # With float16 an infinite gradient is everyday life: the scaler skips it and scales less.
+        # Only the loss is judged, and the scaler, which looks at gradients alone, finds it there.
+        bad = guard.judge(it, loss, loss)
+        grad = next(p.grad for p in model.parameters() if p.grad is not None)
+        grad.copy_(torch.where(bad.bool(), math.inf, grad))
     scaler.unscale_(optimizer)
     grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), grad_clip or math.inf)
-    # With float16 an infinite gradient is everyday life: the scaler skips it and scales less.
-    optimizer.found_inf = guard.judge(it, loss, loss if scaler.is_enabled() else grad_norm)
+    if not scaler.is_enabled():
+        optimizer.found_inf = guard.judge(it, loss, grad_norm)
     scaler.step(optimizer)
     scaler.update()
     optimizer.zero_grad(set_to_none=True)

@@ -3,7 +3,7 @@
 #   python sample.py config/quickstart_sample.py
 
 out_dir = 'out-quickstart'
-dataset = 'pystdlib'  # Python's standard library, 3.3M tokens of a vocabulary of 2,048
+dataset = 'pystdlib'  # Python's standard library, 3M tokens of a vocabulary of 2,048
 
 # 12·L·C² = 12 · 4 · 192² = 1.8M weights in the blocks, and 2 · 2,048 · 192 = 0.8M in the embedding
 # and the head

@@ -1,7 +1,7 @@
 # nanoGPT's character-level GPT of 10.7M parameters on tiny Shakespeare with newer parts, in fewer
 # steps.
 #   python train.py config/shakespeare_char_fast.py
-# Not measured yet: no GPU was at hand, and on two CPU cores it takes an hour.
+# Not measured yet: no GPU was at hand.
 
 out_dir = 'out-shakespeare-char-fast'
 dataset = 'shakespeare_char'  # 1,003,854 training characters; downloaded when first used

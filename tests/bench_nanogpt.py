@@ -63,7 +63,7 @@ def whole_split(model, out):
 def race(nanogpt, config, rounds):
     """Whole processes in turn: when ours reaches nanoGPT's last loss, and where both end.
 
-    nanoGPT's is its last checkpoint's, over the whole validation text; ours on the way is that of
+    nanoGPT's is its best checkpoint's, over the whole validation text; ours on the way is that of
     the evaluations in training."""
     subprocess.run([sys.executable, 'data/shakespeare_char/prepare.py'], cwd=nanogpt, check=True,
                    stdout=subprocess.DEVNULL)
@@ -95,7 +95,8 @@ def two_models(nanogpt, config, vocab_size):
         n_head=config.n_head, n_embd=config.n_embd, dropout=config.dropout, bias=config.bias))
     weights = {name: p[:vocab_size] if 'wte' in name or 'lm_head' in name else p
                for name, p in ours.state_dict().items()}
-    theirs.load_state_dict(weights, strict=False)
+    unknown = theirs.load_state_dict(weights, strict=False).unexpected_keys
+    assert not unknown, unknown
     return theirs, ours
 
 

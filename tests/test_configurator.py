@@ -7,6 +7,7 @@ from helpers import ROOT, fails
 
 import sample
 import train
+from bench import BenchConfig
 from configurator import commented_fields, load_config
 from errors import UserError
 from settings import TrainConfig
@@ -83,7 +84,8 @@ def test_every_key_and_value_of_nanogpt_configs_is_accepted(name, tmp_path):
 
 @pytest.mark.parametrize('path', sorted((ROOT / 'config').glob('*.py')), ids=lambda p: p.name)
 def test_every_config_file_of_ours_loads(path):
-    cls = sample.SampleConfig if path.stem.endswith('_sample') else TrainConfig
+    cls = sample.SampleConfig if path.stem.endswith('_sample') else \
+        BenchConfig if path.stem in ('bench_cpu', 'grid_cpu') else TrainConfig
     assert load_config(cls, [str(path)]).out_dir != 'out'
 
 

@@ -57,7 +57,11 @@ def test_dropout_rests_in_evaluation():
     assert torch.equal(cpu.Dropout(0.5).eval()(x), x)
 
 
-def test_torch_compile_takes_attention_as_it_is():
+@pytest.mark.parametrize('dropout', [0.0, 0.5])
+def test_torch_compile_takes_attention_as_it_is(dropout):
     q, k, v = heads()
-    torch.testing.assert_close(torch.compile(cpu.attention, backend='aot_eager')(q, k, v),
-                               cpu.attention(q, k, v))
+    compiled = torch.compile(cpu.attention, backend='aot_eager', fullgraph=True)
+    torch.manual_seed(0)
+    y = compiled(q, k, v, dropout)
+    torch.manual_seed(0)
+    torch.testing.assert_close(y, cpu.attention(q, k, v, dropout))

@@ -1,6 +1,10 @@
+import math
+
 import torch
 
+from anomalies import StepGuard
 from model import GPT, GPTConfig
+from step import update
 
 SHAPE = GPTConfig(block_size=16, vocab_size=65, n_layer=2, n_head=2, n_embd=32)
 
@@ -77,3 +81,20 @@ def test_the_learning_rate_is_set_for_both():
     before = [p.detach().clone() for p in model.parameters()]
     trained(model, optimizer)
     assert all(torch.equal(p, q) for p, q in zip(model.parameters(), before, strict=True))
+
+
+def test_with_float16_a_run_that_gave_up_moves_no_more(tmp_path):
+    model, optimizer = made()
+    scaler = torch.amp.GradScaler('cpu', init_scale=4.0)
+    guard = StepGuard(tmp_path / 'anomalies.jsonl', 2, lambda it: (0, 0, []),
+                      torch.device('cpu'))
+    moved = []
+    for it, factor in enumerate((1.0, math.nan, math.nan, 1.0, 1.0)):
+        before = [p.detach().clone() for p in model.parameters()]
+        idx = torch.randint(0, 65, (4, 16))
+        loss = model(idx, idx)[1] * factor
+        scaler.scale(loss).backward()
+        update(model, optimizer, scaler, 1.0, guard, it, loss.detach())
+        moved.append(not all(torch.equal(p, q) for p, q in
+                             zip(model.parameters(), before, strict=True)))
+    assert moved == [True, False, False, False, False]

@@ -156,6 +156,8 @@ def test_each_schedule_begins_high_and_ends_low():
     assert ends['linear'] == pytest.approx((0.595, 0.325, 0.1))
     assert ends['wsd'] == pytest.approx((1.0, 0.1 + 0.9 * 25 / 55, 0.1))
     assert ends['constant'] == (1.0, 1.0, 1.0)
+    short = TrainConfig(warmup_iters=60, lr_decay_iters=100, lr_schedule='wsd', wsd_decay=1.0)
+    assert get_lr(61, short) > 0.97 * short.learning_rate  # no jump where the warmup ends
 
 
 def test_a_constant_learning_rate_is_constant(tiny, tmp_path):

@@ -43,7 +43,7 @@ class GPTConfig:
     mlp: str = 'gelu'  # or 'gelu_erf' (exact), 'relu2' (So et al. 2021), 'swiglu' (Shazeer 2020)
     tied_head: bool = True  # the head's weight is the embedding's (Press and Wolf 2017)
     logit_softcap: float = 0.0  # logits within ±this, by tanh (Gemma 2, 2024, §2); 0 for no cap
-    zero_init: bool = False  # each branch begins as nothing (T-Fixup, ReZero, muP: all akin)
+    zero_init: bool = False  # output projections begin at zero, so each branch as nothing
 
     @property
     def padded_vocab_size(self):

@@ -230,7 +230,7 @@ class GPTConfig:
     n_layer: int = 12
     n_head: int = 12
     n_embd: int = 768
-weights = torch.load('weights.pt')
+weights = torch.load('weights.pt', weights_only=True)
 for name in ('transformer.wte.weight', 'lm_head.weight'):
     weights[name] = weights[name][:65].clone()
 torch.save({'model': weights, 'config': GPTConfig(16, 65, 2, 4, 32), 'step': 9, 'val_loss': 3.0},

@@ -123,6 +123,17 @@ class Checkpoint:
                 raise UserError(f'{self.path / chunk["name"]} cannot be read: {e}') from None
 
 
+@dataclass
+class ModelChoice:
+    """What sample.py, evaluate.py and export.py ask alike, and `load` takes."""
+
+    # which model
+    init_from: str = 'resume'  # resume (from out_dir), gpt2…, a folder, or nanoGPT's ckpt.pt
+    out_dir: str = 'out'  # the run to read
+    checkpoint: str = 'best'  # best, latest, or an iteration
+    tokenizer: str = 'auto'  # the model's own, or a prepared dataset whose to take
+
+
 def load(init_from, out_dir='out', which='best', tokenizer='auto'):
     """What to sample from, evaluate or export → (model, tokenizer, where it is from, the run's
     state.json or {} for weights of others).

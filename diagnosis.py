@@ -88,6 +88,12 @@ def values(rows, key):
     return [value for _, value in column(rows, key)]
 
 
+def evaluated(rows):
+    """The rows of evaluations, with the losses of both splits."""
+    return [row for row in rows if row.get('val_loss') is not None
+            and row.get('train_loss') is not None]
+
+
 def blocks(row, what):
     """{'h.0': value, …} of a health row: the blocks', not the embeddings'."""
     prefix = f'health/{what}/h.'
@@ -278,8 +284,7 @@ def forgetting(rows, run, ended):
 
 
 def foreign_validation(rows, run, ended):
-    evaluations = [row for row in rows if row.get('val_loss') is not None
-                   and row.get('train_loss') is not None]
+    evaluations = evaluated(rows)
     if len(evaluations) < 2 or run['config']['overfit_batches']:
         return None
     first, last = evaluations[0], evaluations[-1]
@@ -295,8 +300,7 @@ def foreign_validation(rows, run, ended):
 
 
 def overfit(rows, run, ended):
-    evaluations = [row for row in rows if row.get('val_loss') is not None
-                   and row.get('train_loss') is not None]
+    evaluations = evaluated(rows)
     if not evaluations or run['config']['overfit_batches']:
         return None
     best = min(evaluations, key=lambda row: row['val_loss'])
@@ -314,8 +318,7 @@ def overfit(rows, run, ended):
 
 
 def flat(rows, run, ended):
-    evaluations = [row for row in rows if row.get('val_loss') is not None
-                   and row.get('train_loss') is not None and row['iter'] > 0]
+    evaluations = [row for row in evaluated(rows) if row['iter'] > 0]
     rates = column(rows, 'lr')
     third = len(evaluations) // 3
     if third < 2 or not rates or rates[-1][1] < max(rate for _, rate in rates) / 2 \

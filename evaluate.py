@@ -40,12 +40,7 @@ TASKS = ('val', 'train', 'text', *BENCHMARKS)
 
 
 @dataclass
-class EvaluateConfig:
-    # which model
-    init_from: str = 'resume'  # resume (from out_dir), gpt2…, a folder, or nanoGPT's ckpt.pt
-    out_dir: str = 'out'  # the run to read
-    checkpoint: str = 'best'  # best, latest, or an iteration
-    tokenizer: str = 'auto'  # the model's own, or a prepared dataset whose to take
+class EvaluateConfig(checkpoints.ModelChoice):
     # on what
     tasks: str = 'val'  # val, train, text, hellaswag, lambada, with commas between
     dataset: str = ''  # of val and train, in data/ or a path; empty for the one it was trained on

@@ -20,12 +20,7 @@ from interchange import write_hf
 
 
 @dataclass
-class ExportConfig:
-    # which model
-    init_from: str = 'resume'  # resume (from out_dir), gpt2…, a folder, or nanoGPT's ckpt.pt
-    out_dir: str = 'out'  # the run to read
-    checkpoint: str = 'best'  # best, latest, or an iteration
-    tokenizer: str = 'auto'  # the model's own, or a prepared dataset whose to take
+class ExportConfig(checkpoints.ModelChoice):
     # where to
     to: Literal['hf'] = 'hf'  # the format: Hugging Face transformers
     dest: str = ''  # a folder that does not exist yet

@@ -30,12 +30,7 @@ from runtime import choose_compile, choose_device, choose_dtype, use_fast_matmul
 
 
 @dataclass
-class SampleConfig:
-    # which model
-    init_from: str = 'resume'  # resume (from out_dir), gpt2…, a folder, or nanoGPT's ckpt.pt
-    out_dir: str = 'out'  # the run to read
-    checkpoint: str = 'best'  # best, latest, or an iteration
-    tokenizer: str = 'auto'  # the model's own, or a prepared dataset whose to take
+class SampleConfig(checkpoints.ModelChoice):
     # what to go on from
     start: str = '\n'  # text to go on from, or FILE:path of a file that holds it
     num_samples: int = 10  # samples to draw

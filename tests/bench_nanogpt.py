@@ -4,6 +4,7 @@
     python tests/bench_nanogpt.py race nanoGPT      the CPU recipes, whole processes
     python tests/bench_nanogpt.py speed nanoGPT     steps of the baby GPT, eager and compiled
     python tests/bench_nanogpt.py loss nanoGPT      the baby GPT's loss after 200 steps
+        speed and loss take settings of train.py too: --batch_size=16 --dropout=0.0
 
 Needs data/shakespeare_char here and nanoGPT/data/shakespeare_char/input.txt there.
 """
@@ -31,6 +32,7 @@ from dataset import open_dataset  # noqa: E402
 from model import GPT  # noqa: E402
 from runtime import autocast, choose_dtype  # noqa: E402
 from settings import TrainConfig  # noqa: E402
+from step import get_lr  # noqa: E402
 
 # The README of nanoGPT, "I only have a macbook"
 RECIPE = [
@@ -108,15 +110,18 @@ class Trainer:
         self.optimizer = model.configure_optimizers(
             config.weight_decay, config.learning_rate, (config.beta1, config.beta2), 'cpu')
 
-    def step(self, idx, targets):
+    def step(self, idx, targets, it=0):
         started = time.perf_counter()
+        for group in self.optimizer.param_groups:
+            group['lr'] = get_lr(it, self.config)
         with self.context:
             loss = self.model(idx, targets)[1]
         loss.backward()
         torch.nn.utils.clip_grad_norm_(self.raw.parameters(), self.config.grad_clip)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
-        return time.perf_counter() - started, loss.item()
+        loss.item()
+        return time.perf_counter() - started
 
     @torch.no_grad()
     def evaluate(self, batches):
@@ -131,7 +136,7 @@ def trainers(nanogpt, config, compile):
     dataset = open_dataset(ROOT / 'data' / 'shakespeare_char')
     theirs, ours = two_models(nanogpt, config, dataset.vocab_size)
     ours.loss_chunk_tokens = config.loss_chunk_tokens
-    dtype, _ = choose_dtype('auto', torch.device('cpu'), config.n_embd)
+    dtype, _ = choose_dtype(config.dtype, torch.device('cpu'), config.n_embd)
     loaders = [BatchLoader(dataset.split(split), config.block_size, config.batch_size)
                for split in ('train', 'val')]
     return {'nanoGPT': Trainer(theirs, config, compile, None),
@@ -147,7 +152,7 @@ def speed(nanogpt, config, rounds):
         for step in range(rounds + 1):
             idx, targets = loader.train_batch(step, 0)
             for name, trainer in both.items():
-                times[name].append(trainer.step(idx, targets)[0])
+                times[name].append(trainer.step(idx, targets, step))
         for name, seconds in times.items():
             median = statistics.median(seconds[1:])  # the first compiles, and warms up
             best[name] = min(best.get(name, median), median)
@@ -157,15 +162,28 @@ def speed(nanogpt, config, rounds):
 
 
 def loss(nanogpt, config, rounds):
-    """The validation loss of both after 200 steps on the same batches from the same weights."""
-    both, (loader, val) = trainers(nanogpt, config, False)
-    for step in range(200):
-        batch = loader.train_batch(step, 0)
-        for trainer in both.values():
-            trainer.step(*batch)
-    batches = [val.eval_batch(starts) for starts in val.eval_batches(100)]
-    losses = {name: trainer.evaluate(batches) for name, trainer in both.items()}
-    print(', '.join(f'{name} {value:.4f}' for name, value in losses.items()))
+    """The validation loss of both up to step 200, on the same batches from the same weights.
+
+    Where there is dropout, each round draws other masks: how far apart two rounds of one program
+    lie is what a difference between the programs has to be seen against."""
+    ends = {}
+    for seed in range(rounds):
+        both, (loader, val) = trainers(nanogpt, config, False)
+        batches = [val.eval_batch(starts) for starts in val.eval_batches(config.eval_iters)]
+        torch.manual_seed(seed)
+        for it in range(200):
+            batch = loader.train_batch(it, 0)
+            for trainer in both.values():
+                trainer.step(*batch, it)
+            if it % 50 == 49:
+                losses = {name: trainer.evaluate(batches) for name, trainer in both.items()}
+                print(f'round {seed + 1}, step {it + 1}: ' + ', '.join(
+                    f'{name} {value:.4f}' for name, value in losses.items()), flush=True)
+        for name, value in losses.items():
+            ends.setdefault(name, []).append(value)
+    theirs, ours = map(statistics.mean, ends.values())
+    print(f'after 200 steps plainGPT {ours - theirs:+.4f}; spread of the rounds ' + ', '.join(
+        f'{name} {max(values) - min(values):.4f}' for name, values in ends.items()))
 
 
 def main():
@@ -175,14 +193,11 @@ def main():
     parser.add_argument('nanogpt', help='folder of nanoGPT')
     parser.add_argument('--config', default=None)
     parser.add_argument('--rounds', type=int, default=3)
-    parser.add_argument('--batch_size', type=int, default=None)
-    args = parser.parse_args()
+    args, overrides = parser.parse_known_args()
     if args.what == 'race':
         race(args.nanogpt, args.config or 'config/shakespeare_char_cpu_fast.py', args.rounds)
         return
-    config = load_config(TrainConfig, [args.config or 'config/shakespeare_char.py'])
-    if args.batch_size:
-        config.batch_size = args.batch_size
+    config = load_config(TrainConfig, [args.config or 'config/shakespeare_char.py', *overrides])
     {'speed': speed, 'loss': loss}[args.what](args.nanogpt, config, args.rounds)
 
 

@@ -57,7 +57,7 @@ def rungs(device, dtype, compile, loss_chunk_tokens, has_text):
              ('TF32', {'tf32': True}) if device.type == 'cuda' else None,
              (dtype, {'dtype': dtype}) if dtype != 'float32' else None,
              ('torch.compile', {'compile': True}) if compile else None,
-             ('fused attention (SDPA)', {'attention': 'sdpa'}),
+             ('fused attention', {'attention': 'sdpa'}),
              ('padded vocabulary', {'padded_vocabulary': True}),
              ('fused AdamW', {'adamw': 'fused'}),
              (f'loss in chunks of {loss_chunk_tokens:,}', {'loss_chunk_tokens': loss_chunk_tokens})

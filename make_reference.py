@@ -42,6 +42,9 @@ def train(name, seed):
         run, rows = read_run(out_dir), read_rows(out_dir / 'metrics.jsonl', print)
     run['config']['out_dir'] = run['changed']['out_dir'] = f'out-{name}'
     run['command'] = f'train.py config/{name}.py --seed={seed}'
+    source = run['data'].get('source', {})
+    if 'input' in source:  # where it lies on this machine is nobody's business
+        source['input'] = Path(source['input']).name
     return run, rows
 
 

@@ -14,6 +14,7 @@ from configurator import load_config
 from curves import draw
 from diagnosis import diagnose, learned_by_heart
 from errors import UserError, run_script
+from locks import in_use
 from metrics import duration, read_rows
 from reference import read_reference
 from run_report import read_run
@@ -23,7 +24,7 @@ from run_report import read_run
 class PlotConfig:
     output: str = ''  # the picture (default: loss.png in the folder; compare.png here for several)
     reference: str = ''  # a file of references/: draw its band, and say where the runs lie
-    live: bool = False  # draw anew while the runs go on
+    live: bool = False  # draw anew until no run goes on any more
     every: float = 10.0  # seconds, with live
 
     def problems(self):
@@ -69,17 +70,19 @@ def main(argv):
     if len(set(names)) < len(names):
         names = folders
     while True:
+        busy = [in_use(folder) for folder in folders]  # asked first, or the last rows may be missed
         found = [read(folder) for folder in folders]
-        over = all(is_over(rows, run) for rows, run in found)
+        live = config.live and any(not is_over(*each) if training is None else training
+                                   for training, each in zip(busy, found, strict=True))
         try:
             draw([(name, rows) for name, (rows, _) in zip(names, found, strict=True)], output,
                  reference)
         except UserError:
-            if not config.live or over:
+            if not live:
                 raise
         except OSError as e:
             raise UserError(f'{output} cannot be written: {e.strerror}') from None
-        if not config.live or over:
+        if not live:
             break
         time.sleep(config.every)
     for name, (rows, run) in zip(names, found, strict=True):
@@ -88,7 +91,7 @@ def main(argv):
             continue
         print(summary(name, rows))
         if run:
-            for each in diagnose(rows, run, over):
+            for each in diagnose(rows, run, is_over(rows, run)):
                 print(f'  {each}')
             if verdict := learned_by_heart(rows, run):
                 print(f'  {verdict}')

@@ -19,6 +19,12 @@ FOLDER = Path(__file__).with_name('references')
 # of 100. The range of the seeds themselves would turn away every second one, with three of them.
 STUDENT_T = {2: 12.71, 3: 4.30, 4: 3.18, 5: 2.78, 6: 2.57, 7: 2.45, 8: 2.36, 9: 2.31, 10: 2.26}
 
+# What a run can be expected to differ by when it differs in these. The seed is not among them.
+LEARNING = ('block_size', 'n_layer', 'n_head', 'n_embd', 'dropout', 'bias', 'rotary', 'rmsnorm',
+            'qk_norm', 'mlp', 'tied_head', 'logit_softcap', 'zero_init', 'optimizer',
+            'learning_rate', 'max_iters', 'weight_decay', 'beta1', 'beta2', 'momentum', 'grad_clip',
+            'decay_lr', 'lr_schedule', 'wsd_decay', 'warmup_iters', 'lr_decay_iters', 'min_lr')
+
 
 @dataclass(frozen=True)
 class Reference:
@@ -44,17 +50,14 @@ class Reference:
 
     def step_tokens(self):
         """Tokens in a step."""
-        return next(row['tokens'] / row['iter'] for rows in self.rows.values() for row in rows
-                    if row['iter'])
+        return next(round(row['tokens'] / row['iter']) for rows in self.rows.values()
+                    for row in rows if row['iter'])
 
     def compare(self, name, rows, run=None):
         """A sentence on where the run `name` lies. run: its facts, where they are known."""
-        theirs = next(iter(self.runs.values()))
-        if run and any(run[key] != theirs[key] for key in ('vocab_size', 'train_tokens')):
-            return f'{name} was trained on other tokens than {self.name} ' \
-                   f'({run["data"]["folder"]}, {run["train_tokens"]:,} tokens; there ' \
-                   f'{theirs["data"]["folder"]}, {theirs["train_tokens"]:,}): their losses ' \
-                   'do not compare'
+        if run and (why := self.other_text(run)):
+            return f'{name} was trained on other text than {self.name} ({why}): their losses do ' \
+                   'not compare'
         band = self.band()
         seen = [(row['iter'], row['tokens'], row['val_loss']) for row in rows
                 if row.get('val_loss') is not None]
@@ -80,7 +83,32 @@ class Reference:
                 (low - loss, 'below (better)')
             where = f'lies {word} the band of {whole} from iteration {placed[since][0]} on, by ' \
                     f'{off:.4f} at the end: {at_end}'
-        return f'{name} {where}{self.speed(rows)}'
+        return f'{name} {where}{self.speed(rows)}{self.differences(rows, run) if run else ""}'
+
+    def other_text(self, run):
+        """Why losses of the run cannot be compared, or None.
+
+        Python's own library differs between versions of Python, by a few in a hundred."""
+        theirs = next(iter(self.runs.values()))
+        for key in ('vocab_size', 'train_tokens'):
+            near = 0.1 if key == 'train_tokens' and corpus_of(run) == corpus_of(theirs) else 0.0
+            if abs(run[key] - theirs[key]) > near * theirs[key]:
+                return f'{key} {run[key]:,} in {run["data"]["folder"]}; there {theirs[key]:,} in ' \
+                       f'{theirs["data"]["folder"]}'
+        return None
+
+    def differences(self, rows, run):
+        """'; unlike the reference: n_embd=192 (there 128)', or nothing."""
+        theirs = next(iter(self.runs.values()))
+        found = [(key, run['config'][key], theirs['config'][key]) for key in LEARNING
+                 if run['config'].get(key) != theirs['config'].get(key)]
+        tokens = next((round(row['tokens'] / row['iter']) for row in rows if row['iter']), None)
+        if tokens and tokens != self.step_tokens():
+            found.append(('tokens a step', tokens, self.step_tokens()))
+        if run['train_tokens'] != theirs['train_tokens']:
+            found.append(('training tokens', run['train_tokens'], theirs['train_tokens']))
+        return '; unlike the reference: ' * bool(found) + ', '.join(
+            f'{key}={mine} (there {other})' for key, mine, other in found)
 
     def speed(self, rows):
         """'; 1.2 times as fast as there (AMD EPYC, 2 cores)', or nothing where it is not known.
@@ -94,6 +122,10 @@ class Reference:
             f'{machine["cpu"]}, {machine["cores"]} cores'
         ratio = median(mine) / max(map(median, theirs))
         return f'; {ratio:.2f} times as fast as there ({device})'
+
+
+def corpus_of(run):
+    return run['data'].get('source', {}).get('corpus')
 
 
 def between(band, tokens):

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from errors import UserError
+from locks import locked
 
 DTYPES = {'float32': torch.float32, 'bfloat16': torch.bfloat16, 'float16': torch.float16}
 
@@ -152,28 +153,15 @@ def make_writable(folder):
 def alone_in(folder, wanted=True):
     """Make out_dir, see that files can be made in it, and keep other runs out while in here.
 
-    The lock is the system's, so it ends with the process, however that ends. Raises UserError.
+    Raises UserError.
     """
     if not wanted:
         yield
         return
     make_writable(folder)
-    lock = None
-    try:
-        import fcntl  # absent on Windows, where nothing stops a second one
-        lock = os.open(folder, os.O_RDONLY)
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        os.close(lock)
-        raise UserError(f'out_dir={folder}: a run is writing there: wait until it is done, stop '
-                        'it, or choose another --out_dir') from None
-    except (ImportError, OSError):
-        pass  # some network file systems have no locks
-    try:
+    with locked(folder, f'out_dir={folder}: a run is writing there: wait until it is done, stop '
+                        'it, or choose another --out_dir'):
         yield
-    finally:
-        if lock is not None:
-            os.close(lock)
 
 
 def check_shared(folder, world, group):

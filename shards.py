@@ -18,6 +18,7 @@ import numpy as np
 
 from dataset import UNFINISHED, sha256_of
 from errors import UserError
+from locks import locked
 
 
 @dataclass
@@ -179,27 +180,17 @@ def publish(folder):
 def alone_in(folder):
     """Make `folder` and keep other prepare.py out of it; empty ones are removed at the end."""
     folder.mkdir(parents=True, exist_ok=True)
-    lock = None
-    try:
-        import fcntl  # absent on Windows, where nothing stops a second one
-        lock = os.open(folder, os.O_RDONLY)
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except ImportError:
-        pass
-    except BlockingIOError:
-        os.close(lock)
-        raise UserError(f'{folder}: another prepare.py is writing there: wait until it is done, '
-                        'or choose another --data_dir') from None
-    try:
-        (folder / UNFINISHED).mkdir(exist_ok=True)
-        yield folder / UNFINISHED
-    finally:
-        if not any((folder / UNFINISHED / name).exists() for name in ('journal.json', 'meta.json')):
-            shutil.rmtree(folder / UNFINISHED, ignore_errors=True)
-        with suppress(OSError):
-            folder.rmdir()
-        if lock is not None:
-            os.close(lock)
+    with locked(folder, f'{folder}: another prepare.py is writing there: wait until it is done, '
+                        'or choose another --data_dir'):
+        try:
+            (folder / UNFINISHED).mkdir(exist_ok=True)
+            yield folder / UNFINISHED
+        finally:
+            if not any((folder / UNFINISHED / name).exists()
+                       for name in ('journal.json', 'meta.json')):
+                shutil.rmtree(folder / UNFINISHED, ignore_errors=True)
+            with suppress(OSError):
+                folder.rmdir()
 
 
 @contextmanager

@@ -1,7 +1,9 @@
 """What a person looks at: report.md, plot.py, references; and one run at a time in a folder."""
 
 import json
+import shutil
 import sys
+from contextlib import ExitStack
 
 import pytest
 from helpers import fails
@@ -106,12 +108,27 @@ def test_a_sentence_says_where_a_run_lies(offset, words):
     assert words in made().compare('out', curve(offset, step=250))  # evaluated elsewhere
 
 
+RUN = {**FACTS, 'vocab_size': 65, 'train_tokens': 1000, 'config': {'n_embd': 128, 'seed': 1},
+       'data': {'folder': 'data/ours', 'source': {'corpus': 'ours'}}}
+
+
+def compared(**changes):
+    small = Reference('small', dict.fromkeys(range(3), RUN), made().rows)
+    return small.compare('out', curve(0.0), {**RUN, **changes})
+
+
 def test_a_run_on_other_text_is_not_compared():
-    facts = {**FACTS, 'vocab_size': 65, 'train_tokens': 1000, 'data': {'folder': 'data/ours'}}
-    small = Reference('small', dict.fromkeys(range(3), facts), made().rows)
-    assert 'inside' in small.compare('out', curve(0.0), facts)
-    other = {**facts, 'train_tokens': 2000, 'data': {'folder': 'data/other'}}
-    assert 'their losses do not compare' in small.compare('out', curve(0.0), other)
+    assert 'their losses do not compare' in compared(train_tokens=2000)
+    assert 'their losses do not compare' in compared(vocab_size=66)
+    assert 'their losses do not compare' in compared(train_tokens=990, data={'folder': 'other'})
+
+
+def test_what_a_run_does_otherwise_than_the_reference_is_said():
+    assert 'unlike the reference' not in compared(config={'n_embd': 128, 'seed': 2})
+    sentence = compared(config={'n_embd': 64, 'seed': 2}, train_tokens=990)
+    assert 'inside' in sentence
+    assert sentence.endswith(
+        'unlike the reference: n_embd=64 (there 128), training tokens=990 (there 1000)')
 
 
 def test_a_run_that_leaves_the_band_is_above_from_there():
@@ -155,6 +172,26 @@ def test_our_references_give_no_alarm(name):
     assert len(found.rows) >= 3
     for seed, rows in found.rows.items():
         assert diagnose(rows, found.runs[seed], ended=True) == []
+
+
+@pytest.mark.parametrize('locks', [True, False])
+def test_live_drawing_ends_with_the_run(locks, trained, tmp_path, capsys, monkeypatch):
+    out, seen = tmp_path / 'out', []
+    shutil.copytree(trained, out)
+    rows = (out / 'metrics.jsonl').read_text().splitlines(keepends=True)
+    (out / 'metrics.jsonl').write_text(''.join(rows[:-2]))
+    with ExitStack() as training:
+        training.enter_context(alone_in(out))
+
+        def wait(seconds):  # meanwhile the run logs its last rows, and ends
+            seen.append(seconds)
+            (out / 'metrics.jsonl').write_text(''.join(rows))
+            training.close()
+        monkeypatch.setattr(plot.time, 'sleep', wait)
+        if not locks:
+            monkeypatch.setattr(plot, 'in_use', lambda folder: None)
+        plot.main([str(out), '--live', '--every=7'])
+    assert seen == [7.0] and 'iteration 6' in capsys.readouterr().out
 
 
 # -----------------------------------------------------------------------------

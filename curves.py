@@ -85,7 +85,7 @@ class Panel:
 
 class LossPanel(Panel):
     """Training loss as it was logged, pale and smoothed, and validation loss with a dot for each
-    evaluation; beyond them the band of a reference."""
+    evaluation; behind them the band of a reference."""
 
     def draw(self, axes, runs, reference):
         scale = 3600.0 if self.x == 'elapsed_s' and longest(runs) > 3 * 3600 else \
@@ -107,7 +107,19 @@ class LossPanel(Panel):
                 axes.plot([x / scale for x in xs], ys, '--o', ms=3.5, lw=1.2,
                           color=colour if many else COLOURS[1],
                           label=f'{name}, validation' if many else 'validation')
+        show_the_end(axes)
         axes.set_ylabel('loss, nats a token')
+
+
+def show_the_end(axes):
+    """Let the steep start of the curves leave the picture at the top, so that small differences
+    later on are seen: the y axis spans what comes after the first twentieth."""
+    found = [point for line in axes.get_lines() for point in line.get_xydata()]
+    end = max((x for x, _ in found), default=0)
+    late = [y for x, y in found if x >= end / 20]
+    margin = 0.05 * (max(late) - min(late)) if late else 0
+    if margin:
+        axes.set_ylim(min(late) - margin, max(late) + margin)
 
 
 def longest(runs):

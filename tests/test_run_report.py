@@ -7,8 +7,10 @@ from contextlib import ExitStack
 
 import pytest
 from helpers import fails
+from matplotlib.figure import Figure
 from test_train import lines
 
+import curves
 import plot
 import reference
 import run_report
@@ -50,6 +52,15 @@ def test_runs_are_drawn_beside_each_other(trained, tmp_path, capsys):
     out = capsys.readouterr().out
     assert out.count('iteration 6, 768 tokens') == 2
     assert size_of_png(tmp_path / 'both.png') > (1000, 600)
+
+
+def test_what_differs_late_fills_the_picture_and_not_the_steep_start():
+    rows = [{'iter': i, 'tokens': i, 'elapsed_s': float(i), 'loss': 10.0 if i < 2 else 3 - i / 100,
+             'val_loss': None} for i in range(100)]
+    axes = Figure().add_subplot()
+    curves.PANELS[0].draw(axes, [('out', rows)], None)
+    low, high = axes.get_ylim()
+    assert 1.9 < low < 2.01 < 2.95 < high < 3.1
 
 
 def test_a_run_without_a_step_says_so(tmp_path, capsys, monkeypatch):

@@ -151,7 +151,7 @@ def no_progress(rows, run, ended):
     if first - least > THRESHOLDS['progress']:
         return None
     return Diagnosis('no_progress', f'after {rows[-1]["tokens"]:,} tokens the loss is {least:.2f} '
-                     f'at best, and it began at {first:.2f}',
+                     f'at best (a mean of five lines), and it began at {first:.2f}',
                      'raise learning_rate (try ×10), and see that targets are the next tokens')
 
 
@@ -274,9 +274,11 @@ def forgetting(rows, run, ended):
     rate = max(values(rows, 'lr'), default=0)
     if rate * decay * THRESHOLDS['memory'] < 1 or pace(rows, run, ended):
         return None
-    return Diagnosis('forgetting', f'weight decay takes {rate * decay:.1%} of the weights in each '
-                     f'step, so they remember {1 / (rate * decay):.0f} steps',
-                     f'lower weight_decay ({decay:g} now; 0.1 is usual, and with sgd 1e-4)')
+    usual = 1e-4 if run['config'].get('optimizer') == 'sgd' else 0.1
+    remedy = 'lower learning_rate (try a tenth)' if decay <= usual else \
+        f'lower weight_decay ({decay:g} now; {usual:g} is usual)'
+    return Diagnosis('forgetting', f'weight decay takes {min(1, rate * decay):.1%} of the weights '
+                     f'in each step, so they remember {1 / (rate * decay):.0f} steps', remedy)
 
 
 # -----------------------------------------------------------------------------

@@ -6,17 +6,19 @@
 Seeds that the file has already stay, so that they can be made one at a time; --again forgets them.
 """
 
+import signal
 import subprocess
 import sys
 import tempfile
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from configurator import load_config
 from errors import UserError, run_script
 from metrics import read_rows
-from reference import FOLDER, Reference, read_reference, write_reference
+from reference import FOLDER, LEARNING, Reference, read_reference, write_reference
 from run_report import read_run
+from settings import TrainConfig
 
 
 @dataclass
@@ -53,18 +55,27 @@ def main(argv):
     config = load_config(ReferenceConfig, [arg for arg in argv if arg not in names], __doc__)
     if len(names) != 1:
         raise UserError('name one config: python make_reference.py shakespeare_char_cpu')
-    name = names[0]
-    if not Path(__file__).with_name('config').joinpath(f'{name}.py').exists():
+    name = Path(names[0]).stem  # config/NAME.py will do too
+    path = Path(__file__).with_name('config') / f'{name}.py'
+    if not path.exists():
         raise UserError(f'config/{name}.py is not there: name one of config/, without .py')
+    settings = asdict(load_config(TrainConfig, [str(path)]))
     reference = Reference(name, {}, {})
     if (FOLDER / f'{name}.jsonl').exists() and not config.again:
         reference = read_reference(name)
+        first = next(iter(reference.runs.values()))['config']
+        if others := [key for key in LEARNING if settings[key] != first.get(key)]:
+            raise UserError(f'{FOLDER / name}.jsonl was made with another {", ".join(others)} than '
+                            f'config/{name}.py has: --again makes all seeds anew')
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # and the training ends with this
     for seed in map(int, config.seeds.split(',')):
         if seed in reference.runs:
             print(f'seed {seed} is there already')
             continue
         reference.runs[seed], reference.rows[seed] = train(name, seed)
-        write_reference(reference)
+        if not config.again:
+            write_reference(reference)
+    write_reference(reference)  # with --again the old file stays until all are there
     print(f'{FOLDER / name}.jsonl: seeds {", ".join(map(str, sorted(reference.runs)))}')
 
 

@@ -35,26 +35,38 @@ class PlotConfig:
 
 
 def read(folder):
-    """→ (rows, run) of an out_dir. Raises UserError where it is none."""
+    """→ (rows, run) of an out_dir."""
     path = Path(folder, 'metrics.jsonl')
-    if not path.exists():
-        raise UserError(f'{path} is not there: name the out_dir of a run')
-    return read_rows(path, print), read_run(folder)
+    return read_rows(path, print) if path.exists() else [], read_run(folder)
+
+
+def check(folders):
+    """Raises UserError where there is no run, and none has just begun."""
+    empty = [folder for folder in folders
+             if not Path(folder, 'metrics.jsonl').exists() and not in_use(folder)]
+    if empty:
+        raise UserError('\n'.join(f'{folder}/metrics.jsonl is not there: name the out_dir of a run'
+                                  for folder in empty))
 
 
 def is_over(rows, run):
     return bool(rows) and rows[-1]['iter'] >= run.get('config', {}).get('max_iters', 0)
 
 
-def summary(name, rows):
-    """'out: iteration 2000, 1,536,000 tokens, 1m44s; validation 1.8997 at best, at 2000'."""
+def comparable(reference, found):
+    return reference and not any(run and reference.other_text(run) for _, run in found)
+
+
+def summary(name, rows, run):
+    """'out: iteration 2000, 1,536,000 tokens, 1m44s; validation 1.8997 at best, at iteration 2000;
+    all iterations are done'."""
     line = f'{name}: iteration {rows[-1]["iter"]}, {rows[-1]["tokens"]:,} tokens, ' \
            f'{duration(rows[-1]["elapsed_s"])}'
     evaluations = [row for row in rows if row.get('val_loss') is not None]
     if evaluations:
         best = min(evaluations, key=lambda row: row['val_loss'])
         line += f'; validation {best["val_loss"]:.4f} at best, at iteration {best["iter"]}'
-    return line
+    return f'{line}; {run["ending"]}' if run.get('ending') else line
 
 
 def main(argv):
@@ -69,6 +81,9 @@ def main(argv):
              for folder in folders]
     if len(set(names)) < len(names):
         names = folders
+    check(folders)
+    if config.live:
+        print(f'drawing {output} every {config.every:g} seconds until training ends')
     while True:
         busy = [in_use(folder) for folder in folders]  # asked first, or the last rows may be missed
         found = [read(folder) for folder in folders]
@@ -76,12 +91,13 @@ def main(argv):
                                    for training, each in zip(busy, found, strict=True))
         try:
             draw([(name, rows) for name, (rows, _) in zip(names, found, strict=True)], output,
-                 reference)
+                 reference if comparable(reference, found) else None)
         except UserError:
             if not live:
                 raise
         except OSError as e:
-            raise UserError(f'{output} cannot be written: {e.strerror}') from None
+            raise UserError(f'{output} cannot be written: {e.strerror}: choose another place with '
+                            '--output=FILE.png') from None
         if not live:
             break
         time.sleep(config.every)
@@ -89,7 +105,7 @@ def main(argv):
         if not rows:
             print(f'{name}: nothing is logged yet')
             continue
-        print(summary(name, rows))
+        print(summary(name, rows, run))
         if run:
             for each in diagnose(rows, run, is_over(rows, run)):
                 print(f'  {each}')

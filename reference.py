@@ -4,6 +4,7 @@ The file has, for each seed, a line {"seed", "run"} with the facts of that run (
 run_report.py) and then the rows of its metrics.jsonl, each with its seed.
 """
 
+import difflib
 import json
 from dataclasses import dataclass
 from itertools import pairwise
@@ -12,6 +13,7 @@ from statistics import mean, median, stdev
 
 from errors import UserError
 from metrics import parse_row
+from run_report import is_run
 
 FOLDER = Path(__file__).with_name('references')
 
@@ -23,7 +25,8 @@ STUDENT_T = {2: 12.71, 3: 4.30, 4: 3.18, 5: 2.78, 6: 2.57, 7: 2.45, 8: 2.36, 9: 
 LEARNING = ('block_size', 'n_layer', 'n_head', 'n_embd', 'dropout', 'bias', 'rotary', 'rmsnorm',
             'qk_norm', 'mlp', 'tied_head', 'logit_softcap', 'zero_init', 'optimizer',
             'learning_rate', 'max_iters', 'weight_decay', 'beta1', 'beta2', 'momentum', 'grad_clip',
-            'decay_lr', 'lr_schedule', 'wsd_decay', 'warmup_iters', 'lr_decay_iters', 'min_lr')
+            'decay_lr', 'lr_schedule', 'wsd_decay', 'warmup_iters', 'lr_decay_iters', 'min_lr',
+            'overfit_batches')
 
 
 @dataclass(frozen=True)
@@ -33,11 +36,12 @@ class Reference:
     rows: dict  # seed → its rows
 
     def band(self):
-        """[(tokens, low, high)] of validation losses that 95% of new seeds lie within."""
+        """[(tokens, low, high)] of validation losses that 95% of new seeds lie within, from the
+        first evaluation after a step on: before it nobody knows how the curve runs."""
         at = {}
         for rows in self.rows.values():
             for row in rows:
-                if row.get('val_loss') is not None:
+                if row.get('val_loss') is not None and row['iter']:
                     at.setdefault(row['tokens'], []).append(row['val_loss'])
         n = len(self.rows)
         if n < 2:
@@ -58,21 +62,25 @@ class Reference:
         if run and (why := self.other_text(run)):
             return f'{name} was trained on other text than {self.name} ({why}): their losses do ' \
                    'not compare'
-        band = self.band()
-        seen = [(row['iter'], row['tokens'], row['val_loss']) for row in rows
-                if row.get('val_loss') is not None]
-        placed = [(it, loss, *edges) for it, tokens, loss in seen
-                  if tokens and (edges := between(band, tokens))]
-        whole = f'{self.name} ({len(self.rows)} seeds)'
+        whole, band = f'{self.name} ({len(self.rows)} seeds)', self.band()
+        if not band:
+            return f'{self.name} has one seed, and a band takes two: python make_reference.py ' \
+                   f'{self.name}'
+        placed = [(row, row['val_loss'], *edges) for row in rows
+                  if row.get('val_loss') is not None and (edges := between(band, row['tokens']))]
         if not placed:
-            return f'{name} has no evaluation where {whole} has any'
+            first, last = band[0][0], band[-1][0]
+            return f'{name} has no evaluation between {first:,} and {last:,} tokens ' \
+                   f'({first // self.step_tokens()} and {last // self.step_tokens()} iterations ' \
+                   f'of the reference), where {whole} has its own'
         sides = [(loss > high) - (loss < low) for _, loss, low, high in placed]
-        it, loss, low, high = placed[-1]
-        at_end = f'{loss:.4f} at iteration {it}, where 95% of seeds lie in {low:.4f} to {high:.4f}'
+        row, loss, low, high = placed[-1]
+        at_end = f'{loss:.4f} at iteration {row["iter"]}, {row["tokens"]:,} tokens, where 95% of ' \
+                 f'seeds lie in {low:.4f} to {high:.4f}'
         if not any(sides):
             where = f'lies inside the band of {whole}: {at_end}'
         elif sides[-1] == 0:
-            out = [placed[i][0] for i, side in enumerate(sides) if side]
+            out = [placed[i][0]['iter'] for i, side in enumerate(sides) if side]
             where = f'has come back into the band of {whole}, and was out of it at iteration ' \
                     f'{", ".join(map(str, out))}: {at_end}'
         else:
@@ -81,9 +89,10 @@ class Reference:
                 since -= 1
             off, word = (loss - high, 'above (worse)') if sides[-1] > 0 else \
                 (low - loss, 'below (better)')
-            where = f'lies {word} the band of {whole} from iteration {placed[since][0]} on, by ' \
-                    f'{off:.4f} at the end: {at_end}'
-        return f'{name} {where}{self.speed(rows)}{self.differences(rows, run) if run else ""}'
+            where = f'lies {word} the band of {whole} from iteration ' \
+                    f'{placed[since][0]["iter"]} on, by {off:.4f} at the end: {at_end}'
+        return f'{name} {where}{self.speed(rows, run)}' \
+               f'{self.differences(rows, run) if run else ""}'
 
     def other_text(self, run):
         """Why losses of the run cannot be compared, or None.
@@ -110,14 +119,17 @@ class Reference:
         return '; unlike the reference: ' * bool(found) + ', '.join(
             f'{key}={mine} (there {other})' for key, mine, other in found)
 
-    def speed(self, rows):
-        """'; 1.2 times as fast as there (AMD EPYC, 2 cores)', or nothing where it is not known.
-        The fastest seed counts: the others shared their machine with something."""
+    def speed(self, rows, run):
+        """'; 1.2 times as fast as there (AMD EPYC, 2 cores)', or nothing where it is not known, or
+        the model is another. The fastest seed counts: the others shared their machine."""
+        theirs_run = next(iter(self.runs.values()))
+        if run and run['parameters'] != theirs_run['parameters']:
+            return ''
         mine, *theirs = ([row['tokens_per_s'] for row in seen if row.get('tokens_per_s')]
                          for seen in (rows, *self.rows.values()))
         if not mine or not all(theirs):
             return ''
-        machine = next(iter(self.runs.values()))['machine']
+        machine = theirs_run['machine']
         device = machine['device'] if machine['device'] != 'cpu' else \
             f'{machine["cpu"]}, {machine["cores"]} cores'
         ratio = median(mine) / max(map(median, theirs))
@@ -142,20 +154,34 @@ def read_reference(name):
     path = FOLDER / f'{name}.jsonl'
     known = sorted(p.stem for p in FOLDER.glob('*.jsonl'))
     if name not in known:
-        raise UserError(f'reference={name}: there are {", ".join(known) or "none"}; '
-                        f'python make_reference.py {name} makes one')
+        nearest = difflib.get_close_matches(name, known, n=1)
+        hint = f'did you mean {nearest[0]}?' if nearest else \
+            f'there are {", ".join(known) or "none"}, and make_reference.py makes others'
+        raise UserError(f'reference={name}: {hint}')
     runs, rows = {}, {}
-    for number, line in enumerate(path.read_text(encoding='utf-8').splitlines(), 1):
+    for number, line in enumerate(path.read_bytes().splitlines(), 1):
         try:
             value = json.loads(line)
             if 'run' in value:
+                if not is_run(value['run']):
+                    raise ValueError('these are no facts of a run')
                 runs[value['seed']], rows[value['seed']] = value['run'], []
             else:
                 rows[value['seed']].append(parse_row(line))
         except (ValueError, KeyError, TypeError) as e:
-            raise UserError(f'{path}, line {number} is no row of a reference ({e}): take the file '
-                            'from the project again') from None
+            why = f'of no run before it: {e}' if isinstance(e, KeyError) else e
+            raise damaged(path, f'line {number}: {why}') from None
+    for seed, seen in rows.items():
+        if not any(row['iter'] for row in seen):
+            raise damaged(path, f'seed {seed} has no rows')
+    if not rows:
+        raise damaged(path, 'empty')
     return Reference(name, runs, rows)
+
+
+def damaged(path, why):
+    return UserError(f'{path}, {why}: take it from the project again, or make it anew with '
+                     'make_reference.py')
 
 
 def write_reference(reference):

@@ -27,6 +27,7 @@ FACTS = {'config', 'changed', 'data', 'vocab_size', 'train_tokens', 'unigram_los
          'from_scratch', 'code', 'machine', 'dtype', 'compile', 'versions', 'command', 'started'}
 SETTINGS = {'decay_lr', 'grad_clip', 'max_iters', 'n_embd', 'overfit_batches', 'warmup_iters',
             'weight_decay'}
+MACHINE = {'device', 'cpu', 'cores', 'processes', 'system'}
 
 
 # -----------------------------------------------------------------------------
@@ -98,10 +99,15 @@ def read_run(out_dir):
         run = json.loads(Path(out_dir, 'run.json').read_text(encoding='utf-8'))
     except (OSError, ValueError, RecursionError):
         return {}
-    ours = isinstance(run, dict) and run.keys() >= FACTS \
-        and all(isinstance(run[key], dict) for key in ('config', 'data', 'machine', 'versions')) \
-        and run['config'].keys() >= SETTINGS
-    return run if ours else {}
+    return run if is_run(run) else {}
+
+
+def is_run(value):
+    """True when a value holds all that a report, a diagnosis and a comparison read."""
+    return isinstance(value, dict) and value.keys() >= FACTS \
+        and all(isinstance(value[key], dict) for key in ('config', 'data', 'machine', 'versions')) \
+        and value['config'].keys() >= SETTINGS and value['machine'].keys() >= MACHINE \
+        and isinstance(value['data'].get('source', {}), dict)
 
 
 # -----------------------------------------------------------------------------
@@ -168,7 +174,7 @@ def outcome(rows, run):
     steps = [row for row in rows if row.get('loss') is not None]
     evaluations = [row for row in rows if row.get('val_loss') is not None]
     last = rows[-1]
-    table = []
+    table = [('ended', run['ending'])] if run.get('ending') else []
     if evaluations:
         best = min(evaluations, key=lambda row: row['val_loss'])
         for name, row in (('best', best), ('last', evaluations[-1])):

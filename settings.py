@@ -110,15 +110,18 @@ class TrainConfig:
                   if not 0 <= getattr(self, key) < 1]
         found += [f'eval_tasks={self.eval_tasks}: {task!r} is none of {", ".join(BENCHMARKS)}'
                   for task in self.eval_tasks.split(',') if task not in BENCHMARKS]
+        if not 0 < self.wsd_decay <= 1:
+            found.append(f'wsd_decay={self.wsd_decay}: must be above 0 and at most 1')
         if found:
             return found
+        if self.patience and self.overfit_batches:
+            found.append(f'patience={self.patience} watches the validation loss, which '
+                         f'overfit_batches={self.overfit_batches} lets rise: take one of them')
         if self.n_embd % self.n_head:
             found.append(f'n_embd={self.n_embd} is not a multiple of n_head={self.n_head}')
         elif self.rotary and self.n_embd // self.n_head % 2:
             found.append(f'rotary=True turns pairs of channels, but n_embd / n_head = '
                          f'{self.n_embd // self.n_head} is odd')
-        if not 0 < self.wsd_decay <= 1:
-            found.append(f'wsd_decay={self.wsd_decay}: must be above 0 and at most 1')
         if self.decay_lr and self.min_lr > self.learning_rate:
             found.append(f'min_lr={self.min_lr} is above learning_rate={self.learning_rate}')
         if self.decay_lr and self.warmup_iters > self.lr_decay_iters:

@@ -114,7 +114,12 @@ def profiled(step, device, out_dir, steps=3):
     os.environ.setdefault('KINETO_LOG_LEVEL', '99')  # or its own notes stand among ours
     cuda = device.type == 'cuda'
     kinds = torch.profiler.ProfilerActivity
-    with torch.profiler.profile(activities=[kinds.CPU, *([kinds.CUDA] if cuda else [])]) as prof:
+    # The first step under the profiler is slow, and does not count.
+    schedule = torch.profiler.schedule(wait=0, warmup=1, active=1)
+    with torch.profiler.profile(activities=[kinds.CPU, *([kinds.CUDA] if cuda else [])],
+                                schedule=schedule, acc_events=True) as prof:
+        step()
+        prof.step()
         for _ in range(steps):
             step()
         synchronize(device)

@@ -86,6 +86,8 @@ def open_batches(config, dataset, world, device):
                            only_first=config.overfit_batches if split == 'train' else 0)
                for split in ('train', 'val')]
     tokens, step_tokens = len(loaders[0].stream), config.step_tokens()
+    if config.overfit_batches:
+        tokens = min(tokens, config.overfit_batches * step_tokens)
     say(f'{dataset.folder}: {tokens:,} training tokens, vocabulary {dataset.vocab_size:,}, '
         f'{"in memory" if in_ram else "on disk"} | {step_tokens:,} tokens a step, '
         f'{config.max_iters * step_tokens / tokens:.3g} epochs')
@@ -362,19 +364,29 @@ def train(config, world, device, dtype, compile):
 
         batches.close()
         saver.wait()
-    if writing and done and not stopping and iter_num < config.max_iters:
-        say(f'patience={config.patience}: stopped after iteration {iter_num}, as {stale} '
-            f'evaluations brought no validation loss below {best_val_loss:.4f}')
+    if giving_up:
+        ending = f'given up: {config.max_bad_steps} steps in a row were not finite'
+    elif stopping:
+        ending = str(stopping)
+    elif iter_num < config.max_iters:
+        ending = f'patience={config.patience}: {stale} evaluations brought no validation loss ' \
+                 f'below {best_val_loss:.4f}'
+        if writing:
+            say(f'stopped after iteration {iter_num}, {ending}')
+    else:
+        ending = 'all iterations are done'
     metrics.close(ended=not stopping)
-    if config.report and writing:
-        run_report.write(out_dir, say, ended=not stopping)
+    if writing:
+        run_report.write_run(out_dir, {**run, 'ending': ending})
+        if config.report:
+            run_report.write(out_dir, say, ended=not stopping)
     if giving_up:
         raise guard.give_up()
     if saver.failed:
         say(f'the last checkpoint could not be written: make room in {out_dir} and start again '
             'with --init_from=resume')
         sys.exit(1)
-    if not config.eval_only and not stopping:
+    if not config.eval_only and not stopping and iter_num:
         say(f'done: {out_dir}/checkpoints has the weights; python sample.py --out_dir={out_dir}')
     if stopping:
         say(f'{stopping}: stopped after iteration {iter_num}, which is saved; the same command '

@@ -4,6 +4,8 @@ import json
 import shutil
 import sys
 from contextlib import ExitStack
+from dataclasses import asdict
+from pathlib import Path
 
 import pytest
 from helpers import fails
@@ -11,13 +13,17 @@ from matplotlib.figure import Figure
 from test_train import lines
 
 import curves
+import make_reference
 import plot
 import reference
 import run_report
 import train
+from configurator import load_config
 from diagnosis import diagnose
+from errors import UserError
 from reference import Reference
 from runtime import alone_in
+from settings import TrainConfig
 
 
 def size_of_png(path):
@@ -58,7 +64,7 @@ def test_what_differs_late_fills_the_picture_and_not_the_steep_start():
     rows = [{'iter': i, 'tokens': i, 'elapsed_s': float(i), 'loss': 10.0 if i < 2 else 3 - i / 100,
              'val_loss': None} for i in range(100)]
     axes = Figure().add_subplot()
-    curves.PANELS[0].draw(axes, [('out', rows)], None)
+    curves.PANELS[0].draw(axes, [('out', rows, 'black')], None)
     low, high = axes.get_ylim()
     assert 1.9 < low < 2.01 < 2.95 < high < 3.1
 
@@ -98,7 +104,11 @@ def test_a_run_that_was_interrupted_is_not_told_that_it_saw_little_text(trained)
 # -----------------------------------------------------------------------------
 # references
 
-FACTS = {'machine': {'device': 'cpu', 'cpu': 'A CPU', 'cores': 2}}
+CONFIG = {**dict.fromkeys(run_report.SETTINGS, 0), 'n_embd': 128, 'seed': 1}
+FACTS = {**dict.fromkeys(run_report.FACTS, ''), 'config': CONFIG, 'versions': {},
+         'machine': {'device': 'cpu', 'cpu': 'A CPU', 'cores': 2, 'processes': 1, 'system': ''},
+         'vocab_size': 65, 'train_tokens': 1000, 'parameters': 500,
+         'data': {'folder': 'data/ours', 'source': {'corpus': 'ours'}}}
 
 
 def curve(offset, speed=1000.0, step=100):
@@ -119,13 +129,8 @@ def test_a_sentence_says_where_a_run_lies(offset, words):
     assert words in made().compare('out', curve(offset, step=250))  # evaluated elsewhere
 
 
-RUN = {**FACTS, 'vocab_size': 65, 'train_tokens': 1000, 'config': {'n_embd': 128, 'seed': 1},
-       'data': {'folder': 'data/ours', 'source': {'corpus': 'ours'}}}
-
-
 def compared(**changes):
-    small = Reference('small', dict.fromkeys(range(3), RUN), made().rows)
-    return small.compare('out', curve(0.0), {**RUN, **changes})
+    return made().compare('out', curve(0.0), {**FACTS, **changes})
 
 
 def test_a_run_on_other_text_is_not_compared():
@@ -135,11 +140,19 @@ def test_a_run_on_other_text_is_not_compared():
 
 
 def test_what_a_run_does_otherwise_than_the_reference_is_said():
-    assert 'unlike the reference' not in compared(config={'n_embd': 128, 'seed': 2})
-    sentence = compared(config={'n_embd': 64, 'seed': 2}, train_tokens=990)
-    assert 'inside' in sentence
+    same = compared(config={**CONFIG, 'seed': 2})
+    assert 'unlike the reference' not in same and 'times as fast' in same
+    sentence = compared(config={**CONFIG, 'n_embd': 64}, train_tokens=990, parameters=200)
+    assert 'inside' in sentence and 'times as fast' not in sentence  # of another model
     assert sentence.endswith(
         'unlike the reference: n_embd=64 (there 128), training tokens=990 (there 1000)')
+
+
+def test_there_is_no_verdict_where_the_reference_has_no_evaluation():
+    early = [row for row in curve(0.0, step=20) if row['iter'] < 100]
+    assert 'no evaluation between 51,200 and 512,000 tokens (100 and 1000 iterations' \
+        in made().compare('out', early)
+    assert 'has one seed' in made([0.0]).compare('out', curve(0.0))
 
 
 def test_a_run_that_leaves_the_band_is_above_from_there():
@@ -172,6 +185,62 @@ def test_a_reference_comes_back_as_it_was_written_and_is_drawn(tmp_path, monkeyp
     plot.main([str(out), '--reference=small'])
     assert 'inside the band' in capsys.readouterr().out
     assert 'there are small' in fails(capsys, monkeypatch, plot.main, out, '--reference=big')
+    assert 'mean small?' in fails(capsys, monkeypatch, plot.main, out, '--reference=smal')
+
+
+@pytest.mark.parametrize('spoil, words', [
+    (lambda lines: [], 'empty'),
+    (lambda lines: [b'\xff\xfe'], 'line 1'),
+    (lambda lines: lines[1:], 'line 1: of no run before it'),
+    (lambda lines: [b'{"seed": 0, "run": 5}', *lines[1:]], 'line 1: these are no facts of a run'),
+    (lambda lines: [lines[0], lines[1][:9]], 'line 2'),
+    (lambda lines: lines[:1], 'seed 0 has no rows'),
+    (lambda lines: [b'[]', *lines], 'line 1')])
+def test_a_damaged_reference_is_named(spoil, words, tmp_path, monkeypatch):
+    monkeypatch.setattr(reference, 'FOLDER', tmp_path)
+    reference.write_reference(made())
+    path = tmp_path / 'small.jsonl'
+    path.write_bytes(b'\n'.join(spoil(path.read_bytes().splitlines())))
+    with pytest.raises(UserError, match=words):
+        reference.read_reference('small')
+
+
+@pytest.fixture
+def small_config(tmp_path, monkeypatch):
+    """config/NAME.py of a run that takes no time, and training that logs a curve."""
+    config = Path(train.__file__).with_name('config') / 'quickstart.py'
+    monkeypatch.setattr(make_reference, 'FOLDER', tmp_path)
+    monkeypatch.setattr(reference, 'FOLDER', tmp_path)
+    facts = {**FACTS, 'config': asdict(load_config(TrainConfig, [str(config)]))}
+    trained = []
+
+    def train_one(name, seed):
+        trained.append(seed)
+        if seed == 3:
+            raise KeyboardInterrupt
+        return facts, curve(0.0)
+    monkeypatch.setattr(make_reference, 'train', train_one)
+    return trained
+
+
+def test_a_reference_grows_seed_by_seed_and_made_again_stays_until_all_are_there(
+        small_config, tmp_path):
+    make_reference.main(['quickstart', '--seeds=1'])
+    with pytest.raises(KeyboardInterrupt):
+        make_reference.main(['config/quickstart.py', '--seeds=1,2,3'])
+    assert sorted(reference.read_reference('quickstart').runs) == [1, 2]
+    with pytest.raises(KeyboardInterrupt):
+        make_reference.main(['quickstart', '--seeds=1,3', '--again'])
+    assert sorted(reference.read_reference('quickstart').runs) == [1, 2]
+    assert small_config == [1, 2, 3, 1, 3]  # what is there is not trained again
+
+
+def test_seeds_of_two_configs_are_not_mixed(small_config, tmp_path):
+    make_reference.main(['quickstart', '--seeds=1'])
+    path = tmp_path / 'quickstart.jsonl'
+    path.write_text(path.read_text().replace('"n_embd": 192', '"n_embd": 64'))
+    with pytest.raises(UserError, match='made with another n_embd'):
+        make_reference.main(['quickstart', '--seeds=2'])
 
 
 REFERENCES = sorted(path.stem for path in reference.FOLDER.glob('*.jsonl'))
@@ -205,6 +274,19 @@ def test_live_drawing_ends_with_the_run(locks, trained, tmp_path, capsys, monkey
     assert seen == [7.0] and 'iteration 6' in capsys.readouterr().out
 
 
+def test_live_drawing_waits_for_the_first_row(trained, tmp_path, capsys, monkeypatch):
+    text = (trained / 'metrics.jsonl').read_text()
+    with ExitStack() as training:
+        training.enter_context(alone_in(tmp_path))
+
+        def wait(_):
+            (tmp_path / 'metrics.jsonl').write_text(text)
+            training.close()
+        monkeypatch.setattr(plot.time, 'sleep', wait)
+        plot.main([str(tmp_path), '--live'])
+    assert 'iteration 6' in capsys.readouterr().out
+
+
 # -----------------------------------------------------------------------------
 # the run itself
 
@@ -223,9 +305,20 @@ def test_patience_ends_a_run_that_gets_no_better_and_survives_a_resume(tiny, tmp
     still = [*tiny, '--learning_rate=0.0', '--min_lr=0.0', '--eval_interval=2', '--max_iters=20',
              '--lr_decay_iters=20', '--weight_decay=0.0', '--patience=3']
     train.main(still)
-    assert 'patience=3: stopped after iteration 6' in capsys.readouterr().out
+    assert 'stopped after iteration 6, patience=3' in capsys.readouterr().out
     assert [line['iter'] for line in lines(tmp_path / 'out', 'val_loss')] == [0, 2, 4, 6]
     cut = [*still, f'--out_dir={tmp_path}/cut']
     train.main([*cut, '--max_iters=4'])
-    train.main([*cut, '--init_from=resume'])
+    train.main([*cut, '--init_from=resume', '--report=True'])
     assert [line['iter'] for line in lines(tmp_path / 'cut', 'val_loss')] == [0, 2, 4, 6]
+    assert '| ended | patience=3: 3 evaluations' in (tmp_path / 'cut/report.md').read_text()
+
+
+def test_a_run_that_gave_up_says_so_ever_after(tiny, tmp_path, capsys, monkeypatch):
+    wild = [*tiny, '--learning_rate=1e9', '--warmup_iters=0', '--decay_lr=False',
+            '--max_bad_steps=2', '--max_iters=20', '--report=True']
+    assert 'not finite' in fails(capsys, monkeypatch, train.main, *wild)
+    given_up = 'given up: 2 steps in a row were not finite'
+    assert f'| ended | {given_up} |' in (tmp_path / 'out/report.md').read_text()
+    plot.main([str(tmp_path / 'out')])
+    assert given_up in capsys.readouterr().out

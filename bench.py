@@ -72,17 +72,21 @@ class BenchConfig(TrainConfig):
     json: bool = False  # print JSON: speed, ladder, grid, data
     save: str = ''  # a folder for CSV, table and picture of the same four, such as results
 
+    def out_of_range(self):
+        found = super().out_of_range()
+        found += [f'{key}={getattr(self, key)}: must be at least 1'
+                  for key in ('steps', 'rounds', 'seeds') if getattr(self, key) < 1]
+        found += [f'{key}={getattr(self, key)}: must not be negative'
+                  for key in ('warmup_steps', 'target_loss', 'vocab_size')
+                  if getattr(self, key) < 0]
+        return found
+
     def problems(self):
         found = super().problems()
         if self.batch_size == 'auto':
             found.append('batch_size=auto: a benchmark needs a number')
         if self.world_size() > 1:
             found.append('a benchmark measures one process: start it without torchrun')
-        found += [f'{key}={getattr(self, key)}: must be at least 1'
-                  for key in ('steps', 'rounds', 'seeds') if getattr(self, key) < 1]
-        found += [f'{key}={getattr(self, key)}: must not be negative'
-                  for key in ('warmup_steps', 'target_loss', 'vocab_size')
-                  if getattr(self, key) < 0]
         modes = [key for key in ('ladder', 'grid', 'data', 'memory', 'checkpoints', 'profile')
                  if getattr(self, key)]
         if len(modes) > 1:

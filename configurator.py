@@ -24,7 +24,8 @@ from errors import UserError
 def load_config(cls, argv, doc=''):
     """Build dataclass `cls` from its defaults and the command line `argv`.
 
-    `cls` may define `problems(self) -> list[str]` for values that contradict each other.
+    `cls` may define `out_of_range(self) -> list[str]` for values that are wrong by themselves, and
+    `problems(self) -> list[str]` for those that contradict each other, if all else is right.
     Raises UserError with every problem found, one a line. `--help` prints and exits.
     """
     if any(arg in ('--help', '-h') for arg in argv):
@@ -36,9 +37,11 @@ def load_config(cls, argv, doc=''):
         assign = read_option if arg.startswith('-') else read_file
         for name, value, where in assign(cls, arg, values, problems):
             check_and_set(cls, values, name, value, where, problems)
-    if not problems:
-        config = cls(**values)
-        problems = config.problems() if hasattr(config, 'problems') else []
+    config = cls(**values)
+    if hasattr(config, 'out_of_range'):
+        problems += config.out_of_range()
+    if not problems and hasattr(config, 'problems'):
+        problems = config.problems()
     if problems:
         raise UserError('\n'.join(problems))
     return config

@@ -52,9 +52,10 @@ class PlanConfig(TrainConfig):
     utilisation: float = 0.4  # share of the GPU's peak, where tokens_per_s is not known
     json: bool = False  # print JSON
 
-    def problems(self):
-        found = [f'{key}={getattr(self, key)}: must be at least 1'
-                 for key in ('processes', 'nodes') if getattr(self, key) < 1]
+    def out_of_range(self):
+        found = super().out_of_range()
+        found += [f'{key}={getattr(self, key)}: must be at least 1'
+                  for key in ('processes', 'nodes') if getattr(self, key) < 1]
         found += [f'{key}={getattr(self, key)}: must not be negative'
                   for key in ('gpu_memory_gb', 'link_gb_per_s', 'gpu_hour_price', 'vocab_size',
                               'tokens_per_s') if getattr(self, key) < 0]
@@ -63,10 +64,12 @@ class PlanConfig(TrainConfig):
         if self.gpu and self.gpu not in GPU_MEMORY_GB:
             found.append(f'gpu={self.gpu!r} is unknown: use one of {", ".join(GPU_MEMORY_GB)}, or '
                          '--gpu_memory_gb')
-        if self.processes >= 1 and self.nodes >= 1:
-            if self.processes % self.nodes:
-                found.append(f'processes={self.processes} does not divide by nodes={self.nodes}')
-            found += super().problems()
+        return found
+
+    def problems(self):
+        found = super().problems()
+        if self.processes % self.nodes:
+            found.append(f'processes={self.processes} does not divide by nodes={self.nodes}')
         return found
 
     def world_size(self):

@@ -89,8 +89,8 @@ class TrainConfig:
     backend: Literal['auto', 'nccl', 'gloo'] = 'auto'  # between processes
     seed: int = 1337  # of the weights, of dropout and of the order of data
 
-    def problems(self):
-        """What contradicts itself, a line each."""
+    def out_of_range(self):
+        """Values that no setting beside them could make right, a line each."""
         found = [f'{key} is empty' for key in ('out_dir', 'dataset', 'init_from', 'checkpoint')
                  if not getattr(self, key)]
         positive = ('eval_interval', 'eval_iters', 'log_interval', 'checkpoint_interval',
@@ -112,8 +112,11 @@ class TrainConfig:
                   for task in self.eval_tasks.split(',') if task not in BENCHMARKS]
         if not 0 < self.wsd_decay <= 1:
             found.append(f'wsd_decay={self.wsd_decay}: must be above 0 and at most 1')
-        if found:
-            return found
+        return found
+
+    def problems(self):
+        """What contradicts itself, a line each."""
+        found = []
         if self.patience and self.overfit_batches:
             found.append(f'patience={self.patience} watches the validation loss, which '
                          f'overfit_batches={self.overfit_batches} lets rise: take one of them')

@@ -146,10 +146,11 @@ def test_a_setting_may_be_imported_but_not_be_a_function(tmp_path, monkeypatch):
 def test_all_problems_are_reported_at_once(tmp_path):
     a = write(tmp_path / 'a.py', 'bach_size = 3\nn_layer = 1.5\n')
     with pytest.raises(UserError) as error:
-        load(a, '--dropout=high', '--n_head')
+        load(a, '--dropout=high', '--n_head', '--momentum=2')
     lines = str(error.value).splitlines()
-    assert len(lines) == 4
-    for key, line in zip(('bach_size', 'n_layer', 'dropout', 'n_head'), lines, strict=True):
+    assert len(lines) == 5
+    keys = ('bach_size', 'n_layer', 'dropout', 'n_head', 'momentum')
+    for key, line in zip(keys, lines, strict=True):
         assert key in line
 
 

@@ -18,7 +18,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 import torch
@@ -26,6 +26,7 @@ import torch
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
+import cpu  # noqa: E402
 from configurator import load_config  # noqa: E402
 from dataloader import BatchLoader  # noqa: E402
 from dataset import open_dataset  # noqa: E402
@@ -161,29 +162,45 @@ def speed(nanogpt, config, rounds):
     print(f'plainGPT {best["nanoGPT"] / best["plainGPT"]:.2f} times as fast')
 
 
+@contextmanager
+def torch_dropout():
+    """In here our model drops out by torch, so that one seed gives it nanoGPT's masks."""
+    ours = cpu.attention_gains, cpu.Dropout.forward
+    cpu.attention_gains, cpu.Dropout.forward = lambda q: False, torch.nn.Dropout.forward
+    try:
+        yield
+    finally:
+        cpu.attention_gains, cpu.Dropout.forward = ours
+
+
 def loss(nanogpt, config, rounds):
     """The validation loss of both up to step 200, on the same batches from the same weights.
 
-    Where there is dropout, each round draws other masks: how far apart two rounds of one program
-    lie is what a difference between the programs has to be seen against."""
+    With dropout each round draws other masks, and so does each program: how far apart two rounds of
+    one program lie is what a difference between the programs has to be seen against. A third
+    trainer is ours with nanoGPT's masks: what is left between these two is the precision."""
     ends = {}
     for seed in range(rounds):
         both, (loader, val) = trainers(nanogpt, config, False)
+        if config.dropout:
+            both["plainGPT, nanoGPT's masks"] = trainers(nanogpt, config, False)[0]['plainGPT']
         batches = [val.eval_batch(starts) for starts in val.eval_batches(config.eval_iters)]
-        torch.manual_seed(seed)
         for it in range(200):
             batch = loader.train_batch(it, 0)
-            for trainer in both.values():
-                trainer.step(*batch, it)
+            for name, trainer in both.items():
+                torch.manual_seed(200 * seed + it)
+                with torch_dropout() if 'masks' in name else nullcontext():
+                    trainer.step(*batch, it)
             if it % 50 == 49:
                 losses = {name: trainer.evaluate(batches) for name, trainer in both.items()}
                 print(f'round {seed + 1}, step {it + 1}: ' + ', '.join(
                     f'{name} {value:.4f}' for name, value in losses.items()), flush=True)
         for name, value in losses.items():
             ends.setdefault(name, []).append(value)
-    theirs, ours = map(statistics.mean, ends.values())
-    print(f'after 200 steps plainGPT {ours - theirs:+.4f}; spread of the rounds ' + ', '.join(
-        f'{name} {max(values) - min(values):.4f}' for name, values in ends.items()))
+    for name, values in ends.items():
+        print(f'{name}: {statistics.mean(values):.4f} after 200 steps, '
+              f'{statistics.mean(values) - statistics.mean(ends["nanoGPT"]):+.4f}; the rounds are '
+              f'{max(values) - min(values):.4f} apart')
 
 
 def main():

@@ -97,15 +97,21 @@ def test_gradients_hide_behind_a_large_enough_micro_batch(capsys):
         assert (found['shown_seconds'] > 0) == shows
 
 
-def test_every_mistake_is_reported_and_gpus_are_listed():
+def mistakes(*argv):
     with pytest.raises(UserError) as error:
-        load_config(PlanConfig, ['--gpu=A1000', '--n_head=7', '--processes=3', '--nodes=2',
-                                 '--utilisation=2', '--total_batch_size=7'])
-    lines = str(error.value).splitlines()
-    for words in ('n_head=7', 'processes=3', 'utilisation=2', 'total_batch_size=7'):
+        load_config(PlanConfig, argv)
+    return str(error.value).splitlines()
+
+
+def test_every_mistake_is_reported_and_gpus_are_listed():
+    lines = mistakes('--gpu=A1000', '--utilisation=2', '--processes=0', '--nodes=0', '--n_layer=x')
+    for words in ('utilisation=2', 'processes=0', 'nodes=0', "n_layer='x'"):
         assert any(words in line for line in lines)
     assert any("gpu='A1000'" in line and all(name in line for name in GPU_MEMORY_GB)
                for line in lines)
+    lines = mistakes('--n_head=7', '--processes=3', '--nodes=2', '--total_batch_size=7')
+    for words in ('n_head=7', 'processes=3', 'total_batch_size=7'):
+        assert any(words in line for line in lines)
 
 
 def test_an_automatic_batch_needs_a_gpu_to_fit(capsys, monkeypatch):

@@ -8,9 +8,13 @@ import inspect
 
 import pytest
 from helpers import options
+from hypothesis import settings
 
 import prepare
 import train
+
+settings.register_profile('busy', deadline=None)  # the first example pays for imports
+settings.load_profile('busy')
 
 TINY = options(n_layer=2, n_head=2, n_embd=32, block_size=16, batch_size=4, max_iters=6,
                gradient_accumulation_steps=2, eval_interval=3, eval_iters=2, warmup_iters=2,

@@ -1,6 +1,7 @@
 """Curves of runs as a picture: matplotlib, and nothing that needs torch."""
 
 from errors import UserError
+from metrics import step_tokens
 
 # Okabe and Ito 2008, a palette that colour-blind people tell apart too; black is for references
 COLOURS = ('#0072B2', '#D55E00', '#009E73', '#CC79A7', '#E69F00', '#56B4E9')
@@ -145,11 +146,6 @@ def unit_of_time(runs):
     longest = max((row['elapsed_s'] for _, rows, _ in runs for row in rows), default=0)
     return ('hours', 3600) if longest > 3 * 3600 else ('minutes', 60) if longest > 180 \
         else ('seconds', 1)
-
-
-def step_tokens(rows):
-    """Tokens in a step, or None before the first."""
-    return next((round(row['tokens'] / row['iter']) for row in rows if row['iter']), None)
 
 
 def band(axes, reference, x):

@@ -21,27 +21,26 @@ def locked(folder, refusal='in use'):
     if fcntl is None:
         yield False
         return
-    lock = os.open(folder, os.O_RDONLY)
+    lock, held = None, False
     try:
         try:
+            lock = os.open(folder, os.O_RDONLY)
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             held = True
         except BlockingIOError:
             raise UserError(refusal) from None
         except OSError:
-            held = False
+            pass
         yield held
     finally:
-        os.close(lock)
+        if lock is not None:
+            os.close(lock)
 
 
 def in_use(folder):
-    """True when a process holds the lock of `folder`, None where the system cannot tell, and
-    False where no process does, or there is no folder."""
+    """True when a process holds the lock of `folder`, None where the system cannot tell."""
     try:
         with locked(folder) as held:
             return False if held else None
     except UserError:
         return True
-    except OSError:
-        return False

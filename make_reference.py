@@ -63,7 +63,7 @@ def main(argv):
     reference = Reference(name, {}, {})
     if (FOLDER / f'{name}.jsonl').exists() and not config.again:
         reference = read_reference(name)
-        first = next(iter(reference.runs.values()))['config']
+        first = reference.run['config']
         if others := [key for key in LEARNING if settings[key] != first.get(key)]:
             raise UserError(f'{FOLDER / name}.jsonl was made with another {", ".join(others)} than '
                             f'config/{name}.py has: --again makes all seeds anew')

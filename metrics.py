@@ -266,6 +266,11 @@ def refuse(constant):
     raise ValueError(f'{constant} is no JSON')
 
 
+def step_tokens(rows):
+    """Tokens in a step, or None before the first."""
+    return next((round(row['tokens'] / row['iter']) for row in rows if row['iter']), None)
+
+
 def read_rows(path, warn):
     """The rows of a metrics.jsonl, in order; `warn` gets one line about those that are not ours."""
     rows, strange = [], []

@@ -12,7 +12,7 @@ from pathlib import Path
 from statistics import mean, median, stdev
 
 from errors import UserError
-from metrics import parse_row
+from metrics import parse_row, step_tokens
 from run_report import is_run
 
 FOLDER = Path(__file__).with_name('references')
@@ -35,6 +35,11 @@ class Reference:
     runs: dict  # seed → facts of its run
     rows: dict  # seed → its rows
 
+    @property
+    def run(self):
+        """The facts of one seed's run, which stand for all."""
+        return next(iter(self.runs.values()))
+
     def band(self):
         """[(tokens, low, high)] of validation losses that 95% of new seeds lie within, from the
         first evaluation after a step on: before it nobody knows how the curve runs."""
@@ -54,8 +59,7 @@ class Reference:
 
     def step_tokens(self):
         """Tokens in a step."""
-        return next(round(row['tokens'] / row['iter']) for rows in self.rows.values()
-                    for row in rows if row['iter'])
+        return step_tokens(next(iter(self.rows.values())))
 
     def compare(self, name, rows, run=None):
         """A sentence on where the run `name` lies. run: its facts, where they are known."""
@@ -98,7 +102,7 @@ class Reference:
         """Why losses of the run cannot be compared, or None.
 
         Python's own library differs between versions of Python, by a few in a hundred."""
-        theirs = next(iter(self.runs.values()))
+        theirs = self.run
         for key in ('vocab_size', 'train_tokens'):
             near = 0.1 if key == 'train_tokens' and corpus_of(run) == corpus_of(theirs) else 0.0
             if abs(run[key] - theirs[key]) > near * theirs[key]:
@@ -108,10 +112,10 @@ class Reference:
 
     def differences(self, rows, run):
         """'; unlike the reference: n_embd=192 (there 128)', or nothing."""
-        theirs = next(iter(self.runs.values()))
+        theirs = self.run
         found = [(key, run['config'][key], theirs['config'][key]) for key in LEARNING
                  if run['config'].get(key) != theirs['config'].get(key)]
-        tokens = next((round(row['tokens'] / row['iter']) for row in rows if row['iter']), None)
+        tokens = step_tokens(rows)
         if tokens and tokens != self.step_tokens():
             found.append(('tokens a step', tokens, self.step_tokens()))
         if run['train_tokens'] != theirs['train_tokens']:
@@ -122,14 +126,13 @@ class Reference:
     def speed(self, rows, run):
         """'; 1.2 times as fast as there (AMD EPYC, 2 cores)', or nothing where it is not known, or
         the model is another. The fastest seed counts: the others shared their machine."""
-        theirs_run = next(iter(self.runs.values()))
-        if run and run['parameters'] != theirs_run['parameters']:
+        if run and run['parameters'] != self.run['parameters']:
             return ''
         mine, *theirs = ([row['tokens_per_s'] for row in seen if row.get('tokens_per_s')]
                          for seen in (rows, *self.rows.values()))
         if not mine or not all(theirs):
             return ''
-        machine = theirs_run['machine']
+        machine = self.run['machine']
         device = machine['device'] if machine['device'] != 'cpu' else \
             f'{machine["cpu"]}, {machine["cores"]} cores'
         ratio = median(mine) / max(map(median, theirs))

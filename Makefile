@@ -21,16 +21,16 @@ test: .venv/installed-dev
 	$(BIN)/python -m pytest -n 2
 
 torture: .venv/installed-dev
-	$(BIN)/python tests/torture.py --kills=250
+	$(BIN)/python tools/torture.py --kills=250
 
 test-slow: .venv/installed-dev
 	$(BIN)/python -m pytest -m slow
 
 bench-prepare: .venv/installed-dev
-	$(BIN)/python tests/bench_prepare.py
+	$(BIN)/python tools/compare_prepare.py
 
 bench-generate: .venv/installed-dev
-	$(BIN)/python tests/bench_generate.py
+	$(BIN)/python tools/compare_generation.py
 
 lint: .venv/installed-dev
 	$(BIN)/ruff check .

@@ -16,28 +16,21 @@ folder inside out_dir that is removed again.
 """
 
 import json as json_format
-import tempfile
-import time
 from dataclasses import dataclass
-from itertools import count
 from pathlib import Path
 
 import numpy as np
-import torch
 
-import grid
-import ladder
-import speed
-from checkpoint import Saver, checkpoint_paths, open_checkpoint, rng_state
 from configurator import load_config
-from dataloader import BatchLoader
-from dataset import folder_of, open_dataset, size_of_dataset
-from errors import run_script
-from memory import gib, one_step, out_of_memory_explained, predict, run_of
-from metrics import short
 from model import GPTConfig
-from report import about, described, machine, make_folder, markdown, save, slug
-from runtime import (
+from plaingpt.benchmarks import grid, ladder
+from plaingpt.benchmarks import step_speed as speed
+from plaingpt.benchmarks.checkpoint_stalls import measure_checkpoints
+from plaingpt.benchmarks.data_rate import measure_data
+from plaingpt.benchmarks.memory_check import measure_memory
+from plaingpt.benchmarks.result_tables import about, described, make_folder, save, slug
+from plaingpt.corpus.dataset import folder_of, open_dataset, size_of_dataset
+from plaingpt.system.devices import (
     choose_compile,
     choose_device,
     choose_dtype,
@@ -46,8 +39,10 @@ from runtime import (
     use_expandable_segments,
     use_fast_matmul,
 )
-from settings import TrainConfig
-from timing import spread, step_seconds
+from plaingpt.system.errors import run_script
+from plaingpt.system.hardware import machine_name
+from plaingpt.training.memory_planner import out_of_memory_explained, run_of
+from plaingpt.training.settings import TrainConfig
 
 LADDER_TOKENS = 2**22  # of the dataset, that the ladder's batches come from
 
@@ -109,13 +104,13 @@ def measure_ladder(config, dtype, compile, device):
         dataset = open_dataset(folder)
         tokenizer = dataset.tokenizer()
         stream = dataset.split('train')
-        tokens = stream.windows(np.array([0]), min(known, LADDER_TOKENS))[0]
+        tokens = stream.sequences(np.array([0]), min(known, LADDER_TOKENS))[0]
     else:
         source += ': random tokens, and no rung of text'
         tokens = np.random.default_rng(config.seed).integers(0, vocab_size, LADDER_TOKENS)
     tokens = tokens.astype(np.uint16 if vocab_size <= 2**16 else np.uint32)
-    found = ladder.rungs(device, dtype, compile, config.loss_chunk_tokens, tokenizer is not None)
-    rows = ladder.climb(shape, found, tokens, tokenizer, batch_size=config.batch_size,
+    found = ladder.variants(device, dtype, compile, config.loss_chunk_tokens, tokenizer is not None)
+    rows = ladder.measure_variants(shape, found, tokens, tokenizer, batch_size=config.batch_size,
                         steps=config.steps, warmup=config.warmup_steps, rounds=config.rounds,
                         device=device)
     what = f'{config.batch_size} × {config.block_size} tokens a step, {config.n_layer} layers, ' \
@@ -129,7 +124,7 @@ def measure_grid(config, device, name):
     vocab_size, _, _ = size_of_dataset(config.dataset)
     journal = Path(config.save, f'{name}.jsonl') if config.save else None
     runs = grid.run_all(config, config.seeds, lambda cell: cell.gpt_config(vocab_size), device,
-                        journal, machine(device))
+                        journal, machine_name(device))
     target = config.target_loss or grid.target_of(runs)
     for run in runs:
         run.update(target_loss=target, target_s=grid.seconds_to(target, run['curve']))
@@ -138,124 +133,8 @@ def measure_grid(config, device, name):
     return runs, grid.tables(runs, target, memory_is)
 
 
-def measure_data(config, shape, dtype, compile, device, batches=200):
-    """→ (rows, their table): batches a second of each way to read, beside what a step takes."""
-    dataset = open_dataset(folder_of(config.dataset))
-    row, _ = speed.measure(config, shape, dtype, compile, device, steps=config.steps,
-                           warmup=config.warmup_steps)
-    need = config.accumulation() / row['step_ms'] * 1e3
-    disk, ram = (BatchLoader(dataset.split('train', in_ram), config.block_size, config.batch_size,
-                             seed=config.seed, device=device) for in_ram in (False, True))
-    first, length = disk.stream.files[0], config.block_size + 1
-
-    def mapped(step):
-        tokens = np.memmap(first.path, first.dtype, 'r', first.offset)
-        starts = disk.window_starts(disk.window_ids(step, 0)) % max(1, first.tokens - length)
-        windows = ladder.stacked(tokens, starts, length)
-        return windows[:, :-1].contiguous(), windows[:, 1:].contiguous()
-
-    ways = {'from disk': lambda: disk.train_batch(next(steps), 0),
-            'memory-mapped, as nanoGPT': lambda: mapped(next(steps)),
-            'from memory': lambda: ram.train_batch(next(steps), 0)}
-    steps, rows = count(), []  # no way reads what another has read
-    for name, read in ways.items():
-        times = step_seconds(read, batches, batches // 10, torch.device('cpu'))
-        per_s = 1 / spread(times)['median']
-        rows.append({'way': name, 'batches_per_s': per_s,
-                     'tokens_per_s': per_s * config.batch_size * config.block_size,
-                     'needed_batches_per_s': need, 'times_need': per_s / need})
-    what = f'{dataset.folder}, {config.batch_size} × {config.block_size} tokens a batch; ' \
-           f'training takes {need:.3g} a second'
-    return rows, f'{what}\n\n' + markdown(
-        ['batches', 'a second', 'tokens/s', '× the need'],
-        [[row['way'], f'{row["batches_per_s"]:,.0f}', short(row['tokens_per_s']),
-          f'{row["times_need"]:,.0f}'] for row in rows])
-
-
 # -----------------------------------------------------------------------------
 # memory and checkpoints
-
-
-def tracked_step(model, run):
-    """{stage: bytes that tensors hold} of a step on tensors without data, 'peak' among them."""
-    from torch._subclasses.fake_tensor import FakeTensorMode
-    from torch.distributed._tools.mem_tracker import MemTracker
-
-    def held(which):
-        return sum(kinds['Total'] for kinds in tracker.get_tracker_snapshot(which).values())
-
-    sizes = {}
-    with FakeTensorMode():
-        steps = one_step(model, run, torch.device('cpu'))
-        tracker = MemTracker()
-        _, gpt, optimizer = next(steps)
-        tracker.track_external(gpt, optimizer)
-        with tracker:
-            for stage, _, _ in steps:
-                sizes[stage] = held('current')
-                if stage != 'forward':
-                    tracker.reset_mod_stats()  # or it refuses a second forward pass
-            sizes['peak'] = held('peak')
-    del sizes['between']
-    return sizes
-
-
-def cuda_step(model, run, device):
-    """→ ({stage: bytes that tensors hold}, {stage: bytes that the allocator reserved})."""
-    torch.cuda.reset_peak_memory_stats(device)
-    allocated, reserved = {}, {}
-    for stage, _, _ in one_step(model, run, device):
-        torch.cuda.synchronize(device)
-        allocated[stage] = torch.cuda.memory_allocated(device)
-        reserved[stage] = torch.cuda.memory_reserved(device)
-    allocated['peak'] = torch.cuda.max_memory_allocated(device)
-    reserved['peak'] = torch.cuda.max_memory_reserved(device)
-    return allocated, reserved
-
-
-def measure_memory(model, run, device):
-    """Print allocated and reserved bytes of a step beside the plan's."""
-    if device.type == 'cuda':
-        allocated, reserved = cuda_step(model, run, device)
-        how = torch.cuda.get_device_name(device)
-    else:
-        allocated, reserved, how = tracked_step(model, run), {}, "torch's memory tracker"
-    plan = predict(model, run)
-    print(f'{how}, {run.dtype}, batch {run.batch_size} × {run.micro_steps}, '
-          f'{run.activation_checkpointing} checkpointing, loss in chunks of '
-          f'{run.loss_chunk_tokens}')
-    print(f'{"after":<12}{"allocated":>14}{"reserved":>14}{"planned":>14}')
-    for stage in ('forward', 'backward', 'optimizer', 'peak'):
-        planned = plan.peak if stage == 'peak' else plan.after.get(stage)
-        print(f'{stage:<12}{gib(allocated[stage]):>14}'
-              f'{gib(reserved[stage]) if reserved else "n/a":>14}{gib(planned):>14}')
-    print(f'the plan is {plan.peak / allocated["peak"] - 1:+.1%} off the measured peak')
-
-
-def measure_checkpoints(model, run, config, device):
-    """Print how long a save stops training, and which share that is of the time between saves."""
-    stages = [(time.perf_counter(), gpt, optimizer)
-              for _, gpt, optimizer in one_step(model, run, device)]
-    ended, gpt, optimizer = stages[-1]
-    step_s = ended - stages[run.micro_steps + 1][0]  # the second: the first makes the states
-    print(f'{gpt.num_parameters():,} parameters, {device}: {step_s:.2f} s a step of '
-          f'{run.batch_size * run.micro_steps} windows, a save every '
-          f'{config.checkpoint_interval} steps')
-    Path(config.out_dir).mkdir(parents=True, exist_ok=True)
-    for background in (False, True):
-        with tempfile.TemporaryDirectory(dir=config.out_dir) as folder:
-            saver = Saver(folder, chunk_mb=config.checkpoint_chunk_mb, background=background)
-            began = time.perf_counter()
-            saver.save(gpt, optimizer, {'iter_num': 1}, rng_state(device))
-            stall_s = time.perf_counter() - began
-            saver.wait()
-            written_s = time.perf_counter() - began
-            chunks = open_checkpoint(checkpoint_paths(folder)[0]).state['chunks']
-        size = sum(chunk['bytes'] for chunk in chunks)
-        share = stall_s / (config.checkpoint_interval * step_s + stall_s)
-        print(f'checkpoint_async={background!s:<6} stands still {stall_s:.2f} s ({share:.3%} of '
-              f'the time), written after {written_s:.2f} s: {size / 1e9:.2f} GB in {len(chunks)} '
-              'files')
 
 
 # -----------------------------------------------------------------------------

@@ -18,7 +18,7 @@ import tokenize
 import types
 import typing
 
-from errors import UserError
+from plaingpt.system.errors import UserError
 
 
 def load_config(cls, argv, doc=''):

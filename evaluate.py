@@ -14,20 +14,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-import checkpoint as checkpoints
 from configurator import load_config
-from dataset import folder_of, open_dataset
-from errors import UserError, run_script
-from runtime import (
-    autocast,
-    choose_device,
-    choose_dtype,
-    host_group,
-    launched_world,
-    process_group,
-    say,
-)
-from scoring import (
+from plaingpt.corpus.dataset import folder_of, open_dataset
+from plaingpt.inference.scoring import (
     BENCHMARKS,
     TextStream,
     open_benchmark,
@@ -35,6 +24,10 @@ from scoring import (
     quote_benchmark,
     score_stream,
 )
+from plaingpt.system.devices import autocast, choose_device, choose_dtype
+from plaingpt.system.distributed import host_group, launched_world, print0, process_group
+from plaingpt.system.errors import UserError, run_script
+from plaingpt.training import checkpoint as checkpoints
 
 TASKS = ('val', 'train', 'text', *BENCHMARKS)
 
@@ -47,7 +40,7 @@ class EvaluateConfig(checkpoints.ModelChoice):
     data: str = ''  # the file of the one task: a text, or a benchmark's .jsonl
     limit: int = 0  # only the first so many questions of a benchmark; 0 for all
     # how
-    batch_size: int = 8  # windows or answers the device holds at once; the scores are the same
+    batch_size: int = 8  # sequences or answers the device holds at once; the scores are the same
     device: str = 'auto'  # auto, cpu, cuda, cuda:0, mps
     dtype: Literal['auto', 'float32', 'bfloat16', 'float16'] = 'float32'  # precision of matmuls
     backend: Literal['auto', 'nccl', 'gloo'] = 'auto'  # between processes
@@ -110,7 +103,7 @@ def main(argv):
         config.init_from, config.out_dir, config.checkpoint, config.tokenizer)
     model.to(device)
     dtype, _ = choose_dtype(config.dtype, device, model.config.n_embd)
-    say(f'{source} | {model.num_parameters():,} parameters | device {device} | dtype {dtype} | '
+    print0(f'{source} | {model.num_parameters():,} parameters | device {device} | dtype {dtype} | '
         f'processes {world.size}')
     results = {}
     with process_group(world, device, config.backend):
@@ -118,7 +111,7 @@ def main(argv):
         for task in config.tasks.split(','):
             results[task], line = score(task, config, model, tokenizer, state,
                                         autocast(device, dtype), group)
-            say(line)
+            print0(line)
     if config.output and world.is_main:
         about = {'model': source, 'parameters': model.num_parameters(), 'dtype': dtype,
                  'iter_num': state.get('iter_num')}

@@ -13,10 +13,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-import checkpoint as checkpoints
 from configurator import load_config
-from errors import UserError, run_script
-from interchange import write_hf
+from plaingpt.inference.hf_export import write_hf
+from plaingpt.system.errors import UserError, run_script
+from plaingpt.training import checkpoint as checkpoints
 
 
 @dataclass
@@ -39,7 +39,7 @@ def model_card(name, model, source, state):
         'weights': source,
         'trained on': config.get('dataset') and Path(config['dataset']).name,
         'iterations': state.get('iter_num'),
-        'windows of text seen': f'{state["windows"]:,}' if 'windows' in state else None,
+        'sequences of text seen': f'{state["sequences"]:,}' if 'sequences' in state else None,
         'validation loss': state.get('val_loss') and f'{state["val_loss"]:.4f} nats a token',
         'learning rate, at most': config.get('learning_rate'),
         'started from': config.get('init_from'),

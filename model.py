@@ -4,7 +4,7 @@ Radford et al. 2019, "Language Models are Unsupervised Multitask Learners"; the 
 https://github.com/openai/gpt-2, settles what the paper leaves open. Parameter names are nanoGPT's.
 What newer models do otherwise stands behind flags of GPTConfig, and is off unless asked for.
 
-B batch, T tokens in a window, C = n_embd, H = n_head, V vocabulary.
+B batch, T tokens in a sequence, C = n_embd, H = n_head, V vocabulary.
 """
 
 import math
@@ -15,12 +15,14 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
-import cpu
-from cpu import Dropout
-from errors import UserError
-from generation import generate
-from interchange import read_weights
-from muon import MuonAdamW
+from plaingpt.inference.generation import generate
+from plaingpt.inference.pretrained import read_weights
+from plaingpt.system import cpu_kernels as cpu
+from plaingpt.system.cpu_kernels import Dropout
+from plaingpt.system.cross_entropy import ChunkedCrossEntropy, soft_capped
+from plaingpt.system.errors import UserError
+from plaingpt.system.hardware import peak_flops
+from plaingpt.training.optimizers import MuonAdamW
 
 VOCAB_MULTIPLE = 128  # matmuls are fast when their sizes divide by powers of two
 
@@ -167,69 +169,6 @@ class Block(nn.Module):
         return x
 
 
-class ChunkedCrossEntropy(torch.autograd.Function):
-    """Mean cross-entropy of x @ weightᵀ whose (N, V) logits never exist: `chunk` rows at a time
-    go from logits to loss to gradients, so nothing is computed twice.
-
-    x (N, C), weight (V, C), targets (N,) int64, -1 where there is none → scalar, float32.
-    softcap as in GPTConfig.logit_softcap.
-    Matmuls run in autocast's dtype, softmax and sums in float32. torch's own
-    F.linear_cross_entropy does the same, but only from 2.13 on, and torch.compile stops at it.
-    """
-
-    @staticmethod
-    def forward(ctx, x, weight, targets, chunk, softcap=0.0):
-        device = x.device.type
-        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
-        w = weight.to(dtype)
-        training = ctx.needs_input_grad[0]
-        count = (targets != -1).sum()
-        loss = torch.zeros((), device=x.device)
-        if training:
-            grad_x, grad_w = torch.empty_like(x, dtype=dtype), torch.zeros_like(weight)
-        with torch.autocast(device, enabled=False):
-            for i in range(0, len(x), chunk):
-                x_i = x[i:i + chunk].to(dtype)  # (n, C)
-                loss_i, grad = summed_cross_entropy(x_i, w, targets[i:i + chunk], softcap, training)
-                loss += loss_i
-                if training:
-                    grad_x[i:i + chunk] = grad @ w
-                    grad_w += grad.t() @ x_i
-                    del grad  # or it would stand beside the next chunk's
-        if training:
-            ctx.save_for_backward(grad_x, grad_w, count)
-        return loss / count
-
-    @staticmethod
-    def backward(ctx, grad_loss):
-        grad_x, grad_w, count = ctx.saved_tensors
-        scale = (grad_loss / count).view(1)  # a vector: float32 × bfloat16 is then float32
-        return grad_x * scale, grad_w * scale, None, None, None
-
-
-def summed_cross_entropy(x, w, targets, softcap, training):
-    """x (n, C), w (V, C), targets (n,) → the sum of cross-entropies of x @ wᵀ, float32, and its
-    gradient in the logits, (n, V) in x's dtype, or None when not training."""
-    known, targets = targets[:, None] != -1, targets[:, None].clamp(min=0)  # (n, 1)
-    logits = soft_capped((x @ w.t()).float(), softcap)  # (n, V)
-    slope = 1 - (logits / softcap).square() if softcap else None  # tanh' = 1 − tanh²
-    logp = F.log_softmax(logits, dim=-1)
-    del logits  # large
-    loss = -(logp.gather(1, targets) * known).sum()
-    if not training:
-        return loss, None
-    # softmax − one-hot is within ±1, which float16 holds; divided by the count it would vanish.
-    grad = logp.exp_().scatter_add_(1, targets, -torch.ones_like(targets, dtype=torch.float))
-    if softcap:
-        grad *= slope
-    return loss, grad.mul_(known).to(x.dtype)
-
-
-def soft_capped(logits, cap):
-    """Logits within ±cap, and as they are where they are small; cap 0 leaves them alone."""
-    return cap * torch.tanh(logits / cap) if cap else logits
-
-
 class GPT(nn.Module):
     def __init__(self, config):
         super().__init__()
@@ -374,7 +313,7 @@ class GPT(nn.Module):
     # weights of others, and smaller contexts
 
     def crop_block_size(self, block_size):
-        """Forget the positions past `block_size`, say to fine-tune on shorter windows."""
+        """Forget the positions past `block_size`, say to fine-tune on shorter sequences."""
         assert block_size <= self.config.block_size
         self.config = replace(self.config, block_size=block_size)
         if not self.config.rotary:
@@ -443,31 +382,3 @@ def keep_matmuls():
         aten._scaled_dot_product_flash_attention_for_cpu.default,
         torch.ops.plaingpt.cpu_attention.default,
     ])
-
-
-# Dense bf16/fp16 tensor-core peaks in FLOP/s with float32 accumulation, from NVIDIA's data sheets.
-# Looked up in order by a part of the name that CUDA reports.
-PEAK_FLOPS = {
-    'B200': 2250e12,
-    'H200': 989e12,
-    'H100 PCIe': 756e12,
-    'H100 NVL': 835e12,
-    'H100': 989e12,
-    'A100': 312e12,
-    'L40S': 362e12,
-    'L4': 121e12,
-    'A10G': 70e12,
-    'A10': 125e12,
-    'A6000': 155e12,
-    'RTX 4090': 165e12,
-    'RTX 3090': 71e12,
-    'V100': 125e12,
-    'T4': 65e12,
-}
-
-
-def peak_flops(device_name, dtype):
-    """Peak FLOP/s of a device in the training dtype, or None where we do not know it."""
-    if dtype == 'float32':
-        return None
-    return next((peak for name, peak in PEAK_FLOPS.items() if name in device_name), None)

@@ -11,12 +11,13 @@ from dataclasses import dataclass, replace
 import torch
 
 from configurator import load_config
-from dataset import size_of_dataset
-from errors import UserError, run_script
-from memory import (
-    GIB,
+from model import GPT
+from plaingpt.corpus.dataset import size_of_dataset
+from plaingpt.system.errors import UserError, run_script
+from plaingpt.system.formatting import GIB, duration, gib, short
+from plaingpt.system.hardware import GPUS, peak_flops
+from plaingpt.training.memory_planner import (
     batch_that_divides,
-    gib,
     largest_batch,
     optimizer_bytes,
     parameter_counts,
@@ -24,16 +25,8 @@ from memory import (
     run_of,
     savings,
 )
-from metrics import duration, short
-from model import GPT, PEAK_FLOPS, peak_flops
-from settings import TrainConfig
+from plaingpt.training.settings import TrainConfig
 
-# GB of the smallest version of each, from NVIDIA's data sheets.
-GPU_MEMORY_GB = {
-    'B200': 180, 'H200': 141, 'H100 PCIe': 80, 'H100 NVL': 94, 'H100': 80, 'A100': 40, 'L40S': 48,
-    'L4': 24, 'A10G': 24, 'A10': 24, 'A6000': 48, 'RTX 4090': 24, 'RTX 3090': 24, 'V100': 16,
-    'T4': 15,  # 16, of which error correction takes one
-}
 CHECKPOINTING = ('none', 'selective', 'full')
 
 
@@ -61,8 +54,8 @@ class PlanConfig(TrainConfig):
                               'tokens_per_s') if getattr(self, key) < 0]
         if not 0 < self.utilisation <= 1:
             found.append(f'utilisation={self.utilisation}: must be above 0 and at most 1')
-        if self.gpu and self.gpu not in GPU_MEMORY_GB:
-            found.append(f'gpu={self.gpu!r} is unknown: use one of {", ".join(GPU_MEMORY_GB)}, or '
+        if self.gpu and self.gpu not in GPUS:
+            found.append(f'gpu={self.gpu!r} is unknown: use one of {", ".join(GPUS)}, or '
                          '--gpu_memory_gb')
         return found
 
@@ -82,11 +75,12 @@ class PlanConfig(TrainConfig):
 
 def memory_plan(model, config, dtype):
     """Peak by name, what fits, and the same under each kind of checkpointing."""
-    available = int((config.gpu_memory_gb or GPU_MEMORY_GB.get(config.gpu, 0)) * GIB)
-    windows = config.total_batch_size // config.block_size or \
+    gpu_memory_gb = GPUS[config.gpu].memory_gb if config.gpu else 0
+    available = int((config.gpu_memory_gb or gpu_memory_gb) * GIB)
+    sequences = config.total_batch_size // config.block_size or \
         config.gradient_accumulation_steps * config.batch_size
     run = run_of(replace(config, batch_size=1) if config.batch_size == 'auto' else config, dtype)
-    mine = windows // config.processes
+    mine = sequences // config.processes
     if config.batch_size == 'auto':
         batch_size, micro_steps = batch_that_divides(model, run, available, mine)
         run = replace(run, batch_size=batch_size or 1, micro_steps=micro_steps or mine)
@@ -105,14 +99,14 @@ def memory_plan(model, config, dtype):
             'fits': prediction.total <= available if available else None,
             'peak_stage': prediction.peak_stage, 'items': prediction.items,
             'peak': prediction.peak, 'overhead': prediction.overhead, 'total': prediction.total,
-            'logits': logits, 'windows_per_step': windows,
+            'logits': logits, 'sequences_per_step': sequences,
             'stages': {stage: sum(items.values()) for stage, items in prediction.stages.items()},
             'checkpointing': kinds, 'savings': dict(savings(model, run)[:3])}
 
 
-def token_plan(model, config, windows, parameters, dataset_tokens):
+def token_plan(model, config, sequences, parameters, dataset_tokens):
     """Tokens of the run, and how they and the corpus match the model."""
-    step = windows * model.block_size
+    step = sequences * model.block_size
     total = step * config.max_iters
     blocks = 12 * model.n_layer * model.n_embd**2
     return {'parameters': parameters, 'per_step': step, 'total': total,
@@ -130,7 +124,7 @@ def token_plan(model, config, windows, parameters, dataset_tokens):
 def time_plan(gpt, config, dtype, total_tokens):
     """FLOPs, hours and price; None where the speed is not known."""
     flops = gpt.flops_per_token()
-    peak = peak_flops(config.gpu, dtype) if config.gpu in PEAK_FLOPS else None
+    peak = peak_flops(config.gpu, dtype) if config.gpu else None
     speed = config.tokens_per_s or (peak or 0) * config.utilisation / flops * config.processes
     hours = total_tokens / speed / 3600 if speed else None
     return {'flops_per_token': flops, 'flops': flops * total_tokens, 'tokens_per_s': speed or None,
@@ -175,7 +169,7 @@ def verdict(memory):
     words = [f'{"fits" if memory["fits"] else "does NOT fit"} in {gib(memory["available"])}']
     if best['batch_size']:
         words.append(f'largest micro-batch {best["largest_batch"]}; of those that keep '
-                     f'{memory["windows_per_step"]} windows a step, {best["batch_size"]} with '
+                     f'{memory["sequences_per_step"]} sequences a step, {best["batch_size"]} with '
                      f'gradient_accumulation_steps={best["accumulation"]}')
     elif best['largest_batch'] == 0:
         words.append('not even batch_size=1 does')
@@ -232,7 +226,7 @@ def show(plan):
     if exchange := plan['exchange']:
         print(f'between nodes: gradients travel {exchange["seconds"]:.3g} s a step, '
               f'{exchange["share_of_step"]:.1%} of the step shows; they hide from a micro-batch of '
-              f'{exchange["hides_from_batch_size"]:.3g} windows on')
+              f'{exchange["hides_from_batch_size"]:.3g} sequences on')
 
 
 def main(argv):
@@ -247,7 +241,7 @@ def main(argv):
     auto = 'float16' if config.gpu in ('T4', 'V100') else 'bfloat16'
     dtype = auto if config.dtype == 'auto' else config.dtype
     memory = memory_plan(model, config, dtype)
-    tokens = token_plan(model, config, memory['windows_per_step'], gpt.num_parameters(),
+    tokens = token_plan(model, config, memory['sequences_per_step'], gpt.num_parameters(),
                         dataset_tokens)
     time = time_plan(gpt, config, dtype, tokens['total'])
     plan = {'vocab_size': vocab_size, 'source': source, 'memory': memory, 'tokens': tokens,

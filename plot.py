@@ -11,13 +11,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from configurator import load_config
-from curves import draw
-from diagnosis import diagnose, learned_by_heart
-from errors import UserError, run_script
-from locks import in_use
-from metrics import duration, read_rows
-from reference import read_reference
-from run_report import read_run
+from plaingpt.monitoring.diagnosis import diagnose, overfit_check
+from plaingpt.monitoring.figures import draw
+from plaingpt.monitoring.metrics import read_rows
+from plaingpt.monitoring.references import read_reference
+from plaingpt.monitoring.run_summary import read_run
+from plaingpt.system.errors import UserError, run_script
+from plaingpt.system.folder_lock import in_use
+from plaingpt.system.formatting import duration
 
 
 @dataclass
@@ -109,7 +110,7 @@ def main(argv):
         if run:
             for each in diagnose(rows, run, is_over(rows, run)):
                 print(f'  {each}')
-            if verdict := learned_by_heart(rows, run):
+            if verdict := overfit_check(rows, run):
                 print(f'  {verdict}')
         else:
             print('  it has no run.json of train.py, and without one nothing is diagnosed')

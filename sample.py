@@ -12,7 +12,6 @@ Each line of the prompts is an object with a field `prompt`; it comes back with 
 
 import json
 import sys
-import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -20,13 +19,14 @@ from typing import Literal
 import torch
 from tqdm import tqdm
 
-import checkpoint as checkpoints
-from chat import Chat, show, talk
 from configurator import load_config
-from corpora import json_rows
-from errors import UserError, run_script
-from generation import Writer, for_generation, generate
-from runtime import choose_compile, choose_device, choose_dtype, use_fast_matmul
+from plaingpt.corpus.documents import json_rows
+from plaingpt.inference.chat import Chat, show, talk
+from plaingpt.inference.generation import for_generation
+from plaingpt.inference.text_generator import TextGenerator
+from plaingpt.system.devices import choose_compile, choose_device, choose_dtype, use_fast_matmul
+from plaingpt.system.errors import UserError, run_script
+from plaingpt.training import checkpoint as checkpoints
 
 
 @dataclass
@@ -84,62 +84,6 @@ class SampleConfig(checkpoints.ModelChoice):
         except ValueError:
             return None
         return stops if all(isinstance(stop, str) and stop for stop in stops) else None
-
-
-class Author:
-    """A model and its tokenizer, ready to write texts."""
-
-    def __init__(self, model, tokenizer, context, compiled=None):
-        self.model, self.tokenizer = model, tokenizer
-        self.context, self.compiled = context, compiled
-        self.tokens, self.seconds = 0, 0.0  # written so far, and how long it took
-
-    def encode(self, text, where):
-        """→ ids. Raises UserError where the model never saw a character of it."""
-        try:
-            ids = self.tokenizer.encode(text).tolist()
-        except UserError as e:
-            raise UserError(f'{where}: {e}; write with characters of the training text') from None
-        if not ids:
-            if self.tokenizer.end_of_text is None:
-                raise UserError(f'{where} is empty: give at least one character, such as --start=A')
-            ids = [self.tokenizer.end_of_text]  # as at the beginning of a document
-        return ids
-
-    def encode_prompt(self, text, where):
-        """→ ids, and a line on stderr where the model reads only the last of them."""
-        ids = self.encode(text, where)
-        if len(ids) > self.model.config.block_size:
-            print(f'{where} has {len(ids):,} tokens and the model reads at most '
-                  f'{self.model.config.block_size:,}: only its end counts', file=sys.stderr)
-        return ids
-
-    def write(self, prompts, numbers, how, stop=(), show=None):
-        """Go on from `prompts`, lists of ids → texts. numbers: of each, for its random numbers."""
-        writers = [Writer(self.tokenizer, stop, show) for _ in prompts]
-        generators = [torch.Generator().manual_seed((how.seed * 1_000_003 + n) % 2**63)
-                      for n in numbers]
-        began = time.perf_counter()
-
-        def on_token(row, token):
-            self.tokens += 1
-            return writers[row].add(token)
-
-        try:
-            with self.context:
-                generate(self.model, prompts, how.max_new_tokens, temperature=how.temperature,
-                         top_k=how.top_k, top_p=how.top_p, min_p=how.min_p,
-                         repetition_penalty=how.repetition_penalty, generators=generators,
-                         end_of_text=self.tokenizer.end_of_text if how.end_of_text else None,
-                         on_token=on_token, compiled=self.compiled)
-        finally:
-            self.seconds += time.perf_counter() - began
-            texts = [writer.finish() for writer in writers]
-        return texts
-
-    def speed(self):
-        return f'{self.tokens:,} tokens in {self.seconds:.1f} s: ' \
-               f'{self.tokens / max(self.seconds, 1e-9):,.0f} tokens/s'
 
 
 def read_start(start):
@@ -226,7 +170,7 @@ def main(argv):
     print(f'{source} | {model.num_parameters():,} parameters | device {device} | dtype {dtype}')
     context = for_generation(model, device, dtype, pack=not compile)
     compiled = torch.compile(model.hidden) if compile else None
-    author = Author(model, tokenizer, context, compiled)
+    author = TextGenerator(model, tokenizer, context, compiled)
     if config.chat:
         hold_chat(author, config)
     elif config.prompts:

@@ -17,41 +17,48 @@ import torch
 from torch.nn.parallel import DistributedDataParallel as DDP
 from tqdm import tqdm
 
-import checkpoint as checkpoints
-import run_report
-from anomalies import StepGuard
 from configurator import load_config
-from dataloader import BatchLoader, fits_in_ram
-from dataset import UNFINISHED, folder_of, open_dataset
-from errors import UserError, run_script
-from health import Health
-from memory import choose_batch_size, out_of_memory_explained, run_of
-from metrics import Metrics, finite, open_backends, trim
 from model import GPT, GPTConfig
-from reports import Reports
-from runtime import (
-    StopRequest,
-    all_gather,
-    all_reduce_mean,
-    alone_in,
+from plaingpt.corpus.batches import BatchLoader, fits_in_ram
+from plaingpt.corpus.dataset import UNFINISHED, folder_of, open_dataset
+from plaingpt.monitoring import run_summary as run_report
+from plaingpt.monitoring.backends import open_backends
+from plaingpt.monitoring.health import Health
+from plaingpt.monitoring.metrics import Metrics, finite, trim
+from plaingpt.system.devices import (
     autocast,
-    barrier,
-    check_shared,
     choose_compile,
     choose_device,
     choose_dtype,
     device_name,
-    host_group,
-    launched_world,
     peak_memory_bytes,
-    process_group,
-    say,
+    rng_state,
     seed_everything,
+    set_rng_state,
     use_expandable_segments,
     use_fast_matmul,
 )
-from settings import TrainConfig
-from step import forward_backward, get_lr, update
+from plaingpt.system.distributed import (
+    StopRequest,
+    all_gather,
+    all_reduce_mean,
+    barrier,
+    check_shared,
+    host_group,
+    launched_world,
+    print0,
+    process_group,
+)
+from plaingpt.system.errors import UserError, run_script
+from plaingpt.system.folder_lock import lock_output_dir
+from plaingpt.training import checkpoint as checkpoints
+from plaingpt.training.bad_steps import StepGuard
+from plaingpt.training.checkpoint_writer import Saver, archive_previous_run, clean_up
+from plaingpt.training.memory_planner import choose_batch_size, out_of_memory_explained, run_of
+from plaingpt.training.probes import Reports
+from plaingpt.training.schedules import get_lr
+from plaingpt.training.settings import TrainConfig
+from plaingpt.training.training_step import forward_backward, update
 
 # -----------------------------------------------------------------------------
 # data
@@ -72,7 +79,7 @@ def find_dataset(name, world):
     barrier()
     dataset = open_dataset(folder)
     if not dataset.meta:
-        say(f'{folder} has no meta.json: its files are taken for GPT-2 tokens')
+        print0(f'{folder} has no meta.json: its files are taken for GPT-2 tokens')
     return dataset
 
 
@@ -88,7 +95,7 @@ def open_batches(config, dataset, world, device):
     tokens, step_tokens = len(loaders[0].stream), config.step_tokens()
     if config.overfit_batches:
         tokens = min(tokens, config.overfit_batches * step_tokens)
-    say(f'{dataset.folder}: {tokens:,} training tokens, vocabulary {dataset.vocab_size:,}, '
+    print0(f'{dataset.folder}: {tokens:,} training tokens, vocabulary {dataset.vocab_size:,}, '
         f'{"in memory" if in_ram else "on disk"} | {step_tokens:,} tokens a step, '
         f'{config.max_iters * step_tokens / tokens:.3g} epochs')
     return loaders
@@ -108,11 +115,11 @@ def find_resumed(config, group):
     path = found = None
     if launched_world().is_main:
         if not config.eval_only:
-            checkpoints.clean_up(config.out_dir)
+            clean_up(config.out_dir)
         if config.checkpoint == 'latest':
             found, damaged = checkpoints.newest_valid(config.out_dir)
             for problem in damaged:
-                say(f'warning: skipped a checkpoint: {problem}')
+                print0(f'warning: skipped a checkpoint: {problem}')
             if found is None and config.init_from == 'resume':
                 raise UserError(f'{config.out_dir}: no checkpoint there to resume from; start with '
                                 '--init_from=scratch or auto, or name the right --out_dir')
@@ -124,7 +131,7 @@ def find_resumed(config, group):
 
 
 def check_resumed(resumed, config, dataset, data_id):
-    """See that the run is of the same model and data, and say which settings have changed.
+    """See that the run is of the same model and data, and print0 which settings have changed.
 
     Raises UserError where something differs that a run cannot change.
     """
@@ -143,10 +150,10 @@ def check_resumed(resumed, config, dataset, data_id):
         raise UserError(f'{resumed.path} was trained on other tokens than those of '
                         f'{dataset.folder}: to go on with other data, start a run from its weights '
                         f'with --init_from={config.out_dir} and another --out_dir')
-    say(f'resumed from {resumed.path}')
+    print0(f'resumed from {resumed.path}')
     for key, (before, after) in changed.items():
         if key not in ('init_from', 'checkpoint'):
-            say(f'  changed: {key} {before} → {after}')
+            print0(f'  changed: {key} {before} → {after}')
 
 
 def build_model(config, dataset, resumed):
@@ -188,17 +195,17 @@ def wrap_model(model, device, compile, world):
 
 @torch.no_grad()
 def evaluate(model, loader, n_batches, context):
-    """Mean loss over fixed windows of a split, which the processes share."""
+    """Mean loss over fixed sequences of a split, which the processes share."""
     model.eval()
-    sums = torch.zeros(2, device=loader.device)  # of loss × windows, of windows
+    sums = torch.zeros(2, device=loader.device)  # of loss × sequences, of sequences
     for starts in tqdm(loader.eval_batches(n_batches), 'evaluating', leave=False, disable=None):
         idx, targets = loader.eval_batch(starts)
         with context:
             _, loss = model(idx, targets)
         sums += torch.stack([loss.float(), torch.ones_like(loss, dtype=torch.float)]) * len(starts)
     model.train()
-    loss_sum, windows = all_reduce_mean(sums).tolist()
-    return loss_sum / windows
+    loss_sum, sequences = all_reduce_mean(sums).tolist()
+    return loss_sum / sequences
 
 
 # -----------------------------------------------------------------------------
@@ -211,9 +218,9 @@ def main(argv):
     device, device_why = choose_device(config.device, world.local_rank)
     dtype, dtype_why = choose_dtype(config.dtype, device, config.n_embd)
     compile, compile_why = choose_compile(config.compile, device)
-    say(f'device {device} ({device_why}) | dtype {dtype} ({dtype_why}) | '
+    print0(f'device {device} ({device_why}) | dtype {dtype} ({dtype_why}) | '
         f'compile {compile} ({compile_why}) | processes {world.size}')
-    with alone_in(config.out_dir, world.is_main and not config.eval_only), \
+    with lock_output_dir(config.out_dir, world.is_main and not config.eval_only), \
             process_group(world, device, config.backend):
         train(config, world, device, dtype, compile)
 
@@ -235,14 +242,14 @@ def train(config, world, device, dtype, compile):
     raw_model = build_model(config, dataset, resumed)
     raw_model.loss_chunk_tokens = config.loss_chunk_tokens
     raw_model.activation_checkpointing = config.activation_checkpointing
-    say(f'GPT of {raw_model.num_parameters():,} parameters: {raw_model.config.n_layer} layers, '
+    print0(f'GPT of {raw_model.num_parameters():,} parameters: {raw_model.config.n_layer} layers, '
         f'{raw_model.config.n_head} heads, {raw_model.config.n_embd} channels')
 
     # batches
     if config.batch_size == 'auto':
         batch_size, why = choose_batch_size(raw_model.config, config, dtype, device)
         config = replace(config, batch_size=batch_size)
-        say(f'batch_size {batch_size} ({why}) | accumulation {config.accumulation()}')
+        print0(f'batch_size {batch_size} ({why}) | accumulation {config.accumulation()}')
     train_data, val_data = open_batches(config, dataset, world, device)
     micro_steps = config.accumulation() // world.size
 
@@ -267,18 +274,18 @@ def train(config, world, device, dtype, compile):
             evaluated_at = iter_num
         resumed.load_optimizer(optimizer, raw_model)
         scaler.load_state_dict(resumed.state['scaler'])
-        train_data.go_on(iter_num, resumed.state['windows'])
-        checkpoints.set_rng_state(resumed.state['rng'], world.rank, device)
+        train_data.resume_at(iter_num, resumed.state['sequences'])
+        set_rng_state(resumed.state['rng'], world.rank, device)
     saved_at = iter_num if resumed else None
     if resumed and iter_num >= config.max_iters and not config.eval_only:
-        say(f'iteration {iter_num} is the end already: --max_iters=… makes it longer')
+        print0(f'iteration {iter_num} is the end already: --max_iters=… makes it longer')
 
     # where the numbers go
     writing = world.is_main and not config.eval_only
     if writing:
-        if aside := checkpoints.set_aside(out_dir, after=iter_num if resumed else -1):
-            say(f'{out_dir} held {"later checkpoints" if resumed else "an earlier run"}: moved to '
-                f'{aside}')
+        if aside := archive_previous_run(out_dir, after=iter_num if resumed else -1):
+            print0(f'{out_dir} held {"later checkpoints" if resumed else "an earlier run"}: '
+                f'moved to {aside}')
         trim(out_dir / 'metrics.jsonl', iter_num)
     run = run_report.describe(config, dataset, train_data.stream, raw_model, device_name(device),
                               dtype, compile, world, resumed)
@@ -289,7 +296,7 @@ def train(config, world, device, dtype, compile):
         None if config.eval_only else out_dir / 'metrics.jsonl', run=run,
         step_tokens=config.step_tokens(), max_iters=config.max_iters,
         eval_interval=config.eval_interval,
-        tokens_at=lambda it: train_data.windows_before(it) * config.block_size,
+        tokens_at=lambda it: train_data.sequences_before(it) * config.block_size,
         mfu_of=lambda tokens_per_s: raw_model.mfu(tokens_per_s / world.size,
                                                   device_name(device), dtype),
         bytes_per_token=dataset.bytes_per_token('val'),
@@ -300,19 +307,19 @@ def train(config, world, device, dtype, compile):
     health = Health(raw_model, config.health_interval if writing else 0, val_data, context)
     reports = Reports(config, dataset, raw_model, metrics, context, group, writing)
     guard = StepGuard(out_dir / 'anomalies.jsonl', config.max_bad_steps,
-                      train_data.step_windows, device)
-    saver = checkpoints.Saver(
+                      train_data.step_sequences, device)
+    saver = Saver(
         out_dir, rank=world.rank, world_size=world.size, chunk_mb=config.checkpoint_chunk_mb,
         keep=config.keep_checkpoints, background=config.checkpoint_async)
 
     def save(val_loss):
         saver.save(raw_model, optimizer, {
-            'iter_num': iter_num, 'windows': train_data.windows_before(iter_num),
+            'iter_num': iter_num, 'sequences': train_data.sequences_before(iter_num),
             'val_loss': finite(val_loss), 'best_val_loss': finite(best_val_loss),
             'evaluated': evaluated_at == iter_num, 'elapsed_s': metrics.elapsed_s(),
             'stale': stale, 'wandb_id': metrics.wandb_id(),
             'config': asdict(config), 'tokenizer': dataset.tokenizer_json(), 'data': data_id,
-            'scaler': scaler.state_dict()}, checkpoints.rng_state(device))
+            'scaler': scaler.state_dict()}, rng_state(device))
 
     batches = train_data.train_batches(iter_num)
     metrics.begin(iter_num)
@@ -372,24 +379,24 @@ def train(config, world, device, dtype, compile):
         ending = f'patience={config.patience}: {stale} evaluations brought no validation loss ' \
                  f'below {best_val_loss:.4f}'
         if writing:
-            say(f'stopped after iteration {iter_num}, {ending}')
+            print0(f'stopped after iteration {iter_num}, {ending}')
     else:
         ending = 'all iterations are done'
     metrics.close(ended=not stopping)
     if writing:
         run_report.write_run(out_dir, {**run, 'ending': ending})
         if config.report:
-            run_report.write(out_dir, say, ended=not stopping)
+            run_report.write(out_dir, print0, ended=not stopping)
     if giving_up:
         raise guard.give_up()
     if saver.failed:
-        say(f'the last checkpoint could not be written: make room in {out_dir} and start again '
+        print0(f'the last checkpoint could not be written: make room in {out_dir} and start again '
             'with --init_from=resume')
         sys.exit(1)
     if not config.eval_only and not stopping and iter_num:
-        say(f'done: {out_dir}/checkpoints has the weights; python sample.py --out_dir={out_dir}')
+        print0(f'done: {out_dir}/checkpoints has the weights; python sample.py --out_dir={out_dir}')
     if stopping:
-        say(f'{stopping}: stopped after iteration {iter_num}, which is saved; the same command '
+        print0(f'{stopping}: stopped after iteration {iter_num}, which is saved; the same command '
             'with --init_from=resume goes on from there')
 
 

@@ -13,6 +13,6 @@ vocab_size = 8209
 dataset = 'shakespeare_char'  # where its tokens come from, which are fewer
 block_size = 256
 
-# 2 windows · 256 tokens = 512 tokens a step
+# 2 sequences · 256 tokens = 512 tokens a step
 batch_size = 2
 gradient_accumulation_steps = 1

@@ -6,7 +6,7 @@ out_dir = 'out-shakespeare'
 dataset = 'shakespeare'  # 301,966 GPT-2 tokens; downloaded when first used
 init_from = 'gpt2'  # or gpt2-medium, gpt2-large, gpt2-xl, as memory allows
 
-# 1 window · 32 accumulated · 1,024 tokens = 32,768 tokens a step: an epoch takes 9.2 steps
+# 1 sequence · 32 accumulated · 1,024 tokens = 32,768 tokens a step: an epoch takes 9.2 steps
 batch_size = 1
 gradient_accumulation_steps = 32
 block_size = 1024
@@ -17,6 +17,6 @@ learning_rate = 3e-5  # small and constant: the weights are good already
 decay_lr = False
 
 eval_interval = 5
-eval_iters = 40  # more than the 35 windows of the validation text: all of it, each time
+eval_iters = 40  # more than the 35 sequences of the validation text: all of it, each time
 log_interval = 1
 always_save_checkpoint = False

@@ -35,5 +35,5 @@ warmup_iters = 100
 weight_decay = 0.1
 
 eval_interval = 250
-eval_iters = 160  # 160 · 16 windows = 2.6M tokens of validation text
+eval_iters = 160  # 160 · 16 sequences = 2.6M tokens of validation text
 log_interval = 10

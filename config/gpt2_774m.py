@@ -26,5 +26,5 @@ warmup_iters = 715  # 375M tokens, as GPT-3
 weight_decay = 0.1
 
 eval_interval = 250
-eval_iters = 640  # 640 · 4 windows = 2.6M tokens of validation text
+eval_iters = 640  # 640 · 4 sequences = 2.6M tokens of validation text
 log_interval = 10

@@ -9,7 +9,7 @@ n_layer = 2
 n_head = 2
 n_embd = 32
 
-# 8 windows · 32 characters = 256 characters a step; 150 steps = 38k characters
+# 8 sequences · 32 characters = 256 characters a step; 150 steps = 38k characters
 batch_size = 8
 block_size = 32
 gradient_accumulation_steps = 1

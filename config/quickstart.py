@@ -20,7 +20,7 @@ tied_head = False
 zero_init = True
 optimizer = 'muon'
 
-# 16 windows · 128 tokens = 2,048 tokens a step; 450 steps = 0.9M tokens, a third of an epoch
+# 16 sequences · 128 tokens = 2,048 tokens a step; 450 steps = 0.9M tokens, a third of an epoch
 batch_size = 16
 gradient_accumulation_steps = 1
 max_iters = 450

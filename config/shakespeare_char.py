@@ -11,7 +11,7 @@ n_embd = 384
 mlp = 'gelu_erf'  # nanoGPT's; on a CPU several times as fast as GPT-2's approximation
 dropout = 0.2  # the text is seen 82 times: without dropout the model would learn it by heart
 
-# 64 windows · 256 characters = 16,384 characters a step
+# 64 sequences · 256 characters = 16,384 characters a step
 batch_size = 64
 block_size = 256
 gradient_accumulation_steps = 1

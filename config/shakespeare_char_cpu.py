@@ -10,7 +10,7 @@ n_head = 4
 n_embd = 128
 dropout = 0.0  # the text is seen once and a half: nothing to overfit
 
-# 12 windows · 64 characters = 768 characters a step
+# 12 sequences · 64 characters = 768 characters a step
 batch_size = 12
 block_size = 64
 gradient_accumulation_steps = 1

@@ -17,7 +17,7 @@ tied_head = False
 zero_init = True
 dropout = 0.2  # the text is seen 16 times: without dropout the model would learn it by heart
 
-# 64 windows · 256 characters = 16,384 characters a step
+# 64 sequences · 256 characters = 16,384 characters a step
 batch_size = 64
 block_size = 256
 gradient_accumulation_steps = 1

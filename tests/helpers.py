@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from errors import run_script
+from plaingpt.system.errors import run_script
 
 ROOT = Path(__file__).resolve().parent.parent
 SHARED = Path(os.environ.get('PLAINGPT_SHARED', ROOT.parent / 'shared'))

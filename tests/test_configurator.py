@@ -9,8 +9,8 @@ import sample
 import train
 from bench import BenchConfig
 from configurator import commented_fields, load_config
-from errors import UserError
-from settings import TrainConfig
+from plaingpt.system.errors import UserError
+from plaingpt.training.settings import TrainConfig
 
 
 def load(*argv):

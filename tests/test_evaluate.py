@@ -6,13 +6,13 @@ import pytest
 import torch
 from helpers import ROOT, fails, torchrun
 
-import checkpoint as checkpoints
 import evaluate
-import scoring
-from dataset import open_dataset
-from interchange import write_hf
 from model import GPT, GPTConfig
-from tokenizer import ByteTokenizer
+from plaingpt.corpus.dataset import open_dataset
+from plaingpt.corpus.tokenizers import ByteTokenizer
+from plaingpt.inference import scoring
+from plaingpt.inference.hf_export import write_hf
+from plaingpt.training import checkpoint as checkpoints
 
 # Questions of ours, as the published files have them.
 HELLASWAG = [

@@ -5,8 +5,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from errors import UserError
-from model import GPT, GPTConfig, peak_flops, rotary_table, rotate
+from model import GPT, GPTConfig, rotary_table, rotate
+from plaingpt.system.errors import UserError
+from plaingpt.system.hardware import peak_flops
 
 SMALL = GPTConfig(block_size=16, vocab_size=65, n_layer=2, n_head=4, n_embd=32)
 

@@ -12,11 +12,12 @@ import numpy as np
 import pytest
 from helpers import ROOT, SHARED, fails, run, shared_file
 
-import corpora
 import prepare
-from corpora import Piece
-from dataset import open_dataset
-from errors import UserError
+from plaingpt.corpus import encoding
+from plaingpt.corpus import sources as corpora
+from plaingpt.corpus.dataset import open_dataset
+from plaingpt.corpus.sources import Piece
+from plaingpt.system.errors import UserError
 
 
 def meta_of(folder):
@@ -87,7 +88,7 @@ def test_meta_json_describes_the_files(char_data):
 def test_documents_keep_their_side_when_others_come_and_go():
     def sides_of(texts):
         pieces = [Piece(text, True, 0) for text in texts]
-        return {text: split for split, text, *_ in prepare.split_by_hash(pieces, 0.1)}
+        return {text: split for split, text, *_ in encoding.split_by_hash(pieces, 0.1)}
 
     texts = [f'document {i}' for i in range(2000)]
     sides, fewer = sides_of(texts), sides_of(texts[::3])
@@ -271,7 +272,7 @@ def test_a_disk_that_fills_up_is_one_line_and_the_same_command_goes_on(tmp_path)
     argv = ['text', f'--input={tmp_path}/in.txt', '--tokenizer=byte', f'--data_dir={tmp_path}/d',
             '--shard_tokens=1_000_000']
     # No file may grow beyond 1.5 MB: the kernel refuses, as it does where the disk is full.
-    limited = ('import resource, sys, prepare, errors\n'
+    limited = ('import resource, sys, prepare\nfrom plaingpt.system import errors\n'
                'resource.setrlimit(resource.RLIMIT_FSIZE, (1_500_000, resource.RLIM_INFINITY))\n'
                'errors.run_script(prepare.main)')
     done = subprocess.run([sys.executable, '-c', limited, *argv], cwd=ROOT, text=True,

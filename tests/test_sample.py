@@ -4,8 +4,8 @@ import json
 import pytest
 from helpers import fails
 
-import checkpoint as checkpoints
 import sample
+from plaingpt.training import checkpoint as checkpoints
 
 
 def text_of(capsys, out_dir, *extra):
@@ -111,7 +111,7 @@ def test_commands_of_a_chat(trained, capsys, monkeypatch, tmp_path):
 
 def test_a_template_puts_messages_and_ends_answers(trained, capsys, monkeypatch, tmp_path):
     asked = []
-    monkeypatch.setattr(sample.Author, 'write', lambda self, prompts, numbers, how, stop, show: (
+    monkeypatch.setattr(sample.TextGenerator, 'write', lambda self, prompts, _, how, stop, show: (
         asked.append((self.tokenizer.decode(prompts[0]), stop)), show(' no '))[1])
     chat(capsys, monkeypatch, trained, 'a', 'b', f'/save {tmp_path}/said',
          options=[r'--template=U: {user}\nA:'])
@@ -123,7 +123,7 @@ def test_ctrl_c_stops_the_answer_and_not_the_chat(trained, capsys, monkeypatch, 
     def interrupted(self, prompts, numbers, how, stop, show):
         show('half')
         raise KeyboardInterrupt
-    monkeypatch.setattr(sample.Author, 'write', interrupted)
+    monkeypatch.setattr(sample.TextGenerator, 'write', interrupted)
     out = chat(capsys, monkeypatch, trained, 'def', f'/save {tmp_path}/said')
     assert 'half …' in out and (tmp_path / 'said').read_text() == 'defhalf\n'
 

@@ -6,11 +6,11 @@ import pytest
 import torch
 from helpers import ROOT, SHARED, fails, options, run, shared_file, torchrun
 
-import checkpoint as checkpoints
-import scoring
 import train
-from settings import TrainConfig
-from step import get_lr
+from plaingpt.inference import scoring
+from plaingpt.training import checkpoint as checkpoints
+from plaingpt.training.schedules import get_lr
+from plaingpt.training.settings import TrainConfig
 
 
 def lines(out_dir, key):

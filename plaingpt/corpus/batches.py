@@ -1,0 +1,193 @@
+"""Token files → batches, as a pure function of (seed, step): nothing about order is in memory.
+
+A split of N tokens is tiled by sequences of `block_size + 1` tokens that overlap by one, so that
+each token is predicted once. Training visits every sequence once an epoch, in an order given by a
+keyed permutation, and shifts the tiling a little each epoch. Step s takes the next sequences of
+that endless order, however many processes share them: a run that resumes, on any number of
+processes, sees exactly the data it would have seen.
+"""
+
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from plaingpt.system.devices import free_memory
+from plaingpt.system.errors import UserError
+
+CPU = torch.device('cpu')
+
+# -----------------------------------------------------------------------------
+# the order: a keyed permutation, computed for just the indices needed
+
+
+def mix(x):
+    """Scramble uint64s so that each output bit depends on each input bit (splitmix64)."""
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return x ^ (x >> np.uint64(31))
+
+
+def key(*parts):
+    """A uint64 made of a few non-negative integers."""
+    k = np.zeros(1, dtype=np.uint64)
+    for part in parts:
+        k = mix(k + np.uint64(0x9E3779B97F4A7C15) + np.array([part], dtype=np.uint64))
+    return k
+
+
+def permute(indices, n, k):
+    """Where a permutation of range(n), chosen by key `k`, sends each of `indices`.
+
+    A Feistel network of 6 rounds permutes the smallest 2^(2b) ≥ n; what falls outside range(n)
+    is sent on until it falls inside ("cycle walking": Black and Rogaway 2002). Memory is that
+    of `indices`, whatever n is.
+    """
+    half = np.uint64(max(1, ((n - 1).bit_length() + 1) // 2))
+    mask = (np.uint64(1) << half) - np.uint64(1)
+    out = np.array(indices, dtype=np.uint64)
+    todo = np.arange(len(out))
+    while len(todo):
+        x = out[todo]
+        left, right = x >> half, x & mask
+        for r in range(6):
+            left, right = right, left ^ (mix(right + k + key(r)) & mask)
+        out[todo] = (left << half) | right
+        todo = todo[out[todo] >= n]
+    return out.astype(np.int64)
+
+
+# -----------------------------------------------------------------------------
+# the batch
+
+
+class BatchLoader:
+    """Batches of a split for this process, as a function of the step.
+
+    micro_steps: micro-batches that this process takes per step (each of batch_size sequences)
+    rank, world_size: which share of a step's sequences is this process's own
+    only_first: if not 0, the steps after so many take the same sequences again
+    Raises UserError where the split is shorter than a sequence.
+    """
+
+    def __init__(self, stream, block_size, batch_size, *, micro_steps=1, rank=0, world_size=1,
+                 seed=0, device=CPU, only_first=0):
+        if len(stream) < block_size + 1:
+            raise UserError(f'{stream.files[0].path}: {len(stream)} tokens are fewer than one '
+                            f'sequence of block_size + 1 = {block_size + 1}: use more text or a '
+                            'smaller --block_size')
+        self.stream = stream
+        self.block_size = block_size
+        self.batch_size = batch_size
+        self.micro_steps = micro_steps
+        self.rank = rank
+        self.world_size = world_size
+        self.seed = seed
+        self.device = device
+        self.step_size = batch_size * micro_steps * world_size  # sequences
+        self.only_first = only_first
+        self.waited_s = 0.0  # that training stood still for batches
+        self.shift = 0
+        # One sequence fewer than would fit leaves room to shift the tiling by up to block_size - 1.
+        self.sequences_per_epoch = max(1, (len(stream) - block_size) // block_size)
+        spare = len(stream) - 1 - self.sequences_per_epoch * block_size
+        self.phases = min(block_size, spare + 1)
+        self.eval_sequences = (len(stream) - 1) // block_size
+
+    def sequences_before(self, step):
+        """How many sequences all processes together have taken when `step` begins."""
+        return self.shift + step * self.step_size
+
+    def resume_at(self, step, sequences):
+        """Let `step` begin after `sequences`, also where the steps before it took more or fewer."""
+        self.shift += sequences - self.sequences_before(step)
+
+    def sequence_ids(self, step, micro):
+        """The numbers, in the endless order, of this process's sequences of a micro-step."""
+        share = (micro * self.world_size + self.rank) * self.batch_size
+        first = self.first_sequence(step) + share
+        return np.arange(first, first + self.batch_size)
+
+    def first_sequence(self, step):
+        """The number of the first sequence that `step` takes."""
+        if self.only_first:
+            return step % self.only_first * self.step_size
+        return self.sequences_before(step)
+
+    def step_sequences(self, step):
+        """(first, last, [where each begins in the token stream]) of all processes' sequences."""
+        first = self.first_sequence(step)
+        ids = np.arange(first, first + self.step_size)
+        return int(ids[0]), int(ids[-1]), self.sequence_starts(ids).tolist()
+
+    def sequence_starts(self, ids):
+        """Where the sequences begin in the token stream."""
+        epochs, places = np.divmod(ids, self.sequences_per_epoch)
+        starts = np.empty_like(ids)
+        for epoch in np.unique(epochs):
+            here = epochs == epoch
+            sequences = permute(places[here], self.sequences_per_epoch, key(self.seed, int(epoch)))
+            phase = int(key(self.seed, int(epoch), 1)[0] % np.uint64(self.phases))
+            starts[here] = phase + sequences * self.block_size
+        return starts
+
+    def train_batch(self, step, micro):
+        """(idx, targets), each (batch_size, block_size) int64 in host memory."""
+        return self._on_host(self.sequence_starts(self.sequence_ids(step, micro)))
+
+    def train_batches(self, step):
+        """Yield the micro-batches of `step`, `step + 1`, … on the device, without end.
+
+        The next batch is read by a thread while the device computes on this one.
+        """
+        with ThreadPoolExecutor(max_workers=1, thread_name_prefix='batches') as reader:
+            micro = 0
+            pending = reader.submit(self.train_batch, step, micro)
+            while True:
+                step, micro = (step, micro + 1) if micro + 1 < self.micro_steps else (step + 1, 0)
+                began = time.perf_counter()
+                batch, pending = pending.result(), reader.submit(self.train_batch, step, micro)
+                self.waited_s += time.perf_counter() - began
+                yield self._on_device(batch)
+
+    def eval_batches(self, n_batches):
+        """Where the sequences begin of this process's share of `n_batches` × batch_size of them,
+        or of all where there are fewer: always the same, spread evenly → one array a
+        batch. With only_first, the sequences that are trained on.
+        """
+        if self.only_first:
+            ids = np.arange(self.rank, self.only_first * self.step_size, self.world_size)
+            mine = self.sequence_starts(ids)
+        else:
+            n = min(n_batches * self.batch_size, self.eval_sequences)
+            mine = np.arange(self.rank, n, self.world_size) * self.eval_sequences // n \
+                * self.block_size
+        return [mine[i:i + self.batch_size] for i in range(0, len(mine), self.batch_size)]
+
+    def eval_batch(self, starts):
+        """(idx, targets) on the device. A batch that is not full is filled up with targets of -1
+        (ignored), so that all have one shape, which a compiled model likes."""
+        idx, targets = self._on_host(np.resize(starts, self.batch_size))
+        targets[len(starts):] = -1
+        return self._on_device((idx, targets))
+
+    def _on_host(self, starts):
+        sequences = torch.from_numpy(self.stream.sequences(starts, self.block_size + 1))  # (B, T+1)
+        idx, targets = sequences[:, :-1].contiguous(), sequences[:, 1:].contiguous()
+        if self.device.type == 'cuda':
+            return idx.pin_memory(), targets.pin_memory()
+        return idx, targets
+
+    def _on_device(self, batch):
+        # From pinned memory the copy runs behind the host's back; elsewhere it just happens.
+        return [tensor.to(self.device, non_blocking=True) for tensor in batch]
+
+
+def fits_in_ram(folder, processes):
+    """True where a copy of the token files for each process takes at most a quarter of the
+    memory that is free now. Unknown means no: reading from disk always works."""
+    free = free_memory()
+    size = sum(path.stat().st_size for path in Path(folder).glob('*.bin') if path.exists())
+    return free is not None and size * processes <= free / 4

@@ -1,0 +1,250 @@
+"""Token files on disk: data/<name>/ with meta.json, nanoGPT's bare .bin files, llm.c's shards."""
+
+import json
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from plaingpt.corpus import tokenizers
+from plaingpt.system.errors import UserError
+from plaingpt.system.files import sha256_of
+
+FORMAT_VERSION = 1
+UNFINISHED = 'unfinished'  # prepare.py's folder for what is not complete yet
+
+
+@dataclass(frozen=True)
+class Dataset:
+    """A prepared folder: its token files, and what its meta.json says of them."""
+
+    folder: Path
+    meta: dict  # empty for a bare folder
+    vocab_size: int
+
+    def tokenizer(self):
+        """The tokenizer that made the files. Raises UserError where it cannot be had."""
+        return tokenizers.from_json(self.meta.get('tokenizer', {'kind': 'gpt2'}))
+
+    def tokenizer_json(self):
+        return self.meta.get('tokenizer', {'kind': 'gpt2'})
+
+    def bytes_per_token(self, split):
+        """UTF-8 bytes of text per token, or None where meta.json does not say."""
+        about = self.meta.get('splits', {}).get(split, {})
+        return about['bytes'] / about['tokens'] if about.get('bytes') else None
+
+    def identity(self, split):
+        """What tells these tokens from others: their checksums, or else where they lie."""
+        files = self.meta.get('splits', {}).get(split, {}).get('files')
+        return [file['sha256'] for file in files] if files else str(self.folder)
+
+    def split(self, name, in_ram=False):
+        """The token stream of 'train' or 'val'. Raises UserError."""
+        about = self.meta.get('splits', {}).get(name)
+        if about:
+            paths = [self.folder / file['name'] for file in about['files']]
+            expected = [file['tokens'] for file in about['files']]
+        else:
+            paths = sorted(p for p in self.folder.glob('*.bin')
+                           if name in p.stem.replace('-', '_').split('_'))
+            expected = [None] * len(paths)
+        if not paths:
+            raise UserError(f'{self.folder}: no {name}.bin there')
+        dtype = np.dtype(self.meta.get('dtype', 'uint16')).newbyteorder('<')
+        files = [open_tokens(path, dtype, n) for path, n in zip(paths, expected, strict=True)]
+        return TokenStream(files, self.vocab_size, in_ram)
+
+
+def open_dataset(folder):
+    """Read what `folder` holds: ours (meta.json), nanoGPT's bare .bin files, or llm.c's shards.
+
+    A folder without meta.json is taken to hold GPT-2 tokens. Raises UserError.
+    """
+    folder = Path(folder)
+    meta_path = folder / 'meta.json'
+    if meta_path.exists():
+        meta = read_meta(meta_path)
+        return Dataset(folder, meta, meta['vocab_size'])
+    if (folder / 'meta.pkl').exists():
+        raise UserError(f'{folder}/meta.pkl: a pickle can run code when loaded, so it is not; '
+                        f'prepare the text again: python prepare.py text --input=FILE '
+                        f'--data_dir={folder}')
+    if (folder / UNFINISHED).exists():
+        raise UserError(f'{folder} is not finished: run the prepare.py command that wrote it again')
+    if not any(folder.glob('*.bin')):
+        raise UserError(f'{folder} is not prepared: run python prepare.py {folder.name}')
+    return Dataset(folder, {}, vocab_size=50257)
+
+
+def folder_of(name):
+    """The folder of a dataset: data/<name>, or the path itself where it is one."""
+    return Path(name) if Path(name).parts != (name,) else Path('data', name)
+
+
+def size_of_dataset(name, vocab_size=0):
+    """data/<name> or a folder → (vocabulary, training tokens or None, where they are known from).
+
+    vocab_size: what to take where nothing is prepared; 0 for GPT-2's. Raises UserError.
+    """
+    folder = folder_of(name)
+    if any(folder.glob('*.bin')):
+        dataset = open_dataset(folder)
+        return vocab_size or dataset.vocab_size, len(dataset.split('train')), str(folder)
+    known, tokens = KNOWN_SIZES.get(name, (50257, None))
+    return vocab_size or known, tokens, f'{folder} is not prepared'
+
+
+# (vocabulary, training tokens) of what prepare.py makes of these corpora, to plan with before.
+KNOWN_SIZES = {'shakespeare_char': (65, 1_003_854), 'shakespeare': (50257, 301_966),
+               'openwebtext': (50257, 9_000_000_000)}
+
+
+def read_meta(path):
+    """meta.json as a dict whose needed keys are there. Raises UserError."""
+    try:
+        meta = json.loads(path.read_text(encoding='utf-8'))
+        if meta['format_version'] != FORMAT_VERSION:
+            raise UserError(f'{path}: format version {meta["format_version"]}, but this plainGPT '
+                            f'reads version {FORMAT_VERSION}: prepare the data again')
+        if meta['dtype'] not in ('uint16', 'uint32') or not is_count(meta['vocab_size']):
+            raise ValueError('dtype or vocab_size is out of range')
+        if meta['vocab_size'] != tokenizers.vocab_size_of(meta['tokenizer']):
+            raise ValueError('vocab_size is not that of its tokenizer')
+        for about in (meta['splits'][split] for split in ('train', 'val')):
+            # one file of another size or a path out of the folder must not pass as ours
+            if not about['files'] or any(not re.fullmatch(r'[\w.-]+\.bin', f['name'])
+                                         or not is_count(f['tokens']) for f in about['files']):
+                raise ValueError('a split has no files or a misnamed one')
+            if about['tokens'] != sum(file['tokens'] for file in about['files']):
+                raise ValueError('the tokens of a split are not those of its files')
+            if not is_count(about.get('bytes', 1)) \
+                    or not all(isinstance(file['sha256'], str) for file in about['files']):
+                raise ValueError('bytes or sha256 is of another type')
+        if not isinstance(meta.get('source', {}), dict):
+            raise ValueError('source is of another type')
+        return meta
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as e:
+        what = f'{e} is missing' if isinstance(e, KeyError) else e
+        raise UserError(f'{path} is broken ({what}): prepare the data again') from None
+
+
+def is_count(x):
+    return type(x) is int and 0 < x < 2**63
+
+
+@dataclass(frozen=True)
+class TokenFile:
+    """One .bin file: token ids from byte `offset` to its end."""
+
+    path: Path
+    dtype: np.dtype
+    offset: int
+    tokens: int
+
+    def read(self, start, count):
+        """Tokens [start, start + count), fewer at the end of the file."""
+        # A read and no memory map: a map's pages would count as this process's memory, more and
+        # more of the corpus as the run goes on, and a file cut short would kill it (SIGBUS).
+        return np.fromfile(self.path, self.dtype, count,
+                           offset=self.offset + start * self.dtype.itemsize)
+
+
+LLM_C_MAGIC = 20240520  # https://github.com/karpathy/llm.c, dev/data/data_common.py
+LLM_C_HEADER_BYTES = 1024
+
+
+def open_tokens(path, dtype, expected=None):
+    """One .bin file, header of llm.c understood → TokenFile.
+
+    Raises UserError for a missing file, an odd length, or another length than `expected`.
+    """
+    try:
+        size = path.stat().st_size
+        header = np.fromfile(path, dtype='<i4', count=3)
+    except OSError as e:
+        raise UserError(f'{path}: {e.strerror}: prepare the data again') from None
+    offset = 0
+    if len(header) == 3 and header[0] == LLM_C_MAGIC and size >= LLM_C_HEADER_BYTES:
+        if header[1] != 1:
+            raise UserError(f'{path}: llm.c shard of version {header[1]}, only 1 is known')
+        dtype, offset, expected = np.dtype('<u2'), LLM_C_HEADER_BYTES, int(header[2])
+    tokens, rest = divmod(size - offset, dtype.itemsize)
+    if rest:
+        raise UserError(f'{path}: {size:,} bytes are no whole number of {dtype.name} tokens: '
+                        'the file is cut short or of another type; prepare the data again')
+    if expected is not None and tokens != expected:
+        raise UserError(f'{path}: {tokens:,} tokens where {expected:,} were written: '
+                        'the file is damaged; prepare the data again')
+    if tokens == 0:
+        raise UserError(f'{path} is empty: prepare the data again')
+    return TokenFile(path, dtype, offset, tokens)
+
+
+class TokenStream:
+    """The token files of a split, read as one stream; from memory with `in_ram`."""
+
+    def __init__(self, files, vocab_size, in_ram=False):
+        self.files = files
+        self.starts = np.cumsum([0] + [file.tokens for file in files])
+        self.vocab_size = vocab_size
+        self.ram = None
+        if in_ram:
+            self.ram = np.empty(len(self), dtype=files[0].dtype)
+            for file, start in zip(files, self.starts, strict=False):
+                self.ram[start:start + file.tokens] = file.read(0, file.tokens)
+            self._check_ids(self.ram, 0)
+
+    def __len__(self):
+        return int(self.starts[-1])
+
+    def sequences(self, starts, length):
+        """`length` tokens from each of `starts` → (len(starts), length) int64 array.
+
+        Raises UserError for an id beyond the vocabulary.
+        """
+        if self.ram is not None:
+            return self.ram[starts[:, None] + np.arange(length)].astype(np.int64)
+        return np.stack([self._sequence(int(start), length) for start in starts])
+
+    def _sequence(self, start, length):
+        out = np.empty(length, dtype=np.int64)
+        k, filled = self._file_at(start), 0
+        while filled < length:  # more than once where the sequence runs over into the next file
+            at = start + filled - int(self.starts[k])
+            piece = self.files[k].read(at, length - filled)
+            out[filled:filled + len(piece)] = piece
+            filled += len(piece)
+            k += 1
+        self._check_ids(out, start)
+        return out
+
+    def _file_at(self, token):
+        return int(np.searchsorted(self.starts, token, side='right')) - 1
+
+    def _check_ids(self, tokens, start):
+        if tokens.max() < self.vocab_size:
+            return
+        bad = int(np.flatnonzero(tokens >= self.vocab_size)[0])
+        k = self._file_at(start + bad)
+        raise UserError(f'{self.files[k].path}: token {start + bad - self.starts[k]:,} has id '
+                        f'{tokens[bad]}, but the vocabulary ends at {self.vocab_size - 1}: the '
+                        'file was written with another tokenizer; prepare the data again')
+
+
+def check_files(dataset):
+    """Compare sizes and checksums with meta.json → a list of problems, one a line."""
+    problems = []
+    for split, about in dataset.meta.get('splits', {}).items():
+        try:
+            dataset.split(split)
+        except UserError as problem:
+            problems.append(str(problem))
+            continue
+        for file in about['files']:
+            path = dataset.folder / file['name']
+            if sha256_of(path) != file['sha256']:
+                problems.append(f'{path}: another checksum than when it was written: the file is '
+                                'damaged; prepare the data again')
+    return problems

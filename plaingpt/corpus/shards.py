@@ -1,0 +1,195 @@
+"""Tokens → shards on disk, so that a kill at any moment loses little and spoils nothing.
+
+All is written in data/<name>/unfinished/, with a journal that says how far each file is good:
+what a kill left behind it is cut off. Only what is complete moves to data/<name>/, and meta.json
+moves last.
+"""
+
+import errno
+import json
+import os
+import re
+import shutil
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+
+from plaingpt.corpus.dataset import UNFINISHED
+from plaingpt.system.errors import UserError
+from plaingpt.system.files import sha256_of
+from plaingpt.system.folder_lock import locked
+
+
+@dataclass
+class Shards:
+    """A split on its way to disk: files of `shard_tokens` tokens, the last one shorter."""
+
+    folder: Path
+    split: str
+    dtype: np.dtype
+    shard_tokens: int
+    tokens: int = 0
+    documents: int = 0
+    bytes: int = 0
+    sha256: list = field(default_factory=list)  # of the full ones
+    file = None  # the one being written
+
+    def path(self, shard):
+        return self.folder / f'{self.split}_{shard:06d}.bin'
+
+    def write(self, encoded):
+        """Append. True where a shard got full."""
+        full, ids = len(self.sha256), encoded.ids
+        while len(ids):
+            if self.file is None:
+                self.file = open(self.path(len(self.sha256)), 'ab')
+            room = self.shard_tokens * (len(self.sha256) + 1) - self.tokens
+            self.file.write(ids[:room].tobytes())
+            self.tokens += len(ids[:room])
+            if len(ids) >= room:
+                self.close()
+                self.sha256.append(sha256_of(self.path(len(self.sha256))))
+            ids = ids[room:]
+        self.documents += encoded.documents
+        self.bytes += encoded.bytes
+        return len(self.sha256) > full
+
+    def sync(self):
+        """Make what was written so far outlast a crash of the machine."""
+        if self.file:
+            self.file.flush()
+            os.fsync(self.file.fileno())
+
+    def close(self):
+        if self.file:
+            self.sync()
+            self.file.close()
+            self.file = None
+
+    def state(self):
+        return {'tokens': self.tokens, 'documents': self.documents, 'bytes': self.bytes,
+                'sha256': self.sha256}
+
+    def resume_from(self, state):
+        """Back to what `state` says, cutting off what was written after it."""
+        self.tokens, self.documents, self.bytes, self.sha256 = \
+            (state[key] for key in ('tokens', 'documents', 'bytes', 'sha256'))
+        single = self.folder / f'{self.split}.bin'  # the name that entry() gives a single shard
+        if single.exists():
+            os.replace(single, self.path(0))
+        partial = self.path(len(self.sha256))
+        rest = self.tokens - self.shard_tokens * len(self.sha256)
+        if rest:
+            os.truncate(partial, rest * self.dtype.itemsize)
+        for path in self.folder.glob(f'{self.split}_*.bin'):
+            if path > partial or (path == partial and not rest):
+                path.unlink()
+
+    def entry(self):
+        """Close, and what meta.json says of this split. A single file is SPLIT.bin."""
+        if self.file:
+            self.close()
+        sha256, counts = list(self.sha256), [self.shard_tokens] * len(self.sha256)
+        if self.tokens > sum(counts):
+            sha256.append(sha256_of(self.path(len(counts))))
+            counts.append(self.tokens - sum(counts))
+        names = [self.path(i).name for i in range(len(counts))]
+        if len(names) == 1:
+            os.replace(self.path(0), self.folder / f'{self.split}.bin')
+            names = [f'{self.split}.bin']
+        return {'tokens': self.tokens, 'documents': self.documents, 'bytes': self.bytes,
+                'files': [{'name': name, 'tokens': n, 'sha256': digest}
+                          for name, n, digest in zip(names, counts, sha256, strict=True)]}
+
+
+# -----------------------------------------------------------------------------
+# the journal
+
+
+def read_journal(folder, command):
+    """The journal of an earlier run of `command`, or None: then the folder's remains are gone."""
+    try:
+        journal = json.loads((folder / 'journal.json').read_text(encoding='utf-8'))
+        theirs, whole = dict(journal['command']), files_are_there(folder, journal)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        theirs = None
+    if theirs == command and whole:
+        return journal
+    if theirs == command:
+        print(f'{folder}: files are missing or cut short; starting anew')
+    elif theirs:
+        differ = [key for key in command if theirs.get(key) != command[key]]
+        print(f'{folder}: what another command left there is dropped (it differs in '
+              f'{", ".join(differ)}); starting anew')
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir()
+    return None
+
+
+def files_are_there(folder, journal):
+    """True where the files hold what the journal says, or more. Raises KeyError, TypeError."""
+    for split, state in journal.get('splits', {}).items():
+        width = journal['width']
+        full, each = len(state['sha256']), journal['command']['shard_tokens'] * width
+        rest = state['tokens'] * width - full * each
+        needed = [each] * full + [rest] * (rest > 0)
+        for i, size in enumerate(needed):
+            path, single = folder / f'{split}_{i:06d}.bin', folder / f'{split}.bin'
+            path = path if path.exists() or i else single
+            if not path.exists() or path.stat().st_size < size:
+                return False
+    return True
+
+
+def publish(folder):
+    """Move what is complete in folder/unfinished into `folder`, in place of what was there. Can be
+    done again after a crash at any point."""
+    unfinished = folder / UNFINISHED
+    meta = json.loads((unfinished / 'meta.json').read_text(encoding='utf-8'))
+    names = [file['name'] for about in meta['splits'].values() for file in about['files']]
+    # From here to the end the folder counts as unfinished, should the machine stop.
+    (folder / 'meta.json').unlink(missing_ok=True)
+    for path in folder.glob('*.bin'):
+        if path.name not in names and re.fullmatch(r'(train|val)(_\d{6})?\.bin', path.name):
+            path.unlink()
+    for name in names:
+        if os.path.lexists(unfinished / name):
+            os.replace(unfinished / name, folder / name)
+    (unfinished / 'journal.json').unlink(missing_ok=True)
+    os.replace(unfinished / 'meta.json', folder / 'meta.json')
+    shutil.rmtree(unfinished)
+    return meta
+
+
+# -----------------------------------------------------------------------------
+# the folder
+
+
+@contextmanager
+def lock_dataset_dir(folder):
+    """Make `folder` and keep other prepare.py out of it; empty ones are removed at the end."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with locked(folder, f'{folder}: another prepare.py is writing there: wait until it is done, '
+                        'or choose another --data_dir'):
+        try:
+            (folder / UNFINISHED).mkdir(exist_ok=True)
+            yield folder / UNFINISHED
+        finally:
+            if not any((folder / UNFINISHED / name).exists()
+                       for name in ('journal.json', 'meta.json')):
+                shutil.rmtree(folder / UNFINISHED, ignore_errors=True)
+            with suppress(OSError):
+                folder.rmdir()
+
+
+@contextmanager
+def clear_disk_errors(folder):
+    try:
+        yield
+    except OSError as e:
+        if e.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            raise UserError(f'{folder}: {e.strerror}: make room, and the same command goes on from '
+                            'where it was') from None
+        raise UserError(f'{folder}: cannot write there: {e.strerror}') from None

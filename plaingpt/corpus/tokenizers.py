@@ -1,0 +1,291 @@
+"""Text ↔ token ids. Every tokenizer is described by a JSON object and can be made again from it.
+
+    tokenizer.encode(text)   str → numpy array of ids
+    tokenizer.decode(ids)    ids → str; decode_bytes: its UTF-8, which may end within a character
+    tokenizer.vocab_size     ids run from 0 to vocab_size - 1
+    tokenizer.end_of_text    the id put in front of each document, or None
+    tokenizer.to_json()      → from_json(…)
+"""
+
+import base64
+import re
+import tempfile
+import threading
+from pathlib import Path
+
+import numpy as np
+
+from plaingpt.system.errors import UserError
+
+
+class CharTokenizer:
+    """One id per distinct character of a corpus, in code point order (nanoGPT's vocabulary)."""
+
+    end_of_text = None
+
+    def __init__(self, chars):
+        self.chars = chars
+        self.vocab_size = len(chars)
+        self._code_points = code_points(chars)  # sorted, so that a binary search finds an id
+
+    @classmethod
+    def train(cls, texts):
+        """From all characters of an iterable of texts (a text is one too)."""
+        return cls(''.join(sorted(set().union(*texts))))
+
+    def encode(self, text):
+        wanted = code_points(text)
+        ids = np.searchsorted(self._code_points, wanted)
+        ids = np.minimum(ids, self.vocab_size - 1)
+        unknown = np.flatnonzero(self._code_points[ids] != wanted)
+        if len(unknown):
+            at = int(unknown[0])
+            raise UserError(f'character {text[at]!r} at position {at} is not among the '
+                            f'{self.vocab_size} characters that this tokenizer knows')
+        return ids
+
+    def decode(self, ids):
+        return ''.join(self.chars[i] for i in ids)
+
+    def decode_bytes(self, ids):
+        return self.decode(ids).encode('utf-8', 'surrogatepass')
+
+    def to_json(self):
+        return {'kind': 'char', 'chars': self.chars}
+
+
+def code_points(text):
+    # surrogatepass: Python's text may hold lone surrogates, and each is a character like others
+    return np.frombuffer(text.encode('utf-32-le', 'surrogatepass'), dtype='<u4')
+
+
+class ByteTokenizer:
+    """The 256 bytes of UTF-8, and 256 for end of text. Knows any text, needs no vocabulary.
+
+    Bytes of a file that are no UTF-8 come as lone surrogates (Python's 'surrogateescape').
+    """
+
+    end_of_text = 256
+    vocab_size = 257
+
+    def encode(self, text):
+        try:
+            data = text.encode('utf-8', 'surrogateescape')
+        except UnicodeEncodeError:  # half a character, as JSON can hold it
+            data = text.encode('utf-8', 'surrogatepass')
+        return np.frombuffer(data, dtype=np.uint8)
+
+    def decode(self, ids):
+        """Bytes that are no UTF-8 (a character cut in half) become U+FFFD; 256 becomes ''."""
+        return self.decode_bytes(ids).decode('utf-8', 'replace')
+
+    def decode_bytes(self, ids):
+        return bytes(i for i in ids if i != self.end_of_text)
+
+    def to_json(self):
+        return {'kind': 'byte'}
+
+
+class GPT2Tokenizer:
+    """GPT-2's byte-level BPE of 50,257 tokens, from tiktoken."""
+
+    end_of_text = 50256
+    vocab_size = 50257
+
+    def __init__(self):
+        tiktoken = import_tiktoken()
+        try:
+            self._encoding = tiktoken.get_encoding('gpt2')
+        except (OSError, ValueError) as e:  # network errors are OSErrors; a bad hash a ValueError
+            raise UserError(
+                'the gpt2 tokenizer could not be downloaded '
+                f'({type(e).__name__}): connect to the internet once, set TIKTOKEN_CACHE_DIR to a '
+                'folder that holds it, or use --tokenizer=byte') from None
+        self._encoder = Encoder(self._encoding)
+
+    def encode(self, text):
+        return self._encoder.encode(text)
+
+    def decode(self, ids):
+        return self.decode_bytes(ids).decode('utf-8', 'replace')
+
+    def decode_bytes(self, ids):
+        return self._encoding.decode_bytes([int(i) for i in ids])
+
+    def to_json(self):
+        return {'kind': 'gpt2'}
+
+
+class BPETokenizer:
+    """Byte-level BPE like GPT-2's (§2.2), with a vocabulary of its own: any text round-trips.
+
+    Trained by rustbpe, run by tiktoken. The last two ids are end of text and padding.
+    """
+
+    # GPT-2's way of cutting text into the pieces that merges stay within.
+    PATTERN = r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"""
+
+    def __init__(self, tokens):
+        """tokens: the bytes of each id but the last two; those merged first come first."""
+        tiktoken = import_tiktoken()
+        self.tokens = tokens
+        self.end_of_text = len(tokens)
+        self.vocab_size = len(tokens) + 2
+        self._encoding = tiktoken.Encoding(
+            'bpe', pat_str=self.PATTERN,
+            mergeable_ranks={token: i for i, token in enumerate(tokens)},
+            special_tokens={'<|endoftext|>': len(tokens), '<|padding|>': len(tokens) + 1})
+        self._encoder = Encoder(self._encoding)
+
+    @classmethod
+    def train(cls, texts, vocab_size):
+        """Merge the most frequent pairs of `texts` until there are `vocab_size` tokens (fewer
+        where the texts run out of pairs). Raises UserError."""
+        if vocab_size > 10**7:
+            raise UserError(f'bpe:{vocab_size} is too many: bpe:10000000 is the most')
+        if vocab_size < 258:
+            raise UserError(f'bpe:{vocab_size} is too few: 256 bytes and 2 control tokens are the '
+                            'least, so bpe:258 and up')
+        try:
+            import rustbpe
+        except ImportError:
+            raise UserError('training a tokenizer needs rustbpe: pip install rustbpe') from None
+        trainer = rustbpe.Tokenizer()
+        trainer.train_from_iterator(iter(texts), vocab_size - 2, buffer_size=BPE_BUFFER,
+                                    pattern=cls.PATTERN)
+        ranked = sorted(trainer.get_mergeable_ranks(), key=lambda pair: pair[1])
+        return cls([bytes(token) for token, _ in ranked])
+
+    def encode(self, text):
+        return self._encoder.encode(text)
+
+    def decode(self, ids):
+        return self.decode_bytes(ids).decode('utf-8', 'replace')
+
+    def decode_bytes(self, ids):
+        return self._encoding.decode_bytes([int(i) for i in ids])
+
+    def to_json(self):
+        # Latin-1 maps the 256 bytes to the first 256 characters, so that JSON can hold them.
+        return {'kind': 'bpe', 'tokens': [token.decode('latin-1') for token in self.tokens]}
+
+
+class Encoder:
+    """Text → uint32 ids, as tiktoken finds them. What looks like a control token in it is text.
+
+    Where gigatoken is installed, it finds the same ids in about a tenth of the time.
+    """
+
+    RENEWAL = 2**25  # bytes after which gigatoken starts anew: it remembers each word it has met
+    # gigatoken knows the letters and digits of Unicode 17, tiktoken 0.14 those of 16. All that are
+    # new, and little that is common, are in these ranges.
+    NEW = re.compile('[\u088f\u0c5c\u0cdc\ua7ce-\ua7f1\U00010940-\U0001efff'
+                     '\U00020000-\U0010ffff]')
+
+    def __init__(self, encoding):
+        """encoding: tiktoken's, with GPT-2's pattern; its control tokens are its last."""
+        self._encoding = encoding
+        self._fast, self._left = None, 0
+        self._lock = threading.Lock()  # gigatoken raises where it is called twice at once
+
+    def encode(self, text):
+        try:
+            data = text.encode()
+        except UnicodeEncodeError:  # half a character: two are joined, one alone becomes U+FFFD
+            text = text.encode('utf-16', 'surrogatepass').decode('utf-16', 'replace')
+            data = text.encode()
+        alike = text.isascii() or not self.NEW.search(text)
+        with self._lock:
+            if self._left <= 0:
+                self._left = self.RENEWAL
+                self._fast = None  # frees its memory before there is another
+                self._fast = gigatoken_of(self._encoding)
+            if alike and self._fast is not None:
+                self._left -= len(data)
+                return self._fast.encode(data)
+        # as an array: the list of encode_ordinary would hold up other threads (Python's lock)
+        return self._encoding.encode_to_numpy(text, disallowed_special=())
+
+
+def gigatoken_of(encoding):
+    """A tiktoken encoding with GPT-2's pattern → gigatoken's, or None where that cannot be had."""
+    tokens = map(encoding.decode_single_token_bytes, range(encoding.eot_token))
+    try:
+        from gigatoken.gigatoken_rs import BPETokenizer as Gigatoken
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder, 'ranks.tiktoken')
+            path.write_bytes(b''.join(base64.b64encode(token) + b' %d\n' % rank
+                                      for rank, token in enumerate(tokens)))
+            return Gigatoken.from_tiktoken(path, 'gpt2')
+    except (ImportError, OSError):  # not installed, or no room for a temporary file
+        return None
+
+
+def import_tiktoken():
+    try:
+        import tiktoken
+    except ImportError:
+        raise UserError('the gpt2 and bpe tokenizers need tiktoken: pip install tiktoken') from None
+    return tiktoken
+
+
+NAMES = 'char, byte, gpt2, bpe or bpe:VOCAB_SIZE'
+BPE_VOCAB_SIZE = 8192  # of plain 'bpe'
+BPE_BUFFER = 256  # texts that the trainer holds at a time
+
+
+def is_name(name):
+    """True for one of NAMES."""
+    return re.fullmatch(r'char|byte|gpt2|bpe(:[0-9]+)?', name) is not None
+
+
+def make_tokenizer(name, texts):
+    """The tokenizer of a name in NAMES; char and bpe learn from `texts`. Raises UserError."""
+    kind, _, size = name.partition(':')
+    if kind == 'char':
+        return CharTokenizer.train(texts)
+    if kind == 'bpe':
+        return BPETokenizer.train(texts, int(size or BPE_VOCAB_SIZE))
+    return from_json({'kind': kind})
+
+
+def from_json(description):
+    """The tokenizer that `to_json` described. Raises UserError where it cannot be made."""
+    match description:
+        case {'kind': 'char', 'chars': str(chars)} if is_chars(chars):
+            return CharTokenizer(chars)
+        case {'kind': 'byte'}:
+            return ByteTokenizer()
+        case {'kind': 'gpt2'}:
+            return GPT2Tokenizer()
+        case {'kind': 'bpe', 'tokens': [*tokens]} if is_bpe(tokens):
+            return BPETokenizer([token.encode('latin-1') for token in tokens])
+    raise UserError(f'unknown tokenizer {str(description)[:80]}: expected one that prepare.py '
+                    'wrote')
+
+
+def vocab_size_of(description):
+    """What `from_json(description).vocab_size` will be, without making it; None if unknown."""
+    match description:
+        case {'kind': 'char', 'chars': str(chars)} if is_chars(chars):
+            return len(chars)
+        case {'kind': 'byte'}:
+            return ByteTokenizer.vocab_size
+        case {'kind': 'gpt2'}:
+            return GPT2Tokenizer.vocab_size
+        case {'kind': 'bpe', 'tokens': [*tokens]} if is_bpe(tokens):
+            return len(tokens) + 2
+
+
+def is_chars(chars):
+    """True for distinct characters in code point order."""
+    return chars == ''.join(sorted(set(chars))) != ''
+
+
+def is_bpe(tokens):
+    """True for a list of distinct strings of bytes that holds each single byte."""
+    try:
+        return {chr(i) for i in range(256)} <= set(tokens) and len(set(tokens)) == len(tokens) \
+            and ''.join(tokens).encode('latin-1') is not None
+    except (TypeError, UnicodeEncodeError):
+        return False

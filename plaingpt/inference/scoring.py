@@ -1,0 +1,312 @@
+"""How good a model is: the log-likelihood of text, and of the answers to benchmark questions.
+
+HellaSwag (Zellers et al. 2019) and LAMBADA (Paperno et al. 2016, OpenAI's version) without
+examples in the prompt, worded, cut into tokens and counted as EleutherAI's lm-evaluation-harness
+does in its tasks `hellaswag` and `lambada_openai`, so the numbers compare with published ones.
+"""
+
+import math
+import re
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from tqdm import tqdm
+
+from plaingpt.corpus.documents import json_rows
+from plaingpt.corpus.sources import download
+from plaingpt.system.distributed import all_gather, barrier, launched_world
+from plaingpt.system.errors import UserError
+
+CHUNK = 1024  # positions whose logits exist at once
+
+# -----------------------------------------------------------------------------
+# log-likelihoods: what everything here is made of
+
+
+def log_likelihoods(model, rows, batch_size, context, label, group=None):
+    """How likely the ends of token sequences are, shared out among the processes.
+
+    rows: a sequence of (ids, n): the last n of `ids` are scored, given those before
+    context: autocast or none; group: of runtime.host_group
+    → float64 (len(rows), 2): the sum of their log-probabilities in nats, and 1 where each of
+    them is the likeliest token. The same on all processes.
+    """
+    world = launched_world()
+    mine = range(world.rank, len(rows), world.size)
+    scores = np.zeros((len(mine), 2))
+    was_training = model.training
+    model.eval()
+    with tqdm(total=len(mine), desc=label, leave=False,
+              disable=None if world.is_main else True) as bar:
+        for first in range(0, len(mine), batch_size):
+            batch = [rows[i] for i in mine[first:first + batch_size]]
+            scores[first:first + len(batch)] = score_batch(model, batch, context)
+            bar.update(len(batch))
+    model.train(was_training)
+    out = np.zeros((len(rows), 2))
+    for rank, part in enumerate(all_gather(scores, group)):
+        out[rank::world.size] = part
+    return out
+
+
+@torch.no_grad()
+def score_batch(model, rows, context):
+    """[(ids, n)] → (len(rows), 2) as log_likelihoods. What is short is filled up at the end, which
+    no earlier position sees."""
+    device = model.lm_head.weight.device
+    width = max(len(ids) for ids, _ in rows) - 1
+    idx = torch.zeros(len(rows), width, dtype=torch.long)  # (B, T)
+    targets = torch.full_like(idx, -1)
+    for i, (ids, n) in enumerate(rows):
+        ids = torch.as_tensor(ids)
+        idx[i, :len(ids) - 1] = ids[:-1]
+        targets[i, len(ids) - 1 - n:len(ids) - 1] = ids[-n:]
+    wanted = targets != -1
+    with context:
+        x = model.hidden(idx.to(device))[wanted.to(device)]  # (N, C): only where something is asked
+        logp, likeliest = [], []
+        for x_i, t in zip(x.split(CHUNK), targets[wanted].to(device).split(CHUNK), strict=True):
+            logits = model.logits(x_i)
+            logits = logits.to(torch.promote_types(logits.dtype, torch.float32))  # (n, V)
+            logp.append(-F.cross_entropy(logits, t, reduction='none'))
+            likeliest.append(logits.argmax(-1) == t)
+    row = wanted.nonzero()[:, 0]  # (N,): which row each target is of
+    sums = torch.zeros(len(rows), dtype=torch.float64)
+    sums.index_add_(0, row, torch.cat(logp).double().cpu())
+    misses = torch.zeros(len(rows)).index_add_(0, row, 1.0 - torch.cat(likeliest).float().cpu())
+    return np.stack([sums.numpy(), misses.numpy() == 0], axis=1)
+
+
+# -----------------------------------------------------------------------------
+# text
+
+
+class Sequences:
+    """A token stream as rows of log_likelihoods: each token but the first is scored once."""
+
+    def __init__(self, stream, block_size):
+        self.stream, self.block_size = stream, block_size
+
+    def __len__(self):
+        return max(0, math.ceil((len(self.stream) - 1) / self.block_size))
+
+    def __getitem__(self, i):
+        start = i * self.block_size
+        n = min(self.block_size, len(self.stream) - 1 - start)
+        return self.stream.sequences(np.array([start]), n + 1)[0], n
+
+
+class TextStream:
+    """A text in memory as a token stream, with an end of text in front, where there is one: then
+    the first token is scored as well."""
+
+    def __init__(self, path, tokenizer):
+        try:
+            text = Path(path).read_text(encoding='utf-8')
+        except OSError as e:
+            raise UserError(f'data={path}: {e.strerror}') from None
+        except UnicodeDecodeError:
+            raise UserError(f'data={path}: not a UTF-8 text file') from None
+        start = [] if tokenizer.end_of_text is None else [tokenizer.end_of_text]
+        self.ids = np.concatenate([start, encode(tokenizer, text, path)]).astype(np.int64)
+        self.bytes = len(text.encode())
+
+    def __len__(self):
+        return len(self.ids)
+
+    def sequences(self, starts, length):
+        return np.stack([self.ids[start:start + length] for start in starts])
+
+
+def encode(tokenizer, text, where):
+    try:
+        return tokenizer.encode(text)
+    except UserError as e:
+        raise UserError(f'{where}: {e}') from None
+
+
+def score_stream(model, stream, text_bytes, batch_size, context, label, group=None):
+    """Loss in nats a token, perplexity and bits per byte over a whole stream, each token once.
+
+    The standard error takes the sequences, not the tokens, as independent. Raises UserError.
+    """
+    sequences = Sequences(stream, model.config.block_size)
+    if not len(sequences):
+        raise UserError(f'{label}: {len(stream)} tokens are too few to score any')
+    sums = -log_likelihoods(model, sequences, batch_size, context, label, group)[:, 0]
+    tokens = len(stream) - 1
+    counts = np.full(len(sums), sequences.block_size)
+    counts[-1] = tokens - counts[:-1].sum()
+    loss = sums.sum() / tokens
+    n = len(sums)
+    stderr = math.sqrt(((sums - loss * counts) ** 2).sum() * n / (n - 1)) / tokens if n > 1 \
+        else None
+    return {'loss': loss, 'loss_stderr': stderr, 'perplexity': math.exp(min(loss, 700)),
+            'bits_per_byte': loss * tokens / math.log(2) / text_bytes if text_bytes else None,
+            'tokens': tokens}
+
+
+# -----------------------------------------------------------------------------
+# questions
+
+
+class Question(NamedTuple):
+    context: str
+    answers: list  # what could go on from there
+    right: int  # which of them does
+    where: str  # file and line
+
+
+def hellaswag(path):
+    """hellaswag_val.jsonl: four endings of a scene."""
+    for row, where, _ in json_rows(path):
+        match row:
+            case {'activity_label': str(label), 'ctx_a': str(a), 'ctx_b': str(b),
+                  'endings': [str(), *_] as endings, 'label': right} \
+                    if str(right) in map(str, range(len(endings))):
+                yield Question(clean(f'{label}: {a} {b.capitalize()}'),
+                               [' ' + clean(ending) for ending in endings], int(right), where)
+            case _:
+                raise UserError(f'{where}: no HellaSwag question, which has activity_label, ctx_a, '
+                                'ctx_b, endings and a label that is one of them')
+
+
+def clean(text):
+    """Take out the marks of WikiHow, where half of HellaSwag is from."""
+    text = text.strip().replace(' [title]', '. ')
+    return re.sub(r'\[.*?\]', '', text).replace('  ', ' ')
+
+
+def lambada(path):
+    """lambada_test.jsonl: the last word of a passage."""
+    for row, where, _ in json_rows(path):
+        match row:
+            case {'text': str(text)}:
+                context, _, word = text.rpartition(' ')
+                yield Question(context, [' ' + word], 0, where)
+            case _:
+                raise UserError(f'{where}: no LAMBADA passage, which has a text')
+
+
+def row_of(question, answer, tokenizer, block_size):
+    """(ids, how many of them are the answer). Raises UserError."""
+    context = question.context.rstrip()
+    answer = question.context[len(context):] + answer  # a space is part of the next word's token
+    before = len(encode(tokenizer, context, question.where))
+    ids = encode(tokenizer, context + answer, question.where).astype(np.int64)
+    n = len(ids) - before
+    if before == 0 and tokenizer.end_of_text is not None:
+        ids = np.concatenate([[tokenizer.end_of_text], ids])
+    if not 0 < n < len(ids):
+        raise UserError(f'{question.where}: an empty context or answer')
+    if n > block_size:
+        raise UserError(f'{question.where}: an answer of {n} tokens is more than the block_size of '
+                        f'{block_size}')
+    return ids[-(block_size + 1):], n
+
+
+class Benchmark:
+    """Questions cut into tokens, ready to be put to a model as often as one likes."""
+
+    def __init__(self, name, questions, tokenizer, block_size):
+        self.name, self.questions = name, questions
+        self.rows = [row_of(question, answer, tokenizer, block_size)
+                     for question in questions for answer in question.answers]
+
+    def score(self, model, batch_size, context, group=None):
+        """→ the scores, as a dict."""
+        order = sorted(range(len(self.rows)), key=lambda i: -len(self.rows[i][0]))  # like with like
+        scores = np.empty((len(order), 2))
+        scores[order] = log_likelihoods(model, [self.rows[i] for i in order], batch_size, context,
+                                        self.name, group)
+        if self.name == 'lambada':
+            return lambada_scores(scores)
+        return hellaswag_scores(scores[:, 0], self.questions)
+
+
+def open_benchmark(name, tokenizer, block_size, path='', limit=0):
+    """The first `limit` questions (0: all) from `path` or the published file, which the first
+    process of each machine downloads. Raises UserError."""
+    if launched_world().local_rank == 0:
+        read_questions(name, path, limit)
+    barrier()
+    return Benchmark(name, read_questions(name, path, limit), tokenizer, block_size)
+
+
+def lambada_scores(scores):
+    acc, acc_stderr = mean_and_stderr(scores[:, 1])
+    loss, loss_stderr = mean_and_stderr(-scores[:, 0])
+    perplexity = math.exp(min(loss, 700))
+    return {'acc': acc, 'acc_stderr': acc_stderr, 'perplexity': perplexity,
+            'perplexity_stderr': perplexity * loss_stderr if loss_stderr is not None else None,
+            'questions': len(scores)}
+
+
+def hellaswag_scores(logp, questions):
+    """acc: the likeliest ending is right; acc_norm: the likeliest for each of its characters."""
+    right, right_norm, at = [], [], 0
+    for question in questions:
+        ours = logp[at:at + len(question.answers)]
+        at += len(ours)
+        lengths = np.array([len(answer) - 1 for answer in question.answers])  # without the space
+        right.append(ours.argmax() == question.right)
+        right_norm.append((ours / np.maximum(lengths, 1)).argmax() == question.right)
+    (acc, acc_stderr), (norm, norm_stderr) = map(mean_and_stderr, (right, right_norm))
+    return {'acc': acc, 'acc_stderr': acc_stderr, 'acc_norm': norm, 'acc_norm_stderr': norm_stderr,
+            'questions': len(questions)}
+
+
+def mean_and_stderr(values):
+    """→ (mean, its standard error, None for a single value)."""
+    values = np.asarray(values, dtype=np.float64)
+    n = len(values)
+    return float(values.mean()), float(values.std(ddof=1) / math.sqrt(n)) if n > 1 else None
+
+
+def quote_benchmark(scores):
+    """The scores of a benchmark as a line."""
+    parts = []
+    for key in ('acc', 'acc_norm', 'perplexity'):
+        if key in scores:
+            unit, percent = (1, '') if key == 'perplexity' else (100, '%')
+            stderr = scores[f'{key}_stderr']
+            parts.append(f'{key} {unit * scores[key]:.2f}'
+                         f'{plus_minus(stderr and unit * stderr, 2)}{percent}')
+    return f'{", ".join(parts)} ({scores["questions"]:,} questions, 0-shot)'
+
+
+def plus_minus(stderr, digits):
+    return '' if stderr is None else f' ± {stderr:.{digits}f}'
+
+
+BENCHMARKS = {  # name: (reader, address, checksum)
+    'hellaswag': (
+        hellaswag,
+        'https://raw.githubusercontent.com/rowanz/hellaswag/master/data/hellaswag_val.jsonl',
+        '0aa3b88843990f3f10a97b9575c94d7b71fb2205240ba04ae4884d9e9c992588'),
+    'lambada': (
+        lambada,
+        'https://openaipublic.blob.core.windows.net/gpt-2/data/lambada_test.jsonl',
+        '4aa8d02cd17c719165fc8a7887fddd641f43fcafa4b1c806ca8abc31fabdb226'),
+}
+
+
+def read_questions(name, path='', limit=0):
+    """The questions of a benchmark, the first `limit` of them if not 0, from `path` or from the
+    published file, downloaded once into data/benchmarks. Raises UserError."""
+    reader, url, sha256 = BENCHMARKS[name]
+    if not path:
+        path = Path('data', 'benchmarks', Path(url).name)
+        if not path.exists():
+            data = download(url, sha256, '--data')
+            path.parent.mkdir(parents=True, exist_ok=True)
+            temporary = path.with_name(path.name + '.tmp')
+            temporary.write_bytes(data)
+            temporary.rename(path)
+    questions = list(reader(Path(path)))[:limit or None]
+    if not questions:
+        raise UserError(f'{path}: no questions there')
+    return questions

@@ -1,0 +1,157 @@
+"""What this machine is: device, precision, processes, seed."""
+
+import base64
+import os
+import sys
+from contextlib import nullcontext
+
+import torch
+
+from plaingpt.system.errors import UserError
+
+DTYPES = {'float32': torch.float32, 'bfloat16': torch.bfloat16, 'float16': torch.float16}
+
+# -----------------------------------------------------------------------------
+# processes: one process is a world of size 1, and every helper is then a no-op
+
+
+# -----------------------------------------------------------------------------
+# device and precision: each choice comes with the reason that is printed beside it
+
+
+def choose_device(wanted, local_rank=0):
+    """'auto', 'cpu', 'cuda', 'cuda:N' or 'mps' → (torch.device, why). Raises UserError."""
+    if wanted == 'auto':
+        if torch.cuda.is_available():
+            wanted, why = 'cuda', 'CUDA is available'
+        elif torch.backends.mps.is_available():
+            wanted, why = 'mps', 'no CUDA, but an Apple GPU'
+        else:
+            wanted, why = 'cpu', 'no GPU found'
+    else:
+        why = 'as asked'
+    try:
+        device = torch.device(wanted)
+    except RuntimeError:
+        raise UserError(f'device={wanted!r} is unknown: use auto, cpu, cuda, cuda:0 or mps') \
+            from None
+    if device.type == 'cuda':
+        if not torch.cuda.is_available():
+            raise UserError(f'device={wanted}: no CUDA device here; use --device=cpu or '
+                            '--device=auto')
+        device = torch.device('cuda', local_rank if device.index is None else device.index)
+        if device.index >= torch.cuda.device_count():
+            raise UserError(f'device=cuda:{device.index}: this machine has '
+                            f'{torch.cuda.device_count()} GPUs; start no more processes than that')
+        torch.cuda.set_device(device)
+        why = device_name(device)
+    elif device.type == 'mps' and not torch.backends.mps.is_available():
+        raise UserError('device=mps: no Apple GPU here; use --device=cpu or --device=auto')
+    elif device.type not in ('cpu', 'mps'):
+        raise UserError(f'device={wanted!r} is not supported: use auto, cpu, cuda, cuda:0 or mps')
+    return device, why
+
+
+def cpu_has_bfloat16():
+    """True where the processor multiplies bfloat16 in hardware (x86 AVX-512/AMX, Arm)."""
+    # Where torch is too old to know, float32 is the safe answer.
+    capabilities = getattr(torch.cpu, 'get_capabilities', dict)()
+    return any(capabilities.get(name) for name in ('avx512_bf16', 'amx_bf16', 'bf16'))
+
+
+def choose_dtype(wanted, device, n_embd):
+    """'auto' or a name in `DTYPES` → (name, why): the precision that autocast computes in."""
+    if wanted != 'auto':
+        return wanted, 'as asked'
+    if device.type == 'cuda':
+        if torch.cuda.is_bf16_supported(including_emulation=False):
+            return 'bfloat16', 'in hardware'
+        return 'float16', 'no bfloat16 in hardware; gradients are scaled'
+    if device.type == 'cpu' and cpu_has_bfloat16():
+        # Below this width casting costs about what the faster matmuls save.
+        if n_embd >= 192:
+            return 'bfloat16', 'in hardware'
+        return 'float32', 'the model is too narrow for bfloat16 to gain much'
+    return 'float32', 'no bfloat16 in hardware' if device.type == 'cpu' else 'the safe choice here'
+
+
+def choose_compile(wanted, device):
+    """'auto', True or False → (bool, why)."""
+    if wanted != 'auto':
+        return wanted, 'as asked'
+    if device.type == 'cuda':
+        return True, 'CUDA'
+    return False, f'gains nothing on {device.type}'
+
+
+def autocast(device, dtype):
+    """The context in which forward passes run: matmuls in `dtype`, the rest in float32."""
+    if dtype == 'float32':
+        return nullcontext()
+    return torch.autocast(device.type, dtype=DTYPES[dtype])
+
+
+def seed_everything(seed, rank=0):
+    """Seed torch, a different stream for each rank (they must not share dropout masks)."""
+    torch.manual_seed(seed + rank)
+
+
+def use_fast_matmul():
+    """Let float32 matmuls use TF32 tensor cores, where there are any. On a CPU the same setting
+    costs a fifth of a step, also with bfloat16."""
+    if torch.cuda.is_available():
+        torch.set_float32_matmul_precision('high')
+
+
+def use_expandable_segments(device):
+    """Let CUDA's memory grow in place, which avoids most fragmentation, unless the user's
+    environment says how to allocate."""
+    asked = os.environ.keys() & {'PYTORCH_ALLOC_CONF', 'PYTORCH_CUDA_ALLOC_CONF'}
+    if device.type == 'cuda' and not asked:
+        torch._C._accelerator_setAllocatorSettings('expandable_segments:True')
+
+
+def device_name(device):
+    """As the driver calls a GPU, such as 'NVIDIA H100 80GB HBM3'; else the device's type."""
+    return torch.cuda.get_device_name(device) if device.type == 'cuda' else device.type
+
+
+def free_memory():
+    """Bytes of memory that are free on this machine, or None where the system does not tell."""
+    try:
+        return os.sysconf('SC_AVPHYS_PAGES') * os.sysconf('SC_PAGE_SIZE')
+    except (ValueError, OSError, AttributeError):
+        return None
+
+
+def peak_memory_bytes(device):
+    """Most memory held so far: by tensors on a CUDA device, by the process elsewhere; None where
+    the system does not tell."""
+    if device.type == 'cuda':
+        return torch.cuda.max_memory_allocated(device)
+    try:
+        import resource
+    except ImportError:  # Windows
+        return None
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == 'darwin' else peak * 1024  # macOS counts bytes, Linux KiB
+
+
+def rng_state(device):
+    """The state of torch's generators, as JSON."""
+    state = {'cpu': torch.get_rng_state()}
+    if device.type == 'cuda':
+        state['cuda'] = torch.cuda.get_rng_state(device)
+    return {name: base64.b64encode(t.numpy().tobytes()).decode() for name, t in state.items()}
+
+
+def set_rng_state(states, rank, device):
+    """Continue the random numbers of `rank` from where `rng_state` was taken; a rank that the
+    saved run did not have keeps those it was seeded with."""
+    if rank >= len(states):
+        return
+    tensors = {name: torch.frombuffer(bytearray(base64.b64decode(text)), dtype=torch.uint8)
+               for name, text in states[rank].items()}
+    torch.set_rng_state(tensors['cpu'])
+    if device.type == 'cuda' and 'cuda' in tensors:
+        torch.cuda.set_rng_state(tensors['cuda'], device)

@@ -1,0 +1,69 @@
+"""Files that are whole or absent: atomic writes, checksums, lines that a full disk may refuse."""
+
+import hashlib
+import json
+import os
+import sys
+from pathlib import Path
+
+from plaingpt.system.errors import UserError
+
+ROOT = Path(__file__).resolve().parents[2]  # where train.py and config/ are
+
+
+def write_atomically(path, data):
+    """Write text or bytes under a temporary name, sync, rename: `path` is whole or as it was.
+
+    Raises OSError where the disk refuses; nothing is left behind then.
+    """
+    path = Path(path)
+    temporary = path.with_name(path.name + '.tmp')
+    try:
+        temporary.write_bytes(data.encode() if isinstance(data, str) else data)
+        sync(temporary)
+        os.replace(temporary, path)
+    except OSError:
+        temporary.unlink(missing_ok=True)
+        raise
+
+
+def write_json(path, value):
+    """Write a value as JSON, atomically. Raises OSError."""
+    write_atomically(path, json.dumps(value, indent=1, ensure_ascii=False))
+
+
+def append_line(path, value):
+    """Add a JSON object to a .jsonl file. A disk that refuses gets a warning, and nobody stops."""
+    try:
+        with open(path, 'a', encoding='utf-8') as f:
+            f.write(json.dumps(value) + '\n')
+    except OSError as e:
+        print(f'warning: a line of {path} is lost: {e.strerror}', file=sys.stderr, flush=True)
+
+
+def sync(path):
+    """Wait until a file or folder is on the disk: a crash then leaves no renamed empty file."""
+    if os.name == 'nt' and path.is_dir():
+        return  # Windows cannot sync a directory
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def sha256_of(path):
+    """Checksum of a file, as hexadecimal text."""
+    with open(path, 'rb') as f:
+        return hashlib.file_digest(f, 'sha256').hexdigest()
+
+
+def make_writable(folder):
+    """Make out_dir, and see that files can be made in it. Raises UserError."""
+    try:
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        probe = Path(folder, '.writable')
+        probe.touch()
+        probe.unlink()
+    except OSError as e:
+        raise UserError(f'out_dir={folder}: cannot write there: {e.strerror}') from None

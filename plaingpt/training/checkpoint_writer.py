@@ -1,0 +1,209 @@
+"""The model and the run → a checkpoint directory, by all processes together."""
+
+import hashlib
+import json
+import os
+import shutil
+import sys
+import threading
+from dataclasses import asdict
+from pathlib import Path
+
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+
+from plaingpt.system.distributed import all_gather, host_group
+from plaingpt.system.files import sha256_of, sync, write_atomically
+from plaingpt.training.checkpoint import (
+    FORMAT_VERSION,
+    best_of,
+    checkpoint_paths,
+    iter_of,
+    readable,
+)
+
+MEGABYTE = 10**6
+
+
+class Saver:
+    """Writes a run's checkpoints; each process writes its share of the chunks.
+
+    background: copy the tensors and write while training goes on; the next save waits for it
+    """
+
+    def __init__(self, out_dir, *, rank=0, world_size=1, chunk_mb=512, keep=1, background=False):
+        self.out_dir = Path(out_dir)
+        self.rank = rank
+        self.world_size = world_size
+        self.chunk_bytes = chunk_mb * MEGABYTE
+        self.keep = keep
+        self.background = background
+        self.group = host_group()  # its own: a save in the background must not meet other traffic
+        self.thread = None
+        self.failed = False  # the last save came to nothing
+
+    def save(self, model, optimizer, state, rng):
+        """Write a checkpoint; then remove all but the `keep` newest and the best.
+
+        state: JSON, the same on all processes, with at least 'iter_num'; 'val_loss' decides on
+        the best. rng: rng_state of this process.
+        A disk that refuses is tried once more and then reported: training is worth more than a
+        checkpoint, and the earlier ones stay. `failed` says how the last save ended.
+        """
+        self.wait()
+        state = {'format_version': FORMAT_VERSION, **state, 'model': asdict(model.config)}
+        chunks = plan_chunks('model', dict(model.named_parameters()), self.chunk_bytes) \
+            + plan_chunks('optimizer', optimizer_tensors(optimizer, model), self.chunk_bytes)
+        mine = chunks[self.rank::self.world_size]
+        if self.background:
+            mine = [(name, {key: t.detach().to('cpu', copy=True) for key, t in tensors.items()})
+                    for name, tensors in mine]
+            self.thread = threading.Thread(target=self._save, args=(mine, state, rng))
+            self.thread.start()
+        else:
+            self._save(mine, state, rng)
+
+    def wait(self):
+        """Wait for a save in the background."""
+        if self.thread:
+            self.thread.join()
+            self.thread = None
+
+    def _save(self, mine, state, rng):
+        self.failed = True
+        for what_now in ('trying again', 'training goes on, and the earlier checkpoints stay'):
+            problem = self._try(mine, state, rng)
+            if problem is None:
+                self.failed = False
+                self._together(lambda: prune(self.out_dir, self.keep), on_rank_0=True)
+                return
+            if self.rank == 0:
+                clean_up(self.out_dir)  # or the remains would fill a full disk further
+                print(f'warning: the checkpoint of iteration {state["iter_num"]} could not be '
+                      f'written ({problem}): {what_now}', file=sys.stderr, flush=True)
+
+    def _try(self, mine, state, rng):
+        """One attempt to write it → None, or what went wrong; the same on all processes."""
+        final = self.out_dir / 'checkpoints' / f'iter-{state["iter_num"]:08d}'
+        temporary = final.with_name(final.name + '.tmp')
+        if problem := self._together(lambda: start_directory(temporary), on_rank_0=True):
+            return problem
+        entries = []
+        if problem := self._together(lambda: entries.extend(write_chunks(temporary, mine))):
+            return problem
+        shares = all_gather((entries, rng), self.group)
+        state = {**state, 'rng': [rng for _, rng in shares],
+                 'chunks': sorted((entry for share, _ in shares for entry in share),
+                                  key=lambda entry: entry['name'])}
+        return self._together(lambda: self._finish(temporary, final, state), on_rank_0=True)
+
+    def _together(self, action, on_rank_0=False):
+        """Do it on all processes, or on rank 0 → None, or the first process's problem."""
+        problem = None
+        if self.rank == 0 or not on_rank_0:
+            try:
+                action()
+            except (OSError, SafetensorError) as e:
+                problem = str(e)
+        return next((p for p in all_gather(problem, self.group) if p), None)
+
+    def _finish(self, temporary, final, state):
+        text = json.dumps(state, indent=1).encode()
+        write_atomically(temporary / 'state.json', text)
+        write_atomically(temporary / 'state.json.sha256', hashlib.sha256(text).hexdigest().encode())
+        sync(temporary)
+        os.rename(temporary, final)
+        sync(final.parent)
+
+
+def start_directory(path):
+    shutil.rmtree(path, ignore_errors=True)
+    path.mkdir(parents=True)
+
+
+def plan_chunks(kind, tensors, limit):
+    """Share `tensors` out among files of at most `limit` bytes → [(file name, {key: tensor})].
+
+    A tensor too large for a file goes into several, by rows, as 'name[first:last]'.
+    """
+    groups, size = [{}], 0
+    for name, tensor in tensors.items():
+        for key, part in row_parts(name, tensor, limit - 1000):
+            needed = part.nbytes + len(key) + 120  # with its place in the file's header
+            if groups[-1] and size + needed > limit:
+                groups.append({})
+                size = 0
+            groups[-1][key] = part
+            size += needed
+    return [(f'{kind}-{i:05d}-of-{len(groups):05d}.safetensors', group)
+            for i, group in enumerate(groups, start=1)]
+
+
+def row_parts(name, tensor, limit):
+    """Yield (name, tensor), or its rows in parts of at most `limit` bytes."""
+    if tensor.nbytes <= limit:
+        yield name, tensor
+        return
+    rows = max(1, limit * len(tensor) // tensor.nbytes)
+    for a in range(0, len(tensor), rows):
+        b = min(a + rows, len(tensor))
+        yield f'{name}[{a}:{b}]', tensor[a:b]
+
+
+def write_chunks(folder, chunks):
+    """Write files as plan_chunks shared them out, one at a time → their entries for state.json."""
+    entries = []
+    for name, tensors in chunks:
+        path = folder / name
+        save_file({key: t.detach().cpu().contiguous() for key, t in tensors.items()}, path)
+        os.chmod(path, folder.stat().st_mode & 0o666)  # as readable as other files
+        sync(path)
+        entries.append({'name': name, 'kind': name.partition('-')[0],
+                        'bytes': path.stat().st_size, 'sha256': sha256_of(path)})
+    return entries
+
+
+def optimizer_tensors(optimizer, model):
+    """{'<parameter>/<state>': tensor} of all that the optimizer remembers."""
+    return {f'{name}/{key}': value for name, p in model.named_parameters()
+            for key, value in optimizer.state.get(p, {}).items()}
+
+
+def prune(out_dir, keep):
+    """Remove all checkpoints but the `keep` newest and the best."""
+    found = readable(out_dir)
+    spared = {checkpoint.path for checkpoint in [*found[-keep:], best_of(found)]}
+    for checkpoint in found:
+        if checkpoint.path not in spared:
+            # First the name, at once: a directory half removed must not look complete.
+            gone = checkpoint.path.with_name(checkpoint.path.name + '.tmp')
+            os.rename(checkpoint.path, gone)
+            shutil.rmtree(gone)
+
+
+def clean_up(out_dir):
+    """Remove what a crash left half written or half removed."""
+    for path in Path(out_dir, 'checkpoints').glob('*.tmp'):
+        shutil.rmtree(path, ignore_errors=True)
+
+LOGS = ('metrics.jsonl', 'anomalies.jsonl', 'run.json', 'report.md', 'loss.png', 'tensorboard')
+
+
+def archive_previous_run(out_dir, after=-1):
+    """Move the checkpoints past iteration `after` to out_dir/old-001 (002, …), and the logs of a
+    run that is begun anew → that folder, or None where there is nothing to move. So a run that
+    starts, or goes back, loses nothing of the one before."""
+    out_dir = Path(out_dir)
+    remains = [path for path in checkpoint_paths(out_dir) if iter_of(path) > after]
+    if after < 0:
+        remains += [out_dir / name for name in LOGS if (out_dir / name).exists()]
+    if not remains:
+        return None
+    n = 1
+    while (aside := out_dir / f'old-{n:03d}').exists():
+        n += 1
+    for path in remains:
+        target = aside / path.relative_to(out_dir)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        path.rename(target)
+    return aside

@@ -1,0 +1,166 @@
+"""The settings of a training run, which train.py, plan.py and bench.py share.
+
+The comment beside a field is its help text.
+"""
+
+from dataclasses import dataclass, fields
+from typing import Literal
+
+from model import GPTConfig
+from plaingpt.inference.scoring import BENCHMARKS
+from plaingpt.system.distributed import launched_world
+
+
+@dataclass
+class TrainConfig:
+    # output
+    out_dir: str = 'out'  # folder for checkpoints and metrics
+    eval_interval: int = 2000  # iterations between evaluations
+    eval_iters: int = 200  # evaluate on this many batches of batch_size, or on the whole split
+    eval_only: bool = False  # stop after the first evaluation
+    log_interval: int = 1  # iterations between lines on the console
+    eval_tasks: str = 'hellaswag'  # benchmarks: hellaswag, lambada, with a comma between
+    eval_tasks_interval: int = 0  # iterations between runs of them; 0 for none
+    sample_interval: int = 0  # iterations between samples on the console; 0 for none
+    sample_start: str = '\n'  # what a sample goes on from
+    sample_tokens: int = 100  # length of those, and of one each evaluation for the report; 0: none
+    init_from: str = 'scratch'  # scratch, resume, auto (resume if it can), gpt2…, folder, ckpt.pt
+    # checkpoints
+    checkpoint_interval: int = 1000  # iterations between those for resuming
+    always_save_checkpoint: bool = True  # one after each evaluation too, not only after the best
+    keep_checkpoints: int = 1  # keep this many of the newest, and the best
+    checkpoint_async: bool = False  # write while training goes on; takes host memory for a copy
+    checkpoint_chunk_mb: int = 512  # no file of a checkpoint is larger
+    checkpoint: str = 'latest'  # which to take from a run: latest, best, or an iteration
+    # logging elsewhere
+    wandb_log: bool = False  # log to Weights & Biases
+    wandb_project: str = 'owt'  # its project
+    wandb_run_name: str = 'gpt2'  # its run
+    tensorboard_log: bool = False  # write event files into out_dir/tensorboard
+    # watching
+    health_interval: int = 100  # iterations between looks inside the model; 0 for none
+    report: bool = True  # at the end, write report.md and loss.png into out_dir
+    patience: int = 0  # stop after this many evaluations without a new best; 0 for never
+    overfit_batches: int = 0  # a check: train on the first batches only, until known by heart
+    # data
+    dataset: str = 'openwebtext'  # a folder in data/, or the path of one
+    data_in_ram: Literal['auto'] | bool = 'auto'  # read the tokens into memory first
+    batch_size: Literal['auto'] | int = 12  # sequences the device holds at once; auto: all that fit
+    block_size: int = 1024  # tokens in a sequence
+    gradient_accumulation_steps: int = 5 * 8  # micro-batches in a step, of all processes together
+    total_batch_size: int = 0  # tokens in a step; if not 0, it decides the accumulation
+    # model
+    n_layer: int = 12  # blocks
+    n_head: int = 12  # attention heads
+    n_embd: int = 768  # channels
+    dropout: float = 0.0  # 0 to pretrain; 0.1 and more to fine-tune or for little text
+    bias: bool = False  # biases in Linears and LayerNorms, as in GPT-2
+    # model: newer than GPT-2
+    rotary: bool = False  # rotary positions, not learned ones
+    rmsnorm: bool = False  # RMSNorm, not LayerNorm
+    qk_norm: bool = False  # normalise queries and keys
+    mlp: Literal['gelu', 'gelu_erf', 'relu2', 'swiglu'] = 'gelu'  # what is between its matrices
+    tied_head: bool = True  # the head's weight is the embedding's
+    logit_softcap: float = 0.0  # keep logits within ± this; 0 for no cap
+    zero_init: bool = False  # output projections begin at zero
+    # optimizer
+    optimizer: Literal['adamw', 'muon', 'sgd'] = 'adamw'  # muon: in blocks, with AdamW for the rest
+    learning_rate: float = 6e-4  # the highest; muon takes AdamW's, sgd wants some 100 times it
+    max_iters: int = 600000  # updates of the weights
+    weight_decay: float = 1e-1  # of matrices and embeddings
+    beta1: float = 0.9  # of AdamW: decay of the mean of gradients
+    beta2: float = 0.95  # of AdamW: decay of the mean of their squares
+    momentum: float = 0.95  # of muon and sgd
+    grad_clip: float = 1.0  # largest norm of the gradient; 0 for no limit
+    max_bad_steps: int = 10  # stop when the loss or gradient is not finite this often in a row
+    # learning rate
+    decay_lr: bool = True  # False keeps it constant, without warmup
+    lr_schedule: Literal['cosine', 'wsd', 'linear', 'constant'] = 'cosine'  # after the warmup
+    wsd_decay: float = 0.2  # wsd: falls in this last part of lr_decay_iters, linearly
+    warmup_iters: int = 2000  # iterations up to learning_rate
+    lr_decay_iters: int = 600000  # iterations down to min_lr, usually max_iters
+    min_lr: float = 6e-5  # the lowest, usually learning_rate / 10
+    # system
+    device: str = 'auto'  # auto, cpu, cuda, cuda:0, mps
+    dtype: Literal['auto', 'float32', 'bfloat16', 'float16'] = 'auto'  # precision of the matmuls
+    compile: Literal['auto'] | bool = 'auto'  # torch.compile the model
+    loss_chunk_tokens: int = 2048  # logits of so many tokens exist at once; 0 for all of a batch
+    activation_checkpointing: Literal['none', 'selective', 'full'] = 'none'  # keep less
+    backend: Literal['auto', 'nccl', 'gloo'] = 'auto'  # between processes
+    seed: int = 1337  # of the weights, of dropout and of the order of data
+
+    def out_of_range(self):
+        """Values that no setting beside them could make right, a line each."""
+        found = [f'{key} is empty' for key in ('out_dir', 'dataset', 'init_from', 'checkpoint')
+                 if not getattr(self, key)]
+        positive = ('eval_interval', 'eval_iters', 'log_interval', 'checkpoint_interval',
+                    'keep_checkpoints', 'checkpoint_chunk_mb', 'max_bad_steps', 'block_size',
+                    'gradient_accumulation_steps', 'n_layer', 'n_head', 'n_embd',
+                    *(['batch_size'] if self.batch_size != 'auto' else []))
+        found += [f'{key}={getattr(self, key)}: must be at least 1'
+                  for key in positive if getattr(self, key) < 1]
+        natural = ('max_iters', 'warmup_iters', 'lr_decay_iters', 'learning_rate', 'min_lr',
+                   'weight_decay', 'grad_clip', 'total_batch_size', 'loss_chunk_tokens', 'seed',
+                   'logit_softcap', 'eval_tasks_interval', 'sample_interval', 'health_interval',
+                   'sample_tokens', 'patience', 'overfit_batches')
+        found += [f'{key}={getattr(self, key)}: must not be negative'
+                  for key in natural if getattr(self, key) < 0]
+        found += [f'{key}={getattr(self, key)}: must be at least 0 and below 1'
+                  for key in ('dropout', 'beta1', 'beta2', 'momentum')
+                  if not 0 <= getattr(self, key) < 1]
+        found += [f'eval_tasks={self.eval_tasks}: {task!r} is none of {", ".join(BENCHMARKS)}'
+                  for task in self.eval_tasks.split(',') if task not in BENCHMARKS]
+        if not 0 < self.wsd_decay <= 1:
+            found.append(f'wsd_decay={self.wsd_decay}: must be above 0 and at most 1')
+        return found
+
+    def problems(self):
+        """What contradicts itself, a line each."""
+        found = []
+        if self.patience and self.overfit_batches:
+            found.append(f'patience={self.patience} watches the validation loss, which '
+                         f'overfit_batches={self.overfit_batches} lets rise: take one of them')
+        if self.n_embd % self.n_head:
+            found.append(f'n_embd={self.n_embd} is not a multiple of n_head={self.n_head}')
+        elif self.rotary and self.n_embd // self.n_head % 2:
+            found.append(f'rotary=True turns pairs of channels, but n_embd / n_head = '
+                         f'{self.n_embd // self.n_head} is odd')
+        if self.decay_lr and self.min_lr > self.learning_rate:
+            found.append(f'min_lr={self.min_lr} is above learning_rate={self.learning_rate}')
+        if self.decay_lr and self.warmup_iters > self.lr_decay_iters:
+            found.append(f'warmup_iters={self.warmup_iters} is more than '
+                         f'lr_decay_iters={self.lr_decay_iters}')
+        auto = self.batch_size == 'auto'
+        micro = self.block_size * (1 if auto else self.batch_size)
+        world = self.world_size()
+        if auto and not self.total_batch_size:
+            found.append('batch_size=auto adapts the accumulation to the tokens in a step: say how '
+                         'many with total_batch_size')
+        if self.total_batch_size % (micro * world):
+            found.append(f'total_batch_size={self.total_batch_size} is not a multiple of '
+                         f'{"" if auto else "batch_size × "}block_size × processes = '
+                         f'{micro * world}')
+        elif not self.total_batch_size and self.gradient_accumulation_steps % world:
+            found.append(f'gradient_accumulation_steps={self.gradient_accumulation_steps} is not a '
+                         f'multiple of the number of processes, {world}')
+        return found
+
+    def gpt_config(self, vocab_size):
+        """The shape of the model."""
+        shape = {field.name: getattr(self, field.name) for field in fields(GPTConfig)
+                 if field.name != 'vocab_size'}
+        return GPTConfig(vocab_size=vocab_size, **shape)
+
+    def world_size(self):
+        """Processes that share a step."""
+        return launched_world().size
+
+    def accumulation(self):
+        """Micro-batches in a step, of all processes together."""
+        if self.total_batch_size:
+            return self.total_batch_size // (self.batch_size * self.block_size)
+        return self.gradient_accumulation_steps
+
+    def step_tokens(self):
+        """Tokens in a step, of all processes together; batch_size must be a number."""
+        return self.accumulation() * self.batch_size * self.block_size

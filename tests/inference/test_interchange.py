@@ -1,0 +1,344 @@
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+from helpers import fails, run
+from safetensors.torch import load_file, save_file
+
+import export
+import sample
+from model import GPT, GPTConfig
+from plaingpt.corpus import tokenizers
+from plaingpt.inference.hf_export import hf_tokenizer
+from plaingpt.system.errors import UserError
+
+SMALL = GPTConfig(block_size=16, vocab_size=65, n_layer=2, n_head=4, n_embd=32)
+SHAPES = {'gpt2': (12, 768), 'gpt2-medium': (16, 1024), 'gpt2-large': (20, 1280),
+          'gpt2-xl': (25, 1600)}  # heads, channels
+
+
+def tokens(*shape, vocab_size=65):
+    return torch.randint(0, vocab_size, shape, generator=torch.Generator().manual_seed(1))
+
+
+@pytest.fixture
+def model():
+    torch.manual_seed(0)
+    return GPT(SMALL).eval()
+
+
+def theirs_of(folder, **config):
+    """A GPT-2 of transformers with weights large enough that every part matters, saved."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+    torch.manual_seed(0)
+    theirs = GPT2LMHeadModel(GPT2Config(vocab_size=100, n_positions=32, n_embd=48, n_layer=2,
+                                        n_head=4, initializer_range=0.2, **config)).eval()
+    theirs.save_pretrained(folder)
+    return theirs
+
+
+@torch.no_grad()
+def difference(ours, theirs, vocab_size):
+    idx = tokens(2, 32, vocab_size=vocab_size)
+    return (ours.eval()(idx)[0] - theirs.eval()(idx).logits).abs().max().item()
+
+
+@pytest.mark.parametrize(('max_shard_size', 'files'), [('5GB', 1), ('100KB', 4)])
+def test_logits_equal_those_of_transformers_on_its_weights(tmp_path, max_shard_size, files):
+    theirs = theirs_of(tmp_path)
+    theirs.save_pretrained(tmp_path / 'again', max_shard_size=max_shard_size)
+    assert len(list((tmp_path / 'again').glob('*.safetensors'))) >= files
+    assert difference(GPT.from_pretrained(tmp_path / 'again'), theirs, 100) < 1e-5
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('name', SHAPES)
+def test_logits_equal_those_of_transformers_both_ways_at_full_width(name, tmp_path):
+    from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
+    n_head, n_embd = SHAPES[name]
+    torch.manual_seed(0)
+    theirs = GPT2LMHeadModel(GPT2Config(n_embd=n_embd, n_layer=4, n_head=n_head,
+                                        initializer_range=0.05))
+    theirs.save_pretrained(tmp_path)
+    ours = GPT.from_pretrained(tmp_path)
+    assert difference(ours, theirs, 50257) < 1e-4
+    export.write_hf(tmp_path, ours, tokenizers.ByteTokenizer(), '')
+    back = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert difference(ours, back, 50257) < 1e-4
+
+
+def shaken(**flags):
+    """A small model of ours in which every parameter matters."""
+    torch.manual_seed(0)
+    model = GPT(GPTConfig(32, 100, 2, 4, 48, **flags))
+    with torch.no_grad():
+        for p in model.parameters():
+            p.add_(torch.randn_like(p) * 0.2)
+    return model
+
+
+@pytest.mark.parametrize('bias', [True, False])
+@pytest.mark.parametrize(('name', 'flags'), [
+    ('gpt2', {}),
+    ('gpt2', dict(mlp='relu2', tied_head=False)),
+    ('llama', dict(rotary=True, rmsnorm=True, mlp='swiglu')),
+    ('arcee', dict(rotary=True, rmsnorm=True, mlp='relu2', tied_head=False)),
+    ('nemotron', dict(rotary=True, mlp='gelu')),
+    ('qwen3', dict(rotary=True, rmsnorm=True, mlp='swiglu', qk_norm=True, tied_head=False)),
+])
+def test_what_we_export_has_the_same_logits_in_transformers(tmp_path, name, flags, bias):
+    from transformers import AutoModelForCausalLM
+    ours = shaken(**flags, bias=bias and name != 'qwen3')
+    export.write_hf(tmp_path, ours, tokenizers.ByteTokenizer(), '')
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert theirs.config.model_type == name and difference(ours, theirs, 100) < 1e-4
+    if name == 'gpt2':
+        assert difference(GPT.from_pretrained(tmp_path), theirs, 100) < 1e-4
+
+
+@pytest.mark.parametrize(('flags', 'words'), [
+    (dict(logit_softcap=15.0), 'logit_softcap=15.0 prevents it'),
+    (dict(rmsnorm=True), 'rmsnorm=True without rotary=True'),
+    (dict(qk_norm=True), 'qk_norm=True without rotary=True'),
+    (dict(rotary=True, mlp='swiglu'), 'mlp=swiglu without rmsnorm=True'),
+    (dict(rotary=True, rmsnorm=True, mlp='relu2', qk_norm=True), 'qk_norm=True without'),
+    (dict(rotary=True, rmsnorm=True, mlp='swiglu', qk_norm=True), 'qk_norm=True with bias=True'),
+])
+def test_the_flag_that_prevents_an_export_is_named(tmp_path, flags, words):
+    with pytest.raises(UserError, match=words):
+        export.write_hf(tmp_path, shaken(**flags), tokenizers.ByteTokenizer(), '')
+    assert not list(tmp_path.iterdir())
+
+
+def test_export_and_import_come_back_to_the_same_files(trained, tmp_path):
+    export.main([f'--out_dir={trained}', f'--dest={tmp_path}/a'])
+    export.main([f'--init_from={tmp_path}/a', f'--dest={tmp_path}/b'])
+    names = sorted(path.name for path in (tmp_path / 'a').iterdir())
+    assert names == sorted(path.name for path in (tmp_path / 'b').iterdir())
+    for name in names:
+        if name != 'README.md':
+            assert (tmp_path / 'a' / name).read_bytes() == (tmp_path / 'b' / name).read_bytes()
+    card = (tmp_path / 'a/README.md').read_text()
+    assert '| iterations | ' in card and 'nats a token' in card
+
+
+def test_an_exported_run_writes_in_transformers_what_it_writes_here(trained, tmp_path, capsys):
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+    export.main([f'--out_dir={trained}', f'--dest={tmp_path}/hf'])
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / 'hf')
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / 'hf')
+    ids = tokenizer('def main', return_tensors='pt').input_ids
+    theirs = tokenizer.decode(model.generate(ids, max_new_tokens=8, do_sample=False)[0])
+    capsys.readouterr()
+    sample.main([f'--init_from={tmp_path}/hf', '--start=def main', '--num_samples=1',
+                 '--max_new_tokens=8', '--temperature=0', '--device=cpu', '--dtype=float32'])
+    assert theirs in capsys.readouterr().out
+
+
+STRANGE = ['Hello, wörld!  日本語\n\n\t 12345 ', '    ', 'a    b', '🎉🎉\r\n', '\x00\x7f\xad¡',
+           'aaaaaaaaaaa' * 3, 'ÀÈÌ' * 5, "it's"]
+
+
+@pytest.mark.parametrize('kind', ['char', 'byte', 'gpt2', 'bpe:700'])
+def test_tokenizers_open_in_transformers_and_agree(kind, text_file, tmp_path):
+    from transformers import AutoTokenizer
+    text = text_file.read_text(encoding='utf-8')
+    try:
+        ours = tokenizers.make_tokenizer(kind, [text, *STRANGE])
+    except UserError as e:
+        pytest.skip(str(e))
+    export.write_hf(tmp_path, GPT(SMALL), ours, '')
+    theirs = AutoTokenizer.from_pretrained(tmp_path)
+    assert len(theirs) == ours.vocab_size and theirs.eos_token_id == ours.end_of_text
+    for piece in [text[:20_000], *STRANGE]:
+        ids = ours.encode(piece).tolist()
+        assert theirs.encode(piece) == ids
+        assert theirs.decode(ids) == piece
+    if ours.end_of_text is not None:
+        assert theirs.encode('a<|endoftext|>')[-1] == ours.end_of_text
+
+
+def test_gpt2s_merges_are_the_published_ones():
+    try:
+        tokenizer = tokenizers.from_json({'kind': 'gpt2'})
+    except UserError as e:
+        pytest.skip(str(e))
+    made = hf_tokenizer(tokenizer)['model']
+    assert made['merges'][:3] == ['Ġ t', 'Ġ a', 'h e'] and len(made['merges']) == 50_000
+    assert made['merges'][-1] == 'Ġg azed' and made['vocab']['ĠGitHub'] == 21722
+
+
+# -----------------------------------------------------------------------------
+# nanoGPT's checkpoints
+
+
+def nanogpt_checkpoint(path, model, prefix='', vocab_size=None, **more):
+    """What nanoGPT's train.py saves: the tied matrix twice, padded as it pads."""
+    c = model.config
+    weights = {prefix + name: w.clone() for name, w in model.state_dict().items()}
+    for name in ('transformer.wte.weight', 'lm_head.weight'):
+        weights[prefix + name] = weights[prefix + name][:vocab_size or c.vocab_size].clone()
+    torch.save({'model': weights, 'optimizer': {'state': {0: {'step': torch.tensor(1.0)}}},
+                'model_args': dict(n_layer=c.n_layer, n_head=c.n_head, n_embd=c.n_embd,
+                                   block_size=c.block_size, bias=c.bias, dropout=0.1,
+                                   vocab_size=vocab_size or c.vocab_size),
+                'iter_num': 5, 'best_val_loss': torch.tensor(2.0), 'config': {'dataset': 'x'},
+                **more}, path)
+
+
+@pytest.mark.parametrize('prefix', ['', '_orig_mod.', 'module._orig_mod.'])
+@pytest.mark.parametrize('bias', [True, False])
+def test_a_checkpoint_of_nanogpt_is_read(tmp_path, prefix, bias):
+    torch.manual_seed(0)
+    model = GPT(GPTConfig(16, 65, 2, 4, 32, bias=bias, mlp='gelu_erf')).eval()
+    nanogpt_checkpoint(tmp_path / 'ckpt.pt', model, prefix)
+    again = GPT.from_pretrained(str(tmp_path / 'ckpt.pt')).eval()
+    assert torch.equal(again(tokens(2, 16))[0], model(tokens(2, 16))[0])
+
+
+def test_a_checkpoint_of_nanogpt_writes_with_the_tokenizer_of_a_dataset(
+        char_data, tmp_path, capsys, monkeypatch):
+    vocab_size = json.loads((char_data / 'meta.json').read_text())['vocab_size']
+    nanogpt_checkpoint(tmp_path / 'ckpt.pt', GPT(GPTConfig(16, vocab_size, 1, 1, 16)))
+    arguments = [f'--init_from={tmp_path}/ckpt.pt', '--start=def', '--num_samples=1',
+                 '--max_new_tokens=5', '--device=cpu']
+    assert '--tokenizer=data/NAME' in fails(capsys, monkeypatch, sample.main, *arguments)
+    sample.main([*arguments, f'--tokenizer={char_data}'])
+    assert '\ndef' in capsys.readouterr().out
+
+
+def test_nanogpts_padding_of_gpt2s_vocabulary_is_cut_off(tmp_path):
+    model = GPT(GPTConfig(8, 50304, 1, 1, 8, mlp='gelu_erf'))
+    nanogpt_checkpoint(tmp_path / 'ckpt.pt', model, vocab_size=50304)
+    again = GPT.from_pretrained(tmp_path / 'ckpt.pt')
+    assert again.config.vocab_size == 50257
+    assert torch.equal(again(tokens(1, 8))[0], model(tokens(1, 8))[0][..., :50257])
+
+
+def test_a_checkpoint_of_build_nanogpt_is_read(tmp_path, model):
+    # Its config is an instance of a class in the script, so a process of its own must write it.
+    torch.save(model.state_dict(), tmp_path / 'weights.pt')
+    (tmp_path / 'train_gpt2.py').write_text('''
+import torch
+from dataclasses import dataclass
+@dataclass
+class GPTConfig:
+    block_size: int = 1024
+    vocab_size: int = 50257
+    n_layer: int = 12
+    n_head: int = 12
+    n_embd: int = 768
+weights = torch.load('weights.pt', weights_only=True)
+for name in ('transformer.wte.weight', 'lm_head.weight'):
+    weights[name] = weights[name][:65].clone()
+torch.save({'model': weights, 'config': GPTConfig(16, 65, 2, 4, 32), 'step': 9, 'val_loss': 3.0},
+           'model_00009.pt')
+''')
+    run('train_gpt2.py', cwd=tmp_path)
+    again = GPT.from_pretrained(tmp_path / 'model_00009.pt').eval()
+    assert torch.equal(again(tokens(2, 16))[0], model(tokens(2, 16))[0])
+
+
+class Harmful:
+    def __init__(self, folder):
+        self.folder = folder
+
+    def __reduce__(self):
+        return subprocess.call, ([sys.executable, '-c', f"open('{self.folder}/hacked', 'w')"],)
+
+
+def test_a_pickle_that_holds_code_is_refused_and_nothing_run(tmp_path, model, capsys, monkeypatch):
+    nanogpt_checkpoint(tmp_path / 'ckpt.pt', model, more=Harmful(tmp_path))
+    line = fails(capsys, monkeypatch, sample.main, f'--init_from={tmp_path}/ckpt.pt')
+    assert 'it holds commands.call' in line and 'nothing in it was run' in line
+    assert not (tmp_path / 'hacked').exists()
+
+
+# -----------------------------------------------------------------------------
+# what is not a model
+
+
+def broken_folder(tmp_path, how):
+    theirs_of(tmp_path)
+    config = json.loads((tmp_path / 'config.json').read_text())
+    weights = load_file(tmp_path / 'model.safetensors')
+    match how:
+        case 'empty':
+            (tmp_path / 'config.json').unlink()
+        case 'no weights':
+            (tmp_path / 'model.safetensors').unlink()
+        case 'cut short':
+            (tmp_path / 'model.safetensors').write_bytes(b'no tensors')
+        case 'missing':
+            del weights['transformer.h.1.mlp.c_fc.bias']
+        case 'extra':
+            weights['transformer.h.7.mlp.c_fc.bias'] = torch.zeros(3)
+        case 'shape':
+            weights['transformer.wpe.weight'] = torch.zeros(3, 48)
+        case 'untied':
+            weights['lm_head.weight'] = torch.zeros(100, 48)
+        case (key, value):
+            config[key] = value
+    if how in ('missing', 'extra', 'shape', 'untied'):
+        save_file(weights, tmp_path / 'model.safetensors')
+    elif isinstance(how, tuple):
+        (tmp_path / 'config.json').write_text(json.dumps(config))
+
+
+@pytest.mark.parametrize(('how', 'words'), [
+    ('empty', 'config.json'),
+    ('no weights', 'model.safetensors'),
+    ('cut short', 'cannot be read'),
+    ('missing', 'it has no transformer.h.1.mlp.c_fc.bias'),
+    ('extra', 'it has an unknown transformer.h.7.mlp.c_fc.bias'),
+    ('shape', r'transformer.wpe.weight is \(3, 48\), expected \(32, 48\)'),
+    ('untied', 'lm_head.weight is not its wte.weight'),
+    (('model_type', 'llama'), "model_type='llama'"),
+    (('activation_function', 'silu'), "activation_function='silu'"),
+    (('scale_attn_by_inverse_layer_idx', True), 'scale_attn_by_inverse_layer_idx'),
+    (('n_inner', 7), 'n_inner=7'),
+    (('n_head', 5), 'n_embd=48'),
+    (('n_layer', 'two'), 'n_layer'),
+])
+def test_a_folder_that_is_not_gpt2_is_named_with_what_is_wrong(tmp_path, how, words):
+    broken_folder(tmp_path, how)
+    with pytest.raises(UserError, match=words) as e:
+        GPT.from_pretrained(tmp_path)
+    assert '\n' not in str(e.value)
+
+
+def test_a_corrupt_or_foreign_ckpt_is_one_line(tmp_path, model):
+    path = tmp_path / 'ckpt.pt'
+    nanogpt_checkpoint(path, model)
+    whole = path.read_bytes()
+    for data in (b'', b'garbage', whole[:len(whole) // 2], b"cposix\nsystem\n(S'exit'\ntR."):
+        path.write_bytes(data)
+        with pytest.raises(UserError, match=r'ckpt.pt: (damaged|refused)'):
+            GPT.from_pretrained(path)
+    torch.save({'model': {}}, path)
+    with pytest.raises(UserError, match="KeyError: 'config'"):
+        GPT.from_pretrained(path)
+    path.unlink()
+    with pytest.raises(UserError, match='No such file'):
+        GPT.from_pretrained(path)
+
+
+def test_without_a_network_gpt2_is_one_line(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr('huggingface_hub.snapshot_download',
+                        lambda *a, **k: (_ for _ in ()).throw(ConnectionError('no route')))
+    line = fails(capsys, monkeypatch, sample.main, '--init_from=gpt2')
+    assert 'connect to the internet once, or give a folder' in line
+
+
+@pytest.mark.parametrize(('arguments', 'words'), [
+    ([], 'dest is empty'),
+    (['--dest={tmp}'], 'exists already'),
+    (['--dest={tmp}/x', '--out_dir={tmp}/nowhere'], 'no checkpoint there'),
+    (['--dest={tmp}/x', '--to=onnx'], 'expected hf'),
+])
+def test_mistakes_of_export_are_one_line(trained, tmp_path, capsys, monkeypatch, arguments, words):
+    arguments = [argument.format(tmp=tmp_path) for argument in arguments]
+    assert words in fails(capsys, monkeypatch, export.main, f'--out_dir={trained}', *arguments)
+    assert not (tmp_path / 'x').exists() and not (tmp_path / 'x.tmp').exists()

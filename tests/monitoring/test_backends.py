@@ -1,0 +1,113 @@
+"""wandb and TensorBoard themselves, without a network, and what they wrote."""
+
+import json
+import multiprocessing
+import os
+import signal
+import struct
+import sys
+
+import pytest
+from test_train import lines
+
+import train
+from plaingpt.training import checkpoint as checkpoints
+
+# Each run is a fresh process, copied from one that has imported everything already.
+server = multiprocessing.get_context('forkserver')
+server.set_forkserver_preload(['train', 'wandb', 'torch.utils.tensorboard'])
+
+KILLS = (5, 8, 11)
+
+
+def run_until(kill_at, argv):
+    """train.py, which kills itself before update `kill_at` is reported."""
+    os.environ.update(WANDB_SILENT='true', OMP_NUM_THREADS='1')
+    original = train.Metrics.tick
+
+    def tick(self, iter_num):
+        if iter_num == kill_at:
+            os.kill(os.getpid(), signal.SIGKILL)
+        original(self, iter_num)
+    train.Metrics.tick = tick
+    train.main(argv)
+
+
+@pytest.fixture
+def killed(tiny, tmp_path, monkeypatch):
+    """A run of 15 iterations with both backends that was killed three times."""
+    monkeypatch.setenv('WANDB_MODE', 'offline')
+    monkeypatch.setenv('WANDB_DIR', str(tmp_path))
+    argv = [*tiny, '--max_iters=15', '--lr_decay_iters=15', '--checkpoint_interval=3',
+            '--health_interval=5', '--init_from=auto', '--wandb_log', '--tensorboard_log']
+    for kill_at in (*KILLS, None):
+        process = server.Process(target=run_until, args=(kill_at, argv))
+        process.start()
+        process.join()
+        assert process.exitcode == (-signal.SIGKILL if kill_at else 0)
+    return tmp_path
+
+
+def wandb_history(path):
+    """[(step, {key: value})] of a .wandb file: records of wandb's own protocol, framed as in
+    LevelDB's log (blocks of 32 KiB; checksum, length, kind), after 7 bytes of header."""
+    from wandb.proto import wandb_internal_pb2
+    data, at, record, history = path.read_bytes(), 7, b'', []
+    while at + 7 <= len(data):
+        if 2**15 - at % 2**15 < 7:
+            at += 2**15 - at % 2**15
+            continue
+        _, length, kind = struct.unpack('<IHB', data[at:at + 7])
+        record += data[at + 7:at + 7 + length]
+        at += 7 + length
+        if kind in (1, 4):  # the whole, or the last part
+            parsed = wandb_internal_pb2.Record.FromString(record)
+            record = b''
+            if parsed.WhichOneof('record_type') == 'history':
+                history.append((parsed.history.step.num, {
+                    item.key or '/'.join(item.nested_key): json.loads(item.value_json)
+                    for item in parsed.history.item}))
+    return history
+
+
+def test_a_run_killed_three_times_is_one_curve_in_every_backend(killed):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+    rows = lines(killed / 'out', 'loss')
+    assert [row['iter'] for row in rows] == list(range(1, 16))
+
+    events = EventAccumulator(str(killed / 'out/tensorboard'))
+    events.Reload()
+    for key in ('loss', 'val_loss', 'grad_norm', 'health/grad_norm/h.0', 'health/loss_at/0'):
+        expected = [(row['iter'], row[key]) for row in lines(killed / 'out', key)]
+        found = [(event.step, event.value) for event in events.Scalars(key)]
+        assert [step for step, _ in found] == [step for step, _ in expected]
+        assert [value for _, value in found] == pytest.approx([value for _, value in expected])
+
+    files = sorted(killed.glob('wandb/offline-run-*/*.wandb'))
+    assert len(files) == 4 and len({path.name for path in files}) == 1  # one run id
+    history = wandb_history(files[-1])
+    assert [step for step, _ in history] == list(range(16))
+    for key in ('loss', 'val_loss', 'health/grad_norm/h.0'):
+        assert [(step, values[key]) for step, values in history if key in values] \
+            == [(row['iter'], row[key]) for row in lines(killed / 'out', key)]
+    assert checkpoints.find(killed / 'out').state['wandb_id'] in files[0].name
+
+
+def test_without_a_login_the_run_is_kept_offline(tiny, tmp_path, monkeypatch, capsys):
+    for key in [key for key in os.environ if key.startswith('WANDB')]:
+        monkeypatch.delenv(key)
+    monkeypatch.setenv('HOME', str(tmp_path))  # no .netrc there
+    monkeypatch.setenv('WANDB_DIR', str(tmp_path))
+    train.main([*tiny, '--wandb_log'])
+    out = capsys.readouterr().out
+    assert 'the run is kept offline' in out and 'done: ' in out
+    assert list(tmp_path.glob('wandb/offline-run-*'))
+
+
+@pytest.mark.parametrize('key, module', [('wandb_log', 'wandb'),
+                                         ('tensorboard_log', 'torch.utils.tensorboard')])
+def test_a_package_that_is_not_installed_stops_no_training(key, module, tiny, capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, module, None)
+    train.main([*tiny, f'--{key}'])
+    out = capsys.readouterr().out
+    assert 'pip install' in out and 'training goes on without' in out and 'done: ' in out

@@ -1,0 +1,145 @@
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from helpers import torchrun
+from test_train import lines, same, weights
+
+import train
+from model import GPT, GPTConfig
+from plaingpt.corpus.batches import BatchLoader
+from plaingpt.corpus.dataset import open_dataset
+from plaingpt.monitoring.health import Health, largest_logit
+from plaingpt.system.devices import autocast
+
+CPU = torch.device('cpu')
+
+
+@pytest.fixture
+def loader(char_data):
+    return BatchLoader(open_dataset(char_data).split('val'), 16, 4)
+
+
+def new(loader, **changes):
+    torch.manual_seed(0)
+    model = GPT(GPTConfig(**{**dict(block_size=16, vocab_size=loader.stream.vocab_size, n_layer=2,
+                                    n_head=2, n_embd=32), **changes}))
+    return model, Health(model, 1, loader, autocast(CPU, 'float32'))
+
+
+def step(model, health, loader, lr=1e-2):
+    """A step of AdamW around which health looks → what it saw, weights before, gradients."""
+    optimizer = model.configure_optimizers(0.1, lr, (0.9, 0.95), 'cpu')
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    idx, targets = loader.train_batch(0, 0)
+    model(idx, targets)[1].backward()
+    grads = {name: p.grad.clone() for name, p in model.named_parameters()}
+    with health.around_update(1, torch.amp.GradScaler('cpu', enabled=False)):
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+    return health.look(), before, grads
+
+
+def total(tensors, part):
+    return math.sqrt(sum(float(t.square().sum()) for name, t in tensors.items() if part in name))
+
+
+def test_norms_and_updates_are_those_of_the_step(loader):
+    model, health = new(loader)
+    seen, before, grads = step(model, health, loader)
+    matrices = {name: p for name, p in before.items() if p.dim() == 2}
+    moved = {name: p.detach() - before[name] for name, p in model.named_parameters()
+             if p.dim() == 2}
+    for part in ('h.0', 'h.1', 'wte'):
+        assert seen[f'health/grad_norm/{part}'] == pytest.approx(total(grads, part), rel=1e-4)
+        assert seen[f'health/weight_norm/{part}'] == pytest.approx(total(matrices, part), rel=1e-4)
+        assert seen[f'health/update_ratio/{part}'] == pytest.approx(
+            total(moved, part) / total(matrices, part), rel=1e-3)
+
+
+def test_the_loss_by_position_adds_up_to_the_loss(loader):
+    model, health = new(loader)
+    seen, _, _ = step(model, health, loader)
+    shares = {'0': 1, '1-3': 3, '4-15': 12}
+    assert {key[15:] for key in seen if key.startswith('health/loss_at/')} == set(shares)
+    with torch.no_grad():
+        loss = model.eval()(*loader.eval_batch(loader.eval_batches(1)[0]))[1].item()
+    assert sum(seen[f'health/loss_at/{at}'] * n / 16 for at, n in shares.items()) \
+        == pytest.approx(loss, rel=1e-4)
+
+
+def test_a_silent_unit_counts_as_dead(loader):
+    model, health = new(loader)
+    with torch.no_grad():
+        model.transformer.h[1].mlp.c_fc.weight[:32] = 0.0  # a quarter of 128
+    seen, _, _ = step(model, health, loader, lr=0.0)
+    assert seen['health/dead_units/h.1'] == 0.25 and seen['health/dead_units/h.0'] == 0.0
+
+
+def test_the_largest_attention_logit_is_that_of_the_softmax():
+    q, k = torch.randn(2, 4, 8, 16), torch.randn(2, 2, 8, 16)
+    logits = q @ k.repeat_interleave(2, dim=1).transpose(-2, -1) / 4
+    assert largest_logit(q, k, k, is_causal=True) == pytest.approx(logits.tril().abs().max())
+    seen = torch.ones(8, 8, dtype=torch.bool).tril(-2)
+    assert largest_logit(q, k, k, attn_mask=seen, scale=1.0) \
+        == pytest.approx((4 * logits * seen).abs().max())
+
+
+@pytest.mark.parametrize('changes', [
+    dict(rotary=True, rmsnorm=True, qk_norm=True, mlp='relu2', tied_head=False, zero_init=True),
+    dict(mlp='swiglu', logit_softcap=15.0, bias=False)])
+def test_models_newer_than_gpt2_are_seen_under_the_same_names(loader, changes):
+    seen, _, _ = step(*new(loader), loader)
+    newer, _, _ = step(*new(loader, **changes), loader)
+    layers = {key for key in seen if '/h.' in key or 'loss_at' in key}
+    assert layers <= set(newer) and all(math.isfinite(value) for value in newer.values())
+
+
+def test_a_layer_without_a_gradient_is_seen_as_such(loader):
+    model, health = new(loader)
+    model.transformer.h[0].requires_grad_(False)
+    optimizer = model.configure_optimizers(0.1, 1e-2, (0.9, 0.95), 'cpu')
+    F.cross_entropy(model(loader.train_batch(0, 0)[0])[0].flatten(0, 1),
+                    loader.train_batch(0, 0)[1].flatten()).backward()
+    with health.around_update(1, torch.amp.GradScaler('cpu', enabled=False)):
+        optimizer.step()
+    seen = health.look()
+    assert seen['health/grad_norm/h.0'] == seen['health/update_ratio/h.0'] == 0
+    assert seen['health/grad_norm/h.1'] > 0
+
+
+def test_looking_and_writing_change_no_bit_of_the_run(tiny, tmp_path):
+    tiny = [*tiny, '--dropout=0.2']
+    train.main([*tiny, f'--out_dir={tmp_path}/blind', '--health_interval=0'])
+    train.main([*tiny, f'--out_dir={tmp_path}/seen', '--health_interval=1', '--sample_tokens=5'])
+    assert same(weights(tmp_path / 'blind'), weights(tmp_path / 'seen'))
+    assert not lines(tmp_path / 'blind', 'health/grad_norm/h.0')
+    seen = lines(tmp_path / 'seen', 'health/grad_norm/h.0')
+    assert [line['iter'] for line in seen] == [1, 2, 3, 4, 5, 6]
+    for look, logged in zip(seen, lines(tmp_path / 'seen', 'loss'), strict=True):
+        norms = [value for key, value in look.items() if key.startswith('health/grad_norm/')]
+        assert math.hypot(*norms) == pytest.approx(logged['grad_norm'], rel=1e-4)
+
+
+def test_two_processes_see_what_one_sees(tiny, tmp_path):
+    tiny = [*tiny, '--health_interval=3']
+    torchrun(2, 'train.py', *tiny, f'--out_dir={tmp_path}/two')
+    train.main([*tiny, f'--out_dir={tmp_path}/one'])
+    one, two = (lines(tmp_path / name, 'health/grad_norm/h.0') for name in ('one', 'two'))
+    for a, b in zip(one, two, strict=True):
+        for key in a.keys() - {'elapsed_s'}:
+            if 'loss_at' not in key and 'rms' not in key and 'logit' not in key:  # other sequences
+                assert a[key] == pytest.approx(b[key], rel=1e-3, abs=1e-6), key
+
+
+@pytest.mark.slow
+def test_looking_compiles_nothing_anew(tiny):
+    from torch._dynamo.utils import counters
+    compiled = []
+    for interval in (0, 1):
+        torch._dynamo.reset()
+        counters.clear()
+        train.main([*tiny, '--compile=True', f'--health_interval={interval}'])
+        compiled.append(counters['stats']['unique_graphs'])
+    assert compiled[0] == compiled[1] > 0

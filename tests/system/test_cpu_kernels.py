@@ -1,0 +1,67 @@
+import pytest
+import torch
+import torch.nn.functional as F
+
+from plaingpt.system import cpu_kernels as cpu
+
+
+def heads(B=2, H=9, T=300, D=32, dtype=torch.bfloat16):
+    torch.manual_seed(0)
+    return [torch.randn(B, H, T, D, dtype=dtype, requires_grad=True) for _ in range(3)]
+
+
+def test_attention_is_torchs():
+    q, k, v = heads(dtype=torch.float32)
+    ours, theirs = cpu.attention(q, k, v), F.scaled_dot_product_attention(q, k, v, is_causal=True)
+    torch.testing.assert_close(ours, theirs)
+    grad = torch.randn_like(ours)
+    for a, b in zip(torch.autograd.grad(ours, (q, k, v), grad),
+                    torch.autograd.grad(theirs, (q, k, v), grad), strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def test_the_backward_pass_drops_what_the_forward_pass_dropped():
+    """y is linear in v: its gradient must be the very weights that y was made with."""
+    q, k, _ = heads(B=1, H=20, T=8)
+    v = torch.eye(8, 32, dtype=torch.bfloat16).expand(1, 20, 8, 32).clone().requires_grad_()
+    y = cpu.attention(q, k, v, dropout=0.5)  # in its first 8 channels the weights themselves
+    for row in range(8):
+        grad = torch.zeros_like(y)
+        grad[..., row, :] = 1
+        dv, = torch.autograd.grad(y, v, grad, retain_graph=True)
+        torch.testing.assert_close(dv[..., 0], y[..., row, :8], rtol=0.02, atol=0.02)
+    assert 0.4 < (y == 0).float()[..., 7, :8].mean() < 0.6
+
+
+def test_attention_follows_the_runs_random_numbers():
+    q, k, v = heads()
+    torch.manual_seed(1)
+    first = cpu.attention(q, k, v, 0.5), cpu.attention(q, k, v, 0.5)
+    torch.manual_seed(1)
+    assert torch.equal(cpu.attention(q, k, v, 0.5), first[0])
+    assert not torch.equal(*first)
+
+
+@pytest.mark.parametrize('p', [0.01, 0.2, 0.9])
+def test_dropout_drops_its_share_and_keeps_the_mean(p):
+    x = torch.ones(1000, 1001, dtype=torch.bfloat16, requires_grad=True)
+    y = cpu.Dropout(p)(x)
+    assert (y == 0).float().mean().item() == pytest.approx(p, abs=0.002)
+    assert y.float().mean().item() == pytest.approx(1, rel=0.02)
+    y.sum().backward()
+    assert torch.equal(x.grad, y)  # the same numbers, the same scale
+
+
+def test_dropout_rests_in_evaluation():
+    x = torch.ones(8, 8, dtype=torch.bfloat16)
+    assert torch.equal(cpu.Dropout(0.5).eval()(x), x)
+
+
+@pytest.mark.parametrize('dropout', [0.0, 0.5])
+def test_torch_compile_takes_attention_as_it_is(dropout):
+    q, k, v = heads()
+    compiled = torch.compile(cpu.attention, backend='aot_eager', fullgraph=True)
+    torch.manual_seed(0)
+    y = compiled(q, k, v, dropout)
+    torch.manual_seed(0)
+    torch.testing.assert_close(y, cpu.attention(q, k, v, dropout))

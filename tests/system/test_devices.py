@@ -1,0 +1,109 @@
+import subprocess
+import sys
+
+import pytest
+import torch
+from helpers import ROOT, fails
+
+from plaingpt.system.devices import (
+    choose_compile,
+    choose_device,
+    choose_dtype,
+    seed_everything,
+    use_expandable_segments,
+)
+from plaingpt.system.errors import UserError, run_script
+
+CPU = torch.device('cpu')
+
+
+def test_a_mistake_is_one_line_and_exit_code_2(capsys, monkeypatch):
+    def main(_):
+        raise UserError('what, where, fix')
+    assert fails(capsys, monkeypatch, main) == 'error: what, where, fix'
+
+
+def test_several_mistakes_are_a_line_each(capsys):
+    def main(_):
+        raise UserError('one\ntwo')
+    with pytest.raises(SystemExit):
+        run_script(main)
+    assert capsys.readouterr().err == 'error: one\nerror: two\n'
+
+
+def test_our_own_bugs_keep_their_traceback():
+    def main(_):
+        raise ZeroDivisionError
+    with pytest.raises(ZeroDivisionError):
+        run_script(main)
+
+
+@pytest.mark.parametrize('device', ['tpu', 'meta', 'mps', 'cuda', 'cuda:7'])
+def test_a_device_that_is_not_here_is_an_error_with_a_way_out(device, monkeypatch):
+    monkeypatch.setattr(torch.cuda, 'is_available', lambda: False)
+    monkeypatch.setattr(torch.backends.mps, 'is_available', lambda: False)
+    with pytest.raises(UserError, match='cpu'):
+        choose_device(device)
+
+
+def test_without_a_gpu_the_device_is_the_cpu(monkeypatch):
+    monkeypatch.setattr(torch.cuda, 'is_available', lambda: False)
+    monkeypatch.setattr(torch.backends.mps, 'is_available', lambda: False)
+    assert choose_device('auto') == (CPU, 'no GPU found')
+
+
+@pytest.mark.parametrize(('has_bfloat16', 'n_embd', 'expected'), [
+    (True, 384, 'bfloat16'), (True, 128, 'float32'), (False, 384, 'float32')])
+def test_a_cpu_computes_in_bfloat16_where_that_gains(monkeypatch, has_bfloat16, n_embd, expected):
+    monkeypatch.setattr('plaingpt.system.devices.cpu_has_bfloat16', lambda: has_bfloat16)
+    assert choose_dtype('auto', CPU, n_embd)[0] == expected
+
+
+@pytest.mark.parametrize(('in_hardware', 'expected'), [(True, 'bfloat16'), (False, 'float16')])
+def test_a_gpu_without_bfloat16_computes_in_float16(monkeypatch, in_hardware, expected):
+    monkeypatch.setattr(torch.cuda, 'is_bf16_supported', lambda including_emulation: in_hardware)
+    assert choose_dtype('auto', torch.device('cuda'), 128)[0] == expected
+
+
+def test_what_is_asked_for_is_what_happens():
+    assert choose_dtype('float16', CPU, 8)[0] == 'float16'
+    assert choose_compile(True, CPU)[0] is True
+    assert choose_compile('auto', CPU)[0] is False
+    assert choose_compile('auto', torch.device('cuda'))[0] is True
+
+
+def test_ranks_draw_different_random_numbers_and_a_seed_repeats_them():
+    draws = []
+    for seed, rank in ((1, 0), (1, 1), (1, 0)):
+        seed_everything(seed, rank)
+        draws.append(torch.rand(4))
+    assert torch.equal(draws[0], draws[2]) and not torch.equal(draws[0], draws[1])
+
+
+def test_importing_the_nouns_needs_only_the_core_packages():
+    code = ('import sys, configurator, model, plaingpt.corpus.batches;'
+            'import plaingpt.training.checkpoint, plaingpt.monitoring.metrics, plaingpt.corpus.tokenizers;'
+            'print([m for m in ("tiktoken", "datasets", "wandb", "transformers", "matplotlib",'
+            ' "tokenizers", "huggingface_hub") if m in sys.modules])')
+    out = subprocess.run([sys.executable, '-c', code], cwd=ROOT, capture_output=True, text=True)
+    assert out.stdout.strip() == '[]', out.stderr
+
+
+def test_memory_grows_in_place_unless_the_environment_says_otherwise(monkeypatch):
+    asked = []
+    monkeypatch.setattr(torch._C, '_accelerator_setAllocatorSettings', asked.append)
+    for name in ('PYTORCH_ALLOC_CONF', 'PYTORCH_CUDA_ALLOC_CONF'):
+        monkeypatch.delenv(name, raising=False)
+    use_expandable_segments(torch.device('cpu'))
+    assert asked == []
+    use_expandable_segments(torch.device('cuda'))
+    assert asked == ['expandable_segments:True']
+    monkeypatch.setenv('PYTORCH_CUDA_ALLOC_CONF', 'max_split_size_mb:64')
+    use_expandable_segments(torch.device('cuda'))
+    assert len(asked) == 1
+
+
+def test_preparing_text_starts_without_torch():
+    code = 'import sys, prepare; print("torch" in sys.modules)'
+    out = subprocess.run([sys.executable, '-c', code], cwd=ROOT, capture_output=True, text=True)
+    assert out.stdout.strip() == 'False', out.stderr

@@ -1,0 +1,285 @@
+import hashlib
+import json
+import math
+import os
+import random
+from dataclasses import asdict
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from model import GPT, GPTConfig
+from plaingpt.system.devices import rng_state, set_rng_state
+from plaingpt.system.errors import UserError
+from plaingpt.training import checkpoint as checkpoints
+from plaingpt.training import checkpoint_writer
+
+CPU = torch.device('cpu')
+
+
+def same(a, b):
+    return all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+
+
+@pytest.fixture
+def run(tmp_path):
+    """A model and its optimizer after a step, and a function that saves them."""
+    torch.manual_seed(0)
+    model = GPT(GPTConfig(block_size=16, vocab_size=65, n_layer=2, n_head=2, n_embd=32))
+    optimizer = model.configure_optimizers(0.1, 1e-3, (0.9, 0.95), 'cpu')
+    idx = torch.randint(0, 65, (2, 16))
+    model(idx, idx)[1].backward()
+    optimizer.step()
+
+    def save(iter_num=1, val_loss=1.0, **options):
+        saver = checkpoint_writer.Saver(tmp_path, **options)
+        saver.save(model, optimizer, {'iter_num': iter_num, 'val_loss': val_loss},
+                   rng_state(CPU))
+        saver.wait()
+        assert not saver.failed
+        return checkpoints.find(tmp_path, iter_num)
+
+    return model, optimizer, save
+
+
+def test_weights_and_optimizer_come_back_bit_for_bit(run):
+    model, optimizer, save = run
+    found = save()
+    again = found.load_model()
+    for (name, a), b in zip(model.named_parameters(), again.parameters(), strict=True):
+        assert torch.equal(a, b), name
+    fresh = again.configure_optimizers(0.1, 5e-4, (0.9, 0.95), 'cpu')
+    found.load_optimizer(fresh, again)
+    expected, got = optimizer.state_dict(), fresh.state_dict()
+    assert expected['state'].keys() == got['state'].keys()
+    for i, state in expected['state'].items():
+        for key, value in state.items():
+            assert torch.equal(value, got['state'][i][key])
+    assert fresh.param_groups[0]['lr'] == 5e-4  # the config's to say, not the checkpoint's
+
+
+def test_names_are_nanogpts_and_the_tied_matrix_is_stored_once(run):
+    from safetensors.torch import load_file
+    _, _, save = run
+    weights = load_file(save().path / 'model-00001-of-00001.safetensors')
+    assert 'transformer.wte.weight' in weights and 'transformer.h.1.mlp.c_proj.bias' in weights
+    assert 'lm_head.weight' not in weights
+
+
+@pytest.mark.parametrize('kilobytes', [5, 20, 100])
+def test_no_file_is_larger_than_asked(run, monkeypatch, kilobytes):
+    model, optimizer, save = run
+    monkeypatch.setattr(checkpoint_writer, 'MEGABYTE', 1000)
+    found = save(chunk_mb=kilobytes)  # the embedding alone has 16 kB
+    assert all(chunk['bytes'] <= 1000 * kilobytes for chunk in found.state['chunks'])
+    again = found.load_model()
+    assert same(model.parameters(), again.parameters())
+    fresh = again.configure_optimizers(0.1, 1e-3, (0.9, 0.95), 'cpu')
+    found.load_optimizer(fresh, again)
+    for key in ('exp_avg', 'exp_avg_sq', 'step'):
+        assert same([optimizer.state[p][key] for p in model.parameters()],
+                    [fresh.state[p][key] for p in again.parameters()])
+
+
+def test_random_numbers_go_on_where_they_were(run):
+    _, _, save = run
+    state = save().state['rng']
+    expected = torch.rand(5)
+    torch.manual_seed(99)
+    set_rng_state(state, 0, CPU)
+    assert torch.equal(torch.rand(5), expected)
+    torch.manual_seed(99)
+    set_rng_state(state, 1, CPU)  # a rank that the saved run did not have
+    assert not torch.equal(torch.rand(5), expected)
+
+
+def test_latest_best_and_a_number_name_a_checkpoint(run, tmp_path):
+    _, _, save = run
+    for iter_num, val_loss in ((10, 3.0), (20, 1.0), (30, 2.0)):
+        save(iter_num, val_loss, keep=5)
+    assert checkpoints.find(tmp_path, 'latest').iter_num == 30
+    (tmp_path / 'checkpoints/iter-00000030/state.json').write_text('damaged')
+    assert checkpoints.find(tmp_path, 'best').iter_num == 20
+    assert checkpoints.find(tmp_path, '10').iter_num == 10
+    with pytest.raises(UserError, match='latest, best and 10, 20, 30'):
+        checkpoints.find(tmp_path, '15')
+
+
+def test_the_newest_and_the_best_are_kept(run, tmp_path):
+    _, _, save = run
+    for iter_num, val_loss in ((10, 3.0), (20, 1.0), (30, math.nan), (40, 2.0), (50, 2.5)):
+        save(iter_num, val_loss, keep=2)
+    kept = [c.iter_num for c in checkpoints.readable(tmp_path)]
+    assert kept == [20, 40, 50]
+
+
+def test_not_a_number_is_never_best(run, tmp_path):
+    _, _, save = run
+    save(10, math.nan)
+    save(20, 5.0)
+    assert checkpoints.find(tmp_path, 'best').iter_num == 20
+
+
+@pytest.mark.parametrize('background', [False, True])
+def test_a_save_in_the_background_writes_what_the_weights_were(run, tmp_path, background):
+    model, optimizer, _ = run
+    before = [p.detach().clone() for p in model.parameters()]
+    saver = checkpoint_writer.Saver(tmp_path, background=background)
+    saver.save(model, optimizer, {'iter_num': 1}, rng_state(CPU))
+    with torch.no_grad():
+        for p in model.parameters():
+            p.add_(1.0)
+    saver.wait()
+    assert same(checkpoints.find(tmp_path).load_model().parameters(), before)
+
+
+@pytest.mark.parametrize('background', [False, True])
+def test_a_save_that_fails_is_tried_again_and_training_goes_on(
+        run, tmp_path, monkeypatch, capsys, background):
+    model, optimizer, save = run
+    save(10)
+    saver = checkpoint_writer.Saver(tmp_path, background=background)
+    attempts = []
+
+    def refuse_until(n):
+        original = save_file
+
+        def write(*arguments):
+            attempts.append(1)
+            if len(attempts) <= n:
+                raise OSError(28, 'No space left on device')
+            return original(*arguments)
+        monkeypatch.setattr(checkpoint_writer, 'save_file', write)
+
+    refuse_until(2)
+    saver.save(model, optimizer, {'iter_num': 20}, rng_state(CPU))
+    saver.wait()
+    err = capsys.readouterr().err
+    assert saver.failed and 'No space left' in err and 'training goes on' in err
+    assert not list((tmp_path / 'checkpoints').glob('*.tmp'))  # they would fill the disk further
+    assert [c.iter_num for c in checkpoints.readable(tmp_path)] == [10]
+    attempts.clear()
+    refuse_until(1)
+    saver.save(model, optimizer, {'iter_num': 30}, rng_state(CPU))
+    saver.wait()
+    assert not saver.failed and 'trying again' in capsys.readouterr().err
+    assert checkpoints.newest_valid(tmp_path)[0].iter_num == 30
+
+
+def test_a_directory_without_its_final_name_is_no_checkpoint(run, tmp_path):
+    _, _, save = run
+    found = save(10)
+    os.rename(found.path, found.path.with_name('iter-00000010.tmp'))
+    with pytest.raises(UserError, match='no checkpoint there'):
+        checkpoints.find(tmp_path)
+
+
+def test_every_flipped_byte_is_found_by_name(run, tmp_path):
+    _, _, save = run
+    found = save()
+    files = sorted(found.path.iterdir())
+    chance = random.Random(0)
+    for _ in range(100):
+        path = chance.choice(files)
+        data = path.read_bytes()
+        at = chance.randrange(len(data))
+        path.write_bytes(data[:at] + bytes([data[at] ^ (1 << chance.randrange(8))]) + data[at + 1:])
+        valid, problems = checkpoints.newest_valid(tmp_path)
+        name = path.name.removesuffix('.sha256')
+        assert valid is None and len(problems) == 1 and name in problems[0], (path, at)
+        path.write_bytes(data)
+    assert checkpoints.newest_valid(tmp_path)[1] == []
+
+
+def test_a_damaged_chunk_is_named_before_any_of_it_is_used(run):
+    _, _, save = run
+    found = save()
+    chunk = found.path / 'model-00001-of-00001.safetensors'
+    data = chunk.read_bytes()
+    model = GPT(GPTConfig(block_size=16, vocab_size=65, n_layer=2, n_head=2, n_embd=32))
+    before = [p.detach().clone() for p in model.parameters()]
+    for damaged in (data[:-1], b'', data[:-4] + b'\0\1\2\3', pickle_that_runs(found.path)):
+        chunk.write_bytes(damaged)
+        with pytest.raises(UserError, match=r'model-00001-of-00001.safetensors is damaged'):
+            found.load_weights(model)
+    chunk.unlink()
+    with pytest.raises(UserError, match='cannot be read'):
+        found.load_weights(model)
+    assert same(model.parameters(), before) and not (found.path / 'hacked').exists()
+
+
+def pickle_that_runs(folder):
+    """What would make a file `hacked` if something unpickled it."""
+    return f"cposix\nsystem\n(S'touch {folder}/hacked'\ntR.".encode()
+
+
+def test_the_newest_valid_checkpoint_is_found_behind_damaged_ones(run, tmp_path):
+    _, _, save = run
+    for iter_num in (10, 20, 30, 40):
+        save(iter_num, keep=9)
+    paths = checkpoints.checkpoint_paths(tmp_path)
+    (paths[3] / 'state.json').write_bytes(pickle_that_runs(tmp_path))
+    (paths[2] / 'optimizer-00001-of-00001.safetensors').unlink()
+    found, problems = checkpoints.newest_valid(tmp_path)
+    assert found.iter_num == 20 and len(problems) == 2
+    assert 'iter-00000040' in problems[0] and 'optimizer' in problems[1]
+    assert not (tmp_path / 'hacked').exists()
+
+
+@pytest.mark.parametrize('text', [
+    '', '{', '[]', 'null', '{"format_version": 1}', '{"format_version": 9, "model": {}}',
+    '{"format_version": 1, "model": 5}'])
+def test_a_damaged_state_json_is_named(run, tmp_path, text):
+    _, _, save = run
+    path = save().path
+    for checksum in (hashlib.sha256(text.encode()).hexdigest(), 'of another file'):
+        (path / 'state.json').write_text(text)
+        (path / 'state.json.sha256').write_text(checksum)
+        with pytest.raises(UserError, match=r'iter-00000001'):
+            checkpoints.find(tmp_path)
+
+
+def test_weights_of_another_shape_are_refused(run):
+    _, _, save = run
+    found = save()
+    with pytest.raises(UserError, match='another architecture'):
+        found.load_weights(GPT(GPTConfig(16, 65, n_layer=3, n_head=2, n_embd=32)))
+    with pytest.raises(UserError, match='another architecture'):
+        found.load_weights(GPT(GPTConfig(16, 65, n_layer=2, n_head=2, n_embd=64)))
+
+
+def test_an_earlier_run_is_moved_aside_and_not_lost(run, tmp_path):
+    _, _, save = run
+    assert checkpoint_writer.archive_previous_run(tmp_path / 'nothing') is None
+    for n in (1, 2):
+        save(n)
+        assert checkpoint_writer.archive_previous_run(tmp_path) == tmp_path / f'old-00{n}'
+        assert checkpoints.find(tmp_path / f'old-00{n}').iter_num == n
+
+
+def test_going_back_moves_later_checkpoints_aside(run, tmp_path):
+    _, _, save = run
+    for iter_num in (10, 20, 30):
+        save(iter_num, keep=9)
+    aside = checkpoint_writer.archive_previous_run(tmp_path, after=10)
+    assert [c.iter_num for c in checkpoints.readable(tmp_path)] == [10]
+    assert [c.iter_num for c in checkpoints.readable(aside)] == [20, 30]
+    assert checkpoint_writer.archive_previous_run(tmp_path, after=10) is None
+
+
+def test_what_a_crash_left_half_done_is_removed(run, tmp_path):
+    _, _, save = run
+    save(10)
+    half = tmp_path / 'checkpoints/iter-00000020.tmp'
+    half.mkdir()
+    (half / 'model-00001-of-00001.safetensors').write_bytes(b'half')
+    checkpoint_writer.clean_up(tmp_path)
+    assert os.listdir(tmp_path / 'checkpoints') == ['iter-00000010']
+
+
+def test_state_json_says_what_made_it(run):
+    _, _, save = run
+    state = json.loads((save().path / 'state.json').read_text())
+    assert state['model'] == asdict(GPTConfig(block_size=16, vocab_size=65, n_layer=2, n_head=2,
+                                              n_embd=32))

@@ -1,0 +1,100 @@
+import math
+
+import torch
+
+from model import GPT, GPTConfig
+from plaingpt.training.bad_steps import StepGuard
+from plaingpt.training.training_step import update
+
+SHAPE = GPTConfig(block_size=16, vocab_size=65, n_layer=2, n_head=2, n_embd=32)
+
+
+def trained(model, optimizer, steps=3, seed=0):
+    torch.manual_seed(seed)
+    for _ in range(steps):
+        idx = torch.randint(0, 65, (4, 16))
+        model(idx, idx)[1].backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+
+
+def made(name='muon', **options):
+    torch.manual_seed(0)
+    model = GPT(SHAPE)
+    return model, model.configure_optimizers(0.1, 1e-2, (0.9, 0.95), 'cpu', name, **options)
+
+
+def test_an_update_of_a_matrix_has_singular_values_alike():
+    model, optimizer = made()
+    matrix = model.transformer.h[0].mlp.c_fc.weight
+    before = matrix.detach().clone()
+    trained(model, optimizer, 1)
+    # Scaled to an RMS like AdamW's, less the decay of 0.1 · lr (Liu et al. 2025)
+    update = (before * (1 - 0.1 * 1e-2) - matrix.detach()) / (1e-2 * 0.2 * 128**0.5)
+    values = torch.linalg.svdvals(update)
+    assert (values > 0.6).float().mean() > 0.9 and values.max() < 1.4
+
+
+def test_matrices_of_blocks_get_muon_and_the_rest_adamw():
+    model, optimizer = made()
+    trained(model, optimizer)
+    for name, p in model.named_parameters():
+        keys = {'momentum_buffer'} if '.h.' in name and p.dim() == 2 else \
+            {'exp_avg', 'exp_avg_sq', 'step'}
+        assert set(optimizer.state[p]) == keys, name
+
+
+def test_the_rest_moves_as_with_adamw_alone():
+    (muon_model, muon), (model, adamw) = made(), made('adamw')
+    for m, optimizer in ((muon_model, muon), (model, adamw)):
+        trained(m, optimizer, 1)
+    assert torch.equal(muon_model.lm_head.weight, model.lm_head.weight)
+
+
+def test_a_bad_step_leaves_the_weights_alone():
+    model, optimizer = made()
+    trained(model, optimizer)
+    before = [p.detach().clone() for p in model.parameters()]
+    for p in model.parameters():
+        p.grad = torch.full_like(p, float('nan'))
+    optimizer.found_inf = torch.ones(())
+    optimizer.step()
+    assert all(torch.equal(p, q) for p, q in zip(model.parameters(), before, strict=True))
+    optimizer.found_inf = torch.zeros(())
+    optimizer.zero_grad(set_to_none=True)
+    trained(model, optimizer)
+    assert all(p.isfinite().all() for p in model.parameters())
+
+
+def test_a_good_verdict_changes_nothing():
+    (a, plain), (b, judged) = made(), made()
+    judged.found_inf = torch.zeros(())
+    for model, optimizer in ((a, plain), (b, judged)):
+        trained(model, optimizer)
+    assert all(torch.equal(p, q) for p, q in zip(a.parameters(), b.parameters(), strict=True))
+
+
+def test_the_learning_rate_is_set_for_both():
+    model, optimizer = made()
+    for group in optimizer.param_groups:
+        group['lr'] = 0.0
+    before = [p.detach().clone() for p in model.parameters()]
+    trained(model, optimizer)
+    assert all(torch.equal(p, q) for p, q in zip(model.parameters(), before, strict=True))
+
+
+def test_with_float16_a_run_that_gave_up_moves_no_more(tmp_path):
+    model, optimizer = made()
+    scaler = torch.amp.GradScaler('cpu', init_scale=4.0)
+    guard = StepGuard(tmp_path / 'anomalies.jsonl', 2, lambda it: (0, 0, []),
+                      torch.device('cpu'))
+    moved = []
+    for it, factor in enumerate((1.0, math.nan, math.nan, 1.0, 1.0)):
+        before = [p.detach().clone() for p in model.parameters()]
+        idx = torch.randint(0, 65, (4, 16))
+        loss = model(idx, idx)[1] * factor
+        scaler.scale(loss).backward()
+        update(model, optimizer, scaler, 1.0, guard, it, loss.detach())
+        moved.append(not all(torch.equal(p, q) for p, q in
+                             zip(model.parameters(), before, strict=True)))
+    assert moved == [True, False, False, False, False]

@@ -1,0 +1,122 @@
+"""Tokens a second of generation, side by side with transformers and, if named, nanoGPT.
+
+    python tools/compare_generation.py [--nanogpt=PATH_TO_NANOGPT]
+
+Random weights, the same for all; each program does its part in turn, `rounds` times, and its best
+time counts. The first token, which waits for the prompt, is included.
+"""
+
+import importlib.util
+import sys
+import tempfile
+import time
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import torch
+
+from configurator import load_config
+from model import GPT, GPTConfig
+from plaingpt.corpus.tokenizers import ByteTokenizer
+from plaingpt.inference.generation import for_generation, generate
+from plaingpt.inference.hf_export import write_hf
+from plaingpt.system.devices import choose_device
+from plaingpt.system.errors import run_script
+
+
+@dataclass
+class BenchConfig:
+    prompt_tokens: int = 64  # read before
+    max_new_tokens: int = 256  # written
+    rounds: int = 3  # turns of each program
+    nanogpt: str = ''  # nanoGPT's folder, to compare with; slow: it computes all anew each token
+    device: str = 'auto'  # auto, cpu, cuda
+    shapes: str = '124M,baby'  # 124M, baby (10.7M)
+
+
+SHAPES = {'124M': GPTConfig(), 'baby': GPTConfig(256, 65, 6, 6, 384, bias=False)}
+
+
+def contestants(shape, device, config, batch, folder):
+    """→ {name: function that generates}. Weights of one seed throughout."""
+    from transformers import AutoModelForCausalLM, GenerationConfig
+    from transformers.utils import logging
+    logging.disable_progress_bar()
+    logging.set_verbosity_error()
+    torch.manual_seed(0)
+    model = GPT(shape).eval()
+    write_hf(folder, model, ByteTokenizer(), '')
+    prompt = torch.randint(0, shape.vocab_size, (batch, config.prompt_tokens))
+    n = min(config.max_new_tokens, shape.block_size - config.prompt_tokens)
+    found = {}
+    for dtype in ('float32', 'bfloat16'):
+        theirs = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype))
+        theirs.to(device).eval()
+        how = GenerationConfig(max_new_tokens=n, min_new_tokens=n, do_sample=True, top_k=200,
+                               temperature=0.8, pad_token_id=0)
+        found[f'transformers {dtype}'] = lambda theirs=theirs, how=how: theirs.generate(
+            prompt.to(device), attention_mask=torch.ones_like(prompt).to(device),
+            generation_config=how)
+        ours = GPT(replace(shape)).eval()
+        ours.load_state_dict(model.state_dict())
+        ours.to(device)
+        context = for_generation(ours, device, dtype)
+
+        def ours_generates(ours=ours, context=context):
+            with context:
+                generate(ours, prompt.tolist(), n, temperature=0.8, top_k=200)
+        found[f'plainGPT {dtype}'] = ours_generates
+    if config.nanogpt and batch == 1:
+        theirs = nanogpt_model(config.nanogpt, shape, model).to(device)
+        found['nanoGPT float32'] = lambda: theirs.generate(
+            prompt.to(device), n, temperature=0.8, top_k=min(200, shape.vocab_size))
+    return found, n
+
+
+def nanogpt_model(path, shape, model):
+    spec = importlib.util.spec_from_file_location('nanogpt', Path(path, 'model.py'))
+    nanogpt = importlib.util.module_from_spec(spec)
+    sys.modules['nanogpt'] = nanogpt  # its dataclass looks itself up there
+    spec.loader.exec_module(nanogpt)
+    c = nanogpt.GPTConfig(shape.block_size, shape.vocab_size, shape.n_layer, shape.n_head,
+                          shape.n_embd, shape.dropout, shape.bias)
+    theirs = nanogpt.GPT(c).eval()
+    theirs.load_state_dict({name: w[:shape.vocab_size] if 'wte' in name or 'lm_head' in name else w
+                            for name, w in model.state_dict().items()}, strict=False)
+    return theirs
+
+
+def best_times(functions, rounds, device):
+    times = dict.fromkeys(functions, float('inf'))
+    for turn in range(rounds):
+        for name, function in functions.items():
+            if turn and name.startswith('nanoGPT'):
+                continue  # once is enough: it takes a minute
+            began = time.perf_counter()
+            function()
+            if device.type == 'cuda':
+                torch.cuda.synchronize()
+            times[name] = min(times[name], time.perf_counter() - began)
+    return times
+
+
+def main(argv):
+    config = load_config(BenchConfig, argv, __doc__)
+    device, why = choose_device(config.device)
+    print(f'device {device} ({why}), {torch.get_num_threads()} threads')
+    for name in config.shapes.split(','):
+        for batch in (1, 8):
+            with tempfile.TemporaryDirectory() as folder:
+                functions, n = contestants(SHAPES[name], device, config, batch, Path(folder))
+                times = best_times(functions, config.rounds, device)
+            print(f'{name}, batch {batch}: {n} tokens after {config.prompt_tokens}')
+            base = times['transformers float32']
+            for who, seconds in times.items():
+                print(f'  {who:<24}{1000 * seconds / n:8.2f} ms a token '
+                      f'{batch * n / seconds:9.1f} tokens/s {base / seconds:6.2f}x')
+
+
+if __name__ == '__main__':
+    run_script(main)

@@ -1,0 +1,167 @@
+"""How fast prepare.py is, and how much memory it takes, beside what it is compared to.
+
+    python tools/compare_prepare.py [MEGABYTES] [ROUNDS]
+
+On the same text and cores, GPT-2 tokens: (a) the recipe that nanoGPT's openwebtext/prepare.py
+made known: datasets.map with tiktoken a document, then a memory map written in 1,024 parts;
+(b) tiktoken.encode_ordinary_batch alone on texts that are in memory already; (c) prepare.py; and
+(d) prepare.py on ten times the text. Memory is what all processes hold together (PSS; Linux).
+"""
+
+import json
+import os
+import subprocess
+import sys
+import sysconfig
+import tempfile
+import time
+from pathlib import Path
+from statistics import median
+
+ROOT = Path(__file__).resolve().parent.parent
+CORES = len(os.sched_getaffinity(0))
+
+RECIPE = '''
+import sys, numpy as np, tiktoken
+from datasets import load_dataset
+folder, out, cores = sys.argv[1], sys.argv[2], int(sys.argv[3])
+encoding = tiktoken.get_encoding('gpt2')
+
+def process(row):
+    ids = encoding.encode_ordinary(row['text'])
+    ids.append(encoding.eot_token)
+    return {'ids': ids, 'len': len(ids)}
+
+rows = load_dataset(folder, split='train', num_proc=cores, cache_dir=out + '/cache')
+splits = rows.train_test_split(test_size=0.0005, seed=2357, shuffle=True)
+for split, rows in splits.map(process, remove_columns=['text'], num_proc=cores).items():
+    length = int(np.sum(rows['len'], dtype=np.uint64))
+    tokens = np.memmap(f'{out}/{split}.bin', dtype=np.uint16, mode='w+', shape=(length,))
+    at, parts = 0, min(1024, len(rows))
+    for part in range(parts):
+        batch = rows.shard(num_shards=parts, index=part, contiguous=True).with_format('numpy')
+        ids = np.concatenate(batch['ids'])
+        tokens[at:at + len(ids)] = ids
+        at += len(ids)
+    tokens.flush()
+'''
+
+ALONE = '''
+import sys, time, pyarrow.parquet, pathlib, tiktoken
+folder, cores = sys.argv[1], int(sys.argv[2])
+texts = [text for path in sorted(pathlib.Path(folder).glob('*.parquet'))
+         for text in pyarrow.parquet.read_table(path)['text'].to_pylist()]
+encoding = tiktoken.get_encoding('gpt2')
+encoding.encode_ordinary('warm')
+start = time.perf_counter()
+encoding.encode_ordinary_batch(texts, num_threads=cores)
+print(time.perf_counter() - start)
+'''
+
+
+def documents():
+    """Real text without end: the source of Python's standard library and of all packages that are
+    installed, in parts of about a web page, each time round with another number in front, so that
+    no two are equal."""
+    folders = {sysconfig.get_paths()[name] for name in ('stdlib', 'purelib')}
+    texts = []
+    for path in sorted({path for folder in folders for path in Path(folder).rglob('*.py')}):
+        text = path.read_bytes().decode('utf-8', 'ignore')
+        texts += [text[i:i + 5000] for i in range(0, len(text), 5000)]
+    shared = Path(os.environ.get('PLAINGPT_SHARED', ROOT.parent / 'shared')) / 'data'
+    for path in sorted(shared.glob('*.txt')):
+        text = path.read_text(encoding='utf-8')
+        texts += [text[i:i + 5000] for i in range(0, len(text), 5000)]
+    for time_round in range(10**6):
+        yield from (f'{time_round} {text}' for text in texts)
+
+
+def write_corpus(folder, megabytes):
+    """Parquet files of 50 MB of text each, laid out like a dataset of the hub."""
+    import pyarrow
+    import pyarrow.parquet
+    folder.mkdir()
+    part, held, size, total = 0, [], 0, 0
+    for text in documents():
+        held.append(text)
+        size += len(text.encode())
+        if size >= min(50, megabytes) * 1e6:
+            pyarrow.parquet.write_table(pyarrow.table({'text': held}),
+                                        folder / f'train-{part:05d}.parquet', row_group_size=1000)
+            part, held, total, size = part + 1, [], total + size, 0
+            if total >= megabytes * 1e6:
+                return total
+
+
+def held_by(pid):
+    """Memory of a process and its descendants, in bytes; what they share counts once."""
+    total = 0
+    try:
+        for line in Path(f'/proc/{pid}/smaps_rollup').read_text().splitlines():
+            if line.startswith('Pss:'):
+                total += int(line.split()[1]) * 1024
+        for task in Path(f'/proc/{pid}/task').iterdir():
+            total += sum(held_by(child) for child in (task / 'children').read_text().split())
+    except OSError:  # it ended meanwhile
+        pass
+    return total
+
+
+def measure(*command):
+    """Run a Python command → (seconds, most memory held, its output)."""
+    start = time.perf_counter()
+    with tempfile.TemporaryFile('w+') as out:
+        process = subprocess.Popen([sys.executable, *map(str, command)], cwd=ROOT, stdout=out,
+                                   stderr=subprocess.STDOUT)
+        peak = 0
+        while process.poll() is None:
+            peak = max(peak, held_by(process.pid))
+            time.sleep(0.1)
+        seconds = time.perf_counter() - start
+        out.seek(0)
+        if process.returncode:
+            sys.exit(out.read())
+        return seconds, peak, out.read()
+
+
+def main(megabytes=500, rounds=3):
+    with tempfile.TemporaryDirectory() as folder:
+        folder = Path(folder)
+        size = write_corpus(folder / 'corpus', megabytes) / 1e6
+        tenth = write_corpus(folder / 'tenth', megabytes // 10) / 1e6
+        print(f'{size:.0f} MB of text, {CORES} cores, {rounds} rounds', flush=True)
+        times = {name: [] for name in ('recipe', 'alone', 'prepare', 'encoding')}
+        for i in range(rounds):
+            (folder / f'recipe-{i}').mkdir()
+            (folder / 'recipe.py').write_text(RECIPE)
+            seconds, recipe_peak, _ = measure(folder / 'recipe.py', folder / 'corpus',
+                                              folder / f'recipe-{i}', CORES)
+            times['recipe'].append(seconds)
+            said = measure('-c', ALONE, folder / 'corpus', CORES)[2]
+            times['alone'].append(float(said.split()[-1]))
+            out = folder / f'prepare-{i}'
+            seconds, peak, said = measure('prepare.py', 'hf', f'--path={folder}/corpus',
+                                          '--val_fraction=0.0005', f'--data_dir={out}')
+            times['prepare'].append(seconds)
+            times['encoding'].append(float(said.split(' tokens in ')[1].split()[0]))
+        meta = json.loads((out / 'meta.json').read_text())
+        tokens = sum(split['tokens'] for split in meta['splits'].values())
+        theirs = sum(path.stat().st_size for path in (folder / 'recipe-0').glob('*.bin')) // 2
+        if tokens != theirs:
+            sys.exit(f'{tokens:,} tokens, but {theirs:,} by the recipe')
+        for name, what in [('recipe', f'recipe of nanoGPT, peak {recipe_peak / 1e6:,.0f} MB'),
+                           ('prepare', f'prepare.py, peak {peak / 1e6:,.0f} MB'),
+                           ('alone', 'tiktoken.encode_ordinary_batch alone'),
+                           ('encoding', 'prepare.py, its encoding alone')]:
+            seconds = median(times[name])
+            print(f'{seconds:8.2f} s {tokens / seconds / 1e6:6.2f}M tokens/s  {what}  '
+                  f'({", ".join(f"{t:.2f}" for t in times[name])})')
+        print(f'{median(times["recipe"]) / median(times["prepare"]):.2f}x the speed of the recipe, '
+              f'{median(times["alone"]) / median(times["encoding"]):.2f}x that of tiktoken alone')
+        seconds, tenth_peak, _ = measure('prepare.py', 'hf', f'--path={folder}/tenth',
+                                      '--val_fraction=0.0005', f'--data_dir={folder}/d')
+        print(f'{seconds:8.2f} s for {tenth:.0f} MB, peak {tenth_peak / 1e6:,.0f} MB')
+
+
+if __name__ == '__main__':
+    main(*map(int, sys.argv[1:]))

@@ -1,0 +1,91 @@
+"""Make references/NAME.jsonl: train config/NAME.py with several seeds and keep what they logged.
+
+    python tools/make_reference.py shakespeare_char_cpu
+    python tools/make_reference.py quickstart --seeds=1,2,3,4,5
+
+Seeds that the file has already stay, so that they can be made one at a time; --again forgets them.
+"""
+
+import signal
+import subprocess
+import sys
+import tempfile
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from configurator import load_config
+from plaingpt.monitoring.metrics import read_rows
+from plaingpt.monitoring.references import (
+    FOLDER,
+    LEARNING,
+    Reference,
+    read_reference,
+    write_reference,
+)
+from plaingpt.monitoring.run_summary import read_run
+from plaingpt.system.errors import UserError, run_script
+from plaingpt.system.files import ROOT
+from plaingpt.training.settings import TrainConfig
+
+
+@dataclass
+class ReferenceConfig:
+    seeds: str = '1,2,3'  # with commas between
+    again: bool = False  # forget what the file has
+
+    def problems(self):
+        good = all(seed.isdecimal() for seed in self.seeds.split(','))
+        return [] if good else [f'seeds={self.seeds}: whole numbers with commas between']
+
+
+def train(name, seed):
+    """Run config/NAME.py with a seed → (facts, rows)."""
+    with tempfile.TemporaryDirectory() as folder:
+        out_dir = Path(folder, name)
+        done = subprocess.run([sys.executable, ROOT / 'train.py', ROOT / 'config' / f'{name}.py',
+                               f'--seed={seed}', f'--out_dir={out_dir}', '--report=False',
+                               '--sample_tokens=0'])
+        if done.returncode:
+            sys.exit(done.returncode)  # it has said why
+        run, rows = read_run(out_dir), read_rows(out_dir / 'metrics.jsonl', print)
+    run['config']['out_dir'] = run['changed']['out_dir'] = f'out-{name}'
+    run['command'] = f'train.py config/{name}.py --seed={seed}'
+    source = run['data'].get('source', {})
+    if 'input' in source:  # where it lies on this machine is nobody's business
+        source['input'] = Path(source['input']).name
+    return run, rows
+
+
+def main(argv):
+    names = [arg for arg in argv if not arg.startswith('-')]
+    config = load_config(ReferenceConfig, [arg for arg in argv if arg not in names], __doc__)
+    if len(names) != 1:
+        raise UserError('name one config: python tools/make_reference.py shakespeare_char_cpu')
+    name = Path(names[0]).stem  # config/NAME.py will do too
+    path = ROOT / 'config' / f'{name}.py'
+    if not path.exists():
+        raise UserError(f'config/{name}.py is not there: name one of config/, without .py')
+    settings = asdict(load_config(TrainConfig, [str(path)]))
+    reference = Reference(name, {}, {})
+    if (FOLDER / f'{name}.jsonl').exists() and not config.again:
+        reference = read_reference(name)
+        first = reference.run['config']
+        if others := [key for key in LEARNING if settings[key] != first.get(key)]:
+            raise UserError(f'{FOLDER / name}.jsonl was made with another {", ".join(others)} than '
+                            f'config/{name}.py has: --again makes all seeds anew')
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # and the training ends with this
+    for seed in map(int, config.seeds.split(',')):
+        if seed in reference.runs:
+            print(f'seed {seed} is there already')
+            continue
+        reference.runs[seed], reference.rows[seed] = train(name, seed)
+        if not config.again:
+            write_reference(reference)
+    write_reference(reference)  # with --again the old file stays until all are there
+    print(f'{FOLDER / name}.jsonl: seeds {", ".join(map(str, sorted(reference.runs)))}')
+
+
+if __name__ == '__main__':
+    run_script(main)

@@ -1,0 +1,192 @@
+"""Kill training at random instants, hundreds of times, and see that nothing is lost.
+
+    python tools/torture.py --kills=250
+
+Each round is one run to its end, killed with SIGKILL again and again on the way and started anew
+with --init_from=auto. Half the kills wait for a save to be under way. The final weights must equal
+those of an uninterrupted run, bit for bit. Then files are cut, flipped and the disk filled.
+"""
+
+import os
+import sys
+from pathlib import Path
+
+os.environ['OMP_NUM_THREADS'] = '1'  # tiny models; and forking wants no threads
+ROOT = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(ROOT), str(ROOT / 'tests')]
+
+import argparse
+import hashlib
+import inspect
+import random
+import resource
+import signal
+import tempfile
+import time
+from dataclasses import dataclass
+
+from helpers import options
+
+import prepare
+import train
+from configurator import load_config
+from plaingpt.system.errors import run_script
+from plaingpt.training.checkpoint import checkpoint_paths, find, newest_valid
+
+
+@dataclass
+class TortureConfig:
+    kills: int = 250  # how many times to kill
+    seed: int = 0  # of the instants
+
+
+SETTINGS = options(n_layer=2, n_head=2, n_embd=32, block_size=16, batch_size=4, max_iters=40,
+                   gradient_accumulation_steps=2, eval_interval=10, eval_iters=2, dropout=0.2,
+                   warmup_iters=2, lr_decay_iters=40, device='cpu', dtype='float32',
+                   checkpoint_interval=2, init_from='auto', report=False)
+
+
+def start(out_dir, data, *extra):
+    """Run train.py in a fork, which saves importing torch each time → its process id."""
+    pid = os.fork()
+    if pid == 0:
+        log = os.open(f'{out_dir}.log', os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+        os.dup2(log, 1)
+        os.dup2(log, 2)
+        code = 70
+        try:
+            train.main([*SETTINGS, f'--out_dir={out_dir}', f'--dataset={data}', *extra])
+            code = 0
+        except SystemExit as e:
+            code = e.code or 0
+        finally:
+            sys.stdout.flush()
+            os._exit(code)
+    return pid
+
+
+def finish(pid):
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+def run(out_dir, data, *extra):
+    return finish(start(out_dir, data, *extra))
+
+
+def saving(out_dir):
+    """The temporary directories of a save that is under way, or that a kill left."""
+    return sorted(Path(out_dir, 'checkpoints').glob('*.tmp'))
+
+
+def kill_during(pid, out_dir, aim_at_save, chance, duration):
+    """SIGKILL after a random time, or while a save is under way → what was hit, or None where the
+    run came to its end before."""
+    left_over = set(saving(out_dir))
+    started, after = time.monotonic(), chance.uniform(0, duration)
+    while True:
+        if os.waitpid(pid, os.WNOHANG)[0]:
+            return None
+        elapsed = time.monotonic() - started
+        if elapsed > after and (not aim_at_save or set(saving(out_dir)) - left_over):
+            break
+        time.sleep(0 if aim_at_save else 0.0005)
+    time.sleep(chance.uniform(0, 0.002) if aim_at_save else 0)
+    os.kill(pid, signal.SIGKILL)
+    finish(pid)
+    return 'a save' if set(saving(out_dir)) - left_over else 'elsewhere'
+
+
+def weights_of(out_dir):
+    """A digest of the final weights, and of what the optimizer remembers."""
+    path = find(out_dir, 'latest').path
+    return path.name, [hashlib.sha256(file.read_bytes()).hexdigest()
+                       for file in sorted(path.glob('*.safetensors'))]
+
+
+def kill_rounds(root, data, kills, chance, expected, duration):
+    hit = {'a save': 0, 'elsewhere': 0}
+    lost = rounds = 0
+    while sum(hit.values()) < kills:
+        out_dir = root / f'round-{rounds}'
+        background = f'--checkpoint_async={rounds % 2 == 0}'
+        rounds += 1
+        for attempt in range(12):
+            pid = start(out_dir, data, background)
+            what = kill_during(pid, out_dir, attempt % 2 == 0, chance, duration * 0.7)
+            if what is None:
+                break
+            hit[what] += 1
+        code = run(out_dir, data, background)
+        if code or weights_of(out_dir) != expected or saving(out_dir):
+            lost += 1
+            print(f'LOST: {out_dir}, exit code {code}, see {out_dir}.log')
+    print(f'{sum(hit.values())} kills in {rounds} runs, {hit["a save"]} of them inside a save: '
+          f'{lost} runs lost, {rounds - lost} ended with the same bits')
+    return lost
+
+
+def damage_rounds(root, data, chance, expected):
+    """Damage the newest checkpoint in each way; the run must go on from the one before."""
+    lost = 0
+    for kind in ('chunk cut short', 'chunk with a bit flipped', 'chunk missing',
+                 'state.json cut short', 'state.json empty', 'state.json missing'):
+        out_dir = root / kind.replace(' ', '-')
+        run(out_dir, data, '--max_iters=30', '--keep_checkpoints=3')
+        newest = checkpoint_paths(out_dir)[-1]
+        path = newest / 'state.json' if 'state' in kind else chance.choice(
+            sorted(newest.glob('*.safetensors')))
+        content = path.read_bytes()
+        if 'missing' in kind:
+            path.unlink()
+        elif 'flipped' in kind:
+            at = chance.randrange(len(content))
+            path.write_bytes(content[:at] + bytes([content[at] ^ 1]) + content[at + 1:])
+        else:
+            path.write_bytes(b'' if 'empty' in kind else content[:chance.randrange(len(content))])
+        named = str(newest) in ' '.join(newest_valid(out_dir)[1])
+        code = run(out_dir, data)
+        good = named and code == 0 and weights_of(out_dir) == expected
+        lost += not good
+        print(f'{kind}: {"named, skipped, same bits" if good else "LOST"}')
+    return lost
+
+
+def full_disk(root, data, expected):
+    """No file may grow past 20 kB, as on a full disk; then there is room again."""
+    out_dir = root / 'full'
+    run(out_dir, data, '--max_iters=20')
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, limits[1]))
+    code_full = run(out_dir, data)
+    resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    told = Path(f'{out_dir}.log').read_bytes()  # cut at 20 kB by the limit too
+    kept = find(out_dir, 'latest').iter_num == 20
+    code = run(out_dir, data)
+    good = code_full == 1 and kept and b'could not be written' in told and code == 0 \
+        and weights_of(out_dir) == expected
+    print(f'full disk: {"told, earlier checkpoint kept, same bits later" if good else "LOST"}')
+    return not good
+
+
+def main(argv):
+    config = load_config(TortureConfig, argv, __doc__)
+    chance = random.Random(config.seed)
+    with tempfile.TemporaryDirectory() as folder:
+        root = Path(folder)
+        text, data = root / 'argparse.txt', root / 'data'
+        text.write_text(inspect.getsource(argparse), encoding='utf-8')
+        prepare.main(['text', f'--input={text}', '--tokenizer=char', f'--data_dir={data}'])
+        run(root / 'warmup', data)
+        began = time.monotonic()
+        assert run(root / 'whole', data) == 0, Path(f'{root}/whole.log').read_text()
+        expected, duration = weights_of(root / 'whole'), time.monotonic() - began
+        lost = kill_rounds(root, data, config.kills, chance, expected, duration)
+        lost += damage_rounds(root, data, chance, expected)
+        lost += full_disk(root, data, expected)
+    print('nothing was lost' if not lost else f'{lost} runs lost')
+    sys.exit(lost > 0)
+
+
+if __name__ == '__main__':
+    run_script(main)

@@ -3,8 +3,9 @@ import math
 import torch
 
 from model import GPT, GPTConfig
-from plaingpt.training.bad_steps import StepGuard
-from plaingpt.training.training_step import update
+from plaingpt.training.optimizers import build_optimizer
+from plaingpt.training.settings import TrainConfig
+from plaingpt.training.training_step import StepGuard, update
 
 SHAPE = GPTConfig(block_size=16, vocab_size=65, n_layer=2, n_head=2, n_embd=32)
 
@@ -21,7 +22,8 @@ def trained(model, optimizer, steps=3, seed=0):
 def made(name='muon', **options):
     torch.manual_seed(0)
     model = GPT(SHAPE)
-    return model, model.configure_optimizers(0.1, 1e-2, (0.9, 0.95), 'cpu', name, **options)
+    config = TrainConfig(optimizer=name, learning_rate=1e-2, **options)
+    return model, build_optimizer(model, config, 'cpu')
 
 
 def test_an_update_of_a_matrix_has_singular_values_alike():
@@ -86,7 +88,7 @@ def test_the_learning_rate_is_set_for_both():
 def test_with_float16_a_run_that_gave_up_moves_no_more(tmp_path):
     model, optimizer = made()
     scaler = torch.amp.GradScaler('cpu', init_scale=4.0)
-    guard = StepGuard(tmp_path / 'anomalies.jsonl', 2, lambda it: (0, 0, []),
+    guard = StepGuard(tmp_path / 'anomalies.jsonl', 2, None,
                       torch.device('cpu'))
     moved = []
     for it, factor in enumerate((1.0, math.nan, math.nan, 1.0, 1.0)):

@@ -37,14 +37,15 @@ def update(model, optimizer, scaler, grad_clip, guard, it, loss):
         grad.copy_(torch.where(bad.bool(), math.inf, grad))
     scaler.unscale_(optimizer)
     grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), grad_clip or math.inf)
-    skip = False
-    if not scaler.is_enabled():
-        # Fused optimizers read found_inf on the device. Others know nothing of it and must not
-        # step, so the host has to wait and look.
-        optimizer.found_inf = guard.check_finite(it, loss, grad_norm)
-        skip = not getattr(optimizer, '_step_supports_amp_scaling', False) and optimizer.found_inf
-    if not skip:
+    if scaler.is_enabled():
         scaler.step(optimizer)
+    else:
+        bad = guard.check_finite(it, loss, grad_norm)
+        if getattr(optimizer, '_step_supports_amp_scaling', False):
+            optimizer.found_inf = bad  # torch's fused optimizers and ours read it on the device
+            optimizer.step()
+        elif not bad:  # others know nothing of it, so the host has to wait and look
+            optimizer.step()
     scaler.update()
     optimizer.zero_grad(set_to_none=True)
     return grad_norm

@@ -66,7 +66,7 @@ def test_a_setting_that_came_later_is_no_change(old, capsys):
     found = checkpoints.find('run')
     missing = {field.name for field in fields(TrainConfig)} - found.state['config'].keys()
     assert missing  # this format knows fewer settings than today's
-    config = TrainConfig(**{key: value for key, value in found.state['config'].items()})
+    config = TrainConfig(**found.state['config'])
     dataset = starting_point.open_data(config, train.launched_world())
     starting_point.check_resumed(found, config, dataset)
     assert 'changed' not in capsys.readouterr().out

@@ -41,7 +41,7 @@ from plaingpt.system.devices import (
 )
 from plaingpt.system.errors import run_script
 from plaingpt.system.hardware import machine_name
-from plaingpt.training.memory_planner import out_of_memory_explained, run_of
+from plaingpt.training.memory_planner import explain_out_of_memory, step_settings
 from plaingpt.training.settings import TrainConfig
 
 LADDER_TOKENS = 2**22  # of the dataset, that the ladder's batches come from
@@ -63,7 +63,6 @@ class BenchConfig(TrainConfig):
     seeds: int = 3  # grid: of each training
     target_loss: float = 0.0  # grid: time to this validation loss; 0: 5% above the default's last
     real_data: bool = False  # speed: batches from the dataset, not one of random tokens
-    vocab_size: int = 0  # where the dataset is not prepared; 0 for the dataset's
     json: bool = False  # print JSON: speed, ladder, grid, data
     save: str = ''  # a folder for CSV, table and picture of the same four, such as results
 
@@ -162,16 +161,16 @@ def main(argv):
     seed_everything(config.seed)
     vocab_size, _, _ = size_of_dataset(config.dataset, config.vocab_size)
     shape = config.gpt_config(vocab_size)
-    run = run_of(config, dtype, device.type)
+    step = step_settings(config, dtype, device.type)
     if config.memory:
-        return measure_memory(shape, run, device)
+        return measure_memory(shape, step, device)
     if config.checkpoints:
-        return measure_checkpoints(shape, run, config, device)
+        return measure_checkpoints(shape, step, config, device)
     if config.save:
         make_folder(config.save)
     mode = next((key for key in ('ladder', 'grid', 'data') if getattr(config, key)), 'speed')
     name = f'{mode}-{slug(device_name(device))}'
-    with out_of_memory_explained(shape, run, device):
+    with explain_out_of_memory(shape, config, dtype, device):
         if mode == 'ladder':
             rows, text = measure_ladder(config, dtype, compile, device)
         elif mode == 'grid':

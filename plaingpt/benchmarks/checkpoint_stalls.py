@@ -7,17 +7,23 @@ from pathlib import Path
 from plaingpt.system.devices import rng_state
 from plaingpt.training.checkpoint import checkpoint_paths, open_checkpoint
 from plaingpt.training.checkpoint_writer import Saver
-from plaingpt.training.memory_planner import one_step
+from plaingpt.training.memory_trace import one_step, random_batches
 
 
-def measure_checkpoints(model, run, config, device):
+def timed_step(shape, step, device):
+    """→ (seconds of a step, model, optimizer)."""
+    steps = one_step(shape, step, device, random_batches(shape, step, device))
+    _, (began, _, _), _, (ended, gpt, optimizer) = (
+        (time.perf_counter(), gpt, optimizer) for _, gpt, optimizer in steps)
+    return ended - began, gpt, optimizer
+
+
+def measure_checkpoints(shape, step, config, device):
     """Print how long a save stops training, and which share that is of the time between saves."""
-    stages = [(time.perf_counter(), gpt, optimizer)
-              for _, gpt, optimizer in one_step(model, run, device)]
-    ended, gpt, optimizer = stages[-1]
-    step_s = ended - stages[run.micro_steps + 1][0]  # the second: the first makes the states
+    timed_step(shape, step, device)  # warms up
+    step_s, gpt, optimizer = timed_step(shape, step, device)
     print(f'{gpt.num_parameters():,} parameters, {device}: {step_s:.2f} s a step of '
-          f'{run.batch_size * run.micro_steps} sequences, a save every '
+          f'{step.batch_size * step.micro_steps} sequences, a save every '
           f'{config.checkpoint_interval} steps')
     Path(config.out_dir).mkdir(parents=True, exist_ok=True)
     for background in (False, True):

@@ -2,14 +2,14 @@
 
 memory_trace.py follows the real step on tensors without data. At each stage of a step, what each
 owner holds is affine in the number of layers and in the batch, so traces of two small depths and
-two small batches give every other. So a plan follows whatever the model and the optimizer are, as
-long as the layers are alike.
+two small batches give every other. A changed model or optimizer needs no change here, as long as
+its layers are alike.
 """
 
 import gc
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from itertools import product
 
 import torch
@@ -18,33 +18,15 @@ from plaingpt.system.devices import free_memory, peak_memory_bytes
 from plaingpt.system.distributed import all_reduce_min, launched_world
 from plaingpt.system.errors import UserError
 from plaingpt.system.formatting import GIB, gib
-from plaingpt.training.memory_trace import one_step, random_batches, trace_step
-from plaingpt.training.settings import TrainConfig
+from plaingpt.training.memory_trace import (
+    one_step,
+    random_batches,
+    step_settings,
+    trace_step,
+)
 
 CUDA_OVERHEAD = GIB  # for CUDA's context and fragmentation: an allowance, not a measurement
 DEPTHS = (2, 4)  # even, so that layers of two kinds in turn are planned too
-
-
-@dataclass(frozen=True)
-class StepSettings:
-    """What decides a step's memory, beside the model's shape."""
-
-    batch_size: int  # sequences in a micro-batch
-    micro_steps: int = 1  # micro-batches of one process in a step
-    dtype: str = 'bfloat16'
-    device: str = 'cuda'
-    processes: int = 1
-    config: TrainConfig = field(default_factory=TrainConfig)  # all else, such as the optimizer
-
-    def change(self, **settings):
-        """The same with other settings in its config."""
-        return replace(self, config=replace(self.config, **settings))
-
-
-def step_settings(config, dtype, device='cuda'):
-    """The StepSettings of a TrainConfig whose batch_size is a number."""
-    return StepSettings(config.batch_size, max(1, config.accumulation() // config.world_size()),
-                        dtype, device, config.world_size(), config)
 
 
 # -----------------------------------------------------------------------------
@@ -77,11 +59,10 @@ def predict(shape, step):
                                   micro_steps=min(2, step.micro_steps))))  # a third is like it
               for n_layer, batch_size in product(depths, batches)]
     stages = {}
-    for stage in traces[0][1]:
-        if all(stage in trace for _, trace in traces):
-            owners = dict.fromkeys(owner for _, trace in traces for owner in trace[stage])
-            stages[stage] = {owner: round(sum(weight * trace[stage].get(owner, 0)
-                                              for weight, trace in traces)) for owner in owners}
+    for stage in traces[0][1]:  # of the shallower; more layers only have more stages
+        owners = dict.fromkeys(owner for _, trace in traces for owner in trace[stage])
+        stages[stage] = {owner: round(sum(weight * trace[stage].get(owner, 0)
+                                          for weight, trace in traces)) for owner in owners}
     if step.processes > 1:  # DDP copies gradients into buckets, which travel
         buckets = stages['after backward']['gradients']
         stages = {stage: {**items, 'gradient buckets': buckets} for stage, items in stages.items()}
@@ -109,31 +90,28 @@ def largest_batch(shape, step, available):
 def batch_that_divides(shape, step, available, sequences):
     """→ (batch_size, micro_steps) of one process that takes `sequences` in a step: the largest
     batch that fits `available` bytes and divides them, or (0, 0) where not even 1 fits."""
-    for micro_steps in range(1, sequences + 1):
-        batch_size, rest = divmod(sequences, micro_steps)
-        tried = replace(step, batch_size=batch_size, micro_steps=micro_steps)
-        if not rest and predict(shape, tried).total <= available:
-            return batch_size, micro_steps
-    return 0, 0
+    divisors = [n for n in range(1, sequences + 1) if sequences % n == 0]
+    # More and smaller micro-batches take less, but for the gradients that a second one meets.
+    found = bisect_left(divisors, True, key=lambda n: predict(
+        shape, replace(step, batch_size=sequences // n, micro_steps=n)).total <= available)
+    return (sequences // divisors[found], divisors[found]) if found < len(divisors) else (0, 0)
 
 
 def savings(shape, step):
     """What would save memory, the best first, but what changes the model last: [(words, bytes)]."""
-    config, half = step.config, step.batch_size // 2
-    changes = [
-        (half, f'--batch_size={half}', shape,
-         replace(step, batch_size=half, micro_steps=2 * step.micro_steps)),
-        (config.activation_checkpointing != 'full', '--activation_checkpointing=full', shape,
-         step.change(activation_checkpointing='full')),
-        (not config.loss_chunk_tokens, '--loss_chunk_tokens=2048', shape,
-         step.change(loss_chunk_tokens=2048)),
-        (step.dtype == 'float32', '--dtype=bfloat16', shape, replace(step, dtype='bfloat16')),
-        *((getattr(shape, key) > 1, f'--{key}={getattr(shape, key) // 2}',
-           replace(shape, **{key: getattr(shape, key) // 2}), step)
-          for key in ('block_size', 'n_layer'))]
+    half = step.batch_size // 2
+    changes = [(f'--batch_size={half}', shape,
+                replace(step, batch_size=half, micro_steps=2 * step.micro_steps)),
+               ('--activation_checkpointing=full', shape,
+                step.change(activation_checkpointing='full')),
+               ('--loss_chunk_tokens=2048', shape, step.change(loss_chunk_tokens=2048)),
+               ('--dtype=bfloat16', shape, replace(step, dtype='bfloat16'))]
+    for key in ('block_size', 'n_layer'):
+        smaller = getattr(shape, key) // 2
+        changes.append((f'--{key}={smaller}', replace(shape, **{key: smaller}), step))
     now = predict(shape, step).peak
-    saved = [(changed_shape is not shape, predict(changed_shape, changed).peak - now, words)
-             for possible, words, changed_shape, changed in changes if possible]
+    saved = [(other is not shape, predict(other, changed).peak - now, words)
+             for words, other, changed in changes if not words.endswith('=0')]
     return [(words, -more) for _, more, words in sorted(saved) if more < 0]
 
 
@@ -180,8 +158,7 @@ def choose_batch_size(shape, config, dtype, device):
     step = step_settings(replace(config, batch_size=1), dtype, device.type)
     available = available_memory(device)
     planned, _ = batch_that_divides(shape, step, available, sequences)
-    planned = all_reduce_min(planned, device)
-    batch_size = planned
+    batch_size = planned = all_reduce_min(planned, device)
     while batch_size and device.type == 'cuda':
         # Two micro-batches meet all that more of them would.
         trial = replace(step, batch_size=batch_size, micro_steps=min(2, sequences // batch_size))
@@ -189,17 +166,16 @@ def choose_batch_size(shape, config, dtype, device):
             break
         batch_size = next((b for b in range(batch_size - 1, 0, -1) if sequences % b == 0), 0)
     if not batch_size:
-        one = replace(step, batch_size=1, micro_steps=sequences)
-        raise UserError(f'batch_size=auto: not even 1 fits: it takes '
-                        f'{gib(predict(shape, one).total)}, {gib(available)} are free on {device}; '
-                        f'{advice(shape, one)}')
+        need = predict(shape, step).total
+        raise UserError(f'batch_size=auto: not even 1 fits: it takes {gib(need)}, {gib(available)} '
+                        f'are free on {device}; {advice(shape, step)}')
     tried = ', tried for a step' if device.type == 'cuda' else ''
     stepped = f', {planned} did not fit' if batch_size < planned else ''
     return batch_size, f'of {gib(available)} free{tried}{stepped}'
 
 
 @contextmanager
-def out_of_memory_explained(shape, step, device):
+def explain_out_of_memory(shape, config, dtype, device):
     """Turn the device's running out of memory in here into one UserError: what was planned, what
     was measured, what would save most."""
     try:
@@ -207,6 +183,7 @@ def out_of_memory_explained(shape, step, device):
     except RuntimeError as e:
         if not (isinstance(e, torch.OutOfMemoryError) or "can't allocate memory" in str(e)):
             raise
+        step = step_settings(config, dtype, device.type)
         plan = predict(shape, step)
         raise UserError(
             f'out of memory on {device} with batch_size={step.batch_size}: planned '

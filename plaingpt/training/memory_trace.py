@@ -3,6 +3,7 @@
 import re
 from collections import Counter
 from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field, replace
 from weakref import finalize
 
 import torch
@@ -15,10 +16,33 @@ from torch.utils.weak import WeakIdKeyDictionary
 from model import GPT
 from plaingpt.system import cpu_kernels
 from plaingpt.system.devices import autocast
+from plaingpt.training.optimizers import build_optimizer
+from plaingpt.training.settings import TrainConfig
 from plaingpt.training.training_step import forward_backward
 
-
 TRACES = {}  # of this process
+
+
+@dataclass(frozen=True)
+class StepSettings:
+    """What decides a step's memory, beside the model's shape."""
+
+    batch_size: int  # sequences in a micro-batch
+    micro_steps: int = 1  # micro-batches of one process in a step
+    dtype: str = 'bfloat16'
+    device: str = 'cuda'
+    processes: int = 1
+    config: TrainConfig = field(default_factory=TrainConfig)  # all else, such as the optimizer
+
+    def change(self, **settings):
+        """The same with other settings in its config."""
+        return replace(self, config=replace(self.config, **settings))
+
+
+def step_settings(config, dtype, device='cuda'):
+    """The StepSettings of a TrainConfig whose batch_size is a number."""
+    return StepSettings(config.batch_size, max(1, config.accumulation() // config.world_size()),
+                        dtype, device, config.world_size(), config)
 
 
 def random_batches(shape, step, device):
@@ -36,9 +60,7 @@ def one_step(shape, step, device, batches):
         gpt = GPT(shape)
     gpt.loss_chunk_tokens = config.loss_chunk_tokens
     gpt.activation_checkpointing = config.activation_checkpointing
-    optimizer = gpt.configure_optimizers(
-        config.weight_decay, config.learning_rate, (config.beta1, config.beta2), device.type,
-        config.optimizer, config.momentum)
+    optimizer = build_optimizer(gpt, config, device.type)
     yield 'parameters', gpt, optimizer
     for p in gpt.parameters():
         p.grad = torch.zeros_like(p) if p.requires_grad else None
@@ -72,10 +94,10 @@ class FusedKernels(TorchFunctionMode):
         kwargs = kwargs or {}
         if func is F.scaled_dot_product_attention:
             kwargs = {**kwargs, 'dropout_p': 0.0}
-        elif func is F.dropout and args[1] and args[2]:  # probability, training
-            return torch.native_dropout(*args[:3])[0]
+        elif func is F.dropout and kwargs['p'] and kwargs['training']:
+            return torch.native_dropout(*args, kwargs['p'], True)[0]
         elif func is F.rms_norm:
-            return torch._fused_rms_norm(*args)[0]
+            return torch._fused_rms_norm(*args, **kwargs)[0]
         return func(*args, **kwargs)
 
 
@@ -83,12 +105,8 @@ def trace_step(shape, step):
     """GPTConfig, StepSettings → {stage: {owner: bytes}}: each stage at its highest, and 'after …'
     what then stays. A step is traced once in a process."""
     key = GPT, repr((shape, step))
-    if key not in TRACES:
-        TRACES[key] = new_trace(shape, step)
-    return TRACES[key]
-
-
-def new_trace(shape, step):
+    if key in TRACES:
+        return TRACES[key]
     from torch._subclasses.fake_tensor import FakeTensorMode  # here: its import takes a second
     cpu = torch.device('cpu')
     recorder = MemoryRecorder()
@@ -104,6 +122,7 @@ def new_trace(shape, step):
                 recorder.keep('after backward')
                 recorder.begin('optimizer', 'temporary')
     recorder.keep('after optimizer')
+    TRACES[key] = recorder.stages
     return recorder.stages
 
 
@@ -135,9 +154,9 @@ class MemoryRecorder(TorchDispatchMode):
             if isinstance(tensor, torch.Tensor):
                 storage = tensor.untyped_storage()
                 if storage not in self.entries:
-                    entry = self.entries[storage] = [self.owner(func, args), storage.nbytes()]
-                    self.held[entry[0]] += entry[1]
-                    finalize(storage, self.release, entry)
+                    entry = self.entries[storage] = [None, storage.nbytes()]
+                    self.give(entry, self.owner(func, args))
+                    finalize(storage, self.give, entry, None)
         if self.held.total() > sum(self.stages.get(self.stage, {}).values()):
             self.keep(self.stage)
         return result
@@ -152,29 +171,26 @@ class MemoryRecorder(TorchDispatchMode):
         parts = re.sub(r'\.\d+', '', self.modules[-1]).removeprefix('transformer.').split('.')
         return 'activations: ' + '.'.join(parts[:2]) if parts[0] else 'loss'
 
-    def release(self, entry):
-        self.held[entry[0]] -= entry[1]
-
-    def own_gradient(self, parameter):
-        entry = self.entries[parameter.grad.untyped_storage()]
-        self.release(entry)
-        entry[0] = 'gradients'
-        self.held['gradients'] += entry[1]
+    def give(self, entry, owner):
+        """Count a storage as another owner's; None is nobody."""
+        for who, size in ((entry[0], -entry[1]), (owner, entry[1])):
+            if who:
+                self.held[who] += size
+        entry[0] = owner
 
     def watch_modules(self, gpt):
         """Learn from hooks which module runs, and whose backward pass."""
         last = gpt.config.n_layer - 1
         for name, module in gpt.named_modules():
-            block = re.search(r'\.(\d+)', name)
             part = name.removeprefix('transformer.') or 'the loss'
-            if block:
-                number = int(block[1])
-                part = 'the last block' if number == last else f'block {number}'
+            if block := re.search(r'\.(\d+)', name):
+                part = 'the last block' if int(block[1]) == last else f'block {block[1]}'
             module.register_forward_pre_hook(lambda *_, name=name: self.enter(name))
             module.register_forward_hook(
                 lambda m, i, outputs, part=part: self.leave(outputs, f'backward of {part}'))
         for p in gpt.parameters():
-            p.register_post_accumulate_grad_hook(self.own_gradient)
+            p.register_post_accumulate_grad_hook(
+                lambda p: self.give(self.entries[p.grad.untyped_storage()], 'gradients'))
 
     def enter(self, name):
         self.modules.append(name)

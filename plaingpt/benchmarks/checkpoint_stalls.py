@@ -7,15 +7,16 @@ from pathlib import Path
 from plaingpt.system.devices import rng_state
 from plaingpt.training.checkpoint import checkpoint_paths, open_checkpoint
 from plaingpt.training.checkpoint_writer import Saver
-from plaingpt.training.memory_trace import one_step, random_batches
+from plaingpt.training.memory_trace import one_step
 
 
 def timed_step(shape, step, device):
     """→ (seconds of a step, model, optimizer)."""
-    steps = one_step(shape, step, device, random_batches(shape, step, device))
-    _, (began, _, _), _, (ended, gpt, optimizer) = (
-        (time.perf_counter(), gpt, optimizer) for _, gpt, optimizer in steps)
-    return ended - began, gpt, optimizer
+    times = []
+    for _, gpt, optimizer in one_step(shape, step, device):
+        times.append(time.perf_counter())
+    _, began, _, ended = times
+    return (ended - began) * step.micro_steps, gpt, optimizer
 
 
 def measure_checkpoints(shape, step, config, device):

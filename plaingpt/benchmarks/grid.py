@@ -81,8 +81,7 @@ def run_all(config, seeds, model_of, device, journal=None, where=''):
         if key in known:
             runs.append(known[key])
             continue
-        any_seed = replace(cell, seed=0)  # so that a cell is planned once
-        planned = predict(model_of(cell), step_settings(any_seed, cell.dtype, device.type)).peak
+        planned = predict(model_of(cell), step_settings(cell, cell.dtype, device.type)).peak
         run = {'row': row, 'column': column, 'seed': cell.seed,
                'planned_memory_bytes': planned}
         try:

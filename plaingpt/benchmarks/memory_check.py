@@ -4,7 +4,7 @@ import torch
 
 from plaingpt.system.formatting import gib
 from plaingpt.training.memory_planner import predict
-from plaingpt.training.memory_trace import kernels_of, one_step, random_batches
+from plaingpt.training.memory_trace import kernels_of, one_step
 
 
 def tracked_step(shape, step):
@@ -12,18 +12,13 @@ def tracked_step(shape, step):
     torch's own memory tracker counts them at full size."""
     from torch._subclasses.fake_tensor import FakeTensorMode
     from torch.distributed._tools.mem_tracker import MemTracker
-    cpu, sizes, tracker = torch.device('cpu'), {}, MemTracker()
+    sizes, tracker = {}, MemTracker()
 
     def held(which):
         return sum(kinds['Total'] for kinds in tracker.get_tracker_snapshot(which).values())
 
-    def batches():
-        for batch in random_batches(shape, step, cpu):
-            tracker.reset_mod_stats()  # or it refuses a second forward pass
-            yield batch
-
     with FakeTensorMode(), kernels_of(step.device):
-        steps = one_step(shape, step, cpu, batches())
+        steps = one_step(shape, step, torch.device('cpu'))
         next(steps)
         _, gpt, optimizer = next(steps)
         gpt.register_forward_hook(lambda *_: sizes.update(forward=held('current')))
@@ -45,7 +40,7 @@ def cuda_step(shape, step, device):
         allocated[stage] = torch.cuda.memory_allocated(device)
         reserved[stage] = torch.cuda.memory_reserved(device)
 
-    for stage, gpt, _ in one_step(shape, step, device, random_batches(shape, step, device)):
+    for stage, gpt, _ in one_step(shape, step, device):
         note(stage)
         if stage == 'optimizer states':
             gpt.register_forward_hook(lambda *_: note('forward'))

@@ -18,12 +18,7 @@ from plaingpt.system.devices import free_memory, peak_memory_bytes
 from plaingpt.system.distributed import all_reduce_min, launched_world
 from plaingpt.system.errors import UserError
 from plaingpt.system.formatting import GIB, gib
-from plaingpt.training.memory_trace import (
-    one_step,
-    random_batches,
-    step_settings,
-    trace_step,
-)
+from plaingpt.training.memory_trace import one_step, step_settings, trace_step
 
 CUDA_OVERHEAD = GIB  # for CUDA's context and fragmentation: an allowance, not a measurement
 DEPTHS = (2, 4)  # even, so that layers of two kinds in turn are planned too
@@ -56,7 +51,7 @@ def predict(shape, step):
     traces = [(depths[n_layer] * batches[batch_size],
                trace_step(replace(shape, n_layer=n_layer),
                           replace(step, batch_size=batch_size, processes=1,
-                                  micro_steps=min(2, step.micro_steps))))  # a third is like it
+                                  micro_steps=min(2, step.micro_steps))))
               for n_layer, batch_size in product(depths, batches)]
     stages = {}
     for stage in traces[0][1]:  # of the shallower; more layers only have more stages
@@ -140,7 +135,7 @@ def fits(shape, step, device):
     """True where a whole step runs on this CUDA device."""
     with torch.random.fork_rng([device]):
         try:
-            for _ in one_step(shape, step, device, random_batches(shape, step, device)):
+            for _ in one_step(shape, step, device):
                 pass
             fit = True
         except torch.OutOfMemoryError:
@@ -160,8 +155,7 @@ def choose_batch_size(shape, config, dtype, device):
     planned, _ = batch_that_divides(shape, step, available, sequences)
     batch_size = planned = all_reduce_min(planned, device)
     while batch_size and device.type == 'cuda':
-        # Two micro-batches meet all that more of them would.
-        trial = replace(step, batch_size=batch_size, micro_steps=min(2, sequences // batch_size))
+        trial = replace(step, batch_size=batch_size, micro_steps=sequences // batch_size)
         if all_reduce_min(int(fits(shape, trial, device)), device):
             break
         batch_size = next((b for b in range(batch_size - 1, 0, -1) if sequences % b == 0), 0)

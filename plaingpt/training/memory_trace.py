@@ -3,7 +3,7 @@
 import re
 from collections import Counter
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from weakref import finalize
 
 import torch
@@ -20,7 +20,7 @@ from plaingpt.training.optimizers import build_optimizer
 from plaingpt.training.settings import TrainConfig
 from plaingpt.training.training_step import forward_backward
 
-TRACES = {}  # of this process
+TRACES = {}  # those made in this process
 
 
 @dataclass(frozen=True)
@@ -41,20 +41,17 @@ class StepSettings:
 
 def step_settings(config, dtype, device='cuda'):
     """The StepSettings of a TrainConfig whose batch_size is a number."""
-    return StepSettings(config.batch_size, max(1, config.accumulation() // config.world_size()),
-                        dtype, device, config.world_size(), config)
+    steps = max(1, config.accumulation() // config.world_size())
+    # What stands beside it, or changes no memory, is set alike, so that one trace serves all.
+    alike = {'batch_size': 1, 'gradient_accumulation_steps': 1, 'total_batch_size': 0, 'seed': 0}
+    plain = TrainConfig(**{f.name: getattr(config, f.name) for f in fields(TrainConfig)} | alike)
+    return StepSettings(config.batch_size, steps, dtype, device, config.world_size(), plain)
 
 
-def random_batches(shape, step, device):
-    """Endless (idx, targets), each (batch_size, block_size) int64."""
-    while True:
-        idx = torch.randint(shape.vocab_size, (step.batch_size, shape.block_size), device=device)
-        yield idx, idx.clone()
-
-
-def one_step(shape, step, device, batches):
-    """A step of a new GPT as training makes it → yields (what is done, model, optimizer) after
-    'parameters', 'optimizer states', 'backward' and 'optimizer'."""
+def one_step(shape, step, device):
+    """The last micro-batch of a step of a new GPT, and the update, as training makes them → yields
+    (what is done, model, optimizer) after 'parameters', 'optimizer states', 'backward' and
+    'optimizer'. Gradients of micro-batches before it are there, as zeros."""
     config = step.config
     with device:
         gpt = GPT(shape)
@@ -65,10 +62,12 @@ def one_step(shape, step, device, batches):
     for p in gpt.parameters():
         p.grad = torch.zeros_like(p) if p.requires_grad else None
     optimizer.step()  # an optimizer makes its states in its first step
-    optimizer.zero_grad(set_to_none=True)
+    if step.micro_steps == 1:
+        optimizer.zero_grad(set_to_none=True)
     yield 'optimizer states', gpt, optimizer
+    idx = torch.randint(shape.vocab_size, (step.batch_size, shape.block_size), device=device)
     scaler = torch.amp.GradScaler(device.type, enabled=False)
-    forward_backward(gpt, batches, step.micro_steps, scaler, autocast(device, step.dtype))
+    forward_backward(gpt, iter([(idx, idx.clone())]), 1, scaler, autocast(device, step.dtype))
     yield 'backward', gpt, optimizer
     optimizer.step()
     yield 'optimizer', gpt, optimizer
@@ -108,22 +107,21 @@ def trace_step(shape, step):
     if key in TRACES:
         return TRACES[key]
     from torch._subclasses.fake_tensor import FakeTensorMode  # here: its import takes a second
-    cpu = torch.device('cpu')
     recorder = MemoryRecorder()
     with FakeTensorMode(), kernels_of(step.device), recorder:
-        for made, gpt, _ in one_step(shape, step, cpu, random_batches(shape, step, cpu)):
-            if made == 'parameters':
-                recorder.begin('', 'optimizer states')
-            elif made == 'optimizer states':
-                recorder.stages.clear()
-                recorder.watch_modules(gpt)
-                recorder.begin('forward', 'token ids')
-            elif made == 'backward':
-                recorder.keep('after backward')
-                recorder.begin('optimizer', 'temporary')
-    recorder.keep('after optimizer')
-    TRACES[key] = recorder.stages
-    return recorder.stages
+        steps = one_step(shape, step, torch.device('cpu'))
+        next(steps)
+        recorder.begin('', 'optimizer states')
+        _, gpt, _ = next(steps)
+        recorder.stages.clear()
+        recorder.watch_modules(gpt)
+        recorder.begin('forward', 'token ids')
+        next(steps)
+        recorder.keep('after backward')
+        recorder.begin('optimizer', 'temporary')
+        next(steps)
+        recorder.keep('after optimizer')
+    return TRACES.setdefault(key, recorder.stages)
 
 
 class MemoryRecorder(TorchDispatchMode):
@@ -154,9 +152,9 @@ class MemoryRecorder(TorchDispatchMode):
             if isinstance(tensor, torch.Tensor):
                 storage = tensor.untyped_storage()
                 if storage not in self.entries:
-                    entry = self.entries[storage] = [None, storage.nbytes()]
-                    self.give(entry, self.owner(func, args))
-                    finalize(storage, self.give, entry, None)
+                    entry = self.entries[storage] = [self.owner(func, args), storage.nbytes()]
+                    self.held[entry[0]] += entry[1]
+                    finalize(storage, self.release, entry)
         if self.held.total() > sum(self.stages.get(self.stage, {}).values()):
             self.keep(self.stage)
         return result
@@ -172,11 +170,17 @@ class MemoryRecorder(TorchDispatchMode):
         return 'activations: ' + '.'.join(parts[:2]) if parts[0] else 'loss'
 
     def give(self, entry, owner):
-        """Count a storage as another owner's; None is nobody."""
-        for who, size in ((entry[0], -entry[1]), (owner, entry[1])):
-            if who:
-                self.held[who] += size
+        """Count a storage as this owner's, no longer as another's."""
+        self.held[entry[0]] -= entry[1]
+        self.held[owner] += entry[1]
         entry[0] = owner
+
+    def release(self, entry):
+        self.held[entry[0]] -= entry[1]
+
+    def take_gradient(self, p):
+        if p.grad is not None:
+            self.give(self.entries[p.grad.untyped_storage()], 'gradients')
 
     def watch_modules(self, gpt):
         """Learn from hooks which module runs, and whose backward pass."""
@@ -189,8 +193,8 @@ class MemoryRecorder(TorchDispatchMode):
             module.register_forward_hook(
                 lambda m, i, outputs, part=part: self.leave(outputs, f'backward of {part}'))
         for p in gpt.parameters():
-            p.register_post_accumulate_grad_hook(
-                lambda p: self.give(self.entries[p.grad.untyped_storage()], 'gradients'))
+            p.register_post_accumulate_grad_hook(self.take_gradient)
+            self.take_gradient(p)
 
     def enter(self, name):
         self.modules.append(name)

@@ -21,17 +21,16 @@ from configurator import load_config
 from model import GPT, GPTConfig
 from plaingpt.corpus.batches import BatchLoader, fits_in_ram
 from plaingpt.corpus.dataset import UNFINISHED, folder_of, open_dataset
-from plaingpt.monitoring import run_summary as run_report
 from plaingpt.monitoring.backends import open_backends
-from plaingpt.monitoring.health import Health
-from plaingpt.monitoring.metrics import Metrics, finite, trim
+from plaingpt.monitoring.markdown_report import write_report
+from plaingpt.monitoring.metrics import Metrics
+from plaingpt.monitoring.metrics_file import finite, trim_rows
+from plaingpt.monitoring.run_record import describe_run, write_run
 from plaingpt.system.devices import (
     autocast,
     choose_compile,
     choose_device,
     choose_dtype,
-    device_name,
-    peak_memory_bytes,
     rng_state,
     seed_everything,
     set_rng_state,
@@ -55,7 +54,7 @@ from plaingpt.training import checkpoint as checkpoints
 from plaingpt.training.bad_steps import StepGuard
 from plaingpt.training.checkpoint_writer import Saver, archive_previous_run, clean_up
 from plaingpt.training.memory_planner import choose_batch_size, out_of_memory_explained, run_of
-from plaingpt.training.probes import Reports
+from plaingpt.training.probes import Probes
 from plaingpt.training.schedules import get_lr
 from plaingpt.training.settings import TrainConfig
 from plaingpt.training.training_step import forward_backward, update
@@ -286,26 +285,18 @@ def train(config, world, device, dtype, compile):
         if aside := archive_previous_run(out_dir, after=iter_num if resumed else -1):
             print0(f'{out_dir} held {"later checkpoints" if resumed else "an earlier run"}: '
                 f'moved to {aside}')
-        trim(out_dir / 'metrics.jsonl', iter_num)
-    run = run_report.describe(config, dataset, train_data.stream, raw_model, device_name(device),
-                              dtype, compile, world, resumed)
+        trim_rows(out_dir / 'metrics.jsonl', iter_num)
+    run = describe_run(config, dataset, train_data, raw_model, device, dtype, compile, world,
+                       resumed)
     if writing:
-        run_report.write_run(out_dir, run)
+        write_run(out_dir, run)
     backends = open_backends(config, run, resumed and resumed.state['wandb_id']) if writing else []
     metrics = Metrics(
-        None if config.eval_only else out_dir / 'metrics.jsonl', run=run,
-        step_tokens=config.step_tokens(), max_iters=config.max_iters,
-        eval_interval=config.eval_interval,
-        tokens_at=lambda it: train_data.sequences_before(it) * config.block_size,
-        mfu_of=lambda tokens_per_s: raw_model.mfu(tokens_per_s / world.size,
-                                                  device_name(device), dtype),
-        bytes_per_token=dataset.bytes_per_token('val'),
-        peak_memory_bytes=lambda: peak_memory_bytes(device),
-        data_wait_s=lambda: train_data.waited_s,
-        loss_scale=scaler.get_scale if scaler.is_enabled() else None,
+        None if config.eval_only else out_dir / 'metrics.jsonl', config=config, run=run,
+        loader=train_data, model=raw_model, device=device, dtype=dtype, scaler=scaler,
+        world_size=world.size, bytes_per_token=dataset.bytes_per_token('val'),
         elapsed_s=elapsed_s, backends=backends, quiet=not world.is_main)
-    health = Health(raw_model, config.health_interval if writing else 0, val_data, context)
-    reports = Reports(config, dataset, raw_model, metrics, context, group, writing)
+    probes = Probes(config, dataset, raw_model, metrics, val_data, context, group, world.is_main)
     guard = StepGuard(out_dir / 'anomalies.jsonl', config.max_bad_steps,
                       train_data.step_sequences, device)
     saver = Saver(
@@ -332,7 +323,7 @@ def train(config, world, device, dtype, compile):
                 and (done or iter_num % config.eval_interval == 0)
             saving = stopping or done or iter_num % config.checkpoint_interval == 0
             logging = iter_num % config.log_interval == 0
-            giving_up = (evaluating or saving or logging) and guard.report(metrics.say)
+            giving_up = (evaluating or saving or logging) and guard.report(metrics.print)
 
             # evaluate, save
             val_loss = None
@@ -345,7 +336,7 @@ def train(config, world, device, dtype, compile):
                     evaluated_at = iter_num
                     done = done or 0 < config.patience <= stale
                     saving = saving or best or done or config.always_save_checkpoint
-                    metrics.evaluation(iter_num, train_loss, val_loss, best, reports.write())
+                    metrics.evaluation(iter_num, train_loss, val_loss, best, probes.sample())
                 if (saving or giving_up) and 0 < iter_num != saved_at and not config.eval_only:
                     save(val_loss)
                     saved_at = iter_num
@@ -357,17 +348,14 @@ def train(config, world, device, dtype, compile):
             for param_group in optimizer.param_groups:
                 param_group['lr'] = lr
             loss = forward_backward(model, batches, micro_steps, scaler, context)
-            with health.around_update(iter_num + 1, scaler):
+            with probes.around_update(iter_num + 1, scaler):
                 grad_norm = update(model, optimizer, scaler, config.grad_clip, guard, iter_num,
                                    loss)
             iter_num += 1
             metrics.tick(iter_num)
             if iter_num % config.log_interval == 0:
                 metrics.step(iter_num, all_reduce_mean(loss.clone()), lr, grad_norm)
-            with metrics.paused():
-                if health.due(iter_num):
-                    metrics.health(iter_num, health.look())
-                reports.after(iter_num)
+            probes.after_step(iter_num)
 
         batches.close()
         saver.wait()
@@ -384,9 +372,9 @@ def train(config, world, device, dtype, compile):
         ending = 'all iterations are done'
     metrics.close(ended=not stopping)
     if writing:
-        run_report.write_run(out_dir, {**run, 'ending': ending})
+        write_run(out_dir, {**run, 'ending': ending})
         if config.report:
-            run_report.write(out_dir, print0, ended=not stopping)
+            write_report(out_dir, print0, ended=not stopping)
     if giving_up:
         raise guard.give_up()
     if saver.failed:

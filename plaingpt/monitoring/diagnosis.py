@@ -1,48 +1,50 @@
-"""What is wrong with a run, in words, from the numbers it wrote: no model, no device, no torch.
+"""What looks wrong with a run, in words, from the numbers it wrote: no model, no device, no torch.
 
-Each check is a function (rows, run, ended) → Diagnosis or None. `rows` are those of metrics.jsonl,
-`run` is run.json (run_report.describe), and `ended` says that no more will come. A check that has
-too little to go by is silent: a false alarm costs more than a late one.
+Each check is a function (rows, run, ended) → Diagnosis or None and an entry in CHECKS. `rows` are
+those of metrics.jsonl, `run` is run.json (run_record.describe_run), and `ended` says that no more
+rows will come. A check returns None where it has too few rows to judge: a false alarm costs more
+than a late one.
 """
 
 import math
 from dataclasses import dataclass
 from statistics import median
 
-# When something is wrong. None of these was tuned to a single run: "ours" are the runs of
-# tests/test_diagnosis.py and references/, which lie on the right side by a factor of 2 or more.
+# When something is wrong. None was tuned to a single run. "Ours" are the healthy runs of
+# tests/monitoring/test_diagnosis.py and references/: they keep a factor of 2 or more away.
 THRESHOLDS = {
-    # nats from ln(vocab), and as much more for each channel: logits of GPT-2's initialisation have
-    # a variance of 0.02² · channels, and the loss rises by half of that. "Verify loss at init":
+    # nats from ln(vocab), and so much more for each channel: the logits of GPT-2's initialisation
+    # have a variance of 0.02² · channels, and half of that adds to the loss. "Verify loss at init":
     # Karpathy 2019, A Recipe for Training Neural Networks
     'initial_loss': 0.3,
     'initial_loss_per_channel': 0.0004,
     # nats that a new model's loss falls within `early_steps` after warmup; ours fall by 1 and more
     'progress': 0.25,
     'early_steps': 200,
-    # nats under the entropy of single tokens (Shannon 1951, F1), which needs no context
+    # nats below the entropy of single tokens (Shannon 1951, F1), which a model reaches without
+    # context
     'context': 0.1,
     # nats above the first loss within the first `early_steps`: ours never rise by 0.1
     'first_rise': 0.5,
     # update / weight in a step: about 1e-3 is healthy (Karpathy 2022, makemore part 3), and early
-    # on weights of 0.02 change by up to 5e-2. Too high a rate is seen in the weights' size soon
-    # after warmup, as they outgrow it: ours have grown to 1.5 to 3.2 times what they were
+    # on weights of 0.02 change by up to 5e-2. A rate that is too high makes the weights grow soon
+    # after warmup: ours have grown to 1.5 to 3.2 times their first size
     'growth': 8.0,
     'update_high': 1.0,
     'update_low': 3e-4,
-    # gradient norm / median of the 50 logged before it, this often: spikes that hurt are rare and
-    # 10 and more times as high (PaLM, §5.1; Takase et al. 2023, Spike No More)
+    # gradient norm / median of the 50 logged before it, and how often it is so high: harmful spikes
+    # are rare and 10 and more times as high (PaLM, §5.1; Takase et al. 2023, Spike No More)
     'spike': 10.0,
     'spikes': 3,
     # median gradient norm of the last fifth / that of the fifth after warmup: ours grow to 2.1
     'climb': 5.0,
-    # median gradient norm / grad_clip: the limit should be of the norm's order, half to ten times
-    # it (Pascanu et al. 2013, §3.2)
+    # median gradient norm / grad_clip: the limit should be half to ten times the usual norm
+    # (Pascanu et al. 2013, §3.2)
     'clip': 20.0,
     # a block's gradient norm / the median of all blocks
     'dying': 1e-3,
-    # steps that decay lets a weight remember, 1/(rate · weight_decay) (Wang and Aitchison 2024, How
-    # to set AdamW's weight decay): ours remember 3,000 and more
+    # steps that a weight remembers under decay, 1/(rate · weight_decay) (Wang and Aitchison 2024,
+    # How to set AdamW's weight decay): ours remember 3,000 and more
     'memory': 300,
     # nats that validation rises over its best, in at least `after_best` evaluations
     'overfit': 0.05,
@@ -51,17 +53,19 @@ THRESHOLDS = {
     'flat': 0.002,
     # share of the time spent waiting for batches
     'data_wait': 0.25,
-    # loss scale: below 1 gradients overflow by themselves (PyTorch, docs of GradScaler)
+    # loss scale: below 1 the gradients overflow without any scaling (PyTorch, docs of GradScaler)
     'loss_scale': 1.0,
     # tokens for each parameter: 20 are compute-optimal (Hoffmann et al. 2022); this is a hundredth
     'tokens_per_parameter': 0.2,
-    # share of ln(vocab) to which a few batches are learned by heart (Karpathy 2019, see above)
-    'by_heart': 0.05,
+    # share of ln(vocab) that the loss on a few batches falls below (Karpathy 2019, see above)
+    'overfit_check': 0.05,
 }
 
 
 @dataclass(frozen=True)
 class Diagnosis:
+    """Something that looks wrong: what the numbers show, and what to do."""
+
     name: str
     evidence: str
     remedy: str
@@ -94,32 +98,33 @@ def evaluated(rows):
             and row.get('train_loss') is not None]
 
 
-def blocks(row, what):
-    """{'h.0': value, …} of a health row: the blocks', not the embeddings'."""
+def block_values(row, what):
+    """{'h.0': value, …} of a health row: of the blocks, without the embeddings."""
     prefix = f'health/{what}/h.'
     return {key.rpartition('/')[2]: value for key, value in row.items()
             if key.startswith(prefix) and value is not None}
 
 
 def first_loss(rows):
-    """What the weights knew when the run began, or None where that was not measured."""
+    """The loss of the weights that the run began with, or None where it was not measured."""
     return next((row.get('train_loss') or row.get('loss') for row in rows if row['iter'] <= 1
                  and (row.get('train_loss') or row.get('loss'))), None)
 
 
 def smooth(points, n=5):
-    """Means of n neighbours, so that a lucky batch is no progress: [(iteration, value)]."""
+    """Means of n neighbours, which a single lucky batch hardly lowers: [(iteration, value)]."""
     return [(points[i][0], sum(value for _, value in points[i - n + 1:i + 1]) / n)
             for i in range(n - 1, len(points))]
 
 
-def warmup_of(run):
+def warmup_iters(run):
+    """Iterations of warmup; decay_lr=False has none."""
     return run['config']['warmup_iters'] if run['config']['decay_lr'] else 0
 
 
 def warmed_up(rows, run):
     """The rows from the end of warmup on."""
-    return [row for row in rows if row['iter'] >= warmup_of(run)]
+    return [row for row in rows if row['iter'] >= warmup_iters(run)]
 
 
 # -----------------------------------------------------------------------------
@@ -143,7 +148,7 @@ def initial_loss(rows, run, ended):
 
 def no_progress(rows, run, ended):
     first = first_loss(rows)
-    late = warmup_of(run) + THRESHOLDS['early_steps']
+    late = warmup_iters(run) + THRESHOLDS['early_steps']
     points = smooth(column(rows, 'loss'))
     if not run['from_scratch'] or first is None or not points or points[-1][0] < late:
         return None
@@ -157,7 +162,7 @@ def no_progress(rows, run, ended):
 
 def no_context(rows, run, ended):
     unigram = run['unigram_loss']
-    late = warmup_of(run) + THRESHOLDS['early_steps']
+    late = warmup_iters(run) + THRESHOLDS['early_steps']
     points = column(rows, 'loss')
     if unigram is None or not points or points[-1][0] < late \
             or no_progress(rows, run, ended):
@@ -190,7 +195,7 @@ def first_rise(rows, run, ended):
 
 def pace(rows, run, ended):
     seen = [(row, median(found.values())) for row in rows
-            if (found := blocks(row, 'update_ratio'))]
+            if (found := block_values(row, 'update_ratio'))]
     if len(seen) < 2:
         return None
     row, highest = max(seen, key=lambda pair: pair[1])
@@ -199,17 +204,17 @@ def pace(rows, run, ended):
                          f'{highest:.0%} of their size, and 0.1% to 5% is usual',
                          'lower learning_rate (try a tenth) or lengthen warmup_iters')
     if run['from_scratch'] and seen[0][0]['iter'] == 1:
-        first = blocks(seen[0][0], 'weight_norm')
+        first = block_values(seen[0][0], 'weight_norm')
         for row, _ in seen:
-            now = blocks(row, 'weight_norm')
+            now = block_values(row, 'weight_norm')
             growth = median(now.get(name, norm) / norm for name, norm in first.items() if norm)
-            if row['iter'] <= warmup_of(run) + THRESHOLDS['early_steps'] \
+            if row['iter'] <= warmup_iters(run) + THRESHOLDS['early_steps'] \
                     and growth > THRESHOLDS['growth']:
                 return Diagnosis('rate_high', f'by iteration {row["iter"]} the weights have grown '
                                  f'to {growth:.0f} times their size, and twice is usual',
                                  'lower learning_rate (try a tenth)')
     if highest < THRESHOLDS['update_low'] and run['from_scratch'] \
-            and seen[-1][0]['iter'] > warmup_of(run):
+            and seen[-1][0]['iter'] > warmup_iters(run):
         return Diagnosis('rate_low', f'a step changes the weights by {highest:.1e} of their size '
                          'at most, and about 1e-3 is usual',
                          'raise learning_rate (try ×10), and see that grad_clip is not tiny')
@@ -255,7 +260,7 @@ def clipped(rows, run, ended):
 
 
 def dying(rows, run, ended):
-    seen = [found for row in rows if len(found := blocks(row, 'grad_norm')) > 1]
+    seen = [found for row in rows if len(found := block_values(row, 'grad_norm')) > 1]
     if len(seen) < 2:
         return None
     still = [{name for name, norm in found.items()
@@ -384,7 +389,7 @@ def overfit_check(rows, run):
     n = run['config']['overfit_batches']
     if not n or len(losses) < 2:
         return None
-    limit = THRESHOLDS['by_heart'] * math.log(run['vocab_size'])
+    limit = THRESHOLDS['overfit_check'] * math.log(run['vocab_size'])
     (_, first), (it, last) = losses[0], losses[-1]
     what = f'overfit_batches={n}: the loss went from {first:.3f} to {last:.3f} in {it} iterations'
     if last < limit:

@@ -98,9 +98,9 @@ def evaluated(rows):
             and row.get('train_loss') is not None]
 
 
-def block_values(row, what):
+def block_values(row, measure):
     """{'h.0': value, …} of a health row: of the blocks, without the embeddings."""
-    prefix = f'health/{what}/h.'
+    prefix = f'health/{measure}/h.'
     return {key.rpartition('/')[2]: value for key, value in row.items()
             if key.startswith(prefix) and value is not None}
 
@@ -127,6 +127,11 @@ def warmed_up(rows, run):
     return [row for row in rows if row['iter'] >= warmup_iters(run)]
 
 
+def is_late(points, run):
+    """True where [(iteration, value)] reach past the early steps after warmup."""
+    return bool(points) and points[-1][0] >= warmup_iters(run) + THRESHOLDS['early_steps']
+
+
 # -----------------------------------------------------------------------------
 # the start
 
@@ -135,45 +140,38 @@ def initial_loss(rows, run, ended):
     first, expected = first_loss(rows), math.log(run['vocab_size'])
     if first is None:
         return None
-    knows = f'a model that knows nothing has ln({run["vocab_size"]}) = {expected:.2f}'
+    uniform = f'a model that knows nothing has ln({run["vocab_size"]}) = {expected:.2f}'
     if not run['from_scratch'] and first > expected:
         return Diagnosis('initial_loss', f'the weights it began with have a loss of {first:.2f}, '
-                         f'and {knows}', 'was this text prepared with their tokenizer?')
+                         f'and {uniform}', 'was this text prepared with their tokenizer?')
     if run['from_scratch'] and abs(first - expected) > THRESHOLDS['initial_loss'] \
             + THRESHOLDS['initial_loss_per_channel'] * run['config']['n_embd']:
-        return Diagnosis('initial_loss', f'the first loss is {first:.2f}, but {knows}',
+        return Diagnosis('initial_loss', f'the first loss is {first:.2f}, but {uniform}',
                          'look at the initialisation, and at targets and vocabulary')
-    return None
 
 
 def no_progress(rows, run, ended):
-    first = first_loss(rows)
-    late = warmup_iters(run) + THRESHOLDS['early_steps']
-    points = smooth(column(rows, 'loss'))
-    if not run['from_scratch'] or first is None or not points or points[-1][0] < late:
+    first, points = first_loss(rows), smooth(column(rows, 'loss'))
+    if not run['from_scratch'] or first is None or not is_late(points, run):
         return None
-    least = min(value for _, value in points)
-    if first - least > THRESHOLDS['progress']:
-        return None
-    return Diagnosis('no_progress', f'after {rows[-1]["tokens"]:,} tokens the loss is {least:.2f} '
-                     f'at best (a mean of five lines), and it began at {first:.2f}',
-                     'raise learning_rate (try ×10), and see that targets are the next tokens')
+    lowest = min(value for _, value in points)
+    if first - lowest <= THRESHOLDS['progress']:
+        return Diagnosis('no_progress', f'after {rows[-1]["tokens"]:,} tokens the loss is '
+                         f'{lowest:.2f} at best (a mean of five lines), and it began at '
+                         f'{first:.2f}',
+                         'raise learning_rate (try ×10), and see that targets are the next tokens')
 
 
 def no_context(rows, run, ended):
-    unigram = run['unigram_loss']
-    late = warmup_iters(run) + THRESHOLDS['early_steps']
-    points = column(rows, 'loss')
-    if unigram is None or not points or points[-1][0] < late \
-            or no_progress(rows, run, ended):
+    unigram, points = run['unigram_loss'], column(rows, 'loss')
+    if unigram is None or not is_late(points, run) or no_progress(rows, run, ended):
         return None
     recent = median(value for _, value in points[-max(5, len(points) // 4):])
-    if recent < unigram - THRESHOLDS['context'] or recent > unigram + 3 * THRESHOLDS['context']:
-        return None
-    return Diagnosis('no_context', f'the loss stays at {recent:.2f}, and {unigram:.2f} is what '
-                     'knowing how frequent each token is gives: nothing is learned from context',
-                     'see that the targets are the inputs shifted by one, and that attention is '
-                     'causal; if they are, lower learning_rate or train longer')
+    if -THRESHOLDS['context'] <= recent - unigram <= 3 * THRESHOLDS['context']:
+        return Diagnosis('no_context', f'the loss stays at {recent:.2f}, and the frequencies of '
+                         f'single tokens alone give {unigram:.2f}: nothing is learned from context',
+                         'see that the targets are the inputs shifted by one, and that attention '
+                         'is causal; if they are, lower learning_rate or train longer')
 
 
 def first_rise(rows, run, ended):
@@ -182,18 +180,17 @@ def first_rise(rows, run, ended):
     if first is None or not points:
         return None
     it, highest = max(points, key=lambda point: point[1])
-    if highest - first < THRESHOLDS['first_rise']:
-        return None
-    return Diagnosis('first_rise', f'the loss rose from {first:.2f} to {highest:.2f} at iteration '
-                     f'{it}', f'lengthen warmup_iters ({run["config"]["warmup_iters"]} now) or '
-                     'lower learning_rate')
+    if highest - first >= THRESHOLDS['first_rise']:
+        return Diagnosis('first_rise', f'the loss rose from {first:.2f} to {highest:.2f} at '
+                         f'iteration {it}', f'lengthen warmup_iters '
+                         f'({run["config"]["warmup_iters"]} now) or lower learning_rate')
 
 
 # -----------------------------------------------------------------------------
-# the pace
+# gradients and updates
 
 
-def pace(rows, run, ended):
+def update_size(rows, run, ended):
     seen = [(row, median(found.values())) for row in rows
             if (found := block_values(row, 'update_ratio'))]
     if len(seen) < 2:
@@ -203,8 +200,8 @@ def pace(rows, run, ended):
         return Diagnosis('rate_high', f'the step of iteration {row["iter"]} changed the weights by '
                          f'{highest:.0%} of their size, and 0.1% to 5% is usual',
                          'lower learning_rate (try a tenth) or lengthen warmup_iters')
-    if run['from_scratch'] and seen[0][0]['iter'] == 1:
-        first = block_values(seen[0][0], 'weight_norm')
+    first = block_values(seen[0][0], 'weight_norm')
+    if run['from_scratch'] and seen[0][0]['iter'] == 1 and any(first.values()):
         for row, _ in seen:
             now = block_values(row, 'weight_norm')
             growth = median(now.get(name, norm) / norm for name, norm in first.items() if norm)
@@ -218,7 +215,6 @@ def pace(rows, run, ended):
         return Diagnosis('rate_low', f'a step changes the weights by {highest:.1e} of their size '
                          'at most, and about 1e-3 is usual',
                          'raise learning_rate (try ×10), and see that grad_clip is not tiny')
-    return None
 
 
 def spikes(rows, run, ended):
@@ -226,14 +222,13 @@ def spikes(rows, run, ended):
     usual = [median(value for _, value in points[i - 50:i]) for i in range(50, len(points))]
     found = [(it, norm / level) for (it, norm), level in zip(points[50:], usual, strict=True)
              if level and norm > THRESHOLDS['spike'] * level]
-    if len(found) < THRESHOLDS['spikes']:
-        return None
-    it, times = max(found, key=lambda point: point[1])
-    return Diagnosis('spikes', f'{len(found)} gradient norms were over '
-                     f'{THRESHOLDS["spike"]:.0f} times their usual, the highest {times:.0f} times '
-                     f'at iteration {it}',
-                     'lower learning_rate or beta2, lengthen warmup_iters, and see that grad_clip '
-                     'is on')
+    if len(found) >= THRESHOLDS['spikes']:
+        it, times = max(found, key=lambda point: point[1])
+        return Diagnosis('spikes', f'{len(found)} gradient norms were over '
+                         f'{THRESHOLDS["spike"]:.0f} times their usual, the highest {times:.0f} '
+                         f'times at iteration {it}',
+                         'lower learning_rate or beta2, lengthen warmup_iters, and see that '
+                         'grad_clip is on')
 
 
 def climb(rows, run, ended):
@@ -242,42 +237,36 @@ def climb(rows, run, ended):
         return None
     fifth = len(norms) // 5
     early, late = median(norms[:fifth]), median(norms[-fifth:])
-    if late < THRESHOLDS['climb'] * early:
-        return None
-    return Diagnosis('climb', f'the gradient norm has climbed from {early:.2g} to {late:.2g}',
-                     'lower learning_rate before the loss follows; weight_decay or qk_norm hold '
-                     'weights down')
+    if late >= THRESHOLDS['climb'] * early:
+        return Diagnosis('climb', f'the gradient norm has climbed from {early:.2g} to {late:.2g}',
+                         'lower learning_rate before the loss follows; weight_decay or qk_norm '
+                         'hold weights down')
 
 
 def clipped(rows, run, ended):
-    limit = run['config']['grad_clip']
-    norms = values(warmed_up(rows, run), 'grad_norm')
-    if not limit or len(norms) < 20 or median(norms) < THRESHOLDS['clip'] * limit:
-        return None
-    return Diagnosis('clipped', f'gradients have a norm of {median(norms):.2g} and are cut to '
-                     f'{limit:.2g} in nearly every step',
-                     'raise grad_clip (1.0 is usual), or lower learning_rate if the norm has grown')
+    limit, norms = run['config']['grad_clip'], values(warmed_up(rows, run), 'grad_norm')
+    if limit and len(norms) >= 20 and median(norms) >= THRESHOLDS['clip'] * limit:
+        return Diagnosis('clipped', f'gradients have a norm of {median(norms):.2g} and are cut to '
+                         f'{limit:.2g} in nearly every step', 'raise grad_clip (1.0 is usual), or '
+                         'lower learning_rate if the norm has grown')
 
 
 def dying(rows, run, ended):
     seen = [found for row in rows if len(found := block_values(row, 'grad_norm')) > 1]
-    if len(seen) < 2:
-        return None
-    still = [{name for name, norm in found.items()
-              if norm <= THRESHOLDS['dying'] * median(found.values()) > 0} for found in seen[-2:]]
-    names = sorted(still[0] & still[1])
-    if not names:
-        return None
-    return Diagnosis('dying', f'the gradient of {", ".join(names)} is '
-                     f'{seen[-1][names[0]]:.1e}, that of other blocks '
-                     f'{median(seen[-1].values()):.1e}',
-                     'is it frozen, or cut off by a detach or a norm that has collapsed?')
+    tiny = [{name for name, norm in found.items()
+             if norm <= THRESHOLDS['dying'] * median(found.values()) > 0} for found in seen[-2:]]
+    names = sorted(tiny[0] & tiny[1]) if len(tiny) == 2 else []
+    if names:
+        return Diagnosis('dying', f'the gradient of {", ".join(names)} is '
+                         f'{seen[-1][names[0]]:.1e}, that of other blocks '
+                         f'{median(seen[-1].values()):.1e}',
+                         'is it frozen, or cut off by a detach or a norm that has collapsed?')
 
 
 def forgetting(rows, run, ended):
     decay = run['config']['weight_decay']
     rate = max(values(rows, 'lr'), default=0)
-    if rate * decay * THRESHOLDS['memory'] < 1 or pace(rows, run, ended):
+    if rate * decay * THRESHOLDS['memory'] < 1 or update_size(rows, run, ended):
         return None
     usual = 1e-4 if run['config'].get('optimizer') == 'sgd' else 0.1
     remedy = 'lower learning_rate (try a tenth)' if decay <= usual else \
@@ -295,53 +284,47 @@ def foreign_validation(rows, run, ended):
     if len(evaluations) < 2 or run['config']['overfit_batches']:
         return None
     first, last = evaluations[0], evaluations[-1]
-    if last['tokens'] > 2 * run['train_tokens'] \
-            or last['train_loss'] > first['train_loss'] - THRESHOLDS['first_rise'] \
-            or min(row['val_loss'] for row in evaluations[1:]) < first['val_loss'] - 0.1:
-        return None
-    return Diagnosis('foreign_validation', f'training has brought the loss from '
-                     f'{first["train_loss"]:.2f} to {last["train_loss"]:.2f}, and validation from '
-                     f'{first["val_loss"]:.2f} to {last["val_loss"]:.2f}',
-                     'is val.bin of the same tokenizer and kind of text as train.bin? python '
-                     'prepare.py inspect shows both')
+    if last['tokens'] <= 2 * run['train_tokens'] \
+            and last['train_loss'] <= first['train_loss'] - THRESHOLDS['first_rise'] \
+            and min(row['val_loss'] for row in evaluations[1:]) >= first['val_loss'] - 0.1:
+        return Diagnosis('foreign_validation', f'training has brought the loss from '
+                         f'{first["train_loss"]:.2f} to {last["train_loss"]:.2f}, and validation '
+                         f'from {first["val_loss"]:.2f} to {last["val_loss"]:.2f}',
+                         'is val.bin of the same tokenizer and kind of text as train.bin? python '
+                         'prepare.py inspect shows both')
 
 
 def overfit(rows, run, ended):
     evaluations = evaluated(rows)
-    if not evaluations or run['config']['overfit_batches']:
+    if not evaluations or run['config']['overfit_batches'] or foreign_validation(rows, run, ended):
         return None
-    best = min(evaluations, key=lambda row: row['val_loss'])
+    best, last = min(evaluations, key=lambda row: row['val_loss']), evaluations[-1]
     after = [row for row in evaluations if row['iter'] > best['iter']]
-    if len(after) < THRESHOLDS['after_best'] or foreign_validation(rows, run, ended) \
-            or after[-1]['val_loss'] < best['val_loss'] + THRESHOLDS['overfit'] \
-            or after[-1]['train_loss'] > best['train_loss']:
-        return None
-    return Diagnosis('overfit', f'validation rises since iteration {best["iter"]} (best '
-                     f'{best["val_loss"]:.4f}, now {after[-1]["val_loss"]:.4f}) while training '
-                     f'falls to {after[-1]["train_loss"]:.4f}, after '
-                     f'{after[-1]["tokens"] / run["train_tokens"]:.3g} epochs',
-                     'stop with --patience, or use more text, more dropout or a smaller model; '
-                     '--checkpoint=best has the best weights')
+    if len(after) >= THRESHOLDS['after_best'] and last['train_loss'] <= best['train_loss'] \
+            and last['val_loss'] >= best['val_loss'] + THRESHOLDS['overfit']:
+        return Diagnosis('overfit', f'validation rises since iteration {best["iter"]} (best '
+                         f'{best["val_loss"]:.4f}, now {last["val_loss"]:.4f}) while training '
+                         f'falls to {last["train_loss"]:.4f}, after '
+                         f'{last["tokens"] / run["train_tokens"]:.3g} epochs',
+                         'stop with --patience, or use more text, more dropout or a smaller model; '
+                         '--checkpoint=best has the best weights')
 
 
 def flat(rows, run, ended):
     evaluations = [row for row in evaluated(rows) if row['iter'] > 0]
-    rates = column(rows, 'lr')
+    rates = values(rows, 'lr')
     third = len(evaluations) // 3
-    if third < 2 or not rates or rates[-1][1] < max(rate for _, rate in rates) / 2 \
-            or run['config']['overfit_batches']:
-        return None
-    def fell(key):
-        before = min(row[key] for row in evaluations[:-third])
-        return (before - min(row[key] for row in evaluations[-third:])) / before
-    if fell('train_loss') > THRESHOLDS['flat'] or fell('val_loss') > THRESHOLDS['flat'] \
+    if third < 2 or not rates or rates[-1] < max(rates) / 2 or run['config']['overfit_batches'] \
             or overfit(rows, run, ended) or foreign_validation(rows, run, ended):
         return None
-    return Diagnosis('flat', f'since iteration {evaluations[-third - 1]["iter"]} neither loss has '
-                     f'fallen (training {evaluations[-1]["train_loss"]:.4f}, validation '
-                     f'{evaluations[-1]["val_loss"]:.4f})',
-                     'let the learning rate decay; if it is low already, the model is too small '
-                     'for this text, or the text has no more to tell')
+    before, after, last = evaluations[:-third], evaluations[-third:], evaluations[-1]
+    lows = [[min(row[key] for row in part) for part in (before, after)]
+            for key in ('train_loss', 'val_loss')]
+    if all((early - late) / early <= THRESHOLDS['flat'] for early, late in lows):
+        return Diagnosis('flat', f'since iteration {before[-1]["iter"]} neither loss has fallen '
+                         f'(training {last["train_loss"]:.4f}, validation {last["val_loss"]:.4f})',
+                         'let the learning rate decay; if it is low already, the model is too '
+                         'small for this text, or the text has no more to teach')
 
 
 # -----------------------------------------------------------------------------
@@ -351,36 +334,32 @@ def flat(rows, run, ended):
 def data_wait(rows, run, ended):
     shares = values(rows, 'data_wait')
     recent = shares[len(shares) // 2:]
-    if len(shares) < 10 or median(recent) < THRESHOLDS['data_wait']:
-        return None
-    return Diagnosis('data_wait', f'{median(recent):.0%} of the time training waits for batches',
-                     'set data_in_ram=True, or put data/ on a faster disk')
+    if len(shares) >= 10 and median(recent) >= THRESHOLDS['data_wait']:
+        return Diagnosis('data_wait', f'{median(recent):.0%} of the time training waits for '
+                         'batches', 'set data_in_ram=True, or put data/ on a faster disk')
 
 
 def loss_scale(rows, run, ended):
     scales = column(rows, 'loss_scale')
-    if not scales or scales[-1][1] >= THRESHOLDS['loss_scale']:
-        return None
-    return Diagnosis('loss_scale', f'float16 overflows: the loss scale is down to '
-                     f'{scales[-1][1]:.2g} at iteration {scales[-1][0]}',
-                     'use dtype=bfloat16 or float32, or lower learning_rate')
+    if scales and scales[-1][1] < THRESHOLDS['loss_scale']:
+        return Diagnosis('loss_scale', f'float16 overflows: the loss scale is down to '
+                         f'{scales[-1][1]:.2g} at iteration {scales[-1][0]}',
+                         'use dtype=bfloat16 or float32, or lower learning_rate')
 
 
 def budget(rows, run, ended):
-    iters = rows[-1]['iter'] if rows else 0
-    if not ended or iters < THRESHOLDS['early_steps'] or not run['from_scratch'] \
-            or run['config']['overfit_batches']:
+    if not ended or not rows or rows[-1]['iter'] < THRESHOLDS['early_steps'] \
+            or not run['from_scratch'] or run['config']['overfit_batches']:
         return None
     seen = rows[-1]['tokens'] / run['parameters']
-    if seen > THRESHOLDS['tokens_per_parameter']:
-        return None
-    return Diagnosis('budget', f'it ended after {seen:.2g} tokens for each parameter, and about 20 '
-                     'are compute-optimal (Hoffmann et al. 2022)',
-                     'a smaller model would be better after the same time, or this one after more')
+    if seen <= THRESHOLDS['tokens_per_parameter']:
+        return Diagnosis('budget', f'it ended after {seen:.2g} tokens for each parameter, and '
+                         'about 20 are compute-optimal (Hoffmann et al. 2022)', 'a smaller model '
+                         'would be better after the same time, or this one after more')
 
 
-CHECKS = (initial_loss, no_progress, no_context, first_rise, pace, spikes, climb, clipped, dying,
-          forgetting, foreign_validation, overfit, flat, data_wait, loss_scale, budget)
+CHECKS = (initial_loss, no_progress, no_context, first_rise, update_size, spikes, climb, clipped,
+          dying, forgetting, foreign_validation, overfit, flat, data_wait, loss_scale, budget)
 
 
 def overfit_check(rows, run):

@@ -120,8 +120,8 @@ def float16_overflows(monkeypatch, tmp_path, data):
 def loader_slow(monkeypatch, tmp_path, data):
     original = BatchLoader.train_batch
     monkeypatch.setattr(BatchLoader, 'train_batch',
-                        lambda *arguments: time.sleep(0.02) or original(*arguments))
-    return dict(max_iters=60, lr_decay_iters=60)
+                        lambda *arguments: time.sleep(0.08) or original(*arguments))
+    return dict(max_iters=40, lr_decay_iters=40)
 
 
 def clip_tiny(monkeypatch, tmp_path, data):

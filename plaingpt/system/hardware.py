@@ -40,7 +40,7 @@ def peak_flops(device_name, dtype):
 
 
 def mfu(flops_per_s, device_name, dtype):
-    """Share of the device's peak that `flops_per_s` is, or None where the peak is not known."""
+    """Model FLOPs utilisation: the share of the device's peak that is used, None if unknown."""
     peak = peak_flops(device_name, dtype)
     return flops_per_s / peak if peak else None
 

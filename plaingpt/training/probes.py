@@ -12,23 +12,21 @@ class Probes:
     """Health every health_interval, benchmarks every eval_tasks_interval and a sample every
     sample_interval iterations, logged to `metrics`.
 
-    All processes share the work of a benchmark; health and samples are made where is_main. The
+    All processes share the work of a benchmark; health and samples are made where `writing`. The
     run's random numbers and weights stay as they are.
     """
 
-    def __init__(self, config, dataset, model, metrics, val_loader, context, group, is_main):
+    def __init__(self, config, dataset, model, metrics, val_loader, context, group, writing):
         self.config, self.model, self.metrics = config, model, metrics
         self.context, self.group = context, group
-        is_writing = is_main and not config.eval_only
-        self.health = Health(model, config.health_interval if is_writing else 0, val_loader,
-                             context)
+        self.health = Health(model, config.health_interval if writing else 0, val_loader, context)
         self.not_seen = set()  # lines printed already
         self.benchmarks = self.tokenizer = None
         if config.eval_tasks_interval:
             tokenizer = dataset.tokenizer()
             self.benchmarks = [open_benchmark(name, tokenizer, model.config.block_size)
                                for name in config.eval_tasks.split(',')]
-        if is_writing and config.sample_tokens:
+        if writing and config.sample_tokens:
             try:
                 self.tokenizer = dataset.tokenizer()
                 self.start = self.tokenizer.encode(config.sample_start).tolist() \

@@ -1,7 +1,7 @@
 """Reference curves: where a run lies beside one, and making them."""
 
 import json
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from pathlib import Path
 
 import make_reference
@@ -68,6 +68,10 @@ def test_a_setting_that_the_reference_is_too_old_to_have_has_its_default_there()
     assert 'unlike the reference' not in compared(config=new)
     sentence = compared(config={**new, 'alibi': True}, changed={'alibi': True})
     assert sentence.endswith('unlike the reference: alibi=True (there the default)')
+
+
+def test_settings_without_effect_are_settings():
+    assert {field.name for field in fields(TrainConfig)} >= references.NO_EFFECT
 
 
 def test_there_is_no_verdict_where_the_reference_has_no_evaluation():

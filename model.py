@@ -15,12 +15,9 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
-from plaingpt.inference.generation import generate
-from plaingpt.inference.pretrained import read_weights
 from plaingpt.system import cpu_kernels as cpu
 from plaingpt.system.cpu_kernels import Dropout
 from plaingpt.system.cross_entropy import ChunkedCrossEntropy, soft_capped
-from plaingpt.system.errors import UserError
 from plaingpt.system.hardware import peak_flops
 from plaingpt.training.optimizers import MuonAdamW
 
@@ -328,47 +325,20 @@ class GPT(nn.Module):
 
         Raises UserError where they cannot be had or are not GPT-2.
         """
-        shape, weights = read_weights(source)
-        model = cls(GPTConfig(**shape, dropout=dropout))
-        try:
-            model.load_weights(weights)
-        except ValueError as e:
-            raise UserError(f'{source}: its weights do not fit its configuration: {e}') from None
-        return model
-
-    @torch.no_grad()
-    def load_weights(self, weights):
-        """Copy {name: tensor}, the vocabulary without its padding. Raises ValueError that names
-        what is missing, unknown or of another shape."""
-        wanted = dict(self.named_parameters())
-        for words, names in (('it has no', wanted.keys() - weights.keys()),
-                             ('it has an unknown', weights.keys() - wanted.keys())):
-            if names:
-                more = f' and {len(names) - 1} more' if len(names) > 1 else ''
-                raise ValueError(f'{words} {min(names)}{more}')
-        for name, p in wanted.items():
-            if name in ('transformer.wte.weight', 'lm_head.weight'):
-                p = p[:self.config.vocab_size]
-            if p.shape != weights[name].shape:
-                raise ValueError(f'{name} is {tuple(weights[name].shape)}, expected '
-                                 f'{tuple(p.shape)}')
-            p.copy_(weights[name])
+        from plaingpt.inference.pretrained import load_pretrained
+        return load_pretrained(source, dropout)
 
     # -------------------------------------------------------------------------
     # generation
 
-    def generate(self, idx, max_new_tokens, temperature=1.0, top_k=None, **how):
+    def generate(self, idx, max_new_tokens, temperature=1.0, top_k=None, **sampling):
         """Append `max_new_tokens` sampled tokens to idx (B, T) → (B, T + max_new_tokens).
 
-        how: top_p, min_p, repetition_penalty … as of generation.generate. Rows that meet
-        end_of_text, where it is given, are filled up with it.
+        sampling: top_p, min_p, repetition_penalty, end_of_text … of generation.generate
         """
-        new = generate(self, idx.tolist(), max_new_tokens, temperature=temperature, top_k=top_k,
-                       **how)
-        longest = max(map(len, new))
-        end = how.get('end_of_text')
-        new = [row + [end] * (longest - len(row)) for row in new]
-        return torch.cat((idx, torch.tensor(new, dtype=idx.dtype, device=idx.device)), dim=1)
+        from plaingpt.inference.generation import generate_batch
+        return generate_batch(self, idx, max_new_tokens, temperature=temperature, top_k=top_k,
+                              **sampling)
 
 
 def keep_matmuls():

@@ -16,6 +16,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 
+from model import GPT, GPTConfig
 from plaingpt.system.errors import UserError
 
 PRETRAINED = ('gpt2', 'gpt2-medium', 'gpt2-large', 'gpt2-xl')
@@ -29,6 +30,35 @@ MASKS = re.compile(r'transformer\.h\.\d+\.attn\.(masked_)?bias')
 
 # -----------------------------------------------------------------------------
 # in
+
+
+def load_pretrained(source, dropout=0.0):
+    """'gpt2…', a folder in the Hugging Face layout or a ckpt.pt → the GPT. Raises UserError."""
+    shape, weights = read_weights(source)
+    model = GPT(GPTConfig(**shape, dropout=dropout))
+    try:
+        copy_weights(model, weights)
+    except ValueError as e:
+        raise UserError(f'{source}: its weights do not fit its configuration: {e}') from None
+    return model
+
+
+@torch.no_grad()
+def copy_weights(model, weights):
+    """Copy {name: tensor} into `model`; the vocabulary comes without padding. Raises ValueError
+    that names what is missing, unknown or of another shape."""
+    wanted = dict(model.named_parameters())
+    for words, names in (('it has no', wanted.keys() - weights.keys()),
+                         ('it has an unknown', weights.keys() - wanted.keys())):
+        if names:
+            more = f' and {len(names) - 1} more' if len(names) > 1 else ''
+            raise ValueError(f'{words} {min(names)}{more}')
+    for name, p in wanted.items():
+        if name in ('transformer.wte.weight', 'lm_head.weight'):
+            p = p[:model.config.vocab_size]
+        if p.shape != weights[name].shape:
+            raise ValueError(f'{name} is {tuple(weights[name].shape)}, expected {tuple(p.shape)}')
+        p.copy_(weights[name])
 
 
 def read_weights(source):

@@ -85,7 +85,7 @@ EXPECTED_CONTEXTS = [  # worded by hand as lm-evaluation-harness words them
 def log_likelihoods_of(folder, questions, batch_size=5, dtype=torch.float64):
     model, tokenizer, *_ = checkpoints.load(str(folder))
     model.to(dtype)
-    rows = [scoring.row_of(question, answer, tokenizer, 128)
+    rows = [scoring.encode_answer(question, answer, tokenizer, 128)
             for question in questions for answer in question.answers]
     return scoring.log_likelihoods(model, rows, batch_size, torch.no_grad(), '')
 
@@ -216,7 +216,7 @@ def test_a_published_file_is_downloaded_once_and_checked(tmp_path, monkeypatch):
     monkeypatch.setattr(scoring, 'download', download)
     for _ in range(2):
         assert len(scoring.read_questions('lambada')) == 1
-    assert asked == [scoring.BENCHMARKS['lambada'][1]]
+    assert asked == [scoring.BENCHMARKS['lambada'].url]
 
 
 @pytest.mark.parametrize(('arguments', 'words'), [

@@ -10,12 +10,7 @@ import math
 
 import torch
 
-from plaingpt.inference.next_token import (
-    choose_next_token,
-    draw_noise,
-    mark_seen,
-    penalize_repetition,
-)
+from plaingpt.inference.next_token import choose_next_token, draw_noise, mark_seen, penalize
 
 
 @torch.inference_mode()
@@ -24,30 +19,36 @@ def generate(model, prompts, max_new_tokens, *, repetition_penalty=1.0, end_of_t
     """Continue each of `prompts`, lists of ids of any lengths → the new ids of each.
 
     sampling: temperature, top_k, top_p, min_p of choose_next_token
-    repetition_penalty: see penalize_repetition
+    repetition_penalty: see penalize
     end_of_text: the id that ends a row; it is not part of what is returned
     generators: a torch.Generator for each row, so that its text does not depend on its neighbours
     on_token: called with (row, id) for each new token; True ends the row
     use_cache: False computes everything anew for each token, which is slow and gives the same
     compiled: model.hidden through torch.compile, for the steps of one token
     """
-    rows = Rows(prompts, end_of_text, on_token)
+    rows, new = [list(prompt) for prompt in prompts], [[] for _ in prompts]
+    running = set(range(len(rows)))  # the rows that have not ended
     context = Context(model, use_cache, compiled)
     seen = None
     if repetition_penalty != 1:
         seen = mark_seen(prompts, model.config.vocab_size).to(context.device)
     idx = None
     for remaining in range(max_new_tokens, 0, -1):
-        logits = context.next_logits(rows.ids, idx, remaining)  # (B, V)
+        logits = context.next_logits(rows, idx, remaining)  # (B, V)
         if seen is not None:
-            logits = penalize_repetition(logits, seen, repetition_penalty)
-        idx = choose_next_token(logits, noise=draw_noise(len(prompts), generators), **sampling)
+            logits = penalize(logits, seen, repetition_penalty)
+        idx = choose_next_token(logits, noise=draw_noise(len(rows), generators), **sampling)
         if seen is not None:
             seen.scatter_(1, idx, True)
-        rows.append(idx.flatten().tolist())  # (B, 1) → B ids
-        if not rows.running:
+        for i, token in enumerate(idx.flatten().tolist()):  # (B, 1) → B ids
+            rows[i].append(token)
+            if i in running and token != end_of_text:
+                new[i].append(token)
+            if token == end_of_text or (i in running and on_token and on_token(i, token)):
+                running.discard(i)
+        if not running:
             break
-    return rows.new
+    return new
 
 
 def generate_batch(model, idx, max_new_tokens, **sampling):
@@ -59,30 +60,6 @@ def generate_batch(model, idx, max_new_tokens, **sampling):
     longest = max(map(len, new))
     new = [row + [sampling.get('end_of_text')] * (longest - len(row)) for row in new]
     return torch.cat((idx, torch.tensor(new, dtype=idx.dtype, device=idx.device)), dim=1)
-
-
-class Rows:
-    """The texts of a batch, which end at different times. The model goes on computing rows that
-    have ended; their further tokens are not part of `new`."""
-
-    def __init__(self, prompts, end_of_text, on_token):
-        self.ids = [list(prompt) for prompt in prompts]  # prompt and all that follows
-        self.new = [[] for _ in prompts]  # what is returned
-        self.running = set(range(len(prompts)))
-        self.end_of_text, self.on_token = end_of_text, on_token
-
-    def append(self, tokens):
-        """Add the next token of each row."""
-        for i, token in enumerate(tokens):
-            self.ids[i].append(token)
-            if i in self.running and self.ends(i, token):
-                self.running.discard(i)
-
-    def ends(self, i, token):
-        if token == self.end_of_text:
-            return True
-        self.new[i].append(token)
-        return self.on_token and self.on_token(i, token)
 
 
 class Context:

@@ -1,33 +1,36 @@
 """The architectures of Hugging Face's transformers that compute the same as a GPT of ours.
 
-The table at the end says which GPTConfigs each can express; the classes translate configuration and
-weights in both directions. A field of GPTConfig that an architecture does not list must have its
-default, so that a new flag is refused by name until it is listed.
+The table at the end says which GPTConfigs each can express. A field of GPTConfig that it does not
+list must have its default, so that a new flag is refused by name until it is listed. Configuration
+and weights are translated in both directions.
 """
 
 import re
-from dataclasses import dataclass, fields, replace
+from collections.abc import Callable
+from dataclasses import dataclass, fields
 
 import torch
 
 from model import GPTConfig
 
 SIZES = ('vocab_size', 'block_size', 'n_layer', 'n_head', 'n_embd')
-ACTIVATIONS = {'gelu': ('gelu_new', 'gelu_pytorch_tanh'), 'gelu_erf': ('gelu',),
-               'relu2': ('relu2',), 'swiglu': ('silu',)}  # ours: theirs, the first is written
 ANY = None  # every value
+ACTIVATIONS = {'gelu': 'gelu_new', 'gelu_erf': 'gelu', 'relu2': 'relu2', 'swiglu': 'silu'}
+OUR_ACTIVATIONS = {theirs: ours for ours, theirs in ACTIVATIONS.items()}
+# Written for other readers; they do not change what a trained model computes.
+NOT_READ = {'architectures', 'n_ctx', 'resid_pdrop', 'embd_pdrop', 'attn_pdrop',
+            'attention_dropout'}
 
 
 @dataclass(frozen=True)
 class Architecture:
-    """What the table at the end says of each; subclasses add the translation of weights."""
-
     hf_class: str  # its class in transformers
-    expressible: dict  # GPTConfig field → the values it can have
+    # GPTConfig field → its values here; the first is meant where config.json lacks the key
+    expressible: dict
     keys: dict  # GPTConfig field → its key in config.json
-    activation_key: str  # key of the MLP's activation
-    dropout_keys: tuple  # keys of dropout, only written
-    defaults: dict  # what a config.json means that lacks a key
+    fixed: Callable  # GPTConfig → what else config.json must say
+    write_weights: Callable  # {our name: tensor}, GPTConfig → {their name: tensor}
+    read_weights: Callable  # {their name: tensor} → {our name: tensor}
 
     def refusals(self, config):
         """The fields that it cannot express, as 'field=allowed instead of value'."""
@@ -41,30 +44,27 @@ class Architecture:
 
     def write_config(self, config):
         """GPTConfig → the content of config.json, but for its model_type."""
-        return {'architectures': [self.hf_class],
-                **{key: getattr(config, field) for field, key in self.keys.items()},
-                **{key: values[0] for key, values in self.supported(config).items()},
-                self.activation_key: ACTIVATIONS[config.mlp][0],
-                **dict.fromkeys(self.dropout_keys, config.dropout)}
+        ours = {key: getattr(config, field) for field, key in self.keys.items()}
+        return {'architectures': [self.hf_class], **self.fixed(config),
+                **{key: ACTIVATIONS.get(value, value) for key, value in ours.items()}}
 
     def read_config(self, hf):
         """The content of config.json → the fields of GPTConfig but dropout.
 
         Raises ValueError, KeyError or TypeError where it says what our model does not compute."""
-        hf = {**self.defaults, **hf, **(hf.get('rope_parameters') or {})}
+        hf = {key: 'gelu_new' if value == 'gelu_pytorch_tanh' else value  # two names for one
+              for key, value in hf.items() if value is not None}
         shape = {field: values[0] for field, values in self.expressible.items() if values}
-        shape |= {field: hf[key] for field, key in self.keys.items()}
+        for field, key in self.keys.items():
+            value = hf[key] if field in SIZES else OUR_ACTIVATIONS.get(hf.get(key), hf.get(key))
+            if field in SIZES or value in self.expressible[field]:
+                shape[field] = value
         check_sizes(shape)
-        activations = {theirs: ours for ours in self.expressible['mlp']
-                       for theirs in ACTIVATIONS[ours]}
-        supported = {self.activation_key: tuple(activations), **self.supported(GPTConfig(**shape)),
-                     **{key: self.expressible[field] for field, key in self.keys.items()
-                        if self.expressible[field]}}
-        for key, values in supported.items():
-            if hf.get(key, values[0]) not in values:
-                raise ValueError(f'config.json says {key}={hf[key]!r}, and only '
-                                 f'{" or ".join(map(repr, values))} is supported')
-        return {**shape, 'mlp': activations[hf[self.activation_key]]}
+        for key, value in self.write_config(GPTConfig(**shape)).items():
+            if key not in NOT_READ and hf.get(key, value) != value:
+                raise ValueError(f'config.json says {key}={hf[key]!r}, which is not supported, as '
+                                 f'{value!r} is')
+        return shape
 
 
 def check_sizes(shape):
@@ -76,35 +76,38 @@ def check_sizes(shape):
         raise ValueError(f'n_embd={shape["n_embd"]} is not a multiple of n_head={shape["n_head"]}')
 
 
-class GPT2(Architecture):
-    # Theirs are Conv1Ds, whose weight is (in, out); a Linear's is (out, in).
-    transposed = ('c_attn.weight', 'c_proj.weight', 'c_fc.weight')
+# -----------------------------------------------------------------------------
+# GPT-2: its linear layers are Conv1Ds, whose weight is (in, out); a Linear's is (out, in)
 
-    def supported(self, config):
-        """Key → the values that mean what our model computes; the first is written."""
-        return {'layer_norm_epsilon': (1e-5,), 'scale_attn_weights': (True,),
-                'scale_attn_by_inverse_layer_idx': (False,), 'add_cross_attention': (False,),
-                'n_inner': (None, 4 * config.n_embd)}
-
-    def write_config(self, config):
-        return {**super().write_config(config), 'n_ctx': config.block_size}  # for older readers
-
-    def write_weights(self, weights, config):
-        """A model without biases gets biases of zero, which GPT-2's class must have."""
-        found = {}
-        for name, w in weights.items():
-            found[name] = w = w.t() if name.endswith(self.transposed) else w
-            if not config.bias and ('.h.' in name or '.ln_f.' in name):
-                found[name.replace('.weight', '.bias')] = torch.zeros(w.shape[-1])
-        return found
-
-    def read_weights(self, weights):
-        """OpenAI's own upload leaves the prefix of the names out."""
-        return {name if name.startswith(('transformer.', 'lm_head.')) else f'transformer.{name}':
-                w.t() if name.endswith(self.transposed) else w for name, w in weights.items()}
+TRANSPOSED = ('c_attn.weight', 'c_proj.weight', 'c_fc.weight')
 
 
-# Our module → theirs. The rows of one matrix of ours are those of several of theirs.
+def gpt2_fixed(c):
+    return {'layer_norm_epsilon': 1e-5, 'scale_attn_weights': True, 'add_cross_attention': False,
+            'scale_attn_by_inverse_layer_idx': False, 'n_inner': 4 * c.n_embd,
+            'n_ctx': c.block_size, **dict.fromkeys(('resid_pdrop', 'embd_pdrop', 'attn_pdrop'),
+                                                   c.dropout)}
+
+
+def to_gpt2(weights, config):
+    """A model without biases gets biases of zero, which GPT-2's class must have."""
+    found = {}
+    for name, w in weights.items():
+        found[name] = w = w.t() if name.endswith(TRANSPOSED) else w
+        if not config.bias and ('.h.' in name or '.ln_f.' in name):
+            found[name.replace('.weight', '.bias')] = torch.zeros(w.shape[-1])
+    return found
+
+
+def from_gpt2(weights):
+    """OpenAI's own upload leaves the prefix of the names out."""
+    return {name if name.startswith(('transformer.', 'lm_head.')) else f'transformer.{name}':
+            w.t() if name.endswith(TRANSPOSED) else w for name, w in weights.items()}
+
+
+# -----------------------------------------------------------------------------
+# Llama and Qwen3: our module → theirs, whose weights may be parts of one matrix of ours
+
 LLAMA_MODULES = {
     'transformer.wte': ['model.embed_tokens'],
     'transformer.h.#.ln_1': ['model.layers.#.input_layernorm'],
@@ -119,38 +122,34 @@ LLAMA_MODULES = {
 }
 
 
-class Llama(Architecture):
-    def supported(self, config):
-        return {'num_key_value_heads': (config.n_head,), 'mlp_bias': (config.bias,),
-                'head_dim': (config.n_embd // config.n_head,),
-                'intermediate_size': (config.mlp_width,), 'rms_norm_eps': (1e-5,),
-                'rope_theta': (10000.0,), 'rope_type': ('default',), 'rope_scaling': (None,),
-                'use_sliding_window': (False,)}
+def llama_fixed(c):
+    # The last is how transformers 5 says the two before.
+    return {'num_key_value_heads': c.n_head, 'head_dim': c.n_embd // c.n_head,
+            'intermediate_size': c.mlp_width, 'mlp_bias': c.bias, 'attention_dropout': c.dropout,
+            'rms_norm_eps': 1e-5, 'use_sliding_window': False, 'rope_theta': 10000.0,
+            'rope_scaling': None,
+            'rope_parameters': {'rope_type': 'default', 'rope_theta': 10000.0}}
 
-    def write_config(self, config):
-        hf = super().write_config(config)
-        # Version 5 of transformers has these two in one.
-        return {**hf, 'rope_parameters': {key: hf[key] for key in ('rope_type', 'rope_theta')}}
 
-    def write_weights(self, weights, config):
-        found = {}
-        for name, w in weights.items():
-            module, layer, kind = split_name(name)
-            theirs = LLAMA_MODULES.get(module, [module])
-            for part, rows in zip(theirs, w.chunk(len(theirs)), strict=True):
-                found[f'{part.replace("#", layer)}.{kind}'] = rows
-        return found
+def to_llama(weights, config):
+    found = {}
+    for name, w in weights.items():
+        module, layer, kind = split_name(name)
+        theirs = LLAMA_MODULES.get(module, [module])
+        for part, rows in zip(theirs, w.chunk(len(theirs)), strict=True):
+            found[f'{part.replace("#", layer)}.{kind}'] = rows
+    return found
 
-    def read_weights(self, weights):
-        places = {part: (module, i) for module, parts in LLAMA_MODULES.items()
-                  for i, part in enumerate(parts)}
-        found = {}  # our name → {place: rows}
-        for name, w in weights.items():
-            part, layer, kind = split_name(name)
-            module, i = places.get(part, (part, 0))
-            found.setdefault(f'{module.replace("#", layer)}.{kind}', {})[i] = w
-        return {name: torch.cat([parts[i] for i in sorted(parts)])
-                for name, parts in found.items()}
+
+def from_llama(weights):
+    ours = {part: module for module, parts in LLAMA_MODULES.items() for part in parts}
+    found = {}  # our name → {their module: rows}
+    for name, w in weights.items():
+        part, layer, kind = split_name(name)
+        name = f'{ours.get(part, part).replace("#", layer)}.{kind}'
+        found.setdefault(name, {})[part] = w
+    return {name: torch.cat([parts[part] for part in ours if part in parts] or [*parts.values()])
+            for name, parts in found.items()}
 
 
 def split_name(name):
@@ -160,27 +159,26 @@ def split_name(name):
     return module, layer[1] if layer else '', kind
 
 
-# Every architecture has these. Dropout and initialisation do not change a trained model.
-COMMON = {**dict.fromkeys((*SIZES, 'dropout', 'zero_init'), ANY), 'tied_head': (True, False)}
-LLAMA = Llama(
-    hf_class='LlamaForCausalLM',
-    expressible={**COMMON, 'rotary': (True,), 'rmsnorm': (True,), 'mlp': ('swiglu',),
-                 'bias': (True, False)},
-    keys={'vocab_size': 'vocab_size', 'block_size': 'max_position_embeddings',
-          'n_layer': 'num_hidden_layers', 'n_head': 'num_attention_heads',
-          'n_embd': 'hidden_size', 'tied_head': 'tie_word_embeddings', 'bias': 'attention_bias'},
-    activation_key='hidden_act', dropout_keys=('attention_dropout',),
-    defaults={'tie_word_embeddings': False, 'attention_bias': False, 'rms_norm_eps': 1e-6})
+# -----------------------------------------------------------------------------
+# the table
+
+# Dropout and initialisation do not change what a trained model computes.
+COMMON = dict.fromkeys((*SIZES, 'dropout', 'zero_init'), ANY)
+GPT2 = {**COMMON, 'mlp': ('gelu', 'gelu_erf', 'relu2'), 'bias': (True, False),
+        'tied_head': (True, False)}
+LLAMA = {**COMMON, 'rotary': (True,), 'rmsnorm': (True,), 'mlp': ('swiglu',),
+         'bias': (False, True), 'tied_head': (False, True)}
+QWEN3 = {**LLAMA, 'qk_norm': (True,), 'bias': (False,)}
+GPT2_KEYS = {
+    'vocab_size': 'vocab_size', 'block_size': 'n_positions', 'n_layer': 'n_layer',
+    'n_head': 'n_head', 'n_embd': 'n_embd', 'mlp': 'activation_function',
+    'tied_head': 'tie_word_embeddings'}
+LLAMA_KEYS = {
+    'vocab_size': 'vocab_size', 'block_size': 'max_position_embeddings',
+    'n_layer': 'num_hidden_layers', 'n_head': 'num_attention_heads', 'n_embd': 'hidden_size',
+    'mlp': 'hidden_act', 'tied_head': 'tie_word_embeddings', 'bias': 'attention_bias'}
 ARCHITECTURES = {
-    'gpt2': GPT2(
-        hf_class='GPT2LMHeadModel',
-        expressible={**COMMON, 'mlp': ('gelu', 'gelu_erf', 'relu2'), 'bias': (True, False)},
-        keys={'vocab_size': 'vocab_size', 'block_size': 'n_positions', 'n_layer': 'n_layer',
-              'n_head': 'n_head', 'n_embd': 'n_embd', 'tied_head': 'tie_word_embeddings'},
-        activation_key='activation_function',
-        dropout_keys=('resid_pdrop', 'embd_pdrop', 'attn_pdrop'),
-        defaults={'tie_word_embeddings': True, 'activation_function': 'gelu_new'}),
-    'llama': LLAMA,
-    'qwen3': replace(LLAMA, hf_class='Qwen3ForCausalLM', expressible={
-        **LLAMA.expressible, 'qk_norm': (True,), 'bias': (False,)}),
+    'gpt2': Architecture('GPT2LMHeadModel', GPT2, GPT2_KEYS, gpt2_fixed, to_gpt2, from_gpt2),
+    'llama': Architecture('LlamaForCausalLM', LLAMA, LLAMA_KEYS, llama_fixed, to_llama, from_llama),
+    'qwen3': Architecture('Qwen3ForCausalLM', QWEN3, LLAMA_KEYS, llama_fixed, to_llama, from_llama),
 }

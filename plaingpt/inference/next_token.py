@@ -46,7 +46,7 @@ def draw_noise(n_rows, generators=None):
     return torch.cat([torch.rand(1, 1, dtype=torch.double, generator=g) for g in generators])
 
 
-def penalize_repetition(logits, seen, penalty):
+def penalize(logits, seen, penalty):
     """Make tokens that are in the text already less likely (more, below 1): Keskar et al. 2019,
     section 4.1. logits (B, V), seen (B, V) bool."""
     return torch.where(seen, torch.where(logits > 0, logits / penalty, logits * penalty), logits)

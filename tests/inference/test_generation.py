@@ -6,7 +6,7 @@ import torch.nn.functional as F
 
 from model import GPT, CausalSelfAttention, GPTConfig
 from plaingpt.inference.generation import context_start, generate
-from plaingpt.inference.next_token import choose_next_token, penalize_repetition
+from plaingpt.inference.next_token import choose_next_token, penalize
 from plaingpt.inference.weight_layout import prepare_for_generation
 
 SMALL = dict(block_size=16, vocab_size=65, n_layer=2, n_head=4, n_embd=32)
@@ -55,7 +55,7 @@ def uncached(model, prompt, n, temperature, generator, penalty=1.0):
         logits = model(torch.tensor([context]))[0][:, -1]
         if penalty != 1:
             seen = torch.tensor([[i in text for i in range(65)]])
-            logits = penalize_repetition(logits, seen, penalty)
+            logits = penalize(logits, seen, penalty)
         noise = torch.rand(1, 1, dtype=torch.double, generator=generator)
         token = choose_next_token(logits, temperature, top_k=20, noise=noise).item()
         new.append(token)

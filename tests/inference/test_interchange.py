@@ -88,7 +88,8 @@ def shaken(**flags):
     ('llama', dict(rotary=True, rmsnorm=True, mlp='swiglu', tied_head=False)),
     ('qwen3', dict(rotary=True, rmsnorm=True, mlp='swiglu', qk_norm=True, tied_head=False)),
 ])
-def test_what_we_export_has_the_same_logits_in_transformers_and_when_read_back(tmp_path, name, flags, bias):
+def test_an_export_has_the_same_logits_in_transformers_and_when_read_back(
+        tmp_path, name, flags, bias):
     from transformers import AutoModelForCausalLM
     ours = shaken(**flags, bias=bias and name != 'qwen3')
     export.write_hf(tmp_path, ours, tokenizers.ByteTokenizer(), '')
@@ -111,6 +112,18 @@ def test_the_flag_that_prevents_an_export_is_named(tmp_path, flags, words):
     with pytest.raises(UserError, match=words):
         export.write_hf(tmp_path, shaken(**flags), tokenizers.ByteTokenizer(), '')
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(('key', 'value'), [
+    ('num_key_value_heads', 2), ('rms_norm_eps', 1e-6), ('hidden_act', 'gelu'), ('mlp_bias', False),
+    ('rope_parameters', {'rope_type': 'linear', 'rope_theta': 10000.0, 'factor': 2.0})])
+def test_a_llama_that_computes_something_else_is_refused_by_name(tmp_path, key, value):
+    ours = shaken(rotary=True, rmsnorm=True, mlp='swiglu')
+    export.write_hf(tmp_path, ours, tokenizers.ByteTokenizer(), '')
+    config = json.loads((tmp_path / 'config.json').read_text())
+    (tmp_path / 'config.json').write_text(json.dumps({**config, key: value}))
+    with pytest.raises(UserError, match=f'config.json says {key}='):
+        GPT.from_pretrained(tmp_path)
 
 
 @dataclass

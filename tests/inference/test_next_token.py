@@ -3,7 +3,7 @@ import math
 import pytest
 import torch
 
-from plaingpt.inference.next_token import choose_next_token, penalize_repetition
+from plaingpt.inference.next_token import choose_next_token, penalize
 
 
 def possible(logits, **options):
@@ -57,4 +57,4 @@ def test_what_has_no_probability_is_never_chosen():
 def test_the_repetition_penalty_lowers_what_was_there():
     logits = torch.tensor([[2.0, -1.0, 3.0]])
     seen = torch.tensor([[True, True, False]])
-    assert penalize_repetition(logits, seen, 2.0).tolist() == [[1.0, -2.0, 3.0]]
+    assert penalize(logits, seen, 2.0).tolist() == [[1.0, -2.0, 3.0]]

@@ -1,5 +1,6 @@
 import json
 import math
+import shutil
 
 import numpy as np
 import pytest
@@ -7,6 +8,8 @@ import torch
 from helpers import ROOT, fails, torchrun
 
 import evaluate
+import export
+import sample
 from model import GPT, GPTConfig
 from plaingpt.corpus.dataset import open_dataset
 from plaingpt.corpus.tokenizers import ByteTokenizer
@@ -176,6 +179,18 @@ def test_the_validation_loss_is_that_of_each_token_once(trained, char_data, tmp_
     # a character of this text is a byte, so bits a byte are bits a token
     assert scores['bits_per_byte'] == pytest.approx(scores['loss'] / math.log(2), rel=1e-3)
     assert 0 < scores['loss_stderr'] < 0.1
+
+
+def test_a_run_of_an_older_version_is_sampled_evaluated_and_exported(tmp_path, capsys):
+    shutil.copytree(ROOT / 'tests/data/format_1', tmp_path / 'old')
+    run = f'--out_dir={tmp_path}/old/run'
+    scores = scores_of(tmp_path, run, f'--dataset={tmp_path}/old/dataset')['val']
+    state = json.loads(next((tmp_path / 'old/run').rglob('state.json')).read_text())
+    assert scores['loss'] == pytest.approx(state['val_loss'], abs=0.05)  # that of a few batches
+    sample.main([run, '--start=The', '--num_samples=1', '--max_new_tokens=9', '--device=cpu'])
+    assert '\nThe' in capsys.readouterr().out
+    export.main([run, f'--dest={tmp_path}/hf'])
+    assert GPT.from_pretrained(tmp_path / 'hf').config.n_layer == state['model']['n_layer']
 
 
 def test_the_loss_does_not_depend_on_batch_size_or_processes(trained, tmp_path):

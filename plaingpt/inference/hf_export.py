@@ -81,7 +81,7 @@ def hf_tokenizer(tokenizer):
     else:
         tokens = [tokenizer.decode_bytes([i]) for i in range(end)]
         vocab = {as_printable(token): i for i, token in enumerate(tokens)}
-        merges = [' '.join(map(as_printable, pair)) for pair in merges_of(tokens)]
+        merges = [' '.join(map(as_printable, pair)) for pair in find_merges(tokens)]
         # Its pattern for cutting text is GPT-2's, and ours.
         cut = {'type': 'ByteLevel', 'add_prefix_space': False, 'trim_offsets': True,
                'use_regex': kind != 'byte'}
@@ -102,7 +102,7 @@ def hf_tokenizer(tokenizer):
     }
 
 
-def merges_of(tokens):
+def find_merges(tokens):
     """The bytes of all tokens, in order of rank → the two parts that each was merged from."""
     rank = {token: i for i, token in enumerate(tokens)}
     merges = []

@@ -20,7 +20,7 @@ from tqdm import tqdm
 from configurator import load_config
 from model import GPT, GPTConfig
 from plaingpt.corpus.batches import BatchLoader, fits_in_ram
-from plaingpt.corpus.dataset import UNFINISHED, folder_of, open_dataset
+from plaingpt.corpus.dataset import UNFINISHED, dataset_folder, open_dataset
 from plaingpt.monitoring import run_summary as run_report
 from plaingpt.monitoring.backends import open_backends
 from plaingpt.monitoring.health import Health
@@ -66,7 +66,7 @@ from plaingpt.training.training_step import forward_backward, update
 
 def find_dataset(name, world):
     """Open data/<name>. A small corpus that is not prepared yet is prepared now."""
-    folder = folder_of(name)
+    folder = dataset_folder(name)
     if world.local_rank == 0 and folder.parts == ('data', name) \
             and not (folder / 'meta.json').exists() and not any(folder.glob('*.bin')) \
             and not (folder / UNFINISHED).exists():

@@ -61,7 +61,7 @@ def quiet(calls, *argv):
     os.environ['TIKTOKEN_CACHE_DIR'] = str(SHARED / 'tiktoken_cache')
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
     os.dup2(1, 2)
-    encoding.BATCH = 2**15  # so that few documents are many batches
+    encoding.BATCH_CHARS = 2**15  # so that few documents are many batches
     prepare.main(list(argv))
 
 
@@ -147,7 +147,7 @@ def test_killed_between_any_two_changes_of_the_disk_it_writes_the_same(
 
 @pytest.mark.parametrize('num_proc', [1, 3, 4])
 def test_the_number_of_threads_does_not_change_the_files(num_proc, inputs, tmp_path, monkeypatch):
-    monkeypatch.setattr(encoding, 'BATCH', 2**14)
+    monkeypatch.setattr(encoding, 'BATCH_CHARS', 2**14)
     prepare.main(command('text', inputs, tmp_path / 'a', 2))
     prepare.main(command('text', inputs, tmp_path / 'b', num_proc))
     assert contents(tmp_path / 'a') == contents(tmp_path / 'b')
@@ -167,7 +167,7 @@ def stop_early(monkeypatch, argv):
             raise Killed
 
     monkeypatch.setattr(encoding, 'write_json', write_json)
-    monkeypatch.setattr(encoding, 'BATCH', 2**15)
+    monkeypatch.setattr(encoding, 'BATCH_CHARS', 2**15)
     with pytest.raises(Killed):
         prepare.main(argv)
     monkeypatch.setattr(encoding, 'write_json', real)
@@ -184,7 +184,7 @@ def test_what_is_done_is_not_done_again(inputs, tmp_path, monkeypatch, capsys):
                         lambda *a: encoded.append(real(*a)) or encoded[-1])
     capsys.readouterr()
     prepare.main(argv)
-    assert f'going on after {done:,} tokens' in capsys.readouterr().out and done > 50_000
+    assert f'resuming after {done:,} tokens' in capsys.readouterr().out and done > 50_000
     again = sum(len(part.ids) for parts in encoded for part in parts.values())
     splits = open_dataset(tmp_path / 'd').meta['splits']
     assert done + again == sum(split['tokens'] for split in splits.values())

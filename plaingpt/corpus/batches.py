@@ -50,18 +50,17 @@ def permute(indices, n, k):
     Black and Rogaway 2002, "Ciphers with arbitrary finite domains"). Takes as much memory as
     `indices`, whatever n is.
     """
-    half = np.uint64(max(1, ((n - 1).bit_length() + 1) // 2))
-    mask = (np.uint64(1) << half) - np.uint64(1)
-    out = np.array(indices, dtype=np.uint64)
-    todo = np.arange(len(out))
-    while len(todo):
-        x = out[todo]
-        left, right = x >> half, x & mask
+    half_bits = np.uint64(max(1, ((n - 1).bit_length() + 1) // 2))  # b
+    mask = (np.uint64(1) << half_bits) - np.uint64(1)
+    images = np.array(indices, dtype=np.uint64)
+    outside = np.arange(len(images))
+    while len(outside):
+        left, right = images[outside] >> half_bits, images[outside] & mask
         for r in range(6):
             left, right = right, left ^ (mix(right + k + key(r)) & mask)
-        out[todo] = (left << half) | right
-        todo = todo[out[todo] >= n]
-    return out.astype(np.int64)
+        images[outside] = (left << half_bits) | right
+        outside = outside[images[outside] >= n]
+    return images.astype(np.int64)
 
 
 # -----------------------------------------------------------------------------
@@ -99,7 +98,7 @@ class BatchLoader:
         # One sequence fewer than would fit leaves room to shift the tiling by up to block_size - 1.
         self.sequences_per_epoch = max(1, (len(stream) - block_size) // block_size)
         spare = len(stream) - 1 - self.sequences_per_epoch * block_size
-        self.phases = min(block_size, spare + 1)
+        self.phases = min(block_size, spare + 1)  # tokens at which a tiling can start
         self.eval_sequences = (len(stream) - 1) // block_size
 
     def sequences_before(self, step):

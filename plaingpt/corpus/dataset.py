@@ -11,7 +11,7 @@ from plaingpt.corpus import tokenizers
 from plaingpt.system.errors import UserError
 
 FORMAT_VERSION = 1
-UNFINISHED = 'unfinished'  # prepare.py's folder for what is not complete yet
+UNFINISHED = 'unfinished'  # prepare.py's folder for files that are not complete yet
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ class Dataset:
 
 
 def open_dataset(folder):
-    """Read what `folder` holds: ours (meta.json), nanoGPT's bare .bin files, or llm.c's shards.
+    """Open a folder that prepare.py wrote, or one with nanoGPT's .bin files or llm.c's shards.
 
     A folder without meta.json is taken to hold GPT-2 tokens. Raises UserError.
     """

@@ -79,6 +79,13 @@ def test_a_step_asked_for_at_once_is_the_step_reached_from_zero(tmp_path):
     at_once.close()
 
 
+def test_a_resumed_loader_counts_what_steps_of_another_size_took(tmp_path):
+    loader = BatchLoader(stream(tmp_path, np.arange(3000) % 256), 8, 4, micro_steps=3)
+    loader.resume_at(5, 100)
+    assert loader.sequences_before(5) == 100 and loader.tokens_before(6) == (100 + 12) * 8
+    assert loader.sequence_ids(5, 0).tolist() == [100, 101, 102, 103]
+
+
 def test_targets_are_the_next_tokens(tmp_path):
     loader = BatchLoader(stream(tmp_path, np.arange(1000)), 8, 4)
     idx, targets = loader.train_batch(3, 0)

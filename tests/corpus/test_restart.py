@@ -24,7 +24,7 @@ DOCUMENTS = 1000
 
 @pytest.fixture(scope='module')
 def inputs(tmp_path_factory):
-    """The same documents as files of JSON lines, in a folder laid out like the hub's, and as text."""
+    """The same documents as JSON lines, in a folder laid out like the hub's, and as one text."""
     folder = tmp_path_factory.mktemp('inputs')
     chance = random.Random(0)
     words = ['to', 'be', 'or', 'not', 'that', 'is', 'the', 'question', 'whether', 'nobler']

@@ -64,7 +64,6 @@ class BenchConfig(TrainConfig):
     seeds: int = 3  # grid: of each training
     target_loss: float = 0.0  # grid: time to this validation loss; 0: 5% above the default's last
     real_data: bool = False  # speed: batches from the dataset, not one of random tokens
-    vocab_size: int = 0  # where the dataset is not prepared; 0 for the dataset's
     json: bool = False  # print JSON: speed, ladder, grid, data
     save: str = ''  # a folder for CSV, table and picture of the same four, such as results
 

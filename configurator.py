@@ -198,10 +198,19 @@ def help_text(cls, doc=''):
 
 
 def commented_fields(cls):
-    """Yield ('section', None, text) and ('field', name, comment) in source order, those of a
-    dataclass that `cls` extends first."""
-    if dataclasses.is_dataclass(cls.__base__):
-        yield from commented_fields(cls.__base__)
+    """Yield ('section', None, text) and ('field', name, comment) in source order, each field once;
+    those of a dataclass that `cls` extends come last."""
+    known = set()
+    for owner in cls.__mro__:
+        if dataclasses.is_dataclass(owner):
+            for kind, name, text in comments_of(owner):
+                if name not in known:
+                    yield kind, name, text
+                known |= {name} - {None}
+
+
+def comments_of(cls):
+    """The same of one class alone, fields that it shares with another included."""
     source = inspect.getsource(cls)
     names = {f.name for f in dataclasses.fields(cls)}
     line_name = None

@@ -1,51 +1,83 @@
-"""GPT-2 in one file: configuration, model, loss, optimizer, FLOPs, generation.
+"""GPT-2 in one file: configuration, layers, initialisation, forward pass, loss.
 
-Radford et al. 2019, "Language Models are Unsupervised Multitask Learners"; the released code,
-https://github.com/openai/gpt-2, settles what the paper leaves open. Parameter names are nanoGPT's.
-What newer models do otherwise stands behind flags of GPTConfig, and is off unless asked for.
+Radford et al. 2019, "Language Models are Unsupervised Multitask Learners"; what the paper leaves
+open follows the released code, https://github.com/openai/gpt-2. Parameter names are nanoGPT's.
+Newer parts stand behind flags of GPTConfig, each off unless asked for.
 
-B batch, T tokens in a sequence, C = n_embd, H = n_head, V vocabulary.
+B batch, T tokens in a sequence, C = n_embd, H = n_head, D = C/H, V vocabulary.
 """
 
 import math
 from dataclasses import dataclass, replace
+from typing import Literal
 
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
-from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
-from plaingpt.inference.generation import generate
-from plaingpt.inference.pretrained import read_weights
-from plaingpt.system import cpu_kernels as cpu
+from plaingpt.system import cpu_kernels
 from plaingpt.system.cpu_kernels import Dropout
-from plaingpt.system.cross_entropy import ChunkedCrossEntropy, soft_capped
-from plaingpt.system.errors import UserError
-from plaingpt.system.hardware import peak_flops
-from plaingpt.training.optimizers import MuonAdamW
+from plaingpt.system.cross_entropy import chunked_cross_entropy, soft_capped
+from plaingpt.system.recompute import recomputed
 
 VOCAB_MULTIPLE = 128  # matmuls are fast when their sizes divide by powers of two
+
+# -----------------------------------------------------------------------------
+# the MLP's activations
+
+
+def gelu(x):
+    """GPT-2 was trained with the approximation by tanh (Hendrycks and Gimpel 2016)."""
+    return F.gelu(x, approximate='tanh')
+
+
+def gelu_erf(x):
+    """GELU as it is defined, and as nanoGPT has it; on a CPU several times as fast."""
+    return F.gelu(x)
+
+
+def relu2(x):
+    """So et al. 2021, "Primer"."""
+    return F.relu(x).square()
+
+
+def swiglu(x):
+    """Shazeer 2020: one half of the hidden units gates the other."""
+    gate, up = x.chunk(2, dim=-1)
+    return F.silu(gate) * up
+
+
+ACTIVATIONS = {'gelu': gelu, 'gelu_erf': gelu_erf, 'relu2': relu2, 'swiglu': swiglu}
+
+
+# -----------------------------------------------------------------------------
+# configuration: every field is a setting of train.py, and its comment the help text
 
 
 @dataclass
 class GPTConfig:
     """The shape of a GPT. The defaults are GPT-2 124M."""
 
-    block_size: int = 1024  # longest context, in tokens
-    vocab_size: int = 50257
-    n_layer: int = 12
-    n_head: int = 12
-    n_embd: int = 768
-    dropout: float = 0.0
-    bias: bool = True  # in Linears and LayerNorms, as in GPT-2; False is a bit better and faster
-    # newer than GPT-2
-    rotary: bool = False  # positions turn queries and keys (Su et al. 2021); none are learned
-    rmsnorm: bool = False  # for LayerNorm (Zhang and Sennrich 2019)
-    qk_norm: bool = False  # normalise queries and keys (Dehghani et al. 2023, §2)
-    mlp: str = 'gelu'  # or 'gelu_erf' (exact), 'relu2' (So et al. 2021), 'swiglu' (Shazeer 2020)
+    # model
+    block_size: int = 1024  # tokens in a sequence
+    vocab_size: int = 50257  # tokens that there are
+    n_layer: int = 12  # blocks
+    n_head: int = 12  # attention heads
+    n_embd: int = 768  # channels
+    dropout: float = 0.0  # 0 to pretrain; 0.1 and more to fine-tune or for little text
+    bias: bool = True  # biases in Linears and LayerNorms, as in GPT-2; without is a bit better
+    # model: newer than GPT-2
+    rotary: bool = False  # rotary positions instead of learned ones (Su et al. 2021)
+    rmsnorm: bool = False  # RMSNorm instead of LayerNorm (Zhang and Sennrich 2019)
+    qk_norm: bool = False  # normalise queries and keys (Dehghani et al. 2023, section 2)
+    mlp: Literal[*ACTIVATIONS] = 'gelu'  # the MLP's activation
     tied_head: bool = True  # the head's weight is the embedding's (Press and Wolf 2017)
-    logit_softcap: float = 0.0  # logits within ±this, by tanh (Gemma 2, 2024, §2); 0 for no cap
+    logit_softcap: float = 0.0  # keep logits within ± this (Gemma 2, 2024, section 2); 0 for no cap
     zero_init: bool = False  # output projections begin at zero, so each branch as nothing
+
+    @property
+    def learned_positions(self):
+        return not self.rotary
 
     @property
     def padded_vocab_size(self):
@@ -53,12 +85,25 @@ class GPTConfig:
 
     @property
     def mlp_width(self):
-        """Hidden units of an MLP. SwiGLU's have two weights into them, so fewer cost the same."""
+        """Hidden units of an MLP. SwiGLU has two matrices into them, so fewer cost the same."""
         return 4 * self.n_embd if self.mlp != 'swiglu' else math.ceil(8 * self.n_embd / 3 / 32) * 32
 
     @property
     def c_fc_width(self):
         return 2 * self.mlp_width if self.mlp == 'swiglu' else self.mlp_width
+
+    def problems(self):
+        """Fields that contradict each other, a line each."""
+        if self.n_embd % self.n_head:
+            return [f'n_embd={self.n_embd} is not a multiple of n_head={self.n_head}']
+        if self.rotary and self.n_embd // self.n_head % 2:
+            return ['rotary=True turns pairs of channels, but n_embd / n_head = '
+                    f'{self.n_embd // self.n_head} is odd']
+        return []
+
+
+# -----------------------------------------------------------------------------
+# layers
 
 
 class RMSNorm(nn.RMSNorm):
@@ -88,9 +133,9 @@ def rotate(x, cos, sin):
 
 
 def attention(q, k, v, dropout):
-    """Causal attention, by what is fastest. q, k, v (B, H, T, D) → (B, H, T, D)."""
-    if cpu.attention_gains(q):
-        return cpu.attention(q, k, v, dropout)
+    """Causal attention, by the fastest kernel. q, k, v (B, H, T, D) → (B, H, T, D)."""
+    if cpu_kernels.attention_gains(q):
+        return cpu_kernels.attention(q, k, v, dropout)
     return F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=True)
 
 
@@ -109,14 +154,14 @@ class CausalSelfAttention(nn.Module):
     def forward(self, x, rotary=None, cache=None):
         B, T, C = x.shape
         q, k, v = (t.view(B, T, self.n_head, C // self.n_head)
-                   for t in self.c_attn(x).split(C, dim=2))  # 3 × (B, T, H, D), D = C/H
+                   for t in self.c_attn(x).split(C, dim=2))  # 3 × (B, T, H, D)
         q, k, v = (t.transpose(1, 2) for t in (self.q_norm(q), self.k_norm(k), v))  # (B, H, T, D)
         if rotary is not None:
             q, k = rotate(q, *rotary), rotate(k, *rotary)
         if cache is None:
             y = attention(q, k, v, self.dropout if self.training else 0.0)
-        else:  # generation.py: the tokens before these come from there
-            y = F.scaled_dot_product_attention(q, *cache.extend(k, v))  # k, v, mask
+        else:  # generation: earlier tokens' keys and values come from the cache, with a mask
+            y = F.scaled_dot_product_attention(q, *cache.extend(k, v))
         y = y.transpose(1, 2).reshape(B, T, C)  # (B, H, T, D) → (B, T, C)
         return self.resid_dropout(self.c_proj(y))
 
@@ -133,28 +178,6 @@ class MLP(nn.Module):
         return self.dropout(self.c_proj(self.activation(self.c_fc(x))))
 
 
-def gelu(x):
-    """GPT-2 was trained with the approximation by tanh (Hendrycks and Gimpel 2016)."""
-    return F.gelu(x, approximate='tanh')
-
-
-def gelu_erf(x):
-    """GELU as it is defined, and as nanoGPT has it. On a CPU several times as fast."""
-    return F.gelu(x)
-
-
-def relu2(x):
-    return F.relu(x).square()
-
-
-def swiglu(x):
-    gate, up = x.chunk(2, dim=-1)
-    return F.silu(gate) * up
-
-
-ACTIVATIONS = {'gelu': gelu, 'gelu_erf': gelu_erf, 'relu2': relu2, 'swiglu': swiglu}
-
-
 class Block(nn.Module):
     def __init__(self, config):
         super().__init__()
@@ -169,14 +192,19 @@ class Block(nn.Module):
         return x
 
 
+# -----------------------------------------------------------------------------
+# the network
+
+
 class GPT(nn.Module):
     def __init__(self, config):
         super().__init__()
-        assert config.n_embd % config.n_head == 0
+        assert not config.problems(), config.problems()
         self.config = config
         self.transformer = nn.ModuleDict({
             'wte': nn.Embedding(config.padded_vocab_size, config.n_embd),
-            **({} if config.rotary else {'wpe': nn.Embedding(config.block_size, config.n_embd)}),
+            **({'wpe': nn.Embedding(config.block_size, config.n_embd)}
+               if config.learned_positions else {}),
             'drop': Dropout(config.dropout),
             'h': nn.ModuleList(Block(config) for _ in range(config.n_layer)),
             'ln_f': norm(config, config.n_embd),
@@ -197,8 +225,8 @@ class GPT(nn.Module):
     def init_weights(self):
         """All weights from N(0, 0.02²), those that end a residual branch from N(0, 0.02²/2L).
 
-        With zero_init the latter are 0, and so is a head of its own: the model begins as a lookup
-        of embeddings, all tokens equally likely, and each branch grows as far as it helps."""
+        With zero_init the latter are 0, and so is an untied head: the model begins as a lookup of
+        embeddings, all tokens equally likely, and each branch grows as far as it helps."""
         config = self.config
         for name, p in self.named_parameters():
             # Each of the 2L branches adds its variance to the residual stream (GPT-2, §2.3).
@@ -221,9 +249,8 @@ class GPT(nn.Module):
         x = self.hidden(idx)  # (B, T, C)
         if targets is not None and self.loss_chunk_tokens:
             weight = self.lm_head.weight[:self.config.vocab_size]  # (V, C)
-            return None, ChunkedCrossEntropy.apply(x.flatten(0, 1), weight, targets.flatten(),
-                                                   self.loss_chunk_tokens,
-                                                   self.config.logit_softcap)
+            return None, chunked_cross_entropy(x.flatten(0, 1), weight, targets.flatten(),
+                                               self.loss_chunk_tokens, self.config.logit_softcap)
         logits = self.logits(x)  # (B, T, V)
         if targets is None:
             return logits, None
@@ -232,7 +259,7 @@ class GPT(nn.Module):
     def hidden(self, idx, cache=None):
         """idx (B, T) → what the head reads the next token from, (B, T, C).
 
-        cache: what generation.py keeps of the tokens before these; these are added.
+        cache: of plaingpt/inference/generation.py, with the tokens before these; these are added
         """
         T = idx.size(1)
         assert self.config.block_size >= T, f'{T} tokens > block_size {self.config.block_size}'
@@ -240,52 +267,23 @@ class GPT(nn.Module):
         layers = [None] * len(self.transformer.h) if cache is None else cache.layers
         x = self.transformer.wte(idx)  # (B, T, C)
         rotary = None
+        if self.config.learned_positions:
+            x = x + self.transformer.wpe.weight[positions]  # (B, T, C) + (T, C)
         if self.config.rotary:
             # 2 × (1, T, D), or (B, 1, T, D) where a batch's positions differ
             rotary = self.cos[positions].unsqueeze(-3), self.sin[positions].unsqueeze(-3)
-        else:
-            x = x + self.transformer.wpe.weight[positions]  # (B, T, C) + (T, C)
         x = self.transformer.drop(x)
         for block, layer in zip(self.transformer.h, layers, strict=True):
-            x = self.run_block(block, x, rotary, layer)
+            if self.activation_checkpointing == 'none' or not torch.is_grad_enabled():
+                x = block(x, rotary, layer)
+            else:
+                x = recomputed(block, self.activation_checkpointing, x, rotary)
         return self.transformer.ln_f(x)
-
-    def run_block(self, block, x, rotary, cache):
-        """x (B, T, C) → (B, T, C), keeping for the backward pass what the setting says."""
-        if self.activation_checkpointing == 'none' or not torch.is_grad_enabled():
-            return block(x, rotary, cache)
-        if self.activation_checkpointing == 'full':
-            return checkpoint(block, x, rotary, use_reentrant=False)
-        return checkpoint(block, x, rotary, use_reentrant=False, context_fn=keep_matmuls)
 
     def logits(self, x):
         """(…, C) → (…, V). The padding of the vocabulary is cut off here and shows nowhere."""
         logits = self.lm_head(x)[..., :self.config.vocab_size]
         return soft_capped(logits, self.config.logit_softcap)
-
-    # -------------------------------------------------------------------------
-    # optimizer
-
-    def configure_optimizers(self, weight_decay, learning_rate, betas, device_type,
-                             optimizer='adamw', momentum=0.95):
-        """AdamW, SGD with Nesterov's momentum, or Muon for the blocks' matrices with AdamW for the
-        rest. Matrices and embeddings decay, biases and norms do not."""
-        params = [p for p in self.parameters() if p.requires_grad]
-        decayed = {'params': [p for p in params if p.dim() >= 2], 'weight_decay': weight_decay}
-        plain = {'params': [p for p in params if p.dim() < 2], 'weight_decay': 0.0}
-        fused = device_type in ('cuda', 'cpu', 'mps')
-        if optimizer == 'muon':
-            blocks = set(self.transformer.h.parameters())
-            matrices = {**decayed, 'params': [p for p in decayed['params'] if p in blocks]}
-            others = {**decayed, 'params': [p for p in decayed['params'] if p not in blocks]}
-            return MuonAdamW([matrices], [others, plain], learning_rate, betas, momentum, fused)
-        if optimizer == 'sgd':
-            return torch.optim.SGD([decayed, plain], lr=learning_rate, momentum=momentum,
-                                   nesterov=momentum > 0, fused=fused)
-        return torch.optim.AdamW([decayed, plain], lr=learning_rate, betas=betas, fused=fused)
-
-    # -------------------------------------------------------------------------
-    # size and speed
 
     def num_parameters(self):
         """Parameters of the model as published: a tied matrix once, the padding not at all."""
@@ -298,25 +296,17 @@ class GPT(nn.Module):
         in a matmul and 12·L·C·T for attention. Looking up an embedding is no matmul."""
         c = self.config
         matmul_weights = self.num_parameters()
-        if not c.rotary:
+        if c.learned_positions:
             matmul_weights -= self.transformer.wpe.weight.numel()
         if not c.tied_head:
             matmul_weights -= c.vocab_size * c.n_embd
         return 6 * matmul_weights + 12 * c.n_layer * c.n_embd * c.block_size
 
-    def mfu(self, tokens_per_s, device_name, dtype):
-        """Share of the device's peak that training at `tokens_per_s` uses, or None if unknown."""
-        peak = peak_flops(device_name, dtype)
-        return self.flops_per_token() * tokens_per_s / peak if peak else None
-
-    # -------------------------------------------------------------------------
-    # weights of others, and smaller contexts
-
     def crop_block_size(self, block_size):
         """Forget the positions past `block_size`, say to fine-tune on shorter sequences."""
         assert block_size <= self.config.block_size
         self.config = replace(self.config, block_size=block_size)
-        if not self.config.rotary:
+        if self.config.learned_positions:
             wpe = self.transformer.wpe
             wpe.num_embeddings = block_size
             wpe.weight = nn.Parameter(wpe.weight[:block_size].detach())
@@ -324,61 +314,15 @@ class GPT(nn.Module):
     @classmethod
     def from_pretrained(cls, source, dropout=0.0):
         """The weights of others: 'gpt2', 'gpt2-medium', 'gpt2-large', 'gpt2-xl' from the hub, a
-        folder in the Hugging Face layout, or a ckpt.pt of nanoGPT or build-nanogpt.
+        folder in the Hugging Face layout, or a ckpt.pt of nanoGPT or build-nanogpt. UserError."""
+        from plaingpt.inference.pretrained import load_pretrained
+        return load_pretrained(source, dropout)
 
-        Raises UserError where they cannot be had or are not GPT-2.
-        """
-        shape, weights = read_weights(source)
-        model = cls(GPTConfig(**shape, dropout=dropout))
-        try:
-            model.load_weights(weights)
-        except ValueError as e:
-            raise UserError(f'{source}: its weights do not fit its configuration: {e}') from None
-        return model
-
-    @torch.no_grad()
-    def load_weights(self, weights):
-        """Copy {name: tensor}, the vocabulary without its padding. Raises ValueError that names
-        what is missing, unknown or of another shape."""
-        wanted = dict(self.named_parameters())
-        for words, names in (('it has no', wanted.keys() - weights.keys()),
-                             ('it has an unknown', weights.keys() - wanted.keys())):
-            if names:
-                more = f' and {len(names) - 1} more' if len(names) > 1 else ''
-                raise ValueError(f'{words} {min(names)}{more}')
-        for name, p in wanted.items():
-            if name in ('transformer.wte.weight', 'lm_head.weight'):
-                p = p[:self.config.vocab_size]
-            if p.shape != weights[name].shape:
-                raise ValueError(f'{name} is {tuple(weights[name].shape)}, expected '
-                                 f'{tuple(p.shape)}')
-            p.copy_(weights[name])
-
-    # -------------------------------------------------------------------------
-    # generation
-
-    def generate(self, idx, max_new_tokens, temperature=1.0, top_k=None, **how):
+    def generate(self, idx, max_new_tokens, temperature=1.0, top_k=None, **sampling):
         """Append `max_new_tokens` sampled tokens to idx (B, T) → (B, T + max_new_tokens).
 
-        how: top_p, min_p, repetition_penalty … as of generation.generate. Rows that meet
-        end_of_text, where it is given, are filled up with it.
+        sampling: top_p, min_p, repetition_penalty, end_of_text … of generation.generate
         """
-        new = generate(self, idx.tolist(), max_new_tokens, temperature=temperature, top_k=top_k,
-                       **how)
-        longest = max(map(len, new))
-        end = how.get('end_of_text')
-        new = [row + [end] * (longest - len(row)) for row in new]
-        return torch.cat((idx, torch.tensor(new, dtype=idx.dtype, device=idx.device)), dim=1)
-
-
-def keep_matmuls():
-    """For checkpoint(): keep what matmuls and attention computed, do the cheap rest again."""
-    aten = torch.ops.aten
-    return create_selective_checkpoint_contexts([
-        aten.mm.default, aten.addmm.default,
-        aten._scaled_dot_product_flash_attention.default,
-        aten._scaled_dot_product_efficient_attention.default,
-        aten._scaled_dot_product_cudnn_attention.default,
-        aten._scaled_dot_product_flash_attention_for_cpu.default,
-        torch.ops.plaingpt.cpu_attention.default,
-    ])
+        from plaingpt.inference.generation import generate_batch
+        return generate_batch(self, idx, max_new_tokens, temperature=temperature, top_k=top_k,
+                              **sampling)

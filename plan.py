@@ -40,7 +40,6 @@ class PlanConfig(TrainConfig):
     link_gb_per_s: float = 0.0  # gigabytes a second between nodes, each way; 0 for unknown
     gpu_hour_price: float = 0.0  # of one GPU
     # plan: the run
-    vocab_size: int = 0  # where the dataset is not prepared; 0 for the dataset's, or GPT-2's
     tokens_per_s: float = 0.0  # measured, of all GPUs together; 0 to estimate from utilisation
     utilisation: float = 0.4  # share of the GPU's peak, where tokens_per_s is not known
     json: bool = False  # print JSON

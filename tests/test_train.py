@@ -9,6 +9,7 @@ from helpers import ROOT, SHARED, fails, options, run, shared_file, torchrun
 import train
 from plaingpt.inference import scoring
 from plaingpt.training import checkpoint as checkpoints
+from plaingpt.training.optimizers import build_optimizer
 from plaingpt.training.schedules import get_lr
 from plaingpt.training.settings import TrainConfig
 
@@ -42,7 +43,7 @@ def test_exactly_max_iters_updates_are_made_and_the_last_weights_evaluated(tiny,
     assert checkpoints.find(tmp_path / 'out').iter_num == 5
     found = checkpoints.find(tmp_path / 'out')
     model = found.load_model()
-    optimizer = model.configure_optimizers(0.1, 1e-3, (0.9, 0.95), 'cpu')
+    optimizer = build_optimizer(model, TrainConfig(learning_rate=1e-3), 'cpu')
     found.load_optimizer(optimizer, model)
     assert {int(state['step']) for state in optimizer.state.values()} == {5}
 

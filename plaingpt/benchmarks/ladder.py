@@ -24,6 +24,8 @@ from plaingpt.corpus.batches import BatchLoader
 from plaingpt.corpus.dataset import TokenStream, open_tokens
 from plaingpt.system.devices import autocast
 from plaingpt.system.formatting import gib, short
+from plaingpt.training.optimizers import build_optimizer
+from plaingpt.training.settings import TrainConfig
 
 # -----------------------------------------------------------------------------
 # the variants
@@ -170,7 +172,7 @@ def build(shape, ways, weights, device):
 
 def make_optimizer(gpt, ways, device):
     """The model's own AdamW, or the same as a loop over the parameters."""
-    fused = gpt.configure_optimizers(0.1, 1e-4, (0.9, 0.95), device.type)
+    fused = build_optimizer(gpt, TrainConfig(learning_rate=1e-4), device.type)
     if ways.adamw == 'fused':
         return fused
     groups = [{'params': group['params'], 'weight_decay': group['weight_decay']}

@@ -15,8 +15,9 @@ from plaingpt.system.devices import DTYPES, autocast, device_name, peak_memory_b
 from plaingpt.system.errors import UserError
 from plaingpt.system.files import make_writable
 from plaingpt.system.formatting import gib, short
-from plaingpt.training.bad_steps import StepGuard
-from plaingpt.training.training_step import forward_backward, update
+from plaingpt.system.hardware import mfu
+from plaingpt.training.optimizers import build_optimizer
+from plaingpt.training.training_step import StepGuard, forward_backward, update
 
 
 def make_step(config, shape, dtype, compile, device, source):
@@ -26,9 +27,7 @@ def make_step(config, shape, dtype, compile, device, source):
     gpt.activation_checkpointing = config.activation_checkpointing
     gpt.to(device)
     model = torch.compile(gpt) if compile else gpt
-    optimizer = gpt.configure_optimizers(
-        config.weight_decay, config.learning_rate, (config.beta1, config.beta2), device.type,
-        config.optimizer, config.momentum)
+    optimizer = build_optimizer(gpt, config, device.type)
     scaler = torch.amp.GradScaler(device.type, enabled=dtype == 'float16')
     guard = StepGuard(None, config.max_bad_steps, None, device)
     context = autocast(device, dtype)
@@ -87,7 +86,8 @@ def measure(config, shape, dtype, compile, device, *, steps, warmup, real_data=F
            'data': config.dataset if real_data else 'random',
            'step_ms': ms['median'], 'min_ms': ms['min'], 'max_ms': ms['max'],
            'tokens_per_s': tokens_per_s, 'flops_per_token': gpt.flops_per_token(),
-           'mfu': gpt.mfu(tokens_per_s, device_name(device), dtype), 'matmul_flops': bare,
+           'mfu': mfu(gpt.flops_per_token() * tokens_per_s, device_name(device), dtype),
+           'matmul_flops': bare,
            'matmul_share': gpt.flops_per_token() * tokens_per_s / bare, 'peak_memory_bytes': peak}
     return row, table(row) + where
 

@@ -224,3 +224,11 @@ class PackedLinear(nn.Module):
 
     def forward(self, x):
         return self.linear(x.to(self.weight.dtype), self.weight, self.bias, 'none', [], '')
+
+
+def generate_batch(model, idx, max_new_tokens, **sampling):
+    new = generate(model, idx.tolist(), max_new_tokens, **sampling)
+    longest = max(map(len, new))
+    end = sampling.get('end_of_text')
+    new = [row + [end] * (longest - len(row)) for row in new]
+    return torch.cat((idx, torch.tensor(new, dtype=idx.dtype, device=idx.device)), dim=1)

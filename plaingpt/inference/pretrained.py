@@ -171,3 +171,31 @@ def tokenizer_json(source, vocab_size):
 
 # -----------------------------------------------------------------------------
 # out
+
+
+def load_pretrained(source, dropout=0.0):
+    from model import GPT, GPTConfig
+    shape, weights = read_weights(source)
+    model = GPT(GPTConfig(**shape, dropout=dropout))
+    try:
+        load_weights(model, weights)
+    except ValueError as e:
+        raise UserError(f'{source}: its weights do not fit its configuration: {e}') from None
+    return model
+
+
+@torch.no_grad()
+def load_weights(model, weights):
+    wanted = dict(model.named_parameters())
+    for words, names in (('it has no', wanted.keys() - weights.keys()),
+                         ('it has an unknown', weights.keys() - wanted.keys())):
+        if names:
+            more = f' and {len(names) - 1} more' if len(names) > 1 else ''
+            raise ValueError(f'{words} {min(names)}{more}')
+    for name, p in wanted.items():
+        if name in ('transformer.wte.weight', 'lm_head.weight'):
+            p = p[:model.config.vocab_size]
+        if p.shape != weights[name].shape:
+            raise ValueError(f'{name} is {tuple(weights[name].shape)}, expected '
+                             f'{tuple(p.shape)}')
+        p.copy_(weights[name])

@@ -64,6 +64,19 @@ class Metrics:
         self.live = not quiet and sys.stdout.isatty() and sys.stderr.isatty()
         self.live_at, self.live_columns = 0.0, ()
 
+    @classmethod
+    def of_run(cls, path, *, config, run, loader, model, device, dtype, scaler, world_size=1, **options):
+        from plaingpt.system import hardware
+        from plaingpt.system.devices import device_name, peak_memory_bytes
+        return cls(path, run=run, step_tokens=config.step_tokens(), max_iters=config.max_iters, eval_interval=config.eval_interval,
+                   tokens_at=lambda it: loader.sequences_before(it) * config.block_size,
+                   mfu_of=lambda r: hardware.mfu(model.flops_per_token() * r / world_size, device_name(device), dtype),
+                   peak_memory_bytes=lambda: peak_memory_bytes(device), data_wait_s=lambda: loader.waited_s,
+                   loss_scale=scaler.get_scale if scaler.is_enabled() else None, **options)
+
+    def print(self, line):
+        self.say(line)
+
     # -------------------------------------------------------------------------
     # the clock
 

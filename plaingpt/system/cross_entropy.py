@@ -4,15 +4,19 @@ import torch
 import torch.nn.functional as F
 
 
-class ChunkedCrossEntropy(torch.autograd.Function):
+def chunked_cross_entropy(x, weight, targets, chunk, softcap=0.0):
     """Mean cross-entropy of x @ weightᵀ whose (N, V) logits never exist: `chunk` rows at a time
     go from logits to loss to gradients, so nothing is computed twice.
 
-    x (N, C), weight (V, C), targets (N,) int64, -1 where there is none → scalar, float32.
+    x (N, C), weight (V, C), targets (N,) int64, -1 where there is none → scalar, float32, nats.
     softcap as in GPTConfig.logit_softcap.
     Matmuls run in autocast's dtype, softmax and sums in float32. torch's own
     F.linear_cross_entropy does the same, but only from 2.13 on, and torch.compile stops at it.
     """
+    return ChunkedCrossEntropy.apply(x, weight, targets, chunk, softcap)
+
+
+class ChunkedCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, weight, targets, chunk, softcap=0.0):

@@ -12,10 +12,6 @@ from plaingpt.system.errors import UserError
 DTYPES = {'float32': torch.float32, 'bfloat16': torch.bfloat16, 'float16': torch.float16}
 
 # -----------------------------------------------------------------------------
-# processes: one process is a world of size 1, and every helper is then a no-op
-
-
-# -----------------------------------------------------------------------------
 # device and precision: each choice comes with the reason that is printed beside it
 
 

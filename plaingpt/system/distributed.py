@@ -8,12 +8,13 @@ import signal
 import socket
 import time
 import uuid
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel as DDP
 
 from plaingpt.system.errors import UserError
 
@@ -153,12 +154,27 @@ def check_shared(folder, world, group):
                         'must be on a disk that all of them share')
 
 
+def wrap_model(model, device, compile, world):
+    """→ (model to evaluate with, model to train with): compiled, then under DDP."""
+    compiled = torch.compile(model) if compile else model
+    if world.size == 1:
+        return compiled, compiled
+    return compiled, DDP(compiled, device_ids=[device.index] if device.type == 'cuda' else None)
+
+
+def gradient_sync(model, last):
+    """The context of a micro-batch: gradients travel between processes with the last one only."""
+    return model.no_sync() if isinstance(model, DDP) and not last else nullcontext()
+
+
 class StopRequest:
     """Turns SIGTERM, SIGINT and SIGUSR1 into a wish to stop after this step, which all processes
     learn of at the same step. A second SIGINT leaves at once."""
 
     SIGNALS = tuple(getattr(signal, name) for name in ('SIGTERM', 'SIGINT', 'SIGUSR1')
                     if hasattr(signal, name))
+
+    NAMES = tuple(number.name for number in SIGNALS)
 
     def __init__(self):
         self.group = host_group()

@@ -39,6 +39,12 @@ def peak_flops(device_name, dtype):
     return next((gpu.peak_flops for name, gpu in GPUS.items() if name in device_name), None)
 
 
+def mfu(flops_per_s, device_name, dtype):
+    """Model FLOPs utilisation: the share of the device's peak that is used, None if unknown."""
+    peak = peak_flops(device_name, dtype)
+    return flops_per_s / peak if peak else None
+
+
 def cpu_name():
     """'AMD EPYC 7B13', where the system tells."""
     with suppress(OSError):

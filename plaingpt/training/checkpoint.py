@@ -1,4 +1,4 @@
-"""The model and the run, on disk and back.
+"""Checkpoints: the model and the run on disk, found, verified and loaded.
 
     out_dir/checkpoints/iter-00002000/
         state.json                              counters, config, tokenizer, RNG, list of chunks
@@ -29,7 +29,8 @@ from plaingpt.system.errors import UserError
 from plaingpt.system.files import sha256_of
 
 FORMAT_VERSION = 1
-MEGABYTE = 10**6
+# Keys of state.json as an earlier version wrote them → as they are called now.
+RENAMED = {'windows': 'sequences', 'stale': 'evals_since_best'}
 
 
 @dataclass(frozen=True)
@@ -159,10 +160,6 @@ def load(init_from, out_dir='out', which='best', tokenizer='auto'):
 
 
 # -----------------------------------------------------------------------------
-# writing
-
-
-# -----------------------------------------------------------------------------
 # finding
 
 
@@ -170,10 +167,10 @@ def checkpoint_paths(out_dir):
     """The complete checkpoint directories of a run, oldest first."""
     found = [path for path in Path(out_dir, 'checkpoints').glob('iter-*')
              if re.fullmatch(r'iter-\d+', path.name) and path.is_dir()]
-    return sorted(found, key=iter_of)
+    return sorted(found, key=iteration_of)
 
 
-def iter_of(path):
+def iteration_of(path):
     return int(path.name.removeprefix('iter-'))
 
 
@@ -193,15 +190,17 @@ def open_checkpoint(path):
         if hashlib.sha256(text).hexdigest().encode() != (path / 'state.json.sha256').read_bytes():
             raise ValueError('its checksum is not what was written')
         state = json.loads(text)
-        if state['format_version'] != FORMAT_VERSION:
-            raise UserError(f'{path}: format version {state["format_version"]}, but this plainGPT '
-                            f'reads version {FORMAT_VERSION}')
-        if set(state['model']) != {field.name for field in fields(GPTConfig)}:
-            raise ValueError('it describes no GPT of ours')
-    except (OSError, ValueError, KeyError, TypeError) as e:
+        what = f'format version {state["format_version"]}'
+        if state['format_version'] == FORMAT_VERSION:
+            unknown = state['model'].keys() - {field.name for field in fields(GPTConfig)}
+            what = f'a model with {", ".join(sorted(unknown))}' if unknown else ''
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as e:
         raise UserError(f'{path}/state.json is damaged ({e}): use another checkpoint with '
                         '--checkpoint=ITER, or remove the directory') from None
-    return Checkpoint(path, state)
+    if what:
+        raise UserError(f'{path} is from another version of plainGPT: it has {what}, which this '
+                        'one does not know: use the version that wrote it, or a newer one')
+    return Checkpoint(path, {RENAMED.get(key, key): value for key, value in state.items()})
 
 
 def best_of(checkpoints):
@@ -222,7 +221,7 @@ def find(out_dir, which='latest'):
         return open_checkpoint(paths[-1])
     if which == 'best':
         return best_of(readable(out_dir) or [open_checkpoint(paths[-1])])
-    numbers = [iter_of(path) for path in paths]
+    numbers = [iteration_of(path) for path in paths]
     if str(which).isdecimal() and int(which) in numbers:
         return open_checkpoint(paths[numbers.index(int(which))])
     raise UserError(f'--checkpoint={which}: {out_dir} has latest, best and '

@@ -9,20 +9,22 @@ import threading
 from dataclasses import asdict
 from pathlib import Path
 
+import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 
-from plaingpt.system.distributed import all_gather, host_group
+from plaingpt.system.distributed import all_gather, host_group, print0
 from plaingpt.system.files import sha256_of, sync, write_atomically
 from plaingpt.training.checkpoint import (
     FORMAT_VERSION,
     best_of,
     checkpoint_paths,
-    iter_of,
+    iteration_of,
     readable,
 )
 
 MEGABYTE = 10**6
+LOGS = ('metrics.jsonl', 'anomalies.jsonl', 'run.json', 'report.md', 'loss.png', 'tensorboard')
 
 
 class Saver:
@@ -95,7 +97,7 @@ class Saver:
         state = {**state, 'rng': [rng for _, rng in shares],
                  'chunks': sorted((entry for share, _ in shares for entry in share),
                                   key=lambda entry: entry['name'])}
-        return self._together(lambda: self._finish(temporary, final, state), on_rank_0=True)
+        return self._together(lambda: self._publish(temporary, final, state), on_rank_0=True)
 
     def _together(self, action, on_rank_0=False):
         """Do it on all processes, or on rank 0 → None, or the first process's problem."""
@@ -107,7 +109,8 @@ class Saver:
                 problem = str(e)
         return next((p for p in all_gather(problem, self.group) if p), None)
 
-    def _finish(self, temporary, final, state):
+    def _publish(self, temporary, final, state):
+        """The rename makes the checkpoint valid: all of it is on the disk by then."""
         text = json.dumps(state, indent=1).encode()
         write_atomically(temporary / 'state.json', text)
         write_atomically(temporary / 'state.json.sha256', hashlib.sha256(text).hexdigest().encode())
@@ -165,8 +168,8 @@ def write_chunks(folder, chunks):
 
 def optimizer_tensors(optimizer, model):
     """{'<parameter>/<state>': tensor} of all that the optimizer remembers."""
-    return {f'{name}/{key}': value for name, p in model.named_parameters()
-            for key, value in optimizer.state.get(p, {}).items()}
+    return {f'{name}/{key}': torch.as_tensor(value) for name, p in model.named_parameters()
+            for key, value in optimizer.state.get(p, {}).items() if value is not None}
 
 
 def prune(out_dir, keep):
@@ -186,24 +189,23 @@ def clean_up(out_dir):
     for path in Path(out_dir, 'checkpoints').glob('*.tmp'):
         shutil.rmtree(path, ignore_errors=True)
 
-LOGS = ('metrics.jsonl', 'anomalies.jsonl', 'run.json', 'report.md', 'loss.png', 'tensorboard')
-
 
 def archive_previous_run(out_dir, after=-1):
-    """Move the checkpoints past iteration `after` to out_dir/old-001 (002, …), and the logs of a
-    run that is begun anew → that folder, or None where there is nothing to move. So a run that
-    starts, or goes back, loses nothing of the one before."""
+    """Move what a run that starts, or goes back, would overwrite to out_dir/old-001 (002, …): the
+    checkpoints past iteration `after`, and with -1 the logs as well → that folder, or None."""
     out_dir = Path(out_dir)
-    remains = [path for path in checkpoint_paths(out_dir) if iter_of(path) > after]
+    remains = [path for path in checkpoint_paths(out_dir) if iteration_of(path) > after]
     if after < 0:
         remains += [out_dir / name for name in LOGS if (out_dir / name).exists()]
     if not remains:
         return None
     n = 1
-    while (aside := out_dir / f'old-{n:03d}').exists():
+    while (archive := out_dir / f'old-{n:03d}').exists():
         n += 1
     for path in remains:
-        target = aside / path.relative_to(out_dir)
+        target = archive / path.relative_to(out_dir)
         target.parent.mkdir(parents=True, exist_ok=True)
         path.rename(target)
-    return aside
+    print0(f'{out_dir} held {"an earlier run" if after < 0 else "later checkpoints"}: moved to '
+           f'{archive}')
+    return archive

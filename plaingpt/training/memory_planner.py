@@ -18,6 +18,8 @@ from plaingpt.system.devices import autocast, free_memory, peak_memory_bytes
 from plaingpt.system.distributed import all_reduce_min, launched_world
 from plaingpt.system.errors import UserError
 from plaingpt.system.formatting import GIB, gib
+from plaingpt.training.optimizers import build_optimizer
+from plaingpt.training.settings import TrainConfig
 
 CUDA_OVERHEAD = GIB  # for CUDA's context and fragmentation: an allowance, not a measurement
 
@@ -313,7 +315,7 @@ def one_step(model, run, device):
         gpt = GPT(model)
     gpt.loss_chunk_tokens = run.loss_chunk_tokens
     gpt.activation_checkpointing = run.activation_checkpointing
-    optimizer = gpt.configure_optimizers(0.1, 1e-4, (0.9, 0.95), device.type, run.optimizer)
+    optimizer = build_optimizer(gpt, TrainConfig(optimizer=run.optimizer), device.type)
     yield 'start', gpt, optimizer
     for step in range(2):  # the optimizer's states come with the first
         for micro in range(run.micro_steps):
@@ -387,3 +389,7 @@ def out_of_memory_explained(model, run, device):
             f'out of memory on {device} with batch_size={run.batch_size}: planned '
             f'{gib(plan.total)}, highest in "{plan.peak_stage}"; held at most '
             f'{gib(peak_memory_bytes(device))}; {advice(model, run)}') from None
+
+
+def explain_out_of_memory(model, config, dtype, device):
+    return out_of_memory_explained(model, run_of(config, dtype, device.type), device)

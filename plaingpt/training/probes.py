@@ -53,3 +53,23 @@ class Reports:
                              generators=[torch.Generator().manual_seed(self.config.seed)])
         self.model.train()
         return self.config.sample_start + self.tokenizer.decode(new)
+
+
+class Probes:
+    def __init__(self, config, dataset, model, metrics, val_loader, context, group, is_main):
+        from plaingpt.monitoring.health import Health
+        self.metrics = metrics
+        self.health = Health(model, config.health_interval if is_main else 0, val_loader, context)
+        self.reports = Reports(config, dataset, model, metrics, context, group, is_main)
+
+    def around_update(self, iter_num, scaler):
+        return self.health.around_update(iter_num, scaler)
+
+    def sample(self):
+        return self.reports.write()
+
+    def after_step(self, iter_num):
+        with self.metrics.paused():
+            if self.health.due(iter_num):
+                self.metrics.health(iter_num, self.health.look())
+            self.reports.after(iter_num)

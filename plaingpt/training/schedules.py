@@ -1,28 +1,51 @@
-"""Learning-rate schedules: iteration → learning rate."""
+"""Learning-rate schedules: an iteration → its learning rate.
+
+A new one is a function here and its entry in SCHEDULES.
+"""
 
 import math
 
 
 def get_lr(it, config):
-    """TrainConfig → learning rate of iteration `it`: linear warmup, then from learning_rate to
-    min_lr at lr_decay_iters, and min_lr from then on.
-
-    cosine: Loshchilov and Hutter 2016, by nanoGPT's exact formula; wsd (warmup, stable, decay):
-    Hu et al. 2024, §4; linear: Bergsma et al. 2025.
-    """
-    high, low, warmup, end = (config.learning_rate, config.min_lr, config.warmup_iters,
-                              config.lr_decay_iters)
+    """The learning rate of iteration `it` under a TrainConfig: linear warmup, then the schedule,
+    which runs from learning_rate down to min_lr at lr_decay_iters."""
     if not config.decay_lr:
-        return high
-    if it < warmup:
-        return high * (it + 1) / (warmup + 1)
-    if config.lr_schedule == 'constant':
-        return high
-    if it > end:
-        return low
-    progress = (it - warmup) / max(1, end - warmup)
-    share = {'cosine': 0.5 * (1 + math.cos(math.pi * progress)),
-             'linear': 1 - progress,
-             'wsd': min(1, (end - it) / max(1, min(config.wsd_decay * end, end - warmup))),
-             }[config.lr_schedule]
-    return low + share * (high - low)
+        return config.learning_rate
+    if it < config.warmup_iters:
+        return config.learning_rate * (it + 1) / (config.warmup_iters + 1)
+    return SCHEDULES[config.lr_schedule](it, config)
+
+
+def cosine(it, config):
+    """Loshchilov and Hutter 2016, by nanoGPT's exact formula."""
+    return from_high_to_low(0.5 * (1 + math.cos(math.pi * progress(it, config))), config)
+
+
+def linear(it, config):
+    """Bergsma et al. 2025."""
+    return from_high_to_low(1 - progress(it, config), config)
+
+
+def wsd(it, config):
+    """Warmup, stable, decay: linear over the last wsd_decay of the run (Hu et al. 2024, §4)."""
+    end = config.lr_decay_iters
+    falling = max(1, min(config.wsd_decay * end, end - config.warmup_iters))  # iterations
+    return from_high_to_low(max(0, min(1, (end - it) / falling)), config)
+
+
+def constant(it, config):
+    return config.learning_rate
+
+
+SCHEDULES = {'cosine': cosine, 'wsd': wsd, 'linear': linear, 'constant': constant}
+
+
+def progress(it, config):
+    """0 at the end of the warmup, 1 at lr_decay_iters and after."""
+    warmup, end = config.warmup_iters, config.lr_decay_iters
+    return min(1, (it - warmup) / max(1, end - warmup))
+
+
+def from_high_to_low(share, config):
+    """learning_rate for a share of 1, min_lr for 0."""
+    return config.min_lr + share * (config.learning_rate - config.min_lr)

@@ -1,6 +1,6 @@
 """The settings of a training run, which train.py, plan.py and bench.py share.
 
-The comment beside a field is its help text.
+The comment beside a field is its help text. The fields of the model's GPTConfig belong to them.
 """
 
 from dataclasses import dataclass, fields
@@ -9,10 +9,13 @@ from typing import Literal
 from model import GPTConfig
 from plaingpt.inference.scoring import BENCHMARKS
 from plaingpt.system.distributed import launched_world
+from plaingpt.system.recompute import KINDS
+from plaingpt.training.optimizers import OPTIMIZERS
+from plaingpt.training.schedules import SCHEDULES
 
 
 @dataclass
-class TrainConfig:
+class TrainConfig(GPTConfig):
     # output
     out_dir: str = 'out'  # folder for checkpoints and metrics
     eval_interval: int = 2000  # iterations between evaluations
@@ -41,30 +44,15 @@ class TrainConfig:
     health_interval: int = 100  # iterations between looks inside the model; 0 for none
     report: bool = True  # at the end, write report.md and loss.png into out_dir
     patience: int = 0  # stop after this many evaluations without a new best; 0 for never
-    overfit_batches: int = 0  # a check: train on the first batches only, until known by heart
+    overfit_batches: int = 0  # a check: train on the first batches only, until the loss is near 0
     # data
     dataset: str = 'openwebtext'  # a folder in data/, or the path of one
     data_in_ram: Literal['auto'] | bool = 'auto'  # read the tokens into memory first
     batch_size: Literal['auto'] | int = 12  # sequences the device holds at once; auto: all that fit
-    block_size: int = 1024  # tokens in a sequence
     gradient_accumulation_steps: int = 5 * 8  # micro-batches in a step, of all processes together
     total_batch_size: int = 0  # tokens in a step; if not 0, it decides the accumulation
-    # model
-    n_layer: int = 12  # blocks
-    n_head: int = 12  # attention heads
-    n_embd: int = 768  # channels
-    dropout: float = 0.0  # 0 to pretrain; 0.1 and more to fine-tune or for little text
-    bias: bool = False  # biases in Linears and LayerNorms, as in GPT-2
-    # model: newer than GPT-2
-    rotary: bool = False  # rotary positions, not learned ones
-    rmsnorm: bool = False  # RMSNorm, not LayerNorm
-    qk_norm: bool = False  # normalise queries and keys
-    mlp: Literal['gelu', 'gelu_erf', 'relu2', 'swiglu'] = 'gelu'  # what is between its matrices
-    tied_head: bool = True  # the head's weight is the embedding's
-    logit_softcap: float = 0.0  # keep logits within ± this; 0 for no cap
-    zero_init: bool = False  # output projections begin at zero
     # optimizer
-    optimizer: Literal['adamw', 'muon', 'sgd'] = 'adamw'  # muon: in blocks, with AdamW for the rest
+    optimizer: Literal[*OPTIMIZERS] = 'adamw'  # muon: in blocks, with AdamW for the rest
     learning_rate: float = 6e-4  # the highest; muon takes AdamW's, sgd wants some 100 times it
     max_iters: int = 600000  # updates of the weights
     weight_decay: float = 1e-1  # of matrices and embeddings
@@ -75,7 +63,7 @@ class TrainConfig:
     max_bad_steps: int = 10  # stop when the loss or gradient is not finite this often in a row
     # learning rate
     decay_lr: bool = True  # False keeps it constant, without warmup
-    lr_schedule: Literal['cosine', 'wsd', 'linear', 'constant'] = 'cosine'  # after the warmup
+    lr_schedule: Literal[*SCHEDULES] = 'cosine'  # after the warmup
     wsd_decay: float = 0.2  # wsd: falls in this last part of lr_decay_iters, linearly
     warmup_iters: int = 2000  # iterations up to learning_rate
     lr_decay_iters: int = 600000  # iterations down to min_lr, usually max_iters
@@ -85,9 +73,12 @@ class TrainConfig:
     dtype: Literal['auto', 'float32', 'bfloat16', 'float16'] = 'auto'  # precision of the matmuls
     compile: Literal['auto'] | bool = 'auto'  # torch.compile the model
     loss_chunk_tokens: int = 2048  # logits of so many tokens exist at once; 0 for all of a batch
-    activation_checkpointing: Literal['none', 'selective', 'full'] = 'none'  # keep less
+    activation_checkpointing: Literal[*KINDS] = 'none'  # keep less for the backward pass
     backend: Literal['auto', 'nccl', 'gloo'] = 'auto'  # between processes
     seed: int = 1337  # of the weights, of dropout and of the order of data
+    # model, where it differs from GPT-2
+    vocab_size: int = 0  # tokens that there are; 0 for those of the dataset
+    bias: bool = False  # biases in Linears and LayerNorms, as in GPT-2
 
     def out_of_range(self):
         """Values that no setting beside them could make right, a line each."""
@@ -102,7 +93,7 @@ class TrainConfig:
         natural = ('max_iters', 'warmup_iters', 'lr_decay_iters', 'learning_rate', 'min_lr',
                    'weight_decay', 'grad_clip', 'total_batch_size', 'loss_chunk_tokens', 'seed',
                    'logit_softcap', 'eval_tasks_interval', 'sample_interval', 'health_interval',
-                   'sample_tokens', 'patience', 'overfit_batches')
+                   'sample_tokens', 'patience', 'overfit_batches', 'vocab_size')
         found += [f'{key}={getattr(self, key)}: must not be negative'
                   for key in natural if getattr(self, key) < 0]
         found += [f'{key}={getattr(self, key)}: must be at least 0 and below 1'
@@ -116,20 +107,20 @@ class TrainConfig:
 
     def problems(self):
         """What contradicts itself, a line each."""
-        found = []
+        found = super().problems()
         if self.patience and self.overfit_batches:
             found.append(f'patience={self.patience} watches the validation loss, which '
                          f'overfit_batches={self.overfit_batches} lets rise: take one of them')
-        if self.n_embd % self.n_head:
-            found.append(f'n_embd={self.n_embd} is not a multiple of n_head={self.n_head}')
-        elif self.rotary and self.n_embd // self.n_head % 2:
-            found.append(f'rotary=True turns pairs of channels, but n_embd / n_head = '
-                         f'{self.n_embd // self.n_head} is odd')
         if self.decay_lr and self.min_lr > self.learning_rate:
             found.append(f'min_lr={self.min_lr} is above learning_rate={self.learning_rate}')
         if self.decay_lr and self.warmup_iters > self.lr_decay_iters:
             found.append(f'warmup_iters={self.warmup_iters} is more than '
                          f'lr_decay_iters={self.lr_decay_iters}')
+        return found + self.batch_problems()
+
+    def batch_problems(self):
+        """Why the tokens of a step cannot be shared out among micro-batches and processes."""
+        found = []
         auto = self.batch_size == 'auto'
         micro = self.block_size * (1 if auto else self.batch_size)
         world = self.world_size()
@@ -147,9 +138,8 @@ class TrainConfig:
 
     def gpt_config(self, vocab_size):
         """The shape of the model."""
-        shape = {field.name: getattr(self, field.name) for field in fields(GPTConfig)
-                 if field.name != 'vocab_size'}
-        return GPTConfig(vocab_size=vocab_size, **shape)
+        shape = {field.name: getattr(self, field.name) for field in fields(GPTConfig)}
+        return GPTConfig(**{**shape, 'vocab_size': vocab_size})
 
     def world_size(self):
         """Processes that share a step."""

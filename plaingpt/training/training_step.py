@@ -1,10 +1,16 @@
-"""A step of training: its learning rate, its gradients, the update of the weights."""
+"""A training step: the gradients of its micro-batches, then the update of the weights.
+
+A step whose loss or gradient is not finite (NaN, infinity) leaves the weights alone.
+"""
 
 import math
-from contextlib import nullcontext
 
 import torch
-from torch.nn.parallel import DistributedDataParallel as DDP
+import torch.distributed as dist
+
+from plaingpt.system.distributed import all_gather, gradient_sync, host_group
+from plaingpt.system.errors import UserError
+from plaingpt.system.files import append_line
 
 
 def forward_backward(model, batches, micro_steps, scaler, context):
@@ -12,9 +18,7 @@ def forward_backward(model, batches, micro_steps, scaler, context):
     total_loss = 0.0
     for micro in range(micro_steps):
         idx, targets = next(batches)
-        last = micro == micro_steps - 1
-        # Gradients travel between processes once, with the last micro-batch's backward.
-        with model.no_sync() if isinstance(model, DDP) and not last else nullcontext():
+        with gradient_sync(model, last=micro == micro_steps - 1):
             with context:
                 _, loss = model(idx, targets)
                 loss = loss / micro_steps
@@ -27,15 +31,95 @@ def update(model, optimizer, scaler, grad_clip, guard, it, loss):
     """Clip the gradient and move the weights, unless something is not finite → gradient norm."""
     if scaler.is_enabled():
         # With float16 an infinite gradient is everyday life: the scaler skips it and scales less.
-        # Only the loss is judged, and the scaler, which looks at gradients alone, finds it there.
-        bad = guard.judge(it, loss, loss)
+        # Only the loss is checked, and the scaler, which looks at gradients alone, finds it there.
+        bad = guard.check_finite(it, loss, loss)
         grad = next(p.grad for p in model.parameters() if p.grad is not None)
         grad.copy_(torch.where(bad.bool(), math.inf, grad))
     scaler.unscale_(optimizer)
     grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), grad_clip or math.inf)
-    if not scaler.is_enabled():
-        optimizer.found_inf = guard.judge(it, loss, grad_norm)
-    scaler.step(optimizer)
+    if scaler.is_enabled():
+        scaler.step(optimizer)
+    else:
+        bad = guard.check_finite(it, loss, grad_norm)
+        if getattr(optimizer, '_step_supports_amp_scaling', False):
+            optimizer.found_inf = bad  # torch's fused optimizers and ours read it on the device
+            optimizer.step()
+        elif not bad:  # others know nothing of it, so the host has to wait and look
+            optimizer.step()
     scaler.update()
     optimizer.zero_grad(set_to_none=True)
     return grad_norm
+
+
+# -----------------------------------------------------------------------------
+# steps that are not finite
+
+
+class StepGuard:
+    """Keeps the optimizer still on bad steps, without waiting for the device.
+
+    The result of the check is a number on the device: a fused optimizer reads it as `found_inf` and
+    does nothing if it is 1. The host reads it in `report`, on steps on which it waits anyway.
+
+    path: anomalies.jsonl, which gets a line for each bad step
+    loader: the BatchLoader that tells which sequences the step trained on
+    """
+
+    def __init__(self, path, max_bad_steps, loader, device):
+        self.path = path
+        self.max_bad_steps = max_bad_steps
+        self.loader = loader
+        self.in_a_row = torch.zeros((), device=device)
+        self.unread = []  # (iteration, bad, loss, gradient norm), on the device but for the first
+        self.gave_up = False  # max_bad_steps came in a row
+        self.group = host_group()
+
+    def check_finite(self, iter_num, loss, grad_norm):
+        """→ 1.0 on the device where the optimizer must not move, else 0.0; alike on all ranks.
+
+        Once `max_bad_steps` have come in a row it stays 1.0: the weights wait for the host to see.
+        """
+        bad = 1 - (loss.isfinite() & grad_norm.isfinite()).float()
+        if dist.is_initialized():
+            dist.all_reduce(bad, dist.ReduceOp.MAX)
+        bad = torch.maximum(bad, (self.in_a_row >= self.max_bad_steps).float())
+        self.in_a_row = (self.in_a_row + 1) * bad
+        self.unread.append((iter_num, bad, loss, grad_norm))
+        return bad
+
+    def report(self, print_line):
+        """Write down the bad steps since the last report. This waits for the device.
+
+        → True where max_bad_steps came in a row; the weights are then as before the first of them.
+        """
+        steps, self.unread = self.unread, []
+        if not steps or not torch.stack([bad for _, bad, _, _ in steps]).any():
+            return False
+        for iter_num, bad, loss, grad_norm in steps:
+            if not bad:
+                continue
+            losses = all_gather(loss.item(), self.group)
+            first, last, starts = self.loader.step_sequences(iter_num)
+            shown = ', '.join(f'{x:.4f}' for x in losses)
+            print_line(f'warning: iteration {iter_num + 1} left the weights alone: loss {shown}, '
+                       f'gradient norm {grad_norm.item()}; see {self.path}')
+            if not self.group or dist.get_rank() == 0:
+                line = {'iter': iter_num + 1, 'loss': [as_json(x) for x in losses],
+                        'grad_norm': as_json(grad_norm.item()),
+                        'sequences': [first, last], 'sequence_starts': starts}
+                append_line(self.path, line)
+        self.gave_up = self.in_a_row.item() >= self.max_bad_steps
+        return self.gave_up
+
+    def error(self):
+        """What to stop with."""
+        return UserError(
+            f'the last {self.max_bad_steps} steps had a loss or gradient that is not finite, and '
+            'the weights are as before them: lower --learning_rate, lengthen --warmup_iters or try '
+            f'--dtype=float32, and look at the text that {self.path} names; then go on with '
+            '--init_from=resume, or from before with --checkpoint=best')
+
+
+def as_json(x):
+    """JSON knows no NaN or infinity: they become text."""
+    return x if math.isfinite(x) else str(x)

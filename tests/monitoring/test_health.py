@@ -12,6 +12,8 @@ from plaingpt.corpus.batches import BatchLoader
 from plaingpt.corpus.dataset import open_dataset
 from plaingpt.monitoring.health import Health, largest_logit
 from plaingpt.system.devices import autocast
+from plaingpt.training.optimizers import build_optimizer
+from plaingpt.training.settings import TrainConfig
 
 CPU = torch.device('cpu')
 
@@ -30,7 +32,7 @@ def new(loader, **changes):
 
 def step(model, health, loader, lr=1e-2):
     """A step of AdamW around which health looks → what it saw, weights before, gradients."""
-    optimizer = model.configure_optimizers(0.1, lr, (0.9, 0.95), 'cpu')
+    optimizer = build_optimizer(model, TrainConfig(learning_rate=lr), 'cpu')
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
     idx, targets = loader.train_batch(0, 0)
     model(idx, targets)[1].backward()
@@ -99,7 +101,7 @@ def test_models_newer_than_gpt2_are_seen_under_the_same_names(loader, changes):
 def test_a_layer_without_a_gradient_is_seen_as_such(loader):
     model, health = new(loader)
     model.transformer.h[0].requires_grad_(False)
-    optimizer = model.configure_optimizers(0.1, 1e-2, (0.9, 0.95), 'cpu')
+    optimizer = build_optimizer(model, TrainConfig(learning_rate=1e-2), 'cpu')
     F.cross_entropy(model(loader.train_batch(0, 0)[0])[0].flatten(0, 1),
                     loader.train_batch(0, 0)[1].flatten()).backward()
     with health.around_update(1, torch.amp.GradScaler('cpu', enabled=False)):

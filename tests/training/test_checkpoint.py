@@ -14,6 +14,8 @@ from plaingpt.system.devices import rng_state, set_rng_state
 from plaingpt.system.errors import UserError
 from plaingpt.training import checkpoint as checkpoints
 from plaingpt.training import checkpoint_writer
+from plaingpt.training.optimizers import build_optimizer
+from plaingpt.training.settings import TrainConfig
 
 CPU = torch.device('cpu')
 
@@ -27,7 +29,7 @@ def run(tmp_path):
     """A model and its optimizer after a step, and a function that saves them."""
     torch.manual_seed(0)
     model = GPT(GPTConfig(block_size=16, vocab_size=65, n_layer=2, n_head=2, n_embd=32))
-    optimizer = model.configure_optimizers(0.1, 1e-3, (0.9, 0.95), 'cpu')
+    optimizer = build_optimizer(model, TrainConfig(learning_rate=1e-3), 'cpu')
     idx = torch.randint(0, 65, (2, 16))
     model(idx, idx)[1].backward()
     optimizer.step()
@@ -49,7 +51,7 @@ def test_weights_and_optimizer_come_back_bit_for_bit(run):
     again = found.load_model()
     for (name, a), b in zip(model.named_parameters(), again.parameters(), strict=True):
         assert torch.equal(a, b), name
-    fresh = again.configure_optimizers(0.1, 5e-4, (0.9, 0.95), 'cpu')
+    fresh = build_optimizer(again, TrainConfig(learning_rate=5e-4), 'cpu')
     found.load_optimizer(fresh, again)
     expected, got = optimizer.state_dict(), fresh.state_dict()
     assert expected['state'].keys() == got['state'].keys()
@@ -75,7 +77,7 @@ def test_no_file_is_larger_than_asked(run, monkeypatch, kilobytes):
     assert all(chunk['bytes'] <= 1000 * kilobytes for chunk in found.state['chunks'])
     again = found.load_model()
     assert same(model.parameters(), again.parameters())
-    fresh = again.configure_optimizers(0.1, 1e-3, (0.9, 0.95), 'cpu')
+    fresh = build_optimizer(again, TrainConfig(learning_rate=1e-3), 'cpu')
     found.load_optimizer(fresh, again)
     for key in ('exp_avg', 'exp_avg_sq', 'step'):
         assert same([optimizer.state[p][key] for p in model.parameters()],

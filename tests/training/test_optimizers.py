@@ -3,8 +3,10 @@ import math
 import torch
 
 from model import GPT, GPTConfig
-from plaingpt.training.bad_steps import StepGuard
-from plaingpt.training.training_step import update
+from plaingpt.training import optimizers
+from plaingpt.training.optimizers import build_optimizer
+from plaingpt.training.settings import TrainConfig
+from plaingpt.training.training_step import StepGuard, update
 
 SHAPE = GPTConfig(block_size=16, vocab_size=65, n_layer=2, n_head=2, n_embd=32)
 
@@ -21,7 +23,8 @@ def trained(model, optimizer, steps=3, seed=0):
 def made(name='muon', **options):
     torch.manual_seed(0)
     model = GPT(SHAPE)
-    return model, model.configure_optimizers(0.1, 1e-2, (0.9, 0.95), 'cpu', name, **options)
+    config = TrainConfig(optimizer=name, learning_rate=1e-2, **options)
+    return model, build_optimizer(model, config, 'cpu')
 
 
 def test_an_update_of_a_matrix_has_singular_values_alike():
@@ -86,7 +89,7 @@ def test_the_learning_rate_is_set_for_both():
 def test_with_float16_a_run_that_gave_up_moves_no_more(tmp_path):
     model, optimizer = made()
     scaler = torch.amp.GradScaler('cpu', init_scale=4.0)
-    guard = StepGuard(tmp_path / 'anomalies.jsonl', 2, lambda it: (0, 0, []),
+    guard = StepGuard(tmp_path / 'anomalies.jsonl', 2, None,
                       torch.device('cpu'))
     moved = []
     for it, factor in enumerate((1.0, math.nan, math.nan, 1.0, 1.0)):
@@ -98,3 +101,58 @@ def test_with_float16_a_run_that_gave_up_moves_no_more(tmp_path):
         moved.append(not all(torch.equal(p, q) for p, q in
                              zip(model.parameters(), before, strict=True)))
     assert moved == [True, False, False, False, False]
+
+
+def test_a_matrix_moves_as_with_torchs_muon(monkeypatch):
+    monkeypatch.setattr(optimizers, 'cpu_has_bfloat16', lambda: True)  # as torch: in bfloat16
+    model, optimizer = made()
+    matrices = [p for name, p in model.named_parameters() if '.h.' in name and p.dim() == 2]
+    theirs = [torch.nn.Parameter(p.detach().clone()) for p in matrices]
+    muon = torch.optim.Muon(theirs, lr=1e-2, weight_decay=0.1, momentum=0.95,
+                            adjust_lr_fn='match_rms_adamw')
+    for seed in range(3):
+        torch.manual_seed(seed)
+        idx = torch.randint(0, 65, (4, 16))
+        model(idx, idx)[1].backward()
+        for p, q in zip(matrices, theirs, strict=True):
+            q.grad = p.grad.clone()
+        optimizer.step()
+        muon.step()
+        optimizer.zero_grad(set_to_none=True)
+        assert all(torch.equal(p, q) for p, q in zip(matrices, theirs, strict=True))
+
+
+def test_a_cpu_without_bfloat16_orthogonalizes_in_float32(monkeypatch):
+    matrix = torch.randn(64, 32)
+    found = {}
+    for has_bfloat16 in (True, False):
+        monkeypatch.setattr(optimizers, 'cpu_has_bfloat16', lambda has=has_bfloat16: has)
+        found[has_bfloat16] = optimizers.orthogonalized(matrix)
+    assert found[True].dtype == torch.bfloat16 and found[False].dtype == torch.float32
+    torch.testing.assert_close(found[True].float(), found[False], atol=0.03, rtol=0.1)
+
+
+class Plain(torch.optim.SGD):
+    """An optimizer that knows nothing of found_inf: torch's SGD, not fused, with momentum."""
+
+    def __init__(self, params):
+        super().__init__(params, lr=1e-2, momentum=0.9, fused=False)
+
+
+def test_an_optimizer_that_ignores_found_inf_never_steps_on_a_nan(tmp_path):
+    torch.manual_seed(0)
+    model = GPT(SHAPE)
+    optimizer = Plain(model.parameters())
+    guard = StepGuard(tmp_path / 'anomalies.jsonl', 10, None, torch.device('cpu'))
+    scaler = torch.amp.GradScaler('cpu', enabled=False)
+    moved = []
+    for it, factor in enumerate((1.0, math.nan, 1.0)):
+        before = [p.detach().clone() for p in model.parameters()]
+        idx = torch.randint(0, 65, (4, 16))
+        loss = model(idx, idx)[1] * factor
+        loss.backward()
+        update(model, optimizer, scaler, 1.0, guard, it, loss.detach())
+        moved.append(not all(torch.equal(p, q) for p, q in
+                             zip(model.parameters(), before, strict=True)))
+    assert moved == [True, False, True]
+    assert all(p.isfinite().all() for p in model.parameters())

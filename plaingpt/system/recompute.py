@@ -1,0 +1,31 @@
+"""Activation checkpointing: keep less for the backward pass and compute it again there.
+
+Chen et al. 2016, "Training Deep Nets with Sublinear Memory Cost".
+"""
+
+import torch
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+
+from plaingpt.system import cpu_kernels  # noqa: F401  (registers torch.ops.plaingpt)
+
+KINDS = ('none', 'selective', 'full')
+
+
+def recomputed(block, kind, *inputs):
+    """block(*inputs). 'full' keeps only the inputs, 'selective' also the outputs of matmuls and
+    attention: what the backward pass needs beside them is computed again."""
+    if kind == 'full':
+        return checkpoint(block, *inputs, use_reentrant=False)
+    return checkpoint(block, *inputs, use_reentrant=False, context_fn=keep_matmuls)
+
+
+def keep_matmuls():
+    aten = torch.ops.aten
+    return create_selective_checkpoint_contexts([
+        aten.mm.default, aten.addmm.default,
+        aten._scaled_dot_product_flash_attention.default,
+        aten._scaled_dot_product_efficient_attention.default,
+        aten._scaled_dot_product_cudnn_attention.default,
+        aten._scaled_dot_product_flash_attention_for_cpu.default,
+        torch.ops.plaingpt.cpu_attention.default,
+    ])

@@ -1,0 +1,64 @@
+"""Where a run stands: when it evaluates, saves and ends, and how it goes on after a resume."""
+
+import math
+from dataclasses import dataclass
+
+from plaingpt.system.devices import set_rng_state
+from plaingpt.system.distributed import print0
+
+
+@dataclass
+class Progress:
+    """Where a run stands: what a checkpoint keeps of the loop."""
+
+    iter_num: int = 0  # updates made
+    best_val_loss: float = math.inf
+    evals_since_best: int = 0
+    evaluated_at: int | None = None  # the iteration of the last evaluation
+    val_loss: float | None = None  # that it measured
+    saved_at: int | None = None  # the iteration of the last checkpoint
+
+    def evaluation_is_due(self, config):
+        last = config.eval_only or self.iter_num >= config.max_iters
+        return self.iter_num != self.evaluated_at \
+            and (last or self.iter_num % config.eval_interval == 0)
+
+    def record_evaluation(self, val_loss):
+        """→ whether it is the best so far."""
+        best = val_loss < self.best_val_loss
+        if best:
+            self.best_val_loss = val_loss
+        self.evals_since_best = 0 if best else self.evals_since_best + 1
+        self.evaluated_at, self.val_loss = self.iter_num, val_loss
+        return best
+
+    def save_is_due(self, config):
+        best = self.evaluated_at == self.iter_num and \
+            (config.always_save_checkpoint or self.evals_since_best == 0)
+        return best or self.iter_num % config.checkpoint_interval == 0
+
+    def ending(self, config):
+        """Why the run ends here, or None."""
+        if config.eval_only or self.iter_num >= config.max_iters:
+            return 'all iterations are done'
+        if 0 < config.patience <= self.evals_since_best:
+            return f'patience={config.patience}: {self.evals_since_best} evaluations brought no ' \
+                   f'validation loss below {self.best_val_loss:.4f}'
+        return None
+
+
+def restore(resumed, config, model, optimizer, scaler, train_data, world, device):
+    """Put back what a checkpoint holds beside the weights → Progress."""
+    if not resumed:
+        return Progress()
+    state, iter_num = resumed.state, resumed.iter_num
+    resumed.load_optimizer(optimizer, model)
+    scaler.load_state_dict(state['scaler'])
+    train_data.resume_at(iter_num, state['sequences'])
+    set_rng_state(state['rng'], world.rank, device)
+    if iter_num >= config.max_iters and not config.eval_only:
+        print0(f'iteration {iter_num} is the end already: --max_iters=… makes it longer')
+    best = state['best_val_loss']
+    return Progress(iter_num, math.inf if best is None else best, state['evals_since_best'],
+                    evaluated_at=iter_num if state['evaluated'] and not config.eval_only else None,
+                    saved_at=iter_num)

@@ -1,0 +1,147 @@
+"""What a run starts from: its data, and new weights, those of others, or a checkpoint's."""
+
+import subprocess
+import sys
+from dataclasses import asdict, fields
+
+from model import GPT, GPTConfig
+from plaingpt.corpus.batches import BatchLoader, fits_in_ram
+from plaingpt.corpus.dataset import UNFINISHED, dataset_folder, open_dataset
+from plaingpt.system.distributed import all_gather, barrier, launched_world, print0
+from plaingpt.system.errors import UserError
+from plaingpt.system.files import ROOT
+from plaingpt.training import checkpoint as checkpoints
+from plaingpt.training.checkpoint_writer import clean_up
+from plaingpt.training.settings import TrainConfig
+
+
+def open_data(config, world):
+    """Open data/<name>. A small corpus that is not prepared yet is prepared now."""
+    folder = dataset_folder(config.dataset)
+    if world.local_rank == 0 and folder.parts == ('data', config.dataset) \
+            and not (folder / 'meta.json').exists() and not any(folder.glob('*.bin')) \
+            and not (folder / UNFINISHED).exists():
+        done = subprocess.run([sys.executable, ROOT / 'prepare.py', config.dataset, '--if_small'])
+        if done.returncode < 0:
+            raise UserError(f'preparing {config.dataset} was killed: run python prepare.py '
+                            f'{config.dataset}')
+        if done.returncode:
+            sys.exit(done.returncode)  # it has said why
+    barrier()
+    dataset = open_dataset(folder)
+    if not dataset.meta:
+        print0(f'{folder} has no meta.json: its files are taken for GPT-2 tokens')
+    if config.vocab_size not in (0, dataset.vocab_size):
+        raise UserError(f'vocab_size={config.vocab_size}: {folder} has {dataset.vocab_size} '
+                        'tokens; leave it at 0')
+    return dataset
+
+
+def open_batches(config, dataset, world, device):
+    """→ (loader of the training split, loader of the validation split)."""
+    in_ram = fits_in_ram(dataset.folder, world.local_size) if config.data_in_ram == 'auto' \
+        else config.data_in_ram
+    loaders = [BatchLoader(dataset.split(split, in_ram), config.block_size, config.batch_size,
+                           micro_steps=config.accumulation() // world.size, rank=world.rank,
+                           world_size=world.size, seed=config.seed, device=device,
+                           only_first=config.overfit_batches if split == 'train' else 0)
+               for split in ('train', 'val')]
+    tokens, step_tokens = len(loaders[0].stream), config.step_tokens()
+    if config.overfit_batches:
+        tokens = min(tokens, config.overfit_batches * step_tokens)
+    print0(f'{dataset.folder}: {tokens:,} training tokens, vocabulary {dataset.vocab_size:,}, '
+           f'{"in memory" if in_ram else "on disk"} | {step_tokens:,} tokens a step, '
+           f'{config.max_iters * step_tokens / tokens:.3g} epochs')
+    return loaders
+
+
+# -----------------------------------------------------------------------------
+# weights
+
+
+def find_resumed(config, group):
+    """The checkpoint to resume, or None to start. Rank 0 looks and decides for all.
+
+    A damaged one is named, and the one before it taken. Raises UserError where there is none.
+    """
+    if config.init_from not in ('resume', 'auto'):
+        return None
+    path = found = None
+    if launched_world().is_main:
+        if not config.eval_only:
+            clean_up(config.out_dir)
+        if config.checkpoint == 'latest':
+            found, damaged = checkpoints.newest_valid(config.out_dir)
+            for problem in damaged:
+                print0(f'warning: skipped a checkpoint: {problem}')
+            if found is None and config.init_from == 'resume':
+                raise UserError(f'{config.out_dir}: no checkpoint there to resume from; start with '
+                                '--init_from=scratch or auto, or name the right --out_dir')
+        elif checkpoints.checkpoint_paths(config.out_dir) or config.init_from == 'resume':
+            found = checkpoints.find(config.out_dir, config.checkpoint)
+        path = found.path if found else None
+    path = all_gather(path, group)[0]
+    return checkpoints.open_checkpoint(path) if path else None
+
+
+def check_resumed(resumed, config, dataset):
+    """See that the run is of the same model and data, and print which settings have changed.
+
+    Raises UserError where something differs that a run cannot change.
+    """
+    # A setting that did not exist when the checkpoint was written had its default.
+    before, now = {**asdict(TrainConfig()), **resumed.state['config']}, asdict(config)
+    changed = {key: (before[key], now[key]) for key in now if before[key] != now[key]}
+    shape = {field.name for field in fields(GPTConfig)} - {'dropout', 'vocab_size'}
+    fixed = [f'{key}={value} (it has {saved})' for key, (saved, value) in changed.items()
+             if key in shape | {'optimizer'}]
+    if fixed:
+        raise UserError(f'{resumed.path} was trained otherwise than with {", ".join(fixed)}: '
+                        'give the config it was trained with, or another --out_dir')
+    if resumed.state['tokenizer'] != dataset.tokenizer_json():
+        raise UserError(f'{resumed.path} was trained with another tokenizer than that of '
+                        f'{dataset.folder}: name the dataset it was trained on')
+    if resumed.state['data'] != dataset.identity('train'):
+        raise UserError(f'{resumed.path} was trained on other tokens than those of '
+                        f'{dataset.folder}: to go on with other data, start a run from its weights '
+                        f'with --init_from={config.out_dir} and another --out_dir')
+    print0(f'resumed from {resumed.path}')
+    for key, (saved, value) in changed.items():
+        if key not in ('init_from', 'checkpoint'):
+            print0(f'  changed: {key} {saved} → {value}')
+
+
+def build_model(config, dataset, resumed):
+    """The model to train, on the CPU: new, pretrained, or as a checkpoint has it."""
+    if resumed:
+        model = resumed.load_model(dropout=config.dropout)
+    elif config.init_from in ('scratch', 'auto'):
+        model = GPT(config.gpt_config(dataset.vocab_size))
+    else:
+        model = load_start(config, dataset)
+    model.loss_chunk_tokens = config.loss_chunk_tokens
+    model.activation_checkpointing = config.activation_checkpointing
+    print0(f'GPT of {model.num_parameters():,} parameters: {model.config.n_layer} layers, '
+           f'{model.config.n_head} heads, {model.config.n_embd} channels')
+    return model
+
+
+def load_start(config, dataset):
+    """The weights that config.init_from names, of a run of ours or of others, for a new run."""
+    if checkpoints.checkpoint_paths(config.init_from):
+        start = checkpoints.find(config.init_from, config.checkpoint)
+        if start.state['tokenizer'] != dataset.tokenizer_json():
+            raise UserError(f'{start.path} was trained with another tokenizer than that of '
+                            f'{dataset.folder}: prepare the text with --tokenizer=THE_OLD_DATASET')
+        model = start.load_model(dropout=config.dropout)
+    else:
+        model = GPT.from_pretrained(config.init_from, config.dropout)
+    if config.block_size > model.config.block_size:
+        raise UserError(f'block_size={config.block_size}: {config.init_from} reads at most '
+                        f'{model.config.block_size} tokens')
+    model.crop_block_size(config.block_size)
+    if dataset.vocab_size != model.config.vocab_size:
+        raise UserError(f'{dataset.folder} has a vocabulary of {dataset.vocab_size} and '
+                        f'{config.init_from} one of {model.config.vocab_size}: prepare the text '
+                        'with the tokenizer of the model')
+    return model

@@ -1,0 +1,94 @@
+"""What one version wrote the next reads: tests/data holds a tiny run of each format that landed."""
+
+import json
+import shutil
+from dataclasses import dataclass, fields
+from pathlib import Path
+
+import pytest
+import torch
+from test_train import lines
+
+import sample
+import train
+from model import GPTConfig
+from plaingpt.system.errors import UserError
+from plaingpt.training import checkpoint as checkpoints
+from plaingpt.training import starting_point
+from plaingpt.training.settings import TrainConfig
+
+FORMAT_1 = Path(__file__).resolve().parents[1] / 'data' / 'format_1'
+
+
+@pytest.fixture
+def old(tmp_path, monkeypatch):
+    """A run of format 1 beside its dataset, as its folders lay then."""
+    shutil.copytree(FORMAT_1, tmp_path, dirs_exist_ok=True)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+SAME = ['--dataset=./dataset', '--out_dir=run', '--n_layer=2', '--n_head=2', '--n_embd=8',
+        '--block_size=16', '--batch_size=4', '--gradient_accumulation_steps=2', '--eval_interval=3',
+        '--eval_iters=2', '--warmup_iters=2', '--lr_decay_iters=6', '--device=cpu',
+        '--dtype=float32', '--report=False']
+
+
+def test_a_run_of_an_earlier_version_resumes_and_goes_on(old):
+    train.main([*SAME, '--init_from=resume', '--max_iters=9'])
+    assert [line['iter'] for line in lines(old / 'run', 'loss')] == [1, 2, 3, 4, 5, 6, 7, 8, 9]
+    found = checkpoints.find('run')
+    assert found.iter_num == 9 and found.state['sequences'] == 9 * 8
+
+
+def test_its_validation_loss_is_measured_again_to_the_last_digit(old, capsys):
+    train.main([*SAME, '--init_from=resume', '--eval_only'])
+    expected = [row['val_loss'] for row in lines(old / 'run', 'val_loss')][-1]
+    assert f'val loss {expected:.4f}' in capsys.readouterr().out
+
+
+def test_a_model_of_an_earlier_version_writes(old, capsys):
+    sample.main(['--out_dir=run', '--num_samples=1', '--max_new_tokens=5', '--device=cpu'])
+    assert '---------------' in capsys.readouterr().out
+
+
+def test_a_flag_that_came_later_has_its_default_in_an_old_checkpoint(old, monkeypatch):
+    @dataclass
+    class Later(GPTConfig):
+        brand_new: bool = False
+
+    monkeypatch.setattr(checkpoints, 'GPTConfig', Later)
+    model = checkpoints.find('run').load_model()
+    assert model.config.brand_new is False and model.config.n_embd == 8
+
+
+def test_a_setting_that_came_later_is_no_change(old, capsys):
+    found = checkpoints.find('run')
+    missing = {field.name for field in fields(TrainConfig)} - found.state['config'].keys()
+    assert missing  # this format knows fewer settings than today's
+    config = TrainConfig(**found.state['config'])
+    dataset = starting_point.open_data(config, train.launched_world())
+    starting_point.check_resumed(found, config, dataset)
+    assert 'changed' not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize('change', [{'format_version': 2}, {'model': {'alibi': True}}])
+def test_a_checkpoint_of_a_newer_version_says_so_and_is_not_called_damaged(old, change):
+    import hashlib
+    path = checkpoints.find('run').path
+    state = json.loads((path / 'state.json').read_text())
+    change = {key: {**state[key], **value} if isinstance(value, dict) else value
+              for key, value in change.items()}
+    text = json.dumps({**state, **change})
+    (path / 'state.json').write_text(text)
+    (path / 'state.json.sha256').write_text(hashlib.sha256(text.encode()).hexdigest())
+    with pytest.raises(UserError) as problem:
+        checkpoints.find('run')
+    message = str(problem.value)
+    assert 'another version' in message and 'damaged' not in message
+    assert 'alibi' in message or 'format version 2' in message
+
+
+def test_the_weights_of_an_earlier_version_are_whole(old):
+    model = checkpoints.find('run').load_model()
+    assert all(torch.isfinite(p).all() for p in model.parameters())

@@ -13,7 +13,7 @@ import difflib
 import hashlib
 import json
 import os
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -29,6 +29,8 @@ from plaingpt.corpus.shards import explain_disk_errors, lock_dataset_dir, publis
 from plaingpt.corpus.sources import open_source
 from plaingpt.system.errors import UserError, run_script
 from plaingpt.system.files import write_json
+
+BPE_SAMPLE_CHARS = 50_000_000  # a bpe tokenizer is trained on at most so much text
 
 
 @dataclass
@@ -124,8 +126,8 @@ def prepare_text(name, corpus, folder, config):
                 else make_tokenizer(tokenizer_name, borrowed, source)
             written = sum(path.stat().st_size for path in unfinished.glob('*.bin'))
             check_disk(folder, corpus, source, tokenizer_name, written)
-            num_proc = count_cores() if config.num_proc == 'auto' else config.num_proc
-            meta = write_shards(unfinished, source, command, tokenizer, journal, num_proc)
+            threads = count_cores() if config.num_proc == 'auto' else config.num_proc
+            meta = write_shards(unfinished, source, command, tokenizer, journal, threads)
             write_json(unfinished / 'meta.json', meta)
         print_report(folder, publish(folder))
 
@@ -141,12 +143,11 @@ def prepare_shards(name, corpus, folder, config):
             print_report(folder, publish(folder))
 
 
-# -----------------------------------------------------------------------------
-# the command: what decides the content of the files, kept as `source` in meta.json
-
-
 def describe_command(name, corpus, config, tokenizer_name, borrowed, source):
-    """borrowed: JSON of a tokenizer of another dataset, or None."""
+    """All that decides the content of the files, kept as `source` in meta.json.
+
+    borrowed: JSON of a tokenizer of another dataset, or None
+    """
     val_fraction = config.val_fraction
     if val_fraction == 'auto':
         large = source.total is None or source.total > 100_000_000
@@ -168,11 +169,10 @@ def describe_command(name, corpus, config, tokenizer_name, borrowed, source):
 
 def is_complete(unfinished, command):
     """True where `command` wrote all files, and only publishing them is missing."""
-    try:
+    with suppress(OSError, ValueError, AttributeError, RecursionError):
         meta = json.loads((unfinished / 'meta.json').read_text(encoding='utf-8'))
-    except (OSError, ValueError, RecursionError):
-        return False
-    return isinstance(meta, dict) and meta.get('source') == command
+        return meta.get('source') == command
+    return False
 
 
 def is_prepared(folder, command):
@@ -187,13 +187,6 @@ def is_prepared(folder, command):
     return True
 
 
-# -----------------------------------------------------------------------------
-# the tokenizer
-
-
-BPE_SAMPLE_CHARS = 50_000_000  # a bpe tokenizer is trained on at most so much text
-
-
 def make_tokenizer(name, borrowed, source):
     """By its name, trained on `source` where it learns; or a borrowed one. Raises UserError."""
     if borrowed:
@@ -203,8 +196,8 @@ def make_tokenizer(name, borrowed, source):
               + ('' if source.unit == 'B' and source.total <= BPE_SAMPLE_CHARS else
                  f' on the first {BPE_SAMPLE_CHARS // 10**6} MB of text'))
     with closing(source.pieces()) as pieces:
-        return tokenizers.make_tokenizer(name, sample(pieces) if name.startswith('bpe') else
-                                         (piece.text for piece in pieces))
+        texts = sample(pieces) if name.startswith('bpe') else (piece.text for piece in pieces)
+        return tokenizers.make_tokenizer(name, texts)
 
 
 def sample(pieces):

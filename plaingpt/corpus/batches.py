@@ -19,16 +19,10 @@ from plaingpt.system.errors import UserError
 
 CPU = torch.device('cpu')
 
-# -----------------------------------------------------------------------------
-# the order: a permutation of all sequences, computed for just those that are needed
-
 
 def mix(x):
-    """Hash uint64s one to one, so that each output bit depends on each input bit.
-
-    The finalizer of SplitMix64 (Steele, Lea and Flood 2014, "Fast splittable pseudorandom number
-    generators"; the constants are Stafford's variant 13).
-    """
+    """Hash uint64s one to one, so that each output bit depends on each input bit: the finalizer of
+    SplitMix64 (Steele, Lea and Flood 2014, "Fast splittable pseudorandom number generators")."""
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return x ^ (x >> np.uint64(31))
@@ -61,10 +55,6 @@ def permute(indices, n, k):
         images[outside] = (left << half_bits) | right
         outside = outside[images[outside] >= n]
     return images.astype(np.int64)
-
-
-# -----------------------------------------------------------------------------
-# the batch
 
 
 class BatchLoader:
@@ -163,11 +153,8 @@ class BatchLoader:
 
     def eval_batches(self, n_batches):
         """This process's share of n_batches × batch_size sequences, or of all where there are
-        fewer → one array per batch: the token where each sequence begins.
-
-        They are always the same, spread evenly over the split; with only_first, they are the
-        sequences that are trained on.
-        """
+        fewer → one array per batch: the token where each sequence begins. They are always the
+        same, spread evenly; with only_first, they are the sequences that are trained on."""
         if self.only_first:
             ids = np.arange(self.rank, self.only_first * self.step_size, self.world_size)
             mine = self.sequence_starts(ids)
@@ -180,9 +167,8 @@ class BatchLoader:
     def eval_batch(self, starts):
         """(idx, targets), each (batch_size, block_size) int64 on the device.
 
-        A short batch is padded with targets of -1, which the loss ignores: all batches have one
-        shape, so that a compiled model is compiled once.
-        """
+        A short batch is padded with targets of -1, which the loss ignores: one shape for all, so
+        that a compiled model is compiled once."""
         idx, targets = self._on_host(np.resize(starts, self.batch_size))
         targets[len(starts):] = -1
         return self._on_device((idx, targets))

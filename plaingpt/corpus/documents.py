@@ -1,11 +1,12 @@
 """Files → text → documents: UTF-8, .gz, .zst, .jsonl and .parquet, read a block at a time.
 
 `position` is always the number of bytes of the file that have been read so far. The functions
-that find documents yield (text, new_document, position); a document that is longer than
-PIECE_CHARS comes in several pieces, and `new_document` is True for the first of them.
+that find documents yield (text, new_document, position). The text is None where a row's field is
+null; a file longer than PIECE_CHARS comes in pieces, with new_document=True for the first.
 """
 
 import codecs
+import itertools
 import json
 import re
 import zlib
@@ -14,9 +15,6 @@ from plaingpt.system.errors import UserError
 
 PIECE_CHARS = 2**18
 BLOCK_BYTES = 2**20
-
-# -----------------------------------------------------------------------------
-# bytes → text
 
 
 def read_bytes(path):
@@ -81,10 +79,6 @@ def split_lines(blocks):
         yield rest, position
 
 
-# -----------------------------------------------------------------------------
-# text → documents: of blocks for whole_files, of lines for the others
-
-
 def whole_files(blocks):
     """A file is one document. Long files are cut where GPT-2's pattern also cuts (at white space
     that follows something else), so that the tokens are those of the uncut file."""
@@ -109,15 +103,10 @@ def each_line(lines):
 
 def paragraphs(lines):
     """The lines between two blank lines are a document."""
-    group, position = [], 0
-    for line, position in lines:
-        if line.strip():
-            group.append(line)
-        elif group:
-            yield ''.join(group).rstrip('\r\n'), True, position
-            group = []
-    if group:
-        yield ''.join(group).rstrip('\r\n'), True, position
+    for blank, group in itertools.groupby(lines, lambda line: not line[0].strip()):
+        if not blank:
+            texts, positions = zip(*group, strict=True)
+            yield ''.join(texts).rstrip('\r\n'), True, positions[-1]
 
 
 TITLE = re.compile(r' = (?!= )[^\n]+(?<! =) = \n?')  # ' = Title = ', not ' = = Section = = '
@@ -135,16 +124,9 @@ def articles(lines):
         yield ''.join(group), True, position
 
 
+# What a document can be. whole_files takes blocks of text, the others take lines.
 DOCUMENT_FORMS = {'file': whole_files, 'line': each_line, 'paragraph': paragraphs,
                   'title': articles}
-
-# -----------------------------------------------------------------------------
-# rows → documents; the text is None where a row's field is null
-
-
-def json_lines(path, text_field, errors):
-    for row, where, position in json_rows(path, errors):
-        yield get_text(row, text_field, where), True, position
 
 
 def json_rows(path, errors='strict'):

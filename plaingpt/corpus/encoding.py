@@ -33,10 +33,6 @@ class Encoded(NamedTuple):
     bytes: int  # of the text, as UTF-8
 
 
-# -----------------------------------------------------------------------------
-# pieces → batches; a split is 'train' or 'val'
-
-
 def split_by_hash(pieces, val_fraction):
     """Yield (split, text, new_document, position). A hash of a document's first piece decides its
     split, so a document keeps its split when others are added or removed."""
@@ -74,10 +70,6 @@ def group_in_batches(pieces, source, count=0):
         yield Batch(group, count, position, source.mark())
 
 
-# -----------------------------------------------------------------------------
-# batches → tokens
-
-
 def encode_batch(tokenizer, end_of_text, dtype, batch):
     """Batch → {split: Encoded}, with `end_of_text` before each document unless it is None."""
     encoded = {}
@@ -112,10 +104,6 @@ def map_in_order(function, items, num_proc):
                 yield item, future.result()
         for item, future in waiting:
             yield item, future.result()
-
-
-# -----------------------------------------------------------------------------
-# tokens → shards
 
 
 def write_shards(folder, source, command, tokenizer, journal, num_proc):

@@ -8,10 +8,10 @@ import numpy as np
 
 from plaingpt.corpus.dataset import FORMAT_VERSION, open_tokens
 from plaingpt.corpus.shards import read_journal
+from plaingpt.corpus.sources import explain_hub_errors
 from plaingpt.corpus.tokenizers import GPT2Tokenizer
 from plaingpt.system.errors import UserError
 from plaingpt.system.files import sha256_of, write_json
-from plaingpt.system.formatting import one_line
 
 
 def fetch_shards(corpus, folder, command):
@@ -59,6 +59,9 @@ def choose_shards(names, max_shards, where):
     return chosen
 
 
+RESUMES = 'check the connection; the same command resumes from here'
+
+
 class HubRepository:
     """A dataset repository on the hub, through huggingface_hub."""
 
@@ -68,7 +71,8 @@ class HubRepository:
         except ImportError:
             raise UserError(f'{repo} needs huggingface_hub: pip install huggingface_hub') from None
         self.repo, self._hub = repo, huggingface_hub
-        info = self._ask(huggingface_hub.HfApi().dataset_info, repo, files_metadata=True)
+        with explain_hub_errors(repo, RESUMES):
+            info = huggingface_hub.HfApi().dataset_info(repo, files_metadata=True)
         self.files = {file.rfilename: file for file in info.siblings}
         self.revision = info.sha  # so that all shards are of one version
 
@@ -84,18 +88,11 @@ class HubRepository:
 
     def download(self, name, folder):
         """Fetch a file, from where an earlier download stopped, and check it."""
-        self._ask(self._hub.hf_hub_download, self.repo, name, repo_type='dataset',
-                  revision=self.revision, local_dir=folder)
+        with explain_hub_errors(self.repo, RESUMES):
+            self._hub.hf_hub_download(self.repo, name, repo_type='dataset', local_dir=folder,
+                                      revision=self.revision)
         lfs = self.files[name].lfs
         if lfs and sha256_of(folder / name) != lfs.sha256:
             (folder / name).unlink()
             raise UserError(f'{self.repo}/{name}: what arrived has another checksum: run the same '
                             'command again')
-
-    def _ask(self, function, *arguments, **options):
-        try:
-            return function(*arguments, **options)
-        except Exception as e:  # the library and httpx raise a wide family
-            raise UserError(f'{self.repo} could not be downloaded ({type(e).__name__}: '
-                            f'{one_line(e)[:200]}): check the connection; the same command resumes '
-                            'from here') from None

@@ -88,8 +88,7 @@ class ShardWriter:
 
     def finish(self):
         """Close → the entry of this split in meta.json. A single file is named SPLIT.bin."""
-        if self.file:
-            self.close()
+        self.close()
         sha256, counts = list(self.sha256), [self.shard_tokens] * len(self.sha256)
         if self.tokens > sum(counts):
             sha256.append(sha256_of(self.path(len(counts))))
@@ -101,10 +100,6 @@ class ShardWriter:
         return {'tokens': self.tokens, 'documents': self.documents, 'bytes': self.bytes,
                 'files': [{'name': name, 'tokens': n, 'sha256': digest}
                           for name, n, digest in zip(names, counts, sha256, strict=True)]}
-
-
-# -----------------------------------------------------------------------------
-# the journal
 
 
 def read_journal(folder, command):
@@ -160,10 +155,6 @@ def publish(folder):
     os.replace(unfinished / 'meta.json', folder / 'meta.json')
     shutil.rmtree(unfinished)
     return meta
-
-
-# -----------------------------------------------------------------------------
-# the folder
 
 
 @contextmanager

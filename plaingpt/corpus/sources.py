@@ -23,7 +23,7 @@ from typing import NamedTuple
 from plaingpt.corpus.documents import (
     DOCUMENT_FORMS,
     get_text,
-    json_lines,
+    json_rows,
     parquet_rows,
     read_text,
     split_lines,
@@ -100,7 +100,8 @@ class Files:
 
     def _documents(self, path):
         if file_type(path) == 'jsonl':
-            return json_lines(path, self.text_field, self.errors)
+            return ((get_text(row, self.text_field, where), True, position)
+                    for row, where, position in json_rows(path, self.errors))
         if file_type(path) == 'parquet':
             return parquet_rows(path, self.text_field)
         blocks = read_text(path, self.errors)
@@ -297,13 +298,13 @@ def load_builder(path, subset):
 
 
 @contextmanager
-def explain_hub_errors(name):
-    """Turns what the datasets library raises, a wide family, into a UserError of one line."""
+def explain_hub_errors(name, advice='check the name and the connection, or name a local copy with '
+                                    '--input=FOLDER'):
+    """Turns what the hub's libraries raise, a wide family, into a UserError of one line."""
     try:
         yield
     except UserError:
         raise
     except Exception as e:
-        raise UserError(f'{name} cannot be read ({type(e).__name__}: {one_line(e)[:200]}): check '
-                        'the name and the connection, or name a local copy with --input=FOLDER') \
-            from None
+        raise UserError(f'{name} cannot be read ({type(e).__name__}: {one_line(e)[:200]}): '
+                        f'{advice}') from None

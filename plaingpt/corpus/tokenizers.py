@@ -238,17 +238,15 @@ def make_tokenizer(name, texts):
 
 def from_json(description):
     """The tokenizer that `to_json` described. Raises UserError where it cannot be made."""
-    match description:
-        case {'kind': 'char', 'chars': str(chars)} if is_chars(chars):
-            return CharTokenizer(chars)
-        case {'kind': 'byte'}:
-            return ByteTokenizer()
-        case {'kind': 'gpt2'}:
-            return GPT2Tokenizer()
-        case {'kind': 'bpe', 'tokens': [*tokens]} if is_bpe(tokens):
-            return BPETokenizer([token.encode('latin-1') for token in tokens])
-    raise UserError(f'unknown tokenizer {str(description)[:80]}: expected one that prepare.py '
-                    'wrote')
+    if described_vocab_size(description) is None:
+        raise UserError(f'unknown tokenizer {str(description)[:80]}: expected one that prepare.py '
+                        'wrote')
+    kind = description['kind']
+    if kind == 'char':
+        return CharTokenizer(description['chars'])
+    if kind == 'bpe':
+        return BPETokenizer([token.encode('latin-1') for token in description['tokens']])
+    return ByteTokenizer() if kind == 'byte' else GPT2Tokenizer()
 
 
 def named_vocab_size(name):

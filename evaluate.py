@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Literal
 
 from configurator import load_config
-from plaingpt.corpus.dataset import folder_of, open_dataset
+from plaingpt.corpus.dataset import dataset_folder, open_dataset
 from plaingpt.inference.scoring import (
     BENCHMARKS,
     TextStream,
@@ -77,7 +77,7 @@ def score(task, config, model, tokenizer, state, context, group):
         name = config.dataset or state.get('config', {}).get('dataset')
         if not name:
             raise UserError(f'tasks={task}: name a prepared dataset with --dataset=NAME')
-        dataset = open_dataset(folder_of(name))
+        dataset = open_dataset(dataset_folder(name))
         if dataset.tokenizer_json() != tokenizer.to_json():
             raise UserError(f'{dataset.folder} was prepared with another tokenizer than the '
                             "model's: name another --dataset")

@@ -29,7 +29,8 @@ from plaingpt.benchmarks.checkpoint_stalls import measure_checkpoints
 from plaingpt.benchmarks.data_rate import measure_data
 from plaingpt.benchmarks.memory_check import measure_memory
 from plaingpt.benchmarks.result_tables import about, described, make_folder, save, slug
-from plaingpt.corpus.dataset import folder_of, open_dataset, size_of_dataset
+from plaingpt.corpus.corpora import find_dataset_size
+from plaingpt.corpus.dataset import dataset_folder, open_dataset
 from plaingpt.system.devices import (
     choose_compile,
     choose_device,
@@ -94,8 +95,8 @@ class BenchConfig(TrainConfig):
 
 def measure_ladder(config, dtype, compile, device):
     """→ (rows, their table). The model is GPT-2's: what is newer stays off."""
-    folder = folder_of(config.dataset)
-    vocab_size, known, source = size_of_dataset(config.dataset, config.vocab_size)
+    folder = dataset_folder(config.dataset)
+    vocab_size, known, source = find_dataset_size(config.dataset, config.vocab_size)
     shape = GPTConfig(config.block_size, vocab_size, config.n_layer, config.n_head, config.n_embd,
                       bias=config.bias)
     tokenizer = None
@@ -120,7 +121,7 @@ def measure_ladder(config, dtype, compile, device):
 def measure_grid(config, device, name):
     """→ (rows, their tables). With --save=FOLDER a run that is in FOLDER/name.jsonl is not made
     again."""
-    vocab_size, _, _ = size_of_dataset(config.dataset)
+    vocab_size, _, _ = find_dataset_size(config.dataset)
     journal = Path(config.save, f'{name}.jsonl') if config.save else None
     runs = grid.run_all(config, config.seeds, lambda cell: cell.gpt_config(vocab_size), device,
                         journal, machine_name(device))
@@ -159,7 +160,7 @@ def main(argv):
     use_fast_matmul()
     use_expandable_segments(device)
     seed_everything(config.seed)
-    vocab_size, _, _ = size_of_dataset(config.dataset, config.vocab_size)
+    vocab_size, _, _ = find_dataset_size(config.dataset, config.vocab_size)
     shape = config.gpt_config(vocab_size)
     run = run_of(config, dtype, device.type)
     if config.memory:

@@ -10,13 +10,13 @@ from plaingpt.benchmarks import step_speed as speed
 from plaingpt.benchmarks.result_tables import markdown
 from plaingpt.benchmarks.timing import spread, step_seconds
 from plaingpt.corpus.batches import BatchLoader
-from plaingpt.corpus.dataset import folder_of, open_dataset
+from plaingpt.corpus.dataset import dataset_folder, open_dataset
 from plaingpt.system.formatting import short
 
 
 def measure_data(config, shape, dtype, compile, device, batches=200):
     """→ (rows, their table): batches a second of each way to read, beside what a step takes."""
-    dataset = open_dataset(folder_of(config.dataset))
+    dataset = open_dataset(dataset_folder(config.dataset))
     row, _ = speed.measure(config, shape, dtype, compile, device, steps=config.steps,
                            warmup=config.warmup_steps)
     need = config.accumulation() / row['step_ms'] * 1e3

@@ -10,7 +10,7 @@ from model import GPT
 from plaingpt.benchmarks.result_tables import markdown
 from plaingpt.benchmarks.timing import matmul_flops, spread, step_seconds, synchronize
 from plaingpt.corpus.batches import BatchLoader, fits_in_ram
-from plaingpt.corpus.dataset import folder_of, open_dataset
+from plaingpt.corpus.dataset import dataset_folder, open_dataset
 from plaingpt.system.devices import DTYPES, autocast, device_name, peak_memory_bytes
 from plaingpt.system.errors import UserError
 from plaingpt.system.files import make_writable
@@ -49,7 +49,7 @@ def random_batches(config, vocab_size, device):
 
 def dataset_batches(config, vocab_size, device):
     """Batches as training reads them. Raises UserError where the model knows fewer ids."""
-    dataset = open_dataset(folder_of(config.dataset))
+    dataset = open_dataset(dataset_folder(config.dataset))
     if dataset.vocab_size > vocab_size:
         raise UserError(f'vocab_size={vocab_size}: {dataset.folder} has ids up to '
                         f'{dataset.vocab_size - 1}; leave it at 0 for those of the dataset')

@@ -1,5 +1,6 @@
 """What several test files use."""
 
+import json
 import os
 import socket
 import subprocess
@@ -65,3 +66,24 @@ def torchrun(processes, *command, cwd=ROOT, check=True):
         env={**os.environ, 'OMP_NUM_THREADS': '1'})
     assert not check or done.returncode == 0, done.stdout + done.stderr
     return done
+
+
+class ForkServer:
+    """Runs scripts of any copy of the project, without importing torch anew for each."""
+
+    def __init__(self):
+        server = Path(__file__).with_name('fork_server.py')
+        self.process = subprocess.Popen([sys.executable, server], stdin=subprocess.PIPE,
+                                        stdout=subprocess.PIPE, text=True)
+
+    def run(self, folder, script, *argv):
+        """→ (exit code, all that it printed)"""
+        log = Path(folder, 'log')
+        log.unlink(missing_ok=True)
+        self.process.stdin.write(json.dumps([script, argv, str(folder), str(log)]) + '\n')
+        self.process.stdin.flush()
+        return int(self.process.stdout.readline()), log.read_text()
+
+    def close(self):
+        self.process.stdin.close()
+        self.process.wait()

@@ -28,9 +28,10 @@ class Probes:
                                for name in config.eval_tasks.split(',')]
         if writing and config.sample_tokens:
             try:
-                self.tokenizer = dataset.tokenizer()
-                self.start = self.tokenizer.encode(config.sample_start).tolist() \
-                    or [self.tokenizer.end_of_text or 0]
+                tokenizer = dataset.tokenizer()
+                self.start = tokenizer.encode(config.sample_start).tolist() \
+                    or [tokenizer.end_of_text or 0]
+                self.tokenizer = tokenizer
             except UserError as problem:
                 metrics.print(f'warning: no samples of what the model writes: {problem}')
 

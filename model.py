@@ -76,6 +76,10 @@ class GPTConfig:
     zero_init: bool = False  # output projections begin at zero, so each branch as nothing
 
     @property
+    def learned_positions(self):
+        return not self.rotary
+
+    @property
     def padded_vocab_size(self):
         return math.ceil(self.vocab_size / VOCAB_MULTIPLE) * VOCAB_MULTIPLE
 
@@ -199,7 +203,8 @@ class GPT(nn.Module):
         self.config = config
         self.transformer = nn.ModuleDict({
             'wte': nn.Embedding(config.padded_vocab_size, config.n_embd),
-            **({} if config.rotary else {'wpe': nn.Embedding(config.block_size, config.n_embd)}),
+            **({'wpe': nn.Embedding(config.block_size, config.n_embd)}
+               if config.learned_positions else {}),
             'drop': Dropout(config.dropout),
             'h': nn.ModuleList(Block(config) for _ in range(config.n_layer)),
             'ln_f': norm(config, config.n_embd),
@@ -262,11 +267,11 @@ class GPT(nn.Module):
         layers = [None] * len(self.transformer.h) if cache is None else cache.layers
         x = self.transformer.wte(idx)  # (B, T, C)
         rotary = None
+        if self.config.learned_positions:
+            x = x + self.transformer.wpe.weight[positions]  # (B, T, C) + (T, C)
         if self.config.rotary:
             # 2 × (1, T, D), or (B, 1, T, D) where a batch's positions differ
             rotary = self.cos[positions].unsqueeze(-3), self.sin[positions].unsqueeze(-3)
-        else:
-            x = x + self.transformer.wpe.weight[positions]  # (B, T, C) + (T, C)
         x = self.transformer.drop(x)
         for block, layer in zip(self.transformer.h, layers, strict=True):
             if self.activation_checkpointing == 'none' or not torch.is_grad_enabled():
@@ -291,7 +296,7 @@ class GPT(nn.Module):
         in a matmul and 12·L·C·T for attention. Looking up an embedding is no matmul."""
         c = self.config
         matmul_weights = self.num_parameters()
-        if not c.rotary:
+        if c.learned_positions:
             matmul_weights -= self.transformer.wpe.weight.numel()
         if not c.tied_head:
             matmul_weights -= c.vocab_size * c.n_embd
@@ -301,7 +306,7 @@ class GPT(nn.Module):
         """Forget the positions past `block_size`, say to fine-tune on shorter sequences."""
         assert block_size <= self.config.block_size
         self.config = replace(self.config, block_size=block_size)
-        if not self.config.rotary:
+        if self.config.learned_positions:
             wpe = self.transformer.wpe
             wpe.num_embeddings = block_size
             wpe.weight = nn.Parameter(wpe.weight[:block_size].detach())
@@ -309,10 +314,7 @@ class GPT(nn.Module):
     @classmethod
     def from_pretrained(cls, source, dropout=0.0):
         """The weights of others: 'gpt2', 'gpt2-medium', 'gpt2-large', 'gpt2-xl' from the hub, a
-        folder in the Hugging Face layout, or a ckpt.pt of nanoGPT or build-nanogpt.
-
-        Raises UserError where they cannot be had or are not GPT-2.
-        """
+        folder in the Hugging Face layout, or a ckpt.pt of nanoGPT or build-nanogpt. UserError."""
         from plaingpt.inference.pretrained import load_pretrained
         return load_pretrained(source, dropout)
 

@@ -38,6 +38,13 @@ def fails(capsys, monkeypatch, main, *argv):
     return lines[0]
 
 
+def size_of_png(path):
+    """(width, height) in pixels."""
+    data = path.read_bytes()
+    assert data[:8] == b'\x89PNG\r\n\x1a\n'
+    return int.from_bytes(data[16:20], 'big'), int.from_bytes(data[20:24], 'big')
+
+
 def run(*command, cwd=ROOT, **env):
     """Run a script of the project as a user would → its stdout. Fails the test if it fails."""
     done = subprocess.run([sys.executable, *map(str, command)], cwd=cwd, text=True,

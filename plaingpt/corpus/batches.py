@@ -100,6 +100,10 @@ class BatchLoader:
         """How many sequences all processes together have taken when `step` begins."""
         return self.shift + step * self.step_size
 
+    def tokens_before(self, step):
+        """How many tokens all processes together have trained on when `step` begins."""
+        return self.sequences_before(step) * self.block_size
+
     def resume_at(self, step, sequences):
         """Let `step` begin after `sequences`, also where the steps before it took more or fewer."""
         self.shift += sequences - self.sequences_before(step)

@@ -43,7 +43,7 @@ from plaingpt.system.devices import (
 )
 from plaingpt.system.errors import run_script
 from plaingpt.system.files import ROOT
-from plaingpt.training.memory_planner import out_of_memory_explained, run_of
+from plaingpt.training.memory_planner import explain_out_of_memory, run_of
 from plaingpt.training.settings import TrainConfig
 
 
@@ -128,7 +128,7 @@ def main(argv):
         make_folder(config.save)
     work = prepare_work(config, device)
     name = next((key for key in BENCHMARKS if getattr(config, key, False)), 'speed')
-    with out_of_memory_explained(work.shape, run_of(config, work.dtype, device.type), device):
+    with explain_out_of_memory(work.shape, config, work.dtype, device):
         rows, text = BENCHMARKS[name](work)
     if not rows:
         return

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from tqdm import tqdm
 
 from model import GPT, CausalSelfAttention, GPTConfig
-from plaingpt.benchmarks.result_tables import format_speed, markdown
+from plaingpt.benchmarks.result_tables import format_memory, format_times, markdown
 from plaingpt.benchmarks.timing import step_seconds, step_times
 from plaingpt.corpus.batches import BatchLoader
 from plaingpt.corpus.dataset import (
@@ -293,7 +293,8 @@ def make_rows(measured, step_tokens):
 def format_variants(rows):
     """The rows as Markdown."""
     return markdown(
-        ['variant', 'ms a step', 'fastest', 'slowest', 'tokens/s', 'memory', '× before',
-         '× first', 'first loss'],
-        [[row['variant'], *format_speed(row), f'{row["times_before"]:.2f}',
-          f'{row["times_first"]:.2f}', f'{row["first_loss"]:.4f}'] for row in rows])
+        ['variant', 'ms a step', 'fastest', 'slowest', 'tokens/s', '× before', '× first',
+         'first loss', 'memory'],
+        [[row['variant'], *format_times(row), f'{row["times_before"]:.2f}',
+          f'{row["times_first"]:.2f}', f'{row["first_loss"]:.4f}', format_memory(row)]
+         for row in rows])

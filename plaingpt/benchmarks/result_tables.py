@@ -35,11 +35,14 @@ def markdown(header, rows):
     return '\n'.join(line(row) for row in (header, rule, *rows))
 
 
-def format_speed(row):
-    """Texts of a row's median, fastest and slowest step in ms, its tokens/s and its memory."""
-    memory = row['peak_memory_bytes']
+def format_times(row):
+    """Texts of a row's median, fastest and slowest step in ms, and of its tokens/s."""
     return [*(f'{row[key]:.1f}' for key in ('step_ms', 'min_ms', 'max_ms')),
-            short(row['tokens_per_s']), gib(memory) if memory else 'n/a']
+            short(row['tokens_per_s'])]
+
+
+def format_memory(row):
+    return gib(row['peak_memory_bytes']) if row['peak_memory_bytes'] else 'n/a'
 
 
 def format_page(facts, text):

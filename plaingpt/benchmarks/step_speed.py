@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 
 from model import GPT, GPTConfig
-from plaingpt.benchmarks.result_tables import format_speed, markdown
+from plaingpt.benchmarks.result_tables import format_memory, format_times, markdown
 from plaingpt.benchmarks.timing import matmul_flops, step_seconds, step_times, synchronize
 from plaingpt.corpus.batches import BatchLoader, fits_in_ram
 from plaingpt.corpus.dataset import folder_of, open_dataset
@@ -106,10 +106,10 @@ def format_table(row):
             f'{row["data"]} data')
     share = 'n/a' if row['mfu'] is None else f'{row["mfu"]:.1%}'
     return what + '\n\n' + markdown(
-        ['ms a step', 'fastest', 'slowest', 'tokens/s', 'peak memory', 'MFU', 'matmul, TFLOP/s',
-         'share of it'],
-        [[*format_speed(row), share, f'{row["matmul_flops"] / 1e12:.3g}',
-          f'{row["matmul_share"]:.1%}']])
+        ['ms a step', 'fastest', 'slowest', 'tokens/s', 'MFU', 'matmul, TFLOP/s', 'share of it',
+         'peak memory'],
+        [[*format_times(row), share, f'{row["matmul_flops"] / 1e12:.3g}',
+          f'{row["matmul_share"]:.1%}', format_memory(row)]])
 
 
 def profile_steps(step, device, out_dir, steps=3):

@@ -32,7 +32,7 @@ from plaingpt.benchmarks.result_tables import (
     save,
 )
 from plaingpt.benchmarks.step_speed import Workload, measure_speed
-from plaingpt.corpus.dataset import size_of_dataset
+from plaingpt.corpus.corpora import find_dataset_size
 from plaingpt.system.devices import (
     choose_compile,
     choose_device,
@@ -118,7 +118,7 @@ def prepare_work(config, device):
     seed_everything(config.seed)
     dtype, _ = choose_dtype(config.dtype, device, config.n_embd)
     compile, _ = choose_compile(config.compile, device)
-    vocab_size, _, _ = size_of_dataset(config.dataset, config.vocab_size)
+    vocab_size, _, _ = find_dataset_size(config.dataset, config.vocab_size)
     return Workload(config, config.gpt_config(vocab_size), device, dtype, compile)
 
 

@@ -21,44 +21,33 @@ from plaingpt.monitoring.metrics import Metrics
 STEPS = 150
 
 
-def record_times(cls, name):
-    """Let method `name` of a class add the seconds of each call to a list → the list."""
-    original, times = getattr(cls, name), []
+def record_times(owner, name):
+    """Let function `name` of a module or class record the seconds of each call → their list."""
+    original, times = getattr(owner, name), []
 
     def timed(*arguments):
         began = time.perf_counter()
         result = original(*arguments)
         times.append(time.perf_counter() - began)
         return result
-    setattr(cls, name, timed)
+    setattr(owner, name, timed)
     return times
 
 
-def record_plain_steps():
-    """Let Metrics.tick add the seconds of each step without health and logging to a list."""
-    original, times, last = Metrics.tick, [], time.perf_counter()
-
-    def tick(self, iter_num):
-        nonlocal last
-        began, last = last, time.perf_counter()
-        # The time since the last tick holds what was logged after the step before.
-        if (iter_num - 1) % 5 and iter_num % 5 and (iter_num - 1) % 2:
-            times.append(last - began)
-        original(self, iter_num)
-    Metrics.tick = tick
-    return times
+def median_sum(parts):
+    """Median over calls of the sum of the parts, without the first calls."""
+    return median([sum(times) for times in zip(*parts, strict=True)][3:])
 
 
 def main(argv):
-    steps = record_plain_steps()
-    parts = [record_times(Health, name) for name in ('before_update', 'after_update', 'measure')]
-    lines = record_times(Metrics, 'step')
+    steps = [record_times(train, name) for name in ('forward_backward', 'update')]
+    checks = [record_times(Health, name) for name in ('before_update', 'after_update', 'measure')]
+    lines = [record_times(Metrics, 'step')]
     with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(io.StringIO()):
         train.main([*argv, f'--out_dir={folder}', f'--max_iters={STEPS}', '--eval_iters=1',
                     '--eval_interval=1000000', '--checkpoint_interval=1000000', '--report=False',
                     '--sample_tokens=0', '--health_interval=5', '--log_interval=2'])
-    step, line = median(steps[3:]), median(lines[3:])
-    health = median([sum(check) for check in zip(*parts, strict=True)][3:])
+    step, health, line = map(median_sum, (steps, checks, lines))
     print(f'{" ".join(argv)}: a step {step * 1e3:.2f} ms, a health check {health * 1e3:.2f} ms, '
           f'a logged line {line * 1e3:.3f} ms')
     print(f'every 100 steps a health check: {1 + health / step / 100:.4f} times the time of a '

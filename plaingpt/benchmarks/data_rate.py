@@ -12,7 +12,7 @@ from plaingpt.benchmarks.result_tables import markdown
 from plaingpt.benchmarks.step_speed import make_step, random_batches
 from plaingpt.benchmarks.timing import step_seconds
 from plaingpt.corpus.batches import BatchLoader
-from plaingpt.corpus.dataset import folder_of, open_dataset
+from plaingpt.corpus.dataset import dataset_folder, open_dataset
 from plaingpt.system.formatting import short
 
 BATCHES = 200  # that are timed of each reader
@@ -21,7 +21,7 @@ BATCHES = 200  # that are timed of each reader
 def measure_data(work):
     """→ (a row for each reader, their table)."""
     config = work.config
-    dataset = open_dataset(folder_of(config.dataset))
+    dataset = open_dataset(dataset_folder(config.dataset))
     with closing(random_batches(work)) as batches:
         _, _, step = make_step(work, batches)
         step_s = median(step_seconds(step, config.steps, config.warmup_steps, work.device))

@@ -18,7 +18,7 @@ from pathlib import Path
 from tqdm import tqdm
 
 from plaingpt.benchmarks.result_tables import markdown, result_path
-from plaingpt.corpus.dataset import size_of_dataset
+from plaingpt.corpus.corpora import find_dataset_size
 from plaingpt.system.errors import UserError
 from plaingpt.system.files import ROOT, append_line, write_atomically
 from plaingpt.system.hardware import machine_name
@@ -35,7 +35,7 @@ def measure_grid(work):
     """Train all cells → (a row for each run, their tables). With --save=FOLDER the runs that
     FOLDER's journal has are not made again."""
     config, device = work.config, work.device
-    vocab_size, _, _ = size_of_dataset(config.dataset)
+    vocab_size, _, _ = find_dataset_size(config.dataset)
     journal = Path(f'{result_path(config.save, "grid", device)}.jsonl') if config.save else None
     runs = train_cells(config, config.seeds, vocab_size, device, journal, machine_name(device))
     add_target(runs, config.target_loss or default_target(runs))

@@ -21,13 +21,8 @@ from model import GPT, CausalSelfAttention, GPTConfig
 from plaingpt.benchmarks.result_tables import format_memory, format_times, markdown
 from plaingpt.benchmarks.timing import step_seconds, step_times
 from plaingpt.corpus.batches import BatchLoader
-from plaingpt.corpus.dataset import (
-    TokenStream,
-    folder_of,
-    open_dataset,
-    open_tokens,
-    size_of_dataset,
-)
+from plaingpt.corpus.corpora import find_dataset_size
+from plaingpt.corpus.dataset import TokenStream, dataset_folder, open_dataset, open_tokens
 from plaingpt.system.devices import autocast
 from plaingpt.training.optimizers import build_optimizer
 from plaingpt.training.settings import TrainConfig
@@ -195,10 +190,10 @@ def make_optimizer(gpt, variant, device):
 def measure_ladder(work):
     """→ (a row for each variant, their table). The model is GPT-2's: newer flags stay off."""
     config = work.config
-    vocab_size, known, source = size_of_dataset(config.dataset, config.vocab_size)
+    vocab_size, known, source = find_dataset_size(config.dataset, config.vocab_size)
     shape = GPTConfig(config.block_size, vocab_size, config.n_layer, config.n_head, config.n_embd,
                       bias=config.bias)
-    folder, tokenizer = folder_of(config.dataset), None
+    folder, tokenizer = dataset_folder(config.dataset), None
     if any(folder.glob('*.bin')):
         dataset = open_dataset(folder)
         tokenizer = dataset.tokenizer()

@@ -11,7 +11,7 @@ from model import GPT, GPTConfig
 from plaingpt.benchmarks.result_tables import format_memory, format_times, markdown
 from plaingpt.benchmarks.timing import matmul_flops, step_seconds, step_times, synchronize
 from plaingpt.corpus.batches import BatchLoader, fits_in_ram
-from plaingpt.corpus.dataset import folder_of, open_dataset
+from plaingpt.corpus.dataset import dataset_folder, open_dataset
 from plaingpt.system.devices import DTYPES, autocast, device_name, peak_memory_bytes
 from plaingpt.system.errors import UserError
 from plaingpt.system.files import make_writable
@@ -61,7 +61,7 @@ def random_batches(work):
 def dataset_batches(work):
     """Batches as training reads them. Raises UserError where the model knows fewer ids."""
     config = work.config
-    dataset = open_dataset(folder_of(config.dataset))
+    dataset = open_dataset(dataset_folder(config.dataset))
     if dataset.vocab_size > work.shape.vocab_size:
         raise UserError(f'vocab_size={work.shape.vocab_size}: {dataset.folder} has ids up to '
                         f'{dataset.vocab_size - 1}; leave it at 0 for those of the dataset')

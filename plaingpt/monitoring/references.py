@@ -88,8 +88,8 @@ class Reference:
 
         The token count of one corpus may differ by 10%: Python's own library, for example, differs
         between versions of Python."""
-        for key in ('vocab_size', 'train_tokens'):
-            tolerance = 0.1 if key == 'train_tokens' and corpus(run) == corpus(self.run) else 0.0
+        here, there = (each['data'].get('source', {}).get('corpus') for each in (run, self.run))
+        for key, tolerance in (('vocab_size', 0.0), ('train_tokens', 0.1 if here == there else 0)):
             if abs(run[key] - self.run[key]) > tolerance * self.run[key]:
                 return f'{key} {run[key]:,} in {run["data"]["folder"]}; there ' \
                        f'{self.run[key]:,} in {self.run["data"]["folder"]}'
@@ -157,10 +157,6 @@ def place(evaluations, seeds):
         (low - loss, 'below (better)')
     return f'lies {word} the band of {seeds} from iteration {evaluations[since][0]["iter"]} on, ' \
            f'by {distance:.4f} at the end: {at_end}'
-
-
-def corpus(run):
-    return run['data'].get('source', {}).get('corpus')
 
 
 def interpolate(band, tokens):

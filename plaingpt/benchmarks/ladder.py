@@ -78,33 +78,15 @@ def variants(device, dtype, compile, loss_chunk_tokens, has_text):
 # data: sequences of tokens from where they start, (B,) → (B, T+1) int64
 
 
-class TextFile:
-    """A file of text, and a tokenizer that is called for each sequence.
+def decode_sequences(tokens, tokenizer, starts, length):
+    """The text of the sequences at `starts`, {start: text}, each of at least `length` tokens."""
+    # 16 tokens more: text cut out of its surroundings may take fewer tokens.
+    return {int(i): tokenizer.decode(tokens[i:i + length + 16].tolist()) for i in starts}
 
-    The file holds the text of the sequences at `starts`, of `length` tokens each.
-    """
 
-    def __init__(self, path, tokens, tokenizer, starts, length):
-        self.path, self.tokenizer = path, tokenizer
-        self.places = {}  # start of a sequence → where its text lies in the file
-        with open(path, 'wb') as f:
-            for start in starts:
-                # 16 tokens more: text cut out of its surroundings may take fewer tokens.
-                ids = tokens[start:start + length + 16].tolist()
-                text = tokenizer.decode(ids).encode()
-                self.places[int(start)] = (f.tell(), len(text))
-                f.write(text)
-
-    def sequences(self, starts, length):
-        rows = []
-        with open(self.path, 'rb') as f:
-            for start in starts:
-                offset, size = self.places[int(start)]
-                f.seek(offset)
-                text = f.read(size).decode()
-                rows.append(torch.from_numpy(
-                    np.resize(self.tokenizer.encode(text), length).astype(np.int64)))
-        return torch.stack(rows)
+def encode_sequences(texts, tokenizer, starts, length):
+    return torch.stack([torch.from_numpy(np.resize(tokenizer.encode(texts[int(i)]), length)
+                                         .astype(np.int64)) for i in starts])
 
 
 def stack_slices(tokens, starts, length):
@@ -112,11 +94,12 @@ def stack_slices(tokens, starts, length):
     return torch.stack([torch.from_numpy(tokens[i:i + length].astype(np.int64)) for i in starts])
 
 
-def batches(data, loader, path, text):
+def batches(data, loader, path, texts, tokenizer):
     """Yield (idx, targets) on the device, each (B, T) int64: the same batches whatever `data` is.
 
     data: as Variant.data; 'ahead' is the loader's own way
-    path: the file of the tokens; text: a TextFile, or None where no variant needs it
+    path: the file of the tokens
+    texts, tokenizer: what decode_sequences gave, and its tokenizer, where data is 'text'
     """
     if data == 'ahead':
         yield from loader.train_batches(0)
@@ -124,7 +107,7 @@ def batches(data, loader, path, text):
     while True:
         starts = loader.sequence_starts(loader.sequence_ids(step, 0))
         if data == 'text':
-            sequences = text.sequences(starts, length)
+            sequences = encode_sequences(texts, tokenizer, starts, length)
         elif data == 'mapped':
             # A new map each time, as nanoGPT does: an old one keeps the pages that it has read.
             sequences = stack_slices(np.memmap(path, stream.ram.dtype, 'r'), starts, length)
@@ -229,12 +212,10 @@ def measure_variants(shape, found, tokens, tokenizer, *, batch_size, steps, warm
         tokens.tofile(path)
         stream = TokenStream([open_tokens(path, tokens.dtype)], shape.vocab_size, in_ram=True)
         loader = BatchLoader(stream, shape.block_size, batch_size, device=device)
-        text = None
-        if tokenizer:
-            starts = loader.sequence_starts(np.arange((steps + warmup) * batch_size))
-            text = TextFile(Path(folder, 'text'), tokens, tokenizer, starts, shape.block_size + 1)
+        starts = loader.sequence_starts(np.arange((steps + warmup) * batch_size))
+        texts = tokenizer and decode_sequences(tokens, tokenizer, starts, shape.block_size + 1)
         for name, variant in tqdm(found * rounds, 'measuring', leave=False, disable=None):
-            with closing(batches(variant.data, loader, path, text)) as source:
+            with closing(batches(variant.data, loader, path, texts, tokenizer)) as source:
                 times, *same = time_variant(shape, variant, weights, source, steps, warmup, device)
             measured[name][0].extend(times)
             measured[name][1][:] = same

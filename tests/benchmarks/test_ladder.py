@@ -9,10 +9,10 @@ import torch
 
 from model import GPT, GPTConfig
 from plaingpt.benchmarks.ladder import (
-    TextFile,
     Variant,
     batches,
     build_gpt,
+    decode_sequences,
     make_rows,
     measure_variants,
     variants,
@@ -46,10 +46,11 @@ def test_every_way_of_reading_gives_the_same_batches(tokens, char_data, tmp_path
     tokens.tofile(path)
     loader = BatchLoader(TokenStream([open_tokens(path, tokens.dtype)], 93, in_ram=True), 16, 4)
     starts = loader.sequence_starts(np.arange(12))
-    text = TextFile(tmp_path / 'text', tokens, open_dataset(char_data).tokenizer(), starts, 17)
+    tokenizer = open_dataset(char_data).tokenizer()
+    texts = decode_sequences(tokens, tokenizer, starts, 17)
     seen = {}
     for data in ('text', 'mapped', 'memory', 'gathered', 'ahead'):
-        source = batches(data, loader, path, text)
+        source = batches(data, loader, path, texts, tokenizer)
         seen[data] = [torch.stack(batch) for batch in islice(source, 3)]
         source.close()
     assert not torch.equal(seen['text'][0], seen['text'][1])

@@ -43,17 +43,28 @@ def test_a_profile_says_where_time_goes_and_leaves_a_trace(tiny, tmp_path, capsy
 def test_batches_are_measured_beside_what_a_step_needs(tiny, capsys):
     bench.main([*tiny, '--data', '--steps=2', '--warmup_steps=1', '--json'])
     rows = json.loads(capsys.readouterr().out)['rows']
-    assert [row['way'] for row in rows] == ['from disk', 'memory-mapped, as nanoGPT', 'from memory']
+    assert [row['reader'] for row in rows] == ['from disk', 'memory-mapped, as nanoGPT',
+                                               'from memory']
     for row in rows:
         assert row['times_need'] * row['needed_batches_per_s'] == \
             pytest.approx(row['batches_per_s'])
 
 
-def test_the_ladder_climbs_without_prepared_text(tiny, capsys):
+def test_the_ladder_needs_no_prepared_text(tiny, capsys):
     bench.main([*tiny, '--ladder', '--dataset=no_such_dataset', '--vocab_size=99', '--steps=1',
                 '--warmup_steps=0', '--rounds=2'])
     out = capsys.readouterr().out
     assert '| padded vocabulary' in out and 'random tokens' in out and 'tokenized' not in out
+
+
+def test_a_save_in_the_background_stops_training_for_less_than_it_takes(tiny, tmp_path, capsys):
+    bench.main([*tiny, '--checkpoints', '--json'])
+    waiting, background = json.loads(capsys.readouterr().out)['rows']
+    assert [waiting['checkpoint_async'], background['checkpoint_async']] == [False, True]
+    assert background['stall_s'] < background['written_s'] and waiting['bytes'] > 1000
+    assert waiting['share'] == pytest.approx(
+        waiting['stall_s'] / (1000 * waiting['step_s'] + waiting['stall_s']))
+    assert not list((tmp_path / 'out').iterdir())
 
 
 def test_on_a_cpu_a_small_model_takes_the_place_of_gpt2():

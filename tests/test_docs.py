@@ -16,6 +16,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+import tomllib
 from typing import NamedTuple
 
 import pytest
@@ -310,6 +311,13 @@ def test_each_file_has_its_line_in_the_architecture():
     files = {str(path.relative_to(ROOT)) for pattern in ('*.py', 'plaingpt/*/*.py')
              for path in ROOT.glob(pattern) if path.name != '__init__.py'}
     assert named == files
+
+
+def test_extras_are_those_of_the_package():
+    project = tomllib.loads(text_of('pyproject.toml'))['project']
+    paragraph, = re.findall(r'extras add the rest(.*?)\n\n', text_of('README.md'), re.S)
+    assert set(re.findall(r'`(\w+)`', paragraph)) == set(project['optional-dependencies']) - {'dev'}
+    assert len(project['dependencies']) == 6
 
 
 def test_each_recipe_is_named():

@@ -1,17 +1,21 @@
-# make quickstart      install, train a small GPT on Python's own source code, and let it write
-# make test            install, and run the tests
-# make test-slow       those that take minutes
-# make torture         kill training hundreds of times and see that nothing is lost
-# make bench-prepare   prepare.py beside nanoGPT's recipe and tiktoken alone
-# make bench-generate  generation beside transformers
-# make lint            check the style
-# make clean           remove what these commands made
+# make quickstart          install, train a small GPT on Python's own source code, and let it write
+# make test                install, and run the tests
+# make test-slow           those that take minutes
+# make test-oldest         the tests with the oldest packages that pyproject.toml admits
+# make torture             kill training hundreds of times and see that nothing is lost
+# make compare-prepare     prepare.py beside nanoGPT's recipe and tiktoken alone
+# make compare-generation  generation beside transformers
+# make lint                check the style
+# make clean               remove what these commands made
 
 PYTHON ?= python3
 BIN := .venv/bin
+# dependencies of pyproject.toml: "torch>=2.11" → torch==2.11.*
+OLDEST = $(shell sed -n 's/^    "\(.*\)>=\(.*\)",.*/\1==\2.*/p' pyproject.toml)
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: quickstart test test-slow torture bench-prepare bench-generate lint clean
+.PHONY: quickstart test test-slow test-oldest torture compare-prepare compare-generation \
+        bench-prepare bench-generate lint clean
 
 quickstart: .venv/installed
 	$(BIN)/python train.py config/quickstart.py
@@ -20,23 +24,30 @@ quickstart: .venv/installed
 test: .venv/installed-dev
 	$(BIN)/python -m pytest -n 2
 
-torture: .venv/installed-dev
-	$(BIN)/python tools/torture.py --kills=250
-
 test-slow: .venv/installed-dev
 	$(BIN)/python -m pytest -m slow
 
-bench-prepare: .venv/installed-dev
+test-oldest: requirements-dev.txt pyproject.toml
+	$(PYTHON) -m venv .venv-oldest
+	.venv-oldest/bin/pip install -q -r requirements-dev.txt
+	.venv-oldest/bin/pip install -q $(OLDEST)
+	.venv-oldest/bin/python -m pytest -n 2
+
+torture: .venv/installed-dev
+	$(BIN)/python tools/torture.py --kills=250
+
+compare-prepare bench-prepare: .venv/installed-dev
 	$(BIN)/python tools/compare_prepare.py
 
-bench-generate: .venv/installed-dev
+compare-generation bench-generate: .venv/installed-dev
 	$(BIN)/python tools/compare_generation.py
 
 lint: .venv/installed-dev
 	$(BIN)/ruff check .
 
 clean:
-	rm -rf .venv out-quickstart data/pystdlib .pytest_cache .ruff_cache .hypothesis __pycache__ tests/__pycache__
+	rm -rf .venv .venv-oldest out-quickstart data/pystdlib .pytest_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -prune -exec rm -rf {} +
 
 .venv/installed: requirements.txt
 	@echo "installing into .venv (once)"

@@ -1,21 +1,21 @@
-"""Say in numbers how good a model is.
+"""Measure how good a model is.
 
     python evaluate.py --out_dir=out                                   # its validation split
     python evaluate.py --out_dir=out --tasks=text --data=book.txt
     python evaluate.py --init_from=gpt2 --tasks=hellaswag,lambada
     torchrun --nproc_per_node=8 evaluate.py --out_dir=out --tasks=val,hellaswag --output=scores.json
 
-val and train are the splits of a dataset, text a file: loss, perplexity and bits per byte, over
-all of it. hellaswag and lambada are the benchmarks, as lm-evaluation-harness counts them.
+Tasks: val and train are the splits of a dataset and text is a file, scored as a whole by loss,
+perplexity and bits per byte. hellaswag and lambada are benchmarks, scored as by
+lm-evaluation-harness.
 """
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 from configurator import load_config
-from plaingpt.corpus.dataset import folder_of, open_dataset
+from plaingpt.corpus.dataset import dataset_folder, open_dataset
 from plaingpt.inference.scoring import (
     BENCHMARKS,
     TextStream,
@@ -27,6 +27,7 @@ from plaingpt.inference.scoring import (
 from plaingpt.system.devices import autocast, choose_device, choose_dtype
 from plaingpt.system.distributed import host_group, launched_world, print0, process_group
 from plaingpt.system.errors import UserError, run_script
+from plaingpt.system.files import write_json
 from plaingpt.training import checkpoint as checkpoints
 
 TASKS = ('val', 'train', 'text', *BENCHMARKS)
@@ -34,13 +35,13 @@ TASKS = ('val', 'train', 'text', *BENCHMARKS)
 
 @dataclass
 class EvaluateConfig(checkpoints.ModelChoice):
-    # on what
-    tasks: str = 'val'  # val, train, text, hellaswag, lambada, with commas between
-    dataset: str = ''  # of val and train, in data/ or a path; empty for the one it was trained on
-    data: str = ''  # the file of the one task: a text, or a benchmark's .jsonl
-    limit: int = 0  # only the first so many questions of a benchmark; 0 for all
-    # how
-    batch_size: int = 8  # sequences or answers the device holds at once; the scores are the same
+    # tasks
+    tasks: str = 'val'  # val, train, text, hellaswag, lambada; several with commas
+    dataset: str = ''  # for val and train: in data/ or a path; empty: that of the run
+    data: str = ''  # file of a single task: a text, or a benchmark's .jsonl
+    limit: int = 0  # only this many questions of a benchmark; 0 for all
+    # system
+    batch_size: int = 8  # sequences or answers at a time; changes the speed, not the scores
     device: str = 'auto'  # auto, cpu, cuda, cuda:0, mps
     dtype: Literal['auto', 'float32', 'bfloat16', 'float16'] = 'float32'  # precision of matmuls
     backend: Literal['auto', 'nccl', 'gloo'] = 'auto'  # between processes
@@ -63,7 +64,7 @@ class EvaluateConfig(checkpoints.ModelChoice):
 
 
 def score(task, config, model, tokenizer, state, context, group):
-    """→ (the scores of a task, as a dict; a line to quote)."""
+    """→ ({name of a score: value}, a line that says the same)."""
     if task in BENCHMARKS:
         benchmark = open_benchmark(task, tokenizer, model.config.block_size, config.data,
                                    config.limit)
@@ -76,7 +77,7 @@ def score(task, config, model, tokenizer, state, context, group):
         name = config.dataset or state.get('config', {}).get('dataset')
         if not name:
             raise UserError(f'tasks={task}: name a prepared dataset with --dataset=NAME')
-        dataset = open_dataset(folder_of(name))
+        dataset = open_dataset(dataset_folder(name))
         if dataset.tokenizer_json() != tokenizer.to_json():
             raise UserError(f'{dataset.folder} was prepared with another tokenizer than the '
                             "model's: name another --dataset")
@@ -104,7 +105,7 @@ def main(argv):
     model.to(device)
     dtype, _ = choose_dtype(config.dtype, device, model.config.n_embd)
     print0(f'{source} | {model.num_parameters():,} parameters | device {device} | dtype {dtype} | '
-        f'processes {world.size}')
+           f'processes {world.size}')
     results = {}
     with process_group(world, device, config.backend):
         group = host_group()
@@ -113,11 +114,10 @@ def main(argv):
                                         autocast(device, dtype), group)
             print0(line)
     if config.output and world.is_main:
-        about = {'model': source, 'parameters': model.num_parameters(), 'dtype': dtype,
-                 'iter_num': state.get('iter_num')}
         try:
-            Path(config.output).write_text(json.dumps({**about, 'results': results}, indent=1)
-                                           + '\n', encoding='utf-8')
+            write_json(config.output, {
+                'model': source, 'parameters': model.num_parameters(), 'dtype': dtype,
+                'iter_num': state.get('iter_num'), 'results': results})
         except OSError as e:
             raise UserError(f'output={config.output}: {e.strerror}') from None
 

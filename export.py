@@ -1,4 +1,4 @@
-"""Turn a trained model into a folder that Hugging Face's transformers opens.
+"""Export a trained model to a folder that Hugging Face's transformers opens, and --init_from too.
 
     python export.py --out_dir=out --dest=my-gpt
     python export.py --init_from=nanoGPT/out/ckpt.pt --tokenizer=data/shakespeare_char --dest=old
@@ -11,7 +11,6 @@
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
 from configurator import load_config
 from plaingpt.inference.hf_export import write_hf
@@ -22,15 +21,14 @@ from plaingpt.training import checkpoint as checkpoints
 @dataclass
 class ExportConfig(checkpoints.ModelChoice):
     # where to
-    to: Literal['hf'] = 'hf'  # the format: Hugging Face transformers
-    dest: str = ''  # a folder that does not exist yet
+    dest: str = ''  # the folder to write, which must not exist yet
 
     def problems(self):
         return [] if self.dest else ['dest is empty: name a folder to write, as --dest=my-gpt']
 
 
 def model_card(name, model, source, state):
-    """README.md of the exported folder: what the run says of itself."""
+    """README.md of the exported folder: the facts of the model and its training run."""
     c, config = model.config, state.get('config', {})
     facts = {
         'parameters': f'{model.num_parameters():,}',

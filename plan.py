@@ -12,7 +12,7 @@ import torch
 
 from configurator import load_config
 from model import GPT
-from plaingpt.corpus.dataset import size_of_dataset
+from plaingpt.corpus.corpora import find_dataset_size
 from plaingpt.system.errors import UserError, run_script
 from plaingpt.system.formatting import GIB, duration, gib, short
 from plaingpt.system.hardware import GPUS, peak_flops
@@ -206,7 +206,7 @@ def print_time_and_disk(time, disk):
 
 def main(argv):
     config = load_config(PlanConfig, argv, __doc__)
-    vocab_size, dataset_tokens, source = size_of_dataset(config.dataset, config.vocab_size)
+    vocab_size, dataset_tokens, source = find_dataset_size(config.dataset, config.vocab_size)
     shape = config.gpt_config(vocab_size)
     if config.batch_size == 'auto' and not (config.gpu_memory_gb or config.gpu):
         raise UserError('batch_size=auto: say --gpu_memory_gb or --gpu')

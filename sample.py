@@ -1,4 +1,4 @@
-"""Let a trained model write.
+"""Generate text with a trained model.
 
     python sample.py --out_dir=out
     python sample.py --out_dir=out --start="To be" --num_samples=3 --temperature=0.7 --stream
@@ -7,7 +7,8 @@
     python sample.py --out_dir=out --prompts=prompts.jsonl --output=texts.jsonl
     python sample.py --out_dir=out --chat
 
-Each line of the prompts is an object with a field `prompt`; it comes back with a field `text`.
+Each line of the prompts is a JSON object with a field `prompt`. The output has the same objects
+with a field `text` added.
 """
 
 import json
@@ -21,9 +22,9 @@ from tqdm import tqdm
 
 from configurator import load_config
 from plaingpt.corpus.documents import json_rows
-from plaingpt.inference.chat import Chat, show, talk
-from plaingpt.inference.generation import for_generation
+from plaingpt.inference.chat import Chat, run_chat, show
 from plaingpt.inference.text_generator import TextGenerator
+from plaingpt.inference.weight_layout import prepare_for_generation
 from plaingpt.system.devices import choose_compile, choose_device, choose_dtype, use_fast_matmul
 from plaingpt.system.errors import UserError, run_script
 from plaingpt.training import checkpoint as checkpoints
@@ -31,29 +32,29 @@ from plaingpt.training import checkpoint as checkpoints
 
 @dataclass
 class SampleConfig(checkpoints.ModelChoice):
-    # what to go on from
-    start: str = '\n'  # text to go on from, or FILE:path of a file that holds it
+    # prompts
+    start: str = '\n'  # the prompt, or FILE:path of a file that holds it
     num_samples: int = 10  # samples to draw
-    prompts: str = ''  # a .jsonl file of prompts, instead of start; one text for each
-    output: str = ''  # the .jsonl file for their texts, which must not exist yet
-    chat: bool = False  # talk at the terminal instead
-    template: str = ''  # of a chat with a model tuned on dialogue, as User: {user}\nAssistant:
-    # what to write
-    max_new_tokens: int = 500  # tokens in each, at most
+    prompts: str = ''  # a .jsonl file of prompts, instead of start; one sample for each
+    output: str = ''  # a new .jsonl file for their texts
+    chat: bool = False  # talk with the model at the terminal instead
+    template: str = ''  # for a model tuned on dialogue, as User: {user}\nAssistant:
+    # sampling
+    max_new_tokens: int = 500  # most tokens in each sample
     temperature: float = 0.8  # below 1 safer, above 1 wilder, 0 always the likeliest token
     top_k: int = 200  # choose among this many of the likeliest tokens; 0 for all
     top_p: float = 1.0  # choose among the fewest tokens that together have this probability
-    min_p: float = 0.0  # and among those at least this share as probable as the likeliest
-    repetition_penalty: float = 1.0  # above 1 makes what was there already less likely
+    min_p: float = 0.0  # choose among tokens at least this share as probable as the likeliest
+    repetition_penalty: float = 1.0  # above 1 makes tokens of the text so far less likely
     stop: str = ''  # end before this text; several as a JSON list, as ["\n\n", "User:"]
     end_of_text: bool = True  # end where the model ends a document
-    seed: int = 1337  # another seed, another text
-    # how
-    stream: bool = False  # print the text as it comes, a sample at a time
-    batch_size: int = 8  # samples or prompts at a time; the texts are the same
+    seed: int = 1337  # of the random numbers; the same seed gives the same text
+    # system
+    stream: bool = False  # print each sample as it is written
+    batch_size: int = 8  # samples or prompts at a time; changes the speed, not the texts
     device: str = 'auto'  # auto, cpu, cuda, cuda:0, mps
-    dtype: Literal['auto', 'float32', 'bfloat16', 'float16'] = 'auto'  # of the matrices
-    compile: Literal['auto'] | bool = False  # torch.compile the step of one token
+    dtype: Literal['auto', 'float32', 'bfloat16', 'float16'] = 'auto'  # precision of the matmuls
+    compile: Literal['auto'] | bool = False  # torch.compile the model for single tokens
 
     def problems(self):
         found = [f'{key}={getattr(self, key)}: must be at least 1'
@@ -76,7 +77,7 @@ class SampleConfig(checkpoints.ModelChoice):
         return found
 
     def stops(self):
-        """The stop strings as a list; None where they are no list."""
+        """The stop strings as a list; None if they are not one."""
         if not self.stop.startswith('['):
             return [self.stop] if self.stop else []
         try:
@@ -87,7 +88,7 @@ class SampleConfig(checkpoints.ModelChoice):
 
 
 def read_start(start):
-    """The prompt itself, or the text of FILE:path."""
+    """The prompt: `start` itself, or the text of FILE:path. Raises UserError."""
     if not start.startswith('FILE:'):
         return start
     try:
@@ -99,7 +100,7 @@ def read_start(start):
 
 
 def read_prompts(path):
-    """The lines of a .jsonl file → [(object, where it stands)]. Raises UserError."""
+    """The lines of a .jsonl file → [(object, 'FILE, line N')]. Raises UserError."""
     rows = []
     for row, where, _ in json_rows(Path(path)):
         if not isinstance(row, dict) or not isinstance(row.get('prompt'), str):
@@ -110,26 +111,26 @@ def read_prompts(path):
     return rows
 
 
-def write_samples(author, config):
-    """Print num_samples texts that go on from start."""
+def write_samples(generator, config):
+    """Print num_samples texts that continue start."""
     start = read_start(config.start)
-    prompt = author.encode_prompt(start, 'start')
+    prompt = generator.encode_prompt(start, 'start')
     at_a_time = 1 if config.stream else config.batch_size
     for first in range(0, config.num_samples, at_a_time):
         numbers = range(first, min(first + at_a_time, config.num_samples))
         if config.stream:
             show(f'---------------\n{start}')
-            author.write([prompt], numbers, config, config.stops(), show)
+            generator.write([prompt], numbers, config, config.stops(), show)
             print()
             continue
-        for text in author.write([prompt] * len(numbers), numbers, config, config.stops()):
+        for text in generator.write([prompt] * len(numbers), numbers, config, config.stops()):
             print(f'---------------\n{start}{text}')
 
 
-def write_prompts(author, config):
-    """Write the text that goes on from each of the prompts, in their order."""
+def write_prompts(generator, config):
+    """Continue each of the prompts and write the texts to config.output, in order."""
     rows = read_prompts(config.prompts)
-    prompts = [author.encode_prompt(row['prompt'], where) for row, where in rows]
+    prompts = [generator.encode_prompt(row['prompt'], where) for row, where in rows]
     try:
         output = open(config.output, 'x', encoding='utf-8')
     except OSError as e:
@@ -137,7 +138,7 @@ def write_prompts(author, config):
     with output, tqdm(total=len(rows), desc='writing', disable=None) as bar:
         for first in range(0, len(rows), config.batch_size):
             numbers = range(first, min(first + config.batch_size, len(rows)))
-            texts = author.write([prompts[i] for i in numbers], numbers, config, config.stops())
+            texts = generator.write([prompts[i] for i in numbers], numbers, config, config.stops())
             for i, text in zip(numbers, texts, strict=True):
                 output.write(json.dumps({**rows[i][0], 'text': text}, ensure_ascii=False) + '\n')
             output.flush()
@@ -145,17 +146,17 @@ def write_prompts(author, config):
     print(f'{config.output}: {len(rows):,} texts')
 
 
-def hold_chat(author, config):
+def chat(generator, config):
+    """Talk at the terminal. Each answer draws random numbers of its own."""
     turns = 0
 
-    def answer(text, how, stop, show):
+    def answer(text, sampling, stop, show):
         nonlocal turns
         turns += 1
-        # The end of what was said is all that the model reads.
-        ids = author.encode(text, 'your message')[-author.model.config.block_size:]
-        author.write([ids], [turns], how, [*config.stops(), *stop], show)
+        ids = generator.encode(text, 'your message')[-generator.model.config.block_size:]
+        generator.write([ids], [turns], sampling, [*config.stops(), *stop], show)
 
-    talk(Chat(answer, config, config.template))
+    run_chat(Chat(answer, config, config.template))
 
 
 def main(argv):
@@ -168,17 +169,17 @@ def main(argv):
     dtype, _ = choose_dtype(config.dtype, device, model.config.n_embd)
     compile, _ = choose_compile(config.compile, device)
     print(f'{source} | {model.num_parameters():,} parameters | device {device} | dtype {dtype}')
-    context = for_generation(model, device, dtype, pack=not compile)
+    context = prepare_for_generation(model, device, dtype, pack=not compile)
     compiled = torch.compile(model.hidden) if compile else None
-    author = TextGenerator(model, tokenizer, context, compiled)
+    generator = TextGenerator(model, tokenizer, context, compiled)
     if config.chat:
-        hold_chat(author, config)
+        chat(generator, config)
     elif config.prompts:
-        write_prompts(author, config)
+        write_prompts(generator, config)
     else:
-        write_samples(author, config)
-    if author.tokens:
-        print(author.speed(), file=sys.stderr)
+        write_samples(generator, config)
+    if generator.tokens:
+        print(generator.speed(), file=sys.stderr)
 
 
 if __name__ == '__main__':

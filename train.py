@@ -111,20 +111,20 @@ def setup(config, world, device, dtype, compile):
     progress = restore(resumed, config, model, optimizer, scaler, train_data, world, device)
 
     writing = world.is_main and not config.eval_only
-    record = describe_run(config, dataset, train_data.stream, model, device, dtype, compile, world,
+    record = describe_run(config, dataset, train_data, model, device, dtype, compile, world,
                           resumed)
     if writing:
         archive_previous_run(out_dir, after=progress.iter_num if resumed else -1)
         trim_rows(out_dir / 'metrics.jsonl', progress.iter_num)
         write_run(out_dir, record)
     saved = resumed.state if resumed else {}
-    metrics = Metrics.of_run(None if config.eval_only else out_dir / 'metrics.jsonl', config=config,
+    backends = open_backends(config, record, saved.get('wandb_id')) if writing else []
+    metrics = Metrics(None if config.eval_only else out_dir / 'metrics.jsonl', config=config,
                       run=record, loader=train_data, model=model, device=device, dtype=dtype,
                       scaler=scaler, world_size=world.size,
                       bytes_per_token=dataset.bytes_per_token('val'),
-                      elapsed_s=saved.get('elapsed_s', 0.0),
-                      backends=open_backends(config, record, saved.get('wandb_id'))
-                      if writing else [], quiet=not world.is_main)
+                      elapsed_s=saved.get('elapsed_s', 0.0), backends=backends,
+                      quiet=not world.is_main)
     probes = Probes(config, dataset, model, metrics, val_data, context, group, writing)
     guard = StepGuard(out_dir / 'anomalies.jsonl', config.max_bad_steps, train_data, device)
     saver = Saver(out_dir, rank=world.rank, world_size=world.size,

@@ -1,5 +1,6 @@
 """What several test files use."""
 
+import json
 import os
 import socket
 import subprocess
@@ -38,6 +39,13 @@ def fails(capsys, monkeypatch, main, *argv):
     return lines[0]
 
 
+def size_of_png(path):
+    """(width, height) in pixels."""
+    data = path.read_bytes()
+    assert data[:8] == b'\x89PNG\r\n\x1a\n'
+    return int.from_bytes(data[16:20], 'big'), int.from_bytes(data[20:24], 'big')
+
+
 def run(*command, cwd=ROOT, **env):
     """Run a script of the project as a user would → its stdout. Fails the test if it fails."""
     done = subprocess.run([sys.executable, *map(str, command)], cwd=cwd, text=True,
@@ -58,3 +66,24 @@ def torchrun(processes, *command, cwd=ROOT, check=True):
         env={**os.environ, 'OMP_NUM_THREADS': '1'})
     assert not check or done.returncode == 0, done.stdout + done.stderr
     return done
+
+
+class ForkServer:
+    """Runs scripts of any copy of the project, without importing torch anew for each."""
+
+    def __init__(self):
+        server = Path(__file__).with_name('fork_server.py')
+        self.process = subprocess.Popen([sys.executable, server], stdin=subprocess.PIPE,
+                                        stdout=subprocess.PIPE, text=True)
+
+    def run(self, folder, script, *argv):
+        """→ (exit code, all that it printed)"""
+        log = Path(folder, 'log')
+        log.unlink(missing_ok=True)
+        self.process.stdin.write(json.dumps([script, argv, str(folder), str(log)]) + '\n')
+        self.process.stdin.flush()
+        return int(self.process.stdout.readline()), log.read_text()
+
+    def close(self):
+        self.process.stdin.close()
+        self.process.wait()

@@ -1,5 +1,6 @@
 import json
 import math
+import shutil
 
 import numpy as np
 import pytest
@@ -7,6 +8,8 @@ import torch
 from helpers import ROOT, fails, torchrun
 
 import evaluate
+import export
+import sample
 from model import GPT, GPTConfig
 from plaingpt.corpus.dataset import open_dataset
 from plaingpt.corpus.tokenizers import ByteTokenizer
@@ -85,7 +88,7 @@ EXPECTED_CONTEXTS = [  # worded by hand as lm-evaluation-harness words them
 def log_likelihoods_of(folder, questions, batch_size=5, dtype=torch.float64):
     model, tokenizer, *_ = checkpoints.load(str(folder))
     model.to(dtype)
-    rows = [scoring.row_of(question, answer, tokenizer, 128)
+    rows = [scoring.encode_answer(question, answer, tokenizer, 128)
             for question in questions for answer in question.answers]
     return scoring.log_likelihoods(model, rows, batch_size, torch.no_grad(), '')
 
@@ -178,6 +181,18 @@ def test_the_validation_loss_is_that_of_each_token_once(trained, char_data, tmp_
     assert 0 < scores['loss_stderr'] < 0.1
 
 
+def test_a_run_of_an_older_version_is_sampled_evaluated_and_exported(tmp_path, capsys):
+    shutil.copytree(ROOT / 'tests/data/format_1', tmp_path / 'old')
+    run = f'--out_dir={tmp_path}/old/run'
+    scores = scores_of(tmp_path, run, f'--dataset={tmp_path}/old/dataset')['val']
+    state = json.loads(next((tmp_path / 'old/run').rglob('state.json')).read_text())
+    assert scores['loss'] == pytest.approx(state['val_loss'], abs=0.05)  # that of a few batches
+    sample.main([run, '--start=The', '--num_samples=1', '--max_new_tokens=9', '--device=cpu'])
+    assert '\nThe' in capsys.readouterr().out
+    export.main([run, f'--dest={tmp_path}/hf'])
+    assert GPT.from_pretrained(tmp_path / 'hf').config.n_layer == state['model']['n_layer']
+
+
 def test_the_loss_does_not_depend_on_batch_size_or_processes(trained, tmp_path):
     losses = [scores_of(tmp_path, f'--out_dir={trained}', f'--batch_size={n}')['val']['loss']
               for n in (1, 7, 64)]
@@ -216,7 +231,7 @@ def test_a_published_file_is_downloaded_once_and_checked(tmp_path, monkeypatch):
     monkeypatch.setattr(scoring, 'download', download)
     for _ in range(2):
         assert len(scoring.read_questions('lambada')) == 1
-    assert asked == [scoring.BENCHMARKS['lambada'][1]]
+    assert asked == [scoring.BENCHMARKS['lambada'].url]
 
 
 @pytest.mark.parametrize(('arguments', 'words'), [

@@ -24,7 +24,7 @@ def at_the_root(monkeypatch):
 
 
 def test_a_batch_of_512_that_does_not_fit_is_told_before_it_runs(capsys):
-    case = ['--n_layer=2', '--n_head=8', '--n_embd=768', '--block_size=1024',
+    case = ['--n_layer=12', '--n_head=8', '--n_embd=768', '--block_size=1024',
             '--vocab_size=33283', '--batch_size=512', '--gradient_accumulation_steps=1',
             '--dataset=no_such_dataset', '--gpu_memory_gb=40']
     plan.main([*case, '--dtype=float32', '--loss_chunk_tokens=0'])

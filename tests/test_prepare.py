@@ -14,7 +14,7 @@ from helpers import ROOT, SHARED, fails, run, shared_file
 
 import prepare
 from plaingpt.corpus import encoding
-from plaingpt.corpus import sources as corpora
+from plaingpt.corpus.corpora import CORPORA, Corpus, find_dataset_size
 from plaingpt.corpus.dataset import open_dataset
 from plaingpt.corpus.sources import Piece
 from plaingpt.system.errors import UserError
@@ -107,10 +107,35 @@ def test_a_corpus_of_the_hub_is_streamed_through_datasets(tmp_path, monkeypatch)
     assert decoded(tmp_path / 'd', 'train').startswith('page ')
 
 
+@pytest.mark.parametrize(('corpus', 'has_documents'), [
+    (Corpus('my notes', 'bpe:300', files='~/notes.jsonl', text_field='body', small=True), True),
+    (Corpus('my notes', 'byte', files='~/one.txt,~/more/*.md', small=True), False)])
+def test_a_corpus_of_local_files_is_one_entry_of_the_table(corpus, has_documents, tmp_path,
+                                                           monkeypatch, capsys):
+    rows = [{'id': i, 'body': f'note {i}'} for i in range(200)]
+    (tmp_path / 'notes.jsonl').write_text('\n'.join(map(json.dumps, rows)))
+    (tmp_path / 'one.txt').write_text('note 0 ' * 50)
+    (tmp_path / 'more').mkdir()
+    (tmp_path / 'more/two.md').write_text('note ' * 50)
+    monkeypatch.setenv('HOME', str(tmp_path))
+    monkeypatch.setitem(CORPORA, 'notes', corpus)
+    assert find_dataset_size('notes')[0] == (300 if has_documents else 257)
+    prepare.main(['notes', f'--data_dir={tmp_path}/d', '--if_small'])
+    splits = meta_of(tmp_path / 'd')['splits']
+    assert sum(split['documents'] for split in splits.values()) == (200 if has_documents else 2)
+    assert 'note ' in decoded(tmp_path / 'd', 'train')
+    (tmp_path / 'other.txt').write_text('another text ' * 50)
+    prepare.main(['notes', f'--input={tmp_path}/other.txt', f'--data_dir={tmp_path}/d'])
+    assert 'another text ' in decoded(tmp_path / 'd', 'train')
+    capsys.readouterr()
+    prepare.main([])
+    assert 'my notes' in capsys.readouterr().out
+
+
 def test_without_a_name_the_corpora_are_listed(capsys):
     prepare.main([])
     out = capsys.readouterr().out
-    assert all(name in out for name in prepare.CORPORA)
+    assert all(name in out for name in CORPORA)
 
 
 def test_a_download_is_verified(monkeypatch, tmp_path, capsys):
@@ -128,18 +153,21 @@ def test_a_download_is_verified(monkeypatch, tmp_path, capsys):
     server = http.server.ThreadingHTTPServer(('127.0.0.1', 0), Handler)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     at = f'http://127.0.0.1:{server.server_port}'
-    monkeypatch.setattr(corpora, 'TINY_SHAKESPEARE_SHA256',
-                        hashlib.sha256(answers['/good']).hexdigest())
-    arguments = ['shakespeare_char', f'--data_dir={tmp_path}/d']
+    sha256 = hashlib.sha256(answers['/good']).hexdigest()
+    arguments = ['plays', f'--data_dir={tmp_path}/d']
+
+    def download_from(path):
+        monkeypatch.setitem(CORPORA, 'plays', Corpus('plays', 'char', url=at + path, sha256=sha256))
+
     for path, words in (('/bad', 'checksum'), ('/none', 'could not be downloaded')):
-        monkeypatch.setattr(corpora, 'TINY_SHAKESPEARE', at + path)
+        download_from(path)
         assert words in fails(capsys, monkeypatch, prepare.main, *arguments)
         assert not (tmp_path / 'd').exists()
-    monkeypatch.setattr(corpora, 'TINY_SHAKESPEARE', at + '/good')
+    download_from('/good')
     prepare.main(arguments)
     assert decoded(tmp_path / 'd', 'train').startswith('To be')
     server.shutdown()
-    monkeypatch.setattr(corpora, 'TINY_SHAKESPEARE', at + '/gone')
+    download_from('/gone')
     server.server_close()
     assert '--input=FILE' in fails(capsys, monkeypatch, prepare.main, *arguments)
 
@@ -201,7 +229,7 @@ def test_ids_that_do_not_fit_16_bits_get_32(tmp_path):
 
 
 def test_a_bpe_tokenizer_of_a_large_corpus_is_trained_on_its_beginning(monkeypatch):
-    monkeypatch.setattr(prepare, 'BPE_SAMPLE', 10_000)
+    monkeypatch.setattr(prepare, 'BPE_SAMPLE_CHARS', 10_000)
     pieces = [Piece('abc ' * 2500, True, 0), Piece('xyz ' * 2500, True, 0)]
     assert ''.join(prepare.sample(pieces)) == 'abc ' * 2500
 

@@ -111,8 +111,11 @@ def test_commands_of_a_chat(trained, capsys, monkeypatch, tmp_path):
 
 def test_a_template_puts_messages_and_ends_answers(trained, capsys, monkeypatch, tmp_path):
     asked = []
-    monkeypatch.setattr(sample.TextGenerator, 'write', lambda self, prompts, _, how, stop, show: (
-        asked.append((self.tokenizer.decode(prompts[0]), stop)), show(' no '))[1])
+
+    def write(self, prompts, numbers, sampling, stop, show):
+        asked.append((self.tokenizer.decode(prompts[0]), stop))
+        show(' no ')
+    monkeypatch.setattr(sample.TextGenerator, 'write', write)
     chat(capsys, monkeypatch, trained, 'a', 'b', f'/save {tmp_path}/said',
          options=[r'--template=U: {user}\nA:'])
     assert asked[0] == ('U: a\nA:', ['U:']) and asked[1][0].endswith('no\nU: b\nA:')
@@ -120,7 +123,7 @@ def test_a_template_puts_messages_and_ends_answers(trained, capsys, monkeypatch,
 
 
 def test_ctrl_c_stops_the_answer_and_not_the_chat(trained, capsys, monkeypatch, tmp_path):
-    def interrupted(self, prompts, numbers, how, stop, show):
+    def interrupted(self, prompts, numbers, sampling, stop, show):
         show('half')
         raise KeyboardInterrupt
     monkeypatch.setattr(sample.TextGenerator, 'write', interrupted)

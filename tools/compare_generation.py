@@ -1,9 +1,9 @@
-"""Tokens a second of generation, side by side with transformers and, if named, nanoGPT.
+"""Compare the tokens/s of generation with those of transformers and, if named, nanoGPT.
 
     python tools/compare_generation.py [--nanogpt=PATH_TO_NANOGPT]
 
-Random weights, the same for all; each program does its part in turn, `rounds` times, and its best
-time counts. The first token, which waits for the prompt, is included.
+All use the same random weights. The programs take turns, `rounds` times, and the best time of each
+counts. It includes reading the prompt.
 """
 
 import importlib.util
@@ -20,18 +20,19 @@ import torch
 from configurator import load_config
 from model import GPT, GPTConfig
 from plaingpt.corpus.tokenizers import ByteTokenizer
-from plaingpt.inference.generation import for_generation, generate
+from plaingpt.inference.generation import generate
 from plaingpt.inference.hf_export import write_hf
+from plaingpt.inference.weight_layout import prepare_for_generation
 from plaingpt.system.devices import choose_device
 from plaingpt.system.errors import run_script
 
 
 @dataclass
-class BenchConfig:
-    prompt_tokens: int = 64  # read before
-    max_new_tokens: int = 256  # written
-    rounds: int = 3  # turns of each program
-    nanogpt: str = ''  # nanoGPT's folder, to compare with; slow: it computes all anew each token
+class CompareConfig:
+    prompt_tokens: int = 64  # tokens of the prompt
+    max_new_tokens: int = 256  # tokens to generate
+    rounds: int = 3  # times that each program runs
+    nanogpt: str = ''  # nanoGPT's folder; it is slow, since it has no cache
     device: str = 'auto'  # auto, cpu, cuda
     shapes: str = '124M,baby'  # 124M, baby (10.7M)
 
@@ -39,8 +40,8 @@ class BenchConfig:
 SHAPES = {'124M': GPTConfig(), 'baby': GPTConfig(256, 65, 6, 6, 384, bias=False)}
 
 
-def contestants(shape, device, config, batch, folder):
-    """→ {name: function that generates}. Weights of one seed throughout."""
+def build_generators(shape, device, config, batch, folder):
+    """→ {name: function that generates}, tokens in each row. All have the same weights."""
     from transformers import AutoModelForCausalLM, GenerationConfig
     from transformers.utils import logging
     logging.disable_progress_bar()
@@ -54,15 +55,15 @@ def contestants(shape, device, config, batch, folder):
     for dtype in ('float32', 'bfloat16'):
         theirs = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype))
         theirs.to(device).eval()
-        how = GenerationConfig(max_new_tokens=n, min_new_tokens=n, do_sample=True, top_k=200,
-                               temperature=0.8, pad_token_id=0)
-        found[f'transformers {dtype}'] = lambda theirs=theirs, how=how: theirs.generate(
+        sampling = GenerationConfig(max_new_tokens=n, min_new_tokens=n, do_sample=True,
+                                    top_k=200, temperature=0.8, pad_token_id=0)
+        found[f'transformers {dtype}'] = lambda theirs=theirs, sampling=sampling: theirs.generate(
             prompt.to(device), attention_mask=torch.ones_like(prompt).to(device),
-            generation_config=how)
+            generation_config=sampling)
         ours = GPT(replace(shape)).eval()
         ours.load_state_dict(model.state_dict())
         ours.to(device)
-        context = for_generation(ours, device, dtype)
+        context = prepare_for_generation(ours, device, dtype)
 
         def ours_generates(ours=ours, context=context):
             with context:
@@ -90,9 +91,9 @@ def nanogpt_model(path, shape, model):
 
 def best_times(functions, rounds, device):
     times = dict.fromkeys(functions, float('inf'))
-    for turn in range(rounds):
+    for round_ in range(rounds):
         for name, function in functions.items():
-            if turn and name.startswith('nanoGPT'):
+            if round_ and name.startswith('nanoGPT'):
                 continue  # once is enough: it takes a minute
             began = time.perf_counter()
             function()
@@ -103,13 +104,13 @@ def best_times(functions, rounds, device):
 
 
 def main(argv):
-    config = load_config(BenchConfig, argv, __doc__)
+    config = load_config(CompareConfig, argv, __doc__)
     device, why = choose_device(config.device)
     print(f'device {device} ({why}), {torch.get_num_threads()} threads')
     for name in config.shapes.split(','):
         for batch in (1, 8):
             with tempfile.TemporaryDirectory() as folder:
-                functions, n = contestants(SHAPES[name], device, config, batch, Path(folder))
+                functions, n = build_generators(SHAPES[name], device, config, batch, Path(folder))
                 times = best_times(functions, config.rounds, device)
             print(f'{name}, batch {batch}: {n} tokens after {config.prompt_tokens}')
             base = times['transformers float32']

@@ -5,7 +5,8 @@
 On the same text and cores, GPT-2 tokens: (a) the recipe that nanoGPT's openwebtext/prepare.py
 made known: datasets.map with tiktoken a document, then a memory map written in 1,024 parts;
 (b) tiktoken.encode_ordinary_batch alone on texts that are in memory already; (c) prepare.py; and
-(d) prepare.py on ten times the text. Memory is what all processes hold together (PSS; Linux).
+(d) prepare.py on a tenth of the text, to compare its memory. Memory is the sum over all processes
+(PSS; Linux only).
 """
 
 import json
@@ -60,9 +61,8 @@ print(time.perf_counter() - start)
 
 
 def documents():
-    """Real text without end: the source of Python's standard library and of all packages that are
-    installed, in parts of about a web page, each time round with another number in front, so that
-    no two are equal."""
+    """Yield real text without end: the source of Python's standard library and of all installed
+    packages, in parts as long as a web page. A number in front makes repeated parts differ."""
     folders = {sysconfig.get_paths()[name] for name in ('stdlib', 'purelib')}
     texts = []
     for path in sorted({path for folder in folders for path in Path(folder).rglob('*.py')}):
@@ -81,41 +81,41 @@ def write_corpus(folder, megabytes):
     import pyarrow
     import pyarrow.parquet
     folder.mkdir()
-    part, held, size, total = 0, [], 0, 0
+    part, texts, size, total = 0, [], 0, 0
     for text in documents():
-        held.append(text)
+        texts.append(text)
         size += len(text.encode())
         if size >= min(50, megabytes) * 1e6:
-            pyarrow.parquet.write_table(pyarrow.table({'text': held}),
+            pyarrow.parquet.write_table(pyarrow.table({'text': texts}),
                                         folder / f'train-{part:05d}.parquet', row_group_size=1000)
-            part, held, total, size = part + 1, [], total + size, 0
+            part, texts, total, size = part + 1, [], total + size, 0
             if total >= megabytes * 1e6:
                 return total
 
 
-def held_by(pid):
-    """Memory of a process and its descendants, in bytes; what they share counts once."""
+def measure_memory(pid):
+    """Memory of a process and its descendants in bytes; shared pages count once."""
     total = 0
     try:
         for line in Path(f'/proc/{pid}/smaps_rollup').read_text().splitlines():
             if line.startswith('Pss:'):
                 total += int(line.split()[1]) * 1024
         for task in Path(f'/proc/{pid}/task').iterdir():
-            total += sum(held_by(child) for child in (task / 'children').read_text().split())
+            total += sum(measure_memory(child) for child in (task / 'children').read_text().split())
     except OSError:  # it ended meanwhile
         pass
     return total
 
 
 def measure(*command):
-    """Run a Python command → (seconds, most memory held, its output)."""
+    """Run a Python command → (seconds, peak memory, its output)."""
     start = time.perf_counter()
     with tempfile.TemporaryFile('w+') as out:
         process = subprocess.Popen([sys.executable, *map(str, command)], cwd=ROOT, stdout=out,
                                    stderr=subprocess.STDOUT)
         peak = 0
         while process.poll() is None:
-            peak = max(peak, held_by(process.pid))
+            peak = max(peak, measure_memory(process.pid))
             time.sleep(0.1)
         seconds = time.perf_counter() - start
         out.seek(0)
@@ -137,24 +137,24 @@ def main(megabytes=500, rounds=3):
             seconds, recipe_peak, _ = measure(folder / 'recipe.py', folder / 'corpus',
                                               folder / f'recipe-{i}', CORES)
             times['recipe'].append(seconds)
-            said = measure('-c', ALONE, folder / 'corpus', CORES)[2]
-            times['alone'].append(float(said.split()[-1]))
+            output = measure('-c', ALONE, folder / 'corpus', CORES)[2]
+            times['alone'].append(float(output.split()[-1]))
             out = folder / f'prepare-{i}'
-            seconds, peak, said = measure('prepare.py', 'hf', f'--path={folder}/corpus',
+            seconds, peak, output = measure('prepare.py', 'hf', f'--path={folder}/corpus',
                                           '--val_fraction=0.0005', f'--data_dir={out}')
             times['prepare'].append(seconds)
-            times['encoding'].append(float(said.split(' tokens in ')[1].split()[0]))
+            times['encoding'].append(float(output.split(' tokens in ')[1].split()[0]))
         meta = json.loads((out / 'meta.json').read_text())
         tokens = sum(split['tokens'] for split in meta['splits'].values())
-        theirs = sum(path.stat().st_size for path in (folder / 'recipe-0').glob('*.bin')) // 2
-        if tokens != theirs:
-            sys.exit(f'{tokens:,} tokens, but {theirs:,} by the recipe')
-        for name, what in [('recipe', f'recipe of nanoGPT, peak {recipe_peak / 1e6:,.0f} MB'),
+        recipe_bytes = sum(path.stat().st_size for path in (folder / 'recipe-0').glob('*.bin'))
+        if 2 * tokens != recipe_bytes:
+            sys.exit(f'{tokens:,} tokens, but {recipe_bytes // 2:,} by the recipe')
+        for name, label in [('recipe', f'recipe of nanoGPT, peak {recipe_peak / 1e6:,.0f} MB'),
                            ('prepare', f'prepare.py, peak {peak / 1e6:,.0f} MB'),
                            ('alone', 'tiktoken.encode_ordinary_batch alone'),
                            ('encoding', 'prepare.py, its encoding alone')]:
             seconds = median(times[name])
-            print(f'{seconds:8.2f} s {tokens / seconds / 1e6:6.2f}M tokens/s  {what}  '
+            print(f'{seconds:8.2f} s {tokens / seconds / 1e6:6.2f}M tokens/s  {label}  '
                   f'({", ".join(f"{t:.2f}" for t in times[name])})')
         print(f'{median(times["recipe"]) / median(times["prepare"]):.2f}x the speed of the recipe, '
               f'{median(times["alone"]) / median(times["encoding"]):.2f}x that of tiktoken alone')

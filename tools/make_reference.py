@@ -16,15 +16,15 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from configurator import load_config
-from plaingpt.monitoring.metrics import read_rows
+from plaingpt.monitoring.metrics_file import read_rows
 from plaingpt.monitoring.references import (
     FOLDER,
-    LEARNING,
     Reference,
+    differing_settings,
     read_reference,
     write_reference,
 )
-from plaingpt.monitoring.run_summary import read_run
+from plaingpt.monitoring.run_record import changed_settings, read_run
 from plaingpt.system.errors import UserError, run_script
 from plaingpt.system.files import ROOT
 from plaingpt.training.settings import TrainConfig
@@ -48,14 +48,27 @@ def train(name, seed):
                                f'--seed={seed}', f'--out_dir={out_dir}', '--report=False',
                                '--sample_tokens=0'])
         if done.returncode:
-            sys.exit(done.returncode)  # it has said why
+            sys.exit(done.returncode)  # train.py has printed why
         run, rows = read_run(out_dir), read_rows(out_dir / 'metrics.jsonl', print)
     run['config']['out_dir'] = run['changed']['out_dir'] = f'out-{name}'
     run['command'] = f'train.py config/{name}.py --seed={seed}'
     source = run['data'].get('source', {})
-    if 'input' in source:  # where it lies on this machine is nobody's business
+    if 'input' in source:  # without its folder on this machine
         source['input'] = Path(source['input']).name
     return run, rows
+
+
+def find_reference(name, path):
+    """The reference as it is, or an empty one. Raises UserError where its config has changed."""
+    if not (FOLDER / f'{name}.jsonl').exists():
+        return Reference(name, {}, {})
+    reference = read_reference(name)
+    config = load_config(TrainConfig, [str(path)])
+    now = {'config': asdict(config), 'changed': changed_settings(config)}
+    if differing := [key for key, *_ in differing_settings(now, reference.run)]:
+        raise UserError(f'{FOLDER / name}.jsonl was made with another {", ".join(differing)} than '
+                        f'config/{name}.py has: --again makes all seeds anew')
+    return reference
 
 
 def main(argv):
@@ -67,15 +80,8 @@ def main(argv):
     path = ROOT / 'config' / f'{name}.py'
     if not path.exists():
         raise UserError(f'config/{name}.py is not there: name one of config/, without .py')
-    settings = asdict(load_config(TrainConfig, [str(path)]))
-    reference = Reference(name, {}, {})
-    if (FOLDER / f'{name}.jsonl').exists() and not config.again:
-        reference = read_reference(name)
-        first = reference.run['config']
-        if others := [key for key in LEARNING if settings[key] != first.get(key)]:
-            raise UserError(f'{FOLDER / name}.jsonl was made with another {", ".join(others)} than '
-                            f'config/{name}.py has: --again makes all seeds anew')
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # and the training ends with this
+    reference = Reference(name, {}, {}) if config.again else find_reference(name, path)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the training ends too
     for seed in map(int, config.seeds.split(',')):
         if seed in reference.runs:
             print(f'seed {seed} is there already')

@@ -1,43 +1,49 @@
-"""How long training stands still for a checkpoint."""
+"""How long a checkpoint stops training."""
 
 import tempfile
 import time
-from pathlib import Path
+from contextlib import closing
 
+from plaingpt.benchmarks.result_tables import markdown
+from plaingpt.benchmarks.step_speed import make_step, random_batches
+from plaingpt.benchmarks.timing import step_seconds
 from plaingpt.system.devices import rng_state
+from plaingpt.system.files import make_writable
 from plaingpt.training.checkpoint import checkpoint_paths, open_checkpoint
 from plaingpt.training.checkpoint_writer import Saver
-from plaingpt.training.memory_trace import one_step
 
 
-def timed_step(shape, step, device):
-    """→ (seconds of a step, model, optimizer)."""
-    times = []
-    for _, gpt, optimizer in one_step(shape, step, device):
-        times.append(time.perf_counter())
-    _, began, _, ended = times
-    return (ended - began) * step.micro_steps, gpt, optimizer
+def measure_checkpoints(work):
+    """Save once while training waits and once in the background → (a row for each, their table)."""
+    config = work.config
+    with closing(random_batches(work)) as batches:
+        gpt, optimizer, step = make_step(work, batches)
+        [step_s] = step_seconds(step, 1, 1, work.device)
+    make_writable(config.out_dir)
+    rows = [{'checkpoint_async': background, 'step_s': step_s,
+             **time_save(gpt, optimizer, background, config, work.device)}
+            for background in (False, True)]
+    for row in rows:
+        row['share'] = row['stall_s'] / (config.checkpoint_interval * step_s + row['stall_s'])
+    what = f'{gpt.num_parameters():,} parameters, {step_s:.2f} s a step of ' \
+           f'{config.step_tokens():,} tokens, a save every {config.checkpoint_interval:,} steps'
+    return rows, f'{what}\n\n' + markdown(
+        ['checkpoint_async', 'training stops for', 'share of the time', 'written after', 'size',
+         'files'],
+        [[str(row['checkpoint_async']), f'{row["stall_s"]:.2f} s', f'{row["share"]:.3%}',
+          f'{row["written_s"]:.2f} s', f'{row["bytes"] / 1e9:.2f} GB', str(row['files'])]
+         for row in rows])
 
 
-def measure_checkpoints(shape, step, config, device):
-    """Print how long a save stops training, and which share that is of the time between saves."""
-    timed_step(shape, step, device)  # warms up
-    step_s, gpt, optimizer = timed_step(shape, step, device)
-    print(f'{gpt.num_parameters():,} parameters, {device}: {step_s:.2f} s a step of '
-          f'{step.batch_size * step.micro_steps} sequences, a save every '
-          f'{config.checkpoint_interval} steps')
-    Path(config.out_dir).mkdir(parents=True, exist_ok=True)
-    for background in (False, True):
-        with tempfile.TemporaryDirectory(dir=config.out_dir) as folder:
-            saver = Saver(folder, chunk_mb=config.checkpoint_chunk_mb, background=background)
-            began = time.perf_counter()
-            saver.save(gpt, optimizer, {'iter_num': 1}, rng_state(device))
-            stall_s = time.perf_counter() - began
-            saver.wait()
-            written_s = time.perf_counter() - began
-            chunks = open_checkpoint(checkpoint_paths(folder)[0]).state['chunks']
-        size = sum(chunk['bytes'] for chunk in chunks)
-        share = stall_s / (config.checkpoint_interval * step_s + stall_s)
-        print(f'checkpoint_async={background!s:<6} stands still {stall_s:.2f} s ({share:.3%} of '
-              f'the time), written after {written_s:.2f} s: {size / 1e9:.2f} GB in {len(chunks)} '
-              'files')
+def time_save(gpt, optimizer, background, config, device):
+    """Save into a folder inside out_dir, which is removed again → its figures."""
+    with tempfile.TemporaryDirectory(dir=config.out_dir) as folder:
+        saver = Saver(folder, chunk_mb=config.checkpoint_chunk_mb, background=background)
+        began = time.perf_counter()
+        saver.save(gpt, optimizer, {'iter_num': 1}, rng_state(device))
+        stall_s = time.perf_counter() - began
+        saver.wait()
+        written_s = time.perf_counter() - began
+        chunks = open_checkpoint(checkpoint_paths(folder)[0]).state['chunks']
+    return {'stall_s': stall_s, 'written_s': written_s, 'files': len(chunks),
+            'bytes': sum(chunk['bytes'] for chunk in chunks)}

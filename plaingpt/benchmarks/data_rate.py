@@ -1,48 +1,57 @@
-"""Batches a second of each way to read, beside what a training step takes."""
+"""Batches a second of each way to read them, beside what training needs."""
 
+from contextlib import closing
 from itertools import count
+from statistics import median
 
 import numpy as np
 import torch
 
-from plaingpt.benchmarks import ladder
-from plaingpt.benchmarks import step_speed as speed
+from plaingpt.benchmarks.ladder import stack_slices
 from plaingpt.benchmarks.result_tables import markdown
-from plaingpt.benchmarks.timing import spread, step_seconds
+from plaingpt.benchmarks.step_speed import make_step, random_batches
+from plaingpt.benchmarks.timing import step_seconds
 from plaingpt.corpus.batches import BatchLoader
-from plaingpt.corpus.dataset import folder_of, open_dataset
+from plaingpt.corpus.dataset import dataset_folder, open_dataset
 from plaingpt.system.formatting import short
 
+BATCHES = 200  # that are timed of each reader
 
-def measure_data(config, shape, dtype, compile, device, batches=200):
-    """→ (rows, their table): batches a second of each way to read, beside what a step takes."""
-    dataset = open_dataset(folder_of(config.dataset))
-    row, _ = speed.measure(config, shape, dtype, compile, device, steps=config.steps,
-                           warmup=config.warmup_steps)
-    need = config.accumulation() / row['step_ms'] * 1e3
+
+def measure_data(work):
+    """→ (a row for each reader, their table)."""
+    config = work.config
+    dataset = open_dataset(dataset_folder(config.dataset))
+    with closing(random_batches(work)) as batches:
+        _, _, step = make_step(work, batches)
+        step_s = median(step_seconds(step, config.steps, config.warmup_steps, work.device))
+    needed, rows = config.accumulation() / step_s, []
+    for name, read in make_readers(dataset, config, work.device).items():
+        per_s = 1 / median(step_seconds(read, BATCHES, BATCHES // 10, torch.device('cpu')))
+        rows.append({'reader': name, 'batches_per_s': per_s,
+                     'tokens_per_s': per_s * config.batch_size * config.block_size,
+                     'needed_batches_per_s': needed, 'times_need': per_s / needed})
+    what = f'{dataset.folder}, {config.batch_size} × {config.block_size} tokens a batch; ' \
+           f'training takes {needed:.3g} a second'
+    return rows, f'{what}\n\n' + markdown(
+        ['batches', 'a second', 'tokens/s', '× the need'],
+        [[row['reader'], f'{row["batches_per_s"]:,.0f}', short(row['tokens_per_s']),
+          f'{row["times_need"]:,.0f}'] for row in rows])
+
+
+def make_readers(dataset, config, device):
+    """{name: a function that reads the next batch}. No batch is read twice."""
     disk, ram = (BatchLoader(dataset.split('train', in_ram), config.block_size, config.batch_size,
                              seed=config.seed, device=device) for in_ram in (False, True))
     first, length = disk.stream.files[0], config.block_size + 1
+    steps = count()
 
-    def mapped(step):
+    def read_mapped():
         tokens = np.memmap(first.path, first.dtype, 'r', first.offset)
-        starts = disk.sequence_starts(disk.sequence_ids(step, 0)) % max(1, first.tokens - length)
-        sequences = ladder.stacked(tokens, starts, length)
+        starts = disk.sequence_starts(disk.sequence_ids(next(steps), 0))
+        sequences = stack_slices(tokens, starts % max(1, first.tokens - length), length)
         return sequences[:, :-1].contiguous(), sequences[:, 1:].contiguous()
 
-    ways = {'from disk': lambda: disk.train_batch(next(steps), 0),
-            'memory-mapped, as nanoGPT': lambda: mapped(next(steps)),
+    return {'from disk': lambda: disk.train_batch(next(steps), 0),
+            'memory-mapped, as nanoGPT': read_mapped,
             'from memory': lambda: ram.train_batch(next(steps), 0)}
-    steps, rows = count(), []  # no way reads what another has read
-    for name, read in ways.items():
-        times = step_seconds(read, batches, batches // 10, torch.device('cpu'))
-        per_s = 1 / spread(times)['median']
-        rows.append({'way': name, 'batches_per_s': per_s,
-                     'tokens_per_s': per_s * config.batch_size * config.block_size,
-                     'needed_batches_per_s': need, 'times_need': per_s / need})
-    what = f'{dataset.folder}, {config.batch_size} × {config.block_size} tokens a batch; ' \
-           f'training takes {need:.3g} a second'
-    return rows, f'{what}\n\n' + markdown(
-        ['batches', 'a second', 'tokens/s', '× the need'],
-        [[row['way'], f'{row["batches_per_s"]:,.0f}', short(row['tokens_per_s']),
-          f'{row["times_need"]:,.0f}'] for row in rows])

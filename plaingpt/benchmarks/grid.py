@@ -1,8 +1,8 @@
-"""24 small trainings, {default, context × 2, layers × 2, embeddings × 2} × {none, SGD + cosine,
-float16, bfloat16, reduced batch, accumulation}: what each change costs and gains, and whether two
-together cost and gain what they do apart.
+"""What changes to a training run cost and gain, alone and two together: 24 small runs.
 
-Each run is a train.py of its own, so all that is measured is training as it is.
+A row changes the model (none, context × 2, layers × 2, embeddings × 2), a column the training
+(none, SGD + cosine, float16, bfloat16, reduced batch, accumulation). Each cell is a whole run of
+train.py, so what is measured is training as it is.
 """
 
 import json
@@ -17,28 +17,44 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from plaingpt.benchmarks.result_tables import markdown
+from plaingpt.benchmarks.result_tables import markdown, result_path
+from plaingpt.corpus.corpora import find_dataset_size
 from plaingpt.system.errors import UserError
-from plaingpt.system.files import ROOT, append_line
+from plaingpt.system.files import ROOT, append_line, write_atomically
+from plaingpt.system.hardware import machine_name
 from plaingpt.training.memory_planner import predict, step_settings
 from plaingpt.training.settings import TrainConfig
 
-# -----------------------------------------------------------------------------
-# the grid
-
 ROWS = ('default', 'context × 2', 'layers × 2', 'embeddings × 2')
+DOUBLED = dict(zip(ROWS[1:], ('block_size', 'n_layer', 'n_embd'), strict=True))
 COLUMNS = ('none', 'SGD + cosine', 'float16', 'bfloat16', 'reduced batch', 'accumulation')
 SGD_TIMES_LR = 100  # SGD's learning rate, in AdamW's; settings.py on learning_rate says so
 
 
-def settings(config, row, column):
+def measure_grid(work):
+    """Train all cells → (a row for each run, their tables). With --save=FOLDER the runs that
+    FOLDER's journal has are not made again."""
+    config, device = work.config, work.device
+    vocab_size, _, _ = find_dataset_size(config.dataset)
+    journal = Path(f'{result_path(config.save, "grid", device)}.jsonl') if config.save else None
+    runs = train_cells(config, config.seeds, vocab_size, device, journal, machine_name(device))
+    add_target(runs, config.target_loss or default_target(runs))
+    memory_is = 'what tensors on the GPU hold at most' if device.type == 'cuda' \
+        else 'what the process holds at most, Python and torch included'
+    return runs, format_tables(runs, memory_is)
+
+
+# -----------------------------------------------------------------------------
+# runs
+
+
+def cell_config(config, row, column):
     """TrainConfig → that of a cell. 'none' is float32 and AdamW at a constant learning rate after
-    the warmup; a reduced batch is a quarter, and accumulation makes it whole again."""
+    the warmup; a reduced batch is a quarter, and accumulation takes four of these a step."""
     config = replace(config, dtype='float32', optimizer='adamw', lr_schedule='constant',
                      total_batch_size=0, gradient_accumulation_steps=config.accumulation())
-    key = {'context × 2': 'block_size', 'layers × 2': 'n_layer', 'embeddings × 2': 'n_embd'}
-    if row in key:
-        config = replace(config, **{key[row]: 2 * getattr(config, key[row])})
+    if row in DOUBLED:
+        config = replace(config, **{DOUBLED[row]: 2 * getattr(config, DOUBLED[row])})
     if column == 'SGD + cosine':
         return replace(config, optimizer='sgd', lr_schedule='cosine', decay_lr=True,
                        learning_rate=SGD_TIMES_LR * config.learning_rate,
@@ -52,19 +68,14 @@ def settings(config, row, column):
     return config
 
 
-# -----------------------------------------------------------------------------
-# runs
-
-
-def run_all(config, seeds, model_of, device, journal=None, where=''):
+def train_cells(config, seeds, vocab_size, device, journal=None, machine=''):
     """Train every cell with `seeds` seeds → [a row of numbers for each run, its curve included].
 
-    model_of: TrainConfig → GPTConfig, for what the plan says of memory
-    journal: a file that gets a line when a run ends; what it has of the same settings and `where`
-             (the machine) is not run again, so a grid that was killed goes on
-    All cells come once before any comes again, so that a machine whose speed drifts is fair. One
-    that fails (out of memory, say) has None for its numbers, and the others go on. Raises UserError
-    where the default itself fails.
+    journal: a file that gets a line when a run ends; a run that it has, of the same settings and
+             on the same machine, is not made again, so a grid that was killed can be resumed
+    All cells of a seed come before the next seed, so that a machine whose speed drifts is fair to
+    all. A run that fails (out of memory, say) has None for its numbers, and the others follow.
+    Raises UserError where the first run fails.
     """
     if config.batch_size % 4:
         raise UserError(f'batch_size={config.batch_size}: the reduced batch is a quarter, so it '
@@ -75,34 +86,33 @@ def run_all(config, seeds, model_of, device, journal=None, where=''):
     cells = [(seed, row, column) for seed in range(seeds) for row in ROWS for column in COLUMNS]
     known, runs = read_journal(journal), []
     for seed, row, column in tqdm(cells, 'training', disable=None):
-        cell = replace(settings(config, row, column), seed=config.seed + seed)
-        key = json.dumps([where, {field.name: getattr(cell, field.name)
-                                  for field in fields(TrainConfig) if field.name != 'out_dir'}])
+        cell = replace(cell_config(config, row, column), seed=config.seed + seed)
+        key = json.dumps([machine, {field.name: getattr(cell, field.name)
+                                    for field in fields(TrainConfig) if field.name != 'out_dir'}])
         if key in known:
             runs.append(known[key])
             continue
-        planned = predict(model_of(cell), step_settings(cell, cell.dtype, device.type)).peak
-        run = {'row': row, 'column': column, 'seed': cell.seed,
-               'planned_memory_bytes': planned}
+        planned = predict(cell.gpt_config(vocab_size),
+                          step_settings(cell, cell.dtype, device.type)).peak
+        run = {'row': row, 'column': column, 'seed': cell.seed, 'planned_memory_bytes': planned}
         try:
-            with tempfile.TemporaryDirectory() as folder:
-                lines = train(replace(cell, out_dir=folder))
-            runs.append({**run, **numbers(lines, cell), 'failed': ''})
+            run.update(train_once(cell), failed='')
             if journal:
-                append_line(journal, {'key': key, 'run': runs[-1]})
+                append_line(journal, {'key': key, 'run': run})
         except UserError as problem:
             if not runs:
                 raise
-            runs.append({**run, 'memory_bytes': None, 'step_ms': None, 'train_s': None,
-                         'final_loss': None, 'curve': [], 'failed': str(problem)})
+            run.update(memory_bytes=None, step_ms=None, train_s=None, final_loss=None, curve=[],
+                       failed=str(problem))
+        runs.append(run)
     return runs
 
 
 def read_journal(path):
-    """→ {key: run}, without a line that a kill cut short, after which a new one begins."""
+    """→ {key: run}. A line that a kill cut short is skipped, and ended so that more can follow."""
     known, text = {}, path.read_text(encoding='utf-8') if path and path.exists() else ''
-    if not text.endswith('\n') and text:
-        path.write_text(text + '\n', encoding='utf-8')
+    if text and not text.endswith('\n'):
+        write_atomically(path, text + '\n')
     for line in text.splitlines():
         with suppress(ValueError, KeyError, TypeError):
             entry = json.loads(line)
@@ -110,24 +120,25 @@ def read_journal(path):
     return known
 
 
-def train(config):
-    """Run train.py → the lines of its metrics.jsonl. Raises UserError where it failed."""
-    keys = [f'--{field.name}={getattr(config, field.name)}' for field in fields(TrainConfig)]
-    keys += ['--report=False', '--sample_tokens=0']  # what nobody looks at
-    done = subprocess.run([sys.executable, ROOT / 'train.py', *keys],
-                          capture_output=True, text=True)
-    if done.returncode:
-        said = (done.stderr.strip() or f'exit code {done.returncode}').splitlines()[-1]
-        raise UserError(said.removeprefix('error: '))
-    text = Path(config.out_dir, 'metrics.jsonl').read_text(encoding='utf-8')
-    return [json.loads(line) for line in text.splitlines()]
+def train_once(config):
+    """Run train.py in a folder of its own → the run's numbers. Raises UserError where it failed."""
+    with tempfile.TemporaryDirectory() as folder:
+        keys = [f'--{field.name}={getattr(config, field.name)}' for field in fields(TrainConfig)]
+        keys += [f'--out_dir={folder}', '--report=False', '--sample_tokens=0']
+        done = subprocess.run([sys.executable, ROOT / 'train.py', *keys],
+                              capture_output=True, text=True)
+        if done.returncode:
+            last = (done.stderr.strip() or f'exit code {done.returncode}').splitlines()[-1]
+            raise UserError(last.removeprefix('error: '))
+        text = Path(folder, 'metrics.jsonl').read_text(encoding='utf-8')
+    return summarize([json.loads(line) for line in text.splitlines()], config)
 
 
-def numbers(lines, config):
-    """metrics.jsonl's lines → what they say of memory, time and loss.
+def summarize(lines, config):
+    """Lines of metrics.jsonl → numbers of memory, time and loss.
 
-    Time is steps × the median step: whatever else the machine did meanwhile hardly counts, and
-    neither do compiling and evaluating.
+    Time is steps × the median step, so that compiling, evaluating and other work on the machine do
+    not count.
     """
     rates = [line['tokens_per_s'] for line in lines if 'tokens_per_s' in line]
     memory = [line['peak_memory_bytes'] for line in lines if 'peak_memory_bytes' in line]
@@ -138,25 +149,39 @@ def numbers(lines, config):
             'train_s': config.max_iters * step_s, 'final_loss': curve[-1][1], 'curve': curve}
 
 
+def add_target(runs, target):
+    """Add to each run the loss to reach, and the seconds that it took to reach it."""
+    for run in runs:
+        run.update(target_loss=target, target_s=seconds_to(target, run['curve']))
+
+
+def default_target(runs):
+    """A loss that the default reaches: 5% above its final loss, to two digits."""
+    return round(1.05 * cell_statistics(runs, 'final_loss')['default', 'none'][0], 2)
+
+
 def seconds_to(loss, curve):
-    """When a curve [(seconds, loss)] first comes down to `loss`, in a straight line between its
-    points; None where it does not."""
+    """When a curve [(seconds, loss)] first reaches `loss`, interpolated linearly; None: never."""
     for (s0, loss0), (s1, loss1) in pairwise(curve):
         if None not in (loss0, loss1) and loss1 <= loss < loss0:
             return s0 + (s1 - s0) * (loss0 - loss) / (loss0 - loss1)
     return None
 
 
-def target_of(runs):
-    """A loss that the default reaches: 5% above what it ends at, to two digits."""
-    return round(1.05 * cell_values(runs, 'final_loss')['default', 'none'][0], 2)
-
-
 # -----------------------------------------------------------------------------
-# what they say together
+# the runs beside each other
 
 
-def cell_values(runs, key):
+METRICS = {'memory_bytes': ('memory, MiB', 2**20, 0), 'train_s': ('training time, s', 1, 2),
+           'final_loss': ('final validation loss', 1, 3)}  # key → title, unit, digits
+PLANNED = {'planned_memory_bytes': ('memory of tensors as planned, MiB', 2**20, 1)}
+
+
+def target_metric(runs):
+    return {'target_s': (f'seconds to a validation loss of {runs[0]["target_loss"]}', 1, 2)}
+
+
+def cell_statistics(runs, key):
     """{(row, column): (mean over seeds, standard deviation)}; (None, 0) where a seed has none."""
     cells = {}
     for row in ROWS:
@@ -169,11 +194,11 @@ def cell_values(runs, key):
 
 
 def interaction_effects(means):
-    """{(row, column): number} → the same of how far each is from what its row and its column, each
-    alone, would bring together: (share of the sum, share of the product).
+    """{(row, column): number} → {(row, column): (off the sum, off the product)}: how far two
+    changes together are from what each alone predicts, as a share; 0.1 is a tenth more.
 
     With base b, row alone r and column alone c the sum is b + (r - b) + (c - b), the product
-    b · r/b · c/b; 0.1 is a tenth more. Cells with one change at most have none, nor what failed.
+    b · r/b · c/b. Cells with fewer than two changes have none, nor those that failed.
     """
     base, found = means['default', 'none'], {}
     for row in ROWS[1:]:
@@ -185,39 +210,28 @@ def interaction_effects(means):
     return found
 
 
-METRICS = {'memory_bytes': ('memory, MiB', 2**20, 0), 'train_s': ('training time, s', 1, 2),
-           'final_loss': ('final validation loss', 1, 3)}
-PLANNED = {'planned_memory_bytes': ('memory of tensors as planned, MiB', 2**20, 1)}
-
-
-def tables(runs, target, memory_is):
-    """All runs → Markdown.
-
-    target: the loss to reach; memory_is: what memory_bytes are, in words
-    """
+def format_tables(runs, memory_is):
+    """All runs → Markdown. memory_is: what memory_bytes are, in words."""
     seeds = len({run['seed'] for run in runs})
     parts = [f'{len(runs)} runs, {seeds} seeds; ± is the standard deviation over seeds. '
              f'Memory is {memory_is}.']
     parts += [f'{run["row"]}, {run["column"]}, seed {run["seed"]} failed: {run["failed"]}'
               for run in runs if run['failed']]
-    for key, (title, unit, digits) in {
-            **METRICS, 'target_s': (f'seconds to a validation loss of {target}', 1, 2),
-            **PLANNED}.items():
-        text = {}
-        for cell, (mean, sd) in cell_values(runs, key).items():
-            text[cell] = '–' if mean is None else f'{mean / unit:,.{digits}f}' + \
-                (f' ± {sd / unit:.{digits}f}' if sd else '')
-        parts.append(grid_table(title, text))
+    for key, (title, unit, digits) in {**METRICS, **target_metric(runs), **PLANNED}.items():
+        parts.append(grid_table(title, {
+            cell: '–' if mean is None else f'{mean / unit:,.{digits}f}'
+            + (f' ± {sd / unit:.{digits}f}' if sd else '')
+            for cell, (mean, sd) in cell_statistics(runs, key).items()}))
     for key, (title, _, _) in {**METRICS, **PLANNED}.items():
-        means = {cell: mean for cell, (mean, _) in cell_values(runs, key).items()}
-        apart = interaction_effects(means)
-        text = {cell: f'{of_sum:+.1%} / {of_product:+.1%}'
-                for cell, (of_sum, of_product) in apart.items()}
-        off = [statistics.mean(abs(pair[k]) for pair in apart.values()) for k in (0, 1)]
-        parts.append(grid_table(f'{title.split(",")[0]}: off the sum / the product', text,
-                                ROWS[1:], COLUMNS[1:])
-                     + f'\n\nOn average {off[0]:.1%} off the sum of both changes and {off[1]:.1%} '
-                       'off their product.')
+        effects = interaction_effects({cell: mean for cell, (mean, _)
+                                       in cell_statistics(runs, key).items()})
+        parts.append(grid_table(
+            f'{title.split(",")[0]}: off the sum / the product',
+            {cell: f'{off_sum:+.1%} / {off_product:+.1%}'
+             for cell, (off_sum, off_product) in effects.items()}, ROWS[1:], COLUMNS[1:]))
+        average = [statistics.mean(abs(pair[k]) for pair in effects.values()) for k in (0, 1)]
+        parts.append(f'On average {average[0]:.1%} off the sum of both changes and '
+                     f'{average[1]:.1%} off their product.')
     return '\n\n'.join(parts)
 
 
@@ -227,44 +241,47 @@ def grid_table(title, text, rows=ROWS, columns=COLUMNS):
                     [[row, *(text.get((row, column), '–') for column in columns)] for row in rows])
 
 
-def draw(runs, path):
-    """A picture of the grid: bars are what was measured, ticks what the single changes add up to.
+# -----------------------------------------------------------------------------
+# picture
+
+
+def draw_grid(runs, path):
+    """Draw the grid into a PNG: bars are measured, ticks are what both changes add up to.
     Raises UserError where matplotlib is absent."""
     try:
-        import matplotlib
+        from matplotlib.figure import Figure
     except ImportError:
         raise UserError('the picture needs matplotlib: pip install matplotlib') from None
-    matplotlib.use('Agg')  # a file, no window
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(2, 2, figsize=(13, 8), layout='constrained')
-    target = runs[0]['target_loss']
-    panels = {**METRICS, 'target_s': (f'seconds to a validation loss of {target}', 1, 1)}
-    for axis, (key, (title, unit, _)) in zip(axes.flat, panels.items(), strict=True):
-        cells = cell_values(runs, key)
-        means = {cell: mean for cell, (mean, _) in cells.items()}
-        adds_up = key in METRICS and None not in means.values()
-        for k, row in enumerate(ROWS):
-            at = [x + 0.2 * (k - 1.5) for x in range(len(COLUMNS))]
-            there = [(x, *cells[row, column]) for x, column in zip(at, COLUMNS, strict=True)
-                     if means[row, column] is not None]
-            axis.bar([x for x, _, _ in there], [mean / unit for _, mean, _ in there], 0.18,
-                     yerr=[sd / unit for _, _, sd in there], ecolor='0.4', capsize=2, label=row,
-                     color=f'C{k}')
-            if adds_up and k:
-                sums = [means[row, 'none'] + means['default', c] - means['default', 'none']
-                        for c in COLUMNS[1:]]
-                axis.hlines([value / unit for value in sums], [x - 0.09 for x in at[1:]],
-                            [x + 0.09 for x in at[1:]], color='black', linewidth=2,
-                            label='both changes added up' if k == 3 else None)
-        axis.set_title(title)
-        axis.set_xticks(range(len(COLUMNS)), [column.replace(' ', '\n', 1) for column in COLUMNS])
-        axis.spines[['top', 'right']].set_visible(False)
-    lows = [mean - sd for mean, sd in cell_values(runs, 'final_loss').values() if mean]
-    axes.flat[2].set_ylim(bottom=0.95 * min(lows))
-    axes.flat[2].set_title(f'{METRICS["final_loss"][0]} (the axis does not begin at 0)')
-    axes.flat[3].set_title(f'{panels["target_s"][0]} (no bar: not reached)')
-    handles = dict(zip(*axes.flat[0].get_legend_handles_labels()[::-1], strict=True))
-    figure.legend(handles.values(), handles, loc='outside lower center', ncols=5, frameon=False)
+    figure = Figure(figsize=(13, 8), layout='constrained')
+    axes = dict(zip([*METRICS, 'target_s'], figure.subplots(2, 2).flat, strict=True))
+    for key, (title, unit, _) in {**METRICS, **target_metric(runs)}.items():
+        draw_metric(axes[key], cell_statistics(runs, key), unit, with_sums=key in METRICS)
+        axes[key].set_title(title)
+    lowest = min(mean - sd for mean, sd in cell_statistics(runs, 'final_loss').values() if mean)
+    axes['final_loss'].set_ylim(bottom=0.95 * lowest)
+    axes['final_loss'].set_title('final validation loss (the axis does not begin at 0)')
+    axes['target_s'].set_title(f'{target_metric(runs)["target_s"][0]} (no bar: not reached)')
+    legend = dict(zip(*axes['memory_bytes'].get_legend_handles_labels()[::-1], strict=True))
+    figure.legend(legend.values(), legend, loc='outside lower center', ncols=5, frameon=False)
     figure.savefig(path, dpi=110)
-    pyplot.close(figure)
+
+
+def draw_metric(axes, cells, unit, with_sums):
+    """Bars of all cells that have a mean, a colour for each row; with_sums: and the ticks."""
+    base = cells['default', 'none'][0]
+    for k, row in enumerate(ROWS):
+        places = [x + 0.2 * (k - 1.5) for x in range(len(COLUMNS))]
+        bars = [(x, mean / unit, sd / unit) for x, (mean, sd) in
+                zip(places, (cells[row, column] for column in COLUMNS), strict=True)
+                if mean is not None]
+        x, height, error = zip(*bars, strict=True) if bars else ((), (), ())
+        axes.bar(x, height, 0.18, yerr=error or None, ecolor='0.4', capsize=2, label=row,
+                 color=f'C{k}')
+        if k and with_sums and all(mean is not None for mean, _ in cells.values()):
+            sums = [(cells[row, 'none'][0] + cells['default', column][0] - base) / unit
+                    for column in COLUMNS[1:]]
+            axes.hlines(sums, [x - 0.09 for x in places[1:]], [x + 0.09 for x in places[1:]],
+                        color='black', linewidth=2,
+                        label='both changes added up' if row == ROWS[-1] else None)
+    axes.set_xticks(range(len(COLUMNS)), [column.replace(' ', '\n', 1) for column in COLUMNS])
+    axes.spines[['top', 'right']].set_visible(False)

@@ -1,8 +1,8 @@
-"""What each classic optimization buys: one variant after another, each on the same work.
+"""What each classic optimization buys: one variant of a training step after another.
 
-All variants start from the same weights and see the same sequences, so their first losses agree.
-Each keeps what the variants below it brought. What nobody does any more is written out here; the
-top is what train.py does.
+Each variant adds one change to the variant before it. All start from the same weights and train on
+the same sequences, so their first losses agree. The first variants do what nobody does any more and
+are written out here; the last is what train.py does.
 """
 
 import gc
@@ -18,14 +18,16 @@ import torch.nn.functional as F
 from tqdm import tqdm
 
 from model import GPT, CausalSelfAttention, GPTConfig
-from plaingpt.benchmarks.result_tables import markdown
-from plaingpt.benchmarks.timing import spread, step_seconds
+from plaingpt.benchmarks.result_tables import format_memory, format_times, markdown
+from plaingpt.benchmarks.timing import step_seconds, step_times
 from plaingpt.corpus.batches import BatchLoader
-from plaingpt.corpus.dataset import TokenStream, open_tokens
+from plaingpt.corpus.corpora import find_dataset_size
+from plaingpt.corpus.dataset import TokenStream, dataset_folder, open_dataset, open_tokens
 from plaingpt.system.devices import autocast
-from plaingpt.system.formatting import gib, short
 from plaingpt.training.optimizers import build_optimizer
 from plaingpt.training.settings import TrainConfig
+
+TOKENS = 2**22  # of the dataset, from which the batches are taken
 
 # -----------------------------------------------------------------------------
 # the variants
@@ -33,7 +35,7 @@ from plaingpt.training.settings import TrainConfig
 
 @dataclass(frozen=True)
 class Variant:
-    """How a step is made; the defaults are the ground."""
+    """How a step is made; the defaults are those of the first variants."""
 
     data: str = 'mapped'  # text, mapped, memory, gathered, ahead
     tf32: bool = False
@@ -48,26 +50,27 @@ class Variant:
 def variants(device, dtype, compile, loss_chunk_tokens, has_text):
     """→ [(name, Variant)], those that apply on this device; each adds one change to the one before.
 
-    dtype, compile: what the top takes; float32 and False leave their variants out
+    dtype, compile: of the last variant; float32 and False leave their variants out
     has_text: False where there are only tokens, no tokenizer
     """
-    steps = [('text, tokenized for each batch', {'data': 'text'}) if has_text else None,
-             ('tokens, memory-mapped', {'data': 'mapped'}),
-             ('tokens in memory', {'data': 'memory'}),
-             ('a batch gathered at once', {'data': 'gathered'}),
-             ('batches read ahead by a thread', {'data': 'ahead'}),
-             ('TF32', {'tf32': True}) if device.type == 'cuda' else None,
-             (dtype, {'dtype': dtype}) if dtype != 'float32' else None,
-             ('torch.compile', {'compile': True}) if compile else None,
-             ('fused attention', {'attention': 'sdpa'}),
-             ('padded vocabulary', {'padded_vocabulary': True}),
-             ('fused AdamW', {'adamw': 'fused'}),
-             (f'loss in chunks of {loss_chunk_tokens:,}', {'loss_chunk_tokens': loss_chunk_tokens})
-             if loss_chunk_tokens else None]
-    found, ways = [], Variant()
-    for name, change in filter(None, steps):
-        ways = replace(ways, **change)
-        found.append((name, ways))
+    changes = [
+        ('text, tokenized for each batch', {'data': 'text'}) if has_text else None,
+        ('tokens, memory-mapped', {'data': 'mapped'}),
+        ('tokens in memory', {'data': 'memory'}),
+        ('a batch gathered at once', {'data': 'gathered'}),
+        ('batches read ahead by a thread', {'data': 'ahead'}),
+        ('TF32', {'tf32': True}) if device.type == 'cuda' else None,
+        (dtype, {'dtype': dtype}) if dtype != 'float32' else None,
+        ('torch.compile', {'compile': True}) if compile else None,
+        ('fused attention', {'attention': 'sdpa'}),
+        ('padded vocabulary', {'padded_vocabulary': True}),
+        ('fused AdamW', {'adamw': 'fused'}),
+        (f'loss in chunks of {loss_chunk_tokens:,}', {'loss_chunk_tokens': loss_chunk_tokens})
+        if loss_chunk_tokens else None]
+    found, variant = [], Variant()
+    for name, change in filter(None, changes):
+        variant = replace(variant, **change)
+        found.append((name, variant))
     return found
 
 
@@ -75,58 +78,41 @@ def variants(device, dtype, compile, loss_chunk_tokens, has_text):
 # data: sequences of tokens from where they start, (B,) → (B, T+1) int64
 
 
-class Text:
-    """No tokens but a text file, and a tokenizer that is called for each sequence.
-
-    Holds the text of the sequences at `starts`, of `length` tokens each.
-    """
-
-    def __init__(self, path, tokens, tokenizer, starts, length):
-        self.path, self.tokenizer = path, tokenizer
-        self.places = {}  # start of a sequence → where its text lies in the file
-        with open(path, 'wb') as f:
-            for start in starts:
-                # A few tokens more: cut out of its surroundings text may take fewer.
-                ids = tokens[start:start + length + 16].tolist()
-                text = tokenizer.decode(ids).encode()
-                self.places[int(start)] = (f.tell(), len(text))
-                f.write(text)
-
-    def sequences(self, starts, length):
-        rows = []
-        with open(self.path, 'rb') as f:
-            for start in starts:
-                offset, size = self.places[int(start)]
-                f.seek(offset)
-                text = f.read(size).decode()
-                rows.append(torch.from_numpy(
-                    np.resize(self.tokenizer.encode(text), length).astype(np.int64)))
-        return torch.stack(rows)
+def decode_sequences(tokens, tokenizer, starts, length):
+    """The text of the sequences at `starts`, {start: text}, each of at least `length` tokens."""
+    # 16 tokens more: text cut out of its surroundings may take fewer tokens.
+    return {int(i): tokenizer.decode(tokens[i:i + length + 16].tolist()) for i in starts}
 
 
-def stacked(tokens, starts, length):
-    """One slice of an array (or a memory map) after another, as nanoGPT makes its batches."""
+def encode_sequences(texts, tokenizer, starts, length):
+    return torch.stack([torch.from_numpy(np.resize(tokenizer.encode(texts[int(i)]), length)
+                                         .astype(np.int64)) for i in starts])
+
+
+def stack_slices(tokens, starts, length):
+    """Slices of an array or a memory map, one at a time, as nanoGPT makes its batches."""
     return torch.stack([torch.from_numpy(tokens[i:i + length].astype(np.int64)) for i in starts])
 
 
-def batches(ways, loader, path, text):
-    """Yield (idx, targets) on the device, each (B, T) int64, the same whatever the way.
+def batches(data, loader, path, texts, tokenizer):
+    """Yield (idx, targets) on the device, each (B, T) int64: the same batches whatever `data` is.
 
-    loader: tells which sequences come, and is the topmost way itself
-    path: the file of the tokens; text: a Text, or None where no variant needs it
+    data: as Variant.data; 'ahead' is the loader's own way
+    path: the file of the tokens
+    texts, tokenizer: what decode_sequences gave, and its tokenizer, where data is 'text'
     """
-    if ways.data == 'ahead':
+    if data == 'ahead':
         yield from loader.train_batches(0)
     stream, length, step = loader.stream, loader.block_size + 1, 0
     while True:
         starts = loader.sequence_starts(loader.sequence_ids(step, 0))
-        if ways.data == 'text':
-            sequences = text.sequences(starts, length)
-        elif ways.data == 'mapped':
+        if data == 'text':
+            sequences = encode_sequences(texts, tokenizer, starts, length)
+        elif data == 'mapped':
             # A new map each time, as nanoGPT does: an old one keeps the pages that it has read.
-            sequences = stacked(np.memmap(path, stream.ram.dtype, 'r'), starts, length)
-        elif ways.data == 'memory':
-            sequences = stacked(stream.ram, starts, length)
+            sequences = stack_slices(np.memmap(path, stream.ram.dtype, 'r'), starts, length)
+        elif data == 'memory':
+            sequences = stack_slices(stream.ram, starts, length)
         else:
             sequences = torch.from_numpy(stream.sequences(starts, length))
         idx, targets = sequences[:, :-1], sequences[:, 1:]
@@ -157,23 +143,23 @@ class UnpaddedConfig(GPTConfig):
         return self.vocab_size
 
 
-def build(shape, ways, weights, device):
+def build_gpt(shape, variant, weights, device):
     """GPTConfig, Variant, a state dict → the GPT of that variant."""
-    kind = GPTConfig if ways.padded_vocabulary else UnpaddedConfig
+    kind = GPTConfig if variant.padded_vocabulary else UnpaddedConfig
     gpt = GPT(kind(**vars(shape)))
     gpt.load_state_dict({name: weight[:len(own)] for (name, own), weight
                          in zip(gpt.state_dict().items(), weights.values(), strict=True)})
-    if ways.attention == 'explicit':
+    if variant.attention == 'explicit':
         for block in gpt.transformer.h:
             block.attn.__class__ = ExplicitAttention
-    gpt.loss_chunk_tokens = ways.loss_chunk_tokens
+    gpt.loss_chunk_tokens = variant.loss_chunk_tokens
     return gpt.to(device)
 
 
-def make_optimizer(gpt, ways, device):
-    """The model's own AdamW, or the same as a loop over the parameters."""
+def make_optimizer(gpt, variant, device):
+    """train.py's AdamW, or the same as a loop over the parameters."""
     fused = build_optimizer(gpt, TrainConfig(learning_rate=1e-4), device.type)
-    if ways.adamw == 'fused':
+    if variant.adamw == 'fused':
         return fused
     groups = [{'params': group['params'], 'weight_decay': group['weight_decay']}
               for group in fused.param_groups]
@@ -181,7 +167,32 @@ def make_optimizer(gpt, ways, device):
 
 
 # -----------------------------------------------------------------------------
-# climbing
+# measuring
+
+
+def measure_ladder(work):
+    """→ (a row for each variant, their table). The model is GPT-2's: newer flags stay off."""
+    config = work.config
+    vocab_size, known, source = find_dataset_size(config.dataset, config.vocab_size)
+    shape = GPTConfig(config.block_size, vocab_size, config.n_layer, config.n_head, config.n_embd,
+                      bias=config.bias)
+    folder, tokenizer = dataset_folder(config.dataset), None
+    if any(folder.glob('*.bin')):
+        dataset = open_dataset(folder)
+        tokenizer = dataset.tokenizer()
+        tokens = dataset.split('train').sequences(np.array([0]), min(known, TOKENS))[0]
+    else:
+        source += ': random tokens, and no variant that reads text'
+        tokens = np.random.default_rng(config.seed).integers(0, vocab_size, TOKENS)
+    tokens = tokens.astype(np.uint16 if vocab_size <= 2**16 else np.uint32)
+    found = variants(work.device, work.dtype, work.compile, config.loss_chunk_tokens,
+                     tokenizer is not None)
+    rows = measure_variants(shape, found, tokens, tokenizer, batch_size=config.batch_size,
+                            steps=config.steps, warmup=config.warmup_steps, rounds=config.rounds,
+                            device=work.device)
+    what = f'{config.batch_size} × {config.block_size} tokens a step, {config.n_layer} layers, ' \
+           f'{config.n_embd} channels, vocabulary {vocab_size:,}, {source}'
+    return rows, f'{what}\n\n{format_variants(rows)}'
 
 
 def measure_variants(shape, found, tokens, tokenizer, *, batch_size, steps, warmup, rounds, device):
@@ -189,82 +200,77 @@ def measure_variants(shape, found, tokens, tokenizer, *, batch_size, steps, warm
 
     shape: GPTConfig; found: what `variants` gave; tokens: an array of ids, of uint16 or uint32
     tokenizer: of the tokens, or None where no variant needs text
-    rounds: climb so many times, so that a machine whose speed drifts is fair to all variants; the
-            median is over the steps of all rounds
+    rounds: measure all variants so many times in turn, so that a machine whose speed drifts is fair
+            to all; the median is over the steps of all rounds
     """
     shape = replace(shape, dropout=0.0)
     torch.manual_seed(1337)
     weights = GPT(shape).state_dict()
-    measured = {name: ([], []) for name, _ in found}  # seconds; first losses and peaks
+    measured = {name: ([], []) for name, _ in found}  # seconds; first loss and peak
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, 'tokens.bin')
         tokens.tofile(path)
         stream = TokenStream([open_tokens(path, tokens.dtype)], shape.vocab_size, in_ram=True)
         loader = BatchLoader(stream, shape.block_size, batch_size, device=device)
-        text = None
-        if tokenizer:
-            starts = loader.sequence_starts(np.arange((steps + warmup) * batch_size))
-            text = Text(Path(folder, 'text'), tokens, tokenizer, starts, shape.block_size + 1)
-        for name, ways in tqdm(found * rounds, 'climbing', leave=False, disable=None):
-            times, *same = time_rung(shape, ways, weights, loader, path, text, steps, warmup,
-                                     device)
+        starts = loader.sequence_starts(np.arange((steps + warmup) * batch_size))
+        texts = tokenizer and decode_sequences(tokens, tokenizer, starts, shape.block_size + 1)
+        for name, variant in tqdm(found * rounds, 'measuring', leave=False, disable=None):
+            with closing(batches(variant.data, loader, path, texts, tokenizer)) as source:
+                times, *same = time_variant(shape, variant, weights, source, steps, warmup, device)
             measured[name][0].extend(times)
             measured[name][1][:] = same
-    return rows_of(measured, batch_size * shape.block_size)
+    return make_rows(measured, batch_size * shape.block_size)
 
 
-def rows_of(measured, step_tokens):
-    """{variant: (seconds of its steps, (first loss, peak))} in climbing order → rows."""
+def time_variant(shape, variant, weights, source, steps, warmup, device):
+    """→ (seconds of each step, loss of the first, most memory of tensors or None off CUDA)."""
+    torch.set_float32_matmul_precision('high' if variant.tf32 else 'highest')
+    torch.compiler.reset()  # what other variants compiled would count against a limit
+    gc.collect()  # frees compiled graphs, which refer to themselves, and their memory
+    if device.type == 'cuda':
+        torch.cuda.reset_peak_memory_stats(device)
+    gpt = build_gpt(shape, variant, weights, device)
+    model = torch.compile(gpt) if variant.compile else gpt
+    optimizer = make_optimizer(gpt, variant, device)
+    scaler = torch.amp.GradScaler(device.type, enabled=variant.dtype == 'float16')
+    context = autocast(device, variant.dtype)
+    losses = []
+
+    def step():
+        idx, targets = next(source)
+        with context:
+            _, loss = model(idx, targets)
+        scaler.scale(loss).backward()
+        scaler.unscale_(optimizer)
+        torch.nn.utils.clip_grad_norm_(gpt.parameters(), 1.0)
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad(set_to_none=True)
+        losses.append(loss.detach())
+
+    times = step_seconds(step, steps, warmup, device)
+    peak = torch.cuda.max_memory_allocated(device) if device.type == 'cuda' else None
+    return times, losses[0].item(), peak
+
+
+def make_rows(measured, step_tokens):
+    """{variant: (seconds of its steps, (first loss, peak))} in their order → rows."""
     rows = []
     for name, (times, (loss, peak)) in measured.items():
-        ms = {key: 1e3 * seconds for key, seconds in spread(times).items()}
+        ms = step_times(times)
         rows.append({
-            'variant': name, 'step_ms': ms['median'], 'min_ms': ms['min'], 'max_ms': ms['max'],
-            'tokens_per_s': step_tokens / ms['median'] * 1e3,
-            'times_before': rows[-1]['step_ms'] / ms['median'] if rows else 1.0,
-            'times_first': rows[0]['step_ms'] / ms['median'] if rows else 1.0,
+            'variant': name, **ms, 'tokens_per_s': step_tokens / ms['step_ms'] * 1e3,
+            'times_before': rows[-1]['step_ms'] / ms['step_ms'] if rows else 1.0,
+            'times_first': rows[0]['step_ms'] / ms['step_ms'] if rows else 1.0,
             'first_loss': loss, 'peak_memory_bytes': peak})
     return rows
 
 
-def table(rows):
+def format_variants(rows):
     """The rows as Markdown."""
     return markdown(
         ['variant', 'ms a step', 'fastest', 'slowest', 'tokens/s', '× before', '× first',
          'first loss', 'memory'],
-        [[row['variant'], *(f'{row[key]:.1f}' for key in ('step_ms', 'min_ms', 'max_ms')),
-          short(row['tokens_per_s']), f'{row["times_before"]:.2f}', f'{row["times_first"]:.2f}',
-          f'{row["first_loss"]:.4f}',
-          gib(row['peak_memory_bytes']) if row['peak_memory_bytes'] else 'n/a'] for row in rows])
-
-
-def time_rung(shape, ways, weights, loader, path, text, steps, warmup, device):
-    """→ (seconds of each step, loss of the first, most memory of tensors or None off CUDA)."""
-    torch.set_float32_matmul_precision('high' if ways.tf32 else 'highest')
-    torch.compiler.reset()  # what was compiled for the variant below would count against a limit
-    gc.collect()  # and its graphs hold themselves, and memory
-    if device.type == 'cuda':
-        torch.cuda.reset_peak_memory_stats(device)
-    gpt = build(shape, ways, weights, device)
-    model = torch.compile(gpt) if ways.compile else gpt
-    optimizer = make_optimizer(gpt, ways, device)
-    scaler = torch.amp.GradScaler(device.type, enabled=ways.dtype == 'float16')
-    context = autocast(device, ways.dtype)
-    first_loss = []
-
-    with closing(batches(ways, loader, path, text)) as source:
-        def step():
-            idx, targets = next(source)
-            with context:
-                _, loss = model(idx, targets)
-            scaler.scale(loss).backward()
-            scaler.unscale_(optimizer)
-            torch.nn.utils.clip_grad_norm_(gpt.parameters(), 1.0)
-            scaler.step(optimizer)
-            scaler.update()
-            optimizer.zero_grad(set_to_none=True)
-            first_loss[:] = first_loss or [loss.detach()]
-
-        times = step_seconds(step, steps, warmup, device)
-    peak = torch.cuda.max_memory_allocated(device) if device.type == 'cuda' else None
-    return times, first_loss[0].item(), peak
+        [[row['variant'], *format_times(row), f'{row["times_before"]:.2f}',
+          f'{row["times_first"]:.2f}', f'{row["first_loss"]:.4f}', format_memory(row)]
+         for row in rows])

@@ -2,8 +2,9 @@
 
 import torch
 
+from plaingpt.benchmarks.result_tables import markdown
 from plaingpt.system.formatting import gib
-from plaingpt.training.memory_planner import predict
+from plaingpt.training.memory_planner import predict, step_settings
 from plaingpt.training.memory_trace import kernels_of, one_step
 
 
@@ -49,21 +50,23 @@ def cuda_step(shape, step, device):
     return allocated, reserved
 
 
-def measure_memory(shape, step, device):
-    """Print allocated and reserved bytes of a step beside the plan's."""
+def measure_memory(work):
+    """Measure a step beside its plan → (a row for each stage, their table)."""
+    device, step = work.device, step_settings(work.config, work.dtype, work.device.type)
     if device.type == 'cuda':
-        allocated, reserved = cuda_step(shape, step, device)
-        tool = torch.cuda.get_device_name(device)
+        allocated, reserved = cuda_step(work.shape, step, device)
+        tool = "CUDA's allocator"
     else:
-        allocated, reserved, tool = tracked_step(shape, step), {}, "torch's memory tracker"
-    plan = predict(shape, step)
-    print(f'{tool}, {step.dtype}, batch {step.batch_size} × {step.micro_steps}, '
-          f'{step.config.activation_checkpointing} checkpointing, loss in chunks of '
-          f'{step.config.loss_chunk_tokens}')
-    print(f'{"after":<12}{"allocated":>14}{"reserved":>14}{"planned":>14}')
-    planned = {**{stage: plan.totals[f'after {stage}']
-                  for stage in ('forward', 'backward', 'optimizer')}, 'peak': plan.peak}
-    for stage, size in planned.items():
-        print(f'{stage:<12}{gib(allocated[stage]):>14}'
-              f'{gib(reserved[stage]) if reserved else "n/a":>14}{gib(size):>14}')
-    print(f'the plan is {plan.peak / allocated["peak"] - 1:+.1%} off the measured peak')
+        allocated, reserved, tool = tracked_step(work.shape, step), {}, "torch's memory tracker"
+    plan = predict(work.shape, step)
+    rows = [{'stage': stage, 'allocated': allocated[stage], 'reserved': reserved.get(stage),
+             'planned': plan.peak if stage == 'peak' else plan.totals[f'after {stage}']}
+            for stage in ('forward', 'backward', 'optimizer', 'peak')]
+    what = f'{tool}: {step.dtype}, batch {step.batch_size} × {step.micro_steps}, ' \
+           f'{step.config.activation_checkpointing} checkpointing, loss in chunks of ' \
+           f'{step.config.loss_chunk_tokens}; the plan is ' \
+           f'{plan.peak / allocated["peak"] - 1:+.1%} off the measured peak'
+    table = markdown(['after', 'allocated', 'reserved', 'planned'], [
+        [row['stage'], *(gib(row[key]) if row[key] else 'n/a'
+                         for key in ('allocated', 'reserved', 'planned'))] for row in rows])
+    return rows, f'{what}\n\n{table}'

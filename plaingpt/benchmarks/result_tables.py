@@ -1,20 +1,24 @@
-"""What a benchmark found → a table, JSON or CSV, with the machine, the command and the day."""
+"""Results of a benchmark as a table, JSON or CSV, with the machine, the command and the date."""
 
 import csv
 import datetime
+import io
 import re
 from pathlib import Path
 
 import torch
 
+from plaingpt.system.devices import device_name
 from plaingpt.system.errors import UserError
+from plaingpt.system.files import write_atomically
+from plaingpt.system.formatting import gib, short
 from plaingpt.system.hardware import machine_name
 
 
-def about(device, script, argv):
+def describe_measurement(device, argv):
     """What a figure means nothing without: {'date', 'machine', 'torch', 'command'}."""
     return {'date': datetime.date.today().isoformat(), 'machine': machine_name(device),
-            'torch': torch.__version__, 'command': ' '.join(['python', script, *argv])}
+            'torch': torch.__version__, 'command': ' '.join(['python bench.py', *argv])}
 
 
 def markdown(header, rows):
@@ -31,37 +35,47 @@ def markdown(header, rows):
     return '\n'.join(line(row) for row in (header, rule, *rows))
 
 
-def described(found, text):
-    """A Markdown page: the tables, under what they were measured on, when and how."""
-    return f'{found["machine"]}, torch {found["torch"]}, {found["date"]}:\n' \
-           f'`{found["command"]}`\n\n{text}\n'
+def format_times(row):
+    """Texts of a row's median, fastest and slowest step in ms, and of its tokens/s."""
+    return [*(f'{row[key]:.1f}' for key in ('step_ms', 'min_ms', 'max_ms')),
+            short(row['tokens_per_s'])]
+
+
+def format_memory(row):
+    return gib(row['peak_memory_bytes']) if row['peak_memory_bytes'] else 'n/a'
+
+
+def format_page(facts, text):
+    """A Markdown page: the facts of the measurement, then its tables."""
+    return f'{facts["machine"]}, torch {facts["torch"]}, {facts["date"]}:\n' \
+           f'`{facts["command"]}`\n\n{text}\n'
 
 
 def make_folder(folder):
-    """See that a folder to save in is there, before hours of measuring. Raises UserError."""
+    """Make a folder to save in, before hours of measuring. Raises UserError."""
     try:
         Path(folder).mkdir(parents=True, exist_ok=True)
     except OSError as e:
         raise UserError(f'save={folder}: cannot write there: {e.strerror}') from None
 
 
-def save(folder, name, found, rows, text):
-    """Write NAME.csv (a line for each row, what it was measured on among the columns, lists left
-    out) and NAME.md into a folder → their path without the ending. Raises UserError."""
-    path = Path(folder, name)
-    rows = [{key: value for key, value in {**row, **found}.items() if not isinstance(value, list)}
+def result_path(folder, benchmark, device):
+    """Path of a benchmark's files without their endings: results/grid-nvidia-h100."""
+    return Path(folder, f'{benchmark}-' + re.sub(r'[^a-z0-9]+', '-',
+                                                 device_name(device).lower()).strip('-'))
+
+
+def save(path, facts, rows, text):
+    """Write PATH.csv (a line for each row, with the facts as columns, without lists) and PATH.md.
+    Raises UserError."""
+    rows = [{key: value for key, value in {**row, **facts}.items() if not isinstance(value, list)}
             for row in rows]
+    table = io.StringIO()
+    writer = csv.DictWriter(table, list(rows[0]), lineterminator='\n')
+    writer.writeheader()
+    writer.writerows(rows)
     try:
-        with open(f'{path}.csv', 'w', newline='', encoding='utf-8') as f:
-            writer = csv.DictWriter(f, list(rows[0]), lineterminator='\n')
-            writer.writeheader()
-            writer.writerows(rows)
-        Path(f'{path}.md').write_text(described(found, text), encoding='utf-8')
+        write_atomically(f'{path}.csv', table.getvalue())
+        write_atomically(f'{path}.md', format_page(facts, text))
     except OSError as e:
-        raise UserError(f'save={folder}: cannot write there: {e.strerror}') from None
-    return path
-
-
-def slug(text):
-    """'AMD EPYC, 2 cores' → 'amd-epyc-2-cores', for a file's name."""
-    return re.sub(r'[^a-z0-9]+', '-', text.lower()).strip('-')
+        raise UserError(f'save={path.parent}: cannot write there: {e.strerror}') from None

@@ -10,30 +10,30 @@ import torch
 def step_seconds(step, steps, warmup, device):
     """Call `step()` warmup + steps times → the seconds of each of the last `steps`.
 
-    On CUDA the device keeps the time (events in its stream), so that the host runs ahead of it as
-    in training. The calls before are warm-up: compiling, choosing kernels, making buffers.
+    On CUDA the device keeps the time (events in its stream), so the host runs ahead of it as in
+    training. The warm-up calls compile, choose kernels and allocate buffers.
     """
     for _ in range(warmup):
         step()
     synchronize(device)
-    marks = [mark(device)]
+    marks = [time_mark(device)]
     for _ in range(steps):
         step()
-        marks.append(mark(device))
+        marks.append(time_mark(device))
     synchronize(device)
-    return [between(a, b) for a, b in pairwise(marks)]
+    return [b - a if isinstance(a, float) else a.elapsed_time(b) / 1e3 for a, b in pairwise(marks)]
 
 
 def synchronize(device):
-    """Wait until the device has done all that it was given."""
+    """Wait until the device has done all the work that it was given."""
     if device.type == 'cuda':
         torch.cuda.synchronize(device)
     elif device.type == 'mps':
         torch.mps.synchronize()
 
 
-def mark(device):
-    """Now: an event in CUDA's stream, elsewhere the clock once the device is done."""
+def time_mark(device):
+    """Now: on CUDA an event in the stream, elsewhere the clock once the device is done."""
     if device.type == 'cuda':
         event = torch.cuda.Event(enable_timing=True)
         event.record()
@@ -42,14 +42,10 @@ def mark(device):
     return time.perf_counter()
 
 
-def between(a, b):
-    """Seconds from one mark to a later one; on CUDA the device must have passed both."""
-    return b - a if isinstance(a, float) else a.elapsed_time(b) / 1e3
-
-
-def spread(seconds):
-    """{'median', 'min', 'max'} of a list."""
-    return {'median': statistics.median(seconds), 'min': min(seconds), 'max': max(seconds)}
+def step_times(seconds):
+    """Seconds of each step → what a row has of them: median, fastest and slowest, in ms."""
+    return {'step_ms': 1e3 * statistics.median(seconds), 'min_ms': 1e3 * min(seconds),
+            'max_ms': 1e3 * max(seconds)}
 
 
 def matmul_flops(dtype, device, size=None, repeats=10):

@@ -1,10 +1,10 @@
-"""Token files → batches, as a pure function of (seed, step): nothing about order is in memory.
+"""Tokens → batches, as a pure function of (seed, step): the data order is computed, not stored.
 
-A split of N tokens is tiled by sequences of `block_size + 1` tokens that overlap by one, so that
-each token is predicted once. Training visits every sequence once an epoch, in an order given by a
-keyed permutation, and shifts the tiling a little each epoch. Step s takes the next sequences of
-that endless order, however many processes share them: a run that resumes, on any number of
-processes, sees exactly the data it would have seen.
+A sequence is `block_size + 1` tokens. Sequences tile a split and overlap by one token, so that each
+token is predicted once. An epoch visits every sequence once, in an order that a permutation gives;
+the next epoch has another permutation, and a tiling that starts at another token. Training numbers
+the sequences 0, 1, 2, … over all epochs, and each step takes the next ones, however many processes
+share them. So a run that resumes, on any number of processes, sees the data it would have seen.
 """
 
 import time
@@ -19,19 +19,17 @@ from plaingpt.system.errors import UserError
 
 CPU = torch.device('cpu')
 
-# -----------------------------------------------------------------------------
-# the order: a keyed permutation, computed for just the indices needed
-
 
 def mix(x):
-    """Scramble uint64s so that each output bit depends on each input bit (splitmix64)."""
+    """Hash uint64s one to one, so that each output bit depends on each input bit: the finalizer of
+    SplitMix64 (Steele, Lea and Flood 2014, "Fast splittable pseudorandom number generators")."""
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return x ^ (x >> np.uint64(31))
 
 
 def key(*parts):
-    """A uint64 made of a few non-negative integers."""
+    """Hash a few non-negative integers, such as (seed, epoch), into one uint64: shape (1,)."""
     k = np.zeros(1, dtype=np.uint64)
     for part in parts:
         k = mix(k + np.uint64(0x9E3779B97F4A7C15) + np.array([part], dtype=np.uint64))
@@ -39,36 +37,33 @@ def key(*parts):
 
 
 def permute(indices, n, k):
-    """Where a permutation of range(n), chosen by key `k`, sends each of `indices`.
+    """The images of `indices` under a permutation of range(n); each key `k` gives another one.
 
-    A Feistel network of 6 rounds permutes the smallest 2^(2b) ≥ n; what falls outside range(n)
-    is sent on until it falls inside ("cycle walking": Black and Rogaway 2002). Memory is that
-    of `indices`, whatever n is.
+    A Feistel network of 6 rounds permutes range(2^(2b)), the smallest such range that holds
+    range(n). An image outside range(n) is permuted again until it lies inside ("cycle walking":
+    Black and Rogaway 2002, "Ciphers with arbitrary finite domains"). Takes as much memory as
+    `indices`, whatever n is.
     """
-    half = np.uint64(max(1, ((n - 1).bit_length() + 1) // 2))
-    mask = (np.uint64(1) << half) - np.uint64(1)
-    out = np.array(indices, dtype=np.uint64)
-    todo = np.arange(len(out))
-    while len(todo):
-        x = out[todo]
-        left, right = x >> half, x & mask
+    half_bits = np.uint64(max(1, ((n - 1).bit_length() + 1) // 2))  # b
+    mask = (np.uint64(1) << half_bits) - np.uint64(1)
+    images = np.array(indices, dtype=np.uint64)
+    outside = np.arange(len(images))
+    while len(outside):
+        left, right = images[outside] >> half_bits, images[outside] & mask
         for r in range(6):
             left, right = right, left ^ (mix(right + k + key(r)) & mask)
-        out[todo] = (left << half) | right
-        todo = todo[out[todo] >= n]
-    return out.astype(np.int64)
-
-
-# -----------------------------------------------------------------------------
-# the batch
+        images[outside] = (left << half_bits) | right
+        outside = outside[images[outside] >= n]
+    return images.astype(np.int64)
 
 
 class BatchLoader:
     """Batches of a split for this process, as a function of the step.
 
+    stream: the tokens of the split (dataset.TokenStream)
     micro_steps: micro-batches that this process takes per step (each of batch_size sequences)
     rank, world_size: which share of a step's sequences is this process's own
-    only_first: if not 0, the steps after so many take the same sequences again
+    only_first: train on the sequences of the first so many steps again and again; 0 for all
     Raises UserError where the split is shorter than a sequence.
     """
 
@@ -88,24 +83,28 @@ class BatchLoader:
         self.device = device
         self.step_size = batch_size * micro_steps * world_size  # sequences
         self.only_first = only_first
-        self.waited_s = 0.0  # that training stood still for batches
-        self.shift = 0
+        self.waited_s = 0.0  # time that training waited for batches
+        self.shift = 0  # sequences taken beyond step × step_size, by steps of another size
         # One sequence fewer than would fit leaves room to shift the tiling by up to block_size - 1.
         self.sequences_per_epoch = max(1, (len(stream) - block_size) // block_size)
         spare = len(stream) - 1 - self.sequences_per_epoch * block_size
-        self.phases = min(block_size, spare + 1)
+        self.phases = min(block_size, spare + 1)  # tokens at which a tiling can start
         self.eval_sequences = (len(stream) - 1) // block_size
 
     def sequences_before(self, step):
         """How many sequences all processes together have taken when `step` begins."""
         return self.shift + step * self.step_size
 
+    def tokens_before(self, step):
+        """How many tokens all processes together have trained on when `step` begins."""
+        return self.sequences_before(step) * self.block_size
+
     def resume_at(self, step, sequences):
-        """Let `step` begin after `sequences`, also where the steps before it took more or fewer."""
+        """Let `step` begin after `sequences`, whatever step size the earlier steps had."""
         self.shift += sequences - self.sequences_before(step)
 
     def sequence_ids(self, step, micro):
-        """The numbers, in the endless order, of this process's sequences of a micro-step."""
+        """The numbers of this process's sequences in a micro-step, counted over all epochs."""
         share = (micro * self.world_size + self.rank) * self.batch_size
         first = self.first_sequence(step) + share
         return np.arange(first, first + self.batch_size)
@@ -117,13 +116,13 @@ class BatchLoader:
         return self.sequences_before(step)
 
     def step_sequences(self, step):
-        """(first, last, [where each begins in the token stream]) of all processes' sequences."""
+        """(first number, last number, [token where each begins]) of all processes' sequences."""
         first = self.first_sequence(step)
         ids = np.arange(first, first + self.step_size)
         return int(ids[0]), int(ids[-1]), self.sequence_starts(ids).tolist()
 
     def sequence_starts(self, ids):
-        """Where the sequences begin in the token stream."""
+        """Numbers of sequences → the token where each begins."""
         epochs, places = np.divmod(ids, self.sequences_per_epoch)
         starts = np.empty_like(ids)
         for epoch in np.unique(epochs):
@@ -153,10 +152,9 @@ class BatchLoader:
                 yield self._on_device(batch)
 
     def eval_batches(self, n_batches):
-        """Where the sequences begin of this process's share of `n_batches` × batch_size of them,
-        or of all where there are fewer: always the same, spread evenly → one array a
-        batch. With only_first, the sequences that are trained on.
-        """
+        """This process's share of n_batches × batch_size sequences, or of all where there are
+        fewer → one array per batch: the token where each sequence begins. They are always the
+        same, spread evenly; with only_first, they are the sequences that are trained on."""
         if self.only_first:
             ids = np.arange(self.rank, self.only_first * self.step_size, self.world_size)
             mine = self.sequence_starts(ids)
@@ -167,8 +165,10 @@ class BatchLoader:
         return [mine[i:i + self.batch_size] for i in range(0, len(mine), self.batch_size)]
 
     def eval_batch(self, starts):
-        """(idx, targets) on the device. A batch that is not full is filled up with targets of -1
-        (ignored), so that all have one shape, which a compiled model likes."""
+        """(idx, targets), each (batch_size, block_size) int64 on the device.
+
+        A short batch is padded with targets of -1, which the loss ignores: one shape for all, so
+        that a compiled model is compiled once."""
         idx, targets = self._on_host(np.resize(starts, self.batch_size))
         targets[len(starts):] = -1
         return self._on_device((idx, targets))
@@ -181,7 +181,7 @@ class BatchLoader:
         return idx, targets
 
     def _on_device(self, batch):
-        # From pinned memory the copy runs behind the host's back; elsewhere it just happens.
+        # From pinned memory the copy runs while the host continues; elsewhere it blocks.
         return [tensor.to(self.device, non_blocking=True) for tensor in batch]
 
 

@@ -1,37 +1,64 @@
-"""The corpora that prepare.py knows by name."""
+"""The corpora that prepare.py knows by name. A new corpus is one entry in CORPORA."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
+
+from plaingpt.corpus.dataset import dataset_folder, open_dataset
+from plaingpt.corpus.sources import STANDARD_LIBRARY, find_files, find_standard_library
+from plaingpt.corpus.tokenizers import GPT2Tokenizer, named_vocab_size
+from plaingpt.system.formatting import short
 
 
 @dataclass(frozen=True)
 class Corpus:
-    """A line of the table. Its counts are about right, and tokens are those of GPT-2."""
+    """Where a corpus comes from, how it is cut and tokenized, and about how large it is.
 
-    about: str
-    tokenizer: str = 'gpt2'
-    hub: str = ''  # repository on the Hugging Face hub
-    subset: str = ''
-    form: str = 'file'  # what a document is; 'title' joins rows that are lines
-    splits: dict = field(default_factory=lambda: {'train': 'train'})  # ours: theirs
+    The text comes from `files`, `url` or `hub`; --input takes the place of each.
+    """
+
+    about: str  # one line for --help
+    tokenizer: str = 'gpt2'  # char, byte, gpt2 or bpe:VOCAB_SIZE
+    files: str = ''  # files, folders and globs on this machine, with commas between
+    find: Callable = find_files  # `files` → paths
+    url: str = ''  # of a text
+    sha256: str = ''  # of the text behind `url`
+    hub: str | None = None  # repository on the Hugging Face hub; '': that which --path names
+    subset: str = ''  # of a dataset of the hub
+    splits: dict = field(default_factory=lambda: {'train': 'train'})  # our name → the hub's
+    shards: bool = False  # the repository holds tokens already, in files with llm.c's header
+    document_form: str = 'file'  # what a document is: a key of documents.DOCUMENT_FORMS
+    text_field: str = 'text'  # of .jsonl, .parquet and the hub
     documents: int = 0
-    tokens: int = 0
-    small: bool = False  # fits in memory and takes under a minute
-    shards: bool = False  # tokens already, in files with llm.c's header
+    tokens: int = 0  # to train on
+    vocab_size: int = 0  # where the tokenizer's name does not tell
+    small: bool = False  # prepared in under a minute: train.py then does it when first asked
 
+    def required_option(self):
+        """The option that has to say where the text is, or ''."""
+        if self.hub == '':
+            return '--path=OWNER/NAME_OR_FOLDER'
+        return '' if self.hub or self.url or self.files else '--input=FILES_OR_FOLDERS'
+
+
+TINY_SHAKESPEARE = dict(
+    url='https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt',
+    sha256='86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed', small=True)
 OWN_VALIDATION = {'train': 'train', 'val': 'validation'}
 
 CORPORA = {
     'pystdlib': Corpus("the source of Python's standard library, found on this machine",
-                       'bpe:2048', small=True),
-    'shakespeare_char': Corpus('tiny Shakespeare, one token a character (nanoGPT)',
-                               'char', small=True),
-    'shakespeare': Corpus('tiny Shakespeare, GPT-2 tokens (nanoGPT)', small=True),
+                       'bpe:2048', files=STANDARD_LIBRARY, find=find_standard_library,
+                       small=True),
+    'shakespeare_char': Corpus('tiny Shakespeare, one token a character (nanoGPT)', 'char',
+                               tokens=1_003_854, vocab_size=65, **TINY_SHAKESPEARE),
+    'shakespeare': Corpus('tiny Shakespeare, GPT-2 tokens (nanoGPT)', tokens=301_966,
+                          **TINY_SHAKESPEARE),
     'wikitext-2': Corpus('Wikipedia articles', hub='Salesforce/wikitext',
-                         subset='wikitext-2-raw-v1', form='title', splits=OWN_VALIDATION,
-                         tokens=2_600_000),
+                         subset='wikitext-2-raw-v1', document_form='title',
+                         splits=OWN_VALIDATION, tokens=2_600_000),
     'wikitext-103': Corpus('Wikipedia articles', hub='Salesforce/wikitext',
-                           subset='wikitext-103-raw-v1', form='title', splits=OWN_VALIDATION,
-                           tokens=118_000_000),
+                           subset='wikitext-103-raw-v1', document_form='title',
+                           splits=OWN_VALIDATION, tokens=118_000_000),
     'tinystories': Corpus('stories in the words of small children',
                           hub='roneneldan/TinyStories', splits=OWN_VALIDATION,
                           documents=2_141_709, tokens=480_000_000),
@@ -48,7 +75,7 @@ CORPORA = {
     'fineweb100B-gpt2': Corpus('fineweb as tokens', hub='kjj0/fineweb100B-gpt2', shards=True,
                                tokens=103_000_000_000),
     'text': Corpus('your own files: --input=FILES_OR_FOLDERS'),
-    'hf': Corpus('any dataset of the hub, or a folder laid out like one: --path=…'),
+    'hf': Corpus('any dataset of the hub, or a folder laid out like one: --path=…', hub=''),
 }
 
 
@@ -60,9 +87,8 @@ def describe(corpus):
     if corpus.documents:
         parts.append(f'about {corpus.documents / 1e6:.1f}M documents')
     if corpus.tokens:
-        size = f'{corpus.tokens / 1e9:.3g}B' if corpus.tokens >= 1e9 \
-            else f'{corpus.tokens / 1e6:.3g}M'
-        parts.append(f'about {size} tokens, {2 * corpus.tokens / 1e9:.3g} GB as .bin')
+        tokens = short(corpus.tokens).replace('G', 'B')
+        parts.append(f'about {tokens} tokens, {short(2 * corpus.tokens)}B as .bin')
     return ', '.join(parts)
 
 
@@ -70,3 +96,18 @@ def table():
     """The corpora, a line each, for --help."""
     return '\n'.join(f'  {name:<20}{"-" if corpus.shards else corpus.tokenizer:<10}'
                      f'{describe(corpus)}' for name, corpus in CORPORA.items())
+
+
+def find_dataset_size(name, vocab_size=0):
+    """data/NAME or a folder → (vocabulary, training tokens or None, where they are known from).
+
+    Where nothing is prepared, the table of corpora answers. vocab_size: takes the place of the
+    vocabulary that is found, 0 for none. Raises UserError.
+    """
+    folder = dataset_folder(name)
+    if any(folder.glob('*.bin')):
+        dataset = open_dataset(folder)
+        return vocab_size or dataset.vocab_size, len(dataset.split('train')), str(folder)
+    corpus = CORPORA.get(name, Corpus(''))
+    known = corpus.vocab_size or named_vocab_size(corpus.tokenizer) or GPT2Tokenizer.vocab_size
+    return vocab_size or known, corpus.tokens or None, f'{folder} is not prepared'

@@ -9,10 +9,9 @@ import numpy as np
 
 from plaingpt.corpus import tokenizers
 from plaingpt.system.errors import UserError
-from plaingpt.system.files import sha256_of
 
 FORMAT_VERSION = 1
-UNFINISHED = 'unfinished'  # prepare.py's folder for what is not complete yet
+UNFINISHED = 'unfinished'  # prepare.py's folder for files that are not complete yet
 
 
 @dataclass(frozen=True)
@@ -25,27 +24,31 @@ class Dataset:
 
     def tokenizer(self):
         """The tokenizer that made the files. Raises UserError where it cannot be had."""
-        return tokenizers.from_json(self.meta.get('tokenizer', {'kind': 'gpt2'}))
+        return tokenizers.from_json(self.tokenizer_json())
 
     def tokenizer_json(self):
         return self.meta.get('tokenizer', {'kind': 'gpt2'})
 
+    def split_entry(self, split):
+        """What meta.json says of a split, {} where there is none."""
+        return self.meta.get('splits', {}).get(split, {})
+
     def bytes_per_token(self, split):
         """UTF-8 bytes of text per token, or None where meta.json does not say."""
-        about = self.meta.get('splits', {}).get(split, {})
-        return about['bytes'] / about['tokens'] if about.get('bytes') else None
+        entry = self.split_entry(split)
+        return entry['bytes'] / entry['tokens'] if entry.get('bytes') else None
 
     def identity(self, split):
-        """What tells these tokens from others: their checksums, or else where they lie."""
-        files = self.meta.get('splits', {}).get(split, {}).get('files')
+        """The checksums of a split's files; their folder where meta.json has none."""
+        files = self.split_entry(split).get('files')
         return [file['sha256'] for file in files] if files else str(self.folder)
 
     def split(self, name, in_ram=False):
         """The token stream of 'train' or 'val'. Raises UserError."""
-        about = self.meta.get('splits', {}).get(name)
-        if about:
-            paths = [self.folder / file['name'] for file in about['files']]
-            expected = [file['tokens'] for file in about['files']]
+        entry = self.split_entry(name)
+        if entry:
+            paths = [self.folder / file['name'] for file in entry['files']]
+            expected = [file['tokens'] for file in entry['files']]
         else:
             paths = sorted(p for p in self.folder.glob('*.bin')
                            if name in p.stem.replace('-', '_').split('_'))
@@ -58,7 +61,7 @@ class Dataset:
 
 
 def open_dataset(folder):
-    """Read what `folder` holds: ours (meta.json), nanoGPT's bare .bin files, or llm.c's shards.
+    """Open a folder that prepare.py wrote, or one with nanoGPT's .bin files or llm.c's shards.
 
     A folder without meta.json is taken to hold GPT-2 tokens. Raises UserError.
     """
@@ -75,30 +78,12 @@ def open_dataset(folder):
         raise UserError(f'{folder} is not finished: run the prepare.py command that wrote it again')
     if not any(folder.glob('*.bin')):
         raise UserError(f'{folder} is not prepared: run python prepare.py {folder.name}')
-    return Dataset(folder, {}, vocab_size=50257)
+    return Dataset(folder, {}, tokenizers.GPT2Tokenizer.vocab_size)
 
 
-def folder_of(name):
+def dataset_folder(name):
     """The folder of a dataset: data/<name>, or the path itself where it is one."""
     return Path(name) if Path(name).parts != (name,) else Path('data', name)
-
-
-def size_of_dataset(name, vocab_size=0):
-    """data/<name> or a folder → (vocabulary, training tokens or None, where they are known from).
-
-    vocab_size: what to take where nothing is prepared; 0 for GPT-2's. Raises UserError.
-    """
-    folder = folder_of(name)
-    if any(folder.glob('*.bin')):
-        dataset = open_dataset(folder)
-        return vocab_size or dataset.vocab_size, len(dataset.split('train')), str(folder)
-    known, tokens = KNOWN_SIZES.get(name, (50257, None))
-    return vocab_size or known, tokens, f'{folder} is not prepared'
-
-
-# (vocabulary, training tokens) of what prepare.py makes of these corpora, to plan with before.
-KNOWN_SIZES = {'shakespeare_char': (65, 1_003_854), 'shakespeare': (50257, 301_966),
-               'openwebtext': (50257, 9_000_000_000)}
 
 
 def read_meta(path):
@@ -110,17 +95,17 @@ def read_meta(path):
                             f'reads version {FORMAT_VERSION}: prepare the data again')
         if meta['dtype'] not in ('uint16', 'uint32') or not is_count(meta['vocab_size']):
             raise ValueError('dtype or vocab_size is out of range')
-        if meta['vocab_size'] != tokenizers.vocab_size_of(meta['tokenizer']):
+        if meta['vocab_size'] != tokenizers.described_vocab_size(meta['tokenizer']):
             raise ValueError('vocab_size is not that of its tokenizer')
-        for about in (meta['splits'][split] for split in ('train', 'val')):
-            # one file of another size or a path out of the folder must not pass as ours
-            if not about['files'] or any(not re.fullmatch(r'[\w.-]+\.bin', f['name'])
-                                         or not is_count(f['tokens']) for f in about['files']):
+        for entry in (meta['splits'][split] for split in ('train', 'val')):
+            # The pattern also refuses a path that leads out of the folder.
+            if not entry['files'] or any(not re.fullmatch(r'[\w.-]+\.bin', f['name'])
+                                         or not is_count(f['tokens']) for f in entry['files']):
                 raise ValueError('a split has no files or a misnamed one')
-            if about['tokens'] != sum(file['tokens'] for file in about['files']):
+            if entry['tokens'] != sum(file['tokens'] for file in entry['files']):
                 raise ValueError('the tokens of a split are not those of its files')
-            if not is_count(about.get('bytes', 1)) \
-                    or not all(isinstance(file['sha256'], str) for file in about['files']):
+            if not is_count(entry.get('bytes', 1)) \
+                    or not all(isinstance(file['sha256'], str) for file in entry['files']):
                 raise ValueError('bytes or sha256 is of another type')
         if not isinstance(meta.get('source', {}), dict):
             raise ValueError('source is of another type')
@@ -145,8 +130,8 @@ class TokenFile:
 
     def read(self, start, count):
         """Tokens [start, start + count), fewer at the end of the file."""
-        # A read and no memory map: a map's pages would count as this process's memory, more and
-        # more of the corpus as the run goes on, and a file cut short would kill it (SIGBUS).
+        # Not a memory map: its pages would count as this process's memory, more and more of the
+        # corpus as the run proceeds, and a file cut short would kill the process (SIGBUS).
         return np.fromfile(self.path, self.dtype, count,
                            offset=self.offset + start * self.dtype.itemsize)
 
@@ -156,9 +141,10 @@ LLM_C_HEADER_BYTES = 1024
 
 
 def open_tokens(path, dtype, expected=None):
-    """One .bin file, header of llm.c understood → TokenFile.
+    """One .bin file, with or without llm.c's header → TokenFile.
 
-    Raises UserError for a missing file, an odd length, or another length than `expected`.
+    dtype: of the tokens where there is no header. Raises UserError for a missing file, a length
+    that is no whole number of tokens, or another number of tokens than `expected`.
     """
     try:
         size = path.stat().st_size
@@ -231,20 +217,3 @@ class TokenStream:
         raise UserError(f'{self.files[k].path}: token {start + bad - self.starts[k]:,} has id '
                         f'{tokens[bad]}, but the vocabulary ends at {self.vocab_size - 1}: the '
                         'file was written with another tokenizer; prepare the data again')
-
-
-def check_files(dataset):
-    """Compare sizes and checksums with meta.json → a list of problems, one a line."""
-    problems = []
-    for split, about in dataset.meta.get('splits', {}).items():
-        try:
-            dataset.split(split)
-        except UserError as problem:
-            problems.append(str(problem))
-            continue
-        for file in about['files']:
-            path = dataset.folder / file['name']
-            if sha256_of(path) != file['sha256']:
-                problems.append(f'{path}: another checksum than when it was written: the file is '
-                                'damaged; prepare the data again')
-    return problems

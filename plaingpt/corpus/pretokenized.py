@@ -1,4 +1,4 @@
-"""Corpora that others tokenized: .bin shards with llm.c's header, downloaded or used in place."""
+"""Corpora that others tokenized: .bin shards with llm.c's header, downloaded or linked to."""
 
 import os
 import shutil
@@ -8,6 +8,8 @@ import numpy as np
 
 from plaingpt.corpus.dataset import FORMAT_VERSION, open_tokens
 from plaingpt.corpus.shards import read_journal
+from plaingpt.corpus.sources import explain_hub_errors
+from plaingpt.corpus.tokenizers import GPT2Tokenizer
 from plaingpt.system.errors import UserError
 from plaingpt.system.files import sha256_of, write_json
 
@@ -15,18 +17,19 @@ from plaingpt.system.files import sha256_of, write_json
 def fetch_shards(corpus, folder, command):
     """Put the shards of `corpus` and a meta.json into `folder`. Raises UserError.
 
-    What is there of an interrupted run is used.
+    command['input']: a folder whose shards are linked to; where empty, they are downloaded, except
+    those that the same command has downloaded before.
     """
     if command['input']:
         names = [path.name for path in Path(command['input']).glob('*.bin')]
-        chosen = choose(names, command['max_shards'], command['input'])
+        chosen = choose_shards(names, command['max_shards'], command['input'])
         read_journal(folder, command)
         for name in [name for names in chosen.values() for name in names]:
             (folder / name).unlink(missing_ok=True)
             os.symlink((Path(command['input']) / name).resolve(), folder / name)
     else:
-        remote = Remote(corpus.hub)
-        chosen = choose(remote.files, command['max_shards'], corpus.hub)
+        remote = HubRepository(corpus.hub)
+        chosen = choose_shards(remote.files, command['max_shards'], corpus.hub)
         wanted = [name for names in chosen.values() for name in names]
         remote.check_disk(folder, wanted)
         read_journal(folder, command)
@@ -39,11 +42,12 @@ def fetch_shards(corpus, folder, command):
                   'tokens': open_tokens(folder / name, np.dtype('<u2')).tokens} for name in names]
         splits[split] = {'tokens': sum(file['tokens'] for file in files), 'files': files}
     write_json(folder / 'meta.json',
-               {'format_version': FORMAT_VERSION, 'dtype': 'uint16', 'vocab_size': 50257,
-                'tokenizer': {'kind': 'gpt2'}, 'splits': splits, 'source': command})
+               {'format_version': FORMAT_VERSION, 'dtype': 'uint16',
+                'vocab_size': GPT2Tokenizer.vocab_size, 'tokenizer': {'kind': 'gpt2'},
+                'splits': splits, 'source': command})
 
 
-def choose(names, max_shards, where):
+def choose_shards(names, max_shards, where):
     """{split: names}, the first `max_shards` of train (0: all). Raises UserError."""
     chosen = {split: sorted(name for name in names
                             if name.endswith('.bin') and f'_{split}_' in f'_{name}')
@@ -55,7 +59,10 @@ def choose(names, max_shards, where):
     return chosen
 
 
-class Remote:
+RESUMES = 'check the connection; the same command resumes from here'
+
+
+class HubRepository:
     """A dataset repository on the hub, through huggingface_hub."""
 
     def __init__(self, repo):
@@ -64,7 +71,8 @@ class Remote:
         except ImportError:
             raise UserError(f'{repo} needs huggingface_hub: pip install huggingface_hub') from None
         self.repo, self._hub = repo, huggingface_hub
-        info = self._ask(huggingface_hub.HfApi().dataset_info, repo, files_metadata=True)
+        with explain_hub_errors(repo, RESUMES):
+            info = huggingface_hub.HfApi().dataset_info(repo, files_metadata=True)
         self.files = {file.rfilename: file for file in info.siblings}
         self.revision = info.sha  # so that all shards are of one version
 
@@ -79,19 +87,12 @@ class Remote:
                             'with --data_dir')
 
     def download(self, name, folder):
-        """Fetch a file, going on where it stopped, and check it."""
-        self._ask(self._hub.hf_hub_download, self.repo, name, repo_type='dataset',
-                  revision=self.revision, local_dir=folder)
+        """Fetch a file, from where an earlier download stopped, and check it."""
+        with explain_hub_errors(self.repo, RESUMES):
+            self._hub.hf_hub_download(self.repo, name, repo_type='dataset', local_dir=folder,
+                                      revision=self.revision)
         lfs = self.files[name].lfs
         if lfs and sha256_of(folder / name) != lfs.sha256:
             (folder / name).unlink()
             raise UserError(f'{self.repo}/{name}: what arrived has another checksum: run the same '
                             'command again')
-
-    def _ask(self, function, *arguments, **options):
-        try:
-            return function(*arguments, **options)
-        except Exception as e:  # the library and httpx raise a wide family
-            reason = (str(e).strip().splitlines() or [''])[0][:200]
-            raise UserError(f'{self.repo} could not be downloaded ({type(e).__name__}: {reason}): '
-                            'check the connection; the same command goes on from here') from None

@@ -1,8 +1,7 @@
 """Tokens → shards on disk, so that a kill at any moment loses little and spoils nothing.
 
-All is written in data/<name>/unfinished/, with a journal that says how far each file is good:
-what a kill left behind it is cut off. Only what is complete moves to data/<name>/, and meta.json
-moves last.
+All is written in data/<name>/unfinished/, with a journal that says how far each file is good: what
+a kill left after that place is cut off. Only complete data moves to data/<name>/, meta.json last.
 """
 
 import errno
@@ -23,8 +22,8 @@ from plaingpt.system.folder_lock import locked
 
 
 @dataclass
-class Shards:
-    """A split on its way to disk: files of `shard_tokens` tokens, the last one shorter."""
+class ShardWriter:
+    """Writes a split into files of `shard_tokens` tokens, the last one shorter."""
 
     folder: Path
     split: str
@@ -33,14 +32,14 @@ class Shards:
     tokens: int = 0
     documents: int = 0
     bytes: int = 0
-    sha256: list = field(default_factory=list)  # of the full ones
-    file = None  # the one being written
+    sha256: list = field(default_factory=list)  # of the full shards
+    file = None  # the shard that is being written
 
     def path(self, shard):
         return self.folder / f'{self.split}_{shard:06d}.bin'
 
     def write(self, encoded):
-        """Append. True where a shard got full."""
+        """Append the tokens of an Encoded → True where a shard got full."""
         full, ids = len(self.sha256), encoded.ids
         while len(ids):
             if self.file is None:
@@ -72,11 +71,11 @@ class Shards:
         return {'tokens': self.tokens, 'documents': self.documents, 'bytes': self.bytes,
                 'sha256': self.sha256}
 
-    def resume_from(self, state):
-        """Back to what `state` says, cutting off what was written after it."""
+    def resume_at(self, state):
+        """Go back to what `state` says, and cut off what was written after it."""
         self.tokens, self.documents, self.bytes, self.sha256 = \
             (state[key] for key in ('tokens', 'documents', 'bytes', 'sha256'))
-        single = self.folder / f'{self.split}.bin'  # the name that entry() gives a single shard
+        single = self.folder / f'{self.split}.bin'  # the name that finish() gives a single shard
         if single.exists():
             os.replace(single, self.path(0))
         partial = self.path(len(self.sha256))
@@ -87,10 +86,9 @@ class Shards:
             if path > partial or (path == partial and not rest):
                 path.unlink()
 
-    def entry(self):
-        """Close, and what meta.json says of this split. A single file is SPLIT.bin."""
-        if self.file:
-            self.close()
+    def finish(self):
+        """Close → the entry of this split in meta.json. A single file is named SPLIT.bin."""
+        self.close()
         sha256, counts = list(self.sha256), [self.shard_tokens] * len(self.sha256)
         if self.tokens > sum(counts):
             sha256.append(sha256_of(self.path(len(counts))))
@@ -104,24 +102,20 @@ class Shards:
                           for name, n, digest in zip(names, counts, sha256, strict=True)]}
 
 
-# -----------------------------------------------------------------------------
-# the journal
-
-
 def read_journal(folder, command):
-    """The journal of an earlier run of `command`, or None: then the folder's remains are gone."""
+    """The journal that the same command left, or None; then the folder is emptied."""
     try:
         journal = json.loads((folder / 'journal.json').read_text(encoding='utf-8'))
-        theirs, whole = dict(journal['command']), files_are_there(folder, journal)
+        earlier, complete = dict(journal['command']), files_are_there(folder, journal)
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        theirs = None
-    if theirs == command and whole:
+        earlier = None
+    if earlier == command and complete:
         return journal
-    if theirs == command:
+    if earlier == command:
         print(f'{folder}: files are missing or cut short; starting anew')
-    elif theirs:
-        differ = [key for key in command if theirs.get(key) != command[key]]
-        print(f'{folder}: what another command left there is dropped (it differs in '
+    elif earlier:
+        differ = [key for key in command if earlier.get(key) != command[key]]
+        print(f'{folder}: what another command left there is deleted (it differs in '
               f'{", ".join(differ)}); starting anew')
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir()
@@ -144,11 +138,11 @@ def files_are_there(folder, journal):
 
 
 def publish(folder):
-    """Move what is complete in folder/unfinished into `folder`, in place of what was there. Can be
-    done again after a crash at any point."""
+    """Move complete data from folder/unfinished into `folder`, in place of what was there → meta.
+    After a crash at any point it can be called again."""
     unfinished = folder / UNFINISHED
     meta = json.loads((unfinished / 'meta.json').read_text(encoding='utf-8'))
-    names = [file['name'] for about in meta['splits'].values() for file in about['files']]
+    names = [file['name'] for split in meta['splits'].values() for file in split['files']]
     # From here to the end the folder counts as unfinished, should the machine stop.
     (folder / 'meta.json').unlink(missing_ok=True)
     for path in folder.glob('*.bin'):
@@ -163,13 +157,10 @@ def publish(folder):
     return meta
 
 
-# -----------------------------------------------------------------------------
-# the folder
-
-
 @contextmanager
 def lock_dataset_dir(folder):
-    """Make `folder` and keep other prepare.py out of it; empty ones are removed at the end."""
+    """Make `folder` and keep every other prepare.py out of it → the folder for unfinished files.
+    Folders that stay empty are removed at the end."""
     folder.mkdir(parents=True, exist_ok=True)
     with locked(folder, f'{folder}: another prepare.py is writing there: wait until it is done, '
                         'or choose another --data_dir'):
@@ -185,11 +176,12 @@ def lock_dataset_dir(folder):
 
 
 @contextmanager
-def clear_disk_errors(folder):
+def explain_disk_errors(folder):
+    """Turns an OSError into a UserError of one line."""
     try:
         yield
     except OSError as e:
         if e.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-            raise UserError(f'{folder}: {e.strerror}: make room, and the same command goes on from '
-                            'where it was') from None
+            raise UserError(f'{folder}: {e.strerror}: make room, and give the same command again: '
+                            'it resumes') from None
         raise UserError(f'{folder}: cannot write there: {e.strerror}') from None

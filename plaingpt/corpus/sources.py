@@ -1,13 +1,14 @@
-"""Where text comes from: corpora by name, datasets of the Hugging Face hub, people's own files.
+"""Where text comes from: people's own files, a text behind a URL, datasets of the Hugging Face hub.
 
-A source yields text in pieces, in an order that is always the same, and holds one at a time:
+A source yields its text in pieces, in an order that is always the same, one in memory at a time:
 
-    source.pieces(mark)    yields Piece; from a mark of an earlier run where one is given
-    source.mark()          where to go on after the last piece, as JSON; None: only by reading again
-    source.total           how much there is, in source.unit, or None
-    source.identity()      JSON that changes when the input does
-    source.running         True where few files are one running text, without documents
-    source.nulls           rows that were left out since their text is null
+    source.pieces(mark)    yields Piece; starts at `mark` where one is given
+    source.mark()          the place after the last piece, as JSON; None where a source cannot
+                           start there and has to read everything again
+    source.total           how much text there is, in source.unit, or None where that is unknown
+    source.identity()      JSON that changes when the input changes
+    source.is_one_text     True where few files are one text, which is not cut into documents
+    source.nulls           how many rows were left out because their text is null
 """
 
 import glob
@@ -19,44 +20,56 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
-from plaingpt.corpus.corpora import CORPORA
 from plaingpt.corpus.documents import (
-    FORMS,
-    field_of,
-    json_lines,
-    lines,
+    DOCUMENT_FORMS,
+    get_text,
+    json_rows,
     parquet_rows,
     read_text,
+    split_lines,
     whole_files,
 )
 from plaingpt.system.errors import UserError
+from plaingpt.system.formatting import one_line
 
-PIECE = 2**18  # characters: longer files come in several pieces
-BLOCK = 2**20  # bytes read at a time
-FEW = 100  # fewer files than this are one running text
+ONE_TEXT_FILES = 100  # fewer text files than this are one text
+DOWNLOAD_TIMEOUT = 30  # seconds without a byte
 
 
 class Piece(NamedTuple):
     text: str
-    opens: bool  # a document begins here; otherwise the one before goes on
-    at: int  # how far the input is read, in source.unit
-    split: str = ''  # where the corpus itself says so
+    new_document: bool  # False where the document of the piece before continues
+    position: int  # how far the input is read, in source.unit
+    split: str = ''  # 'train' or 'val' where the corpus itself says so
+
+
+def open_source(name, corpus, config, errors='strict'):
+    """The source of a corpus and a PrepareConfig; `errors` as in bytes.decode. UserError."""
+    where = config.input or (corpus.files or corpus.url if corpus.hub is None
+                             else config.path or corpus.hub)
+    if not where:
+        raise UserError(f'{name} needs {corpus.required_option()}')
+    form = corpus.document_form if config.documents == 'auto' else config.documents
+    text_field = config.text_field or corpus.text_field
+    if corpus.hub is not None:
+        splits = {'train': config.split} if config.split else corpus.splits
+        if config.val_split:
+            splits = {**splits, 'val': config.val_split}
+        own = config.path or config.input or config.subset  # then the table's count is not its
+        return HubDataset(where, config.subset or corpus.subset, splits, text_field, form,
+                          0 if own else corpus.documents)
+    if corpus.url and not config.input:
+        return TextInMemory(download(corpus.url, corpus.sha256, '--input').decode(), corpus.url)
+    paths = corpus.find(where)
+    rows = [path for path in paths if file_type(path) != 'text']
+    if rows and config.documents != 'auto':
+        raise UserError(f'{rows[0]}: each row is a document, so --documents={config.documents} '
+                        'cannot be: leave it out, or name text files alone with --input')
+    return Files(paths, config.input or name, form, text_field, errors)
 
 
 # -----------------------------------------------------------------------------
-# the table
-
-
-# -----------------------------------------------------------------------------
-# bytes → text
-
-
-# -----------------------------------------------------------------------------
-# text → documents: each yields (text, opens, at)
-
-
-# -----------------------------------------------------------------------------
-# sources
+# files
 
 
 class Files:
@@ -72,26 +85,27 @@ class Files:
         except OSError as e:
             raise UserError(f'{e.filename}: {e.strerror}') from None
         self.total = sum(self.sizes)
-        self.running = form == 'file' and len(paths) < FEW and \
-            all(kind(path) == 'text' for path in paths)
+        self.is_one_text = form == 'file' and len(paths) < ONE_TEXT_FILES and \
+            all(file_type(path) == 'text' for path in paths)
 
     def pieces(self, mark=None):
         before = self.nulls = 0
         for path, size in zip(self.paths, self.sizes, strict=True):
-            for text, opens, at in self._documents(path):
+            for text, new_document, position in self._documents(path):
                 if text is None:
                     self.nulls += 1
-                elif text.strip() or not opens:
-                    yield Piece(text, opens, before + at)
+                elif text.strip() or not new_document:
+                    yield Piece(text, new_document, before + position)
             before += size
 
     def _documents(self, path):
-        if kind(path) == 'jsonl':
-            return json_lines(path, self.text_field, self.errors)
-        if kind(path) == 'parquet':
+        if file_type(path) == 'jsonl':
+            return ((get_text(row, self.text_field, where), True, position)
+                    for row, where, position in json_rows(path, self.errors))
+        if file_type(path) == 'parquet':
             return parquet_rows(path, self.text_field)
         blocks = read_text(path, self.errors)
-        return FORMS[self.form](blocks if self.form == 'file' else lines(blocks))
+        return DOCUMENT_FORMS[self.form](blocks if self.form == 'file' else split_lines(blocks))
 
     def mark(self):
         return None
@@ -103,26 +117,6 @@ class Files:
         return digest.hexdigest()
 
 
-class Memory:
-    """A text that was downloaded."""
-
-    unit, running, nulls = 'B', True, 0
-
-    def __init__(self, text, name):
-        self.text, self.name = text, name
-        self.total = len(text.encode())
-
-    def pieces(self, mark=None):
-        for text, opens, _ in whole_files([(self.text, 0)]):
-            yield Piece(text, opens, self.total)
-
-    def mark(self):
-        return None
-
-    def identity(self):
-        return hashlib.sha256(self.text.encode()).hexdigest()
-
-
 SUFFIXES = {
     '.txt', '.md', '.rst', '.tex', '.py', '.pyi', '.ipynb', '.c', '.h', '.cc', '.cpp', '.hpp',
     '.cu', '.rs', '.go', '.java', '.js', '.ts', '.jsx', '.tsx', '.rb', '.php', '.pl', '.lua', '.r',
@@ -130,7 +124,7 @@ SUFFIXES = {
     '.json', '.yaml', '.yml', '.toml', '.jsonl', '.parquet'}
 
 
-def kind(path):
+def file_type(path):
     """'text', 'jsonl' or 'parquet', by the name."""
     suffix = inner_suffix(path)
     return suffix[1:] if suffix in ('.jsonl', '.parquet') else 'text'
@@ -141,10 +135,10 @@ def inner_suffix(path):
 
 
 def find_files(wanted):
-    """'a.txt,notes/,logs/*.gz' → sorted paths, each once. Raises UserError."""
+    """'a.txt,~/notes/,logs/*.gz' → sorted paths, each once. Raises UserError."""
     paths = set()
     for one in [wanted] if Path(wanted).exists() else wanted.split(','):
-        root = Path(one)
+        root = Path(one).expanduser()
         if root.is_dir():
             found = {p for p in root.rglob('*')
                      if inner_suffix(p) in SUFFIXES and p.is_file()
@@ -152,7 +146,7 @@ def find_files(wanted):
             if not found:
                 raise UserError(f'{root}: no .txt, .md, .jsonl, .parquet or source file in it')
         elif glob.has_magic(one) and not root.exists():
-            found = {Path(p) for p in glob.glob(one, recursive=True) if Path(p).is_file()}
+            found = {Path(p) for p in glob.glob(str(root), recursive=True) if Path(p).is_file()}
             if not found:
                 raise UserError(f'{one}: no file of that form')
         else:
@@ -161,9 +155,12 @@ def find_files(wanted):
     return sorted({path.resolve(): path for path in sorted(paths)}.values())
 
 
-def standard_library(path=''):
+STANDARD_LIBRARY = sysconfig.get_paths()['stdlib']
+
+
+def find_standard_library(folder):
     """The source of Python's own standard library: text on every machine."""
-    root = Path(path or sysconfig.get_paths()['stdlib'])
+    root = Path(folder)
     # no tests, nothing that was installed later, and no tables that are programs only in name
     skip = {'test', 'tests', 'idle_test', 'site-packages', 'dist-packages', '__pycache__',
             'pydoc_data', 'encodings'}
@@ -171,21 +168,34 @@ def standard_library(path=''):
                   and not p.name.startswith('_sysconfigdata'))
 
 
-TINY_SHAKESPEARE = ('https://raw.githubusercontent.com/karpathy/char-rnn/master/data/'
-                    'tinyshakespeare/input.txt')
-TINY_SHAKESPEARE_SHA256 = '86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed'
-TIMEOUT = 30  # seconds without a byte
+# -----------------------------------------------------------------------------
+# downloads
 
 
-def tiny_shakespeare():
-    """1.1 MB of Shakespeare's plays, downloaded. Raises UserError."""
-    return download(TINY_SHAKESPEARE, TINY_SHAKESPEARE_SHA256, '--input').decode()
+class TextInMemory:
+    """A text that was downloaded."""
+
+    unit, is_one_text, nulls = 'B', True, 0
+
+    def __init__(self, text, name):
+        self.text, self.name = text, name
+        self.total = len(text.encode())
+
+    def pieces(self, mark=None):
+        for text, new_document, _ in whole_files([(self.text, 0)]):
+            yield Piece(text, new_document, self.total)
+
+    def mark(self):
+        return None
+
+    def identity(self):
+        return hashlib.sha256(self.text.encode()).hexdigest()
 
 
 def download(url, sha256, option):
     """The bytes behind `url`. Raises UserError, which says that `option` names a local copy."""
     try:
-        with urllib.request.urlopen(url, timeout=TIMEOUT) as response:
+        with urllib.request.urlopen(url, timeout=DOWNLOAD_TIMEOUT) as response:
             data = response.read()
     # URLError, timeouts and resets are OSErrors; what ends too early is an HTTPException
     except (OSError, http.client.HTTPException) as e:
@@ -197,13 +207,18 @@ def download(url, sha256, option):
     return data
 
 
-class Hub:
-    """Rows of a Hugging Face dataset, or of a folder laid out like one, streamed: nothing is
-    kept on disk or in memory."""
+# -----------------------------------------------------------------------------
+# the Hugging Face hub
 
-    unit, running = ' documents', False
+
+class HubDataset:
+    """Rows of a dataset of the hub, or of a folder laid out like one. They are streamed: nothing
+    is kept on disk or in memory."""
+
+    unit, is_one_text = ' documents', False
 
     def __init__(self, path, subset, splits, text_field='text', form='file', documents=0):
+        """splits: our name of a split → theirs; documents: how many, where the hub says nothing."""
         self.name, self.splits, self.form, self.text_field = path, splits, form, text_field
         self._rows = None
         try:
@@ -214,55 +229,55 @@ class Hub:
         # Each attempt to connect would be a warning of its own before our one line.
         datasets.logging.set_verbosity_error()
         hub_logging.set_verbosity_error()
-        with clear_errors(self.name):
+        with explain_hub_errors(self.name):
             if subset and Path(path).is_dir() and \
                     subset not in datasets.get_dataset_config_names(path):
                 subset = ''  # a copy of the subset alone
             self.builder = load_builder(path, subset or None)
-            for theirs in splits.values():
-                rows = self.builder.as_streaming_dataset(theirs)
+            for hub_split in splits.values():
+                rows = self.builder.as_streaming_dataset(hub_split)
                 for row in rows.take(1):
-                    field_of(row, text_field, f'{path}, split {theirs}')
+                    get_text(row, text_field, f'{path}, split {hub_split}')
         known = self.builder.info.splits or {}
-        counts = [known[theirs].num_examples for theirs in splits.values() if theirs in known]
+        counts = [known[split].num_examples for split in splits.values() if split in known]
         self.total = sum(counts) if len(counts) == len(splits) else documents
-        # articles are made of rows, so rows say nothing of their number
+        # Articles are made of many rows, so the number of rows does not give theirs.
         self.total = self.total if form == 'file' and self.total else None
 
     def pieces(self, mark=None):
-        at, self.nulls = (mark['at'], mark['nulls']) if mark else (0, 0)
-        for split, theirs in self.splits.items():
-            if mark and list(self.splits).index(mark['split']) > list(self.splits).index(split):
-                continue
-            with clear_errors(self.name):
-                rows = self.builder.as_streaming_dataset(theirs).select_columns([self.text_field])
+        position, self.nulls = (mark['at'], mark['nulls']) if mark else (0, 0)
+        names = list(self.splits)
+        for split in names[names.index(mark['split']) if mark else 0:]:
+            with explain_hub_errors(self.name):
+                rows = self.builder.as_streaming_dataset(self.splits[split])
+                rows = rows.select_columns([self.text_field])
                 if mark and mark['split'] == split:
                     rows.load_state_dict(mark['rows'])
                 self._rows, self._split = rows, split
             for text in self._texts(rows):
-                self._at = at = at + 1
+                self._position = position = position + 1
                 if text.strip():
-                    yield Piece(text, True, at, split if len(self.splits) > 1 else '')
+                    yield Piece(text, True, position, split if len(names) > 1 else '')
 
     def _texts(self, rows):
-        with clear_errors(self.name):
+        with explain_hub_errors(self.name):
             texts = map(self._text, rows)
             if self.form == 'file':
                 yield from texts
-            else:
-                whole_lines = ((text if text.endswith('\n') else text + '\n', 0) for text in texts)
-                for text, _, _ in FORMS[self.form](whole_lines):
+            else:  # a row is a line
+                lines = ((text if text.endswith('\n') else text + '\n', 0) for text in texts)
+                for text, _, _ in DOCUMENT_FORMS[self.form](lines):
                     yield text
 
     def _text(self, row):
-        text = field_of(row, self.text_field, self.name)
+        text = get_text(row, self.text_field, self.name)
         self.nulls += text is None
         return text or ''
 
     def mark(self):
         if self._rows is None or self.form != 'file':
             return None
-        return {'split': self._split, 'rows': self._rows.state_dict(), 'at': self._at,
+        return {'split': self._split, 'rows': self._rows.state_dict(), 'at': self._position,
                 'nulls': self.nulls}
 
     def identity(self):
@@ -283,41 +298,13 @@ def load_builder(path, subset):
 
 
 @contextmanager
-def clear_errors(name):
-    """Turns what the datasets library raises, a wide family, into one line."""
+def explain_hub_errors(name, advice='check the name and the connection, or name a local copy with '
+                                    '--input=FOLDER'):
+    """Turns what the hub's libraries raise, a wide family, into a UserError of one line."""
     try:
         yield
     except UserError:
         raise
     except Exception as e:
-        reason = (str(e).strip().splitlines() or [''])[0][:200]
-        raise UserError(f'{name} cannot be read ({type(e).__name__}: {reason}): check the name '
-                        'and the connection, or name a local copy with --input=FOLDER') from None
-
-
-def open_source(name, config, errors='strict'):
-    """The source that a command line asks for; `errors` as decoding takes it. Raises UserError."""
-    corpus = CORPORA[name]
-    form = corpus.form if config.documents == 'auto' else config.documents
-    if name == 'hf' or corpus.hub:
-        path = config.path or corpus.hub
-        if not path and not config.input:
-            raise UserError('hf needs --path=OWNER/NAME or --path=FOLDER')
-        splits = corpus.splits
-        if config.split:
-            splits = {'train': config.split}
-        if config.val_split:
-            splits = {**splits, 'val': config.val_split}
-        own = config.path or config.input or config.subset  # then the table's count is not its
-        return Hub(config.input or path, config.subset or corpus.subset, splits,
-                   config.text_field, form, 0 if own else corpus.documents)
-    if name == 'text' and not config.input:
-        raise UserError('text needs --input=FILES_OR_FOLDERS')
-    if name.startswith('shakespeare') and not config.input:
-        return Memory(tiny_shakespeare(), TINY_SHAKESPEARE)
-    paths = standard_library(config.input) if name == 'pystdlib' else find_files(config.input)
-    rows = [path for path in paths if kind(path) != 'text']
-    if rows and config.documents != 'auto':
-        raise UserError(f'{rows[0]}: each row is a document, so --documents={config.documents} '
-                        'cannot be: leave it out, or name text files alone with --input')
-    return Files(paths, config.input or name, form, config.text_field, errors)
+        raise UserError(f'{name} cannot be read ({type(e).__name__}: {one_line(e)[:200]}): '
+                        f'{advice}') from None

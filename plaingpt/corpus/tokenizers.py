@@ -1,10 +1,10 @@
-"""Text ↔ token ids. Every tokenizer is described by a JSON object and can be made again from it.
+"""Text ↔ token ids: by characters, by bytes, with GPT-2's BPE, or with a BPE of one's own.
 
     tokenizer.encode(text)   str → numpy array of ids
     tokenizer.decode(ids)    ids → str; decode_bytes: its UTF-8, which may end within a character
     tokenizer.vocab_size     ids run from 0 to vocab_size - 1
     tokenizer.end_of_text    the id put in front of each document, or None
-    tokenizer.to_json()      → from_json(…)
+    tokenizer.to_json()      all of it as a JSON object, from which from_json makes it again
 """
 
 import base64
@@ -16,6 +16,10 @@ from pathlib import Path
 import numpy as np
 
 from plaingpt.system.errors import UserError
+
+NAMES = 'char, byte, gpt2, bpe or bpe:VOCAB_SIZE'
+BPE_VOCAB_SIZE = 8192  # of plain 'bpe'
+BPE_BUFFER = 256  # texts that the trainer holds at a time
 
 
 class CharTokenizer:
@@ -86,7 +90,52 @@ class ByteTokenizer:
         return {'kind': 'byte'}
 
 
-class GPT2Tokenizer:
+class BytePairTokenizer:
+    """What GPT-2's tokenizer and those of our own training share: any text round-trips.
+
+    The ids are those of tiktoken. Where gigatoken is installed, it finds the same ids in about a
+    tenth of the time. Text that looks like a control token stays text.
+    """
+
+    # After so many bytes gigatoken starts anew, since it remembers each word that it has met.
+    RENEWAL_BYTES = 2**25
+    # gigatoken knows the letters and digits of Unicode 17, tiktoken 0.14 those of 16. All that are
+    # new, and few that are common, are in these ranges: tiktoken encodes texts that hold them.
+    NEW_CHARACTERS = re.compile('[\u088f\u0c5c\u0cdc\ua7ce-\ua7f1\U00010940-\U0001efff'
+                                '\U00020000-\U0010ffff]')
+
+    def __init__(self, encoding):
+        """encoding: tiktoken's, with GPT-2's pattern; its control tokens are its last."""
+        self._encoding = encoding
+        self._gigatoken, self._bytes_left = None, 0
+        self._lock = threading.Lock()  # gigatoken raises where two threads call it at once
+
+    def encode(self, text):
+        try:
+            data = text.encode()
+        except UnicodeEncodeError:  # half a character: two are joined, one alone becomes U+FFFD
+            text = text.encode('utf-16', 'surrogatepass').decode('utf-16', 'replace')
+            data = text.encode()
+        known_to_both = text.isascii() or not self.NEW_CHARACTERS.search(text)
+        with self._lock:
+            if self._bytes_left <= 0:
+                self._bytes_left = self.RENEWAL_BYTES
+                self._gigatoken = None  # frees its memory before there is another
+                self._gigatoken = build_gigatoken(self._encoding)
+            if known_to_both and self._gigatoken is not None:
+                self._bytes_left -= len(data)
+                return self._gigatoken.encode(data)
+        # as an array: the list of encode_ordinary would hold up other threads (Python's lock)
+        return self._encoding.encode_to_numpy(text, disallowed_special=())
+
+    def decode(self, ids):
+        return self.decode_bytes(ids).decode('utf-8', 'replace')
+
+    def decode_bytes(self, ids):
+        return self._encoding.decode_bytes([int(i) for i in ids])
+
+
+class GPT2Tokenizer(BytePairTokenizer):
     """GPT-2's byte-level BPE of 50,257 tokens, from tiktoken."""
 
     end_of_text = 50256
@@ -95,31 +144,21 @@ class GPT2Tokenizer:
     def __init__(self):
         tiktoken = import_tiktoken()
         try:
-            self._encoding = tiktoken.get_encoding('gpt2')
+            super().__init__(tiktoken.get_encoding('gpt2'))
         except (OSError, ValueError) as e:  # network errors are OSErrors; a bad hash a ValueError
             raise UserError(
                 'the gpt2 tokenizer could not be downloaded '
                 f'({type(e).__name__}): connect to the internet once, set TIKTOKEN_CACHE_DIR to a '
                 'folder that holds it, or use --tokenizer=byte') from None
-        self._encoder = Encoder(self._encoding)
-
-    def encode(self, text):
-        return self._encoder.encode(text)
-
-    def decode(self, ids):
-        return self.decode_bytes(ids).decode('utf-8', 'replace')
-
-    def decode_bytes(self, ids):
-        return self._encoding.decode_bytes([int(i) for i in ids])
 
     def to_json(self):
         return {'kind': 'gpt2'}
 
 
-class BPETokenizer:
-    """Byte-level BPE like GPT-2's (§2.2), with a vocabulary of its own: any text round-trips.
+class BPETokenizer(BytePairTokenizer):
+    """Byte-level BPE like GPT-2's (Radford et al. 2019, §2.2), with a vocabulary of its own.
 
-    Trained by rustbpe, run by tiktoken. The last two ids are end of text and padding.
+    rustbpe trains it, tiktoken runs it. The last two ids are end of text and padding.
     """
 
     # GPT-2's way of cutting text into the pieces that merges stay within.
@@ -131,11 +170,10 @@ class BPETokenizer:
         self.tokens = tokens
         self.end_of_text = len(tokens)
         self.vocab_size = len(tokens) + 2
-        self._encoding = tiktoken.Encoding(
+        super().__init__(tiktoken.Encoding(
             'bpe', pat_str=self.PATTERN,
             mergeable_ranks={token: i for i, token in enumerate(tokens)},
-            special_tokens={'<|endoftext|>': len(tokens), '<|padding|>': len(tokens) + 1})
-        self._encoder = Encoder(self._encoding)
+            special_tokens={'<|endoftext|>': len(tokens), '<|padding|>': len(tokens) + 1}))
 
     @classmethod
     def train(cls, texts, vocab_size):
@@ -156,59 +194,13 @@ class BPETokenizer:
         ranked = sorted(trainer.get_mergeable_ranks(), key=lambda pair: pair[1])
         return cls([bytes(token) for token, _ in ranked])
 
-    def encode(self, text):
-        return self._encoder.encode(text)
-
-    def decode(self, ids):
-        return self.decode_bytes(ids).decode('utf-8', 'replace')
-
-    def decode_bytes(self, ids):
-        return self._encoding.decode_bytes([int(i) for i in ids])
-
     def to_json(self):
         # Latin-1 maps the 256 bytes to the first 256 characters, so that JSON can hold them.
         return {'kind': 'bpe', 'tokens': [token.decode('latin-1') for token in self.tokens]}
 
 
-class Encoder:
-    """Text → uint32 ids, as tiktoken finds them. What looks like a control token in it is text.
-
-    Where gigatoken is installed, it finds the same ids in about a tenth of the time.
-    """
-
-    RENEWAL = 2**25  # bytes after which gigatoken starts anew: it remembers each word it has met
-    # gigatoken knows the letters and digits of Unicode 17, tiktoken 0.14 those of 16. All that are
-    # new, and little that is common, are in these ranges.
-    NEW = re.compile('[\u088f\u0c5c\u0cdc\ua7ce-\ua7f1\U00010940-\U0001efff'
-                     '\U00020000-\U0010ffff]')
-
-    def __init__(self, encoding):
-        """encoding: tiktoken's, with GPT-2's pattern; its control tokens are its last."""
-        self._encoding = encoding
-        self._fast, self._left = None, 0
-        self._lock = threading.Lock()  # gigatoken raises where it is called twice at once
-
-    def encode(self, text):
-        try:
-            data = text.encode()
-        except UnicodeEncodeError:  # half a character: two are joined, one alone becomes U+FFFD
-            text = text.encode('utf-16', 'surrogatepass').decode('utf-16', 'replace')
-            data = text.encode()
-        alike = text.isascii() or not self.NEW.search(text)
-        with self._lock:
-            if self._left <= 0:
-                self._left = self.RENEWAL
-                self._fast = None  # frees its memory before there is another
-                self._fast = gigatoken_of(self._encoding)
-            if alike and self._fast is not None:
-                self._left -= len(data)
-                return self._fast.encode(data)
-        # as an array: the list of encode_ordinary would hold up other threads (Python's lock)
-        return self._encoding.encode_to_numpy(text, disallowed_special=())
-
-
-def gigatoken_of(encoding):
-    """A tiktoken encoding with GPT-2's pattern → gigatoken's, or None where that cannot be had."""
+def build_gigatoken(encoding):
+    """tiktoken's encoding with GPT-2's pattern → gigatoken's, or None where it is not there."""
     tokens = map(encoding.decode_single_token_bytes, range(encoding.eot_token))
     try:
         from gigatoken.gigatoken_rs import BPETokenizer as Gigatoken
@@ -229,11 +221,6 @@ def import_tiktoken():
     return tiktoken
 
 
-NAMES = 'char, byte, gpt2, bpe or bpe:VOCAB_SIZE'
-BPE_VOCAB_SIZE = 8192  # of plain 'bpe'
-BPE_BUFFER = 256  # texts that the trainer holds at a time
-
-
 def is_name(name):
     """True for one of NAMES."""
     return re.fullmatch(r'char|byte|gpt2|bpe(:[0-9]+)?', name) is not None
@@ -251,21 +238,25 @@ def make_tokenizer(name, texts):
 
 def from_json(description):
     """The tokenizer that `to_json` described. Raises UserError where it cannot be made."""
-    match description:
-        case {'kind': 'char', 'chars': str(chars)} if is_chars(chars):
-            return CharTokenizer(chars)
-        case {'kind': 'byte'}:
-            return ByteTokenizer()
-        case {'kind': 'gpt2'}:
-            return GPT2Tokenizer()
-        case {'kind': 'bpe', 'tokens': [*tokens]} if is_bpe(tokens):
-            return BPETokenizer([token.encode('latin-1') for token in tokens])
-    raise UserError(f'unknown tokenizer {str(description)[:80]}: expected one that prepare.py '
-                    'wrote')
+    if described_vocab_size(description) is None:
+        raise UserError(f'unknown tokenizer {str(description)[:80]}: expected one that prepare.py '
+                        'wrote')
+    kind = description['kind']
+    if kind == 'char':
+        return CharTokenizer(description['chars'])
+    if kind == 'bpe':
+        return BPETokenizer([token.encode('latin-1') for token in description['tokens']])
+    return ByteTokenizer() if kind == 'byte' else GPT2Tokenizer()
 
 
-def vocab_size_of(description):
-    """What `from_json(description).vocab_size` will be, without making it; None if unknown."""
+def named_vocab_size(name):
+    """The vocabulary of `make_tokenizer(name, texts)`, or None where the texts decide (char)."""
+    kind, _, size = name.partition(':')
+    return int(size or BPE_VOCAB_SIZE) if kind == 'bpe' else described_vocab_size({'kind': kind})
+
+
+def described_vocab_size(description):
+    """The vocabulary of `from_json(description)`, without making it; None for an unknown one."""
     match description:
         case {'kind': 'char', 'chars': str(chars)} if is_chars(chars):
             return len(chars)

@@ -1,4 +1,4 @@
-"""A model at the terminal: type, and it goes on from there."""
+"""A chat with a model at the terminal."""
 
 import math
 import sys
@@ -8,52 +8,54 @@ from pathlib import Path
 
 from plaingpt.system.errors import UserError
 
-HELP = """/reset            forget what was said
+HELP = """/reset            forget the conversation
 /temperature 0.8  below 1 safer, above 1 wilder, 0 always the likeliest token
 /top_k 200        choose among this many tokens; 0 for all
-/save FILE        write what was said to a new file
+/save FILE        write the conversation to a new file
 /help             this
 /quit             leave, as Ctrl-D does; Ctrl-C stops an answer"""
 
 
 class Chat:
-    """What was said so far, and what the model is asked to go on from.
+    """A conversation, and the settings of its next answer.
 
-    answer: (text so far, settings, stop strings, show) → the model's new text; `show` gets pieces
-    template: how a message is put to a model tuned on dialogue, with {user} where it goes, as in
-    'User: {user}\\nAssistant:'; empty: what is typed is text, and the model goes on from it
+    answer: (text so far, settings, stop strings, show): generates an answer and calls `show` with
+        each new piece of it
+    template: for a model tuned on dialogue: the text around each message, with {user} in its
+        place, as in 'User: {user}\\nAssistant:'. Empty: the model continues what is typed
     """
 
     def __init__(self, answer, settings, template=''):
         self.answer, self.settings = answer, settings
         self.template = template.replace('\\n', '\n')
-        self.said = ''
+        self.transcript = ''
 
     def turn(self, message, show):
-        """Put a message to the model; `show` gets its answer in pieces."""
-        opening = self.template.partition('{user}')[0].strip()
-        said = message
+        """Add a message and the model's answer to it; `show` gets the answer in pieces."""
+        before = self.transcript
         if self.template:
-            said = ('\n' if self.said else '') + self.template.replace('{user}', message)
-        before = self.said
-        self.said += said
-        heard = []
+            message = ('\n' if before else '') + self.template.replace('{user}', message)
+        self.transcript += message
+        # The answer ends where the model begins to write the user's next message.
+        user_prefix = self.template.partition('{user}')[0].strip()
+        pieces = []
 
-        def hear(piece):
-            heard.append(piece)
+        def keep_and_show(piece):
+            pieces.append(piece)
             show(piece)
 
         try:
-            # A model that begins to speak for the user is at its end.
-            self.answer(self.said, self.settings, [opening] if opening else [], hear)
-        except UserError:  # it could not be put to the model, so it was not said
-            self.said = before
+            self.answer(self.transcript, self.settings, [user_prefix] if user_prefix else [],
+                        keep_and_show)
+        except UserError:  # the model cannot read the message: forget it
+            self.transcript = before
             raise
-        finally:  # what was heard before Ctrl-C was said, too
-            self.said += ''.join(heard).rstrip() if self.template else ''.join(heard)
+        finally:  # after Ctrl-C, the pieces shown so far stay in the transcript
+            text = ''.join(pieces)
+            self.transcript += text.rstrip() if self.template else text
 
     def command(self, line):
-        """Do what a line with / in front asks for → the line to print, or None to leave."""
+        """Carry out a line that begins with / → the line to print, or None to leave."""
         name, _, value = line.partition(' ')
         value = value.strip()
         match name:
@@ -62,15 +64,15 @@ class Chat:
             case '/help':
                 return HELP
             case '/reset':
-                self.said = ''
+                self.transcript = ''
                 return 'forgotten'
             case '/temperature' | '/top_k':
-                return self.set(name[1:], value)
+                return self.change_setting(name[1:], value)
             case '/save':
                 return self.save(value)
         return f'{name} is unknown: /help lists the commands'
 
-    def set(self, name, value):
+    def change_setting(self, name, value):
         kind = type(getattr(self.settings, name))
         try:
             changed = replace(self.settings, **{name: kind(value)})
@@ -89,14 +91,14 @@ class Chat:
             return 'name a file: /save FILE'
         try:
             with open(Path(name).expanduser(), 'x', encoding='utf-8') as f:
-                f.write(self.said + '\n')
+                f.write(self.transcript + '\n')
         except OSError as e:
             return f'{name}: {e.strerror}'
         return f'saved to {name}'
 
 
-def talk(chat):
-    """Read lines and answer them until the end of input or /quit."""
+def run_chat(chat):
+    """Read lines and answer them until /quit or the end of input."""
     with suppress(ImportError):  # Windows' terminal edits lines itself
         import readline  # noqa: F401  (gives input() line editing and history)
     print('/help lists the commands')

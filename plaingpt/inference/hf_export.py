@@ -1,23 +1,23 @@
-"""A model → a folder that transformers' AutoModelForCausalLM and AutoTokenizer open."""
+"""A model → a folder that transformers' AutoModelForCausalLM and AutoTokenizer open, and that
+pretrained.py reads back."""
 
 import json
-import re
 from itertools import pairwise
 from pathlib import Path
 
-import torch
 from safetensors.torch import save_file
 
-from plaingpt.inference.pretrained import HF_SUPPORTED, OUR_TOKENIZER, TRANSPOSED
+from plaingpt.inference.hf_architectures import ARCHITECTURES
+from plaingpt.inference.pretrained import OUR_TOKENIZER
 from plaingpt.system.errors import UserError
 
 END_OF_TEXT, PADDING = '<|endoftext|>', '<|padding|>'
 
 
 def write_hf(folder, model, tokenizer, card):
-    """Write what transformers opens into `folder`: weights, configs, tokenizer, model card.
+    """Write weights, configuration, tokenizer and the model card, a Markdown text, into `folder`.
 
-    Raises UserError where no architecture of transformers is that of `model`.
+    Raises UserError where no architecture of transformers computes what `model` does.
     """
     folder = Path(folder)
     config, weights = to_hf(model)
@@ -41,99 +41,28 @@ def write_hf(folder, model, tokenizer, card):
 
 
 def to_hf(model):
-    """→ (config.json's content, {Hugging Face's name: tensor}).
-
-    Without newer flags that is GPT-2. With rotary positions it is the relative of Llama whose
-    norm and MLP are the model's. Raises UserError that names the flag which none of them has.
-    """
-    c = model.config
-    name, norm = ('gpt2', 'LayerNorm')
-    if c.rotary:
-        name = {('swiglu', True): 'qwen3' if c.qk_norm else 'llama', ('gelu', True): 'arcee',
-                ('gelu_erf', True): 'arcee', ('relu2', True): 'arcee',
-                ('gelu', False): 'nemotron', ('gelu_erf', False): 'nemotron',
-                ('relu2', False): 'nemotron'}.get((c.mlp, c.rmsnorm), 'llama')
-        norm = 'LayerNorm' if name == 'nemotron' else 'RMSNorm'
-    for prevents, flag in ((c.logit_softcap, f'logit_softcap={c.logit_softcap}'),
-                           (c.rmsnorm and not c.rotary, 'rmsnorm=True without rotary=True'),
-                           (c.mlp == 'swiglu' and not c.rotary, 'mlp=swiglu without rotary=True'),
-                           (c.mlp == 'swiglu' and not c.rmsnorm, 'mlp=swiglu without rmsnorm=True'),
-                           (c.qk_norm and name != 'qwen3', 'qk_norm=True without rotary=True, '
-                            'rmsnorm=True and mlp=swiglu'),
-                           (c.qk_norm and c.bias, 'qk_norm=True with bias=True')):
-        if prevents:
-            raise UserError(f'no architecture of transformers is this model: {flag} prevents it')
+    """→ (config.json's content, {Hugging Face's name: tensor}). Raises UserError."""
+    config = model.config
+    name = choose_architecture(config)
     weights = {name: p.detach().cpu() for name, p in model.named_parameters()}
     for embedding in ('transformer.wte.weight', 'lm_head.weight'):
         if embedding in weights:
-            weights[embedding] = weights[embedding][:c.vocab_size]  # without the padding
-    common = {'model_type': name, 'architectures': [HF_CLASSES[name]], 'vocab_size': c.vocab_size,
-              'tie_word_embeddings': c.tied_head}
-    if c.rotary:
-        return {**common, **llama_config(c, norm)}, llama_weights(weights, c, norm)
-    return {**common, **gpt2_config(c)}, gpt2_weights(weights, c)
-
-HF_CLASSES = {'gpt2': 'GPT2LMHeadModel', 'llama': 'LlamaForCausalLM', 'qwen3': 'Qwen3ForCausalLM',
-              'arcee': 'ArceeForCausalLM', 'nemotron': 'NemotronForCausalLM'}
-
-HF_ACTIVATIONS = {'gelu': 'gelu_new', 'gelu_erf': 'gelu', 'relu2': 'relu2', 'swiglu': 'silu'}
+            weights[embedding] = weights[embedding][:config.vocab_size]  # without the padding
+    architecture = ARCHITECTURES[name]
+    return ({'model_type': name, **architecture.write_config(config)},
+            architecture.write_weights(weights, config))
 
 
-def gpt2_config(c):
-    return {**{key: supported[0] for key, supported in HF_SUPPORTED.items()},
-            'activation_function': HF_ACTIVATIONS[c.mlp], 'tie_word_embeddings': c.tied_head,
-            'n_positions': c.block_size, 'n_ctx': c.block_size,
-            'n_embd': c.n_embd, 'n_layer': c.n_layer, 'n_head': c.n_head,
-            'resid_pdrop': c.dropout, 'embd_pdrop': c.dropout, 'attn_pdrop': c.dropout}
-
-
-def gpt2_weights(weights, c):
-    """A model without biases gets biases of zero, which GPT-2's class must have."""
-    found = {}
-    for name, w in weights.items():
-        found[name] = w = w.t() if name.endswith(TRANSPOSED) else w
-        if not c.bias and ('.h.' in name or '.ln_f.' in name):
-            found[name.replace('.weight', '.bias')] = torch.zeros(w.shape[-1])
-    return found
-
-
-def llama_config(c, norm):
-    return {'max_position_embeddings': c.block_size, 'hidden_size': c.n_embd,
-            'num_hidden_layers': c.n_layer, 'num_attention_heads': c.n_head,
-            'num_key_value_heads': c.n_head, 'head_dim': c.n_embd // c.n_head,
-            'intermediate_size': c.mlp_width, 'hidden_act': HF_ACTIVATIONS[c.mlp],
-            'attention_bias': c.bias, 'mlp_bias': c.bias, 'rope_theta': 10000.0,
-            'rope_parameters': {'rope_type': 'default', 'rope_theta': 10000.0,
-                                'partial_rotary_factor': 1.0},
-            'partial_rotary_factor': 1.0, 'attention_dropout': c.dropout,
-            'rms_norm_eps' if norm == 'RMSNorm' else 'norm_eps': 1e-5}
-
-LLAMA_NAMES = [(r'transformer\.wte', 'model.embed_tokens'), (r'transformer\.ln_f', 'model.norm'),
-               (r'transformer\.h\.', 'model.layers.'), ('ln_1', 'input_layernorm'),
-               ('ln_2', 'post_attention_layernorm'), (r'attn\.c_proj', 'self_attn.o_proj'),
-               (r'mlp\.c_proj', 'mlp.down_proj'), (r'attn\.([qk]_norm)', r'self_attn.\1')]
-
-
-def llama_weights(weights, c, norm):
-    """Under Llama's names, with matrices of their own for q, k, v and for SwiGLU's two halves."""
-    found = {}
-    for name, w in weights.items():
-        is_norm = 'ln_' in name
-        for ours, theirs in LLAMA_NAMES:
-            name = re.sub(ours, theirs, name)
-        if 'attn.c_attn' in name:
-            parts = zip(('q_proj', 'k_proj', 'v_proj'), w.chunk(3), strict=True)
-            found |= {name.replace('attn.c_attn', f'self_attn.{part}'): x for part, x in parts}
-        elif 'c_fc' in name and c.mlp == 'swiglu':
-            parts = zip(('gate_proj', 'up_proj'), w.chunk(2), strict=True)
-            found |= {name.replace('c_fc', part): x for part, x in parts}
-        elif is_norm and norm == 'LayerNorm' and name.endswith('.weight'):
-            found[name] = w - 1  # Nemotron adds it again
-            if not c.bias:
-                found[name.replace('.weight', '.bias')] = torch.zeros_like(w)
-        else:
-            found[name.replace('c_fc', 'up_proj')] = w
-    return found
+def choose_architecture(config):
+    """→ the name of the architecture that computes the same. Raises UserError, which says what
+    keeps `config` from those that are nearest to it."""
+    refusals = {name: architecture.refusals(config) for name, architecture in ARCHITECTURES.items()}
+    fewest = min(map(len, refusals.values()))
+    nearest = {name: lines for name, lines in refusals.items() if len(lines) == fewest}
+    if fewest:
+        raise UserError('no architecture of transformers is this model: ' + '; '.join(
+            f'{name} needs {" and ".join(lines)}' for name, lines in nearest.items()))
+    return next(iter(nearest))
 
 
 def hf_tokenizer(tokenizer):
@@ -152,7 +81,7 @@ def hf_tokenizer(tokenizer):
     else:
         tokens = [tokenizer.decode_bytes([i]) for i in range(end)]
         vocab = {as_printable(token): i for i, token in enumerate(tokens)}
-        merges = [' '.join(map(as_printable, pair)) for pair in merges_of(tokens)]
+        merges = [' '.join(map(as_printable, pair)) for pair in find_merges(tokens)]
         # Its pattern for cutting text is GPT-2's, and ours.
         cut = {'type': 'ByteLevel', 'add_prefix_space': False, 'trim_offsets': True,
                'use_regex': kind != 'byte'}
@@ -173,7 +102,7 @@ def hf_tokenizer(tokenizer):
     }
 
 
-def merges_of(tokens):
+def find_merges(tokens):
     """The bytes of all tokens, in order of rank → the two parts that each was merged from."""
     rank = {token: i for i, token in enumerate(tokens)}
     merges = []

@@ -1,12 +1,13 @@
-"""How good a model is: the log-likelihood of text, and of the answers to benchmark questions.
+"""Score a model: the log-likelihood of text, and of the answers to benchmark questions.
 
-HellaSwag (Zellers et al. 2019) and LAMBADA (Paperno et al. 2016, OpenAI's version) without
-examples in the prompt, worded, cut into tokens and counted as EleutherAI's lm-evaluation-harness
-does in its tasks `hellaswag` and `lambada_openai`, so the numbers compare with published ones.
+HellaSwag (Zellers et al. 2019) and LAMBADA (Paperno et al. 2016, OpenAI's version) are zero-shot.
+Prompts, tokens and scores are those of EleutherAI's lm-evaluation-harness in its tasks `hellaswag`
+and `lambada_openai`, so the numbers compare with published ones.
 """
 
 import math
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -19,20 +20,21 @@ from plaingpt.corpus.documents import json_rows
 from plaingpt.corpus.sources import download
 from plaingpt.system.distributed import all_gather, barrier, launched_world
 from plaingpt.system.errors import UserError
+from plaingpt.system.files import write_atomically
 
 CHUNK = 1024  # positions whose logits exist at once
 
 # -----------------------------------------------------------------------------
-# log-likelihoods: what everything here is made of
+# log-likelihoods
 
 
 def log_likelihoods(model, rows, batch_size, context, label, group=None):
-    """How likely the ends of token sequences are, shared out among the processes.
+    """The log-likelihoods of the ends of token sequences. The processes share the work.
 
     rows: a sequence of (ids, n): the last n of `ids` are scored, given those before
-    context: autocast or none; group: of runtime.host_group
-    → float64 (len(rows), 2): the sum of their log-probabilities in nats, and 1 where each of
-    them is the likeliest token. The same on all processes.
+    context: autocast or none; group: of distributed.host_group
+    → float64 (len(rows), 2): the sum of the n log-probabilities in nats, and 1 if each of the n
+    tokens is the likeliest in its place, else 0. The same on all processes.
     """
     world = launched_world()
     mine = range(world.rank, len(rows), world.size)
@@ -54,8 +56,8 @@ def log_likelihoods(model, rows, batch_size, context, label, group=None):
 
 @torch.no_grad()
 def score_batch(model, rows, context):
-    """[(ids, n)] → (len(rows), 2) as log_likelihoods. What is short is filled up at the end, which
-    no earlier position sees."""
+    """[(ids, n)] → (len(rows), 2) as log_likelihoods. Short rows are padded at the end; causal
+    attention keeps the padding invisible."""
     device = model.lm_head.weight.device
     width = max(len(ids) for ids, _ in rows) - 1
     idx = torch.zeros(len(rows), width, dtype=torch.long)  # (B, T)
@@ -64,16 +66,16 @@ def score_batch(model, rows, context):
         ids = torch.as_tensor(ids)
         idx[i, :len(ids) - 1] = ids[:-1]
         targets[i, len(ids) - 1 - n:len(ids) - 1] = ids[-n:]
-    wanted = targets != -1
+    scored = targets != -1
     with context:
-        x = model.hidden(idx.to(device))[wanted.to(device)]  # (N, C): only where something is asked
+        x = model.hidden(idx.to(device))[scored.to(device)]  # (N, C): scored positions only
         logp, likeliest = [], []
-        for x_i, t in zip(x.split(CHUNK), targets[wanted].to(device).split(CHUNK), strict=True):
+        for x_i, t in zip(x.split(CHUNK), targets[scored].to(device).split(CHUNK), strict=True):
             logits = model.logits(x_i)
             logits = logits.to(torch.promote_types(logits.dtype, torch.float32))  # (n, V)
             logp.append(-F.cross_entropy(logits, t, reduction='none'))
             likeliest.append(logits.argmax(-1) == t)
-    row = wanted.nonzero()[:, 0]  # (N,): which row each target is of
+    row = scored.nonzero()[:, 0]  # (N,): the row of each target
     sums = torch.zeros(len(rows), dtype=torch.float64)
     sums.index_add_(0, row, torch.cat(logp).double().cpu())
     misses = torch.zeros(len(rows)).index_add_(0, row, 1.0 - torch.cat(likeliest).float().cpu())
@@ -85,7 +87,7 @@ def score_batch(model, rows, context):
 
 
 class Sequences:
-    """A token stream as rows of log_likelihoods: each token but the first is scored once."""
+    """A token stream as rows for log_likelihoods. Each token but the first is scored once."""
 
     def __init__(self, stream, block_size):
         self.stream, self.block_size = stream, block_size
@@ -100,8 +102,8 @@ class Sequences:
 
 
 class TextStream:
-    """A text in memory as a token stream, with an end of text in front, where there is one: then
-    the first token is scored as well."""
+    """A text file as a token stream. If the tokenizer has an end-of-text token, it stands in front,
+    so that the first token of the text is scored too."""
 
     def __init__(self, path, tokenizer):
         try:
@@ -129,7 +131,7 @@ def encode(tokenizer, text, where):
 
 
 def score_stream(model, stream, text_bytes, batch_size, context, label, group=None):
-    """Loss in nats a token, perplexity and bits per byte over a whole stream, each token once.
+    """→ {loss in nats per token, perplexity, bits_per_byte, …} of a whole stream.
 
     The standard error takes the sequences, not the tokens, as independent. Raises UserError.
     """
@@ -155,13 +157,13 @@ def score_stream(model, stream, text_bytes, batch_size, context, label, group=No
 
 class Question(NamedTuple):
     context: str
-    answers: list  # what could go on from there
-    right: int  # which of them does
+    answers: list  # possible continuations
+    right: int  # index of the right one
     where: str  # file and line
 
 
 def hellaswag(path):
-    """hellaswag_val.jsonl: four endings of a scene."""
+    """hellaswag_val.jsonl → Questions with four endings of a scene."""
     for row, where, _ in json_rows(path):
         match row:
             case {'activity_label': str(label), 'ctx_a': str(a), 'ctx_b': str(b),
@@ -175,13 +177,13 @@ def hellaswag(path):
 
 
 def clean(text):
-    """Take out the marks of WikiHow, where half of HellaSwag is from."""
+    """Remove the markup of WikiHow, the source of half of HellaSwag."""
     text = text.strip().replace(' [title]', '. ')
     return re.sub(r'\[.*?\]', '', text).replace('  ', ' ')
 
 
 def lambada(path):
-    """lambada_test.jsonl: the last word of a passage."""
+    """lambada_test.jsonl → Questions for the last word of a passage."""
     for row, where, _ in json_rows(path):
         match row:
             case {'text': str(text)}:
@@ -191,10 +193,10 @@ def lambada(path):
                 raise UserError(f'{where}: no LAMBADA passage, which has a text')
 
 
-def row_of(question, answer, tokenizer, block_size):
-    """(ids, how many of them are the answer). Raises UserError."""
+def encode_answer(question, answer, tokenizer, block_size):
+    """→ (ids of context and answer, how many of them are the answer). Raises UserError."""
     context = question.context.rstrip()
-    answer = question.context[len(context):] + answer  # a space is part of the next word's token
+    answer = question.context[len(context):] + answer  # its space belongs to the next word
     before = len(encode(tokenizer, context, question.where))
     ids = encode(tokenizer, context + answer, question.where).astype(np.int64)
     n = len(ids) - before
@@ -209,51 +211,50 @@ def row_of(question, answer, tokenizer, block_size):
 
 
 class Benchmark:
-    """Questions cut into tokens, ready to be put to a model as often as one likes."""
+    """The questions of a benchmark as tokens; it can score a model any number of times."""
 
     def __init__(self, name, questions, tokenizer, block_size):
         self.name, self.questions = name, questions
-        self.rows = [row_of(question, answer, tokenizer, block_size)
+        self.rows = [encode_answer(question, answer, tokenizer, block_size)
                      for question in questions for answer in question.answers]
 
     def score(self, model, batch_size, context, group=None):
-        """→ the scores, as a dict."""
-        order = sorted(range(len(self.rows)), key=lambda i: -len(self.rows[i][0]))  # like with like
+        """→ {name of a score: value}."""
+        order = sorted(range(len(self.rows)), key=lambda i: -len(self.rows[i][0]))  # less padding
         scores = np.empty((len(order), 2))
         scores[order] = log_likelihoods(model, [self.rows[i] for i in order], batch_size, context,
                                         self.name, group)
-        if self.name == 'lambada':
-            return lambada_scores(scores)
-        return hellaswag_scores(scores[:, 0], self.questions)
+        return BENCHMARKS[self.name].score(scores, self.questions)
 
 
 def open_benchmark(name, tokenizer, block_size, path='', limit=0):
-    """The first `limit` questions (0: all) from `path` or the published file, which the first
-    process of each machine downloads. Raises UserError."""
+    """The Benchmark `name` with its first `limit` questions (0: all), from `path` or the published
+    file, which one process of each machine downloads. Raises UserError."""
     if launched_world().local_rank == 0:
         read_questions(name, path, limit)
     barrier()
     return Benchmark(name, read_questions(name, path, limit), tokenizer, block_size)
 
 
-def lambada_scores(scores):
+def lambada_scores(scores, questions):
     acc, acc_stderr = mean_and_stderr(scores[:, 1])
     loss, loss_stderr = mean_and_stderr(-scores[:, 0])
     perplexity = math.exp(min(loss, 700))
     return {'acc': acc, 'acc_stderr': acc_stderr, 'perplexity': perplexity,
             'perplexity_stderr': perplexity * loss_stderr if loss_stderr is not None else None,
-            'questions': len(scores)}
+            'questions': len(questions)}
 
 
-def hellaswag_scores(logp, questions):
-    """acc: the likeliest ending is right; acc_norm: the likeliest for each of its characters."""
-    right, right_norm, at = [], [], 0
+def hellaswag_scores(scores, questions):
+    """acc: the ending with the highest log-likelihood is right; acc_norm: the same, but divided by
+    the ending's number of characters."""
+    right, right_norm, first = [], [], 0
     for question in questions:
-        ours = logp[at:at + len(question.answers)]
-        at += len(ours)
+        logp = scores[first:first + len(question.answers), 0]
+        first += len(logp)
         lengths = np.array([len(answer) - 1 for answer in question.answers])  # without the space
-        right.append(ours.argmax() == question.right)
-        right_norm.append((ours / np.maximum(lengths, 1)).argmax() == question.right)
+        right.append(logp.argmax() == question.right)
+        right_norm.append((logp / np.maximum(lengths, 1)).argmax() == question.right)
     (acc, acc_stderr), (norm, norm_stderr) = map(mean_and_stderr, (right, right_norm))
     return {'acc': acc, 'acc_stderr': acc_stderr, 'acc_norm': norm, 'acc_norm_stderr': norm_stderr,
             'questions': len(questions)}
@@ -267,7 +268,7 @@ def mean_and_stderr(values):
 
 
 def quote_benchmark(scores):
-    """The scores of a benchmark as a line."""
+    """→ the scores of a benchmark, as one line."""
     parts = []
     for key in ('acc', 'acc_norm', 'perplexity'):
         if key in scores:
@@ -282,31 +283,36 @@ def plus_minus(stderr, digits):
     return '' if stderr is None else f' ± {stderr:.{digits}f}'
 
 
-BENCHMARKS = {  # name: (reader, address, checksum)
-    'hellaswag': (
+class Source(NamedTuple):
+    """Where the questions of a benchmark come from, and how its answers are scored."""
+
+    read: Callable  # path → Questions
+    url: str
+    sha256: str
+    score: Callable  # result of log_likelihoods for all answers, questions → {name: value}
+
+
+BENCHMARKS = {
+    'hellaswag': Source(
         hellaswag,
         'https://raw.githubusercontent.com/rowanz/hellaswag/master/data/hellaswag_val.jsonl',
-        '0aa3b88843990f3f10a97b9575c94d7b71fb2205240ba04ae4884d9e9c992588'),
-    'lambada': (
-        lambada,
-        'https://openaipublic.blob.core.windows.net/gpt-2/data/lambada_test.jsonl',
-        '4aa8d02cd17c719165fc8a7887fddd641f43fcafa4b1c806ca8abc31fabdb226'),
+        '0aa3b88843990f3f10a97b9575c94d7b71fb2205240ba04ae4884d9e9c992588', hellaswag_scores),
+    'lambada': Source(
+        lambada, 'https://openaipublic.blob.core.windows.net/gpt-2/data/lambada_test.jsonl',
+        '4aa8d02cd17c719165fc8a7887fddd641f43fcafa4b1c806ca8abc31fabdb226', lambada_scores),
 }
 
 
 def read_questions(name, path='', limit=0):
-    """The questions of a benchmark, the first `limit` of them if not 0, from `path` or from the
-    published file, downloaded once into data/benchmarks. Raises UserError."""
-    reader, url, sha256 = BENCHMARKS[name]
+    """The first `limit` questions (0: all) of a benchmark, from `path` or from the published file,
+    downloaded once into data/benchmarks. Raises UserError."""
+    source = BENCHMARKS[name]
     if not path:
-        path = Path('data', 'benchmarks', Path(url).name)
+        path = Path('data', 'benchmarks', Path(source.url).name)
         if not path.exists():
-            data = download(url, sha256, '--data')
             path.parent.mkdir(parents=True, exist_ok=True)
-            temporary = path.with_name(path.name + '.tmp')
-            temporary.write_bytes(data)
-            temporary.rename(path)
-    questions = list(reader(Path(path)))[:limit or None]
+            write_atomically(path, download(source.url, source.sha256, '--data'))
+    questions = list(source.read(Path(path)))[:limit or None]
     if not questions:
         raise UserError(f'{path}: no questions there')
     return questions

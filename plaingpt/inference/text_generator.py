@@ -1,4 +1,4 @@
-"""Prompts as text → texts: a model and its tokenizer, ready to write."""
+"""A model with its tokenizer: prompts as text in, texts out, in pieces as they come."""
 
 import codecs
 import sys
@@ -11,9 +11,10 @@ from plaingpt.system.errors import UserError
 
 
 class StreamDecoder:
-    """One row's tokens as text that grows: no character in halves, nothing from a stop string on.
+    """Decodes one row's tokens as they come. It shows whole characters only, and nothing of a stop
+    string or after it.
 
-    show: called with each new piece of text that is sure to stay
+    show: called with each new piece of text, once no stop string can begin in it
     """
 
     def __init__(self, tokenizer, stop=(), show=None):
@@ -23,11 +24,12 @@ class StreamDecoder:
         self.shown = 0  # characters
 
     def add(self, token):
-        """→ True where a stop string is complete: the row ends before it."""
+        """→ True when a stop string is complete. The text then ends before it."""
         before = len(self.text)
         self.text += self.bytes.decode(self.tokenizer.decode_bytes([token]))
         found = [self.text.find(stop, max(0, before - len(stop))) for stop in self.stop]
-        if stopped := max(found, default=-1) >= 0:
+        stopped = any(at >= 0 for at in found)
+        if stopped:
             self.text = self.text[:min(at for at in found if at >= 0)]
             self.bytes.reset()
         self.release(len(self.text) if stopped else len(self.text) - self.held_back())
@@ -39,6 +41,7 @@ class StreamDecoder:
                     if self.text.endswith(stop[:n])), default=0)
 
     def release(self, end):
+        """Show the text up to `end`."""
         if self.show and end > self.shown:
             self.show(self.text[self.shown:end])
             self.shown = end
@@ -51,15 +54,18 @@ class StreamDecoder:
 
 
 class TextGenerator:
-    """A model and its tokenizer, ready to write texts."""
+    """Writes texts with a model and its tokenizer.
+
+    context, compiled: of prepare_for_generation, and of generate
+    """
 
     def __init__(self, model, tokenizer, context, compiled=None):
         self.model, self.tokenizer = model, tokenizer
         self.context, self.compiled = context, compiled
-        self.tokens, self.seconds = 0, 0.0  # written so far, and how long it took
+        self.tokens, self.seconds = 0, 0.0  # generated so far, and the time it took
 
     def encode(self, text, where):
-        """→ ids. Raises UserError where the model never saw a character of it."""
+        """→ ids. Raises UserError, beginning with `where`, for characters the tokenizer lacks."""
         try:
             ids = self.tokenizer.encode(text).tolist()
         except UserError as e:
@@ -67,38 +73,44 @@ class TextGenerator:
         if not ids:
             if self.tokenizer.end_of_text is None:
                 raise UserError(f'{where} is empty: give at least one character, such as --start=A')
-            ids = [self.tokenizer.end_of_text]  # as at the beginning of a document
+            ids = [self.tokenizer.end_of_text]  # each document begins with it
         return ids
 
     def encode_prompt(self, text, where):
-        """→ ids, and a line on stderr where the model reads only the last of them."""
+        """→ ids. Warns on stderr when there are more than the model can read."""
         ids = self.encode(text, where)
         if len(ids) > self.model.config.block_size:
             print(f'{where} has {len(ids):,} tokens and the model reads at most '
                   f'{self.model.config.block_size:,}: only its end counts', file=sys.stderr)
         return ids
 
-    def write(self, prompts, numbers, how, stop=(), show=None):
-        """Go on from `prompts`, lists of ids → texts. numbers: of each, for its random numbers."""
-        writers = [StreamDecoder(self.tokenizer, stop, show) for _ in prompts]
-        generators = [torch.Generator().manual_seed((how.seed * 1_000_003 + n) % 2**63)
+    def write(self, prompts, numbers, sampling, stop=(), show=None):
+        """Continue `prompts`, lists of ids → texts.
+
+        numbers: of each text; with sampling.seed it decides the text's random numbers
+        sampling: has the fields of SampleConfig that say what to write
+        stop: strings that end a text; show: called with each piece of the one text there is
+        """
+        decoders = [StreamDecoder(self.tokenizer, stop, show) for _ in prompts]
+        generators = [torch.Generator().manual_seed((sampling.seed * 1_000_003 + n) % 2**63)
                       for n in numbers]
         began = time.perf_counter()
 
         def on_token(row, token):
             self.tokens += 1
-            return writers[row].add(token)
+            return decoders[row].add(token)
 
         try:
             with self.context:
-                generate(self.model, prompts, how.max_new_tokens, temperature=how.temperature,
-                         top_k=how.top_k, top_p=how.top_p, min_p=how.min_p,
-                         repetition_penalty=how.repetition_penalty, generators=generators,
-                         end_of_text=self.tokenizer.end_of_text if how.end_of_text else None,
-                         on_token=on_token, compiled=self.compiled)
-        finally:
+                generate(
+                    self.model, prompts, sampling.max_new_tokens,
+                    temperature=sampling.temperature, top_k=sampling.top_k, top_p=sampling.top_p,
+                    min_p=sampling.min_p, repetition_penalty=sampling.repetition_penalty,
+                    end_of_text=self.tokenizer.end_of_text if sampling.end_of_text else None,
+                    generators=generators, on_token=on_token, compiled=self.compiled)
+        finally:  # also after Ctrl-C
             self.seconds += time.perf_counter() - began
-            texts = [writer.finish() for writer in writers]
+            texts = [decoder.finish() for decoder in decoders]
         return texts
 
     def speed(self):

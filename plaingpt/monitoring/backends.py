@@ -1,6 +1,8 @@
-"""Where numbers go beside metrics.jsonl: Weights & Biases, TensorBoard.
+"""Where the rows of metrics.jsonl go beside the file: Weights & Biases, TensorBoard.
 
-A backend has a name, log(row) and close(). None of them may stop a run.
+A backend is a class with a name, Backend(config, run, run_id), log(row) and close(), and an entry
+in BACKENDS. None of them may stop a run: the constructor raises UserError where it cannot start,
+and a backend whose log() raises is dropped.
 """
 
 import os
@@ -11,25 +13,9 @@ from plaingpt.system.errors import UserError
 from plaingpt.system.formatting import one_line
 
 
-def open_backends(config, run, wandb_id):
-    """Those that the settings ask for. What cannot be had is said in a line, and left out.
-
-    run: the facts of the run; wandb_id: of the wandb run to go on with, or None
-    """
-    backends = []
-    for wanted, start in ((config.wandb_log, lambda: Wandb(config, run, wandb_id)),
-                          (config.tensorboard_log, lambda: TensorBoard(config.out_dir))):
-        if wanted:
-            try:
-                backends.append(start())
-            except UserError as problem:
-                print(f'warning: {problem}; training goes on without', flush=True)
-    return backends
-
-
 class Wandb:
-    """Weights & Biases. A resumed run goes on in the same wandb run: the server says from which
-    step on it lacks rows. A run that is offline begins a new folder, with all rows in it."""
+    """Weights & Biases. A resumed run continues the same wandb run: the server tells from which
+    step on it lacks rows. An offline run begins a new folder and writes all rows to it."""
 
     name = 'wandb'
 
@@ -37,9 +23,9 @@ class Wandb:
         try:
             import wandb
         except ImportError:
-            raise UserError('wandb_log needs wandb: pip install wandb') from None
+            raise UserError('wandb is not installed: pip install wandb') from None
         facts = {'code': run['code'], 'parameters': run['parameters'], **run['config']}
-        # Without a terminal nobody answers; and nobody should wait long for a network.
+        # wandb must not ask a question without a terminal, nor wait long for a network.
         settings = wandb.Settings(init_timeout=30, login_timeout=60, finish_timeout=60)
         options = dict(project=config.wandb_project, name=config.wandb_run_name, config=facts,
                        id=run_id, resume='allow', settings=settings)
@@ -72,32 +58,51 @@ class Wandb:
 
 
 class TensorBoard:
-    """Event files in out_dir/tensorboard, written anew by a run that resumes."""
+    """Event files in out_dir/tensorboard. A resumed run writes them anew."""
 
     name = 'tensorboard'
 
-    def __init__(self, out_dir):
+    def __init__(self, config, run, run_id):
         try:
             from torch.utils.tensorboard import SummaryWriter
         except ImportError:
-            raise UserError('tensorboard_log needs tensorboard: pip install tensorboard') from None
-        folder = Path(out_dir, 'tensorboard')
+            raise UserError('tensorboard is not installed: pip install tensorboard') from None
+        folder = Path(config.out_dir, 'tensorboard')
         try:
             for path in folder.glob('events.out.tfevents.*'):
                 os.remove(path)
             self.writer = SummaryWriter(folder)
         except OSError as e:
             raise UserError(f'{folder} cannot be written: {e.strerror}') from None
-        self.clock = None
+        self.began = None
 
     def log(self, row):
-        if self.clock is None:  # so that rows of before a resume keep their distance in time
-            self.clock = time.time() - row['elapsed_s']
+        if self.began is None:  # the first row: those before a resume keep their distance in time
+            self.began = time.time() - row['elapsed_s']
         for key, value in row.items():
             if key == 'sample':
-                self.writer.add_text(key, value, row['iter'], self.clock + row['elapsed_s'])
+                self.writer.add_text(key, value, row['iter'], self.began + row['elapsed_s'])
             elif key != 'iter' and value is not None:
-                self.writer.add_scalar(key, value, row['iter'], self.clock + row['elapsed_s'])
+                self.writer.add_scalar(key, value, row['iter'], self.began + row['elapsed_s'])
 
     def close(self):
         self.writer.close()
+
+
+BACKENDS = {'wandb': Wandb, 'tensorboard': TensorBoard}
+
+
+def open_backends(config, run, run_id):
+    """Start the backends of config.log_to, and those of wandb_log=True and tensorboard_log=True.
+
+    One that cannot start is left out with a warning. run: the facts of the run; run_id: of the
+    wandb run to continue, or None.
+    """
+    names = [name for name in BACKENDS if getattr(config, f'{name}_log', False)]
+    backends = []
+    for name in dict.fromkeys(names + [name for name in config.log_to.split(',') if name]):
+        try:
+            backends.append(BACKENDS[name](config, run, run_id))
+        except UserError as problem:
+            print(f'warning: {problem}; training goes on without', flush=True)
+    return backends

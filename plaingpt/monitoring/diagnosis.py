@@ -1,48 +1,50 @@
-"""What is wrong with a run, in words, from the numbers it wrote: no model, no device, no torch.
+"""What looks wrong with a run, in words, from the numbers it wrote: no model, no device, no torch.
 
-Each check is a function (rows, run, ended) → Diagnosis or None. `rows` are those of metrics.jsonl,
-`run` is run.json (run_report.describe), and `ended` says that no more will come. A check that has
-too little to go by is silent: a false alarm costs more than a late one.
+Each check is a function (rows, run, ended) → Diagnosis or None and an entry in CHECKS. `rows` are
+those of metrics.jsonl, `run` is run.json (run_record.describe_run), and `ended` says that no more
+rows will come. A check returns None where it has too few rows to judge: a false alarm costs more
+than a late one.
 """
 
 import math
 from dataclasses import dataclass
 from statistics import median
 
-# When something is wrong. None of these was tuned to a single run: "ours" are the runs of
-# tests/test_diagnosis.py and references/, which lie on the right side by a factor of 2 or more.
+# When something is wrong. None was tuned to a single run. "Ours" are the healthy runs of
+# tests/monitoring/test_diagnosis.py and references/: they keep a factor of 2 or more away.
 THRESHOLDS = {
-    # nats from ln(vocab), and as much more for each channel: logits of GPT-2's initialisation have
-    # a variance of 0.02² · channels, and the loss rises by half of that. "Verify loss at init":
+    # nats from ln(vocab), and so much more for each channel: the logits of GPT-2's initialisation
+    # have a variance of 0.02² · channels, and half of that adds to the loss. "Verify loss at init":
     # Karpathy 2019, A Recipe for Training Neural Networks
     'initial_loss': 0.3,
     'initial_loss_per_channel': 0.0004,
     # nats that a new model's loss falls within `early_steps` after warmup; ours fall by 1 and more
     'progress': 0.25,
     'early_steps': 200,
-    # nats under the entropy of single tokens (Shannon 1951, F1), which needs no context
+    # nats below the entropy of single tokens (Shannon 1951, F1), which a model reaches without
+    # context
     'context': 0.1,
     # nats above the first loss within the first `early_steps`: ours never rise by 0.1
     'first_rise': 0.5,
     # update / weight in a step: about 1e-3 is healthy (Karpathy 2022, makemore part 3), and early
-    # on weights of 0.02 change by up to 5e-2. Too high a rate is seen in the weights' size soon
-    # after warmup, as they outgrow it: ours have grown to 1.5 to 3.2 times what they were
+    # on weights of 0.02 change by up to 5e-2. A rate that is too high makes the weights grow soon
+    # after warmup: ours have grown to 1.5 to 3.2 times their first size
     'growth': 8.0,
     'update_high': 1.0,
     'update_low': 3e-4,
-    # gradient norm / median of the 50 logged before it, this often: spikes that hurt are rare and
-    # 10 and more times as high (PaLM, §5.1; Takase et al. 2023, Spike No More)
+    # gradient norm / median of the 50 logged before it, and how often it is so high: harmful spikes
+    # are rare and 10 and more times as high (PaLM, §5.1; Takase et al. 2023, Spike No More)
     'spike': 10.0,
     'spikes': 3,
     # median gradient norm of the last fifth / that of the fifth after warmup: ours grow to 2.1
     'climb': 5.0,
-    # median gradient norm / grad_clip: the limit should be of the norm's order, half to ten times
-    # it (Pascanu et al. 2013, §3.2)
+    # median gradient norm / grad_clip: the limit should be half to ten times the usual norm
+    # (Pascanu et al. 2013, §3.2)
     'clip': 20.0,
     # a block's gradient norm / the median of all blocks
     'dying': 1e-3,
-    # steps that decay lets a weight remember, 1/(rate · weight_decay) (Wang and Aitchison 2024, How
-    # to set AdamW's weight decay): ours remember 3,000 and more
+    # steps that a weight remembers under decay, 1/(rate · weight_decay) (Wang and Aitchison 2024,
+    # How to set AdamW's weight decay): ours remember 3,000 and more
     'memory': 300,
     # nats that validation rises over its best, in at least `after_best` evaluations
     'overfit': 0.05,
@@ -51,17 +53,19 @@ THRESHOLDS = {
     'flat': 0.002,
     # share of the time spent waiting for batches
     'data_wait': 0.25,
-    # loss scale: below 1 gradients overflow by themselves (PyTorch, docs of GradScaler)
+    # loss scale: below 1 the gradients overflow without any scaling (PyTorch, docs of GradScaler)
     'loss_scale': 1.0,
     # tokens for each parameter: 20 are compute-optimal (Hoffmann et al. 2022); this is a hundredth
     'tokens_per_parameter': 0.2,
-    # share of ln(vocab) to which a few batches are learned by heart (Karpathy 2019, see above)
-    'by_heart': 0.05,
+    # share of ln(vocab) that the loss on a few batches falls below (Karpathy 2019, see above)
+    'overfit_check': 0.05,
 }
 
 
 @dataclass(frozen=True)
 class Diagnosis:
+    """Something that looks wrong: what the numbers show, and what to do."""
+
     name: str
     evidence: str
     remedy: str
@@ -94,32 +98,38 @@ def evaluated(rows):
             and row.get('train_loss') is not None]
 
 
-def blocks(row, what):
-    """{'h.0': value, …} of a health row: the blocks', not the embeddings'."""
-    prefix = f'health/{what}/h.'
+def block_values(row, measure):
+    """{'h.0': value, …} of a health row: of the blocks, without the embeddings."""
+    prefix = f'health/{measure}/h.'
     return {key.rpartition('/')[2]: value for key, value in row.items()
             if key.startswith(prefix) and value is not None}
 
 
 def first_loss(rows):
-    """What the weights knew when the run began, or None where that was not measured."""
+    """The loss of the weights that the run began with, or None where it was not measured."""
     return next((row.get('train_loss') or row.get('loss') for row in rows if row['iter'] <= 1
                  and (row.get('train_loss') or row.get('loss'))), None)
 
 
 def smooth(points, n=5):
-    """Means of n neighbours, so that a lucky batch is no progress: [(iteration, value)]."""
+    """Means of n neighbours, which a single lucky batch hardly lowers: [(iteration, value)]."""
     return [(points[i][0], sum(value for _, value in points[i - n + 1:i + 1]) / n)
             for i in range(n - 1, len(points))]
 
 
-def warmup_of(run):
+def warmup_iters(run):
+    """Iterations of warmup; decay_lr=False has none."""
     return run['config']['warmup_iters'] if run['config']['decay_lr'] else 0
 
 
 def warmed_up(rows, run):
     """The rows from the end of warmup on."""
-    return [row for row in rows if row['iter'] >= warmup_of(run)]
+    return [row for row in rows if row['iter'] >= warmup_iters(run)]
+
+
+def is_late(points, run):
+    """True where [(iteration, value)] reach past the early steps after warmup."""
+    return bool(points) and points[-1][0] >= warmup_iters(run) + THRESHOLDS['early_steps']
 
 
 # -----------------------------------------------------------------------------
@@ -130,45 +140,38 @@ def initial_loss(rows, run, ended):
     first, expected = first_loss(rows), math.log(run['vocab_size'])
     if first is None:
         return None
-    knows = f'a model that knows nothing has ln({run["vocab_size"]}) = {expected:.2f}'
+    uniform = f'a model that knows nothing has ln({run["vocab_size"]}) = {expected:.2f}'
     if not run['from_scratch'] and first > expected:
         return Diagnosis('initial_loss', f'the weights it began with have a loss of {first:.2f}, '
-                         f'and {knows}', 'was this text prepared with their tokenizer?')
+                         f'and {uniform}', 'was this text prepared with their tokenizer?')
     if run['from_scratch'] and abs(first - expected) > THRESHOLDS['initial_loss'] \
             + THRESHOLDS['initial_loss_per_channel'] * run['config']['n_embd']:
-        return Diagnosis('initial_loss', f'the first loss is {first:.2f}, but {knows}',
+        return Diagnosis('initial_loss', f'the first loss is {first:.2f}, but {uniform}',
                          'look at the initialisation, and at targets and vocabulary')
-    return None
 
 
 def no_progress(rows, run, ended):
-    first = first_loss(rows)
-    late = warmup_of(run) + THRESHOLDS['early_steps']
-    points = smooth(column(rows, 'loss'))
-    if not run['from_scratch'] or first is None or not points or points[-1][0] < late:
+    first, points = first_loss(rows), smooth(column(rows, 'loss'))
+    if not run['from_scratch'] or first is None or not is_late(points, run):
         return None
-    least = min(value for _, value in points)
-    if first - least > THRESHOLDS['progress']:
-        return None
-    return Diagnosis('no_progress', f'after {rows[-1]["tokens"]:,} tokens the loss is {least:.2f} '
-                     f'at best (a mean of five lines), and it began at {first:.2f}',
-                     'raise learning_rate (try ×10), and see that targets are the next tokens')
+    lowest = min(value for _, value in points)
+    if first - lowest <= THRESHOLDS['progress']:
+        return Diagnosis('no_progress', f'after {rows[-1]["tokens"]:,} tokens the loss is '
+                         f'{lowest:.2f} at best (a mean of five lines), and it began at '
+                         f'{first:.2f}',
+                         'raise learning_rate (try ×10), and see that targets are the next tokens')
 
 
 def no_context(rows, run, ended):
-    unigram = run['unigram_loss']
-    late = warmup_of(run) + THRESHOLDS['early_steps']
-    points = column(rows, 'loss')
-    if unigram is None or not points or points[-1][0] < late \
-            or no_progress(rows, run, ended):
+    unigram, points = run['unigram_loss'], column(rows, 'loss')
+    if unigram is None or not is_late(points, run) or no_progress(rows, run, ended):
         return None
     recent = median(value for _, value in points[-max(5, len(points) // 4):])
-    if recent < unigram - THRESHOLDS['context'] or recent > unigram + 3 * THRESHOLDS['context']:
-        return None
-    return Diagnosis('no_context', f'the loss stays at {recent:.2f}, and {unigram:.2f} is what '
-                     'knowing how frequent each token is gives: nothing is learned from context',
-                     'see that the targets are the inputs shifted by one, and that attention is '
-                     'causal; if they are, lower learning_rate or train longer')
+    if -THRESHOLDS['context'] <= recent - unigram <= 3 * THRESHOLDS['context']:
+        return Diagnosis('no_context', f'the loss stays at {recent:.2f}, and the frequencies of '
+                         f'single tokens alone give {unigram:.2f}: nothing is learned from context',
+                         'see that the targets are the inputs shifted by one, and that attention '
+                         'is causal; if they are, lower learning_rate or train longer')
 
 
 def first_rise(rows, run, ended):
@@ -177,20 +180,19 @@ def first_rise(rows, run, ended):
     if first is None or not points:
         return None
     it, highest = max(points, key=lambda point: point[1])
-    if highest - first < THRESHOLDS['first_rise']:
-        return None
-    return Diagnosis('first_rise', f'the loss rose from {first:.2f} to {highest:.2f} at iteration '
-                     f'{it}', f'lengthen warmup_iters ({run["config"]["warmup_iters"]} now) or '
-                     'lower learning_rate')
+    if highest - first >= THRESHOLDS['first_rise']:
+        return Diagnosis('first_rise', f'the loss rose from {first:.2f} to {highest:.2f} at '
+                         f'iteration {it}', f'lengthen warmup_iters '
+                         f'({run["config"]["warmup_iters"]} now) or lower learning_rate')
 
 
 # -----------------------------------------------------------------------------
-# the pace
+# gradients and updates
 
 
-def pace(rows, run, ended):
+def update_size(rows, run, ended):
     seen = [(row, median(found.values())) for row in rows
-            if (found := blocks(row, 'update_ratio'))]
+            if (found := block_values(row, 'update_ratio'))]
     if len(seen) < 2:
         return None
     row, highest = max(seen, key=lambda pair: pair[1])
@@ -198,22 +200,21 @@ def pace(rows, run, ended):
         return Diagnosis('rate_high', f'the step of iteration {row["iter"]} changed the weights by '
                          f'{highest:.0%} of their size, and 0.1% to 5% is usual',
                          'lower learning_rate (try a tenth) or lengthen warmup_iters')
-    if run['from_scratch'] and seen[0][0]['iter'] == 1:
-        first = blocks(seen[0][0], 'weight_norm')
+    first = block_values(seen[0][0], 'weight_norm')
+    if run['from_scratch'] and seen[0][0]['iter'] == 1 and any(first.values()):
         for row, _ in seen:
-            now = blocks(row, 'weight_norm')
+            now = block_values(row, 'weight_norm')
             growth = median(now.get(name, norm) / norm for name, norm in first.items() if norm)
-            if row['iter'] <= warmup_of(run) + THRESHOLDS['early_steps'] \
+            if row['iter'] <= warmup_iters(run) + THRESHOLDS['early_steps'] \
                     and growth > THRESHOLDS['growth']:
                 return Diagnosis('rate_high', f'by iteration {row["iter"]} the weights have grown '
                                  f'to {growth:.0f} times their size, and twice is usual',
                                  'lower learning_rate (try a tenth)')
     if highest < THRESHOLDS['update_low'] and run['from_scratch'] \
-            and seen[-1][0]['iter'] > warmup_of(run):
+            and seen[-1][0]['iter'] > warmup_iters(run):
         return Diagnosis('rate_low', f'a step changes the weights by {highest:.1e} of their size '
                          'at most, and about 1e-3 is usual',
                          'raise learning_rate (try ×10), and see that grad_clip is not tiny')
-    return None
 
 
 def spikes(rows, run, ended):
@@ -221,14 +222,13 @@ def spikes(rows, run, ended):
     usual = [median(value for _, value in points[i - 50:i]) for i in range(50, len(points))]
     found = [(it, norm / level) for (it, norm), level in zip(points[50:], usual, strict=True)
              if level and norm > THRESHOLDS['spike'] * level]
-    if len(found) < THRESHOLDS['spikes']:
-        return None
-    it, times = max(found, key=lambda point: point[1])
-    return Diagnosis('spikes', f'{len(found)} gradient norms were over '
-                     f'{THRESHOLDS["spike"]:.0f} times their usual, the highest {times:.0f} times '
-                     f'at iteration {it}',
-                     'lower learning_rate or beta2, lengthen warmup_iters, and see that grad_clip '
-                     'is on')
+    if len(found) >= THRESHOLDS['spikes']:
+        it, times = max(found, key=lambda point: point[1])
+        return Diagnosis('spikes', f'{len(found)} gradient norms were over '
+                         f'{THRESHOLDS["spike"]:.0f} times their usual, the highest {times:.0f} '
+                         f'times at iteration {it}',
+                         'lower learning_rate or beta2, lengthen warmup_iters, and see that '
+                         'grad_clip is on')
 
 
 def climb(rows, run, ended):
@@ -237,42 +237,36 @@ def climb(rows, run, ended):
         return None
     fifth = len(norms) // 5
     early, late = median(norms[:fifth]), median(norms[-fifth:])
-    if late < THRESHOLDS['climb'] * early:
-        return None
-    return Diagnosis('climb', f'the gradient norm has climbed from {early:.2g} to {late:.2g}',
-                     'lower learning_rate before the loss follows; weight_decay or qk_norm hold '
-                     'weights down')
+    if late >= THRESHOLDS['climb'] * early:
+        return Diagnosis('climb', f'the gradient norm has climbed from {early:.2g} to {late:.2g}',
+                         'lower learning_rate before the loss follows; weight_decay or qk_norm '
+                         'hold weights down')
 
 
 def clipped(rows, run, ended):
-    limit = run['config']['grad_clip']
-    norms = values(warmed_up(rows, run), 'grad_norm')
-    if not limit or len(norms) < 20 or median(norms) < THRESHOLDS['clip'] * limit:
-        return None
-    return Diagnosis('clipped', f'gradients have a norm of {median(norms):.2g} and are cut to '
-                     f'{limit:.2g} in nearly every step',
-                     'raise grad_clip (1.0 is usual), or lower learning_rate if the norm has grown')
+    limit, norms = run['config']['grad_clip'], values(warmed_up(rows, run), 'grad_norm')
+    if limit and len(norms) >= 20 and median(norms) >= THRESHOLDS['clip'] * limit:
+        return Diagnosis('clipped', f'gradients have a norm of {median(norms):.2g} and are cut to '
+                         f'{limit:.2g} in nearly every step', 'raise grad_clip (1.0 is usual), or '
+                         'lower learning_rate if the norm has grown')
 
 
 def dying(rows, run, ended):
-    seen = [found for row in rows if len(found := blocks(row, 'grad_norm')) > 1]
-    if len(seen) < 2:
-        return None
-    still = [{name for name, norm in found.items()
-              if norm <= THRESHOLDS['dying'] * median(found.values()) > 0} for found in seen[-2:]]
-    names = sorted(still[0] & still[1])
-    if not names:
-        return None
-    return Diagnosis('dying', f'the gradient of {", ".join(names)} is '
-                     f'{seen[-1][names[0]]:.1e}, that of other blocks '
-                     f'{median(seen[-1].values()):.1e}',
-                     'is it frozen, or cut off by a detach or a norm that has collapsed?')
+    seen = [found for row in rows if len(found := block_values(row, 'grad_norm')) > 1]
+    tiny = [{name for name, norm in found.items()
+             if norm <= THRESHOLDS['dying'] * median(found.values()) > 0} for found in seen[-2:]]
+    names = sorted(tiny[0] & tiny[1]) if len(tiny) == 2 else []
+    if names:
+        return Diagnosis('dying', f'the gradient of {", ".join(names)} is '
+                         f'{seen[-1][names[0]]:.1e}, that of other blocks '
+                         f'{median(seen[-1].values()):.1e}',
+                         'is it frozen, or cut off by a detach or a norm that has collapsed?')
 
 
 def forgetting(rows, run, ended):
     decay = run['config']['weight_decay']
     rate = max(values(rows, 'lr'), default=0)
-    if rate * decay * THRESHOLDS['memory'] < 1 or pace(rows, run, ended):
+    if rate * decay * THRESHOLDS['memory'] < 1 or update_size(rows, run, ended):
         return None
     usual = 1e-4 if run['config'].get('optimizer') == 'sgd' else 0.1
     remedy = 'lower learning_rate (try a tenth)' if decay <= usual else \
@@ -290,53 +284,47 @@ def foreign_validation(rows, run, ended):
     if len(evaluations) < 2 or run['config']['overfit_batches']:
         return None
     first, last = evaluations[0], evaluations[-1]
-    if last['tokens'] > 2 * run['train_tokens'] \
-            or last['train_loss'] > first['train_loss'] - THRESHOLDS['first_rise'] \
-            or min(row['val_loss'] for row in evaluations[1:]) < first['val_loss'] - 0.1:
-        return None
-    return Diagnosis('foreign_validation', f'training has brought the loss from '
-                     f'{first["train_loss"]:.2f} to {last["train_loss"]:.2f}, and validation from '
-                     f'{first["val_loss"]:.2f} to {last["val_loss"]:.2f}',
-                     'is val.bin of the same tokenizer and kind of text as train.bin? python '
-                     'prepare.py inspect shows both')
+    if last['tokens'] <= 2 * run['train_tokens'] \
+            and last['train_loss'] <= first['train_loss'] - THRESHOLDS['first_rise'] \
+            and min(row['val_loss'] for row in evaluations[1:]) >= first['val_loss'] - 0.1:
+        return Diagnosis('foreign_validation', f'training has brought the loss from '
+                         f'{first["train_loss"]:.2f} to {last["train_loss"]:.2f}, and validation '
+                         f'from {first["val_loss"]:.2f} to {last["val_loss"]:.2f}',
+                         'is val.bin of the same tokenizer and kind of text as train.bin? python '
+                         'prepare.py inspect shows both')
 
 
 def overfit(rows, run, ended):
     evaluations = evaluated(rows)
-    if not evaluations or run['config']['overfit_batches']:
+    if not evaluations or run['config']['overfit_batches'] or foreign_validation(rows, run, ended):
         return None
-    best = min(evaluations, key=lambda row: row['val_loss'])
+    best, last = min(evaluations, key=lambda row: row['val_loss']), evaluations[-1]
     after = [row for row in evaluations if row['iter'] > best['iter']]
-    if len(after) < THRESHOLDS['after_best'] or foreign_validation(rows, run, ended) \
-            or after[-1]['val_loss'] < best['val_loss'] + THRESHOLDS['overfit'] \
-            or after[-1]['train_loss'] > best['train_loss']:
-        return None
-    return Diagnosis('overfit', f'validation rises since iteration {best["iter"]} (best '
-                     f'{best["val_loss"]:.4f}, now {after[-1]["val_loss"]:.4f}) while training '
-                     f'falls to {after[-1]["train_loss"]:.4f}, after '
-                     f'{after[-1]["tokens"] / run["train_tokens"]:.3g} epochs',
-                     'stop with --patience, or use more text, more dropout or a smaller model; '
-                     '--checkpoint=best has the best weights')
+    if len(after) >= THRESHOLDS['after_best'] and last['train_loss'] <= best['train_loss'] \
+            and last['val_loss'] >= best['val_loss'] + THRESHOLDS['overfit']:
+        return Diagnosis('overfit', f'validation rises since iteration {best["iter"]} (best '
+                         f'{best["val_loss"]:.4f}, now {last["val_loss"]:.4f}) while training '
+                         f'falls to {last["train_loss"]:.4f}, after '
+                         f'{last["tokens"] / run["train_tokens"]:.3g} epochs',
+                         'stop with --patience, or use more text, more dropout or a smaller model; '
+                         '--checkpoint=best has the best weights')
 
 
 def flat(rows, run, ended):
     evaluations = [row for row in evaluated(rows) if row['iter'] > 0]
-    rates = column(rows, 'lr')
+    rates = values(rows, 'lr')
     third = len(evaluations) // 3
-    if third < 2 or not rates or rates[-1][1] < max(rate for _, rate in rates) / 2 \
-            or run['config']['overfit_batches']:
-        return None
-    def fell(key):
-        before = min(row[key] for row in evaluations[:-third])
-        return (before - min(row[key] for row in evaluations[-third:])) / before
-    if fell('train_loss') > THRESHOLDS['flat'] or fell('val_loss') > THRESHOLDS['flat'] \
+    if third < 2 or not rates or rates[-1] < max(rates) / 2 or run['config']['overfit_batches'] \
             or overfit(rows, run, ended) or foreign_validation(rows, run, ended):
         return None
-    return Diagnosis('flat', f'since iteration {evaluations[-third - 1]["iter"]} neither loss has '
-                     f'fallen (training {evaluations[-1]["train_loss"]:.4f}, validation '
-                     f'{evaluations[-1]["val_loss"]:.4f})',
-                     'let the learning rate decay; if it is low already, the model is too small '
-                     'for this text, or the text has no more to tell')
+    before, after, last = evaluations[:-third], evaluations[-third:], evaluations[-1]
+    lows = [[min(row[key] for row in part) for part in (before, after)]
+            for key in ('train_loss', 'val_loss')]
+    if all((early - late) / early <= THRESHOLDS['flat'] for early, late in lows):
+        return Diagnosis('flat', f'since iteration {before[-1]["iter"]} neither loss has fallen '
+                         f'(training {last["train_loss"]:.4f}, validation {last["val_loss"]:.4f})',
+                         'let the learning rate decay; if it is low already, the model is too '
+                         'small for this text, or the text has no more to teach')
 
 
 # -----------------------------------------------------------------------------
@@ -346,36 +334,32 @@ def flat(rows, run, ended):
 def data_wait(rows, run, ended):
     shares = values(rows, 'data_wait')
     recent = shares[len(shares) // 2:]
-    if len(shares) < 10 or median(recent) < THRESHOLDS['data_wait']:
-        return None
-    return Diagnosis('data_wait', f'{median(recent):.0%} of the time training waits for batches',
-                     'set data_in_ram=True, or put data/ on a faster disk')
+    if len(shares) >= 10 and median(recent) >= THRESHOLDS['data_wait']:
+        return Diagnosis('data_wait', f'{median(recent):.0%} of the time training waits for '
+                         'batches', 'set data_in_ram=True, or put data/ on a faster disk')
 
 
 def loss_scale(rows, run, ended):
     scales = column(rows, 'loss_scale')
-    if not scales or scales[-1][1] >= THRESHOLDS['loss_scale']:
-        return None
-    return Diagnosis('loss_scale', f'float16 overflows: the loss scale is down to '
-                     f'{scales[-1][1]:.2g} at iteration {scales[-1][0]}',
-                     'use dtype=bfloat16 or float32, or lower learning_rate')
+    if scales and scales[-1][1] < THRESHOLDS['loss_scale']:
+        return Diagnosis('loss_scale', f'float16 overflows: the loss scale is down to '
+                         f'{scales[-1][1]:.2g} at iteration {scales[-1][0]}',
+                         'use dtype=bfloat16 or float32, or lower learning_rate')
 
 
 def budget(rows, run, ended):
-    iters = rows[-1]['iter'] if rows else 0
-    if not ended or iters < THRESHOLDS['early_steps'] or not run['from_scratch'] \
-            or run['config']['overfit_batches']:
+    if not ended or not rows or rows[-1]['iter'] < THRESHOLDS['early_steps'] \
+            or not run['from_scratch'] or run['config']['overfit_batches']:
         return None
     seen = rows[-1]['tokens'] / run['parameters']
-    if seen > THRESHOLDS['tokens_per_parameter']:
-        return None
-    return Diagnosis('budget', f'it ended after {seen:.2g} tokens for each parameter, and about 20 '
-                     'are compute-optimal (Hoffmann et al. 2022)',
-                     'a smaller model would be better after the same time, or this one after more')
+    if seen <= THRESHOLDS['tokens_per_parameter']:
+        return Diagnosis('budget', f'it ended after {seen:.2g} tokens for each parameter, and '
+                         'about 20 are compute-optimal (Hoffmann et al. 2022)', 'a smaller model '
+                         'would be better after the same time, or this one after more')
 
 
-CHECKS = (initial_loss, no_progress, no_context, first_rise, pace, spikes, climb, clipped, dying,
-          forgetting, foreign_validation, overfit, flat, data_wait, loss_scale, budget)
+CHECKS = (initial_loss, no_progress, no_context, first_rise, update_size, spikes, climb, clipped,
+          dying, forgetting, foreign_validation, overfit, flat, data_wait, loss_scale, budget)
 
 
 def overfit_check(rows, run):
@@ -384,7 +368,7 @@ def overfit_check(rows, run):
     n = run['config']['overfit_batches']
     if not n or len(losses) < 2:
         return None
-    limit = THRESHOLDS['by_heart'] * math.log(run['vocab_size'])
+    limit = THRESHOLDS['overfit_check'] * math.log(run['vocab_size'])
     (_, first), (it, last) = losses[0], losses[-1]
     what = f'overfit_batches={n}: the loss went from {first:.3f} to {last:.3f} in {it} iterations'
     if last < limit:

@@ -1,14 +1,14 @@
-"""A look inside the model while it trains: are all layers learning, at a sane pace?
+"""Figures from inside the model while it trains: does every layer learn, and at a sane rate?
 
-Every `health_interval` steps, and at no cost on the others: norms of gradients and weights and the
-size of an update around the optimizer's step, and one pass without gradients over a few validation
-sequences with the eager model, so that the compiled one is left alone. Rank 0 looks for all.
+Every `health_interval` steps rank 0 measures gradients, weights and the update around the
+optimizer's step. Then it runs the eager model on a few validation sequences, without gradients; the
+compiled model is left alone. The other steps cost nothing.
 
-    health/grad_norm/h.3       of the gradient of block 3, before clipping; wte, wpe, … likewise
-    health/weight_norm/h.3     of its matrices
+    health/grad_norm/h.3       norm of the gradient of block 3, before clipping; also of wte, wpe, …
+    health/weight_norm/h.3     norm of its matrices
     health/update_ratio/h.3    norm of the update of its matrices / norm of the matrices
-    health/activation_rms/h.3  of the residual stream that leaves the block
-    health/attention_logit/h.3 the largest that a softmax of attention sees
+    health/activation_rms/h.3  RMS of the residual stream after the block
+    health/attention_logit/h.3 largest absolute logit that a softmax of attention sees
     health/dead_units/h.3      share of the MLP's units that are silent on all those tokens
     health/loss_at/4-15        mean loss at positions 4 to 15 of the sequence
 """
@@ -21,16 +21,34 @@ import torch
 import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 
-LOOK_TOKENS = 4096  # of the pass without gradients, at most
+FORWARD_TOKENS = 4096  # at most, in the pass without gradients
+LOGITS_CHUNK = 1024  # tokens whose logits over the vocabulary exist at once
 SAMPLE = 2**16  # elements of a matrix that stand for all when an update is measured
 SILENT = 0.01  # a unit is dead when it stays under this share of its layer's RMS
-CHUNK = 2**24  # attention logits that exist at once
+ATTENTION_CHUNK = 2**24  # attention logits that exist at once
+
+
+def token_loss(logits, targets):
+    return F.cross_entropy(logits.float(), targets, ignore_index=-1, reduction='none')
+
+
+# Measures of the predictions: name → function(logits (N, V), targets (N)) → a value per token (N).
+# health/NAME/4-15 is its mean over positions 4 to 15; tokens with target -1 do not count.
+MEASURES = {'loss_at': token_loss}
+
+# Said once where a changed model does not show them.
+NOT_SEEN = {
+    'activation_rms': "activations not seen: the model's blocks do not return a tensor",
+    'attention_logit': "attention logits not seen: the model's attention does not call "
+                       'F.scaled_dot_product_attention',
+    'dead_units': "dead units not seen: the model's blocks have no mlp.c_proj",
+}
 
 
 class Health:
     """Measures `model` (neither compiled nor wrapped) at iteration 1 and every `interval`.
 
-    loader: of validation sequences, the first of which are looked at; interval=0: never
+    loader: of validation sequences, the first of which are used; interval=0: never
     """
 
     def __init__(self, model, interval, loader, context):
@@ -38,34 +56,56 @@ class Health:
         self.interval = interval
         self.loader = loader
         self.context = context
-        self.found = {}
 
     def due(self, iter_num):
         return self.interval > 0 and (iter_num == 1 or iter_num % self.interval == 0)
 
     @contextmanager
     def around_update(self, iter_num, scaler):
-        """Clip the gradient and move the weights in here, where update number `iter_num` is due."""
-        if not self.due(iter_num):
-            yield
-            return
-        with torch.no_grad():
-            self.found = self._norms(1 / scaler.get_scale())
-            before = {name: sample_of(p).clone() for name, p in self._matrices()}
-            yield
-            self.found.update(self._update_ratios(before))
+        """The gradient is clipped and the weights updated inside, for update `iter_num`."""
+        due = self.due(iter_num)
+        if due:
+            self.before_update(scaler)
+        yield
+        if due:
+            self.after_update()
 
     @torch.no_grad()
-    def look(self):
-        """→ {'health/…': number} of this iteration. Waits for the device, once."""
-        idx, targets = (t[:max(1, LOOK_TOKENS // t.size(1))] for t in
-                        self.loader.eval_batch(self.loader.eval_batches(1)[0]))
+    def before_update(self, scaler):
+        """Measure gradients (multiplied by the scaler's scale still) and weights."""
+        weights, grads = {}, {}
+        for name, p in self.model.named_parameters():
+            if p.dim() >= 2:  # the gains of norms, near 1, would hide every change of the matrices
+                weights.setdefault(block_name(name), []).append(p)
+            grads.setdefault(block_name(name), []).append(
+                p.new_zeros(()) if p.grad is None else p.grad)
+        scale = 1 / scaler.get_scale()
+        self.norms = {**{f'grad_norm/{part}': norm(ts) * scale for part, ts in grads.items()},
+                      **{f'weight_norm/{part}': norm(ts) for part, ts in weights.items()}}
+        self.before = {name: sample_rows(p).clone() for name, p in self._matrices()}
+
+    @torch.no_grad()
+    def after_update(self):
+        """Measure how far the weights moved."""
+        moved, before = {}, {}
+        for name, p in self._matrices():
+            moved.setdefault(block_name(name), []).append(sample_rows(p) - self.before[name])
+            before.setdefault(block_name(name), []).append(self.before[name])
+        self.norms |= {f'update_ratio/{part}': norm(moved[part]) / (norm(before[part]) + 1e-12)
+                       for part in moved}
+
+    @torch.no_grad()
+    def measure(self):
+        """→ {'health/…': number} after an update that was due. Waits for the device, once."""
+        sequences = max(1, FORWARD_TOKENS // self.loader.block_size)
+        batch = self.loader.eval_batch(self.loader.eval_batches(1)[0])
+        idx, targets = (t[:sequences] for t in batch)  # (B, T)
         was_training = self.model.training
         self.model.eval()
-        inside = ActivationRecorder(self.model)
-        with inside, self.context:
+        recorder = ActivationRecorder(self.model)
+        with recorder, self.context:
             x = self.model.hidden(idx)  # (B, T, C)
-            found = {**self.found, **inside.found, **self._loss_at(x, targets)}
+            found = {**self.norms, **recorder.found, **self._by_position(x, targets)}
         self.model.train(was_training)
         values = torch.stack([value.float() for value in found.values()]).tolist()
         return {f'health/{name}': float(f'{value:.5g}')
@@ -74,40 +114,35 @@ class Health:
     def _matrices(self):
         return [(name, p) for name, p in self.model.named_parameters() if p.dim() >= 2]
 
-    def _norms(self, scale):
-        weights, grads = {}, {}
-        for name, p in self.model.named_parameters():
-            if p.dim() >= 2:  # beside the ones of a norm's gain nobody would see them change
-                weights.setdefault(part_of(name), []).append(p)
-            grads.setdefault(part_of(name), []).append(
-                p.new_zeros(()) if p.grad is None else p.grad)
-        return {**{f'grad_norm/{part}': norm(ts) * scale for part, ts in grads.items()},
-                **{f'weight_norm/{part}': norm(ts) for part, ts in weights.items()}}
-
-    def _update_ratios(self, before):
-        moved, stood = {}, {}
-        for name, p in self._matrices():
-            moved.setdefault(part_of(name), []).append(sample_of(p) - before[name])
-            stood.setdefault(part_of(name), []).append(before[name])
-        return {f'update_ratio/{part}': norm(moved[part]) / (norm(stood[part]) + 1e-12)
-                for part in moved}
-
-    def _loss_at(self, x, targets):
+    def _by_position(self, x, targets):
         """x (B, T, C), targets (B, T) → {'loss_at/0': …, 'loss_at/1-3': …, …}."""
-        B, T, _ = x.shape
-        rows = zip(x.flatten(0, 1).split(1024), targets.flatten().split(1024), strict=True)
-        loss = torch.cat([F.cross_entropy(self.model.logits(x_i).float(), targets_i,
-                                          ignore_index=-1, reduction='none')
-                          for x_i, targets_i in rows]).view(B, T)
-        known = (targets != -1).float()
-        edges = [0, *(4**i for i in range(math.ceil(math.log(T, 4)))), T] if T > 1 else [0, 1]
-        return {f'loss_at/{a}' + (f'-{b - 1}' if b - 1 > a else ''):
-                loss[:, a:b].sum() / known[:, a:b].sum()
-                for a, b in pairwise(edges) if b > a}
+        B, T = targets.shape
+        chunks = {name: [] for name in MEASURES}
+        for x_chunk, targets_chunk in zip(x.flatten(0, 1).split(LOGITS_CHUNK),  # (N, C)
+                                          targets.flatten().split(LOGITS_CHUNK),  # (N)
+                                          strict=True):
+            logits = self.model.logits(x_chunk)  # (N, V)
+            for name, measure in MEASURES.items():
+                chunks[name].append(measure(logits, targets_chunk))
+        known = targets != -1
+        edges = [0, *(4**i for i in range(16) if 4**i < T), T]
+        found = {}
+        for name in MEASURES:
+            values = torch.cat(chunks[name]).view(B, T).float().masked_fill(~known, 0)
+            for a, b in pairwise(edges):
+                positions = f'{a}-{b - 1}' if b - 1 > a else f'{a}'
+                found[f'{name}/{positions}'] = values[:, a:b].sum() / known[:, a:b].sum()
+        return found
+
+
+def not_seen(values):
+    """What a health check could not see in a changed model, and why, a line each."""
+    return [f'health: {line}' for what, line in NOT_SEEN.items()
+            if not any(name.startswith(f'health/{what}/') for name in values)]
 
 
 class ActivationRecorder(TorchFunctionMode):
-    """Sees what flows through a GPT's blocks while it is open, and takes notes in `found`."""
+    """Records in `found` what flows through a GPT's blocks while it is open."""
 
     def __init__(self, model):
         super().__init__()
@@ -119,10 +154,12 @@ class ActivationRecorder(TorchFunctionMode):
         self.hooks = []
         for i, block in enumerate(self.blocks):
             self.hooks += [
-                block.register_forward_pre_hook(lambda *_, i=i: self.enters(i)),
-                block.register_forward_hook(lambda _, inputs, x, i=i: self.leaves(i, x)),
-                block.mlp.c_proj.register_forward_pre_hook(
-                    lambda _, inputs, i=i: self.units(i, inputs[0]))]
+                block.register_forward_pre_hook(lambda *_, i=i: self.enter_block(i)),
+                block.register_forward_hook(lambda _, inputs, x, i=i: self.leave_block(i, x))]
+            c_proj = getattr(getattr(block, 'mlp', None), 'c_proj', None)
+            if isinstance(c_proj, torch.nn.Module):
+                self.hooks.append(c_proj.register_forward_pre_hook(
+                    lambda _, inputs, i=i: self.enter_c_proj(i, inputs[0])))
         return super().__enter__()
 
     def __exit__(self, *problem):
@@ -133,51 +170,57 @@ class ActivationRecorder(TorchFunctionMode):
     def __torch_function__(self, function, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         if function is F.scaled_dot_product_attention:
-            # Whatever a model does to its queries and keys has been done by here.
+            # q and k arrive here with all that the model does to them (rotation, norms).
             self.found[f'attention_logit/h.{self.layer}'] = largest_logit(*args, **kwargs)
         return function(*args, **kwargs)
 
-    def enters(self, i):
+    def enter_block(self, i):
         self.layer = i
 
-    def leaves(self, i, x):
+    def leave_block(self, i, x):
         """x (B, T, C)"""
-        self.found[f'activation_rms/h.{i}'] = x.float().square().mean().sqrt()
+        if isinstance(x, torch.Tensor):
+            self.found[f'activation_rms/h.{i}'] = x.float().square().mean().sqrt()
 
-    def units(self, i, h):
-        """h (B, T, units), after the nonlinearity."""
-        h = h.float()
-        loudest, rms = h.abs().amax(dim=(0, 1)), h.square().mean().sqrt()
+    def enter_c_proj(self, i, h):
+        """h (…, units), after the nonlinearity."""
+        h = h.float().flatten(0, -2)  # (N, units)
+        loudest, rms = h.abs().amax(dim=0), h.square().mean().sqrt()
         self.found[f'dead_units/h.{i}'] = (loudest <= SILENT * rms).float().mean()
 
 
-def largest_logit(q, k, v, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None,
+def largest_logit(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None,
                   enable_gqa=False):
-    """q, k (B, H, T, D), as F.scaled_dot_product_attention takes them → the largest |q·k|·scale
-    among those that are not masked."""
-    scale = q.size(-1)**-0.5 if scale is None else scale
-    k = k.repeat_interleave(q.size(1) // k.size(1), dim=1)
-    rows = max(1, CHUNK // (q.size(0) * q.size(1) * k.size(2)))
+    """The largest absolute logit that is not masked, from the arguments of
+    F.scaled_dot_product_attention: query, key (B, H, T, D)."""
+    scale = query.size(-1)**-0.5 if scale is None else scale
+    key = key.repeat_interleave(query.size(1) // key.size(1), dim=1)
+    rows = max(1, ATTENTION_CHUNK // (query.size(0) * query.size(1) * key.size(2)))
     largest = []
-    for first in range(0, q.size(2), rows):
-        logits = q[:, :, first:first + rows] @ k.transpose(-2, -1) * scale  # (B, H, rows, T)
-        if attn_mask is not None and attn_mask.dtype == torch.bool:
-            logits = logits.masked_fill(~attn_mask[..., first:first + rows, :], 0)
+    for first in range(0, query.size(2), rows):
+        logits = query[:, :, first:first + rows] @ key.transpose(-2, -1) * scale  # (B, H, rows, T)
+        if attn_mask is not None:
+            mask = attn_mask.expand(*attn_mask.shape[:-2], query.size(2), key.size(2))
+            mask = mask[..., first:first + rows, :]
+            if mask.dtype == torch.bool:
+                logits = logits.masked_fill(~mask, 0)
+            else:  # a bias, -inf where masked
+                logits = (logits + mask).masked_fill(mask == -math.inf, 0)
         largest.append((logits.tril(first) if is_causal else logits).abs().amax())
     return torch.stack(largest).amax()
 
 
-def part_of(name):
+def block_name(name):
     """'transformer.h.3.mlp.c_fc.weight' → 'h.3', 'transformer.wte.weight' → 'wte'."""
     parts = name.removeprefix('transformer.').split('.')
     return '.'.join(parts[:2]) if parts[0] == 'h' else parts[0]
 
 
 def norm(tensors):
-    """Of all of them as one vector."""
+    """The norm of all of them as one vector."""
     return torch.stack(torch._foreach_norm(tensors)).float().norm()
 
 
-def sample_of(p):
+def sample_rows(p):
     """Rows of a matrix, evenly spread, with about SAMPLE elements."""
     return p.detach()[::max(1, p.numel() // SAMPLE)]

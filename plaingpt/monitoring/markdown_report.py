@@ -1,1 +1,111 @@
-from plaingpt.monitoring.run_summary import write as write_report  # noqa: F401
+"""report.md and loss.png: what a run was and what came of it, from run.json and metrics.jsonl."""
+
+from pathlib import Path
+
+from plaingpt.monitoring.diagnosis import diagnose, overfit_check
+from plaingpt.monitoring.metrics_file import read_rows
+from plaingpt.monitoring.run_record import read_run
+from plaingpt.system.errors import UserError
+from plaingpt.system.files import write_atomically
+from plaingpt.system.formatting import duration, short
+
+SAMPLES = 5  # texts by the model in a report, evenly spread over the run
+
+
+def write_report(out_dir, print_line, ended=True):
+    """Write out_dir/loss.png and report.md. What cannot be written is said in a line.
+
+    ended: the run will not be resumed
+    """
+    out_dir = Path(out_dir)
+    rows, run = read_rows(out_dir / 'metrics.jsonl', print_line), read_run(out_dir)
+    if not rows or not run:
+        return
+    try:
+        from plaingpt.monitoring.figures import draw
+        draw([(out_dir.name, rows)], out_dir / 'loss.png')
+    except (UserError, OSError) as problem:
+        print_line(f'no loss.png: {problem}')
+    if verdict := overfit_check(rows, run):
+        print_line(verdict)
+    try:
+        write_atomically(out_dir / 'report.md', format_report(out_dir, rows, run, ended))
+    except OSError as e:
+        print_line(f'no report.md: {e.strerror}')
+        return
+    print_line(f'{out_dir}/report.md says what the run was and what came of it')
+
+
+def format_report(out_dir, rows, run, ended):
+    """The text of report.md."""
+    found = diagnose(rows, run, ended)
+    parts = [f'# {out_dir.name}', format_outcome(rows, run),
+             '## Diagnosis', '\n'.join(f'- {each}' for each in found) or 'Nothing looks wrong.']
+    if verdict := overfit_check(rows, run):
+        parts.append(verdict)
+    if (out_dir / 'loss.png').exists():
+        parts += ['## Curves', '![loss](loss.png)']
+    parts += ['## What was run', f'```\n{run["command"]}\n```', format_facts(run)]
+    if run['changed']:
+        lines = '\n'.join(f'{key} = {value!r}' for key, value in sorted(run['changed'].items()))
+        parts += ['Settings that are not the defaults:', f'```python\n{lines}\n```']
+    samples = [row for row in rows if row.get('sample')]
+    if samples:
+        parts.append('## What it wrote')
+        chosen = {round(i * (len(samples) - 1) / (SAMPLES - 1)) for i in range(SAMPLES)}
+        for row in (samples[i] for i in sorted(chosen)):
+            parts += [f'After {row["iter"]:,} iterations:', code_block(row['sample'])]
+    return '\n\n'.join(parts) + '\n'
+
+
+def code_block(text):
+    """Markdown of a text, whatever fences it contains."""
+    fence = '```'
+    while fence in text:
+        fence += '`'
+    return f'{fence}\n{text}\n{fence}'
+
+
+def format_outcome(rows, run):
+    """Losses, amounts, speed and memory, as a table."""
+    table = [('ended', run['ending'])] if run.get('ending') else []
+    evaluations = [row for row in rows if row.get('val_loss') is not None]
+    if evaluations:
+        best = min(evaluations, key=lambda row: row['val_loss'])
+        for name, row in (('best', best), ('last', evaluations[-1])):
+            bits = f', {row["val_bpb"]:.3f} bits a byte' if row.get('val_bpb') else ''
+            table += [(f'validation loss, {name}',
+                       f'{row["val_loss"]:.4f}{bits}, iteration {row["iter"]:,}')]
+        if evaluations[-1].get('train_loss') is not None:
+            table += [('training loss, last', f'{evaluations[-1]["train_loss"]:.4f}')]
+    last = rows[-1]
+    table += [('iterations', f'{last["iter"]:,}'),
+              ('tokens', f'{last["tokens"]:,}, {last["tokens"] / run["train_tokens"]:.3g} epochs, '
+                         f'{last["tokens"] / run["parameters"]:.3g} a parameter'),
+              ('time', duration(last['elapsed_s']))]
+    steps = [row for row in rows if row.get('loss') is not None]
+    speeds = sorted(row['tokens_per_s'] for row in steps if row.get('tokens_per_s'))
+    if speeds:
+        mfus = sorted(row['mfu'] for row in steps if row.get('mfu'))
+        mfu = f', MFU {mfus[len(mfus) // 2]:.1%}' if mfus else ''
+        table += [('speed, median', f'{short(speeds[len(speeds) // 2])} tokens/s{mfu}')]
+    peaks = [row['peak_memory_bytes'] for row in steps if row.get('peak_memory_bytes')]
+    if peaks:
+        table += [('memory, peak', f'{max(peaks) / 2**20:,.0f} MiB')]
+    return '\n'.join(['| | |', '|---|---|', *(f'| {name} | {value} |' for name, value in table)])
+
+
+def format_facts(run):
+    """Data, model, code and machine, a line each."""
+    data, machine = run['data'], run['machine']
+    device = machine['device'] if machine['device'] != 'cpu' else machine['cpu']
+    versions = ', '.join(f'{name} {version}' for name, version in run['versions'].items())
+    return '\n'.join([
+        f'- data: {data["folder"]}, {run["train_tokens"]:,} training tokens ({data["tokenizer"]}, '
+        f'vocabulary {run["vocab_size"]:,})',
+        f'- model: {run["parameters"]:,} parameters',
+        f'- code: {run["code"] or "unknown"}',
+        f'- machine: {device}, {machine["cores"]} cores, {machine["processes"]} process(es), '
+        f'{run["dtype"]}, compile {run["compile"]}, {machine["system"]}',
+        f'- versions: {versions}',
+        f'- started: {run["started"]}'])

@@ -1,2 +1,81 @@
-from plaingpt.monitoring.metrics import finite, read_rows  # noqa: F401
-from plaingpt.monitoring.metrics import trim as trim_rows  # noqa: F401
+"""metrics.jsonl: what a row may hold, and reading, checking and trimming the file."""
+
+import json
+import math
+from pathlib import Path
+
+from plaingpt.system.errors import UserError
+from plaingpt.system.files import write_atomically
+
+
+def finite(x):
+    """x, or None where x is None or not finite: JSON has no NaN and no infinity."""
+    return x if x is not None and math.isfinite(x) else None
+
+
+def parse_row(line):
+    """A line of metrics.jsonl → dict. Raises ValueError where train.py cannot have written it."""
+    try:
+        row = json.loads(line, parse_constant=refuse_constant)
+    except RecursionError:
+        raise ValueError('nested too deep') from None
+    if not isinstance(row, dict) or type(row.get('iter')) is not int \
+            or any(type(row.get(key)) not in (int, float) for key in ('tokens', 'elapsed_s')):
+        raise ValueError('no object with iter, tokens and elapsed_s')
+    if row['iter'] < 0:
+        raise ValueError('iter is negative')
+    if type(row.get('sample', '')) is not str:
+        raise ValueError('sample is no text')
+    for key, value in row.items():
+        if value is not None and key != 'sample' \
+                and (type(value) not in (int, float) or not abs(value) < 1e300):
+            raise ValueError(f'{key} is no number')
+    return row
+
+
+def refuse_constant(constant):
+    raise ValueError(f'{constant} is no JSON')
+
+
+def read_rows(path, print_line):
+    """The rows of a metrics.jsonl, in order; [] where there is no file.
+
+    Other lines are skipped, and one printed line names them. Raises UserError where the file
+    cannot be read.
+    """
+    try:
+        text = Path(path).read_text(encoding='utf-8', errors='replace')
+    except FileNotFoundError:
+        return []
+    except OSError as e:
+        raise UserError(f'{path} cannot be read: {e.strerror}') from None
+    rows, skipped = [], []
+    for number, line in enumerate(text.splitlines(), 1):
+        try:
+            rows.append(parse_row(line))
+        except ValueError:
+            skipped.append(number)
+    if skipped:
+        shown = ', '.join(map(str, skipped[:5])) + (', …' if skipped[5:] else '')
+        print_line(f'warning: {path}: skipped {len(skipped)} of {len(rows) + len(skipped)} lines '
+                   f'that are no rows of a run: line {shown}')
+    return rows
+
+
+def trim_rows(path, last_iter):
+    """Drop the rows past `last_iter`, and lines that are no rows, such as one that a crash cut."""
+    if not path.exists():
+        return
+    kept = []
+    for line in path.read_text(encoding='utf-8', errors='replace').splitlines():
+        try:
+            if parse_row(line)['iter'] <= last_iter:
+                kept.append(line + '\n')
+        except ValueError:
+            pass
+    write_atomically(path, ''.join(kept))
+
+
+def step_tokens(rows):
+    """Tokens in a step, or None before the first."""
+    return next((round(row['tokens'] / row['iter']) for row in rows if row['iter']), None)

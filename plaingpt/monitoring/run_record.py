@@ -1,8 +1,103 @@
-from plaingpt.monitoring import run_summary
-from plaingpt.monitoring.run_summary import read_run, write_run  # noqa: F401
-from plaingpt.system.devices import device_name
+"""run.json: the facts of a run, written down when it starts, and how it ended.
+
+run.json and metrics.jsonl are all that a report, a diagnosis and a comparison need.
+"""
+
+import json
+import os
+import platform
+import subprocess
+import sys
+import time
+from contextlib import suppress
+from dataclasses import asdict, fields
+from pathlib import Path
+
+import numpy as np
+
+from plaingpt.system.files import ROOT, write_json
+from plaingpt.system.hardware import cpu_name
+
+UNIGRAM_TOKENS = 2**20  # that the entropy of single tokens is computed from
+
+# A run.json without these is not from train.py, or from a version too old to be diagnosed.
+FACTS = {'config', 'changed', 'data', 'vocab_size', 'train_tokens', 'unigram_loss', 'parameters',
+         'from_scratch', 'code', 'machine', 'dtype', 'compile', 'versions', 'command', 'started'}
+SETTINGS = {'decay_lr', 'grad_clip', 'max_iters', 'n_embd', 'overfit_batches', 'warmup_iters',
+            'weight_decay'}
+MACHINE = {'device', 'cpu', 'cores', 'processes', 'system'}
 
 
-def describe_run(config, dataset, stream, model, device, dtype, compile, world, resumed):
-    return run_summary.describe(config, dataset, stream, model, device_name(device), dtype, compile,
-                                world, resumed)
+def describe_run(config, dataset, loader, model, device, dtype, compile, world, resumed):
+    """The facts of a run, as run.json keeps them. loader: of its training tokens; resumed: true
+    where it continues from a checkpoint."""
+    import torch  # here, so that plot.py starts without it
+
+    from plaingpt.system.devices import device_name
+    from_scratch = config.init_from in ('scratch', 'auto')
+    if resumed:
+        from_scratch = read_run(config.out_dir).get('from_scratch', True)
+    return {
+        'config': asdict(config), 'changed': changed_settings(config),
+        'data': {'folder': str(dataset.folder),
+                 **{key: dataset.meta[key] for key in ('corpus', 'source') if key in dataset.meta},
+                 'tokenizer': dataset.tokenizer_json()['kind']},
+        'vocab_size': dataset.vocab_size, 'train_tokens': len(loader.stream),
+        'unigram_loss': unigram_loss(loader.stream),
+        'parameters': model.num_parameters(), 'from_scratch': from_scratch,
+        'code': code_version(),
+        'machine': {'device': device_name(device), 'cpu': cpu_name(), 'cores': os.cpu_count(),
+                    'processes': world.size, 'system': platform.platform()},
+        'dtype': dtype, 'compile': compile,
+        'versions': {'python': platform.python_version(), 'torch': torch.__version__,
+                     'numpy': np.__version__},
+        'command': ' '.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
+        'started': time.strftime('%Y-%m-%d %H:%M:%S %z'),
+    }
+
+
+def changed_settings(config):
+    """{key: value} of a dataclass where it is not the default."""
+    return {f.name: getattr(config, f.name) for f in fields(config)
+            if getattr(config, f.name) != f.default}
+
+
+def unigram_loss(stream):
+    """Entropy of single tokens in nats: the loss of a model that knows their frequencies only."""
+    starts = np.linspace(0, max(0, len(stream) - 1024), UNIGRAM_TOKENS // 1024).astype(np.int64)
+    counts = np.bincount(stream.sequences(starts, min(1024, len(stream))).ravel())
+    shares = counts[counts > 0] / counts.sum()
+    return float(-(shares * np.log(shares)).sum())
+
+
+def code_version():
+    """The commit of the scripts, with -dirty where they were changed, or None."""
+    with suppress(OSError, subprocess.SubprocessError):
+        done = subprocess.run(['git', 'describe', '--always', '--dirty', '--abbrev=12'], text=True,
+                              cwd=ROOT, capture_output=True, timeout=10)
+        return done.stdout.strip() or None
+    return None
+
+
+def write_run(out_dir, run):
+    """Write run.json. A disk that refuses stops no training."""
+    with suppress(OSError):
+        write_json(Path(out_dir, 'run.json'), run)
+
+
+def read_run(out_dir):
+    """run.json of a folder, or {} where there is none of ours."""
+    try:
+        run = json.loads(Path(out_dir, 'run.json').read_text(encoding='utf-8'))
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return run if is_run(run) else {}
+
+
+def is_run(value):
+    """True where a value holds all that a report, a diagnosis and a comparison read."""
+    return isinstance(value, dict) and value.keys() >= FACTS \
+        and all(isinstance(value[key], dict)
+                for key in ('config', 'changed', 'data', 'machine', 'versions')) \
+        and value['config'].keys() >= SETTINGS and value['machine'].keys() >= MACHINE \
+        and isinstance(value['data'].get('source', {}), dict)

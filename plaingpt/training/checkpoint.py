@@ -23,7 +23,7 @@ from safetensors import SafetensorError, safe_open
 
 from model import GPT, GPTConfig
 from plaingpt.corpus import tokenizers
-from plaingpt.corpus.dataset import folder_of, open_dataset
+from plaingpt.corpus.dataset import dataset_folder, open_dataset
 from plaingpt.inference.pretrained import tokenizer_json
 from plaingpt.system.errors import UserError
 from plaingpt.system.files import sha256_of
@@ -147,7 +147,7 @@ def load(init_from, out_dir='out', which='best', tokenizer='auto'):
         model, state, source = GPT.from_pretrained(init_from), {}, init_from
         description = tokenizer_json(init_from, model.config.vocab_size)
     if tokenizer != 'auto':
-        description = open_dataset(folder_of(tokenizer)).tokenizer_json()
+        description = open_dataset(dataset_folder(tokenizer)).tokenizer_json()
     if description is None:
         raise UserError(f'{source}: nothing says which tokenizer its {model.config.vocab_size} '
                         'tokens are of: name a prepared dataset with --tokenizer=data/NAME')

@@ -8,6 +8,7 @@ from typing import Literal
 
 from model import GPTConfig
 from plaingpt.inference.scoring import BENCHMARKS
+from plaingpt.monitoring.backends import BACKENDS
 from plaingpt.system.distributed import launched_world
 from plaingpt.system.recompute import KINDS
 from plaingpt.training.optimizers import OPTIMIZERS
@@ -40,6 +41,7 @@ class TrainConfig(GPTConfig):
     wandb_project: str = 'owt'  # its project
     wandb_run_name: str = 'gpt2'  # its run
     tensorboard_log: bool = False  # write event files into out_dir/tensorboard
+    log_to: str = ''  # send metrics also to these, with commas between: wandb, tensorboard
     # watching
     health_interval: int = 100  # iterations between looks inside the model; 0 for none
     report: bool = True  # at the end, write report.md and loss.png into out_dir
@@ -101,6 +103,8 @@ class TrainConfig(GPTConfig):
                   if not 0 <= getattr(self, key) < 1]
         found += [f'eval_tasks={self.eval_tasks}: {task!r} is none of {", ".join(BENCHMARKS)}'
                   for task in self.eval_tasks.split(',') if task not in BENCHMARKS]
+        found += [f'log_to={self.log_to}: {name!r} is none of {", ".join(BACKENDS)}'
+                  for name in self.log_to.split(',') if name and name not in BACKENDS]
         if not 0 < self.wsd_decay <= 1:
             found.append(f'wsd_decay={self.wsd_decay}: must be above 0 and at most 1')
         return found

@@ -6,7 +6,7 @@ from dataclasses import asdict, fields
 
 from model import GPT, GPTConfig
 from plaingpt.corpus.batches import BatchLoader, fits_in_ram
-from plaingpt.corpus.dataset import UNFINISHED, folder_of, open_dataset
+from plaingpt.corpus.dataset import UNFINISHED, dataset_folder, open_dataset
 from plaingpt.system.distributed import all_gather, barrier, launched_world, print0
 from plaingpt.system.errors import UserError
 from plaingpt.system.files import ROOT
@@ -17,7 +17,7 @@ from plaingpt.training.settings import TrainConfig
 
 def open_data(config, world):
     """Open data/<name>. A small corpus that is not prepared yet is prepared now."""
-    folder = folder_of(config.dataset)
+    folder = dataset_folder(config.dataset)
     if world.local_rank == 0 and folder.parts == ('data', config.dataset) \
             and not (folder / 'meta.json').exists() and not any(folder.glob('*.bin')) \
             and not (folder / UNFINISHED).exists():

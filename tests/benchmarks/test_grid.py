@@ -8,13 +8,15 @@ from plaingpt.benchmarks import grid
 from plaingpt.benchmarks.grid import (
     COLUMNS,
     ROWS,
-    draw,
+    add_target,
+    cell_config,
+    draw_grid,
+    format_tables,
     interaction_effects,
-    numbers,
-    run_all,
     seconds_to,
-    settings,
-    tables,
+    summarize,
+    train_cells,
+    train_once,
 )
 from plaingpt.system.errors import UserError
 from plaingpt.training.settings import TrainConfig
@@ -22,21 +24,23 @@ from plaingpt.training.settings import TrainConfig
 SMALL = TrainConfig(n_layer=2, n_head=2, n_embd=32, block_size=16, batch_size=8, max_iters=20,
                     gradient_accumulation_steps=2, log_interval=5, lr_decay_iters=20,
                     warmup_iters=2)
+CPU = torch.device('cpu')
 CELLS = [(row, column) for row in ROWS for column in COLUMNS]
 
 
 def test_the_24_cells_are_different_runs_that_can_run():
-    cells = [settings(SMALL, *cell) for cell in CELLS]
+    cells = [cell_config(SMALL, *cell) for cell in CELLS]
     assert len(set(map(repr, cells))) == 24
     assert [cell.problems() for cell in cells] == [[]] * 24
-    whole = settings(SMALL, 'default', 'none').step_tokens()
-    assert settings(SMALL, 'default', 'accumulation').step_tokens() == whole
-    assert settings(SMALL, 'default', 'reduced batch').step_tokens() == whole // 4
-    assert settings(SMALL, 'context × 2', 'none').step_tokens() == whole * 2
-    assert settings(replace(SMALL, total_batch_size=1024), 'context × 2', 'none').problems() == []
+    whole = cell_config(SMALL, 'default', 'none').step_tokens()
+    assert cell_config(SMALL, 'default', 'accumulation').step_tokens() == whole
+    assert cell_config(SMALL, 'default', 'reduced batch').step_tokens() == whole // 4
+    assert cell_config(SMALL, 'context × 2', 'none').step_tokens() == whole * 2
+    fixed_total = replace(SMALL, total_batch_size=1024)
+    assert cell_config(fixed_total, 'context × 2', 'none').problems() == []
 
 
-def test_departures_from_the_sum_and_the_product_of_both_changes():
+def test_effects_off_the_sum_and_the_product_of_both_changes():
     base = {('default', column): 10.0 * (k + 1) for k, column in enumerate(COLUMNS)}
     rows = dict(zip(ROWS, (0.0, 5.0, 10.0, 20.0), strict=True))
     added = {(row, column): base['default', column] + rows[row] for row, column in CELLS}
@@ -61,7 +65,7 @@ def test_training_time_is_of_median_steps_and_nothing_else():
     lines += [{'iter': 5 * k, 'tokens_per_s': rate, 'peak_memory_bytes': 100 * k}
               for k, rate in ((1, 8.0), (2, 256.0), (3, 256.0), (4, 512.0))]
     lines += [{'iter': 20, 'train_loss': 2.0, 'val_loss': 3.0}]
-    found = numbers(lines, SMALL)  # 256 tokens a step
+    found = summarize(lines, SMALL)  # 256 tokens a step
     assert found == {'memory_bytes': 400, 'step_ms': 1000.0, 'train_s': 20.0, 'final_loss': 3.0,
                      'curve': [(0.0, 4.0), (20.0, 3.0)]}
 
@@ -69,34 +73,29 @@ def test_training_time_is_of_median_steps_and_nothing_else():
 def fake_train(config):
     if config.dtype == 'float16':
         raise UserError('no float16 here')
-    loss = 3.0 + config.seed / 1e5
-    return [{'iter': 0, 'val_loss': 4.0},
-            {'iter': 20, 'tokens_per_s': config.step_tokens() / 0.5, 'peak_memory_bytes': 2**20},
-            {'iter': 20, 'val_loss': loss}]
+    step_s = 0.5
+    return summarize([
+        {'iter': 0, 'val_loss': 4.0},
+        {'iter': 20, 'tokens_per_s': config.step_tokens() / step_s, 'peak_memory_bytes': 2**20},
+        {'iter': 20, 'val_loss': 3.0 + config.seed / 1e5}], config)
 
 
-def run_small(monkeypatch, seeds=2):
-    monkeypatch.setattr(grid, 'train', fake_train)
-    runs = run_all(SMALL, seeds, lambda cell: cell.gpt_config(65), torch.device('cpu'))
-    for run in runs:
-        run.update(target_loss=3.5, target_s=seconds_to(3.5, run['curve']))
-    return runs
-
-
-def test_a_cell_that_fails_is_told_and_the_others_stand(monkeypatch, tmp_path):
-    runs = run_small(monkeypatch)
+def test_a_run_that_fails_is_told_and_the_others_stand(monkeypatch, tmp_path):
+    monkeypatch.setattr(grid, 'train_once', fake_train)
+    runs = train_cells(SMALL, 2, 65, CPU)
+    add_target(runs, 3.5)
     assert len(runs) == 48 and sum(bool(run['failed']) for run in runs) == 8
-    text = tables(runs, 3.5, 'x')
+    text = format_tables(runs, 'x')
     assert text.count('no float16 here') == 8
     losses = text.split('| final validation loss')[1].split('\n\n')[0].splitlines()[2:]
     cells = [cell.strip() for line in losses for cell in line.split('|')[2:-1]]
     assert len(cells) == 24 and cells.count('–') == 4
     assert cells[0] == '3.013 ± 0.000'
-    draw(runs, tmp_path / 'grid.png')
+    draw_grid(runs, tmp_path / 'grid.png')
     assert (tmp_path / 'grid.png').stat().st_size > 10_000
 
 
-def test_a_grid_that_was_killed_goes_on(monkeypatch, tmp_path):
+def test_a_grid_that_was_killed_is_resumed(monkeypatch, tmp_path):
     made = []
 
     def train(config):
@@ -105,23 +104,22 @@ def test_a_grid_that_was_killed_goes_on(monkeypatch, tmp_path):
         made.append(config)
         return fake_train(replace(config, dtype='float32'))
 
-    def grid_of(config=SMALL, where='here'):
-        return run_all(config, 2, lambda cell: cell.gpt_config(65), torch.device('cpu'),
-                       tmp_path / 'grid.jsonl', where)
+    def train_grid(config=SMALL, machine='here'):
+        return train_cells(config, 2, 65, CPU, tmp_path / 'grid.jsonl', machine)
 
-    monkeypatch.setattr(grid, 'train', train)
+    monkeypatch.setattr(grid, 'train_once', train)
     with pytest.raises(KeyboardInterrupt):
-        grid_of()
+        train_grid()
     made.append(None)  # past the 30th
     with (tmp_path / 'grid.jsonl').open('a') as f:
         f.write('{"key": "cut')
-    first = grid_of()
+    first = train_grid()
     assert len(made) == 1 + 48 and len(first) == 48
     assert [(run['row'], run['column']) for run in first] == 2 * CELLS
-    again = grid_of()
+    again = train_grid()
     assert json.dumps(again) == json.dumps(first) and len(made) == 49
-    grid_of(where='elsewhere')
-    grid_of(replace(SMALL, max_iters=40))
+    train_grid(machine='elsewhere')
+    train_grid(replace(SMALL, max_iters=40))
     assert len(made) == 49 + 2 * 48
 
 
@@ -129,16 +127,16 @@ def test_a_default_that_fails_ends_it(monkeypatch):
     def broken(config):
         raise UserError('data/none is not prepared')
 
-    monkeypatch.setattr(grid, 'train', broken)
+    monkeypatch.setattr(grid, 'train_once', broken)
     with pytest.raises(UserError, match='not prepared'):
-        run_all(SMALL, 1, lambda cell: cell.gpt_config(65), torch.device('cpu'))
+        train_cells(SMALL, 1, 65, CPU)
 
 
 def test_a_cell_is_a_training_run(char_data, tmp_path):
-    config = replace(settings(SMALL, 'default', 'SGD + cosine'), dataset=str(char_data),
-                     out_dir=str(tmp_path / 'out'), eval_interval=10, eval_iters=2, device='cpu')
-    found = numbers(grid.train(config), config)
+    config = replace(cell_config(SMALL, 'default', 'SGD + cosine'), dataset=str(char_data),
+                     eval_interval=10, eval_iters=2, device='cpu')
+    found = train_once(config)
     assert [round(seconds / found['train_s'], 6) for seconds, _ in found['curve']] == [0, 0.5, 1]
     assert found['final_loss'] < found['curve'][0][1] and found['memory_bytes'] > 2**20
     with pytest.raises(UserError, match='not prepared'):
-        grid.train(replace(config, dataset=str(tmp_path / 'none')))
+        train_once(replace(config, dataset=str(tmp_path / 'none')))

@@ -9,12 +9,12 @@ import torch
 
 from model import GPT, GPTConfig
 from plaingpt.benchmarks.ladder import (
-    Text,
     Variant,
     batches,
-    build,
+    build_gpt,
+    decode_sequences,
+    make_rows,
     measure_variants,
-    rows_of,
     variants,
 )
 from plaingpt.corpus.batches import BatchLoader
@@ -30,7 +30,7 @@ def tokens(char_data):
     return stream.sequences(np.array([0]), 5000)[0].astype(np.uint16)
 
 
-def test_every_rung_computes_the_same_loss(tokens, char_data):
+def test_every_variant_computes_the_same_loss(tokens, char_data):
     found = variants(CPU, 'bfloat16', False, 32, has_text=True)
     rows = measure_variants(SHAPE, found, tokens, open_dataset(char_data).tokenizer(),
                             batch_size=4, steps=2, warmup=0, rounds=1, device=CPU)
@@ -46,30 +46,32 @@ def test_every_way_of_reading_gives_the_same_batches(tokens, char_data, tmp_path
     tokens.tofile(path)
     loader = BatchLoader(TokenStream([open_tokens(path, tokens.dtype)], 93, in_ram=True), 16, 4)
     starts = loader.sequence_starts(np.arange(12))
-    text = Text(tmp_path / 'text', tokens, open_dataset(char_data).tokenizer(), starts, 17)
+    tokenizer = open_dataset(char_data).tokenizer()
+    texts = decode_sequences(tokens, tokenizer, starts, 17)
     seen = {}
-    for way in ('text', 'mapped', 'memory', 'gathered', 'ahead'):
-        source = batches(Variant(data=way), loader, path, text)
-        seen[way] = [torch.stack(batch) for batch in islice(source, 3)]
+    for data in ('text', 'mapped', 'memory', 'gathered', 'ahead'):
+        source = batches(data, loader, path, texts, tokenizer)
+        seen[data] = [torch.stack(batch) for batch in islice(source, 3)]
         source.close()
     assert not torch.equal(seen['text'][0], seen['text'][1])
-    for way in seen:
-        assert all(map(torch.equal, seen[way], seen['text'])), way
+    for data in seen:
+        assert all(map(torch.equal, seen[data], seen['text'])), data
 
 
 def test_the_explicit_model_has_the_gradients_of_the_fast_one():
     weights = GPT(SHAPE).state_dict()
     idx = torch.randint(0, 93, (2, 16))
     grads = []
-    for ways in (Variant(), Variant(attention='sdpa', padded_vocabulary=True, loss_chunk_tokens=8)):
-        gpt = build(SHAPE, ways, weights, CPU)
+    fast = Variant(attention='sdpa', padded_vocabulary=True, loss_chunk_tokens=8)
+    for variant in (Variant(), fast):
+        gpt = build_gpt(SHAPE, variant, weights, CPU)
         gpt(idx, idx)[1].backward()
         grads.append({name: p.grad[:93] for name, p in gpt.named_parameters()})
     for name, slow in grads[0].items():
         torch.testing.assert_close(slow, grads[1][name], msg=name)
 
 
-def test_each_rung_changes_one_thing_and_those_that_do_not_apply_are_left_out():
+def test_each_variant_changes_one_thing_and_those_that_do_not_apply_are_left_out():
     found = variants(torch.device('cuda'), 'bfloat16', True, 2048, has_text=True)
     names = [name for name, _ in found]
     assert len(names) == 12 and {'TF32', 'torch.compile'} < set(names)
@@ -81,9 +83,9 @@ def test_each_rung_changes_one_thing_and_those_that_do_not_apply_are_left_out():
         'loss in chunks of 2,048')]
 
 
-def test_ratios_are_of_medians_to_the_rung_before_and_to_the_first():
-    rows = rows_of({'a': ([0.8, 0.4, 0.4], (1.0, None)), 'b': ([0.2, 0.1, 9.0], (1.0, None)),
-                    'c': ([0.1], (1.0, None))}, step_tokens=100)
+def test_ratios_are_of_medians_to_the_variant_before_and_to_the_first():
+    rows = make_rows({'a': ([0.8, 0.4, 0.4], (1.0, None)), 'b': ([0.2, 0.1, 9.0], (1.0, None)),
+                      'c': ([0.1], (1.0, None))}, step_tokens=100)
     assert [row['step_ms'] for row in rows] == [400, 200, 100]
     assert [row['times_before'] for row in rows] == [1, 2, 2]
     assert [row['times_first'] for row in rows] == [1, 2, 4]

@@ -1,7 +1,7 @@
 import torch
 
 from plaingpt.benchmarks import timing
-from plaingpt.benchmarks.timing import matmul_flops, spread, step_seconds
+from plaingpt.benchmarks.timing import matmul_flops, step_seconds, step_times
 
 CPU = torch.device('cpu')
 
@@ -16,7 +16,7 @@ def test_warm_up_steps_do_not_count(monkeypatch):
 
     times = step_seconds(step, steps=3, warmup=2, device=CPU)
     assert times == [1.0, 2.0, 9.0]
-    assert spread(times) == {'median': 2.0, 'min': 1.0, 'max': 9.0}
+    assert step_times(times) == {'step_ms': 2000, 'min_ms': 1000, 'max_ms': 9000}
 
 
 def test_a_matmul_of_n_is_two_n_cubed_operations(monkeypatch):

@@ -41,7 +41,7 @@ def test_the_order_differs_between_epochs_and_between_seeds():
 
 
 @pytest.mark.parametrize('processes', [1, 2, 3, 8])
-def test_over_an_epoch_each_window_appears_exactly_once(tmp_path, processes):
+def test_over_an_epoch_each_sequence_appears_exactly_once(tmp_path, processes):
     tokens = stream(tmp_path, np.arange(255))
     loaders = [BatchLoader(tokens, 10, batch_size=1, micro_steps=24 // processes, rank=rank,
                            world_size=processes) for rank in range(processes)]
@@ -54,7 +54,7 @@ def test_over_an_epoch_each_window_appears_exactly_once(tmp_path, processes):
         assert 0 <= phase < 10
 
 
-def test_any_number_of_processes_sees_the_same_windows_in_the_same_steps(tmp_path):
+def test_any_number_of_processes_sees_the_same_sequences_in_the_same_steps(tmp_path):
     tokens = stream(tmp_path, np.arange(5000) % 997)
     for step in (0, 3, 117):
         seen = []
@@ -79,6 +79,13 @@ def test_a_step_asked_for_at_once_is_the_step_reached_from_zero(tmp_path):
     at_once.close()
 
 
+def test_a_resumed_loader_counts_what_steps_of_another_size_took(tmp_path):
+    loader = BatchLoader(stream(tmp_path, np.arange(3000) % 256), 8, 4, micro_steps=3)
+    loader.resume_at(5, 100)
+    assert loader.sequences_before(5) == 100 and loader.tokens_before(6) == (100 + 12) * 8
+    assert loader.sequence_ids(5, 0).tolist() == [100, 101, 102, 103]
+
+
 def test_targets_are_the_next_tokens(tmp_path):
     loader = BatchLoader(stream(tmp_path, np.arange(1000)), 8, 4)
     idx, targets = loader.train_batch(3, 0)
@@ -87,7 +94,7 @@ def test_targets_are_the_next_tokens(tmp_path):
 
 
 @pytest.mark.parametrize('in_ram', [False, True])
-def test_windows_run_over_from_file_to_file(tmp_path, in_ram):
+def test_sequences_run_over_from_file_to_file(tmp_path, in_ram):
     tokens = np.arange(100)
     pieces = stream(tmp_path, tokens, files=40, in_ram=in_ram)
     sequences = pieces.sequences(np.array([0, 41, 89]), 11)
@@ -107,7 +114,7 @@ def test_evaluation_covers_the_whole_split_once_when_asked_for_more(tmp_path, pr
     assert sorted(seen) == list(range(1, 991))
 
 
-def test_a_few_evaluation_windows_are_spread_over_the_split(tmp_path):
+def test_a_few_evaluation_sequences_are_spread_over_the_split(tmp_path):
     loader = BatchLoader(stream(tmp_path, np.arange(1001)), 10, 2)
     assert np.concatenate(loader.eval_batches(2)).tolist() == [0, 250, 500, 750]
 
@@ -191,7 +198,7 @@ def test_a_file_that_is_gone_is_named(own_data, train_fails):
     assert 'val.bin' in train_fails()
 
 
-def test_a_split_shorter_than_a_window_is_an_error(train_fails):
+def test_a_split_shorter_than_a_sequence_is_an_error(train_fails):
     assert 'block_size + 1' in train_fails('--block_size=20000')
 
 

@@ -8,13 +8,15 @@ import subprocess
 import sys
 import threading
 import time
+from dataclasses import replace
 
 import numpy as np
 import pytest
 from helpers import ROOT, SHARED, fails
 
 import prepare
-from plaingpt.corpus import sources as corpora
+from plaingpt.corpus import sources
+from plaingpt.corpus.corpora import CORPORA
 from plaingpt.corpus.dataset import open_dataset
 
 
@@ -144,8 +146,9 @@ def test_tiny_shakespeare_that_does_not_arrive_is_one_line(trouble, hub, tmp_pat
                                                            monkeypatch):
     handler, address = hub
     handler.trouble = trouble
-    monkeypatch.setattr(corpora, 'TINY_SHAKESPEARE', f'{address}/fineweb_train_000002.bin')
-    monkeypatch.setattr(corpora, 'TIMEOUT', 1)
+    monkeypatch.setitem(CORPORA, 'shakespeare_char', replace(
+        CORPORA['shakespeare_char'], url=f'{address}/fineweb_train_000002.bin'))
+    monkeypatch.setattr(sources, 'DOWNLOAD_TIMEOUT', 1)
     message = fails(capsys, monkeypatch, prepare.main, 'shakespeare_char',
                     f'--data_dir={tmp_path}/d')
     assert address in message and '--input=FILE' in message

@@ -15,11 +15,18 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import prepare
-from plaingpt.corpus import sources as corpora
+from plaingpt.corpus import documents
 from plaingpt.corpus.corpora import OWN_VALIDATION
 from plaingpt.corpus.dataset import open_dataset
-from plaingpt.corpus.documents import lines, read_text, whole_files
-from plaingpt.corpus.sources import PIECE, Files, find_files
+from plaingpt.corpus.documents import (
+    DOCUMENT_FORMS,
+    PIECE_CHARS,
+    read_bytes,
+    read_text,
+    split_lines,
+    whole_files,
+)
+from plaingpt.corpus.sources import Files, HubDataset, find_files
 from plaingpt.corpus.tokenizers import BPETokenizer, ByteTokenizer
 from plaingpt.system.errors import UserError
 
@@ -95,15 +102,15 @@ def test_progress_ends_at_the_total(tmp_path):
         (tmp_path / name).write_bytes(data)
     write_parquet(tmp_path / 'd.parquet')
     source = Files(find_files(str(tmp_path)), 'x')
-    at = [piece.at for piece in source.pieces()]
+    at = [piece.position for piece in source.pieces()]
     assert at == sorted(at) and at[-1] == source.total and len(set(at)) > 10
 
 
 def test_what_a_document_is_can_be_said(tmp_path):
     path = tmp_path / 'in.txt'
     path.write_text(' = One = \n\na\nb\n\n\n = = Part = = \nc\n = Two = \nd = \n')
-    documents = {form: texts_of(Files([path], 'in', form)) for form in corpora.FORMS}
-    assert documents == {
+    found = {form: texts_of(Files([path], 'in', form)) for form in DOCUMENT_FORMS}
+    assert found == {
         'file': [path.read_text()],
         'line': [' = One = ', 'a', 'b', ' = = Part = = ', 'c', ' = Two = ', 'd = '],
         'paragraph': [' = One = ', 'a\nb', ' = = Part = = \nc\n = Two = \nd = '],
@@ -135,11 +142,11 @@ BPE = BPETokenizer.train(['the cat sat on the mat, 12  the\n\n  cat!'] * 3, 290)
 @given(st.text(alphabet=' \n\tab1.,\u00a0\u3000\x1f', min_size=1), st.integers(2, 9))
 def test_a_long_file_in_pieces_has_the_tokens_of_the_whole(text, size):
     text = 'a' + text
-    old, corpora.PIECE = corpora.PIECE, size
+    old, documents.PIECE_CHARS = documents.PIECE_CHARS, size
     try:
         pieces = [piece for piece, *_ in whole_files([(text[:20], 0), (text[20:], 0)])]
     finally:
-        corpora.PIECE = old
+        documents.PIECE_CHARS = old
     assert ''.join(pieces) == text
     # only a piece without any place to cut is cut at random
     if all(b[0] in ' \n' and not a[-1].isspace() for a, b in itertools.pairwise(pieces)):
@@ -147,10 +154,10 @@ def test_a_long_file_in_pieces_has_the_tokens_of_the_whole(text, size):
 
 
 def test_long_files_come_in_pieces(tmp_path):
-    (tmp_path / 'a.txt').write_text('ä word ' * PIECE)
+    (tmp_path / 'a.txt').write_text('ä word ' * PIECE_CHARS)
     pieces = list(Files([tmp_path / 'a.txt'], 'a').pieces())
-    assert len(pieces) > 6 and [piece.opens for piece in pieces[:3]] == [True, False, False]
-    assert max(len(piece.text) for piece in pieces) <= PIECE
+    assert len(pieces) > 6 and [piece.new_document for piece in pieces[:3]] == [True, False, False]
+    assert max(len(piece.text) for piece in pieces) <= PIECE_CHARS
 
 
 @given(st.text())
@@ -158,7 +165,7 @@ def test_lines_are_those_of_the_text_wherever_the_blocks_end(text):
     blocks = [(text[i:i + 3], i) for i in range(0, len(text), 3)]
     expected = [line + '\n' for line in text.split('\n')]
     expected[-1] = expected[-1][:-1]
-    assert [line for line, _ in lines(blocks)] == [line for line in expected if line]
+    assert [line for line, _ in split_lines(blocks)] == [line for line in expected if line]
 
 
 def test_bytes_that_are_no_utf8_are_named_with_their_place(tmp_path, monkeypatch):
@@ -167,7 +174,7 @@ def test_bytes_that_are_no_utf8_are_named_with_their_place(tmp_path, monkeypatch
     (tmp_path / 'a.txt.gz').write_bytes(gzip.compress(data))
     (tmp_path / 'end.txt').write_bytes(data[:2000] + b'\xe2\x82')
     for block in (16, 64, 1999, 2000, 2001, 2**20):
-        monkeypatch.setattr(corpora, 'BLOCK', block)
+        monkeypatch.setattr(documents, 'BLOCK_BYTES', block)
         for name in ('a.txt', 'a.txt.gz', 'end.txt'):
             with pytest.raises(UserError, match=f'{name}: not UTF-8 at byte 2000: .*replace'):
                 list(read_text(tmp_path / name, 'strict'))
@@ -182,8 +189,8 @@ def test_any_bytes_of_a_file_are_tokens_of_the_byte_tokenizer(data, block, piece
                                                               monkeypatch):
     data = b'x' + b''.join(data)
     (tmp_path / 'a.txt').write_bytes(data)
-    monkeypatch.setattr(corpora, 'BLOCK', block)
-    monkeypatch.setattr(corpora, 'PIECE', piece)
+    monkeypatch.setattr(documents, 'BLOCK_BYTES', block)
+    monkeypatch.setattr(documents, 'PIECE_CHARS', piece)
     source = Files([tmp_path / 'a.txt'], 'a', errors='surrogateescape')
     assert b''.join(bytes(ByteTokenizer().encode(text)) for text in texts_of(source)) == data
 
@@ -254,7 +261,7 @@ def test_wikitext_rows_are_lines_and_become_articles(tmp_path):
 @pytest.mark.parametrize('rows_read', [1, 63, 64, 65, 499, 500, 501, 1400, 1500, 1501])
 def test_a_stream_goes_on_from_a_mark_after_any_row(hub_folder, rows_read):
     def hub():
-        return corpora.Hub(str(hub_folder), '', OWN_VALIDATION)
+        return HubDataset(str(hub_folder), '', OWN_VALIDATION)
 
     source = hub()
     pieces = source.pieces()
@@ -262,7 +269,7 @@ def test_a_stream_goes_on_from_a_mark_after_any_row(hub_folder, rows_read):
     mark = json.loads(json.dumps(source.mark()))
     rest = [piece.text for piece in pieces]
     assert texts_of(hub(), mark) == rest and len(first) == rows_read
-    assert [piece.at for piece in hub().pieces(mark)][:1] in ([rows_read + 1], [])
+    assert [piece.position for piece in hub().pieces(mark)][:1] in ([rows_read + 1], [])
 
 
 def test_what_is_not_in_a_dataset_is_named(hub_folder, tmp_path, capsys, monkeypatch):
@@ -341,10 +348,10 @@ def test_compressed_files_never_lose_bytes_silently(tmp_path_factory, data):
     folder = tmp_path_factory.mktemp('z')
     for name, packed in (('a.gz', gzip.compress(data)), ('a.zst', zstandard.compress(data))):
         (folder / name).write_bytes(packed)
-        assert b''.join(part for part, _ in corpora.read_bytes(folder / name)) == data
+        assert b''.join(part for part, _ in read_bytes(folder / name)) == data
         (folder / name).write_bytes(packed[:-1])
         with pytest.raises(UserError, match='cut short'):
-            list(corpora.read_bytes(folder / name))
+            list(read_bytes(folder / name))
 
 
 def test_a_dataset_that_is_a_script_is_read_from_the_hubs_parquet_copy(
@@ -359,6 +366,6 @@ def test_a_dataset_that_is_a_script_is_read_from_the_hubs_parquet_copy(
         return original(str(tmp_path))
 
     monkeypatch.setattr(datasets, 'load_dataset_builder', hub)
-    source = corpora.Hub('Skylion007/openwebtext', '', {'train': 'train'})
+    source = HubDataset('Skylion007/openwebtext', '', {'train': 'train'})
     assert [piece.text for piece in source.pieces()] == ['a page'] * 3
     assert 'Parquet copy' in capsys.readouterr().out

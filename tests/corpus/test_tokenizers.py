@@ -10,16 +10,16 @@ from helpers import SHARED
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from plaingpt.corpus import tokenizers as tokenizer
+from plaingpt.corpus import tokenizers
 from plaingpt.corpus.tokenizers import (
     BPETokenizer,
+    BytePairTokenizer,
     ByteTokenizer,
     CharTokenizer,
-    Encoder,
     GPT2Tokenizer,
+    described_vocab_size,
     from_json,
     make_tokenizer,
-    vocab_size_of,
 )
 from plaingpt.system.errors import UserError
 
@@ -83,7 +83,8 @@ def as_tiktoken(tokenizer, text):
 def test_gpt2_ids_are_those_of_tiktoken_for_each_character_that_gigatoken_gets(gpt2):
     pytest.importorskip('gigatoken')
     characters = [chr(i) for i in range(0x110000)
-                  if not 0xd800 <= i < 0xe000 and not Encoder.NEW.match(chr(i))]
+                  if not 0xd800 <= i < 0xe000
+                  and not BytePairTokenizer.NEW_CHARACTERS.match(chr(i))]
     assert len(characters) > 65_000
     for i in range(0, len(characters), 64):
         # letters, digits and white space keep together differently from all others
@@ -96,7 +97,7 @@ def test_gpt2_ids_of_real_text_are_those_of_tiktoken(gigatoken, gpt2, text_file,
     if not gigatoken:
         monkeypatch.setitem(sys.modules, 'gigatoken.gigatoken_rs', None)
     text = text_file.read_text() + ('ſ’S 中文 ½ ٣ 👍🏽 \u3000\x85 ' + 'ab' * 5000) * 9
-    monkeypatch.setattr(Encoder, 'RENEWAL', 1000)
+    monkeypatch.setattr(BytePairTokenizer, 'RENEWAL_BYTES', 1000)
     for length in (1, 10, 100, 100_000):
         for start in range(0, 50_000, 9973):
             assert as_tiktoken(gpt2, text[start:start + length])
@@ -134,8 +135,8 @@ def test_gigatoken_is_not_called_twice_at_once(monkeypatch):
             assert not self.inside  # gigatoken raises 'Already borrowed'
             return np.frombuffer(data, 'u1')
 
-    monkeypatch.setattr(tokenizer, 'gigatoken_of', lambda encoding: Slow())
-    encode = Encoder(BPE._encoding).encode
+    monkeypatch.setattr(tokenizers, 'build_gigatoken', lambda encoding: Slow())
+    encode = BytePairTokenizer(BPE._encoding).encode
     with ThreadPoolExecutor(8) as pool:
         assert [bytes(ids) for ids in pool.map(encode, ['text'] * 50)] == [b'text'] * 50
 
@@ -157,7 +158,7 @@ def test_bpe_learns_the_frequent_pieces_of_its_text():
 @pytest.mark.parametrize('tokenizer', [CharTokenizer('abc'), ByteTokenizer(), BPE])
 def test_a_tokenizer_survives_json(tokenizer):
     again = from_json(json.loads(json.dumps(tokenizer.to_json())))
-    assert vocab_size_of(tokenizer.to_json()) == tokenizer.vocab_size
+    assert described_vocab_size(tokenizer.to_json()) == tokenizer.vocab_size
     assert type(again) is type(tokenizer)
     assert np.array_equal(again.encode('abca'), tokenizer.encode('abca'))
 

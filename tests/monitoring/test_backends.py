@@ -8,9 +8,11 @@ import struct
 import sys
 
 import pytest
+from helpers import fails
 from test_train import lines
 
 import train
+from plaingpt.monitoring.backends import BACKENDS
 from plaingpt.training import checkpoint as checkpoints
 
 # Each run is a fresh process, copied from one that has imported everything already.
@@ -104,10 +106,36 @@ def test_without_a_login_the_run_is_kept_offline(tiny, tmp_path, monkeypatch, ca
     assert list(tmp_path.glob('wandb/offline-run-*'))
 
 
-@pytest.mark.parametrize('key, module', [('wandb_log', 'wandb'),
-                                         ('tensorboard_log', 'torch.utils.tensorboard')])
-def test_a_package_that_is_not_installed_stops_no_training(key, module, tiny, capsys, monkeypatch):
+@pytest.mark.parametrize('option, module', [
+    ('--wandb_log', 'wandb'), ('--log_to=tensorboard', 'torch.utils.tensorboard')])
+def test_a_package_that_is_not_installed_stops_no_training(
+        option, module, tiny, capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, module, None)
-    train.main([*tiny, f'--{key}'])
+    train.main([*tiny, option])
     out = capsys.readouterr().out
     assert 'pip install' in out and 'training goes on without' in out and 'done: ' in out
+
+
+class Memory:
+    """A backend that a user wrote."""
+
+    name = 'memory'
+    last = None
+
+    def __init__(self, config, run, run_id):
+        self.rows, self.closed = [], False
+        Memory.last = self
+
+    def log(self, row):
+        self.rows.append(row)
+
+    def close(self):
+        self.closed = True
+
+
+def test_a_backend_is_one_class_and_one_entry(tiny, tmp_path, monkeypatch, capsys):
+    assert 'none of wandb, tensorboard' in fails(
+        capsys, monkeypatch, train.main, *tiny, '--log_to=memory')
+    monkeypatch.setitem(BACKENDS, 'memory', Memory)
+    train.main([*tiny, '--log_to=memory'])
+    assert Memory.last.rows == lines(tmp_path / 'out', 'iter') and Memory.last.closed

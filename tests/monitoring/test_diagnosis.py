@@ -12,9 +12,10 @@ import prepare
 import train
 from model import GPT
 from plaingpt.corpus.batches import BatchLoader
-from plaingpt.monitoring import run_summary as run_report
+from plaingpt.monitoring import diagnosis
 from plaingpt.monitoring.diagnosis import diagnose
-from plaingpt.monitoring.metrics import read_rows
+from plaingpt.monitoring.metrics_file import read_rows
+from plaingpt.monitoring.run_record import read_run
 
 SMALL = dict(n_layer=2, n_head=2, n_embd=32, block_size=32, batch_size=16, max_iters=300,
              gradient_accumulation_steps=1, eval_interval=30, eval_iters=5, warmup_iters=30,
@@ -29,8 +30,8 @@ def diagnosed(out_dir, dataset, **changes):
 
 
 def names(out_dir):
-    rows = read_rows(Path(out_dir, 'metrics.jsonl'), warn=pytest.fail)
-    return {found.name for found in diagnose(rows, run_report.read_run(out_dir), ended=True)}
+    rows = read_rows(Path(out_dir, 'metrics.jsonl'), pytest.fail)
+    return {found.name for found in diagnose(rows, read_run(out_dir), ended=True)}
 
 
 # -----------------------------------------------------------------------------
@@ -86,7 +87,7 @@ def layer_frozen(monkeypatch, tmp_path, data):
 
 def little_text(monkeypatch, tmp_path, data):
     source = tmp_path / 'little.txt'
-    source.write_text(Path(run_report.__file__).read_text()[:3000])
+    source.write_text(Path(diagnosis.__file__).read_text()[:3000])
     prepare.main(['text', f'--input={source}', '--tokenizer=char', '--val_fraction=0.3',
                   f'--data_dir={tmp_path}/little'])
     return dict(dataset=tmp_path / 'little', learning_rate=1e-2, min_lr=1e-3, n_embd=64,
@@ -119,8 +120,8 @@ def float16_overflows(monkeypatch, tmp_path, data):
 def loader_slow(monkeypatch, tmp_path, data):
     original = BatchLoader.train_batch
     monkeypatch.setattr(BatchLoader, 'train_batch',
-                        lambda *arguments: time.sleep(0.02) or original(*arguments))
-    return dict(max_iters=60, lr_decay_iters=60)
+                        lambda *arguments: time.sleep(0.08) or original(*arguments))
+    return dict(max_iters=40, lr_decay_iters=40)
 
 
 def clip_tiny(monkeypatch, tmp_path, data):

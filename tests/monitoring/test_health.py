@@ -10,7 +10,7 @@ import train
 from model import GPT, GPTConfig
 from plaingpt.corpus.batches import BatchLoader
 from plaingpt.corpus.dataset import open_dataset
-from plaingpt.monitoring.health import Health, largest_logit
+from plaingpt.monitoring.health import MEASURES, Health, largest_logit, not_seen
 from plaingpt.system.devices import autocast
 from plaingpt.training.optimizers import build_optimizer
 from plaingpt.training.settings import TrainConfig
@@ -40,7 +40,7 @@ def step(model, health, loader, lr=1e-2):
     with health.around_update(1, torch.amp.GradScaler('cpu', enabled=False)):
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
-    return health.look(), before, grads
+    return health.measure(), before, grads
 
 
 def total(tensors, part):
@@ -86,6 +86,9 @@ def test_the_largest_attention_logit_is_that_of_the_softmax():
     seen = torch.ones(8, 8, dtype=torch.bool).tril(-2)
     assert largest_logit(q, k, k, attn_mask=seen, scale=1.0) \
         == pytest.approx((4 * logits * seen).abs().max())
+    bias = torch.zeros(8, 8).masked_fill(~seen, -math.inf) - 50 * torch.eye(8).roll(-3, 0)
+    assert largest_logit(q, k, k, attn_mask=bias) \
+        == pytest.approx((logits + bias)[..., seen].abs().max())
 
 
 @pytest.mark.parametrize('changes', [
@@ -98,6 +101,49 @@ def test_models_newer_than_gpt2_are_seen_under_the_same_names(loader, changes):
     assert layers <= set(newer) and all(math.isfinite(value) for value in newer.values())
 
 
+def test_a_measure_of_predictions_is_one_entry_of_the_table(loader, monkeypatch):
+    monkeypatch.setitem(MEASURES, 'accuracy_at',
+                        lambda logits, targets: logits.argmax(dim=-1) == targets)
+    model, health = new(loader)
+    seen, _, _ = step(model, health, loader)
+    with torch.no_grad():
+        idx, targets = loader.eval_batch(loader.eval_batches(1)[0])
+        right = (model.eval()(idx)[0].argmax(dim=-1) == targets).float()
+    assert seen['health/accuracy_at/4-15'] == pytest.approx(right[:, 4:16].mean().item(), rel=1e-4)
+
+
+class OwnAttention(torch.nn.Module):
+    """Attention that does not call F.scaled_dot_product_attention."""
+
+    def __init__(self, attention):
+        super().__init__()
+        self.c_attn, self.c_proj = attention.c_attn, attention.c_proj
+
+    def forward(self, x, *_):
+        q, k, v = self.c_attn(x).chunk(3, dim=2)
+        scores = (q @ k.transpose(1, 2)).masked_fill(
+            torch.ones(x.size(1), x.size(1)).triu(1).bool(), -math.inf)
+        return self.c_proj(scores.softmax(dim=2) @ v)
+
+
+def test_what_a_changed_model_does_not_show_is_said_once(tiny, tmp_path, capsys, monkeypatch):
+    original = train.build_model
+
+    def changed(*arguments):
+        model = original(*arguments)
+        for block in model.transformer.h:
+            block.attn = OwnAttention(block.attn)
+            block.mlp = torch.nn.Linear(32, 32)
+        return model
+    monkeypatch.setattr(train, 'build_model', changed)
+    train.main([*tiny, '--health_interval=2'])
+    out = capsys.readouterr().out
+    assert out.count('attention logits not seen') == out.count('dead units not seen') == 1
+    assert 'F.scaled_dot_product_attention' in out and 'activations not seen' not in out
+    (*_, seen) = lines(tmp_path / 'out', 'health/activation_rms/h.1')
+    assert len(not_seen(seen)) == 2 and 'health/grad_norm/h.1' in seen
+
+
 def test_a_layer_without_a_gradient_is_seen_as_such(loader):
     model, health = new(loader)
     model.transformer.h[0].requires_grad_(False)
@@ -106,7 +152,7 @@ def test_a_layer_without_a_gradient_is_seen_as_such(loader):
                     loader.train_batch(0, 0)[1].flatten()).backward()
     with health.around_update(1, torch.amp.GradScaler('cpu', enabled=False)):
         optimizer.step()
-    seen = health.look()
+    seen = health.measure()
     assert seen['health/grad_norm/h.0'] == seen['health/update_ratio/h.0'] == 0
     assert seen['health/grad_norm/h.1'] > 0
 

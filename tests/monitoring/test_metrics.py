@@ -4,20 +4,41 @@ import math
 import pytest
 import torch
 
-from plaingpt.monitoring.metrics import Metrics, read_rows, trim
+from plaingpt.monitoring.metrics import Metrics
+from plaingpt.monitoring.metrics_file import read_rows, trim_rows
 from plaingpt.system.formatting import duration, short
+from plaingpt.training.settings import TrainConfig
+
+CONFIG = TrainConfig(batch_size=10, block_size=10, gradient_accumulation_steps=1, max_iters=1000,
+                     eval_interval=100)
+
+
+class Loader:
+    waited_s = 0.0
+
+    def tokens_before(self, iter_num):
+        return 100 * iter_num
+
+
+class Model:
+    def flops_per_token(self):
+        return 10**9
 
 
 def new(path, **changes):
     return Metrics(path, **{**dict(
-        run={}, step_tokens=100, tokens_at=lambda it: 100 * it, max_iters=1000, eval_interval=100,
-        bytes_per_token=4.0, mfu_of=lambda rate: None, peak_memory_bytes=lambda: 1,
-        data_wait_s=lambda: 0.0), **changes})
+        config=CONFIG, run={}, loader=Loader(), model=Model(), device=torch.device('cpu'),
+        dtype='float32', scaler=torch.amp.GradScaler('cpu', enabled=False), bytes_per_token=4.0),
+        **changes})
+
+
+@pytest.fixture(autouse=True)
+def no_diagnosis(monkeypatch):
+    monkeypatch.setattr('plaingpt.monitoring.metrics.diagnose', lambda *_: [])
 
 
 @pytest.fixture
-def metrics(tmp_path, monkeypatch):
-    monkeypatch.setattr('plaingpt.monitoring.metrics.diagnose', lambda *_: [])
+def metrics(tmp_path):
     return new(tmp_path / 'metrics.jsonl')
 
 
@@ -33,6 +54,20 @@ def test_a_step_is_a_line_of_the_documented_keys(metrics, capsys):
                           'tokens_per_s', 'mfu', 'peak_memory_bytes', 'data_wait']
     assert (line['iter'], line['tokens'], line['loss'], line['mfu']) == (10, 1000, 2.5, None)
     assert 'iter   10 | loss 2.5000 | lr 1.00e-03 | grad 0.70' in capsys.readouterr().out
+
+
+def test_mfu_is_that_of_each_gpu_and_null_where_the_peak_is_not_known(tmp_path, monkeypatch):
+    monkeypatch.setattr('plaingpt.monitoring.metrics.device_name', lambda _: 'NVIDIA A100-SXM4')
+    one, two, single = (new(tmp_path / f'{i}.jsonl', dtype=dtype, world_size=world_size)
+                        for i, (dtype, world_size) in enumerate((
+                            ('bfloat16', 1), ('bfloat16', 2), ('float32', 1))))
+    shares = []
+    for metrics in (one, two, single):
+        metrics.begin(0)
+        metrics.step(1, 2.5, 1e-3, 0.7)
+        (line,) = lines(metrics)
+        shares.append(line['mfu'] and line['mfu'] * 312e12 / line['tokens_per_s'] / 10**9)
+    assert shares == [pytest.approx(1.0), pytest.approx(0.5), None]
 
 
 def test_an_evaluation_is_a_line_of_the_documented_keys(metrics, capsys):
@@ -61,6 +96,15 @@ def test_time_spent_evaluating_is_no_step_time(metrics, monkeypatch):
     assert lines(metrics)[0]['tokens_per_s'] == pytest.approx(4 * 100 / 2)
 
 
+def test_a_live_line_stays_while_training_goes_on(metrics, capsys):
+    metrics.live_line.shown = True
+    metrics.begin(0)
+    metrics.tick(1)
+    with metrics.paused():
+        pass
+    assert capsys.readouterr().err.endswith('1/1000 | ────────────────────')
+
+
 def row(i):
     return json.dumps({'iter': i, 'tokens': 100 * i, 'elapsed_s': 0.1 * i}) + '\n'
 
@@ -69,10 +113,10 @@ def test_a_resumed_run_drops_what_came_after_its_checkpoint(tmp_path):
     path = tmp_path / 'metrics.jsonl'
     for end in ('{"iter"', '3', '[1]', '\n\n', '{"iter": "x"}', '{"iter": 1}'):
         path.write_text(row(1) + row(2) + row(3) + end)
-        trim(path, 2)
+        trim_rows(path, 2)
         assert path.read_text() == row(1) + row(2)
     path.write_text((row(1) + row(2)).rstrip())  # the newline did not make it to disk
-    trim(path, 2)
+    trim_rows(path, 2)
     assert path.read_text() == row(1) + row(2)
 
 
@@ -110,25 +154,25 @@ def test_the_time_left_counts_the_evaluations_to_come(metrics, monkeypatch):
     with metrics.paused():
         now[0] += 30.0
         metrics.evaluation(0, 1.0, 1.0, best=True)
-    assert metrics.left_s(500, step_s=2.0) == 500 * 2 + 5 * 30
+    assert metrics.remaining_s(500, step_s=2.0) == 500 * 2 + 5 * 30
 
 
 def test_a_terminal_gets_a_live_line_and_a_file_does_not(metrics, monkeypatch, capsys):
     metrics.begin(0)
     metrics.tick(1)
     assert capsys.readouterr().err == ''
-    metrics.live = True
+    metrics.live_line.shown = True
     metrics.step(10, 2.5, 1e-3, 1.0)
     metrics.tick(250)
     captured = capsys.readouterr()
     assert captured.err.endswith('250/1000 | ━━━━━─────────────── | '
-                                 + ' | '.join(metrics.live_columns))
-    metrics.say('a line')
+                                 + ' | '.join(metrics.live_line.columns))
+    metrics.print('a line')
     assert capsys.readouterr().err == '\r\x1b[K'  # the live line makes room for it
 
 
 def test_rows_in_memory_stay_few_and_evaluations_stay(metrics, monkeypatch):
-    monkeypatch.setattr('plaingpt.monitoring.metrics.MOST_ROWS', 100)
+    monkeypatch.setattr('plaingpt.monitoring.metrics.MAX_ROWS', 100)
     for i in range(1000):
         metrics._remember({'iter': i, **({'val_loss': 1.0} if i % 50 == 0 else {})})
     assert len(metrics.rows) <= 100

@@ -1,0 +1,25 @@
+# The smallest run, to see in a second whether a change of the code works: docs/hacking.md.
+#   python prepare.py text --input=README.md --tokenizer=char --data_dir=data/readme
+#   python train.py config/tiny.py
+
+out_dir = 'out-tiny'
+dataset = 'readme'  # the README of this project, some 10,000 characters
+
+n_layer = 2
+n_head = 2
+n_embd = 32
+block_size = 32
+
+# 8 sequences · 32 characters = 256 characters a step
+batch_size = 8
+gradient_accumulation_steps = 1
+max_iters = 4
+lr_decay_iters = max_iters
+learning_rate = 3e-3  # small networks bear a high one
+min_lr = learning_rate / 10
+warmup_iters = 0
+
+eval_interval = 2
+eval_iters = 4
+health_interval = 2
+report = False

@@ -1,0 +1,43 @@
+import compare_nanogpt
+import pytest
+import torch
+
+from model import GPT, GPTConfig
+from plaingpt.training.settings import TrainConfig
+
+
+def test_settings_of_training_are_told_from_its_own_arguments():
+    args, settings = compare_nanogpt.parse_args(['speed', 'nanoGPT', '--rounds=5', '--dropout=0.1'])
+    assert (args.what, args.nanogpt, args.rounds) == ('speed', 'nanoGPT', 5)
+    assert settings == ['--dropout=0.1']
+    with pytest.raises(SystemExit):
+        compare_nanogpt.parse_args(['spead', 'nanoGPT'])
+
+
+def test_a_model_can_draw_the_dropout_masks_that_torch_would():
+    gpt = GPT(GPTConfig(16, 65, n_layer=1, n_head=2, n_embd=32, dropout=0.5))
+    idx = torch.randint(0, 65, (2, 16))
+
+    def loss():
+        torch.manual_seed(1)
+        return gpt(idx, idx)[1].item()
+
+    ours = loss()
+    with compare_nanogpt.torch_dropout():
+        masked = loss()
+    assert loss() == ours != masked
+    for module in gpt.modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.__class__ = torch.nn.Dropout
+    assert loss() == masked
+
+
+def test_our_trainer_learns():
+    config = TrainConfig(n_layer=1, n_head=2, n_embd=32, block_size=16, dtype='float32',
+                         warmup_iters=0, learning_rate=1e-2)
+    trainer = compare_nanogpt.our_trainer(config, 65, compile=False)
+    idx = torch.randint(0, 65, (4, 16))
+    before = trainer.evaluate([(idx, idx)])
+    for it in range(5):
+        trainer.step(idx, idx, it)
+    assert trainer.evaluate([(idx, idx)]) < before - 0.5

@@ -1,0 +1,180 @@
+"""Reference curves: where a run lies beside one, and making them."""
+
+import json
+from dataclasses import asdict, fields
+from pathlib import Path
+
+import make_reference
+import pytest
+from helpers import fails
+
+import plot
+import train
+from configurator import load_config
+from plaingpt.monitoring import references
+from plaingpt.monitoring.diagnosis import diagnose
+from plaingpt.monitoring.references import Reference
+from plaingpt.monitoring.run_record import FACTS as KEYS
+from plaingpt.monitoring.run_record import SETTINGS
+from plaingpt.system.errors import UserError
+from plaingpt.training.settings import TrainConfig
+
+CONFIG = {**dict.fromkeys(SETTINGS, 0), 'n_embd': 128, 'seed': 1}
+FACTS = {**dict.fromkeys(KEYS, ''), 'config': CONFIG, 'changed': {}, 'versions': {},
+         'machine': {'device': 'cpu', 'cpu': 'A CPU', 'cores': 2, 'processes': 1, 'system': ''},
+         'vocab_size': 65, 'train_tokens': 1000, 'parameters': 500,
+         'data': {'folder': 'data/ours', 'source': {'corpus': 'ours'}}}
+
+
+def curve(offset, speed=1000.0, step=100):
+    return [{'iter': i, 'tokens': 512 * i, 'elapsed_s': float(i), 'val_loss': 4 - i / 500 + offset,
+             'tokens_per_s': speed} for i in range(0, 1001, step)]
+
+
+def made(offsets=(-0.01, 0.0, 0.01)):
+    return Reference('small', dict.fromkeys(range(len(offsets)), FACTS),
+                     {i: curve(offset) for i, offset in enumerate(offsets)})
+
+
+@pytest.mark.parametrize('offset, words', [
+    (0.005, 'inside the band of small (3 seeds)'), (0.3, 'above (worse) the band'),
+    (-0.3, 'below (better) the band')])
+def test_a_sentence_says_where_a_run_lies(offset, words):
+    assert words in made().compare('out', curve(offset))
+    assert words in made().compare('out', curve(offset, step=250))  # evaluated elsewhere
+
+
+def compared(**changes):
+    return made().compare('out', curve(0.0), {**FACTS, **changes})
+
+
+def test_a_run_on_other_text_is_not_compared():
+    assert 'their losses do not compare' in compared(train_tokens=2000)
+    assert 'their losses do not compare' in compared(vocab_size=66)
+    assert 'their losses do not compare' in compared(train_tokens=990, data={'folder': 'other'})
+
+
+def test_what_a_run_does_otherwise_than_the_reference_is_said():
+    same = compared(config={**CONFIG, 'seed': 2})
+    assert 'unlike the reference' not in same and 'times as fast' in same
+    sentence = compared(config={**CONFIG, 'n_embd': 64}, train_tokens=990, parameters=200)
+    assert 'inside' in sentence and 'times as fast' not in sentence  # of another model
+    assert sentence.endswith(
+        'unlike the reference: n_embd=64 (there 128), training tokens=990 (there 1000)')
+
+
+def test_a_setting_that_the_reference_is_too_old_to_have_has_its_default_there():
+    new = {**CONFIG, 'alibi': False, 'log_to': 'tensorboard'}
+    assert 'unlike the reference' not in compared(config=new)
+    sentence = compared(config={**new, 'alibi': True}, changed={'alibi': True})
+    assert sentence.endswith('unlike the reference: alibi=True (there the default)')
+
+
+def test_settings_without_effect_are_settings():
+    assert {field.name for field in fields(TrainConfig)} >= references.NO_EFFECT
+
+
+def test_there_is_no_verdict_where_the_reference_has_no_evaluation():
+    early = [row for row in curve(0.0, step=20) if row['iter'] < 100]
+    assert 'no evaluation between 51,200 and 512,000 tokens (100 and 1000 iterations' \
+        in made().compare('out', early)
+    assert 'has one seed' in made([0.0]).compare('out', curve(0.0))
+
+
+def test_a_run_that_leaves_the_band_is_above_from_there():
+    rows = curve(0.0)
+    for row in rows:
+        row['val_loss'] += 0.2 if row['iter'] >= 600 else 0.0
+    sentence = made().compare('out', rows)
+    assert 'above (worse) the band of small (3 seeds) from iteration 600 on, by 0.15' in sentence
+    assert '2.00 times as fast as there (A CPU, 2 cores)' in made().compare(
+        'out', curve(0.0, speed=2000.0))
+
+
+def test_the_band_holds_a_new_seed_in_95_of_100():
+    import numpy as np
+    chance, inside = np.random.default_rng(0), 0
+    for _ in range(1000):
+        *seeds, new = chance.normal(0, 0.01, 4).tolist()
+        inside += 'inside' in made(seeds).compare('out', curve(new))
+    assert 930 <= inside <= 970
+
+
+def test_a_reference_comes_back_as_it_was_written_and_is_drawn(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(references, 'FOLDER', tmp_path)
+    references.write_reference(made())
+    found = references.read_reference('small')
+    assert found.band() == made().band() and found.runs == made().runs
+    out = tmp_path / 'out'
+    out.mkdir()
+    (out / 'metrics.jsonl').write_text('\n'.join(map(json.dumps, curve(0.0))))
+    plot.main([str(out), '--reference=small'])
+    assert 'inside the band' in capsys.readouterr().out
+    assert 'there are small' in fails(capsys, monkeypatch, plot.main, out, '--reference=big')
+    assert 'mean small?' in fails(capsys, monkeypatch, plot.main, out, '--reference=smal')
+
+
+@pytest.mark.parametrize('spoil, words', [
+    (lambda lines: [], 'empty'),
+    (lambda lines: [b'\xff\xfe'], 'line 1'),
+    (lambda lines: lines[1:], 'line 1: of no run before it'),
+    (lambda lines: [b'{"seed": 0, "run": 5}', *lines[1:]], 'line 1: these are no facts of a run'),
+    (lambda lines: [lines[0], lines[1][:9]], 'line 2'),
+    (lambda lines: lines[:1], 'seed 0 has no rows'),
+    (lambda lines: [b'[]', *lines], 'line 1')])
+def test_a_damaged_reference_is_named(spoil, words, tmp_path, monkeypatch):
+    monkeypatch.setattr(references, 'FOLDER', tmp_path)
+    references.write_reference(made())
+    path = tmp_path / 'small.jsonl'
+    path.write_bytes(b'\n'.join(spoil(path.read_bytes().splitlines())))
+    with pytest.raises(UserError, match=words):
+        references.read_reference('small')
+
+
+@pytest.fixture
+def small_config(tmp_path, monkeypatch):
+    """config/NAME.py of a run that takes no time, and training that logs a curve."""
+    config = Path(train.__file__).with_name('config') / 'quickstart.py'
+    monkeypatch.setattr(make_reference, 'FOLDER', tmp_path)
+    monkeypatch.setattr(references, 'FOLDER', tmp_path)
+    facts = {**FACTS, 'config': asdict(load_config(TrainConfig, [str(config)]))}
+    trained = []
+
+    def train_one(name, seed):
+        trained.append(seed)
+        if seed == 3:
+            raise KeyboardInterrupt
+        return facts, curve(0.0)
+    monkeypatch.setattr(make_reference, 'train', train_one)
+    return trained
+
+
+def test_a_reference_grows_seed_by_seed_and_made_again_stays_until_all_are_there(
+        small_config, tmp_path):
+    make_reference.main(['quickstart', '--seeds=1'])
+    with pytest.raises(KeyboardInterrupt):
+        make_reference.main(['config/quickstart.py', '--seeds=1,2,3'])
+    assert sorted(references.read_reference('quickstart').runs) == [1, 2]
+    with pytest.raises(KeyboardInterrupt):
+        make_reference.main(['quickstart', '--seeds=1,3', '--again'])
+    assert sorted(references.read_reference('quickstart').runs) == [1, 2]
+    assert small_config == [1, 2, 3, 1, 3]  # what is there is not trained again
+
+
+def test_seeds_of_two_configs_are_not_mixed(small_config, tmp_path):
+    make_reference.main(['quickstart', '--seeds=1'])
+    path = tmp_path / 'quickstart.jsonl'
+    path.write_text(path.read_text().replace('"n_embd": 192', '"n_embd": 64'))
+    with pytest.raises(UserError, match='made with another n_embd'):
+        make_reference.main(['quickstart', '--seeds=2'])
+
+
+REFERENCES = sorted(path.stem for path in references.FOLDER.glob('*.jsonl'))
+
+
+@pytest.mark.parametrize('name', REFERENCES)
+def test_our_references_give_no_alarm(name):
+    found = references.read_reference(name)
+    assert len(found.rows) >= 3
+    for seed, rows in found.rows.items():
+        assert diagnose(rows, found.runs[seed], ended=True) == []

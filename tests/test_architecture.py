@@ -1,0 +1,148 @@
+"""The house: who may import whom, and how large its parts may be. It reads the files' imports."""
+
+import ast
+import subprocess
+import sys
+from itertools import combinations
+from pathlib import Path
+
+import pytest
+from helpers import ROOT
+
+CODE = sorted([*ROOT.glob('*.py'), *ROOT.glob('plaingpt/**/*.py'), *ROOT.glob('tools/*.py')])
+FILES = {'.'.join(path.relative_to(ROOT).with_suffix('').parts).removesuffix('.__init__'): path
+         for path in CODE}  # name of a module → its file
+
+# Each room → the rooms that it may import; besides, all may import from their own.
+MAY_IMPORT = {
+    'system': set(),
+    'configurator': {'system'},
+    'corpus': {'system'},
+    'monitoring': {'system'},
+    'model': {'system'},
+    'inference': {'model', 'corpus', 'monitoring', 'system'},
+    'training': {'inference', 'model', 'corpus', 'monitoring', 'system'},
+    'benchmarks': {'training', 'inference', 'model', 'corpus', 'monitoring', 'system'}}
+MAY_IMPORT['a command'] = {*MAY_IMPORT}
+MAY_IMPORT['tools'] = {*MAY_IMPORT}  # commands too: torture trains in forks
+
+CORE = {'torch', 'numpy', 'safetensors', 'tqdm'}  # what importing a module may need
+
+
+def room(module):
+    """'plaingpt.corpus.shards' → 'corpus', 'model' → 'model', 'train' → 'a command'."""
+    first, *rest = module.split('.')
+    if first == 'plaingpt':
+        return rest[0] if rest else 'plaingpt'
+    return first if first in MAY_IMPORT else 'a command'
+
+
+def imports(path, local=True):
+    """Names of the modules that a file imports; with local, inside functions too."""
+    tree = ast.parse(path.read_text(encoding='utf-8'))
+    inside = {node for function in ast.walk(tree) if isinstance(function, ast.FunctionDef)
+              for node in ast.walk(function)}
+    for node in ast.walk(tree):
+        if local or node not in inside:
+            if isinstance(node, ast.Import):
+                yield from (alias.name for alias in node.names)
+            elif isinstance(node, ast.ImportFrom):
+                assert not node.level, f'{path}: a relative import'
+                submodules = [f'{node.module}.{alias.name}' for alias in node.names]
+                yield from {name if name in FILES else node.module for name in submodules}
+
+
+def ours(path, local=True):
+    """Those of `imports` that are in this tree."""
+    return {name for name in imports(path, local) if name in FILES}
+
+
+def test_the_rooms_import_each_other_in_one_direction():
+    wrong = [f'{module} → {name}: {room(module)} must not import {room(name)}'
+             for module, path in FILES.items()
+             for name in sorted(ours(path, local=module != 'model'))
+             if room(name) not in MAY_IMPORT[room(module)] | {room(module)} - {'a command'}]
+    assert not wrong, '\n'.join(wrong)
+
+
+def test_no_module_imports_itself_by_way_of_others():
+    # The thin methods of model.py, generate and from_pretrained, import where they are called.
+    graph = {module: ours(path, local=module != 'model') for module, path in FILES.items()}
+    done = set()
+
+    def visit(module, path):
+        assert module not in path, ' → '.join([*path[path.index(module):], module])
+        if module not in done:
+            for name in sorted(graph[module]):
+                visit(name, [*path, module])
+            done.add(module)
+
+    for module in graph:
+        visit(module, [])
+
+
+def test_the_network_needs_torch_and_our_kernels_only():
+    wrong = [name for name in imports(ROOT / 'model.py', local=False)
+             if name.split('.')[0] not in sys.stdlib_module_names | {'torch'}
+             and not name.startswith('plaingpt.system.')]
+    assert not wrong, f'model.py → {wrong}'
+
+
+def test_importing_a_module_needs_only_the_core_packages():
+    known = sys.stdlib_module_names | CORE | {name.split('.')[0] for name in FILES}
+    wrong = [f'{path.relative_to(ROOT)} → {name}: import it where it is used'
+             for path in CODE if 'tools' not in path.parts
+             for name in imports(path, local=False) if name.split('.')[0] not in known]
+    assert not wrong, '\n'.join(wrong)
+
+
+def test_pickle_is_imported_where_the_contract_allows_it_and_nothing_loads_a_class():
+    # for nanoGPT's meta.pkl, and for the error that torch raises
+    allowed = {'plaingpt.corpus.dataset', 'plaingpt.inference.pretrained'}
+    assert {module for module, path in FILES.items() if 'pickle' in imports(path)} <= allowed
+    for path in CODE:
+        for node in ast.walk(ast.parse(path.read_text(encoding='utf-8'))):
+            if isinstance(node, ast.Call):
+                assert ast.unparse(node.func) not in ('pickle.load', 'pickle.loads'), path
+                if ast.unparse(node.func) == 'torch.load':
+                    assert 'weights_only=True' in ast.unparse(node), path
+
+
+def test_files_and_functions_are_short():
+    longest = {'model.py': 330, 'train.py': 300}
+    wrong = []
+    for path in [*CODE, *ROOT.glob('tests/**/*.py')]:
+        text = path.read_text(encoding='utf-8')
+        name, lines = str(path.relative_to(ROOT)), len(text.splitlines())
+        if lines > longest.get(name, 500):
+            wrong.append(f'{name}: {lines} lines, of {longest.get(name, 500)} at most')
+        for node in ast.walk(ast.parse(text)):
+            if isinstance(node, ast.FunctionDef) and node.end_lineno - node.lineno >= 60:
+                wrong.append(f'{name}: {node.name} has {node.end_lineno - node.lineno + 1} lines, '
+                             'of 60 at most')
+    assert not wrong, '\n'.join(wrong)
+
+
+@pytest.mark.parametrize('folder', [*sorted((ROOT / 'plaingpt').glob('[a-z]*/')), ROOT / 'tools'],
+                         ids=lambda path: path.name)
+def test_a_folder_has_at_most_ten_files(folder):
+    files = [path.name for path in folder.glob('*.py') if path.name != '__init__.py']
+    assert len(files) <= 10, f'{folder.name} has {len(files)}: {files}'
+
+
+def test_no_two_files_have_names_that_differ_by_a_letter():
+    def shortened(name):
+        return {name, *(name[:k] + name[k + 1:] for k in range(len(name)))}
+
+    names = {path.stem for path in CODE} - {'__init__'}
+    assert not [pair for pair in combinations(sorted(names), 2)
+                if shortened(pair[0]) & shortened(pair[1])]
+
+
+def test_the_root_is_seen_at_a_glance():
+    if not (ROOT / '.git').exists():
+        pytest.skip('not a git checkout: what is tracked is not known')
+    tracked = subprocess.run(['git', 'ls-files'], cwd=ROOT, capture_output=True, text=True,
+                             check=True).stdout.splitlines()
+    entries = {Path(name).parts[0] for name in tracked if not name.startswith('.')}
+    assert len(entries) <= 24, sorted(entries)

@@ -1,0 +1,326 @@
+"""README.md and docs/ stay true: their commands run, their links, options and names exist.
+
+In a ```console block a line that starts with `$ ` is a command, and what follows is its output,
+shortened with `…`. All commands of a page are run in order, in an empty folder that has what a
+checkout has. Each page begins where the commands of the README end. A comment above a block says
+what it needs, and why it is not run:
+
+    <!-- needs: time -->      make test-slow runs it
+    <!-- needs: network -->   or gpu, terminal, files: it is not run, but its options are checked
+"""
+
+import dataclasses
+import importlib
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import tomllib
+from typing import NamedTuple
+
+import pytest
+import torch
+from helpers import ROOT
+
+import train
+from configurator import load_config
+from plaingpt.system.errors import run_script
+
+PAGES = ['README.md', *sorted(f'docs/{path.name}' for path in (ROOT / 'docs').glob('*.md')
+                              if path.name != 'hacking.md')]  # which test_hacking.py follows
+COMMANDS = ('prepare', 'train', 'sample', 'evaluate', 'export', 'plan', 'bench', 'plot')
+SHELL = ('echo', 'cat', 'cp', 'ls', 'mkdir')
+NANOGPT_KEYS = set(re.findall(r'\w+', '''
+    out_dir eval_interval log_interval eval_iters eval_only always_save_checkpoint init_from
+    wandb_log wandb_project wandb_run_name dataset gradient_accumulation_steps batch_size block_size
+    n_layer n_head n_embd dropout bias learning_rate max_iters weight_decay beta1 beta2 grad_clip
+    decay_lr warmup_iters lr_decay_iters min_lr backend device dtype compile
+    start num_samples max_new_tokens temperature top_k seed real_data profile'''))
+# options of torchrun and tensorboard, and --key=value itself
+OF_OTHERS = {'nproc_per_node', 'nnodes', 'rdzv-backend', 'rdzv-endpoint', 'rdzv-id', 'max-restarts',
+             'standalone', 'logdir', 'help', 'key'}
+MISTAKES = {'learning_rte', 'batchsize'}  # shown with the error that they get
+
+
+class Block(NamedTuple):
+    kind: str  # console, python
+    needs: str  # of the comment above
+    text: str
+
+
+class Command(NamedTuple):
+    line: str
+    output: list  # lines that the page shows
+
+
+def text_of(page):
+    return (ROOT / page).read_text(encoding='utf-8')
+
+
+def blocks_of(page):
+    found = re.findall(r'(?:<!-- needs: ([^>]*) -->\n)?```(\w*)\n(.*?)```', text_of(page), re.S)
+    return [Block(kind, needs, text) for needs, kind, text in found]
+
+
+def commands_of(block):
+    found = []
+    for line in block.text.replace('\\\n', ' ').splitlines():
+        if line.startswith('$ '):
+            found.append(Command(line[2:], []))
+        else:
+            found[-1].output.append(line)
+    return found
+
+
+def scripts_of(line):
+    """'torchrun … train.py --a=1  # why' → [('train', ['--a=1'])], for scripts in the root."""
+    words = shlex.split(line, comments=True)
+    return [(word[:-3], words[i + 1:]) for i, word in enumerate(words)
+            if word.endswith('.py') and word[:-3] in COMMANDS
+            and words[0] in ('python', 'torchrun')][:1]
+
+
+def settings_of(script):
+    """The dataclass of a script's settings."""
+    module = importlib.import_module(script)
+    if module is train:
+        return train.TrainConfig
+    return next(value for name, value in vars(module).items()
+                if name.endswith('Config') and value.__module__ == script)
+
+
+# -----------------------------------------------------------------------------
+# commands run
+
+
+@pytest.fixture(scope='session')
+def after_readme(tmp_path_factory):
+    """A folder with what a checkout has, in which the commands of the README were given."""
+    folder = tmp_path_factory.mktemp('docs') / 'plaingpt'
+    folder.mkdir()
+    for name in ('config', 'references'):
+        (folder / name).symlink_to(ROOT / name)
+    shutil.copytree(ROOT / 'docs', folder / 'docs')
+    shutil.copy(ROOT / 'README.md', folder)
+    (folder / 'data').mkdir()
+    with pytest.MonkeyPatch.context() as patch:
+        problems = follow('README.md', folder, patch)
+    return folder, problems
+
+
+def follow(page, folder, patch, slow=False):
+    """Give the commands of a page in `folder` → problems, a text each."""
+    patch.chdir(folder)
+    for backend in (torch.cuda, torch.backends.mps):
+        patch.setattr(backend, 'is_available', lambda: False)
+    problems = []
+    for block in blocks_of(page):
+        if block.needs and not (slow and block.needs == 'time'):
+            continue
+        if block.kind == 'python':
+            exec(block.text, {})
+        elif block.kind == 'console':
+            for command in commands_of(block):
+                code, output = give(command.line, patch)
+                fails = any(line.startswith('error:') for line in command.output)
+                missing = first_missing(command.output, output)
+                if code != (2 if fails else 0) or missing:
+                    problems.append(f'{page}: $ {command.line}\nexit code {code}; not in its '
+                                    f'output: {missing!r}\n{output}')
+    return problems
+
+
+def give(line, patch):
+    """Give a command → (exit code, all that it printed). Ours run in this process, which has
+    imported torch already."""
+    words = shlex.split(line, comments=True)
+    if words[0] == 'python' and scripts_of(line):
+        (script, argv), = scripts_of(line)
+        return call(importlib.import_module(script).main, [f'{script}.py', *argv], patch)
+    if words[0] == 'torchrun':
+        words = [sys.executable, '-m', 'torch.distributed.run',
+                 *(str(ROOT / word) if word == 'train.py' else word for word in words[1:])]
+        line = shlex.join(words)
+    elif words[0] not in SHELL:
+        return None, f'cannot be run by the test: say what it needs, or use {", ".join(SHELL)}'
+    done = subprocess.run(line, shell=True, capture_output=True, text=True, timeout=300)
+    return done.returncode, done.stdout + done.stderr
+
+
+def call(main, argv, patch):
+    with pytest.MonkeyPatch.context() as inner, Captured() as captured:
+        inner.setattr(sys, 'argv', argv)
+        try:
+            run_script(main)
+            code = 0
+        except SystemExit as e:
+            code = e.code or 0
+    return code, captured.text()
+
+
+class Captured:
+    """All that is printed in here, by processes that are started too."""
+
+    def __enter__(self):
+        from _pytest.capture import FDCapture, MultiCapture
+        self.capture = MultiCapture(in_=None, out=FDCapture(1), err=FDCapture(2))
+        self.capture.start_capturing()
+        return self
+
+    def __exit__(self, *_):
+        self.read = self.capture.readouterr()
+        self.capture.stop_capturing()
+
+    def text(self):
+        return self.read.out + self.read.err
+
+
+def first_missing(shown, output):
+    """The first line that a page shows and the output has not, in this order; None if it has all.
+
+    Numbers may differ, and `…` stands for anything.
+    """
+    lines = iter([fixed_words(line) for line in output.splitlines()])
+    for line in shown:
+        if line.strip() in ('', '…'):
+            continue
+        pattern = '.*'.join(map(re.escape, fixed_words(line).split('…')))
+        if not any(re.fullmatch(pattern, actual) for actual in lines):
+            return line
+    return None
+
+
+def fixed_words(line):
+    """A line without its numbers, durations, and the spaces that align them."""
+    line = re.sub(r'[-+]?\d[\d,.]*(e[-+]?\d+)?([kMGT]\b)?', '0', line)
+    line = re.sub(r'\b(0[dhms])+\b', '0s', line)
+    return re.sub(r'[\s-]+', ' ', line).strip()
+
+
+@pytest.mark.parametrize('page', PAGES)
+def test_commands_of_a_page_do_what_it_shows(page, after_readme, tmp_path, monkeypatch):
+    folder, problems = after_readme
+    if page != 'README.md':
+        shutil.copytree(folder, tmp_path / 'plaingpt', symlinks=True)
+        problems = follow(page, tmp_path / 'plaingpt', monkeypatch)
+    assert not problems, '\n\n'.join(problems)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('page', [page for page in PAGES if page != 'README.md' and any(
+    block.needs == 'time' for block in blocks_of(page))])
+def test_commands_that_take_minutes(page, after_readme, tmp_path, monkeypatch):
+    shutil.copytree(after_readme[0], tmp_path / 'plaingpt', symlinks=True)
+    problems = follow(page, tmp_path / 'plaingpt', monkeypatch, slow=True)
+    assert not problems, '\n\n'.join(problems)
+
+
+@pytest.mark.parametrize('page', PAGES)
+def test_commands_that_are_not_run_have_valid_options(page, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    for block in blocks_of(page):
+        if block.kind != 'console' or not block.needs:
+            continue
+        for command in commands_of(block):
+            for script, argv in scripts_of(command.line):
+                argv = [arg for arg in argv if arg.startswith('-') or arg.endswith('.py')]
+                load_config(settings_of(script), argv)  # raises UserError
+
+
+def test_a_line_that_the_output_lacks_is_found():
+    output = 'iter 100 | loss 4.49 | 29.4 ms | 3s left\ndone: out/checkpoints\n'
+    assert first_missing(['…', 'iter  20 | loss 3.1 | 900 ms | 1m03s left', 'done: …'], output) \
+        is None
+    assert first_missing(['done: …', 'iter 100 | …'], output) == 'iter 100 | …'
+    assert first_missing(['iter 100 | lr …'], output) == 'iter 100 | lr …'
+
+
+# -----------------------------------------------------------------------------
+# what pages name exists
+
+
+def options_in(script):
+    return {field.name for field in dataclasses.fields(settings_of(script))}
+
+
+@pytest.mark.parametrize('page', PAGES)
+def test_options_exist(page):
+    known = OF_OTHERS.union(MISTAKES, *map(options_in, COMMANDS))
+    tools = ''.join(path.read_text(encoding='utf-8') for path in (ROOT / 'tools').glob('*.py'))
+    named = set(re.findall(r'--([a-zA-Z][\w-]*)', without_urls(page)))
+    for name in named - known:
+        assert re.search(rf'--{name}\b|^    {name}:', tools, re.M), name
+
+
+def without_urls(page):
+    return re.sub(r'<!--.*?-->|https?://\S+|\]\([^)]*\)', '', text_of(page), flags=re.S)
+
+
+@pytest.mark.parametrize('page', PAGES)
+def test_links_lead_to_files_and_headings(page):
+    for text, target in re.findall(r'\[([^]]*)\]\(([^)\s]+)\)', text_of(page)):
+        if target.startswith('http'):
+            continue
+        path, _, heading = target.partition('#')
+        path = (ROOT / page).parent / path if path else ROOT / page
+        assert path.exists(), f'[{text}]({target})'
+        if heading:
+            assert heading in headings_of(path), f'[{text}]({target})'
+
+
+def headings_of(path):
+    """The anchors that GitHub makes of the headings of a page."""
+    text = re.sub(r'```.*?```', '', path.read_text(encoding='utf-8'), flags=re.S)
+    return {re.sub(r'[^\w\- ]', '', heading.lower()).replace(' ', '-')
+            for heading in re.findall(r'^#+ (.*)$', text, re.M)}
+
+
+@pytest.mark.parametrize('page', PAGES)
+def test_files_and_functions_exist(page):
+    text = without_urls(page)
+    if page == 'docs/nanogpt.md':  # its left columns name nanoGPT's
+        text = '\n'.join(line.partition(' | ')[2] for line in text.splitlines())
+    for name in re.findall(r'\b((?:plaingpt|tools|config|references|results)/[\w/]*\.\w+)', text):
+        assert (ROOT / name).exists() or name == 'references/NAME.jsonl' \
+            or name == 'config/NAME.py', name
+    code = ''.join(path.read_text(encoding='utf-8') for folder in ('', 'plaingpt/*')
+                   for path in ROOT.glob(f'{folder}/*.py' if folder else '*.py'))
+    for name in re.findall(r'`(\w+)\(\)`', text):
+        assert re.search(rf'def {name}\b', code), name
+    for name in re.findall(r'`([A-Z]\w+|[A-Z_]{4,})`', text) if 'architecture' in page else ():
+        assert re.search(rf'^(class {name}\b|{name} = )', code, re.M), name
+
+
+def test_readme_is_short():
+    assert len(text_of('README.md').splitlines()) <= 250
+
+
+def test_each_page_is_linked_from_the_readme():
+    linked = re.findall(r'\]\((docs/\w+\.md)\)', text_of('README.md'))
+    assert set(PAGES) <= {'README.md', *linked}
+
+
+def test_each_key_of_nanogpt_has_its_place():
+    named = set(re.findall(r'`(\w+)`', text_of('docs/nanogpt.md')))
+    assert named >= NANOGPT_KEYS
+
+
+def test_each_file_has_its_line_in_the_architecture():
+    named = set(re.findall(r'^\| `([\w/]+\.py)`', text_of('docs/architecture.md'), re.M))
+    files = {str(path.relative_to(ROOT)) for pattern in ('*.py', 'plaingpt/*/*.py')
+             for path in ROOT.glob(pattern) if path.name != '__init__.py'}
+    assert named == files
+
+
+def test_extras_are_those_of_the_package():
+    project = tomllib.loads(text_of('pyproject.toml'))['project']
+    paragraph, = re.findall(r'extras add the rest(.*?)\n\n', text_of('README.md'), re.S)
+    assert set(re.findall(r'`(\w+)`', paragraph)) == set(project['optional-dependencies']) - {'dev'}
+    assert len(project['dependencies']) == 6
+
+
+def test_each_recipe_is_named():
+    pages = ' '.join(map(text_of, PAGES))
+    for path in ROOT.glob('config/*.py'):
+        assert path.name in pages

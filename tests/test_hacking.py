@@ -1,0 +1,66 @@
+"""docs/hacking.md stays true: every diff applies to a copy of the project, and its commands run."""
+
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+
+import pytest
+from helpers import ROOT, ForkServer
+
+PAGE = (ROOT / 'docs' / 'hacking.md').read_text(encoding='utf-8')
+INTRODUCTION, *SECTIONS = re.split(r'^## ', PAGE, flags=re.M)
+BLOCK = re.compile(r'^```(\w+)\n(.*?)^```$', re.M | re.S)
+CODE = ('*.py', 'README.md', 'plaingpt', 'config')
+
+
+def blocks(text, kind):
+    return [body for language, body in BLOCK.findall(text) if language == kind]
+
+
+def run_commands(text, folder, server):
+    """Run the `$ ` lines of its console blocks in `folder`; each must succeed."""
+    for body in blocks(text, 'console'):
+        for command in re.findall(r'^\$ (.*)$', body, re.M):
+            words = shlex.split(command)
+            if words[0] == 'python' and words[1].endswith('.py'):
+                code, output = server.run(folder, *words[1:])
+            else:
+                command = re.sub(r'^python ', f'{sys.executable} ', command)
+                done = subprocess.run(command, shell=True, cwd=folder, text=True,
+                                      capture_output=True)
+                code, output = done.returncode, done.stderr
+            assert code == 0, f'{command}\n{output}'
+
+
+@pytest.fixture(scope='module')
+def server():
+    server = ForkServer()
+    yield server
+    server.close()
+
+
+@pytest.fixture(scope='module')
+def before(server, tmp_path_factory):
+    """A copy of the project as it is, with the run that the page starts with."""
+    folder = tmp_path_factory.mktemp('before')
+    for pattern in CODE:
+        for path in ROOT.glob(pattern):
+            if path.is_dir():
+                shutil.copytree(path, folder / path.name,
+                                ignore=shutil.ignore_patterns('__pycache__'))
+            else:
+                shutil.copy(path, folder)
+    run_commands(INTRODUCTION, folder, server)
+    return folder
+
+
+@pytest.mark.parametrize('section', SECTIONS, ids=lambda text: text.partition('\n')[0])
+def test_a_change_is_one_file_and_works(before, server, section, tmp_path):
+    folder = tmp_path / 'copy'
+    shutil.copytree(before, folder)
+    (diff,) = blocks(section, 'diff')
+    assert len(re.findall(r'^\+\+\+ ', diff, re.M)) == 1
+    subprocess.run(['git', 'apply', '-'], input=diff, text=True, cwd=folder, check=True)
+    run_commands(section, folder, server)

@@ -1,0 +1,90 @@
+"""plot.py on folders of runs, finished, broken and training."""
+
+import shutil
+from contextlib import ExitStack
+
+import pytest
+from helpers import ROOT, fails, size_of_png
+
+import plot
+from plaingpt.monitoring.markdown_report import write_report
+from plaingpt.system.folder_lock import lock_output_dir
+
+
+def test_runs_are_drawn_beside_each_other(trained, tmp_path, capsys):
+    plot.main([str(trained), str(trained), f'--output={tmp_path}/both.png'])
+    out = capsys.readouterr().out
+    assert out.count('iteration 6, 768 tokens') == 2
+    assert size_of_png(tmp_path / 'both.png') > (1000, 600)
+
+
+def test_a_run_without_a_step_says_so(tmp_path, capsys, monkeypatch):
+    (tmp_path / 'metrics.jsonl').write_text('nonsense\n')
+    assert 'nothing to draw yet' in fails(capsys, monkeypatch, plot.main, tmp_path)
+    plot_dir = tmp_path / 'nowhere'
+    assert 'name the out_dir of a run' in fails(capsys, monkeypatch, plot.main, plot_dir)
+
+
+def test_lines_of_others_are_named_when_they_are_skipped(trained, tmp_path, capsys):
+    text = (trained / 'metrics.jsonl').read_text()
+    (tmp_path / 'metrics.jsonl').write_text('{"step": 1, "loss": 2}\n' + text)
+    plot.main([str(tmp_path)])
+    out = capsys.readouterr().out
+    assert 'metrics.jsonl: skipped 1 of' in out and 'line 1' in out
+
+
+@pytest.mark.parametrize('text', ['{', '[]', '{"config": 5}', '{"foo": 1}'])
+def test_a_strange_run_json_costs_the_diagnosis_only(text, trained, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(plot, 'draw', lambda *_: None)
+    (tmp_path / 'metrics.jsonl').write_bytes((trained / 'metrics.jsonl').read_bytes())
+    (tmp_path / 'run.json').write_text(text)
+    plot.main([str(tmp_path)])
+    out = capsys.readouterr().out
+    assert 'iteration 6, 768 tokens' in out and 'nothing is diagnosed' in out
+
+
+def test_a_folder_of_an_older_version_is_drawn_and_reported(tmp_path, capsys):
+    out = tmp_path / 'out'
+    shutil.copytree(ROOT / 'tests/data/format_1/run', out)
+    plot.main([str(out), '--reference=quickstart'])
+    said = capsys.readouterr().out
+    assert 'out: iteration 6, 768 tokens' in said and 'all iterations are done' in said
+    assert 'their losses do not compare' in said and 'warning' not in said
+    assert size_of_png(out / 'loss.png') > (1000, 1000)
+    write_report(out, print)
+    report = (out / 'report.md').read_text()
+    for words in ('2,216 parameters', '| tokens | 768,', 'n_embd = 8', 'AMD EPYC, 2 cores'):
+        assert words in report, words
+
+
+@pytest.mark.parametrize('locks', [True, False])
+def test_live_drawing_ends_with_the_run(locks, trained, tmp_path, capsys, monkeypatch):
+    out, seen = tmp_path / 'out', []
+    shutil.copytree(trained, out)
+    rows = (out / 'metrics.jsonl').read_text().splitlines(keepends=True)
+    (out / 'metrics.jsonl').write_text(''.join(rows[:-2]))
+    with ExitStack() as training:
+        training.enter_context(lock_output_dir(out))
+
+        def wait(seconds):  # meanwhile the run logs its last rows, and ends
+            seen.append(seconds)
+            (out / 'metrics.jsonl').write_text(''.join(rows))
+            training.close()
+        monkeypatch.setattr(plot.time, 'sleep', wait)
+        if not locks:
+            monkeypatch.setattr(plot, 'in_use', lambda folder: None)
+        plot.main([str(out), '--live', '--every=7'])
+    assert seen == [7.0] and 'iteration 6' in capsys.readouterr().out
+
+
+def test_live_drawing_waits_for_the_first_row(trained, tmp_path, capsys, monkeypatch):
+    text = (trained / 'metrics.jsonl').read_text()
+    with ExitStack() as training:
+        training.enter_context(lock_output_dir(tmp_path))
+
+        def wait(_):
+            (tmp_path / 'metrics.jsonl').write_text(text)
+            training.close()
+        monkeypatch.setattr(plot.time, 'sleep', wait)
+        plot.main([str(tmp_path), '--live'])
+    assert 'iteration 6' in capsys.readouterr().out

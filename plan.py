@@ -166,8 +166,8 @@ def print_memory(memory):
               '--loss_chunk_tokens=2048 never makes them')
     print(f'  {gib(memory["overhead"]):>12}  CUDA context and fragmentation, an allowance')
     print(f'  {gib(memory["total"]):>12}  in all: {verdict(memory)}')
-    print('by stage: ' + ', '.join(f'{stage} {gib(size)}'
-                                   for stage, size in memory['stages'].items()))
+    print('by stage: ' + ', '.join(f'{stage} {gib(size)}' for stage, size in
+                                   memory['stages'].items() if not stage.startswith('after')))
     print('activation_checkpointing:')
     for kind, under in memory['checkpointing'].items():
         fits = f', largest micro-batch {under["largest_batch"]}' if memory['available'] else ''

@@ -3,9 +3,9 @@
 import torch
 
 from plaingpt.benchmarks.result_tables import markdown
+from plaingpt.monitoring.memory_recorder import kernels_of
 from plaingpt.system.formatting import gib
-from plaingpt.training.memory_planner import predict, step_settings
-from plaingpt.training.memory_trace import kernels_of, one_step
+from plaingpt.training.memory_planner import one_step, predict, step_settings
 
 
 def tracked_step(shape, step):

@@ -1,31 +1,102 @@
 """What a training step takes of memory before it runs, what fits, and what would save most.
 
-memory_trace.py follows the real step on tensors without data. At each stage of a step, what each
-owner holds is affine in the number of layers and in the batch, so traces of two small depths and
-two small batches give every other. A changed model or optimizer needs no change here, as long as
-its layers are alike.
+The real step runs on tensors without data. At each stage of it, what each owner holds is affine in
+the number of layers and in the batch, so traces of two small depths and two small batches give
+every other. A changed model or optimizer needs no change here, as long as its layers are alike.
 """
 
-import gc
 from bisect import bisect_left, bisect_right
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, field, fields, replace
 from itertools import product
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
-from plaingpt.system.devices import free_memory, peak_memory_bytes
-from plaingpt.system.distributed import all_reduce_min, launched_world
+from model import GPT
+from plaingpt.monitoring.memory_recorder import MemoryRecorder, kernels_of
+from plaingpt.system.devices import autocast, peak_memory_bytes
 from plaingpt.system.errors import UserError
 from plaingpt.system.formatting import GIB, gib
-from plaingpt.training.memory_trace import one_step, step_settings, trace_step
+from plaingpt.training.optimizers import build_optimizer
+from plaingpt.training.settings import TrainConfig
+from plaingpt.training.training_step import forward_backward
 
 CUDA_OVERHEAD = GIB  # for CUDA's context and fragmentation: an allowance, not a measurement
 DEPTHS = (2, 4)  # even, so that layers of two kinds in turn are planned too
+TRACES = {}  # those made in this process
 
 
-# -----------------------------------------------------------------------------
-# from small traces to any size
+@dataclass(frozen=True)
+class StepSettings:
+    """What decides a step's memory, beside the model's shape."""
+
+    batch_size: int  # sequences in a micro-batch
+    micro_steps: int = 1  # micro-batches of one process in a step
+    dtype: str = 'bfloat16'
+    device: str = 'cuda'
+    processes: int = 1
+    config: TrainConfig = field(default_factory=TrainConfig)  # all else, such as the optimizer
+
+    def change(self, **settings):
+        """The same with other settings in its config."""
+        return replace(self, config=replace(self.config, **settings))
+
+
+def step_settings(config, dtype, device='cuda'):
+    """The StepSettings of a TrainConfig whose batch_size is a number."""
+    steps = max(1, config.accumulation() // config.world_size())
+    # What stands beside it, or changes no memory, is set alike, so that one trace serves all.
+    alike = {'batch_size': 1, 'gradient_accumulation_steps': 1, 'total_batch_size': 0, 'seed': 0}
+    plain = TrainConfig(**{f.name: getattr(config, f.name) for f in fields(TrainConfig)} | alike)
+    return StepSettings(config.batch_size, steps, dtype, device, config.world_size(), plain)
+
+
+def one_step(shape, step, device):
+    """The last micro-batch of a step of a new GPT, and the update, as training makes them → yields
+    (what is done, model, optimizer) after 'parameters', 'optimizer states', 'backward' and
+    'optimizer'. Gradients of micro-batches before it are there, as zeros."""
+    with device:
+        gpt = GPT(shape)
+    gpt.loss_chunk_tokens = step.config.loss_chunk_tokens
+    gpt.activation_checkpointing = step.config.activation_checkpointing
+    optimizer = build_optimizer(gpt, step.config, device.type)
+    yield 'parameters', gpt, optimizer
+    for p in gpt.parameters():
+        p.grad = torch.zeros_like(p) if p.requires_grad else None
+    optimizer.step()  # an optimizer makes its states in its first step
+    if step.micro_steps == 1:
+        optimizer.zero_grad(set_to_none=True)
+    yield 'optimizer states', gpt, optimizer
+    idx = torch.randint(shape.vocab_size, (step.batch_size, shape.block_size), device=device)
+    forward_backward(gpt, iter([(idx, idx.clone())]), 1,
+                     torch.amp.GradScaler(device.type, enabled=False), autocast(device, step.dtype))
+    yield 'backward', gpt, optimizer
+    optimizer.step()
+    yield 'optimizer', gpt, optimizer
+
+
+def trace_step(shape, step):
+    """GPTConfig, StepSettings → {stage: {owner: bytes}}: each stage at its highest, and 'after …'
+    what then stays. A step is traced once in a process."""
+    key = GPT, repr((shape, step))
+    if key in TRACES:
+        return TRACES[key]
+    recorder = MemoryRecorder()
+    with FakeTensorMode(), kernels_of(step.device), recorder:
+        steps = one_step(shape, step, torch.device('cpu'))
+        next(steps)
+        recorder.begin('', 'optimizer states')
+        _, gpt, _ = next(steps)
+        recorder.stages.clear()
+        recorder.watch_modules(gpt)
+        recorder.begin('forward', 'token ids')
+        next(steps)
+        recorder.keep('after backward')
+        recorder.begin('optimizer', 'temporary')
+        next(steps)
+        recorder.keep('after optimizer')
+    return TRACES.setdefault(key, recorder.stages)
 
 
 class Prediction:
@@ -42,11 +113,11 @@ class Prediction:
 
 def predict(shape, step):
     """GPTConfig, StepSettings → Prediction."""
-    depths = weights(shape.n_layer, *DEPTHS)
+    depths = shares(shape.n_layer, *DEPTHS)
     # Up to a chunk of the loss its logits grow with the batch; from there on they do not.
     full, rest = divmod(step.config.loss_chunk_tokens, shape.block_size)
     chunk = max(1, full + bool(rest))
-    batches = weights(step.batch_size, *((1, full) if step.batch_size < chunk else
+    batches = shares(step.batch_size, *((1, full) if step.batch_size < chunk else
                                          (chunk, chunk + 1)))
     traces = [(depths[n_layer] * batches[batch_size],
                trace_step(replace(shape, n_layer=n_layer),
@@ -56,24 +127,20 @@ def predict(shape, step):
     stages = {}
     for stage in traces[0][1]:  # of the shallower; more layers only have more stages
         owners = dict.fromkeys(owner for _, trace in traces for owner in trace[stage])
-        stages[stage] = {owner: round(sum(weight * trace[stage].get(owner, 0)
-                                          for weight, trace in traces)) for owner in owners}
+        stages[stage] = {owner: round(sum(share * trace[stage].get(owner, 0)
+                                          for share, trace in traces)) for owner in owners}
     if step.processes > 1:  # DDP copies gradients into buckets, which travel
         buckets = stages['after backward']['gradients']
         stages = {stage: {**items, 'gradient buckets': buckets} for stage, items in stages.items()}
     return Prediction(stages, CUDA_OVERHEAD if step.device == 'cuda' else 0)
 
 
-def weights(n, low, high):
-    """What to multiply values at `low` and `high` by, so that their sum lies at `n` on a line
-    through both: {where: weight}. An n below them, or one of them, is taken as it is."""
+def shares(n, low, high):
+    """{low: share, high: share}: how much of the values there makes the value at n, on a line
+    through both. An n that is one of them, or below, is taken as it is."""
     if n <= low or n == high:
         return {n: 1}
     return {low: (high - n) / (high - low), high: (n - low) / (high - low)}
-
-
-# -----------------------------------------------------------------------------
-# what fits
 
 
 def largest_batch(shape, step, available):
@@ -113,59 +180,6 @@ def savings(shape, step):
 def advice(shape, step):
     """The three best changes, in words."""
     return ', '.join(f'{words} saves {gib(size)}' for words, size in savings(shape, step)[:3])
-
-
-def available_memory(device):
-    """Bytes that this process may take now: what is free on its GPU, or its share of what is free
-    on the machine."""
-    if device.type == 'cuda':
-        return torch.cuda.mem_get_info(device)[0]
-    free = free_memory()
-    if free is None:
-        raise UserError('batch_size=auto: this system does not tell how much memory is free: say a '
-                        'number')
-    return free // launched_world().local_size
-
-
-# -----------------------------------------------------------------------------
-# on the device itself
-
-
-def fits(shape, step, device):
-    """True where a whole step runs on this CUDA device."""
-    with torch.random.fork_rng([device]):
-        try:
-            for _ in one_step(shape, step, device):
-                pass
-            fit = True
-        except torch.OutOfMemoryError:
-            fit = False
-    gc.collect()  # a graph that an error cut short holds itself
-    torch.cuda.empty_cache()
-    torch.cuda.reset_peak_memory_stats(device)
-    return fit
-
-
-def choose_batch_size(shape, config, dtype, device):
-    """→ (batch_size, why) that keeps the TrainConfig's total_batch_size: the plan's answer, tried
-    on CUDA and stepped down until it fits, the same on all processes. Raises UserError."""
-    sequences = config.total_batch_size // config.block_size // config.world_size()
-    step = step_settings(replace(config, batch_size=1), dtype, device.type)
-    available = available_memory(device)
-    planned, _ = batch_that_divides(shape, step, available, sequences)
-    batch_size = planned = all_reduce_min(planned, device)
-    while batch_size and device.type == 'cuda':
-        trial = replace(step, batch_size=batch_size, micro_steps=sequences // batch_size)
-        if all_reduce_min(int(fits(shape, trial, device)), device):
-            break
-        batch_size = next((b for b in range(batch_size - 1, 0, -1) if sequences % b == 0), 0)
-    if not batch_size:
-        need = predict(shape, step).total
-        raise UserError(f'batch_size=auto: not even 1 fits: it takes {gib(need)}, {gib(available)} '
-                        f'are free on {device}; {advice(shape, step)}')
-    tried = ', tried for a step' if device.type == 'cuda' else ''
-    stepped = f', {planned} did not fit' if batch_size < planned else ''
-    return batch_size, f'of {gib(available)} free{tried}{stepped}'
 
 
 @contextmanager

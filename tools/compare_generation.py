@@ -6,7 +6,6 @@ All use the same random weights. The programs take turns, `rounds` times, and th
 counts. It includes reading the prompt.
 """
 
-import importlib.util
 import sys
 import tempfile
 import time
@@ -16,6 +15,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
+from compare_nanogpt import load_nanogpt
 
 from configurator import load_config
 from model import GPT, GPTConfig
@@ -70,23 +70,10 @@ def build_generators(shape, device, config, batch, folder):
                 generate(ours, prompt.tolist(), n, temperature=0.8, top_k=200)
         found[f'plainGPT {dtype}'] = ours_generates
     if config.nanogpt and batch == 1:
-        theirs = nanogpt_model(config.nanogpt, shape, model).to(device)
+        theirs = load_nanogpt(config.nanogpt, model).eval().to(device)
         found['nanoGPT float32'] = lambda: theirs.generate(
             prompt.to(device), n, temperature=0.8, top_k=min(200, shape.vocab_size))
     return found, n
-
-
-def nanogpt_model(path, shape, model):
-    spec = importlib.util.spec_from_file_location('nanogpt', Path(path, 'model.py'))
-    nanogpt = importlib.util.module_from_spec(spec)
-    sys.modules['nanogpt'] = nanogpt  # its dataclass looks itself up there
-    spec.loader.exec_module(nanogpt)
-    c = nanogpt.GPTConfig(shape.block_size, shape.vocab_size, shape.n_layer, shape.n_head,
-                          shape.n_embd, shape.dropout, shape.bias)
-    theirs = nanogpt.GPT(c).eval()
-    theirs.load_state_dict({name: w[:shape.vocab_size] if 'wte' in name or 'lm_head' in name else w
-                            for name, w in model.state_dict().items()}, strict=False)
-    return theirs
 
 
 def best_times(functions, rounds, device):

@@ -2,14 +2,15 @@
 
     python tools/compare_generation.py [--nanogpt=PATH_TO_NANOGPT]
 
-All use the same random weights. The programs take turns, `rounds` times, and the best time of each
-counts. It includes reading the prompt.
+All use the same random weights. The programs take turns, and the best time of each counts. It
+includes reading the prompt.
 """
 
 import sys
 import tempfile
 import time
-from dataclasses import dataclass, replace
+from copy import deepcopy
+from dataclasses import dataclass
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -51,18 +52,16 @@ def build_generators(shape, device, config, batch, folder):
     write_hf(folder, model, ByteTokenizer(), '')
     prompt = torch.randint(0, shape.vocab_size, (batch, config.prompt_tokens))
     n = min(config.max_new_tokens, shape.block_size - config.prompt_tokens)
+    sampling = GenerationConfig(max_new_tokens=n, min_new_tokens=n, do_sample=True, top_k=200,
+                                temperature=0.8, pad_token_id=0)
     found = {}
     for dtype in ('float32', 'bfloat16'):
         theirs = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype))
         theirs.to(device).eval()
-        sampling = GenerationConfig(max_new_tokens=n, min_new_tokens=n, do_sample=True,
-                                    top_k=200, temperature=0.8, pad_token_id=0)
-        found[f'transformers {dtype}'] = lambda theirs=theirs, sampling=sampling: theirs.generate(
+        found[f'transformers {dtype}'] = lambda theirs=theirs: theirs.generate(
             prompt.to(device), attention_mask=torch.ones_like(prompt).to(device),
             generation_config=sampling)
-        ours = GPT(replace(shape)).eval()
-        ours.load_state_dict(model.state_dict())
-        ours.to(device)
+        ours = deepcopy(model).to(device)
         context = prepare_for_generation(ours, device, dtype)
 
         def ours_generates(ours=ours, context=context):

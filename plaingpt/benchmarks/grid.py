@@ -80,8 +80,8 @@ def train_cells(config, seeds, vocab_size, device, journal=None, machine=''):
     if config.log_interval > config.max_iters:
         raise UserError(f'log_interval={config.log_interval} is more than max_iters='
                         f'{config.max_iters}: no step would be timed')
-    cells = list(product(range(seeds), ROWS, COLUMNS))
     known, runs = read_journal(journal), []
+    cells = list(product(range(seeds), ROWS, COLUMNS))
     for seed, row, column in tqdm(cells, 'training', disable=None):
         cell = replace(cell_config(config, row, column), seed=config.seed + seed)
         key = json.dumps([machine, {field.name: getattr(cell, field.name)

@@ -150,9 +150,8 @@ def make_optimizer(gpt, variant, device):
     fused = build_optimizer(gpt, TrainConfig(learning_rate=1e-4), device.type)
     if variant.adamw == 'fused':
         return fused
-    groups = [{'params': group['params'], 'weight_decay': group['weight_decay']}
-              for group in fused.param_groups]
-    return torch.optim.AdamW(groups, lr=1e-4, betas=(0.9, 0.95), fused=False, foreach=False)
+    return torch.optim.AdamW([{**group, 'fused': False, 'foreach': False}
+                              for group in fused.param_groups])
 
 
 def measure_ladder(work):

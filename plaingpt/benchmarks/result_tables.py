@@ -23,13 +23,11 @@ def describe_measurement(device, argv):
 
 def markdown(header, rows):
     """A Markdown table: header and rows of text; the first column is left, the others right."""
-    cells = [header, *rows]
-    widths = [max(3, *(len(row[k]) for row in cells)) for k in range(len(header))]
+    widths = [max(3, *map(len, column)) for column in zip(header, *rows, strict=True)]
+    forms = [f'<{widths[0]}', *(f'>{width}' for width in widths[1:])]
 
     def line(row):
-        aligned = [row[0].ljust(widths[0]),
-                   *(cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True))]
-        return f'| {" | ".join(aligned)} |'
+        return f'| {" | ".join(map(format, row, forms))} |'
 
     rule = ['-' * widths[0], *('-' * (width - 1) + ':' for width in widths[1:])]
     return '\n'.join(line(row) for row in (header, rule, *rows))

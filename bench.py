@@ -9,40 +9,26 @@
     python bench.py --checkpoints config/gpt2_124m.py   how long a save stops training
 
 Without a config: GPT-2 124M on a GPU, config/bench_cpu.py or config/grid_cpu.py on a CPU.
---memory: on CUDA a real step runs. Elsewhere torch's memory tracker follows a step on tensors
-without data, which takes no memory and seconds at any size.
---checkpoints: two real steps, then a save that training waits for and one in the background, in a
-folder inside out_dir that is removed again.
+--memory runs a real step on CUDA; elsewhere torch's memory tracker follows a step on tensors
+without data, which takes seconds and no memory. --checkpoints saves into a folder inside out_dir
+that is removed again.
 """
 
-import json as json_format
+import json
 from dataclasses import dataclass
 
 from configurator import load_config
+from plaingpt.benchmarks import result_tables
 from plaingpt.benchmarks.checkpoint_stalls import measure_checkpoints
 from plaingpt.benchmarks.data_rate import measure_data
 from plaingpt.benchmarks.grid import draw_grid, measure_grid
 from plaingpt.benchmarks.ladder import measure_ladder
 from plaingpt.benchmarks.memory_check import measure_memory
-from plaingpt.benchmarks.result_tables import (
-    describe_measurement,
-    format_page,
-    make_folder,
-    result_path,
-    save,
-)
 from plaingpt.benchmarks.step_speed import Workload, measure_speed
 from plaingpt.corpus.corpora import find_dataset_size
-from plaingpt.system.devices import (
-    choose_compile,
-    choose_device,
-    choose_dtype,
-    seed_everything,
-    use_expandable_segments,
-    use_fast_matmul,
-)
+from plaingpt.system import devices
 from plaingpt.system.errors import run_script
-from plaingpt.system.files import ROOT
+from plaingpt.system.files import ROOT, make_writable
 from plaingpt.training.memory_planner import explain_out_of_memory
 from plaingpt.training.settings import TrainConfig
 
@@ -70,9 +56,8 @@ class BenchConfig(TrainConfig):
         found = super().out_of_range()
         found += [f'{key}={getattr(self, key)}: must be at least 1'
                   for key in ('steps', 'rounds', 'seeds') if getattr(self, key) < 1]
-        found += [f'{key}={getattr(self, key)}: must not be negative'
-                  for key in ('warmup_steps', 'target_loss') if getattr(self, key) < 0]
-        return found
+        return found + [f'{key}={getattr(self, key)}: must not be negative'
+                        for key in ('warmup_steps', 'target_loss') if getattr(self, key) < 0]
 
     def problems(self):
         found = super().problems()
@@ -89,14 +74,12 @@ class BenchConfig(TrainConfig):
 # Each: a Workload → (rows of numbers, their Markdown). A new one also is a flag of BenchConfig.
 BENCHMARKS = {'speed': measure_speed, 'ladder': measure_ladder, 'grid': measure_grid,
               'data': measure_data, 'checkpoints': measure_checkpoints, 'memory': measure_memory}
-PICTURES = {'grid': draw_grid}  # (rows, path) → a PNG
 
 
 def read_config(argv):
-    """→ (BenchConfig, device). On a CPU a small model takes the place of GPT-2 124M, unless a
-    config file is named."""
+    """→ (BenchConfig, device). Without a config file a CPU gets a smaller model than GPT-2."""
     config = load_config(BenchConfig, argv, __doc__)
-    device, _ = choose_device(config.device)
+    device, _ = devices.choose_device(config.device)
     named = any(not arg.startswith('-') for arg in argv)
     if device.type == 'cuda' or named or config.memory or config.checkpoints:
         return config, device
@@ -106,11 +89,11 @@ def read_config(argv):
 
 def prepare_work(config, device):
     """→ Workload, with torch set up as in training."""
-    use_fast_matmul()
-    use_expandable_segments(device)
-    seed_everything(config.seed)
-    dtype, _ = choose_dtype(config.dtype, device, config.n_embd)
-    compile, _ = choose_compile(config.compile, device)
+    devices.use_fast_matmul()
+    devices.use_expandable_segments(device)
+    devices.seed_everything(config.seed)
+    dtype, _ = devices.choose_dtype(config.dtype, device, config.n_embd)
+    compile, _ = devices.choose_compile(config.compile, device)
     vocab_size, _, _ = find_dataset_size(config.dataset, config.vocab_size)
     return Workload(config, config.gpt_config(vocab_size), device, dtype, compile)
 
@@ -118,19 +101,19 @@ def prepare_work(config, device):
 def main(argv):
     config, device = read_config(argv)
     if config.save:
-        make_folder(config.save)
+        make_writable(config.save, 'save')  # before hours of measuring
     work = prepare_work(config, device)
     name = next((key for key in BENCHMARKS if getattr(config, key, False)), 'speed')
     with explain_out_of_memory(work.shape, config, work.dtype, device):
         rows, text = BENCHMARKS[name](work)
-    facts = describe_measurement(device, argv)
-    print(json_format.dumps({**facts, 'rows': rows}, indent=1) if config.json
-          else format_page(facts, text))
+    facts = result_tables.describe_measurement(device, argv)
+    print(json.dumps({**facts, 'rows': rows}, indent=1) if config.json
+          else result_tables.format_page(facts, text))
     if config.save:
-        path = result_path(config.save, name, device)
-        save(path, facts, rows, text)
-        if name in PICTURES:
-            PICTURES[name](rows, f'{path}.png')
+        path = result_tables.result_path(config.save, name, device)
+        result_tables.save(path, facts, rows, text)
+        if config.grid:
+            draw_grid(rows, f'{path}.png')
 
 
 if __name__ == '__main__':

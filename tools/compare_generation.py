@@ -2,20 +2,21 @@
 
     python tools/compare_generation.py [--nanogpt=PATH_TO_NANOGPT]
 
-All use the same random weights. The programs take turns, `rounds` times, and the best time of each
-counts. It includes reading the prompt.
+All use the same random weights. The programs take turns, and the best time of each counts. It
+includes reading the prompt.
 """
 
-import importlib.util
 import sys
 import tempfile
 import time
-from dataclasses import dataclass, replace
+from copy import deepcopy
+from dataclasses import dataclass
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
+from compare_nanogpt import load_nanogpt
 
 from configurator import load_config
 from model import GPT, GPTConfig
@@ -51,18 +52,16 @@ def build_generators(shape, device, config, batch, folder):
     write_hf(folder, model, ByteTokenizer(), '')
     prompt = torch.randint(0, shape.vocab_size, (batch, config.prompt_tokens))
     n = min(config.max_new_tokens, shape.block_size - config.prompt_tokens)
+    sampling = GenerationConfig(max_new_tokens=n, min_new_tokens=n, do_sample=True, top_k=200,
+                                temperature=0.8, pad_token_id=0)
     found = {}
     for dtype in ('float32', 'bfloat16'):
         theirs = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype))
         theirs.to(device).eval()
-        sampling = GenerationConfig(max_new_tokens=n, min_new_tokens=n, do_sample=True,
-                                    top_k=200, temperature=0.8, pad_token_id=0)
-        found[f'transformers {dtype}'] = lambda theirs=theirs, sampling=sampling: theirs.generate(
+        found[f'transformers {dtype}'] = lambda theirs=theirs: theirs.generate(
             prompt.to(device), attention_mask=torch.ones_like(prompt).to(device),
             generation_config=sampling)
-        ours = GPT(replace(shape)).eval()
-        ours.load_state_dict(model.state_dict())
-        ours.to(device)
+        ours = deepcopy(model).to(device)
         context = prepare_for_generation(ours, device, dtype)
 
         def ours_generates(ours=ours, context=context):
@@ -70,23 +69,10 @@ def build_generators(shape, device, config, batch, folder):
                 generate(ours, prompt.tolist(), n, temperature=0.8, top_k=200)
         found[f'plainGPT {dtype}'] = ours_generates
     if config.nanogpt and batch == 1:
-        theirs = nanogpt_model(config.nanogpt, shape, model).to(device)
+        theirs = load_nanogpt(config.nanogpt, model).eval().to(device)
         found['nanoGPT float32'] = lambda: theirs.generate(
             prompt.to(device), n, temperature=0.8, top_k=min(200, shape.vocab_size))
     return found, n
-
-
-def nanogpt_model(path, shape, model):
-    spec = importlib.util.spec_from_file_location('nanogpt', Path(path, 'model.py'))
-    nanogpt = importlib.util.module_from_spec(spec)
-    sys.modules['nanogpt'] = nanogpt  # its dataclass looks itself up there
-    spec.loader.exec_module(nanogpt)
-    c = nanogpt.GPTConfig(shape.block_size, shape.vocab_size, shape.n_layer, shape.n_head,
-                          shape.n_embd, shape.dropout, shape.bias)
-    theirs = nanogpt.GPT(c).eval()
-    theirs.load_state_dict({name: w[:shape.vocab_size] if 'wte' in name or 'lm_head' in name else w
-                            for name, w in model.state_dict().items()}, strict=False)
-    return theirs
 
 
 def best_times(functions, rounds, device):

@@ -5,8 +5,7 @@
     python tools/compare_nanogpt.py speed nanoGPT     steps of the baby GPT, eager and compiled
     python tools/compare_nanogpt.py loss nanoGPT      the baby GPT's loss after 200 steps
 
-speed and loss take settings of train.py too: --batch_size=16 --dropout=0.0
-
+Each takes settings of train.py too, for plainGPT: --batch_size=16 --dtype=float32
 Needs data/shakespeare_char here and nanoGPT/data/shakespeare_char/input.txt there.
 """
 
@@ -30,12 +29,17 @@ from configurator import load_config
 from model import GPT
 from plaingpt.corpus.batches import BatchLoader
 from plaingpt.corpus.dataset import open_dataset
+from plaingpt.monitoring.figures import COLOURS, cut_off_the_start
 from plaingpt.system import cpu_kernels
 from plaingpt.system.devices import autocast, choose_dtype
-from plaingpt.system.files import ROOT
+from plaingpt.system.errors import run_script
+from plaingpt.system.files import ROOT, make_writable, write_atomically
+from plaingpt.system.hardware import machine_name
 from plaingpt.training.optimizers import build_optimizer
 from plaingpt.training.schedules import get_lr
 from plaingpt.training.settings import TrainConfig
+
+CPU = torch.device('cpu')
 
 # nanoGPT's recipe for a CPU, from its README, "I only have a macbook"
 CPU_RECIPE = [
@@ -65,19 +69,27 @@ def score_whole_split(model, out):
     return json.loads(Path(out, 'scores.json').read_text())['results']['val']['loss']
 
 
-def race(nanogpt, config, rounds):
+def race(nanogpt, recipe, overrides, rounds, save):
     """Whole processes in turn: when ours reaches nanoGPT's last loss, and where both end.
 
     nanoGPT's loss is that of its best checkpoint over the whole validation text; ours on the way is
-    that of the evaluations in training."""
+    that of the evaluations in training. save: a folder for race.csv, with each evaluation that a
+    program printed, and loss-over-time.png; both are written anew after each round."""
+    settings = [str(recipe), '--device=cpu', *overrides]
+    config = load_config(TrainConfig, settings)
+    dtype, _ = choose_dtype(config.dtype, CPU, config.n_embd)
+    shown = [recipe.stem, *(option for option in overrides if not option.startswith('--dtype'))]
+    legend = {'nanoGPT': 'nanoGPT: CPU recipe of its README, float32',
+              'plainGPT': f'plainGPT: {" ".join(shown)}, {dtype}'}
     subprocess.run([sys.executable, 'data/shakespeare_char/prepare.py'], cwd=nanogpt, check=True,
                    stdout=subprocess.DEVNULL)
-    shares = []
-    for _ in range(rounds):
+    shares, rows = [], []
+    for number in range(1, rounds + 1):
         with tempfile.TemporaryDirectory() as out:
-            theirs, _ = run_and_watch(['train.py', 'config/train_shakespeare_char.py', *CPU_RECIPE,
-                                       f'--out_dir={out}'], nanogpt)
-            ours, curve = run_and_watch(['train.py', config, f'--out_dir={out}/ours'], ROOT)
+            theirs, their_curve = run_and_watch(
+                ['train.py', 'config/train_shakespeare_char.py', *CPU_RECIPE, f'--out_dir={out}'],
+                nanogpt)
+            ours, curve = run_and_watch(['train.py', *settings, f'--out_dir={out}/ours'], ROOT)
             goal = score_whole_split(f'--init_from={out}/ckpt.pt', out)
             end = score_whole_split(f'--out_dir={out}/ours', out)
         reached = next((seconds for seconds, loss in curve if loss <= goal), None)
@@ -85,7 +97,36 @@ def race(nanogpt, config, rounds):
         print(f'nanoGPT {theirs:.1f} s, val loss {goal:.4f} | plainGPT there after '
               f'{reached or float("nan"):.1f} s ({shares[-1]:.2f} of the time), ends after '
               f'{ours:.1f} s at {end:.4f}', flush=True)
+        rows += [(name, number, *point) for name, points in
+                 (('nanoGPT', their_curve), ('plainGPT', curve)) for point in points]
+        if save:
+            write_atomically(Path(save, 'race.csv'), 'program,round,seconds,val_loss\n' + ''.join(
+                f'{name},{n},{seconds:.2f},{loss}\n' for name, n, seconds, loss in rows))
+            draw_race(rows, legend, Path(save, 'loss-over-time.png'))
     print(f'median share of the time to the same loss: {statistics.median(shares):.2f}')
+
+
+def draw_race(rows, legend, path):
+    """Draw rows of race.csv, (program, round, seconds, loss), into a PNG: a line for each round.
+
+    legend: {program: what the legend says of it}"""
+    from matplotlib.figure import Figure
+    figure = Figure(figsize=(8, 4.5), layout='constrained')
+    axes = figure.add_subplot()
+    for (program, label), colour in zip(legend.items(), COLOURS[1::-1], strict=True):
+        for number in sorted({row[1] for row in rows}):
+            xs, ys = zip(*(row[2:] for row in rows if row[:2] == (program, number)), strict=True)
+            axes.plot(xs, ys, '-o', ms=3.5, lw=1.2, color=colour, label=label)
+            label = None  # once for all rounds
+    cut_off_the_start(axes)
+    axes.set_title(f'Validation loss over time, tiny Shakespeare\n{machine_name(CPU)}',
+                   fontsize=11, loc='left')
+    axes.set_xlabel('seconds since the program was started')
+    axes.set_ylabel('validation loss, nats a character')
+    axes.grid(alpha=0.25)
+    axes.spines[['top', 'right']].set_visible(False)
+    axes.legend(framealpha=0.8, edgecolor='none')
+    figure.savefig(path, dpi=110)
 
 
 class Trainer:
@@ -122,33 +163,32 @@ def our_trainer(config, vocab_size, compile):
     torch.manual_seed(0)
     model = GPT(config.gpt_config(vocab_size))
     model.loss_chunk_tokens = config.loss_chunk_tokens
-    cpu = torch.device('cpu')
-    context = autocast(cpu, choose_dtype(config.dtype, cpu, config.n_embd)[0])
+    context = autocast(CPU, choose_dtype(config.dtype, CPU, config.n_embd)[0])
     return Trainer(model, build_optimizer(model, config, 'cpu'), config, compile, context)
 
 
-def nanogpt_trainer(folder, weights, config, vocab_size, compile):
-    """weights: a state dict of our model, to start from the same place"""
-    spec = importlib.util.spec_from_file_location('nanogpt_model', Path(folder) / 'model.py')
-    module = importlib.util.module_from_spec(spec)
+def load_nanogpt(folder, gpt):
+    """→ nanoGPT's model, with the shape and the weights of a GPT of ours."""
+    spec = importlib.util.spec_from_file_location('nanogpt_model', Path(folder, 'model.py'))
+    module = sys.modules['nanogpt_model'] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    model = module.GPT(module.GPTConfig(
-        block_size=config.block_size, vocab_size=vocab_size, n_layer=config.n_layer,
-        n_head=config.n_head, n_embd=config.n_embd, dropout=config.dropout, bias=config.bias))
-    weights = {name: p[:vocab_size] if 'wte' in name or 'lm_head' in name else p
-               for name, p in weights.items()}
+    shape = {name: getattr(gpt.config, name) for name in vars(module.GPTConfig())}
+    model = module.GPT(module.GPTConfig(**shape))
+    weights = {name: p[:gpt.config.vocab_size] if 'wte' in name or 'lm_head' in name else p
+               for name, p in gpt.state_dict().items()}
     unknown = model.load_state_dict(weights, strict=False).unexpected_keys
     assert not unknown, unknown
-    optimizer = model.configure_optimizers(config.weight_decay, config.learning_rate,
-                                           (config.beta1, config.beta2), 'cpu')
-    return Trainer(model, optimizer, config, compile, nullcontext())
+    return model
 
 
 def make_trainers(nanogpt, config, compile):
     """→ {name: Trainer}, both with the same weights, and the loaders of both splits."""
     dataset = open_dataset(ROOT / 'data' / 'shakespeare_char')
     ours = our_trainer(config, dataset.vocab_size, compile)
-    theirs = nanogpt_trainer(nanogpt, ours.raw.state_dict(), config, dataset.vocab_size, compile)
+    model = load_nanogpt(nanogpt, ours.raw)
+    optimizer = model.configure_optimizers(config.weight_decay, config.learning_rate,
+                                           (config.beta1, config.beta2), 'cpu')
+    theirs = Trainer(model, optimizer, config, compile, nullcontext())
     loaders = [BatchLoader(dataset.split(split), config.block_size, config.batch_size)
                for split in ('train', 'val')]
     return {'nanoGPT': theirs, 'plainGPT': ours}, loaders
@@ -215,7 +255,7 @@ def compare_loss(nanogpt, config, rounds):
               f'{max(values) - min(values):.4f} apart')
 
 
-def parse_args(argv=None):
+def parse_args(argv):
     """→ (arguments, settings of train.py)"""
     parser = argparse.ArgumentParser(description=__doc__,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -225,18 +265,25 @@ def parse_args(argv=None):
                                          'race config/shakespeare_char_cpu_fast.py)')
     parser.add_argument('--rounds', type=int, default=3, help='race, loss: runs of each; speed: '
                                                               'steps (default: 3)')
-    return parser.parse_known_args(argv)
+    parser.add_argument('--save', help='race: a folder for race.csv and loss-over-time.png')
+    args, overrides = parser.parse_known_args(argv)
+    if args.save and args.what != 'race':
+        parser.error('--save is for race alone')
+    return args, overrides
 
 
-def main():
-    args, overrides = parse_args()
+def main(argv):
+    args, overrides = parse_args(argv)
+    if args.save:
+        make_writable(args.save, 'save')
+    fast = '_cpu_fast' if args.what == 'race' else ''
+    recipe = Path(args.config or ROOT / 'config' / f'shakespeare_char{fast}.py').resolve()
     if args.what == 'race':
-        race(args.nanogpt, args.config or 'config/shakespeare_char_cpu_fast.py', args.rounds)
+        race(args.nanogpt, recipe, overrides, args.rounds, args.save)
         return
-    recipe = args.config or ROOT / 'config' / 'shakespeare_char.py'
     config = load_config(TrainConfig, [str(recipe), *overrides])
     {'speed': compare_speed, 'loss': compare_loss}[args.what](args.nanogpt, config, args.rounds)
 
 
 if __name__ == '__main__':
-    main()
+    run_script(main)

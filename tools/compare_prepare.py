@@ -1,12 +1,9 @@
-"""How fast prepare.py is, and how much memory it takes, beside what it is compared to.
+"""How fast prepare.py is, and how much memory it takes: compare_prepare.py [MEGABYTES] [ROUNDS]
 
-    python tools/compare_prepare.py [MEGABYTES] [ROUNDS]
-
-On the same text and cores, GPT-2 tokens: (a) the recipe that nanoGPT's openwebtext/prepare.py
-made known: datasets.map with tiktoken a document, then a memory map written in 1,024 parts;
-(b) tiktoken.encode_ordinary_batch alone on texts that are in memory already; (c) prepare.py; and
-(d) prepare.py on a tenth of the text, to compare its memory. Memory is the sum over all processes
-(PSS; Linux only).
+On the same text and cores, GPT-2 tokens: the recipe that nanoGPT's openwebtext/prepare.py made
+known (datasets.map with tiktoken a document, then a memory map written in 1,024 parts);
+tiktoken.encode_ordinary_batch alone on texts in memory; prepare.py; and prepare.py on a tenth of
+the text, to compare its memory, which is the sum over all processes (PSS; Linux only).
 """
 
 import json
@@ -16,6 +13,8 @@ import sys
 import sysconfig
 import tempfile
 import time
+from collections import defaultdict
+from itertools import count
 from pathlib import Path
 from statistics import median
 
@@ -68,12 +67,8 @@ def documents():
     for path in sorted({path for folder in folders for path in Path(folder).rglob('*.py')}):
         text = path.read_bytes().decode('utf-8', 'ignore')
         texts += [text[i:i + 5000] for i in range(0, len(text), 5000)]
-    shared = Path(os.environ.get('PLAINGPT_SHARED', ROOT.parent / 'shared')) / 'data'
-    for path in sorted(shared.glob('*.txt')):
-        text = path.read_text(encoding='utf-8')
-        texts += [text[i:i + 5000] for i in range(0, len(text), 5000)]
-    for time_round in range(10**6):
-        yield from (f'{time_round} {text}' for text in texts)
+    for repeat in count():
+        yield from (f'{repeat} {text}' for text in texts)
 
 
 def write_corpus(folder, megabytes):
@@ -81,14 +76,14 @@ def write_corpus(folder, megabytes):
     import pyarrow
     import pyarrow.parquet
     folder.mkdir()
-    part, texts, size, total = 0, [], 0, 0
+    texts, size, total = [], 0, 0
     for text in documents():
         texts.append(text)
         size += len(text.encode())
         if size >= min(50, megabytes) * 1e6:
-            pyarrow.parquet.write_table(pyarrow.table({'text': texts}),
-                                        folder / f'train-{part:05d}.parquet', row_group_size=1000)
-            part, texts, total, size = part + 1, [], total + size, 0
+            path = folder / f'train-{total:012d}.parquet'
+            pyarrow.parquet.write_table(pyarrow.table({'text': texts}), path, row_group_size=1000)
+            texts, size, total = [], 0, total + size
             if total >= megabytes * 1e6:
                 return total
 
@@ -110,10 +105,10 @@ def measure_memory(pid):
 def measure(*command):
     """Run a Python command → (seconds, peak memory, its output)."""
     start = time.perf_counter()
+    peak = 0
     with tempfile.TemporaryFile('w+') as out:
         process = subprocess.Popen([sys.executable, *map(str, command)], cwd=ROOT, stdout=out,
                                    stderr=subprocess.STDOUT)
-        peak = 0
         while process.poll() is None:
             peak = max(peak, measure_memory(process.pid))
             time.sleep(0.1)
@@ -130,11 +125,10 @@ def main(megabytes=500, rounds=3):
         size = write_corpus(folder / 'corpus', megabytes) / 1e6
         tenth = write_corpus(folder / 'tenth', megabytes // 10) / 1e6
         print(f'{size:.0f} MB of text, {CORES} cores, {rounds} rounds', flush=True)
-        times = {name: [] for name in ('recipe', 'alone', 'prepare', 'encoding')}
+        times = defaultdict(list)
         for i in range(rounds):
             (folder / f'recipe-{i}').mkdir()
-            (folder / 'recipe.py').write_text(RECIPE)
-            seconds, recipe_peak, _ = measure(folder / 'recipe.py', folder / 'corpus',
+            seconds, recipe_peak, _ = measure('-c', RECIPE, folder / 'corpus',
                                               folder / f'recipe-{i}', CORES)
             times['recipe'].append(seconds)
             output = measure('-c', ALONE, folder / 'corpus', CORES)[2]
@@ -149,10 +143,11 @@ def main(megabytes=500, rounds=3):
         recipe_bytes = sum(path.stat().st_size for path in (folder / 'recipe-0').glob('*.bin'))
         if 2 * tokens != recipe_bytes:
             sys.exit(f'{tokens:,} tokens, but {recipe_bytes // 2:,} by the recipe')
-        for name, label in [('recipe', f'recipe of nanoGPT, peak {recipe_peak / 1e6:,.0f} MB'),
-                           ('prepare', f'prepare.py, peak {peak / 1e6:,.0f} MB'),
-                           ('alone', 'tiktoken.encode_ordinary_batch alone'),
-                           ('encoding', 'prepare.py, its encoding alone')]:
+        labels = {'recipe': f'recipe of nanoGPT, peak {recipe_peak / 1e6:,.0f} MB',
+                  'prepare': f'prepare.py, peak {peak / 1e6:,.0f} MB',
+                  'alone': 'tiktoken.encode_ordinary_batch alone',
+                  'encoding': 'prepare.py, its encoding alone'}
+        for name, label in labels.items():
             seconds = median(times[name])
             print(f'{seconds:8.2f} s {tokens / seconds / 1e6:6.2f}M tokens/s  {label}  '
                   f'({", ".join(f"{t:.2f}" for t in times[name])})')

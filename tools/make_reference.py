@@ -16,14 +16,8 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from configurator import load_config
+from plaingpt.monitoring import references
 from plaingpt.monitoring.metrics_file import read_rows
-from plaingpt.monitoring.references import (
-    FOLDER,
-    Reference,
-    differing_settings,
-    read_reference,
-    write_reference,
-)
 from plaingpt.monitoring.run_record import changed_settings, read_run
 from plaingpt.system.errors import UserError, run_script
 from plaingpt.system.files import ROOT
@@ -60,14 +54,15 @@ def train(name, seed):
 
 def find_reference(name, path):
     """The reference as it is, or an empty one. Raises UserError where its config has changed."""
-    if not (FOLDER / f'{name}.jsonl').exists():
-        return Reference(name, {}, {})
-    reference = read_reference(name)
+    if not (references.FOLDER / f'{name}.jsonl').exists():
+        return references.Reference(name, {}, {})
+    reference = references.read_reference(name)
     config = load_config(TrainConfig, [str(path)])
     now = {'config': asdict(config), 'changed': changed_settings(config)}
-    if differing := [key for key, *_ in differing_settings(now, reference.run)]:
-        raise UserError(f'{FOLDER / name}.jsonl was made with another {", ".join(differing)} than '
-                        f'config/{name}.py has: --again makes all seeds anew')
+    if differing := [key for key, *_ in references.differing_settings(now, reference.run)]:
+        raise UserError(f'{references.FOLDER / name}.jsonl was made with another '
+                        f'{", ".join(differing)} than config/{name}.py has: --again makes all '
+                        'seeds anew')
     return reference
 
 
@@ -80,7 +75,7 @@ def main(argv):
     path = ROOT / 'config' / f'{name}.py'
     if not path.exists():
         raise UserError(f'config/{name}.py is not there: name one of config/, without .py')
-    reference = Reference(name, {}, {}) if config.again else find_reference(name, path)
+    reference = references.Reference(name, {}, {}) if config.again else find_reference(name, path)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the training ends too
     for seed in map(int, config.seeds.split(',')):
         if seed in reference.runs:
@@ -88,9 +83,9 @@ def main(argv):
             continue
         reference.runs[seed], reference.rows[seed] = train(name, seed)
         if not config.again:
-            write_reference(reference)
-    write_reference(reference)  # with --again the old file stays until all are there
-    print(f'{FOLDER / name}.jsonl: seeds {", ".join(map(str, sorted(reference.runs)))}')
+            references.write_reference(reference)
+    references.write_reference(reference)  # with --again the old file stays until all are there
+    print(f'{references.FOLDER / name}.jsonl: seeds {", ".join(map(str, sorted(reference.runs)))}')
 
 
 if __name__ == '__main__':

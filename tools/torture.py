@@ -16,7 +16,6 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / 'tests')]
 
 import argparse
-import hashlib
 import inspect
 import random
 import resource
@@ -31,6 +30,7 @@ import prepare
 import train
 from configurator import load_config
 from plaingpt.system.errors import run_script
+from plaingpt.system.files import sha256_of
 from plaingpt.training.checkpoint import checkpoint_paths, find, newest_valid
 
 
@@ -65,42 +65,35 @@ def start(out_dir, data, *extra):
     return pid
 
 
-def finish(pid):
-    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-
-
 def run(out_dir, data, *extra):
-    return finish(start(out_dir, data, *extra))
+    """Train to the end → exit code."""
+    return os.waitstatus_to_exitcode(os.waitpid(start(out_dir, data, *extra), 0)[1])
 
 
 def saving(out_dir):
     """The temporary directories of a save that is under way, or that a kill left."""
-    return sorted(Path(out_dir, 'checkpoints').glob('*.tmp'))
+    return set(Path(out_dir, 'checkpoints').glob('*.tmp'))
 
 
 def kill_during(pid, out_dir, aim_at_save, chance, duration):
     """SIGKILL after a random time, or while a save is under way → what was hit, or None where the
     run came to its end before."""
-    left_over = set(saving(out_dir))
+    left_over = saving(out_dir)
     started, after = time.monotonic(), chance.uniform(0, duration)
-    while True:
+    while time.monotonic() - started <= after or (aim_at_save and saving(out_dir) <= left_over):
         if os.waitpid(pid, os.WNOHANG)[0]:
             return None
-        elapsed = time.monotonic() - started
-        if elapsed > after and (not aim_at_save or set(saving(out_dir)) - left_over):
-            break
         time.sleep(0 if aim_at_save else 0.0005)
     time.sleep(chance.uniform(0, 0.002) if aim_at_save else 0)
     os.kill(pid, signal.SIGKILL)
-    finish(pid)
-    return 'a save' if set(saving(out_dir)) - left_over else 'elsewhere'
+    os.waitpid(pid, 0)
+    return 'a save' if saving(out_dir) - left_over else 'elsewhere'
 
 
-def weights_of(out_dir):
+def hash_checkpoint(out_dir):
     """A digest of the final weights, and of what the optimizer remembers."""
     path = find(out_dir, 'latest').path
-    return path.name, [hashlib.sha256(file.read_bytes()).hexdigest()
-                       for file in sorted(path.glob('*.safetensors'))]
+    return path.name, [sha256_of(file) for file in sorted(path.glob('*.safetensors'))]
 
 
 def kill_rounds(root, data, kills, chance, expected, duration):
@@ -117,7 +110,7 @@ def kill_rounds(root, data, kills, chance, expected, duration):
                 break
             hit[what] += 1
         code = run(out_dir, data, background)
-        if code or weights_of(out_dir) != expected or saving(out_dir):
+        if code or hash_checkpoint(out_dir) != expected or saving(out_dir):
             lost += 1
             print(f'LOST: {out_dir}, exit code {code}, see {out_dir}.log')
     print(f'{sum(hit.values())} kills in {rounds} runs, {hit["a save"]} of them inside a save: '
@@ -145,7 +138,7 @@ def damage_rounds(root, data, chance, expected):
             path.write_bytes(b'' if 'empty' in kind else content[:chance.randrange(len(content))])
         named = str(newest) in ' '.join(newest_valid(out_dir)[1])
         code = run(out_dir, data)
-        good = named and code == 0 and weights_of(out_dir) == expected
+        good = named and code == 0 and hash_checkpoint(out_dir) == expected
         lost += not good
         print(f'{kind}: {"named, skipped, same bits" if good else "LOST"}')
     return lost
@@ -164,7 +157,7 @@ def full_disk(root, data, expected):
     kept = find(out_dir, 'latest').iter_num == 20
     code = run(out_dir, data)
     good = code_full == 1 and kept and b'could not be written' in told and code == 0 \
-        and weights_of(out_dir) == expected
+        and hash_checkpoint(out_dir) == expected
     print(f'full disk: {"told, earlier checkpoint kept, same bits later" if good else "LOST"}')
     return not good
 
@@ -180,7 +173,7 @@ def main(argv):
         run(root / 'warmup', data)
         began = time.monotonic()
         assert run(root / 'whole', data) == 0, Path(f'{root}/whole.log').read_text()
-        expected, duration = weights_of(root / 'whole'), time.monotonic() - began
+        expected, duration = hash_checkpoint(root / 'whole'), time.monotonic() - began
         lost = kill_rounds(root, data, config.kills, chance, expected, duration)
         lost += damage_rounds(root, data, chance, expected)
         lost += full_disk(root, data, expected)

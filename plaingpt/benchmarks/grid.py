@@ -12,21 +12,21 @@ import sys
 import tempfile
 from contextlib import suppress
 from dataclasses import fields, replace
-from itertools import pairwise
+from itertools import pairwise, product
 from pathlib import Path
 
+import numpy as np
 from tqdm import tqdm
 
 from plaingpt.benchmarks.result_tables import markdown, result_path
-from plaingpt.corpus.corpora import find_dataset_size
 from plaingpt.system.errors import UserError
 from plaingpt.system.files import ROOT, append_line, write_atomically
 from plaingpt.system.hardware import machine_name
 from plaingpt.training.memory_planner import predict, step_settings
 from plaingpt.training.settings import TrainConfig
 
-ROWS = ('default', 'context × 2', 'layers × 2', 'embeddings × 2')
-DOUBLED = dict(zip(ROWS[1:], ('block_size', 'n_layer', 'n_embd'), strict=True))
+DOUBLED = {'context × 2': 'block_size', 'layers × 2': 'n_layer', 'embeddings × 2': 'n_embd'}
+ROWS = ('default', *DOUBLED)
 COLUMNS = ('none', 'SGD + cosine', 'float16', 'bfloat16', 'reduced batch', 'accumulation')
 SGD_TIMES_LR = 100  # SGD's learning rate, in AdamW's; settings.py on learning_rate says so
 
@@ -35,17 +35,15 @@ def measure_grid(work):
     """Train all cells → (a row for each run, their tables). With --save=FOLDER the runs that
     FOLDER's journal has are not made again."""
     config, device = work.config, work.device
-    vocab_size, _, _ = find_dataset_size(config.dataset)
     journal = Path(f'{result_path(config.save, "grid", device)}.jsonl') if config.save else None
-    runs = train_cells(config, config.seeds, vocab_size, device, journal, machine_name(device))
-    add_target(runs, config.target_loss or default_target(runs))
+    runs = train_cells(config, config.seeds, work.shape.vocab_size, device, journal,
+                       machine_name(device))
+    # A loss that the default reaches: 5% above its final loss, to two digits.
+    reached = round(1.05 * cell_statistics(runs, 'final_loss')['default', 'none'][0], 2)
+    add_target(runs, config.target_loss or reached)
     memory_is = 'what tensors on the GPU hold at most' if device.type == 'cuda' \
         else 'what the process holds at most, Python and torch included'
     return runs, format_tables(runs, memory_is)
-
-
-# -----------------------------------------------------------------------------
-# runs
 
 
 def cell_config(config, row, column):
@@ -73,9 +71,8 @@ def train_cells(config, seeds, vocab_size, device, journal=None, machine=''):
 
     journal: a file that gets a line when a run ends; a run that it has, of the same settings and
              on the same machine, is not made again, so a grid that was killed can be resumed
-    All cells of a seed come before the next seed, so that a machine whose speed drifts is fair to
-    all. A run that fails (out of memory, say) has None for its numbers, and the others follow.
-    Raises UserError where the first run fails.
+    Seed follows seed, so that a machine whose speed drifts is fair to all cells. A run that fails
+    has None for its numbers. Raises UserError where the first run fails.
     """
     if config.batch_size % 4:
         raise UserError(f'batch_size={config.batch_size}: the reduced batch is a quarter, so it '
@@ -83,8 +80,8 @@ def train_cells(config, seeds, vocab_size, device, journal=None, machine=''):
     if config.log_interval > config.max_iters:
         raise UserError(f'log_interval={config.log_interval} is more than max_iters='
                         f'{config.max_iters}: no step would be timed')
-    cells = [(seed, row, column) for seed in range(seeds) for row in ROWS for column in COLUMNS]
     known, runs = read_journal(journal), []
+    cells = list(product(range(seeds), ROWS, COLUMNS))
     for seed, row, column in tqdm(cells, 'training', disable=None):
         cell = replace(cell_config(config, row, column), seed=config.seed + seed)
         key = json.dumps([machine, {field.name: getattr(cell, field.name)
@@ -135,11 +132,8 @@ def train_once(config):
 
 
 def summarize(lines, config):
-    """Lines of metrics.jsonl → numbers of memory, time and loss.
-
-    Time is steps × the median step, so that compiling, evaluating and other work on the machine do
-    not count.
-    """
+    """Lines of metrics.jsonl → numbers of memory, time and loss. Time is steps × the median step:
+    compiling, evaluating and other work on the machine do not count."""
     rates = [line['tokens_per_s'] for line in lines if 'tokens_per_s' in line]
     memory = [line['peak_memory_bytes'] for line in lines if 'peak_memory_bytes' in line]
     step_s = config.step_tokens() / statistics.median(rates)
@@ -155,21 +149,12 @@ def add_target(runs, target):
         run.update(target_loss=target, target_s=seconds_to(target, run['curve']))
 
 
-def default_target(runs):
-    """A loss that the default reaches: 5% above its final loss, to two digits."""
-    return round(1.05 * cell_statistics(runs, 'final_loss')['default', 'none'][0], 2)
-
-
 def seconds_to(loss, curve):
     """When a curve [(seconds, loss)] first reaches `loss`, interpolated linearly; None: never."""
     for (s0, loss0), (s1, loss1) in pairwise(curve):
         if None not in (loss0, loss1) and loss1 <= loss < loss0:
             return s0 + (s1 - s0) * (loss0 - loss) / (loss0 - loss1)
     return None
-
-
-# -----------------------------------------------------------------------------
-# the runs beside each other
 
 
 METRICS = {'memory_bytes': ('memory, MiB', 2**20, 0), 'train_s': ('training time, s', 1, 2),
@@ -184,12 +169,10 @@ def target_metric(runs):
 def cell_statistics(runs, key):
     """{(row, column): (mean over seeds, standard deviation)}; (None, 0) where a seed has none."""
     cells = {}
-    for row in ROWS:
-        for column in COLUMNS:
-            values = [run[key] for run in runs if (run['row'], run['column']) == (row, column)]
-            known = None not in values
-            cells[row, column] = (statistics.mean(values), statistics.stdev(values)
-                                  if len(values) > 1 else 0.0) if known else (None, 0.0)
+    for cell in product(ROWS, COLUMNS):
+        values = [run[key] for run in runs if (run['row'], run['column']) == cell]
+        sd = statistics.stdev(values) if None not in values and len(values) > 1 else 0.0
+        cells[cell] = (None if None in values else statistics.mean(values), sd)
     return cells
 
 
@@ -201,12 +184,10 @@ def interaction_effects(means):
     b · r/b · c/b. Cells with fewer than two changes have none, nor those that failed.
     """
     base, found = means['default', 'none'], {}
-    for row in ROWS[1:]:
-        for column in COLUMNS[1:]:
-            r, c = means[row, 'none'], means['default', column]
-            measured = means[row, column]
-            if None not in (r, c, measured):
-                found[row, column] = (measured / (r + c - base) - 1, measured / (r * c / base) - 1)
+    for row, column in product(ROWS[1:], COLUMNS[1:]):
+        r, c, measured = means[row, 'none'], means['default', column], means[row, column]
+        if None not in (r, c, measured):
+            found[row, column] = (measured / (r + c - base) - 1, measured / (r * c / base) - 1)
     return found
 
 
@@ -241,10 +222,6 @@ def grid_table(title, text, rows=ROWS, columns=COLUMNS):
                     [[row, *(text.get((row, column), '–') for column in columns)] for row in rows])
 
 
-# -----------------------------------------------------------------------------
-# picture
-
-
 def draw_grid(runs, path):
     """Draw the grid into a PNG: bars are measured, ticks are what both changes add up to.
     Raises UserError where matplotlib is absent."""
@@ -254,34 +231,29 @@ def draw_grid(runs, path):
         raise UserError('the picture needs matplotlib: pip install matplotlib') from None
     figure = Figure(figsize=(13, 8), layout='constrained')
     axes = dict(zip([*METRICS, 'target_s'], figure.subplots(2, 2).flat, strict=True))
+    notes = {'final_loss': '(the axis does not begin at 0)', 'target_s': '(no bar: not reached)'}
     for key, (title, unit, _) in {**METRICS, **target_metric(runs)}.items():
         draw_metric(axes[key], cell_statistics(runs, key), unit, with_sums=key in METRICS)
-        axes[key].set_title(title)
+        axes[key].set_title(f'{title} {notes.get(key, "")}')
     lowest = min(mean - sd for mean, sd in cell_statistics(runs, 'final_loss').values() if mean)
     axes['final_loss'].set_ylim(bottom=0.95 * lowest)
-    axes['final_loss'].set_title('final validation loss (the axis does not begin at 0)')
-    axes['target_s'].set_title(f'{target_metric(runs)["target_s"][0]} (no bar: not reached)')
-    legend = dict(zip(*axes['memory_bytes'].get_legend_handles_labels()[::-1], strict=True))
-    figure.legend(legend.values(), legend, loc='outside lower center', ncols=5, frameon=False)
+    figure.legend(*axes['memory_bytes'].get_legend_handles_labels(), loc='outside lower center',
+                  ncols=5, frameon=False)
     figure.savefig(path, dpi=110)
 
 
 def draw_metric(axes, cells, unit, with_sums):
     """Bars of all cells that have a mean, a colour for each row; with_sums: and the ticks."""
-    base = cells['default', 'none'][0]
     for k, row in enumerate(ROWS):
-        places = [x + 0.2 * (k - 1.5) for x in range(len(COLUMNS))]
-        bars = [(x, mean / unit, sd / unit) for x, (mean, sd) in
-                zip(places, (cells[row, column] for column in COLUMNS), strict=True)
-                if mean is not None]
-        x, height, error = zip(*bars, strict=True) if bars else ((), (), ())
-        axes.bar(x, height, 0.18, yerr=error or None, ecolor='0.4', capsize=2, label=row,
-                 color=f'C{k}')
-        if k and with_sums and all(mean is not None for mean, _ in cells.values()):
-            sums = [(cells[row, 'none'][0] + cells['default', column][0] - base) / unit
-                    for column in COLUMNS[1:]]
-            axes.hlines(sums, [x - 0.09 for x in places[1:]], [x + 0.09 for x in places[1:]],
-                        color='black', linewidth=2,
+        x = np.arange(len(COLUMNS)) + 0.2 * (k - 1.5)
+        # None becomes NaN, which matplotlib leaves out.
+        mean, sd = np.array([cells[row, column] for column in COLUMNS], float).T / unit
+        axes.bar(x, mean, 0.18, yerr=sd, ecolor='0.4', capsize=2, label=row, color=f'C{k}')
+        if k == 0:
+            default = mean
+        elif with_sums:
+            sums = (mean[0] + default - default[0])[1:]
+            axes.hlines(sums, x[1:] - 0.09, x[1:] + 0.09, color='black', linewidth=2,
                         label='both changes added up' if row == ROWS[-1] else None)
     axes.set_xticks(range(len(COLUMNS)), [column.replace(' ', '\n', 1) for column in COLUMNS])
     axes.spines[['top', 'right']].set_visible(False)

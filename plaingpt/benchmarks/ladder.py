@@ -26,11 +26,9 @@ from plaingpt.corpus.dataset import TokenStream, dataset_folder, open_dataset, o
 from plaingpt.system.devices import autocast
 from plaingpt.training.optimizers import build_optimizer
 from plaingpt.training.settings import TrainConfig
+from plaingpt.training.training_step import forward_backward
 
 TOKENS = 2**22  # of the dataset, from which the batches are taken
-
-# -----------------------------------------------------------------------------
-# the variants
 
 
 @dataclass(frozen=True)
@@ -50,8 +48,7 @@ class Variant:
 def variants(device, dtype, compile, loss_chunk_tokens, has_text):
     """→ [(name, Variant)], those that apply on this device; each adds one change to the one before.
 
-    dtype, compile: of the last variant; float32 and False leave their variants out
-    has_text: False where there are only tokens, no tokenizer
+    dtype, compile: of the last variant; has_text: False where there is no tokenizer
     """
     changes = [
         ('text, tokenized for each batch', {'data': 'text'}) if has_text else None,
@@ -74,10 +71,6 @@ def variants(device, dtype, compile, loss_chunk_tokens, has_text):
     return found
 
 
-# -----------------------------------------------------------------------------
-# data: sequences of tokens from where they start, (B,) → (B, T+1) int64
-
-
 def decode_sequences(tokens, tokenizer, starts, length):
     """The text of the sequences at `starts`, {start: text}, each of at least `length` tokens."""
     # 16 tokens more: text cut out of its surroundings may take fewer tokens.
@@ -85,12 +78,13 @@ def decode_sequences(tokens, tokenizer, starts, length):
 
 
 def encode_sequences(texts, tokenizer, starts, length):
+    """→ (B, length) int64: the sequences at `starts`, from the texts of decode_sequences."""
     return torch.stack([torch.from_numpy(np.resize(tokenizer.encode(texts[int(i)]), length)
                                          .astype(np.int64)) for i in starts])
 
 
 def stack_slices(tokens, starts, length):
-    """Slices of an array or a memory map, one at a time, as nanoGPT makes its batches."""
+    """→ (B, length) int64: slices of an array, one at a time, as nanoGPT makes its batches."""
     return torch.stack([torch.from_numpy(tokens[i:i + length].astype(np.int64)) for i in starts])
 
 
@@ -98,8 +92,7 @@ def batches(data, loader, path, texts, tokenizer):
     """Yield (idx, targets) on the device, each (B, T) int64: the same batches whatever `data` is.
 
     data: as Variant.data; 'ahead' is the loader's own way
-    path: the file of the tokens
-    texts, tokenizer: what decode_sequences gave, and its tokenizer, where data is 'text'
+    path: the file of the tokens; texts, tokenizer: for 'text', what decode_sequences gave and took
     """
     if data == 'ahead':
         yield from loader.train_batches(0)
@@ -118,10 +111,6 @@ def batches(data, loader, path, texts, tokenizer):
         idx, targets = sequences[:, :-1], sequences[:, 1:]
         yield [half.contiguous().to(loader.device) for half in (idx, targets)]
         step += 1
-
-
-# -----------------------------------------------------------------------------
-# model
 
 
 class ExplicitAttention(CausalSelfAttention):
@@ -161,13 +150,8 @@ def make_optimizer(gpt, variant, device):
     fused = build_optimizer(gpt, TrainConfig(learning_rate=1e-4), device.type)
     if variant.adamw == 'fused':
         return fused
-    groups = [{'params': group['params'], 'weight_decay': group['weight_decay']}
-              for group in fused.param_groups]
-    return torch.optim.AdamW(groups, lr=1e-4, betas=(0.9, 0.95), fused=False, foreach=False)
-
-
-# -----------------------------------------------------------------------------
-# measuring
+    return torch.optim.AdamW([{**group, 'fused': False, 'foreach': False}
+                              for group in fused.param_groups])
 
 
 def measure_ladder(work):
@@ -192,18 +176,21 @@ def measure_ladder(work):
                             device=work.device)
     what = f'{config.batch_size} × {config.block_size} tokens a step, {config.n_layer} layers, ' \
            f'{config.n_embd} channels, vocabulary {vocab_size:,}, {source}'
-    return rows, f'{what}\n\n{format_variants(rows)}'
+    return rows, f'{what}\n\n' + markdown(
+        ['variant', 'ms a step', 'fastest', 'slowest', 'tokens/s', '× before', '× first',
+         'first loss', 'memory'],
+        [[row['variant'], *format_times(row), f'{row["times_before"]:.2f}',
+          f'{row["times_first"]:.2f}', f'{row["first_loss"]:.4f}', format_memory(row)]
+         for row in rows])
 
 
 def measure_variants(shape, found, tokens, tokenizer, *, batch_size, steps, warmup, rounds, device):
     """Time the variants → a row for each: its name, ms a step, ratios, its first loss.
 
-    shape: GPTConfig; found: what `variants` gave; tokens: an array of ids, of uint16 or uint32
-    tokenizer: of the tokens, or None where no variant needs text
+    found: what `variants` gave; tokens: an array of ids; tokenizer: None where no variant has text
     rounds: measure all variants so many times in turn, so that a machine whose speed drifts is fair
             to all; the median is over the steps of all rounds
     """
-    shape = replace(shape, dropout=0.0)
     torch.manual_seed(1337)
     weights = GPT(shape).state_dict()
     measured = {name: ([], []) for name, _ in found}  # seconds; first loss and peak
@@ -237,16 +224,12 @@ def time_variant(shape, variant, weights, source, steps, warmup, device):
     losses = []
 
     def step():
-        idx, targets = next(source)
-        with context:
-            _, loss = model(idx, targets)
-        scaler.scale(loss).backward()
+        losses.append(forward_backward(model, source, 1, scaler, context))
         scaler.unscale_(optimizer)
         torch.nn.utils.clip_grad_norm_(gpt.parameters(), 1.0)
         scaler.step(optimizer)
         scaler.update()
         optimizer.zero_grad(set_to_none=True)
-        losses.append(loss.detach())
 
     times = step_seconds(step, steps, warmup, device)
     peak = torch.cuda.max_memory_allocated(device) if device.type == 'cuda' else None
@@ -264,13 +247,3 @@ def make_rows(measured, step_tokens):
             'times_first': rows[0]['step_ms'] / ms['step_ms'] if rows else 1.0,
             'first_loss': loss, 'peak_memory_bytes': peak})
     return rows
-
-
-def format_variants(rows):
-    """The rows as Markdown."""
-    return markdown(
-        ['variant', 'ms a step', 'fastest', 'slowest', 'tokens/s', '× before', '× first',
-         'first loss', 'memory'],
-        [[row['variant'], *format_times(row), f'{row["times_before"]:.2f}',
-          f'{row["times_first"]:.2f}', f'{row["first_loss"]:.4f}', format_memory(row)]
-         for row in rows])

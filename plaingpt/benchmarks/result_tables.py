@@ -23,13 +23,11 @@ def describe_measurement(device, argv):
 
 def markdown(header, rows):
     """A Markdown table: header and rows of text; the first column is left, the others right."""
-    cells = [header, *rows]
-    widths = [max(3, *(len(row[k]) for row in cells)) for k in range(len(header))]
+    widths = [max(3, *map(len, column)) for column in zip(header, *rows, strict=True)]
+    forms = [f'<{widths[0]}', *(f'>{width}' for width in widths[1:])]
 
     def line(row):
-        aligned = [row[0].ljust(widths[0]),
-                   *(cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True))]
-        return f'| {" | ".join(aligned)} |'
+        return f'| {" | ".join(map(format, row, forms))} |'
 
     rule = ['-' * widths[0], *('-' * (width - 1) + ':' for width in widths[1:])]
     return '\n'.join(line(row) for row in (header, rule, *rows))
@@ -51,14 +49,6 @@ def format_page(facts, text):
            f'`{facts["command"]}`\n\n{text}\n'
 
 
-def make_folder(folder):
-    """Make a folder to save in, before hours of measuring. Raises UserError."""
-    try:
-        Path(folder).mkdir(parents=True, exist_ok=True)
-    except OSError as e:
-        raise UserError(f'save={folder}: cannot write there: {e.strerror}') from None
-
-
 def result_path(folder, benchmark, device):
     """Path of a benchmark's files without their endings: results/grid-nvidia-h100."""
     return Path(folder, f'{benchmark}-' + re.sub(r'[^a-z0-9]+', '-',
@@ -68,12 +58,11 @@ def result_path(folder, benchmark, device):
 def save(path, facts, rows, text):
     """Write PATH.csv (a line for each row, with the facts as columns, without lists) and PATH.md.
     Raises UserError."""
-    rows = [{key: value for key, value in {**row, **facts}.items() if not isinstance(value, list)}
-            for row in rows]
+    columns = [key for key, value in {**rows[0], **facts}.items() if not isinstance(value, list)]
     table = io.StringIO()
-    writer = csv.DictWriter(table, list(rows[0]), lineterminator='\n')
+    writer = csv.DictWriter(table, columns, extrasaction='ignore', lineterminator='\n')
     writer.writeheader()
-    writer.writerows(rows)
+    writer.writerows({**row, **facts} for row in rows)
     try:
         write_atomically(f'{path}.csv', table.getvalue())
         write_atomically(f'{path}.md', format_page(facts, text))

@@ -2,6 +2,7 @@
 
 import os
 from contextlib import closing
+from operator import attrgetter
 from pathlib import Path
 from typing import NamedTuple
 
@@ -72,11 +73,8 @@ def dataset_batches(work):
 
 
 def measure_speed(work):
-    """Time whole steps of training beside a bare matmul → ([a row], its table).
-
-    With config.profile a trace of three more steps is written into out_dir, and a second table
-    shows the operators that take longest.
-    """
+    """Time whole steps of training beside a bare matmul → ([a row], its table). config.profile
+    adds a table of the operators that take longest, and a trace in out_dir."""
     config, device = work.config, work.device
     bare_flops = matmul_flops(DTYPES[work.dtype], device)
     if device.type == 'cuda':
@@ -95,11 +93,11 @@ def measure_speed(work):
            **times, 'tokens_per_s': tokens_per_s, 'flops_per_token': gpt.flops_per_token(),
            'mfu': mfu(flops_per_s, device_name(device), work.dtype), 'matmul_flops': bare_flops,
            'matmul_share': flops_per_s / bare_flops, 'peak_memory_bytes': peak}
-    return [row], format_table(row) + profile
+    return [row], format_row(row) + profile
 
 
-def format_table(row):
-    """The row as Markdown, under a line that says what was measured."""
+def format_row(row):
+    """Markdown, under a line that says what was measured."""
     what = (f'{row["parameters"]:,} parameters, {row["dtype"]}, '
             f'{"compiled" if row["compile"] else "eager"}, {row["optimizer"]}, '
             f'{row["micro_steps"]} × {row["batch_size"]} × {row["block_size"]} tokens a step, '
@@ -112,28 +110,24 @@ def format_table(row):
           f'{row["matmul_share"]:.1%}', format_memory(row)]])
 
 
-def profile_steps(step, device, out_dir, steps=3):
-    """Write a trace of some steps to out_dir/trace.json → a table of the slowest operators."""
+def profile_steps(step, device, out_dir):
+    """Write a trace of three steps to out_dir/trace.json → a table of the slowest operators."""
     make_writable(out_dir)
     os.environ.setdefault('KINETO_LOG_LEVEL', '99')  # no notes of the profiler between our lines
-    cuda = device.type == 'cuda'
-    kinds = torch.profiler.ProfilerActivity
     # The first step under the profiler is slow, so it is a warm-up.
     schedule = torch.profiler.schedule(wait=0, warmup=1, active=1)
-    with torch.profiler.profile(activities=[kinds.CPU, *([kinds.CUDA] if cuda else [])],
-                                schedule=schedule, acc_events=True) as prof:
+    with torch.profiler.profile(schedule=schedule, acc_events=True) as prof:
         step()
         prof.step()
-        for _ in range(steps):
+        for _ in range(3):
             step()
         synchronize(device)
     path = Path(out_dir, 'trace.json')
     prof.export_chrome_trace(str(path))
-    spent = {event.key: (event.self_device_time_total if cuda else event.self_cpu_time_total,
-                         event.count) for event in prof.key_averages()}
-    total = sum(us for us, _ in spent.values())
-    slowest = sorted(spent.items(), key=lambda item: -item[1][0])[:12]
+    own_us = attrgetter(f'self_{"device" if device.type == "cuda" else "cpu"}_time_total')
+    events = sorted(prof.key_averages(), key=own_us, reverse=True)
+    total = sum(map(own_us, events))
     return '\n\n' + markdown(
         ['operator', 'calls a step', 'ms a step', 'share'],
-        [[name[:60], f'{count / steps:.0f}', f'{us / steps / 1e3:.2f}', f'{us / total:.1%}']
-         for name, (us, count) in slowest]) + f'\n\n{path}: open it in https://ui.perfetto.dev'
+        [[event.key[:60], f'{event.count / 3:.0f}', f'{own_us(event) / 3e3:.2f}',
+          f'{own_us(event) / total:.1%}'] for event in events[:12]]) + f'\n\n{path}: open it in https://ui.perfetto.dev'

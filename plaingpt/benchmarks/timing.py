@@ -48,14 +48,11 @@ def step_times(seconds):
             'max_ms': 1e3 * max(seconds)}
 
 
-def matmul_flops(dtype, device, size=None, repeats=10):
-    """FLOP/s of a large square matmul in a torch dtype, the median of `repeats`: what this device
-    reaches today, where a data sheet says what it might.
-
-    size: rows and columns; by default 8,192 on CUDA and 2,048 elsewhere
-    """
+def matmul_flops(dtype, device, size=None):
+    """FLOP/s of a large square matmul in a torch dtype, the median of ten: what this device reaches
+    today. size: rows and columns; by default 8,192 on CUDA and 2,048 elsewhere"""
     size = size or (8192 if device.type == 'cuda' else 2048)
     a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
     out = torch.empty_like(a)
-    times = step_seconds(lambda: torch.mm(a, b, out=out), repeats, 3, device)
+    times = step_seconds(lambda: torch.mm(a, b, out=out), 10, 3, device)
     return 2 * size**3 / statistics.median(times)

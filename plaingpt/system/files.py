@@ -58,12 +58,12 @@ def sha256_of(path):
         return hashlib.file_digest(f, 'sha256').hexdigest()
 
 
-def make_writable(folder):
-    """Make out_dir, and see that files can be made in it. Raises UserError."""
+def make_writable(folder, key='out_dir'):
+    """Make the folder that `key` names, and see that files can be made in it. Raises UserError."""
     try:
         Path(folder).mkdir(parents=True, exist_ok=True)
         probe = Path(folder, '.writable')
         probe.touch()
         probe.unlink()
     except OSError as e:
-        raise UserError(f'out_dir={folder}: cannot write there: {e.strerror}') from None
+        raise UserError(f'{key}={folder}: cannot write there: {e.strerror}') from None

@@ -135,7 +135,6 @@ def test_a_damaged_reference_is_named(spoil, words, tmp_path, monkeypatch):
 def small_config(tmp_path, monkeypatch):
     """config/NAME.py of a run that takes no time, and training that logs a curve."""
     config = Path(train.__file__).with_name('config') / 'quickstart.py'
-    monkeypatch.setattr(make_reference, 'FOLDER', tmp_path)
     monkeypatch.setattr(references, 'FOLDER', tmp_path)
     facts = {**FACTS, 'config': asdict(load_config(TrainConfig, [str(config)]))}
     trained = []

@@ -84,11 +84,12 @@ def format_outcome(rows, run):
               ('tokens', f'{last["tokens"]:,}, {last["tokens"] / run["train_tokens"]:.3g} epochs, '
                          f'{last["tokens"] / run["parameters"]:.3g} a parameter'),
               ('time', duration(last['elapsed_s']))]
-    if speeds := column(rows, 'tokens_per_s'):
-        mfus = column(rows, 'mfu')
+    steps = rows_with(rows, 'loss')
+    if speeds := column(steps, 'tokens_per_s'):
+        mfus = column(steps, 'mfu')
         mfu = f', MFU {median_high(mfus):.1%}' if mfus else ''
         table += [('speed, median', f'{short(median_high(speeds))} tokens/s{mfu}')]
-    if peaks := column(rows, 'peak_memory_bytes'):
+    if peaks := column(steps, 'peak_memory_bytes'):
         table += [('memory, peak', f'{max(peaks) / 2**20:,.0f} MiB')]
     return '\n'.join(['| | |', '|---|---|', *(f'| {name} | {value} |' for name, value in table)])
 

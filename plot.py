@@ -13,7 +13,7 @@ from pathlib import Path
 from configurator import load_config
 from plaingpt.monitoring.diagnosis import diagnose, overfit_check
 from plaingpt.monitoring.figures import draw
-from plaingpt.monitoring.metrics_file import read_rows
+from plaingpt.monitoring.metrics_file import read_rows, rows_with
 from plaingpt.monitoring.references import read_reference
 from plaingpt.monitoring.run_record import read_run
 from plaingpt.system.errors import UserError, run_script
@@ -78,8 +78,7 @@ def read(folder):
 
 def read_runs(folders):
     """→ [(name, rows, facts)]"""
-    names = [Path(folder).resolve().name if folders.count(folder) == 1 else folder
-             for folder in folders]
+    names = [Path(folder).resolve().name for folder in folders]
     if len(set(names)) < len(names):
         names = folders
     return [(name, *read(folder)) for name, folder in zip(names, folders, strict=True)]
@@ -90,8 +89,7 @@ def has_ended(rows, run):
 
 
 def draw_runs(runs, output, reference, may_be_empty=False):
-    """Draw the picture. Raises UserError where it cannot be, or, unless it may_be_empty, where
-    there is nothing to draw."""
+    """Raises UserError where there is nothing to draw, unless it may_be_empty."""
     if reference and any(run and reference.other_text(run) for _, _, run in runs):
         reference = None
     try:
@@ -126,8 +124,7 @@ def summarize(name, rows, run):
     all iterations are done'."""
     line = f'{name}: iteration {rows[-1]["iter"]}, {rows[-1]["tokens"]:,} tokens, ' \
            f'{duration(rows[-1]["elapsed_s"])}'
-    evaluations = [row for row in rows if row.get('val_loss') is not None]
-    if evaluations:
+    if evaluations := rows_with(rows, 'val_loss'):
         best = min(evaluations, key=lambda row: row['val_loss'])
         line += f'; validation {best["val_loss"]:.4f} at best, at iteration {best["iter"]}'
     return f'{line}; {run["ending"]}' if run.get('ending') else line

@@ -93,10 +93,8 @@ BACKENDS = {'wandb': Wandb, 'tensorboard': TensorBoard}
 
 
 def open_backends(config, run, run_id):
-    """Start the backends of config.log_to, and those of wandb_log=True and tensorboard_log=True.
-
-    One that cannot start is left out with a warning. run: the facts of the run; run_id: of the
-    wandb run to continue, or None.
+    """Start those of config.log_to, wandb_log=True and tensorboard_log=True; one that cannot start
+    is left out with a warning. run: facts of the run; run_id: of the wandb run to continue, or None
     """
     names = [name for name in BACKENDS if getattr(config, f'{name}_log', False)]
     backends = []

@@ -1,14 +1,15 @@
 """What looks wrong with a run, in words, from the numbers it wrote: no model, no device, no torch.
 
-Each check is a function (rows, run, ended) → Diagnosis or None and an entry in CHECKS. `rows` are
-those of metrics.jsonl, `run` is run.json (run_record.describe_run), and `ended` says that no more
-rows will come. A check returns None where it has too few rows to judge: a false alarm costs more
-than a late one.
+Each check is a function (rows, run, ended) → (evidence, remedy) or None and an entry in CHECKS:
+`rows` of metrics.jsonl, `run` of run.json, `ended` where no more rows will come. A check returns
+None where it has too few rows to judge: a false alarm costs more than a late one.
 """
 
 import math
 from dataclasses import dataclass
 from statistics import median
+
+from plaingpt.monitoring.metrics_file import column, rows_with
 
 # When something is wrong. None was tuned to a single run. "Ours" are the healthy runs of
 # tests/monitoring/test_diagnosis.py and references/: they keep a factor of 2 or more away.
@@ -76,26 +77,12 @@ class Diagnosis:
 
 def diagnose(rows, run, ended=False):
     """→ [Diagnosis], each check's at most once."""
-    return [found for check in CHECKS if (found := check(rows, run, ended))]
+    return [Diagnosis(check.__name__, *found) for check in CHECKS
+            if (found := check(rows, run, ended))]
 
 
 # -----------------------------------------------------------------------------
 # reading rows
-
-
-def column(rows, key):
-    """[(iteration, value)] where a row has a value of `key`."""
-    return [(row['iter'], row[key]) for row in rows if row.get(key) is not None]
-
-
-def values(rows, key):
-    return [value for _, value in column(rows, key)]
-
-
-def evaluated(rows):
-    """The rows of evaluations, with the losses of both splits."""
-    return [row for row in rows if row.get('val_loss') is not None
-            and row.get('train_loss') is not None]
 
 
 def block_values(row, measure):
@@ -105,16 +92,16 @@ def block_values(row, measure):
             if key.startswith(prefix) and value is not None}
 
 
+def updates(rows):
+    """[(row, median update / weight of its blocks)] of the health rows."""
+    return [(row, median(ratios.values())) for row in rows
+            if (ratios := block_values(row, 'update_ratio'))]
+
+
 def first_loss(rows):
     """The loss of the weights that the run began with, or None where it was not measured."""
-    return next((row.get('train_loss') or row.get('loss') for row in rows if row['iter'] <= 1
-                 and (row.get('train_loss') or row.get('loss'))), None)
-
-
-def smooth(points, n=5):
-    """Means of n neighbours, which a single lucky batch hardly lowers: [(iteration, value)]."""
-    return [(points[i][0], sum(value for _, value in points[i - n + 1:i + 1]) / n)
-            for i in range(n - 1, len(points))]
+    losses = (row.get('train_loss') or row.get('loss') for row in rows if row['iter'] <= 1)
+    return next(filter(None, losses), None)
 
 
 def warmup_iters(run):
@@ -127,9 +114,11 @@ def warmed_up(rows, run):
     return [row for row in rows if row['iter'] >= warmup_iters(run)]
 
 
-def is_late(points, run):
-    """True where [(iteration, value)] reach past the early steps after warmup."""
-    return bool(points) and points[-1][0] >= warmup_iters(run) + THRESHOLDS['early_steps']
+def late_losses(rows, run):
+    """The logged losses, or [] before they reach past the early steps after warmup."""
+    rows = rows_with(rows, 'loss')
+    is_late = rows and rows[-1]['iter'] >= warmup_iters(run) + THRESHOLDS['early_steps']
+    return column(rows, 'loss') if is_late else []
 
 
 # -----------------------------------------------------------------------------
@@ -142,137 +131,143 @@ def initial_loss(rows, run, ended):
         return None
     uniform = f'a model that knows nothing has ln({run["vocab_size"]}) = {expected:.2f}'
     if not run['from_scratch'] and first > expected:
-        return Diagnosis('initial_loss', f'the weights it began with have a loss of {first:.2f}, '
-                         f'and {uniform}', 'was this text prepared with their tokenizer?')
-    if run['from_scratch'] and abs(first - expected) > THRESHOLDS['initial_loss'] \
-            + THRESHOLDS['initial_loss_per_channel'] * run['config']['n_embd']:
-        return Diagnosis('initial_loss', f'the first loss is {first:.2f}, but {uniform}',
-                         'look at the initialisation, and at targets and vocabulary')
+        return (f'the weights it began with have a loss of {first:.2f}, and {uniform}',
+                'was this text prepared with their tokenizer?')
+    tolerance = THRESHOLDS['initial_loss'] \
+        + THRESHOLDS['initial_loss_per_channel'] * run['config']['n_embd']
+    if run['from_scratch'] and abs(first - expected) > tolerance:
+        return (f'the first loss is {first:.2f}, but {uniform}',
+                'look at the initialisation, and at targets and vocabulary')
 
 
 def no_progress(rows, run, ended):
-    first, points = first_loss(rows), smooth(column(rows, 'loss'))
-    if not run['from_scratch'] or first is None or not is_late(points, run):
+    first, losses = first_loss(rows), late_losses(rows, run)
+    if not run['from_scratch'] or first is None or len(losses) < 5:
         return None
-    lowest = min(value for _, value in points)
+    # The mean of five: a single lucky batch hardly lowers it.
+    lowest = min(sum(losses[i:i + 5]) for i in range(len(losses) - 4)) / 5
     if first - lowest <= THRESHOLDS['progress']:
-        return Diagnosis('no_progress', f'after {rows[-1]["tokens"]:,} tokens the loss is '
-                         f'{lowest:.2f} at best (a mean of five lines), and it began at '
-                         f'{first:.2f}',
-                         'raise learning_rate (try ×10), and see that targets are the next tokens')
+        return (f'after {rows[-1]["tokens"]:,} tokens the loss is {lowest:.2f} at best (a mean of '
+                f'five lines), and it began at {first:.2f}',
+                'raise learning_rate (try ×10), and see that targets are the next tokens')
 
 
 def no_context(rows, run, ended):
-    unigram, points = run['unigram_loss'], column(rows, 'loss')
-    if unigram is None or not is_late(points, run) or no_progress(rows, run, ended):
+    unigram, losses = run['unigram_loss'], late_losses(rows, run)
+    if unigram is None or not losses or no_progress(rows, run, ended):
         return None
-    recent = median(value for _, value in points[-max(5, len(points) // 4):])
+    recent = median(losses[-max(5, len(losses) // 4):])
     if -THRESHOLDS['context'] <= recent - unigram <= 3 * THRESHOLDS['context']:
-        return Diagnosis('no_context', f'the loss stays at {recent:.2f}, and the frequencies of '
-                         f'single tokens alone give {unigram:.2f}: nothing is learned from context',
-                         'see that the targets are the inputs shifted by one, and that attention '
-                         'is causal; if they are, lower learning_rate or train longer')
+        return (f'the loss stays at {recent:.2f}, and the frequencies of single tokens alone give '
+                f'{unigram:.2f}: nothing is learned from context',
+                'see that the targets are the inputs shifted by one, and that attention is causal; '
+                'if they are, lower learning_rate or train longer')
 
 
 def first_rise(rows, run, ended):
     first = first_loss(rows)
-    points = [(it, loss) for it, loss in column(rows, 'loss') if it <= THRESHOLDS['early_steps']]
-    if first is None or not points:
+    early = [row for row in rows_with(rows, 'loss') if row['iter'] <= THRESHOLDS['early_steps']]
+    if first is None or not early:
         return None
-    it, highest = max(points, key=lambda point: point[1])
-    if highest - first >= THRESHOLDS['first_rise']:
-        return Diagnosis('first_rise', f'the loss rose from {first:.2f} to {highest:.2f} at '
-                         f'iteration {it}', f'lengthen warmup_iters '
-                         f'({run["config"]["warmup_iters"]} now) or lower learning_rate')
+    highest = max(early, key=lambda row: row['loss'])
+    if highest['loss'] - first >= THRESHOLDS['first_rise']:
+        return (f'the loss rose from {first:.2f} to {highest["loss"]:.2f} at iteration '
+                f'{highest["iter"]}', f'lengthen warmup_iters ({run["config"]["warmup_iters"]} '
+                'now) or lower learning_rate')
 
 
 # -----------------------------------------------------------------------------
 # gradients and updates
 
 
-def update_size(rows, run, ended):
-    seen = [(row, median(found.values())) for row in rows
-            if (found := block_values(row, 'update_ratio'))]
+def rate_high(rows, run, ended):
+    seen = updates(rows)
     if len(seen) < 2:
         return None
     row, highest = max(seen, key=lambda pair: pair[1])
     if highest > THRESHOLDS['update_high']:
-        return Diagnosis('rate_high', f'the step of iteration {row["iter"]} changed the weights by '
-                         f'{highest:.0%} of their size, and 0.1% to 5% is usual',
-                         'lower learning_rate (try a tenth) or lengthen warmup_iters')
+        return (f'the step of iteration {row["iter"]} changed the weights by {highest:.0%} of '
+                'their size, and 0.1% to 5% is usual',
+                'lower learning_rate (try a tenth) or lengthen warmup_iters')
     first = block_values(seen[0][0], 'weight_norm')
-    if run['from_scratch'] and seen[0][0]['iter'] == 1 and any(first.values()):
-        for row, _ in seen:
-            now = block_values(row, 'weight_norm')
-            growth = median(now.get(name, norm) / norm for name, norm in first.items() if norm)
-            if row['iter'] <= warmup_iters(run) + THRESHOLDS['early_steps'] \
-                    and growth > THRESHOLDS['growth']:
-                return Diagnosis('rate_high', f'by iteration {row["iter"]} the weights have grown '
-                                 f'to {growth:.0f} times their size, and twice is usual',
-                                 'lower learning_rate (try a tenth)')
-    if highest < THRESHOLDS['update_low'] and run['from_scratch'] \
-            and seen[-1][0]['iter'] > warmup_iters(run):
-        return Diagnosis('rate_low', f'a step changes the weights by {highest:.1e} of their size '
-                         'at most, and about 1e-3 is usual',
-                         'raise learning_rate (try ×10), and see that grad_clip is not tiny')
+    if not run['from_scratch'] or seen[0][0]['iter'] != 1 or not any(first.values()):
+        return None
+    for row, _ in seen:
+        now = block_values(row, 'weight_norm')
+        growth = median(now.get(name, norm) / norm for name, norm in first.items() if norm)
+        if row['iter'] <= warmup_iters(run) + THRESHOLDS['early_steps'] \
+                and growth > THRESHOLDS['growth']:
+            return (f'by iteration {row["iter"]} the weights have grown to {growth:.0f} times '
+                    'their size, and twice is usual', 'lower learning_rate (try a tenth)')
+
+
+def rate_low(rows, run, ended):
+    seen = updates(rows)
+    if len(seen) < 2 or not run['from_scratch'] or seen[-1][0]['iter'] <= warmup_iters(run):
+        return None
+    highest = max(ratio for _, ratio in seen)
+    if highest < THRESHOLDS['update_low'] and not rate_high(rows, run, ended):
+        return (f'a step changes the weights by {highest:.1e} of their size at most, and about '
+                '1e-3 is usual',
+                'raise learning_rate (try ×10), and see that grad_clip is not tiny')
 
 
 def spikes(rows, run, ended):
-    points = column(warmed_up(rows, run), 'grad_norm')
-    usual = [median(value for _, value in points[i - 50:i]) for i in range(50, len(points))]
-    found = [(it, norm / level) for (it, norm), level in zip(points[50:], usual, strict=True)
-             if level and norm > THRESHOLDS['spike'] * level]
+    rows = rows_with(warmed_up(rows, run), 'grad_norm')
+    norms, found = column(rows, 'grad_norm'), []  # found: [(iteration, times the usual norm)]
+    for i in range(50, len(rows)):
+        usual = median(norms[i - 50:i])
+        if usual and norms[i] > THRESHOLDS['spike'] * usual:
+            found.append((rows[i]['iter'], norms[i] / usual))
     if len(found) >= THRESHOLDS['spikes']:
-        it, times = max(found, key=lambda point: point[1])
-        return Diagnosis('spikes', f'{len(found)} gradient norms were over '
-                         f'{THRESHOLDS["spike"]:.0f} times their usual, the highest {times:.0f} '
-                         f'times at iteration {it}',
-                         'lower learning_rate or beta2, lengthen warmup_iters, and see that '
-                         'grad_clip is on')
+        it, times = max(found, key=lambda pair: pair[1])
+        return (f'{len(found)} gradient norms were over {THRESHOLDS["spike"]:.0f} times their '
+                f'usual, the highest {times:.0f} times at iteration {it}',
+                'lower learning_rate or beta2, lengthen warmup_iters, and see that grad_clip is on')
 
 
 def climb(rows, run, ended):
-    norms = values(warmed_up(rows, run), 'grad_norm')
+    norms = column(warmed_up(rows, run), 'grad_norm')
     if len(norms) < 50:
         return None
     fifth = len(norms) // 5
     early, late = median(norms[:fifth]), median(norms[-fifth:])
     if late >= THRESHOLDS['climb'] * early:
-        return Diagnosis('climb', f'the gradient norm has climbed from {early:.2g} to {late:.2g}',
-                         'lower learning_rate before the loss follows; weight_decay or qk_norm '
-                         'hold weights down')
+        return (f'the gradient norm has climbed from {early:.2g} to {late:.2g}',
+                'lower learning_rate before the loss follows; weight_decay or qk_norm hold weights '
+                'down')
 
 
 def clipped(rows, run, ended):
-    limit, norms = run['config']['grad_clip'], values(warmed_up(rows, run), 'grad_norm')
+    limit, norms = run['config']['grad_clip'], column(warmed_up(rows, run), 'grad_norm')
     if limit and len(norms) >= 20 and median(norms) >= THRESHOLDS['clip'] * limit:
-        return Diagnosis('clipped', f'gradients have a norm of {median(norms):.2g} and are cut to '
-                         f'{limit:.2g} in nearly every step', 'raise grad_clip (1.0 is usual), or '
-                         'lower learning_rate if the norm has grown')
+        return (f'gradients have a norm of {median(norms):.2g} and are cut to {limit:.2g} in '
+                'nearly every step',
+                'raise grad_clip (1.0 is usual), or lower learning_rate if the norm has grown')
 
 
 def dying(rows, run, ended):
-    seen = [found for row in rows if len(found := block_values(row, 'grad_norm')) > 1]
-    tiny = [{name for name, norm in found.items()
-             if norm <= THRESHOLDS['dying'] * median(found.values()) > 0} for found in seen[-2:]]
+    seen = [norms for row in rows if len(norms := block_values(row, 'grad_norm')) > 1][-2:]
+    tiny = [{name for name, norm in norms.items()
+             if norm <= THRESHOLDS['dying'] * median(norms.values()) > 0} for norms in seen]
     names = sorted(tiny[0] & tiny[1]) if len(tiny) == 2 else []
     if names:
-        return Diagnosis('dying', f'the gradient of {", ".join(names)} is '
-                         f'{seen[-1][names[0]]:.1e}, that of other blocks '
-                         f'{median(seen[-1].values()):.1e}',
-                         'is it frozen, or cut off by a detach or a norm that has collapsed?')
+        return (f'the gradient of {", ".join(names)} is {seen[-1][names[0]]:.1e}, that of other '
+                f'blocks {median(seen[-1].values()):.1e}',
+                'is it frozen, or cut off by a detach or a norm that has collapsed?')
 
 
 def forgetting(rows, run, ended):
     decay = run['config']['weight_decay']
-    rate = max(values(rows, 'lr'), default=0)
-    if rate * decay * THRESHOLDS['memory'] < 1 or update_size(rows, run, ended):
+    share = max(column(rows, 'lr'), default=0) * decay  # of a weight, lost in a step
+    if share * THRESHOLDS['memory'] < 1 \
+            or rate_high(rows, run, ended) or rate_low(rows, run, ended):
         return None
     usual = 1e-4 if run['config'].get('optimizer') == 'sgd' else 0.1
-    remedy = 'lower learning_rate (try a tenth)' if decay <= usual else \
-        f'lower weight_decay ({decay:g} now; {usual:g} is usual)'
-    return Diagnosis('forgetting', f'weight decay takes {min(1, rate * decay):.1%} of the weights '
-                     f'in each step, so they remember {1 / (rate * decay):.0f} steps', remedy)
+    return (f'weight decay takes {min(1, share):.1%} of the weights in each step, so they remember '
+            f'{1 / share:.0f} steps',
+            'lower learning_rate (try a tenth)' if decay <= usual else
+            f'lower weight_decay ({decay:g} now; {usual:g} is usual)')
 
 
 # -----------------------------------------------------------------------------
@@ -280,51 +275,49 @@ def forgetting(rows, run, ended):
 
 
 def foreign_validation(rows, run, ended):
-    evaluations = evaluated(rows)
-    if len(evaluations) < 2 or run['config']['overfit_batches']:
+    seen = rows_with(rows, 'train_loss', 'val_loss')
+    if len(seen) < 2 or run['config']['overfit_batches']:
         return None
-    first, last = evaluations[0], evaluations[-1]
+    first, last = seen[0], seen[-1]
     if last['tokens'] <= 2 * run['train_tokens'] \
             and last['train_loss'] <= first['train_loss'] - THRESHOLDS['first_rise'] \
-            and min(row['val_loss'] for row in evaluations[1:]) >= first['val_loss'] - 0.1:
-        return Diagnosis('foreign_validation', f'training has brought the loss from '
-                         f'{first["train_loss"]:.2f} to {last["train_loss"]:.2f}, and validation '
-                         f'from {first["val_loss"]:.2f} to {last["val_loss"]:.2f}',
-                         'is val.bin of the same tokenizer and kind of text as train.bin? python '
-                         'prepare.py inspect shows both')
+            and min(column(seen[1:], 'val_loss')) >= first['val_loss'] - 0.1:
+        return (f'training has brought the loss from {first["train_loss"]:.2f} to '
+                f'{last["train_loss"]:.2f}, and validation from {first["val_loss"]:.2f} to '
+                f'{last["val_loss"]:.2f}',
+                'is val.bin of the same tokenizer and kind of text as train.bin? python prepare.py '
+                'inspect shows both')
 
 
 def overfit(rows, run, ended):
-    evaluations = evaluated(rows)
-    if not evaluations or run['config']['overfit_batches'] or foreign_validation(rows, run, ended):
+    seen = rows_with(rows, 'train_loss', 'val_loss')
+    if not seen or run['config']['overfit_batches'] or foreign_validation(rows, run, ended):
         return None
-    best, last = min(evaluations, key=lambda row: row['val_loss']), evaluations[-1]
-    after = [row for row in evaluations if row['iter'] > best['iter']]
+    best, last = min(seen, key=lambda row: row['val_loss']), seen[-1]
+    after = [row for row in seen if row['iter'] > best['iter']]
     if len(after) >= THRESHOLDS['after_best'] and last['train_loss'] <= best['train_loss'] \
             and last['val_loss'] >= best['val_loss'] + THRESHOLDS['overfit']:
-        return Diagnosis('overfit', f'validation rises since iteration {best["iter"]} (best '
-                         f'{best["val_loss"]:.4f}, now {last["val_loss"]:.4f}) while training '
-                         f'falls to {last["train_loss"]:.4f}, after '
-                         f'{last["tokens"] / run["train_tokens"]:.3g} epochs',
-                         'stop with --patience, or use more text, more dropout or a smaller model; '
-                         '--checkpoint=best has the best weights')
+        return (f'validation rises since iteration {best["iter"]} (best {best["val_loss"]:.4f}, '
+                f'now {last["val_loss"]:.4f}) while training falls to {last["train_loss"]:.4f}, '
+                f'after {last["tokens"] / run["train_tokens"]:.3g} epochs',
+                'stop with --patience, or use more text, more dropout or a smaller model; '
+                '--checkpoint=best has the best weights')
 
 
 def flat(rows, run, ended):
-    evaluations = [row for row in evaluated(rows) if row['iter'] > 0]
-    rates = values(rows, 'lr')
-    third = len(evaluations) // 3
+    seen = [row for row in rows_with(rows, 'train_loss', 'val_loss') if row['iter'] > 0]
+    rates, third = column(rows, 'lr'), len(seen) // 3
     if third < 2 or not rates or rates[-1] < max(rates) / 2 or run['config']['overfit_batches'] \
             or overfit(rows, run, ended) or foreign_validation(rows, run, ended):
         return None
-    before, after, last = evaluations[:-third], evaluations[-third:], evaluations[-1]
-    lows = [[min(row[key] for row in part) for part in (before, after)]
+    before, after, last = seen[:-third], seen[-third:], seen[-1]
+    lows = [(min(column(before, key)), min(column(after, key)))
             for key in ('train_loss', 'val_loss')]
     if all((early - late) / early <= THRESHOLDS['flat'] for early, late in lows):
-        return Diagnosis('flat', f'since iteration {before[-1]["iter"]} neither loss has fallen '
-                         f'(training {last["train_loss"]:.4f}, validation {last["val_loss"]:.4f})',
-                         'let the learning rate decay; if it is low already, the model is too '
-                         'small for this text, or the text has no more to teach')
+        return (f'since iteration {before[-1]["iter"]} neither loss has fallen (training '
+                f'{last["train_loss"]:.4f}, validation {last["val_loss"]:.4f})',
+                'let the learning rate decay; if it is low already, the model is too small for '
+                'this text, or the text has no more to teach')
 
 
 # -----------------------------------------------------------------------------
@@ -332,19 +325,19 @@ def flat(rows, run, ended):
 
 
 def data_wait(rows, run, ended):
-    shares = values(rows, 'data_wait')
+    shares = column(rows, 'data_wait')
     recent = shares[len(shares) // 2:]
     if len(shares) >= 10 and median(recent) >= THRESHOLDS['data_wait']:
-        return Diagnosis('data_wait', f'{median(recent):.0%} of the time training waits for '
-                         'batches', 'set data_in_ram=True, or put data/ on a faster disk')
+        return (f'{median(recent):.0%} of the time training waits for batches',
+                'set data_in_ram=True, or put data/ on a faster disk')
 
 
 def loss_scale(rows, run, ended):
-    scales = column(rows, 'loss_scale')
-    if scales and scales[-1][1] < THRESHOLDS['loss_scale']:
-        return Diagnosis('loss_scale', f'float16 overflows: the loss scale is down to '
-                         f'{scales[-1][1]:.2g} at iteration {scales[-1][0]}',
-                         'use dtype=bfloat16 or float32, or lower learning_rate')
+    seen = rows_with(rows, 'loss_scale')
+    if seen and seen[-1]['loss_scale'] < THRESHOLDS['loss_scale']:
+        return (f'float16 overflows: the loss scale is down to {seen[-1]["loss_scale"]:.2g} at '
+                f'iteration {seen[-1]["iter"]}',
+                'use dtype=bfloat16 or float32, or lower learning_rate')
 
 
 def budget(rows, run, ended):
@@ -353,24 +346,25 @@ def budget(rows, run, ended):
         return None
     seen = rows[-1]['tokens'] / run['parameters']
     if seen <= THRESHOLDS['tokens_per_parameter']:
-        return Diagnosis('budget', f'it ended after {seen:.2g} tokens for each parameter, and '
-                         'about 20 are compute-optimal (Hoffmann et al. 2022)', 'a smaller model '
-                         'would be better after the same time, or this one after more')
+        return (f'it ended after {seen:.2g} tokens for each parameter, and about 20 are '
+                'compute-optimal (Hoffmann et al. 2022)',
+                'a smaller model would be better after the same time, or this one after more')
 
 
-CHECKS = (initial_loss, no_progress, no_context, first_rise, update_size, spikes, climb, clipped,
-          dying, forgetting, foreign_validation, overfit, flat, data_wait, loss_scale, budget)
+CHECKS = (initial_loss, no_progress, no_context, first_rise, rate_high, rate_low, spikes, climb,
+          clipped, dying, forgetting, foreign_validation, overfit, flat, data_wait, loss_scale,
+          budget)
 
 
 def overfit_check(rows, run):
     """What a run with overfit_batches shows, in a sentence, or None."""
-    losses = column(rows, 'train_loss')
-    n = run['config']['overfit_batches']
-    if not n or len(losses) < 2:
+    seen, n = rows_with(rows, 'train_loss'), run['config']['overfit_batches']
+    if not n or len(seen) < 2:
         return None
     limit = THRESHOLDS['overfit_check'] * math.log(run['vocab_size'])
-    (_, first), (it, last) = losses[0], losses[-1]
-    what = f'overfit_batches={n}: the loss went from {first:.3f} to {last:.3f} in {it} iterations'
+    first, last = seen[0]['train_loss'], seen[-1]['train_loss']
+    what = f'overfit_batches={n}: the loss went from {first:.3f} to {last:.3f} in ' \
+           f'{seen[-1]["iter"]} iterations'
     if last < limit:
         return f'{what}, near zero as it should: model, loss and optimizer can learn'
     return (f'{what}, and should come under {limit:.2f}: train longer, with dropout=0 and a higher '

@@ -1,6 +1,6 @@
 """Curves of runs as a picture, with matplotlib and without torch. PANELS lists its parts."""
 
-from plaingpt.monitoring.metrics_file import step_tokens
+from plaingpt.monitoring.metrics_file import column, rows_with, step_tokens
 from plaingpt.system.errors import UserError
 
 # Okabe and Ito 2008, a palette that colour-blind people tell apart too; black is for references
@@ -21,8 +21,7 @@ def draw(runs, path, reference=None):
         raise UserError('curves need matplotlib: pip install matplotlib') from None
     if not any(points(rows, 'iter', key)[0] for _, rows in runs for key in ('loss', 'val_loss')):
         raise UserError('there is nothing to draw yet: no step is logged, no evaluation made')
-    runs = [(name, rows, colour)
-            for (name, rows), colour in zip(runs, choose_colours(len(runs)), strict=True)]
+    runs = [(*run, colour) for run, colour in zip(runs, choose_colours(len(runs)), strict=True)]
     panels = [panel for panel in PANELS if any(panel.has(rows) for _, rows, _ in runs)]
     lines = -(-len(panels) // COLUMNS)
     figure = Figure(figsize=(5 * COLUMNS, 3.6 * lines + 0.5), layout='constrained')
@@ -75,8 +74,8 @@ def curve(axes, xs, ys, style, **options):
 
 def points(rows, x, y):
     """→ (xs, ys) of the rows that have both."""
-    found = [(row[x], row[y]) for row in rows if row.get(y) is not None and row.get(x) is not None]
-    return [a for a, _ in found], [b for _, b in found]
+    rows = rows_with(rows, x, y)
+    return column(rows, x), column(rows, y)
 
 
 def smoothed(ys, n):
@@ -153,9 +152,10 @@ def cut_off_the_start(axes):
 
 def time_unit(runs):
     """→ (name, seconds) of a unit that suits the longest run."""
-    longest = max((row['elapsed_s'] for _, rows, _ in runs for row in rows), default=0)
-    return ('hours', 3600) if longest > 3 * 3600 else ('minutes', 60) if longest > 180 \
-        else ('seconds', 1)
+    longest = max(row['elapsed_s'] for _, rows, _ in runs for row in rows)
+    if longest > 3 * 3600:
+        return 'hours', 3600
+    return ('minutes', 60) if longest > 180 else ('seconds', 1)
 
 
 def draw_band(axes, reference, x):

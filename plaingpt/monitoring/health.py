@@ -52,10 +52,7 @@ class Health:
     """
 
     def __init__(self, model, interval, loader, context):
-        self.model = model
-        self.interval = interval
-        self.loader = loader
-        self.context = context
+        self.model, self.interval, self.loader, self.context = model, interval, loader, context
 
     def due(self, iter_num):
         return self.interval > 0 and (iter_num == 1 or iter_num % self.interval == 0)
@@ -63,36 +60,33 @@ class Health:
     @contextmanager
     def around_update(self, iter_num, scaler):
         """The gradient is clipped and the weights updated inside, for update `iter_num`."""
-        due = self.due(iter_num)
-        if due:
-            self.before_update(scaler)
+        if not self.due(iter_num):
+            yield
+            return
+        self.before_update(scaler)
         yield
-        if due:
-            self.after_update()
+        self.after_update()
 
     @torch.no_grad()
     def before_update(self, scaler):
         """Measure gradients (multiplied by the scaler's scale still) and weights."""
-        weights, grads = {}, {}
-        for name, p in self.model.named_parameters():
-            if p.dim() >= 2:  # the gains of norms, near 1, would hide every change of the matrices
-                weights.setdefault(block_name(name), []).append(p)
-            grads.setdefault(block_name(name), []).append(
-                p.new_zeros(()) if p.grad is None else p.grad)
+        grads = [(name, p.new_zeros(()) if p.grad is None else p.grad)
+                 for name, p in self.model.named_parameters()]
         scale = 1 / scaler.get_scale()
-        self.norms = {**{f'grad_norm/{part}': norm(ts) * scale for part, ts in grads.items()},
-                      **{f'weight_norm/{part}': norm(ts) for part, ts in weights.items()}}
-        self.before = {name: sample_rows(p).clone() for name, p in self._matrices()}
+        self.norms = {f'grad_norm/{name}': value * scale
+                      for name, value in block_norms(grads).items()}
+        self.norms |= {f'weight_norm/{name}': value
+                       for name, value in block_norms(self._matrices()).items()}
+        self.before = [(name, sample_rows(p).clone()) for name, p in self._matrices()]
 
     @torch.no_grad()
     def after_update(self):
         """Measure how far the weights moved."""
-        moved, before = {}, {}
-        for name, p in self._matrices():
-            moved.setdefault(block_name(name), []).append(sample_rows(p) - self.before[name])
-            before.setdefault(block_name(name), []).append(self.before[name])
-        self.norms |= {f'update_ratio/{part}': norm(moved[part]) / (norm(before[part]) + 1e-12)
-                       for part in moved}
+        before = block_norms(self.before)
+        moved = block_norms([(name, sample_rows(p) - old) for (name, p), (_, old)
+                             in zip(self._matrices(), self.before, strict=True)])
+        self.norms |= {f'update_ratio/{name}': moved[name] / (before[name] + 1e-12)
+                       for name in moved}
 
     @torch.no_grad()
     def measure(self):
@@ -112,6 +106,7 @@ class Health:
                 for name, value in zip(found, values, strict=True)}
 
     def _matrices(self):
+        # The gains of norms, near 1, would hide every change of the matrices.
         return [(name, p) for name, p in self.model.named_parameters() if p.dim() >= 2]
 
     def _by_position(self, x, targets):
@@ -216,9 +211,13 @@ def block_name(name):
     return '.'.join(parts[:2]) if parts[0] == 'h' else parts[0]
 
 
-def norm(tensors):
-    """The norm of all of them as one vector."""
-    return torch.stack(torch._foreach_norm(tensors)).float().norm()
+def block_norms(tensors):
+    """[(name of a parameter, tensor)] → {block: norm of its tensors as one vector}."""
+    blocks = {}
+    for name, tensor in tensors:
+        blocks.setdefault(block_name(name), []).append(tensor)
+    return {block: torch.stack(torch._foreach_norm(tensors)).float().norm()
+            for block, tensors in blocks.items()}
 
 
 def sample_rows(p):

@@ -1,9 +1,10 @@
 """report.md and loss.png: what a run was and what came of it, from run.json and metrics.jsonl."""
 
 from pathlib import Path
+from statistics import median_high
 
 from plaingpt.monitoring.diagnosis import diagnose, overfit_check
-from plaingpt.monitoring.metrics_file import read_rows
+from plaingpt.monitoring.metrics_file import column, read_rows, rows_with
 from plaingpt.monitoring.run_record import read_run
 from plaingpt.system.errors import UserError
 from plaingpt.system.files import write_atomically
@@ -69,7 +70,7 @@ def code_block(text):
 def format_outcome(rows, run):
     """Losses, amounts, speed and memory, as a table."""
     table = [('ended', run['ending'])] if run.get('ending') else []
-    evaluations = [row for row in rows if row.get('val_loss') is not None]
+    evaluations = rows_with(rows, 'val_loss')
     if evaluations:
         best = min(evaluations, key=lambda row: row['val_loss'])
         for name, row in (('best', best), ('last', evaluations[-1])):
@@ -83,14 +84,12 @@ def format_outcome(rows, run):
               ('tokens', f'{last["tokens"]:,}, {last["tokens"] / run["train_tokens"]:.3g} epochs, '
                          f'{last["tokens"] / run["parameters"]:.3g} a parameter'),
               ('time', duration(last['elapsed_s']))]
-    steps = [row for row in rows if row.get('loss') is not None]
-    speeds = sorted(row['tokens_per_s'] for row in steps if row.get('tokens_per_s'))
-    if speeds:
-        mfus = sorted(row['mfu'] for row in steps if row.get('mfu'))
-        mfu = f', MFU {mfus[len(mfus) // 2]:.1%}' if mfus else ''
-        table += [('speed, median', f'{short(speeds[len(speeds) // 2])} tokens/s{mfu}')]
-    peaks = [row['peak_memory_bytes'] for row in steps if row.get('peak_memory_bytes')]
-    if peaks:
+    steps = rows_with(rows, 'loss')
+    if speeds := column(steps, 'tokens_per_s'):
+        mfus = column(steps, 'mfu')
+        mfu = f', MFU {median_high(mfus):.1%}' if mfus else ''
+        table += [('speed, median', f'{short(median_high(speeds))} tokens/s{mfu}')]
+    if peaks := column(steps, 'peak_memory_bytes'):
         table += [('memory, peak', f'{max(peaks) / 2**20:,.0f} MiB')]
     return '\n'.join(['| | |', '|---|---|', *(f'| {name} | {value} |' for name, value in table)])
 

@@ -39,16 +39,11 @@ class Metrics:
 
     def __init__(self, path, *, config, run, loader, model, device, dtype, scaler, world_size=1,
                  bytes_per_token=None, elapsed_s=0.0, backends=(), quiet=False):
-        self.path = path
-        self.config = config
-        self.run = run
-        self.loader = loader
+        self.path, self.config, self.run, self.loader = path, config, run, loader
         self.device, self.device_name, self.dtype = device, device_name(device), dtype
-        self.scaler = scaler
+        self.scaler, self.bytes_per_token = scaler, bytes_per_token
         self.flops_per_token = model.flops_per_token() / world_size  # of each device
-        self.bytes_per_token = bytes_per_token
-        self.backends = list(backends)
-        self.quiet = quiet
+        self.backends, self.quiet = list(backends), quiet
         self.clock = Clock(elapsed_s)
         # A live line needs a terminal that is not shared with a file of the same lines.
         self.live_line = LiveLine(config.max_iters, shown=not quiet and sys.stdout.isatty()
@@ -76,9 +71,6 @@ class Metrics:
     def tick(self, iter_num):
         """Keep a terminal's live line up to date; call it after every step."""
         self.live_line.update(iter_num)
-
-    # -------------------------------------------------------------------------
-    # what is logged
 
     def step(self, iter_num, loss, lr, grad_norm):
         """Log update number `iter_num`. loss and grad_norm may be tensors: reading them waits
@@ -151,8 +143,6 @@ class Metrics:
             self._diagnose(ended)
         for backend in self.backends:
             backend.close()
-
-    # -------------------------------------------------------------------------
 
     def _print_columns(self, iter_num, *columns):
         width = len(str(self.config.max_iters))
@@ -240,12 +230,9 @@ class LiveLine:
             return
         self.updated_at = time.perf_counter()
         done = round(20 * iter_num / max(1, self.max_iters))
-        bar = '━' * done + '─' * (20 - done)
-        sys.stderr.write('\r\x1b[K' + ' | '.join([f'{iter_num}/{self.max_iters}', bar,
-                                                  *self.columns]))
-        sys.stderr.flush()
+        columns = f'{iter_num}/{self.max_iters}', '━' * done + '─' * (20 - done), *self.columns
+        print('\r\x1b[K' + ' | '.join(columns), end='', file=sys.stderr, flush=True)
 
     def clear(self):
         if self.shown:
-            sys.stderr.write('\r\x1b[K')
-            sys.stderr.flush()
+            print('\r\x1b[K', end='', file=sys.stderr, flush=True)

@@ -16,14 +16,12 @@ def finite(x):
 def parse_row(line):
     """A line of metrics.jsonl → dict. Raises ValueError where train.py cannot have written it."""
     try:
-        row = json.loads(line, parse_constant=refuse_constant)
+        row = json.loads(line)
     except RecursionError:
         raise ValueError('nested too deep') from None
-    if not isinstance(row, dict) or type(row.get('iter')) is not int \
-            or any(type(row.get(key)) not in (int, float) for key in ('tokens', 'elapsed_s')):
+    if not isinstance(row, dict) or type(row.get('iter')) is not int or row['iter'] < 0 \
+            or None in (row.get('tokens'), row.get('elapsed_s')):
         raise ValueError('no object with iter, tokens and elapsed_s')
-    if row['iter'] < 0:
-        raise ValueError('iter is negative')
     if type(row.get('sample', '')) is not str:
         raise ValueError('sample is no text')
     for key, value in row.items():
@@ -31,10 +29,6 @@ def parse_row(line):
                 and (type(value) not in (int, float) or not abs(value) < 1e300):
             raise ValueError(f'{key} is no number')
     return row
-
-
-def refuse_constant(constant):
-    raise ValueError(f'{constant} is no JSON')
 
 
 def read_rows(path, print_line):
@@ -64,16 +58,19 @@ def read_rows(path, print_line):
 
 def trim_rows(path, last_iter):
     """Drop the rows past `last_iter`, and lines that are no rows, such as one that a crash cut."""
-    if not path.exists():
-        return
-    kept = []
-    for line in path.read_text(encoding='utf-8', errors='replace').splitlines():
-        try:
-            if parse_row(line)['iter'] <= last_iter:
-                kept.append(line + '\n')
-        except ValueError:
-            pass
-    write_atomically(path, ''.join(kept))
+    if path.exists():
+        kept = [row for row in read_rows(path, lambda _: None) if row['iter'] <= last_iter]
+        write_atomically(path, ''.join(json.dumps(row) + '\n' for row in kept))
+
+
+def rows_with(rows, *keys):
+    """The rows that have a value of each key."""
+    return [row for row in rows if all(row.get(key) is not None for key in keys)]
+
+
+def column(rows, key):
+    """The values of a key, of the rows that have one."""
+    return [row[key] for row in rows_with(rows, key)]
 
 
 def step_tokens(rows):

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from statistics import mean, median, stdev
 
-from plaingpt.monitoring.metrics_file import parse_row, step_tokens
+from plaingpt.monitoring.metrics_file import column, parse_row, rows_with, step_tokens
 from plaingpt.monitoring.run_record import is_run
 from plaingpt.system.errors import UserError
 from plaingpt.system.files import ROOT, write_atomically
@@ -46,7 +46,6 @@ class Reference:
         return next(iter(self.runs.values()))
 
     def step_tokens(self):
-        """Tokens in a step."""
         return step_tokens(next(iter(self.rows.values())))
 
     def band(self):
@@ -54,8 +53,8 @@ class Reference:
         first evaluation after a step on."""
         losses_at = {}
         for rows in self.rows.values():
-            for row in rows:
-                if row.get('val_loss') is not None and row['iter']:
+            for row in rows_with(rows, 'val_loss'):
+                if row['iter']:
                     losses_at.setdefault(row['tokens'], []).append(row['val_loss'])
         n = len(self.rows)
         if n < 2:
@@ -73,8 +72,8 @@ class Reference:
         if not band:
             return f'{self.name} has one seed, and a band takes two: python ' \
                    f'tools/make_reference.py {self.name}'
-        evaluations = [(row, *edges) for row in rows if row.get('val_loss') is not None
-                       and (edges := interpolate(band, row['tokens']))]
+        evaluations = [(row, *edges) for row in rows_with(rows, 'val_loss')
+                       if (edges := interpolate(band, row['tokens']))]
         if not evaluations:
             first, last = band[0][0], band[-1][0]
             return f'{name} has no evaluation between {first:,} and {last:,} tokens ' \
@@ -111,8 +110,7 @@ class Reference:
         model is another. The fastest seed counts: the others shared their machine."""
         if run and run['parameters'] != self.run['parameters']:
             return ''
-        speeds, *others = ([row['tokens_per_s'] for row in each if row.get('tokens_per_s')]
-                           for each in (rows, *self.rows.values()))
+        speeds, *others = (column(each, 'tokens_per_s') for each in (rows, *self.rows.values()))
         if not speeds or not all(others):
             return ''
         machine = self.run['machine']
@@ -130,8 +128,7 @@ def differing_settings(run, other):
     found = []
     for key in {**run['config'], **other['config']}:
         values = [each['config'].get(key, 'the default') for each in (run, other)]
-        has_default = 'the default' in values \
-            and not any(key in each['changed'] for each in (run, other))
+        has_default = 'the default' in values and key not in {**run['changed'], **other['changed']}
         if key not in NO_EFFECT and values[0] != values[1] and not has_default:
             found.append((key, *values))
     return found
@@ -150,9 +147,7 @@ def place(evaluations, seeds):
         outside = [row['iter'] for (row, *_), side in zip(evaluations, sides, strict=True) if side]
         return f'has come back into the band of {seeds}, and was out of it at iteration ' \
                f'{", ".join(map(str, outside))}: {at_end}'
-    since = len(sides) - 1
-    while since and sides[since - 1] == sides[-1]:
-        since -= 1
+    since = max((i + 1 for i, side in enumerate(sides) if side != sides[-1]), default=0)
     distance, word = (loss - high, 'above (worse)') if sides[-1] > 0 else \
         (low - loss, 'below (better)')
     return f'lies {word} the band of {seeds} from iteration {evaluations[since][0]["iter"]} on, ' \
@@ -207,9 +202,10 @@ def write_reference(reference):
     """Write references/NAME.jsonl, without samples of text."""
     FOLDER.mkdir(exist_ok=True)
     lines = []
-    for seed in sorted(reference.runs):
-        lines.append(json.dumps({'seed': seed, 'run': reference.runs[seed]}))
-        lines += [json.dumps({'seed': seed, **{key: value for key, value in row.items()
-                                               if key not in ('seed', 'sample')}})
-                  for row in reference.rows[seed]]
-    write_atomically(FOLDER / f'{reference.name}.jsonl', '\n'.join(lines) + '\n')
+    for seed, run in sorted(reference.runs.items()):
+        lines.append({'seed': seed, 'run': run})
+        for row in reference.rows[seed]:
+            lines.append({'seed': seed, **row})
+            lines[-1].pop('sample', None)
+    text = ''.join(json.dumps(line) + '\n' for line in lines)
+    write_atomically(FOLDER / f'{reference.name}.jsonl', text)

@@ -29,8 +29,8 @@ MACHINE = {'device', 'cpu', 'cores', 'processes', 'system'}
 
 
 def describe_run(config, dataset, loader, model, device, dtype, compile, world, resumed):
-    """The facts of a run, as run.json keeps them. loader: of its training tokens; resumed: true
-    where it continues from a checkpoint."""
+    """The facts of a run, as run.json keeps them. loader: of its training tokens; resumed: whether
+    it continues from a checkpoint."""
     import torch  # here, so that plot.py starts without it
 
     from plaingpt.system.devices import device_name

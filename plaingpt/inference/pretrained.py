@@ -1,6 +1,4 @@
-"""Weights from elsewhere → a GPT: GPT-2 from the hub, a folder in Hugging Face's layout (GPT-2,
-Llama, Qwen3), a ckpt.pt of nanoGPT or build-nanogpt. Nothing that is read can run code.
-"""
+"""Weights from elsewhere → a GPT. Nothing that is read can run code."""
 
 import json
 import pickle
@@ -12,18 +10,19 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 from model import GPT, GPTConfig
-from plaingpt.inference.hf_architectures import ARCHITECTURES, check_sizes
+from plaingpt.corpus.sources import explain_hub_errors
+from plaingpt.inference.hf_architectures import ARCHITECTURES, SIZES, check_sizes
 from plaingpt.system.errors import UserError
 
 PRETRAINED = ('gpt2', 'gpt2-medium', 'gpt2-large', 'gpt2-xl')
 OUR_TOKENIZER = 'plaingpt_tokenizer.json'  # in an exported folder, so that it comes back whole
-
-# Masks that older versions saved beside the weights.
+# Older versions saved masks beside the weights.
 MASKS = re.compile(r'transformer\.h\.\d+\.attn\.(masked_)?bias')
 
 
 def load_pretrained(source, dropout=0.0):
-    """'gpt2…', a folder in the Hugging Face layout or a ckpt.pt → the GPT. Raises UserError."""
+    """'gpt2…' of the hub, a folder in the Hugging Face layout (GPT-2, Llama, Qwen3) or a ckpt.pt of
+    nanoGPT or build-nanogpt → the GPT. Raises UserError."""
     shape, weights = read_weights(source)
     model = GPT(GPTConfig(**shape, dropout=dropout))
     try:
@@ -43,19 +42,21 @@ def copy_weights(model, weights):
         if names:
             more = f' and {len(names) - 1} more' if len(names) > 1 else ''
             raise ValueError(f'{words} {min(names)}{more}')
-    for name, p in wanted.items():
-        if name in ('transformer.wte.weight', 'lm_head.weight'):
-            p = p[:model.config.vocab_size]
+    for name, p in without_padding(wanted, model.config.vocab_size).items():
         if p.shape != weights[name].shape:
             raise ValueError(f'{name} is {tuple(weights[name].shape)}, expected {tuple(p.shape)}')
         p.copy_(weights[name])
 
 
-def read_weights(source):
-    """'gpt2', a folder or a ckpt.pt → (the fields of GPTConfig but dropout, {our name: tensor}).
+def without_padding(weights, vocab_size):
+    """Cut the rows off {name: tensor} that pad the vocabulary."""
+    return {name: w[:vocab_size] if name in ('transformer.wte.weight', 'lm_head.weight') else w
+            for name, w in weights.items()}
 
-    Raises UserError where it cannot be had or holds another kind of model.
-    """
+
+def read_weights(source):
+    """→ (the fields of GPTConfig but dropout, {our name: tensor}). Raises UserError where `source`
+    cannot be had or holds another kind of model."""
     path = Path(source)
     if path.suffix in ('.pt', '.pth'):
         shape, weights = read_nanogpt(path)
@@ -99,12 +100,9 @@ def download(name):
     except ImportError:
         raise UserError(f'downloading {name} needs huggingface_hub: pip install huggingface_hub') \
             from None
-    try:
+    with explain_hub_errors(name, 'connect to the internet once, or give a folder that holds it'):
         return Path(snapshot_download(f'openai-community/{name}',
                                       allow_patterns=['config.json', 'model.safetensors']))
-    except Exception as e:  # the hub's own errors, requests', httpx': all mean "not had"
-        raise UserError(f'{name} could not be downloaded ({type(e).__name__}): connect to the '
-                        'internet once, or give a folder that holds it') from None
 
 
 class ForeignConfig:
@@ -113,16 +111,14 @@ class ForeignConfig:
 
 def read_nanogpt(path):
     """A ckpt.pt of nanoGPT or build-nanogpt, through torch's loader that runs no code."""
-    allowed = [(ForeignConfig, '__main__.GPTConfig')]
     try:
-        with torch.serialization.safe_globals(allowed):
+        with torch.serialization.safe_globals([(ForeignConfig, '__main__.GPTConfig')]):
             # mapped: the optimizer's state beside the weights is never read
             found = torch.load(path, map_location='cpu', weights_only=True, mmap=True)
         nanogpt = 'model_args' in found  # build-nanogpt has GPT-2's own approximation of GELU
         args = found['model_args'] if nanogpt else vars(found['config'])
-        shape = {'bias': True, **{key: args[key] for key in (
-            'block_size', 'vocab_size', 'n_layer', 'n_head', 'n_embd', 'bias') if key in args},
-            'mlp': 'gelu_erf' if nanogpt else 'gelu'}
+        shape = {'bias': True, **{key: args[key] for key in (*SIZES, 'bias') if key in args},
+                 'mlp': 'gelu_erf' if nanogpt else 'gelu'}
         check_sizes(shape)
         weights = {re.sub(r'^(_orig_mod\.|module\.)*', '', name): w
                    for name, w in found['model'].items()}
@@ -139,9 +135,7 @@ def read_nanogpt(path):
                         f'{str(e).splitlines()[0][:120]})') from None
     if shape['vocab_size'] == 50304:  # GPT-2's 50,257 and padding, which no text contains
         shape['vocab_size'] = 50257
-        for name in ('transformer.wte.weight', 'lm_head.weight'):
-            if name in weights:
-                weights[name] = weights[name][:50257]
+        weights = without_padding(weights, 50257)
     return shape, weights
 
 

@@ -1,8 +1,8 @@
 """Score a model: the log-likelihood of text, and of the answers to benchmark questions.
 
 HellaSwag (Zellers et al. 2019) and LAMBADA (Paperno et al. 2016, OpenAI's version) are zero-shot.
-Prompts, tokens and scores are those of EleutherAI's lm-evaluation-harness in its tasks `hellaswag`
-and `lambada_openai`, so the numbers compare with published ones.
+Prompts, tokens and scores are those of EleutherAI's lm-evaluation-harness, tasks `hellaswag` and
+`lambada_openai`, so the numbers compare with published ones.
 """
 
 import math
@@ -90,15 +90,16 @@ class Sequences:
     """A token stream as rows for log_likelihoods. Each token but the first is scored once."""
 
     def __init__(self, stream, block_size):
-        self.stream, self.block_size = stream, block_size
+        self.stream = stream
+        self.starts = np.arange(0, len(stream) - 1, block_size)
+        self.counts = np.minimum(block_size, len(stream) - 1 - self.starts)  # tokens scored in each
 
     def __len__(self):
-        return max(0, math.ceil((len(self.stream) - 1) / self.block_size))
+        return len(self.starts)
 
     def __getitem__(self, i):
-        start = i * self.block_size
-        n = min(self.block_size, len(self.stream) - 1 - start)
-        return self.stream.sequences(np.array([start]), n + 1)[0], n
+        n = self.counts[i]
+        return self.stream.sequences(self.starts[i:i + 1], n + 1)[0], n
 
 
 class TextStream:
@@ -139,13 +140,12 @@ def score_stream(model, stream, text_bytes, batch_size, context, label, group=No
     if not len(sequences):
         raise UserError(f'{label}: {len(stream)} tokens are too few to score any')
     sums = -log_likelihoods(model, sequences, batch_size, context, label, group)[:, 0]
-    tokens = len(stream) - 1
-    counts = np.full(len(sums), sequences.block_size)
-    counts[-1] = tokens - counts[:-1].sum()
+    tokens, n = len(stream) - 1, len(sums)
     loss = sums.sum() / tokens
-    n = len(sums)
-    stderr = math.sqrt(((sums - loss * counts) ** 2).sum() * n / (n - 1)) / tokens if n > 1 \
-        else None
+    stderr = None
+    if n > 1:
+        squares = ((sums - loss * sequences.counts) ** 2).sum()
+        stderr = math.sqrt(squares * n / (n - 1)) / tokens
     return {'loss': loss, 'loss_stderr': stderr, 'perplexity': math.exp(min(loss, 700)),
             'bits_per_byte': loss * tokens / math.log(2) / text_bytes if text_bytes else None,
             'tokens': tokens}
@@ -211,12 +211,18 @@ def encode_answer(question, answer, tokenizer, block_size):
 
 
 class Benchmark:
-    """The questions of a benchmark as tokens; it can score a model any number of times."""
+    """The questions of a benchmark as tokens; it can score a model any number of times.
 
-    def __init__(self, name, questions, tokenizer, block_size):
-        self.name, self.questions = name, questions
+    path, limit: of read_questions, which raises UserError
+    """
+
+    def __init__(self, name, tokenizer, block_size, path='', limit=0):
+        if launched_world().local_rank == 0:
+            read_questions(name, path, limit)  # one process of each machine downloads the file
+        barrier()
+        self.name, self.questions = name, read_questions(name, path, limit)
         self.rows = [encode_answer(question, answer, tokenizer, block_size)
-                     for question in questions for answer in question.answers]
+                     for question in self.questions for answer in question.answers]
 
     def score(self, model, batch_size, context, group=None):
         """→ {name of a score: value}."""
@@ -224,16 +230,8 @@ class Benchmark:
         scores = np.empty((len(order), 2))
         scores[order] = log_likelihoods(model, [self.rows[i] for i in order], batch_size, context,
                                         self.name, group)
-        return BENCHMARKS[self.name].score(scores, self.questions)
-
-
-def open_benchmark(name, tokenizer, block_size, path='', limit=0):
-    """The Benchmark `name` with its first `limit` questions (0: all), from `path` or the published
-    file, which one process of each machine downloads. Raises UserError."""
-    if launched_world().local_rank == 0:
-        read_questions(name, path, limit)
-    barrier()
-    return Benchmark(name, read_questions(name, path, limit), tokenizer, block_size)
+        return {**BENCHMARKS[self.name].score(scores, self.questions),
+                'questions': len(self.questions)}
 
 
 def lambada_scores(scores, questions):
@@ -241,8 +239,7 @@ def lambada_scores(scores, questions):
     loss, loss_stderr = mean_and_stderr(-scores[:, 0])
     perplexity = math.exp(min(loss, 700))
     return {'acc': acc, 'acc_stderr': acc_stderr, 'perplexity': perplexity,
-            'perplexity_stderr': perplexity * loss_stderr if loss_stderr is not None else None,
-            'questions': len(questions)}
+            'perplexity_stderr': perplexity * loss_stderr if loss_stderr is not None else None}
 
 
 def hellaswag_scores(scores, questions):
@@ -256,8 +253,7 @@ def hellaswag_scores(scores, questions):
         right.append(logp.argmax() == question.right)
         right_norm.append((logp / np.maximum(lengths, 1)).argmax() == question.right)
     (acc, acc_stderr), (norm, norm_stderr) = map(mean_and_stderr, (right, right_norm))
-    return {'acc': acc, 'acc_stderr': acc_stderr, 'acc_norm': norm, 'acc_norm_stderr': norm_stderr,
-            'questions': len(questions)}
+    return {'acc': acc, 'acc_stderr': acc_stderr, 'acc_norm': norm, 'acc_norm_stderr': norm_stderr}
 
 
 def mean_and_stderr(values):
@@ -277,6 +273,15 @@ def quote_benchmark(scores):
             parts.append(f'{key} {unit * scores[key]:.2f}'
                          f'{plus_minus(stderr and unit * stderr, 2)}{percent}')
     return f'{", ".join(parts)} ({scores["questions"]:,} questions, 0-shot)'
+
+
+def quote_text(scores):
+    """→ the scores of score_stream, as one line."""
+    parts = [f'loss {scores["loss"]:.4f}{plus_minus(scores["loss_stderr"], 4)} nats a token',
+             f'perplexity {scores["perplexity"]:.4g}']
+    if scores['bits_per_byte']:
+        parts.append(f'{scores["bits_per_byte"]:.4f} bits/byte')
+    return f'{", ".join(parts)} ({scores["tokens"]:,} tokens)'
 
 
 def plus_minus(stderr, digits):

@@ -22,7 +22,7 @@ from tqdm import tqdm
 from configurator import load_config
 from plaingpt.corpus.documents import json_rows
 from plaingpt.inference.chat import run_chat, show
-from plaingpt.inference.text_generator import TextGenerator
+from plaingpt.inference.text_generator import TextGenerator, read_text
 from plaingpt.inference.weight_layout import prepare_for_generation
 from plaingpt.system.devices import choose_compile, choose_device, choose_dtype, use_fast_matmul
 from plaingpt.system.errors import UserError, run_script
@@ -86,18 +86,6 @@ class SampleConfig(checkpoints.ModelChoice):
         return stops if all(isinstance(stop, str) and stop for stop in stops) else None
 
 
-def read_start(start):
-    """The prompt: `start` itself, or the text of FILE:path. Raises UserError."""
-    if not start.startswith('FILE:'):
-        return start
-    try:
-        return Path(start.removeprefix('FILE:')).read_text(encoding='utf-8')
-    except OSError as e:
-        raise UserError(f'start={start}: {e.strerror}') from None
-    except UnicodeDecodeError:
-        raise UserError(f'start={start}: not a UTF-8 text file') from None
-
-
 def read_prompts(path):
     """The lines of a .jsonl file → [(object, 'FILE, line N')]. Raises UserError."""
     rows = []
@@ -111,7 +99,9 @@ def read_prompts(path):
 
 
 def write_samples(generator, config):
-    start = read_start(config.start)
+    start = config.start
+    if start.startswith('FILE:'):
+        start = read_text(start.removeprefix('FILE:'), f'start={start}')
     prompt = generator.encode_prompt(start, 'start')
     at_a_time = 1 if config.stream else config.batch_size
     for first in range(0, config.num_samples, at_a_time):

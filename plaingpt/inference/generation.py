@@ -9,7 +9,7 @@ import math
 
 import torch
 
-from plaingpt.inference.next_token import choose_next_token, draw_noise, mark_seen, penalize
+from plaingpt.inference.next_token import choose_next_token, draw_noise, penalize
 
 
 @torch.inference_mode()
@@ -27,10 +27,12 @@ def generate(model, prompts, max_new_tokens, *, repetition_penalty=1.0, end_of_t
     rows, new = [list(prompt) for prompt in prompts], [[] for _ in prompts]
     running = set(range(len(rows)))  # the rows that have not ended
     context = Context(model, use_cache, compiled)
-    seen = None  # (B, V)
-    if repetition_penalty != 1:
-        seen = mark_seen(prompts, model.config.vocab_size).to(context.device)
-    idx = None
+    idx = seen = None
+    if repetition_penalty != 1:  # (B, V): which tokens are in each row
+        seen = torch.zeros(len(rows), model.config.vocab_size, dtype=torch.bool)
+        for i, prompt in enumerate(prompts):
+            seen[i, prompt] = True
+        seen = seen.to(context.device)
     for remaining in range(max_new_tokens, 0, -1):
         logits = context.next_logits(rows, idx, remaining)  # (B, V)
         if seen is not None:
@@ -123,9 +125,8 @@ class KVCache:
         self.filled = slice(None) if self.static else slice(self.end)
         if self.padding is not None:
             self.positions = (self.columns - self.padding).clamp(min=0)  # (B, T)
-        self.mask = None
-        if T > 1 or self.padding is not None or self.static:
-            self.mask = self.causal_mask()
+        unmasked = T == 1 and self.padding is None and not self.static
+        self.mask = None if unmasked else self.causal_mask()
 
     def causal_mask(self):
         keys = torch.arange(self.n_columns if self.static else self.end, device=self.device)

@@ -4,6 +4,7 @@ import json
 import pickle
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import torch
 from safetensors import SafetensorError
@@ -23,40 +24,6 @@ MASKS = re.compile(r'transformer\.h\.\d+\.attn\.(masked_)?bias')
 def load_pretrained(source, dropout=0.0):
     """'gpt2…' of the hub, a folder in the Hugging Face layout (GPT-2, Llama, Qwen3) or a ckpt.pt of
     nanoGPT or build-nanogpt → the GPT. Raises UserError."""
-    shape, weights = read_weights(source)
-    model = GPT(GPTConfig(**shape, dropout=dropout))
-    try:
-        copy_weights(model, weights)
-    except ValueError as e:
-        raise UserError(f'{source}: its weights do not fit its configuration: {e}') from None
-    return model
-
-
-@torch.no_grad()
-def copy_weights(model, weights):
-    """Copy {name: tensor} into `model`; the vocabulary comes without padding. Raises ValueError
-    that names what is missing, unknown or of another shape."""
-    wanted = dict(model.named_parameters())
-    for words, names in (('it has no', wanted.keys() - weights.keys()),
-                         ('it has an unknown', weights.keys() - wanted.keys())):
-        if names:
-            more = f' and {len(names) - 1} more' if len(names) > 1 else ''
-            raise ValueError(f'{words} {min(names)}{more}')
-    for name, p in without_padding(wanted, model.config.vocab_size).items():
-        if p.shape != weights[name].shape:
-            raise ValueError(f'{name} is {tuple(weights[name].shape)}, expected {tuple(p.shape)}')
-        p.copy_(weights[name])
-
-
-def without_padding(weights, vocab_size):
-    """Cut the rows off {name: tensor} that pad the vocabulary."""
-    return {name: w[:vocab_size] if name in ('transformer.wte.weight', 'lm_head.weight') else w
-            for name, w in weights.items()}
-
-
-def read_weights(source):
-    """→ (the fields of GPTConfig but dropout, {our name: tensor}). Raises UserError where `source`
-    cannot be had or holds another kind of model."""
     path = Path(source)
     if path.suffix in ('.pt', '.pth'):
         shape, weights = read_nanogpt(path)
@@ -68,11 +35,37 @@ def read_weights(source):
         if head is not None and embedding is not None and not torch.equal(head, embedding):
             raise UserError(f'{source}: its lm_head.weight is not its wte.weight, though both are '
                             'one matrix in this architecture')
-    return shape, weights
+    model = GPT(GPTConfig(**shape, dropout=dropout))
+    copy_weights(model, weights, source)
+    return model
+
+
+@torch.no_grad()
+def copy_weights(model, weights, source):
+    """Copy {name: tensor}, the vocabulary without padding, into `model`. Raises UserError that
+    names what is missing, unknown or of another shape."""
+    wanted = without_padding(dict(model.named_parameters()), model.config.vocab_size)
+    problems = [f'it has no {name}' for name in sorted(wanted.keys() - weights.keys())]
+    problems += [f'it has an unknown {name}' for name in sorted(weights.keys() - wanted.keys())]
+    problems += [f'{name} is {tuple(weights[name].shape)}, expected {tuple(p.shape)}'
+                 for name, p in wanted.items()
+                 if name in weights and p.shape != weights[name].shape]
+    if problems:
+        more = f' and {len(problems) - 1} more' if len(problems) > 1 else ''
+        raise UserError(f'{source}: its weights do not fit its configuration: {problems[0]}{more}')
+    for name, p in wanted.items():
+        p.copy_(weights[name])
+
+
+def without_padding(weights, vocab_size):
+    """Cut the rows off {name: tensor} that pad the vocabulary."""
+    return {name: w[:vocab_size] if name in ('transformer.wte.weight', 'lm_head.weight') else w
+            for name, w in weights.items()}
 
 
 def read_hf(folder):
-    """A folder with config.json and model.safetensors (or several files)."""
+    """A folder with config.json and model.safetensors (or several files) → (the fields of
+    GPTConfig but dropout, {our name: tensor}). Raises UserError."""
     try:
         hf = json.loads((folder / 'config.json').read_text(encoding='utf-8'))
         architecture = ARCHITECTURES.get(hf.get('model_type'))
@@ -105,14 +98,10 @@ def download(name):
                                       allow_patterns=['config.json', 'model.safetensors']))
 
 
-class ForeignConfig:
-    """Stands in for the class of build-nanogpt's config, of which only the values are read."""
-
-
 def read_nanogpt(path):
-    """A ckpt.pt of nanoGPT or build-nanogpt, through torch's loader that runs no code."""
-    try:
-        with torch.serialization.safe_globals([(ForeignConfig, '__main__.GPTConfig')]):
+    """As read_hf, for a ckpt.pt of nanoGPT or build-nanogpt. torch's loader runs no code."""
+    try:  # of build-nanogpt's config only the values are read, into a SimpleNamespace
+        with torch.serialization.safe_globals([(SimpleNamespace, '__main__.GPTConfig')]):
             # mapped: the optimizer's state beside the weights is never read
             found = torch.load(path, map_location='cpu', weights_only=True, mmap=True)
         nanogpt = 'model_args' in found  # build-nanogpt has GPT-2's own approximation of GELU

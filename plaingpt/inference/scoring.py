@@ -18,6 +18,7 @@ from tqdm import tqdm
 
 from plaingpt.corpus.documents import json_rows
 from plaingpt.corpus.sources import download
+from plaingpt.inference.text_generator import read_text
 from plaingpt.system.distributed import all_gather, barrier, launched_world
 from plaingpt.system.errors import UserError
 from plaingpt.system.files import write_atomically
@@ -107,12 +108,7 @@ class TextStream:
     so that the first token of the text is scored too."""
 
     def __init__(self, path, tokenizer):
-        try:
-            text = Path(path).read_text(encoding='utf-8')
-        except OSError as e:
-            raise UserError(f'data={path}: {e.strerror}') from None
-        except UnicodeDecodeError:
-            raise UserError(f'data={path}: not a UTF-8 text file') from None
+        text = read_text(path, f'data={path}')
         start = [] if tokenizer.end_of_text is None else [tokenizer.end_of_text]
         self.ids = np.concatenate([start, encode(tokenizer, text, path)]).astype(np.int64)
         self.bytes = len(text.encode())
@@ -132,10 +128,8 @@ def encode(tokenizer, text, where):
 
 
 def score_stream(model, stream, text_bytes, batch_size, context, label, group=None):
-    """→ {loss in nats per token, perplexity, bits_per_byte, …} of a whole stream.
-
-    The standard error takes the sequences, not the tokens, as independent. Raises UserError.
-    """
+    """→ {loss in nats per token, perplexity, bits_per_byte, …} of a whole stream. The standard
+    error takes the sequences, not the tokens, as independent. Raises UserError."""
     sequences = Sequences(stream, model.config.block_size)
     if not len(sequences):
         raise UserError(f'{label}: {len(stream)} tokens are too few to score any')
@@ -185,12 +179,10 @@ def clean(text):
 def lambada(path):
     """lambada_test.jsonl → Questions for the last word of a passage."""
     for row, where, _ in json_rows(path):
-        match row:
-            case {'text': str(text)}:
-                context, _, word = text.rpartition(' ')
-                yield Question(context, [' ' + word], 0, where)
-            case _:
-                raise UserError(f'{where}: no LAMBADA passage, which has a text')
+        if not isinstance(row, dict) or not isinstance(row.get('text'), str):
+            raise UserError(f'{where}: no LAMBADA passage, which has a text')
+        context, _, word = row['text'].rpartition(' ')
+        yield Question(context, [' ' + word], 0, where)
 
 
 def encode_answer(question, answer, tokenizer, block_size):
@@ -211,10 +203,8 @@ def encode_answer(question, answer, tokenizer, block_size):
 
 
 class Benchmark:
-    """The questions of a benchmark as tokens; it can score a model any number of times.
-
-    path, limit: of read_questions, which raises UserError
-    """
+    """The questions of a benchmark as tokens; it can score a model any number of times. The
+    arguments are those of read_questions, which raises UserError."""
 
     def __init__(self, name, tokenizer, block_size, path='', limit=0):
         if launched_world().local_rank == 0:
@@ -266,12 +256,10 @@ def mean_and_stderr(values):
 def quote_benchmark(scores):
     """→ the scores of a benchmark, as one line."""
     parts = []
-    for key in ('acc', 'acc_norm', 'perplexity'):
+    for key, unit, percent in ('acc', 100, '%'), ('acc_norm', 100, '%'), ('perplexity', 1, ''):
         if key in scores:
-            unit, percent = (1, '') if key == 'perplexity' else (100, '%')
-            stderr = scores[f'{key}_stderr']
-            parts.append(f'{key} {unit * scores[key]:.2f}'
-                         f'{plus_minus(stderr and unit * stderr, 2)}{percent}')
+            stderr = plus_minus(scores[f'{key}_stderr'], 2, unit)
+            parts.append(f'{key} {unit * scores[key]:.2f}{stderr}{percent}')
     return f'{", ".join(parts)} ({scores["questions"]:,} questions, 0-shot)'
 
 
@@ -284,13 +272,11 @@ def quote_text(scores):
     return f'{", ".join(parts)} ({scores["tokens"]:,} tokens)'
 
 
-def plus_minus(stderr, digits):
-    return '' if stderr is None else f' ± {stderr:.{digits}f}'
+def plus_minus(stderr, digits, unit=1):
+    return '' if stderr is None else f' ± {unit * stderr:.{digits}f}'
 
 
 class Source(NamedTuple):
-    """Where the questions of a benchmark come from, and how its answers are scored."""
-
     read: Callable  # path → Questions
     url: str
     sha256: str

@@ -3,11 +3,22 @@
 import codecs
 import sys
 import time
+from pathlib import Path
 
 import torch
 
 from plaingpt.inference.generation import generate
 from plaingpt.system.errors import UserError
+
+
+def read_text(path, where):
+    """The text of a UTF-8 file. Raises UserError, beginning with `where`."""
+    try:
+        return Path(path).read_text(encoding='utf-8')
+    except OSError as e:
+        raise UserError(f'{where}: {e.strerror}') from None
+    except UnicodeDecodeError:
+        raise UserError(f'{where}: not a UTF-8 text file') from None
 
 
 class StreamDecoder:
@@ -50,7 +61,7 @@ class StreamDecoder:
 
 
 class TextGenerator:
-    """context: of prepare_for_generation; compiled: of generation.generate"""
+    """Writes texts. context: of prepare_for_generation; compiled: of generation.generate"""
 
     def __init__(self, model, tokenizer, context, compiled=None):
         self.model, self.tokenizer = model, tokenizer

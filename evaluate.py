@@ -16,21 +16,14 @@ from typing import Literal
 
 from configurator import load_config
 from plaingpt.corpus.dataset import dataset_folder, open_dataset
-from plaingpt.inference.scoring import (
-    BENCHMARKS,
-    TextStream,
-    open_benchmark,
-    plus_minus,
-    quote_benchmark,
-    score_stream,
-)
+from plaingpt.inference import scoring
 from plaingpt.system.devices import autocast, choose_device, choose_dtype
 from plaingpt.system.distributed import host_group, launched_world, print0, process_group
 from plaingpt.system.errors import UserError, run_script
 from plaingpt.system.files import write_json
 from plaingpt.training import checkpoint as checkpoints
 
-TASKS = ('val', 'train', 'text', *BENCHMARKS)
+TASKS = ('val', 'train', 'text', *scoring.BENCHMARKS)
 
 
 @dataclass
@@ -59,19 +52,20 @@ class EvaluateConfig(checkpoints.ModelChoice):
         if self.output and not Path(self.output).parent.is_dir():
             found.append(f'output={self.output}: its folder is not there')
         if self.data and (len(tasks) > 1 or tasks[0] in ('val', 'train')):
-            found.append(f'data={self.data} goes with one task: text, {" or ".join(BENCHMARKS)}')
+            found.append(f'data={self.data} goes with one task: text, '
+                         f'{" or ".join(scoring.BENCHMARKS)}')
         return found
 
 
 def score(task, config, model, tokenizer, state, context, group):
     """→ ({name of a score: value}, a line that says the same)."""
-    if task in BENCHMARKS:
-        benchmark = open_benchmark(task, tokenizer, model.config.block_size, config.data,
-                                   config.limit)
+    if task in scoring.BENCHMARKS:
+        benchmark = scoring.Benchmark(task, tokenizer, model.config.block_size, config.data,
+                                      config.limit)
         scores = benchmark.score(model, config.batch_size, context, group)
-        return scores, f'{task}: {quote_benchmark(scores)}'
+        return scores, f'{task}: {scoring.quote_benchmark(scores)}'
     if task == 'text':
-        stream = TextStream(config.data, tokenizer)
+        stream = scoring.TextStream(config.data, tokenizer)
         text_bytes, label = stream.bytes, config.data
     else:
         name = config.dataset or state.get('config', {}).get('dataset')
@@ -84,16 +78,9 @@ def score(task, config, model, tokenizer, state, context, group):
         stream, label = dataset.split(task), f'{task} of {dataset.folder}'
         per_token = dataset.bytes_per_token(task)
         text_bytes = per_token and per_token * (len(stream) - 1)
-    scores = score_stream(model, stream, text_bytes, config.batch_size, context, label, group)
-    return scores, f'{label}: {quote_text(scores)}'
-
-
-def quote_text(scores):
-    parts = [f'loss {scores["loss"]:.4f}{plus_minus(scores["loss_stderr"], 4)} nats a token',
-             f'perplexity {scores["perplexity"]:.4g}']
-    if scores['bits_per_byte']:
-        parts.append(f'{scores["bits_per_byte"]:.4f} bits/byte')
-    return f'{", ".join(parts)} ({scores["tokens"]:,} tokens)'
+    scores = scoring.score_stream(model, stream, text_bytes, config.batch_size, context, label,
+                                  group)
+    return scores, f'{label}: {scoring.quote_text(scores)}'
 
 
 def main(argv):

@@ -7,8 +7,7 @@
     python sample.py --out_dir=out --prompts=prompts.jsonl --output=texts.jsonl
     python sample.py --out_dir=out --chat
 
-Each line of the prompts is a JSON object with a field `prompt`. The output has the same objects
-with a field `text` added.
+Each line of prompts is a JSON object with a `prompt`; the output adds a `text` to each.
 """
 
 import json
@@ -22,8 +21,8 @@ from tqdm import tqdm
 
 from configurator import load_config
 from plaingpt.corpus.documents import json_rows
-from plaingpt.inference.chat import Chat, run_chat, show
-from plaingpt.inference.text_generator import TextGenerator
+from plaingpt.inference.chat import run_chat, show
+from plaingpt.inference.text_generator import TextGenerator, read_text
 from plaingpt.inference.weight_layout import prepare_for_generation
 from plaingpt.system.devices import choose_compile, choose_device, choose_dtype, use_fast_matmul
 from plaingpt.system.errors import UserError, run_script
@@ -87,18 +86,6 @@ class SampleConfig(checkpoints.ModelChoice):
         return stops if all(isinstance(stop, str) and stop for stop in stops) else None
 
 
-def read_start(start):
-    """The prompt: `start` itself, or the text of FILE:path. Raises UserError."""
-    if not start.startswith('FILE:'):
-        return start
-    try:
-        return Path(start.removeprefix('FILE:')).read_text(encoding='utf-8')
-    except OSError as e:
-        raise UserError(f'start={start}: {e.strerror}') from None
-    except UnicodeDecodeError:
-        raise UserError(f'start={start}: not a UTF-8 text file') from None
-
-
 def read_prompts(path):
     """The lines of a .jsonl file → [(object, 'FILE, line N')]. Raises UserError."""
     rows = []
@@ -112,12 +99,13 @@ def read_prompts(path):
 
 
 def write_samples(generator, config):
-    """Print num_samples texts that continue start."""
-    start = read_start(config.start)
+    start = config.start
+    if start.startswith('FILE:'):
+        start = read_text(start.removeprefix('FILE:'), f'start={start}')
     prompt = generator.encode_prompt(start, 'start')
     at_a_time = 1 if config.stream else config.batch_size
     for first in range(0, config.num_samples, at_a_time):
-        numbers = range(first, min(first + at_a_time, config.num_samples))
+        numbers = range(config.num_samples)[first:first + at_a_time]
         if config.stream:
             show(f'---------------\n{start}')
             generator.write([prompt], numbers, config, config.stops(), show)
@@ -137,26 +125,13 @@ def write_prompts(generator, config):
         raise UserError(f'output={config.output}: {e.strerror}: name a new file') from None
     with output, tqdm(total=len(rows), desc='writing', disable=None) as bar:
         for first in range(0, len(rows), config.batch_size):
-            numbers = range(first, min(first + config.batch_size, len(rows)))
+            numbers = range(len(rows))[first:first + config.batch_size]
             texts = generator.write([prompts[i] for i in numbers], numbers, config, config.stops())
             for i, text in zip(numbers, texts, strict=True):
                 output.write(json.dumps({**rows[i][0], 'text': text}, ensure_ascii=False) + '\n')
             output.flush()
             bar.update(len(numbers))
     print(f'{config.output}: {len(rows):,} texts')
-
-
-def chat(generator, config):
-    """Talk at the terminal. Each answer draws random numbers of its own."""
-    turns = 0
-
-    def answer(text, sampling, stop, show):
-        nonlocal turns
-        turns += 1
-        ids = generator.encode(text, 'your message')[-generator.model.config.block_size:]
-        generator.write([ids], [turns], sampling, [*config.stops(), *stop], show)
-
-    run_chat(Chat(answer, config, config.template))
 
 
 def main(argv):
@@ -173,7 +148,7 @@ def main(argv):
     compiled = torch.compile(model.hidden) if compile else None
     generator = TextGenerator(model, tokenizer, context, compiled)
     if config.chat:
-        chat(generator, config)
+        run_chat(generator, config)
     elif config.prompts:
         write_prompts(generator, config)
     else:

@@ -1,7 +1,6 @@
 """A chat with a model at the terminal."""
 
 import math
-import sys
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -17,27 +16,27 @@ HELP = """/reset            forget the conversation
 
 
 class Chat:
-    """A conversation, and the settings of its next answer.
+    """A conversation of a TextGenerator with a user.
 
-    answer: (text so far, settings, stop strings, show): generates an answer and calls `show` with
-        each new piece of it
-    template: for a model tuned on dialogue: the text around each message, with {user} in its
-        place, as in 'User: {user}\\nAssistant:'. Empty: the model continues what is typed
+    settings: a SampleConfig. Without a template the model continues what is typed.
     """
 
-    def __init__(self, answer, settings, template=''):
-        self.answer, self.settings = answer, settings
-        self.template = template.replace('\\n', '\n')
-        self.transcript = ''
-
-    def turn(self, message, show):
-        """Add a message and the model's answer to it; `show` gets the answer in pieces."""
-        before = self.transcript
-        if self.template:
-            message = ('\n' if before else '') + self.template.replace('{user}', message)
-        self.transcript += message
+    def __init__(self, generator, settings):
+        self.generator, self.settings = generator, settings
+        self.template = settings.template.replace('\\n', '\n')
         # The answer ends where the model begins to write the user's next message.
         user_prefix = self.template.partition('{user}')[0].strip()
+        self.stops = settings.stops() + ([user_prefix] if user_prefix else [])
+        self.transcript, self.turns = '', 0
+
+    def turn(self, message):
+        """Add a message and the answer to it, which is printed as it comes. Raises UserError, and
+        forgets the message, where the model cannot read it."""
+        self.turns += 1  # each answer draws random numbers of its own
+        if self.template:
+            message = ('\n' if self.transcript else '') + self.template.replace('{user}', message)
+        ids = self.generator.encode(self.transcript + message, 'your message')
+        self.transcript += message
         pieces = []
 
         def keep_and_show(piece):
@@ -45,11 +44,8 @@ class Chat:
             show(piece)
 
         try:
-            self.answer(self.transcript, self.settings, [user_prefix] if user_prefix else [],
-                        keep_and_show)
-        except UserError:  # the model cannot read the message: forget it
-            self.transcript = before
-            raise
+            self.generator.write([ids[-self.generator.model.config.block_size:]], [self.turns],
+                                 self.settings, self.stops, keep_and_show)
         finally:  # after Ctrl-C, the pieces shown so far stay in the transcript
             text = ''.join(pieces)
             self.transcript += text.rstrip() if self.template else text
@@ -57,7 +53,6 @@ class Chat:
     def command(self, line):
         """Carry out a line that begins with / → the line to print, or None to leave."""
         name, _, value = line.partition(' ')
-        value = value.strip()
         match name:
             case '/quit' | '/exit':
                 return None
@@ -67,9 +62,9 @@ class Chat:
                 self.transcript = ''
                 return 'forgotten'
             case '/temperature' | '/top_k':
-                return self.change_setting(name[1:], value)
+                return self.change_setting(name[1:], value.strip())
             case '/save':
-                return self.save(value)
+                return self.save(value.strip())
         return f'{name} is unknown: /help lists the commands'
 
     def change_setting(self, name, value):
@@ -84,7 +79,7 @@ class Chat:
         if problems:
             return f'{problems[0]}: {name} stays {getattr(self.settings, name)}'
         self.settings = changed
-        return f'{name} {getattr(self.settings, name)}'
+        return f'{name} {getattr(changed, name)}'
 
     def save(self, name):
         if not name:
@@ -97,8 +92,9 @@ class Chat:
         return f'saved to {name}'
 
 
-def run_chat(chat):
+def run_chat(generator, settings):
     """Read lines and answer them until /quit or the end of input."""
+    chat = Chat(generator, settings)
     with suppress(ImportError):  # Windows' terminal edits lines itself
         import readline  # noqa: F401  (gives input() line editing and history)
     print('/help lists the commands')
@@ -118,7 +114,7 @@ def run_chat(chat):
             print(reply)
         elif line:
             try:
-                chat.turn(line, show)
+                chat.turn(line)
             except KeyboardInterrupt:
                 print(' …', end='')
             except UserError as problem:
@@ -127,5 +123,4 @@ def run_chat(chat):
 
 
 def show(piece):
-    sys.stdout.write(piece)
-    sys.stdout.flush()
+    print(piece, end='', flush=True)

@@ -1,16 +1,15 @@
 """Prompts → the tokens that a model writes after them.
 
 A cache keeps the keys and values of earlier tokens, so a new token costs one token's work. When a
-context would outgrow block_size, its first half is dropped, the rest is read again at once, and it
-grows again. So each token is chosen with at least half of block_size in view, and the rereading
-costs less than one token's work for each token written.
+context would outgrow block_size, its first half is dropped and the rest is read again at once. So
+each token is chosen with at least half of block_size in view.
 """
 
 import math
 
 import torch
 
-from plaingpt.inference.next_token import choose_next_token, draw_noise, mark_seen, penalize
+from plaingpt.inference.next_token import choose_next_token, draw_noise, penalize
 
 
 @torch.inference_mode()
@@ -19,7 +18,6 @@ def generate(model, prompts, max_new_tokens, *, repetition_penalty=1.0, end_of_t
     """Continue each of `prompts`, lists of ids of any lengths → the new ids of each.
 
     sampling: temperature, top_k, top_p, min_p of choose_next_token
-    repetition_penalty: see penalize
     end_of_text: the id that ends a row; it is not part of what is returned
     generators: a torch.Generator for each row, so that its text does not depend on its neighbours
     on_token: called with (row, id) for each new token; True ends the row
@@ -29,10 +27,12 @@ def generate(model, prompts, max_new_tokens, *, repetition_penalty=1.0, end_of_t
     rows, new = [list(prompt) for prompt in prompts], [[] for _ in prompts]
     running = set(range(len(rows)))  # the rows that have not ended
     context = Context(model, use_cache, compiled)
-    seen = None
-    if repetition_penalty != 1:
-        seen = mark_seen(prompts, model.config.vocab_size).to(context.device)
-    idx = None
+    idx = seen = None
+    if repetition_penalty != 1:  # (B, V): which tokens are in each row
+        seen = torch.zeros(len(rows), model.config.vocab_size, dtype=torch.bool)
+        for i, prompt in enumerate(prompts):
+            seen[i, prompt] = True
+        seen = seen.to(context.device)
     for remaining in range(max_new_tokens, 0, -1):
         logits = context.next_logits(rows, idx, remaining)  # (B, V)
         if seen is not None:
@@ -52,10 +52,8 @@ def generate(model, prompts, max_new_tokens, *, repetition_penalty=1.0, end_of_t
 
 
 def generate_batch(model, idx, max_new_tokens, **sampling):
-    """Append up to max_new_tokens to idx (B, T) → (B, T + the longest row's new tokens).
-
-    sampling: the options of `generate`. Rows that meet end_of_text are filled up with it.
-    """
+    """Append up to max_new_tokens to idx (B, T) → (B, T + the longest row's new tokens). Rows that
+    meet end_of_text are filled up with it. sampling: the options of `generate`."""
     new = generate(model, idx.tolist(), max_new_tokens, **sampling)
     longest = max(map(len, new))
     new = [row + [sampling.get('end_of_text')] * (longest - len(row)) for row in new]
@@ -75,9 +73,9 @@ class Context:
         still to come at most → logits (B, V) of each row's next token, float32."""
         starts = [context_start(len(row), self.model.config.block_size) for row in rows]
         if starts != self.starts or not self.use_cache:
-            contexts = [row[start:] for row, start in zip(rows, starts, strict=True)]
-            idx = self.start_over(contexts, remaining)  # (B, T)
             self.starts = starts
+            idx = self.start_over([row[start:] for row, start in zip(rows, starts, strict=True)],
+                                  remaining)  # (B, T)
         self.cache.advance(idx.size(1))
         hidden = self.compiled if self.compiled and idx.size(1) == 1 else self.model.hidden
         return self.model.logits(hidden(idx, self.cache)[:, -1]).float()
@@ -100,18 +98,12 @@ def context_start(length, block_size):
     return max(0, math.ceil((length - block_size) / half)) * half
 
 
-# -----------------------------------------------------------------------------
-# the cache
-
-
 class KVCache:
     """The keys and values of the tokens so far, in each layer, for up to `n_columns` of them.
 
-    The rows of a batch are aligned at the end: a token's column is its place in the padded row,
-    and the difference of two columns is the distance of their tokens, in every row. The first
-    padding[i] columns of row i are empty, and no token attends to them. static: shapes never
-    change and no Python number decides what is computed, as compiled code needs it; attention then
-    goes over all columns, through a mask.
+    The rows of a batch are aligned at the end: a token's column is its place in the padded row. The
+    first padding[i] columns of row i are empty, and no token attends to them.
+    static: shapes never change, as compiled code needs it; attention goes over all columns, masked
 
     After advance(T), for the T tokens to come:
         columns    (T,) their columns
@@ -127,16 +119,14 @@ class KVCache:
         self.end = 0
 
     def advance(self, T):
-        """Make room for the next T tokens."""
         begin, self.end = self.end, self.end + T
         self.columns = torch.arange(begin, self.end, device=self.device)  # (T,)
         self.new = self.positions = self.columns if self.static else slice(begin, self.end)
         self.filled = slice(None) if self.static else slice(self.end)
         if self.padding is not None:
             self.positions = (self.columns - self.padding).clamp(min=0)  # (B, T)
-        self.mask = None
-        if T > 1 or self.padding is not None or self.static:
-            self.mask = self.causal_mask()
+        unmasked = T == 1 and self.padding is None and not self.static
+        self.mask = None if unmasked else self.causal_mask()
 
     def causal_mask(self):
         keys = torch.arange(self.n_columns if self.static else self.end, device=self.device)

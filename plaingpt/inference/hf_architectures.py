@@ -1,8 +1,7 @@
 """The architectures of Hugging Face's transformers that compute the same as a GPT of ours.
 
-The table at the end says which GPTConfigs each can express. A field of GPTConfig that it does not
-list must have its default, so that a new flag is refused by name until it is listed. Configuration
-and weights are translated in both directions.
+The table at the end says which GPTConfigs each can express. A field that it does not list must have
+its default, so a new flag is refused by name until it is listed.
 """
 
 import re
@@ -17,9 +16,9 @@ SIZES = ('vocab_size', 'block_size', 'n_layer', 'n_head', 'n_embd')
 ANY = None  # every value
 ACTIVATIONS = {'gelu': 'gelu_new', 'gelu_erf': 'gelu', 'relu2': 'relu2', 'swiglu': 'silu'}
 OUR_ACTIVATIONS = {theirs: ours for ours, theirs in ACTIVATIONS.items()}
+DROPOUTS = ('resid_pdrop', 'embd_pdrop', 'attn_pdrop')  # of GPT-2
 # Written for other readers; they do not change what a trained model computes.
-NOT_READ = {'architectures', 'n_ctx', 'resid_pdrop', 'embd_pdrop', 'attn_pdrop',
-            'attention_dropout'}
+NOT_READ = {'architectures', 'n_ctx', 'attention_dropout', *DROPOUTS}
 
 
 @dataclass(frozen=True)
@@ -43,7 +42,7 @@ class Architecture:
         return found
 
     def write_config(self, config):
-        """GPTConfig → the content of config.json, but for its model_type."""
+        """GPTConfig → the content of config.json but model_type."""
         ours = {key: getattr(config, field) for field, key in self.keys.items()}
         return {'architectures': [self.hf_class], **self.fixed(config),
                 **{key: ACTIVATIONS.get(value, value) for key, value in ours.items()}}
@@ -72,21 +71,18 @@ def check_sizes(shape):
     for key in SIZES:
         if type(shape[key]) is not int or shape[key] < 1:
             raise ValueError(f'{key}={shape[key]!r} is not a positive integer')
-    if shape['n_embd'] % shape['n_head']:
-        raise ValueError(f'n_embd={shape["n_embd"]} is not a multiple of n_head={shape["n_head"]}')
+    for problem in GPTConfig(**shape).problems():
+        raise ValueError(problem)
 
 
-# -----------------------------------------------------------------------------
-# GPT-2: its linear layers are Conv1Ds, whose weight is (in, out); a Linear's is (out, in)
-
+# GPT-2's linear layers are Conv1Ds, whose weight is (in, out); a Linear's is (out, in).
 TRANSPOSED = ('c_attn.weight', 'c_proj.weight', 'c_fc.weight')
 
 
 def gpt2_fixed(c):
     return {'layer_norm_epsilon': 1e-5, 'scale_attn_weights': True, 'add_cross_attention': False,
             'scale_attn_by_inverse_layer_idx': False, 'n_inner': 4 * c.n_embd,
-            'n_ctx': c.block_size, **dict.fromkeys(('resid_pdrop', 'embd_pdrop', 'attn_pdrop'),
-                                                   c.dropout)}
+            'n_ctx': c.block_size, **dict.fromkeys(DROPOUTS, c.dropout)}
 
 
 def to_gpt2(weights, config):
@@ -105,9 +101,7 @@ def from_gpt2(weights):
             w.t() if name.endswith(TRANSPOSED) else w for name, w in weights.items()}
 
 
-# -----------------------------------------------------------------------------
-# Llama and Qwen3: our module → theirs, whose weights may be parts of one matrix of ours
-
+# Llama and Qwen3: our module → theirs, whose weights may be parts of one matrix of ours.
 LLAMA_MODULES = {
     'transformer.wte': ['model.embed_tokens'],
     'transformer.h.#.ln_1': ['model.layers.#.input_layernorm'],
@@ -135,8 +129,8 @@ def to_llama(weights, config):
     found = {}
     for name, w in weights.items():
         module, layer, kind = split_name(name)
-        theirs = LLAMA_MODULES.get(module, [module])
-        for part, rows in zip(theirs, w.chunk(len(theirs)), strict=True):
+        parts = LLAMA_MODULES.get(module, [module])
+        for part, rows in zip(parts, w.chunk(len(parts)), strict=True):
             found[f'{part.replace("#", layer)}.{kind}'] = rows
     return found
 
@@ -146,8 +140,8 @@ def from_llama(weights):
     found = {}  # our name → {their module: rows}
     for name, w in weights.items():
         part, layer, kind = split_name(name)
-        name = f'{ours.get(part, part).replace("#", layer)}.{kind}'
-        found.setdefault(name, {})[part] = w
+        module = ours.get(part, part).replace('#', layer)
+        found.setdefault(f'{module}.{kind}', {})[part] = w
     return {name: torch.cat([parts[part] for part in ours if part in parts] or [*parts.values()])
             for name, parts in found.items()}
 
@@ -159,9 +153,6 @@ def split_name(name):
     return module, layer[1] if layer else '', kind
 
 
-# -----------------------------------------------------------------------------
-# the table
-
 # Dropout and initialisation do not change what a trained model computes.
 COMMON = dict.fromkeys((*SIZES, 'dropout', 'zero_init'), ANY)
 GPT2 = {**COMMON, 'mlp': ('gelu', 'gelu_erf', 'relu2'), 'bias': (True, False),
@@ -169,14 +160,12 @@ GPT2 = {**COMMON, 'mlp': ('gelu', 'gelu_erf', 'relu2'), 'bias': (True, False),
 LLAMA = {**COMMON, 'rotary': (True,), 'rmsnorm': (True,), 'mlp': ('swiglu',),
          'bias': (False, True), 'tied_head': (False, True)}
 QWEN3 = {**LLAMA, 'qk_norm': (True,), 'bias': (False,)}
-GPT2_KEYS = {
-    'vocab_size': 'vocab_size', 'block_size': 'n_positions', 'n_layer': 'n_layer',
-    'n_head': 'n_head', 'n_embd': 'n_embd', 'mlp': 'activation_function',
-    'tied_head': 'tie_word_embeddings'}
-LLAMA_KEYS = {
-    'vocab_size': 'vocab_size', 'block_size': 'max_position_embeddings',
-    'n_layer': 'num_hidden_layers', 'n_head': 'num_attention_heads', 'n_embd': 'hidden_size',
-    'mlp': 'hidden_act', 'tied_head': 'tie_word_embeddings', 'bias': 'attention_bias'}
+GPT2_KEYS = dict(vocab_size='vocab_size', block_size='n_positions', n_layer='n_layer',
+                 n_head='n_head', n_embd='n_embd', mlp='activation_function',
+                 tied_head='tie_word_embeddings')
+LLAMA_KEYS = dict(vocab_size='vocab_size', block_size='max_position_embeddings',
+                  n_layer='num_hidden_layers', n_head='num_attention_heads', n_embd='hidden_size',
+                  mlp='hidden_act', tied_head='tie_word_embeddings', bias='attention_bias')
 ARCHITECTURES = {
     'gpt2': Architecture('GPT2LMHeadModel', GPT2, GPT2_KEYS, gpt2_fixed, to_gpt2, from_gpt2),
     'llama': Architecture('LlamaForCausalLM', LLAMA, LLAMA_KEYS, llama_fixed, to_llama, from_llama),

@@ -1,33 +1,35 @@
-"""A model → a folder that transformers' AutoModelForCausalLM and AutoTokenizer open, and that
-pretrained.py reads back."""
+"""A model → a folder that transformers opens, and that pretrained.py reads back."""
 
 import json
 from itertools import pairwise
-from pathlib import Path
 
 from safetensors.torch import save_file
 
 from plaingpt.inference.hf_architectures import ARCHITECTURES
-from plaingpt.inference.pretrained import OUR_TOKENIZER
+from plaingpt.inference.pretrained import OUR_TOKENIZER, without_padding
 from plaingpt.system.errors import UserError
 
 END_OF_TEXT, PADDING = '<|endoftext|>', '<|padding|>'
+VISIBLE = [*range(33, 127), *range(161, 173), *range(174, 256)]  # bytes that stand for themselves
+PRINTABLE = {byte: chr(byte) for byte in VISIBLE} \
+    | {byte: chr(256 + i) for i, byte in enumerate(sorted({*range(256)} - {*VISIBLE}))}
 
 
 def write_hf(folder, model, tokenizer, card):
-    """Write weights, configuration, tokenizer and the model card, a Markdown text, into `folder`.
-
-    Raises UserError where no architecture of transformers computes what `model` does.
-    """
-    folder = Path(folder)
-    config, weights = to_hf(model)
-    end = tokenizer.end_of_text
-    config |= {'bos_token_id': end, 'eos_token_id': end}
+    """Write weights, configuration, tokenizer and the model card, a Markdown text, into `folder`,
+    a Path. Raises UserError where no architecture of transformers computes what `model` does."""
+    name = choose_architecture(model.config)
+    architecture = ARCHITECTURES[name]
+    weights = without_padding({name: p.detach().cpu() for name, p in model.named_parameters()},
+                              model.config.vocab_size)
+    weights = architecture.write_weights(weights, model.config)
     save_file({name: w.contiguous() for name, w in weights.items()}, folder / 'model.safetensors',
               metadata={'format': 'pt'})
+    end = tokenizer.end_of_text
+    ends = {'bos_token_id': end, 'eos_token_id': end}
     files = {
-        'config.json': config,
-        'generation_config.json': {'bos_token_id': end, 'eos_token_id': end, 'do_sample': True},
+        'config.json': {'model_type': name, **architecture.write_config(model.config), **ends},
+        'generation_config.json': {**ends, 'do_sample': True},
         'tokenizer.json': hf_tokenizer(tokenizer),
         'tokenizer_config.json': {
             'tokenizer_class': 'PreTrainedTokenizerFast', 'clean_up_tokenization_spaces': False,
@@ -40,22 +42,9 @@ def write_hf(folder, model, tokenizer, card):
     (folder / 'README.md').write_text(card, encoding='utf-8')
 
 
-def to_hf(model):
-    """→ (config.json's content, {Hugging Face's name: tensor}). Raises UserError."""
-    config = model.config
-    name = choose_architecture(config)
-    weights = {name: p.detach().cpu() for name, p in model.named_parameters()}
-    for embedding in ('transformer.wte.weight', 'lm_head.weight'):
-        if embedding in weights:
-            weights[embedding] = weights[embedding][:config.vocab_size]  # without the padding
-    architecture = ARCHITECTURES[name]
-    return ({'model_type': name, **architecture.write_config(config)},
-            architecture.write_weights(weights, config))
-
-
 def choose_architecture(config):
-    """→ the name of the architecture that computes the same. Raises UserError, which says what
-    keeps `config` from those that are nearest to it."""
+    """→ the name of the first architecture that computes the same. Raises UserError that says what
+    keeps `config` from the nearest ones."""
     refusals = {name: architecture.refusals(config) for name, architecture in ARCHITECTURES.items()}
     fewest = min(map(len, refusals.values()))
     nearest = {name: lines for name, lines in refusals.items() if len(lines) == fewest}
@@ -85,8 +74,7 @@ def hf_tokenizer(tokenizer):
         # Its pattern for cutting text is GPT-2's, and ours.
         cut = {'type': 'ByteLevel', 'add_prefix_space': False, 'trim_offsets': True,
                'use_regex': kind != 'byte'}
-        join = {'type': 'ByteLevel', 'add_prefix_space': True, 'trim_offsets': True,
-                'use_regex': True}
+        join = {**cut, 'add_prefix_space': True, 'use_regex': True}
         if kind == 'bpe':
             special[PADDING] = end + 1
     return {
@@ -122,8 +110,3 @@ def find_merges(tokens):
 def as_printable(token):
     """Bytes as the visible characters that GPT-2's vocabulary shows them as: a space is 'Ġ'."""
     return ''.join(PRINTABLE[byte] for byte in token)
-
-VISIBLE = [*range(33, 127), *range(161, 173), *range(174, 256)]  # these stand for themselves
-
-PRINTABLE = {byte: chr(byte) for byte in VISIBLE} \
-    | {byte: chr(256 + i) for i, byte in enumerate(sorted({*range(256)} - {*VISIBLE}))}

@@ -50,11 +50,3 @@ def penalize(logits, seen, penalty):
     """Make tokens that are in the text already less likely (more, below 1): Keskar et al. 2019,
     section 4.1. logits (B, V), seen (B, V) bool."""
     return torch.where(seen, torch.where(logits > 0, logits / penalty, logits * penalty), logits)
-
-
-def mark_seen(rows, vocab_size):
-    """Lists of ids → (B, V) bool: which tokens are in each."""
-    seen = torch.zeros(len(rows), vocab_size, dtype=torch.bool)
-    for i, row in enumerate(rows):
-        seen[i, row] = True
-    return seen

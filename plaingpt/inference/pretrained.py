@@ -1,61 +1,29 @@
-"""Weights from elsewhere → a GPT: GPT-2 from the hub, a folder in Hugging Face's layout (GPT-2,
-Llama, Qwen3), a ckpt.pt of nanoGPT or build-nanogpt. Nothing that is read can run code.
-"""
+"""Weights from elsewhere → a GPT. Nothing that is read can run code."""
 
 import json
 import pickle
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 from model import GPT, GPTConfig
-from plaingpt.inference.hf_architectures import ARCHITECTURES, check_sizes
+from plaingpt.corpus.sources import explain_hub_errors
+from plaingpt.inference.hf_architectures import ARCHITECTURES, SIZES, check_sizes
 from plaingpt.system.errors import UserError
 
 PRETRAINED = ('gpt2', 'gpt2-medium', 'gpt2-large', 'gpt2-xl')
 OUR_TOKENIZER = 'plaingpt_tokenizer.json'  # in an exported folder, so that it comes back whole
-
-# Masks that older versions saved beside the weights.
+# Older versions saved masks beside the weights.
 MASKS = re.compile(r'transformer\.h\.\d+\.attn\.(masked_)?bias')
 
 
 def load_pretrained(source, dropout=0.0):
-    """'gpt2…', a folder in the Hugging Face layout or a ckpt.pt → the GPT. Raises UserError."""
-    shape, weights = read_weights(source)
-    model = GPT(GPTConfig(**shape, dropout=dropout))
-    try:
-        copy_weights(model, weights)
-    except ValueError as e:
-        raise UserError(f'{source}: its weights do not fit its configuration: {e}') from None
-    return model
-
-
-@torch.no_grad()
-def copy_weights(model, weights):
-    """Copy {name: tensor} into `model`; the vocabulary comes without padding. Raises ValueError
-    that names what is missing, unknown or of another shape."""
-    wanted = dict(model.named_parameters())
-    for words, names in (('it has no', wanted.keys() - weights.keys()),
-                         ('it has an unknown', weights.keys() - wanted.keys())):
-        if names:
-            more = f' and {len(names) - 1} more' if len(names) > 1 else ''
-            raise ValueError(f'{words} {min(names)}{more}')
-    for name, p in wanted.items():
-        if name in ('transformer.wte.weight', 'lm_head.weight'):
-            p = p[:model.config.vocab_size]
-        if p.shape != weights[name].shape:
-            raise ValueError(f'{name} is {tuple(weights[name].shape)}, expected {tuple(p.shape)}')
-        p.copy_(weights[name])
-
-
-def read_weights(source):
-    """'gpt2', a folder or a ckpt.pt → (the fields of GPTConfig but dropout, {our name: tensor}).
-
-    Raises UserError where it cannot be had or holds another kind of model.
-    """
+    """'gpt2…' of the hub, a folder in the Hugging Face layout (GPT-2, Llama, Qwen3) or a ckpt.pt of
+    nanoGPT or build-nanogpt → the GPT. Raises UserError."""
     path = Path(source)
     if path.suffix in ('.pt', '.pth'):
         shape, weights = read_nanogpt(path)
@@ -67,11 +35,37 @@ def read_weights(source):
         if head is not None and embedding is not None and not torch.equal(head, embedding):
             raise UserError(f'{source}: its lm_head.weight is not its wte.weight, though both are '
                             'one matrix in this architecture')
-    return shape, weights
+    model = GPT(GPTConfig(**shape, dropout=dropout))
+    copy_weights(model, weights, source)
+    return model
+
+
+@torch.no_grad()
+def copy_weights(model, weights, source):
+    """Copy {name: tensor}, the vocabulary without padding, into `model`. Raises UserError that
+    names what is missing, unknown or of another shape."""
+    wanted = without_padding(dict(model.named_parameters()), model.config.vocab_size)
+    problems = [f'it has no {name}' for name in sorted(wanted.keys() - weights.keys())]
+    problems += [f'it has an unknown {name}' for name in sorted(weights.keys() - wanted.keys())]
+    problems += [f'{name} is {tuple(weights[name].shape)}, expected {tuple(p.shape)}'
+                 for name, p in wanted.items()
+                 if name in weights and p.shape != weights[name].shape]
+    if problems:
+        more = f' and {len(problems) - 1} more' if len(problems) > 1 else ''
+        raise UserError(f'{source}: its weights do not fit its configuration: {problems[0]}{more}')
+    for name, p in wanted.items():
+        p.copy_(weights[name])
+
+
+def without_padding(weights, vocab_size):
+    """Cut the rows off {name: tensor} that pad the vocabulary."""
+    return {name: w[:vocab_size] if name in ('transformer.wte.weight', 'lm_head.weight') else w
+            for name, w in weights.items()}
 
 
 def read_hf(folder):
-    """A folder with config.json and model.safetensors (or several files)."""
+    """A folder with config.json and model.safetensors (or several files) → (the fields of
+    GPTConfig but dropout, {our name: tensor}). Raises UserError."""
     try:
         hf = json.loads((folder / 'config.json').read_text(encoding='utf-8'))
         architecture = ARCHITECTURES.get(hf.get('model_type'))
@@ -99,30 +93,21 @@ def download(name):
     except ImportError:
         raise UserError(f'downloading {name} needs huggingface_hub: pip install huggingface_hub') \
             from None
-    try:
+    with explain_hub_errors(name, 'connect to the internet once, or give a folder that holds it'):
         return Path(snapshot_download(f'openai-community/{name}',
                                       allow_patterns=['config.json', 'model.safetensors']))
-    except Exception as e:  # the hub's own errors, requests', httpx': all mean "not had"
-        raise UserError(f'{name} could not be downloaded ({type(e).__name__}): connect to the '
-                        'internet once, or give a folder that holds it') from None
-
-
-class ForeignConfig:
-    """Stands in for the class of build-nanogpt's config, of which only the values are read."""
 
 
 def read_nanogpt(path):
-    """A ckpt.pt of nanoGPT or build-nanogpt, through torch's loader that runs no code."""
-    allowed = [(ForeignConfig, '__main__.GPTConfig')]
-    try:
-        with torch.serialization.safe_globals(allowed):
+    """As read_hf, for a ckpt.pt of nanoGPT or build-nanogpt. torch's loader runs no code."""
+    try:  # of build-nanogpt's config only the values are read, into a SimpleNamespace
+        with torch.serialization.safe_globals([(SimpleNamespace, '__main__.GPTConfig')]):
             # mapped: the optimizer's state beside the weights is never read
             found = torch.load(path, map_location='cpu', weights_only=True, mmap=True)
         nanogpt = 'model_args' in found  # build-nanogpt has GPT-2's own approximation of GELU
         args = found['model_args'] if nanogpt else vars(found['config'])
-        shape = {'bias': True, **{key: args[key] for key in (
-            'block_size', 'vocab_size', 'n_layer', 'n_head', 'n_embd', 'bias') if key in args},
-            'mlp': 'gelu_erf' if nanogpt else 'gelu'}
+        shape = {'bias': True, **{key: args[key] for key in (*SIZES, 'bias') if key in args},
+                 'mlp': 'gelu_erf' if nanogpt else 'gelu'}
         check_sizes(shape)
         weights = {re.sub(r'^(_orig_mod\.|module\.)*', '', name): w
                    for name, w in found['model'].items()}
@@ -139,9 +124,7 @@ def read_nanogpt(path):
                         f'{str(e).splitlines()[0][:120]})') from None
     if shape['vocab_size'] == 50304:  # GPT-2's 50,257 and padding, which no text contains
         shape['vocab_size'] = 50257
-        for name in ('transformer.wte.weight', 'lm_head.weight'):
-            if name in weights:
-                weights[name] = weights[name][:50257]
+        weights = without_padding(weights, 50257)
     return shape, weights
 
 

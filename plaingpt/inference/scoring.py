@@ -1,8 +1,8 @@
 """Score a model: the log-likelihood of text, and of the answers to benchmark questions.
 
 HellaSwag (Zellers et al. 2019) and LAMBADA (Paperno et al. 2016, OpenAI's version) are zero-shot.
-Prompts, tokens and scores are those of EleutherAI's lm-evaluation-harness in its tasks `hellaswag`
-and `lambada_openai`, so the numbers compare with published ones.
+Prompts, tokens and scores are those of EleutherAI's lm-evaluation-harness, tasks `hellaswag` and
+`lambada_openai`, so the numbers compare with published ones.
 """
 
 import math
@@ -18,6 +18,7 @@ from tqdm import tqdm
 
 from plaingpt.corpus.documents import json_rows
 from plaingpt.corpus.sources import download
+from plaingpt.inference.text_generator import read_text
 from plaingpt.system.distributed import all_gather, barrier, launched_world
 from plaingpt.system.errors import UserError
 from plaingpt.system.files import write_atomically
@@ -90,15 +91,16 @@ class Sequences:
     """A token stream as rows for log_likelihoods. Each token but the first is scored once."""
 
     def __init__(self, stream, block_size):
-        self.stream, self.block_size = stream, block_size
+        self.stream = stream
+        self.starts = np.arange(0, len(stream) - 1, block_size)
+        self.counts = np.minimum(block_size, len(stream) - 1 - self.starts)  # tokens scored in each
 
     def __len__(self):
-        return max(0, math.ceil((len(self.stream) - 1) / self.block_size))
+        return len(self.starts)
 
     def __getitem__(self, i):
-        start = i * self.block_size
-        n = min(self.block_size, len(self.stream) - 1 - start)
-        return self.stream.sequences(np.array([start]), n + 1)[0], n
+        n = self.counts[i]
+        return self.stream.sequences(self.starts[i:i + 1], n + 1)[0], n
 
 
 class TextStream:
@@ -106,12 +108,7 @@ class TextStream:
     so that the first token of the text is scored too."""
 
     def __init__(self, path, tokenizer):
-        try:
-            text = Path(path).read_text(encoding='utf-8')
-        except OSError as e:
-            raise UserError(f'data={path}: {e.strerror}') from None
-        except UnicodeDecodeError:
-            raise UserError(f'data={path}: not a UTF-8 text file') from None
+        text = read_text(path, f'data={path}')
         start = [] if tokenizer.end_of_text is None else [tokenizer.end_of_text]
         self.ids = np.concatenate([start, encode(tokenizer, text, path)]).astype(np.int64)
         self.bytes = len(text.encode())
@@ -131,21 +128,18 @@ def encode(tokenizer, text, where):
 
 
 def score_stream(model, stream, text_bytes, batch_size, context, label, group=None):
-    """→ {loss in nats per token, perplexity, bits_per_byte, …} of a whole stream.
-
-    The standard error takes the sequences, not the tokens, as independent. Raises UserError.
-    """
+    """→ {loss in nats per token, perplexity, bits_per_byte, …} of a whole stream. The standard
+    error takes the sequences, not the tokens, as independent. Raises UserError."""
     sequences = Sequences(stream, model.config.block_size)
     if not len(sequences):
         raise UserError(f'{label}: {len(stream)} tokens are too few to score any')
     sums = -log_likelihoods(model, sequences, batch_size, context, label, group)[:, 0]
-    tokens = len(stream) - 1
-    counts = np.full(len(sums), sequences.block_size)
-    counts[-1] = tokens - counts[:-1].sum()
+    tokens, n = len(stream) - 1, len(sums)
     loss = sums.sum() / tokens
-    n = len(sums)
-    stderr = math.sqrt(((sums - loss * counts) ** 2).sum() * n / (n - 1)) / tokens if n > 1 \
-        else None
+    stderr = None
+    if n > 1:
+        squares = ((sums - loss * sequences.counts) ** 2).sum()
+        stderr = math.sqrt(squares * n / (n - 1)) / tokens
     return {'loss': loss, 'loss_stderr': stderr, 'perplexity': math.exp(min(loss, 700)),
             'bits_per_byte': loss * tokens / math.log(2) / text_bytes if text_bytes else None,
             'tokens': tokens}
@@ -185,12 +179,10 @@ def clean(text):
 def lambada(path):
     """lambada_test.jsonl → Questions for the last word of a passage."""
     for row, where, _ in json_rows(path):
-        match row:
-            case {'text': str(text)}:
-                context, _, word = text.rpartition(' ')
-                yield Question(context, [' ' + word], 0, where)
-            case _:
-                raise UserError(f'{where}: no LAMBADA passage, which has a text')
+        if not isinstance(row, dict) or not isinstance(row.get('text'), str):
+            raise UserError(f'{where}: no LAMBADA passage, which has a text')
+        context, _, word = row['text'].rpartition(' ')
+        yield Question(context, [' ' + word], 0, where)
 
 
 def encode_answer(question, answer, tokenizer, block_size):
@@ -211,12 +203,16 @@ def encode_answer(question, answer, tokenizer, block_size):
 
 
 class Benchmark:
-    """The questions of a benchmark as tokens; it can score a model any number of times."""
+    """The questions of a benchmark as tokens; it can score a model any number of times. The
+    arguments are those of read_questions, which raises UserError."""
 
-    def __init__(self, name, questions, tokenizer, block_size):
-        self.name, self.questions = name, questions
+    def __init__(self, name, tokenizer, block_size, path='', limit=0):
+        if launched_world().local_rank == 0:
+            read_questions(name, path, limit)  # one process of each machine downloads the file
+        barrier()
+        self.name, self.questions = name, read_questions(name, path, limit)
         self.rows = [encode_answer(question, answer, tokenizer, block_size)
-                     for question in questions for answer in question.answers]
+                     for question in self.questions for answer in question.answers]
 
     def score(self, model, batch_size, context, group=None):
         """→ {name of a score: value}."""
@@ -224,16 +220,8 @@ class Benchmark:
         scores = np.empty((len(order), 2))
         scores[order] = log_likelihoods(model, [self.rows[i] for i in order], batch_size, context,
                                         self.name, group)
-        return BENCHMARKS[self.name].score(scores, self.questions)
-
-
-def open_benchmark(name, tokenizer, block_size, path='', limit=0):
-    """The Benchmark `name` with its first `limit` questions (0: all), from `path` or the published
-    file, which one process of each machine downloads. Raises UserError."""
-    if launched_world().local_rank == 0:
-        read_questions(name, path, limit)
-    barrier()
-    return Benchmark(name, read_questions(name, path, limit), tokenizer, block_size)
+        return {**BENCHMARKS[self.name].score(scores, self.questions),
+                'questions': len(self.questions)}
 
 
 def lambada_scores(scores, questions):
@@ -241,8 +229,7 @@ def lambada_scores(scores, questions):
     loss, loss_stderr = mean_and_stderr(-scores[:, 0])
     perplexity = math.exp(min(loss, 700))
     return {'acc': acc, 'acc_stderr': acc_stderr, 'perplexity': perplexity,
-            'perplexity_stderr': perplexity * loss_stderr if loss_stderr is not None else None,
-            'questions': len(questions)}
+            'perplexity_stderr': perplexity * loss_stderr if loss_stderr is not None else None}
 
 
 def hellaswag_scores(scores, questions):
@@ -256,8 +243,7 @@ def hellaswag_scores(scores, questions):
         right.append(logp.argmax() == question.right)
         right_norm.append((logp / np.maximum(lengths, 1)).argmax() == question.right)
     (acc, acc_stderr), (norm, norm_stderr) = map(mean_and_stderr, (right, right_norm))
-    return {'acc': acc, 'acc_stderr': acc_stderr, 'acc_norm': norm, 'acc_norm_stderr': norm_stderr,
-            'questions': len(questions)}
+    return {'acc': acc, 'acc_stderr': acc_stderr, 'acc_norm': norm, 'acc_norm_stderr': norm_stderr}
 
 
 def mean_and_stderr(values):
@@ -270,22 +256,27 @@ def mean_and_stderr(values):
 def quote_benchmark(scores):
     """→ the scores of a benchmark, as one line."""
     parts = []
-    for key in ('acc', 'acc_norm', 'perplexity'):
+    for key, unit, percent in ('acc', 100, '%'), ('acc_norm', 100, '%'), ('perplexity', 1, ''):
         if key in scores:
-            unit, percent = (1, '') if key == 'perplexity' else (100, '%')
-            stderr = scores[f'{key}_stderr']
-            parts.append(f'{key} {unit * scores[key]:.2f}'
-                         f'{plus_minus(stderr and unit * stderr, 2)}{percent}')
+            stderr = plus_minus(scores[f'{key}_stderr'], 2, unit)
+            parts.append(f'{key} {unit * scores[key]:.2f}{stderr}{percent}')
     return f'{", ".join(parts)} ({scores["questions"]:,} questions, 0-shot)'
 
 
-def plus_minus(stderr, digits):
-    return '' if stderr is None else f' ± {stderr:.{digits}f}'
+def quote_text(scores):
+    """→ the scores of score_stream, as one line."""
+    parts = [f'loss {scores["loss"]:.4f}{plus_minus(scores["loss_stderr"], 4)} nats a token',
+             f'perplexity {scores["perplexity"]:.4g}']
+    if scores['bits_per_byte']:
+        parts.append(f'{scores["bits_per_byte"]:.4f} bits/byte')
+    return f'{", ".join(parts)} ({scores["tokens"]:,} tokens)'
+
+
+def plus_minus(stderr, digits, unit=1):
+    return '' if stderr is None else f' ± {unit * stderr:.{digits}f}'
 
 
 class Source(NamedTuple):
-    """Where the questions of a benchmark come from, and how its answers are scored."""
-
     read: Callable  # path → Questions
     url: str
     sha256: str

@@ -1,8 +1,9 @@
-"""A model with its tokenizer: prompts as text in, texts out, in pieces as they come."""
+"""Prompts → texts, in pieces as they come: a model with its tokenizer."""
 
 import codecs
 import sys
 import time
+from pathlib import Path
 
 import torch
 
@@ -10,12 +11,19 @@ from plaingpt.inference.generation import generate
 from plaingpt.system.errors import UserError
 
 
-class StreamDecoder:
-    """Decodes one row's tokens as they come. It shows whole characters only, and nothing of a stop
-    string or after it.
+def read_text(path, where):
+    """The text of a UTF-8 file. Raises UserError, beginning with `where`."""
+    try:
+        return Path(path).read_text(encoding='utf-8')
+    except OSError as e:
+        raise UserError(f'{where}: {e.strerror}') from None
+    except UnicodeDecodeError:
+        raise UserError(f'{where}: not a UTF-8 text file') from None
 
-    show: called with each new piece of text, once no stop string can begin in it
-    """
+
+class StreamDecoder:
+    """Decodes one row's tokens as they come, and calls `show` with each new piece of text: whole
+    characters only, and nothing of a stop string or after it."""
 
     def __init__(self, tokenizer, stop=(), show=None):
         self.tokenizer, self.stop, self.show = tokenizer, stop, show
@@ -28,12 +36,12 @@ class StreamDecoder:
         before = len(self.text)
         self.text += self.bytes.decode(self.tokenizer.decode_bytes([token]))
         found = [self.text.find(stop, max(0, before - len(stop))) for stop in self.stop]
-        stopped = any(at >= 0 for at in found)
-        if stopped:
-            self.text = self.text[:min(at for at in found if at >= 0)]
+        stops = [at for at in found if at >= 0]
+        if stops:
+            self.text = self.text[:min(stops)]
             self.bytes.reset()
-        self.release(len(self.text) if stopped else len(self.text) - self.held_back())
-        return stopped
+        self.release(len(self.text) - self.held_back())
+        return bool(stops)
 
     def held_back(self):
         """How many characters at the end could be the beginning of a stop string."""
@@ -41,7 +49,6 @@ class StreamDecoder:
                     if self.text.endswith(stop[:n])), default=0)
 
     def release(self, end):
-        """Show the text up to `end`."""
         if self.show and end > self.shown:
             self.show(self.text[self.shown:end])
             self.shown = end
@@ -54,10 +61,7 @@ class StreamDecoder:
 
 
 class TextGenerator:
-    """Writes texts with a model and its tokenizer.
-
-    context, compiled: of prepare_for_generation, and of generate
-    """
+    """Writes texts. context: of prepare_for_generation; compiled: of generation.generate"""
 
     def __init__(self, model, tokenizer, context, compiled=None):
         self.model, self.tokenizer = model, tokenizer
@@ -88,7 +92,7 @@ class TextGenerator:
         """Continue `prompts`, lists of ids → texts.
 
         numbers: of each text; with sampling.seed it decides the text's random numbers
-        sampling: has the fields of SampleConfig that say what to write
+        sampling: a SampleConfig
         stop: strings that end a text; show: called with each piece of the one text there is
         """
         decoders = [StreamDecoder(self.tokenizer, stop, show) for _ in prompts]

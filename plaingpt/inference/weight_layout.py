@@ -29,9 +29,8 @@ def prepare_for_generation(model, device, dtype, pack=True):
 
 
 class PackedLinear(nn.Module):
-    """A Linear whose weight is stored in oneDNN's own layout. For a few tokens at a time it is
-    two to three times as fast on a CPU as torch's Linear, which reorders the weight at each call.
-    """
+    """A Linear whose weight is stored in oneDNN's own layout. For a few tokens at a time it is 2 to
+    3 times as fast on a CPU as torch's Linear, which reorders the weight at each call."""
 
     def __init__(self, linear):
         super().__init__()

@@ -3,7 +3,7 @@
 import torch
 
 from plaingpt.inference.generation import generate
-from plaingpt.inference.scoring import open_benchmark, quote_benchmark
+from plaingpt.inference.scoring import Benchmark, quote_benchmark
 from plaingpt.monitoring.health import Health, not_seen
 from plaingpt.system.errors import UserError
 
@@ -24,7 +24,7 @@ class Probes:
         self.benchmarks = self.tokenizer = None
         if config.eval_tasks_interval:
             tokenizer = dataset.tokenizer()
-            self.benchmarks = [open_benchmark(name, tokenizer, model.config.block_size)
+            self.benchmarks = [Benchmark(name, tokenizer, model.config.block_size)
                                for name in config.eval_tasks.split(',')]
         if writing and config.sample_tokens:
             try:

@@ -19,11 +19,11 @@ import json as json_format
 from dataclasses import dataclass
 
 from configurator import load_config
-from plaingpt.benchmarks import memory_check
 from plaingpt.benchmarks.checkpoint_stalls import measure_checkpoints
 from plaingpt.benchmarks.data_rate import measure_data
 from plaingpt.benchmarks.grid import draw_grid, measure_grid
 from plaingpt.benchmarks.ladder import measure_ladder
+from plaingpt.benchmarks.memory_check import measure_memory
 from plaingpt.benchmarks.result_tables import (
     describe_measurement,
     format_page,
@@ -43,7 +43,7 @@ from plaingpt.system.devices import (
 )
 from plaingpt.system.errors import run_script
 from plaingpt.system.files import ROOT
-from plaingpt.training.memory_planner import explain_out_of_memory, run_of
+from plaingpt.training.memory_planner import explain_out_of_memory
 from plaingpt.training.settings import TrainConfig
 
 
@@ -63,7 +63,7 @@ class BenchConfig(TrainConfig):
     seeds: int = 3  # grid: of each training
     target_loss: float = 0.0  # grid: time to this validation loss; 0: 5% above the default's last
     real_data: bool = False  # speed: batches from the dataset, not one of random tokens
-    json: bool = False  # print JSON: all but memory
+    json: bool = False  # print JSON
     save: str = ''  # a folder for CSV, table and picture of the same, such as results
 
     def out_of_range(self):
@@ -84,13 +84,6 @@ class BenchConfig(TrainConfig):
         if len(chosen) > 1:
             found.append(f'one at a time: {", ".join(chosen)}')
         return found
-
-
-def measure_memory(work):
-    """Print the memory of a step beside the plan → no rows."""
-    memory_check.measure_memory(work.shape, run_of(work.config, work.dtype, work.device.type),
-                                work.device)
-    return [], ''
 
 
 # Each: a Workload → (rows of numbers, their Markdown). A new one also is a flag of BenchConfig.
@@ -130,8 +123,6 @@ def main(argv):
     name = next((key for key in BENCHMARKS if getattr(config, key, False)), 'speed')
     with explain_out_of_memory(work.shape, config, work.dtype, device):
         rows, text = BENCHMARKS[name](work)
-    if not rows:
-        return
     facts = describe_measurement(device, argv)
     print(json_format.dumps({**facts, 'rows': rows}, indent=1) if config.json
           else format_page(facts, text))

@@ -16,18 +16,15 @@ from plaingpt.corpus.corpora import find_dataset_size
 from plaingpt.system.errors import UserError, run_script
 from plaingpt.system.formatting import GIB, duration, gib, short
 from plaingpt.system.hardware import GPUS, peak_flops
+from plaingpt.system.recompute import KINDS
 from plaingpt.training.memory_planner import (
     batch_that_divides,
     largest_batch,
-    optimizer_bytes,
-    parameter_counts,
     predict,
-    run_of,
     savings,
+    step_settings,
 )
 from plaingpt.training.settings import TrainConfig
-
-CHECKPOINTING = ('none', 'selective', 'full')
 
 
 @dataclass
@@ -35,9 +32,7 @@ class PlanConfig(TrainConfig):
     # plan: the machine
     gpu: str = ''  # such as A100 or RTX 4090: its memory and its peak
     gpu_memory_gb: float = 0.0  # memory of a GPU; 0 for that of --gpu
-    processes: int = 1  # GPUs, of all nodes together
-    nodes: int = 1  # machines
-    link_gb_per_s: float = 0.0  # gigabytes a second between nodes, each way; 0 for unknown
+    processes: int = 1  # GPUs that share a step
     gpu_hour_price: float = 0.0  # of one GPU
     # plan: the run
     tokens_per_s: float = 0.0  # measured, of all GPUs together; 0 to estimate from utilisation
@@ -46,22 +41,16 @@ class PlanConfig(TrainConfig):
 
     def out_of_range(self):
         found = super().out_of_range()
-        found += [f'{key}={getattr(self, key)}: must be at least 1'
-                  for key in ('processes', 'nodes') if getattr(self, key) < 1]
+        if self.processes < 1:
+            found.append(f'processes={self.processes}: must be at least 1')
         found += [f'{key}={getattr(self, key)}: must not be negative'
-                  for key in ('gpu_memory_gb', 'link_gb_per_s', 'gpu_hour_price', 'vocab_size',
-                              'tokens_per_s') if getattr(self, key) < 0]
+                  for key in ('gpu_memory_gb', 'gpu_hour_price', 'tokens_per_s')
+                  if getattr(self, key) < 0]
         if not 0 < self.utilisation <= 1:
             found.append(f'utilisation={self.utilisation}: must be above 0 and at most 1')
         if self.gpu and self.gpu not in GPUS:
             found.append(f'gpu={self.gpu!r} is unknown: use one of {", ".join(GPUS)}, or '
                          '--gpu_memory_gb')
-        return found
-
-    def problems(self):
-        found = super().problems()
-        if self.processes % self.nodes:
-            found.append(f'processes={self.processes} does not divide by nodes={self.nodes}')
         return found
 
     def world_size(self):
@@ -72,42 +61,46 @@ class PlanConfig(TrainConfig):
 # the parts of a plan, each a dict that --json prints
 
 
-def memory_plan(model, config, dtype):
-    """Peak by name, what fits, and the same under each kind of checkpointing."""
+def memory_plan(shape, config, dtype):
+    """Peak by owner, what fits, and the same under each kind of checkpointing."""
     gpu_memory_gb = GPUS[config.gpu].memory_gb if config.gpu else 0
     available = int((config.gpu_memory_gb or gpu_memory_gb) * GIB)
     sequences = config.total_batch_size // config.block_size or \
         config.gradient_accumulation_steps * config.batch_size
-    run = run_of(replace(config, batch_size=1) if config.batch_size == 'auto' else config, dtype)
     mine = sequences // config.processes
-    if config.batch_size == 'auto':
-        batch_size, micro_steps = batch_that_divides(model, run, available, mine)
-        run = replace(run, batch_size=batch_size or 1, micro_steps=micro_steps or mine)
-    prediction = predict(model, run)
+    auto = config.batch_size == 'auto'
+    step = step_settings(replace(config, batch_size=1) if auto else config, dtype)
+    if auto:
+        batch_size, micro_steps = batch_that_divides(shape, step, available, mine)
+        step = replace(step, batch_size=batch_size or 1, micro_steps=micro_steps or mine)
+    plan = predict(shape, step)
+    fits = plan.total <= available if available else None
     kinds = {}
-    for kind in CHECKPOINTING:
-        under = replace(run, activation_checkpointing=kind)
-        batch_size, micro_steps = batch_that_divides(model, under, available, mine)
-        kinds[kind] = {'total': predict(model, under).total,
-                       'largest_batch': largest_batch(model, under, available),
+    for kind in KINDS:
+        under = step.change(activation_checkpointing=kind)
+        # Without a size to fit, nothing does.
+        batch_size, micro_steps = batch_that_divides(shape, under, available, mine) \
+            if available else (0, 0)
+        kinds[kind] = {'total': predict(shape, under).total,
+                       'largest_batch': largest_batch(shape, under, available) if available else 0,
                        'batch_size': batch_size, 'accumulation': micro_steps * config.processes}
-    logits = run.batch_size * model.block_size * model.vocab_size * run.matmul_bytes
-    return {'batch_size': run.batch_size, 'micro_steps': run.micro_steps, 'dtype': dtype,
-            'activation_checkpointing': run.activation_checkpointing,
-            'loss_chunk_tokens': run.loss_chunk_tokens, 'available': available,
-            'fits': prediction.total <= available if available else None,
-            'peak_stage': prediction.peak_stage, 'items': prediction.items,
-            'peak': prediction.peak, 'overhead': prediction.overhead, 'total': prediction.total,
-            'logits': logits, 'sequences_per_step': sequences,
-            'stages': {stage: sum(items.values()) for stage, items in prediction.stages.items()},
-            'checkpointing': kinds, 'savings': dict(savings(model, run)[:3])}
+    numbers = step.batch_size * shape.block_size * shape.vocab_size
+    return {'batch_size': step.batch_size, 'micro_steps': step.micro_steps, 'dtype': dtype,
+            'activation_checkpointing': config.activation_checkpointing,
+            'loss_chunk_tokens': config.loss_chunk_tokens, 'available': available,
+            'fits': fits,
+            'peak_stage': plan.peak_stage, 'items': plan.items, 'peak': plan.peak,
+            'overhead': plan.overhead, 'total': plan.total,
+            'logits': numbers * (4 if dtype == 'float32' else 2), 'sequences_per_step': sequences,
+            'stages': plan.totals, 'checkpointing': kinds,
+            'savings': {} if fits is not False else dict(savings(shape, step)[:3])}
 
 
-def token_plan(model, config, sequences, parameters, dataset_tokens):
+def token_plan(shape, config, sequences, parameters, dataset_tokens):
     """Tokens of the run, and how they and the corpus match the model."""
-    step = sequences * model.block_size
+    step = sequences * shape.block_size
     total = step * config.max_iters
-    blocks = 12 * model.n_layer * model.n_embd**2
+    blocks = 12 * shape.n_layer * shape.n_embd**2
     return {'parameters': parameters, 'per_step': step, 'total': total,
             'dataset': dataset_tokens,
             'epochs': total / dataset_tokens if dataset_tokens else None,
@@ -131,29 +124,13 @@ def time_plan(gpt, config, dtype, total_tokens):
             'price': hours * config.processes * config.gpu_hour_price if hours else None}
 
 
-def disk_plan(model, config, dataset_tokens):
+def disk_plan(shape, config, memory, dataset_tokens):
     """Bytes of a checkpoint, of all that are kept, and of the tokens."""
-    checkpoint = 4 * parameter_counts(model)[2] + optimizer_bytes(model, config.optimizer)
-    width = 2 if model.vocab_size <= 2**16 else 4
+    checkpoint = memory['items']['parameters'] + memory['items']['optimizer states']
+    width = 2 if shape.vocab_size <= 2**16 else 4
     return {'checkpoint': checkpoint,
             'checkpoints': checkpoint * (config.keep_checkpoints + 2),  # the best, and one written
             'dataset': dataset_tokens * width if dataset_tokens else None}
-
-
-def exchange_plan(model, config, micro_batch_tokens, micro_steps, speed):
-    """How long gradients travel between nodes in a step, and what of it shows. A ring moves
-    2(n-1)/n of the gradient over each link (Patarasuk and Yuan 2009), while the last
-    micro-batch's backward pass, two thirds of its time, goes on."""
-    if config.nodes == 1 or not config.link_gb_per_s or not speed:
-        return None
-    n = config.nodes
-    travel = 2 * (n - 1) / n * 4 * parameter_counts(model)[2] / (config.link_gb_per_s * 1e9)
-    per_token = config.processes / speed  # seconds of one GPU
-    hidden = micro_batch_tokens * per_token * 2 / 3
-    shown = max(0.0, travel - hidden)
-    compute = micro_batch_tokens * micro_steps * per_token
-    return {'seconds': travel, 'shown_seconds': shown, 'share_of_step': shown / (compute + shown),
-            'hides_from_batch_size': travel / (per_token * 2 / 3) / model.block_size}
 
 
 # -----------------------------------------------------------------------------
@@ -178,9 +155,7 @@ def verdict(memory):
     return '; '.join(words)
 
 
-def show(plan):
-    """The plan as a table."""
-    memory, tokens, time, disk = (plan[part] for part in ('memory', 'tokens', 'time', 'disk'))
+def print_memory(memory):
     print(f'memory of one GPU: micro-batch {memory["batch_size"]}, {memory["micro_steps"]} a step, '
           f'{memory["dtype"]}; highest in "{memory["peak_stage"]}"')
     for name, size in sorted(memory['items'].items(), key=lambda item: -item[1]):
@@ -191,21 +166,23 @@ def show(plan):
               '--loss_chunk_tokens=2048 never makes them')
     print(f'  {gib(memory["overhead"]):>12}  CUDA context and fragmentation, an allowance')
     print(f'  {gib(memory["total"]):>12}  in all: {verdict(memory)}')
-    print('by stage: ' + ', '.join(f'{stage} {gib(size)}'
-                                   for stage, size in memory['stages'].items()))
+    print('by stage: ' + ', '.join(f'{stage} {gib(size)}' for stage, size in
+                                   memory['stages'].items() if not stage.startswith('after')))
     print('activation_checkpointing:')
     for kind, under in memory['checkpointing'].items():
         fits = f', largest micro-batch {under["largest_batch"]}' if memory['available'] else ''
         print(f'  {kind:<10} {gib(under["total"]):>12}{fits}')
+
+
+def print_tokens(tokens, source, vocab_size):
     known = tokens['dataset']
     print(f'tokens: {tokens["per_step"]:,} a step, {short(tokens["total"])} in all, '
           f'{tokens["per_parameter"]:.3g} for each of {tokens["parameters"]:,} parameters')
     if known:
-        print(f'  {plan["source"]}: {short(known)} tokens, {tokens["steps_per_epoch"]:.4g} steps '
-              f'an epoch, {tokens["epochs"]:.3g} epochs')
+        print(f'  {source}: {short(known)} tokens, {tokens["steps_per_epoch"]:.4g} steps an epoch, '
+              f'{tokens["epochs"]:.3g} epochs')
     else:
-        print(f'  {plan["source"]}: its tokens are unknown, a vocabulary of '
-              f'{plan["vocab_size"]:,} is assumed')
+        print(f'  {source}: its tokens are unknown, a vocabulary of {vocab_size:,} is assumed')
     data = f', the corpus {short(known)}' if known else ''
     print(f'  Chinchilla (Hoffmann et al. 2022): this model is best trained on '
           f'{short(tokens["chinchilla"])} tokens{data}')
@@ -215,6 +192,9 @@ def show(plan):
     enough = '' if not known else ': enough' if known >= tokens['kaplan'] else ': it will overfit'
     print(f'  Kaplan et al. 2020, eq. 4.4: below {short(tokens["kaplan"])} tokens of text this '
           f'model overfits{data}{enough}')
+
+
+def print_time_and_disk(time, disk):
     speed = f'{short(time["tokens_per_s"])} tokens/s, {duration(time["hours"] * 3600)}, ' \
         f'{time["gpu_hours"]:.3g} GPU hours' if time['hours'] else \
         'say --tokens_per_s or --gpu for the time'
@@ -222,35 +202,31 @@ def show(plan):
     print(f'time: {time["flops"]:.3g} FLOPs, {speed}{price}')
     print(f'disk: {gib(disk["checkpoint"])} a checkpoint, up to {gib(disk["checkpoints"])} in all'
           + (f', tokens {gib(disk["dataset"])}' if disk['dataset'] else ''))
-    if exchange := plan['exchange']:
-        print(f'between nodes: gradients travel {exchange["seconds"]:.3g} s a step, '
-              f'{exchange["share_of_step"]:.1%} of the step shows; they hide from a micro-batch of '
-              f'{exchange["hides_from_batch_size"]:.3g} sequences on')
 
 
 def main(argv):
     config = load_config(PlanConfig, argv, __doc__)
     vocab_size, dataset_tokens, source = find_dataset_size(config.dataset, config.vocab_size)
-    model = config.gpt_config(vocab_size)
+    shape = config.gpt_config(vocab_size)
     if config.batch_size == 'auto' and not (config.gpu_memory_gb or config.gpu):
         raise UserError('batch_size=auto: say --gpu_memory_gb or --gpu')
     with torch.device('meta'):
-        gpt = GPT(model)
+        gpt = GPT(shape)
     # as train.py chooses: these two have no bfloat16 in hardware
     auto = 'float16' if config.gpu in ('T4', 'V100') else 'bfloat16'
     dtype = auto if config.dtype == 'auto' else config.dtype
-    memory = memory_plan(model, config, dtype)
-    tokens = token_plan(model, config, memory['sequences_per_step'], gpt.num_parameters(),
+    memory = memory_plan(shape, config, dtype)
+    tokens = token_plan(shape, config, memory['sequences_per_step'], gpt.num_parameters(),
                         dataset_tokens)
     time = time_plan(gpt, config, dtype, tokens['total'])
-    plan = {'vocab_size': vocab_size, 'source': source, 'memory': memory, 'tokens': tokens,
-            'time': time, 'disk': disk_plan(model, config, dataset_tokens),
-            'exchange': exchange_plan(model, config, memory['batch_size'] * model.block_size,
-                                      memory['micro_steps'], time['tokens_per_s'])}
+    disk = disk_plan(shape, config, memory, dataset_tokens)
     if config.json:
-        print(json_format.dumps(plan, indent=1))
-    else:
-        show(plan)
+        print(json_format.dumps({'vocab_size': vocab_size, 'source': source, 'memory': memory,
+                                 'tokens': tokens, 'time': time, 'disk': disk}, indent=1))
+        return
+    print_memory(memory)
+    print_tokens(tokens, source, vocab_size)
+    print_time_and_disk(time, disk)
 
 
 if __name__ == '__main__':

@@ -40,7 +40,7 @@ from plaingpt.system.distributed import (
 from plaingpt.system.errors import run_script
 from plaingpt.system.folder_lock import lock_output_dir
 from plaingpt.training.checkpoint_writer import Saver, archive_previous_run
-from plaingpt.training.memory_planner import choose_batch_size, explain_out_of_memory
+from plaingpt.training.memory_planner import explain_out_of_memory
 from plaingpt.training.optimizers import build_optimizer
 from plaingpt.training.probes import Probes
 from plaingpt.training.progress import Progress, restore
@@ -49,6 +49,7 @@ from plaingpt.training.settings import TrainConfig
 from plaingpt.training.starting_point import (
     build_model,
     check_resumed,
+    choose_batch_size,
     find_resumed,
     open_batches,
     open_data,

@@ -22,7 +22,7 @@ from plaingpt.corpus.corpora import find_dataset_size
 from plaingpt.system.errors import UserError
 from plaingpt.system.files import ROOT, append_line, write_atomically
 from plaingpt.system.hardware import machine_name
-from plaingpt.training.memory_planner import predict, run_of
+from plaingpt.training.memory_planner import predict, step_settings
 from plaingpt.training.settings import TrainConfig
 
 ROWS = ('default', 'context × 2', 'layers × 2', 'embeddings × 2')
@@ -92,7 +92,8 @@ def train_cells(config, seeds, vocab_size, device, journal=None, machine=''):
         if key in known:
             runs.append(known[key])
             continue
-        planned = predict(cell.gpt_config(vocab_size), run_of(cell, cell.dtype, device.type)).peak
+        planned = predict(cell.gpt_config(vocab_size),
+                          step_settings(cell, cell.dtype, device.type)).peak
         run = {'row': row, 'column': column, 'seed': cell.seed, 'planned_memory_bytes': planned}
         try:
             run.update(train_once(cell), failed='')

@@ -2,61 +2,71 @@
 
 import torch
 
+from plaingpt.benchmarks.result_tables import markdown
+from plaingpt.monitoring.memory_recorder import kernels_of
 from plaingpt.system.formatting import gib
-from plaingpt.training.memory_planner import one_step, predict
+from plaingpt.training.memory_planner import one_step, predict, step_settings
 
 
-def tracked_step(model, run):
-    """{stage: bytes that tensors hold} of a step on tensors without data, 'peak' among them."""
+def tracked_step(shape, step):
+    """{stage: bytes that tensors hold} of a step on tensors without data, 'peak' among them, as
+    torch's own memory tracker counts them at full size."""
     from torch._subclasses.fake_tensor import FakeTensorMode
     from torch.distributed._tools.mem_tracker import MemTracker
+    sizes, tracker = {}, MemTracker()
 
     def held(which):
         return sum(kinds['Total'] for kinds in tracker.get_tracker_snapshot(which).values())
 
-    sizes = {}
-    with FakeTensorMode():
-        steps = one_step(model, run, torch.device('cpu'))
-        tracker = MemTracker()
+    with FakeTensorMode(), kernels_of(step.device):
+        steps = one_step(shape, step, torch.device('cpu'))
+        next(steps)
         _, gpt, optimizer = next(steps)
+        gpt.register_forward_hook(lambda *_: sizes.update(forward=held('current')))
         tracker.track_external(gpt, optimizer)
         with tracker:
             for stage, _, _ in steps:
                 sizes[stage] = held('current')
-                if stage != 'forward':
-                    tracker.reset_mod_stats()  # or it refuses a second forward pass
             sizes['peak'] = held('peak')
-    del sizes['between']
     return sizes
 
 
-def cuda_step(model, run, device):
+def cuda_step(shape, step, device):
     """→ ({stage: bytes that tensors hold}, {stage: bytes that the allocator reserved})."""
     torch.cuda.reset_peak_memory_stats(device)
     allocated, reserved = {}, {}
-    for stage, _, _ in one_step(model, run, device):
+
+    def note(stage):
         torch.cuda.synchronize(device)
         allocated[stage] = torch.cuda.memory_allocated(device)
         reserved[stage] = torch.cuda.memory_reserved(device)
+
+    for stage, gpt, _ in one_step(shape, step, device):
+        note(stage)
+        if stage == 'optimizer states':
+            gpt.register_forward_hook(lambda *_: note('forward'))
     allocated['peak'] = torch.cuda.max_memory_allocated(device)
     reserved['peak'] = torch.cuda.max_memory_reserved(device)
     return allocated, reserved
 
 
-def measure_memory(model, run, device):
-    """Print allocated and reserved bytes of a step beside the plan's."""
+def measure_memory(work):
+    """Measure a step beside its plan → (a row for each stage, their table)."""
+    device, step = work.device, step_settings(work.config, work.dtype, work.device.type)
     if device.type == 'cuda':
-        allocated, reserved = cuda_step(model, run, device)
-        how = torch.cuda.get_device_name(device)
+        allocated, reserved = cuda_step(work.shape, step, device)
+        tool = "CUDA's allocator"
     else:
-        allocated, reserved, how = tracked_step(model, run), {}, "torch's memory tracker"
-    plan = predict(model, run)
-    print(f'{how}, {run.dtype}, batch {run.batch_size} × {run.micro_steps}, '
-          f'{run.activation_checkpointing} checkpointing, loss in chunks of '
-          f'{run.loss_chunk_tokens}')
-    print(f'{"after":<12}{"allocated":>14}{"reserved":>14}{"planned":>14}')
-    for stage in ('forward', 'backward', 'optimizer', 'peak'):
-        planned = plan.peak if stage == 'peak' else plan.after.get(stage)
-        print(f'{stage:<12}{gib(allocated[stage]):>14}'
-              f'{gib(reserved[stage]) if reserved else "n/a":>14}{gib(planned):>14}')
-    print(f'the plan is {plan.peak / allocated["peak"] - 1:+.1%} off the measured peak')
+        allocated, reserved, tool = tracked_step(work.shape, step), {}, "torch's memory tracker"
+    plan = predict(work.shape, step)
+    rows = [{'stage': stage, 'allocated': allocated[stage], 'reserved': reserved.get(stage),
+             'planned': plan.peak if stage == 'peak' else plan.totals[f'after {stage}']}
+            for stage in ('forward', 'backward', 'optimizer', 'peak')]
+    what = f'{tool}: {step.dtype}, batch {step.batch_size} × {step.micro_steps}, ' \
+           f'{step.config.activation_checkpointing} checkpointing, loss in chunks of ' \
+           f'{step.config.loss_chunk_tokens}; the plan is ' \
+           f'{plan.peak / allocated["peak"] - 1:+.1%} off the measured peak'
+    table = markdown(['after', 'allocated', 'reserved', 'planned'], [
+        [row['stage'], *(gib(row[key]) if row[key] else 'n/a'
+                         for key in ('allocated', 'reserved', 'planned'))] for row in rows])
+    return rows, f'{what}\n\n{table}'

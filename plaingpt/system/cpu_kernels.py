@@ -9,13 +9,14 @@ import torch
 from numpy.random import SFC64
 from torch.compiler import is_compiling
 
+enabled = True  # the memory planner switches these off to plan for a GPU
 HEADS_AT_ONCE = 16  # whose weights are in the cache together
 LONGEST = 512  # tokens; from about 1,024 on torch's own is as fast, and needs less cache
 
 
 def attention_gains(q):
     """True where `attention` is faster than torch's own, which is mostly so for gradients."""
-    return q.requires_grad and q.device.type == 'cpu' and q.dtype == torch.bfloat16 \
+    return enabled and q.requires_grad and q.device.type == 'cpu' and q.dtype == torch.bfloat16 \
         and q.size(-2) <= LONGEST
 
 
@@ -80,7 +81,7 @@ def scaled(x, keep, scale):
 class Dropout(torch.nn.Dropout):
     def forward(self, x):
         # torch.compile makes a fast one of torch's.
-        if self.training and self.p and x.device.type == 'cpu' and not is_compiling():
+        if enabled and self.training and self.p and x.device.type == 'cpu' and not is_compiling():
             return Dropped.apply(x, self.p)
         return super().forward(x)
 

@@ -1,17 +1,35 @@
-"""What a run starts from: its data, and new weights, those of others, or a checkpoint's."""
+"""What a run starts from: its data, new weights, those of others or a checkpoint's, its batch."""
 
+import gc
 import subprocess
 import sys
-from dataclasses import asdict, fields
+from dataclasses import asdict, fields, replace
+
+import torch
 
 from model import GPT, GPTConfig
 from plaingpt.corpus.batches import BatchLoader, fits_in_ram
 from plaingpt.corpus.dataset import UNFINISHED, dataset_folder, open_dataset
-from plaingpt.system.distributed import all_gather, barrier, launched_world, print0
+from plaingpt.system.devices import free_memory
+from plaingpt.system.distributed import (
+    all_gather,
+    all_reduce_min,
+    barrier,
+    launched_world,
+    print0,
+)
 from plaingpt.system.errors import UserError
 from plaingpt.system.files import ROOT
+from plaingpt.system.formatting import gib
 from plaingpt.training import checkpoint as checkpoints
 from plaingpt.training.checkpoint_writer import clean_up
+from plaingpt.training.memory_planner import (
+    advice,
+    batch_that_divides,
+    one_step,
+    predict,
+    step_settings,
+)
 from plaingpt.training.settings import TrainConfig
 
 
@@ -145,3 +163,56 @@ def load_start(config, dataset):
                         f'{config.init_from} one of {model.config.vocab_size}: prepare the text '
                         'with the tokenizer of the model')
     return model
+
+
+# -----------------------------------------------------------------------------
+# batch_size=auto
+
+
+def available_memory(device):
+    """Bytes that this process may take now: what is free on its GPU, or its share of what is free
+    on the machine."""
+    if device.type == 'cuda':
+        return torch.cuda.mem_get_info(device)[0]
+    free = free_memory()
+    if free is None:
+        raise UserError('batch_size=auto: this system does not tell how much memory is free: say a '
+                        'number')
+    return free // launched_world().local_size
+
+
+def fits(shape, step, device):
+    """True where a whole step runs on this CUDA device."""
+    with torch.random.fork_rng([device]):
+        try:
+            for _ in one_step(shape, step, device):
+                pass
+            fit = True
+        except torch.OutOfMemoryError:
+            fit = False
+    gc.collect()  # a graph that an error cut short holds itself
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats(device)
+    return fit
+
+
+def choose_batch_size(shape, config, dtype, device):
+    """→ (batch_size, why) that keeps the TrainConfig's total_batch_size: the plan's answer, tried
+    on CUDA and stepped down until it fits, the same on all processes. Raises UserError."""
+    sequences = config.total_batch_size // config.block_size // config.world_size()
+    step = step_settings(replace(config, batch_size=1), dtype, device.type)
+    available = available_memory(device)
+    planned, _ = batch_that_divides(shape, step, available, sequences)
+    batch_size = planned = all_reduce_min(planned, device)
+    while batch_size and device.type == 'cuda':
+        trial = replace(step, batch_size=batch_size, micro_steps=sequences // batch_size)
+        if all_reduce_min(int(fits(shape, trial, device)), device):
+            break
+        batch_size = next((b for b in range(batch_size - 1, 0, -1) if sequences % b == 0), 0)
+    if not batch_size:
+        need = predict(shape, step).total
+        raise UserError(f'batch_size=auto: not even 1 fits: it takes {gib(need)}, {gib(available)} '
+                        f'are free on {device}; {advice(shape, step)}')
+    tried = ', tried for a step' if device.type == 'cuda' else ''
+    stepped = f', {planned} did not fit' if batch_size < planned else ''
+    return batch_size, f'of {gib(available)} free{tried}{stepped}'

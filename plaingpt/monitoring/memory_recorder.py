@@ -1,0 +1,132 @@
+"""Who holds memory, as a model trains: tensors by the module that made them, stage by stage."""
+
+import re
+from collections import Counter
+from contextlib import contextmanager, nullcontext
+from weakref import finalize
+
+import torch
+import torch.nn.functional as F
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.weak import WeakIdKeyDictionary
+
+from plaingpt.system import cpu_kernels
+
+
+class MemoryRecorder(TorchDispatchMode):
+    """Follows the storage of each tensor: who made it, and what all hold when a stage is highest.
+
+    torch's own MemTracker knows neither the module of an activation nor the peak of a part of the
+    backward pass. benchmarks/memory_check.py compares the two.
+    """
+
+    def __init__(self):
+        super().__init__()
+        self.entries = WeakIdKeyDictionary()  # storage → [owner, bytes]
+        self.held = Counter()  # owner → bytes, now
+        self.stages = {}  # stage → {owner: bytes}
+        self.modules = []  # names of those whose forward pass runs, the innermost last
+        self.begin('', 'parameters')
+
+    def begin(self, stage, maker):
+        """What comes belongs to this stage; what no module makes is by this maker."""
+        self.stage, self.maker = stage, maker
+
+    def keep(self, stage):
+        self.stages[stage] = {owner: size for owner, size in self.held.items() if size}
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **kwargs or {})
+        for tensor in tree_leaves(result):
+            if isinstance(tensor, torch.Tensor):
+                storage = tensor.untyped_storage()
+                if storage not in self.entries:
+                    entry = self.entries[storage] = [self.owner(func, args), storage.nbytes()]
+                    self.held[entry[0]] += entry[1]
+                    finalize(storage, self.release, entry)
+        if self.held.total() > sum(self.stages.get(self.stage, {}).values()):
+            self.keep(self.stage)
+        return result
+
+    def owner(self, func, args):
+        if func is torch.ops.aten._to_copy.default:
+            source = self.entries.get(args[0].untyped_storage())
+            if source and source[0] == 'parameters':
+                return 'copies of parameters for autocast'
+        if not self.modules:
+            return self.maker
+        parts = re.sub(r'\.\d+', '', self.modules[-1]).removeprefix('transformer.').split('.')
+        return 'activations: ' + '.'.join(parts[:2]) if parts[0] else 'loss'
+
+    def give(self, entry, owner):
+        """Count a storage as this owner's, no longer as another's."""
+        self.held[entry[0]] -= entry[1]
+        self.held[owner] += entry[1]
+        entry[0] = owner
+
+    def release(self, entry):
+        self.held[entry[0]] -= entry[1]
+
+    def take_gradient(self, p):
+        if p.grad is not None:
+            self.give(self.entries[p.grad.untyped_storage()], 'gradients')
+
+    def watch_modules(self, gpt):
+        """Learn from hooks which module runs, and whose backward pass."""
+        last = gpt.config.n_layer - 1
+        for name, module in gpt.named_modules():
+            part = name.removeprefix('transformer.') or 'the loss'
+            if block := re.search(r'\.(\d+)', name):
+                part = 'the last block' if int(block[1]) == last else f'block {block[1]}'
+            module.register_forward_pre_hook(lambda *_, name=name: self.enter(name))
+            module.register_forward_hook(
+                lambda m, i, outputs, part=part: self.leave(outputs, f'backward of {part}'))
+        for p in gpt.parameters():
+            p.register_post_accumulate_grad_hook(self.take_gradient)
+            self.take_gradient(p)
+
+    def enter(self, name):
+        self.modules.append(name)
+        if not name or not self.stage.startswith('backward'):  # else it is computed again
+            self.stage = 'forward' if name else 'loss'
+
+    def leave(self, outputs, stage):
+        self.modules.pop()
+        if self.stage.startswith('backward'):
+            return
+        if self.modules:
+            self.stage = 'forward' if self.modules[-1] else 'loss'
+        else:
+            self.keep('after forward')
+        for tensor in tree_leaves(outputs):
+            if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
+                tensor.register_hook(lambda grad: self.begin(stage, 'temporary'))
+
+
+@contextmanager
+def kernels_of(device):
+    """Let tensors on a CPU take the kernels that they would take on this type of device, as far as
+    memory tells them apart. What a kernel takes inside, such as cuBLAS's workspace, nobody sees."""
+    cpu_kernels.enabled = device == 'cpu'
+    try:
+        with nullcontext() if device == 'cpu' else FusedKernels():
+            yield
+    finally:
+        cpu_kernels.enabled = True
+
+
+class FusedKernels(TorchFunctionMode):
+    """A GPU's attention keeps no weights, also with dropout; its dropout keeps a mask of bytes;
+    its RMSNorm is one kernel. A CPU's are made of parts, each of which is kept."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if func is F.scaled_dot_product_attention:
+            kwargs = {**kwargs, 'dropout_p': 0.0}
+        elif func is F.dropout and kwargs['p'] and kwargs['training']:
+            return torch.native_dropout(*args, kwargs['p'], True)[0]
+        elif func is F.rms_norm:
+            return torch._fused_rms_norm(*args, **kwargs)[0]
+        return func(*args, **kwargs)

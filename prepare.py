@@ -25,7 +25,7 @@ from plaingpt.corpus.dataset import dataset_folder, open_dataset
 from plaingpt.corpus.encoding import check_disk, write_shards
 from plaingpt.corpus.inspection import find_damage, inspect, print_report
 from plaingpt.corpus.pretokenized import fetch_shards
-from plaingpt.corpus.shards import explain_disk_errors, lock_dataset_dir, publish, read_journal
+from plaingpt.corpus.shards import lock_dataset_dir, publish, read_journal
 from plaingpt.corpus.sources import open_source
 from plaingpt.system.errors import UserError, run_script
 from plaingpt.system.files import write_json
@@ -62,11 +62,9 @@ class PrepareConfig:
                 and not (prepared_folder(self.tokenizer) / 'meta.json').exists():
             found.append(f'tokenizer={self.tokenizer}: expected auto, {tokenizers.NAMES}, or a '
                          'prepared dataset to take it from')
-        for name, least in (('shard_tokens', 1), ('max_shards', 0)):
-            if getattr(self, name) < least:
+        for name, least in (('shard_tokens', 1), ('max_shards', 0), ('num_proc', 1)):
+            if getattr(self, name) != 'auto' and getattr(self, name) < least:
                 found.append(f'{name}={getattr(self, name)}: expected {least} or more')
-        if self.num_proc != 'auto' and self.num_proc < 1:
-            found.append(f'num_proc={self.num_proc}: expected 1 or more')
         return found
 
 
@@ -117,16 +115,18 @@ def prepare_text(name, corpus, folder, config):
     if source.unit != 'B' and tokenizer_name == 'char':
         raise UserError(f'{name} is too large for --tokenizer=char: use gpt2, byte or bpe:32768')
     command = describe_command(name, corpus, config, tokenizer_name, borrowed, source)
-    with explain_disk_errors(folder), lock_dataset_dir(folder) as unfinished:
+    with lock_dataset_dir(folder) as unfinished:
         if is_prepared(folder, command):
             return
-        if not is_complete(unfinished, command):
+        if not is_written(unfinished, command):  # else only publishing is missing
             journal = read_journal(unfinished, command)
             tokenizer = tokenizers.from_json(journal['tokenizer']) if journal \
                 else make_tokenizer(tokenizer_name, borrowed, source)
             written = sum(path.stat().st_size for path in unfinished.glob('*.bin'))
             check_disk(folder, corpus, source, tokenizer_name, written)
-            threads = count_cores() if config.num_proc == 'auto' else config.num_proc
+            cores = len(os.sched_getaffinity(0)) if hasattr(os, 'sched_getaffinity') \
+                else os.cpu_count()
+            threads = cores if config.num_proc == 'auto' else config.num_proc
             meta = write_shards(unfinished, source, command, tokenizer, journal, threads)
             write_json(unfinished / 'meta.json', meta)
         print_report(folder, publish(folder))
@@ -137,7 +137,7 @@ def prepare_shards(name, corpus, folder, config):
     found = sorted(Path(config.input).glob('*.bin')) if config.input else []
     command = {'corpus': name, 'input': config.input, 'max_shards': config.max_shards,
                'files': [[path.name, path.stat().st_size] for path in found]}
-    with explain_disk_errors(folder), lock_dataset_dir(folder) as unfinished:
+    with lock_dataset_dir(folder) as unfinished:
         if not is_prepared(folder, command):
             fetch_shards(corpus, unfinished, command)
             print_report(folder, publish(folder))
@@ -161,27 +161,21 @@ def describe_command(name, corpus, config, tokenizer_name, borrowed, source):
     if borrowed:  # another tokenizer once that dataset is prepared anew
         command['tokenizer_sha256'] = hashlib.sha256(json.dumps(borrowed).encode()).hexdigest()
     if source.is_one_text:
-        with closing(source.pieces()) as pieces:
-            characters = sum(len(piece.text) for piece in pieces)
+        characters = sum(len(piece.text) for piece in source.pieces())
         command['train_characters'] = int(characters * (1 - val_fraction))
     return command
 
 
-def is_complete(unfinished, command):
-    """True where `command` wrote all files, and only publishing them is missing."""
-    with suppress(OSError, ValueError, AttributeError, RecursionError):
-        meta = json.loads((unfinished / 'meta.json').read_text(encoding='utf-8'))
-        return meta.get('source') == command
+def is_written(folder, command):
+    """True where `command` wrote the meta.json of `folder`, which it does at the end."""
+    with suppress(UserError):
+        return open_dataset(folder).meta.get('source') == command
     return False
 
 
 def is_prepared(folder, command):
     """True, with a printed line, where `command` wrote the files of `folder` and they are whole."""
-    try:
-        dataset = open_dataset(folder)
-        if dataset.meta.get('source') != command or find_damage(dataset):
-            return False
-    except UserError:
+    if not is_written(folder, command) or find_damage(open_dataset(folder)):
         return False
     print(f'{folder} is already prepared by this command, and its checksums are right')
     return True
@@ -208,11 +202,6 @@ def sample(pieces):
         characters += len(piece.text)
         if characters >= BPE_SAMPLE_CHARS:
             return
-
-
-def count_cores():
-    """How many cores this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, 'sched_getaffinity') else os.cpu_count()
 
 
 if __name__ == '__main__':

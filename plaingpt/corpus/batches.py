@@ -1,10 +1,9 @@
 """Tokens → batches, as a pure function of (seed, step): the data order is computed, not stored.
 
-A sequence is `block_size + 1` tokens. Sequences tile a split and overlap by one token, so that each
-token is predicted once. An epoch visits every sequence once, in an order that a permutation gives;
-the next epoch has another permutation, and a tiling that starts at another token. Training numbers
-the sequences 0, 1, 2, … over all epochs, and each step takes the next ones, however many processes
-share them. So a run that resumes, on any number of processes, sees the data it would have seen.
+Sequences of `block_size + 1` tokens tile a split and overlap by one token, so that each token is
+predicted once. Each epoch visits every sequence once, in the order of its own permutation, of a
+tiling that starts at its own token. Sequences are numbered over all epochs and each step takes the
+next ones: a run that resumes, on any number of processes, sees the data it would have seen.
 """
 
 import time
@@ -39,10 +38,9 @@ def key(*parts):
 def permute(indices, n, k):
     """The images of `indices` under a permutation of range(n); each key `k` gives another one.
 
-    A Feistel network of 6 rounds permutes range(2^(2b)), the smallest such range that holds
-    range(n). An image outside range(n) is permuted again until it lies inside ("cycle walking":
-    Black and Rogaway 2002, "Ciphers with arbitrary finite domains"). Takes as much memory as
-    `indices`, whatever n is.
+    A Feistel network of 6 rounds permutes the smallest range(2^(2b)) that holds range(n). An image
+    outside range(n) is permuted again until it lies inside ("cycle walking": Black and Rogaway
+    2002, "Ciphers with arbitrary finite domains"). The memory does not depend on n.
     """
     half_bits = np.uint64(max(1, ((n - 1).bit_length() + 1) // 2))  # b
     mask = (np.uint64(1) << half_bits) - np.uint64(1)
@@ -73,16 +71,10 @@ class BatchLoader:
             raise UserError(f'{stream.files[0].path}: {len(stream)} tokens are fewer than one '
                             f'sequence of block_size + 1 = {block_size + 1}: use more text or a '
                             'smaller --block_size')
-        self.stream = stream
-        self.block_size = block_size
-        self.batch_size = batch_size
-        self.micro_steps = micro_steps
-        self.rank = rank
-        self.world_size = world_size
-        self.seed = seed
-        self.device = device
+        self.stream, self.block_size, self.batch_size = stream, block_size, batch_size
+        self.micro_steps, self.rank, self.world_size = micro_steps, rank, world_size
+        self.seed, self.device, self.only_first = seed, device, only_first
         self.step_size = batch_size * micro_steps * world_size  # sequences
-        self.only_first = only_first
         self.waited_s = 0.0  # time that training waited for batches
         self.shift = 0  # sequences taken beyond step × step_size, by steps of another size
         # One sequence fewer than would fit leaves room to shift the tiling by up to block_size - 1.

@@ -11,10 +11,8 @@ from plaingpt.system.formatting import short
 
 @dataclass(frozen=True)
 class Corpus:
-    """Where a corpus comes from, how it is cut and tokenized, and about how large it is.
-
-    The text comes from `files`, `url` or `hub`; --input takes the place of each.
-    """
+    """Where a corpus comes from (`files`, `url` or `hub`; --input takes the place of each), how it
+    is cut and tokenized, and about how large it is."""
 
     about: str  # one line for --help
     tokenizer: str = 'gpt2'  # char, byte, gpt2 or bpe:VOCAB_SIZE
@@ -44,6 +42,7 @@ TINY_SHAKESPEARE = dict(
     url='https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt',
     sha256='86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed', small=True)
 OWN_VALIDATION = {'train': 'train', 'val': 'validation'}
+WIKITEXT = dict(hub='Salesforce/wikitext', document_form='title', splits=OWN_VALIDATION)
 
 CORPORA = {
     'pystdlib': Corpus("the source of Python's standard library, found on this machine",
@@ -53,12 +52,10 @@ CORPORA = {
                                tokens=1_003_854, vocab_size=65, **TINY_SHAKESPEARE),
     'shakespeare': Corpus('tiny Shakespeare, GPT-2 tokens (nanoGPT)', tokens=301_966,
                           **TINY_SHAKESPEARE),
-    'wikitext-2': Corpus('Wikipedia articles', hub='Salesforce/wikitext',
-                         subset='wikitext-2-raw-v1', document_form='title',
-                         splits=OWN_VALIDATION, tokens=2_600_000),
-    'wikitext-103': Corpus('Wikipedia articles', hub='Salesforce/wikitext',
-                           subset='wikitext-103-raw-v1', document_form='title',
-                           splits=OWN_VALIDATION, tokens=118_000_000),
+    'wikitext-2': Corpus('Wikipedia articles', subset='wikitext-2-raw-v1', tokens=2_600_000,
+                         **WIKITEXT),
+    'wikitext-103': Corpus('Wikipedia articles', subset='wikitext-103-raw-v1',
+                           tokens=118_000_000, **WIKITEXT),
     'tinystories': Corpus('stories in the words of small children',
                           hub='roneneldan/TinyStories', splits=OWN_VALIDATION,
                           documents=2_141_709, tokens=480_000_000),

@@ -45,30 +45,24 @@ class Dataset:
 
     def split(self, name, in_ram=False):
         """The token stream of 'train' or 'val'. Raises UserError."""
-        entry = self.split_entry(name)
-        if entry:
-            paths = [self.folder / file['name'] for file in entry['files']]
-            expected = [file['tokens'] for file in entry['files']]
-        else:
-            paths = sorted(p for p in self.folder.glob('*.bin')
-                           if name in p.stem.replace('-', '_').split('_'))
-            expected = [None] * len(paths)
-        if not paths:
-            raise UserError(f'{self.folder}: no {name}.bin there')
         dtype = np.dtype(self.meta.get('dtype', 'uint16')).newbyteorder('<')
-        files = [open_tokens(path, dtype, n) for path, n in zip(paths, expected, strict=True)]
+        if entry := self.split_entry(name):
+            files = [open_tokens(self.folder / file['name'], dtype, file['tokens'])
+                     for file in entry['files']]
+        else:
+            files = [open_tokens(path, dtype) for path in sorted(self.folder.glob('*.bin'))
+                     if name in path.stem.replace('-', '_').split('_')]
+        if not files:
+            raise UserError(f'{self.folder}: no {name}.bin there')
         return TokenStream(files, self.vocab_size, in_ram)
 
 
 def open_dataset(folder):
-    """Open a folder that prepare.py wrote, or one with nanoGPT's .bin files or llm.c's shards.
-
-    A folder without meta.json is taken to hold GPT-2 tokens. Raises UserError.
-    """
+    """Open a folder that prepare.py wrote, or one with nanoGPT's .bin files or llm.c's shards; one
+    without meta.json is taken to hold GPT-2 tokens. Raises UserError."""
     folder = Path(folder)
-    meta_path = folder / 'meta.json'
-    if meta_path.exists():
-        meta = read_meta(meta_path)
+    if (folder / 'meta.json').exists():
+        meta = read_meta(folder / 'meta.json')
         return Dataset(folder, meta, meta['vocab_size'])
     if (folder / 'meta.pkl').exists():
         raise UserError(f'{folder}/meta.pkl: a pickle can run code when loaded, so it is not; '
@@ -187,9 +181,7 @@ class TokenStream:
 
     def sequences(self, starts, length):
         """`length` tokens from each of `starts` → (len(starts), length) int64 array.
-
-        Raises UserError for an id beyond the vocabulary.
-        """
+        Raises UserError for an id beyond the vocabulary."""
         if self.ram is not None:
             return self.ram[starts[:, None] + np.arange(length)].astype(np.int64)
         return np.stack([self._sequence(int(start), length) for start in starts])

@@ -1,7 +1,6 @@
 """Text of a source → token shards: put into splits, encoded by threads, written in order."""
 
 import hashlib
-import shutil
 import time
 from collections import deque
 from concurrent.futures import ThreadPoolExecutor
@@ -12,7 +11,7 @@ import numpy as np
 from tqdm import tqdm
 
 from plaingpt.corpus.dataset import FORMAT_VERSION
-from plaingpt.corpus.shards import ShardWriter
+from plaingpt.corpus.shards import ShardWriter, check_free_space
 from plaingpt.system.errors import UserError
 from plaingpt.system.files import write_json
 
@@ -90,11 +89,9 @@ def encode_batch(tokenizer, end_of_text, dtype, batch):
 
 
 def map_in_order(function, items, num_proc):
-    """Yield (item, function(item)) in order; threads compute a few items ahead.
-
-    Threads and not processes: tiktoken works outside of Python's lock, so that they are as fast
-    and share one vocabulary. gigatoken holds the lock, but takes less time than reading the text.
-    """
+    """Yield (item, function(item)) in order; threads compute a few items ahead."""
+    # Threads and not processes: tiktoken works outside of Python's lock, so that they are as fast
+    # and share one vocabulary. gigatoken holds the lock, but is faster than reading the text.
     with ThreadPoolExecutor(num_proc, thread_name_prefix='encode') as pool:
         waiting = deque()
         for item in items:
@@ -108,9 +105,7 @@ def map_in_order(function, items, num_proc):
 
 def write_shards(folder, source, command, tokenizer, journal, num_proc):
     """Encode `source` into shards in `folder`, from the journal on → the content of meta.json.
-
-    Raises UserError, also where a split stays empty.
-    """
+    Raises UserError, also where a split stays empty."""
     dtype = np.dtype('<u2' if tokenizer.vocab_size <= 2**16 else '<u4')
     writers = {split: ShardWriter(folder, split, dtype, command['shard_tokens'])
                for split in ('train', 'val')}
@@ -171,15 +166,10 @@ def encode_into(writers, folder, source, command, tokenizer, dtype, journal, num
 
 def check_disk(folder, corpus, source, tokenizer_name, written):
     """Raises UserError where the tokens will not fit on the disk, as far as can be known before.
-
-    written: bytes of shards that are there already
-    """
+    written: bytes of shards that are there already."""
     bytes_per_token = 1 if tokenizer_name in ('char', 'byte') else 3  # about
     if source.unit == 'B':
         tokens = source.total / bytes_per_token
     else:
         tokens = corpus.tokens * 3 / bytes_per_token if source.total == corpus.documents else 0
-    need, free = 2 * tokens - written, shutil.disk_usage(folder).free
-    if need > free:
-        raise UserError(f'{folder}: about {need / 1e9:,.1f} GB needed, {free / 1e9:,.1f} GB free: '
-                        'make room, or choose another disk with --data_dir')
+    check_free_space(folder, 2 * tokens - written)

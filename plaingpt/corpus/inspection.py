@@ -6,8 +6,7 @@ from plaingpt.corpus.dataset import open_dataset
 from plaingpt.system.errors import UserError
 from plaingpt.system.files import sha256_of
 
-EXCERPT_TOKENS = 24
-READ_TOKENS = 2**22  # at a time
+READ_TOKENS = 2**20  # at a time
 
 
 def find_damage(dataset):
@@ -46,9 +45,9 @@ def print_report(folder, meta):
 
 
 def excerpt(stream, start, tokenizer):
-    """The text of a few tokens from `start` on."""
-    length = min(EXCERPT_TOKENS, len(stream) - start)
-    return tokenizer.decode(stream.sequences(np.array([start]), length)[0].tolist())
+    """The text of 24 tokens from `start` on."""
+    ids = stream.sequences(np.array([start]), min(24, len(stream) - start))
+    return tokenizer.decode(ids[0].tolist())
 
 
 def inspect(folder):
@@ -62,7 +61,7 @@ def inspect(folder):
     problems = find_damage(dataset)
     for split in ('train', 'val'):
         try:
-            problems += inspect_split(dataset, split, tokenizer)
+            inspect_split(dataset, split, tokenizer)
         except UserError as problem:
             problems.append(str(problem))
     if problems:
@@ -71,35 +70,20 @@ def inspect(folder):
 
 
 def inspect_split(dataset, split, tokenizer):
-    """Print counts and three excerpts of a split → a list of problems. Raises UserError."""
-    stream = dataset.split(split)
-    documents, problems = count_documents(stream, tokenizer.end_of_text)
+    """Read all of a split, print counts and three excerpts. Raises UserError for damage."""
+    stream, documents = dataset.split(split), 0
+    for start in range(0, len(stream), READ_TOKENS):
+        ids = stream.sequences(np.array([start]), min(READ_TOKENS, len(stream) - start))
+        if tokenizer.end_of_text is not None:
+            documents += int(np.count_nonzero(ids == tokenizer.end_of_text))
     per_token = dataset.bytes_per_token(split)
     print(f'{split}: {len(stream):,} tokens in {len(stream.files)} '
           f'file{"s" if len(stream.files) > 1 else ""}'
           + (f', {per_token:.2f} bytes each' if per_token else '')
           + (f', {documents:,} ends of text' if documents else ', no end of text'))
-    if not problems:
-        for start in range(0, len(stream), -(-len(stream) // 3)):
-            print(f'  {start:>14,}  {excerpt(stream, start, tokenizer)!r}')
+    for start in range(0, len(stream), -(-len(stream) // 3)):
+        print(f'  {start:>14,}  {excerpt(stream, start, tokenizer)!r}')
     expected = dataset.split_entry(split).get('documents', 0)
     if documents and expected and documents != expected:
-        problems.append(f'{dataset.folder}: {split} has {documents:,} ends of text where meta.json '
+        raise UserError(f'{dataset.folder}: {split} has {documents:,} ends of text where meta.json '
                         f'says {expected:,} documents: prepare the data again')
-    return problems
-
-
-def count_documents(stream, end_of_text):
-    """Read a split → (how often it holds `end_of_text`, [the first id out of range, as a line])."""
-    documents, problems = 0, []
-    for file in stream.files:
-        for start in range(0, file.tokens, READ_TOKENS):
-            ids = file.read(start, READ_TOKENS)
-            if end_of_text is not None:
-                documents += int(np.count_nonzero(ids == end_of_text))
-            wrong = np.flatnonzero(ids >= stream.vocab_size)
-            if len(wrong) and not problems:
-                problems = [f'{file.path}: token {start + int(wrong[0]):,} has id {ids[wrong[0]]}, '
-                            f'but the vocabulary ends at {stream.vocab_size - 1}: prepare the '
-                            'data again']
-    return documents, problems

@@ -1,13 +1,11 @@
 """Corpora that others tokenized: .bin shards with llm.c's header, downloaded or linked to."""
 
-import os
-import shutil
 from pathlib import Path
 
 import numpy as np
 
 from plaingpt.corpus.dataset import FORMAT_VERSION, open_tokens
-from plaingpt.corpus.shards import read_journal
+from plaingpt.corpus.shards import check_free_space, read_journal
 from plaingpt.corpus.sources import explain_hub_errors
 from plaingpt.corpus.tokenizers import GPT2Tokenizer
 from plaingpt.system.errors import UserError
@@ -15,27 +13,9 @@ from plaingpt.system.files import sha256_of, write_json
 
 
 def fetch_shards(corpus, folder, command):
-    """Put the shards of `corpus` and a meta.json into `folder`. Raises UserError.
-
-    command['input']: a folder whose shards are linked to; where empty, they are downloaded, except
-    those that the same command has downloaded before.
-    """
-    if command['input']:
-        names = [path.name for path in Path(command['input']).glob('*.bin')]
-        chosen = choose_shards(names, command['max_shards'], command['input'])
-        read_journal(folder, command)
-        for name in [name for names in chosen.values() for name in names]:
-            (folder / name).unlink(missing_ok=True)
-            os.symlink((Path(command['input']) / name).resolve(), folder / name)
-    else:
-        remote = HubRepository(corpus.hub)
-        chosen = choose_shards(remote.files, command['max_shards'], corpus.hub)
-        wanted = [name for names in chosen.values() for name in names]
-        remote.check_disk(folder, wanted)
-        read_journal(folder, command)
-        write_json(folder / 'journal.json', {'command': command})
-        for name in wanted:
-            remote.download(name, folder)
+    """Put the shards of `corpus` and a meta.json into `folder`. Raises UserError."""
+    chosen = link_shards(folder, command) if command['input'] \
+        else download_shards(corpus.hub, folder, command)
     splits = {}
     for split, names in chosen.items():
         files = [{'name': name, 'sha256': sha256_of(folder / name),
@@ -59,40 +39,40 @@ def choose_shards(names, max_shards, where):
     return chosen
 
 
-RESUMES = 'check the connection; the same command resumes from here'
+def link_shards(folder, command):
+    """Link to the shards in command['input'] → {split: names}."""
+    names = [path.name for path in Path(command['input']).glob('*.bin')]
+    chosen = choose_shards(names, command['max_shards'], command['input'])
+    read_journal(folder, command)
+    for name in chosen['train'] + chosen['val']:
+        (folder / name).symlink_to((Path(command['input']) / name).resolve())
+    return chosen
 
 
-class HubRepository:
-    """A dataset repository on the hub, through huggingface_hub."""
-
-    def __init__(self, repo):
-        try:
-            import huggingface_hub
-        except ImportError:
-            raise UserError(f'{repo} needs huggingface_hub: pip install huggingface_hub') from None
-        self.repo, self._hub = repo, huggingface_hub
-        with explain_hub_errors(repo, RESUMES):
-            info = huggingface_hub.HfApi().dataset_info(repo, files_metadata=True)
-        self.files = {file.rfilename: file for file in info.siblings}
-        self.revision = info.sha  # so that all shards are of one version
-
-    def check_disk(self, folder, names):
-        sizes = {name: self.files[name].size or 0 for name in names}
-        need = sum(size for name, size in sizes.items() if not (folder / name).exists())
-        free = shutil.disk_usage(folder).free
-        print(f'{len(names)} files, {sum(sizes.values()) / 1e9:.1f} GB')
-        if need > free:
-            raise UserError(f'{folder}: {need / 1e9:,.1f} GB needed, {free / 1e9:,.1f} GB free: '
-                            'make room, take fewer with --max_shards=…, or choose another disk '
-                            'with --data_dir')
-
-    def download(self, name, folder):
-        """Fetch a file, from where an earlier download stopped, and check it."""
-        with explain_hub_errors(self.repo, RESUMES):
-            self._hub.hf_hub_download(self.repo, name, repo_type='dataset', local_dir=folder,
-                                      revision=self.revision)
-        lfs = self.files[name].lfs
+def download_shards(repo, folder, command):
+    """Download those shards that the same command has not downloaded before → {split: names}."""
+    try:
+        import huggingface_hub
+    except ImportError:
+        raise UserError(f'{repo} needs huggingface_hub: pip install huggingface_hub') from None
+    advice = 'check the connection; the same command resumes from here'
+    with explain_hub_errors(repo, advice):
+        info = huggingface_hub.HfApi().dataset_info(repo, files_metadata=True)
+    files = {file.rfilename: file for file in info.siblings}
+    chosen = choose_shards(files, command['max_shards'], repo)
+    sizes = {name: files[name].size or 0 for name in chosen['train'] + chosen['val']}
+    print(f'{len(sizes)} files, {sum(sizes.values()) / 1e9:.1f} GB')
+    need = sum(size for name, size in sizes.items() if not (folder / name).exists())
+    check_free_space(folder, need, 'take fewer with --max_shards=…, ')
+    read_journal(folder, command)
+    write_json(folder / 'journal.json', {'command': command})
+    for name in sizes:
+        with explain_hub_errors(repo, advice):  # info.sha: so that all are of one version
+            huggingface_hub.hf_hub_download(repo, name, repo_type='dataset', local_dir=folder,
+                                            revision=info.sha)
+        lfs = files[name].lfs
         if lfs and sha256_of(folder / name) != lfs.sha256:
             (folder / name).unlink()
-            raise UserError(f'{self.repo}/{name}: what arrived has another checksum: run the same '
+            raise UserError(f'{repo}/{name}: what arrived has another checksum: run the same '
                             'command again')
+    return chosen

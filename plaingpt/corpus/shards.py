@@ -157,29 +157,31 @@ def publish(folder):
     return meta
 
 
+def check_free_space(folder, need, advice=''):
+    """Raises UserError where fewer than `need` bytes are free."""
+    free = shutil.disk_usage(folder).free
+    if need > free:
+        raise UserError(f'{folder}: about {need / 1e9:,.1f} GB needed, {free / 1e9:,.1f} GB free: '
+                        f'make room, {advice}or choose another disk with --data_dir')
+
+
 @contextmanager
 def lock_dataset_dir(folder):
     """Make `folder` and keep every other prepare.py out of it → the folder for unfinished files.
-    Folders that stay empty are removed at the end."""
-    folder.mkdir(parents=True, exist_ok=True)
-    with locked(folder, f'{folder}: another prepare.py is writing there: wait until it is done, '
-                        'or choose another --data_dir'):
-        try:
-            (folder / UNFINISHED).mkdir(exist_ok=True)
-            yield folder / UNFINISHED
-        finally:
-            if not any((folder / UNFINISHED / name).exists()
-                       for name in ('journal.json', 'meta.json')):
-                shutil.rmtree(folder / UNFINISHED, ignore_errors=True)
-            with suppress(OSError):
-                folder.rmdir()
-
-
-@contextmanager
-def explain_disk_errors(folder):
-    """Turns an OSError into a UserError of one line."""
+    Folders that stay empty are removed at the end. An OSError becomes a UserError of one line."""
+    unfinished = folder / UNFINISHED
     try:
-        yield
+        folder.mkdir(parents=True, exist_ok=True)
+        with locked(folder, f'{folder}: another prepare.py is writing there: wait until it is '
+                            'done, or choose another --data_dir'):
+            try:
+                unfinished.mkdir(exist_ok=True)
+                yield unfinished
+            finally:
+                if not any((unfinished / name).exists() for name in ('journal.json', 'meta.json')):
+                    shutil.rmtree(unfinished, ignore_errors=True)
+                with suppress(OSError):
+                    folder.rmdir()
     except OSError as e:
         if e.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
             raise UserError(f'{folder}: {e.strerror}: make room, and give the same command again: '

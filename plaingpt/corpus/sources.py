@@ -20,20 +20,18 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
-from plaingpt.corpus.documents import (
-    DOCUMENT_FORMS,
-    get_text,
-    json_rows,
-    parquet_rows,
-    read_text,
-    split_lines,
-    whole_files,
-)
+from plaingpt.corpus import documents
 from plaingpt.system.errors import UserError
 from plaingpt.system.formatting import one_line
 
 ONE_TEXT_FILES = 100  # fewer text files than this are one text
 DOWNLOAD_TIMEOUT = 30  # seconds without a byte
+SUFFIXES = {  # of the files that are read in a folder
+    '.txt', '.md', '.rst', '.tex', '.py', '.pyi', '.ipynb', '.c', '.h', '.cc', '.cpp', '.hpp',
+    '.cu', '.rs', '.go', '.java', '.js', '.ts', '.jsx', '.tsx', '.rb', '.php', '.pl', '.lua', '.r',
+    '.jl', '.hs', '.ml', '.scala', '.kt', '.swift', '.cs', '.sh', '.sql', '.html', '.css', '.xml',
+    '.json', '.yaml', '.yml', '.toml', '.jsonl', '.parquet'}
+STANDARD_LIBRARY = sysconfig.get_paths()['stdlib']
 
 
 class Piece(NamedTuple):
@@ -68,10 +66,6 @@ def open_source(name, corpus, config, errors='strict'):
     return Files(paths, config.input or name, form, text_field, errors)
 
 
-# -----------------------------------------------------------------------------
-# files
-
-
 class Files:
     """Documents of files: text, .jsonl and .parquet, also .gz and .zst."""
 
@@ -100,12 +94,13 @@ class Files:
 
     def _documents(self, path):
         if file_type(path) == 'jsonl':
-            return ((get_text(row, self.text_field, where), True, position)
-                    for row, where, position in json_rows(path, self.errors))
+            return ((documents.get_text(row, self.text_field, where), True, position)
+                    for row, where, position in documents.json_rows(path, self.errors))
         if file_type(path) == 'parquet':
-            return parquet_rows(path, self.text_field)
-        blocks = read_text(path, self.errors)
-        return DOCUMENT_FORMS[self.form](blocks if self.form == 'file' else split_lines(blocks))
+            return documents.parquet_rows(path, self.text_field)
+        blocks = documents.read_text(path, self.errors)
+        return documents.DOCUMENT_FORMS[self.form](
+            blocks if self.form == 'file' else documents.split_lines(blocks))
 
     def mark(self):
         return None
@@ -115,13 +110,6 @@ class Files:
         for path, size in zip(self.paths, self.sizes, strict=True):
             digest.update(f'{path}\0{size}\0{path.stat().st_mtime_ns}\n'.encode())
         return digest.hexdigest()
-
-
-SUFFIXES = {
-    '.txt', '.md', '.rst', '.tex', '.py', '.pyi', '.ipynb', '.c', '.h', '.cc', '.cpp', '.hpp',
-    '.cu', '.rs', '.go', '.java', '.js', '.ts', '.jsx', '.tsx', '.rb', '.php', '.pl', '.lua', '.r',
-    '.jl', '.hs', '.ml', '.scala', '.kt', '.swift', '.cs', '.sh', '.sql', '.html', '.css', '.xml',
-    '.json', '.yaml', '.yml', '.toml', '.jsonl', '.parquet'}
 
 
 def file_type(path):
@@ -155,21 +143,14 @@ def find_files(wanted):
     return sorted({path.resolve(): path for path in sorted(paths)}.values())
 
 
-STANDARD_LIBRARY = sysconfig.get_paths()['stdlib']
-
-
 def find_standard_library(folder):
     """The source of Python's own standard library: text on every machine."""
-    root = Path(folder)
     # no tests, nothing that was installed later, and no tables that are programs only in name
     skip = {'test', 'tests', 'idle_test', 'site-packages', 'dist-packages', '__pycache__',
             'pydoc_data', 'encodings'}
-    return sorted(p for p in root.rglob('*.py') if not skip & set(p.relative_to(root).parts)
+    return sorted(p for p in Path(folder).rglob('*.py')
+                  if not skip & set(p.relative_to(folder).parts)
                   and not p.name.startswith('_sysconfigdata'))
-
-
-# -----------------------------------------------------------------------------
-# downloads
 
 
 class TextInMemory:
@@ -182,7 +163,7 @@ class TextInMemory:
         self.total = len(text.encode())
 
     def pieces(self, mark=None):
-        for text, new_document, _ in whole_files([(self.text, 0)]):
+        for text, new_document, _ in documents.whole_files([(self.text, 0)]):
             yield Piece(text, new_document, self.total)
 
     def mark(self):
@@ -207,20 +188,15 @@ def download(url, sha256, option):
     return data
 
 
-# -----------------------------------------------------------------------------
-# the Hugging Face hub
-
-
 class HubDataset:
-    """Rows of a dataset of the hub, or of a folder laid out like one. They are streamed: nothing
-    is kept on disk or in memory."""
+    """Rows of a dataset of the Hugging Face hub, or of a folder laid out like one. They are
+    streamed: nothing is kept on disk or in memory."""
 
     unit, is_one_text = ' documents', False
 
-    def __init__(self, path, subset, splits, text_field='text', form='file', documents=0):
-        """splits: our name of a split → theirs; documents: how many, where the hub says nothing."""
+    def __init__(self, path, subset, splits, text_field='text', form='file', count=0):
+        """splits: our name of a split → theirs; count: of documents, if the hub does not say."""
         self.name, self.splits, self.form, self.text_field = path, splits, form, text_field
-        self._rows = None
         try:
             import datasets
             from huggingface_hub.utils import logging as hub_logging
@@ -237,45 +213,42 @@ class HubDataset:
             for hub_split in splits.values():
                 rows = self.builder.as_streaming_dataset(hub_split)
                 for row in rows.take(1):
-                    get_text(row, text_field, f'{path}, split {hub_split}')
+                    documents.get_text(row, text_field, f'{path}, split {hub_split}')
         known = self.builder.info.splits or {}
         counts = [known[split].num_examples for split in splits.values() if split in known]
-        self.total = sum(counts) if len(counts) == len(splits) else documents
+        self.total = sum(counts) if len(counts) == len(splits) else count
         # Articles are made of many rows, so the number of rows does not give theirs.
         self.total = self.total if form == 'file' and self.total else None
 
     def pieces(self, mark=None):
-        position, self.nulls = (mark['at'], mark['nulls']) if mark else (0, 0)
+        self._position, self.nulls = (mark['at'], mark['nulls']) if mark else (0, 0)
         names = list(self.splits)
-        for split in names[names.index(mark['split']) if mark else 0:]:
-            with explain_hub_errors(self.name):
+        with explain_hub_errors(self.name):
+            for split in names[names.index(mark['split']) if mark else 0:]:
                 rows = self.builder.as_streaming_dataset(self.splits[split])
                 rows = rows.select_columns([self.text_field])
                 if mark and mark['split'] == split:
                     rows.load_state_dict(mark['rows'])
                 self._rows, self._split = rows, split
-            for text in self._texts(rows):
-                self._position = position = position + 1
-                if text.strip():
-                    yield Piece(text, True, position, split if len(names) > 1 else '')
+                for text in self._documents(map(self._text, rows)):
+                    self._position += 1
+                    if text.strip():
+                        yield Piece(text, True, self._position, split if len(names) > 1 else '')
 
-    def _texts(self, rows):
-        with explain_hub_errors(self.name):
-            texts = map(self._text, rows)
-            if self.form == 'file':
-                yield from texts
-            else:  # a row is a line
-                lines = ((text if text.endswith('\n') else text + '\n', 0) for text in texts)
-                for text, _, _ in DOCUMENT_FORMS[self.form](lines):
-                    yield text
+    def _documents(self, texts):
+        if self.form == 'file':
+            return texts
+        # a row is a line
+        lines = ((text if text.endswith('\n') else text + '\n', 0) for text in texts)
+        return (text for text, _, _ in documents.DOCUMENT_FORMS[self.form](lines))
 
     def _text(self, row):
-        text = get_text(row, self.text_field, self.name)
+        text = documents.get_text(row, self.text_field, self.name)
         self.nulls += text is None
         return text or ''
 
     def mark(self):
-        if self._rows is None or self.form != 'file':
+        if self.form != 'file':
             return None
         return {'split': self._split, 'rows': self._rows.state_dict(), 'at': self._position,
                 'nulls': self.nulls}

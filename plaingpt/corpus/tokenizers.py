@@ -19,7 +19,6 @@ from plaingpt.system.errors import UserError
 
 NAMES = 'char, byte, gpt2, bpe or bpe:VOCAB_SIZE'
 BPE_VOCAB_SIZE = 8192  # of plain 'bpe'
-BPE_BUFFER = 256  # texts that the trainer holds at a time
 
 
 class CharTokenizer:
@@ -65,9 +64,7 @@ def code_points(text):
 
 class ByteTokenizer:
     """The 256 bytes of UTF-8, and 256 for end of text. Knows any text, needs no vocabulary.
-
-    Bytes of a file that are no UTF-8 come as lone surrogates (Python's 'surrogateescape').
-    """
+    Bytes of a file that are no UTF-8 come as lone surrogates (Python's 'surrogateescape')."""
 
     end_of_text = 256
     vocab_size = 257
@@ -91,11 +88,9 @@ class ByteTokenizer:
 
 
 class BytePairTokenizer:
-    """What GPT-2's tokenizer and those of our own training share: any text round-trips.
-
-    The ids are those of tiktoken. Where gigatoken is installed, it finds the same ids in about a
-    tenth of the time. Text that looks like a control token stays text.
-    """
+    """What GPT-2's tokenizer and those of our own training share: any text round-trips, and text
+    that looks like a control token stays text. The ids are tiktoken's. Where gigatoken is
+    installed, it finds the same ids in about a tenth of the time."""
 
     # After so many bytes gigatoken starts anew, since it remembers each word that it has met.
     RENEWAL_BYTES = 2**25
@@ -146,10 +141,9 @@ class GPT2Tokenizer(BytePairTokenizer):
         try:
             super().__init__(tiktoken.get_encoding('gpt2'))
         except (OSError, ValueError) as e:  # network errors are OSErrors; a bad hash a ValueError
-            raise UserError(
-                'the gpt2 tokenizer could not be downloaded '
-                f'({type(e).__name__}): connect to the internet once, set TIKTOKEN_CACHE_DIR to a '
-                'folder that holds it, or use --tokenizer=byte') from None
+            raise UserError(f'the gpt2 tokenizer could not be downloaded ({type(e).__name__}): '
+                            'connect to the internet once, set TIKTOKEN_CACHE_DIR to a folder that '
+                            'holds it, or use --tokenizer=byte') from None
 
     def to_json(self):
         return {'kind': 'gpt2'}
@@ -189,7 +183,8 @@ class BPETokenizer(BytePairTokenizer):
         except ImportError:
             raise UserError('training a tokenizer needs rustbpe: pip install rustbpe') from None
         trainer = rustbpe.Tokenizer()
-        trainer.train_from_iterator(iter(texts), vocab_size - 2, buffer_size=BPE_BUFFER,
+        # buffer_size: texts that the trainer holds at a time
+        trainer.train_from_iterator(iter(texts), vocab_size - 2, buffer_size=256,
                                     pattern=cls.PATTERN)
         ranked = sorted(trainer.get_mergeable_ranks(), key=lambda pair: pair[1])
         return cls([bytes(token) for token, _ in ranked])
@@ -258,7 +253,7 @@ def named_vocab_size(name):
 def described_vocab_size(description):
     """The vocabulary of `from_json(description)`, without making it; None for an unknown one."""
     match description:
-        case {'kind': 'char', 'chars': str(chars)} if is_chars(chars):
+        case {'kind': 'char', 'chars': str(chars)} if chars == ''.join(sorted(set(chars))) != '':
             return len(chars)
         case {'kind': 'byte'}:
             return ByteTokenizer.vocab_size
@@ -266,11 +261,6 @@ def described_vocab_size(description):
             return GPT2Tokenizer.vocab_size
         case {'kind': 'bpe', 'tokens': [*tokens]} if is_bpe(tokens):
             return len(tokens) + 2
-
-
-def is_chars(chars):
-    """True for distinct characters in code point order."""
-    return chars == ''.join(sorted(set(chars))) != ''
 
 
 def is_bpe(tokens):

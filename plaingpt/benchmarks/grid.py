@@ -19,7 +19,7 @@ import numpy as np
 from tqdm import tqdm
 
 from plaingpt.benchmarks.result_tables import markdown, result_path
-from plaingpt.system.errors import UserError
+from plaingpt.system.errors import UserError, needs
 from plaingpt.system.files import ROOT, append_line, write_atomically
 from plaingpt.system.hardware import machine_name
 from plaingpt.training.memory_planner import predict, step_settings
@@ -225,10 +225,8 @@ def grid_table(title, text, rows=ROWS, columns=COLUMNS):
 def draw_grid(runs, path):
     """Draw the grid into a PNG: bars are measured, ticks are what both changes add up to.
     Raises UserError where matplotlib is absent."""
-    try:
+    with needs('matplotlib', 'the picture'):
         from matplotlib.figure import Figure
-    except ImportError:
-        raise UserError('the picture needs matplotlib: pip install matplotlib') from None
     figure = Figure(figsize=(13, 8), layout='constrained')
     axes = dict(zip([*METRICS, 'target_s'], figure.subplots(2, 2).flat, strict=True))
     notes = {'final_loss': '(the axis does not begin at 0)', 'target_s': '(no bar: not reached)'}

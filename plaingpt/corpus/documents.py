@@ -11,7 +11,7 @@ import json
 import re
 import zlib
 
-from plaingpt.system.errors import UserError
+from plaingpt.system.errors import UserError, needs
 
 PIECE_CHARS = 2**18
 BLOCK_BYTES = 2**20
@@ -45,10 +45,8 @@ def read_bytes(path):
 
 
 def zstd_decompressor():
-    try:
+    with needs('zstandard', 'a .zst file'):
         import zstandard
-    except ImportError:
-        raise UserError('.zst files need zstandard: pip install zstandard') from None
     return zstandard.ZstdDecompressor().decompressobj()
 
 
@@ -141,10 +139,8 @@ def json_rows(path, errors='strict'):
 
 
 def parquet_rows(path, text_field):
-    try:
+    with needs('pyarrow', 'a .parquet file'):
         import pyarrow.parquet
-    except ImportError:
-        raise UserError('.parquet files need pyarrow: pip install pyarrow') from None
     try:
         with pyarrow.parquet.ParquetFile(path) as table:
             names = table.schema_arrow.names

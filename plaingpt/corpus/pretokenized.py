@@ -8,7 +8,7 @@ from plaingpt.corpus.dataset import FORMAT_VERSION, open_tokens
 from plaingpt.corpus.shards import check_free_space, read_journal
 from plaingpt.corpus.sources import explain_hub_errors
 from plaingpt.corpus.tokenizers import GPT2Tokenizer
-from plaingpt.system.errors import UserError
+from plaingpt.system.errors import UserError, needs
 from plaingpt.system.files import sha256_of, write_json
 
 
@@ -51,10 +51,8 @@ def link_shards(folder, command):
 
 def download_shards(repo, folder, command):
     """Download those shards that the same command has not downloaded before → {split: names}."""
-    try:
+    with needs('huggingface_hub', repo):
         import huggingface_hub
-    except ImportError:
-        raise UserError(f'{repo} needs huggingface_hub: pip install huggingface_hub') from None
     advice = 'check the connection; the same command resumes from here'
     with explain_hub_errors(repo, advice):
         info = huggingface_hub.HfApi().dataset_info(repo, files_metadata=True)

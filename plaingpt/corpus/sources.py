@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from plaingpt.corpus import documents
-from plaingpt.system.errors import UserError
+from plaingpt.system.errors import UserError, needs
 from plaingpt.system.formatting import one_line
 
 ONE_TEXT_FILES = 100  # fewer text files than this are one text
@@ -197,11 +197,9 @@ class HubDataset:
     def __init__(self, path, subset, splits, text_field='text', form='file', count=0):
         """splits: our name of a split → theirs; count: of documents, if the hub does not say."""
         self.name, self.splits, self.form, self.text_field = path, splits, form, text_field
-        try:
+        with needs('datasets', path):
             import datasets
             from huggingface_hub.utils import logging as hub_logging
-        except ImportError:
-            raise UserError(f'{path} needs datasets: pip install datasets') from None
         # Each attempt to connect would be a warning of its own before our one line.
         datasets.logging.set_verbosity_error()
         hub_logging.set_verbosity_error()

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import numpy as np
 
-from plaingpt.system.errors import UserError
+from plaingpt.system.errors import UserError, needs
 
 NAMES = 'char, byte, gpt2, bpe or bpe:VOCAB_SIZE'
 BPE_VOCAB_SIZE = 8192  # of plain 'bpe'
@@ -178,10 +178,8 @@ class BPETokenizer(BytePairTokenizer):
         if vocab_size < 258:
             raise UserError(f'bpe:{vocab_size} is too few: 256 bytes and 2 control tokens are the '
                             'least, so bpe:258 and up')
-        try:
+        with needs('rustbpe', 'training a tokenizer'):
             import rustbpe
-        except ImportError:
-            raise UserError('training a tokenizer needs rustbpe: pip install rustbpe') from None
         trainer = rustbpe.Tokenizer()
         # buffer_size: texts that the trainer holds at a time
         trainer.train_from_iterator(iter(texts), vocab_size - 2, buffer_size=256,
@@ -209,10 +207,8 @@ def build_gigatoken(encoding):
 
 
 def import_tiktoken():
-    try:
+    with needs('tiktoken', 'a gpt2 or bpe tokenizer'):
         import tiktoken
-    except ImportError:
-        raise UserError('the gpt2 and bpe tokenizers need tiktoken: pip install tiktoken') from None
     return tiktoken
 
 

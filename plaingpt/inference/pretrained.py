@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from model import GPT, GPTConfig
 from plaingpt.corpus.sources import explain_hub_errors
 from plaingpt.inference.hf_architectures import ARCHITECTURES, SIZES, check_sizes
-from plaingpt.system.errors import UserError
+from plaingpt.system.errors import UserError, needs
 
 PRETRAINED = ('gpt2', 'gpt2-medium', 'gpt2-large', 'gpt2-xl')
 OUR_TOKENIZER = 'plaingpt_tokenizer.json'  # in an exported folder, so that it comes back whole
@@ -88,11 +88,8 @@ def download(name):
     if name not in PRETRAINED:
         raise UserError(f'{name!r} is neither a folder, nor a .pt file, nor one of '
                         f'{", ".join(PRETRAINED)}')
-    try:
+    with needs('huggingface_hub', f'downloading {name}'):
         from huggingface_hub import snapshot_download
-    except ImportError:
-        raise UserError(f'downloading {name} needs huggingface_hub: pip install huggingface_hub') \
-            from None
     with explain_hub_errors(name, 'connect to the internet once, or give a folder that holds it'):
         return Path(snapshot_download(f'openai-community/{name}',
                                       allow_patterns=['config.json', 'model.safetensors']))

@@ -9,7 +9,7 @@ import os
 import time
 from pathlib import Path
 
-from plaingpt.system.errors import UserError
+from plaingpt.system.errors import UserError, needs
 from plaingpt.system.formatting import one_line
 
 
@@ -20,10 +20,8 @@ class Wandb:
     name = 'wandb'
 
     def __init__(self, config, run, run_id):
-        try:
+        with needs('wandb', 'logging to Weights & Biases'):
             import wandb
-        except ImportError:
-            raise UserError('wandb is not installed: pip install wandb') from None
         facts = {'code': run['code'], 'parameters': run['parameters'], **run['config']}
         # wandb must not ask a question without a terminal, nor wait long for a network.
         settings = wandb.Settings(init_timeout=30, login_timeout=60, finish_timeout=60)
@@ -63,10 +61,8 @@ class TensorBoard:
     name = 'tensorboard'
 
     def __init__(self, config, run, run_id):
-        try:
+        with needs('tensorboard', 'logging to TensorBoard'):
             from torch.utils.tensorboard import SummaryWriter
-        except ImportError:
-            raise UserError('tensorboard is not installed: pip install tensorboard') from None
         folder = Path(config.out_dir, 'tensorboard')
         try:
             for path in folder.glob('events.out.tfevents.*'):

@@ -1,7 +1,7 @@
 """Curves of runs as a picture, with matplotlib and without torch. PANELS lists its parts."""
 
 from plaingpt.monitoring.metrics_file import column, rows_with, step_tokens
-from plaingpt.system.errors import UserError
+from plaingpt.system.errors import UserError, needs
 
 # Okabe and Ito 2008, a palette that colour-blind people tell apart too; black is for references
 COLOURS = ('#0072B2', '#D55E00', '#009E73', '#CC79A7', '#E69F00', '#56B4E9')
@@ -14,11 +14,9 @@ def draw(runs, path, reference=None):
 
     Raises UserError where matplotlib is absent, or no run has anything to draw.
     """
-    try:
+    with needs('matplotlib', 'drawing curves'):
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
-    except ImportError:
-        raise UserError('curves need matplotlib: pip install matplotlib') from None
     if not any(points(rows, 'iter', key)[0] for _, rows in runs for key in ('loss', 'val_loss')):
         raise UserError('there is nothing to draw yet: no step is logged, no evaluation made')
     runs = [(*run, colour) for run, colour in zip(runs, choose_colours(len(runs)), strict=True)]

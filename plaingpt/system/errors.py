@@ -1,11 +1,9 @@
-"""A mistake that its maker can mend, and the one place that turns it into one line.
-
-Apart from runtime.py, so that what needs no torch starts without waiting for it.
-"""
+"""A mistake that its maker can mend, and the one place that turns it into one line."""
 
 import os
 import sys
 import time
+from contextlib import contextmanager
 
 
 class UserError(Exception):
@@ -13,6 +11,15 @@ class UserError(Exception):
 
     A message of several lines is several problems found at once, one a line.
     """
+
+
+@contextmanager
+def needs(package, what):
+    """Import an optional package in here. Where it is absent, UserError says how to get it."""
+    try:
+        yield
+    except ImportError:
+        raise UserError(f'{what} needs {package}: pip install {package}') from None
 
 
 def run_script(main):

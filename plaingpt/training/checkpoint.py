@@ -82,7 +82,7 @@ class Checkpoint:
         for name, rows, tensor in self._tensors('optimizer'):
             name, _, key = name.partition('/')
             p = parameters[name]
-            if tensor.dim() == 0:  # the number of steps, which fused optimizers keep on the device
+            if rows is ...:  # whole, of any shape
                 optimizer.state[p][key] = tensor.to(p.device, copy=True)
             else:
                 optimizer.state[p].setdefault(key, torch.empty_like(p))[rows].copy_(tensor)

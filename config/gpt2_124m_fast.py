@@ -2,7 +2,7 @@
 #   python train.py config/gpt2_124m_fast.py
 #   torchrun --nproc_per_node=8 train.py config/gpt2_124m_fast.py
 # Not measured yet: no GPU was at hand. The recipe is config/shakespeare_char_cpu_fast.py's, at the
-# size, batch and learning rate with which others report it (see the README).
+# size, batch and learning rate with which others report it (see docs/training.md).
 
 out_dir = 'out-gpt2-124m-fast'
 dataset = 'openwebtext'  # 9.0B GPT-2 tokens: python prepare.py openwebtext

@@ -12,7 +12,7 @@ n_head = 3
 n_embd = 192
 block_size = 128  # about 400 characters
 
-# newer than GPT-2, and faster to the same loss: see the README
+# newer than GPT-2, and faster to the same loss: see docs/training.md
 rotary = True
 qk_norm = True
 mlp = 'relu2'

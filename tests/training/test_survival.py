@@ -99,16 +99,16 @@ def test_a_run_goes_on_with_another_number_of_processes(tiny, tmp_path):
 
 def test_a_killed_worker_brings_the_whole_job_back(tiny, tmp_path):
     process = start('-m', 'torch.distributed.run', '--standalone', '--nproc_per_node=2',
-                    '--max-restarts=3', 'train.py', *tiny, '--init_from=auto', '--max_iters=400',
-                    '--lr_decay_iters=400', '--eval_interval=50', '--checkpoint_interval=10')
-    wait_for(process, 'iter 100')
+                    '--max-restarts=3', 'train.py', *tiny, '--init_from=auto', '--max_iters=60',
+                    '--lr_decay_iters=60', '--eval_interval=30', '--checkpoint_interval=5')
+    wait_for(process, 'iter 20')
     workers = subprocess.run(['pgrep', '-P', str(process.pid)], capture_output=True, text=True)
     os.kill(int(workers.stdout.split()[-1]), signal.SIGKILL)
     out = process.stdout.read()
     assert process.wait() == 0 and 'resumed from' in out, out
-    assert checkpoints.find(tmp_path / 'out').iter_num == 400
+    assert checkpoints.find(tmp_path / 'out').iter_num == 60
     iters = [line['iter'] for line in lines(tmp_path / 'out', 'loss')]
-    assert iters == list(range(1, 401))
+    assert iters == list(range(1, 61))
 
 
 def test_a_batch_size_that_changes_repeats_and_skips_no_text(tiny, tmp_path, capsys):

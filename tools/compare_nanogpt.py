@@ -125,7 +125,7 @@ def draw_race(rows, legend, path):
     axes.set_ylabel('validation loss, nats a character')
     axes.grid(alpha=0.25)
     axes.spines[['top', 'right']].set_visible(False)
-    axes.legend(framealpha=0.8, edgecolor='none')
+    axes.legend(loc='upper right', framealpha=0.8, edgecolor='none')
     figure.savefig(path, dpi=110)
 
 

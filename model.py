@@ -2,7 +2,7 @@
 
 Radford et al. 2019, "Language Models are Unsupervised Multitask Learners"; what the paper leaves
 open follows the released code, https://github.com/openai/gpt-2. Parameter names are nanoGPT's.
-Newer parts stand behind flags of GPTConfig, each off unless asked for.
+Newer parts stand behind flags of GPTConfig, whose defaults are GPT-2.
 
 B batch, T tokens in a sequence, C = n_embd, H = n_head, D = C/H, V vocabulary.
 """
@@ -73,7 +73,7 @@ class GPTConfig:
     mlp: Literal[*ACTIVATIONS] = 'gelu'  # the MLP's activation
     tied_head: bool = True  # the head's weight is the embedding's (Press and Wolf 2017)
     logit_softcap: float = 0.0  # keep logits within ± this (Gemma 2, 2024, section 2); 0 for no cap
-    zero_init: bool = False  # output projections begin at zero, so each branch as nothing
+    zero_init: bool = False  # output projections begin at zero: branches add nothing at first
 
     @property
     def learned_positions(self):
@@ -134,7 +134,7 @@ def rotate(x, cos, sin):
 
 def attention(q, k, v, dropout):
     """Causal attention, by the fastest kernel. q, k, v (B, H, T, D) → (B, H, T, D)."""
-    if cpu_kernels.attention_gains(q):
+    if cpu_kernels.faster_than_torch(q):
         return cpu_kernels.attention(q, k, v, dropout)
     return F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=True)
 
@@ -160,8 +160,9 @@ class CausalSelfAttention(nn.Module):
             q, k = rotate(q, *rotary), rotate(k, *rotary)
         if cache is None:
             y = attention(q, k, v, self.dropout if self.training else 0.0)
-        else:  # generation: earlier tokens' keys and values come from the cache, with a mask
-            y = F.scaled_dot_product_attention(q, *cache.extend(k, v))
+        else:  # generation: the cache has the keys and values of earlier tokens
+            k, v, mask = cache.extend(k, v)
+            y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
         y = y.transpose(1, 2).reshape(B, T, C)  # (B, H, T, D) → (B, T, C)
         return self.resid_dropout(self.c_proj(y))
 
@@ -247,7 +248,7 @@ class GPT(nn.Module):
         With targets and loss_chunk_tokens the logits never exist, and None is in their place.
         """
         x = self.hidden(idx)  # (B, T, C)
-        if targets is not None and self.loss_chunk_tokens:
+        if targets is not None and self.loss_chunk_tokens:  # as in training, by default
             weight = self.lm_head.weight[:self.config.vocab_size]  # (V, C)
             return None, chunked_cross_entropy(x.flatten(0, 1), weight, targets.flatten(),
                                                self.loss_chunk_tokens, self.config.logit_softcap)

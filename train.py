@@ -68,7 +68,7 @@ class Run:
     dataset: Dataset
     train_data: BatchLoader
     val_data: BatchLoader
-    model: GPT  # as it is: saved, and looked into
+    model: GPT  # not compiled or wrapped; the one that is saved and measured
     eval_model: torch.nn.Module  # compiled
     train_model: torch.nn.Module  # compiled, and under DDP
     optimizer: torch.optim.Optimizer
@@ -92,7 +92,8 @@ def setup(config, world, device, dtype, compile):
     devices.use_expandable_segments(device)
     devices.seed_everything(config.seed, world.rank)
     out_dir, group = Path(config.out_dir), host_group()
-    check_shared(out_dir, world, group)
+    if not config.eval_only:
+        check_shared(out_dir, world, group)
 
     dataset = open_data(config, world)
     resumed = find_resumed(config, group)
@@ -131,9 +132,11 @@ def setup(config, world, device, dtype, compile):
     saver = Saver(out_dir, rank=world.rank, world_size=world.size,
                   chunk_mb=config.checkpoint_chunk_mb, keep=config.keep_checkpoints,
                   background=config.checkpoint_async)
-    return Run(config, world, device, context, dataset, train_data, val_data, model, eval_model,
-               train_model, optimizer, scaler, progress, record, metrics, probes, guard, saver,
-               StopRequest())
+    return Run(config=config, world=world, device=device, context=context, dataset=dataset,
+               train_data=train_data, val_data=val_data, model=model, eval_model=eval_model,
+               train_model=train_model, optimizer=optimizer, scaler=scaler, progress=progress,
+               record=record, metrics=metrics, probes=probes, guard=guard, saver=saver,
+               stop=StopRequest())
 
 
 # -----------------------------------------------------------------------------
@@ -147,7 +150,7 @@ def train(run):
     run.metrics.begin(progress.iter_num)
     with run.stop, closing(run.train_data.train_batches(progress.iter_num)) as batches:
         while True:
-            # Stop? All processes come to the same answers.
+            # evaluate, save or stop: all processes decide alike
             signal = run.stop.wanted()
             evaluating = not signal and progress.evaluation_is_due(config)
             if evaluating:
@@ -248,8 +251,10 @@ def finish(run, ending):
                'with --init_from=resume')
         sys.exit(1)
     if signal:
-        print0(f'{signal}: stopped after iteration {progress.iter_num}, which is saved; the same '
-               'command with --init_from=resume goes on from there')
+        saved = progress.saved_at == progress.iter_num
+        print0(f'{signal}: stopped after iteration {progress.iter_num}' + (
+            ', which is saved; the same command with --init_from=resume continues from there'
+            if saved else ''))
     elif progress.iter_num and not config.eval_only:
         print0(f'done: {out_dir}/checkpoints has the weights; python sample.py --out_dir={out_dir}')
 

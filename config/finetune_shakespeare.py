@@ -10,7 +10,7 @@ init_from = 'gpt2'  # or gpt2-medium, gpt2-large, gpt2-xl, as memory allows
 batch_size = 1
 gradient_accumulation_steps = 32
 block_size = 1024
-max_iters = 20  # two epochs: more would learn the plays by heart
+max_iters = 20  # two epochs: more would memorize the plays
 dropout = 0.1
 
 learning_rate = 3e-5  # small and constant: the weights are good already

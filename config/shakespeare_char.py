@@ -9,7 +9,7 @@ n_layer = 6
 n_head = 6
 n_embd = 384
 mlp = 'gelu_erf'  # nanoGPT's; on a CPU several times as fast as GPT-2's approximation
-dropout = 0.2  # the text is seen 82 times: without dropout the model would learn it by heart
+dropout = 0.2  # the text is seen 82 times: without dropout the model would memorize it
 
 # 64 sequences · 256 characters = 16,384 characters a step
 batch_size = 64

@@ -15,7 +15,7 @@ qk_norm = True
 mlp = 'relu2'
 tied_head = False
 zero_init = True
-dropout = 0.2  # the text is seen 16 times: without dropout the model would learn it by heart
+dropout = 0.2  # the text is seen 16 times: without dropout the model would memorize it
 
 # 64 sequences · 256 characters = 16,384 characters a step
 batch_size = 64

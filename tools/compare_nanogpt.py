@@ -215,13 +215,13 @@ def compare_speed(nanogpt, config, rounds):
 @contextmanager
 def torch_dropout():
     """In here our model drops out by torch, so that one seed gives it nanoGPT's masks."""
-    ours = cpu_kernels.attention_gains, cpu_kernels.Dropout.forward
-    cpu_kernels.attention_gains = lambda q: False
+    ours = cpu_kernels.faster_than_torch, cpu_kernels.Dropout.forward
+    cpu_kernels.faster_than_torch = lambda q: False
     cpu_kernels.Dropout.forward = torch.nn.Dropout.forward
     try:
         yield
     finally:
-        cpu_kernels.attention_gains, cpu_kernels.Dropout.forward = ours
+        cpu_kernels.faster_than_torch, cpu_kernels.Dropout.forward = ours
 
 
 def compare_loss(nanogpt, config, rounds):

@@ -141,8 +141,8 @@ def check_shared(folder, world, group):
     if world.is_main and world.size > 1:
         mark.touch()
     mark = Path(all_gather(str(mark), group)[0])
-    patience = time.monotonic() + 10  # network file systems show new files with a delay
-    while world.size > 1 and not mark.exists() and time.monotonic() < patience:
+    deadline = time.monotonic() + 10  # network file systems show new files with a delay
+    while world.size > 1 and not mark.exists() and time.monotonic() < deadline:
         time.sleep(0.1)
     hosts = all_gather((socket.gethostname(), world.size == 1 or mark.exists()), group)
     if world.is_main and world.size > 1:

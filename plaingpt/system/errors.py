@@ -1,4 +1,4 @@
-"""A mistake that its maker can mend, and the one place that turns it into one line."""
+"""A mistake that the user can fix, and the one place that turns it into one line."""
 
 import os
 import sys
@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 
 class UserError(Exception):
-    """A mistake that its maker can mend. The message names what, where and the fix.
+    """A mistake that the user can fix. The message names what, where and the fix.
 
     A message of several lines is several problems found at once, one a line.
     """

@@ -240,7 +240,3 @@ def newest_valid(out_dir):
         except UserError as problem:
             problems.append(str(problem).partition(': use')[0])
     return None, problems
-
-
-# -----------------------------------------------------------------------------
-# random numbers

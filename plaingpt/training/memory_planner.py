@@ -46,7 +46,8 @@ class StepSettings:
 def step_settings(config, dtype, device='cuda'):
     """The StepSettings of a TrainConfig whose batch_size is a number."""
     steps = max(1, config.accumulation() // config.world_size())
-    # What stands beside it, or changes no memory, is set alike, so that one trace serves all.
+    # Settings that change no memory, or that StepSettings has, get one value, so that one trace
+    # serves all.
     alike = {'batch_size': 1, 'gradient_accumulation_steps': 1, 'total_batch_size': 0, 'seed': 0}
     plain = TrainConfig(**{f.name: getattr(config, f.name) for f in fields(TrainConfig)} | alike)
     return StepSettings(config.batch_size, steps, dtype, device, config.world_size(), plain)
@@ -152,10 +153,16 @@ def largest_batch(shape, step, available):
 def batch_that_divides(shape, step, available, sequences):
     """→ (batch_size, micro_steps) of one process that takes `sequences` in a step: the largest
     batch that fits `available` bytes and divides them, or (0, 0) where not even 1 fits."""
-    divisors = [n for n in range(1, sequences + 1) if sequences % n == 0]
-    # More and smaller micro-batches take less, but for the gradients that a second one meets.
-    found = bisect_left(divisors, True, key=lambda n: predict(
-        shape, replace(step, batch_size=sequences // n, micro_steps=n)).total <= available)
+    def fits(n):
+        step_of_n = replace(step, batch_size=sequences // n, micro_steps=n)
+        return predict(shape, step_of_n).total <= available
+
+    # From two micro-batches on, more and smaller ones take less. One alone needs no room for the
+    # gradients of those before it, so it is tried first.
+    divisors = [n for n in range(2, sequences + 1) if sequences % n == 0]
+    if fits(1):
+        return sequences, 1
+    found = bisect_left(divisors, True, key=fits)
     return (sequences // divisors[found], divisors[found]) if found < len(divisors) else (0, 0)
 
 

@@ -29,7 +29,7 @@ def build_optimizer(model, config, device_type):
 
 
 def adamw(decayed, plain, model, config, fused):
-    """Loshchilov and Hutter 2017."""
+    """Adam with decoupled weight decay (Loshchilov and Hutter 2017)."""
     return torch.optim.AdamW([decayed, plain], lr=config.learning_rate,
                              betas=(config.beta1, config.beta2), fused=fused)
 

@@ -1,4 +1,4 @@
-"""Where a run stands: when it evaluates, saves and ends, and how it goes on after a resume."""
+"""Where a run stands: when it evaluates, saves and ends, and how it continues after a resume."""
 
 import math
 from dataclasses import dataclass
@@ -33,9 +33,10 @@ class Progress:
         return best
 
     def save_is_due(self, config):
-        best = self.evaluated_at == self.iter_num and \
-            (config.always_save_checkpoint or self.evals_since_best == 0)
-        return best or self.iter_num % config.checkpoint_interval == 0
+        evaluated = self.evaluated_at == self.iter_num
+        best = evaluated and self.evals_since_best == 0
+        return best or (evaluated and config.always_save_checkpoint) \
+            or self.iter_num % config.checkpoint_interval == 0
 
     def ending(self, config):
         """Why the run ends here, or None."""

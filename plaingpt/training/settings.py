@@ -1,6 +1,6 @@
 """The settings of a training run, which train.py, plan.py and bench.py share.
 
-The comment beside a field is its help text. The fields of the model's GPTConfig belong to them.
+The comment beside a field is its help text. TrainConfig inherits the fields of GPTConfig.
 """
 
 from dataclasses import dataclass, fields
@@ -26,14 +26,14 @@ class TrainConfig(GPTConfig):
     eval_tasks: str = 'hellaswag'  # benchmarks: hellaswag, lambada, with a comma between
     eval_tasks_interval: int = 0  # iterations between runs of them; 0 for none
     sample_interval: int = 0  # iterations between samples on the console; 0 for none
-    sample_start: str = '\n'  # what a sample goes on from
+    sample_start: str = '\n'  # the text that a sample continues
     sample_tokens: int = 100  # length of those, and of one each evaluation for the report; 0: none
     init_from: str = 'scratch'  # scratch, resume, auto (resume if it can), gpt2…, folder, ckpt.pt
     # checkpoints
     checkpoint_interval: int = 1000  # iterations between those for resuming
     always_save_checkpoint: bool = True  # one after each evaluation too, not only after the best
     keep_checkpoints: int = 1  # keep this many of the newest, and the best
-    checkpoint_async: bool = False  # write while training goes on; takes host memory for a copy
+    checkpoint_async: bool = False  # write while training continues; takes host memory for a copy
     checkpoint_chunk_mb: int = 512  # no file of a checkpoint is larger
     checkpoint: str = 'latest'  # which to take from a run: latest, best, or an iteration
     # logging elsewhere
@@ -83,7 +83,7 @@ class TrainConfig(GPTConfig):
     bias: bool = False  # biases in Linears and LayerNorms, as in GPT-2
 
     def out_of_range(self):
-        """Values that no setting beside them could make right, a line each."""
+        """Values that are invalid by themselves, a line each."""
         found = [f'{key} is empty' for key in ('out_dir', 'dataset', 'init_from', 'checkpoint')
                  if not getattr(self, key)]
         positive = ('eval_interval', 'eval_iters', 'log_interval', 'checkpoint_interval',
@@ -115,7 +115,7 @@ class TrainConfig(GPTConfig):
         if self.patience and self.overfit_batches:
             found.append(f'patience={self.patience} watches the validation loss, which '
                          f'overfit_batches={self.overfit_batches} lets rise: take one of them')
-        if self.decay_lr and self.min_lr > self.learning_rate:
+        if self.decay_lr and self.lr_schedule != 'constant' and self.min_lr > self.learning_rate:
             found.append(f'min_lr={self.min_lr} is above learning_rate={self.learning_rate}')
         if self.decay_lr and self.warmup_iters > self.lr_decay_iters:
             found.append(f'warmup_iters={self.warmup_iters} is more than '

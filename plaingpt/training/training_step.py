@@ -30,8 +30,8 @@ def forward_backward(model, batches, micro_steps, scaler, context):
 def update(model, optimizer, scaler, grad_clip, guard, it, loss):
     """Clip the gradient and move the weights, unless something is not finite → gradient norm."""
     if scaler.is_enabled():
-        # With float16 an infinite gradient is everyday life: the scaler skips it and scales less.
-        # Only the loss is checked, and the scaler, which looks at gradients alone, finds it there.
+        # With float16 gradients often overflow, and GradScaler skips those steps by itself. It sees
+        # gradients only, so a bad loss is passed to it as an infinite gradient.
         bad = guard.check_finite(it, loss, loss)
         grad = next(p.grad for p in model.parameters() if p.grad is not None)
         grad.copy_(torch.where(bad.bool(), math.inf, grad))

@@ -43,7 +43,8 @@ class TortureConfig:
 SETTINGS = options(n_layer=2, n_head=2, n_embd=32, block_size=16, batch_size=4, max_iters=40,
                    gradient_accumulation_steps=2, eval_interval=10, eval_iters=2, dropout=0.2,
                    warmup_iters=2, lr_decay_iters=40, device='cpu', dtype='float32',
-                   checkpoint_interval=2, init_from='auto', report=False)
+                   checkpoint_interval=2, init_from='auto', report=False,
+                   sample_tokens=0, health_interval=0)
 
 
 def start(out_dir, data, *extra):

@@ -46,7 +46,7 @@ def off(shape, step):
 
 
 @pytest.mark.parametrize('step', [
-    step if step in ('bfloat16', 'accumulation 4 x 16') else
+    step if step == 'accumulation 4 x 16' else
     pytest.param(step, marks=pytest.mark.slow) for step in STEPS])
 @pytest.mark.parametrize('shape', [
     shape if shape == 'default' else pytest.param(shape, marks=pytest.mark.slow)
@@ -79,7 +79,7 @@ FLAGS = [{'rotary': True}, {'rmsnorm': True}, {'qk_norm': True}, {'mlp': 'relu2'
 @pytest.mark.parametrize('flags', [
     flags if flags is FLAGS[-1] else pytest.param(flags, marks=pytest.mark.slow)
     for flags in FLAGS], ids='-'.join)
-@pytest.mark.parametrize('dtype', ['float32', 'bfloat16'])
+@pytest.mark.parametrize('dtype', [pytest.param('float32', marks=pytest.mark.slow), 'bfloat16'])
 def test_the_peak_with_what_is_newer_is_predicted(flags, dtype):
     model = replace(CHARACTERS, **flags)
     assert off(model, settings(16, dtype=dtype, optimizer='muon')) < 0.03

@@ -301,7 +301,7 @@ def test_no_file_that_is_read_can_run_code(tiny, char_data, tmp_path, capsys):
 
 
 def test_a_short_torture_loses_nothing():
-    out = run('tools/torture.py', '--kills=6')
+    out = run('tools/torture.py', '--kills=3')
     assert 'nothing was lost' in out and 'LOST' not in out
 
 

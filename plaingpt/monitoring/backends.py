@@ -98,5 +98,5 @@ def open_backends(config, run, run_id):
         try:
             backends.append(BACKENDS[name](config, run, run_id))
         except UserError as problem:
-            print(f'warning: {problem}; training goes on without', flush=True)
+            print(f'warning: {problem}; training continues without', flush=True)
     return backends

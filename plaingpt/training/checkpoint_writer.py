@@ -30,7 +30,7 @@ LOGS = ('metrics.jsonl', 'anomalies.jsonl', 'run.json', 'report.md', 'loss.png',
 class Saver:
     """Writes a run's checkpoints; each process writes its share of the chunks.
 
-    background: copy the tensors and write while training goes on; the next save waits for it
+    background: copy the tensors and write while training continues; the next save waits for it
     """
 
     def __init__(self, out_dir, *, rank=0, world_size=1, chunk_mb=512, keep=1, background=False):
@@ -73,7 +73,7 @@ class Saver:
 
     def _save(self, mine, state, rng):
         self.failed = True
-        for what_now in ('trying again', 'training goes on, and the earlier checkpoints stay'):
+        for what_now in ('trying again', 'training continues, and the earlier checkpoints stay'):
             problem = self._try(mine, state, rng)
             if problem is None:
                 self.failed = False

@@ -121,8 +121,8 @@ def check_resumed(resumed, config, dataset):
                         f'{dataset.folder}: name the dataset it was trained on')
     if resumed.state['data'] != dataset.identity('train'):
         raise UserError(f'{resumed.path} was trained on other tokens than those of '
-                        f'{dataset.folder}: to go on with other data, start a run from its weights '
-                        f'with --init_from={config.out_dir} and another --out_dir')
+                        f'{dataset.folder}: to continue with other data, start a run from its '
+                        f'weights with --init_from={config.out_dir} and another --out_dir')
     print0(f'resumed from {resumed.path}')
     for key, (saved, value) in changed.items():
         if key not in ('init_from', 'checkpoint'):

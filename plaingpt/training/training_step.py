@@ -116,7 +116,7 @@ class StepGuard:
         return UserError(
             f'the last {self.max_bad_steps} steps had a loss or gradient that is not finite, and '
             'the weights are as before them: lower --learning_rate, lengthen --warmup_iters or try '
-            f'--dtype=float32, and look at the text that {self.path} names; then go on with '
+            f'--dtype=float32, and look at the text that {self.path} names; then continue with '
             '--init_from=resume, or from before with --checkpoint=best')
 
 

@@ -113,7 +113,7 @@ def test_a_package_that_is_not_installed_stops_no_training(
     monkeypatch.setitem(sys.modules, module, None)
     train.main([*tiny, option])
     out = capsys.readouterr().out
-    assert 'pip install' in out and 'training goes on without' in out and 'done: ' in out
+    assert 'pip install' in out and 'training continues without' in out and 'done: ' in out
 
 
 class Memory:

@@ -158,7 +158,7 @@ def test_a_save_that_fails_is_tried_again_and_training_goes_on(
     saver.save(model, optimizer, {'iter_num': 20}, rng_state(CPU))
     saver.wait()
     err = capsys.readouterr().err
-    assert saver.failed and 'No space left' in err and 'training goes on' in err
+    assert saver.failed and 'No space left' in err and 'training continues' in err
     assert not list((tmp_path / 'checkpoints').glob('*.tmp'))  # they would fill the disk further
     assert [c.iter_num for c in checkpoints.readable(tmp_path)] == [10]
     attempts.clear()

@@ -5,7 +5,7 @@ the number of layers and in the batch, so traces of two small depths and two sma
 every other. A changed model or optimizer needs no change here, as long as its layers are alike.
 """
 
-from bisect import bisect_left, bisect_right
+from bisect import bisect_right
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, replace
 from itertools import product
@@ -46,8 +46,7 @@ class StepSettings:
 def step_settings(config, dtype, device='cuda'):
     """The StepSettings of a TrainConfig whose batch_size is a number."""
     steps = max(1, config.accumulation() // config.world_size())
-    # Settings that change no memory, or that StepSettings has, get one value, so that one trace
-    # serves all.
+    # One value for what changes no memory or stands beside it, so that one trace serves all.
     alike = {'batch_size': 1, 'gradient_accumulation_steps': 1, 'total_batch_size': 0, 'seed': 0}
     plain = TrainConfig(**{f.name: getattr(config, f.name) for f in fields(TrainConfig)} | alike)
     return StepSettings(config.batch_size, steps, dtype, device, config.world_size(), plain)
@@ -153,17 +152,12 @@ def largest_batch(shape, step, available):
 def batch_that_divides(shape, step, available, sequences):
     """→ (batch_size, micro_steps) of one process that takes `sequences` in a step: the largest
     batch that fits `available` bytes and divides them, or (0, 0) where not even 1 fits."""
-    def fits(n):
-        step_of_n = replace(step, batch_size=sequences // n, micro_steps=n)
-        return predict(shape, step_of_n).total <= available
-
-    # From two micro-batches on, more and smaller ones take less. One alone needs no room for the
-    # gradients of those before it, so it is tried first.
-    divisors = [n for n in range(2, sequences + 1) if sequences % n == 0]
-    if fits(1):
-        return sequences, 1
-    found = bisect_left(divisors, True, key=fits)
-    return (sequences // divisors[found], divisors[found]) if found < len(divisors) else (0, 0)
+    for n in range(1, sequences + 1):
+        if sequences % n == 0:
+            divided = replace(step, batch_size=sequences // n, micro_steps=n)
+            if predict(shape, divided).total <= available:
+                return divided.batch_size, n
+    return 0, 0
 
 
 def savings(shape, step):
@@ -191,8 +185,7 @@ def advice(shape, step):
 
 @contextmanager
 def explain_out_of_memory(shape, config, dtype, device):
-    """Turn the device's running out of memory in here into one UserError: what was planned, what
-    was measured, what would save most."""
+    """Out of memory in here is a UserError: what was planned and held, and what would save most."""
     try:
         yield
     except RuntimeError as e:

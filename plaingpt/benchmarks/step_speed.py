@@ -127,7 +127,8 @@ def profile_steps(step, device, out_dir):
     own_us = attrgetter(f'self_{"device" if device.type == "cuda" else "cpu"}_time_total')
     events = sorted(prof.key_averages(), key=own_us, reverse=True)
     total = sum(map(own_us, events))
-    return '\n\n' + markdown(
+    table = markdown(
         ['operator', 'calls a step', 'ms a step', 'share'],
         [[event.key[:60], f'{event.count / 3:.0f}', f'{own_us(event) / 3e3:.2f}',
-          f'{own_us(event) / total:.1%}'] for event in events[:12]]) + f'\n\n{path}: open it in https://ui.perfetto.dev'
+          f'{own_us(event) / total:.1%}'] for event in events[:12]])
+    return f'\n\n{table}\n\n{path}: open it in https://ui.perfetto.dev'

@@ -225,7 +225,7 @@ def test_commands_that_are_not_run_have_valid_options(page, monkeypatch):
         for command in commands_of(block):
             for script, argv in scripts_of(command.line):
                 argv = [arg for arg in argv if arg.startswith('-') or arg.endswith('.py')]
-                load_config(settings_of(script), argv)  # raises UserError
+                assert load_config(settings_of(script), argv)  # raises UserError
 
 
 def test_a_line_that_the_output_lacks_is_found():

@@ -15,7 +15,7 @@ import json
 import math
 import os
 import re
-from contextlib import suppress
+import sys
 from dataclasses import dataclass, fields
 from pathlib import Path
 
@@ -187,12 +187,14 @@ def iteration_of(path):
     return int(path.name.removeprefix('iter-'))
 
 
-def readable(out_dir):
-    """The checkpoints of a run whose state.json is intact, oldest first."""
+def readable(out_dir, tell=lambda problem: None):
+    """The checkpoints of a run whose state.json is intact, oldest first; `tell` hears of others."""
     found = []
     for path in checkpoint_paths(out_dir):
-        with suppress(UserError):
+        try:
             found.append(open_checkpoint(path))
+        except UserError as problem:
+            tell(problem)
     return found
 
 
@@ -234,7 +236,8 @@ def find(out_dir, which='latest'):
     if which == 'latest':
         return open_checkpoint(paths[-1])
     if which == 'best':
-        return best_of(readable(out_dir) or [open_checkpoint(paths[-1])])
+        found = readable(out_dir, lambda problem: print(f'warning: {problem}', file=sys.stderr))
+        return best_of(found or [open_checkpoint(paths[-1])])
     numbers = [iteration_of(path) for path in paths]
     if str(which).isdecimal() and int(which) in numbers:
         return open_checkpoint(paths[numbers.index(int(which))])

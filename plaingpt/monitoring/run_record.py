@@ -10,7 +10,7 @@ import subprocess
 import sys
 import time
 from contextlib import suppress
-from dataclasses import asdict, fields
+from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
@@ -58,8 +58,8 @@ def describe_run(config, dataset, loader, model, device, dtype, compile, world, 
 
 def changed_settings(config):
     """{key: value} of a dataclass where it is not the default."""
-    return {f.name: getattr(config, f.name) for f in fields(config)
-            if getattr(config, f.name) != f.default}
+    defaults = asdict(type(config)())
+    return {key: value for key, value in asdict(config).items() if value != defaults[key]}
 
 
 def unigram_loss(stream):

@@ -13,9 +13,9 @@ import torch
 from configurator import load_config
 from model import GPT
 from plaingpt.corpus.corpora import find_dataset_size
+from plaingpt.system.devices import GPUS, peak_flops
 from plaingpt.system.errors import UserError, run_script
 from plaingpt.system.formatting import GIB, duration, gib, short
-from plaingpt.system.hardware import GPUS, peak_flops
 from plaingpt.system.recompute import KINDS
 from plaingpt.training.memory_planner import (
     batch_that_divides,

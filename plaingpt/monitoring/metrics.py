@@ -17,10 +17,9 @@ from contextlib import contextmanager
 
 from plaingpt.monitoring.diagnosis import diagnose
 from plaingpt.monitoring.metrics_file import finite, read_rows
-from plaingpt.system.devices import device_name, peak_memory_bytes
+from plaingpt.system.devices import device_name, mfu, peak_memory_bytes
 from plaingpt.system.files import append_line
 from plaingpt.system.formatting import duration, short
-from plaingpt.system.hardware import mfu
 
 MAX_ROWS = 20_000  # kept in memory; beyond it every second row without an evaluation goes
 LIVE_INTERVAL_S = 0.5  # between two updates of the live line

@@ -16,7 +16,6 @@ from pathlib import Path
 import numpy as np
 
 from plaingpt.system.files import ROOT, write_json
-from plaingpt.system.hardware import cpu_name
 
 UNIGRAM_TOKENS = 2**20  # that the entropy of single tokens is computed from
 
@@ -33,7 +32,7 @@ def describe_run(config, dataset, loader, model, device, dtype, compile, world, 
     it continues from a checkpoint."""
     import torch  # here, so that plot.py starts without it
 
-    from plaingpt.system.devices import device_name
+    from plaingpt.system.devices import cpu_name, device_name
     from_scratch = config.init_from in ('scratch', 'auto')
     if resumed:
         from_scratch = read_run(config.out_dir).get('from_scratch', True)

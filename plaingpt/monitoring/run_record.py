@@ -16,6 +16,7 @@ from pathlib import Path
 import numpy as np
 
 from plaingpt.system.files import ROOT, write_json
+from plaingpt.system.streams import warn
 
 UNIGRAM_TOKENS = 2**20  # that the entropy of single tokens is computed from
 
@@ -79,9 +80,11 @@ def code_version():
 
 
 def write_run(out_dir, run):
-    """Write run.json. A disk that refuses stops no training."""
-    with suppress(OSError):
+    """Write run.json. A disk that refuses gets a warning, and stops no training."""
+    try:
         write_json(Path(out_dir, 'run.json'), run)
+    except OSError as e:
+        warn(f'{out_dir}/run.json stays as it was: {e.strerror}')
 
 
 def read_run(out_dir):

@@ -48,6 +48,18 @@ def write_json(path, value):
     write_atomically(path, json.dumps(value, indent=1, ensure_ascii=False))
 
 
+@contextmanager
+def utf8_name(path):
+    """A name of a file that is UTF-8 while in here: safetensors reads no other."""
+    try:
+        str(path).encode()
+    except UnicodeEncodeError:
+        with open(path, 'rb') as f:
+            yield f'/dev/fd/{f.fileno()}'
+    else:
+        yield path
+
+
 def append_line(path, value):
     """Add a JSON object to a .jsonl file. Where the disk refuses, a warning names the line that is
     lost; those before it stay whole, and nobody stops."""

@@ -26,7 +26,7 @@ from plaingpt.corpus import tokenizers
 from plaingpt.corpus.dataset import dataset_folder, open_dataset
 from plaingpt.inference.pretrained import tokenizer_json
 from plaingpt.system.errors import UserError
-from plaingpt.system.files import sha256_of
+from plaingpt.system.files import sha256_of, utf8_name
 
 FORMAT_VERSION = 1
 # Keys of state.json as an earlier version wrote them → as they are called now.
@@ -109,7 +109,8 @@ class Checkpoint:
             if chunk['kind'] != kind:
                 continue
             try:
-                with safe_open(self.path / chunk['name'], framework='pt') as f:
+                with utf8_name(self.path / chunk['name']) as name, \
+                        safe_open(name, framework='pt') as f:
                     for key in f.keys():  # noqa: SIM118  (it is no dict)
                         name, a, b = re.fullmatch(r'(.*?)(?:\[(\d+):(\d+)\])?', key).groups()
                         yield name, slice(int(a), int(b)) if a else ..., f.get_tensor(key)

@@ -122,7 +122,7 @@ def write_prompts(generator, config):
     rows = read_prompts(config.prompts)
     prompts = [generator.encode_prompt(row['prompt'], where) for row, where in rows]
     try:
-        output = open(config.output, 'x', encoding='utf-8')
+        output = open(config.output, 'x', encoding='utf-8', errors='backslashreplace')
     except OSError as e:
         raise UserError(f'output={config.output}: {e.strerror}: name a new file') from None
     with naming(config.output), output, tqdm(total=len(rows), desc='writing', disable=None) as bar:

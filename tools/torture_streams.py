@@ -15,6 +15,7 @@ from torture import SETTINGS, hash_checkpoint
 # ruff: isort: split
 
 import argparse
+import contextlib
 import ctypes
 import inspect
 import io
@@ -36,7 +37,7 @@ import prepare
 import sample
 import train
 from configurator import load_config
-from plaingpt.system.errors import UserError, run_script
+from plaingpt.system.errors import run_script
 from plaingpt.training.checkpoint import newest_valid
 
 
@@ -243,13 +244,11 @@ def main(argv):
         (root / 'argparse.txt').write_text(text, encoding='utf-8')
         (root / 'short.txt').write_text(text[:500], encoding='utf-8')
         (root / 'prompts.jsonl').write_text('{"prompt": "def"}\n', encoding='utf-8')
-        data, whole, log = root / 'data $1_$2 \x1b', root / 'whole\udcff $1_$2', root / 'log'
-        for command, arguments in (
-                (prepare.main, ['text', f'--input={root}/argparse.txt', '--tokenizer=char',
-                                f'--data_dir={data}']),
-                (train.main, [*RUN, f'--dataset={data}', f'--out_dir={whole}'])):
-            if finish(start(command, arguments, log)):
-                raise UserError(f'nothing works here: {log.read_text()}')
+        data, whole = root / 'data $1_$2 \x1b', root / 'whole\udcff $1_$2'
+        with contextlib.redirect_stdout(io.StringIO()):  # here, so that the forks have all imports
+            prepare.main(['text', f'--input={root}/argparse.txt', '--tokenizer=char',
+                          f'--data_dir={data}'])
+            train.main([*RUN, f'--dataset={data}', f'--out_dir={whole}', '--report=True'])
         weights, failed = hash_checkpoint(whole), 0
         for number in range(config.rounds):
             what, wrong = stream_round(number, root, data, whole, weights, chance)

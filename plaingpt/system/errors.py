@@ -3,11 +3,12 @@
 import errno
 import os
 import sys
+import threading
 import time
 from contextlib import contextmanager
 
 from plaingpt.system.formatting import printable
-from plaingpt.system.streams import StdoutError, prepare_streams
+from plaingpt.system.streams import StdoutError, prepare_streams, warn
 
 # what to do where the system refuses a file
 FIXES = {
@@ -40,6 +41,7 @@ def run_script(main):
     system refuses. What cannot be printed stops no script but one that called `require_stdout`.
     """
     prepare_streams()
+    threading.excepthook = thread_failed
     try:
         try:
             main(sys.argv[1:])
@@ -58,6 +60,14 @@ def run_script(main):
     except OSError as e:
         print_error(refusal(e))
         sys.exit(2)
+
+
+def thread_failed(args):
+    """A thread of another package that the system refuses something gets a line, no traceback."""
+    if isinstance(args.exc_value, OSError):
+        warn(refusal(args.exc_value))
+    else:
+        threading.__excepthook__(args)
 
 
 def refusal(error):

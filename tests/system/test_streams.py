@@ -7,6 +7,7 @@ import resource
 import signal
 import subprocess
 import sys
+import threading
 import unicodedata
 
 import pytest
@@ -17,6 +18,7 @@ from torture_streams import finish, start
 import export
 import sample
 import train
+from plaingpt.monitoring import figures, markdown_report
 from plaingpt.system.files import append_line
 from plaingpt.system.formatting import printable
 from plaingpt.system.streams import Descriptor, require_stdout, warn
@@ -149,6 +151,32 @@ def test_what_the_system_refuses_is_one_line_that_names_the_file(trained, tmp_pa
     def main(argv):
         folder.read_text()
     assert fails(capsys, monkeypatch, main) == f'error: {folder}: Is a directory'
+
+
+def test_a_thread_that_the_system_refuses_something_gets_a_line(tmp_path):
+    def main(argv):
+        def write():
+            raise OSError(errno.ENOSPC, 'No space left on device')
+
+        thread = threading.Thread(target=write)
+        thread.start()
+        thread.join()
+
+    assert finish(start(main, [], tmp_path / 'log')) == 0
+    assert (tmp_path / 'log').read_text() == (
+        'warning: No space left on device: make room and start again\n')
+
+
+def test_nothing_that_a_report_raises_changes_how_a_run_ends(tiny, tmp_path, capsys, monkeypatch):
+    def fail(*_):
+        raise ZeroDivisionError('no such number\nat all')
+
+    monkeypatch.setattr(figures, 'draw', fail)
+    monkeypatch.setattr(markdown_report, 'format_report', fail)
+    train.main([*tiny, '--max_iters=1', '--report=True'])
+    out = capsys.readouterr().out
+    assert [line for line in out.splitlines() if 'warning' in line] == [
+        f'warning: no {name}: no such number' for name in ('loss.png', 'report.md')]
 
 
 def test_a_run_of_any_name_is_reported_and_resumed(tiny, tmp_path):

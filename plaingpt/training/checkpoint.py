@@ -15,7 +15,6 @@ import json
 import math
 import os
 import re
-import sys
 from dataclasses import dataclass, fields
 from pathlib import Path
 
@@ -27,7 +26,8 @@ from plaingpt.corpus import tokenizers
 from plaingpt.corpus.dataset import dataset_folder, open_dataset
 from plaingpt.inference.pretrained import tokenizer_json
 from plaingpt.system.errors import UserError
-from plaingpt.system.files import sha256_of
+from plaingpt.system.files import sha256_of, utf8_name
+from plaingpt.system.streams import warn
 
 FORMAT_VERSION = 1
 # Keys of state.json as an earlier version wrote them → as they are called now.
@@ -110,7 +110,8 @@ class Checkpoint:
             if chunk['kind'] != kind:
                 continue
             try:
-                with safe_open(self.path / chunk['name'], framework='pt') as f:
+                with utf8_name(self.path / chunk['name']) as name, \
+                        safe_open(name, framework='pt') as f:
                     for key in f.keys():  # noqa: SIM118  (it is no dict)
                         name, a, b = re.fullmatch(r'(.*?)(?:\[(\d+):(\d+)\])?', key).groups()
                         yield name, slice(int(a), int(b)) if a else ..., f.get_tensor(key)
@@ -236,7 +237,7 @@ def find(out_dir, which='latest'):
     if which == 'latest':
         return open_checkpoint(paths[-1])
     if which == 'best':
-        found = readable(out_dir, lambda problem: print(f'warning: {problem}', file=sys.stderr))
+        found = readable(out_dir, warn)
         return best_of(found or [open_checkpoint(paths[-1])])
     numbers = [iteration_of(path) for path in paths]
     if str(which).isdecimal() and int(which) in numbers:

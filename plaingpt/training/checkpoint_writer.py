@@ -82,12 +82,12 @@ class Saver:
                 problem = self._together(lambda: prune(self.out_dir, self.keep), on_rank_0=True)
                 if problem and self.rank == 0:
                     warn(f'an earlier checkpoint could not be removed ({problem}): '
-                          'remove it yourself, or the disk fills')
+                     'remove it yourself, or the disk fills')
                 return
             if self.rank == 0:
                 clean_up(self.out_dir)  # or the remains would fill a full disk further
                 warn(f'the checkpoint of iteration {state["iter_num"]} could not be '
-                      f'written ({problem}): {what_now}')
+                     f'written ({problem}): {what_now}')
 
     def _try(self, mine, state, rng):
         """One attempt to write it → None, or what went wrong; the same on all processes."""

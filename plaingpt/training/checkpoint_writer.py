@@ -82,7 +82,7 @@ class Saver:
                 problem = self._together(lambda: prune(self.out_dir, self.keep), on_rank_0=True)
                 if problem and self.rank == 0:
                     warn(f'an earlier checkpoint could not be removed ({problem}): '
-                     'remove it yourself, or the disk fills')
+                         'remove it yourself, or the disk fills')
                 return
             if self.rank == 0:
                 clean_up(self.out_dir)  # or the remains would fill a full disk further

@@ -18,6 +18,10 @@ from plaingpt.training.optimizers import build_optimizer
 from plaingpt.training.settings import TrainConfig
 
 CPU = torch.device('cpu')
+# What train.py saves beside weights, optimizer and random numbers.
+STATE = {'iter_num': 1, 'sequences': 8, 'val_loss': None, 'evaluated': True, 'best_val_loss': None,
+         'evals_since_best': 0, 'elapsed_s': 1.0, 'wandb_id': None, 'config': {}, 'data': [],
+         'tokenizer': {'kind': 'char', 'chars': ''.join(map(chr, range(65)))}, 'scaler': {}}
 
 
 def same(a, b):
@@ -36,7 +40,7 @@ def run(tmp_path):
 
     def save(iter_num=1, val_loss=1.0, **options):
         saver = checkpoint_writer.Saver(tmp_path, **options)
-        saver.save(model, optimizer, {'iter_num': iter_num, 'val_loss': val_loss},
+        saver.save(model, optimizer, {**STATE, 'iter_num': iter_num, 'val_loss': val_loss},
                    rng_state(CPU))
         saver.wait()
         assert not saver.failed
@@ -128,7 +132,7 @@ def test_a_save_in_the_background_writes_what_the_weights_were(run, tmp_path, ba
     model, optimizer, _ = run
     before = [p.detach().clone() for p in model.parameters()]
     saver = checkpoint_writer.Saver(tmp_path, background=background)
-    saver.save(model, optimizer, {'iter_num': 1}, rng_state(CPU))
+    saver.save(model, optimizer, {**STATE, 'iter_num': 1}, rng_state(CPU))
     with torch.no_grad():
         for p in model.parameters():
             p.add_(1.0)
@@ -155,7 +159,7 @@ def test_a_save_that_fails_is_tried_again_and_training_goes_on(
         monkeypatch.setattr(checkpoint_writer, 'save_file', write)
 
     refuse_until(2)
-    saver.save(model, optimizer, {'iter_num': 20}, rng_state(CPU))
+    saver.save(model, optimizer, {**STATE, 'iter_num': 20}, rng_state(CPU))
     saver.wait()
     err = capsys.readouterr().err
     assert saver.failed and 'No space left' in err and 'training continues' in err
@@ -163,7 +167,7 @@ def test_a_save_that_fails_is_tried_again_and_training_goes_on(
     assert [c.iter_num for c in checkpoints.readable(tmp_path)] == [10]
     attempts.clear()
     refuse_until(1)
-    saver.save(model, optimizer, {'iter_num': 30}, rng_state(CPU))
+    saver.save(model, optimizer, {**STATE, 'iter_num': 30}, rng_state(CPU))
     saver.wait()
     assert not saver.failed and 'trying again' in capsys.readouterr().err
     assert checkpoints.newest_valid(tmp_path)[0].iter_num == 30

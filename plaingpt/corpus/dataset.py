@@ -1,6 +1,5 @@
 """Token files on disk: data/<name>/ with meta.json, nanoGPT's bare .bin files, llm.c's shards."""
 
-import json
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,6 +8,7 @@ import numpy as np
 
 from plaingpt.corpus import tokenizers
 from plaingpt.system.errors import UserError
+from plaingpt.system.files import is_count, is_positive, read_json
 
 FORMAT_VERSION = 1
 UNFINISHED = 'unfinished'  # prepare.py's folder for files that are not complete yet
@@ -83,34 +83,32 @@ def dataset_folder(name):
 def read_meta(path):
     """meta.json as a dict whose needed keys are there. Raises UserError."""
     try:
-        meta = json.loads(path.read_text(encoding='utf-8'))
+        meta = read_json(path)
         if meta['format_version'] != FORMAT_VERSION:
             raise UserError(f'{path}: format version {meta["format_version"]}, but this plainGPT '
                             f'reads version {FORMAT_VERSION}: prepare the data again')
-        if meta['dtype'] not in ('uint16', 'uint32') or not is_count(meta['vocab_size']):
+        if meta['dtype'] not in ('uint16', 'uint32') or not is_positive(meta['vocab_size']):
             raise ValueError('dtype or vocab_size is out of range')
         if meta['vocab_size'] != tokenizers.described_vocab_size(meta['tokenizer']):
             raise ValueError('vocab_size is not that of its tokenizer')
-        for entry in (meta['splits'][split] for split in ('train', 'val')):
+        if not meta['splits'].keys() >= {'train', 'val'}:
+            raise ValueError('a split is missing')
+        for entry in meta['splits'].values():
             # The pattern also refuses a path that leads out of the folder.
             if not entry['files'] or any(not re.fullmatch(r'[\w.-]+\.bin', f['name'])
-                                         or not is_count(f['tokens']) for f in entry['files']):
+                                         or not is_positive(f['tokens']) for f in entry['files']):
                 raise ValueError('a split has no files or a misnamed one')
             if entry['tokens'] != sum(file['tokens'] for file in entry['files']):
                 raise ValueError('the tokens of a split are not those of its files')
-            if not is_count(entry.get('bytes', 1)) \
+            if not is_positive(entry.get('bytes', 1)) or not is_count(entry.get('documents', 0)) \
                     or not all(isinstance(file['sha256'], str) for file in entry['files']):
                 raise ValueError('bytes or sha256 is of another type')
         if not isinstance(meta.get('source', {}), dict):
             raise ValueError('source is of another type')
         return meta
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as e:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as e:
         what = f'{e} is missing' if isinstance(e, KeyError) else e
         raise UserError(f'{path} is broken ({what}): prepare the data again') from None
-
-
-def is_count(x):
-    return type(x) is int and 0 < x < 2**63
 
 
 @dataclass(frozen=True)

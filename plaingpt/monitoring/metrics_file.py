@@ -2,10 +2,9 @@
 
 import json
 import math
-from pathlib import Path
 
 from plaingpt.system.errors import UserError
-from plaingpt.system.files import write_atomically
+from plaingpt.system.files import is_count, open_regular, parse_json, write_atomically
 
 
 def finite(x):
@@ -15,12 +14,9 @@ def finite(x):
 
 def parse_row(line):
     """A line of metrics.jsonl → dict. Raises ValueError where train.py cannot have written it."""
-    try:
-        row = json.loads(line)
-    except RecursionError:
-        raise ValueError('nested too deep') from None
-    if not isinstance(row, dict) or type(row.get('iter')) is not int or row['iter'] < 0 \
-            or None in (row.get('tokens'), row.get('elapsed_s')):
+    row = parse_json(line)
+    if not isinstance(row, dict) or not is_count(row.get('iter')) \
+            or not is_count(row.get('tokens')) or row.get('elapsed_s') is None:
         raise ValueError('no object with iter, tokens and elapsed_s')
     if type(row.get('sample', '')) is not str:
         raise ValueError('sample is no text')
@@ -38,7 +34,8 @@ def read_rows(path, print_line):
     cannot be read.
     """
     try:
-        text = Path(path).read_text(encoding='utf-8', errors='replace')
+        with open_regular(path) as f:
+            text = f.read().decode(errors='replace')
     except FileNotFoundError:
         return []
     except OSError as e:

@@ -128,19 +128,33 @@ def depth_exceeds(value, limit):
 
 
 def check_keys(value, schema):
-    """See that a value is a dict with the keys of `schema`, {key: predicate of what it has}.
-    Raises a ValueError that names the first key that is wrong."""
+    """See that a value is a dict with the keys of `schema`, {key: predicate, or schema, of what it
+    has}. Raises a ValueError that names the first key that is wrong."""
     if not isinstance(value, dict):
         raise ValueError('it is no object')
     for key, fits in schema.items():
         if key not in value:
             raise ValueError(f'{key} is missing')
-        if not fits(value[key]):
+        if isinstance(fits, dict):
+            check_keys(value[key], fits)
+        elif not fits(value[key]):
             raise ValueError(f'{key} is {str(value[key])[:40]!r}')
 
 
 def is_count(x):
     return type(x) is int and 0 <= x < 2**63
+
+
+def is_positive(x):
+    return is_count(x) and x > 0
+
+
+def is_bool(x):
+    return type(x) is bool
+
+
+def is_text(x):
+    return isinstance(x, str)
 
 
 def is_number(x):

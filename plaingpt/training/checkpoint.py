@@ -28,9 +28,11 @@ from plaingpt.inference.pretrained import check_finite, tokenizer_json
 from plaingpt.system.errors import UserError
 from plaingpt.system.files import (
     check_keys,
+    is_bool,
     is_count,
     is_dict,
     is_number,
+    is_text,
     open_regular,
     read_json,
     sha256_of,
@@ -267,11 +269,11 @@ def check_state(state, iter_num):
     check_keys(state, {
         'iter_num': lambda x: type(x) is int and x == iter_num,
         'sequences': is_count, 'evals_since_best': is_count,
-        'evaluated': lambda x: type(x) is bool,
+        'evaluated': is_bool,
         **dict.fromkeys(('val_loss', 'best_val_loss', 'elapsed_s'),
                         lambda x: x is None or is_number(x)),
         'config': lambda x: is_dict(x) and x.get('block_size', length) == length
-        and isinstance(x.get('dataset', ''), str),
+        and is_text(x.get('dataset', '')),
         'tokenizer': lambda x: tokenizers.described_vocab_size(x) == tokens,
         'data': lambda x: x is not None,
         'scaler': lambda x: x == {} or check_keys(x, SCALER) is None,
@@ -281,7 +283,7 @@ def check_state(state, iter_num):
 
 
 def is_rng_state(x):
-    return is_dict(x) and 'cpu' in x and all(isinstance(text, str) for text in x.values())
+    return is_dict(x) and 'cpu' in x and all(map(is_text, x.values()))
 
 
 def check_chunks(chunks):
@@ -289,9 +291,9 @@ def check_chunks(chunks):
     numbers = {}  # kind → [(number, of how many)]
     for chunk in chunks:
         check_keys(chunk, {
-            'name': lambda x: isinstance(x, str) and CHUNK.fullmatch(x),  # so no path leads away
+            'name': lambda x: is_text(x) and CHUNK.fullmatch(x),  # so no path leads away
             'kind': lambda x: x in ('model', 'optimizer'),
-            'bytes': is_count, 'sha256': lambda x: isinstance(x, str)})
+            'bytes': is_count, 'sha256': is_text})
         kind, number, of = CHUNK.fullmatch(chunk['name']).groups()
         numbers.setdefault(kind, []).append((int(number), int(of)))
         if kind != chunk['kind']:

@@ -9,7 +9,7 @@ in plaingpt/training/settings.py, or: python train.py --help
 """
 
 import sys
-from contextlib import closing
+from contextlib import closing, contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -23,7 +23,7 @@ from plaingpt.corpus.dataset import Dataset
 from plaingpt.monitoring.backends import open_backends
 from plaingpt.monitoring.markdown_report import write_report
 from plaingpt.monitoring.metrics import Metrics
-from plaingpt.monitoring.metrics_file import finite, trim_rows
+from plaingpt.monitoring.metrics_file import finite
 from plaingpt.monitoring.run_record import describe_run, write_run
 from plaingpt.system import devices
 from plaingpt.system.distributed import (
@@ -37,7 +37,7 @@ from plaingpt.system.distributed import (
     process_group,
     wrap_model,
 )
-from plaingpt.system.errors import run_script
+from plaingpt.system.errors import UserError, run_script
 from plaingpt.system.folder_lock import lock_output_dir
 from plaingpt.training.checkpoint_writer import Saver, archive_previous_run
 from plaingpt.training.memory_planner import explain_out_of_memory
@@ -97,8 +97,7 @@ def setup(config, world, device, dtype, compile):
 
     dataset = open_data(config, world)
     resumed = find_resumed(config, group)
-    if resumed:
-        check_resumed(resumed, config, dataset)
+    changed = resumed and check_resumed(resumed, config, dataset)
     model = build_model(config, dataset, resumed)
     if config.batch_size == 'auto':
         batch_size, why = choose_batch_size(model.config, config, dtype, device)
@@ -116,8 +115,7 @@ def setup(config, world, device, dtype, compile):
     record = describe_run(config, dataset, train_data, model, device, dtype, compile, world,
                           resumed)
     if writing:
-        archive_previous_run(out_dir, after=progress.iter_num if resumed else -1)
-        trim_rows(out_dir / 'metrics.jsonl', progress.iter_num)
+        archive_previous_run(out_dir, after=progress.iter_num if resumed else -1, changed=changed)
         write_run(out_dir, record)
     saved = resumed.state if resumed else {}
     backends = open_backends(config, record, saved.get('wandb_id')) if writing else []
@@ -128,7 +126,8 @@ def setup(config, world, device, dtype, compile):
                       elapsed_s=saved.get('elapsed_s', 0.0), backends=backends,
                       quiet=not world.is_main)
     probes = Probes(config, dataset, model, metrics, val_data, context, group, writing)
-    guard = StepGuard(out_dir / 'anomalies.jsonl', config.max_bad_steps, train_data, device)
+    guard = StepGuard(out_dir / 'anomalies.jsonl', config.max_bad_steps, train_data, device,
+                      scaling=scaler.is_enabled())
     saver = Saver(out_dir, rank=world.rank, world_size=world.size,
                   chunk_mb=config.checkpoint_chunk_mb, keep=config.keep_checkpoints,
                   background=config.checkpoint_async)
@@ -228,6 +227,19 @@ def save(run):
     progress.saved_at = progress.iter_num
 
 
+@contextmanager
+def saved_when_it_fails(run):
+    """Save where training stops with a UserError, as when its data changed or memory ran out. With
+    several processes the last checkpoint has to do: the others know nothing of it."""
+    try:
+        yield
+    except UserError:
+        if run.world.size == 1:
+            save(run)
+            run.saver.wait()
+        raise
+
+
 # -----------------------------------------------------------------------------
 # the end
 
@@ -250,6 +262,9 @@ def finish(run, ending):
         print0(f'the last checkpoint could not be written: make room in {out_dir} and start again '
                'with --init_from=resume')
         sys.exit(1)
+    if (held := int(run.guard.held_in_a_row)) > 1:
+        print0(f'warning: the last {held} steps left the weights alone: their gradients were not '
+               'finite')
     if signal:
         saved = progress.saved_at == progress.iter_num
         print0(f'{signal}: stopped after iteration {progress.iter_num}' + (
@@ -270,7 +285,8 @@ def main(argv):
     with lock_output_dir(config.out_dir, world.is_main and not config.eval_only), \
             process_group(world, device, config.backend):
         run = setup(config, world, device, dtype, compile)
-        with explain_out_of_memory(run.model.config, run.config, dtype, device):
+        with saved_when_it_fails(run), \
+                explain_out_of_memory(run.model.config, run.config, dtype, device):
             ending = train(run)
         finish(run, ending)
 

@@ -1,10 +1,10 @@
 """metrics.jsonl: what a row may hold, and reading, checking and trimming the file."""
 
-import json
 import math
+import os
 
 from plaingpt.system.errors import UserError
-from plaingpt.system.files import is_count, open_regular, parse_json, write_atomically
+from plaingpt.system.files import is_count, is_dict, open_regular, parse_json
 
 
 def finite(x):
@@ -53,11 +53,36 @@ def read_rows(path, print_line):
     return rows
 
 
+def rows_end(path, last_iter):
+    """Where the rows up to iteration `last_iter` end in a file of rows: a number of bytes. Lines
+    that are no rows, such as one that a crash cut, count as the end where no row follows them."""
+    end = position = 0
+    with open_regular(path) as f:
+        for line in f:
+            position += len(line)
+            iter_num = iteration_of_row(line)
+            if iter_num is not None and iter_num > last_iter:
+                break
+            if iter_num is not None:
+                end = position
+    return end
+
+
+def iteration_of_row(line):
+    """The iteration of a row of metrics.jsonl or anomalies.jsonl; None where a line is no row."""
+    try:
+        row = parse_json(line)
+    except ValueError:
+        return None
+    return row['iter'] if is_dict(row) and is_count(row.get('iter')) else None
+
+
 def trim_rows(path, last_iter):
-    """Drop the rows past `last_iter`, and lines that are no rows, such as one that a crash cut."""
-    if path.exists():
-        kept = [row for row in read_rows(path, lambda _: None) if row['iter'] <= last_iter]
-        write_atomically(path, ''.join(json.dumps(row) + '\n' for row in kept))
+    """Drop what rows_end says lies after `last_iter`. It takes no room on the disk."""
+    with open(path, 'rb+') as f:
+        f.truncate(rows_end(path, last_iter))
+        if f.seek(0, os.SEEK_END) and f.seek(-1, os.SEEK_END) and f.read() != b'\n':
+            f.write(b'\n')  # the newline did not make it to the disk
 
 
 def rows_with(rows, *keys):

@@ -29,6 +29,7 @@ from plaingpt.corpus.corpora import find_dataset_size
 from plaingpt.system import devices
 from plaingpt.system.errors import run_script
 from plaingpt.system.files import ROOT, make_writable
+from plaingpt.system.streams import require_stdout
 from plaingpt.training.memory_planner import explain_out_of_memory
 from plaingpt.training.settings import TrainConfig
 
@@ -102,6 +103,8 @@ def main(argv):
     config, device = read_config(argv)
     if config.save:
         make_writable(config.save, 'save')  # before hours of measuring
+    else:
+        require_stdout()
     work = prepare_work(config, device)
     name = next((key for key in BENCHMARKS if getattr(config, key, False)), 'speed')
     with explain_out_of_memory(work.shape, config, work.dtype, device):

@@ -3,9 +3,10 @@
     python train.py config/a.py config/b.py --batch_size=32
 
 Arguments apply left to right. A config file is plain Python that assigns to the dataclass's
-fields; it starts with their current values in scope, so it can compute from them. Names that
-start with `_`, imports, functions and classes are the file's own. Problems are collected and
-reported together, each with the place it came from.
+fields; it starts with their current values in scope, so it can compute from them. What an option
+after the file sets has that value in the file already: `min_lr = learning_rate / 10` follows
+--learning_rate. Names that start with `_`, imports, functions and classes are the file's own.
+Problems are collected and reported together, each with the place it came from.
 """
 
 import ast
@@ -17,8 +18,10 @@ import sys
 import tokenize
 import types
 import typing
+from pathlib import Path
 
 from plaingpt.system.errors import UserError
+from plaingpt.system.files import ROOT
 
 
 def load_config(cls, argv, doc=''):
@@ -33,9 +36,15 @@ def load_config(cls, argv, doc=''):
         sys.exit(0)
     values = {f.name: f.default for f in dataclasses.fields(cls)}
     problems = []
-    for arg in argv:
-        assign = read_option if arg.startswith('-') else read_file
-        for name, value, where in assign(cls, arg, values, problems):
+    for i, arg in enumerate(argv):
+        if i and is_value_of(argv[i - 1], arg, values):
+            problems[-1] = f'{argv[i - 1]} {arg}: write {argv[i - 1]}={arg}'
+            continue
+        if arg.startswith('-'):
+            found = read_option(cls, arg, values, problems)
+        else:
+            found = read_file(cls, arg, values, later_options(cls, argv[i + 1:]), problems)
+        for name, value, where in found:
             check_and_set(cls, values, name, value, where, problems)
     config = cls(**values)
     if hasattr(config, 'out_of_range'):
@@ -49,6 +58,12 @@ def load_config(cls, argv, doc=''):
 
 # -----------------------------------------------------------------------------
 # where values come from: each reader yields (name, value, where)
+
+
+def is_value_of(option, arg, values):
+    """True where somebody wrote `--key value`."""
+    return option.startswith('--') and option[2:] in values and not arg.startswith('--') \
+        and not arg.endswith('.py') and type(values[option[2:]]) is not bool
 
 
 def read_option(cls, arg, values, problems):
@@ -68,6 +83,18 @@ def read_option(cls, arg, values, problems):
         yield name, None, 'on the command line'
 
 
+def later_options(cls, argv):
+    """{key: value} of the valid options in `argv`."""
+    values, mistakes = {f.name: f.default for f in dataclasses.fields(cls)}, []
+    names = set()
+    for arg in argv:
+        if arg.startswith('-'):
+            for name, value, where in read_option(cls, arg, values, mistakes):
+                names.add(name)
+                check_and_set(cls, values, name, value, where, mistakes)
+    return {name: values[name] for name in names & values.keys()}
+
+
 def parse_literal(text):
     """'32' → 32, '1e-3' → 0.001, 'true' → True, anything else stays text."""
     if text.lower() in ('true', 'false'):
@@ -78,19 +105,31 @@ def parse_literal(text):
         return text
 
 
-def read_file(cls, path, values, problems):
-    """Run a config file in its own namespace and yield what it assigned."""
+class Namespace(dict):
+    """What a config file runs in: the names of `fixed` keep their values."""
+
+    def __init__(self, values, fixed):
+        super().__init__(values | fixed)
+        self.fixed = fixed
+
+    def __setitem__(self, name, value):
+        if name not in self.fixed:
+            super().__setitem__(name, value)
+
+
+def read_file(cls, path, values, fixed, problems):
+    """Run a config file in its own namespace and yield what it assigned. fixed: {name: value} that
+    options after the file set."""
     try:
         with open(path, encoding='utf-8-sig') as f:
             source = f.read()
     except OSError as e:
-        hint = '' if path.endswith('.py') else ' (options start with --)'
-        problems.append(f'config file {path}: {e.strerror}{hint}')
+        problems.append(f'config file {path}: {e.strerror}{file_hint(path)}')
         return
     except UnicodeDecodeError:
         problems.append(f'config file {path}: not a text file')
         return
-    namespace = dict(values, __file__=path)
+    namespace = Namespace({**values, '__file__': path}, fixed)
     try:
         exec(compile(source, path, 'exec'), namespace)
     except SyntaxError as e:
@@ -103,9 +142,22 @@ def read_file(cls, path, values, problems):
     lines, imported = assigned_and_imported(source)
     for name, value in sorted(namespace.items(), key=lambda item: lines.get(item[0], 0)):
         untouched = name in values and value is values[name] and name not in lines
+        untouched = untouched or name in fixed
         own = name.startswith('_') or name in imported or callable(value)
         if not untouched and (name in values or not own):
             yield name, value, f'in {path}, line {lines[name]}' if name in lines else f'in {path}'
+
+
+def file_hint(path):
+    """What the user may have meant by a config file that is not there."""
+    if '=' in path:
+        return f': write options as --{path}'
+    folder, name = Path(path).parent, Path(path).stem.removeprefix('train_')  # as nanoGPT's are
+    for place in dict.fromkeys((folder, Path('config'), ROOT / 'config')):
+        names = sorted(file.stem for file in place.glob('*.py'))
+        if nearest := difflib.get_close_matches(name, names, n=3, cutoff=0.6):
+            return ': did you mean ' + ', '.join(str(place / f'{n}.py') for n in sorted(nearest))
+    return ''
 
 
 def assigned_and_imported(source):
@@ -133,10 +185,19 @@ def error_line(error, path):
 # what a field accepts
 
 
+HABITS = {  # what other programs call it → our key
+    'lr': 'learning_rate', 'wd': 'weight_decay', 'epochs': 'max_iters', 'num_epochs': 'max_iters',
+    'steps': 'max_iters', 'max_steps': 'max_iters', 'bs': 'batch_size', 'ctx': 'block_size',
+    'context': 'block_size', 'seq_len': 'block_size', 'layers': 'n_layer', 'heads': 'n_head',
+    'gpu': 'gpu_memory_gb', 'output': 'out_dir', 'resume': 'init_from', 'prompt': 'start',
+}
+
+
 def check_and_set(cls, values, name, value, where, problems):
     """Put `value` into `values` if `name` exists and the value fits, else note the problem."""
     if name not in values:
-        nearest = difflib.get_close_matches(name, values, n=1, cutoff=0.6)
+        nearest = [HABITS[name]] if HABITS.get(name) in values \
+            else difflib.get_close_matches(name, values, n=1, cutoff=0.6)
         hint = f'did you mean {nearest[0]}?' if nearest else 'see --help for all keys'
         problems.append(f'unknown key {name!r} {where}: {hint}')
         return
@@ -150,8 +211,9 @@ def check_and_set(cls, values, name, value, where, problems):
 def convert(value, cls, name):
     """`value` as the field's type. Raises ValueError where it does not fit."""
     for kind in accepted_types(cls, name):
-        if type(value) in (int, float) and not abs(value) < 2**63:
-            raise ValueError  # infinite, not a number, or more than torch can count
+        limit = 3e38 if kind is float else 2**63  # what torch can hold
+        if type(value) in (int, float) and not abs(value) < limit:
+            continue  # infinite or not a number, too
         if kind is float and type(value) in (int, float):
             return float(value)
         if kind is int and type(value) is float and value.is_integer():

@@ -21,6 +21,7 @@ from plaingpt.system.devices import autocast, choose_device, choose_dtype
 from plaingpt.system.distributed import host_group, launched_world, print0, process_group
 from plaingpt.system.errors import UserError, run_script
 from plaingpt.system.files import write_json
+from plaingpt.system.streams import require_stdout
 from plaingpt.training import checkpoint as checkpoints
 
 TASKS = ('val', 'train', 'text', *scoring.BENCHMARKS)
@@ -85,6 +86,8 @@ def score(task, config, model, tokenizer, state, context, group):
 
 def main(argv):
     config = load_config(EvaluateConfig, argv, __doc__)
+    if not config.output:
+        require_stdout()
     world = launched_world()
     device, _ = choose_device(config.device, world.local_rank)
     model, tokenizer, source, state = checkpoints.load(

@@ -12,6 +12,8 @@ import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
+from safetensors import SafetensorError
+
 from configurator import load_config
 from plaingpt.inference.hf_export import write_hf
 from plaingpt.system.errors import UserError, run_script
@@ -65,8 +67,9 @@ def main(argv):
         unfinished.mkdir(parents=True)
         write_hf(unfinished, model, tokenizer, model_card(dest.name, model, source, state))
         unfinished.rename(dest)
-    except OSError as e:
-        raise UserError(f'dest={dest}: cannot be written: {e.strerror or e}') from None
+    except (OSError, SafetensorError) as e:
+        why = getattr(e, 'strerror', None) or e
+        raise UserError(f'dest={dest}: cannot be written: {why}') from None
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)
     size = sum(path.stat().st_size for path in dest.iterdir())

@@ -13,10 +13,11 @@ import torch
 from configurator import load_config
 from model import GPT
 from plaingpt.corpus.corpora import find_dataset_size
+from plaingpt.system.devices import GPUS, peak_flops
 from plaingpt.system.errors import UserError, run_script
 from plaingpt.system.formatting import GIB, duration, gib, short
-from plaingpt.system.hardware import GPUS, peak_flops
 from plaingpt.system.recompute import KINDS
+from plaingpt.system.streams import require_stdout
 from plaingpt.training.memory_planner import (
     batch_that_divides,
     largest_batch,
@@ -206,6 +207,7 @@ def print_time_and_disk(time, disk):
 
 def main(argv):
     config = load_config(PlanConfig, argv, __doc__)
+    require_stdout()
     vocab_size, dataset_tokens, source = find_dataset_size(config.dataset, config.vocab_size)
     shape = config.gpt_config(vocab_size)
     if config.batch_size == 'auto' and not (config.gpu_memory_gb or config.gpu):

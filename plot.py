@@ -19,6 +19,7 @@ from plaingpt.monitoring.run_record import read_run
 from plaingpt.system.errors import UserError, run_script
 from plaingpt.system.folder_lock import in_use
 from plaingpt.system.formatting import duration
+from plaingpt.system.streams import require_stdout
 
 
 @dataclass
@@ -38,6 +39,7 @@ class PlotConfig:
 def main(argv):
     folders = [arg for arg in argv if not arg.startswith('-')]
     config = load_config(PlotConfig, [arg for arg in argv if arg not in folders], __doc__)
+    require_stdout()
     check_folders(folders)
     reference = read_reference(config.reference) if config.reference else None
     default = Path(folders[0], 'loss.png') if len(folders) == 1 else 'compare.png'

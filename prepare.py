@@ -29,6 +29,7 @@ from plaingpt.corpus.shards import lock_dataset_dir, publish, read_journal
 from plaingpt.corpus.sources import open_source
 from plaingpt.system.errors import UserError, run_script
 from plaingpt.system.files import write_json
+from plaingpt.system.streams import require_stdout
 
 BPE_SAMPLE_CHARS = 50_000_000  # a bpe tokenizer is trained on at most so much text
 
@@ -76,6 +77,7 @@ def prepared_folder(name):
 def main(argv):
     help_text = f'{__doc__}\nCorpora, with the tokenizer of each:\n{table()}'
     if not argv:
+        require_stdout()
         print(help_text)
         return
     name, *options = argv

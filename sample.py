@@ -26,6 +26,8 @@ from plaingpt.inference.text_generator import TextGenerator, read_text
 from plaingpt.inference.weight_layout import prepare_for_generation
 from plaingpt.system.devices import choose_compile, choose_device, choose_dtype, use_fast_matmul
 from plaingpt.system.errors import UserError, run_script
+from plaingpt.system.files import naming
+from plaingpt.system.streams import require_stdout
 from plaingpt.training import checkpoint as checkpoints
 
 
@@ -120,10 +122,10 @@ def write_prompts(generator, config):
     rows = read_prompts(config.prompts)
     prompts = [generator.encode_prompt(row['prompt'], where) for row, where in rows]
     try:
-        output = open(config.output, 'x', encoding='utf-8')
+        output = open(config.output, 'x', encoding='utf-8', errors='backslashreplace')
     except OSError as e:
         raise UserError(f'output={config.output}: {e.strerror}: name a new file') from None
-    with output, tqdm(total=len(rows), desc='writing', disable=None) as bar:
+    with naming(config.output), output, tqdm(total=len(rows), desc='writing', disable=None) as bar:
         for first in range(0, len(rows), config.batch_size):
             numbers = range(len(rows))[first:first + config.batch_size]
             texts = generator.write([prompts[i] for i in numbers], numbers, config, config.stops())
@@ -136,6 +138,8 @@ def write_prompts(generator, config):
 
 def main(argv):
     config = load_config(SampleConfig, argv, __doc__)
+    if not config.output:
+        require_stdout(verbatim=True)
     device, _ = choose_device(config.device)
     use_fast_matmul()
     model, tokenizer, source, _ = checkpoints.load(config.init_from, config.out_dir,

@@ -26,7 +26,6 @@ batch_size = 16
 # 9,537 steps · 2^19 = 5.0B tokens, half of what config/gpt2_124m.py takes
 optimizer = 'muon'
 max_iters = 9537
-lr_decay_iters = max_iters
 learning_rate = 2e-3  # an update of Muon's bears three times AdamW's
 min_lr = 0.0
 lr_schedule = 'wsd'  # a run can be cut short: only the last wsd_decay of it falls

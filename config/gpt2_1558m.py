@@ -19,9 +19,7 @@ batch_size = 4
 # 29,716 steps · 2^20 = 31.2B tokens, 20 for each parameter (compute-optimal, Hoffmann et al. 2022):
 # 3.5 epochs of OpenWebText, and repeating up to 4 times costs little (Muennighoff et al. 2023).
 max_iters = 29716
-lr_decay_iters = max_iters
 learning_rate = 2e-4  # GPT-3, table 2.1, for 1.3B
-min_lr = learning_rate / 10
 warmup_iters = 358  # 375M tokens, as GPT-3
 weight_decay = 0.1
 

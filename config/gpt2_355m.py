@@ -19,9 +19,7 @@ batch_size = 8
 # 19,073 steps · 2^19 = 10.0B tokens, 28 for each parameter (compute-optimal: 20, Hoffmann et al.
 # 2022).
 max_iters = 19073
-lr_decay_iters = max_iters
 learning_rate = 3e-4  # GPT-3, table 2.1
-min_lr = learning_rate / 10
 warmup_iters = 715  # 375M tokens, as GPT-3
 weight_decay = 0.1
 

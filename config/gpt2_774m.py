@@ -19,9 +19,7 @@ batch_size = 4
 # 29,527 steps · 2^19 = 15.5B tokens, 20 for each parameter (compute-optimal, Hoffmann et al. 2022):
 # 1.7 epochs of OpenWebText, and repeating up to 4 times costs little (Muennighoff et al. 2023).
 max_iters = 29527
-lr_decay_iters = max_iters
 learning_rate = 2.5e-4  # GPT-3, table 2.1
-min_lr = learning_rate / 10
 warmup_iters = 715  # 375M tokens, as GPT-3
 weight_decay = 0.1
 

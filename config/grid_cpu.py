@@ -14,9 +14,7 @@ batch_size = 8
 block_size = 32
 gradient_accumulation_steps = 1
 max_iters = 150
-lr_decay_iters = max_iters
 learning_rate = 3e-3  # small networks bear a high one
-min_lr = learning_rate / 10
 warmup_iters = 15
 beta2 = 0.99
 

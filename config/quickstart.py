@@ -24,7 +24,6 @@ optimizer = 'muon'
 batch_size = 16
 gradient_accumulation_steps = 1
 max_iters = 450
-lr_decay_iters = max_iters
 
 learning_rate = 4e-3  # small networks bear a high one
 min_lr = 0.0

@@ -18,9 +18,7 @@ gradient_accumulation_steps = 1
 
 # 5,000 steps · 16,384 = 82M characters, 82 epochs
 max_iters = 5000
-lr_decay_iters = 5000
 learning_rate = 1e-3  # small networks bear a higher one
-min_lr = learning_rate / 10
 warmup_iters = 100
 beta2 = 0.99  # few tokens a step make the gradient noisy: average over more steps
 

@@ -17,9 +17,7 @@ gradient_accumulation_steps = 1
 
 # 2,000 steps · 768 = 1.5M characters, 1.5 epochs
 max_iters = 2000
-lr_decay_iters = 2000
 learning_rate = 1e-3
-min_lr = learning_rate / 10
 warmup_iters = 100
 beta2 = 0.99
 

@@ -26,7 +26,6 @@ gradient_accumulation_steps = 1
 # 750 steps · 2,048 = 1.5M characters, as many as config/shakespeare_char_cpu.py sees
 optimizer = 'muon'
 max_iters = 750
-lr_decay_iters = max_iters
 learning_rate = 4e-3
 min_lr = 0.0
 lr_schedule = 'linear'

@@ -25,7 +25,6 @@ gradient_accumulation_steps = 1
 # 1,000 steps · 16,384 = 16M characters, 16 epochs
 optimizer = 'muon'
 max_iters = 1000
-lr_decay_iters = max_iters
 learning_rate = 3e-3
 min_lr = 0.0
 lr_schedule = 'linear'

@@ -14,9 +14,7 @@ block_size = 32
 batch_size = 8
 gradient_accumulation_steps = 1
 max_iters = 4
-lr_decay_iters = max_iters
 learning_rate = 3e-3  # small networks bear a high one
-min_lr = learning_rate / 10
 warmup_iters = 0
 
 eval_interval = 2

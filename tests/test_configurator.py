@@ -37,6 +37,48 @@ def test_a_config_file_computes_from_the_values_it_finds(tmp_path):
     assert config.max_iters == 2 * TrainConfig.max_iters
 
 
+@pytest.mark.parametrize(('option', 'min_lr', 'end'), [
+    ((), 1e-4, 500), (('--learning_rate=5e-4',), 5e-5, 500), (('--max_iters=70',), 1e-4, 70),
+    (('--min_lr=0', '--lr_decay_iters=90'), 0, 90)])
+@pytest.mark.parametrize('computed', [False, True])
+def test_the_end_of_the_learning_rate_follows_what_it_depends_on(
+        tmp_path, option, min_lr, end, computed):
+    a = write(tmp_path / 'a.py', 'learning_rate = 1e-3\nmax_iters = 500\nwarmup_iters = 10\n' + (
+        'def tenth(x): return x / 10\nlr_decay_iters = max_iters\nmin_lr = tenth(learning_rate)\n'
+        if computed else ''))
+    config = load(a, *option)
+    assert config.min_lr == pytest.approx(min_lr) and config.lr_decay_iters == end
+
+
+def test_a_run_shorter_than_its_warmup_is_no_mistake():
+    assert load('--max_iters=10').lr_decay_iters == TrainConfig().warmup_iters
+
+
+@pytest.mark.parametrize(('arguments', 'meant'), [
+    (['config/train_gpt2.py'], 'config/gpt2_124m.py'),
+    (['config/train_shakespeare_char.py'], 'config/shakespeare_char.py'),
+    (['config/shakespear_char.py'], 'config/shakespeare_char.py'),
+    (['shakespeare_char'], 'config/shakespeare_char.py'),
+    (['config/quickstart'], 'config/quickstart.py'),
+    (['max_iters=10'], '--max_iters=10'),
+    (['--max_iters', '10'], '--max_iters=10'),
+    (['--lr=1e-3'], 'learning_rate'),
+    (['--epochs=3'], 'max_iters'),
+])
+def test_a_habit_of_another_program_is_answered_by_what_to_write(arguments, meant, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    with pytest.raises(UserError) as error:
+        load(*arguments)
+    assert meant in str(error.value) and len(str(error.value).splitlines()) == 1
+
+
+def test_a_large_number_is_a_number_and_infinity_is_none():
+    assert load('--learning_rate=1e30').learning_rate == 1e30
+    for value in ('1e999', 'inf', 'nan', '1e39'):
+        with pytest.raises(UserError, match='expected a number'):
+            load(f'--learning_rate={value}')
+
+
 def test_a_config_file_may_import_and_keep_names_of_its_own(tmp_path):
     a = write(tmp_path / 'a.py', '''
 import time

@@ -5,8 +5,8 @@ from helpers import fails
 
 import plan
 from configurator import load_config
+from plaingpt.system.devices import GPUS
 from plaingpt.system.errors import UserError
-from plaingpt.system.hardware import GPUS
 from plan import PlanConfig
 
 GPT2 = ['config/gpt2_124m.py', '--dataset=no_such_dataset']

@@ -69,7 +69,8 @@ def test_speed_and_a_prompt_that_is_too_long_are_told(trained, capsys):
     sample.main([f'--out_dir={trained}', '--device=cpu', '--num_samples=2', '--max_new_tokens=30',
                  f'--start={"x" * 20}'])
     long, speed = capsys.readouterr().err.splitlines()
-    assert long == 'start has 20 tokens and the model reads at most 16: only its end counts'
+    assert long == 'warning: start has 20 tokens and the model reads at most 16: ' \
+                   'only its end counts'
     assert speed.startswith('60 tokens in ') and speed.endswith(' tokens/s')
 
 

@@ -31,10 +31,9 @@ from plaingpt.corpus.batches import BatchLoader
 from plaingpt.corpus.dataset import open_dataset
 from plaingpt.monitoring.figures import COLOURS, cut_off_the_start
 from plaingpt.system import cpu_kernels
-from plaingpt.system.devices import autocast, choose_dtype
+from plaingpt.system.devices import autocast, choose_dtype, machine_name
 from plaingpt.system.errors import run_script
 from plaingpt.system.files import ROOT, make_writable, write_atomically
-from plaingpt.system.hardware import machine_name
 from plaingpt.training.optimizers import build_optimizer
 from plaingpt.training.schedules import get_lr
 from plaingpt.training.settings import TrainConfig

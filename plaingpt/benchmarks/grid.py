@@ -19,9 +19,9 @@ import numpy as np
 from tqdm import tqdm
 
 from plaingpt.benchmarks.result_tables import markdown, result_path
+from plaingpt.system.devices import machine_name
 from plaingpt.system.errors import UserError, needs
 from plaingpt.system.files import ROOT, append_line, parse_json, write_atomically
-from plaingpt.system.hardware import machine_name
 from plaingpt.training.memory_planner import predict, step_settings
 from plaingpt.training.settings import TrainConfig
 

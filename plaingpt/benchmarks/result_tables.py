@@ -8,11 +8,10 @@ from pathlib import Path
 
 import torch
 
-from plaingpt.system.devices import device_name
+from plaingpt.system.devices import device_name, machine_name
 from plaingpt.system.errors import UserError
 from plaingpt.system.files import write_atomically
 from plaingpt.system.formatting import gib, short
-from plaingpt.system.hardware import machine_name
 
 
 def describe_measurement(device, argv):

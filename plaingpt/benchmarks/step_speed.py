@@ -13,10 +13,9 @@ from plaingpt.benchmarks.result_tables import format_memory, format_times, markd
 from plaingpt.benchmarks.timing import matmul_flops, step_seconds, step_times, synchronize
 from plaingpt.corpus.batches import BatchLoader, fits_in_ram
 from plaingpt.corpus.dataset import dataset_folder, open_dataset
-from plaingpt.system.devices import DTYPES, autocast, device_name, peak_memory_bytes
+from plaingpt.system.devices import DTYPES, autocast, device_name, mfu, peak_memory_bytes
 from plaingpt.system.errors import UserError
 from plaingpt.system.files import make_writable
-from plaingpt.system.hardware import mfu
 from plaingpt.training.optimizers import build_optimizer
 from plaingpt.training.settings import TrainConfig
 from plaingpt.training.training_step import StepGuard, forward_backward, update

@@ -5,6 +5,7 @@ import numpy as np
 from plaingpt.corpus.dataset import open_dataset
 from plaingpt.system.errors import UserError
 from plaingpt.system.files import sha256_of
+from plaingpt.system.streams import require_stdout
 
 READ_TOKENS = 2**20  # at a time
 
@@ -52,6 +53,7 @@ def excerpt(stream, start, tokenizer):
 
 def inspect(folder):
     """Print what a prepared folder holds and read all of it. Raises UserError for damage."""
+    require_stdout()
     dataset = open_dataset(folder)
     tokenizer = dataset.tokenizer()
     print(f'{folder}: {tokenizer.to_json()["kind"]} tokenizer, {dataset.vocab_size:,} tokens')

@@ -85,7 +85,8 @@ class Chat:
         if not name:
             return 'name a file: /save FILE'
         try:
-            with open(Path(name).expanduser(), 'x', encoding='utf-8') as f:
+            with open(Path(name).expanduser(), 'x', encoding='utf-8',
+                      errors='backslashreplace') as f:  # lone surrogates too
                 f.write(self.transcript + '\n')
         except OSError as e:
             return f'{name}: {e.strerror}'

@@ -8,6 +8,7 @@ from safetensors.torch import save_file
 from plaingpt.inference.hf_architectures import ARCHITECTURES
 from plaingpt.inference.pretrained import OUR_TOKENIZER, without_padding
 from plaingpt.system.errors import UserError
+from plaingpt.system.formatting import printable
 
 END_OF_TEXT, PADDING = '<|endoftext|>', '<|padding|>'
 VISIBLE = [*range(33, 127), *range(161, 173), *range(174, 256)]  # bytes that stand for themselves
@@ -39,7 +40,7 @@ def write_hf(folder, model, tokenizer, card):
     }
     for name, value in files.items():
         (folder / name).write_text(json.dumps(value, indent=1) + '\n', encoding='utf-8')
-    (folder / 'README.md').write_text(card, encoding='utf-8')
+    (folder / 'README.md').write_text(printable(card), encoding='utf-8')
 
 
 def choose_architecture(config):

@@ -22,6 +22,7 @@ from plaingpt.inference.text_generator import read_text
 from plaingpt.system.distributed import all_gather, barrier, launched_world
 from plaingpt.system.errors import UserError
 from plaingpt.system.files import write_atomically
+from plaingpt.system.formatting import printable
 
 CHUNK = 1024  # positions whose logits exist at once
 
@@ -42,7 +43,7 @@ def log_likelihoods(model, rows, batch_size, context, label, group=None):
     scores = np.zeros((len(mine), 2))
     was_training = model.training
     model.eval()
-    with tqdm(total=len(mine), desc=label, leave=False,
+    with tqdm(total=len(mine), desc=printable(label), leave=False,
               disable=None if world.is_main else True) as bar:
         for first in range(0, len(mine), batch_size):
             batch = [rows[i] for i in mine[first:first + batch_size]]

@@ -1,7 +1,6 @@
 """Prompts → texts, in pieces as they come: a model with its tokenizer."""
 
 import codecs
-import sys
 import time
 from pathlib import Path
 
@@ -9,6 +8,7 @@ import torch
 
 from plaingpt.inference.generation import generate
 from plaingpt.system.errors import UserError
+from plaingpt.system.streams import warn
 
 
 def read_text(path, where):
@@ -84,8 +84,8 @@ class TextGenerator:
         """→ ids. Warns on stderr when there are more than the model can read."""
         ids = self.encode(text, where)
         if len(ids) > self.model.config.block_size:
-            print(f'{where} has {len(ids):,} tokens and the model reads at most '
-                  f'{self.model.config.block_size:,}: only its end counts', file=sys.stderr)
+            warn(f'{where} has {len(ids):,} tokens and the model reads at most '
+                 f'{self.model.config.block_size:,}: only its end counts')
         return ids
 
     def write(self, prompts, numbers, sampling, stop=(), show=None):

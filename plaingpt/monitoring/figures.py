@@ -1,7 +1,11 @@
 """Curves of runs as a picture, with matplotlib and without torch. PANELS lists its parts."""
 
+import io
+
 from plaingpt.monitoring.metrics_file import column, rows_with, step_tokens
 from plaingpt.system.errors import UserError, needs
+from plaingpt.system.files import write_atomically
+from plaingpt.system.formatting import printable
 
 # Okabe and Ito 2008, a palette that colour-blind people tell apart too; black is for references
 COLOURS = ('#0072B2', '#D55E00', '#009E73', '#CC79A7', '#E69F00', '#56B4E9')
@@ -29,7 +33,9 @@ def draw(runs, path, reference=None):
         panel.draw(axes, runs, reference)
         finish_axes(axes, panel)
     name_runs(figure, runs)
-    figure.savefig(path, dpi=110)
+    picture = io.BytesIO()
+    figure.savefig(picture, dpi=110)
+    write_atomically(path, picture.getvalue())
 
 
 def finish_axes(axes, panel):
@@ -43,18 +49,26 @@ def finish_axes(axes, panel):
             axis.set_major_formatter(EngFormatter(sep=''))  # 250k
     axes.spines[['top', 'right']].set_visible(False)
     if axes.get_legend_handles_labels()[0]:
-        axes.legend(fontsize=8, framealpha=0.8, edgecolor='none')
+        show_as_they_are(axes.legend(fontsize=8, framealpha=0.8, edgecolor='none').get_texts())
 
 
 def name_runs(figure, runs):
     """One run is the title; several share one legend of their colours."""
     from matplotlib.lines import Line2D
     if len(runs) == 1:
-        figure.suptitle(runs[0][0], fontsize=12)
+        show_as_they_are([figure.suptitle(runs[0][0], fontsize=12)])
     else:
-        figure.legend([Line2D([], [], color=colour, lw=2) for *_, colour in runs],
-                      [name for name, *_ in runs], loc='outside upper center',
-                      ncols=min(4, len(runs)), fontsize=10, frameon=False)
+        legend = figure.legend([Line2D([], [], color=colour, lw=2) for *_, colour in runs],
+                               [name for name, *_ in runs], loc='outside upper center',
+                               ncols=min(4, len(runs)), fontsize=10, frameon=False)
+        show_as_they_are(legend.get_texts())
+
+
+def show_as_they_are(texts):
+    """Names of runs are no formulas: matplotlib would take what is between two $ for one."""
+    for text in texts:
+        text.set_parse_math(False)
+        text.set_text(printable(text.get_text()))
 
 
 def choose_colours(n):

@@ -1,14 +1,14 @@
 """report.md and loss.png: what a run was and what came of it, from run.json and metrics.jsonl."""
 
+from contextlib import contextmanager
 from pathlib import Path
 from statistics import median_high
 
 from plaingpt.monitoring.diagnosis import diagnose, overfit_check
 from plaingpt.monitoring.metrics_file import column, read_rows, rows_with
 from plaingpt.monitoring.run_record import read_run
-from plaingpt.system.errors import UserError
 from plaingpt.system.files import write_atomically
-from plaingpt.system.formatting import duration, short
+from plaingpt.system.formatting import duration, one_line, printable, short
 
 SAMPLES = 5  # texts by the model in a report, evenly spread over the run
 
@@ -19,22 +19,27 @@ def write_report(out_dir, print_line, ended=True):
     ended: the run will not be resumed
     """
     out_dir = Path(out_dir)
-    rows, run = read_rows(out_dir / 'metrics.jsonl', print_line), read_run(out_dir)
-    if not rows or not run:
-        return
+    with attempt('report.md', print_line):
+        rows, run = read_rows(out_dir / 'metrics.jsonl', print_line), read_run(out_dir)
+        if not rows or not run:
+            return
+        with attempt('loss.png', print_line):
+            from plaingpt.monitoring.figures import draw
+            draw([(out_dir.name, rows)], out_dir / 'loss.png')
+        if verdict := overfit_check(rows, run):
+            print_line(verdict)
+        text = format_report(out_dir, rows, run, ended)
+        write_atomically(out_dir / 'report.md', printable(text))
+        print_line(f'{out_dir}/report.md says what the run was and what came of it')
+
+
+@contextmanager
+def attempt(name, print_line):
+    """What is raised in here costs the file of that name, and not the run that came to its end."""
     try:
-        from plaingpt.monitoring.figures import draw
-        draw([(out_dir.name, rows)], out_dir / 'loss.png')
-    except (UserError, OSError) as problem:
-        print_line(f'no loss.png: {problem}')
-    if verdict := overfit_check(rows, run):
-        print_line(verdict)
-    try:
-        write_atomically(out_dir / 'report.md', format_report(out_dir, rows, run, ended))
-    except OSError as e:
-        print_line(f'no report.md: {e.strerror}')
-        return
-    print_line(f'{out_dir}/report.md says what the run was and what came of it')
+        yield
+    except Exception as e:
+        print_line(f'warning: no {name}: {one_line(e)}')
 
 
 def format_report(out_dir, rows, run, ended):

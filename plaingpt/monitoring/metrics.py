@@ -17,10 +17,9 @@ from contextlib import contextmanager
 
 from plaingpt.monitoring.diagnosis import diagnose
 from plaingpt.monitoring.metrics_file import finite, read_rows
-from plaingpt.system.devices import device_name, peak_memory_bytes
+from plaingpt.system.devices import device_name, mfu, peak_memory_bytes
 from plaingpt.system.files import append_line
-from plaingpt.system.formatting import duration, short
-from plaingpt.system.hardware import mfu
+from plaingpt.system.formatting import duration, one_line, short
 
 MAX_ROWS = 20_000  # kept in memory; beyond it every second row without an evaluation goes
 LIVE_INTERVAL_S = 0.5  # between two updates of the live line
@@ -142,7 +141,11 @@ class Metrics:
         if self.path:
             self._diagnose(ended)
         for backend in self.backends:
-            backend.close()
+            try:
+                backend.close()
+            except Exception as e:  # what it lacks is in the file
+                self.print(f'warning: {backend.name} does not end well ({one_line(e)}); '
+                           f'{self.path} has all numbers')
 
     def _print_columns(self, iter_num, *columns):
         width = len(str(self.config.max_iters))
@@ -170,7 +173,7 @@ class Metrics:
                 backend.log(row)
             except Exception as e:  # a backend may raise anything, and must not stop the run
                 self.backends.remove(backend)
-                self.print(f'warning: no more numbers go to {backend.name} ({e}); '
+                self.print(f'warning: no more numbers go to {backend.name} ({one_line(e)}); '
                            f'{self.path} has them all')
 
     def _diagnose(self, ended=False):

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import time
 from contextlib import suppress
-from dataclasses import asdict, fields
+from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
@@ -25,7 +25,7 @@ from plaingpt.system.files import (
     read_json,
     write_json,
 )
-from plaingpt.system.hardware import cpu_name
+from plaingpt.system.streams import warn
 
 UNIGRAM_TOKENS = 2**20  # that the entropy of single tokens is computed from
 
@@ -48,7 +48,7 @@ def describe_run(config, dataset, loader, model, device, dtype, compile, world, 
     it continues from a checkpoint."""
     import torch  # here, so that plot.py starts without it
 
-    from plaingpt.system.devices import device_name
+    from plaingpt.system.devices import cpu_name, device_name
     from_scratch = config.init_from in ('scratch', 'auto')
     if resumed:
         from_scratch = read_run(config.out_dir).get('from_scratch', True)
@@ -73,8 +73,8 @@ def describe_run(config, dataset, loader, model, device, dtype, compile, world, 
 
 def changed_settings(config):
     """{key: value} of a dataclass where it is not the default."""
-    return {f.name: getattr(config, f.name) for f in fields(config)
-            if getattr(config, f.name) != f.default}
+    defaults = asdict(type(config)())
+    return {key: value for key, value in asdict(config).items() if value != defaults[key]}
 
 
 def unigram_loss(stream):
@@ -95,9 +95,11 @@ def code_version():
 
 
 def write_run(out_dir, run):
-    """Write run.json. A disk that refuses stops no training."""
-    with suppress(OSError):
+    """Write run.json. A disk that refuses gets a warning, and stops no training."""
+    try:
         write_json(Path(out_dir, 'run.json'), run)
+    except OSError as e:
+        warn(f'{out_dir}/run.json stays as it was: {e.strerror}')
 
 
 def read_run(out_dir):

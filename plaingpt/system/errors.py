@@ -1,9 +1,23 @@
 """A mistake that the user can fix, and the one place that turns it into one line."""
 
+import errno
 import os
 import sys
+import threading
 import time
 from contextlib import contextmanager
+
+from plaingpt.system.formatting import printable
+from plaingpt.system.streams import StdoutError, prepare_streams, warn
+
+# what to do where the system refuses a file
+FIXES = {
+    **dict.fromkeys((errno.ENOSPC, errno.EDQUOT), 'make room and start again'),
+    **dict.fromkeys((errno.EACCES, errno.EPERM), 'allow it, or name another place'),
+    errno.EFBIG: 'raise the limit (ulimit -f), or name another place',
+    errno.EROFS: 'name another place',
+    errno.EMFILE: 'raise the limit (ulimit -n)',
+    errno.EIO: 'the disk or its connection is broken'}
 
 
 class UserError(Exception):
@@ -23,18 +37,49 @@ def needs(package, what):
 
 
 def run_script(main):
-    """Run `main(argv)`; a `UserError` becomes `error: …` on stderr and exit code 2."""
+    """Run `main(argv)` → exit code 2, and `error: …` on stderr, for a `UserError` and for what the
+    system refuses. What cannot be printed stops no script but one that called `require_stdout`.
+    """
+    prepare_streams()
+    threading.excepthook = thread_failed
     try:
-        main(sys.argv[1:])
+        try:
+            main(sys.argv[1:])
+        finally:
+            sys.stdout.flush()
     except UserError as problem:
-        # When every rank fails alike, rank 0 speaks for all: torchrun stops the others meanwhile.
-        time.sleep(0 if os.environ.get('RANK', '0') == '0' else 3)
-        for line in str(problem).splitlines():
-            print(f'error: {line}', file=sys.stderr, flush=True)
+        print_error(str(problem))
         sys.exit(2)
     except KeyboardInterrupt:
         print('\ninterrupted', file=sys.stderr)
         sys.exit(130)
-    except BrokenPipeError:  # the reader went away, as in `| head`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except StdoutError as e:
+        if e.errno != errno.EPIPE:  # the reader went away, as in `| head`, and wants no more
+            print_error(f'standard output: {e.strerror}')
         sys.exit(1)
+    except OSError as e:
+        print_error(refusal(e))
+        sys.exit(2)
+
+
+def thread_failed(args):
+    """A thread of another package that the system refuses something gets a line, no traceback."""
+    if isinstance(args.exc_value, OSError):
+        warn(refusal(args.exc_value))
+    else:
+        threading.__excepthook__(args)
+
+
+def refusal(error):
+    """'FILE: No space left on device: make room and start again', of an OSError."""
+    parts = [error.filename, error.strerror or error, FIXES.get(error.errno)]
+    return ': '.join(os.fsdecode(part) if isinstance(part, bytes) else str(part)
+                     for part in parts if part is not None)
+
+
+def print_error(message):
+    """Print `error: …` on stderr for each line of a message."""
+    # When every rank fails alike, rank 0 speaks for all: torchrun stops the others meanwhile.
+    time.sleep(0 if os.environ.get('RANK', '0') == '0' else 3)
+    for line in message.split('\n'):
+        print(printable(f'error: {line}'), file=sys.stderr, flush=True)

@@ -6,10 +6,11 @@ import hashlib
 import json
 import os
 import stat
-import sys
+from contextlib import contextmanager
 from pathlib import Path
 
 from plaingpt.system.errors import UserError
+from plaingpt.system.streams import warn
 
 ROOT = Path(__file__).resolve().parents[2]  # where train.py and config/ are
 
@@ -17,16 +18,30 @@ ROOT = Path(__file__).resolve().parents[2]  # where train.py and config/ are
 def write_atomically(path, data):
     """Write text or bytes under a temporary name, sync, rename: `path` is whole or as it was.
 
+    Half a character, of a name that is no UTF-8, becomes \\udcXX, as JSON writes it too.
     Raises OSError where the disk refuses; nothing is left behind then.
     """
     path = Path(path)
     temporary = path.with_name(path.name + '.tmp')
+    if isinstance(data, str):
+        data = data.encode(errors='backslashreplace')
     try:
-        temporary.write_bytes(data.encode() if isinstance(data, str) else data)
-        sync(temporary)
-        os.replace(temporary, path)
+        with naming(path):
+            temporary.write_bytes(data)
+            sync(temporary)
+            os.replace(temporary, path)
     except OSError:
         temporary.unlink(missing_ok=True)
+        raise
+
+
+@contextmanager
+def naming(path):
+    """An OSError that leaves this context names `path`: where a disk is full, Python does not."""
+    try:
+        yield
+    except OSError as e:
+        e.filename = str(path)
         raise
 
 
@@ -35,13 +50,30 @@ def write_json(path, value):
     write_atomically(path, json.dumps(value, indent=1, ensure_ascii=False))
 
 
-def append_line(path, value):
-    """Add a JSON object to a .jsonl file. A disk that refuses gets a warning, and nobody stops."""
+@contextmanager
+def utf8_name(path):
+    """A name of a file that is UTF-8 while in here: safetensors reads no other."""
     try:
-        with open(path, 'a', encoding='utf-8') as f:
-            f.write(json.dumps(value) + '\n')
+        str(path).encode()
+    except UnicodeEncodeError:
+        with open(path, 'rb') as f:
+            yield f'/dev/fd/{f.fileno()}'
+    else:
+        yield path
+
+
+def append_line(path, value):
+    """Add a JSON object to a .jsonl file. Where the disk refuses, a warning names the line that is
+    lost; those before it stay whole, and nobody stops."""
+    line = (json.dumps(value) + '\n').encode()
+    try:
+        with open(path, 'ab', buffering=0) as f:
+            end = f.tell()
+            if f.write(line) < len(line):  # the next line must not continue half of this one
+                f.truncate(end)
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
     except OSError as e:
-        print(f'warning: a line of {path} is lost: {e.strerror}', file=sys.stderr, flush=True)
+        warn(f'a line of {path} is lost: {e.strerror}')
 
 
 def sync(path):

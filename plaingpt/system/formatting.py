@@ -1,6 +1,12 @@
-"""Numbers and errors as people read them."""
+"""Numbers, errors and the text of others as people read them."""
+
+import re
 
 GIB = 2**30
+
+# C0 but tab and line ends, DEL, C1, marks and overrides of the direction, lone surrogates
+CONTROLS = re.compile('[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\u061c\u200e\u200f\u202a-\u202e'
+                      '\u2066-\u2069\ud800-\udfff]|\r(?!\n)')
 
 
 def short(n):
@@ -20,6 +26,12 @@ def duration(seconds):
     if s >= 3600:
         return f'{s // 3600}h{s % 3600 // 60:02d}m'
     return f'{s // 60}m{s % 60:02d}s' if s >= 60 else f'{s}s'
+
+
+def printable(text):
+    r"""Text with control characters written out, '\x1b' for an escape: a terminal shows them and
+    does not obey."""
+    return CONTROLS.sub(lambda found: repr(found[0])[1:-1], text)
 
 
 def one_line(problem):

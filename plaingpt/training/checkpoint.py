@@ -14,7 +14,6 @@ import math
 import os
 import re
 import stat
-import sys
 from dataclasses import dataclass, fields
 from pathlib import Path
 
@@ -37,7 +36,9 @@ from plaingpt.system.files import (
     open_regular,
     read_json,
     sha256_of,
+    utf8_name,
 )
+from plaingpt.system.streams import warn
 
 FORMAT_VERSION = 1
 # Keys of state.json as an earlier version wrote them → as they are called now.
@@ -144,7 +145,8 @@ class Checkpoint:
             if chunk['kind'] != kind:
                 continue
             try:
-                with safe_open(self.path / chunk['name'], framework='pt') as f:
+                with utf8_name(self.path / chunk['name']) as name, \
+                        safe_open(name, framework='pt') as f:
                     for key in f.keys():  # noqa: SIM118  (it is no dict)
                         name, a, b = PART.fullmatch(key).groups()
                         yield name, slice(int(a), int(b)) if a else ..., f, key
@@ -337,7 +339,7 @@ def find(out_dir, which='latest'):
     if which == 'latest':
         return open_checkpoint(paths[-1])
     if which == 'best':
-        found = readable(out_dir, lambda problem: print(f'warning: {problem}', file=sys.stderr))
+        found = readable(out_dir, warn)
         return best_of(found or [open_checkpoint(paths[-1])])
     numbers = [iteration_of(path) for path in paths]
     if str(which).isdecimal() and int(which) in numbers:

@@ -4,7 +4,6 @@ import hashlib
 import json
 import os
 import shutil
-import sys
 import threading
 from dataclasses import asdict
 from pathlib import Path
@@ -17,6 +16,7 @@ from plaingpt.monitoring.metrics_file import rows_end, trim_rows
 from plaingpt.system.distributed import all_gather, host_group, print0
 from plaingpt.system.errors import UserError
 from plaingpt.system.files import sha256_of, sync, write_atomically
+from plaingpt.system.streams import warn
 from plaingpt.training.checkpoint import (
     FORMAT_VERSION,
     best_of,
@@ -81,13 +81,13 @@ class Saver:
                 self.failed = False
                 problem = self._together(lambda: prune(self.out_dir, self.keep), on_rank_0=True)
                 if problem and self.rank == 0:
-                    print(f'warning: an earlier checkpoint could not be removed ({problem}): '
-                          'remove it yourself, or the disk fills', file=sys.stderr, flush=True)
+                    warn(f'an earlier checkpoint could not be removed ({problem}): '
+                          'remove it yourself, or the disk fills')
                 return
             if self.rank == 0:
                 clean_up(self.out_dir)  # or the remains would fill a full disk further
-                print(f'warning: the checkpoint of iteration {state["iter_num"]} could not be '
-                      f'written ({problem}): {what_now}', file=sys.stderr, flush=True)
+                warn(f'the checkpoint of iteration {state["iter_num"]} could not be '
+                      f'written ({problem}): {what_now}')
 
     def _try(self, mine, state, rng):
         """One attempt to write it → None, or what went wrong; the same on all processes."""

@@ -68,8 +68,8 @@ class TrainConfig(GPTConfig):
     lr_schedule: Literal[*SCHEDULES] = 'cosine'  # after the warmup
     wsd_decay: float = 0.2  # wsd: falls in this last part of lr_decay_iters, linearly
     warmup_iters: int = 2000  # iterations up to learning_rate
-    lr_decay_iters: int = 600000  # iterations down to min_lr, usually max_iters
-    min_lr: float = 6e-5  # the lowest, usually learning_rate / 10
+    lr_decay_iters: Literal['auto'] | int = 'auto'  # iterations down to min_lr; auto: max_iters
+    min_lr: Literal['auto'] | float = 'auto'  # the lowest; auto: a tenth of learning_rate
     # system
     device: str = 'auto'  # auto, cpu, cuda, cuda:0, mps
     dtype: Literal['auto', 'float32', 'bfloat16', 'float16'] = 'auto'  # precision of the matmuls
@@ -81,6 +81,12 @@ class TrainConfig(GPTConfig):
     # model, where it differs from GPT-2
     vocab_size: int = 0  # tokens that there are; 0 for those of the dataset
     bias: bool = False  # biases in Linears and LayerNorms, as in GPT-2
+
+    def __post_init__(self):
+        if self.lr_decay_iters == 'auto':
+            self.lr_decay_iters = max(self.max_iters, self.warmup_iters)
+        if self.min_lr == 'auto':
+            self.min_lr = self.learning_rate / 10
 
     def out_of_range(self):
         """Values that are invalid by themselves, a line each."""

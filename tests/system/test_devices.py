@@ -9,6 +9,8 @@ from plaingpt.system.devices import (
     choose_compile,
     choose_device,
     choose_dtype,
+    mfu,
+    peak_flops,
     seed_everything,
     use_expandable_segments,
 )
@@ -108,3 +110,10 @@ def test_preparing_text_starts_without_torch():
     code = 'import sys, prepare; print("torch" in sys.modules)'
     out = subprocess.run([sys.executable, '-c', code], cwd=ROOT, capture_output=True, text=True)
     assert out.stdout.strip() == 'False', out.stderr
+
+
+def test_utilisation_is_known_only_where_the_peak_is():
+    assert mfu(1e12, 'cpu', 'bfloat16') is None
+    assert mfu(1e12, 'NVIDIA A100-SXM4-80GB', 'float32') is None
+    assert mfu(156e12, 'NVIDIA A100-SXM4-80GB', 'bfloat16') == 0.5
+    assert peak_flops('NVIDIA L40S', 'bfloat16') == 362e12  # and not the L4's

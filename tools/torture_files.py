@@ -432,7 +432,7 @@ def rewrite(path, chance):
         case 3:
             weights[name] = w[..., :-1].contiguous()
         case 4:
-            weights['transformer.h.9.attn.c_attn.weight'] = w
+            weights['transformer.h.9.attn.c_attn.weight'] = w.clone()
         case 5:
             weights[name] = w.to(torch.complex64)
         case 6:
@@ -521,7 +521,8 @@ def hostile_ckpt(bench, chance):
             args['n_layer'], one = 3000, torch.zeros(3 * 32, 32)
             weights |= {f'transformer.h.{i}.attn.c_attn.weight': one for i in range(3000)}
         case 'sparse':
-            weights[name] = torch.sparse_coo_tensor([[0]], [1.0], (10**12,))
+            weights[name] = torch.sparse_coo_tensor([[0]], [1.0], (10**12,),
+                                                    check_invariants=True)
         case 'meta':
             weights[name] = torch.empty(10**12, device='meta')
         case 'type':

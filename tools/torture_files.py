@@ -18,7 +18,6 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / 'tests')]
 
 import argparse
-import hashlib
 import inspect
 import json
 import math
@@ -28,7 +27,6 @@ import shutil
 import signal
 import tempfile
 import time
-import zipfile
 from collections import Counter
 from dataclasses import dataclass
 from functools import partial
@@ -36,7 +34,7 @@ from functools import partial
 import matplotlib.pyplot  # noqa: F401  (once, and not in each fork)
 import torch
 from helpers import options
-from safetensors.torch import load_file, save_file
+from hostile_models import WRITERS, deep, state_of, write_state
 from torture import hash_checkpoint
 
 import evaluate
@@ -153,11 +151,7 @@ class Bench:
         torch.save({'model': unpadded(ckpt), 'iter_num': 6, 'model_args': {
             key: getattr(ckpt.config, key) for key in fields}}, self.work / 'ckpt.pt')
         self.work.rename(self.whole)
-        self.expected = {}
-        for name in COMMANDS:
-            self.reset()
-            self.expected[name] = self.read(name)[1]
-            assert self.expected[name], self.log.read_text()
+        self.known = {}
 
     def training(self):
         return [*TINY, f'--out_dir={self.work}/out', f'--dataset={self.work}/data']
@@ -170,6 +164,14 @@ class Bench:
     def reset(self):
         shutil.rmtree(self.work, ignore_errors=True)
         shutil.copytree(self.whole, self.work)
+
+    def expected(self, name):
+        """What comes of a command that reads undamaged files."""
+        if name not in self.known:
+            self.reset()
+            self.known[name] = self.read(name)[1]
+            assert self.known[name], self.log.read_text()
+        return self.known[name]
 
     def read(self, name):
         """Run one of COMMANDS → (its Outcome, what came of it: None where it failed)."""
@@ -264,26 +266,27 @@ def corrupt(bench, chance):
     files = [path for folder in ('out', 'data') for path in sorted((bench.work / folder).rglob('*'))
              if path.is_file() and path.suffix in ('.json', '.jsonl', '.bin', '.safetensors',
                                                    '.sha256')]
-    path = chance.choice(files)
-    kind = chance.choice(KINDS)
+    path, kind = chance.choice(files), chance.choice(KINDS)
+    name = chance.choice(
+        ('resume', 'inspect') if path.suffix == '.bin' else
+        ('resume', 'inspect', 'evaluate') if path.name == 'meta.json' else
+        ('resume', 'sample', 'evaluate', 'export') if 'checkpoints' in path.parts else
+        ('resume', 'plot'))
+    expected = bench.expected(name)
+    bench.reset()
     before = path.read_bytes()
     damage(path, kind, chance, [other for other in files if other != path])
-    readers = ('resume', 'inspect') if path.suffix == '.bin' else \
-        ('resume', 'inspect', 'evaluate') if path.name == 'meta.json' else \
-        ('resume', 'plot') if 'checkpoints' not in path.parts else \
-        ('resume', 'sample', 'evaluate', 'export')
-    name = chance.choice(readers)
     outcome, result = bench.read(name)
-    what = f'{path.relative_to(bench.work)}, {getattr(kind, "__name__", kind)}: {name}'
     problem = outcome.problem()
+    told = any(line.startswith(('error: ', 'warning: ')) and path.parent.name in line
+               for line in outcome.said.splitlines())
     has_checksum = path.suffix == '.bin' or 'checkpoints' in path.parts
-    same = result == bench.expected[name]
-    named = any(str(part) in outcome.said for part in (path, path.parent))
     unchanged = path.is_file() and path.read_bytes() == before
-    if problem is None and has_checksum and not (same or outcome.code == 2 or unchanged) \
-            and not (named and name != 'resume'):
+    if problem is None and has_checksum and result != expected and outcome.code == 0 \
+            and not unchanged and (name == 'resume' or not told):
         problem = 'undetected: it went on, to another result'
-    return what, problem, 'noticed' if outcome.code == 2 or named else 'without effect'
+    return f'{path.relative_to(bench.work)}, {getattr(kind, "__name__", kind)}: {name}', problem, \
+        'noticed' if told else 'without effect'
 
 
 # -----------------------------------------------------------------------------
@@ -323,10 +326,6 @@ def mutate(value, chance):
     return value
 
 
-def deep(levels):
-    return [deep(levels - 1)] if levels else 'x'
-
-
 def written(value, chance):
     """The text of a value; now and then it is nested, or numbered, beyond reason."""
     text = json.dumps(value)
@@ -342,15 +341,6 @@ def written(value, chance):
         case 4:
             return '[' + '[],' * 1_500_000 + '[]]'
     return text
-
-
-def state_of(bench):
-    return find(bench.work / 'out', 'latest').path / 'state.json'
-
-
-def write_state(path, text):
-    path.write_text(text, encoding='utf-8')
-    path.with_name('state.json.sha256').write_text(hashlib.sha256(path.read_bytes()).hexdigest())
 
 
 def journal_of(bench):
@@ -393,7 +383,7 @@ def hostile_json(bench, chance):
             rows[at] = mutate(rows[at], chance)
         path.write_text(''.join(written(row, chance) + '\n' for row in rows))
     else:
-        path = state_of(bench) if kind == 'state.json' else journal_of(bench) \
+        path = state_of(bench.work) if kind == 'state.json' else journal_of(bench) \
             if kind == 'journal' else bench.work / {'run.json': 'out', 'meta.json': 'data'}.get(
                 kind, 'hf') / kind
         value = json.loads(path.read_text(encoding='utf-8'))
@@ -413,179 +403,11 @@ def hostile_json(bench, chance):
 # -----------------------------------------------------------------------------
 # hostile models
 
-SIZES = ('n_layer', 'n_embd', 'n_head', 'block_size', 'vocab_size')
-HUGE = (10**9, 2**30, 10**6, 2**63, 10**30, 0, -1, -2**31, 1.5, 1e9, 'x', None, True, [], math.nan)
-
-
-def rewrite(path, chance):
-    """Change the tensors of a safetensors file so that they are no weights."""
-    weights = load_file(path)
-    name = chance.choice(sorted(weights))
-    w = weights[name]
-    match chance.randrange(8):
-        case 0:
-            weights[name] = w.to(chance.choice((torch.int8, torch.uint8, torch.bool, torch.int64)))
-        case 1:
-            w.view(-1)[chance.randrange(w.numel())] = chance.choice((math.nan, math.inf))
-        case 2:
-            del weights[name]
-        case 3:
-            weights[name] = w[..., :-1].contiguous()
-        case 4:
-            weights['transformer.h.9.attn.c_attn.weight'] = w.clone()
-        case 5:
-            weights[name] = w.to(torch.complex64)
-        case 6:
-            weights[name] = torch.zeros(0, 2**40)
-        case 7:
-            weights |= {f'transformer.h.{i}.ln_1.weight': torch.zeros(1) for i in range(20_000)}
-    save_file(weights, path, metadata={'format': 'pt'})
-
-
-def spoil_header(path, chance):
-    """Let the head of a safetensors file say what is not so."""
-    data = path.read_bytes()
-    n = int.from_bytes(data[:8], 'little')
-    head = json.loads(data[8:8 + n])
-    entry = head[chance.choice([name for name in head if name != '__metadata__'])]
-    match chance.randrange(6):
-        case 0:
-            entry['data_offsets'] = [0, 2**62]
-        case 1:
-            entry['data_offsets'][0] = 0
-        case 2:
-            entry['shape'] = [2**31, 2**31]
-        case 3:
-            entry['dtype'] = chance.choice(('F8_E4M3', 'X', 5))
-        case 4:
-            head = [[]]
-        case 5:
-            n = chance.choice((2**63, 2**32, 0))
-    text = json.dumps(head).encode()
-    n = len(text) if n == int.from_bytes(data[:8], 'little') else n
-    path.write_bytes(n.to_bytes(8, 'little') + text + data[8 + int.from_bytes(
-        data[:8], 'little'):])
-
-
-def hostile_folder(bench, chance):
-    folder = bench.work / 'hf'
-    way = chance.choice(('config', 'config', 'weights', 'head'))
-    if way == 'config':
-        path = folder / 'config.json'
-        config = json.loads(path.read_text())
-        keys = {'n_layer': 'n_layer', 'n_embd': 'n_embd', 'n_head': 'n_head',
-                'block_size': 'n_positions', 'vocab_size': 'vocab_size'}
-        for key in chance.sample(SIZES, chance.randrange(1, 4)):
-            config[keys[key]] = chance.choice(HUGE)
-        path.write_text(json.dumps(config))
-    else:
-        (rewrite if way == 'weights' else spoil_header)(folder / 'model.safetensors', chance)
-    return f'folder, {way}', 'sample hf'
-
-
-def hostile_llama(bench, chance):
-    """No tensor bounds the positions of a rotary model, nor its heads."""
-    folder = bench.work / 'hf'
-    (folder / 'config.json').write_text(json.dumps({
-        'model_type': 'llama', 'vocab_size': 300, 'num_hidden_layers': 2, 'hidden_size': 32,
-        'num_attention_heads': chance.choice((1, 2, 10**9, -1)), 'rms_norm_eps': 1e-5,
-        'max_position_embeddings': chance.choice((10**9, 2**30, 2**62)), 'hidden_act': 'silu'}))
-    return 'folder, llama', 'sample hf'
-
-
-class Nested:
-    """A pickle that calls `function` on `arguments`."""
-
-    def __init__(self, function, *arguments):
-        self.call = function, arguments
-
-    def __reduce__(self):
-        return self.call
-
-
-def hostile_ckpt(bench, chance):
-    path = bench.work / 'ckpt.pt'
-    found = torch.load(path, weights_only=True)
-    weights, args = found['model'], found['model_args']
-    name = chance.choice(sorted(weights))
-    w = weights[name]
-    way = chance.choice(('sizes', 'sizes', 'stride', 'shared', 'sparse', 'meta', 'type', 'nan',
-                         'zip', 'deep', 'bytearray', 'cut', 'no tensor', 'subclass'))
-    match way:
-        case 'sizes':
-            for key in chance.sample(SIZES, chance.randrange(1, 4)):
-                args[key] = chance.choice(HUGE)
-        case 'stride':
-            weights[name] = torch.zeros(1).expand(10**9)
-        case 'shared':
-            args['n_layer'], one = 3000, torch.zeros(3 * 32, 32)
-            weights |= {f'transformer.h.{i}.attn.c_attn.weight': one for i in range(3000)}
-        case 'sparse':
-            weights[name] = torch.sparse_coo_tensor([[0]], [1.0], (10**12,),
-                                                    check_invariants=True)
-        case 'meta':
-            weights[name] = torch.empty(10**12, device='meta')
-        case 'type':
-            weights[name] = w.to(chance.choice((torch.int8, torch.bool, torch.complex64)))
-        case 'nan':
-            weights[name] = torch.full_like(w, math.nan)
-        case 'deep':
-            value = ()
-            for _ in range(800):
-                value = (value,)
-            found['config'] = {value: 1}
-            found['more'] = [deep(300)] * 10
-            del found['model']
-        case 'bytearray':
-            found['more'] = Nested(bytearray, 10**11)
-        case 'no tensor':
-            weights[name] = chance.choice(([], None, 'x', {}))
-        case 'subclass':
-            found['more'] = torch.nn.Buffer(w)
-            weights[name] = [w]
-    torch.save(found, path)
-    if way == 'zip':
-        with zipfile.ZipFile(path) as old:
-            files = {member: old.read(member) for member in old.namelist()}
-        with zipfile.ZipFile(path, 'w', zipfile.ZIP_DEFLATED) as new:
-            for member, data in files.items():
-                new.writestr(member, data + bytes(10**6 * member.endswith('pkl')))
-    if way == 'cut':
-        path.write_bytes(path.read_bytes()[:-chance.randrange(1, 5000)])
-    return f'ckpt.pt, {way}', 'sample pt'
-
-
-def hostile_checkpoint(bench, chance):
-    path = state_of(bench)
-    state = json.loads(path.read_text())
-    way = chance.choice(('sizes', 'sizes', 'rotary', 'weights', 'chunks'))
-    if way == 'sizes':
-        for key in chance.sample(SIZES, chance.randrange(1, 4)):
-            state['model'][key] = chance.choice(HUGE)
-    elif way == 'rotary':
-        state['model'] |= {'rotary': True, 'block_size': 2**30}
-    elif way == 'chunks':
-        state['chunks'][0]['name'] = chance.choice((
-            '../x.safetensors', '/dev/zero', 'model-00001-of-99999.safetensors', 5))
-    else:
-        chunk = next(chunk for chunk in state['chunks'] if chunk['kind'] == 'model')
-        data = path.with_name(chunk['name'])
-        (rewrite if chance.random() < 0.7 else spoil_header)(data, chance)
-        chunk |= {'bytes': data.stat().st_size,
-                  'sha256': hashlib.sha256(data.read_bytes()).hexdigest()}
-    write_state(path, json.dumps(state))
-    for other in path.parent.parent.iterdir():  # 'best' would take another one
-        if other != path.parent:
-            shutil.rmtree(other)
-    return f'checkpoint, {way}', chance.choice(('sample', 'resume'))
-
 
 def hostile_model(bench, chance):
     """→ (what was written, what is wrong with how it was refused, 'refused')"""
     bench.reset()
-    write = chance.choice((hostile_folder, hostile_llama, hostile_ckpt, hostile_ckpt,
-                           hostile_checkpoint))
-    what, command = write(bench, chance)
+    what, command = chance.choice(WRITERS)(bench.work, chance)
     outcome, _ = bench.read(command)
     problem = outcome.problem() or (None if outcome.code else 'it was taken for a model')
     if outcome.seconds > SECONDS or outcome.memory > MEMORY:

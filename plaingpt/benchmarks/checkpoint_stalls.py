@@ -38,9 +38,13 @@ def measure_checkpoints(work):
 def time_save(gpt, optimizer, background, config, device):
     """Save into a folder inside out_dir, which is removed again → its figures."""
     with tempfile.TemporaryDirectory(dir=config.out_dir) as folder:
+        chars = ''.join(map(chr, range(gpt.config.vocab_size)))  # some vocabulary of its size
+        state = {'iter_num': 1, 'sequences': 0, 'evaluated': False, 'best_val_loss': None,
+                 'evals_since_best': 0, 'config': {}, 'data': [], 'scaler': {},
+                 'tokenizer': {'kind': 'char', 'chars': chars}}
         saver = Saver(folder, chunk_mb=config.checkpoint_chunk_mb, background=background)
         began = time.perf_counter()
-        saver.save(gpt, optimizer, {'iter_num': 1}, rng_state(device))
+        saver.save(gpt, optimizer, state, rng_state(device))
         stall_s = time.perf_counter() - began
         saver.wait()
         written_s = time.perf_counter() - began

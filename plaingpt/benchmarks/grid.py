@@ -21,7 +21,7 @@ from tqdm import tqdm
 from plaingpt.benchmarks.result_tables import markdown, result_path
 from plaingpt.system.devices import machine_name
 from plaingpt.system.errors import UserError, needs
-from plaingpt.system.files import ROOT, append_line, write_atomically
+from plaingpt.system.files import ROOT, append_line, parse_json, write_atomically
 from plaingpt.training.memory_planner import predict, step_settings
 from plaingpt.training.settings import TrainConfig
 
@@ -112,7 +112,7 @@ def read_journal(path):
         write_atomically(path, text + '\n')
     for line in text.splitlines():
         with suppress(ValueError, KeyError, TypeError):
-            entry = json.loads(line)
+            entry = parse_json(line)
             known[entry['key']] = entry['run']
     return known
 

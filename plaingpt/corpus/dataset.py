@@ -1,14 +1,17 @@
 """Token files on disk: data/<name>/ with meta.json, nanoGPT's bare .bin files, llm.c's shards."""
 
-import json
+import hashlib
+import os
 import re
-from dataclasses import dataclass
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
 
 from plaingpt.corpus import tokenizers
 from plaingpt.system.errors import UserError
+from plaingpt.system.files import is_count, is_positive, read_json
 
 FORMAT_VERSION = 1
 UNFINISHED = 'unfinished'  # prepare.py's folder for files that are not complete yet
@@ -21,6 +24,7 @@ class Dataset:
     folder: Path
     meta: dict  # empty for a bare folder
     vocab_size: int
+    opened: dict = field(default_factory=dict, repr=False)  # split: (its TokenFiles, identity)
 
     def tokenizer(self):
         """The tokenizer that made the files. Raises UserError where it cannot be had."""
@@ -39,22 +43,43 @@ class Dataset:
         return entry['bytes'] / entry['tokens'] if entry.get('bytes') else None
 
     def identity(self, split):
-        """The checksums of a split's files; their folder where meta.json has none."""
-        files = self.split_entry(split).get('files')
-        return [file['sha256'] for file in files] if files else str(self.folder)
+        """What the tokens of a split are, wherever they lie: the checksums of its files, sampled
+        ones where meta.json has none. That of the files as they were first opened."""
+        return self._open(split)[1]
+
+    def is_identity(self, split, saved):
+        """True where `saved` is the identity of a split; earlier versions saved the path of a
+        folder without meta.json."""
+        return saved == self.identity(split) or (
+            not self.meta and isinstance(saved, str)
+            and os.path.abspath(saved) == os.path.abspath(self.folder))
 
     def split(self, name, in_ram=False):
-        """The token stream of 'train' or 'val'. Raises UserError."""
-        dtype = np.dtype(self.meta.get('dtype', 'uint16')).newbyteorder('<')
-        if entry := self.split_entry(name):
-            files = [open_tokens(self.folder / file['name'], dtype, file['tokens'])
-                     for file in entry['files']]
-        else:
-            files = [open_tokens(path, dtype) for path in sorted(self.folder.glob('*.bin'))
-                     if name in path.stem.replace('-', '_').split('_')]
-        if not files:
-            raise UserError(f'{self.folder}: no {name}.bin there')
-        return TokenStream(files, self.vocab_size, in_ram)
+        """The token stream of 'train' or 'val'; with in_ram its checksums are verified. Raises
+        UserError."""
+        return TokenStream(self._open(name)[0], self.vocab_size, in_ram)
+
+    def describe_reading(self, in_ram):
+        """Where tokens are read from, and whether what is read is known to be what was written."""
+        if not self.meta:
+            return f'{"in memory" if in_ram else "on disk"}, no checksums to verify'
+        if in_ram:
+            return 'in memory, checksums verified'
+        return f'on disk, checksums not verified (python prepare.py inspect {self.folder} does)'
+
+    def _open(self, split):
+        if split not in self.opened:
+            dtype = np.dtype(self.meta.get('dtype', 'uint16')).newbyteorder('<')
+            if entry := self.split_entry(split):
+                files = [open_tokens(self.folder / file['name'], dtype, file['tokens'],
+                                     file['sha256']) for file in entry['files']]
+            else:
+                files = [open_tokens(path, dtype) for path in sorted(self.folder.glob('*.bin'))
+                         if split in path.stem.replace('-', '_').split('_')]
+            if not files:
+                raise UserError(f'{self.folder}: no {split}.bin there')
+            self.opened[split] = files, [file.sha256 or file.sampled_sha256() for file in files]
+        return self.opened[split]
 
 
 def open_dataset(folder):
@@ -83,69 +108,128 @@ def dataset_folder(name):
 def read_meta(path):
     """meta.json as a dict whose needed keys are there. Raises UserError."""
     try:
-        meta = json.loads(path.read_text(encoding='utf-8'))
+        meta = read_json(path)
         if meta['format_version'] != FORMAT_VERSION:
             raise UserError(f'{path}: format version {meta["format_version"]}, but this plainGPT '
                             f'reads version {FORMAT_VERSION}: prepare the data again')
-        if meta['dtype'] not in ('uint16', 'uint32') or not is_count(meta['vocab_size']):
+        if meta['dtype'] not in ('uint16', 'uint32') or not is_positive(meta['vocab_size']):
             raise ValueError('dtype or vocab_size is out of range')
         if meta['vocab_size'] != tokenizers.described_vocab_size(meta['tokenizer']):
             raise ValueError('vocab_size is not that of its tokenizer')
-        for entry in (meta['splits'][split] for split in ('train', 'val')):
+        if not meta['splits'].keys() >= {'train', 'val'}:
+            raise ValueError('a split is missing')
+        for entry in meta['splits'].values():
             # The pattern also refuses a path that leads out of the folder.
             if not entry['files'] or any(not re.fullmatch(r'[\w.-]+\.bin', f['name'])
-                                         or not is_count(f['tokens']) for f in entry['files']):
+                                         or not is_positive(f['tokens']) for f in entry['files']):
                 raise ValueError('a split has no files or a misnamed one')
             if entry['tokens'] != sum(file['tokens'] for file in entry['files']):
                 raise ValueError('the tokens of a split are not those of its files')
-            if not is_count(entry.get('bytes', 1)) \
+            if not is_positive(entry.get('bytes', 1)) or not is_count(entry.get('documents', 0)) \
                     or not all(isinstance(file['sha256'], str) for file in entry['files']):
                 raise ValueError('bytes or sha256 is of another type')
         if not isinstance(meta.get('source', {}), dict):
             raise ValueError('source is of another type')
         return meta
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as e:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as e:
         what = f'{e} is missing' if isinstance(e, KeyError) else e
         raise UserError(f'{path} is broken ({what}): prepare the data again') from None
 
 
-def is_count(x):
-    return type(x) is int and 0 < x < 2**63
+READ_TOKENS = 2**22  # at a time, when a file is read into memory
+SAMPLED_BLOCKS, SAMPLED_BYTES = 64, 2**14  # of a file without a checksum
 
 
 @dataclass(frozen=True)
 class TokenFile:
-    """One .bin file: token ids from byte `offset` to its end."""
+    """One .bin file: token ids from byte `offset` to its end.
+
+    All reading raises UserError where the file is no longer the one that was opened."""
 
     path: Path
     dtype: np.dtype
     offset: int
     tokens: int
+    seen: tuple  # what identify() said when it was opened
+    sha256: str = ''  # that meta.json has
 
     def read(self, start, count):
         """Tokens [start, start + count), fewer at the end of the file."""
         # Not a memory map: its pages would count as this process's memory, more and more of the
         # corpus as the run proceeds, and a file cut short would kill the process (SIGBUS).
-        return np.fromfile(self.path, self.dtype, count,
-                           offset=self.offset + start * self.dtype.itemsize)
+        width = self.dtype.itemsize
+        with self._unchanged() as f:
+            f.seek(self.offset + start * width)
+            data = f.read(min(count, self.tokens - start) * width)
+        return np.frombuffer(data, self.dtype)
+
+    def load(self, out):
+        """Read all tokens into `out`. Raises UserError for another checksum than meta.json's."""
+        with self._unchanged() as f:
+            digest = hashlib.sha256(f.read(self.offset))
+            for at in range(0, self.tokens, READ_TOKENS):
+                piece = np.fromfile(f, self.dtype, min(READ_TOKENS, self.tokens - at))
+                out[at:at + len(piece)] = piece
+                digest.update(piece)
+        if self.sha256 and digest.hexdigest() != self.sha256:
+            raise UserError(f'{self.path}: another checksum than meta.json has: the file was '
+                            'damaged or replaced; prepare the data again')
+
+    def sampled_sha256(self):
+        """Checksum of the size and of blocks spread evenly from the first byte to the last; of
+        all bytes where the file is no larger than the blocks together."""
+        size = self.offset + self.tokens * self.dtype.itemsize
+        digest = hashlib.sha256(f'{size}\n'.encode())
+        with self._unchanged() as f:
+            if size <= SAMPLED_BLOCKS * SAMPLED_BYTES:
+                digest.update(f.read())
+            else:
+                for i in range(SAMPLED_BLOCKS):
+                    f.seek((size - SAMPLED_BYTES) * i // (SAMPLED_BLOCKS - 1))
+                    digest.update(f.read(SAMPLED_BYTES))
+        return f'sampled:{digest.hexdigest()}'
+
+    @contextmanager
+    def _unchanged(self):
+        """The open file, which must be as it was when reading is done."""
+        try:
+            with open(self.path, 'rb') as f:
+                yield f
+                # After the reading, so that what is written meanwhile is seen too.
+                now = identify(os.fstat(f.fileno()))
+        except OSError as e:
+            what = f'cannot be read any more ({e.strerror})'
+        else:
+            if now == self.seen:
+                return
+            what = f'has changed ({self.seen[1]:,} bytes before, {now[1]:,} now)'
+        raise UserError(f'{self.path} {what} since it was opened, so reading it stops: put the '
+                        'file back as it was and resume, or start a run on the new one')
+
+
+def identify(status):
+    """os.stat_result → what a file that is replaced or written to does not keep."""
+    return status.st_ino, status.st_size, status.st_mtime_ns
 
 
 LLM_C_MAGIC = 20240520  # https://github.com/karpathy/llm.c, dev/data/data_common.py
 LLM_C_HEADER_BYTES = 1024
 
 
-def open_tokens(path, dtype, expected=None):
+def open_tokens(path, dtype, expected=None, sha256=''):
     """One .bin file, with or without llm.c's header → TokenFile.
 
     dtype: of the tokens where there is no header. Raises UserError for a missing file, a length
     that is no whole number of tokens, or another number of tokens than `expected`.
     """
     try:
-        size = path.stat().st_size
-        header = np.fromfile(path, dtype='<i4', count=3)
+        if path.exists() and not path.is_file():
+            raise UserError(f'{path} is no file: prepare the data again')  # a FIFO would wait
+        with open(path, 'rb') as f:
+            header, seen = np.fromfile(f, '<i4', count=3), identify(os.fstat(f.fileno()))
     except OSError as e:
         raise UserError(f'{path}: {e.strerror}: prepare the data again') from None
-    offset = 0
+    offset, size = 0, seen[1]
     if len(header) == 3 and header[0] == LLM_C_MAGIC and size >= LLM_C_HEADER_BYTES:
         if header[1] != 1:
             raise UserError(f'{path}: llm.c shard of version {header[1]}, only 1 is known')
@@ -159,7 +243,7 @@ def open_tokens(path, dtype, expected=None):
                         'the file is damaged; prepare the data again')
     if tokens == 0:
         raise UserError(f'{path} is empty: prepare the data again')
-    return TokenFile(path, dtype, offset, tokens)
+    return TokenFile(path, dtype, offset, tokens, seen, sha256)
 
 
 class TokenStream:
@@ -173,7 +257,7 @@ class TokenStream:
         if in_ram:
             self.ram = np.empty(len(self), dtype=files[0].dtype)
             for file, start in zip(files, self.starts, strict=False):
-                self.ram[start:start + file.tokens] = file.read(0, file.tokens)
+                file.load(self.ram[start:start + file.tokens])
             self._check_ids(self.ram, 0)
 
     def __len__(self):

@@ -11,9 +11,8 @@ import numpy as np
 from tqdm import tqdm
 
 from plaingpt.corpus.dataset import FORMAT_VERSION
-from plaingpt.corpus.shards import ShardWriter, check_free_space
+from plaingpt.corpus.shards import ShardWriter, check_free_space, write_journal
 from plaingpt.system.errors import UserError
-from plaingpt.system.files import write_json
 
 BATCH_CHARS = 2**20  # that a thread encodes at a time
 JOURNAL_SECONDS = 30  # a kill loses at most the work of so many seconds
@@ -156,7 +155,7 @@ def encode_into(writers, folder, source, command, tokenizer, dtype, journal, num
             if any(filled) or time.monotonic() - saved > JOURNAL_SECONDS:
                 for writer in writers.values():
                     writer.sync()
-                write_json(folder / 'journal.json', {
+                write_journal(folder, {
                     'command': command, 'tokenizer': tokenizer.to_json(), 'count': batch.count,
                     'at': batch.position, 'mark': batch.mark, 'width': dtype.itemsize,
                     'splits': {split: writer.state() for split, writer in writers.items()}})

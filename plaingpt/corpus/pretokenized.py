@@ -5,7 +5,7 @@ from pathlib import Path
 import numpy as np
 
 from plaingpt.corpus.dataset import FORMAT_VERSION, open_tokens
-from plaingpt.corpus.shards import check_free_space, read_journal
+from plaingpt.corpus.shards import check_free_space, read_journal, write_journal
 from plaingpt.corpus.sources import explain_hub_errors
 from plaingpt.corpus.tokenizers import GPT2Tokenizer
 from plaingpt.system.errors import UserError, needs
@@ -63,7 +63,7 @@ def download_shards(repo, folder, command):
     need = sum(size for name, size in sizes.items() if not (folder / name).exists())
     check_free_space(folder, need, 'take fewer with --max_shards=…, ')
     read_journal(folder, command)
-    write_json(folder / 'journal.json', {'command': command})
+    write_journal(folder, {'command': command})
     for name in sizes:
         with explain_hub_errors(repo, advice):  # info.sha: so that all are of one version
             huggingface_hub.hf_hub_download(repo, name, repo_type='dataset', local_dir=folder,

@@ -5,6 +5,7 @@ a kill left after that place is cut off. Only complete data moves to data/<name>
 """
 
 import errno
+import hashlib
 import json
 import os
 import re
@@ -15,9 +16,9 @@ from pathlib import Path
 
 import numpy as np
 
-from plaingpt.corpus.dataset import UNFINISHED
+from plaingpt.corpus.dataset import UNFINISHED, read_meta
 from plaingpt.system.errors import UserError
-from plaingpt.system.files import sha256_of
+from plaingpt.system.files import read_json, sha256_of, write_json
 from plaingpt.system.folder_lock import locked
 
 
@@ -102,12 +103,23 @@ class ShardWriter:
                           for name, n, digest in zip(names, counts, sha256, strict=True)]}
 
 
+def write_journal(folder, journal):
+    """Write journal.json, with a checksum: shards that continue from a wrong place are junk."""
+    write_json(folder / 'journal.json', {**journal, 'sha256': digest(journal)})
+
+
+def digest(journal):
+    return hashlib.sha256(json.dumps(journal, sort_keys=True).encode()).hexdigest()
+
+
 def read_journal(folder, command):
     """The journal that the same command left, or None; then the folder is emptied."""
     try:
-        journal = json.loads((folder / 'journal.json').read_text(encoding='utf-8'))
+        journal = read_json(folder / 'journal.json')
+        if journal.pop('sha256') != digest(journal):
+            raise ValueError('its checksum is not what was written')
         earlier, complete = dict(journal['command']), files_are_there(folder, journal)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
         earlier = None
     if earlier == command and complete:
         return journal
@@ -141,7 +153,7 @@ def publish(folder):
     """Move complete data from folder/unfinished into `folder`, in place of what was there → meta.
     After a crash at any point it can be called again."""
     unfinished = folder / UNFINISHED
-    meta = json.loads((unfinished / 'meta.json').read_text(encoding='utf-8'))
+    meta = read_meta(unfinished / 'meta.json')
     names = [file['name'] for split in meta['splits'].values() for file in split['files']]
     # From here to the end the folder counts as unfinished, should the machine stop.
     (folder / 'meta.json').unlink(missing_ok=True)

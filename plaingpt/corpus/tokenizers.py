@@ -260,9 +260,9 @@ def described_vocab_size(description):
 
 
 def is_bpe(tokens):
-    """True for a list of distinct strings of bytes that holds each single byte."""
+    """True for a list of distinct strings of bytes, none empty, that holds each single byte."""
     try:
         return {chr(i) for i in range(256)} <= set(tokens) and len(set(tokens)) == len(tokens) \
-            and ''.join(tokens).encode('latin-1') is not None
+            and '' not in tokens and ''.join(tokens).encode('latin-1') is not None
     except (TypeError, UnicodeEncodeError):
         return False

@@ -6,11 +6,14 @@ its default, so a new flag is refused by name until it is listed.
 
 import re
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
+from math import isqrt
+from typing import get_args
 
 import torch
 
-from model import GPTConfig
+from model import GPT, GPTConfig
+from plaingpt.system.errors import UserError
 
 SIZES = ('vocab_size', 'block_size', 'n_layer', 'n_head', 'n_embd')
 ANY = None  # every value
@@ -58,7 +61,7 @@ class Architecture:
             value = hf[key] if field in SIZES else OUR_ACTIVATIONS.get(hf.get(key), hf.get(key))
             if field in SIZES or value in self.expressible[field]:
                 shape[field] = value
-        check_sizes(shape)
+        check_fields(shape)
         for key, value in self.write_config(GPTConfig(**shape)).items():
             if key not in NOT_READ and hf.get(key, value) != value:
                 raise ValueError(f'config.json says {key}={hf[key]!r}, which is not supported, as '
@@ -66,13 +69,57 @@ class Architecture:
         return shape
 
 
-def check_sizes(shape):
-    """Raise ValueError where sizes that were read make no model."""
-    for key in SIZES:
-        if type(shape[key]) is not int or shape[key] < 1:
-            raise ValueError(f'{key}={shape[key]!r} is not a positive integer')
-    for problem in GPTConfig(**shape).problems():
+# Entries of the table of angles, for which no tensor vouches: 131,072 positions of 128 channels.
+MAX_ROTARY_ENTRIES = 2**24
+
+
+def check_fields(shape):
+    """Raise ValueError, or KeyError, where fields of GPTConfig that were read make no model."""
+    for field in fields(GPTConfig):
+        value = shape[field.name] if field.name in SIZES else shape.get(field.name, field.default)
+        choices = get_args(field.type)
+        if field.name in SIZES:
+            fits, what = type(value) is int and 0 < value < 2**31, 'a positive integer'
+        elif choices:
+            fits, what = value in choices, f'one of {", ".join(choices)}'
+        elif field.type is float:
+            fits, what = type(value) in (int, float) and 0 <= value < 1e30, 'a number from 0 on'
+        else:
+            fits, what = type(value) is field.type, f'of type {field.type.__name__}'
+        if not fits:
+            raise ValueError(f'{field.name}={repr(value)[:40]} is not {what}')
+    for problem in [*GPTConfig(**shape).problems(), *rotary_problems(GPTConfig(**shape))]:
         raise ValueError(problem)
+
+
+def rotary_problems(config):
+    """As GPTConfig.problems: a table of angles that is too large."""
+    entries = config.block_size * config.n_embd // config.n_head
+    if config.rotary and entries > MAX_ROTARY_ENTRIES:
+        return [f'rotary=True with block_size={config.block_size} keeps {entries:,} angles '
+                f'(block_size × n_embd / n_head), and {MAX_ROTARY_ENTRIES:,} are the most']
+    return []
+
+
+def check_held(config, shapes, source):
+    """Raise UserError where a GPTConfig describes a much larger model than the tensors that were
+    found, {our name: shape}. What is built then takes no more memory than the files account for."""
+    blocks = {name.split('.')[2] for name in shapes if name.startswith('transformer.h.')}
+    # A misfit of less than this is named in detail, by who copies the weights.
+    found = sum(shape.numel() for shape in shapes.values())
+    most = 2 * found + 10**6
+    fits = config.n_layer <= len(blocks) and config.n_embd <= isqrt(most)
+    if fits:  # so far that torch can count; a tensor on 'meta' has a shape and no memory
+        with torch.device('meta'):
+            gpt = GPT(replace(config, n_layer=1))
+        one_block = sum(p.numel() for p in gpt.transformer.h.parameters())
+        rest = sum(p.numel() for p in gpt.parameters()) - one_block
+        fits = rest + config.n_layer * one_block <= most
+    if not fits:
+        sizes = ', '.join(f'{key}={getattr(config, key)}' for key in SIZES)
+        raise UserError(f'{source}: its weights do not fit its configuration: there are '
+                        f'{len(blocks)} blocks and {found:,} numbers, which is no '
+                        f'model of {sizes}')
 
 
 # GPT-2's linear layers are Conv1Ds, whose weight is (in, out); a Linear's is (out, in).

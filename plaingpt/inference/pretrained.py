@@ -1,8 +1,9 @@
 """Weights from elsewhere → a GPT. Nothing that is read can run code."""
 
-import json
 import pickle
+import pickletools
 import re
+import zipfile
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -12,13 +13,21 @@ from safetensors.torch import load_file
 
 from model import GPT, GPTConfig
 from plaingpt.corpus.sources import explain_hub_errors
-from plaingpt.inference.hf_architectures import ARCHITECTURES, SIZES, check_sizes
+from plaingpt.inference.hf_architectures import ARCHITECTURES, SIZES, check_fields, check_held
 from plaingpt.system.errors import UserError, needs
+from plaingpt.system.files import open_regular, read_json
 
 PRETRAINED = ('gpt2', 'gpt2-medium', 'gpt2-large', 'gpt2-xl')
 OUR_TOKENIZER = 'plaingpt_tokenizer.json'  # in an exported folder, so that it comes back whole
 # Older versions saved masks beside the weights.
 MASKS = re.compile(r'transformer\.h\.\d+\.attn\.(masked_)?bias')
+FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
+# What a pickle may name: torch allows more, and some of that takes as much memory as it is told to.
+PICKLED = re.compile(r'torch\.(\w+Storage|Size|device|[a-z]+\d+)|torch\._utils\._rebuild_tensor_v2|'
+                     r'torch\._utils\._rebuild_parameter|collections\.OrderedDict|'
+                     r'__main__\.GPTConfig')
+# GPT-2 XL with its optimizer's state has 150,000 operations in its pickle, and 12,000 tuples.
+MAX_PICKLE_BYTES, MAX_PICKLE_OPERATIONS, MAX_PICKLE_TUPLES = 2**24, 500_000, 40_000
 
 
 def load_pretrained(source, dropout=0.0):
@@ -30,12 +39,17 @@ def load_pretrained(source, dropout=0.0):
     else:
         shape, weights = read_hf(path if path.is_dir() else download(source))
     weights = {name: w for name, w in weights.items() if not MASKS.fullmatch(name)}
+    for name, w in weights.items():
+        if w.dtype not in FLOATS:
+            raise UserError(f'{source}: {name} is {w.dtype}, and weights are floating point')
     if shape.get('tied_head', True):
         embedding, head = weights.get('transformer.wte.weight'), weights.pop('lm_head.weight', None)
         if head is not None and embedding is not None and not torch.equal(head, embedding):
             raise UserError(f'{source}: its lm_head.weight is not its wte.weight, though both are '
                             'one matrix in this architecture')
-    model = GPT(GPTConfig(**shape, dropout=dropout))
+    config = GPTConfig(**shape, dropout=dropout)
+    check_held(config, {name: w.shape for name, w in weights.items()}, source)
+    model = GPT(config)
     copy_weights(model, weights, source)
     return model
 
@@ -55,6 +69,14 @@ def copy_weights(model, weights, source):
         raise UserError(f'{source}: its weights do not fit its configuration: {problems[0]}{more}')
     for name, p in wanted.items():
         p.copy_(weights[name])
+    check_finite(model, source)
+
+
+def check_finite(model, source, advice='take it from where it came again'):
+    """Raise UserError that names a weight which is NaN or infinite."""
+    for name, p in model.named_parameters():
+        if not p.isfinite().all():
+            raise UserError(f'{source}: {name} is not finite, so it cannot write; {advice}')
 
 
 def without_padding(weights, vocab_size):
@@ -67,20 +89,22 @@ def read_hf(folder):
     """A folder with config.json and model.safetensors (or several files) → (the fields of
     GPTConfig but dropout, {our name: tensor}). Raises UserError."""
     try:
-        hf = json.loads((folder / 'config.json').read_text(encoding='utf-8'))
-        architecture = ARCHITECTURES.get(hf.get('model_type'))
+        hf = read_json(folder / 'config.json')
+        architecture = ARCHITECTURES.get(str(hf.get('model_type')))
         if architecture is None:
             raise ValueError(f'config.json says model_type={hf.get("model_type")!r}, and only '
                              f'{", ".join(ARCHITECTURES)} are supported')
         shape = architecture.read_config(hf)
         weights = {}
         for path in sorted(folder.glob('model*.safetensors')) or [folder / 'model.safetensors']:
+            open_regular(path).close()  # safetensors would wait for a FIFO
             weights |= load_file(path)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, SafetensorError) as e:
-        what = f'config.json has no {e}' if isinstance(e, KeyError) else e
+        return shape, architecture.read_weights(weights)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RuntimeError,
+            SafetensorError) as e:
+        what = f'config.json has no {e}' if isinstance(e, KeyError) else str(e).splitlines()[0]
         raise UserError(f'{folder}: cannot be read as a model in the Hugging Face layout '
-                        f'({what})') from None
-    return shape, architecture.read_weights(weights)
+                        f'({what[:300]})') from None
 
 
 def download(name):
@@ -97,7 +121,9 @@ def download(name):
 
 def read_nanogpt(path):
     """As read_hf, for a ckpt.pt of nanoGPT or build-nanogpt. torch's loader runs no code."""
-    try:  # of build-nanogpt's config only the values are read, into a SimpleNamespace
+    try:
+        check_archive(path)
+        # of build-nanogpt's config only the values are read, into a SimpleNamespace
         with torch.serialization.safe_globals([(SimpleNamespace, '__main__.GPTConfig')]):
             # mapped: the optimizer's state beside the weights is never read
             found = torch.load(path, map_location='cpu', weights_only=True, mmap=True)
@@ -105,24 +131,61 @@ def read_nanogpt(path):
         args = found['model_args'] if nanogpt else vars(found['config'])
         shape = {'bias': True, **{key: args[key] for key in (*SIZES, 'bias') if key in args},
                  'mlp': 'gelu_erf' if nanogpt else 'gelu'}
-        check_sizes(shape)
+        check_fields(shape)
         weights = {re.sub(r'^(_orig_mod\.|module\.)*', '', name): w
                    for name, w in found['model'].items()}
-        if others := [name for name, w in weights.items() if not isinstance(w, torch.Tensor)]:
-            raise TypeError(f'{others[0]} is no tensor')
+        check_storages(weights, path.stat().st_size)
     except pickle.UnpicklingError as e:
         what = re.search(r'GLOBAL (\S+)', str(e))
         raise UserError(f'{path}: refused: it holds {what[1] if what else "more than tensors"}, '
                         'which could run code when loaded; nothing in it was run') from None
     except (FileNotFoundError, PermissionError) as e:
         raise UserError(f'{path}: {e.strerror}') from None
-    except (OSError, RuntimeError, EOFError, KeyError, TypeError, AttributeError, ValueError) as e:
+    # torch's loader raises many kinds of errors on a file that is not what it expects.
+    except Exception as e:
         raise UserError(f'{path}: damaged, or no checkpoint of nanoGPT ({type(e).__name__}: '
-                        f'{str(e).splitlines()[0][:120]})') from None
+                        f'{(str(e).splitlines() or [""])[0][:120]})') from None
     if shape['vocab_size'] == 50304:  # GPT-2's 50,257 and padding, which no text contains
         shape['vocab_size'] = 50257
         weights = without_padding(weights, 50257)
     return shape, weights
+
+
+def check_archive(path):
+    """See, before torch opens it, that a .pt is a ZIP archive without compression whose pickle is
+    small and names what tensors are made of. Raises ValueError, UnpicklingError and others."""
+    with open_regular(path) as f, zipfile.ZipFile(f) as archive:
+        members = archive.infolist()
+        size = f.seek(0, 2)
+        if any(member.compress_type for member in members) \
+                or sum(member.file_size for member in members) > size:
+            raise ValueError('it is compressed, or says that it holds more than it does')
+        (pickled,) = (member for member in members
+                      if re.fullmatch(r'[^/]*/data\.pkl', member.filename))
+        if pickled.file_size > MAX_PICKLE_BYTES:
+            raise ValueError('its pickle is too large')
+        tuples = 0  # one in another a million times would overflow the stack of the interpreter
+        for n, (operation, argument, _) in enumerate(pickletools.genops(archive.read(pickled))):
+            tuples += 'TUPLE' in operation.name
+            if n > MAX_PICKLE_OPERATIONS or tuples > MAX_PICKLE_TUPLES:
+                raise ValueError('its pickle is too long')
+            if operation.name == 'GLOBAL' and not PICKLED.fullmatch(argument.replace(' ', '.')):
+                raise pickle.UnpicklingError(f'GLOBAL {argument.replace(" ", ".")}')
+
+
+def check_storages(weights, size):
+    """See that tensors are plain ones, and that each number of theirs has its own place in the file
+    of `size` bytes. Raises ValueError."""
+    needed, held = 0, {}
+    for name, w in weights.items():
+        if type(w) not in (torch.Tensor, torch.nn.Parameter) or w.layout is not torch.strided \
+                or w.device.type != 'cpu':
+            raise ValueError(f'{name} is no plain tensor')
+        held[w.untyped_storage().data_ptr()] = w.untyped_storage().nbytes()
+        # nanoGPT's head is the embedding, saved under both names
+        needed += w.nbytes if name != 'lm_head.weight' else 0
+    if needed > sum(held.values()) or sum(held.values()) > size:
+        raise ValueError(f'its tensors have {needed:,} bytes, and the file has fewer')
 
 
 def tokenizer_json(source, vocab_size):
@@ -130,7 +193,7 @@ def tokenizer_json(source, vocab_size):
     path = Path(source, OUR_TOKENIZER)
     if path.exists():
         try:
-            return json.loads(path.read_text(encoding='utf-8'))
+            return read_json(path)
         except (OSError, ValueError) as e:
             raise UserError(f'{path} cannot be read ({e}): export the model again') from None
     return {'kind': 'gpt2'} if vocab_size == 50257 else None

@@ -1,11 +1,10 @@
 """metrics.jsonl: what a row may hold, and reading, checking and trimming the file."""
 
-import json
 import math
 import os
-from pathlib import Path
 
 from plaingpt.system.errors import UserError
+from plaingpt.system.files import is_count, is_dict, open_regular, parse_json
 
 
 def finite(x):
@@ -15,12 +14,9 @@ def finite(x):
 
 def parse_row(line):
     """A line of metrics.jsonl → dict. Raises ValueError where train.py cannot have written it."""
-    try:
-        row = json.loads(line)
-    except RecursionError:
-        raise ValueError('nested too deep') from None
-    if not isinstance(row, dict) or type(row.get('iter')) is not int or row['iter'] < 0 \
-            or None in (row.get('tokens'), row.get('elapsed_s')):
+    row = parse_json(line)
+    if not isinstance(row, dict) or not is_count(row.get('iter')) \
+            or not is_count(row.get('tokens')) or row.get('elapsed_s') is None:
         raise ValueError('no object with iter, tokens and elapsed_s')
     if type(row.get('sample', '')) is not str:
         raise ValueError('sample is no text')
@@ -38,7 +34,8 @@ def read_rows(path, print_line):
     cannot be read.
     """
     try:
-        text = Path(path).read_text(encoding='utf-8', errors='replace')
+        with open_regular(path) as f:
+            text = f.read().decode(errors='replace')
     except FileNotFoundError:
         return []
     except OSError as e:
@@ -60,7 +57,7 @@ def rows_end(path, last_iter):
     """Where the rows up to iteration `last_iter` end in a file of rows: a number of bytes. Lines
     that are no rows, such as one that a crash cut, count as the end where no row follows them."""
     end = position = 0
-    with open(path, 'rb') as f:
+    with open_regular(path) as f:
         for line in f:
             position += len(line)
             iter_num = iteration_of_row(line)
@@ -74,10 +71,10 @@ def rows_end(path, last_iter):
 def iteration_of_row(line):
     """The iteration of a row of metrics.jsonl or anomalies.jsonl; None where a line is no row."""
     try:
-        row = json.loads(line)
-    except (ValueError, RecursionError):
+        row = parse_json(line)
+    except ValueError:
         return None
-    return row['iter'] if isinstance(row, dict) and type(row.get('iter')) is int else None
+    return row['iter'] if is_dict(row) and is_count(row.get('iter')) else None
 
 
 def trim_rows(path, last_iter):

@@ -13,7 +13,7 @@ from statistics import mean, median, stdev
 from plaingpt.monitoring.metrics_file import column, parse_row, rows_with, step_tokens
 from plaingpt.monitoring.run_record import is_run
 from plaingpt.system.errors import UserError
-from plaingpt.system.files import ROOT, write_atomically
+from plaingpt.system.files import ROOT, open_regular, parse_json, write_atomically
 
 FOLDER = ROOT / 'references'
 
@@ -173,9 +173,14 @@ def read_reference(name):
             f'there are {", ".join(known) or "none"}, and tools/make_reference.py makes others'
         raise UserError(f'reference={name}: {hint}')
     runs, rows = {}, {}
-    for number, line in enumerate(path.read_bytes().splitlines(), 1):
+    try:
+        with open_regular(path) as f:
+            lines = f.read().splitlines()
+    except OSError as e:
+        raise damaged(path, e.strerror) from None
+    for number, line in enumerate(lines, 1):
         try:
-            value = json.loads(line)
+            value = parse_json(line)
             if 'run' in value:
                 if not is_run(value['run']):
                     raise ValueError('these are no facts of a run')

@@ -3,7 +3,6 @@
 run.json and metrics.jsonl are all that a report, a diagnosis and a comparison need.
 """
 
-import json
 import os
 import platform
 import subprocess
@@ -15,17 +14,33 @@ from pathlib import Path
 
 import numpy as np
 
-from plaingpt.system.files import ROOT, write_json
+from plaingpt.system.files import (
+    ROOT,
+    check_keys,
+    is_bool,
+    is_count,
+    is_number,
+    is_positive,
+    is_text,
+    read_json,
+    write_json,
+)
 from plaingpt.system.streams import warn
 
 UNIGRAM_TOKENS = 2**20  # that the entropy of single tokens is computed from
 
-# A run.json without these is not from train.py, or from a version too old to be diagnosed.
-FACTS = {'config', 'changed', 'data', 'vocab_size', 'train_tokens', 'unigram_loss', 'parameters',
-         'from_scratch', 'code', 'machine', 'dtype', 'compile', 'versions', 'command', 'started'}
-SETTINGS = {'decay_lr', 'grad_clip', 'max_iters', 'n_embd', 'overfit_batches', 'warmup_iters',
-            'weight_decay'}
-MACHINE = {'device', 'cpu', 'cores', 'processes', 'system'}
+# What a report, a diagnosis and a comparison read. A run.json without these is not from train.py,
+# or from a version too old to be diagnosed.
+SETTINGS = {'decay_lr': is_bool, 'grad_clip': is_number, 'max_iters': is_count, 'n_embd': is_count,
+            'overfit_batches': is_count, 'warmup_iters': is_count, 'weight_decay': is_number}
+MACHINE = {'device': is_text, 'cpu': is_text, 'cores': lambda x: x is None or is_count(x),
+           'processes': is_count, 'system': is_text}
+DATA = {'folder': is_text, 'tokenizer': is_text}
+FACTS = {'config': SETTINGS, 'changed': {}, 'data': DATA, 'vocab_size': is_positive,
+         'train_tokens': is_positive, 'unigram_loss': is_number, 'parameters': is_positive,
+         'from_scratch': is_bool, 'code': lambda x: x is None or is_text(x), 'machine': MACHINE,
+         'dtype': is_text, 'compile': is_bool, 'versions': {}, 'command': is_text,
+         'started': is_text}
 
 
 def describe_run(config, dataset, loader, model, device, dtype, compile, world, resumed):
@@ -90,16 +105,17 @@ def write_run(out_dir, run):
 def read_run(out_dir):
     """run.json of a folder, or {} where there is none of ours."""
     try:
-        run = json.loads(Path(out_dir, 'run.json').read_text(encoding='utf-8'))
-    except (OSError, ValueError, RecursionError):
+        run = read_json(Path(out_dir, 'run.json'))
+    except (OSError, ValueError):
         return {}
     return run if is_run(run) else {}
 
 
 def is_run(value):
     """True where a value holds all that a report, a diagnosis and a comparison read."""
-    return isinstance(value, dict) and value.keys() >= FACTS \
-        and all(isinstance(value[key], dict)
-                for key in ('config', 'changed', 'data', 'machine', 'versions')) \
-        and value['config'].keys() >= SETTINGS and value['machine'].keys() >= MACHINE \
-        and isinstance(value['data'].get('source', {}), dict)
+    try:
+        check_keys(value, FACTS)
+        check_keys(value['data'].get('source', {}), {})
+    except ValueError:
+        return False
+    return True

@@ -11,6 +11,7 @@ from typing import NamedTuple
 import torch
 
 from plaingpt.system.errors import UserError
+from plaingpt.system.streams import warn
 
 DTYPES = {'float32': torch.float32, 'bfloat16': torch.bfloat16, 'float16': torch.float16}
 
@@ -146,14 +147,19 @@ def rng_state(device):
 
 def set_rng_state(states, rank, device):
     """Continue the random numbers of `rank` from where `rng_state` was taken; a rank that the
-    saved run did not have keeps those it was seeded with."""
+    saved run did not have keeps those it was seeded with, and so does one whose state this torch
+    cannot read, with a warning."""
     if rank >= len(states):
         return
-    tensors = {name: torch.frombuffer(bytearray(base64.b64decode(text)), dtype=torch.uint8)
-               for name, text in states[rank].items()}
-    torch.set_rng_state(tensors['cpu'])
-    if device.type == 'cuda' and 'cuda' in tensors:
-        torch.cuda.set_rng_state(tensors['cuda'], device)
+    try:
+        tensors = {name: torch.frombuffer(bytearray(base64.b64decode(text)), dtype=torch.uint8)
+                   for name, text in states[rank].items()}
+        torch.set_rng_state(tensors['cpu'])
+        if device.type == 'cuda' and 'cuda' in tensors:
+            torch.cuda.set_rng_state(tensors['cuda'], device)
+    except (ValueError, RuntimeError, TypeError) as e:
+        warn('the saved state of random numbers cannot be used, so dropout differs from what it '
+             f'would have been: {str(e).splitlines()[0]}')
 
 
 # -----------------------------------------------------------------------------

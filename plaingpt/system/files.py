@@ -1,9 +1,11 @@
-"""Files that are whole or absent: atomic writes, checksums, lines that a full disk may refuse."""
+"""Files that are whole or absent: atomic writes, checksums, lines that a full disk may refuse; and
+JSON that anyone may have written."""
 
 import errno
 import hashlib
 import json
 import os
+import stat
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -86,8 +88,8 @@ def sync(path):
 
 
 def sha256_of(path):
-    """Checksum of a file, as hexadecimal text."""
-    with open(path, 'rb') as f:
+    """Checksum of a file, as hexadecimal text. Raises OSError."""
+    with open_regular(path) as f:
         return hashlib.file_digest(f, 'sha256').hexdigest()
 
 
@@ -100,3 +102,97 @@ def make_writable(folder, key='out_dir'):
         probe.unlink()
     except OSError as e:
         raise UserError(f'{key}={folder}: cannot write there: {e.strerror}') from None
+
+
+# -----------------------------------------------------------------------------
+# files that anyone may have written
+
+# state.json holds the tokenizer: with 10 million tokens, the most that there can be, 300 MB.
+MAX_JSON_BYTES = 2**29
+# Lists and objects take 20 times as much memory as text, so they are counted before parsing.
+MAX_JSON_CONTAINERS = 10**6
+MAX_JSON_DEPTH = 50
+
+
+def open_regular(path):
+    """Open a file for reading bytes. Raises OSError also for a FIFO or a device, whose reader could
+    wait without end."""
+    nonblocking = getattr(os, 'O_NONBLOCK', 0)  # else opening a FIFO waits for a writer
+    f = open(path, 'rb', opener=lambda name, flags: os.open(name, flags | nonblocking))
+    if not stat.S_ISREG(os.fstat(f.fileno()).st_mode):
+        f.close()
+        raise OSError(errno.EINVAL, 'it is not a regular file', str(path))
+    return f
+
+
+def read_json(path):
+    """The value in a JSON file. Raises OSError, or a ValueError of one line."""
+    with open_regular(path) as f:
+        size = os.fstat(f.fileno()).st_size
+        if size > MAX_JSON_BYTES:
+            raise ValueError(f'it has {size:,} bytes, and {MAX_JSON_BYTES:,} are the most')
+        return parse_json(f.read(size))
+
+
+def parse_json(text):
+    """Text or bytes of JSON → its value, with NaN and infinities as Python's json reads them.
+    Raises a ValueError of one line, also for what is too large or nested too deep."""
+    marks = '[{' if isinstance(text, str) else (b'[', b'{')
+    if sum(map(text.count, marks)) > MAX_JSON_CONTAINERS:  # those in texts count too
+        raise ValueError(f'it has more than {MAX_JSON_CONTAINERS:,} lists and objects')
+    try:
+        value = json.loads(text)
+    except RecursionError:
+        raise ValueError('it is nested too deep') from None
+    if depth_exceeds(value, MAX_JSON_DEPTH):
+        raise ValueError('it is nested too deep')
+    return value
+
+
+def depth_exceeds(value, limit):
+    """True where lists and objects lie in one another more than `limit` deep."""
+    level = [[value]]
+    for _ in range(limit + 1):
+        level = [child for each in level
+                 for child in (each.values() if isinstance(each, dict) else each)
+                 if isinstance(child, (dict, list))]
+    return bool(level)
+
+
+def check_keys(value, schema):
+    """See that a value is a dict with the keys of `schema`, {key: predicate, or schema, of what it
+    has}. Raises a ValueError that names the first key that is wrong."""
+    if not isinstance(value, dict):
+        raise ValueError('it is no object')
+    for key, fits in schema.items():
+        if key not in value:
+            raise ValueError(f'{key} is missing')
+        if isinstance(fits, dict):
+            check_keys(value[key], fits)
+        elif not fits(value[key]):
+            raise ValueError(f'{key} is {str(value[key])[:40]!r}')
+
+
+def is_count(x):
+    return type(x) is int and 0 <= x < 2**63
+
+
+def is_positive(x):
+    return is_count(x) and x > 0
+
+
+def is_bool(x):
+    return type(x) is bool
+
+
+def is_text(x):
+    return isinstance(x, str)
+
+
+def is_number(x):
+    """True for a number, also NaN and infinite; JSON also has integers that no float can hold."""
+    return type(x) is float or (type(x) is int and abs(x) < 10**300)
+
+
+def is_dict(x):
+    return isinstance(x, dict)

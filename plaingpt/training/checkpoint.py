@@ -10,11 +10,10 @@ A directory is written under a temporary name, synced, then renamed: one with it
 complete. No file here can run code when it is read: tensors are safetensors, the rest is JSON.
 """
 
-import hashlib
-import json
 import math
 import os
 import re
+import stat
 from dataclasses import dataclass, fields
 from pathlib import Path
 
@@ -24,14 +23,33 @@ from safetensors import SafetensorError, safe_open
 from model import GPT, GPTConfig
 from plaingpt.corpus import tokenizers
 from plaingpt.corpus.dataset import dataset_folder, open_dataset
-from plaingpt.inference.pretrained import tokenizer_json
+from plaingpt.inference.hf_architectures import check_fields, check_held
+from plaingpt.inference.pretrained import check_finite, tokenizer_json
 from plaingpt.system.errors import UserError
-from plaingpt.system.files import sha256_of, utf8_name
+from plaingpt.system.files import (
+    check_keys,
+    is_bool,
+    is_count,
+    is_dict,
+    is_number,
+    is_text,
+    open_regular,
+    read_json,
+    sha256_of,
+    utf8_name,
+)
 from plaingpt.system.streams import warn
 
 FORMAT_VERSION = 1
 # Keys of state.json as an earlier version wrote them → as they are called now.
 RENAMED = {'windows': 'sequences', 'stale': 'evals_since_best'}
+CHUNK = re.compile(r'(model|optimizer)-(\d{5,9})-of-(\d{5,9})\.safetensors')
+PART = re.compile(r'(.*?)(?:\[(\d{1,18}):(\d{1,18})\])?', re.DOTALL)  # of a tensor: its rows
+# As safetensors calls them. An optimizer of your own may remember integers.
+FLOATS = ('F64', 'F32', 'F16', 'BF16')
+DTYPES = {'model': FLOATS, 'optimizer': (*FLOATS, 'I64', 'I32', 'I16', 'I8', 'U8', 'BOOL')}
+SCALER = dict.fromkeys(('scale', 'growth_factor', 'backoff_factor', 'growth_interval',
+                        '_growth_tracker'), is_number)
 
 
 @dataclass(frozen=True)
@@ -53,24 +71,28 @@ class Checkpoint:
 
     def load_model(self, device='cpu', **changes):
         """The model it holds, on `device`; `changes` to its GPTConfig, such as dropout=0.0."""
-        model = GPT(GPTConfig(**{**self.state['model'], **changes}))
-        self.load_weights(model)
+        self.verify(['model'])
+        config = GPTConfig(**{**self.state['model'], **changes})
+        check_held(config, self._shapes('model'), self.path)
+        model = GPT(config)
+        self._copy_weights(model)
         return model.to(device)
 
-    @torch.no_grad()
     def load_weights(self, model):
         """Copy the weights into `model`. Raises UserError where they are damaged or misfit."""
-        wanted = dict(model.named_parameters())
-        missing = set(wanted)
-        for name, rows, tensor in self._tensors('model'):
-            if name not in wanted or wanted[name][rows].shape != tensor.shape:
+        self.verify(['model'])
+        self._copy_weights(model)
+
+    @torch.no_grad()
+    def _copy_weights(self, model):
+        wanted, shapes = dict(model.named_parameters()), self._shapes('model')
+        for name in [*wanted, *shapes]:
+            if name not in wanted or shapes.get(name) != wanted[name].shape:
                 raise UserError(f'{self.path}: {name} there does not fit this model: it holds '
                                 'another architecture')
-            wanted[name][rows].copy_(tensor)
-            missing.discard(name)
-        if missing:
-            raise UserError(f'{self.path}: {min(missing)} is not there: it holds another '
-                            'architecture')
+        for name, rows, file, key in self._parts('model'):
+            wanted[name][rows].copy_(file.get_tensor(key))
+        check_finite(model, self.path, 'use an earlier one with --checkpoint=ITER')
 
     @torch.no_grad()
     def load_optimizer(self, optimizer, model):
@@ -79,14 +101,25 @@ class Checkpoint:
         Learning rate, betas and decay stay as they are: only what the optimizer remembers of past
         steps comes back, tensor by tensor and straight to where it belongs.
         """
+        self.verify(['optimizer'])
         parameters = dict(model.named_parameters())
-        for name, rows, tensor in self._tensors('optimizer'):
-            name, _, key = name.partition('/')
-            p = parameters[name]
-            if rows is ...:  # whole, of any shape
+        shapes = self._shapes('optimizer')
+        for entry, shape in shapes.items():
+            name, _, key = entry.partition('/')
+            # what torch's optimizers remember; one of your own may remember other things
+            like_parameter = key in ('exp_avg', 'exp_avg_sq', 'momentum_buffer')
+            if name not in parameters or (key == 'step' and shape) \
+                    or (like_parameter and shape != parameters[name].shape):
+                raise UserError(f'{self.path}: {entry} of the optimizer there does not fit this '
+                                'model')
+        for entry, rows, file, part in self._parts('optimizer'):
+            name, _, key = entry.partition('/')
+            p, tensor = parameters[name], file.get_tensor(part)
+            if rows is ...:
                 optimizer.state[p][key] = tensor.to(p.device, copy=True)
             else:
-                optimizer.state[p].setdefault(key, torch.empty_like(p))[rows].copy_(tensor)
+                whole = torch.empty(shapes[entry], dtype=tensor.dtype, device=p.device)
+                optimizer.state[p].setdefault(key, whole)[rows].copy_(tensor)
 
     def verify(self, kinds=('model', 'optimizer')):
         """Compare all chunks with their checksums. Raises UserError that names a damaged one."""
@@ -95,17 +128,19 @@ class Checkpoint:
                 continue
             path = self.path / chunk['name']
             try:
-                intact = path.stat().st_size == chunk['bytes'] \
-                    and sha256_of(path) == chunk['sha256']
+                entry = path.lstat()
+                if not stat.S_ISREG(entry.st_mode):
+                    raise UserError(f'{path} is no regular file, as each file of a checkpoint is; '
+                                    'use another checkpoint with --checkpoint=ITER')
+                intact = entry.st_size == chunk['bytes'] and sha256_of(path) == chunk['sha256']
             except OSError as e:
                 raise UserError(f'{path} cannot be read: {e.strerror}') from None
             if not intact:
                 raise UserError(f'{path} is damaged: its checksum is not what was written; use '
                                 'another checkpoint with --checkpoint=ITER')
 
-    def _tensors(self, kind):
-        """Yield (name, rows, tensor) of all chunks of a kind, all of them verified first."""
-        self.verify([kind])
+    def _parts(self, kind):
+        """Yield (name, rows, open file, key in that file) of all that the chunks of a kind hold."""
         for chunk in self.state['chunks']:
             if chunk['kind'] != kind:
                 continue
@@ -113,10 +148,33 @@ class Checkpoint:
                 with utf8_name(self.path / chunk['name']) as name, \
                         safe_open(name, framework='pt') as f:
                     for key in f.keys():  # noqa: SIM118  (it is no dict)
-                        name, a, b = re.fullmatch(r'(.*?)(?:\[(\d+):(\d+)\])?', key).groups()
-                        yield name, slice(int(a), int(b)) if a else ..., f.get_tensor(key)
+                        name, a, b = PART.fullmatch(key).groups()
+                        yield name, slice(int(a), int(b)) if a else ..., f, key
             except (OSError, SafetensorError) as e:
                 raise UserError(f'{self.path / chunk["name"]} cannot be read: {e}') from None
+
+    def _shapes(self, kind):
+        """{name: shape} of all tensors of a kind, from the heads of the files. Raises UserError
+        where the parts of one are not the whole of it, or no numbers that are expected."""
+        whole, parts = {}, {}
+        for name, rows, file, key in self._parts(kind):
+            header = file.get_slice(key)
+            if header.get_dtype() not in DTYPES[kind]:
+                raise UserError(f'{self.path}: {name} there is {header.get_dtype()}, and weights '
+                                'are floating point')
+            if rows is ...:
+                whole[name] = header.get_shape()
+            else:
+                parts.setdefault(name, []).append((rows.start, rows.stop, header.get_shape()))
+        for name, of_it in parts.items():
+            of_it.sort()
+            end, rest = of_it[-1][1], of_it[0][2][1:]
+            starts = [start for start, _, _ in of_it]
+            if name in whole or [*starts, end] != [0, *(stop for _, stop, _ in of_it)] or any(
+                    shape != [stop - start, *rest] for start, stop, shape in of_it):
+                raise UserError(f'{self.path}: the parts of {name} there are not the whole of it')
+            whole[name] = [end, *rest]
+        return {name: torch.Size(shape) for name, shape in whole.items()}
 
 
 @dataclass
@@ -141,9 +199,6 @@ def load(init_from, out_dir='out', which='best', tokenizer='auto'):
     if init_from == 'resume' or checkpoint_paths(init_from):
         found = find(out_dir if init_from == 'resume' else init_from, which)
         model, state, source = found.load_model(dropout=0.0), found.state, str(found.path)
-        if not all(p.isfinite().all() for p in model.parameters()):
-            raise UserError(f'{source}: its weights are not finite, so it cannot write; use an '
-                            'earlier one with --checkpoint=ITER')
         description = state['tokenizer']
     else:
         model, state, source = GPT.from_pretrained(init_from), {}, init_from
@@ -176,7 +231,7 @@ def checkpoint_paths(out_dir):
     try:
         with os.scandir(folder) as entries:
             found = [folder / entry.name for entry in entries
-                     if re.fullmatch(r'iter-\d+', entry.name) and entry.is_dir()]
+                     if re.fullmatch(r'iter-[0-9]{1,15}', entry.name) and entry.is_dir()]
     except (FileNotFoundError, NotADirectoryError):
         return []
     except OSError as e:
@@ -202,14 +257,18 @@ def readable(out_dir, tell=lambda problem: None):
 def open_checkpoint(path):
     """Read one directory's state.json. Raises UserError."""
     try:
-        text = (path / 'state.json').read_bytes()
-        if hashlib.sha256(text).hexdigest().encode() != (path / 'state.json.sha256').read_bytes():
-            raise ValueError('its checksum is not what was written')
-        state = json.loads(text)
+        with open_regular(path / 'state.json.sha256') as f:
+            if f.read(65).decode() != sha256_of(path / 'state.json'):
+                raise ValueError('its checksum is not what was written')
+        state = read_json(path / 'state.json')
+        check_keys(state, {'format_version': is_count, 'model': is_dict})
         what = f'format version {state["format_version"]}'
         if state['format_version'] == FORMAT_VERSION:
             unknown = state['model'].keys() - {field.name for field in fields(GPTConfig)}
             what = f'a model with {", ".join(sorted(unknown))}' if unknown else ''
+        if not what:
+            state = {RENAMED.get(key, key): value for key, value in state.items()}
+            check_state(state, iteration_of(path))
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as e:
         raise UserError(f'{path}/state.json is damaged ({e}): use another checkpoint with '
                         '--checkpoint=ITER, or remove the directory') from None
@@ -217,7 +276,50 @@ def open_checkpoint(path):
         raise AnotherVersion(f'{path} is from another version of plainGPT: it has {what}, which '
                              'this one does not know: use the version that wrote it, or a newer '
                              'one')
-    return Checkpoint(path, {RENAMED.get(key, key): value for key, value in state.items()})
+    return Checkpoint(path, state)
+
+
+def check_state(state, iter_num):
+    """Raise ValueError or KeyError, naming the key, where state.json cannot be what a run wrote."""
+    check_fields(state['model'])
+    tokens, length = state['model']['vocab_size'], state['model']['block_size']
+    state = {'val_loss': None, 'elapsed_s': None, **state}
+    check_keys(state, {
+        'iter_num': lambda x: type(x) is int and x == iter_num,
+        'sequences': is_count, 'evals_since_best': is_count,
+        'evaluated': is_bool,
+        **dict.fromkeys(('val_loss', 'best_val_loss', 'elapsed_s'),
+                        lambda x: x is None or is_number(x)),
+        'config': lambda x: is_dict(x) and x.get('block_size', length) == length
+        and is_text(x.get('dataset', '')),
+        'tokenizer': lambda x: tokenizers.described_vocab_size(x) == tokens,
+        'data': lambda x: x is not None,
+        'scaler': lambda x: x == {} or check_keys(x, SCALER) is None,
+        'rng': lambda x: isinstance(x, list) and x and all(map(is_rng_state, x)),
+        'chunks': lambda x: isinstance(x, list)})
+    check_chunks(state['chunks'])
+
+
+def is_rng_state(x):
+    return is_dict(x) and 'cpu' in x and all(map(is_text, x.values()))
+
+
+def check_chunks(chunks):
+    """Raise ValueError where these are not all files of a model and an optimizer."""
+    numbers = {}  # kind → [(number, of how many)]
+    for chunk in chunks:
+        check_keys(chunk, {
+            'name': lambda x: is_text(x) and CHUNK.fullmatch(x),  # so no path leads away
+            'kind': lambda x: x in ('model', 'optimizer'),
+            'bytes': is_count, 'sha256': is_text})
+        kind, number, of = CHUNK.fullmatch(chunk['name']).groups()
+        numbers.setdefault(kind, []).append((int(number), int(of)))
+        if kind != chunk['kind']:
+            raise ValueError(f'{chunk["name"]} is of another kind')
+    for kind in ('model', 'optimizer'):
+        found = sorted(numbers.get(kind, []))
+        if not found or found != [(i, len(found)) for i in range(1, len(found) + 1)]:
+            raise ValueError(f'chunks of the {kind} are missing')
 
 
 def best_of(checkpoints):

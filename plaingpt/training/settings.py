@@ -7,6 +7,7 @@ from dataclasses import dataclass, fields
 from typing import Literal
 
 from model import GPTConfig
+from plaingpt.inference.hf_architectures import rotary_problems
 from plaingpt.inference.scoring import BENCHMARKS
 from plaingpt.monitoring.backends import BACKENDS
 from plaingpt.system.distributed import launched_world
@@ -117,7 +118,7 @@ class TrainConfig(GPTConfig):
 
     def problems(self):
         """What contradicts itself, a line each."""
-        found = super().problems()
+        found = super().problems() + rotary_problems(self)
         if self.patience and self.overfit_batches:
             found.append(f'patience={self.patience} watches the validation loss, which '
                          f'overfit_batches={self.overfit_batches} lets rise: take one of them')

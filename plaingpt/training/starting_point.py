@@ -68,7 +68,7 @@ def open_batches(config, dataset, world, device):
     if config.overfit_batches:
         tokens = min(tokens, config.overfit_batches * step_tokens)
     print0(f'{dataset.folder}: {tokens:,} training tokens, vocabulary {dataset.vocab_size:,}, '
-           f'{"in memory" if in_ram else "on disk"} | {step_tokens:,} tokens a step, '
+           f'{dataset.describe_reading(in_ram)} | {step_tokens:,} tokens a step, '
            f'{config.max_iters * step_tokens / tokens:.3g} epochs')
     return loaders
 
@@ -125,7 +125,7 @@ def check_resumed(resumed, config, dataset):
     if resumed.state['tokenizer'] != dataset.tokenizer_json():
         raise UserError(f'{resumed.path} was trained with another tokenizer than that of '
                         f'{dataset.folder}: name the dataset it was trained on')
-    if resumed.state['data'] != dataset.identity('train'):
+    if not dataset.is_identity('train', resumed.state['data']):
         raise UserError(f'{resumed.path} was trained on other tokens than those of '
                         f'{dataset.folder}: to continue with other data, start a run from its '
                         f'weights with --init_from={config.out_dir} and another --out_dir')

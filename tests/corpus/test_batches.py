@@ -12,6 +12,7 @@ import train
 from plaingpt.corpus.batches import BatchLoader, key, permute
 from plaingpt.corpus.dataset import TokenStream, open_dataset, open_tokens
 from plaingpt.system.errors import UserError
+from plaingpt.system.files import sha256_of
 
 
 def stream(tmp_path, tokens, vocab_size=50257, files=1, in_ram=False):
@@ -136,7 +137,7 @@ def test_a_shard_with_the_header_of_llm_c_is_read_as_it_is(tmp_path):
         assert len(tokens) == 500 and tokens.sequences(np.array([7]), 3).tolist() == [[7, 8, 9]]
     path.write_bytes(path.read_bytes()[:-2])
     with pytest.raises(UserError, match='499 tokens where 500'):
-        dataset.split('train')
+        open_dataset(tmp_path).split('train')
 
 
 def test_a_bare_folder_of_nanogpt_trains(tmp_path):
@@ -207,6 +208,9 @@ def test_an_id_beyond_the_vocabulary_is_named_with_its_place(own_data, train_fai
     tokens = np.fromfile(own_data / 'val.bin', '<u2')
     tokens[40] = 60000
     tokens.tofile(own_data / 'val.bin')
+    meta = json.loads((own_data / 'meta.json').read_text())
+    meta['splits']['val']['files'][0]['sha256'] = sha256_of(own_data / 'val.bin')
+    (own_data / 'meta.json').write_text(json.dumps(meta))
     message = train_fails(f'--data_in_ram={in_ram}', '--block_size=64', '--n_layer=1',
                           '--n_embd=32', '--n_head=2', '--batch_size=4', '--eval_iters=1')
     assert 'val.bin: token 40 has id 60000' in message

@@ -161,19 +161,19 @@ def stop_early(monkeypatch, argv):
     class Killed(BaseException):
         pass
 
-    real, written = encoding.write_json, []
+    real, written = encoding.write_journal, []
 
-    def write_json(path, value):
+    def write_journal(path, value):
         real(path, value)
         written.append(path)
         if len(written) == 2:
             raise Killed
 
-    monkeypatch.setattr(encoding, 'write_json', write_json)
+    monkeypatch.setattr(encoding, 'write_journal', write_journal)
     monkeypatch.setattr(encoding, 'BATCH_CHARS', 2**13)
     with pytest.raises(Killed):
         prepare.main(argv)
-    monkeypatch.setattr(encoding, 'write_json', real)
+    monkeypatch.setattr(encoding, 'write_journal', real)
 
 
 def test_what_is_done_is_not_done_again(inputs, tmp_path, monkeypatch, capsys):

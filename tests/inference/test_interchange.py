@@ -1,6 +1,8 @@
 import json
+import math
 import subprocess
 import sys
+import zipfile
 from dataclasses import dataclass
 
 import pytest
@@ -351,6 +353,101 @@ def test_a_corrupt_or_foreign_ckpt_is_one_line(tmp_path, model):
     path.unlink()
     with pytest.raises(UserError, match='No such file'):
         GPT.from_pretrained(path)
+
+
+def refused(source):
+    """The one line that says why a model is refused."""
+    with pytest.raises(UserError) as e:
+        GPT.from_pretrained(source)
+    assert len(str(e.value).splitlines()) == 1
+    return str(e.value)
+
+
+SPOILED = {  # weights that are none → words of the error
+    'nan': (lambda w: torch.full_like(w, math.nan), 'is not finite'),
+    'inf': (lambda w: torch.full_like(w, 1e300, dtype=torch.float64), 'is not finite'),
+    'int8': (lambda w: w.to(torch.int8), 'is torch.int8'),
+    'bool': (lambda w: w > 0, 'is torch.bool'),
+    'complex': (lambda w: w.to(torch.complex64), 'is torch.complex64')}
+
+
+@pytest.mark.parametrize('how', SPOILED)
+def test_weights_that_are_no_numbers_of_a_model_are_refused_by_name(tmp_path, how):
+    spoil, words = SPOILED[how]
+    export.write_hf(tmp_path, shaken(), tokenizers.ByteTokenizer(), '')
+    weights = load_file(tmp_path / 'model.safetensors')
+    name = 'transformer.h.1.mlp.c_fc.weight'
+    weights[name] = spoil(weights[name]).contiguous()
+    save_file(weights, tmp_path / 'model.safetensors')
+    assert f'{name} {words}' in refused(tmp_path)
+    ours = shaken()
+    torch.save({'model': {**ours.state_dict(), name: spoil(ours.get_parameter(name))},
+                'config': None, 'model_args': dict(
+                    n_layer=2, n_head=4, n_embd=48, block_size=32, vocab_size=128)},
+               tmp_path / 'ckpt.pt')
+    assert f'{name} {words}' in refused(tmp_path / 'ckpt.pt')
+
+
+@pytest.mark.parametrize('value', [10**9, 2**30, 2**62, 10**400, 0, -1, 1.0, math.nan, True, '2'])
+@pytest.mark.parametrize('key', ['n_layer', 'n_embd', 'n_head', 'n_positions', 'vocab_size'])
+def test_a_shape_that_no_file_holds_is_refused_before_anything_is_built(tmp_path, key, value):
+    export.write_hf(tmp_path, GPT(GPTConfig(16, 65, 1, 1, 8)), tokenizers.ByteTokenizer(), '')
+    config = json.loads((tmp_path / 'config.json').read_text())
+    (tmp_path / 'config.json').write_text(json.dumps({**config, key: value, 'n_inner': None}))
+    if (key, value) != ('n_head', 1.0):
+        refused(tmp_path)
+
+
+@pytest.mark.parametrize('positions', [2**21, 2**30, 2**62])
+def test_positions_that_no_tensor_vouches_for_have_a_bound(tmp_path, positions):
+    export.write_hf(tmp_path, shaken(rotary=True, rmsnorm=True, mlp='swiglu'),
+                    tokenizers.ByteTokenizer(), '')
+    config = json.loads((tmp_path / 'config.json').read_text())
+    config['max_position_embeddings'] = positions
+    (tmp_path / 'config.json').write_text(json.dumps(config))
+    assert 'max_position_embeddings' in refused(tmp_path) or 'block_size' in refused(tmp_path)
+
+
+class Call:
+    """A pickle that calls a function."""
+
+    def __init__(self, function, *arguments):
+        self.call = function, arguments
+
+    def __reduce__(self):
+        return self.call
+
+
+def in_a_tuple(value, times):
+    for _ in range(times):
+        value = (value,)
+    return value
+
+
+@pytest.mark.parametrize(('change', 'words'), [
+    (lambda w: w.update(x=torch.zeros(1).expand(10**9)), 'the file has fewer'),
+    (lambda w: w.update(x=torch.empty(10**12, device='meta')), '_rebuild_meta_tensor'),
+    (lambda w: w.update(x=torch.zeros(3, 3).to_sparse()), '_rebuild_sparse_tensor'),
+    (lambda w: w.update(x=Call(bytearray, 10**12)), 'bytearray'),
+    (lambda w: w.update(x=in_a_tuple(1, 300)), 'no plain tensor'),
+    (lambda w: w.update(x=[0] * 600_000), 'pickle is too long'),
+    (lambda w: w.update({f'transformer.h.{i}.ln_1.weight': w['transformer.wte.weight']
+                         for i in range(900)}), 'the file has fewer')])
+def test_what_would_take_more_than_the_file_holds_is_refused(tmp_path, change, words):
+    weights = {name: w.clone() for name, w in shaken().state_dict().items()}
+    change(weights)
+    torch.save({'model': weights, 'model_args': dict(
+        n_layer=2, n_head=4, n_embd=48, block_size=32, vocab_size=128)}, tmp_path / 'ckpt.pt')
+    assert words in refused(tmp_path / 'ckpt.pt')
+
+
+def test_a_compressed_archive_is_refused(tmp_path, model):
+    nanogpt_checkpoint(tmp_path / 'stored.pt', model)
+    with zipfile.ZipFile(tmp_path / 'stored.pt') as old, \
+            zipfile.ZipFile(tmp_path / 'ckpt.pt', 'w', zipfile.ZIP_DEFLATED) as new:
+        for name in old.namelist():
+            new.writestr(name, old.read(name))
+    assert 'it is compressed' in refused(tmp_path / 'ckpt.pt')
 
 
 def test_without_a_network_gpt2_is_one_line(tmp_path, monkeypatch, capsys):

@@ -19,11 +19,12 @@ from plaingpt.monitoring.run_record import SETTINGS
 from plaingpt.system.errors import UserError
 from plaingpt.training.settings import TrainConfig
 
-CONFIG = {**dict.fromkeys(SETTINGS, 0), 'n_embd': 128, 'seed': 1}
+CONFIG = {**dict.fromkeys(SETTINGS, 0), 'decay_lr': False, 'n_embd': 128, 'seed': 1}
 FACTS = {**dict.fromkeys(KEYS, ''), 'config': CONFIG, 'changed': {}, 'versions': {},
          'machine': {'device': 'cpu', 'cpu': 'A CPU', 'cores': 2, 'processes': 1, 'system': ''},
-         'vocab_size': 65, 'train_tokens': 1000, 'parameters': 500,
-         'data': {'folder': 'data/ours', 'source': {'corpus': 'ours'}}}
+         'vocab_size': 65, 'train_tokens': 1000, 'parameters': 500, 'unigram_loss': 3.0,
+         'from_scratch': True, 'compile': False,
+         'data': {'folder': 'data/ours', 'tokenizer': 'char', 'source': {'corpus': 'ours'}}}
 
 
 def curve(offset, speed=1000.0, step=100):

@@ -18,6 +18,10 @@ from plaingpt.training.optimizers import build_optimizer
 from plaingpt.training.settings import TrainConfig
 
 CPU = torch.device('cpu')
+# What train.py saves beside weights, optimizer and random numbers.
+STATE = {'iter_num': 1, 'sequences': 8, 'val_loss': None, 'evaluated': True, 'best_val_loss': None,
+         'evals_since_best': 0, 'elapsed_s': 1.0, 'wandb_id': None, 'config': {}, 'data': [],
+         'tokenizer': {'kind': 'char', 'chars': ''.join(map(chr, range(65)))}, 'scaler': {}}
 
 
 def same(a, b):
@@ -36,7 +40,7 @@ def run(tmp_path):
 
     def save(iter_num=1, val_loss=1.0, **options):
         saver = checkpoint_writer.Saver(tmp_path, **options)
-        saver.save(model, optimizer, {'iter_num': iter_num, 'val_loss': val_loss},
+        saver.save(model, optimizer, {**STATE, 'iter_num': iter_num, 'val_loss': val_loss},
                    rng_state(CPU))
         saver.wait()
         assert not saver.failed
@@ -128,7 +132,7 @@ def test_a_save_in_the_background_writes_what_the_weights_were(run, tmp_path, ba
     model, optimizer, _ = run
     before = [p.detach().clone() for p in model.parameters()]
     saver = checkpoint_writer.Saver(tmp_path, background=background)
-    saver.save(model, optimizer, {'iter_num': 1}, rng_state(CPU))
+    saver.save(model, optimizer, {**STATE, 'iter_num': 1}, rng_state(CPU))
     with torch.no_grad():
         for p in model.parameters():
             p.add_(1.0)
@@ -155,7 +159,7 @@ def test_a_save_that_fails_is_tried_again_and_training_goes_on(
         monkeypatch.setattr(checkpoint_writer, 'save_file', write)
 
     refuse_until(2)
-    saver.save(model, optimizer, {'iter_num': 20}, rng_state(CPU))
+    saver.save(model, optimizer, {**STATE, 'iter_num': 20}, rng_state(CPU))
     saver.wait()
     err = capsys.readouterr().err
     assert saver.failed and 'No space left' in err and 'training continues' in err
@@ -163,7 +167,7 @@ def test_a_save_that_fails_is_tried_again_and_training_goes_on(
     assert [c.iter_num for c in checkpoints.readable(tmp_path)] == [10]
     attempts.clear()
     refuse_until(1)
-    saver.save(model, optimizer, {'iter_num': 30}, rng_state(CPU))
+    saver.save(model, optimizer, {**STATE, 'iter_num': 30}, rng_state(CPU))
     saver.wait()
     assert not saver.failed and 'trying again' in capsys.readouterr().err
     assert checkpoints.newest_valid(tmp_path)[0].iter_num == 30
@@ -285,3 +289,105 @@ def test_state_json_says_what_made_it(run):
     state = json.loads((save().path / 'state.json').read_text())
     assert state['model'] == asdict(GPTConfig(block_size=16, vocab_size=65, n_layer=2, n_head=2,
                                               n_embd=32))
+
+
+# -----------------------------------------------------------------------------
+# checkpoints that anyone may have written
+
+
+def rewrite(found, **changes):
+    """Change state.json, and make its checksum right."""
+    text = json.dumps({**found.state, **changes})
+    (found.path / 'state.json').write_text(text)
+    (found.path / 'state.json.sha256').write_text(hashlib.sha256(text.encode()).hexdigest())
+
+
+SHAPE = asdict(GPTConfig(block_size=16, vocab_size=65, n_layer=2, n_head=2, n_embd=32))
+
+
+@pytest.mark.parametrize('changes', [
+    {'iter_num': 2}, {'iter_num': True}, {'sequences': -1}, {'best_val_loss': 'low'},
+    {'val_loss': 10**400}, {'evals_since_best': 1.5}, {'config': []}, {'config': {'block_size': 8}},
+    {'tokenizer': {'kind': 'byte'}}, {'scaler': {'scale': 1.0}}, {'rng': []}, {'rng': [{'cpu': 5}]},
+    {'chunks': []}, {'chunks': [{'name': '../x'}]}, {'model': {**SHAPE, 'n_layer': -1}},
+    {'model': {**SHAPE, 'n_embd': 2**40}}, {'model': {**SHAPE, 'dropout': math.nan}},
+    {'model': {**SHAPE, 'rotary': 'yes'}}, {'model': {**SHAPE, 'mlp': []}},
+    {'model': {**SHAPE, 'rotary': True, 'block_size': 2**30}},
+    {'deep': json.loads('[' * 99 + ']' * 99)}])
+def test_a_state_that_no_run_wrote_is_named_and_stops_no_healthy_run(
+        run, tmp_path, changes, capsys):
+    _, _, save = run
+    save(0, keep=9)
+    rewrite(save(1, keep=9), **changes)
+    valid, problems = checkpoints.newest_valid(tmp_path)
+    assert valid.iter_num == 0 and len(problems) == 1 and 'iter-00000001' in problems[0]
+    save(2, keep=1)  # removes the earlier ones that it can read
+    assert 'warning' not in capsys.readouterr().err
+    assert [path.name[-1] for path in checkpoints.checkpoint_paths(tmp_path)] == ['1', '2']
+
+
+@pytest.mark.parametrize('key, value', [
+    ('n_layer', 10**9), ('n_layer', 3), ('n_embd', 2**30), ('block_size', 2**30)])
+def test_a_shape_that_the_files_do_not_hold_is_refused_before_it_is_built(
+        run, monkeypatch, key, value):
+    _, _, save = run
+    found = save()
+    rewrite(found, model={**SHAPE, key: value})
+
+    monkeypatch.setattr(checkpoints, 'GPT', None)
+    with pytest.raises(UserError, match='do not fit its configuration: there are 2 blocks'):
+        checkpoints.open_checkpoint(found.path).load_model()
+
+
+@pytest.mark.parametrize('kind', ['a link', 'a FIFO', 'a directory'])
+def test_a_chunk_is_a_file_of_its_own(run, tmp_path, kind):
+    _, _, save = run
+    found = save()
+    path = found.path / 'model-00001-of-00001.safetensors'
+    path.rename(tmp_path / 'elsewhere')
+    if kind == 'a link':
+        path.symlink_to(tmp_path / 'elsewhere')
+    else:
+        (os.mkfifo if kind == 'a FIFO' else os.mkdir)(path)
+    with pytest.raises(UserError, match='is no regular file'):
+        found.load_model()
+
+
+def with_weights(found, change):
+    """Change the tensors of the model, and make all checksums right."""
+    from safetensors.torch import load_file
+    (chunk,) = (chunk for chunk in found.state['chunks'] if chunk['kind'] == 'model')
+    path = found.path / chunk['name']
+    weights = load_file(path)
+    change(weights)
+    save_file(weights, path)
+    chunk |= {'bytes': path.stat().st_size,
+              'sha256': hashlib.sha256(path.read_bytes()).hexdigest()}
+    rewrite(found)
+    return checkpoints.open_checkpoint(found.path)
+
+
+def only_some_rows(weights):
+    weights['transformer.wpe.weight[4:16]'] = weights.pop('transformer.wpe.weight')[4:].clone()
+
+
+@pytest.mark.parametrize('change, words', [
+    (lambda w: w['transformer.ln_f.bias'].fill_(math.inf), 'transformer.ln_f.bias is not finite'),
+    (lambda w: w.update({'transformer.ln_f.bias': torch.zeros(32, dtype=torch.int8)}),
+     'transformer.ln_f.bias there is I8'),
+    (only_some_rows, 'the parts of transformer.wpe.weight there are not the whole'),
+    (lambda w: w.pop('transformer.ln_f.bias'), 'transformer.ln_f.bias there does not fit'),
+    (lambda w: w.update(x=torch.zeros(1)), 'x there does not fit')])
+def test_weights_that_no_run_wrote_are_refused_by_name(run, change, words):
+    _, _, save = run
+    with pytest.raises(UserError, match=words):
+        with_weights(save(), change).load_model()
+
+
+@pytest.mark.parametrize('state', ['not base64', '', 'AAAA', 'A' * 6744])
+def test_random_numbers_that_cannot_go_on_are_a_warning(state, capsys):
+    torch.manual_seed(5)
+    expected = torch.get_rng_state()
+    set_rng_state([{'cpu': state}], 0, CPU)
+    assert 'random numbers cannot be used' in capsys.readouterr().err
+    assert torch.equal(torch.get_rng_state(), expected)

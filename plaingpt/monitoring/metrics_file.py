@@ -56,10 +56,15 @@ def read_rows(path, print_line):
     return rows
 
 
-def trim_rows(path, last_iter):
-    """Drop the rows past `last_iter`, and lines that are no rows, such as one that a crash cut."""
+def trim_rows(path, last_iter, evaluated=True):
+    """Drop the rows past `last_iter`, those of its evaluation unless it was `evaluated`,
+    and lines that are no rows, such as one that a crash cut."""
+    def of_step(row):
+        return 'loss' in row or any(key.startswith('health/') for key in row)
+
     if path.exists():
-        kept = [row for row in read_rows(path, lambda _: None) if row['iter'] <= last_iter]
+        kept = [row for row in read_rows(path, lambda _: None) if row['iter'] < last_iter
+                or (row['iter'] == last_iter and (evaluated or of_step(row)))]
         write_atomically(path, ''.join(json.dumps(row) + '\n' for row in kept))
 
 

@@ -187,7 +187,7 @@ def open_checkpoint(path):
     """Read one directory's state.json. Raises UserError."""
     try:
         text = (path / 'state.json').read_bytes()
-        if hashlib.sha256(text).hexdigest().encode() != (path / 'state.json.sha256').read_bytes():
+        if hashlib.sha256(text).hexdigest() not in (path / 'state.json.sha256').read_text().split():
             raise ValueError('its checksum is not what was written')
         state = json.loads(text)
         what = f'format version {state["format_version"]}'

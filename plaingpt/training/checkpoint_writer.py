@@ -5,7 +5,7 @@ import json
 import os
 import shutil
 import sys
-import threading
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from pathlib import Path
 
@@ -41,7 +41,8 @@ class Saver:
         self.keep = keep
         self.background = background
         self.group = host_group()  # its own: a save in the background must not meet other traffic
-        self.thread = None
+        self.writer = ThreadPoolExecutor(1, thread_name_prefix='saver') if background else None
+        self.pending = None  # the save in the background
         self.failed = False  # the last save came to nothing
 
     def save(self, model, optimizer, state, rng):
@@ -60,16 +61,26 @@ class Saver:
         if self.background:
             mine = [(name, {key: t.detach().to('cpu', copy=True) for key, t in tensors.items()})
                     for name, tensors in mine]
-            self.thread = threading.Thread(target=self._save, args=(mine, state, rng))
-            self.thread.start()
+            self.pending = self.writer.submit(self._save, mine, state, rng)
         else:
             self._save(mine, state, rng)
 
     def wait(self):
-        """Wait for a save in the background."""
-        if self.thread:
-            self.thread.join()
-            self.thread = None
+        """Wait for a save in the background. Raises what it raised."""
+        if self.pending:
+            pending, self.pending = self.pending, None
+            pending.result()
+
+    def update(self, state):
+        """Change entries of the checkpoint of state['iter_num'], which is complete."""
+        path = self._path(state['iter_num'])
+        problem = self._together(lambda: replace_entries(path, state), on_rank_0=True)
+        if problem and self.rank == 0:
+            print(f'warning: {path}/state.json could not be written ({problem}): it does not tell '
+                  'of its evaluation', file=sys.stderr, flush=True)
+
+    def _path(self, iter_num):
+        return self.out_dir / 'checkpoints' / f'iter-{iter_num:08d}'
 
     def _save(self, mine, state, rng):
         self.failed = True
@@ -86,7 +97,7 @@ class Saver:
 
     def _try(self, mine, state, rng):
         """One attempt to write it → None, or what went wrong; the same on all processes."""
-        final = self.out_dir / 'checkpoints' / f'iter-{state["iter_num"]:08d}'
+        final = self._path(state['iter_num'])
         temporary = final.with_name(final.name + '.tmp')
         if problem := self._together(lambda: start_directory(temporary), on_rank_0=True):
             return problem
@@ -117,6 +128,17 @@ class Saver:
         sync(temporary)
         os.rename(temporary, final)
         sync(final.parent)
+
+
+def replace_entries(path, changes):
+    """Change entries of a checkpoint's state.json. It is valid all the time: while it changes, its
+    checksum file has two lines."""
+    before = (path / 'state.json').read_bytes()
+    after = json.dumps({**json.loads(before), **changes}, indent=1).encode()
+    old, new = (hashlib.sha256(text).hexdigest() for text in (before, after))
+    write_atomically(path / 'state.json.sha256', f'{old}\n{new}')
+    write_atomically(path / 'state.json', after)
+    write_atomically(path / 'state.json.sha256', new)
 
 
 def start_directory(path):

@@ -108,7 +108,7 @@ def refuse_unless_stale(found, path, refusal):
 
 def holder(path):
     """Who holds a lock file, or None where it is not there or its process is gone."""
-    for _ in range(10):
+    for _ in range(5):
         try:
             host, pid, start = path.read_text(errors='replace').split()
             break

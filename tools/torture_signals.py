@@ -9,15 +9,20 @@ traceback. The final weights and all losses must equal those of an uninterrupted
 """
 
 import os
+import sys
+from pathlib import Path
+
+os.environ['OMP_NUM_THREADS'] = '1'  # tiny models; and forking wants no threads
+ROOT = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(ROOT), str(ROOT / 'tests'), str(ROOT / 'tools')]
+
 import random
 import re
 import signal
-import sys
 import tempfile
 import time
 from collections import Counter
 from dataclasses import dataclass
-from pathlib import Path
 
 from helpers import exit_code, fork, options
 from torture import SETTINGS, hash_checkpoint, make_data
@@ -36,7 +41,7 @@ class SignalsConfig:
     seed: int = 0  # of the instants
 
 
-ARGUMENTS = [*SETTINGS, *options(eval_interval=7, eval_iters=30, health_interval=6,
+ARGUMENTS = [*SETTINGS, *options(max_iters=24, eval_interval=7, eval_iters=12, health_interval=6,
                                  sample_interval=5, sample_tokens=8, checkpoint_async=True)]
 
 
@@ -100,7 +105,8 @@ def main(argv):
     with tempfile.TemporaryDirectory() as folder:
         root = Path(folder)
         data = make_data(root)
-        exit_code(start(root / 'warmup', data))
+        # What torch imports late is imported here, once, and not in each fork.
+        train.main([*ARGUMENTS, f'--out_dir={root}/warmup', f'--dataset={data}', '--max_iters=1'])
         began = time.monotonic()
         assert exit_code(start(root / 'whole', data)) == 0, Path(f'{root}/whole.log').read_text()
         duration = time.monotonic() - began

@@ -137,6 +137,15 @@ def test_a_run_stopped_anywhere_goes_on_bit_for_bit(tiny, tmp_path, monkeypatch)
                 == checkpoints.find(out_dir).state[key]
 
 
+def test_signals_at_random_instants_lose_nothing(monkeypatch, capsys):
+    monkeypatch.syspath_prepend(ROOT / 'tools')
+    import torture_signals
+    with pytest.raises(SystemExit) as exit_:
+        torture_signals.main(['--signals=4'])
+    out = capsys.readouterr().out
+    assert exit_.value.code == 0 and ': 0 went wrong' in out, out
+
+
 def test_a_second_ctrl_c_leaves_at_once_and_a_double_one_is_one():
     code = ('import os, signal, time\n'
             'from plaingpt.system.distributed import StopRequest\n'

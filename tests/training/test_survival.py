@@ -126,7 +126,7 @@ def test_a_run_stopped_anywhere_goes_on_bit_for_bit(tiny, tmp_path, monkeypatch)
         return [{key: value for key, value in row.items()
                  if key not in ('elapsed_s', 'tokens_per_s', 'data_wait', 'peak_memory_bytes')}
                 for row in lines(out_dir, 'iter')]
-    for n in range(7, asked, 4):  # those before are at iteration 0
+    for n in range(7, asked, 6):  # those before are at iteration 0
         out_dir = tmp_path / f'cut{n}'
         stop_at.main(n, *tiny, f'--out_dir={out_dir}')
         stop_at.main(0, *tiny, f'--out_dir={out_dir}', '--init_from=resume')
@@ -137,11 +137,26 @@ def test_a_run_stopped_anywhere_goes_on_bit_for_bit(tiny, tmp_path, monkeypatch)
                 == checkpoints.find(out_dir).state[key]
 
 
+def test_a_checkpoint_is_valid_at_each_moment_while_its_evaluation_is_added(
+        trained, tmp_path, monkeypatch):
+    shutil.copytree(trained, tmp_path / 'out')
+    path = checkpoints.find(tmp_path / 'out').path
+    original, seen = checkpoint_writer.write_atomically, []
+
+    def write(*arguments):
+        original(*arguments)
+        seen.append(checkpoints.open_checkpoint(path).val_loss)
+    monkeypatch.setattr(checkpoint_writer, 'write_atomically', write)
+    before = checkpoints.open_checkpoint(path).val_loss
+    checkpoint_writer.replace_entries(path, {'val_loss': 1.5})
+    assert seen == [before, 1.5, 1.5]
+
+
 def test_signals_at_random_instants_lose_nothing(monkeypatch, capsys):
     monkeypatch.syspath_prepend(ROOT / 'tools')
     import torture_signals
     with pytest.raises(SystemExit) as exit_:
-        torture_signals.main(['--signals=4'])
+        torture_signals.main(['--signals=2'])
     out = capsys.readouterr().out
     assert exit_.value.code == 0 and ': 0 went wrong' in out, out
 

@@ -9,7 +9,7 @@ in plaingpt/training/settings.py, or: python train.py --help
 """
 
 import sys
-from contextlib import closing, suppress
+from contextlib import closing, contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -23,11 +23,10 @@ from plaingpt.corpus.dataset import Dataset
 from plaingpt.monitoring.backends import open_backends
 from plaingpt.monitoring.markdown_report import write_report
 from plaingpt.monitoring.metrics import Metrics
-from plaingpt.monitoring.metrics_file import finite, trim_rows
+from plaingpt.monitoring.metrics_file import finite
 from plaingpt.monitoring.run_record import describe_run, write_run
 from plaingpt.system import devices
 from plaingpt.system.distributed import (
-    Stopped,
     StopRequest,
     World,
     all_reduce_mean,
@@ -38,7 +37,7 @@ from plaingpt.system.distributed import (
     process_group,
     wrap_model,
 )
-from plaingpt.system.errors import run_script
+from plaingpt.system.errors import UserError, run_script
 from plaingpt.system.folder_lock import lock_output_dir
 from plaingpt.training.checkpoint_writer import Saver, archive_previous_run
 from plaingpt.training.memory_planner import explain_out_of_memory
@@ -98,8 +97,7 @@ def setup(config, world, device, dtype, compile):
 
     dataset = open_data(config, world)
     resumed = find_resumed(config, group)
-    if resumed:
-        check_resumed(resumed, config, dataset)
+    changed = resumed and check_resumed(resumed, config, dataset)
     model = build_model(config, dataset, resumed)
     if config.batch_size == 'auto':
         batch_size, why = choose_batch_size(model.config, config, dtype, device)
@@ -117,9 +115,8 @@ def setup(config, world, device, dtype, compile):
     record = describe_run(config, dataset, train_data, model, device, dtype, compile, world,
                           resumed)
     if writing:
-        archive_previous_run(out_dir, after=progress.iter_num if resumed else -1)
-        trim_rows(out_dir / 'metrics.jsonl', progress.iter_num,
-                  progress.evaluated_at == progress.iter_num)
+        archive_previous_run(out_dir, after=progress.iter_num if resumed else -1, changed=changed,
+                             evaluated=progress.evaluated_at == progress.iter_num)
         write_run(out_dir, record)
     saved = resumed.state if resumed else {}
     backends = open_backends(config, record, saved.get('wandb_id')) if writing else []
@@ -130,7 +127,8 @@ def setup(config, world, device, dtype, compile):
                       elapsed_s=saved.get('elapsed_s', 0.0), backends=backends,
                       quiet=not world.is_main)
     probes = Probes(config, dataset, model, metrics, val_data, context, group, writing)
-    guard = StepGuard(out_dir / 'anomalies.jsonl', config.max_bad_steps, train_data, device)
+    guard = StepGuard(out_dir / 'anomalies.jsonl', config.max_bad_steps, train_data, device,
+                      scaling=scaler.is_enabled())
     saver = Saver(out_dir, rank=world.rank, world_size=world.size,
                   chunk_mb=config.checkpoint_chunk_mb, keep=config.keep_checkpoints,
                   background=config.checkpoint_async)
@@ -153,9 +151,8 @@ def train(run):
     with closing(run.train_data.train_batches(progress.iter_num)) as batches:
         while True:
             # evaluate, save or stop: all processes decide alike
-            evaluating = progress.evaluation_is_due(config)
-            if evaluating:
-                with suppress(Stopped):
+            if evaluating := progress.evaluation_is_due(config):
+                with run.stop.may_cut_short():
                     evaluate(run)
             signal = run.stop.wanted()
             ending = signal or progress.ending(config)
@@ -189,17 +186,11 @@ def train(run):
 def evaluate(run):
     """Measure what is due of the losses, benchmarks and a sample, log it, and see whether the loss
     is the best. A signal raises Stopped before any is logged: the resumed run evaluates here."""
-    config, progress = run.config, run.progress
     with run.metrics.paused():
-        losses = progress.loss_is_due(config) and [
-            mean_loss(run.eval_model, loader, config.eval_iters, run.context, run.stop)
+        losses = run.progress.loss_is_due(run.config) and [
+            mean_loss(run.eval_model, loader, run.config.eval_iters, run.context, run.stop)
             for loader in (run.train_data, run.val_data)]
-        scores, text = run.probes.look(progress, run.stop)
-        run.stop.check()
-        best = progress.record_evaluation(losses[-1] if losses else None)
-        if losses:
-            run.metrics.evaluation(progress.iter_num, *losses, best, text)
-        run.probes.log(progress, scores, text)
+        run.probes.evaluate(run.progress, losses, run.stop)
 
 
 @torch.no_grad()
@@ -242,6 +233,19 @@ def save(run):
     progress.saved_at, progress.saved_evaluated = progress.iter_num, evaluated
 
 
+@contextmanager
+def saved_when_it_fails(run):
+    """Save where training stops with a UserError, as when its data changed or memory ran out. With
+    several processes the last checkpoint has to do: the others know nothing of it."""
+    try:
+        yield
+    except UserError:
+        if run.world.size == 1:
+            save(run)
+            run.saver.wait()
+        raise
+
+
 # -----------------------------------------------------------------------------
 # the end
 
@@ -264,6 +268,9 @@ def finish(run, ending):
         print0(f'the last checkpoint could not be written: make room in {out_dir} and start again '
                'with --init_from=resume')
         sys.exit(1)
+    if (held := int(run.guard.held_in_a_row)) > 1:
+        print0(f'warning: the last {held} steps left the weights alone: their gradients were not '
+               'finite')
     if signal:
         saved = progress.saved_at == progress.iter_num
         print0(f'{signal}: stopped after iteration {progress.iter_num}' + (
@@ -284,10 +291,9 @@ def main(argv):
     with lock_output_dir(config.out_dir, world.is_main and not config.eval_only), \
             process_group(world, device, config.backend):
         run = setup(config, world, device, dtype, compile)
-        with run.stop:
-            with explain_out_of_memory(run.model.config, run.config, dtype, device):
-                ending = train(run)
-            finish(run, ending)
+        with run.stop, saved_when_it_fails(run), \
+                explain_out_of_memory(run.model.config, run.config, dtype, device):
+            finish(run, train(run))
 
 
 if __name__ == '__main__':

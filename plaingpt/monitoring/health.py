@@ -72,8 +72,8 @@ class Health:
         """Measure gradients (multiplied by the scaler's scale still) and weights."""
         grads = [(name, p.new_zeros(()) if p.grad is None else p.grad)
                  for name, p in self.model.named_parameters()]
-        scale = 1 / scaler.get_scale()
-        self.norms = {f'grad_norm/{name}': value * scale
+        scale = scaler.get_scale()
+        self.norms = {f'grad_norm/{name}': value / scale
                       for name, value in block_norms(grads).items()}
         self.norms |= {f'weight_norm/{name}': value
                        for name, value in block_norms(self._matrices()).items()}

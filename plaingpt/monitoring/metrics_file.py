@@ -2,10 +2,10 @@
 
 import json
 import math
+import os
 from pathlib import Path
 
 from plaingpt.system.errors import UserError
-from plaingpt.system.files import write_atomically
 
 
 def finite(x):
@@ -56,16 +56,42 @@ def read_rows(path, print_line):
     return rows
 
 
-def trim_rows(path, last_iter, evaluated=True):
-    """Drop the rows past `last_iter`, those of its evaluation unless it was `evaluated`,
-    and lines that are no rows, such as one that a crash cut."""
-    def of_step(row):
-        return 'loss' in row or any(key.startswith('health/') for key in row)
+def rows_end(path, last_iter, evaluated=True):
+    """Where the rows up to iteration `last_iter` end in a file of rows: a number of bytes. Those of
+    the evaluation there come last, and count unless it is not `evaluated`. Lines that are no rows,
+    such as one that a crash cut, count as the end where no row follows them."""
+    end = position = 0
+    with open(path, 'rb') as f:
+        for line in f:
+            position += len(line)
+            row = parse_iteration(line)
+            if row is not None and row['iter'] + (not evaluated and not of_step(row)) > last_iter:
+                break
+            if row is not None:
+                end = position
+    return end
 
-    if path.exists():
-        kept = [row for row in read_rows(path, lambda _: None) if row['iter'] < last_iter
-                or (row['iter'] == last_iter and (evaluated or of_step(row)))]
-        write_atomically(path, ''.join(json.dumps(row) + '\n' for row in kept))
+
+def of_step(row):
+    """Whether a row tells of a step, and not of an evaluation between two."""
+    return 'loss' in row or any(key.startswith('health/') for key in row)
+
+
+def parse_iteration(line):
+    """A line of metrics.jsonl or anomalies.jsonl → dict; None where it is no row."""
+    try:
+        row = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    return row if isinstance(row, dict) and type(row.get('iter')) is int else None
+
+
+def trim_rows(path, last_iter, evaluated=True):
+    """Drop what rows_end says lies after `last_iter`. It takes no room on the disk."""
+    with open(path, 'rb+') as f:
+        f.truncate(rows_end(path, last_iter, evaluated))
+        if f.seek(0, os.SEEK_END) and f.seek(-1, os.SEEK_END) and f.read() != b'\n':
+            f.write(b'\n')  # the newline did not make it to the disk
 
 
 def rows_with(rows, *keys):

@@ -9,7 +9,7 @@ import signal
 import socket
 import time
 import uuid
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -293,6 +293,12 @@ class StopRequest:
             dist.all_reduce(received, dist.ReduceOp.MAX, group=self.group)
             number = received.item()
         return signal.Signals(number).name if number else None
+
+    @contextmanager
+    def may_cut_short(self):
+        """A context which `check` leaves; it ends there."""
+        with suppress(Stopped):
+            yield
 
     def check(self):
         """Raise Stopped where a stop is wanted, on all processes alike."""

@@ -13,8 +13,9 @@ complete. No file here can run code when it is read: tensors are safetensors, th
 import hashlib
 import json
 import math
+import os
 import re
-from contextlib import suppress
+import sys
 from dataclasses import dataclass, fields
 from pathlib import Path
 
@@ -163,10 +164,22 @@ def load(init_from, out_dir='out', which='best', tokenizer='auto'):
 # finding
 
 
+class AnotherVersion(UserError):
+    """A checkpoint that another version of plainGPT wrote: nothing is wrong with it."""
+
+
 def checkpoint_paths(out_dir):
-    """The complete checkpoint directories of a run, oldest first."""
-    found = [path for path in Path(out_dir, 'checkpoints').glob('iter-*')
-             if re.fullmatch(r'iter-\d+', path.name) and path.is_dir()]
+    """The complete checkpoint directories of a run, oldest first. [] means that there are none:
+    where that cannot be seen it raises UserError."""
+    folder = Path(out_dir, 'checkpoints')
+    try:
+        with os.scandir(folder) as entries:
+            found = [folder / entry.name for entry in entries
+                     if re.fullmatch(r'iter-\d+', entry.name) and entry.is_dir()]
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    except OSError as e:
+        raise UserError(f'{folder} cannot be read: {e.strerror}') from None
     return sorted(found, key=iteration_of)
 
 
@@ -174,12 +187,14 @@ def iteration_of(path):
     return int(path.name.removeprefix('iter-'))
 
 
-def readable(out_dir):
-    """The checkpoints of a run whose state.json is intact, oldest first."""
+def readable(out_dir, tell=lambda problem: None):
+    """The checkpoints of a run whose state.json is intact, oldest first; `tell` hears of others."""
     found = []
     for path in checkpoint_paths(out_dir):
-        with suppress(UserError):
+        try:
             found.append(open_checkpoint(path))
+        except UserError as problem:
+            tell(problem)
     return found
 
 
@@ -198,8 +213,9 @@ def open_checkpoint(path):
         raise UserError(f'{path}/state.json is damaged ({e}): use another checkpoint with '
                         '--checkpoint=ITER, or remove the directory') from None
     if what:
-        raise UserError(f'{path} is from another version of plainGPT: it has {what}, which this '
-                        'one does not know: use the version that wrote it, or a newer one')
+        raise AnotherVersion(f'{path} is from another version of plainGPT: it has {what}, which '
+                             'this one does not know: use the version that wrote it, or a newer '
+                             'one')
     return Checkpoint(path, {RENAMED.get(key, key): value for key, value in state.items()})
 
 
@@ -220,7 +236,8 @@ def find(out_dir, which='latest'):
     if which == 'latest':
         return open_checkpoint(paths[-1])
     if which == 'best':
-        return best_of(readable(out_dir) or [open_checkpoint(paths[-1])])
+        found = readable(out_dir, lambda problem: print(f'warning: {problem}', file=sys.stderr))
+        return best_of(found or [open_checkpoint(paths[-1])])
     numbers = [iteration_of(path) for path in paths]
     if str(which).isdecimal() and int(which) in numbers:
         return open_checkpoint(paths[numbers.index(int(which))])
@@ -230,13 +247,15 @@ def find(out_dir, which='latest'):
 
 def newest_valid(out_dir):
     """→ (the newest checkpoint whose every byte is as written, or None; what is wrong with those
-    after it, a line each)."""
+    after it, a line each). Raises UserError at one of a newer version, which is not damaged."""
     problems = []
     for path in reversed(checkpoint_paths(out_dir)):
         try:
             checkpoint = open_checkpoint(path)
             checkpoint.verify()
             return checkpoint, problems
+        except AnotherVersion:
+            raise
         except UserError as problem:
             problems.append(str(problem).partition(': use')[0])
     return None, problems

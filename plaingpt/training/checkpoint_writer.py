@@ -13,7 +13,9 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 
+from plaingpt.monitoring.metrics_file import rows_end, trim_rows
 from plaingpt.system.distributed import all_gather, host_group, print0
+from plaingpt.system.errors import UserError
 from plaingpt.system.files import sha256_of, sync, write_atomically
 from plaingpt.training.checkpoint import (
     FORMAT_VERSION,
@@ -88,7 +90,10 @@ class Saver:
             problem = self._try(mine, state, rng)
             if problem is None:
                 self.failed = False
-                self._together(lambda: prune(self.out_dir, self.keep), on_rank_0=True)
+                problem = self._together(lambda: prune(self.out_dir, self.keep), on_rank_0=True)
+                if problem and self.rank == 0:
+                    print(f'warning: an earlier checkpoint could not be removed ({problem}): '
+                          'remove it yourself, or the disk fills', file=sys.stderr, flush=True)
                 return
             if self.rank == 0:
                 clean_up(self.out_dir)  # or the remains would fill a full disk further
@@ -197,7 +202,7 @@ def optimizer_tensors(optimizer, model):
 def prune(out_dir, keep):
     """Remove all checkpoints but the `keep` newest and the best."""
     found = readable(out_dir)
-    spared = {checkpoint.path for checkpoint in [*found[-keep:], best_of(found)]}
+    spared = {checkpoint.path for checkpoint in (*found[-keep:], best_of(found))} if found else ()
     for checkpoint in found:
         if checkpoint.path not in spared:
             # First the name, at once: a directory half removed must not look complete.
@@ -212,22 +217,47 @@ def clean_up(out_dir):
         shutil.rmtree(path, ignore_errors=True)
 
 
-def archive_previous_run(out_dir, after=-1):
-    """Move what a run that starts, or goes back, would overwrite to out_dir/old-001 (002, …): the
-    checkpoints past iteration `after`, and with -1 the logs as well → that folder, or None."""
+def archive_previous_run(out_dir, after=-1, changed=False, evaluated=True):
+    """Move what a run that starts, or goes back, would overwrite to out_dir/old-001 (002, …).
+
+    after: the iteration that the run continues from, -1 for a new run. Later checkpoints move, and
+    the logs are copied, of a new run moved. Then the logs end at `after`.
+    changed: the settings are others, so the steps after `after` come out otherwise: the logs are
+    copied also where there are no later checkpoints.
+    evaluated: the checkpoint of `after` has its evaluation; otherwise that is logged anew.
+    Returns the folder, or None. Raises UserError where the disk has no room for the copies.
+    """
     out_dir = Path(out_dir)
-    remains = [path for path in checkpoint_paths(out_dir) if iteration_of(path) > after]
-    if after < 0:
-        remains += [out_dir / name for name in LOGS if (out_dir / name).exists()]
-    if not remains:
-        return None
-    n = 1
-    while (archive := out_dir / f'old-{n:03d}').exists():
-        n += 1
-    for path in remains:
-        target = archive / path.relative_to(out_dir)
-        target.parent.mkdir(parents=True, exist_ok=True)
-        path.rename(target)
-    print0(f'{out_dir} held {"an earlier run" if after < 0 else "later checkpoints"}: moved to '
-           f'{archive}')
+    moved = [path for path in checkpoint_paths(out_dir) if iteration_of(path) > after]
+    logs = [out_dir / name for name in LOGS if (out_dir / name).exists()]
+    rows = [path for path in logs if path.suffix == '.jsonl']
+    repeated = changed and any(rows_end(path, after, evaluated) < path.stat().st_size
+                               for path in rows)
+    archive = None
+    if moved or repeated or (after < 0 and logs):
+        archive = unused_folder(out_dir)
+        try:
+            archive.mkdir()
+            for path in logs:
+                if after < 0:
+                    path.rename(archive / path.name)
+                elif path.is_file():
+                    shutil.copy2(path, archive)
+            for path in moved:
+                (archive / 'checkpoints').mkdir(exist_ok=True)
+                path.rename(archive / 'checkpoints' / path.name)
+        except OSError as e:
+            raise UserError(f'{archive}: what this run would overwrite cannot be kept there '
+                            f'({e.strerror}): make room, or choose another --out_dir') from None
+        print0(f'{out_dir} held {"an earlier run" if after < 0 else "later steps"}: kept in '
+               f'{archive}')
+    for path in rows if after >= 0 else []:
+        trim_rows(path, after, evaluated)
     return archive
+
+
+def unused_folder(out_dir):
+    n = 1
+    while (folder := out_dir / f'old-{n:03d}').exists():
+        n += 1
+    return folder

@@ -51,24 +51,25 @@ class Probes:
                     self.not_seen.add(line)
                     self.metrics.print(line)
 
-    def look(self, progress, stop):
-        """→ ({name of a benchmark: its scores}, a text by the model or None), as they are due.
-        Raises Stopped where `stop` is wanted."""
-        scores, text = {}, None
+    def evaluate(self, progress, losses, stop):
+        """Run the benchmarks and make the sample that are due; then log them and the losses (train,
+        val), where they were due. Raises Stopped where `stop` is wanted, before anything is logged.
+        """
+        iter_num, scores, text = progress.iter_num, {}, None
         if progress.benchmarks_are_due(self.config):
             scores = {benchmark.name: benchmark.score(self.model, self.config.batch_size,
                                                       self.context, self.group, stop.check)
                       for benchmark in self.benchmarks}
         if progress.loss_is_due(self.config) or progress.sample_is_due(self.config):
             text = self.sample(stop)
-        return scores, text
-
-    def log(self, progress, scores, text):
-        """Log what `look` returned; the sample of an evaluation is logged with its loss."""
+        stop.check()
+        best = progress.record_evaluation(losses[-1] if losses else None)
+        if losses:
+            self.metrics.evaluation(iter_num, *losses, best, text)
         for name, values in scores.items():
-            self.metrics.benchmark(progress.iter_num, name, values, quote_benchmark(values))
+            self.metrics.benchmark(iter_num, name, values, quote_benchmark(values))
         if text is not None and progress.sample_is_due(self.config):
-            self.metrics.sample(progress.iter_num, text)
+            self.metrics.sample(iter_num, text)
 
     def sample(self, stop):
         """A text by the model as it is now, or None where none is wanted. It ends early where this

@@ -76,13 +76,16 @@ def restore(resumed, config, model, optimizer, scaler, train_data, world, device
         return Progress()
     state, iter_num = resumed.state, resumed.iter_num
     resumed.load_optimizer(optimizer, model)
-    scaler.load_state_dict(state['scaler'])
+    if state['scaler']:  # empty where the run was not in float16 so far
+        scaler.load_state_dict(state['scaler'])
     train_data.resume_at(iter_num, state['sequences'])
     set_rng_state(state['rng'], world.rank, device)
     evaluated = state['evaluated'] and not config.eval_only
-    if iter_num >= config.max_iters and evaluated:
-        print0(f'iteration {iter_num} is the end already: --max_iters=… makes it longer')
     best = state['best_val_loss']
-    return Progress(iter_num, math.inf if best is None else best, state['evals_since_best'],
-                    evaluated_at=iter_num if evaluated else None, val_loss=state['val_loss'],
-                    saved_at=iter_num, saved_evaluated=evaluated)
+    progress = Progress(iter_num, math.inf if best is None else best, state['evals_since_best'],
+                        evaluated_at=iter_num if evaluated else None, val_loss=state['val_loss'],
+                        saved_at=iter_num, saved_evaluated=evaluated)
+    if evaluated and (ending := progress.ending(config)):
+        print0(f'iteration {iter_num} is the end already, {ending}: a larger --max_iters, or '
+               '--patience=0, makes it longer')
+    return progress

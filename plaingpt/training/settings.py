@@ -32,7 +32,7 @@ class TrainConfig(GPTConfig):
     # checkpoints
     checkpoint_interval: int = 1000  # iterations between those for resuming
     always_save_checkpoint: bool = True  # one after each evaluation too, not only after the best
-    keep_checkpoints: int = 1  # keep this many of the newest, and the best
+    keep_checkpoints: int = 2  # keep this many of the newest, and the best
     checkpoint_async: bool = False  # write while training continues; takes host memory for a copy
     checkpoint_chunk_mb: int = 512  # no file of a checkpoint is larger
     checkpoint: str = 'latest'  # which to take from a run: latest, best, or an iteration

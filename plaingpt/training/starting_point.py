@@ -80,7 +80,8 @@ def open_batches(config, dataset, world, device):
 def find_resumed(config, group):
     """The checkpoint to resume, or None to start. Rank 0 looks and decides for all.
 
-    A damaged one is named, and the one before it taken. Raises UserError where there is none.
+    A damaged one is named, and the one before it taken. Raises UserError where there is none, and
+    also with 'auto' where there are some and none can be used: that is no reason to start anew.
     """
     if config.init_from not in ('resume', 'auto'):
         return None
@@ -90,6 +91,10 @@ def find_resumed(config, group):
             clean_up(config.out_dir)
         if config.checkpoint == 'latest':
             found, damaged = checkpoints.newest_valid(config.out_dir)
+            if damaged and not found:
+                raise UserError('\n'.join([
+                    *damaged, f'{config.out_dir}: no checkpoint there can be used; to start anew, '
+                    'give --init_from=scratch, which keeps them in a folder beside']))
             for problem in damaged:
                 print0(f'warning: skipped a checkpoint: {problem}')
             if found is None and config.init_from == 'resume':
@@ -103,7 +108,8 @@ def find_resumed(config, group):
 
 
 def check_resumed(resumed, config, dataset):
-    """See that the run is of the same model and data, and print which settings have changed.
+    """See that the run is of the same model and data, and print which settings have changed
+    → whether any have.
 
     Raises UserError where something differs that a run cannot change.
     """
@@ -124,9 +130,11 @@ def check_resumed(resumed, config, dataset):
                         f'{dataset.folder}: to continue with other data, start a run from its '
                         f'weights with --init_from={config.out_dir} and another --out_dir')
     print0(f'resumed from {resumed.path}')
+    changed = {key: values for key, values in changed.items()
+               if key not in ('init_from', 'checkpoint')}
     for key, (saved, value) in changed.items():
-        if key not in ('init_from', 'checkpoint'):
-            print0(f'  changed: {key} {saved} → {value}')
+        print0(f'  changed: {key} {saved} → {value}')
+    return bool(changed)
 
 
 def build_model(config, dataset, resumed):

@@ -29,23 +29,15 @@ def forward_backward(model, batches, micro_steps, scaler, context):
 
 def update(model, optimizer, scaler, grad_clip, guard, it, loss):
     """Clip the gradient and move the weights, unless something is not finite → gradient norm."""
-    if scaler.is_enabled():
-        # With float16 gradients often overflow, and GradScaler skips those steps by itself. It sees
-        # gradients only, so a bad loss is passed to it as an infinite gradient.
-        bad = guard.check_finite(it, loss, loss)
-        grad = next(p.grad for p in model.parameters() if p.grad is not None)
-        grad.copy_(torch.where(bad.bool(), math.inf, grad))
     scaler.unscale_(optimizer)
     grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), grad_clip or math.inf)
-    if scaler.is_enabled():
-        scaler.step(optimizer)
-    else:
-        bad = guard.check_finite(it, loss, grad_norm)
-        if getattr(optimizer, '_step_supports_amp_scaling', False):
-            optimizer.found_inf = bad  # torch's fused optimizers and ours read it on the device
-            optimizer.step()
-        elif not bad:  # others know nothing of it, so the host has to wait and look
-            optimizer.step()
+    hold = guard.check_finite(it, loss, grad_norm)
+    # Not scaler.step, which sees gradients only and would move the weights after a bad loss.
+    if getattr(optimizer, '_step_supports_amp_scaling', False):
+        optimizer.found_inf = hold  # torch's fused optimizers and ours read it on the device
+        optimizer.step()
+    elif not hold:  # others know nothing of it, so the host has to wait and look
+        optimizer.step()
     scaler.update()
     optimizer.zero_grad(set_to_none=True)
     return grad_norm
@@ -53,6 +45,8 @@ def update(model, optimizer, scaler, grad_clip, guard, it, loss):
 
 # -----------------------------------------------------------------------------
 # steps that are not finite
+
+OVERFLOWS = 16  # halvings that take GradScaler's scale from 65,536, where it begins, to 1
 
 
 class StepGuard:
@@ -63,13 +57,17 @@ class StepGuard:
 
     path: anomalies.jsonl, which gets a line for each bad step
     loader: the BatchLoader that tells which sequences the step trained on
+    scaling: with float16, gradients overflow while GradScaler looks for its scale; up to OVERFLOWS
+    such steps in a row are not bad, though the optimizer keeps still on them too
     """
 
-    def __init__(self, path, max_bad_steps, loader, device):
+    def __init__(self, path, max_bad_steps, loader, device, scaling=False):
         self.path = path
         self.max_bad_steps = max_bad_steps
         self.loader = loader
-        self.in_a_row = torch.zeros((), device=device)
+        self.overflows = OVERFLOWS if scaling else 0
+        self.held_in_a_row = torch.zeros((), device=device)  # steps that moved no weight
+        self.bad_in_a_row = torch.zeros((), device=device)
         self.unread = []  # (iteration, bad, loss, gradient norm), on the device but for the first
         self.gave_up = False  # max_bad_steps came in a row
         self.group = host_group()
@@ -79,13 +77,17 @@ class StepGuard:
 
         Once `max_bad_steps` have come in a row it stays 1.0: the weights wait for the host to see.
         """
-        bad = 1 - (loss.isfinite() & grad_norm.isfinite()).float()
+        wrong = 1 - torch.stack([loss.isfinite() & grad_norm.isfinite(), loss.isfinite()]).float()
         if dist.is_initialized():
-            dist.all_reduce(bad, dist.ReduceOp.MAX)
-        bad = torch.maximum(bad, (self.in_a_row >= self.max_bad_steps).float())
-        self.in_a_row = (self.in_a_row + 1) * bad
+            dist.all_reduce(wrong, dist.ReduceOp.MAX)
+        not_finite, bad_loss = wrong
+        bad = torch.maximum(bad_loss, not_finite * (self.held_in_a_row >= self.overflows))
+        gave_up = (self.bad_in_a_row >= self.max_bad_steps).float()
+        hold = torch.maximum(not_finite, gave_up)
+        self.held_in_a_row = (self.held_in_a_row + 1) * hold
+        self.bad_in_a_row = (self.bad_in_a_row + 1) * torch.maximum(bad, gave_up)
         self.unread.append((iter_num, bad, loss, grad_norm))
-        return bad
+        return hold
 
     def report(self, print_line):
         """Write down the bad steps since the last report. This waits for the device.
@@ -108,7 +110,7 @@ class StepGuard:
                         'grad_norm': as_json(grad_norm.item()),
                         'sequences': [first, last], 'sequence_starts': starts}
                 append_line(self.path, line)
-        self.gave_up = self.in_a_row.item() >= self.max_bad_steps
+        self.gave_up = self.bad_in_a_row.item() >= self.max_bad_steps
         return self.gave_up
 
     def error(self):

@@ -46,7 +46,7 @@ def main(argv):
     output = Path(config.output or default)
     if config.live:
         print(f'drawing {output} every {config.every:g} seconds until training ends')
-        while any(map(is_training, folders)):
+        while any(map(in_use, folders)):
             draw_runs(read_runs(folders), output, reference, may_be_empty=True)
             time.sleep(config.every)
     runs = read_runs(folders)
@@ -65,12 +65,6 @@ def check_folders(folders):
     if empty:
         raise UserError('\n'.join(f'{folder}/metrics.jsonl is not there: name the out_dir of a run'
                                   for folder in empty))
-
-
-def is_training(folder):
-    """Whether a run is training there; where the system has no locks, until its last iteration."""
-    training = in_use(folder)
-    return not has_ended(*read(folder)) if training is None else training
 
 
 def read(folder):

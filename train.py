@@ -115,7 +115,8 @@ def setup(config, world, device, dtype, compile):
     record = describe_run(config, dataset, train_data, model, device, dtype, compile, world,
                           resumed)
     if writing:
-        archive_previous_run(out_dir, after=progress.iter_num if resumed else -1, changed=changed)
+        archive_previous_run(out_dir, after=progress.iter_num if resumed else -1, changed=changed,
+                             evaluated=progress.evaluated_at == progress.iter_num)
         write_run(out_dir, record)
     saved = resumed.state if resumed else {}
     backends = open_backends(config, record, saved.get('wandb_id')) if writing else []
@@ -147,13 +148,13 @@ def train(run):
     config, progress = run.config, run.progress
     micro_steps = config.accumulation() // run.world.size
     run.metrics.begin(progress.iter_num)
-    with run.stop, closing(run.train_data.train_batches(progress.iter_num)) as batches:
+    with closing(run.train_data.train_batches(progress.iter_num)) as batches:
         while True:
             # evaluate, save or stop: all processes decide alike
+            if evaluating := progress.evaluation_is_due(config):
+                with run.stop.may_cut_short():
+                    evaluate(run)
             signal = run.stop.wanted()
-            evaluating = not signal and progress.evaluation_is_due(config)
-            if evaluating:
-                evaluate(run)
             ending = signal or progress.ending(config)
             saving = ending or progress.save_is_due(config)
             if (evaluating or saving or progress.iter_num % config.log_interval == 0) \
@@ -179,26 +180,28 @@ def train(run):
             run.metrics.tick(progress.iter_num)
             if progress.iter_num % config.log_interval == 0:
                 run.metrics.step(progress.iter_num, all_reduce_mean(loss.clone()), lr, grad_norm)
-            run.probes.after_step(progress.iter_num)
+            run.probes.check_health(progress.iter_num)
 
 
 def evaluate(run):
-    """Measure and report the loss on both splits; see whether it is the best."""
+    """Measure what is due of the losses, benchmarks and a sample, log it, and see whether the loss
+    is the best. A signal raises Stopped before any is logged: the resumed run evaluates here."""
     with run.metrics.paused():
-        train_loss, val_loss = (
-            mean_loss(run.eval_model, loader, run.config.eval_iters, run.context)
-            for loader in (run.train_data, run.val_data))
-        best = run.progress.record_evaluation(val_loss)
-        run.metrics.evaluation(run.progress.iter_num, train_loss, val_loss, best,
-                               run.probes.sample())
+        losses = run.progress.loss_is_due(run.config) and [
+            mean_loss(run.eval_model, loader, run.config.eval_iters, run.context, run.stop)
+            for loader in (run.train_data, run.val_data)]
+        run.probes.evaluate(run.progress, losses, run.stop)
 
 
 @torch.no_grad()
-def mean_loss(model, loader, n_batches, context):
-    """Mean loss over fixed sequences of a split, which the processes share."""
+def mean_loss(model, loader, n_batches, context, stop):
+    """Mean loss over fixed sequences of a split, which the processes share. Raises Stopped."""
     model.eval()
     sums = torch.zeros(2, device=loader.device)  # of loss × sequences, of sequences
     for starts in tqdm(loader.eval_batches(n_batches), 'evaluating', leave=False, disable=None):
+        stop.check()
+        if not len(starts):
+            continue
         idx, targets = loader.eval_batch(starts)
         with context:
             _, loss = model(idx, targets)
@@ -211,7 +214,7 @@ def mean_loss(model, loader, n_batches, context):
 def save(run):
     """Write a checkpoint of this iteration, unless there is one, or nothing to save."""
     progress = run.progress
-    if progress.iter_num in (0, progress.saved_at) or run.config.eval_only:
+    if progress.iter_num == 0 or progress.is_saved() or run.config.eval_only:
         return
     evaluated = progress.evaluated_at == progress.iter_num
     state = {'iter_num': progress.iter_num,
@@ -223,8 +226,11 @@ def save(run):
              'config': asdict(run.config), 'tokenizer': run.dataset.tokenizer_json(),
              'data': run.dataset.identity('train'), 'scaler': run.scaler.state_dict()}
     with run.metrics.paused():
-        run.saver.save(run.model, run.optimizer, state, devices.rng_state(run.device))
-    progress.saved_at = progress.iter_num
+        if progress.saved_at == progress.iter_num:  # a signal kept it from evaluating then
+            run.saver.update(state)
+        else:
+            run.saver.save(run.model, run.optimizer, state, devices.rng_state(run.device))
+    progress.saved_at, progress.saved_evaluated = progress.iter_num, evaluated
 
 
 @contextmanager
@@ -285,10 +291,9 @@ def main(argv):
     with lock_output_dir(config.out_dir, world.is_main and not config.eval_only), \
             process_group(world, device, config.backend):
         run = setup(config, world, device, dtype, compile)
-        with saved_when_it_fails(run), \
+        with run.stop, saved_when_it_fails(run), \
                 explain_out_of_memory(run.model.config, run.config, dtype, device):
-            ending = train(run)
-        finish(run, ending)
+            finish(run, train(run))
 
 
 if __name__ == '__main__':

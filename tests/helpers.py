@@ -2,9 +2,12 @@
 
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
+import time
+import traceback
 from pathlib import Path
 
 import pytest
@@ -56,16 +59,68 @@ def run(*command, cwd=ROOT, **env):
 
 def torchrun(processes, *command, cwd=ROOT, check=True):
     """Run a script under torchrun on a free loopback port."""
-    with socket.socket() as s:
-        s.bind(('127.0.0.1', 0))
-        port = s.getsockname()[1]
     done = subprocess.run(
         [sys.executable, '-m', 'torch.distributed.run', f'--nproc_per_node={processes}',
-         '--master_addr=127.0.0.1', f'--master_port={port}', *map(str, command)],
+         '--master_addr=127.0.0.1', f'--master_port={free_port()}', *map(str, command)],
         cwd=cwd, text=True, capture_output=True, timeout=300,
         env={**os.environ, 'OMP_NUM_THREADS': '1'})
     assert not check or done.returncode == 0, done.stdout + done.stderr
     return done
+
+
+def fork(main, *argv, log, before=None, **env):
+    """Run a command's `main` in a fork of this process, as a user would run its script → the
+    process id. log: file of all that it prints; before: called first; env: added variables."""
+    pid = os.fork()
+    if pid:
+        return pid
+    out = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    os.dup2(out, 1)
+    os.dup2(out, 2)
+    sys.stdout, sys.stderr = (open(fd, 'w', buffering=1, closefd=False) for fd in (1, 2))
+    sys.argv = ['script.py', *map(str, argv)]
+    os.environ.update(env)
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # also where the tests themselves run under nohup
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.alarm(100)  # no process outlives a test that fails
+    code = 0
+    try:
+        if before:
+            before()
+        run_script(main)
+    except SystemExit as e:
+        code = e.code or 0
+    except BaseException:
+        traceback.print_exc()
+        code = 1
+    os._exit(code)
+
+
+def exit_code(pid):
+    """Wait for a process of `fork` → its exit code, or minus the signal that ended it."""
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+def wait_until(condition, seconds=60):
+    """Wait for another process to bring it about."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def free_port():
+    with socket.socket() as s:
+        s.bind(('127.0.0.1', 0))
+        return s.getsockname()[1]
+
+
+def ranks(size):
+    """The environment of each process of a job that is started without torchrun."""
+    port = free_port()
+    return [dict(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(size),
+                 LOCAL_WORLD_SIZE=str(size), MASTER_ADDR='127.0.0.1', MASTER_PORT=str(port))
+            for rank in range(size)]
 
 
 class ForkServer:

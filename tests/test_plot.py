@@ -57,8 +57,7 @@ def test_a_folder_of_an_older_version_is_drawn_and_reported(tmp_path, capsys):
         assert words in report, words
 
 
-@pytest.mark.parametrize('locks', [True, False])
-def test_live_drawing_ends_with_the_run(locks, trained, tmp_path, capsys, monkeypatch):
+def test_live_drawing_ends_with_the_run(trained, tmp_path, capsys, monkeypatch):
     out, seen = tmp_path / 'out', []
     shutil.copytree(trained, out)
     rows = (out / 'metrics.jsonl').read_text().splitlines(keepends=True)
@@ -71,8 +70,6 @@ def test_live_drawing_ends_with_the_run(locks, trained, tmp_path, capsys, monkey
             (out / 'metrics.jsonl').write_text(''.join(rows))
             training.close()
         monkeypatch.setattr(plot.time, 'sleep', wait)
-        if not locks:
-            monkeypatch.setattr(plot, 'in_use', lambda folder: None)
         plot.main([str(out), '--live', '--every=7'])
     assert seen == [7.0] and 'iteration 6' in capsys.readouterr().out
 

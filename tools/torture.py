@@ -47,6 +47,14 @@ SETTINGS = options(n_layer=2, n_head=2, n_embd=32, block_size=16, batch_size=4, 
                    sample_tokens=0, health_interval=0)
 
 
+def make_data(root):
+    """A prepared folder of real text that every machine has."""
+    text, data = root / 'argparse.txt', root / 'data'
+    text.write_text(inspect.getsource(argparse), encoding='utf-8')
+    prepare.main(['text', f'--input={text}', '--tokenizer=char', f'--data_dir={data}'])
+    return data
+
+
 def start(out_dir, data, *extra):
     """Run train.py in a fork, which saves importing torch each time → its process id."""
     pid = os.fork()
@@ -168,9 +176,7 @@ def main(argv):
     chance = random.Random(config.seed)
     with tempfile.TemporaryDirectory() as folder:
         root = Path(folder)
-        text, data = root / 'argparse.txt', root / 'data'
-        text.write_text(inspect.getsource(argparse), encoding='utf-8')
-        prepare.main(['text', f'--input={text}', '--tokenizer=char', f'--data_dir={data}'])
+        data = make_data(root)
         run(root / 'warmup', data)
         began = time.monotonic()
         assert run(root / 'whole', data) == 0, Path(f'{root}/whole.log').read_text()

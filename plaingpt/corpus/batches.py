@@ -6,6 +6,7 @@ tiling that starts at its own token. Sequences are numbered over all epochs and 
 next ones: a run that resumes, on any number of processes, sees the data it would have seen.
 """
 
+import math
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -146,15 +147,17 @@ class BatchLoader:
     def eval_batches(self, n_batches):
         """This process's share of n_batches × batch_size sequences, or of all where there are
         fewer → one array per batch: the token where each sequence begins. They are always the
-        same, spread evenly; with only_first, they are the sequences that are trained on."""
+        same, spread evenly; with only_first, they are the sequences that are trained on. All
+        processes have as many batches; the last of some may be empty."""
         if self.only_first:
-            ids = np.arange(self.rank, self.only_first * self.step_size, self.world_size)
-            mine = self.sequence_starts(ids)
+            n = self.only_first * self.step_size
+            mine = self.sequence_starts(np.arange(self.rank, n, self.world_size))
         else:
             n = min(n_batches * self.batch_size, self.eval_sequences)
             mine = np.arange(self.rank, n, self.world_size) * self.eval_sequences // n \
                 * self.block_size
-        return [mine[i:i + self.batch_size] for i in range(0, len(mine), self.batch_size)]
+        return [mine[i:i + self.batch_size]
+                for i in range(0, math.ceil(n / self.world_size), self.batch_size)]
 
     def eval_batch(self, starts):
         """(idx, targets), each (batch_size, block_size) int64 on the device.

@@ -3,11 +3,15 @@
 `position` is always the number of bytes of the file that have been read so far. The functions
 that find documents yield (text, new_document, position). The text is None where a row's field is
 null; a file longer than PIECE_CHARS comes in pieces, with new_document=True for the first.
+
+A few bytes can stand for a text of any length. So time is linear in the text, and three limits
+bound what is in memory at once and what a file may become.
 """
 
 import codecs
 import itertools
 import json
+import os
 import re
 import zlib
 
@@ -15,21 +19,50 @@ from plaingpt.system.errors import UserError, needs
 
 PIECE_CHARS = 2**18
 BLOCK_BYTES = 2**20
+# No 16 KB of deflate (1:1,032) and no 512 bytes of Zstandard (4 bytes are 128 KB) exceed 17 MB.
+COMPRESSED_BLOCK_BYTES = {'.gz': 2**14, '.zst': 2**9}
+
+MAX_DOCUMENT_CHARS = 100_000_000  # of a line, a row or a paragraph: what is held in memory whole
+# A file may expand to the larger of these; text expands 2 to 20-fold, repetitive logs 100-fold.
+EXPANDED_BYTES, EXPANSION = 100_000_000, 200
 
 
-def read_bytes(path):
-    """Yield (bytes, position) of a file, .gz and .zst decompressed. Raises UserError."""
+class TooLong(Exception):
+    """Text between two places where it can be cut exceeds MAX_DOCUMENT_CHARS."""
+
+
+def check_length(characters, where):
+    """Raises TooLong; `where`: what is so long, after the name of the file."""
+    if characters > MAX_DOCUMENT_CHARS:
+        raise TooLong(f'{where} exceeds {MAX_DOCUMENT_CHARS:,} characters: cut it into shorter '
+                      'documents')
+
+
+def check_expansion(path, size, expanded):
+    """Raises UserError where a file of `size` bytes holds `expanded` bytes of text."""
+    if expanded > max(EXPANDED_BYTES, EXPANSION * size):
+        raise UserError(f'{path}: {size:,} bytes that expand to {expanded:,} or more: if '
+                        'that is wanted, unpack it and name the result with --input')
+
+
+def read_bytes(path, digest=None):
+    """Yield (bytes, position) of a file, .gz and .zst decompressed. Raises UserError.
+    digest: of hashlib, updated with the file as it lies on the disk"""
     new = {'.gz': lambda: zlib.decompressobj(31), '.zst': zstd_decompressor}.get(path.suffix)
-    position, stream = 0, None
+    position, expanded, stream = 0, 0, None
     try:
         with open(path, 'rb') as f:
-            # Compressed text grows, so smaller blocks keep the memory the same.
-            while block := f.read(BLOCK_BYTES if new is None else BLOCK_BYTES // 16):
+            size = os.fstat(f.fileno()).st_size
+            while block := f.read(COMPRESSED_BLOCK_BYTES.get(path.suffix, BLOCK_BYTES)):
                 position += len(block)
+                if digest:
+                    digest.update(block)
                 while new and block:  # a file may be several compressed streams in a row
                     stream = new() if stream is None or stream.eof else stream
                     data = stream.decompress(block)
                     block = stream.unused_data
+                    expanded += len(data)
+                    check_expansion(path, size, expanded)
                     yield data, position
                 if not new:
                     yield block, position
@@ -37,8 +70,8 @@ def read_bytes(path):
         raise UserError(f'{path}: {e.strerror}') from None
     except Exception as e:
         if isinstance(e, zlib.error) or type(e).__name__ == 'ZstdError':
-            raise UserError(f'{path}: damaged after {position:,} bytes ({e}): get it again') \
-                from None
+            advice = 'unpack it yourself' if 'too much memory' in str(e) else 'get it again'
+            raise UserError(f'{path}: damaged after {position:,} bytes ({e}): {advice}') from None
         raise
     if stream is not None and not stream.eof:
         raise UserError(f'{path}: cut short after {position:,} bytes: get it again')
@@ -50,12 +83,12 @@ def zstd_decompressor():
     return zstandard.ZstdDecompressor().decompressobj()
 
 
-def read_text(path, errors):
+def read_text(path, errors, digest=None):
     """Yield (text, position) of a UTF-8 file; `errors` as in bytes.decode. Raises UserError."""
     decoder = codecs.getincrementaldecoder('utf-8')(errors)
     decoded = position = 0
     try:
-        for data, position in read_bytes(path):
+        for data, position in read_bytes(path, digest):
             yield decoder.decode(data), position
             decoded += len(data)
         yield decoder.decode(b'', final=True), position
@@ -67,14 +100,24 @@ def read_text(path, errors):
 
 
 def split_lines(blocks):
-    """(text, position) of blocks → (line with its line end, position)."""
-    rest, position = '', 0
+    """(text, position) of blocks → (line with its line end, position). Raises TooLong."""
+    parts, characters, number, position = [], 0, 1, 0
     for text, position in blocks:
-        *complete, rest = (rest + text).split('\n')
+        *complete, rest = text.split('\n')
+        if complete:
+            complete[0] = ''.join([*parts, complete[0]])
+            parts, characters, number = [], 0, number + len(complete)
         for line in complete:
             yield line + '\n', position
-    if rest:
-        yield rest, position
+        parts.append(rest)
+        characters += len(rest)
+        check_length(characters, f', line {number}')
+    if characters:
+        yield ''.join(parts), position
+
+
+# The beginning of a text up to the last white space that follows something else.
+CUT = re.compile(r'(?s:.*\S)(?=[ \n])')
 
 
 def whole_files(blocks):
@@ -83,11 +126,13 @@ def whole_files(blocks):
     rest, new_document, position = '', True, 0
     for text, position in blocks:
         rest += text
-        while len(rest) > PIECE_CHARS:
-            cut = next((i for i in range(PIECE_CHARS, 0, -1)
-                        if rest[i] in ' \n' and not rest[i - 1].isspace()), PIECE_CHARS)
-            yield rest[:cut], new_document, position
-            rest, new_document = rest[cut:], False
+        start = 0
+        while len(rest) - start > PIECE_CHARS:
+            cut = CUT.match(rest, start, start + PIECE_CHARS + 1)
+            end = cut.end() if cut else start + PIECE_CHARS
+            yield rest[start:end], new_document, position
+            start, new_document = end, False
+        rest = rest[start:]
     if rest.strip() or (rest and not new_document):
         yield rest, new_document, position
 
@@ -103,7 +148,12 @@ def paragraphs(lines):
     """The lines between two blank lines are a document."""
     for blank, group in itertools.groupby(lines, lambda line: not line[0].strip()):
         if not blank:
-            texts, positions = zip(*group, strict=True)
+            found, characters = [], 0
+            for line in group:
+                found.append(line)
+                characters += len(line[0])
+                check_length(characters, ': a paragraph')
+            texts, positions = zip(*found, strict=True)
             yield ''.join(texts).rstrip('\r\n'), True, positions[-1]
 
 
@@ -112,12 +162,14 @@ TITLE = re.compile(r' = (?!= )[^\n]+(?<! =) = \n?')  # ' = Title = ', not ' = = 
 
 def articles(lines):
     """WikiText's articles: each line ' = Title = ' begins a document."""
-    group, position = [], 0
+    group, characters, position = [], 0, 0
     for line, position in lines:
         if TITLE.fullmatch(line) and any(map(str.strip, group)):
             yield ''.join(group), True, position
-            group = []
+            group, characters = [], 0
         group.append(line)
+        characters += len(line)
+        check_length(characters, ': an article')
     if any(map(str.strip, group)):
         yield ''.join(group), True, position
 
@@ -127,9 +179,9 @@ DOCUMENT_FORMS = {'file': whole_files, 'line': each_line, 'paragraph': paragraph
                   'title': articles}
 
 
-def json_rows(path, errors='strict'):
+def json_rows(path, errors='strict', digest=None):
     """Yield (value of a line, 'FILE, line N', position) of a .jsonl file. Raises UserError."""
-    for number, (line, position) in enumerate(split_lines(read_text(path, errors)), 1):
+    for number, (line, position) in enumerate(split_lines(read_text(path, errors, digest)), 1):
         if line.strip():
             try:
                 row = json.loads(line)
@@ -142,19 +194,57 @@ def parquet_rows(path, text_field):
     with needs('pyarrow', 'a .parquet file'):
         import pyarrow.parquet
     try:
-        with pyarrow.parquet.ParquetFile(path) as table:
-            names = table.schema_arrow.names
-            if text_field not in names:
-                get_text(dict.fromkeys(names), text_field, path)  # raises
-            row_number, size = 0, path.stat().st_size
-            for batch in table.iter_batches(256, columns=[text_field]):
-                for row in batch.to_pylist():
-                    row_number += 1
-                    yield (get_text(row, text_field, f'{path}, row {row_number}'), True,
-                           size * row_number // table.metadata.num_rows)
-    except (OSError, pyarrow.ArrowException) as e:
+        metadata = pyarrow.parquet.read_metadata(path)
+        size, expanded, number = path.stat().st_size, 0, 0
+        check_parquet(path, size, metadata, text_field)
+        for number, value in enumerate(parquet_values(path, metadata, text_field), 1):
+            text = get_text({text_field: value.as_py()}, text_field, f'{path}, row {number}')
+            expanded += len(text or '')
+            check_length(len(text or ''), f', row {number}')
+            check_expansion(path, size, expanded)
+            yield text, True, size * number // max(number, metadata.num_rows)
+        if number != metadata.num_rows:
+            raise pyarrow.ArrowInvalid(f'{number:,} rows where {metadata.num_rows:,} were written')
+    except (OSError, pyarrow.ArrowException, UnicodeDecodeError) as e:
         raise UserError(f'{path}: cannot be read ({str(e).splitlines()[0]}): get it again') \
             from None
+
+
+def check_parquet(path, size, metadata, field):
+    """Raises UserError where there is no such field, where a row has several values of it, or
+    where what the file declares is too much for its size."""
+    names = metadata.schema.to_arrow_schema().names
+    if field not in names:
+        get_text(dict.fromkeys(names), field, path)  # raises
+    if field not in [metadata.schema.column(i).path for i in range(metadata.num_columns)]:
+        raise UserError(f'{path}: field {field!r} is nested and not text: choose another with '
+                        '--text_field=…')
+    # Not the sizes of a column: pyarrow aborts the process where damage is among those.
+    declared = sum(metadata.row_group(i).total_byte_size for i in range(metadata.num_row_groups))
+    # A null takes no space, and the time of about 20 bytes of text.
+    check_expansion(path, size, max(declared, 20 * metadata.num_rows))
+
+
+def parquet_values(path, metadata, field):
+    """Yield the values of a column, of which few are in memory at once: as pyarrow's scalars."""
+    import pyarrow.parquet
+
+    def read(group, rows, dictionary=()):
+        with pyarrow.parquet.ParquetFile(path, metadata=metadata, read_dictionary=dictionary,
+                                         page_checksum_verification=True) as table:
+            for batch in table.iter_batches(rows, [group], [field]):
+                yield from batch.column(0)
+
+    for group in range(metadata.num_row_groups):
+        done = 0
+        try:
+            # A value that many rows share is stored once: in a dictionary it is in memory once.
+            for value in read(group, 256, [field]):
+                yield value
+                done += 1
+        except (OSError, pyarrow.ArrowException):
+            # It cannot be one where values share their beginnings. Damage is an error here, too.
+            yield from itertools.islice(read(group, 1), done, None)
 
 
 def get_text(row, field, where):

@@ -20,6 +20,7 @@ JOURNAL_SECONDS = 30  # a kill loses at most the work of so many seconds
 
 class Batch(NamedTuple):
     pieces: list  # of (split, text, new_document)
+    characters: int  # of their texts
     count: int  # pieces of the source up to the batch's end
     position: int  # how far the source is read there
     mark: dict | None  # where the source can start again there
@@ -62,10 +63,10 @@ def group_in_batches(pieces, source, count=0):
         count += 1
         characters += len(text)
         if characters >= BATCH_CHARS:
-            yield Batch(group, count, position, source.mark())
+            yield Batch(group, characters, count, position, source.mark())
             group, characters = [], 0
     if group:
-        yield Batch(group, count, position, source.mark())
+        yield Batch(group, characters, count, position, source.mark())
 
 
 def encode_batch(tokenizer, end_of_text, dtype, batch):
@@ -87,19 +88,22 @@ def encode_batch(tokenizer, end_of_text, dtype, batch):
     return encoded
 
 
-def map_in_order(function, items, num_proc):
-    """Yield (item, function(item)) in order; threads compute a few items ahead."""
+def map_in_order(function, batches, num_proc):
+    """Yield (batch, function(batch)) in order; threads compute a few batches ahead, counted in
+    characters: a batch may be one huge document."""
     # Threads and not processes: tiktoken works outside of Python's lock, so that they are as fast
     # and share one vocabulary. gigatoken holds the lock, but is faster than reading the text.
     with ThreadPoolExecutor(num_proc, thread_name_prefix='encode') as pool:
-        waiting = deque()
-        for item in items:
-            waiting.append((item, pool.submit(function, item)))
-            if len(waiting) > 2 * num_proc:
-                item, future = waiting.popleft()
-                yield item, future.result()
-        for item, future in waiting:
-            yield item, future.result()
+        waiting, characters = deque(), 0
+        for batch in batches:
+            waiting.append((batch, pool.submit(function, batch)))
+            characters += batch.characters
+            while characters > 2 * num_proc * BATCH_CHARS:
+                batch, future = waiting.popleft()
+                yield batch, future.result()
+                characters -= batch.characters
+        for batch, future in waiting:
+            yield batch, future.result()
 
 
 def write_shards(folder, source, command, tokenizer, journal, num_proc):
@@ -117,6 +121,8 @@ def write_shards(folder, source, command, tokenizer, journal, num_proc):
     tokens, seconds = count_tokens(writers), time.monotonic() - started
     if source.nulls:
         print(f'{source.nulls:,} row{"s" if source.nulls > 1 else ""} left out: the text is null')
+    if source.identity() != command['identity']:
+        raise UserError(f'{source.name}: changed while it was read: give the same command again')
     if not tokens:
         raise UserError(f'{source.name}: empty, no text to learn from')
     for split, writer in writers.items():
@@ -128,7 +134,7 @@ def write_shards(folder, source, command, tokenizer, journal, num_proc):
     return {'format_version': FORMAT_VERSION, 'dtype': dtype.name,
             'vocab_size': tokenizer.vocab_size, 'tokenizer': tokenizer.to_json(),
             'splits': {split: writer.finish() for split, writer in writers.items()},
-            'source': command}
+            'source': command, 'inputs': source.inputs()}
 
 
 def count_tokens(writers):

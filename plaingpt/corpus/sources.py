@@ -9,11 +9,13 @@ A source yields its text in pieces, in an order that is always the same, one in 
     source.identity()      JSON that changes when the input changes
     source.is_one_text     True where few files are one text, which is not cut into documents
     source.nulls           how many rows were left out because their text is null
+    source.inputs()        after the last piece, the checksums of what was read, for meta.json
 """
 
 import glob
 import hashlib
 import http.client
+import os
 import sysconfig
 import urllib.request
 from contextlib import contextmanager
@@ -22,9 +24,11 @@ from typing import NamedTuple
 
 from plaingpt.corpus import documents
 from plaingpt.system.errors import UserError, needs
+from plaingpt.system.files import sha256_of
 from plaingpt.system.formatting import one_line
 
 ONE_TEXT_FILES = 100  # fewer text files than this are one text
+LISTED_FILES = 1000  # more input files than this are not listed in meta.json
 DOWNLOAD_TIMEOUT = 30  # seconds without a byte
 SUFFIXES = {  # of the files that are read in a folder
     '.txt', '.md', '.rst', '.tex', '.py', '.pyi', '.ipynb', '.c', '.h', '.cc', '.cpp', '.hpp',
@@ -84,21 +88,30 @@ class Files:
 
     def pieces(self, mark=None):
         before = self.nulls = 0
+        self._checksums = []
         for path, size in zip(self.paths, self.sizes, strict=True):
-            for text, new_document, position in self._documents(path):
-                if text is None:
-                    self.nulls += 1
-                elif text.strip() or not new_document:
-                    yield Piece(text, new_document, before + position)
+            digest = hashlib.sha256()
+            try:
+                for text, new_document, position in self._documents(path, digest):
+                    if text is None:
+                        self.nulls += 1
+                    elif text.strip() or not new_document:
+                        yield Piece(text, new_document, before + position)
+            except documents.TooLong as e:
+                raise UserError(f'{path}{e}') from None
+            # Of a .parquet file only a column was read, so it is read once more.
+            self._checksums.append(sha256_of(path) if file_type(path) == 'parquet'
+                                   else digest.hexdigest())
             before += size
 
-    def _documents(self, path):
+    def _documents(self, path, digest):
         if file_type(path) == 'jsonl':
+            rows = documents.json_rows(path, self.errors, digest)
             return ((documents.get_text(row, self.text_field, where), True, position)
-                    for row, where, position in documents.json_rows(path, self.errors))
+                    for row, where, position in rows)
         if file_type(path) == 'parquet':
             return documents.parquet_rows(path, self.text_field)
-        blocks = documents.read_text(path, self.errors)
+        blocks = documents.read_text(path, self.errors, digest)
         return documents.DOCUMENT_FORMS[self.form](
             blocks if self.form == 'file' else documents.split_lines(blocks))
 
@@ -108,8 +121,24 @@ class Files:
     def identity(self):
         digest = hashlib.sha256()
         for path, size in zip(self.paths, self.sizes, strict=True):
-            digest.update(f'{path}\0{size}\0{path.stat().st_mtime_ns}\n'.encode())
+            status = f'\0{size}\0{path.stat().st_mtime_ns}\n'
+            digest.update(os.fsencode(path) + status.encode())
         return digest.hexdigest()
+
+    def inputs(self):
+        return describe_inputs(map(str, self.paths), self.sizes, self._checksums)
+
+
+def describe_inputs(names, sizes, checksums):
+    """→ JSON: all files together and, of up to LISTED_FILES, each. The checksum of all is that of
+    what `sha256sum FILES` prints."""
+    files = [{'name': name.encode('utf-8', 'backslashreplace').decode(), 'bytes': size,
+              'sha256': checksum}
+             for name, size, checksum in zip(names, sizes, checksums, strict=True)]
+    lines = ''.join(f'{file["sha256"]}  {file["name"]}\n' for file in files)
+    return {'count': len(files), 'bytes': sum(sizes),
+            'sha256': hashlib.sha256(lines.encode()).hexdigest(),
+            'files': files if len(files) <= LISTED_FILES else []}
 
 
 def file_type(path):
@@ -171,6 +200,9 @@ class TextInMemory:
 
     def identity(self):
         return hashlib.sha256(self.text.encode()).hexdigest()
+
+    def inputs(self):
+        return describe_inputs([self.name], [self.total], [self.identity()])
 
 
 def download(url, sha256, option):
@@ -253,6 +285,9 @@ class HubDataset:
 
     def identity(self):
         return self.builder.hash
+
+    def inputs(self):
+        return {}  # its version is in the identity
 
 
 def load_builder(path, subset):

@@ -30,11 +30,12 @@ CHUNK = 1024  # positions whose logits exist at once
 # log-likelihoods
 
 
-def log_likelihoods(model, rows, batch_size, context, label, group=None):
+def log_likelihoods(model, rows, batch_size, context, label, group=None, before_batch=None):
     """The log-likelihoods of the ends of token sequences. The processes share the work.
 
     rows: a sequence of (ids, n): the last n of `ids` are scored, given those before
     context: autocast or none; group: of distributed.host_group
+    before_batch: called by all processes equally often; what it raises ends this
     → float64 (len(rows), 2): the sum of the n log-probabilities in nats, and 1 if each of the n
     tokens is the likeliest in its place, else 0. The same on all processes.
     """
@@ -45,10 +46,13 @@ def log_likelihoods(model, rows, batch_size, context, label, group=None):
     model.eval()
     with tqdm(total=len(mine), desc=printable(label), leave=False,
               disable=None if world.is_main else True) as bar:
-        for first in range(0, len(mine), batch_size):
+        for first in range(0, math.ceil(len(rows) / world.size), batch_size):
+            if before_batch:
+                before_batch()
             batch = [rows[i] for i in mine[first:first + batch_size]]
-            scores[first:first + len(batch)] = score_batch(model, batch, context)
-            bar.update(len(batch))
+            if batch:  # another process may have one more
+                scores[first:first + len(batch)] = score_batch(model, batch, context)
+                bar.update(len(batch))
     model.train(was_training)
     out = np.zeros((len(rows), 2))
     for rank, part in enumerate(all_gather(scores, group)):
@@ -215,12 +219,12 @@ class Benchmark:
         self.rows = [encode_answer(question, answer, tokenizer, block_size)
                      for question in self.questions for answer in question.answers]
 
-    def score(self, model, batch_size, context, group=None):
-        """→ {name of a score: value}."""
+    def score(self, model, batch_size, context, group=None, before_batch=None):
+        """→ {name of a score: value}; the arguments are those of log_likelihoods."""
         order = sorted(range(len(self.rows)), key=lambda i: -len(self.rows[i][0]))  # less padding
         scores = np.empty((len(order), 2))
         scores[order] = log_likelihoods(model, [self.rows[i] for i in order], batch_size, context,
-                                        self.name, group)
+                                        self.name, group, before_batch)
         return {**BENCHMARKS[self.name].score(scores, self.questions),
                 'questions': len(self.questions)}
 

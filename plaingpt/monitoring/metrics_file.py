@@ -53,34 +53,40 @@ def read_rows(path, print_line):
     return rows
 
 
-def rows_end(path, last_iter):
-    """Where the rows up to iteration `last_iter` end in a file of rows: a number of bytes. Lines
-    that are no rows, such as one that a crash cut, count as the end where no row follows them."""
+def rows_end(path, last_iter, evaluated=True):
+    """Where the rows up to iteration `last_iter` end in a file of rows: a number of bytes. Those of
+    the evaluation there come last, and count unless it is not `evaluated`. Lines that are no rows,
+    such as one that a crash cut, count as the end where no row follows them."""
     end = position = 0
     with open_regular(path) as f:
         for line in f:
             position += len(line)
-            iter_num = iteration_of_row(line)
-            if iter_num is not None and iter_num > last_iter:
+            row = parse_iteration(line)
+            if row is not None and row['iter'] + (not evaluated and not of_step(row)) > last_iter:
                 break
-            if iter_num is not None:
+            if row is not None:
                 end = position
     return end
 
 
-def iteration_of_row(line):
-    """The iteration of a row of metrics.jsonl or anomalies.jsonl; None where a line is no row."""
+def of_step(row):
+    """Whether a row tells of a step, and not of an evaluation between two."""
+    return 'loss' in row or any(key.startswith('health/') for key in row)
+
+
+def parse_iteration(line):
+    """A line of metrics.jsonl or anomalies.jsonl → dict; None where it is no row."""
     try:
         row = parse_json(line)
     except ValueError:
         return None
-    return row['iter'] if is_dict(row) and is_count(row.get('iter')) else None
+    return row if is_dict(row) and is_count(row.get('iter')) else None
 
 
-def trim_rows(path, last_iter):
+def trim_rows(path, last_iter, evaluated=True):
     """Drop what rows_end says lies after `last_iter`. It takes no room on the disk."""
     with open(path, 'rb+') as f:
-        f.truncate(rows_end(path, last_iter))
+        f.truncate(rows_end(path, last_iter, evaluated))
         if f.seek(0, os.SEEK_END) and f.seek(-1, os.SEEK_END) and f.read() != b'\n':
             f.write(b'\n')  # the newline did not make it to the disk
 

@@ -3,13 +3,15 @@
 One process is a world of size 1, and every helper here is then a no-op.
 """
 
+import json
 import os
 import signal
 import socket
 import time
 import uuid
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 
 import torch
@@ -17,6 +19,12 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from plaingpt.system.errors import UserError
+from plaingpt.system.folder_lock import is_running, started
+
+JOIN_S = 300  # how long the processes of a job wait for those that have not come
+# What gloo says where a peer's process or host is gone.
+GONE = ('Connection closed by peer', 'Connection reset by peer', 'Broken pipe',
+        'Connection refused', 'Timed out waiting')
 
 
 @dataclass(frozen=True)
@@ -64,37 +72,112 @@ def process_group(world, device, backend='auto'):
         backend = 'nccl' if device.type == 'cuda' else 'gloo'
     if backend == 'nccl' and device.type != 'cuda':
         raise UserError(f'backend=nccl needs a CUDA device, not {device.type}: leave it at auto')
-    # Binding the device lets NCCL set its communicators up at once instead of guessing later.
-    dist.init_process_group(backend, store=fresh_store(world), rank=world.rank,
-                            world_size=world.size,
-                            device_id=device if device.type == 'cuda' else None)
-    yield
-    # Not in a `finally`: a rank that fails must exit at once, so that torchrun stops the others,
-    # and NCCL's teardown would first wait for collectives that never come.
-    dist.destroy_process_group()
+    store, peers = join(world)
+    with naming_the_lost(store, peers):
+        # Binding the device lets NCCL set its communicators up at once instead of guessing later.
+        dist.init_process_group(backend, store=store, rank=world.rank, world_size=world.size,
+                                device_id=device if device.type == 'cuda' else None)
+        yield
+        # Not in a `finally`: a rank that fails must exit at once, so that torchrun stops the
+        # others, and NCCL's teardown would first wait for collectives that never come.
+        dist.destroy_process_group()
 
 
-def fresh_store(world):
-    """torchrun's key-value store, under a prefix that no earlier attempt of the job has used.
+def join(world):
+    """Meet the job's processes → (the key-value store that they share, [(host, process id, start)]
+    by rank). Raises UserError that names those who have not come after JOIN_S.
 
     The store outlives a restart (--max-restarts), and a process that reads the address which an
-    earlier attempt left there never finds its peer. So rank 0 invents a prefix, and tells it to
-    those who say hello until all of this attempt are here.
+    earlier attempt left there never finds its peer. So rank 0 invents a prefix that no earlier
+    attempt has used, and tells it to those who say hello until all of this attempt are here.
     """
-    store, _, _ = next(dist.rendezvous('env://'))
+    env = os.environ
+    if missing := [key for key in ('MASTER_ADDR', 'MASTER_PORT') if not env.get(key)]:
+        raise UserError(f'{" and ".join(missing)}: not set, though RANK is: give every process the '
+                        'address of rank 0 and a free port there, or start them with torchrun')
+    address = f'{env["MASTER_ADDR"]}:{env["MASTER_PORT"]}'
+    hosting = world.is_main and env.get('TORCHELASTIC_USE_AGENT_STORE') != 'True'  # not torchrun
+    me = [socket.gethostname(), os.getpid(), started(os.getpid())]
+    try:
+        store = dist.TCPStore(env['MASTER_ADDR'], int(env['MASTER_PORT']), world.size, hosting,
+                              timedelta(seconds=JOIN_S), wait_for_workers=False,
+                              multi_tenant=hosting,
+                              use_libuv=env.get('USE_LIBUV', str(int(os.name != 'nt'))) == '1')
+        prefix, peers = gather(store, world, me) if world.is_main else say_hello(store, world, me)
+        store.set_timeout(dist.constants.default_pg_timeout)
+    except dist.DistError as e:
+        if hosting:
+            raise UserError(f'rank 0 cannot listen at {address}: choose another MASTER_PORT '
+                            f'({str(e).splitlines()[0]})') from None
+        raise UserError(f'waited {JOIN_S} s for rank 0 of {world.size} at {address}: see what it '
+                        'wrote last, and start all processes again') from None
+    lost = [rank for rank, peer in enumerate(peers) if peer is None]
+    if lost:
+        raise UserError(f'waited {JOIN_S} s for {ranks(lost)} of {world.size}: see what it wrote '
+                        'last, and start all processes again')
+    return dist.PrefixStore(prefix, store), peers
+
+
+def gather(store, world, me):
+    """Rank 0: wait for the others → (prefix of this attempt, who each is, by rank)."""
+    prefix, deadline = uuid.uuid4().hex, time.monotonic() + JOIN_S
+    peers = [me] + [None] * (world.size - 1)
+    while None in peers and time.monotonic() < deadline:
+        for rank in [rank for rank, peer in enumerate(peers) if peer is None]:
+            if store.check([f'hello/{rank}']):
+                store.set(f'welcome/{store.get(f"hello/{rank}").decode()}', prefix)
+            if store.check([f'here/{prefix}/{rank}']):
+                peers[rank] = json.loads(store.get(f'here/{prefix}/{rank}'))
+        time.sleep(0.01)
+    store.set(f'peers/{prefix}', json.dumps(peers))
+    return prefix, peers
+
+
+def say_hello(store, world, me):
+    """The other ranks: find rank 0, and hear who has come → as gather."""
     name = uuid.uuid4().hex
-    if world.is_main:
-        prefix = name
-        while store.add(f'here/{prefix}', 0) < world.size - 1:
-            for rank in range(1, world.size):
-                if store.check([f'hello/{rank}']):
-                    store.set(f'welcome/{store.get(f"hello/{rank}").decode()}', prefix)
-            time.sleep(0.01)
-    else:
-        store.set(f'hello/{world.rank}', name)
-        prefix = store.get(f'welcome/{name}').decode()  # waits until rank 0 has set it
-        store.add(f'here/{prefix}', 1)
-    return dist.PrefixStore(prefix, store)
+    store.set(f'hello/{world.rank}', name)
+    prefix = store.get(f'welcome/{name}').decode()  # waits until rank 0 has set it
+    store.set(f'here/{prefix}/{world.rank}', json.dumps(me))
+    store.set_timeout(timedelta(seconds=JOIN_S + 10))  # rank 0 waits for the others, and then tells
+    return prefix, json.loads(store.get(f'peers/{prefix}'))
+
+
+@contextmanager
+def naming_the_lost(store, peers):
+    """Turn the error of a collective in here whose peer is gone into a UserError that names it."""
+    try:
+        yield
+    except RuntimeError as e:
+        if not isinstance(e, dist.DistNetworkError | dist.DistStoreError) \
+                and not ('gloo' in str(e) and any(words in str(e) for words in GONE)):
+            raise
+        raise UserError(f'lost {find_lost(store, peers)}: the job cannot go on; see what was '
+                        'written there last, and start all processes again (training with '
+                        '--init_from=auto goes on from its last checkpoint)') from None
+
+
+def find_lost(store, peers):
+    """'rank 1', by the processes of this host, or by what another rank found out before."""
+    here, deadline = socket.gethostname(), time.monotonic() + 5
+    while time.monotonic() < deadline:
+        lost = [rank for rank, (host, pid, start) in enumerate(peers)
+                if host == here and os.name != 'nt' and not is_running(pid, start)]
+        try:
+            if lost:  # those who see their neighbours leave because of it come later
+                return store.compare_set('lost', '', ranks(lost)).decode()
+            if store.check(['lost']):
+                return store.get('lost').decode()
+        except dist.DistError:  # rank 0 had the store
+            return ranks(sorted({0, *lost}))
+        time.sleep(0.1)
+    hosts = sorted({host for host, _, _ in peers} - {here})
+    return f'a process on {" or ".join(hosts) or here}'
+
+
+def ranks(numbers):
+    """[1, 3] → 'ranks 1, 3'"""
+    return f'rank{"s" if len(numbers) > 1 else ""} {", ".join(map(str, numbers))}'
 
 
 def host_group():
@@ -167,22 +250,27 @@ def gradient_sync(model, last):
     return model.no_sync() if isinstance(model, DDP) and not last else nullcontext()
 
 
-class StopRequest:
-    """Turns SIGTERM, SIGINT and SIGUSR1 into a wish to stop after this step, which all processes
-    learn of at the same step. A second SIGINT leaves at once."""
+class Stopped(Exception):
+    """Work was left because the run is to stop."""
 
-    SIGNALS = tuple(getattr(signal, name) for name in ('SIGTERM', 'SIGINT', 'SIGUSR1')
+
+class StopRequest:
+    """Turns SIGTERM, SIGHUP, SIGINT and SIGUSR1 into a wish to stop, which all processes learn of
+    at the same point. A second SIGINT leaves at once. What is ignored (nohup) stays ignored."""
+
+    SIGNALS = tuple(getattr(signal, name) for name in ('SIGTERM', 'SIGHUP', 'SIGINT', 'SIGUSR1')
                     if hasattr(signal, name))
 
     NAMES = tuple(number.name for number in SIGNALS)
 
     def __init__(self):
         self.group = host_group()
-        self.signal = None
+        self.signal = None  # that this process received
         self.received_at = 0.0
 
     def __enter__(self):
-        self.previous = {number: signal.signal(number, self._receive) for number in self.SIGNALS}
+        self.previous = {number: signal.signal(number, self._receive) for number in self.SIGNALS
+                         if signal.getsignal(number) not in (signal.SIG_IGN, None)}
         return self
 
     def __exit__(self, *_):
@@ -197,10 +285,22 @@ class StopRequest:
         self.signal, self.received_at = number, time.monotonic()
 
     def wanted(self):
-        """The name of the signal that any of the processes received, or None; the same on all."""
+        """The name of the signal that any of the processes received, or None; the same on all.
+        They must all ask at the same points, as for any collective."""
         number = self.signal or 0
         if self.group is not None:
             received = torch.tensor(int(number))
             dist.all_reduce(received, dist.ReduceOp.MAX, group=self.group)
             number = received.item()
         return signal.Signals(number).name if number else None
+
+    @contextmanager
+    def may_cut_short(self):
+        """A context which `check` leaves; it ends there."""
+        with suppress(Stopped):
+            yield
+
+    def check(self):
+        """Raise Stopped where a stop is wanted, on all processes alike."""
+        if self.wanted():
+            raise Stopped

@@ -4,7 +4,7 @@ import hashlib
 import json
 import os
 import shutil
-import threading
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from pathlib import Path
 
@@ -43,7 +43,8 @@ class Saver:
         self.keep = keep
         self.background = background
         self.group = host_group()  # its own: a save in the background must not meet other traffic
-        self.thread = None
+        self.writer = ThreadPoolExecutor(1, thread_name_prefix='saver') if background else None
+        self.pending = None  # the save in the background
         self.failed = False  # the last save came to nothing
 
     def save(self, model, optimizer, state, rng):
@@ -62,16 +63,26 @@ class Saver:
         if self.background:
             mine = [(name, {key: t.detach().to('cpu', copy=True) for key, t in tensors.items()})
                     for name, tensors in mine]
-            self.thread = threading.Thread(target=self._save, args=(mine, state, rng))
-            self.thread.start()
+            self.pending = self.writer.submit(self._save, mine, state, rng)
         else:
             self._save(mine, state, rng)
 
     def wait(self):
-        """Wait for a save in the background."""
-        if self.thread:
-            self.thread.join()
-            self.thread = None
+        """Wait for a save in the background. Raises what it raised."""
+        if self.pending:
+            pending, self.pending = self.pending, None
+            pending.result()
+
+    def update(self, state):
+        """Change entries of the checkpoint of state['iter_num'], which is complete."""
+        path = self._path(state['iter_num'])
+        problem = self._together(lambda: replace_entries(path, state), on_rank_0=True)
+        if problem and self.rank == 0:
+            warn(f'{path}/state.json could not be written ({problem}): it does not tell of its '
+                 'evaluation')
+
+    def _path(self, iter_num):
+        return self.out_dir / 'checkpoints' / f'iter-{iter_num:08d}'
 
     def _save(self, mine, state, rng):
         self.failed = True
@@ -82,16 +93,16 @@ class Saver:
                 problem = self._together(lambda: prune(self.out_dir, self.keep), on_rank_0=True)
                 if problem and self.rank == 0:
                     warn(f'an earlier checkpoint could not be removed ({problem}): '
-                          'remove it yourself, or the disk fills')
+                         'remove it yourself, or the disk fills')
                 return
             if self.rank == 0:
                 clean_up(self.out_dir)  # or the remains would fill a full disk further
                 warn(f'the checkpoint of iteration {state["iter_num"]} could not be '
-                      f'written ({problem}): {what_now}')
+                     f'written ({problem}): {what_now}')
 
     def _try(self, mine, state, rng):
         """One attempt to write it → None, or what went wrong; the same on all processes."""
-        final = self.out_dir / 'checkpoints' / f'iter-{state["iter_num"]:08d}'
+        final = self._path(state['iter_num'])
         temporary = final.with_name(final.name + '.tmp')
         if problem := self._together(lambda: start_directory(temporary), on_rank_0=True):
             return problem
@@ -122,6 +133,17 @@ class Saver:
         sync(temporary)
         os.rename(temporary, final)
         sync(final.parent)
+
+
+def replace_entries(path, changes):
+    """Change entries of a checkpoint's state.json. It is valid all the time: while it changes, its
+    checksum file has two lines."""
+    before = (path / 'state.json').read_bytes()
+    after = json.dumps({**json.loads(before), **changes}, indent=1).encode()
+    old, new = (hashlib.sha256(text).hexdigest() for text in (before, after))
+    write_atomically(path / 'state.json.sha256', f'{old}\n{new}')
+    write_atomically(path / 'state.json', after)
+    write_atomically(path / 'state.json.sha256', new)
 
 
 def start_directory(path):
@@ -195,20 +217,22 @@ def clean_up(out_dir):
         shutil.rmtree(path, ignore_errors=True)
 
 
-def archive_previous_run(out_dir, after=-1, changed=False):
+def archive_previous_run(out_dir, after=-1, changed=False, evaluated=True):
     """Move what a run that starts, or goes back, would overwrite to out_dir/old-001 (002, …).
 
     after: the iteration that the run continues from, -1 for a new run. Later checkpoints move, and
     the logs are copied, of a new run moved. Then the logs end at `after`.
     changed: the settings are others, so the steps after `after` come out otherwise: the logs are
     copied also where there are no later checkpoints.
+    evaluated: the checkpoint of `after` has its evaluation; otherwise that is logged anew.
     Returns the folder, or None. Raises UserError where the disk has no room for the copies.
     """
     out_dir = Path(out_dir)
     moved = [path for path in checkpoint_paths(out_dir) if iteration_of(path) > after]
     logs = [out_dir / name for name in LOGS if (out_dir / name).exists()]
     rows = [path for path in logs if path.suffix == '.jsonl']
-    repeated = changed and any(rows_end(path, after) < path.stat().st_size for path in rows)
+    repeated = changed and any(rows_end(path, after, evaluated) < path.stat().st_size
+                               for path in rows)
     archive = None
     if moved or repeated or (after < 0 and logs):
         archive = unused_folder(out_dir)
@@ -228,7 +252,7 @@ def archive_previous_run(out_dir, after=-1, changed=False):
         print0(f'{out_dir} held {"an earlier run" if after < 0 else "later steps"}: kept in '
                f'{archive}')
     for path in rows if after >= 0 else []:
-        trim_rows(path, after)
+        trim_rows(path, after, evaluated)
     return archive
 
 

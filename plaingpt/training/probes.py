@@ -21,7 +21,7 @@ class Probes:
         self.context, self.group = context, group
         self.health = Health(model, config.health_interval if writing else 0, val_loader, context)
         self.not_seen = set()  # lines printed already
-        self.benchmarks = self.tokenizer = None
+        self.benchmarks, self.tokenizer = [], None
         if config.eval_tasks_interval:
             tokenizer = dataset.tokenizer()
             self.benchmarks = [Benchmark(name, tokenizer, model.config.block_size)
@@ -39,38 +39,47 @@ class Probes:
         """A context for the optimizer's step of update `iter_num`, which health measures."""
         return self.health.around_update(iter_num, scaler)
 
-    def after_step(self, iter_num):
-        """Log what is due after `iter_num` updates. This does not count as step time."""
-        with self.metrics.paused():
-            if self.health.due(iter_num):
-                self.check_health(iter_num)
-            if self.benchmarks and iter_num % self.config.eval_tasks_interval == 0:
-                self.run_benchmarks(iter_num)
-            if self.tokenizer and self.config.sample_interval \
-                    and iter_num % self.config.sample_interval == 0:
-                self.metrics.sample(iter_num, self.sample())
-
     def check_health(self, iter_num):
-        values = self.health.measure()
-        self.metrics.health(iter_num, values)
-        for line in not_seen(values):
-            if line not in self.not_seen:
-                self.not_seen.add(line)
-                self.metrics.print(line)
+        """Log the health of update `iter_num`, where it is due."""
+        if not self.health.due(iter_num):
+            return
+        with self.metrics.paused():
+            values = self.health.measure()
+            self.metrics.health(iter_num, values)
+            for line in not_seen(values):
+                if line not in self.not_seen:
+                    self.not_seen.add(line)
+                    self.metrics.print(line)
 
-    def run_benchmarks(self, iter_num):
-        for benchmark in self.benchmarks:
-            scores = benchmark.score(self.model, self.config.batch_size, self.context, self.group)
-            self.metrics.benchmark(iter_num, benchmark.name, scores, quote_benchmark(scores))
+    def evaluate(self, progress, losses, stop):
+        """Run the benchmarks and make the sample that are due; then log them and the losses (train,
+        val), where they were due. Raises Stopped where `stop` is wanted, before anything is logged.
+        """
+        iter_num, scores, text = progress.iter_num, {}, None
+        if progress.benchmarks_are_due(self.config):
+            scores = {benchmark.name: benchmark.score(self.model, self.config.batch_size,
+                                                      self.context, self.group, stop.check)
+                      for benchmark in self.benchmarks}
+        if progress.loss_is_due(self.config) or progress.sample_is_due(self.config):
+            text = self.sample(stop)
+        stop.check()
+        best = progress.record_evaluation(losses[-1] if losses else None)
+        if losses:
+            self.metrics.evaluation(iter_num, *losses, best, text)
+        for name, values in scores.items():
+            self.metrics.benchmark(iter_num, name, values, quote_benchmark(values))
+        if text is not None and progress.sample_is_due(self.config):
+            self.metrics.sample(iter_num, text)
 
-    def sample(self):
-        """A text by the model as it is now, or None where none is wanted."""
+    def sample(self, stop):
+        """A text by the model as it is now, or None where none is wanted. It ends early where this
+        process received a signal."""
         if not self.tokenizer:
             return None
         self.model.eval()
         with self.context:
             [new] = generate(self.model, [self.start], self.config.sample_tokens, temperature=0.8,
-                             top_k=200,
+                             top_k=200, on_token=lambda *_: stop.signal is not None,
                              generators=[torch.Generator().manual_seed(self.config.seed)])
         self.model.train()
         return self.config.sample_start + self.tokenizer.decode(new)

@@ -17,26 +17,48 @@ class Progress:
     evaluated_at: int | None = None  # the iteration of the last evaluation
     val_loss: float | None = None  # that it measured
     saved_at: int | None = None  # the iteration of the last checkpoint
+    saved_evaluated: bool = False  # and whether it tells of an evaluation there
 
     def evaluation_is_due(self, config):
+        """Whether there is something to measure here that has not been."""
+        return self.iter_num != self.evaluated_at and (
+            self.loss_is_due(config) or self.benchmarks_are_due(config)
+            or self.sample_is_due(config))
+
+    def loss_is_due(self, config):
         last = config.eval_only or self.iter_num >= config.max_iters
-        return self.iter_num != self.evaluated_at \
-            and (last or self.iter_num % config.eval_interval == 0)
+        return last or self.iter_num % config.eval_interval == 0
+
+    def benchmarks_are_due(self, config):
+        return self._completes(config.eval_tasks_interval) and not config.eval_only
+
+    def sample_is_due(self, config):
+        return self._completes(config.sample_interval) and not config.eval_only
+
+    def _completes(self, interval):
+        return self.iter_num > 0 and interval > 0 and self.iter_num % interval == 0
 
     def record_evaluation(self, val_loss):
-        """→ whether it is the best so far."""
+        """val_loss: None where it was not due. → whether it is the best so far."""
+        self.evaluated_at, self.val_loss = self.iter_num, val_loss
+        if val_loss is None:
+            return False
         best = val_loss < self.best_val_loss
         if best:
             self.best_val_loss = val_loss
         self.evals_since_best = 0 if best else self.evals_since_best + 1
-        self.evaluated_at, self.val_loss = self.iter_num, val_loss
         return best
 
     def save_is_due(self, config):
-        evaluated = self.evaluated_at == self.iter_num
+        evaluated = self.evaluated_at == self.iter_num and self.val_loss is not None
         best = evaluated and self.evals_since_best == 0
         return best or (evaluated and config.always_save_checkpoint) \
             or self.iter_num % config.checkpoint_interval == 0
+
+    def is_saved(self):
+        """Whether there is a checkpoint of this iteration, with its evaluation if there was one."""
+        return self.saved_at == self.iter_num \
+            and (self.saved_evaluated or self.evaluated_at != self.iter_num)
 
     def ending(self, config):
         """Why the run ends here, or None."""
@@ -58,12 +80,12 @@ def restore(resumed, config, model, optimizer, scaler, train_data, world, device
         scaler.load_state_dict(state['scaler'])
     train_data.resume_at(iter_num, state['sequences'])
     set_rng_state(state['rng'], world.rank, device)
+    evaluated = state['evaluated'] and not config.eval_only
     best = state['best_val_loss']
-    progress = Progress(
-        iter_num, math.inf if best is None else best, state['evals_since_best'],
-        evaluated_at=iter_num if state['evaluated'] and not config.eval_only else None,
-        saved_at=iter_num)
-    if not config.eval_only and (ending := progress.ending(config)):
+    progress = Progress(iter_num, math.inf if best is None else best, state['evals_since_best'],
+                        evaluated_at=iter_num if evaluated else None, val_loss=state['val_loss'],
+                        saved_at=iter_num, saved_evaluated=evaluated)
+    if evaluated and (ending := progress.ending(config)):
         print0(f'iteration {iter_num} is the end already, {ending}: a larger --max_iters, or '
                '--patience=0, makes it longer')
     return progress

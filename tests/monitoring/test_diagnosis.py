@@ -1,5 +1,6 @@
 """Runs made to go wrong on purpose, and healthy ones: what is said of them."""
 
+import json
 import time
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from plaingpt.monitoring import diagnosis
 from plaingpt.monitoring.diagnosis import diagnose
 from plaingpt.monitoring.metrics_file import read_rows
 from plaingpt.monitoring.run_record import read_run
+from plaingpt.system.files import sha256_of
 
 SMALL = dict(n_layer=2, n_head=2, n_embd=32, block_size=32, batch_size=16, max_iters=300,
              gradient_accumulation_steps=1, eval_interval=30, eval_iters=5, warmup_iters=30,
@@ -183,13 +185,14 @@ def test_a_healthy_run_gives_no_alarm(name, tmp_path, char_data):
 
 
 def test_the_weights_of_another_tokenizer_are_suspected(trained, char_data, tmp_path):
-    ids = np.fromfile(char_data / 'train.bin', dtype='<u2')
     folder = tmp_path / 'data'
     folder.mkdir()
-    (folder / 'meta.json').write_bytes((char_data / 'meta.json').read_bytes())
-    for name in ('train.bin', 'val.bin'):
-        ids = np.fromfile(char_data / name, dtype='<u2')
-        ((ids + 1) % (ids.max() + 1)).astype('<u2').tofile(folder / name)
+    meta = json.loads((char_data / 'meta.json').read_text())
+    for split in ('train', 'val'):
+        ids, path = np.fromfile(char_data / f'{split}.bin', dtype='<u2'), folder / f'{split}.bin'
+        ((ids + 1) % (ids.max() + 1)).astype('<u2').tofile(path)
+        meta['splits'][split]['files'][0]['sha256'] = sha256_of(path)
+    (folder / 'meta.json').write_text(json.dumps(meta))
     learned = tmp_path / 'learned'
     train.main(options(**{**SMALL, 'max_iters': 60, 'lr_decay_iters': 60, 'dataset': char_data,
                           'out_dir': learned}))

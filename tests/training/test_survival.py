@@ -8,14 +8,17 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 
 import pytest
-from helpers import ROOT, fails, run, torchrun
+from helpers import ROOT, exit_code, fails, fork, ranks, run, torchrun, wait_until
 from test_train import lines, same, weights
 
 import prepare
 import sample
 import train
+from plaingpt.corpus.batches import BatchLoader
+from plaingpt.inference import scoring
 from plaingpt.system import distributed as runtime
 from plaingpt.system.distributed import StopRequest
 from plaingpt.system.errors import UserError
@@ -39,33 +42,123 @@ def wait_for(process, words):
     raise AssertionError(read)
 
 
-@pytest.mark.parametrize('name', ['SIGTERM', 'SIGINT', 'SIGUSR1'])
+@pytest.mark.parametrize('name', ['SIGTERM', 'SIGHUP', 'SIGINT', 'SIGUSR1'])
 def test_a_signal_finishes_the_step_saves_and_says_how_to_go_on(tiny, tmp_path, name):
-    process = start('train.py', *tiny, '--max_iters=100000', '--lr_decay_iters=100000')
-    wait_for(process, 'iter      5')
-    process.send_signal(getattr(signal, name))
-    out = process.stdout.read()
-    assert process.wait() == 0 and f'{name}: stopped after iteration' in out, out
-    assert '--init_from=resume' in out
+    log = tmp_path / 'log'
+    process = fork(train.main, *tiny, '--max_iters=100000', '--lr_decay_iters=100000', log=log)
+    wait_until(lambda: log.exists() and 'iter      5' in log.read_text())
+    os.kill(process, getattr(signal, name))
+    assert exit_code(process) == 0
+    out = log.read_text()
+    assert f'{name}: stopped after iteration' in out and '--init_from=resume' in out
     found, damaged = checkpoints.newest_valid(tmp_path / 'out')
     assert not damaged and f'after iteration {found.iter_num},' in out
     assert lines(tmp_path / 'out', 'loss')[-1]['iter'] == found.iter_num
 
 
-def test_a_run_stopped_by_a_signal_goes_on_bit_for_bit(tiny, tmp_path, monkeypatch):
-    train.main([*tiny, f'--out_dir={tmp_path}/whole'])
-    original, calls = StopRequest.wanted, []
+def test_a_signal_that_was_ignored_before_the_run_stays_ignored(tiny, tmp_path):
+    log = tmp_path / 'log'
+    process = fork(train.main, *tiny, '--max_iters=30', log=log,
+                   before=lambda: signal.signal(signal.SIGHUP, signal.SIG_IGN))  # as nohup does
+    wait_until(lambda: log.exists() and 'iter  5' in log.read_text())
+    os.kill(process, signal.SIGHUP)
+    assert exit_code(process) == 0 and 'done: ' in log.read_text()
 
-    def stop_at_the_fifth(self):
-        calls.append(1)
-        return 'SIGTERM' if len(calls) == 5 else original(self)
 
-    monkeypatch.setattr(StopRequest, 'wanted', stop_at_the_fifth)
-    train.main([*tiny, f'--out_dir={tmp_path}/cut'])
-    assert checkpoints.find(tmp_path / 'cut').iter_num == 4
-    train.main([*tiny, f'--out_dir={tmp_path}/cut', '--init_from=resume'])
-    assert same(weights(tmp_path / 'whole'), weights(tmp_path / 'cut'))
-    assert [line['iter'] for line in lines(tmp_path / 'cut', 'val_loss')] == [0, 3, 6]
+# Evaluations of both splits over and over, too long to wait for.
+LONG = ['--max_iters=9', '--eval_interval=4', '--eval_iters=1000000', '--health_interval=2']
+
+
+def slow_evaluations():
+    original = BatchLoader.eval_batches
+    BatchLoader.eval_batches = lambda self, n: original(self, n) * (1 if n == 1 else 1000)
+
+
+@pytest.mark.parametrize('processes', [1, 2])
+def test_a_signal_ends_an_evaluation_and_the_run_is_saved(tiny, tmp_path, processes):
+    logs = [tmp_path / f'log{rank}' for rank in range(processes)]
+    train.main([*tiny, '--max_iters=3'])
+    tiny = [*tiny, *LONG, '--init_from=resume', '--sample_tokens=4']
+    pids = [fork(train.main, *tiny, log=log, before=slow_evaluations,
+                 **(env if processes > 1 else {}))
+            for log, env in zip(logs, ranks(processes), strict=True)]
+    wait_until(lambda: logs[0].exists() and 'iter 4 | loss' in logs[0].read_text())
+    time.sleep(0.2)
+    os.kill(pids[-1], signal.SIGTERM)
+    assert [exit_code(pid) for pid in pids] == [0] * processes, logs[0].read_text()
+    assert 'SIGTERM: stopped after iteration 4, which is saved' in logs[0].read_text()
+    found, _ = checkpoints.newest_valid(tmp_path / 'out')
+    assert found.iter_num == 4 and not found.state['evaluated']
+    assert not [line for line in lines(tmp_path / 'out', 'val_loss') if line['iter'] == 4]
+
+
+class StopAt:
+    """Stops a run when it asks for the n-th time whether it is to stop."""
+
+    def __init__(self, monkeypatch):
+        original = StopRequest.wanted
+
+        def wanted(stop):
+            self.asked += 1
+            if self.asked == self.at:
+                os.kill(os.getpid(), signal.SIGTERM)
+            return original(stop)
+        monkeypatch.setattr(StopRequest, 'wanted', wanted)
+
+    def main(self, n, *argv):
+        self.asked, self.at = 0, n
+        train.main(argv)
+        return self.asked
+
+
+def test_a_run_stopped_anywhere_goes_on_bit_for_bit(tiny, tmp_path, monkeypatch):
+    questions = tmp_path / 'lambada.jsonl'
+    questions.write_text('{"text": "usage of the parser"}\n' * 9)
+    monkeypatch.setattr(scoring, 'read_questions',
+                        lambda name, *_: list(scoring.lambada(questions)))
+    tiny = [*tiny, '--dropout=0.2', '--sample_tokens=3', '--sample_interval=2',
+            '--eval_tasks=lambada', '--eval_tasks_interval=2', '--health_interval=2',
+            '--keep_checkpoints=1']
+    stop_at = StopAt(monkeypatch)
+    asked = stop_at.main(0, *tiny, f'--out_dir={tmp_path}/whole')
+
+    def numbers(out_dir):
+        return [{key: value for key, value in row.items()
+                 if key not in ('elapsed_s', 'tokens_per_s', 'data_wait', 'peak_memory_bytes')}
+                for row in lines(out_dir, 'iter')]
+    for n in range(7, asked, 6):  # those before are at iteration 0
+        out_dir = tmp_path / f'cut{n}'
+        stop_at.main(n, *tiny, f'--out_dir={out_dir}')
+        stop_at.main(0, *tiny, f'--out_dir={out_dir}', '--init_from=resume')
+        assert same(weights(tmp_path / 'whole'), weights(out_dir))
+        assert numbers(tmp_path / 'whole') == numbers(out_dir)
+        for key in ('val_loss', 'evaluated', 'best_val_loss', 'evals_since_best'):
+            assert checkpoints.find(tmp_path / 'whole').state[key] \
+                == checkpoints.find(out_dir).state[key]
+
+
+def test_a_checkpoint_is_valid_at_each_moment_while_its_evaluation_is_added(
+        trained, tmp_path, monkeypatch):
+    shutil.copytree(trained, tmp_path / 'out')
+    path = checkpoints.find(tmp_path / 'out').path
+    original, seen = checkpoint_writer.write_atomically, []
+
+    def write(*arguments):
+        original(*arguments)
+        seen.append(checkpoints.open_checkpoint(path).val_loss)
+    monkeypatch.setattr(checkpoint_writer, 'write_atomically', write)
+    before = checkpoints.open_checkpoint(path).val_loss
+    checkpoint_writer.replace_entries(path, {'val_loss': 1.5})
+    assert seen == [before, 1.5, 1.5]
+
+
+def test_signals_at_random_instants_lose_nothing(monkeypatch, capsys):
+    monkeypatch.syspath_prepend(ROOT / 'tools')
+    import torture_signals
+    with pytest.raises(SystemExit) as exit_:
+        torture_signals.main(['--signals=2'])
+    out = capsys.readouterr().out
+    assert exit_.value.code == 0 and ': 0 went wrong' in out, out
 
 
 def test_a_second_ctrl_c_leaves_at_once_and_a_double_one_is_one():

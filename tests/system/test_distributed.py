@@ -1,0 +1,63 @@
+"""The processes of a job that is started without torchrun: those that never come, and that die."""
+
+import os
+import signal
+import socket
+
+import pytest
+from helpers import exit_code, fails, fork, ranks, wait_until
+
+import train
+from plaingpt.system import distributed
+
+
+def wait_briefly():
+    distributed.JOIN_S = 1
+
+
+def last_line(log):
+    """The line of an error, which must be all that was printed of it."""
+    lines = [line for line in log.read_text().splitlines() if not line.startswith('[W')]
+    assert 'Traceback' not in '\n'.join(lines) and lines, lines
+    return lines[-1]
+
+
+@pytest.mark.parametrize('missing', [[0], [1, 2]])
+def test_ranks_that_never_come_are_named_after_a_while(tiny, tmp_path, missing):
+    tiny = [*tiny, '--gradient_accumulation_steps=3']
+    here = {rank: env for rank, env in enumerate(ranks(3)) if rank not in missing}
+    logs = {rank: tmp_path / f'log{rank}' for rank in here}
+    pids = [fork(train.main, *tiny, log=logs[rank], before=wait_briefly, **env)
+            for rank, env in here.items()]
+    assert [exit_code(pid) for pid in pids] == [2] * len(pids)
+    name = f'rank{"s" if len(missing) > 1 else ""} {", ".join(map(str, missing))} of 3'
+    for log in logs.values():
+        assert f'error: waited 1 s for {name}' in last_line(log)
+
+
+def test_an_address_that_cannot_be_had_is_a_mistake(tiny, capsys, monkeypatch):
+    env = ranks(1)[0]
+    for key, value in env.items():
+        monkeypatch.setenv(key, value)
+    with socket.socket() as taken:
+        taken.bind(('127.0.0.1', int(env['MASTER_PORT'])))
+        taken.listen()
+        assert 'another MASTER_PORT' in fails(capsys, monkeypatch, train.main, *tiny)
+    monkeypatch.delenv('MASTER_PORT')
+    assert 'MASTER_PORT: not set' in fails(capsys, monkeypatch, train.main, *tiny)
+
+
+@pytest.mark.parametrize(('size', 'lost'), [(2, 0), (4, 2)])
+def test_a_process_that_dies_ends_the_others_which_name_it(tiny, tmp_path, size, lost):
+    logs = [tmp_path / f'log{rank}' for rank in range(size)]
+    pids = [fork(train.main, *tiny, '--gradient_accumulation_steps=4', '--max_iters=100000',
+                 '--checkpoint_interval=5', '--checkpoint_async', log=log, **env)
+            for log, env in zip(logs, ranks(size), strict=True)]
+    wait_until(lambda: logs[0].exists() and 'iter     10' in logs[0].read_text())
+    os.kill(pids[lost], signal.SIGKILL)
+    assert [exit_code(pid) for pid in pids] == [2 if rank != lost else -signal.SIGKILL
+                                                for rank in range(size)]
+    for rank, log in enumerate(logs):
+        if rank != lost:
+            line = last_line(log)
+            assert line.startswith('error: lost rank') and f' {lost}' in line

@@ -375,10 +375,10 @@ def too_early(rows, run):
     evaluations = [row for row in rows_with(rows, 'val_loss') if row['iter']]
     if len(late_losses(rows, run)) >= 5 and len(evaluations) >= 2:
         return None
-    return (f'Too early to judge: {len(losses)} losses were logged, and {len(evaluations)} '
-            'evaluations made after the first step. Most checks take five losses, the last of them '
-            f'at iteration {warmup_iters(run) + THRESHOLDS["early_steps"]} or later '
-            f'({THRESHOLDS["early_steps"]} after warmup), and two evaluations.')
+    return (f'Too early to judge: losses that were logged: {len(losses)}; evaluations after the '
+            f'first step: {len(evaluations)}. Most checks take five losses, the last of them at '
+            f'iteration {warmup_iters(run) + THRESHOLDS["early_steps"]} '
+            f'({THRESHOLDS["early_steps"]} after warmup) or later, and two evaluations.')
 
 
 def overfit_check(rows, run):

@@ -31,11 +31,18 @@ def draw(runs, path, reference=None):
 
     Raises UserError where matplotlib is absent, or no run has anything to draw.
     """
+    if not any(points(rows, 'iter', key)[0] for _, rows in runs for key in ('loss', 'val_loss')):
+        raise UserError('there is nothing to draw yet: no step is logged, no evaluation made')
+    picture = io.BytesIO()
+    make_figure(runs, reference).savefig(picture, dpi=110)
+    write_atomically(path, picture.getvalue())
+
+
+def make_figure(runs, reference=None):
+    """→ the Figure of runs, [(name, rows)]: the panels that say something of them."""
     with needs('matplotlib', 'drawing curves'):
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
-    if not any(points(rows, 'iter', key)[0] for _, rows in runs for key in ('loss', 'val_loss')):
-        raise UserError('there is nothing to draw yet: no step is logged, no evaluation made')
     # Lines and dots are smaller than those of the runs below them: equal ones remain seen.
     n = len(runs)
     runs = [Run(name, rows, colour, 1.2 + 0.9 * (n - 1 - i) / max(1, n - 1))
@@ -50,9 +57,7 @@ def draw(runs, path, reference=None):
         panel.draw(axes, runs, reference)
         finish_axes(axes, panel, runs, reference)
     name_runs(figure, runs)
-    picture = io.BytesIO()
-    figure.savefig(picture, dpi=110)
-    write_atomically(path, picture.getvalue())
+    return figure
 
 
 def finish_axes(axes, panel, runs, reference):

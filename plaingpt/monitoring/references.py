@@ -66,6 +66,11 @@ class Reference:
         return [(tokens, mean(losses) - width * stdev(losses), mean(losses) + width * stdev(losses))
                 for tokens, losses in sorted(losses_at.items()) if len(losses) == n]
 
+    def holds(self, rows):
+        """Whether a run's last validation loss lies in the band at its end."""
+        _, low, high = self.band()[-1]
+        return low <= column(rows, 'val_loss')[-1] <= high
+
     def compare(self, name, rows, run=None):
         """A sentence on where the run `name` lies. run: its facts, where they are known."""
         if run and (why := self.other_text(run)):

@@ -12,10 +12,10 @@ from pathlib import Path
 
 from configurator import load_config
 from plaingpt.monitoring.diagnosis import diagnose, overfit_check
-from plaingpt.monitoring.figures import draw
+from plaingpt.monitoring.figures import draw, loss_table, tokenizers_differ
 from plaingpt.monitoring.metrics_file import read_rows, rows_with
 from plaingpt.monitoring.references import read_reference
-from plaingpt.monitoring.run_record import read_run
+from plaingpt.monitoring.run_record import read_run, where_it_stands
 from plaingpt.system.errors import UserError, run_script
 from plaingpt.system.folder_lock import in_use
 from plaingpt.system.formatting import duration
@@ -53,6 +53,8 @@ def main(argv):
     draw_runs(runs, output, reference)
     for name, rows, run in runs:
         print_run(name, rows, run, reference)
+    if len(runs) > 1:
+        print_losses(runs)
     print(output)
 
 
@@ -115,11 +117,23 @@ def print_run(name, rows, run, reference):
         print(f'  {reference.compare(name, rows, run)}')
 
 
+def print_losses(runs):
+    """A table of what several runs reached, the best first."""
+    runs = [(name, rows) for name, rows, _ in runs]
+    differ = tokenizers_differ([rows for _, rows in runs])
+    print('final losses, the best first' + (
+        ' by bits/byte: their tokens differ in length, and losses a token do not compare'
+        if differ else ''))
+    for line in loss_table(runs):
+        print(f'  {line}')
+
+
 def summarize(name, rows, run):
     """'out: iteration 2000, 1,536,000 tokens, 1m44s; validation 1.8997 at best, at iteration 2000;
     all iterations are done'."""
-    line = f'{name}: iteration {rows[-1]["iter"]}, {rows[-1]["tokens"]:,} tokens, ' \
-           f'{duration(rows[-1]["elapsed_s"])}'
+    last = where_it_stands(rows, run)
+    line = f'{name}: iteration {last["iter"]}, {last["tokens"]:,} tokens, ' \
+           f'{duration(last["elapsed_s"])}'
     if evaluations := rows_with(rows, 'val_loss'):
         best = min(evaluations, key=lambda row: row['val_loss'])
         line += f'; validation {best["val_loss"]:.4f} at best, at iteration {best["iter"]}'

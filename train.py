@@ -259,7 +259,7 @@ def finish(run, ending):
         print0(f'stopped after iteration {progress.iter_num}, {ending}')
     run.metrics.close(ended=not signal)
     if run.world.is_main and not config.eval_only:
-        write_run(out_dir, {**run.record, 'ending': ending})
+        write_run(out_dir, dict(run.record, ending=ending, end=run.metrics.at(progress.iter_num)))
         if config.report:
             write_report(out_dir, print0, ended=not signal)
     if run.guard.gave_up:

@@ -199,7 +199,8 @@ def test_nothing_waits_for_the_device_on_steps_that_are_not_logged(tiny, monkeyp
     counts = []
     for steps in (4, 9):
         reads.clear()
-        train.main([*tiny, f'--max_iters={steps}', '--log_interval=100', '--eval_interval=100'])
+        train.main([*tiny, f'--max_iters={steps}', '--log_interval=100', '--eval_interval=100',
+                    '--health_interval=0'])
         counts.append(len(reads))
     assert counts[0] == counts[1] > 0
 

@@ -1,9 +1,12 @@
 """Make references/NAME.jsonl: train config/NAME.py with several seeds and keep what they logged.
 
     python tools/make_reference.py shakespeare_char_cpu
-    python tools/make_reference.py quickstart --seeds=1,2,3,4,5
+    python tools/make_reference.py quickstart --seeds=10,11
+    python tools/make_reference.py quickstart --seeds=101,102,103 --fresh
 
 Seeds that the file has already stay, so that they can be made one at a time; --again forgets them.
+With --fresh the seeds are not added: each is compared with those of the file. About one in 20 lies
+outside of their band.
 """
 
 import signal
@@ -26,12 +29,16 @@ from plaingpt.training.settings import TrainConfig
 
 @dataclass
 class ReferenceConfig:
-    seeds: str = '1,2,3'  # with commas between
+    seeds: str = '1337,1,2,3,4,5,6,7,8,9'  # with commas between; 1337 is the default of train.py
     again: bool = False  # forget what the file has
+    fresh: bool = False  # compare the seeds with what the file has, and do not add them
 
     def problems(self):
         good = all(seed.isdecimal() for seed in self.seeds.split(','))
-        return [] if good else [f'seeds={self.seeds}: whole numbers with commas between']
+        found = [] if good else [f'seeds={self.seeds}: whole numbers with commas between']
+        if self.again and self.fresh:
+            found.append('again and fresh exclude each other')
+        return found
 
 
 def train(name, seed):
@@ -66,6 +73,16 @@ def find_reference(name, path):
     return reference
 
 
+def compare_fresh(name, seeds):
+    """Say where new seeds lie beside the reference, and how many of them are outside its band."""
+    reference, inside = references.read_reference(name), []
+    for seed in seeds:
+        run, rows = train(name, seed)
+        inside.append(reference.holds(rows))
+        print(reference.compare(f'seed {seed}', rows, run), flush=True)
+    print(f'{inside.count(False)} of {len(inside)} seeds end outside of the band')
+
+
 def main(argv):
     names = [arg for arg in argv if not arg.startswith('-')]
     config = load_config(ReferenceConfig, [arg for arg in argv if arg not in names], __doc__)
@@ -77,6 +94,9 @@ def main(argv):
         raise UserError(f'config/{name}.py is not there: name one of config/, without .py')
     reference = references.Reference(name, {}, {}) if config.again else find_reference(name, path)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the training ends too
+    if config.fresh:
+        compare_fresh(name, map(int, config.seeds.split(',')))
+        return
     for seed in map(int, config.seeds.split(',')):
         if seed in reference.runs:
             print(f'seed {seed} is there already')

@@ -42,6 +42,10 @@ THRESHOLDS = {
     # median gradient norm / grad_clip: the limit should be half to ten times the usual norm
     # (Pascanu et al. 2013, §3.2)
     'clip': 20.0,
+    # largest attention logit: the softmax has become a choice of one token, and training may
+    # diverge (Zhai et al. 2023, Stabilizing Transformer Training by Preventing Attention Entropy
+    # Collapse; Kimi Team 2025, Kimi K2, §2.1, names 1,000). Ours reach 29
+    'attention_logit': 1000.0,
     # a block's gradient norm / the median of all blocks
     'dying': 1e-3,
     # steps that a weight remembers under decay, 1/(rate · weight_decay) (Wang and Aitchison 2024,
@@ -257,6 +261,15 @@ def dying(rows, run, ended):
                 'is it frozen, or cut off by a detach or a norm that has collapsed?')
 
 
+def attention_logit(rows, run, ended):
+    largest, it, name = max(((value, row['iter'], name) for row in rows for name, value
+                             in block_values(row, 'attention_logit').items()), default=(0, 0, ''))
+    if largest >= THRESHOLDS['attention_logit']:
+        return (f'the attention logits of {name} reached {largest:,.0f} at iteration {it}, and '
+                'tens are usual: each position attends to a single token',
+                'set qk_norm=True, or lower learning_rate')
+
+
 def forgetting(rows, run, ended):
     decay = run['config']['weight_decay']
     share = max(column(rows, 'lr'), default=0) * decay  # of a weight, lost in a step
@@ -352,8 +365,20 @@ def budget(rows, run, ended):
 
 
 CHECKS = (initial_loss, no_progress, no_context, first_rise, rate_high, rate_low, spikes, climb,
-          clipped, dying, forgetting, foreign_validation, overfit, flat, data_wait, loss_scale,
-          budget)
+          clipped, dying, attention_logit, forgetting, foreign_validation, overfit, flat, data_wait,
+          loss_scale, budget)
+
+
+def too_early(rows, run):
+    """Why most checks could not judge a run yet, in a sentence, or None."""
+    losses = column(rows, 'loss')
+    evaluations = [row for row in rows_with(rows, 'val_loss') if row['iter']]
+    if len(late_losses(rows, run)) >= 5 and len(evaluations) >= 2:
+        return None
+    return (f'Too early to judge: losses that were logged: {len(losses)}; evaluations after the '
+            f'first step: {len(evaluations)}. Most checks take five losses, the last of them at '
+            f'iteration {warmup_iters(run) + THRESHOLDS["early_steps"]} '
+            f'({THRESHOLDS["early_steps"]} after warmup) or later, and two evaluations.')
 
 
 def overfit_check(rows, run):

@@ -1,6 +1,7 @@
 """Curves of runs as a picture, with matplotlib and without torch. PANELS lists its parts."""
 
 import io
+from dataclasses import dataclass
 
 from plaingpt.monitoring.metrics_file import column, rows_with, step_tokens
 from plaingpt.system.errors import UserError, needs
@@ -11,6 +12,18 @@ from plaingpt.system.formatting import printable
 COLOURS = ('#0072B2', '#D55E00', '#009E73', '#CC79A7', '#E69F00', '#56B4E9')
 STYLES = ('-', '--', ':', '-.')
 COLUMNS = 3  # panels beside each other
+FLAT = 0.01  # a panel whose values differ by less than this share of its height is left out
+NAME_WIDTH = 28  # characters of a run's name in a table
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run as it is drawn."""
+
+    name: str
+    rows: list
+    colour: object
+    width: float = 1.2  # of its lines
 
 
 def draw(runs, path, reference=None):
@@ -18,48 +31,71 @@ def draw(runs, path, reference=None):
 
     Raises UserError where matplotlib is absent, or no run has anything to draw.
     """
-    with needs('matplotlib', 'drawing curves'):
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
     if not any(points(rows, 'iter', key)[0] for _, rows in runs for key in ('loss', 'val_loss')):
         raise UserError('there is nothing to draw yet: no step is logged, no evaluation made')
-    runs = [(*run, colour) for run, colour in zip(runs, choose_colours(len(runs)), strict=True)]
-    panels = [panel for panel in PANELS if any(panel.has(rows) for _, rows, _ in runs)]
-    lines = -(-len(panels) // COLUMNS)
-    figure = Figure(figsize=(5 * COLUMNS, 3.6 * lines + 0.5), layout='constrained')
-    FigureCanvasAgg(figure)
-    for i, panel in enumerate(panels):
-        axes = figure.add_subplot(lines, COLUMNS, i + 1)
-        panel.draw(axes, runs, reference)
-        finish_axes(axes, panel)
-    name_runs(figure, runs)
     picture = io.BytesIO()
-    figure.savefig(picture, dpi=110)
+    make_figure(runs, reference).savefig(picture, dpi=110)
     write_atomically(path, picture.getvalue())
 
 
-def finish_axes(axes, panel):
-    """Title, labels, grid and legend."""
+def make_figure(runs, reference=None):
+    """→ the Figure of runs, [(name, rows)]: the panels that say something of them."""
+    with needs('matplotlib', 'drawing curves'):
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+    # Lines and dots are smaller than those of the runs below them: equal ones remain seen.
+    n = len(runs)
+    runs = [Run(name, rows, colour, 1.2 + 0.9 * (n - 1 - i) / max(1, n - 1))
+            for i, ((name, rows), colour) in enumerate(zip(runs, choose_colours(n), strict=True))]
+    panels = [panel for panel in PANELS if panel.says_something(runs, reference)]
+    columns = min(COLUMNS, len(panels))
+    lines = -(-len(panels) // columns)
+    figure = Figure(figsize=(5 * max(2, columns), 3.6 * lines + 0.5), layout='constrained')
+    FigureCanvasAgg(figure)
+    for i, panel in enumerate(panels):
+        axes = figure.add_subplot(lines, columns, i + 1)
+        panel.draw(axes, runs, reference)
+        finish_axes(axes, panel, runs, reference)
+    name_runs(figure, runs)
+    return figure
+
+
+def finish_axes(axes, panel, runs, reference):
+    """Title, labels, range, grid and legend."""
     from matplotlib.ticker import EngFormatter
     axes.set_title(panel.title, fontsize=11, loc='left')
+    if not axes.axison:  # a text
+        return
     axes.set_xlabel(axes.get_xlabel() or panel.x_label)
     axes.grid(alpha=0.25)
     for axis, label in ((axes.xaxis, panel.x_label), (axes.yaxis, panel.title)):
         if label in ('tokens', 'tokens a second'):
             axis.set_major_formatter(EngFormatter(sep=''))  # 250k
     axes.spines[['top', 'right']].set_visible(False)
+    if panel.x == 'iter':
+        axes.xaxis.get_major_locator().set_params(integer=True)
+    if panel.x:  # iterations, tokens and time begin at 0, and iterations end alike
+        last = max(row['iter'] for run in runs for row in run.rows)
+        if panel.x != 'iter' or reference or not last:
+            last = axes.get_xlim()[1]
+        axes.set_xlim(-0.02 * last, 1.02 * last)
     if axes.get_legend_handles_labels()[0]:
-        show_as_they_are(axes.legend(fontsize=8, framealpha=0.8, edgecolor='none').get_texts())
+        legend = axes.legend(fontsize=8, framealpha=0.8, edgecolor='none')
+        show_as_they_are(legend.get_texts())
+        for handle in legend.legend_handles:  # a style stands for all runs
+            if len(runs) > 1 and handle.get_color() in [run.colour for run in runs]:
+                handle.set(color='grey', lw=1.2, ms=3.5)
 
 
 def name_runs(figure, runs):
     """One run is the title; several share one legend of their colours."""
     from matplotlib.lines import Line2D
     if len(runs) == 1:
-        show_as_they_are([figure.suptitle(runs[0][0], fontsize=12)])
+        show_as_they_are([figure.suptitle(runs[0].name, fontsize=12)])
     else:
-        legend = figure.legend([Line2D([], [], color=colour, lw=2) for *_, colour in runs],
-                               [name for name, *_ in runs], loc='outside upper center',
+        legend = figure.legend([Line2D([], [], color=run.colour, lw=run.width) for run in runs],
+                               [run.name + ('' if run.rows else ' (nothing logged yet)')
+                                for run in runs], loc='outside upper center',
                                ncols=min(4, len(runs)), fontsize=10, frameon=False)
         show_as_they_are(legend.get_texts())
 
@@ -79,24 +115,54 @@ def choose_colours(n):
     return [colormaps['viridis'](0.95 * i / (n - 1)) for i in range(n)]
 
 
-def curve(axes, xs, ys, style, **options):
-    """A line, or a dot where there is a single point."""
-    axes.plot(xs, ys, style, lw=1.2, marker='o' if len(xs) == 1 else None, ms=3.5, **options)
-
-
 def points(rows, x, y):
     """→ (xs, ys) of the rows that have both."""
     rows = rows_with(rows, x, y)
     return column(rows, x), column(rows, y)
 
 
-def smoothed(ys, n):
-    """Means over each value and up to n - 1 before it."""
-    sums, out = 0.0, []
-    for i, y in enumerate(ys):
-        sums += y - (ys[i - n] if i >= n else 0.0)
-        out.append(sums / min(i + 1, n))
-    return out
+# -----------------------------------------------------------------------------
+# the losses of several runs
+
+
+def tokenizers_differ(runs):
+    """Whether tokens stand for different amounts of text, so that losses a token do not compare.
+    runs: lists of rows."""
+    lengths = [row['val_loss'] / row['val_bpb'] for rows in runs
+               for row in rows_with(rows, 'val_loss', 'val_bpb')[-1:] if row['val_bpb']]
+    return bool(lengths) and max(lengths) > 1.001 * min(lengths)
+
+
+def loss_table(runs):
+    """→ the lines of a table of the losses at the last evaluation of runs, [(name, rows)], the best
+    first: by bits a byte where tokenizers differ, else by validation loss. Runs without come last.
+    """
+    key = 'val_bpb' if tokenizers_differ([rows for _, rows in runs]) else 'val_loss'
+    table = []
+    for name, rows in runs:
+        seen = rows_with(rows, 'val_loss')
+        last = seen[-1] if seen else {}
+        losses = [last.get('train_loss'), last.get('val_loss'),
+                  min(column(seen, 'val_loss'), default=None), last.get('val_bpb')]
+        table.append((last.get(key), [shortened(printable(name)), str(last.get('iter', '-')),
+                                      *('-' if x is None else f'{x:.4f}' for x in losses)]))
+    table.sort(key=lambda entry: (entry[0] is None, entry[0]))
+    table = [['run', 'iteration', 'training', 'validation', 'best', 'bits/byte'],
+             *(cells for _, cells in table)]
+    widths = [max(map(len, cells)) for cells in zip(*table, strict=True)]
+    return ['  '.join([name.ljust(widths[0]), *(cell.rjust(width) for cell, width
+                                                in zip(cells, widths[1:], strict=True))])
+            for name, *cells in table]
+
+
+def shortened(name):
+    """A name without its middle, where it is long: names of runs differ at their ends."""
+    half = NAME_WIDTH // 2
+    return name if len(name) <= NAME_WIDTH else f'{name[:half - 1]}…{name[-half:]}'
+
+
+# -----------------------------------------------------------------------------
+# panels
 
 
 class Panel:
@@ -108,14 +174,24 @@ class Panel:
         self.title, self.keys, self.x, self.x_label = title, keys, x, x_label
         self.log, self.bottom, self.top = log, bottom, top
 
-    def has(self, rows):
-        return any(points(rows, self.x, key)[0] for key in self.keys)
+    def curves(self, rows, several):
+        """→ [(label, xs, ys)] of a run; several: there are other runs in the picture."""
+        return [(None, *points(rows, self.x, key)) for key in self.keys]
+
+    def says_something(self, runs, reference):
+        """Whether there is a line, and lines that rise, fall or differ."""
+        curves = [curve for run in runs for curve in self.curves(run.rows, len(runs) > 1)]
+        values = [y for _, _, ys in curves for y in ys]
+        height = self.top or max(map(abs, values), default=0)
+        return any(len(xs) > 1 for _, xs, _ in curves) \
+            and max(values) - min(values) > FLAT * height
 
     def draw(self, axes, runs, reference):
-        """runs: [(name, rows, colour)]"""
-        for _, rows, colour in runs:
-            for key, style in zip(self.keys, STYLES, strict=False):
-                curve(axes, *points(rows, self.x, key), style, color=colour)
+        several = len(runs) > 1
+        for run in runs:
+            for i, (label, xs, ys) in enumerate(self.curves(run.rows, several)):
+                plot(axes, xs, ys, label, color=run.colour if several else COLOURS[i],
+                     lw=run.width, ls=STYLES[i])
         self.scale(axes)
 
     def scale(self, axes):
@@ -123,61 +199,99 @@ class Panel:
         if self.log and ys and max(ys) > 30 * min(ys):
             axes.set_yscale('log', nonpositive='mask')  # zeros are left out
         elif self.bottom is not None:
-            axes.set_ylim(self.bottom, self.top)
+            axes.set_ylim(self.bottom, self.top or 1.05 * max(ys, default=1))
+
+
+def plot(axes, xs, ys, label, **options):
+    """A line, or a dot where there is a single point. A label of several lines is named once."""
+    if xs:
+        if len(xs) == 1:
+            options['marker'] = 'o'
+        named = label in axes.get_legend_handles_labels()[1]
+        axes.plot(xs, ys, label=None if named else label, ms=3 * options['lw'], **options)
+
+
+LOSSES = {'loss': ('training, single steps', dict(ls='-', lw=0.8, alpha=0.5)),
+          'train_loss': ('training', dict(ls='-', marker='o')),
+          'val_loss': ('validation', dict(ls='--', marker='o')),
+          'val_bpb': ('validation', dict(ls='--', marker='o'))}
 
 
 class LossPanel(Panel):
-    """Training loss as logged, pale, and smoothed; validation loss with a dot for each evaluation;
-    behind them the band of a reference, where the x axes are the same."""
+    """Losses over `x`: of single steps a thin line, of evaluations a dot each; behind them the band
+    of a reference, where the x axes are the same."""
+
+    def __init__(self, title, keys=('loss', 'train_loss', 'val_loss'),
+                 y_label='loss, nats a token', **options):
+        super().__init__(title, keys, **options)
+        self.y_label = y_label
+
+    def curves(self, rows, several):
+        return [(LOSSES[key][0], *points(rows, self.x, key)) for key in self.keys]
+
+    def says_something(self, runs, reference):
+        differ = tokenizers_differ([run.rows for run in runs])
+        if 'val_bpb' in self.keys:
+            return differ
+        if self.x == 'tokens':  # over iterations it is the same picture, unless steps differ
+            return not differ and not same_steps(runs, reference)
+        # A single evaluation is shown once.
+        curves = [curve for run in runs for curve in self.curves(run.rows, len(runs) > 1)]
+        return self.x == 'iter' or (not differ and any(len(xs) > 1 for _, xs, _ in curves))
 
     def draw(self, axes, runs, reference):
         unit, seconds = time_unit(runs) if self.x == 'elapsed_s' else (self.x_label, 1)
         axes.set_xlabel(unit)
-        same_steps = reference and all(step_tokens(rows) == reference.step_tokens()
-                                       for _, rows, _ in runs)
-        if reference and (self.x == 'tokens' or (self.x == 'iter' and same_steps)):
+        several = len(runs) > 1
+        if reference and 'val_loss' in self.keys \
+                and (self.x == 'tokens' or (self.x == 'iter' and same_steps(runs, reference))):
             draw_band(axes, reference, self.x)
-        for i, (_, rows, colour) in enumerate(runs):
-            xs, ys = points(rows, self.x, 'loss')
-            xs = [x / seconds for x in xs]
-            axes.plot(xs, ys, color=colour, lw=0.6, alpha=0.3)
-            curve(axes, xs, smoothed(ys, max(1, len(ys) // 50)), '-', color=colour,
-                  label='training' if i == 0 else None)
-            xs, ys = points(rows, self.x, 'val_loss')
-            axes.plot([x / seconds for x in xs], ys, '--o', ms=3.5, lw=1.2,
-                      color=colour if len(runs) > 1 else COLOURS[1],
-                      label='validation' if i == 0 else None)
+        for run in runs:
+            for key, (label, xs, ys) in zip(self.keys, self.curves(run.rows, several), strict=True):
+                validates = key.startswith('val_') and not several
+                options = {'color': COLOURS[1] if validates else run.colour, 'lw': run.width,
+                           **LOSSES[key][1]}
+                plot(axes, [x / seconds for x in xs], ys, label, **options)
         cut_off_the_start(axes)
-        axes.set_ylabel('loss, nats a token')
+        axes.set_ylabel(self.y_label)
+
+
+def same_steps(runs, reference):
+    """Whether all have equally many tokens in a step."""
+    sizes = {step_tokens(run.rows) for run in runs} | {reference and reference.step_tokens()}
+    return len(sizes - {None}) <= 1
 
 
 def cut_off_the_start(axes):
-    """Fit the y axis to what comes after the first twentieth of the curves: with their steep start
-    in the picture, small differences later on could not be seen."""
-    found = [point for line in axes.get_lines() for point in line.get_xydata()]
-    xs = [x for x, _ in found]
-    late = [y for x, y in found if x > min(xs) + (max(xs) - min(xs)) / 20]
-    margin = 0.05 * (max(late) - min(late)) if late else 0
+    """Fit the y axis to what comes after the first twentieth of each line: with its steep start in
+    the picture, small differences later on could not be seen. A line with fewer than two points
+    there is shown whole."""
+    shown = []
+    for line in axes.get_lines():
+        xs, ys = line.get_xdata(), line.get_ydata()
+        late = [y for x, y in zip(xs, ys, strict=True) if x > xs[0] + (xs[-1] - xs[0]) / 20]
+        shown += late if len(late) > 1 else list(ys)
+    margin = 0.05 * (max(shown) - min(shown)) if shown else 0
     if margin:
-        axes.set_ylim(min(late) - margin, max(late) + margin)
+        axes.set_ylim(min(shown) - margin, max(shown) + margin)
 
 
 def time_unit(runs):
     """→ (name, seconds) of a unit that suits the longest run."""
-    longest = max(row['elapsed_s'] for _, rows, _ in runs for row in rows)
+    longest = max(row['elapsed_s'] for run in runs for row in run.rows)
     if longest > 3 * 3600:
         return 'hours', 3600
     return ('minutes', 60) if longest > 180 else ('seconds', 1)
 
 
 def draw_band(axes, reference, x):
-    """The validation losses that 95% of new seeds of a reference lie within."""
+    """The validation losses that 95% of new seeds of a reference are expected in."""
     band = reference.band()
     xs = [tokens if x == 'tokens' else tokens / reference.step_tokens() for tokens, _, _ in band]
     axes.fill_between(xs, [low for _, low, _ in band], [high for _, _, high in band],
                       color='black', alpha=0.2, lw=0)
     axes.plot(xs, [(low + high) / 2 for _, low, high in band], color='black', lw=1, ls=':',
-              label=f'{reference.name}, validation of {len(reference.rows)} seeds')
+              label=f'expected of {reference.name}, {len(reference.rows)} seeds')
 
 
 class LayersPanel(Panel):
@@ -188,20 +302,11 @@ class LayersPanel(Panel):
         super().__init__(title, (), log=log, bottom=bottom, top=top)
         self.prefix = f'health/{measure}/'
 
-    def has(self, rows):  # where health was measured: a panel may say that this was not seen
-        return any(key.startswith('health/') for row in rows for key in row)
-
-    def draw(self, axes, runs, reference):
-        several = len(runs) > 1
-        for j, (_, rows, colour) in enumerate(runs):
-            layers = self.choose_layers(rows, several)
-            names = ('first block', 'last block') if several else layers
-            for i, (layer, name) in enumerate(zip(layers, names, strict=False)):
-                curve(axes, *points(rows, 'iter', self.prefix + layer), STYLES[i],
-                      color=colour if several else COLOURS[i], label=name if j == 0 else None)
-        if not axes.get_lines():
-            axes.text(0.5, 0.5, 'not seen in this model', ha='center', transform=axes.transAxes)
-        self.scale(axes)
+    def curves(self, rows, several):
+        layers = self.choose_layers(rows, several)
+        names = ('first block', 'last block') if several else layers
+        return [(name, *points(rows, 'iter', self.prefix + layer))
+                for layer, name in zip(layers, names, strict=False)]
 
     def choose_layers(self, rows, several):
         """['h.0', …]: the layers to draw, fewer where there are several runs."""
@@ -219,7 +324,7 @@ class PositionsPanel(Panel):
     """How the loss falls with the position in the sequence, at the last health check."""
 
     def __init__(self):
-        super().__init__('loss by position in the sequence', (), x_label='position')
+        super().__init__('loss by position in the sequence', (), x=None, x_label='position')
 
     def last(self, rows):
         """→ (iteration, {positions: loss}) of the last health check."""
@@ -228,21 +333,41 @@ class PositionsPanel(Panel):
         return row['iter'], {key.removeprefix(prefix): value for key, value in row.items()
                              if key.startswith(prefix) and value is not None}
 
-    def has(self, rows):
-        return bool(self.last(rows)[1])
+    def curves(self, rows, several):
+        losses = self.last(rows)[1]
+        return [(None, list(losses), list(losses.values()))]
 
     def draw(self, axes, runs, reference):
-        for _, rows, colour in runs:
-            it, losses = self.last(rows)
-            axes.plot(list(losses), list(losses.values()), '-o', ms=3.5, lw=1.2, color=colour)
-            axes.set_ylabel('nats a token' if len(runs) > 1 else
-                            f'nats a token, at iteration {it}')
+        super().draw(axes, runs, reference)
+        for line in axes.get_lines():
+            line.set_marker('o')
+        axes.set_ylabel('nats a token' if len(runs) > 1 else
+                        f'nats a token, at iteration {self.last(runs[0].rows)[0]}')
+
+
+class TablePanel(Panel):
+    """The losses of several runs in figures."""
+
+    def __init__(self):
+        super().__init__('final losses, the best first', (), x=None)
+
+    def says_something(self, runs, reference):
+        return len(runs) > 1
+
+    def draw(self, axes, runs, reference):
+        axes.set_axis_off()
+        lines = loss_table([(run.name, run.rows) for run in runs])
+        show_as_they_are([axes.text(0, 0.97, '\n'.join(lines), family='monospace', fontsize=7,
+                                    va='top', transform=axes.transAxes)])
 
 
 PANELS = (
-    LossPanel('loss over iterations', ('loss', 'val_loss')),
-    LossPanel('loss over tokens', ('loss', 'val_loss'), 'tokens', 'tokens'),
-    LossPanel('loss over time', ('loss', 'val_loss'), 'elapsed_s', 'seconds'),
+    LossPanel('bits a byte over iterations', ('val_bpb',), 'bits a byte'),
+    LossPanel('bits a byte over time', ('val_bpb',), 'bits a byte', x='elapsed_s'),
+    LossPanel('loss over iterations'),
+    LossPanel('loss over tokens', x='tokens', x_label='tokens'),
+    LossPanel('loss over time', x='elapsed_s', x_label='seconds'),
+    TablePanel(),
     Panel('learning rate', ('lr',), bottom=0),
     Panel('gradient norm, before clipping', ('grad_norm',), log=True, bottom=0),
     Panel('tokens a second', ('tokens_per_s',), bottom=0),

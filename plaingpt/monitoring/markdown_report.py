@@ -4,9 +4,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from statistics import median_high
 
-from plaingpt.monitoring.diagnosis import diagnose, overfit_check
+from plaingpt.monitoring.diagnosis import diagnose, overfit_check, too_early
 from plaingpt.monitoring.metrics_file import column, read_rows, rows_with
-from plaingpt.monitoring.run_record import read_run
+from plaingpt.monitoring.run_record import read_run, where_it_stands
 from plaingpt.system.files import write_atomically
 from plaingpt.system.formatting import duration, one_line, printable, short
 
@@ -46,7 +46,8 @@ def format_report(out_dir, rows, run, ended):
     """The text of report.md."""
     found = diagnose(rows, run, ended)
     parts = [f'# {out_dir.name}', format_outcome(rows, run),
-             '## Diagnosis', '\n'.join(f'- {each}' for each in found) or 'Nothing looks wrong.']
+             '## Diagnosis', '\n'.join(f'- {each}' for each in found)
+             or too_early(rows, run) or 'Nothing looks wrong.']
     if verdict := overfit_check(rows, run):
         parts.append(verdict)
     if (out_dir / 'loss.png').exists():
@@ -84,7 +85,7 @@ def format_outcome(rows, run):
                        f'{row["val_loss"]:.4f}{bits}, iteration {row["iter"]:,}')]
         if evaluations[-1].get('train_loss') is not None:
             table += [('training loss, last', f'{evaluations[-1]["train_loss"]:.4f}')]
-    last = rows[-1]
+    last = where_it_stands(rows, run)
     table += [('iterations', f'{last["iter"]:,}'),
               ('tokens', f'{last["tokens"]:,}, {last["tokens"] / run["train_tokens"]:.3g} epochs, '
                          f'{last["tokens"] / run["parameters"]:.3g} a parameter'),

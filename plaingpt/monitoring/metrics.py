@@ -63,6 +63,11 @@ class Metrics:
         """Seconds since the run began, those before a resume included."""
         return self.clock.elapsed_s()
 
+    def at(self, iter_num):
+        """What every row begins with, after `iter_num` updates."""
+        return {'iter': iter_num, 'tokens': self.loader.tokens_before(iter_num),
+                'elapsed_s': round(self.elapsed_s(), 3)}
+
     def paused(self):
         """A context: time spent in it (evaluating, saving) does not count as step time."""
         return self.clock.paused()
@@ -154,8 +159,7 @@ class Metrics:
     def _write(self, iter_num, **values):
         if self.quiet:
             return
-        row = {'iter': iter_num, 'tokens': self.loader.tokens_before(iter_num),
-               'elapsed_s': round(self.elapsed_s(), 3),
+        row = {**self.at(iter_num),
                **{key: x if isinstance(x, str) else finite(x) for key, x in values.items()}}
         self._remember(row)
         if self.path:

@@ -17,9 +17,12 @@ from plaingpt.system.files import ROOT, open_regular, parse_json, write_atomical
 
 FOLDER = ROOT / 'references'
 
-# Student's t, 97.5%, by the number of seeds: a new seed lies within mean ± t · s · √(1 + 1/n) in 95
-# of 100 cases. The range of three seeds would exclude every second new one.
-STUDENT_T = {2: 12.71, 3: 4.30, 4: 3.18, 5: 2.78, 6: 2.57, 7: 2.45, 8: 2.36, 9: 2.31, 10: 2.26}
+# Student's t, 97.5%, with 1, 2, … degrees of freedom. mean ± t(n - 1) · s · √(1 + 1/n) of n seeds
+# holds one new seed in 95 of 100 cases: the prediction interval of a normal distribution (Hahn and
+# Meeker 1991, Statistical Intervals). The range of three seeds would exclude every second new one.
+STUDENT_T = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179,
+             2.160, 2.145, 2.131, 2.120, 2.110, 2.101, 2.093, 2.086, 2.080, 2.074, 2.069, 2.064,
+             2.060, 2.056, 2.052, 2.048, 2.045, 2.042)
 
 # Settings that do not change the loss a run can be expected to have. All others are compared, so
 # also those of a model flag or an optimizer that is new.
@@ -49,8 +52,8 @@ class Reference:
         return step_tokens(next(iter(self.rows.values())))
 
     def band(self):
-        """[(tokens, low, high)] of validation losses that 95% of new seeds lie within, from the
-        first evaluation after a step on."""
+        """[(tokens, low, high)] of validation losses: where 95% of new seeds are expected, from
+        the first evaluation after a step on."""
         losses_at = {}
         for rows in self.rows.values():
             for row in rows_with(rows, 'val_loss'):
@@ -59,9 +62,14 @@ class Reference:
         n = len(self.rows)
         if n < 2:
             return []
-        width = STUDENT_T[min(n, max(STUDENT_T))] * (1 + 1 / n)**0.5  # in standard deviations
+        width = STUDENT_T[min(n - 1, len(STUDENT_T)) - 1] * (1 + 1 / n)**0.5  # in deviations
         return [(tokens, mean(losses) - width * stdev(losses), mean(losses) + width * stdev(losses))
                 for tokens, losses in sorted(losses_at.items()) if len(losses) == n]
+
+    def holds(self, rows):
+        """Whether a run's last validation loss lies in the band at its end."""
+        _, low, high = self.band()[-1]
+        return low <= column(rows, 'val_loss')[-1] <= high
 
     def compare(self, name, rows, run=None):
         """A sentence on where the run `name` lies. run: its facts, where they are known."""
@@ -140,13 +148,13 @@ def place(evaluations, seeds):
     row, low, high = evaluations[-1]
     loss = row['val_loss']
     at_end = f'{loss:.4f} at iteration {row["iter"]}, {row["tokens"]:,} tokens, where 95% of ' \
-             f'seeds lie in {low:.4f} to {high:.4f}'
+             f'new seeds are expected in {low:.4f} to {high:.4f}'
     if not any(sides):
         return f'lies inside the band of {seeds}: {at_end}'
     if sides[-1] == 0:
         outside = [row['iter'] for (row, *_), side in zip(evaluations, sides, strict=True) if side]
-        return f'has come back into the band of {seeds}, and was out of it at iteration ' \
-               f'{", ".join(map(str, outside))}: {at_end}'
+        return f'lies inside the band of {seeds} at the end, and was out of it at iteration ' \
+               f'{", ".join(map(str, outside))}, as one evaluation in 20 is by chance: {at_end}'
     since = max((i + 1 for i, side in enumerate(sides) if side != sides[-1]), default=0)
     distance, word = (loss - high, 'above (worse)') if sides[-1] > 0 else \
         (low - loss, 'below (better)')

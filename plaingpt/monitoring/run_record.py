@@ -41,6 +41,9 @@ FACTS = {'config': SETTINGS, 'changed': {}, 'data': DATA, 'vocab_size': is_posit
          'from_scratch': is_bool, 'code': lambda x: x is None or is_text(x), 'machine': MACHINE,
          'dtype': is_text, 'compile': is_bool, 'versions': {}, 'command': is_text,
          'started': is_text}
+# where it ended
+END = {'iter': is_count, 'tokens': is_count,
+       'elapsed_s': lambda x: is_number(x) and 0 <= x < 1e300}
 
 
 def describe_run(config, dataset, loader, model, device, dtype, compile, world, resumed):
@@ -111,11 +114,19 @@ def read_run(out_dir):
     return run if is_run(run) else {}
 
 
+def where_it_stands(rows, run):
+    """{'iter', 'tokens', 'elapsed_s'} of the last update that is known of: the one that a run ended
+    after, or that of the last row, while it trains or where it was killed."""
+    return max(rows[-1], run.get('end', rows[-1]), key=lambda place: place['iter'])
+
+
 def is_run(value):
     """True where a value holds all that a report, a diagnosis and a comparison read."""
     try:
         check_keys(value, FACTS)
         check_keys(value['data'].get('source', {}), {})
+        if 'end' in value:
+            check_keys(value['end'], END)
     except ValueError:
         return False
     return True

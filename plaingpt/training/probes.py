@@ -7,10 +7,12 @@ from plaingpt.inference.scoring import Benchmark, quote_benchmark
 from plaingpt.monitoring.health import Health, not_seen
 from plaingpt.system.errors import UserError
 
+LOOKS = 5  # health checks in a run at least, however short: a curve takes a few points
+
 
 class Probes:
     """Health every health_interval, benchmarks every eval_tasks_interval and a sample every
-    sample_interval iterations, logged to `metrics`.
+    sample_interval iterations, logged to `metrics`. Health at least LOOKS times in a run.
 
     All processes share the work of a benchmark; health and samples are made where `writing`. The
     run's random numbers and weights stay as they are.
@@ -19,7 +21,8 @@ class Probes:
     def __init__(self, config, dataset, model, metrics, val_loader, context, group, writing):
         self.config, self.model, self.metrics = config, model, metrics
         self.context, self.group = context, group
-        self.health = Health(model, config.health_interval if writing else 0, val_loader, context)
+        interval = min(config.health_interval, max(1, config.max_iters // LOOKS))
+        self.health = Health(model, interval if writing else 0, val_loader, context)
         self.not_seen = set()  # lines printed already
         self.benchmarks, self.tokenizer = [], None
         if config.eval_tasks_interval:

@@ -44,7 +44,7 @@ class TrainConfig(GPTConfig):
     tensorboard_log: bool = False  # write event files into out_dir/tensorboard
     log_to: str = ''  # send metrics also to these, with commas between: wandb, tensorboard
     # watching
-    health_interval: int = 100  # iterations between health checks of the layers; 0 for none
+    health_interval: int = 100  # iterations between health checks (five at least); 0 for none
     report: bool = True  # at the end, write report.md and loss.png into out_dir
     patience: int = 0  # stop after this many evaluations without a new best; 0 for never
     overfit_batches: int = 0  # a check: train on the first batches only, until the loss is near 0

@@ -235,6 +235,12 @@ def test_a_gradient_that_climbs_or_spikes_is_named():
     assert [d.name for d in diagnose(rows_of(grad_norm=norms), RUN)] == ['spikes']
 
 
+def test_attention_that_has_become_a_choice_of_one_token_is_named():
+    logits = {'health/attention_logit/h.0': [5.0, 6.0], 'health/attention_logit/h.1': [9.0, 1500.0]}
+    [found] = diagnose(rows_of(**logits), RUN)
+    assert found.name == 'attention_logit' and 'h.1 reached 1,500 at iteration 1' in found.evidence
+
+
 def test_losses_that_stand_still_are_named_while_the_rate_is_high_only():
     fell = np.concatenate([np.linspace(4, 2, 10), np.full(10, 2.0)])
     rows = rows_of(train_loss=fell, val_loss=fell + 0.1, lr=np.full(20, 1e-3))

@@ -170,6 +170,13 @@ def test_looking_and_writing_change_no_bit_of_the_run(tiny, tmp_path):
         assert math.hypot(*norms) == pytest.approx(logged['grad_norm'], rel=1e-4)
 
 
+@pytest.mark.parametrize('interval, seen', [
+    (100, [1, 2, 4, 6, 8, 10]), (1, [*range(1, 11)]), (0, [])])
+def test_a_short_run_is_looked_at_often_enough_to_draw_a_line(interval, seen, tiny, tmp_path):
+    train.main([*tiny, '--max_iters=10', f'--health_interval={interval}'])
+    assert [line['iter'] for line in lines(tmp_path / 'out', 'health/grad_norm/h.0')] == seen
+
+
 def test_two_processes_see_what_one_sees(tiny, tmp_path):
     tiny = [*tiny, '--health_interval=3']
     torchrun(2, 'train.py', *tiny, f'--out_dir={tmp_path}/two')

@@ -1,10 +1,14 @@
 """report.md: what a run was and what came of it."""
 
+import itertools
+import os
+import signal
 import sys
 
 from helpers import size_of_png
 from test_train import lines
 
+import plot
 import train
 from plaingpt.monitoring.markdown_report import format_report
 from plaingpt.monitoring.run_record import read_run
@@ -29,6 +33,42 @@ def test_without_matplotlib_a_run_ends_well(tiny, tmp_path, monkeypatch, capsys)
     train.main([*tiny, '--report=True'])
     assert 'no loss.png: drawing curves needs matplotlib' in capsys.readouterr().out
     assert (tmp_path / 'out/report.md').exists() and not (tmp_path / 'out/loss.png').exists()
+
+
+def test_an_interrupted_run_is_reported_where_it_stands(tiny, tmp_path, monkeypatch, capsys):
+    original = train.forward_backward
+
+    def interrupted(*arguments):
+        if next(steps) == 46:
+            os.kill(os.getpid(), signal.SIGINT)
+        return original(*arguments)
+    steps = itertools.count(1)
+    monkeypatch.setattr(train, 'forward_backward', interrupted)
+    train.main([*tiny, '--report=True', '--max_iters=450', '--lr_decay_iters=450',
+                '--eval_interval=150', '--log_interval=50'])
+    assert 'stopped after iteration 46' in capsys.readouterr().out
+    text = (tmp_path / 'out/report.md').read_text()
+    assert '| iterations | 46 |' in text and f'| tokens | {46 * 128:,},' in text
+    assert 'Too early to judge' in text and 'Nothing looks wrong' not in text
+    plot.main([str(tmp_path / 'out')])
+    assert f'out: iteration 46, {46 * 128:,} tokens' in capsys.readouterr().out
+    # resumed, it is on its way again, and known from its rows
+    monkeypatch.setattr(train, 'forward_backward', original)
+    train.main([*tiny, '--init_from=resume', '--max_iters=48', '--lr_decay_iters=450',
+                '--eval_interval=150', '--report=True'])
+    assert '| iterations | 48 |' in (tmp_path / 'out/report.md').read_text()
+
+
+def test_nothing_looks_wrong_once_enough_was_seen(trained):
+    run = read_run(trained)
+    rows = [{'iter': 50 * i, 'tokens': 800 * i, 'elapsed_s': i,
+             'loss': 3 - i / 10, 'train_loss': 3 - i / 10, 'val_loss': 3 - i / 10}
+            for i in range(1, 10)]
+    assert 'Nothing looks wrong.' in format_report(trained, rows, run, ended=False)
+    few_losses = [rows[0], rows[5]]
+    one_evaluation = [{**row, 'val_loss': None} for row in rows[:-1]] + rows[-1:]
+    for early in (few_losses, one_evaluation):
+        assert 'Too early to judge' in format_report(trained, early, run, ended=False)
 
 
 def test_a_run_that_was_interrupted_is_not_told_that_it_saw_little_text(trained):

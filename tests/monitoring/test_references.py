@@ -92,13 +92,23 @@ def test_a_run_that_leaves_the_band_is_above_from_there():
         'out', curve(0.0, speed=2000.0))
 
 
-def test_the_band_holds_a_new_seed_in_95_of_100():
+@pytest.mark.parametrize('n', [3, 10, 35])
+def test_the_band_holds_a_new_seed_in_95_of_100(n):
     import numpy as np
     chance, inside = np.random.default_rng(0), 0
-    for _ in range(1000):
-        *seeds, new = chance.normal(0, 0.01, 4).tolist()
-        inside += 'inside' in made(seeds).compare('out', curve(new))
-    assert 930 <= inside <= 970
+    for _ in range(500):
+        *seeds, new = chance.normal(0, 0.01, n + 1).tolist()
+        runs = [curve(offset, step=1000) for offset in [*seeds, new]]
+        inside += Reference('small', {}, dict(enumerate(runs[:-1]))).holds(runs[-1])
+    assert 460 <= inside <= 490  # 475 are expected, and the deviation of that number is 5
+
+
+def test_a_run_that_was_outside_early_lies_inside_at_its_end():
+    rows = curve(0.0)
+    rows[1]['val_loss'] += 0.2
+    sentence = made().compare('out', rows)
+    assert 'lies inside the band of small (3 seeds) at the end' in sentence
+    assert 'out of it at iteration 100,' in sentence
 
 
 def test_a_reference_comes_back_as_it_was_written_and_is_drawn(tmp_path, monkeypatch, capsys):
@@ -161,6 +171,14 @@ def test_a_reference_grows_seed_by_seed_and_made_again_stays_until_all_are_there
     assert small_config == [1, 2, 3, 1, 3]  # what is there is not trained again
 
 
+def test_fresh_seeds_are_compared_and_not_added(small_config, tmp_path, capsys):
+    make_reference.main(['quickstart', '--seeds=1,2'])
+    before = (tmp_path / 'quickstart.jsonl').read_bytes()
+    make_reference.main(['quickstart', '--seeds=4,5', '--fresh'])
+    assert small_config == [1, 2, 4, 5] and '0 of 2 seeds' in capsys.readouterr().out
+    assert (tmp_path / 'quickstart.jsonl').read_bytes() == before
+
+
 def test_seeds_of_two_configs_are_not_mixed(small_config, tmp_path):
     make_reference.main(['quickstart', '--seeds=1'])
     path = tmp_path / 'quickstart.jsonl'
@@ -178,3 +196,11 @@ def test_our_references_give_no_alarm(name):
     assert len(found.rows) >= 3
     for seed, rows in found.rows.items():
         assert diagnose(rows, found.runs[seed], ended=True) == []
+
+
+@pytest.mark.parametrize('name', REFERENCES)
+def test_the_other_seeds_of_a_reference_expect_each_of_its_own(name):
+    found = references.read_reference(name)
+    outside = [seed for seed, rows in found.rows.items() if not Reference(
+        name, {}, {other: found.rows[other] for other in found.rows if other != seed}).holds(rows)]
+    assert len(outside) <= len(found.rows) // 10 + 1  # 5% are expected

@@ -8,6 +8,7 @@
                         for Auto in (AutoModelForCausalLM, AutoTokenizer))
 """
 
+import os
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
@@ -61,8 +62,7 @@ def main(argv):
         raise UserError(f'dest={dest} exists already: name a folder that does not')
     model, tokenizer, source, state = checkpoints.load(
         config.init_from, config.out_dir, config.checkpoint, config.tokenizer)
-    unfinished = dest.with_name(dest.name + '.tmp')
-    shutil.rmtree(unfinished, ignore_errors=True)
+    unfinished = dest.with_name(f'{dest.name}.{os.getpid()}.tmp')
     try:
         unfinished.mkdir(parents=True)
         write_hf(unfinished, model, tokenizer, model_card(dest.name, model, source, state))

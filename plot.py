@@ -6,6 +6,7 @@
     python plot.py out --live
 """
 
+import os
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -76,7 +77,7 @@ def read(folder):
 
 def read_runs(folders):
     """→ [(name, rows, facts)]"""
-    names = [Path(folder).resolve().name for folder in folders]
+    names = [Path(os.path.abspath(folder)).name for folder in folders]
     if len(set(names)) < len(names):
         names = folders
     return [(name, *read(folder)) for name, folder in zip(names, folders, strict=True)]

@@ -220,11 +220,11 @@ def save(run):
     state = {'iter_num': progress.iter_num,
              'sequences': run.train_data.sequences_before(progress.iter_num),
              'val_loss': finite(progress.val_loss) if evaluated else None, 'evaluated': evaluated,
-             'best_val_loss': finite(progress.best_val_loss),
+             'best_val_loss': finite(progress.best_val_loss), 'scaler': run.scaler.state_dict(),
              'evals_since_best': progress.evals_since_best,
              'elapsed_s': run.metrics.elapsed_s(), 'wandb_id': run.metrics.wandb_id(),
              'config': asdict(run.config), 'tokenizer': run.dataset.tokenizer_json(),
-             'data': run.dataset.identity('train'), 'scaler': run.scaler.state_dict()}
+             'data': run.dataset.identity('train'), 'samples': run.dataset.samples()}
     with run.metrics.paused():
         if progress.saved_at == progress.iter_num:  # a signal kept it from evaluating then
             run.saver.update(state)
@@ -265,17 +265,17 @@ def finish(run, ending):
     if run.guard.gave_up:
         raise run.guard.error()
     if run.saver.failed:
-        print0(f'the last checkpoint could not be written: make room in {out_dir} and start again '
-               'with --init_from=resume')
+        print0(f'the last checkpoint could not be written in {out_dir}: see the warning, then '
+               'start again with --init_from=resume')
         sys.exit(1)
     if (held := int(run.guard.held_in_a_row)) > 1:
         print0(f'warning: the last {held} steps left the weights alone: their gradients were not '
                'finite')
     if signal:
-        saved = progress.saved_at == progress.iter_num
+        how = '--init_from=resume' + ' --checkpoint=latest' * (config.checkpoint != 'latest')
         print0(f'{signal}: stopped after iteration {progress.iter_num}' + (
-            ', which is saved; the same command with --init_from=resume continues from there'
-            if saved else ''))
+            f', which is saved; the same command with {how} continues from there'
+            if progress.saved_at == progress.iter_num else ''))
     elif progress.iter_num and not config.eval_only:
         print0(f'done: {out_dir}/checkpoints has the weights; python sample.py --out_dir={out_dir}')
 

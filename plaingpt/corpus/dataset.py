@@ -47,6 +47,11 @@ class Dataset:
         ones where meta.json has none. That of the files as they were first opened."""
         return self._open(split)[1]
 
+    def samples(self):
+        """Checksums of blocks of the files of each split as they lie there, whatever meta.json
+        says, for a run whose data is not read whole."""
+        return {split: self._open(split)[2] for split in ('train', 'val')}
+
     def is_identity(self, split, saved):
         """True where `saved` is the identity of a split; earlier versions saved the path of a
         folder without meta.json."""
@@ -78,7 +83,9 @@ class Dataset:
                          if split in path.stem.replace('-', '_').split('_')]
             if not files:
                 raise UserError(f'{self.folder}: no {split}.bin there')
-            self.opened[split] = files, [file.sha256 or file.sampled_sha256() for file in files]
+            samples = [file.sampled_sha256() for file in files]
+            known = [file.sha256 or sample for file, sample in zip(files, samples, strict=True)]
+            self.opened[split] = files, known, samples
         return self.opened[split]
 
 
@@ -86,7 +93,7 @@ def open_dataset(folder):
     """Open a folder that prepare.py wrote, or one with nanoGPT's .bin files or llm.c's shards; one
     without meta.json is taken to hold GPT-2 tokens. Raises UserError."""
     folder = Path(folder)
-    if (folder / 'meta.json').exists():
+    if os.path.lexists(folder / 'meta.json'):
         meta = read_meta(folder / 'meta.json')
         return Dataset(folder, meta, meta['vocab_size'])
     if (folder / 'meta.pkl').exists():
@@ -96,13 +103,19 @@ def open_dataset(folder):
     if (folder / UNFINISHED).exists():
         raise UserError(f'{folder} is not finished: run the prepare.py command that wrote it again')
     if not any(folder.glob('*.bin')):
-        raise UserError(f'{folder} is not prepared: run python prepare.py {folder.name}')
+        if folder.parent == Path('data'):
+            raise UserError(f'{folder} is not prepared: run python prepare.py {folder.name}')
+        raise UserError(f'{folder}: no .bin files there: give the folder of a prepared dataset')
     return Dataset(folder, {}, tokenizers.GPT2Tokenizer.vocab_size)
 
 
 def dataset_folder(name):
     """The folder of a dataset: data/<name>, or the path itself where it is one."""
-    return Path(name) if Path(name).parts != (name,) else Path('data', name)
+    path, inside = Path(name), Path('data', name)
+    if path.parts != (name.rstrip('/'),):
+        return path
+    # A slash that a shell completed: of a folder in data/, or of one right here.
+    return path if name.endswith('/') and path.is_dir() and not inside.is_dir() else inside
 
 
 def read_meta(path):

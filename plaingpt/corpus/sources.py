@@ -169,7 +169,7 @@ def find_files(wanted):
         else:
             found = {root}
         paths |= found
-    return sorted({path.resolve(): path for path in sorted(paths)}.values())
+    return sorted({os.path.realpath(path): path for path in sorted(paths)}.values())
 
 
 def find_standard_library(folder):

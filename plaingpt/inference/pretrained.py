@@ -37,7 +37,12 @@ def load_pretrained(source, dropout=0.0):
     if path.suffix in ('.pt', '.pth'):
         shape, weights = read_nanogpt(path)
     else:
+        if (path / 'state.json').exists():
+            raise UserError(f'{source} is one checkpoint of a run: name the run and the iteration, '
+                            f'with --checkpoint={path.name.removeprefix("iter-").lstrip("0")}')
         shape, weights = read_hf(path if path.is_dir() else download(source))
+    if odd := [name for name in weights if not name.isprintable()]:
+        raise UserError(f'{source}: it holds a tensor named {odd[0]!r}')
     weights = {name: w for name, w in weights.items() if not MASKS.fullmatch(name)}
     for name, w in weights.items():
         if w.dtype not in FLOATS:

@@ -47,13 +47,18 @@ def launched_world():
     env = os.environ
     if not {'RANK', 'LOCAL_RANK', 'WORLD_SIZE', 'LOCAL_WORLD_SIZE'} <= set(env):
         return World()  # some clusters set a RANK of their own
-    return World(
-        rank=int(env['RANK']),
-        local_rank=int(env['LOCAL_RANK']),
-        size=int(env['WORLD_SIZE']),
-        local_size=int(env['LOCAL_WORLD_SIZE']),
-        launched=True,
-    )
+    rank, local_rank, size, local_size = map(
+        number_of, ('RANK', 'LOCAL_RANK', 'WORLD_SIZE', 'LOCAL_WORLD_SIZE'))
+    if rank >= size:
+        raise UserError(f'RANK={rank} is no rank of WORLD_SIZE={size}: they count from 0')
+    return World(rank, local_rank, size, local_size, launched=True)
+
+
+def number_of(name):
+    """An environment variable that is a whole number. Raises UserError."""
+    if not os.environ[name].isdecimal():
+        raise UserError(f'{name}={os.environ[name]!r} in the environment: expected a whole number')
+    return int(os.environ[name])
 
 
 def print0(line):
@@ -95,6 +100,8 @@ def join(world):
     if missing := [key for key in ('MASTER_ADDR', 'MASTER_PORT') if not env.get(key)]:
         raise UserError(f'{" and ".join(missing)}: not set, though RANK is: give every process the '
                         'address of rank 0 and a free port there, or start them with torchrun')
+    if not 0 < number_of('MASTER_PORT') < 2**16:
+        raise UserError(f'MASTER_PORT={env["MASTER_PORT"]}: a port is at most 65535')
     address = f'{env["MASTER_ADDR"]}:{env["MASTER_PORT"]}'
     hosting = world.is_main and env.get('TORCHELASTIC_USE_AGENT_STORE') != 'True'  # not torchrun
     me = [socket.gethostname(), os.getpid(), started(os.getpid())]

@@ -43,6 +43,8 @@ from plaingpt.system.streams import warn
 FORMAT_VERSION = 1
 # Keys of state.json as an earlier version wrote them → as they are called now.
 RENAMED = {'windows': 'sequences', 'stale': 'evals_since_best'}
+# What a checkpoint of an earlier version may lack.
+LATER = {'val_loss': None, 'elapsed_s': 0.0, 'wandb_id': None, 'samples': {}}
 CHUNK = re.compile(r'(model|optimizer)-(\d{5,9})-of-(\d{5,9})\.safetensors')
 PART = re.compile(r'(.*?)(?:\[(\d{1,18}):(\d{1,18})\])?', re.DOTALL)  # of a tensor: its rows
 # As safetensors calls them. An optimizer of your own may remember integers.
@@ -88,7 +90,7 @@ class Checkpoint:
         wanted, shapes = dict(model.named_parameters()), self._shapes('model')
         for name in [*wanted, *shapes]:
             if name not in wanted or shapes.get(name) != wanted[name].shape:
-                raise UserError(f'{self.path}: {name} there does not fit this model: it holds '
+                raise UserError(f'{self.path}: {name!r} there does not fit this model: it holds '
                                 'another architecture')
         for name, rows, file, key in self._parts('model'):
             wanted[name][rows].copy_(file.get_tensor(key))
@@ -110,7 +112,7 @@ class Checkpoint:
             like_parameter = key in ('exp_avg', 'exp_avg_sq', 'momentum_buffer')
             if name not in parameters or (key == 'step' and shape) \
                     or (like_parameter and shape != parameters[name].shape):
-                raise UserError(f'{self.path}: {entry} of the optimizer there does not fit this '
+                raise UserError(f'{self.path}: {entry!r} of the optimizer there does not fit this '
                                 'model')
         for entry, rows, file, part in self._parts('optimizer'):
             name, _, key = entry.partition('/')
@@ -160,7 +162,7 @@ class Checkpoint:
         for name, rows, file, key in self._parts(kind):
             header = file.get_slice(key)
             if header.get_dtype() not in DTYPES[kind]:
-                raise UserError(f'{self.path}: {name} there is {header.get_dtype()}, and weights '
+                raise UserError(f'{self.path}: {name!r} there is {header.get_dtype()}, and weights '
                                 'are floating point')
             if rows is ...:
                 whole[name] = header.get_shape()
@@ -172,7 +174,7 @@ class Checkpoint:
             starts = [start for start, _, _ in of_it]
             if name in whole or [*starts, end] != [0, *(stop for _, stop, _ in of_it)] or any(
                     shape != [stop - start, *rest] for start, stop, shape in of_it):
-                raise UserError(f'{self.path}: the parts of {name} there are not the whole of it')
+                raise UserError(f'{self.path}: the parts of {name!r} there are not the whole of it')
             whole[name] = [end, *rest]
         return {name: torch.Size(shape) for name, shape in whole.items()}
 
@@ -228,13 +230,14 @@ def checkpoint_paths(out_dir):
     """The complete checkpoint directories of a run, oldest first. [] means that there are none:
     where that cannot be seen it raises UserError."""
     folder = Path(out_dir, 'checkpoints')
+    if not os.path.lexists(folder):
+        return []
     try:
         with os.scandir(folder) as entries:
             found = [folder / entry.name for entry in entries
-                     if re.fullmatch(r'iter-[0-9]{1,15}', entry.name) and entry.is_dir()]
-    except (FileNotFoundError, NotADirectoryError):
-        return []
-    except OSError as e:
+                     if re.fullmatch(r'iter-[0-9]{1,15}', entry.name)
+                     and (entry.is_dir() or entry.is_symlink())]
+    except OSError as e:  # such as a link to a disk that is not mounted
         raise UserError(f'{folder} cannot be read: {e.strerror}') from None
     return sorted(found, key=iteration_of)
 
@@ -250,7 +253,7 @@ def readable(out_dir, tell=lambda problem: None):
         try:
             found.append(open_checkpoint(path))
         except UserError as problem:
-            tell(problem)
+            tell(re.split('[:;] use ', str(problem))[0])
     return found
 
 
@@ -267,10 +270,11 @@ def open_checkpoint(path):
             unknown = state['model'].keys() - {field.name for field in fields(GPTConfig)}
             what = f'a model with {", ".join(sorted(unknown))}' if unknown else ''
         if not what:
-            state = {RENAMED.get(key, key): value for key, value in state.items()}
+            state = LATER | {RENAMED.get(key, key): value for key, value in state.items()}
             check_state(state, iteration_of(path))
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as e:
-        raise UserError(f'{path}/state.json is damaged ({e}): use another checkpoint with '
+        what = e.strerror if isinstance(e, OSError) else e
+        raise UserError(f'{path}/state.json is damaged ({what}): use another checkpoint with '
                         '--checkpoint=ITER, or remove the directory') from None
     if what:
         raise AnotherVersion(f'{path} is from another version of plainGPT: it has {what}, which '
@@ -283,13 +287,12 @@ def check_state(state, iter_num):
     """Raise ValueError or KeyError, naming the key, where state.json cannot be what a run wrote."""
     check_fields(state['model'])
     tokens, length = state['model']['vocab_size'], state['model']['block_size']
-    state = {'val_loss': None, 'elapsed_s': None, **state}
     check_keys(state, {
         'iter_num': lambda x: type(x) is int and x == iter_num,
         'sequences': is_count, 'evals_since_best': is_count,
         'evaluated': is_bool,
-        **dict.fromkeys(('val_loss', 'best_val_loss', 'elapsed_s'),
-                        lambda x: x is None or is_number(x)),
+        **dict.fromkeys(('val_loss', 'best_val_loss'), lambda x: x is None or is_number(x)),
+        'elapsed_s': is_number, 'samples': is_dict,
         'config': lambda x: is_dict(x) and x.get('block_size', length) == length
         and is_text(x.get('dataset', '')),
         'tokenizer': lambda x: tokenizers.described_vocab_size(x) == tokens,
@@ -344,8 +347,11 @@ def find(out_dir, which='latest'):
     numbers = [iteration_of(path) for path in paths]
     if str(which).isdecimal() and int(which) in numbers:
         return open_checkpoint(paths[numbers.index(int(which))])
+    moved = sorted(Path(out_dir).glob(f'old-*/checkpoints/iter-{int(which):08d}')) \
+        if str(which).isdecimal() else []
     raise UserError(f'--checkpoint={which}: {out_dir} has latest, best and '
-                    f'{", ".join(map(str, numbers))}')
+                    f'{", ".join(map(str, numbers))}'
+                    + (f'; it was moved to {moved[-1]}' if moved else ''))
 
 
 def newest_valid(out_dir):
@@ -360,5 +366,5 @@ def newest_valid(out_dir):
         except AnotherVersion:
             raise
         except UserError as problem:
-            problems.append(str(problem).partition(': use')[0])
+            problems.append(re.split('[:;] use ', str(problem))[0])
     return None, problems

@@ -208,7 +208,10 @@ def prune(out_dir, keep):
             # First the name, at once: a directory half removed must not look complete.
             gone = checkpoint.path.with_name(checkpoint.path.name + '.tmp')
             os.rename(checkpoint.path, gone)
-            shutil.rmtree(gone)
+            if gone.is_symlink():
+                gone.unlink()
+            else:
+                shutil.rmtree(gone)
 
 
 def clean_up(out_dir):
@@ -237,23 +240,38 @@ def archive_previous_run(out_dir, after=-1, changed=False, evaluated=True):
     if moved or repeated or (after < 0 and logs):
         archive = unused_folder(out_dir)
         try:
-            archive.mkdir()
-            for path in logs:
-                if after < 0:
-                    path.rename(archive / path.name)
-                elif path.is_file():
-                    shutil.copy2(path, archive)
-            for path in moved:
-                (archive / 'checkpoints').mkdir(exist_ok=True)
-                path.rename(archive / 'checkpoints' / path.name)
+            keep_in(archive, moved, logs, moving_logs=after < 0)
         except OSError as e:
             raise UserError(f'{archive}: what this run would overwrite cannot be kept there '
-                            f'({e.strerror}): make room, or choose another --out_dir') from None
+                            f'({e.strerror}): choose another --out_dir') from None
         print0(f'{out_dir} held {"an earlier run" if after < 0 else "later steps"}: kept in '
                f'{archive}')
     for path in rows if after >= 0 else []:
         trim_rows(path, after, evaluated)
     return archive
+
+
+def keep_in(archive, checkpoints, logs, moving_logs):
+    """Move checkpoints, and move or copy logs, into a new folder, on another disk too. Raises
+    OSError; then all is where it was."""
+    (archive / 'checkpoints').mkdir(parents=True)
+    moved = []
+    try:
+        for path in checkpoints:
+            moved.append((path, archive / 'checkpoints' / path.name))
+            shutil.move(*moved[-1])
+        for path in logs:
+            if moving_logs:
+                moved.append((path, archive / path.name))
+                shutil.move(*moved[-1])
+            elif path.is_file():
+                shutil.copy2(path, archive)
+    except OSError:
+        for path, target in moved:
+            if not path.exists():
+                shutil.move(target, path)
+        shutil.rmtree(archive)
+        raise
 
 
 def unused_folder(out_dir):

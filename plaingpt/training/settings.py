@@ -112,6 +112,8 @@ class TrainConfig(GPTConfig):
                   for task in self.eval_tasks.split(',') if task not in BENCHMARKS]
         found += [f'log_to={self.log_to}: {name!r} is none of {", ".join(BACKENDS)}'
                   for name in self.log_to.split(',') if name and name not in BACKENDS]
+        if self.checkpoint not in ('', 'latest', 'best') and not self.checkpoint.isdecimal():
+            found.append(f'checkpoint={self.checkpoint}: it is latest, best or an iteration')
         if not 0 < self.wsd_decay <= 1:
             found.append(f'wsd_decay={self.wsd_decay}: must be above 0 and at most 1')
         return found
@@ -119,6 +121,9 @@ class TrainConfig(GPTConfig):
     def problems(self):
         """What contradicts itself, a line each."""
         found = super().problems() + rotary_problems(self)
+        if self.checkpoint != 'latest' and self.init_from == 'scratch':
+            found.append(f'checkpoint={self.checkpoint} with init_from=scratch, which starts anew: '
+                         'going back takes --init_from=resume')
         if self.patience and self.overfit_batches:
             found.append(f'patience={self.patience} watches the validation loss, which '
                          f'overfit_batches={self.overfit_batches} lets rise: take one of them')

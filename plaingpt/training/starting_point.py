@@ -1,9 +1,11 @@
 """What a run starts from: its data, new weights, those of others or a checkpoint's, its batch."""
 
 import gc
+import os
 import subprocess
 import sys
 from dataclasses import asdict, fields, replace
+from pathlib import Path
 
 import torch
 
@@ -89,7 +91,9 @@ def find_resumed(config, group):
     if launched_world().is_main:
         if not config.eval_only:
             clean_up(config.out_dir)
-        if config.checkpoint == 'latest':
+        # After a crash torchrun starts the same command, which must not go back once more.
+        restarted = int(os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')) > 0
+        if config.checkpoint == 'latest' or restarted:
             found, damaged = checkpoints.newest_valid(config.out_dir)
             if damaged and not found:
                 raise UserError('\n'.join([
@@ -100,9 +104,12 @@ def find_resumed(config, group):
             if found is None and config.init_from == 'resume':
                 raise UserError(f'{config.out_dir}: no checkpoint there to resume from; start with '
                                 '--init_from=scratch or auto, or name the right --out_dir')
-        elif checkpoints.checkpoint_paths(config.out_dir) or config.init_from == 'resume':
+        elif checkpoints.checkpoint_paths(config.out_dir) or config.init_from == 'resume' \
+                or config.checkpoint != 'best':
             found = checkpoints.find(config.out_dir, config.checkpoint)
         path = found.path if found else None
+        if not found and Path(config.out_dir, 'metrics.jsonl').exists():
+            print0(f'{config.out_dir} has a log and no checkpoint: a new run starts')
     path = all_gather(path, group)[0]
     return checkpoints.open_checkpoint(path) if path else None
 
@@ -129,6 +136,13 @@ def check_resumed(resumed, config, dataset):
         raise UserError(f'{resumed.path} was trained on other tokens than those of '
                         f'{dataset.folder}: to continue with other data, start a run from its '
                         f'weights with --init_from={config.out_dir} and another --out_dir')
+    samples = dataset.samples()
+    for split, did in (('train', 'trained'), ('val', 'evaluated')):
+        if resumed.state['samples'].get(split, samples[split]) != samples[split]:
+            raise UserError(f'{resumed.path} was {did} on other tokens than those of the {split} '
+                            f'split of {dataset.folder}: give it the data that it had, or start a '
+                            f'run from its weights with --init_from={config.out_dir} and another '
+                            '--out_dir')
     print0(f'resumed from {resumed.path}')
     changed = {key: values for key, values in changed.items()
                if key not in ('init_from', 'checkpoint')}

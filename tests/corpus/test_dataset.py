@@ -4,6 +4,7 @@ import itertools
 import os
 import random
 import shutil
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -14,7 +15,13 @@ from hypothesis import strategies as st
 
 import train
 from plaingpt.corpus.batches import BatchLoader
-from plaingpt.corpus.dataset import SAMPLED_BLOCKS, SAMPLED_BYTES, open_dataset, open_tokens
+from plaingpt.corpus.dataset import (
+    SAMPLED_BLOCKS,
+    SAMPLED_BYTES,
+    dataset_folder,
+    open_dataset,
+    open_tokens,
+)
 from plaingpt.system.errors import UserError
 
 
@@ -177,3 +184,20 @@ def test_a_sample_leaves_out_no_more_than_it_reads(tmp_path_factory, start):
     before = sample()
     tokens[start:start + SAMPLED_BYTES] += 1  # so many bytes, twice
     assert sample() != before
+
+
+def test_a_slash_that_a_shell_completed_changes_nothing(own_data, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(own_data, 'data/notes')
+    assert dataset_folder('notes/') == dataset_folder('notes') == Path('data/notes')
+    shutil.copytree(own_data, 'here')
+    assert dataset_folder('here/') == Path('here')
+
+
+def test_only_what_prepare_can_make_is_said_to_be_unprepared(tmp_path):
+    with pytest.raises(UserError, match=r'no \.bin files there') as refused:
+        open_dataset(tmp_path)
+    assert 'prepare.py' not in str(refused.value)
+    (tmp_path / 'meta.json').symlink_to('nowhere')  # no bare folder of GPT-2 tokens
+    with pytest.raises(UserError, match=r'meta\.json is broken'):
+        open_dataset(tmp_path)

@@ -61,3 +61,15 @@ def test_a_process_that_dies_ends_the_others_which_name_it(tiny, tmp_path, size,
         if rank != lost:
             line = last_line(log)
             assert line.startswith('error: lost rank') and f' {lost}' in line
+
+
+@pytest.mark.parametrize(('name', 'value'), [
+    ('WORLD_SIZE', 'abc'), ('RANK', ''), ('RANK', '7'), ('MASTER_PORT', 'abc'),
+    ('MASTER_PORT', '99999')])
+def test_an_environment_that_names_no_job_is_a_mistake(tiny, capsys, monkeypatch, name, value):
+    job = dict(RANK='0', LOCAL_RANK='0', WORLD_SIZE='2', LOCAL_WORLD_SIZE='2',
+               MASTER_ADDR='127.0.0.1', MASTER_PORT='29500')
+    for key, each in {**job, name: value}.items():
+        monkeypatch.setenv(key, each)
+    monkeypatch.setattr('time.sleep', lambda _: None)
+    assert f'{name}=' in fails(capsys, monkeypatch, train.main, *tiny)

@@ -374,10 +374,10 @@ def only_some_rows(weights):
 @pytest.mark.parametrize('change, words', [
     (lambda w: w['transformer.ln_f.bias'].fill_(math.inf), 'transformer.ln_f.bias is not finite'),
     (lambda w: w.update({'transformer.ln_f.bias': torch.zeros(32, dtype=torch.int8)}),
-     'transformer.ln_f.bias there is I8'),
-    (only_some_rows, 'the parts of transformer.wpe.weight there are not the whole'),
-    (lambda w: w.pop('transformer.ln_f.bias'), 'transformer.ln_f.bias there does not fit'),
-    (lambda w: w.update(x=torch.zeros(1)), 'x there does not fit')])
+     "'transformer.ln_f.bias' there is I8"),
+    (only_some_rows, "the parts of 'transformer.wpe.weight' there are not the whole"),
+    (lambda w: w.pop('transformer.ln_f.bias'), "'transformer.ln_f.bias' there does not fit"),
+    (lambda w: w.update(x=torch.zeros(1)), "'x' there does not fit")])
 def test_weights_that_no_run_wrote_are_refused_by_name(run, change, words):
     _, _, save = run
     with pytest.raises(UserError, match=words):

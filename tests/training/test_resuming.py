@@ -204,3 +204,100 @@ def test_overflows_while_the_loss_scale_is_looked_for_are_no_bad_steps(tmp_path)
         assert guard.check_finite(it, finite, infinite) == 1
         assert not guard.report(print)
     assert guard.check_finite(OVERFLOWS, finite, finite) == 0
+
+
+# -----------------------------------------------------------------------------
+# what is there and cannot be seen
+
+
+def test_checkpoints_behind_a_link_to_nothing_are_not_taken_for_none(tiny, tmp_path):
+    train.main([*tiny, '--max_iters=2'])
+    out = tmp_path / 'out'
+    (out / 'checkpoints').rename(tmp_path / 'elsewhere')
+    (out / 'checkpoints').symlink_to(tmp_path / 'not-mounted')
+    before = (out / 'metrics.jsonl').read_text()
+    for init_from in ('auto', 'resume', 'scratch'):
+        with pytest.raises(UserError, match='checkpoints cannot be read'):
+            train.main([*tiny, f'--init_from={init_from}'])
+    assert (out / 'metrics.jsonl').read_text() == before and not (out / 'old-001').exists()
+    (out / 'checkpoints').unlink()
+    (out / 'checkpoints').symlink_to(tmp_path / 'elsewhere')
+    (tmp_path / 'elsewhere/iter-00000002').rename(tmp_path / 'gone')
+    (tmp_path / 'elsewhere/iter-00000002').symlink_to(tmp_path / 'nowhere')
+    with pytest.raises(UserError, match='iter-00000002'):
+        train.main([*tiny, '--init_from=auto'])
+
+
+def test_checkpoints_on_another_disk_are_archived_whole_or_not_at_all(tiny, tmp_path, monkeypatch):
+    out = tmp_path / 'out'
+    train.main([*tiny, '--checkpoint_interval=1'])
+    with tempfile.TemporaryDirectory(dir='/dev/shm' if Path('/dev/shm').exists() else None) as disk:
+        shutil.move(out / 'checkpoints', disk)
+        (out / 'checkpoints').symlink_to(Path(disk, 'checkpoints'))
+        train.main([*tiny, '--init_from=resume', '--checkpoint=4', '--max_iters=5'])
+        archived = sorted(path.name for path in (out / 'old-001/checkpoints').iterdir())
+        assert archived == ['iter-00000005', 'iter-00000006']
+
+        def full_disk(*_):
+            raise OSError(28, 'No space left on device')
+
+        before = sorted(out.rglob('*')) + sorted(Path(disk).rglob('*'))
+        with monkeypatch.context() as patched:
+            patched.setattr(checkpoint_writer.shutil, 'copy2', full_disk)
+            with pytest.raises(UserError, match='No space left'):
+                train.main([*tiny, '--init_from=resume', '--checkpoint=2'])
+        assert sorted(out.rglob('*')) + sorted(Path(disk).rglob('*')) == before
+
+
+def test_a_restart_by_torchrun_does_not_go_back_once_more(tiny, tmp_path, monkeypatch):
+    train.main([*tiny, '--checkpoint_interval=1'])
+    back = [*tiny, '--init_from=auto', '--checkpoint=2', '--checkpoint_interval=1']
+    train.main([*back, '--max_iters=4'])
+    monkeypatch.setenv('TORCHELASTIC_RESTART_COUNT', '1')
+    train.main([*back, '--max_iters=5'])
+    assert [row['iter'] for row in lines(tmp_path / 'out', 'loss')] == [1, 2, 3, 4, 5]
+    assert not (tmp_path / 'out/old-002').exists()
+
+
+@pytest.mark.parametrize('options', [
+    ['--checkpoint=2'], ['--checkpoint=newest', '--init_from=resume'],
+    ['--checkpoint=99', '--init_from=auto', '--out_dir=empty']])
+def test_a_checkpoint_that_is_named_is_used_or_refused(tiny, tmp_path, options, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UserError, match='checkpoint'):
+        train.main([*tiny, *options])
+
+
+def test_a_checkpoint_that_was_archived_is_found_again(tiny, tmp_path):
+    train.main([*tiny, '--checkpoint_interval=1'])
+    train.main([*tiny, '--init_from=resume', '--checkpoint=2', '--max_iters=3'])
+    with pytest.raises(UserError, match=r'moved to .*old-001/checkpoints/iter-00000005'):
+        checkpoints.find(tmp_path / 'out', '5')
+
+
+@pytest.mark.parametrize('split', ['train', 'val'])
+def test_tokens_replaced_behind_meta_json_are_refused_also_on_disk(
+        tiny, char_data, tmp_path, split):
+    data = shutil.copytree(char_data, tmp_path / 'data')
+    tiny = [*tiny, f'--dataset={data}', '--data_in_ram=False']
+    train.main([*tiny, '--max_iters=2'])
+    content = (data / f'{split}.bin').read_bytes()
+    (data / f'{split}.bin').write_bytes(content[2:] + content[:2])
+    with pytest.raises(UserError, match=f'tokens than those of the {split} split'):
+        train.main([*tiny, '--init_from=auto'])
+
+
+@pytest.mark.parametrize('key', ['val_loss', 'elapsed_s', 'wandb_id', 'samples'])
+def test_a_state_without_what_came_later_has_its_default(tiny, tmp_path, key):
+    train.main([*tiny, '--max_iters=2'])
+    checkpoint = checkpoints.find(tmp_path / 'out').path
+    state = json.loads((checkpoint / 'state.json').read_text())
+    del state[key]
+    checkpoint_writer.Saver(tmp_path)._publish(checkpoint, checkpoint, state)
+    train.main([*tiny, '--init_from=resume', '--max_iters=3'])
+    assert checkpoints.find(tmp_path / 'out').iter_num == 3
+
+
+def test_the_path_of_one_checkpoint_is_answered_by_how_to_name_it(trained):
+    with pytest.raises(UserError, match='name the run and the iteration, with --checkpoint=6'):
+        checkpoints.load(str(checkpoints.find(trained).path))

@@ -2,7 +2,7 @@
 # make test                install, and run the tests
 # make test-slow           those that take minutes
 # make test-oldest         the tests with the oldest packages that pyproject.toml admits
-# make torture             kill training hundreds of times and see that nothing is lost
+# make torture             kill, stop and starve training hundreds of times, damage and forge its files
 # make compare-prepare     prepare.py beside nanoGPT's recipe and tiktoken alone
 # make compare-generation  generation beside transformers
 # make lint                check the style
@@ -35,6 +35,9 @@ test-oldest: requirements-dev.txt pyproject.toml
 
 torture: .venv/installed-dev
 	$(BIN)/python tools/torture.py --kills=250
+	$(BIN)/python tools/torture_signals.py --signals=100
+	$(BIN)/python tools/torture_streams.py --rounds=100 --disks=50
+	$(BIN)/python tools/torture_files.py --corruptions=500 --json=500 --models=100
 
 compare-prepare bench-prepare: .venv/installed-dev
 	$(BIN)/python tools/compare_prepare.py

@@ -16,7 +16,9 @@ from safetensors.torch import load_file, save_file
 from plaingpt.training.checkpoint import find
 
 SIZES = ('n_layer', 'n_embd', 'n_head', 'block_size', 'vocab_size')
-HUGE = (10**9, 2**30, 10**6, 2**63, 10**30, 0, -1, -2**31, 1.5, 1e9, 'x', None, True, [], math.nan)
+# Most are such as a model could have.
+HUGE = (*4 * (10**9, 2**30, 10**6, 2**20), 2**63, 10**30, 0, -1, -2**31, 1.5, 1e9,
+        'x', None, True, [], math.nan)
 
 
 def rewrite(path, chance):
@@ -77,7 +79,7 @@ def hostile_folder(work, chance):
         config = json.loads(path.read_text())
         keys = {'n_layer': 'n_layer', 'n_embd': 'n_embd', 'n_head': 'n_head',
                 'block_size': 'n_positions', 'vocab_size': 'vocab_size'}
-        for key in chance.sample(SIZES, chance.randrange(1, 4)):
+        for key in chance.sample(SIZES, chance.choice((1, 1, 2))):
             config[keys[key]] = chance.choice(HUGE)
         path.write_text(json.dumps(config))
     else:
@@ -115,7 +117,7 @@ def hostile_ckpt(work, chance):
                          'zip', 'deep', 'bytearray', 'cut', 'no tensor', 'subclass'))
     match way:
         case 'sizes':
-            for key in chance.sample(SIZES, chance.randrange(1, 4)):
+            for key in chance.sample(SIZES, chance.choice((1, 1, 2))):
                 args[key] = chance.choice(HUGE)
         case 'stride':
             weights[name] = torch.zeros(1).expand(10**9)
@@ -162,7 +164,7 @@ def hostile_checkpoint(work, chance):
     state = json.loads(path.read_text())
     way = chance.choice(('sizes', 'sizes', 'rotary', 'weights', 'chunks'))
     if way == 'sizes':
-        for key in chance.sample(SIZES, chance.randrange(1, 4)):
+        for key in chance.sample(SIZES, chance.choice((1, 1, 2))):
             state['model'][key] = chance.choice(HUGE)
     elif way == 'rotary':
         state['model'] |= {'rotary': True, 'block_size': 2**30}

@@ -242,7 +242,8 @@ def empty(chance, data, others):
 
 
 CONTENTS = (flip, zero_run, cut, grow, swap_blocks, another_file, empty)
-KINDS = (*CONTENTS, 'removed', 'a directory', 'a FIFO', 'a link', 'a link to nothing', 'unreadable')
+KINDS = (*CONTENTS, *CONTENTS, 'removed', 'a directory', 'a FIFO', 'a link', 'a link to nothing',
+         'unreadable')
 
 
 def damage(path, kind, chance, others):
@@ -266,10 +267,14 @@ def corrupt(bench, chance):
     files = [path for folder in ('out', 'data') for path in sorted((bench.work / folder).rglob('*'))
              if path.is_file() and path.suffix in ('.json', '.jsonl', '.bin', '.safetensors',
                                                    '.sha256')]
-    path, kind = chance.choice(files), chance.choice(KINDS)
+    latest = state_of(bench.work).parent
+    path = chance.choice([path for path in files if path.parent == latest]
+                         if chance.random() < 0.4 else files)
+    kind = chance.choice(KINDS)
     name = chance.choice(
         ('resume', 'inspect') if path.suffix == '.bin' else
         ('resume', 'inspect', 'evaluate') if path.name == 'meta.json' else
+        ('resume', 'resume', 'resume', 'export') if 'optimizer' in path.name else
         ('resume', 'sample', 'evaluate', 'export') if 'checkpoints' in path.parts else
         ('resume', 'plot'))
     expected = bench.expected(name)
@@ -281,10 +286,15 @@ def corrupt(bench, chance):
     told = any(line.startswith(('error: ', 'warning: ')) and path.parent.name in line
                for line in outcome.said.splitlines())
     has_checksum = path.suffix == '.bin' or 'checkpoints' in path.parts
-    unchanged = path.is_file() and path.read_bytes() == before
-    if problem is None and has_checksum and result != expected and outcome.code == 0 \
-            and not unchanged and (name == 'resume' or not told):
-        problem = 'undetected: it went on, to another result'
+    is_read = path.suffix == '.bin' or (
+        path.parent == latest and (name == 'resume' or 'optimizer' not in path.name))
+    changed = not path.is_file() or path.read_bytes() != before
+    if problem is None and has_checksum and changed and not told and (
+            is_read or result != expected):
+        problem = 'undetected'
+    if problem is None and name == 'resume' and outcome.code == 0 and result != expected \
+            and path.name != 'meta.json':
+        problem = 'it went on, to other weights'
     return f'{path.relative_to(bench.work)}, {getattr(kind, "__name__", kind)}: {name}', problem, \
         'noticed' if told else 'without effect'
 

@@ -3,11 +3,11 @@
 import re
 from collections import Counter
 from contextlib import contextmanager, nullcontext
+from unittest import mock
 from weakref import finalize
 
 import torch
 import torch.nn.functional as F
-from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
@@ -111,22 +111,28 @@ def kernels_of(device):
     memory tells them apart. What a kernel takes inside, such as cuBLAS's workspace, nobody sees."""
     cpu_kernels.enabled = device == 'cpu'
     try:
-        with nullcontext() if device == 'cpu' else FusedKernels():
+        with nullcontext() if device == 'cpu' else fused_kernels():
             yield
     finally:
         cpu_kernels.enabled = True
 
 
-class FusedKernels(TorchFunctionMode):
+@contextmanager
+def fused_kernels():
     """A GPU's attention keeps no weights, also with dropout; its dropout keeps a mask of bytes;
     its RMSNorm is one kernel. A CPU's are made of parts, each of which is kept."""
+    attention = F.scaled_dot_product_attention
 
-    def __torch_function__(self, func, types, args=(), kwargs=None):
-        kwargs = kwargs or {}
-        if func is F.scaled_dot_product_attention:
-            kwargs = {**kwargs, 'dropout_p': 0.0}
-        elif func is F.dropout and kwargs['p'] and kwargs['training']:
-            return torch.native_dropout(*args, kwargs['p'], True)[0]
-        elif func is F.rms_norm:
-            return torch._fused_rms_norm(*args, **kwargs)[0]
-        return func(*args, **kwargs)
+    def without_dropout(*args, **kwargs):
+        return attention(*args, **{**kwargs, 'dropout_p': 0.0})
+
+    def dropout(x, p=0.5, training=True, inplace=False):
+        return torch.native_dropout(x, p, True)[0] if p and training else x
+
+    def rms_norm(*args, **kwargs):
+        return torch._fused_rms_norm(*args, **kwargs)[0]
+
+    # Not a TorchFunctionMode: it would be off in the backward pass, which recomputes layers.
+    with mock.patch.multiple(F, scaled_dot_product_attention=without_dropout, dropout=dropout,
+                             rms_norm=rms_norm):
+        yield

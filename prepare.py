@@ -25,7 +25,13 @@ from plaingpt.corpus.dataset import dataset_folder, open_dataset
 from plaingpt.corpus.encoding import check_disk, write_shards
 from plaingpt.corpus.inspection import find_damage, inspect, print_report
 from plaingpt.corpus.pretokenized import fetch_shards
-from plaingpt.corpus.shards import lock_dataset_dir, publish, read_journal
+from plaingpt.corpus.shards import (
+    check_ours,
+    check_replaceable,
+    lock_dataset_dir,
+    publish,
+    read_journal,
+)
 from plaingpt.corpus.sources import open_source
 from plaingpt.system.errors import UserError, run_script
 from plaingpt.system.files import write_json
@@ -53,6 +59,7 @@ class PrepareConfig:
     shard_tokens: int = 100_000_000  # tokens a file
     max_shards: int = 0  # of tokens that are downloaded as such (0: all)
     num_proc: Literal['auto'] | int = 'auto'  # encoding threads (auto: one a core)
+    overwrite: bool = False  # replace what another command prepared in the same folder
     if_small: bool = False  # only if it takes under a minute; else print the command to run
 
     def problems(self):
@@ -60,7 +67,7 @@ class PrepareConfig:
         if self.val_fraction != 'auto' and not 0 < self.val_fraction < 1:
             found.append(f'val_fraction={self.val_fraction}: expected a number between 0 and 1')
         if self.tokenizer != 'auto' and not tokenizers.is_name(self.tokenizer) \
-                and not (prepared_folder(self.tokenizer) / 'meta.json').exists():
+                and not has_tokenizer(prepared_folder(self.tokenizer)):
             found.append(f'tokenizer={self.tokenizer}: expected auto, {tokenizers.NAMES}, or a '
                          'prepared dataset to take it from')
         for name, least in (('shard_tokens', 1), ('max_shards', 0), ('num_proc', 1)):
@@ -71,7 +78,11 @@ class PrepareConfig:
 
 def prepared_folder(name):
     """The folder of a prepared dataset, which is given by its name or as the folder itself."""
-    return Path(name) if Path(name, 'meta.json').exists() else dataset_folder(name)
+    return Path(name) if has_tokenizer(Path(name)) else dataset_folder(name)
+
+
+def has_tokenizer(folder):
+    return (folder / 'meta.json').exists() or (folder / 'meta.pkl').exists()  # ours, nanoGPT's
 
 
 def main(argv):
@@ -98,6 +109,7 @@ def main(argv):
     if config.if_small and not corpus.small:
         raise UserError(f'{folder} is not prepared: run '
                         + f'python prepare.py {name} {corpus.required_option()}'.rstrip())
+    check_ours(folder)  # before anything is downloaded
     print(f'preparing {name}: {describe(corpus)}')
     if corpus.shards:
         prepare_shards(name, corpus, folder, config)
@@ -118,7 +130,7 @@ def prepare_text(name, corpus, folder, config):
         raise UserError(f'{name} is too large for --tokenizer=char: use gpt2, byte or bpe:32768')
     command = describe_command(name, corpus, config, tokenizer_name, borrowed, source)
     with lock_dataset_dir(folder) as unfinished:
-        if is_prepared(folder, command):
+        if is_prepared(folder, command, config.overwrite):
             return
         if not is_written(unfinished, command):  # else only publishing is missing
             journal = read_journal(unfinished, command)
@@ -140,7 +152,7 @@ def prepare_shards(name, corpus, folder, config):
     command = {'corpus': name, 'input': config.input, 'max_shards': config.max_shards,
                'files': [[path.name, path.stat().st_size] for path in found]}
     with lock_dataset_dir(folder) as unfinished:
-        if not is_prepared(folder, command):
+        if not is_prepared(folder, command, config.overwrite):
             fetch_shards(corpus, unfinished, command)
             print_report(folder, publish(folder))
 
@@ -175,8 +187,11 @@ def is_written(folder, command):
     return False
 
 
-def is_prepared(folder, command):
-    """True, with a printed line, where `command` wrote the files of `folder` and they are whole."""
+def is_prepared(folder, command, overwrite):
+    """True, with a printed line, where `command` wrote the files of `folder` and they are whole.
+    Raises UserError where another command did, unless it may `overwrite` them."""
+    if not overwrite:
+        check_replaceable(folder, command)
     if not is_written(folder, command) or find_damage(open_dataset(folder)):
         return False
     print(f'{folder} is already prepared by this command, and its checksums are right')

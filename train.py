@@ -10,7 +10,7 @@ in plaingpt/training/settings.py, or: python train.py --help
 
 import sys
 from contextlib import closing, contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
@@ -23,7 +23,6 @@ from plaingpt.corpus.dataset import Dataset
 from plaingpt.monitoring.backends import open_backends
 from plaingpt.monitoring.markdown_report import write_report
 from plaingpt.monitoring.metrics import Metrics
-from plaingpt.monitoring.metrics_file import finite
 from plaingpt.monitoring.run_record import describe_run, write_run
 from plaingpt.system import devices
 from plaingpt.system.distributed import (
@@ -39,7 +38,7 @@ from plaingpt.system.distributed import (
 )
 from plaingpt.system.errors import UserError, run_script
 from plaingpt.system.folder_lock import lock_output_dir
-from plaingpt.training.checkpoint_writer import Saver, archive_previous_run
+from plaingpt.training.checkpoint_writer import Saver, archive_previous_run, holds_a_run
 from plaingpt.training.memory_planner import explain_out_of_memory
 from plaingpt.training.optimizers import build_optimizer
 from plaingpt.training.probes import Probes
@@ -49,10 +48,10 @@ from plaingpt.training.settings import TrainConfig
 from plaingpt.training.starting_point import (
     build_model,
     check_resumed,
-    choose_batch_size,
     find_resumed,
     open_batches,
     open_data,
+    with_batch_size,
 )
 from plaingpt.training.training_step import StepGuard, forward_backward, update
 
@@ -99,10 +98,7 @@ def setup(config, world, device, dtype, compile):
     resumed = find_resumed(config, group)
     changed = resumed and check_resumed(resumed, config, dataset)
     model = build_model(config, dataset, resumed)
-    if config.batch_size == 'auto':
-        batch_size, why = choose_batch_size(model.config, config, dtype, device)
-        config = replace(config, batch_size=batch_size)
-        print0(f'batch_size {batch_size} ({why}) | accumulation {config.accumulation()}')
+    config = with_batch_size(config, model.config, dtype, device)
     train_data, val_data = open_batches(config, dataset, world, device)
 
     optimizer = build_optimizer(model.to(device), config, device.type)
@@ -114,24 +110,32 @@ def setup(config, world, device, dtype, compile):
     writing = world.is_main and not config.eval_only
     record = describe_run(config, dataset, train_data, model, device, dtype, compile, world,
                           resumed)
-    if writing:
-        archive_previous_run(out_dir, after=progress.iter_num if resumed else -1, changed=changed,
-                             evaluated=progress.evaluated_at == progress.iter_num)
-        write_run(out_dir, record)
     saved = resumed.state if resumed else {}
-    backends = open_backends(config, record, saved.get('wandb_id')) if writing else []
+    # A new run that comes to nothing leaves an earlier one in its place: files wait until it saves.
+    waits = not (resumed or config.eval_only) and holds_a_run(out_dir, group)
+    backends = open_backends(config, record, saved.get('wandb_id'), in_out_dir=False) \
+        if writing else []
     metrics = Metrics(None if config.eval_only else out_dir / 'metrics.jsonl', config=config,
                       run=record, loader=train_data, model=model, device=device, dtype=dtype,
                       scaler=scaler, world_size=world.size,
                       bytes_per_token=dataset.bytes_per_token('val'),
                       elapsed_s=saved.get('elapsed_s', 0.0), backends=backends,
-                      quiet=not world.is_main)
+                      quiet=not world.is_main, waits=waits)
     probes = Probes(config, dataset, model, metrics, val_data, context, group, writing)
     guard = StepGuard(out_dir / 'anomalies.jsonl', config.max_bad_steps, train_data, device,
-                      scaling=scaler.is_enabled())
+                      scaling=scaler.is_enabled(), append=metrics.append)
+
+    def start_files():
+        archive_previous_run(out_dir, progress.iter_num if resumed else -1, changed,
+                             progress.evaluated, metrics.print)
+        write_run(out_dir, record)
+        metrics.start_files(open_backends(config, record, saved.get('wandb_id'), in_out_dir=True))
+
+    if writing and not waits:
+        start_files()
     saver = Saver(out_dir, rank=world.rank, world_size=world.size,
                   chunk_mb=config.checkpoint_chunk_mb, keep=config.keep_checkpoints,
-                  background=config.checkpoint_async)
+                  background=config.checkpoint_async, before_first=start_files if waits else None)
     return Run(config=config, world=world, device=device, context=context, dataset=dataset,
                train_data=train_data, val_data=val_data, model=model, eval_model=eval_model,
                train_model=train_model, optimizer=optimizer, scaler=scaler, progress=progress,
@@ -161,7 +165,7 @@ def train(run):
                     and run.guard.report(run.metrics.print):
                 ending = f'given up: {config.max_bad_steps} steps in a row were not finite'
             if saving or ending:
-                save(run)
+                save(run, cut_short=bool(signal))
             if ending:
                 run.saver.wait()
                 return ending
@@ -211,17 +215,13 @@ def mean_loss(model, loader, n_batches, context, stop):
     return loss_sum / sequences
 
 
-def save(run):
+def save(run, cut_short=False):
     """Write a checkpoint of this iteration, unless there is one, or nothing to save."""
     progress = run.progress
-    if progress.iter_num == 0 or progress.is_saved() or run.config.eval_only:
+    if progress.iter_num == 0 or progress.is_saved() or run.config.eval_only \
+            or (cut_short and run.saver.is_too_early(run.metrics.elapsed_s())):
         return
-    evaluated = progress.evaluated_at == progress.iter_num
-    state = {'iter_num': progress.iter_num,
-             'sequences': run.train_data.sequences_before(progress.iter_num),
-             'val_loss': finite(progress.val_loss) if evaluated else None, 'evaluated': evaluated,
-             'best_val_loss': finite(progress.best_val_loss), 'scaler': run.scaler.state_dict(),
-             'evals_since_best': progress.evals_since_best,
+    state = {**progress.state(), 'sequences': run.train_data.sequences_before(progress.iter_num),
              'elapsed_s': run.metrics.elapsed_s(), 'wandb_id': run.metrics.wandb_id(),
              'config': asdict(run.config), 'tokenizer': run.dataset.tokenizer_json(),
              'data': run.dataset.identity('train'), 'samples': run.dataset.samples()}
@@ -230,7 +230,7 @@ def save(run):
             run.saver.update(state)
         else:
             run.saver.save(run.model, run.optimizer, state, devices.rng_state(run.device))
-    progress.saved_at, progress.saved_evaluated = progress.iter_num, evaluated
+    progress.saved_at, progress.saved_evaluated = progress.iter_num, progress.evaluated
 
 
 @contextmanager
@@ -241,7 +241,7 @@ def saved_when_it_fails(run):
         yield
     except UserError:
         if run.world.size == 1:
-            save(run)
+            save(run, cut_short=True)
             run.saver.wait()
         raise
 
@@ -254,11 +254,9 @@ def finish(run, ending):
     """Close the logs, write the report, and say how the run ended."""
     config, out_dir, progress = run.config, run.config.out_dir, run.progress
     signal = ending if ending in StopRequest.NAMES else None
-    early = progress.iter_num < config.max_iters and not (signal or run.guard.gave_up)
-    if early and not config.eval_only:
-        print0(f'stopped after iteration {progress.iter_num}, {ending}')
     run.metrics.close(ended=not signal)
-    if run.world.is_main and not config.eval_only:
+    unwritten = run.saver.before_first is not None
+    if run.world.is_main and not (config.eval_only or unwritten):
         write_run(out_dir, dict(run.record, ending=ending, end=run.metrics.at(progress.iter_num)))
         if config.report:
             write_report(out_dir, print0, ended=not signal)
@@ -266,17 +264,20 @@ def finish(run, ending):
         raise run.guard.error()
     if run.saver.failed:
         print0(f'the last checkpoint could not be written in {out_dir}: see the warning, then '
-               'start again with --init_from=resume')
+               'start again' + ('' if unwritten else ' with --init_from=resume'))
         sys.exit(1)
     if (held := int(run.guard.held_in_a_row)) > 1:
-        print0(f'warning: the last {held} steps left the weights alone: their gradients were not '
-               'finite')
+        print0(f'warning: the last {held} steps left the weights alone: no gradient was finite')
     if signal:
         how = '--init_from=resume' + ' --checkpoint=latest' * (config.checkpoint != 'latest')
         print0(f'{signal}: stopped after iteration {progress.iter_num}' + (
             f', which is saved; the same command with {how} continues from there'
             if progress.saved_at == progress.iter_num else ''))
-    elif progress.iter_num and not config.eval_only:
+    elif progress.iter_num < config.max_iters and not config.eval_only:
+        print0(f'stopped after iteration {progress.iter_num}, {ending}')
+    if unwritten:
+        print0(f'{out_dir} has the earlier run as it was, and nothing of this one')
+    elif progress.iter_num and not signal and not config.eval_only:
         print0(f'done: {out_dir}/checkpoints has the weights; python sample.py --out_dir={out_dir}')
 
 

@@ -10,6 +10,7 @@ from helpers import ROOT, fails, torchrun
 import evaluate
 import export
 import sample
+import train
 from model import GPT, GPTConfig
 from plaingpt.corpus.dataset import open_dataset
 from plaingpt.corpus.tokenizers import ByteTokenizer
@@ -225,13 +226,31 @@ def test_a_published_file_is_downloaded_once_and_checked(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     asked = []
 
-    def download(url, sha256, option):
+    def download(url, sha256, advice):
         asked.append(url)
         return json.dumps(LAMBADA[0]).encode()
     monkeypatch.setattr(scoring, 'download', download)
     for _ in range(2):
         assert len(scoring.read_questions('lambada')) == 1
     assert asked == [scoring.BENCHMARKS['lambada'].url]
+
+
+def test_without_a_network_benchmarks_name_the_file_before_anything_else_is_done(
+        tiny, trained, tmp_path, capsys, monkeypatch):
+    def no_network(*_, **__):
+        raise OSError('no network here')
+    monkeypatch.setattr('urllib.request.urlopen', no_network)
+    monkeypatch.chdir(tmp_path)
+    arguments = [*tiny, '--eval_tasks=lambada', '--eval_tasks_interval=6', '--max_iters=6']
+    for main, argv in ((train.main, [*arguments, '--dataset=nowhere']),
+                       (evaluate.main, [f'--out_dir={trained}', '--tasks=lambada'])):
+        line = fails(capsys, monkeypatch, main, *argv)
+        assert 'data/benchmarks/lambada_test.jsonl' in line and '--data=' not in line
+    assert not list((tmp_path / 'out').iterdir()) and not (tmp_path / 'data').exists()
+    (tmp_path / 'data/benchmarks').mkdir(parents=True)
+    (tmp_path / 'data/benchmarks/lambada_test.jsonl').write_text('{"text": "usage of the parser"}')
+    train.main(arguments)
+    assert 'lambada: acc' in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(('arguments', 'words'), [

@@ -125,7 +125,8 @@ def test_a_corpus_of_local_files_is_one_entry_of_the_table(corpus, has_documents
     assert sum(split['documents'] for split in splits.values()) == (200 if has_documents else 2)
     assert 'note ' in decoded(tmp_path / 'd', 'train')
     (tmp_path / 'other.txt').write_text('another text ' * 50)
-    prepare.main(['notes', f'--input={tmp_path}/other.txt', f'--data_dir={tmp_path}/d'])
+    prepare.main(['notes', f'--input={tmp_path}/other.txt', f'--data_dir={tmp_path}/d',
+                  '--overwrite'])
     assert 'another text ' in decoded(tmp_path / 'd', 'train')
     capsys.readouterr()
     prepare.main([])
@@ -182,7 +183,7 @@ def test_text_that_cannot_be_used_is_one_line_and_nothing_is_overwritten(
     if content is not None:
         path.write_bytes(content)
     message = fails(capsys, monkeypatch, prepare.main, 'text', f'--input={path}',
-                    '--tokenizer=char', f'--data_dir={char_data}')
+                    '--tokenizer=char', f'--data_dir={char_data}', '--overwrite')
     assert words in message and str(path) in message
     kept = {name: (char_data / name).read_bytes() for name in before}
     assert kept == before
@@ -211,10 +212,10 @@ def test_a_tokenizer_of_another_dataset_is_used_again(text_file, char_data, tmp_
     prepare.main(['text', f'--input={text_file}', '--tokenizer=bpe:400', '--data_dir=data/first'])
     other = tmp_path / 'other.txt'
     other.write_text('parser = argument\n' * 500)
-    for named in ('first', f'{tmp_path}/data/first'):
-        prepare.main(['text', f'--input={other}', f'--tokenizer={named}', '--data_dir=second'])
-        assert meta_of('second')['tokenizer'] == meta_of('data/first')['tokenizer']
-        assert decoded(Path('second'), 'train').startswith('parser = argument\n')
+    for n, named in enumerate(('first', f'{tmp_path}/data/first')):
+        prepare.main(['text', f'--input={other}', f'--tokenizer={named}', f'--data_dir=other{n}'])
+        assert meta_of(f'other{n}')['tokenizer'] == meta_of('data/first')['tokenizer']
+        assert decoded(Path(f'other{n}'), 'train').startswith('parser = argument\n')
 
 
 def test_ids_that_do_not_fit_16_bits_get_32(tmp_path):
@@ -328,7 +329,7 @@ def test_memory_does_not_grow_with_the_corpus(tmp_path):
 def test_a_tokenizer_borrowed_from_a_dataset_is_that_of_today(tmp_path, text_file, capsys):
     def get(name, source, tokenizer):
         prepare.main(['text', f'--input={source}', f'--tokenizer={tokenizer}',
-                      f'--data_dir={tmp_path}/{name}'])
+                      f'--data_dir={tmp_path}/{name}', '--overwrite'])
         return meta_of(tmp_path / name)['tokenizer']
 
     other = tmp_path / 'other.txt'

@@ -1,7 +1,10 @@
 """Token files on disk: data/<name>/ with meta.json, nanoGPT's bare .bin files, llm.c's shards."""
 
 import hashlib
+import io
 import os
+import pickle
+import pickletools
 import re
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -11,7 +14,7 @@ import numpy as np
 
 from plaingpt.corpus import tokenizers
 from plaingpt.system.errors import UserError
-from plaingpt.system.files import is_count, is_positive, read_json
+from plaingpt.system.files import is_count, is_dict, is_positive, open_regular, read_json
 
 FORMAT_VERSION = 1
 UNFINISHED = 'unfinished'  # prepare.py's folder for files that are not complete yet
@@ -22,7 +25,7 @@ class Dataset:
     """A prepared folder: its token files, and what its meta.json says of them."""
 
     folder: Path
-    meta: dict  # empty for a bare folder
+    meta: dict  # of a folder without meta.json: the tokenizer of its meta.pkl, or nothing
     vocab_size: int
     opened: dict = field(default_factory=dict, repr=False)  # split: (its TokenFiles, identity)
 
@@ -36,6 +39,10 @@ class Dataset:
     def split_entry(self, split):
         """What meta.json says of a split, {} where there is none."""
         return self.meta.get('splits', {}).get(split, {})
+
+    def is_ours(self):
+        """Whether prepare.py wrote the folder, so that meta.json has its checksums."""
+        return 'splits' in self.meta
 
     def bytes_per_token(self, split):
         """UTF-8 bytes of text per token, or None where meta.json does not say."""
@@ -56,7 +63,7 @@ class Dataset:
         """True where `saved` is the identity of a split; earlier versions saved the path of a
         folder without meta.json."""
         return saved == self.identity(split) or (
-            not self.meta and isinstance(saved, str)
+            not self.is_ours() and isinstance(saved, str)
             and os.path.abspath(saved) == os.path.abspath(self.folder))
 
     def split(self, name, in_ram=False):
@@ -66,7 +73,7 @@ class Dataset:
 
     def describe_reading(self, in_ram):
         """Where tokens are read from, and whether what is read is known to be what was written."""
-        if not self.meta:
+        if not self.is_ours():
             return f'{"in memory" if in_ram else "on disk"}, no checksums to verify'
         if in_ram:
             return 'in memory, checksums verified'
@@ -91,21 +98,20 @@ class Dataset:
 
 def open_dataset(folder):
     """Open a folder that prepare.py wrote, or one with nanoGPT's .bin files or llm.c's shards; one
-    without meta.json is taken to hold GPT-2 tokens. Raises UserError."""
+    without meta.json and meta.pkl is taken to hold GPT-2 tokens. Raises UserError."""
     folder = Path(folder)
     if os.path.lexists(folder / 'meta.json'):
         meta = read_meta(folder / 'meta.json')
         return Dataset(folder, meta, meta['vocab_size'])
-    if (folder / 'meta.pkl').exists():
-        raise UserError(f'{folder}/meta.pkl: a pickle can run code when loaded, so it is not; '
-                        f'prepare the text again: python prepare.py text --input=FILE '
-                        f'--data_dir={folder}')
     if (folder / UNFINISHED).exists():
         raise UserError(f'{folder} is not finished: run the prepare.py command that wrote it again')
     if not any(folder.glob('*.bin')):
         if folder.parent == Path('data'):
             raise UserError(f'{folder} is not prepared: run python prepare.py {folder.name}')
         raise UserError(f'{folder}: no .bin files there: give the folder of a prepared dataset')
+    if (folder / 'meta.pkl').exists():
+        chars = read_nanogpt_chars(folder / 'meta.pkl')
+        return Dataset(folder, {'tokenizer': {'kind': 'char', 'chars': chars}}, len(chars))
     return Dataset(folder, {}, tokenizers.GPT2Tokenizer.vocab_size)
 
 
@@ -148,6 +154,73 @@ def read_meta(path):
         what = f'{e} is missing' if isinstance(e, KeyError) else e
         raise UserError(f'{path} is broken ({what}): prepare the data again') from None
 
+
+# -----------------------------------------------------------------------------
+# nanoGPT's meta.pkl
+
+MAX_PICKLE_BYTES = 2**22  # of a vocabulary with 150,000 characters, about as many as there are
+# What pickles of any protocol make dicts, lists, texts and numbers of. It lacks tuples, since to
+# hash some takes forever, and all that names a class or calls one.
+PLAIN = {'PROTO', 'FRAME', 'STOP', 'MARK', 'MEMOIZE', 'PUT', 'BINPUT', 'LONG_BINPUT', 'GET',
+         'BINGET', 'LONG_BINGET', 'EMPTY_DICT', 'DICT', 'SETITEM', 'SETITEMS', 'EMPTY_LIST', 'LIST',
+         'APPEND', 'APPENDS', 'UNICODE', 'BINUNICODE', 'SHORT_BINUNICODE', 'INT', 'BININT',
+         'BININT1', 'BININT2'}
+
+
+class PlainUnpickler(pickle.Unpickler):
+    def find_class(self, module, name):  # should it read an operation that pickletools does not
+        raise pickle.UnpicklingError(f'it names {module}.{name}')
+
+
+def read_nanogpt_chars(path):
+    """meta.pkl of nanoGPT's data/shakespeare_char/prepare.py and of scripts like it → the
+    characters, in the order of their ids. Nothing in it is run. Raises UserError."""
+    try:
+        meta = read_plain_pickle(path)
+        itos = meta['itos']
+        if not is_dict(itos) or not all(type(i) is int for i in itos):
+            raise ValueError('itos is no dict from ids to characters')
+        if sorted(itos) != list(range(len(itos))) or len(itos) != meta['vocab_size']:
+            raise ValueError('the ids of itos are not 0, 1, 2, … up to vocab_size')
+        chars = [itos[i] for i in range(len(itos))]
+        if not all(isinstance(char, str) and len(char) == 1 for char in chars):
+            raise ValueError('itos has tokens that are no single characters')
+        if len(set(chars)) != len(chars) or not chars:
+            raise ValueError('itos has a character twice, or none')
+        if meta.get('stoi') not in (None, {char: i for i, char in enumerate(chars)}):
+            raise ValueError('stoi is not the inverse of itos')
+        return ''.join(chars)
+    except Exception as e:  # a pickle can raise anything
+        what = f'{e} is missing' if isinstance(e, KeyError) else str(e)
+        raise UserError(f'{path} is no vocabulary of characters as nanoGPT writes it '
+                        f'({" ".join(what[:160].split())}), and nothing in it was run: prepare the '
+                        'text into a new folder with python prepare.py text --input=FILE '
+                        '--data_dir=NEW_FOLDER') from None
+
+
+def read_plain_pickle(path):
+    """The dict in a pickle of dicts, lists, texts and numbers. Raises ValueError and others."""
+    with open_regular(path) as f:
+        data = f.read(MAX_PICKLE_BYTES + 1)
+    if len(data) > MAX_PICKLE_BYTES:
+        raise ValueError(f'it has more than {MAX_PICKLE_BYTES:,} bytes')
+    for n, (operation, argument, _) in enumerate(pickletools.genops(data)):
+        if operation.name not in PLAIN:
+            what = argument if isinstance(argument, str) else operation.name
+            raise ValueError(f'it holds {what[:80]!r}, and only dicts, lists, texts and numbers '
+                             'are read')
+        # The memo takes memory up to its largest place; equal hashes of large numbers take time.
+        if isinstance(argument, int) and operation.name != 'FRAME' \
+                and not -2**31 <= argument <= (n if 'PUT' in operation.name else 2**31):
+            raise ValueError('it has numbers that are too large')
+    meta = PlainUnpickler(io.BytesIO(data)).load()
+    if not is_dict(meta):
+        raise ValueError('it is no dict')
+    return meta
+
+
+# -----------------------------------------------------------------------------
+# token files
 
 READ_TOKENS = 2**22  # at a time, when a file is read into memory
 SAMPLED_BLOCKS, SAMPLED_BYTES = 64, 2**14  # of a file without a checksum

@@ -68,7 +68,8 @@ def inspect(folder):
             problems.append(str(problem))
     if problems:
         raise UserError('\n'.join(dict.fromkeys(problems)))
-    print('no damage found' if dataset.meta else 'no damage found; no checksums to compare with')
+    print('no damage found'
+          + ('' if dataset.is_ours() else '; no checksums to compare with'))
 
 
 def inspect_split(dataset, split, tokenizer):

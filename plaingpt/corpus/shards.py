@@ -21,6 +21,9 @@ from plaingpt.system.errors import UserError
 from plaingpt.system.files import read_json, sha256_of, write_json
 from plaingpt.system.folder_lock import locked
 
+# What of a command its other options and the input decide, and how the tokens lie in files.
+NO_CHOICE = ('identity', 'files', 'train_characters', 'tokenizer_sha256', 'shard_tokens')
+
 
 @dataclass
 class ShardWriter:
@@ -177,10 +180,37 @@ def check_free_space(folder, need, advice=''):
                         f'make room, {advice}or choose another disk with --data_dir')
 
 
+def check_ours(folder):
+    """Raises UserError where `folder` holds tokens that prepare.py did not write."""
+    begun = any((folder / UNFINISHED / name).exists() for name in ('journal.json', 'meta.json'))
+    if begun or (folder / 'meta.json').exists():
+        return
+    if found := next((path for path in [*folder.glob('*.bin'), folder / 'meta.pkl']
+                      if path.exists()), None):
+        raise UserError(f'{folder} has {found.name} and no meta.json, so prepare.py did not make '
+                        'it and writes nothing there: name another folder with --data_dir')
+
+
+def check_replaceable(folder, command):
+    """Raises UserError where `folder` holds a dataset that another command than `command` wrote.
+    The same one may replace it: its input has changed, or the files are damaged."""
+    try:
+        earlier = read_meta(folder / 'meta.json').get('source', {})
+    except UserError:  # there is none, or it is broken
+        return
+    differ = [f'{key} {earlier[key] or "none"}, not {command.get(key) or "none"}'
+              for key in command if key not in NO_CHOICE and key in earlier
+              and earlier[key] != command[key]]
+    if differ or not earlier.keys() & command.keys():
+        raise UserError(f'{folder} holds another dataset ({", ".join(differ) or "of others"}): '
+                        'name another folder with --data_dir, or replace it with --overwrite')
+
+
 @contextmanager
 def lock_dataset_dir(folder):
     """Make `folder` and keep every other prepare.py out of it → the folder for unfinished files.
     Folders that stay empty are removed at the end. An OSError becomes a UserError of one line."""
+    check_ours(folder)
     unfinished = folder / UNFINISHED
     try:
         folder.mkdir(parents=True, exist_ok=True)

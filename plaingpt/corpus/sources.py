@@ -61,7 +61,8 @@ def open_source(name, corpus, config, errors='strict'):
         return HubDataset(where, config.subset or corpus.subset, splits, text_field, form,
                           0 if own else corpus.documents)
     if corpus.url and not config.input:
-        return TextInMemory(download(corpus.url, corpus.sha256, '--input').decode(), corpus.url)
+        data = download(corpus.url, corpus.sha256, 'name a local copy with --input=FILE')
+        return TextInMemory(data.decode(), corpus.url)
     paths = corpus.find(where)
     rows = [path for path in paths if file_type(path) != 'text']
     if rows and config.documents != 'auto':
@@ -205,18 +206,17 @@ class TextInMemory:
         return describe_inputs([self.name], [self.total], [self.identity()])
 
 
-def download(url, sha256, option):
-    """The bytes behind `url`. Raises UserError, which says that `option` names a local copy."""
+def download(url, sha256, advice):
+    """The bytes behind `url`. Raises UserError; `advice`: what to do with a copy instead."""
     try:
         with urllib.request.urlopen(url, timeout=DOWNLOAD_TIMEOUT) as response:
             data = response.read()
     # URLError, timeouts and resets are OSErrors; what ends too early is an HTTPException
     except (OSError, http.client.HTTPException) as e:
         raise UserError(f'{url} could not be downloaded ({getattr(e, "reason", e)}): try again, or '
-                        f'name a local copy with {option}=FILE') from None
+                        f'{advice}') from None
     if hashlib.sha256(data).hexdigest() != sha256:
-        raise UserError(f'{url}: what arrived has another checksum: try again, or name a local '
-                        f'copy with {option}=FILE')
+        raise UserError(f'{url}: what arrived has another checksum: try again, or {advice}')
     return data
 
 

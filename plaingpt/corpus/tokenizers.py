@@ -22,14 +22,16 @@ BPE_VOCAB_SIZE = 8192  # of plain 'bpe'
 
 
 class CharTokenizer:
-    """One id per distinct character of a corpus, in code point order (nanoGPT's vocabulary)."""
+    """One id per distinct character of a corpus: `train` numbers them in code point order, as
+    nanoGPT's script does; that of others may have another order."""
 
     end_of_text = None
 
     def __init__(self, chars):
         self.chars = chars
         self.vocab_size = len(chars)
-        self._code_points = code_points(chars)  # sorted, so that a binary search finds an id
+        self._ids = np.argsort(code_points(chars))
+        self._code_points = code_points(chars)[self._ids]  # sorted, for a binary search
 
     @classmethod
     def train(cls, texts):
@@ -38,14 +40,14 @@ class CharTokenizer:
 
     def encode(self, text):
         wanted = code_points(text)
-        ids = np.searchsorted(self._code_points, wanted)
-        ids = np.minimum(ids, self.vocab_size - 1)
-        unknown = np.flatnonzero(self._code_points[ids] != wanted)
+        places = np.searchsorted(self._code_points, wanted)
+        places = np.minimum(places, self.vocab_size - 1)
+        unknown = np.flatnonzero(self._code_points[places] != wanted)
         if len(unknown):
             at = int(unknown[0])
             raise UserError(f'character {text[at]!r} at position {at} is not among the '
                             f'{self.vocab_size} characters that this tokenizer knows')
-        return ids
+        return self._ids[places]
 
     def decode(self, ids):
         return ''.join(self.chars[i] for i in ids)
@@ -249,7 +251,7 @@ def named_vocab_size(name):
 def described_vocab_size(description):
     """The vocabulary of `from_json(description)`, without making it; None for an unknown one."""
     match description:
-        case {'kind': 'char', 'chars': str(chars)} if chars == ''.join(sorted(set(chars))) != '':
+        case {'kind': 'char', 'chars': str(chars)} if len(set(chars)) == len(chars) > 0:
             return len(chars)
         case {'kind': 'byte'}:
             return ByteTokenizer.vocab_size

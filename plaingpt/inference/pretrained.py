@@ -1,5 +1,6 @@
 """Weights from elsewhere → a GPT. Nothing that is read can run code."""
 
+import math
 import pickle
 import pickletools
 import re
@@ -15,7 +16,7 @@ from model import GPT, GPTConfig
 from plaingpt.corpus.sources import explain_hub_errors
 from plaingpt.inference.hf_architectures import ARCHITECTURES, SIZES, check_fields, check_held
 from plaingpt.system.errors import UserError, needs
-from plaingpt.system.files import open_regular, read_json
+from plaingpt.system.files import is_count, is_number, open_regular, read_json
 
 PRETRAINED = ('gpt2', 'gpt2-medium', 'gpt2-large', 'gpt2-xl')
 OUR_TOKENIZER = 'plaingpt_tokenizer.json'  # in an exported folder, so that it comes back whole
@@ -32,10 +33,13 @@ MAX_PICKLE_BYTES, MAX_PICKLE_OPERATIONS, MAX_PICKLE_TUPLES = 2**24, 500_000, 40_
 
 def load_pretrained(source, dropout=0.0):
     """'gpt2…' of the hub, a folder in the Hugging Face layout (GPT-2, Llama, Qwen3) or a ckpt.pt of
-    nanoGPT or build-nanogpt → the GPT. Raises UserError."""
-    path = Path(source)
+    nanoGPT or build-nanogpt, or its folder → (the GPT, what a ckpt.pt says of its training, else
+    ''). Raises UserError."""
+    path, trained = Path(source), ''
+    if (path / 'ckpt.pt').exists() and not (path / 'config.json').exists():
+        path = path / 'ckpt.pt'
     if path.suffix in ('.pt', '.pth'):
-        shape, weights = read_nanogpt(path)
+        shape, weights, trained = read_nanogpt(path)
     else:
         if (path / 'state.json').exists():
             raise UserError(f'{source} is one checkpoint of a run: name the run and the iteration, '
@@ -56,7 +60,7 @@ def load_pretrained(source, dropout=0.0):
     check_held(config, {name: w.shape for name, w in weights.items()}, source)
     model = GPT(config)
     copy_weights(model, weights, source)
-    return model
+    return model, trained
 
 
 @torch.no_grad()
@@ -125,7 +129,8 @@ def download(name):
 
 
 def read_nanogpt(path):
-    """As read_hf, for a ckpt.pt of nanoGPT or build-nanogpt. torch's loader runs no code."""
+    """As read_hf, for a ckpt.pt of nanoGPT or build-nanogpt, and what it says of its training, as
+    text. torch's loader runs no code."""
     try:
         check_archive(path)
         # of build-nanogpt's config only the values are read, into a SimpleNamespace
@@ -140,6 +145,8 @@ def read_nanogpt(path):
         weights = {re.sub(r'^(_orig_mod\.|module\.)*', '', name): w
                    for name, w in found['model'].items()}
         check_storages(weights, path.stat().st_size)
+        trained = describe_training(found.get('iter_num', found.get('step')),
+                                    found.get('best_val_loss', found.get('val_loss')))
     except pickle.UnpicklingError as e:
         what = re.search(r'GLOBAL (\S+)', str(e))
         raise UserError(f'{path}: refused: it holds {what[1] if what else "more than tensors"}, '
@@ -153,7 +160,17 @@ def read_nanogpt(path):
     if shape['vocab_size'] == 50304:  # GPT-2's 50,257 and padding, which no text contains
         shape['vocab_size'] = 50257
         weights = without_padding(weights, 50257)
-    return shape, weights
+    return shape, weights, trained
+
+
+def describe_training(iter_num, val_loss):
+    """→ 'iteration 5,000, validation loss 1.4697', or what of it is known."""
+    if isinstance(val_loss, torch.Tensor) and val_loss.numel() == 1:
+        val_loss = val_loss.item()
+    parts = [f'iteration {iter_num:,}'] if is_count(iter_num) else []
+    if is_number(val_loss) and math.isfinite(val_loss):
+        parts.append(f'validation loss {val_loss:.4f}')
+    return ', '.join(parts)
 
 
 def check_archive(path):

@@ -306,8 +306,9 @@ def read_questions(name, path='', limit=0):
     if not path:
         path = Path('data', 'benchmarks', Path(source.url).name)
         if not path.exists():
+            data = download(source.url, source.sha256, f'put a copy of it at {path}')
             path.parent.mkdir(parents=True, exist_ok=True)
-            write_atomically(path, download(source.url, source.sha256, '--data'))
+            write_atomically(path, data)
     questions = list(source.read(Path(path)))[:limit or None]
     if not questions:
         raise UserError(f'{path}: no questions there')

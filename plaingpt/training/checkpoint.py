@@ -13,6 +13,7 @@ complete. No file here can run code when it is read: tensors are safetensors, th
 import math
 import os
 import re
+import shlex
 import stat
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -337,8 +338,10 @@ def find(out_dir, which='latest'):
     """
     paths = checkpoint_paths(out_dir)
     if not paths:
-        raise UserError(f'{out_dir}: no checkpoint there; train one first, or name the right '
-                        'folder with --out_dir')
+        others = other_weights(out_dir, "reads it, with --tokenizer=FOLDER, a dataset, where its "
+                                        "tokens are not GPT-2's")
+        raise UserError(f'{out_dir}: no checkpoint there; '
+                        + (others or 'train one first, or name the right folder with --out_dir'))
     if which == 'latest':
         return open_checkpoint(paths[-1])
     if which == 'best':
@@ -352,6 +355,20 @@ def find(out_dir, which='latest'):
     raise UserError(f'--checkpoint={which}: {out_dir} has latest, best and '
                     f'{", ".join(map(str, numbers))}'
                     + (f'; it was moved to {moved[-1]}' if moved else ''))
+
+
+def other_weights(out_dir, of_nanogpt):
+    """How to go on in a folder without checkpoints of ours: with an earlier run that was moved
+    aside, or with nanoGPT's ckpt.pt. None where it has neither. of_nanogpt: what that does."""
+    earlier = [path for path in Path(out_dir).glob('old-*')
+               if re.fullmatch(r'old-[0-9]{3,9}', path.name) and checkpoint_paths(path)]
+    if earlier:
+        path = max(earlier, key=lambda path: int(path.name.removeprefix('old-')))
+        return f'an earlier run is in {path}: --out_dir={shlex.quote(str(path))}'
+    path = Path(out_dir, 'ckpt.pt')
+    if path.exists():
+        return f"{path} is nanoGPT's: --init_from={shlex.quote(str(path))} {of_nanogpt}"
+    return None
 
 
 def newest_valid(out_dir):

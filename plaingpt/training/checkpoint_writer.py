@@ -33,15 +33,19 @@ class Saver:
     """Writes a run's checkpoints; each process writes its share of the chunks.
 
     background: copy the tensors and write while training continues; the next save waits for it
+    before_first: called on rank 0 when the first checkpoint is about to be written, such as
+        archive_previous_run; what it raises is a save that failed, and the next one calls it again
     """
 
-    def __init__(self, out_dir, *, rank=0, world_size=1, chunk_mb=512, keep=1, background=False):
+    def __init__(self, out_dir, *, rank=0, world_size=1, chunk_mb=512, keep=1, background=False,
+                 before_first=None):
         self.out_dir = Path(out_dir)
         self.rank = rank
         self.world_size = world_size
         self.chunk_bytes = chunk_mb * MEGABYTE
         self.keep = keep
         self.background = background
+        self.before_first = before_first  # None once it was called
         self.group = host_group()  # its own: a save in the background must not meet other traffic
         self.writer = ThreadPoolExecutor(1, thread_name_prefix='saver') if background else None
         self.pending = None  # the save in the background
@@ -56,6 +60,13 @@ class Saver:
         checkpoint, and the earlier ones stay. `failed` says how the last save ended.
         """
         self.wait()
+        if self.before_first:
+            problem = self._together(self.before_first, on_rank_0=True)
+            self.failed = problem is not None
+            if self.failed:
+                self._warn(state, problem, 'training continues')
+                return
+            self.before_first = None
         state = {'format_version': FORMAT_VERSION, **state, 'model': asdict(model.config)}
         chunks = plan_chunks('model', dict(model.named_parameters()), self.chunk_bytes) \
             + plan_chunks('optimizer', optimizer_tensors(optimizer, model), self.chunk_bytes)
@@ -72,6 +83,11 @@ class Saver:
         if self.pending:
             pending, self.pending = self.pending, None
             pending.result()
+
+    def is_too_early(self, elapsed_s):
+        """Whether a run that is cut short after `elapsed_s` seconds is none: it is in its first
+        minute, and an earlier one would have to make way. All processes ask together."""
+        return self.before_first is not None and all_gather(elapsed_s < 60, self.group)[0]
 
     def update(self, state):
         """Change entries of the checkpoint of state['iter_num'], which is complete."""
@@ -97,8 +113,12 @@ class Saver:
                 return
             if self.rank == 0:
                 clean_up(self.out_dir)  # or the remains would fill a full disk further
-                warn(f'the checkpoint of iteration {state["iter_num"]} could not be '
-                     f'written ({problem}): {what_now}')
+            self._warn(state, problem, what_now)
+
+    def _warn(self, state, problem, what_now):
+        if self.rank == 0:
+            warn(f'the checkpoint of iteration {state["iter_num"]} could not be written '
+                 f'({problem}): {what_now}')
 
     def _try(self, mine, state, rng):
         """One attempt to write it → None, or what went wrong; the same on all processes."""
@@ -121,7 +141,7 @@ class Saver:
         if self.rank == 0 or not on_rank_0:
             try:
                 action()
-            except (OSError, SafetensorError) as e:
+            except (OSError, SafetensorError, UserError) as e:
                 problem = str(e)
         return next((p for p in all_gather(problem, self.group) if p), None)
 
@@ -220,7 +240,13 @@ def clean_up(out_dir):
         shutil.rmtree(path, ignore_errors=True)
 
 
-def archive_previous_run(out_dir, after=-1, changed=False, evaluated=True):
+def holds_a_run(out_dir, group):
+    """Whether a new run finds another's checkpoints or logs there, as rank 0 sees it."""
+    found = checkpoint_paths(out_dir) or [name for name in LOGS if Path(out_dir, name).exists()]
+    return all_gather(bool(found), group)[0]
+
+
+def archive_previous_run(out_dir, after=-1, changed=False, evaluated=True, tell=print0):
     """Move what a run that starts, or goes back, would overwrite to out_dir/old-001 (002, …).
 
     after: the iteration that the run continues from, -1 for a new run. Later checkpoints move, and
@@ -240,32 +266,53 @@ def archive_previous_run(out_dir, after=-1, changed=False, evaluated=True):
     if moved or repeated or (after < 0 and logs):
         archive = unused_folder(out_dir)
         try:
-            keep_in(archive, moved, logs, moving_logs=after < 0)
+            copy_logs([path for path in logs if after < 0 or path.is_file()], archive)
+            move_checkpoints(moved, archive, at_once=after < 0)
         except OSError as e:
             raise UserError(f'{archive}: what this run would overwrite cannot be kept there '
                             f'({e.strerror}): choose another --out_dir') from None
-        print0(f'{out_dir} held {"an earlier run" if after < 0 else "later steps"}: kept in '
-               f'{archive}')
+        for path in logs if after < 0 else []:
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+        tell(f'{out_dir} held {"an earlier run" if after < 0 else "later steps"}: kept in '
+             f'{archive}')
     for path in rows if after >= 0 else []:
         trim_rows(path, after, evaluated)
     return archive
 
 
-def keep_in(archive, checkpoints, logs, moving_logs):
-    """Move checkpoints, and move or copy logs, into a new folder, on another disk too. Raises
-    OSError; then all is where it was."""
-    (archive / 'checkpoints').mkdir(parents=True)
+def copy_logs(paths, archive):
+    """Make the folder `archive` with copies of files and folders. They are on the disk before it
+    has its name. Raises OSError; then there is no such folder."""
+    partial = archive.with_name(archive.name + '.tmp')
+    shutil.rmtree(partial, ignore_errors=True)
+    try:
+        partial.mkdir()
+        for path in paths:
+            copy = shutil.copytree if path.is_dir() else shutil.copy2
+            copy(path, partial / path.name)
+        for path in [*partial.rglob('*'), partial]:
+            sync(path)
+        partial.rename(archive)
+    except OSError:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
+
+
+def move_checkpoints(paths, archive, at_once):
+    """Move checkpoints into `archive`. Raises OSError; then they are where they were, and there is
+    no archive.
+
+    at_once: all of a run, by one rename, so that it is whole, here or there, at any instant. Behind
+    a link they move one by one, from another disk too."""
     moved = []
     try:
-        for path in checkpoints:
+        if paths and at_once and not paths[0].parent.is_symlink():
+            paths[0].parent.rename(archive / 'checkpoints')
+            return
+        for path in paths:
+            (archive / 'checkpoints').mkdir(exist_ok=True)
             moved.append((path, archive / 'checkpoints' / path.name))
             shutil.move(*moved[-1])
-        for path in logs:
-            if moving_logs:
-                moved.append((path, archive / path.name))
-                shutil.move(*moved[-1])
-            elif path.is_file():
-                shutil.copy2(path, archive)
     except OSError:
         for path, target in moved:
             if not path.exists():

@@ -3,6 +3,7 @@
 import math
 from dataclasses import dataclass
 
+from plaingpt.monitoring.metrics_file import finite
 from plaingpt.system.devices import set_rng_state
 from plaingpt.system.distributed import print0
 
@@ -19,9 +20,14 @@ class Progress:
     saved_at: int | None = None  # the iteration of the last checkpoint
     saved_evaluated: bool = False  # and whether it tells of an evaluation there
 
+    @property
+    def evaluated(self):
+        """Whether this iteration was evaluated."""
+        return self.evaluated_at == self.iter_num
+
     def evaluation_is_due(self, config):
         """Whether there is something to measure here that has not been."""
-        return self.iter_num != self.evaluated_at and (
+        return not self.evaluated and (
             self.loss_is_due(config) or self.benchmarks_are_due(config)
             or self.sample_is_due(config))
 
@@ -50,7 +56,7 @@ class Progress:
         return best
 
     def save_is_due(self, config):
-        evaluated = self.evaluated_at == self.iter_num and self.val_loss is not None
+        evaluated = self.evaluated and self.val_loss is not None
         best = evaluated and self.evals_since_best == 0
         return best or (evaluated and config.always_save_checkpoint) \
             or self.iter_num % config.checkpoint_interval == 0
@@ -58,7 +64,14 @@ class Progress:
     def is_saved(self):
         """Whether there is a checkpoint of this iteration, with its evaluation if there was one."""
         return self.saved_at == self.iter_num \
-            and (self.saved_evaluated or self.evaluated_at != self.iter_num)
+            and (self.saved_evaluated or not self.evaluated)
+
+    def state(self):
+        """What a checkpoint of this iteration keeps, as JSON."""
+        return {'iter_num': self.iter_num, 'evaluated': self.evaluated,
+                'val_loss': finite(self.val_loss) if self.evaluated else None,
+                'best_val_loss': finite(self.best_val_loss),
+                'evals_since_best': self.evals_since_best}
 
     def ending(self, config):
         """Why the run ends here, or None."""

@@ -12,6 +12,8 @@ import torch
 from model import GPT, GPTConfig
 from plaingpt.corpus.batches import BatchLoader, fits_in_ram
 from plaingpt.corpus.dataset import UNFINISHED, dataset_folder, open_dataset
+from plaingpt.inference import scoring
+from plaingpt.inference.pretrained import describe_training, load_pretrained
 from plaingpt.system.devices import free_memory
 from plaingpt.system.distributed import (
     all_gather,
@@ -36,7 +38,11 @@ from plaingpt.training.settings import TrainConfig
 
 
 def open_data(config, world):
-    """Open data/<name>. A small corpus that is not prepared yet is prepared now."""
+    """Open data/<name>. A small corpus that is not prepared yet is prepared now. What benchmarks
+    during the run ask is looked for first: without it there is no run."""
+    if world.local_rank == 0 and config.eval_tasks_interval:
+        for name in config.eval_tasks.split(','):
+            scoring.read_questions(name)
     folder = dataset_folder(config.dataset)
     if world.local_rank == 0 and folder.parts == ('data', config.dataset) \
             and not (folder / 'meta.json').exists() and not any(folder.glob('*.bin')) \
@@ -79,6 +85,10 @@ def open_batches(config, dataset, world, device):
 # weights
 
 
+# What a run that --init_from starts from a model has of it.
+ANEW = 'weights; the optimizer, the iteration count and the order of the data begin anew'
+
+
 def find_resumed(config, group):
     """The checkpoint to resume, or None to start. Rank 0 looks and decides for all.
 
@@ -91,6 +101,10 @@ def find_resumed(config, group):
     if launched_world().is_main:
         if not config.eval_only:
             clean_up(config.out_dir)
+        if config.init_from == 'resume' and not checkpoints.checkpoint_paths(config.out_dir):
+            others = checkpoints.other_weights(config.out_dir, f'starts a run from its {ANEW}')
+            raise UserError(f'{config.out_dir}: no checkpoint there to resume from; ' + (
+                others or 'start with --init_from=scratch or auto, or name the right --out_dir'))
         # After a crash torchrun starts the same command, which must not go back once more.
         restarted = int(os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')) > 0
         if config.checkpoint == 'latest' or restarted:
@@ -101,11 +115,7 @@ def find_resumed(config, group):
                     'give --init_from=scratch, which keeps them in a folder beside']))
             for problem in damaged:
                 print0(f'warning: skipped a checkpoint: {problem}')
-            if found is None and config.init_from == 'resume':
-                raise UserError(f'{config.out_dir}: no checkpoint there to resume from; start with '
-                                '--init_from=scratch or auto, or name the right --out_dir')
-        elif checkpoints.checkpoint_paths(config.out_dir) or config.init_from == 'resume' \
-                or config.checkpoint != 'best':
+        elif checkpoints.checkpoint_paths(config.out_dir) or config.checkpoint != 'best':
             found = checkpoints.find(config.out_dir, config.checkpoint)
         path = found.path if found else None
         if not found and Path(config.out_dir, 'metrics.jsonl').exists():
@@ -174,8 +184,10 @@ def load_start(config, dataset):
             raise UserError(f'{start.path} was trained with another tokenizer than that of '
                             f'{dataset.folder}: prepare the text with --tokenizer=THE_OLD_DATASET')
         model = start.load_model(dropout=config.dropout)
+        source, trained = start.path, describe_training(start.iter_num, start.val_loss)
     else:
-        model = GPT.from_pretrained(config.init_from, config.dropout)
+        model, trained = load_pretrained(config.init_from, config.dropout)
+        source = config.init_from
     if config.block_size > model.config.block_size:
         raise UserError(f'block_size={config.block_size}: {config.init_from} reads at most '
                         f'{model.config.block_size} tokens')
@@ -184,6 +196,7 @@ def load_start(config, dataset):
         raise UserError(f'{dataset.folder} has a vocabulary of {dataset.vocab_size} and '
                         f'{config.init_from} one of {model.config.vocab_size}: prepare the text '
                         'with the tokenizer of the model')
+    print0(f'{source}{trained and f" ({trained})"}: the run starts from its {ANEW}')
     return model
 
 
@@ -216,6 +229,16 @@ def fits(shape, step, device):
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats(device)
     return fit
+
+
+def with_batch_size(config, shape, dtype, device):
+    """The TrainConfig, with a number where it says batch_size=auto. Raises UserError."""
+    if config.batch_size != 'auto':
+        return config
+    batch_size, why = choose_batch_size(shape, config, dtype, device)
+    config = replace(config, batch_size=batch_size)
+    print0(f'batch_size {batch_size} ({why}) | accumulation {config.accumulation()}')
+    return config
 
 
 def choose_batch_size(shape, config, dtype, device):

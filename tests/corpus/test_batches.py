@@ -148,13 +148,6 @@ def test_a_bare_folder_of_nanogpt_trains(tmp_path):
     assert len(dataset.split('train')) == 300
 
 
-def test_a_pickle_is_refused_and_not_loaded(tmp_path):
-    (tmp_path / 'train.bin').write_bytes(b'\0\0' * 100)
-    (tmp_path / 'meta.pkl').write_bytes(b"cos\nsystem\n(S'touch hacked'\ntR.")
-    with pytest.raises(UserError, match='pickle'):
-        open_dataset(tmp_path)
-
-
 # -----------------------------------------------------------------------------
 # damaged files: one line, from the command that a user would run
 

@@ -10,11 +10,14 @@ import torch
 from helpers import fails, run
 from safetensors.torch import load_file, save_file
 
+import evaluate
 import export
 import sample
+import train
 from model import GPT, GPTConfig
 from plaingpt.corpus import tokenizers
 from plaingpt.inference.hf_export import hf_tokenizer
+from plaingpt.inference.pretrained import load_pretrained
 from plaingpt.system.errors import UserError
 
 SMALL = GPTConfig(block_size=16, vocab_size=65, n_layer=2, n_head=4, n_embd=32)
@@ -237,6 +240,34 @@ def test_a_checkpoint_of_nanogpt_writes_with_the_tokenizer_of_a_dataset(
     assert '--tokenizer=data/NAME' in fails(capsys, monkeypatch, sample.main, *arguments)
     sample.main([*arguments, f'--tokenizer={char_data}'])
     assert '\ndef' in capsys.readouterr().out
+
+
+def test_the_folder_of_a_nanogpt_run_says_how_to_go_on(
+        tiny, char_data, tmp_path, capsys, monkeypatch):
+    vocab_size = json.loads((char_data / 'meta.json').read_text())['vocab_size']
+    (nano := tmp_path / 'nano').mkdir()
+    nanogpt_checkpoint(nano / 'ckpt.pt', GPT(GPTConfig(16, vocab_size, 1, 1, 16, mlp='gelu_erf')))
+    for main, argv in ((sample.main, []), (evaluate.main, []),
+                       (export.main, [f'--dest={tmp_path}/hf'])):
+        line = fails(capsys, monkeypatch, main, f'--out_dir={nano}', *argv)
+        assert f'--init_from={nano}/ckpt.pt' in line and '--tokenizer' in line
+    line = fails(capsys, monkeypatch, train.main, *tiny, '--init_from=resume', f'--out_dir={nano}')
+    assert f'--init_from={nano}/ckpt.pt' in line and 'optimizer' in line and 'anew' in line
+    for source in (nano / 'ckpt.pt', nano):
+        train.main([*tiny, f'--init_from={source}', '--max_iters=1'])
+        said = next(line for line in capsys.readouterr().out.splitlines() if 'anew' in line)
+        assert str(source) in said and 'iteration 5, validation loss 2.0000' in said
+    train.main([*tiny, f'--init_from={tmp_path}/out', f'--out_dir={tmp_path}/more'])
+    said = capsys.readouterr().out
+    assert 'iteration 1, validation loss' in said and 'anew' in said
+
+
+@pytest.mark.parametrize('more', [
+    {'iter_num': 'x', 'best_val_loss': []}, {'iter_num': -1, 'best_val_loss': torch.zeros(3)},
+    {'iter_num': None, 'best_val_loss': float('nan')}])
+def test_a_ckpt_without_usable_counters_still_gives_its_weights(tmp_path, more):
+    nanogpt_checkpoint(tmp_path / 'ckpt.pt', GPT(GPTConfig(8, 65, 1, 1, 8, mlp='gelu_erf')), **more)
+    assert load_pretrained(tmp_path / 'ckpt.pt')[1] == ''
 
 
 def test_nanogpts_padding_of_gpt2s_vocabulary_is_cut_off(tmp_path):

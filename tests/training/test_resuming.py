@@ -1,17 +1,23 @@
 """What a run that resumes takes over, what it keeps beside, and what it refuses."""
 
+import itertools
 import json
 import os
 import shutil
+import signal
+import sys
 import tempfile
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
 import torch
+from helpers import exit_code, fails, fork, ranks
 from test_train import lines, same, weights
 
+import sample
 import train
+from plaingpt.monitoring.metrics import Clock
 from plaingpt.system.errors import UserError
 from plaingpt.training import checkpoint as checkpoints
 from plaingpt.training import checkpoint_writer
@@ -301,3 +307,159 @@ def test_a_state_without_what_came_later_has_its_default(tiny, tmp_path, key):
 def test_the_path_of_one_checkpoint_is_answered_by_how_to_name_it(trained):
     with pytest.raises(UserError, match='name the run and the iteration, with --checkpoint=6'):
         checkpoints.load(str(checkpoints.find(trained).path))
+
+
+# -----------------------------------------------------------------------------
+# a new run where an earlier one is
+
+
+def contents(folder):
+    return {str(path.relative_to(folder)): (path.read_bytes(), path.stat().st_mtime_ns)
+            for path in folder.rglob('*') if path.is_file()}
+
+
+@pytest.fixture
+def earlier(trained, tmp_path):
+    """The out_dir of a run that is over."""
+    out = shutil.copytree(trained, tmp_path / 'out')
+    (out / 'tensorboard').mkdir()
+    for name in ('report.md', 'tensorboard/events.out.tfevents.1'):
+        (out / name).write_text('of the earlier run')
+    return out
+
+
+def at_step(n, action):
+    """A forward_backward that calls `action` before step n."""
+    original, count = train.forward_backward, itertools.count(1)
+
+    def step(*arguments):
+        if next(count) == n:
+            action()
+        return original(*arguments)
+    return step
+
+
+def out_of_memory():
+    raise torch.OutOfMemoryError('tried to allocate too much')
+
+
+def crash():
+    raise RuntimeError('a bug')
+
+
+@pytest.mark.parametrize(('n', 'action'), [
+    (0, None), (1, out_of_memory), (3, out_of_memory), (3, crash),
+    (1, lambda: os.kill(os.getpid(), signal.SIGINT)),
+    (3, lambda: os.kill(os.getpid(), signal.SIGTERM))])
+def test_a_run_that_comes_to_nothing_leaves_the_earlier_one_as_it_was(
+        tiny, earlier, tmp_path, monkeypatch, capsys, n, action):
+    tiny = [*tiny, '--eval_interval=5', '--report=True', '--tensorboard_log=True', '--seed=2']
+    before = contents(earlier)
+    monkeypatch.setattr(train, 'forward_backward', at_step(n, action))
+    with suppress(UserError, RuntimeError):
+        train.main([*tiny, *([] if n else ['--max_iters=0'])])
+        assert 'has the earlier run as it was' in capsys.readouterr().out
+    assert contents(earlier) == before
+
+
+def test_a_new_run_that_is_saved_has_all_its_rows_and_the_earlier_one_all_its_files(
+        tiny, earlier):
+    accumulator = pytest.importorskip(
+        'tensorboard.backend.event_processing.event_accumulator')
+    out, before = earlier, contents(earlier)
+    train.main([*tiny, '--seed=2', '--eval_interval=100', '--tensorboard_log=True'])
+    assert contents(out / 'old-001') == before
+    assert [row['iter'] for row in lines(out, 'val_loss')] == [0, 6]
+    assert [row['iter'] for row in lines(out, 'lr')] == [1, 2, 3, 4, 5, 6]
+    events = accumulator.EventAccumulator(str(out / 'tensorboard'))
+    events.Reload()
+    assert [event.step for event in events.Scalars('val_loss')] == [0, 6]
+    assert json.loads((out / 'run.json').read_text())['config']['seed'] == 2
+
+
+def test_a_bad_step_before_the_first_checkpoint_is_in_the_file_of_the_new_run(
+        tiny, earlier, monkeypatch):
+    original, count = train.forward_backward, itertools.count(1)
+    monkeypatch.setattr(train, 'forward_backward', lambda *arguments: original(*arguments) * (
+        float('nan') if next(count) == 2 else 1))
+    train.main(tiny)
+    (row,) = rows(earlier / 'anomalies.jsonl')
+    assert row['iter'] == 2 and not (earlier / 'old-001/anomalies.jsonl').exists()
+
+
+def test_after_a_minute_a_signal_saves_and_the_earlier_run_makes_way(tiny, earlier, monkeypatch):
+    before = weights(earlier)
+    monkeypatch.setattr(Clock, 'elapsed_s', lambda clock: 61.0)
+    monkeypatch.setattr(train, 'forward_backward',
+                        at_step(2, lambda: os.kill(os.getpid(), signal.SIGINT)))
+    train.main([*tiny, '--seed=2'])
+    assert checkpoints.find(earlier).iter_num == 2
+    assert same(weights(earlier / 'old-001'), before)
+
+
+def test_an_earlier_run_that_cannot_be_moved_stays_and_the_run_ends_with_code_1(
+        tiny, earlier, capsys):
+    (earlier / 'old-001.tmp').write_text('in the way')
+    before = contents(earlier)
+    with pytest.raises(SystemExit) as exit_:
+        train.main([*tiny, '--seed=2'])
+    printed = capsys.readouterr()
+    assert exit_.value.code == 1 and 'old-001' in printed.err
+    assert '--init_from=resume' not in printed.out  # which would resume the earlier one
+    assert contents(earlier) == before
+
+
+def test_two_processes_move_the_earlier_run_aside_together(tiny, earlier, tmp_path):
+    before = weights(earlier)
+    for seed in (2, 3):
+        pids = [fork(train.main, *tiny, f'--seed={seed}', log=tmp_path / env['RANK'], **env)
+                for env in ranks(2)]
+        assert [exit_code(pid) for pid in pids] == [0, 0], (tmp_path / '0').read_text()
+    assert same(weights(earlier / 'old-001'), before)
+    assert len(lines(earlier / 'old-002', 'loss')) == len(lines(earlier, 'loss')) == 6
+
+
+def die_before_change(n):
+    """End this process before its n-th change of a file system."""
+    count = itertools.count(1)
+
+    def hook(event, arguments):
+        changes = event in ('os.rename', 'os.remove', 'os.rmdir', 'os.mkdir', 'os.link') or (
+            event == 'open' and type(arguments[2]) is int and arguments[2] & os.O_CREAT)
+        if changes and next(count) == n:
+            os._exit(9)
+    sys.addaudithook(hook)
+
+
+def test_killed_between_any_two_changes_the_earlier_run_is_whole_here_or_there(earlier, tmp_path):
+    def whole(folder):
+        return {key: content for key, (content, _) in contents(folder).items()
+                if not key.startswith('old-')}
+    for n in itertools.count(1):
+        out = shutil.copytree(earlier, tmp_path / str(n))
+        before = whole(out)
+        pid = os.fork()
+        if not pid:
+            die_before_change(n)
+            checkpoint_writer.archive_previous_run(out)
+            os._exit(0)
+        code = exit_code(pid)
+        assert before in [whole(folder) for folder in (out, *out.glob('old-???'))], n
+        checkpoint_writer.archive_previous_run(out)  # by the next run
+        assert before in [whole(folder) for folder in out.glob('old-???')] and not whole(out)
+        if code == 0:
+            break
+    assert n > 8
+
+
+def test_where_checkpoints_are_missed_the_folder_they_were_moved_to_is_named(
+        tiny, trained, tmp_path, capsys, monkeypatch):
+    out = tmp_path / 'out'
+    for name in ('old-001', 'old-010', 'old-011/logs', 'old-999.tmp'):
+        (out / name).mkdir(parents=True)
+    for name in ('old-001', 'old-010'):
+        shutil.copytree(trained / 'checkpoints', out / name / 'checkpoints')
+    for main, argv in ((sample.main, []), (train.main, [*tiny, '--init_from=resume']),
+                       (train.main, [*tiny, '--init_from=resume', '--checkpoint=best'])):
+        line = fails(capsys, monkeypatch, main, *argv, f'--out_dir={out}')
+        assert line.endswith(f'an earlier run is in {out}/old-010: --out_dir={out}/old-010')

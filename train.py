@@ -221,10 +221,10 @@ def save(run, cut_short=False):
     if progress.iter_num == 0 or progress.is_saved() or run.config.eval_only \
             or (cut_short and run.saver.is_too_early(run.metrics.elapsed_s())):
         return
-    state = {**progress.state(), 'sequences': run.train_data.sequences_before(progress.iter_num),
+    state = {**progress.state(), **run.dataset.state(), 'config': asdict(run.config),
+             'sequences': run.train_data.sequences_before(progress.iter_num),
              'elapsed_s': run.metrics.elapsed_s(), 'wandb_id': run.metrics.wandb_id(),
-             'config': asdict(run.config), 'tokenizer': run.dataset.tokenizer_json(),
-             'data': run.dataset.identity('train'), 'samples': run.dataset.samples()}
+             'scaler': run.scaler.state_dict()}
     with run.metrics.paused():
         if progress.saved_at == progress.iter_num:  # a signal kept it from evaluating then
             run.saver.update(state)
@@ -235,12 +235,11 @@ def save(run, cut_short=False):
 
 @contextmanager
 def saved_when_it_fails(run):
-    """Save where training stops with a UserError, as when its data changed or memory ran out. With
-    several processes the last checkpoint has to do: the others know nothing of it."""
+    """Save where training stops with a UserError, as when its data changed or memory ran out."""
     try:
         yield
     except UserError:
-        if run.world.size == 1:
+        if run.world.size == 1:  # a save takes all processes, and the others know nothing of it
             save(run, cut_short=True)
             run.saver.wait()
         raise

@@ -59,6 +59,11 @@ class Dataset:
         says, for a run whose data is not read whole."""
         return {split: self._open(split)[2] for split in ('train', 'val')}
 
+    def state(self):
+        """What a checkpoint keeps of the data, so that a run goes on with the same."""
+        return {'tokenizer': self.tokenizer_json(), 'data': self.identity('train'),
+                'samples': self.samples()}
+
     def is_identity(self, split, saved):
         """True where `saved` is the identity of a split; earlier versions saved the path of a
         folder without meta.json."""

@@ -168,11 +168,11 @@ def train_fails(own_data, tmp_path, capsys, monkeypatch):
     return run
 
 
-def test_a_folder_that_is_not_prepared_says_which_command_prepares_it(
+def test_a_folder_without_token_files_is_named(
         tmp_path, capsys, monkeypatch):
     message = fails(capsys, monkeypatch, train.main, f'--dataset={tmp_path}/owt', '--device=cpu',
                     f'--out_dir={tmp_path}/out')
-    assert 'python prepare.py owt' in message
+    assert 'no .bin files there' in message
 
 
 def test_a_file_of_odd_length_is_named(own_data, train_fails):

@@ -128,7 +128,7 @@ def test_a_default_that_fails_ends_it(monkeypatch):
         raise UserError('data/none is not prepared')
 
     monkeypatch.setattr(grid, 'train_once', broken)
-    with pytest.raises(UserError, match='not prepared'):
+    with pytest.raises(UserError, match='give the folder of a prepared dataset'):
         train_cells(SMALL, 1, 65, CPU)
 
 
@@ -138,5 +138,5 @@ def test_a_cell_is_a_training_run(char_data, tmp_path):
     found = train_once(config)
     assert [round(seconds / found['train_s'], 6) for seconds, _ in found['curve']] == [0, 0.5, 1]
     assert found['final_loss'] < found['curve'][0][1] and found['memory_bytes'] > 2**20
-    with pytest.raises(UserError, match='not prepared'):
+    with pytest.raises(UserError, match='give the folder of a prepared dataset'):
         train_once(replace(config, dataset=str(tmp_path / 'none')))

@@ -7,6 +7,7 @@ import io
 import json
 import os
 import random
+import shutil
 import subprocess
 import sys
 import zlib
@@ -250,7 +251,7 @@ def test_meta_json_has_the_checksums_of_what_was_read(tmp_path, monkeypatch):
     assert found['count'] == 5 and found['bytes'] == sum(path.stat().st_size for path in paths)
     assert found['sha256'] == hashlib.sha256(''.join(printed).encode()).hexdigest()
     monkeypatch.setattr(sources, 'LISTED_FILES', 4)
-    (tmp_path / 'd/meta.json').unlink()
+    shutil.rmtree(tmp_path / 'd')
     assert inputs() == {**found, 'files': []}
 
 

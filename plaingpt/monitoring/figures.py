@@ -1,6 +1,7 @@
 """Curves of runs as a picture, with matplotlib and without torch. PANELS lists its parts."""
 
 import io
+import re
 from dataclasses import dataclass
 
 from plaingpt.monitoring.metrics_file import column, rows_with, step_tokens
@@ -312,7 +313,7 @@ class LayersPanel(Panel):
         """['h.0', …]: the layers to draw, fewer where there are several runs."""
         found = {key.removeprefix(self.prefix) for row in rows for key in row
                  if key.startswith(self.prefix)}
-        blocks = sorted(int(layer[2:]) for layer in found if layer.startswith('h.'))
+        blocks = sorted(int(layer[2:]) for layer in found if re.fullmatch('h[.][0-9]{1,9}', layer))
         if not blocks:
             return []
         middle = () if several else (len(blocks) // 2,)

@@ -22,7 +22,8 @@ from plaingpt.system.files import read_json, sha256_of, write_json
 from plaingpt.system.folder_lock import locked
 
 # What of a command its other options and the input decide, and how the tokens lie in files.
-NO_CHOICE = ('identity', 'files', 'train_characters', 'tokenizer_sha256', 'shard_tokens')
+NO_CHOICE = ('identity', 'files', 'train_characters', 'tokenizer_sha256', 'shard_tokens',
+             'max_shards')
 
 
 @dataclass

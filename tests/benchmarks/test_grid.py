@@ -128,7 +128,7 @@ def test_a_default_that_fails_ends_it(monkeypatch):
         raise UserError('data/none is not prepared')
 
     monkeypatch.setattr(grid, 'train_once', broken)
-    with pytest.raises(UserError, match='give the folder of a prepared dataset'):
+    with pytest.raises(UserError, match='not prepared'):
         train_cells(SMALL, 1, 65, CPU)
 
 

@@ -26,6 +26,7 @@ from plaingpt.system.streams import Descriptor, require_stdout, warn
 HOSTILE = 'a\x1b]0;title\x07b\rc\x9b31m\u202ed'
 
 
+@pytest.mark.slow
 def test_a_short_torture_loses_nothing():
     run('tools/torture_streams.py', '--rounds=4', '--disks=1', '--seed=3')
 

@@ -152,6 +152,7 @@ def test_a_checkpoint_is_valid_at_each_moment_while_its_evaluation_is_added(
     assert seen == [before, 1.5, 1.5]
 
 
+@pytest.mark.slow
 def test_signals_at_random_instants_lose_nothing():
     assert ': 0 went wrong' in run('tools/torture_signals.py', '--signals=2')
 

@@ -141,8 +141,8 @@ def read_file(cls, path, values, fixed, problems):
         return
     lines, imported = assigned_and_imported(source)
     for name, value in sorted(namespace.items(), key=lambda item: lines.get(item[0], 0)):
-        untouched = name in values and value is values[name] and name not in lines
-        untouched = untouched or name in fixed
+        untouched = name in fixed or (
+            name in values and value is values[name] and name not in lines)
         own = name.startswith('_') or name in imported or callable(value)
         if not untouched and (name in values or not own):
             yield name, value, f'in {path}, line {lines[name]}' if name in lines else f'in {path}'

@@ -24,7 +24,7 @@ import tempfile
 import time
 from dataclasses import dataclass
 
-from helpers import options
+from helpers import exit_code, fork, options
 
 import prepare
 import train
@@ -57,26 +57,20 @@ def make_data(root):
 
 def start(out_dir, data, *extra):
     """Run train.py in a fork, which saves importing torch each time → its process id."""
-    pid = os.fork()
-    if pid == 0:
-        log = os.open(f'{out_dir}.log', os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-        os.dup2(log, 1)
-        os.dup2(log, 2)
-        code = 70
-        try:
-            train.main([*SETTINGS, f'--out_dir={out_dir}', f'--dataset={data}', *extra])
-            code = 0
-        except SystemExit as e:
-            code = e.code or 0
-        finally:
-            sys.stdout.flush()
-            os._exit(code)
-    return pid
+    return fork(train.main, *SETTINGS, f'--out_dir={out_dir}', f'--dataset={data}', *extra,
+                log=f'{out_dir}.log')
 
 
 def run(out_dir, data, *extra):
     """Train to the end → exit code."""
-    return os.waitstatus_to_exitcode(os.waitpid(start(out_dir, data, *extra), 0)[1])
+    return exit_code(start(out_dir, data, *extra))
+
+
+def run_whole(root, data, *extra):
+    """Train to the end in root/whole, uninterrupted → the seconds that it took."""
+    began = time.monotonic()
+    assert run(root / 'whole', data, *extra) == 0, Path(f'{root}/whole.log').read_text()
+    return time.monotonic() - began
 
 
 def saving(out_dir):
@@ -178,9 +172,7 @@ def main(argv):
         root = Path(folder)
         data = make_data(root)
         run(root / 'warmup', data)
-        began = time.monotonic()
-        assert run(root / 'whole', data) == 0, Path(f'{root}/whole.log').read_text()
-        expected, duration = hash_checkpoint(root / 'whole'), time.monotonic() - began
+        duration, expected = run_whole(root, data), hash_checkpoint(root / 'whole')
         lost = kill_rounds(root, data, config.kills, chance, expected, duration)
         lost += damage_rounds(root, data, chance, expected)
         lost += full_disk(root, data, expected)

@@ -33,7 +33,7 @@ from functools import partial
 
 import matplotlib.pyplot  # noqa: F401  (once, and not in each fork)
 import torch
-from helpers import options
+from helpers import exit_code, options
 from hostile_models import WRITERS, deep, state_of, write_state
 from torture import hash_checkpoint
 
@@ -111,7 +111,7 @@ def attempt(log, main, *argv):
             Path(f'{log}.json').write_text(json.dumps(figures))
         finally:
             os._exit(code)
-    code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    code = exit_code(pid)
     figures = json.loads(Path(f'{log}.json').read_text()) if code >= 0 else \
         {'seconds': 0, 'memory': 0}
     return Outcome(code, log.read_text(errors='replace'), **figures)

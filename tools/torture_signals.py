@@ -24,8 +24,8 @@ import time
 from collections import Counter
 from dataclasses import dataclass
 
-from helpers import exit_code, fork, options
-from torture import SETTINGS, hash_checkpoint, make_data
+from helpers import exit_code, options
+from torture import SETTINGS, hash_checkpoint, make_data, run, run_whole, start
 
 import train
 from configurator import load_config
@@ -41,13 +41,8 @@ class SignalsConfig:
     seed: int = 0  # of the instants
 
 
-ARGUMENTS = [*SETTINGS, *options(max_iters=24, eval_interval=7, eval_iters=12, health_interval=6,
-                                 sample_interval=5, sample_tokens=8, checkpoint_async=True)]
-
-
-def start(out_dir, data):
-    return fork(train.main, *ARGUMENTS, f'--out_dir={out_dir}', f'--dataset={data}',
-                log=f'{out_dir}.log')
+EXTRA = options(max_iters=24, eval_interval=7, eval_iters=12, health_interval=6,
+                sample_interval=5, sample_tokens=8, checkpoint_async=True)
 
 
 def result(out_dir):
@@ -82,7 +77,7 @@ def rounds(root, data, signals, chance, expected, duration):
         log = Path(f'{out_dir}.log')
         number += 1
         for _ in range(8):
-            pid = start(out_dir, data)
+            pid = start(out_dir, data, *EXTRA)
             time.sleep(chance.uniform(0, duration))
             where, problem = hit(pid, chance.choice([*StopRequest.NAMES * 2, 'SIGKILL']), log)
             problems += [problem] if problem else []
@@ -93,7 +88,7 @@ def rounds(root, data, signals, chance, expected, duration):
                 found = find(out_dir)
                 hits['evaluations cut short'] += \
                     found.iter_num % 7 == 0 and not found.state['evaluated']
-        code = exit_code(start(out_dir, data))
+        code = run(out_dir, data, *EXTRA)
         if code or result(out_dir) != expected:
             problems.append(f'{out_dir}: exit code {code}, or not the same bits\n{log.read_text()}')
     return hits, number, problems
@@ -106,10 +101,9 @@ def main(argv):
         root = Path(folder)
         data = make_data(root)
         # What torch imports late is imported here, once, and not in each fork.
-        train.main([*ARGUMENTS, f'--out_dir={root}/warmup', f'--dataset={data}', '--max_iters=1'])
-        began = time.monotonic()
-        assert exit_code(start(root / 'whole', data)) == 0, Path(f'{root}/whole.log').read_text()
-        duration = time.monotonic() - began
+        train.main([*SETTINGS, *EXTRA, f'--out_dir={root}/warmup', f'--dataset={data}',
+                    '--max_iters=1'])
+        duration = run_whole(root, data, *EXTRA)
         hits, runs, problems = rounds(root, data, config.signals, chance, result(root / 'whole'),
                                       duration)
     for problem in problems:

@@ -10,6 +10,7 @@ and log: it fills at a random place of a run and grows, and the run resumes, to 
 
 import sys
 
+from helpers import exit_code
 from torture import SETTINGS, hash_checkpoint
 
 # ruff: isort: split
@@ -110,10 +111,6 @@ def start(main, argv, log, kinds=('log', 'log', 'log'), encoding='utf-8'):
     return pid
 
 
-def finish(pid):
-    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-
-
 def failure(code, expected, log, out_dir=None, weights=None):
     """What is wrong with a command that has ended, or None."""
     text = Path(log).read_text(errors='replace') if Path(log).exists() else ''
@@ -160,7 +157,7 @@ def stream_round(number, root, data, whole, weights, chance):
     if name == 'train':
         out_dir = folder / chance.choice(NAMES)
         argv = [*argv, f'--out_dir={out_dir}', f'--report={chance.random() < 0.3}']
-    code = finish(start(main, argv, log, kinds, encoding))
+    code = exit_code(start(main, argv, log, kinds, encoding))
     what = f'{name}, streams {" ".join(kinds)}, {encoding}, {out_dir and out_dir.name!r}'
     return what, failure(code, expected, log, out_dir, weights)
 
@@ -199,7 +196,7 @@ def disk_round(root, disk, weights, chance):
                 time.sleep(chance.uniform(0, 0.5))
                 size += chance.randrange(500)
                 resize(disk, size)
-            code = finish(pid)
+            code = exit_code(pid)
             if wrong := failure(code, (0, 1, 2), log, made, weights):
                 return f'{size} kB: {wrong}'
             if code:
@@ -226,7 +223,7 @@ def disk_rounds(root, count, weights, chance):
                 code = 3
             finally:
                 os._exit(code)
-        code = finish(pid)
+        code = exit_code(pid)
         if code == 3:
             break
         full += 1

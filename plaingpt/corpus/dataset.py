@@ -27,7 +27,7 @@ class Dataset:
     folder: Path
     meta: dict  # of a folder without meta.json: the tokenizer of its meta.pkl, or nothing
     vocab_size: int
-    opened: dict = field(default_factory=dict, repr=False)  # split: (its TokenFiles, identity)
+    opened: dict = field(default_factory=dict, repr=False)  # split: (files, identity, samples)
 
     def tokenizer(self):
         """The tokenizer that made the files. Raises UserError where it cannot be had."""
@@ -228,7 +228,7 @@ def read_plain_pickle(path):
 # token files
 
 READ_TOKENS = 2**22  # at a time, when a file is read into memory
-SAMPLED_BLOCKS, SAMPLED_BYTES = 64, 2**14  # of a file without a checksum
+SAMPLED_BLOCKS, SAMPLED_BYTES = 64, 2**14  # that sampled_sha256 reads
 
 
 @dataclass(frozen=True)

@@ -127,11 +127,16 @@ def open_regular(path):
 
 def read_json(path):
     """The value in a JSON file. Raises OSError, or a ValueError of one line."""
+    return parse_json(read_bounded(path))
+
+
+def read_bounded(path):
+    """The bytes of a JSON file. Raises OSError, or ValueError where there are too many."""
     with open_regular(path) as f:
         size = os.fstat(f.fileno()).st_size
         if size > MAX_JSON_BYTES:
             raise ValueError(f'it has {size:,} bytes, and {MAX_JSON_BYTES:,} are the most')
-        return parse_json(f.read(size))
+        return f.read(size)
 
 
 def parse_json(text):

@@ -10,6 +10,7 @@ A directory is written under a temporary name, synced, then renamed: one with it
 complete. No file here can run code when it is read: tensors are safetensors, the rest is JSON.
 """
 
+import hashlib
 import math
 import os
 import re
@@ -35,7 +36,8 @@ from plaingpt.system.files import (
     is_number,
     is_text,
     open_regular,
-    read_json,
+    parse_json,
+    read_bounded,
     sha256_of,
     utf8_name,
 )
@@ -74,21 +76,18 @@ class Checkpoint:
 
     def load_model(self, device='cpu', **changes):
         """The model it holds, on `device`; `changes` to its GPTConfig, such as dropout=0.0."""
-        self.verify(['model'])
+        shapes = self._verified_shapes('model')
         config = GPTConfig(**{**self.state['model'], **changes})
-        check_held(config, self._shapes('model'), self.path)
+        check_held(config, shapes, self.path)
         model = GPT(config)
-        self._copy_weights(model)
+        self.load_weights(model, shapes)
         return model.to(device)
 
-    def load_weights(self, model):
-        """Copy the weights into `model`. Raises UserError where they are damaged or misfit."""
-        self.verify(['model'])
-        self._copy_weights(model)
-
     @torch.no_grad()
-    def _copy_weights(self, model):
-        wanted, shapes = dict(model.named_parameters()), self._shapes('model')
+    def load_weights(self, model, shapes=None):
+        """Copy the weights into `model`. Raises UserError where they are damaged or misfit.
+        shapes: of _verified_shapes, where that was called already"""
+        wanted, shapes = dict(model.named_parameters()), shapes or self._verified_shapes('model')
         for name in [*wanted, *shapes]:
             if name not in wanted or shapes.get(name) != wanted[name].shape:
                 raise UserError(f'{self.path}: {name!r} there does not fit this model: it holds '
@@ -104,9 +103,8 @@ class Checkpoint:
         Learning rate, betas and decay stay as they are: only what the optimizer remembers of past
         steps comes back, tensor by tensor and straight to where it belongs.
         """
-        self.verify(['optimizer'])
         parameters = dict(model.named_parameters())
-        shapes = self._shapes('optimizer')
+        shapes = self._verified_shapes('optimizer')
         for entry, shape in shapes.items():
             name, _, key = entry.partition('/')
             # what torch's optimizers remember; one of your own may remember other things
@@ -156,9 +154,11 @@ class Checkpoint:
             except (OSError, SafetensorError) as e:
                 raise UserError(f'{self.path / chunk["name"]} cannot be read: {e}') from None
 
-    def _shapes(self, kind):
+    def _verified_shapes(self, kind):
         """{name: shape} of all tensors of a kind, from the heads of the files. Raises UserError
-        where the parts of one are not the whole of it, or no numbers that are expected."""
+        where a file is damaged, the parts of a tensor are not the whole of it, or its numbers are
+        of another type than expected."""
+        self.verify([kind])
         whole, parts = {}, {}
         for name, rows, file, key in self._parts(kind):
             header = file.get_slice(key)
@@ -247,6 +247,11 @@ def iteration_of(path):
     return int(path.name.removeprefix('iter-'))
 
 
+def without_advice(problem):
+    """The message of a UserError up to what to use instead, where that is done already."""
+    return re.split('[:;] use ', str(problem))[0]
+
+
 def readable(out_dir, tell=lambda problem: None):
     """The checkpoints of a run whose state.json is intact, oldest first; `tell` hears of others."""
     found = []
@@ -254,7 +259,7 @@ def readable(out_dir, tell=lambda problem: None):
         try:
             found.append(open_checkpoint(path))
         except UserError as problem:
-            tell(re.split('[:;] use ', str(problem))[0])
+            tell(without_advice(problem))
     return found
 
 
@@ -262,9 +267,11 @@ def open_checkpoint(path):
     """Read one directory's state.json. Raises UserError."""
     try:
         with open_regular(path / 'state.json.sha256') as f:
-            if sha256_of(path / 'state.json') not in f.read(200).decode().split():
-                raise ValueError('its checksum is not what was written')
-        state = read_json(path / 'state.json')
+            checksums = f.read(200).decode().split()
+        text = read_bounded(path / 'state.json')
+        if hashlib.sha256(text).hexdigest() not in checksums:
+            raise ValueError('its checksum is not what was written')
+        state = parse_json(text)
         check_keys(state, {'format_version': is_count, 'model': is_dict})
         what = f'format version {state["format_version"]}'
         if state['format_version'] == FORMAT_VERSION:
@@ -347,11 +354,11 @@ def find(out_dir, which='latest'):
     if which == 'best':
         found = readable(out_dir, warn)
         return best_of(found or [open_checkpoint(paths[-1])])
-    numbers = [iteration_of(path) for path in paths]
-    if str(which).isdecimal() and int(which) in numbers:
-        return open_checkpoint(paths[numbers.index(int(which))])
-    moved = sorted(Path(out_dir).glob(f'old-*/checkpoints/iter-{int(which):08d}')) \
-        if str(which).isdecimal() else []
+    numbers, moved = [iteration_of(path) for path in paths], []
+    if str(which).isdecimal():
+        if int(which) in numbers:
+            return open_checkpoint(paths[numbers.index(int(which))])
+        moved = sorted(Path(out_dir).glob(f'old-*/checkpoints/iter-{int(which):08d}'))
     raise UserError(f'--checkpoint={which}: {out_dir} has latest, best and '
                     f'{", ".join(map(str, numbers))}'
                     + (f'; it was moved to {moved[-1]}' if moved else ''))
@@ -383,5 +390,5 @@ def newest_valid(out_dir):
         except AnotherVersion:
             raise
         except UserError as problem:
-            problems.append(re.split('[:;] use ', str(problem))[0])
+            problems.append(without_advice(problem))
     return None, problems

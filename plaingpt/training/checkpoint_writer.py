@@ -64,7 +64,8 @@ class Saver:
             problem = self._together(self.before_first, on_rank_0=True)
             self.failed = problem is not None
             if self.failed:
-                self._warn(state, problem, 'training continues')
+                self._warn(f'the checkpoint of iteration {state["iter_num"]} could not be written '
+                           f'({problem}): training continues')
                 return
             self.before_first = None
         state = {'format_version': FORMAT_VERSION, **state, 'model': asdict(model.config)}
@@ -93,9 +94,9 @@ class Saver:
         """Change entries of the checkpoint of state['iter_num'], which is complete."""
         path = self._path(state['iter_num'])
         problem = self._together(lambda: replace_entries(path, state), on_rank_0=True)
-        if problem and self.rank == 0:
-            warn(f'{path}/state.json could not be written ({problem}): it does not tell of its '
-                 'evaluation')
+        if problem:
+            self._warn(f'{path}/state.json could not be written ({problem}): it does not tell of '
+                       'its evaluation')
 
     def _path(self, iter_num):
         return self.out_dir / 'checkpoints' / f'iter-{iter_num:08d}'
@@ -107,18 +108,19 @@ class Saver:
             if problem is None:
                 self.failed = False
                 problem = self._together(lambda: prune(self.out_dir, self.keep), on_rank_0=True)
-                if problem and self.rank == 0:
-                    warn(f'an earlier checkpoint could not be removed ({problem}): '
-                         'remove it yourself, or the disk fills')
+                if problem:
+                    self._warn(f'an earlier checkpoint could not be removed ({problem}): '
+                               'remove it yourself, or the disk fills')
                 return
             if self.rank == 0:
                 clean_up(self.out_dir)  # or the remains would fill a full disk further
-            self._warn(state, problem, what_now)
+            self._warn(f'the checkpoint of iteration {state["iter_num"]} could not be written '
+                       f'({problem}): {what_now}')
 
-    def _warn(self, state, problem, what_now):
+    def _warn(self, line):
+        """Warn once for all processes."""
         if self.rank == 0:
-            warn(f'the checkpoint of iteration {state["iter_num"]} could not be written '
-                 f'({problem}): {what_now}')
+            warn(line)
 
     def _try(self, mine, state, rng):
         """One attempt to write it → None, or what went wrong; the same on all processes."""

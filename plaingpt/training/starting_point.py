@@ -101,7 +101,8 @@ def find_resumed(config, group):
     if launched_world().is_main:
         if not config.eval_only:
             clean_up(config.out_dir)
-        if config.init_from == 'resume' and not checkpoints.checkpoint_paths(config.out_dir):
+        paths = checkpoints.checkpoint_paths(config.out_dir)
+        if config.init_from == 'resume' and not paths:
             others = checkpoints.other_weights(config.out_dir, f'starts a run from its {ANEW}')
             raise UserError(f'{config.out_dir}: no checkpoint there to resume from; ' + (
                 others or 'start with --init_from=scratch or auto, or name the right --out_dir'))
@@ -115,7 +116,7 @@ def find_resumed(config, group):
                     'give --init_from=scratch, which keeps them in a folder beside']))
             for problem in damaged:
                 print0(f'warning: skipped a checkpoint: {problem}')
-        elif checkpoints.checkpoint_paths(config.out_dir) or config.checkpoint != 'best':
+        elif paths or config.checkpoint != 'best':
             found = checkpoints.find(config.out_dir, config.checkpoint)
         path = found.path if found else None
         if not found and Path(config.out_dir, 'metrics.jsonl').exists():

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 from helpers import fails, run
+from hostile_models import Call
 from safetensors.torch import load_file, save_file
 
 import evaluate
@@ -425,8 +426,7 @@ def test_a_shape_that_no_file_holds_is_refused_before_anything_is_built(tmp_path
     export.write_hf(tmp_path, GPT(GPTConfig(16, 65, 1, 1, 8)), tokenizers.ByteTokenizer(), '')
     config = json.loads((tmp_path / 'config.json').read_text())
     (tmp_path / 'config.json').write_text(json.dumps({**config, key: value, 'n_inner': None}))
-    if (key, value) != ('n_head', 1.0):
-        refused(tmp_path)
+    assert str(tmp_path) in refused(tmp_path)
 
 
 @pytest.mark.parametrize('positions', [2**21, 2**30, 2**62])
@@ -437,16 +437,6 @@ def test_positions_that_no_tensor_vouches_for_have_a_bound(tmp_path, positions):
     config['max_position_embeddings'] = positions
     (tmp_path / 'config.json').write_text(json.dumps(config))
     assert 'max_position_embeddings' in refused(tmp_path) or 'block_size' in refused(tmp_path)
-
-
-class Call:
-    """A pickle that calls a function."""
-
-    def __init__(self, function, *arguments):
-        self.call = function, arguments
-
-    def __reduce__(self):
-        return self.call
 
 
 def in_a_tuple(value, times):

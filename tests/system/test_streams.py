@@ -12,8 +12,8 @@ import unicodedata
 
 import pytest
 import torture_streams
-from helpers import ROOT, fails, run
-from torture_streams import finish, start
+from helpers import ROOT, exit_code, fails, run
+from torture_streams import start
 
 import export
 import sample
@@ -28,7 +28,8 @@ HOSTILE = 'a\x1b]0;title\x07b\rc\x9b31m\u202ed'
 
 @pytest.mark.slow
 def test_a_short_torture_loses_nothing():
-    run('tools/torture_streams.py', '--rounds=4', '--disks=1', '--seed=3')
+    out = run('tools/torture_streams.py', '--rounds=4', '--disks=1', '--seed=3')
+    assert 'nothing was lost' in out and '4 commands with bad streams, 0 failed' in out
 
 
 def test_what_is_printable_holds_no_control_character_but_tab_and_line_end():
@@ -56,7 +57,7 @@ def read_terminal(main, *argv):
             break
         seen += piece
     os.close(master)
-    return finish(pid), seen.decode().replace('\r\n', '\n')
+    return exit_code(pid), seen.decode().replace('\r\n', '\n')
 
 
 def test_a_terminal_gets_no_control_character_of_text_names_and_warnings(tmp_path):
@@ -80,7 +81,7 @@ def test_texts_in_a_file_are_as_the_model_wrote_them(tmp_path):
 
     for argv, expected in (([], printable(HOSTILE)), (['verbatim'], HOSTILE)):
         log = tmp_path / f'log-{len(argv)}'
-        assert finish(start(main, argv, log)) == 0
+        assert exit_code(start(main, argv, log)) == 0
         assert log.read_bytes().decode() == expected + '\n'
 
 
@@ -120,7 +121,7 @@ def test_a_row_that_does_not_fit_leaves_no_half_of_itself(tmp_path):
         for number in (1, 2, 33333333333333333333333333333333333, 4):
             append_line(tmp_path / 'rows', {'number': number})
 
-    assert finish(start(main, [], tmp_path / 'log')) == 0
+    assert exit_code(start(main, [], tmp_path / 'log')) == 0
     assert (tmp_path / 'rows').read_text() == ''.join(f'{{"number": {n}}}\n' for n in (1, 2, 4))
     assert 'a line of ' in (tmp_path / 'log').read_text()
 
@@ -138,7 +139,7 @@ def test_what_the_system_refuses_is_one_line_that_names_the_file(trained, tmp_pa
             main(argv)
 
         reader, writer = os.pipe()  # which has no limit
-        assert finish(start(limited, argv, f'/dev/fd/{writer}')) == 2
+        assert exit_code(start(limited, argv, f'/dev/fd/{writer}')) == 2
         os.close(writer)
         error = os.read(reader, 10_000).decode().splitlines()[-1]
         os.close(reader)
@@ -161,7 +162,7 @@ def test_a_thread_that_the_system_refuses_something_gets_a_line(tmp_path):
         thread.start()
         thread.join()
 
-    assert finish(start(main, [], tmp_path / 'log')) == 0
+    assert exit_code(start(main, [], tmp_path / 'log')) == 0
     assert (tmp_path / 'log').read_text() == (
         'warning: No space left on device: make room and start again\n')
 
@@ -181,6 +182,6 @@ def test_nothing_that_a_report_raises_changes_how_a_run_ends(tiny, tmp_path, cap
 def test_a_run_of_any_name_is_reported_and_resumed(tiny, tmp_path):
     out, log = tmp_path / 'cost$5_$6 no-utf8-\udcff\x1b[2J', tmp_path / 'log'
     for argv in (['--max_iters=1'], ['--max_iters=2', '--init_from=resume', '--report=True']):
-        assert finish(start(train.main, [*tiny, f'--out_dir={out}', *argv], log)) == 0
+        assert exit_code(start(train.main, [*tiny, f'--out_dir={out}', *argv], log)) == 0
     assert (out / 'loss.png').exists() and 'warning' not in log.read_text()
     assert (out / 'report.md').read_text().startswith(f'# {printable(out.name)}\n')

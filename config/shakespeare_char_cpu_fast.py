@@ -15,7 +15,6 @@ mlp = 'relu2'
 tied_head = False
 zero_init = True
 dropout = 0.0  # the text is seen once and a half: nothing to overfit
-dtype = 'bfloat16'  # on a CPU without it in hardware: float32
 
 # 16 sequences · 128 characters = 2,048 characters a step: Muon makes more of a larger batch, and
 # each of its steps costs the same

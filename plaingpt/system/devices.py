@@ -61,6 +61,8 @@ def cpu_has_bfloat16():
 
 def choose_dtype(wanted, device, n_embd):
     """'auto' or a name in `DTYPES` → (name, why): the precision that autocast computes in."""
+    if wanted == 'bfloat16' and device.type == 'cpu' and not cpu_has_bfloat16():
+        return wanted, 'as asked, but this CPU has none in hardware: float32 is many times as fast'
     if wanted != 'auto':
         return wanted, 'as asked'
     if device.type == 'cuda':

@@ -61,6 +61,18 @@ def test_a_cpu_computes_in_bfloat16_where_that_gains(monkeypatch, has_bfloat16, 
     assert choose_dtype('auto', CPU, n_embd)[0] == expected
 
 
+@pytest.mark.parametrize('path', sorted(ROOT.glob('config/*_cpu*.py')) + [ROOT / 'config/tiny.py'])
+def test_a_recipe_for_cpus_asks_for_no_dtype_that_many_cpus_lack(path):
+    assert 'dtype' not in path.read_text(encoding='utf-8')
+
+
+@pytest.mark.parametrize('has_bfloat16', [True, False])
+def test_bfloat16_without_hardware_for_it_is_said_to_be_slow(monkeypatch, has_bfloat16):
+    monkeypatch.setattr('plaingpt.system.devices.cpu_has_bfloat16', lambda: has_bfloat16)
+    dtype, why = choose_dtype('bfloat16', CPU, 384)
+    assert dtype == 'bfloat16' and ('many times as fast' in why) == (not has_bfloat16)
+
+
 @pytest.mark.parametrize(('in_hardware', 'expected'), [(True, 'bfloat16'), (False, 'float16')])
 def test_a_gpu_without_bfloat16_computes_in_float16(monkeypatch, in_hardware, expected):
     monkeypatch.setattr(torch.cuda, 'is_bf16_supported', lambda including_emulation: in_hardware)

@@ -1,6 +1,5 @@
-# The quickstart for a model that other programs can open: the same data, steps and optimizer, in the
-# shape of Qwen3, so that export.py writes it for Hugging Face's transformers. It learns a bit less
-# in the same number of steps: see docs/training.md.
+# The quickstart for a model that other programs can open: the same data, steps and optimizer, in
+# the shape of Qwen3, so that export.py writes it for Hugging Face's transformers.
 #   python train.py config/quickstart_qwen3.py
 #   python export.py --out_dir=out-quickstart-qwen3 --dest=python-gpt
 

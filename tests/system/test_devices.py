@@ -61,7 +61,7 @@ def test_a_cpu_computes_in_bfloat16_where_that_gains(monkeypatch, has_bfloat16, 
     assert choose_dtype('auto', CPU, n_embd)[0] == expected
 
 
-@pytest.mark.parametrize('path', sorted(ROOT.glob('config/*_cpu*.py')) + [ROOT / 'config/tiny.py'])
+@pytest.mark.parametrize('path', [*sorted(ROOT.glob('config/*_cpu*.py')), ROOT / 'config/tiny.py'])
 def test_a_recipe_for_cpus_asks_for_no_dtype_that_many_cpus_lack(path):
     assert 'dtype' not in path.read_text(encoding='utf-8')
 

@@ -16,24 +16,16 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 from plaingpt.system import cpu_kernels
-from plaingpt.system.cpu_kernels import Dropout
+from plaingpt.system.cpu_kernels import Dropout, short_conv
 from plaingpt.system.cross_entropy import chunked_cross_entropy, soft_capped
 from plaingpt.system.recompute import recomputed
 
 VOCAB_MULTIPLE = 128  # matmuls are fast when their sizes divide by powers of two
 
-# -----------------------------------------------------------------------------
-# the MLP's activations
-
 
 def gelu(x):
     """GPT-2 was trained with the approximation by tanh (Hendrycks and Gimpel 2016)."""
     return F.gelu(x, approximate='tanh')
-
-
-def gelu_erf(x):
-    """GELU as it is defined, and as nanoGPT has it; on a CPU several times as fast."""
-    return F.gelu(x)
 
 
 def relu2(x):
@@ -47,7 +39,8 @@ def swiglu(x):
     return F.silu(gate) * up
 
 
-ACTIVATIONS = {'gelu': gelu, 'gelu_erf': gelu_erf, 'relu2': relu2, 'swiglu': swiglu}
+# gelu_erf is GELU as it is defined, and as nanoGPT has it; on a CPU several times as fast.
+ACTIVATIONS = {'gelu': gelu, 'gelu_erf': F.gelu, 'relu2': relu2, 'swiglu': swiglu}
 
 
 # -----------------------------------------------------------------------------
@@ -71,6 +64,7 @@ class GPTConfig:
     rmsnorm: bool = False  # RMSNorm instead of LayerNorm (Zhang and Sennrich 2019)
     qk_norm: bool = False  # normalise queries and keys (Dehghani et al. 2023, section 2)
     mlp: Literal[*ACTIVATIONS] = 'gelu'  # the MLP's activation
+    conv: int = 0  # before an MLP, mix each token with the conv - 1 before it (So 2021); 0: no
     tied_head: bool = True  # the head's weight is the embedding's (Press and Wolf 2017)
     logit_softcap: float = 0.0  # keep logits within ± this (Gemma 2, 2024, section 2); 0 for no cap
     zero_init: bool = False  # output projections begin at zero: branches add nothing at first
@@ -88,10 +82,6 @@ class GPTConfig:
         """Hidden units of an MLP. SwiGLU has two matrices into them, so fewer cost the same."""
         return 4 * self.n_embd if self.mlp != 'swiglu' else math.ceil(8 * self.n_embd / 3 / 32) * 32
 
-    @property
-    def c_fc_width(self):
-        return 2 * self.mlp_width if self.mlp == 'swiglu' else self.mlp_width
-
     def problems(self):
         """Fields that contradict each other, a line each."""
         if self.n_embd % self.n_head:
@@ -99,6 +89,8 @@ class GPTConfig:
         if self.rotary and self.n_embd // self.n_head % 2:
             return ['rotary=True turns pairs of channels, but n_embd / n_head = '
                     f'{self.n_embd // self.n_head} is odd']
+        if self.conv < 0 or self.conv == 1:
+            return [f'conv={self.conv}: tokens to mix are 2 or more, or 0 for none']
         return []
 
 
@@ -167,10 +159,26 @@ class CausalSelfAttention(nn.Module):
         return self.resid_dropout(self.c_proj(y))
 
 
+class ShortConv(nn.Module):
+    """Adds to each token a sum of itself and the K - 1 before it, weighted channel by channel: a
+    causal, depthwise convolution (So et al. 2021, "Primer"; Allen-Zhu 2025, "Canon layers")."""
+
+    def __init__(self, config):
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(config.conv, config.n_embd))
+
+    def forward(self, x, cache=None):
+        if cache is None:
+            return short_conv(x, self.weight)
+        longer = cache.with_earlier(x, len(self.weight) - 1)  # (B, K - 1 + T, C)
+        return short_conv(longer, self.weight)[:, -x.size(1):]
+
+
 class MLP(nn.Module):
     def __init__(self, config):
         super().__init__()
-        self.c_fc = nn.Linear(config.n_embd, config.c_fc_width, bias=config.bias)
+        into = config.mlp_width * (2 if config.mlp == 'swiglu' else 1)
+        self.c_fc = nn.Linear(config.n_embd, into, bias=config.bias)
         self.activation = ACTIVATIONS[config.mlp]
         self.c_proj = nn.Linear(config.mlp_width, config.n_embd, bias=config.bias)
         self.dropout = Dropout(config.dropout)
@@ -185,11 +193,13 @@ class Block(nn.Module):
         self.ln_1 = norm(config, config.n_embd)
         self.attn = CausalSelfAttention(config)
         self.ln_2 = norm(config, config.n_embd)
+        self.conv = ShortConv(config) if config.conv else None
         self.mlp = MLP(config)
 
     def forward(self, x, rotary=None, cache=None):
         x = x + self.attn(self.ln_1(x), rotary, cache)
-        x = x + self.mlp(self.ln_2(x))
+        h = self.ln_2(x)
+        x = x + self.mlp(h if self.conv is None else self.conv(h, cache))
         return x
 
 
@@ -214,9 +224,9 @@ class GPT(nn.Module):
         if config.tied_head:
             self.lm_head.weight = self.transformer.wte.weight
         if config.rotary:
-            table = rotary_table(config.block_size, config.n_embd // config.n_head)
-            for name, values in zip(('cos', 'sin'), table, strict=True):
-                self.register_buffer(name, values, persistent=False)  # (block_size, D)
+            cos, sin = rotary_table(config.block_size, config.n_embd // config.n_head)
+            self.register_buffer('cos', cos, persistent=False)  # (block_size, D)
+            self.register_buffer('sin', sin, persistent=False)
         # How to compute, which is no part of the shape: a run may change it at any time.
         self.loss_chunk_tokens = 0  # with targets, logits of so many tokens exist at once; 0: all
         self.activation_checkpointing = 'none'  # or 'selective', 'full'
@@ -224,17 +234,17 @@ class GPT(nn.Module):
 
     @torch.no_grad()
     def init_weights(self):
-        """All weights from N(0, 0.02²), those that end a residual branch from N(0, 0.02²/2L).
-
-        With zero_init the latter are 0, and so is an untied head: the model begins as a lookup of
-        embeddings, all tokens equally likely, and each branch grows as far as it helps."""
+        """All weights from N(0, 0.02²), those that end a residual branch from N(0, 0.02²/2L). With
+        zero_init the latter are 0, and so is an untied head: at first all tokens are equally
+        likely, and each branch grows as far as it helps. Short convolutions begin at 0 too."""
         config = self.config
+        zeros = ('conv.weight', *(['c_proj.weight', 'lm_head.weight'] if config.zero_init else []))
         for name, p in self.named_parameters():
             # Each of the 2L branches adds its variance to the residual stream (GPT-2, §2.3).
             branch_end = name.endswith('c_proj.weight')
             if p.dim() == 1:
                 nn.init.constant_(p, 1.0 if name.endswith('weight') else 0.0)  # norms, biases
-            elif config.zero_init and (branch_end or name == 'lm_head.weight'):
+            elif name.endswith(zeros):
                 nn.init.zeros_(p)
             else:
                 nn.init.normal_(p, std=0.02 / math.sqrt(2 * config.n_layer if branch_end else 1))
@@ -253,25 +263,22 @@ class GPT(nn.Module):
             return None, chunked_cross_entropy(x.flatten(0, 1), weight, targets.flatten(),
                                                self.loss_chunk_tokens, self.config.logit_softcap)
         logits = self.logits(x)  # (B, T, V)
-        if targets is None:
-            return logits, None
-        return logits, F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-1)
+        return logits, None if targets is None else F.cross_entropy(
+            logits.flatten(0, 1), targets.flatten(), ignore_index=-1)
 
     def hidden(self, idx, cache=None):
         """idx (B, T) → what the head reads the next token from, (B, T, C).
 
         cache: of plaingpt/inference/generation.py, with the tokens before these; these are added
         """
-        T = idx.size(1)
-        assert self.config.block_size >= T, f'{T} tokens > block_size {self.config.block_size}'
-        positions = slice(T) if cache is None else cache.positions
+        assert idx.size(1) <= self.config.block_size, f'more than {self.config.block_size} tokens'
+        positions = slice(idx.size(1)) if cache is None else cache.positions
         layers = [None] * len(self.transformer.h) if cache is None else cache.layers
         x = self.transformer.wte(idx)  # (B, T, C)
-        rotary = None
+        rotary = None  # or 2 × (1, T, D), or (B, 1, T, D) where a batch's positions differ
         if self.config.learned_positions:
             x = x + self.transformer.wpe.weight[positions]  # (B, T, C) + (T, C)
         if self.config.rotary:
-            # 2 × (1, T, D), or (B, 1, T, D) where a batch's positions differ
             rotary = self.cos[positions].unsqueeze(-3), self.sin[positions].unsqueeze(-3)
         x = self.transformer.drop(x)
         for block, layer in zip(self.transformer.h, layers, strict=True):
@@ -296,11 +303,8 @@ class GPT(nn.Module):
         """FLOPs to train on one token, forward and backward (PaLM, appendix B): 6 for each weight
         in a matmul and 12·L·C·T for attention. Looking up an embedding is no matmul."""
         c = self.config
-        matmul_weights = self.num_parameters()
-        if c.learned_positions:
-            matmul_weights -= self.transformer.wpe.weight.numel()
-        if not c.tied_head:
-            matmul_weights -= c.vocab_size * c.n_embd
+        looked_up = c.block_size * c.learned_positions + c.vocab_size * (not c.tied_head)  # rows
+        matmul_weights = self.num_parameters() - looked_up * c.n_embd
         return 6 * matmul_weights + 12 * c.n_layer * c.n_embd * c.block_size
 
     def crop_block_size(self, block_size):
@@ -308,9 +312,8 @@ class GPT(nn.Module):
         assert block_size <= self.config.block_size
         self.config = replace(self.config, block_size=block_size)
         if self.config.learned_positions:
-            wpe = self.transformer.wpe
-            wpe.num_embeddings = block_size
-            wpe.weight = nn.Parameter(wpe.weight[:block_size].detach())
+            kept = self.transformer.wpe.weight[:block_size].detach()
+            self.transformer.wpe = nn.Embedding.from_pretrained(kept, freeze=False)
 
     @classmethod
     def from_pretrained(cls, source, dropout=0.0):
@@ -321,9 +324,7 @@ class GPT(nn.Module):
 
     def generate(self, idx, max_new_tokens, temperature=1.0, top_k=None, **sampling):
         """Append `max_new_tokens` sampled tokens to idx (B, T) → (B, T + max_new_tokens).
-
-        sampling: top_p, min_p, repetition_penalty, end_of_text … of generation.generate
-        """
+        sampling: top_p, min_p, repetition_penalty, end_of_text … of generation.generate"""
         from plaingpt.inference.generation import generate_batch
         return generate_batch(self, idx, max_new_tokens, temperature=temperature, top_k=top_k,
                               **sampling)

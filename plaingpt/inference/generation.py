@@ -144,6 +144,7 @@ class LayerCache:
     def __init__(self, cache):
         self.cache = cache
         self.keys = self.values = None  # (B, H, columns, D)
+        self.earlier = None  # (B, n, C): what a short convolution read of the last tokens
 
     @property
     def columns(self):
@@ -160,3 +161,14 @@ class LayerCache:
         self.keys[:, :, cache.new] = k
         self.values[:, :, cache.new] = v
         return self.keys[:, :, cache.filled], self.values[:, :, cache.filled], cache.mask
+
+    def with_earlier(self, x, n):
+        """x (B, T, C) of the new tokens → it behind that of the n tokens before, (B, n + T, C).
+        Before the first token, and in padding, there are zeros."""
+        if self.cache.padding is not None:
+            x = x.masked_fill((self.columns < self.cache.padding)[..., None], 0.0)
+        if self.earlier is None:
+            self.earlier = x.new_zeros(x.size(0), n, x.size(2))
+        x = torch.cat((self.earlier, x), dim=1)
+        self.earlier.copy_(x[:, -n:])
+        return x

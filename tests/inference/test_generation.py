@@ -13,9 +13,10 @@ SMALL = dict(block_size=16, vocab_size=65, n_layer=2, n_head=4, n_embd=32)
 KINDS = {
     'gpt2': {},
     'modern': dict(rotary=True, rmsnorm=True, qk_norm=True, mlp='swiglu', tied_head=False,
-                   logit_softcap=15.0, bias=False),
+                   logit_softcap=15.0, bias=False, conv=4),
     'rotary': dict(rotary=True, mlp='relu2'),
     'odd sequence': dict(block_size=7),
+    'short convolution': dict(conv=3, block_size=7),
 }
 CPU = torch.device('cpu')
 

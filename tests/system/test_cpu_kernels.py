@@ -65,3 +65,23 @@ def test_torch_compile_takes_attention_as_it_is(dropout):
     y = compiled(q, k, v, dropout)
     torch.manual_seed(0)
     torch.testing.assert_close(y, cpu.attention(q, k, v, dropout))
+
+
+@pytest.mark.parametrize('T', [1, 2, 7])  # shorter than the window, and longer
+def test_a_short_convolution_is_torchs_depthwise_one(T):
+    torch.manual_seed(0)
+    x = torch.randn(2, T, 5, dtype=torch.double, requires_grad=True)
+    weight = torch.randn(4, 5, dtype=torch.double, requires_grad=True)
+    theirs = F.conv1d(x.mT, weight.flip(0).T[:, None], padding=3, groups=5)[..., :T].mT
+    torch.testing.assert_close(cpu.short_conv(x, weight), x + theirs)
+    assert torch.autograd.gradcheck(cpu.short_conv, (x, weight))
+
+
+def test_a_compiled_short_convolution_is_the_eager_one():
+    x, weight = torch.randn(2, 7, 5, requires_grad=True), torch.randn(4, 5, requires_grad=True)
+    compiled = torch.compile(cpu.short_conv, backend='aot_eager', fullgraph=True)
+    found = []
+    for function in (cpu.short_conv, compiled):
+        y = function(x, weight)
+        found.append((y, *torch.autograd.grad(y.square().sum(), (x, weight))))
+    torch.testing.assert_close(found[0], found[1])

@@ -173,7 +173,7 @@ def train(run):
             # step
             lr = get_lr(progress.iter_num, config)
             for param_group in run.optimizer.param_groups:
-                param_group['lr'] = lr
+                param_group['lr'] = lr * param_group['lr_scale']
             loss = forward_backward(run.train_model, batches, micro_steps, run.scaler, run.context)
             with run.probes.around_update(progress.iter_num + 1, run.scaler):
                 grad_norm = update(run.train_model, run.optimizer, run.scaler, config.grad_clip,

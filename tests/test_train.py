@@ -61,8 +61,8 @@ def test_a_logged_loss_is_the_mean_over_all_micro_batches(tiny, tmp_path):
         assert torch.allclose(x, y, atol=1e-5)
 
 
-NEWER = options(optimizer='muon', rotary=True, rmsnorm=True, qk_norm=True, mlp='relu2',
-                tied_head=False, logit_softcap=15.0, zero_init=True, lr_schedule='wsd')
+NEWER = options(optimizer='normuon', rotary=True, rmsnorm=True, qk_norm=True, mlp='relu2',
+                tied_head=False, logit_softcap=15.0, zero_init=True, lr_schedule='wsd', conv=4)
 
 
 @pytest.mark.parametrize('recipe', [[], NEWER], ids=['gpt2', 'newer'])

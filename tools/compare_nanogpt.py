@@ -139,7 +139,7 @@ class Trainer:
         """→ seconds"""
         started = time.perf_counter()
         for group in self.optimizer.param_groups:
-            group['lr'] = get_lr(it, self.config)
+            group['lr'] = get_lr(it, self.config) * group['lr_scale']
         with self.context:
             loss = self.model(idx, targets)[1]
         loss.backward()

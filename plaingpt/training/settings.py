@@ -57,6 +57,9 @@ class TrainConfig(GPTConfig):
     # optimizer
     optimizer: Literal[*OPTIMIZERS] = 'adamw'  # muon: in blocks, with AdamW for the rest
     learning_rate: float = 6e-4  # the highest; muon takes AdamW's, sgd wants some 100 times it
+    embedding_lr_scale: float = 1.0  # times learning_rate: of the embeddings
+    head_lr_scale: float = 1.0  # of an untied head
+    vector_lr_scale: float = 1.0  # of biases, norms and short convolutions
     max_iters: int = 600000  # updates of the weights
     weight_decay: float = 1e-1  # of matrices and embeddings
     beta1: float = 0.9  # of AdamW: decay of the mean of gradients
@@ -100,7 +103,8 @@ class TrainConfig(GPTConfig):
         found += [f'{key}={getattr(self, key)}: must be at least 1'
                   for key in positive if getattr(self, key) < 1]
         natural = ('max_iters', 'warmup_iters', 'lr_decay_iters', 'learning_rate', 'min_lr',
-                   'weight_decay', 'grad_clip', 'total_batch_size', 'loss_chunk_tokens', 'seed',
+                   'weight_decay', 'grad_clip', 'embedding_lr_scale', 'head_lr_scale',
+                   'vector_lr_scale', 'total_batch_size', 'loss_chunk_tokens', 'seed',
                    'logit_softcap', 'eval_tasks_interval', 'sample_interval', 'health_interval',
                    'sample_tokens', 'patience', 'overfit_batches', 'vocab_size')
         found += [f'{key}={getattr(self, key)}: must not be negative'

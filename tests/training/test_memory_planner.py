@@ -155,8 +155,8 @@ class ThreeStates(torch.optim.Optimizer):
 
 
 def test_an_optimizer_that_is_new_in_the_table_is_planned(monkeypatch):
-    monkeypatch.setitem(OPTIMIZERS, 'three', lambda decayed, plain, model, config, fused:
-                        ThreeStates([decayed, plain], {'lr': config.learning_rate}))
+    monkeypatch.setitem(OPTIMIZERS, 'three', lambda groups, config, fused:
+                        ThreeStates(groups.values(), {}))
     step = replace(settings(8), config=replace(TrainConfig(), optimizer='three'))
     items = predict(CHARACTERS, step).items
     assert items['optimizer states'] == 3 * items['parameters']

@@ -1,5 +1,7 @@
 import math
+from dataclasses import replace
 
+import pytest
 import torch
 
 from model import GPT, GPTConfig
@@ -45,6 +47,36 @@ def test_matrices_of_blocks_get_muon_and_the_rest_adamw():
         keys = {'momentum_buffer'} if '.h.' in name and p.dim() == 2 else \
             {'exp_avg', 'exp_avg_sq', 'step'}
         assert set(optimizer.state[p]) == keys, name
+
+
+@pytest.mark.parametrize('name', optimizers.OPTIMIZERS)
+def test_each_group_follows_its_own_learning_rate(name):
+    scales = {'embedding': 0.5, 'head': 0.0, 'vectors': 2.0}
+    torch.manual_seed(0)
+    model = GPT(replace(SHAPE, tied_head=False, conv=3))
+    optimizer = build_optimizer(model, TrainConfig(optimizer=name, learning_rate=1e-2, **{
+        f'{kind.removesuffix("s")}_lr_scale': scale for kind, scale in scales.items()}), 'cpu')
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    trained(model, optimizer, 1)
+    rates = {id(p): group['lr'] for group in optimizer.param_groups for p in group['params']}
+    for name, p in model.named_parameters():
+        expected = 0.005 if name.endswith(('wte.weight', 'wpe.weight')) else \
+            0.0 if name == 'lm_head.weight' else \
+            0.02 if p.dim() == 1 or name.endswith('conv.weight') else 0.01
+        assert rates[id(p)] == expected, name
+        assert torch.equal(p, before[name]) == (name == 'lm_head.weight'), name
+
+
+def test_normuon_moves_queries_keys_and_values_apart_and_all_rows_alike():
+    model, optimizer = made('normuon', weight_decay=0.0)
+    c_attn = model.transformer.h[0].attn.c_attn.weight  # (3 · 32, 32)
+    before = c_attn.detach().clone()
+    trained(model, optimizer, 1)
+    update = (c_attn.detach() - before) / (1e-2 * 0.2)
+    rows = update.square().mean(1)
+    assert rows.std() < 0.02 * rows.mean()  # after one step the mean of squares is that of the step
+    for part in update.chunk(3):
+        assert math.isclose(part.square().mean(), 1, rel_tol=1e-3)  # an RMS of 0.2 · lr each
 
 
 def test_the_rest_moves_as_with_adamw_alone():
@@ -127,7 +159,7 @@ def test_a_cpu_without_bfloat16_orthogonalizes_in_float32(monkeypatch):
     found = {}
     for has_bfloat16 in (True, False):
         monkeypatch.setattr(optimizers, 'cpu_has_bfloat16', lambda has=has_bfloat16: has)
-        found[has_bfloat16] = optimizers.orthogonalized(matrix)
+        found[has_bfloat16] = optimizers.orthogonalized(matrix[None])
     assert found[True].dtype == torch.bfloat16 and found[False].dtype == torch.float32
     torch.testing.assert_close(found[True].float(), found[False], atol=0.03, rtol=0.1)
 

@@ -268,7 +268,7 @@ def test_a_model_too_large_for_memory_is_one_line_before_it_is_made(tiny, tmp_pa
         GPTConfig(16, 93, 2, 2, 32, bias=False), settings(1, 1, 'float32'))
     free = 2 * parameters + states
     monkeypatch.setattr(starting_point, 'available_memory', lambda device: free - 1)
-    assert 'take 1.' in fails(capsys, monkeypatch, train.main, *tiny)
+    assert 'of memory are free' in fails(capsys, monkeypatch, train.main, *tiny)
     monkeypatch.setattr(starting_point, 'available_memory', lambda device: free)
     train.main([*tiny, '--max_iters=1'])
 

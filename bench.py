@@ -14,6 +14,10 @@ without data, which takes seconds and no memory. --checkpoints saves into a fold
 that is removed again.
 """
 
+if __name__ == '__main__':  # before torch, which takes seconds
+    from plaingpt.system.errors import begin_script
+    begin_script()
+
 import json
 from dataclasses import dataclass
 

@@ -10,6 +10,10 @@ perplexity and bits per byte. hellaswag and lambada are benchmarks, scored as by
 lm-evaluation-harness.
 """
 
+if __name__ == '__main__':  # before torch, which takes seconds
+    from plaingpt.system.errors import begin_script
+    begin_script()
+
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -21,7 +25,7 @@ from plaingpt.system.devices import autocast, choose_device, choose_dtype
 from plaingpt.system.distributed import host_group, launched_world, print0, process_group
 from plaingpt.system.errors import UserError, run_script
 from plaingpt.system.files import write_json
-from plaingpt.system.streams import require_stdout
+from plaingpt.system.streams import require_stdout, status
 from plaingpt.training import checkpoint as checkpoints
 
 TASKS = ('val', 'train', 'text', *scoring.BENCHMARKS)
@@ -100,8 +104,9 @@ def main(argv):
     with process_group(world, device, config.backend):
         group = host_group()
         for task in config.tasks.split(','):
-            results[task], line = score(task, config, model, tokenizer, state,
-                                        autocast(device, dtype), group)
+            with status.doing(f'scoring {task}'):
+                results[task], line = score(task, config, model, tokenizer, state,
+                                            autocast(device, dtype), group)
             print0(line)
     if config.output and world.is_main:
         try:

@@ -6,6 +6,10 @@
     python plot.py out --live
 """
 
+if __name__ == '__main__':  # before torch, which takes seconds
+    from plaingpt.system.errors import begin_script
+    begin_script()
+
 import os
 import time
 from dataclasses import dataclass

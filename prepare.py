@@ -9,6 +9,10 @@
 After a kill, the same command resumes where it was.
 """
 
+if __name__ == '__main__':  # before torch, which takes seconds
+    from plaingpt.system.errors import begin_script
+    begin_script()
+
 import difflib
 import hashlib
 import json

@@ -10,6 +10,10 @@
 Each line of prompts is a JSON object with a `prompt`; the output adds a `text` to each.
 """
 
+if __name__ == '__main__':  # before torch, which takes seconds
+    from plaingpt.system.errors import begin_script
+    begin_script()
+
 import json
 import sys
 from dataclasses import dataclass
@@ -27,7 +31,7 @@ from plaingpt.inference.weight_layout import prepare_for_generation
 from plaingpt.system.devices import choose_compile, choose_device, choose_dtype, use_fast_matmul
 from plaingpt.system.errors import UserError, run_script
 from plaingpt.system.files import naming
-from plaingpt.system.streams import require_stdout
+from plaingpt.system.streams import require_stdout, status
 from plaingpt.training import checkpoint as checkpoints
 
 
@@ -113,7 +117,10 @@ def write_samples(generator, config):
             generator.write([prompt], numbers, config, config.stops(), show)
             print()
             continue
-        for text in generator.write([prompt] * len(numbers), numbers, config, config.stops()):
+        with status.doing(f'writing samples {first + 1} to {first + len(numbers)} of '
+                          f'{config.num_samples}'):
+            texts = generator.write([prompt] * len(numbers), numbers, config, config.stops())
+        for text in texts:
             print(f'---------------\n{start}{text}')
 
 

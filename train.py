@@ -8,13 +8,16 @@ Without a config file this trains GPT-2 124M on OpenWebText. The settings, with 
 in plaingpt/training/settings.py, or: python train.py --help
 """
 
+if __name__ == '__main__':  # before torch, which takes seconds
+    from plaingpt.system.errors import begin_script
+    begin_script()
+
 import sys
 from contextlib import closing, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
-from tqdm import tqdm
 
 from configurator import load_config
 from model import GPT
@@ -38,6 +41,8 @@ from plaingpt.system.distributed import (
 )
 from plaingpt.system.errors import UserError, run_script
 from plaingpt.system.folder_lock import lock_output_dir
+from plaingpt.system.streams import status
+from plaingpt.training import starting_point
 from plaingpt.training.checkpoint_writer import Saver, archive_previous_run, holds_a_run
 from plaingpt.training.memory_planner import explain_out_of_memory
 from plaingpt.training.optimizers import build_optimizer
@@ -45,14 +50,6 @@ from plaingpt.training.probes import Probes
 from plaingpt.training.progress import Progress, restore
 from plaingpt.training.schedules import get_lr
 from plaingpt.training.settings import TrainConfig
-from plaingpt.training.starting_point import (
-    build_model,
-    check_resumed,
-    find_resumed,
-    open_batches,
-    open_data,
-    with_batch_size,
-)
 from plaingpt.training.training_step import StepGuard, forward_backward, update
 
 
@@ -85,6 +82,7 @@ class Run:
 # setup, in the order the data flows
 
 
+@status.doing('setting up')
 def setup(config, world, device, dtype, compile):
     """TrainConfig → Run: data, model, optimizer, where the run stands, where its numbers go."""
     devices.use_fast_matmul()
@@ -94,12 +92,12 @@ def setup(config, world, device, dtype, compile):
     if not config.eval_only:
         check_shared(out_dir, world, group)
 
-    dataset = open_data(config, world)
-    resumed = find_resumed(config, group)
-    changed = resumed and check_resumed(resumed, config, dataset)
-    model = build_model(config, dataset, resumed)
-    config = with_batch_size(config, model.config, dtype, device)
-    train_data, val_data = open_batches(config, dataset, world, device)
+    dataset = starting_point.open_data(config, world)
+    resumed = starting_point.find_resumed(config, group)
+    changed = resumed and starting_point.check_resumed(resumed, config, dataset)
+    model = starting_point.build_model(config, dataset, resumed, device)
+    config = starting_point.with_batch_size(config, model.config, dtype, device)
+    train_data, val_data = starting_point.open_batches(config, dataset, world, device)
 
     optimizer = build_optimizer(model.to(device), config, device.type)
     scaler = torch.amp.GradScaler(device.type, enabled=dtype == 'float16')
@@ -190,7 +188,7 @@ def train(run):
 def evaluate(run):
     """Measure what is due of the losses, benchmarks and a sample, log it, and see whether the loss
     is the best. A signal raises Stopped before any is logged: the resumed run evaluates here."""
-    with run.metrics.paused():
+    with run.metrics.paused('evaluating'):
         losses = run.progress.loss_is_due(run.config) and [
             mean_loss(run.eval_model, loader, run.config.eval_iters, run.context, run.stop)
             for loader in (run.train_data, run.val_data)]
@@ -202,7 +200,7 @@ def mean_loss(model, loader, n_batches, context, stop):
     """Mean loss over fixed sequences of a split, which the processes share. Raises Stopped."""
     model.eval()
     sums = torch.zeros(2, device=loader.device)  # of loss × sequences, of sequences
-    for starts in tqdm(loader.eval_batches(n_batches), 'evaluating', leave=False, disable=None):
+    for starts in status.counted(loader.eval_batches(n_batches)):
         stop.check()
         if not len(starts):
             continue
@@ -225,7 +223,7 @@ def save(run, cut_short=False):
              'sequences': run.train_data.sequences_before(progress.iter_num),
              'elapsed_s': run.metrics.elapsed_s(), 'wandb_id': run.metrics.wandb_id(),
              'scaler': run.scaler.state_dict()}
-    with run.metrics.paused():
+    with run.metrics.paused('saving'):
         if progress.saved_at == progress.iter_num:  # a signal kept it from evaluating then
             run.saver.update(state)
         else:

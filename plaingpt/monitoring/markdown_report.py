@@ -9,10 +9,12 @@ from plaingpt.monitoring.metrics_file import column, read_rows, rows_with
 from plaingpt.monitoring.run_record import read_run, where_it_stands
 from plaingpt.system.files import write_atomically
 from plaingpt.system.formatting import duration, one_line, printable, short
+from plaingpt.system.streams import status
 
 SAMPLES = 5  # texts by the model in a report, evenly spread over the run
 
 
+@status.doing('writing the report')
 def write_report(out_dir, print_line, ended=True):
     """Write out_dir/loss.png and report.md. What cannot be written is said in a line.
 

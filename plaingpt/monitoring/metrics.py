@@ -11,7 +11,6 @@ The backends only copy this file: a resumed run trims it to its checkpoint and s
 """
 
 import math
-import sys
 import time
 from contextlib import contextmanager
 
@@ -20,9 +19,10 @@ from plaingpt.monitoring.metrics_file import finite, read_rows
 from plaingpt.system.devices import device_name, mfu, peak_memory_bytes
 from plaingpt.system.files import append_line
 from plaingpt.system.formatting import duration, one_line, short
+from plaingpt.system.streams import status
 
 MAX_ROWS = 20_000  # kept in memory; beyond it every second row without an evaluation goes
-LIVE_INTERVAL_S = 0.5  # between two updates of the live line
+LIVE_INTERVAL_S = 0.5  # between two updates of a terminal's last line
 
 
 class Metrics:
@@ -47,9 +47,7 @@ class Metrics:
         self.backends, self.quiet = list(backends), quiet
         self.waiting = [] if waits else None  # (path, row)
         self.clock = Clock(elapsed_s)
-        # A live line needs a terminal that is not shared with a file of the same lines.
-        self.live_line = LiveLine(config.max_iters, shown=not quiet and sys.stdout.isatty()
-                                  and sys.stderr.isatty())
+        self.columns, self.shown_at = (), 0.0  # of the last line of a terminal
         self.rows = []
         self.diagnosed = set()  # names of what was printed already
 
@@ -60,6 +58,8 @@ class Metrics:
                 self._remember(row)
                 self._send(row)
             self.diagnosed = {found.name for found in diagnose(self.rows, self.run)}
+        self._show(iter_num, *['compiling'] * bool(self.run.get('compile')))  # until the first step
+        self.shown_at = 0.0
         self.clock.begin_lap(iter_num, self.loader.waited_s)
 
     def append(self, path, row):
@@ -88,13 +88,16 @@ class Metrics:
         return {'iter': iter_num, 'tokens': self.loader.tokens_before(iter_num),
                 'elapsed_s': round(self.elapsed_s(), 3)}
 
-    def paused(self):
-        """A context: time spent in it (evaluating, saving) does not count as step time."""
-        return self.clock.paused()
+    @contextmanager
+    def paused(self, what):
+        """A context: time spent in it does not count as step time, and a terminal shows `what`."""
+        with self.clock.paused(), status.doing(what):
+            yield
 
     def tick(self, iter_num):
-        """Keep a terminal's live line up to date; call it after every step."""
-        self.live_line.update(iter_num)
+        """Show on a terminal where the run stands; call it after every step."""
+        if time.perf_counter() >= self.shown_at + LIVE_INTERVAL_S:
+            self._show(iter_num, *self.columns)
 
     def step(self, iter_num, loss, lr, grad_norm):
         """Log update number `iter_num`. loss and grad_norm may be tensors: reading them waits
@@ -105,11 +108,13 @@ class Metrics:
         utilisation = mfu(self.flops_per_token * tokens_per_s, self.device_name, self.dtype)
         speed = f'{short(tokens_per_s)} tok/s'
         remaining = f'{duration(self.remaining_s(iter_num, step_s))} left'
+        used = [] if self.device.type != 'cuda' else \
+            ['mfu n/a' if utilisation is None else f'mfu {utilisation:.1%}']
+        self.columns = f'loss {loss:.4f}', speed, remaining
+        self._show(iter_num, *self.columns)
         self._print_columns(
             iter_num, f'loss {loss:.4f}', f'lr {lr:.2e}', f'grad {grad_norm:.2f}',
-            f'{step_s * 1e3:.{0 if step_s >= 0.1 else 1}f} ms', speed,
-            'mfu n/a' if utilisation is None else f'mfu {utilisation:.1%}', remaining)
-        self.live_line.columns = (f'loss {loss:.4f}', speed, remaining)
+            f'{step_s * 1e3:.{0 if step_s >= 0.1 else 1}f} ms', speed, *used, remaining)
         scale = {'loss_scale': self.scaler.get_scale()} if self.scaler.is_enabled() else {}
         self._write(iter_num, loss=loss, lr=lr, grad_norm=grad_norm, tokens_per_s=tokens_per_s,
                     mfu=utilisation, peak_memory_bytes=peak_memory_bytes(self.device),
@@ -151,9 +156,8 @@ class Metrics:
         self._write(iter_num, **values)
 
     def print(self, line):
-        """Print a line, from rank 0 only, above the live line."""
+        """Print a line, from rank 0 only."""
         if not self.quiet:
-            self.live_line.clear()
             print(line, flush=True)
 
     def wandb_id(self):
@@ -162,7 +166,7 @@ class Metrics:
 
     def close(self, ended=True):
         """Print what looks wrong and close the backends. ended: the run will not be resumed."""
-        self.live_line.clear()
+        status.show('')
         if self.path:
             self._diagnose(ended)
         for backend in self.backends:
@@ -171,6 +175,13 @@ class Metrics:
             except Exception as e:  # what it lacks is in the file
                 self.print(f'warning: {backend.name} does not end well ({one_line(e)}); '
                            f'{self.path} has all numbers')
+
+    def _show(self, iter_num, *columns):
+        """Where the run stands → the last line of a terminal."""
+        self.shown_at = time.perf_counter()
+        done = round(20 * iter_num / max(1, self.config.max_iters))
+        status.show(f'{iter_num}/{self.config.max_iters} | {"━" * done + "─" * (20 - done)}',
+                    ' | '.join(columns))
 
     def _print_columns(self, iter_num, *columns):
         width = len(str(self.config.max_iters))
@@ -242,24 +253,3 @@ class Clock:
         pause_s = time.perf_counter() - began
         self.lap_began += pause_s
         self.paused_s += pause_s
-
-
-class LiveLine:
-    """The last line of a terminal: how far the run is. It does nothing unless `shown`."""
-
-    def __init__(self, max_iters, shown):
-        self.max_iters, self.shown = max_iters, shown
-        self.columns = ()  # the latest figures, set on logged steps
-        self.updated_at = 0.0
-
-    def update(self, iter_num):
-        if not self.shown or time.perf_counter() < self.updated_at + LIVE_INTERVAL_S:
-            return
-        self.updated_at = time.perf_counter()
-        done = round(20 * iter_num / max(1, self.max_iters))
-        columns = f'{iter_num}/{self.max_iters}', '━' * done + '─' * (20 - done), *self.columns
-        print('\r\x1b[K' + ' | '.join(columns), end='', file=sys.stderr, flush=True)
-
-    def clear(self):
-        if self.shown:
-            print('\r\x1b[K', end='', file=sys.stderr, flush=True)

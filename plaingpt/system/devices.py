@@ -3,6 +3,7 @@
 import base64
 import os
 import platform
+import re
 import sys
 from contextlib import nullcontext, suppress
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import NamedTuple
 import torch
 
 from plaingpt.system.errors import UserError
+from plaingpt.system.formatting import gib
 from plaingpt.system.streams import warn
 
 DTYPES = {'float32': torch.float32, 'bfloat16': torch.bfloat16, 'float16': torch.float16}
@@ -118,12 +120,28 @@ def device_name(device):
     return torch.cuda.get_device_name(device) if device.type == 'cuda' else device.type
 
 
-def free_memory():
-    """Bytes of memory that are free on this machine, or None where the system does not tell."""
+def free_memory(root=Path('/')):
+    """Bytes of memory that programs can still take on this machine, or None where the system does
+    not tell. What only caches files counts as free. root: of the file system"""
     try:
-        return os.sysconf('SC_AVPHYS_PAGES') * os.sysconf('SC_PAGE_SIZE')
+        found = re.search(r'MemAvailable: *(\d+) kB', (root / 'proc/meminfo').read_text())
+        free = int(found[1]) * 1024 if found else \
+            os.sysconf('SC_AVPHYS_PAGES') * os.sysconf('SC_PAGE_SIZE')
     except (ValueError, OSError, AttributeError):
         return None
+    group = root / 'sys/fs/cgroup'  # of a container that has a limit of its own
+    with suppress(OSError, ValueError):  # no such group, or its limit is 'max'
+        limit, used = (int((group / f'memory.{name}').read_text()) for name in ('max', 'current'))
+        cached = re.search(r'^file (\d+)', (group / 'memory.stat').read_text(), re.MULTILINE)
+        free = min(free, max(0, limit - used + int(cached[1])))
+    return free
+
+
+def check_memory(size, free, what):
+    """Raise UserError where `what` takes more than the `free` bytes (None: not known)."""
+    if free is not None and size > free:
+        raise UserError(f'{what} take {gib(size)}, and {gib(free)} of memory are free: choose a '
+                        'smaller model, or a machine with more memory')
 
 
 def peak_memory_bytes(device):

@@ -1,14 +1,15 @@
-"""A mistake that the user can fix, and the one place that turns it into one line."""
+"""How a script begins and ends. A mistake that the user can fix ends it with one line."""
 
 import errno
 import os
+import signal
 import sys
 import threading
 import time
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 from plaingpt.system.formatting import printable
-from plaingpt.system.streams import StdoutError, prepare_streams, warn
+from plaingpt.system.streams import StdoutError, prepare_streams, status, warn
 
 # what to do where the system refuses a file
 FIXES = {
@@ -36,22 +37,47 @@ def needs(package, what):
         raise UserError(f'{what} needs {package}: pip install {package}') from None
 
 
+def begin_script():
+    """Call this before the imports, which take seconds: a terminal says so, and Ctrl-C ends them.
+    run_script follows."""
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # else it is ignored: nohup
+        signal.signal(signal.SIGINT, leave_at_once)
+    prepare_streams()
+    status.start()
+    if not {'--help', '-h'} & set(sys.argv):
+        status.show('loading torch')
+
+
+def leave_at_once(*_):
+    """Ctrl-C while modules are imported. Nothing is open yet, and a KeyboardInterrupt in there ends
+    in whatever the module that is loaded just then makes of it."""
+    with suppress(OSError):
+        os.write(2, b'\r\x1b[Kinterrupted\n' if status.stream else b'interrupted\n')
+    os._exit(130)
+
+
 def run_script(main):
     """Run `main(argv)` → exit code 2, and `error: …` on stderr, for a `UserError` and for what the
     system refuses. What cannot be printed stops no script but one that called `require_stdout`.
     """
     prepare_streams()
+    status.start()
     threading.excepthook = thread_failed
     try:
+        if signal.getsignal(signal.SIGINT) is leave_at_once:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+        status.show('')
         try:
             main(sys.argv[1:])
         finally:
+            status.stop()
             sys.stdout.flush()
     except UserError as problem:
         print_error(str(problem))
         sys.exit(2)
     except KeyboardInterrupt:
-        print('\ninterrupted', file=sys.stderr)
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # a second one must not end in a traceback
+        print('\n' * sys.stderr.isatty() + 'interrupted', file=sys.stderr)  # below the ^C
         sys.exit(130)
     except StdoutError as e:
         if e.errno != errno.EPIPE:  # the reader went away, as in `| head`, and wants no more

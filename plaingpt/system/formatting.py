@@ -40,5 +40,7 @@ def one_line(problem):
 
 
 def gib(size):
-    """1717986918 → '1.60 GiB', less than a tenth of one as MiB."""
+    """1717986918 → '1.60 GiB', less than a tenth of one as MiB, a thousand and more as TiB."""
+    if size >= 1000 * GIB:
+        return f'{size / GIB / 1024:,.2f} TiB'
     return f'{size / GIB:.2f} GiB' if size >= GIB / 10 else f'{size / 2**20:.1f} MiB'

@@ -1,15 +1,19 @@
 """Standard streams that work wherever a script runs: closed or broken ones, a log on a full disk, a
-terminal that lacks a character, text that would command the terminal."""
+terminal that lacks a character, text that would command the terminal. And a terminal's last line,
+which says what a script does now."""
 
 import codecs
 import io
 import os
 import sys
-from contextlib import suppress
+import threading
+import time
+from contextlib import contextmanager, suppress
 
 from plaingpt.system.formatting import printable
 
 PLAIN = {'→': '->', '…': '...', '×': 'x', '±': '+-', '━': '#', '─': '-'}  # in ASCII
+REDRAW_S = 0.1  # between two counts in the status line
 
 
 class StdoutError(Exception):
@@ -49,7 +53,111 @@ class Descriptor(io.RawIOBase):
         return self.raw.isatty()
 
 
-class Printer(io.TextIOWrapper):
+class StatusLine:
+    """The last line of a terminal: where the work stands. What is printed goes above it.
+
+    It is shown where stdout and stderr are both a terminal, by rank 0. Elsewhere this does nothing.
+    """
+
+    def __init__(self):
+        self.stream = None  # the terminal, where the line is shown
+        self.base = self.detail = ''  # what `show` set
+        self.parts = {}  # key → what is done now; the innermost is the last
+        self.drawn = ''
+        self.line_is_taken = False  # by text without a line end, such as a progress bar
+        self.lock = threading.RLock()  # a save in the background may print, too
+
+    def start(self):
+        """Be shown from here on, where there is a terminal."""
+        if sys.stdout.isatty() and sys.stderr.isatty() and os.environ.get('RANK', '0') == '0' \
+                and isinstance(sys.stderr, Stream):
+            self.stream = sys.stderr
+
+    def stop(self):
+        """Leave the terminal without a status line for good."""
+        with self.lock:
+            self.clear()
+            self.stream = None
+
+    def show(self, text, detail=''):
+        """Set what the line begins with, and what it ends with where nothing else is `doing`."""
+        self.base, self.detail = text, detail
+        self.draw()
+
+    @contextmanager
+    def doing(self, what):
+        """A context, or a decorator, in which the line ends with `what`."""
+        key = object()  # a generator that uses this may be closed out of order
+        self.parts[key] = what
+        self.draw()
+        try:
+            yield
+        finally:
+            del self.parts[key]
+            self.draw()
+
+    def counted(self, items):
+        """Yield the items of a sequence; meanwhile the line ends with how many are done."""
+        key, drawn_at = object(), 0.0
+        try:
+            for n, item in enumerate(items):
+                self.parts[key] = f'{n}/{len(items)}'
+                if time.perf_counter() > drawn_at + REDRAW_S:
+                    drawn_at = time.perf_counter()
+                    self.draw()
+                yield item
+        finally:
+            self.parts.pop(key, None)
+
+    def draw(self):
+        if self.stream is None:
+            return
+        with self.lock:
+            if self.line_is_taken:
+                return
+            columns = 0
+            with suppress(OSError):  # the terminal may be gone
+                columns = os.get_terminal_size(self.stream.fileno()).columns
+            # A line that reaches the last column may wrap, and could not be cleared then.
+            now = ': '.join(list(self.parts.values())) or self.detail
+            line = ' | '.join(filter(None, (self.base, now)))[:(columns or 80) - 1]
+            if line != self.drawn:
+                self.stream.write_directly('\r\x1b[K' + line)
+                self.drawn = line
+
+    def clear(self):
+        if self.drawn:
+            self.stream.write_directly('\r\x1b[K')
+            self.drawn = ''
+
+    def print_above(self, write, text):
+        """write(text), to the same terminal."""
+        with self.lock:
+            self.clear()
+            written = write(text)
+            if text:
+                self.line_is_taken = not text.endswith(('\n', '\r'))
+            self.draw()
+            return written
+
+
+status = StatusLine()
+
+
+class Stream(io.TextIOWrapper):
+    """Leaves the last line of a terminal to `status`."""
+
+    def write(self, text):
+        if status.stream is None:
+            return super().write(text)
+        return status.print_above(super().write, text)
+
+    def write_directly(self, text):
+        super().write(text)
+        self.flush()
+
+
+class Printer(Stream):
     """Shows control characters instead of passing them on, unless told to be `verbatim`."""
 
     verbatim = False
@@ -71,7 +179,7 @@ def prepare_streams():
     if sys.stdin is None:
         sys.stdin = open(os.devnull, encoding='utf-8')
     sys.stdout = protected(sys.stdout, Printer)
-    sys.stderr = protected(sys.stderr, io.TextIOWrapper)  # progress bars go back over their line
+    sys.stderr = protected(sys.stderr, Stream)  # progress bars go back over their line
 
 
 def protected(stream, kind):

@@ -41,7 +41,7 @@ from plaingpt.system.files import (
     sha256_of,
     utf8_name,
 )
-from plaingpt.system.streams import warn
+from plaingpt.system.streams import status, warn
 
 FORMAT_VERSION = 1
 # Keys of state.json as an earlier version wrote them → as they are called now.
@@ -191,6 +191,7 @@ class ModelChoice:
     tokenizer: str = 'auto'  # the model's own, or a prepared dataset whose to take
 
 
+@status.doing('loading the model')
 def load(init_from, out_dir='out', which='best', tokenizer='auto'):
     """What to sample from, evaluate or export → (model, tokenizer, where it is from, the run's
     state.json or {} for weights of others).

@@ -6,6 +6,7 @@ from plaingpt.inference.generation import generate
 from plaingpt.inference.scoring import Benchmark, quote_benchmark
 from plaingpt.monitoring.health import Health, not_seen
 from plaingpt.system.errors import UserError
+from plaingpt.system.streams import status
 
 LOOKS = 5  # health checks in a run at least, however short: a curve takes a few points
 
@@ -46,7 +47,7 @@ class Probes:
         """Log the health of update `iter_num`, where it is due."""
         if not self.health.due(iter_num):
             return
-        with self.metrics.paused():
+        with self.metrics.paused('health check'):
             values = self.health.measure()
             self.metrics.health(iter_num, values)
             for line in not_seen(values):
@@ -74,6 +75,7 @@ class Probes:
         if text is not None and progress.sample_is_due(self.config):
             self.metrics.sample(iter_num, text)
 
+    @status.doing('sampling')
     def sample(self, stop):
         """A text by the model as it is now, or None where none is wanted. It ends early where this
         process received a signal."""

@@ -14,7 +14,7 @@ from plaingpt.corpus.batches import BatchLoader, fits_in_ram
 from plaingpt.corpus.dataset import UNFINISHED, dataset_folder, open_dataset
 from plaingpt.inference import scoring
 from plaingpt.inference.pretrained import describe_training, load_pretrained
-from plaingpt.system.devices import free_memory
+from plaingpt.system.devices import check_memory, free_memory
 from plaingpt.system.distributed import (
     all_gather,
     all_reduce_min,
@@ -28,10 +28,12 @@ from plaingpt.system.formatting import gib
 from plaingpt.training import checkpoint as checkpoints
 from plaingpt.training.checkpoint_writer import clean_up
 from plaingpt.training.memory_planner import (
+    DEPTHS,
     advice,
     batch_that_divides,
     one_step,
     predict,
+    shares,
     step_settings,
 )
 from plaingpt.training.settings import TrainConfig
@@ -162,12 +164,14 @@ def check_resumed(resumed, config, dataset):
     return bool(changed)
 
 
-def build_model(config, dataset, resumed):
+def build_model(config, dataset, resumed, device):
     """The model to train, on the CPU: new, pretrained, or as a checkpoint has it."""
     if resumed:
         model = resumed.load_model(dropout=config.dropout)
     elif config.init_from in ('scratch', 'auto'):
-        model = GPT(config.gpt_config(dataset.vocab_size))
+        shape = config.gpt_config(dataset.vocab_size)
+        check_size(shape, config, device)
+        model = GPT(shape)
     else:
         model = load_start(config, dataset)
     model.loss_chunk_tokens = config.loss_chunk_tokens
@@ -175,6 +179,41 @@ def build_model(config, dataset, resumed):
     print0(f'GPT of {model.num_parameters():,} parameters: {model.config.n_layer} layers, '
            f'{model.config.n_head} heads, {model.config.n_embd} channels')
     return model
+
+
+def check_size(shape, config, device):
+    """Raise UserError where a new run keeps more than the memory that is free: parameters and, to
+    train, gradients and what the optimizer remembers. Nothing is made for that."""
+    size = f'n_layer={shape.n_layer}, n_embd={shape.n_embd}: '
+    try:
+        parameters, states = kept_bytes(shape, step_settings(
+            replace(config, batch_size=1), 'float32', device.type))
+    except RuntimeError as e:
+        if 'overflowed' in str(e):
+            raise UserError(f'{size}no memory holds a matrix of '
+                            f'{str(e).partition("sizes=")[2]}') from None
+        return  # a model or an optimizer of your own, which needs data to be made
+    words, needed = f'{size}its parameters', parameters
+    if device.type == 'cuda':  # where it moves when it is made
+        check_memory(parameters, host_memory(), words)
+    if not config.eval_only:
+        words, needed = f'{words}, gradients and optimizer states', 2 * parameters + states
+    check_memory(needed, available_memory(device), words)
+
+
+def kept_bytes(shape, step):
+    """→ (bytes of the parameters, of what the optimizer remembers), from models of two small depths
+    on tensors without data: no size is too large to be asked about."""
+    kept = torch.zeros(2, dtype=torch.float64)
+    for n_layer, share in shares(shape.n_layer, *DEPTHS).items():
+        steps = one_step(replace(shape, n_layer=n_layer), step, torch.device('meta'))
+        _, gpt, optimizer = next(steps)
+        next(steps)  # the optimizer makes its states
+        states = [t for state in optimizer.state.values() for t in state.values()
+                  if isinstance(t, torch.Tensor)]
+        kept += share * torch.tensor([sum(t.nbytes for t in tensors)
+                                      for tensors in (gpt.parameters(), states)])
+    return kept.tolist()
 
 
 def load_start(config, dataset):
@@ -205,16 +244,16 @@ def load_start(config, dataset):
 # batch_size=auto
 
 
-def available_memory(device):
-    """Bytes that this process may take now: what is free on its GPU, or its share of what is free
-    on the machine."""
-    if device.type == 'cuda':
-        return torch.cuda.mem_get_info(device)[0]
+def host_memory():
+    """This process's share of the bytes that are free on the machine; None where it is unknown."""
     free = free_memory()
-    if free is None:
-        raise UserError('batch_size=auto: this system does not tell how much memory is free: say a '
-                        'number')
-    return free // launched_world().local_size
+    return None if free is None else free // launched_world().local_size
+
+
+def available_memory(device):
+    """Bytes that this process may take now, on its GPU or else on the machine; None where that is
+    unknown."""
+    return torch.cuda.mem_get_info(device)[0] if device.type == 'cuda' else host_memory()
 
 
 def fits(shape, step, device):
@@ -248,6 +287,9 @@ def choose_batch_size(shape, config, dtype, device):
     sequences = config.total_batch_size // config.block_size // config.world_size()
     step = step_settings(replace(config, batch_size=1), dtype, device.type)
     available = available_memory(device)
+    if available is None:
+        raise UserError('batch_size=auto: this system does not tell how much memory is free: say a '
+                        'number')
     planned, _ = batch_that_divides(shape, step, available, sequences)
     batch_size = planned = all_reduce_min(planned, device)
     while batch_size and device.type == 'cuda':

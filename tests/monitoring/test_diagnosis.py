@@ -77,13 +77,13 @@ def init_times_10(monkeypatch, tmp_path, data):
 
 
 def layer_frozen(monkeypatch, tmp_path, data):
-    original = train.build_model
+    original = train.starting_point.build_model
 
     def frozen(*arguments):
         model = original(*arguments)
         model.transformer.h[1].requires_grad_(False)
         return model
-    monkeypatch.setattr(train, 'build_model', frozen)
+    monkeypatch.setattr(train.starting_point, 'build_model', frozen)
     return {}
 
 
@@ -108,14 +108,14 @@ def validation_shifted(monkeypatch, tmp_path, data):
 
 
 def float16_overflows(monkeypatch, tmp_path, data):
-    original = train.build_model
+    original = train.starting_point.build_model
 
     def steep(*arguments):
         model = original(*arguments)
         model.transformer.ln_f.register_full_backward_hook(lambda _, inputs, outputs: tuple(
             g if g is None else g * 1e9 for g in inputs))
         return model
-    monkeypatch.setattr(train, 'build_model', steep)
+    monkeypatch.setattr(train.starting_point, 'build_model', steep)
     return dict(dtype='float16', max_iters=60, lr_decay_iters=60)
 
 

@@ -56,18 +56,25 @@ def test_a_step_is_a_line_of_the_documented_keys(metrics, capsys):
     assert 'iter   10 | loss 2.5000 | lr 1.00e-03 | grad 0.70' in capsys.readouterr().out
 
 
-def test_mfu_is_that_of_each_gpu_and_null_where_the_peak_is_not_known(tmp_path, monkeypatch):
-    monkeypatch.setattr('plaingpt.monitoring.metrics.device_name', lambda _: 'NVIDIA A100-SXM4')
-    one, two, single = (new(tmp_path / f'{i}.jsonl', dtype=dtype, world_size=world_size)
-                        for i, (dtype, world_size) in enumerate((
-                            ('bfloat16', 1), ('bfloat16', 2), ('float32', 1))))
-    shares = []
-    for metrics in (one, two, single):
+def test_mfu_is_that_of_each_gpu_and_null_where_the_peak_is_not_known(tmp_path, monkeypatch,
+                                                                      capsys):
+    monkeypatch.setattr('plaingpt.monitoring.metrics.peak_memory_bytes', lambda _: 0)
+    shares, columns = [], []
+    for i, (name, changes) in enumerate([
+            ('NVIDIA A100-SXM4', {}), ('NVIDIA A100-SXM4', {'world_size': 2}),
+            ('NVIDIA A100-SXM4', {'dtype': 'float32'}), ('NVIDIA GB999', {}), ('cpu', {})]):
+        monkeypatch.setattr('plaingpt.monitoring.metrics.device_name', lambda _, name=name: name)
+        metrics = new(tmp_path / f'{i}.jsonl', **{
+            'device': torch.device('cpu' if name == 'cpu' else 'cuda'), 'dtype': 'bfloat16',
+            **changes})
         metrics.begin(0)
         metrics.step(1, 2.5, 1e-3, 0.7)
         (line,) = lines(metrics)
         shares.append(line['mfu'] and line['mfu'] * 312e12 / line['tokens_per_s'] / 10**9)
-    assert shares == [pytest.approx(1.0), pytest.approx(0.5), None]
+        columns += [[part for part in capsys.readouterr().out.split(' | ') if 'mfu' in part]]
+    assert shares == [pytest.approx(1.0), pytest.approx(0.5), None, None, None]
+    assert all(part.endswith('%') for (part,) in columns[:2])
+    assert columns[2:] == [['mfu n/a'], ['mfu n/a'], []]  # on a CPU it cannot be known
 
 
 def test_an_evaluation_is_a_line_of_the_documented_keys(metrics, capsys):
@@ -89,20 +96,11 @@ def test_time_spent_evaluating_is_no_step_time(metrics, monkeypatch):
     monkeypatch.setattr('plaingpt.monitoring.metrics.time.perf_counter', lambda: now[0])
     metrics.begin(0)
     now[0] = 1.0
-    with metrics.paused():
+    with metrics.paused('evaluating'):
         now[0] = 61.0
     now[0] = 62.0
     metrics.step(4, 1.0, 1e-3, 1.0)
     assert lines(metrics)[0]['tokens_per_s'] == pytest.approx(4 * 100 / 2)
-
-
-def test_a_live_line_stays_while_training_goes_on(metrics, capsys):
-    metrics.live_line.shown = True
-    metrics.begin(0)
-    metrics.tick(1)
-    with metrics.paused():
-        pass
-    assert capsys.readouterr().err.endswith('1/1000 | ────────────────────')
 
 
 def row(i):
@@ -151,24 +149,10 @@ def test_the_time_left_counts_the_evaluations_to_come(metrics, monkeypatch):
     now = [0.0]
     monkeypatch.setattr('plaingpt.monitoring.metrics.time.perf_counter', lambda: now[0])
     metrics.begin(0)
-    with metrics.paused():
+    with metrics.paused('evaluating'):
         now[0] += 30.0
         metrics.evaluation(0, 1.0, 1.0, best=True)
     assert metrics.remaining_s(500, step_s=2.0) == 500 * 2 + 5 * 30
-
-
-def test_a_terminal_gets_a_live_line_and_a_file_does_not(metrics, monkeypatch, capsys):
-    metrics.begin(0)
-    metrics.tick(1)
-    assert capsys.readouterr().err == ''
-    metrics.live_line.shown = True
-    metrics.step(10, 2.5, 1e-3, 1.0)
-    metrics.tick(250)
-    captured = capsys.readouterr()
-    assert captured.err.endswith('250/1000 | ━━━━━─────────────── | '
-                                 + ' | '.join(metrics.live_line.columns))
-    metrics.print('a line')
-    assert capsys.readouterr().err == '\r\x1b[K'  # the live line makes room for it
 
 
 def test_rows_in_memory_stay_few_and_evaluations_stay(metrics, monkeypatch):

@@ -9,6 +9,7 @@ from plaingpt.system.devices import (
     choose_compile,
     choose_device,
     choose_dtype,
+    free_memory,
     mfu,
     peak_flops,
     seed_everything,
@@ -129,3 +130,18 @@ def test_utilisation_is_known_only_where_the_peak_is():
     assert mfu(1e12, 'NVIDIA A100-SXM4-80GB', 'float32') is None
     assert mfu(156e12, 'NVIDIA A100-SXM4-80GB', 'bfloat16') == 0.5
     assert peak_flops('NVIDIA L40S', 'bfloat16') == 362e12  # and not the L4's
+
+
+def test_free_memory_counts_cached_files_as_free_and_heeds_a_container(tmp_path):
+    assert 0 < free_memory() < 2**50
+    (tmp_path / 'proc').mkdir()
+    (tmp_path / 'proc/meminfo').write_text('MemFree: 1 kB\nMemAvailable:  8192 kB\n')
+    assert free_memory(tmp_path) == 2**23
+    group = tmp_path / 'sys/fs/cgroup'
+    group.mkdir(parents=True)
+    for name, text in (('current', '5000000'), ('stat', 'anon 9\nfile 3000000\nkernel 7\n'),
+                       ('max', 'max')):
+        (group / f'memory.{name}').write_text(f'{text}\n')
+    assert free_memory(tmp_path) == 2**23
+    (group / 'memory.max').write_text('6000000\n')
+    assert free_memory(tmp_path) == 4_000_000

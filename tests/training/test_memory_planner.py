@@ -19,6 +19,7 @@ from plaingpt.training.memory_planner import (
     StepSettings,
     batch_that_divides,
     largest_batch,
+    one_step,
     predict,
     savings,
 )
@@ -236,10 +237,40 @@ def test_a_planned_batch_that_does_not_fit_is_stepped_down(monkeypatch):
 
 
 def test_an_automatic_batch_that_cannot_be_says_what_to_shrink(tiny, capsys, monkeypatch):
-    monkeypatch.setattr(starting_point, 'available_memory', lambda device: 100_000)
+    least = predict(GPTConfig(16, 93, 2, 2, 32, bias=False), settings(1, 2, 'float32')).total
+    monkeypatch.setattr(starting_point, 'available_memory', lambda device: least - 1)
     message = fails(capsys, monkeypatch, train.main, *tiny, '--batch_size=auto',
                     '--total_batch_size=512')
     assert 'not even 1 fits' in message and 'saves' in message and 'MiB' in message
+
+
+@pytest.mark.parametrize('optimizer', OPTIMIZERS)
+def test_what_a_run_keeps_is_counted_before_it_is_made(optimizer):
+    shape, step = GPTConfig(16, 93, 5, 2, 32), settings(1, 1, 'float32', optimizer=optimizer)
+    kept = starting_point.kept_bytes(shape, step)
+    steps = one_step(shape, step, torch.device('cpu'))
+    _, gpt, optimizer = next(steps)
+    next(steps)
+    assert kept == [sum(p.nbytes for p in gpt.parameters()),
+                    sum(t.nbytes for state in optimizer.state.values() for t in state.values())]
+
+
+def test_a_model_too_large_for_memory_is_one_line_before_it_is_made(tiny, tmp_path, capsys,
+                                                                    monkeypatch):
+    for changes, words in (
+            (['--n_layer=1000', '--n_embd=20000'], 'optimizer states take 69.'),
+            (['--n_layer=1000', '--n_embd=20000', '--eval_only=True'], 'its parameters take 17.'),
+            (['--n_layer=1000000000000'], 'optimizer states take'),
+            (['--n_embd=10000000000'], 'no memory holds a matrix of [30000000000, 10000000000]')):
+        line = fails(capsys, monkeypatch, train.main, *tiny, *changes)
+        assert words in line and 'n_layer=' in line and 'n_embd=' in line
+    parameters, states = starting_point.kept_bytes(
+        GPTConfig(16, 93, 2, 2, 32, bias=False), settings(1, 1, 'float32'))
+    free = 2 * parameters + states
+    monkeypatch.setattr(starting_point, 'available_memory', lambda device: free - 1)
+    assert 'of memory are free' in fails(capsys, monkeypatch, train.main, *tiny)
+    monkeypatch.setattr(starting_point, 'available_memory', lambda device: free)
+    train.main([*tiny, '--max_iters=1'])
 
 
 def test_an_automatic_batch_needs_the_tokens_of_a_step(tiny, capsys, monkeypatch):

@@ -13,8 +13,12 @@ from model import GPT, GPTConfig
 from plaingpt.corpus.batches import BatchLoader, fits_in_ram
 from plaingpt.corpus.dataset import UNFINISHED, dataset_folder, open_dataset
 from plaingpt.inference import scoring
-from plaingpt.inference.pretrained import describe_training, load_pretrained
-from plaingpt.system.devices import free_memory
+from plaingpt.inference.pretrained import (
+    describe_training,
+    load_pretrained,
+    pretrained_shape,
+)
+from plaingpt.system.devices import device_memory
 from plaingpt.system.distributed import (
     all_gather,
     all_reduce_min,
@@ -189,16 +193,33 @@ def load_start(config, dataset):
     else:
         model, trained = load_pretrained(config.init_from, config.dropout)
         source = config.init_from
-    if config.block_size > model.config.block_size:
-        raise UserError(f'block_size={config.block_size}: {config.init_from} reads at most '
-                        f'{model.config.block_size} tokens')
+    check_start(config, model.config, dataset.folder, dataset.vocab_size)
     model.crop_block_size(config.block_size)
-    if dataset.vocab_size != model.config.vocab_size:
-        raise UserError(f'{dataset.folder} has a vocabulary of {dataset.vocab_size} and '
-                        f'{config.init_from} one of {model.config.vocab_size}: prepare the text '
-                        'with the tokenizer of the model')
     print0(f'{source}{trained and f" ({trained})"}: the run starts from its {ANEW}')
     return model
+
+
+def check_start(config, shape, folder, vocab_size):
+    """Raise UserError where a model of this GPTConfig cannot start a run on the dataset."""
+    if config.block_size > shape.block_size:
+        raise UserError(f'block_size={config.block_size}: {config.init_from} reads at most '
+                        f'{shape.block_size} tokens')
+    if vocab_size != shape.vocab_size:
+        raise UserError(f'{folder} has a vocabulary of {vocab_size} and {config.init_from} one of '
+                        f'{shape.vocab_size}: prepare the text with the tokenizer of the model')
+
+
+def start_shape(config):
+    """The GPTConfig of the model that config.init_from names, or None where a run starts anew. Its
+    weights are not read. Raises UserError where there is no such model."""
+    run = config.out_dir if config.init_from in ('resume', 'auto') else config.init_from
+    if config.init_from == 'resume' or checkpoints.checkpoint_paths(run):
+        shape = checkpoints.find(run, config.checkpoint).state['model']
+    elif config.init_from in ('scratch', 'auto'):
+        return None
+    else:
+        shape = pretrained_shape(config.init_from)
+    return GPTConfig(**{**shape, 'dropout': config.dropout})
 
 
 # -----------------------------------------------------------------------------
@@ -208,9 +229,9 @@ def load_start(config, dataset):
 def available_memory(device):
     """Bytes that this process may take now: what is free on its GPU, or its share of what is free
     on the machine."""
+    _, free = device_memory(device)
     if device.type == 'cuda':
-        return torch.cuda.mem_get_info(device)[0]
-    free = free_memory()
+        return free
     if free is None:
         raise UserError('batch_size=auto: this system does not tell how much memory is free: say a '
                         'number')

@@ -38,6 +38,7 @@ from plaingpt.system.distributed import (
 )
 from plaingpt.system.errors import UserError, run_script
 from plaingpt.system.folder_lock import lock_output_dir
+from plaingpt.system.formatting import quoted
 from plaingpt.training.checkpoint_writer import Saver, archive_previous_run, holds_a_run
 from plaingpt.training.memory_planner import explain_out_of_memory
 from plaingpt.training.optimizers import build_optimizer
@@ -93,14 +94,12 @@ def setup(config, world, device, dtype, compile):
     out_dir, group = Path(config.out_dir), host_group()
     if not config.eval_only:
         check_shared(out_dir, world, group)
-
     dataset = open_data(config, world)
     resumed = find_resumed(config, group)
     changed = resumed and check_resumed(resumed, config, dataset)
     model = build_model(config, dataset, resumed)
     config = with_batch_size(config, model.config, dtype, device)
     train_data, val_data = open_batches(config, dataset, world, device)
-
     optimizer = build_optimizer(model.to(device), config, device.type)
     scaler = torch.amp.GradScaler(device.type, enabled=dtype == 'float16')
     context = devices.autocast(device, dtype)
@@ -277,7 +276,8 @@ def finish(run, ending):
     if unwritten:
         print0(f'{out_dir} has the earlier run as it was, and nothing of this one')
     elif progress.iter_num and not signal and not config.eval_only:
-        print0(f'done: {out_dir}/checkpoints has the weights; python sample.py --out_dir={out_dir}')
+        print0(f'done: {out_dir}/checkpoints has the weights; '
+               f'python sample.py --out_dir={quoted(out_dir)}')
 
 
 def main(argv):

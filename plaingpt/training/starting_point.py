@@ -28,7 +28,7 @@ from plaingpt.system.distributed import (
 )
 from plaingpt.system.errors import UserError
 from plaingpt.system.files import ROOT
-from plaingpt.system.formatting import gib
+from plaingpt.system.formatting import gib, quoted
 from plaingpt.training import checkpoint as checkpoints
 from plaingpt.training.checkpoint_writer import clean_up
 from plaingpt.training.memory_planner import (
@@ -54,7 +54,7 @@ def open_data(config, world):
         done = subprocess.run([sys.executable, ROOT / 'prepare.py', config.dataset, '--if_small'])
         if done.returncode < 0:
             raise UserError(f'preparing {config.dataset} was killed: run python prepare.py '
-                            f'{config.dataset}')
+                            f'{quoted(config.dataset)}')
         if done.returncode:
             sys.exit(done.returncode)  # it has said why
     barrier()
@@ -150,14 +150,14 @@ def check_resumed(resumed, config, dataset):
     if not dataset.is_identity('train', resumed.state['data']):
         raise UserError(f'{resumed.path} was trained on other tokens than those of '
                         f'{dataset.folder}: to continue with other data, start a run from its '
-                        f'weights with --init_from={config.out_dir} and another --out_dir')
+                        f'weights with --init_from={quoted(config.out_dir)} and another --out_dir')
     samples = dataset.samples()
     for split, did in (('train', 'trained'), ('val', 'evaluated')):
         if resumed.state['samples'].get(split, samples[split]) != samples[split]:
             raise UserError(f'{resumed.path} was {did} on other tokens than those of the {split} '
                             f'split of {dataset.folder}: give it the data that it had, or start a '
-                            f'run from its weights with --init_from={config.out_dir} and another '
-                            '--out_dir')
+                            f'run from its weights with --init_from={quoted(config.out_dir)} and '
+                            'another --out_dir')
     print0(f'resumed from {resumed.path}')
     changed = {key: values for key, values in changed.items()
                if key not in ('init_from', 'checkpoint')}

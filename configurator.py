@@ -22,6 +22,7 @@ from pathlib import Path
 
 from plaingpt.system.errors import UserError
 from plaingpt.system.files import ROOT
+from plaingpt.system.formatting import quoted
 
 
 def load_config(cls, argv, doc=''):
@@ -38,7 +39,7 @@ def load_config(cls, argv, doc=''):
     problems = []
     for i, arg in enumerate(argv):
         if i and is_value_of(argv[i - 1], arg, values):
-            problems[-1] = f'{argv[i - 1]} {arg}: write {argv[i - 1]}={arg}'
+            problems[-1] = f'{argv[i - 1]} {arg}: write {argv[i - 1]}={quoted(arg)}'
             continue
         if arg.startswith('-'):
             found = read_option(cls, arg, values, problems)
@@ -151,7 +152,7 @@ def read_file(cls, path, values, fixed, problems):
 def file_hint(path):
     """What the user may have meant by a config file that is not there."""
     if '=' in path:
-        return f': write options as --{path}'
+        return f': write options as --{quoted(path)}'
     folder, name = Path(path).parent, Path(path).stem.removeprefix('train_')  # as nanoGPT's are
     for place in dict.fromkeys((folder, Path('config'), ROOT / 'config')):
         names = sorted(file.stem for file in place.glob('*.py'))

@@ -1,5 +1,6 @@
 """Tell what a run will take, in memory, tokens and time, before anything runs.
 
+    python plan.py config/gpt2_124m.py                          for this machine
     python plan.py config/gpt2_124m.py --gpu_memory_gb=40
     python plan.py config/gpt2_124m.py --gpu=H100 --processes=8 --gpu_hour_price=2.5
     python plan.py config/gpt2_124m.py --gpu_memory_gb=24 --batch_size=auto --json
@@ -10,14 +11,19 @@ if __name__ == '__main__':  # before torch, which takes seconds
     begin_script()
 
 import json as json_format
-from dataclasses import dataclass, replace
+import sys
+from dataclasses import asdict, dataclass, replace
+from typing import NamedTuple
 
 import torch
 
 from configurator import load_config
 from model import GPT
+from plaingpt.benchmarks.step_speed import Workload, estimate_speed
 from plaingpt.corpus.corpora import find_dataset_size
-from plaingpt.system.devices import GPUS, peak_flops
+from plaingpt.corpus.dataset import dataset_folder
+from plaingpt.system import devices
+from plaingpt.system.devices import GPUS
 from plaingpt.system.errors import UserError, run_script
 from plaingpt.system.formatting import GIB, duration, gib, short
 from plaingpt.system.recompute import KINDS
@@ -30,18 +36,19 @@ from plaingpt.training.memory_planner import (
     step_settings,
 )
 from plaingpt.training.settings import TrainConfig
+from plaingpt.training.starting_point import check_start, start_shape
 
 
 @dataclass
 class PlanConfig(TrainConfig):
-    # plan: the machine
-    gpu: str = ''  # such as A100 or RTX 4090: its memory and its peak
+    # plan: the machine; this one where no GPU is named
+    gpu: str = ''  # such as A100 or 4090: its memory and its peak
     gpu_memory_gb: float = 0.0  # memory of a GPU; 0 for that of --gpu
-    processes: int = 1  # GPUs that share a step
+    processes: int = 1  # that share a step, one a GPU
     gpu_hour_price: float = 0.0  # of one GPU
     # plan: the run
-    tokens_per_s: float = 0.0  # measured, of all GPUs together; 0 to estimate from utilisation
-    utilisation: float = 0.4  # share of the GPU's peak, where tokens_per_s is not known
+    tokens_per_s: float = 0.0  # measured, of all GPUs together; 0 to measure here, or estimate
+    utilisation: float = 0.4  # share of its peak that a named GPU reaches
     json: bool = False  # print JSON
 
     def out_of_range(self):
@@ -53,28 +60,70 @@ class PlanConfig(TrainConfig):
                   if getattr(self, key) < 0]
         if not 0 < self.utilisation <= 1:
             found.append(f'utilisation={self.utilisation}: must be above 0 and at most 1')
-        if self.gpu and self.gpu not in GPUS:
-            found.append(f'gpu={self.gpu!r} is unknown: use one of {", ".join(GPUS)}, or '
-                         '--gpu_memory_gb')
+        try:
+            devices.find_gpu(self.gpu or next(iter(GPUS)))
+        except UserError as problem:
+            found.append(str(problem))
         return found
 
     def world_size(self):
         return self.processes
 
 
+class Machine(NamedTuple):
+    """What a run is planned for."""
+
+    device: torch.device
+    name: str  # of a GPU in GPUS, '' for any, or of this machine
+    dtype: str  # what train.py chooses there
+    total: int | None  # bytes of memory of one process; None where the system does not tell
+    free: int | None
+    here: bool  # this machine, so that its speed can be measured
+
+
+def find_machine(config):
+    """The GPU that config names, or this machine, with what train.py chooses there."""
+    if config.gpu or config.gpu_memory_gb:
+        gpu = config.gpu and devices.find_gpu(config.gpu)
+        size = int((config.gpu_memory_gb or GPUS[gpu].memory_gb) * GIB)
+        # as train.py chooses: these two have no bfloat16 in hardware
+        auto = 'float16' if gpu in ('T4', 'V100') else 'bfloat16'
+        dtype = auto if config.dtype == 'auto' else config.dtype
+        return Machine(torch.device('cuda'), gpu, dtype, size, size, here=False)
+    device, _ = devices.choose_device(config.device)
+    dtype, _ = devices.choose_dtype(config.dtype, device, config.n_embd)
+    sizes = devices.device_memory(device)
+    if device.type != 'cuda':  # the processes share it
+        sizes = [size and size // config.processes for size in sizes]
+    return Machine(device, devices.machine_name(device), dtype, *sizes, here=True)
+
+
+def find_shape(config):
+    """→ (GPTConfig, tokens of the dataset or None, where they are known from). The shape is that of
+    the model that config.init_from names. Raises UserError where it cannot start this run."""
+    vocab_size, tokens, source = find_dataset_size(config.dataset, config.vocab_size)
+    start = start_shape(config)
+    if not start:
+        return config.gpt_config(vocab_size), tokens, source
+    known = tokens or config.vocab_size  # else the vocabulary is an assumption
+    check_start(config, start, dataset_folder(config.dataset),
+                vocab_size if known else start.vocab_size)
+    return replace(start, block_size=config.block_size), tokens, source
+
+
 # -----------------------------------------------------------------------------
 # the parts of a plan, each a dict that --json prints
 
 
-def memory_plan(shape, config, dtype):
+def memory_plan(shape, config, machine):
     """Peak by owner, what fits, and the same under each kind of checkpointing."""
-    gpu_memory_gb = GPUS[config.gpu].memory_gb if config.gpu else 0
-    available = int((config.gpu_memory_gb or gpu_memory_gb) * GIB)
+    available, dtype = machine.free or 0, machine.dtype
     sequences = config.total_batch_size // config.block_size or \
         config.gradient_accumulation_steps * config.batch_size
     mine = sequences // config.processes
     auto = config.batch_size == 'auto'
-    step = step_settings(replace(config, batch_size=1) if auto else config, dtype)
+    step = step_settings(replace(config, batch_size=1) if auto else config, dtype,
+                         machine.device.type)
     if auto:
         batch_size, micro_steps = batch_that_divides(shape, step, available, mine)
         step = replace(step, batch_size=batch_size or 1, micro_steps=micro_steps or mine)
@@ -93,6 +142,7 @@ def memory_plan(shape, config, dtype):
     return {'batch_size': step.batch_size, 'micro_steps': step.micro_steps, 'dtype': dtype,
             'activation_checkpointing': config.activation_checkpointing,
             'loss_chunk_tokens': config.loss_chunk_tokens, 'available': available,
+            'memory': machine.total,
             'fits': fits,
             'peak_stage': plan.peak_stage, 'items': plan.items, 'peak': plan.peak,
             'overhead': plan.overhead, 'total': plan.total,
@@ -118,15 +168,36 @@ def token_plan(shape, config, sequences, parameters, dataset_tokens):
             'kaplan': 5e3 * blocks**0.74}
 
 
-def time_plan(gpt, config, dtype, total_tokens):
+def time_plan(gpt, config, machine, memory, total_tokens):
     """FLOPs, hours and price; None where the speed is not known."""
     flops = gpt.flops_per_token()
-    peak = peak_flops(config.gpu, dtype) if config.gpu else None
-    speed = config.tokens_per_s or (peak or 0) * config.utilisation / flops * config.processes
+    speed, how = find_speed(gpt, config, machine, memory)
     hours = total_tokens / speed / 3600 if speed else None
-    return {'flops_per_token': flops, 'flops': flops * total_tokens, 'tokens_per_s': speed or None,
-            'hours': hours, 'gpu_hours': hours * config.processes if hours else None,
-            'price': hours * config.processes * config.gpu_hour_price if hours else None}
+    gpu_hours = hours * config.processes if hours else None
+    return {'flops_per_token': flops, 'flops': flops * total_tokens, 'tokens_per_s': speed,
+            'how': how, 'hours': hours, 'gpu_hours': gpu_hours,
+            'price': gpu_hours * config.gpu_hour_price if hours else None}
+
+
+def find_speed(gpt, config, machine, memory):
+    """→ (tokens/s of all processes or None, how it was found or why not)."""
+    if config.tokens_per_s:
+        return config.tokens_per_s, 'as given'
+    if not machine.here:
+        peak = machine.name and devices.peak_flops(machine.name, machine.dtype)
+        if not peak:
+            return None, 'say --tokens_per_s, or name a --gpu for a dtype whose peak is known'
+        return peak * config.utilisation / gpt.flops_per_token() * config.processes, \
+            f'estimated from {config.utilisation:.0%} of the peak of {machine.name}'
+    if memory['fits'] is not True:
+        return None, 'not measured, since it does not fit'
+    note('measuring the speed of a step here, for some seconds')
+    devices.use_fast_matmul()
+    config = replace(config, batch_size=memory['batch_size'])
+    speed, how = estimate_speed(Workload(config, gpt.config, machine.device, machine.dtype, False))
+    if machine.device.type != 'cuda':
+        return speed, how
+    return speed * config.processes, f'{how}, not compiled'
 
 
 def disk_plan(shape, config, memory, dataset_tokens):
@@ -145,9 +216,10 @@ def disk_plan(shape, config, memory, dataset_tokens):
 def verdict(memory):
     """Does it fit, and what does."""
     if not memory['available']:
-        return 'say --gpu_memory_gb or --gpu to learn what fits'
+        return 'this system does not tell what fits: say --gpu_memory_gb or --gpu'
     best = memory['checkpointing'][memory['activation_checkpointing']]
-    words = [f'{"fits" if memory["fits"] else "does NOT fit"} in {gib(memory["available"])}']
+    free = f' free, of {gib(memory["memory"])}' if memory['memory'] != memory['available'] else ''
+    words = [f'{"fits" if memory["fits"] else "does NOT fit"} in {gib(memory["available"])}{free}']
     if best['batch_size']:
         words.append(f'largest micro-batch {best["largest_batch"]}; of those that keep '
                      f'{memory["sequences_per_step"]} sequences a step, {best["batch_size"]} with '
@@ -160,8 +232,14 @@ def verdict(memory):
     return '; '.join(words)
 
 
-def print_memory(memory):
-    print(f'memory of one GPU: micro-batch {memory["batch_size"]}, {memory["micro_steps"]} a step, '
+def note(what):
+    """For who waits; standard output has the plan."""
+    print(f'{what} …', file=sys.stderr, flush=True)
+
+
+def print_memory(memory, machine):
+    of = f'{machine.device.type}, {machine.name}' if machine.here else 'one GPU'
+    print(f'memory of {of}: micro-batch {memory["batch_size"]}, {memory["micro_steps"]} a step, '
           f'{memory["dtype"]}; highest in "{memory["peak_stage"]}"')
     for name, size in sorted(memory['items'].items(), key=lambda item: -item[1]):
         if size:
@@ -169,7 +247,8 @@ def print_memory(memory):
     if not memory['loss_chunk_tokens']:
         print(f'  logits of this batch are {gib(memory["logits"])} each copy; '
               '--loss_chunk_tokens=2048 never makes them')
-    print(f'  {gib(memory["overhead"]):>12}  CUDA context and fragmentation, an allowance')
+    if memory['overhead']:
+        print(f'  {gib(memory["overhead"]):>12}  CUDA context and fragmentation, an allowance')
     print(f'  {gib(memory["total"]):>12}  in all: {verdict(memory)}')
     print('by stage: ' + ', '.join(f'{stage} {gib(size)}' for stage, size in
                                    memory['stages'].items() if not stage.startswith('after')))
@@ -199,10 +278,12 @@ def print_tokens(tokens, source, vocab_size):
           f'model overfits{data}{enough}')
 
 
-def print_time_and_disk(time, disk):
-    speed = f'{short(time["tokens_per_s"])} tokens/s, {duration(time["hours"] * 3600)}, ' \
-        f'{time["gpu_hours"]:.3g} GPU hours' if time['hours'] else \
-        'say --tokens_per_s or --gpu for the time'
+def print_time_and_disk(time, disk, machine):
+    speed = time['how']
+    if time['hours']:
+        gpu_hours = f', {time["gpu_hours"]:.3g} GPU hours' * (machine.device.type == 'cuda')
+        speed = f'{short(time["tokens_per_s"])} tokens/s ({time["how"]}), ' \
+                f'{duration(time["hours"] * 3600)}{gpu_hours}'
     price = f', price {time["price"]:.2f}' if time['price'] else ''
     print(f'time: {time["flops"]:.3g} FLOPs, {speed}{price}')
     print(f'disk: {gib(disk["checkpoint"])} a checkpoint, up to {gib(disk["checkpoints"])} in all'
@@ -212,27 +293,32 @@ def print_time_and_disk(time, disk):
 def main(argv):
     config = load_config(PlanConfig, argv, __doc__)
     require_stdout()
-    vocab_size, dataset_tokens, source = find_dataset_size(config.dataset, config.vocab_size)
-    shape = config.gpt_config(vocab_size)
-    if config.batch_size == 'auto' and not (config.gpu_memory_gb or config.gpu):
-        raise UserError('batch_size=auto: say --gpu_memory_gb or --gpu')
+    shape, dataset_tokens, source = find_shape(config)
+    machine = find_machine(config)
+    if config.batch_size == 'auto' and not machine.free:
+        raise UserError('batch_size=auto: this system does not tell how much memory is free: say '
+                        '--gpu_memory_gb or --gpu')
     with torch.device('meta'):
         gpt = GPT(shape)
-    # as train.py chooses: these two have no bfloat16 in hardware
-    auto = 'float16' if config.gpu in ('T4', 'V100') else 'bfloat16'
-    dtype = auto if config.dtype == 'auto' else config.dtype
-    memory = memory_plan(shape, config, dtype)
+    note('following a step on tensors without data')
+    memory = memory_plan(shape, config, machine)
     tokens = token_plan(shape, config, memory['sequences_per_step'], gpt.num_parameters(),
                         dataset_tokens)
-    time = time_plan(gpt, config, dtype, tokens['total'])
+    time = time_plan(gpt, config, machine, memory, tokens['total'])
     disk = disk_plan(shape, config, memory, dataset_tokens)
     if config.json:
-        print(json_format.dumps({'vocab_size': vocab_size, 'source': source, 'memory': memory,
-                                 'tokens': tokens, 'time': time, 'disk': disk}, indent=1))
+        planned_for = machine._replace(device=machine.device.type)._asdict()
+        print(json_format.dumps({'machine': planned_for, 'model': asdict(shape),
+                                 'vocab_size': shape.vocab_size, 'source': source,
+                                 'memory': memory, 'tokens': tokens, 'time': time, 'disk': disk},
+                                indent=1))
         return
-    print_memory(memory)
-    print_tokens(tokens, source, vocab_size)
-    print_time_and_disk(time, disk)
+    if config.init_from != 'scratch':
+        print(f'model of {config.init_from}: {shape.n_layer} layers, {shape.n_head} heads, '
+              f'{shape.n_embd} channels')
+    print_memory(memory, machine)
+    print_tokens(tokens, source, shape.vocab_size)
+    print_time_and_disk(time, disk, machine)
 
 
 if __name__ == '__main__':

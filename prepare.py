@@ -212,7 +212,12 @@ def make_tokenizer(name, borrowed, source):
                  f' on the first {BPE_SAMPLE_CHARS // 10**6} MB of text'))
     with closing(source.pieces()) as pieces:
         texts = sample(pieces) if name.startswith('bpe') else (piece.text for piece in pieces)
-        return tokenizers.make_tokenizer(name, texts)
+        made = tokenizers.make_tokenizer(name, texts)
+    asked = tokenizers.named_vocab_size(name)
+    if asked and made.vocab_size < asked:
+        print(f'{name} asks for {asked:,} tokens and got {made.vocab_size:,}: the text has no more '
+              'pairs to merge')
+    return made
 
 
 def sample(pieces):

@@ -41,6 +41,7 @@ from plaingpt.system.distributed import (
 )
 from plaingpt.system.errors import UserError, run_script
 from plaingpt.system.folder_lock import lock_output_dir
+from plaingpt.system.formatting import quoted
 from plaingpt.system.streams import status
 from plaingpt.training import starting_point
 from plaingpt.training.checkpoint_writer import Saver, archive_previous_run, holds_a_run
@@ -275,7 +276,8 @@ def finish(run, ending):
     if unwritten:
         print0(f'{out_dir} has the earlier run as it was, and nothing of this one')
     elif progress.iter_num and not signal and not config.eval_only:
-        print0(f'done: {out_dir}/checkpoints has the weights; python sample.py --out_dir={out_dir}')
+        print0(f'done: {out_dir}/checkpoints has the weights; '
+               f'python sample.py --out_dir={quoted(out_dir)}')
 
 
 def main(argv):

@@ -1,9 +1,10 @@
 """The house: who may import whom, and how large its parts may be. It reads the files' imports."""
 
 import ast
+import re
 import subprocess
 import sys
-from itertools import combinations
+from itertools import combinations, pairwise
 from pathlib import Path
 
 import pytest
@@ -106,6 +107,21 @@ def test_pickle_is_imported_where_the_contract_allows_it_and_nothing_loads_a_cla
                 assert ast.unparse(node.func) not in ('pickle.load', 'pickle.loads'), path
                 if ast.unparse(node.func) == 'torch.load':
                     assert 'weights_only=True' in ast.unparse(node), path
+
+
+def test_paths_in_the_commands_that_messages_show_are_quoted():
+    path_follows = r'\S.*(--(out_dir|data_dir|init_from|dataset|input)=|inspect |' \
+                   r'run python prepare\.py )$'
+    wrong = []
+    for path in CODE:
+        for node in ast.walk(ast.parse(path.read_text(encoding='utf-8'))):
+            if isinstance(node, ast.JoinedStr):
+                wrong += [f'{path.relative_to(ROOT)}: {ast.unparse(node)}'
+                          for before, value in pairwise(node.values)
+                          if isinstance(before, ast.Constant)
+                          and re.search(path_follows, before.value, re.S)
+                          and not ast.unparse(value.value).startswith('quoted(')]
+    assert not wrong, '\n'.join(wrong)
 
 
 def test_files_and_functions_are_short():

@@ -1,4 +1,5 @@
 import dataclasses
+import re
 import sys
 from pathlib import Path
 
@@ -8,9 +9,10 @@ from helpers import ROOT, fails
 import sample
 import train
 from bench import BenchConfig
-from configurator import commented_fields, load_config
+from configurator import commented_fields, help_text, load_config
 from plaingpt.system.errors import UserError
 from plaingpt.training.settings import TrainConfig
+from plan import PlanConfig
 
 
 def load(*argv):
@@ -229,6 +231,13 @@ def test_help_tells_every_key_its_default_and_its_meaning(capsys, monkeypatch):
         for field in dataclasses.fields(config):
             assert f'--{field.name}={field.default!s}'.replace('\n', '\\n') in text
             assert comments[field.name] in text
+
+
+@pytest.mark.parametrize('config', [PlanConfig, BenchConfig])
+def test_help_begins_with_what_a_command_adds_to_the_settings_of_train(config):
+    own = list(config.__annotations__)
+    listed = re.findall(r'^  --(\w+)=', help_text(config), re.M)
+    assert listed[:len(own)] == own and set(listed) == {f.name for f in dataclasses.fields(config)}
 
 
 def test_reading_a_config_leaves_the_program_as_it_was(tmp_path):

@@ -1,12 +1,18 @@
 import json
+from dataclasses import replace
 
 import pytest
+import torch
 from helpers import fails
 
 import plan
 from configurator import load_config
-from plaingpt.system.devices import GPUS
+from model import GPTConfig
+from plaingpt.benchmarks import step_speed
+from plaingpt.inference.hf_architectures import ARCHITECTURES, SIZES
+from plaingpt.system.devices import GPUS, choose_dtype, machine_memory
 from plaingpt.system.errors import UserError
+from plaingpt.training.memory_planner import batch_that_divides, step_settings
 from plan import PlanConfig
 
 GPT2 = ['config/gpt2_124m.py', '--dataset=no_such_dataset']
@@ -68,7 +74,8 @@ def test_a_prepared_dataset_gives_vocabulary_tokens_and_epochs(char_data, capsys
     meta = json.loads((char_data / 'meta.json').read_text())
     found = planned(capsys, f'--dataset={char_data}', '--block_size=64', '--batch_size=4',
                     '--gradient_accumulation_steps=2', '--max_iters=100', '--n_layer=2',
-                    '--tokens_per_s=1000', '--gpu_hour_price=2', '--lr_decay_iters=9000')
+                    '--tokens_per_s=1000', '--gpu_hour_price=2', '--lr_decay_iters=9000',
+                    '--gpu=A100')
     tokens = meta['splits']['train']['tokens']
     assert found['vocab_size'] == meta['vocab_size'] and found['tokens']['dataset'] == tokens
     assert found['tokens']['epochs'] == pytest.approx(100 * 512 / tokens)
@@ -79,7 +86,7 @@ def test_a_prepared_dataset_gives_vocabulary_tokens_and_epochs(char_data, capsys
 
 def test_the_size_of_a_checkpoint_is_what_training_writes(trained, char_data, capsys):
     shape = ['--n_layer=2', '--n_head=2', '--n_embd=32', '--block_size=16', '--batch_size=4']
-    expected = planned(capsys, f'--dataset={char_data}', *shape)['disk']['checkpoint']
+    expected = planned(capsys, f'--dataset={char_data}', '--gpu=A100', *shape)['disk']['checkpoint']
     folder = next((trained / 'checkpoints').iterdir())
     written = sum(path.stat().st_size for path in folder.glob('*.safetensors'))
     assert written == pytest.approx(expected, rel=0.05)  # names and step counts beside
@@ -102,8 +109,123 @@ def test_every_mistake_is_reported_and_gpus_are_listed():
         assert any(words in line for line in lines)
 
 
-def test_an_automatic_batch_needs_a_gpu_to_fit(capsys, monkeypatch):
-    assert '--gpu_memory_gb' in fails(capsys, monkeypatch, plan.main, *GPT2, '--batch_size=auto')
+TINY = ['--n_layer=1', '--n_head=2', '--n_embd=32', '--block_size=16', '--batch_size=4',
+        '--gradient_accumulation_steps=2', '--device=cpu']
+EVERYTHING_ELSE = ['--vocab_size=300', '--dataset=no_such_dataset', '--max_iters=10']
+
+
+def test_without_a_gpu_it_plans_for_this_machine_and_measures_its_speed(capsys):
+    found = planned(capsys, *TINY, *EVERYTHING_ELSE)
+    total, free = machine_memory()
+    machine, memory, time = (found[key] for key in ('machine', 'memory', 'time'))
+    assert machine['device'] == 'cpu' and machine['here'] and machine['total'] == total
+    assert memory['available'] == pytest.approx(free, rel=0.3) and memory['fits']
+    assert memory['dtype'] == choose_dtype('auto', torch.device('cpu'), 32)[0]
+    assert memory['overhead'] == 0
+    # an honest clock: no CPU trains this model at a billion tokens a second, or at ten
+    assert 10 < time['tokens_per_s'] < 1e9 and 'here' in time['how']
+    assert time['hours'] == pytest.approx(10 * 128 / time['tokens_per_s'] / 3600)
+    plan.main([*TINY, *EVERYTHING_ELSE, '--tokens_per_s=1000'])
+    out, err = capsys.readouterr()
+    assert out.startswith('memory of cpu, ') and 'free, of' in out and 'without data' in err
+    assert not any(word in out for word in ('CUDA', 'GPU'))
+
+
+def test_an_automatic_batch_is_what_train_takes_on_this_machine(capsys):
+    big = [*TINY, *EVERYTHING_ELSE, '--tokens_per_s=9', '--batch_size=auto',
+           f'--total_batch_size={2**30}']
+    found = planned(capsys, *big)['memory']
+    config = load_config(PlanConfig, big)
+    step = step_settings(replace(config, batch_size=1), found['dtype'], 'cpu')
+    batch_size, _ = batch_that_divides(config.gpt_config(300), step, found['available'], 2**26)
+    assert found['batch_size'] == batch_size > 1 and found['fits'] and found['micro_steps'] > 1
+    assert found['batch_size'] * found['micro_steps'] == 2**26
+
+
+def test_what_does_not_fit_here_is_not_measured(capsys):
+    time = planned(capsys, *TINY, *EVERYTHING_ELSE, f'--batch_size={2**28}')['time']
+    assert time['tokens_per_s'] is time['hours'] is None and 'does not fit' in time['how']
+
+
+def test_steps_of_few_layers_and_tokens_tell_the_time_of_a_whole_one(monkeypatch):
+    config = load_config(PlanConfig, ['--n_layer=12', '--batch_size=64',
+                                      '--gradient_accumulation_steps=5'])
+    work = step_speed.Workload(config, config.gpt_config(500), torch.device('cpu'), 'float32',
+                               False)
+
+    def parts(n_layer, size):  # a device whose times are exactly so
+        per_flop = step_speed.flops(work, size) * (1 + n_layer)
+        return 0.05 + 0.01 * n_layer + 1e-11 * per_flop, 0.2 + 0.3 * n_layer
+
+    monkeypatch.setattr(step_speed, 'time_parts', lambda _, n, sizes=((1, 64), (1, 128)): {
+        size: parts(n, size) for size in sizes})
+    speed, how = step_speed.estimate_speed(work)
+    micro_s, update_s = parts(12, (64, 1024))
+    assert speed == pytest.approx(config.step_tokens() / (5 * micro_s + update_s))
+    assert how == 'estimated from 1 and 3 of the 12 layers on 1 × 128 tokens here'
+
+
+def test_a_step_is_timed_at_two_sizes_or_as_a_whole():
+    def sizes(*argv):
+        config = load_config(PlanConfig, [*TINY, *argv])
+        work = step_speed.Workload(config, config.gpt_config(300), torch.device('cpu'),
+                                   'float32', False)
+        return step_speed.time_parts(work, 1)
+
+    assert list(sizes()) == [(4, 16)]
+    (small, larger) = sizes('--batch_size=1000000', '--block_size=8192').items()
+    assert small[0][0] * small[0][1] * 2 == larger[0][0] * larger[0][1]
+    assert all(0 < seconds < 10 for _, times in (small, larger) for seconds in times)
+
+
+SHAPES = {'gpt2': (12, 12, 768), 'gpt2-medium': (24, 16, 1024), 'gpt2-large': (36, 20, 1280),
+          'gpt2-xl': (48, 25, 1600)}
+
+
+@pytest.mark.parametrize('name', SHAPES)
+def test_the_published_models_are_planned_without_their_weights(name):
+    config = load_config(PlanConfig, [f'--init_from={name}', '--n_layer=3', '--block_size=512',
+                                      '--dataset=no_such_dataset'])
+    shape, tokens, _ = plan.find_shape(config)
+    assert (shape.n_layer, shape.n_head, shape.n_embd) == SHAPES[name]
+    assert shape.vocab_size == 50257 and shape.block_size == 512 and shape.bias and tokens is None
+
+
+def find_shape(*argv):
+    return plan.find_shape(load_config(PlanConfig, argv))[0]
+
+
+def test_models_of_a_run_a_folder_and_nanogpt_are_planned_in_their_own_shape(trained, tmp_path):
+    ours = GPTConfig(n_layer=3, n_head=2, n_embd=32, block_size=64, vocab_size=77)
+    (tmp_path / 'config.json').write_text(json.dumps(  # and no weights beside
+        {'model_type': 'gpt2', **ARCHITECTURES['gpt2'].write_config(ours)}))
+    torch.save({'model': {}, 'model_args': {key: getattr(ours, key) for key in (*SIZES, 'bias')}},
+               tmp_path / 'ckpt.pt')
+    common = ['--block_size=16', '--dataset=no_such_dataset', '--dropout=0.1']
+    expected = replace(ours, block_size=16, dropout=0.1)
+    assert find_shape(f'--init_from={tmp_path}', *common) == expected
+    assert find_shape(f'--init_from={tmp_path}/ckpt.pt', *common) == \
+        replace(expected, mlp='gelu_erf')
+    for start in ([f'--init_from={trained}'], ['--init_from=resume', f'--out_dir={trained}'],
+                  ['--init_from=auto', f'--out_dir={trained}']):
+        shape = find_shape(*start, *common)
+        assert (shape.n_layer, shape.n_embd, shape.dropout) == (2, 32, 0.1)
+    shape = find_shape('--init_from=auto', f'--out_dir={tmp_path}/new', '--n_layer=5', *common)
+    assert shape.n_layer == 5
+
+
+def test_a_model_that_cannot_start_the_run_is_told_by_the_plan_too(
+        trained, tmp_path, char_data, capsys, monkeypatch):
+    for argv, words in ((['--init_from=gpt2', f'--dataset={char_data}'], 'one of 50257'),
+                        (['--init_from=gpt2', '--dataset=shakespeare_char'], 'vocabulary of 65'),
+                        ([f'--init_from={trained}', '--block_size=32'], 'at most 16 tokens'),
+                        (['--init_from=gpt3'], "'gpt3' is neither"),
+                        (['--init_from=resume', f'--out_dir={tmp_path}'], 'no checkpoint there')):
+        assert words in fails(capsys, monkeypatch, plan.main, *argv)
+
+
+def test_a_gpu_is_planned_for_by_a_part_of_its_name(capsys):
+    assert planned(capsys, *GPT2, '--gpu=a100') == planned(capsys, *GPT2, '--gpu=A100')
 
 
 def test_the_help_lists_the_keys_of_training_too(capsys):

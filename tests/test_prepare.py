@@ -218,6 +218,18 @@ def test_a_tokenizer_of_another_dataset_is_used_again(text_file, char_data, tmp_
         assert decoded(Path(f'other{n}'), 'train').startswith('parser = argument\n')
 
 
+def test_a_vocabulary_that_the_text_is_too_short_for_is_told_in_a_line(text_file, tmp_path, capsys):
+    def lines(size):
+        prepare.main(['text', f'--input={text_file}', f'--tokenizer=bpe:{size}',
+                      f'--data_dir={tmp_path}/{size}'])
+        return [line for line in capsys.readouterr().out.splitlines() if 'asks for' in line]
+
+    (line,) = lines(90000)
+    got = meta_of(tmp_path / '90000')['vocab_size']
+    assert 'bpe:90000 asks for 90,000' in line and f'got {got:,}' in line and got < 90000
+    assert not lines(400)
+
+
 def test_ids_that_do_not_fit_16_bits_get_32(tmp_path):
     text = ''.join(map(chr, range(0x10000, 0x10000 + 70_000))) * 2
     (tmp_path / 'in.txt').write_text(text, encoding='utf-8')

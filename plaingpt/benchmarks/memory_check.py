@@ -1,6 +1,9 @@
 """The memory of a training step, measured beside what was planned."""
 
+import sys
+
 import torch
+from tqdm import tqdm
 
 from plaingpt.benchmarks.result_tables import markdown
 from plaingpt.monitoring.memory_recorder import kernels_of
@@ -14,15 +17,22 @@ def tracked_step(shape, step):
     from torch._subclasses.fake_tensor import FakeTensorMode
     from torch.distributed._tools.mem_tracker import MemTracker
     sizes, tracker = {}, MemTracker()
+    bar = tqdm(total=2 * shape.n_layer, desc='following a step', unit='block pass', disable=None)
+
+    def watch(block, inputs, output):
+        bar.update()
+        output.register_hook(lambda grad: bar.update() and None)  # its backward pass begins
 
     def held(which):
         return sum(kinds['Total'] for kinds in tracker.get_tracker_snapshot(which).values())
 
-    with FakeTensorMode(), kernels_of(step.device):
+    with bar, FakeTensorMode(), kernels_of(step.device):
         steps = one_step(shape, step, torch.device('cpu'))
         next(steps)
         _, gpt, optimizer = next(steps)
         gpt.register_forward_hook(lambda *_: sizes.update(forward=held('current')))
+        for block in gpt.transformer.h:
+            block.register_forward_hook(watch)
         tracker.track_external(gpt, optimizer)
         with tracker:
             for stage, _, _ in steps:
@@ -57,6 +67,8 @@ def measure_memory(work):
         allocated, reserved = cuda_step(work.shape, step, device)
         tool = "CUDA's allocator"
     else:
+        print(f"torch's memory tracker follows a step through {work.shape.n_layer} layers: about a "
+              'second each, more where there are many …', file=sys.stderr, flush=True)
         allocated, reserved, tool = tracked_step(work.shape, step), {}, "torch's memory tracker"
     plan = predict(work.shape, step)
     rows = [{'stage': stage, 'allocated': allocated[stage], 'reserved': reserved.get(stage),

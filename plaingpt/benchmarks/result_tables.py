@@ -4,6 +4,7 @@ import csv
 import datetime
 import io
 import re
+import shlex
 from pathlib import Path
 
 import torch
@@ -17,7 +18,7 @@ from plaingpt.system.formatting import gib, short
 def describe_measurement(device, argv):
     """What a figure means nothing without: {'date', 'machine', 'torch', 'command'}."""
     return {'date': datetime.date.today().isoformat(), 'machine': machine_name(device),
-            'torch': torch.__version__, 'command': ' '.join(['python bench.py', *argv])}
+            'torch': torch.__version__, 'command': shlex.join(['python', 'bench.py', *argv])}
 
 
 def markdown(header, rows):

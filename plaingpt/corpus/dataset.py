@@ -15,6 +15,7 @@ import numpy as np
 from plaingpt.corpus import tokenizers
 from plaingpt.system.errors import UserError
 from plaingpt.system.files import is_count, is_dict, is_positive, open_regular, read_json
+from plaingpt.system.formatting import quoted
 
 FORMAT_VERSION = 1
 UNFINISHED = 'unfinished'  # prepare.py's folder for files that are not complete yet
@@ -82,7 +83,8 @@ class Dataset:
             return f'{"in memory" if in_ram else "on disk"}, no checksums to verify'
         if in_ram:
             return 'in memory, checksums verified'
-        return f'on disk, checksums not verified (python prepare.py inspect {self.folder} does)'
+        return 'on disk, checksums not verified (python prepare.py inspect ' \
+               f'{quoted(self.folder)} does)'
 
     def _open(self, split):
         if split not in self.opened:
@@ -112,7 +114,8 @@ def open_dataset(folder):
         raise UserError(f'{folder} is not finished: run the prepare.py command that wrote it again')
     if not any(folder.glob('*.bin')):
         if folder.parent == Path('data'):
-            raise UserError(f'{folder} is not prepared: run python prepare.py {folder.name}')
+            raise UserError(f'{folder} is not prepared: run python prepare.py '
+                            + quoted(folder.name))
         raise UserError(f'{folder}: no .bin files there: give the folder of a prepared dataset')
     if (folder / 'meta.pkl').exists():
         chars = read_nanogpt_chars(folder / 'meta.pkl')

@@ -5,6 +5,7 @@ import pickle
 import pickletools
 import re
 import zipfile
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -18,7 +19,10 @@ from plaingpt.inference.hf_architectures import ARCHITECTURES, SIZES, check_fiel
 from plaingpt.system.errors import UserError, needs
 from plaingpt.system.files import is_count, is_number, open_regular, read_json
 
-PRETRAINED = ('gpt2', 'gpt2-medium', 'gpt2-large', 'gpt2-xl')
+PRETRAINED = {'gpt2': dict(n_layer=12, n_head=12, n_embd=768),  # Radford et al. 2019, table 2
+              'gpt2-medium': dict(n_layer=24, n_head=16, n_embd=1024),
+              'gpt2-large': dict(n_layer=36, n_head=20, n_embd=1280),
+              'gpt2-xl': dict(n_layer=48, n_head=25, n_embd=1600)}
 OUR_TOKENIZER = 'plaingpt_tokenizer.json'  # in an exported folder, so that it comes back whole
 # Older versions saved masks beside the weights.
 MASKS = re.compile(r'transformer\.h\.\d+\.attn\.(masked_)?bias')
@@ -35,15 +39,10 @@ def load_pretrained(source, dropout=0.0):
     """'gpt2…' of the hub, a folder in the Hugging Face layout (GPT-2, Llama, Qwen3) or a ckpt.pt of
     nanoGPT or build-nanogpt, or its folder → (the GPT, what a ckpt.pt says of its training, else
     ''). Raises UserError."""
-    path, trained = Path(source), ''
-    if (path / 'ckpt.pt').exists() and not (path / 'config.json').exists():
-        path = path / 'ckpt.pt'
-    if path.suffix in ('.pt', '.pth'):
+    path, trained = find_pretrained(source), ''
+    if is_nanogpt(path):
         shape, weights, trained = read_nanogpt(path)
     else:
-        if (path / 'state.json').exists():
-            raise UserError(f'{source} is one checkpoint of a run: name the run and the iteration, '
-                            f'with --checkpoint={path.name.removeprefix("iter-").lstrip("0")}')
         shape, weights = read_hf(path if path.is_dir() else download(source))
     if odd := [name for name in weights if not name.isprintable()]:
         raise UserError(f'{source}: it holds a tensor named {odd[0]!r}')
@@ -61,6 +60,34 @@ def load_pretrained(source, dropout=0.0):
     model = GPT(config)
     copy_weights(model, weights, source)
     return model, trained
+
+
+def pretrained_shape(source):
+    """What `load_pretrained` takes → the fields of its GPTConfig but dropout. It downloads nothing
+    and reads no weights. Raises UserError."""
+    path = find_pretrained(source)
+    if is_nanogpt(path):
+        return read_nanogpt(path)[0]
+    if not path.is_dir():
+        check_name(source)
+        return PRETRAINED[source]
+    with explain_bad_folder(path):
+        return read_hf_config(path)[1]
+
+
+def find_pretrained(source):
+    """→ the path of the folder or of the ckpt.pt; of weights on the hub none is there."""
+    path = Path(source)
+    if (path / 'ckpt.pt').exists() and not (path / 'config.json').exists():
+        path = path / 'ckpt.pt'
+    if (path / 'state.json').exists():
+        raise UserError(f'{source} is one checkpoint of a run: name the run and the iteration, '
+                        f'with --checkpoint={path.name.removeprefix("iter-").lstrip("0")}')
+    return path
+
+
+def is_nanogpt(path):
+    return path.suffix in ('.pt', '.pth')
 
 
 @torch.no_grad()
@@ -97,18 +124,29 @@ def without_padding(weights, vocab_size):
 def read_hf(folder):
     """A folder with config.json and model.safetensors (or several files) → (the fields of
     GPTConfig but dropout, {our name: tensor}). Raises UserError."""
-    try:
-        hf = read_json(folder / 'config.json')
-        architecture = ARCHITECTURES.get(str(hf.get('model_type')))
-        if architecture is None:
-            raise ValueError(f'config.json says model_type={hf.get("model_type")!r}, and only '
-                             f'{", ".join(ARCHITECTURES)} are supported')
-        shape = architecture.read_config(hf)
+    with explain_bad_folder(folder):
+        architecture, shape = read_hf_config(folder)
         weights = {}
         for path in sorted(folder.glob('model*.safetensors')) or [folder / 'model.safetensors']:
             open_regular(path).close()  # safetensors would wait for a FIFO
             weights |= load_file(path)
         return shape, architecture.read_weights(weights)
+
+
+def read_hf_config(folder):
+    """→ (the Architecture, the fields of GPTConfig but dropout), inside `explain_bad_folder`."""
+    hf = read_json(folder / 'config.json')
+    architecture = ARCHITECTURES.get(str(hf.get('model_type')))
+    if architecture is None:
+        raise ValueError(f'config.json says model_type={hf.get("model_type")!r}, and only '
+                         f'{", ".join(ARCHITECTURES)} are supported')
+    return architecture, architecture.read_config(hf)
+
+
+@contextmanager
+def explain_bad_folder(folder):
+    try:
+        yield
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RuntimeError,
             SafetensorError) as e:
         what = f'config.json has no {e}' if isinstance(e, KeyError) else str(e).splitlines()[0]
@@ -116,11 +154,15 @@ def read_hf(folder):
                         f'({what[:300]})') from None
 
 
-def download(name):
-    """Fetch 'gpt2…' from the Hugging Face hub (or its cache) → folder. Raises UserError."""
+def check_name(name):
     if name not in PRETRAINED:
         raise UserError(f'{name!r} is neither a folder, nor a .pt file, nor one of '
                         f'{", ".join(PRETRAINED)}')
+
+
+def download(name):
+    """Fetch 'gpt2…' from the Hugging Face hub (or its cache) → folder. Raises UserError."""
+    check_name(name)
     with needs('huggingface_hub', f'downloading {name}'):
         from huggingface_hub import snapshot_download
     with explain_hub_errors(name, 'connect to the internet once, or give a folder that holds it'):

@@ -120,21 +120,61 @@ def device_name(device):
     return torch.cuda.get_device_name(device) if device.type == 'cuda' else device.type
 
 
-def free_memory(root=Path('/')):
-    """Bytes of memory that programs can still take on this machine, or None where the system does
-    not tell. What only caches files counts as free. root: of the file system"""
-    try:
-        found = re.search(r'MemAvailable: *(\d+) kB', (root / 'proc/meminfo').read_text())
-        free = int(found[1]) * 1024 if found else \
-            os.sysconf('SC_AVPHYS_PAGES') * os.sysconf('SC_PAGE_SIZE')
-    except (ValueError, OSError, AttributeError):
-        return None
-    group = root / 'sys/fs/cgroup'  # of a container that has a limit of its own
-    with suppress(OSError, ValueError):  # no such group, or its limit is 'max'
-        limit, used = (int((group / f'memory.{name}').read_text()) for name in ('max', 'current'))
-        cached = re.search(r'^file (\d+)', (group / 'memory.stat').read_text(), re.MULTILINE)
-        free = min(free, max(0, limit - used + int(cached[1])))
-    return free
+def machine_memory(root='/'):
+    """→ (bytes of memory that a process may have here, bytes of it that are free), of the machine
+    or of the cgroups it runs in; None where nothing tells. root: where /proc and /sys are"""
+    def pages(key):
+        try:
+            return os.sysconf(key) * os.sysconf('SC_PAGE_SIZE')
+        except (ValueError, OSError, AttributeError):
+            return None
+
+    total, free = pages('SC_PHYS_PAGES'), pages('SC_AVPHYS_PAGES')
+    with suppress(OSError, TypeError):  # counts what the system would give back, such as caches
+        free = 1024 * int(re.search(r'MemAvailable:\s*(\d+)', read(root, 'proc/meminfo'))[1])
+    for limit, used in cgroup_memory(root):
+        total = min(limit, limit if total is None else total)
+        free = max(0, min(limit - used, limit if free is None else free))
+    return total, free
+
+
+CGROUP_FILES = {'': ('', 'memory.max', 'memory.current'),  # of version 2
+                'memory': ('memory', 'memory.limit_in_bytes', 'memory.usage_in_bytes')}
+
+
+def cgroup_memory(root):
+    """Yield (limit, what is used but for caches), in bytes, of the cgroups that hold this one."""
+    with suppress(OSError):
+        for line in read(root, 'proc/self/cgroup').splitlines():
+            _, controllers, place = line.split(':', 2)
+            if controllers in CGROUP_FILES:
+                kind, limit, used = CGROUP_FILES[controllers]
+                top = Path('sys/fs/cgroup', kind)
+                group = top / place.strip('/')
+                # Seen from within a container, its group is the top; the path may be the host's.
+                for folder in [group, *(up for up in group.parents if up.is_relative_to(top))]:
+                    with suppress(OSError, ValueError):  # 'max' is no number: no limit
+                        caches = re.findall(r'^(?:total_)?inactive_file (\d+)$',
+                                            read(root, folder / 'memory.stat'), re.M)
+                        yield int(read(root, folder / limit)), \
+                            int(read(root, folder / used)) - max(map(int, caches), default=0)
+
+
+def read(root, path):
+    return Path(root, path).read_text(encoding='utf-8', errors='replace')
+
+
+def free_memory():
+    """Bytes of memory that are free for this process, or None where the system does not tell."""
+    return machine_memory()[1]
+
+
+def device_memory(device):
+    """As `machine_memory`, of a GPU where `device` is one."""
+    if device.type == 'cuda':
+        free, total = torch.cuda.mem_get_info(device)
+        return total, free
+    return machine_memory()
 
 
 def check_memory(size, free, what):
@@ -209,6 +249,22 @@ GPUS = {
     'V100': GPU(125e12, 16),
     'T4': GPU(65e12, 15),  # 16, of which error correction takes one
 }
+
+
+def find_gpu(name):
+    """'4090', 'h100 pcie' or 'A100' → the key of GPUS that is this, or alone has it as a part.
+    Raises UserError."""
+    def plain(words):
+        return re.sub(r'[\s_-]', '', words).lower()
+
+    wanted = plain(name)
+    found = [gpu for gpu in GPUS if plain(gpu) == wanted] or \
+        [gpu for gpu in GPUS if wanted and wanted in plain(gpu)]
+    if len(found) != 1:
+        what = 'may be one of several' if found else 'is unknown'
+        raise UserError(f'gpu={name!r} {what}: use one of {", ".join(found or GPUS)}'
+                        + ('' if found else ', or --gpu_memory_gb'))
+    return found[0]
 
 
 def peak_flops(device_name, dtype):

@@ -1,6 +1,7 @@
 """Numbers, errors and the text of others as people read them."""
 
 import re
+import shlex
 
 GIB = 2**30
 
@@ -32,6 +33,11 @@ def printable(text):
     r"""Text with control characters written out, '\x1b' for an escape: a terminal shows them and
     does not obey."""
     return CONTROLS.sub(lambda found: repr(found[0])[1:-1], text)
+
+
+def quoted(path):
+    """A path, or another word, as a shell takes it: for commands that a message shows."""
+    return shlex.quote(str(path))
 
 
 def one_line(problem):

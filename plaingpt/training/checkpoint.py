@@ -14,7 +14,6 @@ import hashlib
 import math
 import os
 import re
-import shlex
 import stat
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -41,6 +40,7 @@ from plaingpt.system.files import (
     sha256_of,
     utf8_name,
 )
+from plaingpt.system.formatting import quoted
 from plaingpt.system.streams import status, warn
 
 FORMAT_VERSION = 1
@@ -372,10 +372,10 @@ def other_weights(out_dir, of_nanogpt):
                if re.fullmatch(r'old-[0-9]{3,9}', path.name) and checkpoint_paths(path)]
     if earlier:
         path = max(earlier, key=lambda path: int(path.name.removeprefix('old-')))
-        return f'an earlier run is in {path}: --out_dir={shlex.quote(str(path))}'
+        return f'an earlier run is in {path}: --out_dir={quoted(path)}'
     path = Path(out_dir, 'ckpt.pt')
     if path.exists():
-        return f"{path} is nanoGPT's: --init_from={shlex.quote(str(path))} {of_nanogpt}"
+        return f"{path} is nanoGPT's: --init_from={quoted(path)} {of_nanogpt}"
     return None
 
 

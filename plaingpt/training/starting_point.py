@@ -13,8 +13,12 @@ from model import GPT, GPTConfig
 from plaingpt.corpus.batches import BatchLoader, fits_in_ram
 from plaingpt.corpus.dataset import UNFINISHED, dataset_folder, open_dataset
 from plaingpt.inference import scoring
-from plaingpt.inference.pretrained import describe_training, load_pretrained
-from plaingpt.system.devices import check_memory, free_memory
+from plaingpt.inference.pretrained import (
+    describe_training,
+    load_pretrained,
+    pretrained_shape,
+)
+from plaingpt.system.devices import check_memory, device_memory, free_memory
 from plaingpt.system.distributed import (
     all_gather,
     all_reduce_min,
@@ -24,7 +28,7 @@ from plaingpt.system.distributed import (
 )
 from plaingpt.system.errors import UserError
 from plaingpt.system.files import ROOT
-from plaingpt.system.formatting import gib
+from plaingpt.system.formatting import gib, quoted
 from plaingpt.training import checkpoint as checkpoints
 from plaingpt.training.checkpoint_writer import clean_up
 from plaingpt.training.memory_planner import (
@@ -52,7 +56,7 @@ def open_data(config, world):
         done = subprocess.run([sys.executable, ROOT / 'prepare.py', config.dataset, '--if_small'])
         if done.returncode < 0:
             raise UserError(f'preparing {config.dataset} was killed: run python prepare.py '
-                            f'{config.dataset}')
+                            f'{quoted(config.dataset)}')
         if done.returncode:
             sys.exit(done.returncode)  # it has said why
     barrier()
@@ -148,14 +152,14 @@ def check_resumed(resumed, config, dataset):
     if not dataset.is_identity('train', resumed.state['data']):
         raise UserError(f'{resumed.path} was trained on other tokens than those of '
                         f'{dataset.folder}: to continue with other data, start a run from its '
-                        f'weights with --init_from={config.out_dir} and another --out_dir')
+                        f'weights with --init_from={quoted(config.out_dir)} and another --out_dir')
     samples = dataset.samples()
     for split, did in (('train', 'trained'), ('val', 'evaluated')):
         if resumed.state['samples'].get(split, samples[split]) != samples[split]:
             raise UserError(f'{resumed.path} was {did} on other tokens than those of the {split} '
                             f'split of {dataset.folder}: give it the data that it had, or start a '
-                            f'run from its weights with --init_from={config.out_dir} and another '
-                            '--out_dir')
+                            f'run from its weights with --init_from={quoted(config.out_dir)} and '
+                            'another --out_dir')
     print0(f'resumed from {resumed.path}')
     changed = {key: values for key, values in changed.items()
                if key not in ('init_from', 'checkpoint')}
@@ -228,16 +232,33 @@ def load_start(config, dataset):
     else:
         model, trained = load_pretrained(config.init_from, config.dropout)
         source = config.init_from
-    if config.block_size > model.config.block_size:
-        raise UserError(f'block_size={config.block_size}: {config.init_from} reads at most '
-                        f'{model.config.block_size} tokens')
+    check_start(config, model.config, dataset.folder, dataset.vocab_size)
     model.crop_block_size(config.block_size)
-    if dataset.vocab_size != model.config.vocab_size:
-        raise UserError(f'{dataset.folder} has a vocabulary of {dataset.vocab_size} and '
-                        f'{config.init_from} one of {model.config.vocab_size}: prepare the text '
-                        'with the tokenizer of the model')
     print0(f'{source}{trained and f" ({trained})"}: the run starts from its {ANEW}')
     return model
+
+
+def check_start(config, shape, folder, vocab_size):
+    """Raise UserError where a model of this GPTConfig cannot start a run on the dataset."""
+    if config.block_size > shape.block_size:
+        raise UserError(f'block_size={config.block_size}: {config.init_from} reads at most '
+                        f'{shape.block_size} tokens')
+    if vocab_size != shape.vocab_size:
+        raise UserError(f'{folder} has a vocabulary of {vocab_size} and {config.init_from} one of '
+                        f'{shape.vocab_size}: prepare the text with the tokenizer of the model')
+
+
+def start_shape(config):
+    """The GPTConfig of the model that config.init_from names, or None where a run starts anew. Its
+    weights are not read. Raises UserError where there is no such model."""
+    run = config.out_dir if config.init_from in ('resume', 'auto') else config.init_from
+    if config.init_from == 'resume' or checkpoints.checkpoint_paths(run):
+        shape = checkpoints.find(run, config.checkpoint).state['model']
+    elif config.init_from in ('scratch', 'auto'):
+        return None
+    else:
+        shape = pretrained_shape(config.init_from)
+    return GPTConfig(**{**shape, 'dropout': config.dropout})
 
 
 # -----------------------------------------------------------------------------
@@ -253,7 +274,7 @@ def host_memory():
 def available_memory(device):
     """Bytes that this process may take now, on its GPU or else on the machine; None where that is
     unknown."""
-    return torch.cuda.mem_get_info(device)[0] if device.type == 'cuda' else host_memory()
+    return device_memory(device)[1] if device.type == 'cuda' else host_memory()
 
 
 def fits(shape, step, device):

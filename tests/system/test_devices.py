@@ -6,10 +6,12 @@ import torch
 from helpers import ROOT, fails
 
 from plaingpt.system.devices import (
+    GPUS,
     choose_compile,
     choose_device,
     choose_dtype,
-    free_memory,
+    find_gpu,
+    machine_memory,
     mfu,
     peak_flops,
     seed_everything,
@@ -132,16 +134,38 @@ def test_utilisation_is_known_only_where_the_peak_is():
     assert peak_flops('NVIDIA L40S', 'bfloat16') == 362e12  # and not the L4's
 
 
-def test_free_memory_counts_cached_files_as_free_and_heeds_a_container(tmp_path):
-    assert 0 < free_memory() < 2**50
-    (tmp_path / 'proc').mkdir()
-    (tmp_path / 'proc/meminfo').write_text('MemFree: 1 kB\nMemAvailable:  8192 kB\n')
-    assert free_memory(tmp_path) == 2**23
-    group = tmp_path / 'sys/fs/cgroup'
-    group.mkdir(parents=True)
-    for name, text in (('current', '5000000'), ('stat', 'anon 9\nfile 3000000\nkernel 7\n'),
-                       ('max', 'max')):
-        (group / f'memory.{name}').write_text(f'{text}\n')
-    assert free_memory(tmp_path) == 2**23
-    (group / 'memory.max').write_text('6000000\n')
-    assert free_memory(tmp_path) == 4_000_000
+def write(path, text):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+
+
+def test_memory_is_that_of_the_machine_or_of_the_narrowest_cgroup(tmp_path):
+    total, free = machine_memory(tmp_path)  # where /proc tells nothing, the C library does
+    assert total > free > 0
+    write(tmp_path / 'proc/meminfo', 'MemTotal: 9 kB\nMemAvailable:    4096 kB\n')
+    assert machine_memory(tmp_path) == (total, 2**22)
+    write(tmp_path / 'proc/self/cgroup', '1:name=systemd:/\n0::/a.slice/b.scope\n')
+    group = tmp_path / 'sys/fs/cgroup/a.slice/b.scope'
+    for folder, limit, used in ((group, 'max', 10), (group.parent, 2**20, 2**19)):
+        write(folder / 'memory.max', f'{limit}\n')
+        write(folder / 'memory.current', f'{used}\n')
+        write(folder / 'memory.stat', 'anon 7\ninactive_file 1024\n')
+    assert machine_memory(tmp_path) == (2**20, 2**19 + 1024)
+    write(tmp_path / 'proc/self/cgroup', '4:memory:/of/the/host\n')
+    inside = tmp_path / 'sys/fs/cgroup/memory'
+    write(inside / 'memory.limit_in_bytes', str(2**21))
+    write(inside / 'memory.usage_in_bytes', str(2**20))
+    write(inside / 'memory.stat', 'inactive_file 5\ntotal_inactive_file 20\n')
+    assert machine_memory(tmp_path) == (2**21, 2**20 + 20)
+
+
+def test_a_gpu_is_named_by_any_part_that_no_other_has():
+    assert all(find_gpu(name) == name for name in GPUS)
+    for part, gpu in {'4090': 'RTX 4090', 'rtx-3090': 'RTX 3090', 'a100': 'A100', 'h100': 'H100',
+                      'H100pcie': 'H100 PCIe', 'a10': 'A10', 't4': 'T4'}.items():
+        assert find_gpu(part) == gpu
+    with pytest.raises(UserError, match=r'several: use one of RTX 4090, RTX 3090$'):
+        find_gpu('rtx')
+    for unknown in ('A1000', ' '):
+        with pytest.raises(UserError, match=r'unknown: use one of B200, .*T4, or --gpu_memory_gb'):
+            find_gpu(unknown)

@@ -191,12 +191,13 @@ def find_speed(gpt, config, machine, memory):
             f'estimated from {config.utilisation:.0%} of the peak of {machine.name}'
     if memory['fits'] is not True:
         return None, 'not measured, since it does not fit'
+    busy = devices.describe_load() if machine.device.type == 'cpu' else ''
     note('measuring the speed of a step here, for some seconds')
     devices.use_fast_matmul()
     config = replace(config, batch_size=memory['batch_size'])
     speed, how = estimate_speed(Workload(config, gpt.config, machine.device, machine.dtype, False))
     if machine.device.type != 'cuda':
-        return speed, how
+        return speed, how + busy
     return speed * config.processes, f'{how}, not compiled'
 
 

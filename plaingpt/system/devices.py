@@ -164,6 +164,16 @@ def read(root, path):
     return Path(root, path).read_text(encoding='utf-8', errors='replace')
 
 
+def describe_load():
+    """A clause where other programs leave fewer cores than torch takes, so that a time measured
+    here means little; else ''."""
+    load = os.getloadavg()[0] if hasattr(os, 'getloadavg') else 0.0
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, 'sched_getaffinity') else os.cpu_count()
+    if cores - load >= torch.get_num_threads() - 0.5:
+        return ''
+    return f'; it is busy, load {load:.1f} on {cores} cores, and may be several times as fast'
+
+
 def free_memory():
     """Bytes of memory that are free for this process, or None where the system does not tell."""
     return machine_memory()[1]

@@ -1,3 +1,4 @@
+import os
 import subprocess
 import sys
 
@@ -10,6 +11,7 @@ from plaingpt.system.devices import (
     choose_compile,
     choose_device,
     choose_dtype,
+    describe_load,
     find_gpu,
     machine_memory,
     mfu,
@@ -157,6 +159,14 @@ def test_memory_is_that_of_the_machine_or_of_the_narrowest_cgroup(tmp_path):
     write(inside / 'memory.usage_in_bytes', str(2**20))
     write(inside / 'memory.stat', 'inactive_file 5\ntotal_inactive_file 20\n')
     assert machine_memory(tmp_path) == (2**21, 2**20 + 20)
+
+
+def test_a_busy_machine_is_told_where_torch_gets_fewer_cores_than_it_takes(monkeypatch):
+    cores = len(os.sched_getaffinity(0))
+    monkeypatch.setattr(torch, 'get_num_threads', lambda: cores)
+    for load, said in ((0.2, ''), (cores + 3.0, f'load {cores + 3:.1f} on {cores} cores')):
+        monkeypatch.setattr(os, 'getloadavg', lambda load=load: (load, 0.0, 0.0))
+        assert said in describe_load() and bool(describe_load()) == bool(said)
 
 
 def test_a_gpu_is_named_by_any_part_that_no_other_has():

@@ -147,35 +147,33 @@ def test_what_does_not_fit_here_is_not_measured(capsys):
     assert time['tokens_per_s'] is time['hours'] is None and 'does not fit' in time['how']
 
 
-def test_steps_of_few_layers_and_tokens_tell_the_time_of_a_whole_one(monkeypatch):
+@pytest.mark.parametrize(('matmul_flops', 'timed'), [(1e15, (64, 1024)), (1e13, (8, 1024)),
+                                                     (1e9, (1, 32))])
+def test_a_step_that_takes_long_is_timed_on_fewer_tokens(monkeypatch, matmul_flops, timed):
     config = load_config(PlanConfig, ['--n_layer=12', '--batch_size=64',
                                       '--gradient_accumulation_steps=5'])
     work = step_speed.Workload(config, config.gpt_config(500), torch.device('cpu'), 'float32',
                                False)
+    sizes = []
 
-    def parts(n_layer, size):  # a device whose times are exactly so
-        per_flop = step_speed.flops(work, size) * (1 + n_layer)
-        return 0.05 + 0.01 * n_layer + 1e-11 * per_flop, 0.2 + 0.3 * n_layer
+    def parts(work, *size):  # a device whose times are exactly so
+        sizes.append(size)
+        return 1e-11 * step_speed.flops(work, *size), 0.2
 
-    monkeypatch.setattr(step_speed, 'time_parts', lambda _, n, sizes=((1, 64), (1, 128)): {
-        size: parts(n, size) for size in sizes})
+    monkeypatch.setattr(step_speed, 'matmul_flops', lambda *_: matmul_flops)
+    monkeypatch.setattr(step_speed, 'time_parts', parts)
     speed, how = step_speed.estimate_speed(work)
-    micro_s, update_s = parts(12, (64, 1024))
-    assert speed == pytest.approx(config.step_tokens() / (5 * micro_s + update_s))
-    assert how == 'estimated from 1 and 3 of the 12 layers on 1 × 128 tokens here'
+    micro_s = 1e-11 * step_speed.flops(work, 64, 1024)
+    assert speed == pytest.approx(config.step_tokens() / (5 * micro_s + 0.2)) and sizes == [timed]
+    assert how == ('measured here' if timed == (64, 1024)
+                   else f'estimated from {timed[0]} × {timed[1]} tokens here')
 
 
-def test_a_step_is_timed_at_two_sizes_or_as_a_whole():
-    def sizes(*argv):
-        config = load_config(PlanConfig, [*TINY, *argv])
-        work = step_speed.Workload(config, config.gpt_config(300), torch.device('cpu'),
-                                   'float32', False)
-        return step_speed.time_parts(work, 1)
-
-    assert list(sizes()) == [(4, 16)]
-    (small, larger) = sizes('--batch_size=1000000', '--block_size=8192').items()
-    assert small[0][0] * small[0][1] * 2 == larger[0][0] * larger[0][1]
-    assert all(0 < seconds < 10 for _, times in (small, larger) for seconds in times)
+def test_the_parts_of_a_step_are_timed():
+    config = load_config(PlanConfig, TINY)
+    work = step_speed.Workload(config, config.gpt_config(300), torch.device('cpu'), 'float32',
+                               False)
+    assert all(0 < seconds < 10 for seconds in step_speed.time_parts(work, 4, 16))
 
 
 SHAPES = {'gpt2': (12, 12, 768), 'gpt2-medium': (24, 16, 1024), 'gpt2-large': (36, 20, 1280),

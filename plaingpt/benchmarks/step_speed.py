@@ -4,6 +4,7 @@ import os
 import time
 from contextlib import closing
 from dataclasses import replace
+from itertools import repeat
 from operator import attrgetter
 from pathlib import Path
 from typing import NamedTuple
@@ -100,90 +101,56 @@ def measure_speed(work):
 # -----------------------------------------------------------------------------
 # in a few seconds, for plan.py
 
-LONG_S = 0.3  # a micro-batch that takes about so long is measured well enough
+PATIENCE_S = 3.0  # what a micro-batch may take; a longer one is timed on fewer tokens
+USUAL_SHARE = 0.3  # of a bare matmul's speed, that training reaches
 
 
 def estimate_speed(work):
     """Tokens a second that training reaches on this device → (tokens/s, how it was found).
 
-    What takes no longer than LONG_S is measured as it is. Else the times of a micro-batch and of
-    the update are affine in the number of layers, and a micro-batch's in the FLOPs of its tokens,
-    so one layer and three, and two sizes of a small micro-batch, give the rest.
+    Real steps are timed, three after one that does not count. Where a micro-batch would take long
+    it has fewer tokens, and its time is taken to grow with the FLOPs.
     """
-    layers, whole = work.shape.n_layer, (work.config.batch_size, work.shape.block_size)
-    one = time_parts(work, 1)
-    sizes = list(one)
-    several = layers if layers * one[sizes[-1]][0] < LONG_S else min(layers, 3)
-    more = one if several == 1 else time_parts(work, several, sizes)
-    deep = {}
-    for size in sizes:  # noise does not make layers free
-        deep[size] = [max(a, a + (layers - 1) / max(1, several - 1) * (b - a))
-                      for a, b in zip(one[size], more[size], strict=True)]
-    (micro_s, update_s), larger = deep[sizes[-1]], flops(work, whole) / flops(work, sizes[-1])
-    if larger > 1:
-        halved = flops(work, sizes[0]) / flops(work, sizes[-1])
-        fixed_s = (deep[sizes[0]][0] - halved * micro_s) / (1 - halved)  # whatever the tokens
-        micro_s = larger * micro_s - (larger - 1) * min(max(0.0, fixed_s), micro_s / 2)
+    B, T = whole = work.config.batch_size, work.shape.block_size
+    size = None if work.device.type == 'cuda' else 1024  # within a second
+    affordable = PATIENCE_S * USUAL_SHARE * matmul_flops(DTYPES[work.dtype], work.device, size)
+    while flops(work, B, T) > affordable and B * T > 32:
+        B, T = (B // 2, T) if B > 1 else (1, T // 2)
+    micro_s, update_s = time_parts(work, B, T)
+    micro_s *= flops(work, *whole) / flops(work, B, T)
     speed = work.config.step_tokens() / (work.config.accumulation() * micro_s + update_s)
-    if larger == 1 and several == layers:
-        return speed, 'measured here'
-    return speed, f'estimated from 1 and {several} of the {layers} layers on ' \
-                  f'{sizes[-1][0]} × {sizes[-1][1]} tokens here'
+    return speed, 'measured here' if whole == (B, T) else f'estimated from {B} × {T} tokens here'
 
 
-def flops(work, size):
+def flops(work, B, T):
     """Of a micro-batch of (B, T) tokens."""
     with torch.device('meta'):
-        gpt = GPT(replace(work.shape, block_size=size[1]))
-    return size[0] * size[1] * gpt.flops_per_token()
+        gpt = GPT(replace(work.shape, block_size=T))
+    return B * T * gpt.flops_per_token()
 
 
-def time_parts(work, n_layer, sizes=None):
-    """Time steps of the model with so many layers, a few for each size of a micro-batch → {(B, T):
-    (seconds of the micro-batch, seconds of the update)}, the least of each.
-
-    sizes: or None for what takes LONG_S at most, and half of it; just the whole where that does
-    """
-    marks, tokens = [], [1, 1]
-
-    def batches():
-        while True:
-            yield torch.randint(work.shape.vocab_size, (2, *tokens), device=work.device)
+def time_parts(work, B, T):
+    """Time steps of one micro-batch of (B, T) tokens → (its seconds, the update's), the least."""
+    idx, targets = torch.randint(work.shape.vocab_size, (2, B, T), device=work.device)
+    once = replace(work.config, batch_size=B, gradient_accumulation_steps=1, total_batch_size=0)
+    marks, times = [], []
 
     def mark(*_):
         synchronize(work.device)
         marks.append(time.perf_counter())
 
-    def parts(size):
-        tokens[:] = size
+    _, optimizer, step = make_step(work._replace(config=once), repeat((idx, targets)))
+    optimizer.register_step_pre_hook(mark)
+    optimizer.register_step_post_hook(mark)
+    for _ in range(4):
         marks.clear()
         mark()
         step()
         mark()
         # float16 leaves updates out while it looks for its scale.
         update_s = marks[2] - marks[1] if len(marks) == 4 else 0.0
-        return marks[-1] - marks[0] - update_s, update_s
-
-    once = replace(work.config, batch_size=1, gradient_accumulation_steps=1, total_batch_size=0)
-    _, optimizer, step = make_step(
-        work._replace(config=once, shape=replace(work.shape, n_layer=n_layer)), batches())
-    optimizer.register_step_pre_hook(mark)
-    optimizer.register_step_post_hook(mark)
-    most = work.config.batch_size, work.shape.block_size
-    parts((1, min(32, most[1])))  # the first call prepares what the others use
-    if not sizes:
-        sizes = [(1, min(32, most[1]))]
-        while sizes[-1] != most and (len(sizes) == 1 or parts(sizes[-1])[0] < LONG_S / 2):
-            B, T = sizes[-1]  # longer sequences first, then more of them
-            sizes.append((min(2 * B, most[0]), T) if most[1] == T else (B, min(2 * T, most[1])))
-        sizes = sizes[-1:] if sizes[-1] == most else sizes[-2:]
-    timed = {}
-    for size in sizes:
-        times = [parts(size)]
-        while len(times) < 4 and sum(map(sum, times)) < LONG_S:
-            times.append(parts(size))
-        timed[size] = tuple(map(min, zip(*times, strict=True)))
-    return timed
+        times.append((marks[-1] - marks[0] - update_s, update_s))
+    return tuple(map(min, zip(*times[1:], strict=True)))
 
 
 def format_row(row):

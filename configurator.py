@@ -75,7 +75,8 @@ def read_option(cls, arg, values, problems):
     elif equals:
         # Text stays as typed: --start=1e3 means those three characters.
         is_text = name in values and str in accepted_types(cls, name)
-        yield name, text if is_text else parse_literal(text), 'on the command line'
+        read = reader_of(cls, name) if is_text else parse_literal
+        yield name, read(text), 'on the command line'
     elif name in values and bool in accepted_types(cls, name):
         yield name, True, 'on the command line'
     elif name in values:
@@ -94,6 +95,13 @@ def later_options(cls, argv):
                 names.add(name)
                 check_and_set(cls, values, name, value, where, mistakes)
     return {name: values[name] for name in names & values.keys()}
+
+
+def reader_of(cls, name):
+    """What reads text of the command line: the function of a field `name: Annotated[str, function]`
+    whose escapes a config file's Python has read already. Other text stays as typed."""
+    annotation = typing.get_type_hints(cls, include_extras=True)[name]
+    return annotation.__metadata__[0] if hasattr(annotation, '__metadata__') else str
 
 
 def parse_literal(text):

@@ -22,6 +22,7 @@ from model import GPT
 from plaingpt.benchmarks.step_speed import Workload, estimate_speed
 from plaingpt.corpus.corpora import find_dataset_size
 from plaingpt.corpus.dataset import dataset_folder
+from plaingpt.inference.hf_export import describe_export, nearest_architectures
 from plaingpt.system import devices
 from plaingpt.system.devices import GPUS
 from plaingpt.system.errors import UserError, run_script
@@ -311,14 +312,15 @@ def main(argv):
         planned_for = machine._replace(device=machine.device.type)._asdict()
         print(json_format.dumps({'machine': planned_for, 'model': asdict(shape),
                                  'vocab_size': shape.vocab_size, 'source': source,
-                                 'memory': memory, 'tokens': tokens, 'time': time, 'disk': disk},
-                                indent=1))
+                                 'memory': memory, 'tokens': tokens, 'time': time, 'disk': disk,
+                                 'export': nearest_architectures(shape)}, indent=1))
         return
     if config.init_from != 'scratch':
         print(f'model of {config.init_from}: {shape.n_layer} layers, {shape.n_head} heads, '
               f'{shape.n_embd} channels')
     print_memory(memory, machine)
     print_tokens(tokens, source, shape.vocab_size)
+    print(describe_export(shape))
     print_time_and_disk(time, disk, machine)
 
 

@@ -18,7 +18,7 @@ import json
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
 import torch
 from tqdm import tqdm
@@ -26,34 +26,34 @@ from tqdm import tqdm
 from configurator import load_config
 from plaingpt.corpus.documents import json_rows
 from plaingpt.inference.chat import run_chat, show
-from plaingpt.inference.text_generator import TextGenerator, read_text
+from plaingpt.inference.text_generator import Sampling, TextGenerator, read_text
 from plaingpt.inference.weight_layout import prepare_for_generation
 from plaingpt.system.devices import choose_compile, choose_device, choose_dtype, use_fast_matmul
 from plaingpt.system.errors import UserError, run_script
 from plaingpt.system.files import naming
+from plaingpt.system.formatting import unescape
 from plaingpt.system.streams import require_stdout, status
 from plaingpt.training import checkpoint as checkpoints
 
 
+def read_start(text):
+    return text if text.startswith('FILE:') else unescape(text)
+
+
+def read_stop(text):
+    return text if text.startswith('[') else unescape(text)  # JSON has escapes of its own
+
+
 @dataclass
-class SampleConfig(checkpoints.ModelChoice):
+class SampleConfig(Sampling, checkpoints.ModelChoice):
     # prompts
-    start: str = '\n'  # the prompt, or FILE:path of a file that holds it
+    start: Annotated[str, read_start] = '\n'  # the prompt, with \n, \t, \x41; or FILE:path of one
+    stop: Annotated[str, read_stop] = ''  # end before this text; or a JSON list: ["\n\n", "User:"]
     num_samples: int = 10  # samples to draw
     prompts: str = ''  # a .jsonl file of prompts, instead of start; one sample for each
     output: str = ''  # a new .jsonl file for their texts
     chat: bool = False  # talk with the model at the terminal instead
-    template: str = ''  # for a model tuned on dialogue, as User: {user}\nAssistant:
-    # sampling
-    max_new_tokens: int = 500  # most tokens in each sample
-    temperature: float = 0.8  # below 1 safer, above 1 wilder, 0 always the likeliest token
-    top_k: int = 200  # choose among this many of the likeliest tokens; 0 for all
-    top_p: float = 1.0  # choose among the fewest tokens that together have this probability
-    min_p: float = 0.0  # choose among tokens at least this share as probable as the likeliest
-    repetition_penalty: float = 1.0  # above 1 makes tokens of the text so far less likely
-    stop: str = ''  # end before this text; several as a JSON list, as ["\n\n", "User:"]
-    end_of_text: bool = True  # end where the model ends a document
-    seed: int = 1337  # of the random numbers; the same seed gives the same text
+    template: Annotated[str, unescape] = ''  # of a dialogue's model, as User: {user}\nAssistant:
     # system
     stream: bool = False  # print each sample as it is written
     batch_size: int = 8  # samples or prompts at a time; changes the speed, not the texts
@@ -62,17 +62,9 @@ class SampleConfig(checkpoints.ModelChoice):
     compile: Literal['auto'] | bool = False  # torch.compile the model for single tokens
 
     def problems(self):
-        found = [f'{key}={getattr(self, key)}: must be at least 1'
-                 for key in ('num_samples', 'max_new_tokens', 'batch_size')
-                 if getattr(self, key) < 1]
-        found += [f'{key}={getattr(self, key)}: must not be negative'
-                  for key in ('temperature', 'top_k', 'seed') if getattr(self, key) < 0]
-        if not 0 < self.top_p <= 1:
-            found.append(f'top_p={self.top_p}: must be above 0 and at most 1')
-        if not 0 <= self.min_p <= 1:
-            found.append(f'min_p={self.min_p}: must be from 0 to 1')
-        if self.repetition_penalty <= 0:
-            found.append(f'repetition_penalty={self.repetition_penalty}: must be above 0')
+        found = super().problems()
+        found += [f'{key}={getattr(self, key)}: must be at least 1'
+                  for key in ('num_samples', 'batch_size') if getattr(self, key) < 1]
         if bool(self.prompts) != bool(self.output):
             found.append('prompts and output go together: name both files')
         if self.template and '{user}' not in self.template:

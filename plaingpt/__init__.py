@@ -1,0 +1,21 @@
+"""plainGPT in Python: `plaingpt.load('out')` opens a model of any kind."""
+
+
+def load(source, checkpoint='best', tokenizer='auto', device='auto'):
+    """Open a model → a TextGenerator, whose `generate(prompt)` writes text. Its `model` is a GPT
+    like any other, in float32, to look into or to train on; its `tokenizer` encodes and decodes.
+
+    source: the out_dir of a run, the folder of one of its checkpoints, a folder of transformers,
+    nanoGPT's ckpt.pt, or gpt2, gpt2-medium, gpt2-large, gpt2-xl, which are downloaded once
+    checkpoint: of a run: best, latest or an iteration
+    tokenizer: 'auto' for the model's own, or a prepared dataset whose to take
+    Raises UserError.
+    """
+    # Imported here, so that `import plaingpt` does not wait for torch.
+    from plaingpt.inference.text_generator import TextGenerator
+    from plaingpt.system.devices import choose_device
+    from plaingpt.training import checkpoint as checkpoints
+    device, _ = choose_device(device)
+    model, its_tokenizer, _, _ = checkpoints.load(str(source), which=checkpoint,
+                                                  tokenizer=str(tokenizer))
+    return TextGenerator(model.to(device).eval(), its_tokenizer)

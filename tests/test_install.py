@@ -46,7 +46,7 @@ def required(names):
     return found
 
 
-def test_an_editable_install_is_imported_from_another_folder(tmp_path):
+def test_an_editable_install_is_imported_from_another_folder(tmp_path, trained):
     tree = tmp_path / 'tree'
     shutil.copytree(ROOT / 'plaingpt', tree / 'plaingpt')
     for name in ('pyproject.toml', 'README.md', 'LICENSE', 'model.py', 'configurator.py'):
@@ -58,13 +58,15 @@ def test_an_editable_install_is_imported_from_another_folder(tmp_path):
     assert sorted(tree.iterdir()) == before  # it leaves nothing in the tree
     elsewhere = tmp_path / 'elsewhere'
     elsewhere.mkdir()
-    out = call(python, '-c', 'import torch\n'
+    out = call(python, '-c', 'import plaingpt\n'
+               f'print(len(plaingpt.load({str(trained)!r}).generate("def", max_new_tokens=9)))\n'
+               'import torch\n'
                'from model import GPT, GPTConfig\n'
                'from plaingpt.training.checkpoint import load\n'
                'model = GPT(GPTConfig(8, 65, n_layer=1, n_head=2, n_embd=8))\n'
                'print(model.generate(torch.zeros(1, 1, dtype=torch.long), 5).shape)\n'
                'print(load.__module__, __import__("model").__file__)', cwd=elsewhere)
-    assert out.splitlines() == ['torch.Size([1, 6])',
+    assert out.splitlines() == ['9', 'torch.Size([1, 6])',
                                 f'plaingpt.training.checkpoint {tree / "model.py"}']
 
 

@@ -5,6 +5,8 @@ import pytest
 from helpers import fails
 
 import sample
+import train
+from configurator import load_config
 from plaingpt.training import checkpoint as checkpoints
 
 
@@ -49,6 +51,29 @@ def test_a_stop_string_ends_a_sample(trained, capsys):
     letter = free[0][10]
     _, stopped = text_of(capsys, trained, '--start=def', f'--stop=["{letter}", "unheard of"]')
     assert stopped[0] == free[0][:free[0].index(letter, 3)] + '\n'
+
+
+TYPED = r'a\nb\tc\\n\x41\u00e9 \q \u12 \ud800' + '\\'  # as a shell passes it on
+READ = 'a\nb\tc\\n' + r'Aé \q \u12 \ud800' + '\\'
+
+
+def test_escapes_are_read_where_they_are_typed_and_only_there(tmp_path):
+    config = load_config(sample.SampleConfig, [f'--start={TYPED}', f'--stop={TYPED}',
+                                               f'--template={TYPED}{{user}}'])
+    assert config.start == READ and config.stops() == [READ] and config.template[:-6] == READ
+    assert load_config(train.TrainConfig, [f'--sample_start={TYPED}']).sample_start == READ
+    # a path, a JSON list and the Python of a config file have rules of their own
+    config = load_config(sample.SampleConfig, [r'--start=FILE:a\new', r'--stop=["\n", "\\n"]'])
+    assert config.start == r'FILE:a\new' and config.stops() == ['\n', r'\n']
+    (tmp_path / 'a.py').write_text(r"start = '\\textbf\n'; stop = r'\n'")
+    config = load_config(sample.SampleConfig, [str(tmp_path / 'a.py')])
+    assert config.start == '\\textbf\n' and config.stops() == [r'\n']
+
+
+def test_a_typed_line_end_begins_and_ends_samples(trained, capsys):
+    _, samples = text_of(capsys, trained, r'--start=\n', r'--stop=\n', '--max_new_tokens=200')
+    assert all(s.startswith('\n') and s[1:].count('\n') == 1 for s in samples)
+    assert text_of(capsys, trained, r'--start=\n') == text_of(capsys, trained)
 
 
 def test_prompts_of_a_file_come_back_with_their_texts(trained, capsys, tmp_path):

@@ -31,7 +31,7 @@ ONE_TEXT_FILES = 100  # fewer text files than this are one text
 LISTED_FILES = 1000  # more input files than this are not listed in meta.json
 DOWNLOAD_TIMEOUT = 30  # seconds without a byte
 SUFFIXES = {  # of the files that are read in a folder
-    '.txt', '.md', '.rst', '.tex', '.py', '.pyi', '.ipynb', '.c', '.h', '.cc', '.cpp', '.hpp',
+    '.txt', '.md', '.rst', '.tex', '.py', '.pyi', '.c', '.h', '.cc', '.cpp', '.hpp',
     '.cu', '.rs', '.go', '.java', '.js', '.ts', '.jsx', '.tsx', '.rb', '.php', '.pl', '.lua', '.r',
     '.jl', '.hs', '.ml', '.scala', '.kt', '.swift', '.cs', '.sh', '.sql', '.html', '.css', '.xml',
     '.json', '.yaml', '.yml', '.toml', '.jsonl', '.parquet'}

@@ -18,12 +18,12 @@ HELP = """/reset            forget the conversation
 class Chat:
     """A conversation of a TextGenerator with a user.
 
-    settings: a SampleConfig. Without a template the model continues what is typed.
+    settings: a SampleConfig of sample.py. Without a template the model continues what is typed.
     """
 
     def __init__(self, generator, settings):
         self.generator, self.settings = generator, settings
-        self.template = settings.template.replace('\\n', '\n')
+        self.template = settings.template
         # The answer ends where the model begins to write the user's next message.
         user_prefix = self.template.partition('{user}')[0].strip()
         self.stops = settings.stops() + ([user_prefix] if user_prefix else [])

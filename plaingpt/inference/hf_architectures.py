@@ -35,13 +35,13 @@ class Architecture:
     read_weights: Callable  # {their name: tensor} → {our name: tensor}
 
     def refusals(self, config):
-        """The fields that it cannot express, as 'field=allowed instead of value'."""
-        found = []
+        """The fields that it cannot express, as {'field=allowed': value}."""
+        found = {}
         for field in fields(config):
             value = getattr(config, field.name)
             allowed = self.expressible.get(field.name, (field.default,))
             if allowed is not ANY and value not in allowed:
-                found.append(f'{field.name}={" or ".join(map(str, allowed))} instead of {value}')
+                found[f'{field.name}={" or ".join(map(str, allowed))}'] = value
         return found
 
     def write_config(self, config):

@@ -43,16 +43,33 @@ def write_hf(folder, model, tokenizer, card):
     (folder / 'README.md').write_text(printable(card), encoding='utf-8')
 
 
+def nearest_architectures(config):
+    """→ {name: what it cannot express, of Architecture.refusals}, of those with the least. One with
+    nothing computes the same."""
+    refusals = {name: architecture.refusals(config) for name, architecture in ARCHITECTURES.items()}
+    fewest = min(map(len, refusals.values()))
+    return {name: refused for name, refused in refusals.items() if len(refused) == fewest}
+
+
 def choose_architecture(config):
     """→ the name of the first architecture that computes the same. Raises UserError that says what
     keeps `config` from the nearest ones."""
-    refusals = {name: architecture.refusals(config) for name, architecture in ARCHITECTURES.items()}
-    fewest = min(map(len, refusals.values()))
-    nearest = {name: lines for name, lines in refusals.items() if len(lines) == fewest}
-    if fewest:
-        raise UserError('no architecture of transformers is this model: ' + '; '.join(
-            f'{name} needs {" and ".join(lines)}' for name, lines in nearest.items()))
-    return next(iter(nearest))
+    for name, refused in (nearest := nearest_architectures(config)).items():
+        if not refused:
+            return name
+    raise UserError('no architecture of transformers is this model: ' + '; '.join(
+        f'{name} needs ' + ' and '.join(f'{need} instead of {value}'
+                                        for need, value in refused.items())
+        for name, refused in nearest.items()))
+
+
+def describe_export(config):
+    """What export.py will do with such a model, in a line that is printed before training."""
+    nearest = nearest_architectures(config)
+    if not any(nearest.values()):
+        return f'exports to transformers as {next(iter(nearest))}'
+    return 'no export to transformers: ' + ', '.join(
+        f'{name} needs {" and ".join(refused)}' for name, refused in nearest.items())
 
 
 def hf_tokenizer(tokenizer):

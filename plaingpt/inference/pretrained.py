@@ -81,8 +81,8 @@ def find_pretrained(source):
     if (path / 'ckpt.pt').exists() and not (path / 'config.json').exists():
         path = path / 'ckpt.pt'
     if (path / 'state.json').exists():
-        raise UserError(f'{source} is one checkpoint of a run: name the run and the iteration, '
-                        f'with --checkpoint={path.name.removeprefix("iter-").lstrip("0")}')
+        raise UserError(f'{source} holds a checkpoint of a run, whose folder must be called iter- '
+                        'and its iteration, such as iter-00002000')
     return path
 
 

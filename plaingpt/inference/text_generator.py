@@ -2,6 +2,8 @@
 
 import codecs
 import time
+from contextlib import nullcontext
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -19,6 +21,34 @@ def read_text(path, where):
         raise UserError(f'{where}: {e.strerror}') from None
     except UnicodeDecodeError:
         raise UserError(f'{where}: not a UTF-8 text file') from None
+
+
+@dataclass
+class Sampling:
+    """How texts are drawn: settings of sample.py, and options of TextGenerator.generate."""
+
+    # sampling
+    max_new_tokens: int = 500  # most tokens in each sample
+    temperature: float = 0.8  # below 1 safer, above 1 wilder, 0 always the likeliest token
+    top_k: int = 200  # choose among this many of the likeliest tokens; 0 for all
+    top_p: float = 1.0  # choose among the fewest tokens that together have this probability
+    min_p: float = 0.0  # choose among tokens at least this share as probable as the likeliest
+    repetition_penalty: float = 1.0  # above 1 makes tokens of the text so far less likely
+    end_of_text: bool = True  # end where the model ends a document
+    seed: int = 1337  # of the random numbers; the same seed gives the same text
+
+    def problems(self):
+        found = [f'{key}={getattr(self, key)}: must not be negative'
+                 for key in ('temperature', 'top_k', 'seed') if getattr(self, key) < 0]
+        if self.max_new_tokens < 1:
+            found.append(f'max_new_tokens={self.max_new_tokens}: must be at least 1')
+        if not 0 < self.top_p <= 1:
+            found.append(f'top_p={self.top_p}: must be above 0 and at most 1')
+        if not 0 <= self.min_p <= 1:
+            found.append(f'min_p={self.min_p}: must be from 0 to 1')
+        if self.repetition_penalty <= 0:
+            found.append(f'repetition_penalty={self.repetition_penalty}: must be above 0')
+        return found
 
 
 class StreamDecoder:
@@ -63,10 +93,24 @@ class StreamDecoder:
 class TextGenerator:
     """Writes texts. context: of prepare_for_generation; compiled: of generation.generate"""
 
-    def __init__(self, model, tokenizer, context, compiled=None):
+    def __init__(self, model, tokenizer, context=None, compiled=None):
         self.model, self.tokenizer = model, tokenizer
-        self.context, self.compiled = context, compiled
+        self.context, self.compiled = context or nullcontext(), compiled
         self.tokens, self.seconds = 0, 0.0  # generated so far, and the time it took
+
+    def generate(self, prompt, stop=(), **sampling):
+        """Continue a text → the text after it; of a list of texts, a list.
+
+        stop: a string that ends the text, or several; sampling: fields of Sampling. UserError
+        """
+        sampling = Sampling(**sampling)
+        if problems := sampling.problems():
+            raise UserError('\n'.join(problems))
+        texts = [prompt] if isinstance(prompt, str) else prompt
+        prompts = [self.encode_prompt(text, 'the prompt') for text in texts]
+        new = self.write(prompts, range(len(prompts)), sampling,
+                         [stop] if isinstance(stop, str) else stop)
+        return new[0] if isinstance(prompt, str) else new
 
     def encode(self, text, where):
         """→ ids. Raises UserError, beginning with `where`, for characters the tokenizer lacks."""
@@ -92,7 +136,7 @@ class TextGenerator:
         """Continue `prompts`, lists of ids → texts.
 
         numbers: of each text; with sampling.seed it decides the text's random numbers
-        sampling: a SampleConfig
+        sampling: a Sampling
         stop: strings that end a text; show: called with each piece of the one text there is
         """
         decoders = [StreamDecoder(self.tokenizer, stop, show) for _ in prompts]

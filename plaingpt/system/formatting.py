@@ -1,5 +1,6 @@
 """Numbers, errors and the text of others as people read them."""
 
+import ast
 import re
 import shlex
 
@@ -8,6 +9,7 @@ GIB = 2**30
 # C0 but tab and line ends, DEL, C1, marks and overrides of the direction, lone surrogates
 CONTROLS = re.compile('[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\u061c\u200e\u200f\u202a-\u202e'
                       '\u2066-\u2069\ud800-\udfff]|\r(?!\n)')
+ESCAPES = re.compile(r'\\(?:[nrt\\]|x[0-9a-fA-F]{2}|u(?![dD][89a-fA-F])[0-9a-fA-F]{4})')
 
 
 def short(n):
@@ -38,6 +40,12 @@ def printable(text):
 def quoted(path):
     """A path, or another word, as a shell takes it: for commands that a message shows."""
     return shlex.quote(str(path))
+
+
+def unescape(text):
+    r"""Text as it was typed → with its escapes read: \n \r \t \\ \x41 \u00e9. Any other backslash
+    stays as it is."""
+    return ESCAPES.sub(lambda found: ast.literal_eval(f"'{found[0]}'"), text)
 
 
 def one_line(problem):

@@ -196,12 +196,12 @@ def load(init_from, out_dir='out', which='best', tokenizer='auto'):
     """What to sample from, evaluate or export → (model, tokenizer, where it is from, the run's
     state.json or {} for weights of others).
 
-    init_from: 'resume' for the run in out_dir, the folder of a run, or what GPT.from_pretrained
-    takes. tokenizer: 'auto' for the model's own, or a prepared dataset whose to take.
-    Raises UserError.
+    init_from: 'resume' for the run in out_dir, what `find_named` finds, or what
+    GPT.from_pretrained takes. tokenizer: 'auto' for the model's own, or a prepared dataset whose to
+    take. Raises UserError.
     """
-    if init_from == 'resume' or checkpoint_paths(init_from):
-        found = find(out_dir if init_from == 'resume' else init_from, which)
+    found = find(out_dir, which) if init_from == 'resume' else find_named(init_from, which)
+    if found:
         model, state, source = found.load_model(dropout=0.0), found.state, str(found.path)
         description = state['tokenizer']
     else:
@@ -363,6 +363,15 @@ def find(out_dir, which='latest'):
     raise UserError(f'--checkpoint={which}: {out_dir} has latest, best and '
                     f'{", ".join(map(str, numbers))}'
                     + (f'; it was moved to {moved[-1]}' if moved else ''))
+
+
+def find_named(source, which):
+    """The checkpoint that the folder of one names, or the out_dir of a run and `which` of its
+    checkpoints. None where `source` is neither."""
+    path = Path(source)
+    if re.fullmatch(r'iter-[0-9]{1,15}', path.name) and (path / 'state.json').exists():
+        return open_checkpoint(path)
+    return find(source, which) if checkpoint_paths(source) else None
 
 
 def other_weights(out_dir, of_nanogpt):

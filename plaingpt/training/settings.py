@@ -4,13 +4,14 @@ The comment beside a field is its help text. TrainConfig inherits the fields of 
 """
 
 from dataclasses import dataclass, fields
-from typing import Literal
+from typing import Annotated, Literal
 
 from model import GPTConfig
 from plaingpt.inference.hf_architectures import rotary_problems
 from plaingpt.inference.scoring import BENCHMARKS
 from plaingpt.monitoring.backends import BACKENDS
 from plaingpt.system.distributed import launched_world
+from plaingpt.system.formatting import unescape
 from plaingpt.system.recompute import KINDS
 from plaingpt.training.optimizers import OPTIMIZERS
 from plaingpt.training.schedules import SCHEDULES
@@ -27,7 +28,7 @@ class TrainConfig(GPTConfig):
     eval_tasks: str = 'hellaswag'  # benchmarks: hellaswag, lambada, with a comma between
     eval_tasks_interval: int = 0  # iterations between runs of them; 0 for none
     sample_interval: int = 0  # iterations between samples on the console; 0 for none
-    sample_start: str = '\n'  # the text that a sample continues
+    sample_start: Annotated[str, unescape] = '\n'  # the text that a sample continues
     sample_tokens: int = 100  # length of those, and of one each evaluation for the report; 0: none
     init_from: str = 'scratch'  # scratch, resume, auto (resume if it can), gpt2…, folder, ckpt.pt
     # checkpoints

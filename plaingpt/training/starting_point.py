@@ -13,6 +13,7 @@ from model import GPT, GPTConfig
 from plaingpt.corpus.batches import BatchLoader, fits_in_ram
 from plaingpt.corpus.dataset import UNFINISHED, dataset_folder, open_dataset
 from plaingpt.inference import scoring
+from plaingpt.inference.hf_export import describe_export
 from plaingpt.inference.pretrained import (
     describe_training,
     load_pretrained,
@@ -182,6 +183,7 @@ def build_model(config, dataset, resumed, device):
     model.activation_checkpointing = config.activation_checkpointing
     print0(f'GPT of {model.num_parameters():,} parameters: {model.config.n_layer} layers, '
            f'{model.config.n_head} heads, {model.config.n_embd} channels')
+    print0(describe_export(model.config))
     return model
 
 
@@ -222,8 +224,7 @@ def kept_bytes(shape, step):
 
 def load_start(config, dataset):
     """The weights that config.init_from names, of a run of ours or of others, for a new run."""
-    if checkpoints.checkpoint_paths(config.init_from):
-        start = checkpoints.find(config.init_from, config.checkpoint)
+    if start := checkpoints.find_named(config.init_from, config.checkpoint):
         if start.state['tokenizer'] != dataset.tokenizer_json():
             raise UserError(f'{start.path} was trained with another tokenizer than that of '
                             f'{dataset.folder}: prepare the text with --tokenizer=THE_OLD_DATASET')
@@ -252,8 +253,9 @@ def start_shape(config):
     """The GPTConfig of the model that config.init_from names, or None where a run starts anew. Its
     weights are not read. Raises UserError where there is no such model."""
     run = config.out_dir if config.init_from in ('resume', 'auto') else config.init_from
-    if config.init_from == 'resume' or checkpoints.checkpoint_paths(run):
-        shape = checkpoints.find(run, config.checkpoint).state['model']
+    find = checkpoints.find if config.init_from == 'resume' else checkpoints.find_named
+    if found := find(run, config.checkpoint):
+        shape = found.state['model']
     elif config.init_from in ('scratch', 'auto'):
         return None
     else:

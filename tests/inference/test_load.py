@@ -1,0 +1,122 @@
+"""`plaingpt.load`, the way in for Python, and what is said of the way out before training."""
+
+import json
+import shutil
+import subprocess
+import sys
+from dataclasses import asdict
+
+import pytest
+import torch
+from helpers import ROOT, fails, options
+
+import export
+import plaingpt
+import plan
+import sample
+import train
+from plaingpt.system.errors import UserError
+from plaingpt.training import checkpoint as checkpoints
+
+
+@pytest.fixture
+def sources(trained, char_data, tmp_path):
+    """{what it is: (the name that opens it, options)}, all of the model of `trained`, except that
+    nanoGPT's has another GELU."""
+    found = checkpoints.find(trained, 'best')
+    model = found.load_model()
+    export.main([f'--out_dir={trained}', f'--dest={tmp_path}/hf'])
+    shape = {key: value for key, value in asdict(model.config).items()
+             if key in ('vocab_size', 'block_size', 'n_layer', 'n_head', 'n_embd', 'bias')}
+    weights = {name: w[:shape['vocab_size']] if 'wte' in name or 'lm_head' in name else w
+               for name, w in model.state_dict().items()}
+    (nano := tmp_path / 'nano').mkdir()
+    torch.save({'model': weights, 'model_args': shape, 'iter_num': 5}, nano / 'ckpt.pt')
+    return {'run': (trained, {}), 'checkpoint': (found.path, {}), 'folder': (f'{tmp_path}/hf', {}),
+            'nanogpt': (nano / 'ckpt.pt', {'tokenizer': char_data}),
+            'nanogpt_run': (str(nano), {'tokenizer': char_data})}
+
+
+@pytest.mark.parametrize('kind', ['run', 'checkpoint', 'folder', 'nanogpt', 'nanogpt_run'])
+def test_every_kind_of_model_opens_in_python_and_writes(kind, sources):
+    source, more = sources[kind]
+    gpt = plaingpt.load(source, device='cpu', **more)
+    text = gpt.generate('def main', max_new_tokens=12, seed=3)
+    assert len(text) == 12 and gpt.generate('def main', max_new_tokens=12, seed=3) == text
+    assert gpt.generate(['def main', 'x'], max_new_tokens=12, seed=3)[0] == text
+    idx = torch.tensor(gpt.tokenizer.encode('def main'), dtype=torch.long)[None]
+    loss = gpt.model(idx, idx)[1]  # a GPT like any other: gradients reach its weights
+    loss.backward()
+    assert gpt.model.transformer.wte.weight.grad.abs().sum() > 0
+    run = plaingpt.load(sources['run'][0], device='cpu')
+    difference = (run.model(idx)[0] - gpt.model(idx)[0]).abs().max()
+    assert difference < (1e-2 if 'nano' in kind else 1e-6)
+
+
+def test_a_text_by_python_is_the_one_that_sample_writes(trained, capsys):
+    sample.main([f'--out_dir={trained}', '--start=def', '--num_samples=1', '--device=cpu',
+                 '--max_new_tokens=20', '--dtype=float32'])
+    gpt = plaingpt.load(trained, device='cpu')
+    text = gpt.generate('def', max_new_tokens=20)
+    assert capsys.readouterr().out.endswith(f'\ndef{text}\n')
+    for stop in (text[5], ['unheard of', text[5]]):
+        assert gpt.generate('def', stop=stop) == text[:text.index(text[5])]
+
+
+def test_mistakes_in_python_are_named(trained):
+    gpt = plaingpt.load(trained, device='cpu')
+    for mistake, words in ((dict(temperature=-1), 'temperature=-1'),
+                           (dict(max_new_tokens=0), 'max_new_tokens=0'), (dict(top_p=2), 'top_p')):
+        with pytest.raises(UserError, match=words):
+            gpt.generate('def', **mistake)
+    with pytest.raises(UserError, match="the prompt: character 'ï'"):
+        gpt.generate('naïve')
+    with pytest.raises(UserError, match='gpt5'):
+        plaingpt.load('gpt5')
+
+
+def test_a_run_starts_from_one_checkpoint_of_another(trained, tiny, tmp_path, capsys, monkeypatch):
+    path = trained / 'checkpoints/iter-00000003'
+    train.main([*tiny, f'--init_from={path}', '--max_iters=1'])
+    assert f'{path} (iteration 3, validation loss' in capsys.readouterr().out
+    plan.main([*tiny, f'--init_from={path}', '--tokens_per_s=1'])
+    assert f'model of {path}: 2 layers' in capsys.readouterr().out
+    shutil.copytree(path, tmp_path / 'mine')
+    line = fails(capsys, monkeypatch, sample.main, f'--init_from={tmp_path}/mine')
+    assert 'must be called iter-' in line
+
+
+def test_importing_plaingpt_waits_for_nothing():
+    subprocess.run([sys.executable, '-c', 'import sys, plaingpt; plaingpt.load\n'
+                    'assert not {"torch", "numpy"} & sys.modules.keys()'], cwd=ROOT, check=True)
+
+
+# -----------------------------------------------------------------------------
+# said before training: what can be exported
+
+
+@pytest.mark.parametrize(('flags', 'line', 'nearest'), [
+    (dict(rotary=True, rmsnorm=True, mlp='swiglu', qk_norm=True),
+     'exports to transformers as qwen3', {'qwen3': {}}),
+    (dict(rotary=True, qk_norm=True, mlp='relu2'),
+     'no export to transformers: gpt2 needs rotary=False and qk_norm=False, '
+     'qwen3 needs rmsnorm=True and mlp=swiglu',
+     {'gpt2': {'rotary=False': True, 'qk_norm=False': True},
+      'qwen3': {'rmsnorm=True': False, 'mlp=swiglu': 'relu2'}})])
+def test_the_plan_and_the_first_lines_say_what_export_will_do(
+        flags, line, nearest, tiny, tmp_path, capsys, monkeypatch):
+    argv = [*tiny, *options(**flags, max_iters=1)]
+    plan.main([*argv, '--tokens_per_s=1'])
+    assert line in capsys.readouterr().out.splitlines()
+    plan.main([*argv, '--tokens_per_s=1', '--json'])
+    assert json.loads(capsys.readouterr().out)['export'] == nearest
+    train.main(argv)
+    lines = capsys.readouterr().out.splitlines()
+    assert lines.index(line) < next(i for i, text in enumerate(lines) if text.startswith('iter'))
+    done = [f'--out_dir={tmp_path}/out', f'--dest={tmp_path}/hf']
+    if line.startswith('exports'):
+        export.main(done)
+        config = json.loads((tmp_path / 'hf/config.json').read_text())
+        assert line.endswith(config['model_type'])
+    else:
+        assert 'mlp=swiglu instead of relu2' in fails(capsys, monkeypatch, export.main, *done)

@@ -1,0 +1,81 @@
+"""docs/notebook.ipynb runs from top to bottom, and shows what its cells print and draw.
+
+    python tests/test_notebook.py    run it, and keep what the cells print and draw in it
+"""
+
+import base64
+import io
+import json
+import os
+import struct
+import sys
+from contextlib import redirect_stdout
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+NOTEBOOK = ROOT / 'docs/notebook.ipynb'
+
+
+def execute(notebook):
+    """Run the code cells in order → the outputs of each, as a notebook keeps them."""
+    import matplotlib
+    matplotlib.use('Agg')
+    from matplotlib import pyplot
+    names, outputs = {}, []
+    for cell in notebook['cells']:
+        if cell['cell_type'] != 'code':
+            continue
+        with redirect_stdout(io.StringIO()) as printed:
+            exec(compile(''.join(cell['source']), NOTEBOOK.name, 'exec'), names)
+        outputs.append([{'output_type': 'stream', 'name': 'stdout',
+                         'text': printed.getvalue().splitlines(keepends=True)}]
+                       if printed.getvalue() else [])
+        for number in pyplot.get_fignums():
+            png = io.BytesIO()
+            pyplot.figure(number).savefig(png, dpi=80, bbox_inches='tight')
+            outputs[-1].append({'output_type': 'display_data', 'metadata': {}, 'data': {
+                'image/png': base64.b64encode(png.getvalue()).decode(),
+                'text/plain': ['<a picture>']}})
+        pyplot.close('all')
+    return outputs
+
+
+def texts_of(outputs):
+    return ''.join(''.join(output['text']) for cell in outputs for output in cell
+                   if output['output_type'] == 'stream')
+
+
+def pictures_of(outputs):
+    """The pictures' (width, height) in pixels."""
+    pngs = [base64.b64decode(output['data']['image/png']) for cell in outputs for output in cell
+            if output['output_type'] == 'display_data']
+    assert all(png.startswith(b'\x89PNG') for png in pngs)
+    return [struct.unpack('>II', png[16:24]) for png in pngs]
+
+
+def test_the_notebook_shows_what_its_cells_print_and_draw(tmp_path, monkeypatch):
+    pytest.importorskip('matplotlib')
+    from test_docs import first_missing
+    monkeypatch.chdir(tmp_path)  # and back from where the notebook goes
+    monkeypatch.setattr('tempfile.tempdir', str(tmp_path))
+    notebook = json.loads(NOTEBOOK.read_text(encoding='utf-8'))
+    assert (notebook['nbformat'], notebook['nbformat_minor']) == (4, 5)
+    shown = [cell['outputs'] for cell in notebook['cells'] if cell['cell_type'] == 'code']
+    made = execute(notebook)
+    # which evaluations were the best so far is a matter of the last digits
+    expected, printed = (texts_of(outputs).replace(' | best', '') for outputs in (shown, made))
+    assert first_missing(expected.splitlines(), printed) is None, printed
+    assert len(pictures_of(made)) == len(pictures_of(shown)) == 2
+    assert min(min(size) for size in pictures_of(made) + pictures_of(shown)) > 200
+
+
+if __name__ == '__main__':
+    sys.path.insert(0, str(ROOT))
+    os.environ['OMP_NUM_THREADS'] = '1'
+    found = json.loads(NOTEBOOK.read_text(encoding='utf-8'))
+    code = [cell for cell in found['cells'] if cell['cell_type'] == 'code']
+    for n, (cell, outputs) in enumerate(zip(code, execute(found), strict=True), 1):
+        cell.update(outputs=outputs, execution_count=n)
+    NOTEBOOK.write_text(json.dumps(found, indent=1, ensure_ascii=False) + '\n', encoding='utf-8')

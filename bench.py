@@ -4,6 +4,8 @@
     python bench.py config/gpt2_124m.py --profile       and where its time goes
     python bench.py --ladder                            what each optimization adds
     python bench.py --grid config/shakespeare_char.py   24 trainings, memory, time and loss
+    python bench.py --ablate config/quickstart.py --set conv=0,4 --set head_lr_scale=1,2
+                                                        what single settings gain, over seeds
     python bench.py --data config/gpt2_124m.py          batches a second, beside the step's need
     python bench.py --memory config/gpt2_124m.py        memory of a step, beside the plan
     python bench.py --checkpoints config/gpt2_124m.py   how long a save stops training
@@ -23,6 +25,7 @@ from dataclasses import dataclass
 
 from configurator import load_config
 from plaingpt.benchmarks import result_tables
+from plaingpt.benchmarks.ablation import draw_ablation, measure_ablation
 from plaingpt.benchmarks.checkpoint_stalls import measure_checkpoints
 from plaingpt.benchmarks.data_rate import measure_data
 from plaingpt.benchmarks.grid import draw_grid, measure_grid
@@ -43,6 +46,7 @@ class BenchConfig(TrainConfig):
     # benchmark: what to measure; the speed of a step if nothing else
     ladder: bool = False  # what each optimization buys, one after another
     grid: bool = False  # 24 trainings: what changes cost and gain, alone and together
+    ablate: bool = False  # a training for each combination of what --set names
     data: bool = False  # batches a second from disk and from memory, and what a step needs
     memory: bool = False  # what a step holds after forward, backward and optimizer, and at most
     checkpoints: bool = False  # how long a save stops training
@@ -51,7 +55,8 @@ class BenchConfig(TrainConfig):
     steps: int = 10  # that are timed; a figure is their median
     warmup_steps: int = 3  # before them, which do not count
     rounds: int = 3  # ladder: measure all variants so many times; the median is over all
-    seeds: int = 3  # grid: of each training
+    seeds: int = 3  # grid, ablate: of each training
+    set: str = ''  # ablate: a setting and its values, as conv=0,4; again for another setting
     target_loss: float = 0.0  # grid: time to this validation loss; 0: 5% above the default's last
     real_data: bool = False  # speed: batches from the dataset, not one of random tokens
     json: bool = False  # print JSON
@@ -73,26 +78,47 @@ class BenchConfig(TrainConfig):
         chosen = [key for key in (*BENCHMARKS, 'profile') if getattr(self, key, False)]
         if len(chosen) > 1:
             found.append(f'one at a time: {", ".join(chosen)}')
+        if self.set and not self.ablate:
+            found.append(f'set={self.set} is for --ablate')
         return found
 
 
 # Each: a Workload → (rows of numbers, their Markdown). A new one also is a flag of BenchConfig.
 BENCHMARKS = {'speed': measure_speed, 'ladder': measure_ladder, 'grid': measure_grid,
+              'ablate': measure_ablation,
               'data': measure_data, 'checkpoints': measure_checkpoints, 'memory': measure_memory}
 
 
+PICTURES = {'grid': draw_grid, 'ablate': draw_ablation}
+
+
+def one_set(argv):
+    """Every '--set', 'conv=0,4' as one '--set=conv=0,4 head_lr_scale=1,2', at the end."""
+    rest, sets, words = [], [], iter(argv)
+    for word in words:
+        if word == '--set':
+            sets.append(next(words, ''))
+        elif word.startswith('--set='):
+            sets.append(word.removeprefix('--set='))
+        else:
+            rest.append(word)
+    return [*rest, '--set=' + ' '.join(sets)] if sets else rest
+
+
 def read_config(argv):
-    """→ (BenchConfig, device). Without a config file a CPU gets a smaller model than GPT-2."""
+    """→ (BenchConfig, device, the words it was read from). Without a config file a CPU gets a
+    smaller model than GPT-2."""
     config = load_config(BenchConfig, argv, __doc__)
     device, _ = devices.choose_device(config.device)
     named = any(not arg.startswith('-') for arg in argv)
     if device.type == 'cuda' or named or config.memory or config.checkpoints:
-        return config, device
-    small = ROOT / 'config' / ('grid_cpu.py' if config.grid else 'bench_cpu.py')
-    return load_config(BenchConfig, [str(small), *argv]), device
+        return config, device, argv
+    small = 'grid_cpu.py' if config.grid or config.ablate else 'bench_cpu.py'
+    argv = [str(ROOT / 'config' / small), *argv]
+    return load_config(BenchConfig, argv), device, argv
 
 
-def prepare_work(config, device):
+def prepare_work(config, device, words):
     """→ Workload, with torch set up as in training."""
     devices.use_fast_matmul()
     devices.use_expandable_segments(device)
@@ -100,16 +126,16 @@ def prepare_work(config, device):
     dtype, _ = devices.choose_dtype(config.dtype, device, config.n_embd)
     compile, _ = devices.choose_compile(config.compile, device)
     vocab_size, _, _ = find_dataset_size(config.dataset, config.vocab_size)
-    return Workload(config, config.gpt_config(vocab_size), device, dtype, compile)
+    return Workload(config, config.gpt_config(vocab_size), device, dtype, compile, words)
 
 
 def main(argv):
-    config, device = read_config(argv)
+    config, device, words = read_config(one_set(argv))
     if config.save:
         make_writable(config.save, 'save')  # before hours of measuring
     else:
         require_stdout()
-    work = prepare_work(config, device)
+    work = prepare_work(config, device, words)
     name = next((key for key in BENCHMARKS if getattr(config, key, False)), 'speed')
     with explain_out_of_memory(work.shape, config, work.dtype, device):
         rows, text = BENCHMARKS[name](work)
@@ -119,8 +145,8 @@ def main(argv):
     if config.save:
         path = result_tables.result_path(config.save, name, device)
         result_tables.save(path, facts, rows, text)
-        if config.grid:
-            draw_grid(rows, f'{path}.png')
+        if name in PICTURES:
+            PICTURES[name](rows, f'{path}.png')
 
 
 if __name__ == '__main__':

@@ -68,11 +68,11 @@ def test_a_save_in_the_background_stops_training_for_less_than_it_takes(tiny, tm
 
 
 def test_on_a_cpu_a_small_model_takes_the_place_of_gpt2():
-    config, _ = bench.read_config(['--device=cpu', '--batch_size=3'])
+    config, _, _ = bench.read_config(['--device=cpu', '--batch_size=3'])
     assert (config.n_layer, config.batch_size) == (6, 3)
-    config, _ = bench.read_config(['--device=cpu', '--grid'])
+    config, _, _ = bench.read_config(['--device=cpu', '--grid'])
     assert config.n_layer == 2
-    config, _ = bench.read_config(['--device=cpu', '--memory'])
+    config, _, _ = bench.read_config(['--device=cpu', '--memory'])
     assert config.n_layer == 12
 
 

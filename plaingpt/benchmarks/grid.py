@@ -67,40 +67,47 @@ def cell_config(config, row, column):
 
 
 def train_cells(config, seeds, vocab_size, device, journal=None, machine=''):
-    """Train every cell with `seeds` seeds → [a row of numbers for each run, its curve included].
-
-    journal: a file that gets a line when a run ends; a run that it has, of the same settings and
-             on the same machine, is not made again, so a grid that was killed can be resumed
-    Seed follows seed, so that a machine whose speed drifts is fair to all cells. A run that fails
-    has None for its numbers. Raises UserError where the first run fails.
-    """
+    """Train every cell with `seeds` seeds → the rows of `train_all`. Seed follows seed, so that a
+    machine whose speed drifts is fair to all cells."""
     if config.batch_size % 4:
         raise UserError(f'batch_size={config.batch_size}: the reduced batch is a quarter, so it '
                         'must divide by 4')
-    if config.log_interval > config.max_iters:
-        raise UserError(f'log_interval={config.log_interval} is more than max_iters='
-                        f'{config.max_iters}: no step would be timed')
-    known, runs = read_journal(journal), []
-    cells = list(product(range(seeds), ROWS, COLUMNS))
-    for seed, row, column in tqdm(cells, 'training', disable=None):
+    cells = []
+    for seed, row, column in product(range(seeds), ROWS, COLUMNS):
         cell = replace(cell_config(config, row, column), seed=config.seed + seed)
-        key = json.dumps([machine, {field.name: getattr(cell, field.name)
-                                    for field in fields(TrainConfig) if field.name != 'out_dir'}])
-        if key in known:
-            runs.append(known[key])
-            continue
         planned = predict(cell.gpt_config(vocab_size),
                           step_settings(cell, cell.dtype, device.type)).peak
-        run = {'row': row, 'column': column, 'seed': cell.seed, 'planned_memory_bytes': planned}
+        cells.append(({'row': row, 'column': column, 'seed': cell.seed,
+                       'planned_memory_bytes': planned}, cell))
+    return train_all(cells, journal, machine)
+
+
+def train_all(cells, journal=None, machine=''):
+    """cells: (what to call a run, its TrainConfig) → [a row of numbers for each run].
+
+    journal: a file that gets a line when a run ends; a run that it has, of the same settings and
+             on the same machine, is not made again, so work that was killed can be resumed
+    A run that fails has None for its numbers. Raises UserError where the first run fails.
+    """
+    known, runs = read_journal(journal), []
+    for names, config in tqdm(cells, 'training', disable=None):
+        if config.log_interval > config.max_iters:
+            raise UserError(f'log_interval={config.log_interval} is more than max_iters='
+                            f'{config.max_iters}: no step would be timed')
+        key = json.dumps([machine, {field.name: getattr(config, field.name)
+                                    for field in fields(TrainConfig) if field.name != 'out_dir'}])
+        if key in known:
+            runs.append({**known[key], **names})
+            continue
         try:
-            run.update(train_once(cell), failed='')
+            run = {**names, **train_once(config), 'failed': ''}
             if journal:
                 append_line(journal, {'key': key, 'run': run})
         except UserError as problem:
             if not runs:
                 raise
-            run.update(memory_bytes=None, step_ms=None, train_s=None, final_loss=None, curve=[],
-                       failed=str(problem))
+            run = {**names, 'memory_bytes': None, 'step_ms': None, 'train_s': None,
+                   'final_loss': None, 'curve': [], 'failed': str(problem)}
         runs.append(run)
     return runs
 

@@ -32,6 +32,7 @@ class Workload(NamedTuple):
     device: torch.device
     dtype: str
     compile: bool
+    argv: tuple = ()  # the words after bench.py
 
 
 def make_step(work, batches):

@@ -1,0 +1,124 @@
+"""What single settings gain: trainings with some of them changed, over several seeds.
+
+Every combination of the values that --set names is trained; the first value of each is the base.
+Seed follows seed, so the combinations take turns, and each is compared with the base's run of the
+same seed. Each training is a whole run of train.py.
+"""
+
+import statistics
+from dataclasses import fields, replace
+from itertools import product
+from math import sqrt
+from pathlib import Path
+
+from configurator import load_config
+from plaingpt.benchmarks.grid import seconds_to, train_all
+from plaingpt.benchmarks.result_tables import markdown, result_path
+from plaingpt.system.devices import machine_name
+from plaingpt.system.errors import UserError, needs
+from plaingpt.training.settings import TrainConfig
+
+
+def measure_ablation(work):
+    """Train all combinations → (a row for each run, their table). With --save=FOLDER the runs that
+    FOLDER's journal has are not made again."""
+    config, device = work.config, work.device
+    variants = read_variants(config, work.argv)
+    cells = [({'variant': name, 'seed': config.seed + seed},
+              replace(variant, seed=config.seed + seed))
+             for seed in range(config.seeds) for name, variant in variants.items()]
+    journal = Path(f'{result_path(config.save, "ablate", device)}.jsonl') if config.save else None
+    runs = train_all(cells, journal, machine_name(device))
+    return runs, format_table(runs)
+
+
+def read_variants(config, argv):
+    """--set 'conv=0,4 head_lr_scale=1,2' → {'conv=0, head_lr_scale=1': its TrainConfig, …}, read as
+    if each was written on the command line. Raises UserError."""
+    choices = []
+    for choice in config.set.split():
+        key, _, values = choice.partition('=')
+        if not values or len(values.split(',')) < 2:
+            raise UserError(f'--set {choice}: give a setting and two values or more, the first of '
+                            'them for the base, as --set conv=0,4')
+        choices.append([f'{key}={value}' for value in values.split(',')])
+    if not choices:
+        raise UserError('--ablate: say what to change, as --set conv=0,4')
+    return {', '.join(chosen): as_training(load_config(type(config), [
+        *argv, *(f'--{option}' for option in chosen)])) for chosen in product(*choices)}
+
+
+def as_training(config):
+    """The settings of train.py among those of a benchmark."""
+    return TrainConfig(**{field.name: getattr(config, field.name) for field in fields(TrainConfig)})
+
+
+def compare(runs):
+    """→ a dict for each variant, the base first: 'variant', 'final_loss' (the mean), 'change' (mean
+    of the differences to the base's runs of the same seeds), 'error' (its standard error; None for
+    one seed), 'steps' (to the base's final loss, the mean; None where a run does not reach it),
+    'step_time' (median of the ratios to the base's)."""
+    by_variant = {}
+    for run in runs:
+        by_variant.setdefault(run['variant'], []).append(run)
+    (_, base), *_ = by_variant.items()
+    return [compare_to(base, name, others) for name, others in by_variant.items()]
+
+
+def compare_to(base, name, runs):
+    pairs = list(zip(runs, base, strict=True))
+    if any(run['final_loss'] is None for pair in pairs for run in pair):
+        return {'variant': name, 'final_loss': None, 'change': None, 'error': None, 'steps': None,
+                'step_time': None}
+    changes = [run['final_loss'] - other['final_loss'] for run, other in pairs]
+    target = statistics.mean(run['final_loss'] for run in base)
+    steps = [steps_to(target, run) for run in runs]
+    return {'variant': name,
+            'final_loss': statistics.mean(run['final_loss'] for run in runs),
+            'change': statistics.mean(changes),
+            'error': statistics.stdev(changes) / sqrt(len(changes)) if len(changes) > 1 else None,
+            'steps': None if None in steps else statistics.mean(steps),
+            'step_time': statistics.median(run['step_ms'] / other['step_ms']
+                                           for run, other in pairs)}
+
+
+def steps_to(loss, run):
+    """The step at which a run first reaches `loss`, between two evaluations; None: never."""
+    seconds = seconds_to(loss, run['curve'])
+    return None if seconds is None else 1e3 * seconds / run['step_ms']
+
+
+def format_table(runs):
+    found, seeds = compare(runs), len({run['seed'] for run in runs})
+    rows = [[one['variant'], *(as_text(form, one[key]) for key, form in (
+        ('final_loss', '{:.4f}'), ('change', '{:+.4f}'), ('error', '± {:.4f}'),
+        ('steps', '{:.0f}'), ('step_time', '{:.2f}')))] for one in found]
+    failed = [f'{run["variant"]}, seed {run["seed"]} failed: {run["failed"]}'
+              for run in runs if run['failed']]
+    return '\n\n'.join([
+        f'{len(runs)} runs, {seeds} seeds; the first line is the base. The change is the mean over '
+        'seeds of the difference to the base, with its standard error; steps are those to the '
+        "base's final loss; step time is in the base's.", *failed,
+        markdown(['', 'final validation loss', 'change', 'error', 'steps', 'step time'], rows)])
+
+
+def as_text(form, value):
+    return '–' if value is None else form.format(value)
+
+
+def draw_ablation(runs, path):
+    """Draw the changes into a PNG, with two standard errors. Raises UserError where matplotlib is
+    absent."""
+    with needs('matplotlib', 'the picture'):
+        from matplotlib.figure import Figure
+    found = [one for one in compare(runs) if one['change'] is not None]
+    figure = Figure(figsize=(8, 1.2 + 0.4 * len(found)), layout='constrained')
+    axes = figure.subplots()
+    axes.errorbar([one['change'] for one in found], range(len(found)), fmt='o', capsize=3,
+                  xerr=[2 * (one['error'] or 0.0) for one in found])
+    axes.axvline(0.0, color='gray', linewidth=1)
+    axes.set_yticks(range(len(found)), [one['variant'] for one in found])
+    axes.invert_yaxis()
+    axes.set_xlabel('change of the final validation loss, ± two standard errors (lower is better)')
+    axes.spines[['top', 'right']].set_visible(False)
+    figure.savefig(path, dpi=110)

@@ -56,8 +56,8 @@ def as_training(config):
 def compare(runs):
     """→ a dict for each variant, the base first: 'variant', 'final_loss' (the mean), 'change' (mean
     of the differences to the base's runs of the same seeds), 'error' (its standard error; None for
-    one seed), 'steps' (to the base's final loss, the mean; None where a run does not reach it),
-    'step_time' (median of the ratios to the base's)."""
+    one seed), 'steps' (to the final loss of the base's run of the same seed, the mean; None where a
+    run does not reach it), 'step_time' (median of the ratios to the base's)."""
     by_variant = {}
     for run in runs:
         by_variant.setdefault(run['variant'], []).append(run)
@@ -71,8 +71,7 @@ def compare_to(base, name, runs):
         return {'variant': name, 'final_loss': None, 'change': None, 'error': None, 'steps': None,
                 'step_time': None}
     changes = [run['final_loss'] - other['final_loss'] for run, other in pairs]
-    target = statistics.mean(run['final_loss'] for run in base)
-    steps = [steps_to(target, run) for run in runs]
+    steps = [steps_to(other['final_loss'], run) for run, other in pairs]
     return {'variant': name,
             'final_loss': statistics.mean(run['final_loss'] for run in runs),
             'change': statistics.mean(changes),

@@ -21,8 +21,8 @@ def test_a_variant_is_compared_with_the_base_of_the_same_seeds():
     assert base['change'] == base['error'] == 0 and base['step_time'] == 1
     assert better['change'] == pytest.approx(-0.5)
     assert better['error'] == pytest.approx(0.5 / 3**0.5)  # -0.5, -1 and 0
-    # To 2.5: 60 of 100 steps from 4 to 1.5, 75 to 2, 100 to 2.5.
-    assert better['steps'] == pytest.approx((60 + 75 + 100) / 3)
+    # 80 of 100 steps to 2 on the way to 1.5, 50 to 3 on the way to 2, 100 to 2.5
+    assert better['steps'] == pytest.approx((80 + 50 + 100) / 3) and base['steps'] == 100
     assert better['step_time'] == pytest.approx(1.2)
 
 

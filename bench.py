@@ -21,7 +21,8 @@ if __name__ == '__main__':  # before torch, which takes seconds
     begin_script()
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from itertools import product
 
 from configurator import load_config
 from plaingpt.benchmarks import result_tables
@@ -34,7 +35,7 @@ from plaingpt.benchmarks.memory_check import measure_memory
 from plaingpt.benchmarks.step_speed import Workload, measure_speed
 from plaingpt.corpus.corpora import find_dataset_size
 from plaingpt.system import devices
-from plaingpt.system.errors import run_script
+from plaingpt.system.errors import UserError, run_script
 from plaingpt.system.files import ROOT, make_writable
 from plaingpt.system.streams import require_stdout
 from plaingpt.training.memory_planner import explain_out_of_memory
@@ -118,6 +119,27 @@ def read_config(argv):
     return load_config(BenchConfig, argv), device, argv
 
 
+def read_variants(config, words):
+    """--set='conv=0,4 head_lr_scale=1,2' → {'conv=0, head_lr_scale=1': its TrainConfig, …}, each
+    read as if it was written on the command line. Raises UserError."""
+    choices = []
+    for choice in config.set.split():
+        key, _, values = choice.partition('=')
+        if not values or len(values.split(',')) < 2:
+            raise UserError(f'--set {choice}: give a setting and two values or more, the first of '
+                            'them for the base, as --set conv=0,4')
+        choices.append([f'{key}={value}' for value in values.split(',')])
+    if not choices:
+        raise UserError('--ablate: say what to change, as --set conv=0,4')
+    return {', '.join(chosen): as_training(load_config(type(config), [
+        *words, *(f'--{option}' for option in chosen)])) for chosen in product(*choices)}
+
+
+def as_training(config):
+    """The settings of train.py among those of a benchmark."""
+    return TrainConfig(**{field.name: getattr(config, field.name) for field in fields(TrainConfig)})
+
+
 def prepare_work(config, device, words):
     """→ Workload, with torch set up as in training."""
     devices.use_fast_matmul()
@@ -126,7 +148,8 @@ def prepare_work(config, device, words):
     dtype, _ = devices.choose_dtype(config.dtype, device, config.n_embd)
     compile, _ = devices.choose_compile(config.compile, device)
     vocab_size, _, _ = find_dataset_size(config.dataset, config.vocab_size)
-    return Workload(config, config.gpt_config(vocab_size), device, dtype, compile, words)
+    return Workload(config, config.gpt_config(vocab_size), device, dtype, compile,
+                    read_variants(config, words) if config.ablate else None)
 
 
 def main(argv):

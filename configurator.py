@@ -138,6 +138,10 @@ def read_file(cls, path, values, fixed, problems):
     except UnicodeDecodeError:
         problems.append(f'config file {path}: not a text file')
         return
+    if not path.endswith('.py'):
+        problems.append(f'{path} is no config file, whose names end with .py: write options as '
+                        f'--key=value, and several files as --key={quoted(f"A,{path}")}')
+        return
     namespace = Namespace({**values, '__file__': path}, fixed)
     try:
         exec(compile(source, path, 'exec'), namespace)

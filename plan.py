@@ -228,7 +228,10 @@ def verdict(memory):
                      f'gradient_accumulation_steps={best["accumulation"]}')
     elif best['largest_batch'] == 0:
         words.append('not even batch_size=1 does')
-    if not memory['fits']:
+    kept = memory['stages']['optimizer']  # when no activation is left
+    if kept > memory['available']:
+        words.append(f'weights, gradients and optimizer states alone take {gib(kept)}')
+    elif not memory['fits']:
         words.append('most is saved by ' + ', '.join(
             f'{change} ({gib(size)})' for change, size in memory['savings'].items()))
     return '; '.join(words)

@@ -39,6 +39,7 @@ from plaingpt.corpus.shards import (
 from plaingpt.corpus.sources import open_source
 from plaingpt.system.errors import UserError, run_script
 from plaingpt.system.files import write_json
+from plaingpt.system.formatting import quoted
 from plaingpt.system.streams import require_stdout
 
 BPE_SAMPLE_CHARS = 50_000_000  # a bpe tokenizer is trained on at most so much text
@@ -105,9 +106,10 @@ def main(argv):
         load_config(PrepareConfig, argv, help_text)
     if name not in CORPORA:
         nearest = difflib.get_close_matches(name, CORPORA, n=1)
-        raise UserError(f'unknown corpus {name!r}: '
+        raise UserError(f'data/{name} is not there, and no corpus is called {name!r}: '
                         + (f'did you mean {nearest[0]}? ' if nearest else '')
-                        + 'python prepare.py lists all, and text --input=… reads your own')
+                        + 'python prepare.py lists all; for your own files, python prepare.py text '
+                        f'--input=FILES --data_dir={quoted(f"data/{name}")}')
     config, corpus = load_config(PrepareConfig, options, help_text), CORPORA[name]
     folder = Path(config.data_dir or f'data/{name}')
     if config.if_small and not corpus.small:

@@ -264,8 +264,7 @@ def finish(run, ending):
         print0(f'the last checkpoint could not be written in {out_dir}: see the warning, then '
                'start again' + ('' if unwritten else ' with --init_from=resume'))
         sys.exit(1)
-    if (held := int(run.guard.held_in_a_row)) > 1:
-        print0(f'warning: the last {held} steps left the weights alone: no gradient was finite')
+    run.guard.report_held(print0)
     if signal:
         how = '--init_from=resume' + ' --checkpoint=latest' * (config.checkpoint != 'latest')
         print0(f'{signal}: stopped after iteration {progress.iter_num}' + (

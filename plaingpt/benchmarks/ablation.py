@@ -6,51 +6,26 @@ same seed. Each training is a whole run of train.py.
 """
 
 import statistics
-from dataclasses import fields, replace
-from itertools import product
+from dataclasses import replace
 from math import sqrt
 from pathlib import Path
 
-from configurator import load_config
 from plaingpt.benchmarks.grid import seconds_to, train_all
 from plaingpt.benchmarks.result_tables import markdown, result_path
 from plaingpt.system.devices import machine_name
-from plaingpt.system.errors import UserError, needs
-from plaingpt.training.settings import TrainConfig
+from plaingpt.system.errors import needs
 
 
 def measure_ablation(work):
     """Train all combinations → (a row for each run, their table). With --save=FOLDER the runs that
     FOLDER's journal has are not made again."""
     config, device = work.config, work.device
-    variants = read_variants(config, work.argv)
     cells = [({'variant': name, 'seed': config.seed + seed},
               replace(variant, seed=config.seed + seed))
-             for seed in range(config.seeds) for name, variant in variants.items()]
+             for seed in range(config.seeds) for name, variant in work.variants.items()]
     journal = Path(f'{result_path(config.save, "ablate", device)}.jsonl') if config.save else None
     runs = train_all(cells, journal, machine_name(device))
     return runs, format_table(runs)
-
-
-def read_variants(config, argv):
-    """--set 'conv=0,4 head_lr_scale=1,2' → {'conv=0, head_lr_scale=1': its TrainConfig, …}, read as
-    if each was written on the command line. Raises UserError."""
-    choices = []
-    for choice in config.set.split():
-        key, _, values = choice.partition('=')
-        if not values or len(values.split(',')) < 2:
-            raise UserError(f'--set {choice}: give a setting and two values or more, the first of '
-                            'them for the base, as --set conv=0,4')
-        choices.append([f'{key}={value}' for value in values.split(',')])
-    if not choices:
-        raise UserError('--ablate: say what to change, as --set conv=0,4')
-    return {', '.join(chosen): as_training(load_config(type(config), [
-        *argv, *(f'--{option}' for option in chosen)])) for chosen in product(*choices)}
-
-
-def as_training(config):
-    """The settings of train.py among those of a benchmark."""
-    return TrainConfig(**{field.name: getattr(config, field.name) for field in fields(TrainConfig)})
 
 
 def compare(runs):

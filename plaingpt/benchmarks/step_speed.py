@@ -32,7 +32,7 @@ class Workload(NamedTuple):
     device: torch.device
     dtype: str
     compile: bool
-    argv: tuple = ()  # the words after bench.py
+    variants: dict | None = None  # ablate: what to call a combination → its TrainConfig
 
 
 def make_step(work, batches):

@@ -115,7 +115,9 @@ def open_dataset(folder):
     if not any(folder.glob('*.bin')):
         if folder.parent == Path('data'):
             raise UserError(f'{folder} is not prepared: run python prepare.py '
-                            + quoted(folder.name))
+                            f'{quoted(folder.name)} if that is a corpus it knows; for your own '
+                            'files, python prepare.py text --input=FILES '
+                            f'--data_dir={quoted(folder)}')
         raise UserError(f'{folder}: no .bin files there: give the folder of a prepared dataset')
     if (folder / 'meta.pkl').exists():
         chars = read_nanogpt_chars(folder / 'meta.pkl')

@@ -265,13 +265,13 @@ def same_steps(runs, reference):
 
 def cut_off_the_start(axes):
     """Fit the y axis to what comes after the first twentieth of each line: with its steep start in
-    the picture, small differences later on could not be seen. A line with fewer than two points
+    the picture, small differences later on could not be seen. A line with fewer than three points
     there is shown whole."""
     shown = []
     for line in axes.get_lines():
         xs, ys = line.get_xdata(), line.get_ydata()
         late = [y for x, y in zip(xs, ys, strict=True) if x > xs[0] + (xs[-1] - xs[0]) / 20]
-        shown += late if len(late) > 1 else list(ys)
+        shown += late if len(late) > 2 else list(ys)
     margin = 0.05 * (max(shown) - min(shown)) if shown else 0
     if margin:
         axes.set_ylim(min(shown) - margin, max(shown) + margin)
@@ -338,7 +338,13 @@ class PositionsPanel(Panel):
         losses = self.last(rows)[1]
         return [(None, list(losses), list(losses.values()))]
 
+    def positions(self, runs):
+        """Those of all runs, in order: models of several block sizes have other ranges."""
+        found = {name for run in runs for name in self.last(run.rows)[1]}
+        return sorted(found, key=lambda name: [int(number) for number in name.split('-')])
+
     def draw(self, axes, runs, reference):
+        axes.xaxis.update_units(self.positions(runs))
         super().draw(axes, runs, reference)
         for line in axes.get_lines():
             line.set_marker('o')

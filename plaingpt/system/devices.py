@@ -187,11 +187,11 @@ def device_memory(device):
     return machine_memory()
 
 
-def check_memory(size, free, what):
-    """Raise UserError where `what` takes more than the `free` bytes (None: not known)."""
+def check_memory(size, free, what, fix='choose a smaller model, or a machine with more memory'):
+    """Raise UserError where more than the `free` bytes (None: not known) are needed.
+    what: begins the message, as 'the parameters take'"""
     if free is not None and size > free:
-        raise UserError(f'{what} take {gib(size)}, and {gib(free)} of memory are free: choose a '
-                        'smaller model, or a machine with more memory')
+        raise UserError(f'{what} {gib(size)}, and {gib(free)} of memory are free: {fix}')
 
 
 def peak_memory_bytes(device):

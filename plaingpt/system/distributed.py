@@ -20,6 +20,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 from plaingpt.system.errors import UserError
 from plaingpt.system.folder_lock import is_running, started
+from plaingpt.system.streams import status
 
 JOIN_S = 300  # how long the processes of a job wait for those that have not come
 # What gloo says where a peer's process or host is gone.
@@ -283,6 +284,7 @@ class StopRequest:
     def __exit__(self, *_):
         for number, handler in self.previous.items():
             signal.signal(number, handler)
+        status.hold('')
 
     def _receive(self, number, _):
         # Ctrl-C under torchrun arrives twice, from the terminal and from torchrun: that is one.
@@ -290,6 +292,9 @@ class StopRequest:
         if number == signal.SIGINT and again:
             os._exit(130)
         self.signal, self.received_at = number, time.monotonic()
+        with suppress(RuntimeError):  # in the middle of a print
+            status.hold(f'{signal.Signals(number).name}: stopping after this step'
+                        + ', again to leave at once' * (number == signal.SIGINT) + ' | ')
 
     def wanted(self):
         """The name of the signal that any of the processes received, or None; the same on all.

@@ -86,6 +86,9 @@ def run_script(main):
     except OSError as e:
         print_error(refusal(e))
         sys.exit(2)
+    except MemoryError as e:
+        print_error(f'out of memory{f": {e}" if str(e) else ""}: choose smaller sizes')
+        sys.exit(2)
 
 
 def thread_failed(args):

@@ -63,6 +63,7 @@ class StatusLine:
         self.stream = None  # the terminal, where the line is shown
         self.base = self.detail = ''  # what `show` set
         self.parts = {}  # key → what is done now; the innermost is the last
+        self.held = ''  # what `hold` set
         self.drawn = ''
         self.line_is_taken = False  # by text without a line end, such as a progress bar
         self.lock = threading.RLock()  # a save in the background may print, too
@@ -82,6 +83,11 @@ class StatusLine:
     def show(self, text, detail=''):
         """Set what the line begins with, and what it ends with where nothing else is `doing`."""
         self.base, self.detail = text, detail
+        self.draw()
+
+    def hold(self, what):
+        """Let the line begin with `what`, whatever else it says. For a signal handler."""
+        self.held = what
         self.draw()
 
     @contextmanager
@@ -120,7 +126,7 @@ class StatusLine:
                 columns = os.get_terminal_size(self.stream.fileno()).columns
             # A line that reaches the last column may wrap, and could not be cleared then.
             now = ': '.join(list(self.parts.values())) or self.detail
-            line = ' | '.join(filter(None, (self.base, now)))[:(columns or 80) - 1]
+            line = (self.held + ' | '.join(filter(None, (self.base, now))))[:(columns or 80) - 1]
             if line != self.drawn:
                 self.stream.write_directly('\r\x1b[K' + line)
                 self.drawn = line

@@ -3,6 +3,7 @@
 The comment beside a field is its help text. TrainConfig inherits the fields of GPTConfig.
 """
 
+import re
 from dataclasses import dataclass, fields
 from typing import Annotated, Literal
 
@@ -119,6 +120,8 @@ class TrainConfig(GPTConfig):
                   for name in self.log_to.split(',') if name and name not in BACKENDS]
         if self.checkpoint not in ('', 'latest', 'best') and not self.checkpoint.isdecimal():
             found.append(f'checkpoint={self.checkpoint}: it is latest, best or an iteration')
+        if not re.fullmatch(r'auto|cpu|mps|cuda(:\d+)?', self.device):
+            found.append(f'device={self.device!r} is unknown: use auto, cpu, cuda, cuda:0 or mps')
         if not 0 < self.wsd_decay <= 1:
             found.append(f'wsd_decay={self.wsd_decay}: must be above 0 and at most 1')
         return found
@@ -129,6 +132,9 @@ class TrainConfig(GPTConfig):
         if self.checkpoint != 'latest' and self.init_from == 'scratch':
             found.append(f'checkpoint={self.checkpoint} with init_from=scratch, which starts anew: '
                          'going back takes --init_from=resume')
+        if self.eval_tasks != TrainConfig.eval_tasks and not self.eval_tasks_interval:
+            found.append(f'eval_tasks={self.eval_tasks} never run: say every how many iterations '
+                         'with eval_tasks_interval')
         if self.patience and self.overfit_batches:
             found.append(f'patience={self.patience} watches the validation loss, which '
                          f'overfit_batches={self.overfit_batches} lets rise: take one of them')

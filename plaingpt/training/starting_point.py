@@ -201,10 +201,10 @@ def check_size(shape, config, device):
         return  # a model or an optimizer of your own, which needs data to be made
     words, needed = f'{size}its parameters', parameters
     if device.type == 'cuda':  # where it moves when it is made
-        check_memory(parameters, host_memory(), words)
+        check_memory(parameters, host_memory(), f'{words} take')
     if not config.eval_only:
         words, needed = f'{words}, gradients and optimizer states', 2 * parameters + states
-    check_memory(needed, available_memory(device), words)
+    check_memory(needed, available_memory(device), f'{words} take')
 
 
 def kept_bytes(shape, step):
@@ -243,7 +243,7 @@ def check_start(config, shape, folder, vocab_size):
     """Raise UserError where a model of this GPTConfig cannot start a run on the dataset."""
     if config.block_size > shape.block_size:
         raise UserError(f'block_size={config.block_size}: {config.init_from} reads at most '
-                        f'{shape.block_size} tokens')
+                        f'{shape.block_size} tokens: use --block_size={shape.block_size} or less')
     if vocab_size != shape.vocab_size:
         raise UserError(f'{folder} has a vocabulary of {vocab_size} and {config.init_from} one of '
                         f'{shape.vocab_size}: prepare the text with the tokenizer of the model')
@@ -297,11 +297,29 @@ def fits(shape, step, device):
 def with_batch_size(config, shape, dtype, device):
     """The TrainConfig, with a number where it says batch_size=auto. Raises UserError."""
     if config.batch_size != 'auto':
+        check_batch(config, shape, dtype, device)
         return config
     batch_size, why = choose_batch_size(shape, config, dtype, device)
     config = replace(config, batch_size=batch_size)
     print0(f'batch_size {batch_size} ({why}) | accumulation {config.accumulation()}')
     return config
+
+
+def check_batch(config, shape, dtype, device):
+    """Raise UserError where a step is planned to take more memory than is free. A GPU is not asked:
+    it says so itself, and at once."""
+    free = available_memory(device)
+    if device.type == 'cuda' or config.eval_only or free is None:
+        return
+    # A plan takes seconds, so it is made only where it may say no: a block keeps some 16 numbers
+    # for each channel of a token.
+    numbers = config.batch_size * shape.block_size * shape.n_embd * (16 * shape.n_layer + 4)
+    if 4 * numbers < free / 4:
+        return
+    step = step_settings(config, dtype, device.type)
+    planned = predict(shape, step).total
+    check_memory(planned, free, f'batch_size={config.batch_size}: a step takes',
+                 f'choose a smaller one, or another change: {advice(shape, step)}')
 
 
 def choose_batch_size(shape, config, dtype, device):

@@ -113,6 +113,13 @@ class StepGuard:
         self.gave_up = self.bad_in_a_row.item() >= self.max_bad_steps
         return self.gave_up
 
+    def report_held(self, print_line):
+        """Say at the end where the last steps moved no weight. One may, while a scale is sought."""
+        held = int(self.held_in_a_row)
+        if held > (1 if self.overflows else 0):
+            print_line(f'warning: the last {held} step{"s" * (held > 1)} left the weights alone: '
+                       'no gradient was finite')
+
     def error(self):
         """What to stop with."""
         return UserError(

@@ -5,7 +5,7 @@ from helpers import fails
 
 import bench
 from plaingpt.benchmarks import grid
-from plaingpt.benchmarks.ablation import compare, draw_ablation, format_table, read_variants
+from plaingpt.benchmarks.ablation import compare, draw_ablation, format_table
 
 
 def runs(**losses):
@@ -40,7 +40,7 @@ def test_what_is_not_reached_or_failed_has_no_number(tmp_path):
 def test_settings_are_combined_and_what_follows_from_them_follows():
     words = ['--ablate', '--set', 'learning_rate=1e-3,2e-3', '--set=conv=0,4', '--max_iters=7']
     config, _, argv = bench.read_config(bench.one_set(words))
-    variants = read_variants(config, argv)
+    variants = bench.read_variants(config, argv)
     assert list(variants) == ['learning_rate=1e-3, conv=0', 'learning_rate=1e-3, conv=4',
                               'learning_rate=2e-3, conv=0', 'learning_rate=2e-3, conv=4']
     assert [one.conv for one in variants.values()] == [0, 4, 0, 4]

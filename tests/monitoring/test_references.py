@@ -198,6 +198,12 @@ def test_our_references_give_no_alarm(name):
         assert diagnose(rows, found.runs[seed], ended=True) == []
 
 
+@pytest.mark.parametrize('name', ['quickstart', 'shakespeare_char_cpu_fast'])
+def test_the_fast_recipes_have_ten_seeds_and_the_default_among_them(name):
+    seeds = references.read_reference(name).rows
+    assert len(seeds) >= 10 and TrainConfig().seed in seeds
+
+
 @pytest.mark.parametrize('name', REFERENCES)
 def test_the_other_seeds_of_a_reference_expect_each_of_its_own(name):
     found = references.read_reference(name)

@@ -153,20 +153,17 @@ def test_nothing_of_it_reaches_a_file_another_rank_or_help(tiny, tmp_path,
 
 
 def test_while_torch_is_imported_a_terminal_says_so_and_ctrl_c_is_one_line():
-    running = []
     for number, script in enumerate(SCRIPTS):
         master, slave = open_terminal(80)
         process = subprocess.Popen([sys.executable, ROOT / f'{script}.py'], stdin=slave,
                                    stdout=slave, stderr=slave, cwd=ROOT, start_new_session=True)
         os.close(slave)
-        running.append((process, master, Screen(80), 0.2 * number))
-    for process, master, screen, delay in running:
+        screen = Screen(80)
         while 'loading torch' not in screen.lines[-1]:
             assert select.select([master], [], [], 60)[0]
             screen.feed(os.read(master, 1000))
-        time.sleep(delay / len(SCRIPTS))
+        time.sleep(0.2 * number / len(SCRIPTS))
         process.send_signal(signal.SIGINT)
-    for process, master, screen, _ in running:
         try:
             while piece := os.read(master, 1000):
                 screen.feed(piece)

@@ -270,7 +270,14 @@ def test_a_model_too_large_for_memory_is_one_line_before_it_is_made(tiny, tmp_pa
     monkeypatch.setattr(starting_point, 'available_memory', lambda device: free - 1)
     assert 'of memory are free' in fails(capsys, monkeypatch, train.main, *tiny)
     monkeypatch.setattr(starting_point, 'available_memory', lambda device: free)
-    train.main([*tiny, '--max_iters=1'])
+    # It fits, but no step of it does.
+    assert 'batch_size=4: a step takes' in fails(capsys, monkeypatch, train.main, *tiny)
+    train.main([*tiny, '--eval_only'])
+
+
+def test_a_batch_too_large_for_memory_is_one_line_before_it_is_read(tiny, capsys, monkeypatch):
+    line = fails(capsys, monkeypatch, train.main, *tiny, '--batch_size=100000000')
+    assert 'batch_size=100000000: a step takes' in line and 'saves' in line
 
 
 def test_an_automatic_batch_needs_the_tokens_of_a_step(tiny, capsys, monkeypatch):

@@ -304,11 +304,6 @@ def test_a_state_without_what_came_later_has_its_default(tiny, tmp_path, key):
     assert checkpoints.find(tmp_path / 'out').iter_num == 3
 
 
-def test_the_path_of_one_checkpoint_is_answered_by_how_to_name_it(trained):
-    with pytest.raises(UserError, match='name the run and the iteration, with --checkpoint=6'):
-        checkpoints.load(str(checkpoints.find(trained).path))
-
-
 # -----------------------------------------------------------------------------
 # a new run where an earlier one is
 

@@ -111,6 +111,7 @@ def test_the_last_line_says_where_a_run_stands_from_its_first_step_to_its_last(
 def test_lines_bars_warnings_and_threads_share_a_terminal_with_it():
     def main(argv):
         status.show('10/20', 'and so on')
+        time.sleep(0.3)
         for _ in tqdm(range(3), 'bar', leave=False, mininterval=0):
             time.sleep(0.01)
         warn('a')

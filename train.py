@@ -99,6 +99,7 @@ def setup(config, world, device, dtype, compile):
     model = starting_point.build_model(config, dataset, resumed, device)
     config = starting_point.with_batch_size(config, model.config, dtype, device)
     train_data, val_data = starting_point.open_batches(config, dataset, world, device)
+    starting_point.check_batch(config, model.config, dtype, device)
 
     optimizer = build_optimizer(model.to(device), config, device.type)
     scaler = torch.amp.GradScaler(device.type, enabled=dtype == 'float16')

@@ -297,7 +297,6 @@ def fits(shape, step, device):
 def with_batch_size(config, shape, dtype, device):
     """The TrainConfig, with a number where it says batch_size=auto. Raises UserError."""
     if config.batch_size != 'auto':
-        check_batch(config, shape, dtype, device)
         return config
     batch_size, why = choose_batch_size(shape, config, dtype, device)
     config = replace(config, batch_size=batch_size)

@@ -246,3 +246,25 @@ def test_reading_a_config_leaves_the_program_as_it_was(tmp_path):
     assert set(sys.modules['train'].__dict__) == before
     assert TrainConfig().n_layer == 12
     assert Path(tmp_path, 'a.py').exists()
+
+
+def test_a_file_that_is_no_python_is_not_run_as_a_config(tmp_path):
+    ran = tmp_path / 'ran'
+    text = write(tmp_path / 'notes.md', f'open({str(ran)!r}, "w")\n')
+    with pytest.raises(UserError, match=r'notes\.md is no config file.*several files as --key=A,'):
+        load(text)
+    assert not ran.exists()
+
+
+def test_a_device_is_checked_with_all_else():
+    with pytest.raises(UserError) as caught:
+        load('--device=gpu', '--batch_size=0')
+    assert "device='gpu' is unknown" in str(caught.value) and 'batch_size=0' in str(caught.value)
+    for device in ('auto', 'cpu', 'cuda', 'cuda:3', 'mps'):
+        assert load(f'--device={device}').device == device
+
+
+def test_benchmarks_that_would_never_run_are_named():
+    with pytest.raises(UserError, match=r'eval_tasks=lambada never run.*eval_tasks_interval'):
+        load('--eval_tasks=lambada')
+    assert load('--eval_tasks=lambada', '--eval_tasks_interval=5').eval_tasks == 'lambada'

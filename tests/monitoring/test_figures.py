@@ -101,3 +101,10 @@ def test_final_losses_are_a_table_with_the_best_first():
         ['bad', '10', '3.3000', '3.5000', '3.5000', '3.5000'], ['none', *'-----']]
     [text] = panels(*runs)['final losses, the best first'].texts
     assert text.get_text().splitlines() == figures.loss_table(runs)
+
+
+def test_positions_of_models_of_several_block_sizes_are_in_order():
+    rows = [[{'iter': 1, **{f'health/loss_at/{name}': 5.0 for name in names}}]
+            for names in (('0', '1-3', '4-15', '16-63'), ('0', '1-3', '4-15', '16-31'))]
+    runs = [figures.Run(name, found, 'C0') for name, found in zip('ab', rows, strict=True)]
+    assert figures.PositionsPanel().positions(runs) == ['0', '1-3', '4-15', '16-31', '16-63']

@@ -20,6 +20,7 @@ from torture_streams import start
 from tqdm import tqdm
 
 import train
+from plaingpt.system.distributed import StopRequest
 from plaingpt.system.errors import begin_script
 from plaingpt.system.streams import status, warn
 
@@ -163,7 +164,7 @@ def test_while_torch_is_imported_a_terminal_says_so_and_ctrl_c_is_one_line():
         while 'loading torch' not in screen.lines[-1]:
             assert select.select([master], [], [], 60)[0]
             screen.feed(os.read(master, 1000))
-        time.sleep(0.2 * number / len(SCRIPTS))
+        time.sleep(0.03 * number / len(SCRIPTS))  # one that imports no torch is soon done
         process.send_signal(signal.SIGINT)
         try:
             while piece := os.read(master, 1000):
@@ -188,3 +189,16 @@ def test_ctrl_c_while_a_run_is_set_up_is_one_line(tiny, tmp_path):
         assert exit_code(start(main, tiny, tmp_path / 'log')) == 130
         text = (tmp_path / 'log').read_text()
         assert text.endswith('\ninterrupted\n') and 'Traceback' not in text
+
+
+def test_a_wish_to_stop_is_shown_until_the_step_is_over():
+    def main(argv):
+        with StopRequest():
+            status.show('10/20')
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(0.3)
+        status.show('stopped')
+        time.sleep(0.3)
+
+    ends = [last for last, _ in watch(main)[0]]
+    assert 'SIGTERM: stopping after this step | 10/20' in ends and 'stopped' in ends

@@ -21,7 +21,7 @@ if __name__ == '__main__':  # before torch, which takes seconds
     begin_script()
 
 import json
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from itertools import product
 
 from configurator import load_config
@@ -86,10 +86,8 @@ class BenchConfig(TrainConfig):
 
 # Each: a Workload → (rows of numbers, their Markdown). A new one also is a flag of BenchConfig.
 BENCHMARKS = {'speed': measure_speed, 'ladder': measure_ladder, 'grid': measure_grid,
-              'ablate': measure_ablation,
-              'data': measure_data, 'checkpoints': measure_checkpoints, 'memory': measure_memory}
-
-
+              'ablate': measure_ablation, 'data': measure_data,
+              'checkpoints': measure_checkpoints, 'memory': measure_memory}
 PICTURES = {'grid': draw_grid, 'ablate': draw_ablation}
 
 
@@ -120,7 +118,7 @@ def read_config(argv):
 
 
 def read_variants(config, words):
-    """--set='conv=0,4 head_lr_scale=1,2' → {'conv=0, head_lr_scale=1': its TrainConfig, …}, each
+    """--set='conv=0,4 head_lr_scale=1,2' → {'conv=0, head_lr_scale=1': its BenchConfig, …}, each
     read as if it was written on the command line. Raises UserError."""
     choices = []
     for choice in config.set.split():
@@ -131,13 +129,8 @@ def read_variants(config, words):
         choices.append([f'{key}={value}' for value in values.split(',')])
     if not choices:
         raise UserError('--ablate: say what to change, as --set conv=0,4')
-    return {', '.join(chosen): as_training(load_config(type(config), [
-        *words, *(f'--{option}' for option in chosen)])) for chosen in product(*choices)}
-
-
-def as_training(config):
-    """The settings of train.py among those of a benchmark."""
-    return TrainConfig(**{field.name: getattr(config, field.name) for field in fields(TrainConfig)})
+    return {', '.join(chosen): load_config(BenchConfig, [
+        *words, *(f'--{option}' for option in chosen)]) for chosen in product(*choices)}
 
 
 def prepare_work(config, device, words):

@@ -61,10 +61,11 @@ class PlanConfig(TrainConfig):
                   if getattr(self, key) < 0]
         if not 0 < self.utilisation <= 1:
             found.append(f'utilisation={self.utilisation}: must be above 0 and at most 1')
-        try:
-            devices.find_gpu(self.gpu or next(iter(GPUS)))
-        except UserError as problem:
-            found.append(str(problem))
+        if self.gpu:
+            try:
+                devices.find_gpu(self.gpu)
+            except UserError as problem:
+                found.append(str(problem))
         return found
 
     def world_size(self):

@@ -89,11 +89,12 @@ def train_all(cells, journal=None, machine=''):
              on the same machine, is not made again, so work that was killed can be resumed
     A run that fails has None for its numbers. Raises UserError where the first run fails.
     """
-    known, runs = read_journal(journal), []
-    for names, config in tqdm(cells, 'training', disable=None):
+    for _, config in cells:  # before any is trained
         if config.log_interval > config.max_iters:
             raise UserError(f'log_interval={config.log_interval} is more than max_iters='
                             f'{config.max_iters}: no step would be timed')
+    known, runs = read_journal(journal), []
+    for names, config in tqdm(cells, 'training', disable=None):
         key = json.dumps([machine, {field.name: getattr(config, field.name)
                                     for field in fields(TrainConfig) if field.name != 'out_dir'}])
         if key in known:

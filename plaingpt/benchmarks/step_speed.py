@@ -32,7 +32,7 @@ class Workload(NamedTuple):
     device: torch.device
     dtype: str
     compile: bool
-    variants: dict | None = None  # ablate: what to call a combination → its TrainConfig
+    variants: dict | None = None  # ablate: what to call a combination → its BenchConfig
 
 
 def make_step(work, batches):

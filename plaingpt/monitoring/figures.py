@@ -341,7 +341,7 @@ class PositionsPanel(Panel):
     def positions(self, runs):
         """Those of all runs, in order: models of several block sizes have other ranges."""
         found = {name for run in runs for name in self.last(run.rows)[1]}
-        return sorted(found, key=lambda name: [int(number) for number in name.split('-')])
+        return sorted(found, key=lambda name: [int(n) for n in re.findall('[0-9]{1,9}', name)])
 
     def draw(self, axes, runs, reference):
         axes.xaxis.update_units(self.positions(runs))

@@ -83,3 +83,10 @@ def test_an_ablation_trains_for_real(tiny, capsys):
     rows = json.loads(capsys.readouterr().out)['rows']
     base, changed = compare(rows)
     assert base['final_loss'] != changed['final_loss'] and abs(changed['change']) < 0.5
+
+
+def test_a_variant_that_cannot_be_timed_is_named_before_any_is_trained(capsys, monkeypatch):
+    monkeypatch.setattr(grid, 'train_once', None)
+    line = fails(capsys, monkeypatch, bench.main, '--ablate', '--set', 'max_iters=200,5',
+                 '--warmup_iters=2', '--log_interval=50', '--vocab_size=65')
+    assert 'log_interval=50 is more than max_iters=5' in line

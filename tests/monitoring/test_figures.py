@@ -108,3 +108,5 @@ def test_positions_of_models_of_several_block_sizes_are_in_order():
             for names in (('0', '1-3', '4-15', '16-63'), ('0', '1-3', '4-15', '16-31'))]
     runs = [figures.Run(name, found, 'C0') for name, found in zip('ab', rows, strict=True)]
     assert figures.PositionsPanel().positions(runs) == ['0', '1-3', '4-15', '16-31', '16-63']
+    rows[0][0]['health/loss_at/x'] = 5.0  # of a file that something else wrote
+    assert len(figures.PositionsPanel().positions(runs)) == 6

@@ -9,6 +9,7 @@ B batch, T tokens in a sequence, C = n_embd, H = n_head, D = C/H, V vocabulary.
 
 import math
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Literal
 
 import torch
@@ -17,40 +18,30 @@ import torch.nn.functional as F
 
 from plaingpt.system import cpu_kernels
 from plaingpt.system.cpu_kernels import Dropout, short_conv
-from plaingpt.system.cross_entropy import chunked_cross_entropy, soft_capped
+from plaingpt.system.cross_entropy import SOFTCAPS, chunked_cross_entropy, soft_capped
 from plaingpt.system.recompute import recomputed
 
 VOCAB_MULTIPLE = 128  # matmuls are fast when their sizes divide by powers of two
-
-
-def gelu(x):
-    """GPT-2 was trained with the approximation by tanh (Hendrycks and Gimpel 2016)."""
-    return F.gelu(x, approximate='tanh')
-
-
-def relu2(x):
-    """So et al. 2021, "Primer"."""
-    return F.relu(x).square()
+ROW_PER_TOKEN = ('wte.weight', 'value_embedding.weight', 'lm_head.weight', 'lm_head.bias')
 
 
 def swiglu(x):
-    """Shazeer 2020: one half of the hidden units gates the other."""
-    gate, up = x.chunk(2, dim=-1)
+    gate, up = x.chunk(2, dim=-1)  # one half of the hidden units gates the other (Shazeer 2020)
     return F.silu(gate) * up
 
 
-# gelu_erf is GELU as it is defined, and as nanoGPT has it; on a CPU several times as fast.
-ACTIVATIONS = {'gelu': gelu, 'gelu_erf': F.gelu, 'relu2': relu2, 'swiglu': swiglu}
-
-
-# -----------------------------------------------------------------------------
-# configuration: every field is a setting of train.py, and its comment the help text
+ACTIVATIONS = {
+    'gelu': partial(F.gelu, approximate='tanh'),  # as in GPT-2 (Hendrycks and Gimpel 2016)
+    'gelu_erf': F.gelu,  # as it is defined, and as in nanoGPT; on a CPU several times as fast
+    'relu2': lambda x: F.relu(x).square(),  # So et al. 2021, "Primer"
+    'swiglu': swiglu,
+}
 
 
 @dataclass
 class GPTConfig:
-    """The shape of a GPT. The defaults are GPT-2 124M."""
-
+    """The shape of a GPT; the defaults are GPT-2 124M. Every field is a setting of train.py, and
+    its comment the help text."""
     # model
     block_size: int = 1024  # tokens in a sequence
     vocab_size: int = 50257  # tokens that there are
@@ -61,12 +52,19 @@ class GPTConfig:
     bias: bool = True  # biases in Linears and LayerNorms, as in GPT-2; without is a bit better
     # model: newer than GPT-2
     rotary: bool = False  # rotary positions instead of learned ones (Su et al. 2021)
+    rotary_base: float = 10000.0  # the larger, the slower the slowest pair of channels turns
+    rotary_share: float = 1.0  # of a head's channels that turn; the others do not see positions
     rmsnorm: bool = False  # RMSNorm instead of LayerNorm (Zhang and Sennrich 2019)
+    embedding_norm: bool = False  # normalise the embeddings too
     qk_norm: bool = False  # normalise queries and keys (Dehghani et al. 2023, section 2)
+    qk_scale: float = 0.0  # qk_norm: scale their products by this, without gains; 0: by 1/√D
     mlp: Literal[*ACTIVATIONS] = 'gelu'  # the MLP's activation
     conv: int = 0  # before an MLP, mix each token with the conv - 1 before it (So 2021); 0: no
+    value_embeddings: bool = False  # every second block adds one to its values (Zhou et al. 2024)
     tied_head: bool = True  # the head's weight is the embedding's (Press and Wolf 2017)
+    head_bias: bool = False  # a bias in the head
     logit_softcap: float = 0.0  # keep logits within ± this (Gemma 2, 2024, section 2); 0 for no cap
+    softcap: Literal[*SOFTCAPS] = 'tanh'  # the cap's curve: c·tanh(z/c), or c·z/√(c² + z²)
     zero_init: bool = False  # output projections begin at zero: branches add nothing at first
 
     @property
@@ -78,41 +76,43 @@ class GPTConfig:
         return math.ceil(self.vocab_size / VOCAB_MULTIPLE) * VOCAB_MULTIPLE
 
     @property
-    def mlp_width(self):
-        """Hidden units of an MLP. SwiGLU has two matrices into them, so fewer cost the same."""
+    def mlp_width(self):  # SwiGLU has two matrices into its hidden units, so fewer cost the same
         return 4 * self.n_embd if self.mlp != 'swiglu' else math.ceil(8 * self.n_embd / 3 / 32) * 32
 
     def problems(self):
         """Fields that contradict each other, a line each."""
-        if self.n_embd % self.n_head:
-            return [f'n_embd={self.n_embd} is not a multiple of n_head={self.n_head}']
-        if self.rotary and self.n_embd // self.n_head % 2:
-            return ['rotary=True turns pairs of channels, but n_embd / n_head = '
-                    f'{self.n_embd // self.n_head} is odd']
-        if self.conv < 0 or self.conv == 1:
-            return [f'conv={self.conv}: tokens to mix are 2 or more, or 0 for none']
-        return []
-
-
-# -----------------------------------------------------------------------------
-# layers
+        head, rest = divmod(self.n_embd, self.n_head)
+        contradictions = {
+            f'n_embd={self.n_embd} is not a multiple of n_head={self.n_head}': rest,
+            f'rotary=True turns pairs of channels, but n_embd / n_head = {head} is odd':
+                self.rotary and not rest and head % 2,
+            f'rotary_share={self.rotary_share} is not within 0 and 1, or rotary_base='
+            f'{self.rotary_base} not above 1': not 0 < self.rotary_share <= 1 < self.rotary_base,
+            f'conv={self.conv}: tokens to mix are 2 or more, or 0 for none':
+                self.conv < 0 or self.conv == 1,
+            f'qk_scale={self.qk_scale} takes qk_norm=True': self.qk_scale and not self.qk_norm}
+        return [line for line, holds in contradictions.items() if holds]
 
 
 class RMSNorm(nn.RMSNorm):
     def forward(self, x):
         # Autocast leaves the weight alone, and the fused kernel wants it in x's type.
-        return F.rms_norm(x, self.normalized_shape, self.weight.to(x.dtype), self.eps)
+        weight = None if self.weight is None else self.weight.to(x.dtype)
+        return F.rms_norm(x, self.normalized_shape, weight, self.eps)
 
 
-def norm(config, size):
-    """LayerNorm or RMSNorm over the last `size` channels."""
-    return RMSNorm(size, eps=1e-5) if config.rmsnorm else nn.LayerNorm(size, bias=config.bias)
+def norm(config, size, gain=True):
+    """LayerNorm or RMSNorm over the last `size` channels. gain: learn to scale each."""
+    if config.rmsnorm:
+        return RMSNorm(size, eps=1e-5, elementwise_affine=gain)
+    return nn.LayerNorm(size, elementwise_affine=gain, bias=config.bias)
 
 
-def rotary_table(length, size, base=10000.0):
-    """The angles by which positions turn pairs of channels: (cosines, sines), each
-    (length, size); pair (i, i + size/2) turns by base^(-2i/size) a position (Su et al. 2021)."""
-    frequencies = base ** (-torch.arange(0, size, 2) / size)  # (size/2,)
+def rotary_table(length, size, base, share):
+    """The angles by which positions turn pairs of channels: (cosines, sines), each (length, size).
+    Pair (i, i + size/2) turns by base^(-i/n) a position, the first n = share · size/2 of them."""
+    n = max(1, round(share * size / 2))
+    frequencies = F.pad(base ** (-torch.arange(n) / n), (0, size // 2 - n))  # (size/2,)
     angles = torch.outer(torch.arange(length), frequencies)  # (T, size/2)
     sines = angles.sin()
     return torch.cat((angles, angles), dim=-1).cos(), torch.cat((-sines, sines), dim=-1)
@@ -124,15 +124,8 @@ def rotate(x, cos, sin):
     return torch.addcmul(x * cos.to(x.dtype), partners, sin.to(x.dtype))
 
 
-def attention(q, k, v, dropout):
-    """Causal attention, by the fastest kernel. q, k, v (B, H, T, D) → (B, H, T, D)."""
-    if cpu_kernels.faster_than_torch(q):
-        return cpu_kernels.attention(q, k, v, dropout)
-    return F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=True)
-
-
 class CausalSelfAttention(nn.Module):
-    def __init__(self, config):
+    def __init__(self, config, value_embedding=False):
         super().__init__()
         self.n_head = config.n_head
         self.dropout = config.dropout
@@ -140,18 +133,28 @@ class CausalSelfAttention(nn.Module):
         self.c_proj = nn.Linear(config.n_embd, config.n_embd, bias=config.bias)
         self.resid_dropout = Dropout(config.dropout)
         head = config.n_embd // config.n_head
-        self.q_norm = norm(config, head) if config.qk_norm else nn.Identity()
-        self.k_norm = norm(config, head) if config.qk_norm else nn.Identity()
+        self.q_norm, self.k_norm = (norm(config, head, gain=not config.qk_scale)
+                                    if config.qk_norm else nn.Identity() for _ in 'qk')
+        self.q_scale = config.qk_scale * math.sqrt(head)  # attention divides by this root
+        self.value_embedding = nn.Embedding(config.padded_vocab_size, config.n_embd) \
+            if value_embedding else None
 
-    def forward(self, x, rotary=None, cache=None):
+    def forward(self, x, rotary=None, cache=None, idx=None):
         B, T, C = x.shape
-        q, k, v = (t.view(B, T, self.n_head, C // self.n_head)
-                   for t in self.c_attn(x).split(C, dim=2))  # 3 × (B, T, H, D)
+        q, k, v = self.c_attn(x).split(C, dim=2)  # 3 × (B, T, C)
+        if self.value_embedding is not None:
+            v = v + self.value_embedding(idx)
+        q, k, v = (t.view(B, T, self.n_head, C // self.n_head) for t in (q, k, v))  # (B, T, H, D)
         q, k, v = (t.transpose(1, 2) for t in (self.q_norm(q), self.k_norm(k), v))  # (B, H, T, D)
+        if self.q_scale:
+            q = q * self.q_scale
         if rotary is not None:
             q, k = rotate(q, *rotary), rotate(k, *rotary)
-        if cache is None:
-            y = attention(q, k, v, self.dropout if self.training else 0.0)
+        dropout = self.dropout if self.training else 0.0
+        if cache is None and cpu_kernels.faster_than_torch(q):
+            y = cpu_kernels.attention(q, k, v, dropout)
+        elif cache is None:
+            y = F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=True)
         else:  # generation: the cache has the keys and values of earlier tokens
             k, v, mask = cache.extend(k, v)
             y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
@@ -188,23 +191,18 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    def __init__(self, config):
+    def __init__(self, config, layer):
         super().__init__()
         self.ln_1 = norm(config, config.n_embd)
-        self.attn = CausalSelfAttention(config)
+        self.attn = CausalSelfAttention(config, config.value_embeddings and layer % 2 == 1)
         self.ln_2 = norm(config, config.n_embd)
         self.conv = ShortConv(config) if config.conv else None
         self.mlp = MLP(config)
 
-    def forward(self, x, rotary=None, cache=None):
-        x = x + self.attn(self.ln_1(x), rotary, cache)
+    def forward(self, x, rotary=None, cache=None, idx=None):
+        x = x + self.attn(self.ln_1(x), rotary, cache, idx)
         h = self.ln_2(x)
-        x = x + self.mlp(h if self.conv is None else self.conv(h, cache))
-        return x
-
-
-# -----------------------------------------------------------------------------
-# the network
+        return x + self.mlp(h if self.conv is None else self.conv(h, cache))
 
 
 class GPT(nn.Module):
@@ -216,17 +214,20 @@ class GPT(nn.Module):
             'wte': nn.Embedding(config.padded_vocab_size, config.n_embd),
             **({'wpe': nn.Embedding(config.block_size, config.n_embd)}
                if config.learned_positions else {}),
+            'wte_norm': norm(config, config.n_embd) if config.embedding_norm else nn.Identity(),
             'drop': Dropout(config.dropout),
-            'h': nn.ModuleList(Block(config) for _ in range(config.n_layer)),
+            'h': nn.ModuleList(Block(config, layer) for layer in range(config.n_layer)),
             'ln_f': norm(config, config.n_embd),
         })
-        self.lm_head = nn.Linear(config.n_embd, config.padded_vocab_size, bias=False)
+        self.lm_head = nn.Linear(config.n_embd, config.padded_vocab_size, bias=config.head_bias)
         if config.tied_head:
             self.lm_head.weight = self.transformer.wte.weight
         if config.rotary:
-            cos, sin = rotary_table(config.block_size, config.n_embd // config.n_head)
-            self.register_buffer('cos', cos, persistent=False)  # (block_size, D)
-            self.register_buffer('sin', sin, persistent=False)
+            tables = rotary_table(config.block_size, config.n_embd // config.n_head,
+                                  config.rotary_base, config.rotary_share)
+            for name, table in zip(('cos', 'sin'), tables, strict=True):
+                self.register_buffer(name, table, persistent=False)  # (block_size, D)
+        self.softcap = config.logit_softcap, config.softcap
         # How to compute, which is no part of the shape: a run may change it at any time.
         self.loss_chunk_tokens = 0  # with targets, logits of so many tokens exist at once; 0: all
         self.activation_checkpointing = 'none'  # or 'selective', 'full'
@@ -236,41 +237,41 @@ class GPT(nn.Module):
     def init_weights(self):
         """All weights from N(0, 0.02²), those that end a residual branch from N(0, 0.02²/2L). With
         zero_init the latter are 0, and so is an untied head: at first all tokens are equally
-        likely, and each branch grows as far as it helps. Short convolutions begin at 0 too."""
+        likely, and each branch grows as far as it helps. Convolutions and value embeddings, which
+        add to what is there, begin at 0, and embeddings that are normalised and untied at N(0, 1).
+        """
         config = self.config
-        zeros = ('conv.weight', *(['c_proj.weight', 'lm_head.weight'] if config.zero_init else []))
+        zeros = ('conv.weight', 'value_embedding.weight',
+                 *(['c_proj.weight', 'lm_head.weight'] if config.zero_init else []))
         for name, p in self.named_parameters():
-            # Each of the 2L branches adds its variance to the residual stream (GPT-2, §2.3).
-            branch_end = name.endswith('c_proj.weight')
             if p.dim() == 1:
                 nn.init.constant_(p, 1.0 if name.endswith('weight') else 0.0)  # norms, biases
             elif name.endswith(zeros):
                 nn.init.zeros_(p)
+            elif name.endswith('c_proj.weight'):  # 2L branches add up their variance (GPT-2, §2.3)
+                nn.init.normal_(p, std=0.02 / math.sqrt(2 * config.n_layer))
             else:
-                nn.init.normal_(p, std=0.02 / math.sqrt(2 * config.n_layer if branch_end else 1))
-        for embedding in (self.transformer.wte, self.lm_head):
-            embedding.weight[config.vocab_size:] = 0.0  # the padding is no token
+                large = 'wte.' in name and config.embedding_norm and not config.tied_head
+                nn.init.normal_(p, std=1.0 if large else 0.02)
+            if name.endswith(ROW_PER_TOKEN):
+                p[config.vocab_size:] = 0.0  # the padding is no token
 
     def forward(self, idx, targets=None):
-        """idx (B, T) int64, T ≤ block_size; targets the same shape, -1 where there is none.
-
-        → logits (B, T, V), and the mean cross-entropy in nats, or None without targets.
-        With targets and loss_chunk_tokens the logits never exist, and None is in their place.
-        """
+        """idx (B, T) int64, T ≤ block_size; targets the same shape, -1 where there is none → logits
+        (B, T, V), and the mean cross-entropy in nats, or None without targets. With targets and
+        loss_chunk_tokens the logits never exist, and None is in their place."""
         x = self.hidden(idx)  # (B, T, C)
         if targets is not None and self.loss_chunk_tokens:  # as in training, by default
-            weight = self.lm_head.weight[:self.config.vocab_size]  # (V, C)
-            return None, chunked_cross_entropy(x.flatten(0, 1), weight, targets.flatten(),
-                                               self.loss_chunk_tokens, self.config.logit_softcap)
+            return None, chunked_cross_entropy(
+                x.flatten(0, 1), self.lm_head, self.config.vocab_size, targets.flatten(),
+                self.loss_chunk_tokens, self.softcap)
         logits = self.logits(x)  # (B, T, V)
         return logits, None if targets is None else F.cross_entropy(
             logits.flatten(0, 1), targets.flatten(), ignore_index=-1)
 
     def hidden(self, idx, cache=None):
-        """idx (B, T) → what the head reads the next token from, (B, T, C).
-
-        cache: of plaingpt/inference/generation.py, with the tokens before these; these are added
-        """
+        """idx (B, T) → what the head reads the next token from, (B, T, C). cache: of
+        plaingpt/inference/generation.py, with the tokens before these; these are added."""
         assert idx.size(1) <= self.config.block_size, f'more than {self.config.block_size} tokens'
         positions = slice(idx.size(1)) if cache is None else cache.positions
         layers = [None] * len(self.transformer.h) if cache is None else cache.layers
@@ -280,30 +281,29 @@ class GPT(nn.Module):
             x = x + self.transformer.wpe.weight[positions]  # (B, T, C) + (T, C)
         if self.config.rotary:
             rotary = self.cos[positions].unsqueeze(-3), self.sin[positions].unsqueeze(-3)
-        x = self.transformer.drop(x)
+        x = self.transformer.drop(self.transformer.wte_norm(x))
         for block, layer in zip(self.transformer.h, layers, strict=True):
             if self.activation_checkpointing == 'none' or not torch.is_grad_enabled():
-                x = block(x, rotary, layer)
+                x = block(x, rotary, layer, idx)
             else:
-                x = recomputed(block, self.activation_checkpointing, x, rotary)
+                x = recomputed(block, self.activation_checkpointing, x, rotary, None, idx)
         return self.transformer.ln_f(x)
 
     def logits(self, x):
         """(…, C) → (…, V). The padding of the vocabulary is cut off here and shows nowhere."""
-        logits = self.lm_head(x)[..., :self.config.vocab_size]
-        return soft_capped(logits, self.config.logit_softcap)
+        return soft_capped(self.lm_head(x)[..., :self.config.vocab_size], *self.softcap)
 
     def num_parameters(self):
         """Parameters of the model as published: a tied matrix once, the padding not at all."""
-        c = self.config
-        padding = (c.padded_vocab_size - c.vocab_size) * c.n_embd * (1 if c.tied_head else 2)
-        return sum(p.numel() for p in self.parameters()) - padding
+        return sum(p[:self.config.vocab_size].numel() if name.endswith(ROW_PER_TOKEN) else p.numel()
+                   for name, p in self.named_parameters())
 
     def flops_per_token(self):
         """FLOPs to train on one token, forward and backward (PaLM, appendix B): 6 for each weight
         in a matmul and 12·L·C·T for attention. Looking up an embedding is no matmul."""
         c = self.config
-        looked_up = c.block_size * c.learned_positions + c.vocab_size * (not c.tied_head)  # rows
+        tables = (not c.tied_head) + c.value_embeddings * (c.n_layer // 2)
+        looked_up = c.block_size * c.learned_positions + c.vocab_size * tables  # rows
         matmul_weights = self.num_parameters() - looked_up * c.n_embd
         return 6 * matmul_weights + 12 * c.n_layer * c.n_embd * c.block_size
 

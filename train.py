@@ -192,17 +192,17 @@ def evaluate(run):
     is the best. A signal raises Stopped before any is logged: the resumed run evaluates here."""
     with run.metrics.paused('evaluating'):
         losses = run.progress.loss_is_due(run.config) and [
-            mean_loss(run.eval_model, loader, run.config.eval_iters, run.context, run.stop)
+            mean_loss(run.eval_model, loader, run.config, run.context, run.stop)
             for loader in (run.train_data, run.val_data)]
         run.probes.evaluate(run.progress, losses, run.stop)
 
 
 @torch.no_grad()
-def mean_loss(model, loader, n_batches, context, stop):
+def mean_loss(model, loader, config, context, stop):
     """Mean loss over fixed sequences of a split, which the processes share. Raises Stopped."""
     model.eval()
     sums = torch.zeros(2, device=loader.device)  # of loss × sequences, of sequences
-    for starts in status.counted(loader.eval_batches(n_batches)):
+    for starts in status.counted(loader.eval_batches(config.eval_iters, config.eval_tokens)):
         stop.check()
         if not len(starts):
             continue

@@ -247,7 +247,11 @@ def test_flops_per_token_are_palms_count():
 # newer than GPT-2
 
 FLAGS = [{'rotary': True}, {'rmsnorm': True}, {'qk_norm': True}, {'mlp': 'relu2'},
-         {'mlp': 'swiglu'}, {'mlp': 'gelu_erf'}, {'tied_head': False}, {'logit_softcap': 2.0}]
+         {'mlp': 'swiglu'}, {'mlp': 'gelu_erf'}, {'tied_head': False}, {'logit_softcap': 2.0},
+         {'logit_softcap': 2.0, 'softcap': 'sqrt'}, {'tied_head': False, 'head_bias': True},
+         {'rotary': True, 'rotary_base': 100.0}, {'rotary': True, 'rotary_share': 0.5},
+         {'embedding_norm': True}, {'qk_norm': True, 'qk_scale': 0.5}, {'conv': 3},
+         {'value_embeddings': True}]
 
 
 @pytest.mark.parametrize('flags', FLAGS, ids=lambda flags: '-'.join(flags))
@@ -257,8 +261,9 @@ def test_a_flag_changes_the_model_and_keeps_it_causal(flags):
     torch.manual_seed(0)
     newer = GPT(replace(SMALL, **flags)).eval()
     for model in (plain, newer):
-        for p in model.parameters():
-            p.data *= 5  # far from where all models do nothing
+        for name, p in model.named_parameters():  # far from where all models do nothing
+            torch.manual_seed(len(name))
+            p.data.mul_(5).add_(torch.randn_like(p) * 0.1)
     idx = torch.randint(0, 65, (2, 16))
     logits = newer(idx)[0]
     assert not torch.allclose(logits, plain.eval()(idx)[0], atol=1e-3)
@@ -270,7 +275,8 @@ def test_a_flag_changes_the_model_and_keeps_it_causal(flags):
 @pytest.mark.parametrize('flags', FLAGS, ids=lambda flags: '-'.join(flags))
 def test_the_chunked_loss_is_the_plain_one_with_each_flag(flags):
     model = GPT(replace(SMALL, **flags))
-    model.lm_head.weight.data *= 20
+    for p in model.lm_head.parameters():
+        p.data.mul_(20).add_(torch.randn_like(p))
     idx = torch.randint(0, 65, (2, 16))
     losses, grads = [], []
     for model.loss_chunk_tokens in (0, 7):
@@ -284,7 +290,7 @@ def test_the_chunked_loss_is_the_plain_one_with_each_flag(flags):
 
 
 def test_rotary_scores_depend_on_distances_alone():
-    cos, sin = rotary_table(12, 8)
+    cos, sin = rotary_table(12, 8, base=10000.0, share=1.0)
     q, k = torch.randn(2, 1, 1, 1, 8).expand(2, 1, 1, 12, 8)  # the same at each position
     scores = (rotate(q, cos, sin) @ rotate(k, cos, sin).mT)[0, 0]
     for distance in range(12):
@@ -293,10 +299,18 @@ def test_rotary_scores_depend_on_distances_alone():
     assert scores[:, 0].std() > 0.1
 
 
-def test_a_soft_cap_holds_logits():
-    model = GPT(replace(SMALL, logit_softcap=2.0))
+def test_channels_beyond_the_rotary_share_are_not_turned():
+    q = torch.randn(1, 1, 12, 8)
+    turned = rotate(q, *rotary_table(12, 8, base=100.0, share=0.5)) != q
+    assert turned[0, 0, 1:].all(0).tolist() == 2 * [True, True, False, False]
+
+
+@pytest.mark.parametrize('curve', ['tanh', 'sqrt'])
+def test_a_soft_cap_holds_logits(curve):
+    model = GPT(replace(SMALL, logit_softcap=2.0, softcap=curve))
     model.lm_head.weight.data *= 1000
-    assert model(torch.randint(0, 65, (2, 16)))[0].abs().max() <= 2
+    logits = model(torch.randint(0, 65, (2, 16)))[0]
+    assert 1.9 < logits.abs().max() <= 2
 
 
 def test_zero_init_begins_with_all_tokens_equally_likely():

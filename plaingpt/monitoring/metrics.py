@@ -2,7 +2,8 @@
 
 metrics.jsonl has one JSON object a line: iter (updates done), tokens, elapsed_s, and then
   for a logged step     loss lr grad_norm tokens_per_s mfu peak_memory_bytes data_wait
-                        and, with float16, loss_scale
+                        and lr_embedding lr_head lr_vector where they differ from lr;
+                        with float16, loss_scale
   for an evaluation     train_loss val_loss val_bpb, and sample, a text by the model
   for a benchmark       hellaswag_acc hellaswag_acc_stderr … (eval_tasks)
   for a health check    health/… of health.py
@@ -22,6 +23,7 @@ from plaingpt.system.formatting import duration, one_line, short
 from plaingpt.system.streams import status
 
 MAX_ROWS = 20_000  # kept in memory; beyond it every second row without an evaluation goes
+LR_SCALES = ('embedding', 'head', 'vector')  # groups of weights whose learning rate may be scaled
 LIVE_INTERVAL_S = 0.5  # between two updates of a terminal's last line
 
 
@@ -116,8 +118,11 @@ class Metrics:
             iter_num, f'loss {loss:.4f}', f'lr {lr:.2e}', f'grad {grad_norm:.2f}',
             f'{step_s * 1e3:.{0 if step_s >= 0.1 else 1}f} ms', speed, *used, remaining)
         scale = {'loss_scale': self.scaler.get_scale()} if self.scaler.is_enabled() else {}
-        self._write(iter_num, loss=loss, lr=lr, grad_norm=grad_norm, tokens_per_s=tokens_per_s,
-                    mfu=utilisation, peak_memory_bytes=peak_memory_bytes(self.device),
+        lr_scales = {kind: getattr(self.config, f'{kind}_lr_scale') for kind in LR_SCALES}
+        rates = {f'lr_{kind}': lr * times for kind, times in lr_scales.items() if times != 1}
+        self._write(iter_num, loss=loss, lr=lr, **rates, grad_norm=grad_norm,
+                    tokens_per_s=tokens_per_s, mfu=utilisation,
+                    peak_memory_bytes=peak_memory_bytes(self.device),
                     data_wait=round(data_wait, 4), **scale)
 
     def remaining_s(self, iter_num, step_s):

@@ -21,13 +21,15 @@ def parameter_groups(model, config):
     """{'matrices' (of blocks), 'embedding', 'head' (unless tied), 'vectors'} → a parameter group.
 
     Its learning rate is the schedule's times its 'lr_scale'. Vectors work on each channel by itself
-    (biases, norms, short convolutions), and do not decay. For each of the matrices, 'stacked' tells
-    how many it is made of: queries', keys' and values', or the two of SwiGLU."""
-    scales = {'matrices': 1.0, 'embedding': config.embedding_lr_scale,
-              'head': config.head_lr_scale, 'vectors': config.vector_lr_scale}
+    (biases, norms, short convolutions). For each of the matrices, 'stacked' tells how many it is
+    made of: queries', keys' and values', or the two of SwiGLU."""
+    scales = {  # kind → of the learning rate, weight decay
+        'matrices': (1.0, config.weight_decay),
+        'embedding': (config.embedding_lr_scale, config.embedding_decay),
+        'head': (config.head_lr_scale, config.embedding_decay),
+        'vectors': (config.vector_lr_scale, config.vector_decay)}
     groups = {kind: {'params': [], 'lr': config.learning_rate * scale, 'lr_scale': scale,
-                     'weight_decay': 0.0 if kind == 'vectors' else config.weight_decay}
-              for kind, scale in scales.items()}
+                     'weight_decay': decay} for kind, (scale, decay) in scales.items()}
     stacked = {'c_attn': 3, 'c_fc': 2 if config.mlp == 'swiglu' else 1}
     groups['matrices']['stacked'] = []
     for name, p in model.named_parameters():
@@ -42,6 +44,8 @@ def parameter_groups(model, config):
 def kind_of(name, p):
     if p.dim() < 2 or name.endswith('.conv.weight'):
         return 'vectors'
+    if name.endswith('.value_embedding.weight'):
+        return 'embedding'
     if name.startswith('transformer.h.'):
         return 'matrices'
     return 'head' if name == 'lm_head.weight' else 'embedding'
@@ -54,7 +58,8 @@ def kind_of(name, p):
 
 def adamw(groups, config, fused):
     """Adam with decoupled weight decay (Loshchilov and Hutter 2017)."""
-    return torch.optim.AdamW(groups.values(), betas=(config.beta1, config.beta2), fused=fused)
+    return torch.optim.AdamW(groups.values(), betas=(config.beta1, config.beta2),
+                             eps=config.adam_eps, fused=fused)
 
 
 def sgd(groups, config, fused):
@@ -69,8 +74,7 @@ def muon(groups, config, fused):
 
 
 def normuon(groups, config, fused):
-    """Muon with all rows of an update about equally long (Li et al. 2025, "NorMuon"); queries, keys
-    and values, and the halves of SwiGLU's matrix, are matrices of their own."""
+    """Muon with all rows of an update about equally long (Li et al. 2025, "NorMuon")."""
     return MuonAdamW(groups, config, fused, equal_rows=True)
 
 
@@ -81,9 +85,9 @@ class MuonAdamW(torch.optim.Optimizer):
     """Muon for the matrices and fused AdamW for the other groups, as one optimizer.
 
     Muon (Jordan et al. 2024, https://kellerjordan.github.io/posts/muon) moves a matrix by its
-    momentum with all singular values made about equal. The update is scaled to AdamW's size (Liu et
-    al. 2025, "Muon is Scalable for LLM Training", section 2.2), so both take one learning rate.
-    Matrices of one shape are orthogonalized together, as one batch of matmuls.
+    momentum with all singular values made about equal. Queries, keys and values, and the halves of
+    SwiGLU's matrix, are matrices of their own. Those of one shape are orthogonalized together, as
+    one batch of matmuls. The update is scaled by one of SCALES.
 
     Like torch's fused optimizers it reads `found_inf`, a number on the device, and leaves the
     weights alone where that is 1, without any wait for the device. Muon's momentum is then 0.
@@ -93,10 +97,11 @@ class MuonAdamW(torch.optim.Optimizer):
     found_inf = None
 
     def __init__(self, groups, config, fused, equal_rows=False):
-        rest = [group for kind, group in groups.items() if kind != 'matrices']
-        super().__init__([groups['matrices'], *rest], {})
+        super().__init__(groups.values(), {})
         self.momentum, self.equal_rows, self.rows_beta = config.momentum, equal_rows, config.beta2
-        self.adamw = torch.optim.AdamW(rest, betas=(config.beta1, config.beta2), fused=fused)
+        self.scale, self.iterations = SCALES[config.muon_scale], ITERATIONS[config.muon_iterations]
+        self.adamw = adamw({kind: group for kind, group in groups.items() if kind != 'matrices'},
+                           config, fused)
         # One view on both: groups to set the learning rate in, states to save.
         self.matrices = self.param_groups[0]
         self.param_groups = [self.matrices, *self.adamw.param_groups]
@@ -107,7 +112,7 @@ class MuonAdamW(torch.optim.Optimizer):
         alike = defaultdict(list)  # shape → [(matrix, momentum, rows' mean squares), …]
         for p, n in zip(self.matrices['params'], self.matrices['stacked'], strict=True):
             if p.grad is not None:
-                parts = [t.chunk(n if self.equal_rows else 1) for t in (p, *self.remember(p))]
+                parts = [t.chunk(n) for t in (p, *self.remember(p))]
                 for part in zip(*parts, strict=True):
                     alike[part[0].shape].append(part)
         for same in alike.values():
@@ -133,31 +138,41 @@ class MuonAdamW(torch.optim.Optimizer):
     def move(self, matrices, directions, rows, lr, weight_decay, **_):
         """One update of n matrices of one shape; without equal_rows it is torch.optim.Muon's."""
         shape = matrices[0].shape
-        updates = orthogonalized(torch.stack(directions))  # (n, rows, columns)
-        size = math.sqrt(max(shape))
+        updates = orthogonalized(torch.stack(directions), self.iterations)  # (n, rows, columns)
         if self.equal_rows:
             updates = updates.float()
             for mean, square in zip(rows, updates.square().mean(-1, keepdim=True), strict=True):
                 mean.lerp_(square, 1 - self.rows_beta)
             updates /= torch.stack(rows).sqrt() + 1e-8
-            updates /= updates.norm(dim=(-2, -1), keepdim=True) + 1e-8
-            size = math.sqrt(shape.numel())
+            lengths = updates.norm(dim=(-2, -1), keepdim=True).clamp(min=1e-8)
+            updates *= math.sqrt(min(shape)) / lengths
         decay = lr * weight_decay * (1 if self.found_inf is None else 1 - self.found_inf)
         for p, update in zip(matrices, updates, strict=True):
-            p.mul_(1 - decay).add_(update, alpha=-lr * 0.2 * size)
+            p.mul_(1 - decay).add_(update, alpha=-lr * self.scale(*shape))
 
 
-def orthogonalized(matrices, steps=5):
-    """Matrices (n, rows, columns) with all their singular values about 1, by Newton-Schulz
-    iterations in bfloat16 (Jordan et al. 2024). A CPU without bfloat16 takes float32, which is 20
-    times as fast there."""
-    a, b, c = 3.4445, -4.7750, 2.0315
+# How large an update is whose singular values are 1: (rows, columns) → its factor.
+SCALES = {
+    # like AdamW's, so both take one learning rate (Liu et al. 2025, "Muon is Scalable", §2.2)
+    'match_rms_adamw': lambda rows, columns: 0.2 * math.sqrt(max(rows, columns)),
+    'original': lambda rows, columns: math.sqrt(max(1, rows / columns)),  # Jordan et al. 2024
+}
+# Newton-Schulz iterations: (a, b, c) of x ← a·x + b·(x xᵀ) x + c·(x xᵀ)² x, one after another.
+ITERATIONS = {
+    'quintic': [(3.4445, -4.7750, 2.0315)] * 5,  # singular values in 0.7 … 1.2 (Jordan et al. 2024)
+    'exact': [(2.0, -1.5, 0.5)] * 12,  # converges to 1
+}
+
+
+def orthogonalized(matrices, iterations):
+    """Matrices (n, rows, columns) with all their singular values about 1, in bfloat16. A CPU
+    without bfloat16 takes float32, which is 20 times as fast there."""
     slow = matrices.device.type == 'cpu' and not cpu_has_bfloat16()
     x = matrices.to(torch.float32 if slow else torch.bfloat16)
     tall = x.size(1) > x.size(2)
     x = x.mT if tall else x
     x = x / x.norm(dim=(1, 2), keepdim=True).clamp(min=1e-7)
-    for _ in range(steps):
+    for a, b, c in iterations:
         gram = x @ x.mT
         x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
     return x.mT if tall else x

@@ -14,7 +14,7 @@ from plaingpt.monitoring.backends import BACKENDS
 from plaingpt.system.distributed import launched_world
 from plaingpt.system.formatting import unescape
 from plaingpt.system.recompute import KINDS
-from plaingpt.training.optimizers import OPTIMIZERS
+from plaingpt.training.optimizers import ITERATIONS, OPTIMIZERS, SCALES
 from plaingpt.training.schedules import SCHEDULES
 
 
@@ -24,6 +24,7 @@ class TrainConfig(GPTConfig):
     out_dir: str = 'out'  # folder for checkpoints and metrics
     eval_interval: int = 2000  # iterations between evaluations
     eval_iters: int = 200  # evaluate on this many batches of batch_size, or on the whole split
+    eval_tokens: int = 0  # if not 0, evaluate on so many at the beginning of a split instead
     eval_only: bool = False  # stop after the first evaluation
     log_interval: int = 1  # iterations between lines on the console
     eval_tasks: str = 'hellaswag'  # benchmarks: hellaswag, lambada, with a comma between
@@ -63,10 +64,15 @@ class TrainConfig(GPTConfig):
     head_lr_scale: float = 1.0  # of an untied head
     vector_lr_scale: float = 1.0  # of biases, norms and short convolutions
     max_iters: int = 600000  # updates of the weights
-    weight_decay: float = 1e-1  # of matrices and embeddings
+    weight_decay: float = 1e-1  # of matrices
+    embedding_decay: Literal['auto'] | float = 'auto'  # of embeddings and head; auto: weight_decay
+    vector_decay: float = 0.0  # of biases, norms and short convolutions
     beta1: float = 0.9  # of AdamW: decay of the mean of gradients
     beta2: float = 0.95  # of AdamW: decay of the mean of their squares
+    adam_eps: float = 1e-8  # of AdamW: added to the root of that mean
     momentum: float = 0.95  # of muon and sgd
+    muon_scale: Literal[*SCALES] = 'match_rms_adamw'  # of its updates; original: with its own lr
+    muon_iterations: Literal[*ITERATIONS] = 'quintic'  # that make singular values alike
     grad_clip: float = 1.0  # largest norm of the gradient; 0 for no limit
     max_bad_steps: int = 10  # stop when the loss or gradient is not finite this often in a row
     # learning rate
@@ -93,6 +99,8 @@ class TrainConfig(GPTConfig):
             self.lr_decay_iters = max(self.max_iters, self.warmup_iters)
         if self.min_lr == 'auto':
             self.min_lr = self.learning_rate / 10
+        if self.embedding_decay == 'auto':
+            self.embedding_decay = self.weight_decay
 
     def out_of_range(self):
         """Values that are invalid by themselves, a line each."""
@@ -105,10 +113,11 @@ class TrainConfig(GPTConfig):
         found += [f'{key}={getattr(self, key)}: must be at least 1'
                   for key in positive if getattr(self, key) < 1]
         natural = ('max_iters', 'warmup_iters', 'lr_decay_iters', 'learning_rate', 'min_lr',
-                   'weight_decay', 'grad_clip', 'embedding_lr_scale', 'head_lr_scale',
-                   'vector_lr_scale', 'total_batch_size', 'loss_chunk_tokens', 'seed',
-                   'logit_softcap', 'eval_tasks_interval', 'sample_interval', 'health_interval',
-                   'sample_tokens', 'patience', 'overfit_batches', 'vocab_size')
+                   'weight_decay', 'embedding_decay', 'vector_decay', 'adam_eps', 'grad_clip',
+                   'embedding_lr_scale', 'head_lr_scale', 'vector_lr_scale', 'total_batch_size',
+                   'loss_chunk_tokens', 'seed', 'qk_scale', 'logit_softcap', 'eval_tokens',
+                   'eval_tasks_interval', 'sample_interval', 'health_interval', 'sample_tokens',
+                   'patience', 'overfit_batches', 'vocab_size')
         found += [f'{key}={getattr(self, key)}: must not be negative'
                   for key in natural if getattr(self, key) < 0]
         found += [f'{key}={getattr(self, key)}: must be at least 0 and below 1'

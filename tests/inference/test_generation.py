@@ -17,6 +17,9 @@ KINDS = {
     'rotary': dict(rotary=True, mlp='relu2'),
     'odd sequence': dict(block_size=7),
     'short convolution': dict(conv=3, block_size=7),
+    'record': dict(rotary=True, rotary_base=1000.0, rotary_share=0.5, embedding_norm=True,
+                   qk_norm=True, qk_scale=0.3, value_embeddings=True, tied_head=False,
+                   head_bias=True, logit_softcap=15.0, softcap='sqrt', block_size=7),
 }
 CPU = torch.device('cpu')
 
@@ -115,7 +118,7 @@ def test_a_compiled_step_writes_the_same_and_is_compiled_once(kind):
 class ALiBi(CausalSelfAttention):
     """Press et al. 2022: a key counts less, the further back it is. No kernel knows this."""
 
-    def forward(self, x, rotary=None, cache=None):
+    def forward(self, x, rotary=None, cache=None, idx=None):
         B, T, C = x.shape
         q, k, v = (t.view(B, T, self.n_head, -1).transpose(1, 2)
                    for t in self.c_attn(x).chunk(3, dim=2))

@@ -1,5 +1,6 @@
 import json
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -54,6 +55,16 @@ def test_a_step_is_a_line_of_the_documented_keys(metrics, capsys):
                           'tokens_per_s', 'mfu', 'peak_memory_bytes', 'data_wait']
     assert (line['iter'], line['tokens'], line['loss'], line['mfu']) == (10, 1000, 2.5, None)
     assert 'iter   10 | loss 2.5000 | lr 1.00e-03 | grad 0.70' in capsys.readouterr().out
+
+
+def test_learning_rates_of_groups_are_logged_where_they_differ(tmp_path):
+    metrics = new(tmp_path / 'metrics.jsonl',
+                  config=replace(CONFIG, embedding_lr_scale=8.0, vector_lr_scale=0.5))
+    metrics.begin(0)
+    metrics.step(10, 2.5, 1e-3, 0.7)
+    (line,) = lines(metrics)
+    assert {key: line[key] for key in line if key.startswith('lr')} == \
+        {'lr': 1e-3, 'lr_embedding': 8e-3, 'lr_vector': 5e-4}
 
 
 def test_mfu_is_that_of_each_gpu_and_null_where_the_peak_is_not_known(tmp_path, monkeypatch,

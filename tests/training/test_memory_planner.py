@@ -82,6 +82,7 @@ FLAGS = [{'rotary': True}, {'rmsnorm': True}, {'qk_norm': True}, {'mlp': 'relu2'
          {'mlp': 'swiglu'}, {'tied_head': False, 'vocab_size': 5000},
          {'logit_softcap': 15.0, 'vocab_size': 5000},
          {'rotary': True, 'qk_norm': True, 'mlp': 'relu2', 'tied_head': False},
+         {'embedding_norm': True, 'value_embeddings': True, 'tied_head': False, 'head_bias': True},
          {'rotary': True, 'qk_norm': True, 'rmsnorm': True, 'mlp': 'swiglu'}]
 
 

@@ -135,23 +135,33 @@ def test_with_float16_a_run_that_gave_up_moves_no_more(tmp_path):
     assert moved == [True, False, False, False, False]
 
 
-def test_a_matrix_moves_as_with_torchs_muon(monkeypatch):
+@pytest.mark.parametrize('scale', optimizers.SCALES)
+def test_a_matrix_moves_as_with_torchs_muon(monkeypatch, scale):
     monkeypatch.setattr(optimizers, 'cpu_has_bfloat16', lambda: True)  # as torch: in bfloat16
-    model, optimizer = made()
-    matrices = [p for name, p in model.named_parameters() if '.h.' in name and p.dim() == 2]
-    theirs = [torch.nn.Parameter(p.detach().clone()) for p in matrices]
-    muon = torch.optim.Muon(theirs, lr=1e-2, weight_decay=0.1, momentum=0.95,
-                            adjust_lr_fn='match_rms_adamw')
+    model, optimizer = made(muon_scale=scale)
+    matrices = [(p, 3 if 'c_attn' in name else 1)  # queries, keys and values by themselves
+                for name, p in model.named_parameters() if '.h.' in name and p.dim() == 2]
+    theirs = [torch.nn.Parameter(part.clone()) for p, n in matrices for part in p.detach().chunk(n)]
+    muon = torch.optim.Muon(theirs, lr=1e-2, weight_decay=0.1, momentum=0.95, adjust_lr_fn=scale)
     for seed in range(3):
         torch.manual_seed(seed)
         idx = torch.randint(0, 65, (4, 16))
         model(idx, idx)[1].backward()
-        for p, q in zip(matrices, theirs, strict=True):
-            q.grad = p.grad.clone()
+        for q, grad in zip(theirs, (part for p, n in matrices for part in p.grad.chunk(n)),
+                           strict=True):
+            q.grad = grad.clone()
         optimizer.step()
         muon.step()
         optimizer.zero_grad(set_to_none=True)
-        assert all(torch.equal(p, q) for p, q in zip(matrices, theirs, strict=True))
+        ours = (part for p, n in matrices for part in p.detach().chunk(n))
+        assert all(torch.equal(p, q) for p, q in zip(ours, theirs, strict=True))
+
+
+def test_exact_iterations_make_all_singular_values_1():
+    matrix = torch.randn(3, 64, 32) + torch.outer(torch.randn(64), torch.randn(32))
+    found = optimizers.orthogonalized(matrix, optimizers.ITERATIONS['exact'])
+    torch.testing.assert_close(torch.linalg.svdvals(found.float()), torch.ones(3, 32),
+                               atol=2e-2, rtol=0)  # bfloat16 has three digits
 
 
 def test_a_cpu_without_bfloat16_orthogonalizes_in_float32(monkeypatch):
@@ -159,7 +169,8 @@ def test_a_cpu_without_bfloat16_orthogonalizes_in_float32(monkeypatch):
     found = {}
     for has_bfloat16 in (True, False):
         monkeypatch.setattr(optimizers, 'cpu_has_bfloat16', lambda has=has_bfloat16: has)
-        found[has_bfloat16] = optimizers.orthogonalized(matrix[None])
+        found[has_bfloat16] = optimizers.orthogonalized(
+            matrix[None], optimizers.ITERATIONS['quintic'])
     assert found[True].dtype == torch.bfloat16 and found[False].dtype == torch.float32
     torch.testing.assert_close(found[True].float(), found[False], atol=0.03, rtol=0.1)
 

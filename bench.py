@@ -5,7 +5,9 @@
     python bench.py --ladder                            what each optimization adds
     python bench.py --grid config/shakespeare_char.py   24 trainings, memory, time and loss
     python bench.py --ablate config/quickstart.py --set conv=0,4 --set head_lr_scale=1,2
-                                                        what single settings gain, over seeds
+                                                        what settings gain together, over seeds
+    python bench.py --ablate config/quickstart.py --set conv=4,0 --set mlp=swiglu,relu2 --one_by_one
+                                                        what each of them gains
     python bench.py --data config/gpt2_124m.py          batches a second, beside the step's need
     python bench.py --memory config/gpt2_124m.py        memory of a step, beside the plan
     python bench.py --checkpoints config/gpt2_124m.py   how long a save stops training
@@ -58,6 +60,7 @@ class BenchConfig(TrainConfig):
     rounds: int = 3  # ladder: measure all variants so many times; the median is over all
     seeds: int = 3  # grid, ablate: of each training
     set: str = ''  # ablate: a setting and its values, as conv=0,4; again for another setting
+    one_by_one: bool = False  # ablate: the base and each change alone, not all combinations
     target_loss: float = 0.0  # grid: time to this validation loss; 0: 5% above the default's last
     real_data: bool = False  # speed: batches from the dataset, not one of random tokens
     json: bool = False  # print JSON
@@ -79,8 +82,8 @@ class BenchConfig(TrainConfig):
         chosen = [key for key in (*BENCHMARKS, 'profile') if getattr(self, key, False)]
         if len(chosen) > 1:
             found.append(f'one at a time: {", ".join(chosen)}')
-        if self.set and not self.ablate:
-            found.append(f'set={self.set} is for --ablate')
+        if (self.set or self.one_by_one) and not self.ablate:
+            found.append('set and one_by_one are for --ablate')
         return found
 
 
@@ -129,8 +132,13 @@ def read_variants(config, words):
         choices.append([f'{key}={value}' for value in values.split(',')])
     if not choices:
         raise UserError('--ablate: say what to change, as --set conv=0,4')
-    return {', '.join(chosen): load_config(BenchConfig, [
-        *words, *(f'--{option}' for option in chosen)]) for chosen in product(*choices)}
+    if config.one_by_one:
+        base = [first for first, *_ in choices]
+        chosen = {'base': base, **{other: [*base, other] for _, *rest in choices for other in rest}}
+    else:
+        chosen = {', '.join(options): options for options in product(*choices)}
+    return {name: load_config(BenchConfig, [*words, *(f'--{option}' for option in options)])
+            for name, options in chosen.items()}
 
 
 def prepare_work(config, device, words):

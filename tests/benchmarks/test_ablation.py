@@ -48,12 +48,21 @@ def test_settings_are_combined_and_what_follows_from_them_follows():
     assert {one.max_iters for one in variants.values()} == {7}
 
 
+def test_one_by_one_each_change_stands_alone():
+    words = ['--ablate', '--set', 'learning_rate=1e-3,2e-3,3e-3', '--set=conv=4,0', '--one_by_one']
+    config, _, argv = bench.read_config(bench.one_set(words))
+    variants = bench.read_variants(config, argv)
+    assert {name: (one.learning_rate, one.conv) for name, one in variants.items()} == {
+        'base': (1e-3, 4), 'learning_rate=2e-3': (2e-3, 4), 'learning_rate=3e-3': (3e-3, 4),
+        'conv=0': (1e-3, 0)}
+
+
 @pytest.mark.parametrize(('words', 'said'), [
     (['--ablate'], 'say what to change, as --set conv=0,4'),
     (['--ablate', '--set', 'conv=4'], '--set conv=4: give a setting and two values'),
     (['--ablate', '--set', 'conf=0,4'], "unknown key 'conf'"),
     (['--ablate', '--set'], 'say what to change'),
-    (['--set', 'conv=0,4'], 'is for --ablate')])
+    (['--set', 'conv=0,4'], 'are for --ablate')])
 def test_a_wrong_choice_is_named_before_anything_is_trained(capsys, monkeypatch, words, said):
     monkeypatch.setattr(grid, 'train_once', None)
     assert said in fails(capsys, monkeypatch, bench.main, *words)

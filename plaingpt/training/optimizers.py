@@ -157,7 +157,24 @@ def orthogonalized(matrices, steps=5):
     tall = x.size(1) > x.size(2)
     x = x.mT if tall else x
     x = x / x.norm(dim=(1, 2), keepdim=True).clamp(min=1e-7)
-    for _ in range(steps):
-        gram = x @ x.mT
-        x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    if slow and x.size(2) >= 2 * x.size(1):
+        x = polynomial_of_gram(x @ x.mT, (a, b, c), steps) @ x
+    else:
+        for _ in range(steps):
+            gram = x @ x.mT
+            x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
     return x.mT if tall else x
+
+
+def polynomial_of_gram(gram, coefficients, steps):
+    """What all iterations together multiply x with, given xxᵀ: each multiplies it with a polynomial
+    of its xxᵀ. Where x is wide this is less work. bfloat16 is not exact enough for it."""
+    a, b, c = coefficients
+    product = None
+    for step in range(steps):
+        p = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)
+        p.diagonal(dim1=1, dim2=2).add_(a)  # a + b·gram + c·gram²
+        product = p if product is None else product @ p
+        if step < steps - 1:
+            gram = p @ gram @ p
+    return product

@@ -164,6 +164,21 @@ def test_a_cpu_without_bfloat16_orthogonalizes_in_float32(monkeypatch):
     torch.testing.assert_close(found[True].float(), found[False], atol=0.03, rtol=0.1)
 
 
+@pytest.mark.parametrize('shape', [(3, 32, 32), (3, 32, 128), (3, 128, 32)])
+@pytest.mark.parametrize('rank', [2, 32])
+def test_float32_orthogonalizes_as_plain_newton_schulz_in_float64(monkeypatch, shape, rank):
+    monkeypatch.setattr(optimizers, 'cpu_has_bfloat16', lambda: False)
+    torch.manual_seed(0)
+    n, rows, columns = shape
+    matrices = torch.randn(n, rows, rank) @ torch.randn(n, rank, columns)
+    x = matrices.double() / matrices.double().norm(dim=(1, 2), keepdim=True)
+    for _ in range(5):
+        gram = x @ x.mT
+        x = 3.4445 * x + (-4.7750 * gram + 2.0315 * gram @ gram) @ x
+    found = optimizers.orthogonalized(matrices)
+    assert (found - x).norm() / x.norm() < 1e-3
+
+
 class Plain(torch.optim.SGD):
     """An optimizer that knows nothing of found_inf: torch's SGD, not fused, with momentum."""
 

@@ -16,7 +16,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 from plaingpt.system import cpu_kernels
-from plaingpt.system.cpu_kernels import Dropout, short_conv
+from plaingpt.system.cpu_kernels import Dropout, relu2, rms_norm, short_conv
 from plaingpt.system.cross_entropy import chunked_cross_entropy, soft_capped
 from plaingpt.system.recompute import recomputed
 
@@ -26,11 +26,6 @@ VOCAB_MULTIPLE = 128  # matmuls are fast when their sizes divide by powers of tw
 def gelu(x):
     """GPT-2 was trained with the approximation by tanh (Hendrycks and Gimpel 2016)."""
     return F.gelu(x, approximate='tanh')
-
-
-def relu2(x):
-    """So et al. 2021, "Primer"."""
-    return F.relu(x).square()
 
 
 def swiglu(x):
@@ -100,8 +95,7 @@ class GPTConfig:
 
 class RMSNorm(nn.RMSNorm):
     def forward(self, x):
-        # Autocast leaves the weight alone, and the fused kernel wants it in x's type.
-        return F.rms_norm(x, self.normalized_shape, self.weight.to(x.dtype), self.eps)
+        return rms_norm(x, self.weight, self.eps)
 
 
 def norm(config, size):
@@ -126,7 +120,7 @@ def rotate(x, cos, sin):
 
 def attention(q, k, v, dropout):
     """Causal attention, by the fastest kernel. q, k, v (B, H, T, D) → (B, H, T, D)."""
-    if cpu_kernels.faster_than_torch(q):
+    if cpu_kernels.faster_than_torch(q, dropout):
         return cpu_kernels.attention(q, k, v, dropout)
     return F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=True)
 

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from numpy.random import SFC64
 from torch.compiler import is_compiling
 
-enabled = True  # the memory planner switches these off to plan for a GPU
+enabled = True  # the memory planner switches all but convolutions off to plan for a GPU
 HEADS_AT_ONCE = 16  # whose weights are in the cache together
 ROWS_AT_ONCE = 128  # of float32 weights, so that most of what comes later is never computed
 LONGEST = 512  # tokens; from about 1,024 on torch's own is as fast, and needs less cache

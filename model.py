@@ -17,7 +17,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 from plaingpt.system import cpu_kernels
-from plaingpt.system.cpu_kernels import Dropout, short_conv
+from plaingpt.system.cpu_kernels import Dropout, relu2, rms_norm, short_conv
 from plaingpt.system.cross_entropy import SOFTCAPS, chunked_cross_entropy, soft_capped
 from plaingpt.system.recompute import recomputed
 
@@ -33,7 +33,7 @@ def swiglu(x):
 ACTIVATIONS = {
     'gelu': partial(F.gelu, approximate='tanh'),  # as in GPT-2 (Hendrycks and Gimpel 2016)
     'gelu_erf': F.gelu,  # as it is defined, and as in nanoGPT; on a CPU several times as fast
-    'relu2': lambda x: F.relu(x).square(),  # So et al. 2021, "Primer"
+    'relu2': relu2,  # max(x, 0)² (So et al. 2021, "Primer")
     'swiglu': swiglu,
 }
 
@@ -96,9 +96,7 @@ class GPTConfig:
 
 class RMSNorm(nn.RMSNorm):
     def forward(self, x):
-        # Autocast leaves the weight alone, and the fused kernel wants it in x's type.
-        weight = None if self.weight is None else self.weight.to(x.dtype)
-        return F.rms_norm(x, self.normalized_shape, weight, self.eps)
+        return rms_norm(x, self.weight, self.eps)
 
 
 def norm(config, size, gain=True):
@@ -151,7 +149,7 @@ class CausalSelfAttention(nn.Module):
         if rotary is not None:
             q, k = rotate(q, *rotary), rotate(k, *rotary)
         dropout = self.dropout if self.training else 0.0
-        if cache is None and cpu_kernels.faster_than_torch(q):
+        if cache is None and cpu_kernels.faster_than_torch(q, dropout):
             y = cpu_kernels.attention(q, k, v, dropout)
         elif cache is None:
             y = F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=True)

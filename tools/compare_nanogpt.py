@@ -214,13 +214,11 @@ def compare_speed(nanogpt, config, rounds):
 @contextmanager
 def torch_dropout():
     """In here our model drops out by torch, so that one seed gives it nanoGPT's masks."""
-    ours = cpu_kernels.faster_than_torch, cpu_kernels.Dropout.forward
-    cpu_kernels.faster_than_torch = lambda q: False
-    cpu_kernels.Dropout.forward = torch.nn.Dropout.forward
+    cpu_kernels.enabled = False
     try:
         yield
     finally:
-        cpu_kernels.faster_than_torch, cpu_kernels.Dropout.forward = ours
+        cpu_kernels.enabled = True
 
 
 def compare_loss(nanogpt, config, rounds):

@@ -1,23 +1,32 @@
-"""What a CPU does faster than torch has it: attention in bfloat16, dropout, short convolutions.
+"""What a CPU does faster than torch has it: attention in bfloat16 and attention with dropout,
+dropout, squared ReLU, short convolutions.
 
-torch's flash attention for CPUs turns bfloat16 into float32, block by block. Here a few heads at a
-time go through plain bfloat16 matmuls, so that their (T, T) weights stay in the cache and never
-reach memory. The backward pass computes them again: nothing but q, k and v is kept.
+torch's flash attention for CPUs turns bfloat16 into float32, block by block, and knows no dropout.
+Here a few heads at a time go through plain matmuls, so that their (T, T) weights stay in the cache
+and never reach memory. The backward pass computes them again: nothing but q, k and v is kept.
 """
 
 import torch
+import torch.nn.functional as F
 from numpy.random import SFC64
 from torch.compiler import is_compiling
 
-enabled = True  # the memory planner switches these off to plan for a GPU
+enabled = True  # the memory planner switches all but convolutions off to plan for a GPU
 HEADS_AT_ONCE = 16  # whose weights are in the cache together
+ROWS_AT_ONCE = 128  # of float32 weights, so that most of what comes later is never computed
 LONGEST = 512  # tokens; from about 1,024 on torch's own is as fast, and needs less cache
+INTEGERS = {2: torch.int16, 4: torch.int32}  # bytes of a number → the type that has its bits
 
 
-def faster_than_torch(q):
+def faster_than_torch(q, dropout):
     """True where `attention` is faster than torch's own, which is mostly so for gradients."""
-    return enabled and q.requires_grad and q.device.type == 'cpu' and q.dtype == torch.bfloat16 \
-        and q.size(-2) <= LONGEST
+    return enabled and q.requires_grad and q.device.type == 'cpu' and q.size(-2) <= LONGEST \
+        and (q.dtype == torch.bfloat16 or (q.dtype == torch.float32 and dropout > 0))
+
+
+def faster_in_eager(x):
+    """True where the kernels below are faster than torch's. torch.compile fuses plain formulas."""
+    return enabled and x.device.type == 'cpu' and not is_compiling()
 
 
 def attention(q, k, v, dropout=0.0):
@@ -27,18 +36,22 @@ def attention(q, k, v, dropout=0.0):
     return heads_attention(*heads, seed, dropout).view(q.shape)
 
 
-def keep_bits(like, dropout, random):
-    """Which numbers of `like` dropout keeps, as int16: all bits set with probability 1 - dropout,
-    else none, so that for numbers of 2 bytes a bitwise and does it.
+def keep_bits(shape, dtype, dropout, random):
+    """Which numbers dropout keeps, as integers: all bits set with probability 1 - dropout, else
+    none, so that a bitwise and with numbers of as many bytes does it.
 
-    random: numpy's SFC64, whose 16 bits for each number come 15 times as fast as a Bernoulli
-    number of torch's
+    random: numpy's SFC64, whose bits come 15 times as fast as a Bernoulli number of torch's
     """
-    words = torch.from_numpy(random.random_raw(-(-like.numel() // 4)).view('int16'))
-    words = words[:like.numel()].bitwise_right_shift_(1)  # -2^14 … 2^14 - 1: no sum overflows
-    words += 2**14 - round(dropout * 2**15)
+    bits = torch.iinfo(dtype).bits
+    words = torch.from_numpy(random.random_raw(-(-shape.numel() * bits // 64)).view(f'int{bits}'))
+    words = words[:shape.numel()].bitwise_right_shift_(1)  # of 16: -2^14 … 2^14 - 1, which
+    words += 2**(bits - 2) - round(dropout * 2**(bits - 1))  # no sum makes overflow
     # Now negative where dropped; the sign, in all bits, is the complement of what is wanted.
-    return words.bitwise_right_shift_(15).bitwise_not_().view(like.shape)
+    return words.bitwise_right_shift_(bits - 1).bitwise_not_().view(shape)
+
+
+def dropped(x, keep):
+    return (x.view(keep.dtype) & keep).view(x.dtype)
 
 
 def new_seed():
@@ -48,7 +61,7 @@ def new_seed():
 
 @torch.library.custom_op('plaingpt::cpu_dropout_mask', mutates_args=())
 def dropout_mask(like: torch.Tensor, dropout: float, seed: torch.Tensor) -> torch.Tensor:
-    return keep_bits(like, dropout, SFC64(seed.item()))
+    return keep_bits(like.shape, torch.int16, dropout, SFC64(seed.item()))
 
 
 @dropout_mask.register_fake
@@ -74,14 +87,13 @@ class Dropped(torch.autograd.Function):
 
 def scaled(x, keep, scale):
     if x.element_size() == 2:
-        return (x.view(torch.int16) & keep).view(x.dtype).mul_(scale)
+        return dropped(x, keep).mul_(scale)
     return x * keep.to(x.dtype).mul_(-scale)  # all bits set are -1
 
 
 class Dropout(torch.nn.Dropout):
     def forward(self, x):
-        # torch.compile makes a fast one of torch's.
-        if enabled and self.training and self.p and x.device.type == 'cpu' and not is_compiling():
+        if self.training and self.p and faster_in_eager(x):
             return Dropped.apply(x, self.p)
         return super().forward(x)
 
@@ -95,8 +107,18 @@ def causal_mask(q):
     return torch.full((T, T), float('-inf'), dtype=q.dtype).triu_(1)
 
 
+def blocks(q):
+    """Yield the parts of the weights (n, T, T) that are computed together, as slices: (heads, rows,
+    columns up to the last row). The last rows, which have all columns, are the first of a head."""
+    n, T, _ = q.shape
+    rows = ROWS_AT_ONCE if q.dtype == torch.float32 else T
+    for head in range(0, n, HEADS_AT_ONCE):
+        for end in range(T, 0, -rows):
+            yield slice(head, head + HEADS_AT_ONCE), slice(max(0, end - rows), end), slice(end)
+
+
 def attention_weights(q, k, mask):
-    """q, k (n, T, D), mask (T, T) → softmax of the scaled scores, (n, T, T)."""
+    """q (n, R, D), k (n, S, D), mask (R, S) → softmax of the scaled scores, (n, R, S)."""
     scores = torch.baddbmm(mask.expand(len(q), -1, -1), q, k.mT, alpha=q.size(-1) ** -0.5)
     return torch.softmax(scores, dim=-1)
 
@@ -106,12 +128,11 @@ def heads_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, seed: tor
                     dropout: float) -> torch.Tensor:
     y, mask = torch.empty_like(q), causal_mask(q)
     random = SFC64(seed.item())
-    parts = (t.split(HEADS_AT_ONCE) for t in (q, k, v, y))
-    for q_i, k_i, v_i, y_i in zip(*parts, strict=True):
-        p = attention_weights(q_i, k_i, mask)
+    for heads, rows, seen in blocks(q):
+        p = attention_weights(q[heads, rows], k[heads, seen], mask[rows, seen])
         if dropout:
-            p.view(torch.int16).bitwise_and_(keep_bits(p, dropout, random))
-        torch.bmm(p, v_i, out=y_i)
+            p = dropped(p, keep_bits(p.shape, INTEGERS[p.element_size()], dropout, random))
+        torch.bmm(p, v[heads, seen], out=y[heads, rows])
     return y.mul_(1 / (1 - dropout)) if dropout else y
 
 
@@ -123,19 +144,19 @@ def heads_attention_backward(grad: torch.Tensor, q: torch.Tensor, k: torch.Tenso
     mask, scale = causal_mask(q), q.size(-1) ** -0.5
     random = SFC64(seed.item())
     grad = grad / (1 - dropout) if dropout else grad.contiguous()
-    parts = (t.split(HEADS_AT_ONCE) for t in (grad, q, k, v, dq, dk, dv))
-    for grad_i, q_i, k_i, v_i, dq_i, dk_i, dv_i in zip(*parts, strict=True):
-        p = attention_weights(q_i, k_i, mask)
+    for heads, rows, seen in blocks(q):
+        grad_i, q_i, k_i, v_i = grad[heads, rows], q[heads, rows], k[heads, seen], v[heads, seen]
+        p = attention_weights(q_i, k_i, mask[rows, seen])
         dp = torch.bmm(grad_i, v_i.mT)
-        dropped = p
-        if dropout:
-            keep = keep_bits(p, dropout, random)  # the same as in the forward pass
-            dropped = (p.view(torch.int16) & keep).view(p.dtype)
-            dp.view(torch.int16).bitwise_and_(keep)
-        torch.bmm(dropped.mT, grad_i, out=dv_i)
+        kept = p
+        if dropout:  # the same as in the forward pass
+            keep = keep_bits(p.shape, INTEGERS[p.element_size()], dropout, random)
+            kept, dp = dropped(p, keep), dropped(dp, keep)
         ds = torch._softmax_backward_data(dp, p, -1, p.dtype)
-        torch.baddbmm(dq_i, ds, k_i, beta=0, alpha=scale, out=dq_i)
-        torch.baddbmm(dk_i, ds.mT, q_i, beta=0, alpha=scale, out=dk_i)
+        more = 0 if seen.stop == q.size(1) else 1  # the first rows write, others add
+        dv[heads, seen].baddbmm_(kept.mT, grad_i, beta=more)
+        dk[heads, seen].baddbmm_(ds.mT, q_i, beta=more, alpha=scale)
+        dq[heads, rows].baddbmm_(ds, k_i, beta=0, alpha=scale)
     return [dq, dk, dv]
 
 
@@ -162,6 +183,57 @@ heads_attention.register_autograd(backward, setup_context=keep_inputs)
 
 
 # -----------------------------------------------------------------------------
+# layers whose gradient takes fewer passes over memory than autograd's
+
+
+def relu2(x):
+    """max(x, 0)² (So et al. 2021, "Primer")."""
+    return SquaredReLU.apply(x) if faster_in_eager(x) else F.relu(x).square()
+
+
+class SquaredReLU(torch.autograd.Function):
+
+    @staticmethod
+    def forward(ctx, x):
+        positive = x.relu()
+        ctx.save_for_backward(positive)
+        return positive.square()
+
+    @staticmethod
+    def backward(ctx, grad):
+        positive, = ctx.saved_tensors
+        return torch.addcmul(grad.new_zeros(()), positive, grad, value=2)
+
+
+def rms_norm(x, weight, eps):
+    """x (…, C) over its root mean square, times weight (C,) if it is not None (Zhang and Sennrich
+    2019)."""
+    if weight is None:
+        return F.rms_norm(x, x.shape[-1:], None, eps)
+    if faster_in_eager(x) and x.dtype == weight.dtype and x.element_size() >= 4:
+        return RootMeanSquareNorm.apply(x, weight, eps)
+    return F.rms_norm(x, weight.shape, weight.to(x.dtype), eps)  # fused kernels want one type
+
+
+class RootMeanSquareNorm(torch.autograd.Function):
+
+    @staticmethod
+    def forward(ctx, x, weight, eps):
+        lengths = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+        scale = lengths.square_().div_(len(weight)).add_(eps).rsqrt_()  # (…, 1)
+        normed = x * scale
+        ctx.save_for_backward(normed, scale, weight)
+        return normed * weight
+
+    @staticmethod
+    def backward(ctx, grad):
+        normed, scale, weight = ctx.saved_tensors
+        product = (grad * normed).flatten(0, -2)  # (N, C): both gradients are sums of it
+        along = product.mv(weight).view(scale.shape).div_(-len(weight))
+        return torch.addcmul(grad * weight, normed, along).mul_(scale), product.sum(0), None
+
+
+# -----------------------------------------------------------------------------
 # short convolutions, faster on any device than torch's depthwise ones
 
 
@@ -169,7 +241,7 @@ def short_conv(x, weight):
     """x (B, T, C), weight (K, C) → y (B, T, C), y_t = x_t + Σ_k weight_k · x_(t-k), 0 ≤ k < K."""
     if is_compiling():  # which fuses the plain formula, and its backward pass
         K, T = len(weight), x.size(1)
-        earlier = torch.nn.functional.pad(x, (0, 0, K - 1, 0))
+        earlier = F.pad(x, (0, 0, K - 1, 0))
         weight = weight.to(x.dtype)
         return x + sum(weight[k] * earlier[:, K - 1 - k:K - 1 - k + T] for k in range(K))
     return ShortConvolution.apply(x, weight)

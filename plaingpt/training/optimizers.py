@@ -172,7 +172,23 @@ def orthogonalized(matrices, iterations):
     tall = x.size(1) > x.size(2)
     x = x.mT if tall else x
     x = x / x.norm(dim=(1, 2), keepdim=True).clamp(min=1e-7)
-    for a, b, c in iterations:
-        gram = x @ x.mT
-        x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    if slow and x.size(2) >= 2 * x.size(1):
+        x = polynomial_of_gram(x @ x.mT, iterations) @ x
+    else:
+        for a, b, c in iterations:
+            gram = x @ x.mT
+            x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
     return x.mT if tall else x
+
+
+def polynomial_of_gram(gram, iterations):
+    """What all iterations together multiply x with, given xxᵀ: each multiplies it with a polynomial
+    of its xxᵀ. Where x is wide this is less work. bfloat16 is not exact enough for it."""
+    product = None
+    for a, b, c in iterations:
+        if product is not None:
+            gram = p @ gram @ p
+        p = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)
+        p.diagonal(dim1=1, dim2=2).add_(a)  # a + b·gram + c·gram²
+        product = p if product is None else product @ p
+    return product

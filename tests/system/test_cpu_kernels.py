@@ -33,6 +33,33 @@ def test_the_backward_pass_drops_what_the_forward_pass_dropped():
     assert 0.4 < (y == 0).float()[..., 7, :8].mean() < 0.6
 
 
+@pytest.mark.parametrize('T', [5, 300])  # in one block of rows, and in several
+def test_attention_with_dropout_has_the_gradients_of_the_weights_it_kept(T):
+    q, k, v = heads(B=1, H=3, T=T, D=T, dtype=torch.float32)
+    torch.manual_seed(1)
+    y = cpu.attention(q, k, v, dropout=0.3)
+    torch.manual_seed(1)  # y is linear in v: of the unit matrix the weights themselves are left
+    kept = cpu.attention(q, k, torch.eye(T).expand(1, 3, T, T), dropout=0.3) != 0
+    future = torch.full((T, T), float('-inf')).triu(1)
+    weights = torch.softmax(q @ k.mT * T ** -0.5 + future, dim=-1)
+    plain = (weights * kept / 0.7) @ v
+    torch.testing.assert_close(y, plain)
+    grad = torch.randn_like(y)
+    for a, b in zip(torch.autograd.grad(y, (q, k, v), grad),
+                    torch.autograd.grad(plain, (q, k, v), grad), strict=True):
+        torch.testing.assert_close(a, b)
+    if T == 300:
+        assert kept.sum() / (3 * T * (T + 1) / 2) == pytest.approx(0.7, abs=0.01)
+
+
+def test_dropout_takes_attention_in_float32_from_torch_and_nothing_else_does():
+    q, _, _ = heads(dtype=torch.float32)
+    assert cpu.faster_than_torch(q, 0.1)
+    assert not cpu.faster_than_torch(q, 0.0)  # torch's flash attention
+    assert not cpu.faster_than_torch(q.detach(), 0.1)
+    assert not cpu.faster_than_torch(q.double(), 0.1)
+
+
 def test_attention_follows_the_runs_random_numbers():
     q, k, v = heads()
     torch.manual_seed(1)
@@ -65,6 +92,48 @@ def test_torch_compile_takes_attention_as_it_is(dropout):
     y = compiled(q, k, v, dropout)
     torch.manual_seed(0)
     torch.testing.assert_close(y, cpu.attention(q, k, v, dropout))
+
+
+LAYERS = {'relu2': (cpu.relu2, lambda x: F.relu(x).square(), ()),
+          'rms_norm': (lambda x, w: cpu.rms_norm(x, w, 1e-5),
+                       lambda x, w: F.rms_norm(x, w.shape, w, 1e-5), ((5,),))}
+
+
+@pytest.mark.parametrize('dtype', [torch.double, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize('name', LAYERS)
+def test_a_layer_and_its_gradients_are_torchs(name, dtype):
+    ours, theirs, weights = LAYERS[name]
+    torch.manual_seed(0)
+    inputs = [torch.randn(shape, dtype=dtype, requires_grad=True)
+              for shape in ((2, 7, 5), *weights)]
+    y, expected = ours(*inputs), theirs(*inputs)
+    torch.testing.assert_close(y, expected)
+    grad = torch.randn_like(y)
+    for a, b in zip(torch.autograd.grad(y, inputs, grad),
+                    torch.autograd.grad(expected, inputs, grad), strict=True):
+        torch.testing.assert_close(a, b)
+
+
+@pytest.mark.parametrize('name', LAYERS)
+def test_torch_compile_gets_the_plain_formula_of_a_layer(name):
+    ours, _, weights = LAYERS[name]
+    inputs = [torch.randn(shape, requires_grad=True) for shape in ((2, 7, 5), *weights)]
+    compiled = torch.compile(ours, backend='aot_eager', fullgraph=True)
+    torch.testing.assert_close(compiled(*inputs), ours(*inputs))
+
+
+@pytest.mark.parametrize('name', LAYERS)
+def test_a_layer_keeps_no_more_for_the_backward_pass_than_torchs(name):
+    ours, theirs, weights = LAYERS[name]
+    inputs = [torch.randn(shape, requires_grad=True) for shape in ((2, 7, 5), *weights)]
+    kept = []
+    for function in (ours, theirs):
+        tensors = {}
+        with torch.autograd.graph.saved_tensors_hooks(
+                lambda t, found=tensors: found.setdefault(t.data_ptr(), t), lambda t: t):
+            function(*inputs)
+        kept.append(sum(t.numel() for t in tensors.values()))
+    assert kept[0] <= kept[1]
 
 
 @pytest.mark.parametrize('T', [1, 2, 7])  # shorter than the window, and longer

@@ -175,6 +175,23 @@ def test_a_cpu_without_bfloat16_orthogonalizes_in_float32(monkeypatch):
     torch.testing.assert_close(found[True].float(), found[False], atol=0.03, rtol=0.1)
 
 
+@pytest.mark.parametrize('shape', [(3, 32, 32), (3, 32, 128), (3, 128, 32)])
+@pytest.mark.parametrize('rank', [2, 32])
+@pytest.mark.parametrize('iterations', optimizers.ITERATIONS.values(), ids=optimizers.ITERATIONS)
+def test_float32_orthogonalizes_as_plain_newton_schulz_in_float64(monkeypatch, shape, rank,
+                                                                  iterations):
+    monkeypatch.setattr(optimizers, 'cpu_has_bfloat16', lambda: False)
+    torch.manual_seed(0)
+    n, rows, columns = shape
+    matrices = torch.randn(n, rows, rank) @ torch.randn(n, rank, columns)
+    x = matrices.double() / matrices.double().norm(dim=(1, 2), keepdim=True)
+    for a, b, c in iterations:
+        gram = x @ x.mT
+        x = a * x + (b * gram + c * gram @ gram) @ x
+    found = optimizers.orthogonalized(matrices, iterations)
+    assert (found - x).norm() / x.norm() < 1e-3
+
+
 class Plain(torch.optim.SGD):
     """An optimizer that knows nothing of found_inf: torch's SGD, not fused, with momentum."""
 

@@ -60,7 +60,7 @@ class GPTConfig:
     qk_scale: float = 0.0  # qk_norm: scale their products by this, without gains; 0: by 1/√D
     mlp: Literal[*ACTIVATIONS] = 'gelu'  # the MLP's activation
     conv: int = 0  # before an MLP, mix each token with the conv - 1 before it (So 2021); 0: no
-    value_embeddings: bool = False  # every second block adds one to its values (Zhou et al. 2024)
+    value_embeddings: bool = False  # each block adds one of the token to its values (Zhou 2024)
     tied_head: bool = True  # the head's weight is the embedding's (Press and Wolf 2017)
     head_bias: bool = False  # a bias in the head
     logit_softcap: float = 0.0  # keep logits within ± this (Gemma 2, 2024, section 2); 0 for no cap
@@ -123,7 +123,7 @@ def rotate(x, cos, sin):
 
 
 class CausalSelfAttention(nn.Module):
-    def __init__(self, config, value_embedding=False):
+    def __init__(self, config):
         super().__init__()
         self.n_head = config.n_head
         self.dropout = config.dropout
@@ -135,7 +135,7 @@ class CausalSelfAttention(nn.Module):
                                     if config.qk_norm else nn.Identity() for _ in 'qk')
         self.q_scale = config.qk_scale * math.sqrt(head)  # attention divides by this root
         self.value_embedding = nn.Embedding(config.padded_vocab_size, config.n_embd) \
-            if value_embedding else None
+            if config.value_embeddings else None
 
     def forward(self, x, rotary=None, cache=None, idx=None):
         B, T, C = x.shape
@@ -189,10 +189,10 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    def __init__(self, config, layer):
+    def __init__(self, config):
         super().__init__()
         self.ln_1 = norm(config, config.n_embd)
-        self.attn = CausalSelfAttention(config, config.value_embeddings and layer % 2 == 1)
+        self.attn = CausalSelfAttention(config)
         self.ln_2 = norm(config, config.n_embd)
         self.conv = ShortConv(config) if config.conv else None
         self.mlp = MLP(config)
@@ -214,7 +214,7 @@ class GPT(nn.Module):
                if config.learned_positions else {}),
             'wte_norm': norm(config, config.n_embd) if config.embedding_norm else nn.Identity(),
             'drop': Dropout(config.dropout),
-            'h': nn.ModuleList(Block(config, layer) for layer in range(config.n_layer)),
+            'h': nn.ModuleList(Block(config) for _ in range(config.n_layer)),
             'ln_f': norm(config, config.n_embd),
         })
         self.lm_head = nn.Linear(config.n_embd, config.padded_vocab_size, bias=config.head_bias)
@@ -300,7 +300,7 @@ class GPT(nn.Module):
         """FLOPs to train on one token, forward and backward (PaLM, appendix B): 6 for each weight
         in a matmul and 12·L·C·T for attention. Looking up an embedding is no matmul."""
         c = self.config
-        tables = (not c.tied_head) + c.value_embeddings * (c.n_layer // 2)
+        tables = (not c.tied_head) + c.value_embeddings * c.n_layer
         looked_up = c.block_size * c.learned_positions + c.vocab_size * tables  # rows
         matmul_weights = self.num_parameters() - looked_up * c.n_embd
         return 6 * matmul_weights + 12 * c.n_layer * c.n_embd * c.block_size

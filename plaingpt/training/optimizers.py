@@ -184,10 +184,9 @@ def orthogonalized(matrices, iterations):
 def polynomial_of_gram(gram, iterations):
     """What all iterations together multiply x with, given xxᵀ: each multiplies it with a polynomial
     of its xxᵀ. Where x is wide this is less work. bfloat16 is not exact enough for it."""
-    product = None
+    p = product = None
     for a, b, c in iterations:
-        if product is not None:
-            gram = p @ gram @ p
+        gram = gram if p is None else p @ gram @ p
         p = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)
         p.diagonal(dim1=1, dim2=2).add_(a)  # a + b·gram + c·gram²
         product = p if product is None else product @ p

@@ -13,6 +13,7 @@ n_embd = 384
 rotary = True
 qk_norm = True
 mlp = 'relu2'
+conv = 4
 tied_head = False
 zero_init = True
 dropout = 0.2  # the text is seen 16 times: without dropout the model would memorize it
@@ -23,13 +24,16 @@ block_size = 256
 gradient_accumulation_steps = 1
 
 # 1,000 steps · 16,384 = 16M characters, 16 epochs
-optimizer = 'muon'
+optimizer = 'normuon'
 max_iters = 1000
 learning_rate = 3e-3
+head_lr_scale = 2.0
+vector_lr_scale = 4.0
 min_lr = 0.0
 lr_schedule = 'linear'
 warmup_iters = 20
-beta2 = 0.99
+beta1 = 0.8
+beta2 = 0.95
 
 eval_interval = 100
 eval_iters = 200  # more than the 7 batches that the validation text has: all of it, each time

@@ -206,8 +206,12 @@ def largest_logit(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=Fa
 
 
 def block_name(name):
-    """'transformer.h.3.mlp.c_fc.weight' → 'h.3', 'transformer.wte.weight' → 'wte'."""
+    """'transformer.h.3.mlp.c_fc.weight' → 'h.3', 'transformer.wte.weight' → 'wte'. A block's value
+    embedding, 'value_embedding.3', is not among its matrices: as wte it grows at a rate of its
+    own."""
     parts = name.removeprefix('transformer.').split('.')
+    if 'value_embedding' in parts:
+        return f'value_embedding.{parts[1]}'
     return '.'.join(parts[:2]) if parts[0] == 'h' else parts[0]
 
 

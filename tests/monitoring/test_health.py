@@ -93,7 +93,7 @@ def test_the_largest_attention_logit_is_that_of_the_softmax():
 
 @pytest.mark.parametrize('changes', [
     dict(rotary=True, rmsnorm=True, qk_norm=True, mlp='relu2', tied_head=False, zero_init=True,
-         conv=4),
+         conv=4, value_embeddings=True),
     dict(mlp='swiglu', logit_softcap=15.0, bias=False)])
 def test_models_newer_than_gpt2_are_seen_under_the_same_names(loader, changes):
     seen, _, _ = step(*new(loader), loader)

@@ -19,21 +19,24 @@ mlp = 'swiglu'
 bias = False
 tied_head = False
 zero_init = True
-optimizer = 'muon'
 
 # as in config/shakespeare_char_cpu_fast.py
 batch_size = 16
 block_size = 128
 gradient_accumulation_steps = 1
+optimizer = 'normuon'
 max_iters = 750
-learning_rate = 4e-3
+learning_rate = 6e-3
+head_lr_scale = 2.0
+vector_lr_scale = 4.0
 min_lr = 0.0
 lr_schedule = 'linear'
 warmup_iters = 10
 momentum = 0.9
-beta2 = 0.99
+beta1 = 0.8
+beta2 = 0.95
 
-eval_interval = 150
-eval_iters = 20
+eval_interval = 75
+eval_iters = 60
 log_interval = 50
 always_save_checkpoint = False

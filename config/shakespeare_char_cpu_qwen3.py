@@ -36,7 +36,7 @@ momentum = 0.9
 beta1 = 0.8
 beta2 = 0.95
 
-eval_interval = 75
-eval_iters = 60
+eval_interval = 150
+eval_iters = 20
 log_interval = 50
 always_save_checkpoint = False

@@ -115,6 +115,20 @@ def test_evaluation_covers_the_whole_split_once_when_asked_for_more(tmp_path, pr
     assert sorted(seen) == list(range(1, 991))
 
 
+@pytest.mark.parametrize('processes', [1, 3])
+def test_evaluation_can_be_of_the_first_tokens(tmp_path, processes):
+    tokens = stream(tmp_path, np.arange(1001))
+    seen = []
+    for rank in range(processes):
+        loader = BatchLoader(tokens, 10, 4, rank=rank, world_size=processes)
+        for starts in loader.eval_batches(1, first_tokens=70):
+            _, targets = loader.eval_batch(starts)
+            seen += targets[targets != -1].tolist()
+    assert sorted(seen) == list(range(1, 71))
+    whole = loader.eval_batches(1, first_tokens=10**6)  # more than there are: the whole split
+    assert sum(map(len, whole)) == len(range(processes - 1, 100, processes))
+
+
 def test_a_few_evaluation_sequences_are_spread_over_the_split(tmp_path):
     loader = BatchLoader(stream(tmp_path, np.arange(1001)), 10, 2)
     assert np.concatenate(loader.eval_batches(2)).tolist() == [0, 250, 500, 750]

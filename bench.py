@@ -123,20 +123,22 @@ def read_config(argv):
 def read_variants(config, words):
     """--set='conv=0,4 head_lr_scale=1,2' → {'conv=0, head_lr_scale=1': its BenchConfig, …}, each
     read as if it was written on the command line. Raises UserError."""
-    choices = []
+    choices = {}
     for choice in config.set.split():
         key, _, values = choice.partition('=')
-        if not values or len(values.split(',')) < 2:
-            raise UserError(f'--set {choice}: give a setting and two values or more, the first of '
-                            'them for the base, as --set conv=0,4')
-        choices.append([f'{key}={value}' for value in values.split(',')])
+        values = values.split(',')
+        if len(set(values)) < max(2, len(values)) or key in choices:
+            raise UserError(f'--set {choice}: give a setting, once, and two values or more, the '
+                            'first of them for the base, as --set conv=0,4')
+        choices[key] = [f'{key}={value}' for value in values]
     if not choices:
         raise UserError('--ablate: say what to change, as --set conv=0,4')
     if config.one_by_one:
-        base = [first for first, *_ in choices]
-        chosen = {'base': base, **{other: [*base, other] for _, *rest in choices for other in rest}}
+        base = [first for first, *_ in choices.values()]
+        chosen = {'base': base, **{other: [*base, other] for _, *rest in choices.values()
+                                  for other in rest}}
     else:
-        chosen = {', '.join(options): options for options in product(*choices)}
+        chosen = {', '.join(options): options for options in product(*choices.values())}
     return {name: load_config(BenchConfig, [*words, *(f'--{option}' for option in options)])
             for name, options in chosen.items()}
 

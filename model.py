@@ -86,8 +86,9 @@ class GPTConfig:
             f'n_embd={self.n_embd} is not a multiple of n_head={self.n_head}': rest,
             f'rotary=True turns pairs of channels, but n_embd / n_head = {head} is odd':
                 self.rotary and not rest and head % 2,
-            f'rotary_share={self.rotary_share} is not within 0 and 1, or rotary_base='
-            f'{self.rotary_base} not above 1': not 0 < self.rotary_share <= 1 < self.rotary_base,
+            f'rotary_share={self.rotary_share}: must be above 0 and at most 1':
+                not 0 < self.rotary_share <= 1,
+            f'rotary_base={self.rotary_base}: must be above 1': self.rotary_base <= 1,
             f'conv={self.conv}: tokens to mix are 2 or more, or 0 for none':
                 self.conv < 0 or self.conv == 1,
             f'qk_scale={self.qk_scale} takes qk_norm=True': self.qk_scale and not self.qk_norm}
@@ -141,7 +142,7 @@ class CausalSelfAttention(nn.Module):
         B, T, C = x.shape
         q, k, v = self.c_attn(x).split(C, dim=2)  # 3 × (B, T, C)
         if self.value_embedding is not None:
-            v = v + self.value_embedding(idx)
+            v = v + self.value_embedding(idx).to(v.dtype)  # autocast leaves embeddings alone
         q, k, v = (t.view(B, T, self.n_head, C // self.n_head) for t in (q, k, v))  # (B, T, H, D)
         q, k, v = (t.transpose(1, 2) for t in (self.q_norm(q), self.k_norm(k), v))  # (B, H, T, D)
         if self.q_scale:

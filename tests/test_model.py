@@ -273,6 +273,17 @@ def test_a_flag_changes_the_model_and_keeps_it_causal(flags):
 
 
 @pytest.mark.parametrize('flags', FLAGS, ids=lambda flags: '-'.join(flags))
+def test_each_flag_trains_in_bfloat16_as_in_float32(flags):
+    torch.manual_seed(0)
+    model = GPT(replace(SMALL, **flags))
+    for p in model.parameters():
+        p.data.add_(torch.randn_like(p) * 0.02)
+    _, exact = loss_and_gradient(model, model)
+    _, rounded = loss_and_gradient(model, model, torch.bfloat16)
+    assert relative(rounded, exact) < 0.05
+
+
+@pytest.mark.parametrize('flags', FLAGS, ids=lambda flags: '-'.join(flags))
 def test_the_chunked_loss_is_the_plain_one_with_each_flag(flags):
     model = GPT(replace(SMALL, **flags))
     for p in model.lm_head.parameters():

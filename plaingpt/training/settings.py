@@ -60,7 +60,7 @@ class TrainConfig(GPTConfig):
     # optimizer
     optimizer: Literal[*OPTIMIZERS] = 'adamw'  # muon: in blocks, with AdamW for the rest
     learning_rate: float = 6e-4  # the highest; muon takes AdamW's, sgd wants some 100 times it
-    embedding_lr_scale: float = 1.0  # times learning_rate: of the embeddings
+    embedding_lr_scale: float = 1.0  # times learning_rate: of embeddings (token, position, value)
     head_lr_scale: float = 1.0  # of an untied head
     vector_lr_scale: float = 1.0  # of biases, norms and short convolutions
     max_iters: int = 600000  # updates of the weights
@@ -113,7 +113,7 @@ class TrainConfig(GPTConfig):
         found += [f'{key}={getattr(self, key)}: must be at least 1'
                   for key in positive if getattr(self, key) < 1]
         natural = ('max_iters', 'warmup_iters', 'lr_decay_iters', 'learning_rate', 'min_lr',
-                   'weight_decay', 'embedding_decay', 'vector_decay', 'adam_eps', 'grad_clip',
+                   'weight_decay', 'embedding_decay', 'vector_decay', 'grad_clip',
                    'embedding_lr_scale', 'head_lr_scale', 'vector_lr_scale', 'total_batch_size',
                    'loss_chunk_tokens', 'seed', 'qk_scale', 'logit_softcap', 'eval_tokens',
                    'eval_tasks_interval', 'sample_interval', 'health_interval', 'sample_tokens',
@@ -131,6 +131,11 @@ class TrainConfig(GPTConfig):
             found.append(f'checkpoint={self.checkpoint}: it is latest, best or an iteration')
         if not re.fullmatch(r'auto|cpu|mps|cuda(:\d+)?', self.device):
             found.append(f'device={self.device!r} is unknown: use auto, cpu, cuda, cuda:0 or mps')
+        if self.adam_eps <= 0:
+            found.append(f'adam_eps={self.adam_eps}: must be above 0')
+        if 0 < self.eval_tokens < self.block_size:
+            found.append(f'eval_tokens={self.eval_tokens} is less than a sequence of block_size='
+                         f'{self.block_size} tokens')
         if not 0 < self.wsd_decay <= 1:
             found.append(f'wsd_decay={self.wsd_decay}: must be above 0 and at most 1')
         return found

@@ -59,8 +59,10 @@ def test_one_by_one_each_change_stands_alone():
 
 @pytest.mark.parametrize(('words', 'said'), [
     (['--ablate'], 'say what to change, as --set conv=0,4'),
-    (['--ablate', '--set', 'conv=4'], '--set conv=4: give a setting and two values'),
+    (['--ablate', '--set', 'conv=4'], '--set conv=4: give a setting, once, and two values'),
     (['--ablate', '--set', 'conf=0,4'], "unknown key 'conf'"),
+    (['--ablate', '--set', 'conv=4,4'], '--set conv=4,4: give a setting, once'),
+    (['--ablate', '--set', 'conv=0,4', '--set=conv=0,8'], '--set conv=0,8: give a setting, once'),
     (['--ablate', '--set'], 'say what to change'),
     (['--set', 'conv=0,4'], 'are for --ablate')])
 def test_a_wrong_choice_is_named_before_anything_is_trained(capsys, monkeypatch, words, said):

@@ -200,9 +200,9 @@ def test_our_references_give_no_alarm(name):
 
 
 @pytest.mark.parametrize('name', ['quickstart', 'shakespeare_char_cpu_fast'])
-def test_the_fast_recipes_have_ten_seeds_and_the_default_among_them(name):
+def test_the_fast_recipes_have_five_seeds_or_more_and_the_default_among_them(name):
     seeds = references.read_reference(name).rows
-    assert len(seeds) >= 10 and TrainConfig().seed in seeds
+    assert len(seeds) >= 5 and TrainConfig().seed in seeds
 
 
 @pytest.mark.parametrize('name', REFERENCES)

@@ -1,4 +1,4 @@
-# A GPT of 2.4M parameters that learns to write Python: about a minute on two CPU cores.
+# A GPT of 2.4M parameters that learns to write Python: minutes on two CPU cores.
 #   python train.py config/quickstart.py
 #   python sample.py config/quickstart_sample.py
 

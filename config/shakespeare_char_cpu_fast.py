@@ -1,5 +1,5 @@
 # A character-level GPT of 0.8M parameters on tiny Shakespeare, newer than GPT-2 in all its parts:
-# about a minute on two CPU cores.
+# minutes on two CPU cores.
 #   python train.py config/shakespeare_char_cpu_fast.py
 
 out_dir = 'out-shakespeare-char-cpu-fast'

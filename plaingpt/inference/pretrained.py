@@ -13,7 +13,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 
-from model import GPT, GPTConfig
+from model import GPT, ROW_PER_TOKEN, GPTConfig
 from plaingpt.corpus.sources import explain_hub_errors
 from plaingpt.inference.hf_architectures import ARCHITECTURES, SIZES, check_fields, check_held
 from plaingpt.system.errors import UserError, needs
@@ -117,7 +117,7 @@ def check_finite(model, source, advice='take it from where it came again'):
 
 def without_padding(weights, vocab_size):
     """Cut the rows off {name: tensor} that pad the vocabulary."""
-    return {name: w[:vocab_size] if name in ('transformer.wte.weight', 'lm_head.weight') else w
+    return {name: w[:vocab_size] if name.endswith(ROW_PER_TOKEN) else w
             for name, w in weights.items()}
 
 

@@ -23,7 +23,6 @@ from plaingpt.system.formatting import duration, one_line, short
 from plaingpt.system.streams import status
 
 MAX_ROWS = 20_000  # kept in memory; beyond it every second row without an evaluation goes
-LR_SCALES = ('embedding', 'head', 'vector')  # groups of weights whose learning rate may be scaled
 LIVE_INTERVAL_S = 0.5  # between two updates of a terminal's last line
 
 
@@ -118,8 +117,8 @@ class Metrics:
             iter_num, f'loss {loss:.4f}', f'lr {lr:.2e}', f'grad {grad_norm:.2f}',
             f'{step_s * 1e3:.{0 if step_s >= 0.1 else 1}f} ms', speed, *used, remaining)
         scale = {'loss_scale': self.scaler.get_scale()} if self.scaler.is_enabled() else {}
-        lr_scales = {kind: getattr(self.config, f'{kind}_lr_scale') for kind in LR_SCALES}
-        rates = {f'lr_{kind}': lr * times for kind, times in lr_scales.items() if times != 1}
+        rates = {f'lr_{key.removesuffix("_lr_scale")}': lr * scale for key, scale
+                 in vars(self.config).items() if key.endswith('_lr_scale') and scale != 1}
         self._write(iter_num, loss=loss, lr=lr, **rates, grad_norm=grad_norm,
                     tokens_per_s=tokens_per_s, mfu=utilisation,
                     peak_memory_bytes=peak_memory_bytes(self.device),

@@ -27,6 +27,7 @@ from plaingpt.monitoring.backends import open_backends
 from plaingpt.monitoring.markdown_report import write_report
 from plaingpt.monitoring.metrics import Metrics
 from plaingpt.monitoring.run_record import describe_run, write_run
+from plaingpt.preflight.checks import preflight
 from plaingpt.system import devices
 from plaingpt.system.distributed import (
     StopRequest,
@@ -41,7 +42,6 @@ from plaingpt.system.distributed import (
 )
 from plaingpt.system.errors import UserError, run_script
 from plaingpt.system.folder_lock import lock_output_dir
-from plaingpt.system.formatting import quoted
 from plaingpt.system.streams import status
 from plaingpt.training import starting_point
 from plaingpt.training.checkpoint_writer import Saver, archive_previous_run, holds_a_run
@@ -71,12 +71,12 @@ class Run:
     optimizer: torch.optim.Optimizer
     scaler: torch.amp.GradScaler
     progress: Progress
-    record: dict  # the facts of the run, as run.json has them
-    metrics: Metrics
-    probes: Probes
-    guard: StepGuard
-    saver: Saver
     stop: StopRequest
+    record: dict = None  # the facts of the run, as run.json has them; this and below: open_outputs
+    metrics: Metrics = None
+    probes: Probes = None
+    guard: StepGuard = None
+    saver: Saver = None
 
 
 # -----------------------------------------------------------------------------
@@ -89,9 +89,9 @@ def setup(config, world, device, dtype, compile):
     devices.use_fast_matmul()
     devices.use_expandable_segments(device)
     devices.seed_everything(config.seed, world.rank)
-    out_dir, group = Path(config.out_dir), host_group()
-    if not config.eval_only:
-        check_shared(out_dir, world, group)
+    group = host_group()
+    if not config.only_looks:
+        check_shared(Path(config.out_dir), world, group)
 
     dataset = starting_point.open_data(config, world)
     resumed = starting_point.find_resumed(config, group)
@@ -106,41 +106,49 @@ def setup(config, world, device, dtype, compile):
     context = devices.autocast(device, dtype)
     eval_model, train_model = wrap_model(model, device, compile, world)
     progress = restore(resumed, config, model, optimizer, scaler, train_data, world, device)
+    run = Run(config, world, device, context, dataset, train_data, val_data, model, eval_model,
+              train_model, optimizer, scaler, progress, StopRequest())
+    preflight(run, resumed, mean_loss, group)
+    run.record = describe_run(config, dataset, train_data, model, device, dtype, compile, world,
+                              resumed)
+    open_outputs(run, resumed, changed, group)
+    return run
 
-    writing = world.is_main and not config.eval_only
-    record = describe_run(config, dataset, train_data, model, device, dtype, compile, world,
-                          resumed)
+
+def open_outputs(run, resumed, changed, group):
+    """Open what the run writes. A new run that comes to nothing leaves an earlier one in its place:
+    its files wait until it saves."""
+    config, is_main, out_dir = run.config, run.world.is_main, Path(run.config.out_dir)
+    writing = is_main and not config.only_looks
     saved = resumed.state if resumed else {}
-    # A new run that comes to nothing leaves an earlier one in its place: files wait until it saves.
-    waits = not (resumed or config.eval_only) and holds_a_run(out_dir, group)
-    backends = open_backends(config, record, saved.get('wandb_id'), in_out_dir=False) \
-        if writing else []
-    metrics = Metrics(None if config.eval_only else out_dir / 'metrics.jsonl', config=config,
-                      run=record, loader=train_data, model=model, device=device, dtype=dtype,
-                      scaler=scaler, world_size=world.size,
-                      bytes_per_token=dataset.bytes_per_token('val'),
-                      elapsed_s=saved.get('elapsed_s', 0.0), backends=backends,
-                      quiet=not world.is_main, waits=waits)
-    probes = Probes(config, dataset, model, metrics, val_data, context, group, writing)
-    guard = StepGuard(out_dir / 'anomalies.jsonl', config.max_bad_steps, train_data, device,
-                      scaling=scaler.is_enabled(), append=metrics.append)
+    waits = not (resumed or config.only_looks) and holds_a_run(out_dir, group)
+
+    def backends(in_out_dir):
+        return open_backends(config, run.record, saved.get('wandb_id'), in_out_dir=in_out_dir)
+
+    metrics = run.metrics = Metrics(
+        None if config.only_looks else out_dir / 'metrics.jsonl', config=config, run=run.record,
+        loader=run.train_data, model=run.model, device=run.device, dtype=run.record['dtype'],
+        scaler=run.scaler, world_size=run.world.size, elapsed_s=saved.get('elapsed_s', 0.0),
+        bytes_per_token=run.dataset.bytes_per_token('val'), quiet=not is_main, waits=waits,
+        backends=backends(in_out_dir=False) if writing else [])
+    run.probes = Probes(config, run.dataset, run.model, metrics, run.val_data, run.context, group,
+                        writing)
+    run.guard = StepGuard(out_dir / 'anomalies.jsonl', config.max_bad_steps, run.train_data,
+                          run.device, scaling=run.scaler.is_enabled(), append=metrics.append)
 
     def start_files():
-        archive_previous_run(out_dir, progress.iter_num if resumed else -1, changed,
-                             progress.evaluated, metrics.print)
-        write_run(out_dir, record)
-        metrics.start_files(open_backends(config, record, saved.get('wandb_id'), in_out_dir=True))
+        archive_previous_run(out_dir, run.progress.iter_num if resumed else -1, changed,
+                             run.progress.evaluated, metrics.print)
+        write_run(out_dir, run.record)
+        metrics.start_files(backends(in_out_dir=True))
 
     if writing and not waits:
         start_files()
-    saver = Saver(out_dir, rank=world.rank, world_size=world.size,
-                  chunk_mb=config.checkpoint_chunk_mb, keep=config.keep_checkpoints,
-                  background=config.checkpoint_async, before_first=start_files if waits else None)
-    return Run(config=config, world=world, device=device, context=context, dataset=dataset,
-               train_data=train_data, val_data=val_data, model=model, eval_model=eval_model,
-               train_model=train_model, optimizer=optimizer, scaler=scaler, progress=progress,
-               record=record, metrics=metrics, probes=probes, guard=guard, saver=saver,
-               stop=StopRequest())
+    run.saver = Saver(
+        out_dir, rank=run.world.rank, world_size=run.world.size, keep=config.keep_checkpoints,
+        chunk_mb=config.checkpoint_chunk_mb, background=config.checkpoint_async,
+        before_first=start_files if waits else None)
 
 
 # -----------------------------------------------------------------------------
@@ -266,18 +274,8 @@ def finish(run, ending):
                'start again' + ('' if unwritten else ' with --init_from=resume'))
         sys.exit(1)
     run.guard.report_held(print0)
-    if signal:
-        how = '--init_from=resume' + ' --checkpoint=latest' * (config.checkpoint != 'latest')
-        print0(f'{signal}: stopped after iteration {progress.iter_num}' + (
-            f', which is saved; the same command with {how} continues from there'
-            if progress.saved_at == progress.iter_num else ''))
-    elif progress.iter_num < config.max_iters and not config.eval_only:
-        print0(f'stopped after iteration {progress.iter_num}, {ending}')
-    if unwritten:
-        print0(f'{out_dir} has the earlier run as it was, and nothing of this one')
-    elif progress.iter_num and not signal and not config.eval_only:
-        print0(f'done: {out_dir}/checkpoints has the weights; '
-               f'python sample.py --out_dir={quoted(out_dir)}')
+    for line in progress.describe_end(config, ending, signal, unwritten):
+        print0(line)
 
 
 def main(argv):
@@ -288,9 +286,11 @@ def main(argv):
     compile, compile_why = devices.choose_compile(config.compile, device)
     print0(f'device {device} ({device_why}) | dtype {dtype} ({dtype_why}) | '
            f'compile {compile} ({compile_why}) | processes {world.size}')
-    with lock_output_dir(config.out_dir, world.is_main and not config.eval_only), \
+    with lock_output_dir(config.out_dir, world.is_main and not config.only_looks), \
             process_group(world, device, config.backend):
         run = setup(config, world, device, dtype, compile)
+        if config.check is True:
+            return
         with run.stop, saved_when_it_fails(run), \
                 explain_out_of_memory(run.model.config, run.config, dtype, device):
             finish(run, train(run))

@@ -23,6 +23,7 @@ MAY_IMPORT = {
     'model': {'system'},
     'inference': {'model', 'corpus', 'monitoring', 'system'},
     'training': {'inference', 'model', 'corpus', 'monitoring', 'system'},
+    'preflight': {'training', 'inference', 'model', 'corpus', 'monitoring', 'system'},
     'benchmarks': {'training', 'inference', 'model', 'corpus', 'monitoring', 'system'}}
 MAY_IMPORT['plaingpt'] = {'training', 'inference', 'system'}  # load(), when it is called
 MAY_IMPORT['a command'] = {*MAY_IMPORT}

@@ -27,7 +27,7 @@ STUDENT_T = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.2
 # Settings that do not change the loss a run can be expected to have. All others are compared, so
 # also those of a model flag or an optimizer that is new.
 NO_EFFECT = {
-    'out_dir', 'eval_interval', 'eval_iters', 'eval_tokens', 'eval_only', 'log_interval',
+    'check', 'out_dir', 'eval_interval', 'eval_iters', 'eval_tokens', 'eval_only', 'log_interval',
     'eval_tasks', 'eval_tasks_interval', 'sample_interval', 'sample_start', 'sample_tokens',
     'init_from', 'checkpoint_interval', 'always_save_checkpoint', 'keep_checkpoints',
     'checkpoint_async', 'checkpoint_chunk_mb', 'checkpoint', 'wandb_log', 'wandb_project',

@@ -33,12 +33,13 @@ class Saver:
     """Writes a run's checkpoints; each process writes its share of the chunks.
 
     background: copy the tensors and write while training continues; the next save waits for it
+    alone: this process saves for itself, to see whether it can, and warns of nothing
     before_first: called on rank 0 when the first checkpoint is about to be written, such as
         archive_previous_run; what it raises is a save that failed, and the next one calls it again
     """
 
     def __init__(self, out_dir, *, rank=0, world_size=1, chunk_mb=512, keep=1, background=False,
-                 before_first=None):
+                 before_first=None, alone=False):
         self.out_dir = Path(out_dir)
         self.rank = rank
         self.world_size = world_size
@@ -46,7 +47,9 @@ class Saver:
         self.keep = keep
         self.background = background
         self.before_first = before_first  # None once it was called
-        self.group = host_group()  # its own: a save in the background must not meet other traffic
+        # Its own: a save in the background must not meet other traffic.
+        self.group = None if alone else host_group()
+        self.alone = alone
         self.writer = ThreadPoolExecutor(1, thread_name_prefix='saver') if background else None
         self.pending = None  # the save in the background
         self.failed = False  # the last save came to nothing
@@ -119,7 +122,7 @@ class Saver:
 
     def _warn(self, line):
         """Warn once for all processes."""
-        if self.rank == 0:
+        if self.rank == 0 and not self.alone:
             warn(line)
 
     def _try(self, mine, state, rng):

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from plaingpt.monitoring.metrics_file import finite
 from plaingpt.system.devices import set_rng_state
 from plaingpt.system.distributed import print0
+from plaingpt.system.formatting import quoted
 
 
 @dataclass
@@ -72,6 +73,24 @@ class Progress:
                 'val_loss': finite(self.val_loss) if self.evaluated else None,
                 'best_val_loss': finite(self.best_val_loss),
                 'evals_since_best': self.evals_since_best}
+
+    def describe_end(self, config, ending, signal, unwritten):
+        """What to say when a run has ended, a line each. signal: the name of the one that ended it,
+        or None; unwritten: whether it has written nothing where an earlier run is."""
+        out_dir, lines = config.out_dir, []
+        if signal:
+            how = '--init_from=resume' + ' --checkpoint=latest' * (config.checkpoint != 'latest')
+            lines.append(f'{signal}: stopped after iteration {self.iter_num}' + (
+                f', which is saved; the same command with {how} continues from there'
+                if self.saved_at == self.iter_num else ''))
+        elif self.iter_num < config.max_iters and not config.eval_only:
+            lines.append(f'stopped after iteration {self.iter_num}, {ending}')
+        if unwritten:
+            lines.append(f'{out_dir} has the earlier run as it was, and nothing of this one')
+        elif self.iter_num and not signal and not config.eval_only:
+            lines.append(f'done: {out_dir}/checkpoints has the weights; '
+                         f'python sample.py --out_dir={quoted(out_dir)}')
+        return lines
 
     def ending(self, config):
         """Why the run ends here, or None."""

@@ -51,6 +51,7 @@ class TrainConfig(GPTConfig):
     report: bool = True  # at the end, write report.md and loss.png into out_dir
     patience: int = 0  # stop after this many evaluations without a new best; 0 for never
     overfit_batches: int = 0  # a check: train on the first batches only, until the loss is near 0
+    check: Literal['auto', 'warn'] | bool = 'auto'  # a new run first; warn: go on; True: only that
     # data
     dataset: str = 'openwebtext'  # a folder in data/, or the path of one
     data_in_ram: Literal['auto'] | bool = 'auto'  # read the tokens into memory first
@@ -181,6 +182,11 @@ class TrainConfig(GPTConfig):
         """The shape of the model."""
         shape = {field.name: getattr(self, field.name) for field in fields(GPTConfig)}
         return GPTConfig(**{**shape, 'vocab_size': vocab_size})
+
+    @property
+    def only_looks(self):
+        """Whether nothing is trained or written: eval_only, or --check alone."""
+        return self.eval_only or self.check is True
 
     def world_size(self):
         """Processes that share a step."""

@@ -106,7 +106,7 @@ def find_resumed(config, group):
         return None
     path = found = None
     if launched_world().is_main:
-        if not config.eval_only:
+        if not config.only_looks:
             clean_up(config.out_dir)
         paths = checkpoints.checkpoint_paths(config.out_dir)
         if config.init_from == 'resume' and not paths:
@@ -163,7 +163,7 @@ def check_resumed(resumed, config, dataset):
                             'another --out_dir')
     print0(f'resumed from {resumed.path}')
     changed = {key: values for key, values in changed.items()
-               if key not in ('init_from', 'checkpoint')}
+               if key not in ('init_from', 'checkpoint', 'check')}
     for key, (saved, value) in changed.items():
         print0(f'  changed: {key} {saved} → {value}')
     return bool(changed)

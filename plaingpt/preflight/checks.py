@@ -1,0 +1,105 @@
+"""Preflight: before the first step, is what is about to train still sound?
+
+People change this code. What they break without an error shows in a second here, and otherwise
+after hours, or never. A new check is a function and its entry in CHECKS.
+"""
+
+import time
+
+from plaingpt.preflight.data_checks import (
+    batches_are_of_the_files,
+    batches_differ,
+    data_is_text,
+    evaluation_reads_all,
+    rate_lasts,
+)
+from plaingpt.preflight.model_checks import (
+    cache_changes_nothing,
+    checkpoints_fit,
+    evaluation_repeats,
+    every_weight_learns,
+    future_is_hidden,
+    gradient_is_true,
+    loss_is_usual,
+    order_matters,
+    past_is_seen,
+    rows_are_apart,
+    weights_are_float32,
+    weights_are_optimized,
+)
+from plaingpt.preflight.saving_checks import checkpoints_come_back
+from plaingpt.preflight.subject import NotChecked, Subject
+from plaingpt.system.distributed import all_gather, print0
+from plaingpt.system.errors import UserError
+from plaingpt.system.streams import status, warn
+
+# What must hold → the check.
+BEFORE = {  # of settings, data and weights as they are
+    'the weights are float32': weights_are_float32,
+    'every weight may move': weights_are_optimized,
+    'a checkpoint has every weight': checkpoints_fit,
+    'batches are what the files hold': batches_are_of_the_files,
+    'each step and process has its own batch': batches_differ,
+    'an evaluation reads every sequence once': evaluation_reads_all,
+    'the data is text': data_is_text,
+    'the learning rate lasts': rate_lasts}
+INSIDE = {  # of the network, while what begins at zero is filled with noise
+    'the first loss is usual': loss_is_usual,
+    'the future is hidden': future_is_hidden,
+    'the past is seen': past_is_seen,
+    'sequences of a batch are apart': rows_are_apart,
+    'the order of tokens matters': order_matters,
+    'every weight gets a gradient': every_weight_learns,
+    'the gradient is true': gradient_is_true,
+    'an evaluation repeats itself': evaluation_repeats,
+    'generation with a cache is the same': cache_changes_nothing,
+    'a saved model comes back': checkpoints_come_back}
+
+
+@status.doing('checking')
+def preflight(run, resumed, mean_loss, group):
+    """Check a run that is about to begin, on all processes, and say what came of it in a line; with
+    check=True a line for each check. The run is left as it was. One that continues is not checked.
+
+    run: train.Run; resumed: the checkpoint that it continues from, or None
+    mean_loss: train.mean_loss; group: of host_group
+    Raises UserError with a line for each check that fails, unless check=warn."""
+    config, began = run.config, time.perf_counter()
+    if config.check is not True and (not config.check or resumed or config.eval_only):
+        return
+    subject = Subject(config, run.dataset, run.train_data, run.val_data, run.model, run.optimizer,
+                      run.context, group,
+                      from_scratch=not resumed and config.init_from in ('scratch', 'auto'),
+                      evaluate=lambda *what: mean_loss(*what, run.context, run.stop))
+    problems = make(BEFORE, subject)
+    if not problems:  # or the rest would fail for the same reason
+        with subject.zeros_filled():
+            problems = make(INSIDE, subject)
+    lines = [f'preflight: {what}? No: {problem}' for what, problem in problems.items()]
+    if problems and config.check != 'warn':
+        raise UserError('\n'.join([*lines, 'nothing was trained: mend this, or, where it is meant, '
+                                   'give --check=warn']))
+    for line in lines if run.world.is_main else ():
+        warn(line)
+    if not problems:
+        print0(f'preflight: {subject.passed} checks passed in {time.perf_counter() - began:.2f} s'
+               + (f'; the model will read {subject.text!r}' if subject.text else ''))
+
+
+def make(checks, subject):
+    """→ {what does not hold: why}, the same on all processes."""
+    problems = {}
+    for what, check in checks.items():
+        skipped = problem = None
+        try:
+            problem = check(subject)
+        except NotChecked as reason:
+            skipped = f'not checked: {what} ({reason})'
+        found = all_gather(problem, subject.group)
+        if problem := next(filter(None, found), None):
+            problems[what] = problem if found[0] else \
+                f'{problem} (process {found.index(problem)} alone)'
+        subject.passed += not (problem or skipped)
+        if subject.config.check is True:
+            print0(skipped or f'{"FAILED" if problem else "ok    "} {what}')
+    return problems

@@ -1,0 +1,121 @@
+"""Checks of the batches: are they what the files hold, once each, and is it text?
+
+Each is a function Subject → None, or in a line what it found and what that usually means. All
+processes make them together.
+"""
+
+import hashlib
+from collections import Counter
+from contextlib import closing
+
+import numpy as np
+import torch
+
+from plaingpt.preflight.subject import NotChecked
+from plaingpt.system.distributed import all_gather
+from plaingpt.system.errors import UserError
+from plaingpt.training.schedules import get_lr
+
+ROUND_TRIP = 0.9  # of the ids, that come back where their text is encoded again; the rest are cut
+GONE = 1e-3  # of the highest learning rate: too little to learn with
+REST = 0.1  # of a run
+LOOKS = 100  # at the learning rate of a run
+
+
+def tokens_on_disk(stream, start, count):
+    """Tokens of a split, read past the loader."""
+    found = []
+    for file, begins in zip(stream.files, stream.starts.tolist(), strict=False):
+        a, b = (min(max(place - begins, 0), file.tokens) for place in (start, start + count))
+        found.append(np.fromfile(file.path, file.dtype, count=b - a,
+                                 offset=file.offset + a * file.dtype.itemsize))
+    return np.concatenate(found).astype(np.int64)
+
+
+def first_batches(loader):
+    """[(idx, targets) of the first micro-batch of step 0, of step 1], as the loop gets them."""
+    waited_s = loader.waited_s
+    with closing(loader.train_batches(0)) as batches:
+        found = [[tensor.cpu() for tensor in next(batches)] for _ in range(loader.micro_steps + 1)]
+    loader.waited_s = waited_s
+    return found[0], found[-1]
+
+
+def batches_are_of_the_files(subject):
+    loader, T = subject.train_data, subject.train_data.block_size
+    batches = first_batches(loader)
+    for step, (idx, targets) in enumerate(batches):
+        starts = loader.sequence_starts(loader.sequence_ids(step, 0)).tolist()
+        tokens = torch.from_numpy(np.stack([tokens_on_disk(loader.stream, start, T + 1)
+                                            for start in starts]))  # (B, T + 1)
+        known = targets != -1
+        wrong = known & (targets != tokens[:, 1:])
+        if not known.any():
+            return f'all targets of step {step} are -1, so there is nothing to learn'
+        if not torch.equal(idx, tokens[:, :-1]):
+            again = step and torch.equal(idx, batches[0][0])
+            return f'the tokens of step {step} are not those of the files at their places' + (
+                ', but those of step 0 again' if again else '') + \
+                ': the loader reads elsewhere, or something changes what it reads'
+        if torch.equal(targets, idx) and wrong.any():
+            return 'the targets are the inputs, and should be the inputs shifted by one'
+        if wrong.any():
+            return (f'{wrong.sum() / known.sum():.0%} of the targets of step {step} are not the '
+                    'next token of the files: they are shifted by another number, shuffled, or '
+                    'noise')
+
+
+def batches_differ(subject):
+    loader = subject.train_data
+    (idx, _), (later, _) = first_batches(loader)
+    digests = all_gather(hashlib.sha256(idx.numpy().tobytes()).hexdigest(), subject.group)
+    if not torch.equal(idx, loader.train_batch(0, 0)[0]):
+        return 'the same step gives another batch when it is read again: resuming would not ' \
+               'continue with the data that comes next; seed what chooses the sequences'
+    if loader.sequences_per_epoch < 2 * loader.step_size:
+        return None  # so little text has to come again
+    if loader.only_first != 1 and torch.equal(idx, later):
+        return 'steps 0 and 1 get the same batch: the loader does not move on'
+    if len(set(digests)) < len(digests):
+        return f'{len(digests)} processes train on {len(set(digests))} batches: each needs its ' \
+               'own, by its rank'
+
+
+def evaluation_reads_all(subject):
+    loader, config = subject.val_data, subject.config
+    mine = loader.eval_batches(config.eval_iters, config.eval_tokens)
+    read = sum(all_gather(sum(map(len, mine)), subject.group))
+    wanted = config.eval_tokens // loader.block_size or config.eval_iters * loader.batch_size
+    wanted = min(wanted, (len(loader.stream) - 1) // loader.block_size)
+    if read != wanted:
+        return f'an evaluation reads {read} sequences of {wanted}: a batch is dropped or comes ' \
+               'twice'
+
+
+def data_is_text(subject):
+    """Tokens → text → tokens: those of another tokenizer do not come back."""
+    try:
+        tokenizer = subject.dataset.tokenizer()
+    except UserError as problem:  # it takes a download, and nothing of the run needs it
+        raise NotChecked(str(problem)) from None
+    ids = [i for i in subject.train_data.train_batch(0, 0)[0][0].tolist()
+           if i != tokenizer.end_of_text]
+    text = tokenizer.decode(ids)
+    subject.text = text[:80]
+    again = Counter(tokenizer.encode(text).tolist())
+    same = (again & Counter(ids)).total() / max(1, len(ids))
+    if same < ROUND_TRIP:
+        return (f'{text[:80]!r} is what the tokens say, and {same:.0%} of them come back when it '
+                f'is encoded again: {subject.dataset.folder} was made with another tokenizer than '
+                'its meta.json has')
+
+
+def rate_lasts(subject):
+    config = subject.config
+    looks = sorted({round(config.max_iters * i / LOOKS) for i in range(LOOKS)})
+    rates = [get_lr(it, config) for it in looks]
+    end = max(it for it, rate in zip(looks, rates, strict=True) if rate >= GONE * max(rates))
+    if (config.max_iters - end) > max(REST * config.max_iters, 2):
+        return (f'the learning rate is gone from iteration {end + 1} of {config.max_iters} on: '
+                'lr_decay_iters, warmup_iters and max_iters do not fit each other, or the '
+                'schedule is wrong')

@@ -14,7 +14,7 @@ import numpy as np
 
 from plaingpt.corpus import tokenizers
 from plaingpt.system.errors import UserError
-from plaingpt.system.files import is_count, is_dict, is_positive, open_regular, read_json
+from plaingpt.system.files import is_count, is_dict, is_number, is_positive, open_regular, read_json
 from plaingpt.system.formatting import quoted
 
 FORMAT_VERSION = 1
@@ -157,6 +157,9 @@ def read_meta(path):
             if not is_positive(entry.get('bytes', 1)) or not is_count(entry.get('documents', 0)) \
                     or not all(isinstance(file['sha256'], str) for file in entry['files']):
                 raise ValueError('bytes or sha256 is of another type')
+            share = entry.get('in_train', 0)
+            if not is_number(share) or not 0 <= share <= 1:
+                raise ValueError('in_train is no number from 0 to 1')
         if not isinstance(meta.get('source', {}), dict):
             raise ValueError('source is of another type')
         return meta

@@ -1,11 +1,13 @@
-"""What a prepared folder holds, and whether it is as it was written."""
+"""What a prepared folder holds, whether it is as it was written, and how much of the validation
+split is in the training split."""
 
 import numpy as np
+from tqdm import tqdm
 
 from plaingpt.corpus.dataset import open_dataset
 from plaingpt.system.errors import UserError
-from plaingpt.system.files import sha256_of
-from plaingpt.system.streams import require_stdout
+from plaingpt.system.files import sha256_of, write_json
+from plaingpt.system.streams import require_stdout, warn
 
 READ_TOKENS = 2**20  # at a time
 
@@ -51,6 +53,96 @@ def excerpt(stream, start, tokenizer):
     return tokenizer.decode(ids[0].tolist())
 
 
+# -----------------------------------------------------------------------------
+# validation text that is in the training split
+
+SEQUENCE_TOKENS = 2**6  # that both splits have in a row: chance and phrases repeat fewer
+SEQUENCES = 4096  # of the validation split that are looked for
+BLOCK_TOKENS = 2**16  # of the training split at a time, so that its hashes stay in the CPU's cache
+MUCH_IN_TRAIN = 0.1
+
+
+def record_overlap(folder):
+    """Write into meta.json which share of the validation split is in the training split, where it
+    does not say so yet, and print it. Raises UserError, OSError."""
+    dataset = open_dataset(folder)
+    entry = dataset.split_entry('val')
+    if 'in_train' not in entry:
+        share = find_overlap(dataset.split('train'), dataset.split('val'))
+        if share is None:
+            return
+        entry['in_train'] = share
+        write_json(folder / 'meta.json', dataset.meta)
+    print_overlap(entry['in_train'])
+
+
+def print_overlap(share):
+    """A line, which is a warning where the validation loss cannot be believed."""
+    line = f'{100 * share:.3g}% of the validation text is also in the training split'
+    if share <= MUCH_IN_TRAIN:
+        print(line)
+    else:
+        warn(f'{line}, so the validation loss says little about new text: remove the copies from '
+             'the input, or validate on other text (python prepare.py hf … --val_split=…)')
+
+
+def find_overlap(train, val):
+    """Which share of `val` occurs anywhere in `train`, of 4,096 sequences of 64 tokens that are
+    spread evenly; of as many as there are side by side where those are fewer, None where none is.
+
+    Hashes of all sequences of `train` tell where to compare tokens: what counts was compared.
+    """
+    count = min(SEQUENCES, len(val) // SEQUENCE_TOKENS)
+    if not count:
+        return None
+    starts = np.arange(count) * (len(val) - SEQUENCE_TOKENS) // max(count - 1, 1)
+    rng = np.random.default_rng(0)
+    of_ids = rng.integers(2**32, size=train.vocab_size, dtype=np.uint32)
+    factors = rng.integers(2**32, size=SEQUENCE_TOKENS.bit_length() - 1, dtype=np.uint32) | 1
+    wanted = read_sequences(val, starts)
+    # Of different sequences with one hash, a chance of 1 in 500, the first is looked for.
+    hashes, first, counts = np.unique(hash_sequences(of_ids[wanted.ravel()], factors)
+                                      [::SEQUENCE_TOKENS], return_index=True, return_counts=True)
+    wanted, found = wanted[first], np.zeros(len(hashes), dtype=bool)
+    is_wanted = np.zeros(2**20, dtype=bool)  # by the first 20 bits of a hash: a table in the cache
+    is_wanted[hashes >> 12] = True
+    with tqdm(total=len(train), unit='token', unit_scale=True, disable=None, leave=False,
+              desc='comparing the splits') as bar:
+        for start in range(0, len(train) - SEQUENCE_TOKENS + 1, BLOCK_TOKENS):
+            # The sequences that start in this block end in the next one.
+            length = min(BLOCK_TOKENS + SEQUENCE_TOKENS - 1, len(train) - start)
+            ids = train.sequences(np.array([start]), length)[0]
+            present = hash_sequences(of_ids[ids], factors)
+            places = np.flatnonzero(is_wanted[present >> 12])
+            which = np.searchsorted(hashes, present[places]).clip(max=len(hashes) - 1)
+            same = (hashes[which] == present[places]) & ~found[which]
+            which, at = np.unique(which[same], return_index=True)
+            in_block = ids[places[same][at][:, None] + np.arange(SEQUENCE_TOKENS)]
+            found[which] = (in_block == wanted[which]).all(axis=1)
+            bar.update(min(BLOCK_TOKENS, len(train) - start))
+    return int(counts[found].sum()) / count
+
+
+def read_sequences(stream, starts):
+    """The 64 tokens from each of ascending `starts` on, by few reads → (len(starts), 64) array."""
+    sequences = []
+    for near in np.array_split(starts, min(len(starts), len(stream) // READ_TOKENS + 1)):
+        ids = stream.sequences(near[:1], int(near[-1] - near[0]) + SEQUENCE_TOKENS)[0]
+        sequences.append(ids[(near - near[0])[:, None] + np.arange(SEQUENCE_TOKENS)])
+    return np.concatenate(sequences)
+
+
+def hash_sequences(h, factors):
+    """Hashes of the tokens at each place → of the 2^len(factors) tokens from each place on."""
+    for i, factor in enumerate(factors):  # of 1, 2, 4, … tokens before
+        h = h[:-2**i] + factor * h[2**i:]
+    return h
+
+
+# -----------------------------------------------------------------------------
+# prepare.py inspect
+
+
 def inspect(folder):
     """Print what a prepared folder holds and read all of it. Raises UserError for damage."""
     require_stdout()
@@ -68,6 +160,9 @@ def inspect(folder):
             problems.append(str(problem))
     if problems:
         raise UserError('\n'.join(dict.fromkeys(problems)))
+    share = find_overlap(dataset.split('train'), dataset.split('val'))
+    if share is not None:
+        print_overlap(share)
     print('no damage found'
           + ('' if dataset.is_ours() else '; no checksums to compare with'))
 

@@ -367,10 +367,13 @@ class TokenStream:
         Raises UserError for an id beyond the vocabulary."""
         if self.ram is not None:
             return self.ram[starts[:, None] + np.arange(length)].astype(np.int64)
-        return np.stack([self._sequence(int(start), length) for start in starts])
+        out = np.empty((len(starts), length), dtype=np.int64)
+        for row, start in zip(out, starts, strict=True):
+            self._read_into(row, int(start))
+        return out
 
-    def _sequence(self, start, length):
-        out = np.empty(length, dtype=np.int64)
+    def _read_into(self, out, start):
+        length = len(out)
         k, filled = self._file_at(start), 0
         while filled < length:  # more than once where the sequence runs over into the next file
             at = start + filled - int(self.starts[k])
@@ -379,7 +382,6 @@ class TokenStream:
             filled += len(piece)
             k += 1
         self._check_ids(out, start)
-        return out
 
     def _file_at(self, token):
         return int(np.searchsorted(self.starts, token, side='right')) - 1

@@ -155,7 +155,7 @@ def test_a_kill_while_splits_are_compared_costs_no_more_than_that(documents, tmp
                 f'--data_dir={folder}']
 
     def die_when_comparing():
-        inspection.hash_sequences = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+        inspection.read_sequences = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
 
     prepare.main(argv(tmp_path / 'whole'))
     pid = fork(prepare.main, *argv(tmp_path / 'killed'), log=tmp_path / 'log',

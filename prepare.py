@@ -27,7 +27,7 @@ from plaingpt.corpus import tokenizers
 from plaingpt.corpus.corpora import CORPORA, describe, table
 from plaingpt.corpus.dataset import dataset_folder, open_dataset
 from plaingpt.corpus.encoding import check_disk, write_shards
-from plaingpt.corpus.inspection import find_damage, inspect, print_report
+from plaingpt.corpus.inspection import find_damage, inspect, print_report, record_overlap
 from plaingpt.corpus.pretokenized import fetch_shards
 from plaingpt.corpus.shards import (
     check_ours,
@@ -136,20 +136,20 @@ def prepare_text(name, corpus, folder, config):
         raise UserError(f'{name} is too large for --tokenizer=char: use gpt2, byte or bpe:32768')
     command = describe_command(name, corpus, config, tokenizer_name, borrowed, source)
     with lock_dataset_dir(folder) as unfinished:
-        if is_prepared(folder, command, config.overwrite):
-            return
-        if not is_written(unfinished, command):  # else only publishing is missing
-            journal = read_journal(unfinished, command)
-            tokenizer = tokenizers.from_json(journal['tokenizer']) if journal \
-                else make_tokenizer(tokenizer_name, borrowed, source)
-            written = sum(path.stat().st_size for path in unfinished.glob('*.bin'))
-            check_disk(folder, corpus, source, tokenizer_name, written)
-            cores = len(os.sched_getaffinity(0)) if hasattr(os, 'sched_getaffinity') \
-                else os.cpu_count()
-            threads = cores if config.num_proc == 'auto' else config.num_proc
-            meta = write_shards(unfinished, source, command, tokenizer, journal, threads)
-            write_json(unfinished / 'meta.json', meta)
-        print_report(folder, publish(folder))
+        if not is_prepared(folder, command, config.overwrite):
+            if not is_written(unfinished, command):  # else only publishing is missing
+                journal = read_journal(unfinished, command)
+                tokenizer = tokenizers.from_json(journal['tokenizer']) if journal \
+                    else make_tokenizer(tokenizer_name, borrowed, source)
+                written = sum(path.stat().st_size for path in unfinished.glob('*.bin'))
+                check_disk(folder, corpus, source, tokenizer_name, written)
+                cores = len(os.sched_getaffinity(0)) if hasattr(os, 'sched_getaffinity') \
+                    else os.cpu_count()
+                threads = cores if config.num_proc == 'auto' else config.num_proc
+                meta = write_shards(unfinished, source, command, tokenizer, journal, threads)
+                write_json(unfinished / 'meta.json', meta)
+            print_report(folder, publish(folder))
+        record_overlap(folder)  # of whole data: a kill here costs no more than this
 
 
 def prepare_shards(name, corpus, folder, config):
@@ -161,6 +161,7 @@ def prepare_shards(name, corpus, folder, config):
         if not is_prepared(folder, command, config.overwrite):
             fetch_shards(corpus, unfinished, command)
             print_report(folder, publish(folder))
+        record_overlap(folder)
 
 
 def describe_command(name, corpus, config, tokenizer_name, borrowed, source):

@@ -14,7 +14,7 @@ import numpy as np
 
 from plaingpt.corpus import tokenizers
 from plaingpt.system.errors import UserError
-from plaingpt.system.files import is_count, is_dict, is_positive, open_regular, read_json
+from plaingpt.system.files import is_count, is_dict, is_number, is_positive, open_regular, read_json
 from plaingpt.system.formatting import quoted
 
 FORMAT_VERSION = 1
@@ -157,6 +157,9 @@ def read_meta(path):
             if not is_positive(entry.get('bytes', 1)) or not is_count(entry.get('documents', 0)) \
                     or not all(isinstance(file['sha256'], str) for file in entry['files']):
                 raise ValueError('bytes or sha256 is of another type')
+            share = entry.get('in_train', 0)
+            if not is_number(share) or not 0 <= share <= 1:
+                raise ValueError('in_train is no number from 0 to 1')
         if not isinstance(meta.get('source', {}), dict):
             raise ValueError('source is of another type')
         return meta
@@ -364,10 +367,13 @@ class TokenStream:
         Raises UserError for an id beyond the vocabulary."""
         if self.ram is not None:
             return self.ram[starts[:, None] + np.arange(length)].astype(np.int64)
-        return np.stack([self._sequence(int(start), length) for start in starts])
+        out = np.empty((len(starts), length), dtype=np.int64)
+        for row, start in zip(out, starts, strict=True):
+            self._read_into(row, int(start))
+        return out
 
-    def _sequence(self, start, length):
-        out = np.empty(length, dtype=np.int64)
+    def _read_into(self, out, start):
+        length = len(out)
         k, filled = self._file_at(start), 0
         while filled < length:  # more than once where the sequence runs over into the next file
             at = start + filled - int(self.starts[k])
@@ -376,7 +382,6 @@ class TokenStream:
             filled += len(piece)
             k += 1
         self._check_ids(out, start)
-        return out
 
     def _file_at(self, token):
         return int(np.searchsorted(self.starts, token, side='right')) - 1

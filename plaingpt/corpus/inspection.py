@@ -1,11 +1,14 @@
-"""What a prepared folder holds, and whether it is as it was written."""
+"""What a prepared folder holds, whether it is as it was written, and how much of the validation
+split is in the training split."""
 
 import numpy as np
+from numpy.lib.stride_tricks import sliding_window_view
+from tqdm import tqdm
 
 from plaingpt.corpus.dataset import open_dataset
 from plaingpt.system.errors import UserError
-from plaingpt.system.files import sha256_of
-from plaingpt.system.streams import require_stdout
+from plaingpt.system.files import sha256_of, write_json
+from plaingpt.system.streams import require_stdout, warn
 
 READ_TOKENS = 2**20  # at a time
 
@@ -51,6 +54,94 @@ def excerpt(stream, start, tokenizer):
     return tokenizer.decode(ids[0].tolist())
 
 
+# -----------------------------------------------------------------------------
+# validation text that is in the training split
+
+SEQUENCE_TOKENS = 64  # that both splits have in a row: chance and phrases repeat fewer
+SEQUENCES = 4096  # of the validation split that are looked for
+HALF = SEQUENCE_TOKENS // 2
+BLOCK_TOKENS = 2**17  # of the training split at a time
+TABLE_BITS = 23  # 8 MB; finds halves faster than a search among 131,072
+MUCH_IN_TRAIN = 0.1
+
+
+def record_overlap(folder):
+    """Write into meta.json which share of the validation split is in the training split, where it
+    does not say so yet, and print it. Raises UserError, OSError."""
+    dataset = open_dataset(folder)
+    entry = dataset.split_entry('val')
+    if 'in_train' not in entry:
+        share = find_overlap(dataset.split('train'), dataset.split('val'))
+        if share is None:
+            return
+        entry['in_train'] = share
+        write_json(folder / 'meta.json', dataset.meta)
+    print_overlap(entry['in_train'])
+
+
+def print_overlap(share):
+    """A line, which is a warning where the validation loss cannot be believed."""
+    line = f'{100 * share:.3g}% of the validation text is also in the training split'
+    if share <= MUCH_IN_TRAIN:
+        print(line)
+    else:
+        warn(f'{line}, so the validation loss says little about new text: remove the copies from '
+             'the input, or validate on other text (python prepare.py hf … --val_split=…)')
+
+
+def find_overlap(train, val):
+    """Which share of `val` occurs anywhere in `train`, of 4,096 sequences of 64 tokens that are
+    spread evenly; of as many as there are side by side where those are fewer, None where none is.
+
+    A sequence in `train` has a half in it that starts at a multiple of 32 tokens. So `train` is cut
+    into halves, and only around one that some sequence has are the 64 tokens compared, by hashes of
+    64 bits: sums of the ids times random numbers.
+    """
+    count = min(SEQUENCES, len(val) // SEQUENCE_TOKENS)
+    if not count:
+        return None
+    starts = np.arange(count) * (len(val) - SEQUENCE_TOKENS) // max(count - 1, 1)
+    wanted = read_sequences(val, starts)
+    factors = np.random.default_rng(0).integers(-2**63, 2**63, size=SEQUENCE_TOKENS)
+    hashes, counts = np.unique(wanted @ factors, return_counts=True)
+    found = np.zeros(len(hashes), dtype=bool)
+    halves = sliding_window_view(wanted, HALF, axis=1)[:, :HALF] @ factors[:HALF]
+    is_half = np.zeros(2**TABLE_BITS, dtype=bool)  # chance adds 1.6% of what is no half of any
+    is_half[place_in_table(halves)] = True
+    with tqdm(total=len(train), unit='token', unit_scale=True, disable=None, leave=False,
+              desc='comparing the splits') as bar:
+        for start in range(0, len(train) - SEQUENCE_TOKENS + 1, BLOCK_TOKENS):
+            # Sequences that start in this block end in the next one.
+            length = min(BLOCK_TOKENS + SEQUENCE_TOKENS - 1, len(train) - start)
+            ids = train.sequences(np.array([start]), length)[0]
+            halves = ids[:length // HALF * HALF].reshape(-1, HALF) @ factors[:HALF]
+            places = HALF * np.flatnonzero(is_half[place_in_table(halves)])
+            near = (places[:, None] - np.arange(HALF)).clip(0, length - SEQUENCE_TOKENS)
+            there = sliding_window_view(ids, SEQUENCE_TOKENS)[near.ravel()] @ factors
+            which = np.searchsorted(hashes, there).clip(max=len(hashes) - 1)
+            found[which[hashes[which] == there]] = True
+            bar.update(min(BLOCK_TOKENS, len(train) - start))
+    return int(counts[found].sum()) / count
+
+
+def place_in_table(hashes):
+    """Their first bits."""
+    return hashes.view(np.uint64) >> (64 - TABLE_BITS)
+
+
+def read_sequences(stream, starts):
+    """The 64 tokens from each of ascending `starts` on, by few reads → (len(starts), 64) array."""
+    sequences = []
+    for near in np.array_split(starts, min(len(starts), len(stream) // READ_TOKENS + 1)):
+        ids = stream.sequences(near[:1], int(near[-1] - near[0]) + SEQUENCE_TOKENS)[0]
+        sequences.append(ids[(near - near[0])[:, None] + np.arange(SEQUENCE_TOKENS)])
+    return np.concatenate(sequences)
+
+
+# -----------------------------------------------------------------------------
+# prepare.py inspect
+
+
 def inspect(folder):
     """Print what a prepared folder holds and read all of it. Raises UserError for damage."""
     require_stdout()
@@ -68,6 +159,9 @@ def inspect(folder):
             problems.append(str(problem))
     if problems:
         raise UserError('\n'.join(dict.fromkeys(problems)))
+    share = find_overlap(dataset.split('train'), dataset.split('val'))
+    if share is not None:
+        print_overlap(share)
     print('no damage found'
           + ('' if dataset.is_ours() else '; no checksums to compare with'))
 

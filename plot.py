@@ -22,7 +22,7 @@ from plaingpt.monitoring.metrics_file import read_rows, rows_with
 from plaingpt.monitoring.references import read_reference
 from plaingpt.monitoring.run_record import read_run, where_it_stands
 from plaingpt.system.errors import UserError, run_script
-from plaingpt.system.folder_lock import in_use
+from plaingpt.system.files import in_use
 from plaingpt.system.formatting import duration
 from plaingpt.system.streams import require_stdout
 

@@ -41,7 +41,7 @@ from plaingpt.system.distributed import (
     wrap_model,
 )
 from plaingpt.system.errors import UserError, run_script
-from plaingpt.system.folder_lock import lock_output_dir
+from plaingpt.system.files import lock_output_dir
 from plaingpt.system.streams import status
 from plaingpt.training import starting_point
 from plaingpt.training.checkpoint_writer import Saver, archive_previous_run, holds_a_run

@@ -10,8 +10,9 @@ from configurator import load_config
 from model import GPTConfig
 from plaingpt.benchmarks import step_speed
 from plaingpt.inference.hf_architectures import ARCHITECTURES, SIZES
-from plaingpt.system.devices import GPUS, choose_dtype, machine_memory
+from plaingpt.system.devices import GPUS, choose_dtype
 from plaingpt.system.errors import UserError
+from plaingpt.system.machine import machine_memory
 from plaingpt.training.memory_planner import batch_that_divides, step_settings
 from plan import PlanConfig
 

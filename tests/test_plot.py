@@ -8,7 +8,7 @@ from helpers import ROOT, fails, size_of_png
 
 import plot
 from plaingpt.monitoring.markdown_report import write_report
-from plaingpt.system.folder_lock import lock_output_dir
+from plaingpt.system.files import lock_output_dir
 
 
 def test_runs_are_drawn_beside_each_other(trained, tmp_path, capsys):

@@ -4,6 +4,7 @@
     python tools/compare_nanogpt.py race nanoGPT      the CPU recipes, whole processes
     python tools/compare_nanogpt.py speed nanoGPT     steps of the baby GPT, eager and compiled
     python tools/compare_nanogpt.py loss nanoGPT      the baby GPT's loss after 200 steps
+    python tools/compare_nanogpt.py busy nanoGPT      steps of the CPU recipe, with another program
 
 Each takes settings of train.py too, for plainGPT: --batch_size=16 --dtype=float32
 Needs data/shakespeare_char here and nanoGPT/data/shakespeare_char/input.txt there.
@@ -19,6 +20,7 @@ import sys
 import tempfile
 import time
 from contextlib import contextmanager, nullcontext
+from itertools import product
 from pathlib import Path
 
 import torch
@@ -103,6 +105,40 @@ def race(nanogpt, recipe, overrides, rounds, save):
                 f'{name},{n},{seconds:.2f},{loss}\n' for name, n, seconds, loss in rows))
             draw_race(rows, legend, Path(save, 'loss-over-time.png'))
     print(f'median share of the time to the same loss: {statistics.median(shares):.2f}')
+
+
+def compare_busy(nanogpt, config, rounds):
+    """Milliseconds a step of the same CPU recipe, each trained by its own train.py, alone and
+    beside another program that keeps a core busy. Rounds in turn; medians of steps."""
+    shape = ['--log_interval=1', '--eval_interval=100000', '--eval_iters=1', '--max_iters=200']
+    medians = {}
+    with tempfile.TemporaryDirectory() as out:
+        theirs = ['train.py', 'config/train_shakespeare_char.py', *CPU_RECIPE, *shape]
+        ours = ['train.py', 'config/shakespeare_char_cpu.py', *shape, '--report=False']
+        for number, busy in product(range(1, rounds + 1), (False, True)):
+            for name, command, folder in (('nanoGPT', theirs, nanogpt), ('plainGPT', ours, ROOT)):
+                command = [*command, f'--out_dir={out}/{name}{number}{busy}']
+                with another_program() if busy else nullcontext():
+                    printed = subprocess.run([sys.executable, '-u', *command], cwd=folder,
+                                             capture_output=True, text=True, check=True).stdout
+                times = [float(ms) for ms in re.findall(r'(?:time | )([\d.]+) ?ms', printed)]
+                medians.setdefault((name, busy), []).append(statistics.median(times[100:]))
+                print(f'round {number}: {name:8} {"busy " if busy else "quiet"} '
+                      f'{medians[name, busy][-1]:.1f} ms a step', flush=True)
+    for name in ('nanoGPT', 'plainGPT'):
+        quiet, busy = (statistics.median(medians[name, busy]) for busy in (False, True))
+        print(f'{name}: {quiet:.1f} ms quiet, {busy:.1f} ms busy, {busy / quiet:.1f} times')
+
+
+@contextmanager
+def another_program():
+    """In here a program keeps one core busy."""
+    process = subprocess.Popen([sys.executable, '-c', 'while True: pass'])
+    try:
+        yield
+    finally:
+        process.kill()
+        process.wait()
 
 
 def draw_race(rows, legend, path):
@@ -256,11 +292,11 @@ def parse_args(argv):
     """→ (arguments, settings of train.py)"""
     parser = argparse.ArgumentParser(description=__doc__,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument('what', choices=('race', 'speed', 'loss'))
+    parser.add_argument('what', choices=('race', 'speed', 'loss', 'busy'))
     parser.add_argument('nanogpt', help='folder of nanoGPT')
     parser.add_argument('--config', help='of ours (default: config/shakespeare_char.py, and for '
                                          'race config/shakespeare_char_cpu_fast.py)')
-    parser.add_argument('--rounds', type=int, default=3, help='race, loss: runs of each; speed: '
+    parser.add_argument('--rounds', type=int, default=3, help='race, loss, busy: runs; speed: '
                                                               'steps (default: 3)')
     parser.add_argument('--save', help='race: a folder for race.csv and loss-over-time.png')
     args, overrides = parser.parse_known_args(argv)
@@ -279,7 +315,8 @@ def main(argv):
         race(args.nanogpt, recipe, overrides, args.rounds, args.save)
         return
     config = load_config(TrainConfig, [str(recipe), *overrides])
-    {'speed': compare_speed, 'loss': compare_loss}[args.what](args.nanogpt, config, args.rounds)
+    compare = {'speed': compare_speed, 'loss': compare_loss, 'busy': compare_busy}[args.what]
+    compare(args.nanogpt, config, args.rounds)
 
 
 if __name__ == '__main__':

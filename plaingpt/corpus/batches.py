@@ -14,8 +14,8 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from plaingpt.system.devices import free_memory
 from plaingpt.system.errors import UserError
+from plaingpt.system.machine import free_memory
 
 CPU = torch.device('cpu')
 

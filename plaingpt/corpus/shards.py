@@ -18,8 +18,7 @@ import numpy as np
 
 from plaingpt.corpus.dataset import UNFINISHED, read_meta
 from plaingpt.system.errors import UserError
-from plaingpt.system.files import read_json, sha256_of, write_json
-from plaingpt.system.folder_lock import locked
+from plaingpt.system.files import locked, read_json, sha256_of, write_json
 
 # What of a command its other options and the input decide, and how the tokens lie in files.
 NO_CHOICE = ('identity', 'files', 'train_characters', 'tokenizer_sha256', 'shard_tokens',

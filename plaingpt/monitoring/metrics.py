@@ -20,10 +20,13 @@ from plaingpt.monitoring.metrics_file import finite, read_rows
 from plaingpt.system.devices import device_name, mfu, peak_memory_bytes
 from plaingpt.system.files import append_line
 from plaingpt.system.formatting import duration, one_line, short
+from plaingpt.system.machine import neighbours
 from plaingpt.system.streams import status
 
 MAX_ROWS = 20_000  # kept in memory; beyond it every second row without an evaluation goes
 LIVE_INTERVAL_S = 0.5  # between two updates of a terminal's last line
+SLOW, AGAIN = 2.0, 1.3  # times the best step: it is said, and may be said once more after that
+SLOW_LAPS, SLOW_S = 3, 3.0  # it lasts for so many lines, and seconds
 
 
 class Metrics:
@@ -105,6 +108,8 @@ class Metrics:
         for the device, so call this on logged steps only."""
         loss, grad_norm = float(loss), float(grad_norm)
         step_s, data_wait = self.clock.end_lap(iter_num, self.loader.waited_s)
+        if slower := self.clock.slowed_down(step_s):
+            self._tell_of_slow_steps(*slower)
         tokens_per_s = self.config.step_tokens() / step_s
         utilisation = mfu(self.flops_per_token * tokens_per_s, self.device_name, self.dtype)
         speed = f'{short(tokens_per_s)} tok/s'
@@ -123,6 +128,12 @@ class Metrics:
                     tokens_per_s=tokens_per_s, mfu=utilisation,
                     peak_memory_bytes=peak_memory_bytes(self.device),
                     data_wait=round(data_wait, 4), **scale)
+
+    def _tell_of_slow_steps(self, now_s, best_s):
+        busy = neighbours.describe()
+        why = f'the machine is busy: {busy}' if busy else 'steps have become slow'
+        self.print(f'{why}; a step takes {now_s * 1e3:.0f} ms now, and took {best_s * 1e3:.0f} ms '
+                   'at best')
 
     def remaining_s(self, iter_num, step_s):
         """Seconds to the end at `step_s` a step, with evaluations as long as those so far."""
@@ -230,6 +241,7 @@ class Clock:
     def __init__(self, elapsed_s=0.0):
         self.began = time.perf_counter() - elapsed_s
         self.paused_s, self.evaluations = 0.0, 0
+        self.best_s, self.slow_laps, self.slow_since, self.told_slow = math.inf, 0, 0.0, False
 
     def elapsed_s(self):
         return time.perf_counter() - self.began
@@ -249,6 +261,20 @@ class Clock:
         data_wait = (waited_s - self.lap_waited_s) / lap_s
         self.begin_lap(iter_num, waited_s)
         return step_s, data_wait
+
+    def slowed_down(self, step_s):
+        """→ (seconds a step takes, that one took at best), once where steps have become far slower
+        and stay so; else None. step_s: of the lap that has ended."""
+        now, self.best_s = time.perf_counter(), min(self.best_s, step_s)
+        self.told_slow &= step_s >= AGAIN * self.best_s
+        if step_s < SLOW * self.best_s:
+            self.slow_laps, self.slow_since = 0, now
+            return None
+        self.slow_laps += 1
+        if self.told_slow or self.slow_laps < SLOW_LAPS or now < self.slow_since + SLOW_S:
+            return None
+        self.told_slow = True
+        return step_s, self.best_s
 
     @contextmanager
     def paused(self):

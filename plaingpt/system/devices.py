@@ -13,6 +13,7 @@ import torch
 
 from plaingpt.system.errors import UserError
 from plaingpt.system.formatting import gib
+from plaingpt.system.machine import machine_memory
 from plaingpt.system.streams import warn
 
 DTYPES = {'float32': torch.float32, 'bfloat16': torch.bfloat16, 'float16': torch.float16}
@@ -120,50 +121,6 @@ def device_name(device):
     return torch.cuda.get_device_name(device) if device.type == 'cuda' else device.type
 
 
-def machine_memory(root='/'):
-    """→ (bytes of memory that a process may have here, bytes of it that are free), of the machine
-    or of the cgroups it runs in; None where nothing tells. root: where /proc and /sys are"""
-    def pages(key):
-        try:
-            return os.sysconf(key) * os.sysconf('SC_PAGE_SIZE')
-        except (ValueError, OSError, AttributeError):
-            return None
-
-    total, free = pages('SC_PHYS_PAGES'), pages('SC_AVPHYS_PAGES')
-    with suppress(OSError, TypeError):  # counts what the system would give back, such as caches
-        free = 1024 * int(re.search(r'MemAvailable:\s*(\d+)', read(root, 'proc/meminfo'))[1])
-    for limit, used in cgroup_memory(root):
-        total = min(limit, limit if total is None else total)
-        free = max(0, min(limit - used, limit if free is None else free))
-    return total, free
-
-
-CGROUP_FILES = {'': ('', 'memory.max', 'memory.current'),  # of version 2
-                'memory': ('memory', 'memory.limit_in_bytes', 'memory.usage_in_bytes')}
-
-
-def cgroup_memory(root):
-    """Yield (limit, what is used but for caches), in bytes, of the cgroups that hold this one."""
-    with suppress(OSError):
-        for line in read(root, 'proc/self/cgroup').splitlines():
-            _, controllers, place = line.split(':', 2)
-            if controllers in CGROUP_FILES:
-                kind, limit, used = CGROUP_FILES[controllers]
-                top = Path('sys/fs/cgroup', kind)
-                group = top / place.strip('/')
-                # Seen from within a container, its group is the top; the path may be the host's.
-                for folder in [group, *(up for up in group.parents if up.is_relative_to(top))]:
-                    with suppress(OSError, ValueError):  # 'max' is no number: no limit
-                        caches = re.findall(r'^(?:total_)?inactive_file (\d+)$',
-                                            read(root, folder / 'memory.stat'), re.M)
-                        yield int(read(root, folder / limit)), \
-                            int(read(root, folder / used)) - max(map(int, caches), default=0)
-
-
-def read(root, path):
-    return Path(root, path).read_text(encoding='utf-8', errors='replace')
-
-
 def describe_load():
     """A clause where other programs leave fewer cores than torch takes, so that a time measured
     here means little; else ''."""
@@ -172,11 +129,6 @@ def describe_load():
     if cores - load >= torch.get_num_threads() - 0.5:
         return ''
     return f'; it is busy, load {load:.1f} on {cores} cores, and may be several times as fast'
-
-
-def free_memory():
-    """Bytes of memory that are free for this process, or None where the system does not tell."""
-    return machine_memory()[1]
 
 
 def device_memory(device):

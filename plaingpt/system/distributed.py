@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from plaingpt.system.errors import UserError
-from plaingpt.system.folder_lock import is_running, started
+from plaingpt.system.files import is_running, started
 from plaingpt.system.streams import status
 
 JOIN_S = 300  # how long the processes of a job wait for those that have not come

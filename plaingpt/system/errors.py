@@ -9,6 +9,7 @@ import time
 from contextlib import contextmanager, suppress
 
 from plaingpt.system.formatting import printable
+from plaingpt.system.machine import limit_threads, neighbours
 from plaingpt.system.streams import StdoutError, prepare_streams, status, warn
 
 # what to do where the system refuses a file
@@ -42,6 +43,7 @@ def begin_script():
     run_script follows."""
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # else it is ignored: nohup
         signal.signal(signal.SIGINT, leave_at_once)
+    limit_threads()
     prepare_streams()
     status.start()
     if not {'--help', '-h'} & set(sys.argv):
@@ -67,9 +69,11 @@ def run_script(main):
         if signal.getsignal(signal.SIGINT) is leave_at_once:
             signal.signal(signal.SIGINT, signal.default_int_handler)
         status.show('')
+        neighbours.start()
         try:
             main(sys.argv[1:])
         finally:
+            neighbours.end()
             status.stop()
             sys.stdout.flush()
     except UserError as problem:

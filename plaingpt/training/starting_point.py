@@ -19,7 +19,7 @@ from plaingpt.inference.pretrained import (
     load_pretrained,
     pretrained_shape,
 )
-from plaingpt.system.devices import check_memory, device_memory, free_memory
+from plaingpt.system.devices import check_memory, device_memory
 from plaingpt.system.distributed import (
     all_gather,
     all_reduce_min,
@@ -30,6 +30,7 @@ from plaingpt.system.distributed import (
 from plaingpt.system.errors import UserError
 from plaingpt.system.files import ROOT
 from plaingpt.system.formatting import gib, quoted
+from plaingpt.system.machine import free_memory
 from plaingpt.training import checkpoint as checkpoints
 from plaingpt.training.checkpoint_writer import clean_up
 from plaingpt.training.memory_planner import (

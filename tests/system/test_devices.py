@@ -13,7 +13,6 @@ from plaingpt.system.devices import (
     choose_dtype,
     describe_load,
     find_gpu,
-    machine_memory,
     mfu,
     peak_flops,
     seed_everything,
@@ -134,31 +133,6 @@ def test_utilisation_is_known_only_where_the_peak_is():
     assert mfu(1e12, 'NVIDIA A100-SXM4-80GB', 'float32') is None
     assert mfu(156e12, 'NVIDIA A100-SXM4-80GB', 'bfloat16') == 0.5
     assert peak_flops('NVIDIA L40S', 'bfloat16') == 362e12  # and not the L4's
-
-
-def write(path, text):
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(text)
-
-
-def test_memory_is_that_of_the_machine_or_of_the_narrowest_cgroup(tmp_path):
-    total, free = machine_memory(tmp_path)  # where /proc tells nothing, the C library does
-    assert total > free > 0
-    write(tmp_path / 'proc/meminfo', 'MemTotal: 9 kB\nMemAvailable:    4096 kB\n')
-    assert machine_memory(tmp_path) == (total, 2**22)
-    write(tmp_path / 'proc/self/cgroup', '1:name=systemd:/\n0::/a.slice/b.scope\n')
-    group = tmp_path / 'sys/fs/cgroup/a.slice/b.scope'
-    for folder, limit, used in ((group, 'max', 10), (group.parent, 2**20, 2**19)):
-        write(folder / 'memory.max', f'{limit}\n')
-        write(folder / 'memory.current', f'{used}\n')
-        write(folder / 'memory.stat', 'anon 7\ninactive_file 1024\n')
-    assert machine_memory(tmp_path) == (2**20, 2**19 + 1024)
-    write(tmp_path / 'proc/self/cgroup', '4:memory:/of/the/host\n')
-    inside = tmp_path / 'sys/fs/cgroup/memory'
-    write(inside / 'memory.limit_in_bytes', str(2**21))
-    write(inside / 'memory.usage_in_bytes', str(2**20))
-    write(inside / 'memory.stat', 'inactive_file 5\ntotal_inactive_file 20\n')
-    assert machine_memory(tmp_path) == (2**21, 2**20 + 20)
 
 
 def test_a_busy_machine_is_told_where_torch_gets_fewer_cores_than_it_takes(monkeypatch):

@@ -9,9 +9,9 @@ import pytest
 from helpers import exit_code, fails, fork, wait_until
 
 import train
-from plaingpt.system import folder_lock
+from plaingpt.system import files
 from plaingpt.system.errors import UserError
-from plaingpt.system.folder_lock import in_use, lock_output_dir, locked
+from plaingpt.system.files import in_use, lock_output_dir, locked
 
 
 def test_a_folder_in_use_is_refused_and_may_be_evaluated(tiny, trained, capsys, monkeypatch):
@@ -31,12 +31,12 @@ def test_a_folder_in_use_is_refused_and_may_be_evaluated(tiny, trained, capsys, 
 def no_locks():
     def refuse(*_):
         raise OSError(errno.ENOLCK, 'No locks available')
-    folder_lock.fcntl.flock = refuse
+    files.fcntl.flock = refuse
 
 
 @pytest.fixture
 def without_locks(monkeypatch):
-    monkeypatch.setattr(folder_lock.fcntl, 'flock', folder_lock.fcntl.flock)  # put back at the end
+    monkeypatch.setattr(files.fcntl, 'flock', files.fcntl.flock)  # put back at the end
     no_locks()
 
 
@@ -64,7 +64,7 @@ def test_two_runs_do_not_share_an_out_dir_and_a_dead_one_does_not_block_it(
 def test_the_holder_of_a_lock_file(tmp_path, without_locks, text, holds):
     pid = os.getpid()
     text = text.replace('HOST', socket.gethostname()).replace('PID', str(pid))
-    (tmp_path / '.lock').write_text(text.replace('START', folder_lock.started(pid)))
+    (tmp_path / '.lock').write_text(text.replace('START', files.started(pid)))
     assert in_use(tmp_path) == bool(holds)
     if holds:
         with pytest.raises(UserError, match=f'busy; {holds}'), locked(tmp_path, 'busy'):

@@ -1,0 +1,161 @@
+"""Memory and cores that a process may use, and programs that it shares them with."""
+
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+from helpers import ROOT, wait_until
+
+from plaingpt.monitoring.metrics import SLOW_LAPS, SLOW_S, Clock
+from plaingpt.system import machine
+from plaingpt.system.machine import Neighbours, core_limit, limit_threads, machine_memory
+
+
+def write(path, text):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+
+
+def test_memory_is_that_of_the_machine_or_of_the_narrowest_cgroup(tmp_path):
+    total, free = machine_memory(tmp_path)  # where /proc tells nothing, the C library does
+    assert total > free > 0
+    write(tmp_path / 'proc/meminfo', 'MemTotal: 9 kB\nMemAvailable:    4096 kB\n')
+    assert machine_memory(tmp_path) == (total, 2**22)
+    write(tmp_path / 'proc/self/cgroup', '1:name=systemd:/\n0::/a.slice/b.scope\n')
+    group = tmp_path / 'sys/fs/cgroup/a.slice/b.scope'
+    for folder, limit, used in ((group, 'max', 10), (group.parent, 2**20, 2**19)):
+        write(folder / 'memory.max', f'{limit}\n')
+        write(folder / 'memory.current', f'{used}\n')
+        write(folder / 'memory.stat', 'anon 7\ninactive_file 1024\n')
+    assert machine_memory(tmp_path) == (2**20, 2**19 + 1024)
+    write(tmp_path / 'proc/self/cgroup', '4:memory:/of/the/host\n')
+    inside = tmp_path / 'sys/fs/cgroup/memory'
+    write(inside / 'memory.limit_in_bytes', str(2**21))
+    write(inside / 'memory.usage_in_bytes', str(2**20))
+    write(inside / 'memory.stat', 'inactive_file 5\ntotal_inactive_file 20\n')
+    assert machine_memory(tmp_path) == (2**21, 2**20 + 20)
+
+
+def test_the_cores_are_those_of_the_narrowest_cgroup(tmp_path):
+    assert core_limit(tmp_path) == float('inf')
+    write(tmp_path / 'proc/self/cgroup', '0::/a.slice/b.scope\n')
+    group = tmp_path / 'sys/fs/cgroup/a.slice/b.scope'
+    write(group / 'cpu.max', 'max 100000\n')
+    assert core_limit(tmp_path) == float('inf')
+    write(group.parent / 'cpu.max', '150000 100000\n')
+    assert core_limit(tmp_path) == 1.5
+    write(tmp_path / 'proc/self/cgroup', '3:cpu,cpuacct:/of/the/host\n')
+    for name, quota in (('cpu.cfs_quota_us', 400000), ('cpu.cfs_period_us', 100000)):
+        write(tmp_path / 'sys/fs/cgroup/cpu,cpuacct' / name, f'{quota}\n')
+    assert core_limit(tmp_path) == 4.0
+    write(tmp_path / 'sys/fs/cgroup/cpu,cpuacct/cpu.cfs_quota_us', '-1\n')
+    assert core_limit(tmp_path) == float('inf')
+
+
+def test_threads_are_as_many_as_cores_are_allowed_unless_the_user_says(monkeypatch):
+    monkeypatch.setattr(machine, 'allowed_cpus', lambda: set(range(64)))
+    for limit, said, threads in ((float('inf'), None, None), (3.5, None, '3'), (0.5, None, '1'),
+                                 (3.5, '8', '8')):
+        monkeypatch.delenv('OMP_NUM_THREADS', raising=False)
+        if said:
+            monkeypatch.setenv('OMP_NUM_THREADS', said)
+        monkeypatch.setattr(machine, 'core_limit', lambda limit=limit: limit)
+        limit_threads()
+        assert machine.os.environ.get('OMP_NUM_THREADS') == threads
+        monkeypatch.setenv('OMP_NUM_THREADS', '1')  # put back at the end
+
+
+needs_linux = pytest.mark.skipif(machine.busy_seconds() is None, reason='/proc/stat is not there')
+
+
+@needs_linux
+def test_what_another_program_takes_is_seen():
+    neighbours = Neighbours()
+    neighbours.LOOK_S = 0.3
+    spin = subprocess.Popen([sys.executable, '-c', 'while True: pass'])
+    try:
+        neighbours.start()
+        wait_until(lambda: neighbours.others > 0.5)
+    finally:
+        neighbours.end()
+        spin.kill()
+        spin.wait()
+
+
+@needs_linux
+def test_threads_wait_politely_while_cores_are_wanted_by_others(monkeypatch):
+    spinning = 4
+    monkeypatch.setattr(machine, 'allowed_cpus', lambda: set(range(4)))
+    monkeypatch.setattr(machine, 'spinning_threads', lambda: spinning)
+    taken, seconds, looked = 0.0, 0.0, time.perf_counter()  # cores and seconds, by others
+
+    def busy_seconds():
+        nonlocal seconds, looked
+        passed, looked = time.perf_counter() - looked, time.perf_counter()
+        seconds += taken * passed
+        return time.process_time() + seconds
+    monkeypatch.setattr(machine, 'busy_seconds', busy_seconds)
+    neighbours = Neighbours()
+    neighbours.LOOK_S = 0.05
+    neighbours.start()
+    try:
+        time.sleep(0.3)
+        assert not neighbours.crowd and not neighbours.describe()
+        taken = 1.0
+        wait_until(lambda: neighbours.crowd)
+        assert neighbours.describe().endswith(' of 4 cores')
+        taken = 0.0
+        wait_until(lambda: not neighbours.crowd)
+        taken, spinning = 1.0, 1  # one thread waits for nobody
+        time.sleep(0.3)
+        assert not neighbours.crowd
+    finally:
+        neighbours.end()
+
+
+SUM = """
+import sys, threading
+sys.path.insert(0, {root!r})
+from plaingpt.system.machine import wait_with_a_team
+import torch
+torch.manual_seed(0)
+a, b = torch.randn(2, 500, 500)
+alone = [(a @ b).softmax(dim=1).sum(dim=0) for _ in range(20)]
+until = threading.Event()
+thread = threading.Thread(target=wait_with_a_team, args=(until,))
+thread.start()
+beside = [(a @ b).softmax(dim=1).sum(dim=0) for _ in range(20)]
+until.set()
+thread.join(20)
+assert not thread.is_alive()
+assert torch.get_num_threads() == 2 and all(map(torch.equal, alone, beside))
+"""
+
+
+def test_a_team_that_waits_changes_no_bit(monkeypatch):
+    monkeypatch.setenv('OMP_NUM_THREADS', '2')
+    subprocess.run([sys.executable, '-c', SUM.format(root=str(ROOT))], check=True, timeout=100)
+    assert torch.get_num_threads() == 1  # of the tests
+
+
+def test_steps_that_become_slow_and_stay_so_are_told_once(monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr(time, 'perf_counter', lambda: now[0])
+    clock = Clock()
+
+    def told(*laps_s):
+        found = []
+        for lap_s in laps_s:
+            now[0] += lap_s
+            found += filter(None, [clock.slowed_down(lap_s)])
+        return found
+
+    assert told(5.0, 1.0, 1.0, 1.1, 1.9) == []
+    assert told(3.0, 1.0, 3.0, 1.0) == []  # a lap alone
+    assert told(*[3.0] * 5) == [(3.0, 1.0)]
+    assert told(1.5, *[3.0] * 5) == []  # it has not been fast again
+    assert told(1.0, *[3.0] * 5) == [(3.0, 1.0)]
+    assert told(*[0.01] * 9) == told(*[0.03] * 50) == []  # gone within a moment
+    assert SLOW_LAPS * 0.03 < SLOW_S

@@ -22,7 +22,7 @@ from plaingpt.system.files import sha256_of
 SMALL = dict(n_layer=2, n_head=2, n_embd=32, block_size=32, batch_size=16, max_iters=300,
              gradient_accumulation_steps=1, eval_interval=30, eval_iters=5, warmup_iters=30,
              lr_decay_iters=300, learning_rate=3e-3, min_lr=3e-4, health_interval=25,
-             sample_tokens=0, report=False, device='cpu', dtype='float32')
+             sample_tokens=0, report=False, device='cpu', dtype='float32', check='warn')
 
 
 def diagnosed(out_dir, dataset, **changes):

@@ -7,7 +7,7 @@ None where it has too few rows to judge: a false alarm costs more than a late on
 
 import math
 from dataclasses import dataclass
-from statistics import median
+from statistics import mean, median, stdev
 
 from plaingpt.monitoring.metrics_file import column, rows_with
 
@@ -46,23 +46,38 @@ THRESHOLDS = {
     # diverge (Zhai et al. 2023, Stabilizing Transformer Training by Preventing Attention Entropy
     # Collapse; Kimi Team 2025, Kimi K2, §2.1, names 1,000). Ours reach 29
     'attention_logit': 1000.0,
-    # a block's gradient norm / the median of all blocks
-    'dying': 1e-3,
+    # a block's gradient norm / the median of the blocks that have one
+    'no_gradient': 1e-3,
+    # learning rate / its highest, with more than a tenth of the run left
+    'rate_gone': 1e-3,
     # steps that a weight remembers under decay, 1/(rate · weight_decay) (Wang and Aitchison 2024,
     # How to set AdamW's weight decay): ours remember 3,000 and more
     'memory': 300,
+    # nats that the last `batches` logged losses or more lie below every evaluation of the training
+    # split, beyond five errors of their mean: ours never do
+    'batches': 5,
+    'too_easy': 0.1,
+    # nats below the entropy of single tokens, of the lowest of these losses / of the evaluated
+    # training split, where that has `learned` so many: ours have 0.9 and more of them
+    'too_hard': 0.5,
+    'learned': 0.5,
+    # validation loss / training loss
+    'easy_validation': 0.7,
+    # bits a byte: English has 0.6 to 1.3 (Shannon 1951; Cover and King 1978)
+    'implausible': 0.3,
+    # share of validation that is also in the training split
+    'overlap': 0.1,
     # nats that validation rises over its best, in at least `after_best` evaluations
     'overfit': 0.05,
     'after_best': 2,
     # share that neither loss falls by over the last third, while the rate is above half its highest
     'flat': 0.002,
-    # share of the time spent waiting for batches
-    'data_wait': 0.25,
+    'data_wait': 0.25,  # share of the time spent waiting for batches
     # loss scale: below 1 the gradients overflow without any scaling (PyTorch, docs of GradScaler)
     'loss_scale': 1.0,
     # tokens for each parameter: 20 are compute-optimal (Hoffmann et al. 2022); this is a hundredth
     'tokens_per_parameter': 0.2,
-    # share of ln(vocab) that the loss on a few batches falls below (Karpathy 2019, see above)
+    # share of ln(vocab) that the loss on a few batches falls below (Karpathy 2019)
     'overfit_check': 0.05,
 }
 
@@ -89,17 +104,30 @@ def diagnose(rows, run, ended=False):
 # reading rows
 
 
-def block_values(row, measure):
-    """{'h.0': value, …} of a health row: of the blocks, without the embeddings."""
-    prefix = f'health/{measure}/h.'
+def block_values(row, measure, prefix='h.'):
+    """{'h.0': value, …} of a health row: of the blocks; prefix='': also of the embeddings."""
     return {key.rpartition('/')[2]: value for key, value in row.items()
-            if key.startswith(prefix) and value is not None}
+            if key.startswith(f'health/{measure}/{prefix}') and value is not None}
+
+
+def last_batches(rows):
+    """The losses logged between the last two evaluations, at least the last five, or []."""
+    evaluations = [i for i, row in enumerate(rows) if row.get('train_loss') is not None]
+    begin, end = [0, 0, *evaluations][-2:]
+    losses = column(rows[:end], 'loss')
+    n = max(THRESHOLDS['batches'], len(column(rows[begin:end], 'loss')))
+    return losses[-n:] if len(losses) >= n else []
 
 
 def updates(rows):
     """[(row, median update / weight of its blocks)] of the health rows."""
     return [(row, median(ratios.values())) for row in rows
             if (ratios := block_values(row, 'update_ratio'))]
+
+
+def gradients(rows):
+    """[{'h.0': norm, 'wte': …}] of the last two health rows."""
+    return [norms for row in rows if (norms := block_values(row, 'grad_norm', ''))][-2:]
 
 
 def first_loss(rows):
@@ -242,6 +270,16 @@ def climb(rows, run, ended):
                 'down')
 
 
+def rate_gone(rows, run, ended):
+    seen = rows_with(rows, 'lr')
+    limit = THRESHOLDS['rate_gone'] * max(column(rows, 'lr'), default=0)
+    last = max((row['iter'] for row in seen if row['lr'] > limit), default=warmup_iters(run))
+    gone = [row for row in seen if row['iter'] > last]
+    if gone and gone[0]['iter'] < 0.9 * run['config']['max_iters']:
+        return (f'the learning rate is {gone[-1]["lr"]:.1e} since iteration {gone[0]["iter"]}',
+                'set lr_decay_iters to max_iters, or min_lr to a tenth of learning_rate')
+
+
 def clipped(rows, run, ended):
     limit, norms = run['config']['grad_clip'], column(warmed_up(rows, run), 'grad_norm')
     if limit and len(norms) >= 20 and median(norms) >= THRESHOLDS['clip'] * limit:
@@ -250,15 +288,23 @@ def clipped(rows, run, ended):
                 'raise grad_clip (1.0 is usual), or lower learning_rate if the norm has grown')
 
 
-def dying(rows, run, ended):
-    seen = [norms for row in rows if len(norms := block_values(row, 'grad_norm')) > 1][-2:]
-    tiny = [{name for name, norm in norms.items()
-             if norm <= THRESHOLDS['dying'] * median(norms.values()) > 0} for norms in seen]
-    names = sorted(tiny[0] & tiny[1]) if len(tiny) == 2 else []
-    if names:
-        return (f'the gradient of {", ".join(names)} is {seen[-1][names[0]]:.1e}, that of other '
-                f'blocks {median(seen[-1].values()):.1e}',
-                'is it frozen, or cut off by a detach or a norm that has collapsed?')
+def no_gradient(rows, run, ended):
+    seen, tiny = gradients(rows), []
+    for norms in seen:
+        blocks = {name: norm for name, norm in norms.items() if name.startswith('h.')}
+        limit = THRESHOLDS['no_gradient'] * median(list(filter(None, blocks.values())) or [0])
+        tiny.append({name for name, norm in norms.items() if norm <= limit * (name in blocks)})
+    if len(tiny) == 2 and (names := sorted(tiny[0] & tiny[1])):
+        return (f'the gradient of {", ".join(names)} is {seen[-1][names[0]]:.1g}, and the largest '
+                f'{max(seen[-1].values()):.1g}', 'is it frozen, or cut off by a detach or a norm '
+                'that has collapsed?')
+
+
+def same_gradient(rows, run, ended):
+    seen = gradients(rows)
+    if len(seen) == 2 and seen[0] == seen[1] and any(seen[0].values()):
+        return ('all gradients have the norms of the look before',
+                'see that each step has a batch of its own, calls backward and moves the weights')
 
 
 def attention_logit(rows, run, ended):
@@ -333,8 +379,65 @@ def flat(rows, run, ended):
                 'this text, or the text has no more to teach')
 
 
+def easy_validation(rows, run, ended):
+    seen = [row for row in rows_with(rows, 'train_loss', 'val_loss') if row['iter']]
+    if seen and seen[-1]['val_loss'] <= THRESHOLDS['easy_validation'] * seen[-1]['train_loss'] \
+            and not implausible(rows, run, ended):
+        return (f'the validation loss ({seen[-1]["val_loss"]:.4f}) is far below that of training '
+                f'({seen[-1]["train_loss"]:.4f})',
+                'does validation repeat itself, or is it text of another kind?')
+
+
 # -----------------------------------------------------------------------------
-# machine and budget
+# batches, data, machine and budget
+
+
+def batches_too_easy(rows, run, ended):
+    losses, dropout = last_batches(rows), run['config'].get('dropout', 0)
+    if not losses or run['config']['overfit_batches']:
+        return None
+    lowest, error = min(column(rows, 'train_loss')), stdev(losses) / len(losses)**0.5
+    if lowest - mean(losses) >= THRESHOLDS['too_easy'] + 5 * error:
+        return (f'the last {len(losses)} logged batches have a loss of {mean(losses):.2f}, and the '
+                f'training split never had less than {lowest:.2f} when it was evaluated',
+                f'lower dropout ({dropout:g} now): without it the model is another'
+                if dropout > 0.5 else 'does the loader return the same sequences again and again?')
+
+
+def batches_too_hard(rows, run, ended):
+    losses, unigram = last_batches(rows)[-THRESHOLDS['batches']:], run['unigram_loss']
+    if not losses or unigram is None:
+        return None
+    learned, seen = (unigram - loss for loss in (column(rows, 'train_loss')[-1], min(losses)))
+    if learned >= THRESHOLDS['learned'] and seen < THRESHOLDS['too_hard'] * learned:
+        return (f'logged batches have a loss of {min(losses):.2f} at best, and the training split '
+                f'has {unigram - learned:.2f} when it is evaluated',
+                'see what only training does to targets or to the model; is dropout too high?')
+
+
+def implausible(rows, run, ended):
+    bits, size = column(rows, 'val_bpb')[-1:], run.get('train_bytes_per_token')
+    losses = last_batches(rows)[-THRESHOLDS['batches']:]
+    if losses and size and run['from_scratch'] and not run['config']['overfit_batches'] \
+            and rows[-1]['tokens'] <= run['train_tokens']:
+        bits.append(median(losses) / math.log(2) / size)
+    if bits and min(bits) < THRESHOLDS['implausible'] and not batches_too_easy(rows, run, ended):
+        return (f'{min(bits):.2f} bits a byte are too few for text that was not seen before: '
+                'English has 0.6 to 1.3',
+                'do targets or attention show the token to predict? does the text repeat itself?')
+
+
+def overlap(rows, run, ended):
+    share = run.get('val_in_train') or 0
+    if share > THRESHOLDS['overlap']:
+        return (f'{share:.0%} of the validation sequences are in the training split too',
+                'remove duplicates and prepare the text again: this loss measures memory')
+
+
+def changed_data(rows, run, ended):
+    if run.get('changed_data'):
+        return (f'the run began with other data: {run["changed_data"]}',
+                'give it the files that it had, or start a new run from its weights')
 
 
 def data_wait(rows, run, ended):
@@ -364,9 +467,10 @@ def budget(rows, run, ended):
                 'a smaller model would be better after the same time, or this one after more')
 
 
-CHECKS = (initial_loss, no_progress, no_context, first_rise, rate_high, rate_low, spikes, climb,
-          clipped, dying, attention_logit, forgetting, foreign_validation, overfit, flat, data_wait,
-          loss_scale, budget)
+CHECKS = (initial_loss, no_progress, no_context, first_rise, rate_high, rate_low, rate_gone, spikes,
+          climb, clipped, no_gradient, same_gradient, attention_logit, forgetting,
+          foreign_validation, overfit, flat, easy_validation, batches_too_easy, batches_too_hard,
+          implausible, overlap, changed_data, data_wait, loss_scale, budget)
 
 
 def too_early(rows, run):

@@ -61,7 +61,9 @@ class Metrics:
             for row in read_rows(self.path, self.print):
                 self._remember(row)
                 self._send(row)
-            self.diagnosed = {found.name for found in diagnose(self.rows, self.run)}
+            # That the data has changed since is news.
+            earlier = {**self.run, 'changed_data': None}
+            self.diagnosed = {found.name for found in diagnose(self.rows, earlier)}
         self._show(iter_num, *['compiling'] * bool(self.run.get('compile')))  # until the first step
         self.shown_at = 0.0
         self.clock.begin_lap(iter_num, self.loader.waited_s)

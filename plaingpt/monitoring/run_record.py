@@ -3,6 +3,7 @@
 run.json and metrics.jsonl are all that a report, a diagnosis and a comparison need.
 """
 
+import math
 import os
 import platform
 import subprocess
@@ -41,6 +42,10 @@ FACTS = {'config': SETTINGS, 'changed': {}, 'data': DATA, 'vocab_size': is_posit
          'from_scratch': is_bool, 'code': lambda x: x is None or is_text(x), 'machine': MACHINE,
          'dtype': is_text, 'compile': is_bool, 'versions': {}, 'command': is_text,
          'started': is_text}
+# What a run.json of an earlier version lacks.
+OPTIONAL = {'train_bytes_per_token': lambda x: x is None or is_number(x),
+            'val_in_train': lambda x: x is None or is_number(x),
+            'changed_data': lambda x: x is None or is_text(x)}
 # where it ended
 END = {'iter': is_count, 'tokens': is_count,
        'elapsed_s': lambda x: is_number(x) and 0 <= x < 1e300}
@@ -52,16 +57,19 @@ def describe_run(config, dataset, loader, model, device, dtype, compile, world, 
     import torch  # here, so that plot.py starts without it
 
     from plaingpt.system.devices import cpu_name, device_name
-    from_scratch = config.init_from in ('scratch', 'auto')
-    if resumed:
-        from_scratch = read_run(config.out_dir).get('from_scratch', True)
+    before = read_run(config.out_dir) if resumed else {}
+    from_scratch = before.get('from_scratch', True) if resumed \
+        else config.init_from in ('scratch', 'auto')
+    text = {'vocab_size': dataset.vocab_size, 'train_tokens': len(loader.stream),
+            'unigram_loss': unigram_loss(loader.stream)}
     return {
         'config': asdict(config), 'changed': changed_settings(config),
         'data': {'folder': str(dataset.folder),
                  **{key: dataset.meta[key] for key in ('corpus', 'source') if key in dataset.meta},
                  'tokenizer': dataset.tokenizer_json()['kind']},
-        'vocab_size': dataset.vocab_size, 'train_tokens': len(loader.stream),
-        'unigram_loss': unigram_loss(loader.stream),
+        **text, 'changed_data': differences(before, text) or before.get('changed_data'),
+        'train_bytes_per_token': dataset.bytes_per_token('train'),
+        'val_in_train': dataset.split_entry('val').get('in_train'),
         'parameters': model.num_parameters(), 'from_scratch': from_scratch,
         'code': code_version(),
         'machine': {'device': device_name(device), 'cpu': cpu_name(), 'cores': os.cpu_count(),
@@ -78,6 +86,12 @@ def changed_settings(config):
     """{key: value} of a dataclass where it is not the default."""
     defaults = asdict(type(config)())
     return {key: value for key, value in asdict(config).items() if value != defaults[key]}
+
+
+def differences(before, now):
+    """'train_tokens 1000 → 2000' of the facts that were others before, or ''."""
+    return ', '.join(f'{key} {before[key]} → {value}' for key, value in now.items()
+                     if not math.isclose(before.get(key, value), value))
 
 
 def unigram_loss(stream):
@@ -124,6 +138,7 @@ def is_run(value):
     """True where a value holds all that a report, a diagnosis and a comparison read."""
     try:
         check_keys(value, FACTS)
+        check_keys(value, {key: fits for key, fits in OPTIONAL.items() if key in value})
         check_keys(value['data'].get('source', {}), {})
         if 'end' in value:
             check_keys(value['end'], END)

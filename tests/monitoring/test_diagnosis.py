@@ -1,5 +1,6 @@
 """Runs made to go wrong on purpose, and healthy ones: what is said of them."""
 
+import argparse
 import json
 import time
 from pathlib import Path
@@ -11,9 +12,8 @@ from helpers import options
 
 import prepare
 import train
-from model import GPT
+from model import GPT, Block
 from plaingpt.corpus.batches import BatchLoader
-from plaingpt.monitoring import diagnosis
 from plaingpt.monitoring.diagnosis import diagnose
 from plaingpt.monitoring.metrics_file import read_rows
 from plaingpt.monitoring.run_record import read_run
@@ -22,7 +22,7 @@ from plaingpt.system.files import sha256_of
 SMALL = dict(n_layer=2, n_head=2, n_embd=32, block_size=32, batch_size=16, max_iters=300,
              gradient_accumulation_steps=1, eval_interval=30, eval_iters=5, warmup_iters=30,
              lr_decay_iters=300, learning_rate=3e-3, min_lr=3e-4, health_interval=25,
-             sample_tokens=0, report=False, device='cpu', dtype='float32')
+             sample_tokens=0, report=False, device='cpu', dtype='float32', check='warn')
 
 
 def diagnosed(out_dir, dataset, **changes):
@@ -84,27 +84,36 @@ def layer_frozen(monkeypatch, tmp_path, data):
         model.transformer.h[1].requires_grad_(False)
         return model
     monkeypatch.setattr(train.starting_point, 'build_model', frozen)
-    return {}
+    return dict(max_iters=60, lr_decay_iters=60)
 
 
 def little_text(monkeypatch, tmp_path, data):
     source = tmp_path / 'little.txt'
-    source.write_text(Path(diagnosis.__file__).read_text()[:3000])
+    source.write_text(Path(argparse.__file__).read_text()[:3000])
     prepare.main(['text', f'--input={source}', '--tokenizer=char', '--val_fraction=0.3',
                   f'--data_dir={tmp_path}/little'])
     return dict(dataset=tmp_path / 'little', learning_rate=1e-2, min_lr=1e-3, n_embd=64,
                 lr_schedule='constant')
 
 
-def validation_shifted(monkeypatch, tmp_path, data):
-    folder = tmp_path / 'shifted'
+def with_validation(data, folder, change):
+    """The settings of a run on `data`, with the tokens of validation changed."""
     folder.mkdir()
-    vocab_size = int(np.fromfile(data / 'train.bin', dtype='<u2').max()) + 1
     for name in ('meta.json', 'train.bin'):
         (folder / name).write_bytes((data / name).read_bytes())
-    ((np.fromfile(data / 'val.bin', dtype='<u2') + 1) % vocab_size).astype('<u2').tofile(
-        folder / 'val.bin')
-    return dict(dataset=folder)
+    change(np.fromfile(data / 'val.bin', dtype='<u2')).astype('<u2').tofile(folder / 'val.bin')
+    return dict(dataset=folder, data_in_ram=False)  # in memory the checksums would tell
+
+
+def validation_shifted(monkeypatch, tmp_path, data):
+    vocab_size = int(np.fromfile(data / 'train.bin', dtype='<u2').max()) + 1
+    return with_validation(data, tmp_path / 'shifted', lambda ids: (ids + 1) % vocab_size)
+
+
+def validation_of_one_letter(monkeypatch, tmp_path, data):
+    letters = with_validation(data, tmp_path / 'letter', lambda ids: np.where(
+        np.arange(len(ids)) % 1000 < 300, ids, ids[0]))
+    return dict(letters, max_iters=90, lr_decay_iters=90)
 
 
 def float16_overflows(monkeypatch, tmp_path, data):
@@ -134,19 +143,80 @@ def decay_times_100(monkeypatch, tmp_path, data):
     return dict(weight_decay=10.0)
 
 
+def targets_not_shifted(monkeypatch, tmp_path, data):
+    """The model sees the token that it predicts, as with attention that is not causal."""
+    original = BatchLoader._on_host
+
+    def same(self, starts):
+        idx, _ = original(self, starts)
+        return idx, idx.clone()
+    monkeypatch.setattr(BatchLoader, '_on_host', same)
+    return dict(max_iters=60, learning_rate=3e-2, tied_head=False)
+
+
+def same_sequences(monkeypatch, tmp_path, data):
+    original = BatchLoader.train_batch
+    monkeypatch.setattr(BatchLoader, 'train_batch', lambda self, *_: original(self, 0, 0))
+    return dict(max_iters=90, lr_decay_iters=90)
+
+
+def labels_noisy(monkeypatch, tmp_path, data):
+    """30% of those trained on; evaluations have those of the text."""
+    original, random = BatchLoader.train_batch, np.random.default_rng(0)
+
+    def noisy(self, *arguments):
+        idx, targets = original(self, *arguments)
+        noise = torch.from_numpy(random.random(targets.shape) < 0.3)
+        return idx, torch.where(noise, torch.randint_like(targets, 60), targets)
+    monkeypatch.setattr(BatchLoader, 'train_batch', noisy)
+    return {}
+
+
+def rate_gone_at_once(monkeypatch, tmp_path, data):
+    return dict(warmup_iters=5, lr_decay_iters=15, min_lr=0.0, max_iters=60)
+
+
+def detached(monkeypatch, tmp_path, data):
+    original = Block.forward
+
+    def forward(self, x, *arguments, **others):
+        return original(self, x.detach(), *arguments, **others)
+    monkeypatch.setattr(Block, 'forward', forward)
+    return dict(n_layer=3, max_iters=60, lr_decay_iters=60)
+
+
+def batch_kept(monkeypatch, tmp_path, data):
+    """The same batch, and an optimizer that moves nothing."""
+    monkeypatch.setattr(torch.optim.AdamW, 'step', lambda self, *_: None)
+    return {**same_sequences(monkeypatch, tmp_path, data), 'max_iters': 60, 'lr_decay_iters': 60}
+
+
+def dropout_extreme(monkeypatch, tmp_path, data):
+    return dict(dropout=0.9, batch_size=64, max_iters=150, learning_rate=1e-2)
+
+
+# what is said of it, and at which evaluation at the latest
 WRONG = {
-    rate_times_100: 'rate_high',
-    rate_by_1000: 'rate_low',
-    no_warmup: 'first_rise',
-    labels_shuffled: 'no_context',
-    init_times_10: 'initial_loss',
-    layer_frozen: 'dying',
-    little_text: 'overfit',
-    validation_shifted: 'foreign_validation',
-    float16_overflows: 'loss_scale',
-    loader_slow: 'data_wait',
-    clip_tiny: 'clipped',
-    decay_times_100: 'forgetting',
+    rate_times_100: ('rate_high', 60),
+    rate_by_1000: ('rate_low', 60),
+    rate_gone_at_once: ('rate_gone', 30),
+    no_warmup: ('first_rise', 30),
+    labels_shuffled: ('no_context', 270),
+    labels_noisy: ('batches_too_hard', 240),
+    same_sequences: ('batches_too_easy', 60),
+    dropout_extreme: ('batches_too_easy', 90),
+    targets_not_shifted: ('implausible', 30),
+    init_times_10: ('initial_loss', 0),
+    layer_frozen: ('no_gradient', 30),
+    detached: ('no_gradient', 30),
+    batch_kept: ('same_gradient', 30),
+    little_text: ('overfit', 210),
+    validation_shifted: ('foreign_validation', 60),
+    validation_of_one_letter: ('easy_validation', 60),
+    float16_overflows: ('loss_scale', 60),
+    loader_slow: ('data_wait', 40),
+    clip_tiny: ('clipped', 60),
+    decay_times_100: ('forgetting', 30),
 }
 
 HEALTHY = {
@@ -158,10 +228,13 @@ HEALTHY = {
     'constant rate, accumulation': dict(decay_lr=False, gradient_accumulation_steps=2,
                                         batch_size=8),
     'deep and narrow, float16': dict(n_layer=4, n_embd=16, dtype='float16', max_iters=240),
+    'sgd': dict(optimizer='sgd', learning_rate=0.3, min_lr=0.03, weight_decay=1e-4),
+    'six epochs, dropout 0.5': dict(dropout=0.5, batch_size=64, learning_rate=1e-2, log_interval=6),
 }
 
 # The same in kind, or long: make test-slow runs them.
 SLOW = {rate_by_1000, no_warmup, init_times_10, validation_shifted, clip_tiny, decay_times_100,
+        labels_noisy, dropout_extreme, layer_frozen, 'sgd', 'six epochs, dropout 0.5',
         'dropout, bfloat16', 'swiglu, wsd', 'constant rate, accumulation',
         'deep and narrow, float16'}
 
@@ -172,11 +245,14 @@ def cases(table):
 
 
 @pytest.mark.parametrize('spoil', cases(WRONG))
-def test_what_goes_wrong_is_named(spoil, monkeypatch, tmp_path, char_data, capsys):
-    changes = spoil(monkeypatch, tmp_path, char_data)
+def test_what_goes_wrong_is_named_in_time_and_once(spoil, monkeypatch, tmp_path, char_data, capsys):
+    (name, latest), changes = WRONG[spoil], spoil(monkeypatch, tmp_path, char_data)
     found = diagnosed(tmp_path / 'out', **{'dataset': char_data, **changes})
-    assert WRONG[spoil] in found
-    assert capsys.readouterr().out.count('diagnosis: ') == len(found)  # each told once
+    rows, run = read_rows(tmp_path / 'out/metrics.jsonl', pytest.fail), read_run(tmp_path / 'out')
+    told = {each.name: row['iter'] for i, row in reversed([*enumerate(rows, 1)])
+            if 'val_loss' in row for each in diagnose(rows[:i], run)}  # the first time
+    assert name in found and told[name] <= latest, told
+    assert capsys.readouterr().out.count('diagnosis: ') == len(found | told.keys())
 
 
 @pytest.mark.parametrize('name', cases(HEALTHY))
@@ -202,6 +278,37 @@ def test_the_weights_of_another_tokenizer_are_suspected(trained, char_data, tmp_
     assert diagnosed(tmp_path / 'same', char_data, **few) == set()
 
 
+def test_what_is_learned_by_heart_over_many_epochs_is_overfit_and_nothing_else(tmp_path,
+                                                                               monkeypatch):
+    little = little_text(monkeypatch, tmp_path, None)
+    assert diagnosed(tmp_path / 'out', **little, dropout=0.5, max_iters=150) <= {'overfit'}
+
+
+def test_a_resumed_run_is_told_that_its_data_has_changed(tmp_path, char_data, capsys):
+    folder, out = tmp_path / 'data', tmp_path / 'out'
+    folder.mkdir()
+    meta = json.loads((char_data / 'meta.json').read_text())
+    for split, times in (('train', 10), ('val', 1)):  # of more than the checksums of a resume read
+        ids = np.tile(np.fromfile(char_data / f'{split}.bin', dtype='<u2'), times)
+        ids.tofile(folder / f'{split}.bin')
+        entry = meta['splits'][split]
+        entry['tokens'] = entry['files'][0]['tokens'] = len(ids)
+    (folder / 'meta.json').write_text(json.dumps(meta))
+
+    def resumed(max_iters):
+        capsys.readouterr()
+        found = diagnosed(out, folder, max_iters=max_iters, lr_decay_iters=30, data_in_ram=False,
+                          eval_interval=5, init_from='auto')
+        assert ('diagnosis: the run began with other data' in capsys.readouterr().out) \
+            == bool(found)
+        return found
+    assert resumed(5) == resumed(10) == set()
+    tokens = np.memmap(folder / 'train.bin', dtype='<u2', mode='r+')
+    tokens[8500:12000] = 0  # between the blocks that are read
+    tokens.flush()
+    assert resumed(15) == resumed(20) == {'changed_data'}
+
+
 @pytest.mark.parametrize('iters, words',
                          [(100, 'near zero as it should'), (5, 'should come under')])
 def test_a_few_batches_are_learned_by_heart(iters, words, tmp_path, char_data, capsys):
@@ -223,7 +330,7 @@ def rows_of(**columns):
 
 RUN = dict(vocab_size=65, parameters=10**4, train_tokens=10**6, unigram_loss=3.3, from_scratch=True,
            config=dict(warmup_iters=10, decay_lr=True, grad_clip=1.0, weight_decay=0.1,
-                       overfit_batches=0, n_embd=64))
+                       overfit_batches=0, n_embd=64, max_iters=300))
 
 
 def test_a_gradient_that_climbs_or_spikes_is_named():
@@ -239,6 +346,33 @@ def test_attention_that_has_become_a_choice_of_one_token_is_named():
     logits = {'health/attention_logit/h.0': [5.0, 6.0], 'health/attention_logit/h.1': [9.0, 1500.0]}
     [found] = diagnose(rows_of(**logits), RUN)
     assert found.name == 'attention_logit' and 'h.1 reached 1,500 at iteration 1' in found.evidence
+
+
+def test_a_block_with_a_thousandth_of_the_gradient_of_others_is_named():
+    norms = {f'health/grad_norm/{name}': [norm, norm * 1.1]
+             for name, norm in {'wte': 1e-5, 'h.0': 1.0, 'h.1': 1e-5, 'h.2': 2.0}.items()}
+    [found] = diagnose(rows_of(**norms), RUN)
+    assert found.name == 'no_gradient' and 'the gradient of h.1 is' in found.evidence
+
+
+def test_blocks_whose_gradient_is_zero_in_the_first_step_only_give_no_alarm():
+    norms = {'health/grad_norm/h.0': [0.0, 1.0, 0.5], 'health/grad_norm/h.1': [0.0, 0.8, 0.7]}
+    assert [diagnose(rows_of(**norms)[:n], RUN) for n in (1, 2, 3)] == [[], [], []]
+
+
+def test_bits_a_byte_below_those_of_english_are_named_on_validation_and_in_the_first_epoch():
+    rows = rows_of(loss=[4.2] + [0.15] * 7, train_loss=[None] * 7 + [0.15])
+    sized = {**RUN, 'train_bytes_per_token': 1.0}
+    for run, names in ((RUN, []), (sized, ['implausible']), ({**sized, 'train_tokens': 600}, [])):
+        assert [found.name for found in diagnose(rows, run)] == names
+    for bits, names in ((0.2, ['implausible']), (0.6, [])):
+        assert [found.name for found in diagnose(rows_of(val_bpb=[5.0, bits]), RUN)] == names
+
+
+def test_validation_that_is_in_the_training_split_is_named():
+    assert diagnose([], {**RUN, 'val_in_train': 0.05}) == []
+    [found] = diagnose([], {**RUN, 'val_in_train': 0.3})
+    assert found.name == 'overlap' and found.evidence.startswith('30% ')
 
 
 def test_losses_that_stand_still_are_named_while_the_rate_is_high_only():

@@ -5,6 +5,7 @@ from test_train import lines
 
 import plot
 import train
+from plaingpt.monitoring.run_record import OPTIONAL, is_run, read_run
 
 
 def test_patience_ends_a_run_that_gets_no_better_and_survives_a_resume(tiny, tmp_path, capsys):
@@ -28,3 +29,9 @@ def test_a_run_that_gave_up_says_so_ever_after(tiny, tmp_path, capsys, monkeypat
     assert f'| ended | {given_up} |' in (tmp_path / 'out/report.md').read_text()
     plot.main([str(tmp_path / 'out')])
     assert given_up in capsys.readouterr().out
+
+
+def test_a_fact_that_an_earlier_version_lacks_may_be_missing_and_is_checked_where_it_is(trained):
+    run = read_run(trained)
+    assert is_run(run) and is_run({key: run[key] for key in run.keys() - OPTIONAL.keys()})
+    assert not any(is_run({**run, key: []}) for key in OPTIONAL)

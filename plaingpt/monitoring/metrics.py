@@ -25,7 +25,8 @@ from plaingpt.system.streams import status
 
 MAX_ROWS = 20_000  # kept in memory; beyond it every second row without an evaluation goes
 LIVE_INTERVAL_S = 0.5  # between two updates of a terminal's last line
-SLOW, AGAIN = 2.0, 1.3  # times the best step: it is said, and may be said once more after that
+BUSY, SLOW, AGAIN = 1.6, 2.5, 1.3  # times the best step: said where other programs run, where not,
+# and may be said once more after that
 SLOW_LAPS, SLOW_S = 3, 3.0  # it lasts for so many lines, and seconds
 
 
@@ -110,8 +111,7 @@ class Metrics:
         for the device, so call this on logged steps only."""
         loss, grad_norm = float(loss), float(grad_norm)
         step_s, data_wait = self.clock.end_lap(iter_num, self.loader.waited_s)
-        if slower := self.clock.slowed_down(step_s):
-            self._tell_of_slow_steps(*slower)
+        self._tell_of_slow_steps(step_s)
         tokens_per_s = self.config.step_tokens() / step_s
         utilisation = mfu(self.flops_per_token * tokens_per_s, self.device_name, self.dtype)
         speed = f'{short(tokens_per_s)} tok/s'
@@ -131,11 +131,12 @@ class Metrics:
                     peak_memory_bytes=peak_memory_bytes(self.device),
                     data_wait=round(data_wait, 4), **scale)
 
-    def _tell_of_slow_steps(self, now_s, best_s):
+    def _tell_of_slow_steps(self, step_s):
         busy = neighbours.describe()
-        why = f'the machine is busy: {busy}' if busy else 'steps have become slow'
-        self.print(f'{why}; a step takes {now_s * 1e3:.0f} ms now, and took {best_s * 1e3:.0f} ms '
-                   'at best')
+        if self.clock.slowed_down(step_s, BUSY if busy else SLOW):
+            why = f'the machine is busy: {busy}' if busy else 'steps have become slow'
+            self.print(f'{why}; a step takes {step_s * 1e3:.0f} ms now, and took '
+                       f'{self.clock.best_s * 1e3:.0f} ms at best')
 
     def remaining_s(self, iter_num, step_s):
         """Seconds to the end at `step_s` a step, with evaluations as long as those so far."""
@@ -264,19 +265,19 @@ class Clock:
         self.begin_lap(iter_num, waited_s)
         return step_s, data_wait
 
-    def slowed_down(self, step_s):
-        """→ (seconds a step takes, that one took at best), once where steps have become far slower
-        and stay so; else None. step_s: of the lap that has ended."""
+    def slowed_down(self, step_s, limit):
+        """Whether steps take `limit` times as long as at best and stay so; once until they are
+        fast again. step_s: of the lap that has ended."""
         now, self.best_s = time.perf_counter(), min(self.best_s, step_s)
         self.told_slow &= step_s >= AGAIN * self.best_s
-        if step_s < SLOW * self.best_s:
+        if step_s < limit * self.best_s:
             self.slow_laps, self.slow_since = 0, now
-            return None
+            return False
         self.slow_laps += 1
         if self.told_slow or self.slow_laps < SLOW_LAPS or now < self.slow_since + SLOW_S:
-            return None
+            return False
         self.told_slow = True
-        return step_s, self.best_s
+        return True
 
     @contextmanager
     def paused(self):

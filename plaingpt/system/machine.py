@@ -177,7 +177,8 @@ def busy_seconds():
         allowed, ticks = allowed_cpus(), 0
         for line in read('/', 'proc/stat').splitlines():
             if found := re.match(r'cpu(\d+) ', line):
-                user, nice, system, _, _, *rest = map(int, line.split()[1:9])
-                ticks += int(found[1]) in allowed and user + nice + system + sum(rest)
+                # without `steal`: no thread of this machine can leave those seconds to another
+                user, nice, system, _, _, irq, softirq = map(int, line.split()[1:8])
+                ticks += int(found[1]) in allowed and user + nice + system + irq + softirq
         return ticks / os.sysconf('SC_CLK_TCK')
     return None

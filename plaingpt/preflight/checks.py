@@ -54,6 +54,7 @@ INSIDE = {  # of the network, while what begins at zero is filled with noise
     'an evaluation repeats itself': evaluation_repeats,
     'generation with a cache is the same': cache_changes_nothing,
     'a saved model comes back': checkpoints_come_back}
+NEEDED = {'the weights are float32', 'an evaluation reads every sequence once'}  # to look inside
 
 
 @status.doing('checking')
@@ -72,9 +73,9 @@ def preflight(run, resumed, mean_loss, group):
                       from_scratch=not resumed and config.init_from in ('scratch', 'auto'),
                       evaluate=lambda *what: mean_loss(*what, run.context, run.stop))
     problems = make(BEFORE, subject)
-    if not problems:  # or the rest would fail for the same reason
+    if not NEEDED & problems.keys():
         with subject.zeros_filled():
-            problems = make(INSIDE, subject)
+            problems |= make(INSIDE, subject)
     lines = [f'preflight: {what}? No: {problem}' for what, problem in problems.items()]
     if problems and config.check != 'warn':
         raise UserError('\n'.join([*lines, 'nothing was trained: mend this, or, where it is meant, '

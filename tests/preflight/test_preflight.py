@@ -396,6 +396,20 @@ def test_a_warning_is_no_stop_and_no_check_says_nothing(monkeypatch, tiny, tmp_p
     assert 'done: ' in out and err.count('warning: preflight: batches are what the files') == 1
 
 
+def test_targets_that_do_not_count_are_left_alone(monkeypatch, tiny, capsys):
+    masked = changed_on_the_way(lambda idx, targets: (idx, targets.masked_fill(idx < 40, -1)))
+    masked(monkeypatch, None)
+    train.main([*tiny, '--check'])
+    assert 'FAILED' not in capsys.readouterr().out
+
+
+def test_where_nothing_can_be_written_no_check_of_it_is_made(monkeypatch, tiny, tmp_path, capsys):
+    monkeypatch.setattr('tempfile.tempdir', str(tmp_path / 'nowhere'))
+    train.main([*tiny, '--check'])
+    out = capsys.readouterr().out
+    assert 'not checked: a saved model comes back' in out and '17 checks passed' in out
+
+
 def test_what_will_be_read_is_shown(tiny, capsys):
     train.main([*tiny, '--check', '--block_size=200'])
     shown = capsys.readouterr().out.partition('the model will read ')[2]

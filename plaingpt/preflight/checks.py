@@ -6,6 +6,8 @@ after hours, or never. A new check is a function and its entry in CHECKS.
 
 import time
 
+import torch
+
 from plaingpt.preflight.data_checks import (
     batches_are_of_the_files,
     batches_differ,
@@ -31,6 +33,7 @@ from plaingpt.preflight.saving_checks import checkpoints_come_back
 from plaingpt.preflight.subject import NotChecked, Subject
 from plaingpt.system.distributed import all_gather, print0
 from plaingpt.system.errors import UserError
+from plaingpt.system.formatting import one_line
 from plaingpt.system.streams import status, warn
 
 # What must hold → the check.
@@ -76,6 +79,8 @@ def preflight(run, resumed, mean_loss, group):
     if not NEEDED & problems.keys():
         with subject.zeros_filled():
             problems |= make(INSIDE, subject)
+    if subject.device.type == 'cuda':
+        torch.cuda.reset_peak_memory_stats(subject.device)  # what is logged is the run's
     lines = [f'preflight: {what}? No: {problem}' for what, problem in problems.items()]
     if problems and config.check != 'warn':
         raise UserError('\n'.join([*lines, 'nothing was trained: mend this, or, where it is meant, '
@@ -94,8 +99,8 @@ def make(checks, subject):
         skipped = problem = None
         try:
             problem = check(subject)
-        except NotChecked as reason:
-            skipped = f'not checked: {what} ({reason})'
+        except (NotChecked, torch.OutOfMemoryError) as reason:
+            skipped = f'not checked: {what} ({one_line(reason)})'
         found = all_gather(problem, subject.group)
         if problem := next(filter(None, found), None):
             problems[what] = problem if found[0] else \

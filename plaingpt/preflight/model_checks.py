@@ -157,15 +157,17 @@ def gradient_is_true(subject):
     for name, gradient in subject.gradients.items():
         if gradient is not None:
             groups[name.startswith('transformer.h.0.')][name] = gradient
-    weights, step = subject.large_weights, {}
+    lengths = {}  # of the step along each gradient
     for group in groups.values():
-        square = sum(float(gradient.square().sum()) for gradient in group.values())
+        square = sum(float(gradient.norm())**2 for gradient in group.values())
         if not CUT_OFF < square < math.inf:
             return None  # every_weight_learns says so
-        step |= {name: PREDICTED_FALL / 2 / square * gradient for name, gradient in group.items()}
+        lengths |= dict.fromkeys(group, PREDICTED_FALL / 2 / square)
+    weights = subject.large_weights
     behind, ahead = (subject.loss({**weights, **{
-        name: (weights[name].detach() + way / 2 * change).requires_grad_()
-        for name, change in step.items()}}).item() for way in (1, -1))
+        name: torch.add(weights[name].detach(), subject.gradients[name],
+                        alpha=way / 2 * length).requires_grad_()
+        for name, length in lengths.items()}}).item() for way in (1, -1))
     fall = behind - ahead
     allowed = GRADIENT_ERROR[subject.device.type == 'cpu']
     if abs(fall / PREDICTED_FALL - 1) > allowed:

@@ -101,11 +101,13 @@ def data_is_text(subject):
     ids = [i for i in subject.train_data.train_batch(0, 0)[0][0].tolist()
            if i != tokenizer.end_of_text]
     text = tokenizer.decode(ids)
-    subject.text = text[:80]
     again = Counter(tokenizer.encode(text).tolist())
     same = (again & Counter(ids)).total() / max(1, len(ids))
+    if same < ROUND_TRIP and not subject.dataset.meta:
+        raise NotChecked(f'{subject.dataset.folder} does not say which tokenizer it has')
+    subject.text = text[:80]
     if same < ROUND_TRIP:
-        return (f'{text[:80]!r} is what the tokens say, and {same:.0%} of them come back when it '
+        return (f'{subject.text!r} is what the tokens say, and {same:.0%} of them come back when it '
                 f'is encoded again: {subject.dataset.folder} was made with another tokenizer than '
                 'its meta.json has')
 

@@ -15,9 +15,11 @@ from test_train import same, weights
 import model
 import prepare
 import train
+from plaingpt.corpus import batches
 from plaingpt.corpus.batches import BatchLoader
+from plaingpt.preflight import step_checks
 from plaingpt.system.errors import UserError
-from plaingpt.training import checkpoint, optimizers, schedules, starting_point
+from plaingpt.training import checkpoint, optimizers, schedules, starting_point, training_step
 
 SMALL = dict(n_layer=3, n_head=2, n_embd=32, block_size=16, batch_size=4, max_iters=300,
              gradient_accumulation_steps=2, eval_iters=2, warmup_iters=2, device='cpu',
@@ -251,7 +253,147 @@ def schedule_of_another_unit(monkeypatch, tmp_path):
     return dict(lr_schedule='linear', max_iters=1000)
 
 
+def future_leaks_late_in_the_sequence(monkeypatch, tmp_path):
+    original = F.scaled_dot_product_attention
+
+    def leaky(q, k, v, is_causal=False, **rest):
+        T = q.size(2)
+        mask = torch.ones(T, T, dtype=torch.bool).tril()
+        mask[40:] = True
+        return original(q, k, v, **{**rest, 'attn_mask': mask if is_causal else rest['attn_mask']})
+    monkeypatch.setattr(F, 'scaled_dot_product_attention', leaky)
+    return dict(block_size=64)
+
+
+def softmax_over_nothing(monkeypatch, tmp_path):
+    def attention(q, k, v, is_causal=False, attn_mask=None, **rest):
+        T = q.size(2)
+        scores = (q @ k.mT).masked_fill(torch.ones(T, T).triu().bool(), float('-inf'))
+        return scores.softmax(dim=-1) @ v  # the first token has nothing to attend to
+    monkeypatch.setattr(F, 'scaled_dot_product_attention', attention)
+    return {}
+
+
+def blocks_shared(monkeypatch, tmp_path):
+    after_init(monkeypatch, lambda gpt: gpt.transformer.__setitem__(
+        'h', nn.ModuleList([gpt.transformer.h[0]] * len(gpt.transformer.h))))
+    return {}
+
+
+def splits_are_swapped(monkeypatch, tmp_path):
+    original = starting_point.open_batches
+    monkeypatch.setattr(starting_point, 'open_batches', lambda *arguments:
+                        original(*arguments)[::-1])
+    return {}
+
+
+def validation_is_training_text(monkeypatch, tmp_path):
+    original = starting_point.open_batches
+
+    def open_batches(*arguments):
+        train_data, val_data = original(*arguments)
+        val_data.stream = train_data.stream
+        return train_data, val_data
+    monkeypatch.setattr(starting_point, 'open_batches', open_batches)
+    return {}
+
+
+def same_micro_batch(monkeypatch, tmp_path):
+    original = BatchLoader.sequence_ids
+    monkeypatch.setattr(BatchLoader, 'sequence_ids',
+                        lambda self, step, micro: original(self, step, 0))
+    return {}
+
+
+def order_is_no_permutation(monkeypatch, tmp_path):
+    monkeypatch.setattr(batches, 'permute', lambda indices, n, k: indices * 2 % n)
+    return {}
+
+
+def text_in_its_order(monkeypatch, tmp_path):
+    monkeypatch.setattr(batches, 'permute', lambda indices, n, k: indices)
+    return {}
+
+
+def epoch_of_little_text(monkeypatch, tmp_path):
+    original = BatchLoader.__init__
+
+    def init(self, *arguments, **rest):
+        original(self, *arguments, **rest)
+        self.sequences_per_epoch //= self.block_size
+    monkeypatch.setattr(BatchLoader, '__init__', init)
+    return {}
+
+
+def one_place_evaluated(monkeypatch, tmp_path):
+    original = BatchLoader.eval_batches
+    monkeypatch.setattr(BatchLoader, 'eval_batches', lambda *arguments: [
+        starts * 0 for starts in original(*arguments)])
+    return {}
+
+
+def eval_mode_kept(monkeypatch, tmp_path):
+    monkeypatch.setattr(model.GPT, 'train', lambda self, mode=True:
+                        nn.Module.train(self, mode and self.training))
+    return dict(dropout=0.2)
+
+
+def loss_shifted_twice(monkeypatch, tmp_path):
+    original = model.GPT.forward
+    monkeypatch.setattr(model.GPT, 'forward', lambda self, idx, targets=None: original(
+        self, idx, targets if targets is None else F.pad(targets[:, 1:], (0, 1), value=-1)))
+    return {}
+
+
+def logits_scaled_in_sampling_alone(monkeypatch, tmp_path):
+    original = model.GPT.logits
+    monkeypatch.setattr(model.GPT, 'logits', lambda self, x: original(self, x) * 0.25)
+    return {}
+
+
+def uphill(monkeypatch, tmp_path):
+    original = torch.amp.GradScaler.scale
+    monkeypatch.setattr(torch.amp.GradScaler, 'scale', lambda self, loss: original(self, -loss))
+    return {}
+
+
+def loss_not_divided(monkeypatch, tmp_path):
+    original = training_step.forward_backward
+    monkeypatch.setattr(step_checks, 'forward_backward', lambda gpt, batches, micro_steps, *rest:
+                        sum(original(gpt, batches, 1, *rest) for _ in range(micro_steps)))
+    return {}
+
+
+def gradients_kept(monkeypatch, tmp_path):
+    monkeypatch.setattr(torch.optim.AdamW, 'zero_grad', lambda *_, **__: None)
+    return {}
+
+
+def weights_held(monkeypatch, tmp_path):
+    original = training_step.StepGuard.check_finite
+    monkeypatch.setattr(training_step.StepGuard, 'check_finite', lambda *arguments:
+                        1 - original(*arguments))
+    return {}
+
+
 SPOILED = {
+    future_leaks_late_in_the_sequence: 'the future is hidden',
+    softmax_over_nothing: 'the first loss is usual',
+    blocks_shared: 'a saved model comes back',
+    splits_are_swapped: 'batches are what the files hold',
+    validation_is_training_text: 'batches are what the files hold',
+    same_micro_batch: 'each step and process has its own batch',
+    order_is_no_permutation: 'an epoch reads every sequence once',
+    text_in_its_order: 'an epoch reads every sequence once',
+    epoch_of_little_text: 'an epoch reads every sequence once',
+    one_place_evaluated: 'an evaluation reads every sequence once',
+    eval_mode_kept: 'an evaluation repeats itself',
+    loss_shifted_twice: 'the loss is that of the logits',
+    logits_scaled_in_sampling_alone: 'the loss is that of the logits',
+    uphill: 'a step follows the gradient',
+    loss_not_divided: 'a step follows the gradient',
+    gradients_kept: 'a step follows the gradient',
+    weights_held: 'a step follows the gradient',
     attention_is_not_causal: 'the future is hidden',
     mask_lets_one_later_token_through: 'the future is hidden',
     mask_leaves_each_token_alone: 'the past is seen',
@@ -304,7 +446,9 @@ import sys
 from pathlib import Path
 sys.path.insert(0, {root!r})
 import train
+from plaingpt.corpus import batches
 from plaingpt.corpus.batches import BatchLoader
+from plaingpt.preflight import step_checks
 from plaingpt.system.errors import run_script
 original = BatchLoader.__init__
 def same_rank(self, *arguments, rank=0, **rest):
@@ -342,6 +486,7 @@ FLAGS = {
     'float16': dict(dtype='float16'),
     'muon': dict(optimizer='muon'),
     'sgd': dict(optimizer='sgd', learning_rate=0.1),
+    'one channel a head': dict(n_layer=1, n_embd=8, n_head=8),
     'recomputed': dict(activation_checkpointing='full', loss_chunk_tokens=7),
     'one layer, one token': dict(n_layer=1, block_size=1),
     'a constant rate': dict(decay_lr=False),
@@ -396,6 +541,108 @@ def test_a_warning_is_no_stop_and_no_check_says_nothing(monkeypatch, tiny, tmp_p
     assert 'done: ' in out and err.count('warning: preflight: batches are what the files') == 1
 
 
+# -----------------------------------------------------------------------------
+# changes that are as they should be
+
+
+def sliding_window(monkeypatch):
+    original = F.scaled_dot_product_attention
+
+    def near(q, k, v, is_causal=False, attn_mask=None, **rest):
+        T, S = q.size(2), k.size(2)
+        mask = torch.ones(T, S, dtype=torch.bool).tril(S - T).triu(S - T - 3)
+        if attn_mask is not None:  # rows of other lengths are padded in front
+            mask = mask & attn_mask | torch.eye(S, dtype=torch.bool)[S - T:]
+        return original(q, k, v, attn_mask=mask, **rest)
+    monkeypatch.setattr(F, 'scaled_dot_product_attention', near)
+
+
+def norm_after_each_branch(monkeypatch):
+    def forward(self, x, rotary=None, cache=None, idx=None):
+        x = self.ln_1(x + self.attn(x, rotary, cache, idx))
+        return self.ln_2(x + self.mlp(x))
+    monkeypatch.setattr(model.Block, 'forward', forward)
+
+
+def gates_that_begin_small(size):
+    def change(monkeypatch):
+        original, forward = model.Block.__init__, model.MLP.forward
+        after_init(monkeypatch, lambda gpt: [block.mlp.gate.fill_(size)
+                                             for block in gpt.transformer.h])
+
+        def init(self, config):
+            original(self, config)
+            self.mlp.gate = nn.Parameter(torch.empty(config.n_embd))
+        monkeypatch.setattr(model.Block, '__init__', init)
+        monkeypatch.setattr(model.MLP, 'forward', lambda self, x: forward(self, x) * self.gate)
+    return change
+
+
+def dropout_of_ones_own(monkeypatch):
+    original = model.MLP.forward
+    monkeypatch.setattr(model.MLP, 'forward', lambda self, x: F.dropout(
+        original(self, x), 0.1, self.training))
+
+
+def parallel_branches(monkeypatch):
+    monkeypatch.setattr(model.Block, 'forward', lambda self, x, rotary=None, cache=None, idx=None:
+                        x + self.attn(self.ln_1(x), rotary, cache, idx) + self.mlp(self.ln_2(x)))
+
+
+PLAIN_MLP = model.MLP
+
+
+class Mixture(nn.Module):
+    """Each token goes to the best of four."""
+
+    def __init__(self, config):
+        super().__init__()
+        self.router = nn.Linear(config.n_embd, 4, bias=False)
+        self.experts = nn.ModuleList(PLAIN_MLP(config) for _ in range(4))
+
+    def forward(self, x):
+        weights, chosen = self.router(x).softmax(dim=-1).max(dim=-1, keepdim=True)
+        return sum((chosen == i) * weights * expert(x) for i, expert in enumerate(self.experts))
+
+
+def mixture_of_experts(monkeypatch):
+    monkeypatch.setattr(model, 'MLP', Mixture)
+
+
+def loss_beside_the_loss(monkeypatch):
+    original = model.GPT.forward
+
+    def forward(self, idx, targets=None):
+        logits, loss = original(self, idx, targets)
+        if loss is not None and self.training:
+            loss = loss + 1e-4 * self.logits(self.hidden(idx)).logsumexp(dim=-1).square().mean()
+        return logits, loss
+    monkeypatch.setattr(model.GPT, 'forward', forward)
+
+
+SOUND = {
+    'sliding window': sliding_window,
+    'norm after each branch': norm_after_each_branch,
+    'gates of 0': gates_that_begin_small(0.0),
+    'gates of 1e-5': gates_that_begin_small(1e-5),
+    'dropout of ones own': dropout_of_ones_own,
+    'parallel branches': parallel_branches,
+    'mixture of experts': mixture_of_experts,
+    'a loss beside the loss': loss_beside_the_loss,
+}
+
+
+@pytest.mark.parametrize('change', SOUND)
+@pytest.mark.parametrize('flags', [{}, dict(rotary=True, rmsnorm=True, tied_head=False)],
+                         ids=['gpt2', 'newer'])
+def test_a_sound_change_raises_no_alarm(change, flags, monkeypatch, tmp_path, char_data, capsys):
+    SOUND[change](monkeypatch)
+    train.main([*options(**{**TINY, **flags, 'dataset': char_data, 'block_size': 32,
+                            'batch_size': 16, 'out_dir': tmp_path / 'out'}), '--check'])
+    out = capsys.readouterr().out
+    assert 'FAILED' not in out
+
+
 def test_targets_that_do_not_count_are_left_alone(monkeypatch, tiny, capsys):
     masked = changed_on_the_way(lambda idx, targets: (idx, targets.masked_fill(idx < 40, -1)))
     masked(monkeypatch, None)
@@ -407,7 +654,7 @@ def test_where_nothing_can_be_written_no_check_of_it_is_made(monkeypatch, tiny, 
     monkeypatch.setattr('tempfile.tempdir', str(tmp_path / 'nowhere'))
     train.main([*tiny, '--check'])
     out = capsys.readouterr().out
-    assert 'not checked: a saved model comes back' in out and '17 checks passed' in out
+    assert 'not checked: a saved model comes back' in out and '20 checks passed' in out
 
 
 def test_what_will_be_read_is_shown(tiny, capsys):

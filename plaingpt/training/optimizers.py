@@ -64,8 +64,14 @@ def adamw(groups, config, fused):
 
 def sgd(groups, config, fused):
     """With Nesterov's momentum. Wants a learning rate some 100 times AdamW's."""
-    return torch.optim.SGD(groups.values(), momentum=config.momentum,
-                           nesterov=config.momentum > 0, fused=fused)
+    optimizer = torch.optim.SGD(groups.values(), momentum=config.momentum,
+                                nesterov=config.momentum > 0, fused=fused)
+    if config.momentum:
+        # Torch's fused kernel leaves the memory of a new momentum as it was where `found_inf` keeps
+        # the first step from filling it. Zeros make the same first step.
+        for p in (p for group in groups.values() for p in group['params']):
+            optimizer.state[p]['momentum_buffer'] = torch.zeros_like(p)
+    return optimizer
 
 
 def muon(groups, config, fused):

@@ -67,11 +67,16 @@ def sgd(groups, config, fused):
     optimizer = torch.optim.SGD(groups.values(), momentum=config.momentum,
                                 nesterov=config.momentum > 0, fused=fused)
     if config.momentum:
-        # Torch's fused kernel leaves the memory of a new momentum as it was where `found_inf` keeps
-        # the first step from filling it. Zeros make the same first step.
-        for p in (p for group in groups.values() for p in group['params']):
-            optimizer.state[p]['momentum_buffer'] = torch.zeros_like(p)
+        optimizer.register_step_pre_hook(begin_momentum)
     return optimizer
+
+
+def begin_momentum(optimizer, *_):
+    """Zeros, from which the first step is that of torch. Its fused kernel takes memory as it is for
+    a new momentum, and where `found_inf` is 1 in the first step it leaves that for the second."""
+    for p in (p for group in optimizer.param_groups for p in group['params']):
+        if p.grad is not None and 'momentum_buffer' not in optimizer.state[p]:
+            optimizer.state[p]['momentum_buffer'] = torch.zeros_like(p)
 
 
 def muon(groups, config, fused):

@@ -131,6 +131,14 @@ def describe_load():
     return f'; it is busy, load {load:.1f} on {cores} cores, and may be several times as fast'
 
 
+def synchronize(device):
+    """Wait until the device has done all the work that it was given."""
+    if device.type == 'cuda':
+        torch.cuda.synchronize(device)
+    elif device.type == 'mps':
+        torch.mps.synchronize()
+
+
 def device_memory(device):
     """As `machine_memory`, of a GPU where `device` is one."""
     if device.type == 'cuda':
@@ -193,24 +201,33 @@ class GPU(NamedTuple):
     memory_gb: int  # of the smallest version
 
 
-# From NVIDIA's data sheets. Looked up in order by a part of the name that CUDA reports.
+# From NVIDIA's data sheets. Looked up in order by words of the name that CUDA reports.
 GPUS = {
     'B200': GPU(2250e12, 180),
+    'GH200': GPU(989e12, 96),
+    'H200 NVL': GPU(835e12, 141),
     'H200': GPU(989e12, 141),
     'H100 PCIe': GPU(756e12, 80),
     'H100 NVL': GPU(835e12, 94),
     'H100': GPU(989e12, 80),
     'A100': GPU(312e12, 40),
     'L40S': GPU(362e12, 48),
+    'L40': GPU(181e12, 48),
     'L4': GPU(121e12, 24),
     'A10G': GPU(70e12, 24),
     'A10': GPU(125e12, 24),
     'A6000': GPU(155e12, 48),
     'RTX 4090': GPU(165e12, 24),
     'RTX 3090': GPU(71e12, 24),
+    'V100 PCIe': GPU(112e12, 16),
     'V100': GPU(125e12, 16),
     'T4': GPU(65e12, 15),  # 16, of which error correction takes one
 }
+
+
+# Words beside those that change no peak. With another one, such as Ti, Laptop, D or MIG, it is
+# another GPU, or a part of one.
+PLAIN_WORDS = re.compile(r'NVIDIA|Tesla|GeForce|RTX|SXM\d*|PCIe|HBM\d\w*|\d+GB', re.IGNORECASE)
 
 
 def find_gpu(name):
@@ -231,9 +248,13 @@ def find_gpu(name):
 
 def peak_flops(device_name, dtype):
     """Peak FLOP/s of a device in the training dtype, or None where it is not known."""
-    if dtype == 'float32':
-        return None
-    return next((gpu.peak_flops for name, gpu in GPUS.items() if name in device_name), None)
+    words = set(re.split(r'[\s-]+', device_name.lower()))
+    for name, gpu in GPUS.items():
+        others = words - set(name.lower().split())
+        named = len(words) - len(others) == len(name.split())
+        if named and all(map(PLAIN_WORDS.fullmatch, others)):
+            return None if dtype == 'float32' else gpu.peak_flops
+    return None
 
 
 def mfu(flops_per_s, device_name, dtype):

@@ -250,7 +250,9 @@ def wrap_model(model, device, compile, world):
     compiled = torch.compile(model) if compile else model
     if world.size == 1:
         return compiled, compiled
-    return compiled, DDP(compiled, device_ids=[device.index] if device.type == 'cuda' else None)
+    ddp = DDP(compiled, device_ids=[device.index] if device.type == 'cuda' else None)
+    ddp.broadcast_buffers = False  # rotary tables, which are the same everywhere and do not change
+    return compiled, ddp
 
 
 def gradient_sync(model, last):

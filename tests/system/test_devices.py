@@ -132,7 +132,27 @@ def test_utilisation_is_known_only_where_the_peak_is():
     assert mfu(1e12, 'cpu', 'bfloat16') is None
     assert mfu(1e12, 'NVIDIA A100-SXM4-80GB', 'float32') is None
     assert mfu(156e12, 'NVIDIA A100-SXM4-80GB', 'bfloat16') == 0.5
-    assert peak_flops('NVIDIA L40S', 'bfloat16') == 362e12  # and not the L4's
+
+
+@pytest.mark.parametrize(('name', 'gpu'), [
+    ('NVIDIA B200', 'B200'), ('NVIDIA GB200', None), ('NVIDIA GH200 480GB', 'GH200'),
+    ('NVIDIA H200', 'H200'), ('NVIDIA H200 NVL', 'H200 NVL'),
+    ('NVIDIA H100 80GB HBM3', 'H100'), ('NVIDIA H100 PCIe', 'H100 PCIe'),
+    ('NVIDIA H100 NVL', 'H100 NVL'), ('NVIDIA H100 80GB HBM3 MIG 1g.10gb', None),
+    ('NVIDIA H800', None), ('NVIDIA H20', None),
+    ('NVIDIA A100-SXM4-40GB', 'A100'), ('NVIDIA A100-SXM4-80GB', 'A100'),
+    ('NVIDIA A100 80GB PCIe', 'A100'), ('NVIDIA A100-PCIE-40GB', 'A100'),
+    ('NVIDIA A100X', None), ('NVIDIA A40', None), ('NVIDIA A10', 'A10'), ('NVIDIA A10G', 'A10G'),
+    ('NVIDIA L4', 'L4'), ('NVIDIA L40', 'L40'), ('NVIDIA L40S', 'L40S'),
+    ('NVIDIA RTX A6000', 'A6000'), ('NVIDIA RTX 6000 Ada Generation', None),
+    ('NVIDIA GeForce RTX 4090', 'RTX 4090'), ('NVIDIA GeForce RTX 4090 Laptop GPU', None),
+    ('NVIDIA GeForce RTX 4090 D', None), ('NVIDIA GeForce RTX 3090', 'RTX 3090'),
+    ('NVIDIA GeForce RTX 3090 Ti', None), ('Tesla T4', 'T4'), ('Tesla V100-SXM2-16GB', 'V100'),
+    ('Tesla V100-PCIE-16GB', 'V100 PCIe'), ('Tesla V100S-PCIE-32GB', None), ('cpu', None)])
+def test_a_peak_is_that_of_the_gpu_that_cuda_names_and_never_a_guess(name, gpu):
+    assert peak_flops(name, 'bfloat16') == (GPUS[gpu].peak_flops if gpu else None)
+    if gpu:
+        assert peak_flops(gpu, 'bfloat16') == GPUS[gpu].peak_flops  # plan.py names them so
 
 
 def test_a_busy_machine_is_told_where_torch_gets_fewer_cores_than_it_takes(monkeypatch):

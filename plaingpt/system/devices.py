@@ -96,9 +96,22 @@ def autocast(device, dtype):
     return torch.autocast(device.type, dtype=DTYPES[dtype])
 
 
-def seed_everything(seed, rank=0):
-    """Seed torch, a different stream for each rank (they must not share dropout masks)."""
+WORKSPACES = ':4096:8', ':16:8'  # with which cuBLAS adds up in one order
+
+
+def seed_everything(seed, rank=0, deterministic=False):
+    """Seed torch, a different stream for each rank (they must not share dropout masks).
+
+    deterministic: let all else be the same each time, too. On a CPU it is. On CUDA torch then takes
+    kernels without atomic additions, in the backward pass of attention and of embeddings too, and
+    raises an error where it has none. Raises UserError.
+    """
     torch.manual_seed(seed + rank)
+    torch.use_deterministic_algorithms(deterministic)
+    if deterministic and os.environ.setdefault('CUBLAS_WORKSPACE_CONFIG',
+                                               WORKSPACES[0]) not in WORKSPACES:
+        raise UserError(f'CUBLAS_WORKSPACE_CONFIG={os.environ["CUBLAS_WORKSPACE_CONFIG"]} in the '
+                        f'environment: deterministic=True takes {" or ".join(WORKSPACES)}')
 
 
 def use_fast_matmul():

@@ -29,8 +29,8 @@ logit_softcap = 15
 softcap = 'sqrt'
 zero_init = True
 
-# 2^19 tokens a step; batch_size is what one GPU of 80 GB holds at once (planned, not measured): halve
-# it when memory is short, the accumulation adapts.
+# 2^19 tokens a step; batch_size is what one GPU of 80 GB holds at once (planned, not measured):
+# halve it when memory is short, the accumulation adapts.
 total_batch_size = 2**19
 batch_size = 64
 loss_chunk_tokens = 8192

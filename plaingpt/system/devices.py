@@ -5,6 +5,7 @@ import os
 import platform
 import re
 import sys
+import time
 from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import NamedTuple
@@ -14,7 +15,7 @@ import torch
 from plaingpt.system.errors import UserError
 from plaingpt.system.formatting import gib
 from plaingpt.system.machine import machine_memory
-from plaingpt.system.streams import warn
+from plaingpt.system.streams import status, warn
 
 DTYPES = {'float32': torch.float32, 'bfloat16': torch.bfloat16, 'float16': torch.float16}
 
@@ -81,12 +82,54 @@ def choose_dtype(wanted, device, n_embd):
 
 
 def choose_compile(wanted, device):
-    """'auto', True or False → (bool, why)."""
+    """'auto', True or False → (bool, why). What is compiled from here on is kept."""
+    keep_compiled_code()
     if wanted != 'auto':
         return wanted, 'as asked'
     if device.type == 'cuda':
         return True, 'CUDA'
     return False, f'gains nothing on {device.type}'
+
+
+def keep_compiled_code():
+    """Let torch.compile keep its code beside the user's other caches, where a second start finds it
+    also after a reboot, unless the environment says where, or that place cannot be written."""
+    caches = Path(os.environ.get('XDG_CACHE_HOME') or os.path.expanduser('~/.cache'))
+    existing = next((path for path in (caches, *caches.parents) if path.exists()), None)
+    if caches.is_absolute() and existing and os.access(existing, os.W_OK | os.X_OK):
+        os.environ.setdefault('TORCHINDUCTOR_CACHE_DIR', str(caches / 'plaingpt' / 'inductor'))
+
+
+class CompileWatch:
+    """Shows on a terminal's last line what torch.compile works at and for how long, and tells in a
+    line how long it took."""
+
+    def __init__(self):
+        self.print_line = self.what = self.began = self.line = None
+
+    def start(self, print_line):
+        """From here on, print with `print_line`."""
+        from torch._dynamo.callback import callback_handler, on_compile_end, on_compile_start
+        self.print_line = print_line
+        if self.begin not in callback_handler.start_callbacks:  # torch's reset removes them
+            on_compile_start(self.begin)
+            on_compile_end(self.end)
+
+    def begin(self, args):
+        forward = 'the training step' if torch.is_grad_enabled() else 'the evaluation'
+        backward = args.callback_trigger.name == 'LAZY_BACKWARD'
+        self.what = 'the backward pass' if backward else forward
+        self.began = time.perf_counter()
+        self.line = status.timed(f'compiling {self.what}')
+        self.line.__enter__()
+
+    def end(self, _):
+        self.line.__exit__(None, None, None)
+        seconds = time.perf_counter() - self.began
+        self.print_line(f'compiled {self.what} in {seconds:.{0 if seconds >= 10 else 1}f} s')
+
+
+compile_watch = CompileWatch()
 
 
 def autocast(device, dtype):

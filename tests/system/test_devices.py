@@ -11,6 +11,7 @@ from plaingpt.system.devices import (
     choose_compile,
     choose_device,
     choose_dtype,
+    compile_watch,
     describe_load,
     find_gpu,
     mfu,
@@ -19,6 +20,7 @@ from plaingpt.system.devices import (
     use_expandable_segments,
 )
 from plaingpt.system.errors import UserError, run_script
+from plaingpt.system.streams import status
 
 CPU = torch.device('cpu')
 
@@ -173,3 +175,43 @@ def test_a_gpu_is_named_by_any_part_that_no_other_has():
     for unknown in ('A1000', ' '):
         with pytest.raises(UserError, match=r'unknown: use one of B200, .*T4, or --gpu_memory_gb'):
             find_gpu(unknown)
+
+
+def test_what_is_compiled_is_shown_meanwhile_and_told_once_it_is_done():
+    said, shown = [], []
+
+    def backend(graph, _):
+        while not status.parts:  # another thread shows the seconds
+            pass
+        shown.extend(status.parts.values())
+        return graph
+
+    torch.compiler.reset()
+    for _ in range(2):  # as two runs in a notebook
+        compile_watch.start(said.append)
+    compiled = torch.compile(torch.sin, backend=backend)
+    compiled(torch.ones(3, requires_grad=True))
+    with torch.no_grad():
+        compiled(torch.ones(3))
+    assert [line.partition(' in 0.')[0] for line in said] == \
+        ['compiled the training step', 'compiled the evaluation']
+    assert shown == ['compiling the training step, 0 s', 'compiling the evaluation, 0 s']
+    assert not status.parts
+    torch.compiler.reset()
+
+
+@pytest.mark.parametrize(('environment', 'kept_in'), [
+    ({'XDG_CACHE_HOME': '{tmp}/caches'}, '{tmp}/caches/plaingpt/inductor'),
+    ({'XDG_CACHE_HOME': '', 'HOME': '{tmp}'}, '{tmp}/.cache/plaingpt/inductor'),
+    ({'XDG_CACHE_HOME': '{tmp}/caches', 'TORCHINDUCTOR_CACHE_DIR': '/mine'}, '/mine'),
+    ({'XDG_CACHE_HOME': '{tmp}/file/caches'}, None), ({'XDG_CACHE_HOME': 'caches'}, None)])
+def test_compiled_code_is_kept_beside_other_caches_unless_told_otherwise(
+        tmp_path, monkeypatch, environment, kept_in):
+    (tmp_path / 'file').touch()
+    monkeypatch.setenv('TORCHINDUCTOR_CACHE_DIR', '')
+    monkeypatch.delenv('TORCHINDUCTOR_CACHE_DIR')
+    for key, value in environment.items():
+        monkeypatch.setenv(key, value.format(tmp=tmp_path))
+    choose_compile(True, CPU)
+    assert os.environ.get('TORCHINDUCTOR_CACHE_DIR') == (kept_in and kept_in.format(tmp=tmp_path))
+    assert not (tmp_path / 'caches').exists()  # torch makes it when it compiles

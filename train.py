@@ -97,7 +97,7 @@ def setup(config, world, device, dtype, compile):
     resumed = starting_point.find_resumed(config, group)
     changed = resumed and starting_point.check_resumed(resumed, config, dataset)
     model = starting_point.build_model(config, dataset, resumed, device)
-    config = starting_point.with_batch_size(config, model.config, dtype, device)
+    config = starting_point.with_batch_size(config, model.config, dtype, device, compile)
     train_data, val_data = starting_point.open_batches(config, dataset, world, device)
     starting_point.check_batch(config, model.config, dtype, device)
 

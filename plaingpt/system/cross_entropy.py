@@ -1,8 +1,12 @@
 """Cross-entropy of a language model's head, without all logits in memory at once."""
 
+import math
+
 import torch
 import torch.nn.functional as F
+from torch.compiler import is_compiling
 
+PADDING_SHARE = 16  # padding of up to this part of the vocabulary is computed along
 # Curves within ±1 that are straight where they are small: name → (the curve, its slope where its
 # value is y).
 SOFTCAPS = {
@@ -25,36 +29,43 @@ def chunked_cross_entropy(x, head, vocab_size, targets, chunk, softcap=(0.0, 'ta
     Matmuls run in autocast's dtype, softmax and sums in float32. torch's own
     F.linear_cross_entropy does the same, but only from 2.13 on, and torch.compile stops at it.
     """
-    weight, bias = (p if p is None else p[:vocab_size] for p in (head.weight, head.bias))
-    return ChunkedCrossEntropy.apply(x, weight, bias, targets, chunk, softcap)
+    weight, bias = head.weight, head.bias
+    if len(weight) - vocab_size > vocab_size // PADDING_SHARE:
+        weight, bias = (p if p is None else p[:vocab_size] for p in (weight, bias))
+    return ChunkedCrossEntropy.apply(x, weight, bias, vocab_size, targets, chunk, softcap)
 
 
 class ChunkedCrossEntropy(torch.autograd.Function):
 
     @staticmethod
-    def forward(ctx, x, weight, bias, targets, chunk, softcap):
+    def forward(ctx, x, weight, bias, vocab_size, targets, chunk, softcap):
         device = x.device.type
         dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
         w, b = weight.to(dtype), None if bias is None else bias.to(dtype)
         training = ctx.needs_input_grad[0]
-        count = (targets != -1).sum()
-        loss = torch.zeros((), device=x.device)
+        loss, done = torch.zeros((), device=x.device), []
         if training:
             grad_x, grad_w = torch.empty_like(x, dtype=dtype), torch.zeros_like(weight)
             grad_b = None if bias is None else torch.zeros_like(bias)
         with torch.autocast(device, enabled=False):
             for i in range(0, len(x), chunk):
                 x_i = x[i:i + chunk].to(dtype)  # (n, C)
-                loss_i, grad = summed_cross_entropy(F.linear(x_i, w, b).float(),
+                if done and is_compiling():
+                    x_i = after(x_i, done)
+                loss_i, grad = summed_cross_entropy(F.linear(x_i, w, b).float(), vocab_size,
                                                     targets[i:i + chunk], softcap, training)
                 loss += loss_i
+                done = [loss]
                 if training:
                     grad = grad.to(dtype)
-                    grad_x[i:i + chunk] = grad @ w
+                    grad_x[i:i + chunk] = grad_x_i = grad @ w
                     grad_w += grad.t() @ x_i
+                    done += [grad_x_i, grad_w]
                     if bias is not None:
                         grad_b += grad.sum(0, dtype=grad_b.dtype)
+                        done.append(grad_b)
                     del grad  # or it would stand beside the next chunk's
+        count = (targets != -1).sum()
         if training:
             ctx.save_for_backward(grad_x, grad_w, grad_b, count)
         return loss / count
@@ -64,23 +75,45 @@ class ChunkedCrossEntropy(torch.autograd.Function):
         grad_x, grad_w, grad_b, count = ctx.saved_tensors
         scale = (grad_loss / count).view(1)  # a vector: float32 × bfloat16 is then float32
         grad_b = None if grad_b is None else grad_b * scale
-        return grad_x * scale, grad_w * scale, grad_b, None, None, None
+        return grad_x * scale, grad_w * scale, grad_b, None, None, None, None
 
 
-def summed_cross_entropy(logits, targets, softcap, training):
-    """logits (n, V) float32, targets (n,) → the sum of cross-entropies, and its gradient in the
-    logits, (n, V), or None when not training."""
+@torch.library.custom_op('plaingpt::after', mutates_args=())
+def after(x: torch.Tensor, done: list[torch.Tensor]) -> torch.Tensor:
+    """x, for work that is to wait until `done` is computed. The order in which torch.compile lets a
+    graph run is free but for what depends on what, and chunks do not depend on each other: it would
+    compute the logits of all of them before the gradients of any."""
+    return x.clone()
+
+
+@after.register_fake
+def _(x, done):
+    return torch.empty_like(x)
+
+
+def summed_cross_entropy(logits, vocab_size, targets, softcap, training):
+    """logits (n, V) float32, of which the first vocab_size count, targets (n,) → the sum of
+    cross-entropies, and its gradient in the logits, (n, V), or None when not training."""
     known, targets = targets[:, None] != -1, targets[:, None].clamp(min=0)  # (n, 1)
     cap, curve = softcap
     logits = soft_capped(logits, cap, curve)
     slope = SOFTCAPS[curve][1](logits / cap) if cap else None
-    logp = F.log_softmax(logits, dim=-1)
-    del logits  # large
-    loss = -(logp.gather(1, targets) * known).sum()
-    if not training:
-        return loss, None
-    # softmax − one-hot is within ±1, which float16 holds; divided by the count it would vanish.
-    grad = logp.exp_().scatter_add_(1, targets, -torch.ones_like(targets, dtype=torch.float))
-    if cap:
-        grad *= slope
-    return loss, grad.mul_(known)
+    if logits.size(1) > vocab_size:
+        logits[:, vocab_size:] = -math.inf  # no part in the softmax, and no gradient
+    # The gradient is softmax − one-hot: within ±1, which float16 holds; divided by the count it
+    # would vanish.
+    if is_compiling():  # all of it becomes one kernel; in eager mode this takes twice as long
+        ids = torch.arange(logits.size(1), device=logits.device)
+        lse = logits.logsumexp(-1, keepdim=True)
+        loss = lse - logits.gather(1, targets)
+        grad = (logits - lse).exp() - (ids == targets).float() if training else None
+    else:
+        logp = F.log_softmax(logits, dim=-1)
+        del logits  # large
+        loss = -logp.gather(1, targets)
+        grad = logp.exp_().scatter_add_(1, targets, -torch.ones_like(targets, dtype=torch.float)) \
+            if training else None
+    if training:
+        grad = grad.mul_(slope) if cap else grad
+        grad = grad.mul_(known)
+    return (loss * known).sum(), grad

@@ -52,7 +52,7 @@ def step_settings(config, dtype, device='cuda'):
     return StepSettings(config.batch_size, steps, dtype, device, config.world_size(), plain)
 
 
-def one_step(shape, step, device):
+def one_step(shape, step, device, compile=False):
     """The last micro-batch of a step of a new GPT, and the update, as training makes them → yields
     (what is done, model, optimizer) after 'parameters', 'optimizer states', 'backward' and
     'optimizer'. Gradients of micro-batches before it are there, as zeros."""
@@ -69,7 +69,7 @@ def one_step(shape, step, device):
         optimizer.zero_grad(set_to_none=True)
     yield 'optimizer states', gpt, optimizer
     idx = torch.randint(shape.vocab_size, (step.batch_size, shape.block_size), device=device)
-    forward_backward(gpt, iter([(idx, idx.clone())]), 1,
+    forward_backward(torch.compile(gpt) if compile else gpt, iter([(idx, idx.clone())]), 1,
                      torch.amp.GradScaler(device.type, enabled=False), autocast(device, step.dtype))
     yield 'backward', gpt, optimizer
     optimizer.step()

@@ -280,26 +280,27 @@ def available_memory(device):
     return device_memory(device)[1] if device.type == 'cuda' else host_memory()
 
 
-def fits(shape, step, device):
-    """True where a whole step runs on this CUDA device."""
+def fits(shape, step, device, compile):
+    """True where a whole step runs on this CUDA device, compiled as in training."""
     with torch.random.fork_rng([device]):
         try:
-            for _ in one_step(shape, step, device):
+            for _ in one_step(shape, step, device, compile):
                 pass
             fit = True
         except torch.OutOfMemoryError:
             fit = False
+    torch.compiler.reset()  # or the next would be compiled for batches of any size, and slower
     gc.collect()  # a graph that an error cut short holds itself
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats(device)
     return fit
 
 
-def with_batch_size(config, shape, dtype, device):
+def with_batch_size(config, shape, dtype, device, compile):
     """The TrainConfig, with a number where it says batch_size=auto. Raises UserError."""
     if config.batch_size != 'auto':
         return config
-    batch_size, why = choose_batch_size(shape, config, dtype, device)
+    batch_size, why = choose_batch_size(shape, config, dtype, device, compile)
     config = replace(config, batch_size=batch_size)
     print0(f'batch_size {batch_size} ({why}) | accumulation {config.accumulation()}')
     return config
@@ -322,7 +323,7 @@ def check_batch(config, shape, dtype, device):
                  f'choose a smaller one, or another change: {advice(shape, step)}')
 
 
-def choose_batch_size(shape, config, dtype, device):
+def choose_batch_size(shape, config, dtype, device, compile):
     """→ (batch_size, why) that keeps the TrainConfig's total_batch_size: the plan's answer, tried
     on CUDA and stepped down until it fits, the same on all processes. Raises UserError."""
     sequences = config.total_batch_size // config.block_size // config.world_size()
@@ -335,7 +336,7 @@ def choose_batch_size(shape, config, dtype, device):
     batch_size = planned = all_reduce_min(planned, device)
     while batch_size and device.type == 'cuda':
         trial = replace(step, batch_size=batch_size, micro_steps=sequences // batch_size)
-        if all_reduce_min(int(fits(shape, trial, device)), device):
+        if all_reduce_min(int(fits(shape, trial, device, compile)), device):
             break
         batch_size = next((b for b in range(batch_size - 1, 0, -1) if sequences % b == 0), 0)
     if not batch_size:

@@ -225,7 +225,8 @@ def test_an_automatic_batch_keeps_the_tokens_of_a_step(tiny, tmp_path, capsys, m
 def test_a_planned_batch_that_does_not_fit_is_stepped_down(monkeypatch):
     tried = []
 
-    def fits(shape, step, device):
+    def fits(shape, step, device, compile):
+        assert compile
         tried.append(step.batch_size)
         return step.batch_size <= 5
 
@@ -233,7 +234,7 @@ def test_a_planned_batch_that_does_not_fit_is_stepped_down(monkeypatch):
     monkeypatch.setattr(starting_point, 'available_memory', lambda device: 8 * GIB)
     config = TrainConfig(batch_size='auto', total_batch_size=24 * 1024)
     batch_size, why = starting_point.choose_batch_size(GPT2, config, 'bfloat16',
-                                                       torch.device('cuda'))
+                                                       torch.device('cuda'), compile=True)
     assert tried == [12, 8, 6, 4] and batch_size == 4 and '12 did not fit' in why
 
 

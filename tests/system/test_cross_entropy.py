@@ -1,0 +1,79 @@
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.profiler import ProfilerActivity, profile
+
+from plaingpt.system.cross_entropy import chunked_cross_entropy, soft_capped
+
+V, PADDED = 250, 256  # little padding: it is computed along
+
+
+def head_and_text(bias):
+    torch.manual_seed(0)
+    head = torch.nn.Linear(16, PADDED, bias=bias)
+    with torch.no_grad():
+        for p in head.parameters():
+            p[V:] = 100.0  # were the padding in play, it would win or lose it all
+    x, targets = torch.randn(40, 16, requires_grad=True), torch.randint(V, (40,))
+    targets[3:6] = -1
+    return head, x, targets
+
+
+def loss_and_gradients(compute, head, x, targets):
+    loss = compute(x, head, targets)
+    return loss, *torch.autograd.grad(loss, (x, *head.parameters()))
+
+
+@pytest.mark.parametrize(('softcap', 'bias', 'compiled'), [
+    ((0.0, 'tanh'), False, False), ((2.0, 'tanh'), True, False), ((2.0, 'sqrt'), False, False),
+    ((2.0, 'tanh'), True, True)])
+def test_padding_that_is_computed_along_counts_for_nothing(softcap, bias, compiled):
+    def plain(x, head, targets):
+        logits = soft_capped(head(x)[:, :V], *softcap)
+        return F.cross_entropy(logits, targets, ignore_index=-1)
+
+    def ours(x, head, targets):
+        return chunked_cross_entropy(x, head, V, targets, 16, softcap)
+
+    torch._dynamo.reset()
+    call = torch.compile(ours, backend='aot_eager', fullgraph=True) if compiled else ours
+    text = head_and_text(bias)
+    found, expected = loss_and_gradients(call, *text), loss_and_gradients(plain, *text)
+    torch.testing.assert_close(found, expected)
+    assert all((gradient[V:] == 0).all() for gradient in found[2:])
+    with torch.no_grad():
+        torch.testing.assert_close(call(text[1], text[0], text[2]), expected[0])
+
+
+def peak_bytes(call):
+    """Most that is held of what `call` allocates."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as prof:
+        result = call()
+    held = most = 0
+    for event in prof.profiler.kineto_results.events():
+        if event.name() == '[memory]':
+            held += event.nbytes()
+            most = max(most, held)
+    del result
+    return most
+
+
+@pytest.mark.slow  # Inductor and a C++ compiler take half a minute
+def test_a_compiled_loss_holds_one_chunk_at_a_time():
+    N, C, V, n = 512, 256, 4096, 128
+    head = torch.nn.Linear(C, V, bias=False)
+    x, targets = torch.randn(N, C, requires_grad=True), torch.randint(V - 30, (N,))
+
+    @torch.compile(fullgraph=True)
+    def compiled(x, head, targets):
+        with torch.autocast('cpu', dtype=torch.bfloat16):
+            return chunked_cross_entropy(x, head, V - 30, targets, n)
+
+    def step():
+        return torch.autograd.grad(compiled(x, head, targets), (x, head.weight))
+
+    torch._dynamo.reset()
+    step()
+    weight, gradient, products = 2 * V * C, 4 * V * C, 2 * 2 * V * C
+    logits = 2 * n * V  # in bfloat16, and in their place their gradients
+    assert 0.9 < peak_bytes(step) / (weight + gradient + products + logits) < 1.05

@@ -232,9 +232,10 @@ class Part:
         self.record, self.log = (Path(config.out, f'part-{config.part}.{end}')
                                  for end in ('jsonl', 'log'))
         # Paths of this machine stay out of what is kept.
-        names = {str(scratch): 'SCRATCH', str(ROOT) + os.sep: '', str(ROOT): '.', sys.executable: 'python',
-                 **{getattr(config, key): key.upper()
-                    for key in ('out', 'input', 'nanogpt', 'tokens') if getattr(config, key)}}
+        names = {str(scratch): 'SCRATCH', f'{ROOT}{os.sep}': '', str(ROOT): '.',
+                 sys.executable: 'python', **{getattr(config, key): key.upper() for key in
+                                              ('out', 'input', 'nanogpt', 'tokens')
+                                              if getattr(config, key)}}
         self.names = dict(sorted(names.items(), key=lambda pair: -len(pair[0])))
         self.has = {'text': False, 'nanogpt': bool(config.nanogpt), 'tokens': bool(config.tokens),
                     'cuda': choose_device(config.device)[0].type == 'cuda'}

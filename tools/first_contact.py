@@ -410,6 +410,13 @@ def memory_table(steps):
          for row in rows if row['stage'] == 'peak'])
 
 
+def modes_table(steps):
+    """With how far the seeds lie apart, to compare the modes with."""
+    rows, text = own_tables(steps)
+    losses = [row['final_loss'] for row in rows if row['variant'] == rows[0]['variant']]
+    return rows, text + f'\n\nThe base\'s seeds end {max(losses) - min(losses):.4f} apart.'
+
+
 def curve_table(steps):
     """Evaluations; the recipe's source reports 3.28 after all its steps."""
     step, = steps
@@ -428,7 +435,7 @@ TABLES = {
     'profile': ('Where the time of a step goes', own_tables, False),
     'memory': ('Memory of a step', memory_table, True),
     'checkpoints': ('Checkpoints', own_tables, True),
-    'ablate': ('The quickstart in each mode', own_tables, True),
+    'ablate': ('The quickstart in each mode', modes_table, True),
     'ladder': ('Ladder', own_tables, True),
     'resuming': ('Resuming', own_tables, True),
     'generation': ('Generation', own_tables, True),

@@ -57,6 +57,15 @@ def test_the_plan_stands_beside_the_allocator_at_the_peak(tmp_path):
     assert '| batch 16 ' in page and ' +5.0% |' in page and 'forward' not in page
 
 
+def test_modes_stand_beside_what_seeds_differ(tmp_path):
+    rows = [{'variant': variant, 'seed': seed, 'final_loss': loss} for variant, seed, loss in
+            (('base', 1, 3.0), ('compile', 1, 4.0), ('base', 2, 3.25), ('compile', 2, 4.25))]
+    record(tmp_path / 'in', ('quickstart', 'ablate', {'rows': rows, 'table': 'as it came'},
+                             'measured'))
+    page = render(tmp_path)
+    assert 'as it came' in page and "The base's seeds end 0.2500 apart." in page
+
+
 def test_other_sections_of_the_page_stay():
     page = '# B\n\n## On a GPU\n\nold\n\n## Last\n\nhere\n'
     assert with_section(page, 'On a GPU', 'new') == \

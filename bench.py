@@ -152,7 +152,7 @@ def prepare_work(config, device, words):
     """→ Workload, with torch set up as in training."""
     devices.use_fast_matmul()
     devices.use_expandable_segments(device)
-    devices.seed_everything(config.seed)
+    devices.seed_everything(config.seed, deterministic=config.deterministic)
     dtype, _ = devices.choose_dtype(config.dtype, device, config.n_embd)
     compile, _ = devices.choose_compile(config.compile, device)
     vocab_size, _, _ = find_dataset_size(config.dataset, config.vocab_size)

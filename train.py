@@ -88,7 +88,7 @@ def setup(config, world, device, dtype, compile):
     """TrainConfig → Run: data, model, optimizer, where the run stands, where its numbers go."""
     devices.use_fast_matmul()
     devices.use_expandable_segments(device)
-    devices.seed_everything(config.seed, world.rank)
+    devices.seed_everything(config.seed, world.rank, config.deterministic)
     group = host_group()
     if not config.only_looks:
         check_shared(Path(config.out_dir), world, group)

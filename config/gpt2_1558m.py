@@ -12,9 +12,11 @@ n_embd = 1600
 block_size = 1024
 
 # 2^20 tokens a step (GPT-3, table 2.1: 0.5M for models up to 760M, 1M for 1.3B). batch_size is what
-# one GPU holds at once, so halve it when memory is short: the accumulation adapts.
+# one GPU of 80 GB holds at once (planned, not measured): halve it when memory is short, the
+# accumulation adapts.
 total_batch_size = 2**20
-batch_size = 4
+batch_size = 8
+loss_chunk_tokens = 8192
 
 # 29,716 steps · 2^20 = 31.2B tokens, 20 for each parameter (compute-optimal, Hoffmann et al. 2022):
 # 3.5 epochs of OpenWebText, and repeating up to 4 times costs little (Muennighoff et al. 2023).
@@ -23,6 +25,7 @@ learning_rate = 2e-4  # GPT-3, table 2.1, for 1.3B
 warmup_iters = 358  # 375M tokens, as GPT-3
 weight_decay = 0.1
 
-eval_interval = 250
-eval_iters = 640  # 640 · 4 sequences = 2.6M tokens of validation text
+eval_interval = 250  # under 1% of the FLOPs
+eval_iters = 320  # 320 · 8 sequences = 2.6M tokens of validation text
 log_interval = 10
+checkpoint_async = True  # training waits for a copy in the host's memory only

@@ -36,6 +36,7 @@ beta1 = 0.8
 beta2 = 0.95
 
 eval_interval = 100
-eval_iters = 200  # more than the 7 batches that the validation text has: all of it, each time
+eval_iters = 7  # all of the validation text
 log_interval = 10
+checkpoint_async = True
 always_save_checkpoint = False  # it may overfit: keep the best

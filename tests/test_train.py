@@ -1,5 +1,6 @@
 import json
 import math
+import os
 import shutil
 
 import pytest
@@ -93,6 +94,49 @@ def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(tiny, tmp_path, dtyp
         whole, cut = ([(line['iter'], line[key]) for line in lines(tmp_path / name, key)]
                       for name in ('whole', 'cut'))
         assert whole == cut
+
+
+@pytest.fixture
+def restored(monkeypatch):
+    """What deterministic=True sets in this process is as before after the test."""
+    monkeypatch.setenv('CUBLAS_WORKSPACE_CONFIG', '')
+    monkeypatch.delenv('CUBLAS_WORKSPACE_CONFIG')
+    yield monkeypatch
+    torch.use_deterministic_algorithms(False)
+
+
+def test_on_a_cpu_a_deterministic_run_has_the_bits_of_any_other(tiny, tmp_path, restored):
+    tiny = [*tiny, '--dropout=0.2', '--value_embeddings', '--conv=4', '--rotary']
+    for wanted in (True, False):
+        train.main([*tiny, f'--deterministic={wanted}', f'--out_dir={tmp_path}/{wanted}'])
+        assert torch.are_deterministic_algorithms_enabled() == wanted
+    assert os.environ['CUBLAS_WORKSPACE_CONFIG'] == ':4096:8'
+    assert same(weights(tmp_path / 'True'), weights(tmp_path / 'False'))
+
+
+def test_what_cannot_be_deterministic_is_one_line(tiny, tmp_path, capsys, restored):
+    def put(_):  # of which torch has no deterministic kernel on any device
+        torch.use_deterministic_algorithms(True)
+        torch.zeros(3).put_(torch.tensor([0]), torch.ones(1))
+
+    assert 'deterministic=True: torch has no deterministic put_' in fails(capsys, restored, put)
+    restored.setenv('CUBLAS_WORKSPACE_CONFIG', ':8:8')
+    line = fails(capsys, restored, train.main, *tiny, '--deterministic')
+    assert 'CUBLAS_WORKSPACE_CONFIG=:8:8' in line and ':4096:8' in line
+    assert not (tmp_path / 'out' / 'metrics.jsonl').exists()
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason='needs a GPU')
+@pytest.mark.parametrize('compile', [False, True])
+@pytest.mark.parametrize('dtype', ['float32', 'auto'])
+def test_on_a_gpu_two_deterministic_runs_have_the_same_bits(tiny, tmp_path, restored, dtype,
+                                                            compile):
+    tiny = [*tiny, *NEWER, *options(device='cuda', dtype=dtype, compile=compile, dropout=0.2,
+                                    n_embd=128, block_size=128, batch_size=32)]
+    for name in ('one', 'two'):
+        torch._dynamo.reset()
+        train.main([*tiny, '--deterministic', f'--out_dir={tmp_path}/{name}'])
+    assert same(weights(tmp_path / 'one'), weights(tmp_path / 'two'))
 
 
 def test_auto_starts_once_and_resumes_from_then_on(tiny, tmp_path, capsys):

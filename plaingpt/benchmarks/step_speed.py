@@ -10,13 +10,21 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
+from torch.autograd import DeviceType
 
 from model import GPT, GPTConfig
 from plaingpt.benchmarks.result_tables import format_memory, format_times, markdown
-from plaingpt.benchmarks.timing import matmul_flops, step_seconds, step_times, synchronize
+from plaingpt.benchmarks.timing import matmul_flops, step_seconds, step_times
 from plaingpt.corpus.batches import BatchLoader, fits_in_ram
 from plaingpt.corpus.dataset import dataset_folder, open_dataset
-from plaingpt.system.devices import DTYPES, autocast, device_name, mfu, peak_memory_bytes
+from plaingpt.system.devices import (
+    DTYPES,
+    autocast,
+    device_name,
+    mfu,
+    peak_memory_bytes,
+    synchronize,
+)
 from plaingpt.system.errors import UserError
 from plaingpt.system.files import make_writable
 from plaingpt.training.optimizers import build_optimizer
@@ -182,11 +190,21 @@ def profile_steps(step, device, out_dir):
         synchronize(device)
     path = Path(out_dir, 'trace.json')
     prof.export_chrome_trace(str(path))
-    own_us = attrgetter(f'self_{"device" if device.type == "cuda" else "cpu"}_time_total')
-    events = sorted(prof.key_averages(), key=own_us, reverse=True)
-    total = sum(map(own_us, events))
     table = markdown(
         ['operator', 'calls a step', 'ms a step', 'share'],
-        [[event.key[:60], f'{event.count / 3:.0f}', f'{own_us(event) / 3e3:.2f}',
-          f'{own_us(event) / total:.1%}'] for event in events[:12]])
+        [[key[:60], f'{calls / 3:.0f}', f'{us / 3e3:.2f}', f'{share:.1%}'] for key, calls, us, share
+         in own_times(prof.key_averages(), on_device=device.type == 'cuda')[:12]])
     return f'\n\n{table}\n\n{path}: open it in https://ui.perfetto.dev'
+
+
+def own_times(averages, on_device):
+    """A profile's key_averages() → [(name, calls, μs that it took itself, share of all)], the
+    slowest first: of kernels where they ran on a device, of operators on a CPU. An operator has its
+    kernels' time on the device as its own, too, so it is left out there."""
+    own_us = attrgetter(f'self_{"device" if on_device else "cpu"}_time_total')
+    events = [event for event in averages
+              if (event.device_type != DeviceType.CPU) == on_device
+              and not (on_device and event.is_user_annotation)]  # those span other events
+    total = sum(map(own_us, events))
+    return [(event.key, event.count, own_us(event), own_us(event) / total)
+            for event in sorted(events, key=own_us, reverse=True)]

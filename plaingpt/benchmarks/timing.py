@@ -6,7 +6,7 @@ from itertools import pairwise
 
 import torch
 
-from plaingpt.system.devices import cpu_has_bfloat16
+from plaingpt.system.devices import cpu_has_bfloat16, synchronize
 
 
 def step_seconds(step, steps, warmup, device):
@@ -24,14 +24,6 @@ def step_seconds(step, steps, warmup, device):
         marks.append(time_mark(device))
     synchronize(device)
     return [b - a if isinstance(a, float) else a.elapsed_time(b) / 1e3 for a, b in pairwise(marks)]
-
-
-def synchronize(device):
-    """Wait until the device has done all the work that it was given."""
-    if device.type == 'cuda':
-        torch.cuda.synchronize(device)
-    elif device.type == 'mps':
-        torch.mps.synchronize()
 
 
 def time_mark(device):

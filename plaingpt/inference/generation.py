@@ -8,11 +8,17 @@ each token is chosen with at least half of block_size in view.
 import math
 
 import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from plaingpt.inference.next_token import choose_next_token, draw_noise, penalize
 
+# Of attention, the fastest first. Not cuDNN, which is torch's first choice on a Hopper: it plans
+# anew for each length of the cache.
+BACKENDS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+
 
 @torch.inference_mode()
+@sdpa_kernel(BACKENDS, set_priority=True)
 def generate(model, prompts, max_new_tokens, *, repetition_penalty=1.0, end_of_text=None,
              generators=None, on_token=None, use_cache=True, compiled=None, **sampling):
     """Continue each of `prompts`, lists of ids of any lengths → the new ids of each.

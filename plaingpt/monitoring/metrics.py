@@ -17,7 +17,7 @@ from contextlib import contextmanager
 
 from plaingpt.monitoring.diagnosis import diagnose
 from plaingpt.monitoring.metrics_file import finite, read_rows
-from plaingpt.system.devices import device_name, mfu, peak_memory_bytes
+from plaingpt.system.devices import device_name, mfu, peak_memory_bytes, synchronize
 from plaingpt.system.files import append_line
 from plaingpt.system.formatting import duration, one_line, short
 from plaingpt.system.machine import neighbours
@@ -97,7 +97,9 @@ class Metrics:
 
     @contextmanager
     def paused(self, what):
-        """A context: time spent in it does not count as step time, and a terminal shows `what`."""
+        """A context: time spent in it does not count as step time, and a terminal shows `what`.
+        What a device has still to do of the steps before does count: it is waited for first."""
+        synchronize(self.device)
         with self.clock.paused(), status.doing(what):
             yield
 

@@ -12,6 +12,7 @@ from plaingpt.preflight.data_checks import (
     batches_are_of_the_files,
     batches_differ,
     data_is_text,
+    epoch_reads_all,
     evaluation_reads_all,
     rate_lasts,
 )
@@ -22,6 +23,7 @@ from plaingpt.preflight.model_checks import (
     every_weight_learns,
     future_is_hidden,
     gradient_is_true,
+    loss_is_of_the_logits,
     loss_is_usual,
     order_matters,
     past_is_seen,
@@ -29,7 +31,7 @@ from plaingpt.preflight.model_checks import (
     weights_are_float32,
     weights_are_optimized,
 )
-from plaingpt.preflight.saving_checks import checkpoints_come_back
+from plaingpt.preflight.step_checks import checkpoints_come_back, steps_follow_the_gradient
 from plaingpt.preflight.subject import NotChecked, Subject
 from plaingpt.system.distributed import all_gather, print0
 from plaingpt.system.errors import UserError
@@ -43,11 +45,12 @@ BEFORE = {  # of settings, data and weights as they are
     'a checkpoint has every weight': checkpoints_fit,
     'batches are what the files hold': batches_are_of_the_files,
     'each step and process has its own batch': batches_differ,
+    'an epoch reads every sequence once': epoch_reads_all,
     'an evaluation reads every sequence once': evaluation_reads_all,
     'the data is text': data_is_text,
-    'the learning rate lasts': rate_lasts}
-INSIDE = {  # of the network, while what begins at zero is filled with noise
-    'the first loss is usual': loss_is_usual,
+    'the learning rate lasts': rate_lasts,
+    'the first loss is usual': loss_is_usual}
+INSIDE = {  # of the network, while what begins at zero or small is made to count
     'the future is hidden': future_is_hidden,
     'the past is seen': past_is_seen,
     'sequences of a batch are apart': rows_are_apart,
@@ -55,7 +58,9 @@ INSIDE = {  # of the network, while what begins at zero is filled with noise
     'every weight gets a gradient': every_weight_learns,
     'the gradient is true': gradient_is_true,
     'an evaluation repeats itself': evaluation_repeats,
+    'the loss is that of the logits': loss_is_of_the_logits,
     'generation with a cache is the same': cache_changes_nothing,
+    'a step follows the gradient': steps_follow_the_gradient,
     'a saved model comes back': checkpoints_come_back}
 NEEDED = {'the weights are float32', 'an evaluation reads every sequence once'}  # to look inside
 
@@ -77,7 +82,7 @@ def preflight(run, resumed, mean_loss, group):
                       evaluate=lambda *what: mean_loss(*what, run.context, run.stop))
     problems = make(BEFORE, subject)
     if not NEEDED & problems.keys():
-        with subject.zeros_filled():
+        with subject.enlarged():
             problems |= make(INSIDE, subject)
     if subject.device.type == 'cuda':
         torch.cuda.reset_peak_memory_stats(subject.device)  # what is logged is the run's
@@ -101,6 +106,10 @@ def make(checks, subject):
             problem = check(subject)
         except (NotChecked, torch.OutOfMemoryError) as reason:
             skipped = f'not checked: {what} ({one_line(reason)})'
+        except Exception:  # of the code that is checked: what was found before tells more
+            if not problems:
+                raise
+            break
         found = all_gather(problem, subject.group)
         if problem := next(filter(None, found), None):
             problems[what] = problem if found[0] else \

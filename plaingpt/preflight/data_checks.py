@@ -20,6 +20,7 @@ ROUND_TRIP = 0.9  # of the ids, that come back where their text is encoded again
 GONE = 1e-3  # of the highest learning rate: too little to learn with
 REST = 0.1  # of a run
 LOOKS = 100  # at the learning rate of a run
+EPOCH_LOOKS = 2**12  # at the sequences of an epoch
 
 
 def tokens_on_disk(stream, start, count):
@@ -42,54 +43,86 @@ def first_batches(loader):
 
 
 def batches_are_of_the_files(subject):
-    loader, T = subject.train_data, subject.train_data.block_size
-    batches = first_batches(loader)
-    for step, (idx, targets) in enumerate(batches):
-        starts = loader.sequence_starts(loader.sequence_ids(step, 0)).tolist()
-        tokens = torch.from_numpy(np.stack([tokens_on_disk(loader.stream, start, T + 1)
-                                            for start in starts]))  # (B, T + 1)
-        known = targets != -1
-        wrong = known & (targets != tokens[:, 1:])
-        if not known.any():
-            return f'all targets of step {step} are -1, so there is nothing to learn'
-        if not torch.equal(idx, tokens[:, :-1]):
-            again = step and torch.equal(idx, batches[0][0])
-            return f'the tokens of step {step} are not those of the files at their places' + (
-                ', but those of step 0 again' if again else '') + \
-                ': the loader reads elsewhere, or something changes what it reads'
-        if torch.equal(targets, idx) and wrong.any():
-            return 'the targets are the inputs, and should be the inputs shifted by one'
-        if wrong.any():
-            return (f'{wrong.sum() / known.sum():.0%} of the targets of step {step} are not the '
-                    'next token of the files: they are shifted by another number, shuffled, or '
-                    'noise')
+    loader = subject.train_data
+    for step, batch in enumerate(first_batches(loader)):
+        starts = loader.sequence_starts(loader.sequence_ids(step, 0))
+        if problem := compare(batch, subject.dataset.split('train'), starts):
+            return f'the batch of step {step} is not that of the training split: {problem}'
+    loader = subject.val_data
+    starts = next(iter(loader.eval_batches(subject.config.eval_iters)), [])
+    if len(starts):
+        batch = [tensor[:len(starts)].cpu() for tensor in loader.eval_batch(starts)]
+        if problem := compare(batch, subject.dataset.split('val'), starts):
+            return f'what an evaluation reads is not of the validation split: {problem}'
+
+
+def compare(batch, stream, starts):
+    """(idx, targets) beside the files of a split → None, or what differs."""
+    idx, targets = batch  # (B, T) each
+    tokens = torch.from_numpy(np.stack([tokens_on_disk(stream, start, idx.size(1) + 1)
+                                        for start in starts.tolist()]))  # (B, T + 1)
+    known = targets != -1
+    wrong = known & (targets != tokens[:, 1:])
+    if not torch.equal(idx, tokens[:, :-1]):
+        return 'the loader reads another file or another place, or something changes what it reads'
+    if not known.any():
+        return 'all targets are -1, so there is nothing to learn'
+    if torch.equal(targets, idx) and wrong.any():
+        return 'the targets are the inputs, and should be the inputs shifted by one'
+    if wrong.any():
+        return f'{wrong.sum() / known.sum():.0%} of the targets are not the next token: they are ' \
+               'shifted by another number, shuffled, or noise'
 
 
 def batches_differ(subject):
     loader = subject.train_data
     (idx, _), (later, _) = first_batches(loader)
+    mine = [loader.sequence_ids(0, micro) for micro in range(loader.micro_steps)]
+    ids = np.concatenate([np.concatenate(share) for share in all_gather(mine, subject.group)])
     digests = all_gather(hashlib.sha256(idx.numpy().tobytes()).hexdigest(), subject.group)
     if not torch.equal(idx, loader.train_batch(0, 0)[0]):
         return 'the same step gives another batch when it is read again: resuming would not ' \
                'continue with the data that comes next; seed what chooses the sequences'
     if loader.sequences_per_epoch < 2 * loader.step_size:
         return None  # so little text has to come again
-    if loader.only_first != 1 and torch.equal(idx, later):
-        return 'steps 0 and 1 get the same batch: the loader does not move on'
     if len(set(digests)) < len(digests):
         return f'{len(digests)} processes train on {len(set(digests))} batches: each needs its ' \
                'own, by its rank'
+    if (different := len(np.unique(ids))) < loader.step_size:
+        return f'of the {loader.step_size} sequences of a step {different} are different: each ' \
+               'micro-batch needs its own'
+    if loader.only_first != 1 and torch.equal(idx, later):
+        return 'steps 0 and 1 get the same batch: the loader does not move on'
+
+
+def epoch_reads_all(subject):
+    """Of a long epoch, so many of its sequences stand for all."""
+    loader = subject.train_data
+    n, T = loader.sequences_per_epoch, loader.block_size
+    ids = np.unique(np.linspace(0, n - 1, min(n, EPOCH_LOOKS)).astype(np.int64))
+    starts = loader.sequence_starts(ids)
+    if len(np.unique(starts)) < len(starts):
+        return f'{len(starts) - len(np.unique(starts))} of {len(starts)} sequences of an epoch ' \
+               'are there twice: their order is no permutation'
+    if n * T < (len(loader.stream) - 2 * T) or (
+            n > EPOCH_LOOKS and starts.max() - starts.min() < 0.9 * len(loader.stream)):
+        return f'an epoch reads {min(n * T, int(starts.max() - starts.min()) + T):,} of ' \
+               f'{len(loader.stream):,} tokens'
+    if n > 100 and (np.diff(starts) > 0).all():
+        return 'an epoch reads the text from its beginning to its end, and should read it in a ' \
+               'random order'
 
 
 def evaluation_reads_all(subject):
     loader, config = subject.val_data, subject.config
     mine = loader.eval_batches(config.eval_iters, config.eval_tokens)
-    read = sum(all_gather(sum(map(len, mine)), subject.group))
+    starts = np.concatenate([np.concatenate([*share, []])
+                             for share in all_gather(mine, subject.group)])
     wanted = config.eval_tokens // loader.block_size or config.eval_iters * loader.batch_size
     wanted = min(wanted, (len(loader.stream) - 1) // loader.block_size)
-    if read != wanted:
-        return f'an evaluation reads {read} sequences of {wanted}: a batch is dropped or comes ' \
-               'twice'
+    if len(starts) != wanted or len(np.unique(starts)) != wanted:
+        return f'an evaluation reads {len(starts)} sequences, {len(np.unique(starts))} different ' \
+               f'ones, and should read {wanted}: a batch is dropped, or comes twice'
 
 
 def data_is_text(subject):
@@ -101,13 +134,15 @@ def data_is_text(subject):
     ids = [i for i in subject.train_data.train_batch(0, 0)[0][0].tolist()
            if i != tokenizer.end_of_text]
     text = tokenizer.decode(ids)
-    subject.text = text[:80]
     again = Counter(tokenizer.encode(text).tolist())
     same = (again & Counter(ids)).total() / max(1, len(ids))
+    if same < ROUND_TRIP and not subject.dataset.meta:
+        raise NotChecked(f'{subject.dataset.folder} does not say which tokenizer it has')
+    subject.text = text[:80]
     if same < ROUND_TRIP:
-        return (f'{text[:80]!r} is what the tokens say, and {same:.0%} of them come back when it '
-                f'is encoded again: {subject.dataset.folder} was made with another tokenizer than '
-                'its meta.json has')
+        return (f'{subject.text!r} is what the tokens say, and {same:.0%} of them come back when '
+                f'it is encoded again: {subject.dataset.folder} was made with another tokenizer '
+                'than its meta.json has')
 
 
 def rate_lasts(subject):

@@ -7,15 +7,17 @@ comparisons hold on any device: the same shapes take the same kernels, so equal 
 import math
 
 import torch
+from torch.nn.functional import cross_entropy
 
 from model import GPT
 from plaingpt.inference.generation import Context
 from plaingpt.monitoring.diagnosis import THRESHOLDS
-from plaingpt.preflight.subject import largest_change
+from plaingpt.preflight.subject import NotChecked, largest_change
 
 SAME = 1e-5  # of the RMS: what rounding may change; a token that is seen changes more
 NEARLY_SAME = 1e-3  # where the same sums are taken in another order
-PREDICTED_FALL = 0.005  # nats, of the step along the gradient that shows whether it is true
+LOSS_ERROR = 3e-3  # of a loss: bfloat16 rounds logits in another order
+PREDICTED_FALLS = (5e-3, 5e-4)  # nats, of steps along the gradient; the second where it is rough
 GRADIENT_ERROR = {True: 0.01, False: 0.1}  # of it: on a CPU, elsewhere (TF32 rounds). Ours: 0.001
 CUT_OFF = 1e-12  # squared norm of a gradient that predicts nothing
 
@@ -68,46 +70,49 @@ def checkpoints_fit(subject):
 
 
 def future_is_hidden(subject):
-    t = subject.place
-    before = [logits[0, :t] for logits in (subject.logits, subject.changed_logits)]
-    if t and largest_change(*before) > SAME:
-        return (f'the logits at positions 0 to {t - 1} change with the tokens from {t} on: '
-                'attention without is_causal or with a wrong mask, or a layer that mixes in '
-                'later tokens')
+    for row, t in ((0, subject.changed.start), (3, subject.config.block_size - 1)):
+        before = [x[row, :t] for x in (subject.seen, subject.seen_changed)]
+        if t and largest_change(*before) > SAME:
+            return (f'what positions 0 to {t - 1} say changes with the tokens from {t} on: '
+                    'attention without is_causal or with a wrong mask, or a layer that mixes in '
+                    'later tokens')
 
 
 def rows_are_apart(subject):
-    if largest_change(subject.logits[1], subject.changed_logits[1]) > SAME:
-        return ('the logits of a sequence change with another sequence of the batch: a view, '
+    if largest_change(subject.seen[1], subject.seen_changed[1]) > SAME:
+        return ('what a sequence says changes with another sequence of the batch: a view, '
                 'transpose or mean over the wrong dimension')
 
 
 def past_is_seen(subject):
-    after = [logits[2, subject.place + 1:] for logits in (subject.logits, subject.changed_logits)]
+    t = subject.changed.stop
+    after = [x[2, t:] for x in (subject.seen, subject.seen_changed)]
     if after[0].numel() and largest_change(*after) <= SAME:
-        return (f'the logits after position {subject.place} do not change with the token there: '
+        return (f'what positions from {t} on say does not change with the tokens before: '
                 'attention sees too little, or its output is not used')
 
 
 def order_matters(subject):
     """In the first block alone: the causal mask tells later ones a little about the order."""
-    model, idx = subject.model, subject.idx[:1].clone()  # (1, T)
-    if idx.size(1) < 4:
-        return None
-    idx[0, 1] = subject.others(idx[0, 0])
-    swapped = torch.cat((idx[:, [1, 0]], idx[:, 2:]), dim=1)
+    model, idx = subject.model, subject.batch[0][:1].clone()  # (1, T)
+    i = idx.size(1) - 3 - model.config.conv  # and i + 1: before what a short convolution reads
+    if i < 0:
+        raise NotChecked(f'sequences of {idx.size(1)} are too short')
+    idx[0, i + 1] = subject.others(idx[0, i])
+    swapped = idx.clone()
+    swapped[0, i:i + 2] = idx[0, i:i + 2].flip(0)
     seen = []
     hook = model.transformer.h[0].register_forward_hook(lambda _, inputs, x: seen.append(x))
     with hook, subject.training_mode(False), torch.no_grad():
         model.hidden(torch.cat((idx, swapped)))
     x = seen[0][:, -1]  # (2, C)
     if largest_change(x[0], x[1]) <= SAME / 10:
-        return ('the first block gives the same where two earlier tokens change places: positions '
+        return ('the first block says the same where two earlier tokens change places: positions '
                 'are not added, or rotary does not reach queries and keys')
 
 
 # -----------------------------------------------------------------------------
-# what learns
+# what the loss is
 
 
 def loss_is_usual(subject):
@@ -118,7 +123,8 @@ def loss_is_usual(subject):
     tolerance = THRESHOLDS['initial_loss'] \
         + THRESHOLDS['initial_loss_per_channel'] * subject.model.config.n_embd
     if not math.isfinite(loss):
-        return f'the first loss is {loss}: look at the initialisation'
+        return f'the first loss is {loss}: a division by zero, a softmax over nothing, or an ' \
+               'initialisation that is too large'
     if subject.from_scratch and abs(loss - expected) > tolerance:
         return f'the first loss is {loss:.2f}, and {uniform}: look at the initialisation, and at ' \
                'how the loss is averaged'
@@ -133,21 +139,56 @@ def evaluation_repeats(subject):
         with subject.training_mode():
             torch.manual_seed(seed)
             losses.append(subject.evaluated_loss())
+            if not subject.model.training:
+                return 'an evaluation leaves the model in eval mode, so that it goes on without ' \
+                       'dropout: model.train() is not called after it'
     if abs(losses[0] - losses[1]) > SAME * abs(losses[0]):
         return (f'two evaluations of the same weights give {losses[0]:.5f} and {losses[1]:.5f}: '
                 'dropout is on, because model.eval() is not called or a layer does not heed it')
 
 
+def loss_is_of_the_logits(subject):
+    """The evaluated loss beside the cross-entropy of what the model is sampled with."""
+    with subject.training_mode():
+        loss = subject.evaluated_loss()
+    [starts] = subject.few.eval_batches(1)
+    idx, targets = (t[:len(starts)] for t in subject.few.eval_batch(starts))
+    one = torch.full_like(targets, -1)
+    one[0, -1] = targets[0, -1]  # alone, it tells whether targets are shifted once more
+    with subject.training_mode(False), subject.context, torch.no_grad():
+        logits = subject.model.logits(subject.model.hidden(idx)).float()  # (B, T, V)
+        losses = [loss, subject.model(idx, one)[1].item()]
+    for loss, known in zip(losses, (targets, one), strict=True):
+        expected = cross_entropy(logits.flatten(0, 1), known.flatten(), ignore_index=-1).item()
+        if not abs(loss - expected) <= LOSS_ERROR * abs(expected):
+            return (f'the model has a loss of {loss:.4f} in eval mode, and the cross-entropy of '
+                    f'its logits is {expected:.4f}: forward() and logits(), which samples are '
+                    'drawn from, do not agree; is something shifted, weighted, smoothed or scaled '
+                    'in one of them?')
+
+
+# -----------------------------------------------------------------------------
+# what learns
+
+
 def every_weight_learns(subject):
     found = subject.gradients
-    silent = [name for name, g in found.items() if g is None or not g.any()]
     broken = [name for name, g in found.items() if g is not None and not g.isfinite().all()]
     if broken:
         return f'the gradient of {listed(broken)} is not finite: a division by zero, a square ' \
                'root at 0, or a softmax over nothing'
-    if silent:
+    if silent_of(found):  # few tokens may not reach each expert of a mixture: many of all kinds
+        size = subject.config.batch_size, subject.config.block_size + 1
+        with subject.training_mode():
+            tokens = torch.randint(subject.model.config.vocab_size, size, device=subject.device)
+        found = subject.gradients_of((tokens[:, :-1], tokens[:, 1:]))
+    if silent := silent_of(found):
         return f'no gradient reaches {listed(silent)}: a detach, no_grad or .data on the way, or ' \
                'a layer whose output is not used'
+
+
+def silent_of(gradients):
+    return [name for name, g in gradients.items() if g is None or not g.any()]
 
 
 def gradient_is_true(subject):
@@ -157,23 +198,24 @@ def gradient_is_true(subject):
     for name, gradient in subject.gradients.items():
         if gradient is not None:
             groups[name.startswith('transformer.h.0.')][name] = gradient
-    lengths = {}  # of the step along each gradient
+    lengths = {}  # of a step along each gradient that lowers the loss by 1, as predicted
     for group in groups.values():
         square = sum(float(gradient.norm())**2 for gradient in group.values())
         if not CUT_OFF < square < math.inf:
-            return None  # every_weight_learns says so
-        lengths |= dict.fromkeys(group, PREDICTED_FALL / 2 / square)
-    weights = subject.large_weights
-    behind, ahead = (subject.loss({**weights, **{
-        name: torch.add(weights[name].detach(), subject.gradients[name],
-                        alpha=way / 2 * length).requires_grad_()
-        for name, length in lengths.items()}}).item() for way in (1, -1))
-    fall = behind - ahead
-    allowed = GRADIENT_ERROR[subject.device.type == 'cpu']
-    if abs(fall / PREDICTED_FALL - 1) > allowed:
-        return (f'a step along the gradient should lower the loss by {PREDICTED_FALL:.4f}, and '
-                f'lowers it by {fall:.4f}: a detach in a branch, or a backward pass of your own '
-                'that is not the derivative of its forward pass')
+            raise NotChecked('there is no gradient')  # every_weight_learns says so
+        lengths |= dict.fromkeys(group, 0.5 / square)
+    weights = {name: p.detach() for name, p in subject.model.named_parameters()}
+    for predicted in PREDICTED_FALLS:
+        behind, ahead = (subject.loss({**weights, **{
+            name: torch.add(weights[name], subject.gradients[name],
+                            alpha=way / 2 * predicted * length).requires_grad_()
+            for name, length in lengths.items()}}).item() for way in (1, -1))
+        fall = behind - ahead
+        if abs(fall / predicted - 1) <= GRADIENT_ERROR[subject.device.type == 'cpu']:
+            return None
+    return (f'a step along the gradient should lower the loss by {predicted:.4f}, and lowers it '
+            f'by {fall:.4f}: a detach in a branch, a backward pass of your own that is not the '
+            'derivative of its forward pass, or a step in the forward pass (rounding, a choice)')
 
 
 # -----------------------------------------------------------------------------
@@ -182,10 +224,11 @@ def gradient_is_true(subject):
 
 def cache_changes_nothing(subject):
     """Two prompts of different lengths, continued with given tokens, with a cache and without."""
-    model, T = subject.model, subject.idx.size(1)
+    model, texts = subject.model, subject.batch[0][:2]
+    T = texts.size(1)
     if T < 4:
-        return None
-    texts, prompts = subject.idx[:2], (T // 2, T // 2 - 1)
+        raise NotChecked(f'sequences of {T} are too short')
+    prompts = (T // 2, T // 2 - 1)
     with subject.training_mode(False), torch.inference_mode():
         whole = model.logits(model.hidden(texts)).float()  # (2, T, V)
         cached, idx, worst = Context(model), None, 0.0

@@ -13,9 +13,10 @@ import torch
 from model import GPT
 from plaingpt.corpus.batches import BatchLoader
 from plaingpt.corpus.dataset import Dataset
+from plaingpt.training.optimizers import build_optimizer
 from plaingpt.training.settings import TrainConfig
 
-LENGTH = 32  # tokens in a sequence, at most
+SHORT = 32  # tokens in a sequence of a batch, at most
 EVALUATED = 96  # tokens
 
 
@@ -49,86 +50,76 @@ class Subject:
     def device(self):
         return self.train_data.device
 
-    @cached_property
-    def sequences(self):
-        """(3, T + 1) tokens of the training split: its beginning, its end, its beginning again."""
+    def sequences(self, length):
+        """(4, length + 1) tokens of the training split: in row 1 its end, else its beginning."""
         stream = self.train_data.stream
-        length = min(LENGTH, self.config.block_size) + 1
-        starts = np.array([0, len(stream) - length, 0])
-        return torch.from_numpy(stream.sequences(starts, length)).to(self.device)
-
-    @property
-    def idx(self):
-        return self.sequences[:, :-1]  # (3, T)
-
-    @property
-    def targets(self):
-        return self.sequences[:, 1:]  # (3, T)
+        starts = np.array([0, len(stream) - length - 1, 0, 0])
+        return torch.from_numpy(stream.sequences(starts, length + 1)).to(self.device)
 
     @cached_property
-    def place(self):
-        """The position in the middle, from which the other sequences of `changed_logits` differ."""
-        return self.idx.size(1) // 2
+    def batch(self):
+        """(idx, targets), each (2, T), for what takes a backward pass or several forward passes."""
+        tokens = self.sequences(min(SHORT, self.config.block_size))[:2]
+        return tokens[:, :-1], tokens[:, 1:]
 
     @cached_property
-    def logits(self):
-        """(3, T, V) as in training."""
-        return self.logits_of(self.idx)
+    def changed(self):
+        """slice of the positions in the middle of `seen`, whose tokens differ in `seen_changed`."""
+        T = self.config.block_size
+        return slice(T // 2, T // 2 + min(4, math.ceil(T / 8)))
 
     @cached_property
-    def changed_logits(self):
-        """Those of other tokens: all from `place` on in row 0, none in row 1, that one in row 2."""
-        idx = self.idx.clone()
-        idx[0, self.place:] = self.others(idx[0, self.place:])
-        idx[2, self.place] = self.others(idx[2, self.place])
-        return self.logits_of(idx)
+    def seen(self):
+        """(4, block_size, C): what the head reads of sequences of full length."""
+        return self.hidden(self.sequences(self.config.block_size)[:, :-1])
 
-    def evaluated_loss(self):
-        """The loss of short sequences of the validation split, as the run measures it."""
-        T = self.idx.size(1)
-        loader = BatchLoader(self.val_data.stream, T, math.ceil(EVALUATED / T), device=self.device)
-        few = replace(self.config, eval_iters=1, eval_tokens=0)
-        return self.evaluate(self.model, loader, few)
+    @cached_property
+    def seen_changed(self):
+        """That of other tokens: from `changed` on in row 0, none in row 1, `changed` in row 2, the
+        last in row 3."""
+        idx = self.sequences(self.config.block_size)[:, :-1].clone()
+        idx[0, self.changed.start:] = self.others(idx[0, self.changed.start:])
+        idx[2, self.changed] = self.others(idx[2, self.changed])
+        idx[3, -1] = self.others(idx[3, -1])
+        return self.hidden(idx)
 
     def others(self, tokens):
         """Other tokens of the vocabulary."""
         return (tokens + 1) % self.model.config.vocab_size
 
-    def logits_of(self, idx):
-        """Each call draws the same dropout, so that logits differ by the tokens alone. Gradients
+    def hidden(self, idx):
+        """Each call draws the same dropout, so that results differ by the tokens alone. Gradients
         are on: without them the model may take another path than in training."""
         with self.training_mode(), self.context:
-            return self.model.logits(self.model.hidden(idx)).detach().float()
+            return self.model.hidden(idx).detach().float()
 
     def loss(self, weights):
-        """The training loss in float32, of {name: tensor} in place of the model's weights. Nothing
-        is recomputed: the backward pass comes when the model has its own weights again."""
-        recomputing, self.model.activation_checkpointing = \
-            self.model.activation_checkpointing, 'none'
-        try:
-            with self.training_mode():
-                return torch.func.functional_call(self.model, weights, (self.idx, self.targets))[1]
-        finally:
-            self.model.activation_checkpointing = recomputing
+        """The training loss of `batch` in float32, of {name: tensor} as the model's weights."""
+        with self.training_mode():
+            return torch.func.functional_call(self.model, weights, self.batch)[1]
 
-    @cached_property
-    def large_weights(self):
-        """{name: tensor}: the weights, with the blocks' matrices large enough to keep the size of
-        what they multiply. At 0.02 a branch is a small part of its sum, and hides its mistakes."""
-        found = {}
-        for name, p in self.model.named_parameters():
-            p = p.detach()
-            if p.dim() == 2 and name.startswith('transformer.h.'):
-                p = p * (p.size(1)**-0.5 / p.square().mean().sqrt()).clamp(min=1)
-            found[name] = p.requires_grad_()
-        return found
+    def gradients_of(self, batch):
+        """{name: gradient of the training loss of (idx, targets) in float32, or None}"""
+        weights = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
+        with self.training_mode():
+            found = torch.autograd.grad(self.model(*batch)[1], list(weights.values()),
+                                        allow_unused=True)
+        return dict(zip(weights, found, strict=True))
 
     @cached_property
     def gradients(self):
-        """{name: gradient of `loss` at large_weights, or None}"""
-        weights = self.large_weights
-        found = torch.autograd.grad(self.loss(weights), list(weights.values()), allow_unused=True)
-        return dict(zip(weights, found, strict=True))
+        return self.gradients_of(self.batch)
+
+    @cached_property
+    def few(self):
+        """A loader of few short sequences of the validation split."""
+        T = min(SHORT, self.config.block_size)
+        return BatchLoader(self.val_data.stream, T, math.ceil(EVALUATED / T), device=self.device)
+
+    def evaluated_loss(self):
+        """The loss of `few`, as the run measures it."""
+        return self.evaluate(self.model, self.few,
+                             replace(self.config, eval_iters=1, eval_tokens=0))
 
     @contextmanager
     def training_mode(self, training=True):
@@ -143,20 +134,41 @@ class Subject:
             finally:
                 self.model.train(was_training)
 
+    def small_model(self):
+        """→ (GPT with the flags of this one, all of whose weights count; its optimizer; its
+        settings, with a rate that moves each weight a little)."""
+        shape = self.model.config
+        gpt = GPT(replace(shape, vocab_size=257, n_layer=min(2, shape.n_layer), dropout=0.0,
+                          n_embd=8 * shape.n_head, block_size=min(16, shape.block_size)))
+        with torch.no_grad():
+            for p in gpt.parameters():
+                p.normal_(std=0.1)
+        config = replace(self.config, learning_rate=1e-3, weight_decay=0.0, embedding_decay=0.0,
+                         vector_decay=0.0)
+        return gpt, build_optimizer(gpt.to(self.device), config, self.device.type), config
+
     @contextmanager
-    def zeros_filled(self):
-        """A context in which no matrix or vector of the model is 0 throughout. What begins at zero
-        hides all that it multiplies."""
+    def enlarged(self):
+        """A context in which each weight of the model counts. What begins at zero, or is small as
+        most is at first, hides the mistakes in what it multiplies."""
+        kept = []
         with torch.no_grad(), self.training_mode():
-            zeros = [p for p in self.model.parameters() if not p.any()]
-            for p in zeros:
-                p.normal_(std=0.02)
+            for name, p in self.model.named_parameters():
+                in_block = name.startswith('transformer.h.')
+                size = p.square().mean().sqrt()
+                wanted = 0.02 if not in_block else p.size(1)**-0.5 if p.dim() == 2 else 0.1
+                if size == 0 or (in_block and size < wanted):
+                    kept.append((p, p.clone()))
+                    if size == 0:
+                        p.normal_(std=wanted)
+                    else:
+                        p *= wanted / size
         try:
             yield
         finally:
             with torch.no_grad():
-                for p in zeros:
-                    p.zero_()
+                for p, before in kept:
+                    p.copy_(before)
 
 
 def largest_change(a, b):

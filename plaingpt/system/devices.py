@@ -5,6 +5,7 @@ import os
 import platform
 import re
 import sys
+import time
 from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import NamedTuple
@@ -14,7 +15,7 @@ import torch
 from plaingpt.system.errors import UserError
 from plaingpt.system.formatting import gib
 from plaingpt.system.machine import machine_memory
-from plaingpt.system.streams import warn
+from plaingpt.system.streams import status, warn
 
 DTYPES = {'float32': torch.float32, 'bfloat16': torch.bfloat16, 'float16': torch.float16}
 
@@ -81,12 +82,54 @@ def choose_dtype(wanted, device, n_embd):
 
 
 def choose_compile(wanted, device):
-    """'auto', True or False → (bool, why)."""
+    """'auto', True or False → (bool, why). What is compiled from here on is kept."""
+    keep_compiled_code()
     if wanted != 'auto':
         return wanted, 'as asked'
     if device.type == 'cuda':
         return True, 'CUDA'
     return False, f'gains nothing on {device.type}'
+
+
+def keep_compiled_code():
+    """Let torch.compile keep its code beside the user's other caches, where a second start finds it
+    also after a reboot, unless the environment says where, or that place cannot be written."""
+    caches = Path(os.environ.get('XDG_CACHE_HOME') or os.path.expanduser('~/.cache'))
+    existing = next((path for path in (caches, *caches.parents) if path.exists()), None)
+    if caches.is_absolute() and existing and os.access(existing, os.W_OK | os.X_OK):
+        os.environ.setdefault('TORCHINDUCTOR_CACHE_DIR', str(caches / 'plaingpt' / 'inductor'))
+
+
+class CompileWatch:
+    """Shows on a terminal's last line what torch.compile works at and for how long, and tells in a
+    line how long it took."""
+
+    def __init__(self):
+        self.print_line = self.what = self.began = self.line = None
+
+    def start(self, print_line):
+        """From here on, print with `print_line`."""
+        from torch._dynamo.callback import callback_handler, on_compile_end, on_compile_start
+        self.print_line = print_line
+        if self.begin not in callback_handler.start_callbacks:  # torch's reset removes them
+            on_compile_start(self.begin)
+            on_compile_end(self.end)
+
+    def begin(self, args):
+        forward = 'the training step' if torch.is_grad_enabled() else 'the evaluation'
+        backward = args.callback_trigger.name == 'LAZY_BACKWARD'
+        self.what = 'the backward pass' if backward else forward
+        self.began = time.perf_counter()
+        self.line = status.timed(f'compiling {self.what}')
+        self.line.__enter__()
+
+    def end(self, _):
+        self.line.__exit__(None, None, None)
+        seconds = time.perf_counter() - self.began
+        self.print_line(f'compiled {self.what} in {seconds:.{0 if seconds >= 10 else 1}f} s')
+
+
+compile_watch = CompileWatch()
 
 
 def autocast(device, dtype):
@@ -96,9 +139,22 @@ def autocast(device, dtype):
     return torch.autocast(device.type, dtype=DTYPES[dtype])
 
 
-def seed_everything(seed, rank=0):
-    """Seed torch, a different stream for each rank (they must not share dropout masks)."""
+WORKSPACES = ':4096:8', ':16:8'  # with which cuBLAS adds up in one order
+
+
+def seed_everything(seed, rank=0, deterministic=False):
+    """Seed torch, a different stream for each rank (they must not share dropout masks).
+
+    deterministic: let all else be the same each time, too. On a CPU it is. On CUDA torch then takes
+    kernels without atomic additions, in the backward pass of attention and of embeddings too, and
+    raises an error where it has none. Raises UserError.
+    """
     torch.manual_seed(seed + rank)
+    torch.use_deterministic_algorithms(deterministic)
+    if deterministic and os.environ.setdefault('CUBLAS_WORKSPACE_CONFIG',
+                                               WORKSPACES[0]) not in WORKSPACES:
+        raise UserError(f'CUBLAS_WORKSPACE_CONFIG={os.environ["CUBLAS_WORKSPACE_CONFIG"]} in the '
+                        f'environment: deterministic=True takes {" or ".join(WORKSPACES)}')
 
 
 def use_fast_matmul():
@@ -129,6 +185,14 @@ def describe_load():
     if cores - load >= torch.get_num_threads() - 0.5:
         return ''
     return f'; it is busy, load {load:.1f} on {cores} cores, and may be several times as fast'
+
+
+def synchronize(device):
+    """Wait until the device has done all the work that it was given."""
+    if device.type == 'cuda':
+        torch.cuda.synchronize(device)
+    elif device.type == 'mps':
+        torch.mps.synchronize()
 
 
 def device_memory(device):
@@ -193,24 +257,33 @@ class GPU(NamedTuple):
     memory_gb: int  # of the smallest version
 
 
-# From NVIDIA's data sheets. Looked up in order by a part of the name that CUDA reports.
+# From NVIDIA's data sheets. Looked up in order by words of the name that CUDA reports.
 GPUS = {
     'B200': GPU(2250e12, 180),
+    'GH200': GPU(989e12, 96),
+    'H200 NVL': GPU(835e12, 141),
     'H200': GPU(989e12, 141),
     'H100 PCIe': GPU(756e12, 80),
     'H100 NVL': GPU(835e12, 94),
     'H100': GPU(989e12, 80),
     'A100': GPU(312e12, 40),
     'L40S': GPU(362e12, 48),
+    'L40': GPU(181e12, 48),
     'L4': GPU(121e12, 24),
     'A10G': GPU(70e12, 24),
     'A10': GPU(125e12, 24),
     'A6000': GPU(155e12, 48),
     'RTX 4090': GPU(165e12, 24),
     'RTX 3090': GPU(71e12, 24),
+    'V100 PCIe': GPU(112e12, 16),
     'V100': GPU(125e12, 16),
     'T4': GPU(65e12, 15),  # 16, of which error correction takes one
 }
+
+
+# Words beside those that change no peak. With another one, such as Ti, Laptop, D or MIG, it is
+# another GPU, or a part of one.
+PLAIN_WORDS = re.compile(r'NVIDIA|Tesla|GeForce|RTX|SXM\d*|PCIe|HBM\d\w*|\d+GB', re.IGNORECASE)
 
 
 def find_gpu(name):
@@ -231,9 +304,13 @@ def find_gpu(name):
 
 def peak_flops(device_name, dtype):
     """Peak FLOP/s of a device in the training dtype, or None where it is not known."""
-    if dtype == 'float32':
-        return None
-    return next((gpu.peak_flops for name, gpu in GPUS.items() if name in device_name), None)
+    words = set(re.split(r'[\s-]+', device_name.lower()))
+    for name, gpu in GPUS.items():
+        others = words - set(name.lower().split())
+        named = len(words) - len(others) == len(name.split())
+        if named and all(map(PLAIN_WORDS.fullmatch, others)):
+            return None if dtype == 'float32' else gpu.peak_flops
+    return None
 
 
 def mfu(flops_per_s, device_name, dtype):

@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel as DDP
 
+from plaingpt.system.devices import compile_watch
 from plaingpt.system.errors import UserError
 from plaingpt.system.files import is_running, started
 from plaingpt.system.streams import status
@@ -247,10 +248,14 @@ def check_shared(folder, world, group):
 
 def wrap_model(model, device, compile, world):
     """→ (model to evaluate with, model to train with): compiled, then under DDP."""
+    if compile:
+        compile_watch.start(print0)
     compiled = torch.compile(model) if compile else model
     if world.size == 1:
         return compiled, compiled
-    return compiled, DDP(compiled, device_ids=[device.index] if device.type == 'cuda' else None)
+    ddp = DDP(compiled, device_ids=[device.index] if device.type == 'cuda' else None)
+    ddp.broadcast_buffers = False  # rotary tables, which are the same everywhere and do not change
+    return compiled, ddp
 
 
 def gradient_sync(model, last):

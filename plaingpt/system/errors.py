@@ -90,6 +90,13 @@ def run_script(main):
     except OSError as e:
         print_error(refusal(e))
         sys.exit(2)
+    except RuntimeError as e:
+        what, matches, _ = str(e).partition(' does not have a deterministic implementation')
+        if not matches:
+            raise
+        print_error(f'deterministic=True: torch has no deterministic {what.split()[-1]} for this '
+                    'device: train without it, or without the part of the model that calls it')
+        sys.exit(2)
     except MemoryError as e:
         print_error(f'out of memory{f": {e}" if str(e) else ""}: choose smaller sizes')
         sys.exit(2)

@@ -102,6 +102,29 @@ class StatusLine:
             del self.parts[key]
             self.draw()
 
+    @contextmanager
+    def timed(self, what):
+        """As `doing`, with the seconds so far."""
+        key, over = object(), threading.Event()
+
+        def tick():
+            began = time.perf_counter()
+            while True:
+                self.parts[key] = f'{what}, {time.perf_counter() - began:.0f} s'
+                self.draw()
+                if over.wait(1):
+                    return
+
+        thread = threading.Thread(target=tick, name='status', daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            over.set()
+            thread.join()
+            del self.parts[key]
+            self.draw()
+
     def counted(self, items):
         """Yield the items of a sequence; meanwhile the line ends with how many are done."""
         key, drawn_at = object(), 0.0

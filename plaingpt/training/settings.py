@@ -90,6 +90,7 @@ class TrainConfig(GPTConfig):
     loss_chunk_tokens: int = 2048  # logits of so many tokens exist at once; 0 for all of a batch
     activation_checkpointing: Literal[*KINDS] = 'none'  # keep less for the backward pass
     backend: Literal['auto', 'nccl', 'gloo'] = 'auto'  # between processes
+    deterministic: bool = False  # on a GPU too, the same bits each time; slower
     seed: int = 1337  # of the weights, of dropout and of the order of data
     # model, where it differs from GPT-2
     vocab_size: int = 0  # tokens that there are; 0 for those of the dataset

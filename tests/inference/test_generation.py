@@ -3,6 +3,8 @@ from itertools import pairwise
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.nn.attention import SDPBackend, _cur_sdpa_kernel_backends
+from torch.overrides import TorchFunctionMode
 
 from model import GPT, CausalSelfAttention, GPTConfig
 from plaingpt.inference.generation import context_start, generate
@@ -215,3 +217,34 @@ def test_the_repetition_penalty_counts_prompt_and_new_text_of_each_row(model):
                    generators=generators(1, 2))
     for i in range(2):
         assert new[i] == uncached(model, prompts[i], 30, 1.0, generators(1, 2)[i], penalty=1.7)
+
+
+class BackendRecorder(TorchFunctionMode):
+    """Records which kernels each call of attention may take, in their order."""
+
+    def __init__(self):
+        super().__init__()
+        self.found = []
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        if func is F.scaled_dot_product_attention:
+            self.found.append(_cur_sdpa_kernel_backends(with_priority=True))
+        return func(*args, **(kwargs or {}))
+
+
+def test_generation_asks_for_flash_efficient_and_plain_attention_and_leaves_training_its_own(model):
+    before = _cur_sdpa_kernel_backends(with_priority=True)
+    traced = []
+
+    def record(graph, _):
+        traced.append(_cur_sdpa_kernel_backends(with_priority=True))  # as the kernel is chosen
+        return graph
+
+    compiled = torch.compile(model.hidden, backend=record, fullgraph=True)
+    with BackendRecorder() as recorder:
+        generate(model, prompts_of(3, 5), 20)
+    generate(model, prompts_of(5), 4, compiled=compiled)
+    asked = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+    assert len(recorder.found) == 20 * model.config.n_layer and len(traced) == 1
+    assert all(found == asked for found in recorder.found + traced)
+    assert _cur_sdpa_kernel_backends(with_priority=True) == before

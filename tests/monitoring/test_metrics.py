@@ -166,6 +166,33 @@ def test_the_time_left_counts_the_evaluations_to_come(metrics, monkeypatch):
     assert metrics.remaining_s(500, step_s=2.0) == 500 * 2 + 5 * 30
 
 
+def test_what_a_device_has_still_to_do_before_a_pause_is_step_time(metrics, monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr('plaingpt.monitoring.metrics.time.perf_counter', lambda: now[0])
+
+    def drain(_):  # of seven seconds of queued steps
+        now[0] += 7.0
+
+    monkeypatch.setattr('plaingpt.monitoring.metrics.synchronize', drain)
+    metrics.begin(0)
+    with metrics.paused('health check'):
+        now[0] += 30.0
+    metrics.step(10, 1.0, 1.0, 1.0)
+    assert lines(metrics)[0]['tokens_per_s'] == CONFIG.step_tokens() / 0.7
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason='needs a GPU')
+def test_queued_kernels_are_step_time_on_a_gpu(tmp_path):
+    metrics = new(tmp_path / 'metrics.jsonl', device=torch.device('cuda', 0))
+    torch.cuda.synchronize()
+    metrics.begin(0)
+    torch.cuda._sleep(10**9)  # cycles: some half a second
+    with metrics.paused('health check'):
+        torch.cuda.synchronize()
+    metrics.step(1, 1.0, 1.0, 1.0)
+    assert lines(metrics)[0]['tokens_per_s'] < CONFIG.step_tokens() / 0.2
+
+
 def test_rows_in_memory_stay_few_and_evaluations_stay(metrics, monkeypatch):
     monkeypatch.setattr('plaingpt.monitoring.metrics.MAX_ROWS', 100)
     for i in range(1000):

@@ -11,6 +11,7 @@ from plaingpt.system.devices import (
     choose_compile,
     choose_device,
     choose_dtype,
+    compile_watch,
     describe_load,
     find_gpu,
     mfu,
@@ -19,6 +20,7 @@ from plaingpt.system.devices import (
     use_expandable_segments,
 )
 from plaingpt.system.errors import UserError, run_script
+from plaingpt.system.streams import status
 
 CPU = torch.device('cpu')
 
@@ -132,7 +134,27 @@ def test_utilisation_is_known_only_where_the_peak_is():
     assert mfu(1e12, 'cpu', 'bfloat16') is None
     assert mfu(1e12, 'NVIDIA A100-SXM4-80GB', 'float32') is None
     assert mfu(156e12, 'NVIDIA A100-SXM4-80GB', 'bfloat16') == 0.5
-    assert peak_flops('NVIDIA L40S', 'bfloat16') == 362e12  # and not the L4's
+
+
+@pytest.mark.parametrize(('name', 'gpu'), [
+    ('NVIDIA B200', 'B200'), ('NVIDIA GB200', None), ('NVIDIA GH200 480GB', 'GH200'),
+    ('NVIDIA H200', 'H200'), ('NVIDIA H200 NVL', 'H200 NVL'),
+    ('NVIDIA H100 80GB HBM3', 'H100'), ('NVIDIA H100 PCIe', 'H100 PCIe'),
+    ('NVIDIA H100 NVL', 'H100 NVL'), ('NVIDIA H100 80GB HBM3 MIG 1g.10gb', None),
+    ('NVIDIA H800', None), ('NVIDIA H20', None),
+    ('NVIDIA A100-SXM4-40GB', 'A100'), ('NVIDIA A100-SXM4-80GB', 'A100'),
+    ('NVIDIA A100 80GB PCIe', 'A100'), ('NVIDIA A100-PCIE-40GB', 'A100'),
+    ('NVIDIA A100X', None), ('NVIDIA A40', None), ('NVIDIA A10', 'A10'), ('NVIDIA A10G', 'A10G'),
+    ('NVIDIA L4', 'L4'), ('NVIDIA L40', 'L40'), ('NVIDIA L40S', 'L40S'),
+    ('NVIDIA RTX A6000', 'A6000'), ('NVIDIA RTX 6000 Ada Generation', None),
+    ('NVIDIA GeForce RTX 4090', 'RTX 4090'), ('NVIDIA GeForce RTX 4090 Laptop GPU', None),
+    ('NVIDIA GeForce RTX 4090 D', None), ('NVIDIA GeForce RTX 3090', 'RTX 3090'),
+    ('NVIDIA GeForce RTX 3090 Ti', None), ('Tesla T4', 'T4'), ('Tesla V100-SXM2-16GB', 'V100'),
+    ('Tesla V100-PCIE-16GB', 'V100 PCIe'), ('Tesla V100S-PCIE-32GB', None), ('cpu', None)])
+def test_a_peak_is_that_of_the_gpu_that_cuda_names_and_never_a_guess(name, gpu):
+    assert peak_flops(name, 'bfloat16') == (GPUS[gpu].peak_flops if gpu else None)
+    if gpu:
+        assert peak_flops(gpu, 'bfloat16') == GPUS[gpu].peak_flops  # plan.py names them so
 
 
 def test_a_busy_machine_is_told_where_torch_gets_fewer_cores_than_it_takes(monkeypatch):
@@ -153,3 +175,43 @@ def test_a_gpu_is_named_by_any_part_that_no_other_has():
     for unknown in ('A1000', ' '):
         with pytest.raises(UserError, match=r'unknown: use one of B200, .*T4, or --gpu_memory_gb'):
             find_gpu(unknown)
+
+
+def test_what_is_compiled_is_shown_meanwhile_and_told_once_it_is_done():
+    said, shown = [], []
+
+    def backend(graph, _):
+        while not status.parts:  # another thread shows the seconds
+            pass
+        shown.extend(status.parts.values())
+        return graph
+
+    torch.compiler.reset()
+    for _ in range(2):  # as two runs in a notebook
+        compile_watch.start(said.append)
+    compiled = torch.compile(torch.sin, backend=backend)
+    compiled(torch.ones(3, requires_grad=True))
+    with torch.no_grad():
+        compiled(torch.ones(3))
+    assert [line.partition(' in 0.')[0] for line in said] == \
+        ['compiled the training step', 'compiled the evaluation']
+    assert shown == ['compiling the training step, 0 s', 'compiling the evaluation, 0 s']
+    assert not status.parts
+    torch.compiler.reset()
+
+
+@pytest.mark.parametrize(('environment', 'kept_in'), [
+    ({'XDG_CACHE_HOME': '{tmp}/caches'}, '{tmp}/caches/plaingpt/inductor'),
+    ({'XDG_CACHE_HOME': '', 'HOME': '{tmp}'}, '{tmp}/.cache/plaingpt/inductor'),
+    ({'XDG_CACHE_HOME': '{tmp}/caches', 'TORCHINDUCTOR_CACHE_DIR': '/mine'}, '/mine'),
+    ({'XDG_CACHE_HOME': '{tmp}/file/caches'}, None), ({'XDG_CACHE_HOME': 'caches'}, None)])
+def test_compiled_code_is_kept_beside_other_caches_unless_told_otherwise(
+        tmp_path, monkeypatch, environment, kept_in):
+    (tmp_path / 'file').touch()
+    monkeypatch.setenv('TORCHINDUCTOR_CACHE_DIR', '')
+    monkeypatch.delenv('TORCHINDUCTOR_CACHE_DIR')
+    for key, value in environment.items():
+        monkeypatch.setenv(key, value.format(tmp=tmp_path))
+    choose_compile(True, CPU)
+    assert os.environ.get('TORCHINDUCTOR_CACHE_DIR') == (kept_in and kept_in.format(tmp=tmp_path))
+    assert not (tmp_path / 'caches').exists()  # torch makes it when it compiles

@@ -5,9 +5,11 @@ import signal
 import socket
 
 import pytest
+import torch
 from helpers import exit_code, fails, fork, ranks, wait_until
 
 import train
+from model import GPT, GPTConfig
 from plaingpt.system import distributed
 
 
@@ -73,3 +75,17 @@ def test_an_environment_that_names_no_job_is_a_mistake(tiny, capsys, monkeypatch
         monkeypatch.setenv(key, each)
     monkeypatch.setattr('time.sleep', lambda _: None)
     assert f'{name}=' in fails(capsys, monkeypatch, train.main, *tiny)
+
+
+def test_a_step_of_several_processes_sends_gradients_and_no_tables_of_constants(monkeypatch):
+    for key, value in ranks(1)[0].items():
+        monkeypatch.setenv(key, value)
+    model = GPT(GPTConfig(16, 65, 1, 2, 32, rotary=True))
+    assert [name for name, _ in model.named_buffers()]
+    idx, cpu = torch.zeros(2, 16, dtype=torch.int64), torch.device('cpu')
+    with distributed.process_group(distributed.launched_world(), cpu):
+        _, ddp = distributed.wrap_model(model, cpu, False, distributed.World(size=2))
+        with torch.profiler.profile() as profile:
+            ddp(idx, idx)[1].backward()
+    sent = {event.key for event in profile.key_averages()}
+    assert 'gloo:all_reduce' in sent and 'gloo:broadcast' not in sent

@@ -101,6 +101,49 @@ def test_a_bad_step_leaves_the_weights_alone():
     assert all(p.isfinite().all() for p in model.parameters())
 
 
+def stepped(name, scaled, factors, **options):
+    """Weights after a step on each of the same batches whose factor, of the loss, is not None."""
+    model, optimizer = made(name, **options)
+    scaler = torch.amp.GradScaler('cpu', init_scale=4.0, enabled=scaled)
+    guard = StepGuard(None, 10, None, torch.device('cpu'), scaling=scaled)
+    torch.manual_seed(1)
+    for it, factor in enumerate(factors):
+        idx = torch.randint(0, 65, (4, 16))
+        if factor is not None:
+            loss = model(idx, idx)[1] * factor
+            scaler.scale(loss).backward()
+            update(model, optimizer, scaler, 1.0, guard, it, loss.detach())
+    return list(model.parameters())
+
+
+@pytest.mark.parametrize('scaled', [False, True], ids=['unscaled', 'scaled'])
+@pytest.mark.parametrize('name', optimizers.OPTIMIZERS)
+def test_a_first_step_that_is_not_finite_leaves_no_trace(name, scaled):
+    poisoned = stepped(name, scaled, [math.nan, 1.0, 1.0, 1.0])
+    spared = stepped(name, scaled, [None, 1.0, 1.0, 1.0])
+    assert all(torch.equal(p, q) for p, q in zip(poisoned, spared, strict=True))
+
+
+@pytest.mark.parametrize('momentum', [0.0, 0.95])
+def test_sgd_moves_as_torchs_plain_sgd_from_the_first_step_on(momentum):
+    model, optimizer = made('sgd', momentum=momentum)
+    ours = [(p, group['weight_decay']) for group in optimizer.param_groups for p in group['params']]
+    theirs = [torch.nn.Parameter(p.detach().clone()) for p, _ in ours]
+    plain = torch.optim.SGD([dict(params=[q], weight_decay=decay) for q, (_, decay)
+                             in zip(theirs, ours, strict=True)], lr=1e-2, momentum=momentum,
+                            nesterov=momentum > 0, fused=True)
+    for seed in range(3):
+        torch.manual_seed(seed)
+        idx = torch.randint(0, 65, (4, 16))
+        model(idx, idx)[1].backward()
+        for q, (p, _) in zip(theirs, ours, strict=True):
+            q.grad = p.grad.clone()
+        optimizer.step()
+        plain.step()
+        optimizer.zero_grad(set_to_none=True)
+        assert all(torch.equal(p, q) for q, (p, _) in zip(theirs, ours, strict=True))
+
+
 def test_a_good_verdict_changes_nothing():
     (a, plain), (b, judged) = made(), made()
     judged.found_inf = torch.zeros(())

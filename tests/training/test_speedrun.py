@@ -163,3 +163,13 @@ def test_twenty_steps_have_the_losses_of_the_record_that_the_recipe_follows(monk
     ours = train_ours(gpt, config, batches)
     assert theirs[-1] < theirs[0] - 0.5
     assert ours == pytest.approx(theirs, abs=1e-4)
+
+
+@pytest.mark.parametrize('path', sorted(ROOT.glob('config/gpt2_*.py')), ids=lambda path: path.stem)
+def test_evaluations_take_less_than_a_hundredth_of_the_flops_of_a_run(path):
+    config = load_config(TrainConfig, [str(path)])
+    tokens = config.eval_tokens or config.eval_iters * config.batch_size * config.block_size
+    evaluations = 1 + config.max_iters // config.eval_interval  # each of both splits
+    forward = evaluations * 2 * tokens  # of three times that a token takes in training
+    assert forward / 3 < 0.01 * config.max_iters * config.step_tokens()
+    assert config.step_tokens() == config.total_batch_size

@@ -175,9 +175,10 @@ class Plan:
                     '--gradient_accumulation_steps=2'))
         for optimizer in ('muon', 'adamw'):
             yield self.speed(f'fast recipe, {optimizer}', f'--optimizer={optimizer}',
-                             f'--batch_size={small}', config='gpt2_124m_fast')
+                             f'--batch_size={large}', config='gpt2_124m_fast')
         yield Step('checkpoints', 'checkpoints', 60, self.bench(
-            '--checkpoints', 'config/gpt2_124m.py', *self.shape, '--compile=False'))
+            '--checkpoints', 'config/gpt2_124m.py', *self.shape, f'--batch_size={small}',
+            '--compile=False'))
         yield Step('quickstart in each mode', 'ablate', 200, self.bench(
             '--ablate', 'config/quickstart.py', '--one_by_one', '--set=compile=False,True',
             '--set=dtype=float32,bfloat16,float16', '--seeds=2', *self.small,
@@ -186,11 +187,10 @@ class Plan:
             yield self.speed(dtype, f'--dtype={dtype}', f'--batch_size={small}')
 
     def part_3(self):
-        ladder = [*self.shape, '--total_batch_size=0', '--batch_size=2', *self.steps] \
-            if self.config.tiny else ['--steps=5', '--warmup_steps=2', '--vocab_size=50257']
         text = [f'--dataset={self.text}'] if self.config.input else []
-        yield Step('ladder', 'ladder', 270, self.bench('--ladder', 'config/gpt2_124m.py', *ladder,
-                                                       '--rounds=1', *text))
+        yield Step('ladder', 'ladder', 270, self.bench(
+            '--ladder', 'config/gpt2_124m.py', '--vocab_size=50257', *self.shape, *self.steps,
+            f'--batch_size={self.batches[0]}', '--rounds=1', *text))
         for compile in (False, True):
             yield Step(f'resuming, {"compiled" if compile else "eager"}', 'resuming', 150,
                        self.bench('--resuming', 'config/shakespeare_char.py', '--max_iters=100',
@@ -210,8 +210,8 @@ class Plan:
         folder = f'{self.scratch}/fast'
         few = [*self.shape, '--vocab_size=0', '--batch_size=4', '--eval_tokens=512',
                '--max_iters=4', '--eval_interval=2', '--log_interval=2'] if self.config.tiny else [
-                   '--eval_interval=25', '--eval_tokens=2097152', '--checkpoint_interval=100000',
-                   '--always_save_checkpoint=False', '--checkpoint_async=True']
+                   '--eval_interval=25', '--checkpoint_interval=100000',
+                   '--always_save_checkpoint=False']
         yield Step('gpt2_124m_fast', 'training', 3600, [
             sys.executable, 'train.py', 'config/gpt2_124m_fast.py', *few, '--sample_tokens=0',
             f'--dataset={self.config.tokens}', f'--out_dir={folder}', '--report=False',

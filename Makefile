@@ -5,6 +5,7 @@
 # make torture             kill, stop and starve training hundreds of times, damage and forge its files
 # make compare-prepare     prepare.py beside nanoGPT's recipe and tiktoken alone
 # make compare-generation  generation beside transformers
+# make first-contact       measure a GPU: OUT=folder PART=1 to 4, and OPTIONS="--input=text.txt"
 # make lint                check the style
 # make clean               remove what these commands made
 
@@ -15,7 +16,7 @@ OLDEST = $(shell sed -n 's/^    "\(.*\)>=\(.*\)",.*/\1==\2.*/p' pyproject.toml)
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .PHONY: quickstart test test-slow test-oldest torture compare-prepare compare-generation \
-        bench-prepare bench-generate lint clean
+        bench-prepare bench-generate first-contact lint clean
 
 quickstart: .venv/installed
 	$(BIN)/python train.py config/quickstart.py
@@ -34,8 +35,7 @@ test-oldest: requirements-dev.txt pyproject.toml
 	.venv-oldest/bin/python -m pytest -n 2
 
 torture: .venv/installed-dev
-	$(BIN)/python tools/torture.py --kills=250
-	$(BIN)/python tools/torture_signals.py --signals=100
+	$(BIN)/python tools/torture.py --kills=250 --signals=100
 	$(BIN)/python tools/torture_streams.py --rounds=100 --disks=50
 	$(BIN)/python tools/torture_files.py --corruptions=500 --json=500 --models=100
 
@@ -44,6 +44,9 @@ compare-prepare bench-prepare: .venv/installed-dev
 
 compare-generation bench-generate: .venv/installed-dev
 	$(BIN)/python tools/compare_generation.py
+
+first-contact:
+	PYTHON=$(PYTHON) tools/first_contact.sh "$(OUT)" "$(PART)" $(OPTIONS)
 
 lint: .venv/installed-dev
 	$(BIN)/ruff check .

@@ -11,6 +11,7 @@
     python bench.py --data config/gpt2_124m.py          batches a second, beside the step's need
     python bench.py --memory config/gpt2_124m.py        memory of a step, beside the plan
     python bench.py --checkpoints config/gpt2_124m.py   how long a save stops training
+    python bench.py --resuming config/quickstart.py     how far a resumed run ends from a whole one
 
 Without a config: GPT-2 124M on a GPU, config/bench_cpu.py or config/grid_cpu.py on a CPU.
 --memory runs a real step on CUDA; elsewhere torch's memory tracker follows a step on tensors
@@ -34,12 +35,13 @@ from plaingpt.benchmarks.data_rate import measure_data
 from plaingpt.benchmarks.grid import draw_grid, measure_grid
 from plaingpt.benchmarks.ladder import measure_ladder
 from plaingpt.benchmarks.memory_check import measure_memory
+from plaingpt.benchmarks.resuming import measure_resuming
 from plaingpt.benchmarks.step_speed import Workload, measure_speed
 from plaingpt.corpus.corpora import find_dataset_size
 from plaingpt.system import devices
 from plaingpt.system.errors import UserError, run_script
 from plaingpt.system.files import ROOT, make_writable
-from plaingpt.system.streams import require_stdout
+from plaingpt.system.streams import require_stdout, warn
 from plaingpt.training.memory_planner import explain_out_of_memory
 from plaingpt.training.settings import TrainConfig
 
@@ -53,6 +55,7 @@ class BenchConfig(TrainConfig):
     data: bool = False  # batches a second from disk and from memory, and what a step needs
     memory: bool = False  # what a step holds after forward, backward and optimizer, and at most
     checkpoints: bool = False  # how long a save stops training
+    resuming: bool = False  # weights of a resumed run, beside those of two whole ones
     profile: bool = False  # speed: where the time goes, and a trace in out_dir
     # benchmark: how
     steps: int = 10  # that are timed; a figure is their median
@@ -90,7 +93,8 @@ class BenchConfig(TrainConfig):
 # Each: a Workload → (rows of numbers, their Markdown). A new one also is a flag of BenchConfig.
 BENCHMARKS = {'speed': measure_speed, 'ladder': measure_ladder, 'grid': measure_grid,
               'ablate': measure_ablation, 'data': measure_data,
-              'checkpoints': measure_checkpoints, 'memory': measure_memory}
+              'checkpoints': measure_checkpoints, 'memory': measure_memory,
+              'resuming': measure_resuming}
 PICTURES = {'grid': draw_grid, 'ablate': draw_ablation}
 
 
@@ -115,7 +119,8 @@ def read_config(argv):
     named = any(not arg.startswith('-') for arg in argv)
     if device.type == 'cuda' or named or config.memory or config.checkpoints:
         return config, device, argv
-    small = 'grid_cpu.py' if config.grid or config.ablate else 'bench_cpu.py'
+    trains = config.grid or config.ablate or config.resuming
+    small = 'grid_cpu.py' if trains else 'bench_cpu.py'
     argv = [str(ROOT / 'config' / small), *argv]
     return load_config(BenchConfig, argv), device, argv
 
@@ -166,13 +171,16 @@ def main(argv):
     with explain_out_of_memory(work.shape, config, work.dtype, device):
         rows, text = BENCHMARKS[name](work)
     facts = result_tables.describe_measurement(device, argv)
-    print(json.dumps({**facts, 'rows': rows}, indent=1) if config.json
+    print(json.dumps({**facts, 'rows': rows, 'table': text}, indent=1) if config.json
           else result_tables.format_page(facts, text))
     if config.save:
         path = result_tables.result_path(config.save, name, device)
         result_tables.save(path, facts, rows, text)
         if name in PICTURES:
-            PICTURES[name](rows, f'{path}.png')
+            try:
+                PICTURES[name](rows, f'{path}.png')
+            except UserError as problem:  # the figures are saved without matplotlib too
+                warn(problem)
 
 
 if __name__ == '__main__':

@@ -1,10 +1,21 @@
 import csv
 import json
+import sys
+from contextlib import redirect_stdout
 
 import pytest
 from helpers import fails
 
 import bench
+import train
+from plaingpt.benchmarks import grid
+from plaingpt.benchmarks.resuming import differences
+
+
+def train_here(argv):
+    """In this process, which has imported torch."""
+    with redirect_stdout(sys.stderr):
+        train.main(argv)
 
 
 def test_memory_is_measured_beside_the_plan(capsys):
@@ -65,6 +76,30 @@ def test_a_save_in_the_background_stops_training_for_less_than_it_takes(tiny, tm
     assert waiting['share'] == pytest.approx(
         waiting['stall_s'] / (1000 * waiting['step_s'] + waiting['stall_s']))
     assert not list((tmp_path / 'out').iterdir())
+
+
+def test_a_resumed_run_is_compared_with_two_whole_ones(tiny, capsys, monkeypatch):
+    monkeypatch.setattr(grid, 'run_train', train_here)
+    bench.main([*tiny, '--resuming', '--json'])
+    found = json.loads(capsys.readouterr().out)
+    whole, resumed = found['rows']
+    assert whole['largest_difference'] == resumed['largest_difference'] == 0.0
+    assert resumed['largest_weight'] > 0.01 and resumed['runs'] in found['table']
+
+
+def test_differences_of_weights_are_found(trained, tiny, tmp_path):
+    train.main([*tiny, '--learning_rate=1e-3'])
+    found = differences(trained, tmp_path / 'out')
+    assert 1e-4 < found['largest_difference'] < 0.1 and found['differing'] > 0.5
+
+
+def test_what_was_measured_is_saved_without_matplotlib(tiny, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(grid, 'run_train', train_here)
+    monkeypatch.setitem(sys.modules, 'matplotlib.figure', None)
+    bench.main([*tiny, '--ablate', '--set=n_layer=1,2', '--seeds=1', '--log_interval=2',
+                f'--save={tmp_path}/results'])
+    assert 'warning: the picture needs matplotlib' in capsys.readouterr().err
+    assert 'n_layer=2' in (tmp_path / 'results' / 'ablate-cpu.csv').read_text()
 
 
 def test_on_a_cpu_a_small_model_takes_the_place_of_gpt2():

@@ -1,16 +1,19 @@
 """Compare the tokens/s of generation with those of transformers and, if named, nanoGPT.
 
-    python tools/compare_generation.py [--nanogpt=PATH_TO_NANOGPT]
+    python tools/compare_generation.py [--nanogpt=PATH_TO_NANOGPT] [--json]
 
 All use the same random weights. The programs take turns, and the best time of each counts. It
 includes reading the prompt.
 """
 
+import json
 import sys
 import tempfile
 import time
+from contextlib import nullcontext, redirect_stdout
 from copy import deepcopy
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -35,10 +38,12 @@ class CompareConfig:
     rounds: int = 3  # times that each program runs
     nanogpt: str = ''  # nanoGPT's folder; it is slow, since it has no cache
     device: str = 'auto'  # auto, cpu, cuda
-    shapes: str = '124M,baby'  # 124M, baby (10.7M)
+    shapes: str = '124M,baby'  # 124M, baby (10.7M), tiny (0.03M)
+    json: bool = False  # print JSON
 
 
-SHAPES = {'124M': GPTConfig(), 'baby': GPTConfig(256, 65, 6, 6, 384, bias=False)}
+SHAPES = {'124M': GPTConfig(), 'baby': GPTConfig(256, 65, 6, 6, 384, bias=False),
+          'tiny': GPTConfig(128, 65, 2, 2, 32)}
 
 
 def build_generators(shape, device, config, batch, folder):
@@ -91,18 +96,30 @@ def best_times(functions, rounds, device):
 
 def main(argv):
     config = load_config(CompareConfig, argv, __doc__)
+    with redirect_stdout(sys.stderr) if config.json else nullcontext():
+        rows = compare(config)
+    if config.json:
+        print(json.dumps({'rows': rows}, indent=1))
+
+
+def compare(config):
+    """→ a row for each shape, batch and program"""
     device, why = choose_device(config.device)
     print(f'device {device} ({why}), {torch.get_num_threads()} threads')
-    for name in config.shapes.split(','):
-        for batch in (1, 8):
-            with tempfile.TemporaryDirectory() as folder:
-                functions, n = build_generators(SHAPES[name], device, config, batch, Path(folder))
-                times = best_times(functions, config.rounds, device)
-            print(f'{name}, batch {batch}: {n} tokens after {config.prompt_tokens}')
-            base = times['transformers float32']
-            for who, seconds in times.items():
-                print(f'  {who:<24}{1000 * seconds / n:8.2f} ms a token '
-                      f'{batch * n / seconds:9.1f} tokens/s {base / seconds:6.2f}x')
+    rows = []
+    for name, batch in product(config.shapes.split(','), (1, 8)):
+        with tempfile.TemporaryDirectory() as folder:
+            functions, n = build_generators(SHAPES[name], device, config, batch, Path(folder))
+            times = best_times(functions, config.rounds, device)
+        print(f'{name}, batch {batch}: {n} tokens after {config.prompt_tokens}')
+        base = times['transformers float32']
+        for who, seconds in times.items():
+            rows.append({'shape': name, 'batch': batch, 'program': who, 'tokens': n,
+                         'token_ms': 1e3 * seconds / n, 'tokens_per_s': batch * n / seconds,
+                         'times_transformers': base / seconds})
+            print(f'  {who:<24}{1000 * seconds / n:8.2f} ms a token '
+                  f'{batch * n / seconds:9.1f} tokens/s {base / seconds:6.2f}x')
+    return rows
 
 
 if __name__ == '__main__':

@@ -3,11 +3,13 @@
     git clone https://github.com/karpathy/nanoGPT
     python tools/compare_nanogpt.py race nanoGPT      the CPU recipes, whole processes
     python tools/compare_nanogpt.py speed nanoGPT     steps of the baby GPT, eager and compiled
+                                                      (--json prints JSON)
     python tools/compare_nanogpt.py loss nanoGPT      the baby GPT's loss after 200 steps
     python tools/compare_nanogpt.py busy nanoGPT      steps of the CPU recipe, with another program
 
-Each takes settings of train.py too, for plainGPT: --batch_size=16 --dtype=float32
-Needs data/shakespeare_char here and nanoGPT/data/shakespeare_char/input.txt there.
+Each takes settings of train.py too, for plainGPT: --batch_size=16 --dtype=float32 --device=cpu
+Needs data/shakespeare_char here and nanoGPT/data/shakespeare_char/input.txt there; speed and loss
+need only the first, or another --dataset. On a GPU nanoGPT takes bfloat16, as its own train.py.
 """
 
 import argparse
@@ -19,8 +21,9 @@ import subprocess
 import sys
 import tempfile
 import time
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, redirect_stdout
 from itertools import product
+from operator import itemgetter
 from pathlib import Path
 
 import torch
@@ -30,10 +33,16 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from configurator import load_config
 from model import GPT
 from plaingpt.corpus.batches import BatchLoader
-from plaingpt.corpus.dataset import open_dataset
+from plaingpt.corpus.dataset import dataset_folder, open_dataset
 from plaingpt.monitoring.figures import COLOURS, cut_off_the_start
 from plaingpt.system import cpu_kernels
-from plaingpt.system.devices import autocast, choose_dtype, machine_name
+from plaingpt.system.devices import (
+    autocast,
+    choose_device,
+    choose_dtype,
+    machine_name,
+    use_fast_matmul,
+)
 from plaingpt.system.errors import run_script
 from plaingpt.system.files import ROOT, make_writable, write_atomically
 from plaingpt.training.optimizers import build_optimizer
@@ -175,7 +184,7 @@ class Trainer:
         """→ seconds"""
         started = time.perf_counter()
         for group in self.optimizer.param_groups:
-            group['lr'] = get_lr(it, self.config) * group['lr_scale']
+            group['lr'] = get_lr(it, self.config) * group.get('lr_scale', 1.0)
         with self.context:
             loss = self.model(idx, targets)[1]
         loss.backward()
@@ -196,10 +205,11 @@ class Trainer:
 
 def our_trainer(config, vocab_size, compile):
     torch.manual_seed(0)
-    model = GPT(config.gpt_config(vocab_size))
+    device, _ = choose_device(config.device)
+    model = GPT(config.gpt_config(vocab_size)).to(device)
     model.loss_chunk_tokens = config.loss_chunk_tokens
-    context = autocast(CPU, choose_dtype(config.dtype, CPU, config.n_embd)[0])
-    return Trainer(model, build_optimizer(model, config, 'cpu'), config, compile, context)
+    context = autocast(device, choose_dtype(config.dtype, device, config.n_embd)[0])
+    return Trainer(model, build_optimizer(model, config, device.type), config, compile, context)
 
 
 def load_nanogpt(folder, gpt):
@@ -218,20 +228,23 @@ def load_nanogpt(folder, gpt):
 
 def make_trainers(nanogpt, config, compile):
     """→ {name: Trainer}, both with the same weights, and the loaders of both splits."""
-    dataset = open_dataset(ROOT / 'data' / 'shakespeare_char')
+    device, _ = choose_device(config.device)
+    use_fast_matmul()
+    dataset = open_dataset(dataset_folder(config.dataset))
     ours = our_trainer(config, dataset.vocab_size, compile)
-    model = load_nanogpt(nanogpt, ours.raw)
+    model = load_nanogpt(nanogpt, ours.raw).to(device)
     optimizer = model.configure_optimizers(config.weight_decay, config.learning_rate,
-                                           (config.beta1, config.beta2), 'cpu')
-    theirs = Trainer(model, optimizer, config, compile, nullcontext())
-    loaders = [BatchLoader(dataset.split(split), config.block_size, config.batch_size)
-               for split in ('train', 'val')]
+                                           (config.beta1, config.beta2), device.type)
+    context = autocast(device, 'bfloat16') if device.type == 'cuda' else nullcontext()
+    theirs = Trainer(model, optimizer, config, compile, context)
+    loaders = [BatchLoader(dataset.split(split), config.block_size, config.batch_size,
+                           device=device) for split in ('train', 'val')]
     return {'nanoGPT': theirs, 'plainGPT': ours}, loaders
 
 
 def compare_speed(nanogpt, config, rounds):
-    """Seconds a step, in turn; the better of eager and compiled counts."""
-    best = {}
+    """Seconds a step, in turn; the better of eager and compiled counts → a row for each."""
+    rows = []
     for compile in (False, True):
         both, (loader, _) = make_trainers(nanogpt, config, compile)
         times = {name: [] for name in both}
@@ -241,10 +254,14 @@ def compare_speed(nanogpt, config, rounds):
                 times[name].append(trainer.step(idx, targets, it))
         for name, seconds in times.items():
             median = statistics.median(seconds[1:])  # the first compiles, and warms up
-            best[name] = min(best.get(name, median), median)
+            rows.append({'program': name, 'compile': compile, 'step_ms': 1e3 * median,
+                         'tokens_per_s': idx.numel() / median})
             print(f'{name:9} {"compiled" if compile else "eager":9} {median * 1e3:.0f} ms a step, '
                   f'{idx.numel() / median:,.0f} tokens/s', flush=True)
+    best = {row['program']: row['step_ms']
+            for row in sorted(rows, key=itemgetter('step_ms'), reverse=True)}
     print(f'plainGPT {best["nanoGPT"] / best["plainGPT"]:.2f} times as fast')
+    return rows
 
 
 @contextmanager
@@ -298,10 +315,13 @@ def parse_args(argv):
                                          'race config/shakespeare_char_cpu_fast.py)')
     parser.add_argument('--rounds', type=int, default=3, help='race, loss, busy: runs; speed: '
                                                               'steps (default: 3)')
+    parser.add_argument('--json', action='store_true', help='speed: print JSON')
     parser.add_argument('--save', help='race: a folder for race.csv and loss-over-time.png')
     args, overrides = parser.parse_known_args(argv)
     if args.save and args.what != 'race':
         parser.error('--save is for race alone')
+    if args.json and args.what != 'speed':
+        parser.error('--json is for speed alone')
     return args, overrides
 
 
@@ -316,7 +336,10 @@ def main(argv):
         return
     config = load_config(TrainConfig, [str(recipe), *overrides])
     compare = {'speed': compare_speed, 'loss': compare_loss, 'busy': compare_busy}[args.what]
-    compare(args.nanogpt, config, args.rounds)
+    with redirect_stdout(sys.stderr) if args.json else nullcontext():
+        rows = compare(args.nanogpt, config, args.rounds)
+    if args.json:
+        print(json.dumps({'rows': rows}, indent=1))
 
 
 if __name__ == '__main__':

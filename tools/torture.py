@@ -1,10 +1,14 @@
-"""Kill training at random instants, hundreds of times, and see that nothing is lost.
+"""Kill and stop training at random instants, hundreds of times, and see that nothing is lost.
 
-    python tools/torture.py --kills=250
+    python tools/torture.py --kills=250 --signals=100 --seed=1
 
 Each round is one run to its end, killed with SIGKILL again and again on the way and started anew
 with --init_from=auto. Half the kills wait for a save to be under way. The final weights must equal
 those of an uninterrupted run, bit for bit. Then files are cut, flipped and the disk filled.
+
+Then rounds get signals instead, and now and then a kill, while they start, train, evaluate, save or
+end. A run that got one must exit with 0, but where it came before training or after its last line,
+and never show a traceback. The weights and all losses must be those of an uninterrupted run.
 """
 
 import os
@@ -18,10 +22,12 @@ sys.path[:0] = [str(ROOT), str(ROOT / 'tests')]
 import argparse
 import inspect
 import random
+import re
 import resource
 import signal
 import tempfile
 import time
+from collections import Counter
 from dataclasses import dataclass
 
 from helpers import exit_code, fork, options
@@ -29,6 +35,8 @@ from helpers import exit_code, fork, options
 import prepare
 import train
 from configurator import load_config
+from plaingpt.monitoring.metrics_file import read_rows
+from plaingpt.system.distributed import StopRequest
 from plaingpt.system.errors import run_script
 from plaingpt.system.files import sha256_of
 from plaingpt.training.checkpoint import checkpoint_paths, find, newest_valid
@@ -37,6 +45,7 @@ from plaingpt.training.checkpoint import checkpoint_paths, find, newest_valid
 @dataclass
 class TortureConfig:
     kills: int = 250  # how many times to kill
+    signals: int = 100  # how many to send
     seed: int = 0  # of the instants
 
 
@@ -45,6 +54,11 @@ SETTINGS = options(n_layer=2, n_head=2, n_embd=32, block_size=16, batch_size=4, 
                    warmup_iters=2, lr_decay_iters=40, device='cpu', dtype='float32',
                    checkpoint_interval=2, init_from='auto', report=False,
                    sample_tokens=0, health_interval=0)
+
+
+# of the rounds with signals
+VARIED = options(max_iters=24, eval_interval=7, eval_iters=12, health_interval=6,
+                 sample_interval=5, sample_tokens=8, checkpoint_async=True)
 
 
 def make_data(root):
@@ -165,17 +179,91 @@ def full_disk(root, data, expected):
     return not good
 
 
+def weights_and_losses(out_dir):
+    """The final weights as a digest, and all losses by iteration."""
+    rows = [(row['iter'], key, row[key]) for row in read_rows(Path(out_dir, 'metrics.jsonl'), print)
+            for key in ('loss', 'train_loss', 'val_loss', 'sample') if key in row]
+    return hash_checkpoint(out_dir), rows
+
+
+def send(pid, name, log):
+    """Send the signal and wait → (where it hit, or None where the run had ended; what is wrong)."""
+    if os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
+        os.kill(pid, getattr(signal, name))
+    else:
+        name = None
+    code, told = exit_code(pid), log.read_text()
+    training, ended = re.search('^iter ', told, re.M), re.search('^done|: stopped', told, re.M)
+    where = 'the end' if ended else 'training' if training else 'the start'
+    good = (0,) if name is None else (-signal.SIGKILL,) if name == 'SIGKILL' \
+        else (0, 130, -getattr(signal, name)) if ended or not training else (0,)
+    wrong = code not in good or 'Traceback' in told
+    if name and code == 0 and f'{name}: stopped' in told:
+        where = 'training'
+    return name and where, f'{name} in {where}: exit code {code}\n{told}' if wrong else None
+
+
+def signal_rounds(root, data, signals, chance, expected, duration):
+    """→ (how many signals hit where, problems)"""
+    hits, problems, number = Counter(), [], 0
+    while hits.total() - hits['evaluations cut short'] < signals:
+        out_dir = root / f'round-{number}'
+        log = Path(f'{out_dir}.log')
+        number += 1
+        for _ in range(8):
+            pid = start(out_dir, data, *VARIED)
+            time.sleep(chance.uniform(0, duration))
+            where, problem = send(pid, chance.choice([*StopRequest.NAMES * 2, 'SIGKILL']), log)
+            problems += [problem] if problem else []
+            if where is None:
+                break
+            hits[where] += 1
+            if where == 'training' and checkpoint_paths(out_dir):
+                found = find(out_dir)
+                hits['evaluations cut short'] += \
+                    found.iter_num % 7 == 0 and not found.state['evaluated']
+        code = run(out_dir, data, *VARIED)
+        if code or weights_and_losses(out_dir) != expected:
+            problems.append(f'{out_dir}: exit code {code}, or not the same bits\n{log.read_text()}')
+    return hits, number, problems
+
+
+def kill_and_damage(root, data, kills, chance):
+    """→ runs that were lost"""
+    run(root / 'warmup', data)
+    duration, expected = run_whole(root, data), hash_checkpoint(root / 'whole')
+    lost = kill_rounds(root, data, kills, chance, expected, duration)
+    lost += damage_rounds(root, data, chance, expected)
+    return lost + full_disk(root, data, expected)
+
+
+def interrupt(root, data, signals, chance):
+    """→ runs that went wrong"""
+    # What torch imports late is imported here, once, and not in each fork.
+    train.main([*SETTINGS, *VARIED, f'--out_dir={root}/warmup', f'--dataset={data}',
+                '--max_iters=1'])
+    duration = run_whole(root, data, *VARIED)
+    hits, runs, problems = signal_rounds(root, data, signals, chance,
+                                         weights_and_losses(root / 'whole'), duration)
+    for problem in problems:
+        print(f'WRONG: {problem}')
+    cut = hits.pop('evaluations cut short', 0)
+    print(f'{hits.total()} signals in {runs} runs, {hits["training"]} of them in training ({cut} '
+          f'evaluations cut short), {hits["the start"]} at its start, {hits["the end"]} at its '
+          f'end: {len(problems)} went wrong')
+    return len(problems)
+
+
 def main(argv):
     config = load_config(TortureConfig, argv, __doc__)
-    chance = random.Random(config.seed)
+    chance, lost = random.Random(config.seed), 0
     with tempfile.TemporaryDirectory() as folder:
         root = Path(folder)
         data = make_data(root)
-        run(root / 'warmup', data)
-        duration, expected = run_whole(root, data), hash_checkpoint(root / 'whole')
-        lost = kill_rounds(root, data, config.kills, chance, expected, duration)
-        lost += damage_rounds(root, data, chance, expected)
-        lost += full_disk(root, data, expected)
+        for count, torture in ((config.kills, kill_and_damage), (config.signals, interrupt)):
+            if count:
+                (root / torture.__name__).mkdir()
+                lost += torture(root / torture.__name__, data, count, chance)
     print('nothing was lost' if not lost else f'{lost} runs lost')
     sys.exit(lost > 0)
 

@@ -128,15 +128,24 @@ def read_journal(path):
 def train_once(config):
     """Run train.py in a folder of its own → the run's numbers. Raises UserError where it failed."""
     with tempfile.TemporaryDirectory() as folder:
-        keys = [f'--{field.name}={getattr(config, field.name)}' for field in fields(TrainConfig)]
-        keys += [f'--out_dir={folder}', '--report=False', '--sample_tokens=0']
-        done = subprocess.run([sys.executable, ROOT / 'train.py', *keys],
-                              capture_output=True, text=True)
-        if done.returncode:
-            last = (done.stderr.strip() or f'exit code {done.returncode}').splitlines()[-1]
-            raise UserError(last.removeprefix('error: '))
-        text = Path(folder, 'metrics.jsonl').read_text(encoding='utf-8')
-    return summarize([json.loads(line) for line in text.splitlines()], config)
+        return summarize(train_in(folder, config), config)
+
+
+def train_in(folder, config):
+    """Train with out_dir `folder` → lines of its metrics.jsonl. Raises UserError."""
+    keys = [f'--{field.name}={getattr(config, field.name)}' for field in fields(TrainConfig)]
+    run_train([*keys, f'--out_dir={folder}', '--report=False', '--sample_tokens=0'])
+    text = Path(folder, 'metrics.jsonl').read_text(encoding='utf-8')
+    return [json.loads(line) for line in text.splitlines()]
+
+
+def run_train(argv):
+    """Run train.py in a process of its own. Raises UserError where it failed."""
+    done = subprocess.run([sys.executable, ROOT / 'train.py', *argv],
+                          capture_output=True, text=True)
+    if done.returncode:
+        last = (done.stderr.strip() or f'exit code {done.returncode}').splitlines()[-1]
+        raise UserError(last.removeprefix('error: '))
 
 
 def summarize(lines, config):

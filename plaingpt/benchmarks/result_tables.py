@@ -51,8 +51,12 @@ def format_page(facts, text):
 
 def result_path(folder, benchmark, device):
     """Path of a benchmark's files without their endings: results/grid-nvidia-h100."""
-    return Path(folder, f'{benchmark}-' + re.sub(r'[^a-z0-9]+', '-',
-                                                 device_name(device).lower()).strip('-'))
+    return named_path(folder, benchmark, device_name(device))
+
+
+def named_path(folder, benchmark, name):
+    """As `result_path`, of a device that may be elsewhere, by its name."""
+    return Path(folder, f'{benchmark}-' + re.sub(r'[^a-z0-9]+', '-', name.lower()).strip('-'))
 
 
 def save(path, facts, rows, text):

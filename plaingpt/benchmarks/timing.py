@@ -6,7 +6,7 @@ from itertools import pairwise
 
 import torch
 
-from plaingpt.system.devices import synchronize
+from plaingpt.system.devices import cpu_has_bfloat16, synchronize
 
 
 def step_seconds(step, steps, warmup, device):
@@ -44,8 +44,10 @@ def step_times(seconds):
 
 def matmul_flops(dtype, device, size=None):
     """FLOP/s of a large square matmul in a torch dtype, the median of ten: what this device reaches
-    today. size: rows and columns; by default 8,192 on CUDA and 2,048 elsewhere"""
-    size = size or (8192 if device.type == 'cuda' else 2048)
+    today. size: rows and columns; by default 8,192 on CUDA and 2,048 elsewhere, but 512 in a
+    precision that a CPU lacks in hardware, which takes a hundred times as long"""
+    slow = dtype == torch.float16 or (dtype == torch.bfloat16 and not cpu_has_bfloat16())
+    size = size or (8192 if device.type == 'cuda' else 512 if slow else 2048)
     a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
     out = torch.empty_like(a)
     times = step_seconds(lambda: torch.mm(a, b, out=out), 10, 3, device)

@@ -155,7 +155,7 @@ def test_a_checkpoint_is_valid_at_each_moment_while_its_evaluation_is_added(
 
 @pytest.mark.slow
 def test_signals_at_random_instants_lose_nothing():
-    assert ': 0 went wrong' in run('tools/torture_signals.py', '--signals=2')
+    assert ': 0 went wrong' in run('tools/torture.py', '--kills=0', '--signals=2')
 
 
 def test_a_second_ctrl_c_leaves_at_once_and_a_double_one_is_one():

@@ -120,46 +120,53 @@ class MuonAdamW(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure=None):
-        alike = defaultdict(list)  # shape → [(matrix, momentum, rows' mean squares), …]
-        for p, n in zip(self.matrices['params'], self.matrices['stacked'], strict=True):
-            if p.grad is not None:
-                parts = [t.chunk(n) for t in (p, *self.remember(p))]
-                for part in zip(*parts, strict=True):
-                    alike[part[0].shape].append(part)
+        held = [(p, n) for p, n in zip(self.matrices['params'], self.matrices['stacked'],
+                                       strict=True) if p.grad is not None]
+        alike = defaultdict(list)  # shape → [(matrix, direction, rows' mean squares), …]
+        for (p, n), direction in zip(held, self.directions([p for p, _ in held]), strict=True):
+            rows = self.state[p].get('exp_avg_sq_rows', direction)
+            parts = [t.chunk(n) for t in (p, direction, rows)]
+            for part in zip(*parts, strict=True):
+                alike[part[0].shape].append(part)
         for same in alike.values():
             self.move(*zip(*same, strict=True), **self.matrices)
         self.adamw.found_inf = self.found_inf
         self.adamw.step()
 
-    def remember(self, p):
-        """Add the gradient of a matrix to its momentum → Nesterov's direction, and the state of
-        equal_rows, (rows, 1)."""
-        grad, state = p.grad, self.state[p]
-        if not state:
-            state['momentum_buffer'] = torch.zeros_like(p)
-            if self.equal_rows:
-                state['exp_avg_sq_rows'] = torch.zeros_like(p[:, :1])
-        if self.found_inf is not None:  # no gradient and no momentum make no update
-            grad = torch.where(self.found_inf.bool(), 0.0, grad)
-            state['momentum_buffer'].mul_(1 - self.found_inf)
-        state['momentum_buffer'].lerp_(grad, 1 - self.momentum)
-        direction = grad.lerp(state['momentum_buffer'], self.momentum)
-        return direction, state.get('exp_avg_sq_rows', direction)
+    def directions(self, matrices):
+        """Add the gradients of matrices to their momenta → Nesterov's directions."""
+        for p in matrices:
+            if not self.state[p]:
+                self.state[p]['momentum_buffer'] = torch.zeros_like(p)
+                if self.equal_rows:
+                    self.state[p]['exp_avg_sq_rows'] = torch.zeros_like(p[:, :1])
+        momenta = [self.state[p]['momentum_buffer'] for p in matrices]
+        if self.found_inf is None:
+            directions = [p.grad.clone() for p in matrices]
+        else:  # no gradient and no momentum make no update
+            bad, zero = self.found_inf.bool(), torch.zeros_like(self.found_inf)
+            directions = [torch.where(bad, zero, p.grad) for p in matrices]
+            torch._foreach_mul_(momenta, self.alright())
+        torch._foreach_lerp_(momenta, directions, 1 - self.momentum)
+        torch._foreach_lerp_(directions, momenta, self.momentum)
+        return directions
 
     def move(self, matrices, directions, rows, lr, weight_decay, **_):
         """One update of n matrices of one shape; without equal_rows it is torch.optim.Muon's."""
         shape = matrices[0].shape
-        updates = orthogonalized(torch.stack(directions), self.iterations)  # (n, rows, columns)
+        updates = orthogonalized(torch.stack(directions), self.iterations).float()  # (n, …, …)
         if self.equal_rows:
-            updates = updates.float()
-            for mean, square in zip(rows, updates.square().mean(-1, keepdim=True), strict=True):
-                mean.lerp_(square, 1 - self.rows_beta)
+            squares = updates.square().mean(-1, keepdim=True)
+            torch._foreach_lerp_(rows, squares.unbind(), 1 - self.rows_beta)
             updates /= torch.stack(rows).sqrt() + 1e-8
             lengths = updates.norm(dim=(-2, -1), keepdim=True).clamp(min=1e-8)
             updates *= math.sqrt(min(shape)) / lengths
-        decay = lr * weight_decay * (1 if self.found_inf is None else 1 - self.found_inf)
-        for p, update in zip(matrices, updates, strict=True):
-            p.mul_(1 - decay).add_(update, alpha=-lr * self.scale(*shape))
+        torch._foreach_mul_(matrices, 1 - lr * weight_decay * self.alright())
+        torch._foreach_add_(matrices, updates.unbind(), alpha=-lr * self.scale(*shape))
+
+    def alright(self):
+        """1, or 0 where the step is to change nothing."""
+        return 1.0 if self.found_inf is None else 1 - self.found_inf.view(())
 
 
 # How large an update is whose singular values are 1: (rows, columns) → its factor.

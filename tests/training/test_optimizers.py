@@ -1,8 +1,10 @@
 import math
+from collections import Counter
 from dataclasses import replace
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from model import GPT, GPTConfig
 from plaingpt.training import optimizers
@@ -77,6 +79,29 @@ def test_normuon_moves_queries_keys_and_values_apart_and_all_rows_alike():
     assert rows.std() < 0.02 * rows.mean()  # after one step the mean of squares is that of the step
     for part in update.chunk(3):
         assert math.isclose(part.square().mean(), 1, rel_tol=1e-3)  # an RMS of 0.2 · lr each
+
+
+class Calls(TorchDispatchMode):
+
+    def __init__(self):
+        super().__init__()
+        self.names = Counter()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.names[func.overloadpacket.__name__] += 1
+        return func(*args, **kwargs or {})
+
+
+@pytest.mark.parametrize('name', ['muon', 'normuon'])
+def test_matrices_of_one_shape_are_multiplied_together_however_many_there_are(name):
+    def matmuls(n_layer):
+        model = GPT(replace(SHAPE, n_layer=n_layer))
+        optimizer = build_optimizer(model, TrainConfig(optimizer=name), 'cpu')
+        with Calls() as calls:
+            trained(model, optimizer, 1)
+        return calls.names['bmm'] + calls.names['baddbmm']
+
+    assert matmuls(1) == matmuls(3) > 0
 
 
 def test_the_rest_moves_as_with_adamw_alone():

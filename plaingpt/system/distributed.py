@@ -18,7 +18,6 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-from plaingpt.system.devices import compile_watch
 from plaingpt.system.errors import UserError
 from plaingpt.system.files import is_running, started
 from plaingpt.system.streams import status
@@ -246,21 +245,42 @@ def check_shared(folder, world, group):
                         'must be on a disk that all of them share')
 
 
-def wrap_model(model, device, compile, world):
-    """→ (model to evaluate with, model to train with): compiled, then under DDP."""
-    if compile:
-        compile_watch.start(print0)
-    compiled = torch.compile(model) if compile else model
-    if world.size == 1:
-        return compiled, compiled
-    ddp = DDP(compiled, device_ids=[device.index] if device.type == 'cuda' else None)
-    ddp.broadcast_buffers = False  # rotary tables, which are the same everywhere and do not change
-    return compiled, ddp
-
-
 def gradient_sync(model, last):
-    """The context of a micro-batch: gradients travel between processes with the last one only."""
+    """The context of a micro-batch: a DDP model's gradients travel between processes with the last
+    one only. Those of a sharded one always do, since no process has room for all of them."""
     return model.no_sync() if isinstance(model, DDP) and not last else nullcontext()
+
+
+# -----------------------------------------------------------------------------
+# tensors of which each process has some rows (DTensors, of FSDP2); all else is whole everywhere
+
+
+def is_sharded(tensor):
+    return hasattr(tensor, 'full_tensor')  # torch takes a second to import its DTensor
+
+
+def whole(tensor):
+    """All of a tensor. Where it is sharded, all processes must ask."""
+    return tensor.full_tensor() if is_sharded(tensor) else tensor
+
+
+def local_rows(tensor):
+    """→ (the rows of a tensor that this process has, the number of the first of them)"""
+    if not is_sharded(tensor):
+        return tensor, 0
+    share = -(-len(tensor) // tensor.device_mesh.size())  # as torch.chunk divides
+    return tensor.to_local(), min(tensor.device_mesh.get_local_rank() * share, len(tensor))
+
+
+def all_reduce_norms(norms):
+    """Norms of what each process has of some tensors (n,) → the norms of the whole tensors."""
+    squares = norms.square()
+    dist.all_reduce(squares)
+    return squares.sqrt()
+
+
+# -----------------------------------------------------------------------------
+# signals
 
 
 class Stopped(Exception):

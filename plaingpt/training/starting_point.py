@@ -19,6 +19,14 @@ from plaingpt.inference.pretrained import (
     load_pretrained,
     pretrained_shape,
 )
+from plaingpt.parallel.sharding import (
+    Replicated,
+    Sharded,
+    hollow,
+    hollow_like,
+    initial_weights,
+    unknown_weights,
+)
 from plaingpt.system.devices import check_memory, device_memory
 from plaingpt.system.distributed import (
     all_gather,
@@ -37,6 +45,7 @@ from plaingpt.training.memory_planner import (
     DEPTHS,
     advice,
     batch_that_divides,
+    choose_parallel,
     one_step,
     predict,
     shares,
@@ -164,28 +173,70 @@ def check_resumed(resumed, config, dataset):
                             'another --out_dir')
     print0(f'resumed from {resumed.path}')
     changed = {key: values for key, values in changed.items()
-               if key not in ('init_from', 'checkpoint', 'check')}
+               if key not in ('init_from', 'checkpoint', 'check') and values[1] != 'auto'}
     for key, (saved, value) in changed.items():
         print0(f'  changed: {key} {saved} → {value}')
     return bool(changed)
 
 
-def build_model(config, dataset, resumed, device):
-    """The model to train, on the CPU: new, pretrained, or as a checkpoint has it."""
+def with_parallel(config, dataset, resumed, dtype, device, world):
+    """The TrainConfig, with 'ddp' or 'fsdp' where it says parallel=auto and there are several
+    processes. Raises UserError."""
+    if config.parallel == 'fsdp' and not world.launched:
+        raise UserError('parallel=fsdp shares a model among processes: start them with torchrun')
+    if config.parallel != 'auto' or world.size == 1:
+        return config
+    shape = known_shape(config, dataset, resumed) or start_shape(config)
+    kind, why = choose_parallel(config, shape, dtype, device.type, available_memory(device))
+    kind = 'ddp' if all_reduce_min(int(kind == 'ddp'), device) else 'fsdp'
+    print0(f'parallel {kind} ({why})')
+    return replace(config, parallel=kind)
+
+
+def known_shape(config, dataset, resumed):
+    """The GPTConfig of a run that continues or is new, or None where it starts from a model."""
     if resumed:
-        model = resumed.load_model(dropout=config.dropout)
-    elif config.init_from in ('scratch', 'auto'):
-        shape = config.gpt_config(dataset.vocab_size)
+        return GPTConfig(**{**resumed.state['model'], 'dropout': config.dropout})
+    if config.init_from in ('scratch', 'auto'):
+        return config.gpt_config(dataset.vocab_size)
+    return None
+
+
+def build_model(config, dataset, resumed, device):
+    """The model to train, on the CPU: new, pretrained, or as a checkpoint has it. One that is to be
+    sharded has no weights yet, but for a pretrained one's."""
+    shape = known_shape(config, dataset, resumed)
+    if shape and not resumed:
         check_size(shape, config, device)
-        model = GPT(shape)
+    if shape and config.parallel == 'fsdp':
+        model = hollow(shape)
+    elif resumed:
+        model = resumed.load_model(dropout=config.dropout)
     else:
-        model = load_start(config, dataset)
+        model = GPT(shape) if shape else load_start(config, dataset)
     model.loss_chunk_tokens = config.loss_chunk_tokens
     model.activation_checkpointing = config.activation_checkpointing
     print0(f'GPT of {model.num_parameters():,} parameters: {model.config.n_layer} layers, '
            f'{model.config.n_head} heads, {model.config.n_embd} channels')
     print0(describe_export(model.config))
     return model
+
+
+def spread(model, config, resumed, device, compile, dtype, world):
+    """Put a model of build_model where it is trained → Replicated or Sharded."""
+    if config.parallel != 'fsdp':
+        return Replicated(model.to(device), device, compile, world)
+    if resumed:
+        weights = unknown_weights(model)
+    elif config.init_from in ('scratch', 'auto'):
+        weights = initial_weights(model.config, config.seed)
+    else:  # of a run, or of others
+        weights = [(name, p.detach()) for name, p in model.named_parameters()]
+        model = hollow_like(model)
+    parallel = Sharded(model, device, compile, dtype, weights)
+    if resumed:
+        resumed.load_weights(model)
+    return parallel
 
 
 def check_size(shape, config, device):

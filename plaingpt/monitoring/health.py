@@ -93,9 +93,10 @@ class Health:
                        for name in moved}
 
     @torch.no_grad()
-    def measure(self, model):
+    def measure(self, model=None):
         """→ {'health/…': number} after an update that was due. Waits for the device, once.
-        model: with all of the weights"""
+        model: one with all of the weights, where this one is sharded"""
+        model = model or self.model
         sequences = max(1, FORWARD_TOKENS // self.loader.block_size)
         batch = self.loader.eval_batch(self.loader.eval_batches(1)[0])
         idx, targets = (t[:sequences] for t in batch)  # (B, T)

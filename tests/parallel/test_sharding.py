@@ -220,10 +220,11 @@ def test_a_signal_to_one_process_stops_and_saves_all(small, tmp_path):
     folder = tmp_path / 'run'
     pids = start(folder, 3, train.main, *small, '--parallel=fsdp', '--max_iters=100000',
                  f'--out_dir={folder}/out')
-    wait_until(lambda: (folder / 'log0').exists() and re.search('iter +5 ', (folder / 'log0').read_text()))
+    log = folder / 'log0'
+    wait_until(lambda: log.exists() and re.search('iter +5 ', log.read_text()))
     os.kill(pids[1], signal.SIGTERM)
     assert [exit_code(pid) for pid in pids] == [0] * 3
-    assert 'SIGTERM: stopped after iteration' in (folder / 'log0').read_text()
+    assert 'SIGTERM: stopped after iteration' in log.read_text()
     assert checkpoints.newest_valid(folder / 'out')[0].iter_num >= 5
 
 

@@ -35,7 +35,7 @@ test-oldest: requirements-dev.txt pyproject.toml
 	.venv-oldest/bin/python -m pytest -n 2
 
 torture: .venv/installed-dev
-	$(BIN)/python tools/torture.py --kills=250 --signals=100
+	$(BIN)/python tools/torture.py --kills=250 --signals=100 --lost=30
 	$(BIN)/python tools/torture_streams.py --rounds=100 --disks=50
 	$(BIN)/python tools/torture_files.py --corruptions=500 --json=500 --models=100
 

@@ -101,7 +101,7 @@ def setup(config, world, device, dtype, compile):
     train_data, val_data = starting_point.open_batches(config, dataset, world, device)
     starting_point.check_batch(config, model.config, dtype, device)
 
-    optimizer = build_optimizer(model.to(device), config, device.type)
+    optimizer = build_optimizer(model.to(device), config, device.type, world.size)
     scaler = torch.amp.GradScaler(device.type, enabled=dtype == 'float16')
     context = devices.autocast(device, dtype)
     eval_model, train_model = wrap_model(model, device, compile, world)

@@ -53,7 +53,7 @@ def owners_of(stacks, size):
         owner = owners[i] = min(range(size), key=lambda rank: (shares[rank], todo[rank]))
         shares[owner] += n
         todo[owner] += n * work(shape)
-    return owners
+    return tuple(owners)
 
 
 def work(shape):
@@ -98,8 +98,8 @@ class Whole:
 
     def lengths(self, rows):
         """(rows, C) → (rows, 1): for each row the Frobenius norm of the matrix that it is of."""
-        norms = rows.view(-1, *self.shape).norm(dim=(-2, -1))
-        return norms.repeat_interleave(self.shape[0]).unsqueeze(1)
+        norms = rows.view(-1, *self.shape).norm(dim=(-2, -1), keepdim=True)  # (n, 1, 1)
+        return norms.expand(-1, self.shape[0], 1).reshape(-1, 1)
 
 
 class Sharded(Whole):

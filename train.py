@@ -103,7 +103,7 @@ def setup(config, world, device, dtype, compile):
 
     parallel = starting_point.spread(model, config, resumed, device, compile, dtype, world)
     model = parallel.model
-    optimizer = build_optimizer(model, config, device.type)
+    optimizer = build_optimizer(model, config, device.type, world.size)
     scaler = torch.amp.GradScaler(device.type, enabled=dtype == 'float16')
     progress = restore(resumed, config, model, optimizer, scaler, train_data, world, device)
     run = Run(config, world, device, devices.autocast(device, dtype), dataset, train_data, val_data,

@@ -92,6 +92,7 @@ class TrainConfig(GPTConfig):
     backend: Literal['auto', 'nccl', 'gloo'] = 'auto'  # between processes
     deterministic: bool = False  # on a GPU too, the same bits each time; slower
     seed: int = 1337  # of the weights, of dropout and of the order of data
+    parallel: Literal['auto', 'ddp', 'fsdp'] = 'auto'  # ddp copies the model, fsdp shards it
     # model, where it differs from GPT-2
     vocab_size: int = 0  # tokens that there are; 0 for those of the dataset
     bias: bool = False  # biases in Linears and LayerNorms, as in GPT-2

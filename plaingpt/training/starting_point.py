@@ -48,6 +48,7 @@ from plaingpt.training.memory_planner import (
     choose_parallel,
     one_step,
     predict,
+    rough_bytes,
     shares,
     step_settings,
 )
@@ -241,16 +242,19 @@ def spread(model, config, resumed, device, compile, dtype, world):
 
 def check_size(shape, config, device):
     """Raise UserError where a new run keeps more than the memory that is free: parameters and, to
-    train, gradients and what the optimizer remembers. Nothing is made for that."""
+    train, gradients and what the optimizer remembers. Nothing is made for that. Where processes may
+    share the model, each keeps its part."""
     size = f'n_layer={shape.n_layer}, n_embd={shape.n_embd}: '
     try:
-        parameters, states = kept_bytes(shape, step_settings(
-            replace(config, batch_size=1), 'float32', device.type))
+        step = step_settings(replace(config, batch_size=1), 'float32', device.type)
+        parameters, states = kept_bytes(shape, step)
     except RuntimeError as e:
         if 'overflowed' in str(e):
             raise UserError(f'{size}no memory holds a matrix of '
                             f'{str(e).partition("sizes=")[2]}') from None
         return  # a model or an optimizer of your own, which needs data to be made
+    if config.parallel != 'ddp':  # a plan of the step decides about auto
+        parameters, states = parameters / step.processes, states / step.processes
     words, needed = f'{size}its parameters', parameters
     if device.type == 'cuda':  # where it moves when it is made
         check_memory(parameters, host_memory(), f'{words} take')
@@ -363,10 +367,7 @@ def check_batch(config, shape, dtype, device):
     free = available_memory(device)
     if device.type == 'cuda' or config.eval_only or free is None:
         return
-    # A plan takes seconds, so it is made only where it may say no: a block keeps some 16 numbers
-    # for each channel of a token.
-    numbers = config.batch_size * shape.block_size * shape.n_embd * (16 * shape.n_layer + 4)
-    if 4 * numbers < free / 4:
+    if rough_bytes(shape, config.batch_size) < free / 4:
         return
     step = step_settings(config, dtype, device.type)
     planned = predict(shape, step).total
@@ -385,7 +386,8 @@ def choose_batch_size(shape, config, dtype, device, compile):
                         'number')
     planned, _ = batch_that_divides(shape, step, available, sequences)
     batch_size = planned = all_reduce_min(planned, device)
-    while batch_size and device.type == 'cuda':
+    trying = device.type == 'cuda' and step.parallel == 'ddp'  # the trial holds the whole model
+    while batch_size and trying:
         trial = replace(step, batch_size=batch_size, micro_steps=sequences // batch_size)
         if all_reduce_min(int(fits(shape, trial, device, compile)), device):
             break
@@ -394,6 +396,6 @@ def choose_batch_size(shape, config, dtype, device, compile):
         need = predict(shape, step).total
         raise UserError(f'batch_size=auto: not even 1 fits: it takes {gib(need)}, {gib(available)} '
                         f'are free on {device}; {advice(shape, step)}')
-    tried = ', tried for a step' if device.type == 'cuda' else ''
+    tried = ', tried for a step' if trying else ''
     stepped = f', {planned} did not fit' if batch_size < planned else ''
     return batch_size, f'of {gib(available)} free{tried}{stepped}'

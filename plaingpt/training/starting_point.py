@@ -11,7 +11,7 @@ import torch
 
 from model import GPT, GPTConfig
 from plaingpt.corpus.batches import BatchLoader, fits_in_ram
-from plaingpt.corpus.dataset import UNFINISHED, dataset_folder, open_dataset
+from plaingpt.corpus.dataset import PARTS, UNFINISHED, dataset_folder, open_dataset
 from plaingpt.inference import scoring
 from plaingpt.inference.hf_export import describe_export
 from plaingpt.inference.pretrained import (
@@ -64,7 +64,7 @@ def open_data(config, world):
     folder = dataset_folder(config.dataset)
     if world.local_rank == 0 and folder.parts == ('data', config.dataset) \
             and not (folder / 'meta.json').exists() and not any(folder.glob('*.bin')) \
-            and not (folder / UNFINISHED).exists():
+            and not (folder / UNFINISHED).exists() and not (folder / PARTS).exists():
         done = subprocess.run([sys.executable, ROOT / 'prepare.py', config.dataset, '--if_small'])
         if done.returncode < 0:
             raise UserError(f'preparing {config.dataset} was killed: run python prepare.py '

@@ -6,26 +6,21 @@ holds some rows of every matrix: they travel to the owners, and what these found
 
 from collections import defaultdict
 from functools import lru_cache
-from math import ceil
 
 import torch
 import torch.distributed as dist
+
+from plaingpt.system.distributed import held_rows, is_sharded
 
 # torch 2.13 renamed it
 all_gather_single = getattr(dist, 'all_gather_single', None) or dist.all_gather_into_tensor
 
 
-def local(tensor):
-    """What this process holds of a tensor: some of its rows under FSDP2, elsewhere all."""
-    return tensor.to_local() if is_sharded(tensor) else tensor
-
-
-def is_sharded(tensor):
-    return hasattr(tensor, 'placements')  # a DTensor, whose import takes time
-
-
 def by_shape(held, processes):
-    """[(parameter, how many matrices are stacked in it)] → a Whole or Sharded for each shape."""
+    """[(parameter, how many matrices are stacked in it)] → Matrices, or ShardedMatrices, for each
+    shape."""
+    if not held:
+        return []
     sharded = is_sharded(held[0][0])
     group, size = None, processes
     if sharded:
@@ -36,7 +31,7 @@ def by_shape(held, processes):
     alike = defaultdict(list)
     for (p, _), (shape, _), owner in zip(held, stacks, owners_of(stacks, size), strict=True):
         alike[shape].append((owner, p))
-    kind = Sharded if sharded and size > 1 else Whole
+    kind = ShardedMatrices if sharded and size > 1 else Matrices
     return [kind(shape, owned, size, group) for shape, owned in alike.items()]
 
 
@@ -62,7 +57,7 @@ def work(shape):
     return 2 * small**2 * large + small**3
 
 
-class Whole:
+class Matrices:
     """Parameters that are stacks of matrices of one shape (R, C); each process has all rows.
 
     parameters: those of the first owner first, so that what an owner has stands together
@@ -102,7 +97,7 @@ class Whole:
         return norms.expand(-1, self.shape[0], 1).reshape(-1, 1)
 
 
-class Sharded(Whole):
+class ShardedMatrices(Matrices):
     """The same, where each process has some rows of each parameter, as FSDP2 gives them out."""
 
     def to_owners(self, tensors, dtype):
@@ -117,10 +112,10 @@ class Sharded(Whole):
         return self.exchange(rows, self.received(), self.sent())
 
     def lengths(self, rows):
-        """As Whole's. The processes add up what their rows have of each matrix."""
+        """As Matrices'. The processes add up what their rows have of each matrix."""
         places, first = [], 0  # of the local rows among those of all parameters
         for p in self.parameters:
-            start, count = held_rows(p, self.rank, self.size)
+            start, count = held_rows(len(p), self.rank, self.size)
             places.append(torch.arange(first + start, first + start + count, device=rows.device))
             first += p.size(0)
         places = torch.cat(places)
@@ -132,7 +127,8 @@ class Sharded(Whole):
 
     def blocks(self):
         """For each process, how many rows it holds of each parameter that is owned here."""
-        return [[held_rows(p, rank, self.size)[1] for p in self.mine] for rank in range(self.size)]
+        return [[held_rows(len(p), rank, self.size)[1] for p in self.mine]
+                for rank in range(self.size)]
 
     def received(self):
         """How many rows each process holds of what is owned here."""
@@ -142,7 +138,7 @@ class Sharded(Whole):
         """How many rows are held here of what each process owns."""
         counts = [0] * self.size
         for p, owner in zip(self.parameters, self.owners, strict=True):
-            counts[owner] += held_rows(p, self.rank, self.size)[1]
+            counts[owner] += held_rows(len(p), self.rank, self.size)[1]
         return counts
 
     def exchange(self, rows, sent, received):
@@ -150,13 +146,6 @@ class Sharded(Whole):
         found = rows.new_empty(sum(received), rows.size(1))
         dist.all_to_all_single(as_bytes(found), as_bytes(rows), received, sent, group=self.group)
         return found
-
-
-def held_rows(p, rank, size):
-    """→ (first, number) of the rows of a parameter that a process holds, as torch.chunk."""
-    share = ceil(p.size(0) / size)
-    first = min(rank * share, p.size(0))
-    return first, min(share, p.size(0) - first)
 
 
 def transposed(rows, counts):

@@ -264,12 +264,19 @@ def whole(tensor):
     return tensor.full_tensor() if is_sharded(tensor) else tensor
 
 
+def held_rows(n, rank, size):
+    """→ (first, count): which of a tensor's n rows a process holds, as torch.chunk divides them"""
+    share = -(-n // size)
+    first = min(rank * share, n)
+    return first, min(share, n - first)
+
+
 def local_rows(tensor):
     """→ (the rows of a tensor that this process has, the number of the first of them)"""
     if not is_sharded(tensor):
         return tensor, 0
-    share = -(-len(tensor) // tensor.device_mesh.size())  # as torch.chunk divides
-    return tensor.to_local(), min(tensor.device_mesh.get_local_rank() * share, len(tensor))
+    mesh = tensor.device_mesh
+    return tensor.to_local(), held_rows(len(tensor), mesh.get_local_rank(), mesh.size())[0]
 
 
 def all_reduce_norms(norms):

@@ -292,7 +292,3 @@ def explain_out_of_memory(shape, config, dtype, device):
             f'out of memory on {device} with batch_size={step.batch_size}: planned '
             f'{gib(plan.total)}, highest in "{plan.peak_stage}"; held at most '
             f'{gib(peak_memory_bytes(device))}; {advice(shape, step)}') from None
-
-
-def choose_parallel(config, shape, dtype, device_type, available):
-    return 'ddp', 'temporary'

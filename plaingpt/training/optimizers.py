@@ -8,8 +8,9 @@ from collections import defaultdict
 
 import torch
 
-from plaingpt.parallel.owners import by_shape, is_sharded, local
+from plaingpt.parallel.owners import by_shape
 from plaingpt.system.devices import cpu_has_bfloat16
+from plaingpt.system.distributed import is_sharded, local_rows
 
 
 def build_optimizer(model, config, device_type, processes=1):
@@ -145,8 +146,8 @@ class MuonAdamW(torch.optim.Optimizer):
                 self.state[p]['momentum_buffer'] = torch.zeros_like(p)
                 if self.equal_rows:
                     self.state[p]['exp_avg_sq_rows'] = torch.zeros_like(p[:, :1])
-        momenta = [local(self.state[p]['momentum_buffer']) for p in matrices]
-        gradients = [local(p.grad) for p in matrices]
+        momenta = [local_rows(self.state[p]['momentum_buffer'])[0] for p in matrices]
+        gradients = [local_rows(p.grad)[0] for p in matrices]
         if self.found_inf is None:
             directions = [gradient.clone() for gradient in gradients]
         else:  # no gradient and no momentum make no update
@@ -159,12 +160,12 @@ class MuonAdamW(torch.optim.Optimizer):
 
     def move(self, alike, directions, lr, weight_decay, **_):
         """One update of matrices of one shape; without equal_rows it is torch.optim.Muon's."""
-        matrices = [local(p) for p in alike.parameters]
+        matrices = [local_rows(p)[0] for p in alike.parameters]
         sizes = [p.size(0) for p in matrices]
         mine = alike.to_owners(directions, iterations_dtype(directions[0].device))
         updates = alike.from_owners(orthogonalized(mine, self.iterations)).float()  # (rows, …)
         if self.equal_rows:
-            rows = [local(self.state[p]['exp_avg_sq_rows']) for p in alike.parameters]
+            rows = [local_rows(self.state[p]['exp_avg_sq_rows'])[0] for p in alike.parameters]
             squares = updates.square().mean(-1, keepdim=True)
             torch._foreach_lerp_(rows, squares.split(sizes), 1 - self.rows_beta)
             updates /= torch.cat(rows).sqrt() + 1e-8

@@ -188,8 +188,9 @@ def with_parallel(config, dataset, resumed, dtype, device, world):
     if config.parallel != 'auto' or world.size == 1:
         return config
     shape = known_shape(config, dataset, resumed) or start_shape(config)
-    kind, why = choose_parallel(config, shape, dtype, device.type, available_memory(device))
-    kind = 'ddp' if all_reduce_min(int(kind == 'ddp'), device) else 'fsdp'
+    available = available_memory(device)
+    kind, why = choose_parallel(config, shape, dtype, device.type,
+                                available and all_reduce_min(available, device))
     print0(f'parallel {kind} ({why})')
     return replace(config, parallel=kind)
 

@@ -39,8 +39,8 @@ NANOGPT_KEYS = set(re.findall(r'\w+', '''
     start num_samples max_new_tokens temperature top_k seed real_data profile'''))
 # options of torchrun, Slurm and tensorboard, and --key=value itself
 OF_OTHERS = {'nproc_per_node', 'nnodes', 'rdzv-backend', 'rdzv-endpoint', 'rdzv-id', 'rdzv-conf',
-             'max-restarts', 'standalone', 'gpus', 'gpus-per-node', 'cpus-per-task', 'nodes', 'time',
-             'ntasks-per-node', 'requeue', 'open-mode', 'signal', 'logdir', 'help', 'key'}
+             'max-restarts', 'standalone', 'gpus', 'gpus-per-node', 'cpus-per-task', 'nodes',
+             'time', 'ntasks-per-node', 'requeue', 'open-mode', 'signal', 'logdir', 'help', 'key'}
 MISTAKES = {'learning_rte', 'batchsize'}  # shown with the error that they get
 
 

@@ -1,7 +1,7 @@
 """Measure what is worth measuring on a GPU, in four parts of at most nine minutes each.
 
     python tools/first_contact.py --out=FOLDER --part=1 [--input=TEXT] [--nanogpt=FOLDER]
-    python tools/first_contact.py --render=FOLDER
+    python tools/first_contact.py --render=FOLDER [--to=FOLDER]
 
 1 speed of a step, beside nanoGPT   2 memory, precision, checkpoints
 3 ladder, resuming, generation      4 the grid on the baby GPT, gpt2_124m_fast

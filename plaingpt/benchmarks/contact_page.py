@@ -167,6 +167,12 @@ def modes_table(steps):
     return rows, text
 
 
+def profile_table(steps):
+    """Without where the trace lies, which stays in the folder of the part."""
+    rows, text = own_tables(steps)
+    return rows, re.sub(r'\n\n\S*trace\.json: .*', '', text)
+
+
 def curve_table(steps):
     """Evaluations; the recipe's source reports 3.28 after all its steps."""
     step, = steps
@@ -182,7 +188,7 @@ def curve_table(steps):
 TABLES = {
     'speed': ('Speed of a step', speed_table, True),
     'beside-nanogpt': ('Beside nanoGPT', own_tables, True),
-    'profile': ('Where the time of a step goes', own_tables, False),
+    'profile': ('Where the time of a step goes', profile_table, False),
     'memory': ('Memory of a step', memory_table, True),
     'checkpoints': ('Checkpoints', own_tables, True),
     'ablate': ('The quickstart in each mode', modes_table, True),

@@ -93,6 +93,14 @@ def test_the_plan_stands_beside_the_allocator_at_the_peak(tmp_path):
     assert '| batch 16 ' in page and ' +5.0% |' in page and 'forward' not in page
 
 
+def test_a_profile_does_not_name_a_trace_that_is_elsewhere(tmp_path):
+    table = 'above\n\n| operator |\n\nOUT/trace.json: open it in a browser'
+    record(tmp_path / 'in', ('profile', 'profile', {'rows': [FAST], 'table': table}, 'measured'))
+    render(tmp_path)
+    text = (tmp_path / 'out' / 'results' / 'profile-nvidia-h100.md').read_text()
+    assert '| operator |' in text and 'trace' not in text
+
+
 def test_modes_stand_beside_what_seeds_differ(tmp_path):
     rows = [{'variant': variant, 'seed': seed, 'final_loss': loss} for variant, seed, loss in
             (('base', 1, 3.0), ('compile', 1, None), ('base', 2, 3.25), ('compile', 2, 4.25))]

@@ -5,7 +5,7 @@
 # make torture             kill, stop and starve training hundreds of times, damage and forge its files
 # make compare-prepare     prepare.py beside nanoGPT's recipe and tiktoken alone
 # make compare-generation  generation beside transformers
-# make first-contact       measure a GPU: OUT=folder PART=1 to 4, and OPTIONS="--input=text.txt"
+# make first-contact       measure a GPU: OUT=folder PART=1 to 4, OPTIONS="--input=text.txt", PYTHON=/path/to/python
 # make lint                check the style
 # make clean               remove what these commands made
 
@@ -46,7 +46,7 @@ compare-generation bench-generate: .venv/installed-dev
 	$(BIN)/python tools/compare_generation.py
 
 first-contact:
-	PYTHON=$(PYTHON) tools/first_contact.sh "$(OUT)" "$(PART)" $(OPTIONS)
+	tools/first_contact.sh "$(OUT)" "$(PART)" $(OPTIONS)
 
 lint: .venv/installed-dev
 	$(BIN)/ruff check .

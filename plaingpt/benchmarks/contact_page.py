@@ -33,18 +33,20 @@ def is_size(x):
     return is_number(x) and x > 0
 
 
-def is_loss(x):
+def may_lack(x):
     return x is None or is_number(x)
 
 
 # What a line has, the result of a machine, and a row of a result of each kind: what tables need.
 LINE = {'part': is_positive, 'step': is_text, 'kind': is_text, 'tiny': is_bool, 'ended': is_text}
 MACHINE = dict.fromkeys(('device', 'machine', 'date', 'torch'), is_text)
-ROW = {'speed': {'batch_size': is_positive, 'step_ms': is_size, 'tokens_per_s': is_size,
-                 'matmul_flops': is_size},
+ROW = {'speed': {'batch_size': is_positive, 'micro_steps': is_positive, 'dtype': is_text,
+                 'compile': is_bool, 'step_ms': is_size, 'min_ms': is_size, 'max_ms': is_size,
+                 'tokens_per_s': is_size, 'matmul_flops': is_size, 'matmul_share': is_number,
+                 'mfu': may_lack, 'peak_memory_bytes': may_lack},
        'nanogpt': {'batch_size': is_positive, 'step_ms': is_size, 'tokens_per_s': is_size},
        'memory': {'stage': is_text, 'allocated': is_size, 'planned': is_number},
-       'ablate': {'variant': is_text, 'final_loss': is_loss},
+       'ablate': {'variant': is_text, 'final_loss': may_lack},
        'training': {'iter': is_count, 'tokens': is_count, 'elapsed_s': is_number}}
 
 
@@ -130,7 +132,7 @@ def speed_table(steps):
         base = theirs.get(row['batch_size'])
         row['times_nanogpt'] = row['tokens_per_s'] / median(base) if base else None
         compiled = {True: 'compiled', False: 'eager'}.get(row.get('compile'), '–')
-        spread = f'{row["min_ms"]:.1f}–{row["max_ms"]:.1f}' if 'max_ms' in row else '–'
+        spread = f'{row["min_ms"]:.1f}–{row["max_ms"]:.1f}' if 'min_ms' in row else '–'
         table.append([row['step'], f'{row.get("micro_steps", 1)} × {row["batch_size"]}',
                       row.get('dtype', '–'), compiled, f'{row["step_ms"]:.1f}', spread,
                       short(row['tokens_per_s']),
@@ -175,7 +177,7 @@ def profile_table(steps):
 
 def curve_table(steps):
     """Evaluations; the recipe's source reports 3.28 after all its steps."""
-    step, = steps
+    step = steps[-1]
     rows = [row for row in step['result']['rows'] if 'val_loss' in row]
     return rows or step['result']['rows'], markdown(
         ['iteration', 'tokens', 'seconds', 'validation loss'],

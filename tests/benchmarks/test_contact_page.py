@@ -74,7 +74,8 @@ def test_lines_that_are_damaged_are_named_and_skipped(tmp_path, capsys):
     damaged = [good[:200], b'\xff' + good, b'', b'[1]', b'{"part": 1}',
                *(json.dumps({**row, **change}).encode() for change in (
                    {'part': 'x'}, {'ended': None}, {'result': []}, {'result': {'rows': []}},
-                   {'result': {'rows': [{**FAST, 'step_ms': 0}]}}, {'result': {'rows': [[1]]}},
+                   {'result': {'rows': [{**FAST, 'step_ms': 0}]}}, {'result': {'rows': [{}]}},
+                   {'result': {'rows': [[1]]}},
                    {'kind': 'memory'}, {'kind': 'training'}, {'kind': 'machine'}))]
     with path.open('ab') as f:
         f.write(b'\n'.join([*damaged, good[:100]]))

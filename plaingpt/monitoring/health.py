@@ -56,7 +56,7 @@ class Health:
 
     def __init__(self, model, interval, loader, context):
         self.model, self.interval, self.loader, self.context = model, interval, loader, context
-        self.sharded = any(map(is_sharded, model.parameters()))
+        self.mesh = next((p.device_mesh for p in model.parameters() if is_sharded(p)), None)
 
     def due(self, iter_num):
         return self.interval > 0 and (iter_num == 1 or iter_num % self.interval == 0)
@@ -114,9 +114,9 @@ class Health:
     def _norms(self, tensors):
         """[(name of a parameter, tensor or rows of it)] → {block: norm of all as one vector}."""
         norms = block_norms([(name, local_rows(tensor)[0]) for name, tensor in tensors])
-        if self.sharded:
-            norms = dict(zip(norms, all_reduce_norms(torch.stack(list(norms.values()))),
-                             strict=True))
+        if self.mesh:
+            mine = torch.stack(list(norms.values()))
+            norms = dict(zip(norms, all_reduce_norms(mine, self.mesh), strict=True))
         return norms
 
     def _matrices(self):

@@ -51,16 +51,20 @@ class Sharded:
 
     sharded = True
 
-    def __init__(self, model, device, compile, dtype, weights):
+    def __init__(self, model, device, compile, dtype, weights, group=0):
         """model: of `hollow`; weights: its (name, tensor), in order. They are taken one after
-        another, so that no process holds more of them than its share and a block."""
+        another, so that no process holds more of them than its share and a block.
+        group: processes that share a copy of the model, where not all share one"""
         from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
         if compile:
             compile_watch.start(print0)
         self.model = self.eval = self.train = model
         self.device, self.dtype = device, None if dtype == 'float32' else DTYPES[dtype]
-        mesh = init_device_mesh(device.type, (dist.get_world_size(),))
+        group = group or dist.get_world_size()
+        mesh = init_device_mesh(device.type, (dist.get_world_size() // group, group),
+                                mesh_dim_names=('copies', 'shares'))
+        mesh = mesh['shares'] if mesh.size(0) == 1 else mesh
         # Blocks are gathered in autocast's dtype: half the bytes, and autocast keeps no copies.
         # The rest is gathered whole, in float32: the embedding and the head, which may be one.
         low = MixedPrecisionPolicy(param_dtype=self.dtype, reduce_dtype=torch.float32,

@@ -372,14 +372,20 @@ def local_rows(tensor):
     """→ (the rows of a tensor that this process has, the number of the first of them)"""
     if not is_sharded(tensor):
         return tensor, 0
-    mesh = tensor.device_mesh
-    return tensor.to_local(), held_rows(len(tensor), mesh.get_local_rank(), mesh.size())[0]
+    mesh, axis = tensor.device_mesh, tensor.device_mesh.ndim - 1  # before it: whole copies
+    return tensor.to_local(), held_rows(len(tensor), mesh.get_local_rank(axis), mesh.size(axis))[0]
 
 
-def all_reduce_norms(norms):
-    """Norms of what each process has of some tensors (n,) → the norms of the whole tensors."""
+def is_first_copy(tensor):
+    """Whether this process is one of those that share the first copy of a sharded tensor."""
+    return tensor.device_mesh.ndim == 1 or tensor.device_mesh.get_local_rank(0) == 0
+
+
+def all_reduce_norms(norms, mesh):
+    """Norms of what each process has of some tensors (n,) → the norms of the whole tensors.
+    mesh: of the tensors"""
     squares = norms.square()
-    dist.all_reduce(squares)
+    dist.all_reduce(squares, group=mesh.get_group(mesh.ndim - 1))
     return squares.sqrt()
 
 

@@ -16,6 +16,7 @@ from plaingpt.monitoring.metrics_file import rows_end, trim_rows
 from plaingpt.system.distributed import (
     all_gather,
     host_group,
+    is_first_copy,
     is_sharded,
     local_rows,
     print0,
@@ -93,8 +94,9 @@ class Saver:
         if not any(map(is_sharded, tensors.values())):
             files = pack(tensors, self.chunk_bytes)
             return named(kind, files)[self.rank::self.world_size]
-        files = pack({name: tensor for name, tensor in tensors.items()
-                      if self.rank == 0 or is_sharded(tensor)}, self.chunk_bytes)
+        mine = {name: tensor for name, tensor in tensors.items()
+                if (is_first_copy(tensor) if is_sharded(tensor) else self.rank == 0)}
+        files = pack(mine, self.chunk_bytes) if mine else []
         counts = all_gather(len(files), self.group)
         return named(kind, files, before=sum(counts[:self.rank]), of=sum(counts))
 

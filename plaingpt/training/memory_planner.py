@@ -42,6 +42,11 @@ class StepSettings:
     parallel: str = 'ddp'  # or 'fsdp'
     config: TrainConfig = field(default_factory=TrainConfig)  # all else, such as the optimizer
 
+    @property
+    def shares(self):
+        """Processes that share a copy of the model, where it is sharded."""
+        return self.config.fsdp_group or self.processes
+
     def change(self, **settings):
         """The same with other settings in its config."""
         return replace(self, config=replace(self.config, **settings))
@@ -170,7 +175,7 @@ def sharded(stages, shape, step):
     gathered = blocks if step.dtype == 'float32' else blocks // 2
 
     def part(items):
-        return {owner: size // step.processes for owner, size in without_blocks(items).items()}
+        return {owner: size // step.shares for owner, size in without_blocks(items).items()}
 
     found = {}
     for stage, items in stages.items():
@@ -201,6 +206,8 @@ def choose_parallel(config, shape, dtype, device_type, available):
     the same. With batch_size=auto a micro-batch of 1 decides."""
     if config.parallel != 'auto':
         return config.parallel, 'as asked'
+    if config.fsdp_group:
+        return 'fsdp', 'fsdp_group asks for it'
     if config.world_size() == 1:
         return 'ddp', 'one process'
     if available is None:

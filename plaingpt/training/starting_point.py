@@ -235,7 +235,7 @@ def spread(model, config, resumed, device, compile, dtype, world):
     else:  # of a run, or of others
         weights = [(name, p.detach()) for name, p in model.named_parameters()]
         model = hollow_like(model)
-    parallel = Sharded(model, device, compile, dtype, weights)
+    parallel = Sharded(model, device, compile, dtype, weights, config.fsdp_group)
     if resumed:
         resumed.load_weights(model)
     return parallel
@@ -255,7 +255,7 @@ def check_size(shape, config, device):
                             f'{str(e).partition("sizes=")[2]}') from None
         return  # a model or an optimizer of your own, which needs data to be made
     if config.parallel != 'ddp':  # a plan of the step decides about auto
-        parameters, states = parameters / step.processes, states / step.processes
+        parameters, states = parameters / step.shares, states / step.shares
     words, needed = f'{size}its parameters', parameters
     if device.type == 'cuda':  # where it moves when it is made
         check_memory(parameters, host_memory(), f'{words} take')

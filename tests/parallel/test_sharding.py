@@ -1,27 +1,40 @@
 """A run whose model is shared among processes is the run of one process."""
 
+import gc
 import json
 import math
 import os
 import re
 import signal
+import sys
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
-from helpers import exit_code, fails, fork, ranks, wait_until
+from helpers import ROOT, exit_code, fails, fork, ranks, wait_until
 from safetensors import safe_open
 
 import train
 from model import GPT, GPTConfig
+from plaingpt.inference import scoring
 from plaingpt.parallel import sharding
+from plaingpt.system.devices import rng_state
+from plaingpt.system.distributed import launched_world, process_group
 from plaingpt.training import checkpoint as checkpoints
+from plaingpt.training.checkpoint_writer import Saver
+from plaingpt.training.optimizers import build_optimizer
+from plaingpt.training.progress import Progress
+from plaingpt.training.settings import TrainConfig
 
 SMALL = GPTConfig(block_size=16, vocab_size=65, n_layer=2, n_head=2, n_embd=32)
 NEWER = dict(rotary=True, rmsnorm=True, qk_norm=True, embedding_norm=True, conv=3, mlp='swiglu',
              value_embeddings=True, tied_head=False, head_bias=True, logit_softcap=15.0)
 UNIQUE = {'elapsed_s', 'tokens_per_s', 'mfu', 'peak_memory_bytes', 'data_wait'}  # to each run
+
+
+CPU = torch.device('cpu')
 
 
 def start(folder, size, main, *argv, before=None):
@@ -113,13 +126,17 @@ SHAPES = {
 
 @pytest.mark.parametrize('shape', [
     'gpt2', 'newer, recomputed in part', pytest.param('recomputed', marks=pytest.mark.slow)])
-def test_losses_health_and_samples_are_those_of_one_process(small, tmp_path, shape):
-    argv = [*small, *flags(**SHAPES[shape]), '--health_interval=2', '--sample_tokens=8']
+def test_losses_health_samples_and_benchmarks_are_those_of_one_process(small, tmp_path, shape,
+                                                                       monkeypatch):
+    question = scoring.Question('def', [' main'], 0, 'here')  # fewer than processes
+    monkeypatch.setattr(scoring, 'read_questions', lambda *_: [question])
+    argv = [*small, *flags(**SHAPES[shape]), '--health_interval=2', '--sample_tokens=8',
+            '--eval_tasks=lambada', '--eval_tasks_interval=2']
     job(tmp_path / 'one', 0, *argv)
     job(tmp_path / 'ddp', 2, *argv, '--parallel=ddp')
     for size in (2, 3):
         job(tmp_path / f'{size}', size, *argv, '--parallel=fsdp')
-        assert_close(*(losses(tmp_path / name) for name in (f'{size}', 'one')), within=2e-5)
+        assert_close(*(losses(tmp_path / name) for name in (f'{size}', 'one')), within=2e-6)
     # Health is measured on the sequences of rank 0, which are others on one process.
     assert_close(rows(tmp_path / '2'), rows(tmp_path / 'ddp'), within=1e-4)
     found, expected = tensors(tmp_path / '3'), tensors(tmp_path / 'one')
@@ -127,6 +144,28 @@ def test_losses_health_and_samples_are_those_of_one_process(small, tmp_path, sha
         {name: t.shape for name, t in expected.items()}
     for name, tensor in found.items():
         torch.testing.assert_close(tensor, expected[name], rtol=1e-4, atol=2e-6, msg=name)
+
+
+@pytest.mark.slow
+def test_one_process_that_shards_for_itself_has_the_losses_of_one_that_does_not(small, tmp_path):
+    job(tmp_path / 'one', 0, *small)
+    job(tmp_path / 'fsdp', 1, *small, '--parallel=fsdp')
+    assert_close(*(losses(tmp_path / name) for name in ('fsdp', 'one')), within=2e-6)
+
+
+def test_copies_that_groups_of_processes_share_are_one_model(small, tmp_path):
+    argv = [*small, '--gradient_accumulation_steps=4', '--optimizer=normuon', '--health_interval=2']
+    job(tmp_path / 'one', 0, *argv)
+    job(tmp_path / 'four', 4, *argv, '--fsdp_group=2')  # which asks for sharding
+    assert_close(*(losses(tmp_path / name) for name in ('four', 'one')), within=2e-6)
+    found, expected = tensors(tmp_path / 'four'), tensors(tmp_path / 'one')
+    assert {name: t.shape for name, t in found.items()} == \
+        {name: t.shape for name, t in expected.items()}
+    for name, tensor in found.items():
+        torch.testing.assert_close(tensor, expected[name], rtol=1e-4, atol=2e-5, msg=name)
+    printed = job(tmp_path / 'four', 4, *argv, '--fsdp_group=4', '--init_from=resume',
+                  '--max_iters=8')
+    assert 'changed: fsdp_group 2 → 4' in printed
 
 
 def poison():
@@ -228,6 +267,12 @@ def test_a_signal_to_one_process_stops_and_saves_all(small, tmp_path):
     assert checkpoints.newest_valid(folder / 'out')[0].iter_num >= 5
 
 
+def test_a_run_ends_early_on_all_processes(small, tmp_path):
+    printed = job(tmp_path / 'run', 2, *small, '--parallel=fsdp', '--learning_rate=0',
+                  '--patience=1')
+    assert 'stopped after iteration 3, patience=1' in printed
+
+
 def run_out_of_memory():
     """In a process of a job: the third step finds no memory, on rank 1."""
     original, steps = train.forward_backward, []
@@ -273,3 +318,71 @@ def test_blocks_are_compiled_once_for_training_and_once_for_evaluating(small, tm
                   before=with_eager_backend)
     assert_close(*(losses(tmp_path / name) for name in ('two', 'one')), within=2e-5)
     assert '\n2 graphs' in printed
+
+
+def test_the_recipe_of_7b_trains_with_another_shape(small, tmp_path):
+    job(tmp_path / 'run', 2, ROOT / 'config' / 'gpt_7b.py', *small, '--n_layer=1',
+        '--total_batch_size=0', '--min_lr=0', '--eval_tokens=0', '--parallel=fsdp')
+    assert [row['iter'] for row in rows(tmp_path / 'run') if 'val_loss' in row] == [0, 3, 6]
+
+
+# -----------------------------------------------------------------------------
+# memory of a process
+
+
+WIDE = GPTConfig(block_size=16, vocab_size=8192, n_layer=8, n_head=8, n_embd=512)
+
+
+def resident(which):
+    """Bytes of this process's memory: VmRSS, those now, or VmHWM, the most since `forget`."""
+    line, = (line for line in Path('/proc/self/status').read_text().splitlines() if which in line)
+    return int(line.split()[1]) * 1024
+
+
+def growth(work):
+    """How far this process's memory rose above what it was while it worked."""
+    gc.collect()
+    Path('/proc/self/clear_refs').write_text('5')  # forget the most
+    before = resident('VmRSS')
+    work()
+    return resident('VmHWM') - before
+
+
+def save_and_load(argv):
+    """A command's main: print by how much memory grows, and how much a process holds."""
+    world = launched_world()
+    with process_group(world, CPU):
+        def built():
+            model = sharding.hollow(WIDE)
+            sharding.Sharded(model, CPU, False, 'float32',
+                             sharding.unknown_weights(model))
+            return model, build_optimizer(model, TrainConfig(), 'cpu')
+
+        model, optimizer = built()
+        for p in model.parameters():
+            p.grad = torch.zeros_like(p)
+            p.data.fill_(0.5)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        out_dir = argv[0].partition('=')[2]
+        saver = Saver(out_dir, rank=world.rank, world_size=world.size, chunk_mb=4)
+        state = {**Progress(iter_num=1).state(), 'config': {}, 'tokenizer': {'kind': 'char'},
+                 'data': '', 'samples': {}, 'sequences': 0, 'elapsed_s': 0.0, 'scaler': {}}
+        saving = growth(lambda: saver.save(model, optimizer, state, rng_state(CPU)))
+        optimizer.state.clear()
+        [path] = checkpoints.checkpoint_paths(out_dir)
+        found = checkpoints.Checkpoint(path, json.loads((path / 'state.json').read_text()))
+        loading = growth(lambda: (found.load_weights(model),
+                                  found.load_optimizer(optimizer, model)))
+    print(f'[{saving}, {loading}]')
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != 'linux', reason='it reads /proc')
+def test_a_process_saves_and_loads_its_share_and_a_chunk_at_a_time(tmp_path):
+    printed = job(tmp_path / 'run', 3, main=save_and_load)
+    saving, loading = json.loads(printed.splitlines()[-1])
+    weights = 4 * sum(p.numel() for p in sharding.hollow(WIDE).parameters())
+    slack = 4e6 + 12e6  # a chunk; buffers of hashing, JSON and gloo
+    assert saving < slack
+    assert loading < 2 * weights / 3 + slack  # two states of each weight are made anew

@@ -200,7 +200,8 @@ def send(pid, name, log):
     code, told = exit_code(pid), log.read_text()
     training, ended = re.search('^iter ', told, re.M), re.search('^done|: stopped', told, re.M)
     where = 'the end' if ended else 'training' if training else 'the start'
-    good = (0,) if name is None else (-signal.SIGKILL,) if name == 'SIGKILL' \
+    good = (0,) if name is None \
+        else (-signal.SIGKILL, *[0] * bool(ended)) if name == 'SIGKILL' \
         else (0, 130, -getattr(signal, name)) if ended or not training else (0,)
     wrong = code not in good or 'Traceback' in told
     if name and code == 0 and f'{name}: stopped' in told:

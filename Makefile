@@ -5,7 +5,7 @@
 # make torture             kill, stop and starve training hundreds of times, damage and forge its files
 # make compare-prepare     prepare.py beside nanoGPT's recipe and tiktoken alone
 # make compare-generation  generation beside transformers
-# make first-contact       measure a GPU: OUT=folder PART=1 to 4, and OPTIONS="--input=text.txt"
+# make first-contact       measure a GPU: OUT=folder PART=1 to 4, OPTIONS="--input=text.txt", PYTHON=/path/to/python
 # make lint                check the style
 # make clean               remove what these commands made
 
@@ -35,7 +35,7 @@ test-oldest: requirements-dev.txt pyproject.toml
 	.venv-oldest/bin/python -m pytest -n 2
 
 torture: .venv/installed-dev
-	$(BIN)/python tools/torture.py --kills=250 --signals=100
+	$(BIN)/python tools/torture.py --kills=250 --signals=100 --lost=30
 	$(BIN)/python tools/torture_streams.py --rounds=100 --disks=50
 	$(BIN)/python tools/torture_files.py --corruptions=500 --json=500 --models=100
 
@@ -46,7 +46,7 @@ compare-generation bench-generate: .venv/installed-dev
 	$(BIN)/python tools/compare_generation.py
 
 first-contact:
-	PYTHON=$(PYTHON) tools/first_contact.sh "$(OUT)" "$(PART)" $(OPTIONS)
+	tools/first_contact.sh "$(OUT)" "$(PART)" $(OPTIONS)
 
 lint: .venv/installed-dev
 	$(BIN)/ruff check .

@@ -30,12 +30,11 @@ from itertools import product
 from configurator import load_config
 from plaingpt.benchmarks import result_tables
 from plaingpt.benchmarks.ablation import draw_ablation, measure_ablation
-from plaingpt.benchmarks.checkpoint_stalls import measure_checkpoints
 from plaingpt.benchmarks.data_rate import measure_data
 from plaingpt.benchmarks.grid import draw_grid, measure_grid
 from plaingpt.benchmarks.ladder import measure_ladder
 from plaingpt.benchmarks.memory_check import measure_memory
-from plaingpt.benchmarks.resuming import measure_resuming
+from plaingpt.benchmarks.saving import measure_checkpoints, measure_resuming
 from plaingpt.benchmarks.step_speed import Workload, measure_speed
 from plaingpt.corpus.corpora import find_dataset_size
 from plaingpt.system import devices

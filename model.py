@@ -233,16 +233,17 @@ class GPT(nn.Module):
         self.init_weights()
 
     @torch.no_grad()
-    def init_weights(self):
+    def init_weights(self, parameters=None):
         """All weights from N(0, 0.02²), those that end a residual branch from N(0, 0.02²/2L). With
         zero_init the latter are 0, and so is an untied head: at first all tokens are equally
         likely, and each branch grows as far as it helps. Convolutions and value embeddings, which
         add to what is there, begin at 0, and embeddings that are normalised and untied at N(0, 1).
+        parameters: some (name, tensor), instead of all there are.
         """
         config = self.config
         zeros = ('conv.weight', 'value_embedding.weight',
                  *(['c_proj.weight', 'lm_head.weight'] if config.zero_init else []))
-        for name, p in self.named_parameters():
+        for name, p in parameters or self.named_parameters():
             if p.dim() == 1:
                 nn.init.constant_(p, 1.0 if name.endswith('weight') else 0.0)  # norms, biases
             elif name.endswith(zeros):

@@ -31,6 +31,7 @@ from plaingpt.system.recompute import KINDS
 from plaingpt.system.streams import require_stdout
 from plaingpt.training.memory_planner import (
     batch_that_divides,
+    choose_parallel,
     largest_batch,
     predict,
     savings,
@@ -118,7 +119,7 @@ def find_shape(config):
 
 
 def memory_plan(shape, config, machine):
-    """Peak by owner, what fits, and the same under each kind of checkpointing."""
+    """Peak by owner, what fits, and the same under each kind of checkpointing and parallelism."""
     available, dtype = machine.free or 0, machine.dtype
     sequences = config.total_batch_size // config.block_size or \
         config.gradient_accumulation_steps * config.batch_size
@@ -126,20 +127,21 @@ def memory_plan(shape, config, machine):
     auto = config.batch_size == 'auto'
     step = step_settings(replace(config, batch_size=1) if auto else config, dtype,
                          machine.device.type)
+    chosen, why = choose_parallel(config, shape, dtype, machine.device.type, machine.free)
+    step = replace(step, parallel=chosen)
     if auto:
         batch_size, micro_steps = batch_that_divides(shape, step, available, mine)
         step = replace(step, batch_size=batch_size or 1, micro_steps=micro_steps or mine)
     plan = predict(shape, step)
     fits = plan.total <= available if available else None
-    kinds = {}
-    for kind in KINDS:
-        under = step.change(activation_checkpointing=kind)
-        # Without a size to fit, nothing does.
-        batch_size, micro_steps = batch_that_divides(shape, under, available, mine) \
+
+    def under(step):  # without a size to fit, nothing does
+        batch_size, micro_steps = batch_that_divides(shape, step, available, mine) \
             if available else (0, 0)
-        kinds[kind] = {'total': predict(shape, under).total,
-                       'largest_batch': largest_batch(shape, under, available) if available else 0,
-                       'batch_size': batch_size, 'accumulation': micro_steps * config.processes}
+        return {'total': predict(shape, step).total,
+                'largest_batch': largest_batch(shape, step, available) if available else 0,
+                'batch_size': batch_size, 'accumulation': micro_steps * config.processes}
+
     numbers = step.batch_size * shape.block_size * shape.vocab_size
     return {'batch_size': step.batch_size, 'micro_steps': step.micro_steps, 'dtype': dtype,
             'activation_checkpointing': config.activation_checkpointing,
@@ -149,7 +151,12 @@ def memory_plan(shape, config, machine):
             'peak_stage': plan.peak_stage, 'items': plan.items, 'peak': plan.peak,
             'overhead': plan.overhead, 'total': plan.total,
             'logits': numbers * (4 if dtype == 'float32' else 2), 'sequences_per_step': sequences,
-            'stages': plan.totals, 'checkpointing': kinds,
+            'stages': plan.totals,
+            'checkpointing': {kind: under(step.change(activation_checkpointing=kind))
+                              for kind in KINDS},
+            'parallel': chosen, 'parallel_why': why,
+            'parallels': {} if config.processes == 1 else
+                {kind: under(replace(step, parallel=kind)) for kind in ('ddp', 'fsdp')},
             'savings': {} if fits is not False else dict(savings(shape, step)[:3])}
 
 
@@ -206,6 +213,8 @@ def find_speed(gpt, config, machine, memory):
 def disk_plan(shape, config, memory, dataset_tokens):
     """Bytes of a checkpoint, of all that are kept, and of the tokens."""
     checkpoint = memory['items']['parameters'] + memory['items']['optimizer states']
+    if memory['parallel'] == 'fsdp':  # each process has a part
+        checkpoint *= config.processes
     width = 2 if shape.vocab_size <= 2**16 else 4
     return {'checkpoint': checkpoint,
             'checkpoints': checkpoint * (config.keep_checkpoints + 2),  # the best, and one written
@@ -258,9 +267,16 @@ def print_memory(memory, machine):
     print(f'  {gib(memory["total"]):>12}  in all: {verdict(memory)}')
     print('by stage: ' + ', '.join(f'{stage} {gib(size)}' for stage, size in
                                    memory['stages'].items() if not stage.startswith('after')))
-    print('activation_checkpointing:')
-    for kind, under in memory['checkpointing'].items():
-        fits = f', largest micro-batch {under["largest_batch"]}' if memory['available'] else ''
+    print_kinds('activation_checkpointing:', memory['checkpointing'], memory['available'])
+    if memory['parallels']:
+        print_kinds(f'parallel: train.py takes {memory["parallel"]} ({memory["parallel_why"]})',
+                    memory['parallels'], memory['available'])
+
+
+def print_kinds(head, kinds, available):
+    print(head)
+    for kind, under in kinds.items():
+        fits = f', largest micro-batch {under["largest_batch"]}' if available else ''
         print(f'  {kind:<10} {gib(under["total"]):>12}{fits}')
 
 

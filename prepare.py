@@ -5,6 +5,8 @@
     python prepare.py text --input=notes/            your own files
     python prepare.py hf --path=OWNER/NAME           any dataset of the hub
     python prepare.py inspect data/NAME              check what was prepared, and look inside
+    python prepare.py NAME --part=3/64               one of 64 parts, each on a machine of its own
+    python prepare.py merge data/NAME                make the parts the whole
 
 After a kill, the same command resumes where it was.
 """
@@ -17,6 +19,7 @@ import difflib
 import hashlib
 import json
 import os
+import re
 from contextlib import closing, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,14 +28,17 @@ from typing import Literal
 from configurator import load_config
 from plaingpt.corpus import tokenizers
 from plaingpt.corpus.corpora import CORPORA, describe, table
-from plaingpt.corpus.dataset import dataset_folder, open_dataset
+from plaingpt.corpus.dataset import PARTS, UNFINISHED, dataset_folder, open_dataset
 from plaingpt.corpus.encoding import check_disk, write_shards
 from plaingpt.corpus.inspection import find_damage, inspect, print_report, record_overlap
 from plaingpt.corpus.pretokenized import fetch_shards
 from plaingpt.corpus.shards import (
     check_ours,
     check_replaceable,
+    complete_meta,
     lock_dataset_dir,
+    merge_parts,
+    part_folder,
     publish,
     read_journal,
 )
@@ -64,6 +70,7 @@ class PrepareConfig:
     shard_tokens: int = 100_000_000  # tokens a file
     max_shards: int = 0  # of tokens that are downloaded as such (0: all)
     num_proc: Literal['auto'] | int = 'auto'  # encoding threads (auto: one a core)
+    part: str = ''  # K/N: the K-th of N parts alone, from 1 on; at the end: prepare.py merge NAME
     overwrite: bool = False  # replace what another command prepared in the same folder
     if_small: bool = False  # only if it takes under a minute; else print the command to run
 
@@ -78,7 +85,16 @@ class PrepareConfig:
         for name, least in (('shard_tokens', 1), ('max_shards', 0), ('num_proc', 1)):
             if getattr(self, name) != 'auto' and getattr(self, name) < least:
                 found.append(f'{name}={getattr(self, name)}: expected {least} or more')
+        if self.part and not (re.fullmatch(r'\d{1,6}/\d{1,6}', self.part)
+                              and 1 <= self.numbers()[0] <= self.numbers()[1]):
+            found.append(f'part={self.part}: expected K/N, such as 3/64, with K from 1 to N')
+        if self.part and self.if_small:
+            found.append('part and if_small cannot go together: leave one out')
         return found
+
+    def numbers(self):
+        """(K, N), or None for the whole."""
+        return tuple(map(int, self.part.split('/'))) if self.part else None
 
 
 def prepared_folder(name):
@@ -102,6 +118,11 @@ def main(argv):
             raise UserError('inspect takes one folder: python prepare.py inspect data/NAME')
         inspect(prepared_folder(options[0]))
         return
+    if name == 'merge':
+        if len(options) != 1:
+            raise UserError('merge takes one dataset: python prepare.py merge data/NAME')
+        merge(options[0])
+        return
     if name in ('-h', '--help'):
         load_config(PrepareConfig, argv, help_text)
     if name not in CORPORA:
@@ -116,7 +137,13 @@ def main(argv):
         raise UserError(f'{folder} is not prepared: run '
                         + f'python prepare.py {name} {corpus.required_option()}'.rstrip())
     check_ours(folder)  # before anything is downloaded
-    print(f'preparing {name}: {describe(corpus)}')
+    if config.part and corpus.shards:
+        raise UserError(f'part={config.part}: {name} is tokens already, which are downloaded and '
+                        'not made: leave --part out')
+    if (folder / PARTS).exists() and not config.part:
+        raise UserError(f'{folder / PARTS} holds parts: python prepare.py merge {quoted(folder)} '
+                        'makes them the whole; to prepare it without them, delete that folder')
+    print(f'preparing {name}{f", part {config.part}" * bool(config.part)}: {describe(corpus)}')
     if corpus.shards:
         prepare_shards(name, corpus, folder, config)
     else:
@@ -134,22 +161,75 @@ def prepare_text(name, corpus, folder, config):
     source = open_source(name, corpus, config, errors)
     if source.unit != 'B' and tokenizer_name == 'char':
         raise UserError(f'{name} is too large for --tokenizer=char: use gpt2, byte or bpe:32768')
+    if config.part:
+        check_divisible(config, source, tokenizer_name)
     command = describe_command(name, corpus, config, tokenizer_name, borrowed, source)
-    with lock_dataset_dir(folder) as unfinished:
-        if not is_prepared(folder, command, config.overwrite):
+    if part := config.numbers():
+        if is_whole(folder, command, config.overwrite):
+            return
+        source = source.part(*part)
+    target = part_folder(folder, part)
+    with lock_dataset_dir(folder, part) as unfinished:
+        if not is_prepared(target, command, config.overwrite):
             if not is_written(unfinished, command):  # else only publishing is missing
                 journal = read_journal(unfinished, command)
                 tokenizer = tokenizers.from_json(journal['tokenizer']) if journal \
                     else make_tokenizer(tokenizer_name, borrowed, source)
                 written = sum(path.stat().st_size for path in unfinished.glob('*.bin'))
-                check_disk(folder, corpus, source, tokenizer_name, written)
+                check_disk(folder, corpus, source, tokenizer_name, written, part[1] if part else 1)
                 cores = len(os.sched_getaffinity(0)) if hasattr(os, 'sched_getaffinity') \
                     else os.cpu_count()
                 threads = cores if config.num_proc == 'auto' else config.num_proc
                 meta = write_shards(unfinished, source, command, tokenizer, journal, threads)
+                meta = {**meta, 'part': part, 'cut': source.cut} if part \
+                    else complete_meta(meta, source.name)
                 write_json(unfinished / 'meta.json', meta)
+            print_report(target, publish(target))
+        if not part:
+            record_overlap(folder)  # of whole data: a kill here costs no more than this
+
+
+def check_divisible(config, source, tokenizer_name):
+    """Raises UserError where no part of the corpus can be prepared on its own."""
+    if source.is_one_text:
+        raise UserError(f'part={config.part}: {source.name} is one running text, and a part has '
+                        'some of the documents: say what a document is with --documents=file, '
+                        'line, paragraph or title, or leave --part out')
+    if tokenizer_name.startswith(('char', 'bpe')) and tokenizers.is_name(tokenizer_name):
+        raise UserError(f'part={config.part}: the {tokenizer_name} tokenizer is learned from all '
+                        'the text, which a part has not: use gpt2 or byte, or learn it once from a '
+                        f'sample (python prepare.py text --input=SAMPLE --tokenizer='
+                        f'{tokenizer_name} --data_dir=data/sample) and give --tokenizer=sample')
+
+
+def is_whole(folder, command, overwrite):
+    """True, with a printed line, where all that `command` makes is in `folder` already. Raises
+    UserError where another dataset is there, unless the parts may `overwrite` it."""
+    if overwrite:
+        return False
+    check_replaceable(folder, command)
+    if is_written(folder, command):
+        print(f'{folder} is already prepared by this command: python prepare.py inspect '
+              f'{quoted(folder)} checks it, --overwrite prepares it anew')
+        return True
+    return False
+
+
+def merge(name):
+    """Make the parts of a dataset the whole, and report. Raises UserError."""
+    folder = Path(name) if (Path(name) / PARTS).exists() else dataset_folder(name)
+    if not any(path.exists() for path in (folder / PARTS, folder / UNFINISHED / 'meta.json',
+                                          folder / 'meta.json')):
+        raise UserError(f'{folder} holds no parts: python prepare.py CORPUS --part=K/N --data_dir='
+                        f'{quoted(folder)} writes them')
+    with lock_dataset_dir(folder) as unfinished:
+        if (folder / PARTS).exists():
+            merge_parts(folder)
+        if (unfinished / 'meta.json').exists():
             print_report(folder, publish(folder))
-        record_overlap(folder)  # of whole data: a kill here costs no more than this
+        else:
+            print(f'{folder} holds no parts that are not merged')
+        record_overlap(folder)
 
 
 def prepare_shards(name, corpus, folder, config):

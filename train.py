@@ -27,6 +27,7 @@ from plaingpt.monitoring.backends import open_backends
 from plaingpt.monitoring.markdown_report import write_report
 from plaingpt.monitoring.metrics import Metrics
 from plaingpt.monitoring.run_record import describe_run, write_run
+from plaingpt.parallel.sharding import Replicated
 from plaingpt.preflight.checks import preflight
 from plaingpt.system import devices
 from plaingpt.system.distributed import (
@@ -38,7 +39,6 @@ from plaingpt.system.distributed import (
     launched_world,
     print0,
     process_group,
-    wrap_model,
 )
 from plaingpt.system.errors import UserError, run_script
 from plaingpt.system.files import lock_output_dir
@@ -65,9 +65,8 @@ class Run:
     dataset: Dataset
     train_data: BatchLoader
     val_data: BatchLoader
-    model: GPT  # not compiled or wrapped; the one that is saved and measured
-    eval_model: torch.nn.Module  # compiled
-    train_model: torch.nn.Module  # compiled, and under DDP
+    model: GPT  # not compiled or wrapped; the one that is saved
+    parallel: Replicated  # or Sharded: the model over the processes, to evaluate and to train with
     optimizer: torch.optim.Optimizer
     scaler: torch.amp.GradScaler
     progress: Progress
@@ -96,18 +95,19 @@ def setup(config, world, device, dtype, compile):
     dataset = starting_point.open_data(config, world)
     resumed = starting_point.find_resumed(config, group)
     changed = resumed and starting_point.check_resumed(resumed, config, dataset)
+    config = starting_point.with_parallel(config, dataset, resumed, dtype, device, world)
     model = starting_point.build_model(config, dataset, resumed, device)
     config = starting_point.with_batch_size(config, model.config, dtype, device, compile)
     train_data, val_data = starting_point.open_batches(config, dataset, world, device)
     starting_point.check_batch(config, model.config, dtype, device)
 
-    optimizer = build_optimizer(model.to(device), config, device.type)
+    parallel = starting_point.spread(model, config, resumed, device, compile, dtype, world)
+    model = parallel.model
+    optimizer = build_optimizer(model, config, device.type, world.size)
     scaler = torch.amp.GradScaler(device.type, enabled=dtype == 'float16')
-    context = devices.autocast(device, dtype)
-    eval_model, train_model = wrap_model(model, device, compile, world)
     progress = restore(resumed, config, model, optimizer, scaler, train_data, world, device)
-    run = Run(config, world, device, context, dataset, train_data, val_data, model, eval_model,
-              train_model, optimizer, scaler, progress, StopRequest())
+    run = Run(config, world, device, devices.autocast(device, dtype), dataset, train_data, val_data,
+              model, parallel, optimizer, scaler, progress, StopRequest())
     preflight(run, resumed, mean_loss, group)
     run.record = describe_run(config, dataset, train_data, model, device, dtype, compile, world,
                               resumed)
@@ -132,8 +132,8 @@ def open_outputs(run, resumed, changed, group):
         scaler=run.scaler, world_size=run.world.size, elapsed_s=saved.get('elapsed_s', 0.0),
         bytes_per_token=run.dataset.bytes_per_token('val'), quiet=not is_main, waits=waits,
         backends=backends(in_out_dir=False) if writing else [])
-    run.probes = Probes(config, run.dataset, run.model, metrics, run.val_data, run.context, group,
-                        writing)
+    run.probes = Probes(config, run.dataset, run.parallel, metrics, run.val_data, run.context,
+                        group, writing)
     run.guard = StepGuard(out_dir / 'anomalies.jsonl', config.max_bad_steps, run.train_data,
                           run.device, scaling=run.scaler.is_enabled(), append=metrics.append)
 
@@ -182,9 +182,10 @@ def train(run):
             lr = get_lr(progress.iter_num, config)
             for param_group in run.optimizer.param_groups:
                 param_group['lr'] = lr * param_group['lr_scale']
-            loss = forward_backward(run.train_model, batches, micro_steps, run.scaler, run.context)
+            loss = forward_backward(run.parallel.train, batches, micro_steps, run.scaler,
+                                    run.context)
             with run.probes.around_update(progress.iter_num + 1, run.scaler):
-                grad_norm = update(run.train_model, run.optimizer, run.scaler, config.grad_clip,
+                grad_norm = update(run.model, run.optimizer, run.scaler, config.grad_clip,
                                    run.guard, progress.iter_num, loss)
             progress.iter_num += 1
 
@@ -200,7 +201,7 @@ def evaluate(run):
     is the best. A signal raises Stopped before any is logged: the resumed run evaluates here."""
     with run.metrics.paused('evaluating'):
         losses = run.progress.loss_is_due(run.config) and [
-            mean_loss(run.eval_model, loader, run.config, run.context, run.stop)
+            mean_loss(run.parallel.eval, loader, run.config, run.context, run.stop)
             for loader in (run.train_data, run.val_data)]
         run.probes.evaluate(run.progress, losses, run.stop)
 
@@ -212,12 +213,11 @@ def mean_loss(model, loader, config, context, stop):
     sums = torch.zeros(2, device=loader.device)  # of loss × sequences, of sequences
     for starts in status.counted(loader.eval_batches(config.eval_iters, config.eval_tokens)):
         stop.check()
-        if not len(starts):
-            continue
-        idx, targets = loader.eval_batch(starts)
+        idx, targets = loader.eval_batch(starts)  # also of none: all gather a sharded model
         with context:
             _, loss = model(idx, targets)
-        sums += torch.stack([loss.float(), torch.ones_like(loss, dtype=torch.float)]) * len(starts)
+        if n := len(starts):
+            sums += torch.stack([loss.float() * n, torch.full_like(loss, n, dtype=torch.float)])
     model.train()
     loss_sum, sequences = all_reduce_mean(sums).tolist()
     return loss_sum / sequences

@@ -22,9 +22,10 @@ MAY_IMPORT = {
     'monitoring': {'system'},
     'model': {'system'},
     'inference': {'model', 'corpus', 'monitoring', 'system'},
-    'training': {'inference', 'model', 'corpus', 'monitoring', 'system'},
-    'preflight': {'training', 'inference', 'model', 'corpus', 'monitoring', 'system'},
-    'benchmarks': {'training', 'inference', 'model', 'corpus', 'monitoring', 'system'}}
+    'parallel': {'model', 'system'},
+    'training': {'parallel', 'inference', 'model', 'corpus', 'monitoring', 'system'},
+    'preflight': {'training', 'parallel', 'inference', 'model', 'corpus', 'monitoring', 'system'},
+    'benchmarks': {'training', 'parallel', 'inference', 'model', 'corpus', 'monitoring', 'system'}}
 MAY_IMPORT['plaingpt'] = {'training', 'inference', 'system'}  # load(), when it is called
 MAY_IMPORT['a command'] = {*MAY_IMPORT}
 MAY_IMPORT['tools'] = {*MAY_IMPORT}  # commands too: torture trains in forks

@@ -9,7 +9,7 @@ from helpers import fails
 import bench
 import train
 from plaingpt.benchmarks import grid
-from plaingpt.benchmarks.resuming import differences
+from plaingpt.benchmarks.saving import differences
 
 
 def train_here(argv):

@@ -37,9 +37,10 @@ NANOGPT_KEYS = set(re.findall(r'\w+', '''
     n_layer n_head n_embd dropout bias learning_rate max_iters weight_decay beta1 beta2 grad_clip
     decay_lr warmup_iters lr_decay_iters min_lr backend device dtype compile
     start num_samples max_new_tokens temperature top_k seed real_data profile'''))
-# options of torchrun and tensorboard, and --key=value itself
-OF_OTHERS = {'nproc_per_node', 'nnodes', 'rdzv-backend', 'rdzv-endpoint', 'rdzv-id', 'max-restarts',
-             'standalone', 'logdir', 'help', 'key'}
+# options of torchrun, Slurm and tensorboard, and --key=value itself
+OF_OTHERS = {'nproc_per_node', 'nnodes', 'rdzv-backend', 'rdzv-endpoint', 'rdzv-id', 'rdzv-conf',
+             'max-restarts', 'standalone', 'gpus', 'gpus-per-node', 'cpus-per-task', 'nodes',
+             'time', 'ntasks-per-node', 'requeue', 'open-mode', 'signal', 'logdir', 'help', 'key'}
 MISTAKES = {'learning_rte', 'batchsize'}  # shown with the error that they get
 
 

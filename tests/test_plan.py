@@ -12,6 +12,7 @@ from plaingpt.benchmarks import step_speed
 from plaingpt.inference.hf_architectures import ARCHITECTURES, SIZES
 from plaingpt.system.devices import GPUS, choose_dtype
 from plaingpt.system.errors import UserError
+from plaingpt.system.formatting import GIB
 from plaingpt.system.machine import machine_memory
 from plaingpt.training.memory_planner import batch_that_divides, step_settings
 from plan import PlanConfig
@@ -69,6 +70,24 @@ def test_processes_share_a_step(capsys):
     assert one['memory']['micro_steps'] == 8 * eight['memory']['micro_steps']
     assert eight['time']['hours'] == pytest.approx(one['time']['hours'] / 8)
     assert eight['memory']['items']['gradient buckets'] > 0
+
+
+def test_processes_that_copy_and_that_share_the_model_are_planned(capsys):
+    arguments = [*GPT2, '--n_layer=4', '--n_head=64', '--n_embd=6400', '--gpu_memory_gb=24',
+                 '--batch_size=2', '--loss_chunk_tokens=1024', '--total_batch_size=65536']
+    found = planned(capsys, *arguments, '--processes=8')
+    memory, both = found['memory'], found['memory']['parallels']
+    assert memory['parallel'] == 'fsdp' and memory['fits']
+    assert both['ddp']['largest_batch'] == 0 and both['ddp']['total'] > memory['available']
+    assert both['fsdp']['total'] == memory['total'] and both['fsdp']['largest_batch'] >= 2
+    plan.main([*arguments, '--processes=8'])
+    out = capsys.readouterr().out
+    assert 'parallel: train.py takes fsdp (ddp is planned to take ' in out
+    assert out.count(f'{memory["total"] / GIB:.2f} GiB, largest micro-batch '
+                     f'{both["fsdp"]["largest_batch"]}\n') == 2  # of checkpointing 'none' too
+    alone = planned(capsys, *arguments)
+    assert alone['disk']['checkpoint'] == pytest.approx(found['disk']['checkpoint'], rel=1e-6)
+    assert alone['memory']['parallel'] == 'ddp' and not alone['memory']['parallels']
 
 
 def test_a_prepared_dataset_gives_vocabulary_tokens_and_epochs(char_data, capsys):

@@ -1,6 +1,6 @@
 """Kill and stop training at random instants, hundreds of times, and see that nothing is lost.
 
-    python tools/torture.py --kills=250 --signals=100 --seed=1
+    python tools/torture.py --kills=250 --signals=100 --lost=30 --seed=1
 
 Each round is one run to its end, killed with SIGKILL again and again on the way and started anew
 with --init_from=auto. Half the kills wait for a save to be under way. The final weights must equal
@@ -9,6 +9,9 @@ those of an uninterrupted run, bit for bit. Then files are cut, flipped and the 
 Then rounds get signals instead, and now and then a kill, while they start, train, evaluate, save or
 end. A run that got one must exit with 0, but where it came before training or after its last line,
 and never show a traceback. The weights and all losses must be those of an uninterrupted run.
+
+Then one of three processes that share a model is killed, again and again: the others must end by
+themselves, and the job started anew must end with the weights of an uninterrupted one.
 """
 
 import os
@@ -30,12 +33,13 @@ import time
 from collections import Counter
 from dataclasses import dataclass
 
-from helpers import exit_code, fork, options
+from helpers import exit_code, fork, options, ranks
 
 import prepare
 import train
 from configurator import load_config
 from plaingpt.monitoring.metrics_file import read_rows
+from plaingpt.system import distributed
 from plaingpt.system.distributed import StopRequest
 from plaingpt.system.errors import run_script
 from plaingpt.system.files import sha256_of
@@ -46,6 +50,7 @@ from plaingpt.training.checkpoint import checkpoint_paths, find, newest_valid
 class TortureConfig:
     kills: int = 250  # how many times to kill
     signals: int = 100  # how many to send
+    lost: int = 0  # how many processes to kill in jobs of three
     seed: int = 0  # of the instants
 
 
@@ -195,7 +200,8 @@ def send(pid, name, log):
     code, told = exit_code(pid), log.read_text()
     training, ended = re.search('^iter ', told, re.M), re.search('^done|: stopped', told, re.M)
     where = 'the end' if ended else 'training' if training else 'the start'
-    good = (0,) if name is None else (-signal.SIGKILL,) if name == 'SIGKILL' \
+    good = (0,) if name is None \
+        else (-signal.SIGKILL, *[0] * bool(ended)) if name == 'SIGKILL' \
         else (0, 130, -getattr(signal, name)) if ended or not training else (0,)
     wrong = code not in good or 'Traceback' in told
     if name and code == 0 and f'{name}: stopped' in told:
@@ -254,13 +260,62 @@ def interrupt(root, data, signals, chance):
     return len(problems)
 
 
+def start_job(out_dir, data, *extra):
+    """Three processes, each with its share of the model → their process ids."""
+    return [fork(train.main, *SETTINGS, f'--out_dir={out_dir}', f'--dataset={data}',
+                 '--gradient_accumulation_steps=3', '--parallel=fsdp', *extra,
+                 log=f'{out_dir}.log{rank}', before=wait_briefly, **env)
+            for rank, env in enumerate(ranks(3))]
+
+
+def wait_briefly():
+    """For a process that was killed before it came."""
+    distributed.JOIN_S = 10
+
+
+def lose_processes(root, data, kills, chance):
+    """→ runs that went wrong"""
+    began = time.monotonic()
+    assert [*map(exit_code, start_job(root / 'whole', data))] == [0, 0, 0]
+    duration, expected = time.monotonic() - began, hash_checkpoint(root / 'whole')
+    done = rounds = wrong = 0
+    longest = 0.0
+    while done < kills:
+        out_dir = root / f'job-{rounds}'
+        background = f'--checkpoint_async={rounds % 2 == 0}'
+        rounds += 1
+        for _ in range(6):
+            pids = start_job(out_dir, data, background)
+            time.sleep(chance.uniform(0, 0.7 * duration))
+            victim = chance.choice(pids)
+            over = os.waitid(os.P_PID, victim, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+            if not over:
+                os.kill(victim, signal.SIGKILL)
+                done, killed_at = done + 1, time.monotonic()
+            codes = [exit_code(pid) for pid in pids]
+            if over:
+                break
+            longest = max(longest, time.monotonic() - killed_at)
+            if not set(codes) <= {0, 2, -signal.SIGKILL}:  # 0: at the end of the run
+                wrong += 1
+                print(f'WRONG: exit codes {codes}, see {out_dir}.log0')
+        codes = [*map(exit_code, start_job(out_dir, data, background))]
+        if any(codes) or hash_checkpoint(out_dir) != expected or saving(out_dir):
+            wrong += 1
+            print(f'LOST: {out_dir}, exit codes {codes}, see {out_dir}.log0')
+    print(f'{done} processes killed in {rounds} jobs of three: {wrong} went wrong, the others '
+          f'ended within {longest:.0f} s')
+    return wrong
+
+
 def main(argv):
     config = load_config(TortureConfig, argv, __doc__)
     chance, lost = random.Random(config.seed), 0
     with tempfile.TemporaryDirectory() as folder:
         root = Path(folder)
         data = make_data(root)
-        for count, torture in ((config.kills, kill_and_damage), (config.signals, interrupt)):
+        for count, torture in ((config.kills, kill_and_damage), (config.signals, interrupt),
+                               (config.lost, lose_processes)):
             if count:
                 (root / torture.__name__).mkdir()
                 lost += torture(root / torture.__name__, data, count, chance)

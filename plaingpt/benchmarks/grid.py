@@ -12,7 +12,7 @@ import sys
 import tempfile
 from contextlib import suppress
 from dataclasses import fields, replace
-from itertools import pairwise, product
+from itertools import product
 from pathlib import Path
 
 import numpy as np
@@ -21,7 +21,7 @@ from tqdm import tqdm
 from plaingpt.benchmarks.result_tables import markdown, result_path
 from plaingpt.system.devices import machine_name
 from plaingpt.system.errors import UserError, needs
-from plaingpt.system.files import ROOT, append_line, parse_json, write_atomically
+from plaingpt.system.files import ROOT, append_line, parse_json
 from plaingpt.training.memory_planner import predict, step_settings
 from plaingpt.training.settings import TrainConfig
 
@@ -114,11 +114,9 @@ def train_all(cells, journal=None, machine=''):
 
 
 def read_journal(path):
-    """→ {key: run}. A line that a kill cut short is skipped, and ended so that more can follow."""
-    known, text = {}, path.read_text(encoding='utf-8') if path and path.exists() else ''
-    if text and not text.endswith('\n'):
-        write_atomically(path, text + '\n')
-    for line in text.splitlines():
+    """→ {key: run}. A line that a kill cut short is skipped."""
+    known = {}
+    for line in path.read_bytes().splitlines() if path and path.exists() else ():
         with suppress(ValueError, KeyError, TypeError):
             entry = parse_json(line)
             known[entry['key']] = entry['run']
@@ -167,10 +165,16 @@ def add_target(runs, target):
 
 
 def seconds_to(loss, curve):
-    """When a curve [(seconds, loss)] first reaches `loss`, interpolated linearly; None: never."""
-    for (s0, loss0), (s1, loss1) in pairwise(curve):
-        if None not in (loss0, loss1) and loss1 <= loss < loss0:
-            return s0 + (s1 - s0) * (loss0 - loss) / (loss0 - loss1)
+    """When a curve [(seconds, loss)] first reaches `loss`, interpolated linearly where the point
+    before has a loss; None: never."""
+    before = None
+    for seconds, value in curve:
+        if value is not None and value <= loss:
+            if before is None:
+                return seconds
+            s0, loss0 = before
+            return s0 + (seconds - s0) * (loss0 - loss) / (loss0 - value)
+        before = None if value is None else (seconds, value)
     return None
 
 

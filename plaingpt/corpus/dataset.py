@@ -19,6 +19,7 @@ from plaingpt.system.formatting import quoted
 
 FORMAT_VERSION = 1
 UNFINISHED = 'unfinished'  # prepare.py's folder for files that are not complete yet
+PARTS = 'parts'  # its folder for what --part=K/N wrote, until it is merged
 
 
 @dataclass(frozen=True)
@@ -112,6 +113,9 @@ def open_dataset(folder):
         return Dataset(folder, meta, meta['vocab_size'])
     if (folder / UNFINISHED).exists():
         raise UserError(f'{folder} is not finished: run the prepare.py command that wrote it again')
+    if (folder / PARTS).exists():
+        raise UserError(f'{folder} holds parts that are not merged: run python prepare.py merge '
+                        f'{quoted(folder)} once all are there')
     if not any(folder.glob('*.bin')):
         if folder.parent == Path('data'):
             raise UserError(f'{folder} is not prepared: run python prepare.py '
@@ -148,6 +152,8 @@ def read_meta(path):
         if not meta['splits'].keys() >= {'train', 'val'}:
             raise ValueError('a split is missing')
         for entry in meta['splits'].values():
+            if 'part' in meta and entry['tokens'] == 0 and entry['files'] == []:
+                continue  # a part of many may have no documents
             # The pattern also refuses a path that leads out of the folder.
             if not entry['files'] or any(not re.fullmatch(r'[\w.-]+\.bin', f['name'])
                                          or not is_positive(f['tokens']) for f in entry['files']):

@@ -11,6 +11,7 @@ bound what is in memory at once and what a file may become.
 import codecs
 import itertools
 import json
+import math
 import os
 import re
 import zlib
@@ -45,15 +46,20 @@ def check_expansion(path, size, expanded):
                         'that is wanted, unpack it and name the result with --input')
 
 
-def read_bytes(path, digest=None):
+def read_bytes(path, digest=None, span=None):
     """Yield (bytes, position) of a file, .gz and .zst decompressed. Raises UserError.
-    digest: of hashlib, updated with the file as it lies on the disk"""
+    digest: of hashlib, updated with the file as it lies on the disk
+    span: (start, end) in bytes: only the lines that begin there, of a file that is not compressed
+    """
     new = {'.gz': lambda: zlib.decompressobj(31), '.zst': zstd_decompressor}.get(path.suffix)
     position, expanded, stream = 0, 0, None
     try:
         with open(path, 'rb') as f:
             size = os.fstat(f.fileno()).st_size
-            while block := f.read(COMPRESSED_BLOCK_BYTES.get(path.suffix, BLOCK_BYTES)):
+            end = line_start(f, span[1], size) if span else math.inf
+            position = f.seek(line_start(f, span[0], size) if span else 0)
+            most = COMPRESSED_BLOCK_BYTES.get(path.suffix, BLOCK_BYTES)
+            while block := f.read(min(most, end - position)):
                 position += len(block)
                 if digest:
                     digest.update(block)
@@ -77,18 +83,32 @@ def read_bytes(path, digest=None):
         raise UserError(f'{path}: cut short after {position:,} bytes: get it again')
 
 
+def line_start(f, position, size):
+    """Where the first line begins that begins at `position` of a file or after it; `size` where
+    none does."""
+    if not 0 < position < size:
+        return min(position, size)
+    f.seek(position - 1)
+    while block := f.read(BLOCK_BYTES):
+        if end := block.find(b'\n') + 1:
+            return f.tell() - len(block) + end
+    return size
+
+
 def zstd_decompressor():
     with needs('zstandard', 'a .zst file'):
         import zstandard
     return zstandard.ZstdDecompressor().decompressobj()
 
 
-def read_text(path, errors, digest=None):
+def read_text(path, errors, digest=None, span=None):
     """Yield (text, position) of a UTF-8 file; `errors` as in bytes.decode. Raises UserError."""
     decoder = codecs.getincrementaldecoder('utf-8')(errors)
     decoded = position = 0
     try:
-        for data, position in read_bytes(path, digest):
+        for data, position in read_bytes(path, digest, span):
+            if span and not decoded:
+                decoded = position - len(data)  # where the first line begins
             yield decoder.decode(data), position
             decoded += len(data)
         yield decoder.decode(b'', final=True), position
@@ -179,32 +199,43 @@ DOCUMENT_FORMS = {'file': whole_files, 'line': each_line, 'paragraph': paragraph
                   'title': articles}
 
 
-def json_rows(path, errors='strict', digest=None):
+def json_rows(path, errors='strict', digest=None, span=None):
     """Yield (value of a line, 'FILE, line N', position) of a .jsonl file. Raises UserError."""
-    for number, (line, position) in enumerate(split_lines(read_text(path, errors, digest)), 1):
+    lines = split_lines(read_text(path, errors, digest, span))
+    for number, (line, position) in enumerate(lines, 1):
         if line.strip():
+            where = f'{name_of(path, span)}, line {number}'
             try:
                 row = json.loads(line)
             except (ValueError, RecursionError) as e:
-                raise UserError(f'{path}, line {number}: not JSON: {e}') from None
-            yield row, f'{path}, line {number}', position
+                raise UserError(f'{where}: not JSON: {e}') from None
+            yield row, where, position
 
 
-def parquet_rows(path, text_field):
+def name_of(path, span):
+    """A file in messages that count its lines, which in a span are not those of the whole file."""
+    return f'{path} from byte {span[0]:,} on' if span and span[0] else path
+
+
+def parquet_rows(path, text_field, span=None):
+    """span: (start, end) in bytes: only the row groups whose middle lies there, taking all rows to
+    be of one size"""
     with needs('pyarrow', 'a .parquet file'):
         import pyarrow.parquet
     try:
         metadata = pyarrow.parquet.read_metadata(path)
-        size, expanded, number = path.stat().st_size, 0, 0
+        size, expanded = path.stat().st_size, 0
         check_parquet(path, size, metadata, text_field)
-        for number, value in enumerate(parquet_values(path, metadata, text_field), 1):
+        groups, number, last = choose_groups(metadata, size, span)
+        for value in parquet_values(path, metadata, groups, text_field):
+            number += 1
             text = get_text({text_field: value.as_py()}, text_field, f'{path}, row {number}')
             expanded += len(text or '')
             check_length(len(text or ''), f', row {number}')
             check_expansion(path, size, expanded)
             yield text, True, size * number // max(number, metadata.num_rows)
-        if number != metadata.num_rows:
-            raise pyarrow.ArrowInvalid(f'{number:,} rows where {metadata.num_rows:,} were written')
+        if number != last:
+            raise pyarrow.ArrowInvalid(f'{number:,} rows where {last:,} were written')
     except (OSError, pyarrow.ArrowException, UnicodeDecodeError) as e:
         raise UserError(f'{path}: cannot be read ({str(e).splitlines()[0]}): get it again') \
             from None
@@ -225,8 +256,20 @@ def check_parquet(path, size, metadata, field):
     check_expansion(path, size, max(declared, 20 * metadata.num_rows))
 
 
-def parquet_values(path, metadata, field):
-    """Yield the values of a column, of which few are in memory at once: as pyarrow's scalars."""
+def choose_groups(metadata, size, span):
+    """The row groups in `span` → (their numbers, rows before them, rows up to their end)."""
+    rows = [metadata.row_group(i).num_rows for i in range(metadata.num_row_groups)]
+    if not span:
+        return range(len(rows)), 0, metadata.num_rows
+    ends = list(itertools.accumulate(rows, initial=0))
+    chosen = [i for i in range(len(rows))
+              if span[0] <= size * (ends[i] + ends[i + 1]) / (2 * max(1, ends[-1])) < span[1]]
+    return chosen, *((ends[chosen[0]], ends[chosen[-1] + 1]) if chosen else (0, 0))
+
+
+def parquet_values(path, metadata, groups, field):
+    """Yield the values of a column in some row groups, of which few are in memory at once: as
+    pyarrow's scalars."""
     import pyarrow.parquet
 
     def read(group, rows, dictionary=()):
@@ -235,7 +278,7 @@ def parquet_values(path, metadata, field):
             for batch in table.iter_batches(rows, [group], [field]):
                 yield from batch.column(0)
 
-    for group in range(metadata.num_row_groups):
+    for group in groups:
         done = 0
         try:
             # A value that many rows share is stored once: in a dictionary it is in memory once.

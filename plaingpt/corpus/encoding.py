@@ -107,8 +107,8 @@ def map_in_order(function, batches, num_proc):
 
 
 def write_shards(folder, source, command, tokenizer, journal, num_proc):
-    """Encode `source` into shards in `folder`, from the journal on → the content of meta.json.
-    Raises UserError, also where a split stays empty."""
+    """Encode `source`, or a part of it, into shards in `folder`, from the journal on → the content
+    of meta.json, for complete_meta. Raises UserError."""
     dtype = np.dtype('<u2' if tokenizer.vocab_size <= 2**16 else '<u4')
     writers = {split: ShardWriter(folder, split, dtype, command['shard_tokens'])
                for split in ('train', 'val')}
@@ -123,12 +123,6 @@ def write_shards(folder, source, command, tokenizer, journal, num_proc):
         print(f'{source.nulls:,} row{"s" if source.nulls > 1 else ""} left out: the text is null')
     if source.identity() != command['identity']:
         raise UserError(f'{source.name}: changed while it was read: give the same command again')
-    if not tokens:
-        raise UserError(f'{source.name}: empty, no text to learn from')
-    for split, writer in writers.items():
-        if not writer.tokens:
-            raise UserError(f'{source.name}: the {split} split would be empty: use more text or '
-                            'another --val_fraction')
     print(f'{tokens - before:,} tokens in {seconds:.1f} s, '
           f'{(tokens - before) / seconds / 1e6:.2f}M a second')
     return {'format_version': FORMAT_VERSION, 'dtype': dtype.name,
@@ -169,12 +163,13 @@ def encode_into(writers, folder, source, command, tokenizer, dtype, journal, num
             bar.update(batch.position - bar.n)
 
 
-def check_disk(folder, corpus, source, tokenizer_name, written):
+def check_disk(folder, corpus, source, tokenizer_name, written, parts=1):
     """Raises UserError where the tokens will not fit on the disk, as far as can be known before.
-    written: bytes of shards that are there already."""
+    written: bytes of shards that are there already; parts: `source` is one of so many."""
     bytes_per_token = 1 if tokenizer_name in ('char', 'byte') else 3  # about
     if source.unit == 'B':
         tokens = source.total / bytes_per_token
     else:
-        tokens = corpus.tokens * 3 / bytes_per_token if source.total == corpus.documents else 0
+        known = source.total == corpus.documents // parts
+        tokens = corpus.tokens * 3 / bytes_per_token / parts if known else 0
     check_free_space(folder, 2 * tokens - written)

@@ -17,6 +17,8 @@ def find_damage(dataset):
     """Compare sizes and checksums with meta.json → a list of problems, one line each."""
     problems = []
     for split, entry in dataset.meta.get('splits', {}).items():
+        if not entry['files']:
+            continue  # of a part
         try:
             dataset.split(split)
         except UserError as problem:
@@ -36,6 +38,9 @@ def print_report(folder, meta):
     tokenizer = dataset.tokenizer()
     for split, entry in meta['splits'].items():
         names = [file['name'] for file in entry['files']]
+        if not names:
+            print(f'{folder}: no {split} tokens in this part')
+            continue
         text = '' if 'documents' not in entry else (
             f', {entry["bytes"] / entry["tokens"]:.2f} bytes each, from {entry["documents"]:,} '
             f'document{"s" if entry["documents"] != 1 else ""}')

@@ -2,6 +2,8 @@
 
 All is written in data/<name>/unfinished/, with a journal that says how far each file is good: what
 a kill left after that place is cut off. Only complete data moves to data/<name>/, meta.json last.
+A part of a corpus is written in the same way to data/<name>/parts/<k>-of-<n>/, and all of them are
+then merged into data/<name>/.
 """
 
 import errno
@@ -16,9 +18,19 @@ from pathlib import Path
 
 import numpy as np
 
-from plaingpt.corpus.dataset import UNFINISHED, read_meta
+from plaingpt.corpus.dataset import PARTS, UNFINISHED, read_meta
+from plaingpt.corpus.sources import describe_inputs
 from plaingpt.system.errors import UserError
-from plaingpt.system.files import locked, read_json, sha256_of, write_json
+from plaingpt.system.files import (
+    check_keys,
+    in_use,
+    is_count,
+    is_text,
+    locked,
+    read_json,
+    sha256_of,
+    write_json,
+)
 
 # What of a command its other options and the input decide, and how the tokens lie in files.
 NO_CHOICE = ('identity', 'files', 'train_characters', 'tokenizer_sha256', 'shard_tokens',
@@ -152,6 +164,18 @@ def files_are_there(folder, journal):
     return True
 
 
+def complete_meta(meta, name):
+    """What write_shards says of all of a source → the content of meta.json. Raises UserError where
+    a split stayed empty."""
+    if not any(entry['tokens'] for entry in meta['splits'].values()):
+        raise UserError(f'{name}: empty, no text to learn from')
+    for split, entry in meta['splits'].items():
+        if not entry['tokens']:
+            raise UserError(f'{name}: the {split} split would be empty: use more text or another '
+                            '--val_fraction')
+    return {**meta, 'inputs': describe_inputs(meta['inputs'])}
+
+
 def publish(folder):
     """Move complete data from folder/unfinished into `folder`, in place of what was there → meta.
     After a crash at any point it can be called again."""
@@ -207,9 +231,11 @@ def check_replaceable(folder, command):
 
 
 @contextmanager
-def lock_dataset_dir(folder):
-    """Make `folder` and keep every other prepare.py out of it → the folder for unfinished files.
-    Folders that stay empty are removed at the end. An OSError becomes a UserError of one line."""
+def lock_dataset_dir(folder, part=None):
+    """Make `folder`, or that of a part (k, n), and keep every other prepare.py out of it → the
+    folder for unfinished files. Folders that stay empty are removed at the end. An OSError becomes
+    a UserError of one line."""
+    outer, folder = folder, part_folder(folder, part)
     check_ours(folder)
     unfinished = folder / UNFINISHED
     try:
@@ -223,9 +249,125 @@ def lock_dataset_dir(folder):
                 if not any((unfinished / name).exists() for name in ('journal.json', 'meta.json')):
                     shutil.rmtree(unfinished, ignore_errors=True)
                 with suppress(OSError):
-                    folder.rmdir()
+                    for empty in (folder, folder.parent, outer) if part else (folder,):
+                        empty.rmdir()
     except OSError as e:
         if e.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
             raise UserError(f'{folder}: {e.strerror}: make room, and give the same command again: '
                             'it resumes') from None
         raise UserError(f'{folder}: cannot write there: {e.strerror}') from None
+
+
+# -----------------------------------------------------------------------------
+# parts of a corpus, each prepared on its own
+
+PART_NAME = re.compile(r'([1-9]\d{0,5})-of-([1-9]\d{0,5})')
+
+
+def part_folder(folder, part):
+    """Where part (k, n) of a dataset is written; `folder` itself where it is not in parts."""
+    return folder / PARTS / '{}-of-{}'.format(*part) if part else folder
+
+
+def merge_parts(folder):
+    """Make the parts of `folder` its unfinished files, with a meta.json, for publish. Raises
+    UserError where they do not fit together. After a crash at any point it can be called again."""
+    parts, unfinished = folder / PARTS, folder / UNFINISHED
+    paths, metas = find_parts(parts), {}
+    for path in paths:
+        metas[path] = read_part(path)
+        first = metas[paths[0]]
+        check_same_command(path, metas[path], paths[0], first)
+        metas[path]['tokenizer'] = first['tokenizer']  # a large one is in memory once
+    splits, moves = {}, {}
+    for split in ('train', 'val'):
+        entries = [meta['splits'][split] for meta in metas.values()]
+        files = [(path / file['name'], file) for path, entry in zip(metas, entries, strict=True)
+                 for file in entry['files']]
+        names = [f'{split}_{i:06d}.bin' for i in range(len(files))] if len(files) > 1 \
+            else [f'{split}.bin'] * len(files)
+        splits[split] = {key: sum(entry[key] for entry in entries)
+                         for key in ('tokens', 'documents', 'bytes')}
+        splits[split]['files'] = [{**file, 'name': name}
+                                  for name, (_, file) in zip(names, files, strict=True)]
+        for name, (path, file) in zip(names, files, strict=True):
+            # A merge that was killed may have renamed it already.
+            moves[name] = path if path.exists() else parts / name
+            check_size(path, moves[name], np.dtype(first['dtype']).itemsize * file['tokens'])
+    meta = {key: value for key, value in first.items() if key not in ('part', 'cut')}
+    inputs = [file for part in metas.values() for file in part['inputs']]
+    meta = complete_meta({**meta, 'splits': splits, 'inputs': inputs}, folder)
+    for name, path in moves.items():
+        os.replace(path, parts / name)
+    write_json(parts / 'meta.json', meta)
+    shutil.rmtree(unfinished, ignore_errors=True)
+    os.replace(parts, unfinished)
+
+
+def find_parts(parts):
+    """→ the folders of all parts, in order. Raises UserError where some are not there or not
+    finished."""
+    matches = filter(None, (PART_NAME.fullmatch(path.name) for path in parts.iterdir()))
+    counts = sorted({int(match[2]) for match in matches})
+    if len(counts) != 1:
+        raise UserError(f'{parts} holds parts of {" and parts of ".join(map(str, counts))}: delete '
+                        'those that do not belong there' if counts else
+                        f'{parts} holds no parts: delete it')
+    paths = {number: part_folder(parts.parent, (number, counts[0]))
+             for number in range(1, counts[0] + 1)}
+    states = {'missing': [], 'not finished': []}
+    for number, path in paths.items():
+        if not path.exists():
+            states['missing'].append(str(number))
+        elif not (path / 'meta.json').exists() or in_use(path):
+            states['not finished'].append(str(number))
+    if any(states.values()):
+        raise UserError(f'{parts}: of {counts[0]} parts '
+                        + '; '.join(f'{",".join(numbers[:50])}{",…" if numbers[50:] else ""} '
+                                    f'{"is" if len(numbers) == 1 else "are"} {state}'
+                                    for state, numbers in states.items() if numbers)
+                        + ': give the same command again with --part=K/'
+                        f'{counts[0]} for each of them')
+    return list(paths.values())
+
+
+def read_part(path):
+    """The meta.json of a part. Raises UserError."""
+    meta = read_meta(path / 'meta.json')
+    file = {'name': is_text, 'bytes': is_count, 'sha256': is_text}
+    try:
+        if meta['part'] != [int(number) for number in PART_NAME.fullmatch(path.name).groups()]:
+            raise ValueError('it is of another part')
+        for entry in meta['splits'].values():
+            check_keys(entry, {'documents': is_count, 'bytes': is_count})
+        for each in meta['inputs']:
+            check_keys(each, file)
+        return meta
+    except (KeyError, TypeError, ValueError) as e:
+        what = f'{e} is missing' if isinstance(e, KeyError) else e
+        raise UserError(f'{path}/meta.json is broken ({what}): delete {path} and prepare that part '
+                        'again') from None
+
+
+def check_same_command(path, meta, first_path, first):
+    """Raises UserError where the metas of two parts are of different commands or tokenizers, or of
+    different files."""
+    command, other = meta.get('source', {}), first.get('source', {})
+    differ = [key if key in NO_CHOICE else f'{key} {command.get(key) or "none"}, not '
+              f'{other.get(key) or "none"}'
+              for key in {**other, **command} if command.get(key) != other.get(key)]
+    differ += [key for key in ('dtype', 'vocab_size', 'tokenizer', 'cut')
+               if meta.get(key) != first.get(key)]
+    if differ:
+        raise UserError(f'{path} does not fit to {first_path.name} ({differ[0]}): '
+                        + ('the input was changed between them; ' if 'identity' in differ else '')
+                        + 'delete what is wrong and prepare it again, all parts with the same '
+                        'options and on the same files')
+
+
+def check_size(name, path, expected):
+    """Raises UserError where the token file at `path` has not the size it was written with."""
+    size = path.stat().st_size if path.exists() else 0
+    if size != expected:
+        raise UserError(f'{name}: {size:,} bytes where {expected:,} were written: the file is '
+                        'damaged; give the command of that part again')

@@ -9,12 +9,17 @@ A source yields its text in pieces, in an order that is always the same, one in 
     source.identity()      JSON that changes when the input changes
     source.is_one_text     True where few files are one text, which is not cut into documents
     source.nulls           how many rows were left out because their text is null
-    source.inputs()        after the last piece, the checksums of what was read, for meta.json
+    source.inputs()        after the last piece, {name, bytes and sha256 of each file: a list}
+    source.part(k, n)      the k-th of n parts, from 1 on, as a source: together they have its
+                           pieces, in its order; not where it is one text
+    source.cut             JSON that is the same in all parts of n where they fit together
 """
 
+import copy
 import glob
 import hashlib
 import http.client
+import math
 import os
 import sysconfig
 import urllib.request
@@ -72,9 +77,12 @@ def open_source(name, corpus, config, errors='strict'):
 
 
 class Files:
-    """Documents of files: text, .jsonl and .parquet, also .gz and .zst."""
+    """Documents of files: text, .jsonl and .parquet, also .gz and .zst.
 
-    unit = 'B'
+    All bytes of all files in a row are cut into parts of one size. A part has the lines that begin
+    in it, where these are documents, and the row groups and other files whose middle is in it."""
+
+    unit, cut = 'B', None
 
     def __init__(self, paths, name, form='file', text_field='text', errors='strict'):
         self.paths, self.name = paths, name
@@ -84,37 +92,60 @@ class Files:
         except OSError as e:
             raise UserError(f'{e.filename}: {e.strerror}') from None
         self.total = sum(self.sizes)
+        self.begin, self.end = 0, math.inf  # of the part, in bytes of all files
         self.is_one_text = form == 'file' and len(paths) < ONE_TEXT_FILES and \
             all(file_type(path) == 'text' for path in paths)
 
     def pieces(self, mark=None):
         before = self.nulls = 0
-        self._checksums = []
+        self._inputs = []
         for path, size in zip(self.paths, self.sizes, strict=True):
-            digest = hashlib.sha256()
-            try:
-                for text, new_document, position in self._documents(path, digest):
+            span = max(0, self.begin - before), self.end - before
+            has_middle, digest = span[0] <= size / 2 < span[1], hashlib.sha256()
+            if not self._can_be_cut(path) or (span[0] == 0 and size <= span[1]):
+                span = None  # all of it or nothing
+            if has_middle or (span and span[0] < size and span[1] > 0):
+                for text, new_document, position in self._documents(path, digest, span):
+                    at = min(max(before + position - self.begin, 0), self.total)
                     if text is None:
                         self.nulls += 1
                     elif text.strip() or not new_document:
-                        yield Piece(text, new_document, before + position)
-            except documents.TooLong as e:
-                raise UserError(f'{path}{e}') from None
-            # Of a .parquet file only a column was read, so it is read once more.
-            self._checksums.append(sha256_of(path) if file_type(path) == 'parquet'
-                                   else digest.hexdigest())
+                        yield Piece(text, new_document, at)
+            if has_middle:  # of a .parquet file only a column was read: it is read once more
+                again = span or file_type(path) == 'parquet'
+                self._inputs.append({
+                    'name': str(path).encode('utf-8', 'backslashreplace').decode(), 'bytes': size,
+                    'sha256': sha256_of(path) if again else digest.hexdigest()})
             before += size
 
-    def _documents(self, path, digest):
+    def _can_be_cut(self, path):
+        return path.suffix not in documents.COMPRESSED_BLOCK_BYTES and (
+            self.form == 'line' or file_type(path) != 'text')
+
+    def _documents(self, path, digest, span):
+        try:
+            yield from self._read(path, digest, span)
+        except documents.TooLong as e:
+            raise UserError(f'{documents.name_of(path, span)}{e}') from None
+
+    def _read(self, path, digest, span):
         if file_type(path) == 'jsonl':
-            rows = documents.json_rows(path, self.errors, digest)
+            rows = documents.json_rows(path, self.errors, digest, span)
             return ((documents.get_text(row, self.text_field, where), True, position)
                     for row, where, position in rows)
         if file_type(path) == 'parquet':
-            return documents.parquet_rows(path, self.text_field)
-        blocks = documents.read_text(path, self.errors, digest)
+            return documents.parquet_rows(path, self.text_field, span)
+        blocks = documents.read_text(path, self.errors, digest, span)
         return documents.DOCUMENT_FORMS[self.form](
             blocks if self.form == 'file' else documents.split_lines(blocks))
+
+    def part(self, number, of):
+        part = copy.copy(self)
+        part.begin, part.end = self.total * (number - 1) // of, self.total * number // of
+        part.total = part.end - part.begin
+        if number == of:
+            part.end = math.inf  # files without a byte may follow the last byte
+        return part
 
     def mark(self):
         return None
@@ -127,17 +158,16 @@ class Files:
         return digest.hexdigest()
 
     def inputs(self):
-        return describe_inputs(map(str, self.paths), self.sizes, self._checksums)
+        return self._inputs
 
 
-def describe_inputs(names, sizes, checksums):
-    """→ JSON: all files together and, of up to LISTED_FILES, each. The checksum of all is that of
-    what `sha256sum FILES` prints."""
-    files = [{'name': name.encode('utf-8', 'backslashreplace').decode(), 'bytes': size,
-              'sha256': checksum}
-             for name, size, checksum in zip(names, sizes, checksums, strict=True)]
+def describe_inputs(files):
+    """source.inputs() → JSON: all files together and, of up to LISTED_FILES, each. The checksum of
+    all is that of what `sha256sum FILES` prints."""
+    if not files:
+        return {}
     lines = ''.join(f'{file["sha256"]}  {file["name"]}\n' for file in files)
-    return {'count': len(files), 'bytes': sum(sizes),
+    return {'count': len(files), 'bytes': sum(file['bytes'] for file in files),
             'sha256': hashlib.sha256(lines.encode()).hexdigest(),
             'files': files if len(files) <= LISTED_FILES else []}
 
@@ -203,7 +233,7 @@ class TextInMemory:
         return hashlib.sha256(self.text.encode()).hexdigest()
 
     def inputs(self):
-        return describe_inputs([self.name], [self.total], [self.identity()])
+        return [{'name': self.name, 'bytes': self.total, 'sha256': self.identity()}]
 
 
 def download(url, sha256, advice):
@@ -222,7 +252,8 @@ def download(url, sha256, advice):
 
 class HubDataset:
     """Rows of a dataset of the Hugging Face hub, or of a folder laid out like one. They are
-    streamed: nothing is kept on disk or in memory."""
+    streamed: nothing is kept on disk or in memory. A part has some files of each split or, where
+    it has fewer files than there are parts and these are Parquet, some row groups."""
 
     unit, is_one_text = ' documents', False
 
@@ -240,9 +271,10 @@ class HubDataset:
                     subset not in datasets.get_dataset_config_names(path):
                 subset = ''  # a copy of the subset alone
             self.builder = load_builder(path, subset or None)
-            for hub_split in splits.values():
-                rows = self.builder.as_streaming_dataset(hub_split)
-                for row in rows.take(1):
+            self.rows = {split: self.builder.as_streaming_dataset(hub_split)
+                         for split, hub_split in splits.items()}
+            for split, hub_split in splits.items():
+                for row in self.rows[split].take(1):
                     documents.get_text(row, text_field, f'{path}, split {hub_split}')
         known = self.builder.info.splits or {}
         counts = [known[split].num_examples for split in splits.values() if split in known]
@@ -255,8 +287,9 @@ class HubDataset:
         names = list(self.splits)
         with explain_hub_errors(self.name):
             for split in names[names.index(mark['split']) if mark else 0:]:
-                rows = self.builder.as_streaming_dataset(self.splits[split])
-                rows = rows.select_columns([self.text_field])
+                if self.rows[split] is None:
+                    continue  # no files for this part
+                rows = self.rows[split].select_columns([self.text_field])
                 if mark and mark['split'] == split:
                     rows.load_state_dict(mark['rows'])
                 self._rows, self._split = rows, split
@@ -277,6 +310,23 @@ class HubDataset:
         self.nulls += text is None
         return text or ''
 
+    def part(self, number, of):
+        part = copy.copy(self)
+        part.total = self.total and self.total // of  # about
+        part.rows, part.cut = {}, {}
+        with explain_hub_errors(self.name):
+            for split, rows in self.rows.items():
+                if self.form == 'file' and rows.num_shards < of and hasattr(rows, 'reshard'):
+                    rows = rows.reshard()
+                # An article is made of rows, which may be in two files.
+                count = part.cut[split] = rows.num_shards if self.form == 'file' else 1
+                if count >= of:
+                    part.rows[split] = rows.shard(of, number - 1)
+                else:
+                    first, end = count * (number - 1) // of, count * number // of
+                    part.rows[split] = rows.shard(count, first) if first < end else None
+        return part
+
     def mark(self):
         if self.form != 'file':
             return None
@@ -287,7 +337,7 @@ class HubDataset:
         return self.builder.hash
 
     def inputs(self):
-        return {}  # its version is in the identity
+        return []  # its version is in the identity
 
 
 def load_builder(path, subset):

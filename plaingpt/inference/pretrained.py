@@ -16,6 +16,7 @@ from safetensors.torch import load_file
 from model import GPT, ROW_PER_TOKEN, GPTConfig
 from plaingpt.corpus.sources import explain_hub_errors
 from plaingpt.inference.hf_architectures import ARCHITECTURES, SIZES, check_fields, check_held
+from plaingpt.system.distributed import local_rows
 from plaingpt.system.errors import UserError, needs
 from plaingpt.system.files import is_count, is_number, open_regular, read_json
 
@@ -111,7 +112,7 @@ def copy_weights(model, weights, source):
 def check_finite(model, source, advice='take it from where it came again'):
     """Raise UserError that names a weight which is NaN or infinite."""
     for name, p in model.named_parameters():
-        if not p.isfinite().all():
+        if not local_rows(p)[0].isfinite().all():
             raise UserError(f'{source}: {name} is not finite, so it cannot write; {advice}')
 
 

@@ -21,6 +21,8 @@ import torch
 import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 
+from plaingpt.system.distributed import all_reduce_norms, is_sharded, local_rows
+
 FORWARD_TOKENS = 4096  # at most, in the pass without gradients
 LOGITS_CHUNK = 1024  # tokens whose logits over the vocabulary exist at once
 SAMPLE = 2**16  # elements of a matrix that stand for all when an update is measured
@@ -46,13 +48,15 @@ NOT_SEEN = {
 
 
 class Health:
-    """Measures `model` (neither compiled nor wrapped) at iteration 1 and every `interval`.
+    """Measures `model` (neither compiled nor wrapped) at iteration 1 and every `interval`. Where it
+    is sharded all processes measure, each its share.
 
     loader: of validation sequences, the first of which are used; interval=0: never
     """
 
     def __init__(self, model, interval, loader, context):
         self.model, self.interval, self.loader, self.context = model, interval, loader, context
+        self.mesh = next((p.device_mesh for p in model.parameters() if is_sharded(p)), None)
 
     def due(self, iter_num):
         return self.interval > 0 and (iter_num == 1 or iter_num % self.interval == 0)
@@ -70,64 +74,75 @@ class Health:
     @torch.no_grad()
     def before_update(self, scaler):
         """Measure gradients (multiplied by the scaler's scale still) and weights."""
-        grads = [(name, p.new_zeros(()) if p.grad is None else p.grad)
+        grads = [(name, p.detach().new_zeros(()) if p.grad is None else p.grad)
                  for name, p in self.model.named_parameters()]
         scale = scaler.get_scale()
         self.norms = {f'grad_norm/{name}': value / scale
-                      for name, value in block_norms(grads).items()}
+                      for name, value in self._norms(grads).items()}
         self.norms |= {f'weight_norm/{name}': value
-                       for name, value in block_norms(self._matrices()).items()}
+                       for name, value in self._norms(self._matrices()).items()}
         self.before = [(name, sample_rows(p).clone()) for name, p in self._matrices()]
 
     @torch.no_grad()
     def after_update(self):
         """Measure how far the weights moved."""
-        before = block_norms(self.before)
-        moved = block_norms([(name, sample_rows(p) - old) for (name, p), (_, old)
+        before = self._norms(self.before)
+        moved = self._norms([(name, sample_rows(p) - old) for (name, p), (_, old)
                              in zip(self._matrices(), self.before, strict=True)])
         self.norms |= {f'update_ratio/{name}': moved[name] / (before[name] + 1e-12)
                        for name in moved}
 
     @torch.no_grad()
-    def measure(self):
-        """→ {'health/…': number} after an update that was due. Waits for the device, once."""
+    def measure(self, model=None):
+        """→ {'health/…': number} after an update that was due. Waits for the device, once.
+        model: one with all of the weights, where this one is sharded"""
+        model = model or self.model
         sequences = max(1, FORWARD_TOKENS // self.loader.block_size)
         batch = self.loader.eval_batch(self.loader.eval_batches(1)[0])
         idx, targets = (t[:sequences] for t in batch)  # (B, T)
-        was_training = self.model.training
-        self.model.eval()
-        recorder = ActivationRecorder(self.model)
+        was_training = model.training
+        model.eval()
+        recorder = ActivationRecorder(model)
         with recorder, self.context:
-            x = self.model.hidden(idx)  # (B, T, C)
-            found = {**self.norms, **recorder.found, **self._by_position(x, targets)}
-        self.model.train(was_training)
+            x = model.hidden(idx)  # (B, T, C)
+            found = {**self.norms, **recorder.found, **by_position(model, x, targets)}
+        model.train(was_training)
         values = torch.stack([value.float() for value in found.values()]).tolist()
         return {f'health/{name}': float(f'{value:.5g}')
                 for name, value in zip(found, values, strict=True)}
+
+    def _norms(self, tensors):
+        """[(name of a parameter, tensor or rows of it)] → {block: norm of all as one vector}."""
+        norms = block_norms([(name, local_rows(tensor)[0]) for name, tensor in tensors])
+        if self.mesh:
+            mine = torch.stack(list(norms.values()))
+            norms = dict(zip(norms, all_reduce_norms(mine, self.mesh), strict=True))
+        return norms
 
     def _matrices(self):
         # The gains of norms, near 1, would hide every change of the matrices.
         return [(name, p) for name, p in self.model.named_parameters() if p.dim() >= 2]
 
-    def _by_position(self, x, targets):
-        """x (B, T, C), targets (B, T) → {'loss_at/0': …, 'loss_at/1-3': …, …}."""
-        B, T = targets.shape
-        chunks = {name: [] for name in MEASURES}
-        for x_chunk, targets_chunk in zip(x.flatten(0, 1).split(LOGITS_CHUNK),  # (N, C)
-                                          targets.flatten().split(LOGITS_CHUNK),  # (N)
-                                          strict=True):
-            logits = self.model.logits(x_chunk)  # (N, V)
-            for name, measure in MEASURES.items():
-                chunks[name].append(measure(logits, targets_chunk))
-        known = targets != -1
-        edges = [0, *(4**i for i in range(16) if 4**i < T), T]
-        found = {}
-        for name in MEASURES:
-            values = torch.cat(chunks[name]).view(B, T).float().masked_fill(~known, 0)
-            for a, b in pairwise(edges):
-                positions = f'{a}-{b - 1}' if b - 1 > a else f'{a}'
-                found[f'{name}/{positions}'] = values[:, a:b].sum() / known[:, a:b].sum()
-        return found
+
+def by_position(model, x, targets):
+    """x (B, T, C), targets (B, T) → {'loss_at/0': …, 'loss_at/1-3': …, …}."""
+    B, T = targets.shape
+    chunks = {name: [] for name in MEASURES}
+    for x_chunk, targets_chunk in zip(x.flatten(0, 1).split(LOGITS_CHUNK),  # (N, C)
+                                      targets.flatten().split(LOGITS_CHUNK),  # (N)
+                                      strict=True):
+        logits = model.logits(x_chunk)  # (N, V)
+        for name, measure in MEASURES.items():
+            chunks[name].append(measure(logits, targets_chunk))
+    known = targets != -1
+    edges = [0, *(4**i for i in range(16) if 4**i < T), T]
+    found = {}
+    for name in MEASURES:
+        values = torch.cat(chunks[name]).view(B, T).float().masked_fill(~known, 0)
+        for a, b in pairwise(edges):
+            positions = f'{a}-{b - 1}' if b - 1 > a else f'{a}'
+            found[f'{name}/{positions}'] = values[:, a:b].sum() / known[:, a:b].sum()
+    return found
 
 
 def not_seen(values):
@@ -225,5 +240,6 @@ def block_norms(tensors):
 
 
 def sample_rows(p):
-    """Rows of a matrix, evenly spread, with about SAMPLE elements."""
-    return p.detach()[::max(1, p.numel() // SAMPLE)]
+    """Rows of a matrix that this process has, evenly spread, with about SAMPLE elements."""
+    mine, _ = local_rows(p.detach())
+    return mine[::max(1, mine.numel() // SAMPLE)]

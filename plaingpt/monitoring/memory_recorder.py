@@ -14,6 +14,8 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from plaingpt.system import cpu_kernels
 
+OF_BLOCKS = ' of blocks'  # the end of owners' names: parameters of blocks, and what is made of them
+
 
 class MemoryRecorder(TorchDispatchMode):
     """Follows the storage of each tensor: who made it, and what all hold when a stage is highest.
@@ -53,8 +55,8 @@ class MemoryRecorder(TorchDispatchMode):
     def owner(self, func, args):
         if func is torch.ops.aten._to_copy.default:
             source = self.entries.get(args[0].untyped_storage())
-            if source and source[0] == 'parameters':
-                return 'copies of parameters for autocast'
+            if source and source[0].startswith('parameters'):
+                return source[0].replace('parameters', 'copies of parameters for autocast')
         if not self.modules:
             return self.maker
         parts = re.sub(r'\.\d+', '', self.modules[-1]).removeprefix('transformer.').split('.')
@@ -71,7 +73,8 @@ class MemoryRecorder(TorchDispatchMode):
 
     def take_gradient(self, p):
         if p.grad is not None:
-            self.give(self.entries[p.grad.untyped_storage()], 'gradients')
+            owner = self.entries[p.untyped_storage()][0].replace('parameters', 'gradients')
+            self.give(self.entries[p.grad.untyped_storage()], owner)
 
     def watch_modules(self, gpt):
         """Learn from hooks which module runs, and whose backward pass."""
@@ -83,7 +86,9 @@ class MemoryRecorder(TorchDispatchMode):
             module.register_forward_pre_hook(lambda *_, name=name: self.enter(name))
             module.register_forward_hook(
                 lambda m, i, outputs, part=part: self.leave(outputs, f'backward of {part}'))
-        for p in gpt.parameters():
+        for name, p in gpt.named_parameters():
+            if name.startswith('transformer.h.'):
+                self.give(self.entries[p.untyped_storage()], f'parameters{OF_BLOCKS}')
             p.register_post_accumulate_grad_hook(self.take_gradient)
             self.take_gradient(p)
 

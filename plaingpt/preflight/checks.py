@@ -32,7 +32,7 @@ from plaingpt.preflight.model_checks import (
     weights_are_optimized,
 )
 from plaingpt.preflight.step_checks import checkpoints_come_back, steps_follow_the_gradient
-from plaingpt.preflight.subject import NotChecked, Subject
+from plaingpt.preflight.subject import NotChecked, Subject, shallow
 from plaingpt.system.distributed import all_gather, print0
 from plaingpt.system.errors import UserError
 from plaingpt.system.formatting import one_line
@@ -76,9 +76,12 @@ def preflight(run, resumed, mean_loss, group):
     config, began = run.config, time.perf_counter()
     if config.check is not True and (not config.check or resumed or config.eval_only):
         return
-    subject = Subject(config, run.dataset, run.train_data, run.val_data, run.model, run.optimizer,
-                      run.context, group,
-                      from_scratch=not resumed and config.init_from in ('scratch', 'auto'),
+    model, optimizer = run.model, run.optimizer
+    if run.parallel.sharded:  # a process has not all of it: one of its kind stands for it
+        model, optimizer = shallow(model.config, config, run.device)
+    from_scratch = not resumed and config.init_from in ('scratch', 'auto')
+    subject = Subject(config, run.dataset, run.train_data, run.val_data, model, optimizer,
+                      run.context, group, from_scratch=from_scratch or run.parallel.sharded,
                       evaluate=lambda *what: mean_loss(*what, run.context, run.stop))
     problems = make(BEFORE, subject)
     if not NEEDED & problems.keys():

@@ -171,6 +171,16 @@ class Subject:
                     p.copy_(before)
 
 
+def shallow(shape, config, device):
+    """→ (a new GPT of that GPTConfig with few layers, the same on all processes; its optimizer)"""
+    with torch.random.fork_rng([]):
+        torch.manual_seed(config.seed)
+        gpt = GPT(replace(shape, n_layer=min(2, shape.n_layer)))
+    gpt.loss_chunk_tokens = config.loss_chunk_tokens
+    gpt.activation_checkpointing = config.activation_checkpointing
+    return gpt, build_optimizer(gpt.to(device), config, device.type)
+
+
 def largest_change(a, b):
     """The largest difference of two tensors, as a share of their RMS."""
     rms = torch.cat((a.flatten(), b.flatten())).square().mean().sqrt()

@@ -7,6 +7,8 @@ import json
 import os
 import signal
 import socket
+import sys
+import threading
 import time
 import uuid
 from contextlib import contextmanager, nullcontext, suppress
@@ -18,12 +20,17 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-from plaingpt.system.devices import compile_watch
 from plaingpt.system.errors import UserError
 from plaingpt.system.files import is_running, started
 from plaingpt.system.streams import status
 
 JOIN_S = 300  # how long the processes of a job wait for those that have not come
+BEAT_S = 5  # between two signs of life of a process
+# How long a process may give none: far longer than a call that holds the interpreter's lock, such
+# as one that reads a network disk whose server restarts.
+HANG_S = 120
+NO_JOB = ': the job cannot go on; see what was written there last, and start all processes again ' \
+         '(training with --init_from=auto goes on from its last checkpoint)'
 # What gloo says where a peer's process or host is gone.
 GONE = ('Connection closed by peer', 'Connection reset by peer', 'Broken pipe',
         'Connection refused', 'Timed out waiting')
@@ -80,11 +87,12 @@ def process_group(world, device, backend='auto'):
     if backend == 'nccl' and device.type != 'cuda':
         raise UserError(f'backend=nccl needs a CUDA device, not {device.type}: leave it at auto')
     store, peers = join(world)
-    with naming_the_lost(store, peers):
+    with naming_the_lost(store, peers), Heartbeat(store, peers, world):
         # Binding the device lets NCCL set its communicators up at once instead of guessing later.
         dist.init_process_group(backend, store=store, rank=world.rank, world_size=world.size,
                                 device_id=device if device.type == 'cuda' else None)
         yield
+        barrier()  # one that left earlier would look lost to those that still work
         # Not in a `finally`: a rank that fails must exit at once, so that torchrun stops the
         # others, and NCCL's teardown would first wait for collectives that never come.
         dist.destroy_process_group()
@@ -105,7 +113,7 @@ def join(world):
     if not 0 < number_of('MASTER_PORT') < 2**16:
         raise UserError(f'MASTER_PORT={env["MASTER_PORT"]}: a port is at most 65535')
     address = f'{env["MASTER_ADDR"]}:{env["MASTER_PORT"]}'
-    hosting = world.is_main and env.get('TORCHELASTIC_USE_AGENT_STORE') != 'True'  # not torchrun
+    hosting = hosts_store(world)
     me = [socket.gethostname(), os.getpid(), started(os.getpid())]
     try:
         store = dist.TCPStore(env['MASTER_ADDR'], int(env['MASTER_PORT']), world.size, hosting,
@@ -125,6 +133,11 @@ def join(world):
         raise UserError(f'waited {JOIN_S} s for {ranks(lost)} of {world.size}: see what it wrote '
                         'last, and start all processes again')
     return dist.PrefixStore(prefix, store), peers
+
+
+def hosts_store(world):
+    """Whether this process holds the job's store: rank 0 does where torchrun does not."""
+    return world.is_main and os.environ.get('TORCHELASTIC_USE_AGENT_STORE') != 'True'
 
 
 def gather(store, world, me):
@@ -161,9 +174,7 @@ def naming_the_lost(store, peers):
         if not isinstance(e, dist.DistNetworkError | dist.DistStoreError) \
                 and not ('gloo' in str(e) and any(words in str(e) for words in GONE)):
             raise
-        raise UserError(f'lost {find_lost(store, peers)}: the job cannot go on; see what was '
-                        'written there last, and start all processes again (training with '
-                        '--init_from=auto goes on from its last checkpoint)') from None
+        raise UserError(f'lost {find_lost(store, peers)}{NO_JOB}') from None
 
 
 def find_lost(store, peers):
@@ -187,6 +198,91 @@ def find_lost(store, peers):
 def ranks(numbers):
     """[1, 3] → 'ranks 1, 3'"""
     return f'rank{"s" if len(numbers) > 1 else ""} {", ".join(map(str, numbers))}'
+
+
+class Heartbeat:
+    """A context in which this process shows the others that it runs, and ends where one of them has
+    not done so for HANG_S. A process that hangs closes no connection, and the others would wait for
+    it in a collective, which nothing can interrupt.
+
+    Each process counts its beats in the job's store. A thread also follows the count of the next
+    rank, so a beat takes three short requests whatever the number of processes. Where that rank is
+    silent, it looks who else is, and leaves a line in the store that ends all processes. A second
+    thread sees that the store answers. Time is counted in this process's own beats: one that was
+    itself suspended blames nobody.
+    """
+
+    def __init__(self, store, peers, world):
+        self.store = store.clone()  # a connection of its own: on the other a call may wait long
+        self.peers, self.world = peers, world
+        self.unanswered = 0  # beats since the store answered last
+        self.over = threading.Event()
+        self.threads = [threading.Thread(target=work, name='heartbeat', daemon=True)
+                        for work in (self.follow_next, self.watch_store) if world.size > 1]
+
+    def __enter__(self):
+        for thread in self.threads:
+            thread.start()
+
+    def __exit__(self, *_):
+        with suppress(dist.DistError):
+            self.obey()  # the others' end may be what made this process fail
+        self.over.set()
+        for thread in self.threads:
+            thread.join(BEAT_S)  # none may be in a call of the store when the interpreter ends
+
+    def follow_next(self):
+        rank, count, silent = (self.world.rank + 1) % self.world.size, -1, 0
+        with suppress(dist.DistError):  # watch_store counts how long the store has been gone
+            while not self.over.wait(BEAT_S):
+                before, count = count, self.beat(rank)[0]
+                silent = silent + 1 if count == before else 0
+                if (silent + 3) * BEAT_S >= HANG_S and (hung := self.find_hung()):
+                    self.store.compare_set('end', '', f'no sign of life from {hung} for {HANG_S} '
+                                           's: the process, its host or the network hangs')
+
+    def find_hung(self):
+        """'rank 1 on HOST': those of whom the next three beats bring nothing. '' for none."""
+        everyone = range(self.world.size)
+        before = self.beat(*everyone)
+        for _ in range(3):
+            time.sleep(BEAT_S)
+            after = self.beat(*everyone)
+        hung = [rank for rank in everyone if before[rank] == after[rank]]
+        by_host = {}
+        for rank in hung:
+            by_host.setdefault(self.peers[rank][0], []).append(rank)
+        return ' and '.join(f'{ranks(hung)} on {host}' for host, hung in by_host.items())
+
+    def beat(self, *others):
+        """Count a beat, and end where the job was given up → the counts of others."""
+        self.store.add(f'beats/{self.world.rank}', 1)
+        self.obey()
+        counts = [self.store.add(f'beats/{rank}', 0) for rank in others]
+        self.unanswered = 0
+        return counts
+
+    def watch_store(self):
+        while not self.over.wait(BEAT_S):
+            self.unanswered += 1
+            if self.unanswered * BEAT_S > HANG_S:
+                give_up('the store of the job, which rank 0 or torchrun has at '
+                        f'{os.environ["MASTER_ADDR"]}, has not answered for {HANG_S} s')
+
+    def obey(self):
+        """End where the job was given up. One process of each host says why."""
+        if self.store.check(['end']):
+            line, told = self.store.get('end').decode(), f'told/{socket.gethostname()}'
+            give_up(line if self.store.add(told, 1) == 1 else '',
+                    wait_s=2 * BEAT_S if hosts_store(self.world) else 0)
+
+
+def give_up(line, wait_s=0):
+    """End this process whatever its main thread does. wait_s: so long the others need its store."""
+    if line:
+        print(f'error: {line}{NO_JOB}', file=sys.stderr, flush=True)
+    time.sleep(wait_s)
+    os._exit(1)
 
 
 def host_group():
@@ -246,21 +342,55 @@ def check_shared(folder, world, group):
                         'must be on a disk that all of them share')
 
 
-def wrap_model(model, device, compile, world):
-    """→ (model to evaluate with, model to train with): compiled, then under DDP."""
-    if compile:
-        compile_watch.start(print0)
-    compiled = torch.compile(model) if compile else model
-    if world.size == 1:
-        return compiled, compiled
-    ddp = DDP(compiled, device_ids=[device.index] if device.type == 'cuda' else None)
-    ddp.broadcast_buffers = False  # rotary tables, which are the same everywhere and do not change
-    return compiled, ddp
-
-
 def gradient_sync(model, last):
-    """The context of a micro-batch: gradients travel between processes with the last one only."""
+    """The context of a micro-batch: a DDP model's gradients travel between processes with the last
+    one only. Those of a sharded one always do, since no process has room for all of them."""
     return model.no_sync() if isinstance(model, DDP) and not last else nullcontext()
+
+
+# -----------------------------------------------------------------------------
+# tensors of which each process has some rows (DTensors, of FSDP2); all else is whole everywhere
+
+
+def is_sharded(tensor):
+    return hasattr(tensor, 'full_tensor')  # torch takes a second to import its DTensor
+
+
+def whole(tensor):
+    """All of a tensor. Where it is sharded, all processes must ask."""
+    return tensor.full_tensor() if is_sharded(tensor) else tensor
+
+
+def held_rows(n, rank, size):
+    """→ (first, count): which of a tensor's n rows a process holds, as torch.chunk divides them"""
+    share = -(-n // size)
+    first = min(rank * share, n)
+    return first, min(share, n - first)
+
+
+def local_rows(tensor):
+    """→ (the rows of a tensor that this process has, the number of the first of them)"""
+    if not is_sharded(tensor):
+        return tensor, 0
+    mesh, axis = tensor.device_mesh, tensor.device_mesh.ndim - 1  # before it: whole copies
+    return tensor.to_local(), held_rows(len(tensor), mesh.get_local_rank(axis), mesh.size(axis))[0]
+
+
+def is_first_copy(tensor):
+    """Whether this process is one of those that share the first copy of a sharded tensor."""
+    return tensor.device_mesh.ndim == 1 or tensor.device_mesh.get_local_rank(0) == 0
+
+
+def all_reduce_norms(norms, mesh):
+    """Norms of what each process has of some tensors (n,) → the norms of the whole tensors.
+    mesh: of the tensors"""
+    squares = norms.square()
+    dist.all_reduce(squares, group=mesh.get_group(mesh.ndim - 1))
+    return squares.sqrt()
+
+
+# -----------------------------------------------------------------------------
+# signals
 
 
 class Stopped(Exception):

@@ -119,7 +119,7 @@ def refusal(error):
 
 def print_error(message):
     """Print `error: …` on stderr for each line of a message."""
-    # When every rank fails alike, rank 0 speaks for all: torchrun stops the others meanwhile.
-    time.sleep(0 if os.environ.get('RANK', '0') == '0' else 3)
+    # Where every process fails alike, one speaks for its host: torchrun stops the others meanwhile.
+    time.sleep(0 if os.environ.get('LOCAL_RANK', '0') == '0' else 3)
     for line in message.split('\n'):
         print(printable(f'error: {line}'), file=sys.stderr, flush=True)

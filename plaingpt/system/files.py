@@ -70,12 +70,16 @@ def utf8_name(path):
 
 
 def append_line(path, value):
-    """Add a JSON object to a .jsonl file. Where the disk refuses, a warning names the line that is
-    lost; those before it stay whole, and nobody stops."""
+    """Add a JSON object to a .jsonl file, below the half of a line that a kill may have left there.
+    Where the disk refuses, a warning names the line that is lost; those before it stay whole, and
+    nobody stops."""
     line = (json.dumps(value) + '\n').encode()
     try:
-        with open(path, 'ab', buffering=0) as f:
+        with open(path, 'ab+', buffering=0) as f:
             end = f.tell()
+            f.seek(max(0, end - 1))
+            if end and f.read(1) != b'\n':
+                line = b'\n' + line
             if f.write(line) < len(line):  # the next line must not continue half of this one
                 f.truncate(end)
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))

@@ -26,6 +26,7 @@ from plaingpt.corpus import tokenizers
 from plaingpt.corpus.dataset import dataset_folder, open_dataset
 from plaingpt.inference.hf_architectures import check_fields, check_held
 from plaingpt.inference.pretrained import check_finite, tokenizer_json
+from plaingpt.system.distributed import is_sharded, local_rows
 from plaingpt.system.errors import UserError
 from plaingpt.system.files import (
     check_keys,
@@ -93,7 +94,7 @@ class Checkpoint:
                 raise UserError(f'{self.path}: {name!r} there does not fit this model: it holds '
                                 'another architecture')
         for name, rows, file, key in self._parts('model'):
-            wanted[name][rows].copy_(file.get_tensor(key))
+            put_rows(wanted[name], rows, file.get_slice(key))
         check_finite(model, self.path, 'use an earlier one with --checkpoint=ITER')
 
     @torch.no_grad()
@@ -115,12 +116,14 @@ class Checkpoint:
                                 'model')
         for entry, rows, file, part in self._parts('optimizer'):
             name, _, key = entry.partition('/')
-            p, tensor = parameters[name], file.get_tensor(part)
-            if rows is ...:
-                optimizer.state[p][key] = tensor.to(p.device, copy=True)
-            else:
-                whole = torch.empty(shapes[entry], dtype=tensor.dtype, device=p.device)
-                optimizer.state[p].setdefault(key, whole)[rows].copy_(tensor)
+            p, state = parameters[name], optimizer.state[parameters[name]]
+            if not shapes[entry]:
+                state[key] = file.get_tensor(part).to(p.device, copy=True)
+                continue
+            source = file.get_slice(part)
+            if key not in state:
+                state[key] = empty_like_rows(p, shapes[entry], source[0:0].dtype)
+            put_rows(state[key], rows, source)
 
     def verify(self, kinds=('model', 'optimizer')):
         """Compare all chunks with their checksums. Raises UserError that names a damaged one."""
@@ -218,6 +221,25 @@ def load(init_from, out_dir='out', which='best', tokenizer='auto'):
                         f'{made.vocab_size}: name the dataset it was trained on with '
                         '--tokenizer=data/NAME')
     return model, made, source, state
+
+
+def put_rows(tensor, rows, source):
+    """Copy what this process has of a tensor from a slice of safetensors, which has its `rows` (a
+    slice, or ... for all). Nothing else is read."""
+    mine, first = local_rows(tensor)
+    start = 0 if rows is ... else rows.start
+    a, b = max(first, start), min(first + len(mine), start + source.get_shape()[0])
+    if a < b:
+        mine[a - first:b - first].copy_(source[a - start:b - start])
+
+
+def empty_like_rows(p, shape, dtype):
+    """A tensor of an optimizer's state, sharded like its parameter where their rows are the same.
+    """
+    if not (is_sharded(p) and shape[0] == len(p)):
+        return torch.empty(shape, dtype=dtype, device=p.device)
+    from torch.distributed.tensor import empty
+    return empty(shape, dtype=dtype, device_mesh=p.device_mesh, placements=p.placements)
 
 
 # -----------------------------------------------------------------------------

@@ -13,7 +13,14 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from plaingpt.monitoring.metrics_file import rows_end, trim_rows
-from plaingpt.system.distributed import all_gather, host_group, print0
+from plaingpt.system.distributed import (
+    all_gather,
+    host_group,
+    is_first_copy,
+    is_sharded,
+    local_rows,
+    print0,
+)
 from plaingpt.system.errors import UserError
 from plaingpt.system.files import sha256_of, sync, write_atomically
 from plaingpt.system.streams import warn
@@ -72,15 +79,26 @@ class Saver:
                 return
             self.before_first = None
         state = {'format_version': FORMAT_VERSION, **state, 'model': asdict(model.config)}
-        chunks = plan_chunks('model', dict(model.named_parameters()), self.chunk_bytes) \
-            + plan_chunks('optimizer', optimizer_tensors(optimizer, model), self.chunk_bytes)
-        mine = chunks[self.rank::self.world_size]
+        mine = self._share('model', dict(model.named_parameters())) \
+            + self._share('optimizer', optimizer_tensors(optimizer, model))
         if self.background:
             mine = [(name, {key: t.detach().to('cpu', copy=True) for key, t in tensors.items()})
                     for name, tensors in mine]
             self.pending = self.writer.submit(self._save, mine, state, rng)
         else:
             self._save(mine, state, rng)
+
+    def _share(self, kind, tensors):
+        """This process's files of the model or the optimizer → [(file name, {key: tensor})]. Of
+        what is sharded each has its own rows; of what all have, each writes a part."""
+        if not any(map(is_sharded, tensors.values())):
+            files = pack(tensors, self.chunk_bytes)
+            return named(kind, files)[self.rank::self.world_size]
+        mine = {name: tensor for name, tensor in tensors.items()
+                if (is_first_copy(tensor) if is_sharded(tensor) else self.rank == 0)}
+        files = pack(mine, self.chunk_bytes) if mine else []
+        counts = all_gather(len(files), self.group)
+        return named(kind, files, before=sum(counts[:self.rank]), of=sum(counts))
 
     def wait(self):
         """Wait for a save in the background. Raises what it raised."""
@@ -176,37 +194,45 @@ def start_directory(path):
     path.mkdir(parents=True)
 
 
-def plan_chunks(kind, tensors, limit):
-    """Share `tensors` out among files of at most `limit` bytes → [(file name, {key: tensor})].
+def pack(tensors, limit):
+    """Share tensors, of those that are sharded this process's rows, out among files of at most
+    `limit` bytes → [{key: tensor}].
 
-    A tensor too large for a file goes into several, by rows, as 'name[first:last]'.
+    One that is too large for a file goes into several, by rows, as 'name[first:last]'.
     """
-    groups, size = [{}], 0
+    files, size = [{}], 0
     for name, tensor in tensors.items():
         for key, part in row_parts(name, tensor, limit - 1000):
             needed = part.nbytes + len(key) + 120  # with its place in the file's header
-            if groups[-1] and size + needed > limit:
-                groups.append({})
+            if files[-1] and size + needed > limit:
+                files.append({})
                 size = 0
-            groups[-1][key] = part
+            files[-1][key] = part
             size += needed
-    return [(f'{kind}-{i:05d}-of-{len(groups):05d}.safetensors', group)
-            for i, group in enumerate(groups, start=1)]
+    return files
+
+
+def named(kind, files, before=0, of=None):
+    """→ [(file name, {key: tensor})]. before: files of processes with a lower rank; of: all"""
+    of = of or len(files)
+    return [(f'{kind}-{i:05d}-of-{of:05d}.safetensors', tensors)
+            for i, tensors in enumerate(files, start=before + 1)]
 
 
 def row_parts(name, tensor, limit):
     """Yield (name, tensor), or its rows in parts of at most `limit` bytes."""
-    if tensor.nbytes <= limit:
+    if tensor.nbytes <= limit and not is_sharded(tensor):
         yield name, tensor
         return
+    mine, first = local_rows(tensor)
     rows = max(1, limit * len(tensor) // tensor.nbytes)
-    for a in range(0, len(tensor), rows):
-        b = min(a + rows, len(tensor))
-        yield f'{name}[{a}:{b}]', tensor[a:b]
+    for a in range(0, len(mine), rows):
+        part = mine[a:a + rows]
+        yield f'{name}[{first + a}:{first + a + len(part)}]', part
 
 
 def write_chunks(folder, chunks):
-    """Write files as plan_chunks shared them out, one at a time → their entries for state.json."""
+    """Write files, one at a time → their entries for state.json."""
     entries = []
     for name, tensors in chunks:
         path = folder / name

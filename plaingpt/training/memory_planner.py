@@ -6,6 +6,7 @@ every other. A changed model or optimizer needs no change here, as long as its l
 """
 
 from bisect import bisect_right
+from collections import Counter
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, replace
 from itertools import product
@@ -14,7 +15,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from model import GPT
-from plaingpt.monitoring.memory_recorder import MemoryRecorder, kernels_of
+from plaingpt.monitoring.memory_recorder import OF_BLOCKS, MemoryRecorder, kernels_of
 from plaingpt.system.devices import autocast, peak_memory_bytes
 from plaingpt.system.errors import UserError
 from plaingpt.system.formatting import GIB, gib
@@ -24,6 +25,8 @@ from plaingpt.training.training_step import forward_backward
 
 CUDA_OVERHEAD = GIB  # for CUDA's context and fragmentation: an allowance, not a measurement
 DEPTHS = (2, 4)  # even, so that layers of two kinds in turn are planned too
+# For a look at the model between steps, a sharded one is made whole. Settings without such looks:
+QUIET = {'health_interval': 0, 'sample_tokens': 0, 'eval_tasks_interval': 0}
 TRACES = {}  # those made in this process
 
 
@@ -36,7 +39,13 @@ class StepSettings:
     dtype: str = 'bfloat16'
     device: str = 'cuda'
     processes: int = 1
+    parallel: str = 'ddp'  # or 'fsdp'
     config: TrainConfig = field(default_factory=TrainConfig)  # all else, such as the optimizer
+
+    @property
+    def shares(self):
+        """Processes that share a copy of the model, where it is sharded."""
+        return self.config.fsdp_group or self.processes
 
     def change(self, **settings):
         """The same with other settings in its config."""
@@ -47,9 +56,12 @@ def step_settings(config, dtype, device='cuda'):
     """The StepSettings of a TrainConfig whose batch_size is a number."""
     steps = max(1, config.accumulation() // config.world_size())
     # One value for what changes no memory or stands beside it, so that one trace serves all.
-    alike = {'batch_size': 1, 'gradient_accumulation_steps': 1, 'total_batch_size': 0, 'seed': 0}
+    alike = {'batch_size': 1, 'gradient_accumulation_steps': 1, 'total_batch_size': 0, 'seed': 0,
+             'parallel': 'auto'}
     plain = TrainConfig(**{f.name: getattr(config, f.name) for f in fields(TrainConfig)} | alike)
-    return StepSettings(config.batch_size, steps, dtype, device, config.world_size(), plain)
+    parallel = 'fsdp' if config.parallel == 'fsdp' else 'ddp'
+    return StepSettings(config.batch_size, steps, dtype, device, config.world_size(), parallel,
+                        plain)
 
 
 def one_step(shape, step, device, compile=False):
@@ -112,7 +124,10 @@ class Prediction:
 
 
 def predict(shape, step):
-    """GPTConfig, StepSettings → Prediction."""
+    """GPTConfig, StepSettings → Prediction, of one process."""
+    sharding = step.parallel == 'fsdp'
+    alone = replace(step.change(**QUIET), processes=1, parallel='ddp',
+                    micro_steps=1 if sharding else min(2, step.micro_steps))
     depths = shares(shape.n_layer, *DEPTHS)
     # Up to a chunk of the loss its logits grow with the batch; from there on they do not.
     full, rest = divmod(step.config.loss_chunk_tokens, shape.block_size)
@@ -120,19 +135,101 @@ def predict(shape, step):
     batches = shares(step.batch_size, *((1, full) if step.batch_size < chunk else
                                          (chunk, chunk + 1)))
     traces = [(depths[n_layer] * batches[batch_size],
-               trace_step(replace(shape, n_layer=n_layer),
-                          replace(step, batch_size=batch_size, processes=1,
-                                  micro_steps=min(2, step.micro_steps))))
+               trace_step(replace(shape, n_layer=n_layer), replace(alone, batch_size=batch_size)))
               for n_layer, batch_size in product(depths, batches)]
     stages = {}
     for stage in traces[0][1]:  # of the shallower; more layers only have more stages
         owners = dict.fromkeys(owner for _, trace in traces for owner in trace[stage])
         stages[stage] = {owner: round(sum(share * trace[stage].get(owner, 0)
                                           for share, trace in traces)) for owner in owners}
-    if step.processes > 1:  # DDP copies gradients into buckets, which travel
+    if sharding:
+        stages = sharded(stages, shape, step)
+    stages = {stage: without_blocks(items) for stage, items in stages.items()}
+    if step.processes > 1 and not sharding:  # DDP copies gradients into buckets, which travel
         buckets = stages['after backward']['gradients']
         stages = {stage: {**items, 'gradient buckets': buckets} for stage, items in stages.items()}
     return Prediction(stages, CUDA_OVERHEAD if step.device == 'cuda' else 0)
+
+
+def without_blocks(items):
+    """{owner: bytes}, those of blocks and of all else added up."""
+    found = Counter()
+    for owner, size in items.items():
+        found[owner.removesuffix(OF_BLOCKS)] += size
+    return dict(found)
+
+
+def sharded(stages, shape, step):
+    """Stages of a step of one micro-batch that a process makes alone → those of a process that
+    shares the model as FSDP2 does (Zhao et al. 2023, "PyTorch FSDP"), with a group of parameters
+    for each block and one, the root, for all else.
+
+    A process keeps its part of parameters, gradients and optimizer states. The root group is whole
+    in float32 from the forward pass to the end of the backward pass. Of the blocks two are whole in
+    autocast's dtype, the one at work and the next; in the backward pass so is the gradient of one,
+    and that of the one before is in float32, on its way to the processes.
+    """
+    kept = {owner: size for owner, size in stages['after optimizer'].items()
+            if owner.startswith(('parameters', 'gradients', 'optimizer states'))}
+    blocks, root = kept[f'parameters{OF_BLOCKS}'], kept['parameters']
+    gathered = blocks if step.dtype == 'float32' else blocks // 2
+
+    def part(items):
+        return {owner: size // step.shares for owner, size in without_blocks(items).items()}
+
+    found = {}
+    for stage, items in stages.items():
+        if stage in ('after backward', 'optimizer', 'after optimizer'):
+            found[stage] = part(items)
+            continue
+        mine = dict(kept)
+        if step.micro_steps == 1:  # no gradient before those of this micro-batch's blocks
+            mine |= {'gradients': 0, f'gradients{OF_BLOCKS}': items.get(f'gradients{OF_BLOCKS}', 0)}
+        others = {owner: size for owner, size in items.items()
+                  if owner not in kept and not owner.endswith(OF_BLOCKS)}
+        of_block = (gathered + blocks) // shape.n_layer if 'block' in stage else 0
+        found[stage] = {**part(mine), **others,
+                        'gathered parameters': root + 2 * gathered // shape.n_layer,
+                        'whole gradients': items.get('gradients', 0) + of_block}
+    mine = part(kept)
+    found['reduction of the root'] = {**mine, 'gathered parameters': root,
+                                      'whole gradients': 2 * root}
+    if any(getattr(step.config, key) for key in QUIET):
+        found['health, samples, benchmarks'] = {**mine, 'gradients': 0,
+                                                'gathered parameters': root + gathered}
+    return found
+
+
+def choose_parallel(config, shape, dtype, device_type, available):
+    """→ ('ddp' or 'fsdp', why): how the processes share a step of a TrainConfig and a GPTConfig, so
+    that it fits the `available` bytes of each; None where they are unknown. All processes must give
+    the same. With batch_size=auto a micro-batch of 1 decides."""
+    if config.parallel != 'auto':
+        return config.parallel, 'as asked'
+    if config.fsdp_group:
+        return 'fsdp', 'fsdp_group asks for it'
+    if config.world_size() == 1:
+        return 'ddp', 'one process'
+    if available is None:
+        return 'ddp', 'free memory is unknown'
+    step = step_settings(replace(config, batch_size=1) if config.batch_size == 'auto' else config,
+                         dtype, device_type)
+    if 4 * rough_bytes(shape, step.batch_size) + CUDA_OVERHEAD < available:
+        return 'ddp', 'it fits'
+    planned = predict(shape, step).total
+    if planned <= available:
+        return 'ddp', f'a step is planned to take {gib(planned)} of {gib(available)} free'
+    return 'fsdp', f'ddp is planned to take {gib(planned)}, {gib(available)} are free'
+
+
+def rough_bytes(shape, batch_size):
+    """Bytes that a step takes in float32, at once and so within a factor of 4 only: a plan, which
+    takes seconds, is made where these may not fit."""
+    tables = 2 + shape.value_embeddings * shape.n_layer
+    weights = shape.n_embd * (12 * shape.n_layer * shape.n_embd + tables * shape.padded_vocab_size)
+    # a block keeps some 16 numbers for each channel of a token
+    numbers = batch_size * shape.block_size * shape.n_embd * (16 * shape.n_layer + 4)
+    return 4 * numbers + 20 * weights  # with a gradient, its bucket and two states
 
 
 def shares(n, low, high):
@@ -172,9 +269,14 @@ def savings(shape, step):
     for key in ('block_size', 'n_layer'):
         smaller = getattr(shape, key) // 2
         changes.append((f'--{key}={smaller}', replace(shape, **{key: smaller}), step))
+    if step.processes > 1:
+        changes += [('--parallel=fsdp', shape, replace(step, parallel='fsdp')),
+                    (' '.join(f'--{key}=0' for key in QUIET if getattr(step.config, key)), shape,
+                     step.change(**QUIET))]
     now = predict(shape, step).peak
     saved = [(other is not shape, predict(other, changed).peak - now, words)
-             for words, other, changed in changes if not words.endswith('=0')]
+             for words, other, changed in changes
+             if words not in ('--batch_size=0', '--block_size=0', '--n_layer=0')]
     return [(words, -more) for _, more, words in sorted(saved) if more < 0]
 
 

@@ -8,13 +8,21 @@ from collections import defaultdict
 
 import torch
 
+from plaingpt.parallel.owners import by_shape
 from plaingpt.system.devices import cpu_has_bfloat16
+from plaingpt.system.distributed import is_sharded, local_rows
 
 
-def build_optimizer(model, config, device_type):
-    """The optimizer that a TrainConfig names, over the parameters of a GPT that take gradients."""
+def build_optimizer(model, config, device_type, processes=1):
+    """The optimizer that a TrainConfig names, over the parameters of a GPT that take gradients.
+
+    processes: of the job, where all of them make each step with equal gradients (DDP) and may
+    share its work; where parameters are sharded (FSDP2) they tell it themselves"""
     groups = parameter_groups(model, config)
-    return OPTIMIZERS[config.optimizer](groups, config, fused=device_type in ('cuda', 'cpu', 'mps'))
+    fused = device_type in ('cuda', 'cpu', 'mps')
+    optimizer = OPTIMIZERS[config.optimizer](groups, config, fused=fused)
+    optimizer.processes = processes
+    return optimizer
 
 
 def parameter_groups(model, config):
@@ -64,6 +72,8 @@ def adamw(groups, config, fused):
 
 def sgd(groups, config, fused):
     """With Nesterov's momentum. Wants a learning rate some 100 times AdamW's."""
+    # torch has no fused kernel of it for sharded parameters
+    fused = fused and not any(is_sharded(p) for group in groups.values() for p in group['params'])
     optimizer = torch.optim.SGD(groups.values(), momentum=config.momentum,
                                 nesterov=config.momentum > 0, fused=fused)
     if config.momentum:
@@ -98,7 +108,7 @@ class MuonAdamW(torch.optim.Optimizer):
     Muon (Jordan et al. 2024, https://kellerjordan.github.io/posts/muon) moves a matrix by its
     momentum with all singular values made about equal. Queries, keys and values, and the halves of
     SwiGLU's matrix, are matrices of their own. Those of one shape are orthogonalized together, as
-    one batch of matmuls. The update is scaled by one of SCALES.
+    one batch of matmuls, by the process that owns them. The update is scaled by one of SCALES.
 
     Like torch's fused optimizers it reads `found_inf`, a number on the device, and leaves the
     weights alone where that is 1, without any wait for the device. Muon's momentum is then 0.
@@ -106,6 +116,7 @@ class MuonAdamW(torch.optim.Optimizer):
 
     _step_supports_amp_scaling = True  # tells GradScaler that `found_inf` is heeded here
     found_inf = None
+    processes = 1  # that share the work, unless parameters are sharded
 
     def __init__(self, groups, config, fused, equal_rows=False):
         super().__init__(groups.values(), {})
@@ -122,47 +133,45 @@ class MuonAdamW(torch.optim.Optimizer):
     def step(self, closure=None):
         held = [(p, n) for p, n in zip(self.matrices['params'], self.matrices['stacked'],
                                        strict=True) if p.grad is not None]
-        alike = defaultdict(list)  # shape → [(matrix, direction, rows' mean squares), …]
-        for (p, n), direction in zip(held, self.directions([p for p, _ in held]), strict=True):
-            rows = self.state[p].get('exp_avg_sq_rows', direction)
-            parts = [t.chunk(n) for t in (p, direction, rows)]
-            for part in zip(*parts, strict=True):
-                alike[part[0].shape].append(part)
-        for same in alike.values():
-            self.move(*zip(*same, strict=True), **self.matrices)
+        directions = self.directions([p for p, _ in held])
+        for alike in by_shape(held, self.processes):
+            self.move(alike, [directions[p] for p in alike.parameters], **self.matrices)
         self.adamw.found_inf = self.found_inf
         self.adamw.step()
 
     def directions(self, matrices):
-        """Add the gradients of matrices to their momenta → Nesterov's directions."""
+        """Add the gradients of matrices to their momenta → {matrix: Nesterov's direction}."""
         for p in matrices:
             if not self.state[p]:
                 self.state[p]['momentum_buffer'] = torch.zeros_like(p)
                 if self.equal_rows:
                     self.state[p]['exp_avg_sq_rows'] = torch.zeros_like(p[:, :1])
-        momenta = [self.state[p]['momentum_buffer'] for p in matrices]
+        momenta = [local_rows(self.state[p]['momentum_buffer'])[0] for p in matrices]
+        gradients = [local_rows(p.grad)[0] for p in matrices]
         if self.found_inf is None:
-            directions = [p.grad.clone() for p in matrices]
+            directions = [gradient.clone() for gradient in gradients]
         else:  # no gradient and no momentum make no update
             bad, zero = self.found_inf.bool(), torch.zeros_like(self.found_inf)
-            directions = [torch.where(bad, zero, p.grad) for p in matrices]
+            directions = [torch.where(bad, zero, gradient) for gradient in gradients]
             torch._foreach_mul_(momenta, self.alright())
         torch._foreach_lerp_(momenta, directions, 1 - self.momentum)
         torch._foreach_lerp_(directions, momenta, self.momentum)
-        return directions
+        return dict(zip(matrices, directions, strict=True))
 
-    def move(self, matrices, directions, rows, lr, weight_decay, **_):
-        """One update of n matrices of one shape; without equal_rows it is torch.optim.Muon's."""
-        shape = matrices[0].shape
-        updates = orthogonalized(torch.stack(directions), self.iterations).float()  # (n, …, …)
+    def move(self, alike, directions, lr, weight_decay, **_):
+        """One update of matrices of one shape; without equal_rows it is torch.optim.Muon's."""
+        matrices = [local_rows(p)[0] for p in alike.parameters]
+        sizes = [p.size(0) for p in matrices]
+        mine = alike.to_owners(directions, iterations_dtype(directions[0].device))
+        updates = alike.from_owners(orthogonalized(mine, self.iterations)).float()  # (rows, …)
         if self.equal_rows:
+            rows = [local_rows(self.state[p]['exp_avg_sq_rows'])[0] for p in alike.parameters]
             squares = updates.square().mean(-1, keepdim=True)
-            torch._foreach_lerp_(rows, squares.unbind(), 1 - self.rows_beta)
-            updates /= torch.stack(rows).sqrt() + 1e-8
-            lengths = updates.norm(dim=(-2, -1), keepdim=True).clamp(min=1e-8)
-            updates *= math.sqrt(min(shape)) / lengths
+            torch._foreach_lerp_(rows, squares.split(sizes), 1 - self.rows_beta)
+            updates /= torch.cat(rows).sqrt() + 1e-8
+            updates *= math.sqrt(min(alike.shape)) / alike.lengths(updates).clamp(min=1e-8)
         torch._foreach_mul_(matrices, 1 - lr * weight_decay * self.alright())
-        torch._foreach_add_(matrices, updates.unbind(), alpha=-lr * self.scale(*shape))
+        torch._foreach_add_(matrices, updates.split(sizes), alpha=-lr * self.scale(*alike.shape))
 
     def alright(self):
         """1, or 0 where the step is to change nothing."""
@@ -182,15 +191,19 @@ ITERATIONS = {
 }
 
 
+def iterations_dtype(device):
+    """bfloat16. A CPU without it takes float32, which is 20 times as fast there."""
+    slow = device.type == 'cpu' and not cpu_has_bfloat16()
+    return torch.float32 if slow else torch.bfloat16
+
+
 def orthogonalized(matrices, iterations):
-    """Matrices (n, rows, columns) with all their singular values about 1, in bfloat16. A CPU
-    without bfloat16 takes float32, which is 20 times as fast there."""
-    slow = matrices.device.type == 'cpu' and not cpu_has_bfloat16()
-    x = matrices.to(torch.float32 if slow else torch.bfloat16)
+    """Matrices (n, rows, columns) with all their singular values about 1, in iterations_dtype."""
+    x = matrices.to(iterations_dtype(matrices.device))
     tall = x.size(1) > x.size(2)
     x = x.mT if tall else x
     x = x / x.norm(dim=(1, 2), keepdim=True).clamp(min=1e-7)
-    if slow and x.size(2) >= 2 * x.size(1):
+    if x.dtype == torch.float32 and x.size(2) >= 2 * x.size(1):
         x = polynomial_of_gram(x @ x.mT, iterations) @ x
     else:
         for a, b, c in iterations:

@@ -16,19 +16,20 @@ class Probes:
     sample_interval iterations, logged to `metrics`. Health at least LOOKS times in a run.
 
     All processes share the work of a benchmark; health and samples are made where `writing`. The
-    run's random numbers and weights stay as they are.
+    run's random numbers and weights stay as they are. parallel: Replicated or Sharded
     """
 
-    def __init__(self, config, dataset, model, metrics, val_loader, context, group, writing):
-        self.config, self.model, self.metrics = config, model, metrics
-        self.context, self.group = context, group
+    def __init__(self, config, dataset, parallel, metrics, val_loader, context, group, writing):
+        self.config, self.parallel, self.metrics = config, parallel, metrics
+        self.context, self.group, self.writing = context, group, writing
         interval = min(config.health_interval, max(1, config.max_iters // LOOKS))
-        self.health = Health(model, interval if writing else 0, val_loader, context)
+        self.health = Health(parallel.model, interval if writing or parallel.sharded else 0,
+                             val_loader, context)
         self.not_seen = set()  # lines printed already
         self.benchmarks, self.tokenizer = [], None
         if config.eval_tasks_interval:
             tokenizer = dataset.tokenizer()
-            self.benchmarks = [Benchmark(name, tokenizer, model.config.block_size)
+            self.benchmarks = [Benchmark(name, tokenizer, config.block_size)
                                for name in config.eval_tasks.split(',')]
         if writing and config.sample_tokens:
             try:
@@ -47,8 +48,10 @@ class Probes:
         """Log the health of update `iter_num`, where it is due."""
         if not self.health.due(iter_num):
             return
-        with self.metrics.paused('health check'):
-            values = self.health.measure()
+        with self.metrics.paused('health check'), self.parallel.together() as model:
+            if not self.writing:
+                return
+            values = self.health.measure(model)
             self.metrics.health(iter_num, values)
             for line in not_seen(values):
                 if line not in self.not_seen:
@@ -59,32 +62,35 @@ class Probes:
         """Run the benchmarks and make the sample that are due; then log them and the losses (train,
         val), where they were due. Raises Stopped where `stop` is wanted, before anything is logged.
         """
-        iter_num, scores, text = progress.iter_num, {}, None
-        if progress.benchmarks_are_due(self.config):
-            scores = {benchmark.name: benchmark.score(self.model, self.config.batch_size,
-                                                      self.context, self.group, stop.check)
-                      for benchmark in self.benchmarks}
-        if progress.loss_is_due(self.config) or progress.sample_is_due(self.config):
-            text = self.sample(stop)
+        config, iter_num, scores, text = self.config, progress.iter_num, {}, None
+        benchmarks = self.benchmarks if progress.benchmarks_are_due(config) else []
+        samples = config.sample_tokens and (
+            progress.loss_is_due(config) or progress.sample_is_due(config))
+        if benchmarks or samples:
+            with self.parallel.together() as model:
+                scores = {benchmark.name: benchmark.score(model, config.batch_size, self.context,
+                                                          self.group, stop.check)
+                          for benchmark in benchmarks}
+                text = self.sample(model, stop) if samples else None
         stop.check()
         best = progress.record_evaluation(losses[-1] if losses else None)
         if losses:
             self.metrics.evaluation(iter_num, *losses, best, text)
         for name, values in scores.items():
             self.metrics.benchmark(iter_num, name, values, quote_benchmark(values))
-        if text is not None and progress.sample_is_due(self.config):
+        if text is not None and progress.sample_is_due(config):
             self.metrics.sample(iter_num, text)
 
     @status.doing('sampling')
-    def sample(self, stop):
+    def sample(self, model, stop):
         """A text by the model as it is now, or None where none is wanted. It ends early where this
         process received a signal."""
         if not self.tokenizer:
             return None
-        self.model.eval()
+        model.eval()
         with self.context:
-            [new] = generate(self.model, [self.start], self.config.sample_tokens, temperature=0.8,
+            [new] = generate(model, [self.start], self.config.sample_tokens, temperature=0.8,
                              top_k=200, on_token=lambda *_: stop.signal is not None,
                              generators=[torch.Generator().manual_seed(self.config.seed)])
-        self.model.train()
+        model.train()
         return self.config.sample_start + self.tokenizer.decode(new)

@@ -92,6 +92,8 @@ class TrainConfig(GPTConfig):
     backend: Literal['auto', 'nccl', 'gloo'] = 'auto'  # between processes
     deterministic: bool = False  # on a GPU too, the same bits each time; slower
     seed: int = 1337  # of the weights, of dropout and of the order of data
+    parallel: Literal['auto', 'ddp', 'fsdp'] = 'auto'  # ddp copies the model, fsdp shards it
+    fsdp_group: int = 0  # processes that share a copy, such as those of a machine; 0 for all
     # model, where it differs from GPT-2
     vocab_size: int = 0  # tokens that there are; 0 for those of the dataset
     bias: bool = False  # biases in Linears and LayerNorms, as in GPT-2
@@ -119,7 +121,7 @@ class TrainConfig(GPTConfig):
                    'embedding_lr_scale', 'head_lr_scale', 'vector_lr_scale', 'total_batch_size',
                    'loss_chunk_tokens', 'seed', 'qk_scale', 'logit_softcap', 'eval_tokens',
                    'eval_tasks_interval', 'sample_interval', 'health_interval', 'sample_tokens',
-                   'patience', 'overfit_batches', 'vocab_size')
+                   'patience', 'overfit_batches', 'vocab_size', 'fsdp_group')
         found += [f'{key}={getattr(self, key)}: must not be negative'
                   for key in natural if getattr(self, key) < 0]
         found += [f'{key}={getattr(self, key)}: must be at least 0 and below 1'
@@ -167,6 +169,10 @@ class TrainConfig(GPTConfig):
         auto = self.batch_size == 'auto'
         micro = self.block_size * (1 if auto else self.batch_size)
         world = self.world_size()
+        if self.fsdp_group and world % self.fsdp_group:
+            found.append(f'fsdp_group={self.fsdp_group}: {world} processes are no multiple of it')
+        if self.fsdp_group and self.parallel == 'ddp':
+            found.append(f'fsdp_group={self.fsdp_group} takes parallel=fsdp')
         if auto and not self.total_batch_size:
             found.append('batch_size=auto adapts the accumulation to the tokens in a step: say how '
                          'many with total_batch_size')

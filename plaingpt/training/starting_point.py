@@ -11,13 +11,21 @@ import torch
 
 from model import GPT, GPTConfig
 from plaingpt.corpus.batches import BatchLoader, fits_in_ram
-from plaingpt.corpus.dataset import UNFINISHED, dataset_folder, open_dataset
+from plaingpt.corpus.dataset import PARTS, UNFINISHED, dataset_folder, open_dataset
 from plaingpt.inference import scoring
 from plaingpt.inference.hf_export import describe_export
 from plaingpt.inference.pretrained import (
     describe_training,
     load_pretrained,
     pretrained_shape,
+)
+from plaingpt.parallel.sharding import (
+    Replicated,
+    Sharded,
+    hollow,
+    hollow_like,
+    initial_weights,
+    unknown_weights,
 )
 from plaingpt.system.devices import check_memory, device_memory
 from plaingpt.system.distributed import (
@@ -37,8 +45,10 @@ from plaingpt.training.memory_planner import (
     DEPTHS,
     advice,
     batch_that_divides,
+    choose_parallel,
     one_step,
     predict,
+    rough_bytes,
     shares,
     step_settings,
 )
@@ -54,7 +64,7 @@ def open_data(config, world):
     folder = dataset_folder(config.dataset)
     if world.local_rank == 0 and folder.parts == ('data', config.dataset) \
             and not (folder / 'meta.json').exists() and not any(folder.glob('*.bin')) \
-            and not (folder / UNFINISHED).exists():
+            and not (folder / UNFINISHED).exists() and not (folder / PARTS).exists():
         done = subprocess.run([sys.executable, ROOT / 'prepare.py', config.dataset, '--if_small'])
         if done.returncode < 0:
             raise UserError(f'preparing {config.dataset} was killed: run python prepare.py '
@@ -164,22 +174,48 @@ def check_resumed(resumed, config, dataset):
                             'another --out_dir')
     print0(f'resumed from {resumed.path}')
     changed = {key: values for key, values in changed.items()
-               if key not in ('init_from', 'checkpoint', 'check')}
+               if key not in ('init_from', 'checkpoint', 'check') and values[1] != 'auto'}
     for key, (saved, value) in changed.items():
         print0(f'  changed: {key} {saved} → {value}')
     return bool(changed)
 
 
-def build_model(config, dataset, resumed, device):
-    """The model to train, on the CPU: new, pretrained, or as a checkpoint has it."""
+def with_parallel(config, dataset, resumed, dtype, device, world):
+    """The TrainConfig, with 'ddp' or 'fsdp' where it says parallel=auto and there are several
+    processes. Raises UserError."""
+    if config.parallel == 'fsdp' and not world.launched:
+        raise UserError('parallel=fsdp shares a model among processes: start them with torchrun')
+    if config.parallel != 'auto' or world.size == 1:
+        return config
+    shape = known_shape(config, dataset, resumed) or start_shape(config)
+    available = available_memory(device)
+    kind, why = choose_parallel(config, shape, dtype, device.type,
+                                available and all_reduce_min(available, device))
+    print0(f'parallel {kind} ({why})')
+    return replace(config, parallel=kind)
+
+
+def known_shape(config, dataset, resumed):
+    """The GPTConfig of a run that continues or is new, or None where it starts from a model."""
     if resumed:
-        model = resumed.load_model(dropout=config.dropout)
-    elif config.init_from in ('scratch', 'auto'):
-        shape = config.gpt_config(dataset.vocab_size)
+        return GPTConfig(**{**resumed.state['model'], 'dropout': config.dropout})
+    if config.init_from in ('scratch', 'auto'):
+        return config.gpt_config(dataset.vocab_size)
+    return None
+
+
+def build_model(config, dataset, resumed, device):
+    """The model to train, on the CPU: new, pretrained, or as a checkpoint has it. One that is to be
+    sharded has no weights yet, but for a pretrained one's."""
+    shape = known_shape(config, dataset, resumed)
+    if shape and not resumed:
         check_size(shape, config, device)
-        model = GPT(shape)
+    if shape and config.parallel == 'fsdp':
+        model = hollow(shape)
+    elif resumed:
+        model = resumed.load_model(dropout=config.dropout)
     else:
-        model = load_start(config, dataset)
+        model = GPT(shape) if shape else load_start(config, dataset)
     model.loss_chunk_tokens = config.loss_chunk_tokens
     model.activation_checkpointing = config.activation_checkpointing
     print0(f'GPT of {model.num_parameters():,} parameters: {model.config.n_layer} layers, '
@@ -188,18 +224,38 @@ def build_model(config, dataset, resumed, device):
     return model
 
 
+def spread(model, config, resumed, device, compile, dtype, world):
+    """Put a model of build_model where it is trained → Replicated or Sharded."""
+    if config.parallel != 'fsdp':
+        return Replicated(model.to(device), device, compile, world)
+    if resumed:
+        weights = unknown_weights(model)
+    elif config.init_from in ('scratch', 'auto'):
+        weights = initial_weights(model.config, config.seed)
+    else:  # of a run, or of others
+        weights = [(name, p.detach()) for name, p in model.named_parameters()]
+        model = hollow_like(model)
+    parallel = Sharded(model, device, compile, dtype, weights, config.fsdp_group)
+    if resumed:
+        resumed.load_weights(model)
+    return parallel
+
+
 def check_size(shape, config, device):
     """Raise UserError where a new run keeps more than the memory that is free: parameters and, to
-    train, gradients and what the optimizer remembers. Nothing is made for that."""
+    train, gradients and what the optimizer remembers. Nothing is made for that. Where processes may
+    share the model, each keeps its part."""
     size = f'n_layer={shape.n_layer}, n_embd={shape.n_embd}: '
     try:
-        parameters, states = kept_bytes(shape, step_settings(
-            replace(config, batch_size=1), 'float32', device.type))
+        step = step_settings(replace(config, batch_size=1), 'float32', device.type)
+        parameters, states = kept_bytes(shape, step)
     except RuntimeError as e:
         if 'overflowed' in str(e):
             raise UserError(f'{size}no memory holds a matrix of '
                             f'{str(e).partition("sizes=")[2]}') from None
         return  # a model or an optimizer of your own, which needs data to be made
+    if config.parallel != 'ddp':  # a plan of the step decides about auto
+        parameters, states = parameters / step.shares, states / step.shares
     words, needed = f'{size}its parameters', parameters
     if device.type == 'cuda':  # where it moves when it is made
         check_memory(parameters, host_memory(), f'{words} take')
@@ -312,10 +368,7 @@ def check_batch(config, shape, dtype, device):
     free = available_memory(device)
     if device.type == 'cuda' or config.eval_only or free is None:
         return
-    # A plan takes seconds, so it is made only where it may say no: a block keeps some 16 numbers
-    # for each channel of a token.
-    numbers = config.batch_size * shape.block_size * shape.n_embd * (16 * shape.n_layer + 4)
-    if 4 * numbers < free / 4:
+    if rough_bytes(shape, config.batch_size) < free / 4:
         return
     step = step_settings(config, dtype, device.type)
     planned = predict(shape, step).total
@@ -334,7 +387,8 @@ def choose_batch_size(shape, config, dtype, device, compile):
                         'number')
     planned, _ = batch_that_divides(shape, step, available, sequences)
     batch_size = planned = all_reduce_min(planned, device)
-    while batch_size and device.type == 'cuda':
+    trying = device.type == 'cuda' and step.parallel == 'ddp'  # the trial holds the whole model
+    while batch_size and trying:
         trial = replace(step, batch_size=batch_size, micro_steps=sequences // batch_size)
         if all_reduce_min(int(fits(shape, trial, device, compile)), device):
             break
@@ -343,6 +397,6 @@ def choose_batch_size(shape, config, dtype, device, compile):
         need = predict(shape, step).total
         raise UserError(f'batch_size=auto: not even 1 fits: it takes {gib(need)}, {gib(available)} '
                         f'are free on {device}; {advice(shape, step)}')
-    tried = ', tried for a step' if device.type == 'cuda' else ''
+    tried = ', tried for a step' if trying else ''
     stepped = f', {planned} did not fit' if batch_size < planned else ''
     return batch_size, f'of {gib(available)} free{tried}{stepped}'

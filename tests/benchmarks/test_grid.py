@@ -58,6 +58,9 @@ def test_the_time_to_a_loss_lies_between_evaluations():
     curve = [(0.0, 4.0), (10.0, 3.0), (20.0, 2.0), (30.0, 2.5), (40.0, 1.5)]
     assert seconds_to(2.5, curve) == 15.0 and seconds_to(2.0, curve) == 20.0
     assert seconds_to(1.0, curve) is None and seconds_to(2.5, [(0.0, 4.0), (9.0, None)]) is None
+    # No line can be drawn from before the first evaluation, or from one that was not finite.
+    assert seconds_to(5.0, curve) == 0.0
+    assert seconds_to(2.5, [(0.0, 4.0), (9.0, None), (20.0, 2.0)]) == 20.0
 
 
 def test_training_time_is_of_median_steps_and_nothing_else():
@@ -113,6 +116,8 @@ def test_a_grid_that_was_killed_is_resumed(monkeypatch, tmp_path):
     made.append(None)  # past the 30th
     with (tmp_path / 'grid.jsonl').open('a') as f:
         f.write('{"key": "cut')
+    with (tmp_path / 'grid.jsonl').open('ab') as f:
+        f.write(b'\xff')
     first = train_grid()
     assert len(made) == 1 + 48 and len(first) == 48
     assert [(run['row'], run['column']) for run in first] == 2 * CELLS

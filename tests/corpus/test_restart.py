@@ -5,6 +5,7 @@ import json
 import multiprocessing
 import os
 import random
+import shutil
 import signal
 import time
 
@@ -146,6 +147,65 @@ def test_killed_between_any_two_changes_of_the_disk_it_writes_the_same(
         start(*command('text', inputs, folder, 2), shards).join()
         assert contents(folder) == expected, calls
     assert calls > (10 if many_shards else 5)
+
+
+def tokens(folder):
+    """The bytes of each split, and the counts in meta.json."""
+    meta = json.loads((folder / 'meta.json').read_text())
+    data = {split: b''.join((folder / file['name']).read_bytes() for file in entry.pop('files'))
+            for split, entry in meta['splits'].items()}
+    return data, meta
+
+
+@pytest.mark.parametrize(('kind', 'kills'), [('text', [(3, 9), (3, 2), (1, 20), (2, 14)]),
+                                             ('hf', [(2, 14)])])
+def test_parts_that_are_killed_and_started_again_make_the_same_whole(
+        kind, kills, inputs, tmp_path, capsys):
+    argv = [*command(kind, inputs, tmp_path / 'd', 2), '--tokenizer=byte', '--shard_tokens=50_000']
+    prepare.main([*argv, f'--data_dir={tmp_path}/whole'])
+    for part, calls in kills:
+        process = start(*argv, f'--part={part}/3', calls=calls)
+        process.join()
+        assert process.exitcode == -signal.SIGKILL
+    for part in (2, 1, 3):
+        capsys.readouterr()
+        prepare.main([*argv, f'--part={part}/3'])
+        assert 'resuming after' in capsys.readouterr().out or (part, 14) not in kills
+    prepare.main(['merge', str(tmp_path / 'd')])
+    assert tokens(tmp_path / 'd') == tokens(tmp_path / 'whole')
+
+
+def test_parts_that_are_written_at_the_same_time_make_the_same_whole(inputs, tmp_path):
+    argv = [*command('text', inputs, tmp_path / 'd', 1), '--tokenizer=byte']
+    prepare.main([*argv, f'--data_dir={tmp_path}/whole'])
+    processes = [start(*argv, f'--part={part}/4') for part in (1, 2, 3, 4)]
+    for process in processes:
+        process.join()
+        assert process.exitcode == 0
+    prepare.main(['merge', str(tmp_path / 'd')])
+    assert tokens(tmp_path / 'd') == tokens(tmp_path / 'whole')
+
+
+def test_a_merge_killed_between_any_two_changes_of_the_disk_and_given_again_is_whole(
+        inputs, tmp_path):
+    argv = [*command('text', inputs, tmp_path / 'd', 2), '--tokenizer=byte',
+            '--shard_tokens=500_000']
+    prepare.main([*argv, f'--data_dir={tmp_path}/whole'])
+    expected = tokens(tmp_path / 'whole')
+    for part in (1, 2):
+        prepare.main([*argv, f'--part={part}/2'])
+    for calls in itertools.count(1):
+        folder = tmp_path / f'killed-{calls}'
+        shutil.copytree(tmp_path / 'd', folder)
+        process = start('merge', str(folder), calls=calls)
+        process.join()
+        if process.exitcode == 0:
+            break
+        assert process.exitcode == -signal.SIGKILL
+        prepare.main(['merge', str(folder)])
+        assert tokens(folder) == expected, calls
+        assert not [path for path in folder.iterdir() if path.is_dir()]
+    assert calls > 12
 
 
 @pytest.mark.parametrize('num_proc', [1, 3, 4])

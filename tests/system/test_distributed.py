@@ -10,6 +10,7 @@ from helpers import exit_code, fails, fork, ranks, wait_until
 
 import train
 from model import GPT, GPTConfig
+from plaingpt.parallel.sharding import Replicated
 from plaingpt.system import distributed
 
 
@@ -84,7 +85,7 @@ def test_a_step_of_several_processes_sends_gradients_and_no_tables_of_constants(
     assert [name for name, _ in model.named_buffers()]
     idx, cpu = torch.zeros(2, 16, dtype=torch.int64), torch.device('cpu')
     with distributed.process_group(distributed.launched_world(), cpu):
-        _, ddp = distributed.wrap_model(model, cpu, False, distributed.World(size=2))
+        ddp = Replicated(model, cpu, False, distributed.World(size=2)).train
         with torch.profiler.profile() as profile:
             ddp(idx, idx)[1].backward()
     sent = {event.key for event in profile.key_averages()}

@@ -4,7 +4,7 @@ import os
 import pytest
 
 from plaingpt.system import files
-from plaingpt.system.files import check_keys, is_count, is_text, parse_json, read_json
+from plaingpt.system.files import append_line, check_keys, is_count, is_text, parse_json, read_json
 
 
 @pytest.mark.parametrize('text', [
@@ -52,3 +52,11 @@ def test_a_schema_names_the_key_that_is_wrong():
                          ({'n': 1, 'who': {}}, 'name is missing'), ([], 'no object')):
         with pytest.raises(ValueError, match=words):
             check_keys(value, schema)
+
+
+def test_a_line_does_not_continue_half_of_another(tmp_path):
+    path = tmp_path / 'x.jsonl'
+    path.write_bytes(b'{"a": 1}\n{"a": \xc3')  # killed in the middle of a character
+    append_line(path, {'a': 2})
+    append_line(path, {'a': 3})
+    assert path.read_bytes() == b'{"a": 1}\n{"a": \xc3\n{"a": 2}\n{"a": 3}\n'

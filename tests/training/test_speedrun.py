@@ -165,7 +165,7 @@ def test_twenty_steps_have_the_losses_of_the_record_that_the_recipe_follows(monk
     assert ours == pytest.approx(theirs, abs=1e-4)
 
 
-@pytest.mark.parametrize('path', sorted(ROOT.glob('config/gpt2_*.py')), ids=lambda path: path.stem)
+@pytest.mark.parametrize('path', sorted(ROOT.glob('config/gpt*_*.py')), ids=lambda path: path.stem)
 def test_evaluations_take_less_than_a_hundredth_of_the_flops_of_a_run(path):
     config = load_config(TrainConfig, [str(path)])
     tokens = config.eval_tokens or config.eval_iters * config.batch_size * config.block_size

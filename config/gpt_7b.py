@@ -1,0 +1,38 @@
+# A GPT of 6.9B parameters in the shape of Llama 7B (Touvron et al. 2023), for 8 GPUs of 80 GB, on
+# 137B tokens. Planned, not measured: no GPU was at hand.
+#   python plan.py config/gpt_7b.py --processes=8 --gpu_memory_gb=80
+#   torchrun --nproc_per_node=8 train.py config/gpt_7b.py
+
+out_dir = 'out-gpt-7b'
+dataset = 'fineweb100B-gpt2'  # 103B GPT-2 tokens, downloaded as such
+wandb_run_name = 'gpt-7b'
+
+n_layer = 32
+n_head = 32
+n_embd = 4096
+block_size = 2048
+rotary = True
+rmsnorm = True
+mlp = 'swiglu'
+tied_head = False
+
+# 2^22 tokens a step, as Llama. batch_size is what one of the GPUs holds at once when the model is
+# sharded over all 8 (planned, not measured): halve it when memory is short, the accumulation
+# adapts. One GPU cannot hold all parameters, gradients and optimizer states (102 GiB), so
+# parallel=auto shards them.
+total_batch_size = 2**22
+batch_size = 8
+activation_checkpointing = 'selective'
+loss_chunk_tokens = 8192
+
+# 32,724 steps · 2^22 = 137B tokens, 20 for each parameter (compute-optimal, Hoffmann et al. 2022):
+# 1.3 epochs of that part of FineWeb.
+max_iters = 32724
+learning_rate = 3e-4  # Llama, table 2, for 7B
+warmup_iters = 2000  # as Llama
+weight_decay = 0.1
+
+eval_interval = 250  # under 1% of the FLOPs
+eval_tokens = 2**22
+log_interval = 10
+checkpoint_async = True  # training waits for a copy in the host's memory only

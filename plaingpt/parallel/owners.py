@@ -1,0 +1,162 @@
+"""Work on whole matrices that the processes share: each matrix has one owner, which does all of it.
+
+Under DDP every process holds all rows, so only what the owners found travels. Under FSDP2 each
+holds some rows of every matrix: they travel to the owners, and what these found travels back.
+"""
+
+from collections import defaultdict
+from functools import lru_cache
+
+import torch
+import torch.distributed as dist
+
+from plaingpt.system.distributed import held_rows, is_sharded
+
+# torch 2.13 renamed it
+all_gather_single = getattr(dist, 'all_gather_single', None) or dist.all_gather_into_tensor
+
+
+def by_shape(held, processes):
+    """[(parameter, how many matrices are stacked in it)] → Matrices, or ShardedMatrices, for each
+    shape."""
+    if not held:
+        return []
+    sharded = is_sharded(held[0][0])
+    group, size = None, processes
+    if sharded:
+        mesh, placements = held[0][0].device_mesh, held[0][0].placements
+        axis = next(i for i, placement in enumerate(placements) if placement.is_shard())
+        group, size = mesh.get_group(axis), mesh.size(axis)
+    stacks = tuple(((p.size(0) // n, p.size(1)), n) for p, n in held)
+    alike = defaultdict(list)
+    for (p, _), (shape, _), owner in zip(held, stacks, owners_of(stacks, size), strict=True):
+        alike[shape].append((owner, p))
+    kind = ShardedMatrices if sharded and size > 1 else Matrices
+    return [kind(shape, owned, size, group) for shape, owned in alike.items()]
+
+
+@lru_cache
+def owners_of(stacks, size):
+    """((shape, how many matrices of it), …) → the process of `size` that owns each.
+
+    The longest work is given away first, each to the process that has least of this shape, of those
+    to the one that has least to do. An all-gather takes as much as the largest share from each."""
+    owners, todo, of_shape = [0] * len(stacks), [0] * size, defaultdict(lambda: [0] * size)
+    for i, (shape, n) in sorted(enumerate(stacks), reverse=True,
+                                key=lambda item: (work(item[1][0]), item[1])):
+        shares = of_shape[shape]
+        owner = owners[i] = min(range(size), key=lambda rank: (shares[rank], todo[rank]))
+        shares[owner] += n
+        todo[owner] += n * work(shape)
+    return tuple(owners)
+
+
+def work(shape):
+    """Of a Newton-Schulz iteration, in multiplications: of xxᵀ, of its square and of x with it."""
+    small, large = sorted(shape)
+    return 2 * small**2 * large + small**3
+
+
+class Matrices:
+    """Parameters that are stacks of matrices of one shape (R, C); each process has all rows.
+
+    parameters: those of the first owner first, so that what an owner has stands together
+    """
+
+    def __init__(self, shape, owned, size, group):
+        owned = sorted(owned, key=lambda pair: pair[0])
+        self.shape, self.size, self.group = shape, size, group
+        self.rank = dist.get_rank(group) if size > 1 else 0
+        self.owners, self.parameters = zip(*owned, strict=True)
+        self.mine = [p for owner, p in owned if owner == self.rank]
+
+    def to_owners(self, tensors, dtype):
+        """A tensor for each parameter → those of the matrices owned here, (k, R, C)."""
+        mine = [t for t, owner in zip(tensors, self.owners, strict=True) if owner == self.rank]
+        rows = torch.cat(mine) if mine else tensors[0][:0]
+        return rows.to(dtype).view(-1, *self.shape)
+
+    def from_owners(self, results):
+        """What each process found for its own, (k, R, C) → that for all, (rows, C)."""
+        rows = results.contiguous().view(-1, self.shape[1])
+        if self.size == 1:
+            return rows
+        counts = [sum(p.size(0) for p, owner in zip(self.parameters, self.owners, strict=True)
+                      if owner == rank) for rank in range(self.size)]
+        most = max(counts)  # an all-gather takes as much of each
+        padded = rows.new_zeros(most, self.shape[1])
+        padded[:len(rows)] = rows
+        found = rows.new_empty(self.size * most, self.shape[1])
+        all_gather_single(as_bytes(found), as_bytes(padded), group=self.group)
+        return torch.cat([part[:count] for part, count in
+                          zip(found.split(most), counts, strict=True)])
+
+    def lengths(self, rows):
+        """(rows, C) → (rows, 1): for each row the Frobenius norm of the matrix that it is of."""
+        norms = rows.view(-1, *self.shape).norm(dim=(-2, -1), keepdim=True)  # (n, 1, 1)
+        return norms.expand(-1, self.shape[0], 1).reshape(-1, 1)
+
+
+class ShardedMatrices(Matrices):
+    """The same, where each process has some rows of each parameter, as FSDP2 gives them out."""
+
+    def to_owners(self, tensors, dtype):
+        """The local rows of each parameter → the matrices owned here, (k, R, C)."""
+        rows = self.exchange(torch.cat(tensors).to(dtype), self.sent(), self.received())
+        return transposed(rows, self.blocks()).view(-1, *self.shape)
+
+    def from_owners(self, results):
+        """What each process found for its own, (k, R, C) → the local rows of all, (rows, C)."""
+        rows = results.contiguous().view(-1, self.shape[1])
+        rows = transposed(rows, zip(*self.blocks(), strict=True))
+        return self.exchange(rows, self.received(), self.sent())
+
+    def lengths(self, rows):
+        """As Matrices'. The processes add up what their rows have of each matrix."""
+        places, first = [], 0  # of the local rows among those of all parameters
+        for p in self.parameters:
+            start, count = held_rows(len(p), self.rank, self.size)
+            places.append(torch.arange(first + start, first + start + count, device=rows.device))
+            first += p.size(0)
+        places = torch.cat(places)
+        squares = rows.new_zeros(first)
+        squares[places] = rows.square().sum(1)
+        squares = squares.view(-1, self.shape[0]).sum(1)  # of each matrix
+        dist.all_reduce(squares, group=self.group)
+        return squares.sqrt()[places // self.shape[0]].unsqueeze(1)
+
+    def blocks(self):
+        """For each process, how many rows it holds of each parameter that is owned here."""
+        return [[held_rows(len(p), rank, self.size)[1] for p in self.mine]
+                for rank in range(self.size)]
+
+    def received(self):
+        """How many rows each process holds of what is owned here."""
+        return [sum(counts) for counts in self.blocks()]
+
+    def sent(self):
+        """How many rows are held here of what each process owns."""
+        counts = [0] * self.size
+        for p, owner in zip(self.parameters, self.owners, strict=True):
+            counts[owner] += held_rows(len(p), self.rank, self.size)[1]
+        return counts
+
+    def exchange(self, rows, sent, received):
+        """Rows for each process, one after another → those from each process."""
+        found = rows.new_empty(sum(received), rows.size(1))
+        dist.all_to_all_single(as_bytes(found), as_bytes(rows), received, sent, group=self.group)
+        return found
+
+
+def transposed(rows, counts):
+    """Rows in blocks of counts[i][j] rows → the blocks in the order of j, then of i."""
+    counts = [list(line) for line in counts]
+    pieces = iter(rows.split([count for line in counts for count in line]))
+    blocks = [[next(pieces) for _ in line] for line in counts]
+    return torch.cat([rows[:0], *(block for column in zip(*blocks, strict=True)
+                                  for block in column)])
+
+
+def as_bytes(rows):
+    """gloo knows no bfloat16 in some of its collectives. These move numbers and add none."""
+    return rows.view(torch.uint8)

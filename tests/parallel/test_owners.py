@@ -1,0 +1,187 @@
+"""Muon by owners, at 1, 2 and 3 processes, beside one process that does all of it by itself."""
+
+import math
+from collections import Counter
+from copy import deepcopy
+from dataclasses import replace
+from itertools import product
+
+import pytest
+import torch
+import torch._dynamo  # an optimizer imports it, and each fork would do so anew
+import torch.distributed as dist
+from helpers import exit_code, fork, ranks
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel as DDP
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from model import GPT, GPTConfig
+from plaingpt.parallel.owners import owners_of, work
+from plaingpt.system.distributed import launched_world, process_group
+from plaingpt.training import optimizers
+from plaingpt.training.optimizers import build_optimizer
+from plaingpt.training.settings import TrainConfig
+
+CPU = torch.device('cpu')
+SHAPE = GPTConfig(block_size=8, vocab_size=65, n_layer=2, n_head=2, n_embd=32, mlp='swiglu')
+SHAPES = [SHAPE,
+          replace(SHAPE, n_embd=4, n_layer=1)]  # three processes take 2, 2 and 0 of four rows
+# processes, whether they have bfloat16
+JOBS = pytest.mark.parametrize(('size', 'bfloat16'), [(1, True), (2, False), (3, True)])
+
+
+def on(size, main, tmp_path):
+    """Run main() in `size` processes of one job."""
+    def member(_):
+        torch.manual_seed(0)
+        with process_group(launched_world(), CPU):
+            main()
+
+    logs = [tmp_path / f'log{rank}' for rank in range(size)]
+    pids = [fork(member, log=log, **env) for log, env in zip(logs, ranks(size), strict=True)]
+    assert [exit_code(pid) for pid in pids] == [0] * size, '\n'.join(p.read_text() for p in logs)
+
+
+class Trained:
+    """A GPT that all processes train together, and a copy that each trains alone, with the same
+    gradients."""
+
+    def __init__(self, shape, wrap, name):
+        gpt = GPT(shape)
+        alone = deepcopy(gpt)
+        self.model = wrap(gpt)
+        config = TrainConfig(optimizer=name, learning_rate=1e-2)
+        self.optimizer = build_optimizer(gpt, config, 'cpu', dist.get_world_size())
+        self.alone = build_optimizer(alone, config, 'cpu')
+        self.parameters = list(zip(gpt.parameters(), alone.parameters(), strict=True))
+        self.draws = torch.Generator().manual_seed(dist.get_rank())
+
+    def step(self, found_inf=0.0):
+        """→ what the processes sent each other in their optimizer's step."""
+        idx = torch.randint(0, 65, (2, 8), generator=self.draws)
+        self.model(idx, idx)[1].backward()
+        for p, q in self.parameters:
+            if found_inf:
+                p.grad *= float('nan')
+            q.grad = whole(p.grad).clone()
+        for optimizer in (self.alone, self.optimizer):
+            if getattr(optimizer, '_step_supports_amp_scaling', False):
+                optimizer.found_inf = torch.tensor(found_inf)
+        self.alone.step()
+        with Collectives() as sent:
+            self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        return sent
+
+    def beside_the_copy(self):
+        """Yield (whether it is of a block's matrix, weight or what the optimizer remembers of it,
+        the same of the copy), each of all rows."""
+        matrices = set(self.optimizer.param_groups[0]['params'])
+        for p, q in self.parameters:
+            yield p in matrices, whole(p), q
+            assert self.optimizer.state[p].keys() == self.alone.state[q].keys()
+            for key, value in self.alone.state[q].items():
+                yield p in matrices, whole(self.optimizer.state[p][key]), value
+
+
+def whole(tensor):
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def sharded(gpt):
+    for block in gpt.transformer.h:
+        fully_shard(block)
+    return fully_shard(gpt)
+
+
+class Collectives(TorchDispatchMode):
+    """Counts the collectives, and the bytes that this process puts into them for others."""
+
+    def __init__(self):
+        super().__init__()
+        self.count, self.bytes = Counter(), Counter()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if any(issubclass(kind, DTensor) for kind in types):
+            return NotImplemented  # comes back as what the DTensor does inside
+        if func.namespace in ('c10d', '_c10d_functional'):
+            name, rank = func.overloadpacket.__name__, dist.get_rank()
+            self.count[name] += 1
+            if name == 'alltoall_base_':
+                _, sent, _, _, splits, *_ = args
+                self.bytes[name] += sent.size(1) * (sum(splits) - splits[rank])
+            elif name == '_allgather_base_':
+                self.bytes[name] += args[1].nbytes * (dist.get_world_size() - 1)
+        return func(*args, **kwargs or {})
+
+
+@JOBS
+def test_under_ddp_owners_move_the_weights_as_one_process_does_to_the_bit(tmp_path, size, bfloat16):
+    def main():
+        optimizers.cpu_has_bfloat16 = lambda: bfloat16
+        for name, shape in product(('muon', 'normuon'), SHAPES):
+            job = Trained(shape, DDP, name)
+            for found_inf in (0.0, 1.0, 0.0):
+                sent = job.step(found_inf)
+                assert sent.count == ({'_allgather_base_': 3} if size > 1 else {})
+            assert all(torch.equal(ours, alone) for _, ours, alone in job.beside_the_copy())
+
+    on(size, main, tmp_path)
+
+
+@JOBS
+def test_under_fsdp_owners_move_the_weights_as_one_process_does(tmp_path, size, bfloat16):
+    def main():
+        optimizers.cpu_has_bfloat16 = lambda: bfloat16
+        for name, shape in product(('muon', 'normuon'), SHAPES):
+            job = Trained(shape, sharded, name)
+            lengths = {'allreduce_': 3} if name == 'normuon' else {}
+            for found_inf in (0.0, 1.0, 0.0):
+                sent = job.step(found_inf)
+                assert sent.count == ({'alltoall_base_': 6, **lengths} if size > 1 else {})
+            for of_matrix, ours, alone in job.beside_the_copy():
+                if of_matrix and name == 'muon':
+                    assert torch.equal(ours, alone)
+                else:  # sums of NorMuon and kernels of AdamW take other numbers together
+                    torch.testing.assert_close(ours, alone, rtol=1e-6, atol=1e-6)
+
+    on(size, main, tmp_path)
+
+
+def test_sgd_of_sharded_parameters_moves_as_that_of_whole_ones(tmp_path):
+    def main():
+        job = Trained(SHAPES[1], sharded, 'sgd')
+        for _ in range(2):
+            job.step()
+        for _, ours, alone in job.beside_the_copy():
+            torch.testing.assert_close(ours, alone, rtol=1e-6, atol=1e-6)
+
+    on(2, main, tmp_path)
+
+
+def test_each_number_of_a_matrix_travels_in_two_bytes(tmp_path):
+    def main():
+        optimizers.cpu_has_bfloat16 = lambda: True
+        shape = replace(SHAPE, n_layer=12, n_embd=16, mlp='gelu')
+        # from its owner to two others; from two of three owners of its row there and back
+        for wrap, travels in ((DDP, 2), (sharded, 2 * 2 / 3)):
+            job = Trained(shape, wrap, 'muon')
+            elements = sum(math.prod(p.shape) for p in job.optimizer.param_groups[0]['params'])
+            sent = torch.tensor(job.step().bytes.total())
+            dist.all_reduce(sent)
+            assert sent.item() / elements == pytest.approx(2 * travels, rel=0.01)
+
+    on(3, main, tmp_path)
+
+
+@given(st.integers(1, 64), st.integers(1, 48), st.integers(1, 64), st.booleans())
+def test_no_process_has_more_to_do_than_the_mean_and_one_matrix(size, n_layer, C, swiglu):
+    layer = [((C, C), 3), ((C, C), 1), ((4 * C, C), 1 + swiglu), ((C, 4 * C), 1)]
+    stacks = tuple(layer * n_layer)
+    todo = [0] * size
+    for (shape, n), owner in zip(stacks, owners_of(stacks, size), strict=True):
+        todo[owner] += n * work(shape)
+    assert max(todo) <= sum(todo) / size + max(n * work(shape) for shape, n in layer)

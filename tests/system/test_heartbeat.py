@@ -1,0 +1,88 @@
+"""Processes that hang: the others end and name them. Those that are only slow, or done: they do not
+end."""
+
+import os
+import signal
+import socket
+import time
+
+import torch
+from helpers import exit_code, fork, ranks, wait_until
+
+import train
+from plaingpt.system import distributed
+
+
+def beat_fast():
+    distributed.BEAT_S, distributed.HANG_S = 0.2, 3
+
+
+def said(log):
+    return [line for line in log.read_text().splitlines() if line.startswith('error: ')]
+
+
+def start(tiny, tmp_path, size):
+    """A job that trains, and its log files."""
+    logs = [tmp_path / f'log{rank}' for rank in range(size)]
+    pids = [fork(train.main, *tiny, f'--gradient_accumulation_steps={size}', '--max_iters=1000000',
+                 '--eval_interval=1000000', '--check=False', log=log, before=beat_fast, **env)
+            for log, env in zip(logs, ranks(size), strict=True)]
+    wait_until(lambda: logs[0].exists() and 'iter      5' in logs[0].read_text())
+    return pids, logs
+
+
+def goes_on(log):
+    printed = len(log.read_text())
+    wait_until(lambda: len(log.read_text()) > printed + 500)
+
+
+def test_a_process_that_hangs_is_named_once_and_all_end(tiny, tmp_path):
+    pids, logs = start(tiny, tmp_path, 3)
+    os.kill(pids[1], signal.SIGSTOP)
+    stopped = time.monotonic()
+    assert exit_code(pids[0]) == exit_code(pids[2]) == 1
+    assert time.monotonic() - stopped < 10  # 3 s on a machine that is not busy
+    (line,) = [line for log in logs for line in said(log)]
+    assert f'no sign of life from rank 1 on {socket.gethostname()} for 3 s' in line
+    assert '--init_from=auto' in line
+    os.kill(pids[1], signal.SIGCONT)
+    assert exit_code(pids[1]) in (1, 2)  # it finds that the job is over
+
+
+def test_a_store_that_hangs_ends_the_others(tiny, tmp_path):
+    pids, logs = start(tiny, tmp_path, 2)
+    os.kill(pids[0], signal.SIGSTOP)
+    assert exit_code(pids[1]) == 1
+    (line,) = said(logs[1])
+    assert 'rank 0' in line and 'has not answered for 3 s' in line
+    os.kill(pids[0], signal.SIGCONT)
+    assert exit_code(pids[0]) in (1, 2)
+
+
+def test_a_process_that_is_slow_and_a_job_that_is_suspended_do_not_end(tiny, tmp_path):
+    pids, logs = start(tiny, tmp_path, 2)
+    for stopped, seconds in ((pids[:1], 1), (pids[1:], 1), (pids, 4)):
+        for pid in stopped:
+            os.kill(pid, signal.SIGSTOP)
+        time.sleep(seconds)
+        for pid in stopped:
+            os.kill(pid, signal.SIGCONT)
+        goes_on(logs[0])
+    for pid in pids:
+        os.kill(pid, signal.SIGTERM)
+    assert [exit_code(pid) for pid in pids] == [0, 0] and not any(map(said, logs))
+
+
+def work_and_leave(argv):
+    """Work alone for argv[rank] seconds after the last collective."""
+    world = distributed.launched_world()
+    with distributed.process_group(world, torch.device('cpu')):
+        distributed.barrier()
+        time.sleep(float(argv[world.rank]))
+
+
+def test_a_process_that_is_done_early_waits_for_those_that_are_not(tmp_path):
+    logs = [tmp_path / f'log{rank}' for rank in range(2)]
+    pids = [fork(work_and_leave, 0, 4, log=log, before=beat_fast, **env)
+            for log, env in zip(logs, ranks(2), strict=True)]
+    assert [exit_code(pid) for pid in pids] == [0, 0] and not any(map(said, logs))

@@ -3,6 +3,7 @@
 The loop and the step ask neither which it is nor whether there are several processes.
 """
 
+import warnings
 from collections import defaultdict
 from contextlib import contextmanager
 
@@ -77,6 +78,7 @@ class Sharded:
                 fully_shard(last[p], mesh=mesh, mp_policy=low)
         model.to(device)  # its tables
         fully_shard(model, mesh=mesh, mp_policy=MixedPrecisionPolicy(cast_forward_inputs=False))
+        warnings.filterwarnings('ignore', 'FSDP2-wrapped module .* returned a view')  # the logits
         # It stays whole for the backward pass, and where there is none, forever.
         model.register_forward_hook(lambda *_: None if torch.is_grad_enabled() else model.reshard())
 
@@ -92,8 +94,8 @@ class Sharded:
 
     def gathered(self, name, p):
         """A parameter, whole: a matrix of a block in the precision that a step gathers it in."""
-        in_block = name.startswith('transformer.h.') and p.dim() > 1
-        return p.detach().to(self.dtype if in_block else p.dtype).full_tensor()
+        low = self.dtype and name.startswith('transformer.h.') and p.dim() > 1
+        return p.detach().to(self.dtype if low else p.dtype).full_tensor()
 
 
 # -----------------------------------------------------------------------------

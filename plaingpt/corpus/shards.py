@@ -397,7 +397,8 @@ def differences(meta, other):
     found = []
     for key in {**others, **command}:
         ours, theirs = command.get(key), others.get(key)
-        if key == 'part' or ours == theirs:
+        of_other_files = key == 'identity' and command.get('input') != others.get('input')
+        if key == 'part' or ours == theirs or of_other_files:
             continue
         if key == 'identity':
             states = [each.get('given') for each in (meta, other)]

@@ -254,6 +254,7 @@ def test_merge_refuses_parts_that_are_not_whole_and_merges_them_once_they_are(
     ('--tokenizer=lender', 'tokenizer byte, not lender'),
     ('--val_fraction=0.2', 'val_fraction 0.1, not 0.2'),
     ('--shard_tokens=8_000', 'shard_tokens 9000, not 8000'),
+    ('--input={path}.2', '(input {path}, not {path}.2):'),
     ('touched', 'the input was changed between them: {size} bytes, {path} last changed at 20')])
 def test_parts_of_different_commands_and_inputs_are_refused_with_both_values(
         other, words, argv, tmp_path, refused, monkeypatch):
@@ -262,7 +263,10 @@ def test_parts_of_different_commands_and_inputs_are_refused_with_both_values(
     argv[1] = f'--input={tmp_path}/in.txt'
     prepare.main([*argv[:-1], '--tokenizer=bpe:300', '--data_dir=data/lender'])
     prepare_parts(2, *argv, skip=[1])
-    words = words.format(size=f'{(tmp_path / "in.txt").stat().st_size:,}', path=tmp_path / 'in.txt')
+    path = tmp_path / 'in.txt'
+    shutil.copy(path, f'{path}.2')
+    words = words.format(size=f'{path.stat().st_size:,}', path=path)
+    other = other.format(path=path)
     if other == 'touched':
         (tmp_path / 'in.txt').write_text('\n'.join(TEXTS[::-2]))
         other = argv[-1]

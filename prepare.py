@@ -33,6 +33,7 @@ from plaingpt.corpus.encoding import check_disk, write_shards
 from plaingpt.corpus.inspection import find_damage, inspect, print_report, record_overlap
 from plaingpt.corpus.pretokenized import fetch_shards
 from plaingpt.corpus.shards import (
+    check_neighbours,
     check_ours,
     check_replaceable,
     complete_meta,
@@ -70,7 +71,7 @@ class PrepareConfig:
     shard_tokens: int = 100_000_000  # tokens a file
     max_shards: int = 0  # of tokens that are downloaded as such (0: all)
     num_proc: Literal['auto'] | int = 'auto'  # encoding threads (auto: one a core)
-    part: str = ''  # K/N: the K-th of N parts alone, from 1 on; at the end: prepare.py merge NAME
+    part: str = 'whole'  # K/N: the K-th of N parts alone; at the end: prepare.py merge NAME
     overwrite: bool = False  # replace what another command prepared in the same folder
     if_small: bool = False  # only if it takes under a minute; else print the command to run
 
@@ -85,16 +86,17 @@ class PrepareConfig:
         for name, least in (('shard_tokens', 1), ('max_shards', 0), ('num_proc', 1)):
             if getattr(self, name) != 'auto' and getattr(self, name) < least:
                 found.append(f'{name}={getattr(self, name)}: expected {least} or more')
-        if self.part and not (re.fullmatch(r'\d{1,6}/\d{1,6}', self.part)
-                              and 1 <= self.numbers()[0] <= self.numbers()[1]):
-            found.append(f'part={self.part}: expected K/N, such as 3/64, with K from 1 to N')
-        if self.part and self.if_small:
+        if self.part != 'whole' and not (re.fullmatch(r'\d{1,6}/\d{1,6}', self.part)
+                                         and 1 <= self.numbers()[0] <= self.numbers()[1]):
+            found.append(f'part={self.part}: expected K/N, such as 3/64, with K from 1 to N and N '
+                         'up to 999999')
+        if self.part != 'whole' and self.if_small:
             found.append('part and if_small cannot go together: leave one out')
         return found
 
     def numbers(self):
-        """(K, N), or None for the whole."""
-        return tuple(map(int, self.part.split('/'))) if self.part else None
+        """[K, N], or None for the whole."""
+        return None if self.part == 'whole' else [int(number) for number in self.part.split('/')]
 
 
 def prepared_folder(name):
@@ -137,13 +139,13 @@ def main(argv):
         raise UserError(f'{folder} is not prepared: run '
                         + f'python prepare.py {name} {corpus.required_option()}'.rstrip())
     check_ours(folder)  # before anything is downloaded
-    if config.part and corpus.shards:
+    if config.numbers() and corpus.shards:
         raise UserError(f'part={config.part}: {name} is tokens already, which are downloaded and '
                         'not made: leave --part out')
-    if (folder / PARTS).exists() and not config.part:
+    if (folder / PARTS).exists() and not config.numbers():
         raise UserError(f'{folder / PARTS} holds parts: python prepare.py merge {quoted(folder)} '
                         'makes them the whole; to prepare it without them, delete that folder')
-    print(f'preparing {name}{f", part {config.part}" * bool(config.part)}: {describe(corpus)}')
+    print(f'preparing {name}{f", part {config.part}" * bool(config.numbers())}: {describe(corpus)}')
     if corpus.shards:
         prepare_shards(name, corpus, folder, config)
     else:
@@ -161,16 +163,20 @@ def prepare_text(name, corpus, folder, config):
     source = open_source(name, corpus, config, errors)
     if source.unit != 'B' and tokenizer_name == 'char':
         raise UserError(f'{name} is too large for --tokenizer=char: use gpt2, byte or bpe:32768')
-    if config.part:
+    if config.numbers():
         check_divisible(config, source, tokenizer_name)
     command = describe_command(name, corpus, config, tokenizer_name, borrowed, source)
     if part := config.numbers():
         if is_whole(folder, command, config.overwrite):
             return
         source = source.part(*part)
+        own = {'cut': source.cut, 'given': source.summary()}
+        check_neighbours(folder, part, {**own, 'source': command}, config.overwrite)
+        # Another part is another command: a copy of its folder is no work that is done.
+        command = {**command, 'part': part}
     target = part_folder(folder, part)
     with lock_dataset_dir(folder, part) as unfinished:
-        if not is_prepared(target, command, config.overwrite):
+        if (part and config.overwrite) or not is_prepared(target, command, config.overwrite):
             if not is_written(unfinished, command):  # else only publishing is missing
                 journal = read_journal(unfinished, command)
                 tokenizer = tokenizers.from_json(journal['tokenizer']) if journal \
@@ -181,8 +187,7 @@ def prepare_text(name, corpus, folder, config):
                     else os.cpu_count()
                 threads = cores if config.num_proc == 'auto' else config.num_proc
                 meta = write_shards(unfinished, source, command, tokenizer, journal, threads)
-                meta = {**meta, 'part': part, 'cut': source.cut} if part \
-                    else complete_meta(meta, source.name)
+                meta = {**meta, **own} if part else complete_meta(meta, source.name)
                 write_json(unfinished / 'meta.json', meta)
             print_report(target, publish(target))
         if not part:
@@ -210,7 +215,7 @@ def is_whole(folder, command, overwrite):
     check_replaceable(folder, command)
     if is_written(folder, command):
         print(f'{folder} is already prepared by this command: python prepare.py inspect '
-              f'{quoted(folder)} checks it, --overwrite prepares it anew')
+              f'{quoted(folder)} checks it, --overwrite prepares this part anew')
         return True
     return False
 

@@ -40,7 +40,8 @@ NANOGPT_KEYS = set(re.findall(r'\w+', '''
 # options of torchrun, Slurm and tensorboard, and --key=value itself
 OF_OTHERS = {'nproc_per_node', 'nnodes', 'rdzv-backend', 'rdzv-endpoint', 'rdzv-id', 'rdzv-conf',
              'max-restarts', 'standalone', 'gpus', 'gpus-per-node', 'cpus-per-task', 'nodes',
-             'time', 'ntasks-per-node', 'requeue', 'open-mode', 'signal', 'logdir', 'help', 'key'}
+             'time', 'ntasks-per-node', 'requeue', 'open-mode', 'signal', 'logdir', 'help', 'key',
+             'dependency', 'parsable', 'wrap'}
 MISTAKES = {'learning_rte', 'batchsize'}  # shown with the error that they get
 
 

@@ -296,9 +296,12 @@ def lose_processes(root, data, kills, chance):
             if over:
                 break
             longest = max(longest, time.monotonic() - killed_at)
-            if not set(codes) <= {0, 2, -signal.SIGKILL}:  # 0: at the end of the run
+            rank = pids.index(victim)
+            told = ''.join(Path(f'{out_dir}.log{other}').read_text() for other in range(3))
+            named = re.search(rf'error: (lost|waited 10 s for) rank {rank}\b', told)
+            if (any(codes[:rank] + codes[rank + 1:]) and not named) or 'Traceback' in told:
                 wrong += 1
-                print(f'WRONG: exit codes {codes}, see {out_dir}.log0')
+                print(f'WRONG: exit codes {codes}\n{told}')
         codes = [*map(exit_code, start_job(out_dir, data, background))]
         if any(codes) or hash_checkpoint(out_dir) != expected or saving(out_dir):
             wrong += 1

@@ -152,7 +152,7 @@ def read_meta(path):
         if not meta['splits'].keys() >= {'train', 'val'}:
             raise ValueError('a split is missing')
         for entry in meta['splits'].values():
-            if 'part' in meta and entry['tokens'] == 0 and entry['files'] == []:
+            if 'part' in meta.get('source', {}) and entry['tokens'] == 0 and entry['files'] == []:
                 continue  # a part of many may have no documents
             # The pattern also refuses a path that leads out of the folder.
             if not entry['files'] or any(not re.fullmatch(r'[\w.-]+\.bin', f['name'])

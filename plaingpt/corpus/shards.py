@@ -34,7 +34,7 @@ from plaingpt.system.files import (
 
 # What of a command its other options and the input decide, and how the tokens lie in files.
 NO_CHOICE = ('identity', 'files', 'train_characters', 'tokenizer_sha256', 'shard_tokens',
-             'max_shards')
+             'max_shards', 'part')
 
 
 @dataclass
@@ -240,8 +240,8 @@ def lock_dataset_dir(folder, part=None):
     unfinished = folder / UNFINISHED
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        with locked(folder, f'{folder}: another prepare.py is writing there: wait until it is '
-                            'done, or choose another --data_dir'):
+        with locked(folder, f'{folder}: another prepare.py is writing there: wait until it is done'
+                            + (', or choose another --data_dir' if not part else '')):
             try:
                 unfinished.mkdir(exist_ok=True)
                 yield unfinished
@@ -262,6 +262,8 @@ def lock_dataset_dir(folder, part=None):
 # parts of a corpus, each prepared on its own
 
 PART_NAME = re.compile(r'([1-9]\d{0,5})-of-([1-9]\d{0,5})')
+# What prepare.py writes in such a folder, and a merge that was killed beside them.
+OURS = re.compile(r'(train|val)(_\d{6})?\.bin|meta\.json(\.tmp)?|unfinished|\.lock.*')
 
 
 def part_folder(folder, part):
@@ -293,8 +295,9 @@ def merge_parts(folder):
         for name, (path, file) in zip(names, files, strict=True):
             # A merge that was killed may have renamed it already.
             moves[name] = path if path.exists() else parts / name
-            check_size(path, moves[name], np.dtype(first['dtype']).itemsize * file['tokens'])
-    meta = {key: value for key, value in first.items() if key not in ('part', 'cut')}
+            check_file(path, moves[name], file, np.dtype(first['dtype']).itemsize)
+    meta = {key: value for key, value in first.items() if key not in ('cut', 'given')}
+    meta['source'] = {key: value for key, value in first['source'].items() if key != 'part'}
     inputs = [file for part in metas.values() for file in part['inputs']]
     meta = complete_meta({**meta, 'splits': splits, 'inputs': inputs}, folder)
     for name, path in moves.items():
@@ -306,7 +309,11 @@ def merge_parts(folder):
 
 def find_parts(parts):
     """→ the folders of all parts, in order. Raises UserError where some are not there or not
-    finished."""
+    finished, or where others put something there, which would be lost."""
+    inside = [path for path in parts.glob('*/*') if PART_NAME.fullmatch(path.parent.name)]
+    for path in [*parts.iterdir(), *inside]:
+        if not OURS.fullmatch(path.name) and (path in inside or not PART_NAME.fullmatch(path.name)):
+            raise UserError(f'{path} was not written by prepare.py: move it elsewhere')
     matches = filter(None, (PART_NAME.fullmatch(path.name) for path in parts.iterdir()))
     counts = sorted({int(match[2]) for match in matches})
     if len(counts) != 1:
@@ -315,19 +322,23 @@ def find_parts(parts):
                         f'{parts} holds no parts: delete it')
     paths = {number: part_folder(parts.parent, (number, counts[0]))
              for number in range(1, counts[0] + 1)}
-    states = {'missing': [], 'not finished': []}
+    states = {'missing': [], 'not finished': [], 'being written': []}
     for number, path in paths.items():
         if not path.exists():
             states['missing'].append(str(number))
-        elif not (path / 'meta.json').exists() or in_use(path):
+        elif in_use(path):
+            states['being written'].append(str(number))
+        elif not (path / 'meta.json').exists():
             states['not finished'].append(str(number))
     if any(states.values()):
         raise UserError(f'{parts}: of {counts[0]} parts '
                         + '; '.join(f'{",".join(numbers[:50])}{",…" if numbers[50:] else ""} '
                                     f'{"is" if len(numbers) == 1 else "are"} {state}'
                                     for state, numbers in states.items() if numbers)
-                        + ': give the same command again with --part=K/'
-                        f'{counts[0]} for each of them')
+                        + ': ' + ' and '.join(filter(None, (
+                            f'give the same command again with --part=K/{counts[0]} for each of '
+                            'them' if states['missing'] + states['not finished'] else '',
+                            'wait for what is being written' * bool(states['being written'])))))
     return list(paths.values())
 
 
@@ -336,14 +347,14 @@ def read_part(path):
     meta = read_meta(path / 'meta.json')
     file = {'name': is_text, 'bytes': is_count, 'sha256': is_text}
     try:
-        if meta['part'] != [int(number) for number in PART_NAME.fullmatch(path.name).groups()]:
+        if '{}-of-{}'.format(*meta['source']['part']) != path.name:
             raise ValueError('it is of another part')
         for entry in meta['splits'].values():
             check_keys(entry, {'documents': is_count, 'bytes': is_count})
         for each in meta['inputs']:
             check_keys(each, file)
         return meta
-    except (KeyError, TypeError, ValueError) as e:
+    except (LookupError, TypeError, ValueError) as e:
         what = f'{e} is missing' if isinstance(e, KeyError) else e
         raise UserError(f'{path}/meta.json is broken ({what}): delete {path} and prepare that part '
                         'again') from None
@@ -352,22 +363,70 @@ def read_part(path):
 def check_same_command(path, meta, first_path, first):
     """Raises UserError where the metas of two parts are of different commands or tokenizers, or of
     different files."""
-    command, other = meta.get('source', {}), first.get('source', {})
-    differ = [key if key in NO_CHOICE else f'{key} {command.get(key) or "none"}, not '
-              f'{other.get(key) or "none"}'
-              for key in {**other, **command} if command.get(key) != other.get(key)]
-    differ += [key for key in ('dtype', 'vocab_size', 'tokenizer', 'cut')
-               if meta.get(key) != first.get(key)]
-    if differ:
-        raise UserError(f'{path} does not fit to {first_path.name} ({differ[0]}): '
-                        + ('the input was changed between them; ' if 'identity' in differ else '')
-                        + 'delete what is wrong and prepare it again, all parts with the same '
-                        'options and on the same files')
+    if differ := differences(meta, first):
+        raise UserError(f'{path} does not fit to {first_path.name} ({"; ".join(differ)}): delete '
+                        'what is wrong and prepare it again, all parts with the same options and '
+                        'on the same files')
 
 
-def check_size(name, path, expected):
-    """Raises UserError where the token file at `path` has not the size it was written with."""
-    size = path.stat().st_size if path.exists() else 0
+def check_neighbours(folder, part, meta, overwrite):
+    """Raises UserError where the parts beside `part` are of another number of parts or, as far as
+    they are finished, of another command or input than `meta` says, unless it may `overwrite`."""
+    others = [path for path in sorted((folder / PARTS).glob('*-of-*'))
+              if PART_NAME.fullmatch(path.name) and path != part_folder(folder, part)]
+    for path in others:
+        if (count := path.name.partition('-of-')[2]) != str(part[1]):
+            raise UserError(f'{path} is one of {count} parts, not of {part[1]}: give --part=K/'
+                            f'{count}, or delete {folder / PARTS} to begin anew')
+    for path in others:
+        with suppress(UserError):  # broken, which merge says, or not finished
+            other = read_part(path)
+            break
+    else:
+        return
+    differ = differences(other, meta)  # of one: each was compared when it began
+    if differ and not overwrite:
+        raise UserError(f'{path} is of another command or input ({"; ".join(differ)}): give the '
+                        f'same ones for all parts, or delete {folder / PARTS} to begin anew; '
+                        '--overwrite writes this part all the same')
+
+
+def differences(meta, other):
+    """How the command and the input of a part differ from another's, each with both values."""
+    command, others = meta.get('source', {}), other.get('source', {})
+    found = []
+    for key in {**others, **command}:
+        ours, theirs = command.get(key), others.get(key)
+        of_other_files = key == 'identity' and command.get('input') != others.get('input')
+        if key == 'part' or ours == theirs or of_other_files:
+            continue
+        if key == 'identity':
+            states = [each.get('given') for each in (meta, other)]
+            found.append('the input was changed between them: ' + (
+                '{}, not {}'.format(*states) if states[0] != states[1]
+                else 'the name, size or time of change of a file'))
+        elif key != 'tokenizer_sha256':
+            found.append(f'{key} {ours or "none"}, not {theirs or "none"}')
+        elif command['tokenizer'] == others['tokenizer']:
+            found.append(f'--tokenizer={command["tokenizer"]} was prepared anew between them: its '
+                         f'checksum is {ours[:8]}, not {theirs[:8]}')
+    found += [f'{key} {meta.get(key)}, not {other[key]}' for key in ('dtype', 'vocab_size', 'cut')
+              if key in other and meta.get(key) != other[key]]
+    if 'tokenizer' in other and meta.get('tokenizer') != other['tokenizer'] and not found:
+        found = ['the tokens of its tokenizer']
+    return found
+
+
+def check_file(path, moved, file, width):
+    """Raises UserError where the token file of a part, which lies at `moved`, is not what
+    was written."""
+    size, expected = moved.stat().st_size if moved.exists() else 0, width * file['tokens']
     if size != expected:
-        raise UserError(f'{name}: {size:,} bytes where {expected:,} were written: the file is '
-                        'damaged; give the command of that part again')
+        found = f'{size:,} bytes where {expected:,} were written'
+    elif sha256_of(moved) != file['sha256']:
+        found = 'another checksum than when it was written'
+    else:
+        return
+    number, of = PART_NAME.fullmatch(path.parent.name).groups()
+    raise UserError(f'{path}: {found}: the file is damaged; give its command again, with '
+                    f'--part={number}/{of}')

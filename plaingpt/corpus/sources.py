@@ -7,6 +7,7 @@ A source yields its text in pieces, in an order that is always the same, one in 
                            start there and has to read everything again
     source.total           how much text there is, in source.unit, or None where that is unknown
     source.identity()      JSON that changes when the input changes
+    source.summary()       what tells the input from an earlier one, for people
     source.is_one_text     True where few files are one text, which is not cut into documents
     source.nulls           how many rows were left out because their text is null
     source.inputs()        after the last piece, {name, bytes and sha256 of each file: a list}
@@ -24,6 +25,7 @@ import os
 import sysconfig
 import urllib.request
 from contextlib import contextmanager
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import NamedTuple
 
@@ -156,6 +158,12 @@ class Files:
             status = f'\0{size}\0{path.stat().st_mtime_ns}\n'
             digest.update(os.fsencode(path) + status.encode())
         return digest.hexdigest()
+
+    def summary(self):
+        newest = max(self.paths, key=lambda path: path.stat().st_mtime_ns)
+        changed = datetime.fromtimestamp(newest.stat().st_mtime, UTC)
+        return (f'{f"{len(self.paths)} files, " * (len(self.paths) > 1)}{sum(self.sizes):,} bytes, '
+                f'{newest} last changed at {changed}')
 
     def inputs(self):
         return self._inputs
@@ -335,6 +343,9 @@ class HubDataset:
 
     def identity(self):
         return self.builder.hash
+
+    def summary(self):
+        return f'{self.name} of version {self.builder.hash}'
 
     def inputs(self):
         return []  # its version is in the identity

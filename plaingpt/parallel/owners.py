@@ -77,24 +77,25 @@ class Matrices:
         return rows.to(dtype).view(-1, *self.shape)
 
     def from_owners(self, results):
-        """What each process found for its own, (k, R, C) → that for all, (rows, C)."""
-        rows = results.contiguous().view(-1, self.shape[1])
+        """What each process found for its own, (k, R, C) → that for all, (n, R, C)."""
         if self.size == 1:
-            return rows
-        counts = [sum(p.size(0) for p, owner in zip(self.parameters, self.owners, strict=True)
-                      if owner == rank) for rank in range(self.size)]
+            return results
+        turned = self.shape[0] > self.shape[1]  # in memory they are (k, C, R)
+        mine = (results.mT if turned else results).contiguous()
+        counts = [sum(len(p) for p, owner in zip(self.parameters, self.owners, strict=True)
+                      if owner == rank) // self.shape[0] for rank in range(self.size)]
         most = max(counts)  # an all-gather takes as much of each
-        padded = rows.new_zeros(most, self.shape[1])
-        padded[:len(rows)] = rows
-        found = rows.new_empty(self.size * most, self.shape[1])
+        padded = mine.new_zeros(most, *mine.shape[1:])
+        padded[:len(mine)] = mine
+        found = mine.new_empty(self.size * most, *mine.shape[1:])
         all_gather_single(as_bytes(found), as_bytes(padded), group=self.group)
-        return torch.cat([part[:count] for part, count in
-                          zip(found.split(most), counts, strict=True)])
+        found = torch.cat([part[:count] for part, count in
+                           zip(found.split(most), counts, strict=True)])
+        return found.mT if turned else found
 
-    def lengths(self, rows):
-        """(rows, C) → (rows, 1): for each row the Frobenius norm of the matrix that it is of."""
-        norms = rows.view(-1, *self.shape).norm(dim=(-2, -1), keepdim=True)  # (n, 1, 1)
-        return norms.expand(-1, self.shape[0], 1).reshape(-1, 1)
+    def lengths(self, updates):
+        """As from_owners gives them → the Frobenius norm of each matrix, to divide it by."""
+        return updates.norm(dim=(-2, -1), keepdim=True)
 
 
 class ShardedMatrices(Matrices):
@@ -112,7 +113,7 @@ class ShardedMatrices(Matrices):
         return self.exchange(rows, self.received(), self.sent())
 
     def lengths(self, rows):
-        """As Matrices'. The processes add up what their rows have of each matrix."""
+        """As Matrices', (rows, 1). The processes add up what their rows have of each matrix."""
         places, first = [], 0  # of the local rows among those of all parameters
         for p in self.parameters:
             start, count = held_rows(len(p), self.rank, self.size)

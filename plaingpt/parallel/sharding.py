@@ -3,18 +3,22 @@
 The loop and the step ask neither which it is nor whether there are several processes.
 """
 
+import warnings
 from collections import defaultdict
 from contextlib import contextmanager
+from dataclasses import replace
 
 import torch
 import torch.distributed as dist
 import torch.nn as nn
+import torch.nn.functional as F
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from model import GPT
 from plaingpt.system.devices import DTYPES, compile_watch
 from plaingpt.system.distributed import print0
+from plaingpt.system.errors import UserError
 
 
 class Replicated:
@@ -57,6 +61,7 @@ class Sharded:
         group: processes that share a copy of the model, where not all share one"""
         from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+        check_groups(model)
         if compile:
             compile_watch.start(print0)
         self.model = self.eval = self.train = model
@@ -72,11 +77,14 @@ class Sharded:
         last = {list(block.parameters())[-1]: block for block in model.transformer.h}
         for p in fill(model, (tensor.to(device) for _, tensor in weights)):
             if p in last:
+                for norm in (m for m in last[p].modules() if isinstance(m, nn.LayerNorm)):
+                    norm.__class__ = LayerNorm
                 if compile:
                     last[p].compile()
                 fully_shard(last[p], mesh=mesh, mp_policy=low)
         model.to(device)  # its tables
         fully_shard(model, mesh=mesh, mp_policy=MixedPrecisionPolicy(cast_forward_inputs=False))
+        warnings.filterwarnings('ignore', 'FSDP2-wrapped module .* returned a view')  # the logits
         # It stays whole for the backward pass, and where there is none, forever.
         model.register_forward_hook(lambda *_: None if torch.is_grad_enabled() else model.reshard())
 
@@ -92,8 +100,30 @@ class Sharded:
 
     def gathered(self, name, p):
         """A parameter, whole: a matrix of a block in the precision that a step gathers it in."""
-        in_block = name.startswith('transformer.h.') and p.dim() > 1
-        return p.detach().to(self.dtype if in_block else p.dtype).full_tensor()
+        low = self.dtype and name.startswith('transformer.h.') and p.dim() > 1
+        return p.detach().to(self.dtype if low else p.dtype).full_tensor()
+
+
+def check_groups(model):
+    """Raise UserError where a weight cannot be gathered with one block, or with what is outside."""
+    first = {}  # parameter → its first name, and its group
+    for name, p in model.named_parameters(remove_duplicate=False):
+        group = name.split('.')[2] if name.startswith('transformer.h.') else 'outside'
+        other, other_group = first.setdefault(p, (name, group))
+        if other_group != group:
+            raise UserError(f'{name} is the same weight as {other}, and parallel=fsdp gathers each '
+                            'block by itself: untie them, or use --parallel=ddp')
+        if not p.dim():
+            raise UserError(f'{name} has no dimension, and parallel=fsdp shares out rows: make it '
+                            'one of a single number, torch.zeros(1), or use --parallel=ddp')
+
+
+class LayerNorm(nn.LayerNorm):
+    """Its weights may be gathered in a lower precision than x has."""
+
+    def forward(self, x):
+        weight, bias = (p if p is None else p.to(x.dtype) for p in (self.weight, self.bias))
+        return F.layer_norm(x, self.normalized_shape, weight, bias, self.eps)
 
 
 # -----------------------------------------------------------------------------
@@ -142,16 +172,31 @@ def initial_weights(config, seed):
     order, without ever having more than one."""
     class Uninitialised(GPT):
         def init_weights(self):
-            pass
+            self.drawn = torch.get_rng_state()
 
     with torch.random.fork_rng([]):
         torch.manual_seed(seed)
         with Draws():
             model = hollow(config, Uninitialised)
+        torch.set_rng_state(model.drawn)
         for name, p in model.named_parameters():
             tensor = torch.empty(p.shape)
             GPT.init_weights(model, [(name, tensor)])
             yield name, tensor
+
+
+def check_initial_weights(shape, seed):
+    """Raise UserError where initial_weights would not have what GPT(shape) has, as a small model
+    shows: where GPT.__init__ sets weights beside init_weights."""
+    small = replace(shape, n_layer=min(2, shape.n_layer), n_embd=8 * shape.n_head, vocab_size=257,
+                    block_size=min(16, shape.block_size))
+    with torch.random.fork_rng([]):
+        torch.manual_seed(seed)
+        whole = dict(GPT(small).named_parameters())
+    for name, tensor in initial_weights(small, seed):
+        if not torch.equal(tensor, whole[name]):
+            raise UserError(f'{name}: GPT.__init__ sets it, and parallel=fsdp makes weights by '
+                            'init_weights alone: set it there, or use --parallel=ddp')
 
 
 def unknown_weights(model):

@@ -213,8 +213,8 @@ def gradient_is_true(subject):
         fall = behind - ahead
         if abs(fall / predicted - 1) <= GRADIENT_ERROR[subject.device.type == 'cpu']:
             return None
-    return (f'a step along the gradient should lower the loss by {predicted:.4f}, and lowers it '
-            f'by {fall:.4f}: a detach in a branch, a backward pass of your own that is not the '
+    return (f'a step along the gradient should lower the loss by {predicted:.3g}, and lowers it '
+            f'by {fall:.3g}: a detach in a branch, a backward pass of your own that is not the '
             'derivative of its forward pass, or a step in the forward pass (rounding, a choice)')
 
 

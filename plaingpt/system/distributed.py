@@ -179,10 +179,9 @@ def naming_the_lost(store, peers):
 
 def find_lost(store, peers):
     """'rank 1', by the processes of this host, or by what another rank found out before."""
-    here, deadline = socket.gethostname(), time.monotonic() + 5
+    deadline = time.monotonic() + 5
     while time.monotonic() < deadline:
-        lost = [rank for rank, (host, pid, start) in enumerate(peers)
-                if host == here and os.name != 'nt' and not is_running(pid, start)]
+        lost = find_dead(peers)
         try:
             if lost:  # those who see their neighbours leave because of it come later
                 return store.compare_set('lost', '', ranks(lost)).decode()
@@ -191,8 +190,16 @@ def find_lost(store, peers):
         except dist.DistError:  # rank 0 had the store
             return ranks(sorted({0, *lost}))
         time.sleep(0.1)
+    here = socket.gethostname()
     hosts = sorted({host for host, _, _ in peers} - {here})
     return f'a process on {" or ".join(hosts) or here}'
+
+
+def find_dead(peers):
+    """The ranks of this host whose processes are gone."""
+    here = socket.gethostname()
+    return [rank for rank, (host, pid, start) in enumerate(peers)
+            if host == here and os.name != 'nt' and not is_running(pid, start)]
 
 
 def ranks(numbers):
@@ -232,14 +239,21 @@ class Heartbeat:
             thread.join(BEAT_S)  # none may be in a call of the store when the interpreter ends
 
     def follow_next(self):
-        rank, count, silent = (self.world.rank + 1) % self.world.size, -1, 0
+        rank, count, silent, dead = (self.world.rank + 1) % self.world.size, -1, 0, []
         with suppress(dist.DistError):  # watch_store counts how long the store has been gone
             while not self.over.wait(BEAT_S):
                 before, count = count, self.beat(rank)[0]
+                # Where a collective waits for one that is gone, it says so itself, before the next
+                # beat; where processes connect to each other it does not.
+                if dead:
+                    self.store.compare_set('end', '', f'lost {ranks(dead)}')
+                dead = find_dead(self.peers)
                 silent = silent + 1 if count == before else 0
                 if (silent + 3) * BEAT_S >= HANG_S and (hung := self.find_hung()):
                     self.store.compare_set('end', '', f'no sign of life from {hung} for {HANG_S} '
                                            's: the process, its host or the network hangs')
+        if not self.over.wait(2 * BEAT_S) and (dead := find_dead(self.peers)):
+            give_up(f'lost {ranks(dead)}')  # one of them had the store
 
     def find_hung(self):
         """'rank 1 on HOST': those of whom the next three beats bring nothing. '' for none."""

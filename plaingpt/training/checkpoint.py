@@ -94,7 +94,7 @@ class Checkpoint:
                 raise UserError(f'{self.path}: {name!r} there does not fit this model: it holds '
                                 'another architecture')
         for name, rows, file, key in self._parts('model'):
-            put_rows(wanted[name], rows, file.get_slice(key))
+            put_rows(wanted[name], rows, file, key)
         check_finite(model, self.path, 'use an earlier one with --checkpoint=ITER')
 
     @torch.no_grad()
@@ -120,10 +120,10 @@ class Checkpoint:
             if not shapes[entry]:
                 state[key] = file.get_tensor(part).to(p.device, copy=True)
                 continue
-            source = file.get_slice(part)
             if key not in state:
-                state[key] = empty_like_rows(p, shapes[entry], source[0:0].dtype)
-            put_rows(state[key], rows, source)
+                dtype = file.get_slice(part)[0:0].dtype
+                state[key] = empty_like_rows(p, shapes[entry], dtype)
+            put_rows(state[key], rows, file, part)
 
     def verify(self, kinds=('model', 'optimizer')):
         """Compare all chunks with their checksums. Raises UserError that names a damaged one."""
@@ -223,10 +223,13 @@ def load(init_from, out_dir='out', which='best', tokenizer='auto'):
     return model, made, source, state
 
 
-def put_rows(tensor, rows, source):
-    """Copy what this process has of a tensor from a slice of safetensors, which has its `rows` (a
-    slice, or ... for all). Nothing else is read."""
-    mine, first = local_rows(tensor)
+def put_rows(tensor, rows, file, key):
+    """Copy what this process has of a tensor from an open file, which has its `rows` (a slice, or
+    ... for all). Nothing else is read."""
+    if rows is ... and not is_sharded(tensor):
+        tensor.copy_(file.get_tensor(key))
+        return
+    (mine, first), source = local_rows(tensor), file.get_slice(key)
     start = 0 if rows is ... else rows.start
     a, b = max(first, start), min(first + len(mine), start + source.get_shape()[0])
     if a < b:

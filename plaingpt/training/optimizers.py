@@ -163,15 +163,16 @@ class MuonAdamW(torch.optim.Optimizer):
         matrices = [local_rows(p)[0] for p in alike.parameters]
         sizes = [p.size(0) for p in matrices]
         mine = alike.to_owners(directions, iterations_dtype(directions[0].device))
-        updates = alike.from_owners(orthogonalized(mine, self.iterations)).float()  # (rows, …)
+        updates = alike.from_owners(orthogonalized(mine, self.iterations)).float()  # (…, C)
         if self.equal_rows:
             rows = [local_rows(self.state[p]['exp_avg_sq_rows'])[0] for p in alike.parameters]
             squares = updates.square().mean(-1, keepdim=True)
-            torch._foreach_lerp_(rows, squares.split(sizes), 1 - self.rows_beta)
-            updates /= torch.cat(rows).sqrt() + 1e-8
+            torch._foreach_lerp_(rows, squares.reshape(-1, 1).split(sizes), 1 - self.rows_beta)
+            updates /= torch.cat(rows).view(squares.shape).sqrt() + 1e-8
             updates *= math.sqrt(min(alike.shape)) / alike.lengths(updates).clamp(min=1e-8)
         torch._foreach_mul_(matrices, 1 - lr * weight_decay * self.alright())
-        torch._foreach_add_(matrices, updates.split(sizes), alpha=-lr * self.scale(*alike.shape))
+        torch._foreach_add_(matrices, updates.reshape(-1, alike.shape[1]).split(sizes),
+                            alpha=-lr * self.scale(*alike.shape))
 
     def alright(self):
         """1, or 0 where the step is to change nothing."""

@@ -170,7 +170,8 @@ class TrainConfig(GPTConfig):
         micro = self.block_size * (1 if auto else self.batch_size)
         world = self.world_size()
         if self.fsdp_group and world % self.fsdp_group:
-            found.append(f'fsdp_group={self.fsdp_group}: {world} processes are no multiple of it')
+            found.append(f'fsdp_group={self.fsdp_group} does not divide the number of processes, '
+                         f'{world}, that torchrun started')
         if self.fsdp_group and self.parallel == 'ddp':
             found.append(f'fsdp_group={self.fsdp_group} takes parallel=fsdp')
         if auto and not self.total_batch_size:

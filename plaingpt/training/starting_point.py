@@ -22,6 +22,7 @@ from plaingpt.inference.pretrained import (
 from plaingpt.parallel.sharding import (
     Replicated,
     Sharded,
+    check_initial_weights,
     hollow,
     hollow_like,
     initial_weights,
@@ -185,9 +186,10 @@ def with_parallel(config, dataset, resumed, dtype, device, world):
     processes. Raises UserError."""
     if config.parallel == 'fsdp' and not world.launched:
         raise UserError('parallel=fsdp shares a model among processes: start them with torchrun')
-    if config.parallel != 'auto' or world.size == 1:
+    if world.size == 1 and config.parallel != 'fsdp':
         return config
-    shape = known_shape(config, dataset, resumed) or start_shape(config)
+    shape = config.parallel == 'auto' and (
+        known_shape(config, dataset, resumed) or start_shape(config))
     available = available_memory(device)
     kind, why = choose_parallel(config, shape, dtype, device.type,
                                 available and all_reduce_min(available, device))
@@ -231,6 +233,7 @@ def spread(model, config, resumed, device, compile, dtype, world):
     if resumed:
         weights = unknown_weights(model)
     elif config.init_from in ('scratch', 'auto'):
+        check_initial_weights(model.config, config.seed)
         weights = initial_weights(model.config, config.seed)
     else:  # of a run, or of others
         weights = [(name, p.detach()) for name, p in model.named_parameters()]

@@ -219,11 +219,18 @@ def cut_short(folder):
     path.write_bytes(path.read_bytes()[:-2])
 
 
+def change_a_byte(folder):
+    path = min(folder.glob('train*.bin'))
+    path.write_bytes(b'!' + path.read_bytes()[1:])
+
+
 @pytest.mark.parametrize(('harm', 'words'), [
     (shutil.rmtree, 'of 3 parts 2 is missing'),
     (leave_unfinished, 'of 3 parts 2 is not finished'),
     (lambda path: shutil.copytree(path, path.with_name('2-of-4')), 'parts of 3 and parts of 4'),
     (lambda path: (path / 'meta.json').write_text('{'), '2-of-3/meta.json is broken'),
+    (change_a_byte, '2-of-3/train_000000.bin: another checksum than when it was written: the file '
+                    'is damaged; give its command again, with --part=2/3'),
     (cut_short, '2-of-3/train_000000.bin: 17,998 bytes where 18,000 were written')])
 def test_merge_refuses_parts_that_are_not_whole_and_merges_them_once_they_are(
         harm, words, argv, tmp_path, refused):
@@ -231,8 +238,10 @@ def test_merge_refuses_parts_that_are_not_whole_and_merges_them_once_they_are(
     prepare.main([*argv[:-1], f'--data_dir={tmp_path}/whole'])
     part = tmp_path / 'd/parts/2-of-3'
     harm(part)
+    before = sorted((tmp_path / 'd').rglob('*'))
     for _ in range(2):
         assert words in refused('merge', f'{tmp_path}/d')
+    assert sorted((tmp_path / 'd').rglob('*')) == before
     shutil.rmtree(part.with_name('2-of-4'), ignore_errors=True)
     if 'broken' in words:
         shutil.rmtree(part)
@@ -242,35 +251,111 @@ def test_merge_refuses_parts_that_are_not_whole_and_merges_them_once_they_are(
 
 
 @pytest.mark.parametrize(('other', 'words'), [
-    ('--tokenizer=lender', 'tokenizer byte, not'), ('--val_fraction=0.2', 'val_fraction 0.1, not'),
-    ('--shard_tokens=8_000', 'shard_tokens'), ('touched', 'the input was changed')])
-def test_merge_refuses_parts_of_different_commands_and_inputs(
+    ('--tokenizer=lender', 'tokenizer byte, not lender'),
+    ('--val_fraction=0.2', 'val_fraction 0.1, not 0.2'),
+    ('--shard_tokens=8_000', 'shard_tokens 9000, not 8000'),
+    ('--input={path}.2', '(input {path}, not {path}.2):'),
+    ('touched', 'the input was changed between them: {size} bytes, {path} last changed at 20')])
+def test_parts_of_different_commands_and_inputs_are_refused_with_both_values(
         other, words, argv, tmp_path, refused, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / 'in.txt').write_text('\n'.join(TEXTS))
     argv[1] = f'--input={tmp_path}/in.txt'
     prepare.main([*argv[:-1], '--tokenizer=bpe:300', '--data_dir=data/lender'])
     prepare_parts(2, *argv, skip=[1])
+    path = tmp_path / 'in.txt'
+    shutil.copy(path, f'{path}.2')
+    words = words.format(size=f'{path.stat().st_size:,}', path=path)
+    other = other.format(path=path)
     if other == 'touched':
-        (tmp_path / 'in.txt').write_text('\n'.join(TEXTS[::-1]))
+        (tmp_path / 'in.txt').write_text('\n'.join(TEXTS[::-2]))
         other = argv[-1]
-    prepare.main([*argv, other, '--part=1/2'])
+    message = refused(*argv, other, '--part=1/2')
+    assert words in message and '2-of-2 is of another command or input' in message
+    assert not (tmp_path / 'd/parts/1-of-2').exists()
+    second = state_of(tmp_path / 'd/parts/2-of-2')
+    prepare.main([*argv, other, '--part=1/2', '--overwrite'])
     message = refused('merge', f'{tmp_path}/d')
     assert words in message and '2-of-2 does not fit to 1-of-2' in message
+    assert state_of(tmp_path / 'd/parts/2-of-2') == second
     assert 'merge' in refused(*argv)  # a whole beside the parts
+
+
+def test_a_borrowed_tokenizer_that_was_prepared_anew_is_named_by_its_option(
+        argv, inputs, tmp_path, refused):
+    argv[3:4] = [f'--tokenizer={tmp_path}/lender']
+    prepare.main([*inputs['lines'], '--tokenizer=bpe:300', f'--data_dir={tmp_path}/lender'])
+    prepare.main([*argv, '--part=1/2'])
+    prepare.main([*inputs['lines'], '--tokenizer=bpe:280', f'--data_dir={tmp_path}/lender',
+                  '--overwrite'])
+    prepare.main([*argv, '--part=2/2', '--overwrite'])
+    assert '/lender was prepared anew between them: its checksum is ' \
+        in refused('merge', f'{tmp_path}/d')
+
+
+def test_a_part_of_another_number_of_parts_is_refused_before_it_is_written(
+        argv, tmp_path, refused):
+    prepare.main([*argv, '--part=2/3'])
+    assert '2-of-3 is one of 3 parts, not of 5' in refused(*argv, '--part=1/5', '--overwrite')
+    assert [path.name for path in (tmp_path / 'd/parts').iterdir()] == ['2-of-3']
+
+
+@pytest.mark.parametrize('name', ['x.log', 'foo', '1-of-2/notes.txt'])
+def test_merge_deletes_nothing_that_others_put_beside_the_parts(name, argv, tmp_path, refused):
+    prepare_parts(2, *argv)
+    other = tmp_path / 'd/parts' / name
+    other.write_text('mine') if other.suffix else other.mkdir()
+    before = sorted((tmp_path / 'd').rglob('*'))
+    assert f'{name} was not written by prepare.py' in refused('merge', f'{tmp_path}/d')
+    assert sorted((tmp_path / 'd').rglob('*')) == before
+    other.rename(tmp_path / other.name)
+    prepare.main(['merge', f'{tmp_path}/d'])
+
+
+@pytest.mark.parametrize('state', ['finished', 'unfinished'])
+def test_a_copy_of_another_part_is_not_taken_for_the_part(state, argv, tmp_path, monkeypatch):
+    prepare.main([*argv[:-1], f'--data_dir={tmp_path}/whole'])
+    first = tmp_path / 'd/parts/1-of-2'
+    if state == 'unfinished':
+        monkeypatch.setattr(prepare, 'publish', lambda folder: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            prepare.main([*argv, '--part=1/2'])
+        monkeypatch.undo()
+        assert (first / 'unfinished/meta.json').exists()
+    else:
+        prepare.main([*argv, '--part=1/2'])
+    shutil.copytree(first, first.with_name('2-of-2'))
+    prepare_parts(2, *argv)
+    prepare.main(['merge', f'{tmp_path}/d'])
+    assert state_of(tmp_path / 'd') == state_of(tmp_path / 'whole')
+
+
+def test_overwrite_writes_a_finished_part_anew_also_after_the_merge(argv, tmp_path, capsys):
+    prepare_parts(2, *argv)
+    for _ in range(2):
+        old = [(tmp_path / f'd/parts/{k}-of-2/meta.json') for k in (1, 2)]
+        times = [path.stat().st_mtime_ns for path in old if path.exists()]
+        capsys.readouterr()
+        prepare_parts(2, *argv, '--overwrite')
+        assert capsys.readouterr().out.count('tokens in ') == 2
+        assert not {path.stat().st_mtime_ns for path in old} & {*times}
+        prepare.main(['merge', f'{tmp_path}/d'])
 
 
 def test_merge_waits_for_no_part_that_is_being_written(argv, tmp_path, refused):
     prepare_parts(2, *argv)
     with prepare.lock_dataset_dir(tmp_path / 'd', (2, 2)):
-        assert 'of 2 parts 2 is not finished' in refused('merge', f'{tmp_path}/d')
-        assert 'another prepare.py is writing' in refused(*argv, '--part=2/2')
+        assert refused('merge', f'{tmp_path}/d').endswith(
+            'of 2 parts 2 is being written: wait for what is being written')
+        assert refused(*argv, '--part=2/2').endswith(
+            '2-of-2: another prepare.py is writing there: wait until it is done')
         prepare.main([*argv, '--part=1/2'])  # the others go on
     prepare.main(['merge', f'{tmp_path}/d'])
 
 
 @pytest.mark.parametrize(('options', 'words'), [
     (['--part=0/3'], 'expected K/N'), (['--part=4/3'], 'expected K/N'), (['--part=3'], 'K/N'),
+    (['--part='], 'expected K/N'), (['--part=1/1000000'], 'N up to 999999'),
     (['--part=1/3', '--if_small'], 'if_small'),
     (['--part=1/3', '--tokenizer=char'], 'the char tokenizer is learned'),
     (['--part=1/3', '--tokenizer=bpe:512'], '--tokenizer=bpe:512 --data_dir=data/sample'),

@@ -22,6 +22,7 @@ from plaingpt.inference import scoring
 from plaingpt.parallel import sharding
 from plaingpt.system.devices import rng_state
 from plaingpt.system.distributed import launched_world, process_group
+from plaingpt.system.errors import UserError
 from plaingpt.training import checkpoint as checkpoints
 from plaingpt.training.checkpoint_writer import Saver
 from plaingpt.training.optimizers import build_optimizer
@@ -116,6 +117,30 @@ def test_a_hollow_model_has_tables_and_ties_and_no_weights():
     assert torch.equal(gpt.cos, GPT(gpt.config).cos)
 
 
+def test_weights_that_are_set_outside_of_init_weights_are_refused(monkeypatch):
+    sharding.check_initial_weights(replace(SMALL, **NEWER), 3)
+    original = GPT.__init__
+
+    def init(self, config):
+        original(self, config)
+        torch.nn.init.normal_(self.transformer.wpe.weight, std=0.5)
+    monkeypatch.setattr(GPT, '__init__', init)
+    with pytest.raises(UserError, match=r'transformer.wpe.weight: GPT.__init__ sets'):
+        sharding.check_initial_weights(SMALL, 3)
+
+
+def test_weights_that_cannot_be_gathered_with_their_block_are_named():
+    sharding.check_groups(GPT(SMALL))  # embedding and head may be one
+    gpt = GPT(SMALL)
+    gpt.transformer.h[1].mlp = gpt.transformer.h[0].mlp
+    with pytest.raises(UserError, match=r'h\.1\.mlp\.c_fc.weight is the same weight as .*h.0.mlp'):
+        sharding.check_groups(gpt)
+    gpt = GPT(SMALL)
+    gpt.gain = torch.nn.Parameter(torch.tensor(1.0))
+    with pytest.raises(UserError, match='gain has no dimension'):
+        sharding.check_groups(gpt)
+
+
 SHAPES = {
     'gpt2': dict(loss_chunk_tokens=24),
     'newer, recomputed in part': dict(**NEWER, loss_chunk_tokens=0,
@@ -191,8 +216,11 @@ def test_a_step_that_is_not_finite_on_one_process_moves_no_weight_on_any(small, 
         torch.testing.assert_close(tensor, expected[name], rtol=1e-4, atol=2e-6, msg=name)
 
 
-def test_bfloat16_is_near_to_that_of_one_process(small, tmp_path):
-    argv = [*small, '--dtype=bfloat16', *flags(**NEWER)]
+@pytest.mark.parametrize(('dtype', 'shape'), [
+    ('bfloat16', {'bias': True}), pytest.param('bfloat16', NEWER, marks=pytest.mark.slow),
+    pytest.param('float16', {}, marks=pytest.mark.slow)])
+def test_lower_precision_is_near_to_that_of_one_process(small, tmp_path, dtype, shape):
+    argv = [*small, f'--dtype={dtype}', *flags(**shape)]
     job(tmp_path / 'one', 0, *argv)
     job(tmp_path / 'two', 2, *argv, '--parallel=fsdp')
     found, expected = ([row['val_loss'] for row in rows(tmp_path / name) if 'val_loss' in row]

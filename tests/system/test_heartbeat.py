@@ -5,7 +5,9 @@ import os
 import signal
 import socket
 import time
+from functools import partial
 
+import pytest
 import torch
 from helpers import exit_code, fork, ranks, wait_until
 
@@ -71,6 +73,26 @@ def test_a_process_that_is_slow_and_a_job_that_is_suspended_do_not_end(tiny, tmp
     for pid in pids:
         os.kill(pid, signal.SIGTERM)
     assert [exit_code(pid) for pid in pids] == [0, 0] and not any(map(said, logs))
+
+
+def die_before_connecting(rank):
+    def init_process_group(*_, **__):
+        os.kill(os.getpid(), signal.SIGKILL)
+    if os.environ['RANK'] == rank:
+        distributed.dist.init_process_group = init_process_group
+    beat_fast()
+
+
+@pytest.mark.parametrize('lost', ['0', '2'])
+def test_a_process_that_dies_before_all_are_connected_is_named(tiny, tmp_path, lost):
+    logs = [tmp_path / f'log{rank}' for rank in range(3)]
+    pids = [fork(train.main, *tiny, '--gradient_accumulation_steps=3', log=log,
+                 before=partial(die_before_connecting, lost), **env)
+            for log, env in zip(logs, ranks(3), strict=True)]
+    codes = [exit_code(pid) for pid in pids]
+    assert codes.pop(int(lost)) == -signal.SIGKILL and set(codes) <= {1, 2}
+    lines = [line for log in logs for line in said(log)]
+    assert lines and all(line.startswith(f'error: lost rank {lost}') for line in lines)
 
 
 def work_and_leave(argv):

@@ -253,7 +253,8 @@ def note(what):
 
 
 def print_memory(memory, machine):
-    of = f'{machine.device.type}, {machine.name}' if machine.here else 'one GPU'
+    of = f'{machine.device.type}, {machine.name}' if machine.here else \
+        f'one {machine.name} with {gib(machine.total)}' if machine.name else 'one GPU'
     print(f'memory of {of}: micro-batch {memory["batch_size"]}, {memory["micro_steps"]} a step, '
           f'{memory["dtype"]}; highest in "{memory["peak_stage"]}"')
     for name, size in sorted(memory['items'].items(), key=lambda item: -item[1]):

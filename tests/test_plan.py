@@ -55,7 +55,7 @@ def test_the_table_and_the_json_say_the_same(capsys):
     assert f'{found["memory"]["total"] / 2**30:.2f} GiB  in all: fits in 40.00 GiB' in out
     assert sum(found['memory']['items'].values()) == found['memory']['peak']
     assert f'{found["tokens"]["per_step"]:,} a step' in out
-    assert 'no_such_dataset is not prepared' in out
+    assert 'no_such_dataset is not prepared' in out and 'one A100 with 40.00 GiB' in out
 
 
 def test_an_automatic_batch_is_the_largest_that_keeps_the_step(capsys):

@@ -194,6 +194,8 @@ def find_files(wanted):
     """'a.txt,~/notes/,logs/*.gz' → sorted paths, each once. Raises UserError."""
     paths = set()
     for one in [wanted] if Path(wanted).exists() else wanted.split(','):
+        if not one.strip():  # it would be the working directory
+            continue
         root = Path(one).expanduser()
         if root.is_dir():
             found = {p for p in root.rglob('*')

@@ -4,6 +4,7 @@ import json
 import random
 import socket
 import time
+from pathlib import Path
 
 import numpy as np
 import pyarrow
@@ -134,6 +135,13 @@ def test_files_folders_and_globs_are_found_once_and_in_order(tmp_path):
         ['a.txt', 'b/deep/y.md.gz', 'b/x.py', 'c1.log']
     with pytest.raises(UserError, match='no file of that form'):
         find_files(f'{tmp_path}/*.rst')
+
+
+def test_a_comma_too_many_does_not_name_the_working_directory(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name in ('a.txt', 'other.txt'):
+        Path(name).write_text('text')
+    assert find_files('a.txt,') == find_files(',a.txt') == [Path('a.txt')]
 
 
 BPE = BPETokenizer.train(['the cat sat on the mat, 12  the\n\n  cat!'] * 3, 290)

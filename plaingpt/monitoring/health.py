@@ -93,10 +93,9 @@ class Health:
                        for name in moved}
 
     @torch.no_grad()
-    def measure(self, model=None):
+    def measure(self, model):
         """→ {'health/…': number} after an update that was due. Waits for the device, once.
-        model: one with all of the weights, where this one is sharded"""
-        model = model or self.model
+        model: with all of the weights; this one is where it is not sharded"""
         sequences = max(1, FORWARD_TOKENS // self.loader.block_size)
         batch = self.loader.eval_batch(self.loader.eval_batches(1)[0])
         idx, targets = (t[:sequences] for t in batch)  # (B, T)

@@ -5,12 +5,12 @@ holds some rows of every matrix: they travel to the owners, and what these found
 """
 
 from collections import defaultdict
-from functools import lru_cache
+from functools import cached_property, lru_cache
 
 import torch
 import torch.distributed as dist
 
-from plaingpt.system.distributed import held_rows, is_sharded
+from plaingpt.system.distributed import held_rows, is_sharded, share_axis
 
 # torch 2.13 renamed it
 all_gather_single = getattr(dist, 'all_gather_single', None) or dist.all_gather_into_tensor
@@ -24,9 +24,8 @@ def by_shape(held, processes):
     sharded = is_sharded(held[0][0])
     group, size = None, processes
     if sharded:
-        mesh, placements = held[0][0].device_mesh, held[0][0].placements
-        axis = next(i for i, placement in enumerate(placements) if placement.is_shard())
-        group, size = mesh.get_group(axis), mesh.size(axis)
+        mesh = held[0][0].device_mesh
+        group, size = mesh.get_group(share_axis(mesh)), mesh.size(share_axis(mesh))
     stacks = tuple(((p.size(0) // n, p.size(1)), n) for p, n in held)
     alike = defaultdict(list)
     for (p, _), (shape, _), owner in zip(held, stacks, owners_of(stacks, size), strict=True):
@@ -103,14 +102,14 @@ class ShardedMatrices(Matrices):
 
     def to_owners(self, tensors, dtype):
         """The local rows of each parameter → the matrices owned here, (k, R, C)."""
-        rows = self.exchange(torch.cat(tensors).to(dtype), self.sent(), self.received())
-        return transposed(rows, self.blocks()).view(-1, *self.shape)
+        rows = self.exchange(torch.cat(tensors).to(dtype), self.sent, self.received)
+        return transposed(rows, self.blocks).view(-1, *self.shape)
 
     def from_owners(self, results):
         """What each process found for its own, (k, R, C) → the local rows of all, (rows, C)."""
         rows = results.contiguous().view(-1, self.shape[1])
-        rows = transposed(rows, zip(*self.blocks(), strict=True))
-        return self.exchange(rows, self.received(), self.sent())
+        rows = transposed(rows, zip(*self.blocks, strict=True))
+        return self.exchange(rows, self.received, self.sent)
 
     def lengths(self, rows):
         """As Matrices', (rows, 1). The processes add up what their rows have of each matrix."""
@@ -126,15 +125,18 @@ class ShardedMatrices(Matrices):
         dist.all_reduce(squares, group=self.group)
         return squares.sqrt()[places // self.shape[0]].unsqueeze(1)
 
+    @cached_property
     def blocks(self):
         """For each process, how many rows it holds of each parameter that is owned here."""
         return [[held_rows(len(p), rank, self.size)[1] for p in self.mine]
                 for rank in range(self.size)]
 
+    @cached_property
     def received(self):
         """How many rows each process holds of what is owned here."""
-        return [sum(counts) for counts in self.blocks()]
+        return [sum(counts) for counts in self.blocks]
 
+    @cached_property
     def sent(self):
         """How many rows are held here of what each process owns."""
         counts = [0] * self.size

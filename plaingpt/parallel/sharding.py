@@ -188,8 +188,7 @@ def initial_weights(config, seed):
 def check_initial_weights(shape, seed):
     """Raise UserError where initial_weights would not have what GPT(shape) has, as a small model
     shows: where GPT.__init__ sets weights beside init_weights."""
-    small = replace(shape, n_layer=min(2, shape.n_layer), n_embd=8 * shape.n_head, vocab_size=257,
-                    block_size=min(16, shape.block_size))
+    small = small_shape(shape)
     with torch.random.fork_rng([]):
         torch.manual_seed(seed)
         whole = dict(GPT(small).named_parameters())
@@ -197,6 +196,12 @@ def check_initial_weights(shape, seed):
         if not torch.equal(tensor, whole[name]):
             raise UserError(f'{name}: GPT.__init__ sets it, and parallel=fsdp makes weights by '
                             'init_weights alone: set it there, or use --parallel=ddp')
+
+
+def small_shape(shape):
+    """The GPTConfig of a small model that has the flags of another."""
+    return replace(shape, n_layer=min(2, shape.n_layer), n_embd=8 * shape.n_head, vocab_size=257,
+                   block_size=min(16, shape.block_size))
 
 
 def unknown_weights(model):

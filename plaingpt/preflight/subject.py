@@ -13,6 +13,7 @@ import torch
 from model import GPT
 from plaingpt.corpus.batches import BatchLoader
 from plaingpt.corpus.dataset import Dataset
+from plaingpt.parallel.sharding import small_shape
 from plaingpt.training.optimizers import build_optimizer
 from plaingpt.training.settings import TrainConfig
 
@@ -137,9 +138,7 @@ class Subject:
     def small_model(self):
         """→ (GPT with the flags of this one, all of whose weights count; its optimizer; its
         settings, with a rate that moves each weight a little)."""
-        shape = self.model.config
-        gpt = GPT(replace(shape, vocab_size=257, n_layer=min(2, shape.n_layer), dropout=0.0,
-                          n_embd=8 * shape.n_head, block_size=min(16, shape.block_size)))
+        gpt = GPT(replace(small_shape(self.model.config), dropout=0.0))
         with torch.no_grad():
             for p in gpt.parameters():
                 p.normal_(std=0.1)

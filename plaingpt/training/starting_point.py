@@ -175,7 +175,8 @@ def check_resumed(resumed, config, dataset):
                             'another --out_dir')
     print0(f'resumed from {resumed.path}')
     changed = {key: values for key, values in changed.items()
-               if key not in ('init_from', 'checkpoint', 'check') and values[1] != 'auto'}
+               if key not in ('init_from', 'checkpoint', 'check')
+               and (key, values[1]) != ('parallel', 'auto')}  # a line of its own tells what it is
     for key, (saved, value) in changed.items():
         print0(f'  changed: {key} {saved} → {value}')
     return bool(changed)

@@ -40,7 +40,7 @@ def step(model, health, loader, lr=1e-2):
     with health.around_update(1, torch.amp.GradScaler('cpu', enabled=False)):
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
-    return health.measure(), before, grads
+    return health.measure(health.model), before, grads
 
 
 def total(tensors, part):
@@ -153,7 +153,7 @@ def test_a_layer_without_a_gradient_is_seen_as_such(loader):
                     loader.train_batch(0, 0)[1].flatten()).backward()
     with health.around_update(1, torch.amp.GradScaler('cpu', enabled=False)):
         optimizer.step()
-    seen = health.measure()
+    seen = health.measure(health.model)
     assert seen['health/grad_norm/h.0'] == seen['health/update_ratio/h.0'] == 0
     assert seen['health/grad_norm/h.1'] > 0
 

@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from model import GPT, GPTConfig
 from plaingpt.parallel.owners import owners_of, work
-from plaingpt.system.distributed import launched_world, process_group
+from plaingpt.system.distributed import launched_world, process_group, whole
 from plaingpt.training import optimizers
 from plaingpt.training.optimizers import build_optimizer
 from plaingpt.training.settings import TrainConfig
@@ -85,10 +85,6 @@ class Trained:
             assert self.optimizer.state[p].keys() == self.alone.state[q].keys()
             for key, value in self.alone.state[q].items():
                 yield p in matrices, whole(self.optimizer.state[p][key]), value
-
-
-def whole(tensor):
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def sharded(gpt):

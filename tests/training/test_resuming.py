@@ -404,6 +404,14 @@ def test_an_earlier_run_that_cannot_be_moved_stays_and_the_run_ends_with_code_1(
     assert contents(earlier) == before
 
 
+def test_a_setting_that_is_left_to_the_machine_again_is_told(tiny, capsys):
+    train.main([*tiny, '--max_iters=3'])
+    capsys.readouterr()
+    train.main([*tiny, '--init_from=resume', '--dtype=auto', '--parallel=auto'])
+    out = capsys.readouterr().out
+    assert 'changed: dtype float32 → auto' in out and 'changed: parallel' not in out
+
+
 def test_two_processes_move_the_earlier_run_aside_together(tiny, earlier, tmp_path):
     before = weights(earlier)
     for seed in (2, 3):

@@ -19,13 +19,13 @@ from pathlib import Path
 from typing import Literal
 
 from configurator import load_config
-from plaingpt.corpus.dataset import dataset_folder, open_dataset
 from plaingpt.inference import scoring
 from plaingpt.system.devices import autocast, choose_device, choose_dtype
 from plaingpt.system.distributed import host_group, launched_world, print0, process_group
 from plaingpt.system.errors import UserError, run_script
 from plaingpt.system.files import write_json
 from plaingpt.system.streams import require_stdout, status
+from plaingpt.tokens.dataset import dataset_folder, open_dataset
 from plaingpt.training import checkpoint as checkpoints
 
 TASKS = ('val', 'train', 'text', *scoring.BENCHMARKS)

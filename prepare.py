@@ -26,11 +26,8 @@ from pathlib import Path
 from typing import Literal
 
 from configurator import load_config
-from plaingpt.corpus import tokenizers
 from plaingpt.corpus.corpora import CORPORA, describe, table
-from plaingpt.corpus.dataset import PARTS, UNFINISHED, dataset_folder, open_dataset
 from plaingpt.corpus.encoding import check_disk, write_shards
-from plaingpt.corpus.inspection import find_damage, inspect, print_report, record_overlap
 from plaingpt.corpus.pretokenized import fetch_shards
 from plaingpt.corpus.shards import (
     check_neighbours,
@@ -48,6 +45,9 @@ from plaingpt.system.errors import UserError, run_script
 from plaingpt.system.files import write_json
 from plaingpt.system.formatting import quoted
 from plaingpt.system.streams import require_stdout
+from plaingpt.tokens import tokenizers
+from plaingpt.tokens.dataset import PARTS, UNFINISHED, dataset_folder, open_dataset
+from plaingpt.tokens.inspection import find_damage, inspect, print_report, record_overlap
 
 BPE_SAMPLE_CHARS = 50_000_000  # a bpe tokenizer is trained on at most so much text
 

@@ -15,9 +15,9 @@ from helpers import ROOT, SHARED, fails, run, shared_file
 import prepare
 from plaingpt.corpus import encoding
 from plaingpt.corpus.corpora import CORPORA, Corpus, find_dataset_size
-from plaingpt.corpus.dataset import open_dataset
-from plaingpt.corpus.sources import Piece
+from plaingpt.corpus.documents import Piece
 from plaingpt.system.errors import UserError
+from plaingpt.tokens.dataset import open_dataset
 
 
 def meta_of(folder):

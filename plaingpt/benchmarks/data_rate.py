@@ -11,9 +11,9 @@ from plaingpt.benchmarks.ladder import stack_slices
 from plaingpt.benchmarks.result_tables import markdown
 from plaingpt.benchmarks.step_speed import make_step, random_batches
 from plaingpt.benchmarks.timing import step_seconds
-from plaingpt.corpus.batches import BatchLoader
-from plaingpt.corpus.dataset import dataset_folder, open_dataset
 from plaingpt.system.formatting import short
+from plaingpt.tokens.batches import BatchLoader
+from plaingpt.tokens.dataset import dataset_folder, open_dataset
 
 BATCHES = 200  # that are timed of each reader
 

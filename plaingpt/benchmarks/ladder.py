@@ -20,10 +20,11 @@ from tqdm import tqdm
 from model import GPT, CausalSelfAttention, GPTConfig
 from plaingpt.benchmarks.result_tables import format_memory, format_times, markdown
 from plaingpt.benchmarks.timing import step_seconds, step_times
-from plaingpt.corpus.batches import BatchLoader
 from plaingpt.corpus.corpora import find_dataset_size
-from plaingpt.corpus.dataset import TokenStream, dataset_folder, open_dataset, open_tokens
 from plaingpt.system.devices import autocast
+from plaingpt.tokens.batches import BatchLoader
+from plaingpt.tokens.dataset import dataset_folder, open_dataset
+from plaingpt.tokens.token_files import TokenStream, open_tokens
 from plaingpt.training.optimizers import build_optimizer
 from plaingpt.training.settings import TrainConfig
 from plaingpt.training.training_step import forward_backward

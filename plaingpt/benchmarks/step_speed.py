@@ -15,8 +15,6 @@ from torch.autograd import DeviceType
 from model import GPT, GPTConfig
 from plaingpt.benchmarks.result_tables import format_memory, format_times, markdown
 from plaingpt.benchmarks.timing import matmul_flops, step_seconds, step_times
-from plaingpt.corpus.batches import BatchLoader, fits_in_ram
-from plaingpt.corpus.dataset import dataset_folder, open_dataset
 from plaingpt.system.devices import (
     DTYPES,
     autocast,
@@ -27,6 +25,8 @@ from plaingpt.system.devices import (
 )
 from plaingpt.system.errors import UserError
 from plaingpt.system.files import make_writable
+from plaingpt.tokens.batches import BatchLoader, fits_in_ram
+from plaingpt.tokens.dataset import dataset_folder, open_dataset
 from plaingpt.training.optimizers import build_optimizer
 from plaingpt.training.settings import TrainConfig
 from plaingpt.training.training_step import StepGuard, forward_backward, update

@@ -3,10 +3,10 @@
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from plaingpt.corpus.dataset import dataset_folder, open_dataset
-from plaingpt.corpus.sources import STANDARD_LIBRARY, find_files, find_standard_library
-from plaingpt.corpus.tokenizers import GPT2Tokenizer, named_vocab_size
+from plaingpt.corpus.text_files import STANDARD_LIBRARY, find_files, find_standard_library
 from plaingpt.system.formatting import short
+from plaingpt.tokens.dataset import dataset_folder, open_dataset
+from plaingpt.tokens.tokenizers import GPT2Tokenizer, named_vocab_size
 
 
 @dataclass(frozen=True)

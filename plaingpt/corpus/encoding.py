@@ -1,6 +1,5 @@
 """Text of a source → token shards: put into splits, encoded by threads, written in order."""
 
-import hashlib
 import time
 from collections import deque
 from concurrent.futures import ThreadPoolExecutor
@@ -10,9 +9,10 @@ from typing import NamedTuple
 import numpy as np
 from tqdm import tqdm
 
-from plaingpt.corpus.dataset import FORMAT_VERSION
 from plaingpt.corpus.shards import ShardWriter, check_free_space, write_journal
+from plaingpt.corpus.splitting import split_by_hash, split_by_place
 from plaingpt.system.errors import UserError
+from plaingpt.tokens.dataset import FORMAT_VERSION
 
 BATCH_CHARS = 2**20  # that a thread encodes at a time
 JOURNAL_SECONDS = 30  # a kill loses at most the work of so many seconds
@@ -30,29 +30,6 @@ class Encoded(NamedTuple):
     ids: np.ndarray
     documents: int
     bytes: int  # of the text, as UTF-8
-
-
-def split_by_hash(pieces, val_fraction):
-    """Yield (split, text, new_document, position). A hash of a document's first piece decides its
-    split, so a document keeps its split when others are added or removed."""
-    for text, new_document, position, own_split in pieces:
-        if new_document:
-            digest = hashlib.blake2b(text.encode('utf-8', 'replace'), digest_size=8).digest()
-            held_out = int.from_bytes(digest, 'big') < val_fraction * 2**64
-            split = own_split or ('val' if held_out else 'train')
-        yield split, text, new_document, position
-
-
-def split_by_place(pieces, train_characters):
-    """Yield (split, text, new_document, position) of one text, whose end is held out."""
-    seen = 0
-    for text, _, position, _ in pieces:
-        cut = min(max(train_characters - seen, 0), len(text))
-        if cut:
-            yield 'train', text[:cut], seen == 0, position
-        if cut < len(text):
-            yield 'val', text[cut:], seen <= train_characters, position
-        seen += len(text)
 
 
 def group_in_batches(pieces, source, count=0):

@@ -4,12 +4,13 @@ from pathlib import Path
 
 import numpy as np
 
-from plaingpt.corpus.dataset import FORMAT_VERSION, open_tokens
+from plaingpt.corpus.hub import explain_hub_errors
 from plaingpt.corpus.shards import check_free_space, read_journal, write_journal
-from plaingpt.corpus.sources import explain_hub_errors
-from plaingpt.corpus.tokenizers import GPT2Tokenizer
 from plaingpt.system.errors import UserError, needs
 from plaingpt.system.files import sha256_of, write_json
+from plaingpt.tokens.dataset import FORMAT_VERSION
+from plaingpt.tokens.token_files import open_tokens
+from plaingpt.tokens.tokenizers import GPT2Tokenizer
 
 
 def fetch_shards(corpus, folder, command):

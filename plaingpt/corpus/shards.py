@@ -18,8 +18,7 @@ from pathlib import Path
 
 import numpy as np
 
-from plaingpt.corpus.dataset import PARTS, UNFINISHED, read_meta
-from plaingpt.corpus.sources import describe_inputs
+from plaingpt.corpus.text_files import describe_inputs
 from plaingpt.system.errors import UserError
 from plaingpt.system.files import (
     check_keys,
@@ -31,6 +30,7 @@ from plaingpt.system.files import (
     sha256_of,
     write_json,
 )
+from plaingpt.tokens.dataset import PARTS, UNFINISHED, read_meta
 
 # What of a command its other options and the input decide, and how the tokens lie in files.
 NO_CHOICE = ('identity', 'files', 'train_characters', 'tokenizer_sha256', 'shard_tokens',

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from tqdm import tqdm
 
-from plaingpt.corpus.documents import json_rows
+from plaingpt.corpus.rows import json_rows
 from plaingpt.corpus.sources import download
 from plaingpt.inference.text_generator import read_text
 from plaingpt.system.distributed import all_gather, barrier, launched_world

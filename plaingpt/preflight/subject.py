@@ -11,9 +11,9 @@ import numpy as np
 import torch
 
 from model import GPT
-from plaingpt.corpus.batches import BatchLoader
-from plaingpt.corpus.dataset import Dataset
 from plaingpt.parallel.sharding import small_shape
+from plaingpt.tokens.batches import BatchLoader
+from plaingpt.tokens.dataset import Dataset
 from plaingpt.training.optimizers import build_optimizer
 from plaingpt.training.settings import TrainConfig
 

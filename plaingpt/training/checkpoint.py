@@ -22,8 +22,6 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from model import GPT, GPTConfig
-from plaingpt.corpus import tokenizers
-from plaingpt.corpus.dataset import dataset_folder, open_dataset
 from plaingpt.inference.hf_architectures import check_fields, check_held
 from plaingpt.inference.pretrained import check_finite, tokenizer_json
 from plaingpt.system.distributed import is_sharded, local_rows
@@ -43,6 +41,8 @@ from plaingpt.system.files import (
 )
 from plaingpt.system.formatting import quoted
 from plaingpt.system.streams import status, warn
+from plaingpt.tokens import tokenizers
+from plaingpt.tokens.dataset import dataset_folder, open_dataset
 
 FORMAT_VERSION = 1
 # Keys of state.json as an earlier version wrote them → as they are called now.

@@ -10,8 +10,6 @@ from pathlib import Path
 import torch
 
 from model import GPT, GPTConfig
-from plaingpt.corpus.batches import BatchLoader, fits_in_ram
-from plaingpt.corpus.dataset import PARTS, UNFINISHED, dataset_folder, open_dataset
 from plaingpt.inference import scoring
 from plaingpt.inference.hf_export import describe_export
 from plaingpt.inference.pretrained import (
@@ -40,6 +38,8 @@ from plaingpt.system.errors import UserError
 from plaingpt.system.files import ROOT
 from plaingpt.system.formatting import gib, quoted
 from plaingpt.system.machine import free_memory
+from plaingpt.tokens.batches import BatchLoader, fits_in_ram
+from plaingpt.tokens.dataset import PARTS, UNFINISHED, dataset_folder, open_dataset
 from plaingpt.training import checkpoint as checkpoints
 from plaingpt.training.checkpoint_writer import clean_up
 from plaingpt.training.memory_planner import (

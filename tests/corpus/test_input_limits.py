@@ -19,9 +19,9 @@ import zstandard
 from helpers import ROOT, fails
 
 import prepare
-from plaingpt.corpus import documents, encoding, sources
+from plaingpt.corpus import documents, encoding, text_files
 from plaingpt.corpus.documents import DOCUMENT_FORMS, split_lines
-from plaingpt.corpus.sources import Files
+from plaingpt.corpus.text_files import Files
 from plaingpt.system.errors import UserError
 
 
@@ -250,7 +250,7 @@ def test_meta_json_has_the_checksums_of_what_was_read(tmp_path, monkeypatch):
     assert [file['bytes'] for file in found['files']] == [path.stat().st_size for path in paths]
     assert found['count'] == 5 and found['bytes'] == sum(path.stat().st_size for path in paths)
     assert found['sha256'] == hashlib.sha256(''.join(printed).encode()).hexdigest()
-    monkeypatch.setattr(sources, 'LISTED_FILES', 4)
+    monkeypatch.setattr(text_files, 'LISTED_FILES', 4)
     shutil.rmtree(tmp_path / 'd')
     assert inputs() == {**found, 'files': []}
 

@@ -15,10 +15,11 @@ from hypothesis import strategies as st
 
 import prepare
 from plaingpt.corpus import documents
-from plaingpt.corpus.dataset import open_dataset
-from plaingpt.corpus.sources import Files, HubDataset, find_files
+from plaingpt.corpus.hub import HubDataset
+from plaingpt.corpus.text_files import Files, find_files
 from plaingpt.system.distributed import World
 from plaingpt.system.errors import UserError
+from plaingpt.tokens.dataset import open_dataset
 from plaingpt.training import starting_point
 from plaingpt.training.settings import TrainConfig
 

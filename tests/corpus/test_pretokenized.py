@@ -17,7 +17,7 @@ from helpers import ROOT, SHARED, fails
 import prepare
 from plaingpt.corpus import sources
 from plaingpt.corpus.corpora import CORPORA
-from plaingpt.corpus.dataset import open_dataset
+from plaingpt.tokens.dataset import open_dataset
 
 
 def shard(n, first=0):

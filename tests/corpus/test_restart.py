@@ -14,7 +14,7 @@ from helpers import SHARED, fails
 
 import prepare
 from plaingpt.corpus import encoding
-from plaingpt.corpus.dataset import open_dataset
+from plaingpt.tokens.dataset import open_dataset
 
 # Each start is a fresh process, copied from one that has imported everything already.
 server = multiprocessing.get_context('forkserver')

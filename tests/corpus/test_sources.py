@@ -18,7 +18,6 @@ from hypothesis import strategies as st
 import prepare
 from plaingpt.corpus import documents
 from plaingpt.corpus.corpora import OWN_VALIDATION
-from plaingpt.corpus.dataset import open_dataset
 from plaingpt.corpus.documents import (
     DOCUMENT_FORMS,
     PIECE_CHARS,
@@ -27,9 +26,11 @@ from plaingpt.corpus.documents import (
     split_lines,
     whole_files,
 )
-from plaingpt.corpus.sources import Files, HubDataset, find_files
-from plaingpt.corpus.tokenizers import BPETokenizer, ByteTokenizer
+from plaingpt.corpus.hub import HubDataset
+from plaingpt.corpus.text_files import Files, find_files
 from plaingpt.system.errors import UserError
+from plaingpt.tokens.dataset import open_dataset
+from plaingpt.tokens.tokenizers import BPETokenizer, ByteTokenizer
 
 PAGES = [f'page {i} of the web' for i in range(500)]
 

@@ -1,7 +1,7 @@
 import pytest
 
-from plaingpt.corpus.tokenizers import ByteTokenizer, CharTokenizer
 from plaingpt.inference.text_generator import StreamDecoder
+from plaingpt.tokens.tokenizers import ByteTokenizer, CharTokenizer
 
 
 def decode(tokenizer, ids, stop=()):

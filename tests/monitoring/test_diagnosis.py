@@ -13,11 +13,11 @@ from helpers import options
 import prepare
 import train
 from model import GPT, Block
-from plaingpt.corpus.batches import BatchLoader
 from plaingpt.monitoring.diagnosis import diagnose
 from plaingpt.monitoring.metrics_file import read_rows
 from plaingpt.monitoring.run_record import read_run
 from plaingpt.system.files import sha256_of
+from plaingpt.tokens.batches import BatchLoader
 
 SMALL = dict(n_layer=2, n_head=2, n_embd=32, block_size=32, batch_size=16, max_iters=300,
              gradient_accumulation_steps=1, eval_interval=30, eval_iters=5, warmup_iters=30,

@@ -8,10 +8,10 @@ from test_train import lines, same, weights
 
 import train
 from model import GPT, GPTConfig
-from plaingpt.corpus.batches import BatchLoader
-from plaingpt.corpus.dataset import open_dataset
 from plaingpt.monitoring.health import MEASURES, Health, largest_logit, not_seen
 from plaingpt.system.devices import autocast
+from plaingpt.tokens.batches import BatchLoader
+from plaingpt.tokens.dataset import open_dataset
 from plaingpt.training.optimizers import build_optimizer
 from plaingpt.training.settings import TrainConfig
 

@@ -13,10 +13,10 @@ from helpers import ROOT, options, torchrun
 import model
 import prepare
 import train
-from plaingpt.corpus import batches
-from plaingpt.corpus.batches import BatchLoader
 from plaingpt.preflight import step_checks
 from plaingpt.system.errors import UserError
+from plaingpt.tokens import batches
+from plaingpt.tokens.batches import BatchLoader
 from plaingpt.training import checkpoint, optimizers, schedules, starting_point, training_step
 
 SMALL = dict(n_layer=3, n_head=2, n_embd=32, block_size=16, batch_size=4, max_iters=300,
@@ -444,8 +444,8 @@ import sys
 from pathlib import Path
 sys.path.insert(0, {root!r})
 import train
-from plaingpt.corpus import batches
-from plaingpt.corpus.batches import BatchLoader
+from plaingpt.tokens import batches
+from plaingpt.tokens.batches import BatchLoader
 from plaingpt.preflight import step_checks
 from plaingpt.system.errors import run_script
 original = BatchLoader.__init__

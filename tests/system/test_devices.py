@@ -101,9 +101,9 @@ def test_ranks_draw_different_random_numbers_and_a_seed_repeats_them():
 
 
 def test_importing_the_rooms_needs_only_the_core_packages():
-    code = ('import sys, configurator, model, plaingpt.corpus.batches;'
+    code = ('import sys, configurator, model, plaingpt.tokens.batches;'
             'import plaingpt.training.checkpoint, plaingpt.monitoring.metrics;'
-            'import plaingpt.corpus.tokenizers;'
+            'import plaingpt.tokens.tokenizers;'
             'print([m for m in ("tiktoken", "datasets", "wandb", "transformers", "matplotlib",'
             ' "tokenizers", "huggingface_hub") if m in sys.modules])')
     out = subprocess.run([sys.executable, '-c', code], cwd=ROOT, capture_output=True, text=True)

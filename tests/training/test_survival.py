@@ -17,11 +17,11 @@ from test_train import lines, same, weights
 import prepare
 import sample
 import train
-from plaingpt.corpus.batches import BatchLoader
 from plaingpt.inference import scoring
 from plaingpt.system import distributed as runtime
 from plaingpt.system.distributed import StopRequest
 from plaingpt.system.errors import UserError
+from plaingpt.tokens.batches import BatchLoader
 from plaingpt.training import checkpoint as checkpoints
 from plaingpt.training import checkpoint_writer
 

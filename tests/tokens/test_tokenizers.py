@@ -10,8 +10,9 @@ from helpers import SHARED
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from plaingpt.corpus import tokenizers
-from plaingpt.corpus.tokenizers import (
+from plaingpt.system.errors import UserError
+from plaingpt.tokens import tokenizers
+from plaingpt.tokens.tokenizers import (
     BPETokenizer,
     BytePairTokenizer,
     ByteTokenizer,
@@ -21,7 +22,6 @@ from plaingpt.corpus.tokenizers import (
     from_json,
     make_tokenizer,
 )
-from plaingpt.system.errors import UserError
 
 
 @pytest.fixture

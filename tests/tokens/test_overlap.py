@@ -15,10 +15,12 @@ from hypothesis import strategies as st
 from test_pretokenized import shard
 
 import prepare
-from plaingpt.corpus import encoding, inspection
-from plaingpt.corpus.dataset import TokenStream, open_dataset, open_tokens
-from plaingpt.corpus.inspection import BLOCK_TOKENS, SEQUENCE_TOKENS, SEQUENCES, find_overlap
+from plaingpt.corpus import encoding
 from plaingpt.system.errors import UserError
+from plaingpt.tokens import inspection
+from plaingpt.tokens.dataset import open_dataset
+from plaingpt.tokens.inspection import BLOCK_TOKENS, SEQUENCE_TOKENS, SEQUENCES, find_overlap
+from plaingpt.tokens.token_files import TokenStream, open_tokens
 
 
 def stream(path, ids, vocab_size=2**16):

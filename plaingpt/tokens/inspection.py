@@ -5,10 +5,10 @@ import numpy as np
 from numpy.lib.stride_tricks import sliding_window_view
 from tqdm import tqdm
 
-from plaingpt.corpus.dataset import open_dataset
 from plaingpt.system.errors import UserError
 from plaingpt.system.files import sha256_of, write_json
 from plaingpt.system.streams import require_stdout, warn
+from plaingpt.tokens.dataset import open_dataset
 
 READ_TOKENS = 2**20  # at a time
 

@@ -14,8 +14,8 @@ import evaluate
 import prepare
 import sample
 import train
-from plaingpt.corpus.dataset import open_dataset
 from plaingpt.system.errors import UserError
+from plaingpt.tokens.dataset import open_dataset
 
 
 def nanogpt_folder(folder, text, chars, protocol=None):

@@ -14,15 +14,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import train
-from plaingpt.corpus.batches import BatchLoader
-from plaingpt.corpus.dataset import (
-    SAMPLED_BLOCKS,
-    SAMPLED_BYTES,
-    dataset_folder,
-    open_dataset,
-    open_tokens,
-)
 from plaingpt.system.errors import UserError
+from plaingpt.tokens.batches import BatchLoader
+from plaingpt.tokens.dataset import dataset_folder, open_dataset
+from plaingpt.tokens.token_files import SAMPLED_BLOCKS, SAMPLED_BYTES, open_tokens
 
 
 @pytest.fixture

@@ -9,10 +9,11 @@ from hypothesis import strategies as st
 
 import prepare
 import train
-from plaingpt.corpus.batches import BatchLoader, key, permute
-from plaingpt.corpus.dataset import TokenStream, open_dataset, open_tokens
 from plaingpt.system.errors import UserError
 from plaingpt.system.files import sha256_of
+from plaingpt.tokens.batches import BatchLoader, key, permute
+from plaingpt.tokens.dataset import open_dataset
+from plaingpt.tokens.token_files import TokenStream, open_tokens
 
 
 def stream(tmp_path, tokens, vocab_size=50257, files=1, in_ram=False):

@@ -5,6 +5,7 @@ import json
 
 from plaingpt.corpus.documents import check_expansion, check_length, read_text, split_lines
 from plaingpt.system.errors import UserError, needs
+from plaingpt.system.files import utf8_name
 
 
 def json_rows(path, errors='strict', digest=None, span=None):
@@ -31,7 +32,8 @@ def parquet_rows(path, text_field, span=None):
     with needs('pyarrow', 'a .parquet file'):
         import pyarrow.parquet
     try:
-        metadata = pyarrow.parquet.read_metadata(path)
+        with utf8_name(path) as name:
+            metadata = pyarrow.parquet.read_metadata(name)
         size, expanded = path.stat().st_size, 0
         check_parquet(path, size, metadata, text_field)
         groups, number, last = choose_groups(metadata, size, span)
@@ -81,8 +83,9 @@ def parquet_values(path, metadata, groups, field):
     import pyarrow.parquet
 
     def read(group, rows, dictionary=()):
-        with pyarrow.parquet.ParquetFile(path, metadata=metadata, read_dictionary=dictionary,
-                                         page_checksum_verification=True) as table:
+        with utf8_name(path) as name, pyarrow.parquet.ParquetFile(
+                name, metadata=metadata, read_dictionary=dictionary,
+                page_checksum_verification=True) as table:
             for batch in table.iter_batches(rows, [group], [field]):
                 yield from batch.column(0)
 

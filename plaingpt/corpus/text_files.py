@@ -167,9 +167,13 @@ def find_standard_library(folder, tell=None):
     # no tests, nothing that was installed later, and no tables that are programs only in name
     skip = {'test', 'tests', 'idle_test', 'site-packages', 'dist-packages', '__pycache__',
             'pydoc_data', 'encodings'}
-    return sorted(p for p in Path(folder).rglob('*.py')
-                  if not skip & set(p.relative_to(folder).parts)
-                  and not p.name.startswith('_sysconfigdata'))
+    every = sorted(Path(folder).rglob('*.py'))
+    found = [p for p in every if not skip & set(p.relative_to(folder).parts)
+             and not p.name.startswith('_sysconfigdata')]
+    if tell:
+        tell(f'reading {len(found):,} .py files; left out: {len(every) - len(found):,} of tests, '
+             'tables and packages that were installed later')
+    return found
 
 
 # -----------------------------------------------------------------------------
@@ -191,10 +195,10 @@ def find_files(wanted, tell=None):
         searched, reasons = True, match(one) if pattern else search(Path(one))
         found = {path for path, reason in reasons.items() if not reason}
         if not found:
-            raise UserError(f'{shown(one)}: no file of that form' if not reasons else
-                            f'{shown(one)}: nothing in it is read. It has '
-                            + '; '.join(describe_left_out(reasons))
-                            + '. A file that is named is read whatever its ending')
+            problem = 'nothing is read: ' + '; '.join(describe_left_out(reasons)) if reasons else \
+                'no file of that form' if pattern else 'it is an empty folder'
+            raise UserError(f'{shown(one)}: {problem}: name the files that hold the text, each or '
+                            'with a glob such as notes/*.txt')
         paths |= found
         left_out.update((path, reason) for path, reason in reasons.items() if reason)
     if not paths:
@@ -326,11 +330,14 @@ def describe_left_out(reasons):
     for path, reason in sorted(reasons.items()):
         if reason:
             groups.setdefault(reason, []).append(path)
-    lines = []
-    for reason, paths in sorted(groups.items(), key=lambda group: -len(group[1])):
+    lines, groups = [], sorted(groups.items(), key=lambda group: -len(group[1]))
+    for reason, paths in groups[:8]:
         names = [shown(path) + '/' * path.is_dir() for path in paths[:2]] + ['…'] * (len(paths) > 2)
-        lines.append(f'{len(paths):,} {reason}: {", ".join(names)}')
-    return lines[:8] + [f'and of {len(lines) - 8} other kinds'] * (len(lines) > 8)
+        lines.append(f'{len(paths):,} {shown(reason)}: {", ".join(names)}')
+    if rest := groups[8:]:
+        others = [shown(reason) for reason, _ in rest[:12]] + ['…'] * (len(rest) > 12)
+        lines.append(f'{sum(len(paths) for _, paths in rest):,} more: {", ".join(others)}')
+    return lines
 
 
 # -----------------------------------------------------------------------------

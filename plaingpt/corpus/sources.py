@@ -23,7 +23,8 @@ import urllib.request
 from plaingpt.corpus import documents
 from plaingpt.corpus.documents import Piece
 from plaingpt.corpus.hub import HubDataset
-from plaingpt.corpus.text_files import Files, file_type
+from plaingpt.corpus.rows import file_type
+from plaingpt.corpus.text_files import Files
 from plaingpt.system.errors import UserError
 
 DOWNLOAD_TIMEOUT = 30  # seconds without a byte

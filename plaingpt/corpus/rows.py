@@ -132,7 +132,8 @@ def json_values(path, errors='strict', digest=None):
 
 
 def read_value(unread, path, number):
-    """The JSON value that begins at unread.at, which is then its end. Raises UserError, TooLong."""
+    """The JSON value at unread.at, which is its end afterwards. Raises UserError, TooLong."""
+    unread.next()
     while True:
         try:
             value, end = json.JSONDecoder().raw_decode(unread.text, unread.at)
@@ -184,8 +185,8 @@ def csv_rows(path, kind, text_field, errors='strict', digest=None):
             names = row
             check_names(names, text_field, where)
         elif len(row) not in (0, len(names)):  # a blank line is no row
-            raise UserError(f'{where}: not {kind.upper()}: {len(row)} columns, and {len(names)} in '
-                            'the first line')
+            raise UserError(f'{where}: not {kind.upper()}: {len(row)} '
+                            f'column{"s" * (len(row) > 1)}, and {len(names)} in the first line')
         elif row:
             yield {text_field: row[names.index(text_field)]}, where, position
 

@@ -53,7 +53,9 @@ def open_source(name, corpus, config, errors='strict'):
     if rows and config.documents != 'auto':
         raise UserError(f'{rows[0]}: each row is a document, so --documents={config.documents} '
                         'cannot be: leave it out, or name text files alone with --input')
-    return Files(paths, config.input or name, form, text_field, errors)
+    files = Files(paths, config.input or name, form, text_field, errors)
+    files.is_one_text &= config.documents == 'auto'  # few files are, unless each was said to be one
+    return files
 
 
 class TextInMemory:

@@ -40,7 +40,7 @@ SIGNATURES = (  # the first bytes of files that are no text → what such a file
     (rb'\xfd7zXZ\0', 'xz', 'unpack it'),
     (rb'PAR1\x15', 'Parquet', 'name it .parquet'),
     (rb'%PDF-\d', 'a PDF', 'extract its text'),
-    (rb'\x89PNG\r\n|\xff\xd8\xff|GIF8[79]a|RIFF.{4}WEBP', 'a picture', 'leave it out'),
+    (rb'\x89PNG\r\n|\xff\xd8\xff|RIFF.{4}WEBP', 'a picture', 'leave it out'),
     (rb'SQLite format 3\0', 'an SQLite database', 'export its rows as .csv'))
 UTF_16_OR_32 = (  # the first bytes → the name that iconv knows; UTF-32's mark begins with UTF-16's
     (rb'\xff\xfe\0\0|\0\0\xfe\xff', 'UTF-32'), (rb'\xff\xfe|\xfe\xff', 'UTF-16'),

@@ -23,7 +23,8 @@ import urllib.request
 from plaingpt.corpus import documents
 from plaingpt.corpus.documents import Piece
 from plaingpt.corpus.hub import HubDataset
-from plaingpt.corpus.text_files import Files, file_type
+from plaingpt.corpus.rows import file_type
+from plaingpt.corpus.text_files import Files
 from plaingpt.system.errors import UserError
 
 DOWNLOAD_TIMEOUT = 30  # seconds without a byte
@@ -52,7 +53,9 @@ def open_source(name, corpus, config, errors='strict'):
     if rows and config.documents != 'auto':
         raise UserError(f'{rows[0]}: each row is a document, so --documents={config.documents} '
                         'cannot be: leave it out, or name text files alone with --input')
-    return Files(paths, config.input or name, form, text_field, errors)
+    files = Files(paths, config.input or name, form, text_field, errors)
+    files.is_one_text &= config.documents == 'auto'  # few files are, unless each was said to be one
+    return files
 
 
 class TextInMemory:

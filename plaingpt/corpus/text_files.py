@@ -11,7 +11,7 @@ from pathlib import Path
 
 from plaingpt.corpus import documents
 from plaingpt.corpus.documents import Piece
-from plaingpt.corpus.rows import get_text, json_rows, name_of, parquet_rows
+from plaingpt.corpus.rows import file_type, inner_suffix, name_of, read_rows
 from plaingpt.system.errors import UserError
 from plaingpt.system.files import sha256_of
 
@@ -26,7 +26,7 @@ STANDARD_LIBRARY = sysconfig.get_paths()['stdlib']
 
 
 class Files:
-    """Documents of files: text, .jsonl and .parquet, also .gz and .zst.
+    """Documents of files: text, .jsonl, .json, .csv, .tsv and .parquet, also .gz and .zst.
 
     All bytes of all files in a row are cut into parts of one size. A part has the lines that begin
     in it, where these are documents, and the row groups and other files whose middle is in it."""
@@ -58,7 +58,7 @@ class Files:
                     at = min(max(before + position - self.begin, 0), self.total)
                     if text is None:
                         self.nulls += 1
-                    elif text.strip() or not new_document:
+                    elif text.strip() or file_type(path) == 'text':  # a blank row is no document
                         yield Piece(text, new_document, at)
             if has_middle:  # of a .parquet file only a column was read: it is read once more
                 again = span or file_type(path) == 'parquet'
@@ -68,8 +68,10 @@ class Files:
             before += size
 
     def _can_be_cut(self, path):
-        return path.suffix not in documents.COMPRESSED_BLOCK_BYTES and (
-            self.form == 'line' or file_type(path) != 'text')
+        if path.suffix.lower() in documents.COMPRESSED_BLOCK_BYTES:
+            return False
+        kind = file_type(path)  # the rows of other files may go over several lines
+        return kind in ('jsonl', 'parquet') or (kind == 'text' and self.form == 'line')
 
     def _documents(self, path, digest, span):
         try:
@@ -78,12 +80,8 @@ class Files:
             raise UserError(f'{name_of(path, span)}{e}') from None
 
     def _read(self, path, digest, span):
-        if file_type(path) == 'jsonl':
-            rows = json_rows(path, self.errors, digest, span)
-            return ((get_text(row, self.text_field, where), True, position)
-                    for row, where, position in rows)
-        if file_type(path) == 'parquet':
-            return parquet_rows(path, self.text_field, span)
+        if file_type(path) != 'text':
+            return read_rows(path, self.text_field, self.errors, digest, span)
         blocks = documents.read_text(path, self.errors, digest, span)
         return documents.DOCUMENT_FORMS[self.form](
             blocks if self.form == 'file' else documents.split_lines(blocks))
@@ -125,16 +123,6 @@ def describe_inputs(files):
     return {'count': len(files), 'bytes': sum(file['bytes'] for file in files),
             'sha256': hashlib.sha256(lines.encode()).hexdigest(),
             'files': files if len(files) <= LISTED_FILES else []}
-
-
-def file_type(path):
-    """'text', 'jsonl' or 'parquet', by the name."""
-    suffix = inner_suffix(path)
-    return suffix[1:] if suffix in ('.jsonl', '.parquet') else 'text'
-
-
-def inner_suffix(path):
-    return Path(path.stem).suffix if path.suffix in ('.gz', '.zst') else path.suffix
 
 
 def find_files(wanted):

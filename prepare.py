@@ -63,7 +63,7 @@ class PrepareConfig:
     data_dir: str = ''  # folder to write (default: data/NAME)
     # what a document is
     documents: Literal['auto', 'file', 'line', 'paragraph', 'title'] = 'auto'  # title: WikiText's
-    text_field: str = ''  # of .jsonl, .parquet and the hub (default: text, or the corpus's)
+    text_field: str = ''  # of rows; a.b: b in a (default: text, or the corpus's)
     errors: Literal['strict', 'replace'] = 'strict'  # no UTF-8: stop (byte keeps it), or put U+FFFD
     # how
     tokenizer: str = 'auto'  # char, byte, gpt2, bpe:VOCAB_SIZE or a prepared dataset (auto: listed)

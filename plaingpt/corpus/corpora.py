@@ -25,7 +25,7 @@ class Corpus:
     splits: dict = field(default_factory=lambda: {'train': 'train'})  # our name → the hub's
     shards: bool = False  # the repository holds tokens already, in files with llm.c's header
     document_form: str = 'file'  # what a document is: a key of documents.DOCUMENT_FORMS
-    text_field: str = 'text'  # of .jsonl, .parquet and the hub
+    text_field: str = 'text'  # of rows: .jsonl, .csv, .parquet and others, the hub
     documents: int = 0
     tokens: int = 0  # to train on
     vocab_size: int = 0  # where the tokenizer's name does not tell

@@ -1,4 +1,4 @@
-"""Files → text → documents: UTF-8, .gz, .zst, .jsonl and .parquet, read a block at a time.
+"""Files → text → documents: UTF-8, also as .gz and .zst, read a block at a time.
 
 `position` is always the number of bytes of the file that have been read so far. The functions
 that find documents yield (text, new_document, position). The text is None where a row's field is
@@ -17,15 +17,35 @@ import zlib
 from typing import NamedTuple
 
 from plaingpt.system.errors import UserError, needs
+from plaingpt.system.formatting import quoted
 
 PIECE_CHARS = 2**18
 BLOCK_BYTES = 2**20
 # No 16 KB of deflate (1:1,032) and no 512 bytes of Zstandard (4 bytes are 128 KB) exceed 17 MB.
+SIGNATURE_BYTES = 512  # of the beginning of a file, which tell what it is
 COMPRESSED_BLOCK_BYTES = {'.gz': 2**14, '.zst': 2**9}
 
 MAX_DOCUMENT_CHARS = 100_000_000  # of a line, a row or a paragraph: what is held in memory whole
 # A file may expand to the larger of these; text expands 2 to 20-fold, repetitive logs 100-fold.
 EXPANDED_BYTES, EXPANSION = 100_000_000, 200
+
+SIGNATURES = (  # the first bytes of files that are no text → what such a file is, what to do
+    (rb'PK\x03\x04|PK\x05\x06', 'a zip archive or an office document', 'unpack or export it'),
+    (rb"7z\xbc\xaf'\x1c", 'a 7z archive', 'unpack it'),
+    (rb'Rar!\x1a\x07', 'a rar archive', 'unpack it'),
+    (rb'.{257}ustar[\0 ]', 'a tar archive', 'unpack it'),
+    (rb'\x1f\x8b', 'gzip', 'name it .gz'),
+    (rb'\x28\xb5\x2f\xfd', 'Zstandard', 'name it .zst'),
+    (rb'BZh[1-9]1AY&SY', 'bzip2', 'unpack it'),
+    (rb'\xfd7zXZ\0', 'xz', 'unpack it'),
+    (rb'PAR1\x15', 'Parquet', 'name it .parquet'),
+    (rb'%PDF-\d', 'a PDF', 'extract its text'),
+    (rb'\x89PNG\r\n|\xff\xd8\xff|RIFF.{4}WEBP', 'a picture', 'leave it out'),
+    (rb'SQLite format 3\0', 'an SQLite database', 'export its rows as .csv'))
+UTF_16_OR_32 = (  # the first bytes → the name that iconv knows; UTF-32's mark begins with UTF-16's
+    (rb'\xff\xfe\0\0|\0\0\xfe\xff', 'UTF-32'), (rb'\xff\xfe|\xfe\xff', 'UTF-16'),
+    (rb'([\t-~]\0\0\0){2}', 'UTF-32LE'), (rb'(\0\0\0[\t-~]){2}', 'UTF-32BE'),
+    (rb'([\t-~]\0){4}', 'UTF-16LE'), (rb'(\0[\t-~]){4}', 'UTF-16BE'))
 
 
 class Piece(NamedTuple):
@@ -58,19 +78,24 @@ def read_bytes(path, digest=None, span=None):
     digest: of hashlib, updated with the file as it lies on the disk
     span: (start, end) in bytes: only the lines that begin there, of a file that is not compressed
     """
-    new = {'.gz': lambda: zlib.decompressobj(31), '.zst': zstd_decompressor}.get(path.suffix)
+    suffix = path.suffix.lower()
+    new = {'.gz': lambda: zlib.decompressobj(31), '.zst': zstd_decompressor}.get(suffix)
     position, expanded, stream = 0, 0, None
     try:
         with open(path, 'rb') as f:
             size = os.fstat(f.fileno()).st_size
             end = line_start(f, span[1], size) if span else math.inf
             position = f.seek(line_start(f, span[0], size) if span else 0)
-            most = COMPRESSED_BLOCK_BYTES.get(path.suffix, BLOCK_BYTES)
+            most = COMPRESSED_BLOCK_BYTES.get(suffix, BLOCK_BYTES)
             while block := f.read(min(most, end - position)):
                 position += len(block)
                 if digest:
                     digest.update(block)
                 while new and block:  # a file may be several compressed streams in a row
+                    if suffix == '.gz' and stream and stream.eof:
+                        block = block.lstrip(b'\0')  # tapes and block devices pad with zeros
+                        if not block:
+                            break
                     stream = new() if stream is None or stream.eof else stream
                     data = stream.decompress(block)
                     block = stream.unused_data
@@ -113,9 +138,14 @@ def read_text(path, errors, digest=None, span=None):
     decoder = codecs.getincrementaldecoder('utf-8')(errors)
     decoded = position = 0
     try:
-        for data, position in read_bytes(path, digest, span):
+        for data, position in from_the_start(read_bytes(path, digest, span)):
             if span and not decoded:
                 decoded = position - len(data)  # where the first line begins
+            if not decoded:
+                if errors != 'surrogateescape':  # else any bytes are wanted
+                    check_text(path, data)
+                if data.startswith(codecs.BOM_UTF8):  # it says UTF-8 and is no part of the text
+                    data, decoded = data[3:], 3
             yield decoder.decode(data), position
             decoded += len(data)
         yield decoder.decode(b'', final=True), position
@@ -124,6 +154,34 @@ def read_text(path, errors, digest=None, span=None):
         byte = decoded - len(decoder.getstate()[0]) + e.start
         raise UserError(f'{path}: not UTF-8 at byte {byte}: convert it, for example with iconv -t '
                         'utf-8, or give prepare.py --errors=replace') from None
+
+
+def from_the_start(blocks):
+    """The blocks of read_bytes, of which the first is not shorter than a signature. A compressed
+    stream may begin with a few bytes."""
+    start = b''
+    for data, position in blocks:
+        start += data
+        if len(start) >= SIGNATURE_BYTES:
+            yield start, position
+            yield from blocks
+            return
+    if start:
+        yield start, position
+
+
+def check_text(path, data):
+    """Raises UserError where a file that begins with `data` is no UTF-8 text but binary."""
+    for pattern, what, advice in SIGNATURES:
+        if re.match(pattern, data, re.S):
+            raise UserError(f'{path}: this is {what} and no text: {advice}')
+    for pattern, encoding in UTF_16_OR_32:
+        if re.match(pattern, data):
+            raise UserError(f'{path}: {encoding.rstrip("LBE")} text: convert it: iconv -f '
+                            f'{encoding} -t UTF-8 {quoted(path)} > NEW.txt')
+    if (place := data[:BLOCK_BYTES].find(b'\0')) >= 0:
+        raise UserError(f'{path}: no text, byte {place} is NUL: leave it out, or use '
+                        '--tokenizer=byte, which takes any bytes')
 
 
 def split_lines(blocks):
@@ -151,7 +209,15 @@ def whole_files(blocks):
     """A file is one document. Long files are cut where GPT-2's pattern also cuts (at white space
     that follows something else), so that the tokens are those of the uncut file."""
     rest, new_document, position = '', True, 0
+    opening, characters = [], 0  # white space, which may be all that there is
     for text, position in blocks:
+        if opening is not None and not text.strip():
+            opening.append(text)
+            characters += len(text)
+            check_length(characters, ': the white space at its beginning')
+            continue
+        if opening is not None:
+            text, opening = ''.join(opening) + text, None
         rest += text
         start = 0
         while len(rest) - start > PIECE_CHARS:
@@ -184,7 +250,7 @@ def paragraphs(lines):
             yield ''.join(texts).rstrip('\r\n'), True, positions[-1]
 
 
-TITLE = re.compile(r' = (?!= )[^\n]+(?<! =) = \n?')  # ' = Title = ', not ' = = Section = = '
+TITLE = re.compile(r' = (?!= )[^\n]+(?<! =) = \r?\n?')  # ' = Title = ', not ' = = Section = = '
 
 
 def articles(lines):

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from plaingpt.corpus import documents
 from plaingpt.corpus.documents import Piece
-from plaingpt.corpus.rows import get_text
+from plaingpt.corpus.rows import find_keys, get_text
 from plaingpt.system.errors import UserError, needs
 from plaingpt.system.formatting import one_line
 
@@ -34,9 +34,11 @@ class HubDataset:
             self.builder = load_builder(path, subset or None)
             self.rows = {split: self.builder.as_streaming_dataset(hub_split)
                          for split, hub_split in splits.items()}
+            self.column = text_field  # where the text is nested, that which it is in
             for split, hub_split in splits.items():
                 for row in self.rows[split].take(1):
                     get_text(row, text_field, f'{path}, split {hub_split}')
+                    self.column = find_keys(row, text_field)[0]
         known = self.builder.info.splits or {}
         counts = [known[split].num_examples for split in splits.values() if split in known]
         self.total = sum(counts) if len(counts) == len(splits) else count
@@ -50,7 +52,7 @@ class HubDataset:
             for split in names[names.index(mark['split']) if mark else 0:]:
                 if self.rows[split] is None:
                     continue  # no files for this part
-                rows = self.rows[split].select_columns([self.text_field])
+                rows = self.rows[split].select_columns([self.column])
                 if mark and mark['split'] == split:
                     rows.load_state_dict(mark['rows'])
                 self._rows, self._split = rows, split

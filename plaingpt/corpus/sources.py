@@ -25,7 +25,8 @@ from pathlib import Path
 from plaingpt.corpus import documents
 from plaingpt.corpus.documents import Piece
 from plaingpt.corpus.hub import HubDataset
-from plaingpt.corpus.text_files import Files, file_type, is_hub_folder, shown
+from plaingpt.corpus.rows import file_type
+from plaingpt.corpus.text_files import Files, is_hub_folder, shown
 from plaingpt.system.errors import UserError
 
 DOWNLOAD_TIMEOUT = 30  # seconds without a byte
@@ -59,7 +60,9 @@ def open_source(name, corpus, config, errors='strict'):
     if rows and config.documents != 'auto':
         raise UserError(f'{rows[0]}: each row is a document, so --documents={config.documents} '
                         'cannot be: leave it out, or name text files alone with --input')
-    return Files(paths, config.input or name, form, text_field, errors)
+    files = Files(paths, config.input or name, form, text_field, errors)
+    files.is_one_text &= config.documents == 'auto'  # few files are, unless each was said to be one
+    return files
 
 
 class TextInMemory:

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from plaingpt.corpus import documents
 from plaingpt.corpus.documents import Piece
-from plaingpt.corpus.rows import get_text, json_rows, name_of, parquet_rows
+from plaingpt.corpus.rows import file_type, inner_suffix, name_of, read_rows
 from plaingpt.system.errors import UserError
 from plaingpt.system.files import open_regular, sha256_of
 from plaingpt.system.formatting import printable, quoted
@@ -33,7 +33,7 @@ STANDARD_LIBRARY = sysconfig.get_paths()['stdlib']
 
 
 class Files:
-    """Documents of files: text, .jsonl and .parquet, also .gz and .zst.
+    """Documents of files: text, .jsonl, .json, .csv, .tsv and .parquet, also .gz and .zst.
 
     All bytes of all files in a row are cut into parts of one size. A part has the lines that begin
     in it, where these are documents, and the row groups and other files whose middle is in it."""
@@ -63,7 +63,7 @@ class Files:
                     at = min(max(before + position - self.begin, 0), self.total)
                     if text is None:
                         self.nulls += 1
-                    elif text.strip() or not new_document:
+                    elif text.strip() or file_type(path) == 'text':  # a blank row is no document
                         if self.is_one_text:
                             text = '\n' * (line_open and new_document) + text
                             line_open = not text.endswith(('\n', '\r'))
@@ -76,8 +76,10 @@ class Files:
             before += size
 
     def _can_be_cut(self, path):
-        return path.suffix not in documents.COMPRESSED_BLOCK_BYTES and (
-            self.form == 'line' or file_type(path) != 'text')
+        if path.suffix.lower() in documents.COMPRESSED_BLOCK_BYTES:
+            return False
+        kind = file_type(path)  # the rows of other files may go over several lines
+        return kind in ('jsonl', 'parquet') or (kind == 'text' and self.form == 'line')
 
     def _documents(self, path, digest, span):
         try:
@@ -86,12 +88,8 @@ class Files:
             raise UserError(f'{name_of(path, span)}{e}') from None
 
     def _read(self, path, digest, span):
-        if file_type(path) == 'jsonl':
-            rows = json_rows(path, self.errors, digest, span)
-            return ((get_text(row, self.text_field, where), True, position)
-                    for row, where, position in rows)
-        if file_type(path) == 'parquet':
-            return parquet_rows(path, self.text_field, span)
+        if file_type(path) != 'text':
+            return read_rows(path, self.text_field, self.errors, digest, span)
         blocks = documents.read_text(path, self.errors, digest, span)
         return documents.DOCUMENT_FORMS[self.form](
             blocks if self.form == 'file' else documents.split_lines(blocks))
@@ -133,16 +131,6 @@ def describe_inputs(files):
     return {'count': len(files), 'bytes': sum(file['bytes'] for file in files),
             'sha256': hashlib.sha256(lines.encode()).hexdigest(),
             'files': files if len(files) <= LISTED_FILES else []}
-
-
-def file_type(path):
-    """'text', 'jsonl' or 'parquet', by the name."""
-    suffix = inner_suffix(path)
-    return suffix[1:] if suffix in ('.jsonl', '.parquet') else 'text'
-
-
-def inner_suffix(path):
-    return Path(path.stem).suffix if path.suffix in ('.gz', '.zst') else path.suffix
 
 
 def size_of(path):
@@ -207,7 +195,7 @@ def find_files(wanted, tell=None):
     if tell and searched:
         left_out = {path: reason for path, reason in left_out.items() if path not in paths}
         count = len(found)
-        tell(f'reading {count:,} file{"s" * (count > 1)}: {count_endings(map(ending, found))}'
+        tell(f'reading {count:,} file{"s" * (count > 1)}: {count_endings(map(inner_suffix, found))}'
              + '; left out:' * bool(left_out))
         for line in describe_left_out(left_out):
             tell(f'  {line}')
@@ -223,14 +211,14 @@ def search(root):
                             'which has splits of its own: prepare it alone, with python prepare.py '
                             f'hf --path={shown(quoted(folder))}')
         for path in files:
-            known = ending(path) in SUFFIXES | TABLES
+            suffix = inner_suffix(path)
             reasons[path] = 'hidden' if path.name.startswith('.') else why_no_text(path) or (
-                '' if known else ending(path) or 'without an ending')
-    if any(not reason and file_type(path) == 'text' and ending(path) not in TABLES
-           for path, reason in reasons.items()):
-        for path, reason in reasons.items():
-            if not reason and ending(path) in TABLES:
-                reasons[path] = f'{ending(path)} beside texts'
+                '' if suffix in SUFFIXES | TABLES else suffix or 'without an ending')
+    found = [path for path, reason in reasons.items() if not reason]
+    if any(file_type(path) == 'text' for path in found):
+        for path in found:
+            if inner_suffix(path) in TABLES:
+                reasons[path] = f'{inner_suffix(path)} beside texts'
     return reasons
 
 
@@ -308,11 +296,6 @@ def head(path, size):
             return f.read(size)
     except OSError:
         return b''
-
-
-def ending(path):
-    """'.txt' for a.TXT, a.txt and a.txt.gz, '' where there is none."""
-    return inner_suffix(Path(path.name.lower()))
 
 
 def count_endings(endings):

@@ -246,6 +246,12 @@ def test_any_dataset_any_split_and_any_field(hub_folder, tmp_path):
     assert train == ['x'] * 2 and val == ['x'] * 1500
 
 
+def test_a_nested_field_of_the_hub_is_named_with_dots(tmp_path):
+    (tmp_path / 'train.jsonl').write_text('{"a": {"b": "one"}, "c": 1}\n{"a": {"b": null}}\n')
+    source = HubDataset(str(tmp_path), '', {'train': 'train'}, 'a.b')
+    assert texts_of(source) == ['one'] and source.nulls == 1
+
+
 def test_a_subset_is_one_of_those_that_the_readme_lists(tmp_path):
     for name in ('small', 'large'):
         write_parquet(tmp_path / f'hub/sample/{name}/000.parquet', [f'{name} {p}' for p in PAGES])

@@ -59,7 +59,7 @@ def write_json(path, value):
 
 @contextmanager
 def utf8_name(path):
-    """A name of a file that is UTF-8 while in here: safetensors reads no other."""
+    """A name of a file that is UTF-8 while in here: safetensors and pyarrow read no other."""
     try:
         str(path).encode()
     except UnicodeEncodeError:

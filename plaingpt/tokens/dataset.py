@@ -95,7 +95,7 @@ class Dataset:
                          if split in path.stem.replace('-', '_').split('_')]
             if not files:
                 raise UserError(f'{self.folder}: no {split}.bin there')
-            samples = [file.sampled_sha256() for file in files]
+            samples = [file.sampled_sha256(self.vocab_size) for file in files]
             known = [file.sha256 or sample for file, sample in zip(files, samples, strict=True)]
             self.opened[split] = files, known, samples
         return self.opened[split]

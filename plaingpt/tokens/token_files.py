@@ -112,8 +112,8 @@ def check_ids(path, ids, first, vocab_size):
     if ids.max(initial=0) >= vocab_size:
         bad = int(np.flatnonzero(ids >= vocab_size)[0])
         raise UserError(f'{path}: token {first + bad:,} has id {ids[bad]}, but the vocabulary ends '
-                        f'at {vocab_size - 1}: the file was written with another tokenizer; '
-                        'prepare the data again')
+                        f'at {vocab_size - 1}: the file is damaged or was written with '
+                        'another tokenizer; prepare the data again')
 
 
 def open_tokens(path, dtype, expected=None, sha256=''):

@@ -30,8 +30,8 @@ def header_size(path, head, size):
     if version != 1:
         raise UserError(f'{path}: llm.c shard of version {version}, only 1 is known: {PREPARE}')
     if size != HEADER_BYTES + 2 * int(count):
-        raise UserError(f'{path}: {max(0, size - HEADER_BYTES) / 2:,.12g} tokens where {count:,} are '
-                        "counted in llm.c's header: it is damaged or not all there; copy it again")
+        raise UserError(f'{path}: {max(0, size - HEADER_BYTES) / 2:,.12g} tokens where {count:,} '
+                        "are in llm.c's header: it is damaged or not all there; copy it again")
     return HEADER_BYTES
 
 

@@ -33,14 +33,14 @@ class TokenFile:
         # Not a memory map: its pages would count as this process's memory, more and more of the
         # corpus as the run proceeds, and a file cut short would kill the process (SIGBUS).
         width = self.dtype.itemsize
-        with self._unchanged() as f:
+        with self.unchanged() as f:
             f.seek(self.offset + start * width)
             data = f.read(min(count, self.tokens - start) * width)
         return np.frombuffer(data, self.dtype)
 
     def load(self, out):
         """Read all tokens into `out`. Raises UserError for another checksum than meta.json's."""
-        with self._unchanged() as f:
+        with self.unchanged() as f:
             digest = hashlib.sha256(f.read(self.offset))
             for at in range(0, self.tokens, READ_TOKENS):
                 piece = np.fromfile(f, self.dtype, min(READ_TOKENS, self.tokens - at))
@@ -56,7 +56,7 @@ class TokenFile:
         UserError where these blocks do not hold ids below it."""
         size = self.offset + self.tokens * self.dtype.itemsize
         blocks = {}  # place: bytes
-        with self._unchanged() as f:
+        with self.unchanged() as f:
             if size <= SAMPLED_BLOCKS * SAMPLED_BYTES:
                 blocks[0] = f.read()
             else:
@@ -85,7 +85,7 @@ class TokenFile:
             check_ids(self.path, ids, first, vocab_size)
 
     @contextmanager
-    def _unchanged(self):
+    def unchanged(self):
         """The open file, which must be as it was when reading is done."""
         try:
             with open(self.path, 'rb') as f:

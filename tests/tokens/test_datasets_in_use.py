@@ -14,6 +14,7 @@ import evaluate
 import prepare
 import train
 from plaingpt.corpus import encoding
+from plaingpt.preflight.data_checks import tokens_on_disk
 from plaingpt.system import files
 from plaingpt.system.errors import UserError
 from plaingpt.system.files import lock_holders
@@ -234,6 +235,24 @@ def ended_as_it_should(run, log, out_dir):
     assert len(errors) == 1 and errors[0].startswith('error: '), log.read_text()
     assert 'train' in errors[0] and 'Traceback' not in log.read_text()
     assert list(out_dir.glob('checkpoints/iter-*/state.json'))
+
+
+@pytest.mark.parametrize('change', CHANGES)
+def test_preflight_compares_batches_with_no_file_that_changed(change, data):
+    stream = open_dataset(data).split('train')
+    assert len(tokens_on_disk(stream, 50, 9)) == 9
+    CHANGES[change](data / 'train.bin')
+    with pytest.raises(UserError, match=r'train\.bin (has changed|cannot be read)'):
+        tokens_on_disk(stream, 50, 9)
+
+
+def test_processes_that_find_different_tokens_do_not_train(tiny, texts, data, tmp_path):
+    prepare.main(command(texts[1], tmp_path / 'other'))
+    job = [fork(train.main, *tiny, f'--dataset={tmp_path}/{name}', log=tmp_path / f'{name}.log',
+                **env) for name, env in zip(('data', 'other'), ranks(2), strict=True)]
+    assert [exit_code(pid) for pid in job] == [2, 2]
+    assert all('find different tokens' in (tmp_path / f'{name}.log').read_text()
+               for name in ('data', 'other'))
 
 
 def refuse(*_):

@@ -233,7 +233,7 @@ def ended_as_it_should(run, log, out_dir):
     assert exit_code(run) == 2
     errors = [line for line in log.read_text().splitlines() if 'rror' in line]
     assert len(errors) == 1 and errors[0].startswith('error: '), log.read_text()
-    assert 'train' in errors[0] and 'Traceback' not in log.read_text()
+    assert '.bin ' in errors[0] and 'Traceback' not in log.read_text()
     assert list(out_dir.glob('checkpoints/iter-*/state.json'))
 
 

@@ -39,6 +39,10 @@ class Dataset:
         """What meta.json says of a split, {} where there is none."""
         return self.meta.get('splits', {}).get(split, {})
 
+    def held_out(self):
+        """The names of the splits that are not for training: val, and test where there is one."""
+        return ('val', 'test') if self.split_entry('test') or self._bare_files('test') else ('val',)
+
     def is_ours(self):
         """Whether prepare.py wrote the folder, so that meta.json has its checksums."""
         return 'splits' in self.meta
@@ -71,8 +75,8 @@ class Dataset:
             and os.path.abspath(saved) == os.path.abspath(self.folder))
 
     def split(self, name, in_ram=False):
-        """The token stream of 'train' or 'val'; with in_ram its checksums are verified. Raises
-        UserError."""
+        """The token stream of 'train', 'val' or 'test'; with in_ram its checksums are verified.
+        Raises UserError."""
         return TokenStream(self._open(name)[0], self.vocab_size, in_ram)
 
     def describe_reading(self, in_ram):
@@ -91,14 +95,20 @@ class Dataset:
                 files = [open_tokens(self.folder / file['name'], dtype, file['tokens'],
                                      file['sha256']) for file in entry['files']]
             else:
-                files = [open_tokens(path, dtype) for path in sorted(self.folder.glob('*.bin'))
-                         if split in path.stem.replace('-', '_').split('_')]
+                files = [open_tokens(path, dtype) for path in self._bare_files(split)]
             if not files:
-                raise UserError(f'{self.folder}: no {split}.bin there')
+                hint = ': prepare it with --test_fraction=0.01' if split == 'test' else ''
+                raise UserError(f'{self.folder}: no {split}.bin there{hint}')
             samples = [file.sampled_sha256() for file in files]
             known = [file.sha256 or sample for file, sample in zip(files, samples, strict=True)]
             self.opened[split] = files, known, samples
         return self.opened[split]
+
+    def _bare_files(self, split):
+        """The token files of a split in a folder whose meta.json does not list any."""
+        return [] if self.is_ours() else [
+            path for path in sorted(self.folder.glob('*.bin'))
+            if split in path.stem.replace('-', '_').split('_')]
 
 
 def open_dataset(folder):
@@ -163,8 +173,8 @@ def read_meta(path):
             share = entry.get('in_train', 0)
             if not is_number(share) or not 0 <= share <= 1:
                 raise ValueError('in_train is no number from 0 to 1')
-        if not isinstance(meta.get('source', {}), dict):
-            raise ValueError('source is of another type')
+        if not isinstance(meta.get('source', {}), dict) or not is_count(meta.get('duplicates', 0)):
+            raise ValueError('source or duplicates is of another type')
         return meta
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as e:
         what = f'{e} is missing' if isinstance(e, KeyError) else e

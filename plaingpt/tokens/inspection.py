@@ -71,27 +71,29 @@ MUCH_IN_TRAIN = 0.1
 
 
 def record_overlap(folder):
-    """Write into meta.json which share of the validation split is in the training split, where it
-    does not say so yet, and print it. Raises UserError, OSError."""
+    """Write into meta.json which share of each split that is held out is in the training split,
+    where it does not say so yet, and print it. Raises UserError, OSError."""
     dataset = open_dataset(folder)
-    entry = dataset.split_entry('val')
-    if 'in_train' not in entry:
-        share = find_overlap(dataset.split('train'), dataset.split('val'))
-        if share is None:
-            return
-        entry['in_train'] = share
-        write_json(folder / 'meta.json', dataset.meta)
-    print_overlap(entry['in_train'])
+    for split in dataset.held_out():
+        entry = dataset.split_entry(split)
+        if 'in_train' not in entry:
+            share = find_overlap(dataset.split('train'), dataset.split(split))
+            if share is None:
+                continue
+            entry['in_train'] = share
+            write_json(folder / 'meta.json', dataset.meta)
+        print_overlap(entry['in_train'], split)
 
 
-def print_overlap(share):
-    """A line, which is a warning where the validation loss cannot be believed."""
-    line = f'{100 * share:.3g}% of the validation text is also in the training split'
+def print_overlap(share, split):
+    """A line, which is a warning where the loss on `split` cannot be believed."""
+    name, what, option = ('validation', 'validate', 'val') if split == 'val' else [split] * 3
+    line = f'{100 * share:.3g}% of the {name} text is also in the training split'
     if share <= MUCH_IN_TRAIN:
         print(line)
     else:
-        warn(f'{line}, so the validation loss says little about new text: remove the copies from '
-             'the input, or validate on other text (python prepare.py hf … --val_split=…)')
+        warn(f'{line}, so the {name} loss says little about new text: remove the copies from '
+             f'the input, or {what} on other text (python prepare.py hf … --{option}_split=…)')
 
 
 def find_overlap(train, val):
@@ -156,17 +158,20 @@ def inspect(folder):
     for key, value in dataset.meta.get('source', {}).items():
         if value:
             print(f'  {key}: {value}')
+    if 'duplicates' in dataset.meta:
+        print(f'  duplicates left out: {dataset.meta["duplicates"]:,}')
     problems = find_damage(dataset)
-    for split in ('train', 'val'):
+    for split in ('train', *dataset.held_out()):
         try:
             inspect_split(dataset, split, tokenizer)
         except UserError as problem:
             problems.append(str(problem))
     if problems:
         raise UserError('\n'.join(dict.fromkeys(problems)))
-    share = find_overlap(dataset.split('train'), dataset.split('val'))
-    if share is not None:
-        print_overlap(share)
+    for split in dataset.held_out():
+        share = find_overlap(dataset.split('train'), dataset.split(split))
+        if share is not None:
+            print_overlap(share, split)
     print('no damage found'
           + ('' if dataset.is_ours() else '; no checksums to compare with'))
 

@@ -108,7 +108,7 @@ def write_shards(folder, source, command, tokenizer, journal, num_proc):
     print(f'{tokens - before:,} tokens in {seconds:.1f} s, '
           f'{(tokens - before) / seconds / 1e6:.2f}M a second')
     if 'dedup' in command:
-        print(f'{dropped:,} document{"s" * (dropped != 1)} left out that equal an earlier one')
+        print(f'{dropped:,} document{"s" * (dropped != 1)} left out: equal to an earlier one')
     limit, trained_on = command.get('max_tokens', 0), writers['train'].tokens
     if trained_on < limit:
         print(f'{source.name} has {trained_on:,} tokens to train on, fewer than --max_tokens='

@@ -88,8 +88,9 @@ class Duplicates:
             yield from document
 
     def _is_new(self, number):
-        place = np.searchsorted(self._sorted, np.int64(number))
-        if number in self._recent or (self._sorted[place:place + 1] == number).any():
+        place = int(self._sorted.searchsorted(number))
+        if number in self._recent or (
+                place < len(self._sorted) and self._sorted.item(place) == number):
             self.dropped += 1
             return False
         self._recent.add(number)

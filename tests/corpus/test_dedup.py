@@ -97,7 +97,7 @@ def test_the_first_of_equal_documents_stays_and_the_others_are_counted(
     rows = [json.loads(line)['text'] for line in (inputs / 'rows.jsonl').read_text().splitlines()]
     firsts = {' '.join(text.split()): text for text in reversed(rows)}
     assert sorted(train + val) == sorted(firsts.values()) and len(firsts) == UNIQUE
-    assert '400 documents left out that equal an earlier one\n' in capsys.readouterr().out
+    assert '400 documents left out: equal to an earlier one\n' in capsys.readouterr().out
     assert open_dataset(tmp_path / 'd').meta['duplicates'] == 400
     prepare.main(['inspect', str(tmp_path / 'd')])
     assert 'duplicates left out: 400\n' in capsys.readouterr().out

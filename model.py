@@ -16,10 +16,10 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-from plaingpt.system import cpu_kernels
-from plaingpt.system.cpu_kernels import Dropout, relu2, rms_norm, short_conv
-from plaingpt.system.cross_entropy import SOFTCAPS, chunked_cross_entropy, soft_capped
-from plaingpt.system.recompute import recomputed
+from plaingpt.kernels import cpu_kernels
+from plaingpt.kernels.cpu_kernels import Dropout, relu2, rms_norm, short_conv
+from plaingpt.kernels.cross_entropy import SOFTCAPS, chunked_cross_entropy, soft_capped
+from plaingpt.kernels.recompute import recomputed
 
 VOCAB_MULTIPLE = 128  # matmuls are fast when their sizes divide by powers of two
 ROW_PER_TOKEN = ('wte.weight', 'value_embedding.weight', 'lm_head.weight', 'lm_head.bias')

@@ -26,7 +26,7 @@ from plaingpt.system import devices
 from plaingpt.system.devices import GPUS
 from plaingpt.system.errors import UserError, run_script
 from plaingpt.system.formatting import GIB, duration, gib, short
-from plaingpt.system.recompute import KINDS
+from plaingpt.kernels.recompute import KINDS
 from plaingpt.system.streams import require_stdout
 from plaingpt.tokens.dataset import dataset_folder
 from plaingpt.training.memory_planner import (

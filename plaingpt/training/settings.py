@@ -13,7 +13,7 @@ from plaingpt.inference.scoring import BENCHMARKS
 from plaingpt.monitoring.backends import BACKENDS
 from plaingpt.system.distributed import launched_world
 from plaingpt.system.formatting import unescape
-from plaingpt.system.recompute import KINDS
+from plaingpt.kernels.recompute import KINDS
 from plaingpt.training.optimizers import ITERATIONS, OPTIMIZERS, SCALES
 from plaingpt.training.schedules import SCHEDULES
 

@@ -6,7 +6,7 @@ Chen et al. 2016, "Training Deep Nets with Sublinear Memory Cost".
 import torch
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
-from plaingpt.system import cpu_kernels  # noqa: F401  (registers torch.ops.plaingpt)
+from plaingpt.kernels import cpu_kernels  # noqa: F401  (registers torch.ops.plaingpt)
 
 KINDS = ('none', 'selective', 'full')
 

@@ -1,11 +1,12 @@
 import inspect
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 import torch
 import torch.nn.functional as F
+from helpers import HostReads
 from torch.nn.attention.varlen import varlen_attn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from model import GPT, GPTConfig
 from plaingpt.kernels import documents
@@ -79,19 +80,6 @@ def test_a_compiled_step_has_one_graph_and_computes_the_same():
 # what a GPU takes instead of a mask
 
 
-class HostReads(TorchDispatchMode):
-    """Notes the operators whose result the host has to know before it can go on."""
-
-    def __init__(self):
-        super().__init__()
-        self.found = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape} & set(func.tags):
-            self.found.append(str(func))
-        return func(*args, **kwargs or {})
-
-
 def test_the_documents_of_the_kernel_are_those_of_the_mask():
     idx = packed()
     within = Documents(idx, OPENER, n_layer=1)
@@ -118,7 +106,7 @@ def by_document(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, window_s
     assert cu_seq_q.diff().max() <= max_q == max_k
     parts = [F.scaled_dot_product_attention(*(t[a:b].transpose(0, 1) for t in (query, key, value)),
                                             is_causal=True).transpose(0, 1)
-             for a, b in zip(cu_seq_q[:-1], cu_seq_q[1:], strict=True) if a < b]
+             for a, b in pairwise(cu_seq_q) if a < b]
     return torch.cat(parts)
 
 

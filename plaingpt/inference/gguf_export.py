@@ -1,4 +1,4 @@
-"""A model → a GGUF file, which llama.cpp runs, and what reads the same files.
+"""A model → a GGUF file, which llama.cpp runs, and programs that are built on it.
 
 The architectures and names are those of transformers (hf_architectures.py), from which the package
 gguf knows llama.cpp's names. tests/inference/test_gguf.py compares logits and text with llama.cpp.

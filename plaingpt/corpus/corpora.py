@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from plaingpt.corpus.text_files import STANDARD_LIBRARY, find_files, find_standard_library
 from plaingpt.system.formatting import short
 from plaingpt.tokens.dataset import dataset_folder, open_dataset
+from plaingpt.tokens.mixture import is_prepared, open_named, read_names
 from plaingpt.tokens.tokenizers import GPT2Tokenizer, named_vocab_size
 
 
@@ -96,15 +97,31 @@ def table():
 
 
 def find_dataset_size(name, vocab_size=0):
-    """data/NAME or a folder → (vocabulary, training tokens or None, where they are known from).
+    """What `dataset` says → (vocabulary, training tokens or None, where they are known from).
 
     Where nothing is prepared, the table of corpora answers. vocab_size: takes the place of the
     vocabulary that is found, 0 for none. Raises UserError.
     """
-    folder = dataset_folder(name)
-    if any(folder.glob('*.bin')):
-        dataset = open_dataset(folder)
-        return vocab_size or dataset.vocab_size, len(dataset.split('train')), str(folder)
-    corpus = CORPORA.get(name, Corpus(''))
-    known = corpus.vocab_size or named_vocab_size(corpus.tokenizer) or GPT2Tokenizer.vocab_size
-    return vocab_size or known, corpus.tokens or None, f'{folder} is not prepared'
+    if is_prepared(name):
+        dataset = open_named(name)
+        return vocab_size or dataset.vocab_size, len(dataset.split('train')), str(dataset.folder)
+    sizes = find_sizes(name).values()
+    known = next((vocabulary for vocabulary, _, source in sizes if not source), 0)
+    tokens = [size for _, size, _ in sizes]
+    return (vocab_size or known or next(iter(sizes))[0], None if None in tokens else sum(tokens),
+            next(source for _, _, source in sizes if source))
+
+
+def find_sizes(name):
+    """What `dataset` says → {name: (vocabulary, training tokens or None, why they are not known for
+    certain)}. Raises UserError."""
+    sizes = {}
+    for each in read_names(name):
+        folder, corpus = dataset_folder(each), CORPORA.get(each, Corpus(''))
+        if is_prepared(each):
+            dataset = open_dataset(folder)
+            sizes[each] = dataset.vocab_size, len(dataset.split('train')), ''
+            continue
+        usual = corpus.vocab_size or named_vocab_size(corpus.tokenizer) or GPT2Tokenizer.vocab_size
+        sizes[each] = usual, corpus.tokens or None, f'{folder} is not prepared'
+    return sizes

@@ -168,10 +168,15 @@ class BatchLoader:
         else:
             n = first_tokens // self.block_size or n_batches * self.batch_size
             n = min(n, self.eval_sequences)
-            among = n if first_tokens else self.eval_sequences
-            mine = np.arange(self.rank, n, self.world_size) * among // n * self.block_size
+            mine = self.eval_starts(np.arange(self.rank, n, self.world_size), n, first_tokens > 0)
         return [mine[i:i + self.batch_size]
                 for i in range(0, math.ceil(n / self.world_size), self.batch_size)]
+
+    def eval_starts(self, places, n, first):
+        """The token where each of `places` in range(n) begins: of n spread over the split, or with
+        `first` of its first n. They repeat where n is more than there are."""
+        among = min(n, self.eval_sequences) if first else self.eval_sequences
+        return places * among // n * self.block_size
 
     def eval_batch(self, starts):
         """(idx, targets), each (batch_size, block_size) int64 on the device.
@@ -194,9 +199,10 @@ class BatchLoader:
         return [tensor.to(self.device, non_blocking=True) for tensor in batch]
 
 
-def fits_in_ram(folder, processes):
+def fits_in_ram(folders, processes):
     """True where a copy of the token files for each process takes at most a quarter of the
     memory that is free now. Unknown means no: reading from disk always works."""
     free = free_memory()
-    size = sum(path.stat().st_size for path in Path(folder).glob('*.bin') if path.exists())
+    size = sum(path.stat().st_size for folder in folders for path in Path(folder).glob('*.bin')
+               if path.exists())
     return free is not None and size * processes <= free / 4

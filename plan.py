@@ -163,16 +163,16 @@ def token_plan(shape, config, sequences, parameters, dataset_tokens):
     """Tokens of the run, and how they and the corpus match the model."""
     step = sequences * shape.block_size
     total = step * config.max_iters
-    weights = {name: share / SHARES for name, share in read_names(config.dataset).items()}
-    sizes = {name: size for name, (_, size, _) in find_sizes(config.dataset).items()}
+    shares, sizes = read_names(config.dataset), find_sizes(config.dataset)
+    corpora = [{'name': name, 'source': source, 'weight': shares[name] / SHARES, 'tokens': size,
+                'epochs': total * shares[name] / SHARES / size if size else None}
+               for name, (_, size, source) in sizes.items()]
     blocks = 12 * shape.n_layer * shape.n_embd**2
     return {'parameters': parameters, 'per_step': step, 'total': total,
             'dataset': dataset_tokens,
             'epochs': total / dataset_tokens if dataset_tokens else None,
             'steps_per_epoch': dataset_tokens / step if dataset_tokens else None,
-            'corpora': [{'name': name, 'weight': weight, 'tokens': sizes[name],
-                         'epochs': total * weight / sizes[name] if sizes[name] else None}
-                        for name, weight in weights.items()],
+            'corpora': corpora,
             'per_parameter': total / parameters,
             # Hoffmann et al. 2022, table 3: about 20 tokens for each parameter
             'chinchilla': 20 * parameters,
@@ -294,7 +294,7 @@ def print_tokens(tokens, source, vocab_size):
               f'{tokens["epochs"]:.3g} epochs')
     elif known:
         for corpus in tokens['corpora']:
-            print(f'  {corpus["name"]}: {short(corpus["tokens"])} tokens, {corpus["weight"]:.1%} '
+            print(f'  {corpus["source"]}: {short(corpus["tokens"])} tokens, {corpus["weight"]:.1%} '
                   f'of the run, {corpus["epochs"]:.3g} epochs')
     else:
         print(f'  {source}: its tokens are unknown, a vocabulary of {vocab_size:,} is assumed')

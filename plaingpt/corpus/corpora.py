@@ -105,22 +105,21 @@ def find_dataset_size(name, vocab_size=0):
     if is_prepared(name):
         dataset = open_named(name)
         return vocab_size or dataset.vocab_size, len(dataset.split('train')), str(dataset.folder)
-    sizes = find_sizes(name).values()
-    known = next((vocabulary for vocabulary, _, source in sizes if not source), 0)
-    tokens = [size for _, size, _ in sizes]
-    return (vocab_size or known or next(iter(sizes))[0], None if None in tokens else sum(tokens),
-            next(source for _, _, source in sizes if source))
+    sizes = find_sizes(name)
+    usual, tokens, _ = zip(*sizes.values(), strict=True)
+    known = next((size[0] for each, size in sizes.items() if is_prepared(each)), usual[0])
+    missing = next(source for each, (_, _, source) in sizes.items() if not is_prepared(each))
+    return vocab_size or known, None if None in tokens else sum(tokens), missing
 
 
 def find_sizes(name):
-    """What `dataset` says → {name: (vocabulary, training tokens or None, why they are not known for
-    certain)}. Raises UserError."""
+    """find_dataset_size of each corpus that `dataset` says → {its name: …}"""
     sizes = {}
     for each in read_names(name):
         folder, corpus = dataset_folder(each), CORPORA.get(each, Corpus(''))
         if is_prepared(each):
             dataset = open_dataset(folder)
-            sizes[each] = dataset.vocab_size, len(dataset.split('train')), ''
+            sizes[each] = dataset.vocab_size, len(dataset.split('train')), str(folder)
             continue
         usual = corpus.vocab_size or named_vocab_size(corpus.tokenizer) or GPT2Tokenizer.vocab_size
         sizes[each] = usual, corpus.tokens or None, f'{folder} is not prepared'

@@ -165,6 +165,6 @@ def is_run(value):
             check_keys(corpus, CORPUS)
         if 'end' in value:
             check_keys(value['end'], END)
-    except ValueError:
+    except (ValueError, TypeError):  # of corpora that are no list
         return False
     return True

@@ -5,6 +5,7 @@ of the thousand decides. It gives its own sequences in its own order, all once b
 Which sequence comes where is a pure function of (seed, number), as that of one corpus is.
 """
 
+import os
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -24,10 +25,10 @@ def read_names(text):
     sequences}. Raises UserError."""
     pieces = {piece.strip(): split_weight(piece.strip()) for piece in text.split(',')}
     is_mixture = all(weight is not None for _, weight in pieces.values())
-    if dataset_folder(text).exists():
+    if os.path.exists(dataset_folder(text)):
         if is_mixture:
             raise UserError(f'dataset={text} is a mixture and also the name of '
-                            f'{dataset_folder(text)}: rename that folder')
+                            f'{dataset_folder(text)}: end it with / to mean that folder')
         return {text: SHARES}
     if not is_mixture:
         if ',' not in text:

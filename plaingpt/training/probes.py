@@ -61,7 +61,7 @@ class Probes:
 
     def evaluate(self, progress, losses, stop):
         """Run the benchmarks and make the sample that are due; then log them and the losses (train,
-        val of each corpus), where they were due. Of several, the mean by their shares counts. Raises
+        val of each corpus), where they were due. Of several the mean by their shares counts. Raises
         Stopped where `stop` is wanted, before anything is logged."""
         config, iter_num, scores, text = self.config, progress.iter_num, {}, None
         benchmarks = self.benchmarks if progress.benchmarks_are_due(config) else []

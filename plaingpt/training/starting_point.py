@@ -103,6 +103,8 @@ def open_batches(config, dataset, world, device):
                for split in ('train', 'val')]
     tokens, step_tokens = len(loaders[0].stream), config.step_tokens()
     epochs = dataset.epochs(config.max_iters * step_tokens)
+    epochs = {part.name and f'{part.name} ({part.weight:.1%})': epochs[part.name]
+              for part in dataset.parts}
     if config.overfit_batches:
         tokens = min(tokens, config.overfit_batches * step_tokens)
         epochs = {'': config.max_iters * step_tokens / tokens}

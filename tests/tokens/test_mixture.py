@@ -1,4 +1,5 @@
 import json
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -177,6 +178,7 @@ def test_a_folder_whose_name_reads_as_a_mixture_is_ambiguous(three):
     (three / 'data/code').rename(three / 'data/code:1')
     with pytest.raises(UserError, match='also the name of data/code:1'):
         open_named('code:1')
+    assert open_named('code:1/').folder == Path('data/code:1')
     (three / 'data/prose').rename(three / 'data/a,b')
     assert open_named('a,b').vocab_size == 257
 

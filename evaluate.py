@@ -26,7 +26,7 @@ from plaingpt.system.distributed import host_group, launched_world, print0, proc
 from plaingpt.system.errors import UserError, run_script
 from plaingpt.system.files import write_json
 from plaingpt.system.streams import require_stdout, status
-from plaingpt.tokens.dataset import dataset_folder, open_dataset
+from plaingpt.tokens.mixture import open_named
 from plaingpt.training import checkpoint as checkpoints
 
 SPLITS = ('val', 'test', 'train')
@@ -38,7 +38,7 @@ class EvaluateConfig(checkpoints.ModelChoice):
     # tasks
     tasks: str = 'val'  # val, test, train, text, hellaswag, lambada; several with commas
     split: Literal['', 'val', 'test', 'train'] = ''  # this task alone
-    dataset: str = ''  # for val, test and train: in data/ or a path; empty: that of the run
+    dataset: str = ''  # for val, test and train: as in training; empty: that of the run
     data: str = ''  # file of a single task: a text, or a benchmark's .jsonl
     limit: int = 0  # only this many questions of a benchmark; 0 for all
     # system
@@ -73,7 +73,7 @@ class EvaluateConfig(checkpoints.ModelChoice):
 
 
 def score(task, config, model, tokenizer, state, context, group):
-    """→ ({name of a score: value}, a line that says the same)."""
+    """→ ({name of a score: value}, lines that say the same)."""
     if task in scoring.BENCHMARKS:
         benchmark = scoring.Benchmark(task, tokenizer, model.config.block_size, config.data,
                                       config.limit)
@@ -81,21 +81,36 @@ def score(task, config, model, tokenizer, state, context, group):
         return scores, f'{task}: {scoring.quote_benchmark(scores)}'
     if task == 'text':
         stream = scoring.TextStream(config.data, tokenizer)
-        text_bytes, label = stream.bytes, config.data
     else:
         name = config.dataset or state.get('config', {}).get('dataset')
         if not name:
             raise UserError(f'tasks={task}: name a prepared dataset with --dataset=NAME')
-        dataset = open_dataset(dataset_folder(name))
+        dataset = open_named(name)
         if dataset.tokenizer_json() != tokenizer.to_json():
             raise UserError(f'{dataset.folder} was prepared with another tokenizer than the '
                             "model's: name another --dataset")
-        stream, label = dataset.split(task), f'{task} of {dataset.folder}'
-        per_token = dataset.bytes_per_token(task)
-        text_bytes = per_token and per_token * (len(stream) - 1)
-    scores = scoring.score_stream(model, stream, text_bytes, config.batch_size, context, label,
-                                  group)
-    return scores, f'{label}: {scoring.quote_text(scores)}'
+        return score_split(task, dataset, model, config.batch_size, context, group)
+    scores = scoring.score_stream(model, stream, stream.bytes, config.batch_size, context,
+                                  config.data, group)
+    return scores, f'{config.data}: {scoring.quote_text(scores)}'
+
+
+def score_split(split, dataset, model, batch_size, context, group):
+    """`score` of a split; of a mixture that of each corpus, and of them all by their shares."""
+    scores, lines = {}, []
+    for name, each, _ in dataset.parts:
+        stream, label = each.split(split), f'{split} of {each.folder}'
+        per_token = each.bytes_per_token(split)
+        scores[name] = scoring.score_stream(
+            model, stream, per_token and per_token * (len(stream) - 1), batch_size, context, label,
+            group)
+        lines.append(f'{label}: {scoring.quote_text(scores[name])}')
+    if len(scores) == 1:
+        return scores[name], lines[0]
+    mean = scoring.mean_scores(list(scores.values()), [part.weight for part in dataset.parts],
+                               dataset.bytes_per_token(split))
+    lines.append(f'{split} of {dataset.folder}: {scoring.quote_text(mean)}')
+    return {**mean, 'corpora': scores}, '\n'.join(lines)
 
 
 def main(argv):

@@ -20,7 +20,7 @@ import torch
 from configurator import load_config
 from model import GPT
 from plaingpt.benchmarks.step_speed import Workload, estimate_speed
-from plaingpt.corpus.corpora import find_dataset_size
+from plaingpt.corpus.corpora import find_dataset_size, find_sizes
 from plaingpt.inference.hf_export import describe_export, nearest_architectures
 from plaingpt.kernels.recompute import KINDS
 from plaingpt.system import devices
@@ -28,7 +28,7 @@ from plaingpt.system.devices import GPUS
 from plaingpt.system.errors import UserError, run_script
 from plaingpt.system.formatting import GIB, duration, gib, short
 from plaingpt.system.streams import require_stdout
-from plaingpt.tokens.dataset import dataset_folder
+from plaingpt.tokens.mixture import SHARES, read_names
 from plaingpt.training.memory_planner import (
     batch_that_divides,
     choose_parallel,
@@ -109,8 +109,7 @@ def find_shape(config):
     if not start:
         return config.gpt_config(vocab_size), tokens, source
     known = tokens or config.vocab_size  # else the vocabulary is an assumption
-    check_start(config, start, dataset_folder(config.dataset),
-                vocab_size if known else start.vocab_size)
+    check_start(config, start, config.dataset, vocab_size if known else start.vocab_size)
     return replace(start, block_size=config.block_size), tokens, source
 
 
@@ -164,11 +163,16 @@ def token_plan(shape, config, sequences, parameters, dataset_tokens):
     """Tokens of the run, and how they and the corpus match the model."""
     step = sequences * shape.block_size
     total = step * config.max_iters
+    shares, sizes = read_names(config.dataset), find_sizes(config.dataset)
+    corpora = [{'name': name, 'source': source, 'weight': shares[name] / SHARES, 'tokens': size,
+                'epochs': total * shares[name] / SHARES / size if size else None}
+               for name, (_, size, source) in sizes.items()]
     blocks = 12 * shape.n_layer * shape.n_embd**2
     return {'parameters': parameters, 'per_step': step, 'total': total,
             'dataset': dataset_tokens,
             'epochs': total / dataset_tokens if dataset_tokens else None,
             'steps_per_epoch': dataset_tokens / step if dataset_tokens else None,
+            'corpora': corpora,
             'per_parameter': total / parameters,
             # Hoffmann et al. 2022, table 3: about 20 tokens for each parameter
             'chinchilla': 20 * parameters,
@@ -285,9 +289,13 @@ def print_tokens(tokens, source, vocab_size):
     known = tokens['dataset']
     print(f'tokens: {tokens["per_step"]:,} a step, {short(tokens["total"])} in all, '
           f'{tokens["per_parameter"]:.3g} for each of {tokens["parameters"]:,} parameters')
-    if known:
+    if known and len(tokens['corpora']) == 1:
         print(f'  {source}: {short(known)} tokens, {tokens["steps_per_epoch"]:.4g} steps an epoch, '
               f'{tokens["epochs"]:.3g} epochs')
+    elif known:
+        for corpus in tokens['corpora']:
+            print(f'  {corpus["source"]}: {short(corpus["tokens"])} tokens, {corpus["weight"]:.1%} '
+                  f'of the run, {corpus["epochs"]:.3g} epochs')
     else:
         print(f'  {source}: its tokens are unknown, a vocabulary of {vocab_size:,} is assumed')
     data = f', the corpus {short(known)}' if known else ''

@@ -62,8 +62,8 @@ class Run:
     world: World
     device: torch.device
     context: object  # autocast, in which forward passes run
-    dataset: Dataset
-    train_data: BatchLoader
+    dataset: Dataset  # or Mixture
+    train_data: BatchLoader  # or MixedLoader
     val_data: BatchLoader
     model: GPT  # not compiled or wrapped; the one that is saved
     parallel: Replicated  # or Sharded: the model over the processes, to evaluate and to train with
@@ -202,7 +202,7 @@ def evaluate(run):
     with run.metrics.paused('evaluating'):
         losses = run.progress.loss_is_due(run.config) and [
             mean_loss(run.parallel.eval, loader, run.config, run.context, run.stop)
-            for loader in (run.train_data, run.val_data)]
+            for loader in (run.train_data, *run.val_data.parts)]
         run.probes.evaluate(run.progress, losses, run.stop)
 
 

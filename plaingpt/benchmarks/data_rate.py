@@ -12,8 +12,7 @@ from plaingpt.benchmarks.result_tables import markdown
 from plaingpt.benchmarks.step_speed import make_step, random_batches
 from plaingpt.benchmarks.timing import step_seconds
 from plaingpt.system.formatting import short
-from plaingpt.tokens.batches import BatchLoader
-from plaingpt.tokens.dataset import dataset_folder, open_dataset
+from plaingpt.tokens.mixture import open_named
 
 BATCHES = 200  # that are timed of each reader
 
@@ -21,7 +20,7 @@ BATCHES = 200  # that are timed of each reader
 def measure_data(work):
     """→ (a row for each reader, their table)."""
     config = work.config
-    dataset = open_dataset(dataset_folder(config.dataset))
+    dataset = open_named(config.dataset)
     with closing(random_batches(work)) as batches:
         _, _, step = make_step(work, batches)
         step_s = median(step_seconds(step, config.steps, config.warmup_steps, work.device))
@@ -41,8 +40,8 @@ def measure_data(work):
 
 def make_readers(dataset, config, device):
     """{name: a function that reads the next batch}. No batch is read twice."""
-    disk, ram = (BatchLoader(dataset.split('train', in_ram), config.block_size, config.batch_size,
-                             seed=config.seed, device=device) for in_ram in (False, True))
+    disk, ram = (dataset.loader('train', in_ram, config.block_size, config.batch_size,
+                                seed=config.seed, device=device) for in_ram in (False, True))
     first, length = disk.stream.files[0], config.block_size + 1
     steps = count()
 

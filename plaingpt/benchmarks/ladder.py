@@ -23,7 +23,7 @@ from plaingpt.benchmarks.timing import step_seconds, step_times
 from plaingpt.corpus.corpora import find_dataset_size
 from plaingpt.system.devices import autocast
 from plaingpt.tokens.batches import BatchLoader
-from plaingpt.tokens.dataset import dataset_folder, open_dataset
+from plaingpt.tokens.mixture import is_prepared, open_named
 from plaingpt.tokens.token_files import TokenStream, open_tokens
 from plaingpt.training.optimizers import build_optimizer
 from plaingpt.training.settings import TrainConfig
@@ -161,9 +161,9 @@ def measure_ladder(work):
     vocab_size, known, source = find_dataset_size(config.dataset, config.vocab_size)
     shape = GPTConfig(config.block_size, vocab_size, config.n_layer, config.n_head, config.n_embd,
                       bias=config.bias)
-    folder, tokenizer = dataset_folder(config.dataset), None
-    if any(folder.glob('*.bin')):
-        dataset = open_dataset(folder)
+    tokenizer = None
+    if is_prepared(config.dataset):
+        dataset = open_named(config.dataset)
         tokenizer = dataset.tokenizer()
         tokens = dataset.split('train').sequences(np.array([0]), min(known, TOKENS))[0]
     else:

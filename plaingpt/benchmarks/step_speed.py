@@ -25,8 +25,8 @@ from plaingpt.system.devices import (
 )
 from plaingpt.system.errors import UserError
 from plaingpt.system.files import make_writable
-from plaingpt.tokens.batches import BatchLoader, fits_in_ram
-from plaingpt.tokens.dataset import dataset_folder, open_dataset
+from plaingpt.tokens.batches import fits_in_ram
+from plaingpt.tokens.mixture import open_named
 from plaingpt.training.optimizers import build_optimizer
 from plaingpt.training.settings import TrainConfig
 from plaingpt.training.training_step import StepGuard, forward_backward, update
@@ -73,14 +73,16 @@ def random_batches(work):
 def dataset_batches(work):
     """Batches as training reads them. Raises UserError where the model knows fewer ids."""
     config = work.config
-    dataset = open_dataset(dataset_folder(config.dataset))
+    dataset = open_named(config.dataset)
     if dataset.vocab_size > work.shape.vocab_size:
         raise UserError(f'vocab_size={work.shape.vocab_size}: {dataset.folder} has ids up to '
                         f'{dataset.vocab_size - 1}; leave it at 0 for those of the dataset')
-    in_ram = fits_in_ram(dataset.folder, 1) if config.data_in_ram == 'auto' else config.data_in_ram
-    return BatchLoader(dataset.split('train', in_ram), config.block_size, config.batch_size,
-                       micro_steps=config.accumulation(), seed=config.seed,
-                       device=work.device).train_batches(0)
+    in_ram = config.data_in_ram
+    if in_ram == 'auto':
+        in_ram = fits_in_ram([part.dataset.folder for part in dataset.parts], 1)
+    return dataset.loader('train', in_ram, config.block_size, config.batch_size,
+                          micro_steps=config.accumulation(), seed=config.seed,
+                          device=work.device).train_batches(0)
 
 
 def measure_speed(work):

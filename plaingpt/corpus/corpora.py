@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from plaingpt.corpus.text_files import STANDARD_LIBRARY, find_files, find_standard_library
 from plaingpt.system.formatting import short
 from plaingpt.tokens.dataset import dataset_folder, open_dataset
+from plaingpt.tokens.mixture import is_prepared, open_named, read_names
 from plaingpt.tokens.tokenizers import GPT2Tokenizer, named_vocab_size
 
 
@@ -96,15 +97,30 @@ def table():
 
 
 def find_dataset_size(name, vocab_size=0):
-    """data/NAME or a folder → (vocabulary, training tokens or None, where they are known from).
+    """What `dataset` says → (vocabulary, training tokens or None, where they are known from).
 
     Where nothing is prepared, the table of corpora answers. vocab_size: takes the place of the
     vocabulary that is found, 0 for none. Raises UserError.
     """
-    folder = dataset_folder(name)
-    if any(folder.glob('*.bin')):
-        dataset = open_dataset(folder)
-        return vocab_size or dataset.vocab_size, len(dataset.split('train')), str(folder)
-    corpus = CORPORA.get(name, Corpus(''))
-    known = corpus.vocab_size or named_vocab_size(corpus.tokenizer) or GPT2Tokenizer.vocab_size
-    return vocab_size or known, corpus.tokens or None, f'{folder} is not prepared'
+    if is_prepared(name):
+        dataset = open_named(name)
+        return vocab_size or dataset.vocab_size, len(dataset.split('train')), str(dataset.folder)
+    sizes = find_sizes(name)
+    usual, tokens, _ = zip(*sizes.values(), strict=True)
+    known = next((size[0] for each, size in sizes.items() if is_prepared(each)), usual[0])
+    missing = next(source for each, (_, _, source) in sizes.items() if not is_prepared(each))
+    return vocab_size or known, None if None in tokens else sum(tokens), missing
+
+
+def find_sizes(name):
+    """find_dataset_size of each corpus that `dataset` says → {its name: …}"""
+    sizes = {}
+    for each in read_names(name):
+        folder, corpus = dataset_folder(each), CORPORA.get(each, Corpus(''))
+        if is_prepared(each):
+            dataset = open_dataset(folder)
+            sizes[each] = dataset.vocab_size, len(dataset.split('train')), str(folder)
+            continue
+        usual = corpus.vocab_size or named_vocab_size(corpus.tokenizer) or GPT2Tokenizer.vocab_size
+        sizes[each] = usual, corpus.tokens or None, f'{folder} is not prepared'
+    return sizes

@@ -150,6 +150,18 @@ def score_stream(model, stream, text_bytes, batch_size, context, label, group=No
             'tokens': tokens}
 
 
+def mean_scores(scores, weights, bytes_per_token):
+    """[scores of score_stream] of several corpora → those of their mixture by weights of tokens."""
+    loss = sum(w * each['loss'] for w, each in zip(weights, scores, strict=True))
+    errors = [each['loss_stderr'] for each in scores]
+    return {'loss': loss,
+            'loss_stderr': None if None in errors else math.hypot(
+                *(w * error for w, error in zip(weights, errors, strict=True))),
+            'perplexity': math.exp(min(loss, 700)),
+            'bits_per_byte': loss / math.log(2) / bytes_per_token if bytes_per_token else None,
+            'tokens': sum(each['tokens'] for each in scores)}
+
+
 # -----------------------------------------------------------------------------
 # questions
 

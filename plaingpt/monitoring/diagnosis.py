@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from statistics import mean, median, stdev
 
 from plaingpt.monitoring.metrics_file import column, rows_with
+from plaingpt.monitoring.run_record import epochs
+from plaingpt.system.formatting import quote_epochs
 
 # When something is wrong. None was tuned to a single run. "Ours" are the healthy runs of
 # tests/monitoring/test_diagnosis.py and references/: they keep a factor of 2 or more away.
@@ -46,8 +48,7 @@ THRESHOLDS = {
     # diverge (Zhai et al. 2023, Stabilizing Transformer Training by Preventing Attention Entropy
     # Collapse; Kimi Team 2025, Kimi K2, §2.1, names 1,000). Ours reach 29
     'attention_logit': 1000.0,
-    # a block's gradient norm / the median of the blocks that have one
-    'no_gradient': 1e-3,
+    'no_gradient': 1e-3,  # a block's gradient norm / the median of the blocks that have one
     # learning rate / its highest, with more than a tenth of the run left
     'rate_gone': 1e-3,
     # steps that a weight remembers under decay, 1/(rate · weight_decay) (Wang and Aitchison 2024,
@@ -65,8 +66,7 @@ THRESHOLDS = {
     'easy_validation': 0.7,
     # bits a byte: English has 0.6 to 1.3 (Shannon 1951; Cover and King 1978)
     'implausible': 0.3,
-    # share of validation that is also in the training split
-    'overlap': 0.1,
+    'overlap': 0.1,  # share of validation that is also in the training split
     # nats that validation rises over its best, in at least `after_best` evaluations
     'overfit': 0.05,
     'after_best': 2,
@@ -338,7 +338,7 @@ def foreign_validation(rows, run, ended):
     if len(seen) < 2 or run['config']['overfit_batches']:
         return None
     first, last = seen[0], seen[-1]
-    if last['tokens'] <= 2 * run['train_tokens'] \
+    if max(epochs(run, last['tokens']).values()) <= 2 \
             and last['train_loss'] <= first['train_loss'] - THRESHOLDS['first_rise'] \
             and min(column(seen[1:], 'val_loss')) >= first['val_loss'] - 0.1:
         return (f'training has brought the loss from {first["train_loss"]:.2f} to '
@@ -358,7 +358,7 @@ def overfit(rows, run, ended):
             and last['val_loss'] >= best['val_loss'] + THRESHOLDS['overfit']:
         return (f'validation rises since iteration {best["iter"]} (best {best["val_loss"]:.4f}, '
                 f'now {last["val_loss"]:.4f}) while training falls to {last["train_loss"]:.4f}, '
-                f'after {last["tokens"] / run["train_tokens"]:.3g} epochs',
+                f'after {quote_epochs(epochs(run, last["tokens"]))}',
                 'stop with --patience, or use more text, more dropout or a smaller model; '
                 '--checkpoint=best has the best weights')
 
@@ -419,7 +419,7 @@ def implausible(rows, run, ended):
     bits, size = column(rows, 'val_bpb')[-1:], run.get('train_bytes_per_token')
     losses = last_batches(rows)[-THRESHOLDS['batches']:]
     if losses and size and run['from_scratch'] and not run['config']['overfit_batches'] \
-            and rows[-1]['tokens'] <= run['train_tokens']:
+            and max(epochs(run, rows[-1]['tokens']).values()) <= 1:
         bits.append(median(losses) / math.log(2) / size)
     if bits and min(bits) < THRESHOLDS['implausible'] and not batches_too_easy(rows, run, ended):
         return (f'{min(bits):.2f} bits a byte are too few for text that was not seen before: '

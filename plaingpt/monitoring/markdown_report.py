@@ -6,9 +6,9 @@ from statistics import median_high
 
 from plaingpt.monitoring.diagnosis import diagnose, overfit_check, too_early
 from plaingpt.monitoring.metrics_file import column, read_rows, rows_with
-from plaingpt.monitoring.run_record import read_run, where_it_stands
+from plaingpt.monitoring.run_record import epochs, read_run, where_it_stands
 from plaingpt.system.files import write_atomically
-from plaingpt.system.formatting import duration, one_line, printable, short
+from plaingpt.system.formatting import duration, one_line, printable, quote_epochs, short
 from plaingpt.system.streams import status
 
 SAMPLES = 5  # texts by the model in a report, evenly spread over the run
@@ -85,11 +85,13 @@ def format_outcome(rows, run):
             bits = f', {row["val_bpb"]:.3f} bits a byte' if row.get('val_bpb') else ''
             table += [(f'validation loss, {name}',
                        f'{row["val_loss"]:.4f}{bits}, iteration {row["iter"]:,}')]
+            table += [(f'of {key.removeprefix("val_loss/")}', f'{row[key]:.4f}')
+                      for key in row if key.startswith('val_loss/') and row[key] is not None]
         if evaluations[-1].get('train_loss') is not None:
             table += [('training loss, last', f'{evaluations[-1]["train_loss"]:.4f}')]
     last = where_it_stands(rows, run)
     table += [('iterations', f'{last["iter"]:,}'),
-              ('tokens', f'{last["tokens"]:,}, {last["tokens"] / run["train_tokens"]:.3g} epochs, '
+              ('tokens', f'{last["tokens"]:,}, {quote_epochs(epochs(run, last["tokens"]))}, '
                          f'{last["tokens"] / run["parameters"]:.3g} a parameter'),
               ('time', duration(last['elapsed_s']))]
     steps = rows_with(rows, 'loss')

@@ -42,6 +42,7 @@ FACTS = {'config': SETTINGS, 'changed': {}, 'data': DATA, 'vocab_size': is_posit
          'from_scratch': is_bool, 'code': lambda x: x is None or is_text(x), 'machine': MACHINE,
          'dtype': is_text, 'compile': is_bool, 'versions': {}, 'command': is_text,
          'started': is_text}
+CORPUS = {'name': is_text, 'folder': is_text, 'weight': is_number, 'train_tokens': is_positive}
 # What a run.json of an earlier version lacks.
 OPTIONAL = {'train_bytes_per_token': lambda x: x is None or is_number(x),
             'val_in_train': lambda x: x is None or is_number(x),
@@ -61,12 +62,17 @@ def describe_run(config, dataset, loader, model, device, dtype, compile, world, 
     from_scratch = before.get('from_scratch', True) if resumed \
         else config.init_from in ('scratch', 'auto')
     text = {'vocab_size': dataset.vocab_size, 'train_tokens': len(loader.stream),
-            'unigram_loss': unigram_loss(loader.stream)}
+            'unigram_loss': unigram_loss(dataset.mean(
+                frequencies(part.stream, dataset.vocab_size) for part in loader.parts))}
     return {
         'config': asdict(config), 'changed': changed_settings(config),
         'data': {'folder': str(dataset.folder),
                  **{key: dataset.meta[key] for key in ('corpus', 'source') if key in dataset.meta},
-                 'tokenizer': dataset.tokenizer_json()['kind']},
+                 'tokenizer': dataset.tokenizer_json()['kind'],
+                 'corpora': [{'name': part.name, 'folder': str(part.dataset.folder),
+                              'weight': part.weight, 'train_tokens': len(each.stream)}
+                             for part, each in zip(dataset.parts, loader.parts, strict=True)
+                             if part.name]},
         **text, 'changed_data': differences(before, text) or before.get('changed_data'),
         'train_bytes_per_token': dataset.bytes_per_token('train'),
         'val_in_train': dataset.split_entry('val').get('in_train'),
@@ -94,11 +100,17 @@ def differences(before, now):
                      if not math.isclose(before.get(key, value), value))
 
 
-def unigram_loss(stream):
-    """Entropy of single tokens in nats: the loss of a model that knows their frequencies only."""
+def frequencies(stream, vocab_size):
+    """The share of each id among the tokens of a stream, or of many places in it."""
     starts = np.linspace(0, max(0, len(stream) - 1024), UNIGRAM_TOKENS // 1024).astype(np.int64)
-    counts = np.bincount(stream.sequences(starts, min(1024, len(stream))).ravel())
-    shares = counts[counts > 0] / counts.sum()
+    counts = np.bincount(stream.sequences(starts, min(1024, len(stream))).ravel(),
+                         minlength=vocab_size)
+    return counts / counts.sum()
+
+
+def unigram_loss(shares):
+    """Entropy of single tokens in nats: the loss of a model that knows their frequencies only."""
+    shares = shares[shares > 0]
     return float(-(shares * np.log(shares)).sum())
 
 
@@ -128,6 +140,15 @@ def read_run(out_dir):
     return run if is_run(run) else {}
 
 
+def epochs(run, tokens):
+    """How often a run has read its corpus after so many tokens, of a mixture each of them →
+    {name: epochs}"""
+    corpora = run.get('data', {}).get('corpora') or [
+        {'name': '', 'weight': 1, 'train_tokens': run['train_tokens']}]
+    return {corpus['name']: tokens * corpus['weight'] / corpus['train_tokens']
+            for corpus in corpora}
+
+
 def where_it_stands(rows, run):
     """{'iter', 'tokens', 'elapsed_s'} of the last update that is known of: the one that a run ended
     after, or that of the last row, while it trains or where it was killed."""
@@ -140,8 +161,10 @@ def is_run(value):
         check_keys(value, FACTS)
         check_keys(value, {key: fits for key, fits in OPTIONAL.items() if key in value})
         check_keys(value['data'].get('source', {}), {})
+        for corpus in value['data'].get('corpora', []):
+            check_keys(corpus, CORPUS)
         if 'end' in value:
             check_keys(value['end'], END)
-    except ValueError:
+    except (ValueError, TypeError):  # of corpora that are no list
         return False
     return True

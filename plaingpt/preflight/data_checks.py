@@ -98,7 +98,10 @@ def batches_differ(subject):
 
 def epoch_reads_all(subject):
     """Of a long epoch, so many of its sequences stand for all."""
-    loader = subject.train_data
+    return next(filter(None, map(epoch_reads_part, subject.train_data.parts)), None)
+
+
+def epoch_reads_part(loader):
     n, T = loader.sequences_per_epoch, loader.block_size
     ids = np.unique(np.linspace(0, n - 1, min(n, EPOCH_LOOKS)).astype(np.int64))
     starts = loader.sequence_starts(ids)
@@ -115,15 +118,16 @@ def epoch_reads_all(subject):
 
 
 def evaluation_reads_all(subject):
-    loader, config = subject.val_data, subject.config
-    mine = loader.eval_batches(config.eval_iters, config.eval_tokens)
-    starts = np.concatenate([np.concatenate([*share, []])
-                             for share in all_gather(mine, subject.group)])
-    wanted = config.eval_tokens // loader.block_size or config.eval_iters * loader.batch_size
-    wanted = min(wanted, (len(loader.stream) - 1) // loader.block_size)
-    if len(starts) != wanted or len(np.unique(starts)) != wanted:
-        return f'an evaluation reads {len(starts)} sequences, {len(np.unique(starts))} different ' \
-               f'ones, and should read {wanted}: a batch is dropped, or comes twice'
+    config = subject.config
+    for loader in subject.val_data.parts:
+        mine = loader.eval_batches(config.eval_iters, config.eval_tokens)
+        starts = np.concatenate([np.concatenate([*share, []])
+                                 for share in all_gather(mine, subject.group)])
+        wanted = config.eval_tokens // loader.block_size or config.eval_iters * loader.batch_size
+        wanted, found = min(wanted, (len(loader.stream) - 1) // loader.block_size), len(starts)
+        if found != wanted or len(np.unique(starts)) != wanted:
+            return f'an evaluation reads {found} sequences, {len(np.unique(starts))} different ' \
+                   f'ones, and should read {wanted}: a batch is dropped, or comes twice'
 
 
 def data_is_text(subject):

@@ -125,7 +125,8 @@ class Subject:
     def few(self):
         """A loader of few short sequences of the validation split."""
         T = min(SHORT, self.config.block_size)
-        return BatchLoader(self.val_data.stream, T, math.ceil(EVALUATED / T), device=self.device)
+        return type(self.val_data)(self.val_data.stream, T, math.ceil(EVALUATED / T),
+                                   device=self.device)
 
     def evaluated_loss(self):
         """The loss of `few`, as the run measures it."""

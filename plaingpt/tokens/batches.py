@@ -2,8 +2,9 @@
 
 Sequences of `block_size + 1` tokens tile a split and overlap by one token, so that each token is
 predicted once. Each epoch visits every sequence once, in the order of its own permutation, of a
-tiling that starts at its own token. Sequences are numbered over all epochs and each step takes the
-next ones: a run that resumes, on any number of processes, sees the data it would have seen.
+tiling that starts at its own token; the tilings of six epochs together reach every token. Sequences
+are numbered over all epochs and each step takes the next ones: a run that resumes, on any number of
+processes, sees the data it would have seen.
 """
 
 import math
@@ -80,9 +81,13 @@ class BatchLoader:
         self.shift = 0  # sequences taken beyond step × step_size, by steps of another size
         # One sequence fewer than would fit leaves room to shift the tiling by up to block_size - 1.
         self.sequences_per_epoch = max(1, (len(stream) - block_size) // block_size)
-        spare = len(stream) - 1 - self.sequences_per_epoch * block_size
-        self.phases = min(block_size, spare + 1)  # tokens at which a tiling can start
+        self.spare = len(stream) - 1 - self.sequences_per_epoch * block_size
         self.eval_sequences = (len(stream) - 1) // block_size
+
+    @property
+    def parts(self):
+        """A loader for each corpus."""
+        return [self]
 
     def sequences_before(self, step):
         """How many sequences all processes together have taken when `step` begins."""
@@ -121,9 +126,16 @@ class BatchLoader:
         for epoch in np.unique(epochs):
             here = epochs == epoch
             sequences = permute(places[here], self.sequences_per_epoch, key(self.seed, int(epoch)))
-            phase = int(key(self.seed, int(epoch), 1)[0] % np.uint64(self.phases))
-            starts[here] = phase + sequences * self.block_size
+            starts[here] = self.phase(int(epoch)) + sequences * self.block_size
         return starts
+
+    def phase(self, epoch):
+        """The token where the tiling of an epoch starts: of every second one at random. The others
+        start so that the last token is reached, the first, and what lies between in a split that
+        is shorter than three sequences."""
+        if epoch % 2:
+            return (self.spare, 0, self.spare // 2)[epoch // 2 % 3]
+        return int(key(self.seed, epoch, 1)[0] % np.uint64(min(self.block_size, self.spare + 1)))
 
     def train_batch(self, step, micro):
         """(idx, targets), each (batch_size, block_size) int64 in host memory."""
@@ -156,10 +168,15 @@ class BatchLoader:
         else:
             n = first_tokens // self.block_size or n_batches * self.batch_size
             n = min(n, self.eval_sequences)
-            among = n if first_tokens else self.eval_sequences
-            mine = np.arange(self.rank, n, self.world_size) * among // n * self.block_size
+            mine = self.eval_starts(np.arange(self.rank, n, self.world_size), n, first_tokens > 0)
         return [mine[i:i + self.batch_size]
                 for i in range(0, math.ceil(n / self.world_size), self.batch_size)]
+
+    def eval_starts(self, places, n, first):
+        """The token where each of `places` in range(n) begins: of n spread over the split, or with
+        `first` of its first n. They repeat where n is more than there are."""
+        among = min(n, self.eval_sequences) if first else self.eval_sequences
+        return places * among // n * self.block_size
 
     def eval_batch(self, starts):
         """(idx, targets), each (batch_size, block_size) int64 on the device.
@@ -182,9 +199,10 @@ class BatchLoader:
         return [tensor.to(self.device, non_blocking=True) for tensor in batch]
 
 
-def fits_in_ram(folder, processes):
+def fits_in_ram(folders, processes):
     """True where a copy of the token files for each process takes at most a quarter of the
     memory that is free now. Unknown means no: reading from disk always works."""
     free = free_memory()
-    size = sum(path.stat().st_size for path in Path(folder).glob('*.bin') if path.exists())
+    size = sum(path.stat().st_size for folder in folders for path in Path(folder).glob('*.bin')
+               if path.exists())
     return free is not None and size * processes <= free / 4

@@ -8,6 +8,7 @@ import weakref
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
@@ -22,12 +23,26 @@ from plaingpt.system.files import (
 )
 from plaingpt.system.formatting import quoted
 from plaingpt.tokens import tokenizers
+from plaingpt.tokens.batches import BatchLoader
 from plaingpt.tokens.nanogpt_vocabulary import read_nanogpt_chars
 from plaingpt.tokens.token_files import TokenStream, identify, open_tokens
 
 FORMAT_VERSION = 1
 UNFINISHED = 'unfinished'  # prepare.py's folder for files that are not complete yet
 PARTS = 'parts'  # its folder for what --part=K/N wrote, until it is merged
+SHARES = 1000  # sequences that the corpora of a mixture share out, again and again
+
+
+class Part(NamedTuple):
+    """A corpus that is trained on."""
+
+    name: str  # in a mixture; '' where there is one only
+    dataset: 'Dataset'
+    share: int  # of every SHARES sequences
+
+    @property
+    def weight(self):
+        return self.share / SHARES
 
 
 @dataclass(frozen=True)
@@ -39,6 +54,21 @@ class Dataset:
     vocab_size: int
     seen: tuple = ()  # what identify() said of its meta.json
     opened: dict = field(default_factory=dict, repr=False)  # split: (files, identity, samples)
+
+    @property
+    def parts(self):
+        """The corpora that are trained on, of a mixture several: [Part]"""
+        return [Part('', self, SHARES)]
+
+    def mean(self, values):
+        """The mean of a value of each part, by their shares."""
+        return sum(part.weight * value
+                   for part, value in zip(self.parts, values, strict=True))
+
+    def epochs(self, tokens):
+        """How often each part is read by a run of so many tokens → {name: epochs}"""
+        return {part.name: part.weight * tokens / len(part.dataset.split('train'))
+                for part in self.parts}
 
     def tokenizer(self):
         """The tokenizer that made the files. Raises UserError where it cannot be had."""
@@ -93,6 +123,10 @@ class Dataset:
         if self.is_ours() and not in_ram:
             self._keep_while_read(stream)
         return stream
+
+    def loader(self, split, in_ram, *shape, **settings):
+        """The BatchLoader of a split; shape and settings are that of its class."""
+        return BatchLoader(self.split(split, in_ram), *shape, **settings)
 
     def describe_reading(self, in_ram):
         """Where tokens are read from, and whether what is read is known to be what was written."""

@@ -156,7 +156,7 @@ class TokenStream:
         self.vocab_size = vocab_size
         self.ram = None
         if in_ram:
-            self.ram = np.empty(len(self), dtype=files[0].dtype)
+            self.ram = np.empty(len(self), np.result_type(*{file.dtype for file in files}))
             for file, start in zip(files, self.starts, strict=False):
                 file.load(self.ram[start:start + file.tokens])
                 check_ids(file.path, self.ram[start:start + file.tokens], 0, vocab_size)

@@ -20,7 +20,8 @@ class Probes:
     """
 
     def __init__(self, config, dataset, parallel, metrics, val_loader, context, group, writing):
-        self.config, self.parallel, self.metrics = config, parallel, metrics
+        self.config, self.dataset = config, dataset
+        self.parallel, self.metrics = parallel, metrics
         self.context, self.group, self.writing = context, group, writing
         interval = min(config.health_interval, max(1, config.max_iters // LOOKS))
         self.health = Health(parallel.model, interval if writing or parallel.sharded else 0,
@@ -60,8 +61,8 @@ class Probes:
 
     def evaluate(self, progress, losses, stop):
         """Run the benchmarks and make the sample that are due; then log them and the losses (train,
-        val), where they were due. Raises Stopped where `stop` is wanted, before anything is logged.
-        """
+        val of each corpus), where they were due. Of several the mean by their shares counts. Raises
+        Stopped where `stop` is wanted, before anything is logged."""
         config, iter_num, scores, text = self.config, progress.iter_num, {}, None
         benchmarks = self.benchmarks if progress.benchmarks_are_due(config) else []
         samples = config.sample_tokens and (
@@ -73,9 +74,12 @@ class Probes:
                           for benchmark in benchmarks}
                 text = self.sample(model, stop) if samples else None
         stop.check()
-        best = progress.record_evaluation(losses[-1] if losses else None)
+        val_loss = self.dataset.mean(losses[1:]) if losses else None
+        best = progress.record_evaluation(val_loss)
         if losses:
-            self.metrics.evaluation(iter_num, *losses, best, text)
+            of_each = {part.name: loss for part, loss in zip(self.dataset.parts, losses[1:],
+                                                             strict=True) if part.name}
+            self.metrics.evaluation(iter_num, losses[0], val_loss, best, text, of_each)
         for name, values in scores.items():
             self.metrics.benchmark(iter_num, name, values, quote_benchmark(values))
         if text is not None and progress.sample_is_due(config):

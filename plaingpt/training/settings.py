@@ -53,7 +53,7 @@ class TrainConfig(GPTConfig):
     overfit_batches: int = 0  # a check: train on the first batches only, until the loss is near 0
     check: Literal['auto', 'warn'] | bool = 'auto'  # a new run first; warn: go on; True: only that
     # data
-    dataset: str = 'openwebtext'  # a folder in data/, or the path of one
+    dataset: str = 'openwebtext'  # in data/, or a path; several by weights: code:0.3,prose:0.7
     data_in_ram: Literal['auto'] | bool = 'auto'  # read the tokens into memory first
     batch_size: Literal['auto'] | int = 12  # sequences the device holds at once; auto: all that fit
     gradient_accumulation_steps: int = 5 * 8  # micro-batches in a step, of all processes together

@@ -38,10 +38,11 @@ from plaingpt.system.distributed import (
 )
 from plaingpt.system.errors import UserError
 from plaingpt.system.files import ROOT
-from plaingpt.system.formatting import gib, quoted
+from plaingpt.system.formatting import gib, quote_epochs, quoted
 from plaingpt.system.machine import free_memory
-from plaingpt.tokens.batches import BatchLoader, fits_in_ram
-from plaingpt.tokens.dataset import PARTS, UNFINISHED, dataset_folder, open_dataset
+from plaingpt.tokens.batches import fits_in_ram
+from plaingpt.tokens.dataset import PARTS, UNFINISHED, dataset_folder
+from plaingpt.tokens.mixture import open_named, read_names
 from plaingpt.training import checkpoint as checkpoints
 from plaingpt.training.checkpoint_writer import clean_up
 from plaingpt.training.memory_planner import (
@@ -59,32 +60,40 @@ from plaingpt.training.settings import TrainConfig
 
 
 def open_data(config, world):
-    """Open data/<name>. A small corpus that is not prepared yet is prepared now. What benchmarks
-    during the run ask is looked for first: without it there is no run."""
+    """Open data/<name>, of a mixture each. A small corpus that is not prepared yet is prepared now.
+    What benchmarks during the run ask is looked for first: without it there is no run."""
     if world.local_rank == 0 and config.eval_tasks_interval:
         for name in config.eval_tasks.split(','):
             scoring.read_questions(name)
-    folder = dataset_folder(config.dataset)
-    if world.local_rank == 0 and folder.parts == ('data', config.dataset) \
-            and not (folder / 'meta.json').exists() and not any(folder.glob('*.bin')) \
-            and not (folder / UNFINISHED).exists() and not (folder / PARTS).exists():
-        done = subprocess.run([sys.executable, ROOT / 'prepare.py', config.dataset, '--if_small'])
-        if done.returncode < 0:
-            raise UserError(f'preparing {config.dataset} was killed: run python prepare.py '
-                            f'{quoted(config.dataset)}')
-        if done.returncode:
-            sys.exit(done.returncode)  # it has said why
+    names = read_names(config.dataset)
+    if world.local_rank == 0:
+        for name in names:
+            prepare_small(name)
     barrier()
-    dataset = open_dataset(folder)
-    if not dataset.meta:
-        print0(f'{folder} has no meta.json: its files are taken for GPT-2 tokens')
+    dataset = open_named(config.dataset)
+    for _, each, _ in dataset.parts:
+        if not each.meta:
+            print0(f'{each.folder} has no meta.json: its files are taken for GPT-2 tokens')
     if config.vocab_size not in (0, dataset.vocab_size):
-        raise UserError(f'vocab_size={config.vocab_size}: {folder} has {dataset.vocab_size} '
-                        'tokens; leave it at 0')
+        raise UserError(f'vocab_size={config.vocab_size}: {dataset.folder} has '
+                        f'{dataset.vocab_size} tokens; leave it at 0')
     if config.document_start != 'auto' and config.document_start not in range(dataset.vocab_size):
-        raise UserError(f'document_start={config.document_start}: {folder} has tokens 0 to '
+        raise UserError(f'document_start={config.document_start}: {dataset.folder} has tokens 0 to '
                         f'{dataset.vocab_size - 1}')
     return dataset
+
+
+def prepare_small(name):
+    """Run prepare.py where it knows a small corpus of that name and there is nothing of it yet."""
+    folder = dataset_folder(name)
+    if folder.parts == ('data', name) \
+            and not (folder / 'meta.json').exists() and not any(folder.glob('*.bin')) \
+            and not (folder / UNFINISHED).exists() and not (folder / PARTS).exists():
+        done = subprocess.run([sys.executable, ROOT / 'prepare.py', name, '--if_small'])
+        if done.returncode < 0:
+            raise UserError(f'preparing {name} was killed: run python prepare.py {quoted(name)}')
+        if done.returncode:
+            sys.exit(done.returncode)  # it has said why
 
 
 def check_same_data(dataset, device):
@@ -100,19 +109,24 @@ def check_same_data(dataset, device):
 def open_batches(config, dataset, world, device):
     """→ (loader of the training split, loader of the validation split)."""
     check_same_data(dataset, device)
-    in_ram = fits_in_ram(dataset.folder, world.local_size) if config.data_in_ram == 'auto' \
-        else config.data_in_ram
-    loaders = [BatchLoader(dataset.split(split, in_ram), config.block_size, config.batch_size,
-                           micro_steps=config.accumulation() // world.size, rank=world.rank,
-                           world_size=world.size, seed=config.seed, device=device,
-                           only_first=config.overfit_batches if split == 'train' else 0)
+    in_ram = config.data_in_ram
+    if in_ram == 'auto':
+        in_ram = fits_in_ram([part.dataset.folder for part in dataset.parts], world.local_size)
+    loaders = [dataset.loader(split, in_ram, config.block_size, config.batch_size,
+                              micro_steps=config.accumulation() // world.size, rank=world.rank,
+                              world_size=world.size, seed=config.seed, device=device,
+                              only_first=config.overfit_batches if split == 'train' else 0)
                for split in ('train', 'val')]
     tokens, step_tokens = len(loaders[0].stream), config.step_tokens()
+    epochs = dataset.epochs(config.max_iters * step_tokens)
+    epochs = {part.name and f'{part.name} ({part.weight:.1%})': epochs[part.name]
+              for part in dataset.parts}
     if config.overfit_batches:
         tokens = min(tokens, config.overfit_batches * step_tokens)
+        epochs = {'': config.max_iters * step_tokens / tokens}
     print0(f'{dataset.folder}: {tokens:,} training tokens, vocabulary {dataset.vocab_size:,}, '
            f'{dataset.describe_reading(in_ram)} | {step_tokens:,} tokens a step, '
-           f'{config.max_iters * step_tokens / tokens:.3g} epochs')
+           f'{quote_epochs(epochs)}')
     return loaders
 
 
@@ -179,9 +193,11 @@ def check_resumed(resumed, config, dataset):
         raise UserError(f'{resumed.path} was trained with another tokenizer than that of '
                         f'{dataset.folder}: name the dataset it was trained on')
     if not dataset.is_identity('train', resumed.state['data']):
+        other = f' (it has dataset={before["dataset"]})' if 'dataset' in changed else ''
         raise UserError(f'{resumed.path} was trained on other tokens than those of '
-                        f'{dataset.folder}: to continue with other data, start a run from its '
-                        f'weights with --init_from={quoted(config.out_dir)} and another --out_dir')
+                        f'{dataset.folder}{other}: to continue with other data, start a run from '
+                        f'its weights with --init_from={quoted(config.out_dir)} and another '
+                        '--out_dir')
     samples = dataset.samples()
     for split, did in (('train', 'trained'), ('val', 'evaluated')):
         if resumed.state['samples'].get(split, samples[split]) != samples[split]:

@@ -1,3 +1,4 @@
+import hashlib
 import json
 
 import numpy as np
@@ -53,7 +54,43 @@ def test_over_an_epoch_each_sequence_appears_exactly_once(tmp_path, processes):
                   for loader in loaders for micro in range(24 // processes)]
         phase = min(firsts)
         assert sorted(firsts) == [phase + 10 * i for i in range(24)]
-        assert 0 <= phase < 10
+        assert 0 <= phase < 15
+
+
+class NoTokens:
+    """A stream of so many tokens, for who asks where sequences begin."""
+
+    def __init__(self, n):
+        self.n = n
+
+    def __len__(self):
+        return self.n
+
+
+@pytest.mark.parametrize('block_size', [1, 2, 7, 10, 64])
+def test_every_token_but_the_first_is_a_target_within_six_epochs(block_size):
+    for n in range(block_size + 1, 6 * block_size + 2):
+        loader = BatchLoader(NoTokens(n), block_size, 1)
+        begins = loader.sequence_starts(np.arange(6 * loader.sequences_per_epoch))
+        targets = begins[:, None] + np.arange(1, block_size + 1)
+        assert np.array_equal(np.unique(targets), np.arange(1, n)), n
+
+
+def test_the_last_third_of_a_short_split_is_trained_on():
+    loader = BatchLoader(NoTokens(3071), 1024, 1)
+    begins = loader.sequence_starts(np.arange(6 * loader.sequences_per_epoch))
+    assert np.array_equal(np.unique(begins[:, None] + np.arange(1, 1025)), np.arange(1, 3071))
+
+
+@pytest.mark.parametrize(('n', 'block_size', 'seed', 'sha256'), [
+    (3071, 1024, 1337, '5aaaf1b46399219f'), (5000, 16, 5, 'e52650ee8a77f65c'),
+    (40, 32, 0, '193f8fb7eec897e2')])
+def test_the_even_epochs_are_in_the_order_that_earlier_versions_had(n, block_size, seed, sha256):
+    loader = BatchLoader(NoTokens(n), block_size, 1, seed=seed)
+    ids = np.concatenate([epoch * loader.sequences_per_epoch
+                          + np.arange(loader.sequences_per_epoch) for epoch in range(0, 20, 2)])
+    found = hashlib.sha256(loader.sequence_starts(ids).astype('<i8').tobytes()).hexdigest()
+    assert found.startswith(sha256)
 
 
 def test_any_number_of_processes_sees_the_same_sequences_in_the_same_steps(tmp_path):

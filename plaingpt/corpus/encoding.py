@@ -7,18 +7,21 @@ from contextlib import closing
 from typing import NamedTuple
 
 import numpy as np
-from tqdm import tqdm
 
 from plaingpt.corpus.shards import ShardWriter, check_free_space, write_journal
 from plaingpt.corpus.splitting import split_by_hash, split_by_place
 from plaingpt.system.errors import UserError
+from plaingpt.system.streams import Progress
 from plaingpt.tokens.dataset import FORMAT_VERSION
+from plaingpt.tokens.tokenizers import UnknownCharacter, WrongIds
 
 BATCH_CHARS = 2**20  # that a thread encodes at a time
+CHECKED = 100  # of so many batches the ids of one are compared with tiktoken's
 JOURNAL_SECONDS = 30  # a kill loses at most the work of so many seconds
 
 
 class Batch(NamedTuple):
+    number: int
     pieces: list  # of (split, text, new_document)
     characters: int  # of their texts
     count: int  # pieces of the source up to the batch's end
@@ -32,18 +35,34 @@ class Encoded(NamedTuple):
     bytes: int  # of the text, as UTF-8
 
 
+def end_with_line_breaks(pieces):
+    """Let each document end with a line break, where no end of text comes before the next one."""
+    held = None
+    for piece in pieces:
+        if held:
+            yield end_line(held) if piece[2] else held
+        held = piece
+    if held:
+        yield end_line(held)
+
+
+def end_line(piece):
+    split, text, new_document, position = piece
+    return split, text + '\n' * (not text.endswith('\n')), new_document, position
+
+
 def group_in_batches(pieces, source, count=0):
-    """Group what the two functions above yield; `count` pieces came before."""
-    group, characters = [], 0
+    """Group what splits yield; `count` pieces came before."""
+    group, characters, number = [], 0, 0
     for split, text, new_document, position in pieces:
         group.append((split, text, new_document))
         count += 1
         characters += len(text)
         if characters >= BATCH_CHARS:
-            yield Batch(group, characters, count, position, source.mark())
-            group, characters = [], 0
+            yield Batch(number, group, characters, count, position, source.mark())
+            group, characters, number = [], 0, number + 1
     if group:
-        yield Batch(group, characters, count, position, source.mark())
+        yield Batch(number, group, characters, count, position, source.mark())
 
 
 def encode_batch(tokenizer, end_of_text, dtype, batch):
@@ -56,6 +75,8 @@ def encode_batch(tokenizer, end_of_text, dtype, batch):
                 if new_document and end_of_text is not None:
                     ids.append([end_of_text])
                 ids.append(tokenizer.encode(text))
+                if batch.number % CHECKED == 0:
+                    tokenizer.verify(text, ids[-1])
                 documents += new_document
                 size += len(text.encode('utf-8', 'replace'))
         if ids:
@@ -94,18 +115,45 @@ def write_shards(folder, source, command, tokenizer, journal, num_proc):
             writer.resume_at(journal['splits'][split])
         print(f'resuming after {count_tokens(writers):,} tokens that are written already')
     before, started = count_tokens(writers), time.monotonic()
-    encode_into(writers, folder, source, command, tokenizer, dtype, journal, num_proc)
+    check_line_break(source, tokenizer)
+    try:
+        encode_into(writers, folder, source, command, tokenizer, dtype, journal, num_proc)
+    except UnknownCharacter as e:
+        raise UserError(f'{source.place_of(e.character)}: {e}: replace it there, or choose another '
+                        '--tokenizer') from None
+    except WrongIds:  # earlier ones may be wrong as well
+        (folder / 'journal.json').unlink(missing_ok=True)
+        raise
     tokens, seconds = count_tokens(writers), time.monotonic() - started
     if source.nulls:
         print(f'{source.nulls:,} row{"s" if source.nulls > 1 else ""} left out: the text is null')
+    if source.replaced:
+        print(f'{source.replaced:,} lone surrogate{"s" if source.replaced > 1 else ""} (\\ud800 to '
+              '\\udfff), halves of characters: replaced with U+FFFD')
     if source.identity() != command['identity']:
         raise UserError(f'{source.name}: changed while it was read: give the same command again')
     print(f'{tokens - before:,} tokens in {seconds:.1f} s, '
           f'{(tokens - before) / seconds / 1e6:.2f}M a second')
     return {'format_version': FORMAT_VERSION, 'dtype': dtype.name,
             'vocab_size': tokenizer.vocab_size, 'tokenizer': tokenizer.to_json(),
+            'encoders': all_encoders(journal, tokenizer),
             'splits': {split: writer.finish() for split, writer in writers.items()},
             'source': command, 'inputs': source.inputs()}
+
+
+def check_line_break(source, tokenizer):
+    """Raises UserError where nothing could come between two documents."""
+    if tokenizer.end_of_text is None and not source.is_one_text:
+        try:
+            tokenizer.encode('\n')
+        except UnknownCharacter:
+            raise UserError(f'{source.name}: a line break ends each document, and this tokenizer '
+                            'has none among its characters: choose another --tokenizer') from None
+
+
+def all_encoders(journal, tokenizer):
+    """{library: version} of those that found the ids, in earlier runs too."""
+    return {**(journal or {}).get('encoders', {}), **tokenizer.encoders}
 
 
 def count_tokens(writers):
@@ -117,12 +165,14 @@ def encode_into(writers, folder, source, command, tokenizer, dtype, journal, num
     count, position, mark = (journal[key] for key in ('count', 'at', 'mark')) if journal \
         else (0, 0, None)
     end_of_text = None if source.is_one_text else tokenizer.end_of_text
-    saved = time.monotonic()
+    saved, before = time.monotonic(), count_tokens(writers)
     with closing(source.pieces(mark)) as pieces, \
-            tqdm(total=source.total, initial=position, unit=source.unit,
-                 unit_scale=source.unit == 'B', disable=None, desc='encoding') as bar:
+            Progress('encoding', source.total, source.unit, position) as progress:
         pieces = split_by_place(pieces, command['train_characters']) if source.is_one_text \
             else split_by_hash(pieces, command['val_fraction'])
+        if tokenizer.end_of_text is None and not source.is_one_text:
+            # A source with marks has whole documents, and nothing is read ahead of a mark.
+            pieces = end_with_line_breaks(pieces) if source.unit == 'B' else map(end_line, pieces)
         for _ in range(0 if mark else count):  # without a mark, the source is read again
             next(pieces)
         for batch, encoded in map_in_order(
@@ -134,10 +184,11 @@ def encode_into(writers, folder, source, command, tokenizer, dtype, journal, num
                     writer.sync()
                 write_journal(folder, {
                     'command': command, 'tokenizer': tokenizer.to_json(), 'count': batch.count,
+                    'encoders': all_encoders(journal, tokenizer),
                     'at': batch.position, 'mark': batch.mark, 'width': dtype.itemsize,
                     'splits': {split: writer.state() for split, writer in writers.items()}})
                 saved = time.monotonic()
-            bar.update(batch.position - bar.n)
+            progress.advance_to(batch.position, count_tokens(writers) - before)
 
 
 def check_disk(folder, corpus, source, tokenizer_name, written, parts=1):

@@ -30,6 +30,7 @@ from plaingpt.system.files import (
     sha256_of,
     write_json,
 )
+from plaingpt.system.formatting import amount
 from plaingpt.tokens.dataset import PARTS, UNFINISHED, read_meta
 
 # What of a command its other options and the input decide, and how the tokens lie in files.
@@ -200,7 +201,7 @@ def check_free_space(folder, need, advice=''):
     """Raises UserError where fewer than `need` bytes are free."""
     free = shutil.disk_usage(folder).free
     if need > free:
-        raise UserError(f'{folder}: about {need / 1e9:,.1f} GB needed, {free / 1e9:,.1f} GB free: '
+        raise UserError(f'{folder}: about {amount(need, "B")} needed, {amount(free, "B")} free: '
                         f'make room, {advice}or choose another disk with --data_dir')
 
 
@@ -253,8 +254,9 @@ def lock_dataset_dir(folder, part=None):
                         empty.rmdir()
     except OSError as e:
         if e.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-            raise UserError(f'{folder}: {e.strerror}: make room, and give the same command again: '
-                            'it resumes') from None
+            begun = (unfinished / 'journal.json').exists()
+            raise UserError(f'{folder}: {e.strerror}: make room, and give the same command again'
+                            + ': it resumes' * begun) from None
         raise UserError(f'{folder}: cannot write there: {e.strerror}') from None
 
 

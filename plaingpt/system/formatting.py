@@ -21,6 +21,13 @@ def short(n):
     return f'{n:#.3g}'.rstrip('.') + units[0]
 
 
+def amount(number, unit):
+    """(1234567, 'B') → '1.23 MB', (1234567, 'tokens') → '1.23M tokens'."""
+    found = short(number) if number else '0'
+    digits = found.rstrip('kMG')
+    return f'{digits} {found[len(digits):]}B' if unit == 'B' else f'{found} {unit}'
+
+
 def duration(seconds):
     """3725 → '1h02m', 65 → '1m05s', 5 → '5s'."""
     if seconds > 365 * 24 * 3600:

@@ -300,6 +300,8 @@ def merge_parts(folder):
             check_file(path, moves[name], file, np.dtype(first['dtype']).itemsize)
     meta = {key: value for key, value in first.items() if key not in ('cut', 'given')}
     meta['source'] = {key: value for key, value in first['source'].items() if key != 'part'}
+    meta['encoders'] = {name: version for part in metas.values()
+                        for name, version in part.get('encoders', {}).items()}
     inputs = [file for part in metas.values() for file in part['inputs']]
     meta = complete_meta({**meta, 'splits': splits, 'inputs': inputs}, folder)
     for name, path in moves.items():

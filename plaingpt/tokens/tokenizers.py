@@ -149,12 +149,12 @@ class BytePairTokenizer:
         known_to_both = text.isascii() or not self.NEW_CHARACTERS.search(text)
         with self._lock:
             if self._bytes_left <= 0 and self._encoder != 'tiktoken':
-                self._bytes_left = self.RENEWAL_BYTES
                 self._gigatoken = None  # frees its memory before there is another
                 self._gigatoken = build_gigatoken(self._encoding)
                 if self._gigatoken is None and self._encoder == 'gigatoken':
                     raise UserError('encoder=gigatoken: it is not there: pip install gigatoken, or '
                                     'leave --encoder out')
+                self._bytes_left = self.RENEWAL_BYTES
             if known_to_both and self._gigatoken is not None:
                 self._bytes_left -= len(data)
                 self._note('gigatoken')

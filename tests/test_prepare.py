@@ -312,7 +312,7 @@ def test_a_disk_that_fills_up_is_one_line_and_the_same_command_goes_on(tmp_path)
                'errors.run_script(prepare.main)')
     done = subprocess.run([sys.executable, '-c', limited, *argv], cwd=ROOT, text=True,
                           capture_output=True)
-    assert done.returncode == 2 and done.stderr.splitlines()[-1].endswith('again: it resumes')
+    assert done.returncode == 2 and done.stderr.splitlines()[-1].endswith('command again')
     assert not list((tmp_path / 'd').glob('*.bin'))
     prepare.main(argv)
     assert decoded(tmp_path / 'd', 'val').endswith('some text\n')

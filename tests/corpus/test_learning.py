@@ -5,7 +5,6 @@ import random
 import subprocess
 import sys
 import weakref
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -305,10 +304,14 @@ def test_lines_are_rare(tmp_path):
                   f'--data_dir={tmp_path}/d', lines='') == (0, '')
 
 
-def test_a_full_disk_promises_to_resume_only_what_is_there(tmp_path):
+def test_a_full_disk_promises_to_resume_where_there_is_something_to_resume(tmp_path):
     (tmp_path / 'in.txt').write_text('some text\n' * 300_000)
-    limit = 'resource.setrlimit(resource.RLIMIT_FSIZE, (400_000, resource.RLIM_INFINITY))'
-    argv = ['text', f'--input={tmp_path}/in.txt', '--tokenizer=byte', f'--data_dir={tmp_path}/d']
-    code, log = script(*argv, lines=limit)
-    assert code == 2 and log.splitlines()[-1].endswith('give the same command again')
-    assert not Path(tmp_path / 'd').exists()
+    # Batches of 512 KB; no file may grow beyond 1.2 MB, as where the disk is full.
+    code, log = script('text', f'--input={tmp_path}/in.txt', '--tokenizer=byte',
+                       f'--data_dir={tmp_path}/d', lines='''
+from plaingpt.corpus import encoding
+encoding.BATCH_CHARS, encoding.JOURNAL_SECONDS = 2**17, 0
+resource.setrlimit(resource.RLIMIT_FSIZE, (1_200_000, resource.RLIM_INFINITY))
+''')
+    assert code == 2 and log.splitlines()[-1].endswith('give the same command again: it resumes')
+    assert (tmp_path / 'd/unfinished/journal.json').exists()

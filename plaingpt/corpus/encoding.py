@@ -21,12 +21,12 @@ JOURNAL_SECONDS = 30  # a kill loses at most the work of so many seconds
 
 
 class Batch(NamedTuple):
-    number: int
     pieces: list  # of (split, text, new_document)
     characters: int  # of their texts
     count: int  # pieces of the source up to the batch's end
     position: int  # how far the source is read there
     mark: dict | None  # where the source can start again there
+    number: int = 0  # from the start of this run
 
 
 class Encoded(NamedTuple):
@@ -59,10 +59,10 @@ def group_in_batches(pieces, source, count=0):
         count += 1
         characters += len(text)
         if characters >= BATCH_CHARS:
-            yield Batch(number, group, characters, count, position, source.mark())
+            yield Batch(group, characters, count, position, source.mark(), number)
             group, characters, number = [], 0, number + 1
     if group:
-        yield Batch(number, group, characters, count, position, source.mark())
+        yield Batch(group, characters, count, position, source.mark(), number)
 
 
 def encode_batch(tokenizer, end_of_text, dtype, batch):

@@ -47,8 +47,14 @@ from plaingpt.system.files import write_json
 from plaingpt.system.formatting import quoted
 from plaingpt.system.streams import require_stdout
 from plaingpt.tokens import tokenizers
-from plaingpt.tokens.dataset import PARTS, UNFINISHED, dataset_folder, open_dataset
-from plaingpt.tokens.inspection import find_damage, inspect, print_report, record_overlap
+from plaingpt.tokens.dataset import PARTS, UNFINISHED, dataset_folder, not_read, open_dataset
+from plaingpt.tokens.inspection import (
+    find_damage,
+    inspect,
+    print_overlap,
+    print_report,
+    record_overlap,
+)
 
 BPE_SAMPLE_CHARS = 50_000_000  # a bpe tokenizer is trained on about so much text at most
 
@@ -192,9 +198,11 @@ def prepare_text(name, corpus, folder, config):
                 meta = write_shards(unfinished, source, command, tokenizer, journal, threads)
                 meta = {**meta, **own} if part else complete_meta(meta, source.name)
                 write_json(unfinished / 'meta.json', meta)
+            if not part:
+                record_overlap(unfinished)  # of whole data: a kill here costs no more than this
             print_report(target, publish(target))
         if not part:
-            record_overlap(folder)  # of whole data: a kill here costs no more than this
+            print_overlap(record_overlap(folder))
 
 
 def check_divisible(config, source, tokenizer_name):
@@ -232,12 +240,15 @@ def merge(name):
                         f'{quoted(folder)} writes them')
     with lock_dataset_dir(folder) as unfinished:
         if (folder / PARTS).exists():
+            with not_read(folder):  # else that would be found after all tokens are compared
+                pass
             merge_parts(folder)
         if (unfinished / 'meta.json').exists():
+            record_overlap(unfinished)
             print_report(folder, publish(folder))
         else:
             print(f'{folder} holds no parts that are not merged')
-        record_overlap(folder)
+        print_overlap(record_overlap(folder))
 
 
 def prepare_shards(name, corpus, folder, config):
@@ -248,8 +259,9 @@ def prepare_shards(name, corpus, folder, config):
     with lock_dataset_dir(folder) as unfinished:
         if not is_prepared(folder, command, config.overwrite):
             fetch_shards(corpus, unfinished, command)
+            record_overlap(unfinished)
             print_report(folder, publish(folder))
-        record_overlap(folder)
+        print_overlap(record_overlap(folder))
 
 
 def describe_command(name, corpus, config, tokenizer_name, borrowed, source):
@@ -285,11 +297,13 @@ def is_written(folder, command):
 
 def is_prepared(folder, command, overwrite):
     """True, with a printed line, where `command` wrote the files of `folder` and they are whole.
-    Raises UserError where another command did, unless it may `overwrite` them."""
+    Raises UserError where another command did, unless it may `overwrite` them, and where they are
+    to be replaced and a process reads them."""
     if not overwrite:
         check_replaceable(folder, command)
     if not is_written(folder, command) or find_damage(open_dataset(folder)):
-        return False
+        with not_read(folder):  # else that would be found after hours of work
+            return False
     print(f'{folder} is already prepared by this command, and its checksums are right')
     return True
 

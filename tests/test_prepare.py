@@ -71,7 +71,7 @@ def test_own_files_of_a_folder_become_one_text(tmp_path):
     prepare.main(['text', f'--input={tmp_path}/in', '--tokenizer=byte', f'--data_dir={tmp_path}/d',
                   '--val_fraction=0.25'])
     text = decoded(tmp_path / 'd', 'train') + decoded(tmp_path / 'd', 'val')
-    assert text == 'first ' * 20 + 'zweite ä ' * 20
+    assert text == 'first ' * 20 + '\n' + 'zweite ä ' * 20
     assert meta_of(tmp_path / 'd')['splits']['val']['tokens'] == pytest.approx(75, abs=10)
 
 

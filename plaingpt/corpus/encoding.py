@@ -1,9 +1,11 @@
 """Text of a source → token shards: put into splits, encoded by threads, written in order."""
 
 import time
+import zlib
 from collections import deque
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
+from itertools import islice
 from typing import NamedTuple
 
 import numpy as np
@@ -26,6 +28,7 @@ class Batch(NamedTuple):
     count: int  # pieces of the source up to the batch's end
     position: int  # how far the source is read there
     mark: dict | None  # where the source can start again there
+    checksum: int = 0  # of the text from the beginning on
     number: int = 0  # from the start of this run
 
 
@@ -51,18 +54,23 @@ def end_line(piece):
     return split, text + '\n' * (not text.endswith('\n')), new_document, position
 
 
-def group_in_batches(pieces, source, count=0):
-    """Group what splits yield; `count` pieces came before."""
+def group_in_batches(pieces, source, count=0, checksum=0):
+    """Group what the functions of splitting.py yield; `count` pieces came before."""
     group, characters, number = [], 0, 0
     for split, text, new_document, position in pieces:
         group.append((split, text, new_document))
         count += 1
+        checksum = add_to_checksum(checksum, text)
         characters += len(text)
         if characters >= BATCH_CHARS:
-            yield Batch(group, characters, count, position, source.mark(), number)
+            yield Batch(group, characters, count, position, source.mark(), checksum, number)
             group, characters, number = [], 0, number + 1
     if group:
-        yield Batch(group, characters, count, position, source.mark(), number)
+        yield Batch(group, characters, count, position, source.mark(), checksum, number)
+
+
+def add_to_checksum(checksum, text):
+    return zlib.crc32(text.encode('utf-8', 'surrogatepass'), checksum)
 
 
 def encode_batch(tokenizer, end_of_text, dtype, batch):
@@ -173,11 +181,17 @@ def encode_into(writers, folder, source, command, tokenizer, dtype, journal, num
         if tokenizer.end_of_text is None and not source.is_one_text:
             # A source with marks has whole documents, and nothing is read ahead of a mark.
             pieces = end_with_line_breaks(pieces) if source.unit == 'B' else map(end_line, pieces)
-        for _ in range(0 if mark else count):  # without a mark, the source is read again
-            next(pieces)
+        checksum = 0
+        for _, text, *_ in islice(pieces, 0 if mark else count):  # a source without marks
+            checksum = add_to_checksum(checksum, text)
+        # Two texts can have one size and one time of change. Earlier versions had no checksum.
+        if journal and not mark and checksum != journal.get('checksum', checksum):
+            (folder / 'journal.json').unlink()
+            raise UserError(f'{source.name}: the text is not that of the tokens that are written '
+                            'already: give the same command again, which starts anew')
         for batch, encoded in map_in_order(
                 lambda batch: encode_batch(tokenizer, end_of_text, dtype, batch),
-                group_in_batches(pieces, source, count), num_proc):
+                group_in_batches(pieces, source, count, checksum), num_proc):
             filled = [writers[split].write(part) for split, part in encoded.items()]
             if any(filled) or time.monotonic() - saved > JOURNAL_SECONDS:
                 for writer in writers.values():
@@ -186,6 +200,7 @@ def encode_into(writers, folder, source, command, tokenizer, dtype, journal, num
                     'command': command, 'tokenizer': tokenizer.to_json(), 'count': batch.count,
                     'encoders': all_encoders(journal, tokenizer),
                     'at': batch.position, 'mark': batch.mark, 'width': dtype.itemsize,
+                    'checksum': batch.checksum,
                     'splits': {split: writer.state() for split, writer in writers.items()}})
                 saved = time.monotonic()
             progress.advance_to(batch.position, count_tokens(writers) - before)

@@ -19,8 +19,11 @@ def fetch_shards(corpus, folder, command):
         else download_shards(corpus.hub, folder, command)
     splits = {}
     for split, names in chosen.items():
-        files = [{'name': name, 'sha256': sha256_of(folder / name),
-                  'tokens': open_tokens(folder / name, np.dtype('<u2')).tokens} for name in names]
+        opened = [open_tokens(folder / name, np.dtype('<u2')) for name in names]
+        for file in opened:
+            file.sampled_sha256(GPT2Tokenizer.vocab_size)  # sees whether these are GPT-2's tokens
+        files = [{'name': file.path.name, 'sha256': sha256_of(file.path), 'tokens': file.tokens}
+                 for file in opened]
         splits[split] = {'tokens': sum(file['tokens'] for file in files), 'files': files}
     write_json(folder / 'meta.json',
                {'format_version': FORMAT_VERSION, 'dtype': 'uint16',

@@ -10,6 +10,7 @@ from pathlib import Path
 from plaingpt.corpus import documents
 from plaingpt.corpus.documents import check_expansion, check_length, read_text, split_lines
 from plaingpt.system.errors import UserError, needs
+from plaingpt.system.files import utf8_name
 
 ROWS = {'.jsonl': 'jsonl', '.ndjson': 'jsonl', '.json': 'json', '.csv': 'csv', '.tsv': 'tsv',
         '.parquet': 'parquet'}  # ending → type; all others are text
@@ -209,7 +210,8 @@ def parquet_rows(path, text_field, errors='strict', span=None):
     with needs('pyarrow', 'a .parquet file'):
         import pyarrow.parquet
     try:
-        metadata = pyarrow.parquet.read_metadata(path)
+        with utf8_name(path) as name:
+            metadata = pyarrow.parquet.read_metadata(name)
         size, expanded = path.stat().st_size, 0
         keys = check_parquet(path, size, metadata, text_field)
         groups, number, last = choose_groups(metadata, size, span)
@@ -284,8 +286,9 @@ def parquet_values(path, metadata, groups, keys):
     field = '.'.join(keys)
 
     def read(group, rows, dictionary=()):
-        with pyarrow.parquet.ParquetFile(path, metadata=metadata, read_dictionary=dictionary,
-                                         page_checksum_verification=True) as table:
+        with utf8_name(path) as name, pyarrow.parquet.ParquetFile(
+                name, metadata=metadata, read_dictionary=dictionary,
+                page_checksum_verification=True) as table:
             for batch in table.iter_batches(rows, [group], [field]):
                 column = batch.column(keys[0])  # besides 'a.b', there may be 'b' in 'a'
                 yield from pyarrow.compute.struct_field(column, keys[1:]) if keys[1:] else column

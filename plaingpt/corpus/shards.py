@@ -31,7 +31,7 @@ from plaingpt.system.files import (
     write_json,
 )
 from plaingpt.system.formatting import amount
-from plaingpt.tokens.dataset import PARTS, UNFINISHED, read_meta
+from plaingpt.tokens.dataset import PARTS, UNFINISHED, not_read, read_meta
 
 # What of a command its other options and the input decide, and how the tokens lie in files.
 NO_CHOICE = ('identity', 'files', 'train_characters', 'tokenizer_sha256', 'shard_tokens',
@@ -179,9 +179,16 @@ def complete_meta(meta, name):
 
 def publish(folder):
     """Move complete data from folder/unfinished into `folder`, in place of what was there → meta.
-    After a crash at any point it can be called again."""
+    After a crash at any point it can be called again. Raises UserError where a process reads what
+    was there."""
     unfinished = folder / UNFINISHED
     meta = read_meta(unfinished / 'meta.json')
+    with not_read(folder, f'; what was prepared stays in {unfinished}'):
+        move_into(folder, unfinished, meta)
+    return meta
+
+
+def move_into(folder, unfinished, meta):
     names = [file['name'] for split in meta['splits'].values() for file in split['files']]
     # From here to the end the folder counts as unfinished, should the machine stop.
     (folder / 'meta.json').unlink(missing_ok=True)
@@ -194,7 +201,6 @@ def publish(folder):
     (unfinished / 'journal.json').unlink(missing_ok=True)
     os.replace(unfinished / 'meta.json', folder / 'meta.json')
     shutil.rmtree(unfinished)
-    return meta
 
 
 def check_free_space(folder, need, advice=''):

@@ -20,15 +20,17 @@ A source yields its text in pieces, in an order that is always the same, one in 
 
 import hashlib
 import http.client
+import os
 import urllib.request
 from contextlib import closing
 from itertools import islice
+from pathlib import Path
 
 from plaingpt.corpus import documents
 from plaingpt.corpus.documents import Piece
 from plaingpt.corpus.hub import HubDataset
 from plaingpt.corpus.rows import file_type
-from plaingpt.corpus.text_files import Files
+from plaingpt.corpus.text_files import Files, is_hub_folder, shown
 from plaingpt.system.errors import UserError
 from plaingpt.system.streams import Progress
 
@@ -45,7 +47,12 @@ def open_source(name, corpus, config, errors='strict'):
         raise UserError(f'{name} needs {corpus.required_option()}')
     form = corpus.document_form if config.documents == 'auto' else config.documents
     text_field = config.text_field or corpus.text_field
-    if corpus.hub is not None:
+    from_hub, folder = corpus.hub is not None, Path(os.path.expanduser(where))
+    if not from_hub and is_hub_folder(folder):
+        print(f'{shown(folder)} is laid out like a dataset of the Hugging Face hub: reading it as '
+              'prepare.py hf --path=FOLDER does')
+        from_hub, where = True, str(folder)
+    if from_hub:
         splits = {'train': config.split} if config.split else corpus.splits
         if config.val_split:
             splits = {**splits, 'val': config.val_split}
@@ -55,7 +62,7 @@ def open_source(name, corpus, config, errors='strict'):
     if corpus.url and not config.input:
         data = download(corpus.url, corpus.sha256, 'name a local copy with --input=FILE')
         return TextInMemory(data.decode(), corpus.url)
-    paths = corpus.find(where)
+    paths = corpus.find(where, print)
     rows = [path for path in paths if file_type(path) != 'text']
     if rows and config.documents != 'auto':
         raise UserError(f'{rows[0]}: each row is a document, so --documents={config.documents} '

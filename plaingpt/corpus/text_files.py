@@ -5,7 +5,10 @@ import glob
 import hashlib
 import math
 import os
+import re
+import stat
 import sysconfig
+from collections import Counter, deque
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -13,15 +16,19 @@ from plaingpt.corpus import documents
 from plaingpt.corpus.documents import Piece
 from plaingpt.corpus.rows import file_type, inner_suffix, name_of, read_rows
 from plaingpt.system.errors import UserError
-from plaingpt.system.files import sha256_of
+from plaingpt.system.files import open_regular, sha256_of
+from plaingpt.system.formatting import printable, quoted
+from plaingpt.tokens.dataset import UNFINISHED
 
 ONE_TEXT_FILES = 100  # fewer text files than this are one text
 LISTED_FILES = 1000  # more input files than this are not listed in meta.json
-SUFFIXES = {  # of the files that are read in a folder
+SUFFIXES = {  # of the files that are read in a folder, in any case
     '.txt', '.md', '.rst', '.tex', '.py', '.pyi', '.c', '.h', '.cc', '.cpp', '.hpp',
     '.cu', '.rs', '.go', '.java', '.js', '.ts', '.jsx', '.tsx', '.rb', '.php', '.pl', '.lua', '.r',
     '.jl', '.hs', '.ml', '.scala', '.kt', '.swift', '.cs', '.sh', '.sql', '.html', '.css', '.xml',
-    '.json', '.yaml', '.yml', '.toml', '.jsonl', '.parquet'}
+    '.yaml', '.yml', '.toml', '.jsonl', '.ndjson', '.parquet'}
+TABLES = {'.json', '.csv', '.tsv'}  # read in a folder without texts: beside code they are settings
+NO_TEXTS = {'node_modules', '__pycache__'}  # folders that are left out
 STANDARD_LIBRARY = sysconfig.get_paths()['stdlib']
 
 
@@ -36,10 +43,7 @@ class Files:
     def __init__(self, paths, name, form='file', text_field='text', errors='strict'):
         self.paths, self.name = paths, name
         self.form, self.text_field, self.errors = form, text_field, errors
-        try:
-            self.sizes = [path.stat().st_size for path in paths]
-        except OSError as e:
-            raise UserError(f'{e.filename}: {e.strerror}') from None
+        self.sizes = [size_of(path) for path in paths]
         self.total = sum(self.sizes)
         self.begin, self.end = 0, math.inf  # of the part, in bytes of all files
         self.is_one_text = form == 'file' and len(paths) < ONE_TEXT_FILES and \
@@ -47,6 +51,7 @@ class Files:
 
     def pieces(self, mark=None):
         before = self.nulls = self.replaced = 0
+        line_open = False  # the file before ends within a line
         self._inputs = []
         for path, size in zip(self.paths, self.sizes, strict=True):
             span = max(0, self.begin - before), self.end - before
@@ -62,6 +67,11 @@ class Files:
                     text, replaced = documents.replace_surrogates(text, self.errors)
                     self.replaced += replaced
                     if text.strip() or file_type(path) == 'text':  # a blank row is no document
+                        if self.is_one_text:
+                            # by itself: what a tokenizer learns from does not depend on the order
+                            if line_open and new_document:
+                                yield Piece('\n', False, at)
+                            line_open = not text.endswith(('\n', '\r'))
                         yield Piece(text, new_document, at)
             if has_middle:  # of a .parquet file only a column was read: it is read once more
                 again = span or file_type(path) == 'parquet'
@@ -143,34 +153,211 @@ def describe_inputs(files):
             'files': files if len(files) <= LISTED_FILES else []}
 
 
-def find_files(wanted):
-    """'a.txt,~/notes/,logs/*.gz' → sorted paths, each once. Raises UserError."""
-    paths = set()
-    for one in [wanted] if Path(wanted).exists() else wanted.split(','):
-        if not one.strip():  # it would be the working directory
-            continue
-        root = Path(one).expanduser()
-        if root.is_dir():
-            found = {p for p in root.rglob('*')
-                     if inner_suffix(p) in SUFFIXES and p.is_file()
-                     and not any(part.startswith('.') for part in p.relative_to(root).parts)}
-            if not found:
-                raise UserError(f'{root}: no .txt, .md, .jsonl, .parquet or source file in it')
-        elif glob.has_magic(one) and not root.exists():
-            found = {Path(p) for p in glob.glob(str(root), recursive=True) if Path(p).is_file()}
-            if not found:
-                raise UserError(f'{one}: no file of that form')
-        else:
-            found = {root}
-        paths |= found
-    return sorted({os.path.realpath(path): path for path in sorted(paths)}.values())
+def size_of(path):
+    """Bytes of a file. Raises UserError, also for what is not a regular file."""
+    try:
+        status = os.stat(path)
+    except OSError as e:
+        raise UserError(f'{shown(path)}: {e.strerror}') from None
+    if not stat.S_ISREG(status.st_mode):
+        raise UserError(f'{shown(path)} is a pipe, a socket or a device, and text is read more '
+                        'than once: write it to a file, and name that with --input')
+    return status.st_size
 
 
-def find_standard_library(folder):
+def shown(path):
+    """A path within a line."""
+    return printable(str(path)).replace('\n', '\\n')
+
+
+def find_standard_library(folder, tell=None):
     """The source of Python's own standard library: text on every machine."""
     # no tests, nothing that was installed later, and no tables that are programs only in name
     skip = {'test', 'tests', 'idle_test', 'site-packages', 'dist-packages', '__pycache__',
             'pydoc_data', 'encodings'}
-    return sorted(p for p in Path(folder).rglob('*.py')
-                  if not skip & set(p.relative_to(folder).parts)
-                  and not p.name.startswith('_sysconfigdata'))
+    every = sorted(Path(folder).rglob('*.py'))
+    found = [p for p in every if not skip & set(p.relative_to(folder).parts)
+             and not p.name.startswith('_sysconfigdata')]
+    if tell:
+        tell(f'reading {len(found):,} .py files; left out: {len(every) - len(found):,} of tests, '
+             'tables and packages that were installed later')
+    return found
+
+
+# -----------------------------------------------------------------------------
+# which files are read
+
+
+def find_files(wanted, tell=None):
+    """'a.txt,~/notes/,logs/*.gz' → sorted paths, each file once. Where folders or globs are among
+    them, `tell` gets the lines that say what is read and what is left out. Raises UserError."""
+    paths, left_out, searched = set(), {}, False
+    for one in [wanted] if os.path.exists(wanted) else wanted.split(','):
+        if not one.strip():  # it would be the working directory
+            continue
+        one = os.path.expanduser(one if os.path.lexists(one) else one.strip())
+        pattern = glob.has_magic(one) and not os.path.lexists(one)
+        if not pattern and not os.path.isdir(one):
+            paths.add(Path(one))
+            continue
+        searched, reasons = True, match(one) if pattern else search(Path(one))
+        found = {path for path, reason in reasons.items() if not reason}
+        if not found:
+            problem = 'nothing is read: ' + '; '.join(describe_left_out(reasons)) if reasons else \
+                'no file of that form' if pattern else 'it is an empty folder'
+            raise UserError(f'{shown(one)}: {problem}: name the files that hold the text, each or '
+                            'with a glob such as notes/*.txt')
+        paths |= found
+        left_out.update((path, reason) for path, reason in reasons.items() if reason)
+    if not paths:
+        raise UserError(f'input={shown(wanted)!r}: it names no file')
+    found = sorted({os.path.realpath(path): path for path in sorted(paths)}.values())
+    if tell and searched:
+        left_out = {path: reason for path, reason in left_out.items() if path not in paths}
+        count = len(found)
+        tell(f'reading {count:,} file{"s" * (count > 1)}: {count_endings(map(inner_suffix, found))}'
+             + '; left out:' * bool(left_out))
+        for line in describe_left_out(left_out):
+            tell(f'  {line}')
+    return found
+
+
+def search(root):
+    """What is in a folder → {path: why it is left out, or ''}. Raises UserError."""
+    reasons = {}
+    for folder, files in walk(root, reasons):
+        if is_hub_folder(folder):
+            raise UserError(f'{shown(folder)} is laid out like a dataset of the Hugging Face hub, '
+                            'which has splits of its own: prepare it alone, with python prepare.py '
+                            f'hf --path={shown(quoted(folder))}')
+        for path in files:
+            suffix = inner_suffix(path)
+            reasons[path] = 'hidden' if path.name.startswith('.') else why_no_text(path) or (
+                '' if suffix in SUFFIXES | TABLES else suffix or 'without an ending')
+    found = [path for path, reason in reasons.items() if not reason]
+    if any(file_type(path) == 'text' for path in found):
+        for path in found:
+            if inner_suffix(path) in TABLES:
+                reasons[path] = f'{inner_suffix(path)} beside texts'
+    return reasons
+
+
+def match(pattern):
+    """What a glob matches → {path: why it is left out, or ''}. Raises UserError."""
+    reasons = {}
+    for path in expand(pattern, reasons):
+        if not path.is_dir():
+            reasons[path] = why_no_text(path) or \
+                ('card of a dataset' if is_card(path) else '')
+        elif '**' not in Path(pattern).parts:
+            reasons[path] = 'folder'
+    return reasons
+
+
+def expand(pattern, reasons):
+    """Yield what a glob matches. A ** goes into the folders that walk() goes into."""
+    parts = Path(pattern).parts
+    if '**' not in parts:
+        yield from map(Path, glob.glob(pattern))
+        return
+    at = parts.index('**')
+    for root in filter(os.path.isdir, glob.glob(str(Path(*parts[:at])))):
+        for folder, _ in walk(Path(root), reasons):
+            yield from expand(str(Path(glob.escape(str(folder)), *parts[at + 1:] or '*')), reasons)
+
+
+def walk(root, reasons):
+    """Yield (folder, paths of its files) of a folder and those below it, each real one once: first
+    those that are there, then those that links lead to. reasons: gets the folders that are left
+    out, as {path: why}. Raises UserError."""
+    folders, seen, top = deque([root]), set(), root.resolve()
+    while folders:
+        folder, files = folders.popleft(), []
+        real = os.path.realpath(folder)
+        if real in seen:
+            continue
+        seen.add(real)
+        try:
+            names = sorted(os.listdir(folder))
+        except OSError as e:
+            raise UserError(f'{shown(folder)}: {e.strerror}: allow it, or name the files in it '
+                            'that you want') from None
+        for name in names:
+            path = folder / name
+            if not path.is_dir():
+                files.append(path)
+            elif name.startswith('.') or name in NO_TEXTS:
+                reasons[path] = 'hidden' if name.startswith('.') else name
+            elif not path.is_symlink():
+                folders.appendleft(path)
+            elif path.resolve() in top.parents:
+                reasons[path] = 'link to a folder above'
+            else:
+                folders.append(path)
+        yield folder, files
+
+
+DATASET_FILES = re.compile(r'(train|val)(_\d{6})?\.bin|(meta|journal)\.json(\.tmp)?')
+
+
+def why_no_text(path):
+    """Why a file is no text that a person has there, whatever its ending, or ''."""
+    if not path.is_file():
+        return 'pipe, socket, device or broken link'
+    of_ours = DATASET_FILES.fullmatch(path.name) and (
+        path.suffix != '.json' or path.parent.name == UNFINISHED
+        or b'"format_version"' in head(path, 2**10))
+    return 'of a prepared dataset' if of_ours else ''
+
+
+def head(path, size):
+    try:
+        with open_regular(path) as f:
+            return f.read(size)
+    except OSError:
+        return b''
+
+
+def count_endings(endings):
+    """['.md', '.txt', '.md'] → '2 .md, 1 .txt'"""
+    counts = Counter(endings).most_common()
+    shown_counts = [f'{n:,} {shown(suffix) or "without an ending"}' for suffix, n in counts[:6]]
+    if rest := counts[6:]:
+        shown_counts.append(f'{sum(n for _, n in rest):,} of {len(rest):,} other endings')
+    return ', '.join(shown_counts)
+
+
+def describe_left_out(reasons):
+    """{path: why} → '2 .png: a.png, b.png' for each reason, those of many files first."""
+    groups = {}
+    for path, reason in sorted(reasons.items()):
+        if reason:
+            groups.setdefault(reason, []).append(path)
+    lines, groups = [], sorted(groups.items(), key=lambda group: -len(group[1]))
+    for reason, paths in groups[:8]:
+        names = [shown(path) + '/' * path.is_dir() for path in paths[:2]] + ['…'] * (len(paths) > 2)
+        lines.append(f'{len(paths):,} {shown(reason)}: {", ".join(names)}')
+    if rest := groups[8:]:
+        others = [shown(reason) for reason, _ in rest[:12]] + ['…'] * (len(rest) > 12)
+        lines.append(f'{sum(len(paths) for _, paths in rest):,} more: {", ".join(others)}')
+    return lines
+
+
+# -----------------------------------------------------------------------------
+# folders laid out like a dataset of the Hugging Face hub
+
+# What the README.md of a dataset says in its front matter, and that of a project does not.
+CARD = re.compile(rb'^(dataset_info|configs|task_categories|task_ids|size_categories|'
+                  rb'annotations_creators|language_creators|source_datasets) *:', re.M)
+
+
+def is_hub_folder(folder):
+    return any(map(is_card, (folder / 'README.md', folder / 'dataset_infos.json')))
+
+
+def is_card(path):
+    """Whether a file describes a dataset of the hub and is no document."""
+    if path.name != 'README.md':
+        return path.name == 'dataset_infos.json' and os.path.isfile(path)
+    opening = re.match(rb'---\r?\n(.*?)(^---|\Z)', head(path, 2**20), re.S | re.M)
+    return bool(opening and (CARD.search(opening[1]) or any(path.parent.glob('data/*.parquet'))))

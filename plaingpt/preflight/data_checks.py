@@ -28,8 +28,9 @@ def tokens_on_disk(stream, start, count):
     found = []
     for file, begins in zip(stream.files, stream.starts.tolist(), strict=False):
         a, b = (min(max(place - begins, 0), file.tokens) for place in (start, start + count))
-        found.append(np.fromfile(file.path, file.dtype, count=b - a,
-                                 offset=file.offset + a * file.dtype.itemsize))
+        with file.unchanged() as f:
+            f.seek(file.offset + a * file.dtype.itemsize)
+            found.append(np.fromfile(f, file.dtype, count=b - a))
     return np.concatenate(found).astype(np.int64)
 
 

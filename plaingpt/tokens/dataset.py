@@ -1,18 +1,29 @@
 """Token files on disk: data/<name>/ with meta.json, nanoGPT's bare .bin files, llm.c's shards."""
 
+import gc
 import os
 import re
+import time
+import weakref
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
 
 from plaingpt.system.errors import UserError
-from plaingpt.system.files import is_count, is_number, is_positive, read_json
+from plaingpt.system.files import (
+    is_count,
+    is_number,
+    is_positive,
+    lock_holders,
+    read_json,
+    system_lock,
+)
 from plaingpt.system.formatting import quoted
 from plaingpt.tokens import tokenizers
 from plaingpt.tokens.nanogpt_vocabulary import read_nanogpt_chars
-from plaingpt.tokens.token_files import TokenStream, open_tokens
+from plaingpt.tokens.token_files import TokenStream, identify, open_tokens
 
 FORMAT_VERSION = 1
 UNFINISHED = 'unfinished'  # prepare.py's folder for files that are not complete yet
@@ -26,6 +37,7 @@ class Dataset:
     folder: Path
     meta: dict  # of a folder without meta.json: the tokenizer of its meta.pkl, or nothing
     vocab_size: int
+    seen: tuple = ()  # what identify() said of its meta.json
     opened: dict = field(default_factory=dict, repr=False)  # split: (files, identity, samples)
 
     def tokenizer(self):
@@ -71,9 +83,12 @@ class Dataset:
             and os.path.abspath(saved) == os.path.abspath(self.folder))
 
     def split(self, name, in_ram=False):
-        """The token stream of 'train' or 'val'; with in_ram its checksums are verified. Raises
-        UserError."""
-        return TokenStream(self._open(name)[0], self.vocab_size, in_ram)
+        """The token stream of 'train' or 'val'; with in_ram its checksums are verified. One that
+        is read from disk keeps prepare.py from replacing the folder. Raises UserError."""
+        stream = TokenStream(self._open(name)[0], self.vocab_size, in_ram)
+        if self.is_ours() and not in_ram:
+            self._keep_while_read(stream)
+        return stream
 
     def describe_reading(self, in_ram):
         """Where tokens are read from, and whether what is read is known to be what was written."""
@@ -83,6 +98,30 @@ class Dataset:
             return 'in memory, checksums verified'
         return 'on disk, checksums not verified (python prepare.py inspect ' \
                f'{quoted(self.folder)} does)'
+
+    def _keep_while_read(self, stream):
+        """Share the lock of meta.json until `stream` is gone: the system ends it with the process,
+        and a folder that cannot be written to has it too. Raises UserError where meta.json is not
+        the one that was read."""
+        path = self.folder / 'meta.json'
+        for _ in range(20):  # replacing is a matter of renaming files
+            try:
+                handle = system_lock(path, shared=True)
+                break
+            except BlockingIOError:
+                time.sleep(0.1)
+        else:
+            raise UserError(f'{self.folder} is being replaced by {lock_holders(path)}: give this '
+                            'command again when that is done')
+        if handle is not None:
+            weakref.finalize(stream, os.close, handle)
+        try:
+            now = identify(os.stat(path))
+        except OSError:
+            now = None
+        if now != self.seen:
+            raise UserError(f'{path} has changed since this command read it, so prepare.py '
+                            'has written the data anew: give this command again')
 
     def _open(self, split):
         if split not in self.opened:
@@ -95,7 +134,7 @@ class Dataset:
                          if split in path.stem.replace('-', '_').split('_')]
             if not files:
                 raise UserError(f'{self.folder}: no {split}.bin there')
-            samples = [file.sampled_sha256() for file in files]
+            samples = [file.sampled_sha256(self.vocab_size) for file in files]
             known = [file.sha256 or sample for file, sample in zip(files, samples, strict=True)]
             self.opened[split] = files, known, samples
         return self.opened[split]
@@ -105,9 +144,12 @@ def open_dataset(folder):
     """Open a folder that prepare.py wrote, or one with nanoGPT's .bin files or llm.c's shards; one
     without meta.json and meta.pkl is taken to hold GPT-2 tokens. Raises UserError."""
     folder = Path(folder)
-    if os.path.lexists(folder / 'meta.json'):
-        meta = read_meta(folder / 'meta.json')
-        return Dataset(folder, meta, meta['vocab_size'])
+    path = folder / 'meta.json'
+    if os.path.lexists(path):
+        # Before the reading: what is written meanwhile is then another one.
+        seen = identify(os.stat(path)) if path.exists() else ()
+        meta = read_meta(path)
+        return Dataset(folder, meta, meta['vocab_size'], seen)
     if (folder / UNFINISHED).exists():
         raise UserError(f'{folder} is not finished: run the prepare.py command that wrote it again')
     if (folder / PARTS).exists():
@@ -124,6 +166,28 @@ def open_dataset(folder):
         chars = read_nanogpt_chars(folder / 'meta.pkl')
         return Dataset(folder, {'tokenizer': {'kind': 'char', 'chars': chars}}, len(chars))
     return Dataset(folder, {}, tokenizers.GPT2Tokenizer.vocab_size)
+
+
+@contextmanager
+def not_read(folder, advice=''):
+    """Keep readers from a prepared folder in here. Raises UserError where a process reads it from
+    disk. Where the system has no locks, readers notice by themselves what is replaced."""
+    path = folder / 'meta.json'
+    try:
+        handle = system_lock(path)
+    except BlockingIOError:
+        gc.collect()  # a run that has ended in this process, as in a notebook, may not be gone yet
+        try:
+            handle = system_lock(path)
+        except BlockingIOError:
+            raise UserError(f'{folder} is read by {lock_holders(path)}, so it is not replaced'
+                            f'{advice}: wait until that has ended or stop it, and give the same '
+                            'command again') from None
+    try:
+        yield
+    finally:
+        if handle is not None:
+            os.close(handle)
 
 
 def dataset_folder(name):

@@ -1,13 +1,15 @@
 """What a prepared folder holds, whether it is as it was written, and how much of the validation
 split is in the training split."""
 
+from contextlib import suppress
+
 import numpy as np
 from numpy.lib.stride_tricks import sliding_window_view
 
 from plaingpt.system.errors import UserError
 from plaingpt.system.files import sha256_of, write_json
 from plaingpt.system.streams import Progress, require_stdout, warn
-from plaingpt.tokens.dataset import open_dataset
+from plaingpt.tokens.dataset import not_read, open_dataset
 
 READ_TOKENS = 2**20  # at a time
 
@@ -19,15 +21,14 @@ def find_damage(dataset):
         if not entry['files']:
             continue  # of a part
         try:
-            dataset.split(split)
+            stream = dataset.split(split)
         except UserError as problem:
             problems.append(str(problem))
             continue
-        for file in entry['files']:
-            path = dataset.folder / file['name']
-            if sha256_of(path) != file['sha256']:
-                problems.append(f'{path}: another checksum than when it was written: the file is '
-                                'damaged; prepare the data again')
+        for file in stream.files:
+            if sha256_of(file.path) != file.sha256:
+                problems.append(f'{file.path}: another checksum than when it was written: the file '
+                                'is damaged; prepare the data again')
     return problems
 
 
@@ -71,20 +72,23 @@ MUCH_IN_TRAIN = 0.1
 
 def record_overlap(folder):
     """Write into meta.json which share of the validation split is in the training split, where it
-    does not say so yet, and print it. Raises UserError, OSError."""
+    does not say so yet → that share, None where it cannot be told. Raises UserError, OSError."""
     dataset = open_dataset(folder)
     entry = dataset.split_entry('val')
     if 'in_train' not in entry:
         share = find_overlap(dataset.split('train'), dataset.split('val'))
         if share is None:
-            return
+            return None
         entry['in_train'] = share
-        write_json(folder / 'meta.json', dataset.meta)
-    print_overlap(entry['in_train'])
+        with suppress(UserError), not_read(folder):  # who reads it holds the lock of this meta.json
+            write_json(folder / 'meta.json', dataset.meta)
+    return entry['in_train']
 
 
 def print_overlap(share):
-    """A line, which is a warning where the validation loss cannot be believed."""
+    """A line, which is a warning where the validation loss cannot be believed; nothing of None."""
+    if share is None:
+        return
     line = f'{100 * share:.3g}% of the validation text is also in the training split'
     if share <= MUCH_IN_TRAIN:
         print(line)
@@ -162,9 +166,7 @@ def inspect(folder):
             problems.append(str(problem))
     if problems:
         raise UserError('\n'.join(dict.fromkeys(problems)))
-    share = find_overlap(dataset.split('train'), dataset.split('val'))
-    if share is not None:
-        print_overlap(share)
+    print_overlap(find_overlap(dataset.split('train'), dataset.split('val')))
     print('no damage found'
           + ('' if dataset.is_ours() else '; no checksums to compare with'))
 

@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from plaingpt.system.errors import UserError
+from plaingpt.tokens.foreign_files import HEADER_BYTES, check_bare, header_size
 
 READ_TOKENS = 2**22  # at a time, when a file is read into memory
 SAMPLED_BLOCKS, SAMPLED_BYTES = 64, 2**14  # that sampled_sha256 reads
@@ -32,14 +33,14 @@ class TokenFile:
         # Not a memory map: its pages would count as this process's memory, more and more of the
         # corpus as the run proceeds, and a file cut short would kill the process (SIGBUS).
         width = self.dtype.itemsize
-        with self._unchanged() as f:
+        with self.unchanged() as f:
             f.seek(self.offset + start * width)
             data = f.read(min(count, self.tokens - start) * width)
         return np.frombuffer(data, self.dtype)
 
     def load(self, out):
         """Read all tokens into `out`. Raises UserError for another checksum than meta.json's."""
-        with self._unchanged() as f:
+        with self.unchanged() as f:
             digest = hashlib.sha256(f.read(self.offset))
             for at in range(0, self.tokens, READ_TOKENS):
                 piece = np.fromfile(f, self.dtype, min(READ_TOKENS, self.tokens - at))
@@ -49,22 +50,42 @@ class TokenFile:
             raise UserError(f'{self.path}: another checksum than meta.json has: the file was '
                             'damaged or replaced; prepare the data again')
 
-    def sampled_sha256(self):
+    def sampled_sha256(self, vocab_size=None):
         """Checksum of the size and of blocks spread evenly from the first byte to the last; of
-        all bytes where the file is no larger than the blocks together."""
+        all bytes where the file is no larger than the blocks together. With `vocab_size`, raises
+        UserError where these blocks do not hold ids below it."""
         size = self.offset + self.tokens * self.dtype.itemsize
-        digest = hashlib.sha256(f'{size}\n'.encode())
-        with self._unchanged() as f:
+        blocks = {}  # place: bytes
+        with self.unchanged() as f:
             if size <= SAMPLED_BLOCKS * SAMPLED_BYTES:
-                digest.update(f.read())
+                blocks[0] = f.read()
             else:
                 for i in range(SAMPLED_BLOCKS):
-                    f.seek((size - SAMPLED_BYTES) * i // (SAMPLED_BLOCKS - 1))
-                    digest.update(f.read(SAMPLED_BYTES))
+                    place = (size - SAMPLED_BYTES) * i // (SAMPLED_BLOCKS - 1)
+                    f.seek(place)
+                    blocks[place] = f.read(SAMPLED_BYTES)
+        if vocab_size is not None:
+            self._check_sample(blocks, size, vocab_size)
+        digest = hashlib.sha256(f'{size}\n'.encode())
+        for block in blocks.values():
+            digest.update(block)
         return f'sampled:{digest.hexdigest()}'
 
+    def _check_sample(self, blocks, size, vocab_size):
+        width, pieces = self.dtype.itemsize, {}  # first token: ids
+        for place, block in blocks.items():
+            # From an even token on, so that the halves of wider ids are at the same places in all.
+            skip = self.offset if place == 0 else -(place - self.offset) % (2 * width)
+            pieces[(place + skip - self.offset) // width] = np.frombuffer(
+                block, self.dtype, (len(block) - skip) // width, skip)
+        if not self.offset and not self.sha256:
+            even = [piece[:len(piece) // 2 * 2] for piece in pieces.values()]
+            check_bare(self.path, blocks[0][:HEADER_BYTES], size, np.concatenate(even), vocab_size)
+        for first, ids in pieces.items():
+            check_ids(self.path, ids, first, vocab_size)
+
     @contextmanager
-    def _unchanged(self):
+    def unchanged(self):
         """The open file, which must be as it was when reading is done."""
         try:
             with open(self.path, 'rb') as f:
@@ -86,28 +107,34 @@ def identify(status):
     return status.st_ino, status.st_size, status.st_mtime_ns
 
 
-LLM_C_MAGIC = 20240520  # https://github.com/karpathy/llm.c, dev/data/data_common.py
-LLM_C_HEADER_BYTES = 1024
+def check_ids(path, ids, first, vocab_size):
+    """Raises UserError for an id beyond the vocabulary; `first` is the number of the first id."""
+    if ids.max(initial=0) >= vocab_size:
+        bad = int(np.flatnonzero(ids >= vocab_size)[0])
+        raise UserError(f'{path}: token {first + bad:,} has id {ids[bad]}, but the vocabulary ends '
+                        f'at {vocab_size - 1}: the file is damaged or was written with '
+                        'another tokenizer; prepare the data again')
 
 
 def open_tokens(path, dtype, expected=None, sha256=''):
     """One .bin file, with or without llm.c's header → TokenFile.
 
-    dtype: of the tokens where there is no header. Raises UserError for a missing file, a length
-    that is no whole number of tokens, or another number of tokens than `expected`.
+    dtype: of the tokens where there is no header; expected: their number, where meta.json says it.
+    Raises UserError for a missing file, a length that is no whole number of tokens, or another
+    number of tokens.
     """
     try:
         if path.exists() and not path.is_file():
             raise UserError(f'{path} is no file: prepare the data again')  # a FIFO would wait
         with open(path, 'rb') as f:
-            header, seen = np.fromfile(f, '<i4', count=3), identify(os.fstat(f.fileno()))
+            head, seen = f.read(HEADER_BYTES), identify(os.fstat(f.fileno()))
     except OSError as e:
         raise UserError(f'{path}: {e.strerror}: prepare the data again') from None
-    offset, size = 0, seen[1]
-    if len(header) == 3 and header[0] == LLM_C_MAGIC and size >= LLM_C_HEADER_BYTES:
-        if header[1] != 1:
-            raise UserError(f'{path}: llm.c shard of version {header[1]}, only 1 is known')
-        dtype, offset, expected = np.dtype('<u2'), LLM_C_HEADER_BYTES, int(header[2])
+    size = seen[1]
+    # Bare ids can begin as a header does; meta.json tells which of them the file has.
+    is_bare = expected is not None and size == expected * dtype.itemsize
+    offset = 0 if is_bare else header_size(path, head, size)
+    dtype = np.dtype('<u2') if offset else dtype
     tokens, rest = divmod(size - offset, dtype.itemsize)
     if rest:
         raise UserError(f'{path}: {size:,} bytes are no whole number of {dtype.name} tokens: '
@@ -132,7 +159,7 @@ class TokenStream:
             self.ram = np.empty(len(self), dtype=files[0].dtype)
             for file, start in zip(files, self.starts, strict=False):
                 file.load(self.ram[start:start + file.tokens])
-            self._check_ids(self.ram, 0)
+                check_ids(file.path, self.ram[start:start + file.tokens], 0, vocab_size)
 
     def __len__(self):
         return int(self.starts[-1])
@@ -153,19 +180,10 @@ class TokenStream:
         while filled < length:  # more than once where the sequence runs over into the next file
             at = start + filled - int(self.starts[k])
             piece = self.files[k].read(at, length - filled)
+            check_ids(self.files[k].path, piece, at, self.vocab_size)
             out[filled:filled + len(piece)] = piece
             filled += len(piece)
             k += 1
-        self._check_ids(out, start)
 
     def _file_at(self, token):
         return int(np.searchsorted(self.starts, token, side='right')) - 1
-
-    def _check_ids(self, tokens, start):
-        if tokens.max() < self.vocab_size:
-            return
-        bad = int(np.flatnonzero(tokens >= self.vocab_size)[0])
-        k = self._file_at(start + bad)
-        raise UserError(f'{self.files[k].path}: token {start + bad - self.starts[k]:,} has id '
-                        f'{tokens[bad]}, but the vocabulary ends at {self.vocab_size - 1}: the '
-                        'file was written with another tokenizer; prepare the data again')

@@ -1,6 +1,8 @@
 """What a run starts from: its data, new weights, those of others or a checkpoint's, its batch."""
 
 import gc
+import hashlib
+import json
 import os
 import subprocess
 import sys
@@ -82,8 +84,19 @@ def open_data(config, world):
     return dataset
 
 
+def check_same_data(dataset, device):
+    """Raises UserError where processes have other tokens, of other hosts' disks or of a dataset
+    that was replaced while they started."""
+    known = json.dumps([dataset.identity('train'), dataset.identity('val')])
+    number = int(hashlib.sha256(known.encode()).hexdigest()[:15], 16)
+    if all_reduce_min(number, device) != -all_reduce_min(-number, device):
+        raise UserError(f'{dataset.folder}: the processes of this run find different tokens there: '
+                        'give all hosts the same files, and start again')
+
+
 def open_batches(config, dataset, world, device):
     """→ (loader of the training split, loader of the validation split)."""
+    check_same_data(dataset, device)
     in_ram = fits_in_ram(dataset.folder, world.local_size) if config.data_in_ram == 'auto' \
         else config.data_in_ram
     loaders = [BatchLoader(dataset.split(split, in_ram), config.block_size, config.batch_size,

@@ -8,6 +8,7 @@ import random
 import shutil
 import signal
 import time
+from pathlib import Path
 
 import pytest
 from helpers import SHARED, fails
@@ -277,6 +278,52 @@ def test_input_that_changed_meanwhile_is_read_anew(tmp_path, monkeypatch, capsys
     prepare.main(argv)
     assert 'it differs in identity' in capsys.readouterr().out
     assert open_dataset(tmp_path / 'd').meta['splits']['train']['tokens'] == 288_000
+
+
+def test_a_text_that_changed_behind_its_size_and_time_is_not_mixed_with_the_old(
+        tmp_path, monkeypatch, capsys):
+    path, data_dir = tmp_path / 'in.txt', tmp_path / 'd'
+    argv = ['text', f'--input={path}', '--tokenizer=byte', '--shard_tokens=50_000',
+            '--documents=line']
+    lines = [f'line {i:09d}\n' for i in range(30_000)]
+    path.write_text(''.join(lines))
+    stop_early(monkeypatch, [*argv, f'--data_dir={data_dir}'])
+    times = path.stat()
+    for text in (''.join(reversed(lines)), '\n' * 449_999 + 'a'):  # the second has one line
+        path.write_text(text)
+        os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))
+        shutil.copytree(data_dir, tmp_path / 'copy')
+        assert fails(capsys, monkeypatch, prepare.main, *argv, f'--data_dir={tmp_path}/copy') \
+            .endswith('give the same command again, which starts anew')
+        assert not (tmp_path / 'copy').exists()
+    path.write_text(''.join(lines))
+    os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))
+    prepare.main([*argv, f'--data_dir={data_dir}'])
+    assert 'resuming after' in capsys.readouterr().out
+
+
+def test_a_dataset_within_its_input_is_no_input_and_goes_on_after_a_kill(
+        inputs, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(inputs['text'], 'in')
+    argv = [*command('text', inputs, 'out', 2), '--input=in,in/**', '--tokenizer=byte']
+    prepare.main(argv)
+    for folder, part in (('in/out', []), ('in', []), ('in/parts', ['--part=2/2'])):
+        within = [*argv, f'--data_dir={folder}', *part]
+        process = start(*within, calls=8)
+        process.join()
+        assert process.exitcode == -signal.SIGKILL
+        capsys.readouterr()
+        prepare.main(within)
+        assert 'resuming after' in (printed := capsys.readouterr().out), printed
+        assert 'of a prepared dataset: ' in printed
+    prepare.main([*within, '--part=1/2'])
+    prepare.main(['merge', 'in/parts'])
+    for folder in ('in/out', 'in/parts'):
+        assert tokens(Path(folder)) == tokens(Path('out'))
+    capsys.readouterr()
+    prepare.main([*argv, '--data_dir=in/out'])
+    assert 'is already prepared by this command' in capsys.readouterr().out
 
 
 def test_the_old_dataset_stays_until_the_new_one_is_whole(inputs, tmp_path, monkeypatch):

@@ -163,7 +163,7 @@ def test_a_kill_while_splits_are_compared_costs_no_more_than_that(documents, tmp
     pid = fork(prepare.main, *argv(tmp_path / 'killed'), log=tmp_path / 'log',
                before=die_when_comparing)
     assert exit_code(pid) == -signal.SIGKILL
-    half = open_dataset(tmp_path / 'killed')
+    half = open_dataset(tmp_path / 'killed/unfinished')
     assert len(half.split('train', in_ram=True)) and 'in_train' not in half.split_entry('val')
     monkeypatch.delattr(encoding, 'encode_batch')  # nothing is encoded again
     prepare.main(argv(tmp_path / 'killed'))

@@ -94,7 +94,7 @@ def sample(source, characters):
     if total <= characters:
         yield from read_texts(source, 'learning from it')
         return
-    print(f'learning from {100 * characters / total:.2g}% of the text, which is spread evenly')
+    print(f'learning from {100 * characters / total:.3g}% of the text, which is spread evenly')
     for text in read_texts(source, 'learning from it'):
         start = 0
         while start < len(text):

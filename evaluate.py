@@ -1,12 +1,13 @@
 """Measure how good a model is.
 
     python evaluate.py --out_dir=out                                   # its validation split
+    python evaluate.py --out_dir=out --split=test
     python evaluate.py --out_dir=out --tasks=text --data=book.txt
     python evaluate.py --init_from=gpt2 --tasks=hellaswag,lambada
     torchrun --nproc_per_node=8 evaluate.py --out_dir=out --tasks=val,hellaswag --output=scores.json
 
-Tasks: val and train are the splits of a dataset and text is a file, scored as a whole by loss,
-perplexity and bits per byte. hellaswag and lambada are benchmarks, scored as by
+Tasks: val, test and train are the splits of a dataset and text is a file, scored as a whole by
+loss, perplexity and bits per byte. hellaswag and lambada are benchmarks, scored as by
 lm-evaluation-harness.
 """
 
@@ -28,14 +29,16 @@ from plaingpt.system.streams import require_stdout, status
 from plaingpt.tokens.dataset import dataset_folder, open_dataset
 from plaingpt.training import checkpoint as checkpoints
 
-TASKS = ('val', 'train', 'text', *scoring.BENCHMARKS)
+SPLITS = ('val', 'test', 'train')
+TASKS = (*SPLITS, 'text', *scoring.BENCHMARKS)
 
 
 @dataclass
 class EvaluateConfig(checkpoints.ModelChoice):
     # tasks
-    tasks: str = 'val'  # val, train, text, hellaswag, lambada; several with commas
-    dataset: str = ''  # for val and train: in data/ or a path; empty: that of the run
+    tasks: str = 'val'  # val, test, train, text, hellaswag, lambada; several with commas
+    split: Literal['', 'val', 'test', 'train'] = ''  # this task alone
+    dataset: str = ''  # for val, test and train: in data/ or a path; empty: that of the run
     data: str = ''  # file of a single task: a text, or a benchmark's .jsonl
     limit: int = 0  # only this many questions of a benchmark; 0 for all
     # system
@@ -46,20 +49,27 @@ class EvaluateConfig(checkpoints.ModelChoice):
     output: str = ''  # write the scores to this .json
 
     def problems(self):
-        tasks = self.tasks.split(',')
+        tasks = self.names()
         found = [f'tasks={self.tasks}: {task!r} is none of {", ".join(TASKS)}'
                  for task in tasks if task not in TASKS]
         if self.batch_size < 1 or self.limit < 0:
             found.append(f'batch_size={self.batch_size} must be at least 1, and limit={self.limit} '
                          'not negative')
+        if self.split and self.tasks != 'val':
+            found.append(f'split={self.split} and tasks={self.tasks} cannot go together: name the '
+                         'split among the tasks')
         if 'text' in tasks and not self.data:
             found.append('tasks=text: name the file with --data=FILE')
         if self.output and not Path(self.output).parent.is_dir():
             found.append(f'output={self.output}: its folder is not there')
-        if self.data and (len(tasks) > 1 or tasks[0] in ('val', 'train')):
+        if self.data and (len(tasks) > 1 or tasks[0] in SPLITS):
             found.append(f'data={self.data} goes with one task: text, '
                          f'{" or ".join(scoring.BENCHMARKS)}')
         return found
+
+    def names(self):
+        """The tasks that are asked for."""
+        return [self.split] if self.split else self.tasks.split(',')
 
 
 def score(task, config, model, tokenizer, state, context, group):
@@ -103,7 +113,7 @@ def main(argv):
     results = {}
     with process_group(world, device, config.backend):
         group = host_group()
-        for task in config.tasks.split(','):
+        for task in config.names():
             with status.doing(f'scoring {task}'):
                 results[task], line = score(task, config, model, tokenizer, state,
                                             autocast(device, dtype), group)

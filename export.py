@@ -1,6 +1,8 @@
-"""Export a trained model to a folder that Hugging Face's transformers opens, and --init_from too.
+"""Export a trained model to a folder that Hugging Face's transformers opens, and --init_from too;
+or to a file that llama.cpp opens.
 
     python export.py --out_dir=out --dest=my-gpt
+    python export.py --out_dir=out --format=gguf --dest=my-gpt.gguf
     python export.py --init_from=nanoGPT/out/ckpt.pt --tokenizer=data/shakespeare_char --dest=old
 
     from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -16,10 +18,12 @@ import os
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from safetensors import SafetensorError
 
 from configurator import load_config
+from plaingpt.inference.gguf_export import DTYPES, build_gguf, write_gguf
 from plaingpt.inference.hf_export import write_hf
 from plaingpt.system.errors import UserError, run_script
 from plaingpt.training import checkpoint as checkpoints
@@ -28,10 +32,17 @@ from plaingpt.training import checkpoint as checkpoints
 @dataclass
 class ExportConfig(checkpoints.ModelChoice):
     # where to
-    dest: str = ''  # the folder to write, which must not exist yet
+    dest: str = ''  # the folder to write, or the file of gguf, which must not exist yet
+    format: Literal['transformers', 'gguf'] = 'transformers'  # gguf: a file for llama.cpp
+    dtype: Literal[*DTYPES] = 'float32'  # of the matrices in a file of gguf
 
     def problems(self):
-        return [] if self.dest else ['dest is empty: name a folder to write, as --dest=my-gpt']
+        wrong = {
+            'dest is empty: name a folder to write, as --dest=my-gpt, or a file, as '
+            '--format=gguf --dest=my-gpt.gguf': not self.dest,
+            f'dtype={self.dtype} takes --format=gguf':
+                self.dtype != 'float32' and self.format != 'gguf'}
+        return [line for line, holds in wrong.items() if holds]
 
 
 def model_card(name, model, source, state):
@@ -63,20 +74,25 @@ def main(argv):
     config = load_config(ExportConfig, argv, __doc__)
     dest = Path(config.dest)
     if dest.exists():
-        raise UserError(f'dest={dest} exists already: name a folder that does not')
+        raise UserError(f'dest={dest} exists already: name one that does not')
     model, tokenizer, source, state = checkpoints.load(
         config.init_from, config.out_dir, config.checkpoint, config.tokenizer)
-    unfinished = dest.with_name(f'{dest.name}.{os.getpid()}.tmp')
+    writer = None if config.format != 'gguf' else build_gguf(model, tokenizer, config.dtype)
+    folder = dest.with_name(f'{dest.name}.{os.getpid()}.tmp')
     try:
-        unfinished.mkdir(parents=True)
-        write_hf(unfinished, model, tokenizer, model_card(dest.name, model, source, state))
-        unfinished.rename(dest)
+        folder.mkdir(parents=True)
+        if writer is None:
+            write_hf(folder, model, tokenizer, model_card(dest.name, model, source, state))
+            folder.rename(dest)
+        else:
+            write_gguf(folder / dest.name, writer)
+            (folder / dest.name).rename(dest)
     except (OSError, SafetensorError) as e:
         why = getattr(e, 'strerror', None) or e
         raise UserError(f'dest={dest}: cannot be written: {why}') from None
     finally:
-        shutil.rmtree(unfinished, ignore_errors=True)
-    size = sum(path.stat().st_size for path in dest.iterdir())
+        shutil.rmtree(folder, ignore_errors=True)
+    size = sum(path.stat().st_size for path in (dest.iterdir() if dest.is_dir() else [dest]))
     print(f'{source} → {dest}: {model.num_parameters():,} parameters, {size / 1e6:,.1f} MB')
 
 

@@ -16,10 +16,11 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-from plaingpt.system import cpu_kernels
-from plaingpt.system.cpu_kernels import Dropout, relu2, rms_norm, short_conv
-from plaingpt.system.cross_entropy import SOFTCAPS, chunked_cross_entropy, soft_capped
-from plaingpt.system.recompute import recomputed
+from plaingpt.kernels import cpu_kernels
+from plaingpt.kernels.cpu_kernels import Dropout, relu2, rms_norm, short_conv
+from plaingpt.kernels.cross_entropy import SOFTCAPS, chunked_cross_entropy, soft_capped
+from plaingpt.kernels.documents import Documents
+from plaingpt.kernels.recompute import recomputed
 
 VOCAB_MULTIPLE = 128  # matmuls are fast when their sizes divide by powers of two
 ROW_PER_TOKEN = ('wte.weight', 'value_embedding.weight', 'lm_head.weight', 'lm_head.bias')
@@ -40,8 +41,7 @@ ACTIVATIONS = {
 
 @dataclass
 class GPTConfig:
-    """The shape of a GPT; the defaults are GPT-2 124M. Every field is a setting of train.py, and
-    its comment the help text."""
+    """The shape of a GPT, by default GPT-2 124M. Fields are settings; comments are their help."""
     # model
     block_size: int = 1024  # tokens in a sequence
     vocab_size: int = 50257  # tokens that there are
@@ -66,6 +66,8 @@ class GPTConfig:
     logit_softcap: float = 0.0  # keep logits within ± this (Gemma 2, 2024, section 2); 0 for no cap
     softcap: Literal[*SOFTCAPS] = 'tanh'  # the cap's curve: c·tanh(z/c), or c·z/√(c² + z²)
     zero_init: bool = False  # output projections begin at zero: branches add nothing at first
+    document_attention: bool = False  # attention and positions stay within a document
+    document_start: int = -1  # for that, the token that opens each document
 
     @property
     def learned_positions(self):
@@ -89,8 +91,9 @@ class GPTConfig:
             f'rotary_share={self.rotary_share}: must be above 0 and at most 1':
                 not 0 < self.rotary_share <= 1,
             f'rotary_base={self.rotary_base}: must be above 1': self.rotary_base <= 1,
-            f'conv={self.conv}: tokens to mix are 2 or more, or 0 for none':
-                self.conv < 0 or self.conv == 1,
+            f'conv={self.conv}: must be 0, or 2 and more': self.conv < 0 or self.conv == 1,
+            'document_attention=True takes document_start, the id of the token that opens one':
+                self.document_attention and self.document_start == -1,
             f'qk_scale={self.qk_scale} takes qk_norm=True': self.qk_scale and not self.qk_norm}
         return [line for line, holds in contradictions.items() if holds]
 
@@ -145,8 +148,7 @@ class CausalSelfAttention(nn.Module):
             v = v + self.value_embedding(idx).to(v.dtype)  # autocast leaves embeddings alone
         q, k, v = (t.view(B, T, self.n_head, C // self.n_head) for t in (q, k, v))  # (B, T, H, D)
         q, k, v = (t.transpose(1, 2) for t in (self.q_norm(q), self.k_norm(k), v))  # (B, H, T, D)
-        if self.q_scale:
-            q = q * self.q_scale
+        q = q * self.q_scale if self.q_scale else q
         if rotary is not None:
             q, k = rotate(q, *rotary), rotate(k, *rotary)
         dropout = self.dropout if self.training else 0.0
@@ -154,9 +156,8 @@ class CausalSelfAttention(nn.Module):
             y = cpu_kernels.attention(q, k, v, dropout)
         elif cache is None:
             y = F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=True)
-        else:  # generation: the cache has the keys and values of earlier tokens
-            k, v, mask = cache.extend(k, v)
-            y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+        else:  # it has earlier tokens' keys and values, or knows where documents begin
+            y = cache.attention(q, k, v, dropout)
         y = y.transpose(1, 2).reshape(B, T, C)  # (B, H, T, D) → (B, T, C)
         return self.resid_dropout(self.c_proj(y))
 
@@ -173,7 +174,7 @@ class ShortConv(nn.Module):
         if cache is None:
             return short_conv(x, self.weight)
         longer = cache.with_earlier(x, len(self.weight) - 1)  # (B, K - 1 + T, C)
-        return short_conv(longer, self.weight)[:, -x.size(1):]
+        return short_conv(longer, self.weight, cache.ages)[:, -x.size(1):]
 
 
 class MLP(nn.Module):
@@ -235,11 +236,9 @@ class GPT(nn.Module):
     @torch.no_grad()
     def init_weights(self, parameters=None):
         """All weights from N(0, 0.02²), those that end a residual branch from N(0, 0.02²/2L). With
-        zero_init the latter are 0, and so is an untied head: at first all tokens are equally
-        likely, and each branch grows as far as it helps. Convolutions and value embeddings, which
-        add to what is there, begin at 0, and embeddings that are normalised and untied at N(0, 1).
-        parameters: some (name, tensor), instead of all there are.
-        """
+        zero_init the latter are 0, and so is an untied head: branches grow as far as they help.
+        Convolutions and value embeddings, which add to what is there, begin at 0, and embeddings
+        that are normalised and untied at N(0, 1). parameters: (name, tensor) of some, not all."""
         config = self.config
         zeros = ('conv.weight', 'value_embedding.weight',
                  *(['c_proj.weight', 'lm_head.weight'] if config.zero_init else []))
@@ -273,6 +272,8 @@ class GPT(nn.Module):
         """idx (B, T) → what the head reads the next token from, (B, T, C). cache: of
         plaingpt/inference/generation.py, with the tokens before these; these are added."""
         assert idx.size(1) <= self.config.block_size, f'more than {self.config.block_size} tokens'
+        if cache is None and self.config.document_attention:
+            cache = Documents(idx, self.config.document_start, len(self.transformer.h))
         positions = slice(idx.size(1)) if cache is None else cache.positions
         layers = [None] * len(self.transformer.h) if cache is None else cache.layers
         x = self.transformer.wte(idx)  # (B, T, C)
@@ -286,7 +287,7 @@ class GPT(nn.Module):
             if self.activation_checkpointing == 'none' or not torch.is_grad_enabled():
                 x = block(x, rotary, layer, idx)
             else:
-                x = recomputed(block, self.activation_checkpointing, x, rotary, None, idx)
+                x = recomputed(block, self.activation_checkpointing, x, rotary, layer, idx)
         return self.transformer.ln_f(x)
 
     def logits(self, x):
@@ -326,5 +327,4 @@ class GPT(nn.Module):
         """Append `max_new_tokens` sampled tokens to idx (B, T) → (B, T + max_new_tokens).
         sampling: top_p, min_p, repetition_penalty, end_of_text … of generation.generate"""
         from plaingpt.inference.generation import generate_batch
-        return generate_batch(self, idx, max_new_tokens, temperature=temperature, top_k=top_k,
-                              **sampling)
+        return generate_batch(self, idx, max_new_tokens, temperature, top_k, **sampling)

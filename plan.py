@@ -22,11 +22,11 @@ from model import GPT
 from plaingpt.benchmarks.step_speed import Workload, estimate_speed
 from plaingpt.corpus.corpora import find_dataset_size
 from plaingpt.inference.hf_export import describe_export, nearest_architectures
+from plaingpt.kernels.recompute import KINDS
 from plaingpt.system import devices
 from plaingpt.system.devices import GPUS
 from plaingpt.system.errors import UserError, run_script
 from plaingpt.system.formatting import GIB, duration, gib, short
-from plaingpt.system.recompute import KINDS
 from plaingpt.system.streams import require_stdout
 from plaingpt.tokens.dataset import dataset_folder
 from plaingpt.training.memory_planner import (

@@ -44,14 +44,14 @@ from plaingpt.corpus.shards import (
 from plaingpt.corpus.sources import count_characters, open_source, read_texts, sample
 from plaingpt.system.errors import UserError, run_script
 from plaingpt.system.files import write_json
-from plaingpt.system.formatting import quoted
+from plaingpt.system.formatting import parse_count, quoted
 from plaingpt.system.streams import require_stdout
 from plaingpt.tokens import tokenizers
 from plaingpt.tokens.dataset import PARTS, UNFINISHED, dataset_folder, not_read, open_dataset
 from plaingpt.tokens.inspection import (
     find_damage,
     inspect,
-    print_overlap,
+    print_overlaps,
     print_report,
     record_overlap,
 )
@@ -67,14 +67,19 @@ class PrepareConfig:
     subset: str = ''  # of a dataset of the hub
     split: str = ''  # of a dataset of the hub, to train on (default: train)
     val_split: str = ''  # of a dataset of the hub, to validate on (default: held out of split)
+    test_split: str = ''  # of a dataset of the hub, for evaluate.py --split=test
     data_dir: str = ''  # folder to write (default: data/NAME)
     # what a document is
     documents: Literal['auto', 'file', 'line', 'paragraph', 'title'] = 'auto'  # title: WikiText's
     text_field: str = ''  # of rows; a.b: b in a (default: text, or the corpus's)
     errors: Literal['strict', 'replace'] = 'strict'  # no UTF-8: stop (byte keeps it), or put U+FFFD
+    # how much
+    max_tokens: int | str = 0  # to train on, such as 100M or 1.5B (0: all); then reading ends
+    dedup: bool = False  # leave out documents that equal an earlier one but for white space
+    val_fraction: Literal['auto'] | float = 'auto'  # held out (auto: 0.1 small, 0.0005 hub)
+    test_fraction: float = 0.0  # held out as well, for evaluate.py --split=test (0: none)
     # how
     tokenizer: str = 'auto'  # char, byte, gpt2, bpe:VOCAB_SIZE or a prepared dataset (auto: listed)
-    val_fraction: Literal['auto'] | float = 'auto'  # held out (auto: 0.1 small, 0.0005 hub)
     shard_tokens: int = 100_000_000  # tokens a file
     max_shards: int = 0  # of tokens that are downloaded as such (0: all)
     num_proc: Literal['auto'] | int = 'auto'  # encoding threads (auto: one a core)
@@ -87,6 +92,14 @@ class PrepareConfig:
         found = []
         if self.val_fraction != 'auto' and not 0 < self.val_fraction < 1:
             found.append(f'val_fraction={self.val_fraction}: expected a number between 0 and 1')
+        most = 1 - (0.1 if self.val_fraction == 'auto' else self.val_fraction)
+        if self.test_fraction and not 0 < self.test_fraction < most:
+            found.append(f'test_fraction={self.test_fraction}: expected a number between 0 and '
+                         f'{most:g}, which is what validation leaves')
+        if self.test_fraction and self.test_split:
+            found.append('test_fraction and test_split cannot go together: leave one out')
+        if parse_count(self.max_tokens) is None:
+            found.append(f'max_tokens={self.max_tokens}: expected a number, such as 100M or 1.5B')
         if self.tokenizer != 'auto' and not tokenizers.is_name(self.tokenizer) \
                 and not has_tokenizer(prepared_folder(self.tokenizer)):
             found.append(f'tokenizer={self.tokenizer}: expected auto, {tokenizers.NAMES}, or a '
@@ -100,6 +113,10 @@ class PrepareConfig:
                          'up to 999999')
         if self.part != 'whole' and self.if_small:
             found.append('part and if_small cannot go together: leave one out')
+        for name, why in (('max_tokens', 'counts the tokens of all'),
+                          ('dedup', 'compares the documents of all')):
+            if self.part != 'whole' and getattr(self, name):
+                found.append(f'part and {name} cannot go together, since it {why}: leave one out')
         return found
 
     def numbers(self):
@@ -150,6 +167,8 @@ def main(argv):
     if config.numbers() and corpus.shards:
         raise UserError(f'part={config.part}: {name} is tokens already, which are downloaded and '
                         'not made: leave --part out')
+    if corpus.shards:
+        check_tokens(config, name)
     if (folder / PARTS).exists() and not config.numbers():
         raise UserError(f'{folder / PARTS} holds parts: python prepare.py merge {quoted(folder)} '
                         'makes them the whole; to prepare it without them, delete that folder')
@@ -158,6 +177,17 @@ def main(argv):
         prepare_shards(name, corpus, folder, config)
     else:
         prepare_text(name, corpus, folder, config)
+
+
+def check_tokens(config, name):
+    """Raises UserError for options that choose among text, where `name` is tokens already."""
+    for option in ('max_tokens', 'dedup', 'test_fraction', 'test_split'):
+        if value := getattr(config, option):
+            advice = 'leave it out'
+            if option == 'max_tokens':
+                advice = f'--max_shards={-(-parse_count(value) // 10**8)} takes whole files of ' \
+                         '100M tokens'
+            raise UserError(f'{option}={value}: {name} is tokens already: {advice}')
 
 
 def prepare_text(name, corpus, folder, config):
@@ -173,6 +203,13 @@ def prepare_text(name, corpus, folder, config):
         raise UserError(f'{name} is too large for --tokenizer=char: use gpt2, byte or bpe:32768')
     if config.numbers():
         check_divisible(config, source, tokenizer_name)
+    for option in ('split', 'val_split', 'test_split'):
+        if source.unit == 'B' and getattr(config, option):
+            raise UserError(f'{option}={getattr(config, option)}: {source.name} is no dataset of '
+                            'the hub and has no splits of its own: leave it out')
+    if config.dedup and source.is_one_text:
+        raise UserError(f'dedup: {source.name} is one running text and has no documents: say what '
+                        'a document is with --documents=file, line, paragraph or title')
     command = describe_command(name, corpus, config, tokenizer_name, borrowed, source)
     if part := config.numbers():
         if is_whole(folder, command, config.overwrite):
@@ -191,7 +228,8 @@ def prepare_text(name, corpus, folder, config):
                     else make_tokenizer(tokenizer_name, borrowed, source)
                 tokenizer.choose_encoder(config.encoder)
                 written = sum(path.stat().st_size for path in unfinished.glob('*.bin'))
-                check_disk(folder, corpus, source, tokenizer_name, written, part[1] if part else 1)
+                check_disk(folder, corpus, source, tokenizer_name, written, part[1] if part else 1,
+                           parse_count(config.max_tokens))
                 cores = len(os.sched_getaffinity(0)) if hasattr(os, 'sched_getaffinity') \
                     else os.cpu_count()
                 threads = cores if config.num_proc == 'auto' else config.num_proc
@@ -202,7 +240,7 @@ def prepare_text(name, corpus, folder, config):
                 record_overlap(unfinished)  # of whole data: a kill here costs no more than this
             print_report(target, publish(target))
         if not part:
-            print_overlap(record_overlap(folder))
+            print_overlaps(record_overlap(folder))
 
 
 def check_divisible(config, source, tokenizer_name):
@@ -248,7 +286,7 @@ def merge(name):
             print_report(folder, publish(folder))
         else:
             print(f'{folder} holds no parts that are not merged')
-        print_overlap(record_overlap(folder))
+        print_overlaps(record_overlap(folder))
 
 
 def prepare_shards(name, corpus, folder, config):
@@ -261,7 +299,7 @@ def prepare_shards(name, corpus, folder, config):
             fetch_shards(corpus, unfinished, command)
             record_overlap(unfinished)
             print_report(folder, publish(folder))
-        print_overlap(record_overlap(folder))
+        print_overlaps(record_overlap(folder))
 
 
 def describe_command(name, corpus, config, tokenizer_name, borrowed, source):
@@ -269,10 +307,11 @@ def describe_command(name, corpus, config, tokenizer_name, borrowed, source):
 
     borrowed: JSON of a tokenizer of another dataset, or None
     """
-    val_fraction = config.val_fraction
+    val_fraction, max_tokens = config.val_fraction, parse_count(config.max_tokens)
     if val_fraction == 'auto':
         large = source.total is None or source.total > 100_000_000
-        val_fraction = 0.0005 if source.unit != 'B' else 0.01 if large else 0.1
+        of_hub = 0.01 if 0 < max_tokens < 10**9 else 0.0005
+        val_fraction = of_hub if source.unit != 'B' else 0.01 if large else 0.1
     command = {'corpus': name, 'input': config.input or config.path or name,
                'val_fraction': val_fraction, 'shard_tokens': config.shard_tokens,
                'tokenizer': tokenizer_name, 'documents': config.documents, 'errors': config.errors,
@@ -283,8 +322,16 @@ def describe_command(name, corpus, config, tokenizer_name, borrowed, source):
         command['encoder'] = config.encoder
     if borrowed:  # another tokenizer once that dataset is prepared anew
         command['tokenizer_sha256'] = hashlib.sha256(json.dumps(borrowed).encode()).hexdigest()
+    given = {'max_tokens': max_tokens, 'test_fraction': config.test_fraction,
+             'test_split': config.test_split, 'dedup': config.dedup}
+    # Only what is given, so that what earlier versions prepared is of the same command.
+    command.update({key: value for key, value in given.items() if value})
     if source.is_one_text:
-        command['train_characters'] = int(count_characters(source) * (1 - val_fraction))
+        characters = count_characters(source)
+        held_out = val_fraction + config.test_fraction
+        command['train_characters'] = int(characters * (1 - held_out))
+        if config.test_fraction:
+            command['val_characters'] = int(characters * (1 - config.test_fraction))
     return command
 
 

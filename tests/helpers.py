@@ -11,6 +11,8 @@ import traceback
 from pathlib import Path
 
 import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from plaingpt.system.errors import run_script
 
@@ -142,3 +144,20 @@ class ForkServer:
     def close(self):
         self.process.stdin.close()
         self.process.wait()
+
+
+class HostReads(TorchDispatchMode):
+    """Notes the operators whose result the host has to know before it can go on: on a GPU it waits
+    there for all work before."""
+
+    def __init__(self):
+        super().__init__()
+        self.found = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        tags = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
+        by_number = func is torch.ops.aten.index.Tensor and not any(
+            i is not None and i.dtype == torch.bool for i in args[1])  # its size is known
+        if tags & set(func.tags) and not by_number:
+            self.found.append(str(func))
+        return func(*args, **kwargs or {})

@@ -37,11 +37,11 @@ NANOGPT_KEYS = set(re.findall(r'\w+', '''
     n_layer n_head n_embd dropout bias learning_rate max_iters weight_decay beta1 beta2 grad_clip
     decay_lr warmup_iters lr_decay_iters min_lr backend device dtype compile
     start num_samples max_new_tokens temperature top_k seed real_data profile'''))
-# options of torchrun, Slurm and tensorboard, and --key=value itself
+# options of torchrun, Slurm, tensorboard and llama.cpp, and --key=value itself
 OF_OTHERS = {'nproc_per_node', 'nnodes', 'rdzv-backend', 'rdzv-endpoint', 'rdzv-id', 'rdzv-conf',
              'max-restarts', 'standalone', 'gpus', 'gpus-per-node', 'cpus-per-task', 'nodes',
              'time', 'ntasks-per-node', 'requeue', 'open-mode', 'signal', 'logdir', 'help', 'key',
-             'dependency', 'parsable', 'wrap'}
+             'dependency', 'parsable', 'wrap', 'temp'}
 MISTAKES = {'learning_rte', 'batchsize'}  # shown with the error that they get
 
 

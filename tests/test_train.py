@@ -65,7 +65,8 @@ def test_a_logged_loss_is_the_mean_over_all_micro_batches(tiny, tmp_path):
 NEWER = options(optimizer='normuon', rotary=True, rmsnorm=True, qk_norm=True, mlp='relu2',
                 tied_head=False, logit_softcap=15.0, zero_init=True, lr_schedule='wsd', conv=4,
                 rotary_share=0.5, embedding_norm=True, qk_scale=0.3, value_embeddings=True,
-                head_bias=True, softcap='sqrt', muon_scale='original', muon_iterations='exact')
+                head_bias=True, softcap='sqrt', muon_scale='original', muon_iterations='exact',
+                document_attention=True, document_start=0)  # lines are documents
 
 
 @pytest.mark.parametrize('recipe', [[], NEWER], ids=['gpt2', 'newer'])

@@ -32,8 +32,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from configurator import load_config
 from model import GPT
+from plaingpt.kernels import cpu_kernels
 from plaingpt.monitoring.figures import COLOURS, cut_off_the_start
-from plaingpt.system import cpu_kernels
 from plaingpt.system.devices import (
     autocast,
     choose_device,

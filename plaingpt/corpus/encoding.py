@@ -1,17 +1,20 @@
 """Text of a source → token shards: put into splits, encoded by threads, written in order."""
 
+import math
+import sys
 import time
 import zlib
 from collections import deque
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing
+from contextlib import closing, nullcontext
+from functools import partial
 from itertools import islice
 from typing import NamedTuple
 
 import numpy as np
 
 from plaingpt.corpus.shards import ShardWriter, check_free_space, write_journal
-from plaingpt.corpus.splitting import split_by_hash, split_by_place
+from plaingpt.corpus.splitting import SPLITS, Duplicates, split_by_hash, split_by_place
 from plaingpt.system.errors import UserError
 from plaingpt.system.streams import Progress
 from plaingpt.tokens.dataset import FORMAT_VERSION
@@ -29,6 +32,7 @@ class Batch(NamedTuple):
     position: int  # how far the source is read there
     mark: dict | None  # where the source can start again there
     checksum: int = 0  # of the text from the beginning on
+    duplicates: dict | None = None  # state of the Duplicates there
     number: int = 0  # from the start of this run
 
 
@@ -54,8 +58,9 @@ def end_line(piece):
     return split, text + '\n' * (not text.endswith('\n')), new_document, position
 
 
-def group_in_batches(pieces, source, count=0, checksum=0):
-    """Group what the functions of splitting.py yield; `count` pieces came before."""
+def group_in_batches(pieces, source, count=0, checksum=0, duplicates=None):
+    """Group what put_in_splits yields; `count` pieces came before."""
+    known = duplicates.state if duplicates else lambda: None
     group, characters, number = [], 0, 0
     for split, text, new_document, position in pieces:
         group.append((split, text, new_document))
@@ -63,10 +68,11 @@ def group_in_batches(pieces, source, count=0, checksum=0):
         checksum = add_to_checksum(checksum, text)
         characters += len(text)
         if characters >= BATCH_CHARS:
-            yield Batch(group, characters, count, position, source.mark(), checksum, number)
+            yield Batch(group, characters, count, position, source.mark(), checksum, known(),
+                        number)
             group, characters, number = [], 0, number + 1
     if group:
-        yield Batch(group, characters, count, position, source.mark(), checksum, number)
+        yield Batch(group, characters, count, position, source.mark(), checksum, known(), number)
 
 
 def add_to_checksum(checksum, text):
@@ -76,7 +82,7 @@ def add_to_checksum(checksum, text):
 def encode_batch(tokenizer, end_of_text, dtype, batch):
     """Batch → {split: Encoded}, with `end_of_text` before each document unless it is None."""
     encoded = {}
-    for split in ('train', 'val'):
+    for split in SPLITS:
         ids, documents, size = [], 0, 0
         for piece_split, text, new_document in batch.pieces:
             if piece_split == split:
@@ -117,7 +123,7 @@ def write_shards(folder, source, command, tokenizer, journal, num_proc):
     of meta.json, for complete_meta. Raises UserError."""
     dtype = np.dtype('<u2' if tokenizer.vocab_size <= 2**16 else '<u4')
     writers = {split: ShardWriter(folder, split, dtype, command['shard_tokens'])
-               for split in ('train', 'val')}
+               for split in wanted_splits(command)}
     if journal:
         for split, writer in writers.items():
             writer.resume_at(journal['splits'][split])
@@ -125,7 +131,8 @@ def write_shards(folder, source, command, tokenizer, journal, num_proc):
     before, started = count_tokens(writers), time.monotonic()
     check_line_break(source, tokenizer)
     try:
-        encode_into(writers, folder, source, command, tokenizer, dtype, journal, num_proc)
+        dropped = encode_into(writers, folder, source, command, tokenizer, dtype, journal,
+                              num_proc)
     except UnknownCharacter as e:
         raise UserError(f'{source.place_of(e.character)}: {e}: replace it there, or choose another '
                         '--tokenizer') from None
@@ -142,11 +149,20 @@ def write_shards(folder, source, command, tokenizer, journal, num_proc):
         raise UserError(f'{source.name}: changed while it was read: give the same command again')
     print(f'{tokens - before:,} tokens in {seconds:.1f} s, '
           f'{(tokens - before) / seconds / 1e6:.2f}M a second')
+    if 'dedup' in command:
+        print(f'{dropped:,} document{"s" * (dropped != 1)} left out: equal to an earlier one')
+    limit, trained_on = command.get('max_tokens', 0), writers['train'].tokens
+    if trained_on < limit:
+        print(f'{source.name} has {trained_on:,} tokens to train on, fewer than --max_tokens='
+              f'{limit}')
+    # Where reading ended early, how many files were read ahead is a matter of chance.
+    ended_early = limit and trained_on == limit and not source.is_one_text
     return {'format_version': FORMAT_VERSION, 'dtype': dtype.name,
             'vocab_size': tokenizer.vocab_size, 'tokenizer': tokenizer.to_json(),
             'encoders': all_encoders(journal, tokenizer),
             'splits': {split: writer.finish() for split, writer in writers.items()},
-            'source': command, 'inputs': source.inputs()}
+            **({'duplicates': dropped} if 'dedup' in command else {}),
+            'source': command, 'inputs': [] if ended_early else source.inputs()}
 
 
 def check_line_break(source, tokenizer):
@@ -169,18 +185,21 @@ def count_tokens(writers):
 
 
 def encode_into(writers, folder, source, command, tokenizer, dtype, journal, num_proc):
-    """Encode what the journal does not have yet; write the journal whenever a shard is full."""
+    """Encode what the journal does not have yet; write the journal whenever a shard is full → how
+    many documents were left out as duplicates of others."""
     count, position, mark = (journal[key] for key in ('count', 'at', 'mark')) if journal \
         else (0, 0, None)
-    end_of_text = None if source.is_one_text else tokenizer.end_of_text
+    known = journal['duplicates'] if journal and 'dedup' in command else None
+    limit = command.get('max_tokens', math.inf)
+    ends_early = 'max_tokens' in command and not source.is_one_text
+    encode = partial(encode_batch, tokenizer, None if source.is_one_text else tokenizer.end_of_text,
+                     dtype)
     saved, before = time.monotonic(), count_tokens(writers)
     with closing(source.pieces(mark)) as pieces, \
-            Progress('encoding', source.total, source.unit, position) as progress:
-        pieces = split_by_place(pieces, command['train_characters']) if source.is_one_text \
-            else split_by_hash(pieces, command['val_fraction'])
-        if tokenizer.end_of_text is None and not source.is_one_text:
-            # A source with marks has whole documents, and nothing is read ahead of a mark.
-            pieces = end_with_line_breaks(pieces) if source.unit == 'B' else map(end_line, pieces)
+            open_duplicates(folder, command, known if mark else None) as duplicates, \
+            (Progress('encoding', limit, 'tokens', writers['train'].tokens) if ends_early else
+             Progress('encoding', source.total, source.unit, position)) as progress:
+        pieces = put_in_splits(pieces, source, command, duplicates, tokenizer)
         checksum = 0
         for _, text, *_ in islice(pieces, 0 if mark else count):  # a source without marks
             checksum = add_to_checksum(checksum, text)
@@ -190,29 +209,91 @@ def encode_into(writers, folder, source, command, tokenizer, dtype, journal, num
             raise UserError(f'{source.name}: the text is not that of the tokens that are written '
                             'already: give the same command again, which starts anew')
         for batch, encoded in map_in_order(
-                lambda batch: encode_batch(tokenizer, end_of_text, dtype, batch),
-                group_in_batches(pieces, source, count, checksum), num_proc):
+                encode, group_in_batches(pieces, source, count, checksum, duplicates), num_proc):
+            room = limit - writers['train'].tokens
+            if ends_early and not room:
+                break
+            if 'train' in encoded and len(encoded['train'].ids) >= room:
+                encoded = fill_up(batch, room, encode, tokenizer, ends_early)
             filled = [writers[split].write(part) for split, part in encoded.items()]
+            known = batch.duplicates
             if any(filled) or time.monotonic() - saved > JOURNAL_SECONDS:
-                for writer in writers.values():
+                for writer in [*writers.values(), *([duplicates] if duplicates else [])]:
                     writer.sync()
                 write_journal(folder, {
                     'command': command, 'tokenizer': tokenizer.to_json(), 'count': batch.count,
                     'encoders': all_encoders(journal, tokenizer),
                     'at': batch.position, 'mark': batch.mark, 'width': dtype.itemsize,
-                    'checksum': batch.checksum,
+                    'checksum': batch.checksum, 'duplicates': known,
                     'splits': {split: writer.state() for split, writer in writers.items()}})
                 saved = time.monotonic()
-            progress.advance_to(batch.position, count_tokens(writers) - before)
+            if ends_early:
+                progress.advance_to(writers['train'].tokens)
+            else:
+                progress.advance_to(batch.position, count_tokens(writers) - before)
+        else:  # all is read, and what came after the last batch were duplicates
+            known = duplicates and duplicates.state()
+    return known['dropped'] if known else 0
 
 
-def check_disk(folder, corpus, source, tokenizer_name, written, parts=1):
+def open_duplicates(folder, command, known):
+    """A context of the Duplicates that `command` asks for, from the state `known` on, or of None.
+    Without a state the documents before are read again, and each is met again."""
+    return closing(Duplicates(folder / 'duplicates', **(known or {}))) if 'dedup' in command \
+        else nullcontext()
+
+
+def put_in_splits(pieces, source, command, duplicates, tokenizer):
+    """Pieces of a source → (split, text, new_document, position)."""
+    if source.is_one_text:
+        ends = [(split, command[f'{split}_characters']) for split in ('train', 'val')
+                if f'{split}_characters' in command]
+        last = wanted_splits(command)[-1]
+        return split_by_place(pieces, [*ends, (last, sys.maxsize)])
+    if duplicates:
+        pieces = duplicates.leave_out(pieces, source.unit != 'B')
+    pieces = split_by_hash(pieces, command['val_fraction'], command.get('test_fraction', 0))
+    if tokenizer.end_of_text is not None:
+        return pieces
+    # A source with marks has whole documents, and nothing is read ahead of a mark.
+    return end_with_line_breaks(pieces) if source.unit == 'B' else map(end_line, pieces)
+
+
+def wanted_splits(command):
+    """Those that `command` writes."""
+    has_test = 'test_fraction' in command or 'test_split' in command
+    return SPLITS if has_test else SPLITS[:2]
+
+
+def fill_up(batch, room, encode, tokenizer, ends_early):
+    """Encode a batch up to `room` tokens of training, where the last document is cut → {split:
+    Encoded}. ends_early: what comes after that place, in other splits too, is left out."""
+    kept, left = [], room
+    for piece in batch.pieces:
+        if piece[0] != 'train' or left > 0:
+            kept.append(piece)
+        if piece[0] == 'train' and left > 0:
+            left -= len(encode(batch._replace(pieces=[piece]))['train'].ids)
+        if left <= 0 and ends_early:
+            break
+    encoded = encode(batch._replace(pieces=kept))
+    if left < 0:
+        train = encoded['train']
+        over = len(tokenizer.decode_bytes(train.ids[room:]))
+        encoded['train'] = train._replace(ids=train.ids[:room], bytes=train.bytes - over)
+    return encoded
+
+
+def check_disk(folder, corpus, source, tokenizer_name, written, parts=1, limit=0):
     """Raises UserError where the tokens will not fit on the disk, as far as can be known before.
-    written: bytes of shards that are there already; parts: `source` is one of so many."""
+    written: bytes of shards that are there already; parts: `source` is one of so many; limit: of
+    training tokens, 0 for none."""
     bytes_per_token = 1 if tokenizer_name in ('char', 'byte') else 3  # about
     if source.unit == 'B':
         tokens = source.total / bytes_per_token
     else:
         known = source.total == corpus.documents // parts
         tokens = corpus.tokens * 3 / bytes_per_token / parts if known else 0
+    if limit and not source.is_one_text:  # the rest is a few percent
+        tokens = min(tokens or limit, limit)
     check_free_space(folder, 2 * tokens - written)

@@ -21,6 +21,7 @@ class HubDataset:
     def __init__(self, path, subset, splits, text_field='text', form='file', count=0):
         """splits: our name of a split → theirs; count: of documents, if the hub does not say."""
         self.name, self.splits, self.form, self.text_field = path, splits, form, text_field
+        check_apart(path, splits)
         with needs('datasets', path):
             import datasets
             from huggingface_hub.utils import logging as hub_logging
@@ -56,10 +57,11 @@ class HubDataset:
                 if mark and mark['split'] == split:
                     rows.load_state_dict(mark['rows'])
                 self._rows, self._split = rows, split
+                own = '' if split == 'train' and 'val' not in names else split
                 for text in self._documents(map(self._text, rows)):
                     self._position += 1
                     if text.strip():
-                        yield Piece(text, True, self._position, split if len(names) > 1 else '')
+                        yield Piece(text, True, self._position, own)
 
     def _documents(self, texts):
         if self.form == 'file':
@@ -124,6 +126,25 @@ class HubDataset:
 
     def inputs(self):
         return []  # its version is in the identity
+
+
+def check_apart(path, splits):
+    """Raises UserError where two of ours, {our name: the hub's}, would be the same rows."""
+    taken = {}
+    for split, hub_split in splits.items():
+        option = '--split' if split == 'train' else f'--{split}_split'
+        if '[' in hub_split:
+            raise UserError(f'{option}={hub_split}: {path} is streamed, and by whole splits: name '
+                            'one, and choose how much of it with --val_fraction, --test_fraction '
+                            'or --max_tokens')
+        for name in hub_split.split('+'):
+            for other, of in taken.items():
+                if name.strip() == other or 'all' in (name.strip(), other):
+                    raise UserError(f'{option}={hub_split} and {of}: both read the same rows of '
+                                    f'{path}: name another split, or leave {option} out and hold '
+                                    'a share of the text out with --val_fraction or '
+                                    '--test_fraction')
+            taken.setdefault(name.strip(), f'{option}={hub_split}')
 
 
 def load_builder(path, subset):

@@ -35,7 +35,9 @@ from plaingpt.tokens.dataset import PARTS, UNFINISHED, not_read, read_meta
 
 # What of a command its other options and the input decide, and how the tokens lie in files.
 NO_CHOICE = ('identity', 'files', 'train_characters', 'tokenizer_sha256', 'shard_tokens',
-             'max_shards', 'part')
+             'max_shards', 'part', 'val_characters')
+# These are in a command only where they are given.
+IF_GIVEN = ('max_tokens', 'test_fraction', 'test_split', 'dedup')
 
 
 @dataclass
@@ -142,7 +144,7 @@ def read_journal(folder, command):
     if earlier == command:
         print(f'{folder}: files are missing or cut short; starting anew')
     elif earlier:
-        differ = [key for key in command if earlier.get(key) != command[key]]
+        differ = [key for key in {**earlier, **command} if earlier.get(key) != command.get(key)]
         print(f'{folder}: what another command left there is deleted (it differs in '
               f'{", ".join(differ)}); starting anew')
     shutil.rmtree(folder, ignore_errors=True)
@@ -162,6 +164,9 @@ def files_are_there(folder, journal):
             path = path if path.exists() or i else single
             if not path.exists() or path.stat().st_size < size:
                 return False
+    if journal.get('mark') and journal.get('duplicates'):
+        path = folder / 'duplicates'
+        return path.exists() and path.stat().st_size >= 8 * journal['duplicates']['hashes']
     return True
 
 
@@ -173,7 +178,7 @@ def complete_meta(meta, name):
     for split, entry in meta['splits'].items():
         if not entry['tokens']:
             raise UserError(f'{name}: the {split} split would be empty: use more text or another '
-                            '--val_fraction')
+                            f'--{"test" if split == "test" else "val"}_fraction')
     return {**meta, 'inputs': describe_inputs(meta['inputs'])}
 
 
@@ -193,7 +198,7 @@ def move_into(folder, unfinished, meta):
     # From here to the end the folder counts as unfinished, should the machine stop.
     (folder / 'meta.json').unlink(missing_ok=True)
     for path in folder.glob('*.bin'):
-        if path.name not in names and re.fullmatch(r'(train|val)(_\d{6})?\.bin', path.name):
+        if path.name not in names and re.fullmatch(r'(train|val|test)(_\d{6})?\.bin', path.name):
             path.unlink()
     for name in names:
         if os.path.lexists(unfinished / name):
@@ -229,9 +234,10 @@ def check_replaceable(folder, command):
         earlier = read_meta(folder / 'meta.json').get('source', {})
     except UserError:  # there is none, or it is broken
         return
-    differ = [f'{key} {earlier[key] or "none"}, not {command.get(key) or "none"}'
-              for key in command if key not in NO_CHOICE and key in earlier
-              and earlier[key] != command[key]]
+    differ = [f'{key} {earlier.get(key) or "none"}, not {command.get(key) or "none"}'
+              for key in {**command, **earlier} if key not in NO_CHOICE
+              and (key in IF_GIVEN or (key in earlier and key in command))
+              and earlier.get(key) != command.get(key)]
     if differ or not earlier.keys() & command.keys():
         raise UserError(f'{folder} holds another dataset ({", ".join(differ) or "of others"}): '
                         'name another folder with --data_dir, or replace it with --overwrite')
@@ -271,7 +277,7 @@ def lock_dataset_dir(folder, part=None):
 
 PART_NAME = re.compile(r'([1-9]\d{0,5})-of-([1-9]\d{0,5})')
 # What prepare.py writes in such a folder, and a merge that was killed beside them.
-OURS = re.compile(r'(train|val)(_\d{6})?\.bin|meta\.json(\.tmp)?|unfinished|\.lock.*')
+OURS = re.compile(r'(train|val|test)(_\d{6})?\.bin|meta\.json(\.tmp)?|unfinished|\.lock.*')
 
 
 def part_folder(folder, part):
@@ -290,7 +296,7 @@ def merge_parts(folder):
         check_same_command(path, metas[path], paths[0], first)
         metas[path]['tokenizer'] = first['tokenizer']  # a large one is in memory once
     splits, moves = {}, {}
-    for split in ('train', 'val'):
+    for split in metas[paths[0]]['splits']:
         entries = [meta['splits'][split] for meta in metas.values()]
         files = [(path / file['name'], file) for path, entry in zip(metas, entries, strict=True)
                  for file in entry['files']]

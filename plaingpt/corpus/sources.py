@@ -56,6 +56,10 @@ def open_source(name, corpus, config, errors='strict'):
         splits = {'train': config.split} if config.split else corpus.splits
         if config.val_split:
             splits = {**splits, 'val': config.val_split}
+        if config.test_split:
+            splits = {**splits, 'test': config.test_split}
+        if config.max_tokens:  # when there are so many to train on, nothing else is left to read
+            splits = dict(sorted(splits.items(), key=lambda item: item[0] == 'train'))
         own = config.path or config.input or config.subset  # then the table's count is not its
         return HubDataset(where, config.subset or corpus.subset, splits, text_field, form,
                           0 if own else corpus.documents)

@@ -8,9 +8,11 @@ each token is chosen with at least half of block_size in view.
 import math
 
 import torch
+import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from plaingpt.inference.next_token import choose_next_token, draw_noise, penalize
+from plaingpt.kernels.documents import document_starts
 
 # Of attention, the fastest first. Not cuDNN, which is torch's first choice on a Hopper: it plans
 # anew for each length of the cache.
@@ -57,10 +59,11 @@ def generate(model, prompts, max_new_tokens, *, repetition_penalty=1.0, end_of_t
     return new
 
 
-def generate_batch(model, idx, max_new_tokens, **sampling):
+def generate_batch(model, idx, max_new_tokens, temperature=1.0, top_k=None, **sampling):
     """Append up to max_new_tokens to idx (B, T) → (B, T + the longest row's new tokens). Rows that
     meet end_of_text are filled up with it. sampling: the options of `generate`."""
-    new = generate(model, idx.tolist(), max_new_tokens, **sampling)
+    new = generate(model, idx.tolist(), max_new_tokens, temperature=temperature, top_k=top_k,
+                   **sampling)
     longest = max(map(len, new))
     new = [row + [sampling.get('end_of_text')] * (longest - len(row)) for row in new]
     return torch.cat((idx, torch.tensor(new, dtype=idx.dtype, device=idx.device)), dim=1)
@@ -82,7 +85,7 @@ class Context:
             self.starts = starts
             idx = self.start_over([row[start:] for row, start in zip(rows, starts, strict=True)],
                                   remaining)  # (B, T)
-        self.cache.advance(idx.size(1))
+        self.cache.advance(idx)
         hidden = self.compiled if self.compiled and idx.size(1) == 1 else self.model.hidden
         return self.model.logits(hidden(idx, self.cache)[:, -1]).float()
 
@@ -91,8 +94,10 @@ class Context:
         block_size, longest = self.model.config.block_size, max(map(len, contexts))
         padding = [longest - len(context) for context in contexts]
         columns = block_size if self.compiled else min(block_size, longest + remaining - 1)
-        self.cache = KVCache(self.model.config.n_layer, padding, columns, self.device,
-                             static=self.compiled is not None)
+        config = self.model.config
+        self.cache = KVCache(config.n_layer, padding, columns, self.device,
+                             static=self.compiled is not None,
+                             opener=config.document_start if config.document_attention else None)
         return torch.tensor([[0] * n + context for n, context in
                              zip(padding, contexts, strict=True)], device=self.device)
 
@@ -110,36 +115,47 @@ class KVCache:
     The rows of a batch are aligned at the end: a token's column is its place in the padded row. The
     first padding[i] columns of row i are empty, and no token attends to them.
     static: shapes never change, as compiled code needs it; attention goes over all columns, masked
+    opener: the token that opens a document, where no token attends to documents before its own
 
-    After advance(T), for the T tokens to come:
+    After advance(idx), for those T tokens, which are to come:
         columns    (T,) their columns
         positions  what to index position embeddings with: a slice, or (T,) or (B, T)
+        ages       (B, T): how many tokens of its document are before each; without opener, None
         mask       True where they attend: (T, columns so far) or (B, 1, T, columns so far);
                    None: everywhere
     """
 
-    def __init__(self, n_layer, padding, n_columns, device, static=False):
+    def __init__(self, n_layer, padding, n_columns, device, static=False, opener=None):
         self.padding = torch.tensor(padding, device=device)[:, None] if any(padding) else None
+        self.opener = opener
+        self.starts = self.padding  # (B, 1) or (B, T): before it a token sees nothing
+        if opener is not None:
+            self.starts = torch.tensor(padding, device=device)[:, None]
         self.layers = [LayerCache(self) for _ in range(n_layer)]
         self.n_columns, self.device, self.static = n_columns, device, static
         self.end = 0
 
-    def advance(self, T):
+    def advance(self, idx):
+        T = idx.size(1)
         begin, self.end = self.end, self.end + T
         self.columns = torch.arange(begin, self.end, device=self.device)  # (T,)
         self.new = self.positions = self.columns if self.static else slice(begin, self.end)
         self.filled = slice(None) if self.static else slice(self.end)
-        if self.padding is not None:
-            self.positions = (self.columns - self.padding).clamp(min=0)  # (B, T)
-        unmasked = T == 1 and self.padding is None and not self.static
+        if self.opener is not None:  # earlier tokens' last start, unless a document opens here
+            opened = document_starts(idx, self.opener, self.columns)
+            self.starts = torch.maximum(opened, self.starts[:, -1:])  # (B, T)
+        if self.starts is not None:
+            self.positions = (self.columns - self.starts).clamp(min=0)  # (B, T)
+        self.ages = None if self.opener is None else self.positions
+        unmasked = T == 1 and self.starts is None and not self.static
         self.mask = None if unmasked else self.causal_mask()
 
     def causal_mask(self):
         keys = torch.arange(self.n_columns if self.static else self.end, device=self.device)
         queries = self.columns[:, None]  # (T, 1)
-        if self.padding is None:
+        if self.starts is None:
             return keys <= queries  # (T, columns)
-        real = keys >= self.padding[:, None, None]  # (B, 1, 1, columns)
+        real = keys >= self.starts[:, None, :, None]  # (B, 1, 1 or T, columns)
         # Padding attends to itself: a softmax over nothing is not a number.
         return (keys <= queries) & real | (keys == queries)  # (B, 1, T, columns)
 
@@ -151,6 +167,10 @@ class LayerCache:
         self.cache = cache
         self.keys = self.values = None  # (B, H, columns, D)
         self.earlier = None  # (B, n, C): what a short convolution read of the last tokens
+
+    @property
+    def ages(self):
+        return self.cache.ages
 
     @property
     def columns(self):
@@ -167,6 +187,11 @@ class LayerCache:
         self.keys[:, :, cache.new] = k
         self.values[:, :, cache.new] = v
         return self.keys[:, :, cache.filled], self.values[:, :, cache.filled], cache.mask
+
+    def attention(self, q, k, v, dropout):
+        """q, k, v (B, H, T, D) of the new tokens → (B, H, T, D). Nothing is dropped."""
+        k, v, mask = self.extend(k, v)
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
 
     def with_earlier(self, x, n):
         """x (B, T, C) of the new tokens → it behind that of the n tokens before, (B, n + T, C).

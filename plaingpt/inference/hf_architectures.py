@@ -201,7 +201,7 @@ def split_name(name):
 
 
 # Dropout and initialisation do not change what a trained model computes.
-COMMON = dict.fromkeys((*SIZES, 'dropout', 'zero_init'), ANY)
+COMMON = dict.fromkeys((*SIZES, 'dropout', 'zero_init', 'document_start'), ANY)
 GPT2 = {**COMMON, 'mlp': ('gelu', 'gelu_erf', 'relu2'), 'bias': (True, False),
         'tied_head': (True, False)}
 LLAMA = {**COMMON, 'rotary': (True,), 'rmsnorm': (True,), 'mlp': ('swiglu',),

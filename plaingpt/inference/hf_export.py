@@ -43,21 +43,21 @@ def write_hf(folder, model, tokenizer, card):
     (folder / 'README.md').write_text(printable(card), encoding='utf-8')
 
 
-def nearest_architectures(config):
+def nearest_architectures(config, known=ARCHITECTURES):
     """→ {name: what it cannot express, of Architecture.refusals}, of those with the least. One with
     nothing computes the same."""
-    refusals = {name: architecture.refusals(config) for name, architecture in ARCHITECTURES.items()}
+    refusals = {name: architecture.refusals(config) for name, architecture in known.items()}
     fewest = min(map(len, refusals.values()))
     return {name: refused for name, refused in refusals.items() if len(refused) == fewest}
 
 
-def choose_architecture(config):
-    """→ the name of the first architecture that computes the same. Raises UserError that says what
-    keeps `config` from the nearest ones."""
-    for name, refused in (nearest := nearest_architectures(config)).items():
+def choose_architecture(config, known=ARCHITECTURES, program='transformers'):
+    """→ the name of the first architecture, of those `known` to a program, that computes the same.
+    Raises UserError that says what keeps `config` from the nearest ones."""
+    for name, refused in (nearest := nearest_architectures(config, known)).items():
         if not refused:
             return name
-    raise UserError('no architecture of transformers is this model: ' + '; '.join(
+    raise UserError(f'no architecture of {program} is this model: ' + '; '.join(
         f'{name} needs ' + ' and '.join(f'{need} instead of {value}'
                                         for need, value in refused.items())
         for name, refused in nearest.items()))

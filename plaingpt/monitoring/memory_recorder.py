@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
 
-from plaingpt.system import cpu_kernels
+from plaingpt.kernels import cpu_kernels
 
 OF_BLOCKS = ' of blocks'  # the end of owners' names: parameters of blocks, and what is made of them
 

@@ -201,7 +201,8 @@ def check_initial_weights(shape, seed):
 def small_shape(shape):
     """The GPTConfig of a small model that has the flags of another."""
     return replace(shape, n_layer=min(2, shape.n_layer), n_embd=8 * shape.n_head, vocab_size=257,
-                   block_size=min(16, shape.block_size))
+                   block_size=min(16, shape.block_size),
+                   document_start=min(256, shape.document_start))
 
 
 def unknown_weights(model):

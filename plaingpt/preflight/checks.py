@@ -27,7 +27,7 @@ from plaingpt.preflight.model_checks import (
     loss_is_usual,
     order_matters,
     past_is_seen,
-    rows_are_apart,
+    texts_are_apart,
     weights_are_float32,
     weights_are_optimized,
 )
@@ -53,7 +53,7 @@ BEFORE = {  # of settings, data and weights as they are
 INSIDE = {  # of the network, while what begins at zero or small is made to count
     'the future is hidden': future_is_hidden,
     'the past is seen': past_is_seen,
-    'sequences of a batch are apart': rows_are_apart,
+    'sequences and documents are apart': texts_are_apart,
     'the order of tokens matters': order_matters,
     'every weight gets a gradient': every_weight_learns,
     'the gradient is true': gradient_is_true,

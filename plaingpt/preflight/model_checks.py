@@ -78,10 +78,20 @@ def future_is_hidden(subject):
                     'later tokens')
 
 
-def rows_are_apart(subject):
+def texts_are_apart(subject):
     if largest_change(subject.seen[1], subject.seen_changed[1]) > SAME:
         return ('what a sequence says changes with another sequence of the batch: a view, '
                 'transpose or mean over the wrong dimension')
+    if subject.opener >= 0:
+        idx = subject.sequences(subject.config.block_size)[:1, :-1].clone()
+        t = idx.size(1) // 2
+        changed = subject.others(idx)
+        changed[:, t + 1:] = idx[:, t + 1:]
+        idx[:, t] = changed[:, t] = subject.opener
+        if largest_change(*(subject.hidden(tokens)[:, t:] for tokens in (idx, changed))) > SAME:
+            return ('what a document says changes with the one before it in its sequence: '
+                    'attention, or a layer that mixes in earlier tokens, does not heed '
+                    'document_attention')
 
 
 def past_is_seen(subject):
@@ -224,11 +234,13 @@ def gradient_is_true(subject):
 
 def cache_changes_nothing(subject):
     """Two prompts of different lengths, continued with given tokens, with a cache and without."""
-    model, texts = subject.model, subject.batch[0][:2]
+    model, texts = subject.model, subject.batch[0][:2].clone()
     T = texts.size(1)
     if T < 4:
         raise NotChecked(f'sequences of {T} are too short')
     prompts = (T // 2, T // 2 - 1)
+    if subject.opener >= 0:  # a document begins in a prompt, and one in what follows the other
+        texts[0, 1] = texts[1, T // 2] = subject.opener
     with subject.training_mode(False), torch.inference_mode():
         whole = model.logits(model.hidden(texts)).float()  # (2, T, V)
         cached, idx, worst = Context(model), None, 0.0

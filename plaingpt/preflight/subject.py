@@ -52,10 +52,18 @@ class Subject:
         return self.train_data.device
 
     def sequences(self, length):
-        """(4, length + 1) tokens of the training split: in row 1 its end, else its beginning."""
+        """(4, length + 1) tokens of the training split: in row 1 its end, else its beginning. With
+        document_attention no document begins there, so that all before a token is to be seen."""
         stream = self.train_data.stream
         starts = np.array([0, len(stream) - length - 1, 0, 0])
-        return torch.from_numpy(stream.sequences(starts, length + 1)).to(self.device)
+        tokens = torch.from_numpy(stream.sequences(starts, length + 1)).to(self.device)
+        return torch.where(tokens == self.opener, self.others(tokens), tokens)
+
+    @property
+    def opener(self):
+        """The token that opens a document, where that changes what is seen; else -1."""
+        shape = self.model.config
+        return shape.document_start if shape.document_attention else -1
 
     @cached_property
     def batch(self):
@@ -85,8 +93,10 @@ class Subject:
         return self.hidden(idx)
 
     def others(self, tokens):
-        """Other tokens of the vocabulary."""
-        return (tokens + 1) % self.model.config.vocab_size
+        """Other tokens of the vocabulary, which open no document."""
+        size = self.model.config.vocab_size
+        found = (tokens + 1) % size
+        return torch.where(found == self.opener, (found + 1) % size, found)
 
     def hidden(self, idx):
         """Each call draws the same dropout, so that results differ by the tokens alone. Gradients

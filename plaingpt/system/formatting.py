@@ -3,6 +3,7 @@
 import ast
 import re
 import shlex
+from fractions import Fraction
 
 GIB = 2**30
 
@@ -26,6 +27,17 @@ def amount(number, unit):
     found = short(number) if number else '0'
     digits = found.rstrip('kMG')
     return f'{digits} {found[len(digits):]}B' if unit == 'B' else f'{found} {unit}'
+
+
+def parse_count(text):
+    """'1.5B' → 1500000000, '100_000' and '1e5' → 100000, also with k, M and G; None for what is no
+    whole number from 0 on."""
+    found = re.fullmatch(r'(\d[\d_]*(?:\.\d+)?(?:e\d\d?)?)([kMGB]?)', str(text), re.IGNORECASE)
+    if not found:
+        return None
+    unit = {'': 1, 'k': 10**3, 'm': 10**6, 'g': 10**9, 'b': 10**9}[found[2].lower()]
+    number = Fraction(found[1].replace('_', '')) * unit  # of a float, 1.1B would not be whole
+    return int(number) if number.denominator == 1 else None
 
 
 def duration(seconds):

@@ -51,6 +51,10 @@ class Dataset:
         """What meta.json says of a split, {} where there is none."""
         return self.meta.get('splits', {}).get(split, {})
 
+    def held_out(self):
+        """The names of the splits that are not for training: val, and test where there is one."""
+        return ('val', 'test') if self.split_entry('test') or self._bare_files('test') else ('val',)
+
     def is_ours(self):
         """Whether prepare.py wrote the folder, so that meta.json has its checksums."""
         return 'splits' in self.meta
@@ -83,8 +87,8 @@ class Dataset:
             and os.path.abspath(saved) == os.path.abspath(self.folder))
 
     def split(self, name, in_ram=False):
-        """The token stream of 'train' or 'val'; with in_ram its checksums are verified. One that
-        is read from disk keeps prepare.py from replacing the folder. Raises UserError."""
+        """The token stream of 'train', 'val' or 'test'; with in_ram its checksums are verified.
+        One that is read from disk keeps prepare.py from replacing the folder. Raises UserError."""
         stream = TokenStream(self._open(name)[0], self.vocab_size, in_ram)
         if self.is_ours() and not in_ram:
             self._keep_while_read(stream)
@@ -130,14 +134,20 @@ class Dataset:
                 files = [open_tokens(self.folder / file['name'], dtype, file['tokens'],
                                      file['sha256']) for file in entry['files']]
             else:
-                files = [open_tokens(path, dtype) for path in sorted(self.folder.glob('*.bin'))
-                         if split in path.stem.replace('-', '_').split('_')]
+                files = [open_tokens(path, dtype) for path in self._bare_files(split)]
             if not files:
-                raise UserError(f'{self.folder}: no {split}.bin there')
+                hint = ': prepare it with --test_fraction=0.01' if split == 'test' else ''
+                raise UserError(f'{self.folder}: no {split}.bin there{hint}')
             samples = [file.sampled_sha256(self.vocab_size) for file in files]
             known = [file.sha256 or sample for file, sample in zip(files, samples, strict=True)]
             self.opened[split] = files, known, samples
         return self.opened[split]
+
+    def _bare_files(self, split):
+        """The token files of a split in a folder whose meta.json does not list any."""
+        return [] if self.is_ours() else [
+            path for path in sorted(self.folder.glob('*.bin'))
+            if split in path.stem.replace('-', '_').split('_')]
 
 
 def open_dataset(folder):
@@ -227,8 +237,8 @@ def read_meta(path):
             share = entry.get('in_train', 0)
             if not is_number(share) or not 0 <= share <= 1:
                 raise ValueError('in_train is no number from 0 to 1')
-        if not isinstance(meta.get('source', {}), dict):
-            raise ValueError('source is of another type')
+        if not isinstance(meta.get('source', {}), dict) or not is_count(meta.get('duplicates', 0)):
+            raise ValueError('source or duplicates is of another type')
         return meta
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as e:
         what = f'{e} is missing' if isinstance(e, KeyError) else e

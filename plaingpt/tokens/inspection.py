@@ -71,30 +71,38 @@ MUCH_IN_TRAIN = 0.1
 
 
 def record_overlap(folder):
-    """Write into meta.json which share of the validation split is in the training split, where it
-    does not say so yet → that share, None where it cannot be told. Raises UserError, OSError."""
+    """Write into meta.json which share of each split that is held out is in the training split,
+    where it does not say so yet → {split: that share, None where it cannot be told}. Raises
+    UserError, OSError."""
     dataset = open_dataset(folder)
-    entry = dataset.split_entry('val')
-    if 'in_train' not in entry:
-        share = find_overlap(dataset.split('train'), dataset.split('val'))
-        if share is None:
-            return None
-        entry['in_train'] = share
+    entries = {split: dataset.split_entry(split) for split in dataset.held_out()}
+    unknown = {split: entry for split, entry in entries.items() if 'in_train' not in entry}
+    for split, entry in unknown.items():
+        share = find_overlap(dataset.split('train'), dataset.split(split))
+        if share is not None:
+            entry['in_train'] = share
+    if unknown:
         with suppress(UserError), not_read(folder):  # who reads it holds the lock of this meta.json
             write_json(folder / 'meta.json', dataset.meta)
-    return entry['in_train']
+    return {split: entry.get('in_train') for split, entry in entries.items()}
 
 
-def print_overlap(share):
-    """A line, which is a warning where the validation loss cannot be believed; nothing of None."""
-    if share is None:
-        return
-    line = f'{100 * share:.3g}% of the validation text is also in the training split'
+def print_overlaps(shares):
+    """Print a line for each share that record_overlap returned."""
+    for split, share in shares.items():
+        if share is not None:
+            print_overlap(share, split)
+
+
+def print_overlap(share, split):
+    """A line, which is a warning where the loss on `split` cannot be believed."""
+    name, what, option = ('validation', 'validate', 'val') if split == 'val' else [split] * 3
+    line = f'{100 * share:.3g}% of the {name} text is also in the training split'
     if share <= MUCH_IN_TRAIN:
         print(line)
     else:
-        warn(f'{line}, so the validation loss says little about new text: remove the copies from '
-             'the input, or validate on other text (python prepare.py hf … --val_split=…)')
+        warn(f'{line}, so the {name} loss says little about new text: remove the copies from '
+             f'the input, or {what} on other text (python prepare.py hf … --{option}_split=…)')
 
 
 def find_overlap(train, val):
@@ -158,15 +166,18 @@ def inspect(folder):
     for key, value in dataset.meta.get('source', {}).items():
         if value:
             print(f'  {key}: {value}')
+    if 'duplicates' in dataset.meta:
+        print(f'  duplicates left out: {dataset.meta["duplicates"]:,}')
     problems = find_damage(dataset)
-    for split in ('train', 'val'):
+    for split in ('train', *dataset.held_out()):
         try:
             inspect_split(dataset, split, tokenizer)
         except UserError as problem:
             problems.append(str(problem))
     if problems:
         raise UserError('\n'.join(dict.fromkeys(problems)))
-    print_overlap(find_overlap(dataset.split('train'), dataset.split('val')))
+    print_overlaps({split: find_overlap(dataset.split('train'), dataset.split(split))
+                    for split in dataset.held_out()})
     print('no damage found'
           + ('' if dataset.is_ours() else '; no checksums to compare with'))
 

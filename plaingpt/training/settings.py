@@ -10,10 +10,10 @@ from typing import Annotated, Literal
 from model import GPTConfig
 from plaingpt.inference.hf_architectures import rotary_problems
 from plaingpt.inference.scoring import BENCHMARKS
+from plaingpt.kernels.recompute import KINDS
 from plaingpt.monitoring.backends import BACKENDS
 from plaingpt.system.distributed import launched_world
 from plaingpt.system.formatting import unescape
-from plaingpt.system.recompute import KINDS
 from plaingpt.training.optimizers import ITERATIONS, OPTIMIZERS, SCALES
 from plaingpt.training.schedules import SCHEDULES
 
@@ -97,6 +97,7 @@ class TrainConfig(GPTConfig):
     # model, where it differs from GPT-2
     vocab_size: int = 0  # tokens that there are; 0 for those of the dataset
     bias: bool = False  # biases in Linears and LayerNorms, as in GPT-2
+    document_start: Literal['auto'] | int = 'auto'  # opens a document; auto: as in the dataset
 
     def __post_init__(self):
         if self.lr_decay_iters == 'auto':
@@ -186,9 +187,11 @@ class TrainConfig(GPTConfig):
                          f'multiple of the number of processes, {world}')
         return found
 
-    def gpt_config(self, vocab_size):
-        """The shape of the model."""
+    def gpt_config(self, vocab_size, document_start=0):
+        """The shape of the model. document_start: of the dataset; another takes as long."""
         shape = {field.name: getattr(self, field.name) for field in fields(GPTConfig)}
+        if self.document_start == 'auto':
+            shape['document_start'] = document_start if self.document_attention else -1
         return GPTConfig(**{**shape, 'vocab_size': vocab_size})
 
     @property

@@ -81,6 +81,9 @@ def open_data(config, world):
     if config.vocab_size not in (0, dataset.vocab_size):
         raise UserError(f'vocab_size={config.vocab_size}: {folder} has {dataset.vocab_size} '
                         'tokens; leave it at 0')
+    if config.document_start != 'auto' and config.document_start not in range(dataset.vocab_size):
+        raise UserError(f'document_start={config.document_start}: {folder} has tokens 0 to '
+                        f'{dataset.vocab_size - 1}')
     return dataset
 
 
@@ -216,8 +219,21 @@ def known_shape(config, dataset, resumed):
     if resumed:
         return GPTConfig(**{**resumed.state['model'], 'dropout': config.dropout})
     if config.init_from in ('scratch', 'auto'):
-        return config.gpt_config(dataset.vocab_size)
+        return config.gpt_config(dataset.vocab_size, document_start(config, dataset))
     return None
+
+
+def document_start(config, dataset):
+    """The id of the token that opens the documents of a dataset, where document_attention asks for
+    it. Raises UserError where there is none."""
+    if not config.document_attention or config.document_start != 'auto':
+        return config.document_start
+    found = dataset.tokenizer().end_of_text
+    if found is None:
+        raise UserError(f'document_attention=True: the tokenizer of {dataset.folder} has no end of '
+                        'text, so its documents cannot be told apart: prepare it with another '
+                        'tokenizer, or leave document_attention out')
+    return found
 
 
 def build_model(config, dataset, resumed, device):
@@ -309,6 +325,9 @@ def load_start(config, dataset):
         source = config.init_from
     check_start(config, model.config, dataset.folder, dataset.vocab_size)
     model.crop_block_size(config.block_size)
+    if config.document_attention:  # no weight depends on it
+        model.config = replace(model.config, document_attention=True,
+                               document_start=document_start(config, dataset))
     print0(f'{source}{trained and f" ({trained})"}: the run starts from its {ANEW}')
     return model
 
@@ -334,6 +353,8 @@ def start_shape(config):
         return None
     else:
         shape = pretrained_shape(config.init_from)
+    if config.document_attention:
+        shape = {**shape, 'document_attention': True, 'document_start': 0}  # any: a plan needs none
     return GPTConfig(**{**shape, 'dropout': config.dropout})
 
 

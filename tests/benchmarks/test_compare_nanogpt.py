@@ -4,7 +4,7 @@ import torch
 from helpers import size_of_png
 
 from model import GPT, GPTConfig
-from plaingpt.system import cpu_kernels
+from plaingpt.kernels import cpu_kernels
 from plaingpt.training.settings import TrainConfig
 
 

@@ -49,13 +49,15 @@ def write_inputs(folder):
     for i in range(3):
         pyarrow.parquet.write_table(pyarrow.table({'text': [*TEXTS[i::3], None]}),
                                     folder / f'parquet/{i}.parquet', row_group_size=20 + i)
-        shutil.copy(folder / f'parquet/{i}.parquet', folder / 'hub_parquet')
+        for split in ('train', 'validation'):
+            shutil.copy(folder / f'parquet/{i}.parquet',
+                        folder / f'hub_parquet/{split}-{i:05d}-of-00003.parquet')
     return {'files': ['text', f'--input={folder}/files'],
             'rows': ['text', f'--input={folder}/rows'],
             'lines': ['text', f'--input={folder}/lines.txt', '--documents=line'],
             'parquet': ['text', f'--input={folder}/parquet'],
             'hub': ['hf', f'--path={folder}/hub'],
-            'hub_parquet': ['hf', f'--path={folder}/hub_parquet', '--val_split=train']}
+            'hub_parquet': ['hf', f'--path={folder}/hub_parquet', '--val_split=validation']}
 
 
 OPTIONS = ['--tokenizer=byte', '--val_fraction=0.1', '--shard_tokens=9_000', '--num_proc=1']

@@ -22,6 +22,8 @@ KINDS = {
     'record': dict(rotary=True, rotary_base=1000.0, rotary_share=0.5, embedding_norm=True,
                    qk_norm=True, qk_scale=0.3, value_embeddings=True, tied_head=False,
                    head_bias=True, logit_softcap=15.0, softcap='sqrt', block_size=7),
+    'documents': dict(document_attention=True, document_start=7, conv=3),
+    'rotary documents': dict(document_attention=True, document_start=7, rotary=True, block_size=7),
 }
 CPU = torch.device('cpu')
 
@@ -32,6 +34,8 @@ def make(kind, **more):
     with torch.no_grad():
         for p in model.parameters():
             p.add_(torch.randn_like(p) * 0.2)  # so that the context matters to the choice
+        if model.config.document_attention:  # often a document begins, in a prompt or later
+            model.lm_head.weight[7] *= 2
     return model
 
 
@@ -92,6 +96,7 @@ def test_cached_text_is_that_of_whole_forward_passes(kind, temperature):
         assert generate(model, prompts, 60, temperature=temperature, top_k=20,
                         generators=generators(1, 2, 3, 4, 5), use_cache=use_cache) == expected
     assert len({tuple(row) for row in expected}) == 5
+    assert 'documents' not in kind or any(7 in row for row in expected)
 
 
 @pytest.mark.parametrize('kind', KINDS)

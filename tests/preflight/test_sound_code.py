@@ -29,6 +29,7 @@ FLAGS = {
                         head_bias=True, logit_softcap=15.0),
     'no positions but rotary of a few channels': dict(rotary=True, rotary_share=0.25),
     'dropout': dict(dropout=0.5, bias=True),
+    'documents': dict(document_attention=True, document_start=0, dropout=0.2, conv=3),
     'bfloat16': dict(dtype='bfloat16', dropout=0.2),
     'float16': dict(dtype='float16'),
     'muon': dict(optimizer='muon'),

@@ -13,6 +13,7 @@ from helpers import ROOT, options, torchrun
 import model
 import prepare
 import train
+from plaingpt.kernels import documents
 from plaingpt.preflight import step_checks
 from plaingpt.system.errors import UserError
 from plaingpt.tokens import batches
@@ -85,6 +86,11 @@ def rows_share_a_norm(monkeypatch, tmp_path):
     original = model.MLP.forward
     monkeypatch.setattr(model.MLP, 'forward', lambda self, x: original(self, x - x.mean(dim=0)))
     return {}
+
+
+def documents_leak(monkeypatch, tmp_path):
+    monkeypatch.setattr(documents, 'document_starts', lambda idx, *rest: torch.zeros_like(idx))
+    return dict(document_attention=True, document_start=0)
 
 
 def rotary_is_not_applied(monkeypatch, tmp_path):
@@ -395,7 +401,8 @@ SPOILED = {
     attention_is_not_causal: 'the future is hidden',
     mask_lets_one_later_token_through: 'the future is hidden',
     mask_leaves_each_token_alone: 'the past is seen',
-    rows_share_a_norm: 'sequences of a batch are apart',
+    rows_share_a_norm: 'sequences and documents are apart',
+    documents_leak: 'sequences and documents are apart',
     rotary_is_not_applied: 'the order of tokens matters',
     cached_positions_are_off_by_one: 'generation with a cache is the same',
     detached_before_each_mlp: 'every weight gets a gradient',

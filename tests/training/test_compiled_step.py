@@ -3,8 +3,8 @@ from itertools import repeat
 
 import pytest
 import torch
+from helpers import HostReads
 from torch._dynamo.testing import CompileCounterWithBackend
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import train
 from model import GPTConfig
@@ -13,7 +13,8 @@ from plaingpt.training.memory_planner import StepSettings, one_step
 from plaingpt.training.optimizers import OPTIMIZERS
 from plaingpt.training.settings import TrainConfig
 
-SMALL = GPTConfig(block_size=16, vocab_size=65, n_layer=2, n_head=2, n_embd=32)
+SMALL = GPTConfig(block_size=16, vocab_size=65, n_layer=2, n_head=2, n_embd=32,
+                  document_attention=True, document_start=0)
 
 
 def test_a_run_compiles_two_graphs_one_to_train_and_one_to_evaluate(tiny, monkeypatch):
@@ -24,21 +25,6 @@ def test_a_run_compiles_two_graphs_one_to_train_and_one_to_evaluate(tiny, monkey
     train.main([*tiny, '--compile=True', '--eval_tokens=80', '--health_interval=2',
                 '--loss_chunk_tokens=24', '--dropout=0.1'])
     assert counter.frame_count == 2
-
-
-class HostReads(TorchDispatchMode):
-    """Notes the operators whose result the host has to know before it can go on: on a GPU it waits
-    there for all work before."""
-
-    def __init__(self):
-        super().__init__()
-        self.found = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        tags = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
-        if tags & set(func.tags):
-            self.found.append(str(func))
-        return func(*args, **kwargs or {})
 
 
 @pytest.mark.parametrize('dtype', ['float32', 'float16'])

@@ -6,7 +6,7 @@ Chen et al. 2016, "Training Deep Nets with Sublinear Memory Cost".
 import torch
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
-from plaingpt.system import cpu_kernels  # noqa: F401  (registers torch.ops.plaingpt)
+from plaingpt.kernels import cpu_kernels, documents  # noqa: F401  (register torch.ops)
 
 KINDS = ('none', 'selective', 'full')
 
@@ -27,5 +27,6 @@ def keep_matmuls():
         aten._scaled_dot_product_efficient_attention.default,
         aten._scaled_dot_product_cudnn_attention.default,
         aten._scaled_dot_product_flash_attention_for_cpu.default,
+        torch.ops.torch_attn._varlen_attn.default,
         torch.ops.plaingpt.cpu_attention.default,
     ])

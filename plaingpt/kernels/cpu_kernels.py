@@ -237,14 +237,19 @@ class RootMeanSquareNorm(torch.autograd.Function):
 # short convolutions, faster on any device than torch's depthwise ones
 
 
-def short_conv(x, weight):
-    """x (B, T, C), weight (K, C) → y (B, T, C), y_t = x_t + Σ_k weight_k · x_(t-k), 0 ≤ k < K."""
-    if is_compiling():  # which fuses the plain formula, and its backward pass
-        K, T = len(weight), x.size(1)
-        earlier = F.pad(x, (0, 0, K - 1, 0))
-        weight = weight.to(x.dtype)
-        return x + sum(weight[k] * earlier[:, K - 1 - k:K - 1 - k + T] for k in range(K))
-    return ShortConvolution.apply(x, weight)
+def short_conv(x, weight, ages=None):
+    """x (B, T, C), weight (K, C) → y (B, T, C), y_t = x_t + Σ_k weight_k · x_(t-k), 0 ≤ k < K.
+    ages (B, n): of the last n tokens, how many of their document are before them; no others count.
+    """
+    if ages is None and not is_compiling():
+        return ShortConvolution.apply(x, weight)
+    K, T = len(weight), x.size(1)  # torch.compile fuses this, and its backward pass
+    earlier, weight = F.pad(x, (0, 0, K - 1, 0)), weight.to(x.dtype)
+    shifted = [earlier[:, K - 1 - k:K - 1 - k + T] for k in range(K)]
+    if ages is not None:
+        ages = F.pad(ages, (T - ages.size(1), 0), value=K)[..., None]  # (B, T, 1)
+        shifted = [t.masked_fill(ages < k, 0.0) for k, t in enumerate(shifted)]
+    return x + sum(weight[k] * t for k, t in enumerate(shifted))
 
 
 class ShortConvolution(torch.autograd.Function):

@@ -3,7 +3,7 @@ import torch
 import torch.nn.functional as F
 from torch.profiler import ProfilerActivity, profile
 
-from plaingpt.system.cross_entropy import chunked_cross_entropy, soft_capped
+from plaingpt.kernels.cross_entropy import chunked_cross_entropy, soft_capped
 
 V, PADDED = 250, 256  # little padding: it is computed along
 

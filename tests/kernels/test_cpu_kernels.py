@@ -2,7 +2,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from plaingpt.system import cpu_kernels as cpu
+from plaingpt.kernels import cpu_kernels as cpu
 
 
 def heads(B=2, H=9, T=300, D=32, dtype=torch.bfloat16):

@@ -1,0 +1,122 @@
+"""A model → a GGUF file, which llama.cpp runs, and programs that are built on it.
+
+The architectures and names are those of transformers (hf_architectures.py), from which the package
+gguf knows llama.cpp's names. tests/inference/test_gguf.py compares logits and text with llama.cpp.
+"""
+
+from dataclasses import replace
+
+import torch
+
+from plaingpt.inference.hf_architectures import ARCHITECTURES, GPT2, TRANSPOSED
+from plaingpt.inference.hf_export import END_OF_TEXT, PADDING, choose_architecture, hf_tokenizer
+from plaingpt.inference.pretrained import without_padding
+from plaingpt.system.errors import UserError, needs
+
+# llama.cpp's GPT-2 has one activation, the tanh approximation of GELU.
+LLAMA_CPP = {**ARCHITECTURES, 'gpt2': replace(ARCHITECTURES['gpt2'],
+                                              expressible={**GPT2, 'mlp': ('gelu',)})}
+DTYPES = {'float32': ('F32', 'ALL_F32'), 'float16': ('F16', 'MOSTLY_F16'),
+          'bfloat16': ('BF16', 'MOSTLY_BF16')}  # dtype → gguf's names for it in tensors and files
+
+
+def build_gguf(model, tokenizer, dtype):
+    """→ gguf.GGUFWriter with the whole content of the file; `write_gguf` writes it. dtype: of the
+    matrices, one of DTYPES. Raises UserError where llama.cpp cannot compute what `model` does, or
+    cut text into tokens as `tokenizer` does."""
+    config = model.config
+    name = choose_architecture(config, LLAMA_CPP, 'llama.cpp')
+    with needs('gguf', 'a file for llama.cpp'):
+        import gguf
+    writer = gguf.GGUFWriter(None, name)
+    writer.add_type('model')
+    writer.add_file_type(gguf.LlamaFileType[DTYPES[dtype][1]])
+    writer.add_vocab_size(config.vocab_size)
+    writer.add_context_length(config.block_size)
+    writer.add_embedding_length(config.n_embd)
+    writer.add_feed_forward_length(config.mlp_width)
+    writer.add_block_count(config.n_layer)
+    writer.add_head_count(config.n_head)
+    writer.add_head_count_kv(config.n_head)
+    if config.rmsnorm:
+        writer.add_layer_norm_rms_eps(1e-5)
+    else:
+        writer.add_layer_norm_eps(1e-5)
+    if config.rotary:
+        writer.add_rope_freq_base(config.rotary_base)
+        writer.add_rope_dimension_count(config.n_embd // config.n_head)
+    add_tokenizer(writer, tokenizer)
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH[name.upper()], config.n_layer)
+    for theirs, w in to_llama_cpp(model, name).items():
+        found = names.get_name(theirs, try_suffixes=('.weight', '.bias'))
+        kept = 'float32' if w.dim() == 1 or found.startswith('position_embd') else dtype
+        stored = w.to(getattr(torch, kept)).contiguous()
+        if kept == 'float16' and stored.isinf().any():
+            raise UserError(f'{found} holds {w.abs().max().item():.4g}, which is too large for '
+                            'float16: use --dtype=bfloat16')
+        writer.add_tensor(found, stored.view(torch.uint8).numpy(),
+                          raw_dtype=gguf.GGMLQuantizationType[DTYPES[kept][0]])
+    return writer
+
+
+def write_gguf(path, writer):
+    """Write what `build_gguf` made. Raises OSError."""
+    try:
+        writer.write_header_to_file(path)
+        writer.write_kv_data_to_file()
+        writer.write_tensors_to_file()
+    finally:
+        writer.close()
+
+
+def to_llama_cpp(model, name):
+    """→ {transformers' name: tensor as llama.cpp wants it}."""
+    config = model.config
+    weights = without_padding({ours: p.detach().cpu() for ours, p in model.named_parameters()},
+                              config.vocab_size)
+    weights = LLAMA_CPP[name].write_weights(weights, config)
+    for theirs, w in weights.items():
+        if name == 'gpt2' and theirs.endswith(TRANSPOSED):
+            weights[theirs] = w.t()
+        elif name == 'llama' and ('.q_proj.' in theirs or '.k_proj.' in theirs):
+            # llama.cpp's Llama turns neighbouring channels, (2i, 2i + 1), and ours (i, i + D/2).
+            heads = w.reshape(config.n_head, 2, -1, *w.shape[1:])  # (H, 2, D/2, …)
+            weights[theirs] = heads.transpose(1, 2).reshape(w.shape)
+    return weights
+
+
+def add_tokenizer(writer, tokenizer):
+    """The tokens, and how llama.cpp finds them in text. It puts no end of text before a prompt."""
+    import gguf
+    made, end = hf_tokenizer(tokenizer), tokenizer.end_of_text
+    vocab = made['model']['vocab']
+    tokens = sorted(vocab, key=vocab.get)
+    control = {token['id'] for token in made['added_tokens']}
+    if end is None:
+        # The kind of RWKV takes the longest token that a text starts with. Where that is half of a
+        # character, as it may be in others than ASCII, llama.cpp 0.3.36 does not end.
+        foreign = next((char for char in tokens if not char.isascii()), None)
+        if foreign:
+            raise UserError('llama.cpp takes a tokenizer of characters only where all are ASCII, '
+                            f'and this one has {foreign!r}: prepare the text with '
+                            '--tokenizer=byte or bpe')
+        writer.add_tokenizer_model('rwkv')
+        tokens = [char if char.isalnum() else f'\\x{ord(char):02x}' for char in tokens]
+    else:
+        merges = made['model']['merges']
+        if tokenizer.to_json()['kind'] != 'byte' and len(merges) != end - 256:
+            raise UserError(f'{end - 256 - len(merges)} tokens of this tokenizer are not merged '
+                            'from two others, as llama.cpp finds them')
+        writer.add_tokenizer_model('gpt2')
+        writer.add_tokenizer_pre('gpt-2')
+        # llama.cpp wants merges. What stands for no bytes is never merged.
+        writer.add_token_merges(merges or [f'{END_OF_TEXT} {END_OF_TEXT}'])
+        writer.add_bos_token_id(end)
+        writer.add_eos_token_id(end)
+        if PADDING in vocab:
+            writer.add_pad_token_id(vocab[PADDING])
+    writer.add_add_bos_token(False)
+    writer.add_add_eos_token(False)
+    writer.add_token_list(tokens)
+    writer.add_token_types([gguf.TokenType.CONTROL if i in control else gguf.TokenType.NORMAL
+                            for i in range(len(tokens))])

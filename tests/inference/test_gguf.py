@@ -1,0 +1,293 @@
+"""A file of gguf holds our model as llama.cpp wants it, and llama.cpp makes of it what we make.
+
+The package gguf reads the files back. llama.cpp itself comes in llama-cpp-python, which pip builds
+from source in half an hour; without it, its tests are skipped.
+"""
+
+import resource
+import sys
+from contextlib import closing
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from helpers import SHARED, exit_code, fails, fork, shared_file
+
+import export
+from model import GPT, GPTConfig
+from plaingpt.inference.gguf_export import build_gguf, write_gguf
+from plaingpt.system.errors import UserError
+from plaingpt.tokens import tokenizers
+from plaingpt.training import checkpoint
+
+LLAMA = dict(rotary=True, rmsnorm=True, mlp='swiglu')
+QWEN3 = dict(LLAMA, qk_norm=True, bias=False)
+BYTES = tokenizers.ByteTokenizer()
+
+
+def shaken(vocab_size=BYTES.vocab_size, n_layer=2, n_head=4, n_embd=48, std=0.2, **flags):
+    """A model of ours in which every parameter matters."""
+    torch.manual_seed(0)
+    model = GPT(GPTConfig(256, vocab_size, n_layer, n_head, n_embd, **flags)).eval()
+    with torch.no_grad():
+        for p in model.parameters():
+            p.add_(torch.randn_like(p) * std)
+    return model
+
+
+def written(folder, model, tokenizer=BYTES, dtype='float32'):
+    write_gguf(folder / 'model.gguf', build_gguf(model, tokenizer, dtype))
+    return folder / 'model.gguf'
+
+
+def read(path):
+    """→ ({name: (type, array)}, {key: value})"""
+    reader = gguf.GGUFReader(path)
+    tensors = {t.name: (t.tensor_type.name, gguf.dequantize(t.data, t.tensor_type).copy())
+               for t in reader.tensors}
+    return tensors, {key: field.contents() for key, field in reader.fields.items()}
+
+
+def tokenizer_of(name, monkeypatch, texts):
+    monkeypatch.setenv('TIKTOKEN_CACHE_DIR', str(SHARED / 'tiktoken_cache'))
+    try:
+        return tokenizers.make_tokenizer(name, texts)
+    except UserError as e:
+        pytest.skip(str(e))
+
+
+# -----------------------------------------------------------------------------
+# what is in the file
+
+
+def test_a_gpt2_without_biases_has_biases_of_zero_and_a_tied_head_once(tmp_path):
+    model = shaken(bias=False)
+    tensors, keys = read(written(tmp_path, model))
+    block = model.transformer.h[1]
+    for name, w in {'token_embd.weight': model.transformer.wte.weight[:257],
+                    'position_embd.weight': model.transformer.wpe.weight,
+                    'blk.1.attn_qkv.weight': block.attn.c_attn.weight,
+                    'blk.1.ffn_down.weight': block.mlp.c_proj.weight,
+                    'blk.1.ffn_norm.weight': block.ln_2.weight,
+                    'blk.1.ffn_up.bias': torch.zeros(192), 'output_norm.bias': torch.zeros(48)
+                    }.items():
+        assert tensors[name][0] == 'F32' and np.array_equal(tensors[name][1], w.detach()), name
+    assert 'output.weight' not in tensors and len(tensors) == 4 + 2 * 12
+    assert keys['general.architecture'] == 'gpt2' and keys['gpt2.context_length'] == 256
+    assert keys['gpt2.feed_forward_length'] == 192 and keys['gpt2.attention.head_count'] == 4
+
+
+def test_the_head_of_its_own_has_no_row_of_the_padding(tmp_path):
+    model = shaken(tied_head=False)
+    tensors, keys = read(written(tmp_path, model))
+    assert np.array_equal(tensors['output.weight'][1], model.lm_head.weight[:257].detach())
+    assert keys['gpt2.vocab_size'] == len(keys['tokenizer.ggml.tokens']) == 257 < 384
+
+
+@pytest.mark.parametrize('kind', ['weight', 'bias'])
+def test_the_channels_that_a_llama_turns_together_are_neighbours(tmp_path, kind):
+    model = shaken(**LLAMA)
+    tensors, _ = read(written(tmp_path, model))
+    q, k, v = getattr(model.transformer.h[0].attn.c_attn, kind).detach().chunk(3)
+    order = [12 * head + i + half for head in range(4) for i in range(6) for half in (0, 6)]
+    for name, rows in (('q', q[order]), ('k', k[order]), ('v', v)):
+        assert np.array_equal(tensors[f'blk.0.attn_{name}.{kind}'][1], rows)
+
+
+@pytest.mark.parametrize(('dtype', 'kind'), [('float16', 'F16'), ('bfloat16', 'BF16')])
+def test_matrices_are_rounded_and_vectors_and_positions_are_not(tmp_path, dtype, kind):
+    model = shaken()
+    exact, _ = read(written(tmp_path, model))
+    rounded, _ = read(written(tmp_path, model, dtype=dtype))
+    for name, (found, values) in rounded.items():
+        wanted, matrix = torch.tensor(exact[name][1]), values.ndim == 2 and 'position' not in name
+        assert found == (kind if matrix else 'F32'), name
+        wanted = wanted.to(getattr(torch, dtype)).float() if matrix else wanted
+        assert np.array_equal(values, wanted), name
+
+
+def test_what_is_too_large_for_float16_is_named(tmp_path):
+    model = shaken()
+    with torch.no_grad():
+        model.transformer.h[1].mlp.c_fc.weight[3, 4] = -1e5
+    with pytest.raises(UserError, match=r'blk\.1\.ffn_up\.weight holds 1e\+05.*--dtype=bfloat16'):
+        build_gguf(model, BYTES, 'float16')
+    build_gguf(model, BYTES, 'bfloat16')
+
+
+@pytest.mark.parametrize(('flags', 'words'), [
+    (dict(mlp='gelu_erf'), 'of llama.cpp is this model: gpt2 needs mlp=gelu instead of gelu_erf$'),
+    (dict(mlp='relu2'), 'gpt2 needs mlp=gelu instead of relu2$'),
+    (dict(head_bias=True), 'gpt2 needs head_bias=False instead of True'),
+    (dict(LLAMA, rotary_share=0.5), 'llama needs rotary_share=1.0 instead of 0.5'),
+    (dict(QWEN3, bias=True), 'qwen3 needs bias=False instead of True')])
+def test_the_flag_that_llama_cpp_does_not_have_is_named(flags, words):
+    with pytest.raises(UserError, match=words):
+        build_gguf(shaken(**flags), BYTES, 'float32')
+
+
+@pytest.mark.parametrize(('tokenizer', 'words'), [
+    (tokenizers.CharTokenizer('abü'), "'ü': prepare the text with --tokenizer=byte or bpe"),
+    (tokenizers.BPETokenizer([*(bytes([i]) for i in range(256)), b'abc']), '1 token.* not merged')])
+def test_a_tokenizer_that_llama_cpp_cannot_have_is_refused(tokenizer, words):
+    with pytest.raises(UserError, match=words):
+        build_gguf(shaken(tokenizer.vocab_size), tokenizer, 'float32')
+
+
+# -----------------------------------------------------------------------------
+# the command
+
+
+@pytest.fixture
+def command(trained):
+    return [f'--out_dir={trained}', '--format=gguf']
+
+
+def test_the_command_writes_one_file_and_overwrites_none(command, tmp_path, capsys, monkeypatch):
+    dest = tmp_path / 'a/my.gguf'
+    export.main([*command, f'--dest={dest}'])
+    before = dest.read_bytes()
+    assert 'exists already' in fails(capsys, monkeypatch, export.main, *command, f'--dest={dest}')
+    assert [*dest.parent.iterdir()] == [dest] and dest.read_bytes() == before
+
+
+def test_what_is_refused_writes_nothing(command, tmp_path, capsys, monkeypatch):
+    (tmp_path / 'hf').mkdir()
+    export.write_hf(tmp_path / 'hf', shaken(mlp='gelu_erf'), BYTES, '')
+    dest = tmp_path / 'b/my.gguf'
+    for more, words in (
+            (f'--init_from={tmp_path}/hf', 'gpt2 needs mlp=gelu instead of gelu_erf'),
+            ('--format=transformers', 'dtype=float16 takes --format=gguf'),
+            ('--dest=', 'dest is empty')):
+        assert words in fails(capsys, monkeypatch, export.main, *command, f'--dest={dest}',
+                              '--dtype=float16', more)
+    monkeypatch.setitem(sys.modules, 'gguf', None)  # as where it is not installed
+    assert 'pip install gguf' in fails(capsys, monkeypatch, export.main, *command,
+                                       f'--dest={dest}')
+    assert not dest.parent.exists()
+
+
+def test_a_disk_that_is_full_leaves_nothing_behind(command, tmp_path):
+    (tmp_path / 'here').mkdir()
+    pid = fork(export.main, *command, f'--dest={tmp_path}/here/my.gguf', log=tmp_path / 'log',
+               before=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (9000, 9000)))
+    assert exit_code(pid) == 2 and not [*(tmp_path / 'here').iterdir()]
+    assert 'error: dest=' in (tmp_path / 'log').read_text()
+
+
+# -----------------------------------------------------------------------------
+# what llama.cpp makes of it
+
+
+def opened(path):
+    """The model in llama.cpp, with a cache of keys and values in float32 as ours."""
+    llama_cpp = pytest.importorskip('llama_cpp', reason='llama-cpp-python is not installed')
+    return closing(llama_cpp.Llama(
+        str(path), n_ctx=256, logits_all=True, verbose=False, n_threads=1, n_threads_batch=1,
+        type_k=llama_cpp.GGML_TYPE_F32, type_v=llama_cpp.GGML_TYPE_F32))
+
+
+@torch.no_grad()
+def difference(model, theirs, length=64):
+    """The largest, of logits of the next token after each of `length` tokens."""
+    idx = torch.randint(model.config.vocab_size, (1, length),
+                        generator=torch.Generator().manual_seed(1))
+    theirs.reset()
+    theirs.eval(idx[0].tolist())
+    return abs(model(idx)[0][0].numpy() - theirs.scores[:length]).max()
+
+
+def learned(model, ids, steps, learning_rate=1e-2):
+    """`model`, which then knows the text `ids` by heart: no two tokens are about as likely."""
+    data = torch.tensor(ids)[None]
+    optimizer = torch.optim.AdamW(model.parameters(), lr=learning_rate)
+    for _ in range(steps):
+        loss = model(data[:, :-1], data[:, 1:])[1]
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert loss.item() < 0.1
+    return model
+
+
+def check_greedy(model, theirs, start, expected):
+    """Both write `expected` after `start`, with a temperature of 0."""
+    ours = model.generate(torch.tensor([start]), len(expected), temperature=0)[0, len(start):]
+    assert ours.tolist() == expected
+    theirs.reset()
+    theirs.eval(start)
+    for token in expected:
+        assert theirs.scores[theirs.n_tokens - 1].argmax() == token, theirs.n_tokens
+        theirs.eval([token])
+
+
+SHAPES = [  # and how far logits may be apart: llama.cpp on a CPU takes GELU from a table of float16
+    ({}, 5e-3), (dict(bias=False, tied_head=False), 5e-3),
+    (LLAMA, 5e-5), (dict(LLAMA, bias=False, tied_head=False), 5e-5), (QWEN3, 5e-5)]
+
+
+@pytest.mark.parametrize(('flags', 'tolerance'), SHAPES)
+def test_logits_and_200_greedy_tokens_are_those_of_llama_cpp(
+        tmp_path, flags, tolerance, text_file):
+    text = [*text_file.read_bytes()[:220]]
+    model = learned(shaken(std=0.1, **flags), text, steps=40)
+    with opened(written(tmp_path, model)) as theirs:
+        assert difference(model, theirs) < tolerance
+        check_greedy(model, theirs, text[:20], text[20:])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(('flags', 'tolerance'), [({}, 5e-3), (LLAMA, 2e-4), (QWEN3, 2e-4)])
+def test_logits_and_200_greedy_tokens_are_those_of_llama_cpp_at_gpt2s_width(
+        tmp_path, flags, tolerance, text_file):
+    text = [*text_file.read_bytes()[:220]]
+    model = shaken(n_layer=2, n_head=12, n_embd=768, std=0.02, **flags)
+    learned(model, text, steps=40, learning_rate=5e-4)
+    with opened(written(tmp_path, model)) as theirs:
+        assert difference(model, theirs) < tolerance
+        check_greedy(model, theirs, text[:20], text[20:])
+
+
+@pytest.mark.parametrize(('dtype', 'tolerance'), [('float16', 0.05), ('bfloat16', 0.3)])
+@pytest.mark.parametrize('flags', [{}, QWEN3])
+def test_llama_cpp_computes_with_matrices_of_16_bits(tmp_path, flags, dtype, tolerance):
+    model = shaken(**flags)  # its logits have a standard deviation of 1.4
+    with opened(written(tmp_path, model, dtype=dtype)) as theirs:
+        assert 1e-3 < difference(model, theirs) < tolerance
+
+
+TEXTS = ['Hello, wörld!  Grüße, ÀÈÌ\n\n\t 12345 ', '日本語のテキスト、中文。', '🎉🎉\r\n👩‍👧‍👦 🇩🇪',
+         '    ', 'a    b', ' ', '\n', '', 'aaaaaaaaaaa' * 3, "it's we'll I'd 'S", '\x00\x7f\xad¡',
+         'e\u0301 \u200b\u3000\xa0x \u2028\u2029\x85\x1c', 'Ⅷ ₂³½ ٣',
+         'def f(x):\n    return  x\n\n  ', 'x<|endoftext|>y<|padding|> </s><s><|im_end|><EOT>']
+
+
+@pytest.mark.parametrize('kind', ['byte', 'bpe:700', 'gpt2', 'char'])
+def test_llama_cpp_cuts_text_into_our_tokens_and_joins_them(
+        tmp_path, kind, text_file, monkeypatch):
+    code = text_file.read_text(encoding='utf-8')
+    tokenizer = tokenizer_of(kind, monkeypatch, [code, '\\'])
+    texts = [code[:20_000], 'a\\b\\x41\n'] if kind == 'char' else \
+        [code[:20_000], shared_file('wikitext2_valid.txt').read_text(encoding='utf-8')[:20_000],
+         *TEXTS]
+    end = tokenizer.end_of_text
+    path = written(tmp_path, shaken(tokenizer.vocab_size), tokenizer)
+    with opened(path) as theirs:
+        for text in texts:
+            ids = tokenizer.encode(text).tolist()
+            # as a program would that leaves it to the file whether text begins with a token
+            assert theirs.tokenize(text.encode(), add_bos=True, special=False) == ids, text[:60]
+            assert theirs.detokenize(ids) == text.encode(), text[:60]
+        assert theirs.token_eos() == theirs.token_bos() == (-1 if end is None else end)
+        if kind == 'char':  # it knows no other characters, and llama.cpp takes no such token
+            assert theirs.tokenize('aü'.encode()) == [tokenizer.encode('a')[0], -1, -1]
+        else:
+            assert theirs.tokenize(b'<|endoftext|>', special=True) == [end]
+
+
+def test_a_run_that_was_exported_has_its_logits_in_llama_cpp(trained, tmp_path):
+    export.main([f'--out_dir={trained}', '--format=gguf', f'--dest={tmp_path}/my.gguf'])
+    model, *_ = checkpoint.load('resume', trained)
+    with opened(tmp_path / 'my.gguf') as theirs:
+        assert difference(model.eval(), theirs, length=16) < 1e-3

@@ -20,8 +20,9 @@ import hashlib
 import json
 import os
 import re
-from contextlib import closing, suppress
+from contextlib import suppress
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Literal
 
@@ -40,7 +41,7 @@ from plaingpt.corpus.shards import (
     publish,
     read_journal,
 )
-from plaingpt.corpus.sources import open_source
+from plaingpt.corpus.sources import count_characters, open_source, read_texts, sample
 from plaingpt.system.errors import UserError, run_script
 from plaingpt.system.files import write_json
 from plaingpt.system.formatting import parse_count, quoted
@@ -55,7 +56,7 @@ from plaingpt.tokens.inspection import (
     record_overlap,
 )
 
-BPE_SAMPLE_CHARS = 50_000_000  # a bpe tokenizer is trained on at most so much text
+BPE_SAMPLE_CHARS = 50_000_000  # a bpe tokenizer is trained on about so much text at most
 
 
 @dataclass
@@ -82,6 +83,7 @@ class PrepareConfig:
     shard_tokens: int = 100_000_000  # tokens a file
     max_shards: int = 0  # of tokens that are downloaded as such (0: all)
     num_proc: Literal['auto'] | int = 'auto'  # encoding threads (auto: one a core)
+    encoder: Literal['auto', 'gigatoken', 'tiktoken'] = 'auto'  # of gpt2 and bpe (auto: the faster)
     part: str = 'whole'  # K/N: the K-th of N parts alone; at the end: prepare.py merge NAME
     overwrite: bool = False  # replace what another command prepared in the same folder
     if_small: bool = False  # only if it takes under a minute; else print the command to run
@@ -224,6 +226,7 @@ def prepare_text(name, corpus, folder, config):
                 journal = read_journal(unfinished, command)
                 tokenizer = tokenizers.from_json(journal['tokenizer']) if journal \
                     else make_tokenizer(tokenizer_name, borrowed, source)
+                tokenizer.choose_encoder(config.encoder)
                 written = sum(path.stat().st_size for path in unfinished.glob('*.bin'))
                 check_disk(folder, corpus, source, tokenizer_name, written, part[1] if part else 1,
                            parse_count(config.max_tokens))
@@ -315,6 +318,8 @@ def describe_command(name, corpus, config, tokenizer_name, borrowed, source):
                'subset': config.subset or corpus.subset, 'split': config.split,
                'val_split': config.val_split, 'text_field': config.text_field or corpus.text_field,
                'identity': source.identity()}
+    if config.encoder != 'auto':  # what the other one wrote is not continued
+        command['encoder'] = config.encoder
     if borrowed:  # another tokenizer once that dataset is prepared anew
         command['tokenizer_sha256'] = hashlib.sha256(json.dumps(borrowed).encode()).hexdigest()
     given = {'max_tokens': max_tokens, 'test_fraction': config.test_fraction,
@@ -322,7 +327,7 @@ def describe_command(name, corpus, config, tokenizer_name, borrowed, source):
     # Only what is given, so that what earlier versions prepared is of the same command.
     command.update({key: value for key, value in given.items() if value})
     if source.is_one_text:
-        characters = sum(len(piece.text) for piece in source.pieces())
+        characters = count_characters(source)
         held_out = val_fraction + config.test_fraction
         command['train_characters'] = int(characters * (1 - held_out))
         if config.test_fraction:
@@ -354,28 +359,20 @@ def make_tokenizer(name, borrowed, source):
     """By its name, trained on `source` where it learns; or a borrowed one. Raises UserError."""
     if borrowed:
         return tokenizers.from_json(borrowed)
+    texts = ()
     if name.startswith('bpe'):
-        print(f'training the {name} tokenizer'
-              + ('' if source.unit == 'B' and source.total <= BPE_SAMPLE_CHARS else
-                 f' on the first {BPE_SAMPLE_CHARS // 10**6} MB of text'))
-    with closing(source.pieces()) as pieces:
-        texts = sample(pieces) if name.startswith('bpe') else (piece.text for piece in pieces)
-        made = tokenizers.make_tokenizer(name, texts)
+        print(f'training the {name} tokenizer')
+        texts = sample(source, BPE_SAMPLE_CHARS)
+    elif name == 'char':
+        texts = read_texts(source, 'finding characters')
+        if not source.is_one_text:
+            texts = chain(texts, '\n')  # ends each document
+    made = tokenizers.make_tokenizer(name, texts)
     asked = tokenizers.named_vocab_size(name)
     if asked and made.vocab_size < asked:
         print(f'{name} asks for {asked:,} tokens and got {made.vocab_size:,}: the text has no more '
               'pairs to merge')
     return made
-
-
-def sample(pieces):
-    """The first BPE_SAMPLE_CHARS characters."""
-    characters = 0
-    for piece in pieces:
-        yield piece.text
-        characters += len(piece.text)
-        if characters >= BPE_SAMPLE_CHARS:
-            return
 
 
 if __name__ == '__main__':

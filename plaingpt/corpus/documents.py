@@ -55,6 +55,22 @@ class Piece(NamedTuple):
     split: str = ''  # 'train' or 'val' where the corpus itself says so
 
 
+# Halves of characters, which JSON can hold and UTF-8 cannot. Of files that are read with
+# errors='surrogateescape', U+DC80 to U+DCFF are bytes that are no UTF-8.
+LONE_SURROGATES = {'strict': re.compile('[\ud800-\udfff]'),
+                   'surrogateescape': re.compile('[\ud800-\udc7f\udd00-\udfff]')}
+
+
+def replace_surrogates(text, errors):
+    """→ (text with U+FFFD for each half of a character, how many there were)"""
+    errors = errors if errors in LONE_SURROGATES else 'strict'
+    try:
+        text.encode('utf-8', errors)  # faster than to look for them
+        return text, 0
+    except UnicodeEncodeError:
+        return LONE_SURROGATES[errors].subn('\ufffd', text)
+
+
 class TooLong(Exception):
     """Text between two places where it can be cut exceeds MAX_DOCUMENT_CHARS."""
 
@@ -205,6 +221,14 @@ def split_lines(blocks):
 CUT = re.compile(r'(?s:.*\S)(?=[ \n])')
 
 
+def place_to_cut(text, start, characters):
+    """Where to cut a text at most so many characters after `start`, at white space if possible."""
+    if len(text) - start <= characters:
+        return len(text)
+    cut = CUT.match(text, start, start + characters + 1)
+    return cut.end() if cut else start + characters
+
+
 def whole_files(blocks):
     """A file is one document. Long files are cut where GPT-2's pattern also cuts (at white space
     that follows something else), so that the tokens are those of the uncut file."""
@@ -221,8 +245,7 @@ def whole_files(blocks):
         rest += text
         start = 0
         while len(rest) - start > PIECE_CHARS:
-            cut = CUT.match(rest, start, start + PIECE_CHARS + 1)
-            end = cut.end() if cut else start + PIECE_CHARS
+            end = place_to_cut(rest, start, PIECE_CHARS)
             yield rest[start:end], new_document, position
             start, new_document = end, False
         rest = rest[start:]

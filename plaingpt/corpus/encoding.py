@@ -12,14 +12,16 @@ from itertools import islice
 from typing import NamedTuple
 
 import numpy as np
-from tqdm import tqdm
 
 from plaingpt.corpus.shards import ShardWriter, check_free_space, write_journal
 from plaingpt.corpus.splitting import SPLITS, Duplicates, split_by_hash, split_by_place
 from plaingpt.system.errors import UserError
+from plaingpt.system.streams import Progress
 from plaingpt.tokens.dataset import FORMAT_VERSION
+from plaingpt.tokens.tokenizers import UnknownCharacter, WrongIds
 
 BATCH_CHARS = 2**20  # that a thread encodes at a time
+CHECKED = 100  # of so many batches the ids of one are compared with tiktoken's
 JOURNAL_SECONDS = 30  # a kill loses at most the work of so many seconds
 
 
@@ -31,6 +33,7 @@ class Batch(NamedTuple):
     mark: dict | None  # where the source can start again there
     checksum: int = 0  # of the text from the beginning on
     duplicates: dict | None = None  # state of the Duplicates there
+    number: int = 0  # from the start of this run
 
 
 class Encoded(NamedTuple):
@@ -39,20 +42,37 @@ class Encoded(NamedTuple):
     bytes: int  # of the text, as UTF-8
 
 
+def end_with_line_breaks(pieces):
+    """Let each document end with a line break, where no end of text comes before the next one."""
+    held = None
+    for piece in pieces:
+        if held:
+            yield end_line(held) if piece[2] else held
+        held = piece
+    if held:
+        yield end_line(held)
+
+
+def end_line(piece):
+    split, text, new_document, position = piece
+    return split, text + '\n' * (not text.endswith('\n')), new_document, position
+
+
 def group_in_batches(pieces, source, count=0, checksum=0, duplicates=None):
     """Group what put_in_splits yields; `count` pieces came before."""
     known = duplicates.state if duplicates else lambda: None
-    group, characters = [], 0
+    group, characters, number = [], 0, 0
     for split, text, new_document, position in pieces:
         group.append((split, text, new_document))
         count += 1
         checksum = add_to_checksum(checksum, text)
         characters += len(text)
         if characters >= BATCH_CHARS:
-            yield Batch(group, characters, count, position, source.mark(), checksum, known())
-            group, characters = [], 0
+            yield Batch(group, characters, count, position, source.mark(), checksum, known(),
+                        number)
+            group, characters, number = [], 0, number + 1
     if group:
-        yield Batch(group, characters, count, position, source.mark(), checksum, known())
+        yield Batch(group, characters, count, position, source.mark(), checksum, known(), number)
 
 
 def add_to_checksum(checksum, text):
@@ -69,6 +89,8 @@ def encode_batch(tokenizer, end_of_text, dtype, batch):
                 if new_document and end_of_text is not None:
                     ids.append([end_of_text])
                 ids.append(tokenizer.encode(text))
+                if batch.number % CHECKED == 0:
+                    tokenizer.verify(text, ids[-1])
                 documents += new_document
                 size += len(text.encode('utf-8', 'replace'))
         if ids:
@@ -107,10 +129,22 @@ def write_shards(folder, source, command, tokenizer, journal, num_proc):
             writer.resume_at(journal['splits'][split])
         print(f'resuming after {count_tokens(writers):,} tokens that are written already')
     before, started = count_tokens(writers), time.monotonic()
-    dropped = encode_into(writers, folder, source, command, tokenizer, dtype, journal, num_proc)
+    check_line_break(source, tokenizer)
+    try:
+        dropped = encode_into(writers, folder, source, command, tokenizer, dtype, journal,
+                              num_proc)
+    except UnknownCharacter as e:
+        raise UserError(f'{source.place_of(e.character)}: {e}: replace it there, or choose another '
+                        '--tokenizer') from None
+    except WrongIds:  # earlier ones may be wrong as well
+        (folder / 'journal.json').unlink(missing_ok=True)
+        raise
     tokens, seconds = count_tokens(writers), time.monotonic() - started
     if source.nulls:
         print(f'{source.nulls:,} row{"s" if source.nulls > 1 else ""} left out: the text is null')
+    if source.replaced:
+        print(f'{source.replaced:,} lone surrogate{"s" if source.replaced > 1 else ""} (\\ud800 to '
+              '\\udfff), halves of characters: replaced with U+FFFD')
     if source.identity() != command['identity']:
         raise UserError(f'{source.name}: changed while it was read: give the same command again')
     print(f'{tokens - before:,} tokens in {seconds:.1f} s, '
@@ -125,9 +159,25 @@ def write_shards(folder, source, command, tokenizer, journal, num_proc):
     ended_early = limit and trained_on == limit and not source.is_one_text
     return {'format_version': FORMAT_VERSION, 'dtype': dtype.name,
             'vocab_size': tokenizer.vocab_size, 'tokenizer': tokenizer.to_json(),
+            'encoders': all_encoders(journal, tokenizer),
             'splits': {split: writer.finish() for split, writer in writers.items()},
             **({'duplicates': dropped} if 'dedup' in command else {}),
             'source': command, 'inputs': [] if ended_early else source.inputs()}
+
+
+def check_line_break(source, tokenizer):
+    """Raises UserError where nothing could come between two documents."""
+    if tokenizer.end_of_text is None and not source.is_one_text:
+        try:
+            tokenizer.encode('\n')
+        except UnknownCharacter:
+            raise UserError(f'{source.name}: a line break ends each document, and this tokenizer '
+                            'has none among its characters: choose another --tokenizer') from None
+
+
+def all_encoders(journal, tokenizer):
+    """{library: version} of those that found the ids, in earlier runs too."""
+    return {**(journal or {}).get('encoders', {}), **tokenizer.encoders}
 
 
 def count_tokens(writers):
@@ -144,11 +194,12 @@ def encode_into(writers, folder, source, command, tokenizer, dtype, journal, num
     ends_early = 'max_tokens' in command and not source.is_one_text
     encode = partial(encode_batch, tokenizer, None if source.is_one_text else tokenizer.end_of_text,
                      dtype)
-    saved = time.monotonic()
+    saved, before = time.monotonic(), count_tokens(writers)
     with closing(source.pieces(mark)) as pieces, \
             open_duplicates(folder, command, known if mark else None) as duplicates, \
-            progress_bar(source, position, limit if ends_early else None) as bar:
-        pieces = put_in_splits(pieces, source, command, duplicates)
+            (Progress('encoding', limit, 'tokens', writers['train'].tokens) if ends_early else
+             Progress('encoding', source.total, source.unit, position)) as progress:
+        pieces = put_in_splits(pieces, source, command, duplicates, tokenizer)
         checksum = 0
         for _, text, *_ in islice(pieces, 0 if mark else count):  # a source without marks
             checksum = add_to_checksum(checksum, text)
@@ -171,11 +222,15 @@ def encode_into(writers, folder, source, command, tokenizer, dtype, journal, num
                     writer.sync()
                 write_journal(folder, {
                     'command': command, 'tokenizer': tokenizer.to_json(), 'count': batch.count,
+                    'encoders': all_encoders(journal, tokenizer),
                     'at': batch.position, 'mark': batch.mark, 'width': dtype.itemsize,
                     'checksum': batch.checksum, 'duplicates': known,
                     'splits': {split: writer.state() for split, writer in writers.items()}})
                 saved = time.monotonic()
-            bar.update((writers['train'].tokens if ends_early else batch.position) - bar.n)
+            if ends_early:
+                progress.advance_to(writers['train'].tokens)
+            else:
+                progress.advance_to(batch.position, count_tokens(writers) - before)
         else:  # all is read, and what came after the last batch were duplicates
             known = duplicates and duplicates.state()
     return known['dropped'] if known else 0
@@ -188,15 +243,7 @@ def open_duplicates(folder, command, known):
         else nullcontext()
 
 
-def progress_bar(source, position, limit):
-    """In tokens where `limit` of them are taken, else in what the source counts."""
-    if limit:
-        return tqdm(total=limit, unit=' tokens', unit_scale=True, disable=None, desc='encoding')
-    return tqdm(total=source.total, initial=position, unit=source.unit,
-                unit_scale=source.unit == 'B', disable=None, desc='encoding')
-
-
-def put_in_splits(pieces, source, command, duplicates):
+def put_in_splits(pieces, source, command, duplicates, tokenizer):
     """Pieces of a source → (split, text, new_document, position)."""
     if source.is_one_text:
         ends = [(split, command[f'{split}_characters']) for split in ('train', 'val')
@@ -205,7 +252,11 @@ def put_in_splits(pieces, source, command, duplicates):
         return split_by_place(pieces, [*ends, (last, sys.maxsize)])
     if duplicates:
         pieces = duplicates.leave_out(pieces, source.unit != 'B')
-    return split_by_hash(pieces, command['val_fraction'], command.get('test_fraction', 0))
+    pieces = split_by_hash(pieces, command['val_fraction'], command.get('test_fraction', 0))
+    if tokenizer.end_of_text is not None:
+        return pieces
+    # A source with marks has whole documents, and nothing is read ahead of a mark.
+    return end_with_line_breaks(pieces) if source.unit == 'B' else map(end_line, pieces)
 
 
 def wanted_splits(command):

@@ -16,7 +16,7 @@ class HubDataset:
     streamed: nothing is kept on disk or in memory. A part has some files of each split or, where
     it has fewer files than there are parts and these are Parquet, some row groups."""
 
-    unit, is_one_text = ' documents', False
+    unit, is_one_text, replaced = ' documents', False, 0
 
     def __init__(self, path, subset, splits, text_field='text', form='file', count=0):
         """splits: our name of a split → theirs; count: of documents, if the hub does not say."""
@@ -76,13 +76,30 @@ class HubDataset:
         return text or ''
 
     def part(self, number, of):
+        return self._cut_finely(of)._part(number, of)
+
+    def spread(self, of):
+        """All parts of `of`, as sources: places spread over the files. An article may be cut."""
+        rows = copy.copy(self)
+        rows.form = 'file'
+        rows = rows._cut_finely(of)
+        return [rows._part(number, of) for number in range(1, of + 1)]
+
+    def _cut_finely(self, of):
+        """The same, with a row group for a file where there are fewer files than `of`."""
+        fine = copy.copy(self)
+        with explain_hub_errors(self.name):
+            fine.rows = {split: rows.reshard() if self.form == 'file' and rows.num_shards < of
+                         and hasattr(rows, 'reshard') else rows
+                         for split, rows in self.rows.items()}
+        return fine
+
+    def _part(self, number, of):
         part = copy.copy(self)
         part.total = self.total and self.total // of  # about
         part.rows, part.cut = {}, {}
         with explain_hub_errors(self.name):
             for split, rows in self.rows.items():
-                if self.form == 'file' and rows.num_shards < of and hasattr(rows, 'reshard'):
-                    rows = rows.reshard()
                 # An article is made of rows, which may be in two files.
                 count = part.cut[split] = rows.num_shards if self.form == 'file' else 1
                 if count >= of:
@@ -97,6 +114,9 @@ class HubDataset:
             return None
         return {'split': self._split, 'rows': self._rows.state_dict(), 'at': self._position,
                 'nulls': self.nulls}
+
+    def place_of(self, character):
+        return self.name  # to find it would be to download all before it once more
 
     def identity(self):
         return self.builder.hash

@@ -30,6 +30,7 @@ from plaingpt.system.files import (
     sha256_of,
     write_json,
 )
+from plaingpt.system.formatting import amount
 from plaingpt.tokens.dataset import PARTS, UNFINISHED, not_read, read_meta
 
 # What of a command its other options and the input decide, and how the tokens lie in files.
@@ -211,7 +212,7 @@ def check_free_space(folder, need, advice=''):
     """Raises UserError where fewer than `need` bytes are free."""
     free = shutil.disk_usage(folder).free
     if need > free:
-        raise UserError(f'{folder}: about {need / 1e9:,.1f} GB needed, {free / 1e9:,.1f} GB free: '
+        raise UserError(f'{folder}: about {amount(need, "B")} needed, {amount(free, "B")} free: '
                         f'make room, {advice}or choose another disk with --data_dir')
 
 
@@ -265,8 +266,9 @@ def lock_dataset_dir(folder, part=None):
                         empty.rmdir()
     except OSError as e:
         if e.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-            raise UserError(f'{folder}: {e.strerror}: make room, and give the same command again: '
-                            'it resumes') from None
+            begun = (unfinished / 'journal.json').exists()
+            raise UserError(f'{folder}: {e.strerror}: make room, and give the same command again'
+                            + ': it resumes' * begun) from None
         raise UserError(f'{folder}: cannot write there: {e.strerror}') from None
 
 
@@ -310,6 +312,8 @@ def merge_parts(folder):
             check_file(path, moves[name], file, np.dtype(first['dtype']).itemsize)
     meta = {key: value for key, value in first.items() if key not in ('cut', 'given')}
     meta['source'] = {key: value for key, value in first['source'].items() if key != 'part'}
+    meta['encoders'] = {name: version for part in metas.values()
+                        for name, version in part.get('encoders', {}).items()}
     inputs = [file for part in metas.values() for file in part['inputs']]
     meta = complete_meta({**meta, 'splits': splits, 'inputs': inputs}, folder)
     for name, path in moves.items():

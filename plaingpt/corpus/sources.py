@@ -10,6 +10,8 @@ A source yields its text in pieces, in an order that is always the same, one in 
     source.summary()       what tells the input from an earlier one, for people
     source.is_one_text     True where few files are one text, which is not cut into documents
     source.nulls           how many rows were left out because their text is null
+    source.replaced        how many halves of characters in them were replaced with U+FFFD
+    source.place_of(char)  the file and the line of its first occurrence, for people
     source.inputs()        after the last piece, {name, bytes and sha256 of each file: a list}
     source.part(k, n)      the k-th of n parts, from 1 on, as a source: together they have its
                            pieces, in its order; not where it is one text
@@ -20,6 +22,8 @@ import hashlib
 import http.client
 import os
 import urllib.request
+from contextlib import closing
+from itertools import islice
 from pathlib import Path
 
 from plaingpt.corpus import documents
@@ -28,8 +32,11 @@ from plaingpt.corpus.hub import HubDataset
 from plaingpt.corpus.rows import file_type
 from plaingpt.corpus.text_files import Files, is_hub_folder, shown
 from plaingpt.system.errors import UserError
+from plaingpt.system.streams import Progress
 
 DOWNLOAD_TIMEOUT = 30  # seconds without a byte
+BLOCK_CHARS = 4096  # of a sample
+PLACES = 32  # in a dataset of the hub where a sample is taken
 
 
 def open_source(name, corpus, config, errors='strict'):
@@ -69,10 +76,81 @@ def open_source(name, corpus, config, errors='strict'):
     return files
 
 
+def read_texts(source, what):
+    """Yield the texts of a source, and show how far it is read."""
+    with closing(source.pieces()) as pieces, Progress(what, source.total, source.unit) as progress:
+        for piece in pieces:
+            yield piece.text
+            progress.advance_to(piece.position)
+
+
+def count_characters(source):
+    return sum(map(len, read_texts(source, 'counting characters')))
+
+
+def sample(source, characters):
+    """Yield texts of about so many characters, spread evenly over a source; all of it where it has
+    no more. The order of files does not matter."""
+    if source.unit != 'B':
+        yield from sample_places(source, characters)
+        return
+    total = count_characters(source)
+    if total <= characters:
+        yield from read_texts(source, 'learning from it')
+        return
+    print(f'learning from {100 * characters / total:.3g}% of the text, which is spread evenly')
+    for text in read_texts(source, 'learning from it'):
+        start = 0
+        while start < len(text):
+            block = text[start:documents.place_to_cut(text, start, BLOCK_CHARS)]
+            start += len(block)
+            # not the hash that decides the split: a sample is no more of the one than of the other
+            digest = hashlib.blake2b(block.encode('utf-8', 'replace'), digest_size=8,
+                                     person=b'sample').digest()
+            if int.from_bytes(digest, 'big') < characters / total * 2**64:
+                yield block
+
+
+def sample_places(source, characters):
+    """The same of a dataset of the hub, which is too large to be read whole: as many characters
+    from the beginning of each of PLACES parts, and more from some where others have fewer."""
+    if source.form != 'file' and is_small(source, characters):
+        yield from read_texts(source, 'learning from it')  # articles that are not cut
+        return
+    waiting = [(part, 0) for part in source.spread(PLACES)]
+    with Progress('learning from it', characters, 'characters') as progress:
+        left = characters
+        while waiting and left > 0:
+            unfinished = []
+            for n, (part, taken) in enumerate(waiting):
+                quota = left / (len(waiting) - n)
+                with closing(part.pieces()) as pieces:
+                    for piece in islice(pieces, taken, None):
+                        if quota <= 0:
+                            unfinished.append((part, taken))
+                            break
+                        yield piece.text
+                        taken += 1
+                        quota -= len(piece.text)
+                        left -= len(piece.text)
+                        progress.advance_to(characters - left)
+            waiting = unfinished
+
+
+def is_small(source, characters):
+    """True where a source has at most so many characters; a larger one is not read to its end."""
+    with closing(source.pieces()) as pieces:
+        for piece in pieces:
+            characters -= len(piece.text)
+            if characters < 0:
+                return False
+    return True
+
+
 class TextInMemory:
     """A text that was downloaded."""
 
-    unit, is_one_text, nulls = 'B', True, 0
+    unit, is_one_text, nulls, replaced = 'B', True, 0, 0
 
     def __init__(self, text, name):
         self.text, self.name = text, name
@@ -84,6 +162,9 @@ class TextInMemory:
 
     def mark(self):
         return None
+
+    def place_of(self, character):
+        return self.name
 
     def identity(self):
         return hashlib.sha256(self.text.encode()).hexdigest()

@@ -50,7 +50,7 @@ class Files:
             all(file_type(path) == 'text' for path in paths)
 
     def pieces(self, mark=None):
-        before = self.nulls = 0
+        before = self.nulls = self.replaced = 0
         line_open = False  # the file before ends within a line
         self._inputs = []
         for path, size in zip(self.paths, self.sizes, strict=True):
@@ -63,9 +63,14 @@ class Files:
                     at = min(max(before + position - self.begin, 0), self.total)
                     if text is None:
                         self.nulls += 1
-                    elif text.strip() or file_type(path) == 'text':  # a blank row is no document
+                        continue
+                    text, replaced = documents.replace_surrogates(text, self.errors)
+                    self.replaced += replaced
+                    if text.strip() or file_type(path) == 'text':  # a blank row is no document
                         if self.is_one_text:
-                            text = '\n' * (line_open and new_document) + text
+                            # by itself: what a tokenizer learns from does not depend on the order
+                            if line_open and new_document:
+                                yield Piece('\n', False, at)
                             line_open = not text.endswith(('\n', '\r'))
                         yield Piece(text, new_document, at)
             if has_middle:  # of a .parquet file only a column was read: it is read once more
@@ -93,6 +98,21 @@ class Files:
         blocks = documents.read_text(path, self.errors, digest, span)
         return documents.DOCUMENT_FORMS[self.form](
             blocks if self.form == 'file' else documents.split_lines(blocks))
+
+    def place_of(self, character):
+        for path in self.paths:
+            if file_type(path) == 'text':
+                line = 1
+                for text, _ in documents.read_text(path, self.errors):
+                    before, found, _ = text.partition(character)
+                    line += before.count('\n')
+                    if found:
+                        return f'{path}, line {line}'
+            else:
+                for row, (text, *_) in enumerate(self._documents(path, None, None), 1):
+                    if character in documents.replace_surrogates(text or '', self.errors)[0]:
+                        return f'{path}, row {row}'
+        return self.name
 
     def part(self, number, of):
         part = copy.copy(self)

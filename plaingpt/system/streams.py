@@ -1,6 +1,6 @@
 """Standard streams that work wherever a script runs: closed or broken ones, a log on a full disk, a
 terminal that lacks a character, text that would command the terminal. And a terminal's last line,
-which says what a script does now."""
+which says what a script does now, or lines of a log that say how far it is."""
 
 import codecs
 import io
@@ -10,10 +10,13 @@ import threading
 import time
 from contextlib import contextmanager, suppress
 
-from plaingpt.system.formatting import printable
+from tqdm import tqdm
+
+from plaingpt.system.formatting import amount, duration, printable
 
 PLAIN = {'→': '->', '…': '...', '×': 'x', '±': '+-', '━': '#', '─': '-'}  # in ASCII
 REDRAW_S = 0.1  # between two counts in the status line
+LINE_S = 30  # between two lines on how far a script is, where stderr is no terminal
 
 
 class StdoutError(Exception):
@@ -171,6 +174,45 @@ class StatusLine:
 
 
 status = StatusLine()
+
+
+class Progress:
+    """How far a loop is: a bar on a terminal; elsewhere a line on stderr every LINE_S seconds, for
+    the log of a job. A context."""
+
+    def __init__(self, what, total, unit, start=0):
+        """total: in `unit`, or None where it is unknown; start: what an earlier run has done"""
+        self.what, self.total, self.unit, self.start = what, total, unit.strip(), start
+        self.began = self.printed = time.monotonic()
+        self.bar = tqdm(total=total, initial=start, unit_scale=True, disable=None,
+                        unit='B' if self.unit == 'B' else f' {self.unit}', leave=False, desc=what)
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self.bar.close()
+
+    def advance_to(self, position, tokens=None):
+        """tokens: made since the start, where they are not what is counted"""
+        if not self.bar.disable:
+            self.bar.update(position - self.bar.n)
+        elif time.monotonic() - self.printed >= LINE_S:
+            self.printed = time.monotonic()
+            print(self.line(position, tokens), file=sys.stderr, flush=True)
+
+    def line(self, position, tokens=None):
+        """'encoding: 34% of 1.20 GB, 5.30M tokens, 410k tokens/s, 5m10s left'"""
+        seconds = max(time.monotonic() - self.began, 1e-9)
+        done = position - self.start
+        made, unit = (done, self.unit) if tokens is None else (tokens, 'tokens')
+        return f'{self.what}: ' + ', '.join(filter(None, (
+            f'{100 * position / self.total:.0f}% of {amount(self.total, self.unit)}'
+            if self.total else amount(position, self.unit),
+            tokens is not None and amount(tokens, 'tokens'),
+            f'{amount(made / seconds, unit)}/s',
+            self.total and done > 0 and
+            f'{duration(seconds * max(self.total - position, 0) / done)} left')))
 
 
 class Stream(io.TextIOWrapper):

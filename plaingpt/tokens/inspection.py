@@ -5,11 +5,10 @@ from contextlib import suppress
 
 import numpy as np
 from numpy.lib.stride_tricks import sliding_window_view
-from tqdm import tqdm
 
 from plaingpt.system.errors import UserError
 from plaingpt.system.files import sha256_of, write_json
-from plaingpt.system.streams import require_stdout, warn
+from plaingpt.system.streams import Progress, require_stdout, warn
 from plaingpt.tokens.dataset import not_read, open_dataset
 
 READ_TOKENS = 2**20  # at a time
@@ -125,8 +124,7 @@ def find_overlap(train, val):
     halves = sliding_window_view(wanted, HALF, axis=1)[:, :HALF] @ factors[:HALF]
     is_half = np.zeros(2**TABLE_BITS, dtype=bool)  # chance adds 1.6% of what is no half of any
     is_half[place_in_table(halves)] = True
-    with tqdm(total=len(train), unit='token', unit_scale=True, disable=None, leave=False,
-              desc='comparing the splits') as bar:
+    with Progress('comparing the splits', len(train), 'tokens') as progress:
         for start in range(0, len(train) - SEQUENCE_TOKENS + 1, BLOCK_TOKENS):
             # Sequences that start in this block end in the next one.
             length = min(BLOCK_TOKENS + SEQUENCE_TOKENS - 1, len(train) - start)
@@ -137,7 +135,7 @@ def find_overlap(train, val):
             there = sliding_window_view(ids, SEQUENCE_TOKENS)[near.ravel()] @ factors
             which = np.searchsorted(hashes, there).clip(max=len(hashes) - 1)
             found[which[hashes[which] == there]] = True
-            bar.update(min(BLOCK_TOKENS, len(train) - start))
+            progress.advance_to(min(start + BLOCK_TOKENS, len(train)))
     return int(counts[found].sum()) / count
 
 

@@ -5,13 +5,18 @@
     tokenizer.vocab_size     ids run from 0 to vocab_size - 1
     tokenizer.end_of_text    the id put in front of each document, or None
     tokenizer.to_json()      all of it as a JSON object, from which from_json makes it again
+    tokenizer.choose_encoder(name)   'auto', 'tiktoken' or 'gigatoken': what finds the ids
+    tokenizer.encoders               {name: version} of those that have found ids so far
+    tokenizer.verify(text, ids)      raises UserError where the ids are not those of tiktoken
 """
 
 import base64
+import importlib.metadata
 import re
 import tempfile
 import threading
 from pathlib import Path
+from types import MappingProxyType
 
 import numpy as np
 
@@ -21,7 +26,32 @@ NAMES = 'char, byte, gpt2, bpe or bpe:VOCAB_SIZE'
 BPE_VOCAB_SIZE = 8192  # of plain 'bpe'
 
 
-class CharTokenizer:
+class UnknownCharacter(UserError):
+    """`character` is not in the vocabulary."""
+
+    def __init__(self, message, character):
+        super().__init__(message)
+        self.character = character
+
+
+class WrongIds(UserError):
+    """Ids are not those of tiktoken."""
+
+
+class Direct:
+    """A tokenizer that needs no library to find its ids."""
+
+    encoders = MappingProxyType({})
+
+    def choose_encoder(self, name):
+        if name != 'auto':
+            raise UserError(f'encoder={name}: only gpt2 and bpe tokenizers have one: leave it out')
+
+    def verify(self, text, ids):
+        pass
+
+
+class CharTokenizer(Direct):
     """One id per distinct character of a corpus: `train` numbers them in code point order, as
     nanoGPT's script does; that of others may have another order."""
 
@@ -35,8 +65,11 @@ class CharTokenizer:
 
     @classmethod
     def train(cls, texts):
-        """From all characters of an iterable of texts (a text is one too)."""
-        return cls(''.join(sorted(set().union(*texts))))
+        """From all characters of an iterable of texts (a text is one too), one at a time."""
+        found = set()
+        for text in texts:
+            found.update(text)
+        return cls(''.join(sorted(found)))
 
     def encode(self, text):
         wanted = code_points(text)
@@ -45,8 +78,10 @@ class CharTokenizer:
         unknown = np.flatnonzero(self._code_points[places] != wanted)
         if len(unknown):
             at = int(unknown[0])
-            raise UserError(f'character {text[at]!r} at position {at} is not among the '
-                            f'{self.vocab_size} characters that this tokenizer knows')
+            excerpt = text[max(0, at - 10):at + 10]
+            raise UnknownCharacter(f'character {text[at]!r} in {excerpt!r} is not among the '
+                                   f'{self.vocab_size} characters that this tokenizer knows',
+                                   text[at])
         return self._ids[places]
 
     def decode(self, ids):
@@ -64,7 +99,7 @@ def code_points(text):
     return np.frombuffer(text.encode('utf-32-le', 'surrogatepass'), dtype='<u4')
 
 
-class ByteTokenizer:
+class ByteTokenizer(Direct):
     """The 256 bytes of UTF-8, and 256 for end of text. Knows any text, needs no vocabulary.
     Bytes of a file that are no UTF-8 come as lone surrogates (Python's 'surrogateescape')."""
 
@@ -105,25 +140,50 @@ class BytePairTokenizer:
         """encoding: tiktoken's, with GPT-2's pattern; its control tokens are its last."""
         self._encoding = encoding
         self._gigatoken, self._bytes_left = None, 0
+        self._encoder = 'auto'
+        self.encoders = {}
         self._lock = threading.Lock()  # gigatoken raises where two threads call it at once
 
     def encode(self, text):
-        try:
-            data = text.encode()
-        except UnicodeEncodeError:  # half a character: two are joined, one alone becomes U+FFFD
-            text = text.encode('utf-16', 'surrogatepass').decode('utf-16', 'replace')
-            data = text.encode()
+        text, data = join_halves(text)
         known_to_both = text.isascii() or not self.NEW_CHARACTERS.search(text)
         with self._lock:
-            if self._bytes_left <= 0:
-                self._bytes_left = self.RENEWAL_BYTES
+            if self._bytes_left <= 0 and self._encoder != 'tiktoken':
                 self._gigatoken = None  # frees its memory before there is another
                 self._gigatoken = build_gigatoken(self._encoding)
+                if self._gigatoken is None and self._encoder == 'gigatoken':
+                    raise UserError('encoder=gigatoken: it is not there: pip install gigatoken, or '
+                                    'leave --encoder out')
+                self._bytes_left = self.RENEWAL_BYTES
             if known_to_both and self._gigatoken is not None:
                 self._bytes_left -= len(data)
+                self._note('gigatoken')
                 return self._gigatoken.encode(data)
+            self._note('tiktoken')
+        return self._encode_with_tiktoken(text)
+
+    def choose_encoder(self, name):
+        self._encoder = name
+
+    def _note(self, library):
+        if library not in self.encoders:
+            self.encoders[library] = importlib.metadata.version(library)
+
+    def _encode_with_tiktoken(self, text):
         # as an array: the list of encode_ordinary would hold up other threads (Python's lock)
         return self._encoding.encode_to_numpy(text, disallowed_special=())
+
+    def verify(self, text, ids):
+        if self._gigatoken is None:
+            return
+        right = self._encode_with_tiktoken(join_halves(text)[0])
+        if not np.array_equal(ids, right):
+            at = next((i for i, (a, b) in enumerate(zip(ids, right, strict=False)) if a != b),
+                      min(len(ids), len(right)))
+            excerpt = self.decode(right[max(0, at - 8):at + 8])
+            raise WrongIds(f'gigatoken {self.encoders["gigatoken"]} and tiktoken give different '
+                           f'ids at {excerpt!r}: give the same command with --encoder=tiktoken, '
+                           'which is slower')
 
     def decode(self, ids):
         return self.decode_bytes(ids).decode('utf-8', 'replace')
@@ -192,6 +252,15 @@ class BPETokenizer(BytePairTokenizer):
     def to_json(self):
         # Latin-1 maps the 256 bytes to the first 256 characters, so that JSON can hold them.
         return {'kind': 'bpe', 'tokens': [token.decode('latin-1') for token in self.tokens]}
+
+
+def join_halves(text):
+    """→ (text, its UTF-8) where two halves of a character are joined, one alone becomes U+FFFD."""
+    try:
+        return text, text.encode()
+    except UnicodeEncodeError:
+        text = text.encode('utf-16', 'surrogatepass').decode('utf-16', 'replace')
+        return text, text.encode()
 
 
 def build_gigatoken(encoding):

@@ -286,7 +286,7 @@ def test_files_that_are_one_text_are_joined_at_line_breaks(tmp_path):
     source = Files(find_files(str(tmp_path)), 'x')
     pieces = list(source.pieces())
     assert [piece.text for piece in pieces] == \
-        ['no newline', '\nTWO\n', 'three\r\n', 'four', '\n\n\nfive', '\nsix']
+        ['no newline', '\n', 'TWO\n', 'three\r\n', 'four', '\n', '\n\nfive', '\n', 'six']
     whole = ''.join(piece.text for piece in pieces)
     prepare.main(['text', f'--input={tmp_path}', '--tokenizer=char', f'--data_dir={tmp_path}/d'])
     dataset = open_dataset(tmp_path / 'd')

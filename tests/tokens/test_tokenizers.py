@@ -63,9 +63,9 @@ def test_char_ids_are_in_code_point_order_as_in_nanogpt():
 
 
 def test_a_character_outside_the_vocabulary_is_named_with_its_place():
-    with pytest.raises(UserError, match=r"'é' at position 3"):
+    with pytest.raises(UserError, match=r"'é' in 'abcé'"):
         CharTokenizer.train('abc').encode('abcé')
-    with pytest.raises(UserError, match=r"'A' at position 0"):
+    with pytest.raises(UserError, match=r"'A' in "):
         CharTokenizer.train('abc').encode('A')
 
 

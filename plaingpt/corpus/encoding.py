@@ -200,14 +200,7 @@ def encode_into(writers, folder, source, command, tokenizer, dtype, journal, num
             (Progress('encoding', limit, 'tokens', writers['train'].tokens) if ends_early else
              Progress('encoding', source.total, source.unit, position)) as progress:
         pieces = put_in_splits(pieces, source, command, duplicates, tokenizer)
-        checksum = 0
-        for _, text, *_ in islice(pieces, 0 if mark else count):  # a source without marks
-            checksum = add_to_checksum(checksum, text)
-        # Two texts can have one size and one time of change. Earlier versions had no checksum.
-        if journal and not mark and checksum != journal.get('checksum', checksum):
-            (folder / 'journal.json').unlink()
-            raise UserError(f'{source.name}: the text is not that of the tokens that are written '
-                            'already: give the same command again, which starts anew')
+        checksum = skip_written(pieces, source, folder, journal) if journal and not mark else 0
         for batch, encoded in map_in_order(
                 encode, group_in_batches(pieces, source, count, checksum, duplicates), num_proc):
             room = limit - writers['train'].tokens
@@ -234,6 +227,20 @@ def encode_into(writers, folder, source, command, tokenizer, dtype, journal, num
         else:  # all is read, and what came after the last batch were duplicates
             known = duplicates and duplicates.state()
     return known['dropped'] if known else 0
+
+
+def skip_written(pieces, source, folder, journal):
+    """Read again what a source without marks yielded up to the journal → checksum of its text.
+    Raises UserError where it is not the text that was encoded."""
+    checksum = 0
+    for _, text, *_ in islice(pieces, journal['count']):
+        checksum = add_to_checksum(checksum, text)
+    # Two texts can have one size and one time of change. Earlier versions had no checksum.
+    if checksum != journal.get('checksum', checksum):
+        (folder / 'journal.json').unlink()
+        raise UserError(f'{source.name}: the text is not that of the tokens that are written '
+                        'already: give the same command again, which starts anew')
+    return checksum
 
 
 def open_duplicates(folder, command, known):

@@ -28,7 +28,8 @@ from plaingpt.system.devices import GPUS
 from plaingpt.system.errors import UserError, run_script
 from plaingpt.system.formatting import GIB, duration, gib, short
 from plaingpt.system.streams import require_stdout
-from plaingpt.tokens.mixture import SHARES, read_names
+from plaingpt.tokens.dataset import read_names
+from plaingpt.tokens.mixture import SHARES
 from plaingpt.training.memory_planner import (
     batch_that_divides,
     choose_parallel,

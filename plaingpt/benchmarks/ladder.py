@@ -23,7 +23,8 @@ from plaingpt.benchmarks.timing import step_seconds, step_times
 from plaingpt.corpus.corpora import find_dataset_size
 from plaingpt.system.devices import autocast
 from plaingpt.tokens.batches import BatchLoader
-from plaingpt.tokens.mixture import is_prepared, open_named
+from plaingpt.tokens.dataset import is_prepared
+from plaingpt.tokens.mixture import open_named
 from plaingpt.tokens.token_files import TokenStream, open_tokens
 from plaingpt.training.optimizers import build_optimizer
 from plaingpt.training.settings import TrainConfig

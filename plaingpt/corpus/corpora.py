@@ -5,8 +5,7 @@ from dataclasses import dataclass, field
 
 from plaingpt.corpus.text_files import STANDARD_LIBRARY, find_files, find_standard_library
 from plaingpt.system.formatting import short
-from plaingpt.tokens.dataset import dataset_folder, open_dataset
-from plaingpt.tokens.mixture import is_prepared, open_named, read_names
+from plaingpt.tokens.dataset import dataset_folder, is_prepared, open_dataset, read_names
 from plaingpt.tokens.tokenizers import GPT2Tokenizer, named_vocab_size
 
 
@@ -103,6 +102,7 @@ def find_dataset_size(name, vocab_size=0):
     vocabulary that is found, 0 for none. Raises UserError.
     """
     if is_prepared(name):
+        from plaingpt.tokens.mixture import open_named  # which takes torch, and its seconds
         dataset = open_named(name)
         return vocab_size or dataset.vocab_size, len(dataset.split('train')), str(dataset.folder)
     sizes = find_sizes(name)

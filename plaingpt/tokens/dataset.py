@@ -23,7 +23,6 @@ from plaingpt.system.files import (
 )
 from plaingpt.system.formatting import quoted
 from plaingpt.tokens import tokenizers
-from plaingpt.tokens.batches import BatchLoader
 from plaingpt.tokens.nanogpt_vocabulary import read_nanogpt_chars
 from plaingpt.tokens.token_files import TokenStream, identify, open_tokens
 
@@ -126,6 +125,7 @@ class Dataset:
 
     def loader(self, split, in_ram, *shape, **settings):
         """The BatchLoader of a split; shape and settings are that of its class."""
+        from plaingpt.tokens.batches import BatchLoader  # with torch, which takes seconds
         return BatchLoader(self.split(split, in_ram), *shape, **settings)
 
     def describe_reading(self, in_ram):
@@ -277,3 +277,62 @@ def read_meta(path):
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as e:
         what = f'{e} is missing' if isinstance(e, KeyError) else e
         raise UserError(f'{path} is broken ({what}): prepare the data again') from None
+
+
+# -----------------------------------------------------------------------------
+# what the setting `dataset` says
+
+ROUNDING = 1e-3  # by which the weights of a mixture may miss 1, as three times 0.333 does
+
+
+def read_names(text):
+    """What `dataset` says, a name or 'code:0.3,prose:0.7' → {name: its share of every thousand
+    sequences}. Raises UserError."""
+    pieces = [split_weight(piece.strip()) for piece in text.split(',')]
+    is_mixture = all(weight is not None for _, weight in pieces)
+    if os.path.exists(dataset_folder(text)):
+        if is_mixture:
+            raise UserError(f'dataset={text} is a mixture and also the name of '
+                            f'{dataset_folder(text)}: end it with / to mean that folder')
+        return {text: SHARES}
+    if not is_mixture:
+        if ',' not in text:
+            return {text: SHARES}
+        name = next(piece for piece, weight in pieces if weight is None)
+        problem = f'{name!r} has no weight from 0 to 1 behind a colon' if name else \
+            'there is a comma too many'
+        raise UserError(f'dataset={text}: {problem}: write a mixture as code:0.3,prose:0.7')
+    names, weights = zip(*pieces, strict=True)
+    if len({dataset_folder(name).resolve() for name in names}) < len(names):
+        raise UserError(f'dataset={text} names a corpus twice: give it one weight')
+    if (total := sum(weights)) <= 0 or abs(total - 1) > ROUNDING:
+        meant = ','.join(f'{name}:{weight / (total or 1):.3g}' for name, weight in pieces)
+        raise UserError(f'dataset={text}: the weights come to {total:.6g}, and must come to 1'
+                        + f': did you mean {meant}?' * (total > 0))
+    shares = dict(zip(names, apportion(weights, SHARES), strict=True))
+    for name, share in shares.items():
+        if not share:
+            raise UserError(f'dataset={text}: {name} would have none of every {SHARES:,} '
+                            f'sequences: give it a weight of at least {1 / SHARES:g}, or leave it '
+                            'out')
+    return shares
+
+
+def split_weight(piece):
+    """'code:0.3' → ('code', 0.3); the weight is None where there is none."""
+    found = re.fullmatch(r'(.*\S) *: *([0-9]+\.?[0-9]*|\.[0-9]+)', piece)
+    return (found[1], float(found[2])) if found else (piece, None)
+
+
+def apportion(weights, n):
+    """n in whole numbers that are as the weights: what is left by rounding down goes to the
+    largest remainders, the first of equal ones."""
+    exact = np.array(weights) * n / sum(weights)
+    counts = np.floor(exact).astype(np.int64)
+    counts[np.argsort(counts - exact, kind='stable')[:n - counts.sum()]] += 1
+    return counts.tolist()
+
+
+def is_prepared(text):
+    """Whether there are token files of all that `dataset` says."""
+    return all(any(dataset_folder(name).glob('*.bin')) for name in read_names(text))

@@ -5,7 +5,6 @@ of the thousand decides. It gives its own sequences in its own order, all once b
 Which sequence comes where is a pure function of (seed, number), as that of one corpus is.
 """
 
-import os
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -14,65 +13,16 @@ import numpy as np
 
 from plaingpt.system.errors import UserError
 from plaingpt.tokens.batches import BatchLoader, key, permute
-from plaingpt.tokens.dataset import SHARES, Dataset, Part, dataset_folder, open_dataset
+from plaingpt.tokens.dataset import (
+    SHARES,
+    Dataset,
+    Part,
+    apportion,
+    dataset_folder,
+    open_dataset,
+    read_names,
+)
 from plaingpt.tokens.token_files import TokenStream
-
-ROUNDING = 1e-3  # by which the weights of a mixture may miss 1, as three times 0.333 does
-
-
-def read_names(text):
-    """What `dataset` says, a name or 'code:0.3,prose:0.7' → {name: its share of every thousand
-    sequences}. Raises UserError."""
-    pieces = {piece.strip(): split_weight(piece.strip()) for piece in text.split(',')}
-    is_mixture = all(weight is not None for _, weight in pieces.values())
-    if os.path.exists(dataset_folder(text)):
-        if is_mixture:
-            raise UserError(f'dataset={text} is a mixture and also the name of '
-                            f'{dataset_folder(text)}: end it with / to mean that folder')
-        return {text: SHARES}
-    if not is_mixture:
-        if ',' not in text:
-            return {text: SHARES}
-        name = next(piece for piece, (_, weight) in pieces.items() if weight is None)
-        raise UserError(f'dataset={text}: {name!r} has no weight: write a mixture as '
-                        'code:0.3,prose:0.7')
-    names, weights = zip(*pieces.values(), strict=True)
-    if len({dataset_folder(name).resolve() for name in names}) < text.count(',') + 1:
-        raise UserError(f'dataset={text} names a corpus twice: give it one weight')
-    if abs(sum(weights) - 1) > ROUNDING:
-        raise UserError(f'dataset={text}: the weights come to {sum(weights):.6g}, and must come '
-                        'to 1')
-    shares = dict(zip(names, apportion(weights, SHARES), strict=True))
-    for name, share in shares.items():
-        if not share:
-            raise UserError(f'dataset={text}: {name} would have none of every {SHARES:,} '
-                            f'sequences: give it a weight of at least {1 / SHARES:g}, or leave it '
-                            'out')
-    return shares
-
-
-def split_weight(piece):
-    """'code:0.3' → ('code', 0.3); the weight is None where there is none."""
-    name, _, weight = piece.rpartition(':')
-    try:
-        weight = float(weight)
-    except ValueError:
-        return piece, None
-    return (name, weight) if name and 0 <= weight < float('inf') else (piece, None)
-
-
-def apportion(weights, n):
-    """n in whole numbers that are as the weights: what is left by rounding down goes to the
-    largest remainders, the first of equal ones."""
-    exact = np.array(weights) * n / sum(weights)
-    counts = np.floor(exact).astype(np.int64)
-    counts[np.argsort(counts - exact, kind='stable')[:n - counts.sum()]] += 1
-    return counts.tolist()
-
-
-def is_prepared(text):
-    """Whether there are token files of all that `dataset` says."""
-    return all(any(dataset_folder(name).glob('*.bin')) for name in read_names(text))
 
 
 def open_named(text):

@@ -154,6 +154,8 @@ class TrainConfig(GPTConfig):
         if self.eval_tasks != TrainConfig.eval_tasks and not self.eval_tasks_interval:
             found.append(f'eval_tasks={self.eval_tasks} never run: say every how many iterations '
                          'with eval_tasks_interval')
+        if self.document_start not in ('auto', -1) and not self.document_attention:
+            found.append(f'document_start={self.document_start} takes document_attention=True')
         if self.patience and self.overfit_batches:
             found.append(f'patience={self.patience} watches the validation loss, which '
                          f'overfit_batches={self.overfit_batches} lets rise: take one of them')

@@ -9,6 +9,7 @@ import sys
 from dataclasses import asdict, fields, replace
 from pathlib import Path
 
+import numpy as np
 import torch
 
 from model import GPT, GPTConfig
@@ -41,8 +42,8 @@ from plaingpt.system.files import ROOT
 from plaingpt.system.formatting import gib, quote_epochs, quoted
 from plaingpt.system.machine import free_memory
 from plaingpt.tokens.batches import fits_in_ram
-from plaingpt.tokens.dataset import PARTS, UNFINISHED, dataset_folder
-from plaingpt.tokens.mixture import open_named, read_names
+from plaingpt.tokens.dataset import PARTS, UNFINISHED, dataset_folder, read_names
+from plaingpt.tokens.mixture import open_named
 from plaingpt.training import checkpoint as checkpoints
 from plaingpt.training.checkpoint_writer import clean_up
 from plaingpt.training.memory_planner import (
@@ -57,6 +58,8 @@ from plaingpt.training.memory_planner import (
     step_settings,
 )
 from plaingpt.training.settings import TrainConfig
+
+OPENING_TOKENS = 2**20  # of a corpus, in which a document begins where there are documents
 
 
 def open_data(config, world):
@@ -249,6 +252,12 @@ def document_start(config, dataset):
         raise UserError(f'document_attention=True: the tokenizer of {dataset.folder} has no end of '
                         'text, so its documents cannot be told apart: prepare it with another '
                         'tokenizer, or leave document_attention out')
+    for _, each, _ in dataset.parts:
+        stream = each.split('train')
+        if found not in stream.sequences(np.zeros(1, int), min(len(stream), OPENING_TOKENS)):
+            raise UserError(f'document_attention=True: no document begins in the first '
+                            f'{OPENING_TOKENS:,} tokens of {each.folder}, as in one running text: '
+                            'prepare it with --documents=…, or leave document_attention out')
     return found
 
 

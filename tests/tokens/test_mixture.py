@@ -8,7 +8,8 @@ from test_batches import NoTokens
 import prepare
 from plaingpt.system.errors import UserError
 from plaingpt.tokens.batches import BatchLoader, key, permute
-from plaingpt.tokens.mixture import MixedLoader, apportion, open_named
+from plaingpt.tokens.dataset import apportion
+from plaingpt.tokens.mixture import MixedLoader, open_named
 
 
 class Mixed(NoTokens):
@@ -162,10 +163,13 @@ def test_paths_that_end_alike_are_called_by_all_of_the_path(three):
 
 
 @pytest.mark.parametrize(('text', 'words'), [
-    ('code:0.3,prose:0.6', 'come to 0.9'), ('code:3,prose:7', 'come to 10'),
+    ('code:0.3,prose:0.6', 'come to 0.9'),
+    ('code:3,prose:7', 'come to 10, .* did you mean code:0.3,prose:0.7'),
+    ('code:0,prose:0', 'come to 0, and must come to 1$'),
     ('code:0.3,prose', "'prose' has no weight"), ('code,prose', "'code' has no weight"),
-    ('code:0.3,:0.7', "':0.7' has no weight"), ('code:0.3,prose:0.7,', "'' has no weight"),
+    ('code:0.3,:0.7', "':0.7' has no weight"), ('code:0.3,prose:0.7,', 'a comma too many'),
     ('code:-0.3,prose:1.3', "'code:-0.3' has no weight"), ('code:nan,prose:1', 'has no weight'),
+    ('code:30%,prose:70%', "'code:30%' has no weight"),
     ('code:0.5,code:0.5', 'names a corpus twice'), ('code:0.5,data/code:0.5', 'twice'),
     ('code:0.9998,prose:0.0002', 'prose would have none'), ('code:0,prose:1', 'code would have'),
     ('code:0.5,gone:0.5', 'data/gone is not prepared')])

@@ -53,11 +53,18 @@ def test_a_run_from_other_weights_may_turn_it_on(tiny, lines, tmp_path):
 
 @pytest.mark.parametrize(('more', 'words'), [
     ({}, 'argparse_char has no end of text'),
-    ({'document_start': 1000}, r'document_start=1000: .* has tokens 0 to ')])
+    ({'document_start': 1000}, r'document_start=1000: .* has tokens 0 to '),
+    ({'document_attention': False, 'document_start': 1}, 'takes document_attention')])
 def test_what_opens_no_document_is_refused_in_a_line(tiny, more, words):
     with pytest.raises(UserError, match=words) as error:
         train.main([*tiny, '--document_attention', *options(**more)])
     assert '\n' not in str(error.value)
+
+
+def test_one_running_text_in_which_no_document_begins_is_refused(tiny, text_file, tmp_path):
+    prepare.main(['text', f'--input={text_file}', '--tokenizer=byte', f'--data_dir={tmp_path}/one'])
+    with pytest.raises(UserError, match=r'no document begins in the first .*--documents='):
+        train.main([*tiny, f'--dataset={tmp_path}/one', '--document_attention'])
 
 
 def test_a_plan_counts_the_mask():

@@ -236,8 +236,8 @@ def prepare_text(name, corpus, folder, config):
                 meta = write_shards(unfinished, source, command, tokenizer, journal, threads)
                 meta = {**meta, **own} if part else complete_meta(meta, source.name)
                 write_json(unfinished / 'meta.json', meta)
-            if not part:
-                record_overlap(unfinished)  # of whole data: a kill here costs no more than this
+                if not part:
+                    record_overlap(unfinished)  # not once files were moved: they are found below
             print_report(target, publish(target))
         if not part:
             print_overlaps(record_overlap(folder))
@@ -281,8 +281,8 @@ def merge(name):
             with not_read(folder):  # else that would be found after all tokens are compared
                 pass
             merge_parts(folder)
-        if (unfinished / 'meta.json').exists():
             record_overlap(unfinished)
+        if (unfinished / 'meta.json').exists():
             print_report(folder, publish(folder))
         else:
             print(f'{folder} holds no parts that are not merged')

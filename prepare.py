@@ -125,8 +125,12 @@ class PrepareConfig:
 
 
 def prepared_folder(name):
-    """The folder of a prepared dataset, which is given by its name or as the folder itself."""
-    return Path(name) if has_tokenizer(Path(name)) else dataset_folder(name)
+    """The folder of a prepared dataset, or of one in parts, which is given by its name or as the
+    folder itself."""
+    folder = Path(name)
+    is_one = has_tokenizer(folder) or any((folder / inside).exists()
+                                          for inside in (PARTS, UNFINISHED))
+    return folder if is_one else dataset_folder(name)
 
 
 def has_tokenizer(folder):
@@ -271,7 +275,7 @@ def is_whole(folder, command, overwrite):
 
 def merge(name):
     """Make the parts of a dataset the whole, and report. Raises UserError."""
-    folder = Path(name) if (Path(name) / PARTS).exists() else dataset_folder(name)
+    folder = prepared_folder(name)
     if not any(path.exists() for path in (folder / PARTS, folder / UNFINISHED / 'meta.json',
                                           folder / 'meta.json')):
         raise UserError(f'{folder} holds no parts: python prepare.py CORPUS --part=K/N --data_dir='

@@ -198,7 +198,9 @@ def test_a_kill_while_files_move_is_healed_where_a_split_is_too_short_to_compare
         return ['merge', str(folder)]
 
     def die_before_a_move(folder, number):
-        def replace(source, target, real=os.replace, moves=itertools.count()):
+        moves = itertools.count()
+
+        def replace(source, target, real=os.replace):
             if Path(target).parent == folder and next(moves) == number:
                 os.kill(os.getpid(), signal.SIGKILL)
             real(source, target)

@@ -17,7 +17,7 @@ import zlib
 from typing import NamedTuple
 
 from plaingpt.system.errors import UserError, needs
-from plaingpt.system.formatting import quoted
+from plaingpt.system.formatting import count_of, quoted, shown
 
 PIECE_CHARS = 2**18
 BLOCK_BYTES = 2**20
@@ -46,6 +46,8 @@ UTF_16_OR_32 = (  # the first bytes → the name that iconv knows; UTF-32's mark
     (rb'\xff\xfe\0\0|\0\0\xfe\xff', 'UTF-32'), (rb'\xff\xfe|\xfe\xff', 'UTF-16'),
     (rb'([\t-~]\0\0\0){2}', 'UTF-32LE'), (rb'(\0\0\0[\t-~]){2}', 'UTF-32BE'),
     (rb'([\t-~]\0){4}', 'UTF-16LE'), (rb'(\0[\t-~]){4}', 'UTF-16BE'))
+
+NO_TEXT = re.compile('[\0-\x08\x0e-\x1f\x7f-\x9f\ufffd-\uffff]')  # controls, what is no character
 
 
 class Piece(NamedTuple):
@@ -85,7 +87,7 @@ def check_length(characters, where):
 def check_expansion(path, size, expanded):
     """Raises UserError where a file of `size` bytes holds `expanded` bytes of text."""
     if expanded > max(EXPANDED_BYTES, EXPANSION * size):
-        raise UserError(f'{path}: {size:,} bytes that expand to {expanded:,} or more: if '
+        raise UserError(f'{shown(path)}: {size:,} bytes that expand to {expanded:,} or more: if '
                         'that is wanted, unpack it and name the result with --input')
 
 
@@ -121,14 +123,31 @@ def read_bytes(path, digest=None, span=None):
                 if not new:
                     yield block, position
     except OSError as e:
-        raise UserError(f'{path}: {e.strerror}') from None
+        raise UserError(f'{shown(path)}: {e.strerror}') from None
     except Exception as e:
         if isinstance(e, zlib.error) or type(e).__name__ == 'ZstdError':
+            check_compression(path, suffix)
             advice = 'unpack it yourself' if 'too much memory' in str(e) else 'get it again'
-            raise UserError(f'{path}: damaged after {position:,} bytes ({e}): {advice}') from None
+            raise UserError(f'{shown(path)}: damaged after {count_of(position, "byte")} ({e}): '
+                            f'{advice}') from None
         raise
     if stream is not None and not stream.eof:
-        raise UserError(f'{path}: cut short after {position:,} bytes: get it again')
+        raise UserError(f'{shown(path)}: cut short after {count_of(position, "byte")}: get it '
+                        'again')
+
+
+def check_compression(path, suffix):
+    """Raises UserError where the first bytes of a file are not those of .gz or .zst."""
+    with open(path, 'rb') as f:
+        start = f.read(SIGNATURE_BYTES)
+    what, advice = identify(start)
+    if advice == f'name it {suffix}':
+        return
+    if what:
+        raise UserError(f'{shown(path)}: this is {what} and not {suffix}: {advice}')
+    if not re.search(rb'[\0-\x08\x0e-\x1f]', start):
+        raise UserError(f'{shown(path)}: this is plain text and not {suffix}: name it without '
+                        f'{suffix}')
 
 
 def line_start(f, position, size):
@@ -149,27 +168,27 @@ def zstd_decompressor():
     return zstandard.ZstdDecompressor().decompressobj()
 
 
-def read_text(path, errors, digest=None, span=None):
-    """Yield (text, position) of a UTF-8 file; `errors` as in bytes.decode. Raises UserError."""
+def read_text(path, errors, digest=None, span=None, of_rows=False):
+    """Yield (text, position) of a UTF-8 file; `errors` as in bytes.decode: with 'surrogateescape'
+    it may be any bytes, unless they are to be rows. Raises UserError."""
     decoder = codecs.getincrementaldecoder('utf-8')(errors)
     decoded = position = 0
     try:
         for data, position in from_the_start(read_bytes(path, digest, span)):
             if span and not decoded:
                 decoded = position - len(data)  # where the first line begins
-            if not decoded:
-                if errors != 'surrogateescape':  # else any bytes are wanted
-                    check_text(path, data)
-                if data.startswith(codecs.BOM_UTF8):  # it says UTF-8 and is no part of the text
-                    data, decoded = data[3:], 3
+            if of_rows or errors != 'surrogateescape':
+                check_text(path, data, decoded, of_rows)
+            if not decoded and data.startswith(codecs.BOM_UTF8):  # no part of the text
+                data, decoded = data[3:], 3
             yield decoder.decode(data), position
             decoded += len(data)
         yield decoder.decode(b'', final=True), position
     except UnicodeDecodeError as e:
         # The decoder holds back the bytes of a character that is not complete yet.
         byte = decoded - len(decoder.getstate()[0]) + e.start
-        raise UserError(f'{path}: not UTF-8 at byte {byte}: convert it, for example with iconv -t '
-                        'utf-8, or give prepare.py --errors=replace') from None
+        raise UserError(f'{shown(path)}: not UTF-8 at byte {byte}: convert it, for example with '
+                        'iconv -f latin1 -t utf-8, or give prepare.py --errors=replace') from None
 
 
 def from_the_start(blocks):
@@ -186,18 +205,40 @@ def from_the_start(blocks):
         yield start, position
 
 
-def check_text(path, data):
-    """Raises UserError where a file that begins with `data` is no UTF-8 text but binary."""
-    for pattern, what, advice in SIGNATURES:
-        if re.match(pattern, data, re.S):
-            raise UserError(f'{path}: this is {what} and no text: {advice}')
+def check_text(path, data, before, of_rows):
+    """Raises UserError where `data`, a block of a file that `before` bytes precede, shows that the
+    file is no UTF-8 text but binary."""
+    what, advice = ('', '') if before else identify(data)
+    if what in ('gzip', 'Zstandard') and path.suffix.lower() in COMPRESSED_BLOCK_BYTES:
+        raise UserError(f'{shown(path)}: compressed twice: unpack it once')
+    if what:
+        raise UserError(f'{shown(path)}: this is {what} and no text: {advice}')
+    if encoding := '' if before else find_encoding(data):
+        raise UserError(f'{shown(path)}: {encoding.rstrip("LBE")} text: convert it: iconv -f '
+                        f'{encoding} -t UTF-8 {shown(quoted(path))} > NEW.txt')
+    if (place := data.find(b'\0')) >= 0:
+        advice = '' if of_rows else ', or use --tokenizer=byte, which takes any bytes'
+        raise UserError(f'{shown(path)}: no text, byte {before + place} is NUL: leave it out'
+                        + advice)
+
+
+def identify(data):
+    """(what a file is that begins with `data`, what to do with it), or ('', '')."""
+    return next((found for pattern, *found in SIGNATURES if re.match(pattern, data, re.S)),
+                ('', ''))
+
+
+def find_encoding(data):
+    """'UTF-16', 'UTF-32LE' or the like of a file that begins with `data`, or ''."""
     for pattern, encoding in UTF_16_OR_32:
         if re.match(pattern, data):
-            raise UserError(f'{path}: {encoding.rstrip("LBE")} text: convert it: iconv -f '
-                            f'{encoding} -t UTF-8 {quoted(path)} > NEW.txt')
-    if (place := data[:BLOCK_BYTES].find(b'\0')) >= 0:
-        raise UserError(f'{path}: no text, byte {place} is NUL: leave it out, or use '
-                        '--tokenizer=byte, which takes any bytes')
+            return encoding
+    # In other scripts than Latin, few characters have a byte 0: spaces, line ends and digits.
+    for at, encoding in enumerate(('UTF-16BE', 'UTF-16LE')):
+        if data[at::2].count(0) > 3 + len(data) // 100 and 0 not in data[1 - at::2] and \
+                not NO_TEXT.search(data[:len(data) // 2 * 2].decode(encoding, 'replace')[:-1]):
+            return encoding
+    return ''
 
 
 def split_lines(blocks):

@@ -16,7 +16,7 @@ import numpy as np
 from plaingpt.corpus.shards import ShardWriter, check_free_space, write_journal
 from plaingpt.corpus.splitting import SPLITS, Duplicates, split_by_hash, split_by_place
 from plaingpt.system.errors import UserError
-from plaingpt.system.formatting import amount
+from plaingpt.system.formatting import count_of, short
 from plaingpt.system.streams import Progress
 from plaingpt.tokens.dataset import FORMAT_VERSION
 from plaingpt.tokens.tokenizers import UnknownCharacter, WrongIds
@@ -159,11 +159,10 @@ def write_shards(folder, source, command, tokenizer, journal, num_proc):
               '\\udfff), halves of characters: replaced with U+FFFD')
     if source.identity() != command['identity']:
         raise UserError(f'{source.name}: changed while it was read: give the same command again')
-    print(f'{tokens - before:,} tokens in {seconds:.1f} s, '
-          + amount((tokens - before) / seconds, 'a second'))
+    print(f'{count_of(tokens - before, "token")} in {seconds:.1f} s, '
+          f'{short((tokens - before) / seconds)} a second')
     if 'dedup' in command:
-        print(f'{passed.duplicates:,} document{"s" * (passed.duplicates != 1)} left out: equal to '
-              'an earlier one')
+        print(f'{count_of(passed.duplicates, "document")} left out: equal to an earlier one')
     limit, trained_on = command.get('max_tokens', 0), writers['train'].tokens
     if trained_on < limit:
         print(f'{source.name} has {trained_on:,} tokens to train on, fewer than --max_tokens='

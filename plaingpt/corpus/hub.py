@@ -1,6 +1,8 @@
 """Datasets of the Hugging Face hub, and folders laid out like one, as a source of documents."""
 
 import copy
+import importlib.util
+import os
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -25,6 +27,7 @@ class HubDataset:
         with needs('datasets', path):
             import datasets
             from huggingface_hub.utils import logging as hub_logging
+        path = resolve(path)
         # Each attempt to connect would be a warning of its own before our one line.
         datasets.logging.set_verbosity_error()
         hub_logging.set_verbosity_error()
@@ -126,6 +129,18 @@ class HubDataset:
 
     def inputs(self):
         return []  # its version is in the identity
+
+
+def resolve(path):
+    """A folder → its absolute path: `datasets` takes 'json' and its like for a reader of all files
+    in the working directory, and not '.'. Raises UserError for such a name that is no folder."""
+    if Path(path).is_dir():
+        return os.path.abspath(path)
+    if path.isidentifier() and importlib.util.find_spec(f'datasets.packaged_modules.{path}'):
+        raise UserError(f'path={path}: no such folder, and the library datasets would read all '
+                        'files of the working directory by that name: name a folder, or OWNER/NAME '
+                        'of the hub')
+    return path
 
 
 def check_apart(path, splits):

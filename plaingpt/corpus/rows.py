@@ -11,6 +11,7 @@ from plaingpt.corpus import documents
 from plaingpt.corpus.documents import check_expansion, check_length, read_text, split_lines
 from plaingpt.system.errors import UserError, needs
 from plaingpt.system.files import utf8_name
+from plaingpt.system.formatting import shown
 
 ROWS = {'.jsonl': 'jsonl', '.ndjson': 'jsonl', '.json': 'json', '.csv': 'csv', '.tsv': 'tsv',
         '.parquet': 'parquet'}  # ending → type; all others are text
@@ -26,8 +27,8 @@ def file_type(path):
     for what has to be unpacked first."""
     inner, outer = inner_suffix(path), path.suffix.lower()
     if inner in PACKED or (inner == '.parquet' and outer != inner):
-        raise UserError(f'{path}: {inner}{outer * (inner != outer)} files are not read: unpack it, '
-                        'and name what was in it with --input')
+        raise UserError(f'{shown(path)}: {inner}{outer * (inner != outer)} files are not read: '
+                        'unpack it, and name what was in it with --input')
     return ROWS.get(inner, 'text')
 
 
@@ -60,20 +61,55 @@ def read_rows(path, text_field, errors='strict', digest=None, span=None):
 
 def json_rows(path, errors='strict', digest=None, span=None):
     """Yield (value of a line, 'FILE, line N', position) of a .jsonl file. Raises UserError."""
-    lines = split_lines(read_text(path, errors, digest, span))
+    lines = split_lines(read_text(path, errors, digest, span, of_rows=True))
+    name = name_of(path, span)
     for number, (line, position) in enumerate(lines, 1):
         if line.strip():
-            where = f'{name_of(path, span)}, line {number}'
+            where = f'{name}, line {number}'
             try:
-                row = json.loads(line)
-            except (ValueError, RecursionError) as e:
-                raise UserError(f'{where}: not JSON: {e}') from None
-            yield row, where, position
+                value, end = decode(line, BLANK.match(line).end(), errors)
+            except json.JSONDecodeError as e:
+                raise UserError(f'{where}: not JSON: {describe(e)} at column {e.colno}') from None
+            except RecursionError:
+                raise UserError(f'{where}: {TOO_DEEP}') from None
+            if BLANK.match(line, end).end() < len(line):
+                raise UserError(f'{where}: not JSON: more than one value, from column {end + 1} on')
+            yield value, where, position
 
 
-def name_of(path, span):
+def name_of(path, span=None):
     """A file in messages that count its lines, which in a span are not those of the whole file."""
-    return f'{path} from byte {span[0]:,} on' if span and span[0] else path
+    return shown(path) + (f' from byte {span[0]:,} on' if span and span[0] else '')
+
+
+TOO_DEEP = 'nested too deep to be read: leave it out'
+DECODER, DECODER_OF_LONG = json.JSONDecoder(), json.JSONDecoder(parse_int=float)
+BYTE = re.compile(r'\\u[dD][cC][89a-fA-F]')
+# An escape, which can be that of a pair; group 1: half of one, with the number of a byte.
+ESCAPE = re.compile(r'\\(?:u[dD][89abAB]..\\u[dD][c-fC-F]..|(u[dD][cC][89a-fA-F].)|.)', re.S)
+
+
+def decode(text, at, errors):
+    """→ (the JSON value that begins at a place of `text`, where it ends). Raises JSONDecodeError,
+    RecursionError."""
+    decoder = DECODER
+    try:
+        value, end = decoder.raw_decode(text, at)
+    except json.JSONDecodeError:
+        raise
+    except ValueError:  # an integer of more digits than Python converts; no text in any case
+        decoder = DECODER_OF_LONG
+        value, end = decoder.raw_decode(text, at)
+    # There, U+DC80 to U+DCFF stand for bytes: what the file writes as \udc80 is another half.
+    if errors == 'surrogateescape' and BYTE.search(text, at, end):
+        value = decoder.decode(ESCAPE.sub(
+            lambda found: r'\udc00' if found[1] else found[0], text[at:end]))
+    return value, end
+
+
+def describe(problem):
+    """What a JSONDecodeError says, without the place."""
+    return problem.msg.removesuffix(' at').removesuffix(' starting')
 
 
 BLANK = re.compile(r'[ \t\n\r]*')
@@ -113,31 +149,32 @@ class Unread:
 def json_values(path, errors='strict', digest=None):
     """Yield (value, 'FILE, row N', position) of a .json file: the elements of an array, or values
     one after another, such as one object or JSON lines. One is in memory at a time. UserError."""
-    unread, number = Unread(read_text(path, errors, digest)), 0
+    unread, number = Unread(read_text(path, errors, digest, of_rows=True)), 0
+    name = name_of(path)
     is_array = unread.next() == '['
     unread.at += is_array
     more = unread.next() != (']' if is_array else '')
     while more:
         number += 1
-        yield read_value(unread, path, number), f'{path}, row {number}', unread.position
+        yield read_value(unread, name, number, errors), f'{name}, row {number}', unread.position
         more = unread.next()
         if is_array:
             if more not in (',', ']'):
-                raise UserError(f'{path}, line {unread.line(unread.at)}: not JSON: the array has '
+                raise UserError(f'{name}, line {unread.line(unread.at)}: not JSON: the array has '
                                 f"no {'comma' if more else 'end'} after row {number}")
             more = more == ','
             unread.at += more
     unread.at += is_array
     if unread.next():
-        raise UserError(f'{path}, line {unread.line(unread.at)}: not JSON: the array has ended')
+        raise UserError(f'{name}, line {unread.line(unread.at)}: not JSON: the array has ended')
 
 
-def read_value(unread, path, number):
+def read_value(unread, name, number, errors):
     """The JSON value at unread.at, which is its end afterwards. Raises UserError, TooLong."""
     unread.next()
     while True:
         try:
-            value, end = json.JSONDecoder().raw_decode(unread.text, unread.at)
+            value, end = decode(unread.text, unread.at, errors)
             check_length(end - unread.at, f', row {number}')
             unread.at = end
             return value
@@ -150,23 +187,31 @@ def read_value(unread, path, number):
                 check_length(held, f', row {number}')
             # Twice as much: what is decoded in vain is then no more than the value itself.
             if not (is_cut and unread.read(held)):
-                raise UserError(f'{path}, line {line}: not JSON: {e.msg}') from None
-        except RecursionError as e:
-            raise UserError(f'{path}, row {number}: not JSON: {e}') from None
+                raise UserError(f'{name}, line {line}: not JSON: {describe(e)}') from None
+        except RecursionError:
+            raise UserError(f'{name}, row {number}: {TOO_DEEP}') from None
 
 
 # -----------------------------------------------------------------------------
 # .csv and .tsv
 
 
+CARRIAGE_RETURN = r'a carriage return (\r) within a line: quote its field, or end lines with \n'
+SEPARATORS = (  # of files of which ending, what, its name, what to do
+    (('csv',), '\t', 'tabs', 'name it .tsv'),
+    (('csv', 'tsv'), ';', 'semicolons', 'write it with commas, as .csv'),
+    (('tsv',), ',', 'commas', 'name it .csv'))
+
+
 def csv_rows(path, kind, text_field, errors='strict', digest=None):
     """Yield ({text_field: its value}, 'FILE, line N', position) of the rows of a file that begins
     with the names of its columns. Raises UserError, TooLong."""
     position = characters = number = 0
+    file, blocks = name_of(path), read_text(path, errors, digest, of_rows=True)
 
     def lines():
         nonlocal position, characters
-        for line, position in split_lines(read_text(path, errors, digest)):  # noqa: B007
+        for line, position in split_lines(blocks):  # noqa: B007
             characters += len(line)
             check_length(characters, f', the row from line {number} on')
             yield line
@@ -175,16 +220,17 @@ def csv_rows(path, kind, text_field, errors='strict', digest=None):
     reader, names = csv.reader(lines(), 'excel' if kind == 'csv' else 'excel-tab', strict=True), []
     while True:
         number, characters = reader.line_num + 1, 0
-        where = f'{path}, line {number}'
+        where = f'{file}, line {number}'
         try:
             row = next(reader, None)
         except csv.Error as e:
-            raise UserError(f'{where}: not {kind.upper()}: {str(e).partition(" - ")[0]}') from None
+            problem = CARRIAGE_RETURN if 'new-line' in str(e) else e
+            raise UserError(f'{where}: not {kind.upper()}: {problem}') from None
         if row is None:
             return
         if not names:
             names = row
-            check_names(names, text_field, where)
+            check_names(names, text_field, kind, where)
         elif len(row) not in (0, len(names)):  # a blank line is no row
             raise UserError(f'{where}: not {kind.upper()}: {len(row)} '
                             f'column{"s" * (len(row) > 1)}, and {len(names)} in the first line')
@@ -192,12 +238,22 @@ def csv_rows(path, kind, text_field, errors='strict', digest=None):
             yield {text_field: row[names.index(text_field)]}, where, position
 
 
-def check_names(names, text_field, where):
+def check_names(names, text_field, kind, where):
     """Raises UserError where not one of the columns has that name."""
+    if len(names) == 1 and names[0] != text_field:
+        for kinds, separator, what, advice in SEPARATORS:
+            if kind in kinds and separator in names[0]:
+                raise UserError(f'{where}: the columns are separated by {what} and not by '
+                                f'{dict(csv="commas", tsv="tabs")[kind]}: {advice}')
     get_text(dict.fromkeys(names), text_field, where)
-    if names.count(text_field) > 1:
-        raise UserError(f'{where}: {names.count(text_field)} columns are called {text_field!r}: '
-                        'name them apart')
+    check_once(names, text_field, where)
+
+
+def check_once(names, name, where):
+    """Raises UserError where several columns have a name."""
+    if names.count(name) > 1:
+        raise UserError(f'{where}: {names.count(name)} columns are called {name!r}: name them '
+                        'apart')
 
 
 # -----------------------------------------------------------------------------
@@ -209,6 +265,7 @@ def parquet_rows(path, text_field, errors='strict', span=None):
     taking all rows to be of one size"""
     with needs('pyarrow', 'a .parquet file'):
         import pyarrow.parquet
+    file = name_of(path)
     try:
         with utf8_name(path) as name:
             metadata = pyarrow.parquet.read_metadata(name)
@@ -217,7 +274,7 @@ def parquet_rows(path, text_field, errors='strict', span=None):
         groups, number, last = choose_groups(metadata, size, span)
         for value in parquet_values(path, metadata, groups, keys):
             number += 1
-            where = f'{path}, row {number}'
+            where = f'{file}, row {number}'
             text = get_text({text_field: as_python(value, errors, where)}, text_field, where)
             expanded += len(text or '')
             check_length(len(text or ''), f', row {number}')
@@ -226,20 +283,24 @@ def parquet_rows(path, text_field, errors='strict', span=None):
         if number != last:
             raise pyarrow.ArrowInvalid(f'{number:,} rows where {last:,} were written')
     except (OSError, pyarrow.ArrowException, UnicodeDecodeError) as e:
-        raise UserError(f'{path}: cannot be read ({str(e).splitlines()[0]}): get it again') \
+        raise UserError(f'{file}: cannot be read ({str(e).splitlines()[0]}): get it again') \
             from None
 
 
 def check_parquet(path, size, metadata, field):
     """The keys that lead to a field. Raises UserError where there is no such field, where a row has
     several values of it, or where what the file declares is too much for its size."""
-    names = nested_names(metadata.schema.to_arrow_schema())
+    level = metadata.schema.to_arrow_schema()
+    names = nested_names(level)
     keys = find_keys(names, field)
     if not keys:
-        get_text(names, field, path)  # raises
+        get_text(names, field, shown(path))  # raises
+    for key in keys:
+        check_once([each.name for each in level], key, shown(path))
+        level = level.field(key).type
     if field not in [metadata.schema.column(i).path for i in range(metadata.num_columns)]:
-        raise UserError(f'{path}: field {field!r} is nested and not text: choose another with '
-                        '--text_field=…')
+        raise UserError(f'{shown(path)}: field {field!r} is nested and not text: choose another '
+                        'with --text_field=…')
     # Not the sizes of a column: pyarrow aborts the process where damage is among those.
     declared = sum(metadata.row_group(i).total_byte_size for i in range(metadata.num_row_groups))
     # A null takes no space, and the time of about 20 bytes of text.
@@ -327,9 +388,8 @@ def get_text(row, field, where):
     """The text in a field of a row, or None where it is null. Raises UserError."""
     keys = find_keys(row, field) if isinstance(row, dict) else []
     if not keys:
-        names = ', '.join(row) if isinstance(row, dict) else 'no fields'
-        names = ' '.join(names.split()) if len(names) <= NAMES_SHOWN else \
-            ' '.join(names[:NAMES_SHOWN].split()) + '…'
+        names = ', '.join(map(repr, row)) if isinstance(row, dict) and row else 'no fields'
+        names = names[:NAMES_SHOWN] + '…' * (len(names) > NAMES_SHOWN)
         raise UserError(f'{where}: no field {field!r}, it has {names}: choose with '
                         '--text_field=…')
     value = row

@@ -30,8 +30,9 @@ from plaingpt.corpus import documents
 from plaingpt.corpus.documents import Piece
 from plaingpt.corpus.hub import HubDataset
 from plaingpt.corpus.rows import file_type
-from plaingpt.corpus.text_files import Files, is_hub_folder, shown
+from plaingpt.corpus.text_files import Files, is_hub_folder
 from plaingpt.system.errors import UserError
+from plaingpt.system.formatting import shown
 from plaingpt.system.streams import Progress
 
 DOWNLOAD_TIMEOUT = 30  # seconds without a byte
@@ -45,6 +46,8 @@ def open_source(name, corpus, config, errors='strict'):
                              else config.path or corpus.hub)
     if not where:
         raise UserError(f'{name} needs {corpus.required_option()}')
+    if '\0' in where:
+        raise UserError(f'{shown(where)}: no path has a NUL in it: name another')
     form = corpus.document_form if config.documents == 'auto' else config.documents
     text_field = config.text_field or corpus.text_field
     from_hub, folder = corpus.hub is not None, Path(os.path.expanduser(where))
@@ -69,8 +72,12 @@ def open_source(name, corpus, config, errors='strict'):
     paths = corpus.find(where, print)
     rows = [path for path in paths if file_type(path) != 'text']
     if rows and config.documents != 'auto':
-        raise UserError(f'{rows[0]}: each row is a document, so --documents={config.documents} '
-                        'cannot be: leave it out, or name text files alone with --input')
+        raise UserError(f'{shown(rows[0])}: each row is a document, so '
+                        f'--documents={config.documents} cannot be: leave it out, or name text '
+                        'files alone with --input')
+    if config.text_field and not rows:
+        raise UserError(f'text_field={config.text_field}: {shown(paths[0])} is text and has no '
+                        'fields: leave it out')
     files = Files(paths, config.input or name, form, text_field, errors)
     files.is_one_text &= config.documents == 'auto'  # few files are, unless each was said to be one
     return files

@@ -3,6 +3,7 @@
 import copy
 import glob
 import hashlib
+import itertools
 import math
 import os
 import re
@@ -17,7 +18,7 @@ from plaingpt.corpus.documents import Piece
 from plaingpt.corpus.rows import file_type, inner_suffix, name_of, read_rows
 from plaingpt.system.errors import UserError
 from plaingpt.system.files import open_regular, sha256_of
-from plaingpt.system.formatting import printable, quoted
+from plaingpt.system.formatting import quoted, shown
 from plaingpt.tokens.dataset import UNFINISHED
 
 ONE_TEXT_FILES = 100  # fewer text files than this are one text
@@ -107,11 +108,11 @@ class Files:
                     before, found, _ = text.partition(character)
                     line += before.count('\n')
                     if found:
-                        return f'{path}, line {line}'
+                        return f'{name_of(path)}, line {line}'
             else:
                 for row, (text, *_) in enumerate(self._documents(path, None, None), 1):
                     if character in documents.replace_surrogates(text or '', self.errors)[0]:
-                        return f'{path}, row {row}'
+                        return f'{name_of(path)}, row {row}'
         return self.name
 
     def part(self, number, of):
@@ -165,11 +166,6 @@ def size_of(path):
     return status.st_size
 
 
-def shown(path):
-    """A path within a line."""
-    return printable(str(path)).replace('\n', '\\n')
-
-
 def find_standard_library(folder, tell=None):
     """The source of Python's own standard library: text on every machine."""
     # no tests, nothing that was installed later, and no tables that are programs only in name
@@ -196,6 +192,9 @@ def find_files(wanted, tell=None):
         if not one.strip():  # it would be the working directory
             continue
         one = os.path.expanduser(one if os.path.lexists(one) else one.strip())
+        if re.match(r'[A-Za-z][\w+.-]*://', one) and not os.path.lexists(one):
+            raise UserError(f'input={shown(one)}: URLs are not read: download it, and name the '
+                            'file')
         pattern = glob.has_magic(one) and not os.path.lexists(one)
         if not pattern and not os.path.isdir(one):
             paths.add(Path(one))
@@ -211,7 +210,7 @@ def find_files(wanted, tell=None):
         left_out.update((path, reason) for path, reason in reasons.items() if reason)
     if not paths:
         raise UserError(f'input={shown(wanted)!r}: it names no file')
-    found = sorted({os.path.realpath(path): path for path in sorted(paths)}.values())
+    found = sorted({real_name(path): path for path in sorted(paths)}.values())
     if tell and searched:
         left_out = {path: reason for path, reason in left_out.items() if path not in paths}
         count = len(found)
@@ -222,14 +221,21 @@ def find_files(wanted, tell=None):
     return found
 
 
+def real_name(path):
+    """What is the same for all names of a file: links of both kinds lead to one."""
+    try:
+        status = os.stat(path)
+    except OSError:
+        return path
+    # Some file systems give two files one number.
+    return (status.st_dev, status.st_ino) if status.st_nlink > 1 else os.path.realpath(path)
+
+
 def search(root):
     """What is in a folder → {path: why it is left out, or ''}. Raises UserError."""
     reasons = {}
     for folder, files in walk(root, reasons):
-        if is_hub_folder(folder):
-            raise UserError(f'{shown(folder)} is laid out like a dataset of the Hugging Face hub, '
-                            'which has splits of its own: prepare it alone, with python prepare.py '
-                            f'hf --path={shown(quoted(folder))}')
+        check_no_hub_folder(folder)
         for path in files:
             suffix = inner_suffix(path)
             reasons[path] = 'hidden' if path.name.startswith('.') else why_no_text(path) or (
@@ -244,12 +250,18 @@ def search(root):
 
 def match(pattern):
     """What a glob matches → {path: why it is left out, or ''}. Raises UserError."""
-    reasons = {}
+    parts, reasons, seen = Path(pattern).parts, {}, set()
+    root = Path(*itertools.takewhile(lambda part: not glob.has_magic(part), parts))
     for path in expand(pattern, reasons):
         if not path.is_dir():
             reasons[path] = why_no_text(path) or \
                 ('card of a dataset' if is_card(path) else '')
-        elif '**' not in Path(pattern).parts:
+            if not reasons[path] and path.parent not in seen:
+                seen.add(path.parent)
+                for folder in path.parents:
+                    if folder.is_relative_to(root):
+                        check_no_hub_folder(folder)
+        elif '**' not in parts:
             reasons[path] = 'folder'
     return reasons
 
@@ -258,12 +270,31 @@ def expand(pattern, reasons):
     """Yield what a glob matches. A ** goes into the folders that walk() goes into."""
     parts = Path(pattern).parts
     if '**' not in parts:
+        check_permissions(parts)
         yield from map(Path, glob.glob(pattern))
         return
     at = parts.index('**')
+    check_permissions(parts[:at])
     for root in filter(os.path.isdir, glob.glob(str(Path(*parts[:at])))):
         for folder, _ in walk(Path(root), reasons):
             yield from expand(str(Path(glob.escape(str(folder)), *parts[at + 1:] or '*')), reasons)
+
+
+def check_permissions(parts):
+    """Raises UserError for a folder that a glob would have to look into and may not: glob.glob
+    passes over it."""
+    for end, part in enumerate(parts):
+        for folder in filter(os.path.isdir, glob.glob(str(Path(*parts[:end]))) if end else ['.']):
+            try:
+                if glob.has_magic(part):
+                    os.listdir(folder)
+                else:
+                    os.lstat(os.path.join(folder, part))
+            except PermissionError as e:
+                raise UserError(f'{shown(folder)}: {e.strerror}: allow it, or name the files in it '
+                                'that you want') from None
+            except OSError:
+                pass  # there is no such file
 
 
 def walk(root, reasons):
@@ -297,7 +328,8 @@ def walk(root, reasons):
         yield folder, files
 
 
-DATASET_FILES = re.compile(r'(train|val)(_\d{6})?\.bin|(meta|journal)\.json(\.tmp)?')
+DATASET_FILES = re.compile(r'(train|val|test)(_\d{6})?\.bin|(meta|journal)\.json(\.tmp)?|'
+                           r'duplicates')
 
 
 def why_no_text(path):
@@ -305,7 +337,7 @@ def why_no_text(path):
     if not path.is_file():
         return 'pipe, socket, device or broken link'
     of_ours = DATASET_FILES.fullmatch(path.name) and (
-        path.suffix != '.json' or path.parent.name == UNFINISHED
+        path.suffix == '.bin' or path.parent.name == UNFINISHED
         or b'"format_version"' in head(path, 2**10))
     return 'of a prepared dataset' if of_ours else ''
 
@@ -353,6 +385,14 @@ CARD = re.compile(rb'^(dataset_info|configs|task_categories|task_ids|size_catego
 
 def is_hub_folder(folder):
     return any(map(is_card, (folder / 'README.md', folder / 'dataset_infos.json')))
+
+
+def check_no_hub_folder(folder):
+    """Raises UserError for such a folder where other files are read with it."""
+    if is_hub_folder(folder):
+        raise UserError(f'{shown(folder)} is laid out like a dataset of the Hugging Face hub, '
+                        'which has splits of its own: prepare it alone, with python prepare.py '
+                        f'hf --path={shown(quoted(folder))}')
 
 
 def is_card(path):

@@ -63,6 +63,16 @@ def printable(text):
     return CONTROLS.sub(lambda found: repr(found[0])[1:-1], text)
 
 
+def shown(path):
+    """A path, or another word of users, within a line."""
+    return printable(str(path)).replace('\n', '\\n')
+
+
+def count_of(number, noun):
+    """(1, 'byte') → '1 byte', (2000, 'byte') → '2,000 bytes'."""
+    return f'{number:,} {noun}{"s" * (number != 1)}'
+
+
 def quoted(path):
     """A path, or another word, as a shell takes it: for commands that a message shows."""
     return shlex.quote(str(path))

@@ -23,6 +23,7 @@ from plaingpt.corpus.corpora import CORPORA
 from plaingpt.corpus.sources import open_source
 from plaingpt.corpus.text_files import Files
 from plaingpt.system.errors import UserError
+from plaingpt.system.formatting import shown
 from plaingpt.tokens.dataset import open_dataset
 
 BOM = b'\xef\xbb\xbf'
@@ -36,6 +37,14 @@ NESTED = b'{"a": {"b": "in"}}\n{"a.b": "key", "a": {"b": "in"}}\n{"a": null}\n'
 def parquet(**columns):
     file = io.BytesIO()
     pyarrow.parquet.write_table(pyarrow.table(columns), file)
+    return file.getvalue()
+
+
+def parquet_of(names):
+    """Columns of these names, with an object in each."""
+    file = io.BytesIO()
+    columns = [pyarrow.array([{'b': 'in'}] if names[0] == 'a' else ['in']) for _ in names]
+    pyarrow.parquet.write_table(pyarrow.Table.from_arrays(columns, names), file)
     return file.getvalue()
 
 
@@ -66,7 +75,11 @@ def documents_of(path, form='file', field='text', errors='strict'):
     return found
 
 
+LONG = b'9' * 5000
+HALVES = br'{"text": "\uDC80\ud83d\ude00\udcff\udc00\uD800\\udc80\\\udc81' + b'\xff"}'
+REPLACED = '\ufffd😀\ufffd\ufffd\ufffd\\udc80\\\ufffd\udcff'
 SPACES = b' ' * (2**18 + 5)
+RUSSIAN = 'Мороз и солнце, день чудесный.\n' * 20
 STRUCT = {'a.b': ['key', 'key'], 'a': [{'b': 'in', 'c': [1]}, None],
           'l': [['x'], ['y']], 'm': [{'n': {'o.p': 'deep'}}, None]}
 
@@ -84,6 +97,11 @@ READ = [
     ('a.json', b'{\n  "text": "one",\n  "id": 1\n}\n', ['one'], {}),
     ('a.json', b'{"text": "one"}{"text": "two"}', ['one', 'two'], {}),
     ('a.json', b'[{"text": null}, {"text": " "}, {"text": "a]}, {"}]', ['a]}, {'], {}),
+    ('a.json', b'[{"id": %s, "text": "one"}]' % LONG, ['one'], {}),
+    ('a.jsonl', b'{"id": -%s, "text": "one"}' % LONG, ['one'], {}),
+    # U+DC80 to U+DCFF are what bytes that are no UTF-8 become; no escape is a byte
+    ('a.jsonl', HALVES, [REPLACED], {'errors': 'surrogateescape'}),
+    ('a.json', HALVES, [REPLACED], {'errors': 'surrogateescape'}),
     ('a.json', b'[]', [], {}),
     ('a.json', b' \n', [], {}),
     ('a.json', BOM + ARRAY, ['one', 'two'], {}),
@@ -122,7 +140,6 @@ READ = [
     ('a.txt', SPACES + b'text', [SPACES.decode() + 'text'], {}),
     ('a.txt', SPACES, [], {}),
     ('a.txt', b'text' + SPACES, ['text' + SPACES.decode()], {}),
-    ('a.txt', b'a' * 2**20 + b'\0', ['a' * 2**20 + '\0'], {}),
     ('a.txt', b' = One = \r\n a\r\n = = In = = \r\n = Two = \r\n b',
      [' = One = \r\n a\r\n = = In = = \r\n', ' = Two = \r\n b'], {'form': 'title'}),
     ('a.txt', b'one\r\n\r\ntwo\r\n', ['one', 'two'], {'form': 'paragraph'}),
@@ -149,27 +166,39 @@ REFUSED = [
     ('a.json', b'[{"text": "one"},]', ', line 1: not JSON: ', 'text'),
     ('a.json', b'{"text": "one"},\n{"text": "two"}', ', line 1: not JSON: ', 'text'),
     ('a.json', b'{"text": "one', ', line 1: not JSON: Unterminated string', 'text'),
-    ('a.json', b'{"data": [{"text": "one"}]}', ", row 1: no field 'text', it has data", 'text'),
+    ('a.json', b'{"data": [{"text": "one"}]}', ", row 1: no field 'text', it has 'data'", 'text'),
     ('a.json', b'["one"]', ", row 1: no field 'text', it has no fields", 'text'),
-    ('a.json', b'[' * 200_000, ', row 1: not JSON: ', 'text'),
-    ('a.json', b'{"a": {"c": 1}}', ", row 1: no field 'a.b', it has a:", 'a.b'),
+    ('a.json', b'{}', ", row 1: no field 'text', it has no fields:", 'text'),
+    ('a.json', b'[' * 200_000, ', row 1: nested too deep', 'text'),
+    ('a.jsonl', b'[' * 200_000, ', line 1: nested too deep', 'text'),
+    ('a.json', b'{"text": "one', ': Unterminated string', 'text'),
+    ('a.jsonl', b'\n{"text": "one', ', line 2: not JSON: Unterminated string at column 10', 'text'),
+    ('a.jsonl', b'{"text": "one"} {}', ', line 1: not JSON: more than one value', 'text'),
+    ('a\nb.jsonl', b'{}', "a\\nb.jsonl, line 1: no field 'text'", 'text'),
+    ('a\nb.txt', b'\0', 'a\\nb.txt: no text', 'text'),
+    ('a.json', b'{"a": {"c": 1}}', ", row 1: no field 'a.b', it has 'a':", 'a.b'),
     ('a.jsonl', b'{"a": {"b": [1]}}', ", line 1: field 'a.b' is list and not text", 'a.b'),
-    ('a.jsonl', b'{"x\\ny": 1, "%s": 2}' % (b'z' * 999), 'it has x y, zzz', 'text'),
+    ('a.jsonl', b'{"x\\ny": 1, "%s": 2}' % (b'z' * 999), r"it has 'x\ny', 'zzz", 'text'),
     # CSV and TSV
     ('a.csv', b'id,text\n1,"a\nb"\n2\n', ', line 4: not CSV: 1 column, and 2 in', 'text'),
     ('a.csv', b'id,text\n1,one,two\n', ', line 2: not CSV: 3 columns', 'text'),
     ('a.tsv', b'id\ttext\n1\ta\tb\n', ', line 2: not TSV: 3 columns', 'text'),
     ('a.csv', b'id,text\n1,"one\n2,two\n', ', line 2: not CSV: unexpected end', 'text'),
     ('a.csv', b'id,text\n1,"one" two\n', ', line 2: not CSV: ', 'text'),
-    ('a.csv', b'id,text\n1,one\rtwo\n', ', line 2: not CSV: new-line character', 'text'),
-    ('a.csv', b'id;text\n1;one\n', ", line 1: no field 'text', it has id;text", 'text'),
+    ('a.csv', b'id,text\n1,one\rtwo\n', ', line 2: not CSV: a carriage return', 'text'),
+    ('a.csv', b'id;text\n1;one\n', 'by semicolons and not by commas: write it with', 'text'),
+    ('a.csv', b'id\ttext\n1\tone\n', 'by tabs and not by commas: name it .tsv', 'text'),
+    ('a.tsv', b'id,text\n1,one\n', 'by commas and not by tabs: name it .csv', 'text'),
+    ('a.csv', b'id, text\n1,one\n', "no field 'text', it has 'id', ' text'", 'text'),
     ('a.csv', b'text,text\none,two\n', ", line 1: 2 columns are called 'text'", 'text'),
     # Parquet
     ('a.parquet', parquet(text=no_utf8()), ', row 2: not UTF-8 at byte 1', 'text'),
     ('a.parquet', parquet(**STRUCT), "field 'a' is nested", 'a'),
-    ('a.parquet', parquet(**STRUCT), "no field 'a.x', it has a.b, a, l, m", 'a.x'),
+    ('a.parquet', parquet(**STRUCT), "no field 'a.x', it has 'a.b', 'a', 'l', 'm'", 'a.x'),
     ('a.parquet', parquet(**STRUCT), "no field 'l.list.element'", 'l.list.element'),
     ('a.parquet', parquet(**STRUCT), "field 'a.c' is nested", 'a.c'),
+    ('a.parquet', parquet_of(['text', 'text']), "2 columns are called 'text'", 'text'),
+    ('a.parquet', parquet_of(['a', 'a']), "2 columns are called 'a'", 'a.b'),
     # what has to be unpacked, by the name
     ('a.zip', archive('zip'), '.zip files are not read: unpack it', 'text'),
     ('a.tar', archive('tar'), '.tar files are not read: unpack it', 'text'),
@@ -202,10 +231,26 @@ REFUSED = [
     ('a.txt', 'text'.encode('utf-16-be'), 'UTF-16 text: convert it: iconv -f UTF-16BE', 'text'),
     ('a.csv', 'text'.encode('utf-32'), 'UTF-32 text: convert it: iconv -f UTF-32 ', 'text'),
     ('a.txt', 'text'.encode('utf-32-be'), 'UTF-32 text: convert it: iconv -f UTF-32BE', 'text'),
-    ('a.txt', b'caf\xe9', 'not UTF-8 at byte 3', 'text'),
+    ('a.txt', RUSSIAN.encode('utf-16-le'), 'UTF-16 text: convert it: iconv -f UTF-16LE', 'text'),
+    ('a.txt', RUSSIAN.encode('utf-16-be'), 'UTF-16 text: convert it: iconv -f UTF-16BE', 'text'),
+    ('a.txt', b'a' * 2**20 + b'\0', 'byte 1048576 is NUL', 'text'),
+    ('a.txt.gz', gzip.compress(b'a' * 2**22 + b'\0'), 'byte 4194304 is NUL', 'text'),
+    ('a.txt.zst', zstandard.compress(b'a' * 2**19 + b'\0'), 'byte 524288 is NUL', 'text'),
+    ('a.txt', b'caf\xe9', 'not UTF-8 at byte 3: convert it, for example with iconv -f latin1 -t',
+     'text'),
     ('a.txt', BOM + b'caf\xe9', 'not UTF-8 at byte 6', 'text'),
     ('a.txt.gz', gzip.compress(b'text') + bytes(9) + b'more', 'damaged after', 'text'),
-    ('a.txt.gz', bytes(9), 'damaged after', 'text')]
+    ('a.txt.gz', bytes(9), 'damaged after 9 bytes', 'text'),
+    ('a.txt.gz', b'\0', 'cut short after 1 byte:', 'text'),
+    # what a compressed file is not
+    ('a.txt.gz', b'text', 'this is plain text and not .gz: name it without .gz', 'text'),
+    ('a.txt.zst', b'text and more', 'this is plain text and not .zst', 'text'),
+    ('a.txt.gz', zstandard.compress(b'text'), 'this is Zstandard and not .gz: name it .zst',
+     'text'),
+    ('a.jsonl.zst', gzip.compress(LINES), 'this is gzip and not .zst: name it .gz', 'text'),
+    ('a.txt.gz', archive('zip'), 'this is a zip archive', 'text'),
+    ('a.txt.gz.gz', gzip.compress(gzip.compress(b'text')), 'compressed twice: unpack it once',
+     'text')]
 
 
 @pytest.mark.parametrize(('name', 'data', 'words', 'field'), REFUSED, ids=range(len(REFUSED)))
@@ -214,7 +259,7 @@ def test_what_cannot_be_read_is_one_line(name, data, words, field, tmp_path):
     with pytest.raises(UserError) as problem:
         documents_of(tmp_path / name, field=field)
     message = str(problem.value)
-    assert message.startswith(str(tmp_path / name)) and words in message
+    assert message.startswith(shown(tmp_path / name)) and words in message
     assert '\n' not in message and len(message) < 450
 
 
@@ -234,6 +279,16 @@ def test_a_binary_file_that_is_named_is_bytes_for_the_byte_tokenizer(tmp_path):
     dataset = open_dataset(tmp_path / 'd')
     assert b''.join(bytes(dataset.split(split, in_ram=True).ram.astype('u1'))
                     for split in ('train', 'val')) == data
+
+
+@pytest.mark.parametrize(('name', 'data', 'words'), [
+    ('a.csv', b'text\na\0\n', 'is NUL: leave it out'), ('a.jsonl', archive('zip'), 'zip archive'),
+    ('a.json', '{"text": "a"}'.encode('utf-16'), 'UTF-16')])
+def test_rows_are_text_for_the_byte_tokenizer_too(name, data, words, tmp_path):
+    (tmp_path / name).write_bytes(data)
+    with pytest.raises(UserError) as problem:
+        documents_of(tmp_path / name, errors='surrogateescape')
+    assert words in str(problem.value) and '--tokenizer' not in str(problem.value)
 
 
 def test_files_that_open_with_white_space_keep_it_and_their_end_of_text(tmp_path):
@@ -269,6 +324,15 @@ def test_documents_cannot_be_lines_of_any_kind_of_rows(tmp_path):
         (tmp_path / name).touch()
         config = prepare.PrepareConfig(input=str(tmp_path / name), documents='line')
         with pytest.raises(UserError, match='each row is a document'):
+            open_source('text', CORPORA['text'], config)
+
+
+def test_text_has_no_fields_and_a_path_no_nul(tmp_path):
+    (tmp_path / 'a.txt').write_text('text')
+    for name, words in (('a.txt', 'text_field=body: .* is text and has no fields: leave it out'),
+                        ('a\0b', r'a\\x00b: no path has a NUL in it')):
+        config = prepare.PrepareConfig(input=f'{tmp_path}/{name}', text_field='body')
+        with pytest.raises(UserError, match=words):
             open_source('text', CORPORA['text'], config)
 
 

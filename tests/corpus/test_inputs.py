@@ -38,6 +38,7 @@ def tree(tmp_path, monkeypatch):
                      ('links/file.txt', '../a.txt'), ('loop.txt', 'loop.txt')]:
         (root / link).parent.mkdir(exist_ok=True)
         (root / link).symlink_to(to)
+    os.link(root / 'b.md', root / 'links/hard.md')
     (root / 'empty').mkdir()
     os.mkfifo(root / 'pipe.txt')
     monkeypatch.chdir(root)
@@ -79,10 +80,11 @@ SUB = ['sub/c.txt', 'sub/deep/d.rst', 'sub/z.txt.gz']
     (',a.txt,,', ['a.txt']),
     ('a.txt,a.txt,./a.txt', ['a.txt']),
     ('a.txt,links/file.txt', ['links/file.txt']),
+    ('b.md,links/hard.md', ['links/hard.md']),
     ('links/file.txt', ['links/file.txt']),
     ('sub', SUB), ('sub/', SUB), ('sub//', SUB), ('sub,sub/c.txt', SUB),
     ('.dot', ['.dot/h.txt']),
-    ('links', ['links/file.txt', 'links/folder/o.txt']),
+    ('links', ['links/file.txt', 'links/folder/o.txt', 'links/hard.md']),
     ('links/folder', ['links/folder/o.txt']),
     ('loops', ['loops/l.txt']),
     ('web', ['web/index.js']),
@@ -110,6 +112,7 @@ def test_each_of_these_is_read(wanted, names, tree, monkeypatch):
     ('a.txt/b.txt', 'Not a directory'),
     ('loop.txt', 'Too many levels of symbolic links'),
     ('', '--input=FILES_OR_FOLDERS'),
+    ('https://host/a.txt', 'https://host/a.txt: URLs are not read: download it'),
     (',', "input=',': it names no file"),
     (' , ', "input=' , ': it names no file"),
     ('empty', 'empty: it is an empty folder'),
@@ -128,6 +131,14 @@ def test_each_of_these_is_refused_in_one_line(wanted, words, tree, capsys, monke
     started = time.monotonic()
     assert words in fails(capsys, monkeypatch, inputs, f'--input={wanted}')
     assert not Path('../d').exists() and time.monotonic() - started < 5
+
+
+def test_what_prepare_writes_is_left_out_below_a_glob(tmp_path):
+    for name in ('train.bin', 'val_000001.bin', 'test.bin', 'test_000000.bin', 'duplicates',
+                 'unfinished/duplicates', 'unfinished/journal.json', 'mytest.bin'):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text('text')
+    assert find_files(f'{tmp_path}/**') == [tmp_path / 'duplicates', tmp_path / 'mytest.bin']
 
 
 def test_many_names_with_commas_may_be_longer_than_a_name_can_be(tree):
@@ -156,7 +167,9 @@ def test_what_may_not_be_read_is_named_and_not_left_out(tree, capsys, monkeypatc
     try:
         for wanted, name in [('sub', 'sub/deep'), ('links', 'links/folder'), ('pics', 'pics/x.png'),
                              ('conf', 'conf/main.py'), ('conf/*.py', 'conf/main.py'),
-                             ('other/o.txt', 'other/o.txt'), ('sub/**', 'sub/deep')]:
+                             ('other/o.txt', 'other/o.txt'), ('sub/**', 'sub/deep'),
+                             ('other/*.txt', 'other'), ('o*/o.txt', 'other'),
+                             ('sub/*/*.rst', 'sub/deep'), ('o*/**', 'other')]:
             assert f'{name}: Permission denied' in \
                 fails(capsys, monkeypatch, inputs, f'--input={wanted}')
     finally:
@@ -241,11 +254,31 @@ def test_such_a_folder_among_others_is_refused_and_its_card_is_no_document(
     write_pages(tmp_path / 'all/hub/data/train-00000-of-00001.parquet')
     Path('all/hub/README.md').write_text(CARD.format('configs: []'))
     Path('all/a.txt').write_text('text\n' * 99)
-    for wanted in ('all', 'all/a.txt,all/hub'):
+    for wanted in ('all', 'all/a.txt,all/hub', 'all/hub/**', '**', '*/hub/*/*.parquet'):
         assert 'python prepare.py hf --path=all/hub' in \
             fails(capsys, monkeypatch, inputs, f'--input={wanted}')
-    assert inputs(['--input=all/hub/**']) == \
-        ['all/hub/data/train-00000-of-00001.parquet']
+    for wanted in ('all/hub/data/*.parquet', 'all/hub/data'):
+        assert inputs([f'--input={wanted}']) == ['all/hub/data/train-00000-of-00001.parquet']
+    assert inputs(['--input=all/*']) == ['all/a.txt']
+
+
+@pytest.mark.parametrize('name', ['json', 'text', '.'])
+def test_a_folder_may_have_the_name_of_a_reader_of_datasets(name, tmp_path, monkeypatch, capsys):
+    folder = tmp_path / 'in' / name
+    write_pages(folder / 'data/train-00000-of-00001.parquet')
+    (folder / 'README.md').write_text(CARD.format('configs: []'))
+    monkeypatch.chdir(tmp_path / 'in')
+    if name != '.':
+        write_pages(tmp_path / 'in/other.parquet')
+        Path('other.jsonl').write_text('{"text": "other"}\n' * 99)
+    for options in (['text', f'--input={name}'], ['hf', f'--path={name}']):
+        prepare.main([*options, '--tokenizer=byte', '--val_fraction=0.1', '--data_dir=../d',
+                      '--overwrite'])
+        splits = json.loads(Path('../d/meta.json').read_text())['splits']
+        assert sum(split['documents'] for split in splits.values()) == 400
+    message = fails(capsys, monkeypatch, prepare.main, 'hf', '--path=parquet', '--tokenizer=byte',
+                    '--data_dir=../e')
+    assert 'path=parquet: no such folder' in message
 
 
 def test_the_readme_of_a_project_is_a_document(tmp_path):

@@ -306,7 +306,8 @@ def test_a_dataset_within_its_input_is_no_input_and_goes_on_after_a_kill(
         inputs, tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     shutil.copytree(inputs['text'], 'in')
-    argv = [*command('text', inputs, 'out', 2), '--input=in,in/**', '--tokenizer=byte']
+    argv = [*command('text', inputs, 'out', 2), '--input=in,in/**', '--tokenizer=byte',
+            '--test_fraction=0.1']
     prepare.main(argv)
     for folder, part in (('in/out', []), ('in', []), ('in/parts', ['--part=2/2'])):
         within = [*argv, f'--data_dir={folder}', *part]

@@ -69,6 +69,16 @@ def test_what_starts_from_other_weights_passes_and_what_continues_is_not_checked
     assert 'checks passed' in capsys.readouterr().out
 
 
+@pytest.mark.parametrize('seed', [1, 2, 3])
+def test_the_rough_weights_of_a_fast_training_pass(seed, tmp_path, char_data, capsys):
+    hot = {**TINY, 'block_size': 32, 'batch_size': 8, 'gradient_accumulation_steps': 1,
+           'warmup_iters': 0, 'max_iters': 40, 'eval_interval': 40, 'learning_rate': 3e-3,
+           'dataset': char_data, 'health_interval': 0, 'seed': seed}
+    train.main([*options(**hot, out_dir=tmp_path / 'hot'), '--check=False'])
+    train.main([*options(**hot, out_dir=tmp_path / 'next', init_from=tmp_path / 'hot'), '--check'])
+    assert 'checks passed' in capsys.readouterr().out
+
+
 def test_a_check_leaves_the_run_as_it_was(tiny, tmp_path):
     tiny = [*tiny, '--dropout=0.2', '--zero_init=True', '--conv=2']
     train.main([*tiny, f'--out_dir={tmp_path}/checked'])

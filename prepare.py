@@ -125,8 +125,12 @@ class PrepareConfig:
 
 
 def prepared_folder(name):
-    """The folder of a prepared dataset, which is given by its name or as the folder itself."""
-    return Path(name) if has_tokenizer(Path(name)) else dataset_folder(name)
+    """The folder of a prepared dataset, or of one in parts, which is given by its name or as the
+    folder itself."""
+    folder = Path(name)
+    is_one = has_tokenizer(folder) or any((folder / inside).exists()
+                                          for inside in (PARTS, UNFINISHED))
+    return folder if is_one else dataset_folder(name)
 
 
 def has_tokenizer(folder):
@@ -236,8 +240,8 @@ def prepare_text(name, corpus, folder, config):
                 meta = write_shards(unfinished, source, command, tokenizer, journal, threads)
                 meta = {**meta, **own} if part else complete_meta(meta, source.name)
                 write_json(unfinished / 'meta.json', meta)
-            if not part:
-                record_overlap(unfinished)  # of whole data: a kill here costs no more than this
+                if not part:
+                    record_overlap(unfinished)  # not once files were moved: they are found below
             print_report(target, publish(target))
         if not part:
             print_overlaps(record_overlap(folder))
@@ -271,7 +275,7 @@ def is_whole(folder, command, overwrite):
 
 def merge(name):
     """Make the parts of a dataset the whole, and report. Raises UserError."""
-    folder = Path(name) if (Path(name) / PARTS).exists() else dataset_folder(name)
+    folder = prepared_folder(name)
     if not any(path.exists() for path in (folder / PARTS, folder / UNFINISHED / 'meta.json',
                                           folder / 'meta.json')):
         raise UserError(f'{folder} holds no parts: python prepare.py CORPUS --part=K/N --data_dir='
@@ -281,8 +285,8 @@ def merge(name):
             with not_read(folder):  # else that would be found after all tokens are compared
                 pass
             merge_parts(folder)
-        if (unfinished / 'meta.json').exists():
             record_overlap(unfinished)
+        if (unfinished / 'meta.json').exists():
             print_report(folder, publish(folder))
         else:
             print(f'{folder} holds no parts that are not merged')

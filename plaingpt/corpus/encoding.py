@@ -26,8 +26,16 @@ CHECKED = 100  # of so many batches the ids of one are compared with tiktoken's
 JOURNAL_SECONDS = 30  # a kill loses at most the work of so many seconds
 
 
+class Passed(NamedTuple):
+    """How much of a source was not taken as it is."""
+
+    duplicates: int  # documents left out
+    nulls: int  # rows left out
+    replaced: int  # halves of characters
+
+
 class Batch(NamedTuple):
-    pieces: list  # of (split, text, new_document)
+    pieces: list  # of (split, text, new_document, Passed up to there)
     characters: int  # of their texts
     count: int  # pieces of the source up to the batch's end
     position: int  # how far the source is read there
@@ -64,7 +72,7 @@ def group_in_batches(pieces, source, count=0, checksum=0, duplicates=None):
     known = duplicates.state if duplicates else lambda: None
     group, characters, number = [], 0, 0
     for split, text, new_document, position in pieces:
-        group.append((split, text, new_document))
+        group.append((split, text, new_document, count_passed(source, duplicates)))
         count += 1
         checksum = add_to_checksum(checksum, text)
         characters += len(text)
@@ -76,6 +84,10 @@ def group_in_batches(pieces, source, count=0, checksum=0, duplicates=None):
         yield Batch(group, characters, count, position, source.mark(), checksum, known(), number)
 
 
+def count_passed(source, duplicates):
+    return Passed(duplicates.dropped if duplicates else 0, source.nulls, source.replaced)
+
+
 def add_to_checksum(checksum, text):
     return zlib.crc32(text.encode('utf-8', 'surrogatepass'), checksum)
 
@@ -85,7 +97,7 @@ def encode_batch(tokenizer, end_of_text, dtype, batch):
     encoded = {}
     for split in SPLITS:
         ids, documents, size = [], 0, 0
-        for piece_split, text, new_document in batch.pieces:
+        for piece_split, text, new_document, _ in batch.pieces:
             if piece_split == split:
                 if new_document and end_of_text is not None:
                     ids.append([end_of_text])
@@ -132,8 +144,7 @@ def write_shards(folder, source, command, tokenizer, journal, num_proc):
     before, started = count_tokens(writers), time.monotonic()
     check_line_break(source, tokenizer)
     try:
-        dropped = encode_into(writers, folder, source, command, tokenizer, dtype, journal,
-                              num_proc)
+        passed = encode_into(writers, folder, source, command, tokenizer, dtype, journal, num_proc)
     except UnknownCharacter as e:
         raise UserError(f'{source.place_of(e.character)}: {e}: replace it there, or choose another '
                         '--tokenizer') from None
@@ -141,17 +152,17 @@ def write_shards(folder, source, command, tokenizer, journal, num_proc):
         (folder / 'journal.json').unlink(missing_ok=True)
         raise
     tokens, seconds = count_tokens(writers), time.monotonic() - started
-    if source.nulls:
-        print(f'{source.nulls:,} row{"s" if source.nulls > 1 else ""} left out: the text is null')
-    if source.replaced:
-        print(f'{source.replaced:,} lone surrogate{"s" if source.replaced > 1 else ""} (\\ud800 to '
+    if passed.nulls:
+        print(f'{passed.nulls:,} row{"s" if passed.nulls > 1 else ""} left out: the text is null')
+    if passed.replaced:
+        print(f'{passed.replaced:,} lone surrogate{"s" if passed.replaced > 1 else ""} (\\ud800 to '
               '\\udfff), halves of characters: replaced with U+FFFD')
     if source.identity() != command['identity']:
         raise UserError(f'{source.name}: changed while it was read: give the same command again')
     print(f'{count_of(tokens - before, "token")} in {seconds:.1f} s, '
           f'{short((tokens - before) / seconds)} a second')
     if 'dedup' in command:
-        print(f'{dropped:,} document{"s" * (dropped != 1)} left out: equal to an earlier one')
+        print(f'{count_of(passed.duplicates, "document")} left out: equal to an earlier one')
     limit, trained_on = command.get('max_tokens', 0), writers['train'].tokens
     if trained_on < limit:
         print(f'{source.name} has {trained_on:,} tokens to train on, fewer than --max_tokens='
@@ -162,7 +173,7 @@ def write_shards(folder, source, command, tokenizer, journal, num_proc):
             'vocab_size': tokenizer.vocab_size, 'tokenizer': tokenizer.to_json(),
             'encoders': all_encoders(journal, tokenizer),
             'splits': {split: writer.finish() for split, writer in writers.items()},
-            **({'duplicates': dropped} if 'dedup' in command else {}),
+            **({'duplicates': passed.duplicates} if 'dedup' in command else {}),
             'source': command, 'inputs': [] if ended_early else source.inputs()}
 
 
@@ -186,8 +197,8 @@ def count_tokens(writers):
 
 
 def encode_into(writers, folder, source, command, tokenizer, dtype, journal, num_proc):
-    """Encode what the journal does not have yet; write the journal whenever a shard is full → how
-    many documents were left out as duplicates of others."""
+    """Encode what the journal does not have yet; write the journal whenever a shard is full →
+    Passed, up to the end or the last piece that max_tokens takes."""
     count, position, mark = (journal[key] for key in ('count', 'at', 'mark')) if journal \
         else (0, 0, None)
     known = journal['duplicates'] if journal and 'dedup' in command else None
@@ -205,12 +216,15 @@ def encode_into(writers, folder, source, command, tokenizer, dtype, journal, num
         for batch, encoded in map_in_order(
                 encode, group_in_batches(pieces, source, count, checksum, duplicates), num_proc):
             room = limit - writers['train'].tokens
-            if ends_early and not room:
+            if ends_early and not room:  # where an earlier version stopped
+                passed = batch.pieces[0][-1]
                 break
             if 'train' in encoded and len(encoded['train'].ids) >= room:
-                encoded = fill_up(batch, room, encode, tokenizer, ends_early)
+                batch, encoded = fill_up(batch, room, encode, tokenizer, ends_early)
             filled = [writers[split].write(part) for split, part in encoded.items()]
-            known = batch.duplicates
+            if ends_early and writers['train'].tokens == limit:
+                passed = batch.pieces[-1][-1]  # not of the whole batch, so there is no journal here
+                break
             if any(filled) or time.monotonic() - saved > JOURNAL_SECONDS:
                 for writer in [*writers.values(), *([duplicates] if duplicates else [])]:
                     writer.sync()
@@ -218,16 +232,16 @@ def encode_into(writers, folder, source, command, tokenizer, dtype, journal, num
                     'command': command, 'tokenizer': tokenizer.to_json(), 'count': batch.count,
                     'encoders': all_encoders(journal, tokenizer),
                     'at': batch.position, 'mark': batch.mark, 'width': dtype.itemsize,
-                    'checksum': batch.checksum, 'duplicates': known,
+                    'checksum': batch.checksum, 'duplicates': batch.duplicates,
                     'splits': {split: writer.state() for split, writer in writers.items()}})
                 saved = time.monotonic()
             if ends_early:
                 progress.advance_to(writers['train'].tokens)
             else:
                 progress.advance_to(batch.position, count_tokens(writers) - before)
-        else:  # all is read, and what came after the last batch were duplicates
-            known = duplicates and duplicates.state()
-    return known['dropped'] if known else 0
+        else:  # all is read, also what came after the last batch
+            passed = count_passed(source, duplicates)
+    return passed
 
 
 def skip_written(pieces, source, folder, journal):
@@ -274,8 +288,9 @@ def wanted_splits(command):
 
 
 def fill_up(batch, room, encode, tokenizer, ends_early):
-    """Encode a batch up to `room` tokens of training, where the last document is cut → {split:
-    Encoded}. ends_early: what comes after that place, in other splits too, is left out."""
+    """Encode a batch up to `room` tokens of training, where the last document is cut → the Batch
+    of what is kept, {split: Encoded}. ends_early: what comes after that place, in other splits too,
+    is left out."""
     kept, left = [], room
     for piece in batch.pieces:
         if piece[0] != 'train' or left > 0:
@@ -284,12 +299,13 @@ def fill_up(batch, room, encode, tokenizer, ends_early):
             left -= len(encode(batch._replace(pieces=[piece]))['train'].ids)
         if left <= 0 and ends_early:
             break
-    encoded = encode(batch._replace(pieces=kept))
+    batch = batch._replace(pieces=kept)
+    encoded = encode(batch)
     if left < 0:
         train = encoded['train']
         over = len(tokenizer.decode_bytes(train.ids[room:]))
         encoded['train'] = train._replace(ids=train.ids[:room], bytes=train.bytes - over)
-    return encoded
+    return batch, encoded
 
 
 def check_disk(folder, corpus, source, tokenizer_name, written, parts=1, limit=0):

@@ -177,9 +177,24 @@ def complete_meta(meta, name):
         raise UserError(f'{name}: empty, no text to learn from')
     for split, entry in meta['splits'].items():
         if not entry['tokens']:
-            raise UserError(f'{name}: the {split} split would be empty: use more text or another '
-                            f'--{"test" if split == "test" else "val"}_fraction')
+            raise UserError(f'{name}: the {split} split would be empty: use more text or '
+                            + ' or '.join(reasons_for_none(split, meta)))
     return {**meta, 'inputs': describe_inputs(meta['inputs'])}
+
+
+def reasons_for_none(split, meta):
+    """What to change in the options of `meta` so that a split has text."""
+    command, own = meta['source'], f'{split}_split'
+    if split == 'train':
+        took = [option for option, is_so in (
+            ('val_fraction', not command.get('val_split')),
+            ('test_fraction', command.get('test_fraction'))) if is_so] or ['split']
+    else:
+        took = [own if command.get(own) else f'{split}_fraction']
+    reasons = [f'another --{option}' for option in took]
+    if split != 'train' and 'max_tokens' in command and not command.get(own):
+        reasons.append('a larger --max_tokens')  # reading ended before there was any
+    return reasons + ['no --dedup'] * bool(meta.get('duplicates'))
 
 
 def publish(folder):

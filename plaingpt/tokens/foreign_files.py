@@ -1,6 +1,7 @@
 """What a .bin file is that no meta.json describes: bare token ids, llm.c's shard, or no tokens."""
 
 import codecs
+import re
 
 import numpy as np
 
@@ -12,6 +13,13 @@ HEADER_BYTES = 1024
 GPT2_MAGIC = 20240520
 OTHER_MAGICS = {20240801: 'tokens of Llama 3, in 32 bits',
                 20240522: 'questions of a benchmark'}
+SIGNATURES = (  # the first bytes of files that hold no ids → what such a file is
+    (rb'\x93NUMPY', "numpy's .npy"), (rb'PK\x03\x04', 'a zip archive, as of PyTorch or .npz'),
+    (rb'.{3}\0{5}\{"', '.safetensors'), (rb'GGUF', 'GGUF'), (rb'\x89HDF\r\n\x1a\n', 'HDF5'),
+    (rb'\x80[\x02-\x05](\x95.{6}\0\0|\}q|\]q|c)', 'a pickle'), (rb'ARROW1\0\0', 'Arrow'),
+    (rb'PAR1\x15', 'Parquet'), (rb'\x1f\x8b\x08[\0-\x1f]', 'gzip'),
+    (rb'\x28\xb5\x2f\xfd', 'Zstandard'), (rb'BZh[1-9]1AY&SY', 'bzip2'), (rb'\xfd7zXZ\0', 'xz'),
+    (rb"7z\xbc\xaf'\x1c", 'a 7z archive'), (rb'.{257}ustar[\0 ]', 'a tar archive'))
 PREPARE = 'prepare the text with python prepare.py text --input=FILE'
 
 
@@ -35,33 +43,55 @@ def header_size(path, head, size):
     return HEADER_BYTES
 
 
-def check_bare(path, head, size, ids, vocab_size):
-    """Raises UserError where a file that is taken for bare ids of 16 bits is something else.
+def check_format(path, head):
+    """Raises UserError where a file with the first bytes `head` is of a known format, or a text."""
+    if what := known_format(head):
+        refuse(path, f'is {what}')
+
+
+def check_ids_of_16_bits(path, head, size, offset, ids, vocab_size):
+    """Raises UserError where what is taken for ids of 16 bits, from `offset` on, is something else.
 
     head: its first HEADER_BYTES; size: in bytes; ids: some of it, in pieces of an even number
     """
-    if what := known_format(head) or unknown_header(head, size, ids):
-        raise UserError(f'{path} {what}; with no meta.json it would be read as ids of 16 bits: '
-                        f'copy it again, or {PREPARE}')
-    low, high = ids[:len(ids) // 2 * 2:2], ids[1::2]
-    is_wide = low.any() if not high.any() else high.max() < 16 and low.max() >= vocab_size
-    if is_wide and len(high) >= 64:
+    if len(ids) >= 64 and not ids.any():
+        refuse(path, 'has zeros where its ids would be')
+    if not offset and (what := unknown_header(head, size, ids)):
+        refuse(path, what)
+    if are_wide(ids, vocab_size):
         raise UserError(f'{path} looks like ids of 32 or 64 bits; with no meta.json it would be '
                         'read as ids of 16: write them so (numpy: ids.astype("<u2").tofile(PATH)), '
                         f'or {PREPARE}')
 
 
+def refuse(path, what):
+    raise UserError(f'{path} {what}; with no meta.json it would be read as ids of 16 bits: copy it '
+                    f'again, or {PREPARE}')
+
+
+def are_wide(ids, vocab_size):
+    """True for halves of ids of 32 or 64 bits."""
+    low, high = ids[:len(ids) // 2 * 2:2], ids[1::2]
+    if len(high) < 16:
+        return False
+    if high.any():
+        return high.max() < 16 and low.max() >= vocab_size
+    # Characters of which every other one is id 0: lines of one character each, which are no id 0.
+    return low.max() >= 256 or (len(high) >= 64 and not low.all() and low.any())
+
+
 def known_format(head):
     """What the file is by its first bytes, or ''."""
-    if head.startswith(b'\x93NUMPY'):
-        return "is numpy's .npy"
+    for pattern, what in SIGNATURES:
+        if re.match(pattern, head, re.S):
+            return what
     try:
         text = codecs.utf_8_decode(head, 'strict', False)[0]
     except UnicodeDecodeError:
         return ''
     # Ids of common tokens have bytes in them that no text has.
     is_text = len(text) >= 64 and all(c >= ' ' or c in '\t\n\r\f' for c in text)
-    return 'is a text' if is_text else ''
+    return 'a text' if is_text else ''
 
 
 def unknown_header(head, size, ids):
@@ -71,6 +101,10 @@ def unknown_header(head, size, ids):
     words, rest = np.frombuffer(head, '<i4'), size - HEADER_BYTES
     magic, version, count = words[:3].tolist()
     counts = 0 <= version < 100 and count > 0 and rest in (2 * count, 4 * count)
-    is_padded = not words[4:].any() and ids[HEADER_BYTES // 2:].any()
+    behind = ids[HEADER_BYTES // 2:]
+    # Few words and zeros, of which some bytes may be lost. Ids of characters can be zeros at first,
+    # and are small.
+    is_padded = np.count_nonzero(ids[:32]) <= 8 and behind.max(initial=0) >= 256 \
+        and np.count_nonzero(behind) > 0.95 * len(behind)
     return (f'begins with a header that is damaged or not known (magic {magic}, version {version}, '
             f'{count} tokens)') if counts or is_padded else ''

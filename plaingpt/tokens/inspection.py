@@ -81,7 +81,7 @@ def record_overlap(folder):
         share = find_overlap(dataset.split('train'), dataset.split(split))
         if share is not None:
             entry['in_train'] = share
-    if unknown:
+    if any('in_train' in entry for entry in unknown.values()):
         with suppress(UserError), not_read(folder):  # who reads it holds the lock of this meta.json
             write_json(folder / 'meta.json', dataset.meta)
     return {split: entry.get('in_train') for split, entry in entries.items()}

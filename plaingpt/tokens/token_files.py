@@ -9,7 +9,12 @@ from pathlib import Path
 import numpy as np
 
 from plaingpt.system.errors import UserError
-from plaingpt.tokens.foreign_files import HEADER_BYTES, check_bare, header_size
+from plaingpt.tokens.foreign_files import (
+    HEADER_BYTES,
+    check_format,
+    check_ids_of_16_bits,
+    header_size,
+)
 
 READ_TOKENS = 2**22  # at a time, when a file is read into memory
 SAMPLED_BLOCKS, SAMPLED_BYTES = 64, 2**14  # that sampled_sha256 reads
@@ -78,9 +83,10 @@ class TokenFile:
             skip = self.offset if place == 0 else -(place - self.offset) % (2 * width)
             pieces[(place + skip - self.offset) // width] = np.frombuffer(
                 block, self.dtype, (len(block) - skip) // width, skip)
-        if not self.offset and not self.sha256:
+        if not self.sha256:
             even = [piece[:len(piece) // 2 * 2] for piece in pieces.values()]
-            check_bare(self.path, blocks[0][:HEADER_BYTES], size, np.concatenate(even), vocab_size)
+            check_ids_of_16_bits(self.path, blocks[0][:HEADER_BYTES], size, self.offset,
+                                 np.concatenate(even), vocab_size)
         for first, ids in pieces.items():
             check_ids(self.path, ids, first, vocab_size)
 
@@ -135,6 +141,8 @@ def open_tokens(path, dtype, expected=None, sha256=''):
     is_bare = expected is not None and size == expected * dtype.itemsize
     offset = 0 if is_bare else header_size(path, head, size)
     dtype = np.dtype('<u2') if offset else dtype
+    if expected is None and not offset:
+        check_format(path, head)  # before the length, which says less
     tokens, rest = divmod(size - offset, dtype.itemsize)
     if rest:
         raise UserError(f'{path}: {size:,} bytes are no whole number of {dtype.name} tokens: '

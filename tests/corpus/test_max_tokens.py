@@ -1,6 +1,8 @@
 """prepare.py --max_tokens: so many tokens to train on, of any corpus, and no more is read."""
 
 import json
+import re
+import shutil
 import signal
 
 import pyarrow
@@ -91,6 +93,29 @@ def test_a_kill_after_the_last_token_costs_none_and_adds_none(inputs, tmp_path, 
         prepare.main(argv)
     prepare.main(argv)
     assert contents(tmp_path / 'd') == contents(tmp_path / 'whole')
+
+
+@pytest.mark.parametrize('kind', ['rows', 'hub'])
+def test_what_is_left_out_is_counted_up_to_the_last_token_whatever_the_batches(
+        kind, tmp_path, monkeypatch, capsys):
+    rows = [text for i, own in enumerate(TEXTS) for text in (own, TEXTS[i // 2], None, own)]
+    table = pyarrow.table({'text': rows})
+    pyarrow.parquet.write_table(table, tmp_path / 'train-0.parquet', row_group_size=100)
+    (tmp_path / 'rows.jsonl').write_text(''.join(
+        json.dumps({'text': text}) + '\n' for text in rows))
+    argv = arguments(kind, tmp_path, tmp_path / 'd', '--dedup', '--max_tokens=100k')
+    argv[1] = f'--input={tmp_path}' if kind == 'hub' else argv[1]
+    found = []
+    for size, threads in ((2**20, 2), (2**12, 4), (5, 1)):
+        monkeypatch.setattr(encoding, 'BATCH_CHARS', size)
+        shutil.rmtree(tmp_path / 'd', ignore_errors=True)
+        prepare.main([*argv, f'--num_proc={threads}'])
+        nulls, = re.findall(r'(\d+) rows left out', capsys.readouterr().out)
+        found.append((open_dataset(tmp_path / 'd').meta['duplicates'], int(nulls)))
+    documents = sum(entry['documents']
+                    for entry in open_dataset(tmp_path / 'd').meta['splits'].values())
+    # Each document has two copies and a null after it, but for the last, where reading ends.
+    assert set(found) == {(2 * documents - 2, documents - 1)}
 
 
 def test_files_that_are_not_needed_are_not_opened(inputs, tmp_path, monkeypatch):

@@ -1,11 +1,14 @@
 """How much of the validation split is in the training split."""
 
+import itertools
 import json
 import os
 import random
 import shutil
 import signal
 import tracemalloc
+from functools import partial
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -169,6 +172,49 @@ def test_a_kill_while_splits_are_compared_costs_no_more_than_that(documents, tmp
     prepare.main(argv(tmp_path / 'killed'))
     assert {path.name: path.read_bytes() for path in (tmp_path / 'killed').iterdir()} \
         == {path.name: path.read_bytes() for path in (tmp_path / 'whole').iterdir()}
+
+
+@pytest.mark.parametrize('kind', ['text', 'merge', 'shards'])
+def test_a_kill_while_files_move_is_healed_where_a_split_is_too_short_to_compare(
+        kind, tmp_path, monkeypatch):
+    if kind == 'shards':
+        if not (SHARED / 'tiktoken_cache').exists():
+            pytest.skip("tiktoken's files are not there (PLAINGPT_SHARED)")
+        monkeypatch.setenv('TIKTOKEN_CACHE_DIR', str(SHARED / 'tiktoken_cache'))
+        for name, data in {'x_train_0.bin': shard(5000), 'x_val_0.bin': shard(50)}.items():
+            (tmp_path / name).write_bytes(data)
+    (tmp_path / 'in.txt').write_text(''.join(f'line {i}\n' for i in range(40)))
+    of_text = ['text', f'--input={tmp_path}/in.txt', '--tokenizer=byte', '--documents=line',
+               '--val_fraction=0.1', '--test_fraction=0.1']
+
+    def begin(folder):
+        """→ the arguments that write a dataset there."""
+        if kind == 'shards':
+            return ['fineweb10B-gpt2', f'--input={tmp_path}', f'--data_dir={folder}']
+        if kind == 'text':
+            return [*of_text, f'--data_dir={folder}']
+        for part in (1, 2):
+            prepare.main([*of_text, f'--data_dir={folder}', f'--part={part}/2'])
+        return ['merge', str(folder)]
+
+    def die_before_a_move(folder, number):
+        moves = itertools.count()
+
+        def replace(source, target, real=os.replace):
+            if Path(target).parent == folder and next(moves) == number:
+                os.kill(os.getpid(), signal.SIGKILL)
+            real(source, target)
+        os.replace = replace
+
+    prepare.main(begin(tmp_path / 'whole'))
+    expected = {path.name: path.read_bytes() for path in (tmp_path / 'whole').iterdir()}
+    for number in range(len(expected)):
+        argv = begin(folder := tmp_path / f'killed-{number}')
+        pid = fork(prepare.main, *argv, log=tmp_path / 'log',
+                   before=partial(die_before_a_move, folder, number))
+        assert exit_code(pid) == -signal.SIGKILL, number
+        prepare.main(argv)
+        assert {path.name: path.read_bytes() for path in folder.iterdir()} == expected
 
 
 def test_a_split_shorter_than_a_sequence_is_not_compared(tmp_path, capsys):

@@ -393,6 +393,23 @@ def test_a_split_that_stays_empty_in_all_parts_is_refused_by_merge(tmp_path, ref
     assert 'the val split would be empty' in refused('merge', f'{tmp_path}/d')
 
 
+@pytest.mark.parametrize('place', ['', 'data/'])
+def test_merge_and_inspect_mean_the_same_folder_by_a_name(place, argv, tmp_path, monkeypatch,
+                                                          capsys, refused):
+    prepare_parts(2, *argv)
+    monkeypatch.chdir(tmp_path)
+    if place:
+        (tmp_path / 'data').mkdir()
+        (tmp_path / 'd').rename('data/d')
+    assert f'{place}d holds parts' in refused('inspect', 'd')
+    for words in (f'{place}d/meta.json', f'{place}d holds no parts that are not merged'):
+        capsys.readouterr()
+        prepare.main(['merge', 'd'])
+        assert words in capsys.readouterr().out
+    prepare.main(['inspect', 'd'])
+    assert f'{place}d: byte tokenizer' in capsys.readouterr().out
+
+
 def test_training_on_parts_says_how_to_merge_them(argv, tmp_path, monkeypatch, refused):
     monkeypatch.chdir(tmp_path)
     argv[-1] = '--data_dir=data/pystdlib'  # which train.py would prepare where it is missing

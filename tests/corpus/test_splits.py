@@ -63,6 +63,28 @@ def test_rows_that_would_be_trained_on_and_held_out_are_refused(
     assert words in line and not (tmp_path / 'd').exists()
 
 
+@pytest.mark.parametrize(('more', 'split', 'advice'), [
+    ([], 'val', 'another --val_fraction'),
+    (['--val_fraction=0.9999'], 'train', 'another --val_fraction'),
+    (['--val_split=validation', '--test_fraction=0.89'], 'train', 'another --test_fraction'),
+    (['--val_fraction=0.5', '--test_fraction=0.4999'], 'train',
+     'another --val_fraction or another --test_fraction'),
+    (['--split=test', '--val_split=validation'], 'train', 'another --split'),
+    (['--val_split=test'], 'val', 'another --val_split'),
+    (['--val_split=validation', '--test_split=test'], 'test', 'another --test_split'),
+    (['--val_split=test', '--dedup'], 'val', 'another --val_split or no --dedup'),
+    (['--val_fraction=0.3', '--max_tokens=9'], 'val',
+     'another --val_fraction or a larger --max_tokens')])
+def test_a_split_that_stays_empty_names_the_options_that_left_it_so(
+        more, split, advice, tmp_path, capsys, monkeypatch):
+    write_hub(tmp_path / 'hub', train=['a small text'], validation=['held', 'out'],
+              test=['a  small text' if '--dedup' in more else ' '])
+    argv = ['hf', f'--path={tmp_path}/hub', '--tokenizer=byte', *more, f'--data_dir={tmp_path}/d']
+    line = fails(capsys, monkeypatch, prepare.main, *argv)
+    assert line.endswith(f'the {split} split would be empty: use more text or {advice}')
+    assert not (tmp_path / 'd').exists()
+
+
 def test_files_have_no_splits_to_choose_from(tmp_path, capsys, monkeypatch):
     write_rows(tmp_path / 'a.jsonl', TEXTS)
     assert 'test_split=test: ' in fails(

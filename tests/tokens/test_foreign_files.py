@@ -1,11 +1,17 @@
 """Files that hold no tokens of ours, under the name of some that do."""
 
+import gzip
+import io
 import os
+import pickle
 import shutil
 
 import numpy as np
 import pytest
-from helpers import SHARED, fails
+import safetensors.numpy
+import torch
+import zstandard
+from helpers import SHARED, fails, shared_file
 
 import prepare
 import train
@@ -29,11 +35,25 @@ def u4(ids=IDS):
     return ids.astype('<u4').tobytes()
 
 
+def characters(text):
+    chars = sorted(set(text))  # as nanoGPT's prepare.py has them: the line break is 0
+    return u2(np.array([chars.index(c) for c in text]))
+
+
 N = len(IDS)
 LLAMA3 = CHANCE.integers(0, 128_000, N)
+def of_torch():
+    torch.save(torch.tensor(IDS), file := io.BytesIO())
+    return file.getvalue()
+
+
 KNOWN = {'bare ids': u2(), "llm.c's shard": header(20240520, 1, N) + u2(),
-         'few ids': u2(IDS[:50]), 'one id again and again': u2(0 * IDS),
-         'ids of a small vocabulary': u2(IDS % 3)}
+         'few ids': u2(IDS[:50]), 'one id again and again': u2(0 * IDS + 7),
+         'few zeros': u2(0 * IDS[:50]), 'ids of a small vocabulary': u2(IDS % 3),
+         'names': characters('\n'.join(['Al', 'Bo', 'Eva', 'Ada'] * 300)),
+         'a character a line': characters('\n'.join('3141592653' * 100)),
+         'lines after many blank ones': characters('\n' * 3000 + 'a line of text\n' * 200),
+         'a tenth zeros, at first too': u2(np.where(np.arange(N) < 600, 0, IDS * (IDS % 10 > 0)))}
 FOREIGN = {  # bytes, and words of the message
     'magic one more': (header(20240521, 1, N) + u2(), r'header .* \(magic 20240521'),
     'magic one less': (header(20240519, 1, N) + u2(), r'header .* \(magic 20240519'),
@@ -57,8 +77,21 @@ FOREIGN = {  # bytes, and words of the message
     'Llama 3, bare': (u4(LLAMA3), 'ids of 32 or 64 bits'),
     'numbers': (CHANCE.normal(size=N).astype('<f4').tobytes(), 'has id .* vocabulary'),
     "numpy's": (b'\x93NUMPY\1\0v\0' + b' ' * 120 + u2(), 'npy'),
-    'compressed': (b'\x1f\x8b\x08\0' + CHANCE.bytes(20_000), 'has id .* vocabulary'),
+    'random bytes': (CHANCE.bytes(20_000), 'has id .* vocabulary'),
+    'compressed': (gzip.compress(u2()), 'is gzip'),
+    'Zstandard': (zstandard.compress(u2()), 'is Zstandard'),
+    'a zip archive': (of_torch(), 'is a zip'),
+    'a pickle': (pickle.dumps(IDS.tolist()), 'is a pickle'),
+    'safetensors': (safetensors.numpy.save({'ids': IDS}), 'is .safetensors'),
     'a text': ('Zwei Dinge erfüllen das Gemüt'.encode() * 100, 'is a text'),
+    'a text of an odd number of bytes': (b'two things' * 100 + b'.', 'is a text'),
+    'zeros': (bytes(4000), 'has zeros'),
+    'few ids of 32 bits': (u4(IDS[:16]), 'ids of 32 or 64 bits'),
+    'small ids of 32 bits': (u4(IDS[:80] % 3), 'ids of 32 or 64 bits'),
+    "32 bits behind llm.c's header": (header(20240520, 1, 2 * N) + u4(), 'ids of 32 or 64 bits'),
+    "zeros behind llm.c's header": (header(20240520, 1, N) + u2(0 * IDS), 'has zeros'),
+    **{f'the first {n} bytes lost': ((header(20240520, 1, N) + u2())[n:], 'header .* not known')
+       for n in (4, 12, 100, 500, 900)},
     'an odd number of bytes': (u2() + b'\0', 'no whole number'),
 }
 
@@ -75,6 +108,13 @@ def test_what_holds_tokens_is_read(kind, tmp_path):
     stream = open_dataset(folder_of(tmp_path / 'd', KNOWN[kind])).split('train')
     ids = np.frombuffer(KNOWN[kind], '<u2')[512 * kind.startswith('llm.c'):]
     assert np.array_equal(stream.sequences(np.array([0]), len(stream))[0], ids)
+
+
+def test_characters_of_a_play_are_read_with_any_of_them_as_the_first(tmp_path):
+    text = shared_file('tinyshakespeare.txt').read_text()
+    for n, start in enumerate((0, 14)):
+        stream = open_dataset(folder_of(tmp_path / str(n), characters(text[start:]))).split('train')
+        assert len(stream) == len(text) - start
 
 
 @pytest.mark.parametrize('kind', FOREIGN)

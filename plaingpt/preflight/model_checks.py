@@ -217,15 +217,19 @@ def gradient_is_true(subject):
             raise NotChecked('there is no gradient')  # every_weight_learns says so
         lengths |= dict.fromkeys(group, 0.5 / square)
     weights = {name: p.detach() for name, p in subject.model.named_parameters()}
+    ratio = None
     for predicted in PREDICTED_FALLS:
         behind, ahead = (subject.loss({**weights, **{
             name: torch.add(weights[name], subject.gradients[name],
                             alpha=way / 2 * predicted * length).requires_grad_()
             for name, length in lengths.items()}}).item() for way in (1, -1))
-        fall = behind - ahead
-        error = GRADIENT_ERROR[subject.device.type == 'cpu'] * predicted + ROUNDING
-        if abs(fall - predicted) <= error:
+        fall, before = behind - ahead, ratio
+        ratio, error = fall / predicted, \
+            GRADIENT_ERROR[subject.device.type == 'cpu'] + ROUNDING / predicted
+        if abs(ratio - 1) <= error:
             return None
+        if before is not None and abs(ratio - before) <= error:
+            break  # it is not rough
     return (f'a step along the gradient should lower the loss by {predicted:.3g}, and lowers it '
             f'by {fall:.3g}: a detach in a branch, a backward pass of your own that is not the '
             'derivative of its forward pass, or a step in the forward pass (rounding, a choice)')

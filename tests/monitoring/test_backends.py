@@ -22,9 +22,11 @@ server.set_forkserver_preload(['train', 'wandb', 'torch.utils.tensorboard'])
 KILLS = (5, 8, 11)
 
 
-def run_until(kill_at, argv):
+def run_until(kill_at, argv, folder):
     """train.py, which kills itself before update `kill_at` is reported."""
-    os.environ.update(WANDB_SILENT='true', OMP_NUM_THREADS='1')
+    # Here, since the server that forks this process may have been started by another test.
+    os.environ.update(WANDB_SILENT='true', OMP_NUM_THREADS='1', WANDB_MODE='offline',
+                      WANDB_DIR=str(folder))
     original = train.Metrics.tick
 
     def tick(self, iter_num):
@@ -36,14 +38,12 @@ def run_until(kill_at, argv):
 
 
 @pytest.fixture
-def killed(tiny, tmp_path, monkeypatch):
+def killed(tiny, tmp_path):
     """A run of 15 iterations with both backends that was killed three times."""
-    monkeypatch.setenv('WANDB_MODE', 'offline')
-    monkeypatch.setenv('WANDB_DIR', str(tmp_path))
     argv = [*tiny, '--max_iters=15', '--lr_decay_iters=15', '--checkpoint_interval=3',
             '--health_interval=5', '--init_from=auto', '--wandb_log', '--tensorboard_log']
     for kill_at in (*KILLS, None):
-        process = server.Process(target=run_until, args=(kill_at, argv))
+        process = server.Process(target=run_until, args=(kill_at, argv, tmp_path))
         process.start()
         process.join()
         assert process.exitcode == (-signal.SIGKILL if kill_at else 0)

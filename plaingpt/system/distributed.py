@@ -86,8 +86,8 @@ def process_group(world, device, backend='auto'):
         backend = 'nccl' if device.type == 'cuda' else 'gloo'
     if backend == 'nccl' and device.type != 'cuda':
         raise UserError(f'backend=nccl needs a CUDA device, not {device.type}: leave it at auto')
-    store, peers = join(world)
-    with naming_the_lost(store, peers), Heartbeat(store, peers, world):
+    store, beats, peers = join(world)
+    with naming_the_lost(store, peers), Heartbeat(beats, peers, world):
         # Binding the device lets NCCL set its communicators up at once instead of guessing later.
         dist.init_process_group(backend, store=store, rank=world.rank, world_size=world.size,
                                 device_id=device if device.type == 'cuda' else None)
@@ -99,8 +99,9 @@ def process_group(world, device, backend='auto'):
 
 
 def join(world):
-    """Meet the job's processes → (the key-value store that they share, [(host, process id, start)]
-    by rank). Raises UserError that names those who have not come after JOIN_S.
+    """Meet the job's processes → (the key-value store that they share, the same over a connection
+    of its own for the Heartbeat, [(host, process id, start)] by rank). Raises UserError that names
+    those who have not come after JOIN_S.
 
     The store outlives a restart (--max-restarts), and a process that reads the address which an
     earlier attempt left there never finds its peer. So rank 0 invents a prefix that no earlier
@@ -115,24 +116,29 @@ def join(world):
     address = f'{env["MASTER_ADDR"]}:{env["MASTER_PORT"]}'
     hosting = hosts_store(world)
     me = [socket.gethostname(), os.getpid(), started(os.getpid())]
+    deadline = time.monotonic() + JOIN_S
     try:
         store = dist.TCPStore(env['MASTER_ADDR'], int(env['MASTER_PORT']), world.size, hosting,
                               timedelta(seconds=JOIN_S), wait_for_workers=False,
                               multi_tenant=hosting,
                               use_libuv=env.get('USE_LIBUV', str(int(os.name != 'nt'))) == '1')
+        beats = store.clone()  # now: where rank 0 is lost later, it would wait for a new one
         prefix, peers = gather(store, world, me) if world.is_main else say_hello(store, world, me)
-        store.set_timeout(dist.constants.default_pg_timeout)
+        for connection in (store, beats):
+            connection.set_timeout(dist.constants.default_pg_timeout)
     except dist.DistError as e:
         if hosting:
             raise UserError(f'rank 0 cannot listen at {address}: choose another MASTER_PORT '
                             f'({str(e).splitlines()[0]})') from None
+        if time.monotonic() < deadline:
+            raise UserError(f'lost rank 0 of {world.size} at {address}{NO_JOB}') from None
         raise UserError(f'waited {JOIN_S} s for rank 0 of {world.size} at {address}: see what it '
                         'wrote last, and start all processes again') from None
     lost = [rank for rank, peer in enumerate(peers) if peer is None]
     if lost:
         raise UserError(f'waited {JOIN_S} s for {ranks(lost)} of {world.size}: see what it wrote '
                         'last, and start all processes again')
-    return dist.PrefixStore(prefix, store), peers
+    return dist.PrefixStore(prefix, store), dist.PrefixStore(prefix, beats), peers
 
 
 def hosts_store(world):
@@ -220,7 +226,7 @@ class Heartbeat:
     """
 
     def __init__(self, store, peers, world):
-        self.store = store.clone()  # a connection of its own: on the other a call may wait long
+        self.store = store  # nobody else's connection: on the other a call may wait long
         self.peers, self.world = peers, world
         self.unanswered = 0  # beats since the store answered last
         self.over = threading.Event()

@@ -38,6 +38,23 @@ def test_ranks_that_never_come_are_named_after_a_while(tiny, tmp_path, missing):
         assert f'error: waited 1 s for {name}' in last_line(log)
 
 
+def test_a_rank_0_that_dies_while_others_wait_for_more_is_named(tiny, tmp_path):
+    first, second, _ = ranks(3)
+    logs = [tmp_path / 'log0', tmp_path / 'log1']
+    pids = [fork(train.main, *tiny, '--gradient_accumulation_steps=3', log=log, before=before,
+                 **env)
+            for log, env, before in zip(logs, (first, second), (die_in_gather, None), strict=True)]
+    assert [exit_code(pid) for pid in pids] == [-signal.SIGKILL, 2]
+    assert 'error: lost rank 0 of 3 at 127.0.0.1:' in last_line(logs[1])
+
+
+def die_in_gather():
+    def gather(store, world, me):
+        store.get('hello/1')  # waits for rank 1
+        os.kill(os.getpid(), signal.SIGKILL)
+    distributed.gather = gather
+
+
 def test_an_address_that_cannot_be_had_is_a_mistake(tiny, capsys, monkeypatch):
     env = ranks(1)[0]
     for key, value in env.items():

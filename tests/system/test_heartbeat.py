@@ -75,19 +75,26 @@ def test_a_process_that_is_slow_and_a_job_that_is_suspended_do_not_end(tiny, tmp
     assert [exit_code(pid) for pid in pids] == [0, 0] and not any(map(said, logs))
 
 
-def die_before_connecting(rank):
+def die_before_connecting(rank, others_wait_s):
     def init_process_group(*_, **__):
         os.kill(os.getpid(), signal.SIGKILL)
+
+    def join_slowly(world, join=distributed.join):
+        joined = join(world)
+        time.sleep(others_wait_s)
+        return joined
     if os.environ['RANK'] == rank:
         distributed.dist.init_process_group = init_process_group
+    else:
+        distributed.join = join_slowly
     beat_fast()
 
 
-@pytest.mark.parametrize('lost', ['0', '2'])
-def test_a_process_that_dies_before_all_are_connected_is_named(tiny, tmp_path, lost):
+@pytest.mark.parametrize('lost, others_wait_s', [('0', 0), ('2', 0), ('0', 1)])
+def test_a_process_that_dies_before_all_are_connected_is_named(tiny, tmp_path, lost, others_wait_s):
     logs = [tmp_path / f'log{rank}' for rank in range(3)]
     pids = [fork(train.main, *tiny, '--gradient_accumulation_steps=3', log=log,
-                 before=partial(die_before_connecting, lost), **env)
+                 before=partial(die_before_connecting, lost, others_wait_s), **env)
             for log, env in zip(logs, ranks(3), strict=True)]
     codes = [exit_code(pid) for pid in pids]
     assert codes.pop(int(lost)) == -signal.SIGKILL and set(codes) <= {1, 2}

@@ -17,31 +17,18 @@ import zlib
 from typing import NamedTuple
 
 from plaingpt.system.errors import UserError, needs
+from plaingpt.system.file_signatures import SIGNATURE_BYTES, identify
 from plaingpt.system.formatting import count_of, quoted, shown
 
 PIECE_CHARS = 2**18
 BLOCK_BYTES = 2**20
 # No 16 KB of deflate (1:1,032) and no 512 bytes of Zstandard (4 bytes are 128 KB) exceed 17 MB.
-SIGNATURE_BYTES = 512  # of the beginning of a file, which tell what it is
 COMPRESSED_BLOCK_BYTES = {'.gz': 2**14, '.zst': 2**9}
 
 MAX_DOCUMENT_CHARS = 100_000_000  # of a line, a row or a paragraph: what is held in memory whole
 # A file may expand to the larger of these; text expands 2 to 20-fold, repetitive logs 100-fold.
 EXPANDED_BYTES, EXPANSION = 100_000_000, 200
 
-SIGNATURES = (  # the first bytes of files that are no text → what such a file is, what to do
-    (rb'PK\x03\x04|PK\x05\x06', 'a zip archive or an office document', 'unpack or export it'),
-    (rb"7z\xbc\xaf'\x1c", 'a 7z archive', 'unpack it'),
-    (rb'Rar!\x1a\x07', 'a rar archive', 'unpack it'),
-    (rb'.{257}ustar[\0 ]', 'a tar archive', 'unpack it'),
-    (rb'\x1f\x8b', 'gzip', 'name it .gz'),
-    (rb'\x28\xb5\x2f\xfd', 'Zstandard', 'name it .zst'),
-    (rb'BZh[1-9]1AY&SY', 'bzip2', 'unpack it'),
-    (rb'\xfd7zXZ\0', 'xz', 'unpack it'),
-    (rb'PAR1\x15', 'Parquet', 'name it .parquet'),
-    (rb'%PDF-\d', 'a PDF', 'extract its text'),
-    (rb'\x89PNG\r\n|\xff\xd8\xff|RIFF.{4}WEBP', 'a picture', 'leave it out'),
-    (rb'SQLite format 3\0', 'an SQLite database', 'export its rows as .csv'))
 UTF_16_OR_32 = (  # the first bytes → the name that iconv knows; UTF-32's mark begins with UTF-16's
     (rb'\xff\xfe\0\0|\0\0\xfe\xff', 'UTF-32'), (rb'\xff\xfe|\xfe\xff', 'UTF-16'),
     (rb'([\t-~]\0\0\0){2}', 'UTF-32LE'), (rb'(\0\0\0[\t-~]){2}', 'UTF-32BE'),
@@ -220,12 +207,6 @@ def check_text(path, data, before, of_rows):
         advice = '' if of_rows else ', or use --tokenizer=byte, which takes any bytes'
         raise UserError(f'{shown(path)}: no text, byte {before + place} is NUL: leave it out'
                         + advice)
-
-
-def identify(data):
-    """(what a file is that begins with `data`, what to do with it), or ('', '')."""
-    return next((found for pattern, *found in SIGNATURES if re.match(pattern, data, re.S)),
-                ('', ''))
 
 
 def find_encoding(data):

@@ -1,11 +1,11 @@
 """What a .bin file is that no meta.json describes: bare token ids, llm.c's shard, or no tokens."""
 
 import codecs
-import re
 
 import numpy as np
 
 from plaingpt.system.errors import UserError
+from plaingpt.system.file_signatures import identify
 
 # https://github.com/karpathy/llm.c, dev/data/data_common.py: 256 int32, which begin with magic,
 # version and number of tokens, then the tokens.
@@ -13,13 +13,6 @@ HEADER_BYTES = 1024
 GPT2_MAGIC = 20240520
 OTHER_MAGICS = {20240801: 'tokens of Llama 3, in 32 bits',
                 20240522: 'questions of a benchmark'}
-SIGNATURES = (  # the first bytes of files that hold no ids → what such a file is
-    (rb'\x93NUMPY', "numpy's .npy"), (rb'PK\x03\x04', 'a zip archive, as of PyTorch or .npz'),
-    (rb'.{3}\0{5}\{"', '.safetensors'), (rb'GGUF', 'GGUF'), (rb'\x89HDF\r\n\x1a\n', 'HDF5'),
-    (rb'\x80[\x02-\x05](\x95.{6}\0\0|\}q|\]q|c)', 'a pickle'), (rb'ARROW1\0\0', 'Arrow'),
-    (rb'PAR1\x15', 'Parquet'), (rb'\x1f\x8b\x08[\0-\x1f]', 'gzip'),
-    (rb'\x28\xb5\x2f\xfd', 'Zstandard'), (rb'BZh[1-9]1AY&SY', 'bzip2'), (rb'\xfd7zXZ\0', 'xz'),
-    (rb"7z\xbc\xaf'\x1c", 'a 7z archive'), (rb'.{257}ustar[\0 ]', 'a tar archive'))
 PREPARE = 'prepare the text with python prepare.py text --input=FILE'
 
 
@@ -82,9 +75,9 @@ def are_wide(ids, vocab_size):
 
 def known_format(head):
     """What the file is by its first bytes, or ''."""
-    for pattern, what in SIGNATURES:
-        if re.match(pattern, head, re.S):
-            return what
+    what, _ = identify(head)
+    if what:
+        return what
     try:
         text = codecs.utf_8_decode(head, 'strict', False)[0]
     except UnicodeDecodeError:

@@ -224,6 +224,7 @@ REFUSED = [
     ('a.gif', b'GIF89a\1\0\1\0', 'no text, byte 7 is NUL', 'text'),
     ('a.txt', b'RIFF\n\0\0\0WEBP', 'this is a picture', 'text'),
     ('a.txt', b'SQLite format 3\0', 'this is an SQLite database', 'text'),
+    ('a.txt', b'GGUF\3\0\0\0', 'this is GGUF and no text: leave it out', 'text'),
     ('a.txt', b'text and\0more', 'no text, byte 8 is NUL', 'text'),
     ('a b.txt', 'text'.encode('utf-16'), "UTF-16 text: convert it: iconv -f UTF-16 -t UTF-8 '",
      'text'),

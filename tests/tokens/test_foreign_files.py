@@ -81,6 +81,7 @@ FOREIGN = {  # bytes, and words of the message
     'compressed': (gzip.compress(u2()), 'is gzip'),
     'Zstandard': (zstandard.compress(u2()), 'is Zstandard'),
     'a zip archive': (of_torch(), 'is a zip'),
+    'a PDF': (b'%PDF-1.7\n%\xe2\xe3\xcf\xd3\n' * 100, 'is a PDF'),
     'a pickle': (pickle.dumps(IDS.tolist()), 'is a pickle'),
     'safetensors': (safetensors.numpy.save({'ids': IDS}), 'is .safetensors'),
     'a text': ('Zwei Dinge erfüllen das Gemüt'.encode() * 100, 'is a text'),

@@ -35,7 +35,7 @@ class Passed(NamedTuple):
 
 
 class Batch(NamedTuple):
-    pieces: list  # of (split, text, new_document, Passed up to there)
+    pieces: list  # of (split, text, new_document, Passed up to there if that is wanted)
     characters: int  # of their texts
     count: int  # pieces of the source up to the batch's end
     position: int  # how far the source is read there
@@ -67,12 +67,14 @@ def end_line(piece):
     return split, text + '\n' * (not text.endswith('\n')), new_document, position
 
 
-def group_in_batches(pieces, source, count=0, checksum=0, duplicates=None):
-    """Group what put_in_splits yields; `count` pieces came before."""
+def group_in_batches(pieces, source, count=0, checksum=0, duplicates=None, may_end_early=False):
+    """Group what put_in_splits yields; `count` pieces came before. may_end_early: each piece says
+    what was passed over up to it."""
     known = duplicates.state if duplicates else lambda: None
+    passed = partial(count_passed, source, duplicates) if may_end_early else lambda: None
     group, characters, number = [], 0, 0
     for split, text, new_document, position in pieces:
-        group.append((split, text, new_document, count_passed(source, duplicates)))
+        group.append((split, text, new_document, passed()))
         count += 1
         checksum = add_to_checksum(checksum, text)
         characters += len(text)
@@ -153,10 +155,10 @@ def write_shards(folder, source, command, tokenizer, journal, num_proc):
         raise
     tokens, seconds = count_tokens(writers), time.monotonic() - started
     if passed.nulls:
-        print(f'{passed.nulls:,} row{"s" if passed.nulls > 1 else ""} left out: the text is null')
+        print(f'{count_of(passed.nulls, "row")} left out: the text is null')
     if passed.replaced:
-        print(f'{passed.replaced:,} lone surrogate{"s" if passed.replaced > 1 else ""} (\\ud800 to '
-              '\\udfff), halves of characters: replaced with U+FFFD')
+        print(f'{count_of(passed.replaced, "lone surrogate")} (\\ud800 to \\udfff), halves of '
+              'characters: replaced with U+FFFD')
     if source.identity() != command['identity']:
         raise UserError(f'{source.name}: changed while it was read: give the same command again')
     print(f'{count_of(tokens - before, "token")} in {seconds:.1f} s, '
@@ -201,20 +203,20 @@ def encode_into(writers, folder, source, command, tokenizer, dtype, journal, num
     Passed, up to the end or the last piece that max_tokens takes."""
     count, position, mark = (journal[key] for key in ('count', 'at', 'mark')) if journal \
         else (0, 0, None)
-    known = journal['duplicates'] if journal and 'dedup' in command else None
     limit = command.get('max_tokens', math.inf)
     ends_early = 'max_tokens' in command and not source.is_one_text
     encode = partial(encode_batch, tokenizer, None if source.is_one_text else tokenizer.end_of_text,
                      dtype)
     saved, before = time.monotonic(), count_tokens(writers)
     with closing(source.pieces(mark)) as pieces, \
-            open_duplicates(folder, command, known if mark else None) as duplicates, \
+            open_duplicates(folder, command, journal.get('duplicates') if mark else None) \
+            as duplicates, \
             (Progress('encoding', limit, 'tokens', writers['train'].tokens) if ends_early else
              Progress('encoding', source.total, source.unit, position)) as progress:
         pieces = put_in_splits(pieces, source, command, duplicates, tokenizer)
         checksum = skip_written(pieces, source, folder, journal) if journal and not mark else 0
-        for batch, encoded in map_in_order(
-                encode, group_in_batches(pieces, source, count, checksum, duplicates), num_proc):
+        batches = group_in_batches(pieces, source, count, checksum, duplicates, ends_early)
+        for batch, encoded in map_in_order(encode, batches, num_proc):
             room = limit - writers['train'].tokens
             if ends_early and not room:  # where an earlier version stopped
                 passed = batch.pieces[0][-1]

@@ -23,6 +23,7 @@ import http.client
 import os
 import urllib.request
 from contextlib import closing
+from functools import lru_cache
 from itertools import islice
 from pathlib import Path
 
@@ -91,6 +92,7 @@ def read_texts(source, what):
             progress.advance_to(piece.position)
 
 
+@lru_cache(1)  # of a running text they are asked for twice
 def count_characters(source):
     return sum(map(len, read_texts(source, 'counting characters')))
 

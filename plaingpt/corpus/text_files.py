@@ -18,7 +18,7 @@ from plaingpt.corpus.documents import Piece
 from plaingpt.corpus.rows import file_type, inner_suffix, name_of, read_rows
 from plaingpt.system.errors import UserError
 from plaingpt.system.files import open_regular, sha256_of
-from plaingpt.system.formatting import quoted, shown
+from plaingpt.system.formatting import count_of, quoted, shown
 from plaingpt.tokens.dataset import UNFINISHED
 
 ONE_TEXT_FILES = 100  # fewer text files than this are one text
@@ -60,20 +60,14 @@ class Files:
             if not self._can_be_cut(path) or (span[0] == 0 and size <= span[1]):
                 span = None  # all of it or nothing
             if has_middle or (span and span[0] < size and span[1] > 0):
-                for text, new_document, position in self._documents(path, digest, span):
+                for text, new_document, position in self._wanted(path, digest, span):
                     at = min(max(before + position - self.begin, 0), self.total)
-                    if text is None:
-                        self.nulls += 1
-                        continue
-                    text, replaced = documents.replace_surrogates(text, self.errors)
-                    self.replaced += replaced
-                    if text.strip() or file_type(path) == 'text':  # a blank row is no document
-                        if self.is_one_text:
-                            # by itself: what a tokenizer learns from does not depend on the order
-                            if line_open and new_document:
-                                yield Piece('\n', False, at)
-                            line_open = not text.endswith(('\n', '\r'))
-                        yield Piece(text, new_document, at)
+                    if self.is_one_text:
+                        # by itself: what a tokenizer learns from does not depend on the order
+                        if line_open and new_document:
+                            yield Piece('\n', False, at)
+                        line_open = not text.endswith(('\n', '\r'))
+                    yield Piece(text, new_document, at)
             if has_middle:  # of a .parquet file only a column was read: it is read once more
                 again = span or file_type(path) == 'parquet'
                 self._inputs.append({
@@ -86,6 +80,18 @@ class Files:
             return False
         kind = file_type(path)  # the rows of other files may go over several lines
         return kind in ('jsonl', 'parquet') or (kind == 'text' and self.form == 'line')
+
+    def _wanted(self, path, digest, span):
+        """The documents, but rows that are null, which are counted, and blank ones."""
+        may_be_blank = file_type(path) == 'text'
+        for text, new_document, position in self._documents(path, digest, span):
+            if text is None:
+                self.nulls += 1
+                continue
+            text, replaced = documents.replace_surrogates(text, self.errors)
+            self.replaced += replaced
+            if may_be_blank or text.strip():
+                yield text, new_document, position
 
     def _documents(self, path, digest, span):
         try:
@@ -213,9 +219,8 @@ def find_files(wanted, tell=None):
     found = sorted({real_name(path): path for path in sorted(paths)}.values())
     if tell and searched:
         left_out = {path: reason for path, reason in left_out.items() if path not in paths}
-        count = len(found)
-        tell(f'reading {count:,} file{"s" * (count > 1)}: {count_endings(map(inner_suffix, found))}'
-             + '; left out:' * bool(left_out))
+        tell(f'reading {count_of(len(found), "file")}: '
+             f'{count_endings(map(inner_suffix, found))}' + '; left out:' * bool(left_out))
         for line in describe_left_out(left_out):
             tell(f'  {line}')
     return found
@@ -291,10 +296,14 @@ def check_permissions(parts):
                 else:
                     os.lstat(os.path.join(folder, part))
             except PermissionError as e:
-                raise UserError(f'{shown(folder)}: {e.strerror}: allow it, or name the files in it '
-                                'that you want') from None
+                raise not_listed(folder, e) from None
             except OSError:
                 pass  # there is no such file
+
+
+def not_listed(folder, e):
+    return UserError(f'{shown(folder)}: {e.strerror}: allow it, or name the files in it that you '
+                     'want')
 
 
 def walk(root, reasons):
@@ -311,8 +320,7 @@ def walk(root, reasons):
         try:
             names = sorted(os.listdir(folder))
         except OSError as e:
-            raise UserError(f'{shown(folder)}: {e.strerror}: allow it, or name the files in it '
-                            'that you want') from None
+            raise not_listed(folder, e) from None
         for name in names:
             path = folder / name
             if not path.is_dir():

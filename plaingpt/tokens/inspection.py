@@ -8,6 +8,7 @@ from numpy.lib.stride_tricks import sliding_window_view
 
 from plaingpt.system.errors import UserError
 from plaingpt.system.files import sha256_of, write_json
+from plaingpt.system.formatting import count_of
 from plaingpt.system.streams import Progress, require_stdout, warn
 from plaingpt.tokens.dataset import not_read, open_dataset
 
@@ -42,8 +43,8 @@ def print_report(folder, meta):
             print(f'{folder}: no {split} tokens in this part')
             continue
         text = '' if 'documents' not in entry else (
-            f', {entry["bytes"] / entry["tokens"]:.2f} bytes each, from {entry["documents"]:,} '
-            f'document{"s" if entry["documents"] != 1 else ""}')
+            f', {entry["bytes"] / entry["tokens"]:.2f} bytes each, from '
+            f'{count_of(entry["documents"], "document")}')
         print(f'{folder}/{names[0]}{f" to {names[-1]}" if len(names) > 1 else ""}: '
               f'{entry["tokens"]:,} tokens{text}')
         print(f'    {excerpt(dataset.split(split), 0, tokenizer)!r}')
@@ -190,8 +191,7 @@ def inspect_split(dataset, split, tokenizer):
         if tokenizer.end_of_text is not None:
             documents += int(np.count_nonzero(ids == tokenizer.end_of_text))
     per_token = dataset.bytes_per_token(split)
-    print(f'{split}: {len(stream):,} tokens in {len(stream.files)} '
-          f'file{"s" if len(stream.files) > 1 else ""}'
+    print(f'{split}: {len(stream):,} tokens in {count_of(len(stream.files), "file")}'
           + (f', {per_token:.2f} bytes each' if per_token else '')
           + (f', {documents:,} ends of text' if documents else ', no end of text'))
     for start in range(0, len(stream), -(-len(stream) // 3)):

@@ -28,8 +28,7 @@ from plaingpt.system.devices import GPUS
 from plaingpt.system.errors import UserError, run_script
 from plaingpt.system.formatting import GIB, duration, gib, short
 from plaingpt.system.streams import require_stdout
-from plaingpt.tokens.dataset import read_names
-from plaingpt.tokens.mixture import SHARES
+from plaingpt.tokens.dataset import SHARES, read_names
 from plaingpt.training.memory_planner import (
     batch_that_divides,
     choose_parallel,

@@ -23,7 +23,7 @@ from plaingpt.benchmarks.timing import step_seconds, step_times
 from plaingpt.corpus.corpora import find_dataset_size
 from plaingpt.system.devices import autocast
 from plaingpt.tokens.batches import BatchLoader
-from plaingpt.tokens.dataset import is_prepared
+from plaingpt.tokens.dataset import has_token_files
 from plaingpt.tokens.mixture import open_named
 from plaingpt.tokens.token_files import TokenStream, open_tokens
 from plaingpt.training.optimizers import build_optimizer
@@ -163,7 +163,7 @@ def measure_ladder(work):
     shape = GPTConfig(config.block_size, vocab_size, config.n_layer, config.n_head, config.n_embd,
                       bias=config.bias)
     tokenizer = None
-    if is_prepared(config.dataset):
+    if has_token_files(config.dataset):
         dataset = open_named(config.dataset)
         tokenizer = dataset.tokenizer()
         tokens = dataset.split('train').sequences(np.array([0]), min(known, TOKENS))[0]

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 from plaingpt.corpus.text_files import STANDARD_LIBRARY, find_files, find_standard_library
 from plaingpt.system.formatting import short
-from plaingpt.tokens.dataset import dataset_folder, is_prepared, open_dataset, read_names
+from plaingpt.tokens.dataset import dataset_folder, has_token_files, open_dataset, read_names
 from plaingpt.tokens.tokenizers import GPT2Tokenizer, named_vocab_size
 
 
@@ -101,14 +101,14 @@ def find_dataset_size(name, vocab_size=0):
     Where nothing is prepared, the table of corpora answers. vocab_size: takes the place of the
     vocabulary that is found, 0 for none. Raises UserError.
     """
-    if is_prepared(name):
+    if has_token_files(name):
         from plaingpt.tokens.mixture import open_named  # which takes torch, and its seconds
         dataset = open_named(name)
         return vocab_size or dataset.vocab_size, len(dataset.split('train')), str(dataset.folder)
     sizes = find_sizes(name)
     usual, tokens, _ = zip(*sizes.values(), strict=True)
-    known = next((size[0] for each, size in sizes.items() if is_prepared(each)), usual[0])
-    missing = next(source for each, (_, _, source) in sizes.items() if not is_prepared(each))
+    known = next((size[0] for each, size in sizes.items() if has_token_files(each)), usual[0])
+    missing = next(source for each, (_, _, source) in sizes.items() if not has_token_files(each))
     return vocab_size or known, None if None in tokens else sum(tokens), missing
 
 
@@ -117,7 +117,7 @@ def find_sizes(name):
     sizes = {}
     for each in read_names(name):
         folder, corpus = dataset_folder(each), CORPORA.get(each, Corpus(''))
-        if is_prepared(each):
+        if has_token_files(each):
             dataset = open_dataset(folder)
             sizes[each] = dataset.vocab_size, len(dataset.split('train')), str(folder)
             continue

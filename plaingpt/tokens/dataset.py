@@ -333,6 +333,6 @@ def apportion(weights, n):
     return counts.tolist()
 
 
-def is_prepared(text):
+def has_token_files(text):
     """Whether there are token files of all that `dataset` says."""
     return all(any(dataset_folder(name).glob('*.bin')) for name in read_names(text))

@@ -203,17 +203,7 @@ def prepare_text(name, corpus, folder, config):
     if errors == 'strict' and (borrowed['kind'] if borrowed else tokenizer_name) == 'byte':
         errors = 'surrogateescape'  # any bytes are tokens of the byte tokenizer
     source = open_source(name, corpus, config, errors)
-    if source.unit != 'B' and tokenizer_name == 'char':
-        raise UserError(f'{name} is too large for --tokenizer=char: use gpt2, byte or bpe:32768')
-    if config.numbers():
-        check_divisible(config, source, tokenizer_name)
-    for option in ('split', 'val_split', 'test_split'):
-        if source.unit == 'B' and getattr(config, option):
-            raise UserError(f'{option}={getattr(config, option)}: {source.name} is no dataset of '
-                            'the hub and has no splits of its own: leave it out')
-    if config.dedup and source.is_one_text:
-        raise UserError(f'dedup: {source.name} is one running text and has no documents: say what '
-                        'a document is with --documents=file, line, paragraph or title')
+    check_source(name, config, source, tokenizer_name)
     command = describe_command(name, corpus, config, tokenizer_name, borrowed, source)
     if part := config.numbers():
         if is_whole(folder, command, config.overwrite):
@@ -247,17 +237,27 @@ def prepare_text(name, corpus, folder, config):
             print_overlaps(record_overlap(folder))
 
 
-def check_divisible(config, source, tokenizer_name):
-    """Raises UserError where no part of the corpus can be prepared on its own."""
-    if source.is_one_text:
+def check_source(name, config, source, tokenizer_name):
+    """Raises UserError where an option asks for what a source of this kind does not have."""
+    if source.unit != 'B' and tokenizer_name == 'char':
+        raise UserError(f'{name} is too large for --tokenizer=char: use gpt2, byte or bpe:32768')
+    if config.numbers() and source.is_one_text:
         raise UserError(f'part={config.part}: {source.name} is one running text, and a part has '
                         'some of the documents: say what a document is with --documents=file, '
                         'line, paragraph or title, or leave --part out')
-    if tokenizer_name.startswith(('char', 'bpe')) and tokenizers.is_name(tokenizer_name):
+    learned = tokenizer_name.startswith(('char', 'bpe')) and tokenizers.is_name(tokenizer_name)
+    if config.numbers() and learned:
         raise UserError(f'part={config.part}: the {tokenizer_name} tokenizer is learned from all '
                         'the text, which a part has not: use gpt2 or byte, or learn it once from a '
                         f'sample (python prepare.py text --input=SAMPLE --tokenizer='
                         f'{tokenizer_name} --data_dir=data/sample) and give --tokenizer=sample')
+    for option in ('split', 'val_split', 'test_split'):
+        if source.unit == 'B' and getattr(config, option):
+            raise UserError(f'{option}={getattr(config, option)}: {source.name} is no dataset of '
+                            'the hub and has no splits of its own: leave it out')
+    if config.dedup and source.is_one_text:
+        raise UserError(f'dedup: {source.name} is one running text and has no documents: say what '
+                        'a document is with --documents=file, line, paragraph or title')
 
 
 def is_whole(folder, command, overwrite):

@@ -35,7 +35,7 @@ class Passed(NamedTuple):
 
 
 class Batch(NamedTuple):
-    pieces: list  # of (split, text, new_document, Passed up to there if that is wanted)
+    pieces: list  # of (split, text, new_document, bytes, Passed up to there if that is wanted)
     characters: int  # of their texts
     count: int  # pieces of the source up to the batch's end
     position: int  # how far the source is read there
@@ -71,12 +71,12 @@ def group_in_batches(pieces, source, count=0, checksum=0, duplicates=None, may_e
     """Group what put_in_splits yields; `count` pieces came before. may_end_early: each piece says
     what was passed over up to it."""
     known = duplicates.state if duplicates else lambda: None
-    passed = partial(count_passed, source, duplicates) if may_end_early else lambda: None
+    passed = partial(count_passed, source, duplicates) if may_end_early else None
     group, characters, number = [], 0, 0
     for split, text, new_document, position in pieces:
-        group.append((split, text, new_document, passed()))
+        checksum, size = add_to_checksum(checksum, text)
+        group.append((split, text, new_document, size, passed() if passed else None))
         count += 1
-        checksum = add_to_checksum(checksum, text)
         characters += len(text)
         if characters >= BATCH_CHARS:
             yield Batch(group, characters, count, position, source.mark(), checksum, known(),
@@ -91,28 +91,31 @@ def count_passed(source, duplicates):
 
 
 def add_to_checksum(checksum, text):
-    return zlib.crc32(text.encode('utf-8', 'surrogatepass'), checksum)
+    """→ (checksum with `text`, its size in bytes)"""
+    try:
+        data = text.encode()
+        return zlib.crc32(data, checksum), len(data)
+    except UnicodeEncodeError:  # bytes that are no UTF-8 are halves of characters in the text
+        return (zlib.crc32(text.encode('utf-8', 'surrogatepass'), checksum),
+                len(text.encode('utf-8', 'replace')))
 
 
 def encode_batch(tokenizer, end_of_text, dtype, batch):
     """Batch → {split: Encoded}, with `end_of_text` before each document unless it is None."""
-    encoded = {}
-    for split in SPLITS:
-        ids, documents, size = [], 0, 0
-        for piece_split, text, new_document, _ in batch.pieces:
-            if piece_split == split:
-                if new_document and end_of_text is not None:
-                    ids.append([end_of_text])
-                ids.append(tokenizer.encode(text))
-                if batch.number % CHECKED == 0:
-                    tokenizer.verify(text, ids[-1])
-                documents += new_document
-                size += len(text.encode('utf-8', 'replace'))
-        if ids:
-            # 'unsafe' allows a narrower type; each id fits in it, since the vocabulary does
-            ids = np.concatenate(ids, dtype=dtype, casting='unsafe')
-            encoded[split] = Encoded(ids, documents, size)
-    return encoded
+    ids = {split: [] for split in SPLITS}
+    documents, sizes = dict.fromkeys(SPLITS, 0), dict.fromkeys(SPLITS, 0)
+    for split, text, new_document, size, _ in batch.pieces:
+        if new_document and end_of_text is not None:
+            ids[split].append([end_of_text])
+        found = tokenizer.encode(text)
+        if batch.number % CHECKED == 0:
+            tokenizer.verify(text, found)
+        ids[split].append(found)
+        documents[split] += new_document
+        sizes[split] += size
+    # 'unsafe' allows a narrower type; each id fits in it, since the vocabulary does
+    return {split: Encoded(np.concatenate(found, dtype=dtype, casting='unsafe'), documents[split],
+                           sizes[split]) for split, found in ids.items() if found}
 
 
 def map_in_order(function, batches, num_proc):
@@ -251,7 +254,7 @@ def skip_written(pieces, source, folder, journal):
     Raises UserError where it is not the text that was encoded."""
     checksum = 0
     for _, text, *_ in islice(pieces, journal['count']):
-        checksum = add_to_checksum(checksum, text)
+        checksum, _ = add_to_checksum(checksum, text)
     # Two texts can have one size and one time of change. Earlier versions had no checksum.
     if checksum != journal.get('checksum', checksum):
         (folder / 'journal.json').unlink()

@@ -1,6 +1,7 @@
 """Which documents stay, and which split each belongs to."""
 
 import hashlib
+import math
 import os
 
 import numpy as np
@@ -16,16 +17,18 @@ def split_by_hash(pieces, val_fraction, test_fraction=0):
     split, so a document keeps its split when others are added or removed. The validation share is
     at the low end of the hash's range and the test share at the high end, so that neither changes
     the other."""
+    val_end = math.ceil(val_fraction * 2**64)
+    test_start = math.ceil((1 - test_fraction) * 2**64)
     for text, new_document, position, own_split in pieces:
         if new_document:
             # Text that differs in white space at its end only, as by a last line break, is on one
             # side. Most files end with one line break: so they hash as they are.
             data = (text.rstrip() + '\n').encode('utf-8', 'replace')
             place = int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), 'big')
-            if own_split != 'val' and place >= (1 - test_fraction) * 2**64:
+            if own_split != 'val' and place >= test_start:
                 split = 'test'
             else:
-                split = own_split or ('val' if place < val_fraction * 2**64 else 'train')
+                split = own_split or ('val' if place < val_end else 'train')
         yield split, text, new_document, position
 
 

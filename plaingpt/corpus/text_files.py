@@ -83,14 +83,17 @@ class Files:
 
     def _wanted(self, path, digest, span):
         """The documents, but rows that are null, which are counted, and blank ones."""
-        may_be_blank = file_type(path) == 'text'
+        if file_type(path) == 'text':  # it was decoded, so it has no halves of characters
+            yield from self._documents(path, digest, span)
+            return
         for text, new_document, position in self._documents(path, digest, span):
             if text is None:
                 self.nulls += 1
                 continue
-            text, replaced = documents.replace_surrogates(text, self.errors)
-            self.replaced += replaced
-            if may_be_blank or text.strip():
+            if not text.isascii():  # which is known at once
+                text, replaced = documents.replace_surrogates(text, self.errors)
+                self.replaced += replaced
+            if text.strip():
                 yield text, new_document, position
 
     def _documents(self, path, digest, span):

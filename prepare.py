@@ -4,6 +4,7 @@
     python prepare.py shakespeare_char               prepare one of them
     python prepare.py text --input=notes/            your own files
     python prepare.py hf --path=OWNER/NAME           any dataset of the hub
+    python prepare.py chat --input=chats.jsonl       conversations, to tune a model on
     python prepare.py inspect data/NAME              check what was prepared, and look inside
     python prepare.py NAME --part=3/64               one of 64 parts, each on a machine of its own
     python prepare.py merge data/NAME                make the parts the whole
@@ -27,6 +28,7 @@ from pathlib import Path
 from typing import Literal
 
 from configurator import load_config
+from plaingpt.chat.conversations import open_conversations
 from plaingpt.corpus.corpora import CORPORA, describe, table
 from plaingpt.corpus.encoding import check_disk, write_shards
 from plaingpt.corpus.pretokenized import fetch_shards
@@ -47,6 +49,7 @@ from plaingpt.system.files import write_json
 from plaingpt.system.formatting import parse_count, quoted
 from plaingpt.system.streams import require_stdout
 from plaingpt.tokens import tokenizers
+from plaingpt.tokens.chat_tokenizer import ChatTokenizer
 from plaingpt.tokens.dataset import PARTS, UNFINISHED, dataset_folder, not_read, open_dataset
 from plaingpt.tokens.inspection import (
     find_damage,
@@ -72,6 +75,7 @@ class PrepareConfig:
     # what a document is
     documents: Literal['auto', 'file', 'line', 'paragraph', 'title'] = 'auto'  # title: WikiText's
     text_field: str = ''  # of rows; a.b: b in a (default: text, or the corpus's)
+    format: Literal['auto', 'messages', 'sharegpt', 'alpaca', 'completion'] = 'auto'  # of chat
     errors: Literal['strict', 'replace'] = 'strict'  # no UTF-8: stop (byte keeps it), or put U+FFFD
     # how much
     max_tokens: int | str = 0  # to train on, such as 100M or 1.5B (0: all); then reading ends
@@ -79,7 +83,7 @@ class PrepareConfig:
     val_fraction: Literal['auto'] | float = 'auto'  # held out (auto: 0.1 small, 0.0005 hub)
     test_fraction: float = 0.0  # held out as well, for evaluate.py --split=test (0: none)
     # how
-    tokenizer: str = 'auto'  # char, byte, gpt2, bpe:VOCAB_SIZE or a prepared dataset (auto: listed)
+    tokenizer: str = 'auto'  # char, byte, gpt2, bpe:VOCAB_SIZE, a dataset or a run (auto: listed)
     shard_tokens: int = 100_000_000  # tokens a file
     max_shards: int = 0  # of tokens that are downloaded as such (0: all)
     num_proc: Literal['auto'] | int = 'auto'  # encoding threads (auto: one a core)
@@ -101,9 +105,9 @@ class PrepareConfig:
         if parse_count(self.max_tokens) is None:
             found.append(f'max_tokens={self.max_tokens}: expected a number, such as 100M or 1.5B')
         if self.tokenizer != 'auto' and not tokenizers.is_name(self.tokenizer) \
+                and not Path(self.tokenizer).is_dir() \
                 and not has_tokenizer(prepared_folder(self.tokenizer)):
-            found.append(f'tokenizer={self.tokenizer}: expected auto, {tokenizers.NAMES}, or a '
-                         'prepared dataset to take it from')
+            found.append(unknown_tokenizer(self.tokenizer))
         for name, least in (('shard_tokens', 1), ('max_shards', 0), ('num_proc', 1)):
             if getattr(self, name) != 'auto' and getattr(self, name) < least:
                 found.append(f'{name}={getattr(self, name)}: expected {least} or more')
@@ -135,6 +139,23 @@ def prepared_folder(name):
 
 def has_tokenizer(folder):
     return (folder / 'meta.json').exists() or (folder / 'meta.pkl').exists()  # ours, nanoGPT's
+
+
+def unknown_tokenizer(name):
+    return f'tokenizer={name}: expected auto, {tokenizers.NAMES}, or a prepared dataset or a run ' \
+           'to take it from'
+
+
+def borrow_tokenizer(name):
+    """The JSON of the tokenizer of a prepared dataset, or of a run or one of its checkpoints, by
+    their folders. Raises UserError."""
+    if has_tokenizer(prepared_folder(name)):
+        return open_dataset(prepared_folder(name)).tokenizer_json()
+    from plaingpt.training.checkpoint import find_named  # the model too, which takes a second
+    found = find_named(name, 'latest')
+    if found is None:
+        raise UserError(unknown_tokenizer(name))
+    return found.state['tokenizer']
 
 
 def main(argv):
@@ -173,6 +194,7 @@ def main(argv):
                         'not made: leave --part out')
     if corpus.shards:
         check_tokens(config, name)
+    check_chat(config, name)
     if (folder / PARTS).exists() and not config.numbers():
         raise UserError(f'{folder / PARTS} holds parts: python prepare.py merge {quoted(folder)} '
                         'makes them the whole; to prepare it without them, delete that folder')
@@ -194,15 +216,30 @@ def check_tokens(config, name):
             raise UserError(f'{option}={value}: {name} is tokens already: {advice}')
 
 
+def check_chat(config, name):
+    """Raises UserError for options that choose among text, where `name` is conversations, and for
+    those of conversations elsewhere."""
+    if name != 'chat' and config.format != 'auto':
+        raise UserError(f'format={config.format}: {name} is text and no conversations: leave it '
+                        f'out, or prepare chat')
+    for option in ('max_tokens', 'documents', 'text_field', 'part') * (name == 'chat'):
+        if getattr(config, option) != getattr(PrepareConfig, option):
+            raise UserError(f'{option}={getattr(config, option)}: each row is a conversation, and '
+                            'all are prepared at once: leave it out')
+
+
 def prepare_text(name, corpus, folder, config):
     """Source → tokenizer → shards → report. Raises UserError."""
     tokenizer_name = corpus.tokenizer if config.tokenizer == 'auto' else config.tokenizer
-    borrowed = None if tokenizers.is_name(tokenizer_name) else \
-        open_dataset(prepared_folder(tokenizer_name)).tokenizer_json()
+    borrowed = None if tokenizers.is_name(tokenizer_name) else borrow_tokenizer(tokenizer_name)
+    if borrowed and borrowed['kind'] == 'chat' and name != 'chat':
+        raise UserError(f'tokenizer={tokenizer_name}: it is for conversations: name the tokenizer '
+                        'that these were prepared with, or its dataset or run')
     errors = config.errors
     if errors == 'strict' and (borrowed['kind'] if borrowed else tokenizer_name) == 'byte':
         errors = 'surrogateescape'  # any bytes are tokens of the byte tokenizer
-    source = open_source(name, corpus, config, errors)
+    source = open_conversations(config, name) if name == 'chat' else \
+        open_source(name, corpus, config, errors)
     check_source(name, config, source, tokenizer_name)
     command = describe_command(name, corpus, config, tokenizer_name, borrowed, source)
     if part := config.numbers():
@@ -219,7 +256,7 @@ def prepare_text(name, corpus, folder, config):
             if not is_written(unfinished, command):  # else only publishing is missing
                 journal = read_journal(unfinished, command)
                 tokenizer = tokenizers.from_json(journal['tokenizer']) if journal \
-                    else make_tokenizer(tokenizer_name, borrowed, source)
+                    else choose_tokenizer(name, tokenizer_name, borrowed, source)
                 tokenizer.choose_encoder(config.encoder)
                 written = sum(path.stat().st_size for path in unfinished.glob('*.bin'))
                 check_disk(folder, corpus, source, tokenizer_name, written, part[1] if part else 1,
@@ -251,10 +288,11 @@ def check_source(name, config, source, tokenizer_name):
                         'the text, which a part has not: use gpt2 or byte, or learn it once from a '
                         f'sample (python prepare.py text --input=SAMPLE --tokenizer='
                         f'{tokenizer_name} --data_dir=data/sample) and give --tokenizer=sample')
-    for option in ('split', 'val_split', 'test_split'):
+    for option in ('path', 'subset', 'split', 'val_split', 'test_split'):
         if source.unit == 'B' and getattr(config, option):
+            splits = ' and has no splits of its own' * option.endswith('split')
             raise UserError(f'{option}={getattr(config, option)}: {source.name} is no dataset of '
-                            'the hub and has no splits of its own: leave it out')
+                            f'the hub{splits}: leave it out')
     if config.dedup and source.is_one_text:
         raise UserError(f'dedup: {source.name} is one running text and has no documents: say what '
                         'a document is with --documents=file, line, paragraph or title')
@@ -322,6 +360,8 @@ def describe_command(name, corpus, config, tokenizer_name, borrowed, source):
                'subset': config.subset or corpus.subset, 'split': config.split,
                'val_split': config.val_split, 'text_field': config.text_field or corpus.text_field,
                'identity': source.identity()}
+    if name == 'chat':
+        command['format'] = config.format
     if config.encoder != 'auto':  # what the other one wrote is not continued
         command['encoder'] = config.encoder
     if borrowed:  # another tokenizer once that dataset is prepared anew
@@ -357,6 +397,14 @@ def is_prepared(folder, command, overwrite):
             return False
     print(f'{folder} is already prepared by this command, and its checksums are right')
     return True
+
+
+def choose_tokenizer(corpus_name, tokenizer_name, borrowed, source):
+    """The tokenizer of a corpus, for conversations with special tokens. Raises UserError."""
+    if corpus_name != 'chat':
+        return make_tokenizer(tokenizer_name, borrowed, source)
+    made = make_tokenizer(tokenizer_name, borrowed, source.texts())
+    return made if isinstance(made, ChatTokenizer) else ChatTokenizer(made)
 
 
 def make_tokenizer(name, borrowed, source):

@@ -7,7 +7,8 @@ import argparse
 import inspect
 
 import pytest
-from helpers import options
+from chat_model import train_chat_model
+from helpers import TINY
 from hypothesis import settings
 
 import prepare
@@ -15,12 +16,6 @@ import train
 
 settings.register_profile('busy', deadline=None)  # the first example pays for imports
 settings.load_profile('busy')
-
-TINY = options(n_layer=2, n_head=2, n_embd=32, block_size=16, batch_size=4, max_iters=6,
-               gradient_accumulation_steps=2, eval_interval=3, eval_iters=2, warmup_iters=2,
-               lr_decay_iters=6, device='cpu', dtype='float32', keep_checkpoints=10, report=False,
-               sample_tokens=0)
-
 
 @pytest.fixture(scope='session')
 def text_file(tmp_path_factory):
@@ -50,3 +45,9 @@ def trained(char_data, tmp_path_factory):
     out_dir = tmp_path_factory.mktemp('trained') / 'out'
     train.main([*TINY, f'--dataset={char_data}', f'--out_dir={out_dir}'])
     return out_dir
+
+
+@pytest.fixture(scope='session')
+def chat_model(tmp_path_factory):
+    """An out_dir with a tiny model that knows the answers of chat_model.py."""
+    return train_chat_model(tmp_path_factory.mktemp('tuned') / 'tuned')

@@ -1,5 +1,6 @@
 """What several test files use."""
 
+import hashlib
 import json
 import os
 import signal
@@ -10,11 +11,14 @@ import time
 import traceback
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from plaingpt.system.errors import run_script
+from plaingpt.tokens.chat_tokenizer import ChatTokenizer
+from plaingpt.tokens.tokenizers import ByteTokenizer
 
 ROOT = Path(__file__).resolve().parent.parent
 SHARED = Path(os.environ.get('PLAINGPT_SHARED', ROOT.parent / 'shared'))
@@ -30,6 +34,12 @@ def shared_file(name):
 
 def options(**values):
     return [f'--{key}={value}' for key, value in values.items()]
+
+
+TINY = options(n_layer=2, n_head=2, n_embd=32, block_size=16, batch_size=4, max_iters=6,
+               gradient_accumulation_steps=2, eval_interval=3, eval_iters=2, warmup_iters=2,
+               lr_decay_iters=6, device='cpu', dtype='float32', keep_checkpoints=10, report=False,
+               sample_tokens=0)
 
 
 def fails(capsys, monkeypatch, main, *argv):
@@ -123,6 +133,35 @@ def ranks(size):
     return [dict(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(size),
                  LOCAL_WORLD_SIZE=str(size), MASTER_ADDR='127.0.0.1', MASTER_PORT=str(port))
             for rank in range(size)]
+
+
+CHAT = ChatTokenizer(ByteTokenizer())
+
+
+def ask(question, answer, *more):
+    texts = [question, answer, *more]
+    return [{'role': ('user', 'assistant')[i % 2], 'content': text}
+            for i, text in enumerate(texts)]
+
+
+def write_chat(folder, train, val=None):
+    """Conversations → a dataset folder as prepare.py writes it."""
+    folder.mkdir(parents=True)
+    meta = {'format_version': 1, 'dtype': 'uint16', 'vocab_size': CHAT.vocab_size,
+            'tokenizer': CHAT.to_json(), 'splits': {}}
+    for split, conversations in (('train', train), ('val', val or train)):
+        ids, learned = (np.concatenate(part) for part in zip(
+            *map(CHAT.encode_conversation, conversations), strict=True))
+        digests = {}
+        for name, data in ((split, ids.astype('<u2')), (f'{split}_mask', learned.astype('u1'))):
+            (folder / f'{name}.bin').write_bytes(data.tobytes())
+            digests[name] = hashlib.sha256(data.tobytes()).hexdigest()
+        meta['splits'][split] = {
+            'tokens': len(ids), 'documents': len(conversations), 'learned': int(learned.sum()),
+            'files': [{'name': f'{split}.bin', 'tokens': len(ids), 'sha256': digests[split],
+                       'mask_sha256': digests[f'{split}_mask']}]}
+    (folder / 'meta.json').write_text(json.dumps(meta))
+    return folder
 
 
 class ForkServer:

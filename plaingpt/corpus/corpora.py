@@ -72,6 +72,7 @@ CORPORA = {
     'fineweb100B-gpt2': Corpus('fineweb as tokens', hub='kjj0/fineweb100B-gpt2', shards=True,
                                tokens=103_000_000_000),
     'text': Corpus('your own files: --input=FILES_OR_FOLDERS'),
+    'chat': Corpus('your own conversations: --input=FILES_OR_FOLDERS', vocab_size=50_262),
     'hf': Corpus('any dataset of the hub, or a folder laid out like one: --path=…', hub=''),
 }
 

@@ -1,5 +1,6 @@
 """Text of a source → token shards: put into splits, encoded by threads, written in order."""
 
+import json
 import math
 import sys
 import time
@@ -18,7 +19,7 @@ from plaingpt.corpus.splitting import SPLITS, Duplicates, split_by_hash, split_b
 from plaingpt.system.errors import UserError
 from plaingpt.system.formatting import count_of, short
 from plaingpt.system.streams import Progress
-from plaingpt.tokens.dataset import FORMAT_VERSION
+from plaingpt.tokens.dataset import FORMAT_VERSION, MASK_ENDING
 from plaingpt.tokens.tokenizers import UnknownCharacter, WrongIds
 
 BATCH_CHARS = 2**20  # that a thread encodes at a time
@@ -49,6 +50,7 @@ class Encoded(NamedTuple):
     ids: np.ndarray
     documents: int
     bytes: int  # of the text, as UTF-8
+    learned: np.ndarray | None = None  # of conversations: 1 for each of ids that is, else 0
 
 
 def end_with_line_breaks(pieces):
@@ -118,6 +120,24 @@ def encode_batch(tokenizer, end_of_text, dtype, batch):
                            sizes[split]) for split, found in ids.items() if found}
 
 
+def encode_conversations(tokenizer, dtype, batch):
+    """Batch → {split: Encoded}, of conversations as JSON."""
+    encoded = {}
+    for split in SPLITS:
+        found = [json.loads(text) for piece_split, text, *_ in batch.pieces
+                 if piece_split == split]
+        contents = [message['content'] for messages in found for message in messages]
+        if batch.number % CHECKED == 0:
+            for content in contents:
+                tokenizer.verify(content, tokenizer.encode(content))
+        if found:
+            both = map(tokenizer.encode_conversation, found)
+            ids, learned = map(np.concatenate, zip(*both, strict=True))
+            size = sum(len(content.encode('utf-8', 'replace')) for content in contents)
+            encoded[split] = Encoded(ids.astype(dtype), len(found), size, learned.astype('u1'))
+    return encoded
+
+
 def map_in_order(function, batches, num_proc):
     """Yield (batch, function(batch)) in order; threads compute a few batches ahead, counted in
     characters: a batch may be one huge document."""
@@ -140,7 +160,7 @@ def write_shards(folder, source, command, tokenizer, journal, num_proc):
     """Encode `source`, or a part of it, into shards in `folder`, from the journal on → the content
     of meta.json, for complete_meta. Raises UserError."""
     dtype = np.dtype('<u2' if tokenizer.vocab_size <= 2**16 else '<u4')
-    writers = {split: ShardWriter(folder, split, dtype, command['shard_tokens'])
+    writers = {split: make_writer(folder, split, dtype, command)
                for split in wanted_splits(command)}
     if journal:
         for split, writer in writers.items():
@@ -182,6 +202,14 @@ def write_shards(folder, source, command, tokenizer, journal, num_proc):
             'source': command, 'inputs': [] if ended_early else source.inputs()}
 
 
+def make_writer(folder, split, dtype, command):
+    """The ShardWriter of a split, of conversations with a mask."""
+    shape = command['shard_tokens']
+    mask = ShardWriter(folder, split, np.dtype('u1'), shape, ending=MASK_ENDING) \
+        if 'format' in command else None
+    return ShardWriter(folder, split, dtype, shape, mask=mask)
+
+
 def check_line_break(source, tokenizer):
     """Raises UserError where nothing could come between two documents."""
     if tokenizer.end_of_text is None and not source.is_one_text:
@@ -208,8 +236,8 @@ def encode_into(writers, folder, source, command, tokenizer, dtype, journal, num
         else (0, 0, None)
     limit = command.get('max_tokens', math.inf)
     ends_early = 'max_tokens' in command and not source.is_one_text
-    encode = partial(encode_batch, tokenizer, None if source.is_one_text else tokenizer.end_of_text,
-                     dtype)
+    encode = partial(encode_conversations, tokenizer, dtype) if 'format' in command else partial(
+        encode_batch, tokenizer, None if source.is_one_text else tokenizer.end_of_text, dtype)
     saved, before = time.monotonic(), count_tokens(writers)
     with closing(source.pieces(mark)) as pieces, \
             open_duplicates(folder, command, journal.get('duplicates') if mark else None) \

@@ -72,6 +72,8 @@ def json_rows(path, errors='strict', digest=None, span=None):
                 raise UserError(f'{where}: not JSON: {describe(e)} at column {e.colno}') from None
             except RecursionError:
                 raise UserError(f'{where}: {TOO_DEEP}') from None
+            except KeyTwice as e:
+                raise UserError(f'{where}: {e}') from None
             if BLANK.match(line, end).end() < len(line):
                 raise UserError(f'{where}: not JSON: more than one value, from column {end + 1} on')
             yield value, where, position
@@ -83,7 +85,24 @@ def name_of(path, span=None):
 
 
 TOO_DEEP = 'nested too deep to be read: leave it out'
-DECODER, DECODER_OF_LONG = json.JSONDecoder(), json.JSONDecoder(parse_int=float)
+
+
+class KeyTwice(Exception):
+    """An object of JSON has a key twice, of which a dict keeps the last."""
+
+
+def without_loss(pairs):
+    """What json makes of the keys and values of an object. Raises KeyTwice."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        keys = [key for key, _ in pairs]
+        twice = next(key for key in keys if keys.count(key) > 1)
+        raise KeyTwice(f'an object has the key {shown(twice)!r} twice: leave one out')
+    return found
+
+
+DECODER = json.JSONDecoder(object_pairs_hook=without_loss)
+DECODER_OF_LONG = json.JSONDecoder(object_pairs_hook=without_loss, parse_int=float)
 BYTE = re.compile(r'\\u[dD][cC][89a-fA-F]')
 # An escape, which can be that of a pair; group 1: half of one, with the number of a byte.
 ESCAPE = re.compile(r'\\(?:u[dD][89abAB]..\\u[dD][c-fC-F]..|(u[dD][cC][89a-fA-F].)|.)', re.S)
@@ -91,7 +110,7 @@ ESCAPE = re.compile(r'\\(?:u[dD][89abAB]..\\u[dD][c-fC-F]..|(u[dD][cC][89a-fA-F]
 
 def decode(text, at, errors):
     """→ (the JSON value that begins at a place of `text`, where it ends). Raises JSONDecodeError,
-    RecursionError."""
+    RecursionError, KeyTwice."""
     decoder = DECODER
     try:
         value, end = decoder.raw_decode(text, at)
@@ -190,6 +209,8 @@ def read_value(unread, name, number, errors):
                 raise UserError(f'{name}, line {line}: not JSON: {describe(e)}') from None
         except RecursionError:
             raise UserError(f'{name}, row {number}: {TOO_DEEP}') from None
+        except KeyTwice as e:
+            raise UserError(f'{name}, row {number}: {e}') from None
 
 
 # -----------------------------------------------------------------------------

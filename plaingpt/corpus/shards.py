@@ -31,18 +31,27 @@ from plaingpt.system.files import (
     write_json,
 )
 from plaingpt.system.formatting import amount
-from plaingpt.tokens.dataset import PARTS, UNFINISHED, not_read, read_meta
+from plaingpt.tokens.dataset import (
+    MASK_ENDING,
+    PARTS,
+    UNFINISHED,
+    mask_name,
+    not_read,
+    read_meta,
+)
 
 # What of a command its other options and the input decide, and how the tokens lie in files.
 NO_CHOICE = ('identity', 'files', 'train_characters', 'tokenizer_sha256', 'shard_tokens',
              'max_shards', 'part', 'val_characters')
+TOKEN_FILES = r'(train|val|test)(_\d{6})?(_mask)?\.bin'
 # These are in a command only where they are given.
 IF_GIVEN = ('max_tokens', 'test_fraction', 'test_split', 'dedup')
 
 
 @dataclass
 class ShardWriter:
-    """Writes a split into files of `shard_tokens` tokens, the last one shorter."""
+    """Writes a split into files of `shard_tokens` tokens, the last one shorter; with a `mask`, a
+    writer like it, beside each of them a file that says which of its tokens are learned."""
 
     folder: Path
     split: str
@@ -52,14 +61,30 @@ class ShardWriter:
     documents: int = 0
     bytes: int = 0
     sha256: list = field(default_factory=list)  # of the full shards
+    ending: str = '.bin'
+    mask: 'ShardWriter' = None
+    learned: int = 0
     file = None  # the shard that is being written
 
     def path(self, shard):
-        return self.folder / f'{self.split}_{shard:06d}.bin'
+        return self.folder / f'{self.split}_{shard:06d}{self.ending}'
+
+    def single(self):
+        """The name that finish() gives a shard that is the only one."""
+        return self.folder / f'{self.split}{self.ending}'
 
     def write(self, encoded):
         """Append the tokens of an Encoded → True where a shard got full."""
-        full, ids = len(self.sha256), encoded.ids
+        full = len(self.sha256)
+        self.append(encoded.ids)
+        self.documents += encoded.documents
+        self.bytes += encoded.bytes
+        if self.mask:
+            self.mask.append(encoded.learned)
+            self.learned += int(np.count_nonzero(encoded.learned))
+        return len(self.sha256) > full
+
+    def append(self, ids):
         while len(ids):
             if self.file is None:
                 self.file = open(self.path(len(self.sha256)), 'ab')
@@ -70,15 +95,14 @@ class ShardWriter:
                 self.close()
                 self.sha256.append(sha256_of(self.path(len(self.sha256))))
             ids = ids[room:]
-        self.documents += encoded.documents
-        self.bytes += encoded.bytes
-        return len(self.sha256) > full
 
     def sync(self):
         """Make what was written so far outlast a crash of the machine."""
         if self.file:
             self.file.flush()
             os.fsync(self.file.fileno())
+        if self.mask:
+            self.mask.sync()
 
     def close(self):
         if self.file:
@@ -87,21 +111,25 @@ class ShardWriter:
             self.file = None
 
     def state(self):
-        return {'tokens': self.tokens, 'documents': self.documents, 'bytes': self.bytes,
-                'sha256': self.sha256}
+        counts = {'tokens': self.tokens, 'documents': self.documents, 'bytes': self.bytes}
+        masked = {'learned': self.learned, 'mask': self.mask.state()} if self.mask else {}
+        return {**counts, 'sha256': self.sha256, **masked}
 
     def resume_at(self, state):
         """Go back to what `state` says, and cut off what was written after it."""
         self.tokens, self.documents, self.bytes, self.sha256 = \
             (state[key] for key in ('tokens', 'documents', 'bytes', 'sha256'))
-        single = self.folder / f'{self.split}.bin'  # the name that finish() gives a single shard
+        if self.mask:
+            self.learned = state['learned']
+            self.mask.resume_at(state['mask'])
+        single = self.single()
         if single.exists():
             os.replace(single, self.path(0))
         partial = self.path(len(self.sha256))
         rest = self.tokens - self.shard_tokens * len(self.sha256)
         if rest:
             os.truncate(partial, rest * self.dtype.itemsize)
-        for path in self.folder.glob(f'{self.split}_*.bin'):
+        for path in self.folder.glob(f'{self.split}_{"[0-9]" * 6}{self.ending}'):
             if path > partial or (path == partial and not rest):
                 path.unlink()
 
@@ -114,11 +142,17 @@ class ShardWriter:
             counts.append(self.tokens - sum(counts))
         names = [self.path(i).name for i in range(len(counts))]
         if len(names) == 1:
-            os.replace(self.path(0), self.folder / f'{self.split}.bin')
-            names = [f'{self.split}.bin']
-        return {'tokens': self.tokens, 'documents': self.documents, 'bytes': self.bytes,
-                'files': [{'name': name, 'tokens': n, 'sha256': digest}
-                          for name, n, digest in zip(names, counts, sha256, strict=True)]}
+            os.replace(self.path(0), self.single())
+            names = [self.single().name]
+        files = [{'name': name, 'tokens': n, 'sha256': digest}
+                 for name, n, digest in zip(names, counts, sha256, strict=True)]
+        entry = {'tokens': self.tokens, 'documents': self.documents, 'bytes': self.bytes,
+                 'files': files}
+        if self.mask:
+            entry['learned'] = self.learned
+            for file, masked in zip(files, self.mask.finish()['files'], strict=True):
+                file['mask_sha256'] = masked['sha256']
+        return entry
 
 
 def write_journal(folder, journal):
@@ -155,15 +189,15 @@ def read_journal(folder, command):
 def files_are_there(folder, journal):
     """True where the files hold what the journal says, or more. Raises KeyError, TypeError."""
     for split, state in journal.get('splits', {}).items():
-        width = journal['width']
-        full, each = len(state['sha256']), journal['command']['shard_tokens'] * width
-        rest = state['tokens'] * width - full * each
-        needed = [each] * full + [rest] * (rest > 0)
-        for i, size in enumerate(needed):
-            path, single = folder / f'{split}_{i:06d}.bin', folder / f'{split}.bin'
-            path = path if path.exists() or i else single
-            if not path.exists() or path.stat().st_size < size:
-                return False
+        full, each = len(state['sha256']), journal['command']['shard_tokens']
+        rest = state['tokens'] - full * each
+        endings = {'.bin': journal['width'], **({MASK_ENDING: 1} if 'mask' in state else {})}
+        for ending, width in endings.items():
+            for i, tokens in enumerate([each] * full + [rest] * (rest > 0)):
+                path = folder / f'{split}_{i:06d}{ending}'
+                path = path if path.exists() or i else folder / f'{split}{ending}'
+                if not path.exists() or path.stat().st_size < tokens * width:
+                    return False
     if journal.get('mark') and journal.get('duplicates'):
         path = folder / 'duplicates'
         return path.exists() and path.stat().st_size >= 8 * journal['duplicates']['hashes']
@@ -209,11 +243,13 @@ def publish(folder):
 
 
 def move_into(folder, unfinished, meta):
-    names = [file['name'] for split in meta['splits'].values() for file in split['files']]
+    files = [file for split in meta['splits'].values() for file in split['files']]
+    names = [file['name'] for file in files]
+    names += [mask_name(file['name']) for file in files if 'mask_sha256' in file]
     # From here to the end the folder counts as unfinished, should the machine stop.
     (folder / 'meta.json').unlink(missing_ok=True)
     for path in folder.glob('*.bin'):
-        if path.name not in names and re.fullmatch(r'(train|val|test)(_\d{6})?\.bin', path.name):
+        if path.name not in names and re.fullmatch(TOKEN_FILES, path.name):
             path.unlink()
     for name in names:
         if os.path.lexists(unfinished / name):

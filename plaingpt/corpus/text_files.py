@@ -339,8 +339,8 @@ def walk(root, reasons):
         yield folder, files
 
 
-DATASET_FILES = re.compile(r'(train|val|test)(_\d{6})?\.bin|(meta|journal)\.json(\.tmp)?|'
-                           r'duplicates')
+DATASET_FILES = re.compile(r'(train|val|test)(_\d{6})?(_mask)?\.bin|'
+                           r'(meta|journal)\.json(\.tmp)?|duplicates')
 
 
 def why_no_text(path):

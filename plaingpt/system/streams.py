@@ -277,6 +277,18 @@ def require_stdout(verbatim=False):
         sys.stdout.verbatim = verbatim and not sys.stdout.isatty()
 
 
+def print_marked(parts):
+    """Print (text, is_marked) after each other, with control characters shown; what is marked is
+    green on a terminal, and in brackets elsewhere."""
+    begin, end = ('\x1b[32m', '\x1b[0m') if sys.stdout.isatty() else '[]'
+    line = ''.join(begin + printable(text) + end if is_marked else printable(text)
+                   for text, is_marked in parts)
+    if isinstance(sys.stdout, Printer):  # whose own write() would show the colours too
+        Stream.write(sys.stdout, line + '\n')
+    else:
+        print(line)
+
+
 def warn(line):
     """Print a warning on stderr."""
     print(printable(f'warning: {line}'), file=sys.stderr, flush=True)

@@ -69,25 +69,37 @@ class BatchLoader:
 
     def __init__(self, stream, block_size, batch_size, *, micro_steps=1, rank=0, world_size=1,
                  seed=0, device=CPU, only_first=0):
-        if len(stream) < block_size + 1:
-            raise UserError(f'{stream.files[0].path}: {len(stream)} tokens are fewer than one '
-                            f'sequence of block_size + 1 = {block_size + 1}: use more text or a '
-                            'smaller --block_size')
         self.stream, self.block_size, self.batch_size = stream, block_size, batch_size
         self.micro_steps, self.rank, self.world_size = micro_steps, rank, world_size
         self.seed, self.device, self.only_first = seed, device, only_first
         self.step_size = batch_size * micro_steps * world_size  # sequences
         self.waited_s = 0.0  # time that training waited for batches
         self.shift = 0  # sequences taken beyond step × step_size, by steps of another size
+        self.tile()
+
+    def tile(self):
+        """Find the sequences of the split."""
+        tokens, T = len(self.stream), self.block_size
+        if tokens < T + 1:
+            raise UserError(f'{self.stream.files[0].path}: {tokens} tokens are fewer than one '
+                            f'sequence of block_size + 1 = {T + 1}: use more text or a '
+                            'smaller --block_size')
         # One sequence fewer than would fit leaves room to shift the tiling by up to block_size - 1.
-        self.sequences_per_epoch = max(1, (len(stream) - block_size) // block_size)
-        self.spare = len(stream) - 1 - self.sequences_per_epoch * block_size
-        self.eval_sequences = (len(stream) - 1) // block_size
+        self.sequences_per_epoch = max(1, (tokens - T) // T)
+        self.spare = tokens - 1 - self.sequences_per_epoch * T
+        self.eval_sequences = (tokens - 1) // T
+
+    left_out = 0  # tokens that no epoch reads
+    beside = ()  # of a validation split, loaders of other text whose loss is looked at only
 
     @property
     def parts(self):
         """A loader for each corpus."""
         return [self]
+
+    def epoch_tokens(self):
+        """How many tokens the model reads until all of the split was read."""
+        return len(self.stream)
 
     def sequences_before(self, step):
         """How many sequences all processes together have taken when `step` begins."""
@@ -128,6 +140,10 @@ class BatchLoader:
             sequences = permute(places[here], self.sequences_per_epoch, key(self.seed, int(epoch)))
             starts[here] = self.phase(int(epoch)) + sequences * self.block_size
         return starts
+
+    def layout(self, start):
+        """What a sequence is made of: [(column, first token, how many)]"""
+        return [(0, start, self.block_size + 1)]
 
     def phase(self, epoch):
         """The token where the tiling of an epoch starts: of every second one at random. The others

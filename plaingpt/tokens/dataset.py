@@ -27,6 +27,7 @@ from plaingpt.tokens.nanogpt_vocabulary import read_nanogpt_chars
 from plaingpt.tokens.token_files import TokenStream, identify, open_tokens
 
 FORMAT_VERSION = 1
+MASK_ENDING = '_mask.bin'  # of the file that says which tokens of NAME.bin are learned
 UNFINISHED = 'unfinished'  # prepare.py's folder for files that are not complete yet
 PARTS = 'parts'  # its folder for what --part=K/N wrote, until it is merged
 SHARES = 1000  # sequences that the corpora of a mixture share out, again and again
@@ -52,7 +53,7 @@ class Dataset:
     meta: dict  # of a folder without meta.json: the tokenizer of its meta.pkl, or nothing
     vocab_size: int
     seen: tuple = ()  # what identify() said of its meta.json
-    opened: dict = field(default_factory=dict, repr=False)  # split: (files, identity, samples)
+    opened: dict = field(default_factory=dict, repr=False)  # split: what _open found
 
     @property
     def parts(self):
@@ -80,6 +81,10 @@ class Dataset:
         """What meta.json says of a split, {} where there is none."""
         return self.meta.get('splits', {}).get(split, {})
 
+    def has_mask(self):
+        """Whether it holds conversations, of whose tokens some are learned only."""
+        return 'learned' in self.split_entry('train')
+
     def held_out(self):
         """The names of the splits that are not for training: val, and test where there is one."""
         return ('val', 'test') if self.split_entry('test') or self._bare_files('test') else ('val',)
@@ -91,7 +96,8 @@ class Dataset:
     def bytes_per_token(self, split):
         """UTF-8 bytes of text per token, or None where meta.json does not say."""
         entry = self.split_entry(split)
-        return entry['bytes'] / entry['tokens'] if entry.get('bytes') else None
+        known = entry.get('bytes') and not self.has_mask()  # it does not say those of the assistant
+        return entry['bytes'] / entry['tokens'] if known else None
 
     def identity(self, split):
         """What the tokens of a split are, wherever they lie: the checksums of its files, sampled
@@ -118,15 +124,22 @@ class Dataset:
     def split(self, name, in_ram=False):
         """The token stream of 'train', 'val' or 'test'; with in_ram its checksums are verified.
         One that is read from disk keeps prepare.py from replacing the folder. Raises UserError."""
-        stream = TokenStream(self._open(name)[0], self.vocab_size, in_ram)
+        files, _, _, masks = self._open(name)
+        if masks:
+            from plaingpt.tokens.packing import Conversations  # with torch, which takes seconds
+            stream = Conversations(files, masks, self.vocab_size, in_ram)
+        else:
+            stream = TokenStream(files, self.vocab_size, in_ram)
         if self.is_ours() and not in_ram:
             self._keep_while_read(stream)
         return stream
 
     def loader(self, split, in_ram, *shape, **settings):
-        """The BatchLoader of a split; shape and settings are that of its class."""
+        """The loader of a split; shape and settings are those of BatchLoader."""
         from plaingpt.tokens.batches import BatchLoader  # with torch, which takes seconds
-        return BatchLoader(self.split(split, in_ram), *shape, **settings)
+        from plaingpt.tokens.packing import PackedLoader
+        kind = PackedLoader if self.has_mask() else BatchLoader
+        return kind(self.split(split, in_ram), *shape, **settings)
 
     def describe_reading(self, in_ram):
         """Where tokens are read from, and whether what is read is known to be what was written."""
@@ -162,6 +175,7 @@ class Dataset:
                             'has written the data anew: give this command again')
 
     def _open(self, split):
+        """→ (files, identity, samples, masks)"""
         if split not in self.opened:
             dtype = np.dtype(self.meta.get('dtype', 'uint16')).newbyteorder('<')
             if entry := self.split_entry(split):
@@ -172,9 +186,14 @@ class Dataset:
             if not files:
                 hint = ': prepare it with --test_fraction=0.01' if split == 'test' else ''
                 raise UserError(f'{self.folder}: no {split}.bin there{hint}')
-            samples = [file.sampled_sha256(self.vocab_size) for file in files]
-            known = [file.sha256 or sample for file, sample in zip(files, samples, strict=True)]
-            self.opened[split] = files, known, samples
+            masks = [open_tokens(self.folder / mask_name(file['name']), np.dtype('u1'),
+                                 file['tokens'], file['mask_sha256'])
+                     for file in entry['files']] if self.has_mask() else []
+            samples = [*(file.sampled_sha256(self.vocab_size) for file in files),
+                       *(mask.sampled_sha256(2) for mask in masks)]
+            known = [file.sha256 or sample
+                     for file, sample in zip([*files, *masks], samples, strict=True)]
+            self.opened[split] = files, known, samples, masks
         return self.opened[split]
 
     def _bare_files(self, split):
@@ -193,12 +212,19 @@ def open_dataset(folder):
         # Before the reading: what is written meanwhile is then another one.
         seen = identify(os.stat(path)) if path.exists() else ()
         meta = read_meta(path)
-        return Dataset(folder, meta, meta['vocab_size'], seen)
+        dataset = Dataset(folder, meta, meta['vocab_size'], seen)
+        if not dataset.has_mask() and (found := next(folder.glob(f'*{MASK_ENDING}'), None)):
+            raise UserError(f'{found} is there, and meta.json does not say what is learned: copy '
+                            'the whole folder again, or prepare it anew')
+        return dataset
     if (folder / UNFINISHED).exists():
         raise UserError(f'{folder} is not finished: run the prepare.py command that wrote it again')
     if (folder / PARTS).exists():
         raise UserError(f'{folder} holds parts that are not merged: run python prepare.py merge '
                         f'{quoted(folder)} once all are there')
+    if found := next(folder.glob(f'*{MASK_ENDING}'), None):
+        raise UserError(f'{folder} has {found.name} and no meta.json, which says what that is: '
+                        'copy the whole folder again')
     if not any(folder.glob('*.bin')):
         if folder.parent == Path('data'):
             raise UserError(f'{folder} is not prepared: run python prepare.py '
@@ -210,6 +236,11 @@ def open_dataset(folder):
         chars = read_nanogpt_chars(folder / 'meta.pkl')
         return Dataset(folder, {'tokenizer': {'kind': 'char', 'chars': chars}}, len(chars))
     return Dataset(folder, {}, tokenizers.GPT2Tokenizer.vocab_size)
+
+
+def mask_name(name):
+    """'train.bin' → 'train_mask.bin'"""
+    return name.removesuffix('.bin') + MASK_ENDING
 
 
 @contextmanager
@@ -268,6 +299,13 @@ def read_meta(path):
             if not is_positive(entry.get('bytes', 1)) or not is_count(entry.get('documents', 0)) \
                     or not all(isinstance(file['sha256'], str) for file in entry['files']):
                 raise ValueError('bytes or sha256 is of another type')
+            # All files of all splits have a mask, or none.
+            masked = 'learned' in meta['splits']['train']
+            if masked != ('learned' in entry) or any(
+                    isinstance(file.get('mask_sha256'), str) != masked for file in entry['files']):
+                raise ValueError('a mask is missing')
+            if masked and not is_positive(entry['learned']):
+                raise ValueError('nothing is learned')
             share = entry.get('in_train', 0)
             if not is_number(share) or not 0 <= share <= 1:
                 raise ValueError('in_train is no number from 0 to 1')

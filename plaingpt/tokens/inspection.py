@@ -2,6 +2,7 @@
 split is in the training split."""
 
 from contextlib import suppress
+from itertools import groupby
 
 import numpy as np
 from numpy.lib.stride_tricks import sliding_window_view
@@ -9,7 +10,7 @@ from numpy.lib.stride_tricks import sliding_window_view
 from plaingpt.system.errors import UserError
 from plaingpt.system.files import sha256_of, write_json
 from plaingpt.system.formatting import count_of
-from plaingpt.system.streams import Progress, require_stdout, warn
+from plaingpt.system.streams import Progress, print_marked, require_stdout, warn
 from plaingpt.tokens.dataset import not_read, open_dataset
 
 READ_TOKENS = 2**20  # at a time
@@ -26,7 +27,7 @@ def find_damage(dataset):
         except UserError as problem:
             problems.append(str(problem))
             continue
-        for file in stream.files:
+        for file in [*stream.files, *(stream.learned.files if stream.learned else ())]:
             if sha256_of(file.path) != file.sha256:
                 problems.append(f'{file.path}: another checksum than when it was written: the file '
                                 'is damaged; prepare the data again')
@@ -44,11 +45,12 @@ def print_report(folder, meta):
             continue
         text = '' if 'documents' not in entry else (
             f', {entry["bytes"] / entry["tokens"]:.2f} bytes each, from '
-            f'{count_of(entry["documents"], "document")}')
+            f'{count_of(entry["documents"], "document")}'
+            + (f'; {entry["learned"]:,} are learned' if 'learned' in entry else ''))
         print(f'{folder}/{names[0]}{f" to {names[-1]}" if len(names) > 1 else ""}: '
               f'{entry["tokens"]:,} tokens{text}')
         print(f'    {excerpt(dataset.split(split), 0, tokenizer)!r}')
-        if entry['tokens'] < 1025:
+        if entry['tokens'] < 1025 and not dataset.has_mask():
             print(f'    note: that allows a block_size of {entry["tokens"] - 1} at most')
     print(f'{folder}/meta.json: {meta["tokenizer"]["kind"]} tokenizer, {meta["vocab_size"]:,} '
           f'tokens, {meta["dtype"]}')
@@ -185,18 +187,55 @@ def inspect(folder):
 
 def inspect_split(dataset, split, tokenizer):
     """Read all of a split, print counts and three excerpts. Raises UserError for damage."""
-    stream, documents = dataset.split(split), 0
+    stream, documents, learned = dataset.split(split), 0, 0
     for start in range(0, len(stream), READ_TOKENS):
-        ids = stream.sequences(np.array([start]), min(READ_TOKENS, len(stream) - start))
+        place, n = np.array([start]), min(READ_TOKENS, len(stream) - start)
+        ids = stream.sequences(place, n)
+        if stream.learned:
+            learned += int(stream.learned.sequences(place, n).sum())
         if tokenizer.end_of_text is not None:
             documents += int(np.count_nonzero(ids == tokenizer.end_of_text))
     per_token = dataset.bytes_per_token(split)
     print(f'{split}: {len(stream):,} tokens in {count_of(len(stream.files), "file")}'
           + (f', {per_token:.2f} bytes each' if per_token else '')
-          + (f', {documents:,} ends of text' if documents else ', no end of text'))
+          + (f', {count_of(documents, "conversation")}, {learned:,} tokens learned'
+             if stream.learned else
+             f', {documents:,} ends of text' if documents else ', no end of text'))
     for start in range(0, len(stream), -(-len(stream) // 3)):
-        print(f'  {start:>14,}  {excerpt(stream, start, tokenizer)!r}')
+        if stream.learned:
+            show_conversation(stream, start, tokenizer)
+        else:
+            print(f'  {start:>14,}  {excerpt(stream, start, tokenizer)!r}')
     expected = dataset.split_entry(split).get('documents', 0)
     if documents and expected and documents != expected:
         raise UserError(f'{dataset.folder}: {split} has {documents:,} ends of text where meta.json '
                         f'says {expected:,} documents: prepare the data again')
+    expected = dataset.split_entry(split).get('learned', 0)
+    if learned != expected:
+        raise UserError(f'{dataset.folder}: {split} has {learned:,} learned tokens where meta.json '
+                        f'says {expected:,}: prepare the data again')
+
+
+SHOWN_TOKENS = 300  # of a conversation
+
+
+def show_conversation(stream, place, tokenizer):
+    """Print the first conversation that begins at token `place` or after it, a message a line, with
+    what is learned marked; where none begins soon, the one that goes on there."""
+    start, length = np.array([place]), min(2**14, len(stream) - place)
+    ids = stream.sequences(start, length)[0]
+    begins = [*np.flatnonzero(ids == tokenizer.conversation).tolist(), length]
+    if begins == [length] and place + length == len(stream):
+        return  # the last one was shown
+    first = begins[0] if begins[0] < length else 0
+    end = next(begin for begin in begins if begin > first)
+    shown = slice(first, min(end, first + SHOWN_TOKENS))
+    learned = stream.learned.sequences(start, length)[0][shown]
+    parts, roles = [], tokenizer.roles.values()
+    for is_learned, run in groupby(zip(ids[shown].tolist(), learned, strict=True), lambda x: x[1]):
+        text = ''
+        for is_role, part in groupby((i for i, _ in run), lambda i: i in roles):
+            text += '\n    ' * is_role + tokenizer.decode(part).replace('\n', '\n      ')
+        parts.append((text, bool(is_learned)))
+    print_marked([(f'  {place + first:>14,}  ', False), *parts,
+                  ('…' * (end - first > SHOWN_TOKENS), False)])

@@ -36,6 +36,9 @@ def open_named(text):
              for name, (path, share) in zip(short, shares.items(), strict=True)]
     first = parts[0].dataset
     for part in parts:
+        if part.dataset.has_mask():
+            raise UserError(f'dataset={text}: {part.dataset.folder} holds conversations, which no '
+                            'mixture can: prepare all conversations as one dataset')
         if part.dataset.tokenizer_json() != first.tokenizer_json():
             raise UserError(f'{first.folder} and {part.dataset.folder} were prepared with '
                             'different tokenizers: prepare one with --tokenizer=THE_OTHER')

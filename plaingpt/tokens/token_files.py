@@ -158,6 +158,8 @@ def open_tokens(path, dtype, expected=None, sha256=''):
 class TokenStream:
     """The token files of a split, read as one stream; from memory with `in_ram`."""
 
+    learned = None  # of conversations, a stream that tells which of the tokens are
+
     def __init__(self, files, vocab_size, in_ram=False):
         self.files = files
         self.starts = np.cumsum([0] + [file.tokens for file in files])

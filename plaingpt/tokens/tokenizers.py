@@ -1,4 +1,5 @@
-"""Text ↔ token ids: by characters, by bytes, with GPT-2's BPE, or with a BPE of one's own.
+"""Text ↔ token ids: by characters, by bytes, with GPT-2's BPE, or with a BPE of one's own; each of
+them also with the special tokens of conversations, see chat_tokenizer.py.
 
     tokenizer.encode(text)   str → numpy array of ids
     tokenizer.decode(ids)    ids → str; decode_bytes: its UTF-8, which may end within a character
@@ -21,6 +22,8 @@ from types import MappingProxyType
 import numpy as np
 
 from plaingpt.system.errors import UserError, needs
+from plaingpt.tokens.chat_tokenizer import NAMES as SPECIAL_TOKENS
+from plaingpt.tokens.chat_tokenizer import ChatTokenizer
 
 NAMES = 'char, byte, gpt2, bpe or bpe:VOCAB_SIZE'
 BPE_VOCAB_SIZE = 8192  # of plain 'bpe'
@@ -306,6 +309,8 @@ def from_json(description):
     kind = description['kind']
     if kind == 'char':
         return CharTokenizer(description['chars'])
+    if kind == 'chat':
+        return ChatTokenizer(from_json(description['base']))
     if kind == 'bpe':
         return BPETokenizer([token.encode('latin-1') for token in description['tokens']])
     return ByteTokenizer() if kind == 'byte' else GPT2Tokenizer()
@@ -328,6 +333,9 @@ def described_vocab_size(description):
             return GPT2Tokenizer.vocab_size
         case {'kind': 'bpe', 'tokens': [*tokens]} if is_bpe(tokens):
             return len(tokens) + 2
+        case {'kind': 'chat', 'base': {'kind': kind} as base} if kind != 'chat':
+            size = described_vocab_size(base)
+            return size and size + len(SPECIAL_TOKENS)
 
 
 def is_bpe(tokens):

@@ -6,8 +6,7 @@ import shlex
 import shutil
 
 import pytest
-from conftest import TINY
-from helpers import ROOT
+from helpers import ROOT, TINY
 
 import prepare
 import train
@@ -32,6 +31,8 @@ def corpora(tmp_path_factory):
         (folder / name).write_text(''.join(texts))
     (folder / 'posts.jsonl').write_text(''.join(json.dumps({'body': t}) + '\n' for t in texts))
     pyarrow.parquet.write_table(pyarrow.table({'body': texts}), folder / 'posts.parquet')
+    (folder / 'chats.jsonl').write_text(''.join(
+        json.dumps({'prompt': f'{n}?', 'completion': t}) + '\n' for n, t in enumerate(texts)))
     (folder / 'posts').mkdir()  # of the hub's, one document in 2,000 is for validation
     pyarrow.parquet.write_table(pyarrow.table({'body': [f'{TEXT}{n}' for n in range(6000)]}),
                                 folder / 'posts/train.parquet')
@@ -42,7 +43,7 @@ def corpora(tmp_path_factory):
 
 
 def test_the_table_is_there():
-    assert len(TABLE) == 10
+    assert len(TABLE) == 11
 
 
 @pytest.mark.parametrize('command', dict.fromkeys(command for _, command in TABLE))

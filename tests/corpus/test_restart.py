@@ -26,7 +26,8 @@ DOCUMENTS = 1000
 
 @pytest.fixture(scope='module')
 def inputs(tmp_path_factory):
-    """The same documents as JSON lines, in a folder laid out like the hub's, and as one text."""
+    """The same documents as JSON lines, in a folder laid out like the hub's, as one text, and as
+    conversations."""
     folder = tmp_path_factory.mktemp('inputs')
     chance = random.Random(0)
     words = ['to', 'be', 'or', 'not', 'that', 'is', 'the', 'question', 'whether', 'nobler']
@@ -40,7 +41,10 @@ def inputs(tmp_path_factory):
     first.join()
     running = folder.parent / 'running.txt'
     running.write_text('\n'.join(rows))
-    return {'text': folder, 'hf': folder, 'running': running}
+    chats = folder.parent / 'chats.jsonl'
+    chats.write_text(''.join(json.dumps({'prompt': row, 'completion': row}) + '\n'
+                             for row in rows[:DOCUMENTS // 2]))
+    return {'text': folder, 'hf': folder, 'running': running, 'chat': chats}
 
 
 def command(kind, inputs, folder, num_proc):
@@ -104,7 +108,7 @@ def uninterrupted(kind, inputs, tmp_path):
     return contents(tmp_path / kind), time.monotonic() - begun
 
 
-@pytest.mark.parametrize('kind', ['text', 'hf', 'running'])
+@pytest.mark.parametrize('kind', ['text', 'hf', 'running', 'chat'])
 def test_killed_and_restarted_it_writes_what_it_would_have_written(kind, inputs, tmp_path):
     expected, _ = uninterrupted(kind, inputs, tmp_path)
     assert len(expected) > 8
@@ -118,7 +122,7 @@ def test_killed_and_restarted_it_writes_what_it_would_have_written(kind, inputs,
 
 @pytest.mark.slow
 @pytest.mark.parametrize('num_proc', [1, 2, 4])
-@pytest.mark.parametrize('kind', ['text', 'hf', 'running'])
+@pytest.mark.parametrize('kind', ['text', 'hf', 'running', 'chat'])
 def test_killed_at_thirty_random_moments_it_writes_the_same(kind, num_proc, inputs, tmp_path):
     expected, seconds = uninterrupted(kind, inputs, tmp_path)
     chance, met, kills = random.Random(num_proc), 0, 0

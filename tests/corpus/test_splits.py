@@ -257,3 +257,11 @@ def test_evaluate_scores_the_test_split(trained, char_data, tmp_path, capsys, mo
     assert scores['val'] == scores['test'] and f'test of {folder}' in capsys.readouterr().out
     assert 'cannot go together' in fails(capsys, monkeypatch, evaluate.main, *argv, '--split=test',
                                          '--tasks=train')
+
+
+@pytest.mark.parametrize('option', ['path', 'subset', 'split', 'val_split', 'test_split'])
+def test_an_option_of_the_hub_is_refused_for_files(capsys, monkeypatch, tmp_path, option):
+    (tmp_path / 'a.txt').write_text('some text\n' * 9)
+    line = fails(capsys, monkeypatch, prepare.main, 'text', f'--input={tmp_path}/a.txt',
+                 f'--{option}=x', f'--data_dir={tmp_path}/out')
+    assert f'{option}=x' in line and 'no dataset of the hub' in line

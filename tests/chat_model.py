@@ -1,0 +1,43 @@
+"""A tiny model that was tuned on conversations."""
+
+import torch
+from helpers import CHAT
+
+from model import GPT, GPTConfig
+from plaingpt.system.devices import rng_state
+from plaingpt.training.checkpoint_writer import Saver
+
+ANSWERS = {'hi': 'Hello there.', 'html': '<b id="bold">b</b>\x1b[31m', 'long': 'la ' * 20,
+           'ä?': 'Ä und ö.'}
+
+
+def train_chat_model(out_dir):
+    """A run whose tiny model knows ANSWERS by heart."""
+    torch.manual_seed(0)
+    model = GPT(GPTConfig(96, CHAT.vocab_size, 2, 4, 64))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    idx = torch.zeros(len(ANSWERS), 96, dtype=torch.long)
+    targets = torch.full_like(idx, -1)
+    for i, (question, answer) in enumerate(ANSWERS.items()):
+        ids, learned = map(torch.from_numpy, CHAT.encode_conversation(
+            [{'role': 'user', 'content': question}, {'role': 'assistant', 'content': answer}]))
+        idx[i, :len(ids)] = ids
+        targets[i, :len(ids) - 1] = ids[1:].where(learned[1:], -1)
+    for _ in range(120):
+        optimizer.zero_grad()
+        model(idx, targets)[1].backward()
+        optimizer.step()
+    return save(model, CHAT, out_dir)
+
+
+def save(model, tokenizer, out_dir):
+    """→ out_dir, where it is the model of a run"""
+    optimizer = torch.optim.SGD(model.parameters())
+    saver = Saver(out_dir)
+    saver.save(model, optimizer, {
+        'iter_num': 1, 'sequences': 8, 'val_loss': None, 'evaluated': True, 'best_val_loss': None,
+        'evals_since_best': 0, 'elapsed_s': 1.0, 'wandb_id': None, 'config': {}, 'data': [],
+        'tokenizer': tokenizer.to_json(), 'scaler': {}}, rng_state(torch.device('cpu')))
+    saver.wait()
+    assert not saver.failed
+    return out_dir

@@ -7,8 +7,8 @@
     torchrun --nproc_per_node=8 evaluate.py --out_dir=out --tasks=val,hellaswag --output=scores.json
 
 Tasks: val, test and train are the splits of a dataset and text is a file, scored as a whole by
-loss, perplexity and bits per byte. hellaswag and lambada are benchmarks, scored as by
-lm-evaluation-harness.
+loss, perplexity and bits per byte; of conversations, what the assistant says is scored. hellaswag
+and lambada are benchmarks, scored as by lm-evaluation-harness.
 """
 
 if __name__ == '__main__':  # before torch, which takes seconds
@@ -26,6 +26,7 @@ from plaingpt.system.distributed import host_group, launched_world, print0, proc
 from plaingpt.system.errors import UserError, run_script
 from plaingpt.system.files import write_json
 from plaingpt.system.streams import require_stdout, status
+from plaingpt.tokens.batches import fits_in_ram
 from plaingpt.tokens.mixture import open_named
 from plaingpt.training import checkpoint as checkpoints
 
@@ -86,7 +87,8 @@ def score(task, config, model, tokenizer, state, context, group):
         if not name:
             raise UserError(f'tasks={task}: name a prepared dataset with --dataset=NAME')
         dataset = open_named(name)
-        if dataset.tokenizer_json() != tokenizer.to_json():
+        text_tokenizer = getattr(tokenizer, 'base', tokenizer)  # of a model tuned on conversations
+        if dataset.tokenizer_json() not in (tokenizer.to_json(), text_tokenizer.to_json()):
             raise UserError(f'{dataset.folder} was prepared with another tokenizer than the '
                             "model's: name another --dataset")
         return score_split(task, dataset, model, config.batch_size, context, group)
@@ -99,12 +101,14 @@ def score_split(split, dataset, model, batch_size, context, group):
     """`score` of a split; of a mixture that of each corpus, and of them all by their shares."""
     scores, lines = {}, []
     for name, each, _ in dataset.parts:
-        stream, label = each.split(split), f'{split} of {each.folder}'
+        in_ram = fits_in_ram([each.folder], launched_world().local_size)  # which verifies it
+        stream, label = each.split(split, in_ram), f'{split} of {each.folder}'
         per_token = each.bytes_per_token(split)
         scores[name] = scoring.score_stream(
             model, stream, per_token and per_token * (len(stream) - 1), batch_size, context, label,
             group)
-        lines.append(f'{label}: {scoring.quote_text(scores[name])}')
+        whose = ' of the assistant' * each.has_mask()
+        lines.append(f'{label}: {scoring.quote_text(scores[name], whose)}')
     if len(scores) == 1:
         return scores[name], lines[0]
     mean = scoring.mean_scores(list(scores.values()), [part.weight for part in dataset.parts],

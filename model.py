@@ -256,9 +256,8 @@ class GPT(nn.Module):
                 p[config.vocab_size:] = 0.0  # the padding is no token
 
     def forward(self, idx, targets=None):
-        """idx (B, T) int64, T ≤ block_size; targets the same shape, -1 where there is none → logits
-        (B, T, V), and the mean cross-entropy in nats, or None without targets. With targets and
-        loss_chunk_tokens the logits never exist, and None is in their place."""
+        """idx (B, T) int64, T ≤ block_size; targets (B, T), -1 for none → logits (B, T, V), and the
+        mean cross-entropy in nats or None. With targets and loss_chunk_tokens no logits exist."""
         x = self.hidden(idx)  # (B, T, C)
         if targets is not None and self.loss_chunk_tokens:  # as in training, by default
             return None, chunked_cross_entropy(
@@ -266,7 +265,8 @@ class GPT(nn.Module):
                 self.loss_chunk_tokens, self.softcap)
         logits = self.logits(x)  # (B, T, V)
         return logits, None if targets is None else F.cross_entropy(
-            logits.flatten(0, 1), targets.flatten(), ignore_index=-1)
+            logits.flatten(0, 1), targets.flatten(), ignore_index=-1,
+            reduction='sum') / (targets != -1).sum().clamp(min=1)
 
     def hidden(self, idx, cache=None):
         """idx (B, T) → what the head reads the next token from, (B, T, C). cache: of

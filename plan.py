@@ -28,7 +28,8 @@ from plaingpt.system.devices import GPUS
 from plaingpt.system.errors import UserError, run_script
 from plaingpt.system.formatting import GIB, duration, gib, short
 from plaingpt.system.streams import require_stdout
-from plaingpt.tokens.dataset import SHARES, read_names
+from plaingpt.tokens.dataset import SHARES, has_token_files, read_names
+from plaingpt.tokens.mixture import open_named
 from plaingpt.training.memory_planner import (
     batch_that_divides,
     choose_parallel,
@@ -38,7 +39,7 @@ from plaingpt.training.memory_planner import (
     step_settings,
 )
 from plaingpt.training.settings import TrainConfig
-from plaingpt.training.starting_point import check_start, start_shape
+from plaingpt.training.starting_point import chat_tokens, check_start, start_shape
 
 
 @dataclass
@@ -108,6 +109,9 @@ def find_shape(config):
     start = start_shape(config)
     if not start:
         return config.gpt_config(vocab_size), tokens, source
+    if has_token_files(config.dataset):  # a model learns the tokens of conversations
+        new = chat_tokens(open_named(config.dataset), start.vocab_size)
+        start = replace(start, vocab_size=start.vocab_size + new)
     known = tokens or config.vocab_size  # else the vocabulary is an assumption
     check_start(config, start, config.dataset, vocab_size if known else start.vocab_size)
     return replace(start, block_size=config.block_size), tokens, source
@@ -175,7 +179,7 @@ def token_plan(shape, config, sequences, parameters, dataset_tokens):
             'corpora': corpora,
             'per_parameter': total / parameters,
             # Hoffmann et al. 2022, table 3: about 20 tokens for each parameter
-            'chinchilla': 20 * parameters,
+            'chinchilla': 20 * parameters if config.init_from in ('scratch', 'auto') else None,
             'chinchilla_parameters': dataset_tokens / 20 if dataset_tokens else None,
             # Kaplan et al. 2020, equation 4.4: fewer overfit; N without embeddings
             'kaplan': 5e3 * blocks**0.74}
@@ -298,6 +302,8 @@ def print_tokens(tokens, source, vocab_size):
                   f'of the run, {corpus["epochs"]:.3g} epochs')
     else:
         print(f'  {source}: its tokens are unknown, a vocabulary of {vocab_size:,} is assumed')
+    if not tokens['chinchilla']:  # the weights have learned from other text before
+        return
     data = f', the corpus {short(known)}' if known else ''
     print(f'  Chinchilla (Hoffmann et al. 2022): this model is best trained on '
           f'{short(tokens["chinchilla"])} tokens{data}')

@@ -16,8 +16,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from configurator import load_config
-from plaingpt.monitoring.diagnosis import diagnose, overfit_check
+from plaingpt.monitoring.diagnosis import diagnose
 from plaingpt.monitoring.figures import draw, loss_table, tokenizers_differ
+from plaingpt.monitoring.markdown_report import overfit_check
 from plaingpt.monitoring.metrics_file import read_rows, rows_with
 from plaingpt.monitoring.references import read_reference
 from plaingpt.monitoring.run_record import read_run, where_it_stands

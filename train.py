@@ -202,7 +202,7 @@ def evaluate(run):
     with run.metrics.paused('evaluating'):
         losses = run.progress.loss_is_due(run.config) and [
             mean_loss(run.parallel.eval, loader, run.config, run.context, run.stop)
-            for loader in (run.train_data, *run.val_data.parts)]
+            for loader in (run.train_data, *run.val_data.parts, *run.val_data.beside)]
         run.probes.evaluate(run.progress, losses, run.stop)
 
 
@@ -210,17 +210,17 @@ def evaluate(run):
 def mean_loss(model, loader, config, context, stop):
     """Mean loss over fixed sequences of a split, which the processes share. Raises Stopped."""
     model.eval()
-    sums = torch.zeros(2, device=loader.device)  # of loss × sequences, of sequences
+    sums = torch.zeros(2, device=loader.device)  # of loss × n; of n, in sequences of targets
     for starts in status.counted(loader.eval_batches(config.eval_iters, config.eval_tokens)):
         stop.check()
         idx, targets = loader.eval_batch(starts)  # also of none: all gather a sharded model
         with context:
             _, loss = model(idx, targets)
-        if n := len(starts):
-            sums += torch.stack([loss.float() * n, torch.full_like(loss, n, dtype=torch.float)])
+        n = (targets != -1).sum() / targets.size(1)
+        sums += torch.stack([loss.float() * n, n])
     model.train()
-    loss_sum, sequences = all_reduce_mean(sums).tolist()
-    return loss_sum / sequences
+    loss_sum, count = all_reduce_mean(sums).tolist()
+    return loss_sum / count
 
 
 def save(run, cut_short=False):

@@ -131,7 +131,7 @@ def test_a_right_guess_counts_as_right(trained):
     ids = model.generate(torch.tensor([tokenizer.encode('def main').tolist()]), 3, 0)[0]
     guess = tokenizer.decode(ids[-3:].tolist())
     wrong = guess[:-1] + ('a' if guess[-1] != 'a' else 'b')
-    rows = [(tokenizer.encode('def main' + answer), 3) for answer in (guess, wrong)]
+    rows = [(tokenizer.encode('def main' + answer), slice(-3, None)) for answer in (guess, wrong)]
     scores = scoring.log_likelihoods(model, rows, 2, torch.no_grad(), '')
     assert scores[:, 1].tolist() == [1, 0] and scores[0, 0] > scores[1, 0]
 

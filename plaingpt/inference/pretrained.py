@@ -6,6 +6,7 @@ import pickletools
 import re
 import zipfile
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -120,6 +121,20 @@ def without_padding(weights, vocab_size):
     """Cut the rows off {name: tensor} that pad the vocabulary."""
     return {name: w[:vocab_size] if name.endswith(ROW_PER_TOKEN) else w
             for name, w in weights.items()}
+
+
+@torch.no_grad()
+def grow_vocabulary(model, new):
+    """Give a GPT `new` tokens more, each with the mean of the rows that there are."""
+    old, model.config = model.config, replace(model.config,
+                                              vocab_size=model.config.vocab_size + new)
+    for name, p in model.named_parameters():  # a tied matrix once
+        if name.endswith(ROW_PER_TOKEN):
+            rows = p[:old.vocab_size]
+            p.data = torch.cat([
+                rows, rows.mean(0, keepdim=True).expand(new, *rows.shape[1:]),
+                rows.new_zeros(model.config.padded_vocab_size - old.vocab_size - new,
+                               *rows.shape[1:])])
 
 
 def read_hf(folder):

@@ -23,6 +23,7 @@ from plaingpt.system.distributed import all_gather, barrier, launched_world
 from plaingpt.system.errors import UserError
 from plaingpt.system.files import write_atomically
 from plaingpt.system.formatting import printable
+from plaingpt.tokens.packing import conversation_begins, cut, learned_before
 
 CHUNK = 1024  # positions whose logits exist at once
 
@@ -33,10 +34,11 @@ CHUNK = 1024  # positions whose logits exist at once
 def log_likelihoods(model, rows, batch_size, context, label, group=None, before_batch=None):
     """The log-likelihoods of the ends of token sequences. The processes share the work.
 
-    rows: a sequence of (ids, n): the last n of `ids` are scored, given those before
+    rows: a sequence of (ids, scored): each of ids[scored], the first id never, is scored given
+    all before it; scored is a slice or an array of bools
     context: autocast or none; group: of distributed.host_group
     before_batch: called by all processes equally often; what it raises ends this
-    → float64 (len(rows), 2): the sum of the n log-probabilities in nats, and 1 if each of the n
+    → float64 (len(rows), 2): the sum of these log-probabilities in nats, and 1 if each of these
     tokens is the likeliest in its place, else 0. The same on all processes.
     """
     world = launched_world()
@@ -62,16 +64,16 @@ def log_likelihoods(model, rows, batch_size, context, label, group=None, before_
 
 @torch.no_grad()
 def score_batch(model, rows, context):
-    """[(ids, n)] → (len(rows), 2) as log_likelihoods. Short rows are padded at the end; causal
+    """[(ids, scored)] → (len(rows), 2) as log_likelihoods. Short rows are padded at the end; causal
     attention keeps the padding invisible."""
     device = model.lm_head.weight.device
     width = max(len(ids) for ids, _ in rows) - 1
     idx = torch.zeros(len(rows), width, dtype=torch.long)  # (B, T)
     targets = torch.full_like(idx, -1)
-    for i, (ids, n) in enumerate(rows):
-        ids = torch.as_tensor(ids)
-        idx[i, :len(ids) - 1] = ids[:-1]
-        targets[i, len(ids) - 1 - n:len(ids) - 1] = ids[-n:]
+    for i, (ids, picked) in enumerate(rows):
+        ids, answer = torch.as_tensor(ids), torch.full((len(ids),), -1)
+        answer[picked] = ids[picked]
+        idx[i, :len(ids) - 1], targets[i, :len(ids) - 1] = ids[:-1], answer[1:]
     scored = targets != -1
     with context:
         x = model.hidden(idx.to(device))[scored.to(device)]  # (N, C): scored positions only
@@ -104,13 +106,39 @@ class Sequences:
         return len(self.starts)
 
     def __getitem__(self, i):
-        n = self.counts[i]
-        return self.stream.sequences(self.starts[i:i + 1], n + 1)[0], n
+        return self.stream.sequences(self.starts[i:i + 1], self.counts[i] + 1)[0], slice(1, None)
+
+
+class Answers:
+    """Conversations as rows for log_likelihoods. What is learned of each is scored, and nothing of
+    the others is seen. Those longer than block_size are cut as in training."""
+
+    def __init__(self, stream, block_size):
+        self.stream = stream
+        starts, sizes, continued, *_ = cut(stream, conversation_begins(stream), block_size + 1)
+        counts = learned_before(stream, starts + sizes) - learned_before(stream, starts + 1)
+        order = np.argsort(-sizes, kind='stable')  # less padding
+        order = order[counts[order] > 0]
+        self.starts, self.sizes, self.continued, self.counts = (
+            column[order] for column in (starts, sizes, continued, counts))
+
+    def __len__(self):
+        return len(self.starts)
+
+    def __getitem__(self, i):
+        ids, learned = (stream.sequences(self.starts[i:i + 1], self.sizes[i])[0]
+                        for stream in (self.stream, self.stream.learned))
+        learned[0] = 0  # nothing before it tells of it
+        if self.continued[i]:
+            ids, learned = np.append(self.stream.conversation, ids), np.append(0, learned)
+        return ids, learned == 1
 
 
 class TextStream:
     """A text file as a token stream. If the tokenizer has an end-of-text token, it stands in front,
     so that the first token of the text is scored too."""
+
+    learned = None
 
     def __init__(self, path, tokenizer):
         text = read_text(path, f'data={path}')
@@ -133,13 +161,15 @@ def encode(tokenizer, text, where):
 
 
 def score_stream(model, stream, text_bytes, batch_size, context, label, group=None):
-    """→ {loss in nats per token, perplexity, bits_per_byte, …} of a whole stream. The standard
-    error takes the sequences, not the tokens, as independent. Raises UserError."""
-    sequences = Sequences(stream, model.config.block_size)
+    """→ {loss in nats per token, perplexity, bits_per_byte, …} of a whole stream, of conversations
+    what is learned. The standard error takes the sequences, not the tokens, as independent. Raises
+    UserError."""
+    kind = Sequences if stream.learned is None else Answers
+    sequences = kind(stream, model.config.block_size)
     if not len(sequences):
         raise UserError(f'{label}: {len(stream)} tokens are too few to score any')
     sums = -log_likelihoods(model, sequences, batch_size, context, label, group)[:, 0]
-    tokens, n = len(stream) - 1, len(sums)
+    tokens, n = int(sequences.counts.sum()), len(sums)
     loss = sums.sum() / tokens
     stderr = None
     if n > 1:
@@ -203,7 +233,7 @@ def lambada(path):
 
 
 def encode_answer(question, answer, tokenizer, block_size):
-    """→ (ids of context and answer, how many of them are the answer). Raises UserError."""
+    """→ (ids of context and answer, the slice of them that is the answer). Raises UserError."""
     context = question.context.rstrip()
     answer = question.context[len(context):] + answer  # its space belongs to the next word
     before = len(encode(tokenizer, context, question.where))
@@ -216,7 +246,7 @@ def encode_answer(question, answer, tokenizer, block_size):
     if n > block_size:
         raise UserError(f'{question.where}: an answer of {n} tokens is more than the block_size of '
                         f'{block_size}')
-    return ids[-(block_size + 1):], n
+    return ids[-(block_size + 1):], slice(-n, None)
 
 
 class Benchmark:
@@ -280,13 +310,13 @@ def quote_benchmark(scores):
     return f'{", ".join(parts)} ({scores["questions"]:,} questions, 0-shot)'
 
 
-def quote_text(scores):
-    """→ the scores of score_stream, as one line."""
+def quote_text(scores, whose=''):
+    """→ the scores of score_stream, as one line. whose: ' of the assistant', where not all are."""
     parts = [f'loss {scores["loss"]:.4f}{plus_minus(scores["loss_stderr"], 4)} nats a token',
              f'perplexity {scores["perplexity"]:.4g}']
     if scores['bits_per_byte']:
         parts.append(f'{scores["bits_per_byte"]:.4f} bits/byte')
-    return f'{", ".join(parts)} ({scores["tokens"]:,} tokens)'
+    return f'{", ".join(parts)} ({scores["tokens"]:,} tokens{whose})'
 
 
 def plus_minus(stderr, digits, unit=1):

@@ -65,7 +65,7 @@ class ChunkedCrossEntropy(torch.autograd.Function):
                         grad_b += grad.sum(0, dtype=grad_b.dtype)
                         done.append(grad_b)
                     del grad  # or it would stand beside the next chunk's
-        count = (targets != -1).sum()
+        count = (targets != -1).sum().clamp(min=1)  # of no targets the loss is 0
         if training:
             ctx.save_for_backward(grad_x, grad_w, grad_b, count)
         return loss / count

@@ -1,10 +1,11 @@
 """report.md and loss.png: what a run was and what came of it, from run.json and metrics.jsonl."""
 
+import math
 from contextlib import contextmanager
 from pathlib import Path
 from statistics import median_high
 
-from plaingpt.monitoring.diagnosis import diagnose, overfit_check, too_early
+from plaingpt.monitoring.diagnosis import THRESHOLDS, diagnose, late_losses, warmup_iters
 from plaingpt.monitoring.metrics_file import column, read_rows, rows_with
 from plaingpt.monitoring.run_record import epochs, read_run, where_it_stands
 from plaingpt.system.files import write_atomically
@@ -58,13 +59,40 @@ def format_report(out_dir, rows, run, ended):
     if run['changed']:
         lines = '\n'.join(f'{key} = {value!r}' for key, value in sorted(run['changed'].items()))
         parts += ['Settings that are not the defaults:', f'```python\n{lines}\n```']
-    samples = [row for row in rows if row.get('sample')]
+    samples = list({row['iter']: row for row in rows if row.get('sample')}.values())
     if samples:
         parts.append('## What it wrote')
         chosen = {round(i * (len(samples) - 1) / (SAMPLES - 1)) for i in range(SAMPLES)}
         for row in (samples[i] for i in sorted(chosen)):
             parts += [f'After {row["iter"]:,} iterations:', code_block(row['sample'])]
     return '\n\n'.join(parts) + '\n'
+
+
+def too_early(rows, run):
+    """Why most checks could not judge a run yet, in a sentence, or None."""
+    losses = column(rows, 'loss')
+    evaluations = [row for row in rows_with(rows, 'val_loss') if row['iter']]
+    if len(late_losses(rows, run)) >= 5 and len(evaluations) >= 2:
+        return None
+    return (f'Too early to judge: losses that were logged: {len(losses)}; evaluations after the '
+            f'first step: {len(evaluations)}. Most checks take five losses, the last of them at '
+            f'iteration {warmup_iters(run) + THRESHOLDS["early_steps"]} '
+            f'({THRESHOLDS["early_steps"]} after warmup) or later, and two evaluations.')
+
+
+def overfit_check(rows, run):
+    """What a run with overfit_batches shows, in a sentence, or None."""
+    seen, n = rows_with(rows, 'train_loss'), run['config']['overfit_batches']
+    if not n or len(seen) < 2:
+        return None
+    limit = THRESHOLDS['overfit_check'] * math.log(run['vocab_size'])
+    first, last = seen[0]['train_loss'], seen[-1]['train_loss']
+    what = f'overfit_batches={n}: the loss went from {first:.3f} to {last:.3f} in ' \
+           f'{seen[-1]["iter"]} iterations'
+    if last < limit:
+        return f'{what}, near zero as it should: model, loss and optimizer can learn'
+    return (f'{what}, and should come under {limit:.2f}: train longer, with dropout=0 and a higher '
+            'learning_rate; if it still does not, something is broken')
 
 
 def code_block(text):
@@ -79,6 +107,7 @@ def format_outcome(rows, run):
     """Losses, amounts, speed and memory, as a table."""
     table = [('ended', run['ending'])] if run.get('ending') else []
     evaluations = rows_with(rows, 'val_loss')
+    beside = f'val_loss/{run["config"].get("also_evaluate")}'
     if evaluations:
         best = min(evaluations, key=lambda row: row['val_loss'])
         for name, row in (('best', best), ('last', evaluations[-1])):
@@ -86,7 +115,11 @@ def format_outcome(rows, run):
             table += [(f'validation loss, {name}',
                        f'{row["val_loss"]:.4f}{bits}, iteration {row["iter"]:,}')]
             table += [(f'of {key.removeprefix("val_loss/")}', f'{row[key]:.4f}')
-                      for key in row if key.startswith('val_loss/') and row[key] is not None]
+                      for key in row if key.startswith('val_loss/') and key != beside
+                      and row[key] is not None]
+        if losses := column(evaluations, beside):
+            table += [(f'loss on {beside.removeprefix("val_loss/")}',
+                       f'{losses[-1]:.4f}, at the start {losses[0]:.4f}')]
         if evaluations[-1].get('train_loss') is not None:
             table += [('training loss, last', f'{evaluations[-1]["train_loss"]:.4f}')]
     last = where_it_stands(rows, run)

@@ -61,7 +61,7 @@ def describe_run(config, dataset, loader, model, device, dtype, compile, world, 
     before = read_run(config.out_dir) if resumed else {}
     from_scratch = before.get('from_scratch', True) if resumed \
         else config.init_from in ('scratch', 'auto')
-    text = {'vocab_size': dataset.vocab_size, 'train_tokens': len(loader.stream),
+    text = {'vocab_size': dataset.vocab_size, 'train_tokens': loader.epoch_tokens(),
             'unigram_loss': unigram_loss(dataset.mean(
                 frequencies(part.stream, dataset.vocab_size) for part in loader.parts))}
     return {
@@ -101,11 +101,14 @@ def differences(before, now):
 
 
 def frequencies(stream, vocab_size):
-    """The share of each id among the tokens of a stream, or of many places in it."""
+    """The share of each id among the tokens of a stream that are learned, or of many places."""
     starts = np.linspace(0, max(0, len(stream) - 1024), UNIGRAM_TOKENS // 1024).astype(np.int64)
-    counts = np.bincount(stream.sequences(starts, min(1024, len(stream))).ravel(),
-                         minlength=vocab_size)
-    return counts / counts.sum()
+    length = min(1024, len(stream))
+    tokens = stream.sequences(starts, length).ravel()
+    if stream.learned is not None:
+        tokens = tokens[stream.learned.sequences(starts, length).ravel() == 1]
+    counts = np.bincount(tokens, minlength=vocab_size)
+    return counts / max(1, counts.sum())
 
 
 def unigram_loss(shares):

@@ -14,9 +14,11 @@ import torch
 from plaingpt.preflight.subject import NotChecked
 from plaingpt.system.distributed import all_gather
 from plaingpt.system.errors import UserError
+from plaingpt.tokens.packing import Conversations
 from plaingpt.training.schedules import get_lr
 
 ROUND_TRIP = 0.9  # of the ids, that come back where their text is encoded again; the rest are cut
+LOOKED_AT = 16  # sequences whose text is
 GONE = 1e-3  # of the highest learning rate: too little to learn with
 REST = 0.1  # of a run
 LOOKS = 100  # at the learning rate of a run
@@ -38,7 +40,8 @@ def first_batches(loader):
     """[(idx, targets) of the first micro-batch of step 0, of step 1], as the loop gets them."""
     waited_s = loader.waited_s
     with closing(loader.train_batches(0)) as batches:
-        found = [[tensor.cpu() for tensor in next(batches)] for _ in range(loader.micro_steps + 1)]
+        found = [[tensor.cpu() for tensor in next(batches)[:2]]
+                 for _ in range(loader.micro_steps + 1)]
     loader.waited_s = waited_s
     return found[0], found[-1]
 
@@ -47,32 +50,41 @@ def batches_are_of_the_files(subject):
     loader = subject.train_data
     for step, batch in enumerate(first_batches(loader)):
         starts = loader.sequence_starts(loader.sequence_ids(step, 0))
-        if problem := compare(batch, subject.dataset.split('train'), starts):
+        if problem := compare(batch, loader, subject.dataset.split('train'), starts):
             return f'the batch of step {step} is not that of the training split: {problem}'
     loader = subject.val_data
     starts = next(iter(loader.eval_batches(subject.config.eval_iters)), [])
     if len(starts):
         batch = [tensor[:len(starts)].cpu() for tensor in loader.eval_batch(starts)]
-        if problem := compare(batch, subject.dataset.split('val'), starts):
+        if problem := compare(batch, loader, subject.dataset.split('val'), starts):
             return f'what an evaluation reads is not of the validation split: {problem}'
 
 
-def compare(batch, stream, starts):
+def compare(batch, loader, stream, starts):
     """(idx, targets) beside the files of a split → None, or what differs."""
     idx, targets = batch  # (B, T) each
-    tokens = torch.from_numpy(np.stack([tokens_on_disk(stream, start, idx.size(1) + 1)
-                                        for start in starts.tolist()]))  # (B, T + 1)
+    tokens = torch.full((len(idx), idx.size(1) + 1), -1)  # where no token of the text is
+    learned = torch.zeros_like(tokens, dtype=torch.bool)
+    for row, start in enumerate(starts.tolist()):
+        for column, first, n in loader.layout(start):
+            tokens[row, column:column + n] = torch.from_numpy(tokens_on_disk(stream, first, n))
+            learned[row, column + 1:column + n] = True if not isinstance(stream, Conversations) \
+                else torch.from_numpy(tokens_on_disk(stream.learned, first, n)[1:] == 1)
     known = targets != -1
     wrong = known & (targets != tokens[:, 1:])
-    if not torch.equal(idx, tokens[:, :-1]):
+    of_text = tokens[:, :-1] != -1
+    if not torch.equal(idx[of_text], tokens[:, :-1][of_text]):
         return 'the loader reads another file or another place, or something changes what it reads'
-    if not known.any():
+    if not known.any() and learned.any():
         return 'all targets are -1, so there is nothing to learn'
     if torch.equal(targets, idx) and wrong.any():
         return 'the targets are the inputs, and should be the inputs shifted by one'
     if wrong.any():
         return f'{wrong.sum() / known.sum():.0%} of the targets are not the next token: they are ' \
                'shifted by another number, shuffled, or noise'
+    if isinstance(stream, Conversations) and not torch.equal(known, learned[:, 1:]):
+        return 'the targets are not those that the mask marks: the user would be learned too, or ' \
+               'a part of the assistant would not'
 
 
 def batches_differ(subject):
@@ -103,15 +115,16 @@ def epoch_reads_all(subject):
 
 def epoch_reads_part(loader):
     n, T = loader.sequences_per_epoch, loader.block_size
+    tokens = len(loader.stream) - loader.left_out
     ids = np.unique(np.linspace(0, n - 1, min(n, EPOCH_LOOKS)).astype(np.int64))
     starts = loader.sequence_starts(ids)
     if len(np.unique(starts)) < len(starts):
         return f'{len(starts) - len(np.unique(starts))} of {len(starts)} sequences of an epoch ' \
                'are there twice: their order is no permutation'
-    if n * T < (len(loader.stream) - 2 * T) or (
-            n > EPOCH_LOOKS and starts.max() - starts.min() < 0.9 * len(loader.stream)):
+    if n * (T + 1) < tokens - 2 * T or (
+            n > EPOCH_LOOKS and starts.max() - starts.min() < 0.9 * tokens):
         return f'an epoch reads {min(n * T, int(starts.max() - starts.min()) + T):,} of ' \
-               f'{len(loader.stream):,} tokens'
+               f'{tokens:,} tokens'
     if n > 100 and (np.diff(starts) > 0).all():
         return 'an epoch reads the text from its beginning to its end, and should read it in a ' \
                'random order'
@@ -124,7 +137,7 @@ def evaluation_reads_all(subject):
         starts = np.concatenate([np.concatenate([*share, []])
                                  for share in all_gather(mine, subject.group)])
         wanted = config.eval_tokens // loader.block_size or config.eval_iters * loader.batch_size
-        wanted, found = min(wanted, (len(loader.stream) - 1) // loader.block_size), len(starts)
+        wanted, found = min(wanted, loader.eval_sequences), len(starts)
         if found != wanted or len(np.unique(starts)) != wanted:
             return f'an evaluation reads {found} sequences, {len(np.unique(starts))} different ' \
                    f'ones, and should read {wanted}: a batch is dropped, or comes twice'
@@ -136,14 +149,15 @@ def data_is_text(subject):
         tokenizer = subject.dataset.tokenizer()
     except UserError as problem:  # it takes a download, and nothing of the run needs it
         raise NotChecked(str(problem)) from None
-    ids = [i for i in subject.train_data.train_batch(0, 0)[0][0].tolist()
-           if i != tokenizer.end_of_text]
-    text = tokenizer.decode(ids)
-    again = Counter(tokenizer.encode(text).tolist())
-    same = (again & Counter(ids)).total() / max(1, len(ids))
+    words = getattr(tokenizer, 'base', tokenizer)  # what opens and ends a turn is no text
+    batch = subject.train_data.train_batch(0, 0)[0][:LOOKED_AT].tolist()
+    rows = [[i for i in row if i != words.end_of_text and i < words.vocab_size] for row in batch]
+    texts = [words.decode(row) for row in rows]
+    same = sum((Counter(words.encode(text).tolist()) & Counter(row)).total()
+               for row, text in zip(rows, texts, strict=True)) / max(1, sum(map(len, rows)))
     if same < ROUND_TRIP and not subject.dataset.meta:
         raise NotChecked(f'{subject.dataset.folder} does not say which tokenizer it has')
-    subject.text = text[:80]
+    subject.text = (texts[0] if words is tokenizer else tokenizer.decode(batch[0]))[:80]
     if same < ROUND_TRIP:
         return (f'{subject.text!r} is what the tokens say, and {same:.0%} of them come back when '
                 f'it is encoded again: {subject.dataset.folder} was made with another tokenizer '

@@ -13,6 +13,7 @@ from model import GPT
 from plaingpt.inference.generation import Context
 from plaingpt.monitoring.diagnosis import THRESHOLDS
 from plaingpt.preflight.subject import NotChecked, largest_change
+from plaingpt.training import checkpoint as checkpoints
 
 SAME = 1e-5  # of the RMS: what rounding may change; a token that is seen changes more
 NEARLY_SAME = 1e-3  # where the same sums are taken in another order
@@ -140,9 +141,16 @@ def loss_is_usual(subject):
     if subject.from_scratch and abs(loss - expected) > tolerance:
         return f'the first loss is {loss:.2f}, and {uniform}: look at the initialisation, and at ' \
                'how the loss is averaged'
-    if not subject.from_scratch and loss > expected + tolerance:
+    if not subject.from_scratch and loss > expected + tolerance and not was_tuned(subject.config):
         return f'the first loss is {loss:.2f}, and {uniform}: was this text prepared with the ' \
                'tokenizer of the weights, and are all of them loaded?'
+
+
+def was_tuned(config):
+    """True where a run starts from a model that was tuned on conversations. It may be sure of what
+    is wrong in others, and that it has their tokenizer was compared."""
+    start = checkpoints.find_named(config.init_from, config.checkpoint)
+    return start is not None and start.state['tokenizer']['kind'] == 'chat'
 
 
 def evaluation_repeats(subject):

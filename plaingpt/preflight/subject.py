@@ -14,6 +14,7 @@ from model import GPT
 from plaingpt.parallel.sharding import small_shape
 from plaingpt.tokens.batches import BatchLoader
 from plaingpt.tokens.dataset import Dataset
+from plaingpt.tokens.packing import Conversations
 from plaingpt.training.optimizers import build_optimizer
 from plaingpt.training.settings import TrainConfig
 
@@ -55,8 +56,10 @@ class Subject:
         """(4, length + 1) tokens of the training split: in row 1 its end, else its beginning. With
         document_attention no document begins there, so that all before a token is to be seen."""
         stream = self.train_data.stream
-        starts = np.array([0, len(stream) - length - 1, 0, 0])
-        tokens = torch.from_numpy(stream.sequences(starts, length + 1)).to(self.device)
+        n = min(length + 1, len(stream))  # few conversations may be less: they are repeated
+        tokens = stream.sequences(np.array([0, len(stream) - n, 0, 0]), n)
+        tokens = np.tile(tokens, math.ceil((length + 1) / n))[:, :length + 1]
+        tokens = torch.from_numpy(tokens).to(self.device)
         return torch.where(tokens == self.opener, self.others(tokens), tokens)
 
     @property
@@ -93,9 +96,10 @@ class Subject:
         return self.hidden(idx)
 
     def others(self, tokens):
-        """Other tokens of the vocabulary, which open no document."""
+        """Other tokens of the vocabulary, which open no document. They are not the next ones: new
+        special tokens stand together, and have the same row until they are learned."""
         size = self.model.config.vocab_size
-        found = (tokens + 1) % size
+        found = (tokens + size // 2) % size
         return torch.where(found == self.opener, (found + 1) % size, found)
 
     def hidden(self, idx):
@@ -124,9 +128,11 @@ class Subject:
     @cached_property
     def few(self):
         """A loader of few short sequences of the validation split."""
-        T = min(SHORT, self.config.block_size)
-        return type(self.val_data)(self.val_data.stream, T, math.ceil(EVALUATED / T),
-                                   device=self.device)
+        stream = self.val_data.stream
+        T = min(SHORT, self.config.block_size, len(stream) - 1)
+        # Of conversations all tokens: what is learned is another check's.
+        kind = BatchLoader if isinstance(stream, Conversations) else type(self.val_data)
+        return kind(stream, T, math.ceil(EVALUATED / T), device=self.device)
 
     def evaluated_loss(self):
         """The loss of `few`, as the run measures it."""

@@ -8,6 +8,7 @@ from plaingpt.monitoring.health import Health, not_seen
 from plaingpt.system.errors import UserError
 from plaingpt.system.streams import status
 
+QUESTIONS = 3  # of the validation split, that samples of a tuned model answer
 LOOKS = 5  # health checks in a run at least, however short: a curve takes a few points
 
 
@@ -35,8 +36,17 @@ class Probes:
         if writing and config.sample_tokens:
             try:
                 tokenizer = dataset.tokenizer()
-                self.start = tokenizer.encode(config.sample_start).tolist() \
+                start = tokenizer.encode(config.sample_start).tolist() \
                     or [tokenizer.end_of_text or 0]
+                self.prompts, self.shown = [start], [config.sample_start]
+                self.how = {'temperature': 0.8, 'top_k': 200}
+                if dataset.has_mask():
+                    self.prompts = val_loader.questions(QUESTIONS)
+                    if not self.prompts:
+                        raise UserError('no question of the validation split has room for an '
+                                        f'answer in block_size={config.block_size}')
+                    self.shown = [tokenizer.decode(prompt) for prompt in self.prompts]
+                    self.how = {'temperature': 0, 'end_of_text': tokenizer.end_of_turn}
                 self.tokenizer = tokenizer
             except UserError as problem:
                 metrics.print(f'warning: no samples of what the model writes: {problem}')
@@ -61,8 +71,8 @@ class Probes:
 
     def evaluate(self, progress, losses, stop):
         """Run the benchmarks and make the sample that are due; then log them and the losses (train,
-        val of each corpus), where they were due. Of several the mean by their shares counts. Raises
-        Stopped where `stop` is wanted, before anything is logged."""
+        val of each corpus, of also_evaluate), where they were due. Of several corpora the mean by
+        their shares counts. Raises Stopped where `stop` is wanted, before anything is logged."""
         config, iter_num, scores, text = self.config, progress.iter_num, {}, None
         benchmarks = self.benchmarks if progress.benchmarks_are_due(config) else []
         samples = config.sample_tokens and (
@@ -74,11 +84,12 @@ class Probes:
                           for benchmark in benchmarks}
                 text = self.sample(model, stop) if samples else None
         stop.check()
-        val_loss = self.dataset.mean(losses[1:]) if losses else None
+        parts = self.dataset.parts
+        val_loss = self.dataset.mean(losses[1:len(parts) + 1]) if losses else None
         best = progress.record_evaluation(val_loss)
         if losses:
-            of_each = {part.name: loss for part, loss in zip(self.dataset.parts, losses[1:],
-                                                             strict=True) if part.name}
+            names = [*(part.name for part in parts), config.also_evaluate]
+            of_each = {name: loss for name, loss in zip(names, losses[1:], strict=False) if name}
             self.metrics.evaluation(iter_num, losses[0], val_loss, best, text, of_each)
         for name, values in scores.items():
             self.metrics.benchmark(iter_num, name, values, quote_benchmark(values))
@@ -87,14 +98,16 @@ class Probes:
 
     @status.doing('sampling')
     def sample(self, model, stop):
-        """A text by the model as it is now, or None where none is wanted. It ends early where this
-        process received a signal."""
+        """A text by the model as it is now, or its answers to questions, or None where none is
+        wanted. It ends early where this process received a signal."""
         if not self.tokenizer:
             return None
         model.eval()
         with self.context:
-            [new] = generate(model, [self.start], self.config.sample_tokens, temperature=0.8,
-                             top_k=200, on_token=lambda *_: stop.signal is not None,
-                             generators=[torch.Generator().manual_seed(self.config.seed)])
+            news = generate(model, self.prompts, self.config.sample_tokens, **self.how,
+                            on_token=lambda *_: stop.signal is not None,
+                            generators=[torch.Generator().manual_seed(self.config.seed)
+                                        for _ in self.prompts])
         model.train()
-        return self.config.sample_start + self.tokenizer.decode(new)
+        return '\n'.join(shown + self.tokenizer.decode(new)
+                         for shown, new in zip(self.shown, news, strict=True))

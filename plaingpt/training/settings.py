@@ -54,6 +54,7 @@ class TrainConfig(GPTConfig):
     check: Literal['auto', 'warn'] | bool = 'auto'  # a new run first; warn: go on; True: only that
     # data
     dataset: str = 'openwebtext'  # in data/, or a path; several by weights: code:0.3,prose:0.7
+    also_evaluate: str = ''  # another dataset, whose validation loss shows what tuning forgets
     data_in_ram: Literal['auto'] | bool = 'auto'  # read the tokens into memory first
     batch_size: Literal['auto'] | int = 12  # sequences the device holds at once; auto: all that fit
     gradient_accumulation_steps: int = 5 * 8  # micro-batches in a step, of all processes together

@@ -17,6 +17,7 @@ from plaingpt.inference import scoring
 from plaingpt.inference.hf_export import describe_export
 from plaingpt.inference.pretrained import (
     describe_training,
+    grow_vocabulary,
     load_pretrained,
     pretrained_shape,
 )
@@ -44,6 +45,7 @@ from plaingpt.system.machine import free_memory
 from plaingpt.tokens.batches import fits_in_ram
 from plaingpt.tokens.dataset import PARTS, UNFINISHED, dataset_folder, read_names
 from plaingpt.tokens.mixture import open_named
+from plaingpt.tokens.tokenizers import described_vocab_size
 from plaingpt.training import checkpoint as checkpoints
 from plaingpt.training.checkpoint_writer import clean_up
 from plaingpt.training.memory_planner import (
@@ -115,21 +117,37 @@ def open_batches(config, dataset, world, device):
     in_ram = config.data_in_ram
     if in_ram == 'auto':
         in_ram = fits_in_ram([part.dataset.folder for part in dataset.parts], world.local_size)
-    loaders = [dataset.loader(split, in_ram, config.block_size, config.batch_size,
-                              micro_steps=config.accumulation() // world.size, rank=world.rank,
-                              world_size=world.size, seed=config.seed, device=device,
+    shape = in_ram, config.block_size, config.batch_size
+    share = {'rank': world.rank, 'world_size': world.size, 'device': device}
+    loaders = [dataset.loader(split, *shape, **share, seed=config.seed,
+                              micro_steps=config.accumulation() // world.size,
                               only_first=config.overfit_batches if split == 'train' else 0)
                for split in ('train', 'val')]
+    if config.also_evaluate:
+        if ',' in config.also_evaluate or config.also_evaluate == config.dataset:
+            raise UserError(f'also_evaluate={config.also_evaluate}: name one other dataset')
+        other = open_named(config.also_evaluate)
+        if other.tokenizer_json() not in (dataset.tokenizer_json(), base_tokenizer(dataset)):
+            raise UserError(f'also_evaluate={config.also_evaluate}: {other.folder} has another '
+                            f'tokenizer than {dataset.folder}')
+        loaders[1].beside = [other.loader('val', *shape, **share)]
     tokens, step_tokens = len(loaders[0].stream), config.step_tokens()
     epochs = dataset.epochs(config.max_iters * step_tokens)
     epochs = {part.name and f'{part.name} ({part.weight:.1%})': epochs[part.name]
               for part in dataset.parts}
+    if dataset.has_mask():  # with the padding of its sequences
+        tokens = loaders[0].epoch_tokens()
+        epochs = {'': config.max_iters * step_tokens / tokens}
     if config.overfit_batches:
         tokens = min(tokens, config.overfit_batches * step_tokens)
         epochs = {'': config.max_iters * step_tokens / tokens}
-    print0(f'{dataset.folder}: {tokens:,} training tokens, vocabulary {dataset.vocab_size:,}, '
-           f'{dataset.describe_reading(in_ram)} | {step_tokens:,} tokens a step, '
-           f'{quote_epochs(epochs)}')
+    padded = ' with padding' * dataset.has_mask()
+    print0(f'{dataset.folder}: {tokens:,} training tokens{padded}, vocabulary '
+           f'{dataset.vocab_size:,}, {dataset.describe_reading(in_ram)} | {step_tokens:,} tokens '
+           f'a step, {quote_epochs(epochs)}')
+    if dataset.has_mask():
+        for split, loader in zip(('train', 'val'), loaders, strict=True):
+            print0(f'{split}: {loader.describe()}')
     return loaders
 
 
@@ -340,7 +358,7 @@ def kept_bytes(shape, step):
 def load_start(config, dataset):
     """The weights that config.init_from names, of a run of ours or of others, for a new run."""
     if start := checkpoints.find_named(config.init_from, config.checkpoint):
-        if start.state['tokenizer'] != dataset.tokenizer_json():
+        if start.state['tokenizer'] not in (dataset.tokenizer_json(), base_tokenizer(dataset)):
             raise UserError(f'{start.path} was trained with another tokenizer than that of '
                             f'{dataset.folder}: prepare the text with --tokenizer=THE_OLD_DATASET')
         model = start.load_model(dropout=config.dropout)
@@ -348,6 +366,8 @@ def load_start(config, dataset):
     else:
         model, trained = load_pretrained(config.init_from, config.dropout)
         source = config.init_from
+    if new := chat_tokens(dataset, model.config.vocab_size):
+        grow_vocabulary(model, new)
     check_start(config, model.config, dataset.folder, dataset.vocab_size)
     model.crop_block_size(config.block_size)
     if config.document_attention:  # no weight depends on it
@@ -355,6 +375,18 @@ def load_start(config, dataset):
                                document_start=document_start(config, dataset))
     print0(f'{source}{trained and f" ({trained})"}: the run starts from its {ANEW}')
     return model
+
+
+def base_tokenizer(dataset):
+    """The tokenizer that a chat tokenizer wraps, as JSON, or None."""
+    return dataset.tokenizer_json().get('base')
+
+
+def chat_tokens(dataset, vocab_size):
+    """How many tokens a model with the vocabulary of the base of a chat tokenizer has to learn."""
+    base = base_tokenizer(dataset)
+    return dataset.vocab_size - vocab_size if base and described_vocab_size(base) == vocab_size \
+        else 0
 
 
 def check_start(config, shape, folder, vocab_size):

@@ -14,14 +14,18 @@ from plaingpt.system.files import append_line
 
 
 def forward_backward(model, batches, micro_steps, scaler, context):
-    """Add up the gradients of a step's micro-batches → this process's mean loss, on the device."""
+    """Add up the gradients of a step's micro-batches → this process's mean loss, on the device.
+
+    batches yields (idx, targets), or (idx, targets, weight) where not all tokens count: the
+    micro-batch's share of those of the step that do, times the number of processes, over which
+    gradients and losses are averaged."""
     total_loss = 0.0
     for micro in range(micro_steps):
-        idx, targets = next(batches)
+        idx, targets, *weight = next(batches)
         with gradient_sync(model, last=micro == micro_steps - 1):
             with context:
                 _, loss = model(idx, targets)
-                loss = loss / micro_steps
+                loss = loss * weight[0] if weight else loss / micro_steps
             scaler.scale(loss).backward()
         total_loss += loss.detach()
     return total_loss

@@ -216,7 +216,7 @@ WRONG = {
     float16_overflows: ('loss_scale', 60),
     loader_slow: ('data_wait', 40),
     clip_tiny: ('clipped', 60),
-    decay_times_100: ('forgetting', 30),
+    decay_times_100: ('short_memory', 30),
 }
 
 HEALTHY = {
@@ -381,6 +381,19 @@ def test_losses_that_stand_still_are_named_while_the_rate_is_high_only():
     assert [d.name for d in diagnose(rows, RUN)] == ['flat']
     decayed = rows_of(train_loss=fell, val_loss=fell + 0.1, lr=np.linspace(1e-3, 1e-4, 20))
     assert diagnose(decayed, RUN) == []
+
+
+def test_a_tuned_run_that_loses_what_it_knew_of_other_text_is_named():
+    tuned = {**RUN, 'from_scratch': False, 'data': {'tokenizer': 'gpt2'},
+             'config': {**RUN['config'], 'also_evaluate': 'notes'}}
+    chat = {**tuned, 'data': {'tokenizer': 'chat'}}
+    for last, names in ((2.35, []), (2.74, ['forgetting'])):
+        rows = rows_of(**{'val_loss/notes': [2.31, 2.2, last]})
+        assert [found.name for found in diagnose(rows, tuned)] == names
+    [[found], [of_chat]] = diagnose(rows, tuned), diagnose(rows, chat)
+    assert 'notes rose from 2.31 to 2.74' in found.evidence
+    assert '--dataset=' in found.remedy and '--dataset=' not in of_chat.remedy
+    assert diagnose(rows, {**tuned, 'from_scratch': True}) == []
 
 
 def test_a_run_that_saw_little_text_is_told_at_its_end_only():

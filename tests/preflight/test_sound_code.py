@@ -18,7 +18,8 @@ from plaingpt.system.errors import UserError
 # what is sound
 
 RECIPES = sorted(path for path in ROOT.glob('config/*.py')
-                 if path.stem not in ('quickstart_sample', 'finetune_shakespeare', 'grid_cpu'))
+                 if path.stem not in ('quickstart_sample', 'finetune_shakespeare', 'finetune_chat',
+                                      'grid_cpu'))
 TINY = dict(n_layer=2, n_head=2, n_embd=32, block_size=16, batch_size=4, total_batch_size=0,
             gradient_accumulation_steps=2, device='cpu', dtype='float32', vocab_size=0,
             compile=False, max_iters=20, eval_iters=2, eval_interval=10, eval_tokens=0,

@@ -4,8 +4,7 @@ import json
 
 import pytest
 import torch
-from conftest import TINY
-from helpers import exit_code, fork, ranks
+from helpers import TINY, exit_code, fork, ranks
 from test_train import lines, same, weights
 
 import evaluate

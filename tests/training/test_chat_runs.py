@@ -1,0 +1,270 @@
+"""Tuning on conversations, with the commands that a user gives."""
+
+import json
+import math
+import random
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from helpers import CHAT, TINY, ask, exit_code, fork, options, ranks, write_chat
+from test_train import lines, same, weights
+
+import evaluate
+import plan
+import prepare
+import train
+from model import GPT, GPTConfig
+from plaingpt.inference.generation import generate
+from plaingpt.inference.pretrained import grow_vocabulary
+from plaingpt.monitoring.diagnosis import THRESHOLDS
+from plaingpt.system.errors import UserError
+from plaingpt.tokens.dataset import open_dataset
+from plaingpt.tokens.packing import PackedLoader
+from plaingpt.training import checkpoint as checkpoints
+
+
+def conversations(n, seed=0):
+    """Answers are of very different lengths, so that micro-batches have few targets or many."""
+    rng = random.Random(seed)
+    return [ask(f'{i}?' * rng.randint(1, 4), 'ab' * rng.choice((1, 1, 12))) for i in range(n)]
+
+
+@pytest.fixture
+def chat(tmp_path, monkeypatch):
+    """The options of a run of a second on the conversations in data/chat. There are questions that
+    fill sequences of their own: with one in a micro-batch, nothing of it is learned."""
+    monkeypatch.chdir(tmp_path)
+    write_chat(tmp_path / 'data/chat', conversations(150) + [ask('?' * 150, 'ab')] * 20,
+               conversations(20, seed=1))
+    return [*TINY, '--dataset=chat', '--check=False', '--block_size=48', '--n_layer=1',
+            '--learning_rate=1e-2', '--log_interval=1', '--gradient_accumulation_steps=1',
+            '--batch_size=8']
+
+
+def logged(out_dir):
+    """All losses and gradient norms of a run."""
+    return [row[key] for key in ('loss', 'grad_norm', 'train_loss', 'val_loss')
+            for row in lines(out_dir, key)]
+
+
+def assert_close(one, other):
+    """The weights of two runs are, after steps in proportion to the gradients."""
+    for a, b in zip(weights(one), weights(other), strict=True):
+        assert torch.allclose(a, b, atol=1e-6)
+
+
+def test_the_losses_are_the_same_however_a_step_is_split(chat, tmp_path):
+    chat += ['--optimizer=sgd', '--learning_rate=0.3']
+    train.main([*chat, '--out_dir=out'])
+    expected = logged(tmp_path / 'out')
+    for micro in (2, 4, 8):
+        train.main([*chat, f'--batch_size={8 // micro}', f'--gradient_accumulation_steps={micro}',
+                    f'--eval_iters={2 * micro}', f'--out_dir=out-{micro}'])
+        assert logged(tmp_path / f'out-{micro}') == pytest.approx(expected, abs=1e-5)
+        assert_close(tmp_path / 'out', tmp_path / f'out-{micro}')
+
+
+@pytest.mark.parametrize('parallel', ['ddp', 'fsdp'])
+def test_the_losses_of_two_processes_are_those_of_one(chat, tmp_path, parallel):
+    chat += ['--optimizer=sgd', '--learning_rate=0.3']
+    train.main([*chat, '--out_dir=out'])
+    pids = [fork(train.main, *chat, '--batch_size=2', '--gradient_accumulation_steps=4',
+                 '--eval_iters=8', f'--parallel={parallel}', '--out_dir=two',
+                 log=tmp_path / env['RANK'], **env) for env in ranks(2)]
+    assert [exit_code(pid) for pid in pids] == [0, 0], (tmp_path / '0').read_text()
+    assert logged(tmp_path / 'two') == pytest.approx(logged(tmp_path / 'out'), abs=1e-5)
+    assert_close(tmp_path / 'out', tmp_path / 'two')
+
+
+def test_a_resumed_run_is_the_one_that_was_not_stopped(chat, tmp_path):
+    train.main([*chat, '--out_dir=whole'])
+    train.main([*chat, '--max_iters=3', '--out_dir=out'])
+    train.main([*chat, '--out_dir=out', '--init_from=resume'])
+    assert same(weights(tmp_path / 'out'), weights(tmp_path / 'whole'))
+
+
+@pytest.mark.parametrize('tied_head', [True, False])
+@pytest.mark.parametrize('vocab_size', [250, 255])  # 255 + 5 are beyond the padding
+def test_new_tokens_get_the_mean_row_and_the_old_ones_stay(vocab_size, tied_head):
+    model = GPT(GPTConfig(block_size=8, vocab_size=vocab_size, n_layer=1, n_head=2, n_embd=16,
+                          tied_head=tied_head, head_bias=not tied_head))
+    idx = torch.randint(vocab_size, (2, 8))
+    before, wte = model(idx)[0], model.transformer.wte.weight.clone()
+    grow_vocabulary(model, 5)
+    assert (model.lm_head.weight is model.transformer.wte.weight) == tied_head
+    for p in (model.transformer.wte.weight, model.lm_head.weight):
+        assert len(p) == GPT(model.config).lm_head.weight.size(0)
+        assert torch.allclose(p[vocab_size:vocab_size + 5], p[:vocab_size].mean(0))
+        assert not p[vocab_size + 5:].any()
+    assert torch.equal(model.transformer.wte.weight[:vocab_size], wte[:vocab_size])
+    assert torch.allclose(model(idx)[0][..., :vocab_size], before, atol=1e-6)
+
+
+def test_a_model_is_tuned_with_the_tokenizer_that_wraps_its_own_alone(chat, text_file, tmp_path):
+    for name in ('byte', 'char'):
+        prepare.main(['text', f'--input={text_file}', f'--tokenizer={name}',
+                      f'--data_dir=data/{name}'])
+        train.main([*chat, f'--dataset={name}', '--max_iters=1', f'--out_dir=base-{name}'])
+    train.main([*chat, '--init_from=base-byte', '--out_dir=out', '--document_attention=True'])
+    losses = [row['val_loss'] for row in lines(tmp_path / 'out', 'val_loss')]
+    assert losses[-1] < losses[0]
+    plan.main([*chat, '--init_from=base-byte', '--block_size=48'])
+    shape = checkpoints.find('out', 'latest').load_model().config
+    assert (shape.vocab_size, shape.document_start) == (CHAT.vocab_size, CHAT.conversation)
+    with pytest.raises(UserError, match='another tokenizer'):
+        train.main([*chat, '--init_from=base-char', '--out_dir=other'])
+
+
+def test_samples_are_answers_to_questions_of_the_validation_split(chat, tmp_path):
+    train.main([*chat, '--max_iters=60', '--lr_decay_iters=60', '--eval_interval=60',
+                '--sample_tokens=30', '--check=auto', '--out_dir=out'])
+    asked = [CHAT.decode(CHAT.encode_prompt(messages[:1])) for messages in conversations(20, 1)]
+    *_, sample = [row['sample'] for row in lines(tmp_path / 'out', 'sample')]
+    for question in (asked[0], asked[9], asked[-1]):
+        assert f'{question}a' in sample
+
+
+def test_the_loss_on_other_text_is_logged_beside_that_of_the_answers(chat, text_file, tmp_path,
+                                                                       capsys):
+    for name in ('byte', 'char'):
+        prepare.main(['text', f'--input={text_file}', f'--tokenizer={name}',
+                      f'--data_dir=data/{name}'])
+    train.main([*chat, '--dataset=byte', '--eval_interval=6', '--out_dir=base'])
+    [*_, base] = lines(tmp_path / 'base', 'val_loss')
+    capsys.readouterr()
+    train.main([*chat, '--init_from=base', '--also_evaluate=byte', '--out_dir=out',
+                '--report=True'])
+    before, *_, after = lines(tmp_path / 'out', 'val_loss')
+    # The same text, with five tokens more that could come.
+    assert before['val_loss/byte'] == pytest.approx(base['val_loss'], abs=0.1)
+    assert after['val_loss/byte'] > before['val_loss/byte']
+    assert after['val_loss'] < before['val_loss']
+    first, last = before['val_loss/byte'], after['val_loss/byte']
+    lost = f'the loss on byte rose from {first:.2f} to '
+    assert f'diagnosis: it forgets: {lost}' in capsys.readouterr().out
+    report = (tmp_path / 'out/report.md').read_text()
+    assert f'{lost}{last:.2f}; lower learning_rate' in report
+    assert f'| loss on byte | {last:.4f}, at the start {first:.4f} |' in report
+    assert (tmp_path / 'out/loss.png').exists()
+    assert evaluated('--dataset=byte')['bits_per_byte'] > 0
+    for name, problem in {'char': 'data/char has another tokenizer than data/chat',
+                          'chat': 'name one other dataset', 'byte,char': 'name one other'}.items():
+        with pytest.raises(UserError, match=problem):
+            train.main([*chat, f'--also_evaluate={name}', '--out_dir=other'])
+
+
+def test_questions_without_room_for_an_answer_are_no_samples_and_end_no_run(chat, tmp_path, capsys):
+    write_chat(tmp_path / 'data/long', [ask('q' * 100, 'yes')] * 20)
+    train.main([*chat, '--dataset=long', '--sample_tokens=9', '--batch_size=1', '--eval_iters=1',
+                '--out_dir=out'])
+    assert 'has room for an answer in block_size=48' in ''.join(capsys.readouterr())
+    assert all(row['loss'] > 0 for row in lines(tmp_path / 'out', 'loss'))
+
+
+def test_a_tuned_model_that_is_sure_of_other_answers_can_be_tuned_again(chat, tmp_path, capsys):
+    write_chat(tmp_path / 'data/sure', [ask('a', 'b' * 9)] * 50)
+    train.main([*chat, '--dataset=sure', '--max_iters=60', '--learning_rate=5e-2',
+                '--out_dir=sure'])
+    train.main([*chat, '--init_from=sure', '--check=auto', '--out_dir=out'])
+    assert 'checks passed' in capsys.readouterr().out
+    first, *_ = lines(tmp_path / 'out', 'val_loss')
+    assert first['val_loss'] > math.log(CHAT.vocab_size) + THRESHOLDS['initial_loss'] \
+        + THRESHOLDS['initial_loss_per_channel'] * 32  # n_embd
+
+
+def test_a_loader_that_ignores_the_mask_is_caught_before_it_trains(chat, monkeypatch):
+    def spoiled(self, starts):
+        idx, targets = on_host(self, starts)
+        targets[:, 1] = idx[:, 2]  # the first token of what a user says
+        return idx, targets
+
+    on_host = PackedLoader._on_host
+    monkeypatch.setattr(PackedLoader, '_on_host', spoiled)
+    with pytest.raises(UserError, match='are not those that the mask marks'):
+        train.main([*chat, '--check=True', '--out_dir=out'])
+
+
+def test_new_tokens_that_still_have_the_same_row_are_no_fault(chat, text_file, tmp_path, capsys):
+    write_chat(tmp_path / 'data/short', [ask('a', 'b')] * 9)  # 7 tokens each; <|user|> is token 8
+    prepare.main(['text', f'--input={text_file}', '--tokenizer=byte', '--data_dir=data/byte'])
+    train.main([*chat, '--dataset=byte', '--max_iters=1', '--out_dir=base'])
+    train.main([*chat, '--dataset=short', '--init_from=base', '--block_size=11', '--max_iters=1',
+                '--out_dir=out', '--check=True'])  # which lets tokens 8 and 9 change places
+    assert 'checks passed' in capsys.readouterr().out
+
+
+def test_evaluate_scores_all_that_a_run_validates_on(chat, tmp_path, capsys):
+    """Conversations too that are cut, at a turn and within one."""
+    long = [ask('a?' * 9, 'ab' * 9, 'c?' * 9, 'cd' * 9), ask('a?', 'abcde' * 20)]
+    write_chat(tmp_path / 'data/long', conversations(150), conversations(20, seed=1) + long)
+    train.main([*chat, '--dataset=long', '--document_attention=True', '--eval_iters=99',
+                '--out_dir=out'])
+    loader = open_dataset('data/long').loader('val', True, 48, 8)
+    assert loader.cut_at_turns and loader.cut_hard
+    scores = evaluated('--checkpoint=latest')
+    [*_, validated] = lines(tmp_path / 'out', 'val_loss')
+    assert scores['loss'] == pytest.approx(validated['val_loss'], abs=1e-5)
+    assert scores['tokens'] == loader.counted.sum() and scores['bits_per_byte'] is None
+    assert f'({scores["tokens"]} tokens of the assistant)' in capsys.readouterr().out
+
+
+def test_each_conversation_is_scored_as_if_it_were_alone(chat, tmp_path):
+    train.main([*chat, '--out_dir=out'])
+    model = checkpoints.find('out', 'latest').load_model().eval()
+    losses = []
+    for messages in conversations(20, seed=1):
+        ids, learned = CHAT.encode_conversation(messages)
+        with torch.no_grad():
+            logp = model(torch.as_tensor(ids[None, :-1].astype(np.int64)))[0][0].log_softmax(-1)
+        losses += [-logp[t, ids[t + 1]].item() for t in np.flatnonzero(learned[1:])]
+    scores = evaluated('--batch_size=3')
+    assert scores['tokens'] == len(losses)
+    assert scores['loss'] == pytest.approx(np.mean(losses), abs=1e-5)
+
+
+def test_scores_are_of_the_mask_that_was_written(chat):
+    train.main([*chat, '--out_dir=out'])
+    mask = Path('data/chat/val_mask.bin')
+    mask.write_bytes(b'\1' * mask.stat().st_size)
+    with pytest.raises(UserError, match=r'val_mask\.bin: another checksum'):
+        evaluated()
+
+
+def evaluated(*arguments):
+    evaluate.main(['--out_dir=out', '--device=cpu', '--output=scores.json', *arguments])
+    return json.loads(Path('scores.json').read_text())['results']['val']
+
+
+PHRASES = ('What is {} + {}?', 'Add {} and {}.', 'How much is {} plus {}?', 'Sum of {} and {}:')
+
+
+@pytest.mark.slow  # trains for a minute
+def test_a_tuned_model_answers_questions_it_has_not_seen_and_the_untuned_one_does_not(
+        text_file, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    pairs = [ask(phrase.format(a, b), f'It is {a + b}.')
+             for phrase in PHRASES for a in range(10) for b in range(10)]
+    random.Random(0).shuffle(pairs)
+    trained_on, held_out = pairs[:300], pairs[300:]
+    write_chat(tmp_path / 'data/chat', trained_on, held_out)
+    prepare.main(['text', f'--input={text_file}', '--tokenizer=byte', '--data_dir=data/base'])
+    shape = options(n_layer=2, n_head=4, n_embd=64, block_size=128, rotary=True, device='cpu',
+                    dtype='float32', batch_size=8, gradient_accumulation_steps=1, report=False,
+                    health_interval=0, warmup_iters=10, checkpoint_interval=10_000)
+    train.main([*shape, '--dataset=base', '--out_dir=base', '--max_iters=50',
+                '--learning_rate=3e-3', '--eval_interval=50', '--eval_iters=4'])
+    train.main([*shape, '--dataset=chat', '--init_from=base', '--out_dir=tuned',
+                '--max_iters=400', '--learning_rate=5e-3', '--document_attention=True',
+                '--eval_interval=200'])
+    share = {}
+    for name in ('base', 'tuned'):
+        model = checkpoints.find(name, 'latest').load_model().eval()
+        if name == 'base':
+            grow_vocabulary(model, CHAT.vocab_size - model.config.vocab_size)
+        answers = generate(model, [CHAT.encode_prompt(pair[:1]).tolist() for pair in held_out], 12,
+                           temperature=0, end_of_text=CHAT.end_of_turn)
+        share[name] = np.mean([CHAT.decode(answer) == pair[1]['content']
+                               for answer, pair in zip(answers, held_out, strict=True)])
+    assert share['base'] == 0 and share['tuned'] >= 0.95

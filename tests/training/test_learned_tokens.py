@@ -1,0 +1,133 @@
+"""What a step learns from: the tokens that count, all alike however the step is split."""
+
+from contextlib import nullcontext
+
+import pytest
+import torch
+import torch.nn.functional as F
+from helpers import CHAT, ask, write_chat
+
+from model import GPT, GPTConfig
+from plaingpt.tokens.dataset import open_dataset
+from plaingpt.training.training_step import forward_backward
+
+T, SEQUENCES = 48, 16  # in a step
+NO_SCALER = torch.amp.GradScaler('cpu', enabled=False)
+
+
+@pytest.fixture(scope='module')
+def dataset(tmp_path_factory):
+    """A conversation in each sequence, with answers of very different lengths."""
+    asked = [ask('?' * (T - 8 - 2 * n), 'ab' * n) for n in (1, 1, 12) * 33]
+    return open_dataset(write_chat(tmp_path_factory.mktemp('data') / 'chat', asked))
+
+
+def make_model(**changes):
+    torch.manual_seed(0)
+    return GPT(GPTConfig(**{'block_size': T, 'vocab_size': CHAT.vocab_size, 'n_layer': 1,
+                            'n_head': 2, 'n_embd': 32, **changes}))
+
+
+def gradients(model):
+    found = [p.grad.clone() for p in model.parameters()]
+    model.zero_grad(set_to_none=True)
+    return found
+
+
+def step(model, dataset, micro_steps=1, processes=1):
+    """→ (the loss of a step, its gradients), of so many processes, which average theirs."""
+    loss = 0.0
+    for rank in range(processes):
+        loader = dataset.loader('train', True, T, SEQUENCES // micro_steps // processes,
+                                micro_steps=micro_steps, rank=rank, world_size=processes)
+        batches = loader.train_batches(0)
+        loss += forward_backward(model, batches, micro_steps, NO_SCALER, nullcontext())
+        batches.close()
+    return loss / processes, [gradient / processes for gradient in gradients(model)]
+
+
+def said(idx):
+    """Where the next token is the assistant's: idx (B, T) → bools (B, T)."""
+    found = torch.zeros_like(idx, dtype=torch.bool)
+    for row, speaking in zip(idx.tolist(), found, strict=True):
+        now = False
+        for t, token in enumerate(row):
+            now = token == CHAT.roles['assistant'] or (
+                now and token not in (CHAT.end_of_turn, CHAT.conversation))
+            speaking[t] = now
+    return found
+
+
+@pytest.mark.parametrize('chunk, dtype, error', [(0, torch.float64, 1e-12),
+                                                 (64, torch.float32, 5e-6)])
+def test_the_gradient_is_that_of_the_answers_however_a_step_is_split(dataset, chunk, dtype, error):
+    model = make_model().to(dtype)
+    idx, targets, _ = dataset.loader('train', True, T, SEQUENCES).train_batch(0, 0)
+    counts = (targets != -1).sum(1)
+    assert counts.max() > 4 * counts.min()
+    logp = F.log_softmax(model(idx)[0], -1)  # (B, T, V)
+    expected = -logp[said(idx)].gather(1, targets[said(idx)][:, None]).mean()
+    expected.backward()
+    wanted = gradients(model)
+    model.loss_chunk_tokens = chunk
+    for micro_steps, processes in ((1, 1), (2, 1), (4, 1), (8, 1), (16, 1), (1, 2), (4, 2), (8, 2)):
+        loss, found = step(model, dataset, micro_steps, processes)
+        assert loss.item() == pytest.approx(expected.item(), rel=error)
+        for one, other in zip(found, wanted, strict=True):
+            assert (one - other).norm() <= error * other.norm()
+
+
+@pytest.mark.parametrize('chunk', [0, 64])
+def test_no_gradient_comes_from_where_a_user_speaks_next(dataset, chunk):
+    model, ends = make_model(), []
+    model.loss_chunk_tokens = chunk
+
+    def keep(module, arguments, x):  # (B, T, C): what the head reads
+        x.retain_grad()
+        ends.append(x)
+
+    model.transformer.ln_f.register_forward_hook(keep)
+    step(model, dataset)
+    idx, *_ = dataset.loader('train', True, T, SEQUENCES).train_batch(0, 0)
+    assert torch.equal(ends[0].grad.abs().sum(-1) > 0, said(idx))
+
+
+def test_another_last_word_of_a_user_changes_no_gradient_and_another_answer_does(tmp_path):
+    model = make_model(document_attention=True, document_start=CHAT.conversation)
+    found = {}
+    for name, question, answer in (('a', 'why', 'yes'), ('b', 'who', 'yes'), ('c', 'why', 'yet')):
+        folder = write_chat(tmp_path / name, 16 * [ask('ok?', answer, question)])
+        found[name] = step(model, open_dataset(folder))
+    assert (tmp_path / 'a/train.bin').read_bytes() != (tmp_path / 'b/train.bin').read_bytes()
+    assert found['a'][0] == found['b'][0] != found['c'][0]
+    assert all(map(torch.equal, found['a'][1], found['b'][1]))
+    assert not any(map(torch.equal, found['a'][1], found['c'][1]))
+
+
+@pytest.mark.parametrize('dtype', [torch.float32, torch.bfloat16])
+def test_where_all_tokens_count_a_step_has_the_bits_of_a_mean_of_means(dtype):
+    model, micro_steps = make_model(), 3
+    batches = [torch.randint(CHAT.vocab_size, (2, 4, T)) for _ in range(micro_steps)]
+    context = torch.autocast('cpu', dtype, enabled=dtype != torch.float32)
+    expected = 0.0
+    for idx, targets in batches:
+        with context:
+            logits, _ = model(idx)
+            loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten()) / micro_steps
+        loss.backward()
+        expected += loss.detach()
+    wanted = gradients(model)
+    found = forward_backward(model, iter(batches), micro_steps, NO_SCALER, context)
+    assert torch.equal(found, expected) and all(map(torch.equal, gradients(model), wanted))
+
+
+@pytest.mark.parametrize('chunk', [0, 64])
+def test_a_micro_batch_without_a_target_adds_nothing(dataset, chunk):
+    model = make_model()
+    model.loss_chunk_tokens = chunk
+    idx, targets, _ = dataset.loader('train', True, T, SEQUENCES).train_batch(0, 0)
+    expected = forward_backward(model, iter([(idx, targets, 1.0)]), 1, NO_SCALER, nullcontext())
+    wanted = gradients(model)
+    batches = iter([(idx, torch.full_like(targets, -1), 0.0), (idx, targets, 1.0)])
+    assert forward_backward(model, batches, 2, NO_SCALER, nullcontext()) == expected
+    assert all(map(torch.equal, gradients(model), wanted))

@@ -25,7 +25,7 @@ from tqdm import tqdm
 
 from configurator import load_config
 from plaingpt.corpus.rows import json_rows
-from plaingpt.inference.chat import run_chat, show
+from plaingpt.inference.terminal_chat import run_chat, show
 from plaingpt.inference.text_generator import Sampling, TextGenerator, read_text
 from plaingpt.inference.weight_layout import prepare_for_generation
 from plaingpt.system.devices import choose_compile, choose_device, choose_dtype, use_fast_matmul
@@ -53,6 +53,7 @@ class SampleConfig(Sampling, checkpoints.ModelChoice):
     prompts: str = ''  # a .jsonl file of prompts, instead of start; one sample for each
     output: str = ''  # a new .jsonl file for their texts
     chat: bool = False  # talk with the model at the terminal instead
+    system: Annotated[str, unescape] = ''  # what the assistant is told before all, in a chat
     template: Annotated[str, unescape] = ''  # of a dialogue's model, as User: {user}\nAssistant:
     # system
     stream: bool = False  # print each sample as it is written
@@ -67,6 +68,8 @@ class SampleConfig(Sampling, checkpoints.ModelChoice):
                   for key in ('num_samples', 'batch_size') if getattr(self, key) < 1]
         if bool(self.prompts) != bool(self.output):
             found.append('prompts and output go together: name both files')
+        if self.system and not self.chat:
+            found.append(f'system={self.system}: goes with --chat')
         if self.template and '{user}' not in self.template:
             found.append(f'template={self.template}: say with {{user}} where a message goes')
         if self.stops() is None:

@@ -126,13 +126,13 @@ def test_a_chat_goes_on_from_what_was_said(trained, capsys, monkeypatch, tmp_pat
 
 def test_commands_of_a_chat(trained, capsys, monkeypatch, tmp_path):
     out = chat(capsys, monkeypatch, trained, '/help', '/temperature 0', '/top_k -1', '/top_k x',
-               '/nonsense', '/save', KeyboardInterrupt, 'def', '/reset', f'/save {tmp_path}/a',
-               f'/save {tmp_path}/a', '/quit', 'never reached')
+               '/nonsense', '/save', KeyboardInterrupt, 'def', f'/save {tmp_path}/a',
+               f'/save {tmp_path}/a', '/reset', f'/save {tmp_path}/b', '/quit', 'never reached')
     for words in ('Ctrl-C stops an answer', 'temperature 0.0', 'top_k=-1: must not be negative: '
                   'top_k stays 200', "'x' is no number", '/nonsense is unknown', 'name a file',
-                  'Ctrl-D leaves', 'forgotten', 'File exists'):
+                  'Ctrl-D leaves', 'forgotten', 'File exists', 'nothing has been said yet'):
         assert words in out
-    assert (tmp_path / 'a').read_text() == '\n' and 'never' not in out
+    assert len((tmp_path / 'a').read_text()) == len('def') + 20 + 1 and 'never' not in out
 
 
 def test_a_template_puts_messages_and_ends_answers(trained, capsys, monkeypatch, tmp_path):

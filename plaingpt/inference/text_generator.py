@@ -3,14 +3,19 @@
 import codecs
 import time
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 
+from plaingpt.chat.conversations import parse_messages
+from plaingpt.chat.prompts import fit_prompt
 from plaingpt.inference.generation import generate
 from plaingpt.system.errors import UserError
 from plaingpt.system.streams import warn
+from plaingpt.tokens.chat_tokenizer import ends_of, is_chat
+
+KNOWN_CHARACTERS = 'write with characters of the training text'
 
 
 def read_text(path, where):
@@ -49,6 +54,20 @@ class Sampling:
         if self.repetition_penalty <= 0:
             found.append(f'repetition_penalty={self.repetition_penalty}: must be above 0')
         return found
+
+
+def checked(options):
+    """A Sampling of these fields. Raises UserError."""
+    sampling = Sampling(**options)
+    if problems := sampling.problems():
+        raise UserError('\n'.join(problems))
+    return sampling
+
+
+def answering(sampling, room):
+    """A Sampling for an answer: it ends with its turn, and where the context is full."""
+    return replace(sampling, end_of_text=True,
+                   max_new_tokens=min(sampling.max_new_tokens, room))
 
 
 class StreamDecoder:
@@ -103,21 +122,48 @@ class TextGenerator:
 
         stop: a string that ends the text, or several; sampling: fields of Sampling. UserError
         """
-        sampling = Sampling(**sampling)
-        if problems := sampling.problems():
-            raise UserError('\n'.join(problems))
+        sampling = checked(sampling)
         texts = [prompt] if isinstance(prompt, str) else prompt
         prompts = [self.encode_prompt(text, 'the prompt') for text in texts]
         new = self.write(prompts, range(len(prompts)), sampling,
                          [stop] if isinstance(stop, str) else stop)
         return new[0] if isinstance(prompt, str) else new
 
+    def answer(self, messages, stop=(), **sampling):
+        """What the assistant says next in a conversation, [{'role': 'user', 'content': 'Hi!'}, …].
+
+        For models that were tuned on conversations. stop, sampling: as of generate. Where the
+        context is too short, the oldest turns are left out. UserError
+        """
+        sampling = checked(sampling)
+        messages = parse_messages(messages, 'messages')
+        if messages[-1]['role'] != 'user':
+            raise UserError('messages: the last one must be of the user, to be answered')
+        ids, _, room = self.fit(messages, sampling.max_new_tokens)
+        [text] = self.write([ids], [0], answering(sampling, room),
+                            [stop] if isinstance(stop, str) else stop)
+        return text
+
+    def fit(self, messages, new_tokens):
+        """→ as of fit_prompt. Raises UserError where the last turn alone is too long."""
+        if not is_chat(self.tokenizer):
+            raise UserError('this model was not tuned on conversations: see docs/chat.md')
+        block_size = self.model.config.block_size
+        try:
+            ids, dropped, room = fit_prompt(self.tokenizer, messages, block_size, new_tokens)
+        except UserError as e:
+            raise UserError(f'the messages: {e}; {KNOWN_CHARACTERS}') from None
+        if len(ids) > block_size:
+            raise UserError(f'the message has {len(ids):,} tokens with what the system says, and '
+                            f'the model reads at most {block_size:,}: write less')
+        return ids, dropped, room
+
     def encode(self, text, where):
         """→ ids. Raises UserError, beginning with `where`, for characters the tokenizer lacks."""
         try:
             ids = self.tokenizer.encode(text).tolist()
         except UserError as e:
-            raise UserError(f'{where}: {e}; write with characters of the training text') from None
+            raise UserError(f'{where}: {e}; {KNOWN_CHARACTERS}') from None
         if not ids:
             if self.tokenizer.end_of_text is None:
                 raise UserError(f'{where} is empty: give at least one character, such as --start=A')
@@ -142,9 +188,12 @@ class TextGenerator:
         decoders = [StreamDecoder(self.tokenizer, stop, show) for _ in prompts]
         generators = [torch.Generator().manual_seed((sampling.seed * 1_000_003 + n) % 2**63)
                       for n in numbers]
+        ends = ends_of(self.tokenizer) if sampling.end_of_text else ()
         began = time.perf_counter()
 
         def on_token(row, token):
+            if token in ends:
+                return True
             self.tokens += 1
             return decoders[row].add(token)
 
@@ -154,7 +203,6 @@ class TextGenerator:
                     self.model, prompts, sampling.max_new_tokens,
                     temperature=sampling.temperature, top_k=sampling.top_k, top_p=sampling.top_p,
                     min_p=sampling.min_p, repetition_penalty=sampling.repetition_penalty,
-                    end_of_text=self.tokenizer.end_of_text if sampling.end_of_text else None,
                     generators=generators, on_token=on_token, compiled=self.compiled)
         finally:  # also after Ctrl-C
             self.seconds += time.perf_counter() - began

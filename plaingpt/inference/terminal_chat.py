@@ -1,0 +1,223 @@
+"""A chat with a model at the terminal."""
+
+import json
+import math
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+
+from plaingpt.inference.text_generator import answering
+from plaingpt.system.errors import UserError
+from plaingpt.system.formatting import count_of
+from plaingpt.tokens.chat_tokenizer import is_chat
+
+HELP = '''/reset            forget the conversation
+/temperature 0.8  below 1 safer, above 1 wilder, 0 always the likeliest token
+/top_k 200        choose among this many tokens; 0 for all
+/save FILE        write the conversation to a new file
+/help             this
+/quit             leave, as Ctrl-D does; Ctrl-C stops an answer
+"""               stands before and after a message of several lines'''
+CONVERSATION_HELP = '''/retry            answer the last message again
+/system TEXT      what the assistant is told before all messages; alone, nothing
+'''
+
+
+class Chat:
+    """A text that a user and a TextGenerator write in turns.
+
+    settings: a SampleConfig of sample.py. Without a template the model continues what is typed.
+    """
+
+    help = HELP
+
+    def __init__(self, generator, settings):
+        self.generator, self.settings = generator, settings
+        # The answer ends where the model begins to write the user's next message.
+        user_prefix = settings.template.partition('{user}')[0].strip()
+        self.stops = settings.stops() + ([user_prefix] if user_prefix else [])
+        self.transcript, self.turns = '', 0
+
+    def turn(self, message):
+        """Add a message and the answer to it, which is printed as it comes. Raises UserError, and
+        forgets the message, where the model cannot read it."""
+        template = self.settings.template
+        if template:
+            message = ('\n' if self.transcript else '') + template.replace('{user}', message)
+        ids = self.generator.encode(self.transcript + message, 'your message')
+        self.transcript += message
+        text = self.write(ids[-self.generator.model.config.block_size:], self.settings)
+        self.transcript += text.rstrip() if template else text
+
+    def write(self, ids, sampling):
+        """Print what the model writes after `ids` as it comes → the text. Ctrl-C ends it."""
+        self.turns += 1  # each answer draws random numbers of its own
+        pieces = []
+
+        def keep_and_show(piece):
+            pieces.append(piece)
+            show(piece)
+
+        try:
+            self.generator.write([ids], [self.turns], sampling, self.stops, keep_and_show)
+        except KeyboardInterrupt:
+            print(' …', end='')
+        print()
+        return ''.join(pieces)
+
+    def command(self, line):
+        """Carry out a line that begins with / → the line to print, or None to leave."""
+        name, _, value = line.partition(' ')
+        match name:
+            case '/quit' | '/exit':
+                return None
+            case '/help':
+                return self.help
+            case '/reset':
+                self.reset()
+                return 'forgotten'
+            case '/temperature' | '/top_k':
+                return self.change_setting(name[1:], value.strip())
+            case '/save':
+                return self.save(value.strip())
+        return f'{name} is unknown: /help lists the commands'
+
+    def reset(self):
+        self.transcript = ''
+
+    def change_setting(self, name, value):
+        kind = type(getattr(self.settings, name))
+        try:
+            changed = replace(self.settings, **{name: kind(value)})
+            if not math.isfinite(getattr(changed, name)):
+                raise ValueError
+            problems = changed.problems()
+        except (ValueError, OverflowError):
+            problems = [f'{value!r} is no number']
+        if problems:
+            return f'{problems[0]}: {name} stays {getattr(self.settings, name)}'
+        self.settings = changed
+        return f'{name} {getattr(changed, name)}'
+
+    def save(self, name):
+        if not name:
+            return 'name a file: /save FILE'
+        if not (text := self.saved()):
+            return 'nothing has been said yet'
+        try:
+            with open(Path(name).expanduser(), 'x', encoding='utf-8',
+                      errors='backslashreplace') as f:  # lone surrogates too
+                f.write(text + '\n')
+        except (OSError, RuntimeError, ValueError) as e:  # '~nobody', a name with NUL
+            return f'{name}: {getattr(e, "strerror", None) or e}'
+        return f'saved to {name}'
+
+    def saved(self):
+        """The conversation as a file has it."""
+        return self.transcript
+
+
+class Conversation(Chat):
+    """Messages in the form that the model was tuned on, its tokenizer's."""
+
+    help = CONVERSATION_HELP + HELP
+
+    def __init__(self, generator, settings):
+        super().__init__(generator, settings)
+        self.system, self.messages, self.is_full = settings.system, [], False
+
+    def turn(self, message):
+        self.reply([*self.messages, {'role': 'user', 'content': message}])
+
+    def reply(self, messages):
+        """Answer the last of `messages`, which is the user's. They are the conversation then."""
+        ids, unseen, room = self.generator.fit(self.told(messages), self.settings.max_new_tokens)
+        if unseen and not self.is_full:
+            print('(the context is full: from here on the model does not see the oldest messages)')
+            self.is_full = True
+        sampling, before = answering(self.settings, room), self.generator.tokens
+        answer = self.write(ids, sampling)
+        if self.generator.tokens - before == sampling.max_new_tokens:
+            print(f'(cut after {count_of(sampling.max_new_tokens, "token")})')
+        self.messages = [*messages, {'role': 'assistant', 'content': answer}]
+
+    def told(self, messages):
+        """The messages, and before them what the assistant is told."""
+        return [{'role': 'system', 'content': self.system}] * bool(self.system) + messages
+
+    def command(self, line):
+        name, _, value = line.partition(' ')
+        match name:
+            case '/retry' if not self.messages:
+                return 'there is no message yet'
+            case '/retry':
+                self.reply(self.messages[:-1])
+                return ''
+            case '/system':
+                self.system = value.strip()
+                return f'the assistant is told {self.system or "nothing"}'
+        return super().command(line)
+
+    def reset(self):
+        self.messages, self.is_full = [], False
+
+    def saved(self):
+        """As prepare.py chat reads it, which takes no turn without text."""
+        turns = zip(self.messages[::2], self.messages[1::2], strict=True)
+        said = [message for turn in turns if turn[1]['content'].strip() for message in turn]
+        return json.dumps({'messages': self.told(said)}, ensure_ascii=False) if said else ''
+
+
+def run_chat(generator, settings):
+    """Read messages and answer them until /quit or the end of input. Raises UserError."""
+    tuned = is_chat(generator.tokenizer)
+    if tuned and settings.template:
+        raise UserError(f'template={settings.template}: this model was tuned on conversations and '
+                        'has a form of its own: leave it out')
+    if settings.system and not tuned:
+        raise UserError(f'system={settings.system}: this model was not tuned on conversations, so '
+                        'it follows none: leave it out')
+    chat = (Conversation if tuned else Chat)(generator, settings)
+    with suppress(ImportError):  # Windows' terminal edits lines itself
+        import readline  # noqa: F401  (gives input() line editing and history)
+    print('/help lists the commands')
+    while True:
+        try:
+            message = read_message()
+        except EOFError:
+            print()
+            return
+        except KeyboardInterrupt:
+            print('\n/quit or Ctrl-D leaves')
+            continue
+        try:
+            if message.startswith('/'):
+                reply = chat.command(message)
+                if reply is None:
+                    return
+                print(reply, end='\n' * bool(reply))
+            elif message.strip():
+                chat.turn(message)
+        except UserError as problem:
+            print(problem)
+        except KeyboardInterrupt:  # before the answer began
+            print(' …')
+
+
+def read_message():
+    """A line, or the lines between two \"\"\", '' where these do not end. Raises EOFError."""
+    line = input('> ')
+    if not line.startswith('"""'):
+        return line
+    text = line[3:]
+    while not text.endswith('"""'):
+        try:
+            text += '\n' + input('. ')
+        except EOFError:
+            print()
+            return ''
+    return text[:-3].strip('\n')
+
+
+def show(piece):
+    print(piece, end='', flush=True)

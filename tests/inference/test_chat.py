@@ -1,0 +1,168 @@
+"""A conversation at the terminal with a model that was tuned on such."""
+
+import builtins
+import json
+import os
+import pty
+import subprocess
+import sys
+
+import pytest
+from chat_model import ANSWERS
+from helpers import CHAT, ROOT, ask, fails
+
+import plaingpt
+import sample
+from plaingpt.chat.conversations import Conversations
+from plaingpt.system.errors import UserError
+from plaingpt.tokens.chat_tokenizer import ends_of
+
+SYSTEM = {'role': 'system', 'content': 'Be kind.'}
+GREEDY = '--temperature=0'
+
+
+@pytest.fixture
+def chat(capsys, monkeypatch, chat_model):
+    """Type lines → the lines that were printed after the first one."""
+    def talk(*lines, options=(GREEDY,)):
+        typed = iter(lines)
+
+        def answer(_):
+            if (line := next(typed, None)) is None:
+                raise EOFError
+            return line
+        monkeypatch.setattr(builtins, 'input', answer)
+        sample.main([f'--out_dir={chat_model}', '--checkpoint=latest', '--device=cpu', '--chat',
+                     '--max_new_tokens=70', *options])
+        return capsys.readouterr().out.partition('/help lists the commands\n')[2].splitlines()
+    return talk
+
+
+@pytest.fixture(scope='module')
+def generator(chat_model):
+    return plaingpt.load(chat_model, checkpoint='latest')
+
+
+def saved(path):
+    return json.loads(path.read_text())['messages']
+
+
+@pytest.mark.parametrize('question', ANSWERS)
+def test_an_answer_ends_with_the_turn(chat, generator, question):
+    assert chat(question)[0].strip() == ANSWERS[question].strip()
+    assert generator.answer(ask(question, '')[:1], temperature=0) == ANSWERS[question]
+
+
+def test_any_special_token_ends_an_answer():
+    assert ends_of(CHAT) == set(range(256, 262))  # the base's end of text, and the five
+
+
+def test_what_was_said_and_the_system_go_before_the_next_answer(chat, generator, tmp_path):
+    _, second, *_ = chat('hi', '/system Be kind.', 'hi', f'/save {tmp_path}/said')[0::2]
+    messages = saved(tmp_path / 'said')
+    assert messages == [SYSTEM, *ask('hi', ANSWERS['hi'], 'hi', second)]
+    assert second == generator.answer(messages[:-1], temperature=0, max_new_tokens=70)
+    assert second != chat('hi', 'hi')[1]  # without a system
+
+
+def test_a_saved_conversation_is_one_that_prepare_reads(chat, tmp_path):
+    chat('hi', 'ä?', f'/save {tmp_path}/said.jsonl', options=[GREEDY, '--system=Be kind.'])
+    piece, = Conversations([tmp_path / 'said.jsonl'], 'said').pieces()
+    assert json.loads(piece.text) == saved(tmp_path / 'said.jsonl')
+
+
+def test_retry_answers_the_last_message_again(chat, tmp_path):
+    out = chat('/retry', 'hi', '/retry', '/retry', f'/save {tmp_path}/said',
+               options=['--temperature=3', '--seed=1'])
+    assert out[0] == 'there is no message yet'
+    assert [m['role'] for m in saved(tmp_path / 'said')] == ['user', 'assistant']
+    assert len(set(out[1:-1])) > 2
+
+
+def test_reset_forgets_the_messages_and_keeps_what_the_system_says(chat, tmp_path):
+    out = chat('hi', '/reset', 'hi', f'/save {tmp_path}/said',
+               options=[GREEDY, '--system=Be kind.'])
+    assert out[0] == out[2]
+    assert saved(tmp_path / 'said') == [SYSTEM, *ask('hi', out[0])]
+
+
+@pytest.mark.parametrize('lines', [['"""hi"""'], ['"""', 'hi', '"""'], ['"""hi', '"""']])
+def test_a_message_may_have_several_lines(chat, lines, tmp_path):
+    assert chat(*lines)[0] == ANSWERS['hi']
+    assert chat('"""', 'hi') == ['', '']  # and no end
+    chat('"""a', '', '/b', 'c"""', f'/save {tmp_path}/said')
+    assert saved(tmp_path / 'said')[0]['content'] == 'a\n\n/b\nc'
+
+
+def test_a_full_context_loses_the_oldest_turns_and_says_so_once(chat, generator, tmp_path):
+    out = chat(*['hi'] * 9, f'/save {tmp_path}/said', options=[GREEDY, '--system=Be kind.'])
+    assert sum('context is full' in line for line in out) == 1
+    messages = saved(tmp_path / 'said')
+    ids, dropped, room = generator.fit(messages[:-1], 70)
+    assert dropped > 0 and len(ids) + room == 96 + 1 and room > 96 // 4
+    assert CHAT.decode(ids).startswith('<|conversation|><|system|>Be kind.<|end|><|user|>hi<|end|>')
+    assert messages[-1]['content'] == generator.answer(messages[:-1], temperature=0,
+                                                       max_new_tokens=70)
+
+
+def test_a_message_that_is_too_long_is_refused_and_the_chat_goes_on(chat, tmp_path):
+    out = chat('x' * 200, 'hi', f'/save {tmp_path}/said')
+    assert 'the message has 204 tokens' in out[0] and 'at most 96' in out[0]
+    assert saved(tmp_path / 'said') == ask('hi', ANSWERS['hi'])
+
+
+def test_what_cannot_be_answered_changes_nothing(chat, monkeypatch, tmp_path):
+    def interrupted(*_):
+        raise KeyboardInterrupt
+    out = chat('hi', f'/system {"x" * 200}', '/retry', '/system', f'/save {tmp_path}/said')
+    assert 'write less' in out[2] and saved(tmp_path / 'said') == ask('hi', ANSWERS['hi'])
+    monkeypatch.setattr(plaingpt.inference.text_generator, 'fit_prompt', interrupted)
+    assert chat('hi', f'/save {tmp_path}/none')[:2] == [' …', 'nothing has been said yet']
+
+
+def test_a_file_that_cannot_be_written_does_not_end_the_chat(chat):
+    out = chat('hi', '/save ~nobody-is-here/a', '/save a\0b', '/save /nowhere/a', '/help')
+    assert 'home directory' in out[1] and 'null byte' in out[2] and 'No such file' in out[3]
+
+
+def test_an_answer_that_was_cut_says_so(chat):
+    out = chat('long', options=[GREEDY, '--max_new_tokens=5'])
+    assert out[:2] == ['la la', '(cut after 5 tokens)']
+
+
+def test_escape_codes_that_a_model_writes_do_not_reach_the_terminal(chat_model):
+    terminal, end = pty.openpty()
+    process = subprocess.Popen(
+        [sys.executable, 'sample.py', f'--out_dir={chat_model}', '--checkpoint=latest',
+         '--device=cpu', '--chat', GREEDY], cwd=ROOT, stdin=end, stdout=end, stderr=end)
+    os.close(end)
+    os.write(terminal, b'html\n/quit\n')
+    shown = b''
+    while True:
+        try:
+            shown += os.read(terminal, 4096)
+        except OSError:  # the other end is closed
+            break
+    assert process.wait() == 0
+    assert b'b</b>\\x1b[31m' in shown and b'\x1b[31m' not in shown
+
+
+def test_a_form_that_the_model_does_not_have_is_refused(capsys, monkeypatch, chat_model, trained):
+    tuned = [f'--out_dir={chat_model}', '--checkpoint=latest', '--device=cpu', '--chat']
+    assert 'form of its own' in fails(capsys, monkeypatch, sample.main, *tuned,
+                                      '--template=U: {user}')
+    plain = [f'--out_dir={trained}', '--device=cpu']
+    assert 'was not tuned on conversations' in fails(capsys, monkeypatch, sample.main, *plain,
+                                                     '--chat', '--system=Be kind.')
+    assert 'goes with --chat' in fails(capsys, monkeypatch, sample.main, *plain, '--system=Be')
+    with pytest.raises(UserError, match='was not tuned on conversations'):
+        plaingpt.load(trained).answer(ask('hi', '')[:1])
+
+
+@pytest.mark.parametrize(('messages', 'words'), [
+    ([], 'no messages'), ('hi', 'no messages'), (ask('hi', 'a'), 'must be of the user'),
+    ([{'role': 'robot', 'content': 'a'}], 'expected one of'), ([{'role': 'user'}], "no 'content'"),
+    ([SYSTEM], 'must be of the user'), (ask('x' * 200, '')[:1], 'at most 96')])
+def test_messages_that_cannot_be_answered_are_refused(generator, messages, words):
+    with pytest.raises(UserError, match=words):
+        generator.answer(messages)

@@ -1,0 +1,167 @@
+"""OpenAI's own client talks to a real server process."""
+
+import sys
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+from chat_model import ANSWERS
+from serving_process import serving
+
+import sample
+
+openai = pytest.importorskip('openai', reason='needs openai: pip install openai')
+
+
+def client(server, key='none', **options):
+    return openai.OpenAI(base_url=server.url + '/v1', api_key=key, max_retries=0, **options)
+
+
+@pytest.fixture(scope='module')
+def api(server):
+    with client(server) as api:
+        yield api
+
+
+@pytest.fixture(scope='module')
+def chat_api(chat_server):
+    with client(chat_server) as api:
+        yield api
+
+
+def ask(api, *contents, **options):
+    """A conversation of a user and the assistant, in turns."""
+    messages = [{'role': ('user', 'assistant')[i % 2], 'content': content}
+                for i, content in enumerate(contents)]
+    return api.chat.completions.create(model='tuned', messages=messages,
+                                       **{'temperature': 0, **options})
+
+
+def test_the_model_is_listed(api):
+    model, = api.models.list()
+    assert (model.id, model.object, model.chat) == ('out', 'model', False)
+    assert api.models.retrieve('out') == model
+
+
+def test_a_completion_is_that_of_sample_py(api, trained, monkeypatch, capsys):
+    options = dict(temperature=0.7, top_p=0.9, seed=5, max_tokens=40)
+    found = api.completions.create(model='out', prompt='def ', n=2, extra_body={'top_k': 20},
+                                   **options)
+    monkeypatch.setattr(sys, 'argv', ['sample.py'])
+    sample.main([f'--out_dir={trained}', '--checkpoint=latest', '--start=def ', '--num_samples=2',
+                 '--temperature=0.7', '--top_p=0.9', '--top_k=20', '--seed=5', '--device=cpu',
+                 '--max_new_tokens=40'])
+    written = ''.join(f'---------------\ndef {choice.text}\n' for choice in found.choices)
+    assert capsys.readouterr().out.endswith(written)
+    assert [choice.finish_reason for choice in found.choices] == ['length', 'length']
+    assert found.usage.to_dict() == {'prompt_tokens': 4, 'completion_tokens': 80,
+                                     'total_tokens': 84}
+
+
+def test_the_end_of_a_prompt_that_is_too_long_can_be_asked_for(api):
+    def complete(prompt, **extra):
+        return api.completions.create(model='out', prompt=prompt, temperature=0, max_tokens=9,
+                                      extra_body=extra)
+    cut = complete('def ' * 9, truncate_prompt_tokens=16)  # block_size
+    assert cut.choices[0].text == complete('def ' * 4).choices[0].text
+    assert cut.usage.prompt_tokens == 16
+
+
+def test_texts_are_the_same_alone_and_among_others(api):
+    def write(i):
+        settings = dict(temperature=0) if i % 2 else dict(temperature=1.0, top_p=0.8, seed=i)
+        return api.completions.create(model='out', prompt='def __init__'[:1 + i], max_tokens=40,
+                                      **settings).choices[0].text
+
+    alone = [write(i) for i in range(6)]
+    with ThreadPoolExecutor(6) as pool:
+        assert list(pool.map(write, range(6))) == alone
+
+
+def test_a_stream_is_the_text_in_pieces(api):
+    options = dict(model='out', prompt=['a', 'def '], temperature=0, max_tokens=12)
+    whole = api.completions.create(**options)
+    texts = ['', '']
+    *chunks, last = api.completions.create(**options, stream=True,
+                                           stream_options={'include_usage': True})
+    for chunk in chunks:
+        choice, = chunk.choices
+        texts[choice.index] += choice.text
+    assert texts == [choice.text for choice in whole.choices]
+    assert len(chunks) == 24 and chunks[-1].choices[0].finish_reason == 'length'
+    assert last.choices == [] and last.usage == whole.usage
+
+
+def test_a_text_ends_before_a_stop_string(api):
+    options = dict(model='out', prompt='def ', temperature=0, max_tokens=30)
+    text = api.completions.create(**options).choices[0].text
+    stop = text[10:13]
+    found, = api.completions.create(**options, stop=['\x00\x01', stop]).choices
+    assert found.text == text[:text.index(stop)] and found.finish_reason == 'stop'
+    pieces = api.completions.create(**options, stop=stop, stream=True)
+    assert ''.join(piece.choices[0].text for piece in pieces) == found.text
+
+
+@pytest.mark.parametrize('question', ANSWERS)
+def test_a_chat_is_answered_to_the_end_of_the_turn(chat_api, question):
+    found = ask(chat_api, question)
+    assert found.choices[0].message.content == ANSWERS[question]
+    assert found.choices[0].finish_reason == 'stop'
+    assert found.usage.prompt_tokens == len(question.encode()) + 4  # and four special tokens
+    assert found.usage.completion_tokens == len(ANSWERS[question].encode())
+
+
+def test_a_chat_streams(chat_api):
+    chunks = list(ask(chat_api, 'ä?', stream=True))
+    assert chunks[0].choices[0].delta.role == 'assistant'
+    assert ''.join(chunk.choices[0].delta.content or '' for chunk in chunks) == ANSWERS['ä?']
+    assert chunks[-1].choices[0].finish_reason == 'stop'
+
+
+def test_an_answer_may_be_sent_back_as_it_came(chat_api):
+    first = ask(chat_api, 'hi').choices[0].message
+    found = chat_api.chat.completions.create(model='tuned', max_tokens=3, messages=[
+        {'role': 'user', 'content': [{'type': 'text', 'text': 'hi'}]}, first,
+        {'role': 'user', 'content': 'hi'}])
+    assert found.usage.completion_tokens <= 3
+    assert found.usage.prompt_tokens == 1 + 4 + (len(ANSWERS['hi']) + 2) + 4 + 1
+
+
+def test_the_oldest_turns_are_dropped_where_the_context_is_full(chat_api):
+    def raw(*contents, **options):
+        return chat_api.chat.completions.with_raw_response.create(
+            model='tuned', temperature=0, **options, messages=[
+                {'role': 'system', 'content': 'S'},
+                *({'role': ('user', 'assistant')[i % 2], 'content': content}
+                  for i, content in enumerate(contents))])
+
+    long = 'x' * 20  # a turn has 22 + 3 tokens; 9 are around them
+    kept, full = raw(*[long, 'y'] * 2, 'hi', max_tokens=5), raw(*[long, 'y'] * 6, 'hi')
+    assert 'x-dropped-messages' not in kept.headers
+    assert full.headers['x-dropped-messages'] == '8'
+    assert full.parse().usage.prompt_tokens == 2 * 25 + 9
+    with pytest.raises(openai.BadRequestError, match='at most 96') as error:
+        raw('x' * 96)
+    assert error.value.code == 'context_length_exceeded'
+
+
+def test_a_model_without_a_chat_template_says_so(api):
+    with pytest.raises(openai.BadRequestError, match=r'no chat template.*/v1/completions'):
+        api.chat.completions.create(model='out', messages=[{'role': 'user', 'content': 'Hi'}])
+
+
+def test_a_completion_of_a_chat_model_ends_at_its_special_tokens(chat_api):
+    text = chat_api.completions.create(model='tuned', prompt='hi', max_tokens=80).choices[0].text
+    assert '<|' not in text
+
+
+def test_mistakes_are_the_errors_of_openai(api, server, trained, tmp_path):
+    with pytest.raises(openai.NotFoundError, match="has 'out'"):
+        api.completions.create(model='gpt-9', prompt='a')
+    with pytest.raises(openai.BadRequestError, match='temperature') as error:
+        api.completions.create(model='out', prompt='a', temperature=3)
+    assert (error.value.param, error.value.type) == ('temperature', 'invalid_request_error')
+    with serving(tmp_path, trained, host='0.0.0.0', api_key='opensesame') as closed:
+        with client(closed, 'wrong') as api, pytest.raises(openai.AuthenticationError):
+            api.models.list()
+        with client(closed, 'opensesame') as api:
+            assert api.completions.create(model='out', prompt='a').choices[0].text

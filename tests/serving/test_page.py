@@ -1,0 +1,155 @@
+"""The page in a real browser: Debian's chromium and chromium-driver, and the package selenium."""
+
+import os
+import shutil
+from itertools import product
+
+import pytest
+from chat_model import ANSWERS
+from helpers import wait_until
+from serving_process import serving
+from test_docs import after_readme, follow  # noqa: F401  (a fixture)
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope='module')
+def browser():
+    selenium = pytest.importorskip('selenium.webdriver', reason='needs selenium')
+    chromium, driver = shutil.which('chromium'), shutil.which('chromedriver')
+    if not chromium or not driver:
+        pytest.skip('needs chromium and chromedriver: apt-get install chromium chromium-driver')
+    options = selenium.ChromeOptions()
+    options.binary_location = chromium
+    for switch in ('no-sandbox', 'headless', 'disable-gpu', 'disable-quic', 'no-first-run',
+                   'disable-background-networking', 'disable-component-update', 'disable-sync',
+                   'disable-dev-shm-usage', 'window-size=800,700'):
+        options.add_argument(f'--{switch}')
+    options.set_capability('goog:loggingPrefs', {'browser': 'ALL'})
+    browser = selenium.Chrome(options, selenium.ChromeService(driver))
+    yield browser
+    browser.quit()
+
+
+def texts(browser, kind):
+    return [box.text for box in browser.find_elements('css selector', f'.{kind}')]
+
+
+def say(browser, text):
+    browser.find_element('id', 'input').send_keys(text + '\n')
+
+
+def shot(browser, name):
+    """A picture to look at, where PLAINGPT_SCREENSHOTS names a folder."""
+    if folder := os.environ.get('PLAINGPT_SCREENSHOTS'):
+        browser.save_screenshot(f'{folder}/{name}.png')
+
+
+def loaded(browser, server, temperature='0'):
+    browser.get(server.url)
+    wait_until(lambda: 'context' in browser.find_element('id', 'about').text)
+    browser.execute_script('document.getElementById("temperature").value = arguments[0]',
+                           temperature)
+
+
+def answered(browser):
+    wait_until(lambda: browser.find_element('id', 'send').is_displayed())
+
+
+def test_an_answer_is_streamed_to_the_page_as_text(browser, chat_server):
+    loaded(browser, chat_server)
+    assert browser.find_element('id', 'name').text == 'tuned'
+    browser.execute_script('''
+        window.seen = new Set();
+        new MutationObserver(() => seen.add(document.querySelector('.assistant')?.textContent))
+            .observe(document.getElementById('log'), {childList: true, subtree: true});''')
+    say(browser, 'long')
+    answered(browser)
+    assert texts(browser, 'assistant') == [ANSWERS['long']]
+    assert len(browser.execute_script('return [...seen]')) > 5  # it grew before the eyes
+    say(browser, '<i>hi</i>')
+    answered(browser)
+    say(browser, 'html')
+    answered(browser)
+    assert texts(browser, 'user') == ['long', '<i>hi</i>', 'html']
+    browser.find_element('id', 'clear').click()
+    say(browser, 'html')
+    answered(browser)
+    answer, = texts(browser, 'assistant')
+    assert answer.startswith('<b id="bold">b</b>')
+    assert not browser.find_elements('id', 'bold') and not browser.find_elements('tag name', 'i')
+    shot(browser, 'chat')
+    browser.find_element('tag name', 'summary').click()
+    browser.execute_cdp_cmd('Emulation.setEmulatedMedia', {'features': [
+        {'name': 'prefers-color-scheme', 'value': 'dark'}]})
+    shot(browser, 'dark')
+    browser.execute_cdp_cmd('Emulation.setEmulatedMedia', {'features': []})
+    assert not [entry for entry in browser.get_log('browser')  # and nothing the policy refused
+                if entry['level'] in ('WARNING', 'SEVERE')]
+
+
+def test_what_does_not_fit_any_more_is_said(browser, chat_server):
+    loaded(browser, chat_server)
+    for text in ('x' * 20, 'hi', 'y' * 20, 'hi', 'z' * 20):
+        say(browser, text)
+        answered(browser)
+    assert any('does not see the' in note for note in texts(browser, 'note'))
+
+
+def test_an_answer_can_be_stopped(browser, trained, tmp_path):
+    with serving(tmp_path, trained) as server:
+        loaded(browser, server)
+        assert 'not tuned to chat' in browser.find_element('id', 'about').text
+        browser.execute_script('document.getElementById("tokens").value = 4000')
+        say(browser, 'def')
+        wait_until(lambda: len((texts(browser, 'assistant') or [''])[0]) > 20)
+        browser.find_element('id', 'stop').click()
+        answered(browser)
+        assert texts(browser, 'note') == ['Stopped.'] and not texts(browser, 'error')
+        shot(browser, 'stopped')
+        wait_until(lambda: 'completion: ' in server.log.read_text(), 5)
+
+
+def test_the_page_says_that_the_server_has_stopped(browser, trained, tmp_path):
+    with serving(tmp_path, trained) as server:
+        loaded(browser, server)
+        browser.execute_script('document.getElementById("tokens").value = 4000')
+        say(browser, 'def')
+        wait_until(lambda: len((texts(browser, 'assistant') or [''])[0]) > 20)
+        server.stop()
+        answered(browser)
+        assert texts(browser, 'error') == ['the server stops']
+        say(browser, 'more')
+        answered(browser)
+        assert texts(browser, 'error')[1:] == ['The server does not answer. Is it still running?']
+        assert browser.find_element('id', 'input').get_attribute('value') == 'more'
+        shot(browser, 'stopped_server')
+
+
+def test_the_page_asks_for_the_key(browser, trained, tmp_path):
+    with serving(tmp_path, trained, api_key='opensesame') as server:
+        browser.get(server.url)
+        wait_until(lambda: texts(browser, 'error'))
+        assert 'API key' in texts(browser, 'error')[0]
+        browser.find_element('id', 'key').send_keys('opensesame')
+        say(browser, 'def')
+        answered(browser)
+        assert len(texts(browser, 'assistant')) == 1
+
+
+def test_the_page_on_chats_leads_from_questions_to_a_browser(browser, after_readme, tmp_path,  # noqa: F811
+                                                             monkeypatch):
+    folder = tmp_path / 'plaingpt'
+    shutil.copytree(after_readme[0], folder, symlinks=True)
+    assert not follow('docs/chat.md', folder, monkeypatch, slow=True)
+    with serving(tmp_path, folder / 'out-chat', checkpoint='best') as server:
+        loaded(browser, server)
+        right = []
+        for a, b in product((2, 5, 7), (3, 4, 8)):
+            browser.find_element('id', 'clear').click()
+            say(browser, f'How much is {a} plus {b}?')
+            answered(browser)
+            found, = texts(browser, 'assistant')
+            right.append(found == f'It is {a + b}.')
+        shot(browser, 'sums')
+    assert sum(right) >= 7, right

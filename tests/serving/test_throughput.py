@@ -1,0 +1,50 @@
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+from chat_model import save
+from serving_process import serving
+
+from model import GPT, GPTConfig
+from plaingpt.tokens.tokenizers import ByteTokenizer
+
+TOKENS = 64  # of a text
+
+
+def tokens_a_second(server, clients, seconds):
+    """Clients that ask again and again → how fast they are answered together."""
+    def ask(i):
+        count = 0
+        while time.monotonic() < end:
+            status, answer, _ = server.complete(f'client {i}', max_tokens=TOKENS, seed=count,
+                                                model='large')
+            assert status == 200, answer
+            count += answer['usage']['completion_tokens']
+        return count
+
+    began = time.monotonic()
+    end = began + seconds
+    with ThreadPoolExecutor(clients) as pool:
+        count = sum(pool.map(ask, range(clients)))
+    return count / (time.monotonic() - began)
+
+
+@pytest.mark.slow
+def test_32_clients_at_once_for_a_minute_get_more_than_one_alone(tmp_path, capsys):
+    torch.manual_seed(0)
+    model = GPT(GPTConfig(256, ByteTokenizer.vocab_size, 6, 6, 384))
+    out_dir = save(model, ByteTokenizer(), tmp_path / 'large')
+    with serving(tmp_path, out_dir) as server:
+        tokens_a_second(server, 1, 2)
+        alone = tokens_a_second(server, 1, 10)
+        tokens_a_second(server, 32, 5)
+        memory, files = server.memory(), server.files()
+        together = tokens_a_second(server, 32, 60)
+        time.sleep(1)
+        assert server.memory() < memory + 50e6 and server.files() <= files
+        assert server.stop() == 130
+    with capsys.disabled():
+        print(f'\n32 clients: {together:,.0f} tokens/s, one: {alone:,.0f}, '
+              f'{together / alone:.1f} times as many')
+    assert together > 2 * alone

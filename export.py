@@ -24,8 +24,9 @@ from safetensors import SafetensorError
 
 from configurator import load_config
 from plaingpt.inference.gguf_export import DTYPES, build_gguf, write_gguf
-from plaingpt.inference.hf_export import write_hf
+from plaingpt.inference.hf_export import one_document, write_hf
 from plaingpt.system.errors import UserError, run_script
+from plaingpt.tokens.chat_tokenizer import is_chat
 from plaingpt.training import checkpoint as checkpoints
 
 
@@ -45,7 +46,15 @@ class ExportConfig(checkpoints.ModelChoice):
         return [line for line, holds in wrong.items() if holds]
 
 
-def model_card(name, model, source, state):
+CHAT_USAGE = [
+    "messages = [{'role': 'user', 'content': 'Hi!'}]",
+    "inputs = tokenizer.apply_chat_template(messages, add_generation_prompt=True,",
+    "                                       return_dict=True, return_tensors='pt')",
+    'output = model.generate(**inputs, max_length=tokenizer.model_max_length)',
+    "print(tokenizer.decode(output[0, inputs['input_ids'].size(1):], skip_special_tokens=True))"]
+
+
+def model_card(name, model, tokenizer, source, state):
     """README.md of the exported folder: the facts of the model and its training run."""
     c, config = model.config, state.get('config', {})
     facts = {
@@ -66,7 +75,8 @@ def model_card(name, model, source, state):
              *(f'| {fact} | {value} |' for fact, value in facts.items() if value is not None),
              '', '```python', 'from transformers import AutoModelForCausalLM, AutoTokenizer',
              f"tokenizer = AutoTokenizer.from_pretrained('{name}')",
-             f"model = AutoModelForCausalLM.from_pretrained('{name}')", '```', '']
+             f"model = AutoModelForCausalLM.from_pretrained('{name}')",
+             *(CHAT_USAGE if is_chat(tokenizer) else []), '```', '']
     return '\n'.join(lines)
 
 
@@ -82,7 +92,8 @@ def main(argv):
     try:
         folder.mkdir(parents=True)
         if writer is None:
-            write_hf(folder, model, tokenizer, model_card(dest.name, model, source, state))
+            write_hf(folder, model, tokenizer, model_card(dest.name, model, tokenizer, source,
+                                                          state))
             folder.rename(dest)
         else:
             write_gguf(folder / dest.name, writer)
@@ -93,7 +104,8 @@ def main(argv):
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     size = sum(path.stat().st_size for path in (dest.iterdir() if dest.is_dir() else [dest]))
-    print(f'{source} → {dest}: {model.num_parameters():,} parameters, {size / 1e6:,.1f} MB')
+    print(f'{source} → {dest}: {model.num_parameters():,} parameters, {size / 1e6:,.1f} MB'
+          f'{one_document(model.config)}')
 
 
 if __name__ == '__main__':

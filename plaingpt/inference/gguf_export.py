@@ -9,9 +9,16 @@ from dataclasses import replace
 import torch
 
 from plaingpt.inference.hf_architectures import ARCHITECTURES, GPT2, TRANSPOSED
-from plaingpt.inference.hf_export import END_OF_TEXT, PADDING, choose_architecture, hf_tokenizer
+from plaingpt.inference.hf_export import (
+    END_OF_TEXT,
+    PADDING,
+    choose_architecture,
+    first_and_last,
+    hf_tokenizer,
+)
 from plaingpt.inference.pretrained import without_padding
 from plaingpt.system.errors import UserError, needs
+from plaingpt.tokens.chat_tokenizer import TEMPLATE, is_chat
 
 # llama.cpp's GPT-2 has one activation, the tanh approximation of GELU.
 LLAMA_CPP = {**ARCHITECTURES, 'gpt2': replace(ARCHITECTURES['gpt2'],
@@ -88,11 +95,11 @@ def to_llama_cpp(model, name):
 def add_tokenizer(writer, tokenizer):
     """The tokens, and how llama.cpp finds them in text. It puts no end of text before a prompt."""
     import gguf
-    made, end = hf_tokenizer(tokenizer), tokenizer.end_of_text
-    vocab = made['model']['vocab']
+    made, (begin, end) = hf_tokenizer(tokenizer), first_and_last(tokenizer)
+    vocab, merges = made['model']['vocab'], made['model']['merges']
     tokens = sorted(vocab, key=vocab.get)
     control = {token['id'] for token in made['added_tokens']}
-    if end is None:
+    if END_OF_TEXT not in vocab:  # characters
         # The kind of RWKV takes the longest token that a text starts with. Where that is half of a
         # character, as it may be in others than ASCII, llama.cpp 0.3.36 does not end.
         foreign = next((char for char in tokens if not char.isascii()), None)
@@ -101,20 +108,24 @@ def add_tokenizer(writer, tokenizer):
                             f'and this one has {foreign!r}: prepare the text with '
                             '--tokenizer=byte or bpe')
         writer.add_tokenizer_model('rwkv')
-        tokens = [char if char.isalnum() else f'\\x{ord(char):02x}' for char in tokens]
+        tokens = [char if char.isalnum() or vocab[char] in control else f'\\x{ord(char):02x}'
+                  for char in tokens]
     else:
-        merges = made['model']['merges']
-        if tokenizer.to_json()['kind'] != 'byte' and len(merges) != end - 256:
-            raise UserError(f'{end - 256 - len(merges)} tokens of this tokenizer are not merged '
-                            'from two others, as llama.cpp finds them')
+        if lacking := vocab[END_OF_TEXT] - 256 - len(merges):
+            raise UserError(f'{lacking} tokens of this tokenizer are not merged from two others, '
+                            'as llama.cpp finds them')
         writer.add_tokenizer_model('gpt2')
         writer.add_tokenizer_pre('gpt-2')
         # llama.cpp wants merges. What stands for no bytes is never merged.
         writer.add_token_merges(merges or [f'{END_OF_TEXT} {END_OF_TEXT}'])
-        writer.add_bos_token_id(end)
-        writer.add_eos_token_id(end)
         if PADDING in vocab:
             writer.add_pad_token_id(vocab[PADDING])
+    if end is not None:
+        writer.add_bos_token_id(begin)
+        writer.add_eos_token_id(end)
+    if is_chat(tokenizer):
+        writer.add_eot_token_id(end)  # of a turn
+        writer.add_chat_template(TEMPLATE)
     writer.add_add_bos_token(False)
     writer.add_add_eos_token(False)
     writer.add_token_list(tokens)

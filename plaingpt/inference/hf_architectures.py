@@ -200,8 +200,10 @@ def split_name(name):
     return module, layer[1] if layer else '', kind
 
 
-# Dropout and initialisation do not change what a trained model computes.
-COMMON = dict.fromkeys((*SIZES, 'dropout', 'zero_init', 'document_start'), ANY)
+# Dropout and initialisation do not change what a trained model computes. Attention that stays
+# within a document is plain attention where there is one: a conversation, or a text up to its end.
+COMMON = dict.fromkeys(
+    (*SIZES, 'dropout', 'zero_init', 'document_attention', 'document_start'), ANY)
 GPT2 = {**COMMON, 'mlp': ('gelu', 'gelu_erf', 'relu2'), 'bias': (True, False),
         'tied_head': (True, False)}
 LLAMA = {**COMMON, 'rotary': (True,), 'rmsnorm': (True,), 'mlp': ('swiglu',),

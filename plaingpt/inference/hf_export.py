@@ -9,6 +9,7 @@ from plaingpt.inference.hf_architectures import ARCHITECTURES
 from plaingpt.inference.pretrained import OUR_TOKENIZER, without_padding
 from plaingpt.system.errors import UserError
 from plaingpt.system.formatting import printable
+from plaingpt.tokens.chat_tokenizer import NAMES, TEMPLATE, ends_of, is_chat
 
 END_OF_TEXT, PADDING = '<|endoftext|>', '<|padding|>'
 VISIBLE = [*range(33, 127), *range(161, 173), *range(174, 256)]  # bytes that stand for themselves
@@ -26,21 +27,33 @@ def write_hf(folder, model, tokenizer, card):
     weights = architecture.write_weights(weights, model.config)
     save_file({name: w.contiguous() for name, w in weights.items()}, folder / 'model.safetensors',
               metadata={'format': 'pt'})
-    end = tokenizer.end_of_text
-    ends = {'bos_token_id': end, 'eos_token_id': end}
+    begin, end = first_and_last(tokenizer)
+    ends = {'bos_token_id': begin, 'eos_token_id': end}
+    # What our programs end an answer with ends it there too.
+    all_ends = {'eos_token_id': sorted(ends_of(tokenizer), reverse=True)} \
+        if is_chat(tokenizer) else {}
+    made = hf_tokenizer(tokenizer)
+    special = {token['id']: token['content'] for token in made['added_tokens']}
     files = {
         'config.json': {'model_type': name, **architecture.write_config(model.config), **ends},
-        'generation_config.json': {**ends, 'do_sample': True},
-        'tokenizer.json': hf_tokenizer(tokenizer),
+        'generation_config.json': {**ends, **all_ends, 'do_sample': True},
+        'tokenizer.json': made,
         'tokenizer_config.json': {
             'tokenizer_class': 'PreTrainedTokenizerFast', 'clean_up_tokenization_spaces': False,
             'model_max_length': model.config.block_size,
-            **({} if end is None else {'bos_token': END_OF_TEXT, 'eos_token': END_OF_TEXT})},
+            **({} if end is None else {'bos_token': special[begin], 'eos_token': special[end]}),
+            **({'chat_template': TEMPLATE} if is_chat(tokenizer) else {})},
         OUR_TOKENIZER: tokenizer.to_json(),
     }
     for name, value in files.items():
         (folder / name).write_text(json.dumps(value, indent=1) + '\n', encoding='utf-8')
     (folder / 'README.md').write_text(printable(card), encoding='utf-8')
+
+
+def first_and_last(tokenizer):
+    """→ (the id that a text begins with, the one that ends it), None where there is none."""
+    begin = tokenizer.end_of_text
+    return begin, tokenizer.end_of_turn if is_chat(tokenizer) else begin
 
 
 def nearest_architectures(config, known=ARCHITECTURES):
@@ -67,13 +80,20 @@ def describe_export(config):
     """What export.py will do with such a model, in a line that is printed before training."""
     nearest = nearest_architectures(config)
     if not any(nearest.values()):
-        return f'exports to transformers as {next(iter(nearest))}'
+        return f'exports to transformers as {next(iter(nearest))}{one_document(config)}'
     return 'no export to transformers: ' + ', '.join(
         f'{name} needs {" and ".join(refused)}' for name, refused in nearest.items())
 
 
+def one_document(config):
+    """What an export leaves out, in words; '' where that is nothing."""
+    return ' (without document_attention, which changes nothing for one document alone)' \
+        if config.document_attention else ''
+
+
 def hf_tokenizer(tokenizer):
     """The content of tokenizer.json (the format of Hugging Face's tokenizers library)."""
+    whole, tokenizer = tokenizer, tokenizer.base if is_chat(tokenizer) else tokenizer
     kind, end = tokenizer.to_json()['kind'], tokenizer.end_of_text
     special = {} if end is None else {END_OF_TEXT: end}
     merges = []
@@ -95,6 +115,8 @@ def hf_tokenizer(tokenizer):
         join = {**cut, 'add_prefix_space': True, 'use_regex': True}
         if kind == 'bpe':
             special[PADDING] = end + 1
+    if is_chat(whole):
+        special |= {name: tokenizer.vocab_size + i for i, name in enumerate(NAMES)}
     return {
         'version': '1.0', 'truncation': None, 'padding': None, 'normalizer': None,
         'added_tokens': [{'id': i, 'content': text, 'single_word': False, 'lstrip': False,

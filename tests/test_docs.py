@@ -29,7 +29,8 @@ from plaingpt.system.errors import run_script
 
 PAGES = ['README.md', *sorted(f'docs/{path.name}' for path in (ROOT / 'docs').glob('*.md')
                               if path.name != 'hacking.md')]  # which test_hacking.py follows
-COMMANDS = ('prepare', 'train', 'sample', 'evaluate', 'export', 'plan', 'bench', 'plot')
+COMMANDS = ('prepare', 'train', 'sample', 'evaluate', 'export', 'plan', 'bench', 'plot',
+            'serve')
 SHELL = ('echo', 'cat', 'cp', 'ls', 'mkdir')
 NANOGPT_KEYS = set(re.findall(r'\w+', '''
     out_dir eval_interval log_interval eval_iters eval_only always_save_checkpoint init_from

@@ -42,7 +42,8 @@ def test_32_clients_at_once_for_a_minute_get_more_than_one_alone(tmp_path, capsy
         memory, files = server.memory(), server.files()
         together = tokens_a_second(server, 32, 60)
         time.sleep(1)
-        assert server.memory() < memory + 50e6 and server.files() <= files
+        # Each of some hundred texts has a cache of 1.3 MB: kept ones would take more than this.
+        assert server.memory() < memory + 150e6 and server.files() <= files
         assert server.stop() == 130
     with capsys.disabled():
         print(f'\n32 clients: {together:,.0f} tokens/s, one: {alone:,.0f}, '

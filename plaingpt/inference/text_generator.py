@@ -64,6 +64,11 @@ def checked(options):
     return sampling
 
 
+def random_numbers(seed, number):
+    """→ the torch.Generator of the text of this number"""
+    return torch.Generator().manual_seed((seed * 1_000_003 + number) % 2**63)
+
+
 def answering(sampling, room):
     """A Sampling for an answer: it ends with its turn, and where the context is full."""
     return replace(sampling, end_of_text=True,
@@ -186,8 +191,7 @@ class TextGenerator:
         stop: strings that end a text; show: called with each piece of the one text there is
         """
         decoders = [StreamDecoder(self.tokenizer, stop, show) for _ in prompts]
-        generators = [torch.Generator().manual_seed((sampling.seed * 1_000_003 + n) % 2**63)
-                      for n in numbers]
+        generators = [random_numbers(sampling.seed, n) for n in numbers]
         ends = ends_of(self.tokenizer) if sampling.end_of_text else ()
         began = time.perf_counter()
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 
 from plaingpt.chat.prompts import fit_prompt
+from plaingpt.inference.text_generator import random_numbers
 from plaingpt.serving.batching import Text
 from plaingpt.system.errors import UserError
 from plaingpt.system.files import parse_json
@@ -157,11 +158,11 @@ def generators(body, count):
     """A source of random numbers for each text. With a seed, those of sample.py."""
     seed = number(body, 'seed', None, -2**63, 2**63 - 1, whole=True)
     for i in range(count):
-        generator = torch.Generator()
         if seed is None:
+            generator = torch.Generator()
             generator.seed()
         else:
-            generator.manual_seed((seed * 1_000_003 + i) % 2**63)
+            generator = random_numbers(seed, i)
         yield generator
 
 

@@ -131,15 +131,13 @@ def open_batches(config, dataset, world, device):
             raise UserError(f'also_evaluate={config.also_evaluate}: {other.folder} has another '
                             f'tokenizer than {dataset.folder}')
         loaders[1].beside = [other.loader('val', *shape, **share)]
-    tokens, step_tokens = len(loaders[0].stream), config.step_tokens()
+    tokens, step_tokens = loaders[0].epoch_tokens(), config.step_tokens()
     epochs = dataset.epochs(config.max_iters * step_tokens)
     epochs = {part.name and f'{part.name} ({part.weight:.1%})': epochs[part.name]
               for part in dataset.parts}
-    if dataset.has_mask():  # with the padding of its sequences
-        tokens = loaders[0].epoch_tokens()
-        epochs = {'': config.max_iters * step_tokens / tokens}
     if config.overfit_batches:
         tokens = min(tokens, config.overfit_batches * step_tokens)
+    if config.overfit_batches or dataset.has_mask():
         epochs = {'': config.max_iters * step_tokens / tokens}
     padded = ' with padding' * dataset.has_mask()
     print0(f'{dataset.folder}: {tokens:,} training tokens{padded}, vocabulary '

@@ -137,8 +137,8 @@ def test_the_page_asks_for_the_key(browser, trained, tmp_path):
         assert len(texts(browser, 'assistant')) == 1
 
 
-def test_the_page_on_chats_leads_from_questions_to_a_browser(browser, after_readme, tmp_path,  # noqa: F811
-                                                             monkeypatch):
+def test_the_page_on_chats_leads_from_questions_to_a_browser(
+        browser, after_readme, tmp_path, monkeypatch):  # noqa: F811
     folder = tmp_path / 'plaingpt'
     shutil.copytree(after_readme[0], folder, symlinks=True)
     assert not follow('docs/chat.md', folder, monkeypatch, slow=True)

@@ -7,6 +7,7 @@ import argparse
 import inspect
 
 import pytest
+import torch
 from chat_model import train_chat_model
 from helpers import TINY
 from hypothesis import settings
@@ -16,6 +17,17 @@ import train
 
 settings.register_profile('busy', deadline=None)  # the first example pays for imports
 settings.load_profile('busy')
+
+
+def pytest_addoption(parser):
+    parser.addoption('--bfloat16', choices=('on', 'off'), help='take this CPU for one with, or '
+                     'without, bfloat16 in hardware')
+
+
+def pytest_configure(config):
+    if chosen := config.getoption('bfloat16'):
+        torch.cpu.get_capabilities = lambda: {'avx512_bf16': chosen == 'on'}
+
 
 @pytest.fixture(scope='session')
 def text_file(tmp_path_factory):

@@ -132,6 +132,7 @@ class CausalSelfAttention(nn.Module):
         self.n_head = config.n_head
         self.dropout = config.dropout
         self.c_attn = nn.Linear(config.n_embd, 3 * config.n_embd, bias=config.bias)
+        self.c_attn.parts = 3 * (config.n_embd,)  # rows of the matrices in it, for Muon: q, k, v
         self.c_proj = nn.Linear(config.n_embd, config.n_embd, bias=config.bias)
         self.resid_dropout = Dropout(config.dropout)
         head = config.n_embd // config.n_head
@@ -143,7 +144,7 @@ class CausalSelfAttention(nn.Module):
 
     def forward(self, x, rotary=None, cache=None, idx=None):
         B, T, C = x.shape
-        q, k, v = self.c_attn(x).split(C, dim=2)  # 3 × (B, T, C)
+        q, k, v = self.c_attn(x).split(self.c_attn.parts, dim=2)  # 3 × (B, T, C)
         if self.value_embedding is not None:
             v = v + self.value_embedding(idx).to(v.dtype)  # autocast leaves embeddings alone
         q, k, v = (t.view(B, T, self.n_head, C // self.n_head) for t in (q, k, v))  # (B, T, H, D)
@@ -182,6 +183,7 @@ class MLP(nn.Module):
         super().__init__()
         into = config.mlp_width * (2 if config.mlp == 'swiglu' else 1)
         self.c_fc = nn.Linear(config.n_embd, into, bias=config.bias)
+        self.c_fc.parts = into // config.mlp_width * (config.mlp_width,)
         self.activation = ACTIVATIONS[config.mlp]
         self.c_proj = nn.Linear(config.mlp_width, config.n_embd, bias=config.bias)
         self.dropout = Dropout(config.dropout)

@@ -6,19 +6,56 @@ holds some rows of every matrix: they travel to the owners, and what these found
 
 from collections import defaultdict
 from functools import cached_property, lru_cache
+from itertools import groupby
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 
-from plaingpt.system.distributed import held_rows, is_sharded, share_axis
+from plaingpt.system.distributed import held_rows, is_sharded, local_rows, share_axis
 
 # torch 2.13 renamed it
 all_gather_single = getattr(dist, 'all_gather_single', None) or dist.all_gather_into_tensor
 
 
+class Stack(NamedTuple):
+    """`n` matrices of one shape, one below another in the rows of a parameter."""
+
+    parameter: torch.nn.Parameter
+    start: int  # the first of its rows
+    rows: int
+    n: int
+
+    @property
+    def shape(self):
+        return self.rows // self.n, self.parameter.size(1)
+
+    def held(self, rank, size):
+        """→ (first, count): which of its rows a process of `size` holds, if these share rows"""
+        first, count = held_rows(len(self.parameter), rank, size)
+        a, b = max(first, self.start), min(first + count, self.start + self.rows)
+        return max(a - self.start, 0), max(b - a, 0)
+
+    def cut(self, local):
+        """From this process's rows of something like the parameter, those of the stack."""
+        if self.rows == len(self.parameter):
+            return local
+        first = self.start - local_rows(self.parameter)[1]
+        return local[max(first, 0):max(first + self.rows, 0)]
+
+
+def stacks_of(p, parts):
+    """parts: how many rows each matrix has that stands in the parameter `p`, from the top"""
+    found, start = [], 0
+    for rows, alike in groupby(parts):
+        n = len(list(alike))
+        found.append(Stack(p, start, n * rows, n))
+        start += n * rows
+    return found
+
+
 def by_shape(held, processes):
-    """[(parameter, how many matrices are stacked in it)] → Matrices, or ShardedMatrices, for each
-    shape."""
+    """[(parameter, rows of each matrix in it)] → Matrices, or ShardedMatrices, for each shape."""
     if not held:
         return []
     sharded = is_sharded(held[0][0])
@@ -26,10 +63,11 @@ def by_shape(held, processes):
     if sharded:
         mesh = held[0][0].device_mesh
         group, size = mesh.get_group(share_axis(mesh)), mesh.size(share_axis(mesh))
-    stacks = tuple(((p.size(0) // n, p.size(1)), n) for p, n in held)
+    stacks = [stack for p, parts in held for stack in stacks_of(p, parts)]
     alike = defaultdict(list)
-    for (p, _), (shape, _), owner in zip(held, stacks, owners_of(stacks, size), strict=True):
-        alike[shape].append((owner, p))
+    owners = owners_of(tuple((stack.shape, stack.n) for stack in stacks), size)
+    for stack, owner in zip(stacks, owners, strict=True):
+        alike[stack.shape].append((owner, stack))
     kind = ShardedMatrices if sharded and size > 1 else Matrices
     return [kind(shape, owned, size, group) for shape, owned in alike.items()]
 
@@ -57,20 +95,20 @@ def work(shape):
 
 
 class Matrices:
-    """Parameters that are stacks of matrices of one shape (R, C); each process has all rows.
+    """Stacks of matrices of one shape (R, C); each process has all rows.
 
-    parameters: those of the first owner first, so that what an owner has stands together
+    stacks: those of the first owner first, so that what an owner has stands together
     """
 
     def __init__(self, shape, owned, size, group):
         owned = sorted(owned, key=lambda pair: pair[0])
         self.shape, self.size, self.group = shape, size, group
         self.rank = dist.get_rank(group) if size > 1 else 0
-        self.owners, self.parameters = zip(*owned, strict=True)
-        self.mine = [p for owner, p in owned if owner == self.rank]
+        self.owners, self.stacks = zip(*owned, strict=True)
+        self.mine = [stack for owner, stack in owned if owner == self.rank]
 
     def to_owners(self, tensors, dtype):
-        """A tensor for each parameter → those of the matrices owned here, (k, R, C)."""
+        """A tensor for each stack → those of the matrices owned here, (k, R, C)."""
         mine = [t for t, owner in zip(tensors, self.owners, strict=True) if owner == self.rank]
         rows = torch.cat(mine) if mine else tensors[0][:0]
         return rows.to(dtype).view(-1, *self.shape)
@@ -81,8 +119,8 @@ class Matrices:
             return results
         turned = self.shape[0] > self.shape[1]  # in memory they are (k, C, R)
         mine = (results.mT if turned else results).contiguous()
-        counts = [sum(len(p) for p, owner in zip(self.parameters, self.owners, strict=True)
-                      if owner == rank) // self.shape[0] for rank in range(self.size)]
+        counts = [sum(stack.n for stack, owner in zip(self.stacks, self.owners, strict=True)
+                      if owner == rank) for rank in range(self.size)]
         most = max(counts)  # an all-gather takes as much of each
         padded = mine.new_zeros(most, *mine.shape[1:])
         padded[:len(mine)] = mine
@@ -101,7 +139,7 @@ class ShardedMatrices(Matrices):
     """The same, where each process has some rows of each parameter, as FSDP2 gives them out."""
 
     def to_owners(self, tensors, dtype):
-        """The local rows of each parameter → the matrices owned here, (k, R, C)."""
+        """The local rows of each stack → the matrices owned here, (k, R, C)."""
         rows = self.exchange(torch.cat(tensors).to(dtype), self.sent, self.received)
         return transposed(rows, self.blocks).view(-1, *self.shape)
 
@@ -113,11 +151,11 @@ class ShardedMatrices(Matrices):
 
     def lengths(self, rows):
         """As Matrices', (rows, 1). The processes add up what their rows have of each matrix."""
-        places, first = [], 0  # of the local rows among those of all parameters
-        for p in self.parameters:
-            start, count = held_rows(len(p), self.rank, self.size)
+        places, first = [], 0  # of the local rows among those of all stacks
+        for stack in self.stacks:
+            start, count = stack.held(self.rank, self.size)
             places.append(torch.arange(first + start, first + start + count, device=rows.device))
-            first += p.size(0)
+            first += stack.rows
         places = torch.cat(places)
         squares = rows.new_zeros(first)
         squares[places] = rows.square().sum(1)
@@ -127,8 +165,8 @@ class ShardedMatrices(Matrices):
 
     @cached_property
     def blocks(self):
-        """For each process, how many rows it holds of each parameter that is owned here."""
-        return [[held_rows(len(p), rank, self.size)[1] for p in self.mine]
+        """For each process, how many rows it holds of each stack that is owned here."""
+        return [[stack.held(rank, self.size)[1] for stack in self.mine]
                 for rank in range(self.size)]
 
     @cached_property
@@ -140,8 +178,8 @@ class ShardedMatrices(Matrices):
     def sent(self):
         """How many rows are held here of what each process owns."""
         counts = [0] * self.size
-        for p, owner in zip(self.parameters, self.owners, strict=True):
-            counts[owner] += held_rows(len(p), self.rank, self.size)[1]
+        for stack, owner in zip(self.stacks, self.owners, strict=True):
+            counts[owner] += stack.held(self.rank, self.size)[1]
         return counts
 
     def exchange(self, rows, sent, received):

@@ -17,6 +17,7 @@ from plaingpt.preflight.data_checks import (
     rate_lasts,
 )
 from plaingpt.preflight.model_checks import (
+    blocks_pass_on,
     cache_changes_nothing,
     checkpoints_fit,
     evaluation_repeats,
@@ -25,6 +26,7 @@ from plaingpt.preflight.model_checks import (
     gradient_is_true,
     loss_is_of_the_logits,
     loss_is_usual,
+    matrices_are_stated,
     order_matters,
     past_is_seen,
     texts_are_apart,
@@ -43,6 +45,7 @@ BEFORE = {  # of settings, data and weights as they are
     'the weights are float32': weights_are_float32,
     'every weight may move': weights_are_optimized,
     'a checkpoint has every weight': checkpoints_fit,
+    'the optimizer knows the matrices': matrices_are_stated,
     'batches are what the files hold': batches_are_of_the_files,
     'each step and process has its own batch': batches_differ,
     'an epoch reads every sequence once': epoch_reads_all,
@@ -55,6 +58,7 @@ INSIDE = {  # of the network, while what begins at zero or small is made to coun
     'the past is seen': past_is_seen,
     'sequences and documents are apart': texts_are_apart,
     'the order of tokens matters': order_matters,
+    'each block passes its input on': blocks_pass_on,
     'every weight gets a gradient': every_weight_learns,
     'the gradient is true': gradient_is_true,
     'an evaluation repeats itself': evaluation_repeats,
@@ -62,6 +66,8 @@ INSIDE = {  # of the network, while what begins at zero or small is made to coun
     'generation with a cache is the same': cache_changes_nothing,
     'a step follows the gradient': steps_follow_the_gradient,
     'a saved model comes back': checkpoints_come_back}
+# Loaded weights may be the reason, such as those of an overfit model: then it is a warning.
+LEARNABLE = {'the first loss is usual', 'the order of tokens matters'}
 NEEDED = {'the weights are float32', 'an evaluation reads every sequence once'}  # to look inside
 
 
@@ -90,14 +96,19 @@ def preflight(run, resumed, mean_loss, group):
     if subject.device.type == 'cuda':
         torch.cuda.reset_peak_memory_stats(subject.device)  # what is logged is the run's
     lines = [f'preflight: {what}? No: {problem}' for what, problem in problems.items()]
-    if problems and config.check != 'warn':
+    if config.check != 'warn' and not all(is_doubt(what, subject) for what in problems):
         raise UserError('\n'.join([*lines, 'nothing was trained: mend this, or, where it is meant, '
                                    'give --check=warn']))
     for line in lines if run.world.is_main else ():
         warn(line)
-    if not problems:
-        print0(f'preflight: {subject.passed} checks passed in {time.perf_counter() - began:.2f} s'
-               + (f'; the model will read {subject.text!r}' if subject.text else ''))
+    of = f' of {len(problems) + subject.passed}' * bool(problems)
+    print0(f'preflight: {subject.passed}{of} checks passed in {time.perf_counter() - began:.2f} s'
+           + (f'; the model will read {subject.text!r}' if subject.text else ''))
+
+
+def is_doubt(what, subject):
+    """Whether a check that does not hold is a warning, because the weights may be the reason."""
+    return what in LEARNABLE and not subject.from_scratch
 
 
 def make(checks, subject):
@@ -119,5 +130,6 @@ def make(checks, subject):
                 f'{problem} (process {found.index(problem)} alone)'
         subject.passed += not (problem or skipped)
         if subject.config.check is True:
-            print0(skipped or f'{"FAILED" if problem else "ok    "} {what}')
+            failed = 'unsure' if is_doubt(what, subject) else 'FAILED'
+            print0(skipped or f'{failed if problem else "ok    "} {what}')
     return problems

@@ -5,15 +5,18 @@ comparisons hold on any device: the same shapes take the same kernels, so equal 
 """
 
 import math
+from functools import partial
+from itertools import accumulate
 
 import torch
 from torch.nn.functional import cross_entropy
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from model import GPT
 from plaingpt.inference.generation import Context
 from plaingpt.monitoring.diagnosis import THRESHOLDS
 from plaingpt.preflight.subject import NotChecked, largest_change
-from plaingpt.training import checkpoint as checkpoints
+from plaingpt.training.optimizers import parts_of
 
 SAME = 1e-5  # of the RMS: what rounding may change; a token that is seen changes more
 NEARLY_SAME = 1e-3  # where the same sums are taken in another order
@@ -22,6 +25,7 @@ LOSS_ERROR = 3e-3  # of a loss: bfloat16 rounds logits in another order
 PREDICTED_FALLS = (5e-3, 5e-4, 5e-5)
 ROUNDING = 2e-6  # nats, of a difference of two losses in float32
 GRADIENT_ERROR = {True: 0.01, False: 0.1}  # of it: on a CPU, elsewhere (TF32 rounds). Ours: 0.001
+SWAPS = 5  # of neighbouring tokens, along a sequence
 CUT_OFF = 1e-12  # squared norm of a gradient that predicts nothing
 
 
@@ -68,6 +72,50 @@ def checkpoints_fit(subject):
                 'GPTConfig')
 
 
+class Splits(TorchDispatchMode):
+    """Notes at which features the forward pass splits what Linears put out."""
+
+    def __init__(self, linears):
+        super().__init__()
+        self.outputs, self.found = {}, {}  # name → its output; name → the features
+        self.hooks = [linear.register_forward_hook(partial(self.keep, name))
+                      for name, linear in linears.items()]
+
+    def keep(self, name, linear, inputs, y):
+        self.outputs[y.untyped_storage().data_ptr()] = name, y
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **kwargs or {})
+        for view in result if isinstance(result, (list, tuple)) else [result]:
+            if not isinstance(view, torch.Tensor) or view.layout != torch.strided:
+                continue
+            name, y = self.outputs.get(view.untyped_storage().data_ptr(), (None, None))
+            if name and args[0].numel() == y.numel():  # all of it is split, and no part of it
+                self.found.setdefault(name, set()).add(view.storage_offset() % y.size(-1))
+        return result
+
+
+def matrices_are_stated(subject):
+    """Muon orthogonalizes each matrix by itself, so it has to know which share a weight."""
+    model = subject.model
+    if not any('parts' in group for group in subject.optimizer.param_groups):
+        return None
+    linears = {name: m for name, m in model.named_modules()
+               if name.startswith('transformer.h.') and isinstance(m, torch.nn.Linear)}
+    splits = Splits(linears)
+    with splits, subject.training_mode(False), torch.no_grad():
+        model.hidden(subject.batch[0])
+    for hook in splits.hooks:
+        hook.remove()
+    for name, found in splits.found.items():
+        parts = parts_of(model, f'{name}.weight', linears[name].weight)
+        if other := sorted(found - {0, *accumulate(parts)}):
+            return (f'forward() splits what {listed([name])} gives at {other[0]} of its '
+                    f'{sum(parts)} features, and the optimizer takes its rows for matrices of '
+                    f'{", ".join(map(str, parts))}: say in model.py how many rows each has, '
+                    f'as in self.{name.rpartition(".")[2]}.parts = (…)')
+
+
 # -----------------------------------------------------------------------------
 # what a token sees
 
@@ -105,23 +153,49 @@ def past_is_seen(subject):
                 'attention sees too little, or its output is not used')
 
 
-def order_matters(subject):
-    """In the first block alone: the causal mask tells later ones a little about the order."""
-    model, idx = subject.model, subject.batch[0][:1].clone()  # (1, T)
-    i = idx.size(1) - 3 - model.config.conv  # and i + 1: before what a short convolution reads
-    if i < 0:
-        raise NotChecked(f'sequences of {idx.size(1)} are too short')
-    idx[0, i + 1] = subject.others(idx[0, i])
-    swapped = idx.clone()
-    swapped[0, i:i + 2] = idx[0, i:i + 2].flip(0)
+def blocks_pass_on(subject):
+    """With the branches of all blocks silenced, what goes into a block must come out of it."""
+    model, idx = subject.model, subject.batch[0]  # (2, T)
+    ends = [m for name, m in model.transformer.h.named_modules() if name.endswith('c_proj')]
+    silence = [m.register_forward_hook(lambda _, inputs, y: torch.zeros_like(y)) for m in ends]
     seen = []
-    hook = model.transformer.h[0].register_forward_hook(lambda _, inputs, x: seen.append(x))
-    with hook, subject.training_mode(False), torch.no_grad():
-        model.hidden(torch.cat((idx, swapped)))
-    x = seen[0][:, -1]  # (2, C)
-    if largest_change(x[0], x[1]) <= SAME / 10:
-        return ('the first block says the same where two earlier tokens change places: positions '
-                'are not added, or rotary does not reach queries and keys')
+    watch = [block.register_forward_hook(lambda _, inputs, x: seen.append(x))
+             for block in model.transformer.h]
+    try:
+        with subject.training_mode(False), torch.no_grad():
+            model.hidden(torch.cat((idx, subject.others(idx))))
+    finally:
+        for hook in silence + watch:
+            hook.remove()
+    for i, x in enumerate(seen):
+        if largest_change(*x.chunk(2)) <= SAME:
+            return (f'nothing of what goes into block {i} comes out of it where its attention and '
+                    'its MLP add nothing: a residual connection is missing, as in x = attn(x) for '
+                    'x = x + attn(x)')
+
+
+def order_matters(subject):
+    """Swap two neighbouring tokens at several places of two sequences: some later token must tell.
+    One swap says little, because attention may ignore any two tokens. The first block is looked at
+    alone: in later blocks the causal mask gives away a little of the order."""
+    model, idx = subject.model, subject.batch[0]  # (2, T)
+    last = idx.size(1) - 3 - model.config.conv  # i, i + 1 and what a short convolution reads
+    if last < 0:
+        raise NotChecked(f'sequences of {idx.size(1)} are too short')
+    for i in sorted({last * k // (SWAPS - 1) for k in range(SWAPS)}, reverse=True):
+        tokens = idx.clone()
+        tokens[:, i + 1] = subject.others(tokens[:, i])
+        swapped = tokens.clone()
+        swapped[:, i:i + 2] = tokens[:, i:i + 2].flip(1)
+        seen = []
+        hook = model.transformer.h[0].register_forward_hook(lambda _, inputs, x: seen.append(x))
+        with hook, subject.training_mode(False), torch.no_grad():
+            model.hidden(torch.cat((tokens, swapped)))
+        before, after = seen[0][:, i + 2 + model.config.conv:].chunk(2)  # 2 × (2, T - …, C)
+        if largest_change(before, after) > SAME / 10:
+            return None
+    return ('the first block says the same where two earlier tokens change places: positions '
+            'are not added, or rotary does not reach queries and keys')
 
 
 # -----------------------------------------------------------------------------
@@ -141,16 +215,10 @@ def loss_is_usual(subject):
     if subject.from_scratch and abs(loss - expected) > tolerance:
         return f'the first loss is {loss:.2f}, and {uniform}: look at the initialisation, and at ' \
                'how the loss is averaged'
-    if not subject.from_scratch and loss > expected + tolerance and not was_tuned(subject.config):
-        return f'the first loss is {loss:.2f}, and {uniform}: was this text prepared with the ' \
-               'tokenizer of the weights, and are all of them loaded?'
-
-
-def was_tuned(config):
-    """True where a run starts from a model that was tuned on conversations. It may be sure of what
-    is wrong in others, and that it has their tokenizer was compared."""
-    start = checkpoints.find_named(config.init_from, config.checkpoint)
-    return start is not None and start.state['tokenizer']['kind'] == 'chat'
+    if not subject.from_scratch and loss > expected + tolerance:
+        return f'the first loss is {loss:.2f}, and {uniform}: the loaded model is sure of what is ' \
+               'wrong here. New text and overfit weights do that, and so do text prepared with ' \
+               'another tokenizer and weights that are not all loaded'
 
 
 def evaluation_repeats(subject):

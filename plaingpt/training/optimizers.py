@@ -11,6 +11,7 @@ import torch
 from plaingpt.parallel.owners import by_shape
 from plaingpt.system.devices import cpu_has_bfloat16
 from plaingpt.system.distributed import is_sharded, local_rows
+from plaingpt.system.errors import UserError
 
 
 def build_optimizer(model, config, device_type, processes=1):
@@ -29,8 +30,8 @@ def parameter_groups(model, config):
     """{'matrices' (of blocks), 'embedding', 'head' (unless tied), 'vectors'} → a parameter group.
 
     Its learning rate is the schedule's times its 'lr_scale'. Vectors work on each channel by itself
-    (biases, norms, short convolutions). For each of the matrices, 'stacked' tells how many it is
-    made of: queries', keys' and values', or the two of SwiGLU."""
+    (biases, norms, short convolutions). For each of the matrices, 'parts' has the rows of those that
+    it is made of, as its layer in model.py tells: queries', keys' and values', or SwiGLU's two."""
     scales = {  # kind → of the learning rate, weight decay
         'matrices': (1.0, config.weight_decay),
         'embedding': (config.embedding_lr_scale, config.embedding_decay),
@@ -38,15 +39,24 @@ def parameter_groups(model, config):
         'vectors': (config.vector_lr_scale, config.vector_decay)}
     groups = {kind: {'params': [], 'lr': config.learning_rate * scale, 'lr_scale': scale,
                      'weight_decay': decay} for kind, (scale, decay) in scales.items()}
-    stacked = {'c_attn': 3, 'c_fc': 2 if config.mlp == 'swiglu' else 1}
-    groups['matrices']['stacked'] = []
+    groups['matrices']['parts'] = []
     for name, p in model.named_parameters():
         kind = kind_of(name, p)
         if p.requires_grad:
             groups[kind]['params'].append(p)
             if kind == 'matrices':
-                groups[kind]['stacked'].append(stacked.get(name.split('.')[-2], 1))
+                groups[kind]['parts'].append(parts_of(model, name, p))
     return {kind: group for kind, group in groups.items() if group['params']}
+
+
+def parts_of(model, name, p):
+    """The rows of each matrix that the weight `p` of a GPT is made of. Raises UserError."""
+    layer = name.rpartition('.')[0]
+    parts = getattr(model.get_submodule(layer), 'parts', (p.size(0),))
+    if sum(parts) != p.size(0):
+        raise UserError(f'{layer}.parts = {parts} in model.py: these are the rows of the matrices '
+                        f'in {name}, and it has {p.size(0)} rows')
+    return parts
 
 
 def kind_of(name, p):
@@ -131,11 +141,12 @@ class MuonAdamW(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure=None):
-        held = [(p, n) for p, n in zip(self.matrices['params'], self.matrices['stacked'],
-                                       strict=True) if p.grad is not None]
+        held = [(p, parts) for p, parts in zip(self.matrices['params'], self.matrices['parts'],
+                                               strict=True) if p.grad is not None]
         directions = self.directions([p for p, _ in held])
         for alike in by_shape(held, self.processes):
-            self.move(alike, [directions[p] for p in alike.parameters], **self.matrices)
+            self.move(alike, [stack.cut(directions[stack.parameter]) for stack in alike.stacks],
+                      **self.matrices)
         self.adamw.found_inf = self.found_inf
         self.adamw.step()
 
@@ -160,12 +171,13 @@ class MuonAdamW(torch.optim.Optimizer):
 
     def move(self, alike, directions, lr, weight_decay, **_):
         """One update of matrices of one shape; without equal_rows it is torch.optim.Muon's."""
-        matrices = [local_rows(p)[0] for p in alike.parameters]
+        matrices = [stack.cut(local_rows(stack.parameter)[0]) for stack in alike.stacks]
         sizes = [p.size(0) for p in matrices]
         mine = alike.to_owners(directions, iterations_dtype(directions[0].device))
         updates = alike.from_owners(orthogonalized(mine, self.iterations)).float()  # (…, C)
         if self.equal_rows:
-            rows = [local_rows(self.state[p]['exp_avg_sq_rows'])[0] for p in alike.parameters]
+            rows = [stack.cut(local_rows(self.state[stack.parameter]['exp_avg_sq_rows'])[0])
+                    for stack in alike.stacks]
             squares = updates.square().mean(-1, keepdim=True)
             torch._foreach_lerp_(rows, squares.reshape(-1, 1).split(sizes), 1 - self.rows_beta)
             updates /= torch.cat(rows).view(squares.shape).sqrt() + 1e-8

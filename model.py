@@ -144,7 +144,7 @@ class CausalSelfAttention(nn.Module):
 
     def forward(self, x, rotary=None, cache=None, idx=None):
         B, T, C = x.shape
-        q, k, v = self.c_attn(x).split(self.c_attn.parts, dim=2)  # 3 × (B, T, C)
+        q, k, v = self.c_attn(x).split(C, dim=2)  # 3 × (B, T, C)
         if self.value_embedding is not None:
             v = v + self.value_embedding(idx).to(v.dtype)  # autocast leaves embeddings alone
         q, k, v = (t.view(B, T, self.n_head, C // self.n_head) for t in (q, k, v))  # (B, T, H, D)

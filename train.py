@@ -201,17 +201,19 @@ def evaluate(run):
     is the best. A signal raises Stopped before any is logged: the resumed run evaluates here."""
     with run.metrics.paused('evaluating'):
         losses = run.progress.loss_is_due(run.config) and [
-            mean_loss(run.parallel.eval, loader, run.config, run.context, run.stop)
+            mean_loss(run.parallel.eval, loader, run.progress.eval_sequences,
+                      run.config.eval_tokens > 0, run.context, run.stop)
             for loader in (run.train_data, *run.val_data.parts, *run.val_data.beside)]
         run.probes.evaluate(run.progress, losses, run.stop)
 
 
 @torch.no_grad()
-def mean_loss(model, loader, config, context, stop):
-    """Mean loss over fixed sequences of a split, which the processes share. Raises Stopped."""
+def mean_loss(model, loader, sequences, at_beginning, context, stop):
+    """Mean loss over so many fixed sequences of a split, which the processes share: those at its
+    beginning, or spread over it. Raises Stopped."""
     model.eval()
     sums = torch.zeros(2, device=loader.device)  # of loss × n; of n, in sequences of targets
-    for starts in status.counted(loader.eval_batches(config.eval_iters, config.eval_tokens)):
+    for starts in status.counted(loader.eval_batches(sequences, at_beginning)):
         stop.check()
         idx, targets = loader.eval_batch(starts)  # also of none: all gather a sharded model
         with context:

@@ -286,7 +286,7 @@ def compare_loss(nanogpt, config, rounds):
         if config.dropout:
             trainers["plainGPT, nanoGPT's masks"] = our_trainer(
                 config, trainers['plainGPT'].raw.config.vocab_size, False)
-        batches = [val.eval_batch(starts) for starts in val.eval_batches(config.eval_iters)]
+        batches = [val.eval_batch(starts) for starts in val.eval_batches(config.eval_sequences())]
         for it in range(200):
             batch = loader.train_batch(it, 0)
             for name, trainer in trainers.items():

@@ -97,7 +97,7 @@ class Health:
         """→ {'health/…': number} after an update that was due. Waits for the device, once.
         model: with all of the weights; this one is where it is not sharded"""
         sequences = max(1, FORWARD_TOKENS // self.loader.block_size)
-        batch = self.loader.eval_batch(self.loader.eval_batches(1)[0])
+        batch = self.loader.eval_batch(self.loader.eval_batches(self.loader.batch_size)[0])
         idx, targets = (t[:sequences] for t in batch)  # (B, T)
         was_training = model.training
         model.eval()

@@ -53,7 +53,7 @@ def batches_are_of_the_files(subject):
         if problem := compare(batch, loader, subject.dataset.split('train'), starts):
             return f'the batch of step {step} is not that of the training split: {problem}'
     loader = subject.val_data
-    starts = next(iter(loader.eval_batches(subject.config.eval_iters)), [])
+    starts = next(iter(loader.eval_batches(subject.evaluated)), [])
     if len(starts):
         batch = [tensor[:len(starts)].cpu() for tensor in loader.eval_batch(starts)]
         if problem := compare(batch, loader, subject.dataset.split('val'), starts):
@@ -131,13 +131,11 @@ def epoch_reads_part(loader):
 
 
 def evaluation_reads_all(subject):
-    config = subject.config
     for loader in subject.val_data.parts:
-        mine = loader.eval_batches(config.eval_iters, config.eval_tokens)
+        mine = loader.eval_batches(subject.evaluated, subject.config.eval_tokens > 0)
         starts = np.concatenate([np.concatenate([*share, []])
                                  for share in all_gather(mine, subject.group)])
-        wanted = config.eval_tokens // loader.block_size or config.eval_iters * loader.batch_size
-        wanted, found = min(wanted, loader.eval_sequences), len(starts)
+        wanted, found = min(subject.evaluated, loader.eval_sequences), len(starts)
         if found != wanted or len(np.unique(starts)) != wanted:
             return f'an evaluation reads {found} sequences, {len(np.unique(starts))} different ' \
                    f'ones, and should read {wanted}: a batch is dropped, or comes twice'

@@ -153,21 +153,27 @@ def past_is_seen(subject):
                 'attention sees too little, or its output is not used')
 
 
+def blocks_output(subject, idx):
+    """[what each block puts out, (B, T, C)] in eval mode, of idx (B, T)"""
+    found = []
+    hooks = [block.register_forward_hook(lambda _, inputs, x: found.append(x))
+             for block in subject.model.transformer.h]
+    with subject.training_mode(False), torch.no_grad():
+        subject.model.hidden(idx)
+    for hook in hooks:
+        hook.remove()
+    return found
+
+
 def blocks_pass_on(subject):
     """With the branches of all blocks silenced, what goes into a block must come out of it."""
     model, idx = subject.model, subject.batch[0]  # (2, T)
     ends = [m for name, m in model.transformer.h.named_modules() if name.endswith('c_proj')]
     silence = [m.register_forward_hook(lambda _, inputs, y: torch.zeros_like(y)) for m in ends]
-    seen = []
-    watch = [block.register_forward_hook(lambda _, inputs, x: seen.append(x))
-             for block in model.transformer.h]
-    try:
-        with subject.training_mode(False), torch.no_grad():
-            model.hidden(torch.cat((idx, subject.others(idx))))
-    finally:
-        for hook in silence + watch:
-            hook.remove()
-    for i, x in enumerate(seen):
+    outputs = blocks_output(subject, torch.cat((idx, subject.others(idx))))
+    for hook in silence:
+        hook.remove()
+    for i, x in enumerate(outputs):
         if largest_change(*x.chunk(2)) <= SAME:
             return (f'nothing of what goes into block {i} comes out of it where its attention and '
                     'its MLP add nothing: a residual connection is missing, as in x = attn(x) for '
@@ -187,11 +193,8 @@ def order_matters(subject):
         tokens[:, i + 1] = subject.others(tokens[:, i])
         swapped = tokens.clone()
         swapped[:, i:i + 2] = tokens[:, i:i + 2].flip(1)
-        seen = []
-        hook = model.transformer.h[0].register_forward_hook(lambda _, inputs, x: seen.append(x))
-        with hook, subject.training_mode(False), torch.no_grad():
-            model.hidden(torch.cat((tokens, swapped)))
-        before, after = seen[0][:, i + 2 + model.config.conv:].chunk(2)  # 2 × (2, T - …, C)
+        x = blocks_output(subject, torch.cat((tokens, swapped)))[0]  # (4, T, C)
+        before, after = x[:, i + 2 + model.config.conv:].chunk(2)
         if largest_change(before, after) > SAME / 10:
             return None
     return ('the first block says the same where two earlier tokens change places: positions '
@@ -216,8 +219,8 @@ def loss_is_usual(subject):
         return f'the first loss is {loss:.2f}, and {uniform}: look at the initialisation, and at ' \
                'how the loss is averaged'
     if not subject.from_scratch and loss > expected + tolerance:
-        return f'the first loss is {loss:.2f}, and {uniform}: the loaded model is sure of what is ' \
-               'wrong here. New text and overfit weights do that, and so do text prepared with ' \
+        return f'the first loss is {loss:.2f}, and {uniform}: the loaded model is sure of ' \
+               'what is wrong here. New text and overfit weights do that, and so do text prepared with ' \
                'another tokenizer and weights that are not all loaded'
 
 
@@ -239,7 +242,7 @@ def loss_is_of_the_logits(subject):
     """The evaluated loss beside the cross-entropy of what the model is sampled with."""
     with subject.training_mode():
         loss = subject.evaluated_loss()
-    [starts] = subject.few.eval_batches(1)
+    [starts] = subject.few.eval_batches(subject.few.batch_size)
     idx, targets = (t[:len(starts)] for t in subject.few.eval_batch(starts))
     one = torch.full_like(targets, -1)
     one[0, -1] = targets[0, -1]  # alone, it tells whether targets are shifted once more

@@ -32,7 +32,8 @@ class Subject:
 
     model: neither compiled nor wrapped; context: autocast, in which forward passes run
     group: of distributed.host_group; from_scratch: whether the weights are new
-    evaluate: (model, loader, config) → the loss that the run's evaluations would report
+    evaluate: (model, loader, sequences) → the loss that the run's evaluations would report
+    evaluated: how many sequences those evaluate
     """
 
     config: TrainConfig
@@ -45,6 +46,7 @@ class Subject:
     group: object
     from_scratch: bool
     evaluate: Callable
+    evaluated: int
     text: str = ''  # that the model will read first, where the tokenizer is at hand
     passed: int = 0  # checks
 
@@ -136,8 +138,7 @@ class Subject:
 
     def evaluated_loss(self):
         """The loss of `few`, as the run measures it."""
-        return self.evaluate(self.model, self.few,
-                             replace(self.config, eval_iters=1, eval_tokens=0))
+        return self.evaluate(self.model, self.few, self.few.batch_size)
 
     @contextmanager
     def training_mode(self, training=True):

@@ -172,19 +172,17 @@ class BatchLoader:
                 self.waited_s += time.perf_counter() - began
                 yield self._on_device(batch)
 
-    def eval_batches(self, n_batches, first_tokens=0):
-        """This process's share of n_batches × batch_size sequences, or of all where there are
-        fewer → one array per batch: the token where each sequence begins. They are always the
-        same, spread evenly, or if first_tokens is not 0, those of the first so many tokens; with
-        only_first, they are the sequences that are trained on. All processes have as many batches;
-        the last of some may be empty."""
+    def eval_batches(self, n, at_beginning=False):
+        """This process's share of n sequences, or of all where there are fewer → one array per
+        batch: the token where each sequence begins. They are always the same, whatever the batch
+        size: spread evenly over the split, or the first n; with only_first, they are the sequences
+        that are trained on. All processes have as many batches; the last of some may be empty."""
         if self.only_first:
             n = self.only_first * self.step_size
             mine = self.sequence_starts(np.arange(self.rank, n, self.world_size))
         else:
-            n = first_tokens // self.block_size or n_batches * self.batch_size
             n = min(n, self.eval_sequences)
-            mine = self.eval_starts(np.arange(self.rank, n, self.world_size), n, first_tokens > 0)
+            mine = self.eval_starts(np.arange(self.rank, n, self.world_size), n, at_beginning)
         return [mine[i:i + self.batch_size]
                 for i in range(0, math.ceil(n / self.world_size), self.batch_size)]
 

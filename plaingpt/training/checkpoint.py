@@ -48,7 +48,8 @@ FORMAT_VERSION = 1
 # Keys of state.json as an earlier version wrote them → as they are called now.
 RENAMED = {'windows': 'sequences', 'stale': 'evals_since_best'}
 # What a checkpoint of an earlier version may lack.
-LATER = {'val_loss': None, 'elapsed_s': 0.0, 'wandb_id': None, 'samples': {}}
+LATER = {'val_loss': None, 'elapsed_s': 0.0, 'wandb_id': None, 'samples': {},
+         'eval_sequences': 0}
 CHUNK = re.compile(r'(model|optimizer)-(\d{5,9})-of-(\d{5,9})\.safetensors')
 PART = re.compile(r'(.*?)(?:\[(\d{1,18}):(\d{1,18})\])?', re.DOTALL)  # of a tensor: its rows
 # As safetensors calls them. An optimizer of your own may remember integers.
@@ -323,7 +324,7 @@ def check_state(state, iter_num):
     tokens, length = state['model']['vocab_size'], state['model']['block_size']
     check_keys(state, {
         'iter_num': lambda x: type(x) is int and x == iter_num,
-        'sequences': is_count, 'evals_since_best': is_count,
+        'sequences': is_count, 'evals_since_best': is_count, 'eval_sequences': is_count,
         'evaluated': is_bool,
         **dict.fromkeys(('val_loss', 'best_val_loss'), lambda x: x is None or is_number(x)),
         'elapsed_s': is_number, 'samples': is_dict,

@@ -30,7 +30,7 @@ def parameter_groups(model, config):
     """{'matrices' (of blocks), 'embedding', 'head' (unless tied), 'vectors'} → a parameter group.
 
     Its learning rate is the schedule's times its 'lr_scale'. Vectors work on each channel by itself
-    (biases, norms, short convolutions). For each of the matrices, 'parts' has the rows of those that
+    (biases, norms, short convolutions). For each of the matrices, 'parts' has the rows of those
     it is made of, as its layer in model.py tells: queries', keys' and values', or SwiGLU's two."""
     scales = {  # kind → of the learning rate, weight decay
         'matrices': (1.0, config.weight_decay),

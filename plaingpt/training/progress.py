@@ -1,7 +1,7 @@
 """Where a run stands: when it evaluates, saves and ends, and how it continues after a resume."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from plaingpt.monitoring.metrics_file import finite
 from plaingpt.system.devices import set_rng_state
@@ -20,6 +20,7 @@ class Progress:
     val_loss: float | None = None  # that it measured
     saved_at: int | None = None  # the iteration of the last checkpoint
     saved_evaluated: bool = False  # and whether it tells of an evaluation there
+    eval_sequences: int = 0  # that each evaluation reads of a split
 
     @property
     def evaluated(self):
@@ -72,7 +73,8 @@ class Progress:
         return {'iter_num': self.iter_num, 'evaluated': self.evaluated,
                 'val_loss': finite(self.val_loss) if self.evaluated else None,
                 'best_val_loss': finite(self.best_val_loss),
-                'evals_since_best': self.evals_since_best}
+                'evals_since_best': self.evals_since_best,
+                'eval_sequences': self.eval_sequences}
 
     def describe_end(self, config, ending, signal, unwritten):
         """What to say when a run has ended, a line each. signal: the name of the one that ended it,
@@ -102,10 +104,20 @@ class Progress:
         return None
 
 
+def eval_sequences(state, config):
+    """How many sequences an evaluation of a resumed run reads: as many as before, also with another
+    batch size, so that its losses compare; unless the settings ask for another number."""
+    before = replace(config, **{key: state['config'].get(key, getattr(config, key))
+                                for key in ('eval_iters', 'eval_tokens', 'batch_size')})
+    if (before.eval_iters, before.eval_tokens) != (config.eval_iters, config.eval_tokens):
+        return config.eval_sequences()
+    return state['eval_sequences'] or before.eval_sequences()
+
+
 def restore(resumed, config, model, optimizer, scaler, train_data, world, device):
     """Put back what a checkpoint holds beside the weights → Progress."""
     if not resumed:
-        return Progress()
+        return Progress(eval_sequences=config.eval_sequences())
     state, iter_num = resumed.state, resumed.iter_num
     resumed.load_optimizer(optimizer, model)
     if state['scaler']:  # empty where the run was not in float16 so far
@@ -116,7 +128,8 @@ def restore(resumed, config, model, optimizer, scaler, train_data, world, device
     best = state['best_val_loss']
     progress = Progress(iter_num, math.inf if best is None else best, state['evals_since_best'],
                         evaluated_at=iter_num if evaluated else None, val_loss=state['val_loss'],
-                        saved_at=iter_num, saved_evaluated=evaluated)
+                        saved_at=iter_num, saved_evaluated=evaluated,
+                        eval_sequences=eval_sequences(state, config))
     if evaluated and (ending := progress.ending(config)):
         print0(f'iteration {iter_num} is the end already, {ending}: a larger --max_iters, or '
                '--patience=0, makes it longer')

@@ -23,7 +23,7 @@ class TrainConfig(GPTConfig):
     # output
     out_dir: str = 'out'  # folder for checkpoints and metrics
     eval_interval: int = 2000  # iterations between evaluations
-    eval_iters: int = 200  # evaluate on this many batches of batch_size, or on the whole split
+    eval_iters: int = 200  # evaluate on so many batches of the first batch_size, or the whole split
     eval_tokens: int = 0  # if not 0, evaluate on so many at the beginning of a split instead
     eval_only: bool = False  # stop after the first evaluation
     log_interval: int = 1  # iterations between lines on the console
@@ -211,6 +211,10 @@ class TrainConfig(GPTConfig):
         if self.total_batch_size:
             return self.total_batch_size // (self.batch_size * self.block_size)
         return self.gradient_accumulation_steps
+
+    def eval_sequences(self):
+        """Sequences that an evaluation of a run that begins now reads of a split."""
+        return self.eval_tokens // self.block_size or self.eval_iters * self.batch_size
 
     def step_tokens(self):
         """Tokens in a step, of all processes together; batch_size must be a number."""

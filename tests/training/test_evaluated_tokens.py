@@ -1,0 +1,39 @@
+"""The losses of one run compare: each evaluation reads the same tokens, whatever the batch size."""
+
+import numpy as np
+
+import train
+from plaingpt.tokens.batches import BatchLoader
+from plaingpt.training.checkpoint import find
+
+
+def read_by_evaluations(monkeypatch, argv):
+    """Train → the sequences that each evaluation of a split read."""
+    found, original = [], BatchLoader.eval_batches
+
+    def eval_batches(self, n, *how):
+        batches = original(self, n, *how)
+        found.append(np.concatenate(batches).tolist())
+        return batches
+    with monkeypatch.context() as patch:
+        patch.setattr(BatchLoader, 'eval_batches', eval_batches)
+        train.main([*argv, '--check=False', '--health_interval=0'])
+    return found
+
+
+def test_a_resumed_run_with_another_batch_size_evaluates_the_same_sequences(tiny, monkeypatch):
+    first = read_by_evaluations(monkeypatch, [*tiny, '--max_iters=3'])
+    resumed = [*tiny, '--init_from=resume', '--max_iters=6', '--batch_size=1']
+    assert read_by_evaluations(monkeypatch, resumed)[-2:] == first[:2]
+    assert len(first[0]) == 8  # eval_iters × the batch_size that the run began with
+    resumed = [*tiny, '--init_from=resume', '--max_iters=9', '--batch_size=2', '--eval_iters=5']
+    assert len(read_by_evaluations(monkeypatch, resumed)[-1]) == 10  # as the settings ask now
+
+
+def test_a_checkpoint_of_an_earlier_version_goes_on_with_what_it_evaluated(tiny, tmp_path,
+                                                                           monkeypatch):
+    from plaingpt.training.checkpoint_writer import replace_entries
+    first = read_by_evaluations(monkeypatch, [*tiny, '--max_iters=3'])
+    replace_entries(find(tmp_path / 'out').path, {'eval_sequences': 0})
+    resumed = [*tiny, '--init_from=resume', '--max_iters=6', '--batch_size=1']
+    assert read_by_evaluations(monkeypatch, resumed)[-2:] == first[:2]

@@ -288,9 +288,10 @@ def main(argv):
     compile, compile_why = devices.choose_compile(config.compile, device)
     print0(f'device {device} ({device_why}) | dtype {dtype} ({dtype_why}) | '
            f'compile {compile} ({compile_why}) | processes {world.size}')
-    with lock_output_dir(config.out_dir, world.is_main and not config.only_looks), \
+    with lock_output_dir(config.out_dir, world.is_main and not config.only_looks) as check_folder, \
             process_group(world, device, config.backend):
         run = setup(config, world, device, dtype, compile)
+        run.saver.check_folder = check_folder
         if config.check is True:
             return
         with run.stop, saved_when_it_fails(run), \

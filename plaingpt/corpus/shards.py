@@ -312,15 +312,16 @@ def lock_dataset_dir(folder, part=None):
             finally:
                 if not any((unfinished / name).exists() for name in ('journal.json', 'meta.json')):
                     shutil.rmtree(unfinished, ignore_errors=True)
-                with suppress(OSError):
-                    for empty in (folder, folder.parent, outer) if part else (folder,):
-                        empty.rmdir()
     except OSError as e:
         if e.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
             begun = (unfinished / 'journal.json').exists()
             raise UserError(f'{folder}: {e.strerror}: make room, and give the same command again'
                             + ': it resumes' * begun) from None
         raise UserError(f'{folder}: cannot write there: {e.strerror}') from None
+    finally:
+        with suppress(OSError):
+            for empty in (folder, folder.parent, outer) if part else (folder,):
+                empty.rmdir()
 
 
 # -----------------------------------------------------------------------------

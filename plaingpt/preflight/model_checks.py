@@ -220,8 +220,8 @@ def loss_is_usual(subject):
                'how the loss is averaged'
     if not subject.from_scratch and loss > expected + tolerance:
         return f'the first loss is {loss:.2f}, and {uniform}: the loaded model is sure of ' \
-               'what is wrong here. New text and overfit weights do that; so do text prepared with ' \
-               'another tokenizer and weights that are not all loaded'
+               'what is wrong here. New text and overfit weights do that; so does text prepared ' \
+               'with another tokenizer, and so do weights that are not all loaded'
 
 
 def evaluation_repeats(subject):

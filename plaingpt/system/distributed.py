@@ -21,7 +21,6 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from plaingpt.system.errors import UserError
-from plaingpt.system.files import is_running, started
 from plaingpt.system.streams import status
 
 JOIN_S = 300  # how long the processes of a job wait for those that have not come
@@ -211,6 +210,27 @@ def find_dead(peers):
 def ranks(numbers):
     """[1, 3] → 'ranks 1, 3'"""
     return f'rank{"s" if len(numbers) > 1 else ""} {", ".join(map(str, numbers))}'
+
+
+def started(pid):
+    """When a process started, as text: two with the same number differ in it. '-': not known."""
+    try:
+        state, *rest = Path(f'/proc/{pid}/stat').read_bytes().rpartition(b')')[2].decode().split()
+    except OSError:
+        return '-'  # no Linux, or another user's
+    return 'never' if state in 'ZX' else rest[18]  # dead, and not waited for; field 22
+
+
+def is_running(pid, start):
+    """False where the process of this host that `started` at `start` is gone. (No Windows: kill
+    would end it there.)"""
+    try:
+        os.kill(int(pid), 0)
+    except (ProcessLookupError, ValueError, OverflowError):
+        return False
+    except PermissionError:
+        pass  # it is another user's
+    return '-' in (start, now := started(pid)) or start == now
 
 
 class Heartbeat:

@@ -5,9 +5,7 @@ import errno
 import hashlib
 import json
 import os
-import socket
 import stat
-import time
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -217,40 +215,61 @@ def is_dict(x):
 # -----------------------------------------------------------------------------
 # one process at a time in a folder
 
-LOCK_FILE = '.lock'  # holds the host, process id and start of the process that made it
+LOCK_FILE = '.lock'
 
 
 @contextmanager
 def locked(folder, refusal='in use'):
-    """Hold the lock of `folder` in here: the system's, which ends with the process however that
-    ends, or a file in it where there is none (Windows, some network file systems).
+    """Hold the lock of `folder`, a file in it that goes with the lock, in here → a function that
+    raises UserError where that folder has been removed or replaced meanwhile.
 
-    Raises UserError(refusal) where another process holds it.
+    Raises UserError(refusal) where another process holds it, and UserError where it cannot be had.
     """
-    try:
-        handle = system_lock(folder)
-    except BlockingIOError:
-        raise UserError(refusal) from None
-    if handle is None:
-        with lock_file(Path(folder, LOCK_FILE), refusal):
-            yield
-        return
-    try:
-        yield
-    finally:
-        os.close(handle)
+    path = Path(folder, LOCK_FILE)
+    with acquired(path) as lock:
+        if not lock:
+            raise UserError(refusal)
+        mine = path.stat()  # the lock keeps the file open, so nobody else gets its number
+
+        def check():
+            with suppress(OSError):
+                if os.path.samestat(mine, path.stat()):
+                    return
+            raise UserError(f'{folder} was removed or replaced, perhaps by another run, and what '
+                            'is in memory was not written there: start again with another folder')
+        try:
+            yield check
+        finally:
+            with suppress(OSError, UserError):
+                check()
+                path.unlink()
 
 
 def in_use(folder):
     """Whether a process holds the lock of `folder`."""
+    path = Path(folder, LOCK_FILE)
+    if not path.exists():
+        return False
+    with acquired(path) as lock:
+        return not lock
+
+
+@contextmanager
+def acquired(path):
+    """Hold the lock file `path` in here → the lock, or None where another process holds it."""
+    from filelock import FileLock, Timeout
+    lock = FileLock(path, blocking=False)
     try:
-        handle = system_lock(folder)
-    except BlockingIOError:
-        return True
-    if handle is None:
-        return holder(Path(folder, LOCK_FILE)) is not None
-    os.close(handle)
-    return False
+        lock.acquire()
+    except Timeout:
+        yield None
+        return
+    except OSError as e:
+        raise UserError(f'{path.parent} cannot be locked: {e.strerror}') from None
+    try:
+        yield lock
+    finally:
+        lock.release()
 
 
 def system_lock(path, shared=False):
@@ -300,104 +319,15 @@ def command_of(pid):
     return f' ({words[:77]}{"…" * (len(words) > 77)})' * bool(name)
 
 
-# -----------------------------------------------------------------------------
-# where the system has no locks
-
-
-@contextmanager
-def lock_file(path, refusal):
-    """Hold a file that names its holder in here. That of a process which is gone is taken over."""
-    me = f'{socket.gethostname()} {os.getpid()} {started(os.getpid())}'
-    while True:
-        try:
-            handle = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666)
-            break
-        except FileExistsError:
-            refuse_unless_stale(path, path, refusal)
-        # Two may have seen that it is stale: what is renamed can be the other's new one.
-        taken = path.with_name(f'{path.name}-{os.getpid()}')
-        with suppress(FileNotFoundError):
-            os.rename(path, taken)
-            refuse_unless_stale(taken, path, refusal)
-            taken.unlink()
-    try:
-        os.write(handle, me.encode())
-        yield
-    finally:
-        os.close(handle)
-        with suppress(OSError):
-            if path.read_text() == me:
-                path.unlink()
-
-
-def refuse_unless_stale(found, path, refusal):
-    """Raises UserError where the lock `found`, which belongs at `path`, has a holder."""
-    if who := holder(found):
-        if found != path:
-            os.rename(found, path)
-        raise UserError(f'{refusal}; {who} holds it: if that is gone, delete {path}')
-
-
-def holder(path):
-    """Who holds a lock file, or None where it is not there or its process is gone."""
-    for _ in range(5):
-        try:
-            host, pid, start = path.read_text(errors='replace').split()
-            break
-        except ValueError:
-            time.sleep(0.1)  # it is made, and written in a moment
-        except FileNotFoundError:
-            return None
-        except OSError as e:
-            return f'somebody ({e.strerror})'
-    else:
-        return 'somebody'
-    if host == socket.gethostname() and not (
-            is_open(path) if os.name == 'nt' else is_running(pid, start)):
-        return None
-    return f'process {pid} on {host}'
-
-
-def is_open(path):
-    """Windows: whether a process has the file open, which its holder does; then nobody renames."""
-    try:
-        os.rename(path, path)
-    except PermissionError:
-        return True
-    return False
-
-
-def started(pid):
-    """When a process started, as text: two with the same number differ in it. '-': not known."""
-    try:
-        state, *rest = Path(f'/proc/{pid}/stat').read_bytes().rpartition(b')')[2].decode().split()
-    except OSError:
-        return '-'  # no Linux, or another user's
-    return 'never' if state in 'ZX' else rest[18]  # dead, and not waited for; field 22
-
-
-def is_running(pid, start):
-    """False where the process of this host that `started` at `start` is gone. (No Windows: kill
-    would end it there.)"""
-    try:
-        os.kill(int(pid), 0)
-    except (ProcessLookupError, ValueError, OverflowError):
-        return False
-    except PermissionError:
-        pass  # it is another user's
-    return '-' in (start, now := started(pid)) or start == now
-
-
 @contextmanager
 def lock_output_dir(folder, wanted=True):
-    """Make out_dir, see that files can be made in it, and keep other runs out while in here.
-
-    Raises UserError.
+    """Make out_dir, see that files can be made in it, and keep other runs out while in here → a
+    function that raises UserError where it is no longer that folder. Raises UserError.
     """
     if not wanted:
-        yield
+        yield lambda: None
         return
     make_writable(folder)
     with locked(folder, f'out_dir={folder}: a run is writing there: wait until it is done, stop '
-                        'it, or choose another --out_dir'):
-        yield
+                        'it, or choose another --out_dir') as check:
+        yield check

@@ -15,7 +15,7 @@ import math
 import os
 import re
 import stat
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
 import torch
@@ -24,6 +24,7 @@ from safetensors import SafetensorError, safe_open
 from model import GPT, GPTConfig
 from plaingpt.inference.hf_architectures import check_fields, check_held
 from plaingpt.inference.pretrained import check_finite, tokenizer_json
+from plaingpt.parallel.sharding import small_shape
 from plaingpt.system.distributed import is_sharded, local_rows
 from plaingpt.system.errors import UserError
 from plaingpt.system.files import (
@@ -43,6 +44,7 @@ from plaingpt.system.formatting import quoted
 from plaingpt.system.streams import status, warn
 from plaingpt.tokens import tokenizers
 from plaingpt.tokens.dataset import dataset_folder, open_dataset
+from plaingpt.training.optimizers import build_optimizer
 
 FORMAT_VERSION = 1
 # Keys of state.json as an earlier version wrote them → as they are called now.
@@ -50,6 +52,7 @@ RENAMED = {'windows': 'sequences', 'stale': 'evals_since_best'}
 # What a checkpoint of an earlier version may lack.
 LATER = {'val_loss': None, 'elapsed_s': 0.0, 'wandb_id': None, 'samples': {},
          'eval_sequences': 0}
+BLOCK = re.compile(r'h\.\d+\.')  # of a parameter's name
 CHUNK = re.compile(r'(model|optimizer)-(\d{5,9})-of-(\d{5,9})\.safetensors')
 PART = re.compile(r'(.*?)(?:\[(\d{1,18}):(\d{1,18})\])?', re.DOTALL)  # of a tensor: its rows
 # As safetensors calls them. An optimizer of your own may remember integers.
@@ -99,14 +102,16 @@ class Checkpoint:
         check_finite(model, self.path, 'use an earlier one with --checkpoint=ITER')
 
     @torch.no_grad()
-    def load_optimizer(self, optimizer, model):
-        """Put the saved state into `optimizer`, which was made for `model`.
+    def load_optimizer(self, optimizer, model, config):
+        """Put the saved state into `optimizer`, which was made for `model` with this TrainConfig.
 
         Learning rate, betas and decay stay as they are: only what the optimizer remembers of past
-        steps comes back, tensor by tensor and straight to where it belongs.
+        steps comes back, tensor by tensor and straight to where it belongs. Raises UserError where
+        that is damaged or incomplete.
         """
         parameters = dict(model.named_parameters())
         shapes = self._verified_shapes('optimizer')
+        wanted = optimizer_memory(model.config, config)
         for entry, shape in shapes.items():
             name, _, key = entry.partition('/')
             # what torch's optimizers remember; one of your own may remember other things
@@ -125,6 +130,15 @@ class Checkpoint:
                 dtype = file.get_slice(part)[0:0].dtype
                 state[key] = empty_like_rows(p, shapes[entry], dtype)
             put_rows(state[key], rows, file, part)
+        for name, p in parameters.items():
+            found, expected = optimizer.state.get(p) or {}, wanted.get(BLOCK.sub('h.0.', name), {})
+            for key in [*expected, *found] if found else ():
+                if key not in found or found[key].dtype != expected.get(key, found[key].dtype) \
+                        or not is_memory(key, local_rows(found[key])[0]):
+                    raise UserError(f'{self.path}: {name}/{key} of the optimizer there is missing '
+                                    'or damaged: use an earlier checkpoint with '
+                                    '--checkpoint=ITER, or start a run from its weights with '
+                                    '--init_from and another --out_dir')
 
     def verify(self, kinds=('model', 'optimizer')):
         """Compare all chunks with their checksums. Raises UserError that names a damaged one."""
@@ -222,6 +236,27 @@ def load(init_from, out_dir='out', which='best', tokenizer='auto'):
                         f'{made.vocab_size}: name the dataset it was trained on with '
                         '--tokenizer=data/NAME')
     return model, made, source, state
+
+
+def optimizer_memory(shape, config):
+    """What the optimizer of a TrainConfig remembers after a step of a GPTConfig's model of one
+    block → {name of a parameter: {key: dtype}}"""
+    with torch.random.fork_rng([]):
+        gpt = GPT(replace(small_shape(shape), n_layer=1))
+    optimizer = build_optimizer(gpt, config, 'cpu')
+    for p in gpt.parameters():
+        p.grad = torch.zeros_like(p)
+    optimizer.step()
+    return {name: {key: torch.as_tensor(value).dtype for key, value in optimizer.state[p].items()
+                   if value is not None} for name, p in gpt.named_parameters()}
+
+
+def is_memory(key, values):
+    """Whether numbers can be what an optimizer remembers: finite, and squares not negative."""
+    if not values.is_floating_point():
+        return True
+    return bool(values.isfinite().all()) and not (
+        (key == 'step' or '_sq' in key) and bool((values < 0).any()))
 
 
 def put_rows(tensor, rows, file, key):

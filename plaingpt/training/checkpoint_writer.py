@@ -60,6 +60,7 @@ class Saver:
         self.writer = ThreadPoolExecutor(1, thread_name_prefix='saver') if background else None
         self.pending = None  # the save in the background
         self.failed = False  # the last save came to nothing
+        self.check_folder = lambda: None  # raises UserError where out_dir is another run's by now
 
     def save(self, model, optimizer, state, rng):
         """Write a checkpoint; then remove all but the `keep` newest and the best.
@@ -68,8 +69,13 @@ class Saver:
         the best. rng: rng_state of this process.
         A disk that refuses is tried once more and then reported: training is worth more than a
         checkpoint, and the earlier ones stay. `failed` says how the last save ended.
+        Raises UserError, and writes and removes nothing, where out_dir was removed or replaced or
+        where a weight is not finite.
         """
         self.wait()
+        for check in (self.check_folder, lambda: check_weights(model, state['iter_num'])):
+            if problem := self._together(check):
+                raise UserError(problem)
         if self.before_first:
             problem = self._together(self.before_first, on_rank_0=True)
             self.failed = problem is not None
@@ -128,7 +134,8 @@ class Saver:
             problem = self._try(mine, state, rng)
             if problem is None:
                 self.failed = False
-                problem = self._together(lambda: prune(self.out_dir, self.keep), on_rank_0=True)
+                problem = self._together(
+                    lambda: prune(self.out_dir, self.keep, state['iter_num']), on_rank_0=True)
                 if problem:
                     self._warn(f'an earlier checkpoint could not be removed ({problem}): '
                                'remove it yourself, or the disk fills')
@@ -176,6 +183,17 @@ class Saver:
         sync(temporary)
         os.rename(temporary, final)
         sync(final.parent)
+
+
+def check_weights(model, iter_num):
+    """Raise UserError that names weights of this process which are NaN or infinite."""
+    weights = dict(model.named_parameters())
+    finite = torch.stack([local_rows(p)[0].isfinite().all() for p in weights.values()]).tolist()
+    if broken := [name for name, fine in zip(weights, finite, strict=True) if not fine]:
+        raise UserError(f'{broken[0]}{f" and {len(broken) - 1} more" * (len(broken) > 1)}: not '
+                        f'finite after iteration {iter_num}, which is not saved; the earlier '
+                        'checkpoints stay: continue from one with --init_from=resume and a lower '
+                        '--learning_rate')
 
 
 def replace_entries(path, changes):
@@ -250,12 +268,12 @@ def optimizer_tensors(optimizer, model):
             for key, value in optimizer.state.get(p, {}).items() if value is not None}
 
 
-def prune(out_dir, keep):
-    """Remove all checkpoints but the `keep` newest and the best."""
+def prune(out_dir, keep, written):
+    """Remove all checkpoints but the `keep` newest, the best, and that of iteration `written`."""
     found = readable(out_dir)
     spared = {checkpoint.path for checkpoint in (*found[-keep:], best_of(found))} if found else ()
     for checkpoint in found:
-        if checkpoint.path not in spared:
+        if checkpoint.path not in spared and checkpoint.iter_num != written:
             # First the name, at once: a directory half removed must not look complete.
             gone = checkpoint.path.with_name(checkpoint.path.name + '.tmp')
             os.rename(checkpoint.path, gone)

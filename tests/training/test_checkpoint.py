@@ -56,7 +56,7 @@ def test_weights_and_optimizer_come_back_bit_for_bit(run):
     for (name, a), b in zip(model.named_parameters(), again.parameters(), strict=True):
         assert torch.equal(a, b), name
     fresh = build_optimizer(again, TrainConfig(learning_rate=5e-4), 'cpu')
-    found.load_optimizer(fresh, again)
+    found.load_optimizer(fresh, again, TrainConfig())
     expected, got = optimizer.state_dict(), fresh.state_dict()
     assert expected['state'].keys() == got['state'].keys()
     for i, state in expected['state'].items():
@@ -82,7 +82,7 @@ def test_no_file_is_larger_than_asked(run, monkeypatch, kilobytes):
     again = found.load_model()
     assert same(model.parameters(), again.parameters())
     fresh = build_optimizer(again, TrainConfig(learning_rate=1e-3), 'cpu')
-    found.load_optimizer(fresh, again)
+    found.load_optimizer(fresh, again, TrainConfig())
     for key in ('exp_avg', 'exp_avg_sq', 'step'):
         assert same([optimizer.state[p][key] for p in model.parameters()],
                     [fresh.state[p][key] for p in again.parameters()])

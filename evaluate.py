@@ -15,6 +15,7 @@ if __name__ == '__main__':  # before torch, which takes seconds
     from plaingpt.system.errors import begin_script
     begin_script()
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -63,6 +64,8 @@ class EvaluateConfig(checkpoints.ModelChoice):
             found.append('tasks=text: name the file with --data=FILE')
         if self.output and not Path(self.output).parent.is_dir():
             found.append(f'output={self.output}: its folder is not there')
+        if self.output and os.path.lexists(self.output):
+            found.append(f'output={self.output} exists already: name a new file')
         if self.data and (len(tasks) > 1 or tasks[0] in SPLITS):
             found.append(f'data={self.data} goes with one task: text, '
                          f'{" or ".join(scoring.BENCHMARKS)}')

@@ -61,13 +61,13 @@ def model_card(name, model, tokenizer, source, state):
         'parameters': f'{model.num_parameters():,}',
         'shape': f'{c.n_layer} layers, {c.n_head} heads, {c.n_embd} channels, '
                  f'{c.block_size} tokens of context, vocabulary {c.vocab_size:,}',
-        'weights': source,
+        'weights': public(source),
         'trained on': config.get('dataset') and Path(config['dataset']).name,
         'iterations': state.get('iter_num'),
         'sequences of text seen': f'{state["sequences"]:,}' if 'sequences' in state else None,
         'validation loss': state.get('val_loss') and f'{state["val_loss"]:.4f} nats a token',
         'learning rate, at most': config.get('learning_rate'),
-        'started from': config.get('init_from'),
+        'started from': public(config.get('init_from') or '') or None,
     }
     lines = ['---', 'library_name: transformers', 'pipeline_tag: text-generation',
              '---', '', f'# {name}', '', 'A language model trained with plainGPT.', '',
@@ -78,6 +78,11 @@ def model_card(name, model, tokenizer, source, state):
              f"model = AutoModelForCausalLM.from_pretrained('{name}')",
              *(CHAT_USAGE if is_chat(tokenizer) else []), '```', '']
     return '\n'.join(lines)
+
+
+def public(path):
+    """A path without the folders that lead to it on this machine, for others to read."""
+    return path if not Path(path).is_absolute() else '/'.join(Path(path).parts[-3:])
 
 
 def main(argv):

@@ -24,9 +24,12 @@ def write_atomically(path, data):
     """Write text or bytes under a temporary name, sync, rename: `path` is whole or as it was.
 
     Half a character, of a name that is no UTF-8, becomes \\udcXX, as JSON writes it too.
-    Raises OSError where the disk refuses; nothing is left behind then.
+    Raises OSError where the disk refuses, and nothing is left behind then; also where there is
+    something that is no file, such as a device, in whose place a file would come.
     """
     path = Path(path)
+    if os.path.lexists(path) and not path.is_file():
+        raise OSError(errno.EINVAL, 'it is not a regular file', str(path))
     temporary = path.with_name(path.name + '.tmp')
     if isinstance(data, str):
         data = data.encode(errors='backslashreplace')

@@ -14,6 +14,7 @@ import dataclasses
 import difflib
 import inspect
 import io
+import os
 import sys
 import tokenize
 import types
@@ -110,7 +111,7 @@ def parse_literal(text):
         return text.lower() == 'true'
     try:
         return ast.literal_eval(text)
-    except (SyntaxError, ValueError):
+    except (SyntaxError, ValueError, TypeError, RecursionError, MemoryError):
         return text
 
 
@@ -218,7 +219,21 @@ def check_and_set(cls, values, name, value, where, problems):
         values[name] = convert(value, cls, name)
     except ValueError:
         expected = ' or '.join(describe(t) for t in accepted_types(cls, name))
-        problems.append(f'{name}={value!r} {where}: expected {expected}')
+        shown = repr(value)
+        shown = shown if len(shown) <= 200 else f'{shown[:200]}…'
+        problems.append(f'{name}={shown} {where}: expected {expected}')
+        return
+    if isinstance(value, str) and not is_text(value):
+        problems.append(f'{name}={value!r} {where}: it holds a NUL or half a character, which no '
+                        'path and no text has')
+
+
+def is_text(value):
+    """False for what neither the system nor a file takes. A path may hold bytes that are no UTF-8."""
+    try:
+        return b'\0' not in os.fsencode(value)
+    except UnicodeEncodeError:
+        return False
 
 
 def convert(value, cls, name):
@@ -258,7 +273,7 @@ def describe(kind):
 
 def help_text(cls, doc=''):
     """The docstring, then every field by section: default and its trailing comment."""
-    lines = [inspect.cleandoc(doc), '', 'Options, with their defaults:']
+    lines = [inspect.cleandoc(doc or ''), '', 'Options, with their defaults:']
     shown = {f.name: f'--{f.name}={f.default}'.replace('\n', '\\n')
              for f in dataclasses.fields(cls)}
     width = max(map(len, shown.values())) + 2

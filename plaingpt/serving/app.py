@@ -359,7 +359,8 @@ def bind(host, port):
         sock = socket.socket(family, kind)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         sock.bind(address)
-    except OSError as e:
-        raise UserError(f'host={host} port={port}: {e.strerror}: name another --port or --host, '
+    except (OSError, UnicodeError) as e:
+        why = getattr(e, 'strerror', None) or 'there is no such name'
+        raise UserError(f'host={host} port={port}: {why}: name another --port or --host, '
                         'or --port=0 for a free one') from None
     return sock

@@ -2,6 +2,7 @@
 
 import errno
 import os
+import re
 import signal
 import sys
 import threading
@@ -91,6 +92,9 @@ def run_script(main):
         print_error(refusal(e))
         sys.exit(2)
     except RuntimeError as e:
+        if is_out_of_memory(e):
+            print_error(out_of_memory(e))
+            sys.exit(2)
         what, matches, _ = str(e).partition(' does not have a deterministic implementation')
         if not matches:
             raise
@@ -98,8 +102,21 @@ def run_script(main):
                     'device: train without it, or without the part of the model that calls it')
         sys.exit(2)
     except MemoryError as e:
-        print_error(f'out of memory{f": {e}" if str(e) else ""}: choose smaller sizes')
+        print_error(out_of_memory(e))
         sys.exit(2)
+
+
+def is_out_of_memory(error):
+    """Whether a RuntimeError of torch says that a GPU or the machine has no memory left."""
+    return type(error).__name__ == 'OutOfMemoryError' or "can't allocate memory" in str(error)
+
+
+def out_of_memory(error):
+    """The line for it. CUDA's own message is a paragraph: its second sentence says how much."""
+    tried = re.search(r'[Tt]ried to allocate \S+ \w+', str(error))
+    what = tried[0] if tried else ' '.join(str(error).split())[:200]
+    return f'out of memory{f": {what}" if what else ""}: choose smaller sizes, such as ' \
+           '--batch_size, or another --device'
 
 
 def thread_failed(args):

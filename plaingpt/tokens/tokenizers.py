@@ -16,6 +16,7 @@ import importlib.metadata
 import re
 import tempfile
 import threading
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import MappingProxyType
 
@@ -27,6 +28,9 @@ from plaingpt.tokens.chat_tokenizer import ChatTokenizer
 
 NAMES = 'char, byte, gpt2, bpe or bpe:VOCAB_SIZE'
 BPE_VOCAB_SIZE = 8192  # of plain 'bpe'
+LONG = 500_000  # characters of white space in a row; the libraries fail from a million on
+# As `\s+(?!\S)` of the tokenizers' pattern, whose white space is Unicode's; Python's has four more.
+LONG_SPACE = re.compile(rf'[^\S\x1c-\x1f]{{{LONG},}}(?=[^\S\x1c-\x1f]|\Z)')
 
 
 class UnknownCharacter(UserError):
@@ -161,7 +165,8 @@ class BytePairTokenizer:
             if known_to_both and self._gigatoken is not None:
                 self._bytes_left -= len(data)
                 self._note('gigatoken')
-                return self._gigatoken.encode(data)
+                with suppress_panic():
+                    return self._gigatoken.encode(data)
             self._note('tiktoken')
         return self._encode_with_tiktoken(text)
 
@@ -173,8 +178,12 @@ class BytePairTokenizer:
             self.encoders[library] = importlib.metadata.version(library)
 
     def _encode_with_tiktoken(self, text):
-        # as an array: the list of encode_ordinary would hold up other threads (Python's lock)
-        return self._encoding.encode_to_numpy(text, disallowed_special=())
+        found = []
+        for part, is_space in long_spaces_apart(text):
+            # as an array: the list of encode_ordinary would hold up other threads (Python's lock)
+            found.append(self._encoding._encode_single_piece(part) if is_space else
+                         self._encoding.encode_to_numpy(part, disallowed_special=()))
+        return np.concatenate(found) if len(found) > 1 else found[0]
 
     def verify(self, text, ids):
         if self._gigatoken is None:
@@ -247,14 +256,28 @@ class BPETokenizer(BytePairTokenizer):
             import rustbpe
         trainer = rustbpe.Tokenizer()
         # buffer_size: texts that the trainer holds at a time
-        trainer.train_from_iterator(iter(texts), vocab_size - 2, buffer_size=256,
-                                    pattern=cls.PATTERN)
+        parts = (part[:LONG] if is_space else part
+                 for text in texts for part, is_space in long_spaces_apart(text))
+        trainer.train_from_iterator(parts, vocab_size - 2, buffer_size=256, pattern=cls.PATTERN)
         ranked = sorted(trainer.get_mergeable_ranks(), key=lambda pair: pair[1])
         return cls([bytes(token) for token, _ in ranked])
 
     def to_json(self):
         # Latin-1 maps the 256 bytes to the first 256 characters, so that JSON can hold them.
         return {'kind': 'bpe', 'tokens': [token.decode('latin-1') for token in self.tokens]}
+
+
+def long_spaces_apart(text):
+    """Yield (part, whether it is a long run of white space) of a text. To the tokenizers' pattern
+    such a run is one piece, but the libraries that match it run out of stack there."""
+    begin = 0
+    for run in LONG_SPACE.finditer(text) if len(text) > LONG else ():
+        if run.start() > begin:
+            yield text[begin:run.start()], False
+        yield run.group(), True
+        begin = run.end()
+    if begin < len(text) or not text:
+        yield text[begin:], False
 
 
 def join_halves(text):
@@ -269,15 +292,24 @@ def join_halves(text):
 def build_gigatoken(encoding):
     """tiktoken's encoding with GPT-2's pattern → gigatoken's, or None where it is not there."""
     tokens = map(encoding.decode_single_token_bytes, range(encoding.eot_token))
-    try:
+    with suppress_panic(), suppress(ImportError, OSError):  # not there, or no room for the file
         from gigatoken.gigatoken_rs import BPETokenizer as Gigatoken
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder, 'ranks.tiktoken')
             path.write_bytes(b''.join(base64.b64encode(token) + b' %d\n' % rank
                                       for rank, token in enumerate(tokens)))
             return Gigatoken.from_tiktoken(path, 'gpt2')
-    except (ImportError, OSError):  # not installed, or no room for a temporary file
-        return None
+    return None
+
+
+@contextmanager
+def suppress_panic():
+    """gigatoken gives up in Rust, as with tokens that no merges make: go on after this context."""
+    try:
+        yield
+    except BaseException as e:  # a PanicException is no Exception
+        if type(e).__name__ != 'PanicException':
+            raise
 
 
 def import_tiktoken():

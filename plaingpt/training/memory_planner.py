@@ -17,7 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from model import GPT
 from plaingpt.monitoring.memory_recorder import OF_BLOCKS, MemoryRecorder, kernels_of
 from plaingpt.system.devices import autocast, peak_memory_bytes
-from plaingpt.system.errors import UserError
+from plaingpt.system.errors import UserError, is_out_of_memory
 from plaingpt.system.formatting import GIB, gib
 from plaingpt.training.optimizers import build_optimizer
 from plaingpt.training.settings import TrainConfig
@@ -124,7 +124,7 @@ class Prediction:
 
 
 def predict(shape, step):
-    """GPTConfig, StepSettings → Prediction, of one process."""
+    """GPTConfig, StepSettings → Prediction, of one process. Raises UserError."""
     sharding = step.parallel == 'fsdp'
     alone = replace(step.change(**QUIET), processes=1, parallel='ddp',
                     micro_steps=1 if sharding else min(2, step.micro_steps))
@@ -134,9 +134,11 @@ def predict(shape, step):
     chunk = max(1, full + bool(rest))
     batches = shares(step.batch_size, *((1, full) if step.batch_size < chunk else
                                          (chunk, chunk + 1)))
-    traces = [(depths[n_layer] * batches[batch_size],
-               trace_step(replace(shape, n_layer=n_layer), replace(alone, batch_size=batch_size)))
-              for n_layer, batch_size in product(depths, batches)]
+    with explain_overflow(shape):
+        traces = [(depths[n_layer] * batches[batch_size],
+                   trace_step(replace(shape, n_layer=n_layer),
+                              replace(alone, batch_size=batch_size)))
+                  for n_layer, batch_size in product(depths, batches)]
     stages = {}
     for stage in traces[0][1]:  # of the shallower; more layers only have more stages
         owners = dict.fromkeys(owner for _, trace in traces for owner in trace[stage])
@@ -149,6 +151,19 @@ def predict(shape, step):
         buckets = stages['after backward']['gradients']
         stages = {stage: {**items, 'gradient buckets': buckets} for stage, items in stages.items()}
     return Prediction(stages, CUDA_OVERHEAD if step.device == 'cuda' else 0)
+
+
+@contextmanager
+def explain_overflow(shape):
+    """A tensor in here whose bytes no number of 64 bits can count is a UserError."""
+    try:
+        yield
+    except RuntimeError as e:
+        if 'overflowed' not in str(e):
+            raise
+        raise UserError(f'n_layer={shape.n_layer}, n_embd={shape.n_embd}, '
+                        f'block_size={shape.block_size}: no memory holds a tensor of '
+                        f'{str(e).partition("sizes=")[2]}: choose smaller sizes') from None
 
 
 def without_blocks(items):
@@ -291,7 +306,7 @@ def explain_out_of_memory(shape, config, dtype, device):
     try:
         yield
     except RuntimeError as e:
-        if not (isinstance(e, torch.OutOfMemoryError) or "can't allocate memory" in str(e)):
+        if not is_out_of_memory(e):
             raise
         step = step_settings(config, dtype, device.type)
         plan = predict(shape, step)

@@ -17,6 +17,8 @@ from plaingpt.system.formatting import unescape
 from plaingpt.training.optimizers import ITERATIONS, OPTIMIZERS, SCALES
 from plaingpt.training.schedules import SCHEDULES
 
+LARGEST = 2**24  # of a size, far beyond what any machine holds
+
 
 @dataclass
 class TrainConfig(GPTConfig):
@@ -118,6 +120,9 @@ class TrainConfig(GPTConfig):
                     *(['batch_size'] if self.batch_size != 'auto' else []))
         found += [f'{key}={getattr(self, key)}: must be at least 1'
                   for key in positive if getattr(self, key) < 1]
+        found += [f'{key}={getattr(self, key)}: {LARGEST:,} is the most' for key in
+                  ('n_layer', 'n_head', 'n_embd', 'block_size', 'batch_size', 'vocab_size')
+                  if getattr(self, key) != 'auto' and getattr(self, key) > LARGEST]
         natural = ('max_iters', 'warmup_iters', 'lr_decay_iters', 'learning_rate', 'min_lr',
                    'weight_decay', 'embedding_decay', 'vector_decay', 'grad_clip',
                    'embedding_lr_scale', 'head_lr_scale', 'vector_lr_scale', 'total_batch_size',

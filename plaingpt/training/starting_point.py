@@ -53,6 +53,7 @@ from plaingpt.training.memory_planner import (
     advice,
     batch_that_divides,
     choose_parallel,
+    explain_overflow,
     one_step,
     predict,
     rough_bytes,
@@ -322,11 +323,9 @@ def check_size(shape, config, device):
     size = f'n_layer={shape.n_layer}, n_embd={shape.n_embd}: '
     try:
         step = step_settings(replace(config, batch_size=1), 'float32', device.type)
-        parameters, states = kept_bytes(shape, step)
-    except RuntimeError as e:
-        if 'overflowed' in str(e):
-            raise UserError(f'{size}no memory holds a matrix of '
-                            f'{str(e).partition("sizes=")[2]}') from None
+        with explain_overflow(shape):
+            parameters, states = kept_bytes(shape, step)
+    except RuntimeError:
         return  # a model or an optimizer of your own, which needs data to be made
     if config.parallel != 'ddp':  # a plan of the step decides about auto
         parameters, states = parameters / step.shares, states / step.shares

@@ -229,7 +229,7 @@ def check_and_set(cls, values, name, value, where, problems):
 
 
 def is_text(value):
-    """False for what neither the system nor a file takes. A path may hold bytes that are no UTF-8."""
+    """False for what no path and no file takes. A path may hold bytes that are no UTF-8."""
     try:
         return b'\0' not in os.fsencode(value)
     except UnicodeEncodeError:

@@ -10,6 +10,7 @@ if __name__ == '__main__':  # before torch, which takes seconds
     from plaingpt.system.errors import begin_script
     begin_script()
 
+import math
 import os
 import time
 from dataclasses import dataclass
@@ -125,6 +126,9 @@ def print_run(name, rows, run, reference):
 
 def print_losses(runs):
     """A table of what several runs reached, the best first."""
+    if texts_differ([run for _, _, run in runs]):
+        print('these runs have different texts: which loss is lower says more about the texts than '
+              'about the runs')
     runs = [(name, rows) for name, rows, _ in runs]
     differ = tokenizers_differ([rows for _, rows in runs])
     print('final losses, the best first' + (
@@ -132,6 +136,13 @@ def print_losses(runs):
         if differ else ''))
     for line in loss_table(runs):
         print(f'  {line}')
+
+
+def texts_differ(records):
+    """Whether runs trained on texts of other lengths, by what their run.json say."""
+    sizes = [run['train_tokens'] * (run.get('train_bytes_per_token') or math.nan)
+             for run in records if run.get('train_tokens')]
+    return any(abs(size / sizes[0] - 1) > 1e-3 for size in sizes)
 
 
 def summarize(name, rows, run):

@@ -5,6 +5,7 @@ One process is a world of size 1, and every helper here is then a no-op.
 
 import json
 import os
+import select
 import signal
 import socket
 import sys
@@ -442,6 +443,17 @@ class Stopped(Exception):
     """Work was left because the run is to stop."""
 
 
+def let_go_of_stalled_output():
+    """Where nobody reads what this process prints (`| less`, a stopped terminal), a print waits for
+    ever. Its output, and all that follows, goes nowhere from now on, so that the run can save."""
+    for fd in (1, 2):
+        with suppress(OSError, ValueError):
+            if not select.select([], [fd], [], 0)[1]:
+                nowhere = os.open(os.devnull, os.O_WRONLY)
+                os.dup2(nowhere, fd)
+                os.close(nowhere)
+
+
 class StopRequest:
     """Turns SIGTERM, SIGHUP, SIGINT and SIGUSR1 into a wish to stop, which all processes learn of
     at the same point. A second SIGINT leaves at once. What is ignored (nohup) stays ignored."""
@@ -472,6 +484,7 @@ class StopRequest:
         if number == signal.SIGINT and again:
             os._exit(130)
         self.signal, self.received_at = number, time.monotonic()
+        let_go_of_stalled_output()
         with suppress(RuntimeError):  # in the middle of a print
             status.hold(f'{signal.Signals(number).name}: stopping after this step'
                         + ', again to leave at once' * (number == signal.SIGINT) + ' | ')

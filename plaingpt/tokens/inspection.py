@@ -1,6 +1,7 @@
 """What a prepared folder holds, whether it is as it was written, and how much of the validation
 split is in the training split."""
 
+import math
 from contextlib import suppress
 from itertools import groupby
 
@@ -71,6 +72,7 @@ HALF = SEQUENCE_TOKENS // 2
 BLOCK_TOKENS = 2**17  # of the training split at a time
 TABLE_BITS = 23  # 8 MB; finds halves faster than a search among 131,072
 MUCH_IN_TRAIN = 0.1
+MIN_MEAN = 2 * SEQUENCE_TOKENS  # of a document: in shorter ones few sequences are of one alone
 
 
 def record_overlap(folder):
@@ -81,6 +83,8 @@ def record_overlap(folder):
     entries = {split: dataset.split_entry(split) for split in dataset.held_out()}
     unknown = {split: entry for split, entry in entries.items() if 'in_train' not in entry}
     for split, entry in unknown.items():
+        if mean_length(entry) < MIN_MEAN:
+            continue
         share = find_overlap(dataset.split('train'), dataset.split(split))
         if share is not None:
             entry['in_train'] = share
@@ -90,11 +94,19 @@ def record_overlap(folder):
     return {split: entry.get('in_train') for split, entry in entries.items()}
 
 
+def mean_length(entry):
+    """Tokens of a document of a split on average; infinite where nothing says."""
+    return entry['tokens'] / entry['documents'] if entry.get('documents') else math.inf
+
+
 def print_overlaps(shares):
     """Print a line for each share that record_overlap returned."""
     for split, share in shares.items():
         if share is not None:
             print_overlap(share, split)
+        else:
+            print(f'{split} was not compared with the training split: a copy is known by '
+                  f'{SEQUENCE_TOKENS} tokens in a row, and its documents are too short for that')
 
 
 def print_overlap(share, split):

@@ -67,7 +67,7 @@ INSIDE = {  # of the network, while what begins at zero or small is made to coun
     'a step follows the gradient': steps_follow_the_gradient,
     'a saved model comes back': checkpoints_come_back}
 # Loaded weights may be the reason, such as those of an overfit model: then it is a warning.
-LEARNABLE = {'the first loss is usual', 'the order of tokens matters'}
+LEARNABLE = {'the first loss is usual', 'the past is seen', 'the order of tokens matters'}
 NEEDED = {'the weights are float32', 'an evaluation reads every sequence once'}  # to look inside
 
 

@@ -17,7 +17,7 @@ from plaingpt.system.errors import UserError
 from plaingpt.tokens.packing import Conversations
 from plaingpt.training.schedules import get_lr
 
-ROUND_TRIP = 0.9  # of the ids, that come back where their text is encoded again; the rest are cut
+ROUND_TRIP = 0.9  # of the ids of a text that are those it was decoded from; the rest are cut
 LOOKED_AT = 16  # sequences whose text is
 GONE = 1e-3  # of the highest learning rate: too little to learn with
 REST = 0.1  # of a run
@@ -151,8 +151,10 @@ def data_is_text(subject):
     batch = subject.train_data.train_batch(0, 0)[0][:LOOKED_AT].tolist()
     rows = [[i for i in row if i != words.end_of_text and i < words.vocab_size] for row in batch]
     texts = [words.decode(row) for row in rows]
-    same = sum((Counter(words.encode(text).tolist()) & Counter(row)).total()
-               for row, text in zip(rows, texts, strict=True)) / max(1, sum(map(len, rows)))
+    # A sequence may begin and end within a character, which is then U+FFFD.
+    again = [words.encode(text.strip('\ufffd')).tolist() for text in texts]
+    same = sum((Counter(ids) & Counter(row)).total()
+               for ids, row in zip(again, rows, strict=True)) / max(1, sum(map(len, again)))
     if same < ROUND_TRIP and not subject.dataset.meta:
         raise NotChecked(f'{subject.dataset.folder} does not say which tokenizer it has')
     subject.text = (texts[0] if words is tokenizer else tokenizer.decode(batch[0]))[:80]

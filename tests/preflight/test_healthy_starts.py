@@ -1,0 +1,85 @@
+"""Runs that are sound begin: from many kinds of weights, on many kinds of text, no check refuses.
+"""
+
+import itertools
+
+import pytest
+import torch
+from chat_model import save
+from helpers import ask, options, write_chat
+
+import prepare
+import train
+from model import GPT, GPTConfig
+from plaingpt.tokens.tokenizers import ByteTokenizer
+
+SHAPE = dict(n_layer=2, n_head=2, n_embd=32, block_size=32)
+RUN = dict(batch_size=4, gradient_accumulation_steps=1, eval_iters=2, warmup_iters=2, device='cpu',
+           dtype='float32', report=False, sample_tokens=0, health_interval=0)
+RECIPES = [dict(), dict(optimizer='muon'), dict(dropout=0.2, block_size=16)]
+EMOJI = '🙂🎉 日本語のテキスト、こんにちは。🚀🌍 مرحبا\n'
+LINE = 'the same line again and again\n'
+
+
+@pytest.fixture(scope='module')
+def texts(text_file, tmp_path_factory):
+    """{name: dataset folder}: one line repeated, emoji and Japanese, code, conversations."""
+    folder, found = tmp_path_factory.mktemp('texts'), {}
+    for name, text in (('line', LINE * 300), ('emoji', EMOJI * 150),
+                       ('code', text_file.read_text()[:20_000])):
+        (folder / f'{name}.txt').write_text(text, encoding='utf-8')
+        found[name] = folder / name
+        prepare.main(['text', f'--input={folder}/{name}.txt', '--tokenizer=byte',
+                      f'--data_dir={found[name]}'])
+    talks = [ask(f'{i} こんにちは 🙂?', f'🎉 {i} はい', 'and?', 'ok') for i in range(80)]
+    return {**found, 'chat': write_chat(folder / 'chat', talks)}
+
+
+def trained_on(dataset, out_dir, seed, **settings):
+    train.main(options(**{**SHAPE, **RUN, 'dataset': dataset, 'out_dir': out_dir, 'seed': seed,
+                          'eval_interval': 1000, 'check': False, **settings}))
+    return out_dir
+
+
+@pytest.fixture(scope='module')
+def bases(texts, chat_model, tmp_path_factory):
+    """{name: out_dir of a run}: barely trained, trained fast, overfit, random in GPT-2's depth, and
+    tuned on conversations."""
+    folder = tmp_path_factory.mktemp('bases')
+    torch.manual_seed(0)
+    random = GPT(GPTConfig(32, ByteTokenizer.vocab_size, 12, 2, 32))
+    return {
+        'tiny': trained_on(texts['code'], folder / 'tiny', 1, max_iters=6),
+        'fast': trained_on(texts['code'], folder / 'fast', 2, max_iters=60, learning_rate=3e-3),
+        'overfit': trained_on(texts['line'], folder / 'overfit', 3, max_iters=200,
+                              learning_rate=1e-2),
+        'random': save(random, ByteTokenizer(), folder / 'random'),
+        'tuned': chat_model}
+
+
+def check(capsys, base, dataset, recipe, seed, out_dir):
+    train.main([*options(**{**SHAPE, **RUN, 'max_iters': 300, 'dataset': dataset, 'seed': seed,
+                            'out_dir': out_dir, 'init_from': base, **recipe}), '--check'])
+    out = capsys.readouterr().out
+    assert 'checks passed' in out and 'FAILED' not in out
+
+
+def test_an_overfit_base_is_tuned_on_emoji_and_conversations(texts, bases, tmp_path, capsys):
+    for name in ('emoji', 'chat'):
+        check(capsys, bases['overfit'], texts[name], {}, 0, tmp_path / 'out')
+
+
+def test_new_runs_begin_on_each_kind_of_text(texts, tmp_path, capsys):
+    for dataset in texts.values():
+        check(capsys, 'scratch', dataset, {}, 0, tmp_path / 'out')
+
+
+@pytest.mark.slow
+def test_no_healthy_start_is_refused(texts, bases, tmp_path, capsys):
+    pairs = [(base, text) for base, text in itertools.product(bases, texts)
+             if base != 'tuned' or text == 'chat']  # a tuned model keeps its special tokens
+    starts = list(itertools.product([*pairs, *(('scratch', text) for text in texts)], RECIPES,
+                                    range(4)))
+    assert len(starts) >= 200
+    for (base, text), recipe, seed in starts:
+        check(capsys, bases.get(base, base), texts[text], recipe, seed, tmp_path / 'out')

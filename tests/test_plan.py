@@ -13,11 +13,11 @@ from plaingpt.inference.hf_architectures import ARCHITECTURES, SIZES
 from plaingpt.system.devices import GPUS, choose_dtype
 from plaingpt.system.errors import UserError
 from plaingpt.system.formatting import GIB
-from plaingpt.system.machine import machine_memory
-from plaingpt.training.memory_planner import batch_that_divides, step_settings
+from plaingpt.training.memory_planner import batch_that_divides, predict, step_settings
 from plan import PlanConfig
 
-GPT2 = ['config/gpt2_124m.py', '--dataset=no_such_dataset']
+# with two layers: more take more traces, which is for test_memory_planner.py
+GPT2 = ['config/gpt2_124m.py', '--n_layer=2', '--dataset=no_such_dataset']
 
 
 def planned(capsys, *arguments):
@@ -32,10 +32,11 @@ def at_the_root(monkeypatch):
 
 
 def test_a_batch_of_512_that_does_not_fit_is_told_before_it_runs(capsys):
-    case = ['--n_layer=12', '--n_head=8', '--n_embd=768', '--block_size=1024',
+    case = ['--n_layer=2', '--n_head=8', '--n_embd=768', '--block_size=1024',
             '--vocab_size=33283', '--batch_size=512', '--gradient_accumulation_steps=1',
-            '--dataset=no_such_dataset', '--gpu_memory_gb=40']
-    plan.main([*case, '--dtype=float32', '--loss_chunk_tokens=0'])
+            '--dataset=no_such_dataset', '--gpu_memory_gb=40', '--dtype=float32',
+            '--loss_chunk_tokens=0']
+    plan.main(case)
     out = capsys.readouterr().out
     assert 'logits of this batch are 65.01 GiB each copy' in out
     assert 'does NOT fit in 40.00 GiB' in out
@@ -43,8 +44,10 @@ def test_a_batch_of_512_that_does_not_fit_is_told_before_it_runs(capsys):
     best = memory['checkpointing']['none']
     assert not memory['fits'] and 1 < best['batch_size'] <= best['largest_batch'] < 512
     assert best['batch_size'] * best['accumulation'] == 512
-    assert planned(capsys, *case, f'--batch_size={best["largest_batch"]}')['memory']['fits']
-    assert not planned(capsys, *case, f'--batch_size={best["largest_batch"] + 1}')['memory']['fits']
+    config = load_config(PlanConfig, case)
+    for more, fits in ((0, True), (1, False)):
+        step = step_settings(replace(config, batch_size=best['largest_batch'] + more), 'float32')
+        assert (predict(config.gpt_config(33283), step).total <= 40 * GIB) == fits
 
 
 def test_the_table_and_the_json_say_the_same(capsys):
@@ -90,23 +93,24 @@ def test_processes_that_copy_and_that_share_the_model_are_planned(capsys):
     assert alone['memory']['parallel'] == 'ddp' and not alone['memory']['parallels']
 
 
+SMALL = ['--n_layer=2', '--n_head=2', '--n_embd=32', '--block_size=16', '--batch_size=4',
+         '--gpu=A100']  # as the fixture `trained`
+
+
 def test_a_prepared_dataset_gives_vocabulary_tokens_and_epochs(char_data, capsys):
     meta = json.loads((char_data / 'meta.json').read_text())
-    found = planned(capsys, f'--dataset={char_data}', '--block_size=64', '--batch_size=4',
-                    '--gradient_accumulation_steps=2', '--max_iters=100', '--n_layer=2',
-                    '--tokens_per_s=1000', '--gpu_hour_price=2', '--lr_decay_iters=9000',
-                    '--gpu=A100')
+    found = planned(capsys, f'--dataset={char_data}', *SMALL, '--gradient_accumulation_steps=2',
+                    '--max_iters=100', '--tokens_per_s=1000', '--gpu_hour_price=2')
     tokens = meta['splits']['train']['tokens']
     assert found['vocab_size'] == meta['vocab_size'] and found['tokens']['dataset'] == tokens
-    assert found['tokens']['epochs'] == pytest.approx(100 * 512 / tokens)
-    assert found['time']['hours'] == pytest.approx(51.2 / 3600)
-    assert found['time']['price'] == pytest.approx(2 * 51.2 / 3600)
+    assert found['tokens']['epochs'] == pytest.approx(100 * 128 / tokens)
+    assert found['time']['hours'] == pytest.approx(12.8 / 3600)
+    assert found['time']['price'] == pytest.approx(2 * 12.8 / 3600)
     assert found['disk']['dataset'] == 2 * tokens
 
 
 def test_the_size_of_a_checkpoint_is_what_training_writes(trained, char_data, capsys):
-    shape = ['--n_layer=2', '--n_head=2', '--n_embd=32', '--block_size=16', '--batch_size=4']
-    expected = planned(capsys, f'--dataset={char_data}', '--gpu=A100', *shape)['disk']['checkpoint']
+    expected = planned(capsys, f'--dataset={char_data}', *SMALL)['disk']['checkpoint']
     folder = next((trained / 'checkpoints').iterdir())
     written = sum(path.stat().st_size for path in folder.glob('*.safetensors'))
     assert written == pytest.approx(expected, rel=0.05)  # names and step counts beside
@@ -134,16 +138,15 @@ TINY = ['--n_layer=1', '--n_head=2', '--n_embd=32', '--block_size=16', '--batch_
 EVERYTHING_ELSE = ['--vocab_size=300', '--dataset=no_such_dataset', '--max_iters=10']
 
 
-def test_without_a_gpu_it_plans_for_this_machine_and_measures_its_speed(capsys):
+def test_without_a_gpu_it_plans_for_this_machine_and_measures_its_speed(capsys, monkeypatch):
+    monkeypatch.setattr(plan.devices, 'device_memory', lambda device: (8 * GIB, 4 * GIB))
     found = planned(capsys, *TINY, *EVERYTHING_ELSE)
-    total, free = machine_memory()
     machine, memory, time = (found[key] for key in ('machine', 'memory', 'time'))
-    assert machine['device'] == 'cpu' and machine['here'] and machine['total'] == total
-    assert memory['available'] == pytest.approx(free, rel=0.3) and memory['fits']
+    assert machine['device'] == 'cpu' and machine['here'] and machine['total'] == 8 * GIB
+    assert memory['available'] == 4 * GIB and memory['fits'] and memory['overhead'] == 0
     assert memory['dtype'] == choose_dtype('auto', torch.device('cpu'), 32)[0]
-    assert memory['overhead'] == 0
-    # an honest clock: no CPU trains this model at a billion tokens a second, or at ten
-    assert 10 < time['tokens_per_s'] < 1e9 and 'here' in time['how']
+    # an honest clock: no CPU trains this model at a billion tokens a second
+    assert 0 < time['tokens_per_s'] < 1e9 and 'here' in time['how']
     assert time['hours'] == pytest.approx(10 * 128 / time['tokens_per_s'] / 3600)
     plan.main([*TINY, *EVERYTHING_ELSE, '--tokens_per_s=1000'])
     out, err = capsys.readouterr()
@@ -167,10 +170,8 @@ def test_what_does_not_fit_here_is_not_measured(capsys):
     assert time['tokens_per_s'] is time['hours'] is None and 'does not fit' in time['how']
 
 
-@pytest.mark.parametrize(('matmul_flops', 'timed'), [(1e15, (64, 1024)), (1e13, (8, 1024)),
-                                                     (1e9, (1, 32))])
-def test_a_step_that_takes_long_is_timed_on_fewer_tokens(monkeypatch, matmul_flops, timed):
-    config = load_config(PlanConfig, ['--n_layer=12', '--batch_size=64',
+def test_a_step_that_takes_long_is_timed_on_fewer_tokens(monkeypatch):
+    config = load_config(PlanConfig, ['--n_layer=2', '--n_embd=1920', '--batch_size=64',
                                       '--gradient_accumulation_steps=5'])
     work = step_speed.Workload(config, config.gpt_config(500), torch.device('cpu'), 'float32',
                                False)
@@ -180,33 +181,33 @@ def test_a_step_that_takes_long_is_timed_on_fewer_tokens(monkeypatch, matmul_flo
         sizes.append(size)
         return 1e-11 * step_speed.flops(work, *size), 0.2
 
-    monkeypatch.setattr(step_speed, 'matmul_flops', lambda *_: matmul_flops)
     monkeypatch.setattr(step_speed, 'time_parts', parts)
-    speed, how = step_speed.estimate_speed(work)
     micro_s = 1e-11 * step_speed.flops(work, 64, 1024)
-    assert speed == pytest.approx(config.step_tokens() / (5 * micro_s + 0.2)) and sizes == [timed]
-    assert how == ('measured here' if timed == (64, 1024)
-                   else f'estimated from {timed[0]} × {timed[1]} tokens here')
+    for matmul_flops, timed in ((1e15, (64, 1024)), (1e13, (8, 1024)), (1e9, (1, 32))):
+        monkeypatch.setattr(step_speed, 'matmul_flops', lambda *_, found=matmul_flops: found)
+        speed, how = step_speed.estimate_speed(work)
+        assert speed == pytest.approx(config.step_tokens() / (5 * micro_s + 0.2))
+        assert sizes.pop() == timed
+        assert how == ('measured here' if timed == (64, 1024)
+                       else f'estimated from {timed[0]} × {timed[1]} tokens here')
 
 
 def test_the_parts_of_a_step_are_timed():
     config = load_config(PlanConfig, TINY)
     work = step_speed.Workload(config, config.gpt_config(300), torch.device('cpu'), 'float32',
                                False)
-    assert all(0 < seconds < 10 for seconds in step_speed.time_parts(work, 4, 16))
+    assert all(seconds > 0 for seconds in step_speed.time_parts(work, 4, 16))
 
 
-SHAPES = {'gpt2': (12, 12, 768), 'gpt2-medium': (24, 16, 1024), 'gpt2-large': (36, 20, 1280),
-          'gpt2-xl': (48, 25, 1600)}
-
-
-@pytest.mark.parametrize('name', SHAPES)
-def test_the_published_models_are_planned_without_their_weights(name):
-    config = load_config(PlanConfig, [f'--init_from={name}', '--n_layer=3', '--block_size=512',
-                                      '--dataset=no_such_dataset'])
-    shape, tokens, _ = plan.find_shape(config)
-    assert (shape.n_layer, shape.n_head, shape.n_embd) == SHAPES[name]
-    assert shape.vocab_size == 50257 and shape.block_size == 512 and shape.bias and tokens is None
+def test_the_published_models_are_planned_without_their_weights():
+    for name, *size in (('gpt2', 12, 12, 768), ('gpt2-medium', 24, 16, 1024),
+                        ('gpt2-large', 36, 20, 1280), ('gpt2-xl', 48, 25, 1600)):
+        config = load_config(PlanConfig, [f'--init_from={name}', '--n_layer=3',
+                                          '--block_size=512', '--dataset=no_such_dataset'])
+        shape, tokens, _ = plan.find_shape(config)
+        assert [shape.n_layer, shape.n_head, shape.n_embd] == size
+        assert shape.vocab_size == 50257 and shape.block_size == 512
+        assert shape.bias and tokens is None
 
 
 def find_shape(*argv):

@@ -86,14 +86,10 @@ def test_ranks_draw_different_random_numbers_and_a_seed_repeats_them():
     assert torch.equal(draws[0], draws[2]) and not torch.equal(draws[0], draws[1])
 
 
-def test_imports_need_only_the_core_packages_and_preparing_text_not_even_torch():
-    code = ('import sys, prepare; print("torch" in sys.modules);'
-            'import configurator, model, plaingpt.tokens.batches, plaingpt.tokens.tokenizers;'
-            'import plaingpt.training.checkpoint, plaingpt.monitoring.metrics;'
-            'print([m for m in ("tiktoken", "datasets", "wandb", "transformers", "matplotlib",'
-            ' "tokenizers", "huggingface_hub") if m in sys.modules])')
+def test_preparing_text_starts_without_torch():
+    code = 'import sys, prepare; print("torch" in sys.modules)'
     out = subprocess.run([sys.executable, '-c', code], cwd=ROOT, capture_output=True, text=True)
-    assert out.stdout.splitlines() == ['False', '[]'], out.stderr
+    assert out.stdout.strip() == 'False', out.stderr
 
 
 def test_memory_grows_in_place_unless_the_environment_says_otherwise(monkeypatch):

@@ -1,9 +1,11 @@
+import io
 import json
+from contextlib import redirect_stdout
 from dataclasses import replace
 
 import pytest
 import torch
-from helpers import fails
+from helpers import ROOT, fails
 
 import plan
 from configurator import load_config
@@ -17,30 +19,28 @@ from plaingpt.training.memory_planner import batch_that_divides, predict, step_s
 from plan import PlanConfig
 
 # with two layers: more take more traces, which is for test_memory_planner.py
-GPT2 = ['config/gpt2_124m.py', '--n_layer=2', '--dataset=no_such_dataset']
+GPT2 = [ROOT / 'config/gpt2_124m.py', '--n_layer=2', '--dataset=no_such_dataset']
 
 
-def planned(capsys, *arguments):
-    plan.main([*arguments, '--json'])
-    return json.loads(capsys.readouterr().out)
+def printed(*arguments):
+    with redirect_stdout(io.StringIO()) as out:
+        plan.main([str(argument) for argument in arguments])
+    return out.getvalue()
 
 
-@pytest.fixture(autouse=True)
-def at_the_root(monkeypatch):
-    from helpers import ROOT
-    monkeypatch.chdir(ROOT)
+def planned(*arguments):
+    return json.loads(printed(*arguments, '--json'))
 
 
-def test_a_batch_of_512_that_does_not_fit_is_told_before_it_runs(capsys):
+def test_a_batch_of_512_that_does_not_fit_is_told_before_it_runs():
     case = ['--n_layer=2', '--n_head=8', '--n_embd=768', '--block_size=1024',
             '--vocab_size=33283', '--batch_size=512', '--gradient_accumulation_steps=1',
             '--dataset=no_such_dataset', '--gpu_memory_gb=40', '--dtype=float32',
             '--loss_chunk_tokens=0']
-    plan.main(case)
-    out = capsys.readouterr().out
+    out = printed(*case)
     assert 'logits of this batch are 65.01 GiB each copy' in out
     assert 'does NOT fit in 40.00 GiB' in out
-    memory = planned(capsys, *case)['memory']
+    memory = planned(*case)['memory']
     best = memory['checkpointing']['none']
     assert not memory['fits'] and 1 < best['batch_size'] <= best['largest_batch'] < 512
     assert best['batch_size'] * best['accumulation'] == 512
@@ -50,70 +50,71 @@ def test_a_batch_of_512_that_does_not_fit_is_told_before_it_runs(capsys):
         assert (predict(config.gpt_config(33283), step).total <= 40 * GIB) == fits
 
 
-def test_the_table_and_the_json_say_the_same(capsys):
+def test_the_table_and_the_json_say_the_same():
     arguments = [*GPT2, '--gpu=A100']
-    found = planned(capsys, *arguments)
-    plan.main(arguments)
-    out = capsys.readouterr().out
+    found = planned(*arguments)
+    out = printed(*arguments)
     assert f'{found["memory"]["total"] / 2**30:.2f} GiB  in all: fits in 40.00 GiB' in out
     assert sum(found['memory']['items'].values()) == found['memory']['peak']
     assert f'{found["tokens"]["per_step"]:,} a step' in out
     assert 'no_such_dataset is not prepared' in out and 'one A100 with 40.00 GiB' in out
 
 
-def test_an_automatic_batch_is_the_largest_that_keeps_the_step(capsys):
-    memory = planned(capsys, *GPT2, '--gpu_memory_gb=16', '--batch_size=auto')['memory']
+def test_an_automatic_batch_is_the_largest_that_keeps_the_step():
+    memory = planned(*GPT2, '--gpu_memory_gb=16', '--batch_size=auto')['memory']
     assert memory['fits'] and memory['batch_size'] * memory['micro_steps'] == 512
     assert memory['batch_size'] == memory['checkpointing']['none']['batch_size']
 
 
-def test_processes_share_a_step(capsys):
-    one, eight = (planned(capsys, *GPT2, '--gpu=H100', f'--processes={n}') for n in (1, 8))
+def test_processes_share_a_step():
+    one, eight = (planned(*GPT2, '--gpu=H100', f'--processes={n}') for n in (1, 8))
     assert one['tokens']['per_step'] == eight['tokens']['per_step'] == 2**19
     assert one['memory']['micro_steps'] == 8 * eight['memory']['micro_steps']
     assert eight['time']['hours'] == pytest.approx(one['time']['hours'] / 8)
     assert eight['memory']['items']['gradient buckets'] > 0
 
 
-def test_processes_that_copy_and_that_share_the_model_are_planned(capsys):
-    arguments = [*GPT2, '--n_layer=4', '--n_head=64', '--n_embd=6400', '--gpu_memory_gb=24',
+def test_processes_that_copy_and_that_share_the_model_are_planned():
+    arguments = [*GPT2, '--n_head=64', '--n_embd=6400', '--gpu_memory_gb=16',
                  '--batch_size=2', '--loss_chunk_tokens=1024', '--total_batch_size=65536']
-    found = planned(capsys, *arguments, '--processes=8')
+    found = planned(*arguments, '--processes=8')
     memory, both = found['memory'], found['memory']['parallels']
     assert memory['parallel'] == 'fsdp' and memory['fits']
     assert both['ddp']['largest_batch'] == 0 and both['ddp']['total'] > memory['available']
     assert both['fsdp']['total'] == memory['total'] and both['fsdp']['largest_batch'] >= 2
-    plan.main([*arguments, '--processes=8'])
-    out = capsys.readouterr().out
+    out = printed(*arguments, '--processes=8')
     assert 'parallel: train.py takes fsdp (ddp is planned to take ' in out
     assert out.count(f'{memory["total"] / GIB:.2f} GiB, largest micro-batch '
                      f'{both["fsdp"]["largest_batch"]}\n') == 2  # of checkpointing 'none' too
-    alone = planned(capsys, *arguments)
+    alone = planned(*arguments)
     assert alone['disk']['checkpoint'] == pytest.approx(found['disk']['checkpoint'], rel=1e-6)
     assert alone['memory']['parallel'] == 'ddp' and not alone['memory']['parallels']
 
 
-SMALL = ['--n_layer=2', '--n_head=2', '--n_embd=32', '--block_size=16', '--batch_size=4',
-         '--gpu=A100']  # as the fixture `trained`
+@pytest.fixture(scope='module')
+def small_plan(char_data):
+    """Of a run like that of the fixture `trained`."""
+    return planned(f'--dataset={char_data}', '--n_layer=2', '--n_head=2', '--n_embd=32',
+                   '--block_size=16', '--batch_size=4', '--gradient_accumulation_steps=2',
+                   '--loss_chunk_tokens=0', '--max_iters=100', '--gpu=A100',
+                   '--tokens_per_s=1000', '--gpu_hour_price=2')
 
 
-def test_a_prepared_dataset_gives_vocabulary_tokens_and_epochs(char_data, capsys):
+def test_a_prepared_dataset_gives_vocabulary_tokens_and_epochs(small_plan, char_data):
     meta = json.loads((char_data / 'meta.json').read_text())
-    found = planned(capsys, f'--dataset={char_data}', *SMALL, '--gradient_accumulation_steps=2',
-                    '--max_iters=100', '--tokens_per_s=1000', '--gpu_hour_price=2')
     tokens = meta['splits']['train']['tokens']
-    assert found['vocab_size'] == meta['vocab_size'] and found['tokens']['dataset'] == tokens
-    assert found['tokens']['epochs'] == pytest.approx(100 * 128 / tokens)
-    assert found['time']['hours'] == pytest.approx(12.8 / 3600)
-    assert found['time']['price'] == pytest.approx(2 * 12.8 / 3600)
-    assert found['disk']['dataset'] == 2 * tokens
+    assert small_plan['vocab_size'] == meta['vocab_size']
+    assert small_plan['tokens']['dataset'] == tokens
+    assert small_plan['tokens']['epochs'] == pytest.approx(100 * 128 / tokens)
+    assert small_plan['time']['hours'] == pytest.approx(12.8 / 3600)
+    assert small_plan['time']['price'] == pytest.approx(2 * 12.8 / 3600)
+    assert small_plan['disk']['dataset'] == 2 * tokens
 
 
-def test_the_size_of_a_checkpoint_is_what_training_writes(trained, char_data, capsys):
-    expected = planned(capsys, f'--dataset={char_data}', *SMALL)['disk']['checkpoint']
+def test_the_size_of_a_checkpoint_is_what_training_writes(small_plan, trained):
     folder = next((trained / 'checkpoints').iterdir())
     written = sum(path.stat().st_size for path in folder.glob('*.safetensors'))
-    assert written == pytest.approx(expected, rel=0.05)  # names and step counts beside
+    assert written == pytest.approx(small_plan['disk']['checkpoint'], rel=0.05)  # names beside
 
 
 def mistakes(*argv):
@@ -134,13 +135,13 @@ def test_every_mistake_is_reported_and_gpus_are_listed():
 
 
 TINY = ['--n_layer=1', '--n_head=2', '--n_embd=32', '--block_size=16', '--batch_size=4',
-        '--gradient_accumulation_steps=2', '--device=cpu']
+        '--gradient_accumulation_steps=2', '--loss_chunk_tokens=0', '--device=cpu']
 EVERYTHING_ELSE = ['--vocab_size=300', '--dataset=no_such_dataset', '--max_iters=10']
 
 
-def test_without_a_gpu_it_plans_for_this_machine_and_measures_its_speed(capsys, monkeypatch):
+def test_without_a_gpu_it_plans_for_this_machine_and_measures_its_speed(monkeypatch, capsys):
     monkeypatch.setattr(plan.devices, 'device_memory', lambda device: (8 * GIB, 4 * GIB))
-    found = planned(capsys, *TINY, *EVERYTHING_ELSE)
+    found = planned(*TINY, *EVERYTHING_ELSE)
     machine, memory, time = (found[key] for key in ('machine', 'memory', 'time'))
     assert machine['device'] == 'cpu' and machine['here'] and machine['total'] == 8 * GIB
     assert memory['available'] == 4 * GIB and memory['fits'] and memory['overhead'] == 0
@@ -154,10 +155,10 @@ def test_without_a_gpu_it_plans_for_this_machine_and_measures_its_speed(capsys, 
     assert not any(word in out for word in ('CUDA', 'GPU'))
 
 
-def test_an_automatic_batch_is_what_train_takes_on_this_machine(capsys):
+def test_an_automatic_batch_is_what_train_takes_on_this_machine():
     big = [*TINY, *EVERYTHING_ELSE, '--tokens_per_s=9', '--batch_size=auto',
            f'--total_batch_size={2**30}']
-    found = planned(capsys, *big)['memory']
+    found = planned(*big)['memory']
     config = load_config(PlanConfig, big)
     step = step_settings(replace(config, batch_size=1), found['dtype'], 'cpu')
     batch_size, _ = batch_that_divides(config.gpt_config(300), step, found['available'], 2**26)
@@ -165,8 +166,8 @@ def test_an_automatic_batch_is_what_train_takes_on_this_machine(capsys):
     assert found['batch_size'] * found['micro_steps'] == 2**26
 
 
-def test_what_does_not_fit_here_is_not_measured(capsys):
-    time = planned(capsys, *TINY, *EVERYTHING_ELSE, f'--batch_size={2**28}')['time']
+def test_what_does_not_fit_here_is_not_measured():
+    time = planned(*TINY, *EVERYTHING_ELSE, f'--batch_size={2**28}')['time']
     assert time['tokens_per_s'] is time['hours'] is None and 'does not fit' in time['how']
 
 
@@ -243,8 +244,8 @@ def test_a_model_that_cannot_start_the_run_is_told_by_the_plan_too(
         assert words in fails(capsys, monkeypatch, plan.main, *argv)
 
 
-def test_a_gpu_is_planned_for_by_a_part_of_its_name(capsys):
-    assert planned(capsys, *GPT2, '--gpu=a100') == planned(capsys, *GPT2, '--gpu=A100')
+def test_a_gpu_is_planned_for_by_a_part_of_its_name():
+    assert planned(*GPT2, '--gpu=a100') == planned(*GPT2, '--gpu=A100')
 
 
 def test_the_help_lists_the_keys_of_training_too(capsys):

@@ -63,8 +63,9 @@ def shard(monkeypatch):
     dist.destroy_process_group()
 
 
-SLOW = [pytest.param(shape, *case, marks=pytest.mark.slow) for shape in (SMALL, UNTIED) for case in (
-    (3, 2, 'bfloat16', 'selective'), (8, 1, 'float32', 'none'), (2, 1, 'bfloat16', 'full'))]
+CASES = [(3, 2, 'bfloat16', 'selective'), (8, 1, 'float32', 'none'), (2, 1, 'bfloat16', 'full')]
+SLOW = [pytest.param(shape, *case, marks=pytest.mark.slow)
+        for shape in (SMALL, UNTIED) for case in CASES]
 
 
 @pytest.mark.parametrize(

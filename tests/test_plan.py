@@ -33,11 +33,17 @@ def planned(*arguments):
     return json.loads(printed(*arguments, '--json'))
 
 
-def test_a_batch_of_512_that_does_not_fit_is_told_before_it_runs():
+@pytest.fixture
+def known_savings(monkeypatch):
+    """In place of plans of six changed steps."""
+    monkeypatch.setattr(plan, 'savings', lambda *_: [('--n_layer=1', GIB)])
+
+
+def test_a_batch_of_512_that_does_not_fit_is_told_before_it_runs(known_savings):
     case = [*GPT2, '--batch_size=512', f'--total_batch_size={2**20}', '--gpu_memory_gb=40']
     out = printed(*case)
     assert 'logits of this batch are 49.08 GiB each copy' in out
-    assert 'does NOT fit in 40.00 GiB' in out
+    assert 'does NOT fit in 40.00 GiB' in out and 'saved by --n_layer=1 (1.00 GiB)' in out
     memory = planned(*case)['memory']
     best = memory['checkpointing']['none']
     assert not memory['fits'] and 1 < best['batch_size'] <= best['largest_batch'] < 512
@@ -163,7 +169,7 @@ def test_an_automatic_batch_is_what_train_takes_on_this_machine(small):
     assert found['batch_size'] * found['micro_steps'] == 2**26
 
 
-def test_what_does_not_fit_here_is_not_measured(small):
+def test_what_does_not_fit_here_is_not_measured(small, known_savings):
     time = planned(*small, f'--batch_size={2**28}')['time']
     assert time['tokens_per_s'] is time['hours'] is None and 'does not fit' in time['how']
 

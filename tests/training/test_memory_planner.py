@@ -224,7 +224,8 @@ def test_muon_keeps_one_moment_of_matrices():
 @pytest.fixture
 def known_savings(monkeypatch):
     """In place of plans of six changed steps."""
-    monkeypatch.setattr(memory_planner, 'savings', lambda *_: [('--n_layer=1', 2**21)])
+    monkeypatch.setattr(memory_planner, 'savings', lambda *_: [
+        (f'--n_layer={n}', 2**21) for n in range(1, 7)])
 
 
 def test_an_automatic_batch_keeps_the_tokens_of_a_step(tiny, tmp_path, capsys, monkeypatch):
@@ -307,7 +308,7 @@ def test_an_automatic_batch_needs_the_tokens_of_a_step(tiny, capsys, monkeypatch
 
 
 def test_out_of_memory_is_one_line_and_the_checkpoint_stays_whole(tiny, tmp_path, capsys,
-                                                                  monkeypatch):
+                                                                  monkeypatch, known_savings):
     original, steps = train.forward_backward, []
 
     def step(*arguments):
@@ -319,6 +320,6 @@ def test_out_of_memory_is_one_line_and_the_checkpoint_stays_whole(tiny, tmp_path
     monkeypatch.setattr(train, 'forward_backward', step)
     message = fails(capsys, monkeypatch, train.main, *tiny)
     assert 'batch_size=4: planned' in message and 'held at most' in message
-    assert message.count('saves') == 3 and '--batch_size=2 saves' in message
+    assert message.count('saves') == 3 and '--n_layer=1 saves' in message
     found = checkpoints.find(tmp_path / 'out')
     assert found.iter_num == 4 and found.load_model()  # what was learned is saved

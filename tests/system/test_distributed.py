@@ -1,14 +1,18 @@
 """The processes of a job: who is lost, hangs or never comes is named, and the job ends."""
 
+import json
 import os
+import re
 import signal
 import socket
+import subprocess
+import sys
 import time
 
 import pytest
 import torch
 import torch.distributed as dist
-from helpers import exit_code, fails, fork, ranks, wait_until
+from helpers import ROOT, exit_code, fails, fork, ranks, wait_until
 
 import train
 from model import GPT, GPTConfig
@@ -55,17 +59,6 @@ def test_a_process_that_is_killed_ends_the_others_which_name_it(tmp_path, size, 
         assert rank == lost or last_line(logs[rank]).startswith(f'error: lost rank {lost}')
 
 
-@pytest.mark.slow
-def test_a_process_of_a_run_that_is_killed_while_others_save_is_named(tiny, tmp_path):
-    pids, logs = start(tmp_path, 4, train.main, *tiny, '--gradient_accumulation_steps=4',
-                       '--max_iters=100000', '--checkpoint_interval=5', '--checkpoint_async')
-    wait_until(lambda: logs[0].exists() and 'iter     10' in logs[0].read_text())
-    os.kill(pids[2], signal.SIGKILL)
-    codes = [exit_code(pid) for pid in pids.values()]
-    assert codes == [2, 2, -signal.SIGKILL, 2]
-    assert all('error: lost rank' in last_line(logs[rank]) for rank in (0, 1, 3))
-
-
 def run_out_of_memory():
     """In a process of a job: the third step finds no memory, on rank 1."""
     original, steps = train.forward_backward, []
@@ -96,32 +89,6 @@ def test_processes_that_never_come_are_named_after_a_while(tmp_path, missing):
     for rank, pid in pids.items():
         assert exit_code(pid) == 2
         assert f'error: waited 1 s for {name}' in last_line(logs[rank])
-
-
-def die_in_gather():
-    def gather(store, world, me):
-        store.get('hello/1')  # waits for rank 1
-        os.kill(os.getpid(), signal.SIGKILL)
-    distributed.gather = gather
-
-
-def die_before_connecting():
-    def init_process_group(*_, **__):
-        os.kill(os.getpid(), signal.SIGKILL)
-    distributed.BEAT_S = 0.2
-    if os.environ['RANK'] == '0':
-        distributed.dist.init_process_group = init_process_group
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize('die', [die_in_gather, die_before_connecting])
-def test_a_rank_0_that_dies_before_all_are_connected_is_named(tmp_path, die):
-    pids, logs = start(tmp_path, 3, work, missing=[2] * (die is die_in_gather), before=die)
-    codes = [exit_code(pid) for pid in pids.values()]
-    assert codes[0] == -signal.SIGKILL and set(codes[1:]) <= {1, 2}
-    lines = [line for log in logs.values() for line in log.read_text().splitlines()
-             if line.startswith('error: ')]
-    assert lines and all(line.startswith('error: lost rank 0') for line in lines)
 
 
 def test_an_address_that_cannot_be_had_is_a_mistake(tiny, capsys, monkeypatch):
@@ -207,40 +174,35 @@ def test_a_store_that_does_not_answer_ends_the_job(heartbeat):
         heartbeat(Clock()).watch_store()
 
 
-def beat_fast():
-    distributed.BEAT_S, distributed.HANG_S = 0.2, 3
+# train.py with a heartbeat that a test can wait for
+FAST = f'''
+import sys
+sys.path.insert(0, {str(ROOT)!r})
+from plaingpt.system import distributed
+distributed.BEAT_S, distributed.HANG_S = 0.5, 6
+import train
+from plaingpt.system.errors import run_script
+run_script(train.main)
+'''
 
 
 @pytest.mark.slow
-def test_a_job_that_is_suspended_goes_on(tmp_path):
-    pids, logs = start(tmp_path, 2, work, before=beat_fast)
-    wait_until(lambda: logs[0].exists() and '2\n' in logs[0].read_text())
-    for number in (signal.SIGSTOP, signal.SIGCONT):
-        for pid in pids.values():
-            os.kill(pid, number)
-        if number == signal.SIGSTOP:
-            time.sleep(4)  # longer than a process may hang
-    printed = logs[0].stat().st_size
-    wait_until(lambda: logs[0].stat().st_size > printed + 1000)
-    for pid in pids.values():
-        os.kill(pid, signal.SIGKILL)
-        exit_code(pid)
-    assert not any('error' in log.read_text() for log in logs.values())
-
-
-def leave_early(argv):
-    """Rank 1 works alone for longer than a process may hang."""
-    world = launched_world()
-    with process_group(world, CPU):
-        distributed.barrier()
-        time.sleep(4 * world.rank)
-
-
-@pytest.mark.slow
-def test_a_process_that_is_done_early_waits_for_those_that_are_not(tmp_path):
-    pids, logs = start(tmp_path, 2, leave_early, before=beat_fast)
-    assert [exit_code(pid) for pid in pids.values()] == [0, 0]
-    assert not any('error' in log.read_text() for log in logs.values())
+def test_under_torchrun_a_process_that_hangs_is_named_and_the_job_restarted(tiny, tmp_path):
+    script, log = tmp_path / 'fast.py', tmp_path / 'log'
+    script.write_text(FAST)
+    options = ['--max_iters=600', '--lr_decay_iters=600', '--eval_interval=600',
+               '--checkpoint_interval=100', '--init_from=auto', '--log_interval=1']
+    with open(log, 'w') as output, subprocess.Popen(
+            [sys.executable, '-m', 'torch.distributed.run', '--standalone', '--nproc_per_node=2',
+             '--max-restarts=3', script, *tiny, *options], stdout=output, stderr=output) as job:
+        wait_until(lambda: 'iter 150' in log.read_text())
+        workers = subprocess.run(['pgrep', '-P', str(job.pid)], capture_output=True, text=True)
+        os.kill(int(workers.stdout.split()[-1]), signal.SIGSTOP)
+        assert job.wait(300) == 0
+    rows = map(json.loads, (tmp_path / 'out/metrics.jsonl').read_text().splitlines())
+    assert [row['iter'] for row in rows if 'loss' in row] == list(range(1, 601))
+    [line] = re.findall(r'^error: .*', log.read_text(), re.M)
+    assert 'no sign of life from rank ' in line and 'resumed from' in log.read_text()
 
 
 # -----------------------------------------------------------------------------

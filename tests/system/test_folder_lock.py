@@ -5,7 +5,7 @@ import os
 import socket
 
 import pytest
-from helpers import exit_code, fails, fork, wait_until
+from helpers import fails
 
 import train
 from plaingpt.system import files
@@ -63,22 +63,3 @@ def test_the_holder_of_a_lock_file(tmp_path, without_locks):
             with locked(tmp_path):
                 assert in_use(tmp_path)
         assert os.listdir(tmp_path) == ['.lock'] * bool(holds)
-
-
-@pytest.mark.slow
-def test_of_many_processes_that_find_a_dead_lock_one_gets_it(tmp_path, without_locks):
-    folder = tmp_path / 'out'
-    folder.mkdir()
-    (folder / '.lock').write_text(f'{socket.gethostname()} 999999999 1')
-
-    def take(_):
-        with locked(folder):
-            (tmp_path / f'held-{os.getpid()}').touch()
-            wait_until(lambda: (tmp_path / 'end').exists())
-
-    logs = [tmp_path / f'log-{i}' for i in range(4)]
-    pids = [fork(take, log=log) for log in logs]
-    wait_until(lambda: sum('in use' in log.read_text() for log in logs if log.exists()) == 3)
-    (tmp_path / 'end').touch()
-    assert sorted(map(exit_code, pids)) == [0, 2, 2, 2]
-    assert len(list(tmp_path.glob('held-*'))) == 1 and not os.listdir(folder)

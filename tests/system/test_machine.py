@@ -5,8 +5,7 @@ import sys
 import time
 
 import pytest
-import torch
-from helpers import ROOT, wait_until
+from helpers import wait_until
 
 from plaingpt.monitoring.metrics import Clock
 from plaingpt.system import machine
@@ -105,32 +104,6 @@ def test_threads_wait_politely_while_cores_are_wanted_by_others(monkeypatch):
     monkeypatch.setattr(time, 'process_time', lambda: 0.0)
     neighbours.watch(Stop())
     assert seen == [polite for *_, polite in seconds]
-
-
-SUM = """
-import sys, threading
-sys.path.insert(0, {root!r})
-from plaingpt.system.machine import wait_with_a_team
-import torch
-torch.manual_seed(0)
-a, b = torch.randn(2, 500, 500)
-alone = [(a @ b).softmax(dim=1).sum(dim=0) for _ in range(20)]
-until = threading.Event()
-thread = threading.Thread(target=wait_with_a_team, args=(until,))
-thread.start()
-beside = [(a @ b).softmax(dim=1).sum(dim=0) for _ in range(20)]
-until.set()
-thread.join(20)
-assert not thread.is_alive()
-assert torch.get_num_threads() == 2 and all(map(torch.equal, alone, beside))
-"""
-
-
-@pytest.mark.slow
-def test_a_team_that_waits_changes_no_bit(monkeypatch):
-    monkeypatch.setenv('OMP_NUM_THREADS', '2')
-    subprocess.run([sys.executable, '-c', SUM.format(root=str(ROOT))], check=True, timeout=100)
-    assert torch.get_num_threads() == 1  # of the tests
 
 
 def test_steps_that_become_slow_and_stay_so_are_told_once(monkeypatch):

@@ -7,6 +7,7 @@ import signal
 
 import pyarrow
 import pyarrow.parquet
+from helpers import exit_code, fork
 
 import prepare
 from plaingpt.corpus.text_files import Files
@@ -55,16 +56,20 @@ def contents(folder):
     return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
-def die_at_change_of_disk(number):
-    """From now on, this process kills itself in the place of the `number`-th change of the disk."""
+def prepare_killed(change, *argv, log):
+    """Run prepare.py in a process that kills itself in the place of its change of the disk of that
+    number → its exit code: -9, or 0 where it made fewer changes."""
     changes = itertools.count(1)
 
-    def dying(change):
+    def dying(do):
         def call(*arguments, **options):
-            if next(changes) == number:
+            if next(changes) == change:
                 os.kill(os.getpid(), signal.SIGKILL)
-            return change(*arguments, **options)
+            return do(*arguments, **options)
         return call
 
-    for name in ('replace', 'fsync', 'truncate', 'unlink'):
-        setattr(os, name, dying(getattr(os, name)))
+    def patch():
+        for name in ('replace', 'fsync', 'truncate', 'unlink'):
+            setattr(os, name, dying(getattr(os, name)))
+
+    return exit_code(fork(prepare.main, *argv, log=log, before=patch))

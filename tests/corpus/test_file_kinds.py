@@ -1,25 +1,18 @@
 """What a file holds: each kind of file gives exactly its documents, or is refused in one line."""
 
-import bz2
 import gzip
 import io
-import json
-import lzma
 import tarfile
-import zipfile
 
 import numpy as np
 import pyarrow
 import pyarrow.parquet
 import pytest
 import zstandard
-from corpus_files import documents_of, split_bytes, texts_of
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
+from corpus_files import split_bytes, texts_of
 
 import prepare
-from plaingpt.corpus import documents, rows
-from plaingpt.corpus.text_files import Files
+from plaingpt.corpus import documents
 from plaingpt.system.errors import UserError
 from plaingpt.system.formatting import shown
 
@@ -29,7 +22,7 @@ ARRAY = b'[{"text": "one"},\n {"id": 2, "text": "two"}]\n'
 CSV = b'id,text\r\n1,one\r\n2,"two, ""2"",\r\nlines"\r\n'
 QUOTED = 'two, "2",\r\nlines'
 NESTED = b'{"a": {"b": "in"}}\n{"a.b": "key", "a": {"b": "in"}}\n{"a": null}\n'
-STRUCT = {'a.b': ['key', 'key'], 'a': [{'b': 'in', 'c': [1]}, None], 'l': [['x'], ['y']]}
+STRUCT = {'a.b': ['key', 'key'], 'a': [{'b': 'in', 'c': [1]}, None]}
 SPACES = b' ' * (2**18 + 5)
 RUSSIAN = 'Мороз и солнце, день чудесный.\n' * 20
 
@@ -47,14 +40,10 @@ def no_utf8():
     return pyarrow.Array.from_buffers(pyarrow.string(), 2, [None, offsets, pyarrow.py_buffer(data)])
 
 
-def archive(kind):
+def tar():
     file = io.BytesIO()
-    if kind == 'zip':
-        with zipfile.ZipFile(file, 'w') as packed:
-            packed.writestr('a.txt', 'text')
-    else:
-        with tarfile.open(fileobj=file, mode='w') as packed:
-            packed.addfile(tarfile.TarInfo('a.txt'))
+    with tarfile.open(fileobj=file, mode='w') as packed:
+        packed.addfile(tarfile.TarInfo('a.txt'))
     return file.getvalue()
 
 
@@ -69,7 +58,6 @@ READ = [
     ('a.json', b'{\n  "text": "one",\n  "id": 1\n}\n{"text": "two"}', ['one', 'two'], {}),
     ('a.json', b'[{"text": null}, {"text": " "}, {"text": "a]}, {"}]', ['a]}, {'], {}),
     ('a.json', b'[{"id": %s, "text": "one"}]' % (b'9' * 5000), ['one'], {}),
-    ('a.json', b'[]', [], {}),
     ('a.json', b' \n', [], {}),
     ('a.json', BOM + ARRAY, ['one', 'two'], {}),
     ('a.jsonl', BOM + LINES.replace(b'\n', b'\r\n'), ['one', 'two'], {}),
@@ -82,11 +70,9 @@ READ = [
     ('a.json', b'{"a.b": {"c.d": "deep"}}', ['deep'], {'field': 'a.b.c.d'}),
     # CSV and TSV
     ('a.csv', CSV, ['one', QUOTED], {}),
-    ('a.CSV.gz', gzip.compress(CSV), ['one', QUOTED], {}),
     ('a.csv', BOM + b'text\na\n\n"b"\n', ['a', 'b'], {}),
     ('a.tsv', b'id\ttext\n1\tone, two\n2\t"a\tb"\n', ['one, two', 'a\tb'], {}),
     ('a.csv', b'text,id\n"' + b'long ' * 40_000 + b'",1\n', ['long ' * 40_000], {}),
-    ('a.csv', b'text\n', [], {}),
     # Parquet
     ('a.PARQUET', parquet(text=['one', None, 'two']), ['one', 'two'], {}),
     ('a.parquet', parquet(**STRUCT), ['key', 'key'], {'field': 'a.b'}),
@@ -96,7 +82,6 @@ READ = [
     # text
     ('a.TXT', LINES, [LINES.decode()], {}),
     ('a.TXT.GZ', gzip.compress(BOM + b'text'), ['text'], {}),
-    ('csv', CSV, [CSV.decode()], {}),
     ('a.txt', BOM + b'text' + BOM, ['text\ufeff'], {}),
     ('a.txt', b'GIF89a and %PDF are', ['GIF89a and %PDF are'], {}),
     ('a.txt.gz', gzip.compress(b'te') + bytes(9) + gzip.compress(b'xt') + bytes(999), ['text'], {}),
@@ -104,16 +89,19 @@ READ = [
     ('a.txt', SPACES, [], {}),
     ('a.txt', b' = One = \r\n a\r\n = = In = = \r\n = Two = \r\n b',
      [' = One = \r\n a\r\n = = In = = \r\n', ' = Two = \r\n b'], {'form': 'title'}),
+    ('a.txt', b'\none\r\n\r\ntwo', ['one', 'two'], {'form': 'line'}),
     ('a.txt', b'one\r\n\r\ntwo\r\n', ['one', 'two'], {'form': 'paragraph'})]
 
 
 @pytest.mark.parametrize(('name', 'data', 'expected', 'options'), READ, ids=range(len(READ)))
-def test_a_file_gives_exactly_its_documents(name, data, expected, options, tmp_path, monkeypatch):
+def test_a_file_gives_exactly_its_documents_wherever_its_blocks_end(
+        name, data, expected, options, tmp_path, monkeypatch):
     (tmp_path / name).write_bytes(data)
     assert texts_of(tmp_path / name, **options) == expected
-    if 'gz' not in name.lower():  # of which the limits go by the size of the block
-        monkeypatch.setattr(documents, 'BLOCK_BYTES', 600)
-        assert texts_of(tmp_path / name, **options) == expected
+    monkeypatch.setattr(documents, 'SIGNATURE_BYTES', 4)
+    for block in (5, 7, 16) if len(data) < 1000 else (len(data) // 10,):
+        monkeypatch.setattr(documents, 'BLOCK_BYTES', block)
+        assert texts_of(tmp_path / name, **options) == expected, block
 
 
 REFUSED = [
@@ -122,12 +110,10 @@ REFUSED = [
     ('a.json', b'[{"text": "one"}\n{"text": "two"}]', ', line 2: not JSON: the array has no comma'),
     ('a.json', b'[{"text": "one"}\n', ', line 2: not JSON: the array has no end'),
     ('a.json', b'[{"text": "one"}]\n[]', ', line 2: not JSON: the array has ended'),
-    ('a.json', b'{"text": "one', ', line 1: not JSON: Unterminated string'),
     ('a.json', b'{"data": [{"text": "one"}]}', ", row 1: no field 'text', it has 'data'"),
     ('a.json', b'["one"]', ", row 1: no field 'text', it has no fields"),
     ('a.json', b'{"text": "a", "text": "b"}', ", row 1: an object has the key 'text' twice"),
     ('a.json', b'[' * 200_000, ', row 1: nested too deep'),
-    ('a.jsonl', b'[' * 200_000, ', line 1: nested too deep'),
     ('a.jsonl', b'\n{"text": "one', ', line 2: not JSON: Unterminated string at column 10'),
     ('a.jsonl', b'{"text": "one"} {}', ', line 1: not JSON: more than one value'),
     ('a.jsonl', b'{"text": 7}\n', ", line 1: field 'text' is int and not text"),
@@ -137,13 +123,10 @@ REFUSED = [
     ('a.csv', b'id,text\n1,"a\nb"\n2\n', ', line 4: not CSV: 1 column, and 2 in'),
     ('a.tsv', b'id\ttext\n1\ta\tb\n', ', line 2: not TSV: 3 columns'),
     ('a.csv', b'id,text\n1,"one\n2,two\n', ', line 2: not CSV: unexpected end'),
-    ('a.csv', b'id,text\n1,"one" two\n', ', line 2: not CSV: '),
-    ('a.csv', b'id,text\n1,one\rtwo\n', ', line 2: not CSV: a carriage return'),
     ('a.csv', b'id;text\n1;one\n', 'by semicolons and not by commas'),
     ('a.csv', b'id\ttext\n1\tone\n', 'name it .tsv'),
     ('a.csv', b'id, text\n1,one\n', "no field 'text', it has 'id', ' text'"),
     ('a.csv', b'text,text\none,two\n', ", line 1: 2 columns are called 'text'"),
-    ('a.csv', b'text\na\0\n', 'byte 6 is NUL'),
     # Parquet
     ('a.parquet', parquet(text=no_utf8()), ', row 2: not UTF-8 at byte 1'),
     ('a.parquet', parquet(text=[['a'], ['b', 'c']]), "field 'text' is nested and not text"),
@@ -155,23 +138,16 @@ REFUSED = [
         '.zip', '.tar', '.tar.gz', '.tar.ZST', '.TGZ', '.7z', '.rar', '.bz2', '.xz',
         '.parquet.gz')),
     # what is no text, by the content
-    ('a.txt', archive('zip'), 'this is a zip archive'),
-    ('a.jsonl', archive('zip'), 'this is a zip archive'),
-    ('a.gz', gzip.compress(archive('tar')), 'this is a tar archive'),
+    ('a.txt', b'PK\3\4', 'this is a zip archive'),
+    ('a.gz', gzip.compress(tar()), 'this is a tar archive'),
     ('a.txt', gzip.compress(b'text'), 'this is gzip and no text: name it .gz'),
     ('a.jsonl', zstandard.compress(LINES), 'this is Zstandard'),
-    ('a.csv', bz2.compress(CSV), 'this is bzip2'),
-    ('a.txt', lzma.compress(b'text'), 'this is xz'),
     ('a.txt', parquet(text=['one']), 'this is Parquet'),
     ('a.txt', b'%PDF-1.7\n', 'this is a PDF'),
-    ('a.md', b'\x89PNG\r\n\x1a\n', 'this is a picture'),
-    ('a.txt', b'SQLite format 3\0', 'this is an SQLite database'),
     ('a\nb.txt', b'text and\0more', 'a\\nb.txt: no text, byte 8 is NUL'),
     ('a b.txt', 'text'.encode('utf-16'), "UTF-16 text: convert it: iconv -f UTF-16 -t UTF-8 '"),
     ('a.json', '{"text": "a"}'.encode('utf-16-le'), 'UTF-16 text: convert it: iconv -f UTF-16LE'),
     ('a.txt', RUSSIAN.encode('utf-16-be'), 'UTF-16 text: convert it: iconv -f UTF-16BE'),
-    ('a.csv', 'text'.encode('utf-32'), 'UTF-32 text: convert it: iconv -f UTF-32 '),
-    ('a.txt', b'a' * 2**20 + b'\0', 'byte 1048576 is NUL'),
     ('a.txt.zst', zstandard.compress(b'a' * 2**19 + b'\0'), 'byte 524288 is NUL'),
     ('a.txt', BOM + b'caf\xe9', 'not UTF-8 at byte 6: convert it, for example with iconv'),
     # compressed files
@@ -179,32 +155,33 @@ REFUSED = [
     ('a.txt.zst', zstandard.compress(b'text' * 9999)[:-3], 'cut short after'),
     ('a.txt.gz', gzip.compress(b'text') + bytes(9) + b'more', 'damaged after'),
     ('a.txt.gz', b'text', 'this is plain text and not .gz: name it without .gz'),
-    ('a.txt.zst', b'text and more', 'this is plain text and not .zst'),
-    ('a.jsonl.zst', gzip.compress(LINES), 'this is gzip and not .zst: name it .gz'),
-    ('a.txt.gz.gz', gzip.compress(gzip.compress(b'text')), 'compressed twice: unpack it once')]
-REFUSED_FIELDS = [
-    ('a.json', b'{"a": {"c": 1}}', ", row 1: no field 'a.b', it has 'a':", 'a.b'),
-    ('a.jsonl', b'{"a": {"b": [1]}}', ", line 1: field 'a.b' is list and not text", 'a.b'),
-    ('a.parquet', parquet(**STRUCT), "field 'a' is nested", 'a'),
-    ('a.parquet', parquet(**STRUCT), "no field 'a.x', it has 'a.b', 'a', 'l'", 'a.x'),
-    ('a.parquet', parquet(**STRUCT), "no field 'l.list.element'", 'l.list.element')]
-ALL_REFUSED = [*((*case, 'text') for case in REFUSED), *REFUSED_FIELDS]
+    ('a.jsonl.zst', gzip.compress(LINES), 'this is gzip and not .zst: name it .gz')]
 
 
-@pytest.mark.parametrize(('name', 'data', 'words', 'field'), ALL_REFUSED,
-                         ids=range(len(ALL_REFUSED)))
+@pytest.mark.parametrize(('name', 'data', 'words'), REFUSED, ids=range(len(REFUSED)))
 def test_what_cannot_be_read_is_one_line_that_names_the_file_and_the_place(
-        name, data, words, field, tmp_path):
+        name, data, words, tmp_path):
     (tmp_path / name).write_bytes(data)
     with pytest.raises(UserError) as problem:
-        texts_of(tmp_path / name, field=field)
+        texts_of(tmp_path / name)
     message = str(problem.value)
     assert message.startswith(shown(tmp_path / name)) and words in message
     assert '\n' not in message and len(message) < 450
 
 
+@pytest.mark.parametrize(('name', 'data', 'field', 'words'), [
+    ('a.json', b'{"a": {"c": 1}}', 'a.b', ", row 1: no field 'a.b', it has 'a':"),
+    ('a.parquet', parquet(**STRUCT), 'a', "field 'a' is nested"),
+    ('a.parquet', parquet(**STRUCT), 'a.x', "no field 'a.x', it has 'a.b', 'a'")], ids=range(3))
+def test_a_nested_field_that_is_not_there_or_no_text_is_named(name, data, field, words, tmp_path):
+    (tmp_path / name).write_bytes(data)
+    with pytest.raises(UserError) as problem:
+        texts_of(tmp_path / name, field=field)
+    assert words in str(problem.value)
+
+
 @pytest.mark.parametrize(('name', 'data', 'words'), [
-    ('a.tar.gz', archive('tar'), '.tar.gz files are not read'),
+    ('a.tar.gz', tar(), '.tar.gz files are not read'),
     ('a.jsonl', b'{"text": "fine"}\n{"text": ', ', line 2: not JSON'),
     ('a.csv', b'text\na\0\n', 'byte 6 is NUL: leave it out'),
     ('a.jsonl', b'\n \n', 'empty'), ('a.txt', b'  \n\t \xc2\xa0', 'empty')])
@@ -217,9 +194,12 @@ def test_a_file_that_is_refused_leaves_no_dataset_whatever_the_tokenizer(
 
 
 @pytest.mark.parametrize('tokenizer', ['byte', 'borrowed'])
-def test_a_file_of_any_bytes_stays_as_it_is_where_it_is_prepared_by_bytes(tokenizer, tmp_path):
+def test_a_file_of_any_bytes_stays_as_it_is_where_it_is_prepared_by_bytes(
+        tokenizer, tmp_path, monkeypatch):
+    monkeypatch.setattr(documents, 'BLOCK_BYTES', 99)
+    monkeypatch.setattr(documents, 'PIECE_CHARS', 500)
     (tmp_path / 'utf8.txt').write_text('text ' * 100)
-    data = archive('tar') + np.random.default_rng(0).bytes(10_000)
+    data = tar() + np.random.default_rng(0).bytes(10_000)
     (tmp_path / 'a.dat').write_bytes(data)
     for name, chosen in (('utf8.txt', 'byte'), ('a.dat', tokenizer)):
         prepare.main(['text', f'--input={tmp_path}/{name}', f'--data_dir={tmp_path}/borrowed',
@@ -227,27 +207,6 @@ def test_a_file_of_any_bytes_stays_as_it_is_where_it_is_prepared_by_bytes(tokeni
                       '--overwrite'])
     assert b''.join(split_bytes(tmp_path / 'borrowed', split)
                     for split in ('train', 'val')) == data
-
-
-def test_files_that_open_with_white_space_keep_it_and_their_end_of_text(tmp_path):
-    texts = [SPACES.decode() + 'one', *(f'text {n}' for n in range(40))]
-    (tmp_path / 'in').mkdir()
-    for n, text in enumerate(texts):
-        (tmp_path / f'in/{n}.txt').write_text(text)
-    prepare.main(['text', f'--input={tmp_path}/in', '--documents=file', '--tokenizer=byte',
-                  f'--data_dir={tmp_path}/d'])
-    assert sorted(sum(documents_of(tmp_path / 'd').values(), [])) == sorted(texts)
-
-
-def test_only_files_whose_lines_are_rows_are_cut_into_parts(tmp_path):
-    texts = [f'line\nof a row {n}' for n in range(200)]
-    (tmp_path / 'a.ndjson').write_text(''.join(json.dumps({'text': t}) + '\n' for t in texts))
-    (tmp_path / 'b.csv').write_text('text\n' + ''.join(f'"{t}"\n' for t in texts))
-    (tmp_path / 'c.json').write_text(json.dumps([{'text': t} for t in texts]))
-    for name, empty_parts in (('a.ndjson', 0), ('b.csv', 4), ('c.json', 4)):
-        source = Files([tmp_path / name], name)
-        parts = [[piece.text for piece in source.part(k, 5).pieces()] for k in range(1, 6)]
-        assert sum(parts, []) == texts and parts.count([]) == empty_parts, name
 
 
 def test_each_row_is_a_document_and_no_other_form_is_taken(tmp_path, refused):
@@ -261,27 +220,3 @@ def test_text_has_no_fields_and_a_path_no_nul(tmp_path, refused):
     (tmp_path / 'a.txt').write_text('text')
     for name, words in (('a.txt', 'is text and has no fields'), ('a\0b', 'no path has a NUL')):
         assert words in refused('text', f'--input={tmp_path}/{name}', '--text_field=body')
-
-
-# -----------------------------------------------------------------------------
-# JSON is read a value at a time
-
-
-TEXTS = st.text(max_size=20)
-VALUES = st.none() | st.booleans() | st.integers() | st.floats() | TEXTS | st.just([-1e9, []]) | \
-    st.dictionaries(TEXTS, TEXTS, max_size=2)
-
-
-@settings(max_examples=30, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(values=st.lists(st.dictionaries(TEXTS, VALUES, max_size=4), max_size=4),
-       block=st.integers(1, 40), indent=st.none() | st.integers(0, 2), form=st.sampled_from('al'))
-def test_json_is_what_pythons_json_reads_wherever_the_blocks_end(
-        values, block, indent, form, tmp_path, monkeypatch):
-    written = [json.dumps(value, indent=indent, ensure_ascii=block % 2) for value in values]
-    text = f'[{" , ".join(written)}\n]' if form == 'a' else '\n'.join(written)
-    (tmp_path / 'a.json').write_bytes(text.encode('utf-8', 'replace'))
-    monkeypatch.setattr(documents, 'BLOCK_BYTES', block)
-    monkeypatch.setattr(documents, 'SIGNATURE_BYTES', 1)
-    found = [value for value, *_ in rows.json_values(tmp_path / 'a.json')]
-    expected = [json.loads(one.encode('utf-8', 'replace')) for one in written]
-    assert repr(found) == repr(expected)

@@ -1,10 +1,10 @@
 """Files and datasets of the hub → documents."""
 
 import gzip
-import itertools
 import json
 import socket
 import time
+from itertools import chain, islice, pairwise
 
 import pytest
 import zstandard
@@ -15,21 +15,13 @@ from hypothesis import strategies as st
 
 from plaingpt.corpus import documents
 from plaingpt.corpus.corpora import OWN_VALIDATION
-from plaingpt.corpus.documents import (
-    DOCUMENT_FORMS,
-    PIECE_CHARS,
-    read_bytes,
-    read_text,
-    split_lines,
-    whole_files,
-)
+from plaingpt.corpus.documents import DOCUMENT_FORMS, read_text, whole_files
 from plaingpt.corpus.hub import HubDataset
 from plaingpt.corpus.text_files import Files, find_files
 from plaingpt.system.errors import UserError
-from plaingpt.tokens.tokenizers import BPETokenizer, ByteTokenizer
+from plaingpt.tokens.tokenizers import BPETokenizer
 
 PAGES = [f'page {i} of the web' for i in range(500)]
-one_folder = settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=50)
 
 
 def pieces_of(source, mark=None):
@@ -45,7 +37,7 @@ def test_each_format_gives_the_same_documents(tmp_path):
     rows, lines = (tmp_path / 'rows').read_bytes(), '\n'.join(PAGES).encode()
     write_parquet(tmp_path / 'a.parquet', PAGES, row_group_size=64)
     expected = prepared(tmp_path / 'parquet', 'text', f'--input={tmp_path}/a.parquet')
-    assert sorted(sum(expected, [])) == sorted(PAGES) and 20 < len(expected[1]) < 90
+    assert sorted(chain(*expected)) == sorted(PAGES) and 20 < len(expected[1]) < 90
     for name, data, pack in [('a.jsonl', rows, bytes), ('b.jsonl.gz', rows, gzip.compress),
                              ('c.txt', lines, bytes), ('d.txt.zst', lines, zstandard.compress)]:
         # two compressed streams in a row are one file, as with cat a.gz b.gz
@@ -62,7 +54,7 @@ def test_rows_whose_text_is_null_are_left_out_and_counted(tmp_path, capsys):
     for argv in (['text', f'--input={tmp_path}/rows'],
                  ['hf', f'--path={tmp_path}/hub', '--val_fraction=0.1']):
         found = prepared(tmp_path / argv[0], *argv)
-        assert sorted(sum(found, [])) == sorted(filter(None, pages))
+        assert sorted(chain(*found)) == sorted(filter(None, pages))
         assert '\n5 rows left out: the text is null\n' in capsys.readouterr().out
 
 
@@ -97,31 +89,16 @@ def test_wikitext_is_cut_into_its_articles():
 BPE = BPETokenizer.train(['the cat sat on the mat, 12  the\n\n  cat!'] * 3, 290)
 
 
-@one_folder
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=50)
 @given(text=st.text(alphabet=' \n\tab1.,\u00a0\u3000\x1f', min_size=1), size=st.integers(2, 9))
 def test_a_long_file_in_pieces_has_the_tokens_of_the_whole(text, size, monkeypatch):
     text = 'a' + text
     monkeypatch.setattr(documents, 'PIECE_CHARS', size)
     pieces = [piece for piece, *_ in whole_files([(text[:20], 0), (text[20:], 0)])]
-    assert ''.join(pieces) == text
+    assert ''.join(pieces) == text and max(map(len, pieces)) <= size
     # only a piece without any place to cut is cut at random
-    if all(b[0] in ' \n' and not a[-1].isspace() for a, b in itertools.pairwise(pieces)):
+    if all(b[0] in ' \n' and not a[-1].isspace() for a, b in pairwise(pieces)):
         assert [i for piece in pieces for i in BPE.encode(piece)] == BPE.encode(text).tolist()
-
-
-def test_long_files_come_in_pieces(tmp_path):
-    (tmp_path / 'a.txt').write_text('ä word ' * PIECE_CHARS)
-    pieces = list(Files([tmp_path / 'a.txt'], 'a').pieces())
-    assert len(pieces) > 6 and [piece.new_document for piece in pieces[:3]] == [True, False, False]
-    assert max(len(piece.text) for piece in pieces) <= PIECE_CHARS
-
-
-@given(st.text())
-def test_lines_are_those_of_the_text_wherever_the_blocks_end(text):
-    blocks = [(text[i:i + 3], i) for i in range(0, len(text), 3)]
-    expected = [line + '\n' for line in text.split('\n')]
-    expected[-1] = expected[-1][:-1]
-    assert [line for line, _ in split_lines(blocks)] == [line for line in expected if line]
 
 
 def test_bytes_that_are_no_utf8_are_named_with_their_place(tmp_path, monkeypatch):
@@ -136,30 +113,6 @@ def test_bytes_that_are_no_utf8_are_named_with_their_place(tmp_path, monkeypatch
                 list(read_text(tmp_path / name, 'strict'))
         replaced = ''.join(text for text, _ in read_text(tmp_path / 'a.txt', 'replace'))
         assert replaced == data.decode('utf-8', 'replace')
-
-
-@one_folder
-@given(data=st.lists(st.binary(max_size=30) | st.just(b' \n') | st.text().map(str.encode)),
-       block=st.integers(1, 9), piece=st.integers(2, 9))
-def test_any_bytes_of_a_file_are_tokens_of_the_byte_tokenizer(data, block, piece, tmp_path,
-                                                              monkeypatch):
-    data = b'x' + b''.join(data)
-    (tmp_path / 'a.txt').write_bytes(data)
-    monkeypatch.setattr(documents, 'BLOCK_BYTES', block)
-    monkeypatch.setattr(documents, 'PIECE_CHARS', piece)
-    pieces = pieces_of(Files([tmp_path / 'a.txt'], 'a', errors='surrogateescape'))
-    assert b''.join(bytes(ByteTokenizer().encode(text)) for text in pieces) == data
-
-
-@one_folder
-@given(data=st.binary(max_size=300))
-def test_compressed_files_never_lose_bytes_silently(tmp_path, data):
-    for name, packed in (('a.gz', gzip.compress(data)), ('a.zst', zstandard.compress(data))):
-        (tmp_path / name).write_bytes(packed)
-        assert b''.join(part for part, _ in read_bytes(tmp_path / name)) == data
-        (tmp_path / name).write_bytes(packed[:-1])
-        with pytest.raises(UserError, match='cut short'):
-            list(read_bytes(tmp_path / name))
 
 
 # -----------------------------------------------------------------------------
@@ -222,7 +175,7 @@ def test_a_stream_goes_on_from_a_mark_after_any_row(hub_folder):
     for rows_read in (1, 64, 65, 100, 101, 300, 301, rows):  # row groups, files and splits end
         source = hub()
         pieces = source.pieces()
-        first = [piece.text for piece in itertools.islice(pieces, rows_read)]
+        first = [piece.text for piece in islice(pieces, rows_read)]
         mark = json.loads(json.dumps(source.mark()))
         rest = [piece.text for piece in pieces]
         resumed = list(hub().pieces(mark))

@@ -24,13 +24,11 @@ QUOTED = 'two, "2",\r\nlines'
 NESTED = b'{"a": {"b": "in"}}\n{"a.b": "key", "a": {"b": "in"}}\n{"a": null}\n'
 STRUCT = {'a.b': ['key', 'key'], 'a': [{'b': 'in', 'c': [1]}, None]}
 SPACES = b' ' * (2**18 + 5)
-RUSSIAN = 'Мороз и солнце, день чудесный.\n' * 20
 
 
-def parquet(names=None, **columns):
-    file, columns = io.BytesIO(), {name: pyarrow.array(c) for name, c in columns.items()}
-    pyarrow.parquet.write_table(pyarrow.Table.from_arrays(
-        list(columns.values()), names or list(columns)), file)
+def parquet(**columns):
+    file = io.BytesIO()
+    pyarrow.parquet.write_table(pyarrow.table(columns), file)
     return file.getvalue()
 
 
@@ -51,7 +49,6 @@ READ = [
     # JSON
     ('a.jsonl', LINES, ['one', 'two'], {}),
     ('a.NDJSON', LINES, ['one', 'two'], {}),
-    ('a.json', LINES, ['one', 'two'], {}),
     ('a.Json', ARRAY, ['one', 'two'], {}),
     ('a.JSON.GZ', gzip.compress(ARRAY), ['one', 'two'], {}),
     ('a.ndjson.zst', zstandard.compress(LINES), ['one', 'two'], {}),
@@ -87,10 +84,8 @@ READ = [
     ('a.txt.gz', gzip.compress(b'te') + bytes(9) + gzip.compress(b'xt') + bytes(999), ['text'], {}),
     ('a.txt', SPACES + b'text' + SPACES, [SPACES.decode() + 'text' + SPACES.decode()], {}),
     ('a.txt', SPACES, [], {}),
-    ('a.txt', b' = One = \r\n a\r\n = = In = = \r\n = Two = \r\n b',
-     [' = One = \r\n a\r\n = = In = = \r\n', ' = Two = \r\n b'], {'form': 'title'}),
-    ('a.txt', b'\none\r\n\r\ntwo', ['one', 'two'], {'form': 'line'}),
-    ('a.txt', b'one\r\n\r\ntwo\r\n', ['one', 'two'], {'form': 'paragraph'})]
+    ('a.txt.zst', zstandard.compress(b'one\r\n\r\ntwo') * 2, ['one', 'twoone', 'two'],
+     {'form': 'line'})]
 
 
 @pytest.mark.parametrize(('name', 'data', 'expected', 'options'), READ, ids=range(len(READ)))
@@ -108,30 +103,23 @@ REFUSED = [
     # JSON
     ('a.json', b'[{"text": "one"},\n{"text": }]', ', line 2: not JSON'),
     ('a.json', b'[{"text": "one"}\n{"text": "two"}]', ', line 2: not JSON: the array has no comma'),
-    ('a.json', b'[{"text": "one"}\n', ', line 2: not JSON: the array has no end'),
-    ('a.json', b'[{"text": "one"}]\n[]', ', line 2: not JSON: the array has ended'),
     ('a.json', b'{"data": [{"text": "one"}]}', ", row 1: no field 'text', it has 'data'"),
-    ('a.json', b'["one"]', ", row 1: no field 'text', it has no fields"),
     ('a.json', b'{"text": "a", "text": "b"}', ", row 1: an object has the key 'text' twice"),
     ('a.json', b'[' * 200_000, ', row 1: nested too deep'),
     ('a.jsonl', b'\n{"text": "one', ', line 2: not JSON: Unterminated string at column 10'),
     ('a.jsonl', b'{"text": "one"} {}', ', line 1: not JSON: more than one value'),
     ('a.jsonl', b'{"text": 7}\n', ", line 1: field 'text' is int and not text"),
-    ('a.jsonl', b'{"x\\ny": 1, "%s": 2}' % (b'z' * 999), r"it has 'x\ny', 'zzz"),
     ('a\nb.jsonl', b'{}', "a\\nb.jsonl, line 1: no field 'text'"),
     # CSV and TSV
     ('a.csv', b'id,text\n1,"a\nb"\n2\n', ', line 4: not CSV: 1 column, and 2 in'),
     ('a.tsv', b'id\ttext\n1\ta\tb\n', ', line 2: not TSV: 3 columns'),
     ('a.csv', b'id,text\n1,"one\n2,two\n', ', line 2: not CSV: unexpected end'),
-    ('a.csv', b'id;text\n1;one\n', 'by semicolons and not by commas'),
     ('a.csv', b'id\ttext\n1\tone\n', 'name it .tsv'),
-    ('a.csv', b'id, text\n1,one\n', "no field 'text', it has 'id', ' text'"),
     ('a.csv', b'text,text\none,two\n', ", line 1: 2 columns are called 'text'"),
     # Parquet
     ('a.parquet', parquet(text=no_utf8()), ', row 2: not UTF-8 at byte 1'),
     ('a.parquet', parquet(text=[['a'], ['b', 'c']]), "field 'text' is nested and not text"),
     ('a.parquet', parquet(url=['x']), "no field 'text', it has 'url'"),
-    ('a.parquet', parquet(['text', 'text'], a=['x'], b=['y']), "2 columns are called 'text'"),
     ('a.parquet', b'PAR1 and nothing else', 'cannot be read'),
     # what has to be unpacked, by the name
     *((f'a{ending}', b'', f'{ending.lower()} files are not read: unpack it') for ending in (
@@ -142,13 +130,10 @@ REFUSED = [
     ('a.gz', gzip.compress(tar()), 'this is a tar archive'),
     ('a.txt', gzip.compress(b'text'), 'this is gzip and no text: name it .gz'),
     ('a.jsonl', zstandard.compress(LINES), 'this is Zstandard'),
-    ('a.txt', parquet(text=['one']), 'this is Parquet'),
     ('a.txt', b'%PDF-1.7\n', 'this is a PDF'),
     ('a\nb.txt', b'text and\0more', 'a\\nb.txt: no text, byte 8 is NUL'),
     ('a b.txt', 'text'.encode('utf-16'), "UTF-16 text: convert it: iconv -f UTF-16 -t UTF-8 '"),
     ('a.json', '{"text": "a"}'.encode('utf-16-le'), 'UTF-16 text: convert it: iconv -f UTF-16LE'),
-    ('a.txt', RUSSIAN.encode('utf-16-be'), 'UTF-16 text: convert it: iconv -f UTF-16BE'),
-    ('a.txt.zst', zstandard.compress(b'a' * 2**19 + b'\0'), 'byte 524288 is NUL'),
     ('a.txt', BOM + b'caf\xe9', 'not UTF-8 at byte 6: convert it, for example with iconv'),
     # compressed files
     ('a.txt.gz', gzip.compress(b'text' * 9999)[:-20], 'cut short after'),

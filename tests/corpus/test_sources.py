@@ -7,15 +7,13 @@ import time
 from itertools import chain, islice, pairwise
 
 import pytest
-import zstandard
 from corpus_files import prepared, texts_of, write_parquet, write_rows
-from helpers import shared_file
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from plaingpt.corpus import documents
 from plaingpt.corpus.corpora import OWN_VALIDATION
-from plaingpt.corpus.documents import DOCUMENT_FORMS, read_text, whole_files
+from plaingpt.corpus.documents import DOCUMENT_FORMS, whole_files
 from plaingpt.corpus.hub import HubDataset
 from plaingpt.corpus.text_files import Files, find_files
 from plaingpt.system.errors import UserError
@@ -30,21 +28,6 @@ def pieces_of(source, mark=None):
 
 # -----------------------------------------------------------------------------
 # files
-
-
-def test_each_format_gives_the_same_documents(tmp_path):
-    write_rows(tmp_path / 'rows', PAGES)
-    rows, lines = (tmp_path / 'rows').read_bytes(), '\n'.join(PAGES).encode()
-    write_parquet(tmp_path / 'a.parquet', PAGES, row_group_size=64)
-    expected = prepared(tmp_path / 'parquet', 'text', f'--input={tmp_path}/a.parquet')
-    assert sorted(chain(*expected)) == sorted(PAGES) and 20 < len(expected[1]) < 90
-    for name, data, pack in [('a.jsonl', rows, bytes), ('b.jsonl.gz', rows, gzip.compress),
-                             ('c.txt', lines, bytes), ('d.txt.zst', lines, zstandard.compress)]:
-        # two compressed streams in a row are one file, as with cat a.gz b.gz
-        (tmp_path / name).write_bytes(pack(data[:999]) + pack(data[999:]))
-        form = ['--documents=line'] if 'txt' in name else []
-        assert prepared(tmp_path / name[0], 'text', f'--input={tmp_path}/{name}', *form) == \
-            expected, name
 
 
 def test_rows_whose_text_is_null_are_left_out_and_counted(tmp_path, capsys):
@@ -78,14 +61,6 @@ def test_what_a_document_is_can_be_said(tmp_path):
         'title': [' = One = \n\na\nb\n\n\n = = Part = = \nc\n', ' = Two = \nd = \n']}
 
 
-def test_wikitext_is_cut_into_its_articles():
-    path = shared_file('wikitext2_valid.txt')
-    articles = texts_of(path, 'title')
-    assert len(articles) == 60 and ''.join(articles) == path.read_text()
-    assert articles[0].lstrip().startswith('= Homarus gammarus = \n')
-    assert all(article.startswith(' = ') for article in articles[1:])
-
-
 BPE = BPETokenizer.train(['the cat sat on the mat, 12  the\n\n  cat!'] * 3, 290)
 
 
@@ -103,16 +78,15 @@ def test_a_long_file_in_pieces_has_the_tokens_of_the_whole(text, size, monkeypat
 
 def test_bytes_that_are_no_utf8_are_named_with_their_place(tmp_path, monkeypatch):
     data = 'ä'.encode() * 1000 + b'\xff' + b'more \xe2\x82 text'
-    (tmp_path / 'a.txt').write_bytes(data)
-    (tmp_path / 'a.txt.gz').write_bytes(gzip.compress(data))
-    (tmp_path / 'end.txt').write_bytes(data[:2000] + b'\xe2\x82')
-    for block in (16, 1999, 2000, 2001, 2**20):
-        monkeypatch.setattr(documents, 'BLOCK_BYTES', block)
-        for name in ('a.txt', 'a.txt.gz', 'end.txt'):
+    for name, content in (('a.txt', data), ('a.txt.gz', gzip.compress(data)),
+                          ('end.txt', data[:2000] + b'\xe2\x82')):
+        (tmp_path / name).write_bytes(content)
+        for block in (16, 1999, 2000, 2001, 2**20):
+            monkeypatch.setattr(documents, 'BLOCK_BYTES', block)
             with pytest.raises(UserError, match=f'{name}: not UTF-8 at byte 2000: .*replace'):
-                list(read_text(tmp_path / name, 'strict'))
-        replaced = ''.join(text for text, _ in read_text(tmp_path / 'a.txt', 'replace'))
-        assert replaced == data.decode('utf-8', 'replace')
+                texts_of(tmp_path / name)
+            replaced = ''.join(texts_of(tmp_path / 'a.txt', errors='replace'))
+            assert replaced == data.decode('utf-8', 'replace')
 
 
 # -----------------------------------------------------------------------------
@@ -122,7 +96,7 @@ def test_bytes_that_are_no_utf8_are_named_with_their_place(tmp_path, monkeypatch
 @pytest.fixture(scope='module')
 def hub_folder(tmp_path_factory):
     """Three Parquet files of train, each of two row groups, and one of validation."""
-    folder = tmp_path_factory.mktemp('sources') / 'hub'
+    folder = tmp_path_factory.mktemp('sources') / 'json'  # also the name of a reader of datasets
     for part in range(3):
         write_parquet(folder / f'data/train-{part:05d}-of-00003.parquet',
                       [f'{page}, part {part}' for page in PAGES[:100]], row_group_size=64)
@@ -130,8 +104,9 @@ def hub_folder(tmp_path_factory):
     return folder
 
 
-def test_a_dataset_with_its_own_validation_keeps_it(hub_folder, tmp_path):
-    train, val = prepared(tmp_path / 'd', 'tinystories', f'--input={hub_folder}')
+def test_a_dataset_with_its_own_validation_keeps_it(hub_folder, tmp_path, monkeypatch):
+    monkeypatch.chdir(hub_folder.parent)
+    train, val = prepared(tmp_path / 'd', 'tinystories', f'--input={hub_folder.name}')
     assert val == ['held', 'out']
     assert train == [f'{page}, part {part}' for part in range(3) for page in PAGES[:100]]
 
@@ -189,6 +164,8 @@ def test_what_is_not_in_a_dataset_is_named(hub_folder, tmp_path, refused):
         refused('hf', f'--path={hub_folder}', '--text_field=body')
     assert 'nope' in refused('hf', f'--path={hub_folder}', '--split=nope')
     assert '--path=' in refused('hf')
+    # datasets would read all such files of the working directory
+    assert 'path=parquet: no such folder' in refused('hf', '--path=parquet')
     (tmp_path / 'empty').mkdir()
     assert f'{tmp_path}/empty cannot be read' in refused('hf', f'--path={tmp_path}/empty')
 

@@ -191,13 +191,6 @@ def test_text_of_the_test_split_that_is_trained_on_is_found(tmp_path):
             for split in dataset.held_out()] == [0, 1]
 
 
-def test_parts_with_a_test_split_are_merged_to_what_one_command_writes(rows, with_test, tmp_path):
-    for part in (1, 2, 3):
-        prepare.main([*rows, f'--data_dir={tmp_path}/d', f'--part={part}/3'])
-    prepare.main(['merge', str(tmp_path / 'd')])
-    assert documents_of(tmp_path / 'd') == documents_of(with_test)
-
-
 def test_a_run_that_was_killed_and_resumes_writes_the_same_test_split(rows, with_test, tmp_path):
     argv = [*rows, f'--data_dir={tmp_path}/d']
     assert prepare_killed(9, *argv, log=tmp_path / 'log') == -9

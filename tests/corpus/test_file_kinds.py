@@ -140,7 +140,8 @@ REFUSED = [
     ('a.txt.zst', zstandard.compress(b'text' * 9999)[:-3], 'cut short after'),
     ('a.txt.gz', gzip.compress(b'text') + bytes(9) + b'more', 'damaged after'),
     ('a.txt.gz', b'text', 'this is plain text and not .gz: name it without .gz'),
-    ('a.jsonl.zst', gzip.compress(LINES), 'this is gzip and not .zst: name it .gz')]
+    ('a.jsonl.zst', gzip.compress(LINES), 'this is gzip and not .zst: name it .gz'),
+    ('a.txt.gz.gz', gzip.compress(gzip.compress(b'text')), 'compressed twice')]
 
 
 @pytest.mark.parametrize(('name', 'data', 'words'), REFUSED, ids=range(len(REFUSED)))

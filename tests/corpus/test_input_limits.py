@@ -43,7 +43,7 @@ def write_bombs(folder):
 
 def test_files_that_expand_without_end_are_refused_within_bounded_memory(tmp_path, monkeypatch):
     bombs = write_bombs(tmp_path / 'bombs')
-    monkeypatch.setattr(documents, 'EXPANDED_BYTES', 10**6)
+    monkeypatch.setattr(documents, 'EXPANDED_BYTES', 10**7)
 
     def read_all(argv=None):
         before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

@@ -213,6 +213,8 @@ def test_evaluate_scores_the_test_split(trained, char_data, tmp_path, capsys, mo
     argv = [f'--out_dir={trained}', f'--dataset={folder}', '--device=cpu']
     assert 'no test.bin there: prepare it with --test_fraction' in fails(
         capsys, monkeypatch, evaluate.main, *argv, '--split=test')
+    assert 'cannot go together' in fails(capsys, monkeypatch, evaluate.main, *argv, '--split=test',
+                                         '--tasks=train')
     meta, scores = open_dataset(folder).meta, {}
     (file,) = meta['splits']['val']['files']
     meta['splits']['test'] = {**meta['splits']['val'], 'files': [{**file, 'name': 'test.bin'}]}

@@ -1,13 +1,9 @@
 """Files of documents to prepare, and the datasets that prepare.py makes of them."""
 
-import itertools
 import json
-import os
-import signal
 
 import pyarrow
 import pyarrow.parquet
-from helpers import exit_code, fork
 
 import prepare
 from plaingpt.corpus.text_files import Files
@@ -49,27 +45,3 @@ def prepared(folder, *argv):
     """Prepare by bytes → the documents of train, of val and, where there is one, of test."""
     prepare.main([*map(str, argv), '--tokenizer=byte', f'--data_dir={folder}'])
     return [*documents_of(folder).values()]
-
-
-def contents(folder):
-    """{name: bytes} of the files in a folder."""
-    return {path.name: path.read_bytes() for path in folder.iterdir()}
-
-
-def prepare_killed(change, *argv, log):
-    """Run prepare.py in a process that kills itself in the place of its change of the disk of that
-    number → its exit code: -9, or 0 where it made fewer changes."""
-    changes = itertools.count(1)
-
-    def dying(do):
-        def call(*arguments, **options):
-            if next(changes) == change:
-                os.kill(os.getpid(), signal.SIGKILL)
-            return do(*arguments, **options)
-        return call
-
-    def patch():
-        for name in ('replace', 'fsync', 'truncate', 'unlink'):
-            setattr(os, name, dying(getattr(os, name)))
-
-    return exit_code(fork(prepare.main, *argv, log=log, before=patch))

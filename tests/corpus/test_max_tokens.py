@@ -3,7 +3,8 @@
 import re
 
 import pytest
-from corpus_files import contents, prepare_killed, prepared, split_bytes, write_parquet, write_rows
+from corpus_files import prepared, split_bytes, write_parquet, write_rows
+from interrupted import contents, exit_code
 
 import prepare
 from plaingpt.corpus import encoding
@@ -54,14 +55,12 @@ def test_the_training_tokens_are_the_first_ones_and_exactly_so_many(kind, limit,
 @pytest.mark.parametrize(('kind', 'threads'), [
     ('rows', 1), ('running', 3), pytest.param('hub', 3, marks=pytest.mark.slow)])
 def test_threads_batches_and_kills_do_not_change_where_it_ends(
-        kind, threads, inputs, tmp_path, monkeypatch):
+        kind, threads, inputs, tmp_path):
     argv = command(kind, inputs, '--max_tokens=40_001')
     prepared(tmp_path / 'd', *argv, '--num_proc=2')
-    monkeypatch.setattr(encoding, 'BATCH_CHARS', 2**11)
     argv += ['--tokenizer=byte', f'--data_dir={tmp_path}/killed', f'--num_proc={threads}']
-    for change in (20, 12):
-        assert prepare_killed(change, *argv, log=tmp_path / 'log') == -9
-    prepare.main(argv)
+    # in smaller batches
+    assert [exit_code(*argv, calls=change) for change in (20, 12, 0)] == [-9, -9, 0]
     assert contents(tmp_path / 'killed') == contents(tmp_path / 'd')
 
 

@@ -9,10 +9,11 @@ import tracemalloc
 
 import numpy as np
 import pytest
-from corpus_files import contents, prepare_killed, prepared, write_rows
-from helpers import ROOT, SHARED, exit_code, fork
+from corpus_files import prepared, write_rows
+from helpers import ROOT, SHARED
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from interrupted import contents, exit_code
 
 import prepare
 from plaingpt.corpus import encoding
@@ -133,15 +134,13 @@ def test_token_files_that_others_made_are_compared_too(foreign_shards, tmp_path,
 
 
 def test_a_kill_while_splits_are_compared_costs_no_more_than_that(documents, tmp_path, monkeypatch):
-    def die_when_comparing():
-        inspection.read_sequences = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
-
     write_rows(tmp_path / 'in.jsonl', documents)
     argv = ['text', f'--input={tmp_path}/in.jsonl', '--tokenizer=byte', '--val_fraction=0.3']
     prepare.main([*argv, f'--data_dir={tmp_path}/whole'])
     argv += [f'--data_dir={tmp_path}/killed']
-    pid = fork(prepare.main, *argv, log=tmp_path / 'log', before=die_when_comparing)
-    assert exit_code(pid) == -signal.SIGKILL
+    with monkeypatch.context() as patch:
+        patch.setattr(inspection, 'read_sequences', lambda *_: os.kill(os.getpid(), signal.SIGKILL))
+        assert exit_code(*argv) == -signal.SIGKILL
     half = open_dataset(tmp_path / 'killed/unfinished')
     assert len(half.split('train', in_ram=True)) and 'in_train' not in half.split_entry('val')
     monkeypatch.delattr(encoding, 'encode_batch')  # nothing is encoded again
@@ -162,8 +161,8 @@ def test_a_kill_at_any_change_of_the_disk_is_healed_where_a_split_is_too_short_t
     while code:
         change += 1
         folder = tmp_path / f'killed-{change}'
-        code = prepare_killed(change, *argv, f'--data_dir={folder}', log=tmp_path / 'log')
-        assert code in (0, -9), (tmp_path / 'log').read_text()
+        code = exit_code(*argv, f'--data_dir={folder}', calls=change)
+        assert code in (0, -9), change
         prepare.main([*argv, f'--data_dir={folder}'])
         assert contents(folder) == contents(tmp_path / 'whole'), change
     assert change > 5

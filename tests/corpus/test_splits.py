@@ -7,16 +7,9 @@ from itertools import chain
 
 import numpy as np
 import pytest
-from corpus_files import (
-    contents,
-    documents_of,
-    prepare_killed,
-    prepared,
-    split_bytes,
-    write_parquet,
-    write_rows,
-)
+from corpus_files import documents_of, prepared, split_bytes, write_parquet, write_rows
 from helpers import fails
+from interrupted import contents, exit_code
 
 import evaluate
 import prepare
@@ -193,7 +186,7 @@ def test_text_of_the_test_split_that_is_trained_on_is_found(tmp_path):
 
 def test_a_run_that_was_killed_and_resumes_writes_the_same_test_split(rows, with_test, tmp_path):
     argv = [*rows, f'--data_dir={tmp_path}/d']
-    assert prepare_killed(9, *argv, log=tmp_path / 'log') == -9
+    assert exit_code(*argv, calls=9) == -9
     prepare.main(argv)
     assert contents(tmp_path / 'd') == contents(with_test)
 

@@ -51,7 +51,7 @@ def test_the_standard_library_is_split_by_file_without_its_tests(tmp_path, monke
         return [path for path in find_standard_library(folder, tell) if path.name[0] in 'adhj']
 
     monkeypatch.setitem(CORPORA, 'pystdlib', replace(CORPORA['pystdlib'], find=some_files))
-    prepare.main(['pystdlib', '--tokenizer=byte', f'--data_dir={tmp_path}/d'])
+    prepare.main(['pystdlib', '--tokenizer=byte', '--documents=file', f'--data_dir={tmp_path}/d'])
     splits = meta_of(tmp_path / 'd')['splits']
     assert splits['train']['documents'] > 30 and splits['val']['documents'] > 1
     stdlib = Path(sysconfig.get_paths()['stdlib'])
@@ -69,9 +69,10 @@ def test_the_end_of_text_stands_before_each_document(tmp_path):
         prepare.main(['text', f'--input={tmp_path}/in.jsonl', f'--tokenizer={tokenizer}',
                       f'--data_dir={tmp_path}/{tokenizer}'])
         dataset, found = open_dataset(tmp_path / tokenizer), []
+        end_of_text = dataset.tokenizer().end_of_text
         for split, entry in dataset.meta['splits'].items():
             ids = dataset.split(split, in_ram=True).ram
-            first, *documents = np.split(ids, np.flatnonzero(ids == dataset.tokenizer().end_of_text))
+            first, *documents = np.split(ids, np.flatnonzero(ids == end_of_text))
             assert len(first) == 0 and entry['documents'] == len(documents)
             found += [dataset.tokenizer().decode(each[1:].tolist()) for each in documents]
         assert sorted(found) == sorted(texts), tokenizer

@@ -68,7 +68,8 @@ def state_of(folder):
                   for split, entries in files.items()}
 
 
-@pytest.mark.parametrize(('form', 'counts'), [('rows', (1, 3)), ('lines', (2, 30)), ('hub', (2, 7))])
+@pytest.mark.parametrize(('form', 'counts'),
+                         [('rows', (1, 3)), ('lines', (2, 30)), ('hub', (2, 7))])
 def test_any_number_of_parts_merged_equals_one_command(form, counts, inputs, tmp_path):
     prepare.main([*inputs[form], f'--data_dir={tmp_path}/whole'])
     for count in counts:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from helpers import SHARED, exit_code, fails, fork, run, shared_file
+from helpers import SHARED, exit_code, fails, fork, shared_file
 
 import prepare
 from plaingpt.corpus import documents, encoding
@@ -122,27 +122,26 @@ def test_a_corpus_of_the_hub_is_streamed_through_datasets(tmp_path, monkeypatch)
     assert decoded(tmp_path / 'd', 'train').startswith('page ')
 
 
-@pytest.mark.parametrize(('corpus', 'has_documents'), [
-    (Corpus('my notes', 'bpe:300', files='~/notes.jsonl', text_field='body', small=True), True),
-    (Corpus('my notes', 'byte', files='~/one.txt,~/more/*.md', small=True), False)])
-def test_a_corpus_of_local_files_is_one_entry_of_the_table(corpus, has_documents, tmp_path,
-                                                           monkeypatch, capsys):
-    rows = [{'id': i, 'body': f'note {i}'} for i in range(200)]
-    (tmp_path / 'notes.jsonl').write_text('\n'.join(map(json.dumps, rows)))
+def test_a_corpus_of_local_files_is_one_entry_of_the_table(tmp_path, monkeypatch, capsys):
+    (tmp_path / 'notes.jsonl').write_text('\n'.join(
+        json.dumps({'id': i, 'body': f'note {i}'}) for i in range(200)))
     (tmp_path / 'one.txt').write_text('note 0 ' * 50)
     (tmp_path / 'more').mkdir()
     (tmp_path / 'more/two.md').write_text('note ' * 50)
     monkeypatch.setenv('HOME', str(tmp_path))
-    monkeypatch.setitem(CORPORA, 'notes', corpus)
-    assert find_dataset_size('notes')[0] == (300 if has_documents else 257)
-    prepare.main(['notes', f'--data_dir={tmp_path}/d', '--if_small'])
-    splits = meta_of(tmp_path / 'd')['splits']
-    assert sum(split['documents'] for split in splits.values()) == (200 if has_documents else 2)
-    assert 'note ' in decoded(tmp_path / 'd', 'train')
+    for files, tokenizer, vocab_size, count in (
+            ('~/notes.jsonl', 'bpe:300', 300, 200), ('~/one.txt,~/more/*.md', 'byte', 257, 2)):
+        monkeypatch.setitem(CORPORA, 'notes', Corpus('my notes', tokenizer, files=files,
+                                                     text_field='body', small=True))
+        folder = tmp_path / tokenizer
+        assert find_dataset_size('notes')[0] == vocab_size
+        prepare.main(['notes', f'--data_dir={folder}', '--if_small'])
+        splits = meta_of(folder)['splits']
+        assert sum(split['documents'] for split in splits.values()) == count
+        assert 'note ' in decoded(folder, 'train')
     (tmp_path / 'other.txt').write_text('another text ' * 50)
-    prepare.main(['notes', f'--input={tmp_path}/other.txt', f'--data_dir={tmp_path}/d',
-                  '--overwrite'])
-    assert 'another text ' in decoded(tmp_path / 'd', 'train')
+    prepare.main(['notes', f'--input={tmp_path}/other.txt', f'--data_dir={folder}', '--overwrite'])
+    assert 'another text ' in decoded(folder, 'train')
     capsys.readouterr()
     prepare.main([])
     assert 'my notes' in capsys.readouterr().out
@@ -310,10 +309,8 @@ def test_a_disk_that_fills_up_is_one_line_and_the_same_command_goes_on(
     assert decoded(tmp_path / 'd', 'val').endswith('some text\n')
 
 
-TEXT = b'To be, or not to be, that is the question.\n'
-
-
-def test_memory_does_not_grow_with_the_corpus(tmp_path, monkeypatch):
+@pytest.mark.parametrize('tokenizer', ['byte', 'char'])
+def test_memory_does_not_grow_with_the_corpus(tokenizer, tmp_path, monkeypatch):
     monkeypatch.setattr(encoding, 'BATCH_CHARS', 2**14)
     monkeypatch.setattr(documents, 'PIECE_CHARS', 2**14)
     monkeypatch.setattr(documents, 'BLOCK_BYTES', 2**14)
@@ -321,27 +318,13 @@ def test_memory_does_not_grow_with_the_corpus(tmp_path, monkeypatch):
     monkeypatch.setattr(prepare, 'record_overlap', lambda folder: {})  # takes 80 MB at any size
 
     def peak(size):
-        (tmp_path / 'in.txt').write_bytes(TEXT * (size // len(TEXT)))
+        (tmp_path / 'in.txt').write_text('To be, or not to be.\n' * (size // 21))
         tracemalloc.start()
-        prepare.main(['text', f'--input={tmp_path}/in.txt', '--tokenizer=byte', '--num_proc=1',
-                      f'--data_dir={tmp_path}/{size}'])
+        prepare.main(['text', f'--input={tmp_path}/in.txt', '--num_proc=1',
+                      f'--tokenizer={tokenizer}', f'--data_dir={tmp_path}/{size}'])
         try:
             return tracemalloc.get_traced_memory()[1]
         finally:
             tracemalloc.stop()
 
     assert peak(2_000_000) < peak(500_000) + 300_000
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(not Path('/proc/self/status').exists(), reason='reads /proc')
-def test_the_memory_of_the_process_does_not_grow_with_the_corpus(tmp_path):
-    def peak(megabytes):
-        (tmp_path / 'in.txt').write_bytes(TEXT * (megabytes * 23_000))
-        return int(run('-c', 'import prepare, resource, sys\n'
-                       'prepare.main(sys.argv[1:])\n'
-                       'print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)',
-                       'text', f'--input={tmp_path}/in.txt', '--tokenizer=byte',
-                       f'--data_dir={tmp_path}/d').split()[-1]) * 1024
-
-    assert peak(40) < peak(4) + 20e6

@@ -2,7 +2,6 @@
 
 import json
 import random
-import weakref
 
 import numpy as np
 import pytest
@@ -17,7 +16,7 @@ from plaingpt.corpus.text_files import Files
 from plaingpt.system import streams
 from plaingpt.tokens import tokenizers
 from plaingpt.tokens.dataset import open_dataset
-from plaingpt.tokens.tokenizers import BPETokenizer, CharTokenizer
+from plaingpt.tokens.tokenizers import BPETokenizer
 
 
 def words(alphabet, seed, characters):
@@ -100,21 +99,6 @@ def test_a_sample_of_a_small_dataset_of_the_hub_is_all_of_it(tmp_path):
 
 # -----------------------------------------------------------------------------
 # char
-
-
-def test_char_looks_at_one_text_at_a_time():
-    class Text(str):
-        pass
-
-    def texts():
-        for i in range(100):
-            text = Text(chr(65 + i % 26))
-            alive.add(text)
-            yield text
-            del text
-            assert len(alive) <= 1
-    alive = weakref.WeakSet()
-    assert CharTokenizer.train(texts()).chars == 'ABCDEFGHIJKLMNOPQRSTUVWXYZ'
 
 
 def test_char_ends_each_document_with_a_line_break(tmp_path):

@@ -15,6 +15,7 @@ from interrupted import contents, exit_code, start, stop_early
 import prepare
 from plaingpt.corpus import encoding
 from plaingpt.tokens.dataset import open_dataset
+from plaingpt.tokens.inspection import find_damage
 
 KINDS = ['text', 'hf', 'running', 'chat']
 DOCUMENTS = 200
@@ -61,14 +62,19 @@ def test_killed_and_restarted_it_writes_what_it_would_have_written(kind, inputs,
     (10**6, 1), (80_000, 4), pytest.param(80_000, 1, marks=pytest.mark.slow)])
 def test_killed_between_any_two_changes_of_the_disk_it_writes_the_same(
         shard_tokens, step, inputs, tmp_path):
-    options = [f'--shard_tokens={shard_tokens}', '--num_proc=1']
+    """And what was in the folder before is whole or gone, at each of these moments."""
+    options = [f'--shard_tokens={shard_tokens}', '--num_proc=1', '--overwrite']
     prepare.main(command('text', inputs, tmp_path / 'whole', *options))
+    prepare.main(command('text', inputs, tmp_path / 'old', *options, '--val_fraction=0.2'))
     for calls in itertools.count(1, step):
-        argv = command('text', inputs, tmp_path / f'killed-{calls}', *options)
+        folder = tmp_path / f'killed-{calls}'
+        shutil.copytree(tmp_path / 'old', folder)
+        argv = command('text', inputs, folder, *options)
         if exit_code(*argv, calls=calls) == 0:
             break
+        assert not (folder / 'meta.json').exists() or not find_damage(open_dataset(folder)), calls
         prepare.main(argv)
-        assert contents(tmp_path / f'killed-{calls}') == contents(tmp_path / 'whole'), calls
+        assert contents(folder) == contents(tmp_path / 'whole'), calls
     assert calls > 5
 
 

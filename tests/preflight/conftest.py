@@ -1,5 +1,6 @@
 import pytest
 import torch
+from changes import SMALL
 from helpers import options
 
 import train
@@ -8,11 +9,6 @@ from plaingpt.system.distributed import World
 from plaingpt.system.errors import UserError
 from plaingpt.training import starting_point
 from plaingpt.training.settings import TrainConfig
-
-SMALL = dict(n_layer=2, n_head=2, n_embd=32, block_size=16, batch_size=4, total_batch_size=0,
-             gradient_accumulation_steps=2, device='cpu', dtype='float32', vocab_size=0,
-             compile=False, max_iters=300, eval_iters=2, eval_interval=10, eval_tokens=0,
-             warmup_iters=2, lr_decay_iters=300, sample_tokens=0, check=True)
 
 
 @pytest.fixture
@@ -34,3 +30,10 @@ def failed(char_data, tmp_path, monkeypatch, capsys):
         return [line.removeprefix('FAILED ') for line in capsys.readouterr().out.splitlines()
                 if line.startswith('FAILED ')]
     return failed
+
+
+@pytest.fixture
+def patch(monkeypatch):
+    """patch(owner, name, change): owner.name becomes change(what it was) until the test ends."""
+    return lambda owner, name, change: monkeypatch.setattr(
+        owner, name, change(getattr(owner, name)))

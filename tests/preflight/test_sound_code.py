@@ -7,8 +7,7 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 from changes import SMALL, after_init, change_batches
-from helpers import ROOT, options
-from test_train import same, weights
+from helpers import ROOT, options, same, weights
 
 import model
 import train

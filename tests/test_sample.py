@@ -1,7 +1,6 @@
 import builtins
 import json
 
-import pytest
 from helpers import fails
 
 import sample
@@ -38,8 +37,8 @@ def test_a_checkpoint_is_chosen_by_name(trained, capsys):
 
 
 def test_samples_do_not_depend_on_how_many_are_written_at_a_time(trained, capsys):
-    texts = [text_of(capsys, trained, f'--batch_size={n}', '--num_samples=5') for n in (1, 2, 8)]
-    assert texts[0] == texts[1] == texts[2] and len(set(texts[0][1])) == 5
+    texts = [text_of(capsys, trained, f'--batch_size={n}', '--num_samples=3') for n in (1, 2, 8)]
+    assert texts[0] == texts[1] == texts[2] and len(set(texts[0][1])) == 3
 
 
 def test_a_stream_says_the_same(trained, capsys):
@@ -169,40 +168,32 @@ def test_a_chat_takes_no_temperature_that_is_not_finite(trained, capsys, monkeyp
     assert out.count('is no number: temperature stays 0.8') == 2
 
 
-@pytest.mark.parametrize('temperature', ['1e-42', '1e-320'])  # as float32: tiny, and 0
-def test_a_temperature_near_zero_is_greedy(trained, capsys, temperature):
+def test_a_temperature_near_zero_is_greedy(trained, capsys):
     greedy = text_of(capsys, trained, '--temperature=0')
-    assert text_of(capsys, trained, f'--temperature={temperature}') == greedy
+    for temperature in ('1e-42', '1e-320'):  # as float32: tiny, and 0
+        assert text_of(capsys, trained, f'--temperature={temperature}') == greedy
 
 
-@pytest.mark.parametrize(('arguments', 'words'), [
-    (['--start=naïve'], "'ï'"),
-    (['--start='], 'start is empty'),
-    (['--start=FILE:nowhere.txt'], 'nowhere.txt'),
-    (['--checkpoint=5'], '--checkpoint=5'),
-    (['--top_p=0'], 'top_p'),
-    (['--num_samples=0'], 'num_samples'),
-    (['--batch_size=0'], 'batch_size'),
-    (['--min_p=2'], 'min_p'),
-    (['--repetition_penalty=0'], 'repetition_penalty'),
-    (['--stop=["a", 5]'], 'not a JSON list'),
-    (['--template=User:'], '{user}'),
-    (['--prompts=x'], 'prompts and output go together'),
-    (['--prompts={tmp}/none', '--output={tmp}/out'], 'No such file'),
-    (['--prompts={tmp}/empty', '--output={tmp}/out'], 'is empty'),
-    (['--prompts={tmp}/broken', '--output={tmp}/out'], 'broken, line 2: not JSON'),
-    (['--prompts={tmp}/fields', '--output={tmp}/out'], 'fields, line 1: no object with a text'),
-    (['--prompts={tmp}/chars', '--output={tmp}/out'], "chars, line 2: character 'ï'"),
-    (['--prompts={tmp}/good', '--output={tmp}/good'], 'File exists'),
-    (['--temperature=-1'], 'temperature'),
-    (['--out_dir=nowhere'], 'nowhere: no checkpoint'),
-    (['--init_from=gpt5'], 'gpt5'),
-    (['--device=cuda:99'], 'cuda'),
-])
-def test_mistakes_are_one_line(trained, capsys, monkeypatch, tmp_path, arguments, words):
+def test_mistakes_are_one_line(trained, capsys, monkeypatch, tmp_path):
     for name, text in {'empty': '', 'broken': '{"prompt": "a"}\n{"pro', 'good': '{"prompt": "a"}',
                        'fields': '{"text": "a"}', 'chars': '{"prompt": "a"}\n{"prompt": "ï"}'
                        }.items():
         (tmp_path / name).write_text(text)
-    arguments = [argument.replace('{tmp}', str(tmp_path)) for argument in arguments]
-    assert words in fails(capsys, monkeypatch, sample.main, f'--out_dir={trained}', *arguments)
+    for argument, words in (
+            ('--start=naïve', "'ï'"), ('--start=', 'start is empty'),
+            ('--start=FILE:nowhere.txt', 'nowhere.txt'), ('--checkpoint=5', '--checkpoint=5'),
+            ('--top_p=0', 'top_p'), ('--num_samples=0', 'num_samples'),
+            ('--batch_size=0', 'batch_size'), ('--min_p=2', 'min_p'),
+            ('--repetition_penalty=0', 'repetition_penalty'),
+            ('--stop=["a", 5]', 'not a JSON list'), ('--template=User:', '{user}'),
+            ('--prompts=x', 'prompts and output go together'), ('--temperature=-1', 'temperature'),
+            ('--out_dir=nowhere', 'nowhere: no checkpoint'), ('--init_from=gpt5', 'gpt5'),
+            ('--device=cuda:99', 'cuda')):
+        assert words in fails(capsys, monkeypatch, sample.main, f'--out_dir={trained}', argument)
+    for prompts, output, words in (
+            ('none', 'out', 'No such file'), ('empty', 'out', 'is empty'),
+            ('broken', 'out', 'broken, line 2: not JSON'),
+            ('fields', 'out', 'fields, line 1: no object with a text'),
+            ('chars', 'out', "chars, line 2: character 'ï'"), ('good', 'good', 'File exists')):
+        assert words in fails(capsys, monkeypatch, sample.main, f'--out_dir={trained}',
+                              f'--prompts={tmp_path}/{prompts}', f'--output={tmp_path}/{output}')

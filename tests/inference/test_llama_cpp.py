@@ -22,8 +22,7 @@ from test_chat_export import (
 from test_gguf import LLAMA, QWEN3, learned, shaken, tokenizer_of, written
 
 import export
-from plaingpt.tokens import tokenizers
-from plaingpt.tokens.chat_tokenizer import TEMPLATE, ChatTokenizer
+from plaingpt.tokens.chat_tokenizer import TEMPLATE
 from plaingpt.training import checkpoint
 
 llama_cpp = pytest.importorskip('llama_cpp', reason='llama-cpp-python is not installed')
@@ -159,23 +158,7 @@ def test_llama_cpp_answers_as_we_do_and_ends_where_we_do(model, tmp_path):  # no
             == [256, CHAT.end_of_turn]
 
 
-@pytest.mark.parametrize(('base', 'special', 'found'), [
-    (tokenizers.ByteTokenizer(), False, 0), (tokenizers.ByteTokenizer(), True, 1),
-    (tokenizers.CharTokenizer('abdeln<>|'), False, 1)])
-def test_text_that_spells_a_token_is_that_token_in_llama_cpp_where_it_is_asked_for(
-        base, special, found, tmp_path):
-    ours = ChatTokenizer(base)
-    with opened(written(tmp_path, shaken(ours.vocab_size), ours)) as theirs:
-        ids = theirs.tokenize(b'a<|end|>b', special=special)
-        assert ids.count(ours.end_of_turn) == found
-
-
 def test_llama_cpp_takes_the_template_for_none_that_it_has_built_in():
     message = llama_cpp.llama_chat_message(role=b'user', content=b'x')
     messages, room = (llama_cpp.llama_chat_message * 1)(message), ctypes.create_string_buffer(99)
-
-    def apply(template):
-        return llama_cpp.llama_chat_apply_template(template.encode(), messages, 1, True, room, 99)
-
-    assert apply(TEMPLATE) == -1
-    assert apply(TEMPLATE.replace("' + '", '')) > 0  # as Phi-3's
+    assert llama_cpp.llama_chat_apply_template(TEMPLATE.encode(), messages, 1, True, room, 99) == -1

@@ -58,17 +58,13 @@ def test_any_special_token_ends_an_answer():
 
 
 def test_what_was_said_and_the_system_go_before_the_next_answer(chat, generator, tmp_path):
-    _, second, *_ = chat('hi', '/system Be kind.', 'hi', f'/save {tmp_path}/said')[0::2]
-    messages = saved(tmp_path / 'said')
+    _, second, *_ = chat('hi', '/system Be kind.', 'hi', f'/save {tmp_path}/said.jsonl')[0::2]
+    messages = saved(tmp_path / 'said.jsonl')
+    piece, = Conversations([tmp_path / 'said.jsonl'], 'said').pieces()  # as prepare.py reads them
+    assert json.loads(piece.text) == messages
     assert messages == [SYSTEM, *ask('hi', ANSWERS['hi'], 'hi', second)]
     assert second == generator.answer(messages[:-1], temperature=0, max_new_tokens=70)
     assert second != chat('hi', 'hi')[1]  # without a system
-
-
-def test_a_saved_conversation_is_one_that_prepare_reads(chat, tmp_path):
-    chat('hi', 'ä?', f'/save {tmp_path}/said.jsonl', options=[GREEDY, '--system=Be kind.'])
-    piece, = Conversations([tmp_path / 'said.jsonl'], 'said').pieces()
-    assert json.loads(piece.text) == saved(tmp_path / 'said.jsonl')
 
 
 def test_retry_answers_the_last_message_again(chat, tmp_path):

@@ -104,16 +104,17 @@ def test_the_channels_that_a_llama_turns_together_are_neighbours(tmp_path):
             assert np.array_equal(tensors[f'blk.0.attn_{name}.{kind}'][1], rows), (name, kind)
 
 
-@pytest.mark.parametrize(('dtype', 'kind'), [('float16', 'F16'), ('bfloat16', 'BF16')])
-def test_matrices_are_rounded_and_vectors_and_positions_are_not(tmp_path, dtype, kind):
+def test_matrices_are_rounded_and_vectors_and_positions_are_not(tmp_path):
     model = shaken()
     exact, _ = read(written(tmp_path, model))
-    rounded, _ = read(written(tmp_path, model, dtype=dtype))
-    for name, (found, values) in rounded.items():
-        wanted, matrix = torch.tensor(exact[name][1]), values.ndim == 2 and 'position' not in name
-        assert found == (kind if matrix else 'F32'), name
-        wanted = wanted.to(getattr(torch, dtype)).float() if matrix else wanted
-        assert np.array_equal(values, wanted), name
+    for dtype, kind in (('float16', 'F16'), ('bfloat16', 'BF16')):
+        rounded, _ = read(written(tmp_path, model, dtype=dtype))
+        for name, (found, values) in rounded.items():
+            matrix = values.ndim == 2 and 'position' not in name
+            wanted = torch.tensor(exact[name][1])
+            wanted = wanted.to(getattr(torch, dtype)).float() if matrix else wanted
+            assert found == (kind if matrix else 'F32'), name
+            assert np.array_equal(values, wanted), name
 
 
 def test_what_is_too_large_for_float16_is_named(tmp_path):
@@ -125,25 +126,24 @@ def test_what_is_too_large_for_float16_is_named(tmp_path):
     build_gguf(model, BYTES, 'bfloat16')
 
 
-@pytest.mark.parametrize(('flags', 'words'), [
-    (dict(mlp='gelu_erf'), 'of llama.cpp is this model: gpt2 needs mlp=gelu instead of gelu_erf$'),
-    (dict(head_bias=True), 'gpt2 needs head_bias=False instead of True'),
-    (dict(LLAMA, rotary_share=0.5), 'llama needs rotary_share=1.0 instead of 0.5'),
-    (dict(QWEN3, bias=True), 'qwen3 needs bias=False instead of True')])
-def test_the_flag_that_llama_cpp_does_not_have_is_named(flags, words):
-    with pytest.raises(UserError, match=words):
-        build_gguf(shaken(**flags), BYTES, 'float32')
+def test_what_llama_cpp_does_not_have_is_named():
+    for flags, words in (
+            (dict(mlp='gelu_erf'),
+             'of llama.cpp is this model: gpt2 needs mlp=gelu instead of gelu_erf$'),
+            (dict(head_bias=True), 'gpt2 needs head_bias=False instead of True'),
+            (dict(LLAMA, rotary_share=0.5), 'llama needs rotary_share=1.0 instead of 0.5'),
+            (dict(QWEN3, bias=True), 'qwen3 needs bias=False instead of True')):
+        with pytest.raises(UserError, match=words):
+            build_gguf(shaken(**flags), BYTES, 'float32')
+    unmerged = tokenizers.BPETokenizer([*(bytes([i]) for i in range(256)), b'abc'])
+    for tokenizer, words in (
+            (tokenizers.CharTokenizer('abü'), "'ü': prepare the text with --tokenizer=byte or bpe"),
+            (unmerged, '1 token.* not merged')):
+        with pytest.raises(UserError, match=words):
+            build_gguf(shaken(tokenizer.vocab_size), tokenizer, 'float32')
 
 
-@pytest.mark.parametrize(('tokenizer', 'words'), [
-    (tokenizers.CharTokenizer('abü'), "'ü': prepare the text with --tokenizer=byte or bpe"),
-    (tokenizers.BPETokenizer([*(bytes([i]) for i in range(256)), b'abc']), '1 token.* not merged')])
-def test_a_tokenizer_that_llama_cpp_cannot_have_is_refused(tokenizer, words):
-    with pytest.raises(UserError, match=words):
-        build_gguf(shaken(tokenizer.vocab_size), tokenizer, 'float32')
-
-
-def test_a_file_of_gguf_has_the_template_and_the_tokens_that_it_needs(tmp_path):
+def test_a_chat_model_has_its_template_and_the_tokens_that_it_needs(tmp_path):
     _, keys = read(written(tmp_path, shaken(CHAT.vocab_size), CHAT))
     found = {name: keys[f'tokenizer.ggml.{name}_token_id'] for name in ('bos', 'eos', 'eot')}
     assert found == dict(bos=CHAT.conversation, eos=CHAT.end_of_turn, eot=CHAT.end_of_turn)

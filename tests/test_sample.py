@@ -1,4 +1,3 @@
-import builtins
 import json
 
 from helpers import fails
@@ -96,73 +95,6 @@ def test_speed_and_a_prompt_that_is_too_long_are_told(trained, capsys):
     assert long == 'warning: start has 20 tokens and the model reads at most 16: ' \
                    'only its end counts'
     assert speed.startswith('60 tokens in ') and speed.endswith(' tokens/s')
-
-
-# -----------------------------------------------------------------------------
-# chat
-
-
-def chat(capsys, monkeypatch, out_dir, *lines, options=()):
-    """Type `lines` → what was printed after the first line."""
-    typed = iter(lines)
-
-    def answer(_):
-        line = next(typed, EOFError)
-        if line in (EOFError, KeyboardInterrupt):
-            raise line
-        return line
-    monkeypatch.setattr(builtins, 'input', answer)
-    sample.main([f'--out_dir={out_dir}', '--device=cpu', '--max_new_tokens=20', '--chat', *options])
-    return capsys.readouterr().out.partition('/help lists the commands\n')[2]
-
-
-def test_a_chat_goes_on_from_what_was_said(trained, capsys, monkeypatch, tmp_path):
-    out = chat(capsys, monkeypatch, trained, 'def main', '(self)', f'/save {tmp_path}/said.txt')
-    first, second, saved = out[:20], out[21:41], out[42:].strip()  # 20 characters each
-    assert saved == f'saved to {tmp_path}/said.txt'
-    assert (tmp_path / 'said.txt').read_text() == f'def main{first}(self){second}\n'
-
-
-def test_commands_of_a_chat(trained, capsys, monkeypatch, tmp_path):
-    out = chat(capsys, monkeypatch, trained, '/help', '/temperature 0', '/temperature nan',
-               '/top_k -1', '/top_k x', '/nonsense', '/save', KeyboardInterrupt, 'def',
-               f'/save {tmp_path}/a', f'/save {tmp_path}/a', '/reset', f'/save {tmp_path}/b',
-               '/quit', 'never reached')
-    for words in ('Ctrl-C stops an answer', 'temperature 0.0',
-                  "'nan' is no number: temperature stays 0.0", 'top_k=-1: must not be negative: '
-                  'top_k stays 200', "'x' is no number", '/nonsense is unknown', 'name a file',
-                  'Ctrl-D leaves', 'forgotten', 'File exists', 'nothing has been said yet'):
-        assert words in out
-    assert len((tmp_path / 'a').read_text()) == len('def') + 20 + 1 and 'never' not in out
-
-
-def test_a_template_puts_messages_and_ends_answers(trained, capsys, monkeypatch, tmp_path):
-    asked = []
-
-    def write(self, prompts, numbers, sampling, stop, show):
-        asked.append((self.tokenizer.decode(prompts[0]), stop))
-        show(' no ')
-    monkeypatch.setattr(sample.TextGenerator, 'write', write)
-    chat(capsys, monkeypatch, trained, 'a', 'b', f'/save {tmp_path}/said',
-         options=[r'--template=U: {user}\nA:'])
-    assert asked[0] == ('U: a\nA:', ['U:']) and asked[1][0].endswith('no\nU: b\nA:')
-    assert (tmp_path / 'said').read_text() == 'U: a\nA: no\nU: b\nA: no\n'
-
-
-def test_ctrl_c_stops_the_answer_and_not_the_chat(trained, capsys, monkeypatch, tmp_path):
-    def interrupted(self, prompts, numbers, sampling, stop, show):
-        show('half')
-        raise KeyboardInterrupt
-    monkeypatch.setattr(sample.TextGenerator, 'write', interrupted)
-    out = chat(capsys, monkeypatch, trained, 'def', f'/save {tmp_path}/said')
-    assert 'half …' in out and (tmp_path / 'said').read_text() == 'defhalf\n'
-
-
-def test_a_message_of_unknown_characters_does_not_end_the_chat(trained, capsys, monkeypatch,
-                                                               tmp_path):
-    out = chat(capsys, monkeypatch, trained, 'naïve', 'def', '/top_k 1', f'/save {tmp_path}/said')
-    assert "your message: character 'ï'" in out and 'top_k 1' in out
-    assert (tmp_path / 'said').read_text().startswith('def')
 
 
 def test_mistakes_are_one_line(trained, capsys, monkeypatch, tmp_path):

@@ -22,20 +22,37 @@ GREEDY = '--temperature=0'
 
 
 @pytest.fixture
-def chat(capsys, monkeypatch, chat_model):
-    """Type lines → the lines that were printed after the first one."""
-    def talk(*lines, options=(GREEDY,)):
+def talk(capsys, monkeypatch):
+    """Type lines to sample.py → what it printed after its first lines. A KeyboardInterrupt among
+    them is Ctrl-C."""
+    def talk(out_dir, *lines, options=()):
         typed = iter(lines)
 
         def answer(_):
-            if (line := next(typed, None)) is None:
-                raise EOFError
+            if (line := next(typed, EOFError)) in (EOFError, KeyboardInterrupt):
+                raise line
             return line
         monkeypatch.setattr(builtins, 'input', answer)
-        sample.main([f'--out_dir={chat_model}', '--checkpoint=latest', '--device=cpu', '--chat',
-                     '--max_new_tokens=70', *options])
-        return capsys.readouterr().out.partition('/help lists the commands\n')[2].splitlines()
+        sample.main([f'--out_dir={out_dir}', '--checkpoint=latest', '--device=cpu', '--chat',
+                     *options])
+        return capsys.readouterr().out.partition('/help lists the commands\n')[2]
     return talk
+
+
+@pytest.fixture
+def chat(talk, chat_model):
+    """Type lines to a model that was tuned on conversations → the lines that it printed."""
+    def chat(*lines, options=(GREEDY,)):
+        return talk(chat_model, *lines, options=['--max_new_tokens=70', *options]).splitlines()
+    return chat
+
+
+@pytest.fixture
+def base_chat(talk, trained):
+    """Type lines to a model that was not → what it printed, answers of 20 characters."""
+    def chat(*lines, options=()):
+        return talk(trained, *lines, options=['--max_new_tokens=20', *options])
+    return chat
 
 
 @pytest.fixture(scope='module')
@@ -166,3 +183,54 @@ def test_messages_that_cannot_be_answered_are_refused(generator):
             (ask('x' * 200, '')[:1], 'at most 96')):
         with pytest.raises(UserError, match=words):
             generator.answer(messages)
+
+
+# -----------------------------------------------------------------------------
+# with a model that was not tuned on conversations: it continues what is typed
+
+
+def test_a_chat_goes_on_from_what_was_said(base_chat, tmp_path):
+    out = base_chat('def main', '(self)', f'/save {tmp_path}/said.txt')
+    first, second, saved = out[:20], out[21:41], out[42:].strip()
+    assert saved == f'saved to {tmp_path}/said.txt'
+    assert (tmp_path / 'said.txt').read_text() == f'def main{first}(self){second}\n'
+
+
+def test_commands_of_a_chat(base_chat, tmp_path):
+    out = base_chat('/help', '/temperature 0', '/temperature nan', '/top_k -1', '/top_k x',
+                    '/nonsense', '/save', KeyboardInterrupt, 'def', f'/save {tmp_path}/a',
+                    f'/save {tmp_path}/a', '/reset', f'/save {tmp_path}/b', '/quit', 'more')
+    for words in ('Ctrl-C stops an answer', 'temperature 0.0',
+                  "'nan' is no number: temperature stays 0.0", 'top_k=-1: must not be negative: '
+                  'top_k stays 200', "'x' is no number", '/nonsense is unknown', 'name a file',
+                  'Ctrl-D leaves', 'forgotten', 'File exists', 'nothing has been said yet'):
+        assert words in out
+    assert len((tmp_path / 'a').read_text()) == len('def') + 20 + 1
+    assert out.endswith('nothing has been said yet\n')  # and no answer after /quit
+
+
+def test_a_template_puts_messages_and_ends_answers(base_chat, monkeypatch, tmp_path):
+    asked = []
+
+    def write(self, prompts, numbers, sampling, stop, show):
+        asked.append((self.tokenizer.decode(prompts[0]), stop))
+        show(' no ')
+    monkeypatch.setattr(sample.TextGenerator, 'write', write)
+    base_chat('a', 'b', f'/save {tmp_path}/said', options=[r'--template=U: {user}\nA:'])
+    assert asked[0] == ('U: a\nA:', ['U:']) and asked[1][0].endswith('no\nU: b\nA:')
+    assert (tmp_path / 'said').read_text() == 'U: a\nA: no\nU: b\nA: no\n'
+
+
+def test_ctrl_c_stops_the_answer_and_not_the_chat(base_chat, monkeypatch, tmp_path):
+    def interrupted(self, prompts, numbers, sampling, stop, show):
+        show('half')
+        raise KeyboardInterrupt
+    monkeypatch.setattr(sample.TextGenerator, 'write', interrupted)
+    out = base_chat('def', f'/save {tmp_path}/said')
+    assert 'half …' in out and (tmp_path / 'said').read_text() == 'defhalf\n'
+
+
+def test_a_message_of_unknown_characters_does_not_end_the_chat(base_chat, tmp_path):
+    out = base_chat('naïve', 'def', '/top_k 1', f'/save {tmp_path}/said')
+    assert "your message: character 'ï'" in out and 'top_k 1' in out
+    assert (tmp_path / 'said').read_text().startswith('def')

@@ -19,6 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from plaingpt.system.errors import run_script
 from plaingpt.tokens.chat_tokenizer import ChatTokenizer
 from plaingpt.tokens.tokenizers import ByteTokenizer
+from plaingpt.training import checkpoint as checkpoints
 
 ROOT = Path(__file__).resolve().parent.parent
 SHARED = Path(os.environ.get('PLAINGPT_SHARED', ROOT.parent / 'shared'))
@@ -200,3 +201,28 @@ class HostReads(TorchDispatchMode):
         if tags & set(func.tags) and not by_number:
             self.found.append(str(func))
         return func(*args, **kwargs or {})
+
+
+def lines(out_dir, key):
+    """The lines of a run's metrics.jsonl that have `key`."""
+    text = (out_dir / 'metrics.jsonl').read_text()
+    return [line for line in map(json.loads, text.splitlines()) if key in line]
+
+
+def weights(out_dir, which='latest'):
+    """The parameters in a checkpoint of a run."""
+    return list(checkpoints.find(out_dir, which).load_model().parameters())
+
+
+def same(a, b):
+    """Whether the tensors of two lists have the same bits."""
+    return all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+
+
+def train_processes(size, folder, *argv, before=None):
+    """Train to the end in `size` processes of one job; their output goes to folder/log0, …"""
+    import train
+    logs = [folder / f'log{rank}' for rank in range(size)]
+    pids = [fork(train.main, *argv, log=log, before=before, **env)
+            for log, env in zip(logs, ranks(size), strict=True)]
+    assert [exit_code(pid) for pid in pids] == [0] * size, [log.read_text() for log in logs]

@@ -8,8 +8,7 @@ import struct
 import sys
 
 import pytest
-from helpers import fails
-from test_train import lines
+from helpers import fails, lines
 
 import train
 from plaingpt.monitoring.backends import BACKENDS

@@ -3,8 +3,7 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import torchrun
-from test_train import lines, same, weights
+from helpers import lines, same, torchrun, weights
 
 import train
 from model import GPT, GPTConfig

@@ -5,8 +5,7 @@ import os
 import signal
 import sys
 
-from helpers import size_of_png
-from test_train import lines
+from helpers import lines, size_of_png
 
 import plot
 import train

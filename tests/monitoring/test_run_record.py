@@ -1,7 +1,6 @@
 """run.json: the facts of a run, and how it ended."""
 
-from helpers import fails
-from test_train import lines
+from helpers import fails, lines
 
 import plot
 import train

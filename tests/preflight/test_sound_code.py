@@ -6,9 +6,8 @@ import pytest
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
-from helpers import ROOT, options
+from helpers import ROOT, options, same, weights
 from test_spoiled_code import after_init, changed_on_the_way, targets_not_shifted
-from test_train import same, weights
 
 import model
 import train

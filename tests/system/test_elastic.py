@@ -10,8 +10,7 @@ import time
 from contextlib import suppress
 
 import pytest
-from helpers import ROOT, free_port, wait_until
-from test_train import lines
+from helpers import ROOT, free_port, lines, wait_until
 
 ITERS = 600
 # train.py with a heartbeat that a test can wait for

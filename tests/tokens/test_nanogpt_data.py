@@ -7,8 +7,7 @@ import tracemalloc
 
 import numpy as np
 import pytest
-from helpers import fails
-from test_train import lines
+from helpers import fails, lines
 
 import evaluate
 import prepare

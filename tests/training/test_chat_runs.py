@@ -8,8 +8,19 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from helpers import CHAT, TINY, ask, exit_code, fork, options, ranks, write_chat
-from test_train import lines, same, weights
+from helpers import (
+    CHAT,
+    TINY,
+    ask,
+    exit_code,
+    fork,
+    lines,
+    options,
+    ranks,
+    same,
+    weights,
+    write_chat,
+)
 
 import evaluate
 import plan

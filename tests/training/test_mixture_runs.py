@@ -4,8 +4,7 @@ import json
 
 import pytest
 import torch
-from helpers import TINY, exit_code, fork, ranks
-from test_train import lines, same, weights
+from helpers import TINY, exit_code, fork, lines, ranks, same, weights
 
 import evaluate
 import plan

@@ -12,8 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import exit_code, fails, fork, ranks
-from test_train import lines, same, weights
+from helpers import exit_code, fails, fork, lines, ranks, same, weights
 
 import sample
 import train

@@ -11,8 +11,19 @@ import sys
 import time
 
 import pytest
-from helpers import ROOT, exit_code, fails, fork, ranks, run, torchrun, wait_until
-from test_train import lines, same, weights
+from helpers import (
+    ROOT,
+    exit_code,
+    fails,
+    fork,
+    lines,
+    ranks,
+    run,
+    same,
+    torchrun,
+    wait_until,
+    weights,
+)
 
 import prepare
 import sample

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from test_train import lines
+from helpers import lines
 
 import sample
 import train

@@ -70,7 +70,7 @@ def test_the_gradient_is_that_of_the_answers_however_a_step_is_split(dataset, ch
     expected.backward()
     wanted = gradients(model)
     model.loss_chunk_tokens = chunk
-    for micro_steps, processes in ((1, 1), (2, 1), (4, 1), (8, 1), (16, 1), (1, 2), (4, 2), (8, 2)):
+    for micro_steps, processes in ((1, 1), (4, 1), (16, 1), (1, 2), (8, 2)):
         loss, found = step(model, dataset, micro_steps, processes)
         assert loss.item() == pytest.approx(expected.item(), rel=error)
         for one, other in zip(found, wanted, strict=True):

@@ -360,3 +360,10 @@ def test_no_file_that_is_read_can_run_code(trained, char_data, tmp_path):
     for name in ('pytorch_model.bin', 'model.safetensors', 'config.json'):
         attack(model / name, lambda: GPT.from_pretrained(str(model)))
     attack(model / 'ckpt.pt', lambda: GPT.from_pretrained(str(model / 'ckpt.pt')))
+
+
+@pytest.mark.slow
+def test_damaged_and_forged_files_are_refused_in_one_line():
+    # In a process of its own: forks of this one would lack the threads of earlier tests.
+    out = run('tools/torture_files.py', '--corruptions=5', '--json=5', '--models=5', '--seed=1')
+    assert 'nothing went wrong' in out and 'hostile models: 5 (5 refused): 0 wrong' in out

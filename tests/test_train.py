@@ -283,21 +283,16 @@ def test_on_a_gpu_two_deterministic_runs_have_the_same_bits(tiny, tmp_path, rest
 # mistakes
 
 
-def test_resuming_without_a_checkpoint_is_an_error(tiny, capsys, monkeypatch):
-    assert 'no checkpoint there' in fails(capsys, monkeypatch, train.main, *tiny,
-                                          '--init_from=resume')
-
-
-def test_a_folder_that_cannot_be_written_is_an_error(tiny, tmp_path, capsys, monkeypatch):
+def test_what_cannot_start_is_refused_before_anything_is_written(tiny, tmp_path, capsys,
+                                                                 monkeypatch):
     (tmp_path / 'file').write_text('in the way')
-    message = fails(capsys, monkeypatch, train.main, *tiny, f'--out_dir={tmp_path}/file/out')
-    assert 'out_dir' in message and (tmp_path / 'file').read_text() == 'in the way'
-
-
-def test_cuda_where_there_is_none_is_an_error(tiny, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(torch.cuda, 'is_available', lambda: False)
-    assert '--device=cpu' in fails(capsys, monkeypatch, train.main, *tiny, '--device=cuda')
-    assert not (tmp_path / 'out').exists()
+    for argument, words in {'--init_from=resume': 'no checkpoint there',
+                            f'--out_dir={tmp_path}/file/out': 'out_dir',
+                            '--device=cuda': '--device=cpu'}.items():
+        assert words in fails(capsys, monkeypatch, train.main, *tiny, argument)
+    assert (tmp_path / 'file').read_text() == 'in the way'
+    assert not (tmp_path / 'out/metrics.jsonl').exists()
 
 
 def test_nccl_without_cuda_is_an_error(tiny, tmp_path):

@@ -3,7 +3,6 @@
 import json
 import math
 import random
-import shutil
 from pathlib import Path
 
 import numpy as np
@@ -16,7 +15,6 @@ import plan
 import prepare
 import train
 from model import GPT, GPTConfig
-from plaingpt.inference.generation import generate
 from plaingpt.inference.pretrained import grow_vocabulary
 from plaingpt.monitoring.diagnosis import THRESHOLDS
 from plaingpt.system.errors import UserError
@@ -236,48 +234,7 @@ def test_each_conversation_is_scored_as_if_it_were_alone(chat, runs):
     assert scores['loss'] == pytest.approx(np.mean(losses), abs=1e-5)
 
 
-def test_scores_are_of_the_mask_that_was_written(chat, runs):
-    copy = shutil.copytree('data/chat', 'data/copy')
-    mask = Path(copy, 'val_mask.bin')
-    mask.write_bytes(b'\1' * mask.stat().st_size)
-    with pytest.raises(UserError, match=r'val_mask\.bin: another checksum'):
-        evaluated('--dataset=copy', f'--out_dir={runs}/chat')
-
-
 def evaluated(*arguments):
     """What evaluate.py writes of a validation split."""
     evaluate.main(['--out_dir=out', '--device=cpu', '--output=scores.json', *arguments])
     return json.loads(Path('scores.json').read_text())['results']['val']
-
-
-PHRASES = ('What is {} + {}?', 'Add {} and {}.', 'How much is {} plus {}?', 'Sum of {} and {}:')
-
-
-@pytest.mark.slow  # trains for a minute
-def test_a_tuned_model_answers_questions_it_has_not_seen_and_the_untuned_one_does_not(
-        text_file, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    pairs = [ask(phrase.format(a, b), f'It is {a + b}.')
-             for phrase in PHRASES for a in range(10) for b in range(10)]
-    random.Random(0).shuffle(pairs)
-    trained_on, held_out = pairs[:300], pairs[300:]
-    write_chat(tmp_path / 'data/chat', trained_on, held_out)
-    prepare.main(['text', f'--input={text_file}', '--tokenizer=byte', '--data_dir=data/base'])
-    shape = options(n_layer=2, n_head=4, n_embd=64, block_size=128, rotary=True, device='cpu',
-                    dtype='float32', batch_size=8, gradient_accumulation_steps=1, report=False,
-                    health_interval=0, warmup_iters=10, checkpoint_interval=10_000)
-    train.main([*shape, '--dataset=base', '--out_dir=base', '--max_iters=50',
-                '--learning_rate=3e-3', '--eval_interval=50', '--eval_iters=4'])
-    train.main([*shape, '--dataset=chat', '--init_from=base', '--out_dir=tuned',
-                '--max_iters=400', '--learning_rate=5e-3', '--document_attention=True',
-                '--eval_interval=200'])
-    share = {}
-    for name in ('base', 'tuned'):
-        model = checkpoints.find(name, 'latest').load_model().eval()
-        if name == 'base':
-            grow_vocabulary(model, CHAT.vocab_size - model.config.vocab_size)
-        answers = generate(model, [CHAT.encode_prompt(pair[:1]).tolist() for pair in held_out], 12,
-                           temperature=0, end_of_text=CHAT.end_of_turn)
-        share[name] = np.mean([CHAT.decode(answer) == pair[1]['content']
-                               for answer, pair in zip(answers, held_out, strict=True)])
-    assert share['base'] == 0 and share['tuned'] >= 0.95

@@ -1,11 +1,9 @@
 """A run survives: signals, lost processes, bad steps, full disks, hostile files."""
 
-import contextlib
 import itertools
 import json
 import math
 import os
-import pickle
 import shutil
 import signal
 import subprocess
@@ -13,7 +11,6 @@ import sys
 from types import SimpleNamespace
 
 import pytest
-import torch
 from helpers import (
     ROOT,
     exit_code,
@@ -22,17 +19,13 @@ from helpers import (
     lines,
     run,
     same,
-    torchrun,
     train_processes,
     wait_until,
     weights,
 )
 
-import prepare
 import train
-from model import GPT
 from plaingpt.inference import scoring
-from plaingpt.monitoring.metrics_file import read_rows
 from plaingpt.system import distributed as runtime
 from plaingpt.system.distributed import StopRequest
 from plaingpt.system.errors import UserError
@@ -95,12 +88,8 @@ def test_a_signal_ends_an_evaluation_and_the_run_is_saved(tiny, trained, tmp_pat
         BatchLoader.eval_batch = eval_batch
 
     shutil.copytree(trained, tmp_path / 'out')
-    argv = [*tiny, '--init_from=resume', '--max_iters=9', '--eval_interval=7', '--eval_iters=99']
-    if processes == 2:
-        train_processes(2, tmp_path, *argv, before=signal_in_the_third_batch)
-    else:
-        pid = fork(train.main, *argv, log=tmp_path / 'log0', before=signal_in_the_third_batch)
-        assert exit_code(pid) == 0
+    train_processes(processes, tmp_path, *tiny, '--init_from=resume', '--max_iters=9',
+                    '--eval_interval=7', '--eval_iters=99', before=signal_in_the_third_batch)
     log = (tmp_path / 'log0').read_text()
     assert 'SIGTERM: stopped after iteration 7, which is saved' in log
     found, _ = checkpoints.newest_valid(tmp_path / 'out')
@@ -177,16 +166,19 @@ def test_kills_and_signals_at_random_instants_lose_nothing():
 # processes
 
 
-def test_a_run_goes_on_with_another_number_of_processes(tiny, tmp_path):
-    tiny = [*tiny, '--gradient_accumulation_steps=6', '--eval_interval=2', '--checkpoint_async']
+def test_a_run_goes_on_with_another_number_of_processes(tiny, tmp_path, monkeypatch):
+    monkeypatch.setattr(checkpoint_writer, 'MEGABYTE', 20_000)
+    tiny = [*tiny, '--gradient_accumulation_steps=6', '--eval_interval=2', '--checkpoint_async',
+            '--checkpoint_chunk_mb=1']
     one, cut = tmp_path / 'one', tmp_path / 'cut'
     train.main([*tiny, f'--out_dir={one}'])
     several = [*tiny, f'--out_dir={cut}', '--init_from=auto']
-    train_processes(2, tmp_path, *several, '--max_iters=2')
-    found, damaged = checkpoints.newest_valid(cut)
-    assert found.iter_num == 2 and not damaged and len(found.state['rng']) == 2
-    train.main([*several, '--max_iters=4'])
-    train_processes(3, tmp_path, *several)
+    for processes, iters in ((2, 2), (1, 4), (3, 6)):
+        train_processes(processes, tmp_path, *several, f'--max_iters={iters}')
+        found, damaged = checkpoints.newest_valid(cut)
+        assert found.iter_num == iters and not damaged
+        assert len(found.state['rng']) == processes
+        assert all(chunk['bytes'] <= 20_000 for chunk in found.state['chunks'])
     for key in ('loss', 'grad_norm', 'val_loss'):
         a, b = ({line['iter']: line[key] for line in lines(path, key)} for path in (one, cut))
         assert a == pytest.approx(b, abs=1e-5), key
@@ -206,20 +198,6 @@ def test_a_killed_worker_brings_the_whole_job_back(tiny, tmp_path):
     assert process.wait() == 0 and 'resumed from' in out, out
     assert checkpoints.find(tmp_path / 'out').iter_num == 60
     assert [line['iter'] for line in lines(tmp_path / 'out', 'loss')] == list(range(1, 61))
-
-
-@pytest.mark.slow
-def test_gpt2_124m_is_saved_by_one_and_two_processes_in_chunks_within_the_limit(
-        char_data, tmp_path):
-    arguments = ['train.py', f'--dataset={char_data}', '--block_size=16', '--batch_size=1',
-                 '--gradient_accumulation_steps=2', '--eval_iters=1', '--checkpoint_chunk_mb=100',
-                 '--device=cpu', '--dtype=float32', '--init_from=auto', f'--out_dir={tmp_path}/out']
-    for processes, iters in ((2, 1), (1, 2), (2, 3)):
-        torchrun(processes, *arguments, f'--max_iters={iters}')
-        found, damaged = checkpoints.newest_valid(tmp_path / 'out')
-        assert found.iter_num == iters and not damaged
-        assert all(chunk['bytes'] <= 100e6 for chunk in found.state['chunks'])
-        assert len(found.state['chunks']) > 10
 
 
 def test_hosts_that_do_not_share_the_folder_are_told_so(monkeypatch, tmp_path):
@@ -302,16 +280,6 @@ def test_a_short_run_that_moved_no_weight_says_so(tiny, monkeypatch, capsys):
     assert 'the last 6 steps left the weights alone' in capsys.readouterr().out
 
 
-def test_overflows_while_the_loss_scale_is_looked_for_are_no_bad_steps(tmp_path):
-    from plaingpt.training.training_step import OVERFLOWS, StepGuard
-    guard = StepGuard(tmp_path / 'anomalies.jsonl', 2, None, torch.device('cpu'), scaling=True)
-    infinite, finite = torch.tensor(math.inf), torch.tensor(1.0)
-    for it in range(OVERFLOWS):
-        assert guard.check_finite(it, finite, infinite) == 1
-        assert not guard.report(print)
-    assert guard.check_finite(OVERFLOWS, finite, finite) == 0
-
-
 # -----------------------------------------------------------------------------
 # files
 
@@ -326,40 +294,6 @@ def test_a_final_save_that_fails_is_exit_code_1(tiny, trained, tmp_path, monkeyp
         train.main([*tiny, '--init_from=resume', '--max_iters=7'])
     assert exit_.value.code == 1 and 'No space left' in capsys.readouterr().err
     assert checkpoints.find(tmp_path / 'out').iter_num == 6
-
-
-def test_no_file_that_is_read_can_run_code(trained, char_data, tmp_path):
-    """A pickle that would make a file, in each place where a file is read."""
-    mark = tmp_path / 'hacked'
-    hostile = f"cposix\nsystem\n(S'touch {mark}'\ntR.".encode()
-    pickle.loads(hostile)
-    assert mark.exists()  # it does work, where something unpickles it
-    mark.unlink()
-
-    def attack(path, read):
-        content = path.read_bytes() if path.exists() else b''
-        path.write_bytes(hostile)
-        with contextlib.suppress(UserError, SystemExit):
-            read()
-        assert not mark.exists(), path
-        path.write_bytes(content)
-
-    out = shutil.copytree(trained, tmp_path / 'out')
-    data = shutil.copytree(char_data, tmp_path / 'data')
-    for path in sorted(checkpoints.find(out).path.iterdir()):
-        attack(path, lambda: checkpoints.newest_valid(out))
-        attack(path, lambda: checkpoints.find(out).load_model())
-    attack(out / 'metrics.jsonl', lambda: read_rows(out / 'metrics.jsonl', print))
-    for name in ('meta.json', 'train.bin', 'val.bin'):
-        attack(data / name, lambda: prepare.main(['inspect', str(data)]))
-    (data / 'meta.json').unlink()
-    attack(data / 'meta.pkl', lambda: prepare.main(['inspect', str(data)]))
-    model = tmp_path / 'model'
-    model.mkdir()
-    (model / 'config.json').write_text('{"model_type": "gpt2"}')
-    for name in ('pytorch_model.bin', 'model.safetensors', 'config.json'):
-        attack(model / name, lambda: GPT.from_pretrained(str(model)))
-    attack(model / 'ckpt.pt', lambda: GPT.from_pretrained(str(model / 'ckpt.pt')))
 
 
 @pytest.mark.slow

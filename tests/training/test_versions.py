@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 from helpers import lines, options
 
-import sample
 import train
 from model import GPTConfig
 from plaingpt.system.errors import UserError
@@ -51,11 +50,6 @@ def test_its_validation_loss_is_measured_again_to_the_last_digit(old, capsys):
     train.main([*SAME, '--init_from=resume', '--eval_only'])
     expected = [row['val_loss'] for row in lines(old / 'run', 'val_loss')][-1]
     assert f'val loss {expected:.4f}' in capsys.readouterr().out
-
-
-def test_a_model_of_an_earlier_version_writes(old, capsys):
-    sample.main(['--out_dir=run', '--num_samples=1', '--max_new_tokens=5', '--device=cpu'])
-    assert '---------------' in capsys.readouterr().out
 
 
 def test_a_flag_that_came_later_has_its_default_in_an_old_checkpoint(old, monkeypatch):

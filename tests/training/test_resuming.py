@@ -277,7 +277,7 @@ def crash():
 
 
 @pytest.mark.parametrize(('n', 'action'), [
-    (0, None), (3, out_of_memory), (3, crash), (1, lambda: os.kill(os.getpid(), signal.SIGINT))])
+    (0, None), (3, out_of_memory), (3, crash), (1, lambda: os.kill(os.getpid(), signal.SIGTERM))])
 def test_a_run_that_comes_to_nothing_leaves_the_earlier_one_as_it_was(
         tiny, earlier, monkeypatch, capsys, n, action):
     tiny = [*tiny, '--eval_interval=5', '--report=True', '--tensorboard_log=True', '--seed=2']
@@ -310,7 +310,7 @@ def test_after_a_minute_a_signal_saves_and_the_earlier_run_makes_way(tiny, earli
     before = weights(earlier)
     monkeypatch.setattr(Clock, 'elapsed_s', lambda clock: 61.0)
     monkeypatch.setattr(train, 'forward_backward',
-                        at_step(2, lambda: os.kill(os.getpid(), signal.SIGINT)))
+                        at_step(2, lambda: os.kill(os.getpid(), signal.SIGTERM)))
     train.main([*tiny, '--seed=2'])
     assert checkpoints.find(earlier).iter_num == 2
     assert same(weights(earlier / 'old-001'), before)
@@ -368,7 +368,7 @@ def test_a_run_killed_at_any_change_of_a_file_goes_on_to_the_same_bits(tiny, tmp
             '--init_from=auto']
     whole, out = tmp_path / 'whole', tmp_path / 'out'
     train.main([*tiny, f'--out_dir={whole}'])
-    for n in itertools.count(3, 7):
+    for n in itertools.count(3, 9):
         code = exit_code(fork(train.main, *tiny, log=tmp_path / 'log',
                               before=lambda n=n: die_before_change(n)))
         if code == 0:

@@ -144,7 +144,7 @@ def test_eval_only_evaluates_once_and_writes_nothing(tiny, trained, tmp_path, ca
 
     shutil.copytree(trained, tmp_path / 'out')
     before = files()
-    train.main([*tiny, '--init_from=resume', '--eval_only'])
+    train.main([*tiny, '--init_from=resume', '--eval_only', '--dropout=0.5'])  # of training alone
     out = capsys.readouterr().out
     expected = lines(trained, 'val_loss')[-1]['val_loss']
     assert out.count('val loss') == 1 and f'val loss {expected:.4f}' in out

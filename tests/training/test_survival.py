@@ -31,7 +31,7 @@ from plaingpt.system.distributed import StopRequest
 from plaingpt.system.errors import UserError
 from plaingpt.tokens.batches import BatchLoader
 from plaingpt.training import checkpoint as checkpoints
-from plaingpt.training import checkpoint_writer
+from plaingpt.training import checkpoint_writer, probes
 
 
 @pytest.mark.parametrize('name', ['SIGTERM', 'SIGINT'])
@@ -139,6 +139,20 @@ def test_a_run_stopped_anywhere_goes_on_bit_for_bit(tiny, tmp_path, monkeypatch)
         for key in ('val_loss', 'evaluated', 'best_val_loss', 'evals_since_best'):
             states = [checkpoints.find(path).state[key] for path in (whole, out_dir)]
             assert states[0] == states[1], (n, key)
+
+
+def test_a_signal_while_a_sample_is_made_logs_no_half_of_it(tiny, tmp_path, monkeypatch):
+    original, count = probes.generate, itertools.count(1)
+
+    def generate(*arguments, **how):
+        if next(count) == 2:  # the first sample is that of iteration 0
+            os.kill(os.getpid(), signal.SIGTERM)
+        return original(*arguments, **how)
+
+    monkeypatch.setattr(probes, 'generate', generate)
+    train.main([*tiny, '--sample_tokens=3', '--sample_interval=2', '--eval_interval=9'])
+    assert checkpoints.find(tmp_path / 'out').iter_num == 2
+    assert 2 not in [line['iter'] for line in lines(tmp_path / 'out', 'sample')]
 
 
 def test_a_checkpoint_is_valid_at_each_moment_while_its_evaluation_is_added(

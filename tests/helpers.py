@@ -220,9 +220,10 @@ def same(a, b):
 
 
 def train_processes(size, folder, *argv, before=None):
-    """Train to the end in `size` processes of one job; their output goes to folder/log0, …"""
+    """Train to the end in `size` processes of one job, or one that is no job; `before` is what each
+    calls first. What they print goes to folder/log0, …"""
     import train
     logs = [folder / f'log{rank}' for rank in range(size)]
     pids = [fork(train.main, *argv, log=log, before=before, **env)
-            for log, env in zip(logs, ranks(size), strict=True)]
+            for log, env in zip(logs, ranks(size) if size > 1 else [{}], strict=True)]
     assert [exit_code(pid) for pid in pids] == [0] * size, [log.read_text() for log in logs]

@@ -1,5 +1,6 @@
-"""Installation: what pyproject.toml promises holds in a virtual environment of its own."""
+"""Installation: the core needs six packages, and the extras are those that are tested."""
 
+import os
 import shutil
 import subprocess
 import sys
@@ -8,9 +9,13 @@ import tomllib
 from importlib import metadata
 
 import pytest
-from helpers import ROOT, options
+from helpers import ROOT, exit_code, fork, options
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
+
+import prepare
+import sample
+import train
 
 PROJECT = tomllib.loads((ROOT / 'pyproject.toml').read_text())['project']
 CORE = [Requirement(text).name for text in PROJECT['dependencies']]
@@ -46,6 +51,57 @@ def required(names):
     return found
 
 
+TRAIN = options(n_layer=1, n_head=2, n_embd=16, block_size=16, batch_size=4, max_iters=4,
+                gradient_accumulation_steps=1, eval_interval=2, eval_iters=1, warmup_iters=1,
+                lr_decay_iters=4, device='cpu', dtype='float32')
+SAMPLE = options(num_samples=1, max_new_tokens=8, device='cpu')
+
+
+def hide_optional_packages():
+    """Let no package be imported that the core does not need."""
+    core = required(CORE)
+    hidden = {module for module, dists in metadata.packages_distributions().items()
+              if not core & set(map(canonicalize_name, dists))}
+    for name in hidden | {name for name in sys.modules if name.partition('.')[0] in hidden}:
+        sys.modules[name] = None  # from now on a ModuleNotFoundError
+
+
+def test_the_core_of_six_packages_prepares_trains_and_samples(text_file, tmp_path):
+    assert len(CORE) == 6
+    for main, *argv in ((prepare.main, 'text', f'--input={text_file}', '--tokenizer=bpe:300',
+                         f'--data_dir={tmp_path}/text'),
+                        (train.main, *TRAIN, f'--dataset={tmp_path}/text'),
+                        (sample.main, *SAMPLE)):
+        log = tmp_path / main.__module__
+
+        def before():
+            os.chdir(tmp_path)
+            hide_optional_packages()
+
+        assert exit_code(fork(main, *argv, log=log, before=before)) == 0, log.read_text()
+    assert 'pip install matplotlib' in (tmp_path / 'train').read_text()
+    assert (tmp_path / 'out/report.md').exists() and not (tmp_path / 'out/loss.png').exists()
+
+
+def test_the_ranges_admit_the_pins_that_are_tested():
+    pins = {}
+    for name in ('requirements.txt', 'requirements-dev.txt'):
+        for line in (ROOT / name).read_text().splitlines():
+            if '==' in line:
+                package, version = line.split('==')
+                pins[package] = version
+    groups = [PROJECT['dependencies'], *PROJECT['optional-dependencies'].values()]
+    ranges = [Requirement(text) for group in groups for text in group]
+    assert {wanted.name for wanted in ranges} == set(pins)
+    for wanted in ranges:
+        assert wanted.specifier.contains(pins[wanted.name]), wanted
+
+
+# -----------------------------------------------------------------------------
+# in environments of their own
+
+
+@pytest.mark.slow
 def test_an_editable_install_is_imported_from_another_folder(tmp_path, trained):
     tree = tmp_path / 'tree'
     shutil.copytree(ROOT / 'plaingpt', tree / 'plaingpt')
@@ -70,12 +126,10 @@ def test_an_editable_install_is_imported_from_another_folder(tmp_path, trained):
                                 f'plaingpt.training.checkpoint {tree / "model.py"}']
 
 
-@pytest.fixture(scope='module')
-def core_python(tmp_path_factory):
+def core_python(folder):
     """Python of an environment that has the core's packages, those that they need, and no other."""
-    folder = tmp_path_factory.mktemp('core')
     packages = folder / 'packages'
-    packages.mkdir()
+    packages.mkdir(parents=True)
     for dist in map(metadata.distribution, required(CORE)):
         for entry in {file.parts[0] for file in dist.files} - {'..', '__pycache__'}:
             if not (packages / entry).exists():  # two packages may share a namespace
@@ -83,36 +137,15 @@ def core_python(tmp_path_factory):
     return make_venv(folder / 'venv', packages)
 
 
-def test_the_core_is_at_most_six_packages(core_python):
-    assert len(CORE) <= 6
+@pytest.mark.slow
+def test_the_core_prepares_trains_and_samples_where_there_are_no_other_packages(
+        text_file, tmp_path):
+    python = core_python(tmp_path / 'core')
     for name in ('matplotlib', 'wandb', 'pyarrow', 'pytest'):
-        done = subprocess.run([core_python, '-c', f'import {name}'], capture_output=True, text=True)
+        done = subprocess.run([python, '-c', f'import {name}'], capture_output=True, text=True)
         assert 'ModuleNotFoundError' in done.stderr
-
-
-@pytest.mark.parametrize('tokenizer', ['char', 'byte', 'bpe:300'])
-def test_the_core_prepares_trains_and_samples(core_python, tokenizer, text_file, tmp_path):
-    call(core_python, ROOT / 'prepare.py', 'text', f'--input={text_file}',
-         f'--tokenizer={tokenizer}', f'--data_dir={tmp_path}/text', cwd=tmp_path)
-    out = call(core_python, ROOT / 'train.py', *options(
-        dataset=tmp_path / 'text', n_layer=1, n_head=2, n_embd=16, block_size=16, batch_size=4,
-        gradient_accumulation_steps=1, max_iters=4, eval_interval=2, eval_iters=1, warmup_iters=1,
-        lr_decay_iters=4, device='cpu', dtype='float32'), cwd=tmp_path)
-    assert [line for line in out.splitlines() if 'pip install matplotlib' in line]
-    assert (tmp_path / 'out/report.md').exists() and not (tmp_path / 'out/loss.png').exists()
-    assert call(core_python, ROOT / 'sample.py', '--num_samples=1', '--max_new_tokens=8',
-                '--device=cpu', cwd=tmp_path).strip()
-
-
-def test_the_ranges_admit_the_pins_that_are_tested():
-    pins = {}
-    for name in ('requirements.txt', 'requirements-dev.txt'):
-        for line in (ROOT / name).read_text().splitlines():
-            if '==' in line:
-                package, version = line.split('==')
-                pins[package] = version
-    groups = [PROJECT['dependencies'], *PROJECT['optional-dependencies'].values()]
-    ranges = [Requirement(text) for group in groups for text in group]
-    assert {wanted.name for wanted in ranges} == set(pins)
-    for wanted in ranges:
-        assert wanted.specifier.contains(pins[wanted.name]), wanted
+    call(python, ROOT / 'prepare.py', 'text', f'--input={text_file}', '--tokenizer=bpe:300',
+         f'--data_dir={tmp_path}/text', cwd=tmp_path)
+    call(python, ROOT / 'train.py', *TRAIN, f'--dataset={tmp_path}/text', cwd=tmp_path)
+    assert (tmp_path / 'out/report.md').exists()
+    assert call(python, ROOT / 'sample.py', *SAMPLE, cwd=tmp_path).strip()

@@ -23,6 +23,7 @@ from typing import NamedTuple
 
 import pytest
 import torch
+from _pytest.capture import FDCapture, MultiCapture
 from helpers import ROOT
 
 import train
@@ -135,7 +136,7 @@ def follow(page, folder, patch, slow=False, shorter=False):
             for command in commands_of(block):
                 line = re.sub(r'(--(max_iters|log_interval)=\d+)0\b', r'\1 --eval_iters=9',
                               command.line) if shorter else command.line
-                code, output = give(line, patch)
+                code, output = give(line)
                 fails = any(line.startswith('error:') for line in command.output)
                 missing = first_missing(command.output, output)
                 if code != (2 if fails else 0) or missing:
@@ -144,13 +145,13 @@ def follow(page, folder, patch, slow=False, shorter=False):
     return problems
 
 
-def give(line, patch):
+def give(line):
     """Give a command → (exit code, all that it printed). Ours run in this process, which has
     imported torch already."""
     words = shlex.split(line, comments=True)
     if words[0] == 'python' and scripts_of(line):
         (script, argv), = scripts_of(line)
-        return call(importlib.import_module(script).main, [f'{script}.py', *argv], patch)
+        return call(importlib.import_module(script).main, [f'{script}.py', *argv])
     if words[0] == 'torchrun':
         words = [sys.executable, '-m', 'torch.distributed.run',
                  *(str(ROOT / word) if word == 'train.py' else word for word in words[1:])]
@@ -161,32 +162,21 @@ def give(line, patch):
     return done.returncode, done.stdout + done.stderr
 
 
-def call(main, argv, patch):
-    with pytest.MonkeyPatch.context() as inner, Captured() as captured:
-        inner.setattr(sys, 'argv', argv)
-        try:
+def call(main, argv):
+    """Call a script's main → (exit code, all that it printed, and processes that it started)."""
+    capture = MultiCapture(in_=None, out=FDCapture(1), err=FDCapture(2))
+    capture.start_capturing()
+    try:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(sys, 'argv', argv)
             run_script(main)
-            code = 0
-        except SystemExit as e:
-            code = e.code or 0
-    return code, captured.text()
-
-
-class Captured:
-    """All that is printed in here, by processes that are started too."""
-
-    def __enter__(self):
-        from _pytest.capture import FDCapture, MultiCapture
-        self.capture = MultiCapture(in_=None, out=FDCapture(1), err=FDCapture(2))
-        self.capture.start_capturing()
-        return self
-
-    def __exit__(self, *_):
-        self.read = self.capture.readouterr()
-        self.capture.stop_capturing()
-
-    def text(self):
-        return self.read.out + self.read.err
+        code = 0
+    except SystemExit as e:
+        code = e.code or 0
+    finally:
+        printed = ''.join(capture.readouterr())
+        capture.stop_capturing()
+    return code, printed
 
 
 def first_missing(shown, output):

@@ -148,29 +148,17 @@ def test_sequences_run_over_from_file_to_file(tmp_path):
 # evaluation
 
 
-def evaluated(loaders, *arguments):
-    """All targets of the processes' batches, sorted."""
-    seen = []
-    for loader in loaders:
-        for starts in loader.eval_batches(*arguments):
-            idx, targets = loader.eval_batch(starts)
-            assert idx.shape == targets.shape == (4, 10)  # one shape for torch.compile
-            seen += targets[targets != -1].tolist()
-    return sorted(seen)
-
-
-def test_evaluation_covers_the_whole_split_once_when_asked_for_more(tmp_path):
-    tokens = stream(tmp_path, np.arange(1000))
-    for processes in (1, 2, 3):
-        assert evaluated(loaders_of(tokens, 10, 4, processes), 1000) == list(range(1, 991))
-
-
-def test_evaluation_can_be_of_the_first_tokens(tmp_path):
+def test_evaluation_covers_the_whole_split_once_or_its_first_tokens(tmp_path):
     tokens = stream(tmp_path, np.arange(1001))
-    for processes in (1, 3):
-        loaders = loaders_of(tokens, 10, 4, processes)
-        assert evaluated(loaders, 1, 70) == list(range(1, 71))
-        assert evaluated(loaders, 1, 10**6) == list(range(1, 1001))  # more than there are: all
+    for processes, first_tokens, last in ((1, 0, 1000), (2, 0, 1000), (3, 0, 1000), (3, 70, 70),
+                                          (3, 10**6, 1000)):
+        seen = []
+        for loader in loaders_of(tokens, 10, 4, processes):
+            for starts in loader.eval_batches(1000, first_tokens):
+                idx, targets = loader.eval_batch(starts)
+                assert idx.shape == targets.shape == (4, 10)  # one shape for torch.compile
+                seen += targets[targets != -1].tolist()
+        assert sorted(seen) == list(range(1, last + 1)), (processes, first_tokens)
 
 
 def test_a_few_evaluation_sequences_are_spread_over_the_split(tmp_path):

@@ -116,6 +116,12 @@ def test_hellaswag_is_worded_and_scored_as_by_transformers(exported, in_transfor
     assert scores['acc'] == right / 3 and scores['acc_norm'] == right_norm / 3
 
 
+def test_acc_norm_divides_by_the_characters_of_the_ending():
+    question = scoring.Question('', [' a long ending', ' short'], 0, '')
+    found = scoring.hellaswag_scores(np.array([[-6.0, 0], [-5.0, 0]]), [question])
+    assert (found['acc'], found['acc_norm']) == (0, 1)
+
+
 def test_lambada_is_scored_as_by_transformers(exported, in_transformers, files):
     questions = scoring.read_questions('lambada', files / 'lambada.jsonl')
     ours = log_likelihoods_of(exported, questions)

@@ -73,6 +73,8 @@ def test_processes_share_a_step():
     one, eight = (planned(*GPT2, '--gpu=H100', f'--processes={n}') for n in (1, 8))
     assert one['tokens']['per_step'] == eight['tokens']['per_step'] == 2**19
     assert one['memory']['micro_steps'] == 8 * eight['memory']['micro_steps']
+    best = eight['memory']['checkpointing']['none']
+    assert best['batch_size'] * best['accumulation'] == 512 and best['batch_size'] <= 512 / 8
     assert eight['time']['hours'] == pytest.approx(one['time']['hours'] / 8)
     assert eight['memory']['items']['gradient buckets'] > 0
 

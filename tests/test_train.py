@@ -101,6 +101,9 @@ def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(tiny, tmp_path, dtyp
     shutil.rmtree(checkpoints.find(cut).path)  # of iteration 6; that of 3 remains
     train.main([*tiny, f'--out_dir={cut}', '--init_from=resume'])
     assert same(weights(whole), weights(cut))
+    states = [checkpoints.find(out_dir).state for out_dir in (whole, cut)]
+    for key in ('scaler', 'rng', 'sequences', 'best_val_loss'):
+        assert states[0][key] == states[1][key], key
     for key in ('loss', 'grad_norm', 'val_loss'):
         assert [(line['iter'], line[key]) for line in lines(whole, key)] \
             == [(line['iter'], line[key]) for line in lines(cut, key)]

@@ -42,7 +42,7 @@ def test_an_interrupted_run_is_reported_where_it_stands(tiny, tmp_path, monkeypa
 
     def interrupted(*arguments):
         if next(steps) == 46:
-            os.kill(os.getpid(), signal.SIGINT)
+            os.kill(os.getpid(), signal.SIGTERM)
         return original(*arguments)
     monkeypatch.setattr(train, 'forward_backward', interrupted)
     long = [*tiny, '--report=True', '--lr_decay_iters=450', '--eval_interval=150']

@@ -85,6 +85,16 @@ def test_text_that_spells_a_special_token_is_text(chat_server):
     assert answer['usage']['prompt_tokens'] == len('<|end|><|assistant|>') + 4
 
 
+def test_a_stream_is_events_and_ends_with_done(server):
+    request = urllib.request.Request(
+        server.url + '/v1/completions', json.dumps({**GOOD, 'stream': True}).encode(),
+        {'Content-Type': 'application/json'})
+    with urllib.request.urlopen(request, timeout=60) as response:
+        assert response.headers['content-type'].startswith('text/event-stream')
+        first, *_, end = response.read().decode().strip().split('\n\n')
+    assert json.loads(first.removeprefix('data: '))['choices'] and end == 'data: [DONE]'
+
+
 def test_other_addresses_methods_and_kinds_are_refused_in_json(server):
     assert server.post('/v1/nothing', {})[0] == 404
     assert server.post('/v1/models', {})[0] == 405
@@ -135,7 +145,7 @@ def test_a_full_queue_is_refused_and_a_client_that_leaves_frees_its_place(
 def fill(server, stream):
     """Ask for endless texts until the next one is refused → the clients that wait for them."""
     clients = []
-    while True:
+    for _ in range(50):  # the queue takes two
         client = connect(server)
         ask_for_an_endless_text(client, stream)
         client.settimeout(0.1)
@@ -145,6 +155,7 @@ def fill(server, stream):
         except TimeoutError:
             pass  # it is written, or waits, or the refusal is late
         clients.append(client)
+    pytest.fail('no request was refused')
 
 
 def test_a_request_ends_at_its_time_limit(trained, tmp_path):

@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -89,6 +90,23 @@ def test_processes_that_never_come_are_named_after_a_while(tmp_path, missing):
     for rank, pid in pids.items():
         assert exit_code(pid) == 2
         assert f'error: waited 1 s for {name}' in last_line(logs[rank])
+
+
+def leave_early(argv):
+    """Rank 0 has nothing left to do before rank 1 ends its work."""
+    idle, worked = (Path(argv[0], name) for name in ('idle', 'worked'))
+    with process_group(launched_world(), CPU):
+        if launched_world().is_main:
+            idle.touch()
+        else:
+            wait_until(idle.exists)
+            worked.touch()
+    assert worked.exists()
+
+
+def test_a_process_that_is_done_early_waits_for_those_that_are_not(tmp_path):
+    pids, _ = start(tmp_path, 2, leave_early, tmp_path)
+    assert [exit_code(pid) for pid in pids.values()] == [0, 0]
 
 
 def test_an_address_that_cannot_be_had_is_a_mistake(tiny, capsys, monkeypatch):

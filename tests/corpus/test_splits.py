@@ -4,6 +4,7 @@ import hashlib
 import json
 import shutil
 from itertools import chain
+from string import ascii_letters
 
 import numpy as np
 import pytest
@@ -68,11 +69,11 @@ def test_options_of_the_hub_are_refused_for_files(tmp_path, refused):
 
 
 @pytest.mark.parametrize(('more', 'expected'), [
-    (['--val_split=validation', '--test_split=test'], {'val': 'abc', 'test': 'de'}),
-    (['--test_split=test'], {'test': 'de'}),
-    (['--val_split=validation', '--test_fraction=0.1'], {'val': 'abc'})])
+    (['--val_split=validation', '--test_split=test'], {'val': ascii_letters, 'test': '12'}),
+    (['--test_split=test'], {'test': '12'}),
+    (['--val_split=validation', '--test_fraction=0.1'], {'val': ascii_letters})])
 def test_splits_of_a_dataset_are_taken_and_the_others_held_out(more, expected, tmp_path):
-    write_hub(tmp_path / 'hub', train=TEXTS, validation=list('abc'), test=list('de'))
+    write_hub(tmp_path / 'hub', train=TEXTS, validation=[*ascii_letters], test=['1', '2'])
     prepared(tmp_path / 'd', 'hf', f'--path={tmp_path}/hub', '--val_fraction=0.1', *more)
     found = documents_of(tmp_path / 'd')
     for split, texts in expected.items():

@@ -52,6 +52,17 @@ def test_the_training_tokens_are_the_first_ones_and_exactly_so_many(kind, limit,
     prepare.main(['inspect', str(tmp_path / 'd')])
 
 
+def test_the_limit_may_be_at_the_end_of_a_document_and_around_it(tmp_path, monkeypatch):
+    write_rows(tmp_path / 'rows.jsonl', TEXTS[:120])
+    prepared(tmp_path / 'all', *command('rows', tmp_path))
+    monkeypatch.setattr(encoding, 'BATCH_CHARS', 1)  # a batch is a document
+    whole = split_bytes(tmp_path / 'all', 'train')
+    end = whole.index(b'\0', 9_000)
+    for limit in range(end - 2, end + 3):
+        prepared(tmp_path / 'd', *command('rows', tmp_path, f'--max_tokens={limit}', '--overwrite'))
+        assert split_bytes(tmp_path / 'd', 'train') == whole[:limit], limit
+
+
 @pytest.mark.parametrize(('kind', 'threads'), [
     ('rows', 1), ('running', 3), pytest.param('hub', 3, marks=pytest.mark.slow)])
 def test_threads_batches_and_kills_do_not_change_where_it_ends(

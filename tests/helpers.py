@@ -93,7 +93,9 @@ def fork(main, *argv, log, before=None, **env):
     sys.stdout, sys.stderr = (open(fd, 'w', buffering=1, closefd=False) for fd in (1, 2))
     sys.argv = ['script.py', *map(str, argv)]
     os.environ.update(env)
-    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # also where the tests themselves run under nohup
+    # Also where the tests run under nohup, and after a library has set a handler in this process.
+    for number in (signal.SIGHUP, signal.SIGTERM):
+        signal.signal(number, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.alarm(100)  # no process outlives a test that fails
     code = 0

@@ -1,6 +1,6 @@
 # make quickstart          install, train a small GPT on Python's own source code, and let it write
-# make test                install, and run the tests
-# make test-slow           those that take minutes
+# make test                install, and run the tests: each property, in a few minutes
+# make test-slow           the rest: jobs under torchrun, kills by the dozen, pages of docs, installs
 # make test-oldest         the tests with the oldest packages that pyproject.toml admits
 # make torture             kill, stop and starve training hundreds of times, damage and forge its files
 # make compare-prepare     prepare.py beside nanoGPT's recipe and tiktoken alone
@@ -26,7 +26,7 @@ test: .venv/installed-dev
 	$(BIN)/python -m pytest -n 2
 
 test-slow: .venv/installed-dev
-	$(BIN)/python -m pytest -m slow
+	$(BIN)/python -m pytest -n 2 -m slow
 
 test-oldest: requirements-dev.txt pyproject.toml
 	$(PYTHON) -m venv .venv-oldest

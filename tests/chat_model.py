@@ -15,7 +15,7 @@ def train_chat_model(out_dir):
     """A run whose tiny model knows ANSWERS by heart."""
     torch.manual_seed(0)
     model = GPT(GPTConfig(96, CHAT.vocab_size, 2, 4, 64))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=5e-3)
     idx = torch.zeros(len(ANSWERS), 96, dtype=torch.long)
     targets = torch.full_like(idx, -1)
     for i, (question, answer) in enumerate(ANSWERS.items()):
@@ -23,7 +23,7 @@ def train_chat_model(out_dir):
             [{'role': 'user', 'content': question}, {'role': 'assistant', 'content': answer}]))
         idx[i, :len(ids)] = ids
         targets[i, :len(ids) - 1] = ids[1:].where(learned[1:], -1)
-    for _ in range(120):
+    for _ in range(80):
         optimizer.zero_grad()
         model(idx, targets)[1].backward()
         optimizer.step()

@@ -19,6 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from plaingpt.system.errors import run_script
 from plaingpt.tokens.chat_tokenizer import ChatTokenizer
 from plaingpt.tokens.tokenizers import ByteTokenizer
+from plaingpt.training import checkpoint as checkpoints
 
 ROOT = Path(__file__).resolve().parent.parent
 SHARED = Path(os.environ.get('PLAINGPT_SHARED', ROOT.parent / 'shared'))
@@ -92,7 +93,9 @@ def fork(main, *argv, log, before=None, **env):
     sys.stdout, sys.stderr = (open(fd, 'w', buffering=1, closefd=False) for fd in (1, 2))
     sys.argv = ['script.py', *map(str, argv)]
     os.environ.update(env)
-    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # also where the tests themselves run under nohup
+    # Also where the tests run under nohup, and after a library has set a handler in this process.
+    for number in (signal.SIGHUP, signal.SIGTERM):
+        signal.signal(number, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.alarm(100)  # no process outlives a test that fails
     code = 0
@@ -200,3 +203,29 @@ class HostReads(TorchDispatchMode):
         if tags & set(func.tags) and not by_number:
             self.found.append(str(func))
         return func(*args, **kwargs or {})
+
+
+def lines(out_dir, key):
+    """The lines of a run's metrics.jsonl that have `key`."""
+    text = (out_dir / 'metrics.jsonl').read_text()
+    return [line for line in map(json.loads, text.splitlines()) if key in line]
+
+
+def weights(out_dir, which='latest'):
+    """The parameters in a checkpoint of a run."""
+    return list(checkpoints.find(out_dir, which).load_model().parameters())
+
+
+def same(a, b):
+    """Whether the tensors of two lists have the same bits."""
+    return all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+
+
+def train_processes(size, folder, *argv, before=None):
+    """Train to the end in `size` processes of one job, or one that is no job; `before` is what each
+    calls first. What they print goes to folder/log0, …"""
+    import train
+    logs = [folder / f'log{rank}' for rank in range(size)]
+    pids = [fork(train.main, *argv, log=log, before=before, **env)
+            for log, env in zip(logs, ranks(size) if size > 1 else [{}], strict=True)]
+    assert [exit_code(pid) for pid in pids] == [0] * size, [log.read_text() for log in logs]

@@ -2,13 +2,15 @@ import csv
 import json
 import sys
 from contextlib import redirect_stdout
+from types import SimpleNamespace
 
 import pytest
+import torch
 from helpers import fails
 
 import bench
 import train
-from plaingpt.benchmarks import grid
+from plaingpt.benchmarks import grid, ladder, step_speed
 from plaingpt.benchmarks.saving import differences
 
 
@@ -16,6 +18,14 @@ def train_here(argv):
     """In this process, which has imported torch."""
     with redirect_stdout(sys.stderr):
         train.main(argv)
+
+
+@pytest.fixture(autouse=True)
+def small_matmul(monkeypatch):
+    """The matmul beside a step, of 64 rows and columns."""
+    original = step_speed.matmul_flops
+    monkeypatch.setattr(step_speed, 'matmul_flops', lambda dtype, device: original(
+        dtype, device, size=64))
 
 
 def test_memory_is_measured_beside_the_plan(capsys):
@@ -61,9 +71,12 @@ def test_batches_are_measured_beside_what_a_step_needs(tiny, capsys):
             pytest.approx(row['batches_per_s'])
 
 
-def test_the_ladder_needs_no_prepared_text(tiny, capsys):
+def test_the_ladder_needs_no_prepared_text(tiny, capsys, monkeypatch):
+    monkeypatch.setattr(ladder, 'TOKENS', 2**12)
+    monkeypatch.setattr(ladder, 'gc', SimpleNamespace(collect=lambda: None))
+    monkeypatch.setattr(torch.compiler, 'reset', lambda: None)  # nothing is compiled here
     bench.main([*tiny, '--ladder', '--dataset=no_such_dataset', '--vocab_size=99', '--steps=1',
-                '--warmup_steps=0', '--rounds=2'])
+                '--warmup_steps=0', '--rounds=1'])
     out = capsys.readouterr().out
     assert '| padded vocabulary' in out and 'random tokens' in out and 'tokenized' not in out
 
@@ -93,12 +106,15 @@ def test_differences_of_weights_are_found(trained, tiny, tmp_path):
     assert 1e-4 < found['largest_difference'] < 0.1 and found['differing'] > 0.5
 
 
-def test_what_was_measured_is_saved_without_matplotlib(tiny, tmp_path, capsys, monkeypatch):
+def test_an_ablation_trains_and_is_saved_without_matplotlib(tiny, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(grid, 'run_train', train_here)
     monkeypatch.setitem(sys.modules, 'matplotlib.figure', None)
-    bench.main([*tiny, '--ablate', '--set=n_layer=1,2', '--seeds=1', '--log_interval=2',
+    bench.main([*tiny, '--ablate', '--set=n_layer=1,2', '--seeds=1', '--log_interval=2', '--json',
                 f'--save={tmp_path}/results'])
-    assert 'warning: the picture needs matplotlib' in capsys.readouterr().err
+    out, err = capsys.readouterr()
+    assert 'warning: the picture needs matplotlib' in err
+    base, changed = json.loads(out)['rows']
+    assert base['final_loss'] != changed['final_loss']
     assert 'n_layer=2' in (tmp_path / 'results' / 'ablate-cpu.csv').read_text()
 
 

@@ -2,8 +2,9 @@
 
 In a ```console block a line that starts with `$ ` is a command, and what follows is its output,
 shortened with `…`. All commands of a page are run in order, in an empty folder that has what a
-checkout has. Each page begins where the commands of the README end. A comment above a block says
-what it needs, and why it is not run:
+checkout has. Each page begins where the commands of the README end. `make test` follows the README
+alone, with shorter trainings, and reads the options of all other commands. A comment above a block
+says what it needs, and why it is not run:
 
     <!-- needs: time -->      make test-slow runs it
     <!-- needs: network -->   or gpu, terminal, files: it is not run, but its options are checked
@@ -17,10 +18,12 @@ import shutil
 import subprocess
 import sys
 import tomllib
+from pathlib import Path
 from typing import NamedTuple
 
 import pytest
 import torch
+from _pytest.capture import FDCapture, MultiCapture
 from helpers import ROOT
 
 import train
@@ -97,23 +100,29 @@ def settings_of(script):
 # commands run
 
 
-@pytest.fixture(scope='session')
-def after_readme(tmp_path_factory):
-    """A folder with what a checkout has, in which the commands of the README were given."""
-    folder = tmp_path_factory.mktemp('docs') / 'plaingpt'
+def checkout(folder):
+    """A new folder with what a checkout has for those who give commands."""
     folder.mkdir()
     for name in ('config', 'references'):
         (folder / name).symlink_to(ROOT / name)
     shutil.copytree(ROOT / 'docs', folder / 'docs')
     shutil.copy(ROOT / 'README.md', folder)
     (folder / 'data').mkdir()
+    return folder
+
+
+@pytest.fixture(scope='session')
+def after_readme(tmp_path_factory):
+    """A folder in which the commands of the README were given, and what went wrong then."""
+    folder = checkout(tmp_path_factory.mktemp('docs') / 'plaingpt')
     with pytest.MonkeyPatch.context() as patch:
         problems = follow('README.md', folder, patch)
     return folder, problems
 
 
-def follow(page, folder, patch, slow=False):
-    """Give the commands of a page in `folder` → problems, a text each."""
+def follow(page, folder, patch, slow=False, shorter=False):
+    """Give the commands of a page in `folder` → problems, a text each. slow: those too that take
+    minutes; shorter: train a tenth of the iterations and evaluate less."""
     patch.chdir(folder)
     for backend in (torch.cuda, torch.backends.mps):
         patch.setattr(backend, 'is_available', lambda: False)
@@ -125,7 +134,9 @@ def follow(page, folder, patch, slow=False):
             exec(block.text, {})
         elif block.kind == 'console':
             for command in commands_of(block):
-                code, output = give(command.line, patch)
+                line = re.sub(r'(--(max_iters|log_interval)=\d+)0\b', r'\1 --eval_iters=9',
+                              command.line) if shorter else command.line
+                code, output = give(line)
                 fails = any(line.startswith('error:') for line in command.output)
                 missing = first_missing(command.output, output)
                 if code != (2 if fails else 0) or missing:
@@ -134,13 +145,13 @@ def follow(page, folder, patch, slow=False):
     return problems
 
 
-def give(line, patch):
+def give(line):
     """Give a command → (exit code, all that it printed). Ours run in this process, which has
     imported torch already."""
     words = shlex.split(line, comments=True)
     if words[0] == 'python' and scripts_of(line):
         (script, argv), = scripts_of(line)
-        return call(importlib.import_module(script).main, [f'{script}.py', *argv], patch)
+        return call(importlib.import_module(script).main, [f'{script}.py', *argv])
     if words[0] == 'torchrun':
         words = [sys.executable, '-m', 'torch.distributed.run',
                  *(str(ROOT / word) if word == 'train.py' else word for word in words[1:])]
@@ -151,32 +162,21 @@ def give(line, patch):
     return done.returncode, done.stdout + done.stderr
 
 
-def call(main, argv, patch):
-    with pytest.MonkeyPatch.context() as inner, Captured() as captured:
-        inner.setattr(sys, 'argv', argv)
-        try:
+def call(main, argv):
+    """Call a script's main → (exit code, all that it printed, and processes that it started)."""
+    capture = MultiCapture(in_=None, out=FDCapture(1), err=FDCapture(2))
+    capture.start_capturing()
+    try:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(sys, 'argv', argv)
             run_script(main)
-            code = 0
-        except SystemExit as e:
-            code = e.code or 0
-    return code, captured.text()
-
-
-class Captured:
-    """All that is printed in here, by processes that are started too."""
-
-    def __enter__(self):
-        from _pytest.capture import FDCapture, MultiCapture
-        self.capture = MultiCapture(in_=None, out=FDCapture(1), err=FDCapture(2))
-        self.capture.start_capturing()
-        return self
-
-    def __exit__(self, *_):
-        self.read = self.capture.readouterr()
-        self.capture.stop_capturing()
-
-    def text(self):
-        return self.read.out + self.read.err
+        code = 0
+    except SystemExit as e:
+        code = e.code or 0
+    finally:
+        printed = ''.join(capture.readouterr())
+        capture.stop_capturing()
+    return code, printed
 
 
 def first_missing(shown, output):
@@ -201,31 +201,30 @@ def fixed_words(line):
     return re.sub(r'[\s-]+', ' ', line).strip()
 
 
+def test_commands_of_the_readme_do_what_it_shows(tmp_path, monkeypatch):
+    folder = checkout(tmp_path / 'plaingpt')
+    problems = follow('README.md', folder, monkeypatch, shorter=True)
+    assert not problems, '\n\n'.join(problems)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize('page', PAGES)
 def test_commands_of_a_page_do_what_it_shows(page, after_readme, tmp_path, monkeypatch):
     folder, problems = after_readme
     if page != 'README.md':
         shutil.copytree(folder, tmp_path / 'plaingpt', symlinks=True)
-        problems = follow(page, tmp_path / 'plaingpt', monkeypatch)
-    assert not problems, '\n\n'.join(problems)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize('page', [page for page in PAGES if page != 'README.md' and any(
-    block.needs == 'time' for block in blocks_of(page))])
-def test_commands_that_take_minutes(page, after_readme, tmp_path, monkeypatch):
-    shutil.copytree(after_readme[0], tmp_path / 'plaingpt', symlinks=True)
-    problems = follow(page, tmp_path / 'plaingpt', monkeypatch, slow=True)
+        problems = follow(page, tmp_path / 'plaingpt', monkeypatch, slow=True)
     assert not problems, '\n\n'.join(problems)
 
 
 @pytest.mark.parametrize('page', PAGES)
-def test_commands_that_are_not_run_have_valid_options(page, monkeypatch):
-    monkeypatch.chdir(ROOT)
+def test_commands_have_valid_options(page, char_data, tmp_path, monkeypatch):
+    monkeypatch.chdir(checkout(tmp_path / 'plaingpt'))
+    Path('data/notes').symlink_to(char_data)
     for block in blocks_of(page):
-        if block.kind != 'console' or not block.needs:
-            continue
-        for command in commands_of(block):
+        for command in commands_of(block) if block.kind == 'console' else ():
+            if any(line.startswith('error:') for line in command.output):
+                continue
             for script, argv in scripts_of(command.line):
                 argv = [arg for arg in argv if arg.startswith('-') or arg.endswith('.py')]
                 assert load_config(settings_of(script), argv)  # raises UserError

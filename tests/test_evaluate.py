@@ -5,7 +5,7 @@ import shutil
 import numpy as np
 import pytest
 import torch
-from helpers import ROOT, fails, torchrun
+from helpers import ROOT, exit_code, fails, fork, ranks
 
 import evaluate
 import export
@@ -65,19 +65,24 @@ def scores_of(tmp_path, *arguments):
     return json.loads((tmp_path / 'scores.json').read_text())['results']
 
 
-def in_transformers(folder, context, answer):
-    """Log-likelihood of an answer and whether it is the likeliest, in float64, token by token."""
+@pytest.fixture(scope='module')
+def in_transformers(exported):
+    """(context, answer) → the log-likelihood of the answer in transformers and whether it is the
+    likeliest, in float64, token by token."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
-    model = AutoModelForCausalLM.from_pretrained(folder).double().eval()
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    ids = tokenizer(context + answer).input_ids
-    n = len(ids) - len(tokenizer(context).input_ids)
-    ids = ids[-129:]
-    with torch.no_grad():
-        logp = model(torch.tensor([ids[:-1]])).logits[0].log_softmax(-1)
-    at = range(len(ids) - 1 - n, len(ids) - 1)
-    return (sum(logp[i, ids[i + 1]].item() for i in at),
-            all(logp[i].argmax().item() == ids[i + 1] for i in at))
+    model = AutoModelForCausalLM.from_pretrained(exported).double().eval()
+    tokenizer = AutoTokenizer.from_pretrained(exported)
+
+    def score(context, answer):
+        ids = tokenizer(context + answer).input_ids
+        n = len(ids) - len(tokenizer(context).input_ids)
+        ids = ids[-129:]
+        with torch.no_grad():
+            logp = model(torch.tensor([ids[:-1]])).logits[0].log_softmax(-1)
+        at = range(len(ids) - 1 - n, len(ids) - 1)
+        return (sum(logp[i, ids[i + 1]].item() for i in at),
+                all(logp[i].argmax().item() == ids[i + 1] for i in at))
+    return score
 
 
 EXPECTED_CONTEXTS = [  # worded by hand as lm-evaluation-harness words them
@@ -94,14 +99,14 @@ def log_likelihoods_of(folder, questions, batch_size=5, dtype=torch.float64):
     return scoring.log_likelihoods(model, rows, batch_size, torch.no_grad(), '')
 
 
-def test_hellaswag_is_worded_and_scored_as_by_transformers(exported, files):
+def test_hellaswag_is_worded_and_scored_as_by_transformers(exported, in_transformers, files):
     questions = scoring.read_questions('hellaswag', files / 'hellaswag.jsonl')
     ours = log_likelihoods_of(exported, questions)[:, 0].reshape(3, 4)
     right = right_norm = 0
     for i, (row, question) in enumerate(zip(HELLASWAG, questions, strict=True)):
         endings = [e.replace('[substeps]', '').replace('  ', ' ') for e in row['endings']]
         assert question.context.strip() == EXPECTED_CONTEXTS[i]
-        theirs = np.array([in_transformers(exported, EXPECTED_CONTEXTS[i], ' ' + ending)[0]
+        theirs = np.array([in_transformers(EXPECTED_CONTEXTS[i], ' ' + ending)[0]
                            for ending in endings])
         assert np.abs(ours[i] - theirs).max() < 1e-6
         right += theirs.argmax() == int(row['label'])
@@ -111,12 +116,18 @@ def test_hellaswag_is_worded_and_scored_as_by_transformers(exported, files):
     assert scores['acc'] == right / 3 and scores['acc_norm'] == right_norm / 3
 
 
-def test_lambada_is_scored_as_by_transformers(exported, files):
+def test_acc_norm_divides_by_the_characters_of_the_ending():
+    question = scoring.Question('', [' a long ending', ' short'], 0, '')
+    found = scoring.hellaswag_scores(np.array([[-6.0, 0], [-5.0, 0]]), [question])
+    assert (found['acc'], found['acc_norm']) == (0, 1)
+
+
+def test_lambada_is_scored_as_by_transformers(exported, in_transformers, files):
     questions = scoring.read_questions('lambada', files / 'lambada.jsonl')
     ours = log_likelihoods_of(exported, questions)
-    theirs = [in_transformers(exported, *(row['text'][:row['text'].rindex(' ')],
-                                          row['text'][row['text'].rindex(' '):]))
-              for row in LAMBADA]
+    words = [row['text'].rindex(' ') for row in LAMBADA]  # where the last one begins
+    theirs = [in_transformers(row['text'][:at], row['text'][at:])
+              for row, at in zip(LAMBADA, words, strict=True)]
     assert np.abs(ours[:, 0] - [logp for logp, _ in theirs]).max() < 1e-6
     assert ours[:, 1].tolist() == [likeliest for _, likeliest in theirs]
     scores = scores_of(files, f'--init_from={exported}', '--tasks=lambada',
@@ -196,9 +207,11 @@ def test_a_run_of_an_older_version_is_sampled_evaluated_and_exported(tmp_path, c
 
 def test_the_loss_does_not_depend_on_batch_size_or_processes(trained, tmp_path):
     losses = [scores_of(tmp_path, f'--out_dir={trained}', f'--batch_size={n}')['val']['loss']
-              for n in (1, 7, 64)]
-    torchrun(2, ROOT / 'evaluate.py', f'--out_dir={trained}', '--device=cpu',
-             f'--output={tmp_path}/two.json')
+              for n in (7, 64)]
+    pids = [fork(evaluate.main, f'--out_dir={trained}', '--device=cpu',
+                 f'--output={tmp_path}/two.json', log=tmp_path / 'log', **rank)
+            for rank in ranks(2)]
+    assert [exit_code(pid) for pid in pids] == [0, 0], (tmp_path / 'log').read_text()
     losses.append(json.loads((tmp_path / 'two.json').read_text())['results']['val']['loss'])
     assert max(losses) - min(losses) < 1e-6
 
@@ -216,7 +229,7 @@ def test_bits_per_byte_of_a_file_count_all_its_bytes(exported, tmp_path, capsys)
 
 def test_the_standard_error_is_that_of_repeated_draws():
     chance = np.random.default_rng(0)
-    means = [chance.normal(size=100).mean() for _ in range(2000)]
+    means = chance.normal(size=(2000, 100)).mean(1)
     _, stderr = scoring.mean_and_stderr(chance.normal(size=100))
     assert stderr == pytest.approx(np.std(means), rel=0.15)
     assert scoring.mean_and_stderr([1.0]) == (1.0, None)
@@ -253,25 +266,24 @@ def test_without_a_network_benchmarks_name_the_file_before_anything_else_is_done
     assert 'lambada: acc' in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(('arguments', 'words'), [
-    (['--tasks=val,mmlu'], "'mmlu' is none of"),
-    (['--tasks=text'], 'name the file with --data'),
-    (['--data=x'], 'goes with one task'),
-    (['--tasks=text', '--data={tmp}/none'], 'No such file'),
-    (['--tasks=hellaswag', '--data={tmp}/lambada.jsonl'], 'lambada.jsonl, line 1: no HellaSwag'),
-    (['--tasks=lambada', '--data={tmp}/hellaswag.jsonl'], 'line 1: no LAMBADA passage'),
-    (['--tasks=lambada', '--data={tmp}/broken'], 'broken, line 1: not JSON'),
-    (['--tasks=lambada', '--data={tmp}/empty'], 'no questions there'),
-    (['--tasks=lambada', '--data={tmp}/one.jsonl'], 'an empty context or answer'),
-    (['--tasks=lambada', '--data={tmp}/long.jsonl'], 'more than the block_size of 16'),
-    (['--batch_size=0'], 'batch_size'),
-    (['--dataset=nowhere'], 'nowhere is not prepared'),
-    (['--output={tmp}/no/folder'], 'its folder is not there'),
-])
-def test_mistakes_are_one_line(trained, files, capsys, monkeypatch, arguments, words):
-    for name, text in {'empty': '', 'broken': '{', 'one.jsonl': '{"text": ""}',
-                       'long.jsonl': '{"text": "a ' + 'b' * 17 + '"}'}.items():
-        (files / name).write_text(text)
-    arguments = [argument.format(tmp=files) for argument in arguments]
-    assert words in fails(capsys, monkeypatch, evaluate.main, f'--out_dir={trained}',
-                          '--device=cpu', *arguments)
+def test_mistakes_are_one_line(trained, files, capsys, monkeypatch):
+    for name, text in {'empty': '', 'broken': '{', 'one': '{"text": ""}',
+                       'long': '{"text": "a ' + 'b' * 17 + '"}'}.items():
+        (files / f'{name}.jsonl').write_text(text)
+    for arguments, words in (
+            (['--tasks=val,mmlu'], "'mmlu' is none of"),
+            (['--tasks=text'], 'name the file with --data'),
+            (['--data=x'], 'goes with one task'),
+            (['--tasks=text', f'--data={files}/none'], 'No such file'),
+            (['--batch_size=0'], 'batch_size'), (['--dataset=nowhere'], 'nowhere is not prepared'),
+            ([f'--output={files}/no/folder'], 'its folder is not there'),
+            *(([f'--tasks={task}', f'--data={files}/{name}.jsonl'], words)
+              for task, name, words in (
+                ('hellaswag', 'lambada', 'lambada.jsonl, line 1: no HellaSwag'),
+                ('lambada', 'hellaswag', 'line 1: no LAMBADA passage'),
+                ('lambada', 'broken', 'broken.jsonl, line 1: not JSON'),
+                ('lambada', 'empty', 'no questions there'),
+                ('lambada', 'one', 'an empty context or answer'),
+                ('lambada', 'long', 'more than the block_size of 16')))):
+        assert words in fails(capsys, monkeypatch, evaluate.main, f'--out_dir={trained}',
+                              '--device=cpu', *arguments), arguments

@@ -3,6 +3,7 @@
     python tests/test_notebook.py    run it, and keep what the cells print and draw in it
 """
 
+import ast
 import base64
 import io
 import json
@@ -55,13 +56,24 @@ def pictures_of(outputs):
     return [struct.unpack('>II', png[16:24]) for png in pngs]
 
 
+def test_the_notebook_is_kept_with_its_pictures_and_imports_what_exists():
+    notebook = json.loads(NOTEBOOK.read_text(encoding='utf-8'))
+    assert (notebook['nbformat'], notebook['nbformat_minor']) == (4, 5)
+    code = [cell for cell in notebook['cells'] if cell['cell_type'] == 'code']
+    assert len(pictures_of(cell['outputs'] for cell in code)) == 2
+    for cell in code:
+        for node in ast.walk(ast.parse(''.join(cell['source']))):
+            if isinstance(node, ast.Import | ast.ImportFrom) and 'matplotlib' not in ast.dump(node):
+                exec(ast.unparse(node), {})
+
+
+@pytest.mark.slow
 def test_the_notebook_shows_what_its_cells_print_and_draw(tmp_path, monkeypatch):
     pytest.importorskip('matplotlib')
     from test_docs import first_missing
     monkeypatch.chdir(tmp_path)  # and back from where the notebook goes
     monkeypatch.setattr('tempfile.tempdir', str(tmp_path))
     notebook = json.loads(NOTEBOOK.read_text(encoding='utf-8'))
-    assert (notebook['nbformat'], notebook['nbformat_minor']) == (4, 5)
     shown = [cell['outputs'] for cell in notebook['cells'] if cell['cell_type'] == 'code']
     made = execute(notebook)
     # which evaluations were the best so far is a matter of the last digits

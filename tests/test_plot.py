@@ -7,8 +7,14 @@ import pytest
 from helpers import ROOT, fails, size_of_png
 
 import plot
+from plaingpt.monitoring import figures
 from plaingpt.monitoring.markdown_report import write_report
 from plaingpt.system.files import lock_output_dir
+
+
+@pytest.fixture
+def no_picture(monkeypatch):
+    monkeypatch.setattr(plot, 'draw', lambda *_: None)
 
 
 def test_runs_are_drawn_beside_each_other(trained, tmp_path, capsys):
@@ -25,7 +31,7 @@ def test_a_run_without_a_step_says_so(tmp_path, capsys, monkeypatch):
     assert 'name the out_dir of a run' in fails(capsys, monkeypatch, plot.main, plot_dir)
 
 
-def test_lines_of_others_are_named_when_they_are_skipped(trained, tmp_path, capsys):
+def test_lines_of_others_are_named_when_they_are_skipped(trained, tmp_path, capsys, no_picture):
     text = (trained / 'metrics.jsonl').read_text()
     (tmp_path / 'metrics.jsonl').write_text('{"step": 1, "loss": 2}\n' + text)
     plot.main([str(tmp_path)])
@@ -33,17 +39,16 @@ def test_lines_of_others_are_named_when_they_are_skipped(trained, tmp_path, caps
     assert 'metrics.jsonl: skipped 1 of' in out and 'line 1' in out
 
 
-@pytest.mark.parametrize('text', ['{', '[]', '{"config": 5}', '{"foo": 1}'])
-def test_a_strange_run_json_costs_the_diagnosis_only(text, trained, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(plot, 'draw', lambda *_: None)
-    (tmp_path / 'metrics.jsonl').write_bytes((trained / 'metrics.jsonl').read_bytes())
-    (tmp_path / 'run.json').write_text(text)
-    plot.main([str(tmp_path)])
-    out = capsys.readouterr().out
-    assert 'iteration 6, 768 tokens' in out and 'nothing is diagnosed' in out
+def test_a_strange_run_json_costs_the_diagnosis_only(trained, tmp_path, capsys, no_picture):
+    shutil.copy(trained / 'metrics.jsonl', tmp_path)
+    for text in ('{', '[]', '{"config": 5}', '{"foo": 1}'):
+        (tmp_path / 'run.json').write_text(text)
+        plot.main([str(tmp_path)])
+        out = capsys.readouterr().out
+        assert 'iteration 6, 768 tokens' in out and 'nothing is diagnosed' in out, text
 
 
-def test_a_folder_of_an_older_version_is_drawn_and_reported(tmp_path, capsys):
+def test_a_folder_of_an_older_version_is_drawn_and_reported(tmp_path, capsys, monkeypatch):
     out = tmp_path / 'out'
     shutil.copytree(ROOT / 'tests/data/format_1/run', out)
     plot.main([str(out), '--reference=quickstart'])
@@ -51,37 +56,31 @@ def test_a_folder_of_an_older_version_is_drawn_and_reported(tmp_path, capsys):
     assert 'out: iteration 6, 768 tokens' in said and 'all iterations are done' in said
     assert 'their losses do not compare' in said and 'warning' not in said
     assert size_of_png(out / 'loss.png') > (1000, 1000)
+    monkeypatch.setattr(figures, 'draw', lambda *_: None)
     write_report(out, print)
     report = (out / 'report.md').read_text()
     for words in ('2,216 parameters', '| tokens | 768,', 'n_embd = 8', 'AMD EPYC, 2 cores'):
         assert words in report, words
 
 
-def test_live_drawing_ends_with_the_run(trained, tmp_path, capsys, monkeypatch):
-    out, seen = tmp_path / 'out', []
-    shutil.copytree(trained, out)
-    rows = (out / 'metrics.jsonl').read_text().splitlines(keepends=True)
-    (out / 'metrics.jsonl').write_text(''.join(rows[:-2]))
-    with ExitStack() as training:
-        training.enter_context(lock_output_dir(out))
-
-        def wait(seconds):  # meanwhile the run logs its last rows, and ends
-            seen.append(seconds)
-            (out / 'metrics.jsonl').write_text(''.join(rows))
-            training.close()
-        monkeypatch.setattr(plot.time, 'sleep', wait)
-        plot.main([str(out), '--live', '--every=7'])
-    assert seen == [7.0] and 'iteration 6' in capsys.readouterr().out
-
-
-def test_live_drawing_waits_for_the_first_row(trained, tmp_path, capsys, monkeypatch):
-    text = (trained / 'metrics.jsonl').read_text()
+def test_live_drawing_begins_before_the_first_row_and_ends_with_the_run(
+        trained, tmp_path, capsys, monkeypatch):
+    drawn, waits = [], []
+    original = plot.draw
+    monkeypatch.setattr(plot, 'draw', lambda runs, *rest: (
+        original(runs, *rest) if not runs[0][1] else drawn.append(len(runs[0][1]))))
+    rows = (trained / 'metrics.jsonl').read_text().splitlines(keepends=True)
     with ExitStack() as training:
         training.enter_context(lock_output_dir(tmp_path))
 
-        def wait(_):
-            (tmp_path / 'metrics.jsonl').write_text(text)
-            training.close()
+        def wait(seconds):  # meanwhile the run logs some rows, then its last ones, and ends
+            waits.append(seconds)
+            if len(waits) == 2:
+                shutil.copy(trained / 'run.json', tmp_path)
+                training.close()
+            n = len(rows) if len(waits) == 2 else len(rows) - 2
+            (tmp_path / 'metrics.jsonl').write_text(''.join(rows[:n]))
         monkeypatch.setattr(plot.time, 'sleep', wait)
-        plot.main([str(tmp_path), '--live'])
+        plot.main([str(tmp_path), '--live', '--every=7'])
+    assert waits == [7.0, 7.0] and drawn[0] == len(rows) - 2 and drawn[-1] == len(rows)
     assert 'iteration 6' in capsys.readouterr().out

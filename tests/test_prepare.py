@@ -1,21 +1,21 @@
 import hashlib
-import http.server
 import json
+import resource
 import shutil
-import subprocess
-import sys
 import sysconfig
-import threading
+import tracemalloc
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
-from helpers import ROOT, SHARED, fails, run, shared_file
+from helpers import SHARED, exit_code, fails, fork, shared_file
 
 import prepare
-from plaingpt.corpus import encoding
+from plaingpt.corpus import documents, encoding
 from plaingpt.corpus.corpora import CORPORA, Corpus, find_dataset_size
 from plaingpt.corpus.documents import Piece
+from plaingpt.corpus.text_files import find_standard_library
 from plaingpt.system.errors import UserError
 from plaingpt.tokens.dataset import open_dataset
 
@@ -46,21 +46,36 @@ def test_tiny_shakespeare_as_gpt2_tokens_is_nanogpts(tmp_path, monkeypatch):
     assert [splits[s]['tokens'] for s in ('train', 'val')] == [301_966, 36_059]
 
 
-def test_the_standard_library_is_split_by_file_without_its_tests(tmp_path):
-    prepare.main(['pystdlib', f'--data_dir={tmp_path}/d'])
-    meta = meta_of(tmp_path / 'd')
-    train, val = meta['splits']['train'], meta['splits']['val']
-    assert train['documents'] > 300 and val['documents'] > 20
+def test_the_standard_library_is_split_by_file_without_its_tests(tmp_path, monkeypatch):
+    def some_files(folder, tell):
+        return [path for path in find_standard_library(folder, tell) if path.name[0] in 'adhj']
+
+    monkeypatch.setitem(CORPORA, 'pystdlib', replace(CORPORA['pystdlib'], find=some_files))
+    prepare.main(['pystdlib', '--tokenizer=byte', '--documents=file', f'--data_dir={tmp_path}/d'])
+    splits = meta_of(tmp_path / 'd')['splits']
+    assert splits['train']['documents'] > 30 and splits['val']['documents'] > 1
     stdlib = Path(sysconfig.get_paths()['stdlib'])
     texts = {split: decoded(tmp_path / 'd', split) for split in ('train', 'val')}
     for name in ('argparse.py', 'json/decoder.py', 'heapq.py', 'dataclasses.py'):
         text = (stdlib / name).read_text()
         assert (text in texts['train']) != (text in texts['val']), name
-    test = stdlib / 'test/test_heapq.py'
-    assert not test.exists() or test.read_text() not in texts['train'] + texts['val']
-    tokens = np.fromfile(tmp_path / 'd/train.bin', '<u2')
-    end_of_text = open_dataset(tmp_path / 'd').tokenizer().end_of_text
-    assert tokens[0] == end_of_text and (tokens == end_of_text).sum() == train['documents']
+    assert not [path for path in find_standard_library(stdlib) if 'test' in path.parts]
+
+
+def test_the_end_of_text_stands_before_each_document(tmp_path):
+    texts = [f'document {i}' for i in range(200)]
+    (tmp_path / 'in.jsonl').write_text('\n'.join(json.dumps({'text': text}) for text in texts))
+    for tokenizer in ('byte', 'bpe:300'):
+        prepare.main(['text', f'--input={tmp_path}/in.jsonl', f'--tokenizer={tokenizer}',
+                      f'--data_dir={tmp_path}/{tokenizer}'])
+        dataset, found = open_dataset(tmp_path / tokenizer), []
+        end_of_text = dataset.tokenizer().end_of_text
+        for split, entry in dataset.meta['splits'].items():
+            ids = dataset.split(split, in_ram=True).ram
+            first, *documents = np.split(ids, np.flatnonzero(ids == end_of_text))
+            assert len(first) == 0 and entry['documents'] == len(documents)
+            found += [dataset.tokenizer().decode(each[1:].tolist()) for each in documents]
+        assert sorted(found) == sorted(texts), tokenizer
 
 
 def test_own_files_of_a_folder_become_one_text(tmp_path):
@@ -107,27 +122,26 @@ def test_a_corpus_of_the_hub_is_streamed_through_datasets(tmp_path, monkeypatch)
     assert decoded(tmp_path / 'd', 'train').startswith('page ')
 
 
-@pytest.mark.parametrize(('corpus', 'has_documents'), [
-    (Corpus('my notes', 'bpe:300', files='~/notes.jsonl', text_field='body', small=True), True),
-    (Corpus('my notes', 'byte', files='~/one.txt,~/more/*.md', small=True), False)])
-def test_a_corpus_of_local_files_is_one_entry_of_the_table(corpus, has_documents, tmp_path,
-                                                           monkeypatch, capsys):
-    rows = [{'id': i, 'body': f'note {i}'} for i in range(200)]
-    (tmp_path / 'notes.jsonl').write_text('\n'.join(map(json.dumps, rows)))
+def test_a_corpus_of_local_files_is_one_entry_of_the_table(tmp_path, monkeypatch, capsys):
+    (tmp_path / 'notes.jsonl').write_text('\n'.join(
+        json.dumps({'id': i, 'body': f'note {i}'}) for i in range(200)))
     (tmp_path / 'one.txt').write_text('note 0 ' * 50)
     (tmp_path / 'more').mkdir()
     (tmp_path / 'more/two.md').write_text('note ' * 50)
     monkeypatch.setenv('HOME', str(tmp_path))
-    monkeypatch.setitem(CORPORA, 'notes', corpus)
-    assert find_dataset_size('notes')[0] == (300 if has_documents else 257)
-    prepare.main(['notes', f'--data_dir={tmp_path}/d', '--if_small'])
-    splits = meta_of(tmp_path / 'd')['splits']
-    assert sum(split['documents'] for split in splits.values()) == (200 if has_documents else 2)
-    assert 'note ' in decoded(tmp_path / 'd', 'train')
+    for files, tokenizer, vocab_size, count in (
+            ('~/notes.jsonl', 'bpe:300', 300, 200), ('~/one.txt,~/more/*.md', 'byte', 257, 2)):
+        monkeypatch.setitem(CORPORA, 'notes', Corpus('my notes', tokenizer, files=files,
+                                                     text_field='body', small=True))
+        folder = tmp_path / tokenizer
+        assert find_dataset_size('notes')[0] == vocab_size
+        prepare.main(['notes', f'--data_dir={folder}', '--if_small'])
+        splits = meta_of(folder)['splits']
+        assert sum(split['documents'] for split in splits.values()) == count
+        assert 'note ' in decoded(folder, 'train')
     (tmp_path / 'other.txt').write_text('another text ' * 50)
-    prepare.main(['notes', f'--input={tmp_path}/other.txt', f'--data_dir={tmp_path}/d',
-                  '--overwrite'])
-    assert 'another text ' in decoded(tmp_path / 'd', 'train')
+    prepare.main(['notes', f'--input={tmp_path}/other.txt', f'--data_dir={folder}', '--overwrite'])
+    assert 'another text ' in decoded(folder, 'train')
     capsys.readouterr()
     prepare.main([])
     assert 'my notes' in capsys.readouterr().out
@@ -139,95 +153,62 @@ def test_without_a_name_the_corpora_are_listed(capsys):
     assert all(name in out for name in CORPORA)
 
 
-def test_a_download_is_verified(monkeypatch, tmp_path, capsys):
-    answers = {'/good': b'To be, or not to be. ' * 100, '/bad': b'<html>sorry</html>'}
-
-    class Handler(http.server.BaseHTTPRequestHandler):
-        def do_GET(self):
-            self.send_response(200 if self.path in answers else 404)
-            self.end_headers()
-            self.wfile.write(answers.get(self.path, b''))
-
-        def log_message(self, *_):
-            pass
-
-    server = http.server.ThreadingHTTPServer(('127.0.0.1', 0), Handler)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    at = f'http://127.0.0.1:{server.server_port}'
-    sha256 = hashlib.sha256(answers['/good']).hexdigest()
-    arguments = ['plays', f'--data_dir={tmp_path}/d']
-
-    def download_from(path):
-        monkeypatch.setitem(CORPORA, 'plays', Corpus('plays', 'char', url=at + path, sha256=sha256))
-
-    for path, words in (('/bad', 'checksum'), ('/none', 'could not be downloaded')):
-        download_from(path)
-        assert words in fails(capsys, monkeypatch, prepare.main, *arguments)
-        assert not (tmp_path / 'd').exists()
-    download_from('/good')
-    prepare.main(arguments)
-    assert decoded(tmp_path / 'd', 'train').startswith('To be')
-    server.shutdown()
-    download_from('/gone')
-    server.server_close()
-    assert '--input=FILE' in fails(capsys, monkeypatch, prepare.main, *arguments)
-
-
-@pytest.mark.parametrize(('content', 'words'), [
-    (b'', 'empty'), (b' \n\t ', 'empty'), (b'good \xff bad', 'not UTF-8 at byte 5'),
-    (b'x', 'split'), (None, 'No such file')])
 def test_text_that_cannot_be_used_is_one_line_and_nothing_is_overwritten(
-        content, words, char_data, tmp_path, capsys, monkeypatch):
+        char_data, tmp_path, capsys, monkeypatch):
     before = {path.name: path.read_bytes() for path in char_data.iterdir()}
     path = tmp_path / 'in.txt'
-    if content is not None:
-        path.write_bytes(content)
-    message = fails(capsys, monkeypatch, prepare.main, 'text', f'--input={path}',
-                    '--tokenizer=char', f'--data_dir={char_data}', '--overwrite')
-    assert words in message and str(path) in message
-    kept = {name: (char_data / name).read_bytes() for name in before}
-    assert kept == before
+    for content, words in ((None, 'No such file'), (b' \n\t ', 'empty'), (b'x', 'split'),
+                           (b'good \xff bad', 'not UTF-8 at byte 5')):
+        if content is not None:
+            path.write_bytes(content)
+        message = fails(capsys, monkeypatch, prepare.main, 'text', f'--input={path}',
+                        '--tokenizer=char', f'--data_dir={char_data}', '--overwrite')
+        assert words in message and str(path) in message, content
+        assert {name: (char_data / name).read_bytes() for name in before} == before, content
 
 
 def test_mistakes_on_the_command_line_are_one_line(tmp_path, capsys, monkeypatch):
-    assert 'shakespeare' in fails(capsys, monkeypatch, prepare.main, 'shakespear')
-    assert '--input' in fails(capsys, monkeypatch, prepare.main, 'text')
-    assert '.txt' in fails(capsys, monkeypatch, prepare.main, 'text', f'--input={tmp_path}')
-    assert 'val_fraction' in fails(capsys, monkeypatch, prepare.main, 'text', '--val_fraction=2')
-    assert 'tokenizer' in fails(capsys, monkeypatch, prepare.main, 'text', '--tokenizer=magic')
-    assert 'too many' in fails(capsys, monkeypatch, prepare.main, 'pystdlib',
-                               '--tokenizer=bpe:999999999999', f'--data_dir={tmp_path}/d')
-    blocked = tmp_path / 'file'
-    blocked.write_text('in the way')
-    assert 'cannot write' in fails(capsys, monkeypatch, prepare.main, 'pystdlib',
-                                   f'--data_dir={blocked}/d')
+    (tmp_path / 'file').write_text('some text')
+    for argv, words in (
+            (['shakespear'], 'shakespeare'), (['text'], '--input'),
+            (['text', f'--input={tmp_path}/file', '--val_fraction=2'], 'val_fraction'),
+            (['text', f'--input={tmp_path}/file', '--tokenizer=magic'], 'tokenizer'),
+            (['text', f'--input={tmp_path}/file', '--tokenizer=bpe:999999999999'], 'too many'),
+            (['text', f'--input={tmp_path}/file', f'--data_dir={tmp_path}/file/d'],
+             'cannot write')):
+        assert words in fails(capsys, monkeypatch, prepare.main, *argv), argv
 
 
 # -----------------------------------------------------------------------------
 # tokenizers
 
 
-def test_a_tokenizer_of_another_dataset_is_used_again(text_file, char_data, tmp_path, monkeypatch):
+def test_a_borrowed_tokenizer_is_that_of_the_other_dataset_today(text_file, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    prepare.main(['text', f'--input={text_file}', '--tokenizer=bpe:400', '--data_dir=data/first'])
-    other = tmp_path / 'other.txt'
-    other.write_text('parser = argument\n' * 500)
-    for n, named in enumerate(('first', f'{tmp_path}/data/first')):
-        prepare.main(['text', f'--input={other}', f'--tokenizer={named}', f'--data_dir=other{n}'])
-        assert meta_of(f'other{n}')['tokenizer'] == meta_of('data/first')['tokenizer']
-        assert decoded(Path(f'other{n}'), 'train').startswith('parser = argument\n')
+    text = text_file.read_text()[:20_000]
+    for lent in (text, text[::-1]):
+        Path('lent.txt').write_text(lent)
+        prepare.main(['text', '--input=lent.txt', '--tokenizer=bpe:400', '--data_dir=data/lender',
+                      '--overwrite'])
+        for named in ('lender', f'{tmp_path}/data/lender'):
+            prepare.main(['text', f'--input={text_file}', f'--tokenizer={named}',
+                          '--data_dir=borrower', '--overwrite'])
+            assert meta_of('borrower')['tokenizer'] == meta_of('data/lender')['tokenizer']
+            assert decoded(Path('borrower'), 'train').startswith('# Author')
 
 
-def test_a_vocabulary_that_the_text_is_too_short_for_is_told_in_a_line(text_file, tmp_path, capsys):
+def test_a_vocabulary_that_the_text_is_too_short_for_is_told_in_a_line(tmp_path, capsys):
+    (tmp_path / 'in.txt').write_text('some short text\n' * 100)
+
     def lines(size):
-        prepare.main(['text', f'--input={text_file}', f'--tokenizer=bpe:{size}',
+        prepare.main(['text', f'--input={tmp_path}/in.txt', f'--tokenizer=bpe:{size}',
                       f'--data_dir={tmp_path}/{size}'])
         return [line for line in capsys.readouterr().out.splitlines() if 'asks for' in line]
 
-    (line,) = lines(90000)
-    got = meta_of(tmp_path / '90000')['vocab_size']
-    assert 'bpe:90000 asks for 90,000' in line and f'got {got:,}' in line and got < 90000
-    assert not lines(400)
+    (line,) = lines(9000)
+    got = meta_of(tmp_path / '9000')['vocab_size']
+    assert 'bpe:9000 asks for 9,000' in line and f'got {got:,}' in line and got < 9000
+    assert not lines(260)
 
 
 def test_ids_that_do_not_fit_16_bits_get_32(tmp_path):
@@ -245,15 +226,23 @@ def test_ids_that_do_not_fit_16_bits_get_32(tmp_path):
 # inspect
 
 
-def test_inspect_prints_what_is_there(tmp_path, capsys):
-    prepare.main(['pystdlib', f'--data_dir={tmp_path}/d', '--shard_tokens=1_000_000'])
-    about = meta_of(tmp_path / 'd')['splits']['train']
+@pytest.fixture
+def lines_data(tmp_path):
+    """A folder of several files, where each line is a document."""
+    (tmp_path / 'in.txt').write_text('\n'.join(f'line {i}' for i in range(2000)))
+    prepare.main(['text', f'--input={tmp_path}/in.txt', '--documents=line', '--tokenizer=byte',
+                  '--shard_tokens=10_000', f'--data_dir={tmp_path}/d'])
+    return tmp_path / 'd'
+
+
+def test_inspect_prints_what_is_there(lines_data, capsys):
+    about = meta_of(lines_data)['splits']['train']
     capsys.readouterr()
-    prepare.main(['inspect', f'{tmp_path}/d'])
+    prepare.main(['inspect', str(lines_data)])
     out = capsys.readouterr().out
     assert f'{about["tokens"]:,} tokens in {len(about["files"])} files' in out
     assert f'{about["documents"]:,} ends of text' in out and 'no damage found' in out
-    assert 'corpus: pystdlib' in out and '<|endoftext|>' in out
+    assert 'corpus: text' in out
 
 
 def test_inspect_reads_the_bare_folder_of_nanogpt(tmp_path, capsys, monkeypatch):
@@ -278,15 +267,12 @@ def spoil(path, at, value):
     (lambda d: spoil(d / 'val.bin', 3, 256), 'another checksum'),
     (lambda d: spoil(d / 'val.bin', 3, 300), 'val.bin: token 3 has id 300'),
     (lambda d: spoil(d / 'val.bin', 3, 256), 'ends of text where meta.json says'),
-    (lambda d: (d / 'train.bin').write_bytes(b'\0\0' * 9), 'train.bin: 9 tokens where'),
-    (lambda d: (d / 'train.bin').unlink(), 'train.bin: No such file')])
-def test_inspect_finds_what_is_wrong(harm, words, tmp_path, capsys):
-    (tmp_path / 'in.txt').write_text('\n'.join(f'line {i}' for i in range(2000)))
-    prepare.main(['text', f'--input={tmp_path}/in.txt', '--documents=line', '--tokenizer=byte',
-                  f'--data_dir={tmp_path}/d'])
-    harm(tmp_path / 'd')
+    (lambda d: (d / 'train_000001.bin').write_bytes(b'\0\0' * 9), 'train_000001.bin: 9 tokens'),
+    (lambda d: (d / 'train_000001.bin').unlink(), 'train_000001.bin: No such file')])
+def test_inspect_finds_what_is_wrong(harm, words, lines_data):
+    harm(lines_data)
     with pytest.raises(UserError, match=words):
-        prepare.main(['inspect', f'{tmp_path}/d'])
+        prepare.main(['inspect', str(lines_data)])
 
 
 # -----------------------------------------------------------------------------
@@ -302,55 +288,43 @@ def test_a_disk_that_is_too_small_is_found_before_the_start(tmp_path, capsys, mo
     assert not (tmp_path / 'd').exists()
 
 
-def test_a_disk_that_fills_up_is_one_line_and_the_same_command_goes_on(tmp_path):
-    (tmp_path / 'in.txt').write_text('some text\n' * 300_000)
-    argv = ['text', f'--input={tmp_path}/in.txt', '--tokenizer=byte', f'--data_dir={tmp_path}/d',
-            '--shard_tokens=1_000_000']
-    # No file may grow beyond 1.5 MB: the kernel refuses, as it does where the disk is full.
-    limited = ('import resource, sys, prepare\nfrom plaingpt.system import errors\n'
-               'resource.setrlimit(resource.RLIMIT_FSIZE, (1_500_000, resource.RLIM_INFINITY))\n'
-               'errors.run_script(prepare.main)')
-    done = subprocess.run([sys.executable, '-c', limited, *argv], cwd=ROOT, text=True,
-                          capture_output=True)
-    assert done.returncode == 2 and done.stderr.splitlines()[-1].endswith('command again')
-    assert not list((tmp_path / 'd').glob('*.bin'))
+@pytest.mark.parametrize('resumes', [True, False])
+def test_a_disk_that_fills_up_is_one_line_and_the_same_command_goes_on(
+        resumes, tmp_path, monkeypatch):
+    monkeypatch.setattr(documents, 'PIECE_CHARS', 2**13)
+    monkeypatch.setattr(encoding, 'BATCH_CHARS', 2**13)
+    monkeypatch.setattr(encoding, 'JOURNAL_SECONDS', 0 if resumes else 1000)
+    (tmp_path / 'in.txt').write_text('some text\n' * 20_000)
+    argv = ['text', f'--input={tmp_path}/in.txt', '--tokenizer=byte', f'--data_dir={tmp_path}/d']
+
+    def fill_up():  # no file may grow beyond 100 kB: the kernel refuses, as on a full disk
+        resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, resource.RLIM_INFINITY))
+
+    assert exit_code(fork(prepare.main, *argv, log=tmp_path / 'log', before=fill_up)) == 2
+    errors = [line for line in (tmp_path / 'log').read_text().splitlines() if 'error: ' in line]
+    assert len(errors) == 1 and not list((tmp_path / 'd').glob('*.bin'))
+    assert errors[0].endswith('command again' + ': it resumes' * resumes)
+    assert (tmp_path / 'd/unfinished/journal.json').exists() == resumes
     prepare.main(argv)
     assert decoded(tmp_path / 'd', 'val').endswith('some text\n')
 
 
-@pytest.mark.skipif(not Path('/proc/self/status').exists(), reason='reads /proc')
-def test_memory_does_not_grow_with_the_corpus(tmp_path):
-    def peak(megabytes):
-        (tmp_path / 'in.txt').write_bytes(b'To be, or not to be, that is the question.\n'
-                                          * (megabytes * 23_000))
-        return int(run('-c', 'import prepare, resource, sys\n'
-                       'prepare.main(sys.argv[1:])\n'
-                       'print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)',
-                       'text', f'--input={tmp_path}/in.txt', '--tokenizer=byte',
-                       f'--data_dir={tmp_path}/d').split()[-1]) * 1024
+@pytest.mark.parametrize('tokenizer', ['byte', 'char'])
+def test_memory_does_not_grow_with_the_corpus(tokenizer, tmp_path, monkeypatch):
+    monkeypatch.setattr(encoding, 'BATCH_CHARS', 2**14)
+    monkeypatch.setattr(documents, 'PIECE_CHARS', 2**14)
+    monkeypatch.setattr(documents, 'BLOCK_BYTES', 2**14)
 
-    assert peak(40) < peak(4) + 20e6
+    monkeypatch.setattr(prepare, 'record_overlap', lambda folder: {})  # takes 80 MB at any size
 
+    def peak(size):
+        (tmp_path / 'in.txt').write_text('To be, or not to be.\n' * (size // 21))
+        tracemalloc.start()
+        prepare.main(['text', f'--input={tmp_path}/in.txt', '--num_proc=1',
+                      f'--tokenizer={tokenizer}', f'--data_dir={tmp_path}/{size}'])
+        try:
+            return tracemalloc.get_traced_memory()[1]
+        finally:
+            tracemalloc.stop()
 
-def test_a_tokenizer_borrowed_from_a_dataset_is_that_of_today(tmp_path, text_file, capsys):
-    def get(name, source, tokenizer):
-        prepare.main(['text', f'--input={source}', f'--tokenizer={tokenizer}',
-                      f'--data_dir={tmp_path}/{name}', '--overwrite'])
-        return meta_of(tmp_path / name)['tokenizer']
-
-    other = tmp_path / 'other.txt'
-    other.write_text(text_file.read_text()[::-1])
-    lender = str(tmp_path / 'lender')
-    assert get('borrower', text_file, get('lender', text_file, 'bpe:400') and lender) \
-        == meta_of(lender)['tokenizer']
-    get('lender', other, 'bpe:400')
-    assert get('borrower', text_file, lender) == meta_of(lender)['tokenizer']
-
-
-@pytest.mark.parametrize('journal', ['', '[1]', '{"a": 1}', '{"command": 3}', '[' * 10**5])
-def test_a_damaged_journal_means_starting_anew(tmp_path, text_file, journal):
-    (tmp_path / 'd/unfinished').mkdir(parents=True)
-    for name in ('journal.json', 'meta.json'):
-        (tmp_path / 'd/unfinished' / name).write_text(journal)
-    prepare.main(['text', f'--input={text_file}', '--tokenizer=byte', f'--data_dir={tmp_path}/d'])
-    assert decoded(tmp_path / 'd', 'train').startswith('# Author')
+    assert peak(2_000_000) < peak(500_000) + 300_000

@@ -1,7 +1,5 @@
-import builtins
 import json
 
-import pytest
 from helpers import fails
 
 import sample
@@ -38,8 +36,8 @@ def test_a_checkpoint_is_chosen_by_name(trained, capsys):
 
 
 def test_samples_do_not_depend_on_how_many_are_written_at_a_time(trained, capsys):
-    texts = [text_of(capsys, trained, f'--batch_size={n}', '--num_samples=5') for n in (1, 2, 8)]
-    assert texts[0] == texts[1] == texts[2] and len(set(texts[0][1])) == 5
+    texts = [text_of(capsys, trained, f'--batch_size={n}', '--num_samples=3') for n in (1, 2, 8)]
+    assert texts[0] == texts[1] == texts[2] and len(set(texts[0][1])) == 3
 
 
 def test_a_stream_says_the_same(trained, capsys):
@@ -99,110 +97,26 @@ def test_speed_and_a_prompt_that_is_too_long_are_told(trained, capsys):
     assert speed.startswith('60 tokens in ') and speed.endswith(' tokens/s')
 
 
-# -----------------------------------------------------------------------------
-# chat
-
-
-def chat(capsys, monkeypatch, out_dir, *lines, options=()):
-    """Type `lines` → what was printed after the first line."""
-    typed = iter(lines)
-
-    def answer(_):
-        line = next(typed, EOFError)
-        if line in (EOFError, KeyboardInterrupt):
-            raise line
-        return line
-    monkeypatch.setattr(builtins, 'input', answer)
-    sample.main([f'--out_dir={out_dir}', '--device=cpu', '--max_new_tokens=20', '--chat', *options])
-    return capsys.readouterr().out.partition('/help lists the commands\n')[2]
-
-
-def test_a_chat_goes_on_from_what_was_said(trained, capsys, monkeypatch, tmp_path):
-    out = chat(capsys, monkeypatch, trained, 'def main', '(self)', f'/save {tmp_path}/said.txt')
-    first, second, saved = out[:20], out[21:41], out[42:].strip()  # 20 characters each
-    assert saved == f'saved to {tmp_path}/said.txt'
-    assert (tmp_path / 'said.txt').read_text() == f'def main{first}(self){second}\n'
-
-
-def test_commands_of_a_chat(trained, capsys, monkeypatch, tmp_path):
-    out = chat(capsys, monkeypatch, trained, '/help', '/temperature 0', '/top_k -1', '/top_k x',
-               '/nonsense', '/save', KeyboardInterrupt, 'def', f'/save {tmp_path}/a',
-               f'/save {tmp_path}/a', '/reset', f'/save {tmp_path}/b', '/quit', 'never reached')
-    for words in ('Ctrl-C stops an answer', 'temperature 0.0', 'top_k=-1: must not be negative: '
-                  'top_k stays 200', "'x' is no number", '/nonsense is unknown', 'name a file',
-                  'Ctrl-D leaves', 'forgotten', 'File exists', 'nothing has been said yet'):
-        assert words in out
-    assert len((tmp_path / 'a').read_text()) == len('def') + 20 + 1 and 'never' not in out
-
-
-def test_a_template_puts_messages_and_ends_answers(trained, capsys, monkeypatch, tmp_path):
-    asked = []
-
-    def write(self, prompts, numbers, sampling, stop, show):
-        asked.append((self.tokenizer.decode(prompts[0]), stop))
-        show(' no ')
-    monkeypatch.setattr(sample.TextGenerator, 'write', write)
-    chat(capsys, monkeypatch, trained, 'a', 'b', f'/save {tmp_path}/said',
-         options=[r'--template=U: {user}\nA:'])
-    assert asked[0] == ('U: a\nA:', ['U:']) and asked[1][0].endswith('no\nU: b\nA:')
-    assert (tmp_path / 'said').read_text() == 'U: a\nA: no\nU: b\nA: no\n'
-
-
-def test_ctrl_c_stops_the_answer_and_not_the_chat(trained, capsys, monkeypatch, tmp_path):
-    def interrupted(self, prompts, numbers, sampling, stop, show):
-        show('half')
-        raise KeyboardInterrupt
-    monkeypatch.setattr(sample.TextGenerator, 'write', interrupted)
-    out = chat(capsys, monkeypatch, trained, 'def', f'/save {tmp_path}/said')
-    assert 'half …' in out and (tmp_path / 'said').read_text() == 'defhalf\n'
-
-
-def test_a_message_of_unknown_characters_does_not_end_the_chat(trained, capsys, monkeypatch,
-                                                               tmp_path):
-    out = chat(capsys, monkeypatch, trained, 'naïve', 'def', '/top_k 1', f'/save {tmp_path}/said')
-    assert "your message: character 'ï'" in out and 'top_k 1' in out
-    assert (tmp_path / 'said').read_text().startswith('def')
-
-
-def test_a_chat_takes_no_temperature_that_is_not_finite(trained, capsys, monkeypatch):
-    out = chat(capsys, monkeypatch, trained, '/temperature nan', '/temperature inf')
-    assert out.count('is no number: temperature stays 0.8') == 2
-
-
-@pytest.mark.parametrize('temperature', ['1e-42', '1e-320'])  # as float32: tiny, and 0
-def test_a_temperature_near_zero_is_greedy(trained, capsys, temperature):
-    greedy = text_of(capsys, trained, '--temperature=0')
-    assert text_of(capsys, trained, f'--temperature={temperature}') == greedy
-
-
-@pytest.mark.parametrize(('arguments', 'words'), [
-    (['--start=naïve'], "'ï'"),
-    (['--start='], 'start is empty'),
-    (['--start=FILE:nowhere.txt'], 'nowhere.txt'),
-    (['--checkpoint=5'], '--checkpoint=5'),
-    (['--top_p=0'], 'top_p'),
-    (['--num_samples=0'], 'num_samples'),
-    (['--batch_size=0'], 'batch_size'),
-    (['--min_p=2'], 'min_p'),
-    (['--repetition_penalty=0'], 'repetition_penalty'),
-    (['--stop=["a", 5]'], 'not a JSON list'),
-    (['--template=User:'], '{user}'),
-    (['--prompts=x'], 'prompts and output go together'),
-    (['--prompts={tmp}/none', '--output={tmp}/out'], 'No such file'),
-    (['--prompts={tmp}/empty', '--output={tmp}/out'], 'is empty'),
-    (['--prompts={tmp}/broken', '--output={tmp}/out'], 'broken, line 2: not JSON'),
-    (['--prompts={tmp}/fields', '--output={tmp}/out'], 'fields, line 1: no object with a text'),
-    (['--prompts={tmp}/chars', '--output={tmp}/out'], "chars, line 2: character 'ï'"),
-    (['--prompts={tmp}/good', '--output={tmp}/good'], 'File exists'),
-    (['--temperature=-1'], 'temperature'),
-    (['--out_dir=nowhere'], 'nowhere: no checkpoint'),
-    (['--init_from=gpt5'], 'gpt5'),
-    (['--device=cuda:99'], 'cuda'),
-])
-def test_mistakes_are_one_line(trained, capsys, monkeypatch, tmp_path, arguments, words):
+def test_mistakes_are_one_line(trained, capsys, monkeypatch, tmp_path):
     for name, text in {'empty': '', 'broken': '{"prompt": "a"}\n{"pro', 'good': '{"prompt": "a"}',
                        'fields': '{"text": "a"}', 'chars': '{"prompt": "a"}\n{"prompt": "ï"}'
                        }.items():
         (tmp_path / name).write_text(text)
-    arguments = [argument.replace('{tmp}', str(tmp_path)) for argument in arguments]
-    assert words in fails(capsys, monkeypatch, sample.main, f'--out_dir={trained}', *arguments)
+    for argument, words in (
+            ('--start=naïve', "'ï'"), ('--start=', 'start is empty'),
+            ('--start=FILE:nowhere.txt', 'nowhere.txt'), ('--checkpoint=5', '--checkpoint=5'),
+            ('--top_p=0', 'top_p'), ('--num_samples=0', 'num_samples'),
+            ('--batch_size=0', 'batch_size'), ('--min_p=2', 'min_p'),
+            ('--repetition_penalty=0', 'repetition_penalty'),
+            ('--stop=["a", 5]', 'not a JSON list'), ('--template=User:', '{user}'),
+            ('--prompts=x', 'prompts and output go together'), ('--temperature=-1', 'temperature'),
+            ('--out_dir=nowhere', 'nowhere: no checkpoint'), ('--init_from=gpt5', 'gpt5'),
+            ('--device=cuda:99', 'cuda')):
+        assert words in fails(capsys, monkeypatch, sample.main, f'--out_dir={trained}', argument)
+    for prompts, output, words in (
+            ('none', 'out', 'No such file'), ('empty', 'out', 'is empty'),
+            ('broken', 'out', 'broken, line 2: not JSON'),
+            ('fields', 'out', 'fields, line 1: no object with a text'),
+            ('chars', 'out', "chars, line 2: character 'ï'"), ('good', 'good', 'File exists')):
+        assert words in fails(capsys, monkeypatch, sample.main, f'--out_dir={trained}',
+                              f'--prompts={tmp_path}/{prompts}', f'--output={tmp_path}/{output}')

@@ -10,8 +10,7 @@ and log: it fills at a random place of a run and grows, and the run resumes, to 
 
 import sys
 
-from helpers import exit_code
-from torture import SETTINGS, hash_checkpoint
+from torture import SETTINGS, hash_checkpoint  # it makes tests/ importable
 
 # ruff: isort: split
 
@@ -29,6 +28,8 @@ import time
 import traceback
 from dataclasses import dataclass
 from pathlib import Path
+
+from helpers import exit_code
 
 import evaluate
 import export

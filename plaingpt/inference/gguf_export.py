@@ -1,7 +1,7 @@
 """A model → a GGUF file, which llama.cpp runs, and programs that are built on it.
 
 The architectures and names are those of transformers (hf_architectures.py), from which the package
-gguf knows llama.cpp's names. tests/inference/test_gguf.py compares logits and text with llama.cpp.
+gguf knows llama.cpp's names. tests/inference/test_llama_cpp.py compares logits and text.
 """
 
 from dataclasses import replace

@@ -229,7 +229,7 @@ def choose_parallel(config, shape, dtype, device_type, available):
         return 'ddp', 'free memory is unknown'
     step = step_settings(replace(config, batch_size=1) if config.batch_size == 'auto' else config,
                          dtype, device_type)
-    if 4 * rough_bytes(shape, step.batch_size) + CUDA_OVERHEAD < available:
+    if 4 * rough_bytes(shape, step) + CUDA_OVERHEAD < available:
         return 'ddp', 'it fits'
     planned = predict(shape, step).total
     if planned <= available:
@@ -237,13 +237,15 @@ def choose_parallel(config, shape, dtype, device_type, available):
     return 'fsdp', f'ddp is planned to take {gib(planned)}, {gib(available)} are free'
 
 
-def rough_bytes(shape, batch_size):
+def rough_bytes(shape, step):
     """Bytes that a step takes in float32, at once and so within a factor of 4 only: a plan, which
     takes seconds, is made where these may not fit."""
     tables = 2 + shape.value_embeddings * shape.n_layer
     weights = shape.n_embd * (12 * shape.n_layer * shape.n_embd + tables * shape.padded_vocab_size)
+    tokens = step.batch_size * shape.block_size
     # a block keeps some 16 numbers for each channel of a token
-    numbers = batch_size * shape.block_size * shape.n_embd * (16 * shape.n_layer + 4)
+    numbers = tokens * shape.n_embd * (16 * shape.n_layer + 4)
+    numbers += min(tokens, step.config.loss_chunk_tokens or tokens) * shape.padded_vocab_size
     return 4 * numbers + 20 * weights  # with a gradient, its bucket and two states
 
 

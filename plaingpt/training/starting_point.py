@@ -460,9 +460,9 @@ def check_batch(config, shape, dtype, device):
     free = available_memory(device)
     if device.type == 'cuda' or config.eval_only or free is None:
         return
-    if rough_bytes(shape, config.batch_size) < free / 4:
-        return
     step = step_settings(config, dtype, device.type)
+    if rough_bytes(shape, step) < free / 4:
+        return
     planned = predict(shape, step).total
     check_memory(planned, free, f'batch_size={config.batch_size}: a step takes',
                  f'choose a smaller one, or another change: {advice(shape, step)}')

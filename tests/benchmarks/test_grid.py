@@ -1,9 +1,12 @@
 import json
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
+from helpers import exit_code, fork, size_of_png
 
+import train
 from plaingpt.benchmarks import grid
 from plaingpt.benchmarks.grid import (
     COLUMNS,
@@ -83,8 +86,20 @@ def fake_train(config):
         {'iter': 20, 'val_loss': 3.0 + config.seed / 1e5}], config)
 
 
-def test_a_run_that_fails_is_told_and_the_others_stand(monkeypatch, tmp_path):
-    monkeypatch.setattr(grid, 'train_once', fake_train)
+@pytest.fixture
+def trained(monkeypatch):
+    """Configs that were trained by a training that takes no time, and fails in float16."""
+    trained = []
+
+    def train(config):
+        trained.append(config)
+        return fake_train(config)
+    monkeypatch.setattr(grid, 'train_once', train)
+    monkeypatch.setattr(grid, 'predict', lambda *_: SimpleNamespace(peak=2**20))
+    return trained
+
+
+def test_a_run_that_fails_is_told_and_the_others_stand(trained, tmp_path):
     runs = train_cells(SMALL, 2, 65, CPU)
     add_target(runs, 3.5)
     assert len(runs) == 48 and sum(bool(run['failed']) for run in runs) == 8
@@ -95,40 +110,36 @@ def test_a_run_that_fails_is_told_and_the_others_stand(monkeypatch, tmp_path):
     assert len(cells) == 24 and cells.count('–') == 4
     assert cells[0] == '3.013 ± 0.000'
     draw_grid(runs, tmp_path / 'grid.png')
-    assert (tmp_path / 'grid.png').stat().st_size > 10_000
+    assert size_of_png(tmp_path / 'grid.png') > (1000, 500)
 
 
-def test_a_grid_that_was_killed_is_resumed(monkeypatch, tmp_path):
-    made = []
-
-    def train(config):
-        if len(made) == 30:
-            raise KeyboardInterrupt
-        made.append(config)
-        return fake_train(replace(config, dtype='float32'))
-
+def test_a_grid_that_was_killed_is_resumed(trained, tmp_path, monkeypatch):
     def train_grid(config=SMALL, machine='here'):
         return train_cells(config, 2, 65, CPU, tmp_path / 'grid.jsonl', machine)
 
-    monkeypatch.setattr(grid, 'train_once', train)
+    def killed_after_30(config):
+        if len(trained) == 30:
+            raise KeyboardInterrupt
+        return to_the_end(config)
+    to_the_end = grid.train_once
+    monkeypatch.setattr(grid, 'train_once', killed_after_30)
     with pytest.raises(KeyboardInterrupt):
         train_grid()
-    made.append(None)  # past the 30th
-    with (tmp_path / 'grid.jsonl').open('a') as f:
-        f.write('{"key": "cut')
+    monkeypatch.setattr(grid, 'train_once', to_the_end)
     with (tmp_path / 'grid.jsonl').open('ab') as f:
-        f.write(b'\xff')
+        f.write(b'{"key": "cut\xff')
     first = train_grid()
-    assert len(made) == 1 + 48 and len(first) == 48
     assert [(run['row'], run['column']) for run in first] == 2 * CELLS
-    again = train_grid()
-    assert json.dumps(again) == json.dumps(first) and len(made) == 49
+    count = len(trained)
+    assert count == 48 + 5  # a cell that failed before is tried again
+    assert json.dumps(train_grid()) == json.dumps(first)
+    count = len(trained)
     train_grid(machine='elsewhere')
     train_grid(replace(SMALL, max_iters=40))
-    assert len(made) == 49 + 2 * 48
+    assert len(trained) == count + 2 * 48
 
 
-def test_a_default_that_fails_ends_it(monkeypatch):
+def test_a_default_that_fails_ends_it(trained, monkeypatch):
     def broken(config):
         raise UserError('data/none is not prepared')
 
@@ -137,7 +148,12 @@ def test_a_default_that_fails_ends_it(monkeypatch):
         train_cells(SMALL, 1, 65, CPU)
 
 
-def test_a_cell_is_a_training_run(char_data, tmp_path):
+def test_a_cell_is_a_training_run(char_data, tmp_path, monkeypatch):
+    def run_in_a_fork(command, **_):
+        log = tmp_path / 'log'
+        code = exit_code(fork(train.main, *command[2:], log=log))
+        return SimpleNamespace(returncode=code, stderr=log.read_text())
+    monkeypatch.setattr(grid, 'subprocess', SimpleNamespace(run=run_in_a_fork))
     config = replace(cell_config(SMALL, 'default', 'SGD + cosine'), dataset=str(char_data),
                      eval_interval=10, eval_iters=2, device='cpu')
     found = train_once(config)
@@ -145,3 +161,9 @@ def test_a_cell_is_a_training_run(char_data, tmp_path):
     assert found['final_loss'] < found['curve'][0][1] and found['memory_bytes'] > 2**20
     with pytest.raises(UserError, match='give the folder of a prepared dataset'):
         train_once(replace(config, dataset=str(tmp_path / 'none')))
+
+
+@pytest.mark.slow
+def test_a_run_is_a_process_of_its_own(char_data):
+    config = replace(SMALL, dataset=str(char_data), eval_iters=2, device='cpu')
+    assert train_once(config)['final_loss'] < 5

@@ -6,6 +6,7 @@ import json
 import pytest
 
 from plaingpt.chat.conversations import Conversations
+from plaingpt.corpus import documents
 from plaingpt.system.errors import UserError
 from plaingpt.tokens.chat_tokenizer import NAMES, ChatTokenizer
 from plaingpt.tokens.tokenizers import ByteTokenizer
@@ -22,6 +23,14 @@ def read(path, form='auto', errors='strict'):
 def written(path, *rows):
     path.write_text(''.join(json.dumps(row) + '\n' for row in rows))
     return path
+
+
+def refusal(path):
+    """The one line that says why a file is not read."""
+    with pytest.raises(UserError) as found:
+        read(path)
+    assert '\n' not in str(found.value)
+    return str(found.value)
 
 
 def marked(messages):
@@ -60,12 +69,11 @@ FORMS = [
 ]
 
 
-@pytest.mark.parametrize('form, row, tokens, learned', FORMS)
-def test_each_form_is_known_and_its_answers_are_what_is_learned(form, row, tokens, learned,
-                                                                tmp_path):
-    for given in (form, 'auto'):
-        [messages] = read(written(tmp_path / 'a.jsonl', row), given)
-        assert marked(messages) == (tokens, learned)
+def test_each_form_is_known_and_its_answers_are_what_is_learned(tmp_path):
+    for form, row, tokens, learned in FORMS:
+        for given in (form, 'auto'):
+            [messages] = read(written(tmp_path / 'a.jsonl', row), given)
+            assert marked(messages) == (tokens, learned), (given, row)
 
 
 def test_each_file_may_have_a_form_of_its_own_and_be_an_array_or_compressed(tmp_path):
@@ -119,33 +127,20 @@ IMAGE = {'type': 'image_url', 'image_url': {'url': 'x'}}
 BAD = [  # a second row, and what is said of it
     (said({'content': 'hi'}, assistant()), "message 1 has no 'role', it has content"),
     (said({'role': 'user'}, assistant()), "message 1 has no 'content', it has role"),
-    (said({}, assistant()), "message 1 has no 'role', it has no fields"),
     (said(user(), assistant(), {'role': 'tool', 'content': 'x'}), 'message 3: role is "tool"'),
-    (said(user(), {'role': 'Assistant', 'content': 'x'}), 'message 2: role is "Assistant"'),
     (said({'role': None, 'content': 'x'}), 'message 1: role is null: expected one of system'),
-    (said({'role': ['user'], 'content': 'x'}), 'message 1: role is ["user"]'),
-    (said({'role': 1, 'content': 'x'}), 'message 1: role is 1'),
-    (said(user('')), 'message 1 is empty'),
     (said(user(' \n\t')), 'message 1 is empty'),
     (said(user(), assistant('')), 'message 2 is empty'),
     (said({'role': 'system', 'content': ''}, user(), assistant()), 'message 1 is empty'),
     (said(user()), 'the assistant says nothing'),
-    (said(SYSTEM), 'the assistant says nothing'),
     (said(SYSTEM, user()), 'the assistant says nothing'),
     (said(), 'no messages'),
     ({'messages': {'role': 'user'}}, 'no messages: a list of them is expected'),
-    ({'messages': None}, 'no messages'),
-    ({'messages': 'hi'}, 'no messages'),
     (said('hi', 'yo'), 'message 1 is text: an object with role and content'),
-    (said(None), 'message 1 is null'),
     (said(user([IMAGE]), assistant()), 'message 1 has a part that is no text, "image_url"'),
-    (said(user(['hi']), assistant()), 'message 1 has a part that is no text, "hi"'),
-    (said(user([{'type': 'text', 'text': 1}]), assistant()), 'message 1 has a part'),
     (said(user([{'type': 'text', 'text': 'a', 'cache': 1}]), assistant()), 'message 1 has a part'),
     (said(user([]), assistant()), 'message 1 is empty'),
     (said(user(5), assistant()), 'message 1 is a number: text is expected'),
-    (said(user(True), assistant()), 'message 1 is true or false'),
-    (said(user({'text': 'hi'}), assistant()), 'message 1 is an object'),
     (said(user(), assistant(None)), 'message 2 is null'),
     (said(user(), assistant(tool_calls=[CALL])), 'message 2 has tool_calls, which would be lost'),
     (said(user(), assistant(weight=0)), 'message 2 has weight, which would be lost'),
@@ -163,14 +158,12 @@ BAD = [  # a second row, and what is said of it
     ({'conversations': [user(), assistant()]}, "message 1 has role, content, which would be lost"),
     ({'instruction': 'a', 'input': 'b'}, "no field 'output', it has instruction, input"),
     ({'instruction': 'a', 'output': 7}, "field 'output' is a number"),
-    ({'instruction': 'a', 'input': 5, 'output': 'b'}, "field 'input' is a number"),
     ({'instruction': '', 'input': 'a', 'output': 'b'}, "field 'instruction' is empty"),
     ({'instruction': 'a', 'output': 'b', 'history': [['c', 'd']]}, "'history' would be lost"),
     ({'prompt': 'a', 'completion': ''}, "field 'completion' is empty"),
     ({'prompt': ['a'], 'completion': 'b'}, "field 'prompt' has a part that is no text"),
     ({'prompt': 'a', 'chosen': 'b', 'rejected': 'c'}, "no field 'completion'"),
     ([user(), assistant()], 'no conversation, it has no fields: a row is an object'),
-    ('hi', 'no conversation'),
     (None, 'no conversation'),
 ]
 GOOD = [{'conversations': [{'from': 'human', 'value': 'a'}, {'from': 'gpt', 'value': 'b'}]},
@@ -178,15 +171,13 @@ GOOD = [{'conversations': [{'from': 'human', 'value': 'a'}, {'from': 'gpt', 'val
         said(user(), assistant())]
 
 
-@pytest.mark.parametrize('row, what', BAD)
-def test_a_row_that_is_not_wholly_understood_is_named_with_its_line(row, what, tmp_path):
-    fields = row if isinstance(row, dict) else {}
-    good = next((good for good in GOOD if set(good) & set(fields)), GOOD[-1])
-    path = written(tmp_path / 'a.jsonl', good, row)
-    with pytest.raises(UserError) as found:
-        read(path)
-    assert str(found.value).startswith(f'{path}, line 2: ') and '\n' not in str(found.value)
-    assert what in str(found.value)
+def test_a_row_that_is_not_wholly_understood_is_named_with_its_line(tmp_path):
+    for row, what in BAD:
+        fields = row if isinstance(row, dict) else {}
+        good = next((good for good in GOOD if set(good) & set(fields)), GOOD[-1])
+        path = written(tmp_path / 'a.jsonl', good, row)
+        assert refusal(path).startswith(f'{path}, line 2: '), row
+        assert what in refusal(path), row
 
 
 FILES = [  # a file, and what is said of it
@@ -202,38 +193,28 @@ FILES = [  # a file, and what is said of it
     ('a.jsonl', '{"prompt": "a",', ', line 1: not JSON: '),
     ('a.jsonl', '[' * 100_000, ', line 1: nested too deep to be read'),
     ('a.jsonl', '{"prompt": "a", "completion": "é"}'.encode('latin-1'), ': not UTF-8 at byte 31'),
-    ('a.jsonl', '{"prompt": "a", "completion": "b"}'.encode('utf-16'), ': UTF-16 text: convert'),
-    ('a.jsonl', b'\x1f\x8b\x08\0', ': this is gzip and no text'),
-    ('a.json', '[{"prompt": "a", "completion": "b"}, {"prompt": "a"}]', ", row 2: no field 'comp"),
     ('a.txt', 'Q: hi\nA: yo\n', ': conversations are read from .jsonl and .json files'),
-    ('a.csv', 'prompt,completion\na,b\n', ': conversations are read from .jsonl and .json files'),
 ]
 
 
-@pytest.mark.parametrize('name, content, what', FILES)
-def test_a_file_that_holds_no_conversations_is_named(name, content, what, tmp_path):
-    path = tmp_path / name
-    path.write_bytes(content if isinstance(content, bytes) else content.encode())
-    with pytest.raises(UserError) as found:
-        read(path)
-    assert str(found.value).startswith(f'{path}{what}') and '\n' not in str(found.value)
+def test_a_file_that_holds_no_conversations_is_named(tmp_path):
+    for name, content, what in FILES:
+        path = tmp_path / name
+        path.write_bytes(content if isinstance(content, bytes) else content.encode())
+        assert refusal(path).startswith(f'{path}{what}'), (name, content)
 
 
-def test_a_giant_line_is_refused_before_it_is_in_memory(tmp_path):
-    path, block = tmp_path / 'a.jsonl', b'a' * 2**24
-    with open(path, 'wb') as f:
-        f.write(b'{"prompt": "a", "completion": "b"}\n{"prompt": "')
-        for _ in range(16):
-            f.write(block)
-    blocks = 0
+def test_a_giant_line_is_refused_before_it_is_in_memory(tmp_path, monkeypatch):
+    monkeypatch.setattr(documents, 'MAX_DOCUMENT_CHARS', 10_000)
+    monkeypatch.setattr(documents, 'BLOCK_BYTES', 1000)
+    path = tmp_path / 'a.jsonl'
+    path.write_text('{"prompt": "a", "completion": "b"}\n{"prompt": "' + 'a' * 100_000)
+    bytes_read = []
 
     class Counted:
         def update(self, data):
-            nonlocal blocks
-            blocks += len(data)
+            bytes_read.append(len(data))
 
-    source = Conversations([path], str(path))
-    with pytest.raises(UserError, match=r'a\.jsonl, line 2 exceeds 100,000,000 characters'):
-        for _ in source._documents(path, Counted(), None):
-            pass
-    assert blocks < 2**27
+    with pytest.raises(UserError, match=r'a\.jsonl, line 2 exceeds 10,000 characters'):
+        list(Conversations([path], str(path))._documents(path, Counted(), None))
+    assert sum(bytes_read) < 15_000

@@ -135,24 +135,24 @@ def test_a_character_that_a_borrowed_tokenizer_lacks_is_named_with_its_row(capsy
     assert "b.jsonl, row 4: character 'ж'" in line and not os.path.exists('data/b')
 
 
-@pytest.mark.parametrize('argv, what', [
-    (('chat',), 'chat needs --input=FILES_OR_FOLDERS'),
-    (('chat', '--input=a.jsonl', '--max_tokens=5'), 'max_tokens=5: each row is a conversation'),
-    (('chat', '--input=a.jsonl', '--documents=line'), 'documents=line: each row'),
-    (('chat', '--input=a.jsonl', '--text_field=b'), 'text_field=b: each row'),
-    (('chat', '--input=a.jsonl', '--part=1/2'), 'part=1/2: each row'),
-    (('chat', '--input=a.jsonl', '--tokenizer=.'), 'tokenizer=.: expected auto, char, byte'),
-    (('chat', '--input=a.jsonl', '--format=alpaca'), "a.jsonl, line 1: no field 'instruction'"),
-    (('text', '--input=a.jsonl', '--format=alpaca'), 'format=alpaca: text is text'),
-    (('chat', '--input=nothing.jsonl'), 'nothing.jsonl: No such file'),
-    (('chat', '--input=empty.jsonl'), 'empty.jsonl: empty, no text to learn from'),
-])
-def test_what_cannot_be_prepared_is_refused_in_one_line(argv, what, capsys, monkeypatch):
+def test_what_cannot_be_prepared_is_refused_in_one_line(capsys, monkeypatch):
     write('a.jsonl', pairs(50))
     write('empty.jsonl', [])
-    assert what in fails(capsys, monkeypatch, prepare.main, *argv, *(
-        () if any('tokenizer' in each for each in argv) else ('--tokenizer=byte',)))
-    assert not os.path.exists('data/chat/meta.json')
+    for options, what in (
+            ([], 'chat needs --input=FILES_OR_FOLDERS'),
+            (['--input=a.jsonl', '--max_tokens=5'], 'max_tokens=5: each row is a conversation'),
+            (['--input=a.jsonl', '--documents=line'], 'documents=line: each row'),
+            (['--input=a.jsonl', '--text_field=b'], 'text_field=b: each row'),
+            (['--input=a.jsonl', '--part=1/2'], 'part=1/2: each row'),
+            (['--input=a.jsonl', '--tokenizer=.'], 'tokenizer=.: expected auto, char, byte'),
+            (['--input=a.jsonl', '--format=alpaca'], "a.jsonl, line 1: no field 'instruction'"),
+            (['--input=nothing.jsonl'], 'nothing.jsonl: No such file'),
+            (['--input=empty.jsonl'], 'empty.jsonl: empty, no text to learn from')):
+        assert what in fails(capsys, monkeypatch, prepare.main, 'chat', '--tokenizer=byte',
+                             *options), options
+        assert not os.path.exists('data/chat/meta.json')
+    assert 'format=alpaca: text is text' in fails(capsys, monkeypatch, prepare.main, 'text',
+                                                  '--input=a.jsonl', '--format=alpaca')
 
 
 def test_another_command_replaces_it_only_with_overwrite_and_then_its_masks_too(
@@ -166,40 +166,37 @@ def test_another_command_replaces_it_only_with_overwrite_and_then_its_masks_too(
     assert sorted(os.listdir('data/chat')) == ['meta.json', 'train.bin', 'val.bin']
 
 
-def test_a_mask_that_is_damaged_or_gone_is_an_error_wherever_it_is_read():
-    dataset = prepare_chat()
-    path = 'data/chat/train_mask.bin'
-    with open(path, 'rb') as f:
-        right = f.read()
-    with open(path, 'wb') as f:
-        f.write(bytes([1 - right[0]]) + right[1:])
+def test_a_mask_that_is_damaged_or_gone_is_an_error_wherever_it_is_read(folder):
+    prepare_chat()
+    path = folder / 'data/chat/train_mask.bin'
+    right = path.read_bytes()
+    path.write_bytes(bytes([1 - right[0]]) + right[1:])
     with pytest.raises(UserError, match=r'train_mask\.bin: another checksum'):
         inspect('data/chat')
     with pytest.raises(UserError, match=r'train_mask\.bin: another checksum'):
         open_dataset('data/chat').split('train', in_ram=True)
-    os.unlink(path)
+    path.unlink()
     with pytest.raises(UserError, match=r'train_mask\.bin: No such file'):
         open_dataset('data/chat').split('train')
-    with open(path, 'wb') as f:
-        f.write(right)
-    for spoil in (lambda meta: meta['splits']['val'].pop('learned'),
-                  lambda meta: meta['splits']['train'].pop('learned'),
-                  lambda meta: meta['splits']['val']['files'][0].pop('mask_sha256')):
-        meta = json.loads(json.dumps(dataset.meta))
-        spoil(meta)
-        with open('data/chat/meta.json', 'w') as f:
-            json.dump(meta, f)
-        with pytest.raises(UserError, match='a mask is missing'):
-            open_dataset('data/chat')
-    for split in ('train', 'val'):
-        meta['splits'][split].pop('learned', None)
-        for file in meta['splits'][split]['files']:
-            file.pop('mask_sha256', None)
-    with open('data/chat/meta.json', 'w') as f:
-        json.dump(meta, f)
+
+
+def test_a_meta_json_that_does_not_say_what_is_learned_is_an_error(folder):
+    meta = prepare_chat().meta
+    path = folder / 'data/chat/meta.json'
+    for split in ('val', 'train'):
+        for spoil in (lambda entry: entry.pop('learned'),
+                      lambda entry: entry['files'][0].pop('mask_sha256')):
+            spoiled = json.loads(json.dumps(meta))
+            spoil(spoiled['splits'][split])
+            path.write_text(json.dumps(spoiled))
+            with pytest.raises(UserError, match='a mask is missing'):
+                open_dataset('data/chat')
+    for entry in meta['splits'].values():
+        del entry['learned'], entry['files'][0]['mask_sha256']
+    path.write_text(json.dumps(meta))
     with pytest.raises(UserError, match='does not say what is learned'):
         open_dataset('data/chat')
-    os.unlink('data/chat/meta.json')
+    path.unlink()
     with pytest.raises(UserError, match=r'_mask\.bin and no meta\.json'):
         open_dataset('data/chat')
 

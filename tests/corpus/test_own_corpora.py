@@ -4,8 +4,10 @@ import json
 import re
 import shlex
 import shutil
+from pathlib import Path
 
 import pytest
+from corpus_files import write_parquet, write_rows
 from helpers import ROOT, TINY
 
 import prepare
@@ -13,14 +15,15 @@ import train
 
 TABLE = re.findall(r'^\| ([^|]+) \| (`python prepare.py [^`]+`|none).* \|$',
                    (ROOT / 'docs/data.md').read_text(encoding='utf-8'), re.M)
+# that row's dataset is somewhere else; a folder laid out like one stands for it
+COMMANDS = [*dict.fromkeys(command.strip('`').replace('OWNER/NAME', 'posts/')
+                           for _, command in TABLE)]
 TEXT = 'It was a dark and stormy night; the rain fell in torrents, except at intervals. '
 
 
 @pytest.fixture(scope='module')
 def corpora(tmp_path_factory):
-    """A folder with all that the table's commands name."""
-    import pyarrow
-    import pyarrow.parquet
+    """A working directory with all that the table's commands name."""
     folder = tmp_path_factory.mktemp('corpora')
     texts = [f'{TEXT * 5}{n} {chr(97 + n % 26) * 3}\n' for n in range(60)]
     (folder / 'notes').mkdir()
@@ -29,16 +32,14 @@ def corpora(tmp_path_factory):
     (folder / 'notes/picture.ipynb').write_text('{"image/png": "iVBORw0K"}')
     for name in ('book.txt', 'more.txt'):
         (folder / name).write_text(''.join(texts))
-    (folder / 'posts.jsonl').write_text(''.join(json.dumps({'body': t}) + '\n' for t in texts))
-    pyarrow.parquet.write_table(pyarrow.table({'body': texts}), folder / 'posts.parquet')
+    write_rows(folder / 'posts.jsonl', texts, 'body')
+    write_parquet(folder / 'posts.parquet', texts, 'body')
+    # of the hub's, one document in 2,000 is for validation
+    write_parquet(folder / 'posts/train.parquet', [f'{TEXT[:30]}{n}' for n in range(6000)], 'body')
     (folder / 'chats.jsonl').write_text(''.join(
         json.dumps({'prompt': f'{n}?', 'completion': t}) + '\n' for n, t in enumerate(texts)))
-    (folder / 'posts').mkdir()  # of the hub's, one document in 2,000 is for validation
-    pyarrow.parquet.write_table(pyarrow.table({'body': [f'{TEXT}{n}' for n in range(6000)]}),
-                                folder / 'posts/train.parquet')
-    with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(folder)
-        prepare.main(['text', '--input=book.txt', '--tokenizer=byte', '--data_dir=data/notes'])
+    prepare.main(['text', f'--input={folder}/book.txt', '--tokenizer=byte',
+                  f'--data_dir={folder}/data/notes'])
     return folder
 
 
@@ -46,23 +47,18 @@ def test_the_table_is_there():
     assert len(TABLE) == 11
 
 
-@pytest.mark.parametrize('command', dict.fromkeys(command for _, command in TABLE))
-def test_what_you_have_becomes_a_dataset_that_trains(command, corpora, tmp_path,
-                                                     monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    for path in corpora.iterdir():
-        (tmp_path / path.name).symlink_to(path)
-    (tmp_path / 'data').unlink()
-    shutil.copytree(corpora / 'data', 'data')
+@pytest.mark.parametrize('command', COMMANDS)
+def test_what_you_have_becomes_a_dataset_that_trains(command, corpora, tmp_path, monkeypatch):
+    monkeypatch.chdir(corpora)
+    shutil.rmtree('data/mine', ignore_errors=True)
     if command == 'none':
-        (tmp_path / 'data/mine').mkdir()
+        Path('data/mine').mkdir()
         for name in ('train.bin', 'val.bin'):
-            shutil.copy(tmp_path / 'data/notes' / name, tmp_path / 'data/mine')
+            shutil.copy(f'data/notes/{name}', 'data/mine')
     else:
-        words = shlex.split(command.strip('`'))[2:]
-        # that row's dataset is somewhere else; a folder laid out like one stands for it
-        prepare.main([word.replace('OWNER/NAME', 'posts') for word in words])
-        assert '.ipynb' not in (tmp_path / 'data/mine/meta.json').read_text()
-    train.main([*TINY, '--dataset=mine', '--out_dir=out', '--max_iters=1', '--eval_iters=1',
-                '--health_interval=0', '--always_save_checkpoint=False'])
-    assert (tmp_path / 'out/metrics.jsonl').exists()
+        prepare.main(shlex.split(command)[2:])
+        assert '.ipynb' not in Path('data/mine/meta.json').read_text()
+    monkeypatch.setattr(train, 'preflight', lambda *_: None)  # which checks the code
+    train.main([*TINY, '--dataset=mine', f'--out_dir={tmp_path}', '--n_layer=1', '--max_iters=1',
+                '--eval_iters=1', '--health_interval=0', '--always_save_checkpoint=False'])
+    assert (tmp_path / 'metrics.jsonl').exists()

@@ -1,27 +1,24 @@
-"""prepare.py killed with SIGKILL at any moment, and started again."""
+"""prepare.py killed at any moment, and started again."""
 
 import itertools
 import json
-import multiprocessing
 import os
 import random
 import shutil
 import signal
 import time
-from pathlib import Path
 
 import pytest
-from helpers import SHARED, fails
+from helpers import fails
+from interrupted import contents, exit_code, start, stop_early
 
 import prepare
 from plaingpt.corpus import encoding
 from plaingpt.tokens.dataset import open_dataset
+from plaingpt.tokens.inspection import find_damage
 
-# Each start is a fresh process, copied from one that has imported everything already.
-server = multiprocessing.get_context('forkserver')
-server.set_forkserver_preload(['prepare', 'datasets'])
-
-DOCUMENTS = 1000
+KINDS = ['text', 'hf', 'running', 'chat']
+DOCUMENTS = 200
 
 
 @pytest.fixture(scope='module')
@@ -36,9 +33,6 @@ def inputs(tmp_path_factory):
     for part in range(4):
         (folder / f'train-{part:05d}-of-00004.jsonl').write_text(
             '\n'.join(rows[part * DOCUMENTS // 4:(part + 1) * DOCUMENTS // 4]))
-    first = server.Process(target=int)  # the server imports, once, outside of the tests' time
-    first.start()
-    first.join()
     running = folder.parent / 'running.txt'
     running.write_text('\n'.join(rows))
     chats = folder.parent / 'chats.jsonl'
@@ -47,228 +41,98 @@ def inputs(tmp_path_factory):
     return {'text': folder, 'hf': folder, 'running': running, 'chat': chats}
 
 
-def command(kind, inputs, folder, num_proc):
-    return ['text' if kind == 'running' else kind, f'--input={inputs[kind]}', '--tokenizer=bpe:300',
-            '--shard_tokens=12_500', '--val_fraction=0.1', f'--num_proc={num_proc}',
-            f'--data_dir={folder}']
+def command(kind, inputs, folder, *options, tokenizer='byte'):
+    return ['text' if kind == 'running' else kind, f'--input={inputs[kind]}',
+            f'--tokenizer={tokenizer}', '--shard_tokens=12_500', '--val_fraction=0.1',
+            f'--data_dir={folder}', *options]
 
 
-def start(*argv, calls=0):
-    process = server.Process(target=quiet, args=(calls, *argv))
-    process.start()
-    return process
-
-
-def quiet(calls, *argv):
-    """Run prepare.py, which kills itself instead of the `calls`-th change of the disk, if not 0."""
-    left = [calls]
-    for name in ('replace', 'fsync', 'truncate', 'unlink'):
-        setattr(os, name, dying(getattr(os, name), left))
-    os.environ['TIKTOKEN_CACHE_DIR'] = str(SHARED / 'tiktoken_cache')
-    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-    os.dup2(1, 2)
-    encoding.BATCH_CHARS = 2**13  # so that few documents are many batches
-    prepare.main(list(argv))
-
-
-def dying(function, left):
-    def call(*arguments, **options):
-        left[0] -= 1
-        if left[0] == 0:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return function(*arguments, **options)
-    return call
-
-
-def contents(folder):
-    return {path.name: path.read_bytes() for path in folder.iterdir()}
-
-
-def run_killed(argv, folder, moments):
-    """Kill `argv` after each of `moments` seconds, then let it end → kills that met it running."""
-    met = 0
-    for moment in moments:
-        process = start(*argv)
-        time.sleep(moment)
-        met += process.is_alive() and not (folder / 'meta.json').exists()
-        process.kill()
-        process.join()
-    last = start(*argv)
-    last.join()
-    assert last.exitcode == 0
-    return met
-
-
-def uninterrupted(kind, inputs, tmp_path):
-    argv = command(kind, inputs, tmp_path / kind, 2)
-    begun = time.monotonic()
-    process = start(*argv)
-    process.join()
-    assert process.exitcode == 0
-    return contents(tmp_path / kind), time.monotonic() - begun
-
-
-@pytest.mark.parametrize('kind', ['text', 'hf', 'running', 'chat'])
+@pytest.mark.parametrize('kind', KINDS)
 def test_killed_and_restarted_it_writes_what_it_would_have_written(kind, inputs, tmp_path):
-    expected, _ = uninterrupted(kind, inputs, tmp_path)
-    assert len(expected) > 8
-    argv = command(kind, inputs, tmp_path / 'killed', 2)
-    for calls in (20, 15, 0):
-        process = start(*argv, calls=calls)
-        process.join()
-        assert process.exitcode == (-signal.SIGKILL if calls else 0)
-    assert contents(tmp_path / 'killed') == expected
+    prepare.main(command(kind, inputs, tmp_path / 'whole'))
+    argv = command(kind, inputs, tmp_path / 'killed', '--num_proc=2')
+    for calls in (20, 15):
+        assert exit_code(*argv, calls=calls) == -signal.SIGKILL
+    prepare.main(argv)
+    assert contents(tmp_path / 'killed') == contents(tmp_path / 'whole')
+    assert len(contents(tmp_path / 'killed')) > 8
+
+
+@pytest.mark.parametrize(('shard_tokens', 'step'), [
+    (10**6, 1), (80_000, 4), pytest.param(80_000, 1, marks=pytest.mark.slow)])
+def test_killed_between_any_two_changes_of_the_disk_it_writes_the_same(
+        shard_tokens, step, inputs, tmp_path):
+    """And what was in the folder before is whole or gone, at each of these moments."""
+    options = [f'--shard_tokens={shard_tokens}', '--num_proc=1', '--overwrite']
+    prepare.main(command('text', inputs, tmp_path / 'whole', *options))
+    prepare.main(command('text', inputs, tmp_path / 'old', *options, '--val_fraction=0.2'))
+    for calls in itertools.count(1, step):
+        folder = tmp_path / f'killed-{calls}'
+        shutil.copytree(tmp_path / 'old', folder)
+        argv = command('text', inputs, folder, *options)
+        if exit_code(*argv, calls=calls) == 0:
+            break
+        assert not (folder / 'meta.json').exists() or not find_damage(open_dataset(folder)), calls
+        prepare.main(argv)
+        assert contents(folder) == contents(tmp_path / 'whole'), calls
+    assert calls > 5
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize('num_proc', [1, 2, 4])
-@pytest.mark.parametrize('kind', ['text', 'hf', 'running', 'chat'])
-def test_killed_at_thirty_random_moments_it_writes_the_same(kind, num_proc, inputs, tmp_path):
-    expected, seconds = uninterrupted(kind, inputs, tmp_path)
-    chance, met, kills = random.Random(num_proc), 0, 0
-    while met < 30:
-        folder = tmp_path / f'killed-{kills}'
-        moments = [chance.uniform(0, seconds) for _ in range(3)]
-        met += run_killed(command(kind, inputs, folder, num_proc), folder, moments)
-        kills += 1
-        assert contents(folder) == expected
-
-
-@pytest.mark.parametrize('many_shards', [True, False])
-def test_killed_between_any_two_changes_of_the_disk_it_writes_the_same(
-        many_shards, inputs, tmp_path):
-    shards = f'--shard_tokens={150_000 if many_shards else 10**6}'
-    folder = tmp_path / 'whole'
-    start(*command('text', inputs, folder, 2), shards).join()
-    expected = contents(folder)
-    assert ('train.bin' in expected) != many_shards
-    for calls in itertools.count(1):
-        folder = tmp_path / f'killed-{calls}'
-        process = start(*command('text', inputs, folder, 2), shards, calls=calls)
-        process.join()
-        if process.exitcode == 0:
+@pytest.mark.parametrize('kind', KINDS)
+def test_killed_at_thirty_random_moments_it_writes_the_same(kind, inputs, tmp_path):
+    begun = time.monotonic()
+    start(*command(kind, inputs, tmp_path / 'whole')).join()
+    seconds, chance, met = time.monotonic() - begun, random.Random(0), 0
+    for number in itertools.count():
+        folder = tmp_path / f'killed-{number}'
+        for _ in range(3):
+            threads = chance.choice((1, 2, 4))
+            process = start(*command(kind, inputs, folder, f'--num_proc={threads}'))
+            time.sleep(chance.uniform(0, seconds))
+            met += process.is_alive() and not (folder / 'meta.json').exists()
+            process.kill()
+            process.join()
+        assert exit_code(*command(kind, inputs, folder)) == 0
+        assert contents(folder) == contents(tmp_path / 'whole'), number
+        if met >= 30:
             break
-        assert process.exitcode == -signal.SIGKILL
-        start(*command('text', inputs, folder, 2), shards).join()
-        assert contents(folder) == expected, calls
-    assert calls > (10 if many_shards else 5)
 
 
-def tokens(folder):
-    """The bytes of each split, and the counts in meta.json."""
-    meta = json.loads((folder / 'meta.json').read_text())
-    data = {split: b''.join((folder / file['name']).read_bytes() for file in entry.pop('files'))
-            for split, entry in meta['splits'].items()}
-    return data, meta
-
-
-@pytest.mark.parametrize(('kind', 'kills'), [('text', [(3, 9), (3, 2), (1, 20), (2, 14)]),
-                                             ('hf', [(2, 14)])])
-def test_parts_that_are_killed_and_started_again_make_the_same_whole(
-        kind, kills, inputs, tmp_path, capsys):
-    argv = [*command(kind, inputs, tmp_path / 'd', 2), '--tokenizer=byte', '--shard_tokens=50_000']
-    prepare.main([*argv, f'--data_dir={tmp_path}/whole'])
-    for part, calls in kills:
-        process = start(*argv, f'--part={part}/3', calls=calls)
-        process.join()
-        assert process.exitcode == -signal.SIGKILL
-    for part in (2, 1, 3):
-        capsys.readouterr()
-        prepare.main([*argv, f'--part={part}/3'])
-        assert 'resuming after' in capsys.readouterr().out or (part, 14) not in kills
-    prepare.main(['merge', str(tmp_path / 'd')])
-    assert tokens(tmp_path / 'd') == tokens(tmp_path / 'whole')
-
-
-def test_parts_that_are_written_at_the_same_time_make_the_same_whole(inputs, tmp_path):
-    argv = [*command('text', inputs, tmp_path / 'd', 1), '--tokenizer=byte']
-    prepare.main([*argv, f'--data_dir={tmp_path}/whole'])
-    processes = [start(*argv, f'--part={part}/4') for part in (1, 2, 3, 4)]
-    for process in processes:
-        process.join()
-        assert process.exitcode == 0
-    prepare.main(['merge', str(tmp_path / 'd')])
-    assert tokens(tmp_path / 'd') == tokens(tmp_path / 'whole')
-
-
-def test_a_merge_killed_between_any_two_changes_of_the_disk_and_given_again_is_whole(
-        inputs, tmp_path):
-    argv = [*command('text', inputs, tmp_path / 'd', 2), '--tokenizer=byte',
-            '--shard_tokens=500_000']
-    prepare.main([*argv, f'--data_dir={tmp_path}/whole'])
-    expected = tokens(tmp_path / 'whole')
-    for part in (1, 2):
-        prepare.main([*argv, f'--part={part}/2'])
-    for calls in itertools.count(1):
-        folder = tmp_path / f'killed-{calls}'
-        shutil.copytree(tmp_path / 'd', folder)
-        process = start('merge', str(folder), calls=calls)
-        process.join()
-        if process.exitcode == 0:
-            break
-        assert process.exitcode == -signal.SIGKILL
-        prepare.main(['merge', str(folder)])
-        assert tokens(folder) == expected, calls
-        assert not [path for path in folder.iterdir() if path.is_dir()]
-    assert calls > 12
-
-
-@pytest.mark.parametrize('num_proc', [1, 3, 4])
-def test_the_number_of_threads_does_not_change_the_files(num_proc, inputs, tmp_path, monkeypatch):
-    monkeypatch.setattr(encoding, 'BATCH_CHARS', 2**12)
-    prepare.main(command('text', inputs, tmp_path / 'a', 2))
-    prepare.main(command('text', inputs, tmp_path / 'b', num_proc))
-    assert contents(tmp_path / 'a') == contents(tmp_path / 'b')
-
-
-def stop_early(monkeypatch, argv):
-    """Run `argv` until its second journal, as if killed there."""
-    class Killed(BaseException):
-        pass
-
-    real, written = encoding.write_journal, []
-
-    def write_journal(path, value):
-        real(path, value)
-        written.append(path)
-        if len(written) == 2:
-            raise Killed
-
-    monkeypatch.setattr(encoding, 'write_journal', write_journal)
-    monkeypatch.setattr(encoding, 'BATCH_CHARS', 2**13)
-    with pytest.raises(Killed):
-        prepare.main(argv)
-    monkeypatch.setattr(encoding, 'write_journal', real)
+def test_threads_and_batches_do_not_change_the_files(inputs, tmp_path, monkeypatch):
+    prepare.main(command('text', inputs, tmp_path / '2', '--num_proc=2', tokenizer='bpe:300'))
+    for num_proc in (1, 4):
+        monkeypatch.setattr(encoding, 'BATCH_CHARS', 2**12)
+        prepare.main(command('text', inputs, tmp_path / f'{num_proc}', f'--num_proc={num_proc}',
+                             tokenizer='bpe:300'))
+        assert contents(tmp_path / f'{num_proc}') == contents(tmp_path / '2')
 
 
 def test_what_is_done_is_not_done_again(inputs, tmp_path, monkeypatch, capsys):
-    argv = command('hf', inputs, tmp_path / 'd', 1)
+    argv = command('hf', inputs, tmp_path / 'd', tokenizer='bpe:300')
     stop_early(monkeypatch, argv)
     journal = json.loads((tmp_path / 'd/unfinished/journal.json').read_text())
     done = sum(split['tokens'] for split in journal['splits'].values())
-    encoded = []
-    real = encoding.encode_batch
+    encoded, real = [], encoding.encode_batch
     monkeypatch.setattr(encoding, 'encode_batch',
                         lambda *a: encoded.append(real(*a)) or encoded[-1])
     capsys.readouterr()
     prepare.main(argv)
-    assert f'resuming after {done:,} tokens' in capsys.readouterr().out and done > 12_500
+    said = capsys.readouterr().out
+    assert f'resuming after {done:,} tokens' in said and 'training the' not in said
     again = sum(len(part.ids) for parts in encoded for part in parts.values())
     splits = open_dataset(tmp_path / 'd').meta['splits']
+    assert done > 12_500
     assert done + again == sum(split['tokens'] for split in splits.values())
     prepare.main(argv)
     assert 'already prepared' in capsys.readouterr().out
 
 
 def test_what_another_command_left_is_not_mixed_in(inputs, tmp_path, monkeypatch, capsys):
-    argv = command('text', inputs, tmp_path / 'd', 1)
-    stop_early(monkeypatch, argv)
-    other = [arg.replace('val_fraction=0.1', 'val_fraction=0.2') for arg in argv]
-    capsys.readouterr()
-    prepare.main(other)
+    stop_early(monkeypatch, command('text', inputs, tmp_path / 'd'))
+    for name in ('d', 'clean'):
+        prepare.main(command('text', inputs, tmp_path / name, '--val_fraction=0.2'))
     assert 'differs in val_fraction' in capsys.readouterr().out
-    clean = [arg.replace(f'{tmp_path}/d', f'{tmp_path}/clean') for arg in other]
-    prepare.main(clean)
     assert contents(tmp_path / 'd') == contents(tmp_path / 'clean')
 
 
@@ -284,58 +148,42 @@ def test_input_that_changed_meanwhile_is_read_anew(tmp_path, monkeypatch, capsys
     assert open_dataset(tmp_path / 'd').meta['splits']['train']['tokens'] == 288_000
 
 
-def test_a_text_that_changed_behind_its_size_and_time_is_not_mixed_with_the_old(
-        tmp_path, monkeypatch, capsys):
-    path, data_dir = tmp_path / 'in.txt', tmp_path / 'd'
-    argv = ['text', f'--input={path}', '--tokenizer=byte', '--shard_tokens=50_000',
-            '--documents=line']
-    lines = [f'line {i:09d}\n' for i in range(30_000)]
-    path.write_text(''.join(lines))
-    stop_early(monkeypatch, [*argv, f'--data_dir={data_dir}'])
-    times = path.stat()
-    for text in (''.join(reversed(lines)), '\n' * 449_999 + 'a'):  # the second has one line
-        path.write_text(text)
-        os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))
-        shutil.copytree(data_dir, tmp_path / 'copy')
-        assert fails(capsys, monkeypatch, prepare.main, *argv, f'--data_dir={tmp_path}/copy') \
-            .endswith('give the same command again, which starts anew')
-        assert not (tmp_path / 'copy').exists()
-    path.write_text(''.join(lines))
-    os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))
-    prepare.main([*argv, f'--data_dir={data_dir}'])
-    assert 'resuming after' in capsys.readouterr().out
+def test_text_that_changed_but_not_its_size_and_time_is_not_mixed_with_the_old(
+        inputs, tmp_path, monkeypatch, capsys):
+    path = tmp_path / 'in.txt'
+    shutil.copy(inputs['running'], path)
+    argv = command('running', {'running': path}, tmp_path / 'd', '--documents=line')
+    stop_early(monkeypatch, argv)
+    before, text = path.stat(), path.read_text()
+    path.write_text('\n'.join(text.splitlines()[::-1]))
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+    assert fails(capsys, monkeypatch, prepare.main, *argv).endswith('which starts anew')
+    assert not (tmp_path / 'd').exists()
 
 
 def test_a_dataset_within_its_input_is_no_input_and_goes_on_after_a_kill(
-        inputs, tmp_path, capsys, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    shutil.copytree(inputs['text'], 'in')
-    argv = [*command('text', inputs, 'out', 2), '--input=in,in/**', '--tokenizer=byte',
-            '--test_fraction=0.1']
-    prepare.main(argv)
-    for folder, part in (('in/out', []), ('in', []), ('in/parts', ['--part=2/2'])):
-        within = [*argv, f'--data_dir={folder}', *part]
-        process = start(*within, calls=8)
-        process.join()
-        assert process.exitcode == -signal.SIGKILL
+        inputs, tmp_path, capsys):
+    shutil.copytree(inputs['text'], tmp_path / 'in')
+    source = {'text': f'{tmp_path}/in,{tmp_path}/in/**'}
+    prepare.main(command('text', source, tmp_path / 'out'))
+    for folder in (tmp_path / 'in/out', tmp_path / 'in'):
+        within = command('text', source, folder)
+        assert exit_code(*within, calls=8) == -signal.SIGKILL
         capsys.readouterr()
         prepare.main(within)
-        assert 'resuming after' in (printed := capsys.readouterr().out), printed
-        assert 'of a prepared dataset: ' in printed
-    prepare.main([*within, '--part=1/2'])
-    prepare.main(['merge', 'in/parts'])
-    for folder in ('in/out', 'in/parts'):
-        assert tokens(Path(folder)) == tokens(Path('out'))
-    capsys.readouterr()
-    prepare.main([*argv, '--data_dir=in/out'])
-    assert 'is already prepared by this command' in capsys.readouterr().out
+        printed = capsys.readouterr().out
+        assert 'resuming after' in printed and 'of a prepared dataset: ' in printed
+        for name, data in contents(tmp_path / 'out').items():
+            assert name == 'meta.json' or (folder / name).read_bytes() == data, name
+        prepare.main(within)
+        assert 'is already prepared by this command' in capsys.readouterr().out
 
 
 def test_the_old_dataset_stays_until_the_new_one_is_whole(inputs, tmp_path, monkeypatch):
-    argv = command('text', inputs, tmp_path / 'd', 1)
+    argv = command('text', inputs, tmp_path / 'd')
     prepare.main(argv)
     before = contents(tmp_path / 'd')
-    other = [*argv, '--shard_tokens=5_000']
+    other = [*argv, '--shard_tokens=10_000']
     stop_early(monkeypatch, other)
     assert {name: (tmp_path / 'd' / name).read_bytes() for name in before} == before
     prepare.main(other)
@@ -345,13 +193,22 @@ def test_the_old_dataset_stays_until_the_new_one_is_whole(inputs, tmp_path, monk
 
 
 def test_a_folder_that_was_left_half_way_is_not_trained_on(inputs, tmp_path, monkeypatch):
-    stop_early(monkeypatch, command('text', inputs, tmp_path / 'd', 1))
+    stop_early(monkeypatch, command('text', inputs, tmp_path / 'd'))
     with pytest.raises(prepare.UserError, match='not finished'):
         open_dataset(tmp_path / 'd')
 
 
+@pytest.mark.parametrize('journal', ['', '[1]', '{"a": 1}', '{"command": 3}', '[' * 10**5])
+def test_a_damaged_journal_means_starting_anew(journal, inputs, tmp_path):
+    (tmp_path / 'd/unfinished').mkdir(parents=True)
+    for name in ('journal.json', 'meta.json'):
+        (tmp_path / 'd/unfinished' / name).write_text(journal)
+    prepare.main(command('text', inputs, tmp_path / 'd'))
+    assert len(open_dataset(tmp_path / 'd').split('train')) > 100_000
+
+
 def test_two_at_once_in_one_folder_are_refused(inputs, tmp_path, capsys, monkeypatch):
-    argv = command('text', inputs, tmp_path / 'd', 1)
+    argv = command('text', inputs, tmp_path / 'd')
     with prepare.lock_dataset_dir(tmp_path / 'd'):
         assert 'another prepare.py' in fails(capsys, monkeypatch, prepare.main, *argv)
     prepare.main(argv)

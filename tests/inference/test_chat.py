@@ -4,12 +4,12 @@ import builtins
 import json
 import os
 import pty
-import subprocess
 import sys
+from contextlib import suppress
 
 import pytest
 from chat_model import ANSWERS
-from helpers import CHAT, ROOT, ask, fails
+from helpers import CHAT, ask, exit_code, fails, fork
 
 import plaingpt
 import sample
@@ -22,20 +22,37 @@ GREEDY = '--temperature=0'
 
 
 @pytest.fixture
-def chat(capsys, monkeypatch, chat_model):
-    """Type lines → the lines that were printed after the first one."""
-    def talk(*lines, options=(GREEDY,)):
+def talk(capsys, monkeypatch):
+    """Type lines to sample.py → what it printed after its first lines. A KeyboardInterrupt among
+    them is Ctrl-C."""
+    def talk(out_dir, *lines, options=()):
         typed = iter(lines)
 
         def answer(_):
-            if (line := next(typed, None)) is None:
-                raise EOFError
+            if (line := next(typed, EOFError)) in (EOFError, KeyboardInterrupt):
+                raise line
             return line
         monkeypatch.setattr(builtins, 'input', answer)
-        sample.main([f'--out_dir={chat_model}', '--checkpoint=latest', '--device=cpu', '--chat',
-                     '--max_new_tokens=70', *options])
-        return capsys.readouterr().out.partition('/help lists the commands\n')[2].splitlines()
+        sample.main([f'--out_dir={out_dir}', '--checkpoint=latest', '--device=cpu', '--chat',
+                     *options])
+        return capsys.readouterr().out.partition('/help lists the commands\n')[2]
     return talk
+
+
+@pytest.fixture
+def chat(talk, chat_model):
+    """Type lines to a model that was tuned on conversations → the lines that it printed."""
+    def chat(*lines, options=(GREEDY,)):
+        return talk(chat_model, *lines, options=['--max_new_tokens=70', *options]).splitlines()
+    return chat
+
+
+@pytest.fixture
+def base_chat(talk, trained):
+    """Type lines to a model that was not → what it printed, answers of 20 characters."""
+    def chat(*lines, options=()):
+        return talk(trained, *lines, options=['--max_new_tokens=20', *options])
+    return chat
 
 
 @pytest.fixture(scope='module')
@@ -47,10 +64,10 @@ def saved(path):
     return json.loads(path.read_text())['messages']
 
 
-@pytest.mark.parametrize('question', ANSWERS)
-def test_an_answer_ends_with_the_turn(chat, generator, question):
-    assert chat(question)[0].strip() == ANSWERS[question].strip()
-    assert generator.answer(ask(question, '')[:1], temperature=0) == ANSWERS[question]
+def test_an_answer_ends_with_the_turn(chat, generator):
+    for question, answer in ANSWERS.items():
+        assert generator.answer(ask(question, '')[:1], temperature=0) == answer
+    assert chat('hi')[0] == ANSWERS['hi']
 
 
 def test_any_special_token_ends_an_answer():
@@ -58,17 +75,13 @@ def test_any_special_token_ends_an_answer():
 
 
 def test_what_was_said_and_the_system_go_before_the_next_answer(chat, generator, tmp_path):
-    _, second, *_ = chat('hi', '/system Be kind.', 'hi', f'/save {tmp_path}/said')[0::2]
-    messages = saved(tmp_path / 'said')
+    _, second, *_ = chat('hi', '/system Be kind.', 'hi', f'/save {tmp_path}/said.jsonl')[0::2]
+    messages = saved(tmp_path / 'said.jsonl')
+    piece, = Conversations([tmp_path / 'said.jsonl'], 'said').pieces()  # as prepare.py reads them
+    assert json.loads(piece.text) == messages
     assert messages == [SYSTEM, *ask('hi', ANSWERS['hi'], 'hi', second)]
     assert second == generator.answer(messages[:-1], temperature=0, max_new_tokens=70)
     assert second != chat('hi', 'hi')[1]  # without a system
-
-
-def test_a_saved_conversation_is_one_that_prepare_reads(chat, tmp_path):
-    chat('hi', 'ä?', f'/save {tmp_path}/said.jsonl', options=[GREEDY, '--system=Be kind.'])
-    piece, = Conversations([tmp_path / 'said.jsonl'], 'said').pieces()
-    assert json.loads(piece.text) == saved(tmp_path / 'said.jsonl')
 
 
 def test_retry_answers_the_last_message_again(chat, tmp_path):
@@ -86,9 +99,9 @@ def test_reset_forgets_the_messages_and_keeps_what_the_system_says(chat, tmp_pat
     assert saved(tmp_path / 'said') == [SYSTEM, *ask('hi', out[0])]
 
 
-@pytest.mark.parametrize('lines', [['"""hi"""'], ['"""', 'hi', '"""'], ['"""hi', '"""']])
-def test_a_message_may_have_several_lines(chat, lines, tmp_path):
-    assert chat(*lines)[0] == ANSWERS['hi']
+def test_a_message_may_have_several_lines(chat, tmp_path):
+    for lines in (['"""hi"""'], ['"""', 'hi', '"""'], ['"""hi', '"""']):
+        assert chat(*lines)[0] == ANSWERS['hi'], lines
     assert chat('"""', 'hi') == ['', '']  # and no end
     chat('"""a', '', '/b', 'c"""', f'/save {tmp_path}/said')
     assert saved(tmp_path / 'said')[0]['content'] == 'a\n\n/b\nc'
@@ -130,20 +143,23 @@ def test_an_answer_that_was_cut_says_so(chat):
     assert out[:2] == ['la la', '(cut after 5 tokens)']
 
 
-def test_escape_codes_that_a_model_writes_do_not_reach_the_terminal(chat_model):
+def test_escape_codes_that_a_model_writes_do_not_reach_the_terminal(chat_model, tmp_path):
     terminal, end = pty.openpty()
-    process = subprocess.Popen(
-        [sys.executable, 'sample.py', f'--out_dir={chat_model}', '--checkpoint=latest',
-         '--device=cpu', '--chat', GREEDY], cwd=ROOT, stdin=end, stdout=end, stderr=end)
+
+    def use_the_terminal():
+        for fd in (0, 1, 2):
+            os.dup2(end, fd)
+        sys.stdin = open(0, closefd=False)
+
+    pid = fork(sample.main, f'--out_dir={chat_model}', '--checkpoint=latest', '--device=cpu',
+               '--chat', GREEDY, log=tmp_path / 'log', before=use_the_terminal)
     os.close(end)
     os.write(terminal, b'html\n/quit\n')
     shown = b''
-    while True:
-        try:
+    with suppress(OSError):  # the other end is closed
+        while True:
             shown += os.read(terminal, 4096)
-        except OSError:  # the other end is closed
-            break
-    assert process.wait() == 0
+    assert exit_code(pid) == 0
     assert b'b</b>\\x1b[31m' in shown and b'\x1b[31m' not in shown
 
 
@@ -159,10 +175,62 @@ def test_a_form_that_the_model_does_not_have_is_refused(capsys, monkeypatch, cha
         plaingpt.load(trained).answer(ask('hi', '')[:1])
 
 
-@pytest.mark.parametrize(('messages', 'words'), [
-    ([], 'no messages'), ('hi', 'no messages'), (ask('hi', 'a'), 'must be of the user'),
-    ([{'role': 'robot', 'content': 'a'}], 'expected one of'), ([{'role': 'user'}], "no 'content'"),
-    ([SYSTEM], 'must be of the user'), (ask('x' * 200, '')[:1], 'at most 96')])
-def test_messages_that_cannot_be_answered_are_refused(generator, messages, words):
-    with pytest.raises(UserError, match=words):
-        generator.answer(messages)
+def test_messages_that_cannot_be_answered_are_refused(generator):
+    for messages, words in (
+            ([], 'no messages'), ('hi', 'no messages'), (ask('hi', 'a'), 'must be of the user'),
+            ([{'role': 'robot', 'content': 'a'}], 'expected one of'),
+            ([{'role': 'user'}], "no 'content'"), ([SYSTEM], 'must be of the user'),
+            (ask('x' * 200, '')[:1], 'at most 96')):
+        with pytest.raises(UserError, match=words):
+            generator.answer(messages)
+
+
+# -----------------------------------------------------------------------------
+# with a model that was not tuned on conversations: it continues what is typed
+
+
+def test_a_chat_goes_on_from_what_was_said(base_chat, tmp_path):
+    out = base_chat('def main', '(self)', f'/save {tmp_path}/said.txt')
+    first, second, saved = out[:20], out[21:41], out[42:].strip()
+    assert saved == f'saved to {tmp_path}/said.txt'
+    assert (tmp_path / 'said.txt').read_text() == f'def main{first}(self){second}\n'
+
+
+def test_commands_of_a_chat(base_chat, tmp_path):
+    out = base_chat('/help', '/temperature 0', '/temperature nan', '/top_k -1', '/top_k x',
+                    '/nonsense', '/save', KeyboardInterrupt, 'def', f'/save {tmp_path}/a',
+                    f'/save {tmp_path}/a', '/reset', f'/save {tmp_path}/b', '/quit', 'more')
+    for words in ('Ctrl-C stops an answer', 'temperature 0.0',
+                  "'nan' is no number: temperature stays 0.0", 'top_k=-1: must not be negative: '
+                  'top_k stays 200', "'x' is no number", '/nonsense is unknown', 'name a file',
+                  'Ctrl-D leaves', 'forgotten', 'File exists', 'nothing has been said yet'):
+        assert words in out
+    assert len((tmp_path / 'a').read_text()) == len('def') + 20 + 1
+    assert out.endswith('nothing has been said yet\n')  # and no answer after /quit
+
+
+def test_a_template_puts_messages_and_ends_answers(base_chat, monkeypatch, tmp_path):
+    asked = []
+
+    def write(self, prompts, numbers, sampling, stop, show):
+        asked.append((self.tokenizer.decode(prompts[0]), stop))
+        show(' no ')
+    monkeypatch.setattr(sample.TextGenerator, 'write', write)
+    base_chat('a', 'b', f'/save {tmp_path}/said', options=[r'--template=U: {user}\nA:'])
+    assert asked[0] == ('U: a\nA:', ['U:']) and asked[1][0].endswith('no\nU: b\nA:')
+    assert (tmp_path / 'said').read_text() == 'U: a\nA: no\nU: b\nA: no\n'
+
+
+def test_ctrl_c_stops_the_answer_and_not_the_chat(base_chat, monkeypatch, tmp_path):
+    def interrupted(self, prompts, numbers, sampling, stop, show):
+        show('half')
+        raise KeyboardInterrupt
+    monkeypatch.setattr(sample.TextGenerator, 'write', interrupted)
+    out = base_chat('def', f'/save {tmp_path}/said')
+    assert 'half …' in out and (tmp_path / 'said').read_text() == 'defhalf\n'
+
+
+def test_a_message_of_unknown_characters_does_not_end_the_chat(base_chat, tmp_path):
+    out = base_chat('naïve', 'def', '/top_k 1', f'/save {tmp_path}/said')
+    assert "your message: character 'ï'" in out and 'top_k 1' in out
+    assert (tmp_path / 'said').read_text().startswith('def')

@@ -1,25 +1,21 @@
-"""A file of gguf holds our model as llama.cpp wants it, and llama.cpp makes of it what we make.
-
-The package gguf reads the files back. llama.cpp itself comes in llama-cpp-python, which pip builds
-from source in half an hour; without it, its tests are skipped.
-"""
+"""A file of gguf holds our model as llama.cpp wants it. The package gguf reads the files back;
+test_llama_cpp.py lets llama.cpp itself read them."""
 
 import resource
 import sys
-from contextlib import closing
 
 import gguf
 import numpy as np
 import pytest
 import torch
-from helpers import SHARED, exit_code, fails, fork, shared_file
+from helpers import CHAT, SHARED, exit_code, fails, fork
 
 import export
 from model import GPT, GPTConfig
 from plaingpt.inference.gguf_export import build_gguf, write_gguf
 from plaingpt.system.errors import UserError
 from plaingpt.tokens import tokenizers
-from plaingpt.training import checkpoint
+from plaingpt.tokens.chat_tokenizer import NAMES, TEMPLATE
 
 LLAMA = dict(rotary=True, rmsnorm=True, mlp='swiglu')
 QWEN3 = dict(LLAMA, qk_norm=True, bias=False)
@@ -57,6 +53,19 @@ def tokenizer_of(name, monkeypatch, texts):
         pytest.skip(str(e))
 
 
+def learned(model, ids, steps, learning_rate=1e-2):
+    """`model`, which then knows the text `ids` by heart: no two tokens are about as likely."""
+    data = torch.tensor(ids)[None]
+    optimizer = torch.optim.AdamW(model.parameters(), lr=learning_rate)
+    for _ in range(steps):
+        loss = model(data[:, :-1], data[:, 1:])[1]
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert loss.item() < 0.1
+    return model
+
+
 # -----------------------------------------------------------------------------
 # what is in the file
 
@@ -85,26 +94,27 @@ def test_the_head_of_its_own_has_no_row_of_the_padding(tmp_path):
     assert keys['gpt2.vocab_size'] == len(keys['tokenizer.ggml.tokens']) == 257 < 384
 
 
-@pytest.mark.parametrize('kind', ['weight', 'bias'])
-def test_the_channels_that_a_llama_turns_together_are_neighbours(tmp_path, kind):
+def test_the_channels_that_a_llama_turns_together_are_neighbours(tmp_path):
     model = shaken(**LLAMA)
     tensors, _ = read(written(tmp_path, model))
-    q, k, v = getattr(model.transformer.h[0].attn.c_attn, kind).detach().chunk(3)
     order = [12 * head + i + half for head in range(4) for i in range(6) for half in (0, 6)]
-    for name, rows in (('q', q[order]), ('k', k[order]), ('v', v)):
-        assert np.array_equal(tensors[f'blk.0.attn_{name}.{kind}'][1], rows)
+    for kind in ('weight', 'bias'):
+        q, k, v = getattr(model.transformer.h[0].attn.c_attn, kind).detach().chunk(3)
+        for name, rows in (('q', q[order]), ('k', k[order]), ('v', v)):
+            assert np.array_equal(tensors[f'blk.0.attn_{name}.{kind}'][1], rows), (name, kind)
 
 
-@pytest.mark.parametrize(('dtype', 'kind'), [('float16', 'F16'), ('bfloat16', 'BF16')])
-def test_matrices_are_rounded_and_vectors_and_positions_are_not(tmp_path, dtype, kind):
+def test_matrices_are_rounded_and_vectors_and_positions_are_not(tmp_path):
     model = shaken()
     exact, _ = read(written(tmp_path, model))
-    rounded, _ = read(written(tmp_path, model, dtype=dtype))
-    for name, (found, values) in rounded.items():
-        wanted, matrix = torch.tensor(exact[name][1]), values.ndim == 2 and 'position' not in name
-        assert found == (kind if matrix else 'F32'), name
-        wanted = wanted.to(getattr(torch, dtype)).float() if matrix else wanted
-        assert np.array_equal(values, wanted), name
+    for dtype, kind in (('float16', 'F16'), ('bfloat16', 'BF16')):
+        rounded, _ = read(written(tmp_path, model, dtype=dtype))
+        for name, (found, values) in rounded.items():
+            matrix = values.ndim == 2 and 'position' not in name
+            wanted = torch.tensor(exact[name][1])
+            wanted = wanted.to(getattr(torch, dtype)).float() if matrix else wanted
+            assert found == (kind if matrix else 'F32'), name
+            assert np.array_equal(values, wanted), name
 
 
 def test_what_is_too_large_for_float16_is_named(tmp_path):
@@ -116,23 +126,31 @@ def test_what_is_too_large_for_float16_is_named(tmp_path):
     build_gguf(model, BYTES, 'bfloat16')
 
 
-@pytest.mark.parametrize(('flags', 'words'), [
-    (dict(mlp='gelu_erf'), 'of llama.cpp is this model: gpt2 needs mlp=gelu instead of gelu_erf$'),
-    (dict(mlp='relu2'), 'gpt2 needs mlp=gelu instead of relu2$'),
-    (dict(head_bias=True), 'gpt2 needs head_bias=False instead of True'),
-    (dict(LLAMA, rotary_share=0.5), 'llama needs rotary_share=1.0 instead of 0.5'),
-    (dict(QWEN3, bias=True), 'qwen3 needs bias=False instead of True')])
-def test_the_flag_that_llama_cpp_does_not_have_is_named(flags, words):
-    with pytest.raises(UserError, match=words):
-        build_gguf(shaken(**flags), BYTES, 'float32')
+def test_what_llama_cpp_does_not_have_is_named():
+    for flags, words in (
+            (dict(mlp='gelu_erf'),
+             'of llama.cpp is this model: gpt2 needs mlp=gelu instead of gelu_erf$'),
+            (dict(head_bias=True), 'gpt2 needs head_bias=False instead of True'),
+            (dict(LLAMA, rotary_share=0.5), 'llama needs rotary_share=1.0 instead of 0.5'),
+            (dict(QWEN3, bias=True), 'qwen3 needs bias=False instead of True')):
+        with pytest.raises(UserError, match=words):
+            build_gguf(shaken(**flags), BYTES, 'float32')
+    unmerged = tokenizers.BPETokenizer([*(bytes([i]) for i in range(256)), b'abc'])
+    for tokenizer, words in (
+            (tokenizers.CharTokenizer('abü'), "'ü': prepare the text with --tokenizer=byte or bpe"),
+            (unmerged, '1 token.* not merged')):
+        with pytest.raises(UserError, match=words):
+            build_gguf(shaken(tokenizer.vocab_size), tokenizer, 'float32')
 
 
-@pytest.mark.parametrize(('tokenizer', 'words'), [
-    (tokenizers.CharTokenizer('abü'), "'ü': prepare the text with --tokenizer=byte or bpe"),
-    (tokenizers.BPETokenizer([*(bytes([i]) for i in range(256)), b'abc']), '1 token.* not merged')])
-def test_a_tokenizer_that_llama_cpp_cannot_have_is_refused(tokenizer, words):
-    with pytest.raises(UserError, match=words):
-        build_gguf(shaken(tokenizer.vocab_size), tokenizer, 'float32')
+def test_a_chat_model_has_its_template_and_the_tokens_that_it_needs(tmp_path):
+    _, keys = read(written(tmp_path, shaken(CHAT.vocab_size), CHAT))
+    found = {name: keys[f'tokenizer.ggml.{name}_token_id'] for name in ('bos', 'eos', 'eot')}
+    assert found == dict(bos=CHAT.conversation, eos=CHAT.end_of_turn, eot=CHAT.end_of_turn)
+    assert keys['tokenizer.chat_template'] == TEMPLATE
+    assert keys['tokenizer.ggml.tokens'][-6:] == ['<|endoftext|>', *NAMES]
+    control = [kind == gguf.TokenType.CONTROL for kind in keys['tokenizer.ggml.token_type']]
+    assert control == [False] * 256 + [True] * 6
 
 
 # -----------------------------------------------------------------------------
@@ -174,120 +192,3 @@ def test_a_disk_that_is_full_leaves_nothing_behind(command, tmp_path):
                before=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (9000, 9000)))
     assert exit_code(pid) == 2 and not [*(tmp_path / 'here').iterdir()]
     assert 'error: dest=' in (tmp_path / 'log').read_text()
-
-
-# -----------------------------------------------------------------------------
-# what llama.cpp makes of it
-
-
-def opened(path):
-    """The model in llama.cpp, with a cache of keys and values in float32 as ours."""
-    llama_cpp = pytest.importorskip('llama_cpp', reason='llama-cpp-python is not installed')
-    return closing(llama_cpp.Llama(
-        str(path), n_ctx=256, logits_all=True, verbose=False, n_threads=1, n_threads_batch=1,
-        type_k=llama_cpp.GGML_TYPE_F32, type_v=llama_cpp.GGML_TYPE_F32))
-
-
-@torch.no_grad()
-def difference(model, theirs, length=64):
-    """The largest, of logits of the next token after each of `length` tokens."""
-    idx = torch.randint(model.config.vocab_size, (1, length),
-                        generator=torch.Generator().manual_seed(1))
-    theirs.reset()
-    theirs.eval(idx[0].tolist())
-    return abs(model(idx)[0][0].numpy() - theirs.scores[:length]).max()
-
-
-def learned(model, ids, steps, learning_rate=1e-2):
-    """`model`, which then knows the text `ids` by heart: no two tokens are about as likely."""
-    data = torch.tensor(ids)[None]
-    optimizer = torch.optim.AdamW(model.parameters(), lr=learning_rate)
-    for _ in range(steps):
-        loss = model(data[:, :-1], data[:, 1:])[1]
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    assert loss.item() < 0.1
-    return model
-
-
-def check_greedy(model, theirs, start, expected):
-    """Both write `expected` after `start`, with a temperature of 0."""
-    ours = model.generate(torch.tensor([start]), len(expected), temperature=0)[0, len(start):]
-    assert ours.tolist() == expected
-    theirs.reset()
-    theirs.eval(start)
-    for token in expected:
-        assert theirs.scores[theirs.n_tokens - 1].argmax() == token, theirs.n_tokens
-        theirs.eval([token])
-
-
-SHAPES = [  # and how far logits may be apart: llama.cpp on a CPU takes GELU from a table of float16
-    ({}, 5e-3), (dict(bias=False, tied_head=False), 5e-3),
-    (LLAMA, 5e-5), (dict(LLAMA, bias=False, tied_head=False), 5e-5), (QWEN3, 5e-5)]
-
-
-@pytest.mark.parametrize(('flags', 'tolerance'), SHAPES)
-def test_logits_and_200_greedy_tokens_are_those_of_llama_cpp(
-        tmp_path, flags, tolerance, text_file):
-    text = [*text_file.read_bytes()[:220]]
-    model = learned(shaken(std=0.1, **flags), text, steps=40)
-    with opened(written(tmp_path, model)) as theirs:
-        assert difference(model, theirs) < tolerance
-        check_greedy(model, theirs, text[:20], text[20:])
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(('flags', 'tolerance'), [({}, 5e-3), (LLAMA, 2e-4), (QWEN3, 2e-4)])
-def test_logits_and_200_greedy_tokens_are_those_of_llama_cpp_at_gpt2s_width(
-        tmp_path, flags, tolerance, text_file):
-    text = [*text_file.read_bytes()[:220]]
-    model = shaken(n_layer=2, n_head=12, n_embd=768, std=0.02, **flags)
-    learned(model, text, steps=40, learning_rate=5e-4)
-    with opened(written(tmp_path, model)) as theirs:
-        assert difference(model, theirs) < tolerance
-        check_greedy(model, theirs, text[:20], text[20:])
-
-
-@pytest.mark.parametrize(('dtype', 'tolerance'), [('float16', 0.05), ('bfloat16', 0.3)])
-@pytest.mark.parametrize('flags', [{}, QWEN3])
-def test_llama_cpp_computes_with_matrices_of_16_bits(tmp_path, flags, dtype, tolerance):
-    model = shaken(**flags)  # its logits have a standard deviation of 1.4
-    with opened(written(tmp_path, model, dtype=dtype)) as theirs:
-        assert 1e-3 < difference(model, theirs) < tolerance
-
-
-TEXTS = ['Hello, wörld!  Grüße, ÀÈÌ\n\n\t 12345 ', '日本語のテキスト、中文。', '🎉🎉\r\n👩‍👧‍👦 🇩🇪',
-         '    ', 'a    b', ' ', '\n', '', 'aaaaaaaaaaa' * 3, "it's we'll I'd 'S", '\x00\x7f\xad¡',
-         'e\u0301 \u200b\u3000\xa0x \u2028\u2029\x85\x1c', 'Ⅷ ₂³½ ٣',
-         'def f(x):\n    return  x\n\n  ', 'x<|endoftext|>y<|padding|> </s><s><|im_end|><EOT>']
-
-
-@pytest.mark.parametrize('kind', ['byte', 'bpe:700', 'gpt2', 'char'])
-def test_llama_cpp_cuts_text_into_our_tokens_and_joins_them(
-        tmp_path, kind, text_file, monkeypatch):
-    code = text_file.read_text(encoding='utf-8')
-    tokenizer = tokenizer_of(kind, monkeypatch, [code, '\\'])
-    texts = [code[:20_000], 'a\\b\\x41\n'] if kind == 'char' else \
-        [code[:20_000], shared_file('wikitext2_valid.txt').read_text(encoding='utf-8')[:20_000],
-         *TEXTS]
-    end = tokenizer.end_of_text
-    path = written(tmp_path, shaken(tokenizer.vocab_size), tokenizer)
-    with opened(path) as theirs:
-        for text in texts:
-            ids = tokenizer.encode(text).tolist()
-            # as a program would that leaves it to the file whether text begins with a token
-            assert theirs.tokenize(text.encode(), add_bos=True, special=False) == ids, text[:60]
-            assert theirs.detokenize(ids) == text.encode(), text[:60]
-        assert theirs.token_eos() == theirs.token_bos() == (-1 if end is None else end)
-        if kind == 'char':  # it knows no other characters, and llama.cpp takes no such token
-            assert theirs.tokenize('aü'.encode()) == [tokenizer.encode('a')[0], -1, -1]
-        else:
-            assert theirs.tokenize(b'<|endoftext|>', special=True) == [end]
-
-
-def test_a_run_that_was_exported_has_its_logits_in_llama_cpp(trained, tmp_path):
-    export.main([f'--out_dir={trained}', '--format=gguf', f'--dest={tmp_path}/my.gguf'])
-    model, *_ = checkpoint.load('resume', trained)
-    with opened(tmp_path / 'my.gguf') as theirs:
-        assert difference(model.eval(), theirs, length=16) < 1e-3

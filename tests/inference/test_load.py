@@ -8,31 +8,35 @@ from dataclasses import asdict
 
 import pytest
 import torch
-from helpers import ROOT, fails, options
+from helpers import ROOT, fails
 
 import export
 import plaingpt
 import plan
 import sample
 import train
+from model import GPT, GPTConfig
+from plaingpt.inference.hf_export import describe_export, nearest_architectures
 from plaingpt.system.errors import UserError
+from plaingpt.tokens.tokenizers import ByteTokenizer
 from plaingpt.training import checkpoint as checkpoints
 
 
-@pytest.fixture
-def sources(trained, char_data, tmp_path):
+@pytest.fixture(scope='module')
+def sources(trained, char_data, tmp_path_factory):
     """{what it is: (the name that opens it, options)}, all of the model of `trained`, except that
     nanoGPT's has another GELU."""
+    folder = tmp_path_factory.mktemp('sources')
     found = checkpoints.find(trained, 'best')
     model = found.load_model()
-    export.main([f'--out_dir={trained}', f'--dest={tmp_path}/hf'])
+    export.main([f'--out_dir={trained}', f'--dest={folder}/hf'])
     shape = {key: value for key, value in asdict(model.config).items()
              if key in ('vocab_size', 'block_size', 'n_layer', 'n_head', 'n_embd', 'bias')}
     weights = {name: w[:shape['vocab_size']] if 'wte' in name or 'lm_head' in name else w
                for name, w in model.state_dict().items()}
-    (nano := tmp_path / 'nano').mkdir()
+    (nano := folder / 'nano').mkdir()
     torch.save({'model': weights, 'model_args': shape, 'iter_num': 5}, nano / 'ckpt.pt')
-    return {'run': (trained, {}), 'checkpoint': (found.path, {}), 'folder': (f'{tmp_path}/hf', {}),
+    return {'run': (trained, {}), 'checkpoint': (found.path, {}), 'folder': (f'{folder}/hf', {}),
             'nanogpt': (nano / 'ckpt.pt', {'tokenizer': char_data}),
             'nanogpt_run': (str(nano), {'tokenizer': char_data})}
 
@@ -45,8 +49,7 @@ def test_every_kind_of_model_opens_in_python_and_writes(kind, sources):
     assert len(text) == 12 and gpt.generate('def main', max_new_tokens=12, seed=3) == text
     assert gpt.generate(['def main', 'x'], max_new_tokens=12, seed=3)[0] == text
     idx = torch.tensor(gpt.tokenizer.encode('def main'), dtype=torch.long)[None]
-    loss = gpt.model(idx, idx)[1]  # a GPT like any other: gradients reach its weights
-    loss.backward()
+    gpt.model(idx, idx)[1].backward()  # a GPT like any other: gradients reach its weights
     assert gpt.model.transformer.wte.weight.grad.abs().sum() > 0
     run = plaingpt.load(sources['run'][0], device='cpu')
     difference = (run.model(idx)[0] - gpt.model(idx)[0]).abs().max()
@@ -79,8 +82,6 @@ def test_a_run_starts_from_one_checkpoint_of_another(trained, tiny, tmp_path, ca
     path = trained / 'checkpoints/iter-00000003'
     train.main([*tiny, f'--init_from={path}', '--max_iters=1'])
     assert f'{path} (iteration 3, validation loss' in capsys.readouterr().out
-    plan.main([*tiny, f'--init_from={path}', '--tokens_per_s=1'])
-    assert f'model of {path}: 2 layers' in capsys.readouterr().out
     shutil.copytree(path, tmp_path / 'mine')
     line = fails(capsys, monkeypatch, sample.main, f'--init_from={tmp_path}/mine')
     assert 'must be called iter-' in line
@@ -103,20 +104,27 @@ def test_importing_plaingpt_waits_for_nothing():
      'qwen3 needs rmsnorm=True and mlp=swiglu',
      {'gpt2': {'rotary=False': True, 'qk_norm=False': True},
       'qwen3': {'rmsnorm=True': False, 'mlp=swiglu': 'relu2'}})])
-def test_the_plan_and_the_first_lines_say_what_export_will_do(
-        flags, line, nearest, tiny, tmp_path, capsys, monkeypatch):
-    argv = [*tiny, *options(**flags, max_iters=1)]
-    plan.main([*argv, '--tokens_per_s=1'])
-    assert line in capsys.readouterr().out.splitlines()
-    plan.main([*argv, '--tokens_per_s=1', '--json'])
-    assert json.loads(capsys.readouterr().out)['export'] == nearest
-    train.main(argv)
-    lines = capsys.readouterr().out.splitlines()
-    assert lines.index(line) < next(i for i, text in enumerate(lines) if text.startswith('iter'))
-    done = [f'--out_dir={tmp_path}/out', f'--dest={tmp_path}/hf']
+def test_what_export_will_do_is_told_from_the_flags(flags, line, nearest, tmp_path):
+    config = GPTConfig(16, 257, 1, 1, 8, bias=False, **flags)
+    assert describe_export(config) == line
+    assert nearest_architectures(config) == nearest
     if line.startswith('exports'):
-        export.main(done)
-        config = json.loads((tmp_path / 'hf/config.json').read_text())
-        assert line.endswith(config['model_type'])
-    else:
-        assert 'mlp=swiglu instead of relu2' in fails(capsys, monkeypatch, export.main, *done)
+        export.write_hf(tmp_path, GPT(config), ByteTokenizer(), '')
+        assert line.endswith(json.loads((tmp_path / 'config.json').read_text())['model_type'])
+
+
+def test_the_plan_says_what_export_will_do(trained, tiny, capsys, monkeypatch):
+    measure, measured = plan.memory_plan, []
+
+    def measure_once(*args):
+        measured.append(measured[0] if measured else measure(*args))
+        return measured[0]
+
+    monkeypatch.setattr(plan, 'memory_plan', measure_once)
+    path = trained / 'checkpoints/iter-00000003'
+    argv = [*tiny, f'--init_from={path}', '--tokens_per_s=1']
+    plan.main(argv)
+    out = capsys.readouterr().out
+    assert f'model of {path}: 2 layers' in out and 'exports to transformers as gpt2' in out
+    plan.main([*argv, '--json'])
+    assert json.loads(capsys.readouterr().out)['export'] == {'gpt2': {}}

@@ -10,14 +10,16 @@ def heads(B=2, H=9, T=300, D=32, dtype=torch.bfloat16):
     return [torch.randn(B, H, T, D, dtype=dtype, requires_grad=True) for _ in range(3)]
 
 
+def assert_same_gradients(y, expected, inputs, grad):
+    torch.testing.assert_close(torch.autograd.grad(y, inputs, grad),
+                               torch.autograd.grad(expected, inputs, grad))
+
+
 def test_attention_is_torchs():
     q, k, v = heads(dtype=torch.float32)
     ours, theirs = cpu.attention(q, k, v), F.scaled_dot_product_attention(q, k, v, is_causal=True)
     torch.testing.assert_close(ours, theirs)
-    grad = torch.randn_like(ours)
-    for a, b in zip(torch.autograd.grad(ours, (q, k, v), grad),
-                    torch.autograd.grad(theirs, (q, k, v), grad), strict=True):
-        torch.testing.assert_close(a, b)
+    assert_same_gradients(ours, theirs, (q, k, v), torch.randn_like(ours))
 
 
 def test_the_backward_pass_drops_what_the_forward_pass_dropped():
@@ -33,23 +35,19 @@ def test_the_backward_pass_drops_what_the_forward_pass_dropped():
     assert 0.4 < (y == 0).float()[..., 7, :8].mean() < 0.6
 
 
-@pytest.mark.parametrize('T', [5, 300])  # in one block of rows, and in several
-def test_attention_with_dropout_has_the_gradients_of_the_weights_it_kept(T):
-    q, k, v = heads(B=1, H=3, T=T, D=T, dtype=torch.float32)
-    torch.manual_seed(1)
-    y = cpu.attention(q, k, v, dropout=0.3)
-    torch.manual_seed(1)  # y is linear in v: of the unit matrix the weights themselves are left
-    kept = cpu.attention(q, k, torch.eye(T).expand(1, 3, T, T), dropout=0.3) != 0
-    future = torch.full((T, T), float('-inf')).triu(1)
-    weights = torch.softmax(q @ k.mT * T ** -0.5 + future, dim=-1)
-    plain = (weights * kept / 0.7) @ v
-    torch.testing.assert_close(y, plain)
-    grad = torch.randn_like(y)
-    for a, b in zip(torch.autograd.grad(y, (q, k, v), grad),
-                    torch.autograd.grad(plain, (q, k, v), grad), strict=True):
-        torch.testing.assert_close(a, b)
-    if T == 300:
-        assert kept.sum() / (3 * T * (T + 1) / 2) == pytest.approx(0.7, abs=0.01)
+def test_attention_with_dropout_has_the_gradients_of_the_weights_it_kept():
+    for T in (5, 300):  # in one block of rows, and in several
+        q, k, v = heads(B=1, H=3, T=T, D=T, dtype=torch.float32)
+        torch.manual_seed(1)
+        y = cpu.attention(q, k, v, dropout=0.3)
+        torch.manual_seed(1)  # y is linear in v: of the unit matrix the weights are left
+        kept = cpu.attention(q, k, torch.eye(T).expand(1, 3, T, T), dropout=0.3) != 0
+        future = torch.full((T, T), float('-inf')).triu(1)
+        weights = torch.softmax(q @ k.mT * T ** -0.5 + future, dim=-1)
+        plain = (weights * kept / 0.7) @ v
+        torch.testing.assert_close(y, plain)
+        assert_same_gradients(y, plain, (q, k, v), torch.randn_like(y))
+    assert kept.sum() / (3 * T * (T + 1) / 2) == pytest.approx(0.7, abs=0.01)
 
 
 def test_dropout_takes_attention_in_float32_from_torch_and_nothing_else_does():
@@ -69,14 +67,14 @@ def test_attention_follows_the_runs_random_numbers():
     assert not torch.equal(*first)
 
 
-@pytest.mark.parametrize('p', [0.01, 0.2, 0.9])
-def test_dropout_drops_its_share_and_keeps_the_mean(p):
-    x = torch.ones(1000, 1001, dtype=torch.bfloat16, requires_grad=True)
-    y = cpu.Dropout(p)(x)
-    assert (y == 0).float().mean().item() == pytest.approx(p, abs=0.002)
-    assert y.float().mean().item() == pytest.approx(1, rel=0.02)
-    y.sum().backward()
-    assert torch.equal(x.grad, y)  # the same numbers, the same scale
+def test_dropout_drops_its_share_and_keeps_the_mean():
+    for p in (0.01, 0.2, 0.9):
+        x = torch.ones(1000, 1001, dtype=torch.bfloat16, requires_grad=True)
+        y = cpu.Dropout(p)(x)
+        assert (y == 0).float().mean().item() == pytest.approx(p, abs=0.002)
+        assert y.float().mean().item() == pytest.approx(1, rel=0.02)
+        y.sum().backward()
+        assert torch.equal(x.grad, y)  # the same numbers, the same scale
 
 
 def test_dropout_rests_in_evaluation():
@@ -84,42 +82,21 @@ def test_dropout_rests_in_evaluation():
     assert torch.equal(cpu.Dropout(0.5).eval()(x), x)
 
 
-@pytest.mark.parametrize('dropout', [0.0, 0.5])
-def test_torch_compile_takes_attention_as_it_is(dropout):
-    q, k, v = heads()
-    compiled = torch.compile(cpu.attention, backend='aot_eager', fullgraph=True)
-    torch.manual_seed(0)
-    y = compiled(q, k, v, dropout)
-    torch.manual_seed(0)
-    torch.testing.assert_close(y, cpu.attention(q, k, v, dropout))
-
-
 LAYERS = {'relu2': (cpu.relu2, lambda x: F.relu(x).square(), ()),
           'rms_norm': (lambda x, w: cpu.rms_norm(x, w, 1e-5),
                        lambda x, w: F.rms_norm(x, w.shape, w, 1e-5), ((5,),))}
 
 
-@pytest.mark.parametrize('dtype', [torch.double, torch.float32, torch.bfloat16])
 @pytest.mark.parametrize('name', LAYERS)
-def test_a_layer_and_its_gradients_are_torchs(name, dtype):
+def test_a_layer_and_its_gradients_are_torchs(name):
     ours, theirs, weights = LAYERS[name]
-    torch.manual_seed(0)
-    inputs = [torch.randn(shape, dtype=dtype, requires_grad=True)
-              for shape in ((2, 7, 5), *weights)]
-    y, expected = ours(*inputs), theirs(*inputs)
-    torch.testing.assert_close(y, expected)
-    grad = torch.randn_like(y)
-    for a, b in zip(torch.autograd.grad(y, inputs, grad),
-                    torch.autograd.grad(expected, inputs, grad), strict=True):
-        torch.testing.assert_close(a, b)
-
-
-@pytest.mark.parametrize('name', LAYERS)
-def test_torch_compile_gets_the_plain_formula_of_a_layer(name):
-    ours, _, weights = LAYERS[name]
-    inputs = [torch.randn(shape, requires_grad=True) for shape in ((2, 7, 5), *weights)]
-    compiled = torch.compile(ours, backend='aot_eager', fullgraph=True)
-    torch.testing.assert_close(compiled(*inputs), ours(*inputs))
+    for dtype in (torch.double, torch.float32, torch.bfloat16):
+        torch.manual_seed(0)
+        inputs = [torch.randn(shape, dtype=dtype, requires_grad=True)
+                  for shape in ((2, 7, 5), *weights)]
+        y, expected = ours(*inputs), theirs(*inputs)
+        torch.testing.assert_close(y, expected)
+        assert_same_gradients(y, expected, inputs, torch.randn_like(y))
 
 
 @pytest.mark.parametrize('name', LAYERS)
@@ -136,21 +113,28 @@ def test_a_layer_keeps_no_more_for_the_backward_pass_than_torchs(name):
     assert kept[0] <= kept[1]
 
 
-@pytest.mark.parametrize('T', [1, 2, 7])  # shorter than the window, and longer
-def test_a_short_convolution_is_torchs_depthwise_one(T):
-    torch.manual_seed(0)
-    x = torch.randn(2, T, 5, dtype=torch.double, requires_grad=True)
-    weight = torch.randn(4, 5, dtype=torch.double, requires_grad=True)
-    theirs = F.conv1d(x.mT, weight.flip(0).T[:, None], padding=3, groups=5)[..., :T].mT
-    torch.testing.assert_close(cpu.short_conv(x, weight), x + theirs)
-    assert torch.autograd.gradcheck(cpu.short_conv, (x, weight))
+def test_a_short_convolution_is_torchs_depthwise_one():
+    for T in (1, 2, 7):  # shorter than the window, and longer
+        torch.manual_seed(0)
+        x = torch.randn(2, T, 5, dtype=torch.double, requires_grad=True)
+        weight = torch.randn(4, 5, dtype=torch.double, requires_grad=True)
+        theirs = F.conv1d(x.mT, weight.flip(0).T[:, None], padding=3, groups=5)[..., :T].mT
+        torch.testing.assert_close(cpu.short_conv(x, weight), x + theirs)
+        assert torch.autograd.gradcheck(cpu.short_conv, (x, weight))
 
 
-def test_a_compiled_short_convolution_is_the_eager_one():
-    x, weight = torch.randn(2, 7, 5, requires_grad=True), torch.randn(4, 5, requires_grad=True)
-    compiled = torch.compile(cpu.short_conv, backend='aot_eager', fullgraph=True)
+def test_torch_compile_computes_what_each_kernel_does():
+    def all_kernels(q, k, v, x, conv_weight, weight):
+        y = cpu.attention(q, k, v, 0.5).flatten()
+        x = cpu.short_conv(cpu.relu2(x), conv_weight)
+        return y.float().sum() + cpu.rms_norm(x, weight, 1e-5).square().sum()
+
+    inputs = [*heads(T=20), *(torch.randn(*shape, requires_grad=True)
+                              for shape in ((2, 7, 5), (4, 5), (5,)))]
+    compiled = torch.compile(all_kernels, backend='aot_eager', fullgraph=True)
     found = []
-    for function in (cpu.short_conv, compiled):
-        y = function(x, weight)
-        found.append((y, *torch.autograd.grad(y.square().sum(), (x, weight))))
-    torch.testing.assert_close(found[0], found[1])
+    for function in (all_kernels, compiled):
+        torch.manual_seed(0)  # of dropout
+        y = function(*inputs)
+        found.append((y, *torch.autograd.grad(y, inputs)))
+    torch.testing.assert_close(found[1], found[0])

@@ -46,16 +46,13 @@ def test_padding_that_is_computed_along_counts_for_nothing(softcap, bias, compil
         torch.testing.assert_close(call(text[1], text[0], text[2]), expected[0])
 
 
-@pytest.mark.parametrize('compiled', [False, True])
-@pytest.mark.parametrize('chunk', [0, 8])
-def test_a_batch_without_any_target_has_a_loss_and_gradients_of_zero(chunk, compiled):
+def test_a_batch_without_any_target_has_a_loss_and_gradients_of_zero():
     model = GPT(GPTConfig(block_size=8, vocab_size=V, n_layer=1, n_head=2, n_embd=16))
-    model.loss_chunk_tokens = chunk
-    torch._dynamo.reset()
-    call = torch.compile(model, backend='aot_eager') if compiled else model
-    loss = call(torch.randint(V, (2, 8)), torch.full((2, 8), -1))[1]
-    gradients = torch.autograd.grad(loss, list(model.parameters()))
-    assert loss == 0 and not any(gradient.any() for gradient in gradients)
+    for chunk in (0, 8):
+        model.loss_chunk_tokens = chunk
+        loss = model(torch.randint(V, (2, 8)), torch.full((2, 8), -1))[1]
+        gradients = torch.autograd.grad(loss, list(model.parameters()))
+        assert loss == 0 and not any(gradient.any() for gradient in gradients)
 
 
 def peak_bytes(call):

@@ -65,7 +65,7 @@ def test_a_document_in_a_sequence_has_the_logits_and_gradients_that_it_has_alone
 
 
 def test_a_compiled_step_has_one_graph_and_computes_the_same():
-    model, idx = make(FLAGS['record']), packed()
+    model, idx = make({**FLAGS['record'], 'n_layer': 1}), packed()
     model.activation_checkpointing = 'selective'
     torch._dynamo.reset()
     compiled = torch.compile(model, backend='aot_eager', fullgraph=True)

@@ -1,52 +1,50 @@
 """wandb and TensorBoard themselves, without a network, and what they wrote."""
 
 import json
-import multiprocessing
 import os
 import signal
 import struct
 import sys
+from importlib import import_module
 
 import pytest
-from helpers import fails
-from test_train import lines
+from helpers import exit_code, fails, fork, lines
 
 import train
 from plaingpt.monitoring.backends import BACKENDS
 from plaingpt.training import checkpoint as checkpoints
 
-# Each run is a fresh process, copied from one that has imported everything already.
-server = multiprocessing.get_context('forkserver')
-server.set_forkserver_preload(['train', 'wandb', 'torch.utils.tensorboard'])
 
-KILLS = (5, 8, 11)
+@pytest.fixture(autouse=True)
+def without_a_login(tmp_path, monkeypatch):
+    for key in [key for key in os.environ if key.startswith('WANDB')]:
+        monkeypatch.delenv(key)
+    monkeypatch.setenv('HOME', str(tmp_path))  # no .netrc with a login there
+    monkeypatch.setenv('WANDB_DIR', str(tmp_path))
 
 
-def run_until(kill_at, argv, folder):
-    """train.py, which kills itself before update `kill_at` is reported."""
-    # Here, since the server that forks this process may have been started by another test.
-    os.environ.update(WANDB_SILENT='true', OMP_NUM_THREADS='1', WANDB_MODE='offline',
-                      WANDB_DIR=str(folder))
+def kill_before(iter_num):
+    """The process kills itself before update `iter_num` is reported."""
     original = train.Metrics.tick
 
-    def tick(self, iter_num):
-        if iter_num == kill_at:
+    def tick(self, it):
+        if it == iter_num:
             os.kill(os.getpid(), signal.SIGKILL)
-        original(self, iter_num)
+        original(self, it)
     train.Metrics.tick = tick
-    train.main(argv)
 
 
 @pytest.fixture
 def killed(tiny, tmp_path):
-    """A run of 15 iterations with both backends that was killed three times."""
+    """A folder with a run of 15 iterations with both backends that was killed and resumed."""
+    for name in ('wandb', 'torch.utils.tensorboard'):  # once, before the forks
+        import_module(name)
     argv = [*tiny, '--max_iters=15', '--lr_decay_iters=15', '--checkpoint_interval=3',
             '--health_interval=5', '--init_from=auto', '--wandb_log', '--tensorboard_log']
-    for kill_at in (*KILLS, None):
-        process = server.Process(target=run_until, args=(kill_at, argv, tmp_path))
-        process.start()
-        process.join()
-        assert process.exitcode == (-signal.SIGKILL if kill_at else 0)
+    for kill_at in (8, None):
+        pid = fork(train.main, *argv, log=tmp_path / 'log',
+                   before=kill_at and (lambda: kill_before(kill_at)))  # noqa: B023
+        assert exit_code(pid) == (-signal.SIGKILL if kill_at else 0)
     return tmp_path
 
 
@@ -72,8 +70,9 @@ def wandb_history(path):
     return history
 
 
-def test_a_run_killed_three_times_is_one_curve_in_every_backend(killed):
+def test_a_killed_run_without_a_login_is_one_curve_in_every_backend(killed):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+    assert 'the run is kept offline' in (killed / 'log').read_text()
     rows = lines(killed / 'out', 'loss')
     assert [row['iter'] for row in rows] == list(range(1, 16))
 
@@ -86,7 +85,7 @@ def test_a_run_killed_three_times_is_one_curve_in_every_backend(killed):
         assert [value for _, value in found] == pytest.approx([value for _, value in expected])
 
     files = sorted(killed.glob('wandb/offline-run-*/*.wandb'))
-    assert len(files) == 4 and len({path.name for path in files}) == 1  # one run id
+    assert len(files) == 2 and len({path.name for path in files}) == 1  # one run id
     history = wandb_history(files[-1])
     assert [step for step, _ in history] == list(range(16))
     for key in ('loss', 'val_loss', 'health/grad_norm/h.0'):
@@ -95,25 +94,13 @@ def test_a_run_killed_three_times_is_one_curve_in_every_backend(killed):
     assert checkpoints.find(killed / 'out').state['wandb_id'] in files[0].name
 
 
-def test_without_a_login_the_run_is_kept_offline(tiny, tmp_path, monkeypatch, capsys):
-    for key in [key for key in os.environ if key.startswith('WANDB')]:
-        monkeypatch.delenv(key)
-    monkeypatch.setenv('HOME', str(tmp_path))  # no .netrc there
-    monkeypatch.setenv('WANDB_DIR', str(tmp_path))
-    train.main([*tiny, '--wandb_log'])
+def test_a_package_that_is_not_installed_stops_no_training(tiny, capsys, monkeypatch):
+    for module in ('wandb', 'torch.utils.tensorboard'):
+        monkeypatch.setitem(sys.modules, module, None)
+    train.main([*tiny, '--wandb_log', '--log_to=tensorboard'])
     out = capsys.readouterr().out
-    assert 'the run is kept offline' in out and 'done: ' in out
-    assert list(tmp_path.glob('wandb/offline-run-*'))
-
-
-@pytest.mark.parametrize('option, module', [
-    ('--wandb_log', 'wandb'), ('--log_to=tensorboard', 'torch.utils.tensorboard')])
-def test_a_package_that_is_not_installed_stops_no_training(
-        option, module, tiny, capsys, monkeypatch):
-    monkeypatch.setitem(sys.modules, module, None)
-    train.main([*tiny, option])
-    out = capsys.readouterr().out
-    assert 'pip install' in out and 'training continues without' in out and 'done: ' in out
+    assert out.count('pip install') == out.count('training continues without') == 2
+    assert 'done: ' in out
 
 
 class Memory:

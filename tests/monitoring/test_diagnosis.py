@@ -1,23 +1,173 @@
-"""Runs made to go wrong on purpose, and healthy ones: what is said of them."""
+"""What is said of runs that go wrong, and that healthy ones give no alarm: on rows of metrics, and
+in the slow tests on runs that are spoiled on purpose."""
 
-import argparse
 import json
+import math
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
-import torch
-from helpers import options
+from helpers import lines, options
 
 import prepare
 import train
-from model import GPT, Block
-from plaingpt.monitoring.diagnosis import diagnose
+from model import Block
+from plaingpt.monitoring.diagnosis import CHECKS, diagnose
+from plaingpt.monitoring.markdown_report import overfit_check
 from plaingpt.monitoring.metrics_file import read_rows
 from plaingpt.monitoring.run_record import read_run
-from plaingpt.system.files import sha256_of
 from plaingpt.tokens.batches import BatchLoader
+from plaingpt.tokens.dataset import open_dataset
+
+# -----------------------------------------------------------------------------
+# rows of metrics
+
+RUN = dict(vocab_size=65, parameters=10**5, train_tokens=10**6, unigram_loss=3.3, from_scratch=True,
+           train_bytes_per_token=1.0,
+           config=dict(warmup_iters=30, decay_lr=True, grad_clip=1.0, weight_decay=0.1,
+                       overfit_batches=0, n_embd=64, max_iters=300))
+
+
+def healthy_rows():
+    """As metrics.jsonl has them of a healthy run of 300 iterations: a logged step each iteration,
+    a look inside every 25, an evaluation every 30."""
+    rows = []
+    for i in range(301):
+        at = {'iter': i, 'tokens': 512 * i, 'elapsed_s': 0.1 * i}
+        loss = 1.8 + 2.4 * math.exp(-i / 60)
+        if i:
+            rate = 3e-3 * min(i / 30, 1 - i / 350)
+            rows.append({**at, 'loss': loss, 'lr': rate, 'grad_norm': 1.0, 'data_wait': 0.01,
+                         'loss_scale': 2.0**16})
+        if i == 1 or (i and i % 25 == 0):
+            rows.append({**at, **{f'health/{key}': value for key, value in {
+                'grad_norm/wte': 0.5, 'grad_norm/h.0': 1 + i / 1e4, 'grad_norm/h.1': 0.8,
+                'weight_norm/h.0': 1 + i / 300, 'update_ratio/h.0': 2e-3,
+                'attention_logit/h.0': 5.0}.items()}})
+        if i % 30 == 0:
+            rows.append({**at, 'train_loss': loss, 'val_loss': loss + 0.1, 'val_bpb': 2.0})
+    return rows
+
+
+def losses(change):
+    return dict.fromkeys(('loss', 'train_loss', 'val_loss'), change)
+
+
+# name of a diagnosis → (iteration by which it is named, facts and settings of the run that are
+# changed, {column: function of iteration and value}), more than once where it has several reasons
+WRONG = [
+    ('initial_loss', 0, {}, losses(lambda i, x: x + 2 * math.exp(-i / 10))),
+    ('initial_loss', 0, dict(from_scratch=False), losses(lambda i, x: x + math.exp(-i / 10))),
+    ('no_progress', 240, {}, losses(lambda i, x: 4.2 - i / 3000)),
+    ('no_context', 240, {}, losses(lambda i, x: 3.3 + 0.9 * math.exp(-i / 30))),
+    ('first_rise', 30, {}, dict(loss=lambda i, x: x + 1.5 * (5 <= i <= 15))),
+    ('rate_high', 30, {}, {'health/update_ratio/h.0': lambda i, x: 1.5 if i == 25 else x}),
+    ('rate_high', 120, {}, {'health/weight_norm/h.0': lambda i, x: 1 + i / 10}),
+    ('rate_low', 60, {}, {'health/update_ratio/h.0': lambda i, x: 1e-5}),
+    ('rate_gone', 180, {}, dict(lr=lambda i, x: 0.0 if i > 150 else x)),
+    ('spikes', 180, {}, dict(grad_norm=lambda i, x: 30.0 if i in (90, 120, 160) else x)),
+    ('climb', 300, {}, dict(grad_norm=lambda i, x: math.exp(i / 100))),
+    ('clipped', 60, dict(grad_clip=0.01), {}),
+    ('no_gradient', 30, {}, {'health/grad_norm/h.1': lambda i, x: 0.0}),
+    ('no_gradient', 30, {}, {'health/grad_norm/h.1': lambda i, x: 1e-5}),
+    ('same_gradient', 30, {}, {'health/grad_norm/h.0': lambda i, x: 1.0}),
+    ('attention_logit', 120, {}, {'health/attention_logit/h.0': lambda i, x: 15.0 * i}),
+    ('short_memory', 30, dict(weight_decay=10.0), {}),
+    ('foreign_validation', 60, {}, dict(val_loss=lambda i, x: 4.3)),
+    ('overfit', 210, {}, dict(val_loss=lambda i, x: x + max(0, i - 150) / 200)),
+    ('flat', 210, {}, {**losses(lambda i, x: max(x, 2.2)), 'lr': lambda i, x: 3e-3}),
+    ('easy_validation', 30, {}, dict(val_loss=lambda i, x: x / 2)),
+    ('batches_too_easy', 90, {}, dict(loss=lambda i, x: x - 0.5 * (i > 60))),
+    ('batches_too_hard', 90, {}, dict(loss=lambda i, x: max(x, 3.1))),
+    ('implausible', 30, {}, dict(val_bpb=lambda i, x: 0.2 if i else x)),
+    ('implausible', 30, dict(train_bytes_per_token=30.0), {}),
+    ('overlap', 0, dict(val_in_train=0.3), {}),
+    ('changed_data', 0, dict(changed_data='train_tokens 1000 → 2000'), {}),
+    ('data_wait', 30, {}, dict(data_wait=lambda i, x: 0.5)),
+    ('loss_scale', 30, {}, dict(loss_scale=lambda i, x: 0.5)),
+]
+
+
+def changed_run(changes):
+    return {**RUN, **changes, 'config': {**RUN['config'], **changes}}
+
+
+@pytest.mark.parametrize('name, latest, changes, columns', WRONG)
+def test_what_goes_wrong_is_named_in_time_and_nothing_else(name, latest, changes, columns):
+    run, rows = changed_run(changes), healthy_rows()
+    for key, change in columns.items():
+        for row in rows:
+            if key in row:
+                row[key] = change(row['iter'], row[key])
+    for seen in ([row for row in rows if row['iter'] <= latest], rows):
+        assert [found.name for found in diagnose(seen, run)] == [name]
+
+
+def test_each_check_has_a_run_that_it_names():
+    elsewhere = {'forgetting', 'budget'}
+    assert {name for name, *_ in WRONG} | elsewhere == {check.__name__ for check in CHECKS}
+
+
+def test_healthy_rows_give_no_alarm_however_many_there_are():
+    rows = healthy_rows()
+    for n in (*range(5), *range(30, len(rows), 30)):
+        assert diagnose(rows[:n], RUN) == [], n
+    assert diagnose(rows, RUN, ended=True) == []
+    # A small share of validation in the training split is usual, and so are blocks without a
+    # gradient in the first step alone.
+    assert diagnose(rows, {**RUN, 'val_in_train': 0.05}, ended=True) == []
+    rows[1].update({'health/grad_norm/h.0': 0.0, 'health/grad_norm/h.1': 0.0})
+    assert [found for n in (1, 2, 60) for found in diagnose(rows[:n], RUN)] == []
+
+
+def test_the_evidence_names_the_block_and_the_iteration():
+    rows = healthy_rows()
+    for row in rows:
+        if row['iter'] == 200 and 'health/grad_norm/wte' in row:
+            row['health/attention_logit/h.1'] = 1500.0
+    [found] = diagnose(rows, RUN)
+    assert 'h.1 reached 1,500 at iteration 200' in found.evidence
+
+
+def test_bits_a_byte_of_training_are_judged_in_the_first_epoch_only():
+    rows = [row for row in healthy_rows() if row['iter']]
+    low = {**RUN, 'train_bytes_per_token': 30.0}
+    assert [found.name for found in diagnose(rows, low)] == ['implausible']
+    assert diagnose(rows, {**low, 'train_tokens': 10**5}) == []
+
+
+def test_a_tuned_run_that_loses_what_it_knew_of_other_text_is_named():
+    tuned = {**changed_run(dict(also_evaluate='notes')), 'from_scratch': False,
+             'data': {'tokenizer': 'gpt2'}}
+    chat = {**tuned, 'data': {'tokenizer': 'chat'}}
+    for last, names in ((2.35, []), (2.74, ['forgetting'])):
+        rows = [{'iter': i, 'tokens': i, 'val_loss/notes': x} for i, x in enumerate((2.31, last))]
+        assert [found.name for found in diagnose(rows, tuned)] == names
+    [[found], [of_chat]] = diagnose(rows, tuned), diagnose(rows, chat)
+    assert 'notes rose from 2.31 to 2.74' in found.evidence
+    assert '--dataset=' in found.remedy and '--dataset=' not in of_chat.remedy
+    assert diagnose(rows, {**tuned, 'from_scratch': True}) == []
+
+
+def test_a_run_that_saw_little_text_is_told_at_its_end_only():
+    rows, large = healthy_rows(), {**RUN, 'parameters': 10**6}
+    assert diagnose(rows, large) == []
+    assert [found.name for found in diagnose(rows, large, ended=True)] == ['budget']
+
+
+def test_a_few_batches_are_learned_by_heart():
+    rows = [{'iter': 0, 'train_loss': 4.2}, {'iter': 100, 'train_loss': 0.1}]
+    run = changed_run(dict(overfit_batches=2))
+    assert 'near zero as it should' in overfit_check(rows, run)
+    rows[-1]['train_loss'] = 0.5
+    assert 'should come under 0.21' in overfit_check(rows, run)
+    assert overfit_check(rows, RUN) is None
+
+
+# -----------------------------------------------------------------------------
+# runs
 
 SMALL = dict(n_layer=2, n_head=2, n_embd=32, block_size=32, batch_size=16, max_iters=300,
              gradient_accumulation_steps=1, eval_interval=30, eval_iters=5, warmup_iters=30,
@@ -25,10 +175,17 @@ SMALL = dict(n_layer=2, n_head=2, n_embd=32, block_size=32, batch_size=16, max_i
              sample_tokens=0, report=False, device='cpu', dtype='float32', check='warn')
 
 
-def diagnosed(out_dir, dataset, **changes):
-    """Train a small run with `changes` → the names of what is said of it when it has ended."""
-    train.main(options(**{**SMALL, **changes, 'dataset': dataset, 'out_dir': out_dir}))
-    return names(out_dir)
+@pytest.fixture
+def diagnosed(char_data, tmp_path, monkeypatch):
+    """diagnosed(setting=value, …) → the names of what is said of a small run with these settings
+    when it has ended. How long this machine takes for batches is not judged."""
+    monkeypatch.setattr('plaingpt.tokens.batches.time', SimpleNamespace(perf_counter=lambda: 0.0))
+
+    def diagnosed(**changes):
+        settings = {**SMALL, 'dataset': char_data, 'out_dir': tmp_path / 'out', **changes}
+        train.main(options(**settings))
+        return names(settings['out_dir'])
+    return diagnosed
 
 
 def names(out_dir):
@@ -36,256 +193,18 @@ def names(out_dir):
     return {found.name for found in diagnose(rows, read_run(out_dir), ended=True)}
 
 
-# -----------------------------------------------------------------------------
-# what goes wrong: each spoils something and returns the settings to train with
+def test_a_run_says_what_goes_wrong_once(monkeypatch, diagnosed, capsys):
+    found = diagnosed(**{**detached(monkeypatch), **targets_not_shifted(monkeypatch)})
+    assert found >= {'implausible', 'no_gradient'}
+    assert capsys.readouterr().out.count('diagnosis: ') == len(found)
 
 
-def rate_times_100(monkeypatch, tmp_path, data):
-    return dict(learning_rate=0.3, min_lr=0.03)
+def test_a_healthy_run_gives_no_alarm(diagnosed):
+    assert diagnosed(max_iters=120, lr_decay_iters=120) == set()
 
 
-def rate_by_1000(monkeypatch, tmp_path, data):
-    return dict(learning_rate=3e-6, min_lr=3e-7)
-
-
-def no_warmup(monkeypatch, tmp_path, data):
-    return dict(learning_rate=0.3, min_lr=0.03, warmup_iters=0)
-
-
-def labels_shuffled(monkeypatch, tmp_path, data):
-    original = BatchLoader._on_host
-
-    def shuffled(self, starts):
-        idx, targets = original(self, starts)
-        order = np.random.default_rng(0).permutation(targets.numel())
-        return idx, targets.flatten()[order].view_as(targets)
-    monkeypatch.setattr(BatchLoader, '_on_host', shuffled)
-    return {}
-
-
-def init_times_10(monkeypatch, tmp_path, data):
-    original = GPT.init_weights
-
-    def larger(self):
-        original(self)
-        with torch.no_grad():
-            for p in self.parameters():
-                if p.dim() == 2:
-                    p *= 10
-    monkeypatch.setattr(GPT, 'init_weights', larger)
-    return dict(n_embd=64)
-
-
-def layer_frozen(monkeypatch, tmp_path, data):
-    original = train.starting_point.build_model
-
-    def frozen(*arguments):
-        model = original(*arguments)
-        model.transformer.h[1].requires_grad_(False)
-        return model
-    monkeypatch.setattr(train.starting_point, 'build_model', frozen)
-    return dict(max_iters=60, lr_decay_iters=60)
-
-
-def little_text(monkeypatch, tmp_path, data):
-    source = tmp_path / 'little.txt'
-    source.write_text(Path(argparse.__file__).read_text()[:3000])
-    prepare.main(['text', f'--input={source}', '--tokenizer=char', '--val_fraction=0.3',
-                  f'--data_dir={tmp_path}/little'])
-    return dict(dataset=tmp_path / 'little', learning_rate=1e-2, min_lr=1e-3, n_embd=64,
-                lr_schedule='constant')
-
-
-def with_validation(data, folder, change):
-    """The settings of a run on `data`, with the tokens of validation changed."""
-    folder.mkdir()
-    for name in ('meta.json', 'train.bin'):
-        (folder / name).write_bytes((data / name).read_bytes())
-    change(np.fromfile(data / 'val.bin', dtype='<u2')).astype('<u2').tofile(folder / 'val.bin')
-    return dict(dataset=folder, data_in_ram=False)  # in memory the checksums would tell
-
-
-def validation_shifted(monkeypatch, tmp_path, data):
-    vocab_size = int(np.fromfile(data / 'train.bin', dtype='<u2').max()) + 1
-    return with_validation(data, tmp_path / 'shifted', lambda ids: (ids + 1) % vocab_size)
-
-
-def validation_of_one_letter(monkeypatch, tmp_path, data):
-    letters = with_validation(data, tmp_path / 'letter', lambda ids: np.where(
-        np.arange(len(ids)) % 1000 < 300, ids, ids[0]))
-    return dict(letters, max_iters=90, lr_decay_iters=90)
-
-
-def float16_overflows(monkeypatch, tmp_path, data):
-    original = train.starting_point.build_model
-
-    def steep(*arguments):
-        model = original(*arguments)
-        model.transformer.ln_f.register_full_backward_hook(lambda _, inputs, outputs: tuple(
-            g if g is None else g * 1e9 for g in inputs))
-        return model
-    monkeypatch.setattr(train.starting_point, 'build_model', steep)
-    return dict(dtype='float16', max_iters=60, lr_decay_iters=60)
-
-
-def loader_slow(monkeypatch, tmp_path, data):
-    original = BatchLoader.train_batch
-    monkeypatch.setattr(BatchLoader, 'train_batch',
-                        lambda *arguments: time.sleep(0.08) or original(*arguments))
-    return dict(max_iters=40, lr_decay_iters=40)
-
-
-def clip_tiny(monkeypatch, tmp_path, data):
-    return dict(grad_clip=1e-6)
-
-
-def decay_times_100(monkeypatch, tmp_path, data):
-    return dict(weight_decay=10.0)
-
-
-def targets_not_shifted(monkeypatch, tmp_path, data):
-    """The model sees the token that it predicts, as with attention that is not causal."""
-    original = BatchLoader._on_host
-
-    def same(self, starts):
-        idx, _ = original(self, starts)
-        return idx, idx.clone()
-    monkeypatch.setattr(BatchLoader, '_on_host', same)
-    return dict(max_iters=60, learning_rate=3e-2, tied_head=False)
-
-
-def same_sequences(monkeypatch, tmp_path, data):
-    original = BatchLoader.train_batch
-    monkeypatch.setattr(BatchLoader, 'train_batch', lambda self, *_: original(self, 0, 0))
-    return dict(max_iters=90, lr_decay_iters=90)
-
-
-def labels_noisy(monkeypatch, tmp_path, data):
-    """30% of those trained on; evaluations have those of the text."""
-    original, random = BatchLoader.train_batch, np.random.default_rng(0)
-
-    def noisy(self, *arguments):
-        idx, targets = original(self, *arguments)
-        noise = torch.from_numpy(random.random(targets.shape) < 0.3)
-        return idx, torch.where(noise, torch.randint_like(targets, 60), targets)
-    monkeypatch.setattr(BatchLoader, 'train_batch', noisy)
-    return {}
-
-
-def rate_gone_at_once(monkeypatch, tmp_path, data):
-    return dict(warmup_iters=5, lr_decay_iters=15, min_lr=0.0, max_iters=60)
-
-
-def detached(monkeypatch, tmp_path, data):
-    original = Block.forward
-
-    def forward(self, x, *arguments, **others):
-        return original(self, x.detach(), *arguments, **others)
-    monkeypatch.setattr(Block, 'forward', forward)
-    return dict(n_layer=3, max_iters=60, lr_decay_iters=60)
-
-
-def batch_kept(monkeypatch, tmp_path, data):
-    """The same batch, and an optimizer that moves nothing."""
-    monkeypatch.setattr(torch.optim.AdamW, 'step', lambda self, *_: None)
-    return {**same_sequences(monkeypatch, tmp_path, data), 'max_iters': 60, 'lr_decay_iters': 60}
-
-
-def dropout_extreme(monkeypatch, tmp_path, data):
-    return dict(dropout=0.9, batch_size=64, max_iters=150, learning_rate=1e-2)
-
-
-# what is said of it, and at which evaluation at the latest
-WRONG = {
-    rate_times_100: ('rate_high', 60),
-    rate_by_1000: ('rate_low', 60),
-    rate_gone_at_once: ('rate_gone', 30),
-    no_warmup: ('first_rise', 30),
-    labels_shuffled: ('no_context', 270),
-    labels_noisy: ('batches_too_hard', 240),
-    same_sequences: ('batches_too_easy', 60),
-    dropout_extreme: ('batches_too_easy', 90),
-    targets_not_shifted: ('implausible', 30),
-    init_times_10: ('initial_loss', 0),
-    layer_frozen: ('no_gradient', 30),
-    detached: ('no_gradient', 30),
-    batch_kept: ('same_gradient', 30),
-    little_text: ('overfit', 210),
-    validation_shifted: ('foreign_validation', 60),
-    validation_of_one_letter: ('easy_validation', 60),
-    float16_overflows: ('loss_scale', 60),
-    loader_slow: ('data_wait', 40),
-    clip_tiny: ('clipped', 60),
-    decay_times_100: ('short_memory', 30),
-}
-
-HEALTHY = {
-    'gpt2': {},
-    'dropout, bfloat16': dict(dropout=0.1, dtype='bfloat16', bias=True),
-    'newer': dict(rotary=True, rmsnorm=True, qk_norm=True, mlp='relu2', tied_head=False,
-                  zero_init=True, optimizer='muon'),
-    'swiglu, wsd': dict(rotary=True, mlp='swiglu', logit_softcap=15.0, lr_schedule='wsd'),
-    'constant rate, accumulation': dict(decay_lr=False, gradient_accumulation_steps=2,
-                                        batch_size=8),
-    'deep and narrow, float16': dict(n_layer=4, n_embd=16, dtype='float16', max_iters=240),
-    'sgd': dict(optimizer='sgd', learning_rate=0.3, min_lr=0.03, weight_decay=1e-4),
-    'six epochs, dropout 0.5': dict(dropout=0.5, batch_size=64, learning_rate=1e-2, log_interval=6),
-}
-
-# The same in kind, or long: make test-slow runs them.
-SLOW = {rate_by_1000, no_warmup, init_times_10, validation_shifted, clip_tiny, decay_times_100,
-        labels_noisy, dropout_extreme, layer_frozen, 'sgd', 'six epochs, dropout 0.5',
-        'dropout, bfloat16', 'swiglu, wsd', 'constant rate, accumulation',
-        'deep and narrow, float16'}
-
-
-def cases(table):
-    return [pytest.param(case, marks=pytest.mark.slow if case in SLOW else (),
-                         id=getattr(case, '__name__', case)) for case in table]
-
-
-@pytest.mark.parametrize('spoil', cases(WRONG))
-def test_what_goes_wrong_is_named_in_time_and_once(spoil, monkeypatch, tmp_path, char_data, capsys):
-    (name, latest), changes = WRONG[spoil], spoil(monkeypatch, tmp_path, char_data)
-    found = diagnosed(tmp_path / 'out', **{'dataset': char_data, **changes})
-    rows, run = read_rows(tmp_path / 'out/metrics.jsonl', pytest.fail), read_run(tmp_path / 'out')
-    told = {each.name: row['iter'] for i, row in reversed([*enumerate(rows, 1)])
-            if 'val_loss' in row for each in diagnose(rows[:i], run)}  # the first time
-    assert name in found and told[name] <= latest, told
-    assert capsys.readouterr().out.count('diagnosis: ') == len(found | told.keys())
-
-
-@pytest.mark.parametrize('name', cases(HEALTHY))
-def test_a_healthy_run_gives_no_alarm(name, tmp_path, char_data):
-    assert diagnosed(tmp_path / 'out', char_data, **HEALTHY[name]) == set()
-
-
-def test_the_weights_of_another_tokenizer_are_suspected(trained, char_data, tmp_path):
+def test_a_resumed_run_is_told_that_its_data_has_changed(diagnosed, tmp_path, char_data, capsys):
     folder = tmp_path / 'data'
-    folder.mkdir()
-    meta = json.loads((char_data / 'meta.json').read_text())
-    for split in ('train', 'val'):
-        ids, path = np.fromfile(char_data / f'{split}.bin', dtype='<u2'), folder / f'{split}.bin'
-        ((ids + 1) % (ids.max() + 1)).astype('<u2').tofile(path)
-        meta['splits'][split]['files'][0]['sha256'] = sha256_of(path)
-    (folder / 'meta.json').write_text(json.dumps(meta))
-    learned = tmp_path / 'learned'
-    train.main(options(**{**SMALL, 'max_iters': 60, 'lr_decay_iters': 60, 'dataset': char_data,
-                          'out_dir': learned}))
-    # on disk: in memory the checksums would tell
-    few = dict(init_from=learned, max_iters=10, lr_decay_iters=30, data_in_ram=False)
-    assert 'initial_loss' in diagnosed(tmp_path / 'other', folder, **few)
-    assert diagnosed(tmp_path / 'same', char_data, **few) == set()
-
-
-def test_what_is_learned_by_heart_over_many_epochs_is_overfit_and_nothing_else(tmp_path,
-                                                                               monkeypatch):
-    little = little_text(monkeypatch, tmp_path, None)
-    assert diagnosed(tmp_path / 'out', **little, dropout=0.5, max_iters=150) <= {'overfit'}
-
-
-def test_a_resumed_run_is_told_that_its_data_has_changed(tmp_path, char_data, capsys):
-    folder, out = tmp_path / 'data', tmp_path / 'out'
     folder.mkdir()
     meta = json.loads((char_data / 'meta.json').read_text())
     for split, times in (('train', 10), ('val', 1)):  # of more than the checksums of a resume read
@@ -296,113 +215,120 @@ def test_a_resumed_run_is_told_that_its_data_has_changed(tmp_path, char_data, ca
     (folder / 'meta.json').write_text(json.dumps(meta))
 
     def resumed(max_iters):
-        capsys.readouterr()
-        found = diagnosed(out, folder, max_iters=max_iters, lr_decay_iters=30, data_in_ram=False,
-                          eval_interval=5, init_from='auto')
+        found = diagnosed(dataset=folder, max_iters=max_iters, lr_decay_iters=30, eval_interval=5,
+                          data_in_ram=False, init_from='auto')
         assert ('diagnosis: the run began with other data' in capsys.readouterr().out) \
             == bool(found)
         return found
-    assert resumed(5) == resumed(10) == set()
+    assert resumed(5) == set()
     tokens = np.memmap(folder / 'train.bin', dtype='<u2', mode='r+')
     tokens[8500:12000] = 0  # between the blocks that are read
     tokens.flush()
-    assert resumed(15) == resumed(20) == {'changed_data'}
+    assert resumed(10) == resumed(15) == {'changed_data'}
 
 
-@pytest.mark.parametrize('iters, words',
-                         [(100, 'near zero as it should'), (5, 'should come under')])
-def test_a_few_batches_are_learned_by_heart(iters, words, tmp_path, char_data, capsys):
-    train.main(options(**{**SMALL, 'overfit_batches': 2, 'n_embd': 64, 'learning_rate': 1e-2,
-                          'min_lr': 1e-3, 'max_iters': iters, 'warmup_iters': min(iters, 30),
-                          'lr_decay_iters': iters, 'report': True, 'dataset': char_data,
-                          'out_dir': tmp_path / 'out'}))
-    out = capsys.readouterr().out
-    assert words in out and 'diagnosis: ' not in out
-    assert words in (tmp_path / 'out/report.md').read_text()
+def test_the_time_that_training_waits_for_batches_is_measured(char_data, monkeypatch):
+    loader = BatchLoader(open_dataset(char_data).split('train'), 16, 4)
+    monkeypatch.setattr(loader, 'train_batch', lambda *_: time.sleep(0.1) or ())
+    batches = loader.train_batches(0)
+    for _ in range(3):
+        next(batches)
+    batches.close()
+    assert loader.waited_s > 0.1
 
 
-def rows_of(**columns):
-    """Rows as metrics.jsonl has them, one for each value of the columns."""
-    return [{'iter': i, 'tokens': 100 * i, 'elapsed_s': 0.1 * i,
-             **{key: column[i] for key, column in columns.items()}}
-            for i in range(len(next(iter(columns.values()))))]
+# -----------------------------------------------------------------------------
+# runs that are spoiled in every way: each function returns the settings to train with
 
 
-RUN = dict(vocab_size=65, parameters=10**4, train_tokens=10**6, unigram_loss=3.3, from_scratch=True,
-           config=dict(warmup_iters=10, decay_lr=True, grad_clip=1.0, weight_decay=0.1,
-                       overfit_batches=0, n_embd=64, max_iters=300))
+def targets_not_shifted(monkeypatch):
+    """The model sees the token that it predicts, as with attention that is not causal."""
+    change_batches(monkeypatch, lambda idx, targets: (idx, idx.clone()))
+    return dict(max_iters=60, learning_rate=3e-2, tied_head=False)
 
 
-def test_a_gradient_that_climbs_or_spikes_is_named():
-    norms = np.ones(200)
-    assert diagnose(rows_of(grad_norm=norms), RUN) == []
-    assert [d.name for d in diagnose(rows_of(grad_norm=norms * np.linspace(0.2, 8, 200)), RUN)] \
-        == ['climb']
-    norms[[80, 120, 160]] = 30.0
-    assert [d.name for d in diagnose(rows_of(grad_norm=norms), RUN)] == ['spikes']
+def labels_shuffled(monkeypatch):
+    def shuffled(idx, targets):
+        order = np.random.default_rng(0).permutation(targets.numel())
+        return idx, targets.flatten()[order].view_as(targets)
+    change_batches(monkeypatch, shuffled)
+    return {}
 
 
-def test_attention_that_has_become_a_choice_of_one_token_is_named():
-    logits = {'health/attention_logit/h.0': [5.0, 6.0], 'health/attention_logit/h.1': [9.0, 1500.0]}
-    [found] = diagnose(rows_of(**logits), RUN)
-    assert found.name == 'attention_logit' and 'h.1 reached 1,500 at iteration 1' in found.evidence
+def change_batches(monkeypatch, change):
+    original = BatchLoader._on_host
+    monkeypatch.setattr(BatchLoader, '_on_host', lambda self, starts: change(
+        *original(self, starts)))
 
 
-def test_a_block_with_a_thousandth_of_the_gradient_of_others_is_named():
-    norms = {f'health/grad_norm/{name}': [norm, norm * 1.1]
-             for name, norm in {'wte': 1e-5, 'h.0': 1.0, 'h.1': 1e-5, 'h.2': 2.0}.items()}
-    [found] = diagnose(rows_of(**norms), RUN)
-    assert found.name == 'no_gradient' and 'the gradient of h.1 is' in found.evidence
+def same_sequences(monkeypatch):
+    original = BatchLoader.train_batch
+    monkeypatch.setattr(BatchLoader, 'train_batch', lambda self, *_: original(self, 0, 0))
+    return dict(max_iters=90, lr_decay_iters=90)
 
 
-def test_blocks_whose_gradient_is_zero_in_the_first_step_only_give_no_alarm():
-    norms = {'health/grad_norm/h.0': [0.0, 1.0, 0.5], 'health/grad_norm/h.1': [0.0, 0.8, 0.7]}
-    assert [diagnose(rows_of(**norms)[:n], RUN) for n in (1, 2, 3)] == [[], [], []]
+def detached(monkeypatch):
+    original = Block.forward
+
+    def forward(self, x, *arguments, **others):
+        return original(self, x.detach(), *arguments, **others)
+    monkeypatch.setattr(Block, 'forward', forward)
+    return dict(n_layer=3, max_iters=60, lr_decay_iters=60)
 
 
-def test_bits_a_byte_below_those_of_english_are_named_on_validation_and_in_the_first_epoch():
-    rows = rows_of(loss=[4.2] + [0.15] * 7, train_loss=[None] * 7 + [0.15])
-    sized = {**RUN, 'train_bytes_per_token': 1.0}
-    for run, names in ((RUN, []), (sized, ['implausible']), ({**sized, 'train_tokens': 600}, [])):
-        assert [found.name for found in diagnose(rows, run)] == names
-    for bits, names in ((0.2, ['implausible']), (0.6, [])):
-        assert [found.name for found in diagnose(rows_of(val_bpb=[5.0, bits]), RUN)] == names
+def only(**settings):
+    return lambda monkeypatch: settings
 
 
-def test_validation_that_is_in_the_training_split_is_named():
-    assert diagnose([], {**RUN, 'val_in_train': 0.05}) == []
-    [found] = diagnose([], {**RUN, 'val_in_train': 0.3})
-    assert found.name == 'overlap' and found.evidence.startswith('30% ')
+# what is said of it, by which iteration, and what spoils it
+SPOILED = [
+    ('rate_high', 60, only(learning_rate=0.3, min_lr=0.03)),
+    ('rate_low', 60, only(learning_rate=3e-6, min_lr=3e-7)),
+    ('rate_gone', 30, only(warmup_iters=5, lr_decay_iters=15, min_lr=0.0, max_iters=60)),
+    ('first_rise', 30, only(learning_rate=0.3, min_lr=0.03, warmup_iters=0)),
+    ('no_context', 270, labels_shuffled),
+    ('batches_too_easy', 60, same_sequences),
+    ('batches_too_easy', 90, only(dropout=0.9, batch_size=64, max_iters=150, learning_rate=1e-2)),
+    ('implausible', 30, targets_not_shifted),
+    ('no_gradient', 30, detached),
+    ('clipped', 60, only(grad_clip=1e-6)),
+    ('short_memory', 30, only(weight_decay=10.0)),
+]
 
 
-def test_losses_that_stand_still_are_named_while_the_rate_is_high_only():
-    fell = np.concatenate([np.linspace(4, 2, 10), np.full(10, 2.0)])
-    rows = rows_of(train_loss=fell, val_loss=fell + 0.1, lr=np.full(20, 1e-3))
-    assert [d.name for d in diagnose(rows, RUN)] == ['flat']
-    decayed = rows_of(train_loss=fell, val_loss=fell + 0.1, lr=np.linspace(1e-3, 1e-4, 20))
-    assert diagnose(decayed, RUN) == []
+@pytest.mark.slow
+@pytest.mark.parametrize('name, latest, spoil', SPOILED)
+def test_a_spoiled_run_is_named_in_time(name, latest, spoil, monkeypatch, tmp_path, diagnosed):
+    found = diagnosed(**spoil(monkeypatch))
+    rows, run = lines(tmp_path / 'out', 'iter'), read_run(tmp_path / 'out')
+    told = {each.name for end in range(0, latest + 1, SMALL['eval_interval'])
+            for each in diagnose([row for row in rows if row['iter'] <= end], run)}
+    assert name in found and name in told
 
 
-def test_a_tuned_run_that_loses_what_it_knew_of_other_text_is_named():
-    tuned = {**RUN, 'from_scratch': False, 'data': {'tokenizer': 'gpt2'},
-             'config': {**RUN['config'], 'also_evaluate': 'notes'}}
-    chat = {**tuned, 'data': {'tokenizer': 'chat'}}
-    for last, names in ((2.35, []), (2.74, ['forgetting'])):
-        rows = rows_of(**{'val_loss/notes': [2.31, 2.2, last]})
-        assert [found.name for found in diagnose(rows, tuned)] == names
-    [[found], [of_chat]] = diagnose(rows, tuned), diagnose(rows, chat)
-    assert 'notes rose from 2.31 to 2.74' in found.evidence
-    assert '--dataset=' in found.remedy and '--dataset=' not in of_chat.remedy
-    assert diagnose(rows, {**tuned, 'from_scratch': True}) == []
+@pytest.mark.slow
+def test_a_run_on_little_text_is_overfit_and_nothing_else(diagnosed, text_file, tmp_path):
+    (tmp_path / 'little.txt').write_text(text_file.read_text()[:3000])
+    prepare.main(['text', f'--input={tmp_path}/little.txt', '--tokenizer=char',
+                  '--val_fraction=0.3', f'--data_dir={tmp_path}/little'])
+    little = dict(dataset=tmp_path / 'little', learning_rate=1e-2, min_lr=1e-3, n_embd=64,
+                  lr_schedule='constant')
+    assert 'overfit' in diagnosed(**little)
+    assert diagnosed(**little, dropout=0.5, max_iters=150, out_dir=tmp_path / 'dropout') \
+        <= {'overfit'}
 
 
-def test_a_run_that_saw_little_text_is_told_at_its_end_only():
-    rows = rows_of(lr=np.full(300, 1e-3))
-    small, large = RUN, {**RUN, 'parameters': 10**6}
-    assert diagnose(rows, large) == [] == diagnose(rows, small, ended=True)
-    assert [d.name for d in diagnose(rows, large, ended=True)] == ['budget']
-
-
-def test_no_rows_and_few_rows_give_no_alarm():
-    assert diagnose([], RUN, ended=True) == []
-    assert diagnose(rows_of(loss=[4.1, 4.2], grad_norm=[1.0, 1.0]), RUN, ended=True) == []
+@pytest.mark.slow
+@pytest.mark.parametrize('settings', [
+    {},
+    dict(dropout=0.1, dtype='bfloat16', bias=True),
+    dict(rotary=True, rmsnorm=True, qk_norm=True, mlp='relu2', tied_head=False, zero_init=True,
+         optimizer='muon'),
+    dict(rotary=True, mlp='swiglu', logit_softcap=15.0, lr_schedule='wsd'),
+    dict(decay_lr=False, gradient_accumulation_steps=2, batch_size=8),
+    dict(n_layer=4, n_embd=16, dtype='float16', max_iters=240),
+    dict(optimizer='sgd', learning_rate=0.3, min_lr=0.03, weight_decay=1e-4),
+    dict(dropout=0.5, batch_size=64, learning_rate=1e-2, log_interval=6),  # six epochs
+], ids=str)
+def test_healthy_runs_of_many_kinds_give_no_alarm(settings, diagnosed):
+    assert diagnosed(**settings) == set()

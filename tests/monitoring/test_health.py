@@ -2,17 +2,18 @@ import math
 
 import pytest
 import torch
-import torch.nn.functional as F
-from helpers import torchrun
-from test_train import lines, same, weights
+from helpers import lines, same, train_processes, weights
 
 import train
 from model import GPT, GPTConfig
 from plaingpt.monitoring.health import MEASURES, Health, largest_logit, not_seen
+from plaingpt.parallel.sharding import Replicated
 from plaingpt.system.devices import autocast
+from plaingpt.system.distributed import World
 from plaingpt.tokens.batches import BatchLoader
 from plaingpt.tokens.dataset import open_dataset
 from plaingpt.training.optimizers import build_optimizer
+from plaingpt.training.probes import Probes
 from plaingpt.training.settings import TrainConfig
 
 CPU = torch.device('cpu')
@@ -36,7 +37,7 @@ def step(model, health, loader, lr=1e-2):
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
     idx, targets = loader.train_batch(0, 0)
     model(idx, targets)[1].backward()
-    grads = {name: p.grad.clone() for name, p in model.named_parameters()}
+    grads = {name: p.grad.clone() for name, p in model.named_parameters() if p.requires_grad}
     with health.around_update(1, torch.amp.GradScaler('cpu', enabled=False)):
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
@@ -91,15 +92,14 @@ def test_the_largest_attention_logit_is_that_of_the_softmax():
         == pytest.approx((logits + bias)[..., seen].abs().max())
 
 
-@pytest.mark.parametrize('changes', [
-    dict(rotary=True, rmsnorm=True, qk_norm=True, mlp='relu2', tied_head=False, zero_init=True,
-         conv=4, value_embeddings=True),
-    dict(mlp='swiglu', logit_softcap=15.0, bias=False)])
-def test_models_newer_than_gpt2_are_seen_under_the_same_names(loader, changes):
+def test_models_newer_than_gpt2_are_seen_under_the_same_names(loader):
     seen, _, _ = step(*new(loader), loader)
-    newer, _, _ = step(*new(loader, **changes), loader)
     layers = {key for key in seen if '/h.' in key or 'loss_at' in key}
-    assert layers <= set(newer) and all(math.isfinite(value) for value in newer.values())
+    for changes in (dict(rotary=True, rmsnorm=True, qk_norm=True, mlp='relu2', tied_head=False,
+                         zero_init=True, conv=4, value_embeddings=True),
+                    dict(mlp='swiglu', logit_softcap=15.0, bias=False)):
+        newer, _, _ = step(*new(loader, **changes), loader)
+        assert layers <= set(newer) and all(map(math.isfinite, newer.values())), changes
 
 
 def test_a_measure_of_predictions_is_one_entry_of_the_table(loader, monkeypatch):
@@ -148,12 +148,7 @@ def test_what_a_changed_model_does_not_show_is_said_once(tiny, tmp_path, capsys,
 def test_a_layer_without_a_gradient_is_seen_as_such(loader):
     model, health = new(loader)
     model.transformer.h[0].requires_grad_(False)
-    optimizer = build_optimizer(model, TrainConfig(learning_rate=1e-2), 'cpu')
-    F.cross_entropy(model(loader.train_batch(0, 0)[0])[0].flatten(0, 1),
-                    loader.train_batch(0, 0)[1].flatten()).backward()
-    with health.around_update(1, torch.amp.GradScaler('cpu', enabled=False)):
-        optimizer.step()
-    seen = health.measure(health.model)
+    seen, _, _ = step(model, health, loader)
     assert seen['health/grad_norm/h.0'] == seen['health/update_ratio/h.0'] == 0
     assert seen['health/grad_norm/h.1'] > 0
 
@@ -171,16 +166,18 @@ def test_looking_and_writing_change_no_bit_of_the_run(tiny, tmp_path):
         assert math.hypot(*norms) == pytest.approx(logged['grad_norm'], rel=1e-4)
 
 
-@pytest.mark.parametrize('interval, seen', [
-    (100, [1, 2, 4, 6, 8, 10]), (1, [*range(1, 11)]), (0, [])])
-def test_a_short_run_is_looked_at_often_enough_to_draw_a_line(interval, seen, tiny, tmp_path):
-    train.main([*tiny, '--max_iters=10', f'--health_interval={interval}'])
-    assert [line['iter'] for line in lines(tmp_path / 'out', 'health/grad_norm/h.0')] == seen
+def test_a_short_run_is_looked_at_often_enough_to_draw_a_line(loader):
+    model, _ = new(loader)
+    for interval, seen in ((100, [1, 2, 4, 6, 8, 10]), (1, [*range(1, 11)]), (0, [])):
+        config = TrainConfig(max_iters=10, health_interval=interval, sample_tokens=0)
+        probes = Probes(config, None, Replicated(model, CPU, False, World()), None, loader,
+                        autocast(CPU, 'float32'), None, writing=True)
+        assert [i for i in range(1, 11) if probes.health.due(i)] == seen, interval
 
 
 def test_two_processes_see_what_one_sees(tiny, tmp_path):
     tiny = [*tiny, '--health_interval=3']
-    torchrun(2, 'train.py', *tiny, f'--out_dir={tmp_path}/two')
+    train_processes(2, tmp_path, *tiny, f'--out_dir={tmp_path}/two')
     train.main([*tiny, f'--out_dir={tmp_path}/one'])
     one, two = (lines(tmp_path / name, 'health/grad_norm/h.0') for name in ('one', 'two'))
     for a, b in zip(one, two, strict=True):

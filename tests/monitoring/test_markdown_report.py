@@ -5,11 +5,11 @@ import os
 import signal
 import sys
 
-from helpers import size_of_png
-from test_train import lines
+from helpers import lines, size_of_png
 
 import plot
 import train
+from plaingpt.monitoring import figures
 from plaingpt.monitoring.markdown_report import format_report
 from plaingpt.monitoring.run_record import read_run
 
@@ -36,16 +36,17 @@ def test_without_matplotlib_a_run_ends_well(tiny, tmp_path, monkeypatch, capsys)
 
 
 def test_an_interrupted_run_is_reported_where_it_stands(tiny, tmp_path, monkeypatch, capsys):
-    original = train.forward_backward
+    monkeypatch.setattr(figures, 'draw', lambda *_: None)
+    monkeypatch.setattr(plot, 'draw', lambda *_: None)
+    original, steps = train.forward_backward, itertools.count(1)
 
     def interrupted(*arguments):
         if next(steps) == 46:
-            os.kill(os.getpid(), signal.SIGINT)
+            os.kill(os.getpid(), signal.SIGTERM)
         return original(*arguments)
-    steps = itertools.count(1)
     monkeypatch.setattr(train, 'forward_backward', interrupted)
-    train.main([*tiny, '--report=True', '--max_iters=450', '--lr_decay_iters=450',
-                '--eval_interval=150', '--log_interval=50'])
+    long = [*tiny, '--report=True', '--lr_decay_iters=450', '--eval_interval=150']
+    train.main([*long, '--max_iters=450', '--log_interval=50'])
     assert 'stopped after iteration 46' in capsys.readouterr().out
     text = (tmp_path / 'out/report.md').read_text()
     assert '| iterations | 46 |' in text and f'| tokens | {46 * 128:,},' in text
@@ -53,9 +54,7 @@ def test_an_interrupted_run_is_reported_where_it_stands(tiny, tmp_path, monkeypa
     plot.main([str(tmp_path / 'out')])
     assert f'out: iteration 46, {46 * 128:,} tokens' in capsys.readouterr().out
     # resumed, it is on its way again, and known from its rows
-    monkeypatch.setattr(train, 'forward_backward', original)
-    train.main([*tiny, '--init_from=resume', '--max_iters=48', '--lr_decay_iters=450',
-                '--eval_interval=150', '--report=True'])
+    train.main([*long, '--init_from=resume', '--max_iters=48'])
     assert '| iterations | 48 |' in (tmp_path / 'out/report.md').read_text()
 
 

@@ -39,6 +39,14 @@ def no_diagnosis(monkeypatch):
 
 
 @pytest.fixture
+def now(monkeypatch):
+    """The time of the clock is now[0]."""
+    now = [0.0]
+    monkeypatch.setattr('plaingpt.monitoring.metrics.time.perf_counter', lambda: now[0])
+    return now
+
+
+@pytest.fixture
 def metrics(tmp_path):
     return new(tmp_path / 'metrics.jsonl')
 
@@ -102,16 +110,16 @@ def test_what_is_not_a_number_is_null_and_the_file_stays_json(metrics):
     assert line['train_loss'] is None and line['val_loss'] is None
 
 
-def test_time_spent_evaluating_is_no_step_time(metrics, monkeypatch):
-    now = [0.0]
-    monkeypatch.setattr('plaingpt.monitoring.metrics.time.perf_counter', lambda: now[0])
+def test_time_spent_evaluating_is_no_step_time(metrics, now):
     metrics.begin(0)
     now[0] = 1.0
     with metrics.paused('evaluating'):
         now[0] = 61.0
     now[0] = 62.0
+    metrics.loader.waited_s = 0.5
     metrics.step(4, 1.0, 1e-3, 1.0)
-    assert lines(metrics)[0]['tokens_per_s'] == pytest.approx(4 * 100 / 2)
+    [line] = lines(metrics)
+    assert line['tokens_per_s'] == pytest.approx(4 * 100 / 2) and line['data_wait'] == 0.25
 
 
 def row(i):
@@ -156,9 +164,7 @@ def test_other_ranks_write_nothing(tmp_path, capsys):
     assert not quiet.path.exists() and capsys.readouterr().out == ''
 
 
-def test_the_time_left_counts_the_evaluations_to_come(metrics, monkeypatch):
-    now = [0.0]
-    monkeypatch.setattr('plaingpt.monitoring.metrics.time.perf_counter', lambda: now[0])
+def test_the_time_left_counts_the_evaluations_to_come(metrics, now):
     metrics.begin(0)
     with metrics.paused('evaluating'):
         now[0] += 30.0
@@ -166,9 +172,7 @@ def test_the_time_left_counts_the_evaluations_to_come(metrics, monkeypatch):
     assert metrics.remaining_s(500, step_s=2.0) == 500 * 2 + 5 * 30
 
 
-def test_what_a_device_has_still_to_do_before_a_pause_is_step_time(metrics, monkeypatch):
-    now = [0.0]
-    monkeypatch.setattr('plaingpt.monitoring.metrics.time.perf_counter', lambda: now[0])
+def test_what_a_device_has_still_to_do_before_a_pause_is_step_time(metrics, now, monkeypatch):
 
     def drain(_):  # of seven seconds of queued steps
         now[0] += 7.0

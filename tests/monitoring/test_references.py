@@ -6,6 +6,7 @@ from dataclasses import asdict, fields
 from pathlib import Path
 
 import make_reference
+import numpy as np
 import pytest
 from helpers import fails
 
@@ -38,12 +39,11 @@ def made(offsets=(-0.01, 0.0, 0.01)):
                      {i: curve(offset) for i, offset in enumerate(offsets)})
 
 
-@pytest.mark.parametrize('offset, words', [
-    (0.005, 'inside the band of small (3 seeds)'), (0.3, 'above (worse) the band'),
-    (-0.3, 'below (better) the band')])
-def test_a_sentence_says_where_a_run_lies(offset, words):
-    assert words in made().compare('out', curve(offset))
-    assert words in made().compare('out', curve(offset, step=250))  # evaluated elsewhere
+def test_a_sentence_says_where_a_run_lies():
+    for offset, words in ((0.005, 'inside the band of small (3 seeds)'),
+                          (0.3, 'above (worse) the band'), (-0.3, 'below (better) the band')):
+        assert words in made().compare('out', curve(offset))
+        assert words in made().compare('out', curve(offset, step=250))  # evaluated elsewhere
 
 
 def compared(**changes):
@@ -83,7 +83,12 @@ def test_there_is_no_verdict_where_the_reference_has_no_evaluation():
     assert 'has one seed' in made([0.0]).compare('out', curve(0.0))
 
 
-def test_a_run_that_leaves_the_band_is_above_from_there():
+def test_a_run_that_leaves_the_band_is_above_from_there_unless_it_comes_back():
+    rows = curve(0.0)
+    rows[1]['val_loss'] += 0.2
+    sentence = made().compare('out', rows)
+    assert 'lies inside the band of small (3 seeds) at the end' in sentence
+    assert 'out of it at iteration 100,' in sentence
     rows = curve(0.0)
     for row in rows:
         row['val_loss'] += 0.2 if row['iter'] >= 600 else 0.0
@@ -93,23 +98,14 @@ def test_a_run_that_leaves_the_band_is_above_from_there():
         'out', curve(0.0, speed=2000.0))
 
 
-@pytest.mark.parametrize('n', [3, 10, 35])
+@pytest.mark.parametrize('n', [3, 10])
 def test_the_band_holds_a_new_seed_in_95_of_100(n):
-    import numpy as np
     chance, inside = np.random.default_rng(0), 0
     for _ in range(500):
         *seeds, new = chance.normal(0, 0.01, n + 1).tolist()
         runs = [curve(offset, step=1000) for offset in [*seeds, new]]
         inside += Reference('small', {}, dict(enumerate(runs[:-1]))).holds(runs[-1])
     assert 460 <= inside <= 490  # 475 are expected, and the deviation of that number is 5
-
-
-def test_a_run_that_was_outside_early_lies_inside_at_its_end():
-    rows = curve(0.0)
-    rows[1]['val_loss'] += 0.2
-    sentence = made().compare('out', rows)
-    assert 'lies inside the band of small (3 seeds) at the end' in sentence
-    assert 'out of it at iteration 100,' in sentence
 
 
 def test_a_reference_comes_back_as_it_was_written_and_is_drawn(tmp_path, monkeypatch, capsys):
@@ -123,24 +119,21 @@ def test_a_reference_comes_back_as_it_was_written_and_is_drawn(tmp_path, monkeyp
     plot.main([str(out), '--reference=small'])
     assert 'inside the band' in capsys.readouterr().out
     assert 'there are small' in fails(capsys, monkeypatch, plot.main, out, '--reference=big')
-    assert 'mean small?' in fails(capsys, monkeypatch, plot.main, out, '--reference=smal')
 
 
-@pytest.mark.parametrize('spoil, words', [
-    (lambda lines: [], 'empty'),
-    (lambda lines: [b'\xff\xfe'], 'line 1'),
-    (lambda lines: lines[1:], 'line 1: of no run before it'),
-    (lambda lines: [b'{"seed": 0, "run": 5}', *lines[1:]], 'line 1: these are no facts of a run'),
-    (lambda lines: [lines[0], lines[1][:9]], 'line 2'),
-    (lambda lines: lines[:1], 'seed 0 has no rows'),
-    (lambda lines: [b'[]', *lines], 'line 1')])
-def test_a_damaged_reference_is_named(spoil, words, tmp_path, monkeypatch):
+def test_a_damaged_reference_is_named(tmp_path, monkeypatch):
     monkeypatch.setattr(references, 'FOLDER', tmp_path)
     references.write_reference(made())
     path = tmp_path / 'small.jsonl'
-    path.write_bytes(b'\n'.join(spoil(path.read_bytes().splitlines())))
-    with pytest.raises(UserError, match=words):
-        references.read_reference('small')
+    whole = path.read_bytes().splitlines()
+    for damaged, words in (
+            ([], 'empty'), ([b'\xff\xfe'], 'line 1'), ([b'[]', *whole], 'line 1'),
+            (whole[1:], 'line 1: of no run before it'), ([whole[0], whole[1][:9]], 'line 2'),
+            ([b'{"seed": 0, "run": 5}', *whole[1:]], 'line 1: these are no facts of a run'),
+            (whole[:1], 'seed 0 has no rows')):
+        path.write_bytes(b'\n'.join(damaged))
+        with pytest.raises(UserError, match=words):
+            references.read_reference('small')
 
 
 @pytest.fixture
@@ -188,26 +181,15 @@ def test_seeds_of_two_configs_are_not_mixed(small_config, tmp_path):
         make_reference.main(['quickstart', '--seeds=2'])
 
 
-REFERENCES = sorted(path.stem for path in references.FOLDER.glob('*.jsonl'))
-
-
-@pytest.mark.parametrize('name', REFERENCES)
-def test_our_references_give_no_alarm(name):
-    found = references.read_reference(name)
-    assert len(found.rows) >= 3
-    for seed, rows in found.rows.items():
-        assert diagnose(rows, found.runs[seed], ended=True) == []
-
-
-@pytest.mark.parametrize('name', ['quickstart', 'shakespeare_char_cpu_fast'])
-def test_the_fast_recipes_have_five_seeds_or_more_and_the_default_among_them(name):
-    seeds = references.read_reference(name).rows
-    assert len(seeds) >= 5 and TrainConfig().seed in seeds
-
-
-@pytest.mark.parametrize('name', REFERENCES)
-def test_the_other_seeds_of_a_reference_expect_each_of_its_own(name):
-    found = references.read_reference(name)
-    outside = [seed for seed, rows in found.rows.items() if not Reference(
-        name, {}, {other: found.rows[other] for other in found.rows if other != seed}).holds(rows)]
-    assert len(outside) <= len(found.rows) // 10 + 1  # 5% are expected
+def test_our_references_give_no_alarm_and_each_seed_is_expected_by_the_others():
+    names = sorted(path.stem for path in references.FOLDER.glob('*.jsonl'))
+    assert {'quickstart', 'shakespeare_char_cpu_fast'} <= set(names)
+    for name in names:
+        found = references.read_reference(name)
+        assert len(found.rows) >= (5 if name in ('quickstart', 'shakespeare_char_cpu_fast') else 3)
+        outside = 0
+        for seed, rows in found.rows.items():
+            assert diagnose(rows, found.runs[seed], ended=True) == [], (name, seed)
+            others = {other: found.rows[other] for other in found.rows if other != seed}
+            outside += not Reference(name, {}, others).holds(rows)
+        assert outside <= len(found.rows) // 10 + 1, name  # 5% are expected

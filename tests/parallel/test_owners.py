@@ -1,4 +1,4 @@
-"""Muon by owners, at 1, 2 and 3 processes, beside one process that does all of it by itself."""
+"""Muon by owners: processes that share its work, beside one process that does all of it."""
 
 import math
 from collections import Counter
@@ -8,11 +8,10 @@ from itertools import product
 
 import pytest
 import torch
-import torch._dynamo  # an optimizer imports it, and each fork would do so anew
 import torch.distributed as dist
-from helpers import exit_code, fork, ranks
 from hypothesis import given
 from hypothesis import strategies as st
+from jobs import Job
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel as DDP
@@ -26,23 +25,18 @@ from plaingpt.training.optimizers import build_optimizer
 from plaingpt.training.settings import TrainConfig
 
 CPU = torch.device('cpu')
-SHAPE = GPTConfig(block_size=8, vocab_size=65, n_layer=2, n_head=2, n_embd=32, mlp='swiglu')
-SHAPES = [SHAPE,
-          replace(SHAPE, n_embd=4, n_layer=1)]  # three processes take 2, 2 and 0 of four rows
-# processes, whether they have bfloat16
-JOBS = pytest.mark.parametrize(('size', 'bfloat16'), [(1, True), (2, False), (3, True)])
+WIDE = GPTConfig(block_size=8, vocab_size=65, n_layer=2, n_head=2, n_embd=32, mlp='swiglu')
+NARROW = replace(WIDE, n_embd=4, n_layer=1)  # three processes take 2, 2 and 0 of four rows
+# optimizer, shape, whether the CPU has bfloat16
+CASES = [('muon', NARROW, True), ('normuon', WIDE, False)]
+ALL_CASES = list(product(('muon', 'normuon'), (WIDE, NARROW), (True, False)))
 
 
-def on(size, main, tmp_path):
-    """Run main() in `size` processes of one job."""
-    def member(_):
-        torch.manual_seed(0)
-        with process_group(launched_world(), CPU):
-            main()
-
-    logs = [tmp_path / f'log{rank}' for rank in range(size)]
-    pids = [fork(member, log=log, **env) for log, env in zip(logs, ranks(size), strict=True)]
-    assert [exit_code(pid) for pid in pids] == [0] * size, '\n'.join(p.read_text() for p in logs)
+def in_a_group(function, *arguments):
+    """In a process of a job."""
+    torch.manual_seed(0)
+    with process_group(launched_world(), CPU), pytest.MonkeyPatch.context() as patch:
+        function(patch, *arguments)
 
 
 class Trained:
@@ -114,63 +108,75 @@ class Collectives(TorchDispatchMode):
         return func(*args, **kwargs or {})
 
 
-@JOBS
-def test_under_ddp_owners_move_the_weights_as_one_process_does_to_the_bit(tmp_path, size, bfloat16):
-    def main():
-        optimizers.cpu_has_bfloat16 = lambda: bfloat16
-        for name, shape in product(('muon', 'normuon'), SHAPES):
-            job = Trained(shape, DDP, name)
-            for found_inf in (0.0, 1.0, 0.0):
-                sent = job.step(found_inf)
-                assert sent.count == ({'_allgather_base_': 3} if size > 1 else {})
-            assert all(torch.equal(ours, alone) for _, ours, alone in job.beside_the_copy())
-
-    on(size, main, tmp_path)
+def compare_ddp(patch, cases):
+    for name, shape, bfloat16 in cases:
+        patch.setattr(optimizers, 'cpu_has_bfloat16', lambda bfloat16=bfloat16: bfloat16)
+        trained = Trained(shape, DDP, name)
+        for found_inf in (0.0, 1.0, 0.0):
+            sent = trained.step(found_inf)
+            assert sent.count == ({'_allgather_base_': 3} if dist.get_world_size() > 1 else {})
+        assert all(torch.equal(ours, alone) for _, ours, alone in trained.beside_the_copy())
 
 
-@JOBS
-def test_under_fsdp_owners_move_the_weights_as_one_process_does(tmp_path, size, bfloat16):
-    def main():
-        optimizers.cpu_has_bfloat16 = lambda: bfloat16
-        for name, shape in product(('muon', 'normuon'), SHAPES):
-            job = Trained(shape, sharded, name)
-            lengths = {'allreduce_': 3} if name == 'normuon' else {}
-            for found_inf in (0.0, 1.0, 0.0):
-                sent = job.step(found_inf)
-                assert sent.count == ({'alltoall_base_': 6, **lengths} if size > 1 else {})
-            for of_matrix, ours, alone in job.beside_the_copy():
-                if of_matrix and name == 'muon':
-                    assert torch.equal(ours, alone)
-                else:  # sums of NorMuon and kernels of AdamW take other numbers together
-                    torch.testing.assert_close(ours, alone, rtol=1e-6, atol=1e-6)
-
-    on(size, main, tmp_path)
+def test_under_ddp_owners_move_the_weights_as_one_process_does_to_the_bit(three_processes):
+    three_processes.run(in_a_group, compare_ddp, CASES)
 
 
-def test_sgd_of_sharded_parameters_moves_as_that_of_whole_ones(tmp_path):
-    def main():
-        job = Trained(SHAPES[1], sharded, 'sgd')
-        for _ in range(2):
-            job.step()
-        for _, ours, alone in job.beside_the_copy():
-            torch.testing.assert_close(ours, alone, rtol=1e-6, atol=1e-6)
+def compare_fsdp(patch, cases):
+    for name, shape, bfloat16 in cases:
+        patch.setattr(optimizers, 'cpu_has_bfloat16', lambda bfloat16=bfloat16: bfloat16)
+        trained = Trained(shape, sharded, name)
+        lengths = {'allreduce_': 3} if name == 'normuon' else {}
+        for found_inf in (0.0, 1.0, 0.0):
+            sent = trained.step(found_inf)
+            assert sent.count == ({'alltoall_base_': 6, **lengths}
+                                  if dist.get_world_size() > 1 else {})
+        for of_matrix, ours, alone in trained.beside_the_copy():
+            if of_matrix and name == 'muon':
+                assert torch.equal(ours, alone)
+            else:  # sums of NorMuon and kernels of AdamW take other numbers together
+                torch.testing.assert_close(ours, alone, rtol=1e-6, atol=1e-6)
 
-    on(2, main, tmp_path)
+
+def test_under_fsdp_owners_move_the_weights_as_one_process_does(three_processes):
+    three_processes.run(in_a_group, compare_fsdp, CASES)
 
 
-def test_each_number_of_a_matrix_travels_in_two_bytes(tmp_path):
-    def main():
-        optimizers.cpu_has_bfloat16 = lambda: True
-        shape = replace(SHAPE, n_layer=12, n_embd=16, mlp='gelu')
-        # from its owner to two others; from two of three owners of its row there and back
-        for wrap, travels in ((DDP, 2), (sharded, 2 * 2 / 3)):
-            job = Trained(shape, wrap, 'muon')
-            elements = sum(math.prod(p.shape) for p in job.optimizer.param_groups[0]['params'])
-            sent = torch.tensor(job.step().bytes.total())
-            dist.all_reduce(sent)
-            assert sent.item() / elements == pytest.approx(2 * travels, rel=0.01)
+@pytest.mark.slow
+@pytest.mark.parametrize('size', [1, 2, 3])
+def test_any_number_of_owners_moves_the_weights_as_one_process_does(tmp_path, size):
+    job = Job(size, tmp_path)
+    for compare in (compare_ddp, compare_fsdp):
+        job.run(in_a_group, compare, ALL_CASES)
+    job.close()
 
-    on(3, main, tmp_path)
+
+def compare_sgd(patch):
+    trained = Trained(NARROW, sharded, 'sgd')
+    for _ in range(2):
+        trained.step()
+    for _, ours, alone in trained.beside_the_copy():
+        torch.testing.assert_close(ours, alone, rtol=1e-6, atol=1e-6)
+
+
+def test_sgd_of_sharded_parameters_moves_as_that_of_whole_ones(two_processes):
+    two_processes.run(in_a_group, compare_sgd)
+
+
+def count_bytes(patch):
+    patch.setattr(optimizers, 'cpu_has_bfloat16', lambda: True)
+    shape = replace(WIDE, n_layer=3, n_embd=16, mlp='gelu')  # each owner has equally many
+    # from its owner to two others; from two of three owners of its row there and back
+    for wrap, travels in ((DDP, 2), (sharded, 2 * 2 / 3)):
+        trained = Trained(shape, wrap, 'muon')
+        elements = sum(math.prod(p.shape) for p in trained.optimizer.param_groups[0]['params'])
+        sent = torch.tensor(trained.step().bytes.total())
+        dist.all_reduce(sent)
+        assert sent.item() / elements == pytest.approx(2 * travels, rel=0.01)
+
+
+def test_each_number_of_a_matrix_travels_in_two_bytes(three_processes):
+    three_processes.run(in_a_group, count_bytes)
 
 
 @given(st.integers(1, 64), st.integers(1, 48), st.integers(1, 64), st.booleans())

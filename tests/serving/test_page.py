@@ -1,7 +1,7 @@
 """The page in a real browser: Debian's chromium and chromium-driver, and the package selenium."""
 
-import os
 import shutil
+from contextlib import contextmanager
 from itertools import product
 
 import pytest
@@ -39,12 +39,6 @@ def say(browser, text):
     browser.find_element('id', 'input').send_keys(text + '\n')
 
 
-def shot(browser, name):
-    """A picture to look at, where PLAINGPT_SCREENSHOTS names a folder."""
-    if folder := os.environ.get('PLAINGPT_SCREENSHOTS'):
-        browser.save_screenshot(f'{folder}/{name}.png')
-
-
 def loaded(browser, server, temperature='0'):
     browser.get(server.url)
     wait_until(lambda: 'context' in browser.find_element('id', 'about').text)
@@ -78,12 +72,6 @@ def test_an_answer_is_streamed_to_the_page_as_text(browser, chat_server):
     answer, = texts(browser, 'assistant')
     assert answer.startswith('<b id="bold">b</b>')
     assert not browser.find_elements('id', 'bold') and not browser.find_elements('tag name', 'i')
-    shot(browser, 'chat')
-    browser.find_element('tag name', 'summary').click()
-    browser.execute_cdp_cmd('Emulation.setEmulatedMedia', {'features': [
-        {'name': 'prefers-color-scheme', 'value': 'dark'}]})
-    shot(browser, 'dark')
-    browser.execute_cdp_cmd('Emulation.setEmulatedMedia', {'features': []})
     assert not [entry for entry in browser.get_log('browser')  # and nothing the policy refused
                 if entry['level'] in ('WARNING', 'SEVERE')]
 
@@ -96,26 +84,28 @@ def test_what_does_not_fit_any_more_is_said(browser, chat_server):
     assert any('does not see the' in note for note in texts(browser, 'note'))
 
 
-def test_an_answer_can_be_stopped(browser, trained, tmp_path):
-    with serving(tmp_path, trained) as server:
+@contextmanager
+def long_answer(browser, trained, tmp_path):
+    """A server whose answer has begun to show, and does not end by itself."""
+    with serving(tmp_path, trained, max_tokens=10**9) as server:
         loaded(browser, server)
-        assert 'not tuned to chat' in browser.find_element('id', 'about').text
-        browser.execute_script('document.getElementById("tokens").value = 4000')
+        browser.execute_script('document.getElementById("tokens").value = 1e9')
         say(browser, 'def')
         wait_until(lambda: len((texts(browser, 'assistant') or [''])[0]) > 20)
+        yield server
+
+
+def test_an_answer_can_be_stopped(browser, trained, tmp_path):
+    with long_answer(browser, trained, tmp_path) as server:
+        assert 'not tuned to chat' in browser.find_element('id', 'about').text
         browser.find_element('id', 'stop').click()
         answered(browser)
         assert texts(browser, 'note') == ['Stopped.'] and not texts(browser, 'error')
-        shot(browser, 'stopped')
-        wait_until(lambda: 'completion: ' in server.log.read_text(), 5)
+        wait_until(lambda: 'completion: ' in server.log.read_text())
 
 
 def test_the_page_says_that_the_server_has_stopped(browser, trained, tmp_path):
-    with serving(tmp_path, trained) as server:
-        loaded(browser, server)
-        browser.execute_script('document.getElementById("tokens").value = 4000')
-        say(browser, 'def')
-        wait_until(lambda: len((texts(browser, 'assistant') or [''])[0]) > 20)
+    with long_answer(browser, trained, tmp_path) as server:
         server.stop()
         answered(browser)
         assert texts(browser, 'error') == ['the server stops']
@@ -123,7 +113,6 @@ def test_the_page_says_that_the_server_has_stopped(browser, trained, tmp_path):
         answered(browser)
         assert texts(browser, 'error')[1:] == ['The server does not answer. Is it still running?']
         assert browser.find_element('id', 'input').get_attribute('value') == 'more'
-        shot(browser, 'stopped_server')
 
 
 def test_the_page_asks_for_the_key(browser, trained, tmp_path):
@@ -151,5 +140,4 @@ def test_the_page_on_chats_leads_from_questions_to_a_browser(
             answered(browser)
             found, = texts(browser, 'assistant')
             right.append(found == f'It is {a + b}.')
-        shot(browser, 'sums')
     assert sum(right) >= 7, right

@@ -8,15 +8,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from helpers import CHAT, TINY, ask, exit_code, fork, options, ranks, write_chat
-from test_train import lines, same, weights
+from helpers import CHAT, TINY, ask, lines, options, same, train_processes, weights, write_chat
 
 import evaluate
 import plan
 import prepare
 import train
 from model import GPT, GPTConfig
-from plaingpt.inference.generation import generate
 from plaingpt.inference.pretrained import grow_vocabulary
 from plaingpt.monitoring.diagnosis import THRESHOLDS
 from plaingpt.system.errors import UserError
@@ -31,16 +29,42 @@ def conversations(n, seed=0):
     return [ask(f'{i}?' * rng.randint(1, 4), 'ab' * rng.choice((1, 1, 12))) for i in range(n)]
 
 
-@pytest.fixture
-def chat(tmp_path, monkeypatch):
-    """The options of a run of a second on the conversations in data/chat. There are questions that
-    fill sequences of their own: with one in a micro-batch, nothing of it is learned."""
-    monkeypatch.chdir(tmp_path)
-    write_chat(tmp_path / 'data/chat', conversations(150) + [ask('?' * 150, 'ab')] * 20,
+@pytest.fixture(scope='module')
+def folder(text_file, tmp_path_factory):
+    """A folder with the datasets data/chat, data/byte and data/char. There are questions that fill
+    sequences of their own: with one in a micro-batch, nothing of it is learned."""
+    folder = tmp_path_factory.mktemp('datasets')
+    write_chat(folder / 'data/chat', conversations(150) + [ask('?' * 150, 'ab')] * 20,
                conversations(20, seed=1))
-    return [*TINY, '--dataset=chat', '--check=False', '--block_size=48', '--n_layer=1',
-            '--learning_rate=1e-2', '--log_interval=1', '--gradient_accumulation_steps=1',
-            '--batch_size=8']
+    for name in ('byte', 'char'):
+        prepare.main(['text', f'--input={text_file}', f'--tokenizer={name}',
+                      f'--data_dir={folder}/data/{name}'])
+    return folder
+
+
+CHAT_RUN = [*TINY, '--check=False', *options(
+    dataset='chat', block_size=48, n_layer=1, learning_rate=1e-2, batch_size=8,
+    gradient_accumulation_steps=1)]
+
+
+@pytest.fixture
+def chat(folder, tmp_path, monkeypatch):
+    """The options of a short run on the conversations in data/chat, in a working directory."""
+    (tmp_path / 'data').mkdir()
+    for name in ('chat', 'byte', 'char'):
+        (tmp_path / 'data' / name).symlink_to(folder / 'data' / name)
+    monkeypatch.chdir(tmp_path)
+    return CHAT_RUN
+
+
+@pytest.fixture(scope='module')
+def runs(folder):
+    """A folder with the out_dirs of such a run and of one on plain text."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        train.main([*CHAT_RUN, '--out_dir=chat'])
+        train.main([*CHAT_RUN, '--dataset=byte', '--out_dir=base'])
+    return folder
 
 
 def logged(out_dir):
@@ -56,33 +80,30 @@ def assert_close(one, other):
 
 
 def test_the_losses_are_the_same_however_a_step_is_split(chat, tmp_path):
-    chat += ['--optimizer=sgd', '--learning_rate=0.3']
+    chat = [*chat, '--optimizer=sgd', '--learning_rate=0.3']
     train.main([*chat, '--out_dir=out'])
-    expected = logged(tmp_path / 'out')
-    for micro in (2, 4, 8):
-        train.main([*chat, f'--batch_size={8 // micro}', f'--gradient_accumulation_steps={micro}',
-                    f'--eval_iters={2 * micro}', f'--out_dir=out-{micro}'])
-        assert logged(tmp_path / f'out-{micro}') == pytest.approx(expected, abs=1e-5)
-        assert_close(tmp_path / 'out', tmp_path / f'out-{micro}')
+    split = [*chat, '--batch_size=2', '--gradient_accumulation_steps=4', '--eval_iters=8']
+    train.main([*split, '--out_dir=four'])
+    train_processes(2, tmp_path, *split, '--out_dir=two')
+    for name in ('four', 'two'):
+        assert logged(tmp_path / name) == pytest.approx(logged(tmp_path / 'out'), abs=1e-5), name
+        assert_close(tmp_path / 'out', tmp_path / name)
 
 
-@pytest.mark.parametrize('parallel', ['ddp', 'fsdp'])
-def test_the_losses_of_two_processes_are_those_of_one(chat, tmp_path, parallel):
-    chat += ['--optimizer=sgd', '--learning_rate=0.3']
+@pytest.mark.slow  # tests/parallel shards models too
+def test_the_losses_of_a_model_that_two_processes_share_are_those_of_one(chat, tmp_path):
+    chat = [*chat, '--optimizer=sgd', '--learning_rate=0.3']
     train.main([*chat, '--out_dir=out'])
-    pids = [fork(train.main, *chat, '--batch_size=2', '--gradient_accumulation_steps=4',
-                 '--eval_iters=8', f'--parallel={parallel}', '--out_dir=two',
-                 log=tmp_path / env['RANK'], **env) for env in ranks(2)]
-    assert [exit_code(pid) for pid in pids] == [0, 0], (tmp_path / '0').read_text()
+    train_processes(2, tmp_path, *chat, '--batch_size=4', '--gradient_accumulation_steps=2',
+                    '--eval_iters=4', '--parallel=fsdp', '--out_dir=two')
     assert logged(tmp_path / 'two') == pytest.approx(logged(tmp_path / 'out'), abs=1e-5)
     assert_close(tmp_path / 'out', tmp_path / 'two')
 
 
-def test_a_resumed_run_is_the_one_that_was_not_stopped(chat, tmp_path):
-    train.main([*chat, '--out_dir=whole'])
+def test_a_resumed_run_is_the_one_that_was_not_stopped(chat, runs, tmp_path):
     train.main([*chat, '--max_iters=3', '--out_dir=out'])
     train.main([*chat, '--out_dir=out', '--init_from=resume'])
-    assert same(weights(tmp_path / 'out'), weights(tmp_path / 'whole'))
+    assert same(weights(tmp_path / 'out'), weights(runs / 'chat'))
 
 
 @pytest.mark.parametrize('tied_head', [True, False])
@@ -102,39 +123,31 @@ def test_new_tokens_get_the_mean_row_and_the_old_ones_stay(vocab_size, tied_head
     assert torch.allclose(model(idx)[0][..., :vocab_size], before, atol=1e-6)
 
 
-def test_a_model_is_tuned_with_the_tokenizer_that_wraps_its_own_alone(chat, text_file, tmp_path):
-    for name in ('byte', 'char'):
-        prepare.main(['text', f'--input={text_file}', f'--tokenizer={name}',
-                      f'--data_dir=data/{name}'])
-        train.main([*chat, f'--dataset={name}', '--max_iters=1', f'--out_dir=base-{name}'])
-    train.main([*chat, '--init_from=base-byte', '--out_dir=out', '--document_attention=True'])
+def test_a_model_is_tuned_with_the_tokenizer_that_wraps_its_own_alone(chat, runs, tmp_path):
+    base = f'--init_from={runs}/base'
+    train.main([*chat, base, '--out_dir=out', '--document_attention=True'])
     losses = [row['val_loss'] for row in lines(tmp_path / 'out', 'val_loss')]
     assert losses[-1] < losses[0]
-    plan.main([*chat, '--init_from=base-byte', '--block_size=48'])
+    plan.main([*chat, base])
     shape = checkpoints.find('out', 'latest').load_model().config
     assert (shape.vocab_size, shape.document_start) == (CHAT.vocab_size, CHAT.conversation)
+    train.main([*chat, '--dataset=char', '--max_iters=1', '--out_dir=base-char'])
     with pytest.raises(UserError, match='another tokenizer'):
         train.main([*chat, '--init_from=base-char', '--out_dir=other'])
 
 
 def test_samples_are_answers_to_questions_of_the_validation_split(chat, tmp_path):
-    train.main([*chat, '--max_iters=60', '--lr_decay_iters=60', '--eval_interval=60',
-                '--sample_tokens=30', '--check=auto', '--out_dir=out'])
+    train.main([*chat, '--max_iters=45', '--lr_decay_iters=45', '--eval_interval=45',
+                '--sample_tokens=8', '--check=auto', '--out_dir=out'])
     asked = [CHAT.decode(CHAT.encode_prompt(messages[:1])) for messages in conversations(20, 1)]
     *_, sample = [row['sample'] for row in lines(tmp_path / 'out', 'sample')]
     for question in (asked[0], asked[9], asked[-1]):
         assert f'{question}a' in sample
 
 
-def test_the_loss_on_other_text_is_logged_beside_that_of_the_answers(chat, text_file, tmp_path,
-                                                                       capsys):
-    for name in ('byte', 'char'):
-        prepare.main(['text', f'--input={text_file}', f'--tokenizer={name}',
-                      f'--data_dir=data/{name}'])
-    train.main([*chat, '--dataset=byte', '--eval_interval=6', '--out_dir=base'])
-    [*_, base] = lines(tmp_path / 'base', 'val_loss')
-    capsys.readouterr()
-    train.main([*chat, '--init_from=base', '--also_evaluate=byte', '--out_dir=out',
+def test_the_loss_on_other_text_is_logged_beside_that_of_the_answers(chat, runs, tmp_path, capsys):
+    base = lines(runs / 'base', 'val_loss')[-1]
+    train.main([*chat, f'--init_from={runs}/base', '--also_evaluate=byte', '--out_dir=out',
                 '--report=True'])
     before, *_, after = lines(tmp_path / 'out', 'val_loss')
     # The same text, with five tokens more that could come.
@@ -165,8 +178,8 @@ def test_questions_without_room_for_an_answer_are_no_samples_and_end_no_run(chat
 
 def test_a_tuned_model_that_is_sure_of_other_answers_can_be_tuned_again(chat, tmp_path, capsys):
     write_chat(tmp_path / 'data/sure', [ask('a', 'b' * 9)] * 50)
-    train.main([*chat, '--dataset=sure', '--max_iters=60', '--learning_rate=5e-2',
-                '--out_dir=sure'])
+    train.main([*chat, '--dataset=sure', '--max_iters=30', '--lr_decay_iters=30',
+                '--learning_rate=5e-2', '--eval_interval=30', '--out_dir=sure'])
     train.main([*chat, '--init_from=sure', '--check=auto', '--out_dir=out'])
     assert 'checks passed' in capsys.readouterr().out
     first, *_ = lines(tmp_path / 'out', 'val_loss')
@@ -186,11 +199,9 @@ def test_a_loader_that_ignores_the_mask_is_caught_before_it_trains(chat, monkeyp
         train.main([*chat, '--check=True', '--out_dir=out'])
 
 
-def test_new_tokens_that_still_have_the_same_row_are_no_fault(chat, text_file, tmp_path, capsys):
+def test_new_tokens_that_still_have_the_same_row_are_no_fault(chat, runs, tmp_path, capsys):
     write_chat(tmp_path / 'data/short', [ask('a', 'b')] * 9)  # 7 tokens each; <|user|> is token 8
-    prepare.main(['text', f'--input={text_file}', '--tokenizer=byte', '--data_dir=data/byte'])
-    train.main([*chat, '--dataset=byte', '--max_iters=1', '--out_dir=base'])
-    train.main([*chat, '--dataset=short', '--init_from=base', '--block_size=11', '--max_iters=1',
+    train.main([*chat, '--dataset=short', f'--init_from={runs}/base', '--block_size=11',
                 '--out_dir=out', '--check=True'])  # which lets tokens 8 and 9 change places
     assert 'checks passed' in capsys.readouterr().out
 
@@ -210,61 +221,20 @@ def test_evaluate_scores_all_that_a_run_validates_on(chat, tmp_path, capsys):
     assert f'({scores["tokens"]} tokens of the assistant)' in capsys.readouterr().out
 
 
-def test_each_conversation_is_scored_as_if_it_were_alone(chat, tmp_path):
-    train.main([*chat, '--out_dir=out'])
-    model = checkpoints.find('out', 'latest').load_model().eval()
+def test_each_conversation_is_scored_as_if_it_were_alone(chat, runs):
+    model = checkpoints.find(runs / 'chat', 'latest').load_model().eval()
     losses = []
     for messages in conversations(20, seed=1):
         ids, learned = CHAT.encode_conversation(messages)
         with torch.no_grad():
             logp = model(torch.as_tensor(ids[None, :-1].astype(np.int64)))[0][0].log_softmax(-1)
         losses += [-logp[t, ids[t + 1]].item() for t in np.flatnonzero(learned[1:])]
-    scores = evaluated('--batch_size=3')
+    scores = evaluated('--batch_size=3', '--checkpoint=latest', f'--out_dir={runs}/chat')
     assert scores['tokens'] == len(losses)
     assert scores['loss'] == pytest.approx(np.mean(losses), abs=1e-5)
 
 
-def test_scores_are_of_the_mask_that_was_written(chat):
-    train.main([*chat, '--out_dir=out'])
-    mask = Path('data/chat/val_mask.bin')
-    mask.write_bytes(b'\1' * mask.stat().st_size)
-    with pytest.raises(UserError, match=r'val_mask\.bin: another checksum'):
-        evaluated()
-
-
 def evaluated(*arguments):
+    """What evaluate.py writes of a validation split."""
     evaluate.main(['--out_dir=out', '--device=cpu', '--output=scores.json', *arguments])
     return json.loads(Path('scores.json').read_text())['results']['val']
-
-
-PHRASES = ('What is {} + {}?', 'Add {} and {}.', 'How much is {} plus {}?', 'Sum of {} and {}:')
-
-
-@pytest.mark.slow  # trains for a minute
-def test_a_tuned_model_answers_questions_it_has_not_seen_and_the_untuned_one_does_not(
-        text_file, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    pairs = [ask(phrase.format(a, b), f'It is {a + b}.')
-             for phrase in PHRASES for a in range(10) for b in range(10)]
-    random.Random(0).shuffle(pairs)
-    trained_on, held_out = pairs[:300], pairs[300:]
-    write_chat(tmp_path / 'data/chat', trained_on, held_out)
-    prepare.main(['text', f'--input={text_file}', '--tokenizer=byte', '--data_dir=data/base'])
-    shape = options(n_layer=2, n_head=4, n_embd=64, block_size=128, rotary=True, device='cpu',
-                    dtype='float32', batch_size=8, gradient_accumulation_steps=1, report=False,
-                    health_interval=0, warmup_iters=10, checkpoint_interval=10_000)
-    train.main([*shape, '--dataset=base', '--out_dir=base', '--max_iters=50',
-                '--learning_rate=3e-3', '--eval_interval=50', '--eval_iters=4'])
-    train.main([*shape, '--dataset=chat', '--init_from=base', '--out_dir=tuned',
-                '--max_iters=400', '--learning_rate=5e-3', '--document_attention=True',
-                '--eval_interval=200'])
-    share = {}
-    for name in ('base', 'tuned'):
-        model = checkpoints.find(name, 'latest').load_model().eval()
-        if name == 'base':
-            grow_vocabulary(model, CHAT.vocab_size - model.config.vocab_size)
-        answers = generate(model, [CHAT.encode_prompt(pair[:1]).tolist() for pair in held_out], 12,
-                           temperature=0, end_of_text=CHAT.end_of_turn)
-        share[name] = np.mean([CHAT.decode(answer) == pair[1]['content']
-                               for answer, pair in zip(answers, held_out, strict=True)])
-    assert share['base'] == 0 and share['tuned'] >= 0.95

@@ -19,7 +19,7 @@ SMALL = GPTConfig(block_size=16, vocab_size=65, n_layer=2, n_head=2, n_embd=32,
 
 def test_a_run_compiles_two_graphs_one_to_train_and_one_to_evaluate(tiny, monkeypatch):
     # Evaluates, trains, looks at health, saves and evaluates again; 5 sequences end in a batch of 1
-    counter = CompileCounterWithBackend('aot_eager')
+    counter = CompileCounterWithBackend('eager')
     monkeypatch.setattr(torch, 'compile', partial(torch.compile, backend=counter, fullgraph=True))
     torch._dynamo.reset()
     train.main([*tiny, '--compile=True', '--eval_tokens=80', '--health_interval=2',

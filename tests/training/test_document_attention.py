@@ -14,23 +14,23 @@ from plaingpt.training.settings import TrainConfig
 
 
 @pytest.fixture(scope='module')
-def lines(text_file, tmp_path_factory):
+def documents(text_file, tmp_path_factory):
     """Lines as documents, in bytes: token 256 opens each."""
-    folder = tmp_path_factory.mktemp('lines')
+    folder = tmp_path_factory.mktemp('documents')
     prepare.main(['text', f'--input={text_file}', '--tokenizer=byte', '--documents=line',
                   f'--data_dir={folder}'])
     return folder
 
 
 def test_the_tokenizer_tells_what_opens_a_document_and_all_that_follows_knows(
-        tiny, lines, tmp_path, capsys):
-    run = [*tiny, *options(dataset=lines, eval_tokens=160, health_interval=3)]
-    train.main([*run, '--document_attention'])
+        tiny, documents, tmp_path, capsys):
+    run = [*tiny, *options(dataset=documents, eval_tokens=160, health_interval=3)]
+    train.main([*run, '--document_attention', '--max_iters=3'])
     assert 'exports to transformers as gpt2 (without document_attention' \
         in capsys.readouterr().out
-    train.main([*run, '--document_attention', '--init_from=resume', '--max_iters=8'])
+    train.main([*run, '--document_attention', '--init_from=resume', '--max_iters=4'])
     with pytest.raises(UserError, match=r'otherwise than with document_attention=False'):
-        train.main([*run, '--init_from=resume', '--max_iters=9'])
+        train.main([*run, '--init_from=resume', '--max_iters=5'])
     out = tmp_path / 'out'
     shape = checkpoints.find(out).state['model']
     assert shape['document_attention'] is True and shape['document_start'] == 256
@@ -38,35 +38,30 @@ def test_the_tokenizer_tells_what_opens_a_document_and_all_that_follows_knows(
     evaluate.main([*options(out_dir=out, device='cpu', dtype='float32')])
 
 
-def test_a_run_from_other_weights_may_turn_it_on(tiny, lines, tmp_path):
+def test_a_run_from_other_weights_may_turn_it_on(tiny, documents, tmp_path):
     plain, own = tmp_path / 'plain', tmp_path / 'own'
-    run = [*tiny, f'--dataset={lines}']
-    train.main([*run, f'--out_dir={plain}', '--max_iters=1'])
-    train.main([*run, f'--out_dir={own}', '--max_iters=1', f'--init_from={plain}',
-                '--document_attention'])
+    run = [*tiny, f'--dataset={documents}', '--max_iters=1']
+    train.main([*run, f'--out_dir={plain}'])
+    train.main([*run, f'--out_dir={own}', f'--init_from={plain}', '--document_attention'])
     assert [checkpoints.find(out).state['model']['document_start'] for out in (plain, own)] \
         == [-1, 256]
 
 
-@pytest.mark.parametrize(('more', 'words'), [
-    ({}, 'argparse_char has no end of text'),
-    ({'document_start': 1000}, r'document_start=1000: .* has tokens 0 to '),
-    ({'document_attention': False, 'document_start': 1}, 'takes document_attention')])
-def test_what_opens_no_document_is_refused_in_a_line(tiny, more, words):
-    with pytest.raises(UserError, match=words) as error:
-        train.main([*tiny, '--document_attention', *options(**more)])
-    assert '\n' not in str(error.value)
-
-
-def test_one_running_text_in_which_no_document_begins_is_refused(tiny, text_file, tmp_path):
+def test_what_opens_no_document_is_refused_in_a_line(tiny, text_file, tmp_path):
     prepare.main(['text', f'--input={text_file}', '--tokenizer=byte', f'--data_dir={tmp_path}/one'])
-    with pytest.raises(UserError, match=r'no document begins in the first .*--documents='):
-        train.main([*tiny, f'--dataset={tmp_path}/one', '--document_attention'])
+    for more, words in [
+            ({}, 'argparse_char has no end of text'),
+            ({'document_start': 1000}, r'document_start=1000: .* has tokens 0 to '),
+            ({'document_attention': False, 'document_start': 1}, 'takes document_attention'),
+            ({'dataset': f'{tmp_path}/one'}, r'no document begins in the first .*--documents=')]:
+        with pytest.raises(UserError, match=words) as error:
+            train.main([*tiny, '--document_attention', *options(**more)])
+        assert '\n' not in str(error.value)
 
 
 def test_a_plan_counts_the_mask():
     def peak(**more):
-        config = TrainConfig(n_layer=2, n_head=1, n_embd=16, block_size=512, **more)
+        config = TrainConfig(n_layer=1, n_head=1, n_embd=16, block_size=512, **more)
         step = StepSettings(2, dtype='float32', device='cpu', config=config)
         return predict(config.gpt_config(65), step).peak
 

@@ -70,26 +70,11 @@ def test_the_gradient_is_that_of_the_answers_however_a_step_is_split(dataset, ch
     expected.backward()
     wanted = gradients(model)
     model.loss_chunk_tokens = chunk
-    for micro_steps, processes in ((1, 1), (2, 1), (4, 1), (8, 1), (16, 1), (1, 2), (4, 2), (8, 2)):
+    for micro_steps, processes in ((1, 1), (4, 1), (16, 1), (1, 2), (8, 2)):
         loss, found = step(model, dataset, micro_steps, processes)
         assert loss.item() == pytest.approx(expected.item(), rel=error)
         for one, other in zip(found, wanted, strict=True):
             assert (one - other).norm() <= error * other.norm()
-
-
-@pytest.mark.parametrize('chunk', [0, 64])
-def test_no_gradient_comes_from_where_a_user_speaks_next(dataset, chunk):
-    model, ends = make_model(), []
-    model.loss_chunk_tokens = chunk
-
-    def keep(module, arguments, x):  # (B, T, C): what the head reads
-        x.retain_grad()
-        ends.append(x)
-
-    model.transformer.ln_f.register_forward_hook(keep)
-    step(model, dataset)
-    idx, *_ = dataset.loader('train', True, T, SEQUENCES).train_batch(0, 0)
-    assert torch.equal(ends[0].grad.abs().sum(-1) > 0, said(idx))
 
 
 def test_another_last_word_of_a_user_changes_no_gradient_and_another_answer_does(tmp_path):

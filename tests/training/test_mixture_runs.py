@@ -4,8 +4,7 @@ import json
 
 import pytest
 import torch
-from helpers import TINY, exit_code, fork, ranks
-from test_train import lines, same, weights
+from helpers import TINY, lines, same, train_processes, weights
 
 import evaluate
 import plan
@@ -15,25 +14,41 @@ from plaingpt.monitoring.markdown_report import format_report
 from plaingpt.monitoring.run_record import read_run
 from plaingpt.system.errors import UserError
 
-MIXED = '--dataset=code:0.3,prose:0.7'
+
+@pytest.fixture(scope='module')
+def corpora(text_file, tmp_path_factory):
+    """A folder with data/code and data/prose."""
+    folder, text = tmp_path_factory.mktemp('corpora'), text_file.read_text()
+    for name, piece in (('code', text[:6000]), ('prose', text[6000:60_000])):
+        (folder / f'{name}.txt').write_text(piece)
+        prepare.main(['text', f'--input={folder}/{name}.txt', '--tokenizer=byte',
+                      f'--data_dir={folder}/data/{name}'])
+    return folder
 
 
 @pytest.fixture
-def two(text_file, tmp_path, monkeypatch):
-    """data/code and data/prose in the working directory, and the options of a run of a second."""
+def two(corpora, tmp_path, monkeypatch):
+    """The options of a short run on both; data/ is in the working directory."""
     monkeypatch.chdir(tmp_path)
-    text = text_file.read_text()
-    for name, piece in (('code', text[:6000]), ('prose', text[6000:60_000])):
-        (tmp_path / f'{name}.txt').write_text(piece)
-        prepare.main(['text', f'--input={name}.txt', '--tokenizer=byte', f'--data_dir=data/{name}'])
+    (tmp_path / 'data').symlink_to(corpora / 'data')
     return [*TINY, '--max_iters=6', '--n_layer=1', '--gradient_accumulation_steps=6',
-            '--check=False', MIXED]
+            '--check=False', '--dataset=code:0.3,prose:0.7']
+
+
+@pytest.fixture(scope='module')
+def whole(corpora, tmp_path_factory):
+    """The out_dir of such a run that was not interrupted."""
+    out_dir = tmp_path_factory.mktemp('whole')
+    train.main([*TINY, '--max_iters=6', '--n_layer=1', '--gradient_accumulation_steps=6',
+                f'--dataset={corpora}/data/code:0.3,{corpora}/data/prose:0.7',
+                f'--out_dir={out_dir}'])
+    return out_dir
 
 
 def test_the_loss_of_each_corpus_and_their_weighted_mean_are_logged(two, tmp_path, capsys):
-    train.main([*two, '--check=auto', '--out_dir=out'])
-    out = capsys.readouterr().out
-    for row in (rows := lines(tmp_path / 'out', 'val_loss')):
+    train.main([*two, '--out_dir=out'])
+    out, rows = capsys.readouterr().out, lines(tmp_path / 'out', 'val_loss')
+    for row in rows:
         each = row['val_loss/code'], row['val_loss/prose']
         assert row['val_loss'] == pytest.approx(0.3 * each[0] + 0.7 * each[1], abs=1e-12)
         assert f'| code {each[0]:.4f} | prose {each[1]:.4f}' in out
@@ -44,7 +59,6 @@ def test_the_loss_of_each_corpus_and_their_weighted_mean_are_logged(two, tmp_pat
     assert f'{epochs[0]:.3g} epochs of code (30.0%), {epochs[1]:.3g} of prose (70.0%)' in out
     assert f'{epochs[0]:.3g} epochs of code, {epochs[1]:.3g} of prose' in report
     assert f'| of code | {rows[-1]["val_loss/code"]:.4f} |' in report
-    capsys.readouterr()
     plan.main([*two, '--tokens_per_s=1', '--json'])
     planned = json.loads(capsys.readouterr().out)['tokens']['corpora']
     assert [each['epochs'] for each in planned] == pytest.approx(epochs)
@@ -55,43 +69,38 @@ def test_the_loss_of_each_corpus_and_their_weighted_mean_are_logged(two, tmp_pat
     assert losses == pytest.approx([rows[-1]['val_loss/code'], rows[-1]['val_loss/prose']], abs=0.2)
 
 
-def test_a_mixture_resumes_as_if_it_had_not_stopped_and_only_as_it_was(two, tmp_path):
-    train.main([*two, '--out_dir=whole'])
+def test_a_mixture_resumes_as_if_it_had_not_stopped_and_only_as_it_was(two, whole, tmp_path):
     train.main([*two, '--out_dir=out', '--max_iters=3'])
     for other in ('code:0.4,prose:0.6', 'prose:0.7,code:0.3', 'code'):
         with pytest.raises(UserError, match=r'it has dataset=code:0\.3,prose:0\.7'):
             train.main([*two, f'--dataset={other}', '--out_dir=out', '--init_from=resume'])
     train.main([*two, '--dataset=data/code:0.3,data/prose:0.7', '--out_dir=out',
                 '--init_from=resume'])
-    assert same(weights(tmp_path / 'out'), weights(tmp_path / 'whole'))
+    assert same(weights(tmp_path / 'out'), weights(whole))
 
 
-def test_two_and_three_processes_train_on_the_mixture_as_one_does(two, tmp_path):
-    train.main([*two, '--out_dir=out-1'])
-    for size in (2, 3):
-        pids = [fork(train.main, *two, f'--out_dir=out-{size}', log=tmp_path / env['RANK'], **env)
-                for env in ranks(size)]
-        assert [exit_code(pid) for pid in pids] == [0] * size, (tmp_path / '0').read_text()
-        for one, several in zip(weights(tmp_path / 'out-1'), weights(tmp_path / f'out-{size}'),
-                                strict=True):
-            assert torch.allclose(one, several, atol=1e-5)
-        for key in ('val_loss/code', 'val_loss', 'loss'):
-            found = [[row[key] for row in lines(tmp_path / f'out-{n}', key)] for n in (1, size)]
-            assert found[1] == pytest.approx(found[0], abs=1e-4)
+def test_three_processes_train_on_the_mixture_as_one_does(two, whole, tmp_path):
+    train_processes(3, tmp_path, *two, '--out_dir=out')
+    for one, several in zip(weights(whole), weights(tmp_path / 'out'), strict=True):
+        assert torch.allclose(one, several, atol=1e-5)
+    for key in ('val_loss/code', 'val_loss', 'loss'):
+        one, several = ([row[key] for row in lines(out, key)] for out in (whole, tmp_path / 'out'))
+        assert several == pytest.approx(one, abs=1e-4), key
 
 
 def test_a_mixture_of_one_trains_as_that_dataset(two, tmp_path):
+    runs = []
     for name, out_dir in (('code', 'alone'), ('code:1.0', 'mixed')):
-        train.main([*two, f'--dataset={name}', f'--out_dir={out_dir}'])
-    assert same(weights(tmp_path / 'alone'), weights(tmp_path / 'mixed'))
-    found = [[{key: row[key] for key in row if 'loss' in key} for row in
-              lines(tmp_path / out_dir, 'iter')] for out_dir in ('alone', 'mixed')]
-    assert found[0] == found[1]
+        train.main([*two, f'--dataset={name}', f'--out_dir={out_dir}', '--max_iters=3'])
+        losses = [{key: row[key] for key in row if 'loss' in key}
+                  for row in lines(tmp_path / out_dir, 'iter')]
+        runs.append((losses, weights(tmp_path / out_dir)))
+    assert runs[0][0] == runs[1][0] and same(runs[0][1], runs[1][1])
 
 
 def test_a_mixture_can_be_overfitted_and_evaluated_on_its_first_tokens(two, tmp_path, capsys):
-    train.main([*two, '--overfit_batches=1', '--eval_tokens=64', '--learning_rate=1e-2',
-                '--max_iters=30', '--out_dir=out'])
+    train.main([*two, '--overfit_batches=1', '--eval_tokens=64', '--learning_rate=2e-2',
+                '--max_iters=15', '--lr_decay_iters=15', '--eval_interval=15', '--out_dir=out'])
     rows = lines(tmp_path / 'out', 'val_loss')
     assert rows[-1]['train_loss'] < rows[0]['train_loss'] - 1
     assert 'code (30' not in capsys.readouterr().out  # the batches are read, not the corpora

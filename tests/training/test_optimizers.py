@@ -1,6 +1,7 @@
 import math
 from collections import Counter
 from dataclasses import replace
+from itertools import product
 
 import pytest
 import torch
@@ -15,13 +16,27 @@ from plaingpt.training.training_step import StepGuard, update
 SHAPE = GPTConfig(block_size=16, vocab_size=65, n_layer=2, n_head=2, n_embd=32)
 
 
+def gradients(model):
+    idx = torch.randint(0, 65, (4, 16))
+    loss = model(idx, idx)[1]
+    loss.backward()
+    return loss
+
+
 def trained(model, optimizer, steps=3, seed=0):
     torch.manual_seed(seed)
     for _ in range(steps):
-        idx = torch.randint(0, 65, (4, 16))
-        model(idx, idx)[1].backward()
+        gradients(model)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
+
+
+def copies(parameters):
+    return [p.detach().clone() for p in parameters]
+
+
+def same(a, b):
+    return all(torch.equal(p, q) for p, q in zip(a, b, strict=True))
 
 
 def made(name='muon', **options):
@@ -53,11 +68,11 @@ def test_matrices_of_blocks_get_muon_and_the_rest_adamw():
 
 @pytest.mark.parametrize('name', optimizers.OPTIMIZERS)
 def test_each_group_follows_its_own_learning_rate(name):
-    scales = {'embedding': 0.5, 'head': 0.0, 'vectors': 2.0}
     torch.manual_seed(0)
     model = GPT(replace(SHAPE, tied_head=False, conv=3))
-    optimizer = build_optimizer(model, TrainConfig(optimizer=name, learning_rate=1e-2, **{
-        f'{kind.removesuffix("s")}_lr_scale': scale for kind, scale in scales.items()}), 'cpu')
+    optimizer = build_optimizer(model, TrainConfig(
+        optimizer=name, learning_rate=1e-2, embedding_lr_scale=0.5, head_lr_scale=0.0,
+        vector_lr_scale=2.0), 'cpu')
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
     trained(model, optimizer, 1)
     rates = {id(p): group['lr'] for group in optimizer.param_groups for p in group['params']}
@@ -92,16 +107,16 @@ class Calls(TorchDispatchMode):
         return func(*args, **kwargs or {})
 
 
-@pytest.mark.parametrize('name', ['muon', 'normuon'])
-def test_matrices_of_one_shape_are_multiplied_together_however_many_there_are(name):
-    def matmuls(n_layer):
+def test_matrices_of_one_shape_are_multiplied_together_however_many_there_are():
+    def matmuls(n_layer, name):
         model = GPT(replace(SHAPE, n_layer=n_layer))
         optimizer = build_optimizer(model, TrainConfig(optimizer=name), 'cpu')
         with Calls() as calls:
             trained(model, optimizer, 1)
         return calls.names['bmm'] + calls.names['baddbmm']
 
-    assert matmuls(1) == matmuls(3) > 0
+    for name in ('muon', 'normuon'):
+        assert matmuls(1, name) == matmuls(3, name) > 0
 
 
 def test_the_rest_moves_as_with_adamw_alone():
@@ -114,39 +129,60 @@ def test_the_rest_moves_as_with_adamw_alone():
 def test_a_bad_step_leaves_the_weights_alone():
     model, optimizer = made()
     trained(model, optimizer)
-    before = [p.detach().clone() for p in model.parameters()]
+    before = copies(model.parameters())
     for p in model.parameters():
         p.grad = torch.full_like(p, float('nan'))
     optimizer.found_inf = torch.ones(())
     optimizer.step()
-    assert all(torch.equal(p, q) for p, q in zip(model.parameters(), before, strict=True))
+    assert same(model.parameters(), before)
     optimizer.found_inf = torch.zeros(())
     optimizer.zero_grad(set_to_none=True)
     trained(model, optimizer)
     assert all(p.isfinite().all() for p in model.parameters())
 
 
-def stepped(name, scaled, factors, **options):
-    """Weights after a step on each of the same batches whose factor, of the loss, is not None."""
-    model, optimizer = made(name, **options)
+def stepped(model, optimizer, factors, scaled=False, patience=10):
+    """Steps on batches whose losses are multiplied by these factors; None: no step → for each
+    whether it moved a weight. patience: steps that may be left out one after another."""
     scaler = torch.amp.GradScaler('cpu', init_scale=4.0, enabled=scaled)
-    guard = StepGuard(None, 10, None, torch.device('cpu'), scaling=scaled)
+    guard = StepGuard(None, patience, None, torch.device('cpu'), scaling=scaled)
+    moved = []
     torch.manual_seed(1)
     for it, factor in enumerate(factors):
-        idx = torch.randint(0, 65, (4, 16))
+        idx, before = torch.randint(0, 65, (4, 16)), copies(model.parameters())
         if factor is not None:
             loss = model(idx, idx)[1] * factor
             scaler.scale(loss).backward()
             update(model, optimizer, scaler, 1.0, guard, it, loss.detach())
-    return list(model.parameters())
+        moved.append(not same(model.parameters(), before))
+    return moved
 
 
 @pytest.mark.parametrize('scaled', [False, True], ids=['unscaled', 'scaled'])
 @pytest.mark.parametrize('name', optimizers.OPTIMIZERS)
 def test_a_first_step_that_is_not_finite_leaves_no_trace(name, scaled):
-    poisoned = stepped(name, scaled, [math.nan, 1.0, 1.0, 1.0])
-    spared = stepped(name, scaled, [None, 1.0, 1.0, 1.0])
-    assert all(torch.equal(p, q) for p, q in zip(poisoned, spared, strict=True))
+    (poisoned, a), (spared, b) = made(name), made(name)
+    assert stepped(poisoned, a, [math.nan, 1.0, 1.0, 1.0], scaled) == [False, True, True, True]
+    stepped(spared, b, [None, 1.0, 1.0, 1.0], scaled)
+    assert same(poisoned.parameters(), spared.parameters())
+
+
+def test_with_float16_a_run_that_gave_up_moves_no_more():
+    moved = stepped(*made(), (1.0, math.nan, math.nan, 1.0, 1.0), scaled=True, patience=2)
+    assert moved == [True, False, False, False, False]
+
+
+class Plain(torch.optim.SGD):
+    """An optimizer that knows nothing of found_inf: torch's SGD, not fused, with momentum."""
+
+    def __init__(self, params):
+        super().__init__(params, lr=1e-2, momentum=0.9, fused=False)
+
+
+def test_an_optimizer_that_ignores_found_inf_never_steps_on_a_nan():
+    model = GPT(SHAPE)
+    assert stepped(model, Plain(model.parameters()), (1.0, math.nan, 1.0)) == [True, False, True]
+    assert all(p.isfinite().all() for p in model.parameters())
 
 
 @pytest.mark.parametrize('momentum', [0.0, 0.95])
@@ -157,64 +193,29 @@ def test_sgd_moves_as_torchs_plain_sgd_from_the_first_step_on(momentum):
     plain = torch.optim.SGD([dict(params=[q], weight_decay=decay) for q, (_, decay)
                              in zip(theirs, ours, strict=True)], lr=1e-2, momentum=momentum,
                             nesterov=momentum > 0, fused=True)
-    for seed in range(3):
-        torch.manual_seed(seed)
-        idx = torch.randint(0, 65, (4, 16))
-        model(idx, idx)[1].backward()
+    for _ in range(3):
+        gradients(model)
         for q, (p, _) in zip(theirs, ours, strict=True):
             q.grad = p.grad.clone()
         optimizer.step()
         plain.step()
         optimizer.zero_grad(set_to_none=True)
-        assert all(torch.equal(p, q) for q, (p, _) in zip(theirs, ours, strict=True))
-
-
-def test_a_good_verdict_changes_nothing():
-    (a, plain), (b, judged) = made(), made()
-    judged.found_inf = torch.zeros(())
-    for model, optimizer in ((a, plain), (b, judged)):
-        trained(model, optimizer)
-    assert all(torch.equal(p, q) for p, q in zip(a.parameters(), b.parameters(), strict=True))
-
-
-def test_the_learning_rate_is_set_for_both():
-    model, optimizer = made()
-    for group in optimizer.param_groups:
-        group['lr'] = 0.0
-    before = [p.detach().clone() for p in model.parameters()]
-    trained(model, optimizer)
-    assert all(torch.equal(p, q) for p, q in zip(model.parameters(), before, strict=True))
-
-
-def test_with_float16_a_run_that_gave_up_moves_no_more(tmp_path):
-    model, optimizer = made()
-    scaler = torch.amp.GradScaler('cpu', init_scale=4.0)
-    guard = StepGuard(tmp_path / 'anomalies.jsonl', 2, None,
-                      torch.device('cpu'))
-    moved = []
-    for it, factor in enumerate((1.0, math.nan, math.nan, 1.0, 1.0)):
-        before = [p.detach().clone() for p in model.parameters()]
-        idx = torch.randint(0, 65, (4, 16))
-        loss = model(idx, idx)[1] * factor
-        scaler.scale(loss).backward()
-        update(model, optimizer, scaler, 1.0, guard, it, loss.detach())
-        moved.append(not all(torch.equal(p, q) for p, q in
-                             zip(model.parameters(), before, strict=True)))
-    assert moved == [True, False, False, False, False]
+        assert same(theirs, [p for p, _ in ours])
 
 
 @pytest.mark.parametrize('scale', optimizers.SCALES)
 def test_a_matrix_moves_as_with_torchs_muon(monkeypatch, scale):
-    monkeypatch.setattr(optimizers, 'cpu_has_bfloat16', lambda: True)  # as torch: in bfloat16
+    # Both in float32: in bfloat16 the order of sums, another on each CPU, is 6% of a move.
+    monkeypatch.setattr(optimizers, 'cpu_has_bfloat16', lambda: False)
+    monkeypatch.setattr(torch.Tensor, 'bfloat16', torch.Tensor.float)
     model, optimizer = made(muon_scale=scale)
     matrices = [(p, 3 if 'c_attn' in name else 1)  # queries, keys and values by themselves
                 for name, p in model.named_parameters() if '.h.' in name and p.dim() == 2]
     theirs = [torch.nn.Parameter(part.clone()) for p, n in matrices for part in p.detach().chunk(n)]
     muon = torch.optim.Muon(theirs, lr=1e-2, weight_decay=0.1, momentum=0.95, adjust_lr_fn=scale)
-    for seed in range(3):
-        torch.manual_seed(seed)
-        idx = torch.randint(0, 65, (4, 16))
-        model(idx, idx)[1].backward()
+    for _ in range(3):
+        gradients(model)
+        before = copies(theirs)
         for q, grad in zip(theirs, (part for p, n in matrices for part in p.grad.chunk(n)),
                            strict=True):
             q.grad = grad.clone()
@@ -222,10 +223,12 @@ def test_a_matrix_moves_as_with_torchs_muon(monkeypatch, scale):
         muon.step()
         optimizer.zero_grad(set_to_none=True)
         ours = (part for p, n in matrices for part in p.detach().chunk(n))
-        assert all(torch.equal(p, q) for p, q in zip(ours, theirs, strict=True))
+        for p, q, old in zip(ours, theirs, before, strict=True):
+            assert (p - q).norm() < 1e-3 * (q - old).norm()
 
 
 def test_exact_iterations_make_all_singular_values_1():
+    torch.manual_seed(0)
     matrix = torch.randn(3, 64, 32) + torch.outer(torch.randn(64), torch.randn(32))
     found = optimizers.orthogonalized(matrix, optimizers.ITERATIONS['exact'])
     torch.testing.assert_close(torch.linalg.svdvals(found.float()), torch.ones(3, 32),
@@ -233,6 +236,7 @@ def test_exact_iterations_make_all_singular_values_1():
 
 
 def test_a_cpu_without_bfloat16_orthogonalizes_in_float32(monkeypatch):
+    torch.manual_seed(0)
     matrix = torch.randn(64, 32)
     found = {}
     for has_bfloat16 in (True, False):
@@ -243,44 +247,15 @@ def test_a_cpu_without_bfloat16_orthogonalizes_in_float32(monkeypatch):
     torch.testing.assert_close(found[True].float(), found[False], atol=0.03, rtol=0.1)
 
 
-@pytest.mark.parametrize('shape', [(3, 32, 32), (3, 32, 128), (3, 128, 32)])
-@pytest.mark.parametrize('rank', [2, 32])
 @pytest.mark.parametrize('iterations', optimizers.ITERATIONS.values(), ids=optimizers.ITERATIONS)
-def test_float32_orthogonalizes_as_plain_newton_schulz_in_float64(monkeypatch, shape, rank,
-                                                                  iterations):
+def test_float32_orthogonalizes_as_plain_newton_schulz_in_float64(monkeypatch, iterations):
     monkeypatch.setattr(optimizers, 'cpu_has_bfloat16', lambda: False)
     torch.manual_seed(0)
-    n, rows, columns = shape
-    matrices = torch.randn(n, rows, rank) @ torch.randn(n, rank, columns)
-    x = matrices.double() / matrices.double().norm(dim=(1, 2), keepdim=True)
-    for a, b, c in iterations:
-        gram = x @ x.mT
-        x = a * x + (b * gram + c * gram @ gram) @ x
-    found = optimizers.orthogonalized(matrices, iterations)
-    assert (found - x).norm() / x.norm() < 1e-3
-
-
-class Plain(torch.optim.SGD):
-    """An optimizer that knows nothing of found_inf: torch's SGD, not fused, with momentum."""
-
-    def __init__(self, params):
-        super().__init__(params, lr=1e-2, momentum=0.9, fused=False)
-
-
-def test_an_optimizer_that_ignores_found_inf_never_steps_on_a_nan(tmp_path):
-    torch.manual_seed(0)
-    model = GPT(SHAPE)
-    optimizer = Plain(model.parameters())
-    guard = StepGuard(tmp_path / 'anomalies.jsonl', 10, None, torch.device('cpu'))
-    scaler = torch.amp.GradScaler('cpu', enabled=False)
-    moved = []
-    for it, factor in enumerate((1.0, math.nan, 1.0)):
-        before = [p.detach().clone() for p in model.parameters()]
-        idx = torch.randint(0, 65, (4, 16))
-        loss = model(idx, idx)[1] * factor
-        loss.backward()
-        update(model, optimizer, scaler, 1.0, guard, it, loss.detach())
-        moved.append(not all(torch.equal(p, q) for p, q in
-                             zip(model.parameters(), before, strict=True)))
-    assert moved == [True, False, True]
-    assert all(p.isfinite().all() for p in model.parameters())
+    for (rows, columns), rank in product([(32, 32), (32, 128), (128, 32)], [2, 32]):
+        matrices = torch.randn(3, rows, rank) @ torch.randn(3, rank, columns)
+        x = matrices.double() / matrices.double().norm(dim=(1, 2), keepdim=True)
+        for a, b, c in iterations:
+            gram = x @ x.mT
+            x = a * x + (b * gram + c * gram @ gram) @ x
+        found = optimizers.orthogonalized(matrices, iterations)
+        assert (found - x).norm() / x.norm() < 1e-3, (rows, columns, rank)

@@ -7,20 +7,27 @@ import shutil
 import signal
 import sys
 import tempfile
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 import torch
-from helpers import exit_code, fails, fork, ranks
-from test_train import lines, same, weights
+from helpers import exit_code, fails, fork, lines, same, train_processes, weights
 
+import prepare
 import sample
 import train
 from plaingpt.monitoring.metrics import Clock
 from plaingpt.system.errors import UserError
 from plaingpt.training import checkpoint as checkpoints
 from plaingpt.training import checkpoint_writer
+from plaingpt.training.settings import TrainConfig
+
+
+@pytest.fixture
+def out(trained, tmp_path):
+    """The out_dir of a run that ended at iteration 6, with a checkpoint of iteration 3 too."""
+    return shutil.copytree(trained, tmp_path / 'out')
 
 
 def flip_a_bit(checkpoint):
@@ -45,82 +52,98 @@ def let_a_newer_version_write_it(checkpoint):
 @pytest.mark.parametrize(('spoil', 'words'), [
     (flip_a_bit, 'is damaged'), (make_unreadable, 'state.json'),
     (let_a_newer_version_write_it, 'from another version')])
-def test_auto_starts_nothing_anew_where_no_checkpoint_can_be_used(tiny, tmp_path, spoil, words):
-    train.main([*tiny, '--keep_checkpoints=1', '--max_iters=3'])
-    (checkpoint,) = checkpoints.checkpoint_paths(tmp_path / 'out')
+def test_auto_starts_nothing_anew_where_no_checkpoint_can_be_used(
+        tiny, out, tmp_path, spoil, words):
+    shutil.rmtree(out / 'checkpoints/iter-00000003')
+    checkpoint = out / 'checkpoints/iter-00000006'
     spoil(checkpoint)
     before = sorted(tmp_path.rglob('*'))
     for init_from in ('auto', 'resume'):
         with pytest.raises(UserError) as refused:
             train.main([*tiny, f'--init_from={init_from}'])
         message = str(refused.value)
-        assert str(checkpoint) in message and words in message
+        assert str(checkpoint) in message and words in message and 'remove' not in message
         assert '--init_from=scratch' in message or words == 'from another version'
-        assert 'remove' not in message
         assert sorted(tmp_path.rglob('*')) == before
     train.main([*tiny, '--init_from=scratch', '--max_iters=1'])
-    assert (tmp_path / 'out/old-001/checkpoints' / checkpoint.name).exists()
+    assert (out / 'old-001/checkpoints' / checkpoint.name).exists()
 
 
-@contextmanager
-def another_user():
-    """Root may read everything, so a test of permissions is somebody else for a while."""
-    root = os.geteuid() == 0
-    if root:
-        os.seteuid(65534)
-    try:
-        yield
-    finally:
-        if root:
-            os.seteuid(0)
+def test_a_damaged_newest_checkpoint_is_named_and_the_one_before_it_used(tiny, out, capsys):
+    whole = weights(out)
+    flip_a_bit(out / 'checkpoints/iter-00000006')
+    train.main([*tiny, '--init_from=auto'])
+    printed = capsys.readouterr().out
+    assert f'skipped a checkpoint: {out}/checkpoints/iter-00000006' in printed
+    assert same(weights(out), whole) and (out / 'old-001').exists()
+    assert TrainConfig().keep_checkpoints >= 2  # so there is one before it by default
 
 
-def test_checkpoints_of_another_user_are_not_taken_for_none(trained):
-    with tempfile.TemporaryDirectory() as folder:
-        os.chmod(folder, 0o755)
-        out = shutil.copytree(trained, Path(folder, 'out'))
-        for mode in (0o000, 0o600):
-            os.chmod(out / 'checkpoints', mode)
-            with another_user(), pytest.raises(UserError, match='checkpoints'):
-                checkpoints.find(out, 'latest')
-        os.chmod(out / 'checkpoints', 0o700)
+@pytest.fixture(scope='module')
+def other_data(text_file, tmp_path_factory):
+    """A folder with two datasets: of other tokens, and of as many characters, but others."""
+    folder, text = tmp_path_factory.mktemp('other'), text_file.read_text()
+    for name, content in (('reversed', text[::-1]), ('accents', text.replace('e', 'é'))):
+        (folder / f'{name}.txt').write_text(content)
+        prepare.main(['text', f'--input={folder}/{name}.txt', '--tokenizer=char',
+                      f'--data_dir={folder}/{name}'])
+    return folder
 
 
-def test_the_one_before_a_damaged_checkpoint_is_kept_by_default(tiny, tmp_path):
-    tiny = [option for option in tiny if 'keep_checkpoints' not in option]
-    train.main([*tiny, '--checkpoint_interval=1'])
-    whole = weights(tmp_path / 'out')
-    flip_a_bit(checkpoints.checkpoint_paths(tmp_path / 'out')[-1])
-    train.main([*tiny, '--checkpoint_interval=1', '--init_from=auto'])
-    assert same(weights(tmp_path / 'out'), whole)
+def test_another_model_tokenizer_or_dataset_is_refused(tiny, trained, other_data, capsys,
+                                                       monkeypatch):
+    resume = ['--init_from=resume', f'--out_dir={trained}']
+    for argv, words in [
+            ([*resume, '--n_layer=3'], 'n_layer=3 (it has 2)'),
+            ([*resume, f'--dataset={other_data}/accents'], 'another tokenizer'),
+            ([*resume, f'--dataset={other_data}/reversed'], 'trained on other tokens'),
+            ([f'--init_from={trained}', f'--dataset={other_data}/accents'], 'another tokenizer')]:
+        assert words in fails(capsys, monkeypatch, train.main, *tiny, *argv), argv
+    assert checkpoints.find(trained).iter_num == 6
 
 
-def test_a_run_goes_on_in_every_other_dtype(tiny, tmp_path):
-    dtypes = ('float32', 'bfloat16', 'float16')
-    for dtype in dtypes:
-        train.main([*tiny, f'--out_dir={tmp_path}/{dtype}', f'--dtype={dtype}', '--max_iters=2'])
-    for before in dtypes:
-        for after in dtypes:
-            out = shutil.copytree(tmp_path / before, tmp_path / f'{before}-{after}')
-            train.main([*tiny, f'--out_dir={out}', f'--dtype={after}', '--init_from=resume'])
-            found = checkpoints.find(out)
-            assert found.iter_num == 6
-            scale = found.state['scaler'].get('scale', 0)
-            assert (scale > 0) == (after == 'float16')
+def test_a_new_run_on_other_data_starts_from_the_weights_of_an_earlier_one(
+        tiny, trained, other_data, tmp_path):
+    train.main([*tiny, f'--dataset={other_data}/reversed', f'--init_from={trained}',
+                '--max_iters=0'])
+    assert lines(tmp_path / 'out', 'val_loss')[0]['val_loss'] < 4.4  # it knows something
+
+
+def test_tokens_replaced_behind_meta_json_are_refused_also_on_disk(tiny, out, char_data, tmp_path):
+    for split in ('train', 'val'):
+        data = shutil.copytree(char_data, tmp_path / split)
+        content = (data / f'{split}.bin').read_bytes()
+        (data / f'{split}.bin').write_bytes(content[2:] + content[:2])
+        with pytest.raises(UserError, match=f'tokens than those of the {split} split'):
+            train.main([*tiny, f'--dataset={data}', '--data_in_ram=False', '--init_from=auto'])
+
+
+def test_settings_that_changed_are_told_and_no_text_is_repeated_or_skipped(tiny, out, capsys):
+    train.main([*tiny, '--init_from=resume', '--checkpoint=3', '--batch_size=2', '--dtype=auto',
+                '--parallel=auto'])
+    printed = capsys.readouterr().out
+    assert 'changed: batch_size 4 → 2' in printed and 'changed: dtype float32 → auto' in printed
+    assert 'changed: parallel' not in printed
+    assert checkpoints.find(out).state['sequences'] == 3 * 8 + 3 * 4
+    assert lines(out, 'loss')[-1]['tokens'] == (3 * 8 + 3 * 4) * 16
+
+
+def test_a_run_goes_on_in_every_other_dtype(tiny, out):
+    for i, dtype in enumerate(('float16', 'bfloat16', 'float32'), start=7):
+        train.main([*tiny, f'--dtype={dtype}', '--init_from=resume', f'--max_iters={i}'])
+        found = checkpoints.find(out)
+        assert found.iter_num == i and lines(out, 'loss')[-1]['loss'] < 5
+        assert (found.state['scaler'].get('scale', 0) > 1) == (dtype == 'float16')
 
 
 def test_a_run_that_patience_ended_stays_ended_until_told_otherwise(tiny, tmp_path, capsys):
     # without a learning rate no evaluation is better than the first
-    tiny = [*tiny, '--init_from=auto', '--eval_interval=1', '--max_iters=20', '--learning_rate=0',
-            '--min_lr=0', '--weight_decay=0', '--lr_decay_iters=20']
-    for _ in range(3):
-        train.main([*tiny, '--patience=2'])
-        assert checkpoints.find(tmp_path / 'out').iter_num == 2
-        assert 'stopped after iteration 2, patience=2' in capsys.readouterr().out
-    train.main([*tiny, '--patience=4'])
-    assert checkpoints.find(tmp_path / 'out').iter_num == 4
-    train.main([*tiny, '--patience=0'])
-    assert checkpoints.find(tmp_path / 'out').iter_num == 20
+    tiny = [*tiny, '--init_from=auto', '--eval_interval=1', '--max_iters=5', '--learning_rate=0',
+            '--min_lr=0', '--eval_iters=1']
+    for patience, end in ((2, 2), (2, 2), (3, 3), (0, 5)):
+        train.main([*tiny, f'--patience={patience}'])
+        assert checkpoints.find(tmp_path / 'out').iter_num == end
+        assert (f'stopped after iteration {end}, patience=' in capsys.readouterr().out) == (end < 5)
 
 
 # -----------------------------------------------------------------------------
@@ -131,25 +154,27 @@ def rows(path):
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def test_going_back_keeps_the_rows_of_the_later_steps_in_the_archive(tiny, tmp_path):
-    out = tmp_path / 'out'
-    train.main([*tiny, '--checkpoint_interval=1'])
+def test_going_back_keeps_all_of_the_later_steps_in_the_archive(tiny, out):
     bad_steps = [{'iter': i, 'loss': ['nan']} for i in (1, 5)]
     (out / 'anomalies.jsonl').write_text(''.join(json.dumps(row) + '\n' for row in bad_steps))
     names = ('metrics.jsonl', 'anomalies.jsonl', 'run.json')
-    before = {name: (out / name).read_text() for name in names}
-    train.main([*tiny, '--init_from=resume', '--checkpoint=2', '--max_iters=3'])
+    before, last = {name: (out / name).read_text() for name in names}, weights(out)
+    train.main([*tiny, '--init_from=resume', '--checkpoint=3', '--max_iters=4'])
     assert {name: (out / 'old-001' / name).read_text() for name in names} == before
-    assert [row['iter'] for row in lines(out, 'loss')] == [1, 2, 3]
+    assert same(weights(out / 'old-001'), last)
+    assert checkpoints.find(out).iter_num == 4
+    assert [row['iter'] for row in lines(out, 'loss')] == [1, 2, 3, 4]
     assert rows(out / 'anomalies.jsonl') == bad_steps[:1]
+    with pytest.raises(UserError, match=r'moved to .*old-001/checkpoints/iter-00000006'):
+        checkpoints.find(out, '6')
 
 
 def test_rows_of_steps_that_come_out_otherwise_are_kept_those_of_equal_steps_are_not(
         tiny, tmp_path):
-    out, tiny = tmp_path / 'out', [*tiny, '--checkpoint_interval=2']
+    out, crashed = tmp_path / 'out', tmp_path / 'crashed'
     train.main(tiny)
-    shutil.rmtree(checkpoints.find(out).path)  # as after a crash at iteration 6
-    crashed = shutil.copytree(out, tmp_path / 'crashed')
+    shutil.rmtree(checkpoints.find(out).path)  # as after a crash
+    shutil.copytree(out, crashed)
     train.main([*tiny, '--init_from=auto'])
     assert not (out / 'old-001').exists()
     before = (crashed / 'metrics.jsonl').read_text()
@@ -157,151 +182,60 @@ def test_rows_of_steps_that_come_out_otherwise_are_kept_those_of_equal_steps_are
     assert (crashed / 'old-001/metrics.jsonl').read_text() == before
 
 
-def test_an_earlier_checkpoint_that_cannot_be_removed_is_told(tiny, tmp_path, monkeypatch, capsys):
-    def refuse(path, **_):
-        raise PermissionError(13, 'Permission denied', str(path))
-
-    monkeypatch.setattr(checkpoint_writer.shutil, 'rmtree',
-                        lambda path, ignore_errors=False: ignore_errors or refuse(path))
-    train.main([*tiny, '--checkpoint_interval=1', '--keep_checkpoints=1', '--check=False'])
-    err = capsys.readouterr().err
-    assert 'could not be removed' in err and 'iter-00000001' in err
-    assert checkpoints.find(tmp_path / 'out').iter_num == 6
+def test_a_restart_by_torchrun_does_not_go_back_once_more(tiny, out, monkeypatch):
+    back = [*tiny, '--init_from=auto', '--checkpoint=3']
+    train.main([*back, '--max_iters=4'])
+    monkeypatch.setenv('TORCHELASTIC_RESTART_COUNT', '1')
+    train.main([*back, '--max_iters=5'])
+    assert [row['iter'] for row in lines(out, 'loss')] == [1, 2, 3, 4, 5]
+    assert not (out / 'old-002').exists()
 
 
-# -----------------------------------------------------------------------------
-# float16
-
-
-@pytest.fixture
-def infinite_gradients(monkeypatch):
-    """Every loss is finite, and no gradient."""
-    original = train.forward_backward
-
-    def step(model, *rest):
-        loss = original(model, *rest)
-        next(model.parameters()).grad[0, 0] = float('inf')
-        return loss
-
-    monkeypatch.setattr(train, 'forward_backward', step)
-
-
-@pytest.mark.parametrize('dtype', ['float16', 'float32'])
-def test_gradients_that_stay_infinite_stop_the_run(tiny, tmp_path, infinite_gradients, dtype):
-    with pytest.raises(UserError, match='not finite'):
-        train.main([*tiny, f'--dtype={dtype}', '--max_iters=200', '--eval_interval=100',
-                    '--health_interval=10', '--checkpoint_interval=1', '--keep_checkpoints=99'])
-    found = checkpoints.find(tmp_path / 'out')
-    assert found.iter_num < 50 and same(weights(tmp_path / 'out', 1), weights(tmp_path / 'out'))
-    assert found.state['scaler'].get('scale', 1) > 0
-    assert len(rows(tmp_path / 'out/anomalies.jsonl')) == 10  # max_bad_steps
-
-
-def test_a_short_run_that_moved_no_weight_says_so(tiny, infinite_gradients, capsys):
-    train.main([*tiny, '--dtype=float16'])
-    assert 'the last 6 steps left the weights alone' in capsys.readouterr().out
-
-
-def test_overflows_while_the_loss_scale_is_looked_for_are_no_bad_steps(tmp_path):
-    from plaingpt.training.training_step import OVERFLOWS, StepGuard
-    guard = StepGuard(tmp_path / 'anomalies.jsonl', 2, None, torch.device('cpu'), scaling=True)
-    infinite, finite = torch.tensor(float('inf')), torch.tensor(1.0)
-    for it in range(OVERFLOWS):
-        assert guard.check_finite(it, finite, infinite) == 1
-        assert not guard.report(print)
-    assert guard.check_finite(OVERFLOWS, finite, finite) == 0
+def test_a_checkpoint_that_is_named_is_used_or_refused(tiny, out, tmp_path):
+    for argv in (['--checkpoint=2'], ['--checkpoint=newest', '--init_from=resume'],
+                 ['--checkpoint=99', '--init_from=auto', f'--out_dir={tmp_path}/empty']):
+        with pytest.raises(UserError, match='checkpoint'):
+            train.main([*tiny, *argv])
 
 
 # -----------------------------------------------------------------------------
-# what is there and cannot be seen
+# checkpoints on another disk
 
 
-def test_checkpoints_behind_a_link_to_nothing_are_not_taken_for_none(tiny, tmp_path):
-    train.main([*tiny, '--max_iters=2'])
-    out = tmp_path / 'out'
-    (out / 'checkpoints').rename(tmp_path / 'elsewhere')
-    (out / 'checkpoints').symlink_to(tmp_path / 'not-mounted')
+def test_checkpoints_behind_a_link_to_nothing_are_not_taken_for_none(tiny, out, tmp_path):
+    folder, elsewhere = out / 'checkpoints', tmp_path / 'elsewhere'
+    folder.rename(elsewhere)
+    folder.symlink_to(tmp_path / 'not-mounted')
     before = (out / 'metrics.jsonl').read_text()
     for init_from in ('auto', 'resume', 'scratch'):
         with pytest.raises(UserError, match='checkpoints cannot be read'):
             train.main([*tiny, f'--init_from={init_from}'])
     assert (out / 'metrics.jsonl').read_text() == before and not (out / 'old-001').exists()
-    (out / 'checkpoints').unlink()
-    (out / 'checkpoints').symlink_to(tmp_path / 'elsewhere')
-    (tmp_path / 'elsewhere/iter-00000002').rename(tmp_path / 'gone')
-    (tmp_path / 'elsewhere/iter-00000002').symlink_to(tmp_path / 'nowhere')
-    with pytest.raises(UserError, match='iter-00000002'):
+    folder.unlink()
+    folder.symlink_to(elsewhere)
+    for name in ('iter-00000003', 'iter-00000006'):
+        shutil.rmtree(elsewhere / name)
+        (elsewhere / name).symlink_to(tmp_path / 'nowhere')
+    with pytest.raises(UserError, match='iter-00000006'):
         train.main([*tiny, '--init_from=auto'])
 
 
-def test_checkpoints_on_another_disk_are_archived_whole_or_not_at_all(tiny, tmp_path, monkeypatch):
-    out = tmp_path / 'out'
-    train.main([*tiny, '--checkpoint_interval=1'])
+def test_checkpoints_on_another_disk_are_archived_whole_or_not_at_all(out, monkeypatch):
+    def full_disk(*_):
+        raise OSError(28, 'No space left on device')
+
     with tempfile.TemporaryDirectory(dir='/dev/shm' if Path('/dev/shm').exists() else None) as disk:
         shutil.move(out / 'checkpoints', disk)
         (out / 'checkpoints').symlink_to(Path(disk, 'checkpoints'))
-        train.main([*tiny, '--init_from=resume', '--checkpoint=4', '--max_iters=5'])
-        archived = sorted(path.name for path in (out / 'old-001/checkpoints').iterdir())
-        assert archived == ['iter-00000005', 'iter-00000006']
-
-        def full_disk(*_):
-            raise OSError(28, 'No space left on device')
-
         before = sorted(out.rglob('*')) + sorted(Path(disk).rglob('*'))
-        with monkeypatch.context() as patched:
+        with monkeypatch.context() as patched, pytest.raises(UserError, match='No space left'):
             patched.setattr(checkpoint_writer.shutil, 'copy2', full_disk)
-            with pytest.raises(UserError, match='No space left'):
-                train.main([*tiny, '--init_from=resume', '--checkpoint=2'])
+            checkpoint_writer.archive_previous_run(out, after=0)
         assert sorted(out.rglob('*')) + sorted(Path(disk).rglob('*')) == before
-
-
-def test_a_restart_by_torchrun_does_not_go_back_once_more(tiny, tmp_path, monkeypatch):
-    train.main([*tiny, '--checkpoint_interval=1'])
-    back = [*tiny, '--init_from=auto', '--checkpoint=2', '--checkpoint_interval=1']
-    train.main([*back, '--max_iters=4'])
-    monkeypatch.setenv('TORCHELASTIC_RESTART_COUNT', '1')
-    train.main([*back, '--max_iters=5'])
-    assert [row['iter'] for row in lines(tmp_path / 'out', 'loss')] == [1, 2, 3, 4, 5]
-    assert not (tmp_path / 'out/old-002').exists()
-
-
-@pytest.mark.parametrize('options', [
-    ['--checkpoint=2'], ['--checkpoint=newest', '--init_from=resume'],
-    ['--checkpoint=99', '--init_from=auto', '--out_dir=empty']])
-def test_a_checkpoint_that_is_named_is_used_or_refused(tiny, tmp_path, options, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(UserError, match='checkpoint'):
-        train.main([*tiny, *options])
-
-
-def test_a_checkpoint_that_was_archived_is_found_again(tiny, tmp_path):
-    train.main([*tiny, '--checkpoint_interval=1'])
-    train.main([*tiny, '--init_from=resume', '--checkpoint=2', '--max_iters=3'])
-    with pytest.raises(UserError, match=r'moved to .*old-001/checkpoints/iter-00000005'):
-        checkpoints.find(tmp_path / 'out', '5')
-
-
-@pytest.mark.parametrize('split', ['train', 'val'])
-def test_tokens_replaced_behind_meta_json_are_refused_also_on_disk(
-        tiny, char_data, tmp_path, split):
-    data = shutil.copytree(char_data, tmp_path / 'data')
-    tiny = [*tiny, f'--dataset={data}', '--data_in_ram=False']
-    train.main([*tiny, '--max_iters=2'])
-    content = (data / f'{split}.bin').read_bytes()
-    (data / f'{split}.bin').write_bytes(content[2:] + content[:2])
-    with pytest.raises(UserError, match=f'tokens than those of the {split} split'):
-        train.main([*tiny, '--init_from=auto'])
-
-
-@pytest.mark.parametrize('key', ['val_loss', 'elapsed_s', 'wandb_id', 'samples'])
-def test_a_state_without_what_came_later_has_its_default(tiny, tmp_path, key):
-    train.main([*tiny, '--max_iters=2'])
-    checkpoint = checkpoints.find(tmp_path / 'out').path
-    state = json.loads((checkpoint / 'state.json').read_text())
-    del state[key]
-    checkpoint_writer.Saver(tmp_path)._publish(checkpoint, checkpoint, state)
-    train.main([*tiny, '--init_from=resume', '--max_iters=3'])
-    assert checkpoints.find(tmp_path / 'out').iter_num == 3
+        checkpoint_writer.archive_previous_run(out, after=0)
+        archived = sorted(path.name for path in (out / 'old-001/checkpoints').iterdir())
+        assert archived == ['iter-00000003', 'iter-00000006']
+        assert not list(Path(disk, 'checkpoints').iterdir())
 
 
 # -----------------------------------------------------------------------------
@@ -314,9 +248,8 @@ def contents(folder):
 
 
 @pytest.fixture
-def earlier(trained, tmp_path):
-    """The out_dir of a run that is over."""
-    out = shutil.copytree(trained, tmp_path / 'out')
+def earlier(out):
+    """The out_dir of a run that wrote all that a run may write."""
     (out / 'tensorboard').mkdir()
     for name in ('report.md', 'tensorboard/events.out.tfevents.1'):
         (out / name).write_text('of the earlier run')
@@ -324,13 +257,14 @@ def earlier(trained, tmp_path):
 
 
 def at_step(n, action):
-    """A forward_backward that calls `action` before step n."""
+    """A forward_backward that calls `action` before step n; what that returns multiplies the loss.
+    """
     original, count = train.forward_backward, itertools.count(1)
 
     def step(*arguments):
-        if next(count) == n:
-            action()
-        return original(*arguments)
+        factor = action() if next(count) == n else None
+        loss = original(*arguments)
+        return loss if factor is None else loss * factor
     return step
 
 
@@ -343,11 +277,9 @@ def crash():
 
 
 @pytest.mark.parametrize(('n', 'action'), [
-    (0, None), (1, out_of_memory), (3, out_of_memory), (3, crash),
-    (1, lambda: os.kill(os.getpid(), signal.SIGINT)),
-    (3, lambda: os.kill(os.getpid(), signal.SIGTERM))])
+    (0, None), (3, out_of_memory), (3, crash), (1, lambda: os.kill(os.getpid(), signal.SIGTERM))])
 def test_a_run_that_comes_to_nothing_leaves_the_earlier_one_as_it_was(
-        tiny, earlier, tmp_path, monkeypatch, capsys, n, action):
+        tiny, earlier, monkeypatch, capsys, n, action):
     tiny = [*tiny, '--eval_interval=5', '--report=True', '--tensorboard_log=True', '--seed=2']
     before = contents(earlier)
     monkeypatch.setattr(train, 'forward_backward', at_step(n, action))
@@ -358,35 +290,27 @@ def test_a_run_that_comes_to_nothing_leaves_the_earlier_one_as_it_was(
 
 
 def test_a_new_run_that_is_saved_has_all_its_rows_and_the_earlier_one_all_its_files(
-        tiny, earlier):
+        tiny, earlier, monkeypatch):
     accumulator = pytest.importorskip(
         'tensorboard.backend.event_processing.event_accumulator')
-    out, before = earlier, contents(earlier)
+    before = contents(earlier)
+    monkeypatch.setattr(train, 'forward_backward', at_step(2, lambda: float('nan')))
     train.main([*tiny, '--seed=2', '--eval_interval=100', '--tensorboard_log=True'])
-    assert contents(out / 'old-001') == before
-    assert [row['iter'] for row in lines(out, 'val_loss')] == [0, 6]
-    assert [row['iter'] for row in lines(out, 'lr')] == [1, 2, 3, 4, 5, 6]
-    events = accumulator.EventAccumulator(str(out / 'tensorboard'))
+    assert contents(earlier / 'old-001') == before
+    assert [row['iter'] for row in lines(earlier, 'val_loss')] == [0, 6]
+    assert [row['iter'] for row in lines(earlier, 'lr')] == [1, 2, 3, 4, 5, 6]
+    assert [row['iter'] for row in rows(earlier / 'anomalies.jsonl')] == [2]
+    events = accumulator.EventAccumulator(str(earlier / 'tensorboard'))
     events.Reload()
     assert [event.step for event in events.Scalars('val_loss')] == [0, 6]
-    assert json.loads((out / 'run.json').read_text())['config']['seed'] == 2
-
-
-def test_a_bad_step_before_the_first_checkpoint_is_in_the_file_of_the_new_run(
-        tiny, earlier, monkeypatch):
-    original, count = train.forward_backward, itertools.count(1)
-    monkeypatch.setattr(train, 'forward_backward', lambda *arguments: original(*arguments) * (
-        float('nan') if next(count) == 2 else 1))
-    train.main(tiny)
-    (row,) = rows(earlier / 'anomalies.jsonl')
-    assert row['iter'] == 2 and not (earlier / 'old-001/anomalies.jsonl').exists()
+    assert json.loads((earlier / 'run.json').read_text())['config']['seed'] == 2
 
 
 def test_after_a_minute_a_signal_saves_and_the_earlier_run_makes_way(tiny, earlier, monkeypatch):
     before = weights(earlier)
     monkeypatch.setattr(Clock, 'elapsed_s', lambda clock: 61.0)
     monkeypatch.setattr(train, 'forward_backward',
-                        at_step(2, lambda: os.kill(os.getpid(), signal.SIGINT)))
+                        at_step(2, lambda: os.kill(os.getpid(), signal.SIGTERM)))
     train.main([*tiny, '--seed=2'])
     assert checkpoints.find(earlier).iter_num == 2
     assert same(weights(earlier / 'old-001'), before)
@@ -404,34 +328,58 @@ def test_an_earlier_run_that_cannot_be_moved_stays_and_the_run_ends_with_code_1(
     assert contents(earlier) == before
 
 
-def test_a_setting_that_is_left_to_the_machine_again_is_told(tiny, capsys):
-    train.main([*tiny, '--max_iters=3'])
-    capsys.readouterr()
-    train.main([*tiny, '--init_from=resume', '--dtype=auto', '--parallel=auto'])
-    out = capsys.readouterr().out
-    assert 'changed: dtype float32 → auto' in out and 'changed: parallel' not in out
-
-
 def test_two_processes_move_the_earlier_run_aside_together(tiny, earlier, tmp_path):
     before = weights(earlier)
-    for seed in (2, 3):
-        pids = [fork(train.main, *tiny, f'--seed={seed}', log=tmp_path / env['RANK'], **env)
-                for env in ranks(2)]
-        assert [exit_code(pid) for pid in pids] == [0, 0], (tmp_path / '0').read_text()
+    train_processes(2, tmp_path, *tiny, '--seed=2')
     assert same(weights(earlier / 'old-001'), before)
-    assert len(lines(earlier / 'old-002', 'loss')) == len(lines(earlier, 'loss')) == 6
+    assert len(lines(earlier, 'loss')) == 6 and not same(weights(earlier), before)
 
 
-def die_before_change(n):
-    """End this process before its n-th change of a file system."""
+def test_where_checkpoints_are_missed_the_folder_they_were_moved_to_is_named(
+        tiny, trained, tmp_path, capsys, monkeypatch):
+    out = tmp_path / 'out'
+    for name in ('old-001', 'old-010', 'old-011/logs', 'old-999.tmp'):
+        (out / name).mkdir(parents=True)
+    for name in ('old-001', 'old-010'):
+        shutil.copytree(trained / 'checkpoints', out / name / 'checkpoints')
+    for main, argv in ((sample.main, []), (train.main, [*tiny, '--init_from=resume'])):
+        line = fails(capsys, monkeypatch, main, *argv, f'--out_dir={out}')
+        assert line.endswith(f'an earlier run is in {out}/old-010: --out_dir={out}/old-010')
+
+
+# -----------------------------------------------------------------------------
+# killed while it writes
+
+
+def die_before_change(n, within=''):
+    """End this process before its n-th change of a path that has `within` in it."""
     count = itertools.count(1)
 
     def hook(event, arguments):
         changes = event in ('os.rename', 'os.remove', 'os.rmdir', 'os.mkdir', 'os.link') or (
             event == 'open' and type(arguments[2]) is int and arguments[2] & os.O_CREAT)
-        if changes and next(count) == n:
+        if changes and within in str(arguments[0]) and next(count) == n:
             os._exit(9)
     sys.addaudithook(hook)
+
+
+def test_a_run_killed_while_it_saves_goes_on_to_the_same_bits(tiny, tmp_path):
+    tiny = [*tiny, '--dropout=0.2', '--max_iters=4', '--eval_interval=2', '--keep_checkpoints=1',
+            '--init_from=auto']
+    whole, out = tmp_path / 'whole', tmp_path / 'out'
+    train.main([*tiny, f'--out_dir={whole}'])
+    for n in itertools.count(2, 3):
+        code = exit_code(fork(train.main, *tiny, log=tmp_path / 'log',
+                              before=lambda n=n: die_before_change(n, '/checkpoints/')))
+        if code == 0:
+            break
+        assert code == 9, (n, (tmp_path / 'log').read_text())
+        train.main(tiny)
+        assert same(weights(out), weights(whole)), n
+        assert [(row['iter'], row['loss']) for row in lines(out, 'loss')] \
+            == [(row['iter'], row['loss']) for row in lines(whole, 'loss')], n
+        shutil.rmtree(out)
+    assert n > 10
 
 
 def test_killed_between_any_two_changes_the_earlier_run_is_whole_here_or_there(earlier, tmp_path):
@@ -453,16 +401,3 @@ def test_killed_between_any_two_changes_the_earlier_run_is_whole_here_or_there(e
         if code == 0:
             break
     assert n > 8
-
-
-def test_where_checkpoints_are_missed_the_folder_they_were_moved_to_is_named(
-        tiny, trained, tmp_path, capsys, monkeypatch):
-    out = tmp_path / 'out'
-    for name in ('old-001', 'old-010', 'old-011/logs', 'old-999.tmp'):
-        (out / name).mkdir(parents=True)
-    for name in ('old-001', 'old-010'):
-        shutil.copytree(trained / 'checkpoints', out / name / 'checkpoints')
-    for main, argv in ((sample.main, []), (train.main, [*tiny, '--init_from=resume']),
-                       (train.main, [*tiny, '--init_from=resume', '--checkpoint=best'])):
-        line = fails(capsys, monkeypatch, main, *argv, f'--out_dir={out}')
-        assert line.endswith(f'an earlier run is in {out}/old-010: --out_dir={out}/old-010')

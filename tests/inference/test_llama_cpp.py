@@ -1,0 +1,164 @@
+"""llama.cpp makes of our files what we make of our models.
+
+It comes in llama-cpp-python, which pip builds from source in half an hour; without it, these tests
+are skipped.
+"""
+
+import ctypes
+from contextlib import closing
+
+import pytest
+import torch
+from helpers import CHAT, shared_file
+from test_chat_export import (
+    ANSWER,
+    CONVERSATIONS,
+    FOREIGN,
+    KINDS,
+    KNOWN_BY_HEART,
+    chat_tokenizer,
+    model,  # noqa: F401  (a fixture)
+)
+from test_gguf import LLAMA, QWEN3, learned, shaken, tokenizer_of, written
+
+import export
+from plaingpt.tokens.chat_tokenizer import TEMPLATE
+from plaingpt.training import checkpoint
+
+llama_cpp = pytest.importorskip('llama_cpp', reason='llama-cpp-python is not installed')
+
+
+def opened(path):
+    """The model in llama.cpp, with a cache of keys and values in float32 as ours."""
+    return closing(llama_cpp.Llama(
+        str(path), n_ctx=256, logits_all=True, verbose=False, n_threads=1, n_threads_batch=1,
+        type_k=llama_cpp.GGML_TYPE_F32, type_v=llama_cpp.GGML_TYPE_F32))
+
+
+@torch.no_grad()
+def difference(model, theirs, length=64):  # noqa: F811
+    """The largest, of logits of the next token after each of `length` tokens."""
+    idx = torch.randint(model.config.vocab_size, (1, length),
+                        generator=torch.Generator().manual_seed(1))
+    theirs.reset()
+    theirs.eval(idx[0].tolist())
+    return abs(model(idx)[0][0].numpy() - theirs.scores[:length]).max()
+
+
+def check_greedy(model, theirs, start, expected):  # noqa: F811
+    """Both write `expected` after `start`, with a temperature of 0."""
+    ours = model.generate(torch.tensor([start]), len(expected), temperature=0)[0, len(start):]
+    assert ours.tolist() == expected
+    theirs.reset()
+    theirs.eval(start)
+    for token in expected:
+        assert theirs.scores[theirs.n_tokens - 1].argmax() == token, theirs.n_tokens
+        theirs.eval([token])
+
+
+SMALL = dict(shape={}, std=0.1, learning_rate=1e-2)
+GPT2S_WIDTH = dict(shape=dict(n_layer=2, n_head=12, n_embd=768), std=0.02, learning_rate=5e-4)
+
+
+@pytest.mark.parametrize(('flags', 'size', 'tolerance'), [
+    # llama.cpp on a CPU takes GELU from a table of float16
+    ({}, SMALL, 5e-3), (dict(bias=False, tied_head=False), SMALL, 5e-3), (LLAMA, SMALL, 5e-5),
+    (dict(LLAMA, bias=False, tied_head=False), SMALL, 5e-5), (QWEN3, SMALL, 5e-5),
+    *(pytest.param(flags, GPT2S_WIDTH, tolerance, marks=pytest.mark.slow)
+      for flags, tolerance in (({}, 5e-3), (LLAMA, 2e-4), (QWEN3, 2e-4)))])
+def test_logits_and_200_greedy_tokens_are_those_of_llama_cpp(
+        tmp_path, flags, size, tolerance, text_file):
+    text = [*text_file.read_bytes()[:220]]
+    ours = learned(shaken(std=size['std'], **size['shape'], **flags), text, steps=40,
+                   learning_rate=size['learning_rate'])
+    with opened(written(tmp_path, ours)) as theirs:
+        assert difference(ours, theirs) < tolerance
+        check_greedy(ours, theirs, text[:20], text[20:])
+
+
+@pytest.mark.parametrize(('dtype', 'tolerance'), [('float16', 0.05), ('bfloat16', 0.3)])
+@pytest.mark.parametrize('flags', [{}, QWEN3])
+def test_llama_cpp_computes_with_matrices_of_16_bits(tmp_path, flags, dtype, tolerance):
+    ours = shaken(**flags)  # its logits have a standard deviation of 1.4
+    with opened(written(tmp_path, ours, dtype=dtype)) as theirs:
+        assert 1e-3 < difference(ours, theirs) < tolerance
+
+
+def test_a_run_that_was_exported_has_its_logits_in_llama_cpp(trained, tmp_path):
+    export.main([f'--out_dir={trained}', '--format=gguf', f'--dest={tmp_path}/my.gguf'])
+    ours, *_ = checkpoint.load('resume', trained)
+    with opened(tmp_path / 'my.gguf') as theirs:
+        assert difference(ours.eval(), theirs, length=16) < 1e-3
+
+
+TEXTS = ['Hello, wörld!  Grüße, ÀÈÌ\n\n\t 12345 ', '日本語のテキスト、中文。', '🎉🎉\r\n👩‍👧‍👦 🇩🇪',
+         '    ', 'a    b', ' ', '\n', '', 'aaaaaaaaaaa' * 3, "it's we'll I'd 'S", '\x00\x7f\xad¡',
+         'e\u0301 \u200b\u3000\xa0x \u2028\u2029\x85\x1c', 'Ⅷ ₂³½ ٣',
+         'def f(x):\n    return  x\n\n  ', 'x<|endoftext|>y<|padding|> </s><s><|im_end|><EOT>']
+
+
+@pytest.mark.parametrize('kind', ['byte', 'bpe:700', 'char',
+                                  pytest.param('gpt2', marks=pytest.mark.slow)])
+def test_llama_cpp_cuts_text_into_our_tokens_and_joins_them(
+        tmp_path, kind, text_file, monkeypatch):
+    code = text_file.read_text(encoding='utf-8')
+    tokenizer = tokenizer_of(kind, monkeypatch, [code, '\\'])
+    texts = [code[:20_000], 'a\\b\\x41\n'] if kind == 'char' else \
+        [code[:20_000], shared_file('wikitext2_valid.txt').read_text(encoding='utf-8')[:20_000],
+         *TEXTS]
+    end = tokenizer.end_of_text
+    path = written(tmp_path, shaken(tokenizer.vocab_size), tokenizer)
+    with opened(path) as theirs:
+        for text in texts:
+            ids = tokenizer.encode(text).tolist()
+            # as a program would that leaves it to the file whether text begins with a token
+            assert theirs.tokenize(text.encode(), add_bos=True, special=False) == ids, text[:60]
+            assert theirs.detokenize(ids) == text.encode(), text[:60]
+        assert theirs.token_eos() == theirs.token_bos() == (-1 if end is None else end)
+        if kind == 'char':  # it knows no other characters, and llama.cpp takes no such token
+            assert theirs.tokenize('aü'.encode()) == [tokenizer.encode('a')[0], -1, -1]
+        else:
+            assert theirs.tokenize(b'<|endoftext|>', special=True) == [end]
+
+
+# -----------------------------------------------------------------------------
+# conversations
+
+
+@pytest.mark.parametrize('kind', KINDS)
+def test_the_template_gives_our_ids_in_llama_cpp(kind, tmp_path, text_file, monkeypatch):
+    from llama_cpp.llama_chat_format import Jinja2ChatFormatter
+    ours = chat_tokenizer(kind, text_file, monkeypatch)
+    small = shaken(ours.vocab_size, n_layer=1, n_head=1, n_embd=8)
+    with opened(written(tmp_path, small, ours)) as theirs:
+        template = Jinja2ChatFormatter(theirs.metadata['tokenizer.chat_template'], '', '')
+        for messages in CONVERSATIONS + FOREIGN * (kind != 'char'):
+            ids, prompt = ours.encode_prompt(messages).tolist(), template(messages=messages).prompt
+            assert theirs.tokenize(prompt.encode(), add_bos=True, special=True) == ids
+            # Control tokens are no text. (After the first one, llama_cpp takes a space away.)
+            assert theirs.detokenize(ids[1:]) == ''.join(
+                message['content'] for message in messages).encode()
+
+
+def test_llama_cpp_answers_as_we_do_and_ends_where_we_do(model, tmp_path):  # noqa: F811
+    prompt, known = (CHAT.encode_prompt(KNOWN_BY_HEART[:-1]).tolist(),
+                     CHAT.encode_conversation(KNOWN_BY_HEART)[0].tolist())
+    with opened(written(tmp_path, model, CHAT)) as theirs:
+        theirs.eval(known)
+        ours = model(torch.tensor([known]))[0][0].detach().numpy()
+        assert abs(ours - theirs.scores[:len(known)]).max() < (
+            5e-5 if model.config.rotary else 5e-3)
+        check_greedy(model, theirs, prompt, known[len(prompt):])
+        answer = theirs.create_chat_completion(KNOWN_BY_HEART[:-1], temperature=0)
+        choice, = answer['choices']
+        assert choice['message']['content'] == ANSWER and choice['finish_reason'] == 'stop'
+        assert answer['usage']['prompt_tokens'] == len(prompt)
+        vocab = theirs._model.vocab
+        assert [i for i in range(CHAT.vocab_size) if llama_cpp.llama_vocab_is_eog(vocab, i)] \
+            == [256, CHAT.end_of_turn]
+
+
+def test_llama_cpp_takes_the_template_for_none_that_it_has_built_in():
+    message = llama_cpp.llama_chat_message(role=b'user', content=b'x')
+    messages, room = (llama_cpp.llama_chat_message * 1)(message), ctypes.create_string_buffer(99)
+    assert llama_cpp.llama_chat_apply_template(TEMPLATE.encode(), messages, 1, True, room, 99) == -1

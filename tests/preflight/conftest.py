@@ -1,0 +1,39 @@
+import pytest
+import torch
+from changes import SMALL
+from helpers import options
+
+import train
+from configurator import load_config
+from plaingpt.system.distributed import World
+from plaingpt.system.errors import UserError
+from plaingpt.training import starting_point
+from plaingpt.training.settings import TrainConfig
+
+
+@pytest.fixture
+def failed(char_data, tmp_path, monkeypatch, capsys):
+    """failed(config file, …, setting=value, …) → the names of the checks that fail for a small run
+    of these settings. It is set up in this process, and nothing of it is written."""
+    def failed(*files, **settings):
+        settings = {**SMALL, 'dataset': char_data, 'out_dir': tmp_path / 'out', **settings}
+        config = load_config(TrainConfig, [*map(str, files), *options(**settings)])
+        capsys.readouterr()
+        with monkeypatch.context() as patched:
+            for owner, name in ((starting_point, 'check_size'), (train, 'describe_run'),
+                                (train, 'open_outputs')):  # they take time, and are not checked
+                patched.setattr(owner, name, lambda *_: None)
+            try:
+                train.setup(config, World(), torch.device('cpu'), config.dtype, False)
+            except UserError as problem:
+                assert 'nothing was trained' in str(problem), problem
+        return [line.removeprefix('FAILED ') for line in capsys.readouterr().out.splitlines()
+                if line.startswith('FAILED ')]
+    return failed
+
+
+@pytest.fixture
+def patch(monkeypatch):
+    """patch(owner, name, change): owner.name becomes change(what it was) until the test ends."""
+    return lambda owner, name, change: monkeypatch.setattr(
+        owner, name, change(getattr(owner, name)))

@@ -1,0 +1,92 @@
+"""`make test` catches mistakes in the lines that everything rests on.
+
+Each line is broken in a copy of the project, where the named test, one of those that `make test`
+runs, has to fail.
+"""
+
+import os
+import shutil
+import subprocess
+import sys
+
+import pytest
+from helpers import ROOT, SHARED
+
+# file, line, what it becomes, test that fails then
+MISTAKES = {
+    'attention sees the future': (
+        'model.py', 'dropout_p=dropout, is_causal=True)', 'dropout_p=dropout)',
+        'test_model.py::test_a_token_sees_only_those_before_it'),
+    'targets are not shifted': (
+        'plaingpt/tokens/batches.py', 'sequences[:, 1:].contiguous()',
+        'sequences[:, :-1].contiguous()',
+        'tokens/test_batches.py::test_targets_are_the_next_tokens'),
+    'the loss is not divided by the micro-steps': (
+        'plaingpt/training/training_step.py', 'else loss / micro_steps', 'else loss',
+        'test_train.py::test_a_step_of_several_micro_batches_is_that_of_one_big_batch'),
+    'a resumed run begins with other data': (
+        'plaingpt/tokens/batches.py', 'self.shift += sequences - self.sequences_before(step)',
+        'self.shift += sequences',
+        'test_train.py::test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit'),
+    'checksums are not compared': (
+        'plaingpt/training/checkpoint.py', "and sha256_of(path) == chunk['sha256']", '',
+        'training/test_checkpoint.py::test_every_flipped_bit_is_found_by_name'),
+    'gradients are not clipped': (
+        'plaingpt/training/training_step.py', 'grad_clip or math.inf', 'math.inf',
+        'test_train.py::test_each_step_has_the_learning_rate_of_the_schedule_and_a_clipped_'
+        'gradient'),
+    'the cosine rises': (
+        'plaingpt/training/schedules.py', '0.5 * (1 + math.cos(', '0.5 * (1 - math.cos(',
+        'test_train.py::test_the_learning_rate_warms_up_and_falls_on_a_cosine'),
+    'cached positions are off by one': (
+        'plaingpt/inference/generation.py', 'else slice(begin, self.end)',
+        'else slice(begin + 1, self.end + 1)',
+        'inference/test_generation.py::test_cached_text_is_that_of_whole_forward_passes'),
+    'the loss is also over what users say': (
+        'plaingpt/tokens/packing.py', 'targets[torch.from_numpy(~learned[:, 1:])] = -1', 'pass',
+        'tokens/test_packing.py::test_conversations_that_fit_are_never_cut_and_all_that_is_learned_'
+        'is_a_target_once'),
+    'no end of text before a document': (
+        'plaingpt/corpus/encoding.py', 'ids[split].append([end_of_text])', 'pass',
+        'test_prepare.py::test_the_end_of_text_stands_before_each_document'),
+}
+
+
+@pytest.fixture(scope='module')
+def copy(tmp_path_factory):
+    """A copy of the project, and a function that runs tests there → whether they pass."""
+    folder = tmp_path_factory.mktemp('copy') / 'plaingpt'
+    folder.mkdir()
+    for name in ('plaingpt', 'tests', 'tools', 'config', 'references'):
+        shutil.copytree(ROOT / name, folder / name)
+    for path in (*ROOT.glob('*.py'), ROOT / 'pyproject.toml'):
+        shutil.copy(path, folder)
+
+    def passes(*tests):
+        done = subprocess.run(
+            [sys.executable, '-B', '-m', 'pytest', '-q', '-x', '-n', '0', *tests], cwd=folder,
+            env={**os.environ, 'PLAINGPT_SHARED': str(SHARED.resolve())}, capture_output=True,
+            text=True, timeout=600)
+        assert done.returncode in (0, 1), done.stdout + done.stderr  # 1: tests failed
+        return done.returncode == 0
+    return folder, passes
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('mistake', MISTAKES)
+def test_make_test_catches_a_mistake_in_a_central_line(copy, mistake):
+    folder, passes = copy
+    file, line, broken, test = MISTAKES[mistake]
+    code = (folder / file).read_text(encoding='utf-8')
+    assert code.count(line) == 1
+    try:
+        (folder / file).write_text(code.replace(line, broken), encoding='utf-8')
+        assert not passes(f'tests/{test}')
+    finally:
+        (folder / file).write_text(code, encoding='utf-8')
+
+
+@pytest.mark.slow
+def test_without_a_mistake_these_tests_pass(copy):
+    _, passes = copy
+    assert passes(*(f'tests/{test}' for *_, test in MISTAKES.values()))

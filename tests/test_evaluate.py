@@ -61,6 +61,7 @@ def exported(tmp_path_factory):
 
 
 def scores_of(tmp_path, *arguments):
+    (tmp_path / 'scores.json').unlink(missing_ok=True)
     evaluate.main([*arguments, '--device=cpu', f'--output={tmp_path}/scores.json'])
     return json.loads((tmp_path / 'scores.json').read_text())['results']
 

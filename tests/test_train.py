@@ -53,8 +53,9 @@ def test_exactly_max_iters_updates_are_made_and_the_last_weights_evaluated(tiny,
     assert [line['iter'] for line in lines(tmp_path / 'out', 'val_loss')] == [0, 2, 4, 5]
     found = checkpoints.find(tmp_path / 'out')
     model = found.load_model()
-    optimizer = build_optimizer(model, TrainConfig(learning_rate=1e-3), 'cpu')
-    found.load_optimizer(optimizer, model)
+    config = TrainConfig(learning_rate=1e-3)
+    optimizer = build_optimizer(model, config, 'cpu')
+    found.load_optimizer(optimizer, model, config)
     assert found.iter_num == 5
     assert {int(state['step']) for state in optimizer.state.values()} == {5}
 

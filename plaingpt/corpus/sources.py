@@ -47,8 +47,6 @@ def open_source(name, corpus, config, errors='strict'):
                              else config.path or corpus.hub)
     if not where:
         raise UserError(f'{name} needs {corpus.required_option()}')
-    if '\0' in where:
-        raise UserError(f'{shown(where)}: no path has a NUL in it: name another')
     form = corpus.document_form if config.documents == 'auto' else config.documents
     text_field = config.text_field or corpus.text_field
     from_hub, folder = corpus.hub is not None, Path(os.path.expanduser(where))

@@ -5,7 +5,6 @@ One process is a world of size 1, and every helper here is then a no-op.
 
 import json
 import os
-import select
 import signal
 import socket
 import sys
@@ -22,7 +21,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from plaingpt.system.errors import UserError
-from plaingpt.system.streams import status
+from plaingpt.system.streams import let_go_of_stalled_output, status
 
 JOIN_S = 300  # how long the processes of a job wait for those that have not come
 BEAT_S = 5  # between two signs of life of a process
@@ -441,17 +440,6 @@ def all_reduce_norms(norms, mesh):
 
 class Stopped(Exception):
     """Work was left because the run is to stop."""
-
-
-def let_go_of_stalled_output():
-    """Where nobody reads what this process prints (`| less`, a stopped terminal), a print waits for
-    ever. Its output, and all that follows, goes nowhere from now on, so that the run can save."""
-    for fd in (1, 2):
-        with suppress(OSError, ValueError):
-            if not select.select([], [fd], [], 0)[1]:
-                nowhere = os.open(os.devnull, os.O_WRONLY)
-                os.dup2(nowhere, fd)
-                os.close(nowhere)
 
 
 class StopRequest:

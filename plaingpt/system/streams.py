@@ -5,6 +5,7 @@ which says what a script does now, or lines of a log that say how far it is."""
 import codecs
 import io
 import os
+import select
 import sys
 import threading
 import time
@@ -292,3 +293,14 @@ def print_marked(parts):
 def warn(line):
     """Print a warning on stderr."""
     print(printable(f'warning: {line}'), file=sys.stderr, flush=True)
+
+
+def let_go_of_stalled_output():
+    """Where nobody reads what this process prints (`| less`, a stopped terminal), a print waits for
+    ever. Its output, and all that follows, goes nowhere from now on, so that the run can save."""
+    for fd in (1, 2):
+        with suppress(OSError, ValueError):
+            if not select.select([], [fd], [], 0)[1]:
+                nowhere = os.open(os.devnull, os.O_WRONLY)
+                os.dup2(nowhere, fd)
+                os.close(nowhere)

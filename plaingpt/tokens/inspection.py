@@ -1,7 +1,6 @@
 """What a prepared folder holds, whether it is as it was written, and how much of the validation
 split is in the training split."""
 
-import math
 from contextlib import suppress
 from itertools import groupby
 
@@ -72,49 +71,41 @@ HALF = SEQUENCE_TOKENS // 2
 BLOCK_TOKENS = 2**17  # of the training split at a time
 TABLE_BITS = 23  # 8 MB; finds halves faster than a search among 131,072
 MUCH_IN_TRAIN = 0.1
-MIN_MEAN = 2 * SEQUENCE_TOKENS  # of a document: in shorter ones few sequences are of one alone
+SHORT = 2 * SEQUENCE_TOKENS  # a document, on average: then few sequences are of one alone
 
 
 def record_overlap(folder):
     """Write into meta.json which share of each split that is held out is in the training split,
-    where it does not say so yet → {split: that share, None where it cannot be told}. Raises
-    UserError, OSError."""
+    where it does not say so yet → {split: its entry there}. Raises UserError, OSError."""
     dataset = open_dataset(folder)
     entries = {split: dataset.split_entry(split) for split in dataset.held_out()}
     unknown = {split: entry for split, entry in entries.items() if 'in_train' not in entry}
     for split, entry in unknown.items():
-        if mean_length(entry) < MIN_MEAN:
-            continue
         share = find_overlap(dataset.split('train'), dataset.split(split))
         if share is not None:
             entry['in_train'] = share
     if any('in_train' in entry for entry in unknown.values()):
         with suppress(UserError), not_read(folder):  # who reads it holds the lock of this meta.json
             write_json(folder / 'meta.json', dataset.meta)
-    return {split: entry.get('in_train') for split, entry in entries.items()}
+    return entries
 
 
-def mean_length(entry):
-    """Tokens of a document of a split on average; infinite where nothing says."""
-    return entry['tokens'] / entry['documents'] if entry.get('documents') else math.inf
+def print_overlaps(entries):
+    """Print a line for each split whose entry tells how much of it is in the training split."""
+    for split, entry in entries.items():
+        if entry.get('in_train') is not None:
+            short = entry.get('documents') and entry['tokens'] < SHORT * entry['documents']
+            print_overlap(entry['in_train'], split, short)
 
 
-def print_overlaps(shares):
-    """Print a line for each share that record_overlap returned."""
-    for split, share in shares.items():
-        if share is not None:
-            print_overlap(share, split)
-        else:
-            print(f'{split} was not compared with the training split: a copy is known by '
-                  f'{SEQUENCE_TOKENS} tokens in a row, and its documents are too short for that')
-
-
-def print_overlap(share, split):
-    """A line, which is a warning where the loss on `split` cannot be believed."""
+def print_overlap(share, split, short):
+    """A line, which is a warning where the loss on `split` cannot be believed. short: few of its
+    documents have as many tokens as are compared, so copies of single ones are not found"""
     name, what, option = ('validation', 'validate', 'val') if split == 'val' else [split] * 3
     line = f'{100 * share:.3g}% of the {name} text is also in the training split'
     if share <= MUCH_IN_TRAIN:
-        print(line)
+        print(line + short * f', as far as it can be seen: most documents are shorter than the '
+                             f'{SEQUENCE_TOKENS} tokens that a copy is known by')
     else:
         warn(f'{line}, so the {name} loss says little about new text: remove the copies from '
              f'the input, or {what} on other text (python prepare.py hf … --{option}_split=…)')
@@ -191,7 +182,8 @@ def inspect(folder):
             problems.append(str(problem))
     if problems:
         raise UserError('\n'.join(dict.fromkeys(problems)))
-    print_overlaps({split: find_overlap(dataset.split('train'), dataset.split(split))
+    print_overlaps({split: {**dataset.split_entry(split),
+                            'in_train': find_overlap(dataset.split('train'), dataset.split(split))}
                     for split in dataset.held_out()})
     print('no damage found'
           + ('' if dataset.is_ours() else '; no checksums to compare with'))

@@ -162,7 +162,7 @@ def explain_overflow(shape):
         if 'overflowed' not in str(e):
             raise
         raise UserError(f'n_layer={shape.n_layer}, n_embd={shape.n_embd}, '
-                        f'block_size={shape.block_size}: no memory holds a tensor of '
+                        f'block_size={shape.block_size}: no memory holds a matrix of '
                         f'{str(e).partition("sizes=")[2]}: choose smaller sizes') from None
 
 

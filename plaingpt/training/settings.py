@@ -17,7 +17,7 @@ from plaingpt.system.formatting import unescape
 from plaingpt.training.optimizers import ITERATIONS, OPTIMIZERS, SCALES
 from plaingpt.training.schedules import SCHEDULES
 
-LARGEST = 2**24  # of a size, far beyond what any machine holds
+LARGEST = 2**40  # of a size, far beyond what any machine holds
 
 
 @dataclass

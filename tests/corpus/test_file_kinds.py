@@ -204,5 +204,5 @@ def test_each_row_is_a_document_and_no_other_form_is_taken(tmp_path, refused):
 
 def test_text_has_no_fields_and_a_path_no_nul(tmp_path, refused):
     (tmp_path / 'a.txt').write_text('text')
-    for name, words in (('a.txt', 'is text and has no fields'), ('a\0b', 'no path has a NUL')):
+    for name, words in (('a.txt', 'is text and has no fields'), ('a\0b', 'holds a NUL')):
         assert words in refused('text', f'--input={tmp_path}/{name}', '--text_field=body')

@@ -67,7 +67,7 @@ def test_the_loss_by_position_adds_up_to_the_loss(loader):
     shares = {'0': 1, '1-3': 3, '4-15': 12}
     assert {key[15:] for key in seen if key.startswith('health/loss_at/')} == set(shares)
     with torch.no_grad():
-        loss = model.eval()(*loader.eval_batch(loader.eval_batches(1)[0]))[1].item()
+        loss = model.eval()(*loader.eval_batch(loader.eval_batches(loader.batch_size)[0]))[1].item()
     assert sum(seen[f'health/loss_at/{at}'] * n / 16 for at, n in shares.items()) \
         == pytest.approx(loss, rel=1e-4)
 
@@ -108,7 +108,7 @@ def test_a_measure_of_predictions_is_one_entry_of_the_table(loader, monkeypatch)
     model, health = new(loader)
     seen, _, _ = step(model, health, loader)
     with torch.no_grad():
-        idx, targets = loader.eval_batch(loader.eval_batches(1)[0])
+        idx, targets = loader.eval_batch(loader.eval_batches(loader.batch_size)[0])
         right = (model.eval()(idx)[0].argmax(dim=-1) == targets).float()
     assert seen['health/accuracy_at/4-15'] == pytest.approx(right[:, 4:16].mean().item(), rel=1e-4)
 

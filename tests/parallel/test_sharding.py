@@ -229,7 +229,7 @@ def save_what_is_read(folder, target, shape, kind):
         optimizer = build_optimizer(model, TrainConfig(optimizer='normuon'), 'cpu')
         found = checkpoints.find(folder)
         found.load_weights(model)
-        found.load_optimizer(optimizer, model)
+        found.load_optimizer(optimizer, model, TrainConfig(optimizer='normuon'))
         saver = Saver(target, rank=world.rank, world_size=world.size)
         saver.save(model, optimizer, found.state, rng_state(CPU))
         saver.wait()
@@ -350,11 +350,13 @@ def save_and_load(out_dir):
     """In a process of a job: print by how much memory grows while it saves, and while it loads."""
     world = launched_world()
     with process_group(world, CPU):
+        config = TrainConfig()
+
         def built():
             model = sharding.hollow(WIDE)
             sharding.Sharded(model, CPU, False, 'float32',
                              sharding.unknown_weights(model))
-            return model, build_optimizer(model, TrainConfig(), 'cpu')
+            return model, build_optimizer(model, config, 'cpu')
 
         model, optimizer = built()
         for p in model.parameters():
@@ -370,7 +372,7 @@ def save_and_load(out_dir):
         [path] = checkpoints.checkpoint_paths(out_dir)
         found = checkpoints.Checkpoint(path, json.loads((path / 'state.json').read_text()))
         loading = growth(lambda: (found.load_weights(model),
-                                  found.load_optimizer(optimizer, model)))
+                                  found.load_optimizer(optimizer, model, config)))
     print(f'[{saving}, {loading}]')
 
 

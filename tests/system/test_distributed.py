@@ -19,9 +19,14 @@ import train
 from model import GPT, GPTConfig
 from plaingpt.parallel.sharding import Replicated
 from plaingpt.system import distributed
-from plaingpt.system.distributed import Heartbeat, World, launched_world, process_group
+from plaingpt.system.distributed import (
+    Heartbeat,
+    World,
+    launched_world,
+    process_group,
+    started,
+)
 from plaingpt.system.errors import UserError
-from plaingpt.system.files import started
 
 CPU = torch.device('cpu')
 

@@ -1,43 +1,78 @@
-"""prepare.py killed while it works, by SIGKILL in a process of its own or by an exception here."""
+"""prepare.py killed while it works, by SIGKILL in a process of its own or by an exception here.
 
-import multiprocessing
+Run as a script: the process that those processes are copies of. It has imported prepare.py and done
+nothing, so that a copy starts in a moment and waits for no thread that is not copied."""
+
+import atexit
+import json
 import os
 import signal
+import subprocess
 import sys
+import time
+from functools import cache
+from pathlib import Path
 
 import pytest
 
 import prepare
 from plaingpt.corpus import encoding
 
+ROOT = Path(prepare.__file__).parent
+
 
 def contents(folder):
     return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
-def start(*argv, calls=0):
-    """Start prepare.py as a fork, which kills itself in the place of the `calls`-th change of the
-    disk, if not 0. Not with bpe: the threads of its training do not live on in a fork."""
-    process = multiprocessing.get_context('fork').Process(target=run, args=(calls, *argv))
-    process.start()
+def exit_code(*argv, calls=0, seconds=None, before=''):
+    """Run prepare.py, which is killed in the place of the `calls`-th change of the disk, if not 0,
+    or after so many seconds → its exit code. before: Python that changes its modules first"""
+    request = [dict(os.environ), calls, seconds, before, *map(str, argv)]
+    print(json.dumps(request), file=server().stdin, flush=True)
+    return int(server().stdout.readline())
+
+
+@cache
+def server():
+    env = {**os.environ, 'PYTHONPATH': str(ROOT), 'USE_TORCH': '0'}  # datasets loads torch else
+    process = subprocess.Popen([sys.executable, __file__], text=True, env=env,
+                               stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    atexit.register(process.communicate)  # closes its input, which ends it
     return process
 
 
-def exit_code(*argv, calls=0):
-    """Run `start` to its end → its exit code."""
-    process = start(*argv, calls=calls)
-    process.join()
-    return process.exitcode
+def serve():
+    for line in sys.stdin:
+        env, calls, seconds, before, *argv = json.loads(line)
+        if argv[0] == 'hf':
+            import datasets  # noqa: F401  once, and not in each copy
+        if argv[0] == 'chat' and seconds is not None:  # its report needs it, at the very end
+            import torch  # noqa: F401
+        pid = os.fork()
+        if pid == 0:
+            os.environ.update(env)
+            run(calls, before, argv)
+        if seconds is not None:
+            time.sleep(seconds)
+            os.kill(pid, signal.SIGKILL)
+        print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), flush=True)
 
 
-def run(calls, *argv):
+def run(calls, before, argv):
     signal.alarm(100)  # no process outlives a test that fails
     left = [calls]
     for name in ('replace', 'fsync', 'truncate', 'unlink'):
         setattr(os, name, dying(getattr(os, name), left))
     sys.stdout = sys.stderr = open(os.devnull, 'w')
     encoding.BATCH_CHARS = 2**13  # so that few documents are many batches
-    prepare.main(list(argv))
+    code = 1
+    try:
+        exec(before, globals())
+        prepare.main(argv)
+        code = 0
+    finally:
+        os._exit(code)
 
 
 def dying(function, left):
@@ -66,3 +101,7 @@ def stop_early(monkeypatch, argv):
         patch.setattr(encoding, 'write_journal', write_journal)
         patch.setattr(encoding, 'BATCH_CHARS', 2**13)
         prepare.main(argv)
+
+
+if __name__ == '__main__':
+    serve()

@@ -1,10 +1,8 @@
 """How much of the validation split is in the training split."""
 
 import json
-import os
 import random
 import shutil
-import signal
 import tracemalloc
 
 import numpy as np
@@ -134,14 +132,16 @@ def test_token_files_that_others_made_are_compared_too(foreign_shards, tmp_path,
     assert shown_share(capsys.readouterr()) == 0.5
 
 
+KILL_AT_COMPARISON = '''from plaingpt.tokens import inspection
+inspection.read_sequences = lambda *_: os.kill(os.getpid(), signal.SIGKILL)'''
+
+
 def test_a_kill_while_splits_are_compared_costs_no_more_than_that(documents, tmp_path, monkeypatch):
     write_rows(tmp_path / 'in.jsonl', documents)
     argv = ['text', f'--input={tmp_path}/in.jsonl', '--tokenizer=byte', '--val_fraction=0.3']
     prepare.main([*argv, f'--data_dir={tmp_path}/whole'])
     argv += [f'--data_dir={tmp_path}/killed']
-    with monkeypatch.context() as patch:
-        patch.setattr(inspection, 'read_sequences', lambda *_: os.kill(os.getpid(), signal.SIGKILL))
-        assert exit_code(*argv) == -signal.SIGKILL
+    assert exit_code(*argv, before=KILL_AT_COMPARISON) == -9
     half = open_dataset(tmp_path / 'killed/unfinished')
     assert len(half.split('train', in_ram=True)) and 'in_train' not in half.split_entry('val')
     monkeypatch.delattr(encoding, 'encode_batch')  # nothing is encoded again
@@ -152,6 +152,7 @@ def test_a_kill_while_splits_are_compared_costs_no_more_than_that(documents, tmp
 @pytest.mark.parametrize('kind', ['text', 'shards'])
 def test_a_kill_at_any_change_of_the_disk_is_healed_where_a_split_is_too_short_to_compare(
         kind, request, tmp_path, monkeypatch):
+    before = 'from plaingpt.tokens import inspection; inspection.SEQUENCE_TOKENS = 1000'
     monkeypatch.setattr(inspection, 'SEQUENCE_TOKENS', 1000)
     (tmp_path / 'in.txt').write_text(''.join(f'line {i}\n' for i in range(40)))
     argv = ['text', f'--input={tmp_path}/in.txt', '--tokenizer=byte', '--documents=line',
@@ -162,7 +163,7 @@ def test_a_kill_at_any_change_of_the_disk_is_healed_where_a_split_is_too_short_t
     while code:
         change += 1
         folder = tmp_path / f'killed-{change}'
-        code = exit_code(*argv, f'--data_dir={folder}', calls=change)
+        code = exit_code(*argv, f'--data_dir={folder}', calls=change, before=before)
         assert code in (0, -9), change
         prepare.main([*argv, f'--data_dir={folder}'])
         assert contents(folder) == contents(tmp_path / 'whole'), change

@@ -288,7 +288,6 @@ SPOILED = [
     ('first_rise', 30, only(learning_rate=0.3, min_lr=0.03, warmup_iters=0)),
     ('no_context', 270, labels_shuffled),
     ('batches_too_easy', 60, same_sequences),
-    ('batches_too_easy', 90, only(dropout=0.9, batch_size=64, max_iters=150, learning_rate=1e-2)),
     ('implausible', 30, targets_not_shifted),
     ('no_gradient', 30, detached),
     ('clipped', 60, only(grad_clip=1e-6)),

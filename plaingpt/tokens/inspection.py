@@ -94,7 +94,7 @@ def print_overlaps(entries):
     """Print a line for each split whose entry tells how much of it is in the training split."""
     for split, entry in entries.items():
         if entry.get('in_train') is not None:
-            short = entry['tokens'] < SHORT * (entry.get('documents') or 0)
+            short = bool(entry.get('documents')) and entry['tokens'] < SHORT * entry['documents']
             print_overlap(entry['in_train'], split, short)
 
 

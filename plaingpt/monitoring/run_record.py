@@ -58,12 +58,18 @@ def describe_run(config, dataset, loader, model, device, dtype, compile, world, 
     import torch  # here, so that plot.py starts without it
 
     from plaingpt.system.devices import cpu_name, device_name
+    from plaingpt.system.distributed import print0
     before = read_run(config.out_dir) if resumed else {}
     from_scratch = before.get('from_scratch', True) if resumed \
         else config.init_from in ('scratch', 'auto')
     text = {'vocab_size': dataset.vocab_size, 'train_tokens': loader.epoch_tokens(),
             'unigram_loss': unigram_loss(dataset.mean(
                 frequencies(part.stream, dataset.vocab_size) for part in loader.parts))}
+    bits = {'threads': torch.get_num_threads(),  # on which the last bits depend
+            'instructions': torch.backends.cpu.get_cpu_capability()}
+    for key, value in bits.items() if device.type == 'cpu' else ():
+        if (old := before.get('machine', {}).get(key, value)) != value:
+            print0(f'  changed: {key} {old} → {value}: the same numbers, but for their last bits')
     return {
         'config': asdict(config), 'changed': changed_settings(config),
         'data': {'folder': str(dataset.folder),
@@ -79,7 +85,7 @@ def describe_run(config, dataset, loader, model, device, dtype, compile, world, 
         'parameters': model.num_parameters(), 'from_scratch': from_scratch,
         'code': code_version(),
         'machine': {'device': device_name(device), 'cpu': cpu_name(), 'cores': os.cpu_count(),
-                    'processes': world.size, 'system': platform.platform()},
+                    'processes': world.size, 'system': platform.platform(), **bits},
         'dtype': dtype, 'compile': compile,
         'versions': {'python': platform.python_version(), 'torch': torch.__version__,
                      'numpy': np.__version__},

@@ -37,3 +37,15 @@ def test_a_checkpoint_of_an_earlier_version_goes_on_with_what_it_evaluated(tiny,
     replace_entries(find(tmp_path / 'out').path, {'eval_sequences': 0})
     resumed = [*tiny, '--init_from=resume', '--max_iters=6', '--batch_size=1']
     assert read_by_evaluations(monkeypatch, resumed)[-2:] == first[:2]
+
+
+def test_a_resume_with_another_number_of_threads_is_told(tiny, capsys):
+    import torch
+    train.main([*tiny, '--max_iters=1'])
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(before + 1)
+        train.main([*tiny, '--init_from=resume', '--max_iters=2'])
+    finally:
+        torch.set_num_threads(before)
+    assert f'changed: threads {before} → {before + 1}' in capsys.readouterr().out

@@ -33,6 +33,7 @@ PAGE = Path(__file__).with_name('page.html')
 HOST = re.compile(r'(\[[0-9a-f:.]+\]|[a-z0-9.-]+)(:\d+)?', re.ASCII | re.IGNORECASE)
 HEAD_S = 20  # within which a client has to send the head of a request, and again its body
 READER_S = 30  # within which it has to read 64 KB that wait for it
+CONNECTIONS = 256  # at a time; more are told to try later
 
 
 class Api:
@@ -207,10 +208,9 @@ def respond(value, status=200, headers=None):
 
 
 def refuse(refused):
-    close = {'connection': 'close'} if refused.status == 408 else {}
     retry = {'retry-after': '1'} if refused.status == 429 else {}
     key = {'www-authenticate': 'Bearer'} if refused.status == 401 else {}
-    return respond(refused.body, refused.status, {**close, **retry, **key})
+    return respond(refused.body, refused.status, {**retry, **key})
 
 
 def is_loopback(host):
@@ -279,6 +279,27 @@ def build_app(api):
         lifespan=lifespan)
 
 
+def without_the_rest(app):
+    """An ASGI application whose answers close the connection where they come before all of the
+    request's body, as a refusal does: nobody waits for the rest of it."""
+    async def answer(scope, receive, send):
+        unread = any(name in (b'content-length', b'transfer-encoding') and value != b'0'
+                     for name, value in scope.get('headers', ()))
+
+        async def read():
+            nonlocal unread
+            message = await receive()
+            unread = unread and message.get('more_body', False)
+            return message
+
+        async def write(message):
+            if unread and message['type'] == 'http.response.start':
+                message = {**message, 'headers': [*message['headers'], (b'connection', b'close')]}
+            await send(message)
+        await app(scope, read, write)
+    return answer
+
+
 def patient_protocol():
     """uvicorn's HTTP/1.1, but its patience with slow clients has an end → a class."""
     from uvicorn.protocols.http.h11_impl import H11Protocol
@@ -342,7 +363,8 @@ def run_server(app, batch, sock):
             batch.close()  # ends the texts, and with them the connections
             super().handle_exit(sig, frame)
 
-    config = uvicorn.Config(app, http=patient_protocol(), ws='none', loop='asyncio', lifespan='on',
+    config = uvicorn.Config(without_the_rest(app), http=patient_protocol(),
+                            limit_concurrency=CONNECTIONS, ws='none', loop='asyncio', lifespan='on',
                             log_level='critical', access_log=False, server_header=False,
                             proxy_headers=False, timeout_graceful_shutdown=5)
     Server(config).run([sock])

@@ -130,6 +130,15 @@ def test_clients_that_send_half_a_request_hold_nobody_and_are_let_go(
         assert silent.recv(1) == head.recv(1) == b''
 
 
+def test_an_answer_before_the_end_of_the_body_closes_the_connection(trained, tmp_path):
+    with serving(tmp_path, trained, api_key='secret') as server:
+        for head in (COMPLETIONS, COMPLETIONS.replace(b'completions', b'nothing')):
+            with connect(server) as client:
+                client.sendall(head + b'Content-Length: 100\r\n\r\n{')
+                answer = client.makefile('rb').read()  # to the end of the connection
+                assert b'connection: close' in answer.lower(), answer
+
+
 @pytest.mark.parametrize('stream', [False, True])
 def test_a_full_queue_is_refused_and_a_client_that_leaves_frees_its_place(
         trained, tmp_path, stream):

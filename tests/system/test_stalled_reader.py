@@ -1,6 +1,7 @@
 """A signal is obeyed also while a print waits for somebody to read it."""
 
 import os
+import select
 import signal
 import subprocess
 import sys
@@ -20,20 +21,13 @@ def test_a_run_whose_output_nobody_reads_saves_when_it_is_told_to_stop(tiny, tmp
             os.write(writer, b'.' * 4096)
     except BlockingIOError:
         os.set_blocking(writer, True)
-    metrics = tmp_path / 'out/metrics.jsonl'
-    room = os.read(reader, 8192)  # for the first lines
+    os.read(reader, 8192)  # room for the first lines
     run = subprocess.Popen([sys.executable, ROOT / 'train.py', *tiny, '--max_iters=100000',
                             '--lr_decay_iters=100000', '--check=False'], stdout=writer, cwd=ROOT)
-    os.close(writer)
-    wait_until(lambda: metrics.exists() and len(metrics.read_bytes()) > 2000 and room)
-    size = 0
-
-    def stalled():
-        nonlocal size
-        before, size = size, metrics.stat().st_size
-        return before == size
-    wait_until(stalled)
+    metrics = tmp_path / 'out/metrics.jsonl'
+    wait_until(lambda: metrics.exists() and not select.select([], [writer], [], 0)[1])
     run.send_signal(signal.SIGTERM)
     assert run.wait(100) == 0
-    assert newest_valid(tmp_path / 'out')[0].iter_num > 5
+    assert newest_valid(tmp_path / 'out')[0].iter_num > 0
+    os.close(writer)
     os.close(reader)

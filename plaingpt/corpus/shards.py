@@ -301,11 +301,12 @@ def lock_dataset_dir(folder, part=None):
     a UserError of one line."""
     outer, folder = folder, part_folder(folder, part)
     check_ours(folder)
-    unfinished = folder / UNFINISHED
+    unfinished, ours = folder / UNFINISHED, False
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with locked(folder, f'{folder}: another prepare.py is writing there: wait until it is done'
                             + (', or choose another --data_dir' if not part else '')):
+            ours = True
             try:
                 unfinished.mkdir(exist_ok=True)
                 yield unfinished
@@ -320,7 +321,7 @@ def lock_dataset_dir(folder, part=None):
         raise UserError(f'{folder}: cannot write there: {e.strerror}') from None
     finally:
         with suppress(OSError):
-            for empty in (folder, folder.parent, outer) if part else (folder,):
+            for empty in ((folder, folder.parent, outer) if part else (folder,)) if ours else ():
                 empty.rmdir()
 
 

@@ -34,7 +34,6 @@ PICKLED = re.compile(r'torch\.(\w+Storage|Size|device|[a-z]+\d+)|torch\._utils\.
                      r'torch\._utils\._rebuild_parameter|collections\.OrderedDict|'
                      r'__main__\.GPTConfig')
 # GPT-2 XL with its optimizer's state has 150,000 operations in its pickle, and 12,000 tuples.
-MARK = object()  # on the stack of a pickle, where a list of values begins
 MAX_PICKLE_BYTES, MAX_PICKLE_OPERATIONS, MAX_PICKLE_TUPLES = 2**24, 500_000, 40_000
 
 
@@ -249,10 +248,11 @@ def check_archive(path):
 
 
 def check_pickle(data):
-    """See what a pickle would make, without making it. Its dicts have texts and small numbers for
-    keys: to hash a tuple of tuples can take for ever. Raises ValueError and UnpicklingError."""
+    """See what a pickle would make, without making it. Its dicts have texts and numbers for keys,
+    and no large ones: to hash a tuple of tuples can take for ever, and large numbers have equal
+    hashes. Raises ValueError and UnpicklingError."""
     tuples = 0  # one in another a million times would overflow the stack of the interpreter
-    stack, memo = [], {}  # of True for what may be a key, else False; MARK for a mark
+    stack, marks, memo = [], [], {}  # whether each value may be a key; where marks are
     for n, (operation, argument, _) in enumerate(pickletools.genops(data)):
         name, before, after = operation.name, operation.stack_before, operation.stack_after
         tuples += 'TUPLE' in name
@@ -260,26 +260,25 @@ def check_pickle(data):
             raise ValueError('its pickle is too long')
         if name == 'GLOBAL' and not PICKLED.fullmatch(argument.replace(' ', '.')):
             raise pickle.UnpicklingError(f'GLOBAL {argument.replace(" ", ".")}')
-        if type(argument) is int and abs(argument) >= 2**63:
+        if type(argument) is int and abs(argument) >= 2**64:
             raise ValueError('it has numbers that are too large')
-        if name in ('SETITEM', 'SETITEMS', 'DICT'):
-            start = -2 if name == 'SETITEM' else len(stack) - stack[::-1].index(MARK)
-            if not all(key is True for key in stack[start::2]):
-                raise ValueError('it has keys that are neither texts nor small numbers')
+        if name in ('SETITEM', 'SETITEMS', 'DICT') \
+                and not all(stack[-2 if name == 'SETITEM' else marks[-1]::2]):
+            raise ValueError('it has keys that are neither texts nor small numbers')
         if 'PUT' in name or name == 'MEMOIZE':
             memo[len(memo) if argument is None else argument] = stack[-1]
             continue
         if pickletools.markobject in before:
-            while stack.pop() is not MARK:
-                pass
+            del stack[marks.pop():]
             before = before[:before.index(pickletools.markobject)]
         del stack[len(stack) - len(before):]
         if name == 'MARK':
-            stack.append(MARK)
+            marks.append(len(stack))
         elif 'GET' in name:
             stack.append(memo[argument])
         else:
-            is_key = 'UNICODE' in name or (type(argument) is int and abs(argument) < 2**31)
+            is_key = 'UNICODE' in name or name in ('NONE', 'NEWTRUE', 'NEWFALSE', 'BINFLOAT') \
+                or (type(argument) is int and abs(argument) < 2**31)
             stack += [is_key] * len(after)
 
 

@@ -16,7 +16,7 @@ from model import GPT
 from plaingpt.inference.generation import Context
 from plaingpt.monitoring.diagnosis import THRESHOLDS
 from plaingpt.preflight.subject import NotChecked, largest_change
-from plaingpt.training.optimizers import parts_of
+from plaingpt.training.optimizers import MuonAdamW, parts_of
 
 SAME = 1e-5  # of the RMS: what rounding may change; a token that is seen changes more
 NEARLY_SAME = 1e-3  # where the same sums are taken in another order
@@ -90,7 +90,8 @@ class Splits(TorchDispatchMode):
             if not isinstance(view, torch.Tensor) or view.layout != torch.strided:
                 continue
             name, y = self.outputs.get(view.untyped_storage().data_ptr(), (None, None))
-            if name and args[0].numel() == y.numel():  # all of it is split, and no part of it
+            # all of it is split, by its features: heads may be cut as they like
+            if name and args[0].numel() == y.numel() and args[0].size(-1) == y.size(-1):
                 self.found.setdefault(name, set()).add(view.storage_offset() % y.size(-1))
         return result
 
@@ -98,15 +99,19 @@ class Splits(TorchDispatchMode):
 def matrices_are_stated(subject):
     """Muon orthogonalizes each matrix by itself, so it has to know which share a weight."""
     model = subject.model
-    if not any('parts' in group for group in subject.optimizer.param_groups):
+    if not isinstance(subject.optimizer, MuonAdamW):
         return None
     linears = {name: m for name, m in model.named_modules()
                if name.startswith('transformer.h.') and isinstance(m, torch.nn.Linear)}
     splits = Splits(linears)
-    with splits, subject.training_mode(False), torch.no_grad():
-        model.hidden(subject.batch[0])
-    for hook in splits.hooks:
-        hook.remove()
+    try:
+        with splits, subject.training_mode(False), torch.no_grad():
+            model.hidden(subject.batch[0])
+    except (RuntimeError, NotImplementedError) as e:  # such as an operator that no mode can watch
+        raise NotChecked(f'its forward pass cannot be watched: {type(e).__name__}') from None
+    finally:
+        for hook in splits.hooks:
+            hook.remove()
     for name, found in splits.found.items():
         parts = parts_of(model, f'{name}.weight', linears[name].weight)
         if other := sorted(found - {0, *accumulate(parts)}):
@@ -158,10 +163,12 @@ def blocks_output(subject, idx):
     found = []
     hooks = [block.register_forward_hook(lambda _, inputs, x: found.append(x))
              for block in subject.model.transformer.h]
-    with subject.training_mode(False), torch.no_grad():
-        subject.model.hidden(idx)
-    for hook in hooks:
-        hook.remove()
+    try:
+        with subject.training_mode(False), torch.no_grad():
+            subject.model.hidden(idx)
+    finally:
+        for hook in hooks:
+            hook.remove()
     return found
 
 
@@ -170,9 +177,11 @@ def blocks_pass_on(subject):
     model, idx = subject.model, subject.batch[0]  # (2, T)
     ends = [m for name, m in model.transformer.h.named_modules() if name.endswith('c_proj')]
     silence = [m.register_forward_hook(lambda _, inputs, y: torch.zeros_like(y)) for m in ends]
-    outputs = blocks_output(subject, torch.cat((idx, subject.others(idx))))
-    for hook in silence:
-        hook.remove()
+    try:
+        outputs = blocks_output(subject, torch.cat((idx, subject.others(idx))))
+    finally:
+        for hook in silence:
+            hook.remove()
     for i, x in enumerate(outputs):
         if largest_change(*x.chunk(2)) <= SAME:
             return (f'nothing of what goes into block {i} comes out of it where its attention and '

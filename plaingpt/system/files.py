@@ -221,25 +221,21 @@ def is_dict(x):
 LOCK_FILE = '.lock'
 
 
+# What a file system without flock says; filelock's other kind of lock is then a file that is there.
+NO_FLOCK = {errno.ENOLCK, errno.ENOTSUP, errno.EBADF, errno.ENOSYS}
+
+
 @contextmanager
 def locked(folder, refusal='in use'):
-    """Hold the lock of `folder`, a file in it that goes with the lock, in here → a function that
-    raises UserError where that folder has been removed or replaced meanwhile.
+    """Hold the lock of `folder`, a file in it, in here → a function that raises UserError where
+    that folder has been removed or replaced meanwhile.
 
     Raises UserError(refusal) where another process holds it, and UserError where it cannot be had.
     """
     path = Path(folder, LOCK_FILE)
-    with acquired(path) as lock:
+    with acquired(path) as lock, same_folder(folder) as check:
         if not lock:
             raise UserError(refusal)
-        mine = path.stat()  # the lock keeps the file open, so nobody else gets its number
-
-        def check():
-            with suppress(OSError):
-                if os.path.samestat(mine, path.stat()):
-                    return
-            raise UserError(f'{folder} was removed or replaced, perhaps by another run, and what '
-                            'is in memory was not written there: start again with another folder')
         try:
             yield check
         finally:
@@ -248,27 +244,63 @@ def locked(folder, refusal='in use'):
                 path.unlink()
 
 
+@contextmanager
+def same_folder(folder):
+    """→ a function that raises UserError where `folder` is not the one that it is now. A disk that
+    does not answer is no reason."""
+    if os.name == 'nt':  # there a folder that is in use stays where it is
+        yield lambda: None
+        return
+    handle = os.open(folder, os.O_RDONLY)  # while it is open, nobody else gets its number
+
+    def check():
+        with suppress(OSError):
+            with suppress(FileNotFoundError, NotADirectoryError):
+                if os.path.samestat(os.fstat(handle), os.stat(folder)):
+                    return
+            raise UserError(f'{folder} was removed or replaced, perhaps by another run, and what '
+                            'is in memory was not written there: start again with another folder')
+    try:
+        yield check
+    finally:
+        os.close(handle)
+
+
 def in_use(folder):
     """Whether a process holds the lock of `folder`."""
     path = Path(folder, LOCK_FILE)
     if not path.exists():
         return False
-    with acquired(path) as lock:
-        return not lock
+    if os.access(path, os.W_OK):
+        with acquired(path) as lock:
+            return not lock
+    try:  # another user's
+        handle = system_lock(path, shared=True)
+    except BlockingIOError:
+        return True
+    if handle is not None:
+        os.close(handle)
+    return handle is None
 
 
 @contextmanager
 def acquired(path):
     """Hold the lock file `path` in here → the lock, or None where another process holds it."""
-    from filelock import FileLock, Timeout
-    lock = FileLock(path, blocking=False)
-    try:
-        lock.acquire()
-    except Timeout:
-        yield None
-        return
-    except OSError as e:
-        raise UserError(f'{path.parent} cannot be locked: {e.strerror}') from None
+    from filelock import FileLock, SoftFileLock, Timeout
+    for kind in (FileLock, SoftFileLock):
+        lock = kind(path, blocking=False, mode=0o666)
+        try:
+            lock.acquire()
+            break
+        except Timeout:
+            yield None
+            return
+        except (OSError, NotImplementedError) as e:
+            if kind is SoftFileLock or getattr(e, 'errno', errno.ENOSYS) not in NO_FLOCK:
+                raise UserError(f'{path.parent} cannot be locked: {e}') from None
+            with suppress(OSError):
+                if not path.stat().st_size:  # made just now; a lock of the other kind has text
+                    path.unlink()
     try:
         yield lock
     finally:

@@ -130,7 +130,7 @@ class Checkpoint:
                 dtype = file.get_slice(part)[0:0].dtype
                 state[key] = empty_like_rows(p, shapes[entry], dtype)
             put_rows(state[key], rows, file, part)
-        for name, p in parameters.items():
+        for name, p in parameters.items() if wanted else ():
             found, expected = optimizer.state.get(p) or {}, wanted.get(BLOCK.sub('h.0.', name), {})
             for key in [*expected, *found] if found else ():
                 if key not in found or found[key].dtype != expected.get(key, found[key].dtype) \
@@ -240,7 +240,10 @@ def load(init_from, out_dir='out', which='best', tokenizer='auto'):
 
 def optimizer_memory(shape, config):
     """What the optimizer of a TrainConfig remembers after a step of a GPTConfig's model of one
-    block → {name of a parameter: {key: dtype}}"""
+    block → {name of a parameter: {key: dtype}}; {} for one of your own, which may remember other
+    things of large weights than of small ones"""
+    if config.optimizer not in ('adamw', 'muon', 'normuon', 'sgd'):
+        return {}
     with torch.random.fork_rng([]):
         gpt = GPT(replace(small_shape(shape), n_layer=1))
     optimizer = build_optimizer(gpt, config, 'cpu')

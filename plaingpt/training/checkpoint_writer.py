@@ -118,7 +118,10 @@ class Saver:
         return self.before_first is not None and all_gather(elapsed_s < 60, self.group)[0]
 
     def update(self, state):
-        """Change entries of the checkpoint of state['iter_num'], which is complete."""
+        """Change entries of the checkpoint of state['iter_num'], which is complete. Raises
+        UserError where out_dir was removed or replaced."""
+        if problem := self._together(self.check_folder):
+            raise UserError(problem)
         path = self._path(state['iter_num'])
         problem = self._together(lambda: replace_entries(path, state), on_rank_0=True)
         if problem:

@@ -28,12 +28,11 @@ class AsKey:
         return b'\x80\x02}' + pickle.dumps(self.key, 2)[2:-1] + b'K\x01s.'
 
 
-@pytest.mark.parametrize('key', [nested(60), (), 2**61 - 1, -2**40, 1.5])
+@pytest.mark.parametrize('key', [nested(60), (), 2**61 - 1, -2**40])
 def test_keys_are_texts_and_small_numbers(key):
     with pytest.raises(ValueError, match='keys'):
         check_pickle(AsKey(key).bytes())
-    several = pickle.dumps({'a': 1, 2: 'b', 3: {'c': [nested(2)], 'd': (None, True)}}, 2)
-    check_pickle(several)
+    check_pickle(pickle.dumps({'a': 1, 2: {'c': [nested(2)], 'd': (None, True)}, None: 1.5}, 2))
 
 
 def test_numbers_are_of_64_bits():

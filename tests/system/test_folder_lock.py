@@ -1,5 +1,6 @@
 """One training run at a time in a folder."""
 
+import errno
 import os
 import signal
 
@@ -48,3 +49,34 @@ def test_of_many_processes_one_gets_the_lock(tmp_path):
     wait_until(lambda: sum('in use' in log.read_text() for log in logs if log.exists()) == 3)
     (tmp_path / 'end').touch()
     assert sorted(map(exit_code, pids)) == [0, 2, 2, 2]
+
+
+def test_where_there_is_no_flock_a_file_is_the_lock(tmp_path, monkeypatch):
+    import fcntl
+
+    def refuse(*_):
+        raise OSError(errno.ENOLCK, 'No locks available')
+    monkeypatch.setattr(fcntl, 'flock', refuse)
+    for _ in range(2):  # a lock that was let go is free again
+        with locked(tmp_path):
+            assert in_use(tmp_path)
+            with pytest.raises(UserError, match='in use'), locked(tmp_path):
+                pass
+    assert not in_use(tmp_path)
+
+
+def test_a_folder_is_the_same_without_its_lock_file_and_while_its_disk_does_not_answer(
+        tmp_path, monkeypatch):
+    folder = tmp_path / 'out'
+    folder.mkdir()
+    with lock_output_dir(folder) as check:
+        (folder / '.lock').unlink()
+        check()
+        with monkeypatch.context() as patch:
+            patch.setattr(os, 'stat', lambda *_: (_ for _ in ()).throw(OSError(errno.EIO, 'EIO')))
+            check()
+        folder.rename(tmp_path / 'moved')
+        for _ in range(2):  # gone; then another
+            with pytest.raises(UserError, match='removed or replaced'):
+                check()
+            folder.mkdir(exist_ok=True)

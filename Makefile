@@ -26,7 +26,7 @@ test: .venv/installed-dev
 	$(BIN)/python -m pytest -n 2
 
 test-slow: .venv/installed-dev
-	$(BIN)/python -m pytest -n 2 -m slow
+	$(BIN)/python -m pytest -n 2 --dist=worksteal -m slow
 
 test-oldest: requirements-dev.txt pyproject.toml
 	$(PYTHON) -m venv .venv-oldest

@@ -297,8 +297,7 @@ def check_replaceable(folder, command):
 @contextmanager
 def lock_dataset_dir(folder, part=None):
     """Make `folder`, or that of a part (k, n), and keep every other prepare.py out of it → the
-    folder for unfinished files. Folders that stay empty are removed at the end. An OSError becomes
-    a UserError of one line."""
+    folder for unfinished files. Folders that stay empty are removed at the end. UserError."""
     outer, folder = folder, part_folder(folder, part)
     check_ours(folder)
     unfinished, ours = folder / UNFINISHED, False

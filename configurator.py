@@ -223,12 +223,12 @@ def check_and_set(cls, values, name, value, where, problems):
         shown = shown if len(shown) <= 200 else f'{shown[:200]}…'
         problems.append(f'{name}={shown} {where}: expected {expected}')
         return
-    if isinstance(value, str) and not is_text(value):
+    if isinstance(value, str) and not can_be_stored(value):
         problems.append(f'{name}={value!r} {where}: it holds a NUL or half a character, which no '
                         'path and no text has')
 
 
-def is_text(value):
+def can_be_stored(value):
     """False for what no path and no file takes. A path may hold bytes that are no UTF-8."""
     try:
         return b'\0' not in os.fsencode(value)

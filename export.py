@@ -67,7 +67,7 @@ def model_card(name, model, tokenizer, source, state):
         'sequences of text seen': f'{state["sequences"]:,}' if 'sequences' in state else None,
         'validation loss': state.get('val_loss') and f'{state["val_loss"]:.4f} nats a token',
         'learning rate, at most': config.get('learning_rate'),
-        'started from': public(config.get('init_from') or '') or None,
+        'started from': config.get('init_from') and public(config['init_from']),
     }
     lines = ['---', 'library_name: transformers', 'pipeline_tag: text-generation',
              '---', '', f'# {name}', '', 'A language model trained with plainGPT.', '',

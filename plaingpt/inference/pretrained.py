@@ -112,9 +112,15 @@ def copy_weights(model, weights, source):
 
 def check_finite(model, source, advice='take it from where it came again'):
     """Raise UserError that names a weight which is NaN or infinite."""
-    for name, p in model.named_parameters():
-        if not local_rows(p)[0].isfinite().all():
-            raise UserError(f'{source}: {name} is not finite, so it cannot write; {advice}')
+    if broken := not_finite(model):
+        raise UserError(f'{source}: {broken[0]} is not finite, so it cannot write; {advice}')
+
+
+def not_finite(model):
+    """Names of the weights of this process that are NaN or infinite. Waits for the device, once."""
+    weights = dict(model.named_parameters())
+    finite = torch.stack([local_rows(p)[0].isfinite().all() for p in weights.values()]).tolist()
+    return [name for name, fine in zip(weights, finite, strict=True) if not fine]
 
 
 def without_padding(weights, vocab_size):

@@ -219,8 +219,6 @@ def is_dict(x):
 # one process at a time in a folder
 
 LOCK_FILE = '.lock'
-
-
 # What a file system without flock says; filelock's other kind of lock is then a file that is there.
 NO_FLOCK = {errno.ENOLCK, errno.ENOTSUP, errno.EBADF, errno.ENOSYS}
 

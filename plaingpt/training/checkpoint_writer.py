@@ -12,6 +12,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 
+from plaingpt.inference.pretrained import not_finite
 from plaingpt.monitoring.metrics_file import rows_end, trim_rows
 from plaingpt.system.distributed import (
     all_gather,
@@ -190,9 +191,7 @@ class Saver:
 
 def check_weights(model, iter_num):
     """Raise UserError that names weights of this process which are NaN or infinite."""
-    weights = dict(model.named_parameters())
-    finite = torch.stack([local_rows(p)[0].isfinite().all() for p in weights.values()]).tolist()
-    if broken := [name for name, fine in zip(weights, finite, strict=True) if not fine]:
+    if broken := not_finite(model):
         raise UserError(f'{broken[0]}{f" and {len(broken) - 1} more" * (len(broken) > 1)}: not '
                         f'finite after iteration {iter_num}, which is not saved; the earlier '
                         'checkpoints stay: continue from one with --init_from=resume and a lower '

@@ -12,6 +12,7 @@ if __name__ == '__main__':  # before torch, which takes seconds
     from plaingpt.system.errors import begin_script
     begin_script()
 
+import math
 import sys
 from contextlib import closing, contextmanager
 from dataclasses import asdict, dataclass
@@ -209,20 +210,23 @@ def evaluate(run):
 
 @torch.no_grad()
 def mean_loss(model, loader, sequences, at_beginning, context, stop):
-    """Mean loss over so many fixed sequences of a split, which the processes share: those at its
-    beginning, or spread over it. Raises Stopped."""
+    """→ (mean loss over so many fixed sequences of a split, its standard error by the spread of the
+    batches, None of one). The processes share the sequences: those at the split's beginning, or
+    spread over it. Raises Stopped."""
     model.eval()
-    sums = torch.zeros(2, device=loader.device)  # of loss × n; of n, in sequences of targets
-    for starts in status.counted(loader.eval_batches(sequences, at_beginning)):
+    sums = torch.zeros(3, device=loader.device)  # of n sequences of targets, loss × n, loss² × n
+    batches = loader.eval_batches(sequences, at_beginning)
+    for starts in status.counted(batches):
         stop.check()
         idx, targets = loader.eval_batch(starts)  # also of none: all gather a sharded model
         with context:
             _, loss = model(idx, targets)
         n = (targets != -1).sum() / targets.size(1)
-        sums += torch.stack([loss.float() * n, n])
+        sums += n * loss.float() ** torch.arange(3, device=loader.device)
     model.train()
-    loss_sum, count = all_reduce_mean(sums).tolist()
-    return loss_sum / count
+    count, loss, square = all_reduce_mean(sums).tolist()
+    loss, square, others = loss / count, square / count, loader.world_size * len(batches) - 1
+    return loss, math.sqrt(max(0, square - loss**2) / others) if others else None
 
 
 def save(run, cut_short=False):

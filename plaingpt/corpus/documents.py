@@ -251,9 +251,10 @@ def place_to_cut(text, start, characters):
     return cut.end() if cut else start + characters
 
 
-def whole_files(blocks):
+def whole_files(blocks, piece_chars=None):
     """A file is one document. Long files are cut where GPT-2's pattern also cuts (at white space
     that follows something else), so that the tokens are those of the uncut file."""
+    most = piece_chars or PIECE_CHARS
     rest, new_document, position = '', True, 0
     opening, characters = [], 0  # white space, which may be all that there is
     for text, position in blocks:
@@ -266,8 +267,8 @@ def whole_files(blocks):
             text, opening = ''.join(opening) + text, None
         rest += text
         start = 0
-        while len(rest) - start > PIECE_CHARS:
-            end = place_to_cut(rest, start, PIECE_CHARS)
+        while len(rest) - start > most:
+            end = place_to_cut(rest, start, most)
             yield rest[start:end], new_document, position
             start, new_document = end, False
         rest = rest[start:]

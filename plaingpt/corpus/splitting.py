@@ -12,24 +12,32 @@ from plaingpt.system.errors import UserError
 SPLITS = ('train', 'val', 'test')
 
 
+GOLDEN = 0x9E3779B97F4A7C15  # 2^64 / the golden ratio: its multiples spread evenly over the circle
+
+
 def split_by_hash(pieces, val_fraction, test_fraction=0):
     """Yield (split, text, new_document, position). A hash of a document's first piece decides its
     split, so a document keeps its split when others are added or removed. The validation share is
     at the low end of the hash's range and the test share at the high end, so that neither changes
-    the other."""
+    the other. Of a long document, which comes in several pieces, each split gets its share: the
+    hashes of the other pieces follow that of the first in steps of the golden ratio."""
     val_end = math.ceil(val_fraction * 2**64)
     test_start = math.ceil((1 - test_fraction) * 2**64)
+    split = None
     for text, new_document, position, own_split in pieces:
         if new_document:
             # Text that differs in white space at its end only, as by a last line break, is on one
             # side. Most files end with one line break: so they hash as they are.
             data = (text.rstrip() + '\n').encode('utf-8', 'replace')
             place = int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), 'big')
-            if own_split != 'val' and place >= test_start:
-                split = 'test'
-            else:
-                split = own_split or ('val' if place < val_end else 'train')
-        yield split, text, new_document, position
+        else:
+            place = (place + GOLDEN) % 2**64
+        before = split
+        if own_split != 'val' and place >= test_start:
+            split = 'test'
+        else:
+            split = own_split or ('val' if place < val_end else 'train')
+        yield split, text, new_document or split != before, position
 
 
 def split_by_place(pieces, ends):

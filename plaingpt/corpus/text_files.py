@@ -22,6 +22,7 @@ from plaingpt.system.formatting import count_of, quoted, shown
 from plaingpt.tokens.dataset import UNFINISHED
 
 ONE_TEXT_FILES = 100  # fewer text files than this are one text
+SMALL_PIECE_CHARS = 2**15  # of a file, what goes into one split
 LISTED_FILES = 1000  # more input files than this are not listed in meta.json
 SUFFIXES = {  # of the files that are read in a folder, in any case
     '.txt', '.md', '.rst', '.tex', '.py', '.pyi', '.c', '.h', '.cc', '.cpp', '.hpp',
@@ -46,6 +47,8 @@ class Files:
         self.form, self.text_field, self.errors = form, text_field, errors
         self.sizes = [size_of(path) for path in paths]
         self.total = sum(self.sizes)
+        # Of few large files each split gets its share; of many, most stay whole.
+        self.piece_chars = min(max(self.total // 100, SMALL_PIECE_CHARS), documents.PIECE_CHARS)
         self.begin, self.end = 0, math.inf  # of the part, in bytes of all files
         self.is_one_text = form == 'file' and len(paths) < ONE_TEXT_FILES and \
             all(file_type(path) == 'text' for path in paths)
@@ -106,8 +109,9 @@ class Files:
         if file_type(path) != 'text':
             return read_rows(path, self.text_field, self.errors, digest, span)
         blocks = documents.read_text(path, self.errors, digest, span)
-        return documents.DOCUMENT_FORMS[self.form](
-            blocks if self.form == 'file' else documents.split_lines(blocks))
+        if self.form == 'file':
+            return documents.whole_files(blocks, self.piece_chars)
+        return documents.DOCUMENT_FORMS[self.form](documents.split_lines(blocks))
 
     def place_of(self, character):
         for path in self.paths:

@@ -4,8 +4,9 @@ metrics.jsonl has one JSON object a line: iter (updates done), tokens, elapsed_s
   for a logged step     loss lr grad_norm tokens_per_s mfu peak_memory_bytes data_wait
                         and lr_embedding lr_head lr_vector where they differ from lr;
                         with float16, loss_scale
-  for an evaluation     train_loss val_loss val_bpb, and sample, a text by the model; of a mixture
-                        val_loss/NAME of each corpus, whose mean by their shares is val_loss
+  for an evaluation     train_loss val_loss val_bpb val_stderr, and sample, a text by the model; of
+                        a mixture val_loss/NAME of each corpus, whose mean by their shares is
+                        val_loss
   for a benchmark       hellaswag_acc hellaswag_acc_stderr … (eval_tasks)
   for a health check    health/… of health.py
 Losses are means in nats per token over all micro-steps and processes; unknown values are null.
@@ -147,13 +148,15 @@ class Metrics:
         evaluations = math.ceil(steps / self.config.eval_interval)
         return steps * step_s + evaluations * self.clock.evaluation_s()
 
-    def evaluation(self, iter_num, train_loss, val_loss, best, sample=None, of_each=None):
+    def evaluation(self, iter_num, train_loss, val_loss, best, sample=None, of_each=None,
+                   val_stderr=None):
         """Log an evaluation after `iter_num` updates, and print what now looks wrong. of_each: of
-        several corpora, {name: validation loss}"""
+        several corpora, {name: validation loss}; val_stderr: the standard error of val_loss"""
         of_each = of_each or {}
         self.clock.evaluations += 1
         val_bpb = None
-        columns = [f'train loss {train_loss:.4f}', f'val loss {val_loss:.4f}']
+        columns = [f'train loss {train_loss:.4f}', f'val loss {val_loss:.4f}'
+                   + ('' if val_stderr is None else f' ± {val_stderr:.4f}')]
         if self.bytes_per_token:
             val_bpb = val_loss / math.log(2) / self.bytes_per_token
             columns.append(f'{val_bpb:.3f} bits/byte')
@@ -162,6 +165,7 @@ class Metrics:
             columns.append('best')
         self._print_columns(iter_num, *columns)
         self._write(iter_num, train_loss=train_loss, val_loss=val_loss, val_bpb=val_bpb,
+                    **({} if val_stderr is None else {'val_stderr': val_stderr}),
                     **{f'val_loss/{name}': loss for name, loss in of_each.items()},
                     **({} if sample is None else {'sample': sample}))
         self._diagnose()

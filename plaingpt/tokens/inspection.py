@@ -54,6 +54,21 @@ def print_report(folder, meta):
             print(f'    note: that allows a block_size of {entry["tokens"] - 1} at most')
     print(f'{folder}/meta.json: {meta["tokenizer"]["kind"]} tokenizer, {meta["vocab_size"]:,} '
           f'tokens, {meta["dtype"]}')
+    warn_of_shares(meta)
+
+
+def warn_of_shares(meta):
+    """Warn where a split that was held out by hashes is less than half of what was asked for, or
+    more than twice as much: few documents are large."""
+    tokens = sum(entry['tokens'] for entry in meta['splits'].values())
+    for split in ('val', 'test'):
+        asked, own = (meta['source'].get(f'{split}_{what}') for what in ('fraction', 'split'))
+        if asked and not own and split in meta['splits']:
+            share = meta['splits'][split]['tokens'] / tokens
+            if not asked / 2 <= share <= 2 * asked:
+                warn(f'the {split} split has {share:.2%} of the tokens where --{split}_fraction '
+                     f'asks for {asked:.2%}: the documents differ much in size, or are few; use '
+                     f'more text, or another --{split}_fraction')
 
 
 def excerpt(stream, start, tokenizer):

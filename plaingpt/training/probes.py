@@ -1,5 +1,7 @@
 """What is looked at while a run trains: health, benchmark scores, and texts by the model."""
 
+import math
+
 import torch
 
 from plaingpt.inference.generation import generate
@@ -71,8 +73,9 @@ class Probes:
 
     def evaluate(self, progress, losses, stop):
         """Run the benchmarks and make the sample that are due; then log them and the losses (train,
-        val of each corpus, of also_evaluate), where they were due. Of several corpora the mean by
-        their shares counts. Raises Stopped where `stop` is wanted, before anything is logged."""
+        val of each corpus, of also_evaluate: each with its standard error), where they were due. Of
+        several corpora the mean by their shares counts. Raises Stopped where `stop` is wanted,
+        before anything is logged."""
         config, iter_num, scores, text = self.config, progress.iter_num, {}, None
         benchmarks = self.benchmarks if progress.benchmarks_are_due(config) else []
         samples = config.sample_tokens and (
@@ -85,12 +88,16 @@ class Probes:
                 text = self.sample(model, stop) if samples else None
         stop.check()
         parts = self.dataset.parts
+        losses, errors = zip(*losses, strict=True) if losses else ((), ())
         val_loss = self.dataset.mean(losses[1:len(parts) + 1]) if losses else None
         best = progress.record_evaluation(val_loss)
         if losses:
+            errors = errors[1:len(parts) + 1]
+            error = None if None in errors else math.sqrt(sum(
+                (part.weight * error)**2 for part, error in zip(parts, errors, strict=True)))
             names = [*(part.name for part in parts), config.also_evaluate]
             of_each = {name: loss for name, loss in zip(names, losses[1:], strict=False) if name}
-            self.metrics.evaluation(iter_num, losses[0], val_loss, best, text, of_each)
+            self.metrics.evaluation(iter_num, losses[0], val_loss, best, text, of_each, error)
         for name, values in scores.items():
             self.metrics.benchmark(iter_num, name, values, quote_benchmark(values))
         if text is not None and progress.sample_is_due(config):

@@ -113,6 +113,45 @@ def test_a_test_share_takes_from_training_and_leaves_validation_as_it_was():
     assert all(b == 'test' for a, b in zip(held_out, more, strict=True) if a == 'test')
 
 
+def test_each_split_gets_its_share_of_a_long_document():
+    for name in 'abc':
+        pieces = [Piece(f'{name}{i}', i == 0, i) for i in range(200)]
+        found = [split for split, *_ in split_by_hash(pieces, 0.1, 0.2)]
+        assert abs(found.count('val') - 20) <= 2 and abs(found.count('test') - 40) <= 2
+        thirds = [found[i:i + 66].count('val') for i in (0, 66, 132)]
+        assert min(thirds) >= 4  # from all over it
+
+
+def test_pieces_of_a_document_that_come_from_two_places_are_two_documents():
+    found = [*split_by_hash([Piece(f'{i}', i == 0, i) for i in range(50)], 0.3)]
+    splits = [split for split, *_ in found]
+    for before, split, (_, _, new_document, _) in zip(splits, splits[1:], found[1:], strict=False):
+        assert new_document == (split != before)
+
+
+def test_validation_is_by_share_of_tokens_of_a_folder_of_many_sizes(tmp_path):
+    folder = tmp_path / 'mixed'
+    folder.mkdir()
+    for name, words in ('book.txt', 150_000), ('page.html', 20_000), ('code.py', 40_000):
+        (folder / name).write_text(' '.join(f'{name}{i}' for i in range(words)))
+    write_rows(folder / 'rows.jsonl', [f'row {i}' for i in range(250)])
+    prepared(tmp_path / 'd', 'text', f'--input={folder}', '--tokenizer=byte', '--val_fraction=0.1')
+    splits = open_dataset(tmp_path / 'd').meta['splits']
+    share = splits['val']['tokens'] / sum(split['tokens'] for split in splits.values())
+    assert 0.07 < share < 0.13
+    text = '\n'.join(documents_of(tmp_path / 'd')['val'])
+    assert all(name in text for name in ('book.txt', 'code.py', 'row '))
+
+
+def test_a_split_far_from_its_share_is_told(tmp_path, capsys):
+    write_rows(tmp_path / 'a.jsonl', [*map(str, range(50)), 'long ' * 10_000])
+    prepared(tmp_path / 'd', 'text', f'--input={tmp_path}/a.jsonl', '--tokenizer=byte')
+    assert 'of the tokens where --val_fraction asks for 10.00%' in capsys.readouterr().err
+    write_rows(tmp_path / 'b.jsonl', [str(10_000 + i) for i in range(300)])
+    prepared(tmp_path / 'e', 'text', f'--input={tmp_path}/b.jsonl', '--tokenizer=byte')
+    assert 'asks for' not in capsys.readouterr().err
+
+
 # -----------------------------------------------------------------------------
 # a running text
 

@@ -1,6 +1,12 @@
 """The losses of one run compare: each evaluation reads the same tokens, whatever the batch size."""
 
+import statistics
+from contextlib import nullcontext
+from types import SimpleNamespace
+
 import numpy as np
+import pytest
+import torch
 
 import train
 from plaingpt.tokens.batches import BatchLoader
@@ -39,8 +45,34 @@ def test_a_checkpoint_of_an_earlier_version_goes_on_with_what_it_evaluated(tiny,
     assert read_by_evaluations(monkeypatch, resumed)[-2:] == first[:2]
 
 
+def test_the_standard_error_of_a_loss_is_that_of_the_batches():
+    losses = [2.0, 3.0, 2.5, 4.5]
+
+    class Loader:
+        device, world_size = torch.device('cpu'), 1
+
+        def eval_batches(self, n, at_beginning):
+            return [np.array([i]) for i in range(n)]
+
+        def eval_batch(self, starts):
+            return starts, torch.zeros(1, 8)  # a sequence of eight targets
+
+    def error_of(n):
+        stop = SimpleNamespace(check=lambda: None)
+
+        class Model:
+            eval = train = staticmethod(lambda: None)
+
+            def __call__(self, idx, targets):
+                return None, torch.tensor(losses[int(idx[0])])
+        return train.mean_loss(Model(), Loader(), n, False, nullcontext(), stop)
+    loss, error = error_of(4)
+    assert loss == pytest.approx(3.0)
+    assert error == pytest.approx(statistics.stdev(losses) / 2)
+    assert error_of(1) == (2.0, None)  # one batch has no spread
+
+
 def test_a_resume_with_another_number_of_threads_is_told(tiny, capsys):
-    import torch
     train.main([*tiny, '--max_iters=1'])
     before = torch.get_num_threads()
     try:

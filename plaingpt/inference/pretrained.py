@@ -4,9 +4,10 @@ import math
 import pickle
 import pickletools
 import re
+import warnings
 import zipfile
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -33,8 +34,9 @@ FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 PICKLED = re.compile(r'torch\.(\w+Storage|Size|device|[a-z]+\d+)|torch\._utils\._rebuild_tensor_v2|'
                      r'torch\._utils\._rebuild_parameter|collections\.OrderedDict|'
                      r'__main__\.GPTConfig')
-# GPT-2 XL with its optimizer's state has 150,000 operations in its pickle, and 12,000 tuples.
-MAX_PICKLE_BYTES, MAX_PICKLE_OPERATIONS, MAX_PICKLE_TUPLES = 2**24, 500_000, 40_000
+# GPT-2 XL with its optimizer's state has 150,000 operations in its pickle.
+MAX_PICKLE_BYTES, MAX_PICKLE_OPERATIONS, MAX_PICKLE_DEPTH = 2**24, 500_000, 500
+FILLING = ('APPEND', 'APPENDS', 'SETITEM', 'SETITEMS', 'ADDITEMS', 'BUILD')  # operations
 
 
 def load_pretrained(source, dropout=0.0):
@@ -46,8 +48,8 @@ def load_pretrained(source, dropout=0.0):
         shape, weights, trained = read_nanogpt(path)
     else:
         shape, weights = read_hf(path if path.is_dir() else download(source))
-    if odd := [name for name in weights if not name.isprintable()]:
-        raise UserError(f'{source}: it holds a tensor named {odd[0]!r}')
+    if odd := [name for name in weights if not name.isprintable() or len(name) > 200]:
+        raise UserError(f'{source}: it holds a tensor named {odd[0][:200]!r}')
     weights = {name: w for name, w in weights.items() if not MASKS.fullmatch(name)}
     for name, w in weights.items():
         if w.dtype not in FLOATS:
@@ -198,7 +200,8 @@ def read_nanogpt(path):
     try:
         check_archive(path)
         # of build-nanogpt's config only the values are read, into a SimpleNamespace
-        with torch.serialization.safe_globals([(SimpleNamespace, '__main__.GPTConfig')]):
+        with torch.serialization.safe_globals([(SimpleNamespace, '__main__.GPTConfig')]), \
+                warnings.catch_warnings(action='ignore'):  # what torch refuses is an error as well
             # mapped: the optimizer's state beside the weights is never read
             found = torch.load(path, map_location='cpu', weights_only=True, mmap=True)
         nanogpt = 'model_args' in found  # build-nanogpt has GPT-2's own approximation of GELU
@@ -209,6 +212,9 @@ def read_nanogpt(path):
         weights = {re.sub(r'^(_orig_mod\.|module\.)*', '', name): w
                    for name, w in found['model'].items()}
         check_storages(weights, path.stat().st_size)
+        if shape['vocab_size'] == 50304:  # GPT-2's 50,257 and padding, which no text contains
+            shape['vocab_size'] = 50257
+            weights = without_padding(weights, 50257)
         trained = describe_training(found.get('iter_num', found.get('step')),
                                     found.get('best_val_loss', found.get('val_loss')))
     except pickle.UnpicklingError as e:
@@ -221,9 +227,6 @@ def read_nanogpt(path):
     except Exception as e:
         raise UserError(f'{path}: damaged, or no checkpoint of nanoGPT ({type(e).__name__}: '
                         f'{(str(e).splitlines() or [""])[0][:120]})') from None
-    if shape['vocab_size'] == 50304:  # GPT-2's 50,257 and padding, which no text contains
-        shape['vocab_size'] = 50257
-        weights = without_padding(weights, 50257)
     return shape, weights, trained
 
 
@@ -250,42 +253,67 @@ def check_archive(path):
                       if re.fullmatch(r'[^/]*/data\.pkl', member.filename))
         if pickled.file_size > MAX_PICKLE_BYTES:
             raise ValueError('its pickle is too large')
-        check_pickle(archive.read(pickled))
+        # As torch reads it: of an archive that is odd on purpose, zipfile finds other members.
+        check_pickle(torch._C.PyTorchFileReader(str(path)).get_record('data.pkl'))
 
 
 def check_pickle(data):
     """See what a pickle would make, without making it. Its dicts have texts and numbers for keys,
-    and no large ones: to hash a tuple of tuples can take for ever, and large numbers have equal
-    hashes. Raises ValueError and UnpicklingError."""
-    tuples = 0  # one in another a million times would overflow the stack of the interpreter
-    stack, marks, memo = [], [], {}  # whether each value may be a key; where marks are
-    for n, (operation, argument, _) in enumerate(pickletools.genops(data)):
+    and no large ones, which have equal hashes. Its values stay small if each that is in several
+    places is written out: to hash or print a tuple of tuples can take for ever. Raises ValueError
+    and UnpicklingError."""
+    length = 0  # in operations, with values written out
+    stack, marks, memo = [], [], {}  # a Value for each value; where marks are
+    for operation, argument, _ in pickletools.genops(data):
         name, before, after = operation.name, operation.stack_before, operation.stack_after
-        tuples += 'TUPLE' in name
-        if n > MAX_PICKLE_OPERATIONS or tuples > MAX_PICKLE_TUPLES:
+        length += memo[argument].size if 'GET' in name else 1
+        if length > MAX_PICKLE_OPERATIONS:
             raise ValueError('its pickle is too long')
         if name == 'GLOBAL' and not PICKLED.fullmatch(argument.replace(' ', '.')):
             raise pickle.UnpicklingError(f'GLOBAL {argument.replace(" ", ".")}')
         if type(argument) is int and abs(argument) >= 2**64:
             raise ValueError('it has numbers that are too large')
-        if name in ('SETITEM', 'SETITEMS', 'DICT') \
-                and not all(stack[-2 if name == 'SETITEM' else marks[-1]::2]):
-            raise ValueError('it has keys that are neither texts nor small numbers')
         if 'PUT' in name or name == 'MEMOIZE':
             memo[len(memo) if argument is None else argument] = stack[-1]
             continue
+        begin = len(stack)
         if pickletools.markobject in before:
-            del stack[marks.pop():]
-            before = before[:before.index(pickletools.markobject)]
-        del stack[len(stack) - len(before):]
+            begin, before = marks.pop(), before[:before.index(pickletools.markobject)]
+        if name in ('SETITEM', 'SETITEMS', 'DICT') \
+                and not all(v.is_key for v in stack[-2 if name == 'SETITEM' else begin::2]):
+            raise ValueError('it has keys that are neither texts nor small numbers')
+        begin -= len(before)
+        held = stack[begin:]
+        del stack[begin:]
         if name == 'MARK':
             marks.append(len(stack))
         elif 'GET' in name:
+            memo[argument].is_shared = True
             stack.append(memo[argument])
+        elif name in FILLING:
+            held[0].take(held[1:])
+            stack.append(held[0])
         else:
             is_key = 'UNICODE' in name or name in ('NONE', 'NEWTRUE', 'NEWFALSE', 'BINFLOAT') \
                 or (type(argument) is int and abs(argument) < 2**31)
-            stack += [is_key] * len(after)
+            stack += [Value(is_key).take(held)] * len(after)
+
+
+@dataclass(slots=True)
+class Value:
+    """What `check_pickle` knows of a value."""
+    is_key: bool  # whether it may be one
+    is_shared: bool = False  # whether it is in several places
+    size: int = 1  # of all that is in it
+    depth: int = 0
+
+    def take(self, values):
+        """Put values into it → itself."""
+        self.size += sum(value.size for value in values)
+        self.depth = max([self.depth, *(value.depth + 1 for value in values)])
+        if self.is_shared or self.depth > MAX_PICKLE_DEPTH:
+            raise ValueError('it holds itself, or is nested too deep')
+        return self
 
 
 def check_storages(weights, size):

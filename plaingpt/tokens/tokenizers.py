@@ -164,9 +164,11 @@ class BytePairTokenizer:
                 self._bytes_left = self.RENEWAL_BYTES
             if known_to_both and self._gigatoken is not None:
                 self._bytes_left -= len(data)
-                self._note('gigatoken')
                 with suppress_panic():
-                    return self._gigatoken.encode(data)
+                    ids = self._gigatoken.encode(data)
+                    self._note('gigatoken')
+                    return ids
+                self._gigatoken = None  # what gave up is not asked again
             self._note('tiktoken')
         return self._encode_with_tiktoken(text)
 
@@ -336,7 +338,7 @@ def make_tokenizer(name, texts):
 def from_json(description):
     """The tokenizer that `to_json` described. Raises UserError where it cannot be made."""
     if described_vocab_size(description) is None:
-        raise UserError(f'unknown tokenizer {str(description)[:80]}: expected one that prepare.py '
+        raise UserError(f'unknown tokenizer {repr(description)[:80]}: expected one that prepare.py '
                         'wrote')
     kind = description['kind']
     if kind == 'char':

@@ -130,6 +130,10 @@ class Namespace(dict):
 def read_file(cls, path, values, fixed, problems):
     """Run a config file in its own namespace and yield what it assigned. fixed: {name: value} that
     options after the file set."""
+    if not path.endswith('.py') and os.path.exists(path):  # a device may have no end
+        problems.append(f'{path} is no config file, whose names end with .py: write options as '
+                        f'--key=value, and several files as --key={quoted(f"A,{path}")}')
+        return
     try:
         with open(path, encoding='utf-8-sig') as f:
             source = f.read()
@@ -138,10 +142,6 @@ def read_file(cls, path, values, fixed, problems):
         return
     except UnicodeDecodeError:
         problems.append(f'config file {path}: not a text file')
-        return
-    if not path.endswith('.py'):
-        problems.append(f'{path} is no config file, whose names end with .py: write options as '
-                        f'--key=value, and several files as --key={quoted(f"A,{path}")}')
         return
     namespace = Namespace({**values, '__file__': path}, fixed)
     try:

@@ -108,7 +108,8 @@ def run_script(main):
 
 def is_out_of_memory(error):
     """Whether a RuntimeError of torch says that a GPU or the machine has no memory left."""
-    return type(error).__name__ == 'OutOfMemoryError' or "can't allocate memory" in str(error)
+    return type(error).__name__ == 'OutOfMemoryError' or any(
+        text in str(error) for text in ("can't allocate memory", 'Storage size calculation over'))
 
 
 def out_of_memory(error):

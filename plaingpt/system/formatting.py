@@ -32,7 +32,8 @@ def amount(number, unit):
 def parse_count(text):
     """'1.5B' → 1500000000, '100_000' and '1e5' → 100000, also with k, M and G; None for what is no
     whole number from 0 on."""
-    found = re.fullmatch(r'(\d[\d_]*(?:\.\d+)?(?:e\d\d?)?)([kMGB]?)', str(text), re.IGNORECASE)
+    found = re.fullmatch(r'(\d[\d_]{0,30}(?:\.\d{1,30})?(?:e\d\d?)?)([kMGB]?)', str(text),
+                         re.IGNORECASE)
     if not found:
         return None
     unit = {'': 1, 'k': 10**3, 'm': 10**6, 'g': 10**9, 'b': 10**9}[found[2].lower()]

@@ -420,7 +420,7 @@ def find(out_dir, which='latest'):
         found = readable(out_dir, warn)
         return best_of(found or [open_checkpoint(paths[-1])])
     numbers, moved = [iteration_of(path) for path in paths], []
-    if str(which).isdecimal():
+    if re.fullmatch(r'[0-9]{1,15}', str(which)):
         if int(which) in numbers:
             return open_checkpoint(paths[numbers.index(int(which))])
         moved = sorted(Path(out_dir).glob(f'old-*/checkpoints/iter-{int(which):08d}'))

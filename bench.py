@@ -36,7 +36,7 @@ from plaingpt.benchmarks.ladder import measure_ladder
 from plaingpt.benchmarks.memory_check import measure_memory
 from plaingpt.benchmarks.saving import measure_checkpoints, measure_resuming
 from plaingpt.benchmarks.step_speed import Workload, measure_speed
-from plaingpt.corpus.corpora import find_dataset_size
+from plaingpt.data.corpora import find_dataset_size
 from plaingpt.system import devices
 from plaingpt.system.errors import UserError, run_script
 from plaingpt.system.files import ROOT, make_writable

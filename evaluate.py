@@ -21,14 +21,14 @@ from pathlib import Path
 from typing import Literal
 
 from configurator import load_config
+from plaingpt.data.batches import fits_in_ram
+from plaingpt.data.mixtures import open_named
 from plaingpt.inference import scoring
 from plaingpt.system.devices import autocast, choose_device, choose_dtype
 from plaingpt.system.distributed import host_group, launched_world, print0, process_group
 from plaingpt.system.errors import UserError, run_script
 from plaingpt.system.files import write_json
 from plaingpt.system.streams import require_stdout, status
-from plaingpt.tokens.batches import fits_in_ram
-from plaingpt.tokens.mixture import open_named
 from plaingpt.training import checkpoint as checkpoints
 
 SPLITS = ('val', 'test', 'train')

@@ -23,10 +23,10 @@ from typing import Literal
 from safetensors import SafetensorError
 
 from configurator import load_config
+from plaingpt.data.chat_tokenizer import is_chat
 from plaingpt.inference.gguf_export import DTYPES, build_gguf, write_gguf
 from plaingpt.inference.hf_export import one_document, write_hf
 from plaingpt.system.errors import UserError, run_script
-from plaingpt.tokens.chat_tokenizer import is_chat
 from plaingpt.training import checkpoint as checkpoints
 
 

@@ -20,7 +20,9 @@ import torch
 from configurator import load_config
 from model import GPT
 from plaingpt.benchmarks.step_speed import Workload, estimate_speed
-from plaingpt.corpus.corpora import find_dataset_size, find_sizes
+from plaingpt.data.corpora import find_dataset_size, find_sizes
+from plaingpt.data.dataset import SHARES, has_token_files, read_names
+from plaingpt.data.mixtures import open_named
 from plaingpt.inference.hf_export import describe_export, nearest_architectures
 from plaingpt.kernels.recompute import KINDS
 from plaingpt.system import devices
@@ -28,8 +30,6 @@ from plaingpt.system.devices import GPUS
 from plaingpt.system.errors import UserError, run_script
 from plaingpt.system.formatting import GIB, duration, gib, short
 from plaingpt.system.streams import require_stdout
-from plaingpt.tokens.dataset import SHARES, has_token_files, read_names
-from plaingpt.tokens.mixture import open_named
 from plaingpt.training.memory_planner import (
     batch_that_divides,
     choose_parallel,

@@ -28,11 +28,21 @@ from pathlib import Path
 from typing import Literal
 
 from configurator import load_config
-from plaingpt.chat.conversations import open_conversations
-from plaingpt.corpus.corpora import CORPORA, describe, table
-from plaingpt.corpus.encoding import check_disk, write_shards
-from plaingpt.corpus.pretokenized import fetch_shards
-from plaingpt.corpus.shards import (
+from plaingpt.data import tokenizers
+from plaingpt.data.chat_tokenizer import ChatTokenizer
+from plaingpt.data.conversations import open_conversations
+from plaingpt.data.corpora import CORPORA, describe, table
+from plaingpt.data.dataset import PARTS, UNFINISHED, dataset_folder, not_read, open_dataset
+from plaingpt.data.encoding import check_disk, write_shards
+from plaingpt.data.inspection import (
+    find_damage,
+    inspect,
+    print_overlaps,
+    print_report,
+    record_overlap,
+)
+from plaingpt.data.pretokenized import fetch_shards
+from plaingpt.data.shards import (
     check_neighbours,
     check_ours,
     check_replaceable,
@@ -43,21 +53,11 @@ from plaingpt.corpus.shards import (
     publish,
     read_journal,
 )
-from plaingpt.corpus.sources import count_characters, open_source, read_texts, sample
+from plaingpt.data.sources import count_characters, open_source, read_texts, sample
 from plaingpt.system.errors import UserError, run_script
 from plaingpt.system.files import write_json
 from plaingpt.system.formatting import parse_count, quoted
 from plaingpt.system.streams import require_stdout
-from plaingpt.tokens import tokenizers
-from plaingpt.tokens.chat_tokenizer import ChatTokenizer
-from plaingpt.tokens.dataset import PARTS, UNFINISHED, dataset_folder, not_read, open_dataset
-from plaingpt.tokens.inspection import (
-    find_damage,
-    inspect,
-    print_overlaps,
-    print_report,
-    record_overlap,
-)
 
 BPE_SAMPLE_CHARS = 50_000_000  # a bpe tokenizer is trained on about so much text at most
 

@@ -24,7 +24,7 @@ import torch
 from tqdm import tqdm
 
 from configurator import load_config
-from plaingpt.corpus.rows import json_rows
+from plaingpt.data.rows import json_rows
 from plaingpt.inference.terminal_chat import run_chat, show
 from plaingpt.inference.text_generator import Sampling, TextGenerator, read_text
 from plaingpt.inference.weight_layout import prepare_for_generation

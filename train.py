@@ -22,6 +22,8 @@ import torch
 
 from configurator import load_config
 from model import GPT
+from plaingpt.data.batches import BatchLoader
+from plaingpt.data.dataset import Dataset
 from plaingpt.monitoring.backends import open_backends
 from plaingpt.monitoring.markdown_report import write_report
 from plaingpt.monitoring.metrics import Metrics
@@ -42,8 +44,6 @@ from plaingpt.system.distributed import (
 from plaingpt.system.errors import UserError, run_script
 from plaingpt.system.files import lock_output_dir
 from plaingpt.system.streams import status
-from plaingpt.tokens.batches import BatchLoader
-from plaingpt.tokens.dataset import Dataset
 from plaingpt.training import starting_point
 from plaingpt.training.checkpoint_writer import Saver, archive_previous_run, holds_a_run
 from plaingpt.training.memory_planner import explain_out_of_memory

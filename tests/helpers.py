@@ -17,9 +17,9 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from plaingpt.data.chat_tokenizer import ChatTokenizer
+from plaingpt.data.tokenizers import ByteTokenizer
 from plaingpt.system.errors import run_script
-from plaingpt.tokens.chat_tokenizer import ChatTokenizer
-from plaingpt.tokens.tokenizers import ByteTokenizer
 from plaingpt.training import checkpoint as checkpoints
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -12,10 +12,10 @@ import export
 import sample
 import train
 from model import GPT, GPTConfig
+from plaingpt.data.dataset import open_dataset
+from plaingpt.data.tokenizers import ByteTokenizer
 from plaingpt.inference import scoring
 from plaingpt.inference.hf_export import write_hf
-from plaingpt.tokens.dataset import open_dataset
-from plaingpt.tokens.tokenizers import ByteTokenizer
 from plaingpt.training import checkpoint as checkpoints
 
 # Questions of ours, as the published files have them.

@@ -18,14 +18,14 @@ MISTAKES = {
         'model.py', 'dropout_p=dropout, is_causal=True)', 'dropout_p=dropout)',
         'test_model.py::test_a_token_sees_only_those_before_it'),
     'targets are not shifted': (
-        'plaingpt/tokens/batches.py', 'sequences[:, 1:].contiguous()',
+        'plaingpt/data/batches.py', 'sequences[:, 1:].contiguous()',
         'sequences[:, :-1].contiguous()',
         'tokens/test_batches.py::test_targets_are_the_next_tokens'),
     'the loss is not divided by the micro-steps': (
         'plaingpt/training/training_step.py', 'else loss / micro_steps', 'else loss',
         'test_train.py::test_a_step_of_several_micro_batches_is_that_of_one_big_batch'),
     'a resumed run begins with other data': (
-        'plaingpt/tokens/batches.py', 'self.shift += sequences - self.sequences_before(step)',
+        'plaingpt/data/batches.py', 'self.shift += sequences - self.sequences_before(step)',
         'self.shift += sequences',
         'test_train.py::test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit'),
     'checksums are not compared': (
@@ -43,11 +43,11 @@ MISTAKES = {
         'else slice(begin + 1, self.end + 1)',
         'inference/test_generation.py::test_cached_text_is_that_of_whole_forward_passes'),
     'the loss is also over what users say': (
-        'plaingpt/tokens/packing.py', 'targets[torch.from_numpy(~learned[:, 1:])] = -1', 'pass',
+        'plaingpt/data/packing.py', 'targets[torch.from_numpy(~learned[:, 1:])] = -1', 'pass',
         'tokens/test_packing.py::test_conversations_that_fit_are_never_cut_and_all_that_is_learned_'
         'is_a_target_once'),
     'no end of text before a document': (
-        'plaingpt/corpus/encoding.py', 'ids[split].append([end_of_text])', 'pass',
+        'plaingpt/data/encoding.py', 'ids[split].append([end_of_text])', 'pass',
         'test_prepare.py::test_the_end_of_text_stands_before_each_document'),
 }
 

@@ -12,12 +12,12 @@ import pytest
 from helpers import SHARED, exit_code, fails, fork, shared_file
 
 import prepare
-from plaingpt.corpus import documents, encoding
-from plaingpt.corpus.corpora import CORPORA, Corpus, find_dataset_size
-from plaingpt.corpus.documents import Piece
-from plaingpt.corpus.text_files import find_standard_library
+from plaingpt.data import documents, encoding
+from plaingpt.data.corpora import CORPORA, Corpus, find_dataset_size
+from plaingpt.data.dataset import open_dataset
+from plaingpt.data.documents import Piece
+from plaingpt.data.text_files import find_standard_library
 from plaingpt.system.errors import UserError
-from plaingpt.tokens.dataset import open_dataset
 
 
 def meta_of(folder):

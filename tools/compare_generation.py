@@ -23,12 +23,12 @@ from compare_nanogpt import load_nanogpt
 
 from configurator import load_config
 from model import GPT, GPTConfig
+from plaingpt.data.tokenizers import ByteTokenizer
 from plaingpt.inference.generation import generate
 from plaingpt.inference.hf_export import write_hf
 from plaingpt.inference.weight_layout import prepare_for_generation
 from plaingpt.system.devices import choose_device
 from plaingpt.system.errors import run_script
-from plaingpt.tokens.tokenizers import ByteTokenizer
 
 
 @dataclass

@@ -32,6 +32,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from configurator import load_config
 from model import GPT
+from plaingpt.data.batches import BatchLoader
+from plaingpt.data.dataset import dataset_folder, open_dataset
 from plaingpt.kernels import cpu_kernels
 from plaingpt.monitoring.figures import COLOURS, cut_off_the_start
 from plaingpt.system.devices import (
@@ -43,8 +45,6 @@ from plaingpt.system.devices import (
 )
 from plaingpt.system.errors import run_script
 from plaingpt.system.files import ROOT, make_writable, write_atomically
-from plaingpt.tokens.batches import BatchLoader
-from plaingpt.tokens.dataset import dataset_folder, open_dataset
 from plaingpt.training.optimizers import build_optimizer
 from plaingpt.training.schedules import get_lr
 from plaingpt.training.settings import TrainConfig

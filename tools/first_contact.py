@@ -38,12 +38,12 @@ import torch
 from configurator import load_config
 from plaingpt.benchmarks.contact_page import render
 from plaingpt.benchmarks.result_tables import describe_measurement
-from plaingpt.corpus.text_files import Files, find_files
+from plaingpt.data.dataset import open_dataset
+from plaingpt.data.text_files import Files, find_files
 from plaingpt.system.devices import choose_device, choose_dtype, device_name
 from plaingpt.system.errors import UserError, run_script
 from plaingpt.system.files import ROOT, append_line, make_writable, parse_json
 from plaingpt.system.formatting import printable
-from plaingpt.tokens.dataset import open_dataset
 
 GRACE_S = 15  # for a step to save and end, when its time is over
 LEAST_S = 20  # a step is not begun with less

@@ -20,12 +20,12 @@ from tqdm import tqdm
 from model import GPT, CausalSelfAttention, GPTConfig
 from plaingpt.benchmarks.result_tables import format_memory, format_times, markdown
 from plaingpt.benchmarks.timing import step_seconds, step_times
-from plaingpt.corpus.corpora import find_dataset_size
+from plaingpt.data.batches import BatchLoader
+from plaingpt.data.corpora import find_dataset_size
+from plaingpt.data.dataset import has_token_files
+from plaingpt.data.mixtures import open_named
+from plaingpt.data.token_files import TokenStream, open_tokens
 from plaingpt.system.devices import autocast
-from plaingpt.tokens.batches import BatchLoader
-from plaingpt.tokens.dataset import has_token_files
-from plaingpt.tokens.mixture import open_named
-from plaingpt.tokens.token_files import TokenStream, open_tokens
 from plaingpt.training.optimizers import build_optimizer
 from plaingpt.training.settings import TrainConfig
 from plaingpt.training.training_step import forward_backward

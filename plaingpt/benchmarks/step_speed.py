@@ -15,6 +15,8 @@ from torch.autograd import DeviceType
 from model import GPT, GPTConfig
 from plaingpt.benchmarks.result_tables import format_memory, format_times, markdown
 from plaingpt.benchmarks.timing import matmul_flops, step_seconds, step_times
+from plaingpt.data.batches import fits_in_ram
+from plaingpt.data.mixtures import open_named
 from plaingpt.system.devices import (
     DTYPES,
     autocast,
@@ -25,8 +27,6 @@ from plaingpt.system.devices import (
 )
 from plaingpt.system.errors import UserError
 from plaingpt.system.files import make_writable
-from plaingpt.tokens.batches import fits_in_ram
-from plaingpt.tokens.mixture import open_named
 from plaingpt.training.optimizers import build_optimizer
 from plaingpt.training.settings import TrainConfig
 from plaingpt.training.training_step import StepGuard, forward_backward, update

@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import torch
 
+from plaingpt.data.chat_tokenizer import TEMPLATE, is_chat
 from plaingpt.inference.hf_architectures import ARCHITECTURES, GPT2, TRANSPOSED
 from plaingpt.inference.hf_export import (
     END_OF_TEXT,
@@ -18,7 +19,6 @@ from plaingpt.inference.hf_export import (
 )
 from plaingpt.inference.pretrained import without_padding
 from plaingpt.system.errors import UserError, needs
-from plaingpt.tokens.chat_tokenizer import TEMPLATE, is_chat
 
 # llama.cpp's GPT-2 has one activation, the tanh approximation of GELU.
 LLAMA_CPP = {**ARCHITECTURES, 'gpt2': replace(ARCHITECTURES['gpt2'],

@@ -5,11 +5,11 @@ from itertools import pairwise
 
 from safetensors.torch import save_file
 
+from plaingpt.data.chat_tokenizer import NAMES, TEMPLATE, ends_of, is_chat
 from plaingpt.inference.hf_architectures import ARCHITECTURES
 from plaingpt.inference.pretrained import OUR_TOKENIZER, without_padding
 from plaingpt.system.errors import UserError
 from plaingpt.system.formatting import printable
-from plaingpt.tokens.chat_tokenizer import NAMES, TEMPLATE, ends_of, is_chat
 
 END_OF_TEXT, PADDING = '<|endoftext|>', '<|padding|>'
 VISIBLE = [*range(33, 127), *range(161, 173), *range(174, 256)]  # bytes that stand for themselves

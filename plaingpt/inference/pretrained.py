@@ -16,7 +16,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 from model import GPT, ROW_PER_TOKEN, GPTConfig
-from plaingpt.corpus.hub import explain_hub_errors
+from plaingpt.data.hub import explain_hub_errors
 from plaingpt.inference.hf_architectures import ARCHITECTURES, SIZES, check_fields, check_held
 from plaingpt.system.distributed import local_rows
 from plaingpt.system.errors import UserError, needs

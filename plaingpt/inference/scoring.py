@@ -16,14 +16,14 @@ import torch
 import torch.nn.functional as F
 from tqdm import tqdm
 
-from plaingpt.corpus.rows import json_rows
-from plaingpt.corpus.sources import download
+from plaingpt.data.packing import conversation_begins, cut, learned_before
+from plaingpt.data.rows import json_rows
+from plaingpt.data.sources import download
 from plaingpt.inference.text_generator import read_text
 from plaingpt.system.distributed import all_gather, barrier, launched_world
 from plaingpt.system.errors import UserError
 from plaingpt.system.files import write_atomically
 from plaingpt.system.formatting import printable
-from plaingpt.tokens.packing import conversation_begins, cut, learned_before
 
 CHUNK = 1024  # positions whose logits exist at once
 

@@ -6,10 +6,10 @@ from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
+from plaingpt.data.chat_tokenizer import is_chat
 from plaingpt.inference.text_generator import answering
 from plaingpt.system.errors import UserError
 from plaingpt.system.formatting import count_of
-from plaingpt.tokens.chat_tokenizer import is_chat
 
 HELP = '''/reset            forget the conversation
 /temperature 0.8  below 1 safer, above 1 wilder, 0 always the likeliest token

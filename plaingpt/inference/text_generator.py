@@ -2,18 +2,18 @@
 
 import codecs
 import time
+from bisect import bisect_left
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 
-from plaingpt.chat.conversations import parse_messages
-from plaingpt.chat.prompts import fit_prompt
+from plaingpt.data.chat_tokenizer import ends_of, is_chat
+from plaingpt.data.conversations import parse_messages
 from plaingpt.inference.generation import generate
 from plaingpt.system.errors import UserError
 from plaingpt.system.streams import warn
-from plaingpt.tokens.chat_tokenizer import ends_of, is_chat
 
 KNOWN_CHARACTERS = 'write with characters of the training text'
 
@@ -216,3 +216,26 @@ class TextGenerator:
     def speed(self):
         return f'{self.tokens:,} tokens in {self.seconds:.1f} s: ' \
                f'{self.tokens / max(self.seconds, 1e-9):,.0f} tokens/s'
+
+
+def fit_prompt(tokenizer, messages, block_size, new_tokens):
+    """→ (ids, how many of the oldest messages were left out, how many new tokens there is room for)
+
+    messages: [{'role', 'content'}, …], as encode_conversation takes them
+    new_tokens: that the answer may have; a quarter of block_size is kept free for them at most
+
+    What the system says at the beginning stays, and so do the last message of the user and what
+    follows it, even where these alone are longer. Raises UserError where a text has characters that
+    the tokenizer lacks.
+    """
+    users = [i for i, message in enumerate(messages) if message['role'] == 'user']
+    wanted = block_size - min(new_tokens, block_size // 4)
+
+    def encode(turns):
+        """Without so many of the oldest turns."""
+        return tokenizer.encode_prompt(messages[:users[0]] + messages[users[turns]:]).tolist()
+
+    turns = bisect_left(range(len(users) - 1), True,
+                        key=lambda turns: len(encode(turns)) <= wanted)
+    ids = encode(turns)
+    return ids, users[turns] - users[0], block_size - len(ids) + 1

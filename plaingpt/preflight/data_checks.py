@@ -11,10 +11,10 @@ from contextlib import closing
 import numpy as np
 import torch
 
+from plaingpt.data.packing import Conversations
 from plaingpt.preflight.subject import NotChecked
 from plaingpt.system.distributed import all_gather
 from plaingpt.system.errors import UserError
-from plaingpt.tokens.packing import Conversations
 from plaingpt.training.schedules import get_lr
 
 ROUND_TRIP = 0.9  # of the ids of a text that are those it was decoded from; the rest are cut

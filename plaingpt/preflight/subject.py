@@ -11,10 +11,10 @@ import numpy as np
 import torch
 
 from model import GPT
+from plaingpt.data.batches import BatchLoader
+from plaingpt.data.dataset import Dataset
+from plaingpt.data.packing import Conversations
 from plaingpt.parallel.sharding import small_shape
-from plaingpt.tokens.batches import BatchLoader
-from plaingpt.tokens.dataset import Dataset
-from plaingpt.tokens.packing import Conversations
 from plaingpt.training.optimizers import build_optimizer
 from plaingpt.training.settings import TrainConfig
 

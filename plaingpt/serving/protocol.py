@@ -9,12 +9,11 @@ from dataclasses import dataclass
 
 import torch
 
-from plaingpt.chat.prompts import fit_prompt
-from plaingpt.inference.text_generator import random_numbers
+from plaingpt.data.chat_tokenizer import ends_of, is_chat
+from plaingpt.inference.text_generator import fit_prompt, random_numbers
 from plaingpt.serving.batching import Text
 from plaingpt.system.errors import UserError
 from plaingpt.system.files import parse_json
-from plaingpt.tokens.chat_tokenizer import ends_of, is_chat
 
 MAX_TEXTS = 128  # prompts × n of a request
 MAX_STOPS = 16

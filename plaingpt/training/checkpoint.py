@@ -22,6 +22,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from model import GPT, GPTConfig
+from plaingpt.data import tokenizers
+from plaingpt.data.dataset import dataset_folder, open_dataset
 from plaingpt.inference.hf_architectures import check_fields, check_held
 from plaingpt.inference.pretrained import check_finite, tokenizer_json
 from plaingpt.parallel.sharding import small_shape
@@ -42,8 +44,6 @@ from plaingpt.system.files import (
 )
 from plaingpt.system.formatting import quoted
 from plaingpt.system.streams import status, warn
-from plaingpt.tokens import tokenizers
-from plaingpt.tokens.dataset import dataset_folder, open_dataset
 from plaingpt.training.optimizers import build_optimizer
 
 FORMAT_VERSION = 1

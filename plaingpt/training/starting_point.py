@@ -13,6 +13,10 @@ import numpy as np
 import torch
 
 from model import GPT, GPTConfig
+from plaingpt.data.batches import fits_in_ram
+from plaingpt.data.dataset import PARTS, UNFINISHED, dataset_folder, read_names
+from plaingpt.data.mixtures import open_named
+from plaingpt.data.tokenizers import described_vocab_size
 from plaingpt.inference import scoring
 from plaingpt.inference.hf_export import describe_export
 from plaingpt.inference.pretrained import (
@@ -42,10 +46,6 @@ from plaingpt.system.errors import UserError
 from plaingpt.system.files import ROOT
 from plaingpt.system.formatting import gib, quote_epochs, quoted
 from plaingpt.system.machine import free_memory
-from plaingpt.tokens.batches import fits_in_ram
-from plaingpt.tokens.dataset import PARTS, UNFINISHED, dataset_folder, read_names
-from plaingpt.tokens.mixture import open_named
-from plaingpt.tokens.tokenizers import described_vocab_size
 from plaingpt.training import checkpoint as checkpoints
 from plaingpt.training.checkpoint_writer import clean_up
 from plaingpt.training.memory_planner import (

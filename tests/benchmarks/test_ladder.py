@@ -19,9 +19,9 @@ from plaingpt.benchmarks.ladder import (
     measure_variants,
     variants,
 )
-from plaingpt.tokens.batches import BatchLoader
-from plaingpt.tokens.dataset import open_dataset
-from plaingpt.tokens.token_files import TokenStream, open_tokens
+from plaingpt.data.batches import BatchLoader
+from plaingpt.data.dataset import open_dataset
+from plaingpt.data.token_files import TokenStream, open_tokens
 
 CPU = torch.device('cpu')
 SHAPE = GPTConfig(16, 93, 2, 2, 32, bias=False)

@@ -13,9 +13,9 @@ from helpers import CHAT, ask, exit_code, fails, fork
 
 import plaingpt
 import sample
-from plaingpt.chat.conversations import Conversations
+from plaingpt.data.chat_tokenizer import ends_of
+from plaingpt.data.conversations import Conversations
 from plaingpt.system.errors import UserError
-from plaingpt.tokens.chat_tokenizer import ends_of
 
 SYSTEM = {'role': 'system', 'content': 'Be kind.'}
 GREEDY = '--temperature=0'

@@ -10,9 +10,9 @@ import export
 import plaingpt
 import prepare
 import train
+from plaingpt.data.chat_tokenizer import NAMES, ChatTokenizer, ends_of
 from plaingpt.inference.generation import generate
 from plaingpt.inference.hf_export import write_hf
-from plaingpt.tokens.chat_tokenizer import NAMES, ChatTokenizer, ends_of
 
 SYSTEM = {'role': 'system', 'content': 'Be  brief.\n'}
 CONVERSATIONS = [

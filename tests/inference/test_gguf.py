@@ -12,10 +12,10 @@ from helpers import CHAT, SHARED, exit_code, fails, fork
 
 import export
 from model import GPT, GPTConfig
+from plaingpt.data import tokenizers
+from plaingpt.data.chat_tokenizer import NAMES, TEMPLATE
 from plaingpt.inference.gguf_export import build_gguf, write_gguf
 from plaingpt.system.errors import UserError
-from plaingpt.tokens import tokenizers
-from plaingpt.tokens.chat_tokenizer import NAMES, TEMPLATE
 
 LLAMA = dict(rotary=True, rmsnorm=True, mlp='swiglu')
 QWEN3 = dict(LLAMA, qk_norm=True, bias=False)

@@ -16,10 +16,10 @@ import export
 import sample
 import train
 from model import GPT, GPTConfig
+from plaingpt.data import tokenizers
 from plaingpt.inference.hf_export import hf_tokenizer
 from plaingpt.inference.pretrained import load_pretrained
 from plaingpt.system.errors import UserError
-from plaingpt.tokens import tokenizers
 
 SMALL = GPTConfig(block_size=16, vocab_size=65, n_layer=2, n_head=4, n_embd=32)
 LLAMA = dict(rotary=True, rmsnorm=True, mlp='swiglu')

@@ -22,7 +22,7 @@ from test_chat_export import (
 from test_gguf import LLAMA, QWEN3, learned, shaken, tokenizer_of, written
 
 import export
-from plaingpt.tokens.chat_tokenizer import TEMPLATE
+from plaingpt.data.chat_tokenizer import TEMPLATE
 from plaingpt.training import checkpoint
 
 llama_cpp = pytest.importorskip('llama_cpp', reason='llama-cpp-python is not installed')

@@ -16,9 +16,9 @@ import plan
 import sample
 import train
 from model import GPT, GPTConfig
+from plaingpt.data.tokenizers import ByteTokenizer
 from plaingpt.inference.hf_export import describe_export, nearest_architectures
 from plaingpt.system.errors import UserError
-from plaingpt.tokens.tokenizers import ByteTokenizer
 from plaingpt.training import checkpoint as checkpoints
 
 

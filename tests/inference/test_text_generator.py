@@ -1,5 +1,5 @@
+from plaingpt.data.tokenizers import ByteTokenizer, CharTokenizer
 from plaingpt.inference.text_generator import StreamDecoder
-from plaingpt.tokens.tokenizers import ByteTokenizer, CharTokenizer
 
 
 def decode(tokenizer, ids, stop=()):

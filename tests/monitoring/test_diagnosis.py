@@ -14,12 +14,12 @@ from helpers import lines, options
 import prepare
 import train
 from model import Block
+from plaingpt.data.batches import BatchLoader
+from plaingpt.data.dataset import open_dataset
 from plaingpt.monitoring.diagnosis import CHECKS, diagnose
 from plaingpt.monitoring.markdown_report import overfit_check
 from plaingpt.monitoring.metrics_file import read_rows
 from plaingpt.monitoring.run_record import read_run
-from plaingpt.tokens.batches import BatchLoader
-from plaingpt.tokens.dataset import open_dataset
 
 # -----------------------------------------------------------------------------
 # rows of metrics
@@ -179,7 +179,7 @@ SMALL = dict(n_layer=2, n_head=2, n_embd=32, block_size=32, batch_size=16, max_i
 def diagnosed(char_data, tmp_path, monkeypatch):
     """diagnosed(setting=value, …) → the names of what is said of a small run with these settings
     when it has ended. How long this machine takes for batches is not judged."""
-    monkeypatch.setattr('plaingpt.tokens.batches.time', SimpleNamespace(perf_counter=lambda: 0.0))
+    monkeypatch.setattr('plaingpt.data.batches.time', SimpleNamespace(perf_counter=lambda: 0.0))
 
     def diagnosed(**changes):
         settings = {**SMALL, 'dataset': char_data, 'out_dir': tmp_path / 'out', **changes}

@@ -6,12 +6,12 @@ from helpers import lines, same, train_processes, weights
 
 import train
 from model import GPT, GPTConfig
+from plaingpt.data.batches import BatchLoader
+from plaingpt.data.dataset import open_dataset
 from plaingpt.monitoring.health import MEASURES, Health, largest_logit, not_seen
 from plaingpt.parallel.sharding import Replicated
 from plaingpt.system.devices import autocast
 from plaingpt.system.distributed import World
-from plaingpt.tokens.batches import BatchLoader
-from plaingpt.tokens.dataset import open_dataset
 from plaingpt.training.optimizers import build_optimizer
 from plaingpt.training.probes import Probes
 from plaingpt.training.settings import TrainConfig

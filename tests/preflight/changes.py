@@ -3,7 +3,7 @@
 import torch
 
 import model
-from plaingpt.tokens.batches import BatchLoader
+from plaingpt.data.batches import BatchLoader
 
 SMALL = dict(n_layer=2, n_head=2, n_embd=32, block_size=16, batch_size=4, total_batch_size=0,
              gradient_accumulation_steps=2, device='cpu', dtype='float32', vocab_size=0,

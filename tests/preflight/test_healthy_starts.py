@@ -11,7 +11,7 @@ from helpers import ask, options, write_chat
 import prepare
 import train
 from model import GPT, GPTConfig
-from plaingpt.tokens.tokenizers import ByteTokenizer
+from plaingpt.data.tokenizers import ByteTokenizer
 
 SHAPE = dict(n_layer=2, n_head=2, n_embd=32, block_size=32)
 RUN = dict(batch_size=4, gradient_accumulation_steps=1, eval_iters=2, warmup_iters=2, device='cpu',

@@ -13,12 +13,12 @@ from helpers import ROOT, exit_code, fork, ranks
 import model
 import prepare
 import train
+from plaingpt.data import batches
+from plaingpt.data.batches import BatchLoader
 from plaingpt.inference.generation import KVCache
 from plaingpt.kernels import documents
 from plaingpt.preflight import checks, step_checks
 from plaingpt.system.errors import UserError
-from plaingpt.tokens import batches
-from plaingpt.tokens.batches import BatchLoader
 from plaingpt.training import checkpoint, optimizers, schedules, starting_point, training_step
 
 SPOILED = []  # what people break: (function that breaks it, the check that fails, settings)

@@ -8,7 +8,7 @@ from helpers import wait_until
 from serving_process import serving
 
 from model import GPT, GPTConfig
-from plaingpt.tokens.tokenizers import ByteTokenizer
+from plaingpt.data.tokenizers import ByteTokenizer
 
 TOKENS = 64  # of a text
 

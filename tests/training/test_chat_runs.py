@@ -15,11 +15,11 @@ import plan
 import prepare
 import train
 from model import GPT, GPTConfig
+from plaingpt.data.dataset import open_dataset
+from plaingpt.data.packing import PackedLoader
 from plaingpt.inference.pretrained import grow_vocabulary
 from plaingpt.monitoring.diagnosis import THRESHOLDS
 from plaingpt.system.errors import UserError
-from plaingpt.tokens.dataset import open_dataset
-from plaingpt.tokens.packing import PackedLoader
 from plaingpt.training import checkpoint as checkpoints
 
 

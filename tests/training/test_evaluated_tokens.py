@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import train
-from plaingpt.tokens.batches import BatchLoader
+from plaingpt.data.batches import BatchLoader
 from plaingpt.training.checkpoint import find
 
 

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from helpers import CHAT, ask, write_chat
 
 from model import GPT, GPTConfig
-from plaingpt.tokens.dataset import open_dataset
+from plaingpt.data.dataset import open_dataset
 from plaingpt.training.training_step import forward_backward
 
 T, SEQUENCES = 48, 16  # in a step

@@ -25,11 +25,11 @@ from helpers import (
 )
 
 import train
+from plaingpt.data.batches import BatchLoader
 from plaingpt.inference import scoring
 from plaingpt.system import distributed as runtime
 from plaingpt.system.distributed import StopRequest
 from plaingpt.system.errors import UserError
-from plaingpt.tokens.batches import BatchLoader
 from plaingpt.training import checkpoint as checkpoints
 from plaingpt.training import checkpoint_writer, probes
 

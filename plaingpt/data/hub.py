@@ -1,0 +1,188 @@
+"""Datasets of the Hugging Face hub, and folders laid out like one, as a source of documents."""
+
+import copy
+import importlib.util
+import os
+from contextlib import contextmanager
+from pathlib import Path
+
+from plaingpt.data import documents
+from plaingpt.data.documents import Piece
+from plaingpt.data.rows import find_keys, get_text
+from plaingpt.system.errors import UserError, needs
+from plaingpt.system.formatting import one_line
+
+
+class HubDataset:
+    """Rows of a dataset of the Hugging Face hub, or of a folder laid out like one. They are
+    streamed: nothing is kept on disk or in memory. A part has some files of each split or, where
+    it has fewer files than there are parts and these are Parquet, some row groups."""
+
+    unit, is_one_text, replaced = ' documents', False, 0
+
+    def __init__(self, path, subset, splits, text_field='text', form='file', count=0):
+        """splits: our name of a split → theirs; count: of documents, if the hub does not say."""
+        self.name, self.splits, self.form, self.text_field = path, splits, form, text_field
+        check_apart(path, splits)
+        with needs('datasets', path):
+            import datasets
+            from huggingface_hub.utils import logging as hub_logging
+        path = resolve(path)
+        # Each attempt to connect would be a warning of its own before our one line.
+        datasets.logging.set_verbosity_error()
+        hub_logging.set_verbosity_error()
+        with explain_hub_errors(self.name):
+            if subset and Path(path).is_dir() and \
+                    subset not in datasets.get_dataset_config_names(path):
+                subset = ''  # a copy of the subset alone
+            self.builder = load_builder(path, subset or None)
+            self.rows = {split: self.builder.as_streaming_dataset(hub_split)
+                         for split, hub_split in splits.items()}
+            self.column = text_field  # where the text is nested, that which it is in
+            for split, hub_split in splits.items():
+                for row in self.rows[split].take(1):
+                    get_text(row, text_field, f'{path}, split {hub_split}')
+                    self.column = find_keys(row, text_field)[0]
+        known = self.builder.info.splits or {}
+        counts = [known[split].num_examples for split in splits.values() if split in known]
+        self.total = sum(counts) if len(counts) == len(splits) else count
+        # Articles are made of many rows, so the number of rows does not give theirs.
+        self.total = self.total if form == 'file' and self.total else None
+
+    def pieces(self, mark=None):
+        self._position, self.nulls = (mark['at'], mark['nulls']) if mark else (0, 0)
+        names = list(self.splits)
+        with explain_hub_errors(self.name):
+            for split in names[names.index(mark['split']) if mark else 0:]:
+                if self.rows[split] is None:
+                    continue  # no files for this part
+                rows = self.rows[split].select_columns([self.column])
+                if mark and mark['split'] == split:
+                    rows.load_state_dict(mark['rows'])
+                self._rows, self._split = rows, split
+                own = '' if split == 'train' and 'val' not in names else split
+                for text in self._documents(map(self._text, rows)):
+                    self._position += 1
+                    if text.strip():
+                        yield Piece(text, True, self._position, own)
+
+    def _documents(self, texts):
+        if self.form == 'file':
+            return texts
+        # a row is a line
+        lines = ((text if text.endswith('\n') else text + '\n', 0) for text in texts)
+        return (text for text, _, _ in documents.DOCUMENT_FORMS[self.form](lines))
+
+    def _text(self, row):
+        text = get_text(row, self.text_field, self.name)
+        self.nulls += text is None
+        return text or ''
+
+    def part(self, number, of):
+        return self._cut_finely(of)._part(number, of)
+
+    def spread(self, of):
+        """All parts of `of`, as sources: places spread over the files. An article may be cut."""
+        rows = copy.copy(self)
+        rows.form = 'file'
+        rows = rows._cut_finely(of)
+        return [rows._part(number, of) for number in range(1, of + 1)]
+
+    def _cut_finely(self, of):
+        """The same, with a row group for a file where there are fewer files than `of`."""
+        fine = copy.copy(self)
+        with explain_hub_errors(self.name):
+            fine.rows = {split: rows.reshard() if self.form == 'file' and rows.num_shards < of
+                         and hasattr(rows, 'reshard') else rows
+                         for split, rows in self.rows.items()}
+        return fine
+
+    def _part(self, number, of):
+        part = copy.copy(self)
+        part.total = self.total and self.total // of  # about
+        part.rows, part.cut = {}, {}
+        with explain_hub_errors(self.name):
+            for split, rows in self.rows.items():
+                # An article is made of rows, which may be in two files.
+                count = part.cut[split] = rows.num_shards if self.form == 'file' else 1
+                if count >= of:
+                    part.rows[split] = rows.shard(of, number - 1)
+                else:
+                    first, end = count * (number - 1) // of, count * number // of
+                    part.rows[split] = rows.shard(count, first) if first < end else None
+        return part
+
+    def mark(self):
+        if self.form != 'file':
+            return None
+        return {'split': self._split, 'rows': self._rows.state_dict(), 'at': self._position,
+                'nulls': self.nulls}
+
+    def place_of(self, character):
+        return self.name  # to find it would be to download all before it once more
+
+    def identity(self):
+        return self.builder.hash
+
+    def summary(self):
+        return f'{self.name} of version {self.builder.hash}'
+
+    def inputs(self):
+        return []  # its version is in the identity
+
+
+def resolve(path):
+    """A folder → its absolute path: `datasets` takes 'json' and its like for a reader of all files
+    in the working directory, and not '.'. Raises UserError for such a name that is no folder."""
+    if Path(path).is_dir():
+        return os.path.abspath(path)
+    if path.isidentifier() and importlib.util.find_spec(f'datasets.packaged_modules.{path}'):
+        raise UserError(f'path={path}: no such folder, and the library datasets would read all '
+                        'files of the working directory by that name: name a folder, or OWNER/NAME '
+                        'of the hub')
+    return path
+
+
+def check_apart(path, splits):
+    """Raises UserError where two of ours, {our name: the hub's}, would be the same rows."""
+    taken = {}
+    for split, hub_split in splits.items():
+        option = '--split' if split == 'train' else f'--{split}_split'
+        if '[' in hub_split:
+            raise UserError(f'{option}={hub_split}: {path} is streamed, and by whole splits: name '
+                            'one, and choose how much of it with --val_fraction, --test_fraction '
+                            'or --max_tokens')
+        for name in hub_split.split('+'):
+            for other, of in taken.items():
+                if name.strip() == other or 'all' in (name.strip(), other):
+                    raise UserError(f'{option}={hub_split} and {of}: both read the same rows of '
+                                    f'{path}: name another split, or leave {option} out and hold '
+                                    'a share of the text out with --val_fraction or '
+                                    '--test_fraction')
+            taken.setdefault(name.strip(), f'{option}={hub_split}')
+
+
+def load_builder(path, subset):
+    """A dataset's description. Where the dataset is a script, the hub's own Parquet copy of it."""
+    import datasets
+    try:
+        return datasets.load_dataset_builder(path, subset)
+    except RuntimeError as e:
+        if 'scripts are no longer supported' not in str(e):
+            raise
+        print(f'{path} is a loading script, which is not run: reading the Parquet copy that the '
+              'hub made of it, of a large dataset perhaps only the first part')
+        return datasets.load_dataset_builder(path, subset, revision='refs/convert/parquet')
+
+
+@contextmanager
+def explain_hub_errors(name, advice='check the name and the connection, or name a local copy with '
+                                    '--input=FOLDER'):
+    """Turns what the hub's libraries raise, a wide family, into a UserError of one line."""
+    try:
+        yield
+    except UserError:
+        raise
+    except Exception as e:
+        raise UserError(f'{name} cannot be read ({type(e).__name__}: {one_line(e)[:200]}): '
+                        f'{advice}') from None

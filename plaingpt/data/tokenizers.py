@@ -1,0 +1,381 @@
+"""Text ↔ token ids: by characters, by bytes, with GPT-2's BPE, or with a BPE of one's own; each of
+them also with the special tokens of conversations, see chat_tokenizer.py.
+
+    tokenizer.encode(text)   str → numpy array of ids
+    tokenizer.decode(ids)    ids → str; decode_bytes: its UTF-8, which may end within a character
+    tokenizer.vocab_size     ids run from 0 to vocab_size - 1
+    tokenizer.end_of_text    the id put in front of each document, or None
+    tokenizer.to_json()      all of it as a JSON object, from which from_json makes it again
+    tokenizer.choose_encoder(name)   'auto', 'tiktoken' or 'gigatoken': what finds the ids
+    tokenizer.encoders               {name: version} of those that have found ids so far
+    tokenizer.verify(text, ids)      raises UserError where the ids are not those of tiktoken
+"""
+
+import base64
+import importlib.metadata
+import re
+import tempfile
+import threading
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from types import MappingProxyType
+
+import numpy as np
+
+from plaingpt.system.errors import UserError, needs
+from plaingpt.data.chat_tokenizer import NAMES as SPECIAL_TOKENS
+from plaingpt.data.chat_tokenizer import ChatTokenizer
+
+NAMES = 'char, byte, gpt2, bpe or bpe:VOCAB_SIZE'
+BPE_VOCAB_SIZE = 8192  # of plain 'bpe'
+LONG = 500_000  # characters of white space in a row; the libraries fail from a million on
+# As `\s+(?!\S)` of the tokenizers' pattern, whose white space is Unicode's; Python's has four more.
+LONG_SPACE = re.compile(rf'[^\S\x1c-\x1f]{{{LONG},}}(?=[^\S\x1c-\x1f]|\Z)')
+
+
+class UnknownCharacter(UserError):
+    """`character` is not in the vocabulary."""
+
+    def __init__(self, message, character):
+        super().__init__(message)
+        self.character = character
+
+
+class WrongIds(UserError):
+    """Ids are not those of tiktoken."""
+
+
+class Direct:
+    """A tokenizer that needs no library to find its ids."""
+
+    encoders = MappingProxyType({})
+
+    def choose_encoder(self, name):
+        if name != 'auto':
+            raise UserError(f'encoder={name}: only gpt2 and bpe tokenizers have one: leave it out')
+
+    def verify(self, text, ids):
+        pass
+
+
+class CharTokenizer(Direct):
+    """One id per distinct character of a corpus: `train` numbers them in code point order, as
+    nanoGPT's script does; that of others may have another order."""
+
+    end_of_text = None
+
+    def __init__(self, chars):
+        self.chars = chars
+        self.vocab_size = len(chars)
+        self._ids = np.argsort(code_points(chars))
+        self._code_points = code_points(chars)[self._ids]  # sorted, for a binary search
+
+    @classmethod
+    def train(cls, texts):
+        """From all characters of an iterable of texts (a text is one too), one at a time."""
+        found = set()
+        for text in texts:
+            found.update(text)
+        return cls(''.join(sorted(found)))
+
+    def encode(self, text):
+        wanted = code_points(text)
+        places = np.searchsorted(self._code_points, wanted)
+        places = np.minimum(places, self.vocab_size - 1)
+        unknown = np.flatnonzero(self._code_points[places] != wanted)
+        if len(unknown):
+            at = int(unknown[0])
+            excerpt = text[max(0, at - 10):at + 10]
+            raise UnknownCharacter(f'character {text[at]!r} in {excerpt!r} is not among the '
+                                   f'{self.vocab_size} characters that this tokenizer knows',
+                                   text[at])
+        return self._ids[places]
+
+    def decode(self, ids):
+        return ''.join(self.chars[i] for i in ids)
+
+    def decode_bytes(self, ids):
+        return self.decode(ids).encode('utf-8', 'surrogatepass')
+
+    def to_json(self):
+        return {'kind': 'char', 'chars': self.chars}
+
+
+def code_points(text):
+    # surrogatepass: Python's text may hold lone surrogates, and each is a character like others
+    return np.frombuffer(text.encode('utf-32-le', 'surrogatepass'), dtype='<u4')
+
+
+class ByteTokenizer(Direct):
+    """The 256 bytes of UTF-8, and 256 for end of text. Knows any text, needs no vocabulary.
+    Bytes of a file that are no UTF-8 come as lone surrogates (Python's 'surrogateescape')."""
+
+    end_of_text = 256
+    vocab_size = 257
+
+    def encode(self, text):
+        try:
+            data = text.encode('utf-8', 'surrogateescape')
+        except UnicodeEncodeError:  # half a character, as JSON can hold it
+            data = text.encode('utf-8', 'surrogatepass')
+        return np.frombuffer(data, dtype=np.uint8)
+
+    def decode(self, ids):
+        """Bytes that are no UTF-8 (a character cut in half) become U+FFFD; 256 becomes ''."""
+        return self.decode_bytes(ids).decode('utf-8', 'replace')
+
+    def decode_bytes(self, ids):
+        return bytes(i for i in ids if i != self.end_of_text)
+
+    def to_json(self):
+        return {'kind': 'byte'}
+
+
+class BytePairTokenizer:
+    """What GPT-2's tokenizer and those of our own training share: any text round-trips, and text
+    that looks like a control token stays text. The ids are tiktoken's. Where gigatoken is
+    installed, it finds the same ids in about a tenth of the time."""
+
+    # After so many bytes gigatoken starts anew, since it remembers each word that it has met.
+    RENEWAL_BYTES = 2**25
+    # gigatoken knows the letters and digits of Unicode 17, tiktoken 0.14 those of 16. All that are
+    # new, and few that are common, are in these ranges: tiktoken encodes texts that hold them.
+    NEW_CHARACTERS = re.compile('[\u088f\u0c5c\u0cdc\ua7ce-\ua7f1\U00010940-\U0001efff'
+                                '\U00020000-\U0010ffff]')
+
+    def __init__(self, encoding):
+        """encoding: tiktoken's, with GPT-2's pattern; its control tokens are its last."""
+        self._encoding = encoding
+        self._gigatoken, self._bytes_left = None, 0
+        self._encoder = 'auto'
+        self.encoders = {}
+        self._lock = threading.Lock()  # gigatoken raises where two threads call it at once
+
+    def encode(self, text):
+        text, data = join_halves(text)
+        known_to_both = text.isascii() or not self.NEW_CHARACTERS.search(text)
+        with self._lock:
+            if self._bytes_left <= 0 and self._encoder != 'tiktoken':
+                self._gigatoken = None  # frees its memory before there is another
+                self._gigatoken = build_gigatoken(self._encoding)
+                if self._gigatoken is None and self._encoder == 'gigatoken':
+                    raise UserError('encoder=gigatoken: it is not there: pip install gigatoken, or '
+                                    'leave --encoder out')
+                self._bytes_left = self.RENEWAL_BYTES
+            if known_to_both and self._gigatoken is not None:
+                self._bytes_left -= len(data)
+                with suppress_panic():
+                    ids = self._gigatoken.encode(data)
+                    self._note('gigatoken')
+                    return ids
+                self._gigatoken = None  # what gave up is not asked again
+            self._note('tiktoken')
+        return self._encode_with_tiktoken(text)
+
+    def choose_encoder(self, name):
+        self._encoder = name
+
+    def _note(self, library):
+        if library not in self.encoders:
+            self.encoders[library] = importlib.metadata.version(library)
+
+    def _encode_with_tiktoken(self, text):
+        found = []
+        for part, is_space in long_spaces_apart(text):
+            # as an array: the list of encode_ordinary would hold up other threads (Python's lock)
+            found.append(self._encoding._encode_single_piece(part) if is_space else
+                         self._encoding.encode_to_numpy(part, disallowed_special=()))
+        return np.concatenate(found) if len(found) > 1 else found[0]
+
+    def verify(self, text, ids):
+        if self._gigatoken is None:
+            return
+        right = self._encode_with_tiktoken(join_halves(text)[0])
+        if not np.array_equal(ids, right):
+            at = next((i for i, (a, b) in enumerate(zip(ids, right, strict=False)) if a != b),
+                      min(len(ids), len(right)))
+            excerpt = self.decode(right[max(0, at - 8):at + 8])
+            raise WrongIds(f'gigatoken {self.encoders["gigatoken"]} and tiktoken give different '
+                           f'ids at {excerpt!r}: give the same command with --encoder=tiktoken, '
+                           'which is slower')
+
+    def decode(self, ids):
+        return self.decode_bytes(ids).decode('utf-8', 'replace')
+
+    def decode_bytes(self, ids):
+        return self._encoding.decode_bytes([int(i) for i in ids])
+
+
+class GPT2Tokenizer(BytePairTokenizer):
+    """GPT-2's byte-level BPE of 50,257 tokens, from tiktoken."""
+
+    end_of_text = 50256
+    vocab_size = 50257
+
+    def __init__(self):
+        tiktoken = import_tiktoken()
+        try:
+            super().__init__(tiktoken.get_encoding('gpt2'))
+        except (OSError, ValueError) as e:  # network errors are OSErrors; a bad hash a ValueError
+            raise UserError(f'the gpt2 tokenizer could not be downloaded ({type(e).__name__}): '
+                            'connect to the internet once, set TIKTOKEN_CACHE_DIR to a folder that '
+                            'holds it, or use --tokenizer=byte') from None
+
+    def to_json(self):
+        return {'kind': 'gpt2'}
+
+
+class BPETokenizer(BytePairTokenizer):
+    """Byte-level BPE like GPT-2's (Radford et al. 2019, §2.2), with a vocabulary of its own.
+
+    rustbpe trains it, tiktoken runs it. The last two ids are end of text and padding.
+    """
+
+    # GPT-2's way of cutting text into the pieces that merges stay within.
+    PATTERN = r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"""
+
+    def __init__(self, tokens):
+        """tokens: the bytes of each id but the last two; those merged first come first."""
+        tiktoken = import_tiktoken()
+        self.tokens = tokens
+        self.end_of_text = len(tokens)
+        self.vocab_size = len(tokens) + 2
+        super().__init__(tiktoken.Encoding(
+            'bpe', pat_str=self.PATTERN,
+            mergeable_ranks={token: i for i, token in enumerate(tokens)},
+            special_tokens={'<|endoftext|>': len(tokens), '<|padding|>': len(tokens) + 1}))
+
+    @classmethod
+    def train(cls, texts, vocab_size):
+        """Merge the most frequent pairs of `texts` until there are `vocab_size` tokens (fewer
+        where the texts run out of pairs). Raises UserError."""
+        if vocab_size > 10**7:
+            raise UserError(f'bpe:{vocab_size} is too many: bpe:10000000 is the most')
+        if vocab_size < 258:
+            raise UserError(f'bpe:{vocab_size} is too few: 256 bytes and 2 control tokens are the '
+                            'least, so bpe:258 and up')
+        with needs('rustbpe', 'training a tokenizer'):
+            import rustbpe
+        trainer = rustbpe.Tokenizer()
+        # buffer_size: texts that the trainer holds at a time
+        parts = (part[:LONG] if is_space else part
+                 for text in texts for part, is_space in long_spaces_apart(text))
+        trainer.train_from_iterator(parts, vocab_size - 2, buffer_size=256, pattern=cls.PATTERN)
+        ranked = sorted(trainer.get_mergeable_ranks(), key=lambda pair: pair[1])
+        return cls([bytes(token) for token, _ in ranked])
+
+    def to_json(self):
+        # Latin-1 maps the 256 bytes to the first 256 characters, so that JSON can hold them.
+        return {'kind': 'bpe', 'tokens': [token.decode('latin-1') for token in self.tokens]}
+
+
+def long_spaces_apart(text):
+    """Yield (part, whether it is a long run of white space) of a text. To the tokenizers' pattern
+    such a run is one piece, but the libraries that match it run out of stack there."""
+    begin = 0
+    for run in LONG_SPACE.finditer(text) if len(text) > LONG else ():
+        if run.start() > begin:
+            yield text[begin:run.start()], False
+        yield run.group(), True
+        begin = run.end()
+    if begin < len(text) or not text:
+        yield text[begin:], False
+
+
+def join_halves(text):
+    """→ (text, its UTF-8) where two halves of a character are joined, one alone becomes U+FFFD."""
+    try:
+        return text, text.encode()
+    except UnicodeEncodeError:
+        text = text.encode('utf-16', 'surrogatepass').decode('utf-16', 'replace')
+        return text, text.encode()
+
+
+def build_gigatoken(encoding):
+    """tiktoken's encoding with GPT-2's pattern → gigatoken's, or None where it is not there."""
+    tokens = map(encoding.decode_single_token_bytes, range(encoding.eot_token))
+    with suppress_panic(), suppress(ImportError, OSError):  # not there, or no room for the file
+        from gigatoken.gigatoken_rs import BPETokenizer as Gigatoken
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder, 'ranks.tiktoken')
+            path.write_bytes(b''.join(base64.b64encode(token) + b' %d\n' % rank
+                                      for rank, token in enumerate(tokens)))
+            return Gigatoken.from_tiktoken(path, 'gpt2')
+    return None
+
+
+@contextmanager
+def suppress_panic():
+    """gigatoken gives up in Rust, as with tokens that no merges make: go on after this context."""
+    try:
+        yield
+    except BaseException as e:  # a PanicException is no Exception
+        if type(e).__name__ != 'PanicException':
+            raise
+
+
+def import_tiktoken():
+    with needs('tiktoken', 'a gpt2 or bpe tokenizer'):
+        import tiktoken
+    return tiktoken
+
+
+def is_name(name):
+    """True for one of NAMES."""
+    return re.fullmatch(r'char|byte|gpt2|bpe(:[0-9]+)?', name) is not None
+
+
+def make_tokenizer(name, texts):
+    """The tokenizer of a name in NAMES; char and bpe learn from `texts`. Raises UserError."""
+    kind, _, size = name.partition(':')
+    if kind == 'char':
+        return CharTokenizer.train(texts)
+    if kind == 'bpe':
+        return BPETokenizer.train(texts, int(size or BPE_VOCAB_SIZE))
+    return from_json({'kind': kind})
+
+
+def from_json(description):
+    """The tokenizer that `to_json` described. Raises UserError where it cannot be made."""
+    if described_vocab_size(description) is None:
+        raise UserError(f'unknown tokenizer {repr(description)[:80]}: expected one that prepare.py '
+                        'wrote')
+    kind = description['kind']
+    if kind == 'char':
+        return CharTokenizer(description['chars'])
+    if kind == 'chat':
+        return ChatTokenizer(from_json(description['base']))
+    if kind == 'bpe':
+        return BPETokenizer([token.encode('latin-1') for token in description['tokens']])
+    return ByteTokenizer() if kind == 'byte' else GPT2Tokenizer()
+
+
+def named_vocab_size(name):
+    """The vocabulary of `make_tokenizer(name, texts)`, or None where the texts decide (char)."""
+    kind, _, size = name.partition(':')
+    return int(size or BPE_VOCAB_SIZE) if kind == 'bpe' else described_vocab_size({'kind': kind})
+
+
+def described_vocab_size(description):
+    """The vocabulary of `from_json(description)`, without making it; None for an unknown one."""
+    match description:
+        case {'kind': 'char', 'chars': str(chars)} if len(set(chars)) == len(chars) > 0:
+            return len(chars)
+        case {'kind': 'byte'}:
+            return ByteTokenizer.vocab_size
+        case {'kind': 'gpt2'}:
+            return GPT2Tokenizer.vocab_size
+        case {'kind': 'bpe', 'tokens': [*tokens]} if is_bpe(tokens):
+            return len(tokens) + 2
+        case {'kind': 'chat', 'base': {'kind': kind} as base} if kind != 'chat':
+            size = described_vocab_size(base)
+            return size and size + len(SPECIAL_TOKENS)
+
+
+def is_bpe(tokens):
+    """True for a list of distinct strings of bytes, none empty, that holds each single byte."""
+    try:
+        return {chr(i) for i in range(256)} <= set(tokens) and len(set(tokens)) == len(tokens) \
+            and '' not in tokens and ''.join(tokens).encode('latin-1') is not None
+    except (TypeError, UnicodeEncodeError):
+        return False

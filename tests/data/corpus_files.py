@@ -1,0 +1,47 @@
+"""Files of documents to prepare, and the datasets that prepare.py makes of them."""
+
+import json
+
+import pyarrow
+import pyarrow.parquet
+
+import prepare
+from plaingpt.data.text_files import Files
+from plaingpt.data.dataset import open_dataset
+
+
+def write_rows(path, texts, field='text'):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(''.join(json.dumps({field: text}) + '\n' for text in texts))
+
+
+def write_parquet(path, texts, field='text', **options):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    pyarrow.parquet.write_table(pyarrow.table({field: texts}), path, **options)
+
+
+def texts_of(path, form='file', field='text', errors='strict'):
+    """The documents of a file as prepare.py reads it."""
+    found = []
+    for piece in Files([path], path.name, form, field, errors).pieces():
+        if piece.new_document:
+            found.append('')
+        found[-1] += piece.text
+    return found
+
+
+def split_bytes(folder, split):
+    """The bytes of a split that was prepared by bytes, with \\0 for the end of text."""
+    return bytes((open_dataset(folder).split(split, in_ram=True).ram % 256).astype('u1'))
+
+
+def documents_of(folder):
+    """{split: its documents} of a dataset that was prepared by bytes."""
+    return {split: split_bytes(folder, split).decode().split('\0')[1:]
+            for split in open_dataset(folder).meta['splits']}
+
+
+def prepared(folder, *argv):
+    """Prepare by bytes → the documents of train, of val and, where there is one, of test."""
+    prepare.main([*map(str, argv), '--tokenizer=byte', f'--data_dir={folder}'])
+    return [*documents_of(folder).values()]

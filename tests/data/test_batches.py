@@ -1,0 +1,196 @@
+import hashlib
+import json
+import subprocess
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import prepare
+import train
+from plaingpt.system.errors import UserError
+from plaingpt.data.batches import BatchLoader, key, permute
+from plaingpt.data.token_files import TokenStream, open_tokens
+from plaingpt.training import starting_point
+
+
+def stream(tmp_path, tokens, vocab_size=50257, files=1, in_ram=False):
+    paths = []
+    for i, piece in enumerate(np.array_split(np.asarray(tokens), files)):
+        paths.append(tmp_path / f'train_{i:06d}.bin')
+        piece.astype('<u2').tofile(paths[-1])
+    return TokenStream([open_tokens(p, np.dtype('<u2')) for p in paths], vocab_size, in_ram)
+
+
+class NoTokens:
+    """A stream of so many tokens, to ask where sequences begin."""
+
+    def __init__(self, n):
+        self.n = n
+
+    def __len__(self):
+        return self.n
+
+
+def loaders_of(tokens, block_size, batch_size, processes, micro_steps=1):
+    """The loader of each process of a job that takes `micro_steps` micro-batches in all."""
+    each = max(1, micro_steps // processes)
+    return [BatchLoader(tokens, block_size, batch_size, micro_steps=each, rank=rank,
+                        world_size=processes) for rank in range(processes)]
+
+
+# -----------------------------------------------------------------------------
+# the order
+
+
+@given(st.integers(1, 3000), st.integers(0, 2**64 - 1))
+@settings(max_examples=50)
+def test_the_keyed_permutation_visits_each_index_once(n, k):
+    assert sorted(permute(np.arange(n), n, np.uint64(k)).tolist()) == list(range(n))
+
+
+def test_the_keyed_permutation_needs_no_memory_for_indices_not_asked_for():
+    some = permute(np.array([0, 1, 10**12 - 1]), 10**12, key(1337, 0))
+    assert len(set(some.tolist())) == 3 and (some < 10**12).all()
+
+
+def test_the_order_differs_between_epochs_and_between_seeds():
+    orders = [permute(np.arange(1000), 1000, key(*k)).tolist() for k in [(0, 0), (0, 1), (1, 0)]]
+    assert orders[0] != orders[1] != orders[2] != orders[0]
+    # of a random order, neighbours are a third of the range apart on average
+    assert 280 < np.abs(np.diff(orders[0])).mean() < 390
+
+
+def test_each_epoch_visits_each_sequence_once_on_any_number_of_processes(tmp_path):
+    tokens = stream(tmp_path, np.arange(255))
+    for processes in (1, 2, 3, 8):
+        loaders = loaders_of(tokens, 10, 1, processes, micro_steps=24)
+        assert loaders[0].sequences_per_epoch == 24
+        for epoch in range(3):
+            firsts = [int(loader.train_batch(epoch, micro)[0][0, 0])
+                      for loader in loaders for micro in range(24 // processes)]
+            phase = min(firsts)
+            assert sorted(firsts) == [phase + 10 * i for i in range(24)], (processes, epoch)
+            assert 0 <= phase < 15
+
+
+def test_every_token_but_the_first_is_a_target_within_six_epochs():
+    for block_size in (1, 2, 7, 20):
+        for n in range(block_size + 1, 6 * block_size + 2):
+            loader = BatchLoader(NoTokens(n), block_size, 1)
+            begins = loader.sequence_starts(np.arange(6 * loader.sequences_per_epoch))
+            targets = begins[:, None] + np.arange(1, block_size + 1)
+            assert np.array_equal(np.unique(targets), np.arange(1, n)), (n, block_size)
+
+
+def test_the_order_of_the_even_epochs_is_that_of_earlier_versions():
+    for n, block_size, seed, sha256 in ((3071, 1024, 1337, '5aaaf1b46399219f'),
+                                        (5000, 16, 5, 'e52650ee8a77f65c')):
+        loader = BatchLoader(NoTokens(n), block_size, 1, seed=seed)
+        per_epoch = loader.sequences_per_epoch
+        ids = np.concatenate([epoch * per_epoch + np.arange(per_epoch)
+                              for epoch in range(0, 20, 2)])
+        found = hashlib.sha256(loader.sequence_starts(ids).astype('<i8').tobytes()).hexdigest()
+        assert found.startswith(sha256)
+
+
+def test_processes_read_disjoint_shares_that_make_up_the_steps_of_one(tmp_path):
+    tokens = stream(tmp_path, np.arange(5000) % 997)
+    one, = loaders_of(tokens, 16, 4, 1, micro_steps=6)
+    for processes in (2, 3, 6):
+        loaders = loaders_of(tokens, 16, 4, processes, micro_steps=6)
+        for step in (0, 3, 117):
+            shares = [loader.sequence_ids(step, micro)
+                      for micro in range(6 // processes) for loader in loaders]
+            whole = [one.sequence_ids(step, micro) for micro in range(6)]
+            assert np.array_equal(np.concatenate(shares), np.concatenate(whole))
+
+
+def test_a_step_asked_for_at_once_is_the_step_reached_from_zero(tmp_path):
+    loader = BatchLoader(stream(tmp_path, np.arange(3000) % 256), 8, 4, micro_steps=3, seed=5)
+    from_zero = loader.train_batches(0)
+    for _ in range(20 * 3):
+        next(from_zero)
+    at_once = loader.train_batches(20)
+    for _ in range(7):
+        for a, b in zip(next(from_zero), next(at_once), strict=True):
+            assert torch.equal(a, b)
+    from_zero.close()
+    at_once.close()
+
+
+def test_a_resumed_loader_counts_what_steps_of_another_size_took(tmp_path):
+    loader = BatchLoader(stream(tmp_path, np.arange(3000) % 256), 8, 4, micro_steps=3)
+    loader.resume_at(5, 100)
+    assert loader.sequences_before(5) == 100 and loader.tokens_before(6) == (100 + 12) * 8
+    assert loader.sequence_ids(5, 0).tolist() == [100, 101, 102, 103]
+
+
+def test_targets_are_the_next_tokens(tmp_path):
+    loader = BatchLoader(stream(tmp_path, np.arange(1000)), 8, 4)
+    idx, targets = loader.train_batch(3, 0)
+    assert idx.dtype == targets.dtype == torch.int64
+    assert torch.equal(targets, idx + 1)
+
+
+def test_sequences_run_over_from_file_to_file(tmp_path):
+    tokens = np.arange(100)
+    for in_ram in (False, True):
+        pieces = stream(tmp_path, tokens, files=40, in_ram=in_ram)
+        sequences = pieces.sequences(np.array([0, 41, 89]), 11)
+        assert np.array_equal(sequences, tokens[np.array([[0], [41], [89]]) + np.arange(11)])
+
+
+# -----------------------------------------------------------------------------
+# evaluation
+
+
+def test_evaluation_covers_the_whole_split_once_or_its_first_tokens(tmp_path):
+    tokens = stream(tmp_path, np.arange(1001))
+    for processes, n, first, last in ((1, 4000, False, 1000), (2, 4000, False, 1000),
+                                      (3, 4000, False, 1000), (3, 7, True, 70),
+                                      (3, 10**5, True, 1000)):
+        seen = []
+        for loader in loaders_of(tokens, 10, 4, processes):
+            for starts in loader.eval_batches(n, first):
+                idx, targets = loader.eval_batch(starts)
+                assert idx.shape == targets.shape == (4, 10)  # one shape for torch.compile
+                seen += targets[targets != -1].tolist()
+        assert sorted(seen) == list(range(1, last + 1)), (processes, n, first)
+
+
+def test_a_few_evaluation_sequences_are_spread_over_the_split(tmp_path):
+    loader = BatchLoader(stream(tmp_path, np.arange(1001)), 10, 2)
+    assert np.concatenate(loader.eval_batches(4)).tolist() == [0, 250, 500, 750]
+
+
+# -----------------------------------------------------------------------------
+# from the command line
+
+
+def test_a_split_shorter_than_a_sequence_is_an_error(tmp_path):
+    with pytest.raises(UserError, match=r'block_size \+ 1'):
+        BatchLoader(stream(tmp_path, range(100)), 100, 1)
+
+
+def test_a_small_corpus_is_prepared_when_first_trained_on(tmp_path, monkeypatch, capsys):
+    def prepare_here(command):
+        prepare.main([*command[2:], '--tokenizer=char', f'--input={Path(json.__file__).parent}'])
+        return subprocess.CompletedProcess(command, 0)
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(starting_point.subprocess, 'run', prepare_here)
+    starting_point.prepare_small('pystdlib')
+    assert (tmp_path / 'data/pystdlib/meta.json').exists()
+    assert 'preparing pystdlib' in capsys.readouterr().out
+
+
+def test_a_large_corpus_is_not_prepared_unasked(tmp_path, monkeypatch, capfd):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit) as exit_:
+        train.main(['--dataset=openwebtext', '--device=cpu', '--out_dir=out'])
+    assert exit_.value.code == 2
+    assert 'run python prepare.py openwebtext' in capfd.readouterr().err

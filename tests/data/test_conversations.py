@@ -1,0 +1,220 @@
+"""Files of conversations → messages → tokens and what is learned of them, and what is refused."""
+
+import gzip
+import json
+
+import pytest
+
+from plaingpt.data.conversations import Conversations
+from plaingpt.data import documents
+from plaingpt.system.errors import UserError
+from plaingpt.data.chat_tokenizer import NAMES, ChatTokenizer
+from plaingpt.data.tokenizers import ByteTokenizer
+
+BYTES = ChatTokenizer(ByteTokenizer())
+SPECIAL = dict(zip(range(257, 262), NAMES, strict=True))
+
+
+def read(path, form='auto', errors='strict'):
+    return [json.loads(piece.text)
+            for piece in Conversations([path], str(path), form, errors).pieces()]
+
+
+def written(path, *rows):
+    path.write_text(''.join(json.dumps(row) + '\n' for row in rows))
+    return path
+
+
+def refusal(path):
+    """The one line that says why a file is not read."""
+    with pytest.raises(UserError) as found:
+        read(path)
+    assert '\n' not in str(found.value)
+    return str(found.value)
+
+
+def marked(messages):
+    """Messages as one text of their tokens; ^ below those that are learned."""
+    ids, learned = BYTES.encode_conversation(messages)
+    names = [SPECIAL[i][2].upper() if i in SPECIAL else chr(i) for i in ids.tolist()]
+    return ''.join(names), ''.join(' ^'[is_learned] for is_learned in learned.tolist())
+
+
+# The special tokens by their second letters: C opens a conversation, S, U and A a message; E ends
+# one. A row in its form, its tokens, and below them what is learned.
+FORMS = [
+    ('messages', {'messages': [{'role': 'system', 'content': 'be'},
+                               {'role': 'user', 'content': 'hi'},
+                               {'role': 'assistant', 'content': 'yo'},
+                               {'role': 'user', 'content': 'so'},
+                               {'role': 'assistant', 'content': 'no'}]},
+     'CSbeEUhiEAyoEUsoEAnoE',
+     '          ^^^     ^^^'),
+    ('messages', {'messages': [{'role': 'user', 'content': [{'type': 'text', 'text': 'a'},
+                                                            {'type': 'text', 'text': 'b'}]},
+                               {'role': 'assistant', 'content': 'c', 'tool_calls': None}]},
+     'CUabEAcE',
+     '      ^^'),
+    ('sharegpt', {'conversations': [{'from': 'system', 'value': 'be'},
+                                    {'from': 'human', 'value': 'hi'},
+                                    {'from': 'gpt', 'value': 'yo'}]},
+     'CSbeEUhiEAyoE',
+     '          ^^^'),
+    ('alpaca', {'instruction': 'add', 'input': '1 2', 'output': '3'},
+     'CUadd\n\n1 2EA3E',
+     '            ^^'),
+    ('alpaca', {'instruction': 'add', 'input': '', 'output': '3'}, 'CUaddEA3E', '       ^^'),
+    ('alpaca', {'instruction': 'add', 'output': '3'}, 'CUaddEA3E', '       ^^'),
+    ('completion', {'prompt': 'add', 'completion': ' 3'}, 'CUaddEA 3E', '       ^^^'),
+]
+
+
+def test_each_form_is_known_and_its_answers_are_what_is_learned(tmp_path):
+    for form, row, tokens, learned in FORMS:
+        for given in (form, 'auto'):
+            [messages] = read(written(tmp_path / 'a.jsonl', row), given)
+            assert marked(messages) == (tokens, learned), (given, row)
+
+
+def test_each_file_may_have_a_form_of_its_own_and_be_an_array_or_compressed(tmp_path):
+    pair = [{'role': 'user', 'content': 'add'}, {'role': 'assistant', 'content': '3'}]
+    rows = [{'prompt': 'add', 'completion': '3'}] * 2
+    (tmp_path / 'b.json').write_text(json.dumps(rows, indent=1))
+    (tmp_path / 'c.jsonl.gz').write_bytes(
+        gzip.compress(json.dumps({'instruction': 'add', 'output': '3'}).encode()))
+    paths = [written(tmp_path / 'a.jsonl', {'messages': pair}), tmp_path / 'b.json',
+             tmp_path / 'c.jsonl.gz']
+    found = [json.loads(piece.text) for piece in Conversations(paths, 'all').pieces()]
+    assert found == [pair] * 4
+
+
+def test_fields_that_are_no_part_of_the_conversation_are_named_once(tmp_path, capsys):
+    row = {'id': 1, 'prompt': 'a', 'completion': 'b', 'source': 'web', 'instruction': 'a',
+           'system': None}  # what a message says is not lost
+    assert len(read(written(tmp_path / 'a.jsonl', row, row))) == 2
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 1 and lines[0].endswith('a.jsonl, line 1: left out, as no part of the '
+                                                 'conversation: id, source, instruction, system')
+
+
+def test_text_that_spells_a_special_token_or_an_escape_stays_that_text(tmp_path):
+    text = ''.join(NAMES) + '\x1b[31m "\\n"\n'
+    [messages] = read(written(tmp_path / 'a.jsonl', {'prompt': text, 'completion': text}))
+    assert [message['content'] for message in messages] == [text, text]
+    ids, _ = BYTES.encode_conversation(messages)
+    assert sorted(i for i in ids.tolist() if i > 256) == [257, 259, 260, 261, 261]
+
+
+def user(content='hi'):
+    return {'role': 'user', 'content': content}
+
+
+def assistant(content='yo', **others):
+    return {'role': 'assistant', 'content': content, **others}
+
+
+def shared(*pairs):
+    return {'conversations': [{'from': name, 'value': value} for name, value in pairs]}
+
+
+def said(*messages):
+    return {'messages': list(messages)}
+
+
+SYSTEM = {'role': 'system', 'content': 'be'}
+CALL = {'id': 'a', 'type': 'function', 'function': {'name': 'f', 'arguments': '{}'}}
+IMAGE = {'type': 'image_url', 'image_url': {'url': 'x'}}
+BAD = [  # a second row, and what is said of it
+    (said({'content': 'hi'}, assistant()), "message 1 has no 'role', it has content"),
+    (said({'role': 'user'}, assistant()), "message 1 has no 'content', it has role"),
+    (said(user(), assistant(), {'role': 'tool', 'content': 'x'}), 'message 3: role is "tool"'),
+    (said({'role': None, 'content': 'x'}), 'message 1: role is null: expected one of system'),
+    (said(user(' \n\t')), 'message 1 is empty'),
+    (said(user(), assistant('')), 'message 2 is empty'),
+    (said({'role': 'system', 'content': ''}, user(), assistant()), 'message 1 is empty'),
+    (said(user()), 'the assistant says nothing'),
+    (said(SYSTEM, user()), 'the assistant says nothing'),
+    (said(), 'no messages'),
+    ({'messages': {'role': 'user'}}, 'no messages: a list of them is expected'),
+    (said('hi', 'yo'), 'message 1 is text: an object with role and content'),
+    (said(user([IMAGE]), assistant()), 'message 1 has a part that is no text, "image_url"'),
+    (said(user([{'type': 'text', 'text': 'a', 'cache': 1}]), assistant()), 'message 1 has a part'),
+    (said(user([]), assistant()), 'message 1 is empty'),
+    (said(user(5), assistant()), 'message 1 is a number: text is expected'),
+    (said(user(), assistant(None)), 'message 2 is null'),
+    (said(user(), assistant(tool_calls=[CALL])), 'message 2 has tool_calls, which would be lost'),
+    (said(user(), assistant(weight=0)), 'message 2 has weight, which would be lost'),
+    (said({**user(), 'name': 'Ann'}, assistant()), 'message 1 has name, which would be lost'),
+    (said(SYSTEM, SYSTEM, user(), assistant()), 'message 2: a system message stands first'),
+    (said(user(), SYSTEM, assistant()), 'message 2: a system message stands first'),
+    (said(assistant(), user(), assistant()), 'the assistant speaks before the user'),
+    (said(SYSTEM, assistant()), 'the assistant speaks before the user'),
+    ({**said(user(), assistant()), 'tools': [CALL]}, "the field 'tools' would be lost"),
+    ({**said(user(), assistant()), 'system': 'be'}, "the field 'system' would be lost"),
+    ({**said(user(), assistant()), 'System_Prompt': 'be'}, "'System_Prompt' would be lost"),
+    ({**said(user(), assistant()), 'documents': ['other']}, "'documents' would be lost"),
+    (shared(('bing', 'hi')), 'message 1: from is "bing": expected one of human, gpt'),
+    (shared(('human', None)), 'message 1 is null'),
+    ({'conversations': [user(), assistant()]}, "message 1 has role, content, which would be lost"),
+    ({'instruction': 'a', 'input': 'b'}, "no field 'output', it has instruction, input"),
+    ({'instruction': 'a', 'output': 7}, "field 'output' is a number"),
+    ({'instruction': '', 'input': 'a', 'output': 'b'}, "field 'instruction' is empty"),
+    ({'instruction': 'a', 'output': 'b', 'history': [['c', 'd']]}, "'history' would be lost"),
+    ({'prompt': 'a', 'completion': ''}, "field 'completion' is empty"),
+    ({'prompt': ['a'], 'completion': 'b'}, "field 'prompt' has a part that is no text"),
+    ({'prompt': 'a', 'chosen': 'b', 'rejected': 'c'}, "no field 'completion'"),
+    ([user(), assistant()], 'no conversation, it has no fields: a row is an object'),
+    (None, 'no conversation'),
+]
+GOOD = [{'conversations': [{'from': 'human', 'value': 'a'}, {'from': 'gpt', 'value': 'b'}]},
+        {'instruction': 'a', 'output': 'b'}, {'prompt': 'a', 'completion': 'b'},
+        said(user(), assistant())]
+
+
+def test_a_row_that_is_not_wholly_understood_is_named_with_its_line(tmp_path):
+    for row, what in BAD:
+        fields = row if isinstance(row, dict) else {}
+        good = next((good for good in GOOD if set(good) & set(fields)), GOOD[-1])
+        path = written(tmp_path / 'a.jsonl', good, row)
+        assert refusal(path).startswith(f'{path}, line 2: '), row
+        assert what in refusal(path), row
+
+
+FILES = [  # a file, and what is said of it
+    ('a.jsonl', '{"prompt": "a", "completion": "b", "completion": "c"}',
+     ", line 1: an object has the key 'completion' twice"),
+    ('a.json', '[{"prompt": "a", "completion": "b"}, {"prompt": "a", "prompt": "b"}]',
+     ", row 2: an object has the key 'prompt' twice"),
+    ('a.jsonl', '\n\n{"text": "hi"}\n', ', line 3: no conversation, it has text: the forms are'),
+    ('a.jsonl', '{"prompt": "a", "completion": "b", "messages": []}',
+     ', line 1: fields of several forms (messages, completion): say which with --format='),
+    ('a.jsonl', '{"prompt": "a", "completion": "b"}\n{"instruction": "a", "output": "b"}\n',
+     ", line 2: no field 'completion', it has instruction, output: another form"),
+    ('a.jsonl', '{"prompt": "a",', ', line 1: not JSON: '),
+    ('a.jsonl', '[' * 100_000, ', line 1: nested too deep to be read'),
+    ('a.jsonl', '{"prompt": "a", "completion": "é"}'.encode('latin-1'), ': not UTF-8 at byte 31'),
+    ('a.txt', 'Q: hi\nA: yo\n', ': conversations are read from .jsonl and .json files'),
+]
+
+
+def test_a_file_that_holds_no_conversations_is_named(tmp_path):
+    for name, content, what in FILES:
+        path = tmp_path / name
+        path.write_bytes(content if isinstance(content, bytes) else content.encode())
+        assert refusal(path).startswith(f'{path}{what}'), (name, content)
+
+
+def test_a_giant_line_is_refused_before_it_is_in_memory(tmp_path, monkeypatch):
+    monkeypatch.setattr(documents, 'MAX_DOCUMENT_CHARS', 10_000)
+    monkeypatch.setattr(documents, 'BLOCK_BYTES', 1000)
+    path = tmp_path / 'a.jsonl'
+    path.write_text('{"prompt": "a", "completion": "b"}\n{"prompt": "' + 'a' * 100_000)
+    bytes_read = []
+
+    class Counted:
+        def update(self, data):
+            bytes_read.append(len(data))
+
+    with pytest.raises(UserError, match=r'a\.jsonl, line 2 exceeds 10,000 characters'):
+        list(Conversations([path], str(path))._documents(path, Counted(), None))
+    assert sum(bytes_read) < 15_000

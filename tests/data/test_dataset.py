@@ -1,0 +1,264 @@
+"""Token files and meta.json that are damaged, replaced, moved or changed while a run reads them."""
+
+import itertools
+import json
+import os
+import random
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from helpers import exit_code, fails, fork, ranks
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import train
+from plaingpt.preflight.data_checks import tokens_on_disk
+from plaingpt.system.errors import UserError
+from plaingpt.system.files import sha256_of
+from plaingpt.data.batches import BatchLoader
+from plaingpt.data.dataset import dataset_folder, open_dataset
+from plaingpt.data.token_files import SAMPLED_BLOCKS, SAMPLED_BYTES, open_tokens
+
+
+def bare(folder, tokens):
+    """A folder of token files without meta.json."""
+    folder.mkdir()
+    for split in ('train', 'val'):
+        np.asarray(tokens, '<u2').tofile(folder / f'{split}.bin')
+        os.utime(folder / f'{split}.bin', (0, 0))  # clocks of file systems tick every few ms
+    return folder
+
+
+def flip(path, bit):
+    data = bytearray(path.read_bytes())
+    data[bit // 8] ^= 1 << bit % 8
+    path.write_bytes(data)
+
+
+# -----------------------------------------------------------------------------
+# damage before the start
+
+
+def test_each_flipped_bit_is_found_when_a_split_is_read_into_memory(own_data):
+    chance = random.Random(0)
+    for name in ('train.bin', 'val.bin') * 5:
+        path = own_data / name
+        bit = chance.randrange(8 * path.stat().st_size)
+        flip(path, bit)
+        with pytest.raises(UserError, match=rf'{name}: (another checksum|token .* has id) '
+                                            '.*damaged.*prepare'):
+            open_dataset(own_data).split(path.stem, in_ram=True)
+        flip(path, bit)
+        assert len(open_dataset(own_data).split(path.stem, in_ram=True))
+
+
+def test_a_file_of_another_length_or_none_is_named(own_data):
+    path = own_data / 'val.bin'
+    whole = path.read_bytes()
+    for data, words in ((whole[:-100], 'tokens where'), (whole[:-1], 'no whole number'), (b'', '')):
+        path.write_bytes(data)
+        with pytest.raises(UserError, match=rf'val\.bin.*{words}'):
+            open_dataset(own_data).split('val')
+    path.unlink()
+    with pytest.raises(UserError, match=r'val\.bin'):
+        open_dataset(own_data).split('val')
+    os.mkfifo(path)  # opening it would wait for ever
+    with pytest.raises(UserError, match=r'val\.bin is no file'):
+        open_dataset(own_data).split('val')
+
+
+def test_an_id_beyond_the_vocabulary_is_named_with_its_place(own_data):
+    path = own_data / 'val.bin'
+    whole = np.fromfile(path, '<u2')
+    for place in (0, 5_000, len(whole) - 1):
+        ids = whole.copy()
+        ids[place] = 60_000
+        ids.tofile(path)
+        meta = json.loads((own_data / 'meta.json').read_text())
+        meta['splits']['val']['files'][0]['sha256'] = sha256_of(path)
+        (own_data / 'meta.json').write_text(json.dumps(meta))
+        for in_ram in (False, True):
+            with pytest.raises(UserError, match=rf'val\.bin: token {place:,} has id 60000'):
+                open_dataset(own_data).split('val', in_ram)
+
+
+def test_a_damaged_file_ends_training_in_one_line_before_anything_is_written(
+        tiny, own_data, tmp_path, capsys, monkeypatch):
+    flip(own_data / 'train.bin', 800)
+    message = fails(capsys, monkeypatch, train.main, *tiny, f'--dataset={own_data}')
+    assert f'{own_data}/train.bin' in message and not list(tmp_path.glob('out/*'))
+
+
+def test_no_meta_json_gives_a_traceback(own_data):
+    path = own_data / 'meta.json'
+    text = path.read_text()
+    broken = ['', '{', '[]', '{"format_version": 1}', '{"format_version": 99}']
+    values = None, 3, -1, 1.5, 10**30, 'x', [], {}, [1], {'kind': 'x'}
+    possible = [('sha256', 'x'), ('bytes', 3)]
+    for place in ('format_version', 'dtype', 'vocab_size', 'tokenizer', 'splits', 'splits/val',
+                  'splits/val/tokens', 'splits/val/bytes', 'splits/val/files',
+                  'splits/val/files/0', 'splits/val/files/0/name', 'splits/val/files/0/tokens',
+                  'splits/val/files/0/sha256'):
+        *way, last = [int(k) if k == '0' else k for k in place.split('/')]
+        for value in [*values, *(['../secret.bin', '/etc/passwd'] if last == 'name' else [])]:
+            inner = meta = json.loads(text)
+            for step in way:
+                inner = inner[step]
+            inner[last] = value
+            if (last, value) not in possible:
+                broken.append(json.dumps(meta))
+    for text in broken:
+        path.write_text(text)
+        with pytest.raises(UserError, match=r'meta\.json'):
+            open_dataset(own_data)
+
+
+def test_it_is_told_whether_data_was_verified(char_data, tmp_path):
+    ours = open_dataset(char_data)
+    assert ours.describe_reading(in_ram=True) == 'in memory, checksums verified'
+    assert 'on disk, checksums not verified' in ours.describe_reading(in_ram=False)
+    assert f'inspect {char_data}' in ours.describe_reading(in_ram=False)
+    others = open_dataset(bare(tmp_path / 'bare', range(3000)))
+    assert others.describe_reading(in_ram=True) == 'in memory, no checksums to verify'
+
+
+def test_only_what_prepare_can_make_is_said_to_be_unprepared(tmp_path):
+    with pytest.raises(UserError, match=r'no \.bin files there') as refused:
+        open_dataset(tmp_path)
+    assert 'prepare.py' not in str(refused.value)
+    (tmp_path / 'meta.json').symlink_to('nowhere')  # no bare folder of GPT-2 tokens
+    with pytest.raises(UserError, match=r'meta\.json is broken'):
+        open_dataset(tmp_path)
+
+
+# -----------------------------------------------------------------------------
+# changes during a run
+
+
+def overwrite(path):
+    with open(path, 'r+b') as f:
+        f.seek(100)
+        f.write(b'\1\0')
+
+
+def replace_by_one_as_old(path):
+    before = path.stat()
+    shutil.copyfile(path, path.with_suffix('.new'))
+    flip(path.with_suffix('.new'), 800)
+    os.utime(path.with_suffix('.new'), ns=(before.st_atime_ns, before.st_mtime_ns))
+    os.replace(path.with_suffix('.new'), path)
+
+
+def append(path):
+    with open(path, 'ab') as f:
+        f.write(b'\1\0')
+
+
+CHANGES = {'overwritten': overwrite, 'replaced': replace_by_one_as_old, 'longer': append,
+           'cut short': lambda path: os.truncate(path, 200),
+           'emptied': lambda path: os.truncate(path, 0), 'removed': os.unlink}
+
+
+@pytest.mark.parametrize('change', CHANGES)
+def test_no_batch_comes_from_a_file_that_changed_under_the_run(change, own_data, tmp_path):
+    for folder in (own_data, bare(tmp_path / 'bare', range(3000))):
+        dataset = open_dataset(folder)
+        loader = BatchLoader(dataset.split('train'), 16, 4)
+        as_written, identity = loader.train_batch(1, 0), dataset.identity('train')
+        batches = loader.train_batches(0)
+        next(batches)
+        CHANGES[change](folder / 'train.bin')
+        with pytest.raises(UserError, match=r'train\.bin (has changed|cannot be read any more)'):
+            for batch in itertools.islice(batches, 2):
+                assert all(map(torch.equal, batch, as_written))  # the first may be read already
+        with pytest.raises(UserError, match=r'train\.bin'):
+            loader.eval_batch(loader.eval_batches(4)[0])
+        with pytest.raises(UserError, match=r'train\.bin'):
+            tokens_on_disk(loader.stream, 50, 9)  # with which preflight compares batches
+        assert dataset.identity('train') == identity  # what is saved is what was trained on
+
+
+def test_a_run_whose_data_changes_stops_in_one_line_and_keeps_its_checkpoint(
+        tiny, own_data, tmp_path, capsys, monkeypatch):
+    read = BatchLoader.train_batch
+
+    def read_and_change(self, step, micro):
+        if step == 5:
+            overwrite(own_data / 'train.bin')
+        return read(self, step, micro)
+
+    monkeypatch.setattr(BatchLoader, 'train_batch', read_and_change)
+    assert f'{own_data}/train.bin has changed' in fails(
+        capsys, monkeypatch, train.main, *tiny, f'--dataset={own_data}', '--data_in_ram=False')
+    assert list(tmp_path.glob('out/checkpoints/iter-*/state.json'))
+
+
+# -----------------------------------------------------------------------------
+# identity
+
+
+def test_the_same_tokens_are_the_same_data_under_another_path(char_data, own_data, tmp_path):
+    bare(tmp_path / 'a', range(3000))
+    shutil.copytree(tmp_path / 'a', tmp_path / 'b')
+    for one, other in ((char_data, own_data), (tmp_path / 'a', tmp_path / 'b')):
+        assert open_dataset(one).is_identity('train', open_dataset(other).identity('train'))
+    flip(tmp_path / 'b/train.bin', 9)
+    assert not open_dataset(tmp_path / 'a').is_identity(
+        'train', open_dataset(tmp_path / 'b').identity('train'))
+
+
+def test_a_run_on_bare_files_resumes_on_the_same_tokens_only(tiny, tmp_path, capsys, monkeypatch):
+    folder = bare(tmp_path / 'bare', np.arange(3000) % 80)
+    tiny = [*tiny, '--max_iters=1', '--check=False']
+    train.main([*tiny, f'--dataset={folder}'])
+    folder = folder.rename(tmp_path / 'moved')
+    train.main([*tiny, f'--dataset={folder}', '--init_from=resume'])
+    np.arange(3000, dtype='<u2').tofile(folder / 'train.bin')
+    assert 'was trained on other tokens' in fails(
+        capsys, monkeypatch, train.main, *tiny, f'--dataset={folder}', '--init_from=resume')
+
+
+@pytest.mark.slow  # the job takes seconds to end
+def test_processes_that_find_different_tokens_do_not_train(tiny, tmp_path):
+    folders = bare(tmp_path / 'one', range(3000)), bare(tmp_path / 'other', range(1, 3001))
+    logs = [tmp_path / f'log{rank}' for rank in range(2)]
+    job = [fork(train.main, *tiny, f'--dataset={folder}', log=log, **env)
+           for folder, log, env in zip(folders, logs, ranks(2), strict=True)]
+    assert [exit_code(pid) for pid in job] == [2, 2]
+    assert all('find different tokens' in log.read_text() for log in logs)
+
+
+def test_the_path_that_an_earlier_version_saved_is_an_identity(tmp_path, monkeypatch):
+    folder = bare(tmp_path / 'bare', range(3000))
+    monkeypatch.chdir(tmp_path)
+    for name in (folder, 'bare'):
+        dataset = open_dataset(name)
+        assert dataset.is_identity('train', 'bare') and dataset.is_identity('train', str(folder))
+        for other in ('other', None, 3, [], {}, '\0'):
+            assert not dataset.is_identity('train', other)
+
+
+@given(st.integers(0, SAMPLED_BLOCKS * SAMPLED_BYTES - 1))
+@settings(max_examples=15)
+def test_a_sample_leaves_out_no_more_than_it_reads(tmp_path_factory, start):
+    path = tmp_path_factory.mktemp('sample') / 'train.bin'
+    tokens = np.zeros(SAMPLED_BLOCKS * SAMPLED_BYTES, '<u2')  # twice what is read of it
+
+    def sample():
+        tokens.tofile(path)
+        return open_tokens(path, np.dtype('<u2')).sampled_sha256()
+
+    before = sample()
+    tokens[start:start + SAMPLED_BYTES] += 1  # so many bytes, twice
+    assert sample() != before
+
+
+def test_a_slash_that_a_shell_completed_changes_nothing(own_data, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(own_data, 'data/notes')
+    assert dataset_folder('notes/') == dataset_folder('notes') == Path('data/notes')
+    shutil.copytree(own_data, 'here')
+    assert dataset_folder('here/') == Path('here')

@@ -1,0 +1,267 @@
+"""What a tokenizer learns from, what it makes of odd texts, and whether its ids are right."""
+
+import json
+import random
+
+import numpy as np
+import pytest
+from helpers import fails
+
+import prepare
+from plaingpt.data import encoding
+from plaingpt.data.documents import PIECE_CHARS
+from plaingpt.data.hub import HubDataset
+from plaingpt.data.sources import sample
+from plaingpt.data.text_files import Files
+from plaingpt.system import streams
+from plaingpt.data import tokenizers
+from plaingpt.data.dataset import open_dataset
+from plaingpt.data.tokenizers import BPETokenizer
+
+
+def words(alphabet, seed, characters):
+    """Text of 2,000 words, some of which are frequent."""
+    chance = random.Random(seed)
+    known = [''.join(chance.choices(alphabet, k=chance.randrange(2, 9))) for _ in range(2000)]
+    weights = [1 / n for n in range(1, 2001)]
+    return ' '.join(chance.choices(known, weights, k=characters // 5))[:characters]
+
+
+def text_of(folder):
+    """The decoded text of both splits."""
+    dataset = open_dataset(folder)
+    return [dataset.tokenizer().decode(dataset.split(split, in_ram=True).ram.tolist())
+            for split in ('train', 'val')]
+
+
+def prepared(folder, source, *options):
+    prepare.main(['text', f'--input={source}', f'--data_dir={folder}', *options])
+    return text_of(folder)
+
+
+# -----------------------------------------------------------------------------
+# bpe
+
+
+@pytest.fixture(scope='module')
+def languages(tmp_path_factory):
+    folder = tmp_path_factory.mktemp('languages')
+    paths = []
+    for name, alphabet in (('code', 'abcdefghij(){}_'), ('russian', 'абвгдежзиклмно')):
+        for i in range(6):
+            paths.append(folder / f'{name}{i}.txt')
+            paths[-1].write_text(words(alphabet, i // 3, 75_000))
+    return paths
+
+
+def test_bpe_learns_the_same_whatever_the_order_of_the_files(languages, monkeypatch):
+    monkeypatch.setattr(prepare, 'BPE_SAMPLE_CHARS', 200_000)
+    made = [prepare.make_tokenizer('bpe:500', None, Files(paths, 'two'))
+            for paths in (languages, languages[::-1])]
+    assert made[0].tokens == made[1].tokens
+    of_all = BPETokenizer.train([path.read_text() for path in languages], 500)
+    for path in languages[1], languages[-1]:
+        text = path.read_text()
+        assert len(made[0].encode(text)) == pytest.approx(len(of_all.encode(text)), rel=0.1)
+
+
+def test_a_sample_has_about_as_many_characters_as_were_asked_for(languages):
+    source = Files(languages, 'two')
+    assert 150_000 < sum(map(len, sample(source, 200_000))) < 250_000
+    assert ''.join(sample(source, 950_000)) == '\n'.join(path.read_text() for path in languages)
+
+
+def hub_copy(folder, sizes, last=''):
+    """A folder like one of the hub: a file of each size in rows."""
+    folder.mkdir()
+    for i, size in enumerate(sizes):
+        rows = ''.join(json.dumps({'text': f'{i:02d} row {n:06d}'}) + '\n' for n in range(size))
+        (folder / f'train-{i:05d}-of-{len(sizes):05d}.jsonl').write_text(rows + last)
+    return HubDataset(str(folder), '', {'train': 'train'})
+
+
+def test_a_sample_of_the_hub_is_spread_over_the_files_and_reads_the_beginnings(tmp_path):
+    # A row that is no text ends the reading, wherever it is met.
+    source = hub_copy(tmp_path / 'copy', [300] * 40, '{"text": {"no": "text"}}\n')
+    texts = list(sample(source, 8_000))
+    counts = [sum(text.startswith(f'{i:02d}') for text in texts) for i in range(40)]
+    assert 8_000 <= sum(map(len, texts)) < 9_000
+    assert sum(count > 0 for count in counts) == 32 and max(counts) < 80
+
+
+def test_a_sample_of_a_small_dataset_of_the_hub_is_all_of_it(tmp_path):
+    source = hub_copy(tmp_path / 'copy', [400, 1, 0, 30])
+    for form in ('file', 'title'):
+        source.form = form
+        wanted = sorted(piece.text for piece in source.pieces())
+        assert sorted(sample(source, 10_000)) == wanted, form
+
+
+# -----------------------------------------------------------------------------
+# char
+
+
+def test_char_ends_each_document_with_a_line_break(tmp_path):
+    names = [f'{a}{b}' for a in 'abcdefghij' for b in 'uvwxyz']
+    (tmp_path / 'in').mkdir()
+    (tmp_path / 'in/names.txt').write_text('\r\n'.join(names))
+    (tmp_path / 'in/train.jsonl').write_text(
+        ''.join(json.dumps({'text': name}) + '\n' for name in names))
+    char = prepared(tmp_path / 'char', tmp_path / 'in/names.txt', '--documents=line',
+                    '--tokenizer=char')
+    assert sorted(''.join(char).splitlines()) == sorted(names)
+    entries = open_dataset(tmp_path / 'char').meta['splits']
+    assert [entries[split]['bytes'] for split in ('train', 'val')] == [*map(len, char)]
+    prepare.main(['hf', f'--input={tmp_path}/in', f'--tokenizer={tmp_path}/char',
+                  f'--data_dir={tmp_path}/hf', '--val_fraction=0.1'])
+    assert text_of(tmp_path / 'hf') == char
+
+
+def test_a_line_break_comes_after_the_last_piece_of_a_document_alone(tmp_path):
+    (tmp_path / 'in').mkdir()
+    long = 'ab ' * PIECE_CHARS + 'c'
+    for i in range(100):
+        (tmp_path / f'in/{i:02d}.txt').write_text(f'{i}{long}' if i == 7 else f'{i}\n')
+    text = ''.join(prepared(tmp_path / 'd', tmp_path / 'in', '--documents=file',
+                            '--tokenizer=char', '--val_fraction=0.3'))
+    # where it goes on in another split, each of its parts is a document
+    lines = [line for line in text.splitlines() if 'ab' not in line]
+    assert sorted(lines) == sorted(str(i) for i in range(100) if i != 7)
+    parts = [line for line in text.splitlines() if 'ab' in line]
+    assert sorted(''.join(parts)) == sorted(f'7{long}') and len(parts) > 1
+
+
+def test_characters_without_a_line_break_are_refused_for_documents(tmp_path, capsys, monkeypatch):
+    (tmp_path / 'one.txt').write_text('abcd' * 100)
+    (tmp_path / 'many.txt').write_text('ab\ncd\n')
+    prepared(tmp_path / 'one', tmp_path / 'one.txt', '--tokenizer=char')
+    line = fails(capsys, monkeypatch, prepare.main, 'text', f'--input={tmp_path}/many.txt',
+                 '--documents=line', f'--tokenizer={tmp_path}/one', f'--data_dir={tmp_path}/many')
+    assert 'a line break ends each document' in line and not (tmp_path / 'many').exists()
+
+
+@pytest.mark.parametrize(('name', 'content', 'place'), [
+    ('b.txt', 'aba\n' * 100_000 + 'abba ж\n', 'b.txt, line 100001'),
+    ('b.jsonl', '{"text": "ab"}\n\n{"text": null}\n{"text": "ab\\u0436"}\n', 'b.jsonl, row 3')])
+def test_an_unknown_character_is_named_with_its_file_and_line(
+        name, content, place, tmp_path, capsys, monkeypatch):
+    (tmp_path / 'a.txt').write_text('a b\n' * 100)
+    prepared(tmp_path / 'known', tmp_path / 'a.txt', '--tokenizer=char')
+    (tmp_path / name).write_text(content)
+    line = fails(capsys, monkeypatch, prepare.main, 'text',
+                 f'--input={tmp_path}/a.txt,{tmp_path}/{name}', f'--tokenizer={tmp_path}/known',
+                 f'--data_dir={tmp_path}/d')
+    assert place in line and "character 'ж' in" in line and not (tmp_path / 'd').exists()
+
+
+# -----------------------------------------------------------------------------
+# halves of characters
+
+
+@pytest.mark.parametrize('tokenizer', ['char', 'byte', 'bpe:270'])
+def test_halves_of_characters_become_replacement_characters_and_are_told(tokenizer, tmp_path,
+                                                                         capsys):
+    rows = [f'{{"text": "row {i} \\ud800 and \\ude00\\ud83d, \\ud83d\\ude00"}}\n'
+            for i in range(50)]
+    (tmp_path / 'in.jsonl').write_text(''.join(rows))
+    texts = prepared(tmp_path / 'd', tmp_path / 'in.jsonl', f'--tokenizer={tokenizer}')
+    assert '150 lone surrogates' in capsys.readouterr().out
+    assert ''.join(texts).count('\ufffd and \ufffd\ufffd, \U0001f600') == 50
+    entries = open_dataset(tmp_path / 'd').meta['splits']
+    for split, text in zip(('train', 'val'), texts, strict=True):
+        text = text.replace('<|endoftext|>', '')
+        assert entries[split]['bytes'] == len(text.encode())
+
+
+def test_bytes_that_are_no_utf8_stay_where_the_tokenizer_has_them(tmp_path, capsys):
+    (tmp_path / 'in.jsonl').write_bytes(b''.join(
+        b'{"text": "caf\xe9 \\ud800%d"}\n' % (i % 10) for i in range(50)))
+    prepared(tmp_path / 'd', tmp_path / 'in.jsonl', '--tokenizer=byte', '--val_fraction=0.5')
+    assert '50 lone surrogates' in capsys.readouterr().out
+    data = np.fromfile(tmp_path / 'd/train.bin', '<u2')
+    texts = bytes((data % 256).astype('u1')).split(b'\0')[1:]
+    assert all(text[:-1] == b'caf\xe9 \xef\xbf\xbd' for text in texts)
+    assert open_dataset(tmp_path / 'd').split_entry('train')['bytes'] == len(b''.join(texts))
+
+
+# -----------------------------------------------------------------------------
+# ids beside those of tiktoken
+
+
+class OneWrong:
+    """gigatoken, which gives another id where a text holds `where`."""
+
+    def __init__(self, encoding, where):
+        self.right, self.where = tokenizers.Real(encoding), where
+
+    def encode(self, data):
+        ids = np.array(self.right.encode(data))
+        if self.where in data:
+            ids[len(ids) // 2] ^= 1
+        return ids
+
+
+@pytest.fixture
+def rows(tmp_path):
+    (tmp_path / 'in.jsonl').write_text(''.join(
+        json.dumps({'text': f'number {n:04d} of many'}) + '\n' for n in range(1000)))
+    return tmp_path / 'in.jsonl'
+
+
+@pytest.mark.parametrize('where', [b'number 0003', b'number 05'])  # in the first batch; later
+def test_an_encoder_that_gives_other_ids_than_tiktoken_is_found(
+        where, rows, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(tokenizers, 'Real', tokenizers.build_gigatoken, raising=False)
+    monkeypatch.setattr(tokenizers, 'build_gigatoken', lambda known: OneWrong(known, where))
+    monkeypatch.setattr(encoding, 'BATCH_CHARS', 500)
+    monkeypatch.setattr(encoding, 'CHECKED', 10)
+    monkeypatch.setattr(encoding, 'JOURNAL_SECONDS', 0)  # so that there is something to resume
+    argv = ['text', f'--input={rows}', '--tokenizer=bpe:300', f'--data_dir={tmp_path}/d']
+    line = fails(capsys, monkeypatch, prepare.main, *argv)
+    assert 'different ids' in line and '--encoder=tiktoken' in line
+    assert not (tmp_path / 'd').exists()
+    prepare.main([*argv, '--encoder=tiktoken'])
+    assert ''.join(text_of(tmp_path / 'd')).count('<|endoftext|>number') == 1000
+    assert [*open_dataset(tmp_path / 'd').meta['encoders']] == ['tiktoken']
+
+
+def test_the_encoder_is_named_and_both_give_the_same_files(rows, tmp_path, capsys, monkeypatch):
+    files = []
+    for encoder in ('gigatoken', 'tiktoken'):
+        folder = tmp_path / encoder
+        prepared(folder, rows, '--tokenizer=bpe:300', f'--encoder={encoder}')
+        assert [*open_dataset(folder).meta['encoders']] == [encoder]
+        files.append((folder / 'train.bin').read_bytes())
+    assert files[0] == files[1]
+    line = fails(capsys, monkeypatch, prepare.main, 'text', f'--input={rows}', '--tokenizer=char',
+                 '--encoder=tiktoken', f'--data_dir={tmp_path}/char')
+    assert 'encoder=tiktoken' in line and 'leave it out' in line
+
+
+# -----------------------------------------------------------------------------
+# progress
+
+
+def test_without_a_terminal_lines_say_how_far_it_is(tmp_path, capsys, monkeypatch):
+    argv = ['text', f'--input={tmp_path}/in.txt', '--tokenizer=bpe:260', f'--data_dir={tmp_path}/d']
+    (tmp_path / 'in.txt').write_text('some text\n' * 100_000)
+    monkeypatch.setattr(streams, 'LINE_S', 0)
+    prepare.main(argv)
+    log = capsys.readouterr().err
+    for what in ('counting characters', 'learning from it', 'encoding', 'comparing the splits'):
+        found = [line for line in log.splitlines() if line.startswith(f'{what}: ')]
+        assert found[-1].startswith(f'{what}: 100% of '), what
+        assert '/s, ' in found[-1] and found[-1].endswith(' left'), what
+    assert '% of 1.00 MB, ' in log and ' tokens, ' in log and ' tokens/s, ' in log
+    monkeypatch.setattr(streams, 'LINE_S', 1000)
+    prepare.main([*argv, '--overwrite', '--tokenizer=byte'])
+    assert 'encoding' not in capsys.readouterr().err
+
+
+def test_where_the_total_is_unknown_a_line_says_how_much_is_done(capsys, monkeypatch):
+    monkeypatch.setattr(streams, 'LINE_S', 0)
+    with streams.Progress('encoding', None, ' documents', start=10) as progress:
+        progress.advance_to(110, 1400)
+    line = capsys.readouterr().err
+    assert line.startswith('encoding: 110 documents, 1.40k tokens, ')
+    assert line.endswith('tokens/s\n')

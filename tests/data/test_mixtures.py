@@ -1,0 +1,190 @@
+import json
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+from test_batches import NoTokens
+
+import prepare
+from plaingpt.system.errors import UserError
+from plaingpt.data.batches import BatchLoader, key, permute
+from plaingpt.data.dataset import apportion
+from plaingpt.data.mixtures import MixedLoader, open_named
+
+
+class Mixed(NoTokens):
+    """A MixedStream of so many tokens of each corpus, for who asks where sequences begin."""
+
+    def __init__(self, sizes, shares):
+        super().__init__(sum(sizes))
+        self.streams, self.shares = [NoTokens(n) for n in sizes], tuple(shares)
+        self.begins = np.cumsum([0, *sizes])
+
+
+@pytest.fixture(scope='module')
+def prepared(tmp_path_factory):
+    folder = tmp_path_factory.mktemp('mixture')
+    for name, words in (('code', 'def f(x): return x + 1\n' * 300),
+                        ('prose', 'It was a dark and stormy night. ' * 500),
+                        ('small', 'A little more text of another kind, 0123456789.\n' * 60)):
+        (folder / f'{name}.txt').write_text(words)
+        prepare.main(['text', f'--input={folder}/{name}.txt', '--tokenizer=byte',
+                      f'--data_dir={folder}/data/{name}'])
+    return folder
+
+
+@pytest.fixture
+def three(prepared, tmp_path, monkeypatch):
+    """data/code, data/prose and data/small, of the same tokenizer; the working directory."""
+    shutil.copytree(prepared, tmp_path, dirs_exist_ok=True)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+# -----------------------------------------------------------------------------
+# the order
+
+
+def test_weights_that_do_not_divide_a_thousand_go_by_the_largest_remainders():
+    for weights, shares in (([0.3, 0.7], [300, 700]), ([1, 1, 1], [334, 333, 333]),
+                            ([0.29, 0.57, 0.14], [290, 570, 140]), ([0.9995, 0.0005], [1000, 0])):
+        assert apportion(weights, 1000) == shares
+
+
+def directly(sizes, shares, block_size, seed, count):
+    """[(corpus, the token in it where a sequence begins)] of the first `count` sequences: what a
+    mixture should be, in a few plain loops."""
+    found, taken, orders = [], [0] * len(sizes), {}
+    labels = [k for k, share in enumerate(shares) for _ in range(share)]
+    loaders = [BatchLoader(NoTokens(n), block_size, 1, seed=int(key(seed, k)[0]) if k else seed)
+               for k, n in enumerate(sizes)]
+    for i in range(count):
+        block, place = divmod(i, 1000)
+        if place == 0:
+            places = permute(np.arange(1000), 1000, key(seed, block, 2))
+        k = labels[places[place]]
+        epoch, number = divmod(taken[k], n := loaders[k].sequences_per_epoch)
+        if (k, epoch) not in orders:
+            orders[k, epoch] = loaders[k].sequence_starts(epoch * n + np.arange(n)).tolist()
+        found.append((k, orders[k, epoch][number]))
+        taken[k] += 1
+    return found
+
+
+def test_every_thousand_sequences_have_exact_shares_and_each_corpus_its_own_order():
+    B, T, steps, sizes, shares = 4, 16, 2500, (5_000, 900, 40_000), (334, 333, 333)
+    loader = MixedLoader(Mixed(sizes, shares), T, B, seed=7)
+    begins, wanted = loader.stream.begins, directly(sizes, shares, T, 7, B * steps)
+    found = loader.sequence_starts(np.arange(B * steps))
+    assert found.tolist() == [begins[k] + start for k, start in wanted]
+    corpora = np.searchsorted(begins, found, side='right') - 1
+    for thousand in corpora.reshape(-1, 1000):
+        assert np.bincount(thousand).tolist() == list(shares)
+    for k, part in enumerate(loader.parts):  # it gives all of an epoch before any comes again
+        mine, n = found[corpora == k] - begins[k], part.sequences_per_epoch
+        assert mine.min() >= 0 and mine.max() + T + 1 <= sizes[k]
+        for epoch in range(len(mine) // n):
+            assert len(np.unique(mine[epoch * n:(epoch + 1) * n])) == n
+
+
+def test_steps_begun_anywhere_by_any_number_of_processes_are_the_same():
+    stream = Mixed((900, 20_000), (250, 750))
+    whole = MixedLoader(stream, 16, 6).sequence_starts(np.arange(500 * 6))
+    for processes in (1, 2, 3):
+        loaders = [MixedLoader(stream, 16, 6 // processes, rank=rank, world_size=processes)
+                   for rank in range(processes)]
+        for step in (0, 166, 167, 333, 499):  # a thousand ends within some
+            found = np.concatenate([loader.sequence_starts(loader.sequence_ids(step, 0))
+                                    for loader in loaders])
+            assert found.tolist() == whole[step * 6:step * 6 + 6].tolist()
+
+
+def test_one_corpus_alone_is_read_as_without_a_mixture():
+    ids = np.arange(5000)
+    alone = BatchLoader(NoTokens(9000), 16, 4, seed=3)
+    mixed = MixedLoader(Mixed((9000,), (1000,)), 16, 4, seed=3)
+    assert np.array_equal(mixed.sequence_starts(ids), alone.sequence_starts(ids))
+    for arguments in ((40,), (10**6,), (30, True)):
+        assert np.array_equal(np.concatenate(mixed.eval_batches(*arguments)),
+                              np.concatenate(alone.eval_batches(*arguments)))
+
+
+def test_the_loss_of_the_mixture_is_estimated_from_sequences_by_its_shares():
+    stream = Mixed((400, 90_000), (300, 700))  # the first has 24 sequences: they repeat
+    for processes, first in ((1, False), (3, False), (3, True)):
+        loaders = [MixedLoader(stream, 16, 10, rank=rank, world_size=processes)
+                   for rank in range(processes)]
+        found = np.sort(np.concatenate([
+            starts for loader in loaders for starts in loader.eval_batches(2000, first)]))
+        assert len(found) == 2000 and (found < 400).sum() == 600
+        assert len(np.unique(found)) == 24 + 1400
+        last = 1399 * 16 if first else 1399 * 5624 // 1400 * 16  # spread over the split
+        assert found.max() == 400 + last
+
+
+# -----------------------------------------------------------------------------
+# files
+
+
+def test_batches_hold_the_text_of_each_corpus_by_its_share(three):
+    dataset = open_named('code:0.3,prose:0.5,data/small:0.2')
+    assert [part.name for part in dataset.parts] == ['code', 'prose', 'small']
+    for in_ram in (False, True):
+        idx, targets = dataset.loader('train', in_ram, 16, 1000).train_batch(0, 0)
+        assert np.array_equal(idx[:, 1:], targets[:, :-1])
+        texts = [bytes(row.tolist()).decode() for row in idx]
+        for name, share in (('code', 300), ('prose', 500), ('small', 200)):
+            text = (three / f'{name}.txt').read_text()
+            assert sum(row in text for row in texts) == share
+
+
+def test_figures_of_the_whole_are_means_by_the_weights(three):
+    dataset, code, prose = (open_named(name) for name in ('code:0.25,prose:0.75', 'code', 'prose'))
+    for split in ('train', 'val'):
+        assert dataset.bytes_per_token(split) == pytest.approx(
+            0.25 * code.bytes_per_token(split) + 0.75 * prose.bytes_per_token(split))
+    assert dataset.mean([1, 2]) == 1.75
+    tokens = [len(each.split('train')) for each in (code, prose)]
+    assert dataset.epochs(1000) == {'code': 250 / tokens[0], 'prose': 750 / tokens[1]}
+    assert json.loads(json.dumps(dataset.state())) == dataset.state()
+    assert not dataset.is_identity('train', open_named('code:0.2,prose:0.8').identity('train'))
+    assert open_named('code:1').state() == code.state()
+
+
+def test_a_mixture_that_is_none_is_refused(three):
+    for text, words in (
+            ('code:0.3,prose:0.6', 'come to 0.9'),
+            ('code:3,prose:7', 'come to 10, .* did you mean code:0.3,prose:0.7'),
+            ('code:0,prose:0', 'come to 0, and must come to 1$'),
+            ('code:0.3,prose', "'prose' has no weight"), ('code:0.3,:0.7', "':0.7' has no weight"),
+            ('code:0.3,prose:0.7,', 'a comma too many'),
+            ('code:-0.3,prose:1.3', "'code:-0.3' has no weight"),
+            ('code:nan,prose:1', 'has no weight'), ('code:30%,prose:70%', 'has no weight'),
+            ('code:0.5,data/code:0.5', 'names a corpus twice'),
+            ('code:0.9998,prose:0.0002', 'prose would have none'),
+            ('code:0.5,gone:0.5', 'data/gone is not prepared')):
+        with pytest.raises(UserError, match=words):
+            open_named(text)
+
+
+def test_a_folder_whose_name_reads_as_a_mixture_is_ambiguous(three):
+    (three / 'data/code').rename(three / 'data/code:1')
+    with pytest.raises(UserError, match='also the name of data/code:1'):
+        open_named('code:1')
+    assert open_named('code:1/').folder == Path('data/code:1')
+
+
+def test_corpora_of_different_tokenizers_are_refused_by_name(three):
+    prepare.main(['text', '--input=small.txt', '--tokenizer=char', '--data_dir=data/char'])
+    with pytest.raises(UserError, match='data/code and data/char were prepared with different'):
+        open_named('code:0.5,char:0.5')
+
+
+def test_each_corpus_needs_a_validation_split_and_enough_text(three):
+    dataset = open_named('code:0.5,small:0.5')
+    with pytest.raises(UserError, match=r'data/small/val\.bin: .* fewer than one'):
+        dataset.loader('val', False, 500, 4)
+    (three / 'data/small/val.bin').unlink()
+    with pytest.raises(UserError, match=r'data/small/val\.bin'):
+        open_named('code:0.5,small:0.5').loader('val', False, 16, 4)

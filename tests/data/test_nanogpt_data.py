@@ -1,0 +1,147 @@
+"""nanoGPT's character data: meta.pkl is read without running anything, and nothing is written."""
+
+import json
+import pickle
+import tracemalloc
+
+import numpy as np
+import pytest
+from helpers import fails, lines
+
+import evaluate
+import prepare
+import sample
+import train
+from plaingpt.system.errors import UserError
+from plaingpt.data.dataset import open_dataset
+
+
+def nanogpt_folder(folder, text, chars, protocol=None):
+    """What nanoGPT's data/shakespeare_char/prepare.py writes."""
+    folder.mkdir(parents=True, exist_ok=True)
+    stoi = {char: i for i, char in enumerate(chars)}
+    ids = np.array([stoi[char] for char in text], dtype=np.uint16)
+    for split, part in (('train', ids[:-len(ids) // 10]), ('val', ids[-len(ids) // 10:])):
+        part.tofile(folder / f'{split}.bin')
+    meta = {'vocab_size': len(chars), 'itos': dict(enumerate(chars)), 'stoi': stoi}
+    (folder / 'meta.pkl').write_bytes(pickle.dumps(meta, protocol))
+    return folder
+
+
+def contents(folder):
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+def test_the_characters_come_out_as_they_went_in(tmp_path):
+    text = ''.join(map(chr, range(32, 600))) + '\U0001f600'
+    for protocol in range(pickle.HIGHEST_PROTOCOL + 1):
+        nanogpt_folder(tmp_path, text, sorted(text, reverse=protocol % 2), protocol)
+        dataset = open_dataset(tmp_path)
+        ids = dataset.split('train').sequences(np.array([0]), 300)[0]
+        assert dataset.vocab_size == len(text) and dataset.tokenizer().decode(ids) == text[:300]
+
+
+def test_a_folder_of_nanogpt_trains_resumes_samples_and_inspects_and_stays_as_it_is(
+        tiny, text_file, tmp_path, capsys):
+    text = text_file.read_text()
+    folder = nanogpt_folder(tmp_path / 'nano', text, sorted(set(text)))
+    before = contents(folder)
+    tiny = [*tiny, f'--dataset={folder}']
+    train.main([*tiny, '--max_iters=3'])
+    train.main([*tiny, '--init_from=resume'])
+    assert [row['iter'] for row in lines(tmp_path / 'out', 'loss')] == [1, 2, 3, 4, 5, 6]
+    evaluate.main([f'--out_dir={tmp_path}/out'])
+    sample.main([f'--out_dir={tmp_path}/out', '--start=def', '--num_samples=1'])
+    prepare.main(['inspect', str(folder)])
+    assert f'val of {folder}: loss' in (out := capsys.readouterr().out)
+    assert '\ndef' in out and repr(text[:24]) in out
+    assert contents(folder) == before
+
+
+def test_its_tokenizer_is_that_of_the_same_text_prepared_here(text_file, char_data, tmp_path):
+    text = text_file.read_text()
+    folder = nanogpt_folder(tmp_path / 'nano', text, sorted(set(text)))
+    assert open_dataset(folder).tokenizer_json() == open_dataset(char_data).tokenizer_json()
+    prepare.main(['text', f'--input={text_file}', f'--tokenizer={folder}',
+                  f'--data_dir={tmp_path}/more'])
+    assert open_dataset(tmp_path / 'more').tokenizer_json() == open_dataset(folder).tokenizer_json()
+
+
+# -----------------------------------------------------------------------------
+# pickles that nanoGPT did not write
+
+
+def edited(**changes):
+    meta = {'vocab_size': 2, 'itos': {0: 'a', 1: 'b'}, 'stoi': {'a': 0, 'b': 1}, **changes}
+    return pickle.dumps({key: value for key, value in meta.items() if value is not None})
+
+
+# Small files that would take very much time or memory to read as pickle.load does.
+BOMBS = [
+    b'\x80\x04}(K\x01K\x02\x86' + b'2\x86' * 60 + b'K\x00u.',  # a tuple: 2**60 steps to hash
+    b'(' + b''.join(b'I%d\nI0\n' % (i * (2**61 - 1)) for i in range(9_000)) + b'd.',  # one hash
+    b'\x80\x04}r\xff\xff\xff\x7f.', b'\x80\x04}p99999999999\n.',  # a memo of so many places
+    b'\x80\x04\x95' + b'\xff' * 7 + b'\x00}.', b'\x80\x04X\xff\xff\xff\x7fa.',  # so many bytes
+    b'I' + b'9' * 10**5 + b'\n.', b'\x80\x04\x8c\x01a' + b'K\x00' * 3 * 10**6 + b'.']  # long
+OTHERS = [
+    b"cos\nsystem\n(S'touch hacked'\ntR.",
+    b'\x80\x04\x8c\x05posix\x8c\x06system\x93\x8c\x0ctouch hacked\x85R.',
+    b'\x80\x04Pid\n.', pickle.dumps(np.int64(3)), pickle.dumps([1]), pickle.dumps({}),
+    edited(vocab_size=3), edited(vocab_size=None), edited(itos=None), edited(itos=['a', 'b']),
+    edited(itos={}, vocab_size=0), edited(itos={0: 'a', 2: 'b'}), edited(itos={0: 'a', 1: 'a'}),
+    edited(itos={0: 'a', 1: 'bc'}), edited(itos={0: 'a', 1: ['b']}), edited(stoi={'a': 1, 'b': 0}),
+    edited(itos={False: 'a', True: 'b'}), b'', b'no pickle', edited()[:-5], b'(]' * 10 + b'.']
+
+
+def test_other_pickles_are_refused_in_one_line_and_nothing_in_them_is_run(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    folder = nanogpt_folder(tmp_path / 'nano', 'abab', 'ab')
+    for data in [*OTHERS, *BOMBS]:
+        (folder / 'meta.pkl').write_bytes(data)
+        tracemalloc.start()
+        with pytest.raises(UserError, match='NEW_FOLDER') as refused:
+            open_dataset(folder)
+        peak = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+        message = str(refused.value)
+        assert str(folder / 'meta.pkl') in message and '\n' not in message and len(message) < 500
+        assert peak < 50e6, data[:20]
+    assert [path.name for path in tmp_path.iterdir()] == ['nano']
+
+
+# -----------------------------------------------------------------------------
+# what prepare.py may write where
+
+
+def test_nothing_is_written_into_a_folder_that_others_made(
+        text_file, tmp_path, capsys, monkeypatch):
+    for n, (name, *option) in enumerate((['train.bin'], ['fineweb_train_000001.bin'],
+                                         ['meta.pkl', '--overwrite'])):
+        (folder := tmp_path / str(n)).mkdir()
+        (folder / name).write_bytes(b'\0\0')
+        for corpus, given in (('text', text_file), ('fineweb10B-gpt2', tmp_path)):
+            message = fails(capsys, monkeypatch, prepare.main, corpus, f'--input={given}',
+                            '--tokenizer=auto', f'--data_dir={folder}', *option)
+            assert str(folder) in message and '--data_dir' in message
+        assert contents(folder) == {name: b'\0\0'}
+
+
+def test_a_dataset_of_another_source_is_replaced_only_when_asked(
+        text_file, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    other = tmp_path / 'other.txt'
+    other.write_text('something else\n' * 99)
+    first = ['text', f'--input={text_file}', '--tokenizer=byte']
+    prepare.main(first)
+    before = contents(tmp_path / 'data/text')
+    second = ['text', f'--input={other}', '--tokenizer=byte']
+    for command in (second, [*first[:2], '--tokenizer=char']):
+        message = fails(capsys, monkeypatch, prepare.main, *command)
+        assert 'data/text' in message and '--overwrite' in message and '--data_dir' in message
+        assert contents(tmp_path / 'data/text') == before
+    prepare.main([*second, '--overwrite'])
+    source = json.loads((tmp_path / 'data/text/meta.json').read_text())['source']
+    assert source['input'] == str(other)
+    other.write_text('and that is the answer\n' * 99)
+    prepare.main(second)  # the same command replaces what it wrote from a text that changed since
+    assert b'answer' in np.fromfile('data/text/train.bin', '<u2').astype('u1').tobytes()

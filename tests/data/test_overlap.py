@@ -1,0 +1,193 @@
+"""How much of the validation split is in the training split."""
+
+import json
+import random
+import shutil
+import tracemalloc
+
+import numpy as np
+import pytest
+from corpus_files import prepared, write_rows
+from helpers import ROOT, SHARED
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from interrupted import contents, exit_code
+
+import prepare
+from plaingpt.data import encoding
+from plaingpt.system.errors import UserError
+from plaingpt.data import inspection
+from plaingpt.data.dataset import open_dataset
+from plaingpt.data.inspection import SEQUENCE_TOKENS, find_overlap
+from plaingpt.data.token_files import TokenStream, open_tokens
+
+
+def stream(path, *parts):
+    """Token ids, in a file for each part."""
+    paths = [path.with_suffix(f'.{n}') for n in range(len(parts))]
+    for each, ids in zip(paths, parts, strict=True):
+        np.asarray(ids, '<u2').tofile(each)
+    return TokenStream([open_tokens(each, np.dtype('<u2')) for each in paths], 2**16)
+
+
+def shown_share(captured):
+    """What the one line of that kind says, on stderr where it is a warning."""
+    line, = [line for line in (captured.out + captured.err).splitlines()
+             if 'is also in the training split' in line]
+    return float(line.removeprefix('warning: ').split('%')[0]) / 100
+
+
+# -----------------------------------------------------------------------------
+# the count
+
+
+@given(st.integers(0, 2**32), st.integers(2, 1200), st.integers(64, 1200), st.integers(1, 9),
+       st.integers(1, 300), st.integers(1, 12))
+@example(0, 200, 640, 1, 50, 9)  # one sequence many times
+@settings(max_examples=30)
+def test_it_is_the_share_of_sequences_that_a_plain_search_finds(
+        tmp_path_factory, seed, train_tokens, val_tokens, vocab_size, block_tokens,
+        sequences):
+    chance = np.random.default_rng(seed)
+    train, val = (chance.integers(vocab_size, size=n) for n in (train_tokens, val_tokens))
+    for _ in range(chance.integers(8)):  # passages that both have, and each has twice
+        to, source = [(train, val), (val, train), (train, train)][chance.integers(3)]
+        n = min(chance.integers(200), len(to), len(source))
+        at, start = chance.integers(len(to) - n + 1), chance.integers(len(source) - n + 1)
+        to[at:at + n] = source[start:start + n].copy()
+    count = min(sequences, val_tokens // SEQUENCE_TOKENS)
+    starts = [i * (val_tokens - SEQUENCE_TOKENS) // max(count - 1, 1) for i in range(count)]
+    present = {train[i:i + SEQUENCE_TOKENS].tobytes() for i in range(train_tokens - 63)}
+    expected = sum(val[i:i + SEQUENCE_TOKENS].tobytes() in present for i in starts) / count
+    folder, cut = tmp_path_factory.mktemp('splits'), chance.integers(1, train_tokens)
+    with pytest.MonkeyPatch.context() as patch:  # sequences lie across blocks and files
+        patch.setattr(inspection, 'BLOCK_TOKENS', block_tokens)
+        patch.setattr(inspection, 'SEQUENCES', sequences)
+        patch.setattr(inspection, 'READ_TOKENS', block_tokens)
+        assert find_overlap(stream(folder / 'train', train[:cut], train[cut:]),
+                            stream(folder / 'val', val)) == expected
+
+
+def test_memory_is_that_of_a_few_pieces_and_not_of_the_splits(tmp_path, monkeypatch):
+    monkeypatch.setattr(inspection, 'BLOCK_TOKENS', 2**13)
+    monkeypatch.setattr(inspection, 'READ_TOKENS', 2**16)
+    monkeypatch.setattr(inspection, 'SEQUENCES', 2**8)
+    monkeypatch.setattr(inspection, 'TABLE_BITS', 16)
+    ids = np.random.default_rng(2).integers(2**16, size=2**21)
+    splits = [stream(tmp_path / name, ids) for name in ('train', 'val')]
+    tracemalloc.start()
+    assert find_overlap(*splits) == 1
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 4 * 8 * 2**16 < 2 * len(ids)  # bytes of the file
+
+
+# -----------------------------------------------------------------------------
+# prepare.py
+
+
+@pytest.fixture(scope='module')
+def documents():
+    chance = random.Random(0)
+    return [''.join(chance.choices('abcdefgh \n', k=2000)) for _ in range(60)]
+
+
+@pytest.mark.parametrize('copies', [1, 9])
+def test_prepare_and_inspect_say_how_much_of_an_own_validation_split_is_trained_on(
+        copies, documents, tmp_path, capsys):
+    write_rows(tmp_path / 'in/train.jsonl', documents[:40])
+    write_rows(tmp_path / 'in/validation.jsonl', documents[40 - copies:60 - copies])
+    prepared(tmp_path / 'd', 'hf', f'--path={tmp_path}/in', '--val_split=validation')
+    share = open_dataset(tmp_path / 'd').split_entry('val').get('in_train')
+    assert share == pytest.approx(copies / 20, abs=0.05)
+    said_by_prepare = capsys.readouterr()
+    prepare.main(['inspect', f'{tmp_path}/d'])
+    for said in (said_by_prepare, capsys.readouterr()):
+        assert shown_share(said) == pytest.approx(share, abs=5e-4)
+        assert ('says little' in said.err) == (copies == 9)
+
+
+@pytest.fixture
+def foreign_shards(tmp_path, monkeypatch):
+    """The options that take token files as others make them, of which half of the validation
+    split is in the training split."""
+    if not (SHARED / 'tiktoken_cache').exists():
+        pytest.skip("tiktoken's files are not there (PLAINGPT_SHARED)")
+    monkeypatch.setenv('TIKTOKEN_CACHE_DIR', str(SHARED / 'tiktoken_cache'))
+    (tmp_path / 'shards').mkdir()
+    for split, ids in (('train', np.arange(5000)), ('val', np.arange(4680, 5320))):
+        header = np.zeros(256, '<i4')
+        header[:3] = 20240520, 1, len(ids)
+        (tmp_path / f'shards/x_{split}_0.bin').write_bytes(
+            header.tobytes() + ids.astype('<u2').tobytes())
+    return ['fineweb10B-gpt2', f'--input={tmp_path}/shards']
+
+
+def test_token_files_that_others_made_are_compared_too(foreign_shards, tmp_path, capsys):
+    prepare.main([*foreign_shards, f'--data_dir={tmp_path}/d'])
+    assert open_dataset(tmp_path / 'd').split_entry('val')['in_train'] == 0.5
+    capsys.readouterr()
+    (tmp_path / 'd/meta.json').unlink()  # nor is a meta.json needed
+    prepare.main(['inspect', f'{tmp_path}/d'])
+    assert shown_share(capsys.readouterr()) == 0.5
+
+
+KILL_AT_COMPARISON = '''from plaingpt.data import inspection
+inspection.read_sequences = lambda *_: os.kill(os.getpid(), signal.SIGKILL)'''
+
+
+def test_a_kill_while_splits_are_compared_costs_no_more_than_that(documents, tmp_path, monkeypatch):
+    write_rows(tmp_path / 'in.jsonl', documents)
+    argv = ['text', f'--input={tmp_path}/in.jsonl', '--tokenizer=byte', '--val_fraction=0.3']
+    prepare.main([*argv, f'--data_dir={tmp_path}/whole'])
+    argv += [f'--data_dir={tmp_path}/killed']
+    assert exit_code(*argv, before=KILL_AT_COMPARISON) == -9
+    half = open_dataset(tmp_path / 'killed/unfinished')
+    assert len(half.split('train', in_ram=True)) and 'in_train' not in half.split_entry('val')
+    monkeypatch.delattr(encoding, 'encode_batch')  # nothing is encoded again
+    prepare.main(argv)
+    assert contents(tmp_path / 'killed') == contents(tmp_path / 'whole')
+
+
+@pytest.mark.parametrize('kind', ['text', 'shards'])
+def test_a_kill_at_any_change_of_the_disk_is_healed_where_a_split_is_too_short_to_compare(
+        kind, request, tmp_path, monkeypatch):
+    before = 'from plaingpt.data import inspection; inspection.SEQUENCE_TOKENS = 1000'
+    monkeypatch.setattr(inspection, 'SEQUENCE_TOKENS', 1000)
+    (tmp_path / 'in.txt').write_text(''.join(f'line {i}\n' for i in range(40)))
+    argv = ['text', f'--input={tmp_path}/in.txt', '--tokenizer=byte', '--documents=line',
+            '--val_fraction=0.1']
+    argv = argv if kind == 'text' else request.getfixturevalue('foreign_shards')
+    prepare.main([*argv, f'--data_dir={tmp_path}/whole'])
+    code, change = -9, 0
+    while code:
+        change += 1
+        folder = tmp_path / f'killed-{change}'
+        code = exit_code(*argv, f'--data_dir={folder}', calls=change, before=before)
+        assert code in (0, -9), change
+        prepare.main([*argv, f'--data_dir={folder}'])
+        assert contents(folder) == contents(tmp_path / 'whole'), change
+    assert change > 5
+
+
+def test_a_split_shorter_than_a_sequence_is_not_compared(tmp_path, capsys):
+    (tmp_path / 'in.txt').write_text('short text ' * 50)
+    prepared(tmp_path / 'd', 'text', f'--input={tmp_path}/in.txt', '--val_fraction=0.1')
+    prepare.main(['inspect', f'{tmp_path}/d'])
+    assert 'in_train' not in open_dataset(tmp_path / 'd').split_entry('val')
+    said = capsys.readouterr()
+    assert 'no damage' in said.out and 'also in' not in said.out + said.err
+
+
+def test_a_damaged_share_is_refused(tmp_path):
+    folder = shutil.copytree(ROOT / 'tests/data/format_1/dataset', tmp_path / 'd')
+    meta = open_dataset(folder).meta
+    assert 'in_train' not in meta['splits']['val']  # of an older version
+    for share in (0, 1, 0.25, '0.1', -0.1, 1.5, float('nan'), None, True, 10**400):
+        meta['splits']['val']['in_train'] = share
+        (folder / 'meta.json').write_text(json.dumps(meta))
+        if share in (0, 1, 0.25) and share is not True:
+            assert open_dataset(folder).split_entry('val')['in_train'] == share
+        else:
+            with pytest.raises(UserError, match='in_train'):
+                open_dataset(folder)

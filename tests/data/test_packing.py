@@ -1,0 +1,144 @@
+"""Conversations packed into sequences: the contract is that of every loader, and of the mask."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+from helpers import CHAT, ask, write_chat
+
+from plaingpt.kernels.documents import Documents, document_ends
+from plaingpt.system.errors import UserError
+from plaingpt.data.dataset import open_dataset
+from plaingpt.data.packing import conversation_begins, cut
+
+CONVERSATION, USER, ASSISTANT, END = CHAT.conversation, *[CHAT.roles[r] for r in (
+    'user', 'assistant')], CHAT.end_of_turn
+
+
+def random_conversations(n, longest, seed=0):
+    rng = np.random.default_rng(seed)
+    return [ask(*(f'{i}:' + 'x' * int(rng.integers(0, longest)) for _ in range(2 * turns)))
+            for i, turns in enumerate(rng.integers(1, 4, n))]
+
+
+def loader_of(folder, block_size=64, batch_size=2, split='train', in_ram=True, **settings):
+    return open_dataset(folder).loader(split, in_ram, block_size, batch_size, **settings)
+
+
+def rows_of(loader):
+    """(idx, targets) of all sequences of the loader's first epoch."""
+    starts = loader.sequence_starts(np.arange(loader.sequences_per_epoch))
+    return [part.tolist() for part in loader._on_host(starts)]
+
+
+def test_a_sequence_holds_whole_conversations_then_padding_that_is_no_target(tmp_path):
+    folder = write_chat(tmp_path / 'chat', [ask('ab', 'c'), ask('d', 'ef')])
+    [idx], [targets] = rows_of(loader_of(folder, block_size=20))
+    a, b, c, d, e, f = b'abcdef'
+    assert idx == [CONVERSATION, USER, a, b, END, ASSISTANT, c, END,
+                   CONVERSATION, USER, d, END, ASSISTANT, e, f, END,
+                   CONVERSATION, END, END, END]
+    assert targets == [-1, -1, -1, -1, -1, c, END, -1,
+                       -1, -1, -1, -1, e, f, END, -1, -1, -1, -1, -1]
+
+
+def test_conversations_that_fit_are_never_cut_and_all_that_is_learned_is_a_target_once(tmp_path):
+    conversations = random_conversations(80, 8)
+    loader = loader_of(write_chat(tmp_path / 'chat', conversations))
+    idx, targets = rows_of(loader)
+    text = [i for row in idx for i in [*row, CONVERSATION]]
+    for messages in conversations:
+        ids = CHAT.encode_conversation(messages)[0].tolist()
+        places = [k for k in range(len(text)) if text[k:k + len(ids) - 1] == ids[:-1]]
+        assert len(places) == 1  # its last token may be a target only
+    learned = sum(CHAT.encode_conversation(messages)[1].sum() for messages in conversations)
+    assert sum(t != -1 for row in targets for t in row) == learned == loader.counted.sum()
+    used = sorted(sum(n for _, _, n in loader.layout(first)) for first in loader.firsts)
+    assert used[0] + used[1] > 65  # no two sequences could have been one
+
+
+def test_a_longer_one_is_cut_before_a_user_speaks_and_a_longer_turn_where_it_must(tmp_path):
+    folder = write_chat(tmp_path / 'chat', [ask('a' * 5, 'b' * 5, 'c' * 5, 'd' * 5, 'e' * 40, 'f')])
+    loader = loader_of(folder, block_size=19, batch_size=1)
+    idx, targets = rows_of(loader)
+    firsts = {tuple(row[:7]) for row in idx}
+    a, c, e, f = b'acef'
+    assert (CONVERSATION, USER, a, a, a, a, a) in firsts
+    assert (CONVERSATION, USER, c, c, c, c, c) in firsts
+    assert (CONVERSATION, e, e, e, END, ASSISTANT, f) in firsts  # within a message
+    assert loader.describe().endswith(
+        'cut before 2 turns, and within 2 that alone are longer; left out, since nothing is '
+        'learned there: 2 pieces')
+    assert sorted(t for row in targets for t in row if t != -1) == sorted(
+        [*b'bbbbb', END, *b'ddddd', END, f, END])
+
+
+@pytest.mark.parametrize('in_ram', [True, False])
+def test_each_epoch_has_each_sequence_once_and_processes_share_the_same_steps(tmp_path, in_ram):
+    folder = write_chat(tmp_path / 'chat', random_conversations(90, 12))
+    whole = loader_of(folder, batch_size=6, in_ram=in_ram, seed=3)
+    n = whole.sequences_per_epoch
+    for epoch in range(2):
+        starts = whole.sequence_starts(epoch * n + np.arange(n))
+        assert sorted(starts) == whole.firsts.tolist()
+    for size in (1, 2, 3):
+        shares = [loader_of(folder, batch_size=1, micro_steps=6 // size, rank=rank,
+                            world_size=size, seed=3, in_ram=in_ram) for rank in range(size)]
+        for step in (0, 5, 40):
+            idx, targets, weight = whole.train_batch(step, 0)
+            parts = [shares[rank].train_batch(step, micro)
+                     for micro in range(6 // size) for rank in range(size)]
+            assert weight == 1
+            assert torch.equal(torch.cat([part[0] for part in parts]), idx)
+            assert torch.equal(torch.cat([part[1] for part in parts]), targets)
+            for _, mine, weight in parts:  # what its mean has to be multiplied with
+                assert weight == pytest.approx(
+                    size * (mine != -1).sum().item() / (targets != -1).sum().item())
+
+
+def test_many_short_conversations_are_no_more_documents_than_a_gpu_takes_in_a_batch(tmp_path):
+    conversations = [ask('', str(i % 10)) for i in range(300)]
+    for block_size in (64, 256, 1024):
+        loader = loader_of(write_chat(tmp_path / str(block_size), conversations), block_size, 1)
+        for row in loader._on_host(loader.firsts)[0]:
+            documents = Documents(row[None], CONVERSATION, 1)
+            document_ends(documents.positions)  # raises RuntimeError for more
+
+
+def test_a_mask_that_is_gone_or_another_one_is_noticed(tmp_path):
+    folder = write_chat(tmp_path / 'chat', random_conversations(5, 5))
+    mask = folder / 'train_mask.bin'
+    before, ones = open_dataset(folder).identity('train'), mask.read_bytes()
+    mask.write_bytes(bytes(len(ones)))
+    with pytest.raises(UserError, match=r'train_mask.bin: another checksum'):
+        loader_of(folder)
+    mask.write_bytes(ones[:-1])
+    with pytest.raises(UserError, match=r'train_mask.bin'):
+        loader_of(folder, in_ram=False)
+    mask.unlink()
+    with pytest.raises(UserError, match=r'train_mask.bin: No such file'):
+        loader_of(folder)
+    mask.write_bytes(ones)
+    meta = json.loads((folder / 'meta.json').read_text())
+    meta['splits']['train']['files'][0]['mask_sha256'] = 64 * '0'
+    (folder / 'meta.json').write_text(json.dumps(meta))
+    assert open_dataset(folder).identity('train') != before
+
+
+def test_what_has_nothing_to_learn_is_left_out_and_counted(tmp_path):
+    long = ask('x' * 50, 'yes', 'y' * 50, 'no')  # most of their tokens are the user's
+    folder = write_chat(tmp_path / 'long', [long, ask('a', 'b')])
+    loader = loader_of(folder, block_size=16)
+    assert loader.untaught > 0
+    assert f'nothing is learned there: {loader.untaught} pieces' in loader.describe()
+    assert all(set(targets) != {-1} for targets in rows_of(loader)[1])
+    with pytest.raises(UserError, match='block_size=1 no sequence has anything'):
+        loader_of(write_chat(tmp_path / 'none', [ask('a', 'b')]), block_size=1)
+
+
+def test_a_conversation_is_not_cut_before_its_first_turn(tmp_path):
+    told = [{'role': 'system', 'content': 's' * 9}, *ask('q' * 30, 'a')]
+    stream = open_dataset(write_chat(tmp_path / 'told', [told])).split('train')
+    _, sizes, _, at_turns, hard = cut(stream, conversation_begins(stream), 32)
+    assert at_turns == 0 and hard == 1 and sizes.tolist() == [32, len(stream) - 32]

@@ -1,0 +1,255 @@
+"""prepare.py chat: conversations as a dataset, and what inspect shows of it."""
+
+import hashlib
+import json
+import os
+import pty
+import random
+import shutil
+
+import numpy as np
+import pytest
+from helpers import ROOT, exit_code, fails, fork
+
+import plan
+import prepare
+import train
+from plaingpt.data.conversations import Conversations
+from plaingpt.system.errors import UserError
+from plaingpt.data.dataset import open_dataset
+from plaingpt.data.inspection import inspect
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def write(name, rows):
+    with open(name, 'w') as f:
+        f.writelines(json.dumps(row) + '\n' for row in rows)
+
+
+def pairs(n):
+    chance = random.Random(0)
+    return [{'prompt': f'What is {i}?' + ' Please.' * chance.randrange(9),
+             'completion': f'It is {i} ü.'} for i in range(n)]
+
+
+def prepare_chat(*options, rows=100, tokenizer='byte'):
+    write('a.jsonl', pairs(rows) if isinstance(rows, int) else rows)
+    prepare.main(['chat', '--input=a.jsonl', f'--tokenizer={tokenizer}', *options])
+    return open_dataset('data/chat')
+
+
+def read(dataset, split):
+    """→ (ids, which are learned) of a split, as lists"""
+    stream = dataset.split(split)
+    return [each.sequences(np.array([0]), len(stream))[0].tolist()
+            for each in (stream, stream.learned)]
+
+
+def conversations(dataset, split):
+    """The conversations of a split as [(text, what is learned of it)]."""
+    tokenizer, found = dataset.tokenizer(), []
+    for i, is_learned in zip(*read(dataset, split), strict=True):
+        if i == tokenizer.conversation:
+            found.append([[], []])
+        found[-1][0].append(i)
+        found[-1][1] += [i] if is_learned else []
+    return [tuple(map(tokenizer.decode, both)) for both in found]
+
+
+@pytest.mark.parametrize('shard_tokens', [97, 10**6])
+def test_the_files_are_the_conversations_and_beside_each_is_what_is_learned(shard_tokens):
+    dataset = prepare_chat(f'--shard_tokens={shard_tokens}', '--test_fraction=0.1')
+    found = [each for split in ('train', 'val', 'test') for each in conversations(dataset, split)]
+    assert sorted(found) == sorted(
+        (f'<|conversation|><|user|>{row["prompt"]}<|end|><|assistant|>{row["completion"]}<|end|>',
+         f'{row["completion"]}<|end|>') for row in pairs(100))
+    names = set()
+    for split, entry in dataset.meta['splits'].items():
+        ids, learned = read(dataset, split)
+        assert entry['documents'] == ids.count(dataset.tokenizer().conversation)
+        assert entry['learned'] == sum(learned) and entry['tokens'] == len(learned)
+        assert entry['bytes'] == sum(i < 256 for i in ids)
+        assert (len(entry['files']) > 1) == (shard_tokens == 97)
+        for file in entry['files']:
+            mask = file['name'].replace('.bin', '_mask.bin')
+            names |= {file['name'], mask}
+            with open(f'data/chat/{mask}', 'rb') as f:
+                assert hashlib.sha256(f.read()).hexdigest() == file['mask_sha256']
+    assert {*os.listdir('data/chat')} == names | {'meta.json'}
+
+
+def test_a_hash_of_the_whole_conversation_decides_its_split():
+    def splits(rows):
+        dataset = prepare_chat('--overwrite', rows=rows)
+        return {split: {text for text, _ in conversations(dataset, split)}
+                for split in ('train', 'val')}
+
+    rows = [{'messages': [{'role': 'system', 'content': 'Be brief.'},
+                          {'role': 'user', 'content': 'Say a number.'},
+                          {'role': 'assistant', 'content': str(i)}]} for i in range(200)]
+    some, all_ = splits(rows[:100]), splits(rows)
+    assert some['val'] < all_['val'] and some['train'] < all_['train']
+    assert not all_['val'] & all_['train']
+
+
+def test_dedup_leaves_out_what_is_said_twice_by_the_same_roles():
+    turns = [{'role': role, 'content': 'hm'} for role in ('user', 'assistant', 'user', 'assistant')]
+    different = [{'messages': turns * i} for i in range(1, 51)]
+    others = [turns[:2], [turns[0], turns[0], turns[1]], [turns[0], *turns[1:2] * 2]]
+    rows = [*different, *different, *({'messages': messages} for messages in others)]
+    dataset = prepare_chat('--dedup', rows=rows)
+    assert dataset.meta['duplicates'] == 50
+    assert sum(entry['documents'] for entry in dataset.meta['splits'].values()) == 53
+
+
+def test_a_tokenizer_learns_from_what_is_said_alone():
+    assert set(prepare_chat(tokenizer='char').tokenizer().base.chars) == set(
+        ''.join(row['prompt'] + row['completion'] for row in pairs(100))) | {'\n'}
+
+
+def test_the_tokenizer_of_a_dataset_or_a_run_gets_the_special_tokens_once():
+    of_run = str(ROOT / 'tests/data/format_1/run')
+    of_data = str(ROOT / 'tests/data/format_1/dataset')
+    base = open_dataset(of_data).tokenizer_json()
+    of_checkpoint = f'{of_run}/checkpoints/{os.listdir(f"{of_run}/checkpoints")[0]}'
+    rows = [{'prompt': 'the', 'completion': 'to' * i} for i in range(1, 60)]
+    for source in (of_data, of_run, of_checkpoint):
+        dataset = prepare_chat('--overwrite', rows=rows, tokenizer=source)
+        assert dataset.tokenizer_json() == {'kind': 'chat', 'base': base}
+    os.rename('data/chat', 'data/first')
+    assert prepare_chat(rows=rows, tokenizer='first').tokenizer_json() == dataset.tokenizer_json()
+    with pytest.raises(UserError, match='tokenizer=first: it is for conversations'):
+        prepare.main(['text', f'--input={ROOT}/README.md', '--tokenizer=first'])
+
+
+def test_a_character_that_a_borrowed_tokenizer_lacks_is_named_with_its_row(capsys, monkeypatch):
+    prepare_chat(tokenizer='char')
+    write('b.jsonl', [*pairs(3), {'prompt': 'a\n', 'completion': 'ж'}])
+    line = fails(capsys, monkeypatch, prepare.main, 'chat', '--input=b.jsonl', '--tokenizer=chat',
+                 '--data_dir=data/b')
+    assert "b.jsonl, row 4: character 'ж'" in line and not os.path.exists('data/b')
+
+
+def test_what_cannot_be_prepared_is_refused_in_one_line(capsys, monkeypatch):
+    write('a.jsonl', pairs(50))
+    write('empty.jsonl', [])
+    for options, what in (
+            ([], 'chat needs --input=FILES_OR_FOLDERS'),
+            (['--input=a.jsonl', '--max_tokens=5'], 'max_tokens=5: each row is a conversation'),
+            (['--input=a.jsonl', '--documents=line'], 'documents=line: each row'),
+            (['--input=a.jsonl', '--text_field=b'], 'text_field=b: each row'),
+            (['--input=a.jsonl', '--part=1/2'], 'part=1/2: each row'),
+            (['--input=a.jsonl', '--tokenizer=.'], 'tokenizer=.: expected auto, char, byte'),
+            (['--input=a.jsonl', '--format=alpaca'], "a.jsonl, line 1: no field 'instruction'"),
+            (['--input=nothing.jsonl'], 'nothing.jsonl: No such file'),
+            (['--input=empty.jsonl'], 'empty.jsonl: empty, no text to learn from')):
+        assert what in fails(capsys, monkeypatch, prepare.main, 'chat', '--tokenizer=byte',
+                             *options), options
+        assert not os.path.exists('data/chat/meta.json')
+    assert 'format=alpaca: text is text' in fails(capsys, monkeypatch, prepare.main, 'text',
+                                                  '--input=a.jsonl', '--format=alpaca')
+
+
+def test_another_command_replaces_it_only_with_overwrite_and_then_its_masks_too(
+        capsys, monkeypatch):
+    prepare_chat('--shard_tokens=97')
+    write('b.jsonl', [{'text': row['prompt']} for row in pairs(100)])
+    other = ['text', '--input=b.jsonl', '--tokenizer=byte', '--data_dir=data/chat']
+    assert 'holds another dataset' in fails(capsys, monkeypatch, prepare.main, *other)
+    assert open_dataset('data/chat').has_mask()
+    prepare.main([*other, '--overwrite'])
+    assert sorted(os.listdir('data/chat')) == ['meta.json', 'train.bin', 'val.bin']
+
+
+def test_a_mask_that_is_damaged_or_gone_is_an_error_wherever_it_is_read(folder):
+    prepare_chat()
+    path = folder / 'data/chat/train_mask.bin'
+    right = path.read_bytes()
+    path.write_bytes(bytes([1 - right[0]]) + right[1:])
+    with pytest.raises(UserError, match=r'train_mask\.bin: another checksum'):
+        inspect('data/chat')
+    with pytest.raises(UserError, match=r'train_mask\.bin: another checksum'):
+        open_dataset('data/chat').split('train', in_ram=True)
+    path.unlink()
+    with pytest.raises(UserError, match=r'train_mask\.bin: No such file'):
+        open_dataset('data/chat').split('train')
+
+
+def test_a_meta_json_that_does_not_say_what_is_learned_is_an_error(folder):
+    meta = prepare_chat().meta
+    path = folder / 'data/chat/meta.json'
+    for split in ('val', 'train'):
+        for spoil in (lambda entry: entry.pop('learned'),
+                      lambda entry: entry['files'][0].pop('mask_sha256')):
+            spoiled = json.loads(json.dumps(meta))
+            spoil(spoiled['splits'][split])
+            path.write_text(json.dumps(spoiled))
+            with pytest.raises(UserError, match='a mask is missing'):
+                open_dataset('data/chat')
+    for entry in meta['splits'].values():
+        del entry['learned'], entry['files'][0]['mask_sha256']
+    path.write_text(json.dumps(meta))
+    with pytest.raises(UserError, match='does not say what is learned'):
+        open_dataset('data/chat')
+    path.unlink()
+    with pytest.raises(UserError, match=r'_mask\.bin and no meta\.json'):
+        open_dataset('data/chat')
+
+
+def test_a_bad_row_writes_no_dataset_and_leaves_the_one_that_is_there(capsys, monkeypatch):
+    prepare_chat()
+    write('b.jsonl', [*pairs(50), {'prompt': 'a', 'completion': None}])
+    assert fails(capsys, monkeypatch, prepare.main, 'chat', '--input=b.jsonl', '--tokenizer=byte',
+                 '--overwrite').endswith("b.jsonl, line 51: field 'completion' is null: text is "
+                                         'expected')
+    assert sum(entry['documents'] for entry in open_dataset('data/chat').meta['splits'].values()) \
+        == 100
+
+
+ESCAPE = [{'prompt': 'a\x1b]0;b\x07', 'completion': '\x1b[31mc\nd'}] * 40
+
+
+def test_inspect_puts_what_is_learned_in_brackets_and_shows_escape_codes(capsys):
+    dataset = prepare_chat(rows=[*ESCAPE, *pairs(40)])
+    capsys.readouterr()
+    inspect('data/chat')
+    text = capsys.readouterr().out
+    assert '\n    <|user|>a\\x1b]0;b\\x07<|end|>\n    <|assistant|>[\\x1b[31mc\n      d<|end|>]\n' \
+        in text and '\x1b' not in text
+    entry = dataset.split_entry('train')
+    assert f'{entry["documents"]} conversations, {entry["learned"]:,} tokens learned' in text
+
+
+def test_inspect_colours_what_is_learned_on_a_terminal_and_obeys_no_escape_code(tmp_path):
+    prepare_chat(rows=[*ESCAPE, *pairs(40)])
+    master, slave = pty.openpty()
+    pid = fork(prepare.main, 'inspect', 'data/chat', log=os.ttyname(slave))
+    os.close(slave)
+    assert exit_code(pid) == 0
+    text = os.read(master, 2**16).decode().replace('\r\n', '\n')
+    os.close(master)
+    assert '<|assistant|>\x1b[32m\\x1b[31mc\n      d<|end|>\x1b[0m\n' in text
+    assert text.count('\x1b') == text.count('\x1b[32m') + text.count('\x1b[0m') \
+        + text.count('\x1b[K')
+
+
+def test_a_source_yields_conversations_and_what_is_said_in_them_as_text(tmp_path):
+    write('a.jsonl', [{'messages': [{'role': 'user', 'content': 'a b'},
+                                    {'role': 'assistant', 'content': 'c'}]}])
+    source = Conversations([tmp_path / 'a.jsonl'], 'a.jsonl')
+    assert [piece.text for piece in source.texts().pieces()] == ['a b\nc']
+    assert [json.loads(piece.text)[0]['role'] for piece in source.pieces()] == ['user']
+
+
+def test_conversations_are_in_no_mixture():
+    prepare_chat()
+    shutil.copytree('data/chat', 'data/copy')
+    mixed = '--dataset=data/chat:0.5,data/copy:0.5'
+    for command in (train.main, plan.main):
+        with pytest.raises(UserError, match='data/chat holds conversations, which no mixture can'):
+            command([mixed, '--device=cpu'])

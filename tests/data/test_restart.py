@@ -1,0 +1,210 @@
+"""prepare.py killed at any moment, and started again."""
+
+import itertools
+import json
+import os
+import random
+import shutil
+import signal
+
+import pytest
+from helpers import fails
+from interrupted import contents, exit_code, stop_early
+
+import prepare
+from plaingpt.data import encoding
+from plaingpt.data.dataset import open_dataset
+from plaingpt.data.inspection import find_damage
+
+KINDS = ['text', 'hf', 'running', 'chat']
+DOCUMENTS = 200
+
+
+@pytest.fixture(scope='module')
+def inputs(tmp_path_factory):
+    """The same documents as JSON lines, in a folder laid out like the hub's, as one text, and as
+    conversations."""
+    folder = tmp_path_factory.mktemp('inputs')
+    chance = random.Random(0)
+    words = ['to', 'be', 'or', 'not', 'that', 'is', 'the', 'question', 'whether', 'nobler']
+    rows = [json.dumps({'id': i, 'text': ' '.join(chance.choices(words, k=chance.randrange(400)))})
+            for i in range(DOCUMENTS)]
+    for part in range(4):
+        (folder / f'train-{part:05d}-of-00004.jsonl').write_text(
+            '\n'.join(rows[part * DOCUMENTS // 4:(part + 1) * DOCUMENTS // 4]))
+    running = folder.parent / 'running.txt'
+    running.write_text('\n'.join(rows))
+    chats = folder.parent / 'chats.jsonl'
+    chats.write_text(''.join(json.dumps({'prompt': row, 'completion': row}) + '\n'
+                             for row in rows[:DOCUMENTS // 2]))
+    return {'text': folder, 'hf': folder, 'running': running, 'chat': chats}
+
+
+def command(kind, inputs, folder, *options, tokenizer='byte'):
+    return ['text' if kind == 'running' else kind, f'--input={inputs[kind]}',
+            f'--tokenizer={tokenizer}', '--shard_tokens=12_500', '--val_fraction=0.1',
+            f'--data_dir={folder}', *options]
+
+
+@pytest.mark.parametrize('kind', KINDS)
+def test_killed_and_restarted_it_writes_what_it_would_have_written(kind, inputs, tmp_path):
+    prepare.main(command(kind, inputs, tmp_path / 'whole'))
+    argv = command(kind, inputs, tmp_path / 'killed', '--num_proc=2')
+    for calls in (20, 15):
+        assert exit_code(*argv, calls=calls) == -signal.SIGKILL
+    prepare.main(argv)
+    assert contents(tmp_path / 'killed') == contents(tmp_path / 'whole')
+    assert len(contents(tmp_path / 'killed')) > 8
+
+
+@pytest.mark.parametrize(('shard_tokens', 'step'), [
+    (10**6, 1), (80_000, 4), pytest.param(80_000, 1, marks=pytest.mark.slow)])
+def test_killed_between_any_two_changes_of_the_disk_it_writes_the_same(
+        shard_tokens, step, inputs, tmp_path):
+    """And what was in the folder before is whole or gone, at each of these moments."""
+    options = [f'--shard_tokens={shard_tokens}', '--num_proc=1', '--overwrite']
+    prepare.main(command('text', inputs, tmp_path / 'whole', *options))
+    prepare.main(command('text', inputs, tmp_path / 'old', *options, '--val_fraction=0.2'))
+    for calls in itertools.count(1, step):
+        folder = tmp_path / f'killed-{calls}'
+        shutil.copytree(tmp_path / 'old', folder)
+        argv = command('text', inputs, folder, *options)
+        if exit_code(*argv, calls=calls) == 0:
+            break
+        assert not (folder / 'meta.json').exists() or not find_damage(open_dataset(folder)), calls
+        prepare.main(argv)
+        assert contents(folder) == contents(tmp_path / 'whole'), calls
+    assert calls > 5
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('kind', KINDS)
+def test_killed_at_thirty_random_moments_it_writes_the_same(kind, inputs, tmp_path):
+    prepare.main(command(kind, inputs, tmp_path / 'whole'))
+    chance, met, seconds = random.Random(0), 0, 0.3
+    for number in itertools.count():
+        folder = tmp_path / f'killed-{number}'
+        for _ in range(3):
+            argv = command(kind, inputs, folder, f'--num_proc={chance.choice((1, 2, 4))}')
+            code = exit_code(*argv, seconds=chance.uniform(0, seconds))
+            met += code == -signal.SIGKILL and not (folder / 'meta.json').exists()
+            seconds *= 0.8 if code == 0 else 1.2  # so that about half of the kills come in time
+        assert exit_code(*command(kind, inputs, folder)) == 0
+        assert contents(folder) == contents(tmp_path / 'whole'), number
+        if met >= 30:
+            break
+
+
+def test_threads_and_batches_do_not_change_the_files(inputs, tmp_path, monkeypatch):
+    prepare.main(command('text', inputs, tmp_path / '2', '--num_proc=2', tokenizer='bpe:300'))
+    for num_proc in (1, 4):
+        monkeypatch.setattr(encoding, 'BATCH_CHARS', 2**12)
+        prepare.main(command('text', inputs, tmp_path / f'{num_proc}', f'--num_proc={num_proc}',
+                             tokenizer='bpe:300'))
+        assert contents(tmp_path / f'{num_proc}') == contents(tmp_path / '2')
+
+
+def test_what_is_done_is_not_done_again(inputs, tmp_path, monkeypatch, capsys):
+    argv = command('hf', inputs, tmp_path / 'd', tokenizer='bpe:300')
+    stop_early(monkeypatch, argv)
+    journal = json.loads((tmp_path / 'd/unfinished/journal.json').read_text())
+    done = sum(split['tokens'] for split in journal['splits'].values())
+    encoded, real = [], encoding.encode_batch
+    monkeypatch.setattr(encoding, 'encode_batch',
+                        lambda *a: encoded.append(real(*a)) or encoded[-1])
+    capsys.readouterr()
+    prepare.main(argv)
+    said = capsys.readouterr().out
+    assert f'resuming after {done:,} tokens' in said and 'training the' not in said
+    again = sum(len(part.ids) for parts in encoded for part in parts.values())
+    splits = open_dataset(tmp_path / 'd').meta['splits']
+    assert done > 12_500
+    assert done + again == sum(split['tokens'] for split in splits.values())
+    prepare.main(argv)
+    assert 'already prepared' in capsys.readouterr().out
+
+
+def test_what_another_command_left_is_not_mixed_in(inputs, tmp_path, monkeypatch, capsys):
+    stop_early(monkeypatch, command('text', inputs, tmp_path / 'd'))
+    for name in ('d', 'clean'):
+        prepare.main(command('text', inputs, tmp_path / name, '--val_fraction=0.2'))
+    assert 'differs in val_fraction' in capsys.readouterr().out
+    assert contents(tmp_path / 'd') == contents(tmp_path / 'clean')
+
+
+def test_input_that_changed_meanwhile_is_read_anew(tmp_path, monkeypatch, capsys):
+    path = tmp_path / 'in.txt'
+    path.write_text('one two three four five ' * 20_000)
+    argv = ['text', f'--input={path}', '--tokenizer=byte', f'--data_dir={tmp_path}/d',
+            '--shard_tokens=50_000']
+    stop_early(monkeypatch, argv)
+    path.write_text('six seven eight ' * 20_000)
+    prepare.main(argv)
+    assert 'it differs in identity' in capsys.readouterr().out
+    assert open_dataset(tmp_path / 'd').meta['splits']['train']['tokens'] == 288_000
+
+
+def test_text_that_changed_but_not_its_size_and_time_is_not_mixed_with_the_old(
+        inputs, tmp_path, monkeypatch, capsys):
+    path = tmp_path / 'in.txt'
+    shutil.copy(inputs['running'], path)
+    argv = command('running', {'running': path}, tmp_path / 'd', '--documents=line')
+    stop_early(monkeypatch, argv)
+    before, text = path.stat(), path.read_text()
+    path.write_text('\n'.join(text.splitlines()[::-1]))
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+    assert fails(capsys, monkeypatch, prepare.main, *argv).endswith('which starts anew')
+    assert not (tmp_path / 'd').exists()
+
+
+def test_a_dataset_within_its_input_is_no_input_and_goes_on_after_a_kill(
+        inputs, tmp_path, capsys):
+    shutil.copytree(inputs['text'], tmp_path / 'in')
+    source = {'text': f'{tmp_path}/in,{tmp_path}/in/**'}
+    prepare.main(command('text', source, tmp_path / 'out'))
+    for folder in (tmp_path / 'in/out', tmp_path / 'in'):
+        within = command('text', source, folder)
+        assert exit_code(*within, calls=8) == -signal.SIGKILL
+        capsys.readouterr()
+        prepare.main(within)
+        printed = capsys.readouterr().out
+        assert 'resuming after' in printed and 'of a prepared dataset: ' in printed
+        for name, data in contents(tmp_path / 'out').items():
+            assert name == 'meta.json' or (folder / name).read_bytes() == data, name
+        prepare.main(within)
+        assert 'is already prepared by this command' in capsys.readouterr().out
+
+
+def test_the_old_dataset_stays_until_the_new_one_is_whole(inputs, tmp_path, monkeypatch):
+    argv = command('text', inputs, tmp_path / 'd')
+    prepare.main(argv)
+    before = contents(tmp_path / 'd')
+    other = [*argv, '--shard_tokens=10_000']
+    stop_early(monkeypatch, other)
+    assert {name: (tmp_path / 'd' / name).read_bytes() for name in before} == before
+    prepare.main(other)
+    names = {file['name'] for about in open_dataset(tmp_path / 'd').meta['splits'].values()
+             for file in about['files']}
+    assert set(contents(tmp_path / 'd')) == names | {'meta.json'}
+
+
+def test_a_folder_that_was_left_half_way_is_not_trained_on(inputs, tmp_path, monkeypatch):
+    stop_early(monkeypatch, command('text', inputs, tmp_path / 'd'))
+    with pytest.raises(prepare.UserError, match='not finished'):
+        open_dataset(tmp_path / 'd')
+
+
+@pytest.mark.parametrize('journal', ['', '[1]', '{"a": 1}', '{"command": 3}', '[' * 10**5])
+def test_a_damaged_journal_means_starting_anew(journal, inputs, tmp_path):
+    (tmp_path / 'd/unfinished').mkdir(parents=True)
+    for name in ('journal.json', 'meta.json'):
+        (tmp_path / 'd/unfinished' / name).write_text(journal)
+    prepare.main(command('text', inputs, tmp_path / 'd'))
+    assert len(open_dataset(tmp_path / 'd').split('train')) > 100_000
+
+
+def test_two_at_once_in_one_folder_are_refused(inputs, tmp_path, capsys, monkeypatch):
+    argv = command('text', inputs, tmp_path / 'd')
+    with prepare.lock_dataset_dir(tmp_path / 'd'):
+        assert 'another prepare.py' in fails(capsys, monkeypatch, prepare.main, *argv)
+    prepare.main(argv)

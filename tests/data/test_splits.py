@@ -1,0 +1,259 @@
+"""Which documents are for training, for validation and for a test."""
+
+import hashlib
+import json
+import shutil
+from itertools import chain
+from string import ascii_letters
+
+import numpy as np
+import pytest
+from corpus_files import documents_of, prepared, split_bytes, write_parquet, write_rows
+from helpers import fails
+from interrupted import contents, exit_code
+
+import evaluate
+import prepare
+from plaingpt.data.documents import Piece
+from plaingpt.data.splitting import split_by_hash, split_by_place
+from plaingpt.data.dataset import open_dataset
+from plaingpt.data.inspection import find_overlap
+
+TEXTS = [f'document {i} of the web' for i in range(1000)]
+
+
+def write_hub(folder, **splits):
+    for split, texts in splits.items():
+        write_parquet(folder / f'{split}.parquet', texts)
+
+
+# -----------------------------------------------------------------------------
+# the hub's splits
+
+
+@pytest.mark.parametrize(('more', 'words'), [
+    (['--split=train', '--val_split=train'], '--val_split=train and --split=train: both read'),
+    (['--split=train+validation', '--val_split=validation'], 'both read the same rows'),
+    (['--val_split=validation', '--test_split=validation'],
+     '--test_split=validation and --val_split=validation: both read'),
+    (['--split=train[:50%]', '--val_split=train[:10%]'], 'by whole splits'),
+    (['--test_split=test', '--test_fraction=0.1'], 'test_fraction and test_split cannot go'),
+    (['--val_fraction=0.5', '--test_fraction=0.5'], 'test_fraction=0.5: expected')])
+def test_rows_that_would_be_trained_on_and_held_out_are_refused(more, words, tmp_path, refused):
+    write_hub(tmp_path / 'hub', train=TEXTS, validation=['held', 'out'])
+    assert words in refused('hf', f'--path={tmp_path}/hub', *more)
+
+
+@pytest.mark.parametrize(('more', 'split', 'advice'), [
+    ([], 'val', 'another --val_fraction'),
+    (['--val_fraction=0.5', '--test_fraction=0.4999'], 'train',
+     'another --val_fraction or another --test_fraction'),
+    (['--split=test', '--val_split=validation'], 'train', 'another --split'),
+    (['--val_split=validation', '--test_split=test'], 'test', 'another --test_split'),
+    (['--val_split=test', '--dedup'], 'val', 'another --val_split or no --dedup'),
+    (['--val_fraction=0.3', '--max_tokens=9'], 'val',
+     'another --val_fraction or a larger --max_tokens')])
+def test_a_split_that_stays_empty_names_the_options_that_left_it_so(
+        more, split, advice, tmp_path, refused):
+    write_hub(tmp_path / 'hub', train=['a small text'], validation=['held', 'out'],
+              test=['a  small text' if '--dedup' in more else ' '])
+    line = refused('hf', f'--path={tmp_path}/hub', *more)
+    assert line.endswith(f'the {split} split would be empty: use more text or {advice}')
+
+
+def test_options_of_the_hub_are_refused_for_files(tmp_path, refused):
+    write_rows(tmp_path / 'a.jsonl', TEXTS)
+    for option in ('path', 'subset', 'split', 'val_split', 'test_split'):
+        line = refused('text', f'--input={tmp_path}/a.jsonl', f'--{option}=x')
+        assert f'{option}=x' in line and 'no dataset of the hub' in line
+
+
+@pytest.mark.parametrize(('more', 'expected'), [
+    (['--val_split=validation', '--test_split=test'], {'val': ascii_letters, 'test': '12'}),
+    (['--test_split=test'], {'test': '12'}),
+    (['--val_split=validation', '--test_fraction=0.1'], {'val': ascii_letters})])
+def test_splits_of_a_dataset_are_taken_and_the_others_held_out(more, expected, tmp_path):
+    write_hub(tmp_path / 'hub', train=TEXTS, validation=[*ascii_letters], test=['1', '2'])
+    prepared(tmp_path / 'd', 'hf', f'--path={tmp_path}/hub', '--val_fraction=0.1', *more)
+    found = documents_of(tmp_path / 'd')
+    for split, texts in expected.items():
+        assert found.pop(split) == list(texts)
+    for split in {'val', 'test'} & set(found):
+        assert 60 < len(found[split]) < 140
+    assert sorted(chain(*found.values())) == sorted(TEXTS)  # each document in one split
+
+
+# -----------------------------------------------------------------------------
+# a hash of the text
+
+
+def sides(texts, *fractions):
+    pieces = [Piece(text, True, 0) for text in texts]
+    return [split for split, *_ in split_by_hash(pieces, *fractions)]
+
+
+def test_white_space_at_its_end_does_not_move_a_document():
+    for end in ('', '\n', '\r\n', ' ', '\n\n \t\n'):
+        assert sides([text + end for text in TEXTS], 0.3, 0.2) == sides(TEXTS, 0.3, 0.2), end
+
+
+def test_files_that_end_with_a_line_break_are_on_the_side_that_they_always_were():
+    texts = [f'file {i}\n' for i in range(2000)]
+    # of earlier versions: a hash of all of the text, its last line break included
+    hashes = [hashlib.blake2b(text.encode(), digest_size=8).digest() for text in texts]
+    assert sides(texts, 0.3) == ['val' if int.from_bytes(found, 'big') < 0.3 * 2**64 else 'train'
+                                 for found in hashes]
+
+
+def test_a_test_share_takes_from_training_and_leaves_validation_as_it_was():
+    without, held_out = sides(TEXTS, 0.2), sides(TEXTS, 0.2, 0.3)
+    assert [split == 'val' for split in without] == [split == 'val' for split in held_out]
+    assert 150 < held_out.count('val') < 250 and 240 < held_out.count('test') < 360
+    more = sides(TEXTS, 0.2, 0.4)  # what was for the test still is
+    assert all(b == 'test' for a, b in zip(held_out, more, strict=True) if a == 'test')
+
+
+def test_each_split_gets_its_share_of_a_long_document():
+    for name in 'abc':
+        pieces = [Piece(f'{name}{i}', i == 0, i) for i in range(200)]
+        found = [split for split, *_ in split_by_hash(pieces, 0.1, 0.2)]
+        assert abs(found.count('val') - 20) <= 2 and abs(found.count('test') - 40) <= 2
+        thirds = [found[i:i + 66].count('val') for i in (0, 66, 132)]
+        assert min(thirds) >= 4  # from all over it
+
+
+def test_pieces_of_a_document_that_come_from_two_places_are_two_documents():
+    found = [*split_by_hash([Piece(f'{i}', i == 0, i) for i in range(50)], 0.3)]
+    splits = [split for split, *_ in found]
+    for before, split, (_, _, new_document, _) in zip(splits, splits[1:], found[1:], strict=False):
+        assert new_document == (split != before)
+
+
+def test_validation_is_by_share_of_tokens_of_a_folder_of_many_sizes(tmp_path):
+    folder = tmp_path / 'mixed'
+    folder.mkdir()
+    for name, words in ('book.txt', 150_000), ('page.html', 20_000), ('code.py', 40_000):
+        (folder / name).write_text(' '.join(f'{name}{i}' for i in range(words)))
+    write_rows(folder / 'rows.jsonl', [f'row {i}' for i in range(250)])
+    prepared(tmp_path / 'd', 'text', f'--input={folder}', '--tokenizer=byte', '--val_fraction=0.1')
+    splits = open_dataset(tmp_path / 'd').meta['splits']
+    share = splits['val']['tokens'] / sum(split['tokens'] for split in splits.values())
+    assert 0.07 < share < 0.13
+    text = '\n'.join(documents_of(tmp_path / 'd')['val'])
+    assert all(name in text for name in ('book.txt', 'code.py', 'row '))
+
+
+def test_a_split_far_from_its_share_is_told(tmp_path, capsys):
+    write_rows(tmp_path / 'a.jsonl', [*map(str, range(50)), 'long ' * 10_000])
+    prepared(tmp_path / 'd', 'text', f'--input={tmp_path}/a.jsonl', '--tokenizer=byte')
+    assert 'of the tokens where --val_fraction asks for 10.00%' in capsys.readouterr().err
+    write_rows(tmp_path / 'b.jsonl', [str(10_000 + i) for i in range(300)])
+    prepared(tmp_path / 'e', 'text', f'--input={tmp_path}/b.jsonl', '--tokenizer=byte')
+    assert 'asks for' not in capsys.readouterr().err
+
+
+# -----------------------------------------------------------------------------
+# a running text
+
+
+@pytest.mark.parametrize('size', [1, 7, 10, 100])
+def test_a_running_text_is_cut_into_its_splits_wherever_its_pieces_end(size):
+    text = ''.join(map(chr, range(100, 200)))
+    pieces = [Piece(text[i:i + size], i == 0, i) for i in range(0, 100, size)]
+    found = [*split_by_place(pieces, [('train', 60), ('val', 85), ('test', 1000)])]
+    for split, start, end in (('train', 0, 60), ('val', 60, 85), ('test', 85, 100)):
+        mine = [(text, first) for name, text, first, _ in found if name == split]
+        assert ''.join(part for part, _ in mine) == text[start:end]
+        assert [first for _, first in mine] == [True] + [False] * (len(mine) - 1)
+    assert ''.join(text for _, text, *_ in found) == text
+
+
+def test_the_end_of_a_running_text_is_for_the_test_and_validation_comes_before(tmp_path):
+    text = ''.join(f'{i:07d}\n' for i in range(5_000))
+    (tmp_path / 'a.txt').write_text(text)
+    prepared(tmp_path / 'd', 'text', f'--input={tmp_path}/a.txt', '--val_fraction=0.1',
+             '--test_fraction=0.05')
+    found = [split_bytes(tmp_path / 'd', split).decode() for split in ('train', 'val', 'test')]
+    assert ''.join(found) == text and [len(part) for part in found] == [34_000, 4_000, 2_000]
+
+
+# -----------------------------------------------------------------------------
+# a folder with a test split
+
+
+@pytest.fixture(scope='module')
+def rows(tmp_path_factory):
+    """The options that prepare some rows with a test split."""
+    folder = tmp_path_factory.mktemp('rows')
+    write_rows(folder / 'rows.jsonl', [text * (1 + i % 9) for i, text in enumerate(TEXTS)])
+    return ['text', f'--input={folder}/rows.jsonl', '--tokenizer=byte', '--val_fraction=0.1',
+            '--test_fraction=0.1', '--shard_tokens=3_000']
+
+
+@pytest.fixture(scope='module')
+def with_test(rows, tmp_path_factory):
+    """The dataset that they give."""
+    folder = tmp_path_factory.mktemp('with_test') / 'd'
+    prepare.main([*rows, f'--data_dir={folder}'])
+    return folder
+
+
+def test_inspect_and_meta_json_tell_of_the_test_split(with_test, tmp_path, capsys):
+    entry = open_dataset(with_test).meta['splits']['test']
+    assert entry['documents'] > 60 and entry['tokens'] > 3000 and 0 <= entry['in_train'] <= 1
+    prepare.main(['inspect', str(with_test)])
+    shown = ''.join(capsys.readouterr())
+    assert f'test: {entry["tokens"]:,} tokens in {len(entry["files"])} files' in shown
+    assert 'of the test text is also in the training split' in shown
+    shutil.copytree(with_test, tmp_path / 'd')
+    path = tmp_path / 'd' / entry['files'][1]['name']
+    damaged = bytearray(path.read_bytes())
+    damaged[100] ^= 1
+    path.write_bytes(damaged)
+    with pytest.raises(prepare.UserError, match='another checksum'):
+        prepare.main(['inspect', str(tmp_path / 'd')])
+
+
+def test_text_of_the_test_split_that_is_trained_on_is_found(tmp_path):
+    ids = np.random.default_rng(0).integers(50_000, size=(3, 4096)).astype('<u2')
+    for split, tokens in (('train', ids[:2]), ('val', ids[2]), ('test', ids[0])):
+        tokens.tofile(tmp_path / f'{split}.bin')
+    dataset = open_dataset(tmp_path)
+    assert dataset.held_out() == ('val', 'test')
+    assert [find_overlap(dataset.split('train'), dataset.split(split))
+            for split in dataset.held_out()] == [0, 1]
+
+
+def test_a_run_that_was_killed_and_resumes_writes_the_same_test_split(rows, with_test, tmp_path):
+    argv = [*rows, f'--data_dir={tmp_path}/d']
+    assert exit_code(*argv, calls=9) == -9
+    prepare.main(argv)
+    assert contents(tmp_path / 'd') == contents(with_test)
+
+
+def test_a_command_without_a_test_split_replaces_none_unasked(
+        rows, with_test, tmp_path, capsys, monkeypatch):
+    shutil.copytree(with_test, tmp_path / 'd')
+    without = [*(arg for arg in rows if 'test_fraction' not in arg), f'--data_dir={tmp_path}/d']
+    assert 'test_fraction 0.1, not none' in fails(capsys, monkeypatch, prepare.main, *without)
+    assert contents(tmp_path / 'd') == contents(with_test)
+    prepare.main([*without, '--overwrite'])
+    assert not any('test' in name for name in contents(tmp_path / 'd'))
+
+
+def test_evaluate_scores_the_test_split(trained, char_data, tmp_path, capsys, monkeypatch):
+    folder = shutil.copytree(char_data, tmp_path / 'chars')
+    argv = [f'--out_dir={trained}', f'--dataset={folder}', '--device=cpu']
+    assert 'no test.bin there: prepare it with --test_fraction' in fails(
+        capsys, monkeypatch, evaluate.main, *argv, '--split=test')
+    assert 'cannot go together' in fails(capsys, monkeypatch, evaluate.main, *argv, '--split=test',
+                                         '--tasks=train')
+    meta, scores = open_dataset(folder).meta, {}
+    (file,) = meta['splits']['val']['files']
+    meta['splits']['test'] = {**meta['splits']['val'], 'files': [{**file, 'name': 'test.bin'}]}
+    (folder / 'meta.json').write_text(json.dumps(meta))
+    shutil.copy(folder / 'val.bin', folder / 'test.bin')
+    for split in ('val', 'test'):
+        evaluate.main([*argv, f'--split={split}', f'--output={tmp_path}/{split}.json'])
+        scores[split] = json.loads((tmp_path / f'{split}.json').read_text())['results'][split]
+    assert scores['val'] == scores['test'] and f'test of {folder}' in capsys.readouterr().out

@@ -6,8 +6,6 @@
     python prepare.py hf --path=OWNER/NAME           any dataset of the hub
     python prepare.py chat --input=chats.jsonl       conversations, to tune a model on
     python prepare.py inspect data/NAME              check what was prepared, and look inside
-    python prepare.py NAME --part=3/64               one of 64 parts, each on a machine of its own
-    python prepare.py merge data/NAME                make the parts the whole
 
 After a kill, the same command resumes where it was.
 """
@@ -20,7 +18,6 @@ import difflib
 import hashlib
 import json
 import os
-import re
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import chain
@@ -32,7 +29,7 @@ from plaingpt.data import tokenizers
 from plaingpt.data.chat_tokenizer import ChatTokenizer
 from plaingpt.data.conversations import open_conversations
 from plaingpt.data.corpora import CORPORA, describe, table
-from plaingpt.data.dataset import PARTS, UNFINISHED, dataset_folder, not_read, open_dataset
+from plaingpt.data.dataset import dataset_folder, open_dataset
 from plaingpt.data.encoding import check_disk, write_shards
 from plaingpt.data.inspection import (
     find_damage,
@@ -43,13 +40,10 @@ from plaingpt.data.inspection import (
 )
 from plaingpt.data.pretokenized import fetch_shards
 from plaingpt.data.shards import (
-    check_neighbours,
     check_ours,
     check_replaceable,
     complete_meta,
     lock_dataset_dir,
-    merge_parts,
-    part_folder,
     publish,
     read_journal,
 )
@@ -88,7 +82,6 @@ class PrepareConfig:
     max_shards: int = 0  # of tokens that are downloaded as such (0: all)
     num_proc: Literal['auto'] | int = 'auto'  # encoding threads (auto: one a core)
     encoder: Literal['auto', 'gigatoken', 'tiktoken'] = 'auto'  # of gpt2 and bpe (auto: the faster)
-    part: str = 'whole'  # K/N: the K-th of N parts alone; at the end: prepare.py merge NAME
     overwrite: bool = False  # replace what another command prepared in the same folder
     if_small: bool = False  # only if it takes under a minute; else print the command to run
 
@@ -111,30 +104,13 @@ class PrepareConfig:
         for name, least in (('shard_tokens', 1), ('max_shards', 0), ('num_proc', 1)):
             if getattr(self, name) != 'auto' and getattr(self, name) < least:
                 found.append(f'{name}={getattr(self, name)}: expected {least} or more')
-        if self.part != 'whole' and not (re.fullmatch(r'\d{1,6}/\d{1,6}', self.part)
-                                         and 1 <= self.numbers()[0] <= self.numbers()[1]):
-            found.append(f'part={self.part}: expected K/N, such as 3/64, with K from 1 to N and N '
-                         'up to 999999')
-        if self.part != 'whole' and self.if_small:
-            found.append('part and if_small cannot go together: leave one out')
-        for name, why in (('max_tokens', 'counts the tokens of all'),
-                          ('dedup', 'compares the documents of all')):
-            if self.part != 'whole' and getattr(self, name):
-                found.append(f'part and {name} cannot go together, since it {why}: leave one out')
         return found
-
-    def numbers(self):
-        """[K, N], or None for the whole."""
-        return None if self.part == 'whole' else [int(number) for number in self.part.split('/')]
 
 
 def prepared_folder(name):
-    """The folder of a prepared dataset, or of one in parts, which is given by its name or as the
-    folder itself."""
+    """The folder of a prepared dataset, which is given by its name or as the folder itself."""
     folder = Path(name)
-    is_one = has_tokenizer(folder) or any((folder / inside).exists()
-                                          for inside in (PARTS, UNFINISHED))
-    return folder if is_one else dataset_folder(name)
+    return folder if has_tokenizer(folder) else dataset_folder(name)
 
 
 def has_tokenizer(folder):
@@ -170,11 +146,6 @@ def main(argv):
             raise UserError('inspect takes one folder: python prepare.py inspect data/NAME')
         inspect(prepared_folder(options[0]))
         return
-    if name == 'merge':
-        if len(options) != 1:
-            raise UserError('merge takes one dataset: python prepare.py merge data/NAME')
-        merge(options[0])
-        return
     if name in ('-h', '--help'):
         load_config(PrepareConfig, argv, help_text)
     if name not in CORPORA:
@@ -189,16 +160,10 @@ def main(argv):
         raise UserError(f'{folder} is not prepared: run '
                         + f'python prepare.py {name} {corpus.required_option()}'.rstrip())
     check_ours(folder)  # before anything is downloaded
-    if config.numbers() and corpus.shards:
-        raise UserError(f'part={config.part}: {name} is tokens already, which are downloaded and '
-                        'not made: leave --part out')
     if corpus.shards:
         check_tokens(config, name)
     check_chat(config, name)
-    if (folder / PARTS).exists() and not config.numbers():
-        raise UserError(f'{folder / PARTS} holds parts: python prepare.py merge {quoted(folder)} '
-                        'makes them the whole; to prepare it without them, delete that folder')
-    print(f'preparing {name}{f", part {config.part}" * bool(config.numbers())}: {describe(corpus)}')
+    print(f'preparing {name}: {describe(corpus)}')
     if corpus.shards:
         prepare_shards(name, corpus, folder, config)
     else:
@@ -222,7 +187,7 @@ def check_chat(config, name):
     if name != 'chat' and config.format != 'auto':
         raise UserError(f'format={config.format}: {name} is text and no conversations: leave it '
                         f'out, or prepare chat')
-    for option in ('max_tokens', 'documents', 'text_field', 'part') * (name == 'chat'):
+    for option in ('max_tokens', 'documents', 'text_field') * (name == 'chat'):
         if getattr(config, option) != getattr(PrepareConfig, option):
             raise UserError(f'{option}={getattr(config, option)}: each row is a conversation, and '
                             'all are prepared at once: leave it out')
@@ -242,52 +207,30 @@ def prepare_text(name, corpus, folder, config):
         open_source(name, corpus, config, errors)
     check_source(name, config, source, tokenizer_name)
     command = describe_command(name, corpus, config, tokenizer_name, borrowed, source)
-    if part := config.numbers():
-        if is_whole(folder, command, config.overwrite):
-            return
-        source = source.part(*part)
-        own = {'cut': source.cut, 'given': source.summary()}
-        check_neighbours(folder, part, {**own, 'source': command}, config.overwrite)
-        # Another part is another command: a copy of its folder is no work that is done.
-        command = {**command, 'part': part}
-    target = part_folder(folder, part)
-    with lock_dataset_dir(folder, part) as unfinished:
-        if (part and config.overwrite) or not is_prepared(target, command, config.overwrite):
+    with lock_dataset_dir(folder) as unfinished:
+        if not is_prepared(folder, command, config.overwrite):
             if not is_written(unfinished, command):  # else only publishing is missing
                 journal = read_journal(unfinished, command)
                 tokenizer = tokenizers.from_json(journal['tokenizer']) if journal \
                     else choose_tokenizer(name, tokenizer_name, borrowed, source)
                 tokenizer.choose_encoder(config.encoder)
                 written = sum(path.stat().st_size for path in unfinished.glob('*.bin'))
-                check_disk(folder, corpus, source, tokenizer_name, written, part[1] if part else 1,
+                check_disk(folder, corpus, source, tokenizer_name, written,
                            parse_count(config.max_tokens))
                 cores = len(os.sched_getaffinity(0)) if hasattr(os, 'sched_getaffinity') \
                     else os.cpu_count()
                 threads = cores if config.num_proc == 'auto' else config.num_proc
                 meta = write_shards(unfinished, source, command, tokenizer, journal, threads)
-                meta = {**meta, **own} if part else complete_meta(meta, source.name)
-                write_json(unfinished / 'meta.json', meta)
-                if not part:
-                    record_overlap(unfinished)  # not once files were moved: they are found below
-            print_report(target, publish(target))
-        if not part:
-            print_overlaps(record_overlap(folder))
+                write_json(unfinished / 'meta.json', complete_meta(meta, source.name))
+                record_overlap(unfinished)  # not once files were moved: they are found below
+            print_report(folder, publish(folder))
+        print_overlaps(record_overlap(folder))
 
 
 def check_source(name, config, source, tokenizer_name):
     """Raises UserError where an option asks for what a source of this kind does not have."""
     if source.unit != 'B' and tokenizer_name == 'char':
         raise UserError(f'{name} is too large for --tokenizer=char: use gpt2, byte or bpe:32768')
-    if config.numbers() and source.is_one_text:
-        raise UserError(f'part={config.part}: {source.name} is one running text, and a part has '
-                        'some of the documents: say what a document is with --documents=file, '
-                        'line, paragraph or title, or leave --part out')
-    learned = tokenizer_name.startswith(('char', 'bpe')) and tokenizers.is_name(tokenizer_name)
-    if config.numbers() and learned:
-        raise UserError(f'part={config.part}: the {tokenizer_name} tokenizer is learned from all '
-                        'the text, which a part has not: use gpt2 or byte, or learn it once from a '
-                        f'sample (python prepare.py text --input=SAMPLE --tokenizer='
-                        f'{tokenizer_name} --data_dir=data/sample) and give --tokenizer=sample')
     for option in ('path', 'subset', 'split', 'val_split', 'test_split'):
         if source.unit == 'B' and getattr(config, option):
             splits = ' and has no splits of its own' * option.endswith('split')
@@ -296,39 +239,6 @@ def check_source(name, config, source, tokenizer_name):
     if config.dedup and source.is_one_text:
         raise UserError(f'dedup: {source.name} is one running text and has no documents: say what '
                         'a document is with --documents=file, line, paragraph or title')
-
-
-def is_whole(folder, command, overwrite):
-    """True, with a printed line, where all that `command` makes is in `folder` already. Raises
-    UserError where another dataset is there, unless the parts may `overwrite` it."""
-    if overwrite:
-        return False
-    check_replaceable(folder, command)
-    if is_written(folder, command):
-        print(f'{folder} is already prepared by this command: python prepare.py inspect '
-              f'{quoted(folder)} checks it, --overwrite prepares this part anew')
-        return True
-    return False
-
-
-def merge(name):
-    """Make the parts of a dataset the whole, and report. Raises UserError."""
-    folder = prepared_folder(name)
-    if not any(path.exists() for path in (folder / PARTS, folder / UNFINISHED / 'meta.json',
-                                          folder / 'meta.json')):
-        raise UserError(f'{folder} holds no parts: python prepare.py CORPUS --part=K/N --data_dir='
-                        f'{quoted(folder)} writes them')
-    with lock_dataset_dir(folder) as unfinished:
-        if (folder / PARTS).exists():
-            with not_read(folder):  # else that would be found after all tokens are compared
-                pass
-            merge_parts(folder)
-            record_overlap(unfinished)
-        if (unfinished / 'meta.json').exists():
-            print_report(folder, publish(folder))
-        else:
-            print(f'{folder} holds no parts that are not merged')
-        print_overlaps(record_overlap(folder))
 
 
 def prepare_shards(name, corpus, folder, config):
@@ -388,13 +298,11 @@ def is_written(folder, command):
 
 def is_prepared(folder, command, overwrite):
     """True, with a printed line, where `command` wrote the files of `folder` and they are whole.
-    Raises UserError where another command did, unless it may `overwrite` them, and where they are
-    to be replaced and a process reads them."""
+    Raises UserError where another command did, unless it may `overwrite` them."""
     if not overwrite:
         check_replaceable(folder, command)
     if not is_written(folder, command) or find_damage(open_dataset(folder)):
-        with not_read(folder):  # else that would be found after hours of work
-            return False
+        return False
     print(f'{folder} is already prepared by this command, and its checksums are right')
     return True
 

@@ -12,8 +12,9 @@ understood ends the command.
 import copy
 import json
 
-from plaingpt.data.rows import file_type, json_rows, json_values
-from plaingpt.data.text_files import Files, find_files
+from plaingpt.data.input_files import find_files
+from plaingpt.data.readers import file_type, read_rows
+from plaingpt.data.sources import Files
 from plaingpt.system.errors import UserError
 
 FORMS = {  # form → the fields by which it is known
@@ -28,16 +29,15 @@ NAMES_SHOWN = 200  # characters of the names of fields in a message
 
 
 class Conversations(Files):
-    """Conversations of .jsonl and .json files, also .gz and .zst, as a source of texts: each is the
-    messages as JSON."""
+    """Conversations of .jsonl and .json files as a source: each text is the messages as JSON."""
 
     def __init__(self, paths, name, form='auto', errors='strict'):
         for path in paths:
             if file_type(path) not in ('jsonl', 'json'):
-                raise UserError(f'{path}: conversations are read from .jsonl and .json files, also '
-                                '.gz and .zst: write them as JSON, one conversation a line')
+                raise UserError(f'{path}: conversations are read from .jsonl and .json files: write '
+                                'them as JSON, one conversation a line')
         super().__init__(paths, name, errors=errors)
-        self.form, self.told, self.as_text = form, set(), False
+        self.form, self.left_out, self.as_text = form, set(), False
 
     def texts(self):
         """The same source, whose pieces are what the messages say, to learn a tokenizer from."""
@@ -45,25 +45,18 @@ class Conversations(Files):
         found.as_text = True
         return found
 
-    def place_of(self, character):
-        return super(Conversations, self.texts()).place_of(character)
-
-    def _can_be_cut(self, path):
-        return False
-
-    def _read(self, path, digest, span):
-        read = json_rows if file_type(path) == 'jsonl' else json_values
+    def documents(self, file):
         form = self.form
-        for row, where, position in read(path, self.errors, digest):
+        for where, row in read_rows(file, errors=self.errors):
             form = find_form(row, where) if form == 'auto' else form
             messages, left_out = parse_row(row, form, where)
-            if new := [name for name in left_out if name not in self.told]:
-                self.told.update(new)
+            if new := [name for name in left_out if name not in self.left_out]:
+                self.left_out.update(new)
                 print(f'{where}: left out, as no part of the conversation: {names_of(new)}')
             if self.as_text:
-                yield '\n'.join(message['content'] for message in messages), True, position
+                yield '\n'.join(message['content'] for message in messages), True
             else:
-                yield json.dumps(messages, ensure_ascii=False), True, position
+                yield json.dumps(messages, ensure_ascii=False), True
 
 
 def open_conversations(config, name):

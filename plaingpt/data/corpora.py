@@ -3,10 +3,10 @@
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from plaingpt.data.text_files import STANDARD_LIBRARY, find_files, find_standard_library
-from plaingpt.system.formatting import short
 from plaingpt.data.dataset import dataset_folder, has_token_files, open_dataset, read_names
+from plaingpt.data.input_files import STANDARD_LIBRARY, find_files, find_standard_library
 from plaingpt.data.tokenizers import GPT2Tokenizer, named_vocab_size
+from plaingpt.system.formatting import short
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,7 @@ class Corpus:
     subset: str = ''  # of a dataset of the hub
     splits: dict = field(default_factory=lambda: {'train': 'train'})  # our name → the hub's
     shards: bool = False  # the repository holds tokens already, in files with llm.c's header
-    document_form: str = 'file'  # what a document is: a key of documents.DOCUMENT_FORMS
+    document_form: str = 'file'  # what a document is: a key of readers.DOCUMENT_FORMS
     text_field: str = 'text'  # of rows: .jsonl, .csv, .parquet and others, the hub
     documents: int = 0
     tokens: int = 0  # to train on

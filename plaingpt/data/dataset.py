@@ -12,6 +12,9 @@ from typing import NamedTuple
 
 import numpy as np
 
+from plaingpt.data import tokenizers
+from plaingpt.data.nanogpt_vocabulary import read_nanogpt_chars
+from plaingpt.data.token_files import TokenStream, identify, open_tokens
 from plaingpt.system.errors import UserError
 from plaingpt.system.files import (
     is_count,
@@ -22,9 +25,6 @@ from plaingpt.system.files import (
     system_lock,
 )
 from plaingpt.system.formatting import quoted
-from plaingpt.data import tokenizers
-from plaingpt.data.nanogpt_vocabulary import read_nanogpt_chars
-from plaingpt.data.token_files import TokenStream, identify, open_tokens
 
 FORMAT_VERSION = 1
 MASK_ENDING = '_mask.bin'  # of the file that says which tokens of NAME.bin are learned

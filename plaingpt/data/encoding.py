@@ -7,42 +7,33 @@ import time
 import zlib
 from collections import deque
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing, nullcontext
+from contextlib import closing
 from functools import partial
 from itertools import islice
 from typing import NamedTuple
 
 import numpy as np
 
+from plaingpt.data.dataset import FORMAT_VERSION, MASK_ENDING
 from plaingpt.data.shards import ShardWriter, check_free_space, write_journal
 from plaingpt.data.splitting import SPLITS, Duplicates, split_by_hash, split_by_place
+from plaingpt.data.tokenizers import UnknownCharacter, WrongIds
 from plaingpt.system.errors import UserError
 from plaingpt.system.formatting import count_of, short
 from plaingpt.system.streams import Progress
-from plaingpt.data.dataset import FORMAT_VERSION, MASK_ENDING
-from plaingpt.data.tokenizers import UnknownCharacter, WrongIds
 
 BATCH_CHARS = 2**20  # that a thread encodes at a time
 CHECKED = 100  # of so many batches the ids of one are compared with tiktoken's
 JOURNAL_SECONDS = 30  # a kill loses at most the work of so many seconds
 
 
-class Passed(NamedTuple):
-    """How much of a source was not taken as it is."""
-
-    duplicates: int  # documents left out
-    nulls: int  # rows left out
-    replaced: int  # halves of characters
-
-
 class Batch(NamedTuple):
-    pieces: list  # of (split, text, new_document, bytes, Passed up to there if that is wanted)
+    pieces: list  # of (split, text, new_document, bytes of the text)
     characters: int  # of their texts
-    count: int  # pieces of the source up to the batch's end
+    count: int  # pieces up to the batch's end
     position: int  # how far the source is read there
     mark: dict | None  # where the source can start again there
     checksum: int = 0  # of the text from the beginning on
-    duplicates: dict | None = None  # state of the Duplicates there
     number: int = 0  # from the start of this run
 
 
@@ -50,7 +41,7 @@ class Encoded(NamedTuple):
     ids: np.ndarray
     documents: int
     bytes: int  # of the text, as UTF-8
-    learned: np.ndarray | None = None  # of conversations: 1 for each of ids that is, else 0
+    loss_mask: np.ndarray | None = None  # of conversations: 1 for each of ids that is a target
 
 
 def end_with_line_breaks(pieces):
@@ -65,31 +56,28 @@ def end_with_line_breaks(pieces):
 
 
 def end_line(piece):
-    split, text, new_document, position = piece
-    return split, text + '\n' * (not text.endswith('\n')), new_document, position
+    split, text, new_document = piece
+    return split, text + '\n' * (not text.endswith('\n')), new_document
 
 
-def group_in_batches(pieces, source, count=0, checksum=0, duplicates=None, may_end_early=False):
-    """Group what put_in_splits yields; `count` pieces came before. may_end_early: each piece says
-    what was passed over up to it."""
-    known = duplicates.state if duplicates else lambda: None
-    passed = partial(count_passed, source, duplicates) if may_end_early else None
+def group_in_batches(pieces, source, count=0, checksum=0, marks=True):
+    """Group what put_in_splits yields; `count` pieces came before."""
     group, characters, number = [], 0, 0
-    for split, text, new_document, position in pieces:
+
+    def batch():
+        return Batch(group, characters, count, source.position(), source.mark() if marks else None,
+                     checksum, number)
+
+    for split, text, new_document in pieces:
         checksum, size = add_to_checksum(checksum, text)
-        group.append((split, text, new_document, size, passed() if passed else None))
+        group.append((split, text, new_document, size))
         count += 1
         characters += len(text)
         if characters >= BATCH_CHARS:
-            yield Batch(group, characters, count, position, source.mark(), checksum, known(),
-                        number)
+            yield batch()
             group, characters, number = [], 0, number + 1
     if group:
-        yield Batch(group, characters, count, position, source.mark(), checksum, known(), number)
-
-
-def count_passed(source, duplicates):
-    return Passed(duplicates.dropped if duplicates else 0, source.nulls, source.replaced)
+        yield batch()
 
 
 def add_to_checksum(checksum, text):
@@ -106,7 +94,7 @@ def encode_batch(tokenizer, end_of_text, dtype, batch):
     """Batch → {split: Encoded}, with `end_of_text` before each document unless it is None."""
     ids = {split: [] for split in SPLITS}
     documents, sizes = dict.fromkeys(SPLITS, 0), dict.fromkeys(SPLITS, 0)
-    for split, text, new_document, size, _ in batch.pieces:
+    for split, text, new_document, size in batch.pieces:
         if new_document and end_of_text is not None:
             ids[split].append([end_of_text])
         found = tokenizer.encode(text)
@@ -132,9 +120,9 @@ def encode_conversations(tokenizer, dtype, batch):
                 tokenizer.verify(content, tokenizer.encode(content))
         if found:
             both = map(tokenizer.encode_conversation, found)
-            ids, learned = map(np.concatenate, zip(*both, strict=True))
+            ids, loss_mask = map(np.concatenate, zip(*both, strict=True))
             size = sum(len(content.encode('utf-8', 'replace')) for content in contents)
-            encoded[split] = Encoded(ids.astype(dtype), len(found), size, learned.astype('u1'))
+            encoded[split] = Encoded(ids.astype(dtype), len(found), size, loss_mask.astype('u1'))
     return encoded
 
 
@@ -157,8 +145,8 @@ def map_in_order(function, batches, num_proc):
 
 
 def write_shards(folder, source, command, tokenizer, journal, num_proc):
-    """Encode `source`, or a part of it, into shards in `folder`, from the journal on → the content
-    of meta.json, for complete_meta. Raises UserError."""
+    """Encode `source` into shards in `folder`, from the journal on → the content of meta.json.
+    Raises UserError."""
     dtype = np.dtype('<u2' if tokenizer.vocab_size <= 2**16 else '<u4')
     writers = {split: make_writer(folder, split, dtype, command)
                for split in wanted_splits(command)}
@@ -168,38 +156,44 @@ def write_shards(folder, source, command, tokenizer, journal, num_proc):
         print(f'resuming after {count_tokens(writers):,} tokens that are written already')
     before, started = count_tokens(writers), time.monotonic()
     check_line_break(source, tokenizer)
+    duplicates = Duplicates() if 'dedup' in command else None
     try:
-        passed = encode_into(writers, folder, source, command, tokenizer, dtype, journal, num_proc)
+        ended_early = encode_into(writers, folder, source, command, tokenizer, dtype, journal,
+                                  num_proc, duplicates)
     except UnknownCharacter as e:
-        raise UserError(f'{source.place_of(e.character)}: {e}: replace it there, or choose another '
-                        '--tokenizer') from None
+        raise UserError(f'{source.name}: {e}: replace it, or choose another --tokenizer') from None
     except WrongIds:  # earlier ones may be wrong as well
         (folder / 'journal.json').unlink(missing_ok=True)
         raise
-    tokens, seconds = count_tokens(writers), time.monotonic() - started
-    if passed.nulls:
-        print(f'{count_of(passed.nulls, "row")} left out: the text is null')
-    if passed.replaced:
-        print(f'{count_of(passed.replaced, "lone surrogate")} (\\ud800 to \\udfff), halves of '
-              'characters: replaced with U+FFFD')
     if source.identity() != command['identity']:
         raise UserError(f'{source.name}: changed while it was read: give the same command again')
+    tokens, seconds = count_tokens(writers), time.monotonic() - started
     print(f'{count_of(tokens - before, "token")} in {seconds:.1f} s, '
           f'{short((tokens - before) / seconds)} a second')
-    if 'dedup' in command:
-        print(f'{count_of(passed.duplicates, "document")} left out: equal to an earlier one')
     limit, trained_on = command.get('max_tokens', 0), writers['train'].tokens
     if trained_on < limit:
         print(f'{source.name} has {trained_on:,} tokens to train on, fewer than --max_tokens='
               f'{limit}')
-    # Where reading ended early, how many files were read ahead is a matter of chance.
-    ended_early = limit and trained_on == limit and not source.is_one_text
+    # Where reading ended early, how much was read ahead is a matter of chance.
+    counts = {} if ended_early else print_left_out(source, duplicates)
     return {'format_version': FORMAT_VERSION, 'dtype': dtype.name,
             'vocab_size': tokenizer.vocab_size, 'tokenizer': tokenizer.to_json(),
             'encoders': all_encoders(journal, tokenizer),
             'splits': {split: writer.finish() for split, writer in writers.items()},
-            **({'duplicates': passed.duplicates} if 'dedup' in command else {}),
-            'source': command, 'inputs': [] if ended_early else source.inputs()}
+            **counts, 'source': command, 'inputs': [] if ended_early else source.inputs()}
+
+
+def print_left_out(source, duplicates):
+    """Say what of a source was not taken as it is → what meta.json has of that."""
+    if source.nulls:
+        print(f'{count_of(source.nulls, "row")} left out: the text is null')
+    if source.replaced:
+        print(f'{count_of(source.replaced, "lone surrogate")} (\\ud800 to \\udfff), halves of '
+              'characters: replaced with U+FFFD')
+    if duplicates is None:
+        return {}
+    print(f'{count_of(duplicates.dropped, "document")} left out: equal to an earlier one')
+    return {'duplicates': duplicates.dropped}
 
 
 def make_writer(folder, split, dtype, command):
@@ -229,52 +223,46 @@ def count_tokens(writers):
     return sum(writer.tokens for writer in writers.values())
 
 
-def encode_into(writers, folder, source, command, tokenizer, dtype, journal, num_proc):
+def encode_into(writers, folder, source, command, tokenizer, dtype, journal, num_proc, duplicates):
     """Encode what the journal does not have yet; write the journal whenever a shard is full →
-    Passed, up to the end or the last piece that max_tokens takes."""
-    count, position, mark = (journal[key] for key in ('count', 'at', 'mark')) if journal \
-        else (0, 0, None)
+    whether max_tokens ended it before the end of the source."""
+    # With --dedup all is read again, since the documents before are not remembered.
+    mark = journal and not duplicates and journal['mark']
+    count, position = (journal['count'], journal['at']) if mark else (0, 0)
     limit = command.get('max_tokens', math.inf)
     ends_early = 'max_tokens' in command and not source.is_one_text
     encode = partial(encode_conversations, tokenizer, dtype) if 'format' in command else partial(
         encode_batch, tokenizer, None if source.is_one_text else tokenizer.end_of_text, dtype)
     saved, before = time.monotonic(), count_tokens(writers)
     with closing(source.pieces(mark)) as pieces, \
-            open_duplicates(folder, command, journal.get('duplicates') if mark else None) \
-            as duplicates, \
             (Progress('encoding', limit, 'tokens', writers['train'].tokens) if ends_early else
              Progress('encoding', source.total, source.unit, position)) as progress:
-        pieces = put_in_splits(pieces, source, command, duplicates, tokenizer)
-        checksum = skip_written(pieces, source, folder, journal) if journal and not mark else 0
-        batches = group_in_batches(pieces, source, count, checksum, duplicates, ends_early)
+        pieces, checksum = put_in_splits(pieces, source, command, duplicates, tokenizer), 0
+        if journal and not mark:
+            count, checksum = journal['count'], skip_written(pieces, source, folder, journal)
+        batches = group_in_batches(pieces, source, count, checksum, not duplicates)
         for batch, encoded in map_in_order(encode, batches, num_proc):
             room = limit - writers['train'].tokens
-            if ends_early and not room:  # where an earlier version stopped
-                passed = batch.pieces[0][-1]
-                break
             if 'train' in encoded and len(encoded['train'].ids) >= room:
-                batch, encoded = fill_up(batch, room, encode, tokenizer, ends_early)
+                encoded = fill_up(batch, room, encode, tokenizer, ends_early)
             filled = [writers[split].write(part) for split, part in encoded.items()]
             if ends_early and writers['train'].tokens == limit:
-                passed = batch.pieces[-1][-1]  # not of the whole batch, so there is no journal here
-                break
+                return True  # within the batch, so there is no journal here
             if any(filled) or time.monotonic() - saved > JOURNAL_SECONDS:
-                for writer in [*writers.values(), *([duplicates] if duplicates else [])]:
+                for writer in writers.values():
                     writer.sync()
                 write_journal(folder, {
                     'command': command, 'tokenizer': tokenizer.to_json(), 'count': batch.count,
                     'encoders': all_encoders(journal, tokenizer),
                     'at': batch.position, 'mark': batch.mark, 'width': dtype.itemsize,
-                    'checksum': batch.checksum, 'duplicates': batch.duplicates,
+                    'checksum': batch.checksum,
                     'splits': {split: writer.state() for split, writer in writers.items()}})
                 saved = time.monotonic()
             if ends_early:
                 progress.advance_to(writers['train'].tokens)
             else:
                 progress.advance_to(batch.position, count_tokens(writers) - before)
-        else:  # all is read, also what came after the last batch
-            passed = count_passed(source, duplicates)
-    return passed
+    return False
 
 
 def skip_written(pieces, source, folder, journal):
@@ -291,22 +279,15 @@ def skip_written(pieces, source, folder, journal):
     return checksum
 
 
-def open_duplicates(folder, command, known):
-    """A context of the Duplicates that `command` asks for, from the state `known` on, or of None.
-    Without a state the documents before are read again, and each is met again."""
-    return closing(Duplicates(folder / 'duplicates', **(known or {}))) if 'dedup' in command \
-        else nullcontext()
-
-
 def put_in_splits(pieces, source, command, duplicates, tokenizer):
-    """Pieces of a source → (split, text, new_document, position)."""
+    """Pieces of a source → (split, text, new_document)."""
     if source.is_one_text:
         ends = [(split, command[f'{split}_characters']) for split in ('train', 'val')
                 if f'{split}_characters' in command]
         last = wanted_splits(command)[-1]
         return split_by_place(pieces, [*ends, (last, sys.maxsize)])
     if duplicates:
-        pieces = duplicates.leave_out(pieces, source.unit != 'B')
+        pieces = duplicates.leave_out(pieces)
     pieces = split_by_hash(pieces, command['val_fraction'], command.get('test_fraction', 0))
     if tokenizer.end_of_text is not None:
         return pieces
@@ -321,9 +302,8 @@ def wanted_splits(command):
 
 
 def fill_up(batch, room, encode, tokenizer, ends_early):
-    """Encode a batch up to `room` tokens of training, where the last document is cut → the Batch
-    of what is kept, {split: Encoded}. ends_early: what comes after that place, in other splits too,
-    is left out."""
+    """Encode a batch up to `room` tokens of training, where the last document is cut → {split:
+    Encoded}. ends_early: what comes after that place, in other splits too, is left out."""
     kept, left = [], room
     for piece in batch.pieces:
         if piece[0] != 'train' or left > 0:
@@ -332,25 +312,22 @@ def fill_up(batch, room, encode, tokenizer, ends_early):
             left -= len(encode(batch._replace(pieces=[piece]))['train'].ids)
         if left <= 0 and ends_early:
             break
-    batch = batch._replace(pieces=kept)
-    encoded = encode(batch)
+    encoded = encode(batch._replace(pieces=kept))
     if left < 0:
         train = encoded['train']
         over = len(tokenizer.decode_bytes(train.ids[room:]))
         encoded['train'] = train._replace(ids=train.ids[:room], bytes=train.bytes - over)
-    return batch, encoded
+    return encoded
 
 
-def check_disk(folder, corpus, source, tokenizer_name, written, parts=1, limit=0):
+def check_disk(folder, corpus, source, tokenizer_name, written, limit=0):
     """Raises UserError where the tokens will not fit on the disk, as far as can be known before.
-    written: bytes of shards that are there already; parts: `source` is one of so many; limit: of
-    training tokens, 0 for none."""
+    written: bytes of shards that are there already; limit: of training tokens, 0 for none."""
     bytes_per_token = 1 if tokenizer_name in ('char', 'byte') else 3  # about
     if source.unit == 'B':
         tokens = source.total / bytes_per_token
     else:
-        known = source.total == corpus.documents // parts
-        tokens = corpus.tokens * 3 / bytes_per_token / parts if known else 0
+        tokens = corpus.tokens * 3 / bytes_per_token if source.total == corpus.documents else 0
     if limit and not source.is_one_text:  # the rest is a few percent
         tokens = min(tokens or limit, limit)
     check_free_space(folder, 2 * tokens - written)

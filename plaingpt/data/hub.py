@@ -1,24 +1,21 @@
-"""Datasets of the Hugging Face hub, and folders laid out like one, as a source of documents."""
+"""Datasets of the Hugging Face hub, and folders laid out like one, as a source of documents. They
+are streamed by the library `datasets`, and its state is where a killed preparation goes on."""
 
-import copy
 import importlib.util
 import os
 from contextlib import contextmanager
 from pathlib import Path
 
-from plaingpt.data import documents
-from plaingpt.data.documents import Piece
-from plaingpt.data.rows import find_keys, get_text
+from plaingpt.data import readers
+from plaingpt.data.readers import Piece
 from plaingpt.system.errors import UserError, needs
 from plaingpt.system.formatting import one_line
 
 
 class HubDataset:
-    """Rows of a dataset of the Hugging Face hub, or of a folder laid out like one. They are
-    streamed: nothing is kept on disk or in memory. A part has some files of each split or, where
-    it has fewer files than there are parts and these are Parquet, some row groups."""
+    """Rows of a dataset: nothing of it is kept on disk or in memory. It is a source: sources.py."""
 
-    unit, is_one_text, replaced = ' documents', False, 0
+    unit, is_one_text, replaced, nulls = ' documents', False, 0, 0
 
     def __init__(self, path, subset, splits, text_field='text', form='file', count=0):
         """splits: our name of a split → theirs; count: of documents, if the hub does not say."""
@@ -38,11 +35,10 @@ class HubDataset:
             self.builder = load_builder(path, subset or None)
             self.rows = {split: self.builder.as_streaming_dataset(hub_split)
                          for split, hub_split in splits.items()}
-            self.column = text_field  # where the text is nested, that which it is in
             for split, hub_split in splits.items():
                 for row in self.rows[split].take(1):
-                    get_text(row, text_field, f'{path}, split {hub_split}')
-                    self.column = find_keys(row, text_field)[0]
+                    readers.text_of(row, text_field, f'{path}, split {hub_split}')
+                    self.column = text_field if text_field in row else text_field.split('.')[0]
         known = self.builder.info.splits or {}
         counts = [known[split].num_examples for split in splits.values() if split in known]
         self.total = sum(counts) if len(counts) == len(splits) else count
@@ -54,8 +50,6 @@ class HubDataset:
         names = list(self.splits)
         with explain_hub_errors(self.name):
             for split in names[names.index(mark['split']) if mark else 0:]:
-                if self.rows[split] is None:
-                    continue  # no files for this part
                 rows = self.rows[split].select_columns([self.column])
                 if mark and mark['split'] == split:
                     rows.load_state_dict(mark['rows'])
@@ -64,53 +58,33 @@ class HubDataset:
                 for text in self._documents(map(self._text, rows)):
                     self._position += 1
                     if text.strip():
-                        yield Piece(text, True, self._position, own)
+                        yield Piece(text, True, own)
 
     def _documents(self, texts):
         if self.form == 'file':
             return texts
         # a row is a line
-        lines = ((text if text.endswith('\n') else text + '\n', 0) for text in texts)
-        return (text for text, _, _ in documents.DOCUMENT_FORMS[self.form](lines))
+        lines = (text if text.endswith('\n') else text + '\n' for text in texts)
+        return (text for text, _ in readers.DOCUMENT_FORMS[self.form](lines))
 
     def _text(self, row):
-        text = get_text(row, self.text_field, self.name)
+        text = readers.text_of(row, self.text_field, self.name)
         self.nulls += text is None
         return text or ''
 
-    def part(self, number, of):
-        return self._cut_finely(of)._part(number, of)
-
-    def spread(self, of):
-        """All parts of `of`, as sources: places spread over the files. An article may be cut."""
-        rows = copy.copy(self)
-        rows.form = 'file'
-        rows = rows._cut_finely(of)
-        return [rows._part(number, of) for number in range(1, of + 1)]
-
-    def _cut_finely(self, of):
-        """The same, with a row group for a file where there are fewer files than `of`."""
-        fine = copy.copy(self)
+    def places(self, count):
+        """Texts from up to so many places of each split, spread over its files or row groups."""
+        found = []
         with explain_hub_errors(self.name):
-            fine.rows = {split: rows.reshard() if self.form == 'file' and rows.num_shards < of
-                         and hasattr(rows, 'reshard') else rows
-                         for split, rows in self.rows.items()}
-        return fine
+            for rows in self.rows.values():
+                if rows.num_shards < count and hasattr(rows, 'reshard'):
+                    rows = rows.reshard()  # a row group for a file
+                rows, n = rows.select_columns([self.column]), min(count, rows.num_shards)
+                found += [map(self._text, rows.shard(n, k)) for k in range(n)]
+        return found
 
-    def _part(self, number, of):
-        part = copy.copy(self)
-        part.total = self.total and self.total // of  # about
-        part.rows, part.cut = {}, {}
-        with explain_hub_errors(self.name):
-            for split, rows in self.rows.items():
-                # An article is made of rows, which may be in two files.
-                count = part.cut[split] = rows.num_shards if self.form == 'file' else 1
-                if count >= of:
-                    part.rows[split] = rows.shard(of, number - 1)
-                else:
-                    first, end = count * (number - 1) // of, count * number // of
-                    part.rows[split] = rows.shard(count, first) if first < end else None
-        return part
+    def position(self):
+        return self._position
 
     def mark(self):
         if self.form != 'file':
@@ -118,14 +92,8 @@ class HubDataset:
         return {'split': self._split, 'rows': self._rows.state_dict(), 'at': self._position,
                 'nulls': self.nulls}
 
-    def place_of(self, character):
-        return self.name  # to find it would be to download all before it once more
-
     def identity(self):
         return self.builder.hash
-
-    def summary(self):
-        return f'{self.name} of version {self.builder.hash}'
 
     def inputs(self):
         return []  # its version is in the identity

@@ -7,11 +7,11 @@ from itertools import groupby
 import numpy as np
 from numpy.lib.stride_tricks import sliding_window_view
 
+from plaingpt.data.dataset import not_read, open_dataset
 from plaingpt.system.errors import UserError
 from plaingpt.system.files import sha256_of, write_json
 from plaingpt.system.formatting import count_of
 from plaingpt.system.streams import Progress, print_marked, require_stdout, warn
-from plaingpt.data.dataset import not_read, open_dataset
 
 READ_TOKENS = 2**20  # at a time
 

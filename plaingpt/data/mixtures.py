@@ -11,7 +11,6 @@ from pathlib import Path
 
 import numpy as np
 
-from plaingpt.system.errors import UserError
 from plaingpt.data.batches import BatchLoader, key, permute
 from plaingpt.data.dataset import (
     SHARES,
@@ -23,6 +22,7 @@ from plaingpt.data.dataset import (
     read_names,
 )
 from plaingpt.data.token_files import TokenStream
+from plaingpt.system.errors import UserError
 
 
 def open_named(text):

@@ -9,10 +9,10 @@ long is cut where the sequence ends. What is left of a sequence is padding, whic
 import numpy as np
 import torch
 
-from plaingpt.system.errors import UserError
 from plaingpt.data.batches import BatchLoader, key, permute
 from plaingpt.data.chat_tokenizer import NAMES
 from plaingpt.data.token_files import READ_TOKENS, TokenStream
+from plaingpt.system.errors import UserError
 
 
 class Conversations(TokenStream):

@@ -4,13 +4,13 @@ from pathlib import Path
 
 import numpy as np
 
+from plaingpt.data.dataset import FORMAT_VERSION
 from plaingpt.data.hub import explain_hub_errors
 from plaingpt.data.shards import check_free_space, read_journal, write_journal
-from plaingpt.system.errors import UserError, needs
-from plaingpt.system.files import sha256_of, write_json
-from plaingpt.data.dataset import FORMAT_VERSION
 from plaingpt.data.token_files import open_tokens
 from plaingpt.data.tokenizers import GPT2Tokenizer
+from plaingpt.system.errors import UserError, needs
+from plaingpt.system.files import sha256_of, write_json
 
 
 def fetch_shards(corpus, folder, command):

@@ -2,8 +2,6 @@
 
 All is written in data/<name>/unfinished/, with a journal that says how far each file is good: what
 a kill left after that place is cut off. Only complete data moves to data/<name>/, meta.json last.
-A part of a corpus is written in the same way to data/<name>/parts/<k>-of-<n>/, and all of them are
-then merged into data/<name>/.
 """
 
 import errno
@@ -18,32 +16,26 @@ from pathlib import Path
 
 import numpy as np
 
-from plaingpt.data.text_files import describe_inputs
+from plaingpt.data.dataset import (
+    MASK_ENDING,
+    UNFINISHED,
+    mask_name,
+    read_meta,
+)
 from plaingpt.system.errors import UserError
 from plaingpt.system.files import (
-    check_keys,
-    in_use,
-    is_count,
-    is_text,
     locked,
     read_json,
     sha256_of,
     write_json,
 )
 from plaingpt.system.formatting import amount
-from plaingpt.data.dataset import (
-    MASK_ENDING,
-    PARTS,
-    UNFINISHED,
-    mask_name,
-    not_read,
-    read_meta,
-)
 
 # What of a command its other options and the input decide, and how the tokens lie in files.
 NO_CHOICE = ('identity', 'files', 'train_characters', 'tokenizer_sha256', 'shard_tokens',
-             'max_shards', 'part', 'val_characters')
+             'max_shards', 'val_characters')
 TOKEN_FILES = r'(train|val|test)(_\d{6})?(_mask)?\.bin'
+LISTED_FILES = 1000  # more input files than this are not listed in meta.json
 # These are in a command only where they are given.
 IF_GIVEN = ('max_tokens', 'test_fraction', 'test_split', 'dedup')
 
@@ -51,7 +43,7 @@ IF_GIVEN = ('max_tokens', 'test_fraction', 'test_split', 'dedup')
 @dataclass
 class ShardWriter:
     """Writes a split into files of `shard_tokens` tokens, the last one shorter; with a `mask`, a
-    writer like it, beside each of them a file that says which of its tokens are learned."""
+    writer like it, beside each of them a file of its loss mask."""
 
     folder: Path
     split: str
@@ -63,7 +55,7 @@ class ShardWriter:
     sha256: list = field(default_factory=list)  # of the full shards
     ending: str = '.bin'
     mask: 'ShardWriter' = None
-    learned: int = 0
+    learned: int = 0  # how many tokens the mask has
     file = None  # the shard that is being written
 
     def path(self, shard):
@@ -80,8 +72,8 @@ class ShardWriter:
         self.documents += encoded.documents
         self.bytes += encoded.bytes
         if self.mask:
-            self.mask.append(encoded.learned)
-            self.learned += int(np.count_nonzero(encoded.learned))
+            self.mask.append(encoded.loss_mask)
+            self.learned += int(np.count_nonzero(encoded.loss_mask))
         return len(self.sha256) > full
 
     def append(self, ids):
@@ -198,15 +190,12 @@ def files_are_there(folder, journal):
                 path = path if path.exists() or i else folder / f'{split}{ending}'
                 if not path.exists() or path.stat().st_size < tokens * width:
                     return False
-    if journal.get('mark') and journal.get('duplicates'):
-        path = folder / 'duplicates'
-        return path.exists() and path.stat().st_size >= 8 * journal['duplicates']['hashes']
     return True
 
 
 def complete_meta(meta, name):
-    """What write_shards says of all of a source → the content of meta.json. Raises UserError where
-    a split stayed empty."""
+    """The content of meta.json by write_shards, with the inputs described. Raises UserError where a
+    split stayed empty."""
     if not any(entry['tokens'] for entry in meta['splits'].values()):
         raise UserError(f'{name}: empty, no text to learn from')
     for split, entry in meta['splits'].items():
@@ -214,6 +203,17 @@ def complete_meta(meta, name):
             raise UserError(f'{name}: the {split} split would be empty: use more text or '
                             + ' or '.join(reasons_for_none(split, meta)))
     return {**meta, 'inputs': describe_inputs(meta['inputs'])}
+
+
+def describe_inputs(files):
+    """source.inputs() → JSON: all files together and, of up to LISTED_FILES, each. The checksum of
+    all is that of what `sha256sum FILES` prints."""
+    if not files:
+        return {}
+    lines = ''.join(f'{file["sha256"]}  {file["name"]}\n' for file in files)
+    return {'count': len(files), 'bytes': sum(file['bytes'] for file in files),
+            'sha256': hashlib.sha256(lines.encode()).hexdigest(),
+            'files': files if len(files) <= LISTED_FILES else []}
 
 
 def reasons_for_none(split, meta):
@@ -233,16 +233,9 @@ def reasons_for_none(split, meta):
 
 def publish(folder):
     """Move complete data from folder/unfinished into `folder`, in place of what was there → meta.
-    After a crash at any point it can be called again. Raises UserError where a process reads what
-    was there."""
+    After a crash at any point it can be called again."""
     unfinished = folder / UNFINISHED
     meta = read_meta(unfinished / 'meta.json')
-    with not_read(folder, f'; what was prepared stays in {unfinished}'):
-        move_into(folder, unfinished, meta)
-    return meta
-
-
-def move_into(folder, unfinished, meta):
     files = [file for split in meta['splits'].values() for file in split['files']]
     names = [file['name'] for file in files]
     names += [mask_name(file['name']) for file in files if 'mask_sha256' in file]
@@ -257,6 +250,7 @@ def move_into(folder, unfinished, meta):
     (unfinished / 'journal.json').unlink(missing_ok=True)
     os.replace(unfinished / 'meta.json', folder / 'meta.json')
     shutil.rmtree(unfinished)
+    return meta
 
 
 def check_free_space(folder, need, advice=''):
@@ -295,16 +289,15 @@ def check_replaceable(folder, command):
 
 
 @contextmanager
-def lock_dataset_dir(folder, part=None):
-    """Make `folder`, or that of a part (k, n), and keep every other prepare.py out of it → the
-    folder for unfinished files. Folders that stay empty are removed at the end. UserError."""
-    outer, folder = folder, part_folder(folder, part)
+def lock_dataset_dir(folder):
+    """Make `folder` and keep every other prepare.py out of it → the folder for unfinished files.
+    Folders that stay empty are removed at the end. Raises UserError."""
     check_ours(folder)
     unfinished, ours = folder / UNFINISHED, False
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with locked(folder, f'{folder}: another prepare.py is writing there: wait until it is done'
-                            + (', or choose another --data_dir' if not part else '')):
+                            ', or choose another --data_dir'):
             ours = True
             try:
                 unfinished.mkdir(exist_ok=True)
@@ -319,182 +312,6 @@ def lock_dataset_dir(folder, part=None):
                             + ': it resumes' * begun) from None
         raise UserError(f'{folder}: cannot write there: {e.strerror}') from None
     finally:
-        with suppress(OSError):
-            for empty in ((folder, folder.parent, outer) if part else (folder,)) if ours else ():
-                empty.rmdir()
-
-
-# -----------------------------------------------------------------------------
-# parts of a corpus, each prepared on its own
-
-PART_NAME = re.compile(r'([1-9]\d{0,5})-of-([1-9]\d{0,5})')
-# What prepare.py writes in such a folder, and a merge that was killed beside them.
-OURS = re.compile(r'(train|val|test)(_\d{6})?\.bin|meta\.json(\.tmp)?|unfinished|\.lock.*')
-
-
-def part_folder(folder, part):
-    """Where part (k, n) of a dataset is written; `folder` itself where it is not in parts."""
-    return folder / PARTS / '{}-of-{}'.format(*part) if part else folder
-
-
-def merge_parts(folder):
-    """Make the parts of `folder` its unfinished files, with a meta.json, for publish. Raises
-    UserError where they do not fit together. After a crash at any point it can be called again."""
-    parts, unfinished = folder / PARTS, folder / UNFINISHED
-    paths, metas = find_parts(parts), {}
-    for path in paths:
-        metas[path] = read_part(path)
-        first = metas[paths[0]]
-        check_same_command(path, metas[path], paths[0], first)
-        metas[path]['tokenizer'] = first['tokenizer']  # a large one is in memory once
-    splits, moves = {}, {}
-    for split in metas[paths[0]]['splits']:
-        entries = [meta['splits'][split] for meta in metas.values()]
-        files = [(path / file['name'], file) for path, entry in zip(metas, entries, strict=True)
-                 for file in entry['files']]
-        names = [f'{split}_{i:06d}.bin' for i in range(len(files))] if len(files) > 1 \
-            else [f'{split}.bin'] * len(files)
-        splits[split] = {key: sum(entry[key] for entry in entries)
-                         for key in ('tokens', 'documents', 'bytes')}
-        splits[split]['files'] = [{**file, 'name': name}
-                                  for name, (_, file) in zip(names, files, strict=True)]
-        for name, (path, file) in zip(names, files, strict=True):
-            # A merge that was killed may have renamed it already.
-            moves[name] = path if path.exists() else parts / name
-            check_file(path, moves[name], file, np.dtype(first['dtype']).itemsize)
-    meta = {key: value for key, value in first.items() if key not in ('cut', 'given')}
-    meta['source'] = {key: value for key, value in first['source'].items() if key != 'part'}
-    meta['encoders'] = {name: version for part in metas.values()
-                        for name, version in part.get('encoders', {}).items()}
-    inputs = [file for part in metas.values() for file in part['inputs']]
-    meta = complete_meta({**meta, 'splits': splits, 'inputs': inputs}, folder)
-    for name, path in moves.items():
-        os.replace(path, parts / name)
-    write_json(parts / 'meta.json', meta)
-    shutil.rmtree(unfinished, ignore_errors=True)
-    os.replace(parts, unfinished)
-
-
-def find_parts(parts):
-    """→ the folders of all parts, in order. Raises UserError where some are not there or not
-    finished, or where others put something there, which would be lost."""
-    inside = [path for path in parts.glob('*/*') if PART_NAME.fullmatch(path.parent.name)]
-    for path in [*parts.iterdir(), *inside]:
-        if not OURS.fullmatch(path.name) and (path in inside or not PART_NAME.fullmatch(path.name)):
-            raise UserError(f'{path} was not written by prepare.py: move it elsewhere')
-    matches = filter(None, (PART_NAME.fullmatch(path.name) for path in parts.iterdir()))
-    counts = sorted({int(match[2]) for match in matches})
-    if len(counts) != 1:
-        raise UserError(f'{parts} holds parts of {" and parts of ".join(map(str, counts))}: delete '
-                        'those that do not belong there' if counts else
-                        f'{parts} holds no parts: delete it')
-    paths = {number: part_folder(parts.parent, (number, counts[0]))
-             for number in range(1, counts[0] + 1)}
-    states = {'missing': [], 'not finished': [], 'being written': []}
-    for number, path in paths.items():
-        if not path.exists():
-            states['missing'].append(str(number))
-        elif in_use(path):
-            states['being written'].append(str(number))
-        elif not (path / 'meta.json').exists():
-            states['not finished'].append(str(number))
-    if any(states.values()):
-        raise UserError(f'{parts}: of {counts[0]} parts '
-                        + '; '.join(f'{",".join(numbers[:50])}{",…" if numbers[50:] else ""} '
-                                    f'{"is" if len(numbers) == 1 else "are"} {state}'
-                                    for state, numbers in states.items() if numbers)
-                        + ': ' + ' and '.join(filter(None, (
-                            f'give the same command again with --part=K/{counts[0]} for each of '
-                            'them' if states['missing'] + states['not finished'] else '',
-                            'wait for what is being written' * bool(states['being written'])))))
-    return list(paths.values())
-
-
-def read_part(path):
-    """The meta.json of a part. Raises UserError."""
-    meta = read_meta(path / 'meta.json')
-    file = {'name': is_text, 'bytes': is_count, 'sha256': is_text}
-    try:
-        if '{}-of-{}'.format(*meta['source']['part']) != path.name:
-            raise ValueError('it is of another part')
-        for entry in meta['splits'].values():
-            check_keys(entry, {'documents': is_count, 'bytes': is_count})
-        for each in meta['inputs']:
-            check_keys(each, file)
-        return meta
-    except (LookupError, TypeError, ValueError) as e:
-        what = f'{e} is missing' if isinstance(e, KeyError) else e
-        raise UserError(f'{path}/meta.json is broken ({what}): delete {path} and prepare that part '
-                        'again') from None
-
-
-def check_same_command(path, meta, first_path, first):
-    """Raises UserError where the metas of two parts are of different commands or tokenizers, or of
-    different files."""
-    if differ := differences(meta, first):
-        raise UserError(f'{path} does not fit to {first_path.name} ({"; ".join(differ)}): delete '
-                        'what is wrong and prepare it again, all parts with the same options and '
-                        'on the same files')
-
-
-def check_neighbours(folder, part, meta, overwrite):
-    """Raises UserError where the parts beside `part` are of another number of parts or, as far as
-    they are finished, of another command or input than `meta` says, unless it may `overwrite`."""
-    others = [path for path in sorted((folder / PARTS).glob('*-of-*'))
-              if PART_NAME.fullmatch(path.name) and path != part_folder(folder, part)]
-    for path in others:
-        if (count := path.name.partition('-of-')[2]) != str(part[1]):
-            raise UserError(f'{path} is one of {count} parts, not of {part[1]}: give --part=K/'
-                            f'{count}, or delete {folder / PARTS} to begin anew')
-    for path in others:
-        with suppress(UserError):  # broken, which merge says, or not finished
-            other = read_part(path)
-            break
-    else:
-        return
-    differ = differences(other, meta)  # of one: each was compared when it began
-    if differ and not overwrite:
-        raise UserError(f'{path} is of another command or input ({"; ".join(differ)}): give the '
-                        f'same ones for all parts, or delete {folder / PARTS} to begin anew; '
-                        '--overwrite writes this part all the same')
-
-
-def differences(meta, other):
-    """How the command and the input of a part differ from another's, each with both values."""
-    command, others = meta.get('source', {}), other.get('source', {})
-    found = []
-    for key in {**others, **command}:
-        ours, theirs = command.get(key), others.get(key)
-        of_other_files = key == 'identity' and command.get('input') != others.get('input')
-        if key == 'part' or ours == theirs or of_other_files:
-            continue
-        if key == 'identity':
-            states = [each.get('given') for each in (meta, other)]
-            found.append('the input was changed between them: ' + (
-                '{}, not {}'.format(*states) if states[0] != states[1]
-                else 'the name, size or time of change of a file'))
-        elif key != 'tokenizer_sha256':
-            found.append(f'{key} {ours or "none"}, not {theirs or "none"}')
-        elif command['tokenizer'] == others['tokenizer']:
-            found.append(f'--tokenizer={command["tokenizer"]} was prepared anew between them: its '
-                         f'checksum is {ours[:8]}, not {theirs[:8]}')
-    found += [f'{key} {meta.get(key)}, not {other[key]}' for key in ('dtype', 'vocab_size', 'cut')
-              if key in other and meta.get(key) != other[key]]
-    if 'tokenizer' in other and meta.get('tokenizer') != other['tokenizer'] and not found:
-        found = ['the tokens of its tokenizer']
-    return found
-
-
-def check_file(path, moved, file, width):
-    """Raises UserError where the token file of a part, which lies at `moved`, is not what
-    was written."""
-    size, expected = moved.stat().st_size if moved.exists() else 0, width * file['tokens']
-    if size != expected:
-        found = f'{size:,} bytes where {expected:,} were written'
-    elif sha256_of(moved) != file['sha256']:
-        found = 'another checksum than when it was written'
-    else:
-        return
-    number, of = PART_NAME.fullmatch(path.parent.name).groups()
-    raise UserError(f'{path}: {found}: the file is damaged; give its command again, with '
-                    f'--part={number}/{of}')
+        if ours:
+            with suppress(OSError):
+                folder.rmdir()

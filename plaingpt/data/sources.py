@@ -5,37 +5,34 @@ A source yields its text in pieces, in an order that is always the same, one in 
     source.pieces(mark)    yields Piece; starts at `mark` where one is given
     source.mark()          the place after the last piece, as JSON; None where a source cannot
                            start there and has to read everything again
-    source.total           how much text there is, in source.unit, or None where that is unknown
+    source.position()      how much of source.total is read, in source.unit
+    source.total           how much there is, or None where that is unknown
     source.identity()      JSON that changes when the input changes
-    source.summary()       what tells the input from an earlier one, for people
     source.is_one_text     True where few files are one text, which is not cut into documents
     source.nulls           how many rows were left out because their text is null
     source.replaced        how many halves of characters in them were replaced with U+FFFD
-    source.place_of(char)  the file and the line of its first occurrence, for people
-    source.inputs()        after the last piece, {name, bytes and sha256 of each file: a list}
-    source.part(k, n)      the k-th of n parts, from 1 on, as a source: together they have its
-                           pieces, in its order; not where it is one text
-    source.cut             JSON that is the same in all parts of n where they fit together
+    source.inputs()        {name, bytes and sha256 of each file: a list}
 """
 
 import hashlib
 import http.client
 import os
+import stat
 import urllib.request
 from contextlib import closing
 from functools import lru_cache
-from itertools import islice
 from pathlib import Path
 
-from plaingpt.data import documents
-from plaingpt.data.documents import Piece
+from plaingpt.data import readers
 from plaingpt.data.hub import HubDataset
-from plaingpt.data.rows import file_type
-from plaingpt.data.text_files import Files, is_hub_folder
+from plaingpt.data.readers import Piece, file_type
 from plaingpt.system.errors import UserError
+from plaingpt.system.files import sha256_of
 from plaingpt.system.formatting import shown
 from plaingpt.system.streams import Progress
 
+ONE_TEXT_FILES = 100  # fewer text files than this are one text
+SMALL_PIECE_CHARS = 2**15  # of a file, what goes into one split
 DOWNLOAD_TIMEOUT = 30  # seconds without a byte
 BLOCK_CHARS = 4096  # of a sample
 PLACES = 32  # in a dataset of the hub where a sample is taken
@@ -49,25 +46,18 @@ def open_source(name, corpus, config, errors='strict'):
         raise UserError(f'{name} needs {corpus.required_option()}')
     form = corpus.document_form if config.documents == 'auto' else config.documents
     text_field = config.text_field or corpus.text_field
-    from_hub, folder = corpus.hub is not None, Path(os.path.expanduser(where))
-    if not from_hub and is_hub_folder(folder):
-        print(f'{shown(folder)} is laid out like a dataset of the Hugging Face hub: reading it as '
-              'prepare.py hf --path=FOLDER does')
-        from_hub, where = True, str(folder)
-    if from_hub:
+    if corpus.hub is not None:
         splits = {'train': config.split} if config.split else corpus.splits
-        if config.val_split:
-            splits = {**splits, 'val': config.val_split}
-        if config.test_split:
-            splits = {**splits, 'test': config.test_split}
+        own = {split: getattr(config, f'{split}_split') for split in ('val', 'test')}
+        splits = {**splits, **{split: theirs for split, theirs in own.items() if theirs}}
         if config.max_tokens:  # when there are so many to train on, nothing else is left to read
             splits = dict(sorted(splits.items(), key=lambda item: item[0] == 'train'))
-        own = config.path or config.input or config.subset  # then the table's count is not its
+        is_other = config.path or config.input or config.subset  # than that of the table
         return HubDataset(where, config.subset or corpus.subset, splits, text_field, form,
-                          0 if own else corpus.documents)
+                          0 if is_other else corpus.documents)
     if corpus.url and not config.input:
-        data = download(corpus.url, corpus.sha256, 'name a local copy with --input=FILE')
-        return TextInMemory(data.decode(), corpus.url)
+        data = download(corpus.url, corpus.sha256)
+        return DownloadedText(data.decode(), corpus.url)
     paths = corpus.find(where, print)
     rows = [path for path in paths if file_type(path) != 'text']
     if rows and config.documents != 'auto':
@@ -82,12 +72,143 @@ def open_source(name, corpus, config, errors='strict'):
     return files
 
 
+class Files:
+    """Documents of files of text and of rows. Few text files are one text together, with a line
+    break between two where the first does not end with one."""
+
+    unit = 'B'
+
+    def __init__(self, paths, name, form='file', text_field='text', errors='strict'):
+        self.paths, self.name = paths, name
+        self.form, self.text_field, self.errors = form, text_field, errors
+        self.sizes = [size_of(path) for path in paths]
+        self.total = sum(self.sizes)
+        # Of few large files each split gets its share; of many, most stay whole.
+        self.piece_chars = min(max(self.total // 100, SMALL_PIECE_CHARS), readers.PIECE_CHARS)
+        self.is_one_text = form == 'file' and len(paths) < ONE_TEXT_FILES and \
+            all(file_type(path) == 'text' for path in paths)
+
+    def pieces(self, mark=None):
+        self.nulls = self.replaced = self._done = 0
+        line_open = False  # the file before ends within a line
+        for path, size in zip(self.paths, self.sizes, strict=True):
+            with open_bytes(path) as self._file:
+                for text, new_document in self.documents(self._file):
+                    if self.is_one_text:
+                        # by itself: what a tokenizer learns from does not depend on the order
+                        if line_open and new_document:
+                            yield Piece('\n', False)
+                        line_open = not text.endswith(('\n', '\r'))
+                    yield Piece(text, new_document)
+            self._done += size
+
+    def documents(self, file):
+        """Yield (text, whether it begins a document) of an open file."""
+        if file_type(Path(file.name)) == 'text':
+            with readers.open_text(file, self.errors) as text:
+                yield from readers.whole_file(text, self.piece_chars) if self.form == 'file' \
+                    else readers.DOCUMENT_FORMS[self.form](text)
+            return
+        # Rows are text for the byte tokenizer too.
+        errors = 'strict' if self.errors == 'surrogateescape' else self.errors
+        for where, row in readers.read_rows(file, self.text_field, errors):
+            text = readers.text_of(row, self.text_field, where)
+            self.nulls += text is None
+            if text and not text.isascii():
+                text, replaced = readers.replace_surrogates(text)
+                self.replaced += replaced
+            if text and text.strip():
+                yield text, True
+
+    def position(self):
+        return self._done + (0 if self._file.closed else self._file.tell())
+
+    def mark(self):
+        return None
+
+    def identity(self):
+        digest = hashlib.sha256()
+        for path, size in zip(self.paths, self.sizes, strict=True):
+            status = f'\0{size}\0{path.stat().st_mtime_ns}\n'
+            digest.update(os.fsencode(path) + status.encode())
+        return digest.hexdigest()
+
+    def inputs(self):
+        return [{'name': str(path).encode('utf-8', 'backslashreplace').decode(), 'bytes': size,
+                 'sha256': sha256_of(path)}
+                for path, size in zip(self.paths, self.sizes, strict=True)]
+
+
+def size_of(path):
+    """Bytes of a file. Raises UserError, also for what is not a regular file."""
+    try:
+        status = os.stat(path)
+    except OSError as e:
+        raise UserError(f'{shown(path)}: {e.strerror}') from None
+    if not stat.S_ISREG(status.st_mode):
+        raise UserError(f'{shown(path)} is a pipe, a socket or a device, and text is read more '
+                        'than once: write it to a file, and name that with --input')
+    return status.st_size
+
+
+def open_bytes(path):
+    try:
+        return open(path, 'rb')
+    except OSError as e:
+        raise UserError(f'{shown(path)}: {e.strerror}') from None
+
+
+class DownloadedText:
+    """A text that was downloaded."""
+
+    unit, is_one_text, nulls, replaced = 'B', True, 0, 0
+
+    def __init__(self, text, name):
+        self.text, self.name = text, name
+        self.total = len(text.encode())
+
+    def pieces(self, mark=None):
+        for start in range(0, len(self.text), readers.PIECE_CHARS):
+            yield Piece(self.text[start:start + readers.PIECE_CHARS], not start)
+
+    def position(self):
+        return self.total
+
+    def mark(self):
+        return None
+
+    def identity(self):
+        return hashlib.sha256(self.text.encode()).hexdigest()
+
+    def inputs(self):
+        return [{'name': self.name, 'bytes': self.total, 'sha256': self.identity()}]
+
+
+def download(url, sha256):
+    """The bytes behind `url`. Raises UserError."""
+    advice = 'try again, or name a local copy with --input=FILE'
+    try:
+        with urllib.request.urlopen(url, timeout=DOWNLOAD_TIMEOUT) as response:
+            data = response.read()
+    # URLError, timeouts and resets are OSErrors; what ends too early is an HTTPException
+    except (OSError, http.client.HTTPException) as e:
+        raise UserError(f'{url} could not be downloaded ({getattr(e, "reason", e)}): {advice}') \
+            from None
+    if hashlib.sha256(data).hexdigest() != sha256:
+        raise UserError(f'{url}: what arrived has another checksum: {advice}')
+    return data
+
+
+# -----------------------------------------------------------------------------
+# what a tokenizer learns from
+
+
 def read_texts(source, what):
     """Yield the texts of a source, and show how far it is read."""
     with closing(source.pieces()) as pieces, Progress(what, source.total, source.unit) as progress:
         for piece in pieces:
             yield piece.text
-            progress.advance_to(piece.position)
+            progress.advance_to(source.position())
 
 
 @lru_cache(1)  # of a running text they are asked for twice
@@ -99,7 +220,7 @@ def sample(source, characters):
     """Yield texts of about so many characters, spread evenly over a source; all of it where it has
     no more. The order of files does not matter."""
     if source.unit != 'B':
-        yield from sample_places(source, characters)
+        yield from sample_hub(source, characters)
         return
     total = count_characters(source)
     if total <= characters:
@@ -109,7 +230,7 @@ def sample(source, characters):
     for text in read_texts(source, 'learning from it'):
         start = 0
         while start < len(text):
-            block = text[start:documents.place_to_cut(text, start, BLOCK_CHARS)]
+            block = text[start:readers.place_to_cut(text, start, BLOCK_CHARS)]
             start += len(block)
             # not the hash that decides the split: a sample is no more of the one than of the other
             digest = hashlib.blake2b(block.encode('utf-8', 'replace'), digest_size=8,
@@ -118,77 +239,17 @@ def sample(source, characters):
                 yield block
 
 
-def sample_places(source, characters):
-    """The same of a dataset of the hub, which is too large to be read whole: as many characters
-    from the beginning of each of PLACES parts, and more from some where others have fewer."""
-    if source.form != 'file' and is_small(source, characters):
-        yield from read_texts(source, 'learning from it')  # articles that are not cut
-        return
-    waiting = [(part, 0) for part in source.spread(PLACES)]
+def sample_hub(source, characters):
+    """The same of a dataset of the hub, which is too large to be read whole: its beginnings in
+    PLACES places, equally much of each, and more where those before had less."""
+    places, left = source.places(PLACES), characters
     with Progress('learning from it', characters, 'characters') as progress:
-        left = characters
-        while waiting and left > 0:
-            unfinished = []
-            for n, (part, taken) in enumerate(waiting):
-                quota = left / (len(waiting) - n)
-                with closing(part.pieces()) as pieces:
-                    for piece in islice(pieces, taken, None):
-                        if quota <= 0:
-                            unfinished.append((part, taken))
-                            break
-                        yield piece.text
-                        taken += 1
-                        quota -= len(piece.text)
-                        left -= len(piece.text)
-                        progress.advance_to(characters - left)
-            waiting = unfinished
-
-
-def is_small(source, characters):
-    """True where a source has at most so many characters; a larger one is not read to its end."""
-    with closing(source.pieces()) as pieces:
-        for piece in pieces:
-            characters -= len(piece.text)
-            if characters < 0:
-                return False
-    return True
-
-
-class TextInMemory:
-    """A text that was downloaded."""
-
-    unit, is_one_text, nulls, replaced = 'B', True, 0, 0
-
-    def __init__(self, text, name):
-        self.text, self.name = text, name
-        self.total = len(text.encode())
-
-    def pieces(self, mark=None):
-        for text, new_document, _ in documents.whole_files([(self.text, 0)]):
-            yield Piece(text, new_document, self.total)
-
-    def mark(self):
-        return None
-
-    def place_of(self, character):
-        return self.name
-
-    def identity(self):
-        return hashlib.sha256(self.text.encode()).hexdigest()
-
-    def inputs(self):
-        return [{'name': self.name, 'bytes': self.total, 'sha256': self.identity()}]
-
-
-def download(url, sha256, advice):
-    """The bytes behind `url`. Raises UserError; `advice`: what to do with a copy instead."""
-    try:
-        with urllib.request.urlopen(url, timeout=DOWNLOAD_TIMEOUT) as response:
-            data = response.read()
-    # URLError, timeouts and resets are OSErrors; what ends too early is an HTTPException
-    except (OSError, http.client.HTTPException) as e:
-        raise UserError(f'{url} could not be downloaded ({getattr(e, "reason", e)}): try again, or '
-                        f'{advice}') from None
-    if hashlib.sha256(data).hexdigest() != sha256:
-        raise UserError(f'{url}: what arrived has another checksum: try again, or {advice}')
-    return data
+        for n, texts in enumerate(places):
+            quota = left / (len(places) - n)
+            for text in texts:
+                if quota <= 0:
+                    break
+                yield text
+                quota -= len(text)
+                left -= len(text)
+                progress.advance_to(characters - left)

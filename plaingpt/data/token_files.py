@@ -8,13 +8,13 @@ from pathlib import Path
 
 import numpy as np
 
-from plaingpt.system.errors import UserError
 from plaingpt.data.foreign_files import (
     HEADER_BYTES,
     check_format,
     check_ids_of_16_bits,
     header_size,
 )
+from plaingpt.system.errors import UserError
 
 READ_TOKENS = 2**22  # at a time, when a file is read into memory
 SAMPLED_BLOCKS, SAMPLED_BYTES = 64, 2**14  # that sampled_sha256 reads

@@ -22,9 +22,9 @@ from types import MappingProxyType
 
 import numpy as np
 
-from plaingpt.system.errors import UserError, needs
 from plaingpt.data.chat_tokenizer import NAMES as SPECIAL_TOKENS
 from plaingpt.data.chat_tokenizer import ChatTokenizer
+from plaingpt.system.errors import UserError, needs
 
 NAMES = 'char, byte, gpt2, bpe or bpe:VOCAB_SIZE'
 BPE_VOCAB_SIZE = 8192  # of plain 'bpe'

@@ -1,0 +1,259 @@
+"""A file → its text, cut into documents; a file of rows → the text in one of their fields. Both are
+read a block or a row at a time, also where they are compressed as .gz, .bz2, .xz or .zst."""
+
+import bz2
+import csv
+import gzip
+import io
+import itertools
+import json
+import lzma
+import re
+import zlib
+from contextlib import contextmanager
+from pathlib import Path
+from typing import NamedTuple
+
+from plaingpt.system.errors import UserError, needs
+from plaingpt.system.formatting import shown
+
+COMPRESSED = ('.gz', '.bz2', '.xz', '.zst')
+ROWS = {'.jsonl': 'jsonl', '.ndjson': 'jsonl', '.json': 'json', '.csv': 'csv', '.tsv': 'tsv',
+        '.parquet': 'parquet'}  # ending → type; all others are text
+BLOCK_CHARS = 2**20  # that are read at a time
+PIECE_CHARS = 2**18  # a longer document comes in pieces
+JSON_CHARS = 2**28  # of a .json file, which is in memory whole
+NAMES_SHOWN = 200  # characters of the names of fields in a message
+
+
+class Piece(NamedTuple):
+    """What a source yields: a document, or a part of one."""
+
+    text: str
+    new_document: bool  # False where the document of the piece before continues
+    split: str = ''  # 'train', 'val' or 'test' where the corpus itself says so
+
+
+def inner_suffix(path):
+    """The ending without that of the compression, in small letters: '.txt' of a.TXT.gz."""
+    suffix = path.suffix.lower()
+    return Path(path.stem).suffix.lower() if suffix in COMPRESSED else suffix
+
+
+def file_type(path):
+    """'text', 'jsonl', 'json', 'csv', 'tsv' or 'parquet', by the name."""
+    return ROWS.get(inner_suffix(path), 'text')
+
+
+# -----------------------------------------------------------------------------
+# text
+
+
+@contextmanager
+def open_text(file, errors='strict'):
+    """A context of the UTF-8 text of an open file of bytes, unpacked. Its lines end with \\n alone,
+    and are as they are. Raises UserError, also for what goes wrong while it is read.
+    errors: as of bytes.decode; with 'surrogateescape' the file may be any bytes"""
+    path = Path(file.name)
+    try:
+        with unpack(file, path.suffix.lower()) as data:
+            if errors != 'surrogateescape' and b'\0' in data.peek(1):
+                raise UserError(f'{shown(path)}: no UTF-8 text, it has NUL bytes: leave it out, or '
+                                'convert it (UTF-16 with iconv -f UTF-16 -t UTF-8)')
+            yield io.TextIOWrapper(data, 'utf-8-sig', errors, newline='\n')
+    except UnicodeDecodeError:
+        line = first_line_of_other_bytes(path)
+        raise UserError(f'{shown(path)}, line {line}: not UTF-8: convert it, for example with '
+                        'iconv -f latin1 -t utf-8, or give prepare.py --errors=replace') from None
+    except (OSError, EOFError, zlib.error, lzma.LZMAError) as e:
+        what = getattr(e, 'strerror', None) or e
+        raise UserError(f'{shown(path)}: cannot be read ({what})') from None
+
+
+def unpack(file, suffix):
+    """A file of bytes → its bytes without the compression, as a buffered reader."""
+    if suffix == '.zst':
+        with needs('pyarrow', 'a .zst file'):
+            import pyarrow
+        return io.BufferedReader(pyarrow.CompressedInputStream(file, 'zstd'), 2**18)
+    modules = {'.gz': gzip, '.bz2': bz2, '.xz': lzma}
+    return modules[suffix].open(file) if suffix in modules else file
+
+
+def first_line_of_other_bytes(path):
+    """The number of the first line that is not UTF-8."""
+    with open(path, 'rb') as file, unpack(file, path.suffix.lower()) as data:
+        for number, line in enumerate(data, 1):
+            try:
+                line.decode()
+            except UnicodeDecodeError:
+                return number
+
+
+# The beginning of a text up to the last white space that follows something else.
+CUT = re.compile(r'(?s:.*\S)(?=[ \n])')
+
+
+def place_to_cut(text, start, characters):
+    """Where to cut a text at most so many characters after `start`, at white space if possible."""
+    if len(text) - start <= characters:
+        return len(text)
+    cut = CUT.match(text, start, start + characters + 1)
+    return cut.end() if cut else start + characters
+
+
+def whole_file(text, piece_chars=PIECE_CHARS):
+    """A file is one document, or none where it is blank. Long files are cut where GPT-2's pattern
+    also cuts (at white space that follows something else), so that the tokens are those of the
+    uncut file."""
+    rest, is_new = '', True
+    while block := text.read(BLOCK_CHARS):
+        rest += block
+        if is_new and rest.isspace():
+            continue
+        start = 0
+        while len(rest) - start > piece_chars:
+            end = place_to_cut(rest, start, piece_chars)
+            yield rest[start:end], is_new
+            start, is_new = end, False
+        rest = rest[start:]
+    if rest.strip() or (rest and not is_new):
+        yield rest, is_new
+
+
+def each_line(lines):
+    """Each line that is not blank is a document."""
+    return ((line.rstrip('\r\n'), True) for line in lines if line.strip())
+
+
+def paragraphs(lines):
+    """The lines between two blank lines are a document."""
+    for has_text, group in itertools.groupby(lines, lambda line: bool(line.strip())):
+        if has_text:
+            yield ''.join(group).rstrip('\r\n'), True
+
+
+TITLE = re.compile(r' = (?!= )[^\n]+(?<! =) = \r?\n?')  # ' = Title = ', not ' = = Section = = '
+
+
+def articles(lines):
+    """WikiText's articles: each line ' = Title = ' begins a document."""
+    group = []
+    for line in lines:
+        if TITLE.fullmatch(line) and any(map(str.strip, group)):
+            yield ''.join(group), True
+            group = []
+        group.append(line)
+    if any(map(str.strip, group)):
+        yield ''.join(group), True
+
+
+# What a document of a text can be → a function from an open file, or lines, to (text, whether it
+# begins a document).
+DOCUMENT_FORMS = {'file': whole_file, 'line': each_line, 'paragraph': paragraphs,
+                  'title': articles}
+
+
+# -----------------------------------------------------------------------------
+# rows
+
+
+def read_rows(file, field=None, errors='strict'):
+    """Yield ('FILE, line N' or 'FILE, row N', row) of an open file of rows, each a JSON value or a
+    dict of columns. field: that which is wanted; only its column of Parquet is read. UserError."""
+    path = Path(file.name)
+    kind, name = file_type(path), shown(path)
+    if kind == 'parquet':
+        yield from parquet_rows(file, name, field)
+        return
+    with open_text(file, errors) as text:
+        if kind in ('csv', 'tsv'):
+            yield from csv_rows(text, name, 'excel' if kind == 'csv' else 'excel-tab')
+        elif kind == 'json' and text.buffer.peek(1).lstrip(b'\xef\xbb\xbf \t\r\n')[:1] == b'[':
+            yield from json_array(text, name)
+        else:
+            for number, line in enumerate(text, 1):
+                if line.strip():
+                    where = f'{name}, line {number}'
+                    yield where, parse_json(line, where)
+
+
+def json_array(text, name):
+    content = text.read(JSON_CHARS + 1)
+    if len(content) > JSON_CHARS:
+        raise UserError(f'{name}: an array of more than {JSON_CHARS:,} characters is not read: '
+                        'write its rows as .jsonl, one a line')
+    rows = parse_json(content, name)
+    yield from ((f'{name}, row {number}', row) for number, row in enumerate(rows, 1))
+
+
+def parse_json(text, where):
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as e:
+        what = f'{e.msg} at column {e.colno}' if getattr(e, 'lineno', 0) == 1 else e
+        raise UserError(f'{where}: not JSON: {what}') from None
+
+
+def csv_rows(text, name, dialect):
+    csv.field_size_limit(2**31 - 1)
+    table = csv.DictReader(text, dialect=dialect, strict=True)
+    while True:
+        try:
+            row = next(table, None)
+        except csv.Error as e:
+            raise UserError(f'{name}, line {table.line_num}: {e}') from None
+        if row is None:
+            return
+        where = f'{name}, line {table.line_num}'
+        if None in row:
+            raise UserError(f'{where}: more columns than the first line names, which are '
+                            f'{len(table.fieldnames)}: quote the text that has separators in it')
+        yield where, row
+
+
+def parquet_rows(file, name, field):
+    with needs('pyarrow', 'a .parquet file'):
+        import pyarrow.parquet
+    try:
+        table = pyarrow.parquet.ParquetFile(file)
+        names = [column.path for column in table.schema]
+        wanted = [column for column in names if column == field] if field else None
+        if wanted == []:
+            text_of(dict.fromkeys(names), field, name)  # raises
+        batches = table.iter_batches(256, columns=wanted)
+        rows = itertools.chain.from_iterable(batch.to_pylist() for batch in batches)
+        yield from ((f'{name}, row {number}', row) for number, row in enumerate(rows, 1))
+    except (OSError, pyarrow.ArrowException, UnicodeDecodeError) as e:
+        raise UserError(f'{name}: cannot be read ({str(e).splitlines()[0]})') from None
+
+
+def text_of(row, field, where):
+    """The text in a field of a row, None where it is null. 'a.b' is b in a, unless it is a field
+    itself. Raises UserError."""
+    value = row
+    for key in [field] if isinstance(row, dict) and field in row else field.split('.'):
+        if value is None:
+            return None
+        if not isinstance(value, dict) or key not in value:
+            names = ', '.join(map(repr, row)) if isinstance(row, dict) and row else 'no fields'
+            names = names[:NAMES_SHOWN] + '…' * (len(names) > NAMES_SHOWN)
+            raise UserError(f'{where}: no field {field!r}, it has {names}: choose with '
+                            '--text_field=…')
+        value = value[key]
+    if not isinstance(value, str | None):
+        raise UserError(f'{where}: field {field!r} is {type(value).__name__} and not text: '
+                        'choose another with --text_field=…')
+    return value
+
+
+LONE_SURROGATES = re.compile('[\ud800-\udfff]')  # halves of characters, which JSON can hold
+
+
+def replace_surrogates(text):
+    """→ (text with U+FFFD for each half of a character, how many there were)"""
+    try:
+        text.encode()  # faster than to look for them
+        return text, 0
+    except UnicodeEncodeError:
+        return LONE_SURROGATES.subn('\ufffd', text)

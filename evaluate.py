@@ -22,7 +22,7 @@ from typing import Literal
 
 from configurator import load_config
 from plaingpt.data.batches import fits_in_ram
-from plaingpt.data.mixtures import open_named
+from plaingpt.data.dataset import open_named
 from plaingpt.inference import scoring
 from plaingpt.system.devices import autocast, choose_device, choose_dtype
 from plaingpt.system.distributed import host_group, launched_world, print0, process_group

@@ -21,8 +21,7 @@ from configurator import load_config
 from model import GPT
 from plaingpt.benchmarks.step_speed import Workload, estimate_speed
 from plaingpt.data.corpora import find_dataset_size, find_sizes
-from plaingpt.data.dataset import SHARES, has_token_files, read_names
-from plaingpt.data.mixtures import open_named
+from plaingpt.data.dataset import has_token_files, open_named, read_names
 from plaingpt.inference.hf_export import describe_export, nearest_architectures
 from plaingpt.kernels.recompute import KINDS
 from plaingpt.system import devices
@@ -167,9 +166,9 @@ def token_plan(shape, config, sequences, parameters, dataset_tokens):
     """Tokens of the run, and how they and the corpus match the model."""
     step = sequences * shape.block_size
     total = step * config.max_iters
-    shares, sizes = read_names(config.dataset), find_sizes(config.dataset)
-    corpora = [{'name': name, 'source': source, 'weight': shares[name] / SHARES, 'tokens': size,
-                'epochs': total * shares[name] / SHARES / size if size else None}
+    weights, sizes = read_names(config.dataset), find_sizes(config.dataset)
+    corpora = [{'name': name, 'source': source, 'weight': weights[name], 'tokens': size,
+                'epochs': total * weights[name] / size if size else None}
                for name, (_, size, source) in sizes.items()]
     blocks = 12 * shape.n_layer * shape.n_embd**2
     return {'parameters': parameters, 'per_step': step, 'total': total,

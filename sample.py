@@ -17,14 +17,13 @@ if __name__ == '__main__':  # before torch, which takes seconds
 import json
 import sys
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Annotated, Literal
 
 import torch
 from tqdm import tqdm
 
 from configurator import load_config
-from plaingpt.data.rows import json_rows
+from plaingpt.data.readers import read_jsonl
 from plaingpt.inference.terminal_chat import run_chat, show
 from plaingpt.inference.text_generator import Sampling, TextGenerator, read_text
 from plaingpt.inference.weight_layout import prepare_for_generation
@@ -90,7 +89,7 @@ class SampleConfig(Sampling, checkpoints.ModelChoice):
 def read_prompts(path):
     """The lines of a .jsonl file → [(object, 'FILE, line N')]. Raises UserError."""
     rows = []
-    for row, where, _ in json_rows(Path(path)):
+    for where, row in read_jsonl(path):
         if not isinstance(row, dict) or not isinstance(row.get('prompt'), str):
             raise UserError(f'{where}: no object with a text under "prompt"')
         rows.append((row, where))

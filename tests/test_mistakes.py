@@ -20,7 +20,7 @@ MISTAKES = {
     'targets are not shifted': (
         'plaingpt/data/batches.py', 'sequences[:, 1:].contiguous()',
         'sequences[:, :-1].contiguous()',
-        'tokens/test_batches.py::test_targets_are_the_next_tokens'),
+        'data/test_batches.py::test_targets_are_the_next_tokens'),
     'the loss is not divided by the micro-steps': (
         'plaingpt/training/training_step.py', 'else loss / micro_steps', 'else loss',
         'test_train.py::test_a_step_of_several_micro_batches_is_that_of_one_big_batch'),
@@ -43,9 +43,9 @@ MISTAKES = {
         'else slice(begin + 1, self.end + 1)',
         'inference/test_generation.py::test_cached_text_is_that_of_whole_forward_passes'),
     'the loss is also over what users say': (
-        'plaingpt/data/packing.py', 'targets[torch.from_numpy(~learned[:, 1:])] = -1', 'pass',
-        'tokens/test_packing.py::test_conversations_that_fit_are_never_cut_and_all_that_is_learned_'
-        'is_a_target_once'),
+        'plaingpt/data/packing.py', 'targets[torch.from_numpy(~loss_mask[:, 1:])] = -1', 'pass',
+        'data/test_packing.py::test_conversations_that_fit_are_never_cut_and_each_answer_is_a_'
+        'target_once'),
     'no end of text before a document': (
         'plaingpt/data/encoding.py', 'ids[split].append([end_of_text])', 'pass',
         'test_prepare.py::test_the_end_of_text_stands_before_each_document'),

@@ -11,7 +11,7 @@ from plaingpt.benchmarks.ladder import stack_slices
 from plaingpt.benchmarks.result_tables import markdown
 from plaingpt.benchmarks.step_speed import make_step, random_batches
 from plaingpt.benchmarks.timing import step_seconds
-from plaingpt.data.mixtures import open_named
+from plaingpt.data.dataset import open_named
 from plaingpt.system.formatting import short
 
 BATCHES = 200  # that are timed of each reader

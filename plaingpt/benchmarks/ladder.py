@@ -22,8 +22,7 @@ from plaingpt.benchmarks.result_tables import format_memory, format_times, markd
 from plaingpt.benchmarks.timing import step_seconds, step_times
 from plaingpt.data.batches import BatchLoader
 from plaingpt.data.corpora import find_dataset_size
-from plaingpt.data.dataset import has_token_files
-from plaingpt.data.mixtures import open_named
+from plaingpt.data.dataset import has_token_files, open_named
 from plaingpt.data.token_files import TokenStream, open_tokens
 from plaingpt.system.devices import autocast
 from plaingpt.training.optimizers import build_optimizer

@@ -16,7 +16,7 @@ from model import GPT, GPTConfig
 from plaingpt.benchmarks.result_tables import format_memory, format_times, markdown
 from plaingpt.benchmarks.timing import matmul_flops, step_seconds, step_times
 from plaingpt.data.batches import fits_in_ram
-from plaingpt.data.mixtures import open_named
+from plaingpt.data.dataset import open_named
 from plaingpt.system.devices import (
     DTYPES,
     autocast,

@@ -60,7 +60,7 @@ def permute(indices, n, k):
 class BatchLoader:
     """Batches of a split for this process, as a function of the step.
 
-    stream: the tokens of the split (dataset.TokenStream)
+    stream: the tokens of the split (token_files.TokenStream)
     micro_steps: micro-batches that this process takes per step (each of batch_size sequences)
     rank, world_size: which share of a step's sequences is this process's own
     only_first: train on the sequences of the first so many steps again and again; 0 for all
@@ -78,7 +78,7 @@ class BatchLoader:
         self.tile()
 
     def tile(self):
-        """Find the sequences of the split."""
+        """Cut the split into sequences: how many there are, and how far they can be shifted."""
         tokens, T = len(self.stream), self.block_size
         if tokens < T + 1:
             raise UserError(f'{self.stream.files[0].path}: {tokens} tokens are fewer than one '
@@ -87,10 +87,10 @@ class BatchLoader:
         # One sequence fewer than would fit leaves room to shift the tiling by up to block_size - 1.
         self.sequences_per_epoch = max(1, (tokens - T) // T)
         self.spare = tokens - 1 - self.sequences_per_epoch * T
-        self.eval_sequences = (tokens - 1) // T
+        self.num_eval_sequences = (tokens - 1) // T
 
-    left_out = 0  # tokens that no epoch reads
-    beside = ()  # of a validation split, loaders of other text whose loss is looked at only
+    tokens_left_out = 0  # those that no epoch reads
+    beside = ()  # of a validation split: loaders of other datasets that are evaluated too
 
     @property
     def parts(self):
@@ -98,7 +98,7 @@ class BatchLoader:
         return [self]
 
     def epoch_tokens(self):
-        """How many tokens the model reads until all of the split was read."""
+        """How many tokens the model reads in an epoch."""
         return len(self.stream)
 
     def sequences_before(self, step):
@@ -138,17 +138,22 @@ class BatchLoader:
         for epoch in np.unique(epochs):
             here = epochs == epoch
             sequences = permute(places[here], self.sequences_per_epoch, key(self.seed, int(epoch)))
-            starts[here] = self.phase(int(epoch)) + sequences * self.block_size
+            starts[here] = self.epoch_starts(int(epoch), sequences)
         return starts
 
+    def epoch_starts(self, epoch, sequences):
+        """Indices of sequences in the split → the token where each begins in an epoch."""
+        return self.phase(epoch) + sequences * self.block_size
+
     def layout(self, start):
-        """What a sequence is made of: [(column, first token, how many)]"""
+        """The token where a sequence begins → [(column in the batch, first token in the split,
+        number of tokens)] of its pieces."""
         return [(0, start, self.block_size + 1)]
 
     def phase(self, epoch):
-        """The token where the tiling of an epoch starts: of every second one at random. The others
-        start so that the last token is reached, the first, and what lies between in a split that
-        is shorter than three sequences."""
+        """The token where the tiling of an epoch starts: a random one in even epochs. Odd epochs
+        start where the tiling ends with the last token, at the first token, and halfway between:
+        together they reach every token, also of a split shorter than three sequences."""
         if epoch % 2:
             return (self.spare, 0, self.spare // 2)[epoch // 2 % 3]
         return int(key(self.seed, epoch, 1)[0] % np.uint64(min(self.block_size, self.spare + 1)))
@@ -173,15 +178,17 @@ class BatchLoader:
                 yield self._on_device(batch)
 
     def eval_batches(self, n, at_beginning=False):
-        """This process's share of n sequences, or of all where there are fewer → one array per
-        batch: the token where each sequence begins. They are always the same, whatever the batch
-        size: spread evenly over the split, or the first n; with only_first, they are the sequences
-        that are trained on. All processes have as many batches; the last of some may be empty."""
+        """This process's share of n evaluated sequences, or of all where there are fewer → one
+        array per batch: the token where each sequence begins.
+
+        The sequences are the same for any batch size: spread evenly over the split, or the first n;
+        with only_first, those that are trained on. All processes have the same number of batches;
+        the last of some may be empty."""
         if self.only_first:
             n = self.only_first * self.step_size
             mine = self.sequence_starts(np.arange(self.rank, n, self.world_size))
         else:
-            n = min(n, self.eval_sequences)
+            n = min(n, self.num_eval_sequences)
             mine = self.eval_starts(np.arange(self.rank, n, self.world_size), n, at_beginning)
         return [mine[i:i + self.batch_size]
                 for i in range(0, math.ceil(n / self.world_size), self.batch_size)]
@@ -189,7 +196,7 @@ class BatchLoader:
     def eval_starts(self, places, n, first):
         """The token where each of `places` in range(n) begins: of n spread over the split, or with
         `first` of its first n. They repeat where n is more than there are."""
-        among = min(n, self.eval_sequences) if first else self.eval_sequences
+        among = min(n, self.num_eval_sequences) if first else self.num_eval_sequences
         return places * among // n * self.block_size
 
     def eval_batch(self, starts):
@@ -203,10 +210,10 @@ class BatchLoader:
 
     def _on_host(self, starts):
         sequences = torch.from_numpy(self.stream.sequences(starts, self.block_size + 1))  # (B, T+1)
-        idx, targets = sequences[:, :-1].contiguous(), sequences[:, 1:].contiguous()
-        if self.device.type == 'cuda':
-            return idx.pin_memory(), targets.pin_memory()
-        return idx, targets
+        return self._pinned(sequences[:, :-1].contiguous(), sequences[:, 1:].contiguous())
+
+    def _pinned(self, *tensors):
+        return [x.pin_memory() for x in tensors] if self.device.type == 'cuda' else tensors
 
     def _on_device(self, batch):
         # From pinned memory the copy runs while the host continues; elsewhere it blocks.
@@ -217,6 +224,6 @@ def fits_in_ram(folders, processes):
     """True where a copy of the token files for each process takes at most a quarter of the
     memory that is free now. Unknown means no: reading from disk always works."""
     free = free_memory()
-    size = sum(path.stat().st_size for folder in folders for path in Path(folder).glob('*.bin')
-               if path.exists())
+    size = sum(path.stat().st_size for folder in folders for path in Path(folder).iterdir()
+               if path.suffix in ('.bin', '.ds') and path.exists())
     return free is not None and size * processes <= free / 4

@@ -2,14 +2,14 @@
 
     <|conversation|> <|user|> Hi! <|end|> <|assistant|> Hello. <|end|>
 
-The model learns what it is to write itself: the text of the assistant and the <|end|> after it.
+The text of the assistant and the <|end|> after it count in the loss, the other tokens do not.
 """
 
 from itertools import groupby
 
 import numpy as np
 
-NAMES = ('<|conversation|>', '<|system|>', '<|user|>', '<|assistant|>', '<|end|>')
+SPECIAL_TOKENS = ('<|conversation|>', '<|system|>', '<|user|>', '<|assistant|>', '<|end|>')
 # The same as Jinja, for programs of others. llama.cpp's programs can go without Jinja and then look
 # for names in this text, by which they would take it for Phi-3's template: so they are in pieces.
 TEMPLATE = (
@@ -29,7 +29,7 @@ def is_chat(tokenizer):
 
 
 def ends_of(tokenizer):
-    """The ids that are no text: each ends what the model writes."""
+    """The ids that end a generated text or answer: those of special tokens."""
     ends = {tokenizer.end_of_text}
     if is_chat(tokenizer):
         ends |= {tokenizer.end_of_turn, *tokenizer.roles.values(), tokenizer.base.end_of_text}
@@ -37,9 +37,9 @@ def ends_of(tokenizer):
 
 
 class ChatTokenizer:
-    """The ids of `base`, a tokenizer of text, and after them those of NAMES.
+    """`base`'s vocabulary plus the five SPECIAL_TOKENS.
 
-    No text becomes one of these: text that spells a name is encoded as text.
+    Text never becomes a special token: text that spells a name is encoded as text.
     """
 
     def __init__(self, base):
@@ -48,23 +48,23 @@ class ChatTokenizer:
         self.conversation, self.end_of_turn = first, first + 4
         self.roles = {'system': first + 1, 'user': first + 2, 'assistant': first + 3}
         self.end_of_text = self.conversation  # each conversation is a document
-        self.vocab_size = first + len(NAMES)
+        self.vocab_size = first + len(SPECIAL_TOKENS)
 
     def encode(self, text):
         return self.base.encode(text)
 
     def encode_conversation(self, messages):
-        """[{'role': …, 'content': …}, …] → (ids, bool array: which of them are learned)"""
-        ids, learned = [[self.conversation]], [[False]]
+        """[{'role': …, 'content': …}, …] → (ids, loss mask: True for each that is in the loss)"""
+        ids, loss_mask = [[self.conversation]], [[False]]
         for message in messages:
             content = self.encode(message['content'])
             ids += [[self.roles[message['role']]], content, [self.end_of_turn]]
-            learned += [[False], np.full(len(content) + 1, message['role'] == 'assistant')]
+            loss_mask += [[False], np.full(len(content) + 1, message['role'] == 'assistant')]
         return np.concatenate(ids, dtype=np.int64, casting='unsafe'), \
-            np.concatenate(learned, dtype=bool)
+            np.concatenate(loss_mask, dtype=bool)
 
     def encode_prompt(self, messages):
-        """The ids after which the answer to `messages` comes."""
+        """The ids of `messages` and of the beginning of the answer that the model is to write."""
         return np.append(self.encode_conversation(messages)[0], self.roles['assistant'])
 
     def decode(self, ids):
@@ -82,7 +82,7 @@ class ChatTokenizer:
             if is_text:
                 yield None, list(run)
             else:
-                yield from ((NAMES[i - first], None) for i in run)
+                yield from ((SPECIAL_TOKENS[i - first], None) for i in run)
 
     @property
     def encoders(self):

@@ -3,7 +3,13 @@
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from plaingpt.data.dataset import dataset_folder, has_token_files, open_dataset, read_names
+from plaingpt.data.dataset import (
+    dataset_folder,
+    has_token_files,
+    open_dataset,
+    open_named,
+    read_names,
+)
 from plaingpt.data.input_files import STANDARD_LIBRARY, find_files, find_standard_library
 from plaingpt.data.tokenizers import GPT2Tokenizer, named_vocab_size
 from plaingpt.system.formatting import short
@@ -103,7 +109,6 @@ def find_dataset_size(name, vocab_size=0):
     vocabulary that is found, 0 for none. Raises UserError.
     """
     if has_token_files(name):
-        from plaingpt.data.mixtures import open_named  # which takes torch, and its seconds
         dataset = open_named(name)
         return vocab_size or dataset.vocab_size, len(dataset.split('train')), str(dataset.folder)
     sizes = find_sizes(name)

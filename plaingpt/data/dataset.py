@@ -1,11 +1,7 @@
-"""Token files on disk: data/<name>/ with meta.json, nanoGPT's bare .bin files, llm.c's shards."""
+"""A dataset: data/<name>/ with token files and meta.json, nanoGPT's .bin files or llm.c's shards."""
 
-import gc
 import os
 import re
-import time
-import weakref
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
@@ -14,23 +10,22 @@ import numpy as np
 
 from plaingpt.data import tokenizers
 from plaingpt.data.nanogpt_vocabulary import read_nanogpt_chars
-from plaingpt.data.token_files import TokenStream, identify, open_tokens
+from plaingpt.data.token_files import TokenStream, open_tokens
 from plaingpt.system.errors import UserError
 from plaingpt.system.files import (
+    check_keys,
     is_count,
+    is_dict,
     is_number,
     is_positive,
-    lock_holders,
+    is_text,
     read_json,
-    system_lock,
 )
 from plaingpt.system.formatting import quoted
 
 FORMAT_VERSION = 1
-MASK_ENDING = '_mask.bin'  # of the file that says which tokens of NAME.bin are learned
+MASK_ENDING = '_mask.bin'  # of the file that says which tokens of NAME.bin count in the loss
 UNFINISHED = 'unfinished'  # prepare.py's folder for files that are not complete yet
-PARTS = 'parts'  # its folder for what --part=K/N wrote, until it is merged
-SHARES = 1000  # sequences that the corpora of a mixture share out, again and again
 
 
 class Part(NamedTuple):
@@ -38,11 +33,7 @@ class Part(NamedTuple):
 
     name: str  # in a mixture; '' where there is one only
     dataset: 'Dataset'
-    share: int  # of every SHARES sequences
-
-    @property
-    def weight(self):
-        return self.share / SHARES
+    weight: float = 1.0  # its share of the sequences
 
 
 @dataclass(frozen=True)
@@ -52,16 +43,15 @@ class Dataset:
     folder: Path
     meta: dict  # of a folder without meta.json: the tokenizer of its meta.pkl, or nothing
     vocab_size: int
-    seen: tuple = ()  # what identify() said of its meta.json
     opened: dict = field(default_factory=dict, repr=False)  # split: what _open found
 
     @property
     def parts(self):
         """The corpora that are trained on, of a mixture several: [Part]"""
-        return [Part('', self, SHARES)]
+        return [Part('', self)]
 
     def mean(self, values):
-        """The mean of a value of each part, by their shares."""
+        """The mean of a value of each part, by their weights."""
         return sum(part.weight * value
                    for part, value in zip(self.parts, values, strict=True))
 
@@ -82,7 +72,7 @@ class Dataset:
         return self.meta.get('splits', {}).get(split, {})
 
     def has_mask(self):
-        """Whether it holds conversations, of whose tokens some are learned only."""
+        """Whether it holds conversations, of whose tokens only some count in the loss."""
         return 'learned' in self.split_entry('train')
 
     def held_out(self):
@@ -101,12 +91,12 @@ class Dataset:
 
     def identity(self, split):
         """What the tokens of a split are, wherever they lie: the checksums of its files, sampled
-        ones where meta.json has none. That of the files as they were first opened."""
+        ones where meta.json has none."""
         return self._open(split)[1]
 
     def samples(self):
-        """Checksums of blocks of the files of each split as they lie there, whatever meta.json
-        says, for a run whose data is not read whole."""
+        """Checksums of blocks of the files of train and val as they are on the disk, whatever
+        meta.json says → {split: [checksum]}"""
         return {split: self._open(split)[2] for split in ('train', 'val')}
 
     def state(self):
@@ -123,16 +113,12 @@ class Dataset:
 
     def split(self, name, in_ram=False):
         """The token stream of 'train', 'val' or 'test'; with in_ram its checksums are verified.
-        One that is read from disk keeps prepare.py from replacing the folder. Raises UserError."""
+        Raises UserError."""
         files, _, _, masks = self._open(name)
         if masks:
-            from plaingpt.data.packing import Conversations  # with torch, which takes seconds
-            stream = Conversations(files, masks, self.vocab_size, in_ram)
-        else:
-            stream = TokenStream(files, self.vocab_size, in_ram)
-        if self.is_ours() and not in_ram:
-            self._keep_while_read(stream)
-        return stream
+            from plaingpt.data.packing import ConversationTokens  # with torch, which takes seconds
+            return ConversationTokens(files, masks, self.vocab_size, in_ram)
+        return TokenStream(files, self.vocab_size, in_ram)
 
     def loader(self, split, in_ram, *shape, **settings):
         """The loader of a split; shape and settings are those of BatchLoader."""
@@ -142,7 +128,7 @@ class Dataset:
         return kind(self.split(split, in_ram), *shape, **settings)
 
     def describe_reading(self, in_ram):
-        """Where tokens are read from, and whether what is read is known to be what was written."""
+        """Where tokens are read from, and whether their checksums were verified, as text."""
         if not self.is_ours():
             return f'{"in memory" if in_ram else "on disk"}, no checksums to verify'
         if in_ram:
@@ -150,37 +136,14 @@ class Dataset:
         return 'on disk, checksums not verified (python prepare.py inspect ' \
                f'{quoted(self.folder)} does)'
 
-    def _keep_while_read(self, stream):
-        """Share the lock of meta.json until `stream` is gone: the system ends it with the process,
-        and a folder that cannot be written to has it too. Raises UserError where meta.json is not
-        the one that was read."""
-        path = self.folder / 'meta.json'
-        for _ in range(20):  # replacing is a matter of renaming files
-            try:
-                handle = system_lock(path, shared=True)
-                break
-            except BlockingIOError:
-                time.sleep(0.1)
-        else:
-            raise UserError(f'{self.folder} is being replaced by {lock_holders(path)}: give this '
-                            'command again when that is done')
-        if handle is not None:
-            weakref.finalize(stream, os.close, handle)
-        try:
-            now = identify(os.stat(path))
-        except OSError:
-            now = None
-        if now != self.seen:
-            raise UserError(f'{path} has changed since this command read it, so prepare.py '
-                            'has written the data anew: give this command again')
-
     def _open(self, split):
         """→ (files, identity, samples, masks)"""
         if split not in self.opened:
             dtype = np.dtype(self.meta.get('dtype', 'uint16')).newbyteorder('<')
             if entry := self.split_entry(split):
                 files = [open_tokens(self.folder / file['name'], dtype, file['tokens'],
-                                     file['sha256']) for file in entry['files']]
+                                     file['sha256'], file.get('offset'))
+                         for file in entry['files']]
             else:
                 files = [open_tokens(path, dtype) for path in self._bare_files(split)]
             if not files:
@@ -203,28 +166,129 @@ class Dataset:
             if split in path.stem.replace('-', '_').split('_')]
 
 
+@dataclass(frozen=True)
+class Mixture(Dataset):
+    """Datasets of one tokenizer, read by their shares. `folder` is what the setting says."""
+
+    parts: list = None  # Part
+
+    @property
+    def shares(self):
+        """Of every thousand sequences, how many each part has."""
+        return tuple(round(1000 * part.weight) for part in self.parts)
+
+    def split_entry(self, split):
+        entries = [part.dataset.split_entry(split) for part in self.parts]
+        if any(entry.get('in_train') is None for entry in entries):
+            return {}
+        return {'in_train': self.mean(entry['in_train'] for entry in entries)}
+
+    def bytes_per_token(self, split):
+        sizes = [part.dataset.bytes_per_token(split) for part in self.parts]
+        return None if None in sizes else self.mean(sizes)
+
+    def identity(self, split):
+        return [[share, part.dataset.identity(split)]
+                for share, part in zip(self.shares, self.parts, strict=True)]
+
+    def samples(self):
+        each = [part.dataset.samples() for part in self.parts]
+        return {split: [samples[split] for samples in each] for split in each[0]}
+
+    def is_identity(self, split, saved):
+        return saved == self.identity(split)
+
+    def split(self, name, in_ram=False):
+        from plaingpt.data.mixtures import MixedStream  # with torch, which takes seconds
+        return MixedStream([part.dataset.split(name) for part in self.parts], self.shares,
+                           self.vocab_size, in_ram)
+
+    def loader(self, split, in_ram, *shape, **settings):
+        from plaingpt.data.mixtures import MixedLoader
+        return MixedLoader(self.split(split, in_ram), *shape, **settings)
+
+    def describe_reading(self, in_ram):
+        return '; '.join(dict.fromkeys(part.dataset.describe_reading(in_ram)
+                                       for part in self.parts))
+
+
+# -----------------------------------------------------------------------------
+# what the setting `dataset` says
+
+
+def dataset_folder(name):
+    """The folder of a dataset: data/<name>, or the path itself where it is one."""
+    path, inside = Path(name), Path('data', name)
+    if path.parts != (name.rstrip('/'),):
+        return path
+    # A slash that a shell completed: of a folder in data/, or of one right here.
+    return path if name.endswith('/') and path.is_dir() and not inside.is_dir() else inside
+
+
+def read_names(text):
+    """The setting `dataset`, a name or 'code:0.3,prose:0.7' → {name: weight}. Raises UserError."""
+    if ':' not in text and ',' not in text:
+        return {text: 1.0}
+    from plaingpt.data.mixtures import is_mixture, read_mixture  # with torch, which takes seconds
+    if os.path.exists(dataset_folder(text)):
+        if is_mixture(text):
+            raise UserError(f'dataset={text} is a mixture and also the name of '
+                            f'{dataset_folder(text)}: end it with / to mean that folder')
+        return {text: 1.0}
+    if ',' not in text and not is_mixture(text):
+        return {text: 1.0}  # a path with a colon
+    found = read_mixture(text)
+    if len({dataset_folder(name).resolve() for name, _ in found}) < len(found):
+        raise UserError(f'dataset={text} names a corpus twice: give it one weight')
+    return dict(found)
+
+
+def has_token_files(text):
+    """Whether there are token files of all that `dataset` says."""
+    return all((dataset_folder(name) / 'meta.json').exists()
+               or any(dataset_folder(name).glob('*.bin')) for name in read_names(text))
+
+
+def open_named(text):
+    """What the setting `dataset` says → Dataset, a Mixture where it names several. Raises
+    UserError."""
+    weights = read_names(text)
+    if len(weights) == 1:
+        return open_dataset(dataset_folder(*weights))
+    last = [Path(name).name for name in weights]
+    short = last if len(set(last)) == len(last) else weights
+    parts = [Part(name, open_dataset(dataset_folder(path)), weight)
+             for name, (path, weight) in zip(short, weights.items(), strict=True)]
+    first = parts[0].dataset
+    for _, dataset, _ in parts:
+        if dataset.has_mask():
+            raise UserError(f'dataset={text}: {dataset.folder} holds conversations, which no '
+                            'mixture can: prepare all conversations as one dataset')
+        if dataset.tokenizer_json() != first.tokenizer_json():
+            raise UserError(f'{first.folder} and {dataset.folder} were prepared with '
+                            'different tokenizers: prepare one with --tokenizer=THE_OTHER')
+    known = all(dataset.meta for _, dataset, _ in parts)  # else GPT-2's tokens, of all
+    meta = {'tokenizer': first.tokenizer_json()} if known else {}
+    return Mixture(text, meta, first.vocab_size, parts=parts)
+
+
 def open_dataset(folder):
     """Open a folder that prepare.py wrote, or one with nanoGPT's .bin files or llm.c's shards; one
     without meta.json and meta.pkl is taken to hold GPT-2 tokens. Raises UserError."""
     folder = Path(folder)
-    path = folder / 'meta.json'
+    path, mask = folder / 'meta.json', next(folder.glob(f'*{MASK_ENDING}'), None)
     if os.path.lexists(path):
-        # Before the reading: what is written meanwhile is then another one.
-        seen = identify(os.stat(path)) if path.exists() else ()
         meta = read_meta(path)
-        dataset = Dataset(folder, meta, meta['vocab_size'], seen)
-        if not dataset.has_mask() and (found := next(folder.glob(f'*{MASK_ENDING}'), None)):
-            raise UserError(f'{found} is there, and meta.json does not say what is learned: copy '
-                            'the whole folder again, or prepare it anew')
+        dataset = Dataset(folder, meta, meta['vocab_size'])
+        if mask and not dataset.has_mask():
+            raise UserError(f'{mask} is a loss mask, and meta.json lists none: copy the whole '
+                            'folder again, or prepare it anew')
         return dataset
     if (folder / UNFINISHED).exists():
         raise UserError(f'{folder} is not finished: run the prepare.py command that wrote it again')
-    if (folder / PARTS).exists():
-        raise UserError(f'{folder} holds parts that are not merged: run python prepare.py merge '
-                        f'{quoted(folder)} once all are there')
-    if found := next(folder.glob(f'*{MASK_ENDING}'), None):
-        raise UserError(f'{folder} has {found.name} and no meta.json, which says what that is: '
-                        'copy the whole folder again')
+    if mask:
+        raise UserError(f'{folder} has the loss mask {mask.name} and no meta.json: copy the whole '
+                        'folder again')
     if not any(folder.glob('*.bin')):
         if folder.parent == Path('data'):
             raise UserError(f'{folder} is not prepared: run python prepare.py '
@@ -243,134 +307,55 @@ def mask_name(name):
     return name.removesuffix('.bin') + MASK_ENDING
 
 
-@contextmanager
-def not_read(folder, advice=''):
-    """Keep readers from a prepared folder in here. Raises UserError where a process reads it from
-    disk. Where the system has no locks, readers notice by themselves what is replaced."""
-    path = folder / 'meta.json'
-    try:
-        handle = system_lock(path)
-    except BlockingIOError:
-        gc.collect()  # a run that has ended in this process, as in a notebook, may not be gone yet
-        try:
-            handle = system_lock(path)
-        except BlockingIOError:
-            raise UserError(f'{folder} is read by {lock_holders(path)}, so it is not replaced'
-                            f'{advice}: wait until that has ended or stop it, and give the same '
-                            'command again') from None
-    try:
-        yield
-    finally:
-        if handle is not None:
-            os.close(handle)
-
-
-def dataset_folder(name):
-    """The folder of a dataset: data/<name>, or the path itself where it is one."""
-    path, inside = Path(name), Path('data', name)
-    if path.parts != (name.rstrip('/'),):
-        return path
-    # A slash that a shell completed: of a folder in data/, or of one right here.
-    return path if name.endswith('/') and path.is_dir() and not inside.is_dir() else inside
+# -----------------------------------------------------------------------------
+# meta.json
 
 
 def read_meta(path):
-    """meta.json as a dict whose needed keys are there. Raises UserError."""
+    """meta.json → a dict whose needed keys are there. Raises UserError."""
     try:
         meta = read_json(path)
         if meta['format_version'] != FORMAT_VERSION:
             raise UserError(f'{path}: format version {meta["format_version"]}, but this plainGPT '
                             f'reads version {FORMAT_VERSION}: prepare the data again')
-        if meta['dtype'] not in ('uint16', 'uint32') or not is_positive(meta['vocab_size']):
-            raise ValueError('dtype or vocab_size is out of range')
-        if meta['vocab_size'] != tokenizers.described_vocab_size(meta['tokenizer']):
-            raise ValueError('vocab_size is not that of its tokenizer')
-        if not meta['splits'].keys() >= {'train', 'val'}:
-            raise ValueError('a split is missing')
-        for entry in meta['splits'].values():
-            if 'part' in meta.get('source', {}) and entry['tokens'] == 0 and entry['files'] == []:
-                continue  # a part of many may have no documents
-            # The pattern also refuses a path that leads out of the folder.
-            if not entry['files'] or any(not re.fullmatch(r'[\w.-]+\.bin', f['name'])
-                                         or not is_positive(f['tokens']) for f in entry['files']):
-                raise ValueError('a split has no files or a misnamed one')
-            if entry['tokens'] != sum(file['tokens'] for file in entry['files']):
-                raise ValueError('the tokens of a split are not those of its files')
-            if not is_positive(entry.get('bytes', 1)) or not is_count(entry.get('documents', 0)) \
-                    or not all(isinstance(file['sha256'], str) for file in entry['files']):
-                raise ValueError('bytes or sha256 is of another type')
-            # All files of all splits have a mask, or none.
-            masked = 'learned' in meta['splits']['train']
-            if masked != ('learned' in entry) or any(
-                    isinstance(file.get('mask_sha256'), str) != masked for file in entry['files']):
-                raise ValueError('a mask is missing')
-            if masked and not is_positive(entry['learned']):
-                raise ValueError('nothing is learned')
-            share = entry.get('in_train', 0)
-            if not is_number(share) or not 0 <= share <= 1:
-                raise ValueError('in_train is no number from 0 to 1')
-        if not isinstance(meta.get('source', {}), dict) or not is_count(meta.get('duplicates', 0)):
-            raise ValueError('source or duplicates is of another type')
+        check_meta(meta)
         return meta
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as e:
         what = f'{e} is missing' if isinstance(e, KeyError) else e
         raise UserError(f'{path} is broken ({what}): prepare the data again') from None
 
 
-# -----------------------------------------------------------------------------
-# what the setting `dataset` says
-
-ROUNDING = 1e-3  # by which the weights of a mixture may miss 1, as three times 0.333 does
-
-
-def read_names(text):
-    """What `dataset` says, a name or 'code:0.3,prose:0.7' → {name: its share of every thousand
-    sequences}. Raises UserError."""
-    pieces = [split_weight(piece.strip()) for piece in text.split(',')]
-    is_mixture = all(weight is not None for _, weight in pieces)
-    if os.path.exists(dataset_folder(text)):
-        if is_mixture:
-            raise UserError(f'dataset={text} is a mixture and also the name of '
-                            f'{dataset_folder(text)}: end it with / to mean that folder')
-        return {text: SHARES}
-    if not is_mixture:
-        if ',' not in text:
-            return {text: SHARES}
-        name = next(piece for piece, weight in pieces if weight is None)
-        problem = f'{name!r} has no weight from 0 to 1 behind a colon' if name else \
-            'there is a comma too many'
-        raise UserError(f'dataset={text}: {problem}: write a mixture as code:0.3,prose:0.7')
-    names, weights = zip(*pieces, strict=True)
-    if len({dataset_folder(name).resolve() for name in names}) < len(names):
-        raise UserError(f'dataset={text} names a corpus twice: give it one weight')
-    if (total := sum(weights)) <= 0 or abs(total - 1) > ROUNDING:
-        meant = ','.join(f'{name}:{weight / (total or 1):.3g}' for name, weight in pieces)
-        raise UserError(f'dataset={text}: the weights come to {total:.6g}, and must come to 1'
-                        + f': did you mean {meant}?' * (total > 0))
-    shares = dict(zip(names, apportion(weights, SHARES), strict=True))
-    for name, share in shares.items():
-        if not share:
-            raise UserError(f'dataset={text}: {name} would have none of every {SHARES:,} '
-                            f'sequences: give it a weight of at least {1 / SHARES:g}, or leave it '
-                            'out')
-    return shares
+# What a split and each file of it have in meta.json.
+SPLIT = {
+    'tokens': is_positive,
+    'files': lambda x: isinstance(x, list) and x,
+    'bytes': is_positive,
+    'documents': is_count,
+    'in_train': lambda x: is_number(x) and 0 <= x <= 1}
+FILE = {
+    'name': lambda x: is_text(x) and re.fullmatch(r'[\w.-]+\.(bin|ds)', x),  # no path leads out
+    'tokens': is_positive,
+    'sha256': is_text,
+    'offset': is_count}
 
 
-def split_weight(piece):
-    """'code:0.3' → ('code', 0.3); the weight is None where there is none."""
-    found = re.fullmatch(r'(.*\S) *: *([0-9]+\.?[0-9]*|\.[0-9]+)', piece)
-    return (found[1], float(found[2])) if found else (piece, None)
-
-
-def apportion(weights, n):
-    """n in whole numbers that are as the weights: what is left by rounding down goes to the
-    largest remainders, the first of equal ones."""
-    exact = np.array(weights) * n / sum(weights)
-    counts = np.floor(exact).astype(np.int64)
-    counts[np.argsort(counts - exact, kind='stable')[:n - counts.sum()]] += 1
-    return counts.tolist()
-
-
-def has_token_files(text):
-    """Whether there are token files of all that `dataset` says."""
-    return all(any(dataset_folder(name).glob('*.bin')) for name in read_names(text))
+def check_meta(meta):
+    """Raise ValueError, naming the key, where meta.json cannot be what prepare.py wrote."""
+    check_keys({'source': {}, 'duplicates': 0} | meta, {
+        'dtype': lambda x: x in ('uint16', 'uint32'),
+        'vocab_size': is_positive,
+        'tokenizer': lambda x: tokenizers.described_vocab_size(x) == meta['vocab_size'],
+        'splits': {'train': is_dict, 'val': is_dict},
+        'source': is_dict, 'duplicates': is_count})
+    # Of conversations all files of all splits have a loss mask.
+    masked = 'learned' in meta['splits']['train']
+    split = SPLIT | ({'learned': is_positive} if masked else {})
+    file = FILE | ({'mask_sha256': is_text} if masked else {})
+    for entry in meta['splits'].values():
+        check_keys({'bytes': 1, 'documents': 0, 'in_train': 0} | entry, split)
+        for each in entry['files']:
+            check_keys({'offset': 0} | each, file)
+            if not masked and ('learned' in entry or 'mask_sha256' in each):
+                raise ValueError('the loss mask of train is missing')
+        if entry['tokens'] != sum(each['tokens'] for each in entry['files']):
+            raise ValueError('the tokens of a split are not those of its files')

@@ -1,15 +1,14 @@
-"""What a prepared folder holds, whether it is as it was written, and how much of the validation
-split is in the training split."""
+"""What a dataset holds, whether it is as it was written, and how much of the validation split is
+in the training split."""
 
-from contextlib import suppress
 from itertools import groupby
 
 import numpy as np
 from numpy.lib.stride_tricks import sliding_window_view
 
-from plaingpt.data.dataset import not_read, open_dataset
+from plaingpt.data.dataset import open_dataset
 from plaingpt.system.errors import UserError
-from plaingpt.system.files import sha256_of, write_json
+from plaingpt.system.files import write_json
 from plaingpt.system.formatting import count_of
 from plaingpt.system.streams import Progress, print_marked, require_stdout, warn
 
@@ -19,18 +18,18 @@ READ_TOKENS = 2**20  # at a time
 def find_damage(dataset):
     """Compare sizes and checksums with meta.json → a list of problems, one line each."""
     problems = []
-    for split, entry in dataset.meta.get('splits', {}).items():
-        if not entry['files']:
-            continue  # of a part
+
+    def note_problem(check, *args):
         try:
-            stream = dataset.split(split)
+            return check(*args)
         except UserError as problem:
             problems.append(str(problem))
-            continue
-        for file in [*stream.files, *(stream.learned.files if stream.learned else ())]:
-            if sha256_of(file.path) != file.sha256:
-                problems.append(f'{file.path}: another checksum than when it was written: the file '
-                                'is damaged; prepare the data again')
+
+    for split in dataset.meta.get('splits', ()):
+        if stream := note_problem(dataset.split, split):
+            masks = stream.loss_mask.files if stream.loss_mask else []
+            for file in [*stream.files, *masks]:
+                note_problem(file.load)
     return problems
 
 
@@ -40,16 +39,14 @@ def print_report(folder, meta):
     tokenizer = dataset.tokenizer()
     for split, entry in meta['splits'].items():
         names = [file['name'] for file in entry['files']]
-        if not names:
-            print(f'{folder}: no {split} tokens in this part')
-            continue
-        text = '' if 'documents' not in entry else (
-            f', {entry["bytes"] / entry["tokens"]:.2f} bytes each, from '
-            f'{count_of(entry["documents"], "document")}'
-            + (f'; {entry["learned"]:,} are learned' if 'learned' in entry else ''))
-        print(f'{folder}/{names[0]}{f" to {names[-1]}" if len(names) > 1 else ""}: '
-              f'{entry["tokens"]:,} tokens{text}')
-        print(f'    {excerpt(dataset.split(split), 0, tokenizer)!r}')
+        line = f'{folder}/{names[0]}{f" to {names[-1]}" if len(names) > 1 else ""}: ' \
+               f'{entry["tokens"]:,} tokens'
+        if 'documents' in entry:
+            line += f', {entry["bytes"] / entry["tokens"]:.2f} bytes each, from ' \
+                    + count_of(entry['documents'], 'document')
+        if 'learned' in entry:
+            line += f'; {entry["learned"]:,} tokens in the loss'
+        print(f'{line}\n    {tokenizer.decode(dataset.split(split).read(0, 24).tolist())!r}')
         if entry['tokens'] < 1025 and not dataset.has_mask():
             print(f'    note: that allows a block_size of {entry["tokens"] - 1} at most')
     print(f'{folder}/meta.json: {meta["tokenizer"]["kind"]} tokenizer, {meta["vocab_size"]:,} '
@@ -71,12 +68,6 @@ def warn_of_shares(meta):
                      f'more text, or another --{split}_fraction')
 
 
-def excerpt(stream, start, tokenizer):
-    """The text of 24 tokens from `start` on."""
-    ids = stream.sequences(np.array([start]), min(24, len(stream) - start))
-    return tokenizer.decode(ids[0].tolist())
-
-
 # -----------------------------------------------------------------------------
 # validation text that is in the training split
 
@@ -86,7 +77,8 @@ HALF = SEQUENCE_TOKENS // 2
 BLOCK_TOKENS = 2**17  # of the training split at a time
 TABLE_BITS = 23  # 8 MB; finds halves faster than a search among 131,072
 MUCH_IN_TRAIN = 0.1
-SHORT = 2 * SEQUENCE_TOKENS  # a document, on average: then few sequences are of one alone
+# tokens of a document, on average: few compared sequences are of one alone, so copies are missed
+SHORT = 2 * SEQUENCE_TOKENS
 
 
 def record_overlap(folder):
@@ -100,39 +92,35 @@ def record_overlap(folder):
         if share is not None:
             entry['in_train'] = share
     if any('in_train' in entry for entry in unknown.values()):
-        with suppress(UserError), not_read(folder):  # who reads it holds the lock of this meta.json
-            write_json(folder / 'meta.json', dataset.meta)
+        write_json(folder / 'meta.json', dataset.meta)
     return entries
 
 
 def print_overlaps(entries):
-    """Print a line for each split whose entry tells how much of it is in the training split."""
+    """Print a line for each split whose entry tells how much of it is in the training split: a
+    warning where the loss on it cannot be believed."""
     for split, entry in entries.items():
-        if entry.get('in_train') is not None:
-            short = bool(entry.get('documents')) and entry['tokens'] < SHORT * entry['documents']
-            print_overlap(entry['in_train'], split, short)
-
-
-def print_overlap(share, split, short):
-    """A line, which is a warning where the loss on `split` cannot be believed. short: few of its
-    documents have as many tokens as are compared, so copies of single ones are not found"""
-    name, what, option = ('validation', 'validate', 'val') if split == 'val' else [split] * 3
-    line = f'{100 * share:.3g}% of the {name} text is also in the training split'
-    if share <= MUCH_IN_TRAIN:
-        print(line + short * f', as far as it can be seen: most documents are shorter than the '
-                             f'{SEQUENCE_TOKENS} tokens that a copy is known by')
-    else:
-        warn(f'{line}, so the {name} loss says little about new text: remove the copies from '
-             f'the input, or {what} on other text (python prepare.py hf … --{option}_split=…)')
+        if entry.get('in_train') is None:
+            continue
+        name, what, option = ('validation', 'validate', 'val') if split == 'val' else [split] * 3
+        line = f'{100 * entry["in_train"]:.3g}% of the {name} text is also in the training split'
+        if entry['in_train'] > MUCH_IN_TRAIN:
+            warn(f'{line}, so the {name} loss says little about new text: remove the copies from '
+                 f'the input, or {what} on other text (python prepare.py hf … --{option}_split=…)')
+        elif entry['tokens'] < SHORT * entry.get('documents', 0):
+            print(f'{line}, as far as it can be seen: most documents are shorter than the '
+                  f'{SEQUENCE_TOKENS} tokens that a copy is known by')
+        else:
+            print(line)
 
 
 def find_overlap(train, val):
-    """Which share of `val` occurs anywhere in `train`, of 4,096 sequences of 64 tokens that are
-    spread evenly; of as many as there are side by side where those are fewer, None where none is.
+    """Two token streams → the share of sequences of `val` that occur anywhere in `train`: of 4,096
+    sequences of 64 tokens spread evenly, fewer in a short split, None where it is shorter than one.
 
-    A sequence in `train` has a half in it that starts at a multiple of 32 tokens. So `train` is cut
-    into halves, and only around one that some sequence has are the 64 tokens compared, by hashes of
-    64 bits: sums of the ids times random numbers.
+    Each occurrence in `train` contains a block of 32 tokens that starts at a multiple of 32. So
+    only these blocks are looked up in a table of the halves of all sequences; around each that is
+    found, 64 tokens are compared by hashes of 64 bits: sums of the ids times random numbers.
     """
     count = min(SEQUENCES, len(val) // SEQUENCE_TOKENS)
     if not count:
@@ -149,7 +137,7 @@ def find_overlap(train, val):
         for start in range(0, len(train) - SEQUENCE_TOKENS + 1, BLOCK_TOKENS):
             # Sequences that start in this block end in the next one.
             length = min(BLOCK_TOKENS + SEQUENCE_TOKENS - 1, len(train) - start)
-            ids = train.sequences(np.array([start]), length)[0]
+            ids = train.read(start, length)
             halves = ids[:length // HALF * HALF].reshape(-1, HALF) @ factors[:HALF]
             places = HALF * np.flatnonzero(is_half[place_in_table(halves)])
             near = (places[:, None] - np.arange(HALF)).clip(0, length - SEQUENCE_TOKENS)
@@ -161,7 +149,7 @@ def find_overlap(train, val):
 
 
 def place_in_table(hashes):
-    """Their first bits."""
+    """Hashes of 64 bits → their first TABLE_BITS bits."""
     return hashes.view(np.uint64) >> (64 - TABLE_BITS)
 
 
@@ -169,7 +157,7 @@ def read_sequences(stream, starts):
     """The 64 tokens from each of ascending `starts` on, by few reads → (len(starts), 64) array."""
     sequences = []
     for near in np.array_split(starts, min(len(starts), len(stream) // READ_TOKENS + 1)):
-        ids = stream.sequences(near[:1], int(near[-1] - near[0]) + SEQUENCE_TOKENS)[0]
+        ids = stream.read(near[0], int(near[-1] - near[0]) + SEQUENCE_TOKENS)
         sequences.append(ids[(near - near[0])[:, None] + np.arange(SEQUENCE_TOKENS)])
     return np.concatenate(sequences)
 
@@ -197,7 +185,7 @@ def inspect(folder):
             problems.append(str(problem))
     if problems:
         raise UserError('\n'.join(dict.fromkeys(problems)))
-    print_overlaps({split: {**dataset.split_entry(split),
+    print_overlaps({split: {'tokens': 0, **dataset.split_entry(split),
                             'in_train': find_overlap(dataset.split('train'), dataset.split(split))}
                     for split in dataset.held_out()})
     print('no damage found'
@@ -206,55 +194,51 @@ def inspect(folder):
 
 def inspect_split(dataset, split, tokenizer):
     """Read all of a split, print counts and three excerpts. Raises UserError for damage."""
-    stream, documents, learned = dataset.split(split), 0, 0
+    stream, documents, in_loss = dataset.split(split), 0, 0
     for start in range(0, len(stream), READ_TOKENS):
-        place, n = np.array([start]), min(READ_TOKENS, len(stream) - start)
-        ids = stream.sequences(place, n)
-        if stream.learned:
-            learned += int(stream.learned.sequences(place, n).sum())
+        ids = stream.read(start, READ_TOKENS)
+        if stream.loss_mask:
+            in_loss += int(stream.loss_mask.read(start, READ_TOKENS).sum())
         if tokenizer.end_of_text is not None:
             documents += int(np.count_nonzero(ids == tokenizer.end_of_text))
-    per_token = dataset.bytes_per_token(split)
-    print(f'{split}: {len(stream):,} tokens in {count_of(len(stream.files), "file")}'
-          + (f', {per_token:.2f} bytes each' if per_token else '')
-          + (f', {count_of(documents, "conversation")}, {learned:,} tokens learned'
-             if stream.learned else
-             f', {documents:,} ends of text' if documents else ', no end of text'))
+    line = f'{split}: {len(stream):,} tokens in {count_of(len(stream.files), "file")}'
+    if per_token := dataset.bytes_per_token(split):
+        line += f', {per_token:.2f} bytes each'
+    if stream.loss_mask:
+        line += f', {count_of(documents, "conversation")}, {in_loss:,} tokens in the loss'
+    else:
+        line += f', {documents:,} ends of text' if documents else ', no end of text'
+    print(line)
     for start in range(0, len(stream), -(-len(stream) // 3)):
-        if stream.learned:
+        if stream.loss_mask:
             show_conversation(stream, start, tokenizer)
         else:
-            print(f'  {start:>14,}  {excerpt(stream, start, tokenizer)!r}')
-    expected = dataset.split_entry(split).get('documents', 0)
-    if documents and expected and documents != expected:
-        raise UserError(f'{dataset.folder}: {split} has {documents:,} ends of text where meta.json '
-                        f'says {expected:,} documents: prepare the data again')
-    expected = dataset.split_entry(split).get('learned', 0)
-    if learned != expected:
-        raise UserError(f'{dataset.folder}: {split} has {learned:,} learned tokens where meta.json '
-                        f'says {expected:,}: prepare the data again')
+            print(f'  {start:>14,}  {tokenizer.decode(stream.read(start, 24).tolist())!r}')
+    entry = dataset.split_entry(split)
+    for what, found, expected in (
+            ('ends of text', documents, documents and entry.get('documents', 0) or documents),
+            ('tokens in the loss', in_loss, entry.get('learned', 0))):
+        if found != expected:
+            raise UserError(f'{dataset.folder}: {split} has {found:,} {what} where meta.json says '
+                            f'{expected:,}: prepare the data again')
 
 
 SHOWN_TOKENS = 300  # of a conversation
 
 
 def show_conversation(stream, place, tokenizer):
-    """Print the first conversation that begins at token `place` or after it, a message a line, with
-    what is learned marked; where none begins soon, the one that goes on there."""
-    start, length = np.array([place]), min(2**14, len(stream) - place)
-    ids = stream.sequences(start, length)[0]
-    begins = [*np.flatnonzero(ids == tokenizer.conversation).tolist(), length]
-    if begins == [length] and place + length == len(stream):
+    """Print the first conversation that begins at token `place` or soon after it, else what there
+    is at `place`: a message a line, with the tokens in the loss marked."""
+    ids = stream.read(place, 2**14)
+    starts = np.flatnonzero(ids == tokenizer.conversation).tolist()
+    if not starts and place + len(ids) == len(stream):
         return  # the last one was shown
-    first = begins[0] if begins[0] < length else 0
-    end = next(begin for begin in begins if begin > first)
-    shown = slice(first, min(end, first + SHOWN_TOKENS))
-    learned = stream.learned.sequences(start, length)[0][shown]
-    parts, roles = [], tokenizer.roles.values()
-    for is_learned, run in groupby(zip(ids[shown].tolist(), learned, strict=True), lambda x: x[1]):
-        text = ''
-        for is_role, part in groupby((i for i, _ in run), lambda i: i in roles):
-            text += '\n    ' * is_role + tokenizer.decode(part).replace('\n', '\n      ')
-        parts.append((text, bool(is_learned)))
-    print_marked([(f'  {place + first:>14,}  ', False), *parts,
-                  ('…' * (end - first > SHOWN_TOKENS), False)])
+    first, end = [*(starts or [0]), len(ids)][:2]
+    stop = min(end, first + SHOWN_TOKENS)
+    loss_mask, roles = stream.loss_mask.read(place, len(ids)), tokenizer.roles.values()
+    parts = [(f'  {place + first:>14,}  ', False)]
+    for in_loss, run in groupby(range(first, stop), lambda i: bool(loss_mask[i])):
+        for is_role, part in groupby(ids[list(run)].tolist(), lambda i: i in roles):
+            text = tokenizer.decode(part).replace('\n', '\n      ')
+            parts.append(('\n    ' * is_role + text, in_loss))
+    print_marked([*parts, ('…' * (stop < end), False)])

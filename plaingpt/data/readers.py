@@ -49,6 +49,13 @@ def file_type(path):
 # text
 
 
+def open_bytes(path):
+    try:
+        return open(path, 'rb')
+    except OSError as e:
+        raise UserError(f'{shown(path)}: {e.strerror}') from None
+
+
 @contextmanager
 def open_text(file, errors='strict'):
     """A context of the UTF-8 text of an open file of bytes, unpacked. Its lines end with \\n alone,
@@ -172,10 +179,20 @@ def read_rows(file, field=None, errors='strict'):
         elif kind == 'json' and text.buffer.peek(1).lstrip(b'\xef\xbb\xbf \t\r\n')[:1] == b'[':
             yield from json_array(text, name)
         else:
-            for number, line in enumerate(text, 1):
-                if line.strip():
-                    where = f'{name}, line {number}'
-                    yield where, parse_json(line, where)
+            yield from json_lines(text, name)
+
+
+def read_jsonl(path):
+    """The same of the lines of a file, whatever its name."""
+    with open_bytes(path) as file, open_text(file) as text:
+        yield from json_lines(text, shown(path))
+
+
+def json_lines(text, name):
+    for number, line in enumerate(text, 1):
+        if line.strip():
+            where = f'{name}, line {number}'
+            yield where, parse_json(line, where)
 
 
 def json_array(text, name):

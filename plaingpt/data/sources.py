@@ -56,7 +56,7 @@ def open_source(name, corpus, config, errors='strict'):
         return HubDataset(where, config.subset or corpus.subset, splits, text_field, form,
                           0 if is_other else corpus.documents)
     if corpus.url and not config.input:
-        data = download(corpus.url, corpus.sha256)
+        data = download(corpus.url, corpus.sha256, 'name a local copy with --input=FILE')
         return DownloadedText(data.decode(), corpus.url)
     paths = corpus.find(where, print)
     rows = [path for path in paths if file_type(path) != 'text']
@@ -92,7 +92,7 @@ class Files:
         self.nulls = self.replaced = self._done = 0
         line_open = False  # the file before ends within a line
         for path, size in zip(self.paths, self.sizes, strict=True):
-            with open_bytes(path) as self._file:
+            with readers.open_bytes(path) as self._file:
                 for text, new_document in self.documents(self._file):
                     if self.is_one_text:
                         # by itself: what a tokenizer learns from does not depend on the order
@@ -151,13 +151,6 @@ def size_of(path):
     return status.st_size
 
 
-def open_bytes(path):
-    try:
-        return open(path, 'rb')
-    except OSError as e:
-        raise UserError(f'{shown(path)}: {e.strerror}') from None
-
-
 class DownloadedText:
     """A text that was downloaded."""
 
@@ -184,18 +177,17 @@ class DownloadedText:
         return [{'name': self.name, 'bytes': self.total, 'sha256': self.identity()}]
 
 
-def download(url, sha256):
-    """The bytes behind `url`. Raises UserError."""
-    advice = 'try again, or name a local copy with --input=FILE'
+def download(url, sha256, advice):
+    """The bytes behind `url`. Raises UserError; `advice`: what to do with a copy instead."""
     try:
         with urllib.request.urlopen(url, timeout=DOWNLOAD_TIMEOUT) as response:
             data = response.read()
     # URLError, timeouts and resets are OSErrors; what ends too early is an HTTPException
     except (OSError, http.client.HTTPException) as e:
-        raise UserError(f'{url} could not be downloaded ({getattr(e, "reason", e)}): {advice}') \
-            from None
+        raise UserError(f'{url} could not be downloaded ({getattr(e, "reason", e)}): try again, or '
+                        f'{advice}') from None
     if hashlib.sha256(data).hexdigest() != sha256:
-        raise UserError(f'{url}: what arrived has another checksum: {advice}')
+        raise UserError(f'{url}: what arrived has another checksum: try again, or {advice}')
     return data
 
 

@@ -1,56 +1,79 @@
 """Files of token ids, with or without llm.c's header, and several of them read as one stream."""
 
+import errno
 import hashlib
 import os
-from contextlib import contextmanager
+import weakref
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
-from plaingpt.data.foreign_files import (
-    HEADER_BYTES,
-    check_format,
-    check_ids_of_16_bits,
-    header_size,
-)
 from plaingpt.system.errors import UserError
 
 READ_TOKENS = 2**22  # at a time, when a file is read into memory
 SAMPLED_BLOCKS, SAMPLED_BYTES = 64, 2**14  # that sampled_sha256 reads
+# https://github.com/karpathy/llm.c, dev/data/data_common.py: 256 int32, which begin with magic,
+# version and number of tokens, then the tokens.
+HEADER_BYTES = 1024
+GPT2_MAGIC = 20240520
+OTHER_MAGICS = {20240801: 'tokens of Llama 3', 20240522: 'questions of a benchmark'}
 
 
 @dataclass(frozen=True)
 class TokenFile:
-    """One .bin file: token ids from byte `offset` to its end.
-
-    All reading raises UserError where the file is no longer the one that was opened."""
+    """A file of token ids, open for reading as long as this object exists. A file that is replaced
+    by renaming another keeps its content for those who have it open."""
 
     path: Path
     dtype: np.dtype
-    offset: int
+    descriptor: int
+    first_byte: int  # where the bytes begin of which `sha256` is
+    offset: int  # where the tokens begin
     tokens: int
-    seen: tuple  # what identify() said when it was opened
     sha256: str = ''  # that meta.json has
 
-    def read(self, start, count):
-        """Tokens [start, start + count), fewer at the end of the file."""
+    def __post_init__(self):
+        weakref.finalize(self, os.close, self.descriptor)
+
+    @property
+    def end(self):
+        """The byte behind the last token."""
+        return self.offset + self.tokens * self.dtype.itemsize
+
+    def read_bytes(self, place, count):
+        """`count` bytes from byte `place` on; threads can call this at once. Raises UserError."""
         # Not a memory map: its pages would count as this process's memory, more and more of the
         # corpus as the run proceeds, and a file cut short would kill the process (SIGBUS).
-        width = self.dtype.itemsize
-        with self.unchanged() as f:
-            f.seek(self.offset + start * width)
-            data = f.read(min(count, self.tokens - start) * width)
-        return np.frombuffer(data, self.dtype)
+        try:
+            data = os.pread(self.descriptor, count, place)
+        except OSError as e:
+            raise UserError(f'{self.path} cannot be read any more ({e.strerror})') from None
+        if len(data) < count:
+            raise UserError(f'{self.path} has been cut short since it was opened: put the file '
+                            'back as it was and resume, or start a run on the new one')
+        return data
 
-    def load(self, out):
-        """Read all tokens into `out`. Raises UserError for another checksum than meta.json's."""
-        with self.unchanged() as f:
-            digest = hashlib.sha256(f.read(self.offset))
-            for at in range(0, self.tokens, READ_TOKENS):
-                piece = np.fromfile(f, self.dtype, min(READ_TOKENS, self.tokens - at))
-                out[at:at + len(piece)] = piece
-                digest.update(piece)
+    def read(self, start, count):
+        """Tokens [start, start + count), fewer at the end of the file. Raises UserError."""
+        width = self.dtype.itemsize
+        count = min(count, self.tokens - start)
+        return np.frombuffer(self.read_bytes(self.offset + start * width, count * width),
+                             self.dtype)
+
+    def pieces(self):
+        """Yield (number of the first token, tokens) of the whole file in order."""
+        for start in range(0, self.tokens, READ_TOKENS):
+            yield start, self.read(start, READ_TOKENS)
+
+    def load(self, out=None):
+        """Read all tokens, into the array `out` where there is one. Raises UserError where their
+        checksum is not that of meta.json."""
+        digest = hashlib.sha256(self.read_bytes(self.first_byte, self.offset - self.first_byte))
+        for start, ids in self.pieces():
+            digest.update(ids)
+            if out is not None:
+                out[start:start + len(ids)] = ids
         if self.sha256 and digest.hexdigest() != self.sha256:
             raise UserError(f'{self.path}: another checksum than meta.json has: the file was '
                             'damaged or replaced; prepare the data again')
@@ -59,58 +82,21 @@ class TokenFile:
         """Checksum of the size and of blocks spread evenly from the first byte to the last; of
         all bytes where the file is no larger than the blocks together. With `vocab_size`, raises
         UserError where these blocks do not hold ids below it."""
-        size = self.offset + self.tokens * self.dtype.itemsize
-        blocks = {}  # place: bytes
-        with self.unchanged() as f:
-            if size <= SAMPLED_BLOCKS * SAMPLED_BYTES:
-                blocks[0] = f.read()
-            else:
-                for i in range(SAMPLED_BLOCKS):
-                    place = (size - SAMPLED_BYTES) * i // (SAMPLED_BLOCKS - 1)
-                    f.seek(place)
-                    blocks[place] = f.read(SAMPLED_BYTES)
-        if vocab_size is not None:
-            self._check_sample(blocks, size, vocab_size)
+        size, width = self.end - self.first_byte, self.dtype.itemsize
+        places, length = [0], size
+        if size > SAMPLED_BLOCKS * SAMPLED_BYTES:
+            length = SAMPLED_BYTES
+            places = [(size - length) * i // (SAMPLED_BLOCKS - 1) for i in range(SAMPLED_BLOCKS)]
         digest = hashlib.sha256(f'{size}\n'.encode())
-        for block in blocks.values():
+        for place in places:
+            block = self.read_bytes(self.first_byte + place, length)
             digest.update(block)
+            before = self.first_byte + place - self.offset  # negative in a header
+            skip = -before if before < 0 else -before % width  # to where a token begins
+            ids = np.frombuffer(block, self.dtype, (length - skip) // width, skip)
+            if vocab_size is not None:
+                check_ids(self.path, ids, (before + skip) // width, vocab_size)
         return f'sampled:{digest.hexdigest()}'
-
-    def _check_sample(self, blocks, size, vocab_size):
-        width, pieces = self.dtype.itemsize, {}  # first token: ids
-        for place, block in blocks.items():
-            # From an even token on, so that the halves of wider ids are at the same places in all.
-            skip = self.offset if place == 0 else -(place - self.offset) % (2 * width)
-            pieces[(place + skip - self.offset) // width] = np.frombuffer(
-                block, self.dtype, (len(block) - skip) // width, skip)
-        if not self.sha256:
-            even = [piece[:len(piece) // 2 * 2] for piece in pieces.values()]
-            check_ids_of_16_bits(self.path, blocks[0][:HEADER_BYTES], size, self.offset,
-                                 np.concatenate(even), vocab_size)
-        for first, ids in pieces.items():
-            check_ids(self.path, ids, first, vocab_size)
-
-    @contextmanager
-    def unchanged(self):
-        """The open file, which must be as it was when reading is done."""
-        try:
-            with open(self.path, 'rb') as f:
-                yield f
-                # After the reading, so that what is written meanwhile is seen too.
-                now = identify(os.fstat(f.fileno()))
-        except OSError as e:
-            what = f'cannot be read any more ({e.strerror})'
-        else:
-            if now == self.seen:
-                return
-            what = f'has changed ({self.seen[1]:,} bytes before, {now[1]:,} now)'
-        raise UserError(f'{self.path} {what} since it was opened, so reading it stops: put the '
-                        'file back as it was and resume, or start a run on the new one')
-
-
-def identify(status):
-    """os.stat_result → what a file that is replaced or written to does not keep."""
-    return status.st_ino, status.st_size, status.st_mtime_ns
 
 
 def check_ids(path, ids, first, vocab_size):
@@ -122,43 +108,76 @@ def check_ids(path, ids, first, vocab_size):
                         'another tokenizer; prepare the data again')
 
 
-def open_tokens(path, dtype, expected=None, sha256=''):
-    """One .bin file, with or without llm.c's header → TokenFile.
+def open_tokens(path, dtype, expected=None, sha256='', offset=None):
+    """One file of tokens, with or without llm.c's header → TokenFile.
 
-    dtype: of the tokens where there is no header; expected: their number, where meta.json says it.
-    Raises UserError for a missing file, a length that is no whole number of tokens, or another
+    dtype: of the tokens where there is no header; expected: their number, where meta.json says it;
+    sha256: of the whole file, with `offset` of the tokens alone; offset: the byte where `expected`
+    tokens begin, in a file that may hold more. Raises UserError for a missing file, or another
     number of tokens.
     """
+    descriptor = open_descriptor(path)
     try:
-        if path.exists() and not path.is_file():
-            raise UserError(f'{path} is no file: prepare the data again')  # a FIFO would wait
-        with open(path, 'rb') as f:
-            head, seen = f.read(HEADER_BYTES), identify(os.fstat(f.fileno()))
+        size, begin = os.fstat(descriptor).st_size, offset or 0
+        if offset is None:
+            # Bare ids can begin as a header does; meta.json tells which of them the file has.
+            is_bare = expected is not None and size == expected * dtype.itemsize
+            begin = 0 if is_bare else header_bytes(path, os.pread(descriptor, 12, 0), size)
+            dtype = np.dtype('<u2') if begin else dtype
+        found = max(0, size - begin) / dtype.itemsize
+        tokens = int(found) if expected is None else expected
+        if offset is not None:
+            found = min(found, tokens)
+        if found != tokens or not tokens:
+            wanted = 'a whole number' if expected is None else f'{expected:,}'
+            raise UserError(f'{path}: {found:,.12g} tokens of {dtype.itemsize} bytes where '
+                            f'{wanted} should be: the file is damaged or of another type; prepare '
+                            'the data again')
+    except BaseException:
+        os.close(descriptor)
+        raise
+    return TokenFile(path, dtype, descriptor, offset or 0, begin, tokens, sha256)
+
+
+def open_descriptor(path):
+    """The descriptor of a file that is open for reading. Raises UserError."""
+    if path.exists() and not path.is_file():
+        raise UserError(f'{path} is no file: prepare the data again')  # a FIFO would wait
+    try:
+        try:
+            return os.open(path, os.O_RDONLY)
+        except OSError as e:
+            if e.errno != errno.EMFILE:
+                raise
+            # A corpus can have more files than a process may open unless it asks for more.
+            import resource
+            most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+            resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+            return os.open(path, os.O_RDONLY)
     except OSError as e:
         raise UserError(f'{path}: {e.strerror}: prepare the data again') from None
-    size = seen[1]
-    # Bare ids can begin as a header does; meta.json tells which of them the file has.
-    is_bare = expected is not None and size == expected * dtype.itemsize
-    offset = 0 if is_bare else header_size(path, head, size)
-    dtype = np.dtype('<u2') if offset else dtype
-    if expected is None and not offset:
-        check_format(path, head)  # before the length, which says less
-    tokens, rest = divmod(size - offset, dtype.itemsize)
-    if rest:
-        raise UserError(f'{path}: {size:,} bytes are no whole number of {dtype.name} tokens: '
-                        'the file is cut short or of another type; prepare the data again')
-    if expected is not None and tokens != expected:
-        raise UserError(f'{path}: {tokens:,} tokens where {expected:,} were written: '
-                        'the file is damaged; prepare the data again')
-    if tokens == 0:
-        raise UserError(f'{path} is empty: prepare the data again')
-    return TokenFile(path, dtype, offset, tokens, seen, sha256)
+
+
+def header_bytes(path, head, size):
+    """The first 12 bytes and the size of a file → HEADER_BYTES where it is llm.c's shard of GPT-2
+    tokens, 0 where it has no header. Raises UserError for another header of llm.c."""
+    magic, version, count = np.frombuffer(head, '<i4').tolist() if len(head) == 12 else (0, 0, 0)
+    if magic in OTHER_MAGICS or (magic == GPT2_MAGIC and version != 1):
+        what = OTHER_MAGICS.get(magic, f'version {version}')
+        raise UserError(f"{path} has llm.c's header of {what}, and only its shards of GPT-2 tokens "
+                        'are read: prepare the text with python prepare.py text --input=FILE')
+    if magic != GPT2_MAGIC:
+        return 0
+    if size != HEADER_BYTES + 2 * count:
+        raise UserError(f'{path}: {max(0, size - HEADER_BYTES) / 2:,.12g} tokens where {count:,} '
+                        "are in llm.c's header: it is damaged or not all there; copy it again")
+    return HEADER_BYTES
 
 
 class TokenStream:
     """The token files of a split, read as one stream; from memory with `in_ram`."""
 
-    learned = None  # of conversations, a stream that tells which of the tokens are
+    loss_mask = None  # of conversations, a stream with 1 for each token that counts in the loss
 
     def __init__(self, files, vocab_size, in_ram=False):
         self.files = files
@@ -184,16 +203,16 @@ class TokenStream:
             self._read_into(row, int(start))
         return out
 
+    def read(self, start, length):
+        """At most `length` tokens from `start` on → int64 array. Raises UserError."""
+        return self.sequences(np.array([start]), min(length, len(self) - start))[0]
+
     def _read_into(self, out, start):
-        length = len(out)
-        k, filled = self._file_at(start), 0
-        while filled < length:  # more than once where the sequence runs over into the next file
+        k, filled = int(np.searchsorted(self.starts, start, side='right')) - 1, 0
+        while filled < len(out):  # more than once where the sequence runs over into the next file
             at = start + filled - int(self.starts[k])
-            piece = self.files[k].read(at, length - filled)
+            piece = self.files[k].read(at, len(out) - filled)
             check_ids(self.files[k].path, piece, at, self.vocab_size)
             out[filled:filled + len(piece)] = piece
             filled += len(piece)
             k += 1
-
-    def _file_at(self, token):
-        return int(np.searchsorted(self.starts, token, side='right')) - 1

@@ -22,15 +22,14 @@ from types import MappingProxyType
 
 import numpy as np
 
-from plaingpt.data.chat_tokenizer import NAMES as SPECIAL_TOKENS
-from plaingpt.data.chat_tokenizer import ChatTokenizer
+from plaingpt.data.chat_tokenizer import SPECIAL_TOKENS, ChatTokenizer
 from plaingpt.system.errors import UserError, needs
 
 NAMES = 'char, byte, gpt2, bpe or bpe:VOCAB_SIZE'
 BPE_VOCAB_SIZE = 8192  # of plain 'bpe'
 LONG = 500_000  # characters of white space in a row; the libraries fail from a million on
 # As `\s+(?!\S)` of the tokenizers' pattern, whose white space is Unicode's; Python's has four more.
-LONG_SPACE = re.compile(rf'[^\S\x1c-\x1f]{{{LONG},}}(?=[^\S\x1c-\x1f]|\Z)')
+LONG_SPACE = re.compile(rf'([^\S\x1c-\x1f]{{{LONG},}})(?=[^\S\x1c-\x1f]|\Z)')
 
 
 class UnknownCharacter(UserError):
@@ -45,8 +44,8 @@ class WrongIds(UserError):
     """Ids are not those of tiktoken."""
 
 
-class Direct:
-    """A tokenizer that needs no library to find its ids."""
+class Tokenizer:
+    """What all tokenizers have that do not say otherwise: no library finds their ids."""
 
     encoders = MappingProxyType({})
 
@@ -57,8 +56,12 @@ class Direct:
     def verify(self, text, ids):
         pass
 
+    def decode(self, ids):
+        """Bytes that are no UTF-8, as of a character cut in half, become U+FFFD."""
+        return self.decode_bytes(ids).decode('utf-8', 'replace')
 
-class CharTokenizer(Direct):
+
+class CharTokenizer(Tokenizer):
     """One id per distinct character of a corpus: `train` numbers them in code point order, as
     nanoGPT's script does; that of others may have another order."""
 
@@ -106,7 +109,7 @@ def code_points(text):
     return np.frombuffer(text.encode('utf-32-le', 'surrogatepass'), dtype='<u4')
 
 
-class ByteTokenizer(Direct):
+class ByteTokenizer(Tokenizer):
     """The 256 bytes of UTF-8, and 256 for end of text. Knows any text, needs no vocabulary.
     Bytes of a file that are no UTF-8 come as lone surrogates (Python's 'surrogateescape')."""
 
@@ -120,10 +123,6 @@ class ByteTokenizer(Direct):
             data = text.encode('utf-8', 'surrogatepass')
         return np.frombuffer(data, dtype=np.uint8)
 
-    def decode(self, ids):
-        """Bytes that are no UTF-8 (a character cut in half) become U+FFFD; 256 becomes ''."""
-        return self.decode_bytes(ids).decode('utf-8', 'replace')
-
     def decode_bytes(self, ids):
         return bytes(i for i in ids if i != self.end_of_text)
 
@@ -131,7 +130,7 @@ class ByteTokenizer(Direct):
         return {'kind': 'byte'}
 
 
-class BytePairTokenizer:
+class BytePairTokenizer(Tokenizer):
     """What GPT-2's tokenizer and those of our own training share: any text round-trips, and text
     that looks like a control token stays text. The ids are tiktoken's. Where gigatoken is
     installed, it finds the same ids in about a tenth of the time."""
@@ -192,15 +191,12 @@ class BytePairTokenizer:
             return
         right = self._encode_with_tiktoken(join_halves(text)[0])
         if not np.array_equal(ids, right):
-            at = next((i for i, (a, b) in enumerate(zip(ids, right, strict=False)) if a != b),
-                      min(len(ids), len(right)))
+            n = min(len(ids), len(right))
+            at = int(np.argmax(np.append(ids[:n] != right[:n], True)))
             excerpt = self.decode(right[max(0, at - 8):at + 8])
             raise WrongIds(f'gigatoken {self.encoders["gigatoken"]} and tiktoken give different '
                            f'ids at {excerpt!r}: give the same command with --encoder=tiktoken, '
                            'which is slower')
-
-    def decode(self, ids):
-        return self.decode_bytes(ids).decode('utf-8', 'replace')
 
     def decode_bytes(self, ids):
         return self._encoding.decode_bytes([int(i) for i in ids])
@@ -270,16 +266,10 @@ class BPETokenizer(BytePairTokenizer):
 
 
 def long_spaces_apart(text):
-    """Yield (part, whether it is a long run of white space) of a text. To the tokenizers' pattern
-    such a run is one piece, but the libraries that match it run out of stack there."""
-    begin = 0
-    for run in LONG_SPACE.finditer(text) if len(text) > LONG else ():
-        if run.start() > begin:
-            yield text[begin:run.start()], False
-        yield run.group(), True
-        begin = run.end()
-    if begin < len(text) or not text:
-        yield text[begin:], False
+    """A text → [(part, whether it is a long run of white space)]. To the tokenizers' pattern such
+    a run is one piece, but the libraries that match it run out of stack there."""
+    parts = LONG_SPACE.split(text) if len(text) > LONG else [text]  # every second one is a run
+    return [(part, i % 2 == 1) for i, part in enumerate(parts) if part or len(parts) == 1]
 
 
 def join_halves(text):

@@ -5,7 +5,7 @@ from itertools import pairwise
 
 from safetensors.torch import save_file
 
-from plaingpt.data.chat_tokenizer import NAMES, TEMPLATE, ends_of, is_chat
+from plaingpt.data.chat_tokenizer import SPECIAL_TOKENS, TEMPLATE, ends_of, is_chat
 from plaingpt.inference.hf_architectures import ARCHITECTURES
 from plaingpt.inference.pretrained import OUR_TOKENIZER, without_padding
 from plaingpt.system.errors import UserError
@@ -116,7 +116,7 @@ def hf_tokenizer(tokenizer):
         if kind == 'bpe':
             special[PADDING] = end + 1
     if is_chat(whole):
-        special |= {name: tokenizer.vocab_size + i for i, name in enumerate(NAMES)}
+        special |= {name: tokenizer.vocab_size + i for i, name in enumerate(SPECIAL_TOKENS)}
     return {
         'version': '1.0', 'truncation': None, 'padding': None, 'normalizer': None,
         'added_tokens': [{'id': i, 'content': text, 'single_word': False, 'lstrip': False,

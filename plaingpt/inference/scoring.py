@@ -16,8 +16,8 @@ import torch
 import torch.nn.functional as F
 from tqdm import tqdm
 
-from plaingpt.data.packing import conversation_begins, cut, learned_before
-from plaingpt.data.rows import json_rows
+from plaingpt.data.packing import conversation_starts, cut, mask_sums
+from plaingpt.data.readers import read_jsonl
 from plaingpt.data.sources import download
 from plaingpt.inference.text_generator import read_text
 from plaingpt.system.distributed import all_gather, barrier, launched_world
@@ -110,35 +110,35 @@ class Sequences:
 
 
 class Answers:
-    """Conversations as rows for log_likelihoods. What is learned of each is scored, and nothing of
-    the others is seen. Those longer than block_size are cut as in training."""
+    """Conversations as rows for log_likelihoods, each scored alone on the tokens of its loss mask.
+    Those longer than block_size are cut as in training."""
 
     def __init__(self, stream, block_size):
         self.stream = stream
-        starts, sizes, continued, *_ = cut(stream, conversation_begins(stream), block_size + 1)
-        counts = learned_before(stream, starts + sizes) - learned_before(stream, starts + 1)
+        starts, sizes, with_bos, *_ = cut(stream, conversation_starts(stream), block_size + 1)
+        counts = mask_sums(stream, starts + sizes) - mask_sums(stream, starts + 1)
         order = np.argsort(-sizes, kind='stable')  # less padding
         order = order[counts[order] > 0]
-        self.starts, self.sizes, self.continued, self.counts = (
-            column[order] for column in (starts, sizes, continued, counts))
+        self.starts, self.sizes, self.with_bos, self.counts = (
+            column[order] for column in (starts, sizes, with_bos, counts))
 
     def __len__(self):
         return len(self.starts)
 
     def __getitem__(self, i):
-        ids, learned = (stream.sequences(self.starts[i:i + 1], self.sizes[i])[0]
-                        for stream in (self.stream, self.stream.learned))
-        learned[0] = 0  # nothing before it tells of it
-        if self.continued[i]:
-            ids, learned = np.append(self.stream.conversation, ids), np.append(0, learned)
-        return ids, learned == 1
+        ids, loss_mask = (stream.read(self.starts[i], self.sizes[i])
+                          for stream in (self.stream, self.stream.loss_mask))
+        loss_mask[0] = 0  # no token before it predicts it
+        if self.with_bos[i]:
+            ids, loss_mask = np.append(self.stream.bos, ids), np.append(0, loss_mask)
+        return ids, loss_mask == 1
 
 
 class TextStream:
     """A text file as a token stream. If the tokenizer has an end-of-text token, it stands in front,
     so that the first token of the text is scored too."""
 
-    learned = None
+    loss_mask = None
 
     def __init__(self, path, tokenizer):
         text = read_text(path, f'data={path}')
@@ -162,9 +162,9 @@ def encode(tokenizer, text, where):
 
 def score_stream(model, stream, text_bytes, batch_size, context, label, group=None):
     """→ {loss in nats per token, perplexity, bits_per_byte, …} of a whole stream, of conversations
-    what is learned. The standard error takes the sequences, not the tokens, as independent. Raises
-    UserError."""
-    kind = Sequences if stream.learned is None else Answers
+    the tokens in the loss mask. The standard error takes the sequences, not the tokens, as
+    independent. Raises UserError."""
+    kind = Sequences if stream.loss_mask is None else Answers
     sequences = kind(stream, model.config.block_size)
     if not len(sequences):
         raise UserError(f'{label}: {len(stream)} tokens are too few to score any')
@@ -205,7 +205,7 @@ class Question(NamedTuple):
 
 def hellaswag(path):
     """hellaswag_val.jsonl → Questions with four endings of a scene."""
-    for row, where, _ in json_rows(path):
+    for where, row in read_jsonl(path):
         match row:
             case {'activity_label': str(label), 'ctx_a': str(a), 'ctx_b': str(b),
                   'endings': [str(), *_] as endings, 'label': right} \
@@ -225,7 +225,7 @@ def clean(text):
 
 def lambada(path):
     """lambada_test.jsonl → Questions for the last word of a passage."""
-    for row, where, _ in json_rows(path):
+    for where, row in read_jsonl(path):
         if not isinstance(row, dict) or not isinstance(row.get('text'), str):
             raise UserError(f'{where}: no LAMBADA passage, which has a text')
         context, _, word = row['text'].rpartition(' ')

@@ -107,12 +107,12 @@ def differences(before, now):
 
 
 def frequencies(stream, vocab_size):
-    """The share of each id among the tokens of a stream that are learned, or of many places."""
+    """The share of each id among the tokens of a stream that are in the loss, or of many places."""
     starts = np.linspace(0, max(0, len(stream) - 1024), UNIGRAM_TOKENS // 1024).astype(np.int64)
     length = min(1024, len(stream))
     tokens = stream.sequences(starts, length).ravel()
-    if stream.learned is not None:
-        tokens = tokens[stream.learned.sequences(starts, length).ravel() == 1]
+    if stream.loss_mask is not None:
+        tokens = tokens[stream.loss_mask.sequences(starts, length).ravel() == 1]
     counts = np.bincount(tokens, minlength=vocab_size)
     return counts / max(1, counts.sum())
 

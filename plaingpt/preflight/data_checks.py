@@ -5,13 +5,13 @@ processes make them together.
 """
 
 import hashlib
+import os
 from collections import Counter
 from contextlib import closing
 
 import numpy as np
 import torch
 
-from plaingpt.data.packing import Conversations
 from plaingpt.preflight.subject import NotChecked
 from plaingpt.system.distributed import all_gather
 from plaingpt.system.errors import UserError
@@ -30,9 +30,9 @@ def tokens_on_disk(stream, start, count):
     found = []
     for file, begins in zip(stream.files, stream.starts.tolist(), strict=False):
         a, b = (min(max(place - begins, 0), file.tokens) for place in (start, start + count))
-        with file.unchanged() as f:
-            f.seek(file.offset + a * file.dtype.itemsize)
-            found.append(np.fromfile(f, file.dtype, count=b - a))
+        width = file.dtype.itemsize
+        data = os.pread(file.descriptor, (b - a) * width, file.offset + a * width)
+        found.append(np.frombuffer(data, file.dtype))
     return np.concatenate(found).astype(np.int64)
 
 
@@ -64,25 +64,25 @@ def compare(batch, loader, stream, starts):
     """(idx, targets) beside the files of a split → None, or what differs."""
     idx, targets = batch  # (B, T) each
     tokens = torch.full((len(idx), idx.size(1) + 1), -1)  # where no token of the text is
-    learned = torch.zeros_like(tokens, dtype=torch.bool)
+    in_loss = torch.zeros_like(tokens, dtype=torch.bool)
     for row, start in enumerate(starts.tolist()):
         for column, first, n in loader.layout(start):
             tokens[row, column:column + n] = torch.from_numpy(tokens_on_disk(stream, first, n))
-            learned[row, column + 1:column + n] = True if not isinstance(stream, Conversations) \
-                else torch.from_numpy(tokens_on_disk(stream.learned, first, n)[1:] == 1)
+            in_loss[row, column + 1:column + n] = True if stream.loss_mask is None \
+                else torch.from_numpy(tokens_on_disk(stream.loss_mask, first, n)[1:] == 1)
     known = targets != -1
     wrong = known & (targets != tokens[:, 1:])
     of_text = tokens[:, :-1] != -1
     if not torch.equal(idx[of_text], tokens[:, :-1][of_text]):
         return 'the loader reads another file or another place, or something changes what it reads'
-    if not known.any() and learned.any():
+    if not known.any() and in_loss.any():
         return 'all targets are -1, so there is nothing to learn'
     if torch.equal(targets, idx) and wrong.any():
         return 'the targets are the inputs, and should be the inputs shifted by one'
     if wrong.any():
         return f'{wrong.sum() / known.sum():.0%} of the targets are not the next token: they are ' \
                'shifted by another number, shuffled, or noise'
-    if isinstance(stream, Conversations) and not torch.equal(known, learned[:, 1:]):
+    if stream.loss_mask is not None and not torch.equal(known, in_loss[:, 1:]):
         return 'the targets are not those that the mask marks: the user would be learned too, or ' \
                'a part of the assistant would not'
 
@@ -115,7 +115,7 @@ def epoch_reads_all(subject):
 
 def epoch_reads_part(loader):
     n, T = loader.sequences_per_epoch, loader.block_size
-    tokens = len(loader.stream) - loader.left_out
+    tokens = len(loader.stream) - loader.tokens_left_out
     ids = np.unique(np.linspace(0, n - 1, min(n, EPOCH_LOOKS)).astype(np.int64))
     starts = loader.sequence_starts(ids)
     if len(np.unique(starts)) < len(starts):
@@ -135,7 +135,7 @@ def evaluation_reads_all(subject):
         mine = loader.eval_batches(subject.evaluated, subject.config.eval_tokens > 0)
         starts = np.concatenate([np.concatenate([*share, []])
                                  for share in all_gather(mine, subject.group)])
-        wanted, found = min(subject.evaluated, loader.eval_sequences), len(starts)
+        wanted, found = min(subject.evaluated, loader.num_eval_sequences), len(starts)
         if found != wanted or len(np.unique(starts)) != wanted:
             return f'an evaluation reads {found} sequences, {len(np.unique(starts))} different ' \
                    f'ones, and should read {wanted}: a batch is dropped, or comes twice'

@@ -13,7 +13,7 @@ import torch
 from model import GPT
 from plaingpt.data.batches import BatchLoader
 from plaingpt.data.dataset import Dataset
-from plaingpt.data.packing import Conversations
+from plaingpt.data.packing import ConversationTokens
 from plaingpt.parallel.sharding import small_shape
 from plaingpt.training.optimizers import build_optimizer
 from plaingpt.training.settings import TrainConfig
@@ -132,8 +132,8 @@ class Subject:
         """A loader of few short sequences of the validation split."""
         stream = self.val_data.stream
         T = min(SHORT, self.config.block_size, len(stream) - 1)
-        # Of conversations all tokens: what is learned is another check's.
-        kind = BatchLoader if isinstance(stream, Conversations) else type(self.val_data)
+        # Of conversations all tokens: the loss mask is another check's.
+        kind = BatchLoader if isinstance(stream, ConversationTokens) else type(self.val_data)
         return kind(stream, T, math.ceil(EVALUATED / T), device=self.device)
 
     def evaluated_loss(self):

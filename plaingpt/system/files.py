@@ -272,13 +272,14 @@ def in_use(folder):
     if os.access(path, os.W_OK):
         with acquired(path) as lock:
             return not lock
-    try:  # another user's
-        handle = system_lock(path, shared=True)
-    except BlockingIOError:
+    if fcntl is None:
         return True
-    if handle is not None:
-        os.close(handle)
-    return handle is None
+    try:  # another user's
+        with open(path, 'rb') as f:
+            fcntl.flock(f, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        return False
+    except OSError:  # also where the file system has no locks
+        return True
 
 
 @contextmanager
@@ -303,53 +304,6 @@ def acquired(path):
         yield lock
     finally:
         lock.release()
-
-
-def system_lock(path, shared=False):
-    """→ a file descriptor that holds the lock of a folder or file as long as it is open, or None
-    where the system has no locks for it. Raises BlockingIOError where another process holds it, or
-    with `shared`, where one holds it alone."""
-    if fcntl is None or not (os.path.isdir(path) or os.path.isfile(path)):
-        return None
-    handle = None
-    try:
-        # NFS gives a lock that is not shared only to who may write.
-        writable = os.path.isfile(path) and not shared and os.access(path, os.W_OK)
-        handle = os.open(path, os.O_RDWR if writable else os.O_RDONLY)
-        fcntl.flock(handle, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
-        return handle
-    except OSError as e:  # ENOLCK, ENOTSUP, or EBADF of NFS, which locks no folders
-        if handle is not None:
-            os.close(handle)
-        if isinstance(e, BlockingIOError):
-            raise
-        return None
-
-
-def lock_holders(path):
-    """The processes of this machine that hold the system's lock of a file, as text of a line;
-    'another process' where the system does not tell."""
-    pids = set()
-    with suppress(OSError):
-        inode = str(os.stat(path).st_ino)
-        for line in Path('/proc/locks').read_text().splitlines():
-            _, kind, _, _, pid, place, *_ = line.split()  # of one that waits, kind is '->'
-            if kind == 'FLOCK' and place.rpartition(':')[2] == inode:
-                pids.add(int(pid))
-    known = [f'process {pid}{command_of(pid)}' for pid in sorted(pids)]
-    more = f' and {len(known) - 3} more' * (len(known) > 3)
-    return ', '.join(known[:3]) + more or 'another process'
-
-
-def command_of(pid):
-    """' (python train.py …)' of a process, or '' where the system does not tell."""
-    try:
-        command = Path(f'/proc/{pid}/cmdline').read_bytes().decode(errors='replace')
-    except OSError:
-        return ''
-    name, _, rest = command.partition('\0')
-    words = ' '.join([os.path.basename(name), *rest.replace('\0', ' ').split()])
-    return f' ({words[:77]}{"…" * (len(words) > 77)})' * bool(name)
 
 
 @contextmanager

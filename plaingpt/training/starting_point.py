@@ -14,8 +14,7 @@ import torch
 
 from model import GPT, GPTConfig
 from plaingpt.data.batches import fits_in_ram
-from plaingpt.data.dataset import PARTS, UNFINISHED, dataset_folder, read_names
-from plaingpt.data.mixtures import open_named
+from plaingpt.data.dataset import UNFINISHED, dataset_folder, open_named, read_names
 from plaingpt.data.tokenizers import described_vocab_size
 from plaingpt.inference import scoring
 from plaingpt.inference.hf_export import describe_export
@@ -94,7 +93,7 @@ def prepare_small(name):
     folder = dataset_folder(name)
     if folder.parts == ('data', name) \
             and not (folder / 'meta.json').exists() and not any(folder.glob('*.bin')) \
-            and not (folder / UNFINISHED).exists() and not (folder / PARTS).exists():
+            and not (folder / UNFINISHED).exists():
         done = subprocess.run([sys.executable, ROOT / 'prepare.py', name, '--if_small'])
         if done.returncode < 0:
             raise UserError(f'preparing {name} was killed: run python prepare.py {quoted(name)}')

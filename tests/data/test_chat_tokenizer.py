@@ -4,7 +4,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from plaingpt.data.chat_tokenizer import NAMES, ChatTokenizer
+from plaingpt.data.chat_tokenizer import SPECIAL_TOKENS, ChatTokenizer
 from plaingpt.data.tokenizers import (
     ByteTokenizer,
     CharTokenizer,
@@ -12,20 +12,20 @@ from plaingpt.data.tokenizers import (
     from_json,
 )
 
-BYTES = ChatTokenizer(ByteTokenizer())  # 257 ids of the base; then those of NAMES
+BYTES = ChatTokenizer(ByteTokenizer())  # 257 ids of the base, then the five
 CONVERSATION, SYSTEM, USER, ASSISTANT, END = range(257, 262)
 MESSAGES = [{'role': 'system', 'content': 'S'}, {'role': 'user', 'content': 'ab'},
             {'role': 'assistant', 'content': 'cd'}, {'role': 'user', 'content': 'e'},
             {'role': 'assistant', 'content': 'f'}]
 
 
-def test_what_the_assistant_says_and_its_end_are_learned_and_nothing_else():
-    ids, learned = BYTES.encode_conversation(MESSAGES)
+def test_what_the_assistant_says_and_its_end_are_in_the_loss_and_nothing_else():
+    ids, loss_mask = BYTES.encode_conversation(MESSAGES)
     S, a, b, c, d, e, f = b'Sabcdef'
     expected = [(CONVERSATION, 0), (SYSTEM, 0), (S, 0), (END, 0), (USER, 0), (a, 0), (b, 0),
                 (END, 0), (ASSISTANT, 0), (c, 1), (d, 1), (END, 1), (USER, 0), (e, 0), (END, 0),
                 (ASSISTANT, 0), (f, 1), (END, 1)]
-    assert list(zip(ids.tolist(), learned.tolist(), strict=True)) == expected
+    assert list(zip(ids.tolist(), loss_mask.tolist(), strict=True)) == expected
 
 
 def test_a_prompt_is_the_beginning_of_the_conversation_up_to_the_answer():
@@ -38,19 +38,19 @@ def test_the_special_tokens_are_the_five_ids_after_those_of_the_base():
     assert BYTES.vocab_size == 262
     assert [BYTES.conversation, *BYTES.roles.values(), BYTES.end_of_turn] == list(range(257, 262))
     assert BYTES.end_of_text == BYTES.conversation
-    assert BYTES.decode(range(257, 262)) == ''.join(NAMES)
-    assert BYTES.decode_bytes(range(257, 262)) == ''.join(NAMES).encode()
+    assert BYTES.decode(range(257, 262)) == ''.join(SPECIAL_TOKENS)
+    assert BYTES.decode_bytes(range(257, 262)) == ''.join(SPECIAL_TOKENS).encode()
 
 
 @settings(max_examples=50)
-@given(st.text() | st.sampled_from(NAMES).map(lambda name: f'a {name} b'))
+@given(st.text() | st.sampled_from(SPECIAL_TOKENS).map(lambda name: f'a {name} b'))
 def test_no_text_becomes_a_special_token_and_all_text_comes_back(text):
     messages = [{'role': 'user', 'content': text}, {'role': 'assistant', 'content': text}]
-    ids, learned = BYTES.encode_conversation(messages)
+    ids, loss_mask = BYTES.encode_conversation(messages)
     assert np.flatnonzero(ids >= 257).tolist() == [
         0, 1, 2 + (size := len(text.encode('utf-8', 'surrogatepass'))), 3 + size, 4 + 2 * size]
     assert BYTES.decode(ids) == f'<|conversation|><|user|>{text}<|end|><|assistant|>{text}<|end|>'
-    assert learned.sum() == size + 1
+    assert loss_mask.sum() == size + 1
 
 
 def test_it_comes_back_from_its_json():

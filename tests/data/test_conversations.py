@@ -8,11 +8,11 @@ import pytest
 from plaingpt.data.conversations import Conversations
 from plaingpt.data import documents
 from plaingpt.system.errors import UserError
-from plaingpt.data.chat_tokenizer import NAMES, ChatTokenizer
+from plaingpt.data.chat_tokenizer import SPECIAL_TOKENS, ChatTokenizer
 from plaingpt.data.tokenizers import ByteTokenizer
 
 BYTES = ChatTokenizer(ByteTokenizer())
-SPECIAL = dict(zip(range(257, 262), NAMES, strict=True))
+SPECIAL = dict(zip(range(257, 262), SPECIAL_TOKENS, strict=True))
 
 
 def read(path, form='auto', errors='strict'):
@@ -98,7 +98,7 @@ def test_fields_that_are_no_part_of_the_conversation_are_named_once(tmp_path, ca
 
 
 def test_text_that_spells_a_special_token_or_an_escape_stays_that_text(tmp_path):
-    text = ''.join(NAMES) + '\x1b[31m "\\n"\n'
+    text = ''.join(SPECIAL_TOKENS) + '\x1b[31m "\\n"\n'
     [messages] = read(written(tmp_path / 'a.jsonl', {'prompt': text, 'completion': text}))
     assert [message['content'] for message in messages] == [text, text]
     ids, _ = BYTES.encode_conversation(messages)

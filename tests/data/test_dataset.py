@@ -1,6 +1,5 @@
-"""Token files and meta.json that are damaged, replaced, moved or changed while a run reads them."""
+"""Token files and meta.json that are damaged, replaced, moved or cut short; others' token files."""
 
-import itertools
 import json
 import os
 import random
@@ -14,21 +13,22 @@ from helpers import exit_code, fails, fork, ranks
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import prepare
 import train
 from plaingpt.preflight.data_checks import tokens_on_disk
 from plaingpt.system.errors import UserError
 from plaingpt.system.files import sha256_of
 from plaingpt.data.batches import BatchLoader
 from plaingpt.data.dataset import dataset_folder, open_dataset
+from plaingpt.data.inspection import find_damage
 from plaingpt.data.token_files import SAMPLED_BLOCKS, SAMPLED_BYTES, open_tokens
 
 
-def bare(folder, tokens):
+def bare(folder, tokens, header=b''):
     """A folder of token files without meta.json."""
-    folder.mkdir()
+    folder.mkdir(exist_ok=True)
     for split in ('train', 'val'):
-        np.asarray(tokens, '<u2').tofile(folder / f'{split}.bin')
-        os.utime(folder / f'{split}.bin', (0, 0))  # clocks of file systems tick every few ms
+        (folder / f'{split}.bin').write_bytes(header + np.asarray(tokens, '<u2').tobytes())
     return folder
 
 
@@ -39,7 +39,7 @@ def flip(path, bit):
 
 
 # -----------------------------------------------------------------------------
-# damage before the start
+# damage
 
 
 def test_each_flipped_bit_is_found_when_a_split_is_read_into_memory(own_data):
@@ -58,9 +58,9 @@ def test_each_flipped_bit_is_found_when_a_split_is_read_into_memory(own_data):
 def test_a_file_of_another_length_or_none_is_named(own_data):
     path = own_data / 'val.bin'
     whole = path.read_bytes()
-    for data, words in ((whole[:-100], 'tokens where'), (whole[:-1], 'no whole number'), (b'', '')):
+    for data in (whole[:-100], whole[:-1], b''):
         path.write_bytes(data)
-        with pytest.raises(UserError, match=rf'val\.bin.*{words}'):
+        with pytest.raises(UserError, match=r'val\.bin: .* tokens of 2 bytes'):
             open_dataset(own_data).split('val')
     path.unlink()
     with pytest.raises(UserError, match=r'val\.bin'):
@@ -119,8 +119,7 @@ def test_no_meta_json_gives_a_traceback(own_data):
 def test_it_is_told_whether_data_was_verified(char_data, tmp_path):
     ours = open_dataset(char_data)
     assert ours.describe_reading(in_ram=True) == 'in memory, checksums verified'
-    assert 'on disk, checksums not verified' in ours.describe_reading(in_ram=False)
-    assert f'inspect {char_data}' in ours.describe_reading(in_ram=False)
+    assert f'not verified (python prepare.py inspect {char_data}' in ours.describe_reading(False)
     others = open_dataset(bare(tmp_path / 'bare', range(3000)))
     assert others.describe_reading(in_ram=True) == 'in memory, no checksums to verify'
 
@@ -138,62 +137,91 @@ def test_only_what_prepare_can_make_is_said_to_be_unprepared(tmp_path):
 # changes during a run
 
 
-def overwrite(path):
-    with open(path, 'r+b') as f:
-        f.seek(100)
-        f.write(b'\1\0')
+def test_a_run_goes_on_with_the_tokens_it_began_with_when_prepare_replaces_them(
+        text_file, own_data, tmp_path):
+    other = tmp_path / 'other.txt'
+    other.write_text(text_file.read_text()[::-1])  # the same characters and length
+    dataset = open_dataset(own_data)
+    loader = BatchLoader(dataset.split('train'), 16, 4)
+    before, identity = loader.train_batch(1, 0), dataset.identity('train')
+    prepare.main(['text', f'--input={other}', '--tokenizer=char', f'--data_dir={own_data}',
+                  '--overwrite'])
+    assert open_dataset(own_data).identity('train') != identity == dataset.identity('train')
+    assert all(map(torch.equal, loader.train_batch(1, 0), before))
+    assert np.array_equal(tokens_on_disk(loader.stream, 50, 9), loader.stream.read(50, 9))
 
 
-def replace_by_one_as_old(path):
-    before = path.stat()
-    shutil.copyfile(path, path.with_suffix('.new'))
-    flip(path.with_suffix('.new'), 800)
-    os.utime(path.with_suffix('.new'), ns=(before.st_atime_ns, before.st_mtime_ns))
-    os.replace(path.with_suffix('.new'), path)
-
-
-def append(path):
-    with open(path, 'ab') as f:
-        f.write(b'\1\0')
-
-
-CHANGES = {'overwritten': overwrite, 'replaced': replace_by_one_as_old, 'longer': append,
-           'cut short': lambda path: os.truncate(path, 200),
-           'emptied': lambda path: os.truncate(path, 0), 'removed': os.unlink}
-
-
-@pytest.mark.parametrize('change', CHANGES)
-def test_no_batch_comes_from_a_file_that_changed_under_the_run(change, own_data, tmp_path):
-    for folder in (own_data, bare(tmp_path / 'bare', range(3000))):
-        dataset = open_dataset(folder)
-        loader = BatchLoader(dataset.split('train'), 16, 4)
-        as_written, identity = loader.train_batch(1, 0), dataset.identity('train')
-        batches = loader.train_batches(0)
-        next(batches)
-        CHANGES[change](folder / 'train.bin')
-        with pytest.raises(UserError, match=r'train\.bin (has changed|cannot be read any more)'):
-            for batch in itertools.islice(batches, 2):
-                assert all(map(torch.equal, batch, as_written))  # the first may be read already
-        with pytest.raises(UserError, match=r'train\.bin'):
-            loader.eval_batch(loader.eval_batches(4)[0])
-        with pytest.raises(UserError, match=r'train\.bin'):
-            tokens_on_disk(loader.stream, 50, 9)  # with which preflight compares batches
-        assert dataset.identity('train') == identity  # what is saved is what was trained on
-
-
-def test_a_run_whose_data_changes_stops_in_one_line_and_keeps_its_checkpoint(
+def test_a_file_that_is_cut_short_under_a_run_ends_it_in_one_line_and_keeps_its_checkpoint(
         tiny, own_data, tmp_path, capsys, monkeypatch):
     read = BatchLoader.train_batch
 
-    def read_and_change(self, step, micro):
+    def cut_and_read(self, step, micro):
         if step == 5:
-            overwrite(own_data / 'train.bin')
+            os.truncate(own_data / 'train.bin', 200)
         return read(self, step, micro)
 
-    monkeypatch.setattr(BatchLoader, 'train_batch', read_and_change)
-    assert f'{own_data}/train.bin has changed' in fails(
+    monkeypatch.setattr(BatchLoader, 'train_batch', cut_and_read)
+    assert f'{own_data}/train.bin has been cut short' in fails(
         capsys, monkeypatch, train.main, *tiny, f'--dataset={own_data}', '--data_in_ram=False')
     assert list(tmp_path.glob('out/checkpoints/iter-*/state.json'))
+
+
+def test_a_split_may_have_more_files_than_a_process_may_open_at_first(tmp_path):
+    resource = pytest.importorskip('resource')
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    np.arange(9, dtype='<u2').tofile(tmp_path / 'x.bin')
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (100, limits[1]))
+        files = [open_tokens(tmp_path / 'x.bin', np.dtype('<u2')) for _ in range(200)]
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    assert all(file.read(8, 1) == 8 for file in files)
+
+
+# -----------------------------------------------------------------------------
+# token files of others
+
+
+def header(*words):
+    """llm.c's header: magic, version, number of tokens."""
+    return np.array([*words, *[0] * (256 - len(words))], '<i4').tobytes()
+
+
+def test_token_ids_without_meta_json_are_read_with_and_without_llm_cs_header(tmp_path):
+    ids = np.random.default_rng(0).integers(0, 50257, 2000)
+    for start in (b'', header(20240520, 1, 2000)):
+        dataset = open_dataset(bare(tmp_path / 'd', ids, start))
+        assert dataset.vocab_size == 50257 and dataset.tokenizer_json() == {'kind': 'gpt2'}
+        for in_ram in (False, True):
+            stream = dataset.split('train', in_ram)
+            assert np.array_equal(stream.read(0, 2000), ids) and len(stream) == 2000
+
+
+@pytest.mark.parametrize('words', [(20240801, 7, 2000), (20240522, 1, 2000), (20240520, 2, 2000),
+                                   (20240520, 1, 2001)])
+def test_other_headers_of_llm_c_and_a_count_that_is_not_the_files_are_refused(words, tmp_path):
+    with pytest.raises(UserError, match=r"train\.bin.*llm\.c's header"):
+        open_dataset(bare(tmp_path / 'd', range(2000), header(*words))).split('train')
+
+
+def test_tokens_can_begin_within_a_file_that_holds_more(own_data):
+    """With `offset` in meta.json no header is looked for, and the checksum is of the tokens."""
+    path = own_data / 'train.bin'
+    expected, before = open_dataset(own_data).split('train').read(0, 10**9), path.read_bytes()
+    identity = open_dataset(own_data).identity('train')
+    path.write_bytes(header(20240801, 7, 1) + before + b'more')
+    meta = json.loads((own_data / 'meta.json').read_text())
+    meta['splits']['train']['files'][0]['offset'] = 1024
+    (own_data / 'meta.json').write_text(json.dumps(meta))
+    dataset = open_dataset(own_data)
+    for in_ram in (False, True):
+        assert np.array_equal(dataset.split('train', in_ram).read(0, 10**9), expected)
+    assert dataset.identity('train') == identity and not find_damage(dataset)
+    flip(path, 8 * 1024)
+    assert find_damage(open_dataset(own_data))
+    path.write_bytes(path.read_bytes()[:-6])
+    with pytest.raises(UserError, match=r'train\.bin: .* tokens of 2 bytes'):
+        open_dataset(own_data).split('train')
 
 
 # -----------------------------------------------------------------------------

@@ -9,8 +9,8 @@ from test_batches import NoTokens
 import prepare
 from plaingpt.system.errors import UserError
 from plaingpt.data.batches import BatchLoader, key, permute
-from plaingpt.data.dataset import apportion
-from plaingpt.data.mixtures import MixedLoader, open_named
+from plaingpt.data.dataset import open_named
+from plaingpt.data.mixtures import MixedLoader, apportion
 
 
 class Mixed(NoTokens):

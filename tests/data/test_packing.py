@@ -10,7 +10,7 @@ from helpers import CHAT, ask, write_chat
 from plaingpt.kernels.documents import Documents, document_ends
 from plaingpt.system.errors import UserError
 from plaingpt.data.dataset import open_dataset
-from plaingpt.data.packing import conversation_begins, cut
+from plaingpt.data.packing import conversation_starts, cut
 
 CONVERSATION, USER, ASSISTANT, END = CHAT.conversation, *[CHAT.roles[r] for r in (
     'user', 'assistant')], CHAT.end_of_turn
@@ -43,7 +43,7 @@ def test_a_sequence_holds_whole_conversations_then_padding_that_is_no_target(tmp
                        -1, -1, -1, -1, e, f, END, -1, -1, -1, -1, -1]
 
 
-def test_conversations_that_fit_are_never_cut_and_all_that_is_learned_is_a_target_once(tmp_path):
+def test_conversations_that_fit_are_never_cut_and_each_answer_is_a_target_once(tmp_path):
     conversations = random_conversations(80, 8)
     loader = loader_of(write_chat(tmp_path / 'chat', conversations))
     idx, targets = rows_of(loader)
@@ -52,8 +52,8 @@ def test_conversations_that_fit_are_never_cut_and_all_that_is_learned_is_a_targe
         ids = CHAT.encode_conversation(messages)[0].tolist()
         places = [k for k in range(len(text)) if text[k:k + len(ids) - 1] == ids[:-1]]
         assert len(places) == 1  # its last token may be a target only
-    learned = sum(CHAT.encode_conversation(messages)[1].sum() for messages in conversations)
-    assert sum(t != -1 for row in targets for t in row) == learned == loader.counted.sum()
+    in_loss = sum(CHAT.encode_conversation(messages)[1].sum() for messages in conversations)
+    assert sum(t != -1 for row in targets for t in row) == in_loss == loader.num_targets.sum()
     used = sorted(sum(n for _, _, n in loader.layout(first)) for first in loader.firsts)
     assert used[0] + used[1] > 65  # no two sequences could have been one
 
@@ -68,8 +68,8 @@ def test_a_longer_one_is_cut_before_a_user_speaks_and_a_longer_turn_where_it_mus
     assert (CONVERSATION, USER, c, c, c, c, c) in firsts
     assert (CONVERSATION, e, e, e, END, ASSISTANT, f) in firsts  # within a message
     assert loader.describe().endswith(
-        'cut before 2 turns, and within 2 that alone are longer; left out, since nothing is '
-        'learned there: 2 pieces')
+        'cut before 2 turns, and within 2 that alone are longer; left out, since no token '
+        'there is in the loss: 2 pieces')
     assert sorted(t for row in targets for t in row if t != -1) == sorted(
         [*b'bbbbb', END, *b'ddddd', END, f, END])
 
@@ -126,19 +126,19 @@ def test_a_mask_that_is_gone_or_another_one_is_noticed(tmp_path):
     assert open_dataset(folder).identity('train') != before
 
 
-def test_what_has_nothing_to_learn_is_left_out_and_counted(tmp_path):
+def test_pieces_without_a_target_are_left_out_and_counted(tmp_path):
     long = ask('x' * 50, 'yes', 'y' * 50, 'no')  # most of their tokens are the user's
     folder = write_chat(tmp_path / 'long', [long, ask('a', 'b')])
     loader = loader_of(folder, block_size=16)
-    assert loader.untaught > 0
-    assert f'nothing is learned there: {loader.untaught} pieces' in loader.describe()
+    assert loader.pieces_left_out > 0
+    assert f'no token there is in the loss: {loader.pieces_left_out} pieces' in loader.describe()
     assert all(set(targets) != {-1} for targets in rows_of(loader)[1])
-    with pytest.raises(UserError, match='block_size=1 no sequence has anything'):
+    with pytest.raises(UserError, match='block_size=1 no sequence has a token of an answer'):
         loader_of(write_chat(tmp_path / 'none', [ask('a', 'b')]), block_size=1)
 
 
 def test_a_conversation_is_not_cut_before_its_first_turn(tmp_path):
     told = [{'role': 'system', 'content': 's' * 9}, *ask('q' * 30, 'a')]
     stream = open_dataset(write_chat(tmp_path / 'told', [told])).split('train')
-    _, sizes, _, at_turns, hard = cut(stream, conversation_begins(stream), 32)
+    _, sizes, _, at_turns, hard = cut(stream, conversation_starts(stream), 32)
     assert at_turns == 0 and hard == 1 and sizes.tolist() == [32, len(stream) - 32]

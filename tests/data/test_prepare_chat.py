@@ -47,7 +47,7 @@ def read(dataset, split):
     """→ (ids, which are learned) of a split, as lists"""
     stream = dataset.split(split)
     return [each.sequences(np.array([0]), len(stream))[0].tolist()
-            for each in (stream, stream.learned)]
+            for each in (stream, stream.loss_mask)]
 
 
 def conversations(dataset, split):
@@ -189,12 +189,12 @@ def test_a_meta_json_that_does_not_say_what_is_learned_is_an_error(folder):
             spoiled = json.loads(json.dumps(meta))
             spoil(spoiled['splits'][split])
             path.write_text(json.dumps(spoiled))
-            with pytest.raises(UserError, match='a mask is missing'):
+            with pytest.raises(UserError, match='missing'):
                 open_dataset('data/chat')
     for entry in meta['splits'].values():
         del entry['learned'], entry['files'][0]['mask_sha256']
     path.write_text(json.dumps(meta))
-    with pytest.raises(UserError, match='does not say what is learned'):
+    with pytest.raises(UserError, match='meta.json lists none'):
         open_dataset('data/chat')
     path.unlink()
     with pytest.raises(UserError, match=r'_mask\.bin and no meta\.json'):
@@ -222,7 +222,7 @@ def test_inspect_puts_what_is_learned_in_brackets_and_shows_escape_codes(capsys)
     assert '\n    <|user|>a\\x1b]0;b\\x07<|end|>\n    <|assistant|>[\\x1b[31mc\n      d<|end|>]\n' \
         in text and '\x1b' not in text
     entry = dataset.split_entry('train')
-    assert f'{entry["documents"]} conversations, {entry["learned"]:,} tokens learned' in text
+    assert f'{entry["documents"]} conversations, {entry["learned"]:,} tokens in the loss' in text
 
 
 def test_inspect_colours_what_is_learned_on_a_terminal_and_obeys_no_escape_code(tmp_path):

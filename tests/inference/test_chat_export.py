@@ -10,7 +10,7 @@ import export
 import plaingpt
 import prepare
 import train
-from plaingpt.data.chat_tokenizer import NAMES, ChatTokenizer, ends_of
+from plaingpt.data.chat_tokenizer import SPECIAL_TOKENS, ChatTokenizer, ends_of
 from plaingpt.inference.generation import generate
 from plaingpt.inference.hf_export import write_hf
 
@@ -53,7 +53,8 @@ def test_the_template_gives_our_ids_in_transformers(kind, tmp_path, text_file, m
     from transformers import AutoTokenizer
     theirs = AutoTokenizer.from_pretrained(tmp_path)
     assert len(theirs) == ours.vocab_size
-    assert theirs.convert_tokens_to_ids(list(NAMES)) == [*range(ours.base.vocab_size, len(theirs))]
+    assert theirs.convert_tokens_to_ids(list(SPECIAL_TOKENS)) == [
+        *range(ours.base.vocab_size, len(theirs))]
     assert theirs.convert_tokens_to_ids([theirs.bos_token, theirs.eos_token]) == [
         ours.conversation, ours.end_of_turn]
     for messages in CONVERSATIONS + FOREIGN * (kind != 'char'):

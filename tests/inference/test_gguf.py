@@ -13,7 +13,7 @@ from helpers import CHAT, SHARED, exit_code, fails, fork
 import export
 from model import GPT, GPTConfig
 from plaingpt.data import tokenizers
-from plaingpt.data.chat_tokenizer import NAMES, TEMPLATE
+from plaingpt.data.chat_tokenizer import SPECIAL_TOKENS, TEMPLATE
 from plaingpt.inference.gguf_export import build_gguf, write_gguf
 from plaingpt.system.errors import UserError
 
@@ -148,7 +148,7 @@ def test_a_chat_model_has_its_template_and_the_tokens_that_it_needs(tmp_path):
     found = {name: keys[f'tokenizer.ggml.{name}_token_id'] for name in ('bos', 'eos', 'eot')}
     assert found == dict(bos=CHAT.conversation, eos=CHAT.end_of_turn, eot=CHAT.end_of_turn)
     assert keys['tokenizer.chat_template'] == TEMPLATE
-    assert keys['tokenizer.ggml.tokens'][-6:] == ['<|endoftext|>', *NAMES]
+    assert keys['tokenizer.ggml.tokens'][-6:] == ['<|endoftext|>', *SPECIAL_TOKENS]
     control = [kind == gguf.TokenType.CONTROL for kind in keys['tokenizer.ggml.token_type']]
     assert control == [False] * 256 + [True] * 6
 

@@ -6,6 +6,8 @@
     python prepare.py hf --path=OWNER/NAME           any dataset of the hub
     python prepare.py chat --input=chats.jsonl       conversations, to tune a model on
     python prepare.py inspect data/NAME              check what was prepared, and look inside
+    python prepare.py tokenizer data/NAME            write its tokenizer.json, for datatrove
+    python prepare.py datatrove --input=FOLDER       tokens that datatrove made on many machines
 
 After a kill, the same command resumes where it was.
 """
@@ -31,6 +33,7 @@ from plaingpt.data.conversations import open_conversations
 from plaingpt.data.corpora import CORPORA, describe, table
 from plaingpt.data.dataset import dataset_folder, open_dataset
 from plaingpt.data.encoding import check_disk, write_shards
+from plaingpt.data.hf_tokenizer import find_named, write_tokenizer
 from plaingpt.data.inspection import (
     find_damage,
     inspect,
@@ -38,7 +41,7 @@ from plaingpt.data.inspection import (
     print_report,
     record_overlap,
 )
-from plaingpt.data.pretokenized import fetch_shards
+from plaingpt.data.pretokenized import fetch_shards, find_datatrove, link_datatrove
 from plaingpt.data.shards import (
     check_ours,
     check_replaceable,
@@ -146,6 +149,11 @@ def main(argv):
             raise UserError('inspect takes one folder: python prepare.py inspect data/NAME')
         inspect(prepared_folder(options[0]))
         return
+    if name == 'tokenizer':
+        if len(options) != 1:
+            raise UserError('tokenizer takes one folder: python prepare.py tokenizer data/NAME')
+        write_tokenizer(prepared_folder(options[0]))
+        return
     if name in ('-h', '--help'):
         load_config(PrepareConfig, argv, help_text)
     if name not in CORPORA:
@@ -160,11 +168,11 @@ def main(argv):
         raise UserError(f'{folder} is not prepared: run '
                         + f'python prepare.py {name} {corpus.required_option()}'.rstrip())
     check_ours(folder)  # before anything is downloaded
-    if corpus.shards:
+    if corpus.is_tokens():
         check_tokens(config, name)
     check_chat(config, name)
     print(f'preparing {name}: {describe(corpus)}')
-    if corpus.shards:
+    if corpus.is_tokens():
         prepare_shards(name, corpus, folder, config)
     else:
         prepare_text(name, corpus, folder, config)
@@ -175,7 +183,7 @@ def check_tokens(config, name):
     for option in ('max_tokens', 'dedup', 'test_fraction', 'test_split'):
         if value := getattr(config, option):
             advice = 'leave it out'
-            if option == 'max_tokens':
+            if option == 'max_tokens' and CORPORA[name].shards:
                 advice = f'--max_shards={-(-parse_count(value) // 10**8)} takes whole files of ' \
                          '100M tokens'
             raise UserError(f'{option}={value}: {name} is tokens already: {advice}')
@@ -243,15 +251,59 @@ def check_source(name, config, source, tokenizer_name):
 
 def prepare_shards(name, corpus, folder, config):
     """Shards that hold tokens already → report. Raises UserError."""
-    found = sorted(Path(config.input).glob('*.bin')) if config.input else []
+    pattern = '*.ds' if corpus.datatrove else '*.bin'
+    found = sorted(Path(config.input).glob(pattern)) if config.input else []
     command = {'corpus': name, 'input': config.input, 'max_shards': config.max_shards,
                'files': [[path.name, path.stat().st_size] for path in found]}
+    if corpus.datatrove:
+        if not config.input:
+            raise UserError("datatrove: --input=FOLDER names the output_folder of datatrove's "
+                            'DocumentTokenizer')
+        shards = find_datatrove(config.input, config.max_shards)
+        description = choose_datatrove_tokenizer(shards, config.tokenizer)
+        command |= {'val_fraction': 0.01 if config.val_fraction == 'auto' else config.val_fraction,
+                    'tokenizer': description['kind'],
+                    'tokenizer_sha256': digest_of(description)}
     with lock_dataset_dir(folder) as unfinished:
         if not is_prepared(folder, command, config.overwrite):
-            fetch_shards(corpus, unfinished, command)
+            if corpus.datatrove:
+                link_datatrove(shards, description, unfinished, command)
+            else:
+                fetch_shards(corpus, unfinished, command)
             record_overlap(unfinished)
             print_report(folder, publish(folder))
         print_overlaps(record_overlap(folder))
+
+
+def choose_datatrove_tokenizer(shards, asked):
+    """The JSON of the tokenizer of [Shard]: that which their files name, or --tokenizer. Raises
+    UserError."""
+    name, found = shards[0].tokenizer, find_named(shards[0].tokenizer)
+    if asked == 'auto':
+        if found is None:
+            raise UserError(f'{shards[0].path}.metadata names the tokenizer {name!r}, which is not '
+                            'known here: name it with --tokenizer=gpt2, byte, or a prepared '
+                            'dataset or a run that has it')
+        chosen = found
+    elif not tokenizers.is_name(asked):
+        chosen = borrow_tokenizer(asked)
+    elif asked in ('gpt2', 'byte'):
+        chosen = {'kind': asked}
+    else:
+        raise UserError(f'tokenizer={asked}: it would be learned from text, and these are tokens: '
+                        'name a prepared dataset or a run that has their tokenizer')
+    if found not in (None, chosen):
+        raise UserError(f'tokenizer={asked}: {shards[0].path}.metadata names another one, {name}: '
+                        'leave --tokenizer out')
+    if chosen['kind'] == 'chat':
+        raise UserError(f'{shards[0].path}: its tokenizer is for conversations, and datatrove '
+                        'encodes text: name the tokenizer that these were prepared with')
+    return chosen
+
+
+def digest_of(tokenizer):
+    """SHA-256 of the JSON of a tokenizer."""
+    return hashlib.sha256(json.dumps(tokenizer).encode()).hexdigest()
 
 
 def describe_command(name, corpus, config, tokenizer_name, borrowed, source):
@@ -275,7 +327,7 @@ def describe_command(name, corpus, config, tokenizer_name, borrowed, source):
     if config.encoder != 'auto':  # what the other one wrote is not continued
         command['encoder'] = config.encoder
     if borrowed:  # another tokenizer once that dataset is prepared anew
-        command['tokenizer_sha256'] = hashlib.sha256(json.dumps(borrowed).encode()).hexdigest()
+        command['tokenizer_sha256'] = digest_of(borrowed)
     given = {'max_tokens': max_tokens, 'test_fraction': config.test_fraction,
              'test_split': config.test_split, 'dedup': config.dedup}
     # Only what is given, so that what earlier versions prepared is of the same command.

@@ -7,7 +7,8 @@ alone, with shorter trainings, and reads the options of all other commands. A co
 says what it needs, and why it is not run:
 
     <!-- needs: time -->      make test-slow runs it
-    <!-- needs: network -->   or gpu, terminal, files: it is not run, but its options are checked
+    <!-- needs: network -->   or gpu, terminal, files, datatrove: it is not run, but its options
+                              are checked
 """
 
 import dataclasses

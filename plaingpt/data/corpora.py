@@ -30,6 +30,7 @@ class Corpus:
     subset: str = ''  # of a dataset of the hub
     splits: dict = field(default_factory=lambda: {'train': 'train'})  # our name → the hub's
     shards: bool = False  # the repository holds tokens already, in files with llm.c's header
+    datatrove: bool = False  # files in which datatrove's DocumentTokenizer wrote tokens
     document_form: str = 'file'  # what a document is: a key of readers.DOCUMENT_FORMS
     text_field: str = 'text'  # of rows: .jsonl, .csv, .parquet and others, the hub
     documents: int = 0
@@ -37,8 +38,14 @@ class Corpus:
     vocab_size: int = 0  # where the tokenizer's name does not tell
     small: bool = False  # prepared in under a minute: train.py then does it when first asked
 
+    def is_tokens(self):
+        """Whether it holds tokens, which others made, and no text."""
+        return self.shards or self.datatrove
+
     def required_option(self):
         """The option that has to say where the text is, or ''."""
+        if self.datatrove:
+            return '--input=FOLDER'
         if self.hub == '':
             return '--path=OWNER/NAME_OR_FOLDER'
         return '' if self.hub or self.url or self.files else '--input=FILES_OR_FOLDERS'
@@ -78,6 +85,7 @@ CORPORA = {
     'fineweb100B-gpt2': Corpus('fineweb as tokens', hub='kjj0/fineweb100B-gpt2', shards=True,
                                tokens=103_000_000_000),
     'text': Corpus('your own files: --input=FILES_OR_FOLDERS'),
+    'datatrove': Corpus('tokens that datatrove wrote: --input=FOLDER', datatrove=True),
     'chat': Corpus('your own conversations: --input=FILES_OR_FOLDERS', vocab_size=50_262),
     'hf': Corpus('any dataset of the hub, or a folder laid out like one: --path=…', hub=''),
 }
@@ -98,7 +106,7 @@ def describe(corpus):
 
 def table():
     """The corpora, a line each, for --help."""
-    return '\n'.join(f'  {name:<20}{"-" if corpus.shards else corpus.tokenizer:<10}'
+    return '\n'.join(f'  {name:<20}{"-" if corpus.is_tokens() else corpus.tokenizer:<10}'
                      f'{describe(corpus)}' for name, corpus in CORPORA.items())
 
 

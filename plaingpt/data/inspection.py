@@ -41,9 +41,10 @@ def print_report(folder, meta):
         names = [file['name'] for file in entry['files']]
         line = f'{folder}/{names[0]}{f" to {names[-1]}" if len(names) > 1 else ""}: ' \
                f'{entry["tokens"]:,} tokens'
+        if 'bytes' in entry:
+            line += f', {entry["bytes"] / entry["tokens"]:.2f} bytes each'
         if 'documents' in entry:
-            line += f', {entry["bytes"] / entry["tokens"]:.2f} bytes each, from ' \
-                    + count_of(entry['documents'], 'document')
+            line += f', from {count_of(entry["documents"], "document")}'
         if 'learned' in entry:
             line += f'; {entry["learned"]:,} tokens in the loss'
         print(f'{line}\n    {tokenizer.decode(dataset.split(split).read(0, 24).tolist())!r}')

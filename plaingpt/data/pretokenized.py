@@ -1,16 +1,21 @@
-"""Corpora that others tokenized: .bin shards with llm.c's header, downloaded or linked to."""
+"""Corpora that others tokenized: .bin shards with llm.c's header, downloaded or linked to, and the
+files that datatrove's DocumentTokenizer writes, linked to."""
 
+import hashlib
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
+from plaingpt.data import tokenizers
 from plaingpt.data.dataset import FORMAT_VERSION
 from plaingpt.data.hub import explain_hub_errors
 from plaingpt.data.shards import check_free_space, read_journal, write_journal
-from plaingpt.data.token_files import open_tokens
+from plaingpt.data.token_files import check_ids, open_tokens
 from plaingpt.data.tokenizers import GPT2Tokenizer
 from plaingpt.system.errors import UserError, needs
 from plaingpt.system.files import sha256_of, write_json
+from plaingpt.system.streams import Progress, warn
 
 
 def fetch_shards(corpus, folder, command):
@@ -25,9 +30,14 @@ def fetch_shards(corpus, folder, command):
         files = [{'name': file.path.name, 'sha256': sha256_of(file.path), 'tokens': file.tokens}
                  for file in opened]
         splits[split] = {'tokens': sum(file['tokens'] for file in files), 'files': files}
+    write_meta(folder, np.dtype('<u2'), {'kind': 'gpt2'}, splits, command)
+
+
+def write_meta(folder, dtype, tokenizer, splits, command):
+    """tokenizer: its JSON; splits: the entry of each"""
     write_json(folder / 'meta.json',
-               {'format_version': FORMAT_VERSION, 'dtype': 'uint16',
-                'vocab_size': GPT2Tokenizer.vocab_size, 'tokenizer': {'kind': 'gpt2'},
+               {'format_version': FORMAT_VERSION, 'dtype': dtype.name,
+                'vocab_size': tokenizers.described_vocab_size(tokenizer), 'tokenizer': tokenizer,
                 'splits': splits, 'source': command})
 
 
@@ -78,3 +88,102 @@ def download_shards(repo, folder, command):
             raise UserError(f'{repo}/{name}: what arrived has another checksum: run the same '
                             'command again')
     return chosen
+
+
+# -----------------------------------------------------------------------------
+# https://github.com/huggingface/datatrove, src/datatrove/pipeline/tokens/tokenizer.py
+
+
+class Shard(NamedTuple):
+    path: Path  # NAME.ds, token ids without a header
+    ends: np.ndarray  # of its documents, in tokens: NAME.ds.index
+    width: int  # bytes of an id
+    tokenizer: str  # the name or path that DocumentTokenizer was given: NAME.ds.metadata; or ''
+
+
+def find_datatrove(folder, max_shards):
+    """What DocumentTokenizer wrote to `folder`, in the order of names, the first `max_shards` (0:
+    all) → [Shard]. Raises UserError."""
+    # A task that gets no documents leaves an empty file.
+    paths = [path for path in sorted(Path(folder).glob('*.ds')) if path.stat().st_size]
+    if not paths:
+        raise UserError(f'{folder}: no *.ds with tokens there: --input is the output_folder of '
+                        "datatrove's DocumentTokenizer")
+    stages = {stage: path for stage in ('unshuffled', 'doc_shuffled', 'chunk_shuffled')
+              for path in paths if path.stem.endswith(f'_{stage}')}
+    if len(stages) > 1:
+        raise UserError(f'{next(iter(stages.values()))} is not shuffled yet, as others are: run '
+                        'datatrove again, which completes it')
+    shards = [read_shard(path) for path in paths[:max_shards or None]]
+    for shard in shards:
+        if shard[2:] != shards[0][2:]:
+            raise UserError(f'{shard.path} and {shards[0].path} are of different tokenizers: '
+                            'prepare each from a folder of its own')
+    return shards
+
+
+def read_shard(path):
+    """NAME.ds → Shard. Raises UserError."""
+    size, index, about = path.stat().st_size, Path(f'{path}.index'), Path(f'{path}.metadata')
+    try:
+        data = index.read_bytes()
+        text = about.read_text(encoding='utf-8', errors='replace') if about.exists() else ''
+    except OSError as e:
+        raise UserError(f'{e.filename}: {e.strerror}: DocumentTokenizer writes it at its '
+                        'end, with save_index=True; copy all its files') from None
+    tokenizer, _, said = text.partition('\n')[0].rpartition('|')
+    ends = np.frombuffer(data, '<u8', len(data) // 8)
+    last = int(ends[-1]) if len(ends) else 0
+    width = next((width for width in (2, 4) if last * width == size), 0)
+    if not width or said not in ('', str(width)) or (ends[1:] < ends[:-1]).any():
+        raise UserError(f'{index} does not fit {path.name}: it ends at token {last:,}, and there '
+                        f'are {size:,} bytes: copy all files of datatrove, or run it again')
+    return Shard(path, ends.astype(np.int64), width, tokenizer)
+
+
+def link_datatrove(shards, description, folder, command):
+    """Link to `shards` from `folder` and write its meta.json. description: of their tokenizer.
+    Raises UserError."""
+    tokenizer, width = tokenizers.from_json(description), shards[0].width
+    if tokenizer.vocab_size > 256**width:
+        raise UserError(f'{shards[0].path}: ids of {width} bytes, too few for the '
+                        f'{tokenizer.vocab_size:,} of the tokenizer: name the right --tokenizer')
+    read_journal(folder, command)
+    splits = {split: {'tokens': 0, 'documents': 0, 'files': []} for split in ('train', 'val')}
+    with Progress('reading', sum(int(shard.ends[-1]) for shard in shards), 'tokens') as progress:
+        for split, shard, start, end in cut_shards(shards, command['val_fraction']):
+            entry = splits[split]
+            path = folder / f'{split}_{len(entry["files"]):06d}.bin'
+            path.symlink_to(shard.path.resolve())
+            file = open_tokens(path, np.dtype(f'<u{width}'), end - start, offset=start * width)
+            digest = hashlib.sha256()
+            for at, ids in file.pieces():
+                check_ids(shard.path, ids, start + at, tokenizer.vocab_size)
+                digest.update(ids)
+                entry['documents'] += int(np.count_nonzero(ids == tokenizer.end_of_text))
+                entry['tokens'] += len(ids)
+                progress.advance_to(sum(entry['tokens'] for entry in splits.values()))
+            entry['files'].append({'name': path.name, 'tokens': file.tokens, 'offset': file.offset,
+                                   'sha256': digest.hexdigest()})
+    for split, entry in splits.items():
+        if not entry['files']:
+            raise UserError(f'{command["input"]}: the {split} split would be empty: use more text '
+                            'or another --val_fraction')
+    if tokenizer.end_of_text is not None and not splits['train']['documents']:
+        warn("no document has an end-of-text token: eos_token='<|endoftext|>' of "
+             'DocumentTokenizer adds it')
+    write_meta(folder, file.dtype, description, splits, command)
+
+
+def cut_shards(shards, val_fraction):
+    """Yield (split, shard, first token, end): the last documents of each shard are for validation,
+    so many that all shards up to it together have their share."""
+    documents = 0
+    for shard in shards:
+        before, documents = documents, documents + len(shard.ends)
+        held_out = round(val_fraction * documents) - round(val_fraction * before)
+        cut = int(shard.ends[-held_out - 1]) if held_out < len(shard.ends) else 0
+        if cut:
+            yield 'train', shard, 0, cut
+        if held_out:
+            yield 'val', shard, cut, int(shard.ends[-1])

@@ -1,0 +1,235 @@
+"""Tokens that datatrove's DocumentTokenizer wrote, and the tokenizer.json that it takes."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from helpers import ROOT, TINY, fails
+
+import prepare
+import train
+from plaingpt.data import tokenizers
+from plaingpt.data.dataset import open_dataset
+from plaingpt.data.hf_tokenizer import document_tokenizer
+
+END = tokenizers.ByteTokenizer.end_of_text
+
+
+def write_shard(folder, rank, documents, dtype='<u2', tokenizer='my-tokenizer'):
+    """As DocumentTokenizer writes: documents by bytes, each with the end-of-text token behind."""
+    folder.mkdir(exist_ok=True)
+    path = folder / f'{rank:05d}_00000_doc_shuffled.ds'
+    ids = [np.append(np.frombuffer(text.encode(), 'u1').astype(dtype), END).astype(dtype)
+           for text in documents]
+    path.write_bytes(b''.join(document.tobytes() for document in ids))
+    ends = np.cumsum([len(document) for document in ids]).astype('<u8')
+    (folder / f'{path.name}.index').write_bytes(ends.tobytes())
+    (folder / f'{path.name}.metadata').write_text(
+        f'{tokenizer}|{np.dtype(dtype).itemsize}\n{sum(map(len, ids))}\n1 kT')
+    return path
+
+
+@pytest.fixture
+def shards(tmp_path):
+    """{path of a shard: its documents}, three of them and an empty one."""
+    texts = [[f'{rank} {i} ' + 'word ' * (i % 7) for i in range(count)]
+             for rank, count in enumerate((40, 30, 0, 50))]
+    return {write_shard(tmp_path / 'tokens', rank, documents): documents
+            for rank, documents in enumerate(texts)}
+
+
+def documents_of(folder, split):
+    stream = open_dataset(folder).split(split, in_ram=True)
+    *documents, rest = stream_documents(stream)
+    assert not len(rest)  # it ends with a document
+    return documents
+
+
+def stream_documents(stream):
+    ends = np.flatnonzero(stream.ram == END)
+    return [bytes(document[document != END].astype('u1')).decode()
+            for document in np.split(stream.ram, ends + 1)]
+
+
+@pytest.mark.parametrize('dtype', ['<u2', '<u4'])
+def test_each_shard_is_cut_between_documents_and_not_copied(dtype, tmp_path, shards, capsys):
+    for rank, documents in enumerate(shards.values()):
+        write_shard(tmp_path / 'tokens', rank, documents, dtype)
+    argv = ['datatrove', f'--input={tmp_path}/tokens', '--tokenizer=byte', '--val_fraction=0.1',
+            f'--data_dir={tmp_path}/d']
+    prepare.main(argv)
+    given = [documents for documents in shards.values() if documents]
+    assert documents_of(tmp_path / 'd', 'train') == [
+        text for documents in given for text in documents[:len(documents) * 9 // 10]]
+    assert documents_of(tmp_path / 'd', 'val') == [
+        text for documents in given for text in documents[len(documents) * 9 // 10:]]
+    dataset = open_dataset(tmp_path / 'd')
+    assert all(path.is_symlink() for path in (tmp_path / 'd').glob('*.bin'))
+    assert dataset.meta['dtype'] == ('uint16' if dtype == '<u2' else 'uint32')
+    assert dataset.split_entry('val')['documents'] == 12
+    on_disk, in_ram = dataset.split('val'), dataset.split('val', in_ram=True)
+    assert on_disk.sequences(np.array([0]), len(on_disk))[0].tolist() == in_ram.ram.tolist()
+    prepare.main(['inspect', f'{tmp_path}/d'])
+    capsys.readouterr()
+    prepare.main(argv)
+    assert 'already prepared' in capsys.readouterr().out
+
+
+def test_damage_is_found_in_the_split_that_has_it(tmp_path, shards, capsys, monkeypatch):
+    prepare.main(['datatrove', f'--input={tmp_path}/tokens', '--tokenizer=byte',
+                  f'--data_dir={tmp_path}/d'])
+    path = next(iter(shards))
+    data = bytearray(path.read_bytes())
+    data[0] += 1
+    path.write_bytes(data)
+    line = fails(capsys, monkeypatch, prepare.main, 'inspect', f'{tmp_path}/d')
+    assert 'train_000000.bin: another checksum' in line and 'val_' not in line
+
+
+def test_few_documents_in_each_shard_have_their_share_together(tmp_path):
+    for rank in range(20):
+        write_shard(tmp_path / 'tokens', rank, ['a few words'] * 10)
+    prepare.main(['datatrove', f'--input={tmp_path}/tokens', '--tokenizer=byte',
+                  f'--data_dir={tmp_path}/d'])
+    assert len(documents_of(tmp_path / 'd', 'val')) == 2
+
+
+def test_the_tokenizer_of_a_dataset_is_found_again(tmp_path, text_file, capsys, monkeypatch):
+    sample = ['text', f'--input={text_file}', f'--data_dir={tmp_path}/sample']
+    prepare.main([*sample, '--tokenizer=byte'])
+    prepare.main(['tokenizer', f'{tmp_path}/sample'])
+    assert "eos_token='<|endoftext|>'" in capsys.readouterr().out
+    path = f'{tmp_path}/sample/tokenizer.json'
+    write_shard(tmp_path / 'tokens', 0, ['some words', 'more'] * 99, tokenizer=path)
+    argv = ['datatrove', f'--input={tmp_path}/tokens', f'--data_dir={tmp_path}/d']
+    prepare.main(argv)
+    assert open_dataset(tmp_path / 'd').tokenizer_json() == {'kind': 'byte'}
+    prepare.main([*argv, f'--tokenizer={tmp_path}/sample'])
+    assert 'names another one' in fails(
+        capsys, monkeypatch, prepare.main, *argv, '--tokenizer=gpt2')
+    prepare.main([*sample, '--tokenizer=bpe:300', '--overwrite'])
+    assert 'prepared anew' in fails(capsys, monkeypatch, prepare.main, *argv)
+
+
+def test_bad_input_is_one_line(tmp_path, shards, capsys, monkeypatch):
+    folder, first = tmp_path / 'tokens', next(iter(shards))
+
+    def refused(*argv):
+        line = fails(capsys, monkeypatch, prepare.main, 'datatrove', f'--input={folder}',
+                     f'--data_dir={tmp_path}/d', *argv)
+        assert not (tmp_path / 'd').exists()
+        return line
+
+    byte = '--tokenizer=byte'
+    assert "'my-tokenizer', which is not known" in refused()
+    assert 'would be learned' in refused('--tokenizer=bpe:512')
+    assert 'max_tokens=5: ' in refused(byte, '--max_tokens=5')
+    assert 'train split would be empty' in refused(byte, '--val_fraction=0.9999')
+    index = first.with_name(f'{first.name}.index')
+    ends = np.fromfile(index, '<u8')
+    for wrong in (ends[:-1], ends * 3, ends[::-1], ends[:0]):
+        wrong.tofile(index)
+        assert 'does not fit' in refused(byte)
+    index.write_bytes(ends.tobytes()[:-1])
+    assert 'does not fit' in refused(byte)
+    index.unlink()
+    assert 'save_index=True' in refused(byte)
+    write_shard(folder, 0, ['ä'] * 9, '<u4')
+    assert 'of different tokenizers' in refused(byte)
+    write_shard(folder, 0, ['a'] * 9)
+    unfinished = folder / '00009_unshuffled.ds'
+    unfinished.write_bytes(first.read_bytes())
+    assert 'not shuffled yet' in refused(byte)
+    unfinished.unlink()
+    with open(first, 'r+b') as f:
+        f.write(b'\xff\xff')
+    assert 'token 0 has id 65535' in refused(byte)
+    folder = tmp_path / 'empty'
+    assert 'no *.ds with tokens there' in refused(byte)
+
+
+def test_ids_that_are_too_narrow_for_the_vocabulary_are_refused(tmp_path, shards, capsys,
+                                                                monkeypatch):
+    (tmp_path / 'many.txt').write_text(''.join(map(chr, range(0x10000, 0x20800))) * 2)
+    prepare.main(['text', f'--input={tmp_path}/many.txt', '--tokenizer=char',
+                  f'--data_dir={tmp_path}/many'])
+    line = fails(capsys, monkeypatch, prepare.main, 'datatrove', f'--input={tmp_path}/tokens',
+                 f'--tokenizer={tmp_path}/many', f'--data_dir={tmp_path}/d')
+    assert 'ids of 2 bytes' in line
+
+
+def test_documents_without_an_end_are_warned_of(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(sys.modules[__name__], 'END', ord('\n'))
+    write_shard(tmp_path / 'tokens', 0, ['some words'] * 200)
+    prepare.main(['datatrove', f'--input={tmp_path}/tokens', '--tokenizer=byte',
+                  f'--data_dir={tmp_path}/d'])
+    assert "eos_token='<|endoftext|>'" in capsys.readouterr().err
+
+
+STRANGE = ['Hello, wörld!  日本語\n\n\t 12345 ', '    ', 'a<|endoftext|>b', '<|endoftext|>',
+           ' <|padding|>', '<|user|>', '🎉🎉\r\n']
+
+
+@pytest.mark.parametrize('kind', ['char', 'byte', 'bpe:700'])
+@pytest.mark.parametrize('chat', [False, True])
+def test_tokenizer_json_gives_our_ids_also_for_text_that_names_special_tokens(kind, chat,
+                                                                              text_file):
+    from tokenizers import Tokenizer
+    text = text_file.read_text(encoding='utf-8')
+    ours = tokenizers.make_tokenizer(kind, [text, *STRANGE])
+    if chat:
+        ours = tokenizers.ChatTokenizer(ours)
+    theirs = Tokenizer.from_str(json.dumps(document_tokenizer(ours)))
+    for piece in (text[:20_000], *STRANGE):
+        assert theirs.encode(piece).ids == ours.encode(piece).tolist()
+    end = (ours.base if chat else ours).end_of_text
+    assert theirs.token_to_id('<|endoftext|>') == end
+    assert theirs.get_vocab_size() == ours.vocab_size
+
+
+@pytest.mark.slow
+def test_datatrove_makes_the_tokens_that_prepare_makes(text_file, tmp_path, monkeypatch, capsys):
+    pytest.importorskip('datatrove')
+    lines = text_file.read_text(encoding='utf-8').split('\n')
+    texts = [f'{i}: ' + '\n'.join(lines[5 * i:5 * i + 7]) for i in range(400)] \
+        + [text for text in STRANGE if text.strip()]  # else there is no document for prepare.py
+    (tmp_path / 'corpus').mkdir()
+    for i in range(3):
+        (tmp_path / f'corpus/{i}.jsonl').write_text(
+            ''.join(json.dumps({'text': text}) + '\n' for text in texts[i::3]))
+    monkeypatch.chdir(tmp_path)
+    prepare.main(['text', '--input=corpus/0.jsonl', '--tokenizer=bpe:512',
+                  '--data_dir=data/sample'])
+    prepare.main(['tokenizer', 'data/sample'])
+    page = (ROOT / 'docs/data.md').read_text(encoding='utf-8')
+    (script,) = re.findall(r'```python\n([^`]*DocumentTokenizer[^`]*)```', page)
+    assert 'tasks=64' in script
+    (tmp_path / 'encode.py').write_text(script.replace('tasks=64, workers=16',
+                                                       'tasks=3, workers=2'))
+    done = subprocess.run([sys.executable, 'encode.py'], capture_output=True, text=True,
+                          timeout=300, env={**os.environ, 'HF_HUB_OFFLINE': '1'})
+    assert done.returncode == 0, done.stderr
+    assert len([*(tmp_path / 'tokens').glob('*.ds')]) == 3
+    prepare.main(['datatrove', '--input=tokens', '--data_dir=data/web'])
+    prepare.main(['text', '--input=corpus/', '--tokenizer=sample', '--data_dir=data/ours'])
+    theirs, ours = encoded_documents('data/web'), encoded_documents('data/ours')
+    assert sorted(theirs) == sorted(ours) and len(ours) == len(texts)
+    prepare.main(['inspect', 'data/web'])
+    assert 'no damage found' in capsys.readouterr().out
+    train.main([*TINY, '--dataset=web', '--out_dir=out', '--max_iters=2', '--eval_interval=2'])
+    assert 'iter 2 | train loss' in capsys.readouterr().out
+
+
+def encoded_documents(folder):
+    """The token ids of each document of both splits, without ends of text."""
+    dataset, found = open_dataset(folder), []
+    for split in ('train', 'val'):
+        ids = dataset.split(split, in_ram=True).ram
+        end = dataset.tokenizer().end_of_text
+        found += [tuple(part[part != end].tolist())
+                  for part in np.split(ids, np.flatnonzero(ids == end))]
+    return [document for document in found if document]

@@ -15,8 +15,8 @@ import prepare
 from plaingpt.data import documents, encoding
 from plaingpt.data.corpora import CORPORA, Corpus, find_dataset_size
 from plaingpt.data.dataset import open_dataset
-from plaingpt.data.documents import Piece
-from plaingpt.data.text_files import find_standard_library
+from plaingpt.data.input_files import find_standard_library
+from plaingpt.data.readers import Piece
 from plaingpt.system.errors import UserError
 
 
@@ -102,7 +102,7 @@ def test_meta_json_describes_the_files(char_data):
 
 def test_documents_keep_their_side_when_others_come_and_go():
     def sides_of(texts):
-        pieces = [Piece(text, True, 0) for text in texts]
+        pieces = [Piece(text, True) for text in texts]
         return {text: split for split, text, *_ in encoding.split_by_hash(pieces, 0.1)}
 
     texts = [f'document {i}' for i in range(2000)]

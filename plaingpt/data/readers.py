@@ -233,7 +233,7 @@ def parquet_rows(file, name, field):
     with needs('pyarrow', 'a .parquet file'):
         import pyarrow.parquet
     try:
-        table = pyarrow.parquet.ParquetFile(file)
+        table = pyarrow.parquet.ParquetFile(file, page_checksum_verification=True)
         names = [column.path for column in table.schema]
         wanted = [column for column in names if column == field] if field else None
         if wanted == []:

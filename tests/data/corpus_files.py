@@ -6,7 +6,7 @@ import pyarrow
 import pyarrow.parquet
 
 import prepare
-from plaingpt.data.text_files import Files
+from plaingpt.data.sources import Files
 from plaingpt.data.dataset import open_dataset
 
 

@@ -15,7 +15,7 @@ from test_sources import prepared
 
 import prepare
 from plaingpt.data import splitting
-from plaingpt.data.documents import PIECE_CHARS, Piece
+from plaingpt.data.readers import PIECE_CHARS, Piece
 from plaingpt.data.splitting import Duplicates, hash_words
 from plaingpt.data.dataset import open_dataset
 

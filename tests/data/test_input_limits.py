@@ -15,7 +15,7 @@ from corpus_files import prepared, texts_of, write_parquet, write_rows
 from helpers import exit_code, fork
 
 import prepare
-from plaingpt.data import documents, encoding, text_files
+from plaingpt.data import encoding, readers, shards
 from plaingpt.system.errors import UserError
 from plaingpt.data.dataset import open_dataset
 
@@ -169,7 +169,7 @@ def test_meta_json_has_the_checksums_of_what_was_read(tmp_path, monkeypatch):
     assert [file['bytes'] for file in found['files']] == [path.stat().st_size for path in paths]
     assert found['count'] == 4 and found['bytes'] == sum(path.stat().st_size for path in paths)
     assert found['sha256'] == hashlib.sha256(''.join(sha256sum_prints).encode()).hexdigest()
-    monkeypatch.setattr(text_files, 'LISTED_FILES', 3)
+    monkeypatch.setattr(shards, 'LISTED_FILES', 3)
     assert inputs(tmp_path / 'many') == {**found, 'files': []}
 
 

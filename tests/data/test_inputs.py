@@ -11,7 +11,8 @@ from corpus_files import prepared, write_parquet, write_rows
 from helpers import exit_code, fails, fork
 
 import prepare
-from plaingpt.data.text_files import Files, find_files
+from plaingpt.data.input_files import find_files
+from plaingpt.data.sources import Files
 from plaingpt.data.dataset import open_dataset
 
 ODD = os.fsdecode(b'odd\xff.txt')

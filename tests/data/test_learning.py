@@ -9,10 +9,10 @@ from helpers import fails
 
 import prepare
 from plaingpt.data import encoding
-from plaingpt.data.documents import PIECE_CHARS
+from plaingpt.data.readers import PIECE_CHARS
 from plaingpt.data.hub import HubDataset
 from plaingpt.data.sources import sample
-from plaingpt.data.text_files import Files
+from plaingpt.data.sources import Files
 from plaingpt.system import streams
 from plaingpt.data import tokenizers
 from plaingpt.data.dataset import open_dataset

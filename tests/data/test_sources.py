@@ -14,9 +14,10 @@ from hypothesis import strategies as st
 
 from plaingpt.data import documents
 from plaingpt.data.corpora import OWN_VALIDATION
-from plaingpt.data.documents import DOCUMENT_FORMS, whole_files
+from plaingpt.data.readers import DOCUMENT_FORMS, whole_file
 from plaingpt.data.hub import HubDataset
-from plaingpt.data.text_files import Files, find_files
+from plaingpt.data.input_files import find_files
+from plaingpt.data.sources import Files
 from plaingpt.system.errors import UserError
 from plaingpt.data.tokenizers import BPETokenizer
 

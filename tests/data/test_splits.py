@@ -14,7 +14,7 @@ from interrupted import contents, exit_code
 
 import evaluate
 import prepare
-from plaingpt.data.documents import Piece
+from plaingpt.data.readers import Piece
 from plaingpt.data.splitting import split_by_hash, split_by_place
 from plaingpt.data.dataset import open_dataset
 from plaingpt.data.inspection import find_overlap
@@ -88,7 +88,7 @@ def test_splits_of_a_dataset_are_taken_and_the_others_held_out(more, expected, t
 
 
 def sides(texts, *fractions):
-    pieces = [Piece(text, True, 0) for text in texts]
+    pieces = [Piece(text, True) for text in texts]
     return [split for split, *_ in split_by_hash(pieces, *fractions)]
 
 

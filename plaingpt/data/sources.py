@@ -232,16 +232,17 @@ def sample(source, characters):
 
 
 def sample_hub(source, characters):
-    """The same of a dataset of the hub, which is too large to be read whole: its beginnings in
-    PLACES places, equally much of each, and more where those before had less."""
-    places, left = source.places(PLACES), characters
+    """The same of a dataset of the hub, which is too large to be read whole: rows from PLACES places
+    in turn."""
+    places = source.places(PLACES)
     with Progress('learning from it', characters, 'characters') as progress:
-        for n, texts in enumerate(places):
-            quota = left / (len(places) - n)
-            for text in texts:
-                if quota <= 0:
-                    break
-                yield text
-                quota -= len(text)
-                left -= len(text)
-                progress.advance_to(characters - left)
+        left = characters
+        while places and left > 0:
+            for texts in [*places]:
+                text = next(texts, None)
+                if text is None:
+                    places.remove(texts)
+                else:
+                    yield text
+                    left -= len(text)
+            progress.advance_to(characters - left)

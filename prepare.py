@@ -32,8 +32,7 @@ from plaingpt.data.chat_tokenizer import ChatTokenizer
 from plaingpt.data.conversations import open_conversations
 from plaingpt.data.corpora import CORPORA, describe, table
 from plaingpt.data.dataset import dataset_folder, open_dataset
-from plaingpt.data.encoding import check_disk, write_shards
-from plaingpt.data.hf_tokenizer import find_named, write_tokenizer
+from plaingpt.data.encoding import write_shards
 from plaingpt.data.inspection import (
     find_damage,
     inspect,
@@ -84,7 +83,6 @@ class PrepareConfig:
     shard_tokens: int = 100_000_000  # tokens a file
     max_shards: int = 0  # of tokens that are downloaded as such (0: all)
     num_proc: Literal['auto'] | int = 'auto'  # encoding threads (auto: one a core)
-    encoder: Literal['auto', 'gigatoken', 'tiktoken'] = 'auto'  # of gpt2 and bpe (auto: the faster)
     overwrite: bool = False  # replace what another command prepared in the same folder
     if_small: bool = False  # only if it takes under a minute; else print the command to run
 
@@ -152,6 +150,7 @@ def main(argv):
     if name == 'tokenizer':
         if len(options) != 1:
             raise UserError('tokenizer takes one folder: python prepare.py tokenizer data/NAME')
+        from plaingpt.inference.hf_export import write_tokenizer  # torch too, which takes a second
         write_tokenizer(prepared_folder(options[0]))
         return
     if name in ('-h', '--help'):
@@ -221,10 +220,6 @@ def prepare_text(name, corpus, folder, config):
                 journal = read_journal(unfinished, command)
                 tokenizer = tokenizers.from_json(journal['tokenizer']) if journal \
                     else choose_tokenizer(name, tokenizer_name, borrowed, source)
-                tokenizer.choose_encoder(config.encoder)
-                written = sum(path.stat().st_size for path in unfinished.glob('*.bin'))
-                check_disk(folder, corpus, source, tokenizer_name, written,
-                           parse_count(config.max_tokens))
                 cores = len(os.sched_getaffinity(0)) if hasattr(os, 'sched_getaffinity') \
                     else os.cpu_count()
                 threads = cores if config.num_proc == 'auto' else config.num_proc
@@ -278,6 +273,7 @@ def prepare_shards(name, corpus, folder, config):
 def choose_datatrove_tokenizer(shards, asked):
     """The JSON of the tokenizer of [Shard]: that which their files name, or --tokenizer. Raises
     UserError."""
+    from plaingpt.inference.hf_export import find_named  # torch too, which takes a second
     name, found = shards[0].tokenizer, find_named(shards[0].tokenizer)
     if asked == 'auto':
         if found is None:
@@ -324,8 +320,6 @@ def describe_command(name, corpus, config, tokenizer_name, borrowed, source):
                'identity': source.identity()}
     if name == 'chat':
         command['format'] = config.format
-    if config.encoder != 'auto':  # what the other one wrote is not continued
-        command['encoder'] = config.encoder
     if borrowed:  # another tokenizer once that dataset is prepared anew
         command['tokenizer_sha256'] = digest_of(borrowed)
     given = {'max_tokens': max_tokens, 'test_fraction': config.test_fraction,

@@ -88,9 +88,6 @@ class ChatTokenizer:
     def encoders(self):
         return self.base.encoders
 
-    def choose_encoder(self, name):
-        self.base.choose_encoder(name)
-
     def verify(self, text, ids):
         self.base.verify(text, ids)
 

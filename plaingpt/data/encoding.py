@@ -15,7 +15,7 @@ from typing import NamedTuple
 import numpy as np
 
 from plaingpt.data.dataset import FORMAT_VERSION, MASK_ENDING
-from plaingpt.data.shards import ShardWriter, check_free_space, write_journal
+from plaingpt.data.shards import ShardWriter, write_journal
 from plaingpt.data.splitting import SPLITS, Duplicates, split_by_hash, split_by_place
 from plaingpt.data.tokenizers import UnknownCharacter, WrongIds
 from plaingpt.system.errors import UserError
@@ -318,16 +318,3 @@ def fill_up(batch, room, encode, tokenizer, ends_early):
         over = len(tokenizer.decode_bytes(train.ids[room:]))
         encoded['train'] = train._replace(ids=train.ids[:room], bytes=train.bytes - over)
     return encoded
-
-
-def check_disk(folder, corpus, source, tokenizer_name, written, limit=0):
-    """Raises UserError where the tokens will not fit on the disk, as far as can be known before.
-    written: bytes of shards that are there already; limit: of training tokens, 0 for none."""
-    bytes_per_token = 1 if tokenizer_name in ('char', 'byte') else 3  # about
-    if source.unit == 'B':
-        tokens = source.total / bytes_per_token
-    else:
-        tokens = corpus.tokens * 3 / bytes_per_token if source.total == corpus.documents else 0
-    if limit and not source.is_one_text:  # the rest is a few percent
-        tokens = min(tokens or limit, limit)
-    check_free_space(folder, 2 * tokens - written)

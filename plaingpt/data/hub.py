@@ -1,7 +1,6 @@
 """Datasets of the Hugging Face hub, and folders laid out like one, as a source of documents. They
 are streamed by the library `datasets`, and its state is where a killed preparation goes on."""
 
-import importlib.util
 import os
 from contextlib import contextmanager
 from pathlib import Path
@@ -24,7 +23,8 @@ class HubDataset:
         with needs('datasets', path):
             import datasets
             from huggingface_hub.utils import logging as hub_logging
-        path = resolve(path)
+        if Path(path).is_dir():
+            path = os.path.abspath(path)  # `datasets` does not take '.' for a folder
         # Each attempt to connect would be a warning of its own before our one line.
         datasets.logging.set_verbosity_error()
         hub_logging.set_verbosity_error()
@@ -99,35 +99,21 @@ class HubDataset:
         return []  # its version is in the identity
 
 
-def resolve(path):
-    """A folder → its absolute path: `datasets` takes 'json' and its like for a reader of all files
-    in the working directory, and not '.'. Raises UserError for such a name that is no folder."""
-    if Path(path).is_dir():
-        return os.path.abspath(path)
-    if path.isidentifier() and importlib.util.find_spec(f'datasets.packaged_modules.{path}'):
-        raise UserError(f'path={path}: no such folder, and the library datasets would read all '
-                        'files of the working directory by that name: name a folder, or OWNER/NAME '
-                        'of the hub')
-    return path
-
-
 def check_apart(path, splits):
-    """Raises UserError where two of ours, {our name: the hub's}, would be the same rows."""
-    taken = {}
+    """Raises UserError where two of ours, {our name: the hub's}, would read the same rows."""
+    taken = []
     for split, hub_split in splits.items():
-        option = '--split' if split == 'train' else f'--{split}_split'
+        names = [name.strip() for name in hub_split.split('+')]
         if '[' in hub_split:
-            raise UserError(f'{option}={hub_split}: {path} is streamed, and by whole splits: name '
-                            'one, and choose how much of it with --val_fraction, --test_fraction '
-                            'or --max_tokens')
-        for name in hub_split.split('+'):
-            for other, of in taken.items():
-                if name.strip() == other or 'all' in (name.strip(), other):
-                    raise UserError(f'{option}={hub_split} and {of}: both read the same rows of '
-                                    f'{path}: name another split, or leave {option} out and hold '
-                                    'a share of the text out with --val_fraction or '
-                                    '--test_fraction')
-            taken.setdefault(name.strip(), f'{option}={hub_split}')
+            raise UserError(f'{hub_split}: {path} is streamed, and by whole splits: name one, and '
+                            'choose how much of it with --val_fraction, --test_fraction or '
+                            '--max_tokens')
+        if {'all', *names} & {*taken} or ('all' in names and taken):
+            option = '--split' if split == 'train' else f'--{split}_split'
+            raise UserError(f'{option}={hub_split} reads rows of {path} that another split reads: '
+                            'name another one, or hold a share of the text out with '
+                            '--val_fraction or --test_fraction')
+        taken += names
 
 
 def load_builder(path, subset):

@@ -200,8 +200,8 @@ def complete_meta(meta, name):
         raise UserError(f'{name}: empty, no text to learn from')
     for split, entry in meta['splits'].items():
         if not entry['tokens']:
-            raise UserError(f'{name}: the {split} split would be empty: use more text or '
-                            + ' or '.join(reasons_for_none(split, meta)))
+            raise UserError(f'{name}: the {split} split would be empty: use more text, or change '
+                            '--val_fraction, --test_fraction or the names of the splits')
     return {**meta, 'inputs': describe_inputs(meta['inputs'])}
 
 
@@ -214,21 +214,6 @@ def describe_inputs(files):
     return {'count': len(files), 'bytes': sum(file['bytes'] for file in files),
             'sha256': hashlib.sha256(lines.encode()).hexdigest(),
             'files': files if len(files) <= LISTED_FILES else []}
-
-
-def reasons_for_none(split, meta):
-    """What to change in the options of `meta` so that a split has text."""
-    command, own = meta['source'], f'{split}_split'
-    if split == 'train':
-        took = [option for option, is_so in (
-            ('val_fraction', not command.get('val_split')),
-            ('test_fraction', command.get('test_fraction'))) if is_so] or ['split']
-    else:
-        took = [own if command.get(own) else f'{split}_fraction']
-    reasons = [f'another --{option}' for option in took]
-    if split != 'train' and 'max_tokens' in command and not command.get(own):
-        reasons.append('a larger --max_tokens')  # reading ended before there was any
-    return reasons + ['no --dedup'] * bool(meta.get('duplicates'))
 
 
 def publish(folder):

@@ -6,7 +6,6 @@ them also with the special tokens of conversations, see chat_tokenizer.py.
     tokenizer.vocab_size     ids run from 0 to vocab_size - 1
     tokenizer.end_of_text    the id put in front of each document, or None
     tokenizer.to_json()      all of it as a JSON object, from which from_json makes it again
-    tokenizer.choose_encoder(name)   'auto', 'tiktoken' or 'gigatoken': what finds the ids
     tokenizer.encoders               {name: version} of those that have found ids so far
     tokenizer.verify(text, ids)      raises UserError where the ids are not those of tiktoken
 """
@@ -48,10 +47,6 @@ class Tokenizer:
     """What all tokenizers have that do not say otherwise: no library finds their ids."""
 
     encoders = MappingProxyType({})
-
-    def choose_encoder(self, name):
-        if name != 'auto':
-            raise UserError(f'encoder={name}: only gpt2 and bpe tokenizers have one: leave it out')
 
     def verify(self, text, ids):
         pass
@@ -146,7 +141,6 @@ class BytePairTokenizer(Tokenizer):
         """encoding: tiktoken's, with GPT-2's pattern; its control tokens are its last."""
         self._encoding = encoding
         self._gigatoken, self._bytes_left = None, 0
-        self._encoder = 'auto'
         self.encoders = {}
         self._lock = threading.Lock()  # gigatoken raises where two threads call it at once
 
@@ -154,12 +148,9 @@ class BytePairTokenizer(Tokenizer):
         text, data = join_halves(text)
         known_to_both = text.isascii() or not self.NEW_CHARACTERS.search(text)
         with self._lock:
-            if self._bytes_left <= 0 and self._encoder != 'tiktoken':
+            if self._bytes_left <= 0:
                 self._gigatoken = None  # frees its memory before there is another
                 self._gigatoken = build_gigatoken(self._encoding)
-                if self._gigatoken is None and self._encoder == 'gigatoken':
-                    raise UserError('encoder=gigatoken: it is not there: pip install gigatoken, or '
-                                    'leave --encoder out')
                 self._bytes_left = self.RENEWAL_BYTES
             if known_to_both and self._gigatoken is not None:
                 self._bytes_left -= len(data)
@@ -170,9 +161,6 @@ class BytePairTokenizer(Tokenizer):
                 self._gigatoken = None  # what gave up is not asked again
             self._note('tiktoken')
         return self._encode_with_tiktoken(text)
-
-    def choose_encoder(self, name):
-        self._encoder = name
 
     def _note(self, library):
         if library not in self.encoders:
@@ -195,8 +183,8 @@ class BytePairTokenizer(Tokenizer):
             at = int(np.argmax(np.append(ids[:n] != right[:n], True)))
             excerpt = self.decode(right[max(0, at - 8):at + 8])
             raise WrongIds(f'gigatoken {self.encoders["gigatoken"]} and tiktoken give different '
-                           f'ids at {excerpt!r}: give the same command with --encoder=tiktoken, '
-                           'which is slower')
+                           f'ids at {excerpt!r}: do without gigatoken, which is only faster (pip '
+                           'uninstall gigatoken), and give the same command again')
 
     def decode_bytes(self, ids):
         return self._encoding.decode_bytes([int(i) for i in ids])

@@ -9,9 +9,14 @@ from dataclasses import replace
 import torch
 
 from plaingpt.data.chat_tokenizer import TEMPLATE, is_chat
-from plaingpt.data.hf_tokenizer import END_OF_TEXT, PADDING, hf_tokenizer
 from plaingpt.inference.hf_architectures import ARCHITECTURES, GPT2, TRANSPOSED
-from plaingpt.inference.hf_export import choose_architecture, first_and_last
+from plaingpt.inference.hf_export import (
+    END_OF_TEXT,
+    PADDING,
+    choose_architecture,
+    first_and_last,
+    hf_tokenizer,
+)
 from plaingpt.inference.pretrained import without_padding
 from plaingpt.system.errors import UserError, needs
 

@@ -14,7 +14,7 @@ import prepare
 import train
 from plaingpt.data import tokenizers
 from plaingpt.data.dataset import open_dataset
-from plaingpt.data.hf_tokenizer import document_tokenizer
+from plaingpt.inference.hf_export import document_tokenizer
 
 END = tokenizers.ByteTokenizer.end_of_text
 

@@ -17,7 +17,7 @@ import sample
 import train
 from model import GPT, GPTConfig
 from plaingpt.data import tokenizers
-from plaingpt.data.hf_tokenizer import hf_tokenizer
+from plaingpt.inference.hf_export import hf_tokenizer
 from plaingpt.inference.pretrained import load_pretrained
 from plaingpt.system.errors import UserError
 

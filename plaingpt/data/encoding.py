@@ -4,7 +4,7 @@ import json
 import math
 import sys
 import time
-import zlib
+from bisect import bisect_left
 from collections import deque
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
@@ -15,7 +15,7 @@ from typing import NamedTuple
 import numpy as np
 
 from plaingpt.data.dataset import FORMAT_VERSION, MASK_ENDING
-from plaingpt.data.shards import ShardWriter, write_journal
+from plaingpt.data.shards import ShardWriter, empty, write_journal
 from plaingpt.data.splitting import SPLITS, Duplicates, split_by_hash, split_by_place
 from plaingpt.data.tokenizers import UnknownCharacter, WrongIds
 from plaingpt.system.errors import UserError
@@ -33,7 +33,6 @@ class Batch(NamedTuple):
     count: int  # pieces up to the batch's end
     position: int  # how far the source is read there
     mark: dict | None  # where the source can start again there
-    checksum: int = 0  # of the text from the beginning on
     number: int = 0  # from the start of this run
 
 
@@ -60,17 +59,16 @@ def end_line(piece):
     return split, text + '\n' * (not text.endswith('\n')), new_document
 
 
-def group_in_batches(pieces, source, count=0, checksum=0, marks=True):
+def group_in_batches(pieces, source, count=0, marks=True):
     """Group what put_in_splits yields; `count` pieces came before."""
     group, characters, number = [], 0, 0
 
     def batch():
         return Batch(group, characters, count, source.position(), source.mark() if marks else None,
-                     checksum, number)
+                     number)
 
     for split, text, new_document in pieces:
-        checksum, size = add_to_checksum(checksum, text)
-        group.append((split, text, new_document, size))
+        group.append((split, text, new_document))
         count += 1
         characters += len(text)
         if characters >= BATCH_CHARS:
@@ -80,21 +78,16 @@ def group_in_batches(pieces, source, count=0, checksum=0, marks=True):
         yield batch()
 
 
-def add_to_checksum(checksum, text):
-    """→ (checksum with `text`, its size in bytes)"""
-    try:
-        data = text.encode()
-        return zlib.crc32(data, checksum), len(data)
-    except UnicodeEncodeError:  # bytes that are no UTF-8 are halves of characters in the text
-        return (zlib.crc32(text.encode('utf-8', 'surrogatepass'), checksum),
-                len(text.encode('utf-8', 'replace')))
+def utf8_bytes(text):
+    # Bytes that are no UTF-8 are halves of characters in the text.
+    return len(text) if text.isascii() else len(text.encode('utf-8', 'replace'))
 
 
 def encode_batch(tokenizer, end_of_text, dtype, batch):
     """Batch → {split: Encoded}, with `end_of_text` before each document unless it is None."""
     ids = {split: [] for split in SPLITS}
     documents, sizes = dict.fromkeys(SPLITS, 0), dict.fromkeys(SPLITS, 0)
-    for split, text, new_document, size in batch.pieces:
+    for split, text, new_document in batch.pieces:
         if new_document and end_of_text is not None:
             ids[split].append([end_of_text])
         found = tokenizer.encode(text)
@@ -102,7 +95,7 @@ def encode_batch(tokenizer, end_of_text, dtype, batch):
             tokenizer.verify(text, found)
         ids[split].append(found)
         documents[split] += new_document
-        sizes[split] += size
+        sizes[split] += utf8_bytes(text)
     # 'unsafe' allows a narrower type; each id fits in it, since the vocabulary does
     return {split: Encoded(np.concatenate(found, dtype=dtype, casting='unsafe'), documents[split],
                            sizes[split]) for split, found in ids.items() if found}
@@ -121,7 +114,7 @@ def encode_conversations(tokenizer, dtype, batch):
         if found:
             both = map(tokenizer.encode_conversation, found)
             ids, loss_mask = map(np.concatenate, zip(*both, strict=True))
-            size = sum(len(content.encode('utf-8', 'replace')) for content in contents)
+            size = sum(map(utf8_bytes, contents))
             encoded[split] = Encoded(ids.astype(dtype), len(found), size, loss_mask.astype('u1'))
     return encoded
 
@@ -148,12 +141,16 @@ def write_shards(folder, source, command, tokenizer, journal, num_proc):
     """Encode `source` into shards in `folder`, from the journal on → the content of meta.json.
     Raises UserError."""
     dtype = np.dtype('<u2' if tokenizer.vocab_size <= 2**16 else '<u4')
-    writers = {split: make_writer(folder, split, dtype, command)
+    columns = {'.bin': dtype, **({MASK_ENDING: np.dtype('u1')} if 'format' in command else {})}
+    writers = {split: ShardWriter(folder, split, command['shard_tokens'], columns)
                for split in wanted_splits(command)}
-    if journal:
-        for split, writer in writers.items():
-            writer.resume_at(journal['splits'][split])
+    if journal and all(writer.resume_at(journal['splits'][split])
+                       for split, writer in writers.items()):
         print(f'resuming after {count_tokens(writers):,} tokens that are written already')
+    elif journal:
+        empty(folder)
+        raise UserError(f'{folder}: files are missing or cut short: give the same command again, '
+                        'which starts anew')
     before, started = count_tokens(writers), time.monotonic()
     check_line_break(source, tokenizer)
     duplicates = Duplicates() if 'dedup' in command else None
@@ -196,14 +193,6 @@ def print_left_out(source, duplicates):
     return {'duplicates': duplicates.dropped}
 
 
-def make_writer(folder, split, dtype, command):
-    """The ShardWriter of a split, of conversations with a mask."""
-    shape = command['shard_tokens']
-    mask = ShardWriter(folder, split, np.dtype('u1'), shape, ending=MASK_ENDING) \
-        if 'format' in command else None
-    return ShardWriter(folder, split, dtype, shape, mask=mask)
-
-
 def check_line_break(source, tokenizer):
     """Raises UserError where nothing could come between two documents."""
     if tokenizer.end_of_text is None and not source.is_one_text:
@@ -237,14 +226,14 @@ def encode_into(writers, folder, source, command, tokenizer, dtype, journal, num
     with closing(source.pieces(mark)) as pieces, \
             (Progress('encoding', limit, 'tokens', writers['train'].tokens) if ends_early else
              Progress('encoding', source.total, source.unit, position)) as progress:
-        pieces, checksum = put_in_splits(pieces, source, command, duplicates, tokenizer), 0
-        if journal and not mark:
-            count, checksum = journal['count'], skip_written(pieces, source, folder, journal)
-        batches = group_in_batches(pieces, source, count, checksum, not duplicates)
+        pieces = put_in_splits(pieces, source, command, duplicates, tokenizer)
+        if journal and not mark:  # what a source without marks yielded is read again
+            count = sum(1 for _ in islice(pieces, journal['count']))
+        batches = group_in_batches(pieces, source, count, not duplicates)
         for batch, encoded in map_in_order(encode, batches, num_proc):
             room = limit - writers['train'].tokens
             if 'train' in encoded and len(encoded['train'].ids) >= room:
-                encoded = fill_up(batch, room, encode, tokenizer, ends_early)
+                encoded = cut_off(batch, room, encode, tokenizer, ends_early)
             filled = [writers[split].write(part) for split, part in encoded.items()]
             if ends_early and writers['train'].tokens == limit:
                 return True  # within the batch, so there is no journal here
@@ -254,8 +243,7 @@ def encode_into(writers, folder, source, command, tokenizer, dtype, journal, num
                 write_journal(folder, {
                     'command': command, 'tokenizer': tokenizer.to_json(), 'count': batch.count,
                     'encoders': all_encoders(journal, tokenizer),
-                    'at': batch.position, 'mark': batch.mark, 'width': dtype.itemsize,
-                    'checksum': batch.checksum,
+                    'at': batch.position, 'mark': batch.mark,
                     'splits': {split: writer.state() for split, writer in writers.items()}})
                 saved = time.monotonic()
             if ends_early:
@@ -263,20 +251,6 @@ def encode_into(writers, folder, source, command, tokenizer, dtype, journal, num
             else:
                 progress.advance_to(batch.position, count_tokens(writers) - before)
     return False
-
-
-def skip_written(pieces, source, folder, journal):
-    """Read again what a source without marks yielded up to the journal → checksum of its text.
-    Raises UserError where it is not the text that was encoded."""
-    checksum = 0
-    for _, text, *_ in islice(pieces, journal['count']):
-        checksum, _ = add_to_checksum(checksum, text)
-    # Two texts can have one size and one time of change. Earlier versions had no checksum.
-    if checksum != journal.get('checksum', checksum):
-        (folder / 'journal.json').unlink()
-        raise UserError(f'{source.name}: the text is not that of the tokens that are written '
-                        'already: give the same command again, which starts anew')
-    return checksum
 
 
 def put_in_splits(pieces, source, command, duplicates, tokenizer):
@@ -301,20 +275,21 @@ def wanted_splits(command):
     return SPLITS if has_test else SPLITS[:2]
 
 
-def fill_up(batch, room, encode, tokenizer, ends_early):
+def cut_off(batch, room, encode, tokenizer, ends_early):
     """Encode a batch up to `room` tokens of training, where the last document is cut → {split:
     Encoded}. ends_early: what comes after that place, in other splits too, is left out."""
-    kept, left = [], room
-    for piece in batch.pieces:
-        if piece[0] != 'train' or left > 0:
-            kept.append(piece)
-        if piece[0] == 'train' and left > 0:
-            left -= len(encode(batch._replace(pieces=[piece]))['train'].ids)
-        if left <= 0 and ends_early:
-            break
-    encoded = encode(batch._replace(pieces=kept))
-    if left < 0:
-        train = encoded['train']
+    def up_to(count):
+        return encode(batch._replace(pieces=batch.pieces[:count]))
+
+    def trained_on(count):
+        found = up_to(count)
+        return len(found['train'].ids) if 'train' in found else 0
+
+    end = bisect_left(range(len(batch.pieces)), room, key=trained_on)
+    rest = [] if ends_early else [piece for piece in batch.pieces[end:] if piece[0] != 'train']
+    encoded = encode(batch._replace(pieces=batch.pieces[:end] + rest))
+    train = encoded.get('train')
+    if train:
         over = len(tokenizer.decode_bytes(train.ids[room:]))
         encoded['train'] = train._replace(ids=train.ids[:room], bytes=train.bytes - over)
     return encoded

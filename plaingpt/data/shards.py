@@ -42,109 +42,97 @@ IF_GIVEN = ('max_tokens', 'test_fraction', 'test_split', 'dedup')
 
 @dataclass
 class ShardWriter:
-    """Writes a split into files of `shard_tokens` tokens, the last one shorter; with a `mask`, a
-    writer like it, beside each of them a file of its loss mask."""
+    """Writes a split into files of `shard_tokens` tokens, the last one shorter; of conversations
+    beside each of them a file of its loss mask."""
 
     folder: Path
     split: str
-    dtype: np.dtype
     shard_tokens: int
+    columns: dict  # ending of a file → type of what it holds: of tokens, and of their loss mask
     tokens: int = 0
     documents: int = 0
     bytes: int = 0
-    sha256: list = field(default_factory=list)  # of the full shards
-    ending: str = '.bin'
-    mask: 'ShardWriter' = None
-    learned: int = 0  # how many tokens the mask has
-    file = None  # the shard that is being written
+    learned: int = 0  # tokens in the loss
+    files = ()  # those that are being written
 
-    def path(self, shard):
-        return self.folder / f'{self.split}_{shard:06d}{self.ending}'
-
-    def single(self):
-        """The name that finish() gives a shard that is the only one."""
-        return self.folder / f'{self.split}{self.ending}'
+    def path(self, shard, ending='.bin'):
+        return self.folder / f'{self.split}_{shard:06d}{ending}'
 
     def write(self, encoded):
-        """Append the tokens of an Encoded → True where a shard got full."""
-        full = len(self.sha256)
-        self.append(encoded.ids)
+        """Append an Encoded → True where a shard got full."""
+        before, end = self.tokens // self.shard_tokens, self.tokens + len(encoded.ids)
+        arrays = [encoded.ids] if encoded.loss_mask is None else [encoded.ids, encoded.loss_mask]
+        while self.tokens < end:
+            shard, used = divmod(self.tokens, self.shard_tokens)
+            if not self.files:
+                self.files = [open(self.path(shard, ending), 'ab') for ending in self.columns]
+            n = min(self.shard_tokens - used, end - self.tokens)
+            for file, array in zip(self.files, arrays, strict=True):
+                begin = len(array) - (end - self.tokens)
+                file.write(array[begin:begin + n].tobytes())
+            self.tokens += n
+            if used + n == self.shard_tokens:
+                self.close()
         self.documents += encoded.documents
         self.bytes += encoded.bytes
-        if self.mask:
-            self.mask.append(encoded.loss_mask)
-            self.learned += int(np.count_nonzero(encoded.loss_mask))
-        return len(self.sha256) > full
-
-    def append(self, ids):
-        while len(ids):
-            if self.file is None:
-                self.file = open(self.path(len(self.sha256)), 'ab')
-            room = self.shard_tokens * (len(self.sha256) + 1) - self.tokens
-            self.file.write(ids[:room].tobytes())
-            self.tokens += len(ids[:room])
-            if len(ids) >= room:
-                self.close()
-                self.sha256.append(sha256_of(self.path(len(self.sha256))))
-            ids = ids[room:]
+        self.learned += int(np.count_nonzero(arrays[-1])) if len(arrays) == 2 else 0
+        return self.tokens // self.shard_tokens > before
 
     def sync(self):
         """Make what was written so far outlast a crash of the machine."""
-        if self.file:
-            self.file.flush()
-            os.fsync(self.file.fileno())
-        if self.mask:
-            self.mask.sync()
+        for file in self.files:
+            file.flush()
+            os.fsync(file.fileno())
 
     def close(self):
-        if self.file:
-            self.sync()
-            self.file.close()
-            self.file = None
+        self.sync()
+        for file in self.files:
+            file.close()
+        self.files = ()
 
     def state(self):
-        counts = {'tokens': self.tokens, 'documents': self.documents, 'bytes': self.bytes}
-        masked = {'learned': self.learned, 'mask': self.mask.state()} if self.mask else {}
-        return {**counts, 'sha256': self.sha256, **masked}
+        return {key: getattr(self, key) for key in ('tokens', 'documents', 'bytes', 'learned')}
+
+    def sizes(self):
+        """Tokens of each shard."""
+        full, rest = divmod(self.tokens, self.shard_tokens)
+        return [self.shard_tokens] * full + [rest] * (rest > 0)
 
     def resume_at(self, state):
-        """Go back to what `state` says, and cut off what was written after it."""
-        self.tokens, self.documents, self.bytes, self.sha256 = \
-            (state[key] for key in ('tokens', 'documents', 'bytes', 'sha256'))
-        if self.mask:
-            self.learned = state['learned']
-            self.mask.resume_at(state['mask'])
-        single = self.single()
-        if single.exists():
-            os.replace(single, self.path(0))
-        partial = self.path(len(self.sha256))
-        rest = self.tokens - self.shard_tokens * len(self.sha256)
-        if rest:
-            os.truncate(partial, rest * self.dtype.itemsize)
-        for path in self.folder.glob(f'{self.split}_{"[0-9]" * 6}{self.ending}'):
-            if path > partial or (path == partial and not rest):
-                path.unlink()
+        """Go back to what `state` says, and cut off what was written after it → True; False where
+        files are missing or shorter."""
+        for key, value in state.items():
+            setattr(self, key, value)
+        for ending, dtype in self.columns.items():
+            single, sizes = self.folder / f'{self.split}{ending}', self.sizes()
+            if single.exists():  # as finish() named it
+                os.replace(single, self.path(0, ending))
+            for path in self.folder.glob(f'{self.split}_{"[0-9]" * 6}{ending}'):
+                if path > self.path(len(sizes) - 1, ending) or not sizes:
+                    path.unlink()
+            for shard, n in enumerate(sizes):
+                path, size = self.path(shard, ending), n * dtype.itemsize
+                if not path.exists() or path.stat().st_size < size:
+                    return False
+                os.truncate(path, size)
+        return True
 
     def finish(self):
         """Close → the entry of this split in meta.json. A single file is named SPLIT.bin."""
         self.close()
-        sha256, counts = list(self.sha256), [self.shard_tokens] * len(self.sha256)
-        if self.tokens > sum(counts):
-            sha256.append(sha256_of(self.path(len(counts))))
-            counts.append(self.tokens - sum(counts))
-        names = [self.path(i).name for i in range(len(counts))]
-        if len(names) == 1:
-            os.replace(self.path(0), self.single())
-            names = [self.single().name]
+        sizes, checksums = self.sizes(), {}
+        for ending in self.columns:
+            paths = [self.path(shard, ending) for shard in range(len(sizes))]
+            if len(paths) == 1:
+                paths = [paths[0].replace(self.folder / f'{self.split}{ending}')]
+            checksums[ending] = [(path.name, sha256_of(path)) for path in paths]
         files = [{'name': name, 'tokens': n, 'sha256': digest}
-                 for name, n, digest in zip(names, counts, sha256, strict=True)]
+                 for n, (name, digest) in zip(sizes, checksums['.bin'], strict=True)]
+        for file, (_, digest) in zip(files, checksums.get(MASK_ENDING, ()), strict=False):
+            file['mask_sha256'] = digest
         entry = {'tokens': self.tokens, 'documents': self.documents, 'bytes': self.bytes,
                  'files': files}
-        if self.mask:
-            entry['learned'] = self.learned
-            for file, masked in zip(files, self.mask.finish()['files'], strict=True):
-                file['mask_sha256'] = masked['sha256']
-        return entry
+        return {**entry, 'learned': self.learned} if MASK_ENDING in self.columns else entry
 
 
 def write_journal(folder, journal):
@@ -162,35 +150,21 @@ def read_journal(folder, command):
         journal = read_json(folder / 'journal.json')
         if journal.pop('sha256') != digest(journal):
             raise ValueError('its checksum is not what was written')
-        earlier, complete = dict(journal['command']), files_are_there(folder, journal)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        earlier = None
-    if earlier == command and complete:
-        return journal
-    if earlier == command:
-        print(f'{folder}: files are missing or cut short; starting anew')
-    elif earlier:
-        differ = [key for key in {**earlier, **command} if earlier.get(key) != command.get(key)]
+        if journal['command'] == command:
+            return journal
+        differ = [key for key in {**journal['command'], **command}
+                  if journal['command'].get(key) != command.get(key)]
         print(f'{folder}: what another command left there is deleted (it differs in '
               f'{", ".join(differ)}); starting anew')
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir()
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        pass
+    empty(folder)
     return None
 
 
-def files_are_there(folder, journal):
-    """True where the files hold what the journal says, or more. Raises KeyError, TypeError."""
-    for split, state in journal.get('splits', {}).items():
-        full, each = len(state['sha256']), journal['command']['shard_tokens']
-        rest = state['tokens'] - full * each
-        endings = {'.bin': journal['width'], **({MASK_ENDING: 1} if 'mask' in state else {})}
-        for ending, width in endings.items():
-            for i, tokens in enumerate([each] * full + [rest] * (rest > 0)):
-                path = folder / f'{split}_{i:06d}{ending}'
-                path = path if path.exists() or i else folder / f'{split}{ending}'
-                if not path.exists() or path.stat().st_size < tokens * width:
-                    return False
-    return True
+def empty(folder):
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir()
 
 
 def complete_meta(meta, name):

@@ -142,17 +142,13 @@ def main(argv):
         print(help_text)
         return
     name, *options = argv
-    if name == 'inspect':
+    if name in ('inspect', 'tokenizer'):
         if len(options) != 1:
-            raise UserError('inspect takes one folder: python prepare.py inspect data/NAME')
-        inspect(prepared_folder(options[0]))
-        return
-    if name == 'tokenizer':
-        if len(options) != 1:
-            raise UserError('tokenizer takes one folder: python prepare.py tokenizer data/NAME')
+            raise UserError(f'{name} takes one folder: python prepare.py {name} data/NAME')
+        if name == 'inspect':
+            return inspect(prepared_folder(options[0]))
         from plaingpt.inference.hf_export import write_tokenizer  # torch too, which takes a second
-        write_tokenizer(prepared_folder(options[0]))
-        return
+        return write_tokenizer(prepared_folder(options[0]))
     if name in ('-h', '--help'):
         load_config(PrepareConfig, argv, help_text)
     if name not in CORPORA:
@@ -167,9 +163,7 @@ def main(argv):
         raise UserError(f'{folder} is not prepared: run '
                         + f'python prepare.py {name} {corpus.required_option()}'.rstrip())
     check_ours(folder)  # before anything is downloaded
-    if corpus.is_tokens():
-        check_tokens(config, name)
-    check_chat(config, name)
+    check_options(config, name, corpus)
     print(f'preparing {name}: {describe(corpus)}')
     if corpus.is_tokens():
         prepare_shards(name, corpus, folder, config)
@@ -177,27 +171,21 @@ def main(argv):
         prepare_text(name, corpus, folder, config)
 
 
-def check_tokens(config, name):
-    """Raises UserError for options that choose among text, where `name` is tokens already."""
-    for option in ('max_tokens', 'dedup', 'test_fraction', 'test_split'):
-        if value := getattr(config, option):
-            advice = 'leave it out'
-            if option == 'max_tokens' and CORPORA[name].shards:
-                advice = f'--max_shards={-(-parse_count(value) // 10**8)} takes whole files of ' \
-                         '100M tokens'
-            raise UserError(f'{option}={value}: {name} is tokens already: {advice}')
-
-
-def check_chat(config, name):
-    """Raises UserError for options that choose among text, where `name` is conversations, and for
-    those of conversations elsewhere."""
-    if name != 'chat' and config.format != 'auto':
-        raise UserError(f'format={config.format}: {name} is text and no conversations: leave it '
-                        f'out, or prepare chat')
-    for option in ('max_tokens', 'documents', 'text_field') * (name == 'chat'):
-        if getattr(config, option) != getattr(PrepareConfig, option):
-            raise UserError(f'{option}={getattr(config, option)}: each row is a conversation, and '
-                            'all are prepared at once: leave it out')
+def check_options(config, name, corpus):
+    """Raises UserError for an option that says nothing about a corpus of this kind."""
+    refused = {} if name == 'chat' else {'format': 'no conversations'}
+    if name == 'chat':
+        refused |= dict.fromkeys(('max_tokens', 'documents', 'text_field'),
+                                 'conversations, which are prepared whole and all at once')
+    if corpus.is_tokens():
+        refused |= dict.fromkeys(('max_tokens', 'dedup', 'test_fraction', 'test_split'),
+                                 'tokens already, of which --max_shards takes some')
+    elif corpus.hub is None:
+        refused |= dict.fromkeys(('path', 'subset', 'split', 'val_split', 'test_split'),
+                                 'no dataset of the hub, and has no splits of its own')
+    for option, what in refused.items():
+        if (value := getattr(config, option)) != getattr(PrepareConfig, option):
+            raise UserError(f'{option}={value}: {name} is {what}: leave it out')
 
 
 def prepare_text(name, corpus, folder, config):
@@ -234,11 +222,6 @@ def check_source(name, config, source, tokenizer_name):
     """Raises UserError where an option asks for what a source of this kind does not have."""
     if source.unit != 'B' and tokenizer_name == 'char':
         raise UserError(f'{name} is too large for --tokenizer=char: use gpt2, byte or bpe:32768')
-    for option in ('path', 'subset', 'split', 'val_split', 'test_split'):
-        if source.unit == 'B' and getattr(config, option):
-            splits = ' and has no splits of its own' * option.endswith('split')
-            raise UserError(f'{option}={getattr(config, option)}: {source.name} is no dataset of '
-                            f'the hub{splits}: leave it out')
     if config.dedup and source.is_one_text:
         raise UserError(f'dedup: {source.name} is one running text and has no documents: say what '
                         'a document is with --documents=file, line, paragraph or title')

@@ -116,14 +116,15 @@ def find_dataset_size(name, vocab_size=0):
     Where nothing is prepared, the table of corpora answers. vocab_size: takes the place of the
     vocabulary that is found, 0 for none. Raises UserError.
     """
-    if has_token_files(name):
-        dataset = open_named(name)
-        return vocab_size or dataset.vocab_size, len(dataset.split('train')), str(dataset.folder)
     sizes = find_sizes(name)
-    usual, tokens, _ = zip(*sizes.values(), strict=True)
-    known = next((size[0] for each, size in sizes.items() if has_token_files(each)), usual[0])
-    missing = next(source for each, (_, _, source) in sizes.items() if not has_token_files(each))
-    return vocab_size or known, None if None in tokens else sum(tokens), missing
+    known = [vocab for each, (vocab, _, _) in sizes.items() if has_token_files(each)]
+    usual, tokens, sources = zip(*sizes.values(), strict=True)
+    missing = [source for source in sources if source.endswith(NOT_PREPARED)]
+    return (vocab_size or (known or usual)[0], None if None in tokens else sum(tokens),
+            missing[0] if missing else ', '.join(sources))
+
+
+NOT_PREPARED = ' is not prepared'
 
 
 def find_sizes(name):
@@ -136,5 +137,5 @@ def find_sizes(name):
             sizes[each] = dataset.vocab_size, len(dataset.split('train')), str(folder)
             continue
         usual = corpus.vocab_size or named_vocab_size(corpus.tokenizer) or GPT2Tokenizer.vocab_size
-        sizes[each] = usual, corpus.tokens or None, f'{folder} is not prepared'
+        sizes[each] = usual, corpus.tokens or None, f'{folder}{NOT_PREPARED}'
     return sizes

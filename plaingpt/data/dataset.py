@@ -227,16 +227,9 @@ def dataset_folder(name):
 
 def read_names(text):
     """The setting `dataset`, a name or 'code:0.3,prose:0.7' → {name: weight}. Raises UserError."""
-    if ':' not in text and ',' not in text:
+    if not re.search('[:,]', text) or dataset_folder(text).exists():
         return {text: 1.0}
-    from plaingpt.data.mixtures import is_mixture, read_mixture  # with torch, which takes seconds
-    if os.path.exists(dataset_folder(text)):
-        if is_mixture(text):
-            raise UserError(f'dataset={text} is a mixture and also the name of '
-                            f'{dataset_folder(text)}: end it with / to mean that folder')
-        return {text: 1.0}
-    if ',' not in text and not is_mixture(text):
-        return {text: 1.0}  # a path with a colon
+    from plaingpt.data.mixtures import read_mixture  # with torch, which takes seconds
     found = read_mixture(text)
     if len({dataset_folder(name).resolve() for name, _ in found}) < len(found):
         raise UserError(f'dataset={text} names a corpus twice: give it one weight')

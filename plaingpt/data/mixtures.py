@@ -18,28 +18,15 @@ SHARES = 1000  # sequences that the corpora of a mixture share out, again and ag
 ROUNDING = 1e-3  # by which the weights of a mixture may miss 1, as three times 0.333 does
 
 
-def split_weights(text):
-    """'code:0.3,prose' → [('code', 0.3), ('prose', None)]"""
-    found = []
-    for piece in map(str.strip, text.split(',')):
-        match = re.fullmatch(r'(.*\S) *: *([0-9]+\.?[0-9]*|\.[0-9]+)', piece)
-        found.append((match[1], float(match[2])) if match else (piece, None))
-    return found
-
-
-def is_mixture(text):
-    """True where each piece of the setting `dataset` has a weight."""
-    return all(weight is not None for _, weight in split_weights(text))
-
-
 def read_mixture(text):
     """'code:0.3,prose:0.7' → [(name, weight in thousandths)]. Raises UserError."""
-    pieces = split_weights(text)
-    if not is_mixture(text):
-        name = next(piece for piece, weight in pieces if weight is None)
-        problem = f'{name!r} has no weight from 0 to 1 behind a colon' if name else \
-            'there is a comma too many'
-        raise UserError(f'dataset={text}: {problem}: write a mixture as code:0.3,prose:0.7')
+    pieces = []
+    for piece in map(str.strip, text.split(',')):
+        match = re.fullmatch(r'(.*\S) *: *([0-9]+\.?[0-9]*|\.[0-9]+)', piece)
+        if not match:
+            raise UserError(f'dataset={text}: {piece!r} has no weight from 0 to 1 behind a colon, '
+                            'and no such folder is there: write a mixture as code:0.3,prose:0.7')
+        pieces.append((match[1], float(match[2])))
     names, weights = zip(*pieces, strict=True)
     if (total := sum(weights)) <= 0 or abs(total - 1) > ROUNDING:
         meant = ','.join(f'{name}:{weight / (total or 1):.3g}' for name, weight in pieces)

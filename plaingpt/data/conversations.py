@@ -25,7 +25,7 @@ SHAREGPT_ROLES = {'human': 'user', 'gpt': 'assistant', **{role: role for role in
 # Fields beside a conversation that say what the assistant was told: without them it is another one.
 TOLD = ('system', 'system_prompt', 'instruction', 'prompt', 'history', 'context', 'documents',
         'input', 'tools', 'functions')
-NAMES_SHOWN = 200  # characters of the names of fields in a message
+SHOWN = 100  # characters of a value in a message
 
 
 class Conversations(Files):
@@ -52,7 +52,7 @@ class Conversations(Files):
             messages, left_out = parse_row(row, form, where)
             if new := [name for name in left_out if name not in self.left_out]:
                 self.left_out.update(new)
-                print(f'{where}: left out, as no part of the conversation: {names_of(new)}')
+                print(f'{where}: left out, as no part of the conversation: {shown(new)}')
             if self.as_text:
                 yield '\n'.join(message['content'] for message in messages), True
             else:
@@ -69,32 +69,30 @@ def open_conversations(config, name):
 
 def find_form(row, where):
     """The form of a row, by its fields. Raises UserError."""
-    fields = row if isinstance(row, dict) else {}
-    found = [form for form, needed in FORMS.items() if needed <= fields.keys()]
+    fields = row.keys() if isinstance(row, dict) else ()
+    found = [form for form, needed in FORMS.items() if needed <= set(fields)]
     if len(found) == 1:
         return found[0]
     forms = '; '.join(f'{form}: {", ".join(sorted(needed))}' for form, needed in FORMS.items())
     raise UserError(f'{where}: fields of several forms ({", ".join(found)}): say which with '
                     '--format=…' if found else
-                    f'{where}: no conversation, it has {names_of(row)}: the forms are known by '
-                    f'these fields ({forms})')
+                    f'{where}: no conversation, it is {shown(row)}: the forms are known by these '
+                    f'fields ({forms})')
 
 
 def parse_row(row, form, where):
     """A row in a form → (messages, names of fields that are no part of them). Raises UserError."""
-    if not isinstance(row, dict):
-        raise UserError(f'{where}: no conversation, it has {names_of(row)}: a row is an object')
-    if missing := FORMS[form] - row.keys():
-        raise UserError(f'{where}: no field {min(missing)!r}, it has {names_of(row)}: another form '
-                        'than that of the file or of --format')
+    if not isinstance(row, dict) or not FORMS[form] <= row.keys():
+        raise UserError(f'{where}: not of the form {form}, which has the fields '
+                        f'{", ".join(sorted(FORMS[form]))}: it is {shown(row)}')
     taken = FORMS[form] | ({'input'} if form == 'alpaca' else set())
     if form == 'messages':
         messages = parse_messages(row['messages'], where)
     elif form == 'sharegpt':
         messages = parse_messages(row['conversations'], where, 'from', 'value', SHAREGPT_ROLES)
     else:
-        fields = ('prompt', 'completion') if form == 'completion' else ('instruction', 'output')
-        prompt, answer = (content_of(row[name], f'{where}: field {name!r}') for name in fields)
+        names = ('prompt', 'completion') if form == 'completion' else ('instruction', 'output')
+        prompt, answer = (content_of(row[name], f'{where}: field {name!r}') for name in names)
         if form == 'alpaca' and row.get('input') not in (None, ''):
             more = content_of(row['input'], f"{where}: field 'input'")
             prompt = f'{prompt}\n\n{more}'
@@ -122,26 +120,21 @@ def parse_messages(found, where, role_key='role', content_key='content', roles=N
     messages = []
     for number, message in enumerate(found, 1):
         here = f'{where}: message {number}'
-        if not isinstance(message, dict):
-            raise UserError(f'{here} is {type_of(message)}: an object with {role_key} and '
+        if not isinstance(message, dict) or not {role_key, content_key} <= message.keys():
+            raise UserError(f'{here} is {shown(message)}: an object with {role_key} and '
                             f'{content_key} is expected')
-        others = [key for key, value in message.items()
-                  if key not in (role_key, content_key) and value not in (None, [])]
-        if others:
-            raise UserError(f'{here} has {names_of(others)}, which would be lost: leave it out or '
-                            f'make it text of the {content_key}')
-        for key in (role_key, content_key):
-            if key not in message:
-                raise UserError(f'{here} has no {key!r}, it has {names_of(message)}')
-        name = message[role_key]
-        if not isinstance(name, str) or name not in roles:
-            raise UserError(f'{here}: {role_key} is {shown(name)}: expected one of '
+        role, content = message[role_key], message[content_key]
+        if others := [key for key, value in message.items()
+                      if key not in (role_key, content_key) and value not in (None, [])]:
+            raise UserError(f'{here} has {shown(others)}, which would be lost: leave it out or make '
+                            f'it text of the {content_key}')
+        if not isinstance(role, str) or role not in roles:
+            raise UserError(f'{here}: {role_key} is {shown(role)}: expected one of '
                             f'{", ".join(roles)}')
-        role = roles[name]
-        if role == 'system' and messages:
+        if roles[role] == 'system' and messages:
             raise UserError(f'{here}: a system message stands first, and there is one at most: put '
                             'their texts together')
-        messages.append({'role': role, 'content': content_of(message[content_key], here)})
+        messages.append({'role': roles[role], 'content': content_of(content, here)})
     said = [message['role'] for message in messages if message['role'] != 'system']
     if said[:1] == ['assistant']:
         raise UserError(f'{where}: the assistant speaks before the user: leave its first message '
@@ -151,36 +144,21 @@ def parse_messages(found, where, role_key='role', content_key='content', roles=N
 
 def content_of(value, where):
     """The text of a message, also of OpenAI's parts, [{'type': 'text', 'text': …}]. UserError."""
-    if isinstance(value, list):
-        for part in value:
-            if not (isinstance(part, dict) and part.keys() == {'type', 'text'}
-                    and part['type'] == 'text' and isinstance(part['text'], str)):
-                kind = part.get('type') if isinstance(part, dict) else part
-                raise UserError(f'{where} has a part that is no text, {shown(kind)}: leave this '
-                                'conversation out, or describe the part as text')
-        value = ''.join(part['text'] for part in value)
-    if not isinstance(value, str):
-        raise UserError(f'{where} is {type_of(value)}: text is expected')
-    if not value.strip():
+    parts = value if isinstance(value, list) else [{'type': 'text', 'text': value}]
+    for part in parts:
+        match part:
+            case {'type': 'text', 'text': str(), **more} if not more:
+                pass
+            case _:
+                raise UserError(f'{where} is {shown(value)}: text is expected: leave this '
+                                'conversation out, or describe it as text')
+    text = ''.join(part['text'] for part in parts)
+    if not text.strip():
         raise UserError(f'{where} is empty: write its text, or leave it out')
-    return value
-
-
-def type_of(value):
-    """What a JSON value is, as JSON calls it."""
-    return 'null' if value is None else {
-        bool: 'true or false', int: 'a number', float: 'a number', str: 'text', list: 'a list',
-        dict: 'an object'}[type(value)]
-
-
-def names_of(fields):
-    """Names of fields as a line."""
-    names = ', '.join(fields) if isinstance(fields, dict | list) and fields and all(
-        isinstance(name, str) for name in fields) else 'no fields'
-    names = ' '.join(names.split())
-    return names if len(names) <= NAMES_SHOWN else names[:NAMES_SHOWN] + '…'
+    return text
 
 
 def shown(value):
+    """A JSON value in a message."""
     text = json.dumps(value, ensure_ascii=False)
-    return text if len(text) <= 40 else text[:40] + '…'
+    return text if len(text) <= SHOWN else text[:SHOWN] + '…'

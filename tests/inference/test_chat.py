@@ -179,7 +179,7 @@ def test_messages_that_cannot_be_answered_are_refused(generator):
     for messages, words in (
             ([], 'no messages'), ('hi', 'no messages'), (ask('hi', 'a'), 'must be of the user'),
             ([{'role': 'robot', 'content': 'a'}], 'expected one of'),
-            ([{'role': 'user'}], "no 'content'"), ([SYSTEM], 'must be of the user'),
+            ([{'role': 'user'}], 'role and content is expected'), ([SYSTEM], 'must be of the user'),
             (ask('x' * 200, '')[:1], 'at most 96')):
         with pytest.raises(UserError, match=words):
             generator.answer(messages)

@@ -5,6 +5,7 @@ import os
 import re
 import sysconfig
 from collections import Counter
+from itertools import chain
 from pathlib import Path
 
 from plaingpt.data.readers import file_type, inner_suffix
@@ -21,7 +22,7 @@ NO_TEXTS = {'node_modules', '__pycache__', 'unfinished'}  # folders that are lef
 PREPARED = re.compile(r'(train|val|test)(_\d{6})?(_mask)?\.bin')  # files that prepare.py writes
 STANDARD_LIBRARY = sysconfig.get_paths()['stdlib']
 # What the README.md of a dataset of the Hugging Face hub says in its front matter.
-CARD = re.compile(r'---\r?\n(?:.*\n)*?(dataset_info|configs|task_categories|size_categories) *:')
+CARD = re.compile(r'---\r?\n(?:(?!---).*\n)*?(dataset_info|configs|task_categories|size_categories) *:')
 
 
 def find_files(wanted, tell=None):
@@ -32,7 +33,7 @@ def find_files(wanted, tell=None):
         one = os.path.expanduser(one if os.path.lexists(one) else one.strip())
         if not one:  # it would be the working directory
             continue
-        matches = [one] if os.path.lexists(one) else sorted(glob.glob(one, recursive=True))
+        matches = [one] if os.path.lexists(one) else sorted(expand(one))
         if not matches:
             raise UserError(f'{shown(one)}: ' + (
                 'URLs are not read: download it, and name the file' if '://' in one else
@@ -64,22 +65,40 @@ def find_files(wanted, tell=None):
     return found
 
 
+def expand(pattern):
+    """The paths of a glob; its last '**' is the folder itself. Links, which may go round in circles,
+    are not followed below '**'. Raises UserError."""
+    head, *tail = re.split(r'(?:^|(?<=/))\*\*(?:/|$)', pattern, maxsplit=1)
+    if not tail:
+        return glob.glob(pattern)
+    found = glob.glob(head) if head else ['.']
+    if tail != ['']:
+        walks = (os.walk(top, onerror=not_listed) for top in found)
+        found = []
+        for at, folders, _ in chain.from_iterable(walks):
+            folders[:] = [n for n in folders if not n.startswith('.') and n not in NO_TEXTS]
+            found += expand(os.path.join(glob.escape(at), tail[0]))
+    return found
+
+
+def not_listed(e):
+    raise UserError(f'{shown(e.filename)}: {e.strerror}: allow it, or name the files in it that '
+                    'you want')
+
+
 def search(root):
     """What is in a folder and those below it → {path: why it is left out, or ''}. UserError."""
-    def not_listed(e):
-        raise UserError(f'{shown(e.filename)}: {e.strerror}: allow it, or name the files in it '
-                        'that you want')
-
-    reasons, seen = {}, set()
+    reasons, seen = {}, {str(above) for above in Path(os.path.realpath(root)).parents}
     for at, folders, files in os.walk(root, followlinks=True, onerror=not_listed):
         folder = Path(at)
         seen.add(os.path.realpath(folder))
+        folders.sort()  # links are followed in an order that is the same everywhere
         for name in [*folders]:
             hidden = name.startswith('.')
             if hidden or name in NO_TEXTS or os.path.realpath(folder / name) in seen:
                 folders.remove(name)
                 reasons[folder / name] = 'hidden' if hidden else name if name in NO_TEXTS else \
-                    'link to a folder that is read'
+                    'link to a folder above or one that is read'
         check_no_hub_folder(folder)
         for path in (folder / name for name in files):
             suffix = inner_suffix(path)

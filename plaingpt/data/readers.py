@@ -219,10 +219,10 @@ def csv_rows(text, name, dialect):
         try:
             row = next(table, None)
         except csv.Error as e:
-            raise UserError(f'{name}, line {table.line_num}: {e}') from None
+            raise UserError(f'{name}, line {table.reader.line_num}: {e}') from None
         if row is None:
             return
-        where = f'{name}, line {table.line_num}'
+        where = f'{name}, line {table.reader.line_num}'  # DictReader's stays behind
         if None in row:
             raise UserError(f'{where}: more columns than the first line names, which are '
                             f'{len(table.fieldnames)}: quote the text that has separators in it')
@@ -237,7 +237,7 @@ def parquet_rows(file, name, field):
         names = [column.path for column in table.schema]
         wanted = [column for column in names if column == field] if field else None
         if wanted == []:
-            text_of(dict.fromkeys(names), field, name)  # raises
+            text_of(dict.fromkeys(names, ''), field, name)  # raises
         batches = table.iter_batches(256, columns=wanted)
         rows = itertools.chain.from_iterable(batch.to_pylist() for batch in batches)
         yield from ((f'{name}, row {number}', row) for number, row in enumerate(rows, 1))

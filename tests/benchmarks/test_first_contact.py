@@ -114,8 +114,7 @@ def test_a_part_that_is_interrupted_notes_its_step_and_says_how_it_goes_on(tmp_p
 WITHOUT_THEM = '''
 from importlib.machinery import PathFinder
 find_spec = PathFinder.find_spec
-absent = {'datasets', 'wandb', 'matplotlib', 'rustbpe', 'pyarrow', 'zstandard', 'gigatoken',
-          'tensorboard'}
+absent = {'datasets', 'wandb', 'matplotlib', 'rustbpe', 'pyarrow', 'gigatoken', 'tensorboard'}
 PathFinder.find_spec = staticmethod(
     lambda name, *where: None if name.partition('.')[0] in absent else find_spec(name, *where))
 '''

@@ -6,8 +6,8 @@ import pyarrow
 import pyarrow.parquet
 
 import prepare
-from plaingpt.data.sources import Files
 from plaingpt.data.dataset import open_dataset
+from plaingpt.data.sources import Files
 
 
 def write_rows(path, texts, field='text'):

@@ -9,14 +9,16 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import tiktoken
 from helpers import SHARED, exit_code, fails, fork, shared_file
 
 import prepare
-from plaingpt.data import documents, encoding
+from plaingpt.data import encoding, readers
 from plaingpt.data.corpora import CORPORA, Corpus, find_dataset_size
 from plaingpt.data.dataset import open_dataset
 from plaingpt.data.input_files import find_standard_library
 from plaingpt.data.readers import Piece
+from plaingpt.data.splitting import SPLITS, split_by_hash
 from plaingpt.system.errors import UserError
 
 
@@ -29,65 +31,45 @@ def decoded(folder, split):
     return dataset.tokenizer().decode(np.fromfile(folder / f'{split}.bin', '<u2'))
 
 
-def test_tiny_shakespeare_as_characters_is_nanogpts(tmp_path):
-    source = shared_file('tinyshakespeare.txt')
-    prepare.main(['shakespeare_char', f'--input={source}', f'--data_dir={tmp_path}/d'])
-    meta = meta_of(tmp_path / 'd')
-    assert meta['vocab_size'] == 65
-    assert [meta['splits'][s]['tokens'] for s in ('train', 'val')] == [1_003_854, 111_540]
-    assert decoded(tmp_path / 'd', 'train') + decoded(tmp_path / 'd', 'val') == source.read_text()
-
-
-def test_tiny_shakespeare_as_gpt2_tokens_is_nanogpts(tmp_path, monkeypatch):
+def test_tiny_shakespeare_is_nanogpts(tmp_path, monkeypatch):
     source = shared_file('tinyshakespeare.txt')
     monkeypatch.setenv('TIKTOKEN_CACHE_DIR', str(SHARED / 'tiktoken_cache'))
-    prepare.main(['shakespeare', f'--input={source}', f'--data_dir={tmp_path}/d'])
-    splits = meta_of(tmp_path / 'd')['splits']
-    assert [splits[s]['tokens'] for s in ('train', 'val')] == [301_966, 36_059]
+    for name, counts in (('shakespeare_char', [1_003_854, 111_540]),
+                         ('shakespeare', [301_966, 36_059])):
+        prepare.main([name, f'--input={source}', f'--data_dir={tmp_path}/{name}'])
+        splits = meta_of(tmp_path / name)['splits']
+        assert [splits[split]['tokens'] for split in ('train', 'val')] == counts
+        assert ''.join(decoded(tmp_path / name, split) for split in splits) == source.read_text()
+
+
+def test_ids_are_those_of_tiktoken_and_the_end_of_text_stands_before_each_document(
+        tmp_path, monkeypatch):
+    if not (SHARED / 'tiktoken_cache').exists():
+        pytest.skip("tiktoken's files are not there (PLAINGPT_SHARED)")
+    monkeypatch.setenv('TIKTOKEN_CACHE_DIR', str(SHARED / 'tiktoken_cache'))
+    texts = [f'document {i}: it’s über 99% 日本\n' * (i % 5 + 1) for i in range(200)]
+    (tmp_path / 'in.jsonl').write_text('\n'.join(json.dumps({'text': text}) for text in texts))
+    prepare.main(['text', f'--input={tmp_path}/in.jsonl', '--tokenizer=gpt2',
+                  f'--data_dir={tmp_path}/d'])
+    gpt2 = tiktoken.get_encoding('gpt2')
+    texts = {split: [text for which, text, _ in split_by_hash(
+        [Piece(text, True) for text in texts], 0.1) if which == split] for split in SPLITS[:2]}
+    for split, mine in texts.items():
+        ids = open_dataset(tmp_path / 'd').split(split, in_ram=True).ram.tolist()
+        assert ids == [i for text in mine for i in (50256, *gpt2.encode_ordinary(text))]
+        assert meta_of(tmp_path / 'd')['splits'][split]['documents'] == len(mine) > 5
 
 
 def test_the_standard_library_is_split_by_file_without_its_tests(tmp_path, monkeypatch):
-    def some_files(folder, tell):
-        return [path for path in find_standard_library(folder, tell) if path.name[0] in 'adhj']
-
-    monkeypatch.setitem(CORPORA, 'pystdlib', replace(CORPORA['pystdlib'], find=some_files))
-    prepare.main(['pystdlib', '--tokenizer=byte', '--documents=file', f'--data_dir={tmp_path}/d'])
-    splits = meta_of(tmp_path / 'd')['splits']
-    assert splits['train']['documents'] > 30 and splits['val']['documents'] > 1
     stdlib = Path(sysconfig.get_paths()['stdlib'])
-    texts = {split: decoded(tmp_path / 'd', split) for split in ('train', 'val')}
+    found = find_standard_library(stdlib)
+    assert len(found) > 300 and not [path for path in found if 'test' in path.parts]
+    monkeypatch.setitem(CORPORA, 'pystdlib', replace(
+        CORPORA['pystdlib'], find=lambda *_: [path for path in found if path.name[0] in 'adhj']))
+    prepare.main(['pystdlib', '--tokenizer=byte', '--documents=file', f'--data_dir={tmp_path}/d'])
+    texts = [decoded(tmp_path / 'd', split) for split in ('train', 'val')]
     for name in ('abc.py', 'json/decoder.py', 'heapq.py'):
-        text = (stdlib / name).read_text()
-        assert (text in texts['train']) != (text in texts['val']), name
-    assert not [path for path in find_standard_library(stdlib) if 'test' in path.parts]
-
-
-def test_the_end_of_text_stands_before_each_document(tmp_path):
-    texts = [f'document {i}' for i in range(200)]
-    (tmp_path / 'in.jsonl').write_text('\n'.join(json.dumps({'text': text}) for text in texts))
-    for tokenizer in ('byte', 'bpe:300'):
-        prepare.main(['text', f'--input={tmp_path}/in.jsonl', f'--tokenizer={tokenizer}',
-                      f'--data_dir={tmp_path}/{tokenizer}'])
-        dataset, found = open_dataset(tmp_path / tokenizer), []
-        end_of_text = dataset.tokenizer().end_of_text
-        for split, entry in dataset.meta['splits'].items():
-            ids = dataset.split(split, in_ram=True).ram
-            first, *documents = np.split(ids, np.flatnonzero(ids == end_of_text))
-            assert len(first) == 0 and entry['documents'] == len(documents)
-            found += [dataset.tokenizer().decode(each[1:].tolist()) for each in documents]
-        assert sorted(found) == sorted(texts), tokenizer
-
-
-def test_own_files_of_a_folder_become_one_text(tmp_path):
-    (tmp_path / 'in/sub').mkdir(parents=True)
-    (tmp_path / 'in/a.txt').write_text('first ' * 20)
-    (tmp_path / 'in/sub/b.md').write_text('zweite ä ' * 20)
-    (tmp_path / 'in/c.bin').write_bytes(b'\xff\xfe')
-    prepare.main(['text', f'--input={tmp_path}/in', '--tokenizer=byte', f'--data_dir={tmp_path}/d',
-                  '--val_fraction=0.25'])
-    text = decoded(tmp_path / 'd', 'train') + decoded(tmp_path / 'd', 'val')
-    assert text == 'first ' * 20 + '\n' + 'zweite ä ' * 20
-    assert meta_of(tmp_path / 'd')['splits']['val']['tokens'] == pytest.approx(75, abs=10)
+        assert sum((stdlib / name).read_text() in text for text in texts) == 1, name
 
 
 def test_meta_json_describes_the_files(char_data):
@@ -98,28 +80,6 @@ def test_meta_json_describes_the_files(char_data):
         assert about['files'] == [{'name': f'{split}.bin', 'tokens': about['tokens'],
                                    'sha256': hashlib.sha256(data).hexdigest()}]
         assert about['bytes'] == len(decoded(char_data, split).encode())
-
-
-def test_documents_keep_their_side_when_others_come_and_go():
-    def sides_of(texts):
-        pieces = [Piece(text, True) for text in texts]
-        return {text: split for split, text, *_ in encoding.split_by_hash(pieces, 0.1)}
-
-    texts = [f'document {i}' for i in range(2000)]
-    sides, fewer = sides_of(texts), sides_of(texts[::3])
-    assert all(sides[text] == split for text, split in fewer.items())
-    assert 150 < sum(split == 'val' for split in sides.values()) < 250
-
-
-def test_a_corpus_of_the_hub_is_streamed_through_datasets(tmp_path, monkeypatch):
-    (tmp_path / 'copy').mkdir()
-    rows = [{'text': f'page {i} of the web', 'url': 'x'} for i in range(500)]
-    (tmp_path / 'copy/train.jsonl').write_text('\n'.join(map(json.dumps, rows)))
-    prepare.main(['openwebtext', f'--input={tmp_path}/copy', '--tokenizer=byte',
-                  '--val_fraction=0.1', f'--data_dir={tmp_path}/d'])
-    splits = meta_of(tmp_path / 'd')['splits']
-    assert splits['train']['documents'] + splits['val']['documents'] == 500
-    assert decoded(tmp_path / 'd', 'train').startswith('page ')
 
 
 def test_a_corpus_of_local_files_is_one_entry_of_the_table(tmp_path, monkeypatch, capsys):
@@ -144,21 +104,16 @@ def test_a_corpus_of_local_files_is_one_entry_of_the_table(tmp_path, monkeypatch
     assert 'another text ' in decoded(folder, 'train')
     capsys.readouterr()
     prepare.main([])
-    assert 'my notes' in capsys.readouterr().out
-
-
-def test_without_a_name_the_corpora_are_listed(capsys):
-    prepare.main([])
     out = capsys.readouterr().out
-    assert all(name in out for name in CORPORA)
+    assert 'my notes' in out and all(name in out for name in CORPORA)
 
 
 def test_text_that_cannot_be_used_is_one_line_and_nothing_is_overwritten(
         char_data, tmp_path, capsys, monkeypatch):
     before = {path.name: path.read_bytes() for path in char_data.iterdir()}
     path = tmp_path / 'in.txt'
-    for content, words in ((None, 'No such file'), (b' \n\t ', 'empty'), (b'x', 'split'),
-                           (b'good \xff bad', 'not UTF-8 at byte 5')):
+    for content, words in ((None, 'no such file'), (b' \n\t ', 'empty'), (b'x', 'split'),
+                           (b'good\n \xff bad', 'line 2: not UTF-8')):
         if content is not None:
             path.write_bytes(content)
         message = fails(capsys, monkeypatch, prepare.main, 'text', f'--input={path}',
@@ -245,18 +200,6 @@ def test_inspect_prints_what_is_there(lines_data, capsys):
     assert 'corpus: text' in out
 
 
-def test_inspect_reads_the_bare_folder_of_nanogpt(tmp_path, capsys, monkeypatch):
-    if not (SHARED / 'tiktoken_cache').exists():
-        pytest.skip("tiktoken's files are not there (PLAINGPT_SHARED)")
-    monkeypatch.setenv('TIKTOKEN_CACHE_DIR', str(SHARED / 'tiktoken_cache'))
-    for split in ('train', 'val'):
-        np.array([15496, 11, 314, 1101, 257, 50256] * 50, dtype='<u2').tofile(
-            tmp_path / f'{split}.bin')
-    prepare.main(['inspect', str(tmp_path)])
-    out = capsys.readouterr().out
-    assert "Hello, I'm a<|endoftext|>" in out and '50 ends of text' in out
-
-
 def spoil(path, at, value):
     tokens = np.fromfile(path, '<u2')
     tokens[at] = value
@@ -291,7 +234,7 @@ def test_a_disk_that_is_too_small_is_found_before_the_start(tmp_path, capsys, mo
 @pytest.mark.parametrize('resumes', [True, False])
 def test_a_disk_that_fills_up_is_one_line_and_the_same_command_goes_on(
         resumes, tmp_path, monkeypatch):
-    monkeypatch.setattr(documents, 'PIECE_CHARS', 2**13)
+    monkeypatch.setattr(readers, 'PIECE_CHARS', 2**13)
     monkeypatch.setattr(encoding, 'BATCH_CHARS', 2**13)
     monkeypatch.setattr(encoding, 'JOURNAL_SECONDS', 0 if resumes else 1000)
     (tmp_path / 'in.txt').write_text('some text\n' * 20_000)
@@ -309,22 +252,21 @@ def test_a_disk_that_fills_up_is_one_line_and_the_same_command_goes_on(
     assert decoded(tmp_path / 'd', 'val').endswith('some text\n')
 
 
-@pytest.mark.parametrize('tokenizer', ['byte', 'char'])
-def test_memory_does_not_grow_with_the_corpus(tokenizer, tmp_path, monkeypatch):
+def test_memory_does_not_grow_with_the_corpus(tmp_path, monkeypatch):
     monkeypatch.setattr(encoding, 'BATCH_CHARS', 2**14)
-    monkeypatch.setattr(documents, 'PIECE_CHARS', 2**14)
-    monkeypatch.setattr(documents, 'BLOCK_BYTES', 2**14)
-
+    for name in ('PIECE_CHARS', 'BLOCK_CHARS'):
+        monkeypatch.setattr(readers, name, 2**14)
     monkeypatch.setattr(prepare, 'record_overlap', lambda folder: {})  # takes 80 MB at any size
 
-    def peak(size):
+    def peak(size, tokenizer):
         (tmp_path / 'in.txt').write_text('To be, or not to be.\n' * (size // 21))
         tracemalloc.start()
         prepare.main(['text', f'--input={tmp_path}/in.txt', '--num_proc=1',
-                      f'--tokenizer={tokenizer}', f'--data_dir={tmp_path}/{size}'])
+                      f'--tokenizer={tokenizer}', f'--data_dir={tmp_path}/{tokenizer}{size}'])
         try:
             return tracemalloc.get_traced_memory()[1]
         finally:
             tracemalloc.stop()
 
-    assert peak(2_000_000) < peak(500_000) + 300_000
+    for tokenizer in ('byte', 'char'):
+        assert peak(2_000_000, tokenizer) < peak(500_000, tokenizer) + 300_000

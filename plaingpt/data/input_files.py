@@ -117,7 +117,8 @@ def left_out_of_prepared(path):
     if not path.is_file():
         return 'pipe, socket, device or broken link'
     is_ours = PREPARED.fullmatch(path.name) or (
-        path.name == 'meta.json' and any(path.parent.glob('train*.bin')))
+        path.name == 'meta.json' and any(path.parent.glob('train*.bin'))) or (
+        path.parent.name == 'unfinished' and (path.parent / 'journal.json').exists())
     return 'of a prepared dataset' if is_ours else ''
 
 

@@ -8,6 +8,7 @@ import hashlib
 import os
 from collections import Counter
 from contextlib import closing
+from itertools import groupby
 
 import numpy as np
 import torch
@@ -17,7 +18,7 @@ from plaingpt.system.distributed import all_gather
 from plaingpt.system.errors import UserError
 from plaingpt.training.schedules import get_lr
 
-ROUND_TRIP = 0.9  # of the ids of a text that are those it was decoded from; the rest are cut
+ROUND_TRIP = 0.95  # of the ids of a text that are those it was decoded from; the rest are cut
 LOOKED_AT = 16  # sequences whose text is
 GONE = 1e-3  # of the highest learning rate: too little to learn with
 REST = 0.1  # of a run
@@ -149,7 +150,8 @@ def data_is_text(subject):
         raise NotChecked(str(problem)) from None
     words = getattr(tokenizer, 'base', tokenizer)  # what opens and ends a turn is no text
     batch = subject.train_data.train_batch(0, 0)[0][:LOOKED_AT].tolist()
-    rows = [[i for i in row if i != words.end_of_text and i < words.vocab_size] for row in batch]
+    rows = [list(part) for row in batch for is_text, part in groupby(
+        row, lambda i: i != words.end_of_text and i < words.vocab_size) if is_text]
     texts = [words.decode(row) for row in rows]
     # A sequence may begin and end within a character, which is then U+FFFD.
     again = [words.encode(text.strip('\ufffd')).tolist() for text in texts]
@@ -157,7 +159,7 @@ def data_is_text(subject):
                for ids, row in zip(again, rows, strict=True)) / max(1, sum(map(len, again)))
     if same < ROUND_TRIP and not subject.dataset.meta:
         raise NotChecked(f'{subject.dataset.folder} does not say which tokenizer it has')
-    subject.text = (texts[0] if words is tokenizer else tokenizer.decode(batch[0]))[:80]
+    subject.text = (texts[0] if words is tokenizer and texts else tokenizer.decode(batch[0]))[:80]
     if same < ROUND_TRIP:
         return (f'{subject.text!r} is what the tokens say, and {same:.0%} of them come back when '
                 f'it is encoded again: {subject.dataset.folder} was made with another tokenizer '

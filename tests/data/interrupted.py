@@ -9,7 +9,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from functools import cache
 from pathlib import Path
 
@@ -25,10 +24,10 @@ def contents(folder):
     return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
-def exit_code(*argv, calls=0, seconds=None, before=''):
-    """Run prepare.py, which is killed in the place of the `calls`-th change of the disk, if not 0,
-    or after so many seconds → its exit code. before: Python that changes its modules first"""
-    request = [dict(os.environ), calls, seconds, before, *map(str, argv)]
+def exit_code(*argv, calls=0, before=''):
+    """Run prepare.py, which is killed in the place of the `calls`-th change of the disk, if not 0
+    → its exit code. before: Python that changes its modules first"""
+    request = [dict(os.environ), calls, before, *map(str, argv)]
     print(json.dumps(request), file=server().stdin, flush=True)
     return int(server().stdout.readline())
 
@@ -44,18 +43,13 @@ def server():
 
 def serve():
     for line in sys.stdin:
-        env, calls, seconds, before, *argv = json.loads(line)
+        env, calls, before, *argv = json.loads(line)
         if argv[0] == 'hf':
             import datasets  # noqa: F401  once, and not in each copy
-        if argv[0] == 'chat' and seconds is not None:  # its report needs it, at the very end
-            import torch  # noqa: F401
         pid = os.fork()
         if pid == 0:
             os.environ.update(env)
             run(calls, before, argv)
-        if seconds is not None:
-            time.sleep(seconds)
-            os.kill(pid, signal.SIGKILL)
         print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), flush=True)
 
 

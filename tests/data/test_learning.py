@@ -8,15 +8,13 @@ import pytest
 from helpers import fails
 
 import prepare
-from plaingpt.data import encoding
-from plaingpt.data.readers import PIECE_CHARS
-from plaingpt.data.hub import HubDataset
-from plaingpt.data.sources import sample
-from plaingpt.data.sources import Files
-from plaingpt.system import streams
-from plaingpt.data import tokenizers
+from plaingpt.data import encoding, tokenizers
 from plaingpt.data.dataset import open_dataset
+from plaingpt.data.hub import HubDataset
+from plaingpt.data.readers import PIECE_CHARS
+from plaingpt.data.sources import Files, sample
 from plaingpt.data.tokenizers import BPETokenizer
+from plaingpt.system import streams
 
 
 def words(alphabet, seed, characters):
@@ -45,8 +43,8 @@ def prepared(folder, source, *options):
 
 @pytest.fixture(scope='module')
 def languages(tmp_path_factory):
-    folder = tmp_path_factory.mktemp('languages')
-    paths = []
+    """Files of two languages, beside each other those of one."""
+    folder, paths = tmp_path_factory.mktemp('languages'), []
     for name, alphabet in (('code', 'abcdefghij(){}_'), ('russian', 'абвгдежзиклмно')):
         for i in range(6):
             paths.append(folder / f'{name}{i}.txt')
@@ -59,16 +57,11 @@ def test_bpe_learns_the_same_whatever_the_order_of_the_files(languages, monkeypa
     made = [prepare.make_tokenizer('bpe:500', None, Files(paths, 'two'))
             for paths in (languages, languages[::-1])]
     assert made[0].tokens == made[1].tokens
+    assert 150_000 < sum(map(len, sample(Files(languages, 'two'), 200_000))) < 250_000
     of_all = BPETokenizer.train([path.read_text() for path in languages], 500)
     for path in languages[1], languages[-1]:
         text = path.read_text()
         assert len(made[0].encode(text)) == pytest.approx(len(of_all.encode(text)), rel=0.1)
-
-
-def test_a_sample_has_about_as_many_characters_as_were_asked_for(languages):
-    source = Files(languages, 'two')
-    assert 150_000 < sum(map(len, sample(source, 200_000))) < 250_000
-    assert ''.join(sample(source, 950_000)) == '\n'.join(path.read_text() for path in languages)
 
 
 def hub_copy(folder, sizes, last=''):
@@ -89,12 +82,9 @@ def test_a_sample_of_the_hub_is_spread_over_the_files_and_reads_the_beginnings(t
     assert sum(count > 0 for count in counts) == 32 and max(counts) < 80
 
 
-def test_a_sample_of_a_small_dataset_of_the_hub_is_all_of_it(tmp_path):
-    source = hub_copy(tmp_path / 'copy', [400, 1, 0, 30])
-    for form in ('file', 'title'):
-        source.form = form
-        wanted = sorted(piece.text for piece in source.pieces())
-        assert sorted(sample(source, 10_000)) == wanted, form
+def test_a_place_of_the_hub_gives_what_those_before_it_lack(tmp_path):
+    source = hub_copy(tmp_path / 'copy', [0, 1, 30, 400])
+    assert sorted(sample(source, 10_000)) == sorted(piece.text for piece in source.pieces())
 
 
 # -----------------------------------------------------------------------------
@@ -122,12 +112,12 @@ def test_a_line_break_comes_after_the_last_piece_of_a_document_alone(tmp_path):
     long = 'ab ' * PIECE_CHARS + 'c'
     for i in range(100):
         (tmp_path / f'in/{i:02d}.txt').write_text(f'{i}{long}' if i == 7 else f'{i}\n')
-    text = ''.join(prepared(tmp_path / 'd', tmp_path / 'in', '--documents=file',
-                            '--tokenizer=char', '--val_fraction=0.3'))
+    lines = ''.join(prepared(tmp_path / 'd', tmp_path / 'in', '--documents=file',
+                             '--tokenizer=char', '--val_fraction=0.3')).splitlines()
+    assert sorted(line for line in lines if 'ab' not in line) == \
+        sorted(str(i) for i in range(100) if i != 7)
     # where it goes on in another split, each of its parts is a document
-    lines = [line for line in text.splitlines() if 'ab' not in line]
-    assert sorted(lines) == sorted(str(i) for i in range(100) if i != 7)
-    parts = [line for line in text.splitlines() if 'ab' in line]
+    parts = [line for line in lines if 'ab' in line]
     assert sorted(''.join(parts)) == sorted(f'7{long}') and len(parts) > 1
 
 
@@ -140,18 +130,13 @@ def test_characters_without_a_line_break_are_refused_for_documents(tmp_path, cap
     assert 'a line break ends each document' in line and not (tmp_path / 'many').exists()
 
 
-@pytest.mark.parametrize(('name', 'content', 'place'), [
-    ('b.txt', 'aba\n' * 100_000 + 'abba ж\n', 'b.txt, line 100001'),
-    ('b.jsonl', '{"text": "ab"}\n\n{"text": null}\n{"text": "ab\\u0436"}\n', 'b.jsonl, row 3')])
-def test_an_unknown_character_is_named_with_its_file_and_line(
-        name, content, place, tmp_path, capsys, monkeypatch):
+def test_an_unknown_character_is_named_with_what_is_around_it(tmp_path, capsys, monkeypatch):
     (tmp_path / 'a.txt').write_text('a b\n' * 100)
+    (tmp_path / 'b.txt').write_text('aba\n' * 100_000 + 'abba ж\n')
     prepared(tmp_path / 'known', tmp_path / 'a.txt', '--tokenizer=char')
-    (tmp_path / name).write_text(content)
-    line = fails(capsys, monkeypatch, prepare.main, 'text',
-                 f'--input={tmp_path}/a.txt,{tmp_path}/{name}', f'--tokenizer={tmp_path}/known',
-                 f'--data_dir={tmp_path}/d')
-    assert place in line and "character 'ж' in" in line and not (tmp_path / 'd').exists()
+    line = fails(capsys, monkeypatch, prepare.main, 'text', f'--input={tmp_path}/b.txt',
+                 f'--tokenizer={tmp_path}/known', f'--data_dir={tmp_path}/d')
+    assert "b.txt: character 'ж' in" in line and 'abba ж' in line and not (tmp_path / 'd').exists()
 
 
 # -----------------------------------------------------------------------------
@@ -171,17 +156,6 @@ def test_halves_of_characters_become_replacement_characters_and_are_told(tokeniz
     for split, text in zip(('train', 'val'), texts, strict=True):
         text = text.replace('<|endoftext|>', '')
         assert entries[split]['bytes'] == len(text.encode())
-
-
-def test_bytes_that_are_no_utf8_stay_where_the_tokenizer_has_them(tmp_path, capsys):
-    (tmp_path / 'in.jsonl').write_bytes(b''.join(
-        b'{"text": "caf\xe9 \\ud800%d"}\n' % (i % 10) for i in range(50)))
-    prepared(tmp_path / 'd', tmp_path / 'in.jsonl', '--tokenizer=byte', '--val_fraction=0.5')
-    assert '50 lone surrogates' in capsys.readouterr().out
-    data = np.fromfile(tmp_path / 'd/train.bin', '<u2')
-    texts = bytes((data % 256).astype('u1')).split(b'\0')[1:]
-    assert all(text[:-1] == b'caf\xe9 \xef\xbf\xbd' for text in texts)
-    assert open_dataset(tmp_path / 'd').split_entry('train')['bytes'] == len(b''.join(texts))
 
 
 # -----------------------------------------------------------------------------
@@ -256,12 +230,3 @@ def test_without_a_terminal_lines_say_how_far_it_is(tmp_path, capsys, monkeypatc
     monkeypatch.setattr(streams, 'LINE_S', 1000)
     prepare.main([*argv, '--overwrite', '--tokenizer=byte'])
     assert 'encoding' not in capsys.readouterr().err
-
-
-def test_where_the_total_is_unknown_a_line_says_how_much_is_done(capsys, monkeypatch):
-    monkeypatch.setattr(streams, 'LINE_S', 0)
-    with streams.Progress('encoding', None, ' documents', start=10) as progress:
-        progress.advance_to(110, 1400)
-    line = capsys.readouterr().err
-    assert line.startswith('encoding: 110 documents, 1.40k tokens, ')
-    assert line.endswith('tokens/s\n')

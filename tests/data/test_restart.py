@@ -8,6 +8,7 @@ import shutil
 import signal
 
 import pytest
+from corpus_files import write_parquet
 from helpers import fails
 from interrupted import contents, exit_code, stop_early
 
@@ -16,32 +17,33 @@ from plaingpt.data import encoding
 from plaingpt.data.dataset import open_dataset
 from plaingpt.data.inspection import find_damage
 
-KINDS = ['text', 'hf', 'running', 'chat']
+KINDS = ['text', 'parquet', 'hf', 'running', 'chat']
 DOCUMENTS = 200
 
 
 @pytest.fixture(scope='module')
 def inputs(tmp_path_factory):
-    """The same documents as JSON lines, in a folder laid out like the hub's, as one text, and as
-    conversations."""
+    """The same documents as JSON lines, Parquet, one text and conversations."""
     folder = tmp_path_factory.mktemp('inputs')
     chance = random.Random(0)
     words = ['to', 'be', 'or', 'not', 'that', 'is', 'the', 'question', 'whether', 'nobler']
-    rows = [json.dumps({'id': i, 'text': ' '.join(chance.choices(words, k=chance.randrange(400)))})
-            for i in range(DOCUMENTS)]
+    texts = [' '.join(chance.choices(words, k=chance.randrange(400))) for _ in range(DOCUMENTS)]
+    rows = [json.dumps({'id': i, 'text': text}) for i, text in enumerate(texts)]
     for part in range(4):
         (folder / f'train-{part:05d}-of-00004.jsonl').write_text(
             '\n'.join(rows[part * DOCUMENTS // 4:(part + 1) * DOCUMENTS // 4]))
+    write_parquet(folder.parent / 'in.parquet', texts)
     running = folder.parent / 'running.txt'
     running.write_text('\n'.join(rows))
     chats = folder.parent / 'chats.jsonl'
     chats.write_text(''.join(json.dumps({'prompt': row, 'completion': row}) + '\n'
                              for row in rows[:DOCUMENTS // 2]))
-    return {'text': folder, 'hf': folder, 'running': running, 'chat': chats}
+    return {'text': folder, 'parquet': folder.parent / 'in.parquet', 'hf': folder,
+            'running': running, 'chat': chats}
 
 
 def command(kind, inputs, folder, *options, tokenizer='byte'):
-    return ['text' if kind == 'running' else kind, f'--input={inputs[kind]}',
+    return [kind if kind in ('hf', 'chat') else 'text', f'--input={inputs[kind]}',
             f'--tokenizer={tokenizer}', '--shard_tokens=12_500', '--val_fraction=0.1',
             f'--data_dir={folder}', *options]
 
@@ -77,28 +79,9 @@ def test_killed_between_any_two_changes_of_the_disk_it_writes_the_same(
     assert calls > 5
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize('kind', KINDS)
-def test_killed_at_thirty_random_moments_it_writes_the_same(kind, inputs, tmp_path):
-    prepare.main(command(kind, inputs, tmp_path / 'whole'))
-    chance, met, seconds = random.Random(0), 0, 0.3
-    for number in itertools.count():
-        folder = tmp_path / f'killed-{number}'
-        for _ in range(3):
-            argv = command(kind, inputs, folder, f'--num_proc={chance.choice((1, 2, 4))}')
-            code = exit_code(*argv, seconds=chance.uniform(0, seconds))
-            met += code == -signal.SIGKILL and not (folder / 'meta.json').exists()
-            seconds *= 0.8 if code == 0 else 1.2  # so that about half of the kills come in time
-        assert exit_code(*command(kind, inputs, folder)) == 0
-        assert contents(folder) == contents(tmp_path / 'whole'), number
-        if met >= 30:
-            break
-
-
 def test_threads_and_batches_do_not_change_the_files(inputs, tmp_path, monkeypatch):
-    prepare.main(command('text', inputs, tmp_path / '2', '--num_proc=2', tokenizer='bpe:300'))
-    for num_proc in (1, 4):
-        monkeypatch.setattr(encoding, 'BATCH_CHARS', 2**12)
+    for num_proc, batch in ((2, 2**20), (1, 2**12), (4, 2**12)):
+        monkeypatch.setattr(encoding, 'BATCH_CHARS', batch)
         prepare.main(command('text', inputs, tmp_path / f'{num_proc}', f'--num_proc={num_proc}',
                              tokenizer='bpe:300'))
         assert contents(tmp_path / f'{num_proc}') == contents(tmp_path / '2')
@@ -107,6 +90,8 @@ def test_threads_and_batches_do_not_change_the_files(inputs, tmp_path, monkeypat
 def test_what_is_done_is_not_done_again(inputs, tmp_path, monkeypatch, capsys):
     argv = command('hf', inputs, tmp_path / 'd', tokenizer='bpe:300')
     stop_early(monkeypatch, argv)
+    with pytest.raises(prepare.UserError, match='not finished'):  # nothing is trained on it
+        open_dataset(tmp_path / 'd')
     journal = json.loads((tmp_path / 'd/unfinished/journal.json').read_text())
     done = sum(split['tokens'] for split in journal['splits'].values())
     encoded, real = [], encoding.encode_batch
@@ -124,24 +109,19 @@ def test_what_is_done_is_not_done_again(inputs, tmp_path, monkeypatch, capsys):
     assert 'already prepared' in capsys.readouterr().out
 
 
-def test_what_another_command_left_is_not_mixed_in(inputs, tmp_path, monkeypatch, capsys):
-    stop_early(monkeypatch, command('text', inputs, tmp_path / 'd'))
-    for name in ('d', 'clean'):
-        prepare.main(command('text', inputs, tmp_path / name, '--val_fraction=0.2'))
-    assert 'differs in val_fraction' in capsys.readouterr().out
-    assert contents(tmp_path / 'd') == contents(tmp_path / 'clean')
-
-
-def test_input_that_changed_meanwhile_is_read_anew(tmp_path, monkeypatch, capsys):
-    path = tmp_path / 'in.txt'
-    path.write_text('one two three four five ' * 20_000)
-    argv = ['text', f'--input={path}', '--tokenizer=byte', f'--data_dir={tmp_path}/d',
-            '--shard_tokens=50_000']
-    stop_early(monkeypatch, argv)
-    path.write_text('six seven eight ' * 20_000)
-    prepare.main(argv)
-    assert 'it differs in identity' in capsys.readouterr().out
-    assert open_dataset(tmp_path / 'd').meta['splits']['train']['tokens'] == 288_000
+def test_what_another_command_or_another_input_left_is_not_mixed_in(
+        inputs, tmp_path, monkeypatch, capsys):
+    path = shutil.copytree(inputs['text'], tmp_path / 'in') / 'train-00000-of-00004.jsonl'
+    argv = command('text', {'text': tmp_path / 'in'}, tmp_path / 'd')
+    for more, change, key in ((['--val_fraction=0.2'], '', 'val_fraction'),
+                              ([], '\n{"text": "new"}', 'identity')):
+        stop_early(monkeypatch, argv)
+        path.write_text(path.read_text() + change)
+        prepare.main([*argv, *more, '--overwrite'])
+        assert f'it differs in {key}' in capsys.readouterr().out
+        prepare.main([*argv, *more, f'--data_dir={tmp_path}/clean', '--overwrite'])
+        assert contents(tmp_path / 'd') == contents(tmp_path / 'clean')
+        shutil.rmtree(tmp_path / 'd')
 
 
 def test_text_that_changed_but_not_its_size_and_time_is_not_mixed_with_the_old(
@@ -186,12 +166,6 @@ def test_the_old_dataset_stays_until_the_new_one_is_whole(inputs, tmp_path, monk
     names = {file['name'] for about in open_dataset(tmp_path / 'd').meta['splits'].values()
              for file in about['files']}
     assert set(contents(tmp_path / 'd')) == names | {'meta.json'}
-
-
-def test_a_folder_that_was_left_half_way_is_not_trained_on(inputs, tmp_path, monkeypatch):
-    stop_early(monkeypatch, command('text', inputs, tmp_path / 'd'))
-    with pytest.raises(prepare.UserError, match='not finished'):
-        open_dataset(tmp_path / 'd')
 
 
 @pytest.mark.parametrize('journal', ['', '[1]', '{"a": 1}', '{"command": 3}', '[' * 10**5])

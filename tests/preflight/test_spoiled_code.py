@@ -8,7 +8,7 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 from changes import after_init, change_batches
-from helpers import ROOT, exit_code, fork, ranks
+from helpers import exit_code, fork, ranks
 
 import model
 import prepare
@@ -365,7 +365,8 @@ def test_what_is_broken_is_named_before_the_first_step(
 
 
 def test_a_dataset_with_the_tokenizer_of_another_is_named(text_file, tmp_path, failed):
-    for name, source in (('one', text_file), ('other', ROOT / 'README.md')):
+    (tmp_path / 'backwards.txt').write_text(text_file.read_text()[::-1])
+    for name, source in (('one', text_file), ('other', tmp_path / 'backwards.txt')):
         prepare.main(['text', f'--input={source}', '--tokenizer=bpe:400',
                       f'--data_dir={tmp_path}/{name}'])
     one, other = (json.loads((tmp_path / name / 'meta.json').read_text())

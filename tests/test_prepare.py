@@ -1,7 +1,6 @@
 import hashlib
 import json
 import resource
-import shutil
 import sysconfig
 import tracemalloc
 from dataclasses import replace
@@ -16,8 +15,8 @@ import prepare
 from plaingpt.data import encoding, readers
 from plaingpt.data.corpora import CORPORA, Corpus, find_dataset_size
 from plaingpt.data.dataset import open_dataset
-from plaingpt.data.input_files import find_standard_library
 from plaingpt.data.readers import Piece
+from plaingpt.data.sources import find_standard_library
 from plaingpt.data.splitting import SPLITS, split_by_hash
 from plaingpt.system.errors import UserError
 
@@ -220,15 +219,6 @@ def test_inspect_finds_what_is_wrong(harm, words, lines_data):
 
 # -----------------------------------------------------------------------------
 # the disk
-
-
-def test_a_disk_that_is_too_small_is_found_before_the_start(tmp_path, capsys, monkeypatch):
-    (tmp_path / 'in.txt').write_text('text ' * 100_000)
-    free = shutil.disk_usage(tmp_path)._replace(free=900_000)
-    monkeypatch.setattr(shutil, 'disk_usage', lambda path: free)
-    argv = ['text', f'--input={tmp_path}/in.txt', '--tokenizer=byte', f'--data_dir={tmp_path}/d']
-    assert 'about 1.00 MB needed, 900 kB free' in fails(capsys, monkeypatch, prepare.main, *argv)
-    assert not (tmp_path / 'd').exists()
 
 
 @pytest.mark.parametrize('resumes', [True, False])

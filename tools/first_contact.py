@@ -39,8 +39,7 @@ from configurator import load_config
 from plaingpt.benchmarks.contact_page import render
 from plaingpt.benchmarks.result_tables import describe_measurement
 from plaingpt.data.dataset import open_dataset
-from plaingpt.data.input_files import find_files
-from plaingpt.data.sources import Files
+from plaingpt.data.sources import Files, find_files
 from plaingpt.system.devices import choose_device, choose_dtype, device_name
 from plaingpt.system.errors import UserError, run_script
 from plaingpt.system.files import ROOT, append_line, make_writable, parse_json

@@ -12,7 +12,7 @@ understood ends the command.
 import copy
 import json
 
-from plaingpt.data.input_files import find_files
+from plaingpt.data.sources import find_files
 from plaingpt.data.readers import file_type, read_rows
 from plaingpt.data.sources import Files
 from plaingpt.system.errors import UserError

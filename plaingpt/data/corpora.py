@@ -10,7 +10,7 @@ from plaingpt.data.dataset import (
     open_named,
     read_names,
 )
-from plaingpt.data.input_files import STANDARD_LIBRARY, find_files, find_standard_library
+from plaingpt.data.sources import STANDARD_LIBRARY, find_files, find_standard_library
 from plaingpt.data.tokenizers import GPT2Tokenizer, named_vocab_size
 from plaingpt.system.formatting import short
 
@@ -116,6 +116,8 @@ def find_dataset_size(name, vocab_size=0):
     Where nothing is prepared, the table of corpora answers. vocab_size: takes the place of the
     vocabulary that is found, 0 for none. Raises UserError.
     """
+    if has_token_files(name):
+        open_named(name)  # sees whether they go together
     sizes = find_sizes(name)
     known = [vocab for each, (vocab, _, _) in sizes.items() if has_token_files(each)]
     usual, tokens, sources = zip(*sizes.values(), strict=True)

@@ -9,7 +9,6 @@ from typing import NamedTuple
 import numpy as np
 
 from plaingpt.data import tokenizers
-from plaingpt.data.nanogpt_vocabulary import read_nanogpt_chars
 from plaingpt.data.token_files import TokenStream, open_tokens
 from plaingpt.system.errors import UserError
 from plaingpt.system.files import (
@@ -290,7 +289,7 @@ def open_dataset(folder):
                             f'--data_dir={quoted(folder)}')
         raise UserError(f'{folder}: no .bin files there: give the folder of a prepared dataset')
     if (folder / 'meta.pkl').exists():
-        chars = read_nanogpt_chars(folder / 'meta.pkl')
+        chars = tokenizers.read_nanogpt_chars(folder / 'meta.pkl')
         return Dataset(folder, {'tokenizer': {'kind': 'char', 'chars': chars}}, len(chars))
     return Dataset(folder, {}, tokenizers.GPT2Tokenizer.vocab_size)
 

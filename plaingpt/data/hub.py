@@ -1,6 +1,7 @@
 """Datasets of the Hugging Face hub, and folders laid out like one, as a source of documents. They
 are streamed by the library `datasets`, and its state is where a killed preparation goes on."""
 
+import importlib.util
 import os
 from contextlib import contextmanager
 from pathlib import Path
@@ -25,6 +26,10 @@ class HubDataset:
             from huggingface_hub.utils import logging as hub_logging
         if Path(path).is_dir():
             path = os.path.abspath(path)  # `datasets` does not take '.' for a folder
+        elif importlib.util.find_spec(f'datasets.packaged_modules.{path}'):
+            raise UserError(f'path={path}: no such folder, and by that name the library datasets '
+                            'reads all files of the working directory: name a folder, or '
+                            'OWNER/NAME of the hub')
         # Each attempt to connect would be a warning of its own before our one line.
         datasets.logging.set_verbosity_error()
         hub_logging.set_verbosity_error()

@@ -12,6 +12,9 @@ them also with the special tokens of conversations, see chat_tokenizer.py.
 
 import base64
 import importlib.metadata
+import io
+import pickle
+import pickletools
 import re
 import tempfile
 import threading
@@ -23,6 +26,7 @@ import numpy as np
 
 from plaingpt.data.chat_tokenizer import SPECIAL_TOKENS, ChatTokenizer
 from plaingpt.system.errors import UserError, needs
+from plaingpt.system.files import open_regular
 
 NAMES = 'char, byte, gpt2, bpe or bpe:VOCAB_SIZE'
 BPE_VOCAB_SIZE = 8192  # of plain 'bpe'
@@ -357,3 +361,44 @@ def is_bpe(tokens):
             and '' not in tokens and ''.join(tokens).encode('latin-1') is not None
     except (TypeError, UnicodeEncodeError):
         return False
+
+
+# -----------------------------------------------------------------------------
+# nanoGPT's meta.pkl: the characters of its vocabulary, read without running anything in it
+
+MAX_PICKLE_BYTES = 2**22  # of a vocabulary with 150,000 characters, about as many as there are
+# The operations that make dicts of texts and integers. None names a class or calls one, and none
+# makes a tuple, whose hash can take forever to compute.
+PLAIN = re.compile('PROTO|FRAME|STOP|MARK|MEMOIZE|.*(PUT|GET|DICT|UNICODE)|SETITEMS?|(BIN)?INT[12]?')
+
+
+class PlainUnpickler(pickle.Unpickler):
+    def find_class(self, module, name):
+        raise pickle.UnpicklingError(f'it names {module}.{name}')
+
+
+def read_nanogpt_chars(path):
+    """meta.pkl of nanoGPT's data/shakespeare_char/prepare.py → the characters, in the order of
+    their ids. Raises UserError for any other pickle."""
+    try:
+        with open_regular(path) as f:
+            data = f.read(MAX_PICKLE_BYTES)
+        for n, (operation, argument, _) in enumerate(pickletools.genops(data)):
+            # The memo takes memory up to its largest place; equal hashes of large numbers take time
+            most = n if 'PUT' in operation.name else 2**31
+            if not PLAIN.fullmatch(operation.name) or (type(argument) is int
+                                                       and abs(argument) > most):
+                raise ValueError(f'it holds {operation.name} {str(argument)[:80]}')
+        meta = PlainUnpickler(io.BytesIO(data)).load()
+        itos, stoi = meta['itos'], meta.get('stoi', {})
+        chars = ''.join(itos[i] for i in range(meta['vocab_size']))
+        ids = {char: i for i, char in enumerate(chars)}
+        if not chars or len(ids) < len(chars) or itos != dict(enumerate(chars)) \
+                or bool in map(type, itos) or (stoi and stoi != ids):
+            raise ValueError('itos and stoi are not one-to-one')
+        return chars
+    except Exception as e:  # a pickle can raise anything
+        what = ' '.join(f'{type(e).__name__}: {e}'[:160].split())
+        raise UserError(f'{path} is no vocabulary of characters as nanoGPT writes it ({what}), and '
+                        'nothing in it was run: prepare the text into a new folder with python '
+                        'prepare.py text --input=FILE --data_dir=NEW_FOLDER') from None

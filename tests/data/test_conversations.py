@@ -93,7 +93,8 @@ def test_fields_that_are_no_part_of_the_conversation_are_named_once(tmp_path, ca
     assert len(read(written(tmp_path / 'a.jsonl', row, row))) == 2
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == 1 and lines[0].endswith('a.jsonl, line 1: left out, as no part of the '
-                                                 'conversation: id, source, instruction, system')
+                                                 'conversation: ["id", "source", '
+                                                 '"instruction", "system"]')
 
 
 def test_text_that_spells_a_special_token_or_an_escape_stays_that_text(tmp_path):
@@ -124,8 +125,8 @@ SYSTEM = {'role': 'system', 'content': 'be'}
 CALL = {'id': 'a', 'type': 'function', 'function': {'name': 'f', 'arguments': '{}'}}
 IMAGE = {'type': 'image_url', 'image_url': {'url': 'x'}}
 BAD = [  # a second row, and what is said of it
-    (said({'content': 'hi'}, assistant()), "message 1 has no 'role', it has content"),
-    (said({'role': 'user'}, assistant()), "message 1 has no 'content', it has role"),
+    (said({'content': 'hi'}, assistant()), 'message 1 is {"content": "hi"}: an object with role and content'),
+    (said({'role': 'user'}, assistant()), 'message 1 is {"role": "user"}: an object with role'),
     (said(user(), assistant(), {'role': 'tool', 'content': 'x'}), 'message 3: role is "tool"'),
     (said({'role': None, 'content': 'x'}), 'message 1: role is null: expected one of system'),
     (said(user(' \n\t')), 'message 1 is empty'),
@@ -133,11 +134,11 @@ BAD = [  # a second row, and what is said of it
     (said(user()), 'the assistant says nothing'),
     (said(), 'no messages'),
     ({'messages': {'role': 'user'}}, 'no messages: a list of them is expected'),
-    (said('hi', 'yo'), 'message 1 is text: an object with role and content'),
-    (said(user([IMAGE]), assistant()), 'message 1 has a part that is no text, "image_url"'),
-    (said(user(5), assistant()), 'message 1 is a number: text is expected'),
+    (said('hi', 'yo'), 'message 1 is "hi": an object with role and content'),
+    (said(user([IMAGE]), assistant()), 'message 1 is [{"type": "image_url"'),
+    (said(user(5), assistant()), 'message 1 is 5: text is expected'),
     (said(user(), assistant(None)), 'message 2 is null'),
-    (said(user(), assistant(tool_calls=[CALL])), 'message 2 has tool_calls, which would be lost'),
+    (said(user(), assistant(tool_calls=[CALL])), 'message 2 has ["tool_calls"], which would be lost'),
     (said(user(), assistant(weight=0)), 'message 2 has weight, which would be lost'),
     (said({**user(), 'name': 'Ann'}, assistant()), 'message 1 has name, which would be lost'),
     (said(SYSTEM, SYSTEM, user(), assistant()), 'message 2: a system message stands first'),

@@ -10,7 +10,7 @@ from corpus_files import prepared, write_parquet
 from helpers import fails
 
 import prepare
-from plaingpt.data.input_files import find_files
+from plaingpt.data.sources import find_files
 
 ODD = os.fsdecode(b'odd\xff.txt')
 TEXTS = ['a.txt', 'b.md', 'UPPER.TXT', 'code.Py', 'sub/c.txt', 'sub/deep/d.rst', 'with space.txt',

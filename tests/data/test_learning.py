@@ -192,24 +192,23 @@ def test_an_encoder_that_gives_other_ids_than_tiktoken_is_found(
     monkeypatch.setattr(encoding, 'JOURNAL_SECONDS', 0)  # so that there is something to resume
     argv = ['text', f'--input={rows}', '--tokenizer=bpe:300', f'--data_dir={tmp_path}/d']
     line = fails(capsys, monkeypatch, prepare.main, *argv)
-    assert 'different ids' in line and '--encoder=tiktoken' in line
+    assert 'different ids' in line and 'do without gigatoken' in line
     assert not (tmp_path / 'd').exists()
-    prepare.main([*argv, '--encoder=tiktoken'])
+    monkeypatch.setattr(tokenizers, 'build_gigatoken', lambda known: None)  # as if it is not there
+    prepare.main(argv)
     assert ''.join(text_of(tmp_path / 'd')).count('<|endoftext|>number') == 1000
     assert [*open_dataset(tmp_path / 'd').meta['encoders']] == ['tiktoken']
 
 
-def test_the_encoder_is_named_and_both_give_the_same_files(rows, tmp_path, capsys, monkeypatch):
-    files = []
-    for encoder in ('gigatoken', 'tiktoken'):
-        folder = tmp_path / encoder
-        prepared(folder, rows, '--tokenizer=bpe:300', f'--encoder={encoder}')
-        assert [*open_dataset(folder).meta['encoders']] == [encoder]
-        files.append((folder / 'train.bin').read_bytes())
-    assert files[0] == files[1]
-    line = fails(capsys, monkeypatch, prepare.main, 'text', f'--input={rows}', '--tokenizer=char',
-                 '--encoder=tiktoken', f'--data_dir={tmp_path}/char')
-    assert 'encoder=tiktoken' in line and 'leave it out' in line
+def test_with_gigatoken_and_without_it_the_files_are_the_same(rows, tmp_path, monkeypatch):
+    prepared(tmp_path / 'fast', rows, '--tokenizer=bpe:300')
+    monkeypatch.setattr(tokenizers, 'build_gigatoken', lambda known: None)
+    prepared(tmp_path / 'plain', rows, '--tokenizer=bpe:300')
+    folders = [tmp_path / 'fast', tmp_path / 'plain']
+    assert [[*open_dataset(folder).meta['encoders']] for folder in folders] \
+        == [['gigatoken'], ['tiktoken']]
+    fast, plain = ((folder / 'train.bin').read_bytes() for folder in folders)
+    assert fast == plain
 
 
 # -----------------------------------------------------------------------------

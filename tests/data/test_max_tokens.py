@@ -122,5 +122,5 @@ def test_numbers_are_read_as_people_write_them():
 def test_what_cannot_be_is_one_line(inputs, refused):
     assert 'max_tokens=many: expected a number' in refused(
         *command('rows', inputs, '--max_tokens=many'))
-    assert '--max_shards=5 takes whole files' in refused(
+    assert 'tokens already, of which --max_shards takes some' in refused(
         'fineweb10B-gpt2', '--tokenizer=auto', '--max_tokens=450M')

@@ -30,10 +30,10 @@ def write_hub(folder, **splits):
 
 
 @pytest.mark.parametrize(('more', 'words'), [
-    (['--split=train', '--val_split=train'], '--val_split=train and --split=train: both read'),
-    (['--split=train+validation', '--val_split=validation'], 'both read the same rows'),
+    (['--split=train', '--val_split=train'], '--val_split=train reads rows of'),
+    (['--split=train+validation', '--val_split=validation'], '--val_split=validation reads rows of'),
     (['--val_split=validation', '--test_split=validation'],
-     '--test_split=validation and --val_split=validation: both read'),
+     '--test_split=validation reads rows of'),
     (['--split=train[:50%]', '--val_split=train[:10%]'], 'by whole splits'),
     (['--test_split=test', '--test_fraction=0.1'], 'test_fraction and test_split cannot go'),
     (['--val_fraction=0.5', '--test_fraction=0.5'], 'test_fraction=0.5: expected')])
@@ -42,21 +42,16 @@ def test_rows_that_would_be_trained_on_and_held_out_are_refused(more, words, tmp
     assert words in refused('hf', f'--path={tmp_path}/hub', *more)
 
 
-@pytest.mark.parametrize(('more', 'split', 'advice'), [
-    ([], 'val', 'another --val_fraction'),
-    (['--val_fraction=0.5', '--test_fraction=0.4999'], 'train',
-     'another --val_fraction or another --test_fraction'),
-    (['--split=test', '--val_split=validation'], 'train', 'another --split'),
-    (['--val_split=validation', '--test_split=test'], 'test', 'another --test_split'),
-    (['--val_split=test', '--dedup'], 'val', 'another --val_split or no --dedup'),
-    (['--val_fraction=0.3', '--max_tokens=9'], 'val',
-     'another --val_fraction or a larger --max_tokens')])
-def test_a_split_that_stays_empty_names_the_options_that_left_it_so(
-        more, split, advice, tmp_path, refused):
+@pytest.mark.parametrize(('more', 'split'), [
+    ([], 'val'), (['--val_fraction=0.5', '--test_fraction=0.4999'], 'train'),
+    (['--split=test', '--val_split=validation'], 'train'),
+    (['--val_split=validation', '--test_split=test'], 'test'),
+    (['--val_split=test', '--dedup'], 'val'), (['--val_fraction=0.3', '--max_tokens=9'], 'val')])
+def test_a_split_that_stays_empty_is_refused(more, split, tmp_path, refused):
     write_hub(tmp_path / 'hub', train=['a small text'], validation=['held', 'out'],
               test=['a  small text' if '--dedup' in more else ' '])
-    line = refused('hf', f'--path={tmp_path}/hub', *more)
-    assert line.endswith(f'the {split} split would be empty: use more text or {advice}')
+    assert f'the {split} split would be empty: use more text' in refused(
+        'hf', f'--path={tmp_path}/hub', *more)
 
 
 def test_options_of_the_hub_are_refused_for_files(tmp_path, refused):

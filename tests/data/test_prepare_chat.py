@@ -148,7 +148,7 @@ def test_what_cannot_be_prepared_is_refused_in_one_line(capsys, monkeypatch):
         assert what in fails(capsys, monkeypatch, prepare.main, 'chat', '--tokenizer=byte',
                              *options), options
         assert not os.path.exists('data/chat/meta.json')
-    assert 'format=alpaca: text is text' in fails(capsys, monkeypatch, prepare.main, 'text',
+    assert 'format=alpaca: text is no conversations' in fails(capsys, monkeypatch, prepare.main, 'text',
                                                   '--input=a.jsonl', '--format=alpaca')
 
 

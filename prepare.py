@@ -30,7 +30,7 @@ from configurator import load_config
 from plaingpt.data import tokenizers
 from plaingpt.data.chat_tokenizer import ChatTokenizer
 from plaingpt.data.conversations import open_conversations
-from plaingpt.data.corpora import CORPORA, describe, table
+from plaingpt.data.corpora import CORPORA, describe_corpus, table
 from plaingpt.data.dataset import dataset_folder, open_dataset
 from plaingpt.data.encoding import write_shards
 from plaingpt.data.inspection import (
@@ -45,9 +45,9 @@ from plaingpt.data.shards import (
     check_ours,
     check_replaceable,
     complete_meta,
+    find_journal,
     lock_dataset_dir,
     publish,
-    read_journal,
 )
 from plaingpt.data.sources import count_characters, open_source, read_texts, sample
 from plaingpt.system.errors import UserError, run_script
@@ -164,7 +164,7 @@ def main(argv):
                         + f'python prepare.py {name} {corpus.required_option()}'.rstrip())
     check_ours(folder)  # before anything is downloaded
     check_options(config, name, corpus)
-    print(f'preparing {name}: {describe(corpus)}')
+    print(f'preparing {name}: {describe_corpus(corpus)}')
     if corpus.is_tokens():
         prepare_shards(name, corpus, folder, config)
     else:
@@ -205,7 +205,7 @@ def prepare_text(name, corpus, folder, config):
     with lock_dataset_dir(folder) as unfinished:
         if not is_prepared(folder, command, config.overwrite):
             if not is_written(unfinished, command):  # else only publishing is missing
-                journal = read_journal(unfinished, command)
+                journal = find_journal(unfinished, command)
                 tokenizer = tokenizers.from_json(journal['tokenizer']) if journal \
                     else choose_tokenizer(name, tokenizer_name, borrowed, source)
                 cores = len(os.sched_getaffinity(0)) if hasattr(os, 'sched_getaffinity') \
@@ -241,7 +241,7 @@ def prepare_shards(name, corpus, folder, config):
         description = choose_datatrove_tokenizer(shards, config.tokenizer)
         command |= {'val_fraction': 0.01 if config.val_fraction == 'auto' else config.val_fraction,
                     'tokenizer': description['kind'],
-                    'tokenizer_sha256': digest_of(description)}
+                    'tokenizer_sha256': tokenizer_sha256(description)}
     with lock_dataset_dir(folder) as unfinished:
         if not is_prepared(folder, command, config.overwrite):
             if corpus.datatrove:
@@ -256,8 +256,8 @@ def prepare_shards(name, corpus, folder, config):
 def choose_datatrove_tokenizer(shards, asked):
     """The JSON of the tokenizer of [Shard]: that which their files name, or --tokenizer. Raises
     UserError."""
-    from plaingpt.inference.hf_export import find_named  # torch too, which takes a second
-    name, found = shards[0].tokenizer, find_named(shards[0].tokenizer)
+    from plaingpt.inference.hf_export import find_tokenizer  # torch too, which takes a second
+    name, found = shards[0].tokenizer, find_tokenizer(shards[0].tokenizer)
     if asked == 'auto':
         if found is None:
             raise UserError(f'{shards[0].path}.metadata names the tokenizer {name!r}, which is not '
@@ -280,7 +280,7 @@ def choose_datatrove_tokenizer(shards, asked):
     return chosen
 
 
-def digest_of(tokenizer):
+def tokenizer_sha256(tokenizer):
     """SHA-256 of the JSON of a tokenizer."""
     return hashlib.sha256(json.dumps(tokenizer).encode()).hexdigest()
 
@@ -304,7 +304,7 @@ def describe_command(name, corpus, config, tokenizer_name, borrowed, source):
     if name == 'chat':
         command['format'] = config.format
     if borrowed:  # another tokenizer once that dataset is prepared anew
-        command['tokenizer_sha256'] = digest_of(borrowed)
+        command['tokenizer_sha256'] = tokenizer_sha256(borrowed)
     given = {'max_tokens': max_tokens, 'test_fraction': config.test_fraction,
              'test_split': config.test_split, 'dedup': config.dedup}
     # Only what is given, so that what earlier versions prepared is of the same command.
@@ -339,12 +339,12 @@ def is_prepared(folder, command, overwrite):
 def choose_tokenizer(corpus_name, tokenizer_name, borrowed, source):
     """The tokenizer of a corpus, for conversations with special tokens. Raises UserError."""
     if corpus_name != 'chat':
-        return make_tokenizer(tokenizer_name, borrowed, source)
-    made = make_tokenizer(tokenizer_name, borrowed, source.texts())
+        return borrow_or_train(tokenizer_name, borrowed, source)
+    made = borrow_or_train(tokenizer_name, borrowed, source.texts())
     return made if isinstance(made, ChatTokenizer) else ChatTokenizer(made)
 
 
-def make_tokenizer(name, borrowed, source):
+def borrow_or_train(name, borrowed, source):
     """By its name, trained on `source` where it learns; or a borrowed one. Raises UserError."""
     if borrowed:
         return tokenizers.from_json(borrowed)

@@ -13,7 +13,7 @@ import copy
 import json
 
 from plaingpt.data.sources import find_files
-from plaingpt.data.readers import file_type, read_rows
+from plaingpt.data.readers import file_type, iter_rows
 from plaingpt.data.sources import Files
 from plaingpt.system.errors import UserError
 
@@ -47,12 +47,12 @@ class Conversations(Files):
 
     def documents(self, file):
         form = self.form
-        for where, row in read_rows(file, errors=self.errors):
+        for where, row in iter_rows(file, errors=self.errors):
             form = find_form(row, where) if form == 'auto' else form
-            messages, left_out = parse_row(row, form, where)
+            messages, left_out = parse_conversation(row, form, where)
             if new := [name for name in left_out if name not in self.left_out]:
                 self.left_out.update(new)
-                print(f'{where}: left out, as no part of the conversation: {shown(new)}')
+                print(f'{where}: left out, as no part of the conversation: {as_json(new)}')
             if self.as_text:
                 yield '\n'.join(message['content'] for message in messages), True
             else:
@@ -76,15 +76,15 @@ def find_form(row, where):
     forms = '; '.join(f'{form}: {", ".join(sorted(needed))}' for form, needed in FORMS.items())
     raise UserError(f'{where}: fields of several forms ({", ".join(found)}): say which with '
                     '--format=…' if found else
-                    f'{where}: no conversation, it is {shown(row)}: the forms are known by these '
+                    f'{where}: no conversation, it is {as_json(row)}: the forms are known by these '
                     f'fields ({forms})')
 
 
-def parse_row(row, form, where):
+def parse_conversation(row, form, where):
     """A row in a form → (messages, names of fields that are no part of them). Raises UserError."""
     if not isinstance(row, dict) or not FORMS[form] <= row.keys():
         raise UserError(f'{where}: not of the form {form}, which has the fields '
-                        f'{", ".join(sorted(FORMS[form]))}: it is {shown(row)}')
+                        f'{", ".join(sorted(FORMS[form]))}: it is {as_json(row)}')
     taken = FORMS[form] | ({'input'} if form == 'alpaca' else set())
     if form == 'messages':
         messages = parse_messages(row['messages'], where)
@@ -121,15 +121,15 @@ def parse_messages(found, where, role_key='role', content_key='content', roles=N
     for number, message in enumerate(found, 1):
         here = f'{where}: message {number}'
         if not isinstance(message, dict) or not {role_key, content_key} <= message.keys():
-            raise UserError(f'{here} is {shown(message)}: an object with {role_key} and '
+            raise UserError(f'{here} is {as_json(message)}: an object with {role_key} and '
                             f'{content_key} is expected')
         role, content = message[role_key], message[content_key]
         if others := [key for key, value in message.items()
                       if key not in (role_key, content_key) and value not in (None, [])]:
-            raise UserError(f'{here} has {shown(others)}, which would be lost: leave it out or make '
+            raise UserError(f'{here} has {as_json(others)}, which would be lost: leave it out or make '
                             f'it text of the {content_key}')
         if not isinstance(role, str) or role not in roles:
-            raise UserError(f'{here}: {role_key} is {shown(role)}: expected one of '
+            raise UserError(f'{here}: {role_key} is {as_json(role)}: expected one of '
                             f'{", ".join(roles)}')
         if roles[role] == 'system' and messages:
             raise UserError(f'{here}: a system message stands first, and there is one at most: put '
@@ -150,7 +150,7 @@ def content_of(value, where):
             case {'type': 'text', 'text': str(), **more} if not more:
                 pass
             case _:
-                raise UserError(f'{where} is {shown(value)}: text is expected: leave this '
+                raise UserError(f'{where} is {as_json(value)}: text is expected: leave this '
                                 'conversation out, or describe it as text')
     text = ''.join(part['text'] for part in parts)
     if not text.strip():
@@ -158,7 +158,7 @@ def content_of(value, where):
     return text
 
 
-def shown(value):
+def as_json(value):
     """A JSON value in a message."""
     text = json.dumps(value, ensure_ascii=False)
     return text if len(text) <= SHOWN else text[:SHOWN] + '…'

@@ -91,7 +91,7 @@ CORPORA = {
 }
 
 
-def describe(corpus):
+def describe_corpus(corpus):
     """What is known of a corpus before it is read, as one line."""
     parts = [corpus.about]
     if corpus.hub:
@@ -107,7 +107,7 @@ def describe(corpus):
 def table():
     """The corpora, a line each, for --help."""
     return '\n'.join(f'  {name:<20}{"-" if corpus.is_tokens() else corpus.tokenizer:<10}'
-                     f'{describe(corpus)}' for name, corpus in CORPORA.items())
+                     f'{describe_corpus(corpus)}' for name, corpus in CORPORA.items())
 
 
 def find_dataset_size(name, vocab_size=0):

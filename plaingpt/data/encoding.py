@@ -27,7 +27,7 @@ CHECKED = 100  # of so many batches the ids of one are compared with tiktoken's
 JOURNAL_SECONDS = 30  # a kill loses at most the work of so many seconds
 
 
-class Batch(NamedTuple):
+class TextBatch(NamedTuple):
     pieces: list  # of (split, text, new_document, bytes of the text)
     characters: int  # of their texts
     count: int  # pieces up to the batch's end
@@ -64,8 +64,8 @@ def group_in_batches(pieces, source, count=0, marks=True):
     group, characters, number = [], 0, 0
 
     def batch():
-        return Batch(group, characters, count, source.position(), source.mark() if marks else None,
-                     number)
+        mark = source.mark() if marks else None
+        return TextBatch(group, characters, count, source.position(), mark, number)
 
     for split, text, new_document in pieces:
         group.append((split, text, new_document))
@@ -84,7 +84,7 @@ def utf8_bytes(text):
 
 
 def encode_batch(tokenizer, end_of_text, dtype, batch):
-    """Batch → {split: Encoded}, with `end_of_text` before each document unless it is None."""
+    """TextBatch → {split: Encoded}, with `end_of_text` before each document unless it is None."""
     ids = {split: [] for split in SPLITS}
     documents, sizes = dict.fromkeys(SPLITS, 0), dict.fromkeys(SPLITS, 0)
     for split, text, new_document in batch.pieces:
@@ -102,7 +102,7 @@ def encode_batch(tokenizer, end_of_text, dtype, batch):
 
 
 def encode_conversations(tokenizer, dtype, batch):
-    """Batch → {split: Encoded}, of conversations as JSON."""
+    """TextBatch → {split: Encoded}, of conversations as JSON."""
     encoded = {}
     for split in SPLITS:
         found = [json.loads(text) for piece_split, text, *_ in batch.pieces

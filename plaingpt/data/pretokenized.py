@@ -10,7 +10,7 @@ import numpy as np
 from plaingpt.data import tokenizers
 from plaingpt.data.dataset import FORMAT_VERSION
 from plaingpt.data.hub import explain_hub_errors
-from plaingpt.data.shards import check_free_space, read_journal, write_journal
+from plaingpt.data.shards import check_free_space, find_journal, write_journal
 from plaingpt.data.token_files import check_ids, open_tokens
 from plaingpt.data.tokenizers import GPT2Tokenizer
 from plaingpt.system.errors import UserError, needs
@@ -57,7 +57,7 @@ def link_shards(folder, command):
     """Link to the shards in command['input'] → {split: names}."""
     names = [path.name for path in Path(command['input']).glob('*.bin')]
     chosen = choose_shards(names, command['max_shards'], command['input'])
-    read_journal(folder, command)
+    find_journal(folder, command)
     for name in chosen['train'] + chosen['val']:
         (folder / name).symlink_to((Path(command['input']) / name).resolve())
     return chosen
@@ -76,7 +76,7 @@ def download_shards(repo, folder, command):
     print(f'{len(sizes)} files, {sum(sizes.values()) / 1e9:.1f} GB')
     need = sum(size for name, size in sizes.items() if not (folder / name).exists())
     check_free_space(folder, need, 'take fewer with --max_shards=…, ')
-    read_journal(folder, command)
+    find_journal(folder, command)
     write_journal(folder, {'command': command})
     for name in sizes:
         with explain_hub_errors(repo, advice):  # info.sha: so that all are of one version
@@ -148,7 +148,7 @@ def link_datatrove(shards, description, folder, command):
     if tokenizer.vocab_size > 256**width:
         raise UserError(f'{shards[0].path}: ids of {width} bytes, too few for the '
                         f'{tokenizer.vocab_size:,} of the tokenizer: name the right --tokenizer')
-    read_journal(folder, command)
+    find_journal(folder, command)
     splits = {split: {'tokens': 0, 'documents': 0, 'files': []} for split in ('train', 'val')}
     with Progress('reading', sum(int(shard.ends[-1]) for shard in shards), 'tokens') as progress:
         for split, shard, start, end in cut_shards(shards, command['val_fraction']):

@@ -165,7 +165,7 @@ DOCUMENT_FORMS = {'file': whole_file, 'line': each_line, 'paragraph': paragraphs
 # rows
 
 
-def read_rows(file, field=None, errors='strict'):
+def iter_rows(file, field=None, errors='strict'):
     """Yield ('FILE, line N' or 'FILE, row N', row) of an open file of rows, each a JSON value or a
     dict of columns. field: that which is wanted; only its column of Parquet is read. UserError."""
     path = Path(file.name)
@@ -192,7 +192,7 @@ def json_lines(text, name):
     for number, line in enumerate(text, 1):
         if line.strip():
             where = f'{name}, line {number}'
-            yield where, parse_json(line, where)
+            yield where, json_value(line, where)
 
 
 def json_array(text, name):
@@ -200,11 +200,11 @@ def json_array(text, name):
     if len(content) > JSON_CHARS:
         raise UserError(f'{name}: an array of more than {JSON_CHARS:,} characters is not read: '
                         'write its rows as .jsonl, one a line')
-    rows = parse_json(content, name)
+    rows = json_value(content, name)
     yield from ((f'{name}, row {number}', row) for number, row in enumerate(rows, 1))
 
 
-def parse_json(text, where):
+def json_value(text, where):
     try:
         return json.loads(text)
     except (ValueError, RecursionError) as e:

@@ -144,7 +144,7 @@ def digest(journal):
     return hashlib.sha256(json.dumps(journal, sort_keys=True).encode()).hexdigest()
 
 
-def read_journal(folder, command):
+def find_journal(folder, command):
     """The journal that the same command left, or None; then the folder is emptied."""
     try:
         journal = read_json(folder / 'journal.json')

@@ -128,7 +128,7 @@ class Files:
             return
         # Rows are text for the byte tokenizer too.
         errors = 'strict' if self.errors == 'surrogateescape' else self.errors
-        for where, row in readers.read_rows(file, self.text_field, errors):
+        for where, row in readers.iter_rows(file, self.text_field, errors):
             text = readers.text_of(row, self.text_field, where)
             self.nulls += text is None
             if text and not text.isascii():

@@ -22,7 +22,7 @@ def split_by_hash(pieces, val_fraction, test_fraction=0):
         if new_document:
             # Text that differs in white space at its end only, as by a last line break, is on one
             # side. Most files end with one line break: so they hash as they are.
-            place = int.from_bytes(digest_of(text.rstrip() + '\n'), 'big')
+            place = int.from_bytes(hash_of(text.rstrip() + '\n'), 'big')
         else:
             place = (place + GOLDEN) % 2**64
         before = split
@@ -47,7 +47,7 @@ def split_by_place(pieces, ends):
         seen += len(text)
 
 
-def digest_of(text):
+def hash_of(text):
     """A hash of 64 bits, as bytes."""
     return hashlib.blake2b(text.encode('utf-8', 'replace'), digest_size=8).digest()
 
@@ -75,7 +75,7 @@ class Duplicates:
 
     def _is_new(self, document):
         words = ' '.join(''.join(piece.text for piece in document).split())
-        number = int.from_bytes(digest_of(words), 'little')
+        number = int.from_bytes(hash_of(words), 'little')
         place = int(self._sorted.searchsorted(np.uint64(number)))
         if number in self._recent or (
                 place < len(self._sorted) and self._sorted[place] == number):

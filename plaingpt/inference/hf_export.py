@@ -184,7 +184,7 @@ def write_tokenizer(folder):
           f'tokenizer_name_or_path={str(path)!r}{end})')
 
 
-def find_named(name):
+def find_tokenizer(name):
     """The JSON of the tokenizer that a program was given by `name`: GPT-2's, or what
     write_tokenizer wrote; None for another one. Raises UserError."""
     if name in ('gpt2', 'openai-community/gpt2'):

@@ -47,7 +47,7 @@ def load_pretrained(source, dropout=0.0):
     if is_nanogpt(path):
         shape, weights, trained = read_nanogpt(path)
     else:
-        shape, weights = read_hf(path if path.is_dir() else download(source))
+        shape, weights = read_hf(path if path.is_dir() else download_model(source))
     if odd := [name for name in weights if not name.isprintable() or len(name) > 200]:
         raise UserError(f'{source}: it holds a tensor named {odd[0][:200]!r}')
     weights = {name: w for name, w in weights.items() if not MASKS.fullmatch(name)}
@@ -184,7 +184,7 @@ def check_name(name):
                         f'{", ".join(PRETRAINED)}')
 
 
-def download(name):
+def download_model(name):
     """Fetch 'gpt2…' from the Hugging Face hub (or its cache) → folder. Raises UserError."""
     check_name(name)
     with needs('huggingface_hub', f'downloading {name}'):

@@ -71,16 +71,16 @@ def test_meta_json_has_the_checksums_of_what_was_read(tmp_path, monkeypatch):
 
 
 def test_input_that_changes_while_it_is_read_is_refused(tmp_path, refused, monkeypatch):
-    make_tokenizer, path = prepare.make_tokenizer, tmp_path / 'a.txt'
+    make_tokenizer, path = prepare.borrow_or_train, tmp_path / 'a.txt'
     path.write_text('some text ' * 999)
-    monkeypatch.setattr(prepare, 'make_tokenizer', lambda *arguments: (
+    monkeypatch.setattr(prepare, 'borrow_or_train', lambda *arguments: (
         path.write_text('other text ' * 999), make_tokenizer(*arguments))[1])
     assert 'changed while it was read' in refused('text', f'--input={path}')
 
 
 def test_a_huge_document_is_not_waited_for_by_many_others():
     taken = []
-    batches = (taken.append(i) or encoding.Batch([], 100 * encoding.BATCH_CHARS, 0, 0, None)
+    batches = (taken.append(i) or encoding.TextBatch([], 100 * encoding.BATCH_CHARS, 0, 0, None)
                for i in range(20))
     for done, _ in enumerate(encoding.map_in_order(id, batches, 4), 1):
         assert len(taken) == done

@@ -121,10 +121,11 @@ class Dataset:
 
     def loader(self, split, in_ram, *shape, **settings):
         """The loader of a split; shape and settings are those of BatchLoader."""
-        from plaingpt.data.batches import BatchLoader  # with torch, which takes seconds
-        from plaingpt.data.packing import PackedLoader
-        kind = PackedLoader if self.has_mask() else BatchLoader
-        return kind(self.split(split, in_ram), *shape, **settings)
+        if self.has_mask():
+            from plaingpt.data.packing import PackedLoader as Loader  # with torch: it takes seconds
+        else:
+            from plaingpt.data.batches import BatchLoader as Loader
+        return Loader(self.split(split, in_ram), *shape, **settings)
 
     def describe_reading(self, in_ram):
         """Where tokens are read from, and whether their checksums were verified, as text."""

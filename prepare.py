@@ -111,7 +111,7 @@ class PrepareConfig:
 def prepared_folder(name):
     """The folder of a prepared dataset, which is given by its name or as the folder itself."""
     folder = Path(name)
-    return folder if has_tokenizer(folder) else dataset_folder(name)
+    return folder if has_tokenizer(folder) or any(folder.glob('*.bin')) else dataset_folder(name)
 
 
 def has_tokenizer(folder):
@@ -178,9 +178,12 @@ def check_options(config, name, corpus):
         refused |= dict.fromkeys(('max_tokens', 'documents', 'text_field'),
                                  'conversations, which are prepared whole and all at once')
     if corpus.is_tokens():
-        refused |= dict.fromkeys(('max_tokens', 'dedup', 'test_fraction', 'test_split'),
+        refused |= dict.fromkeys(('max_tokens', 'dedup', 'test_fraction', 'test_split', 'documents',
+                                  'errors', 'text_field', 'path', 'subset', 'split', 'val_split'),
                                  'tokens already, of which --max_shards takes some')
-    elif corpus.hub is None:
+    else:
+        refused['max_shards'] = 'no tokens yet'
+    if corpus.hub is None:
         refused |= dict.fromkeys(('path', 'subset', 'split', 'val_split', 'test_split'),
                                  'no dataset of the hub, and has no splits of its own')
     for option, what in refused.items():
@@ -204,16 +207,15 @@ def prepare_text(name, corpus, folder, config):
     command = describe_command(name, corpus, config, tokenizer_name, borrowed, source)
     with lock_dataset_dir(folder) as unfinished:
         if not is_prepared(folder, command, config.overwrite):
-            if not is_written(unfinished, command):  # else only publishing is missing
-                journal = find_journal(unfinished, command)
-                tokenizer = tokenizers.from_json(journal['tokenizer']) if journal \
-                    else choose_tokenizer(name, tokenizer_name, borrowed, source)
-                cores = len(os.sched_getaffinity(0)) if hasattr(os, 'sched_getaffinity') \
-                    else os.cpu_count()
-                threads = cores if config.num_proc == 'auto' else config.num_proc
-                meta = write_shards(unfinished, source, command, tokenizer, journal, threads)
-                write_json(unfinished / 'meta.json', complete_meta(meta, source.name))
-                record_overlap(unfinished)  # not once files were moved: they are found below
+            journal = find_journal(unfinished, command)
+            tokenizer = tokenizers.from_json(journal['tokenizer']) if journal \
+                else choose_tokenizer(name, tokenizer_name, borrowed, source)
+            cores = len(os.sched_getaffinity(0)) if hasattr(os, 'sched_getaffinity') \
+                else os.cpu_count()
+            threads = cores if config.num_proc == 'auto' else config.num_proc
+            meta = write_shards(unfinished, source, command, tokenizer, journal, threads)
+            write_json(unfinished / 'meta.json', complete_meta(meta, source.name))
+            record_overlap(unfinished)  # not once files were moved: they are found below
             print_report(folder, publish(folder))
         print_overlaps(record_overlap(folder))
 

@@ -48,7 +48,7 @@ MISTAKES = {
         'target_once'),
     'no end of text before a document': (
         'plaingpt/data/encoding.py', 'ids[split].append([end_of_text])', 'pass',
-        'test_prepare.py::test_the_end_of_text_stands_before_each_document'),
+        'data/test_dedup.py::test_validation_text_that_is_trained_on_is_left_out'),
 }
 
 

@@ -12,9 +12,8 @@ understood ends the command.
 import copy
 import json
 
-from plaingpt.data.sources import find_files
 from plaingpt.data.readers import file_type, iter_rows
-from plaingpt.data.sources import Files
+from plaingpt.data.sources import Files, find_files
 from plaingpt.system.errors import UserError
 
 FORMS = {  # form → the fields by which it is known

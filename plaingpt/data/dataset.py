@@ -161,9 +161,10 @@ class Dataset:
 
     def _bare_files(self, split):
         """The token files of a split in a folder whose meta.json does not list any."""
-        return [] if self.is_ours() else [
-            path for path in sorted(self.folder.glob('*.bin'))
-            if split in path.stem.replace('-', '_').split('_')]
+        if self.is_ours() or (single := self.folder / f'{split}.bin').exists():
+            return [] if self.is_ours() else [single]
+        return [path for path in sorted(self.folder.glob('*.bin'))
+                if split in path.stem.replace('-', '_').split('_')]
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,7 @@ import json
 import math
 import sys
 import time
+import zlib
 from bisect import bisect_left
 from collections import deque
 from concurrent.futures import ThreadPoolExecutor
@@ -33,6 +34,7 @@ class TextBatch(NamedTuple):
     count: int  # pieces up to the batch's end
     position: int  # how far the source is read there
     mark: dict | None  # where the source can start again there
+    checksum: int  # of the text from the beginning on
     number: int = 0  # from the start of this run
 
 
@@ -59,16 +61,17 @@ def end_line(piece):
     return split, text + '\n' * (not text.endswith('\n')), new_document
 
 
-def group_in_batches(pieces, source, count=0, marks=True):
-    """Group what put_in_splits yields; `count` pieces came before."""
+def group_in_batches(pieces, source, count=0, checksum=0, marks=True):
+    """Group what put_in_splits yields; `count` pieces of that checksum came before."""
     group, characters, number = [], 0, 0
 
     def batch():
         mark = source.mark() if marks else None
-        return TextBatch(group, characters, count, source.position(), mark, number)
+        return TextBatch(group, characters, count, source.position(), mark, checksum, number)
 
     for split, text, new_document in pieces:
         group.append((split, text, new_document))
+        checksum = zlib.crc32(text.encode('utf-8', 'surrogatepass'), checksum)
         count += 1
         characters += len(text)
         if characters >= BATCH_CHARS:
@@ -162,6 +165,7 @@ def write_shards(folder, source, command, tokenizer, journal, num_proc):
     except WrongIds:  # earlier ones may be wrong as well
         (folder / 'journal.json').unlink(missing_ok=True)
         raise
+    inputs = [] if ended_early else source.inputs()
     if source.identity() != command['identity']:
         raise UserError(f'{source.name}: changed while it was read: give the same command again')
     tokens, seconds = count_tokens(writers), time.monotonic() - started
@@ -177,7 +181,7 @@ def write_shards(folder, source, command, tokenizer, journal, num_proc):
             'vocab_size': tokenizer.vocab_size, 'tokenizer': tokenizer.to_json(),
             'encoders': all_encoders(journal, tokenizer),
             'splits': {split: writer.finish() for split, writer in writers.items()},
-            **counts, 'source': command, 'inputs': [] if ended_early else source.inputs()}
+            **counts, 'source': command, 'inputs': inputs}
 
 
 def print_left_out(source, duplicates):
@@ -226,10 +230,16 @@ def encode_into(writers, folder, source, command, tokenizer, dtype, journal, num
     with closing(source.pieces(mark)) as pieces, \
             (Progress('encoding', limit, 'tokens', writers['train'].tokens) if ends_early else
              Progress('encoding', source.total, source.unit, position)) as progress:
-        pieces = put_in_splits(pieces, source, command, duplicates, tokenizer)
+        pieces, checksum = put_in_splits(pieces, source, command, duplicates, tokenizer), 0
         if journal and not mark:  # what a source without marks yielded is read again
-            count = sum(1 for _ in islice(pieces, journal['count']))
-        batches = group_in_batches(pieces, source, count, not duplicates)
+            for _, text, _ in islice(pieces, journal['count']):
+                checksum = zlib.crc32(text.encode('utf-8', 'surrogatepass'), checksum)
+            if checksum != journal['checksum']:
+                (folder / 'journal.json').unlink()
+                raise UserError(f'{source.name}: changed since what is written already was read: '
+                                'give the same command again, which starts anew')
+            count = journal['count']
+        batches = group_in_batches(pieces, source, count, checksum, not duplicates)
         for batch, encoded in map_in_order(encode, batches, num_proc):
             room = limit - writers['train'].tokens
             if 'train' in encoded and len(encoded['train'].ids) >= room:
@@ -243,7 +253,7 @@ def encode_into(writers, folder, source, command, tokenizer, dtype, journal, num
                 write_journal(folder, {
                     'command': command, 'tokenizer': tokenizer.to_json(), 'count': batch.count,
                     'encoders': all_encoders(journal, tokenizer),
-                    'at': batch.position, 'mark': batch.mark,
+                    'at': batch.position, 'mark': batch.mark, 'checksum': batch.checksum,
                     'splits': {split: writer.state() for split, writer in writers.items()}})
                 saved = time.monotonic()
             if ends_early:

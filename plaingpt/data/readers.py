@@ -83,8 +83,37 @@ def unpack(file, suffix):
         with needs('pyarrow', 'a .zst file'):
             import pyarrow
         return io.BufferedReader(pyarrow.CompressedInputStream(file, 'zstd'), 2**18)
-    modules = {'.gz': gzip, '.bz2': bz2, '.xz': lzma}
-    return modules[suffix].open(file) if suffix in modules else file
+    if suffix == '.gz':
+        return gzip.open(file)
+    new = {'.bz2': bz2.BZ2Decompressor, '.xz': lzma.LZMADecompressor}.get(suffix)
+    return io.BufferedReader(Unpacked(file, new), 2**18) if new else file
+
+
+class Unpacked(io.RawIOBase):
+    """The bytes of one or more compressed streams in a file. The libraries' own files take damage
+    behind the first stream for its end."""
+
+    def __init__(self, file, new):
+        self.file, self.new, self.stream = file, new, None
+
+    def readable(self):
+        return True
+
+    def readinto(self, buffer):
+        while True:
+            data = self.stream.unused_data if self.stream and self.stream.eof else b''
+            needs_more = not self.stream or self.stream.eof or self.stream.needs_input
+            data = data or (self.file.read(2**16) if needs_more else b'')
+            if not self.stream or self.stream.eof:
+                if not data:
+                    return 0
+                self.stream = self.new()
+            elif needs_more and not data:
+                raise EOFError('it is cut short')
+            unpacked = self.stream.decompress(data, len(buffer))
+            if unpacked:
+                buffer[:len(unpacked)] = unpacked
+                return len(unpacked)
 
 
 def first_line_of_other_bytes(path):
@@ -113,12 +142,12 @@ def whole_file(text, piece_chars=PIECE_CHARS):
     """A file is one document, or none where it is blank. Long files are cut where GPT-2's pattern
     also cuts (at white space that follows something else), so that the tokens are those of the
     uncut file."""
-    rest, is_new = '', True
+    blank, rest, is_new = [], '', True  # blank: white space at the beginning, perhaps all there is
     while block := text.read(BLOCK_CHARS):
-        rest += block
-        if is_new and rest.isspace():
+        if is_new and not rest and block.isspace():
+            blank.append(block)
             continue
-        start = 0
+        rest, blank, start = ''.join([*blank, rest, block]), [], 0
         while len(rest) - start > piece_chars:
             end = place_to_cut(rest, start, piece_chars)
             yield rest[start:end], is_new
@@ -206,10 +235,17 @@ def json_array(text, name):
 
 def json_value(text, where):
     try:
-        return json.loads(text)
+        return json.loads(text, object_pairs_hook=dict_of_pairs)
     except (ValueError, RecursionError) as e:
         what = f'{e.msg} at column {e.colno}' if getattr(e, 'lineno', 0) == 1 else e
         raise UserError(f'{where}: not JSON: {what}') from None
+
+
+def dict_of_pairs(pairs):
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        raise ValueError('an object has a key twice: leave one out')
+    return found
 
 
 def csv_rows(text, name, dialect):
@@ -223,9 +259,10 @@ def csv_rows(text, name, dialect):
         if row is None:
             return
         where = f'{name}, line {table.reader.line_num}'  # DictReader's stays behind
-        if None in row:
-            raise UserError(f'{where}: more columns than the first line names, which are '
-                            f'{len(table.fieldnames)}: quote the text that has separators in it')
+        names = table.fieldnames
+        if None in row or None in row.values() or len({*names}) < len(names):
+            raise UserError(f'{where}: the first line names {len(names)} columns, each of which a '
+                            'row has once: quote text that has separators in it')
         yield where, row
 
 

@@ -11,7 +11,7 @@ import os
 import re
 import shutil
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -259,6 +259,9 @@ def lock_dataset_dir(folder):
                             ', or choose another --data_dir'):
             ours = True
             try:
+                if (unfinished / 'meta.json').exists():  # a kill left a whole dataset to be moved
+                    with suppress(UserError):  # a broken one is begun anew
+                        publish(folder)
                 unfinished.mkdir(exist_ok=True)
                 yield unfinished
             finally:

@@ -111,6 +111,9 @@ class Files:
         for path, size in zip(self.paths, self.sizes, strict=True):
             with readers.open_bytes(path) as self._file:
                 for text, new_document in self.documents(self._file):
+                    if not text.isascii() and file_type(path) != 'text':
+                        text, replaced = readers.replace_surrogates(text)
+                        self.replaced += replaced
                     if self.is_one_text:
                         # by itself: what a tokenizer learns from does not depend on the order
                         if line_open and new_document:
@@ -131,9 +134,6 @@ class Files:
         for where, row in readers.iter_rows(file, self.text_field, errors):
             text = readers.text_of(row, self.text_field, where)
             self.nulls += text is None
-            if text and not text.isascii():
-                text, replaced = readers.replace_surrogates(text)
-                self.replaced += replaced
             if text and text.strip():
                 yield text, True
 
@@ -146,7 +146,10 @@ class Files:
     def identity(self):
         digest = hashlib.sha256()
         for path, size in zip(self.paths, self.sizes, strict=True):
-            status = f'\0{size}\0{path.stat().st_mtime_ns}\n'
+            try:
+                status = f'\0{size}\0{path.stat().st_mtime_ns}\n'
+            except OSError as e:
+                raise UserError(f'{shown(path)}: {e.strerror}') from None
             digest.update(os.fsencode(path) + status.encode())
         return digest.hexdigest()
 
@@ -242,7 +245,7 @@ def find_files(wanted, tell=None):
         left_out.update((path, reason) for path, reason in reasons.items() if reason)
     if not paths:
         raise UserError(f'input={shown(wanted)!r}: it names no file')
-    found = sorted({os.path.realpath(path): path for path in sorted(paths)}.values())
+    found = sorted({same_file(path): path for path in sorted(paths)}.values())
     if tell and searched:
         left_out = {path: reason for path, reason in left_out.items() if path not in paths}
         tell(f'reading {count_of(len(found), "file")}: '
@@ -250,6 +253,15 @@ def find_files(wanted, tell=None):
         for line in describe_left_out(left_out):
             tell(f'  {line}')
     return found
+
+
+def same_file(path):
+    """What is the same for all names of a file: links of both kinds lead to one."""
+    try:
+        status = os.stat(path)
+    except OSError:  # it is told when it is opened
+        return path
+    return (status.st_dev, status.st_ino) if status.st_nlink > 1 else os.path.realpath(path)
 
 
 def expand(pattern):

@@ -75,7 +75,9 @@ class Duplicates:
 
     def _is_new(self, document):
         words = ' '.join(''.join(piece.text for piece in document).split())
-        number = int.from_bytes(hash_of(words), 'little')
+        # Bytes that are no UTF-8 are lone surrogates in the text, and differ.
+        digest = hashlib.blake2b(words.encode('utf-8', 'surrogatepass'), digest_size=8).digest()
+        number = int.from_bytes(digest, 'little')
         place = int(self._sorted.searchsorted(np.uint64(number)))
         if number in self._recent or (
                 place < len(self._sorted) and self._sorted[place] == number):

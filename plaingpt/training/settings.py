@@ -17,7 +17,9 @@ from plaingpt.system.formatting import unescape
 from plaingpt.training.optimizers import ITERATIONS, OPTIMIZERS, SCALES
 from plaingpt.training.schedules import SCHEDULES
 
-LARGEST = 2**40  # of a size, far beyond what any machine holds
+# Sizes far beyond what any machine holds; planning goes through the layers one by one.
+MOST = {'n_layer': 10_000, **dict.fromkeys(
+    ('n_head', 'n_embd', 'block_size', 'batch_size', 'vocab_size'), 2**40)}
 
 
 @dataclass
@@ -120,9 +122,8 @@ class TrainConfig(GPTConfig):
                     *(['batch_size'] if self.batch_size != 'auto' else []))
         found += [f'{key}={getattr(self, key)}: must be at least 1'
                   for key in positive if getattr(self, key) < 1]
-        found += [f'{key}={getattr(self, key)}: {LARGEST:,} is the most' for key in
-                  ('n_layer', 'n_head', 'n_embd', 'block_size', 'batch_size', 'vocab_size')
-                  if getattr(self, key) != 'auto' and getattr(self, key) > LARGEST]
+        found += [f'{key}={getattr(self, key)}: {most:,} is the most' for key, most in MOST.items()
+                  if getattr(self, key) != 'auto' and getattr(self, key) > most]
         natural = ('max_iters', 'warmup_iters', 'lr_decay_iters', 'learning_rate', 'min_lr',
                    'weight_decay', 'embedding_decay', 'vector_decay', 'grad_clip',
                    'embedding_lr_scale', 'head_lr_scale', 'vector_lr_scale', 'total_batch_size',

@@ -115,3 +115,11 @@ def test_what_has_no_documents_is_refused(tmp_path, refused):
         'text', f'--input={tmp_path}/a.txt', '--dedup')
     assert 'dedup=True: fineweb10B-gpt2 is tokens already' in refused(
         'fineweb10B-gpt2', '--dedup')
+
+
+def test_documents_of_other_bytes_are_not_the_same(tmp_path):
+    (tmp_path / 'a.txt').write_bytes(b''.join(
+        b'line %d caf%c\n' % (i // 2, 0xe8 + i % 2) for i in range(100)) * 2)
+    prepare.main(['text', f'--input={tmp_path}/a.txt', '--documents=line', '--tokenizer=byte',
+                  '--dedup', '--val_fraction=0.4', f'--data_dir={tmp_path}/d'])
+    assert open_dataset(tmp_path / 'd').meta['duplicates'] == 100

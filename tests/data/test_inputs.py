@@ -172,3 +172,10 @@ def test_the_readme_of_a_project_is_a_document(tmp_path):
     for text in ('# Title\ndataset_info: none\n', '', '---\ntitle: A page\n---\nconfigs: none\n'):
         (tmp_path / 'README.md').write_text(text)
         assert find_files(str(tmp_path)) == [tmp_path / 'README.md']
+
+
+def test_a_file_of_two_names_is_read_once(tmp_path):
+    (tmp_path / 'a.txt').write_text('text')
+    (tmp_path / 'b.txt').hardlink_to(tmp_path / 'a.txt')
+    assert find_files(str(tmp_path)) == [tmp_path / 'b.txt'] or \
+        find_files(str(tmp_path)) == [tmp_path / 'a.txt']

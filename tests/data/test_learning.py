@@ -54,7 +54,7 @@ def languages(tmp_path_factory):
 
 def test_bpe_learns_the_same_whatever_the_order_of_the_files(languages, monkeypatch):
     monkeypatch.setattr(prepare, 'BPE_SAMPLE_CHARS', 200_000)
-    made = [prepare.make_tokenizer('bpe:500', None, Files(paths, 'two'))
+    made = [prepare.borrow_or_train('bpe:500', None, Files(paths, 'two'))
             for paths in (languages, languages[::-1])]
     assert made[0].tokens == made[1].tokens
     assert 150_000 < sum(map(len, sample(Files(languages, 'two'), 200_000))) < 250_000

@@ -145,3 +145,11 @@ def test_a_dataset_of_another_source_is_replaced_only_when_asked(
     other.write_text('and that is the answer\n' * 99)
     prepare.main(second)  # the same command replaces what it wrote from a text that changed since
     assert b'answer' in np.fromfile('data/text/train.bin', '<u2').astype('u1').tobytes()
+
+
+def test_other_token_files_beside_those_of_nanogpt_are_not_read(tmp_path):
+    folder = nanogpt_folder(tmp_path / 'nano', 'some text ' * 50, sorted(set('some text ')))
+    tokens = len(open_dataset(folder).split('train'))
+    for name in ('train_backup.bin', 'old-val.bin'):
+        (folder / name).write_bytes((folder / 'train.bin').read_bytes())
+    assert len(open_dataset(folder).split('train')) == tokens

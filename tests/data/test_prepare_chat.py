@@ -219,3 +219,12 @@ def test_conversations_are_in_no_mixture():
     for command in (train.main, plan.main):
         with pytest.raises(UserError, match='data/chat holds conversations, which no mixture can'):
             command([mixed, '--device=cpu'])
+
+
+def test_halves_of_characters_are_replaced_whatever_the_tokenizer(capsys):
+    rows = [*pairs(30), {'prompt': 'a \ud800 b', 'completion': 'c \udce9 d'}]
+    write('a.jsonl', rows)
+    for tokenizer in ('byte', 'char', 'bpe:300'):
+        prepare.main(['chat', '--input=a.jsonl', f'--tokenizer={tokenizer}',
+                      f'--data_dir=data/{tokenizer}'])
+        assert '2 lone surrogates' in capsys.readouterr().out

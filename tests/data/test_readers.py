@@ -216,7 +216,7 @@ REFUSED = [
     ('a.json', b'[' * 200_000, ': not JSON: maximum recursion depth'),
     ('a.json', b'[{"text": "one"}, {"text": 7}]', ", row 2: field 'text' is int and not text"),
     ('a\nb.jsonl', b'7', ", line 1: no field 'text', it has no fields"),
-    ('a.csv', b'id,text\n\n1,"a\nb"\n2,c,d\n', ', line 5: more columns than the first line names'),
+    ('a.csv', b'id,text\n\n1,"a\nb"\n2,c,d\n', ', line 5: the first line names'),
     ('a.csv', b'id,text\n1,one\n2,"two\n', ', line 3: unexpected end of data'),
     ('a.tsv', b'id\tbody\n1\tone\n', ", line 2: no field 'text', it has 'id', 'body': choose"),
     ('a.parquet', parquet(**{'text.b': ['x']}), ": no field 'text', it has 'text.b'"),
@@ -240,3 +240,18 @@ def test_an_array_that_memory_may_not_hold_is_refused(tmp_path, monkeypatch):
         read(tmp_path, 'a.json', b'[{"text": "%s"}]' % (b'a' * 100))
     assert read(tmp_path, 'a.json', b'[{"text": "a"}]') == ['a']
     assert read(tmp_path, 'a.json', jsonl(['a'] * 100)) == ['a'] * 100
+
+
+@pytest.mark.parametrize(('ending', 'pack'), [('bz2', bz2.compress), ('xz', lzma.compress)])
+def test_damage_behind_the_first_stream_of_a_file_is_not_its_end(ending, pack, tmp_path, refused):
+    (tmp_path / f'a.txt.{ending}').write_bytes(pack(b'one') + b'x' + pack(b'two')[1:])
+    assert 'cannot be read' in refused('text', f'--input={tmp_path}/a.txt.{ending}')
+
+
+@pytest.mark.parametrize(('name', 'content', 'what'), [
+    ('a.csv', 'id,text,text\n1,a,b\n', 'the first line names 3 columns'),
+    ('a.csv', 'id,text\n1\n', 'the first line names 2 columns'),
+    ('a.jsonl', '{"text": "a", "text": "b"}\n', 'an object has a key twice')])
+def test_no_text_of_a_row_is_lost_in_silence(name, content, what, tmp_path, refused):
+    (tmp_path / name).write_text(content)
+    assert what in refused('text', f'--input={tmp_path}/{name}')

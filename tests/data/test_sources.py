@@ -80,7 +80,7 @@ def test_input_that_changes_while_it_is_read_is_refused(tmp_path, refused, monke
 
 def test_a_huge_document_is_not_waited_for_by_many_others():
     taken = []
-    batches = (taken.append(i) or encoding.TextBatch([], 100 * encoding.BATCH_CHARS, 0, 0, None)
+    batches = (taken.append(i) or encoding.TextBatch([], 100 * encoding.BATCH_CHARS, 0, 0, None, 0)
                for i in range(20))
     for done, _ in enumerate(encoding.map_in_order(id, batches, 4), 1):
         assert len(taken) == done

@@ -253,7 +253,6 @@ def test_a_model_too_large_for_memory_is_one_line_before_it_is_made(tiny, capsys
     for changes, words in (
             (['--n_layer=1000', '--n_embd=20000'], 'optimizer states take 69.'),
             (['--n_layer=1000', '--n_embd=20000', '--eval_only=True'], 'its parameters take 17.'),
-            (['--n_layer=1000000000000'], 'optimizer states take'),
             (['--n_embd=10000000000'], 'no memory holds a matrix of [30000000000, 10000000000]')):
         line = fails(capsys, monkeypatch, train.main, *tiny, *changes)
         assert words in line and 'n_layer=' in line and 'n_embd=' in line

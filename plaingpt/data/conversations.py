@@ -33,8 +33,8 @@ class Conversations(Files):
     def __init__(self, paths, name, form='auto', errors='strict'):
         for path in paths:
             if file_type(path) not in ('jsonl', 'json'):
-                raise UserError(f'{path}: conversations are read from .jsonl and .json files: write '
-                                'them as JSON, one conversation a line')
+                raise UserError(f'{path}: conversations are read from .jsonl and .json files: '
+                                'write them as JSON, one conversation a line')
         super().__init__(paths, name, errors=errors)
         self.form, self.left_out, self.as_text = form, set(), False
 
@@ -125,8 +125,8 @@ def parse_messages(found, where, role_key='role', content_key='content', roles=N
         role, content = message[role_key], message[content_key]
         if others := [key for key, value in message.items()
                       if key not in (role_key, content_key) and value not in (None, [])]:
-            raise UserError(f'{here} has {as_json(others)}, which would be lost: leave it out or make '
-                            f'it text of the {content_key}')
+            raise UserError(f'{here} has {as_json(others)}, which would be lost: leave it out or '
+                            f'make it text of the {content_key}')
         if not isinstance(role, str) or role not in roles:
             raise UserError(f'{here}: {role_key} is {as_json(role)}: expected one of '
                             f'{", ".join(roles)}')

@@ -1,4 +1,4 @@
-"""A dataset: data/<name>/ with token files and meta.json, nanoGPT's .bin files or llm.c's shards."""
+"""A dataset: data/<name>/ with token files and meta.json, nanoGPT's .bin files, llm.c's shards."""
 
 import os
 import re

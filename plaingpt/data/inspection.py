@@ -217,7 +217,7 @@ def inspect_split(dataset, split, tokenizer):
             print(f'  {start:>14,}  {tokenizer.decode(stream.read(start, 24).tolist())!r}')
     entry = dataset.split_entry(split)
     for what, found, expected in (
-            ('ends of text', documents, documents and entry.get('documents', 0) or documents),
+            ('ends of text', documents, (documents and entry.get('documents', 0)) or documents),
             ('tokens in the loss', in_loss, entry.get('learned', 0))):
         if found != expected:
             raise UserError(f'{dataset.folder}: {split} has {found:,} {what} where meta.json says '

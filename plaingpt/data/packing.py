@@ -130,13 +130,14 @@ class PackedLoader(BatchLoader):
         room = self.sequences_per_epoch * (self.block_size + 1)
         used = int((self.sizes + self.with_bos).sum())
         line = f'{self.num_conversations:,} conversations in {self.sequences_per_epoch:,} ' \
-               f'sequences, {1 - used / room:.1%} padding, {int(self.num_targets.sum()):,} tokens ' \
-               'in the loss'
+               f'sequences, {1 - used / room:.1%} padding, {int(self.num_targets.sum()):,} ' \
+               'tokens in the loss'
         if self.cut_at_turns or self.cut_within:
             line += f'; longer than block_size: cut before {self.cut_at_turns:,} turns' + \
                 f', and within {self.cut_within:,} that alone are longer' * bool(self.cut_within)
         if self.pieces_left_out:
-            line += f'; left out, since no token there is in the loss: {self.pieces_left_out:,} pieces'
+            line += '; left out, since no token there is in the loss: ' \
+                    f'{self.pieces_left_out:,} pieces'
         return line
 
 

@@ -52,7 +52,8 @@ NO_TEXTS = {'node_modules': 'node_modules', '__pycache__': '__pycache__', 'unfin
 PREPARED = re.compile(r'(train|val|test)(_\d{6})?(_mask)?\.bin')  # files that prepare.py writes
 STANDARD_LIBRARY = sysconfig.get_paths()['stdlib']
 # What the README.md of a dataset of the Hugging Face hub says in its front matter.
-CARD = re.compile(r'---\r?\n(?:(?!---).*\n)*?(dataset_info|configs|task_categories|size_categories) *:')
+CARD = re.compile(r'---\r?\n(?:(?!---).*\n)*?'
+                  r'(dataset_info|configs|task_categories|size_categories) *:')
 
 
 def open_source(name, corpus, config, errors='strict'):
@@ -265,8 +266,8 @@ def same_file(path):
 
 
 def expand(pattern):
-    """The paths of a glob; its last '**' is the folder itself. Links, which may go round in circles,
-    are not followed below '**'. Raises UserError."""
+    """The paths of a glob; its last '**' is the folder itself. Links, which may go round in
+    circles, are not followed below '**'. Raises UserError."""
     head, *tail = re.split(r'(?:^|(?<=/))\*\*(?:/|$)', pattern, maxsplit=1)
     if not tail:
         return glob.glob(pattern)
@@ -411,8 +412,8 @@ def sample(source, characters):
 
 
 def sample_hub(source, characters):
-    """The same of a dataset of the hub, which is too large to be read whole: rows from PLACES places
-    in turn."""
+    """The same of a dataset of the hub, which is too large to be read whole: rows from PLACES
+    places in turn."""
     places = source.places(PLACES)
     with Progress('learning from it', characters, 'characters') as progress:
         left = characters

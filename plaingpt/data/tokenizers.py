@@ -369,7 +369,8 @@ def is_bpe(tokens):
 MAX_PICKLE_BYTES = 2**22  # of a vocabulary with 150,000 characters, about as many as there are
 # The operations that make dicts of texts and integers. None names a class or calls one, and none
 # makes a tuple, whose hash can take forever to compute.
-PLAIN = re.compile('PROTO|FRAME|STOP|MARK|MEMOIZE|.*(PUT|GET|DICT|UNICODE)|SETITEMS?|(BIN)?INT[12]?')
+PLAIN = re.compile('PROTO|FRAME|STOP|MARK|MEMOIZE|.*(PUT|GET|DICT|UNICODE)|SETITEMS?|'
+                   '(BIN)?INT[12]?')
 
 
 class PlainUnpickler(pickle.Unpickler):

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 import prepare
 import train
-from plaingpt.system.errors import UserError
 from plaingpt.data.batches import BatchLoader, key, permute
 from plaingpt.data.token_files import TokenStream, open_tokens
+from plaingpt.system.errors import UserError
 from plaingpt.training import starting_point
 
 

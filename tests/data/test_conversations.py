@@ -147,7 +147,8 @@ BAD = [  # a second row, and what is said of it
     ({**said(user(), assistant()), 'System_Prompt': 'be'}, "'System_Prompt' would be lost"),
     (shared(('bing', 'hi')), 'message 1: from is "bing": expected one of human, gpt'),
     ({'conversations': [user(), assistant()]}, 'message 1 is {"role": "user"'),
-    ({'instruction': 'a', 'input': 'b'}, 'not of the form alpaca, which has the fields instruction, output'),
+    ({'instruction': 'a', 'input': 'b'},
+     'not of the form alpaca, which has the fields instruction, output'),
     ({'instruction': 'a', 'output': 7}, "field 'output' is 7: text is expected"),
     ({'instruction': 'a', 'output': 'b', 'history': [['c', 'd']]}, "'history' would be lost"),
     ({'prompt': 'a', 'completion': ''}, "field 'completion' is empty"),
@@ -170,7 +171,8 @@ def test_a_row_that_is_not_wholly_understood_is_named_with_its_line(tmp_path):
 
 
 FILES = [  # a file, and what is said of it
-    ('a.jsonl', '\n\n{"text": "hi"}\n', ', line 3: no conversation, it is {"text": "hi"}: the forms are'),
+    ('a.jsonl', '\n\n{"text": "hi"}\n',
+     ', line 3: no conversation, it is {"text": "hi"}: the forms are'),
     ('a.jsonl', '{"prompt": "a", "completion": "b", "messages": []}',
      ', line 1: fields of several forms (messages, completion): say which with --format='),
     ('a.jsonl', '{"prompt": "a", "completion": "b"}\n{"instruction": "a", "output": "b"}\n',

@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 from helpers import ends_within
 
-from plaingpt.inference.pretrained import OUR_TOKENIZER, tokenizer_json
-from plaingpt.system.errors import UserError
 from plaingpt.data import tokenizers
 from plaingpt.data.dataset import open_dataset
 from plaingpt.data.tokenizers import BPETokenizer, UnknownCharacter, from_json
+from plaingpt.inference.pretrained import OUR_TOKENIZER, tokenizer_json
+from plaingpt.system.errors import UserError
 
 BYTES = [chr(i) for i in range(256)]
 TEXTS = ('', 'The cat sat. <|endoftext|><|user|>', '👍🏽 中文 é ½', 'a' * 50_000, '\ud800 x',

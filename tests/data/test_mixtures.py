@@ -7,10 +7,10 @@ import pytest
 from test_batches import NoTokens
 
 import prepare
-from plaingpt.system.errors import UserError
 from plaingpt.data.batches import BatchLoader, key, permute
 from plaingpt.data.dataset import open_named
 from plaingpt.data.mixtures import MixedLoader, apportion
+from plaingpt.system.errors import UserError
 
 
 class Mixed(NoTokens):

@@ -12,8 +12,8 @@ import evaluate
 import prepare
 import sample
 import train
-from plaingpt.system.errors import UserError
 from plaingpt.data.dataset import open_dataset
+from plaingpt.system.errors import UserError
 
 
 def nanogpt_folder(folder, text, chars, protocol=None):

@@ -7,10 +7,10 @@ import pytest
 import torch
 from helpers import CHAT, ask, write_chat
 
-from plaingpt.kernels.documents import Documents, document_ends
-from plaingpt.system.errors import UserError
 from plaingpt.data.dataset import open_dataset
 from plaingpt.data.packing import conversation_starts, cut
+from plaingpt.kernels.documents import Documents, document_ends
+from plaingpt.system.errors import UserError
 
 CONVERSATION, USER, ASSISTANT, END = CHAT.conversation, *[CHAT.roles[r] for r in (
     'user', 'assistant')], CHAT.end_of_turn

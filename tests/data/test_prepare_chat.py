@@ -148,8 +148,8 @@ def test_what_cannot_be_prepared_is_refused_in_one_line(capsys, monkeypatch):
         assert what in fails(capsys, monkeypatch, prepare.main, 'chat', '--tokenizer=byte',
                              *options), options
         assert not os.path.exists('data/chat/meta.json')
-    assert 'format=alpaca: text is no conversations' in fails(capsys, monkeypatch, prepare.main, 'text',
-                                                  '--input=a.jsonl', '--format=alpaca')
+    assert 'format=alpaca: text is no conversations' in fails(
+        capsys, monkeypatch, prepare.main, 'text', '--input=a.jsonl', '--format=alpaca')
 
 
 def test_another_command_replaces_it_only_with_overwrite_and_then_its_masks_too(

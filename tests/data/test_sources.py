@@ -16,8 +16,7 @@ from plaingpt.data import encoding, shards
 from plaingpt.data.corpora import OWN_VALIDATION
 from plaingpt.data.dataset import open_dataset
 from plaingpt.data.hub import HubDataset
-from plaingpt.data.sources import find_files
-from plaingpt.data.sources import Files
+from plaingpt.data.sources import Files, find_files
 
 PAGES = [f'page {i} of the web' for i in range(500)]
 

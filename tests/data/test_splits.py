@@ -31,7 +31,8 @@ def write_hub(folder, **splits):
 
 @pytest.mark.parametrize(('more', 'words'), [
     (['--split=train', '--val_split=train'], '--val_split=train reads rows of'),
-    (['--split=train+validation', '--val_split=validation'], '--val_split=validation reads rows of'),
+    (['--split=train+validation', '--val_split=validation'],
+     '--val_split=validation reads rows of'),
     (['--val_split=validation', '--test_split=validation'],
      '--test_split=validation reads rows of'),
     (['--split=train[:50%]', '--val_split=train[:10%]'], 'by whole splits'),

@@ -10,7 +10,6 @@ from helpers import SHARED
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from plaingpt.system.errors import UserError
 from plaingpt.data import tokenizers
 from plaingpt.data.tokenizers import (
     BPETokenizer,
@@ -22,6 +21,7 @@ from plaingpt.data.tokenizers import (
     from_json,
     make_tokenizer,
 )
+from plaingpt.system.errors import UserError
 
 BPE = BPETokenizer.train(['the cat sat on the mat, the cat'] * 3, 270)
 # Where pieces of words and control characters meet: the pattern of GPT-2 cuts between them.

@@ -24,6 +24,7 @@ from plaingpt.system.formatting import quoted
 
 FORMAT_VERSION = 1
 MASK_ENDING = '_mask.bin'  # of the file that says which tokens of NAME.bin count in the loss
+TOKEN_FILES = re.compile(r'(train|val|test)(_\d{6})?(_mask)?\.bin')  # that prepare.py writes
 UNFINISHED = 'unfinished'  # prepare.py's folder for files that are not complete yet
 
 

@@ -8,7 +8,6 @@ import errno
 import hashlib
 import json
 import os
-import re
 import shutil
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -18,6 +17,7 @@ import numpy as np
 
 from plaingpt.data.dataset import (
     MASK_ENDING,
+    TOKEN_FILES,
     UNFINISHED,
     mask_name,
     read_meta,
@@ -34,7 +34,6 @@ from plaingpt.system.formatting import amount
 # What of a command its other options and the input decide, and how the tokens lie in files.
 NO_CHOICE = ('identity', 'files', 'train_characters', 'tokenizer_sha256', 'shard_tokens',
              'max_shards', 'val_characters')
-TOKEN_FILES = r'(train|val|test)(_\d{6})?(_mask)?\.bin'
 LISTED_FILES = 1000  # more input files than this are not listed in meta.json
 # These are in a command only where they are given.
 IF_GIVEN = ('max_tokens', 'test_fraction', 'test_split', 'dedup')
@@ -201,7 +200,7 @@ def publish(folder):
     # From here to the end the folder counts as unfinished, should the machine stop.
     (folder / 'meta.json').unlink(missing_ok=True)
     for path in folder.glob('*.bin'):
-        if path.name not in names and re.fullmatch(TOKEN_FILES, path.name):
+        if path.name not in names and TOKEN_FILES.fullmatch(path.name):
             path.unlink()
     for name in names:
         if os.path.lexists(unfinished / name):

@@ -17,6 +17,7 @@ A source yields its text in pieces, in an order that is always the same, one in 
 import glob
 import hashlib
 import http.client
+import io
 import os
 import re
 import stat
@@ -29,6 +30,7 @@ from itertools import chain
 from pathlib import Path
 
 from plaingpt.data import readers
+from plaingpt.data.dataset import TOKEN_FILES, UNFINISHED
 from plaingpt.data.hub import HubDataset
 from plaingpt.data.readers import Piece, file_type, inner_suffix
 from plaingpt.system.errors import UserError
@@ -48,8 +50,7 @@ SUFFIXES = {  # of the files that are read in a folder, in any case
     '.yaml', '.yml', '.toml', '.jsonl', '.ndjson', '.parquet'}
 TABLES = {'.json', '.csv', '.tsv'}  # read in a folder without texts: beside code they are settings
 OURS = 'of a prepared dataset'
-NO_TEXTS = {'node_modules': 'node_modules', '__pycache__': '__pycache__', 'unfinished': OURS}
-PREPARED = re.compile(r'(train|val|test)(_\d{6})?(_mask)?\.bin')  # files that prepare.py writes
+NO_TEXTS = {'node_modules': 'node_modules', '__pycache__': '__pycache__', UNFINISHED: OURS}
 STANDARD_LIBRARY = sysconfig.get_paths()['stdlib']
 # What the README.md of a dataset of the Hugging Face hub says in its front matter.
 CARD = re.compile(r'---\r?\n(?:(?!---).*\n)*?'
@@ -147,10 +148,7 @@ class Files:
     def identity(self):
         digest = hashlib.sha256()
         for path, size in zip(self.paths, self.sizes, strict=True):
-            try:
-                status = f'\0{size}\0{path.stat().st_mtime_ns}\n'
-            except OSError as e:
-                raise UserError(f'{shown(path)}: {e.strerror}') from None
+            status = f'\0{size}\0{status_of(path).st_mtime_ns}\n'
             digest.update(os.fsencode(path) + status.encode())
         return digest.hexdigest()
 
@@ -160,12 +158,17 @@ class Files:
                 for path, size in zip(self.paths, self.sizes, strict=True)]
 
 
-def size_of(path):
-    """Bytes of a file. Raises UserError, also for what is not a regular file."""
+def status_of(path):
+    """os.stat of a file. Raises UserError."""
     try:
-        status = os.stat(path)
+        return os.stat(path)
     except OSError as e:
         raise UserError(f'{shown(path)}: {e.strerror}') from None
+
+
+def size_of(path):
+    """Bytes of a file. Raises UserError, also for what is not a regular file."""
+    status = status_of(path)
     if not stat.S_ISREG(status.st_mode):
         raise UserError(f'{shown(path)} is a pipe, a socket or a device, and text is read more '
                         'than once: write it to a file, and name that with --input')
@@ -182,8 +185,8 @@ class DownloadedText:
         self.total = len(text.encode())
 
     def pieces(self, mark=None):
-        for start in range(0, len(self.text), readers.PIECE_CHARS):
-            yield Piece(self.text[start:start + readers.PIECE_CHARS], not start)
+        for text, new_document in readers.whole_file(io.StringIO(self.text), readers.PIECE_CHARS):
+            yield Piece(text, new_document)
 
     def position(self):
         return self.total
@@ -316,9 +319,9 @@ def left_out_of_prepared(path):
     """Why a file is no text that a person has there, whatever its ending, or ''."""
     if not path.is_file():
         return 'pipe, socket, device or broken link'
-    is_ours = PREPARED.fullmatch(path.name) or (
+    is_ours = TOKEN_FILES.fullmatch(path.name) or (
         path.name == 'meta.json' and any(path.parent.glob('train*.bin'))) or (
-        path.parent.name == 'unfinished' and (path.parent / 'journal.json').exists())
+        path.parent.name == UNFINISHED and (path.parent / 'journal.json').exists())
     return OURS if is_ours else ''
 
 

@@ -47,9 +47,9 @@ def split_by_place(pieces, ends):
         seen += len(text)
 
 
-def hash_of(text):
-    """A hash of 64 bits, as bytes."""
-    return hashlib.blake2b(text.encode('utf-8', 'replace'), digest_size=8).digest()
+def hash_of(text, errors='replace'):
+    """A hash of 64 bits, as bytes; `errors` as in str.encode."""
+    return hashlib.blake2b(text.encode('utf-8', errors), digest_size=8).digest()
 
 
 class Duplicates:
@@ -76,8 +76,7 @@ class Duplicates:
     def _is_new(self, document):
         words = ' '.join(''.join(piece.text for piece in document).split())
         # Bytes that are no UTF-8 are lone surrogates in the text, and differ.
-        digest = hashlib.blake2b(words.encode('utf-8', 'surrogatepass'), digest_size=8).digest()
-        number = int.from_bytes(digest, 'little')
+        number = int.from_bytes(hash_of(words, 'surrogatepass'), 'little')
         place = int(self._sorted.searchsorted(np.uint64(number)))
         if number in self._recent or (
                 place < len(self._sorted) and self._sorted[place] == number):

@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 import prepare
 from plaingpt.data import readers
 from plaingpt.data.readers import DOCUMENT_FORMS, whole_file
-from plaingpt.data.sources import Files
+from plaingpt.data.sources import DownloadedText, Files
 from plaingpt.data.tokenizers import BPETokenizer
 from plaingpt.system.errors import UserError
 from plaingpt.system.formatting import shown
@@ -240,6 +240,14 @@ def test_an_array_that_memory_may_not_hold_is_refused(tmp_path, monkeypatch):
         read(tmp_path, 'a.json', b'[{"text": "%s"}]' % (b'a' * 100))
     assert read(tmp_path, 'a.json', b'[{"text": "a"}]') == ['a']
     assert read(tmp_path, 'a.json', jsonl(['a'] * 100)) == ['a'] * 100
+
+
+def test_a_downloaded_text_in_pieces_has_the_tokens_of_the_whole(monkeypatch):
+    text = ' '.join(f'word{i}' for i in range(500))
+    monkeypatch.setattr(readers, 'PIECE_CHARS', 101)
+    pieces = [piece.text for piece in DownloadedText(text, 'url').pieces()]
+    assert len(pieces) > 30 and ''.join(pieces) == text
+    assert all(piece.startswith(' ') for piece in pieces[1:])  # no word is cut
 
 
 @pytest.mark.parametrize(('ending', 'pack'), [('bz2', bz2.compress), ('xz', lzma.compress)])

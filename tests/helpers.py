@@ -17,6 +17,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import prepare
 from plaingpt.data.chat_tokenizer import ChatTokenizer
 from plaingpt.data.tokenizers import ByteTokenizer
 from plaingpt.system.errors import run_script
@@ -241,3 +242,12 @@ def train_processes(size, folder, *argv, before=None):
     pids = [fork(train.main, *argv, log=log, before=before, **env)
             for log, env in zip(logs, ranks(size) if size > 1 else [{}], strict=True)]
     assert [exit_code(pid) for pid in pids] == [0] * size, [log.read_text() for log in logs]
+
+
+def prepare_corpora(folder, texts):
+    """{name: text} → the folder, with NAME.txt and, prepared by bytes, data/NAME of each."""
+    for name, text in texts.items():
+        (folder / f'{name}.txt').write_text(text)
+        prepare.main(['text', f'--input={folder}/{name}.txt', '--tokenizer=byte',
+                      f'--data_dir={folder}/data/{name}'])
+    return folder

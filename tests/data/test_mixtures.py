@@ -4,6 +4,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from helpers import prepare_corpora
 from test_batches import NoTokens
 
 import prepare
@@ -25,13 +26,10 @@ class Mixed(NoTokens):
 @pytest.fixture(scope='module')
 def prepared(tmp_path_factory):
     folder = tmp_path_factory.mktemp('mixture')
-    for name, words in (('code', 'def f(x): return x + 1\n' * 300),
-                        ('prose', 'It was a dark and stormy night. ' * 500),
-                        ('small', 'A little more text of another kind, 0123456789.\n' * 60)):
-        (folder / f'{name}.txt').write_text(words)
-        prepare.main(['text', f'--input={folder}/{name}.txt', '--tokenizer=byte',
-                      f'--data_dir={folder}/data/{name}'])
-    return folder
+    return prepare_corpora(folder, {
+        'code': 'def f(x): return x + 1\n' * 300,
+        'prose': 'It was a dark and stormy night. ' * 500,
+        'small': 'A little more text of another kind, 0123456789.\n' * 60})
 
 
 @pytest.fixture

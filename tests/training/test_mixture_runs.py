@@ -4,11 +4,10 @@ import json
 
 import pytest
 import torch
-from helpers import TINY, lines, same, train_processes, weights
+from helpers import TINY, lines, prepare_corpora, same, train_processes, weights
 
 import evaluate
 import plan
-import prepare
 import train
 from plaingpt.monitoring.markdown_report import format_report
 from plaingpt.monitoring.run_record import read_run
@@ -19,11 +18,7 @@ from plaingpt.system.errors import UserError
 def corpora(text_file, tmp_path_factory):
     """A folder with data/code and data/prose."""
     folder, text = tmp_path_factory.mktemp('corpora'), text_file.read_text()
-    for name, piece in (('code', text[:6000]), ('prose', text[6000:60_000])):
-        (folder / f'{name}.txt').write_text(piece)
-        prepare.main(['text', f'--input={folder}/{name}.txt', '--tokenizer=byte',
-                      f'--data_dir={folder}/data/{name}'])
-    return folder
+    return prepare_corpora(folder, {'code': text[:6000], 'prose': text[6000:60_000]})
 
 
 @pytest.fixture

@@ -224,9 +224,11 @@ def check_source(name, config, source, tokenizer_name):
     """Raises UserError where an option asks for what a source of this kind does not have."""
     if source.unit != 'B' and tokenizer_name == 'char':
         raise UserError(f'{name} is too large for --tokenizer=char: use gpt2, byte or bpe:32768')
-    if config.dedup and source.is_one_text:
-        raise UserError(f'dedup: {source.name} is one running text and has no documents: say what '
-                        'a document is with --documents=file, line, paragraph or title')
+    for option in ('dedup', 'max_tokens'):
+        if getattr(config, option) and source.is_one_text:
+            raise UserError(f'{option}: {source.name} is one running text and has no documents: '
+                            'say what a document is with --documents=file, line, paragraph or '
+                            'title')
 
 
 def prepare_shards(name, corpus, folder, config):

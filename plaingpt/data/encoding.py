@@ -4,8 +4,6 @@ import json
 import math
 import sys
 import time
-import zlib
-from bisect import bisect_left
 from collections import deque
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
@@ -16,10 +14,11 @@ from typing import NamedTuple
 import numpy as np
 
 from plaingpt.data.dataset import FORMAT_VERSION, MASK_ENDING
-from plaingpt.data.shards import ShardWriter, empty, write_journal
+from plaingpt.data.shards import ShardWriter, empty
 from plaingpt.data.splitting import SPLITS, Duplicates, split_by_hash, split_by_place
 from plaingpt.data.tokenizers import UnknownCharacter, WrongIds
 from plaingpt.system.errors import UserError
+from plaingpt.system.files import write_json
 from plaingpt.system.formatting import count_of, short
 from plaingpt.system.streams import Progress
 
@@ -34,7 +33,6 @@ class TextBatch(NamedTuple):
     count: int  # pieces up to the batch's end
     position: int  # how far the source is read there
     mark: dict | None  # where the source can start again there
-    checksum: int  # of the text from the beginning on
     number: int = 0  # from the start of this run
 
 
@@ -61,17 +59,16 @@ def end_line(piece):
     return split, text + '\n' * (not text.endswith('\n')), new_document
 
 
-def group_in_batches(pieces, source, count=0, checksum=0, marks=True):
-    """Group what put_in_splits yields; `count` pieces of that checksum came before."""
+def group_in_batches(pieces, source, count=0, marks=True):
+    """Group what put_in_splits yields; `count` pieces came before."""
     group, characters, number = [], 0, 0
 
     def batch():
         mark = source.mark() if marks else None
-        return TextBatch(group, characters, count, source.position(), mark, checksum, number)
+        return TextBatch(group, characters, count, source.position(), mark, number)
 
     for split, text, new_document in pieces:
         group.append((split, text, new_document))
-        checksum = zlib.crc32(text.encode('utf-8', 'surrogatepass'), checksum)
         count += 1
         characters += len(text)
         if characters >= BATCH_CHARS:
@@ -86,19 +83,27 @@ def utf8_bytes(text):
     return len(text) if text.isascii() else len(text.encode('utf-8', 'replace'))
 
 
-def encode_batch(tokenizer, end_of_text, dtype, batch):
-    """TextBatch → {split: Encoded}, with `end_of_text` before each document unless it is None."""
+def encode_batch(tokenizer, end_of_text, dtype, batch, room=math.inf):
+    """TextBatch → {split: Encoded}, with `end_of_text` before each document unless it is None.
+    room: so many tokens to train on at most; the document that reaches it is cut"""
     ids = {split: [] for split in SPLITS}
     documents, sizes = dict.fromkeys(SPLITS, 0), dict.fromkeys(SPLITS, 0)
     for split, text, new_document in batch.pieces:
-        if new_document and end_of_text is not None:
-            ids[split].append([end_of_text])
         found = tokenizer.encode(text)
         if batch.number % CHECKED == 0:
             tokenizer.verify(text, found)
+        if new_document and end_of_text is not None:
+            found = np.append(end_of_text, found)
+        size = utf8_bytes(text)
+        if split == 'train' and len(found) > room:
+            size -= len(tokenizer.decode_bytes(found[room:]))
+            found = found[:room]
         ids[split].append(found)
         documents[split] += new_document
-        sizes[split] += utf8_bytes(text)
+        sizes[split] += size
+        room -= len(found) * (split == 'train')
+        if room == 0:
+            break
     # 'unsafe' allows a narrower type; each id fits in it, since the vocabulary does
     return {split: Encoded(np.concatenate(found, dtype=dtype, casting='unsafe'), documents[split],
                            sizes[split]) for split, found in ids.items() if found}
@@ -155,7 +160,6 @@ def write_shards(folder, source, command, tokenizer, journal, num_proc):
         raise UserError(f'{folder}: files are missing or cut short: give the same command again, '
                         'which starts anew')
     before, started = count_tokens(writers), time.monotonic()
-    check_line_break(source, tokenizer)
     duplicates = Duplicates() if 'dedup' in command else None
     try:
         ended_early = encode_into(writers, folder, source, command, tokenizer, dtype, journal,
@@ -188,23 +192,10 @@ def print_left_out(source, duplicates):
     """Say what of a source was not taken as it is → what meta.json has of that."""
     if source.nulls:
         print(f'{count_of(source.nulls, "row")} left out: the text is null')
-    if source.replaced:
-        print(f'{count_of(source.replaced, "lone surrogate")} (\\ud800 to \\udfff), halves of '
-              'characters: replaced with U+FFFD')
     if duplicates is None:
         return {}
     print(f'{count_of(duplicates.dropped, "document")} left out: equal to an earlier one')
     return {'duplicates': duplicates.dropped}
-
-
-def check_line_break(source, tokenizer):
-    """Raises UserError where nothing could come between two documents."""
-    if tokenizer.end_of_text is None and not source.is_one_text:
-        try:
-            tokenizer.encode('\n')
-        except UnknownCharacter:
-            raise UserError(f'{source.name}: a line break ends each document, and this tokenizer '
-                            'has none among its characters: choose another --tokenizer') from None
 
 
 def all_encoders(journal, tokenizer):
@@ -222,41 +213,35 @@ def encode_into(writers, folder, source, command, tokenizer, dtype, journal, num
     # With --dedup all is read again, since the documents before are not remembered.
     mark = journal and not duplicates and journal['mark']
     count, position = (journal['count'], journal['at']) if mark else (0, 0)
-    limit = command.get('max_tokens', math.inf)
-    ends_early = 'max_tokens' in command and not source.is_one_text
+    limit = command.get('max_tokens', 0)
     encode = partial(encode_conversations, tokenizer, dtype) if 'format' in command else partial(
         encode_batch, tokenizer, None if source.is_one_text else tokenizer.end_of_text, dtype)
     saved, before = time.monotonic(), count_tokens(writers)
     with closing(source.pieces(mark)) as pieces, \
-            (Progress('encoding', limit, 'tokens', writers['train'].tokens) if ends_early else
+            (Progress('encoding', limit, 'tokens', writers['train'].tokens) if limit else
              Progress('encoding', source.total, source.unit, position)) as progress:
-        pieces, checksum = put_in_splits(pieces, source, command, duplicates, tokenizer), 0
+        pieces = put_in_splits(pieces, source, command, duplicates, tokenizer)
         if journal and not mark:  # what a source without marks yielded is read again
-            for _, text, _ in islice(pieces, journal['count']):
-                checksum = zlib.crc32(text.encode('utf-8', 'surrogatepass'), checksum)
-            if checksum != journal['checksum']:
-                (folder / 'journal.json').unlink()
-                raise UserError(f'{source.name}: changed since what is written already was read: '
-                                'give the same command again, which starts anew')
             count = journal['count']
-        batches = group_in_batches(pieces, source, count, checksum, not duplicates)
+            pieces = islice(pieces, count, None)
+        batches = group_in_batches(pieces, source, count, not duplicates)
         for batch, encoded in map_in_order(encode, batches, num_proc):
             room = limit - writers['train'].tokens
-            if 'train' in encoded and len(encoded['train'].ids) >= room:
-                encoded = cut_off(batch, room, encode, tokenizer, ends_early)
+            if limit and 'train' in encoded and len(encoded['train'].ids) >= room:
+                encoded = encode(batch, room=room)
             filled = [writers[split].write(part) for split, part in encoded.items()]
-            if ends_early and writers['train'].tokens == limit:
+            if limit and writers['train'].tokens == limit:
                 return True  # within the batch, so there is no journal here
             if any(filled) or time.monotonic() - saved > JOURNAL_SECONDS:
                 for writer in writers.values():
                     writer.sync()
-                write_journal(folder, {
+                write_json(folder / 'journal.json', {
                     'command': command, 'tokenizer': tokenizer.to_json(), 'count': batch.count,
                     'encoders': all_encoders(journal, tokenizer),
-                    'at': batch.position, 'mark': batch.mark, 'checksum': batch.checksum,
+                    'at': batch.position, 'mark': batch.mark,
                     'splits': {split: writer.state() for split, writer in writers.items()}})
                 saved = time.monotonic()
-            if ends_early:
+            if limit:
                 progress.advance_to(writers['train'].tokens)
             else:
                 progress.advance_to(batch.position, count_tokens(writers) - before)
@@ -283,23 +268,3 @@ def wanted_splits(command):
     """Those that `command` writes."""
     has_test = 'test_fraction' in command or 'test_split' in command
     return SPLITS if has_test else SPLITS[:2]
-
-
-def cut_off(batch, room, encode, tokenizer, ends_early):
-    """Encode a batch up to `room` tokens of training, where the last document is cut → {split:
-    Encoded}. ends_early: what comes after that place, in other splits too, is left out."""
-    def up_to(count):
-        return encode(batch._replace(pieces=batch.pieces[:count]))
-
-    def trained_on(count):
-        found = up_to(count)
-        return len(found['train'].ids) if 'train' in found else 0
-
-    end = bisect_left(range(len(batch.pieces)), room, key=trained_on)
-    rest = [] if ends_early else [piece for piece in batch.pieces[end:] if piece[0] != 'train']
-    encoded = encode(batch._replace(pieces=batch.pieces[:end] + rest))
-    train = encoded.get('train')
-    if train:
-        over = len(tokenizer.decode_bytes(train.ids[room:]))
-        encoded['train'] = train._replace(ids=train.ids[:room], bytes=train.bytes - over)
-    return encoded

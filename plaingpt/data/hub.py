@@ -1,7 +1,6 @@
 """Datasets of the Hugging Face hub, and folders laid out like one, as a source of documents. They
 are streamed by the library `datasets`, and its state is where a killed preparation goes on."""
 
-import importlib.util
 import os
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,21 +14,16 @@ from plaingpt.system.formatting import one_line
 class HubDataset:
     """Rows of a dataset: nothing of it is kept on disk or in memory. It is a source: sources.py."""
 
-    unit, is_one_text, replaced, nulls = ' documents', False, 0, 0
+    unit, is_one_text, nulls = ' documents', False, 0
 
     def __init__(self, path, subset, splits, text_field='text', form='file', count=0):
         """splits: our name of a split → theirs; count: of documents, if the hub does not say."""
         self.name, self.splits, self.form, self.text_field = path, splits, form, text_field
-        check_apart(path, splits)
         with needs('datasets', path):
             import datasets
             from huggingface_hub.utils import logging as hub_logging
         if Path(path).is_dir():
             path = os.path.abspath(path)  # `datasets` does not take '.' for a folder
-        elif importlib.util.find_spec(f'datasets.packaged_modules.{path}'):
-            raise UserError(f'path={path}: no such folder, and by that name the library datasets '
-                            'reads all files of the working directory: name a folder, or '
-                            'OWNER/NAME of the hub')
         # Each attempt to connect would be a warning of its own before our one line.
         datasets.logging.set_verbosity_error()
         hub_logging.set_verbosity_error()
@@ -77,17 +71,6 @@ class HubDataset:
         self.nulls += text is None
         return text or ''
 
-    def places(self, count):
-        """Texts from up to so many places of each split, spread over its files or row groups."""
-        found = []
-        with explain_hub_errors(self.name):
-            for rows in self.rows.values():
-                if rows.num_shards < count and hasattr(rows, 'reshard'):
-                    rows = rows.reshard()  # a row group for a file
-                rows, n = rows.select_columns([self.column]), min(count, rows.num_shards)
-                found += [map(self._text, rows.shard(n, k)) for k in range(n)]
-        return found
-
     def position(self):
         return self._position
 
@@ -102,23 +85,6 @@ class HubDataset:
 
     def inputs(self):
         return []  # its version is in the identity
-
-
-def check_apart(path, splits):
-    """Raises UserError where two of ours, {our name: the hub's}, would read the same rows."""
-    taken = []
-    for split, hub_split in splits.items():
-        names = [name.strip() for name in hub_split.split('+')]
-        if '[' in hub_split:
-            raise UserError(f'{hub_split}: {path} is streamed, and by whole splits: name one, and '
-                            'choose how much of it with --val_fraction, --test_fraction or '
-                            '--max_tokens')
-        if {'all', *names} & {*taken} or ('all' in names and taken):
-            option = '--split' if split == 'train' else f'--{split}_split'
-            raise UserError(f'{option}={hub_split} reads rows of {path} that another split reads: '
-                            'name another one, or hold a share of the text out with '
-                            '--val_fraction or --test_fraction')
-        taken += names
 
 
 def load_builder(path, subset):

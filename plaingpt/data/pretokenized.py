@@ -10,7 +10,7 @@ import numpy as np
 from plaingpt.data import tokenizers
 from plaingpt.data.dataset import FORMAT_VERSION
 from plaingpt.data.hub import explain_hub_errors
-from plaingpt.data.shards import check_free_space, find_journal, write_journal
+from plaingpt.data.shards import find_journal
 from plaingpt.data.token_files import check_ids, open_tokens
 from plaingpt.data.tokenizers import GPT2Tokenizer
 from plaingpt.system.errors import UserError, needs
@@ -74,10 +74,8 @@ def download_shards(repo, folder, command):
     chosen = choose_shards(files, command['max_shards'], repo)
     sizes = {name: files[name].size or 0 for name in chosen['train'] + chosen['val']}
     print(f'{len(sizes)} files, {sum(sizes.values()) / 1e9:.1f} GB')
-    need = sum(size for name, size in sizes.items() if not (folder / name).exists())
-    check_free_space(folder, need, 'take fewer with --max_shards=…, ')
     find_journal(folder, command)
-    write_journal(folder, {'command': command})
+    write_json(folder / 'journal.json', {'command': command})
     for name in sizes:
         with explain_hub_errors(repo, advice):  # info.sha: so that all are of one version
             huggingface_hub.hf_hub_download(repo, name, repo_type='dataset', local_dir=folder,
@@ -109,11 +107,6 @@ def find_datatrove(folder, max_shards):
     if not paths:
         raise UserError(f'{folder}: no *.ds with tokens there: --input is the output_folder of '
                         "datatrove's DocumentTokenizer")
-    stages = {stage: path for stage in ('unshuffled', 'doc_shuffled', 'chunk_shuffled')
-              for path in paths if path.stem.endswith(f'_{stage}')}
-    if len(stages) > 1:
-        raise UserError(f'{next(iter(stages.values()))} is not shuffled yet, as others are: run '
-                        'datatrove again, which completes it')
     shards = [read_shard(path) for path in paths[:max_shards or None]]
     for shard in shards:
         if shard[2:] != shards[0][2:]:

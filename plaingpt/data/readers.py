@@ -83,37 +83,8 @@ def unpack(file, suffix):
         with needs('pyarrow', 'a .zst file'):
             import pyarrow
         return io.BufferedReader(pyarrow.CompressedInputStream(file, 'zstd'), 2**18)
-    if suffix == '.gz':
-        return gzip.open(file)
-    new = {'.bz2': bz2.BZ2Decompressor, '.xz': lzma.LZMADecompressor}.get(suffix)
-    return io.BufferedReader(Unpacked(file, new), 2**18) if new else file
-
-
-class Unpacked(io.RawIOBase):
-    """The bytes of one or more compressed streams in a file. The libraries' own files take damage
-    behind the first stream for its end."""
-
-    def __init__(self, file, new):
-        self.file, self.new, self.stream = file, new, None
-
-    def readable(self):
-        return True
-
-    def readinto(self, buffer):
-        while True:
-            data = self.stream.unused_data if self.stream and self.stream.eof else b''
-            needs_more = not self.stream or self.stream.eof or self.stream.needs_input
-            data = data or (self.file.read(2**16) if needs_more else b'')
-            if not self.stream or self.stream.eof:
-                if not data:
-                    return 0
-                self.stream = self.new()
-            elif needs_more and not data:
-                raise EOFError('it is cut short')
-            unpacked = self.stream.decompress(data, len(buffer))
-            if unpacked:
-                buffer[:len(unpacked)] = unpacked
-                return len(unpacked)
+    library = {'.gz': gzip, '.bz2': bz2, '.xz': lzma}.get(suffix)
+    return library.open(file) if library else file
 
 
 def first_line_of_other_bytes(path):
@@ -235,17 +206,10 @@ def json_array(text, name):
 
 def json_value(text, where):
     try:
-        return json.loads(text, object_pairs_hook=dict_of_pairs)
+        return json.loads(text)
     except (ValueError, RecursionError) as e:
         what = f'{e.msg} at column {e.colno}' if getattr(e, 'lineno', 0) == 1 else e
         raise UserError(f'{where}: not JSON: {what}') from None
-
-
-def dict_of_pairs(pairs):
-    found = dict(pairs)
-    if len(found) < len(pairs):
-        raise ValueError('an object has a key twice: leave one out')
-    return found
 
 
 def csv_rows(text, name, dialect):
@@ -305,9 +269,5 @@ LONE_SURROGATES = re.compile('[\ud800-\udfff]')  # halves of characters, which J
 
 
 def replace_surrogates(text):
-    """→ (text with U+FFFD for each half of a character, how many there were)"""
-    try:
-        text.encode()  # faster than to look for them
-        return text, 0
-    except UnicodeEncodeError:
-        return LONE_SURROGATES.subn('\ufffd', text)
+    """U+FFFD for each half of a character."""
+    return text if text.isascii() else LONE_SURROGATES.sub('\ufffd', text)

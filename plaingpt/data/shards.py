@@ -6,7 +6,6 @@ a kill left after that place is cut off. Only complete data moves to data/<name>
 
 import errno
 import hashlib
-import json
 import os
 import shutil
 from contextlib import contextmanager, suppress
@@ -27,9 +26,7 @@ from plaingpt.system.files import (
     locked,
     read_json,
     sha256_of,
-    write_json,
 )
-from plaingpt.system.formatting import amount
 
 # What of a command its other options and the input decide, and how the tokens lie in files.
 NO_CHOICE = ('identity', 'files', 'train_characters', 'tokenizer_sha256', 'shard_tokens',
@@ -134,21 +131,10 @@ class ShardWriter:
         return {**entry, 'learned': self.learned} if MASK_ENDING in self.columns else entry
 
 
-def write_journal(folder, journal):
-    """Write journal.json, with a checksum: shards that continue from a wrong place are junk."""
-    write_json(folder / 'journal.json', {**journal, 'sha256': digest(journal)})
-
-
-def digest(journal):
-    return hashlib.sha256(json.dumps(journal, sort_keys=True).encode()).hexdigest()
-
-
 def find_journal(folder, command):
     """The journal that the same command left, or None; then the folder is emptied."""
     try:
         journal = read_json(folder / 'journal.json')
-        if journal.pop('sha256') != digest(journal):
-            raise ValueError('its checksum is not what was written')
         if journal['command'] == command:
             return journal
         differ = [key for key in {**journal['command'], **command}
@@ -209,14 +195,6 @@ def publish(folder):
     os.replace(unfinished / 'meta.json', folder / 'meta.json')
     shutil.rmtree(unfinished)
     return meta
-
-
-def check_free_space(folder, need, advice=''):
-    """Raises UserError where fewer than `need` bytes are free."""
-    free = shutil.disk_usage(folder).free
-    if need > free:
-        raise UserError(f'{folder}: about {amount(need, "B")} needed, {amount(free, "B")} free: '
-                        f'make room, {advice}or choose another disk with --data_dir')
 
 
 def check_ours(folder):

@@ -10,7 +10,6 @@ A source yields its text in pieces, in an order that is always the same, one in 
     source.identity()      JSON that changes when the input changes
     source.is_one_text     True where few files are one text, which is not cut into documents
     source.nulls           how many rows were left out because their text is null
-    source.replaced        how many halves of characters in them were replaced with U+FFFD
     source.inputs()        {name, bytes and sha256 of each file: a list}
 """
 
@@ -19,14 +18,12 @@ import hashlib
 import http.client
 import io
 import os
-import re
 import stat
 import sysconfig
 import urllib.request
 from collections import Counter
 from contextlib import closing
 from functools import lru_cache
-from itertools import chain
 from pathlib import Path
 
 from plaingpt.data import readers
@@ -35,26 +32,21 @@ from plaingpt.data.hub import HubDataset
 from plaingpt.data.readers import Piece, file_type, inner_suffix
 from plaingpt.system.errors import UserError
 from plaingpt.system.files import sha256_of
-from plaingpt.system.formatting import count_of, quoted, shown
+from plaingpt.system.formatting import count_of, shown
 from plaingpt.system.streams import Progress
 
 ONE_TEXT_FILES = 100  # fewer text files than this are one text
 SMALL_PIECE_CHARS = 2**15  # of a file, what goes into one split
 DOWNLOAD_TIMEOUT = 30  # seconds without a byte
 BLOCK_CHARS = 4096  # of a sample
-PLACES = 32  # in a dataset of the hub where a sample is taken
 SUFFIXES = {  # of the files that are read in a folder, in any case
     '.txt', '.md', '.rst', '.tex', '.py', '.pyi', '.c', '.h', '.cc', '.cpp', '.hpp',
     '.cu', '.rs', '.go', '.java', '.js', '.ts', '.jsx', '.tsx', '.rb', '.php', '.pl', '.lua', '.r',
     '.jl', '.hs', '.ml', '.scala', '.kt', '.swift', '.cs', '.sh', '.sql', '.html', '.css', '.xml',
     '.yaml', '.yml', '.toml', '.jsonl', '.ndjson', '.parquet'}
 TABLES = {'.json', '.csv', '.tsv'}  # read in a folder without texts: beside code they are settings
-OURS = 'of a prepared dataset'
-NO_TEXTS = {'node_modules': 'node_modules', '__pycache__': '__pycache__', UNFINISHED: OURS}
+NO_TEXTS = {'node_modules', '__pycache__', UNFINISHED}
 STANDARD_LIBRARY = sysconfig.get_paths()['stdlib']
-# What the README.md of a dataset of the Hugging Face hub says in its front matter.
-CARD = re.compile(r'---\r?\n(?:(?!---).*\n)*?'
-                  r'(dataset_info|configs|task_categories|size_categories) *:')
 
 
 def open_source(name, corpus, config, errors='strict'):
@@ -108,14 +100,13 @@ class Files:
             all(file_type(path) == 'text' for path in paths)
 
     def pieces(self, mark=None):
-        self.nulls = self.replaced = self._done = 0
+        self.nulls = self._done = 0
         line_open = False  # the file before ends within a line
         for path, size in zip(self.paths, self.sizes, strict=True):
             with readers.open_bytes(path) as self._file:
                 for text, new_document in self.documents(self._file):
-                    if not text.isascii() and file_type(path) != 'text':
-                        text, replaced = readers.replace_surrogates(text)
-                        self.replaced += replaced
+                    if file_type(path) != 'text':
+                        text = readers.replace_surrogates(text)
                     if self.is_one_text:
                         # by itself: what a tokenizer learns from does not depend on the order
                         if line_open and new_document:
@@ -178,7 +169,7 @@ def size_of(path):
 class DownloadedText:
     """A text that was downloaded."""
 
-    unit, is_one_text, nulls, replaced = 'B', True, 0, 0
+    unit, is_one_text, nulls = 'B', True, 0
 
     def __init__(self, text, name):
         self.text, self.name = text, name
@@ -221,66 +212,63 @@ def download(url, sha256, advice):
 
 def find_files(wanted, tell=None):
     """'a.txt,~/notes/,logs/*.gz' → sorted paths, each file once. Where folders or globs are among
-    them, `tell` gets the lines that say what is read and what is left out. Raises UserError."""
-    paths, left_out, searched = set(), {}, False
-    for one in [wanted] if os.path.exists(wanted) else wanted.split(','):
-        one = os.path.expanduser(one if os.path.lexists(one) else one.strip())
-        if not one:  # it would be the working directory
-            continue
-        matches = [one] if os.path.lexists(one) else sorted(expand(one))
+    them, `tell` gets a line that says what is read and what is left out. Raises UserError."""
+    names = [wanted] if os.path.exists(wanted) else filter(None, map(str.strip, wanted.split(',')))
+    paths, left_out, searched = {}, Counter(), False
+    for name in map(os.path.expanduser, names):
+        # the last '**' is the folder itself
+        matches = [name] if os.path.lexists(name) else \
+            glob.glob(name.removesuffix('**'), recursive=True)
         if not matches:
-            raise UserError(f'{shown(one)}: ' + (
-                'URLs are not read: download it, and name the file' if '://' in one else
-                'no such file or folder' if not glob.has_magic(one) else 'no file of that form'))
-        reasons = {}
+            raise UserError(f'{shown(name)}: ' + (
+                'URLs are not read: download it, and name the file' if '://' in name else
+                'no such file or folder' if not glob.has_magic(name) else 'no file of that form'))
+        found, reasons = [], Counter()
         for path in map(Path, matches):
             if path.is_dir():
-                reasons |= search(path)
-            else:  # a file is read that is named, or that a glob matches unless it is ours
-                reasons[path] = left_out_of_prepared(path) if path != Path(one) else ''
-        found = {path for path, reason in reasons.items() if not reason}
+                found += search(path, reasons)
+            elif path == Path(name) or not why_no_text(path):
+                found.append(path)
         if not found:
-            raise UserError(f'{shown(one)}: nothing is read: '
-                            + ('; '.join(describe_left_out(reasons)) or 'it is an empty folder')
-                            + ': name the files that hold the text, each or with a glob such as '
+            raise UserError(f'{shown(name)}: nothing is read: {list_counts(reasons) or "no files"}:'
+                            ' name the files that hold the text, each or with a glob such as '
                             'notes/*.txt')
-        searched |= matches != [one] or os.path.isdir(one)
-        paths |= found
-        left_out.update((path, reason) for path, reason in reasons.items() if reason)
+        searched |= matches != [name] or os.path.isdir(name)
+        for path in found:  # links lead to one file
+            paths[os.path.realpath(path)] = path
+        left_out += reasons
     if not paths:
         raise UserError(f'input={shown(wanted)!r}: it names no file')
-    found = sorted({same_file(path): path for path in sorted(paths)}.values())
+    found = sorted(paths.values())
     if tell and searched:
-        left_out = {path: reason for path, reason in left_out.items() if path not in paths}
-        tell(f'reading {count_of(len(found), "file")}: '
-             f'{count_endings(map(inner_suffix, found))}' + '; left out:' * bool(left_out))
-        for line in describe_left_out(left_out):
-            tell(f'  {line}')
+        tell(f'reading {count_of(len(found), "file")}: {list_counts(map(inner_suffix, found))}'
+             + (f'; left out: {list_counts(left_out)}' if left_out else ''))
     return found
 
 
-def same_file(path):
-    """What is the same for all names of a file: links of both kinds lead to one."""
-    try:
-        status = os.stat(path)
-    except OSError:  # it is told when it is opened
-        return path
-    return (status.st_dev, status.st_ino) if status.st_nlink > 1 else os.path.realpath(path)
-
-
-def expand(pattern):
-    """The paths of a glob; its last '**' is the folder itself. Links, which may go round in
-    circles, are not followed below '**'. Raises UserError."""
-    head, *tail = re.split(r'(?:^|(?<=/))\*\*(?:/|$)', pattern, maxsplit=1)
-    if not tail:
-        return glob.glob(pattern)
-    found = glob.glob(head) if head else ['.']
-    if tail != ['']:
-        walks = (os.walk(top, onerror=not_listed) for top in found)
-        found = []
-        for at, folders, _ in chain.from_iterable(walks):
-            folders[:] = [n for n in folders if not n.startswith('.') and n not in NO_TEXTS]
-            found += expand(os.path.join(glob.escape(at), tail[0]))
+def search(root, left_out):
+    """The files of text or rows in a folder and those below it → paths. left_out: a Counter of the
+    reasons for which others are left out. Raises UserError."""
+    found = []
+    for at, folders, files in os.walk(root, onerror=not_listed):
+        for path in [Path(at, name) for name in folders]:
+            reason = 'hidden' if path.name.startswith('.') else 'link to a folder' \
+                if path.is_symlink() else path.name if path.name in NO_TEXTS else ''
+            if reason:
+                folders.remove(path.name)
+                left_out[reason] += 1
+        for path in [Path(at, name) for name in files]:
+            reason = 'hidden' if path.name.startswith('.') else why_no_text(path)
+            if not reason and inner_suffix(path) not in SUFFIXES | TABLES:
+                reason = inner_suffix(path) or 'without an ending'
+            if reason:
+                left_out[reason] += 1
+            else:
+                found.append(path)
+    if any(file_type(path) == 'text' for path in found):
+        for path in [path for path in found if inner_suffix(path) in TABLES]:
+            found.remove(path)
+            left_out[f'{inner_suffix(path)} beside texts'] += 1
     return found
 
 
@@ -289,75 +277,21 @@ def not_listed(e):
                     'you want')
 
 
-def search(root):
-    """What is in a folder and those below it → {path: why it is left out, or ''}. UserError."""
-    reasons, seen = {}, {str(above) for above in Path(os.path.realpath(root)).parents}
-    for at, folders, files in os.walk(root, followlinks=True, onerror=not_listed):
-        folder = Path(at)
-        seen.add(os.path.realpath(folder))
-        folders.sort()  # links are followed in an order that is the same everywhere
-        for name in [*folders]:
-            hidden = name.startswith('.')
-            if hidden or name in NO_TEXTS or os.path.realpath(folder / name) in seen:
-                folders.remove(name)
-                reasons[folder / name] = 'hidden' if hidden else NO_TEXTS.get(
-                    name, 'link to a folder above or one that is read')
-        check_no_hub_folder(folder)
-        for path in (folder / name for name in files):
-            suffix = inner_suffix(path)
-            reasons[path] = 'hidden' if path.name.startswith('.') else \
-                left_out_of_prepared(path) or (
-                    '' if suffix in SUFFIXES | TABLES else suffix or 'without an ending')
-    if any(not reason and file_type(path) == 'text' for path, reason in reasons.items()):
-        for path, reason in reasons.items():
-            if not reason and inner_suffix(path) in TABLES:
-                reasons[path] = f'{inner_suffix(path)} beside texts'
-    return reasons
-
-
-def left_out_of_prepared(path):
+def why_no_text(path):
     """Why a file is no text that a person has there, whatever its ending, or ''."""
     if not path.is_file():
-        return 'pipe, socket, device or broken link'
+        return 'pipe, device or broken link'
     is_ours = TOKEN_FILES.fullmatch(path.name) or (
-        path.name == 'meta.json' and any(path.parent.glob('train*.bin'))) or (
-        path.parent.name == UNFINISHED and (path.parent / 'journal.json').exists())
-    return OURS if is_ours else ''
+        path.name == 'meta.json' and any(path.parent.glob('train*.bin')))
+    return 'of a prepared dataset' if is_ours else ''
 
 
-def check_no_hub_folder(folder):
-    """Raises UserError for a folder that is laid out like a dataset of the Hugging Face hub."""
-    card = folder / 'README.md'
-    if (folder / 'dataset_infos.json').exists() or (
-            card.is_file() and CARD.match(card.read_text('utf-8', 'replace'))):
-        raise UserError(f'{shown(folder)} is laid out like a dataset of the Hugging Face hub, '
-                        'which has splits of its own: prepare it with python prepare.py hf '
-                        f'--path={shown(quoted(folder))}')
-
-
-def count_endings(endings):
+def list_counts(reasons):
     """['.md', '.txt', '.md'] → '2 .md, 1 .txt'"""
-    counts = Counter(endings).most_common()
-    shown_counts = [f'{n:,} {shown(suffix) or "without an ending"}' for suffix, n in counts[:6]]
-    if rest := counts[6:]:
-        shown_counts.append(f'{sum(n for _, n in rest):,} of {len(rest):,} other endings')
-    return ', '.join(shown_counts)
-
-
-def describe_left_out(reasons):
-    """{path: why} → '2 .png: a.png, b.png' for each reason, those of many files first."""
-    groups = {}
-    for path, reason in sorted(reasons.items()):
-        if reason:
-            groups.setdefault(reason, []).append(path)
-    lines, groups = [], sorted(groups.items(), key=lambda group: -len(group[1]))
-    for reason, paths in groups[:8]:
-        names = [shown(path) + '/' * path.is_dir() for path in paths[:2]] + ['…'] * (len(paths) > 2)
-        lines.append(f'{len(paths):,} {shown(reason)}: {", ".join(names)}')
-    if groups[8:]:
-        lines.append(f'{sum(len(paths) for _, paths in groups[8:]):,} more: '
-                     + ', '.join(shown(reason) for reason, _ in groups[8:20]))
-    return lines
+    counts = Counter(reasons).most_common()
+    named = [f'{n:,} {shown(reason) or "without an ending"}' for reason, n in counts[:8]]
+    rest = sum(n for _, n in counts[8:])
+    return ', '.join(named + [f'{rest:,} others'] * (rest > 0))
 
 
 def find_standard_library(folder, tell=None):
@@ -392,10 +326,15 @@ def count_characters(source):
 
 
 def sample(source, characters):
-    """Yield texts of about so many characters, spread evenly over a source; all of it where it has
-    no more. The order of files does not matter."""
+    """Yield texts of about so many characters, spread evenly over files, in whatever order they
+    are; all of them where there are no more. Of a dataset of the hub, which is too large to be read
+    whole, the first ones."""
     if source.unit != 'B':
-        yield from sample_hub(source, characters)
+        for text in read_texts(source, 'learning from its beginning'):
+            yield text
+            characters -= len(text)
+            if characters <= 0:
+                break
         return
     total = count_characters(source)
     if total <= characters:
@@ -412,20 +351,3 @@ def sample(source, characters):
                                      person=b'sample').digest()
             if int.from_bytes(digest, 'big') < characters / total * 2**64:
                 yield block
-
-
-def sample_hub(source, characters):
-    """The same of a dataset of the hub, which is too large to be read whole: rows from PLACES
-    places in turn."""
-    places = source.places(PLACES)
-    with Progress('learning from it', characters, 'characters') as progress:
-        left = characters
-        while places and left > 0:
-            for texts in [*places]:
-                text = next(texts, None)
-                if text is None:
-                    places.remove(texts)
-                else:
-                    yield text
-                    left -= len(text)
-            progress.advance_to(characters - left)

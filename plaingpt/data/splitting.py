@@ -3,8 +3,6 @@
 import hashlib
 import math
 
-import numpy as np
-
 SPLITS = ('train', 'val', 'test')
 GOLDEN = 0x9E3779B97F4A7C15  # 2^64 / the golden ratio: its multiples spread evenly over the circle
 
@@ -54,39 +52,29 @@ def hash_of(text, errors='replace'):
 
 class Duplicates:
     """Leaves out documents that equal an earlier one but for white space, by hashes of 64 bits:
-    among a billion documents, chance takes one for a copy in one corpus of 37. A hash takes 8 bytes
-    of memory, twice that where the array grows."""
-
-    RECENT = 2**18  # hashes in a set, about 25 MB, before they join the sorted array
+    among a billion documents, chance takes one for a copy in one corpus of 37. A million documents
+    take about 100 MB of memory."""
 
     def __init__(self):
-        self.dropped = 0
-        self._sorted, self._recent = np.empty(0, '<u8'), set()
+        self.seen, self.dropped = set(), 0
 
     def leave_out(self, pieces):
         """Yield the pieces of those documents that are no duplicates."""
         document = []
         for piece in pieces:
-            if piece.new_document and document and self._is_new(document):
-                yield from document
+            if piece.new_document and document:
+                yield from self.if_new(document)
             document = [piece] if piece.new_document else [*document, piece]
-        if document and self._is_new(document):
-            yield from document
+        if document:
+            yield from self.if_new(document)
 
-    def _is_new(self, document):
+    def if_new(self, document):
+        """The pieces of a document, none where it is a duplicate."""
         words = ' '.join(''.join(piece.text for piece in document).split())
         # Bytes that are no UTF-8 are lone surrogates in the text, and differ.
-        number = int.from_bytes(hash_of(words, 'surrogatepass'), 'little')
-        place = int(self._sorted.searchsorted(np.uint64(number)))
-        if number in self._recent or (
-                place < len(self._sorted) and self._sorted[place] == number):
+        number = hash_of(words, 'surrogatepass')
+        if number in self.seen:
             self.dropped += 1
-            return False
-        self._recent.add(number)
-        if len(self._recent) >= self.RECENT:
-            recent = np.fromiter(self._recent, '<u8', len(self._recent))
-            self._recent.clear()
-            # 'stable' merges what is sorted in part, in linear time
-            self._sorted = np.concatenate([self._sorted, np.sort(recent)])
-            self._sorted.sort(kind='stable')
-        return True
+            return []
+        self.seen.add(number)
+        return document

@@ -83,16 +83,16 @@ def stop_early(monkeypatch, argv):
     class Killed(BaseException):
         pass
 
-    real, written = encoding.write_journal, []
+    real, written = encoding.write_json, []
 
-    def write_journal(path, value):
+    def write_json(path, value):
         real(path, value)
         written.append(path)
         if len(written) == 2:
             raise Killed
 
     with monkeypatch.context() as patch, pytest.raises(Killed):
-        patch.setattr(encoding, 'write_journal', write_journal)
+        patch.setattr(encoding, 'write_json', write_json)
         patch.setattr(encoding, 'BATCH_CHARS', 2**13)
         prepare.main(argv)
 

@@ -141,10 +141,6 @@ def test_bad_input_is_one_line(tmp_path, shards, capsys, monkeypatch):
     write_shard(folder, 0, ['ä'] * 9, '<u4')
     assert 'of different tokenizers' in refused(byte)
     write_shard(folder, 0, ['a'] * 9)
-    unfinished = folder / '00009_unshuffled.ds'
-    unfinished.write_bytes(first.read_bytes())
-    assert 'not shuffled yet' in refused(byte)
-    unfinished.unlink()
     with open(first, 'r+b') as f:
         f.write(b'\xff\xff')
     assert 'token 0 has id 65535' in refused(byte)

@@ -64,6 +64,14 @@ def test_bpe_learns_the_same_whatever_the_order_of_the_files(languages, monkeypa
         assert len(made[0].encode(text)) == pytest.approx(len(of_all.encode(text)), rel=0.1)
 
 
+def test_of_a_dataset_of_the_hub_it_learns_from_the_first_texts_and_reads_no_more(tmp_path):
+    # A row that is no text ends the reading where it is met.
+    source = hub_copy(tmp_path / 'copy', [300] * 4, '{"text": {"no": "text"}}\n')
+    assert list(sample(source, 3_000)) == [f'00 row {n:06d}' for n in range(231)]
+    whole = hub_copy(tmp_path / 'whole', [1, 30])
+    assert list(sample(whole, 10_000)) == [piece.text for piece in whole.pieces()]
+
+
 def hub_copy(folder, sizes, last=''):
     """A folder like one of the hub: a file of each size in rows."""
     folder.mkdir()
@@ -71,20 +79,6 @@ def hub_copy(folder, sizes, last=''):
         rows = ''.join(json.dumps({'text': f'{i:02d} row {n:06d}'}) + '\n' for n in range(size))
         (folder / f'train-{i:05d}-of-{len(sizes):05d}.jsonl').write_text(rows + last)
     return HubDataset(str(folder), '', {'train': 'train'})
-
-
-def test_a_sample_of_the_hub_is_spread_over_the_files_and_reads_the_beginnings(tmp_path):
-    # A row that is no text ends the reading, wherever it is met.
-    source = hub_copy(tmp_path / 'copy', [300] * 40, '{"text": {"no": "text"}}\n')
-    texts = list(sample(source, 8_000))
-    counts = [sum(text.startswith(f'{i:02d}') for text in texts) for i in range(40)]
-    assert 8_000 <= sum(map(len, texts)) < 9_000
-    assert sum(count > 0 for count in counts) == 32 and max(counts) < 80
-
-
-def test_a_place_of_the_hub_gives_what_those_before_it_lack(tmp_path):
-    source = hub_copy(tmp_path / 'copy', [0, 1, 30, 400])
-    assert sorted(sample(source, 10_000)) == sorted(piece.text for piece in source.pieces())
 
 
 # -----------------------------------------------------------------------------
@@ -127,7 +121,7 @@ def test_characters_without_a_line_break_are_refused_for_documents(tmp_path, cap
     prepared(tmp_path / 'one', tmp_path / 'one.txt', '--tokenizer=char')
     line = fails(capsys, monkeypatch, prepare.main, 'text', f'--input={tmp_path}/many.txt',
                  '--documents=line', f'--tokenizer={tmp_path}/one', f'--data_dir={tmp_path}/many')
-    assert 'a line break ends each document' in line and not (tmp_path / 'many').exists()
+    assert r"character '\n'" in line and not (tmp_path / 'many').exists()
 
 
 def test_an_unknown_character_is_named_with_what_is_around_it(tmp_path, capsys, monkeypatch):
@@ -144,13 +138,11 @@ def test_an_unknown_character_is_named_with_what_is_around_it(tmp_path, capsys, 
 
 
 @pytest.mark.parametrize('tokenizer', ['char', 'byte', 'bpe:270'])
-def test_halves_of_characters_become_replacement_characters_and_are_told(tokenizer, tmp_path,
-                                                                         capsys):
+def test_halves_of_characters_become_replacement_characters(tokenizer, tmp_path):
     rows = [f'{{"text": "row {i} \\ud800 and \\ude00\\ud83d, \\ud83d\\ude00"}}\n'
             for i in range(50)]
     (tmp_path / 'in.jsonl').write_text(''.join(rows))
     texts = prepared(tmp_path / 'd', tmp_path / 'in.jsonl', f'--tokenizer={tokenizer}')
-    assert '150 lone surrogates' in capsys.readouterr().out
     assert ''.join(texts).count('\ufffd and \ufffd\ufffd, \U0001f600') == 50
     entries = open_dataset(tmp_path / 'd').meta['splits']
     for split, text in zip(('train', 'val'), texts, strict=True):

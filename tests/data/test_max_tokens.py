@@ -16,36 +16,31 @@ KILL_AT_END = 'encoding.ShardWriter.finish = lambda _: os.kill(os.getpid(), sign
 
 @pytest.fixture(scope='module')
 def inputs(tmp_path_factory):
-    """The same documents as a folder of many Parquet files, as JSON lines and as one text."""
+    """The same documents as a folder of many Parquet files and as JSON lines."""
     folder = tmp_path_factory.mktemp('inputs')
     for i in range(6):
         write_parquet(folder / f'hub/train-{i:05d}-of-00006.parquet', TEXTS[100 * i:100 * (i + 1)])
     write_rows(folder / 'rows.jsonl', TEXTS)
-    (folder / 'running.txt').write_text('\n'.join(TEXTS))
     return folder
 
 
 def command(kind, inputs, *more):
-    name, where = {'hub': ('hf', 'hub'), 'rows': ('text', 'rows.jsonl'),
-                   'running': ('text', 'running.txt')}[kind]
+    name, where = {'hub': ('hf', 'hub'), 'rows': ('text', 'rows.jsonl')}[kind]
     return [name, f'--input={inputs / where}', '--val_fraction=0.1', '--shard_tokens=4_000', *more]
 
 
 @pytest.mark.parametrize(('kind', 'limit'), [
-    ('hub', 9_876), ('rows', 27_000), ('running', 1_234), ('running', 27_000)])
+    ('hub', 9_876), ('rows', 27_000)])
 def test_the_training_tokens_are_the_first_ones_and_exactly_so_many(kind, limit, inputs, tmp_path):
     prepared(tmp_path / 'all', *command(kind, inputs))
     prepared(tmp_path / 'd', *command(kind, inputs, f'--max_tokens={limit}'))
     train, val = (split_bytes(tmp_path / 'd', split) for split in ('train', 'val'))
     all_train, all_val = (split_bytes(tmp_path / 'all', split) for split in ('train', 'val'))
     assert train == all_train[:limit] and len(train) == limit
-    if kind == 'running':  # its end is for validation, whatever is trained on
-        assert val == all_val
-    else:
-        last = train.split(b'\0')[-1].decode()
-        index = next(i for i, text in enumerate(TEXTS) if text.startswith(last[:13]))
-        read = [text.encode() for text in TEXTS[:index]]
-        assert [text for text in all_val.split(b'\0')[1:] if text in read] == val.split(b'\0')[1:]
+    last = train.split(b'\0')[-1].decode()
+    index = next(i for i, text in enumerate(TEXTS) if text.startswith(last[:13]))
+    read = [text.encode() for text in TEXTS[:index]]
+    assert [text for text in all_val.split(b'\0')[1:] if text in read] == val.split(b'\0')[1:]
     entry = open_dataset(tmp_path / 'd').split_entry('train')
     assert entry['documents'] == max(1, train.count(0))
     assert entry['bytes'] == len(train) - train.count(0)
@@ -64,7 +59,7 @@ def test_the_limit_may_be_at_the_end_of_a_document_and_around_it(tmp_path, monke
 
 
 @pytest.mark.parametrize(('kind', 'threads'), [
-    ('rows', 1), ('running', 3), ('hub', 3)])
+    ('rows', 1), ('hub', 3)])
 def test_threads_batches_and_kills_do_not_change_where_it_ends(kind, threads, inputs, tmp_path):
     argv = command(kind, inputs, '--max_tokens=40_001')
     prepared(tmp_path / 'd', *argv, '--num_proc=2')
@@ -122,5 +117,8 @@ def test_numbers_are_read_as_people_write_them():
 def test_what_cannot_be_is_one_line(inputs, refused):
     assert 'max_tokens=many: expected a number' in refused(
         *command('rows', inputs, '--max_tokens=many'))
+    (inputs / 'running.txt').write_text('\n'.join(TEXTS))
+    assert 'running.txt is one running text' in refused(
+        'text', f'--input={inputs}/running.txt', '--max_tokens=100')
     assert 'tokens already, of which --max_shards takes some' in refused(
         'fineweb10B-gpt2', '--tokenizer=auto', '--max_tokens=450M')

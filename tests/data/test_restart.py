@@ -2,7 +2,6 @@
 
 import itertools
 import json
-import os
 import random
 import shutil
 import signal
@@ -124,18 +123,6 @@ def test_what_another_command_or_another_input_left_is_not_mixed_in(
         shutil.rmtree(tmp_path / 'd')
 
 
-def test_text_that_changed_but_not_its_size_and_time_is_not_mixed_with_the_old(
-        inputs, tmp_path, monkeypatch, capsys):
-    path = tmp_path / 'in.txt'
-    shutil.copy(inputs['running'], path)
-    argv = command('running', {'running': path}, tmp_path / 'd', '--documents=line')
-    stop_early(monkeypatch, argv)
-    before, text = path.stat(), path.read_text()
-    path.write_text('\n'.join(text.splitlines()[::-1]))
-    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
-    assert fails(capsys, monkeypatch, prepare.main, *argv).endswith('which starts anew')
-
-
 def test_a_dataset_that_was_being_moved_is_whole_again_before_another_command(
         inputs, tmp_path, capsys, monkeypatch):
     argv = command('text', inputs, tmp_path / 'd')
@@ -160,7 +147,7 @@ def test_a_dataset_within_its_input_is_no_input_and_goes_on_after_a_kill(
         capsys.readouterr()
         prepare.main(within)
         printed = capsys.readouterr().out
-        assert 'resuming after' in printed and 'of a prepared dataset: ' in printed
+        assert 'resuming after' in printed and 'left out: ' in printed
         for name, data in contents(tmp_path / 'out').items():
             assert name == 'meta.json' or (folder / name).read_bytes() == data, name
         prepare.main(within)

@@ -92,16 +92,17 @@ def encode_batch(tokenizer, end_of_text, dtype, batch, room=math.inf):
         found = tokenizer.encode(text)
         if batch.number % CHECKED == 0:
             tokenizer.verify(text, found)
-        if new_document and end_of_text is not None:
-            found = np.append(end_of_text, found)
+        before = [end_of_text] if new_document and end_of_text is not None else []
         size = utf8_bytes(text)
-        if split == 'train' and len(found) > room:
-            size -= len(tokenizer.decode_bytes(found[room:]))
-            found = found[:room]
-        ids[split].append(found)
+        if split == 'train':
+            left = room - len(before)
+            if len(found) > left:
+                size -= len(tokenizer.decode_bytes(found[left:]))
+                found = found[:left]
+            room = left - len(found)
+        ids[split] += [before, found]
         documents[split] += new_document
         sizes[split] += size
-        room -= len(found) * (split == 'train')
         if room == 0:
             break
     # 'unsafe' allows a narrower type; each id fits in it, since the vocabulary does

@@ -45,7 +45,7 @@ from plaingpt.system.errors import UserError, run_script
 from plaingpt.system.files import lock_output_dir
 from plaingpt.system.streams import status
 from plaingpt.training import starting_point
-from plaingpt.training.checkpoint_writer import Saver, archive_previous_run, holds_a_run
+from plaingpt.training.checkpoint_writer import Saver, archive_previous_run, trim_logs
 from plaingpt.training.memory_planner import explain_out_of_memory
 from plaingpt.training.optimizers import build_optimizer
 from plaingpt.training.probes import Probes
@@ -95,7 +95,8 @@ def setup(config, world, device, dtype, compile):
 
     dataset = starting_point.open_data(config, world)
     resumed = starting_point.find_resumed(config, group)
-    changed = resumed and starting_point.check_resumed(resumed, config, dataset)
+    if resumed:
+        starting_point.check_resumed(resumed, config, dataset)
     config = starting_point.with_parallel(config, dataset, resumed, dtype, device, world)
     model = starting_point.build_model(config, dataset, resumed, device)
     config = starting_point.with_batch_size(config, model.config, dtype, device, compile)
@@ -112,44 +113,35 @@ def setup(config, world, device, dtype, compile):
     preflight(run, resumed, mean_loss, group)
     run.record = describe_run(config, dataset, train_data, model, device, dtype, compile, world,
                               resumed)
-    open_outputs(run, resumed, changed, group)
+    open_outputs(run, resumed, group)
     return run
 
 
-def open_outputs(run, resumed, changed, group):
-    """Open what the run writes. A new run that comes to nothing leaves an earlier one in its place:
-    its files wait until it saves."""
+def open_outputs(run, resumed, group):
+    """Open what the run writes, once what it would write over is kept beside."""
     config, is_main, out_dir = run.config, run.world.is_main, Path(run.config.out_dir)
     writing = is_main and not config.only_looks
     saved = resumed.state if resumed else {}
-    waits = not (resumed or config.only_looks) and holds_a_run(out_dir, group)
-
-    def backends(in_out_dir):
-        return open_backends(config, run.record, saved.get('wandb_id'), in_out_dir=in_out_dir)
-
+    if writing:
+        if archive := archive_previous_run(out_dir, run.progress.iter_num if resumed else -1):
+            print0(f'{out_dir} held {"later steps" if resumed else "an earlier run"}: kept in '
+                   f'{archive}')
+        if resumed:
+            trim_logs(out_dir, run.progress.iter_num, run.progress.evaluated)
+        write_run(out_dir, run.record)
     metrics = run.metrics = Metrics(
         None if config.only_looks else out_dir / 'metrics.jsonl', config=config, run=run.record,
         loader=run.train_data, model=run.model, device=run.device, dtype=run.record['dtype'],
         scaler=run.scaler, world_size=run.world.size, elapsed_s=saved.get('elapsed_s', 0.0),
-        bytes_per_token=run.dataset.bytes_per_token('val'), quiet=not is_main, waits=waits,
-        backends=backends(in_out_dir=False) if writing else [])
+        bytes_per_token=run.dataset.bytes_per_token('val'), quiet=not is_main,
+        backends=open_backends(config, run.record, saved.get('wandb_id')) if writing else [])
     run.probes = Probes(config, run.dataset, run.parallel, metrics, run.val_data, run.context,
                         group, writing)
     run.guard = StepGuard(out_dir / 'anomalies.jsonl', config.max_bad_steps, run.train_data,
-                          run.device, scaling=run.scaler.is_enabled(), append=metrics.append)
-
-    def start_files():
-        archive_previous_run(out_dir, run.progress.iter_num if resumed else -1, changed,
-                             run.progress.evaluated, metrics.print)
-        write_run(out_dir, run.record)
-        metrics.start_files(backends(in_out_dir=True))
-
-    if writing and not waits:
-        start_files()
+                          run.device, scaling=run.scaler.is_enabled())
     run.saver = Saver(
         out_dir, rank=run.world.rank, world_size=run.world.size, keep=config.keep_checkpoints,
-        chunk_mb=config.checkpoint_chunk_mb, background=config.checkpoint_async,
-        before_first=start_files if waits else None)
+        chunk_mb=config.checkpoint_chunk_mb, background=config.checkpoint_async)
 
 
 # -----------------------------------------------------------------------------
@@ -174,7 +166,7 @@ def train(run):
                     and run.guard.report(run.metrics.print):
                 ending = f'given up: {config.max_bad_steps} steps in a row were not finite'
             if saving or ending:
-                save(run, cut_short=bool(signal))
+                save(run)
             if ending:
                 run.saver.wait()
                 return ending
@@ -229,11 +221,10 @@ def mean_loss(model, loader, sequences, at_beginning, context, stop):
     return loss, math.sqrt(max(0, square - loss**2) / others) if others else None
 
 
-def save(run, cut_short=False):
+def save(run):
     """Write a checkpoint of this iteration, unless there is one, or nothing to save."""
     progress = run.progress
-    if progress.iter_num == 0 or progress.is_saved() or run.config.eval_only \
-            or (cut_short and run.saver.is_too_early(run.metrics.elapsed_s())):
+    if progress.iter_num == 0 or progress.is_saved() or run.config.eval_only:
         return
     state = {**progress.state(), **run.dataset.state(), 'config': asdict(run.config),
              'sequences': run.train_data.sequences_before(progress.iter_num),
@@ -254,7 +245,7 @@ def saved_when_it_fails(run):
         yield
     except UserError:
         if run.world.size == 1:  # a save takes all processes, and the others know nothing of it
-            save(run, cut_short=True)
+            save(run)
             run.saver.wait()
         raise
 
@@ -268,8 +259,7 @@ def finish(run, ending):
     config, out_dir, progress = run.config, run.config.out_dir, run.progress
     signal = ending if ending in StopRequest.NAMES else None
     run.metrics.close(ended=not signal)
-    unwritten = run.saver.before_first is not None
-    if run.world.is_main and not (config.eval_only or unwritten):
+    if run.world.is_main and not config.eval_only:
         write_run(out_dir, dict(run.record, ending=ending, end=run.metrics.at(progress.iter_num)))
         if config.report:
             write_report(out_dir, print0, ended=not signal)
@@ -277,10 +267,10 @@ def finish(run, ending):
         raise run.guard.error()
     if run.saver.failed:
         print0(f'the last checkpoint could not be written in {out_dir}: see the warning, then '
-               'start again' + ('' if unwritten else ' with --init_from=resume'))
+               'start again with --init_from=resume')
         sys.exit(1)
     run.guard.report_held(print0)
-    for line in progress.describe_end(config, ending, signal, unwritten):
+    for line in progress.describe_end(config, ending, signal):
         print0(line)
 
 

@@ -1,8 +1,7 @@
 """Where the rows of metrics.jsonl go beside the file: Weights & Biases, TensorBoard.
 
 A backend is a class with a name, Backend(config, run, run_id), log(row) and close(), and an entry
-in BACKENDS; in_out_dir = True if it writes into out_dir, where an earlier run may have to make way
-first. None of them may stop a run: the constructor raises UserError where it cannot start,
+in BACKENDS. None of them may stop a run: the constructor raises UserError where it cannot start,
 and a backend whose log() raises is dropped.
 """
 
@@ -59,7 +58,7 @@ class Wandb:
 class TensorBoard:
     """Event files in out_dir/tensorboard. A resumed run writes them anew."""
 
-    name, in_out_dir = 'tensorboard', True
+    name = 'tensorboard'
 
     def __init__(self, config, run, run_id):
         with needs('tensorboard', 'logging to TensorBoard'):
@@ -89,17 +88,15 @@ class TensorBoard:
 BACKENDS = {'wandb': Wandb, 'tensorboard': TensorBoard}
 
 
-def open_backends(config, run, run_id, in_out_dir):
-    """Start those of config.log_to, wandb_log=True and tensorboard_log=True that write into
-    out_dir, or those that do not; one that cannot start is left out with a warning.
+def open_backends(config, run, run_id):
+    """Start those of config.log_to, wandb_log=True and tensorboard_log=True; one that cannot start
+    is left out with a warning.
 
     run: facts of the run; run_id: of the wandb run to continue, or None
     """
     names = [name for name in BACKENDS if getattr(config, f'{name}_log', False)]
     backends = []
     for name in dict.fromkeys(names + [name for name in config.log_to.split(',') if name]):
-        if getattr(BACKENDS[name], 'in_out_dir', False) != in_out_dir:
-            continue
         try:
             backends.append(BACKENDS[name](config, run, run_id))
         except UserError as problem:

@@ -40,18 +40,15 @@ class Metrics:
     device, dtype, scaler, world_size: what the job computes with
     bytes_per_token: of the validation text, or None; elapsed_s: before the run was resumed
     backends: of open_backends; quiet: write and print nothing (ranks other than 0)
-    waits: keep the lines of files in memory until start_files
     """
 
     def __init__(self, path, *, config, run, loader, model, device, dtype, scaler, world_size=1,
-                 bytes_per_token=None, elapsed_s=0.0, backends=(), quiet=False,
-                 waits=False):
+                 bytes_per_token=None, elapsed_s=0.0, backends=(), quiet=False):
         self.path, self.config, self.run, self.loader = path, config, run, loader
         self.device, self.device_name, self.dtype = device, device_name(device), dtype
         self.scaler, self.bytes_per_token = scaler, bytes_per_token
         self.flops_per_token = model.flops_per_token() / world_size  # of each device
         self.backends, self.quiet = list(backends), quiet
-        self.waiting = [] if waits else None  # (path, row)
         self.clock = Clock(elapsed_s)
         self.columns, self.shown_at = (), 0.0  # of the last line of a terminal
         self.rows = []
@@ -59,7 +56,7 @@ class Metrics:
 
     def begin(self, iter_num):
         """Start the clock of steps. The rows of a resumed run go to the backends."""
-        if not self.quiet and self.path and self.waiting is None:
+        if not self.quiet and self.path:
             for row in read_rows(self.path, self.print):
                 self._remember(row)
                 self._send(row)
@@ -69,23 +66,6 @@ class Metrics:
         self._show(iter_num, *['compiling'] * bool(self.run.get('compile')))  # until the first step
         self.shown_at = 0.0
         self.clock.begin_lap(iter_num, self.loader.waited_s)
-
-    def append(self, path, row):
-        """Add a row to metrics.jsonl, or to another file of the run."""
-        if self.waiting is None:
-            append_line(path, row)
-        else:
-            self.waiting.append((path, row))
-
-    def start_files(self, backends):
-        """Write the lines that waited, and send rows to `backends` too, those so far first."""
-        others, self.backends = self.backends, list(backends)
-        waited, self.waiting = self.waiting or [], None
-        for path, row in waited:
-            append_line(path, row)
-            if path == self.path:
-                self._send(row)
-        self.backends += others
 
     def elapsed_s(self):
         """Seconds since the run began, those before a resume included."""
@@ -221,7 +201,7 @@ class Metrics:
                **{key: x if isinstance(x, str) else finite(x) for key, x in values.items()}}
         self._remember(row)
         if self.path:
-            self.append(self.path, row)
+            append_line(self.path, row)
             self._send(row)
 
     def _remember(self, row):

@@ -13,14 +13,13 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from plaingpt.inference.pretrained import not_finite
-from plaingpt.monitoring.metrics_file import rows_end, trim_rows
+from plaingpt.monitoring.metrics_file import trim_rows
 from plaingpt.system.distributed import (
     all_gather,
     host_group,
     is_first_copy,
     is_sharded,
     local_rows,
-    print0,
 )
 from plaingpt.system.errors import UserError
 from plaingpt.system.files import sha256_of, sync, write_atomically
@@ -42,19 +41,16 @@ class Saver:
 
     background: copy the tensors and write while training continues; the next save waits for it
     alone: this process saves for itself, to see whether it can, and warns of nothing
-    before_first: called on rank 0 when the first checkpoint is about to be written, such as
-        archive_previous_run; what it raises is a save that failed, and the next one calls it again
     """
 
     def __init__(self, out_dir, *, rank=0, world_size=1, chunk_mb=512, keep=1, background=False,
-                 before_first=None, alone=False):
+                 alone=False):
         self.out_dir = Path(out_dir)
         self.rank = rank
         self.world_size = world_size
         self.chunk_bytes = chunk_mb * MEGABYTE
         self.keep = keep
         self.background = background
-        self.before_first = before_first  # None once it was called
         # Its own: a save in the background must not meet other traffic.
         self.group = None if alone else host_group()
         self.alone = alone
@@ -77,14 +73,6 @@ class Saver:
         for check in (self.check_folder, lambda: check_weights(model, state['iter_num'])):
             if problem := self._together(check):
                 raise UserError(problem)
-        if self.before_first:
-            problem = self._together(self.before_first, on_rank_0=True)
-            self.failed = problem is not None
-            if self.failed:
-                self._warn(f'the checkpoint of iteration {state["iter_num"]} could not be written '
-                           f'({problem}): training continues')
-                return
-            self.before_first = None
         state = {'format_version': FORMAT_VERSION, **state, 'model': asdict(model.config)}
         mine = self._share('model', dict(model.named_parameters())) \
             + self._share('optimizer', optimizer_tensors(optimizer, model))
@@ -112,11 +100,6 @@ class Saver:
         if self.pending:
             pending, self.pending = self.pending, None
             pending.result()
-
-    def is_too_early(self, elapsed_s):
-        """Whether a run that is cut short after `elapsed_s` seconds is none: it is in its first
-        minute, and an earlier one would have to make way. All processes ask together."""
-        return self.before_first is not None and all_gather(elapsed_s < 60, self.group)[0]
 
     def update(self, state):
         """Change entries of the checkpoint of state['iter_num'], which is complete. Raises
@@ -291,89 +274,34 @@ def clean_up(out_dir):
         shutil.rmtree(path, ignore_errors=True)
 
 
-def holds_a_run(out_dir, group):
-    """Whether a new run finds another's checkpoints or logs there, as rank 0 sees it."""
-    found = checkpoint_paths(out_dir) or [name for name in LOGS if Path(out_dir, name).exists()]
-    return all_gather(bool(found), group)[0]
-
-
-def archive_previous_run(out_dir, after=-1, changed=False, evaluated=True, tell=print0):
-    """Move what a run that starts, or goes back, would overwrite to out_dir/old-001 (002, …).
-
-    after: the iteration that the run continues from, -1 for a new run. Later checkpoints move, and
-    the logs are copied, of a new run moved. Then the logs end at `after`.
-    changed: the settings are others, so the steps after `after` come out otherwise: the logs are
-    copied also where there are no later checkpoints.
-    evaluated: the checkpoint of `after` has its evaluation; otherwise that is logged anew.
-    Returns the folder, or None. Raises UserError where the disk has no room for the copies.
-    """
+def archive_previous_run(out_dir, after=-1):
+    """Keep what a run that starts, or goes back to iteration `after`, would write over: later
+    checkpoints move to out_dir/old-001 (002, …) and the logs with them, or copies of these where
+    the run goes on → that folder, None where there is nothing to keep. Raises UserError."""
     out_dir = Path(out_dir)
-    moved = [path for path in checkpoint_paths(out_dir) if iteration_of(path) > after]
+    later = [path for path in checkpoint_paths(out_dir) if iteration_of(path) > after]
     logs = [out_dir / name for name in LOGS if (out_dir / name).exists()]
-    rows = [path for path in logs if path.suffix == '.jsonl']
-    repeated = changed and any(rows_end(path, after, evaluated) < path.stat().st_size
-                               for path in rows)
-    archive = None
-    if moved or repeated or (after < 0 and logs):
-        archive = unused_folder(out_dir)
-        try:
-            copy_logs([path for path in logs if after < 0 or path.is_file()], archive)
-            move_checkpoints(moved, archive, at_once=after < 0)
-        except OSError as e:
-            raise UserError(f'{archive}: what this run would overwrite cannot be kept there '
-                            f'({e.strerror}): choose another --out_dir') from None
-        for path in logs if after < 0 else []:
-            shutil.rmtree(path) if path.is_dir() else path.unlink()
-        tell(f'{out_dir} held {"an earlier run" if after < 0 else "later steps"}: kept in '
-             f'{archive}')
-    for path in rows if after >= 0 else []:
-        trim_rows(path, after, evaluated)
+    if not later and (after >= 0 or not logs):
+        return None
+    numbers = [int(path.name[4:]) for path in out_dir.glob('old-*') if path.name[4:].isdecimal()]
+    archive = out_dir / f'old-{max(numbers, default=0) + 1:03d}'
+    try:
+        (archive / 'checkpoints').mkdir(parents=True)
+        for path in logs:
+            keep = shutil.move if after < 0 else shutil.copytree if path.is_dir() else shutil.copy2
+            keep(path, archive / path.name)
+        for path in later:
+            shutil.move(path, archive / 'checkpoints' / path.name)
+    except OSError as e:
+        raise UserError(f'{archive}: what this run would overwrite cannot be kept there '
+                        f'({e.strerror}): choose another --out_dir') from None
     return archive
 
 
-def copy_logs(paths, archive):
-    """Make the folder `archive` with copies of files and folders. They are on the disk before it
-    has its name. Raises OSError; then there is no such folder."""
-    partial = archive.with_name(archive.name + '.tmp')
-    shutil.rmtree(partial, ignore_errors=True)
-    try:
-        partial.mkdir()
-        for path in paths:
-            copy = shutil.copytree if path.is_dir() else shutil.copy2
-            copy(path, partial / path.name)
-        for path in [*partial.rglob('*'), partial]:
-            sync(path)
-        partial.rename(archive)
-    except OSError:
-        shutil.rmtree(partial, ignore_errors=True)
-        raise
-
-
-def move_checkpoints(paths, archive, at_once):
-    """Move checkpoints into `archive`. Raises OSError; then they are where they were, and there is
-    no archive.
-
-    at_once: all of a run, by one rename, so that it is whole, here or there, at any instant. Behind
-    a link they move one by one, from another disk too."""
-    moved = []
-    try:
-        if paths and at_once and not paths[0].parent.is_symlink():
-            paths[0].parent.rename(archive / 'checkpoints')
-            return
-        for path in paths:
-            (archive / 'checkpoints').mkdir(exist_ok=True)
-            moved.append((path, archive / 'checkpoints' / path.name))
-            shutil.move(*moved[-1])
-    except OSError:
-        for path, target in moved:
-            if not path.exists():
-                shutil.move(target, path)
-        shutil.rmtree(archive)
-        raise
-
-
-def unused_folder(out_dir):
-    n = 1
-    while (folder := out_dir / f'old-{n:03d}').exists():
-        n += 1
-    return folder
+def trim_logs(out_dir, iter_num, evaluated):
+    """Let the logs end at the iteration of a checkpoint. evaluated: it has its evaluation;
+    otherwise that is logged anew."""
+    for name in LOGS:
+        path = Path(out_dir, name)
+        if path.suffix == '.jsonl' and path.exists():
+            trim_rows(path, iter_num, evaluated)

@@ -76,9 +76,9 @@ class Progress:
                 'evals_since_best': self.evals_since_best,
                 'eval_sequences': self.eval_sequences}
 
-    def describe_end(self, config, ending, signal, unwritten):
+    def describe_end(self, config, ending, signal):
         """What to say when a run has ended, a line each. signal: the name of the one that ended it,
-        or None; unwritten: whether it has written nothing where an earlier run is."""
+        or None."""
         out_dir, lines = config.out_dir, []
         if signal:
             how = '--init_from=resume' + ' --checkpoint=latest' * (config.checkpoint != 'latest')
@@ -87,9 +87,7 @@ class Progress:
                 if self.saved_at == self.iter_num else ''))
         elif self.iter_num < config.max_iters and not config.eval_only:
             lines.append(f'stopped after iteration {self.iter_num}, {ending}')
-        if unwritten:
-            lines.append(f'{out_dir} has the earlier run as it was, and nothing of this one')
-        elif self.iter_num and not signal and not config.eval_only:
+        if self.iter_num and not signal and not config.eval_only:
             lines.append(f'done: {out_dir}/checkpoints has the weights; '
                          f'python sample.py --out_dir={quoted(out_dir)}')
         return lines

@@ -194,11 +194,8 @@ def find_resumed(config, group):
 
 
 def check_resumed(resumed, config, dataset):
-    """See that the run is of the same model and data, and print which settings have changed
-    → whether any have.
-
-    Raises UserError where something differs that a run cannot change.
-    """
+    """See that the run is of the same model and data, and print which settings have changed. Raises
+    UserError where something differs that a run cannot change."""
     # A setting that did not exist when the checkpoint was written had its default.
     before, now = {**asdict(TrainConfig()), **resumed.state['config']}, asdict(config)
     changed = {key: (before[key], now[key]) for key in now if before[key] != now[key]}
@@ -230,7 +227,6 @@ def check_resumed(resumed, config, dataset):
                and (key, values[1]) != ('parallel', 'auto')}  # a line of its own tells what it is
     for key, (saved, value) in changed.items():
         print0(f'  changed: {key} {saved} → {value}')
-    return bool(changed)
 
 
 def with_parallel(config, dataset, resumed, dtype, device, world):

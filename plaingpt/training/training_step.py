@@ -59,16 +59,14 @@ class StepGuard:
     The result of the check is a number on the device: a fused optimizer reads it as `found_inf` and
     does nothing if it is 1. The host reads it in `report`, on steps on which it waits anyway.
 
-    path: anomalies.jsonl, which gets a line for each bad step, by append(path, line)
+    path: anomalies.jsonl, which gets a line for each bad step
     loader: the BatchLoader that tells which sequences the step trained on
     scaling: with float16, gradients overflow while GradScaler looks for its scale; up to OVERFLOWS
     such steps in a row are not bad, though the optimizer keeps still on them too
     """
 
-    def __init__(self, path, max_bad_steps, loader, device, scaling=False, append=append_line):
-        self.path, self.append = path, append
-        self.max_bad_steps = max_bad_steps
-        self.loader = loader
+    def __init__(self, path, max_bad_steps, loader, device, scaling=False):
+        self.path, self.max_bad_steps, self.loader = path, max_bad_steps, loader
         self.overflows = OVERFLOWS if scaling else 0
         self.held_in_a_row = torch.zeros((), device=device)  # steps that moved no weight
         self.bad_in_a_row = torch.zeros((), device=device)
@@ -113,7 +111,7 @@ class StepGuard:
                 line = {'iter': iter_num + 1, 'loss': [as_json(x) for x in losses],
                         'grad_norm': as_json(grad_norm.item()),
                         'sequences': [first, last], 'sequence_starts': starts}
-                self.append(self.path, line)
+                append_line(self.path, line)
         self.gave_up = self.bad_in_a_row.item() >= self.max_bad_steps
         return self.gave_up
 

@@ -18,12 +18,13 @@ import torch.nn.functional as F
 
 from plaingpt.kernels import cpu_kernels
 from plaingpt.kernels.cpu_kernels import Dropout, relu2, rms_norm, short_conv
-from plaingpt.kernels.cross_entropy import SOFTCAPS, chunked_cross_entropy, soft_capped
+from plaingpt.kernels.cross_entropy import chunked_cross_entropy
 from plaingpt.kernels.documents import Documents
 from plaingpt.kernels.recompute import recomputed
 
 VOCAB_MULTIPLE = 128  # matmuls are fast when their sizes divide by powers of two
-ROW_PER_TOKEN = ('wte.weight', 'value_embedding.weight', 'lm_head.weight', 'lm_head.bias')
+ROTARY_BASE = 10000.0  # as in Su et al. 2021 and Llama
+ROW_PER_TOKEN = ('wte.weight', 'value_embedding.weight', 'lm_head.weight')
 
 
 def swiglu(x):
@@ -52,19 +53,12 @@ class GPTConfig:
     bias: bool = True  # biases in Linears and LayerNorms, as in GPT-2; without is a bit better
     # model: newer than GPT-2
     rotary: bool = False  # rotary positions instead of learned ones (Su et al. 2021)
-    rotary_base: float = 10000.0  # the larger, the slower the slowest pair of channels turns
-    rotary_share: float = 1.0  # of a head's channels that turn; the others do not see positions
     rmsnorm: bool = False  # RMSNorm instead of LayerNorm (Zhang and Sennrich 2019)
-    embedding_norm: bool = False  # normalise the embeddings too
     qk_norm: bool = False  # normalise queries and keys (Dehghani et al. 2023, section 2)
-    qk_scale: float = 0.0  # qk_norm: scale their products by this, without gains; 0: by 1/√D
     mlp: Literal[*ACTIVATIONS] = 'gelu'  # the MLP's activation
     conv: int = 0  # before an MLP, mix each token with the conv - 1 before it (So 2021); 0: no
     value_embeddings: bool = False  # each block adds one of the token to its values (Zhou 2024)
     tied_head: bool = True  # the head's weight is the embedding's (Press and Wolf 2017)
-    head_bias: bool = False  # a bias in the head
-    logit_softcap: float = 0.0  # keep logits within ± this (Gemma 2, 2024, section 2); 0 for no cap
-    softcap: Literal[*SOFTCAPS] = 'tanh'  # the cap's curve: c·tanh(z/c), or c·z/√(c² + z²)
     zero_init: bool = False  # output projections begin at zero: branches add nothing at first
     document_attention: bool = False  # attention and positions stay within a document
     document_start: int = -1  # for that, the token that opens each document
@@ -88,13 +82,9 @@ class GPTConfig:
             f'n_embd={self.n_embd} is not a multiple of n_head={self.n_head}': rest,
             f'rotary=True turns pairs of channels, but n_embd / n_head = {head} is odd':
                 self.rotary and not rest and head % 2,
-            f'rotary_share={self.rotary_share}: must be above 0 and at most 1':
-                not 0 < self.rotary_share <= 1,
-            f'rotary_base={self.rotary_base}: must be above 1': self.rotary_base <= 1,
             f'conv={self.conv}: must be 0, or 2 and more': self.conv < 0 or self.conv == 1,
             'document_attention=True takes document_start, the id of the token that opens one':
-                self.document_attention and self.document_start == -1,
-            f'qk_scale={self.qk_scale} takes qk_norm=True': self.qk_scale and not self.qk_norm}
+                self.document_attention and self.document_start == -1}
         return [line for line, holds in contradictions.items() if holds]
 
 
@@ -103,18 +93,16 @@ class RMSNorm(nn.RMSNorm):
         return rms_norm(x, self.weight, self.eps)
 
 
-def norm(config, size, gain=True):
-    """LayerNorm or RMSNorm over the last `size` channels. gain: learn to scale each."""
-    if config.rmsnorm:
-        return RMSNorm(size, eps=1e-5, elementwise_affine=gain)
-    return nn.LayerNorm(size, elementwise_affine=gain, bias=config.bias)
+def norm(config, size):
+    """LayerNorm or RMSNorm over the last `size` channels."""
+    return RMSNorm(size, eps=1e-5) if config.rmsnorm else nn.LayerNorm(size, bias=config.bias)
 
 
-def rotary_table(length, size, base, share):
+def rotary_table(length, size):
     """The angles by which positions turn pairs of channels: (cosines, sines), each (length, size).
-    Pair (i, i + size/2) turns by base^(-i/n) a position, the first n = share · size/2 of them."""
-    n = max(1, round(share * size / 2))
-    frequencies = F.pad(base ** (-torch.arange(n) / n), (0, size // 2 - n))  # (size/2,)
+    Pair (i, i + n) turns by ROTARY_BASE^(-i/n) a position, n = size/2."""
+    n = size // 2
+    frequencies = ROTARY_BASE ** (-torch.arange(n) / n)  # (size/2,)
     angles = torch.outer(torch.arange(length), frequencies)  # (T, size/2)
     sines = angles.sin()
     return torch.cat((angles, angles), dim=-1).cos(), torch.cat((-sines, sines), dim=-1)
@@ -136,9 +124,8 @@ class CausalSelfAttention(nn.Module):
         self.c_proj = nn.Linear(config.n_embd, config.n_embd, bias=config.bias)
         self.resid_dropout = Dropout(config.dropout)
         head = config.n_embd // config.n_head
-        self.q_norm, self.k_norm = (norm(config, head, gain=not config.qk_scale)
-                                    if config.qk_norm else nn.Identity() for _ in 'qk')
-        self.q_scale = config.qk_scale * math.sqrt(head)  # attention divides by this root
+        self.q_norm, self.k_norm = (norm(config, head) if config.qk_norm else nn.Identity()
+                                    for _ in 'qk')
         self.value_embedding = nn.Embedding(config.padded_vocab_size, config.n_embd) \
             if config.value_embeddings else None
 
@@ -149,7 +136,6 @@ class CausalSelfAttention(nn.Module):
             v = v + self.value_embedding(idx).to(v.dtype)  # autocast leaves embeddings alone
         q, k, v = (t.view(B, T, self.n_head, C // self.n_head) for t in (q, k, v))  # (B, T, H, D)
         q, k, v = (t.transpose(1, 2) for t in (self.q_norm(q), self.k_norm(k), v))  # (B, H, T, D)
-        q = q * self.q_scale if self.q_scale else q
         if rotary is not None:
             q, k = rotate(q, *rotary), rotate(k, *rotary)
         dropout = self.dropout if self.training else 0.0
@@ -216,20 +202,17 @@ class GPT(nn.Module):
             'wte': nn.Embedding(config.padded_vocab_size, config.n_embd),
             **({'wpe': nn.Embedding(config.block_size, config.n_embd)}
                if config.learned_positions else {}),
-            'wte_norm': norm(config, config.n_embd) if config.embedding_norm else nn.Identity(),
             'drop': Dropout(config.dropout),
             'h': nn.ModuleList(Block(config) for _ in range(config.n_layer)),
             'ln_f': norm(config, config.n_embd),
         })
-        self.lm_head = nn.Linear(config.n_embd, config.padded_vocab_size, bias=config.head_bias)
+        self.lm_head = nn.Linear(config.n_embd, config.padded_vocab_size, bias=False)
         if config.tied_head:
             self.lm_head.weight = self.transformer.wte.weight
         if config.rotary:
-            tables = rotary_table(config.block_size, config.n_embd // config.n_head,
-                                  config.rotary_base, config.rotary_share)
+            tables = rotary_table(config.block_size, config.n_embd // config.n_head)
             for name, table in zip(('cos', 'sin'), tables, strict=True):
                 self.register_buffer(name, table, persistent=False)  # (block_size, D)
-        self.softcap = config.logit_softcap, config.softcap
         # How to compute, which is no part of the shape: a run may change it at any time.
         self.loss_chunk_tokens = 0  # with targets, logits of so many tokens exist at once; 0: all
         self.activation_checkpointing = 'none'  # or 'selective', 'full'
@@ -239,8 +222,8 @@ class GPT(nn.Module):
     def init_weights(self, parameters=None):
         """All weights from N(0, 0.02²), those that end a residual branch from N(0, 0.02²/2L). With
         zero_init the latter are 0, and so is an untied head: branches grow as far as they help.
-        Convolutions and value embeddings, which add to what is there, begin at 0, and embeddings
-        that are normalised and untied at N(0, 1). parameters: (name, tensor) of some, not all."""
+        Convolutions and value embeddings, which add to what is there, begin at 0.
+        parameters: (name, tensor) of some, not all."""
         config = self.config
         zeros = ('conv.weight', 'value_embedding.weight',
                  *(['c_proj.weight', 'lm_head.weight'] if config.zero_init else []))
@@ -252,8 +235,7 @@ class GPT(nn.Module):
             elif name.endswith('c_proj.weight'):  # 2L branches add up their variance (GPT-2, §2.3)
                 nn.init.normal_(p, std=0.02 / math.sqrt(2 * config.n_layer))
             else:
-                large = 'wte.' in name and config.embedding_norm and not config.tied_head
-                nn.init.normal_(p, std=1.0 if large else 0.02)
+                nn.init.normal_(p, std=0.02)
             if name.endswith(ROW_PER_TOKEN):
                 p[config.vocab_size:] = 0.0  # the padding is no token
 
@@ -264,7 +246,7 @@ class GPT(nn.Module):
         if targets is not None and self.loss_chunk_tokens:  # as in training, by default
             return None, chunked_cross_entropy(
                 x.flatten(0, 1), self.lm_head, self.config.vocab_size, targets.flatten(),
-                self.loss_chunk_tokens, self.softcap)
+                self.loss_chunk_tokens)
         logits = self.logits(x)  # (B, T, V)
         return logits, None if targets is None else F.cross_entropy(
             logits.flatten(0, 1), targets.flatten(), ignore_index=-1,
@@ -284,7 +266,7 @@ class GPT(nn.Module):
             x = x + self.transformer.wpe.weight[positions]  # (B, T, C) + (T, C)
         if self.config.rotary:
             rotary = self.cos[positions].unsqueeze(-3), self.sin[positions].unsqueeze(-3)
-        x = self.transformer.drop(self.transformer.wte_norm(x))
+        x = self.transformer.drop(x)
         for block, layer in zip(self.transformer.h, layers, strict=True):
             if self.activation_checkpointing == 'none' or not torch.is_grad_enabled():
                 x = block(x, rotary, layer, idx)
@@ -294,7 +276,7 @@ class GPT(nn.Module):
 
     def logits(self, x):
         """(…, C) → (…, V). The padding of the vocabulary is cut off here and shows nowhere."""
-        return soft_capped(self.lm_head(x)[..., :self.config.vocab_size], *self.softcap)
+        return self.lm_head(x)[..., :self.config.vocab_size]
 
     def num_parameters(self):
         """Parameters of the model as published: a tied matrix once, the padding not at all."""

@@ -106,6 +106,16 @@ def test_every_config_file_of_ours_loads():
         assert load_config(cls, [str(path)]).out_dir != 'out', path
 
 
+def test_evaluations_take_less_than_a_hundredth_of_the_flops_of_a_run():
+    for path in sorted(ROOT.glob('config/gpt*_*.py')):
+        config = load(path)
+        tokens = config.eval_sequences() * config.block_size
+        evaluations = 1 + config.max_iters // config.eval_interval  # each of both splits
+        forward = evaluations * 2 * tokens  # of three times that a token takes in training
+        assert forward / 3 < 0.01 * config.max_iters * config.step_tokens(), path
+        assert config.step_tokens() == config.total_batch_size, path
+
+
 def test_values_become_the_type_of_their_field():
     for argument, value in (
             ('--learning_rate=1', 1.0), ('--learning_rate=3e-4', 3e-4), ('--max_iters=6e5', 600000),

@@ -237,10 +237,7 @@ def test_checkpointing_keeps_less(model):
 # newer than GPT-2
 
 FLAGS = [{'rotary': True}, {'rmsnorm': True}, {'qk_norm': True}, {'mlp': 'relu2'},
-         {'mlp': 'swiglu'}, {'mlp': 'gelu_erf'}, {'tied_head': False}, {'logit_softcap': 2.0},
-         {'logit_softcap': 2.0, 'softcap': 'sqrt'}, {'tied_head': False, 'head_bias': True},
-         {'rotary': True, 'rotary_base': 100.0}, {'rotary': True, 'rotary_share': 0.5},
-         {'embedding_norm': True}, {'qk_norm': True, 'qk_scale': 0.5}, {'conv': 3},
+         {'mlp': 'swiglu'}, {'mlp': 'gelu_erf'}, {'tied_head': False}, {'conv': 3},
          {'value_embeddings': True}]
 
 
@@ -268,8 +265,6 @@ def test_each_flag_trains_in_chunks_and_in_bfloat16_as_in_plain_float32():
         model = GPT(replace(SMALL, **flags))
         for p in model.parameters():
             p.data.add_(torch.randn_like(p) * 0.02)
-        for p in model.lm_head.parameters() if 'logit_softcap' in flags else ():
-            p.data.mul_(20)  # so that the cap bends them
         exact_loss, exact = loss_and_gradient(model, model)
         _, rounded = loss_and_gradient(model, model, torch.bfloat16)
         assert relative(rounded, exact) < 0.05, flags
@@ -279,27 +274,13 @@ def test_each_flag_trains_in_chunks_and_in_bfloat16_as_in_plain_float32():
 
 
 def test_rotary_scores_depend_on_distances_alone():
-    cos, sin = rotary_table(12, 8, base=10000.0, share=1.0)
+    cos, sin = rotary_table(12, 8)
     q, k = torch.randn(2, 1, 1, 1, 8).expand(2, 1, 1, 12, 8)  # the same at each position
     scores = (rotate(q, cos, sin) @ rotate(k, cos, sin).mT)[0, 0]
     for distance in range(12):
         along = scores.diagonal(-distance)
         torch.testing.assert_close(along, along[:1].expand_as(along))
     assert scores[:, 0].std() > 0.1
-
-
-def test_channels_beyond_the_rotary_share_are_not_turned():
-    q = torch.randn(1, 1, 12, 8)
-    turned = rotate(q, *rotary_table(12, 8, base=100.0, share=0.5)) != q
-    assert turned[0, 0, 1:].all(0).tolist() == 2 * [True, True, False, False]
-
-
-def test_a_soft_cap_holds_logits():
-    for curve in ('tanh', 'sqrt'):
-        model = GPT(replace(SMALL, logit_softcap=2.0, softcap=curve))
-        model.lm_head.weight.data *= 1000
-        logits = model(torch.randint(0, 65, (2, 16)))[0]
-        assert 1.9 < logits.abs().max() <= 2
 
 
 def test_zero_init_begins_with_all_tokens_equally_likely():

@@ -75,9 +75,7 @@ def test_a_step_of_several_micro_batches_is_that_of_one_big_batch(tiny, trained,
 
 
 NEWER = options(optimizer='normuon', rotary=True, rmsnorm=True, qk_norm=True, mlp='relu2',
-                tied_head=False, logit_softcap=15.0, zero_init=True, lr_schedule='wsd', conv=4,
-                rotary_share=0.5, embedding_norm=True, qk_scale=0.3, value_embeddings=True,
-                head_bias=True, softcap='sqrt', muon_scale='original', muon_iterations='exact',
+                tied_head=False, zero_init=True, lr_schedule='wsd', conv=4, value_embeddings=True,
                 document_attention=True, document_start=0)  # lines are documents
 
 

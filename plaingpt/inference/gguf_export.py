@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import torch
 
+from model import ROTARY_BASE
 from plaingpt.data.chat_tokenizer import TEMPLATE, is_chat
 from plaingpt.inference.hf_architectures import ARCHITECTURES, GPT2, TRANSPOSED
 from plaingpt.inference.hf_export import (
@@ -50,7 +51,7 @@ def build_gguf(model, tokenizer, dtype):
     else:
         writer.add_layer_norm_eps(1e-5)
     if config.rotary:
-        writer.add_rope_freq_base(config.rotary_base)
+        writer.add_rope_freq_base(ROTARY_BASE)
         writer.add_rope_dimension_count(config.n_embd // config.n_head)
     add_tokenizer(writer, tokenizer)
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH[name.upper()], config.n_layer)

@@ -12,7 +12,7 @@ from typing import get_args
 
 import torch
 
-from model import GPT, GPTConfig
+from model import GPT, ROTARY_BASE, GPTConfig
 from plaingpt.system.errors import UserError
 
 SIZES = ('vocab_size', 'block_size', 'n_layer', 'n_head', 'n_embd')
@@ -167,9 +167,9 @@ def llama_fixed(c):
     # The last is how transformers 5 says the two before.
     return {'num_key_value_heads': c.n_head, 'head_dim': c.n_embd // c.n_head,
             'intermediate_size': c.mlp_width, 'mlp_bias': c.bias, 'attention_dropout': c.dropout,
-            'rms_norm_eps': 1e-5, 'use_sliding_window': False, 'rope_theta': 10000.0,
+            'rms_norm_eps': 1e-5, 'use_sliding_window': False, 'rope_theta': ROTARY_BASE,
             'rope_scaling': None,
-            'rope_parameters': {'rope_type': 'default', 'rope_theta': 10000.0}}
+            'rope_parameters': {'rope_type': 'default', 'rope_theta': ROTARY_BASE}}
 
 
 def to_llama(weights, config):

@@ -7,53 +7,41 @@ import torch.nn.functional as F
 from torch.compiler import is_compiling
 
 PADDING_SHARE = 16  # padding of up to this part of the vocabulary is computed along
-# Curves within ±1 that are straight where they are small: name → (the curve, its slope where its
-# value is y).
-SOFTCAPS = {
-    'tanh': (torch.tanh, lambda y: 1 - y.square()),
-    'sqrt': (lambda x: x * (1 + x.square()).rsqrt(), lambda y: (1 - y.square()).relu() ** 1.5),
-}
 
 
-def soft_capped(logits, cap, curve='tanh'):
-    """Logits within ±cap, and as they are where they are small; cap 0 leaves them alone."""
-    return cap * SOFTCAPS[curve][0](logits / cap) if cap else logits
-
-
-def chunked_cross_entropy(x, head, vocab_size, targets, chunk, softcap=(0.0, 'tanh')):
+def chunked_cross_entropy(x, head, vocab_size, targets, chunk):
     """Mean cross-entropy of head(x) whose (N, V) logits never exist: `chunk` rows at a time go from
     logits to loss to gradients, so nothing is computed twice.
 
     x (N, C), head a Linear of which the first vocab_size outputs count, targets (N,) int64, -1
-    where there is none → scalar, float32, nats. softcap: GPTConfig's logit_softcap and softcap.
-    Matmuls run in autocast's dtype, softmax and sums in float32. torch's own
-    F.linear_cross_entropy does the same, but only from 2.13 on, and torch.compile stops at it.
+    where there is none → scalar, float32, nats. Matmuls run in autocast's dtype, softmax and sums
+    in float32. torch's own F.linear_cross_entropy does the same, but only from 2.13 on, and
+    torch.compile stops at it.
     """
-    weight, bias = head.weight, head.bias
+    weight = head.weight
     if len(weight) - vocab_size > vocab_size // PADDING_SHARE:
-        weight, bias = (p if p is None else p[:vocab_size] for p in (weight, bias))
-    return ChunkedCrossEntropy.apply(x, weight, bias, vocab_size, targets, chunk, softcap)
+        weight = weight[:vocab_size]
+    return ChunkedCrossEntropy.apply(x, weight, vocab_size, targets, chunk)
 
 
 class ChunkedCrossEntropy(torch.autograd.Function):
 
     @staticmethod
-    def forward(ctx, x, weight, bias, vocab_size, targets, chunk, softcap):
+    def forward(ctx, x, weight, vocab_size, targets, chunk):
         device = x.device.type
         dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
-        w, b = weight.to(dtype), None if bias is None else bias.to(dtype)
+        w = weight.to(dtype)
         training = ctx.needs_input_grad[0]
         loss, done = torch.zeros((), device=x.device), []
         if training:
             grad_x, grad_w = torch.empty_like(x, dtype=dtype), torch.zeros_like(weight)
-            grad_b = None if bias is None else torch.zeros_like(bias)
         with torch.autocast(device, enabled=False):
             for i in range(0, len(x), chunk):
                 x_i = x[i:i + chunk].to(dtype)  # (n, C)
                 if done and is_compiling():
                     x_i = after(x_i, done)
-                loss_i, grad = summed_cross_entropy(F.linear(x_i, w, b).float(), vocab_size,
-                                                    targets[i:i + chunk], softcap, training)
+                loss_i, grad = summed_cross_entropy(F.linear(x_i, w).float(), vocab_size,
+                                                    targets[i:i + chunk], training)
                 loss += loss_i
                 done = [loss]
                 if training:
@@ -61,21 +49,17 @@ class ChunkedCrossEntropy(torch.autograd.Function):
                     grad_x[i:i + chunk] = grad_x_i = grad @ w
                     grad_w += grad.t() @ x_i
                     done += [grad_x_i, grad_w]
-                    if bias is not None:
-                        grad_b += grad.sum(0, dtype=grad_b.dtype)
-                        done.append(grad_b)
                     del grad  # or it would stand beside the next chunk's
         count = (targets != -1).sum().clamp(min=1)  # of no targets the loss is 0
         if training:
-            ctx.save_for_backward(grad_x, grad_w, grad_b, count)
+            ctx.save_for_backward(grad_x, grad_w, count)
         return loss / count
 
     @staticmethod
     def backward(ctx, grad_loss):
-        grad_x, grad_w, grad_b, count = ctx.saved_tensors
+        grad_x, grad_w, count = ctx.saved_tensors
         scale = (grad_loss / count).view(1)  # a vector: float32 × bfloat16 is then float32
-        grad_b = None if grad_b is None else grad_b * scale
-        return grad_x * scale, grad_w * scale, grad_b, None, None, None, None
+        return grad_x * scale, grad_w * scale, None, None, None
 
 
 @torch.library.custom_op('plaingpt::after', mutates_args=())
@@ -91,13 +75,10 @@ def _(x, done):
     return torch.empty_like(x)
 
 
-def summed_cross_entropy(logits, vocab_size, targets, softcap, training):
+def summed_cross_entropy(logits, vocab_size, targets, training):
     """logits (n, V) float32, of which the first vocab_size count, targets (n,) → the sum of
     cross-entropies, and its gradient in the logits, (n, V), or None when not training."""
     known, targets = targets[:, None] != -1, targets[:, None].clamp(min=0)  # (n, 1)
-    cap, curve = softcap
-    logits = soft_capped(logits, cap, curve)
-    slope = SOFTCAPS[curve][1](logits / cap) if cap else None
     if logits.size(1) > vocab_size:
         logits[:, vocab_size:] = -math.inf  # no part in the softmax, and no gradient
     # The gradient is softmax − one-hot: within ±1, which float16 holds; divided by the count it
@@ -114,6 +95,5 @@ def summed_cross_entropy(logits, vocab_size, targets, softcap, training):
         grad = logp.exp_().scatter_add_(1, targets, -torch.ones_like(targets, dtype=torch.float)) \
             if training else None
     if training:
-        grad = grad.mul_(slope) if cap else grad
         grad = grad.mul_(known)
     return (loss * known).sum(), grad

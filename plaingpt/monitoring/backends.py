@@ -89,14 +89,14 @@ BACKENDS = {'wandb': Wandb, 'tensorboard': TensorBoard}
 
 
 def open_backends(config, run, run_id):
-    """Start those of config.log_to, wandb_log=True and tensorboard_log=True; one that cannot start
-    is left out with a warning.
+    """Start those of config.log_to and wandb_log=True; one that cannot start is left out with a
+    warning.
 
     run: facts of the run; run_id: of the wandb run to continue, or None
     """
-    names = [name for name in BACKENDS if getattr(config, f'{name}_log', False)]
+    names = ['wandb'] * config.wandb_log + [name for name in config.log_to.split(',') if name]
     backends = []
-    for name in dict.fromkeys(names + [name for name in config.log_to.split(',') if name]):
+    for name in dict.fromkeys(names):
         try:
             backends.append(BACKENDS[name](config, run, run_id))
         except UserError as problem:

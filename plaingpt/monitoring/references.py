@@ -31,7 +31,7 @@ NO_EFFECT = {
     'eval_tasks', 'eval_tasks_interval', 'sample_interval', 'sample_start', 'sample_tokens',
     'init_from', 'checkpoint_interval', 'always_save_checkpoint', 'keep_checkpoints',
     'checkpoint_async', 'checkpoint_chunk_mb', 'checkpoint', 'wandb_log', 'wandb_project',
-    'wandb_run_name', 'tensorboard_log', 'log_to', 'health_interval', 'report', 'patience',
+    'wandb_run_name', 'log_to', 'health_interval', 'report', 'patience',
     'dataset', 'data_in_ram', 'vocab_size', 'batch_size', 'gradient_accumulation_steps',
     'total_batch_size', 'max_bad_steps', 'device', 'dtype', 'compile', 'loss_chunk_tokens',
     'activation_checkpointing', 'backend', 'seed'}

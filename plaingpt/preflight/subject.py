@@ -160,8 +160,7 @@ class Subject:
         with torch.no_grad():
             for p in gpt.parameters():
                 p.normal_(std=0.1)
-        config = replace(self.config, learning_rate=1e-3, weight_decay=0.0, embedding_decay=0.0,
-                         vector_decay=0.0)
+        config = replace(self.config, learning_rate=1e-3, weight_decay=0.0)
         return gpt, build_optimizer(gpt.to(self.device), config, self.device.type), config
 
     @contextmanager

@@ -52,6 +52,12 @@ RENAMED = {'windows': 'sequences', 'stale': 'evals_since_best'}
 # What a checkpoint of an earlier version may lack.
 LATER = {'val_loss': None, 'elapsed_s': 0.0, 'wandb_id': None, 'samples': {},
          'eval_sequences': 0}
+# Settings of earlier versions, of the model and of its training, that are no more → the value, or
+# the setting whose value, that this version computes with.
+REMOVED = {'rotary_base': 10000.0, 'rotary_share': 1.0, 'embedding_norm': False, 'qk_scale': 0.0,
+           'head_bias': False, 'logit_softcap': 0.0, 'softcap': 'tanh', 'adam_eps': 1e-8,
+           'muon_scale': 'match_rms_adamw', 'muon_iterations': 'quintic',
+           'embedding_decay': 'weight_decay', 'vector_decay': 0.0}
 BLOCK = re.compile(r'h\.\d+\.')  # of a parameter's name
 CHUNK = re.compile(r'(model|optimizer)-(\d{5,9})-of-(\d{5,9})\.safetensors')
 PART = re.compile(r'(.*?)(?:\[(\d{1,18}):(\d{1,18})\])?', re.DOTALL)  # of a tensor: its rows
@@ -340,8 +346,7 @@ def open_checkpoint(path):
         check_keys(state, {'format_version': is_count, 'model': is_dict})
         what = f'format version {state["format_version"]}'
         if state['format_version'] == FORMAT_VERSION:
-            unknown = state['model'].keys() - {field.name for field in fields(GPTConfig)}
-            what = f'a model with {", ".join(sorted(unknown))}' if unknown else ''
+            what = ', '.join(unknown_settings(state))
         if not what:
             state = LATER | {RENAMED.get(key, key): value for key, value in state.items()}
             check_state(state, iteration_of(path))
@@ -351,9 +356,19 @@ def open_checkpoint(path):
                         '--checkpoint=ITER, or remove the directory') from None
     if what:
         raise AnotherVersion(f'{path} is from another version of plainGPT: it has {what}, which '
-                             'this one does not know: use the version that wrote it, or a newer '
-                             'one')
+                             'this one does not know: use the version that wrote it')
     return Checkpoint(path, state)
+
+
+def unknown_settings(state):
+    """Take the settings of REMOVED out of what state.json says of a model and its training
+    → 'key=value' of those that this version does not compute with."""
+    settings = {**state['config'], **state['model']}
+    for part in ('config', 'model'):
+        state[part] = {key: x for key, x in state[part].items() if key not in REMOVED}
+    unknown = state['model'].keys() - {field.name for field in fields(GPTConfig)}
+    return [f'{key}={x}' for key, x in settings.items() if key in unknown or (
+        key in REMOVED and x not in (REMOVED[key], settings.get(REMOVED[key])))]
 
 
 def check_state(state, iter_num):

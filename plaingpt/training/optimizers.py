@@ -34,9 +34,9 @@ def parameter_groups(model, config):
     it is made of, as its layer in model.py tells: queries', keys' and values', or SwiGLU's two."""
     scales = {  # kind → of the learning rate, weight decay
         'matrices': (1.0, config.weight_decay),
-        'embedding': (config.embedding_lr_scale, config.embedding_decay),
-        'head': (config.head_lr_scale, config.embedding_decay),
-        'vectors': (config.vector_lr_scale, config.vector_decay)}
+        'embedding': (config.embedding_lr_scale, config.weight_decay),
+        'head': (config.head_lr_scale, config.weight_decay),
+        'vectors': (config.vector_lr_scale, 0.0)}
     groups = {kind: {'params': [], 'lr': config.learning_rate * scale, 'lr_scale': scale,
                      'weight_decay': decay} for kind, (scale, decay) in scales.items()}
     groups['matrices']['parts'] = []
@@ -76,8 +76,7 @@ def kind_of(name, p):
 
 def adamw(groups, config, fused):
     """Adam with decoupled weight decay (Loshchilov and Hutter 2017)."""
-    return torch.optim.AdamW(groups.values(), betas=(config.beta1, config.beta2),
-                             eps=config.adam_eps, fused=fused)
+    return torch.optim.AdamW(groups.values(), betas=(config.beta1, config.beta2), fused=fused)
 
 
 def sgd(groups, config, fused):
@@ -118,7 +117,8 @@ class MuonAdamW(torch.optim.Optimizer):
     Muon (Jordan et al. 2024, https://kellerjordan.github.io/posts/muon) moves a matrix by its
     momentum with all singular values made about equal. Queries, keys and values, and the halves of
     SwiGLU's matrix, are matrices of their own. Those of one shape are orthogonalized together, as
-    one batch of matmuls, by the process that owns them. The update is scaled by one of SCALES.
+    one batch of matmuls, by the process that owns them. The update is scaled to be as large as
+    AdamW's, so both take one learning rate (Liu et al. 2025, "Muon is Scalable", section 2.2).
 
     Like torch's fused optimizers it reads `found_inf`, a number on the device, and leaves the
     weights alone where that is 1, without any wait for the device. Muon's momentum is then 0.
@@ -131,7 +131,6 @@ class MuonAdamW(torch.optim.Optimizer):
     def __init__(self, groups, config, fused, equal_rows=False):
         super().__init__(groups.values(), {})
         self.momentum, self.equal_rows, self.rows_beta = config.momentum, equal_rows, config.beta2
-        self.scale, self.iterations = SCALES[config.muon_scale], ITERATIONS[config.muon_iterations]
         self.adamw = adamw({kind: group for kind, group in groups.items() if kind != 'matrices'},
                            config, fused)
         # One view on both: groups to set the learning rate in, states to save.
@@ -174,7 +173,7 @@ class MuonAdamW(torch.optim.Optimizer):
         matrices = [stack.cut(local_rows(stack.parameter)[0]) for stack in alike.stacks]
         sizes = [p.size(0) for p in matrices]
         mine = alike.to_owners(directions, iterations_dtype(directions[0].device))
-        updates = alike.from_owners(orthogonalized(mine, self.iterations)).float()  # (…, C)
+        updates = alike.from_owners(orthogonalized(mine)).float()  # (…, C)
         if self.equal_rows:
             rows = [stack.cut(local_rows(self.state[stack.parameter]['exp_avg_sq_rows'])[0])
                     for stack in alike.stacks]
@@ -184,24 +183,16 @@ class MuonAdamW(torch.optim.Optimizer):
             updates *= math.sqrt(min(alike.shape)) / alike.lengths(updates).clamp(min=1e-8)
         torch._foreach_mul_(matrices, 1 - lr * weight_decay * self.alright())
         torch._foreach_add_(matrices, updates.reshape(-1, alike.shape[1]).split(sizes),
-                            alpha=-lr * self.scale(*alike.shape))
+                            alpha=-lr * (0.2 * math.sqrt(max(alike.shape))))
 
     def alright(self):
         """1, or 0 where the step is to change nothing."""
         return 1.0 if self.found_inf is None else 1 - self.found_inf.view(())
 
 
-# How large an update is whose singular values are 1: (rows, columns) → its factor.
-SCALES = {
-    # like AdamW's, so both take one learning rate (Liu et al. 2025, "Muon is Scalable", §2.2)
-    'match_rms_adamw': lambda rows, columns: 0.2 * math.sqrt(max(rows, columns)),
-    'original': lambda rows, columns: math.sqrt(max(1, rows / columns)),  # Jordan et al. 2024
-}
-# Newton-Schulz iterations: (a, b, c) of x ← a·x + b·(x xᵀ) x + c·(x xᵀ)² x, one after another.
-ITERATIONS = {
-    'quintic': [(3.4445, -4.7750, 2.0315)] * 5,  # singular values in 0.7 … 1.2 (Jordan et al. 2024)
-    'exact': [(2.0, -1.5, 0.5)] * 12,  # converges to 1
-}
+# Newton-Schulz iterations x ← a·x + b·(x xᵀ) x + c·(x xᵀ)² x, after which singular values are in
+# 0.7 … 1.2 (Jordan et al. 2024).
+ITERATIONS, (A, B, C) = 5, (3.4445, -4.7750, 2.0315)
 
 
 def iterations_dtype(device):
@@ -210,28 +201,28 @@ def iterations_dtype(device):
     return torch.float32 if slow else torch.bfloat16
 
 
-def orthogonalized(matrices, iterations):
+def orthogonalized(matrices):
     """Matrices (n, rows, columns) with all their singular values about 1, in iterations_dtype."""
     x = matrices.to(iterations_dtype(matrices.device))
     tall = x.size(1) > x.size(2)
     x = x.mT if tall else x
     x = x / x.norm(dim=(1, 2), keepdim=True).clamp(min=1e-7)
     if x.dtype == torch.float32 and x.size(2) >= 2 * x.size(1):
-        x = polynomial_of_gram(x @ x.mT, iterations) @ x
+        x = polynomial_of_gram(x @ x.mT) @ x
     else:
-        for a, b, c in iterations:
+        for _ in range(ITERATIONS):
             gram = x @ x.mT
-            x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+            x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=B, alpha=C), x, beta=A)
     return x.mT if tall else x
 
 
-def polynomial_of_gram(gram, iterations):
+def polynomial_of_gram(gram):
     """What all iterations together multiply x with, given xxᵀ: each multiplies it with a polynomial
     of its xxᵀ. Where x is wide this is less work. bfloat16 is not exact enough for it."""
     p = product = None
-    for a, b, c in iterations:
+    for _ in range(ITERATIONS):
         gram = gram if p is None else p @ gram @ p
-        p = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)
-        p.diagonal(dim1=1, dim2=2).add_(a)  # a + b·gram + c·gram²
+        p = torch.baddbmm(gram, gram, gram, beta=B, alpha=C)
+        p.diagonal(dim1=1, dim2=2).add_(A)  # a + b·gram + c·gram²
         product = p if product is None else product @ p
     return product

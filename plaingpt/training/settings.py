@@ -14,7 +14,7 @@ from plaingpt.kernels.recompute import KINDS
 from plaingpt.monitoring.backends import BACKENDS
 from plaingpt.system.distributed import launched_world
 from plaingpt.system.formatting import unescape
-from plaingpt.training.optimizers import ITERATIONS, OPTIMIZERS, SCALES
+from plaingpt.training.optimizers import OPTIMIZERS
 from plaingpt.training.schedules import SCHEDULES
 
 # Sizes far beyond what any machine holds; planning goes through the layers one by one.
@@ -48,7 +48,6 @@ class TrainConfig(GPTConfig):
     wandb_log: bool = False  # log to Weights & Biases
     wandb_project: str = 'owt'  # its project
     wandb_run_name: str = 'gpt2'  # its run
-    tensorboard_log: bool = False  # write event files into out_dir/tensorboard
     log_to: str = ''  # send metrics also to these, with commas between: wandb, tensorboard
     # watching
     health_interval: int = 100  # iterations between health checks (five at least); 0 for none
@@ -70,15 +69,10 @@ class TrainConfig(GPTConfig):
     head_lr_scale: float = 1.0  # of an untied head
     vector_lr_scale: float = 1.0  # of biases, norms and short convolutions
     max_iters: int = 600000  # updates of the weights
-    weight_decay: float = 1e-1  # of matrices
-    embedding_decay: Literal['auto'] | float = 'auto'  # of embeddings and head; auto: weight_decay
-    vector_decay: float = 0.0  # of biases, norms and short convolutions
+    weight_decay: float = 1e-1  # of matrices, embeddings included; vectors do not decay
     beta1: float = 0.9  # of AdamW: decay of the mean of gradients
     beta2: float = 0.95  # of AdamW: decay of the mean of their squares
-    adam_eps: float = 1e-8  # of AdamW: added to the root of that mean
     momentum: float = 0.95  # of muon and sgd
-    muon_scale: Literal[*SCALES] = 'match_rms_adamw'  # of its updates; original: with its own lr
-    muon_iterations: Literal[*ITERATIONS] = 'quintic'  # that make singular values alike
     grad_clip: float = 1.0  # largest norm of the gradient; 0 for no limit
     max_bad_steps: int = 10  # stop when the loss or gradient is not finite this often in a row
     # learning rate
@@ -109,8 +103,6 @@ class TrainConfig(GPTConfig):
             self.lr_decay_iters = max(self.max_iters, self.warmup_iters)
         if self.min_lr == 'auto':
             self.min_lr = self.learning_rate / 10
-        if self.embedding_decay == 'auto':
-            self.embedding_decay = self.weight_decay
 
     def out_of_range(self):
         """Values that are invalid by themselves, a line each."""
@@ -125,9 +117,9 @@ class TrainConfig(GPTConfig):
         found += [f'{key}={getattr(self, key)}: {most:,} is the most' for key, most in MOST.items()
                   if getattr(self, key) != 'auto' and getattr(self, key) > most]
         natural = ('max_iters', 'warmup_iters', 'lr_decay_iters', 'learning_rate', 'min_lr',
-                   'weight_decay', 'embedding_decay', 'vector_decay', 'grad_clip',
+                   'weight_decay', 'grad_clip',
                    'embedding_lr_scale', 'head_lr_scale', 'vector_lr_scale', 'total_batch_size',
-                   'loss_chunk_tokens', 'seed', 'qk_scale', 'logit_softcap', 'eval_tokens',
+                   'loss_chunk_tokens', 'seed', 'eval_tokens',
                    'eval_tasks_interval', 'sample_interval', 'health_interval', 'sample_tokens',
                    'patience', 'overfit_batches', 'vocab_size', 'fsdp_group')
         found += [f'{key}={getattr(self, key)}: must not be negative'
@@ -143,8 +135,6 @@ class TrainConfig(GPTConfig):
             found.append(f'checkpoint={self.checkpoint}: it is latest, best or an iteration')
         if not re.fullmatch(r'auto|cpu|mps|cuda(:\d+)?', self.device):
             found.append(f'device={self.device!r} is unknown: use auto, cpu, cuda, cuda:0 or mps')
-        if self.adam_eps <= 0:
-            found.append(f'adam_eps={self.adam_eps}: must be above 0')
         if 0 < self.eval_tokens < self.block_size:
             found.append(f'eval_tokens={self.eval_tokens} is less than a sequence of block_size='
                          f'{self.block_size} tokens')

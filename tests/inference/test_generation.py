@@ -15,11 +15,9 @@ SMALL = dict(block_size=16, vocab_size=65, n_layer=2, n_head=4, n_embd=32)
 KINDS = {
     'gpt2': {},
     'modern': dict(rotary=True, rmsnorm=True, qk_norm=True, mlp='swiglu', tied_head=False,
-                   logit_softcap=15.0, bias=False, conv=4),
+                   bias=False, conv=4),
     'odd length and convolution': dict(conv=3, block_size=7),
-    'record': dict(rotary=True, rotary_base=1000.0, rotary_share=0.5, embedding_norm=True,
-                   qk_norm=True, qk_scale=0.3, value_embeddings=True, tied_head=False,
-                   head_bias=True, logit_softcap=15.0, softcap='sqrt', block_size=7),
+    'value embeddings': dict(rotary=True, value_embeddings=True, tied_head=False, block_size=7),
     'documents': dict(document_attention=True, document_start=7, conv=3),
     'rotary documents': dict(document_attention=True, document_start=7, rotary=True, conv=3,
                              block_size=7),

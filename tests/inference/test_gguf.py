@@ -130,8 +130,7 @@ def test_what_llama_cpp_does_not_have_is_named():
     for flags, words in (
             (dict(mlp='gelu_erf'),
              'of llama.cpp is this model: gpt2 needs mlp=gelu instead of gelu_erf$'),
-            (dict(head_bias=True), 'gpt2 needs head_bias=False instead of True'),
-            (dict(LLAMA, rotary_share=0.5), 'llama needs rotary_share=1.0 instead of 0.5'),
+            (dict(LLAMA, conv=3), 'llama needs conv=0 instead of 3'),
             (dict(QWEN3, bias=True), 'qwen3 needs bias=False instead of True')):
         with pytest.raises(UserError, match=words):
             build_gguf(shaken(**flags), BYTES, 'float32')

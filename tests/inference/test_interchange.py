@@ -116,7 +116,7 @@ def test_an_export_has_the_same_logits_in_transformers_and_when_read_back(tmp_pa
 
 def test_the_flag_that_prevents_an_export_is_named(tmp_path):
     for flags, words in (
-            (dict(logit_softcap=15.0), 'gpt2 needs logit_softcap=0.0 instead of 15.0'),
+            (dict(conv=3), 'gpt2 needs conv=0 instead of 3'),
             (dict(rotary=True, mlp='swiglu'), 'llama needs rmsnorm=True'),
             (dict(LLAMA, qk_norm=True, mlp='relu2'), 'mlp=swiglu instead of relu2'),
             (dict(LLAMA, qk_norm=True), 'qwen3 needs bias=False')):

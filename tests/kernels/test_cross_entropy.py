@@ -4,17 +4,16 @@ import torch.nn.functional as F
 from torch.profiler import ProfilerActivity, profile
 
 from model import GPT, GPTConfig
-from plaingpt.kernels.cross_entropy import chunked_cross_entropy, soft_capped
+from plaingpt.kernels.cross_entropy import chunked_cross_entropy
 
 V, PADDED = 250, 256  # little padding: it is computed along
 
 
-def head_and_text(bias):
+def head_and_text():
     torch.manual_seed(0)
-    head = torch.nn.Linear(16, PADDED, bias=bias)
+    head = torch.nn.Linear(16, PADDED, bias=False)
     with torch.no_grad():
-        for p in head.parameters():
-            p[V:] = 100.0  # were the padding in play, it would win or lose it all
+        head.weight[V:] = 100.0  # were the padding in play, it would win or lose it all
     x, targets = torch.randn(40, 16, requires_grad=True), torch.randint(V, (40,))
     targets[3:6] = -1
     return head, x, targets
@@ -25,20 +24,17 @@ def loss_and_gradients(compute, head, x, targets):
     return loss, *torch.autograd.grad(loss, (x, *head.parameters()))
 
 
-@pytest.mark.parametrize(('softcap', 'bias', 'compiled'), [
-    ((0.0, 'tanh'), False, False), ((2.0, 'tanh'), True, False), ((2.0, 'sqrt'), False, False),
-    ((2.0, 'tanh'), True, True)])
-def test_padding_that_is_computed_along_counts_for_nothing(softcap, bias, compiled):
+@pytest.mark.parametrize('compiled', [False, True])
+def test_padding_that_is_computed_along_counts_for_nothing(compiled):
     def plain(x, head, targets):
-        logits = soft_capped(head(x)[:, :V], *softcap)
-        return F.cross_entropy(logits, targets, ignore_index=-1)
+        return F.cross_entropy(head(x)[:, :V], targets, ignore_index=-1)
 
     def ours(x, head, targets):
-        return chunked_cross_entropy(x, head, V, targets, 16, softcap)
+        return chunked_cross_entropy(x, head, V, targets, 16)
 
     torch._dynamo.reset()
     call = torch.compile(ours, backend='aot_eager', fullgraph=True) if compiled else ours
-    text = head_and_text(bias)
+    text = head_and_text()
     found, expected = loss_and_gradients(call, *text), loss_and_gradients(plain, *text)
     torch.testing.assert_close(found, expected)
     assert all((gradient[V:] == 0).all() for gradient in found[2:])

@@ -16,9 +16,8 @@ OPENER = 64
 SMALL = GPTConfig(block_size=16, vocab_size=65, n_layer=2, n_head=4, n_embd=32,
                   document_attention=True, document_start=OPENER)
 FLAGS = {'learned': {}, 'rotary': {'rotary': True}, 'conv': {'conv': 3},
-         'record': dict(rotary=True, rotary_share=0.5, conv=4, rmsnorm=True, qk_norm=True,
-                        qk_scale=0.3, value_embeddings=True, embedding_norm=True, tied_head=False,
-                        mlp='relu2', logit_softcap=15.0)}
+         'newer': dict(rotary=True, conv=4, rmsnorm=True, qk_norm=True, value_embeddings=True,
+                       tied_head=False, mlp='relu2')}
 CUTS = [[0, 5, 6, 7], [0, 9], [0, 15], [0]]  # where the documents of each sequence begin
 
 
@@ -65,7 +64,7 @@ def test_a_document_in_a_sequence_has_the_logits_and_gradients_that_it_has_alone
 
 
 def test_a_compiled_step_has_one_graph_and_computes_the_same():
-    model, idx = make({**FLAGS['record'], 'n_layer': 1}), packed()
+    model, idx = make({**FLAGS['newer'], 'n_layer': 1}), packed()
     model.activation_checkpointing = 'selective'
     torch._dynamo.reset()
     compiled = torch.compile(model, backend='aot_eager', fullgraph=True)
@@ -112,7 +111,7 @@ def by_document(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, window_s
 
 def test_what_goes_to_the_kernel_gives_what_the_mask_gives(monkeypatch):
     inspect.signature(varlen_attn).bind(*range(7), window_size=(-1, 0))  # or a TypeError
-    model, idx = make(FLAGS['record']).bfloat16(), packed()
+    model, idx = make(FLAGS['newer']).bfloat16(), packed()
     masked = model(idx)[0].float()
     called = []
     monkeypatch.setattr(documents, 'has_varlen', lambda device: True)

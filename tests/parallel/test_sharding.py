@@ -32,8 +32,8 @@ from plaingpt.training.settings import TrainConfig
 
 CPU = torch.device('cpu')
 SMALL = GPTConfig(block_size=16, vocab_size=65, n_layer=2, n_head=2, n_embd=32)
-NEWER = dict(rotary=True, rmsnorm=True, qk_norm=True, embedding_norm=True, conv=3, mlp='swiglu',
-             value_embeddings=True, tied_head=False, head_bias=True, logit_softcap=15.0)
+NEWER = dict(rotary=True, rmsnorm=True, qk_norm=True, conv=3, mlp='swiglu',
+             value_embeddings=True, tied_head=False)
 UNIQUE = {'elapsed_s', 'tokens_per_s', 'mfu', 'peak_memory_bytes', 'data_wait'}  # to each run
 
 

@@ -17,9 +17,8 @@ from plaingpt.training.settings import TrainConfig
 
 FLAGS = {
     'newer flags': dict(rotary=True, rmsnorm=True, qk_norm=True, mlp='swiglu', tied_head=False,
-                        zero_init=True, conv=3, value_embeddings=True, embedding_norm=True,
-                        head_bias=True, logit_softcap=15.0),
-    'rotary of a few channels': dict(rotary=True, rotary_share=0.25, eval_iters=100000),
+                        zero_init=True, conv=3, value_embeddings=True),
+    'rotary positions': dict(rotary=True, eval_iters=100000),
     'documents': dict(document_attention=True, document_start=0, dropout=0.2, conv=3),
     'bfloat16': dict(dtype='bfloat16', dropout=0.5, bias=True),
     'float16': dict(dtype='float16', activation_checkpointing='full', loss_chunk_tokens=7),

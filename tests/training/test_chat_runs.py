@@ -110,7 +110,7 @@ def test_a_resumed_run_is_the_one_that_was_not_stopped(chat, runs, tmp_path):
 @pytest.mark.parametrize('vocab_size', [250, 255])  # 255 + 5 are beyond the padding
 def test_new_tokens_get_the_mean_row_and_the_old_ones_stay(vocab_size, tied_head):
     model = GPT(GPTConfig(block_size=8, vocab_size=vocab_size, n_layer=1, n_head=2, n_embd=16,
-                          tied_head=tied_head, head_bias=not tied_head))
+                          tied_head=tied_head))
     idx = torch.randint(vocab_size, (2, 8))
     before, wte = model(idx)[0], model.transformer.wte.weight.clone()
     grow_vocabulary(model, 5)

@@ -258,7 +258,7 @@ def test_a_new_run_that_is_saved_has_all_its_rows_and_the_earlier_one_all_its_fi
         'tensorboard.backend.event_processing.event_accumulator')
     before = contents(earlier)
     monkeypatch.setattr(train, 'forward_backward', at_step(2, lambda: float('nan')))
-    train.main([*tiny, '--seed=2', '--eval_interval=100', '--tensorboard_log=True'])
+    train.main([*tiny, '--seed=2', '--eval_interval=100', '--log_to=tensorboard'])
     assert contents(earlier / 'old-001') == before
     assert [row['iter'] for row in lines(earlier, 'val_loss')] == [0, 6]
     assert [row['iter'] for row in lines(earlier, 'lr')] == [1, 2, 3, 4, 5, 6]

@@ -76,16 +76,29 @@ def test_a_setting_that_came_later_is_no_change(old, capsys):
     found = checkpoints.find('run')
     missing = {field.name for field in fields(TrainConfig)} - found.state['config'].keys()
     assert missing  # this format knows fewer settings than today's
-    config = TrainConfig(**found.state['config'])
+    known = {field.name for field in fields(TrainConfig)} & found.state['config'].keys()
+    config = TrainConfig(**{key: found.state['config'][key] for key in known})
     dataset = starting_point.open_data(config, train.launched_world())
     starting_point.check_resumed(found, config, dataset)
     assert 'changed' not in capsys.readouterr().out
 
 
+def test_a_setting_that_is_no_more_is_forgotten_where_it_changes_nothing(old):
+    removed = dict(rotary_share=1.0, softcap='tanh', head_bias=False)
+    change_state(checkpoints.find('run').path, lambda state: [
+        state['model'].update(removed), state['config'].update(
+            removed, adam_eps=1e-8, embedding_decay=state['config']['weight_decay'])])
+    assert checkpoints.find('run').load_model().config.n_embd == 8
+    train.main([*SAME, '--init_from=resume', '--max_iters=7'])
+    assert not checkpoints.REMOVED.keys() & checkpoints.find('run').state['config'].keys()
+
+
 @pytest.mark.parametrize(('change', 'words'), [
     (lambda state: state.update(format_version=2), 'format version 2'),
-    (lambda state: state['model'].update(alibi=True), 'alibi')])
-def test_a_checkpoint_of_a_newer_version_says_so_and_is_not_called_damaged(old, change, words):
+    (lambda state: state['model'].update(alibi=True), 'alibi=True'),
+    (lambda state: state['model'].update(rotary_share=0.5), 'rotary_share=0.5'),
+    (lambda state: state['config'].update(embedding_decay=0.5), 'embedding_decay=0.5')])
+def test_a_checkpoint_of_another_version_says_so_and_is_not_called_damaged(old, change, words):
     change_state(checkpoints.find('run').path, change)
     with pytest.raises(UserError, match='another version') as problem:
         checkpoints.find('run')

@@ -26,6 +26,7 @@ if __name__ == '__main__':  # before torch, which takes seconds
 import json
 from dataclasses import dataclass
 from itertools import product
+from typing import Annotated
 
 from configurator import load_config
 from plaingpt.benchmarks import result_tables
@@ -57,23 +58,16 @@ class BenchConfig(TrainConfig):
     resuming: bool = False  # weights of a resumed run, beside those of two whole ones
     profile: bool = False  # speed: where the time goes, and a trace in out_dir
     # benchmark: how
-    steps: int = 10  # that are timed; a figure is their median
-    warmup_steps: int = 3  # before them, which do not count
-    rounds: int = 3  # ladder: measure all variants so many times; the median is over all
-    seeds: int = 3  # grid, ablate: of each training
+    steps: Annotated[int, 'at least 1'] = 10  # that are timed; a figure is their median
+    warmup_steps: Annotated[int, 'at least 0'] = 3  # before them, which do not count
+    rounds: Annotated[int, 'at least 1'] = 3  # ladder: measure all so many times, for a median
+    seeds: Annotated[int, 'at least 1'] = 3  # grid, ablate: of each training
     set: str = ''  # ablate: a setting and its values, as conv=0,4; again for another setting
     one_by_one: bool = False  # ablate: the base and each change alone, not all combinations
-    target_loss: float = 0.0  # grid: time to this validation loss; 0: 5% above the default's last
+    target_loss: Annotated[float, 'at least 0'] = 0.0  # grid: time to it; 0: 5% above the default's
     real_data: bool = False  # speed: batches from the dataset, not one of random tokens
     json: bool = False  # print JSON
     save: str = ''  # a folder for CSV, table and picture of the same, such as results
-
-    def out_of_range(self):
-        found = super().out_of_range()
-        found += [f'{key}={getattr(self, key)}: must be at least 1'
-                  for key in ('steps', 'rounds', 'seeds') if getattr(self, key) < 1]
-        return found + [f'{key}={getattr(self, key)}: must not be negative'
-                        for key in ('warmup_steps', 'target_loss') if getattr(self, key) < 0]
 
     def problems(self):
         found = super().problems()

@@ -14,6 +14,7 @@ import dataclasses
 import difflib
 import inspect
 import io
+import operator
 import os
 import sys
 import tokenize
@@ -29,7 +30,8 @@ from plaingpt.system.formatting import quoted
 def load_config(cls, argv, doc=''):
     """Build dataclass `cls` from its defaults and the command line `argv`.
 
-    `cls` may define `out_of_range(self) -> list[str]` for values that are wrong by themselves, and
+    A field may have a limit in words: `Annotated[int, 'at least 1 and below 9']`. `cls` may define
+    `out_of_range(self) -> list[str]` for other values that are wrong by themselves, and
     `problems(self) -> list[str]` for those that contradict each other, if all else is right.
     Raises UserError with every problem found, one a line. `--help` prints and exits.
     """
@@ -49,6 +51,7 @@ def load_config(cls, argv, doc=''):
         for name, value, where in found:
             check_and_set(cls, values, name, value, where, problems)
     config = cls(**values)
+    problems += outside_limits(config)
     if hasattr(config, 'out_of_range'):
         problems += config.out_of_range()
     if not problems and hasattr(config, 'problems'):
@@ -101,8 +104,7 @@ def later_options(cls, argv):
 def reader_of(cls, name):
     """What reads text of the command line: the function of a field `name: Annotated[str, function]`
     whose escapes a config file's Python has read already. Other text stays as typed."""
-    annotation = typing.get_type_hints(cls, include_extras=True)[name]
-    return annotation.__metadata__[0] if hasattr(annotation, '__metadata__') else str
+    return next(filter(callable, annotations_of(cls, name)), str)
 
 
 def parse_literal(text):
@@ -249,6 +251,36 @@ def convert(value, cls, name):
         if kind is type(value) or (not isinstance(kind, type) and value == kind):
             return value
     raise ValueError
+
+
+COMPARISONS = {'at least': operator.ge, 'above': operator.gt,
+               'at most': operator.le, 'below': operator.lt}
+
+
+def outside_limits(config):
+    """The values that are outside the limits that their fields have in words, a line each."""
+    found = []
+    for field in dataclasses.fields(config):
+        value = getattr(config, field.name)
+        for limit in annotations_of(type(config), field.name):
+            if isinstance(limit, str) and not isinstance(value, str) and not fits(value, limit):
+                found.append(f'{field.name}={value}: must be {limit}')
+    return found
+
+
+def fits(value, limit):
+    """Whether a number is within a limit such as 'at least 0 and below 1'."""
+    bounds = [bound.rsplit(' ', 1) for bound in limit.split(' and ')]
+    return all(COMPARISONS[words](value, float(number)) for words, number in bounds)
+
+
+def annotations_of(cls, name):
+    """What a field's type is annotated with, in a union too: limits and readers."""
+    waiting, found = [typing.get_type_hints(cls, include_extras=True)[name]], []
+    for annotation in waiting:
+        found += getattr(annotation, '__metadata__', ())
+        waiting += typing.get_args(annotation)
+    return found
 
 
 def accepted_types(cls, name):

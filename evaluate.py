@@ -18,7 +18,7 @@ if __name__ == '__main__':  # before torch, which takes seconds
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
 from configurator import load_config
 from plaingpt.data.batches import fits_in_ram
@@ -42,9 +42,9 @@ class EvaluateConfig(checkpoints.ModelChoice):
     split: Literal['', 'val', 'test', 'train'] = ''  # this task alone
     dataset: str = ''  # for val, test and train: as in training; empty: that of the run
     data: str = ''  # file of a single task: a text, or a benchmark's .jsonl
-    limit: int = 0  # only this many questions of a benchmark; 0 for all
+    limit: Annotated[int, 'at least 0'] = 0  # questions of a benchmark to ask; 0 for all
     # system
-    batch_size: int = 8  # sequences or answers at a time; changes the speed, not the scores
+    batch_size: Annotated[int, 'at least 1'] = 8  # sequences at a time; changes the speed alone
     device: str = 'auto'  # auto, cpu, cuda, cuda:0, mps
     dtype: Literal['auto', 'float32', 'bfloat16', 'float16'] = 'float32'  # precision of matmuls
     backend: Literal['auto', 'nccl', 'gloo'] = 'auto'  # between processes
@@ -54,9 +54,6 @@ class EvaluateConfig(checkpoints.ModelChoice):
         tasks = self.names()
         found = [f'tasks={self.tasks}: {task!r} is none of {", ".join(TASKS)}'
                  for task in tasks if task not in TASKS]
-        if self.batch_size < 1 or self.limit < 0:
-            found.append(f'batch_size={self.batch_size} must be at least 1, and limit={self.limit} '
-                         'not negative')
         if self.split and self.tasks != 'val':
             found.append(f'split={self.split} and tasks={self.tasks} cannot go together: name the '
                          'split among the tasks')

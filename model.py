@@ -10,7 +10,7 @@ B batch, T tokens in a sequence, C = n_embd, H = n_head, D = C/H, V vocabulary.
 import math
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Literal
+from typing import Annotated, Literal
 
 import torch
 import torch.nn as nn
@@ -24,6 +24,8 @@ from plaingpt.kernels.recompute import recomputed
 
 VOCAB_MULTIPLE = 128  # matmuls are fast when their sizes divide by powers of two
 ROTARY_BASE = 10000.0  # as in Su et al. 2021 and Llama
+MAX_ANGLES = 2**24  # kept for rotary positions: 131,072 positions of 128 channels
+Size = Annotated[int, f'at least 1 and at most {2**40}']  # the configurator checks such limits
 ROW_PER_TOKEN = ('wte.weight', 'value_embedding.weight', 'lm_head.weight')
 
 
@@ -44,12 +46,12 @@ ACTIVATIONS = {
 class GPTConfig:
     """The shape of a GPT, by default GPT-2 124M. Fields are settings; comments are their help."""
     # model
-    block_size: int = 1024  # tokens in a sequence
-    vocab_size: int = 50257  # tokens that there are
-    n_layer: int = 12  # blocks
-    n_head: int = 12  # attention heads
-    n_embd: int = 768  # channels
-    dropout: float = 0.0  # 0 to pretrain; 0.1 and more to fine-tune or for little text
+    block_size: Size = 1024  # tokens in a sequence
+    vocab_size: Size = 50257  # tokens that there are
+    n_layer: Annotated[int, 'at least 1 and at most 10_000'] = 12  # blocks
+    n_head: Size = 12  # attention heads
+    n_embd: Size = 768  # channels
+    dropout: Annotated[float, 'at least 0 and below 1'] = 0.0  # 0.1 and more for little text
     bias: bool = True  # biases in Linears and LayerNorms, as in GPT-2; without is a bit better
     # model: newer than GPT-2
     rotary: bool = False  # rotary positions instead of learned ones (Su et al. 2021)
@@ -78,10 +80,14 @@ class GPTConfig:
     def problems(self):
         """Fields that contradict each other, a line each."""
         head, rest = divmod(self.n_embd, self.n_head)
+        angles = self.block_size * head
         contradictions = {
             f'n_embd={self.n_embd} is not a multiple of n_head={self.n_head}': rest,
             f'rotary=True turns pairs of channels, but n_embd / n_head = {head} is odd':
                 self.rotary and not rest and head % 2,
+            f'rotary=True with block_size={self.block_size} keeps {angles:,} angles (block_size × '
+            f'n_embd / n_head), and {MAX_ANGLES:,} are the most':
+                self.rotary and angles > MAX_ANGLES,
             f'conv={self.conv}: must be 0, or 2 and more': self.conv < 0 or self.conv == 1,
             'document_attention=True takes document_start, the id of the token that opens one':
                 self.document_attention and self.document_start == -1}

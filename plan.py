@@ -13,7 +13,7 @@ if __name__ == '__main__':  # before torch, which takes seconds
 import json as json_format
 import sys
 from dataclasses import asdict, dataclass, replace
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
 import torch
 
@@ -45,23 +45,16 @@ from plaingpt.training.starting_point import chat_tokens, check_start, start_sha
 class PlanConfig(TrainConfig):
     # plan: the machine; this one where no GPU is named
     gpu: str = ''  # such as A100 or 4090: its memory and its peak
-    gpu_memory_gb: float = 0.0  # memory of a GPU; 0 for that of --gpu
-    processes: int = 1  # that share a step, one a GPU
-    gpu_hour_price: float = 0.0  # of one GPU
+    gpu_memory_gb: Annotated[float, 'at least 0'] = 0.0  # memory of a GPU; 0 for that of --gpu
+    processes: Annotated[int, 'at least 1'] = 1  # that share a step, one a GPU
+    gpu_hour_price: Annotated[float, 'at least 0'] = 0.0  # of one GPU
     # plan: the run
-    tokens_per_s: float = 0.0  # measured, of all GPUs together; 0 to measure here, or estimate
-    utilisation: float = 0.4  # share of its peak that a named GPU reaches
+    tokens_per_s: Annotated[float, 'at least 0'] = 0.0  # of all GPUs; 0 to measure, or estimate
+    utilisation: Annotated[float, 'above 0 and at most 1'] = 0.4  # of the peak of a named GPU
     json: bool = False  # print JSON
 
     def out_of_range(self):
         found = super().out_of_range()
-        if self.processes < 1:
-            found.append(f'processes={self.processes}: must be at least 1')
-        found += [f'{key}={getattr(self, key)}: must not be negative'
-                  for key in ('gpu_memory_gb', 'gpu_hour_price', 'tokens_per_s')
-                  if getattr(self, key) < 0]
-        if not 0 < self.utilisation <= 1:
-            found.append(f'utilisation={self.utilisation}: must be above 0 and at most 1')
         if self.gpu:
             try:
                 devices.find_gpu(self.gpu)

@@ -15,6 +15,7 @@ import os
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
 
 from configurator import load_config
 from plaingpt.monitoring.diagnosis import diagnose
@@ -34,13 +35,12 @@ class PlotConfig:
     output: str = ''  # the picture (default: loss.png in the folder; compare.png here for several)
     reference: str = ''  # a file of references/: draw its band, and say where the runs lie
     live: bool = False  # draw again and again until all runs have ended
-    every: float = 10.0  # seconds, with live
+    every: Annotated[float, 'at least 1'] = 10.0  # seconds, with live
 
     def problems(self):
-        found = [] if self.every >= 1 else [f'every={self.every}: must be at least 1']
         if self.output and not self.output.endswith('.png'):
-            found.append(f'output={self.output}: must end in .png')
-        return found
+            return [f'output={self.output}: must end in .png']
+        return []
 
 
 def main(argv):
@@ -121,7 +121,8 @@ def print_run(name, rows, run, reference):
     else:
         print('  it has no run.json of train.py, and without one nothing is diagnosed')
     if reference:
-        print(f'  {reference.compare(name, rows, run)}')
+        from plaingpt.training.settings import settings_without_effect  # which takes torch
+        print(f'  {reference.compare(name, rows, run, settings_without_effect())}')
 
 
 def print_losses(runs):

@@ -24,7 +24,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
 from configurator import load_config
 from plaingpt.data import tokenizers
@@ -80,9 +80,9 @@ class PrepareConfig:
     test_fraction: float = 0.0  # held out as well, for evaluate.py --split=test (0: none)
     # how
     tokenizer: str = 'auto'  # char, byte, gpt2, bpe:VOCAB_SIZE, a dataset or a run (auto: listed)
-    shard_tokens: int = 100_000_000  # tokens a file
-    max_shards: int = 0  # of tokens that are downloaded as such (0: all)
-    num_proc: Literal['auto'] | int = 'auto'  # encoding threads (auto: one a core)
+    shard_tokens: Annotated[int, 'at least 1'] = 100_000_000  # tokens a file
+    max_shards: Annotated[int, 'at least 0'] = 0  # of tokens that are downloaded as such (0: all)
+    num_proc: Literal['auto'] | Annotated[int, 'at least 1'] = 'auto'  # threads (auto: one a core)
     overwrite: bool = False  # replace what another command prepared in the same folder
     if_small: bool = False  # only if it takes under a minute; else print the command to run
 
@@ -102,9 +102,6 @@ class PrepareConfig:
                 and not Path(self.tokenizer).is_dir() \
                 and not has_tokenizer(prepared_folder(self.tokenizer)):
             found.append(unknown_tokenizer(self.tokenizer))
-        for name, least in (('shard_tokens', 1), ('max_shards', 0), ('num_proc', 1)):
-            if getattr(self, name) != 'auto' and getattr(self, name) < least:
-                found.append(f'{name}={getattr(self, name)}: expected {least} or more')
         return found
 
 

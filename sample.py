@@ -48,7 +48,7 @@ class SampleConfig(Sampling, checkpoints.ModelChoice):
     # prompts
     start: Annotated[str, read_start] = '\n'  # the prompt, with \n, \t, \x41; or FILE:path of one
     stop: Annotated[str, read_stop] = ''  # end before this text; or a JSON list: ["\n\n", "User:"]
-    num_samples: int = 10  # samples to draw
+    num_samples: Annotated[int, 'at least 1'] = 10  # samples to draw
     prompts: str = ''  # a .jsonl file of prompts, instead of start; one sample for each
     output: str = ''  # a new .jsonl file for their texts
     chat: bool = False  # talk with the model at the terminal instead
@@ -56,15 +56,13 @@ class SampleConfig(Sampling, checkpoints.ModelChoice):
     template: Annotated[str, unescape] = ''  # of a dialogue's model, as User: {user}\nAssistant:
     # system
     stream: bool = False  # print each sample as it is written
-    batch_size: int = 8  # samples or prompts at a time; changes the speed, not the texts
+    batch_size: Annotated[int, 'at least 1'] = 8  # samples at a time; changes the speed alone
     device: str = 'auto'  # auto, cpu, cuda, cuda:0, mps
     dtype: Literal['auto', 'float32', 'bfloat16', 'float16'] = 'auto'  # precision of the matmuls
     compile: Literal['auto'] | bool = False  # torch.compile the model for single tokens
 
     def problems(self):
         found = super().problems()
-        found += [f'{key}={getattr(self, key)}: must be at least 1'
-                  for key in ('num_samples', 'batch_size') if getattr(self, key) < 1]
         if bool(self.prompts) != bool(self.output):
             found.append('prompts and output go together: name both files')
         if self.system and not self.chat:

@@ -16,7 +16,7 @@ import os
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
 from configurator import load_config
 from plaingpt.inference.weight_layout import prepare_for_generation
@@ -32,29 +32,21 @@ from plaingpt.training import checkpoint as checkpoints
 class ServeConfig(checkpoints.ModelChoice):
     # address
     host: str = '127.0.0.1'  # 0.0.0.0 for other machines, which takes an api_key
-    port: int = 8000  # 0 for a free one
+    port: Annotated[int, 'at least 0 and below 65536'] = 8000  # 0 for a free one
     api_key: str = ''  # what clients must send; better in the environment, as PLAINGPT_API_KEY
     model_name: str = ''  # how clients call the model; without it, the name of its folder
     # limits
-    max_batch: int = 32  # texts that are written at the same time
-    max_waiting: int = 256  # texts that wait for it; further requests are refused
-    max_tokens: int = 4096  # most new tokens of a text
-    max_body_kb: int = 1024  # largest request
-    timeout_s: float = 300.0  # after which a request is ended
+    max_batch: Annotated[int, 'at least 1'] = 32  # texts that are written at the same time
+    max_waiting: Annotated[int, 'at least 0'] = 256  # texts that wait; others are refused
+    max_tokens: Annotated[int, 'at least 1'] = 4096  # most new tokens of a text
+    max_body_kb: Annotated[int, 'at least 1'] = 1024  # largest request
+    timeout_s: Annotated[float, 'above 0 and below 1e9'] = 300.0  # after which a request is ended
     # system
     device: str = 'auto'  # auto, cpu, cuda, cuda:0, mps
     dtype: Literal['auto', 'float32', 'bfloat16', 'float16'] = 'auto'  # precision of the matmuls
 
     def problems(self):
-        found = [f'{key}={getattr(self, key)}: must be at least 1'
-                 for key in ('max_batch', 'max_tokens', 'max_body_kb') if getattr(self, key) < 1]
-        if self.max_waiting < 0:
-            found.append(f'max_waiting={self.max_waiting}: must not be negative')
-        if not 0 < self.timeout_s < 1e9:
-            found.append(f'timeout_s={self.timeout_s}: must be above 0, and a number of seconds')
-        if not 0 <= self.port < 65536:
-            found.append(f'port={self.port}: must be from 0 to 65535')
-        key = self.key()
+        found, key = [], self.key()
         if not (key.isascii() and key.isprintable()) or ' ' in key:
             found.append('api_key: must be ASCII without spaces')
         if not is_loopback(self.host) and not key:

@@ -24,7 +24,7 @@ from plaingpt.monitoring.metrics_file import read_rows
 from plaingpt.monitoring.run_record import changed_settings, read_run
 from plaingpt.system.errors import UserError, run_script
 from plaingpt.system.files import ROOT
-from plaingpt.training.settings import TrainConfig
+from plaingpt.training.settings import TrainConfig, settings_without_effect
 
 
 @dataclass
@@ -66,7 +66,8 @@ def find_reference(name, path):
     reference = references.read_reference(name)
     config = load_config(TrainConfig, [str(path)])
     now = {'config': asdict(config), 'changed': changed_settings(config)}
-    if differing := [key for key, *_ in references.differing_settings(now, reference.run)]:
+    if differing := [key for key, *_ in references.differing_settings(
+            now, reference.run, settings_without_effect())]:
         raise UserError(f'{references.FOLDER / name}.jsonl was made with another '
                         f'{", ".join(differing)} than config/{name}.py has: --again makes all '
                         'seeds anew')
@@ -79,7 +80,7 @@ def compare_fresh(name, seeds):
     for seed in seeds:
         run, rows = train(name, seed)
         inside.append(reference.holds(rows))
-        print(reference.compare(f'seed {seed}', rows, run), flush=True)
+        print(reference.compare(f'seed {seed}', rows, run, settings_without_effect()), flush=True)
     print(f'{inside.count(False)} of {len(inside)} seeds end outside of the band')
 
 

@@ -8,7 +8,7 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from math import isqrt
-from typing import get_args
+from typing import get_args, get_type_hints
 
 import torch
 
@@ -69,36 +69,25 @@ class Architecture:
         return shape
 
 
-# Entries of the table of angles, for which no tensor vouches: 131,072 positions of 128 channels.
-MAX_ROTARY_ENTRIES = 2**24
-
-
 def check_fields(shape):
     """Raise ValueError, or KeyError, where fields of GPTConfig that were read make no model."""
+    kinds = get_type_hints(GPTConfig)
     for field in fields(GPTConfig):
         value = shape[field.name] if field.name in SIZES else shape.get(field.name, field.default)
-        choices = get_args(field.type)
+        kind = kinds[field.name]
+        choices = get_args(kind)
         if field.name in SIZES:
             fits, what = type(value) is int and 0 < value < 2**31, 'a positive integer'
         elif choices:
             fits, what = value in choices, f'one of {", ".join(choices)}'
-        elif field.type is float:
+        elif kind is float:
             fits, what = type(value) in (int, float) and 0 <= value < 1e30, 'a number from 0 on'
         else:
-            fits, what = type(value) is field.type, f'of type {field.type.__name__}'
+            fits, what = type(value) is kind, f'of type {kind.__name__}'
         if not fits:
             raise ValueError(f'{field.name}={repr(value)[:40]} is not {what}')
-    for problem in [*GPTConfig(**shape).problems(), *rotary_problems(GPTConfig(**shape))]:
+    for problem in GPTConfig(**shape).problems():
         raise ValueError(problem)
-
-
-def rotary_problems(config):
-    """As GPTConfig.problems: a table of angles that is too large."""
-    entries = config.block_size * config.n_embd // config.n_head
-    if config.rotary and entries > MAX_ROTARY_ENTRIES:
-        return [f'rotary=True with block_size={config.block_size} keeps {entries:,} angles '
-                f'(block_size × n_embd / n_head), and {MAX_ROTARY_ENTRIES:,} are the most']
-    return []
 
 
 def check_held(config, shapes, source):

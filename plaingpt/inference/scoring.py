@@ -344,6 +344,8 @@ BENCHMARKS = {
 def read_questions(name, path='', limit=0):
     """The first `limit` questions (0: all) of a benchmark, from `path` or from the published file,
     downloaded once into data/benchmarks. Raises UserError."""
+    if name not in BENCHMARKS:
+        raise UserError(f'{name!r} is no benchmark: there are {", ".join(BENCHMARKS)}')
     source = BENCHMARKS[name]
     if not path:
         path = Path('data', 'benchmarks', Path(source.url).name)

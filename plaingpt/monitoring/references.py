@@ -24,18 +24,6 @@ STUDENT_T = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.2
              2.160, 2.145, 2.131, 2.120, 2.110, 2.101, 2.093, 2.086, 2.080, 2.074, 2.069, 2.064,
              2.060, 2.056, 2.052, 2.048, 2.045, 2.042)
 
-# Settings that do not change the loss a run can be expected to have. All others are compared, so
-# also those of a model flag or an optimizer that is new.
-NO_EFFECT = {
-    'check', 'out_dir', 'eval_interval', 'eval_iters', 'eval_tokens', 'eval_only', 'log_interval',
-    'eval_tasks', 'eval_tasks_interval', 'sample_interval', 'sample_start', 'sample_tokens',
-    'init_from', 'checkpoint_interval', 'always_save_checkpoint', 'keep_checkpoints',
-    'checkpoint_async', 'checkpoint_chunk_mb', 'checkpoint', 'wandb_log', 'wandb_project',
-    'wandb_run_name', 'log_to', 'health_interval', 'report', 'patience',
-    'dataset', 'data_in_ram', 'vocab_size', 'batch_size', 'gradient_accumulation_steps',
-    'total_batch_size', 'max_bad_steps', 'device', 'dtype', 'compile', 'loss_chunk_tokens',
-    'activation_checkpointing', 'backend', 'seed'}
-
 
 @dataclass(frozen=True)
 class Reference:
@@ -71,8 +59,9 @@ class Reference:
         _, low, high = self.band()[-1]
         return low <= column(rows, 'val_loss')[-1] <= high
 
-    def compare(self, name, rows, run=None):
-        """A sentence on where the run `name` lies. run: its facts, where they are known."""
+    def compare(self, name, rows, run=None, without_effect=()):
+        """A sentence on where the run `name` lies. run: its facts, where they are known;
+        without_effect: names of settings that change no loss"""
         if run and (why := self.other_text(run)):
             return f'{name} was trained on other text than {self.name} ({why}): their losses do ' \
                    'not compare'
@@ -88,7 +77,7 @@ class Reference:
                    f'({first // self.step_tokens()} and {last // self.step_tokens()} iterations ' \
                    f'of the reference), where {seeds} has its own'
         return f'{name} {place(evaluations, seeds)}{self.speed(rows, run)}' \
-               f'{self.differences(rows, run) if run else ""}'
+               f'{self.differences(rows, run, without_effect) if run else ""}'
 
     def other_text(self, run):
         """Why the losses of a run cannot be compared, or None.
@@ -102,9 +91,9 @@ class Reference:
                        f'{self.run[key]:,} in {self.run["data"]["folder"]}'
         return None
 
-    def differences(self, rows, run):
+    def differences(self, rows, run, without_effect):
         """'; unlike the reference: n_embd=192 (there 128)', or ''."""
-        found = differing_settings(run, self.run)
+        found = differing_settings(run, self.run, without_effect)
         tokens = step_tokens(rows)
         if tokens and tokens != self.step_tokens():
             found.append(('tokens a step', tokens, self.step_tokens()))
@@ -128,16 +117,16 @@ class Reference:
         return f'; {ratio:.2f} times as fast as there ({device})'
 
 
-def differing_settings(run, other):
+def differing_settings(run, other, without_effect):
     """[(key, value, value of the other)] of settings that change what a run can be expected to
-    reach. run, other: facts of runs, with 'config' and 'changed'.
+    reach. run, other: facts of runs, with 'config' and 'changed'; without_effect: names of others.
 
     A setting that a run of an older version lacks has its default there."""
     found = []
     for key in {**run['config'], **other['config']}:
         values = [each['config'].get(key, 'the default') for each in (run, other)]
         has_default = 'the default' in values and key not in {**run['changed'], **other['changed']}
-        if key not in NO_EFFECT and values[0] != values[1] and not has_default:
+        if key not in without_effect and values[0] != values[1] and not has_default:
             found.append((key, *values))
     return found
 

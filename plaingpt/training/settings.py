@@ -1,15 +1,14 @@
 """The settings of a training run, which train.py, plan.py and bench.py share.
 
-The comment beside a field is its help text. TrainConfig inherits the fields of GPTConfig.
+The comment beside a field is its help text, and its type may have a limit in words, which the
+configurator checks. TrainConfig inherits the fields of GPTConfig.
 """
 
 import re
 from dataclasses import dataclass, fields
-from typing import Annotated, Literal
+from typing import Annotated, Literal, TypeVar, get_type_hints
 
-from model import GPTConfig
-from plaingpt.inference.hf_architectures import rotary_problems
-from plaingpt.inference.scoring import BENCHMARKS
+from model import GPTConfig, Size
 from plaingpt.kernels.recompute import KINDS
 from plaingpt.monitoring.backends import BACKENDS
 from plaingpt.system.distributed import launched_world
@@ -17,84 +16,88 @@ from plaingpt.system.formatting import unescape
 from plaingpt.training.optimizers import OPTIMIZERS
 from plaingpt.training.schedules import SCHEDULES
 
-# Sizes far beyond what any machine holds; planning goes through the layers one by one.
-MOST = {'n_layer': 10_000, **dict.fromkeys(
-    ('n_head', 'n_embd', 'block_size', 'batch_size', 'vocab_size'), 2**40)}
+Positive = Annotated[int, 'at least 1']
+Natural = Annotated[int, 'at least 0']
+NotNegative = Annotated[float, 'at least 0']
+Mean = Annotated[float, 'at least 0 and below 1']  # how much of a running mean stays each step
+T = TypeVar('T')
+WITHOUT_EFFECT = object()
+NoEffect = Annotated[T, WITHOUT_EFFECT]  # the loss that a run can be expected to have is the same
 
 
 @dataclass
 class TrainConfig(GPTConfig):
     # output
-    out_dir: str = 'out'  # folder for checkpoints and metrics
-    eval_interval: int = 2000  # iterations between evaluations
-    eval_iters: int = 200  # evaluate on so many batches of the first batch_size, or the whole split
-    eval_tokens: int = 0  # if not 0, evaluate on so many at the beginning of a split instead
-    eval_only: bool = False  # stop after the first evaluation
-    log_interval: int = 1  # iterations between lines on the console
-    eval_tasks: str = 'hellaswag'  # benchmarks: hellaswag, lambada, with a comma between
-    eval_tasks_interval: int = 0  # iterations between runs of them; 0 for none
-    sample_interval: int = 0  # iterations between samples on the console; 0 for none
-    sample_start: Annotated[str, unescape] = '\n'  # the text that a sample continues
-    sample_tokens: int = 100  # length of those, and of one each evaluation for the report; 0: none
-    init_from: str = 'scratch'  # scratch, resume, auto (resume if it can), gpt2…, folder, ckpt.pt
+    out_dir: NoEffect[str] = 'out'  # folder for checkpoints and metrics
+    eval_interval: NoEffect[Positive] = 2000  # iterations between evaluations
+    eval_iters: NoEffect[Positive] = 200  # evaluate on so many batches of the first batch_size
+    eval_tokens: NoEffect[Natural] = 0  # if not 0, evaluate on a split's first so many instead
+    eval_only: NoEffect[bool] = False  # stop after the first evaluation
+    log_interval: NoEffect[Positive] = 1  # iterations between lines on the console
+    eval_tasks: NoEffect[str] = 'hellaswag'  # benchmarks: hellaswag, lambada, with a comma between
+    eval_tasks_interval: NoEffect[Natural] = 0  # iterations between runs of them; 0 for none
+    sample_interval: NoEffect[Natural] = 0  # iterations between samples on the console; 0 for none
+    sample_start: NoEffect[Annotated[str, unescape]] = '\n'  # the text that a sample continues
+    sample_tokens: NoEffect[Natural] = 100  # of those, and of one an evaluation for the report
+    init_from: NoEffect[str] = 'scratch'  # scratch, resume, auto (either), gpt2…, folder, ckpt.pt
     # checkpoints
-    checkpoint_interval: int = 1000  # iterations between those for resuming
-    always_save_checkpoint: bool = True  # one after each evaluation too, not only after the best
-    keep_checkpoints: int = 2  # keep this many of the newest, and the best
-    checkpoint_async: bool = False  # write while training continues; takes host memory for a copy
-    checkpoint_chunk_mb: int = 512  # no file of a checkpoint is larger
-    checkpoint: str = 'latest'  # which to take from a run: latest, best, or an iteration
+    checkpoint_interval: NoEffect[Positive] = 1000  # iterations between those for resuming
+    always_save_checkpoint: NoEffect[bool] = True  # after each evaluation, not only after the best
+    keep_checkpoints: NoEffect[Positive] = 2  # keep this many of the newest, and the best
+    checkpoint_async: NoEffect[bool] = False  # write while training goes on, from a copy in memory
+    checkpoint_chunk_mb: NoEffect[Positive] = 512  # no file of a checkpoint is larger
+    checkpoint: NoEffect[str] = 'latest'  # which to take from a run: latest, best, or an iteration
     # logging elsewhere
-    wandb_log: bool = False  # log to Weights & Biases
-    wandb_project: str = 'owt'  # its project
-    wandb_run_name: str = 'gpt2'  # its run
-    log_to: str = ''  # send metrics also to these, with commas between: wandb, tensorboard
+    wandb_log: NoEffect[bool] = False  # log to Weights & Biases
+    wandb_project: NoEffect[str] = 'owt'  # its project
+    wandb_run_name: NoEffect[str] = 'gpt2'  # its run
+    log_to: NoEffect[str] = ''  # send metrics also to: wandb, tensorboard; a comma between
     # watching
-    health_interval: int = 100  # iterations between health checks (five at least); 0 for none
-    report: bool = True  # at the end, write report.md and loss.png into out_dir
-    patience: int = 0  # stop after this many evaluations without a new best; 0 for never
-    overfit_batches: int = 0  # a check: train on the first batches only, until the loss is near 0
-    check: Literal['auto', 'warn'] | bool = 'auto'  # a new run first; warn: go on; True: only that
+    health_interval: NoEffect[Natural] = 100  # iterations between health checks, or less; 0: none
+    report: NoEffect[bool] = True  # at the end, write report.md and loss.png into out_dir
+    patience: NoEffect[Natural] = 0  # stop after so many evaluations without a new best; 0: never
+    overfit_batches: Natural = 0  # a check: train on the first batches only, to a loss near 0
+    check: NoEffect[Literal['auto', 'warn'] | bool] = 'auto'  # a new run first; True: only that
     # data
-    dataset: str = 'openwebtext'  # in data/, or a path; several by weights: code:0.3,prose:0.7
-    also_evaluate: str = ''  # another dataset, whose validation loss shows what tuning forgets
-    data_in_ram: Literal['auto'] | bool = 'auto'  # read the tokens into memory first
-    batch_size: Literal['auto'] | int = 12  # sequences the device holds at once; auto: all that fit
-    gradient_accumulation_steps: int = 5 * 8  # micro-batches in a step, of all processes together
-    total_batch_size: int = 0  # tokens in a step; if not 0, it decides the accumulation
+    dataset: NoEffect[str] = 'openwebtext'  # in data/, or a path; several: code:0.3,prose:0.7
+    also_evaluate: NoEffect[str] = ''  # another dataset, whose loss shows what tuning forgets
+    data_in_ram: NoEffect[Literal['auto'] | bool] = 'auto'  # read the tokens into memory first
+    batch_size: NoEffect[Literal['auto'] | Size] = 12  # sequences held at once; auto: all that fit
+    gradient_accumulation_steps: NoEffect[Positive] = 5 * 8  # micro-batches of all processes
+    total_batch_size: NoEffect[Natural] = 0  # tokens a step; if not 0, it decides the accumulation
     # optimizer
     optimizer: Literal[*OPTIMIZERS] = 'adamw'  # muon: in blocks, with AdamW for the rest
-    learning_rate: float = 6e-4  # the highest; muon takes AdamW's, sgd wants some 100 times it
-    embedding_lr_scale: float = 1.0  # times learning_rate: of embeddings (token, position, value)
-    head_lr_scale: float = 1.0  # of an untied head
-    vector_lr_scale: float = 1.0  # of biases, norms and short convolutions
-    max_iters: int = 600000  # updates of the weights
-    weight_decay: float = 1e-1  # of matrices, embeddings included; vectors do not decay
-    beta1: float = 0.9  # of AdamW: decay of the mean of gradients
-    beta2: float = 0.95  # of AdamW: decay of the mean of their squares
-    momentum: float = 0.95  # of muon and sgd
-    grad_clip: float = 1.0  # largest norm of the gradient; 0 for no limit
-    max_bad_steps: int = 10  # stop when the loss or gradient is not finite this often in a row
+    learning_rate: NotNegative = 6e-4  # the highest; muon takes AdamW's, sgd some 100 times it
+    embedding_lr_scale: NotNegative = 1.0  # times learning_rate: of embeddings
+    head_lr_scale: NotNegative = 1.0  # of an untied head
+    vector_lr_scale: NotNegative = 1.0  # of biases, norms and short convolutions
+    max_iters: Natural = 600000  # updates of the weights
+    weight_decay: NotNegative = 1e-1  # of matrices, embeddings too; vectors have none
+    beta1: Mean = 0.9  # of AdamW: decay of the mean of gradients
+    beta2: Mean = 0.95  # of AdamW: decay of the mean of their squares
+    momentum: Mean = 0.95  # of muon and sgd
+    grad_clip: NotNegative = 1.0  # largest norm of the gradient; 0 for no limit
+    max_bad_steps: NoEffect[Positive] = 10  # stop when so many in a row have no finite gradient
     # learning rate
     decay_lr: bool = True  # False keeps it constant, without warmup
     lr_schedule: Literal[*SCHEDULES] = 'cosine'  # after the warmup
-    wsd_decay: float = 0.2  # wsd: falls in this last part of lr_decay_iters, linearly
-    warmup_iters: int = 2000  # iterations up to learning_rate
-    lr_decay_iters: Literal['auto'] | int = 'auto'  # iterations down to min_lr; auto: max_iters
-    min_lr: Literal['auto'] | float = 'auto'  # the lowest; auto: a tenth of learning_rate
+    wsd_decay: Annotated[float, 'above 0 and at most 1'] = 0.2  # wsd: falls in this last part
+    warmup_iters: Natural = 2000  # iterations up to learning_rate
+    lr_decay_iters: Literal['auto'] | Natural = 'auto'  # iterations down to min_lr; auto: max_iters
+    min_lr: Literal['auto'] | NotNegative = 'auto'  # the lowest; auto: a tenth of learning_rate
     # system
-    device: str = 'auto'  # auto, cpu, cuda, cuda:0, mps
-    dtype: Literal['auto', 'float32', 'bfloat16', 'float16'] = 'auto'  # precision of the matmuls
-    compile: Literal['auto'] | bool = 'auto'  # torch.compile the model
-    loss_chunk_tokens: int = 2048  # logits of so many tokens exist at once; 0 for all of a batch
-    activation_checkpointing: Literal[*KINDS] = 'none'  # keep less for the backward pass
-    backend: Literal['auto', 'nccl', 'gloo'] = 'auto'  # between processes
-    deterministic: bool = False  # on a GPU too, the same bits each time; slower
-    seed: int = 1337  # of the weights, of dropout and of the order of data
-    parallel: Literal['auto', 'ddp', 'fsdp'] = 'auto'  # ddp copies the model, fsdp shards it
-    fsdp_group: int = 0  # processes that share a copy, such as those of a machine; 0 for all
+    device: NoEffect[str] = 'auto'  # auto, cpu, cuda, cuda:0, mps
+    dtype: NoEffect[Literal['auto', 'float32', 'bfloat16', 'float16']] = 'auto'  # of the matmuls
+    compile: NoEffect[Literal['auto'] | bool] = 'auto'  # torch.compile the model
+    loss_chunk_tokens: NoEffect[Natural] = 2048  # whose logits exist at once; 0 for all of a batch
+    activation_checkpointing: NoEffect[Literal[*KINDS]] = 'none'  # keep less for the backward pass
+    backend: NoEffect[Literal['auto', 'nccl', 'gloo']] = 'auto'  # between processes
+    deterministic: NoEffect[bool] = False  # on a GPU too, the same bits each time; slower
+    seed: NoEffect[Natural] = 1337  # of the weights, of dropout and of the order of data
+    parallel: NoEffect[Literal['auto', 'ddp', 'fsdp']] = 'auto'  # ddp copies the model, fsdp shards
+    fsdp_group: NoEffect[Natural] = 0  # processes that share a copy, as of a machine; 0 for all
     # model, where it differs from GPT-2
-    vocab_size: int = 0  # tokens that there are; 0 for those of the dataset
+    vocab_size: NoEffect[Annotated[int, f'at least 0 and at most {2**40}']] = 0  # 0: the dataset's
     bias: bool = False  # biases in Linears and LayerNorms, as in GPT-2
     document_start: Literal['auto'] | int = 'auto'  # opens a document; auto: as in the dataset
 
@@ -105,30 +108,9 @@ class TrainConfig(GPTConfig):
             self.min_lr = self.learning_rate / 10
 
     def out_of_range(self):
-        """Values that are invalid by themselves, a line each."""
+        """Values that are invalid by themselves, beside those outside of a limit, a line each."""
         found = [f'{key} is empty' for key in ('out_dir', 'dataset', 'init_from', 'checkpoint')
                  if not getattr(self, key)]
-        positive = ('eval_interval', 'eval_iters', 'log_interval', 'checkpoint_interval',
-                    'keep_checkpoints', 'checkpoint_chunk_mb', 'max_bad_steps', 'block_size',
-                    'gradient_accumulation_steps', 'n_layer', 'n_head', 'n_embd',
-                    *(['batch_size'] if self.batch_size != 'auto' else []))
-        found += [f'{key}={getattr(self, key)}: must be at least 1'
-                  for key in positive if getattr(self, key) < 1]
-        found += [f'{key}={getattr(self, key)}: {most:,} is the most' for key, most in MOST.items()
-                  if getattr(self, key) != 'auto' and getattr(self, key) > most]
-        natural = ('max_iters', 'warmup_iters', 'lr_decay_iters', 'learning_rate', 'min_lr',
-                   'weight_decay', 'grad_clip',
-                   'embedding_lr_scale', 'head_lr_scale', 'vector_lr_scale', 'total_batch_size',
-                   'loss_chunk_tokens', 'seed', 'eval_tokens',
-                   'eval_tasks_interval', 'sample_interval', 'health_interval', 'sample_tokens',
-                   'patience', 'overfit_batches', 'vocab_size', 'fsdp_group')
-        found += [f'{key}={getattr(self, key)}: must not be negative'
-                  for key in natural if getattr(self, key) < 0]
-        found += [f'{key}={getattr(self, key)}: must be at least 0 and below 1'
-                  for key in ('dropout', 'beta1', 'beta2', 'momentum')
-                  if not 0 <= getattr(self, key) < 1]
-        found += [f'eval_tasks={self.eval_tasks}: {task!r} is none of {", ".join(BENCHMARKS)}'
-                  for task in self.eval_tasks.split(',') if task not in BENCHMARKS]
         found += [f'log_to={self.log_to}: {name!r} is none of {", ".join(BACKENDS)}'
                   for name in self.log_to.split(',') if name and name not in BACKENDS]
         if self.checkpoint not in ('', 'latest', 'best') and not self.checkpoint.isdecimal():
@@ -138,13 +120,11 @@ class TrainConfig(GPTConfig):
         if 0 < self.eval_tokens < self.block_size:
             found.append(f'eval_tokens={self.eval_tokens} is less than a sequence of block_size='
                          f'{self.block_size} tokens')
-        if not 0 < self.wsd_decay <= 1:
-            found.append(f'wsd_decay={self.wsd_decay}: must be above 0 and at most 1')
         return found
 
     def problems(self):
         """What contradicts itself, a line each."""
-        found = super().problems() + rotary_problems(self)
+        found = super().problems()
         if self.checkpoint != 'latest' and self.init_from == 'scratch':
             found.append(f'checkpoint={self.checkpoint} with init_from=scratch, which starts anew: '
                          'going back takes --init_from=resume')
@@ -215,3 +195,10 @@ class TrainConfig(GPTConfig):
     def step_tokens(self):
         """Tokens in a step, of all processes together; batch_size must be a number."""
         return self.accumulation() * self.batch_size * self.block_size
+
+
+def settings_without_effect():
+    """Names of the settings that do not change the loss that a run can be expected to have."""
+    hints = get_type_hints(TrainConfig, include_extras=True)
+    return {name for name, hint in hints.items()
+            if WITHOUT_EFFECT in getattr(hint, '__metadata__', ())}

@@ -2,7 +2,7 @@
 
 import json
 import re
-from dataclasses import asdict, fields
+from dataclasses import asdict
 from pathlib import Path
 
 import make_reference
@@ -19,7 +19,7 @@ from plaingpt.monitoring.references import Reference
 from plaingpt.monitoring.run_record import FACTS as KEYS
 from plaingpt.monitoring.run_record import SETTINGS
 from plaingpt.system.errors import UserError
-from plaingpt.training.settings import TrainConfig
+from plaingpt.training.settings import TrainConfig, settings_without_effect
 
 CONFIG = {**dict.fromkeys(SETTINGS, 0), 'decay_lr': False, 'n_embd': 128, 'seed': 1}
 FACTS = {**dict.fromkeys(KEYS, ''), 'config': CONFIG, 'changed': {}, 'versions': {},
@@ -47,7 +47,7 @@ def test_a_sentence_says_where_a_run_lies():
 
 
 def compared(**changes):
-    return made().compare('out', curve(0.0), {**FACTS, **changes})
+    return made().compare('out', curve(0.0), {**FACTS, **changes}, settings_without_effect())
 
 
 def test_a_run_on_other_text_is_not_compared():
@@ -72,8 +72,10 @@ def test_a_setting_that_the_reference_is_too_old_to_have_has_its_default_there()
     assert sentence.endswith('unlike the reference: alibi=True (there the default)')
 
 
-def test_settings_without_effect_are_settings():
-    assert {field.name for field in fields(TrainConfig)} >= references.NO_EFFECT
+def test_how_a_run_is_computed_and_watched_is_no_difference():
+    same = compared(config={**CONFIG, 'seed': 2, 'parallel': 'fsdp', 'fsdp_group': 2,
+                            'deterministic': True, 'also_evaluate': 'other', 'out_dir': 'here'})
+    assert 'unlike the reference' not in same
 
 
 def test_there_is_no_verdict_where_the_reference_has_no_evaluation():

@@ -16,11 +16,15 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-from plaingpt.kernels import cpu_kernels
-from plaingpt.kernels.cpu_kernels import Dropout, relu2, rms_norm, short_conv
-from plaingpt.kernels.cross_entropy import chunked_cross_entropy
-from plaingpt.kernels.documents import Documents
-from plaingpt.kernels.recompute import recomputed
+from plaingpt.kernels import (
+    attention,
+    chunked_cross_entropy,
+    cross_entropy,
+    find_documents,
+    recomputed,
+    relu2,
+    short_conv,
+)
 
 VOCAB_MULTIPLE = 128  # matmuls are fast when their sizes divide by powers of two
 ROTARY_BASE = 10000.0  # as in Su et al. 2021 and Llama
@@ -95,8 +99,8 @@ class GPTConfig:
 
 
 class RMSNorm(nn.RMSNorm):
-    def forward(self, x):
-        return rms_norm(x, self.weight, self.eps)
+    def forward(self, x):  # (…, C); torch's fused kernels want one type
+        return F.rms_norm(x, self.normalized_shape, self.weight.to(x.dtype), self.eps)
 
 
 def norm(config, size):
@@ -128,14 +132,16 @@ class CausalSelfAttention(nn.Module):
         self.c_attn = nn.Linear(config.n_embd, 3 * config.n_embd, bias=config.bias)
         self.c_attn.parts = 3 * (config.n_embd,)  # rows of the matrices in it, for Muon: q, k, v
         self.c_proj = nn.Linear(config.n_embd, config.n_embd, bias=config.bias)
-        self.resid_dropout = Dropout(config.dropout)
+        self.resid_dropout = nn.Dropout(config.dropout)
         head = config.n_embd // config.n_head
         self.q_norm, self.k_norm = (norm(config, head) if config.qk_norm else nn.Identity()
                                     for _ in 'qk')
         self.value_embedding = nn.Embedding(config.padded_vocab_size, config.n_embd) \
             if config.value_embeddings else None
 
-    def forward(self, x, rotary=None, cache=None, idx=None):
+    def forward(self, x, idx, rotary=None, documents=None, cache=None):
+        """x (B, T, C), of the tokens idx (B, T) → (B, T, C). rotary: rows of rotary_table, of the
+        positions; documents, cache: as of attention()"""
         B, T, C = x.shape
         q, k, v = self.c_attn(x).split(C, dim=2)  # 3 × (B, T, C)
         if self.value_embedding is not None:
@@ -144,13 +150,7 @@ class CausalSelfAttention(nn.Module):
         q, k, v = (t.transpose(1, 2) for t in (self.q_norm(q), self.k_norm(k), v))  # (B, H, T, D)
         if rotary is not None:
             q, k = rotate(q, *rotary), rotate(k, *rotary)
-        dropout = self.dropout if self.training else 0.0
-        if cache is None and cpu_kernels.faster_than_torch(q, dropout):
-            y = cpu_kernels.attention(q, k, v, dropout)
-        elif cache is None:
-            y = F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=True)
-        else:  # it has earlier tokens' keys and values, or knows where documents begin
-            y = cache.attention(q, k, v, dropout)
+        y = attention(q, k, v, self.dropout if self.training else 0.0, documents, cache)
         y = y.transpose(1, 2).reshape(B, T, C)  # (B, H, T, D) → (B, T, C)
         return self.resid_dropout(self.c_proj(y))
 
@@ -163,11 +163,8 @@ class ShortConv(nn.Module):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(config.conv, config.n_embd))
 
-    def forward(self, x, cache=None):
-        if cache is None:
-            return short_conv(x, self.weight)
-        longer = cache.with_earlier(x, len(self.weight) - 1)  # (B, K - 1 + T, C)
-        return short_conv(longer, self.weight, cache.ages)[:, -x.size(1):]
+    def forward(self, x, documents=None, cache=None):
+        return short_conv(x, self.weight, documents, cache)
 
 
 class MLP(nn.Module):
@@ -178,7 +175,7 @@ class MLP(nn.Module):
         self.c_fc.parts = into // config.mlp_width * (config.mlp_width,)
         self.activation = ACTIVATIONS[config.mlp]
         self.c_proj = nn.Linear(config.mlp_width, config.n_embd, bias=config.bias)
-        self.dropout = Dropout(config.dropout)
+        self.dropout = nn.Dropout(config.dropout)
 
     def forward(self, x):
         return self.dropout(self.c_proj(self.activation(self.c_fc(x))))
@@ -193,10 +190,10 @@ class Block(nn.Module):
         self.conv = ShortConv(config) if config.conv else None
         self.mlp = MLP(config)
 
-    def forward(self, x, rotary=None, cache=None, idx=None):
-        x = x + self.attn(self.ln_1(x), rotary, cache, idx)
+    def forward(self, x, idx, rotary=None, documents=None, cache=None):
+        x = x + self.attn(self.ln_1(x), idx, rotary, documents, cache)
         h = self.ln_2(x)
-        return x + self.mlp(h if self.conv is None else self.conv(h, cache))
+        return x + self.mlp(h if self.conv is None else self.conv(h, documents, cache))
 
 
 class GPT(nn.Module):
@@ -208,7 +205,7 @@ class GPT(nn.Module):
             'wte': nn.Embedding(config.padded_vocab_size, config.n_embd),
             **({'wpe': nn.Embedding(config.block_size, config.n_embd)}
                if config.learned_positions else {}),
-            'drop': Dropout(config.dropout),
+            'drop': nn.Dropout(config.dropout),
             'h': nn.ModuleList(Block(config) for _ in range(config.n_layer)),
             'ln_f': norm(config, config.n_embd),
         })
@@ -226,10 +223,9 @@ class GPT(nn.Module):
 
     @torch.no_grad()
     def init_weights(self, parameters=None):
-        """All weights from N(0, 0.02²), those that end a residual branch from N(0, 0.02²/2L). With
-        zero_init the latter are 0, and so is an untied head: branches grow as far as they help.
-        Convolutions and value embeddings, which add to what is there, begin at 0.
-        parameters: (name, tensor) of some, not all."""
+        """Matrices from N(0, 0.02²), those that end a residual branch from N(0, 0.02²/2L). With
+        zero_init the latter are 0, and an untied head too. Convolutions and value embeddings add to
+        what is there, and begin at 0. parameters: (name, tensor) of some, not all."""
         config = self.config
         zeros = ('conv.weight', 'value_embedding.weight',
                  *(['c_proj.weight', 'lm_head.weight'] if config.zero_init else []))
@@ -250,22 +246,22 @@ class GPT(nn.Module):
         mean cross-entropy in nats or None. With targets and loss_chunk_tokens no logits exist."""
         x = self.hidden(idx)  # (B, T, C)
         if targets is not None and self.loss_chunk_tokens:  # as in training, by default
-            return None, chunked_cross_entropy(
-                x.flatten(0, 1), self.lm_head, self.config.vocab_size, targets.flatten(),
-                self.loss_chunk_tokens)
+            return None, chunked_cross_entropy(x, self.lm_head.weight, self.config.vocab_size,
+                                               targets, self.loss_chunk_tokens)
         logits = self.logits(x)  # (B, T, V)
-        return logits, None if targets is None else F.cross_entropy(
-            logits.flatten(0, 1), targets.flatten(), ignore_index=-1,
-            reduction='sum') / (targets != -1).sum().clamp(min=1)
+        return logits, None if targets is None else cross_entropy(logits, targets)
 
     def hidden(self, idx, cache=None):
-        """idx (B, T) → what the head reads the next token from, (B, T, C). cache: of
+        """idx (B, T) → what the head reads the next token from, (B, T, C). cache: a KVCache of
         plaingpt/inference/generation.py, with the tokens before these; these are added."""
         assert idx.size(1) <= self.config.block_size, f'more than {self.config.block_size} tokens'
-        if cache is None and self.config.document_attention:
-            cache = Documents(idx, self.config.document_start, len(self.transformer.h))
-        positions = slice(idx.size(1)) if cache is None else cache.positions
-        layers = [None] * len(self.transformer.h) if cache is None else cache.layers
+        positions, documents = slice(idx.size(1)), None
+        layers = [None] * len(self.transformer.h)  # of the cache
+        if cache is not None:
+            positions, layers = cache.positions, cache.layers
+        elif self.config.document_attention:
+            documents = find_documents(idx, self.config.document_start)
+            positions = documents.positions  # (B, T)
         x = self.transformer.wte(idx)  # (B, T, C)
         rotary = None  # or 2 × (1, T, D), or (B, 1, T, D) where a batch's positions differ
         if self.config.learned_positions:
@@ -274,10 +270,7 @@ class GPT(nn.Module):
             rotary = self.cos[positions].unsqueeze(-3), self.sin[positions].unsqueeze(-3)
         x = self.transformer.drop(x)
         for block, layer in zip(self.transformer.h, layers, strict=True):
-            if self.activation_checkpointing == 'none' or not torch.is_grad_enabled():
-                x = block(x, rotary, layer, idx)
-            else:
-                x = recomputed(block, self.activation_checkpointing, x, rotary, layer, idx)
+            x = recomputed(self.activation_checkpointing, block, x, idx, rotary, documents, layer)
         return self.transformer.ln_f(x)
 
     def logits(self, x):

@@ -34,7 +34,6 @@ from configurator import load_config
 from model import GPT
 from plaingpt.data.batches import BatchLoader
 from plaingpt.data.dataset import dataset_folder, open_dataset
-from plaingpt.kernels import cpu_kernels
 from plaingpt.monitoring.figures import COLOURS, cut_off_the_start
 from plaingpt.system.devices import (
     autocast,
@@ -264,35 +263,20 @@ def compare_speed(nanogpt, config, rounds):
     return rows
 
 
-@contextmanager
-def torch_dropout():
-    """In here our model drops out by torch, so that one seed gives it nanoGPT's masks."""
-    cpu_kernels.enabled = False
-    try:
-        yield
-    finally:
-        cpu_kernels.enabled = True
-
-
 def compare_loss(nanogpt, config, rounds):
     """The validation loss of both up to step 200, on the same batches from the same weights.
 
-    With dropout each round draws other masks, and so does each program: a difference between the
-    programs has to be compared with the difference between two rounds of one program. A third
-    trainer is ours with nanoGPT's masks: it differs from nanoGPT by the precision alone."""
+    With dropout each round draws other masks: a difference between the programs has to be compared
+    with the difference between two rounds of one program."""
     ends = {}
     for seed in range(rounds):
         trainers, (loader, val) = make_trainers(nanogpt, config, False)
-        if config.dropout:
-            trainers["plainGPT, nanoGPT's masks"] = our_trainer(
-                config, trainers['plainGPT'].raw.config.vocab_size, False)
         batches = [val.eval_batch(starts) for starts in val.eval_batches(config.eval_sequences())]
         for it in range(200):
             batch = loader.train_batch(it, 0)
-            for name, trainer in trainers.items():
+            for trainer in trainers.values():
                 torch.manual_seed(200 * seed + it)
-                with torch_dropout() if 'masks' in name else nullcontext():
-                    trainer.step(*batch, it)
+                trainer.step(*batch, it)
             if it % 50 == 49:
                 losses = {name: trainer.evaluate(batches) for name, trainer in trainers.items()}
                 print(f'round {seed + 1}, step {it + 1}: ' + ', '.join(

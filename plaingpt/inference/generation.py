@@ -188,8 +188,8 @@ class LayerCache:
         self.values[:, :, cache.new] = v
         return self.keys[:, :, cache.filled], self.values[:, :, cache.filled], cache.mask
 
-    def attention(self, q, k, v, dropout):
-        """q, k, v (B, H, T, D) of the new tokens → (B, H, T, D). Nothing is dropped."""
+    def attention(self, q, k, v):
+        """q, k, v (B, H, T, D) of the new tokens → (B, H, T, D)."""
         k, v, mask = self.extend(k, v)
         return F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
 

@@ -1,0 +1,26 @@
+"""What model.py computes with, by plain names. Each takes what is fastest for its input."""
+
+import torch.nn.functional as F
+
+from plaingpt.kernels.chunked_loss import chunked_cross_entropy, cross_entropy
+from plaingpt.kernels.convolution import short_conv
+from plaingpt.kernels.cpu_kernels import cpu_attention, faster_attention, relu2
+from plaingpt.kernels.documents import find_documents
+from plaingpt.kernels.recompute import recomputed
+
+__all__ = ['attention', 'chunked_cross_entropy', 'cross_entropy', 'find_documents', 'recomputed',
+           'relu2', 'short_conv']
+
+
+def attention(q, k, v, dropout=0.0, documents=None, cache=None):
+    """Each token attends to itself and those before it. q, k, v (B, H, T, D) → (B, H, T, D).
+
+    documents: whole sequences of several, a Documents: attention stays within each
+    cache: one layer's part of a KVCache, with the tokens before these; nothing is dropped"""
+    if cache is not None:
+        return cache.attention(q, k, v)
+    if documents is not None:
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=documents.mask, dropout_p=dropout)
+    if not dropout and faster_attention(q):
+        return cpu_attention(q, k, v)
+    return F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=True)

@@ -6,14 +6,16 @@ Chen et al. 2016, "Training Deep Nets with Sublinear Memory Cost".
 import torch
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
-from plaingpt.kernels import cpu_kernels, documents  # noqa: F401  (register torch.ops)
+from plaingpt.kernels import cpu_kernels  # noqa: F401  (registers an operator of torch.ops)
 
 KINDS = ('none', 'selective', 'full')
 
 
-def recomputed(block, kind, *inputs):
-    """block(*inputs). 'full' keeps only the inputs, 'selective' also the outputs of matmuls and
-    attention: what the backward pass needs beside them is computed again."""
+def recomputed(kind, block, *inputs):
+    """block(*inputs). 'full' keeps only the inputs for the backward pass, 'selective' also the
+    outputs of matmuls and attention: what it needs beside them is computed again."""
+    if kind == 'none' or not torch.is_grad_enabled():
+        return block(*inputs)
     if kind == 'full':
         return checkpoint(block, *inputs, use_reentrant=False)
     return checkpoint(block, *inputs, use_reentrant=False, context_fn=keep_matmuls)
@@ -27,6 +29,5 @@ def keep_matmuls():
         aten._scaled_dot_product_efficient_attention.default,
         aten._scaled_dot_product_cudnn_attention.default,
         aten._scaled_dot_product_flash_attention_for_cpu.default,
-        torch.ops.torch_attn._varlen_attn.default,
         torch.ops.plaingpt.cpu_attention.default,
     ])

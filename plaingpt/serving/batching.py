@@ -247,9 +247,9 @@ class SideBySideLayer:
                        else mask, (longest - keys.size(2), 0)) for keys, _, mask in found]
         return k, v, torch.cat(masks)  # the mask is (B, 1, 1, longest)
 
-    def attention(self, q, k, v, dropout):
-        """q, k, v (B, H, 1, D) of the new tokens → (B, H, 1, D). Nothing is dropped."""
-        return torch.cat([layer.attention(q[i:i + 1], k[i:i + 1], v[i:i + 1], dropout)
+    def attention(self, q, k, v):
+        """q, k, v (B, H, 1, D) of the new tokens → (B, H, 1, D)."""
+        return torch.cat([layer.attention(q[i:i + 1], k[i:i + 1], v[i:i + 1])
                           for i, layer in enumerate(self.layers)])
 
     def with_earlier(self, x, n):

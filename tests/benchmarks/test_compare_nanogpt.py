@@ -3,8 +3,6 @@ import pytest
 import torch
 from helpers import size_of_png
 
-from model import GPT, GPTConfig
-from plaingpt.kernels import cpu_kernels
 from plaingpt.training.settings import TrainConfig
 
 
@@ -36,25 +34,6 @@ def test_a_race_passes_options_on_and_is_saved_and_drawn(monkeypatch, tmp_path):
     assert lines[0] == 'nanoGPT,1,1.00,4.25' and lines[-1] == 'plainGPT,2,20.00,1.75'
     width, height = size_of_png(tmp_path / 'results' / 'loss-over-time.png')
     assert width > height > 400
-
-
-def test_a_model_can_draw_the_dropout_masks_that_torch_would(monkeypatch):
-    gpt = GPT(GPTConfig(16, 65, n_layer=1, n_head=2, n_embd=32, dropout=0.5))
-    idx = torch.randint(0, 65, (2, 16))
-
-    def loss():
-        torch.manual_seed(1)
-        return gpt(idx, idx)[1].item()
-
-    ours = loss()
-    with compare_nanogpt.torch_dropout():
-        masked = loss()
-    assert loss() == ours != masked
-    for module in gpt.modules():
-        if isinstance(module, torch.nn.Dropout):
-            module.__class__ = torch.nn.Dropout
-    monkeypatch.setattr(cpu_kernels, 'faster_than_torch', lambda q, dropout: False)
-    assert loss() == masked
 
 
 def test_our_trainer_learns():

@@ -135,7 +135,7 @@ def test_a_compiled_step_writes_the_same_and_is_compiled_once(kind):
 class ALiBi(CausalSelfAttention):
     """Press et al. 2022: a key counts less, the further back it is. No kernel knows this."""
 
-    def forward(self, x, rotary=None, cache=None, idx=None):
+    def forward(self, x, idx, rotary=None, documents=None, cache=None):
         B, T, C = x.shape
         q, k, v = (t.view(B, T, self.n_head, -1).transpose(1, 2)
                    for t in self.c_attn(x).chunk(3, dim=2))

@@ -9,19 +9,24 @@ from torch.compiler import is_compiling
 PADDING_SHARE = 16  # padding of up to this part of the vocabulary is computed along
 
 
-def chunked_cross_entropy(x, head, vocab_size, targets, chunk):
-    """Mean cross-entropy of head(x) whose (N, V) logits never exist: `chunk` rows at a time go from
-    logits to loss to gradients, so nothing is computed twice.
+def cross_entropy(logits, targets):
+    """logits (…, V), targets (…) int64, -1 where there is none → their mean, in nats, or 0."""
+    total = F.cross_entropy(logits.flatten(0, -2), targets.flatten(), ignore_index=-1,
+                            reduction='sum')
+    return total / (targets != -1).sum().clamp(min=1)
 
-    x (N, C), head a Linear of which the first vocab_size outputs count, targets (N,) int64, -1
-    where there is none → scalar, float32, nats. Matmuls run in autocast's dtype, softmax and sums
-    in float32. torch's own F.linear_cross_entropy does the same, but only from 2.13 on, and
-    torch.compile stops at it.
+
+def chunked_cross_entropy(x, weight, vocab_size, targets, chunk):
+    """The same of x @ weightᵀ, which never exists as a whole: `chunk` rows at a time go from logits
+    to loss to gradients, so nothing is computed twice.
+
+    x (…, C), weight (V, C), of which the first vocab_size rows count, targets (…) → float32.
+    Matmuls run in autocast's dtype, softmax and sums in float32. torch's own
+    F.linear_cross_entropy does the same, but only from 2.13 on, and torch.compile stops at it.
     """
-    weight = head.weight
     if len(weight) - vocab_size > vocab_size // PADDING_SHARE:
         weight = weight[:vocab_size]
-    return ChunkedCrossEntropy.apply(x, weight, vocab_size, targets, chunk)
+    return ChunkedCrossEntropy.apply(x.flatten(0, -2), weight, vocab_size, targets.flatten(), chunk)
 
 
 class ChunkedCrossEntropy(torch.autograd.Function):

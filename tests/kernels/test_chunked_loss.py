@@ -4,7 +4,7 @@ import torch.nn.functional as F
 from torch.profiler import ProfilerActivity, profile
 
 from model import GPT, GPTConfig
-from plaingpt.kernels.cross_entropy import chunked_cross_entropy
+from plaingpt.kernels import chunked_cross_entropy
 
 V, PADDED = 250, 256  # little padding: it is computed along
 
@@ -30,7 +30,7 @@ def test_padding_that_is_computed_along_counts_for_nothing(compiled):
         return F.cross_entropy(head(x)[:, :V], targets, ignore_index=-1)
 
     def ours(x, head, targets):
-        return chunked_cross_entropy(x, head, V, targets, 16)
+        return chunked_cross_entropy(x, head.weight, V, targets, 16)
 
     torch._dynamo.reset()
     call = torch.compile(ours, backend='aot_eager', fullgraph=True) if compiled else ours
@@ -73,7 +73,7 @@ def test_a_compiled_loss_holds_one_chunk_at_a_time():
     @torch.compile(fullgraph=True)
     def compiled(x, head, targets):
         with torch.autocast('cpu', dtype=torch.bfloat16):
-            return chunked_cross_entropy(x, head, V - 30, targets, n)
+            return chunked_cross_entropy(x, head.weight, V - 30, targets, n)
 
     def step():
         return torch.autograd.grad(compiled(x, head, targets), (x, head.weight))

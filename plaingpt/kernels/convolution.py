@@ -1,0 +1,54 @@
+"""Short convolutions, faster on any device than torch's depthwise ones."""
+
+import torch
+import torch.nn.functional as F
+from torch.compiler import is_compiling
+
+
+def short_conv(x, weight, documents=None, cache=None):
+    """x (B, T, C), weight (K, C) → y (B, T, C), y_t = x_t + Σ_k weight_k · x_(t-k), 0 ≤ k < K.
+
+    documents: whole sequences of several, a Documents: tokens of others do not count
+    cache: one layer's part of a KVCache, with the tokens before these"""
+    if cache is not None:
+        longer = cache.with_earlier(x, len(weight) - 1)  # (B, K - 1 + T, C)
+        return mixed(longer, weight, cache.ages)[:, -x.size(1):]
+    return mixed(x, weight, None if documents is None else documents.positions)
+
+
+def mixed(x, weight, ages):
+    """ages (B, n): of the last n tokens, how many of their document are before them; or None."""
+    if ages is None and not is_compiling():
+        return ShortConvolution.apply(x, weight)
+    K, T = len(weight), x.size(1)  # torch.compile fuses this, and its backward pass
+    earlier, weight = F.pad(x, (0, 0, K - 1, 0)), weight.to(x.dtype)
+    shifted = [earlier[:, K - 1 - k:K - 1 - k + T] for k in range(K)]
+    if ages is not None:
+        ages = F.pad(ages, (T - ages.size(1), 0), value=K)[..., None]  # (B, T, 1)
+        shifted = [t.masked_fill(ages < k, 0.0) for k, t in enumerate(shifted)]
+    return x + sum(weight[k] * t for k, t in enumerate(shifted))
+
+
+class ShortConvolution(torch.autograd.Function):
+    """`mixed` that keeps nothing but x, and makes no tensor a shift."""
+
+    @staticmethod
+    def forward(ctx, x, weight):
+        ctx.save_for_backward(x, weight)
+        weight = weight.to(x.dtype)
+        y = torch.addcmul(x, x, weight[0])
+        for k in range(1, min(len(weight), x.size(1))):
+            y[:, k:].addcmul_(x[:, :-k], weight[k])
+        return y
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, weight = ctx.saved_tensors
+        grad_weight, w = torch.zeros_like(weight), weight.to(x.dtype)
+        grad_x = torch.addcmul(grad, grad, w[0])
+        for k in range(min(len(w), x.size(1))):
+            later, earlier = grad[:, k:], x[:, :x.size(1) - k]
+            if k:
+                grad_x[:, :-k].addcmul_(later, w[k])
+            grad_weight[k] = (later * earlier).sum((0, 1), dtype=weight.dtype)
+        return grad_x, grad_weight

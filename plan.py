@@ -28,6 +28,7 @@ from plaingpt.system import devices
 from plaingpt.system.devices import GPUS
 from plaingpt.system.errors import UserError, run_script
 from plaingpt.system.formatting import GIB, duration, gib, short
+from plaingpt.system.machine import crowded_cores
 from plaingpt.system.streams import require_stdout
 from plaingpt.training.memory_planner import (
     batch_that_divides,
@@ -72,8 +73,8 @@ class Machine(NamedTuple):
     device: torch.device
     name: str  # of a GPU in GPUS, '' for any, or of this machine
     dtype: str  # what train.py chooses there
-    total: int | None  # bytes of memory of one process; None where the system does not tell
-    free: int | None
+    total: int  # bytes of memory of one process
+    free: int
     here: bool  # this machine, so that its speed can be measured
 
 
@@ -90,7 +91,7 @@ def find_machine(config):
     dtype, _ = devices.choose_dtype(config.dtype, device, config.n_embd)
     sizes = devices.device_memory(device)
     if device.type != 'cuda':  # the processes share it
-        sizes = [size and size // config.processes for size in sizes]
+        sizes = [size // config.processes for size in sizes]
     return Machine(device, devices.machine_name(device), dtype, *sizes, here=True)
 
 
@@ -115,7 +116,7 @@ def find_shape(config):
 
 def memory_plan(shape, config, machine):
     """Peak by owner, what fits, and the same under each kind of checkpointing and parallelism."""
-    available, dtype = machine.free or 0, machine.dtype
+    available, dtype = machine.free, machine.dtype
     sequences = config.total_batch_size // config.block_size or \
         config.gradient_accumulation_steps * config.batch_size
     mine = sequences // config.processes
@@ -128,13 +129,12 @@ def memory_plan(shape, config, machine):
         batch_size, micro_steps = batch_that_divides(shape, step, available, mine)
         step = replace(step, batch_size=batch_size or 1, micro_steps=micro_steps or mine)
     plan = predict(shape, step)
-    fits = plan.total <= available if available else None
+    fits = plan.total <= available
 
-    def under(step):  # without a size to fit, nothing does
-        batch_size, micro_steps = batch_that_divides(shape, step, available, mine) \
-            if available else (0, 0)
+    def under(step):
+        batch_size, micro_steps = batch_that_divides(shape, step, available, mine)
         return {'total': predict(shape, step).total,
-                'largest_batch': largest_batch(shape, step, available) if available else 0,
+                'largest_batch': largest_batch(shape, step, available),
                 'batch_size': batch_size, 'accumulation': micro_steps * config.processes}
 
     numbers = step.batch_size * shape.block_size * shape.vocab_size
@@ -200,13 +200,13 @@ def find_speed(gpt, config, machine, memory):
             f'estimated from {config.utilisation:.0%} of the peak of {machine.name}'
     if memory['fits'] is not True:
         return None, 'not measured, since it does not fit'
-    busy = devices.describe_load() if machine.device.type == 'cpu' else ''
     note('measuring the speed of a step here, for some seconds')
     devices.use_fast_matmul()
     config = replace(config, batch_size=memory['batch_size'])
     speed, how = estimate_speed(Workload(config, gpt.config, machine.device, machine.dtype, False))
     if machine.device.type != 'cuda':
-        return speed, how + busy
+        busy = crowded_cores.describe()
+        return speed, how + (f'; {busy}, so it may be several times as fast' if busy else '')
     return speed * config.processes, f'{how}, not compiled'
 
 
@@ -227,8 +227,6 @@ def disk_plan(shape, config, memory, dataset_tokens):
 
 def verdict(memory):
     """Does it fit, and what does."""
-    if not memory['available']:
-        return 'this system does not tell what fits: say --gpu_memory_gb or --gpu'
     best = memory['checkpointing'][memory['activation_checkpointing']]
     free = f' free, of {gib(memory["memory"])}' if memory['memory'] != memory['available'] else ''
     words = [f'{"fits" if memory["fits"] else "does NOT fit"} in {gib(memory["available"])}{free}']
@@ -268,17 +266,17 @@ def print_memory(memory, machine):
     print(f'  {gib(memory["total"]):>12}  in all: {verdict(memory)}')
     print('by stage: ' + ', '.join(f'{stage} {gib(size)}' for stage, size in
                                    memory['stages'].items() if not stage.startswith('after')))
-    print_kinds('activation_checkpointing:', memory['checkpointing'], memory['available'])
+    print_kinds('activation_checkpointing:', memory['checkpointing'])
     if memory['parallels']:
         print_kinds(f'parallel: train.py takes {memory["parallel"]} ({memory["parallel_why"]})',
-                    memory['parallels'], memory['available'])
+                    memory['parallels'])
 
 
-def print_kinds(head, kinds, available):
+def print_kinds(head, kinds):
     print(head)
     for kind, under in kinds.items():
-        fits = f', largest micro-batch {under["largest_batch"]}' if available else ''
-        print(f'  {kind:<10} {gib(under["total"]):>12}{fits}')
+        print(f'  {kind:<10} {gib(under["total"]):>12}, largest micro-batch '
+              f'{under["largest_batch"]}')
 
 
 def print_tokens(tokens, source, vocab_size):
@@ -324,9 +322,6 @@ def main(argv):
     require_stdout()
     shape, dataset_tokens, source = find_shape(config)
     machine = find_machine(config)
-    if config.batch_size == 'auto' and not machine.free:
-        raise UserError('batch_size=auto: this system does not tell how much memory is free: say '
-                        '--gpu_memory_gb or --gpu')
     with torch.device('meta'):
         gpt = GPT(shape)
     note('following a step on tensors without data')

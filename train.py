@@ -208,7 +208,7 @@ def mean_loss(model, loader, sequences, at_beginning, context, stop):
     model.eval()
     sums = torch.zeros(3, device=loader.device)  # of n sequences of targets, loss × n, loss² × n
     batches = loader.eval_batches(sequences, at_beginning)
-    for starts in status.counted(batches):
+    for starts in batches:
         stop.check()
         idx, targets = loader.eval_batch(starts)  # also of none: all gather a sharded model
         with context:

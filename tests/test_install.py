@@ -1,4 +1,4 @@
-"""Installation: the core needs seven packages, and the extras are those that are tested."""
+"""Installation: the core needs eight packages, and the extras are those that are tested."""
 
 import shutil
 import subprocess
@@ -36,9 +36,9 @@ def required(names):
     return found
 
 
-def test_the_seven_packages_of_the_core_prepare_train_and_sample(
+def test_the_eight_packages_of_the_core_prepare_train_and_sample(
         text_file, tmp_path, monkeypatch, capsys):
-    assert len(CORE) == 7
+    assert len(CORE) == 8
     needed = required([*CORE, 'pytest', 'hypothesis'])
     hidden = {module for module, packages in metadata.packages_distributions().items()
               if not needed & set(map(canonicalize_name, packages))}

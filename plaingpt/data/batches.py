@@ -222,8 +222,7 @@ class BatchLoader:
 
 def fits_in_ram(folders, processes):
     """True where a copy of the token files for each process takes at most a quarter of the
-    memory that is free now. Unknown means no: reading from disk always works."""
-    free = free_memory()
+    memory that is free now."""
     size = sum(path.stat().st_size for folder in folders for path in Path(folder).iterdir()
                if path.suffix in ('.bin', '.ds') and path.exists())
-    return free is not None and size * processes <= free / 4
+    return size * processes <= free_memory() / 4

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from plaingpt.system.errors import UserError, needs
 from plaingpt.system.formatting import one_line
+from plaingpt.system.streams import print_line
 
 
 class Wandb:
@@ -31,8 +32,8 @@ class Wandb:
             try:
                 self.run = wandb.init(**options)
             except wandb.errors.Error as e:
-                print(f'warning: wandb does not connect ({one_line(e)}): the run is kept offline, '
-                      'and wandb sync sends it later', flush=True)
+                print_line(f'warning: wandb does not connect ({one_line(e)}): the run is kept '
+                           'offline, and wandb sync sends it later')
                 self.run = wandb.init(**options, mode='offline')
         except Exception as e:
             raise UserError(f'wandb does not start ({one_line(e)})') from None
@@ -51,8 +52,8 @@ class Wandb:
         try:
             self.run.finish()
         except Exception as e:
-            print(f'warning: wandb did not get all of it ({one_line(e)}): wandb sync sends it '
-                  f'from {self.run.dir}', flush=True)
+            print_line(f'warning: wandb did not get all of it ({one_line(e)}): wandb sync sends it '
+                       f'from {self.run.dir}')
 
 
 class TensorBoard:
@@ -100,5 +101,5 @@ def open_backends(config, run, run_id):
         try:
             backends.append(BACKENDS[name](config, run, run_id))
         except UserError as problem:
-            print(f'warning: {problem}; training continues without', flush=True)
+            print_line(f'warning: {problem}; training continues without')
     return backends

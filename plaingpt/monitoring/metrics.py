@@ -21,8 +21,8 @@ from plaingpt.monitoring.metrics_file import finite, read_rows
 from plaingpt.system.devices import device_name, mfu, peak_memory_bytes, synchronize
 from plaingpt.system.files import append_line
 from plaingpt.system.formatting import duration, one_line, short
-from plaingpt.system.machine import neighbours
-from plaingpt.system.streams import status
+from plaingpt.system.machine import crowded_cores
+from plaingpt.system.streams import print_line, status
 
 MAX_ROWS = 20_000  # kept in memory; beyond it every second row without an evaluation goes
 LIVE_INTERVAL_S = 0.5  # between two updates of a terminal's last line
@@ -115,7 +115,7 @@ class Metrics:
                     data_wait=round(data_wait, 4), **scale)
 
     def _tell_of_slow_steps(self, step_s):
-        busy = neighbours.describe()
+        busy = crowded_cores.describe()
         if self.clock.slowed_down(step_s, BUSY if busy else SLOW):
             why = f'the machine is busy: {busy}' if busy else 'steps have become slow'
             self.print(f'{why}; a step takes {step_s * 1e3:.0f} ms now, and took '
@@ -165,7 +165,7 @@ class Metrics:
     def print(self, line):
         """Print a line, from rank 0 only."""
         if not self.quiet:
-            print(line, flush=True)
+            print_line(line)
 
     def wandb_id(self):
         """Of the wandb run that a resumed run continues, or None."""

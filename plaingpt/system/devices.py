@@ -25,34 +25,24 @@ DTYPES = {'float32': torch.float32, 'bfloat16': torch.bfloat16, 'float16': torch
 
 def choose_device(wanted, local_rank=0):
     """'auto', 'cpu', 'cuda', 'cuda:N' or 'mps' → (torch.device, why). Raises UserError."""
+    has_cuda, has_mps = torch.cuda.is_available(), torch.backends.mps.is_available()
+    why = 'as asked'
     if wanted == 'auto':
-        if torch.cuda.is_available():
-            wanted, why = 'cuda', 'CUDA is available'
-        elif torch.backends.mps.is_available():
-            wanted, why = 'mps', 'no CUDA, but an Apple GPU'
-        else:
-            wanted, why = 'cpu', 'no GPU found'
-    else:
-        why = 'as asked'
-    try:
-        device = torch.device(wanted)
-    except RuntimeError:
-        raise UserError(f'device={wanted!r} is unknown: use auto, cpu, cuda, cuda:0 or mps') \
-            from None
+        wanted, why = 'cpu', 'no GPU found'
+        if has_cuda or has_mps:
+            wanted, why = 'cuda' if has_cuda else 'mps', 'an Apple GPU'
+    if not re.fullmatch(r'cpu|mps|cuda(:\d+)?', wanted):
+        raise UserError(f'device={wanted!r} is unknown: use auto, cpu, cuda, cuda:0 or mps')
+    device = torch.device(wanted)
+    if not {'cpu': True, 'cuda': has_cuda, 'mps': has_mps}[device.type]:
+        raise UserError(f'device={wanted}: there is none here: use --device=cpu or --device=auto')
     if device.type == 'cuda':
-        if not torch.cuda.is_available():
-            raise UserError(f'device={wanted}: no CUDA device here; use --device=cpu or '
-                            '--device=auto')
         device = torch.device('cuda', local_rank if device.index is None else device.index)
         if device.index >= torch.cuda.device_count():
             raise UserError(f'device=cuda:{device.index}: this machine has '
                             f'{torch.cuda.device_count()} GPUs; start no more processes than that')
         torch.cuda.set_device(device)
         why = device_name(device)
-    elif device.type == 'mps' and not torch.backends.mps.is_available():
-        raise UserError('device=mps: no Apple GPU here; use --device=cpu or --device=auto')
-    elif device.type not in ('cpu', 'mps'):
-        raise UserError(f'device={wanted!r} is not supported: use auto, cpu, cuda, cuda:0 or mps')
     return device, why
 
 
@@ -92,20 +82,21 @@ def choose_compile(wanted, device):
 
 
 def keep_compiled_code():
-    """Let torch.compile keep its code beside the user's other caches, where a second start finds it
-    also after a reboot, unless the environment says where, or that place cannot be written."""
+    """Let torch.compile keep its code among the user's caches, where a second start finds it also
+    after a reboot, unless the environment says where, or that place cannot be written."""
     caches = Path(os.environ.get('XDG_CACHE_HOME') or os.path.expanduser('~/.cache'))
-    existing = next((path for path in (caches, *caches.parents) if path.exists()), None)
-    if caches.is_absolute() and existing and os.access(existing, os.W_OK | os.X_OK):
-        os.environ.setdefault('TORCHINDUCTOR_CACHE_DIR', str(caches / 'plaingpt' / 'inductor'))
+    folder = caches / 'plaingpt' / 'inductor'
+    with suppress(OSError):
+        folder.mkdir(parents=True, exist_ok=True)
+        if os.access(folder, os.W_OK):
+            os.environ.setdefault('TORCHINDUCTOR_CACHE_DIR', str(folder))
 
 
 class CompileWatch:
-    """Shows on a terminal's last line what torch.compile works at and for how long, and tells in a
-    line how long it took."""
+    """Shows on a terminal's last line what torch.compile works at, and prints how long it took."""
 
     def __init__(self):
-        self.print_line = self.what = self.began = self.line = None
+        self.print_line = self.what = self.began = self.task = None
 
     def start(self, print_line):
         """From here on, print with `print_line`."""
@@ -120,11 +111,11 @@ class CompileWatch:
         backward = args.callback_trigger.name == 'LAZY_BACKWARD'
         self.what = 'the backward pass' if backward else forward
         self.began = time.perf_counter()
-        self.line = status.timed(f'compiling {self.what}')
-        self.line.__enter__()
+        self.task = status.doing(f'compiling {self.what}')
+        self.task.__enter__()
 
     def end(self, _):
-        self.line.__exit__(None, None, None)
+        self.task.__exit__(None, None, None)
         seconds = time.perf_counter() - self.began
         self.print_line(f'compiled {self.what} in {seconds:.{0 if seconds >= 10 else 1}f} s')
 
@@ -139,22 +130,17 @@ def autocast(device, dtype):
     return torch.autocast(device.type, dtype=DTYPES[dtype])
 
 
-WORKSPACES = ':4096:8', ':16:8'  # with which cuBLAS adds up in one order
-
-
 def seed_everything(seed, rank=0, deterministic=False):
     """Seed torch, a different stream for each rank (they must not share dropout masks).
 
     deterministic: let all else be the same each time, too. On a CPU it is. On CUDA torch then takes
     kernels without atomic additions, in the backward pass of attention and of embeddings too, and
-    raises an error where it has none. Raises UserError.
+    raises an error where it has none.
     """
     torch.manual_seed(seed + rank)
     torch.use_deterministic_algorithms(deterministic)
-    if deterministic and os.environ.setdefault('CUBLAS_WORKSPACE_CONFIG',
-                                               WORKSPACES[0]) not in WORKSPACES:
-        raise UserError(f'CUBLAS_WORKSPACE_CONFIG={os.environ["CUBLAS_WORKSPACE_CONFIG"]} in the '
-                        f'environment: deterministic=True takes {" or ".join(WORKSPACES)}')
+    if deterministic:  # cuBLAS adds up in one order with a workspace of this size
+        os.environ['CUBLAS_WORKSPACE_CONFIG'] = ':4096:8'
 
 
 def use_fast_matmul():
@@ -177,16 +163,6 @@ def device_name(device):
     return torch.cuda.get_device_name(device) if device.type == 'cuda' else device.type
 
 
-def describe_load():
-    """A clause where other programs leave fewer cores than torch takes, so that a time measured
-    here means little; else ''."""
-    load = os.getloadavg()[0] if hasattr(os, 'getloadavg') else 0.0
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, 'sched_getaffinity') else os.cpu_count()
-    if cores - load >= torch.get_num_threads() - 0.5:
-        return ''
-    return f'; it is busy, load {load:.1f} on {cores} cores, and may be several times as fast'
-
-
 def synchronize(device):
     """Wait until the device has done all the work that it was given."""
     if device.type == 'cuda':
@@ -204,9 +180,9 @@ def device_memory(device):
 
 
 def check_memory(size, free, what, fix='choose a smaller model, or a machine with more memory'):
-    """Raise UserError where more than the `free` bytes (None: not known) are needed.
+    """Raise UserError where more than the `free` bytes are needed.
     what: begins the message, as 'the parameters take'"""
-    if free is not None and size > free:
+    if size > free:
         raise UserError(f'{what} {gib(size)}, and {gib(free)} of memory are free: {fix}')
 
 

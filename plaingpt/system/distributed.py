@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from plaingpt.system.errors import UserError
-from plaingpt.system.streams import let_go_of_stalled_output, status
+from plaingpt.system.streams import discard_stalled_output, print_line, status
 
 JOIN_S = 300  # how long the processes of a job wait for those that have not come
 BEAT_S = 5  # between two signs of life of a process
@@ -72,7 +72,7 @@ def number_of(name):
 def print0(line):
     """Print a line, from rank 0 only."""
     if launched_world().is_main:
-        print(line, flush=True)
+        print_line(line)
 
 
 @contextmanager
@@ -464,7 +464,7 @@ class StopRequest:
     def __exit__(self, *_):
         for number, handler in self.previous.items():
             signal.signal(number, handler)
-        status.hold('')
+        status.begin_with('')
 
     def _receive(self, number, _):
         # Ctrl-C under torchrun arrives twice, from the terminal and from torchrun: that is one.
@@ -472,9 +472,9 @@ class StopRequest:
         if number == signal.SIGINT and again:
             os._exit(130)
         self.signal, self.received_at = number, time.monotonic()
-        let_go_of_stalled_output()
+        discard_stalled_output()
         with suppress(RuntimeError):  # in the middle of a print
-            status.hold(f'{signal.Signals(number).name}: stopping after this step'
+            status.begin_with(f'{signal.Signals(number).name}: stopping after this step'
                         + ', again to leave at once' * (number == signal.SIGINT) + ' | ')
 
     def wanted(self):

@@ -5,22 +5,16 @@ import os
 import re
 import signal
 import sys
-import threading
 import time
 from contextlib import contextmanager, suppress
 
 from plaingpt.system.formatting import printable
-from plaingpt.system.machine import limit_threads, neighbours
-from plaingpt.system.streams import StdoutError, prepare_streams, status, warn
+from plaingpt.system.machine import crowded_cores, limit_threads
+from plaingpt.system.streams import StdoutError, prepare_streams, status
 
 # what to do where the system refuses a file
-FIXES = {
-    **dict.fromkeys((errno.ENOSPC, errno.EDQUOT), 'make room and start again'),
-    **dict.fromkeys((errno.EACCES, errno.EPERM), 'allow it, or name another place'),
-    errno.EFBIG: 'raise the limit (ulimit -f), or name another place',
-    errno.EROFS: 'name another place',
-    errno.EMFILE: 'raise the limit (ulimit -n)',
-    errno.EIO: 'the disk or its connection is broken'}
+FIXES = {**dict.fromkeys((errno.ENOSPC, errno.EDQUOT), 'make room and start again'),
+         **dict.fromkeys((errno.EACCES, errno.EPERM), 'allow it, or name another place')}
 
 
 class UserError(Exception):
@@ -55,7 +49,7 @@ def leave_at_once(*_):
     """Ctrl-C while modules are imported. Nothing is open yet, and a KeyboardInterrupt in there ends
     in whatever the module that is loaded just then makes of it."""
     with suppress(OSError):
-        os.write(2, b'\r\x1b[Kinterrupted\n' if status.stream else b'interrupted\n')
+        os.write(2, b'\r\x1b[Kinterrupted\n' if status.is_shown else b'interrupted\n')
     os._exit(130)
 
 
@@ -65,21 +59,17 @@ def run_script(main):
     """
     prepare_streams()
     status.start()
-    threading.excepthook = thread_failed
     try:
         if signal.getsignal(signal.SIGINT) is leave_at_once:
             signal.signal(signal.SIGINT, signal.default_int_handler)
         status.show('')
-        neighbours.start()
+        crowded_cores.start()
         try:
             main(sys.argv[1:])
         finally:
-            neighbours.end()
+            crowded_cores.ended.set()
             status.stop()
             sys.stdout.flush()
-    except UserError as problem:
-        print_error(str(problem))
-        sys.exit(2)
     except KeyboardInterrupt:
         signal.signal(signal.SIGINT, signal.SIG_DFL)  # a second one must not end in a traceback
         print('\n' * sys.stderr.isatty() + 'interrupted', file=sys.stderr)  # below the ^C
@@ -88,51 +78,40 @@ def run_script(main):
         if e.errno != errno.EPIPE:  # the reader went away, as in `| head`, and wants no more
             print_error(f'standard output: {e.strerror}')
         sys.exit(1)
-    except OSError as e:
-        print_error(refusal(e))
-        sys.exit(2)
-    except RuntimeError as e:
-        if is_out_of_memory(e):
-            print_error(out_of_memory(e))
-            sys.exit(2)
-        what, matches, _ = str(e).partition(' does not have a deterministic implementation')
-        if not matches:
+    except Exception as e:
+        message = explain(e)
+        if message is None:  # our own bug
             raise
-        print_error(f'deterministic=True: torch has no deterministic {what.split()[-1]} for this '
-                    'device: train without it, or without the part of the model that calls it')
+        print_error(message)
         sys.exit(2)
-    except MemoryError as e:
-        print_error(out_of_memory(e))
-        sys.exit(2)
+
+
+def explain(error):
+    """The message for an exception that the user can do something about; None for another."""
+    if isinstance(error, UserError):
+        return str(error)
+    if isinstance(error, OSError):
+        parts = [error.filename, error.strerror or error, FIXES.get(error.errno)]
+        return ': '.join(os.fsdecode(part) if isinstance(part, bytes) else str(part)
+                         for part in parts if part is not None)
+    if is_out_of_memory(error):
+        # CUDA's own message is a paragraph: its second sentence says how much.
+        tried = re.search(r'[Tt]ried to allocate \S+ \w+', str(error))
+        what = tried[0] if tried else ' '.join(str(error).split())[:200]
+        return f'out of memory{f": {what}" if what else ""}: choose smaller sizes, such as ' \
+               '--batch_size, or another --device'
+    what, matches, _ = str(error).partition(' does not have a deterministic implementation')
+    if matches and isinstance(error, RuntimeError):
+        return f'deterministic=True: torch has no deterministic {what.split()[-1]} for this ' \
+               'device: train without it, or without the part of the model that calls it'
+    return None
 
 
 def is_out_of_memory(error):
-    """Whether a RuntimeError of torch says that a GPU or the machine has no memory left."""
-    return type(error).__name__ == 'OutOfMemoryError' or any(
-        text in str(error) for text in ("can't allocate memory", 'Storage size calculation over'))
-
-
-def out_of_memory(error):
-    """The line for it. CUDA's own message is a paragraph: its second sentence says how much."""
-    tried = re.search(r'[Tt]ried to allocate \S+ \w+', str(error))
-    what = tried[0] if tried else ' '.join(str(error).split())[:200]
-    return f'out of memory{f": {what}" if what else ""}: choose smaller sizes, such as ' \
-           '--batch_size, or another --device'
-
-
-def thread_failed(args):
-    """A thread of another package that the system refuses something gets a line, no traceback."""
-    if isinstance(args.exc_value, OSError):
-        warn(refusal(args.exc_value))
-    else:
-        threading.__excepthook__(args)
-
-
-def refusal(error):
-    """'FILE: No space left on device: make room and start again', of an OSError."""
-    parts = [error.filename, error.strerror or error, FIXES.get(error.errno)]
-    return ': '.join(os.fsdecode(part) if isinstance(part, bytes) else str(part)
-                     for part in parts if part is not None)
+    """Whether an error says that a GPU or the machine has no memory left."""
+    return isinstance(error, MemoryError) or type(error).__name__ == 'OutOfMemoryError' or (
+        isinstance(error, RuntimeError) and any(text in str(error) for text in (
+            "can't allocate memory", 'Storage size calculation over')))
 
 
 def print_error(message):

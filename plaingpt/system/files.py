@@ -1,5 +1,5 @@
-"""Files that are whole or absent: atomic writes, checksums, lines that a full disk may refuse; JSON
-that anyone may have written; one process at a time in a folder."""
+"""Files that are whole or absent: atomic writes, checksums, lines of a log; JSON that anyone may
+have written; one process at a time in a folder."""
 
 import errno
 import hashlib
@@ -11,11 +11,6 @@ from pathlib import Path
 
 from plaingpt.system.errors import UserError
 from plaingpt.system.streams import warn
-
-try:
-    import fcntl
-except ImportError:  # Windows
-    fcntl = None
 
 ROOT = Path(__file__).resolve().parents[2]  # where train.py and config/ are
 
@@ -219,98 +214,64 @@ def is_dict(x):
 # one process at a time in a folder
 
 LOCK_FILE = '.lock'
-# What a file system without flock says; filelock's other kind of lock is then a file that is there.
-NO_FLOCK = {errno.ENOLCK, errno.ENOTSUP, errno.EBADF, errno.ENOSYS}
 
 
 @contextmanager
-def locked(folder, refusal='in use'):
-    """Hold the lock of `folder`, a file in it, in here → a function that raises UserError where
-    that folder has been removed or replaced meanwhile.
+def locked(folder, refusal):
+    """Keep other processes out of `folder` while in here → a function that raises UserError where
+    the folder has been removed or replaced since. The system frees the lock of a killed process.
 
-    Raises UserError(refusal) where another process holds it, and UserError where it cannot be had.
+    Raises UserError(refusal) where another process has the lock, and UserError where the disk
+    refuses it.
     """
+    from filelock import FileLock, Timeout
     path = Path(folder, LOCK_FILE)
-    with acquired(path) as lock, same_folder(folder) as check:
-        if not lock:
-            raise UserError(refusal)
+    lock = FileLock(path, blocking=False, mode=0o666)
+    try:
+        lock.acquire()
+        held = path.stat()
+    except Timeout:
+        raise UserError(refusal) from None
+    except (OSError, NotImplementedError) as e:
+        raise UserError(f'{folder} cannot be locked ({e}): choose a folder on another disk') \
+            from None
+
+    def is_here():
         try:
-            yield check
-        finally:
-            with suppress(OSError, UserError):
-                check()
-                path.unlink()
-
-
-@contextmanager
-def same_folder(folder):
-    """→ a function that raises UserError where `folder` is not the one that it is now. A disk that
-    does not answer is no reason."""
-    if os.name == 'nt':  # there a folder that is in use stays where it is
-        yield lambda: None
-        return
-    handle = os.open(folder, os.O_RDONLY)  # while it is open, nobody else gets its number
+            return os.path.samestat(held, path.stat())
+        except FileNotFoundError:  # somebody removed the lock file alone, or the folder
+            return os.path.exists(folder)
+        except OSError:  # the disk does not answer now
+            return True
 
     def check():
-        with suppress(OSError):
-            with suppress(FileNotFoundError, NotADirectoryError):
-                if os.path.samestat(os.fstat(handle), os.stat(folder)):
-                    return
+        if not is_here():
             raise UserError(f'{folder} was removed or replaced, perhaps by another run, and what '
                             'is in memory was not written there: start again with another folder')
     try:
         yield check
     finally:
-        os.close(handle)
+        if is_here():
+            with suppress(OSError):
+                path.unlink()
+        lock.release()
 
 
 def in_use(folder):
-    """Whether a process holds the lock of `folder`."""
-    path = Path(folder, LOCK_FILE)
-    if not path.exists():
+    """Whether a process has locked `folder`."""
+    if not Path(folder, LOCK_FILE).exists():
         return False
-    if os.access(path, os.W_OK):
-        with acquired(path) as lock:
-            return not lock
-    if fcntl is None:
-        return True
-    try:  # another user's
-        with open(path, 'rb') as f:
-            fcntl.flock(f, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        return False
-    except OSError:  # also where the file system has no locks
-        return True
-
-
-@contextmanager
-def acquired(path):
-    """Hold the lock file `path` in here → the lock, or None where another process holds it."""
-    from filelock import FileLock, SoftFileLock, Timeout
-    for kind in (FileLock, SoftFileLock):
-        lock = kind(path, blocking=False, mode=0o666)
-        try:
-            lock.acquire()
-            break
-        except Timeout:
-            yield None
-            return
-        except (OSError, NotImplementedError) as e:
-            if kind is SoftFileLock or getattr(e, 'errno', errno.ENOSYS) not in NO_FLOCK:
-                raise UserError(f'{path.parent} cannot be locked: {e}') from None
-            with suppress(OSError):
-                if not path.stat().st_size:  # made just now; a lock of the other kind has text
-                    path.unlink()
     try:
-        yield lock
-    finally:
-        lock.release()
+        with locked(folder, 'in use'):
+            return False
+    except UserError:
+        return True
 
 
 @contextmanager
 def lock_output_dir(folder, wanted=True):
-    """Make out_dir, see that files can be made in it, and keep other runs out while in here → a
-    function that raises UserError where it is no longer that folder. Raises UserError.
-    """
+    """Make out_dir, see that files can be made in it, and keep other runs out while in here → the
+    function of `locked`. Raises UserError."""
     if not wanted:
         yield lambda: None
         return

@@ -1,6 +1,6 @@
-"""What this process may use of its machine, memory and cores, and what others leave of it.
+"""Memory and cores available to this process, in a container too.
 
-Without torch: what limits its threads has to be said before it is loaded.
+Without torch: the number of its threads has to be set before it is imported.
 """
 
 import math
@@ -17,57 +17,44 @@ from pathlib import Path
 
 
 def machine_memory(root='/'):
-    """→ (bytes of memory that a process may have here, bytes of it that are free), of the machine
-    or of the cgroups it runs in; None where nothing tells. root: where /proc and /sys are"""
-    def pages(key):
-        try:
-            return os.sysconf(key) * os.sysconf('SC_PAGE_SIZE')
-        except (ValueError, OSError, AttributeError):
-            return None
-
-    total, free = pages('SC_PHYS_PAGES'), pages('SC_AVPHYS_PAGES')
-    with suppress(OSError, TypeError):  # counts what the system would give back, such as caches
-        free = 1024 * int(re.search(r'MemAvailable:\s*(\d+)', read(root, 'proc/meminfo'))[1])
-    for limit, used in cgroup_memory(root):
-        total = min(limit, limit if total is None else total)
-        free = max(0, min(limit - used, limit if free is None else free))
+    """→ (bytes of memory that this process may have, bytes of it that are free): of the machine or
+    of the cgroups that hold the process. root: where /proc and /sys are"""
+    import psutil
+    memory = psutil.virtual_memory()
+    total, free = memory.total, memory.available
+    for group in cgroups(root, 'memory'):
+        with suppress(OSError, ValueError):  # 'max' is no number: no limit
+            limit = int(read_either(group, 'memory.max', 'memory.limit_in_bytes'))
+            used = int(read_either(group, 'memory.current', 'memory.usage_in_bytes'))
+            # The kernel takes file caches back where memory is short.
+            caches = re.findall(r'^(?:total_)?inactive_file (\d+)$',
+                                (group / 'memory.stat').read_text(), re.M)
+            total = min(total, limit)
+            free = max(0, min(free, limit - used + max(map(int, caches), default=0)))
     return total, free
 
 
 def free_memory():
-    """Bytes of memory that are free for this process, or None where the system does not tell."""
+    """Bytes of memory that are free for this process."""
     return machine_memory()[1]
 
 
-def cgroup_memory(root):
-    """Yield (limit, what is used but for caches), in bytes, of the cgroups that hold this one."""
-    for folder, limit, used in cgroup_files(root, 'memory', ('memory.max', 'memory.current'),
-                                            ('memory.limit_in_bytes', 'memory.usage_in_bytes')):
-        with suppress(OSError, ValueError):  # 'max' is no number: no limit
-            caches = re.findall(r'^(?:total_)?inactive_file (\d+)$',
-                                read(root, folder / 'memory.stat'), re.M)
-            yield int(limit), int(used) - max(map(int, caches), default=0)
-
-
-def cgroup_files(root, controller, names, names_of_v1):
-    """Yield (folder, text of its files …) of each cgroup that holds this process, where it has
-    such files: those of version 2, or of version 1's controller."""
-    with suppress(OSError):
-        for line in read(root, 'proc/self/cgroup').splitlines():
+def cgroups(root, controller):
+    """Yield the folders of the cgroups that hold this process, the innermost first: those of
+    version 2, or of version 1's controller."""
+    with suppress(OSError):  # no Linux
+        for line in Path(root, 'proc/self/cgroup').read_text().splitlines():
             _, controllers, place = line.split(':', 2)
-            if controllers and controller not in controllers.split(','):
-                continue
-            top = Path('sys/fs/cgroup', controllers)
-            group = top / place.strip('/')
-            # Seen from within a container, its group is the top; the path may be the host's.
-            for folder in [group, *(up for up in group.parents if up.is_relative_to(top))]:
-                with suppress(OSError):
-                    yield folder, *(read(root, folder / name)
-                                    for name in (names_of_v1 if controllers else names))
+            if not controllers or controller in controllers.split(','):
+                # In a container, its own group is the top, and the path may be the host's.
+                top = Path(root, 'sys/fs/cgroup', controllers)
+                group = top / place.strip('/')
+                yield from (up for up in (group, *group.parents) if up.is_relative_to(top))
 
 
-def read(root, path):
-    return Path(root, path).read_text(encoding='utf-8', errors='replace')
+def read_either(folder, name, name_of_v1):
+    path = folder / name
+    return (path if path.exists() else folder / name_of_v1).read_text()
 
 
 # -----------------------------------------------------------------------------
@@ -83,102 +70,85 @@ def allowed_cpus():
 
 def core_limit(root='/'):
     """How many cores' time the cgroups allow, such as 1.5; infinity where nothing limits it."""
-    limits = [math.inf]
-    for _, *texts in cgroup_files(root, 'cpu', ('cpu.max',),
-                                  ('cpu.cfs_quota_us', 'cpu.cfs_period_us')):
-        with suppress(ValueError):  # 'max 100000': no limit; in version 1 that is -1
-            quota, period = map(int, ' '.join(texts).split())
-            limits.append(quota / period if quota > 0 else math.inf)
-    return min(limits)
+    limit = math.inf
+    for group in cgroups(root, 'cpu'):
+        with suppress(OSError, ValueError):  # 'max 100000': no limit
+            quota, period = map(int, (group / 'cpu.max').read_text().split())
+            limit = min(limit, quota / period)
+    return limit
 
 
 def limit_threads():
-    """Let torch start no more threads than there are cores for this process: it heeds the CPUs that
-    are allowed, and not how much of their time. Call this before torch is imported."""
+    """Let torch start no more threads than this process has cores: torch counts the CPUs that are
+    allowed, and not how much of their time. Call this before torch is imported."""
     limit = core_limit()
     if limit < len(allowed_cpus()):
         os.environ.setdefault('OMP_NUM_THREADS', str(max(1, int(limit))))
 
 
-class Neighbours:
-    """Watches what other programs take of the cores, and lets torch's threads wait accordingly.
+class CrowdedCores:
+    """Lets torch's threads sleep where they wait for each other, while other programs need cores.
 
-    At the end of a parallel loop libgomp's threads spin until the last of them arrives, which is
-    fastest where each has a core. Where another program takes a core, they spin for a thread that
-    does not run, and keep it from running: a step takes 3 to 20 times as long. libgomp lets
-    threads sleep nearly at once while the process has more of them than cores. So a second team,
-    which does nothing, is started then, and ended when the cores are free. Results do not depend
-    on it.
+    At the end of a parallel loop libgomp's threads spin until the last one arrives. Where another
+    program has the core of that one, the spinning keeps it from running. libgomp's threads sleep
+    instead while the process has more threads than cores, so a second team of threads, which does
+    nothing, is held meanwhile. Quickstart's step on 2 cores, alone / beside one busy program:
+    115 / 215 ms so; 110 / 470 ms without; 175 / 214 ms with OMP_WAIT_POLICY=passive.
     """
 
-    LOOK_S = 1.0  # between two looks
-    CROWDED, FREE = 0.4, 0.2  # cores that are wanted beyond those that there are
-    QUIET_LOOKS = 3  # before threads spin again
-
-    def __init__(self):
-        self.others = 0.0  # cores that other programs took at the last look
-        self.stop = self.crowd = None  # threading.Event that ends the watch, the waiting team
+    def __init__(self, look_s=1.0):
+        self.look_s, self.ended = look_s, threading.Event()
+        self.others = self.missing = 0.0  # cores: that other programs take, and that are too few
 
     def start(self):
-        if self.stop is None and busy_seconds() is not None:
-            self.stop = threading.Event()
-            threading.Thread(target=self.watch, args=(self.stop,), name='neighbours',
-                             daemon=True).start()
+        if sys.platform == 'linux':
+            self.ended.clear()
+            threading.Thread(target=self.watch, daemon=True).start()
 
-    def end(self):
-        for event in filter(None, (self.stop, self.crowd)):
-            event.set()
-        self.stop = self.crowd = None
-
-    def watch(self, stop):
-        quiet, before = 0, (time.perf_counter(), busy_seconds(), time.process_time())
-        while not stop.wait(self.LOOK_S):
-            now = (time.perf_counter(), busy_seconds(), time.process_time())
+    def watch(self):
+        second_team, quiet_looks, before = None, 0, cpu_seconds()
+        while not self.ended.wait(self.look_s):
+            now = cpu_seconds()
             wall_s, all_s, own_s = (b - a for a, b in zip(before, now, strict=True))
-            before, self.others = now, max(0.0, (all_s - own_s) / wall_s)
-            threads = spinning_threads()
-            wanted = self.others + threads - len(allowed_cpus())
-            quiet = quiet + 1 if wanted < self.FREE else 0
-            if threads > 1 and wanted > self.CROWDED and not self.crowd:
-                self.crowd = threading.Event()
-                threading.Thread(target=wait_with_a_team, args=(self.crowd,), name='crowd',
-                                 daemon=True).start()
-            if self.crowd and quiet >= self.QUIET_LOOKS:
-                self.crowd.set()
-                self.crowd = None
+            before, self.others, threads = now, max(0.0, all_s - own_s) / wall_s, torch_threads()
+            self.missing = self.others + threads - len(allowed_cpus())
+            quiet_looks = quiet_looks + 1 if self.missing < 0.2 else 0
+            if self.missing > 0.4 and threads > 1 and not second_team:
+                second_team = threading.Event()
+                threading.Thread(target=hold_threads, args=(second_team,), daemon=True).start()
+            if second_team and quiet_looks == 3:
+                second_team.set()
+                second_team = None
+        if second_team:
+            second_team.set()
 
     def describe(self):
         """'other programs take 1.0 of 2 cores', or '' where they leave enough."""
-        cores = len(allowed_cpus())
-        if self.others < self.CROWDED or self.others + spinning_threads() - cores < self.CROWDED:
+        if min(self.others, self.missing) < 0.4:
             return ''
-        return f'other programs take {self.others:.1f} of {cores} cores'
+        return f'other programs take {self.others:.1f} of {len(allowed_cpus())} cores'
 
 
-neighbours = Neighbours()
+crowded_cores = CrowdedCores()
 
 
-def spinning_threads():
-    """How many threads torch computes with, by libgomp; 0 where it is not loaded yet."""
+def cpu_seconds():
+    """→ (now, seconds that the allowed CPUs have worked, seconds of them for this process)"""
+    import psutil
+    allowed = allowed_cpus()
+    busy_s = sum(cpu.user + cpu.nice + cpu.system
+                 for n, cpu in enumerate(psutil.cpu_times(percpu=True)) if n in allowed)
+    return time.perf_counter(), busy_s, time.process_time()
+
+
+def torch_threads():
+    """How many threads torch computes with; 0 where it is not imported yet."""
     torch = sys.modules.get('torch')
     return torch.get_num_threads() if hasattr(torch, 'get_num_threads') else 0
 
 
-def wait_with_a_team(until):
+def hold_threads(until):
+    """Start a team of OpenMP threads, and keep it until the event is set."""
     import torch
-    torch.ones(2**20).add_(1)  # large enough to be shared out: this starts the team
+    torch.ones(2**20).add_(1)  # large enough to be shared out
     until.wait()
-
-
-def busy_seconds():
-    """The seconds that the allowed CPUs were busy since the machine started, in all; None where the
-    system does not tell."""
-    with suppress(OSError, ValueError, AttributeError):
-        allowed, ticks = allowed_cpus(), 0
-        for line in read('/', 'proc/stat').splitlines():
-            if found := re.match(r'cpu(\d+) ', line):
-                # without `steal`: no thread of this machine can leave those seconds to another
-                user, nice, system, _, _, irq, softirq = map(int, line.split()[1:8])
-                ticks += int(found[1]) in allowed and user + nice + system + irq + softirq
-        return ticks / os.sysconf('SC_CLK_TCK')
-    return None

@@ -1,306 +1,221 @@
-"""Standard streams that work wherever a script runs: closed or broken ones, a log on a full disk, a
-terminal that lacks a character, text that would command the terminal. And a terminal's last line,
-which says what a script does now, or lines of a log that say how far it is."""
+"""What a script prints: standard streams that may be closed, full or broken, text of others with
+control characters, a terminal's last line, and progress bars."""
 
-import codecs
 import io
 import os
 import select
 import sys
-import threading
-import time
 from contextlib import contextmanager, suppress
 
 from tqdm import tqdm
 
-from plaingpt.system.formatting import amount, duration, printable
+from plaingpt.system.formatting import amount, printable
 
-PLAIN = {'→': '->', '…': '...', '×': 'x', '±': '+-', '━': '#', '─': '-'}  # in ASCII
-REDRAW_S = 0.1  # between two counts in the status line
-LINE_S = 30  # between two lines on how far a script is, where stderr is no terminal
+LOG_INTERVAL_S = 30  # between two lines of a Progress, where stderr is no terminal
+
+# -----------------------------------------------------------------------------
+# standard streams
 
 
 class StdoutError(Exception):
-    """Standard output failed in a script whose work it is. `errno` and `strerror` say why."""
+    """Standard output failed in a script that `require_stdout`. `errno` and `strerror` say why."""
 
     def __init__(self, error):
         super().__init__(error)
         self.errno, self.strerror = error.errno, error.strerror
 
 
-class Descriptor(io.RawIOBase):
-    """Writes to the file of a stream. What the file refuses is lost, and nobody stops; later text
-    arrives where it can. Where it is `required`, the first refusal raises StdoutError."""
+class TolerantFile(io.FileIO):
+    """A standard stream's file. What it refuses is lost, and the script goes on; later text arrives
+    where it can. Where it is `required`, the first refusal raises StdoutError."""
 
-    def __init__(self, stream):
-        self.stream = stream  # which would close its file if nobody held it
-        self.raw = getattr(stream.buffer, 'raw', stream.buffer)  # python -u has no buffer
-        self.name = self.raw.name
-        self.required = False
+    required = False
 
     def write(self, data):
         try:
-            return self.raw.write(data) or len(data)
+            return super().write(data) or len(data)
         except OSError as e:
             if self.required:
                 self.required = False  # what is in the buffers must not fail again at the exit
                 raise StdoutError(e) from None
             return len(data)
 
-    def writable(self):
-        return True
 
-    def fileno(self):
-        return self.raw.fileno()
-
-    def isatty(self):
-        return self.raw.isatty()
-
-
-class StatusLine:
-    """The last line of a terminal: where the work stands. What is printed goes above it.
-
-    It is shown where stdout and stderr are both a terminal, by rank 0. Elsewhere this does nothing.
-    """
-
-    def __init__(self):
-        self.stream = None  # the terminal, where the line is shown
-        self.base = self.detail = ''  # what `show` set
-        self.parts = {}  # key → what is done now; the innermost is the last
-        self.held = ''  # what `hold` set
-        self.drawn = ''
-        self.line_is_taken = False  # by text without a line end, such as a progress bar
-        self.lock = threading.RLock()  # a save in the background may print, too
-
-    def start(self):
-        """Be shown from here on, where there is a terminal."""
-        if sys.stdout.isatty() and sys.stderr.isatty() and os.environ.get('RANK', '0') == '0' \
-                and isinstance(sys.stderr, Stream):
-            self.stream = sys.stderr
-
-    def stop(self):
-        """Leave the terminal without a status line for good."""
-        with self.lock:
-            self.clear()
-            self.stream = None
-
-    def show(self, text, detail=''):
-        """Set what the line begins with, and what it ends with where nothing else is `doing`."""
-        self.base, self.detail = text, detail
-        self.draw()
-
-    def hold(self, what):
-        """Let the line begin with `what`, whatever else it says. For a signal handler."""
-        self.held = what
-        self.draw()
-
-    @contextmanager
-    def doing(self, what):
-        """A context, or a decorator, in which the line ends with `what`."""
-        key = object()  # a generator that uses this may be closed out of order
-        self.parts[key] = what
-        self.draw()
-        try:
-            yield
-        finally:
-            del self.parts[key]
-            self.draw()
-
-    @contextmanager
-    def timed(self, what):
-        """As `doing`, with the seconds so far."""
-        key, over = object(), threading.Event()
-
-        def tick():
-            began = time.perf_counter()
-            while True:
-                self.parts[key] = f'{what}, {time.perf_counter() - began:.0f} s'
-                self.draw()
-                if over.wait(1):
-                    return
-
-        thread = threading.Thread(target=tick, name='status', daemon=True)
-        thread.start()
-        try:
-            yield
-        finally:
-            over.set()
-            thread.join()
-            del self.parts[key]
-            self.draw()
-
-    def counted(self, items):
-        """Yield the items of a sequence; meanwhile the line ends with how many are done."""
-        key, drawn_at = object(), 0.0
-        try:
-            for n, item in enumerate(items):
-                self.parts[key] = f'{n}/{len(items)}'
-                if time.perf_counter() > drawn_at + REDRAW_S:
-                    drawn_at = time.perf_counter()
-                    self.draw()
-                yield item
-        finally:
-            self.parts.pop(key, None)
-
-    def draw(self):
-        if self.stream is None:
-            return
-        with self.lock:
-            if self.line_is_taken:
-                return
-            columns = 0
-            with suppress(OSError):  # the terminal may be gone
-                columns = os.get_terminal_size(self.stream.fileno()).columns
-            # A line that reaches the last column may wrap, and could not be cleared then.
-            now = ': '.join(list(self.parts.values())) or self.detail
-            line = (self.held + ' | '.join(filter(None, (self.base, now))))[:(columns or 80) - 1]
-            if line != self.drawn:
-                self.stream.write_directly('\r\x1b[K' + line)
-                self.drawn = line
-
-    def clear(self):
-        if self.drawn:
-            self.stream.write_directly('\r\x1b[K')
-            self.drawn = ''
-
-    def print_above(self, write, text):
-        """write(text), to the same terminal."""
-        with self.lock:
-            self.clear()
-            written = write(text)
-            if text:
-                self.line_is_taken = not text.endswith(('\n', '\r'))
-            self.draw()
-            return written
-
-
-status = StatusLine()
-
-
-class Progress:
-    """How far a loop is: a bar on a terminal; elsewhere a line on stderr every LINE_S seconds, for
-    the log of a job. A context."""
-
-    def __init__(self, what, total, unit, start=0):
-        """total: in `unit`, or None where it is unknown; start: what an earlier run has done"""
-        self.what, self.total, self.unit, self.start = what, total, unit.strip(), start
-        self.began = self.printed = time.monotonic()
-        self.bar = tqdm(total=total, initial=start, unit_scale=True, disable=None,
-                        unit='B' if self.unit == 'B' else f' {self.unit}', leave=False, desc=what)
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *_):
-        self.bar.close()
-
-    def advance_to(self, position, tokens=None):
-        """tokens: made since the start, where they are not what is counted"""
-        if not self.bar.disable:
-            self.bar.update(position - self.bar.n)
-        elif time.monotonic() - self.printed >= LINE_S:
-            self.printed = time.monotonic()
-            print(self.line(position, tokens), file=sys.stderr, flush=True)
-
-    def line(self, position, tokens=None):
-        """'encoding: 34% of 1.20 GB, 5.30M tokens, 410k tokens/s, 5m10s left'"""
-        seconds = max(time.monotonic() - self.began, 1e-9)
-        done = position - self.start
-        made, unit = (done, self.unit) if tokens is None else (tokens, 'tokens')
-        return f'{self.what}: ' + ', '.join(filter(None, (
-            f'{100 * position / self.total:.0f}% of {amount(self.total, self.unit)}'
-            if self.total else amount(position, self.unit),
-            tokens is not None and amount(tokens, 'tokens'),
-            f'{amount(made / seconds, unit)}/s',
-            self.total and done > 0 and
-            f'{duration(seconds * max(self.total - position, 0) / done)} left')))
-
-
-class Stream(io.TextIOWrapper):
-    """Leaves the last line of a terminal to `status`."""
-
-    def write(self, text):
-        if status.stream is None:
-            return super().write(text)
-        return status.print_above(super().write, text)
-
-    def write_directly(self, text):
-        super().write(text)
-        self.flush()
-
-
-class Printer(Stream):
+class Printer(io.TextIOWrapper):
     """Shows control characters instead of passing them on, unless told to be `verbatim`."""
 
     verbatim = False
 
     def write(self, text):
+        status.hide()  # until it is drawn anew
         return super().write(text if self.verbatim else printable(text))
 
 
 def prepare_streams():
-    """Make print, warnings and progress bars safe: from here on they neither raise nor write into
-    a file that happens to have the number of a closed stream."""
+    """Let print, warnings and progress bars fail silently where a stream is closed, full or broken,
+    or lacks a character."""
     for number in range(3):
         try:
             os.fstat(number)
         except OSError:  # closed: open() would give its number to the next file
             os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)
-    codecs.register_error('plain', lambda e: (
-        ''.join(PLAIN.get(c, '?') for c in e.object[e.start:e.end]), e.end))
-    if sys.stdin is None:
-        sys.stdin = open(os.devnull, encoding='utf-8')
-    sys.stdout = protected(sys.stdout, Printer)
-    sys.stderr = protected(sys.stderr, Stream)  # progress bars go back over their line
+    sys.stdin = sys.stdin or open(os.devnull, encoding='utf-8')
+    sys.stdout = tolerant(sys.stdout, Printer)
+    sys.stderr = tolerant(sys.stderr, io.TextIOWrapper)  # progress bars go back over their line
 
 
-def protected(stream, kind):
+def tolerant(stream, kind):
     """A stream of this kind to the same file; a notebook's own or one in memory stays as it is."""
-    if stream is None:
-        stream = open(os.devnull, 'w', encoding='utf-8')
-    raw = getattr(stream, 'buffer', None)
-    raw = getattr(raw, 'raw', raw)
-    if not isinstance(raw, io.RawIOBase) or isinstance(raw, Descriptor):
+    stream = stream or open(os.devnull, 'w', encoding='utf-8')
+    if not isinstance(stream, io.TextIOWrapper) or isinstance(stream.buffer, io.BytesIO) \
+            or isinstance(getattr(stream.buffer, 'raw', None), TolerantFile):
         return stream
     with suppress(OSError):
         stream.flush()
-    return kind(io.BufferedWriter(Descriptor(stream)), encoding=stream.encoding, errors='plain',
-                line_buffering=True)
+    made = kind(io.BufferedWriter(TolerantFile(stream.fileno(), 'w', closefd=False)),
+                encoding=stream.encoding, errors='replace', line_buffering=True)
+    made.replaced = stream  # which would close its file if nobody held it
+    return made
 
 
 def require_stdout(verbatim=False):
-    """Say that what the script prints is its work: it ends where stdout fails.
-
-    verbatim: keep control characters where stdout is no terminal
-    """
+    """Exit if stdout fails. verbatim: keep control characters where stdout is no terminal"""
     if isinstance(sys.stdout, Printer):
         sys.stdout.buffer.raw.required = True
         sys.stdout.verbatim = verbatim and not sys.stdout.isatty()
 
 
-def print_marked(parts):
-    """Print (text, is_marked) after each other, with control characters shown; what is marked is
-    green on a terminal, and in brackets elsewhere."""
-    begin, end = ('\x1b[32m', '\x1b[0m') if sys.stdout.isatty() else '[]'
-    line = ''.join(begin + printable(text) + end if is_marked else printable(text)
-                   for text, is_marked in parts)
-    if isinstance(sys.stdout, Printer):  # whose own write() would show the colours too
-        Stream.write(sys.stdout, line + '\n')
-    else:
-        print(line)
-
-
-def warn(line):
-    """Print a warning on stderr."""
-    print(printable(f'warning: {line}'), file=sys.stderr, flush=True)
-
-
-def let_go_of_stalled_output():
-    """Where nobody reads what this process prints (`| less`, a stopped terminal), a print waits for
-    ever. Its output, and all that follows, goes nowhere from now on, so that the run can save."""
+def discard_stalled_output():
+    """Where nobody reads what this process prints (`| less`, a stopped terminal), a print would
+    wait for ever. Discard this stream's output from now on, so that the run can save."""
     for fd in (1, 2):
         with suppress(OSError, ValueError):
             if not select.select([], [fd], [], 0)[1]:
                 nowhere = os.open(os.devnull, os.O_WRONLY)
                 os.dup2(nowhere, fd)
                 os.close(nowhere)
+
+
+# -----------------------------------------------------------------------------
+# lines
+
+
+def print_line(line):
+    """Print a line above the progress bars, and draw the status line below it."""
+    tqdm.write(line, file=sys.stdout)
+    sys.stdout.flush()
+    status.draw()
+
+
+def warn(line):
+    """Print a warning on stderr."""
+    tqdm.write(printable(f'warning: {line}'), file=sys.stderr)
+
+
+def print_marked(parts):
+    """Print (text, is_marked) after each other; what is marked is green on a terminal, and in
+    brackets elsewhere."""
+    begin, end = ('\x1b[32m', '\x1b[0m') if sys.stdout.isatty() else '[]'
+    line = ''.join(begin + printable(text) + end if is_marked else printable(text)
+                   for text, is_marked in parts)
+    if isinstance(sys.stdout, Printer):  # whose own write() would show the colours too
+        io.TextIOWrapper.write(sys.stdout, line + '\n')
+    else:
+        print(line)
+
+
+# -----------------------------------------------------------------------------
+# what a script is doing
+
+
+class StatusLine:
+    """The last line of a terminal says what a script is doing. It is shown where stdout and stderr
+    are both a terminal, by rank 0."""
+
+    def __init__(self):
+        self.is_shown = False
+        self.bar = None  # of tqdm, while there is something to say
+        self.is_drawn = False
+        self.prefix = self.step = self.detail = ''
+        self.tasks = {}  # key → what is done now; the innermost is the last
+
+    def start(self):
+        self.is_shown = sys.stdout.isatty() and sys.stderr.isatty() \
+            and os.environ.get('RANK', '0') == '0'
+
+    def stop(self):
+        """Remove the line."""
+        self.show('')
+        self.is_shown = False
+
+    def show(self, step, detail=''):
+        """Set what the line begins with, and what it ends with where nothing is `doing`."""
+        self.step, self.detail = step, detail
+        self.draw()
+
+    def begin_with(self, prefix):
+        """Set what comes before all else. For a signal handler."""
+        self.prefix = prefix
+        self.draw()
+
+    @contextmanager
+    def doing(self, task):
+        """A context, or a decorator, in which the line ends with `task`."""
+        key = object()  # a generator that uses this may be closed out of order
+        self.tasks[key] = task
+        self.draw()
+        try:
+            yield
+        finally:
+            del self.tasks[key]
+            self.draw()
+
+    def draw(self):
+        if not self.is_shown:
+            return
+        now = ': '.join(list(self.tasks.values())) or self.detail
+        line = self.prefix + ' | '.join(filter(None, (self.step, now)))
+        with tqdm.get_lock():  # a save in the background may print, too
+            if self.bar is None and line:
+                self.bar = tqdm(desc=line, bar_format='{desc}', leave=False, dynamic_ncols=True)
+            elif self.bar is not None and line:
+                self.bar.set_description_str(line, refresh=False)
+                self.bar.display()
+            elif self.bar is not None:
+                self.bar.close()
+                self.bar = None
+            self.is_drawn = self.bar is not None
+
+    def hide(self):
+        if self.is_drawn:
+            self.bar.clear()
+            self.is_drawn = False
+
+
+status = StatusLine()
+
+
+class Progress(tqdm):
+    """How far a loop is: a bar on a terminal; elsewhere a line on stderr every LOG_INTERVAL_S, for
+    the log of a job."""
+
+    def __init__(self, what, total, unit, start=0):
+        """total: in `unit`, or None where it is unknown; start: what an earlier run has done"""
+        self.on_terminal = sys.stderr.isatty()
+        layout = {} if self.on_terminal else dict(
+            ncols=0, delay=LOG_INTERVAL_S, mininterval=LOG_INTERVAL_S)
+        super().__init__(desc=what, total=total, initial=start, unit_scale=True, miniters=0,
+                         unit='B' if unit == 'B' else f' {unit.strip()}', leave=False, **layout)
+
+    def advance_to(self, position, tokens=None):
+        """tokens: made since the start, where they are not what is counted"""
+        if tokens is not None:
+            self.set_postfix_str(amount(tokens, 'tokens'), refresh=False)
+        self.update(position - self.n)
+
+    def display(self, msg=None, pos=None):
+        if self.on_terminal:
+            return super().display(msg, pos)
+        if msg is None:  # '' would clear a bar
+            print(self, file=sys.stderr, flush=True)
+        return False

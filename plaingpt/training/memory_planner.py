@@ -217,16 +217,14 @@ def sharded(stages, shape, step):
 
 def choose_parallel(config, shape, dtype, device_type, available):
     """→ ('ddp' or 'fsdp', why): how the processes share a step of a TrainConfig and a GPTConfig, so
-    that it fits the `available` bytes of each; None where they are unknown. All processes must give
-    the same. With batch_size=auto a micro-batch of 1 decides."""
+    that it fits the `available` bytes of each. All processes must give the same. With
+    batch_size=auto a micro-batch of 1 decides."""
     if config.parallel != 'auto':
         return config.parallel, 'as asked'
     if config.fsdp_group:
         return 'fsdp', 'fsdp_group asks for it'
     if config.world_size() == 1:
         return 'ddp', 'one process'
-    if available is None:
-        return 'ddp', 'free memory is unknown'
     step = step_settings(replace(config, batch_size=1) if config.batch_size == 'auto' else config,
                          dtype, device_type)
     if 4 * rough_bytes(shape, step) + CUDA_OVERHEAD < available:

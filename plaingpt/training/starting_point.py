@@ -238,9 +238,8 @@ def with_parallel(config, dataset, resumed, dtype, device, world):
         return config
     shape = config.parallel == 'auto' and (
         known_shape(config, dataset, resumed) or start_shape(config))
-    available = available_memory(device)
-    kind, why = choose_parallel(config, shape, dtype, device.type,
-                                available and all_reduce_min(available, device))
+    available = all_reduce_min(available_memory(device), device)
+    kind, why = choose_parallel(config, shape, dtype, device.type, available)
     print0(f'parallel {kind} ({why})')
     return replace(config, parallel=kind)
 
@@ -412,14 +411,12 @@ def start_shape(config):
 
 
 def host_memory():
-    """This process's share of the bytes that are free on the machine; None where it is unknown."""
-    free = free_memory()
-    return None if free is None else free // launched_world().local_size
+    """This process's share of the bytes that are free on the machine."""
+    return free_memory() // launched_world().local_size
 
 
 def available_memory(device):
-    """Bytes that this process may take now, on its GPU or else on the machine; None where that is
-    unknown."""
+    """Bytes that this process may take now, on its GPU or else on the machine."""
     return device_memory(device)[1] if device.type == 'cuda' else host_memory()
 
 
@@ -453,7 +450,7 @@ def check_batch(config, shape, dtype, device):
     """Raise UserError where a step is planned to take more memory than is free. A GPU is not asked:
     it says so itself, and at once."""
     free = available_memory(device)
-    if device.type == 'cuda' or config.eval_only or free is None:
+    if device.type == 'cuda' or config.eval_only:
         return
     step = step_settings(config, dtype, device.type)
     if rough_bytes(shape, step) < free / 4:
@@ -469,9 +466,6 @@ def choose_batch_size(shape, config, dtype, device, compile):
     sequences = config.total_batch_size // config.block_size // config.world_size()
     step = step_settings(replace(config, batch_size=1), dtype, device.type)
     available = available_memory(device)
-    if available is None:
-        raise UserError('batch_size=auto: this system does not tell how much memory is free: say a '
-                        'number')
     planned, _ = batch_that_divides(shape, step, available, sequences)
     batch_size = planned = all_reduce_min(planned, device)
     trying = device.type == 'cuda' and step.parallel == 'ddp'  # the trial holds the whole model

@@ -10,7 +10,7 @@ from plaingpt.data.dataset import open_dataset
 from plaingpt.system.errors import UserError
 from plaingpt.system.files import write_json
 from plaingpt.system.formatting import count_of
-from plaingpt.system.streams import Progress, print_marked, require_stdout, warn
+from plaingpt.system.streams import Progress, require_stdout, warn
 
 READ_TOKENS = 2**20  # at a time
 
@@ -229,7 +229,7 @@ SHOWN_TOKENS = 300  # of a conversation
 
 def show_conversation(stream, place, tokenizer):
     """Print the first conversation that begins at token `place` or soon after it, else what there
-    is at `place`: a message a line, with the tokens in the loss marked."""
+    is at `place`: a message a line, with the tokens in the loss in brackets."""
     ids = stream.read(place, 2**14)
     starts = np.flatnonzero(ids == tokenizer.conversation).tolist()
     if not starts and place + len(ids) == len(stream):
@@ -237,9 +237,10 @@ def show_conversation(stream, place, tokenizer):
     first, end = [*(starts or [0]), len(ids)][:2]
     stop = min(end, first + SHOWN_TOKENS)
     loss_mask, roles = stream.loss_mask.read(place, len(ids)), tokenizer.roles.values()
-    parts = [(f'  {place + first:>14,}  ', False)]
+    parts = [f'  {place + first:>14,}  ']
     for in_loss, run in groupby(range(first, stop), lambda i: bool(loss_mask[i])):
         for is_role, part in groupby(ids[list(run)].tolist(), lambda i: i in roles):
             text = tokenizer.decode(part).replace('\n', '\n      ')
-            parts.append(('\n    ' * is_role + text, in_loss))
-    print_marked([*parts, ('…' * (stop < end), False)])
+            text = '\n    ' * is_role + text
+            parts.append(f'[{text}]' if in_loss else text)
+    print(''.join(parts) + '…' * (stop < end))

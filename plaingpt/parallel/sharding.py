@@ -16,8 +16,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from model import GPT
-from plaingpt.system.devices import DTYPES, compile_watch
-from plaingpt.system.distributed import print0
+from plaingpt.system.devices import DTYPES
 from plaingpt.system.errors import UserError
 
 
@@ -31,8 +30,6 @@ class Replicated:
     sharded = False
 
     def __init__(self, model, device, compile, world):
-        if compile:
-            compile_watch.start(print0)
         self.model = model
         self.eval = self.train = torch.compile(model) if compile else model
         if world.size > 1:
@@ -62,8 +59,6 @@ class Sharded:
         from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
         check_groups(model)
-        if compile:
-            compile_watch.start(print0)
         self.model = self.eval = self.train = model
         self.device, self.dtype = device, None if dtype == 'float32' else DTYPES[dtype]
         group = group or dist.get_world_size()

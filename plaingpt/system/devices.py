@@ -1,11 +1,10 @@
-"""What this machine is: device, precision, compilation, random numbers, peak speed and memory."""
+"""What this machine is: device, precision, random numbers, peak speed and memory."""
 
 import base64
 import os
 import platform
 import re
 import sys
-import time
 from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import NamedTuple
@@ -15,7 +14,7 @@ import torch
 from plaingpt.system.errors import UserError
 from plaingpt.system.formatting import gib
 from plaingpt.system.machine import machine_memory
-from plaingpt.system.streams import status, warn
+from plaingpt.system.streams import warn
 
 DTYPES = {'float32': torch.float32, 'bfloat16': torch.bfloat16, 'float16': torch.float16}
 
@@ -72,55 +71,12 @@ def choose_dtype(wanted, device, n_embd):
 
 
 def choose_compile(wanted, device):
-    """'auto', True or False → (bool, why). What is compiled from here on is kept."""
-    keep_compiled_code()
+    """'auto', True or False → (bool, why)."""
     if wanted != 'auto':
         return wanted, 'as asked'
     if device.type == 'cuda':
-        return True, 'CUDA'
+        return True, 'CUDA; the first evaluation and step wait for it'
     return False, f'gains nothing on {device.type}'
-
-
-def keep_compiled_code():
-    """Let torch.compile keep its code among the user's caches, where a second start finds it also
-    after a reboot, unless the environment says where, or that place cannot be written."""
-    caches = Path(os.environ.get('XDG_CACHE_HOME') or os.path.expanduser('~/.cache'))
-    folder = caches / 'plaingpt' / 'inductor'
-    with suppress(OSError):
-        folder.mkdir(parents=True, exist_ok=True)
-        if os.access(folder, os.W_OK):
-            os.environ.setdefault('TORCHINDUCTOR_CACHE_DIR', str(folder))
-
-
-class CompileWatch:
-    """Shows on a terminal's last line what torch.compile works at, and prints how long it took."""
-
-    def __init__(self):
-        self.print_line = self.what = self.began = self.task = None
-
-    def start(self, print_line):
-        """From here on, print with `print_line`."""
-        from torch._dynamo.callback import callback_handler, on_compile_end, on_compile_start
-        self.print_line = print_line
-        if self.begin not in callback_handler.start_callbacks:  # torch's reset removes them
-            on_compile_start(self.begin)
-            on_compile_end(self.end)
-
-    def begin(self, args):
-        forward = 'the training step' if torch.is_grad_enabled() else 'the evaluation'
-        backward = args.callback_trigger.name == 'LAZY_BACKWARD'
-        self.what = 'the backward pass' if backward else forward
-        self.began = time.perf_counter()
-        self.task = status.doing(f'compiling {self.what}')
-        self.task.__enter__()
-
-    def end(self, _):
-        self.task.__exit__(None, None, None)
-        seconds = time.perf_counter() - self.began
-        self.print_line(f'compiled {self.what} in {seconds:.{0 if seconds >= 10 else 1}f} s')
-
-
-compile_watch = CompileWatch()
 
 
 def autocast(device, dtype):
@@ -249,8 +205,8 @@ GPUS = {
     'A10G': GPU(70e12, 24),
     'A10': GPU(125e12, 24),
     'A6000': GPU(155e12, 48),
-    'RTX 4090': GPU(165e12, 24),
-    'RTX 3090': GPU(71e12, 24),
+    '4090': GPU(165e12, 24),
+    '3090': GPU(71e12, 24),
     'V100 PCIe': GPU(112e12, 16),
     'V100': GPU(125e12, 16),
     'T4': GPU(65e12, 15),  # 16, of which error correction takes one
@@ -263,19 +219,12 @@ PLAIN_WORDS = re.compile(r'NVIDIA|Tesla|GeForce|RTX|SXM\d*|PCIe|HBM\d\w*|\d+GB',
 
 
 def find_gpu(name):
-    """'4090', 'h100 pcie' or 'A100' → the key of GPUS that is this, or alone has it as a part.
-    Raises UserError."""
-    def plain(words):
-        return re.sub(r'[\s_-]', '', words).lower()
-
-    wanted = plain(name)
-    found = [gpu for gpu in GPUS if plain(gpu) == wanted] or \
-        [gpu for gpu in GPUS if wanted and wanted in plain(gpu)]
-    if len(found) != 1:
-        what = 'may be one of several' if found else 'is unknown'
-        raise UserError(f'gpu={name!r} {what}: use one of {", ".join(found or GPUS)}'
-                        + ('' if found else ', or --gpu_memory_gb'))
-    return found[0]
+    """'a100' or 'h100-pcie' → the key of GPUS that is this. Raises UserError."""
+    found = {gpu.lower(): gpu for gpu in GPUS}.get(re.sub(r'[-_]', ' ', name.lower()))
+    if not found:
+        raise UserError(f'gpu={name!r} is unknown: use one of {", ".join(GPUS)}, or '
+                        '--gpu_memory_gb')
+    return found
 
 
 def peak_flops(device_name, dtype):

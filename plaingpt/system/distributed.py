@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from plaingpt.system.errors import UserError
-from plaingpt.system.streams import discard_stalled_output, print_line, status
+from plaingpt.system.streams import discard_stalled_output, print_line
 
 JOIN_S = 300  # how long the processes of a job wait for those that have not come
 BEAT_S = 5  # between two signs of life of a process
@@ -464,7 +464,6 @@ class StopRequest:
     def __exit__(self, *_):
         for number, handler in self.previous.items():
             signal.signal(number, handler)
-        status.begin_with('')
 
     def _receive(self, number, _):
         # Ctrl-C under torchrun arrives twice, from the terminal and from torchrun: that is one.
@@ -474,8 +473,8 @@ class StopRequest:
         self.signal, self.received_at = number, time.monotonic()
         discard_stalled_output()
         with suppress(RuntimeError):  # in the middle of a print
-            status.begin_with(f'{signal.Signals(number).name}: stopping after this step'
-                        + ', again to leave at once' * (number == signal.SIGINT) + ' | ')
+            print0(f'{signal.Signals(number).name}: stopping after this step'
+                   + ', again to leave at once' * (number == signal.SIGINT))
 
     def wanted(self):
         """The name of the signal that any of the processes received, or None; the same on all.

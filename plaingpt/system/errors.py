@@ -75,8 +75,8 @@ def run_script(main):
         print('\n' * sys.stderr.isatty() + 'interrupted', file=sys.stderr)  # below the ^C
         sys.exit(130)
     except StdoutError as e:
-        if e.errno != errno.EPIPE:  # the reader went away, as in `| head`, and wants no more
-            print_error(f'standard output: {e.strerror}')
+        if e.error.errno != errno.EPIPE:  # the reader went away, as in `| head`: it wants no more
+            print_error(f'standard output: {e.error.strerror}')
         sys.exit(1)
     except Exception as e:
         message = explain(e)

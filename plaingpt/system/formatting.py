@@ -22,13 +22,6 @@ def short(n):
     return f'{n:#.3g}'.rstrip('.') + units[0]
 
 
-def amount(number, unit):
-    """(1234567, 'B') → '1.23 MB', (1234567, 'tokens') → '1.23M tokens'."""
-    found = short(number) if number else '0'
-    digits = found.rstrip('kMG')
-    return f'{digits} {found[len(digits):]}B' if unit == 'B' else f'{found} {unit}'
-
-
 def parse_count(text):
     """'1.5B' → 1500000000, '100_000' and '1e5' → 100000, also with k, M and G; None for what is no
     whole number from 0 on."""

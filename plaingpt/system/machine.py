@@ -106,17 +106,17 @@ class CrowdedCores:
             threading.Thread(target=self.watch, daemon=True).start()
 
     def watch(self):
-        second_team, quiet_looks, before = None, 0, cpu_seconds()
+        second_team, before = None, cpu_seconds()
         while not self.ended.wait(self.look_s):
             now = cpu_seconds()
             wall_s, all_s, own_s = (b - a for a, b in zip(before, now, strict=True))
-            before, self.others, threads = now, max(0.0, all_s - own_s) / wall_s, torch_threads()
-            self.missing = self.others + threads - len(allowed_cpus())
-            quiet_looks = quiet_looks + 1 if self.missing < 0.2 else 0
-            if self.missing > 0.4 and threads > 1 and not second_team:
+            before, self.others = now, max(0.0, all_s - own_s) / wall_s
+            self.missing = self.others + torch_threads() - len(allowed_cpus())
+            is_crowded = self.missing > 0.4 and torch_threads() > 1
+            if is_crowded and not second_team:
                 second_team = threading.Event()
                 threading.Thread(target=hold_threads, args=(second_team,), daemon=True).start()
-            if second_team and quiet_looks == 3:
+            elif second_team and not is_crowded:
                 second_team.set()
                 second_team = None
         if second_team:

@@ -9,7 +9,7 @@ from contextlib import contextmanager, suppress
 
 from tqdm import tqdm
 
-from plaingpt.system.formatting import amount, printable
+from plaingpt.system.formatting import printable, short
 
 LOG_INTERVAL_S = 30  # between two lines of a Progress, where stderr is no terminal
 
@@ -18,11 +18,10 @@ LOG_INTERVAL_S = 30  # between two lines of a Progress, where stderr is no termi
 
 
 class StdoutError(Exception):
-    """Standard output failed in a script that `require_stdout`. `errno` and `strerror` say why."""
+    """Standard output failed in a script that `require_stdout`. error: the OSError"""
 
     def __init__(self, error):
-        super().__init__(error)
-        self.errno, self.strerror = error.errno, error.strerror
+        self.error = error
 
 
 class TolerantFile(io.FileIO):
@@ -112,18 +111,6 @@ def warn(line):
     tqdm.write(printable(f'warning: {line}'), file=sys.stderr)
 
 
-def print_marked(parts):
-    """Print (text, is_marked) after each other; what is marked is green on a terminal, and in
-    brackets elsewhere."""
-    begin, end = ('\x1b[32m', '\x1b[0m') if sys.stdout.isatty() else '[]'
-    line = ''.join(begin + printable(text) + end if is_marked else printable(text)
-                   for text, is_marked in parts)
-    if isinstance(sys.stdout, Printer):  # whose own write() would show the colours too
-        io.TextIOWrapper.write(sys.stdout, line + '\n')
-    else:
-        print(line)
-
-
 # -----------------------------------------------------------------------------
 # what a script is doing
 
@@ -136,7 +123,7 @@ class StatusLine:
         self.is_shown = False
         self.bar = None  # of tqdm, while there is something to say
         self.is_drawn = False
-        self.prefix = self.step = self.detail = ''
+        self.step = self.detail = ''
         self.tasks = {}  # key → what is done now; the innermost is the last
 
     def start(self):
@@ -151,11 +138,6 @@ class StatusLine:
     def show(self, step, detail=''):
         """Set what the line begins with, and what it ends with where nothing is `doing`."""
         self.step, self.detail = step, detail
-        self.draw()
-
-    def begin_with(self, prefix):
-        """Set what comes before all else. For a signal handler."""
-        self.prefix = prefix
         self.draw()
 
     @contextmanager
@@ -174,7 +156,7 @@ class StatusLine:
         if not self.is_shown:
             return
         now = ': '.join(list(self.tasks.values())) or self.detail
-        line = self.prefix + ' | '.join(filter(None, (self.step, now)))
+        line = ' | '.join(filter(None, (self.step, now)))
         with tqdm.get_lock():  # a save in the background may print, too
             if self.bar is None and line:
                 self.bar = tqdm(desc=line, bar_format='{desc}', leave=False, dynamic_ncols=True)
@@ -210,7 +192,7 @@ class Progress(tqdm):
     def advance_to(self, position, tokens=None):
         """tokens: made since the start, where they are not what is counted"""
         if tokens is not None:
-            self.set_postfix_str(amount(tokens, 'tokens'), refresh=False)
+            self.set_postfix_str(f'{short(tokens)} tokens', refresh=False)
         self.update(position - self.n)
 
     def display(self, msg=None, pos=None):

@@ -1,4 +1,3 @@
-import os
 import subprocess
 import sys
 
@@ -12,7 +11,6 @@ from plaingpt.system.devices import (
     choose_compile,
     choose_device,
     choose_dtype,
-    compile_watch,
     find_gpu,
     mfu,
     peak_flops,
@@ -20,7 +18,6 @@ from plaingpt.system.devices import (
     use_expandable_segments,
 )
 from plaingpt.system.errors import UserError, run_script
-from plaingpt.system.streams import status
 
 CPU = torch.device('cpu')
 
@@ -117,7 +114,7 @@ def test_a_peak_is_that_of_the_gpu_that_cuda_names_and_never_a_guess():
             'NVIDIA H100 80GB HBM3': 'H100', 'NVIDIA H100 PCIe': 'H100 PCIe',
             'NVIDIA A100-SXM4-40GB': 'A100', 'NVIDIA A100 80GB PCIe': 'A100',
             'NVIDIA A10': 'A10', 'NVIDIA A10G': 'A10G', 'NVIDIA RTX A6000': 'A6000',
-            'NVIDIA GeForce RTX 4090': 'RTX 4090', 'NVIDIA GeForce RTX 3090': 'RTX 3090',
+            'NVIDIA GeForce RTX 4090': '4090', 'NVIDIA GeForce RTX 3090': '3090',
             'Tesla T4': 'T4', 'Tesla V100-SXM2-16GB': 'V100', 'Tesla V100-PCIE-16GB': 'V100 PCIe',
             }.items():
         assert peak_flops(name, 'bfloat16') == GPUS[gpu].peak_flops, name
@@ -128,50 +125,9 @@ def test_a_peak_is_that_of_the_gpu_that_cuda_names_and_never_a_guess():
         assert peak_flops(name, 'bfloat16') is None, name
 
 
-def test_a_gpu_is_named_by_any_part_that_no_other_has():
-    assert all(find_gpu(name) == name for name in GPUS)
-    for part, gpu in {'4090': 'RTX 4090', 'rtx-3090': 'RTX 3090', 'a100': 'A100', 'h100': 'H100',
-                      'H100pcie': 'H100 PCIe', 'a10': 'A10', 't4': 'T4'}.items():
-        assert find_gpu(part) == gpu
-    with pytest.raises(UserError, match=r'several: use one of RTX 4090, RTX 3090$'):
-        find_gpu('rtx')
-    for unknown in ('A1000', ' '):
+def test_a_gpu_is_named_as_it_is_written_or_in_small_letters():
+    for name in GPUS:
+        assert find_gpu(name) == find_gpu(name.lower().replace(' ', '-')) == name
+    for unknown in ('A1000', ' ', 'rtx'):
         with pytest.raises(UserError, match=r'unknown: use one of B200, .*T4, or --gpu_memory_gb'):
             find_gpu(unknown)
-
-
-def test_what_is_compiled_is_shown_meanwhile_and_told_once_it_is_done():
-    said, shown = [], []
-
-    def backend(graph, _):
-        shown.extend(status.tasks.values())
-        return graph
-
-    torch.compiler.reset()
-    for _ in range(2):  # as two runs in a notebook
-        compile_watch.start(said.append)
-    compiled = torch.compile(torch.sin, backend=backend)
-    compiled(torch.ones(3, requires_grad=True))
-    with torch.no_grad():
-        compiled(torch.ones(3))
-    assert [line.partition(' in ')[0] for line in said] == \
-        ['compiled the training step', 'compiled the evaluation']
-    assert shown == ['compiling the training step', 'compiling the evaluation']
-    assert not status.tasks
-    torch.compiler.reset()
-
-
-def test_compiled_code_is_kept_beside_other_caches_unless_told_otherwise(tmp_path, monkeypatch):
-    (tmp_path / 'file').touch()
-    for environment, kept_in in (
-            ({'XDG_CACHE_HOME': f'{tmp_path}/caches'}, f'{tmp_path}/caches/plaingpt/inductor'),
-            ({'XDG_CACHE_HOME': '', 'HOME': f'{tmp_path}'},
-             f'{tmp_path}/.cache/plaingpt/inductor'),
-            ({'XDG_CACHE_HOME': f'{tmp_path}/caches', 'TORCHINDUCTOR_CACHE_DIR': '/mine'}, '/mine'),
-            ({'XDG_CACHE_HOME': f'{tmp_path}/file/caches'}, None)):
-        monkeypatch.setenv('TORCHINDUCTOR_CACHE_DIR', '')
-        monkeypatch.delenv('TORCHINDUCTOR_CACHE_DIR')
-        for key, value in environment.items():
-            monkeypatch.setenv(key, value)
-        choose_compile(True, CPU)
-        assert os.environ.get('TORCHINDUCTOR_CACHE_DIR') == kept_in, environment

@@ -322,7 +322,7 @@ def test_extras_are_those_of_the_package():
     project = tomllib.loads(text_of('pyproject.toml'))['project']
     paragraph, = re.findall(r'extras add the rest(.*?)\n\n', text_of('README.md'), re.S)
     assert set(re.findall(r'`(\w+)`', paragraph)) == set(project['optional-dependencies']) - {'dev'}
-    assert len(project['dependencies']) == 7
+    assert len(project['dependencies']) == 8
 
 
 def test_each_recipe_is_named():

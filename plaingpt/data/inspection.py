@@ -9,7 +9,7 @@ from numpy.lib.stride_tricks import sliding_window_view
 from plaingpt.data.dataset import open_dataset
 from plaingpt.system.errors import UserError
 from plaingpt.system.files import write_json
-from plaingpt.system.formatting import count_of
+from plaingpt.system.formatting import count_of, printable
 from plaingpt.system.streams import Progress, require_stdout, warn
 
 READ_TOKENS = 2**20  # at a time
@@ -243,4 +243,4 @@ def show_conversation(stream, place, tokenizer):
             text = tokenizer.decode(part).replace('\n', '\n      ')
             text = '\n    ' * is_role + text
             parts.append(f'[{text}]' if in_loss else text)
-    print(''.join(parts) + '…' * (stop < end))
+    print(printable(''.join(parts)) + '…' * (stop < end))

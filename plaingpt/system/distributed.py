@@ -470,11 +470,13 @@ class StopRequest:
         again = self.signal == signal.SIGINT and time.monotonic() - self.received_at > 1
         if number == signal.SIGINT and again:
             os._exit(130)
+        is_new = number != self.signal
         self.signal, self.received_at = number, time.monotonic()
         discard_stalled_output()
-        with suppress(RuntimeError):  # in the middle of a print
-            print0(f'{signal.Signals(number).name}: stopping after this step'
-                   + ', again to leave at once' * (number == signal.SIGINT))
+        if is_new:
+            with suppress(RuntimeError):  # in the middle of a print
+                print0(f'{signal.Signals(number).name}: stopping after this step'
+                       + ', again to leave at once' * (number == signal.SIGINT))
 
     def wanted(self):
         """The name of the signal that any of the processes received, or None; the same on all.

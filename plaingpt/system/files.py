@@ -236,24 +236,23 @@ def locked(folder, refusal):
         raise UserError(f'{folder} cannot be locked ({e}): choose a folder on another disk') \
             from None
 
-    def is_here():
-        try:
-            return os.path.samestat(held, path.stat())
-        except FileNotFoundError:  # somebody removed the lock file alone, or the folder
-            return os.path.exists(folder)
-        except OSError:  # the disk does not answer now
-            return True
-
     def check():
-        if not is_here():
-            raise UserError(f'{folder} was removed or replaced, perhaps by another run, and what '
-                            'is in memory was not written there: start again with another folder')
+        try:
+            is_here = os.path.samestat(held, path.stat())
+        except FileNotFoundError:
+            is_here = False
+        except OSError:  # the disk does not answer now
+            return
+        if not is_here:
+            raise UserError(f'{folder} or its {LOCK_FILE} was removed or replaced, perhaps by '
+                            'another run, and what is in memory was not written there: start again '
+                            'with another folder')
     try:
         yield check
     finally:
-        if is_here():
-            with suppress(OSError):
-                path.unlink()
+        with suppress(OSError, UserError):
+            check()
+            path.unlink()
         lock.release()
 
 

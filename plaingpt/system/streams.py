@@ -124,7 +124,7 @@ class StatusLine:
         self.bar = None  # of tqdm, while there is something to say
         self.is_drawn = False
         self.step = self.detail = ''
-        self.tasks = {}  # key → what is done now; the innermost is the last
+        self.tasks = []  # what is done now; the innermost is the last
 
     def start(self):
         self.is_shown = sys.stdout.isatty() and sys.stderr.isatty() \
@@ -143,19 +143,18 @@ class StatusLine:
     @contextmanager
     def doing(self, task):
         """A context, or a decorator, in which the line ends with `task`."""
-        key = object()  # a generator that uses this may be closed out of order
-        self.tasks[key] = task
+        self.tasks.append(task)
         self.draw()
         try:
             yield
         finally:
-            del self.tasks[key]
+            self.tasks.remove(task)
             self.draw()
 
     def draw(self):
         if not self.is_shown:
             return
-        now = ': '.join(list(self.tasks.values())) or self.detail
+        now = ': '.join(self.tasks) or self.detail
         line = ' | '.join(filter(None, (self.step, now)))
         with tqdm.get_lock():  # a save in the background may print, too
             if self.bar is None and line:

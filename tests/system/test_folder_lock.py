@@ -51,22 +51,19 @@ def test_of_many_processes_one_gets_the_lock(tmp_path):
     assert sorted(map(exit_code, pids)) == [0, 2, 2, 2]
 
 
-def test_a_folder_is_the_same_without_its_lock_file_and_while_its_disk_does_not_answer(
-        tmp_path, monkeypatch):
+def test_a_folder_that_is_removed_or_replaced_is_no_longer_ours(tmp_path, monkeypatch):
     def fail(*_, **__):
         raise OSError(errno.EIO, 'Input/output error')
 
     folder = tmp_path / 'out'
-    folder.mkdir()
     with lock_output_dir(folder) as check:
-        (folder / '.lock').unlink()
-        check()
         with monkeypatch.context() as patch:
             patch.setattr(os, 'stat', fail)
-            check()
-        (folder / '.lock').touch()  # of another run, that began when the folder was gone
-        for _ in range(2):  # replaced; then gone
+            check()  # a disk that does not answer says nothing
+        folder.rename(tmp_path / 'moved')
+        for _ in range(2):  # gone; then that of another run
             with pytest.raises(UserError, match='removed or replaced'):
                 check()
-            if folder.exists():
-                folder.rename(tmp_path / 'moved')
+            folder.mkdir(exist_ok=True)
+            (folder / '.lock').touch()
+    assert (folder / '.lock').exists()

@@ -4,20 +4,44 @@ The loop and the step ask neither which it is nor whether there are several proc
 """
 
 import warnings
-from collections import defaultdict
 from contextlib import contextmanager
-from dataclasses import replace
 
 import torch
 import torch.distributed as dist
 import torch.nn as nn
 import torch.nn.functional as F
 from torch.nn.parallel import DistributedDataParallel as DDP
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from model import GPT
 from plaingpt.system.devices import DTYPES
 from plaingpt.system.errors import UserError
+
+
+@contextmanager
+def parameters_on_meta():
+    """Modules made in here have parameters without data (on torch's meta device). Their buffers
+    have data: under torch.device('meta') they would not, and nothing would compute them later."""
+    register = nn.Module.register_parameter
+
+    def register_on_meta(module, name, p):
+        if p is not None and not p.is_meta:  # one that modules share is there already
+            p = nn.Parameter(p.to('meta'), p.requires_grad)
+        register(module, name, p)
+
+    nn.Module.register_parameter = register_on_meta
+    try:
+        yield
+    finally:
+        nn.Module.register_parameter = register
+
+
+def copy_on_meta(model):
+    """A GPT like another, with parameters_on_meta."""
+    with parameters_on_meta():
+        gpt = GPT(model.config)
+    gpt.loss_chunk_tokens = model.loss_chunk_tokens
+    gpt.activation_checkpointing = model.activation_checkpointing
+    return gpt
 
 
 class Replicated:
@@ -52,9 +76,8 @@ class Sharded:
 
     sharded = True
 
-    def __init__(self, model, device, compile, dtype, weights, group=0):
-        """model: of `hollow`; weights: its (name, tensor), in order. They are taken one after
-        another, so that no process holds more of them than its share and a block.
+    def __init__(self, model, device, compile, dtype, group=0):
+        """model: as parameters_on_meta makes it; its weights are anything until they are loaded
         group: processes that share a copy of the model, where not all share one"""
         from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -69,27 +92,39 @@ class Sharded:
         # The rest is gathered whole, in float32: the embedding and the head, which may be one.
         low = MixedPrecisionPolicy(param_dtype=self.dtype, reduce_dtype=torch.float32,
                                    cast_forward_inputs=False)
-        last = {list(block.parameters())[-1]: block for block in model.transformer.h}
-        for p in fill(model, (tensor.to(device) for _, tensor in weights)):
-            if p in last:
-                for norm in (m for m in last[p].modules() if isinstance(m, nn.LayerNorm)):
-                    norm.__class__ = LayerNorm
-                if compile:
-                    last[p].compile()
-                fully_shard(last[p], mesh=mesh, mp_policy=low)
-        model.to(device)  # its tables
+        for block in model.transformer.h:
+            for norm in (m for m in block.modules() if isinstance(m, nn.LayerNorm)):
+                norm.__class__ = LayerNorm
+            if compile:
+                block.compile()
+            fully_shard(block, mesh=mesh, mp_policy=low)
         fully_shard(model, mesh=mesh, mp_policy=MixedPrecisionPolicy(cast_forward_inputs=False))
+        buffers = dict(model.named_buffers())
+        model.to_empty(device=device)
+        for name, buffer in model.named_buffers():  # such as rotary tables: no checkpoint has them
+            buffer.copy_(buffers[name])
         warnings.filterwarnings('ignore', 'FSDP2-wrapped module .* returned a view')  # the logits
         # It stays whole for the backward pass, and where there is none, forever.
         model.register_forward_hook(lambda *_: None if torch.is_grad_enabled() else model.reshard())
 
+    def load(self, weights):
+        """Give each process its rows of rank 0's {name: whole tensor}; that of others is unused."""
+        from torch.distributed.checkpoint.state_dict import (
+            StateDictOptions,
+            set_model_state_dict,
+        )
+        set_model_state_dict(self.model, weights, options=StateDictOptions(
+            full_state_dict=True, broadcast_from_rank0=True))
+
     @contextmanager
     def together(self):
         """As Replicated's: a copy that is gathered from all processes, and lasts as long."""
-        gpt = hollow_like(self.model)
-        for _ in fill(gpt, (self.gathered(name, p) for name, p in self.model.named_parameters())):
-            pass
-        gpt.to(self.device)  # its tables
+        whole = {p: nn.Parameter(self.gathered(name, p), p.requires_grad)
+                 for name, p in self.model.named_parameters()}
+        gpt = copy_on_meta(self.model)
+        gpt.load_state_dict({name: whole[p] for name, p in self.model.named_parameters(
+            remove_duplicate=False)}, strict=False, assign=True)
+        gpt.to(self.device)  # its buffers
         gpt.train(self.model.training)
         yield gpt
 
@@ -119,101 +154,3 @@ class LayerNorm(nn.LayerNorm):
     def forward(self, x):
         weight, bias = (p if p is None else p.to(x.dtype) for p in (self.weight, self.bias))
         return F.layer_norm(x, self.normalized_shape, weight, bias, self.eps)
-
-
-# -----------------------------------------------------------------------------
-# models without weights
-
-
-def hollow(config, kind=GPT):
-    """A GPT of a GPTConfig whose parameters have no data (on torch's meta device)."""
-    register = nn.Module.register_parameter
-
-    def on_meta(module, name, p):
-        if p is not None and not p.is_meta:
-            p = nn.Parameter(p.to('meta'), p.requires_grad)
-        register(module, name, p)
-
-    nn.Module.register_parameter = on_meta
-    try:
-        return kind(config)
-    finally:
-        nn.Module.register_parameter = register
-
-
-def hollow_like(model):
-    gpt = hollow(model.config)
-    gpt.loss_chunk_tokens = model.loss_chunk_tokens
-    gpt.activation_checkpointing = model.activation_checkpointing
-    return gpt
-
-
-def fill(model, tensors):
-    """Put tensors in place of a hollow model's parameters, in order, also where modules share one
-    → yields each of those parameters as it is replaced."""
-    places = defaultdict(list)  # parameter → [(module, key)]
-    for module in model.modules():
-        for key, p in module.named_parameters(recurse=False):
-            places[p].append((module, key))
-    for p, tensor in zip(list(model.parameters()), tensors, strict=True):
-        new = nn.Parameter(tensor, p.requires_grad)
-        for module, key in places[p]:
-            setattr(module, key, new)
-        yield p
-
-
-def initial_weights(config, seed):
-    """Yield (name, tensor) of all parameters that GPT(config) has after torch.manual_seed(seed), in
-    order, without ever having more than one."""
-    class Uninitialised(GPT):
-        def init_weights(self):
-            self.drawn = torch.get_rng_state()
-
-    with torch.random.fork_rng([]):
-        torch.manual_seed(seed)
-        with Draws():
-            model = hollow(config, Uninitialised)
-        torch.set_rng_state(model.drawn)
-        for name, p in model.named_parameters():
-            tensor = torch.empty(p.shape)
-            GPT.init_weights(model, [(name, tensor)])
-            yield name, tensor
-
-
-def check_initial_weights(shape, seed):
-    """Raise UserError where initial_weights would not have what GPT(shape) has, as a small model
-    shows: where GPT.__init__ sets weights beside init_weights."""
-    small = small_shape(shape)
-    with torch.random.fork_rng([]):
-        torch.manual_seed(seed)
-        whole = dict(GPT(small).named_parameters())
-    for name, tensor in initial_weights(small, seed):
-        if not torch.equal(tensor, whole[name]):
-            raise UserError(f'{name}: GPT.__init__ sets it, and parallel=fsdp makes weights by '
-                            'init_weights alone: set it there, or use --parallel=ddp')
-
-
-def small_shape(shape):
-    """The GPTConfig of a small model that has the flags of another."""
-    return replace(shape, n_layer=min(2, shape.n_layer), n_embd=8 * shape.n_head, vocab_size=257,
-                   block_size=min(16, shape.block_size),
-                   document_start=min(256, shape.document_start))
-
-
-def unknown_weights(model):
-    """Yield (name, tensor) of a hollow model's parameters, to be filled later."""
-    for name, p in list(model.named_parameters()):
-        yield name, torch.empty(p.shape)
-
-
-class Draws(TorchDispatchMode):
-    """In here, random numbers for a tensor without data are drawn and forgotten, so that those that
-    come after are the same as if it had data."""
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func in RANDOM and args[0].is_meta:
-            func(torch.empty(args[0].shape, dtype=args[0].dtype), *args[1:], **kwargs or {})
-        return func(*args, **kwargs or {})
-
-
-RANDOM = torch.ops.aten.uniform_.default, torch.ops.aten.normal_.default

@@ -14,7 +14,7 @@ from model import GPT
 from plaingpt.data.batches import BatchLoader
 from plaingpt.data.dataset import Dataset
 from plaingpt.data.packing import ConversationTokens
-from plaingpt.parallel.sharding import small_shape
+from plaingpt.training.checkpoint import small_shape
 from plaingpt.training.optimizers import build_optimizer
 from plaingpt.training.settings import TrainConfig
 

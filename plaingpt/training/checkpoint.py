@@ -26,7 +26,6 @@ from plaingpt.data import tokenizers
 from plaingpt.data.dataset import dataset_folder, open_dataset
 from plaingpt.inference.hf_architectures import check_fields, check_held
 from plaingpt.inference.pretrained import check_finite, tokenizer_json
-from plaingpt.parallel.sharding import small_shape
 from plaingpt.system.distributed import is_sharded, local_rows
 from plaingpt.system.errors import UserError
 from plaingpt.system.files import (
@@ -258,6 +257,13 @@ def optimizer_memory(shape, config):
     optimizer.step()
     return {name: {key: torch.as_tensor(value).dtype for key, value in optimizer.state[p].items()
                    if value is not None} for name, p in gpt.named_parameters()}
+
+
+def small_shape(shape):
+    """The GPTConfig of a small model that has the flags of another."""
+    return replace(shape, n_layer=min(2, shape.n_layer), n_embd=8 * shape.n_head, vocab_size=257,
+                   block_size=min(16, shape.block_size),
+                   document_start=min(256, shape.document_start))
 
 
 def is_memory(key, values):

@@ -27,11 +27,8 @@ from plaingpt.inference.pretrained import (
 from plaingpt.parallel.sharding import (
     Replicated,
     Sharded,
-    check_initial_weights,
-    hollow,
-    hollow_like,
-    initial_weights,
-    unknown_weights,
+    copy_on_meta,
+    parameters_on_meta,
 )
 from plaingpt.system.devices import check_memory, device_memory
 from plaingpt.system.distributed import (
@@ -273,13 +270,14 @@ def document_start(config, dataset):
 
 
 def build_model(config, dataset, resumed, device):
-    """The model to train, on the CPU: new, pretrained, or as a checkpoint has it. One that is to be
-    sharded has no weights yet, but for a pretrained one's."""
+    """The model to train, on the CPU: new, pretrained, or as a checkpoint has it. Of one that is to
+    be sharded, new weights are rank 0's alone, and a checkpoint's are loaded later."""
     shape = known_shape(config, dataset, resumed)
     if shape and not resumed:
         check_size(shape, config, device)
-    if shape and config.parallel == 'fsdp':
-        model = hollow(shape)
+    if shape and config.parallel == 'fsdp' and (resumed or not launched_world().is_main):
+        with parameters_on_meta():
+            model = GPT(shape)
     elif resumed:
         model = resumed.load_model(dropout=config.dropout)
     else:
@@ -296,17 +294,11 @@ def spread(model, config, resumed, device, compile, dtype, world):
     """Put a model of build_model where it is trained → Replicated or Sharded."""
     if config.parallel != 'fsdp':
         return Replicated(model.to(device), device, compile, world)
+    parallel = Sharded(copy_on_meta(model), device, compile, dtype, config.fsdp_group)
     if resumed:
-        weights = unknown_weights(model)
-    elif config.init_from in ('scratch', 'auto'):
-        check_initial_weights(model.config, config.seed)
-        weights = initial_weights(model.config, config.seed)
-    else:  # of a run, or of others
-        weights = [(name, p.detach()) for name, p in model.named_parameters()]
-        model = hollow_like(model)
-    parallel = Sharded(model, device, compile, dtype, weights, config.fsdp_group)
-    if resumed:
-        resumed.load_weights(model)
+        resumed.load_weights(parallel.model)
+    else:
+        parallel.load(model.state_dict())
     return parallel
 
 

@@ -99,34 +99,45 @@ def assert_rows_close(found, expected, within):
             assert same, (row['iter'], key, value, other[key])
 
 
-def test_weights_made_one_after_another_are_those_of_a_whole_model():
-    for shape in SMALL, replace(SMALL, **NEWER), replace(SMALL, zero_init=True):
-        torch.manual_seed(3)
-        whole = dict(GPT(shape).named_parameters())
-        before = torch.get_rng_state()
-        made = dict(sharding.initial_weights(shape, 3))
-        assert list(made) == list(whole), shape
-        assert all(torch.equal(made[name], p) for name, p in whole.items()), shape
-        assert torch.equal(torch.get_rng_state(), before), shape
+def on_meta(shape):
+    with sharding.parameters_on_meta():
+        return GPT(shape)
 
 
-def test_a_hollow_model_has_tables_and_ties_and_no_weights():
-    gpt = sharding.hollow(replace(SMALL, rotary=True))
+def test_a_model_on_the_meta_device_has_buffers_and_ties_and_no_weights():
+    gpt = on_meta(replace(SMALL, rotary=True))
     assert all(p.is_meta for p in gpt.parameters()) and gpt.lm_head.weight is \
         gpt.transformer.wte.weight
     assert torch.equal(gpt.cos, GPT(gpt.config).cos)
+    assert not any(p.is_meta for p in GPT(SMALL).parameters())
 
 
-def test_weights_that_are_set_outside_of_init_weights_are_refused(monkeypatch):
-    sharding.check_initial_weights(replace(SMALL, **NEWER), 3)
+def with_wide_positions(patch):
     original = GPT.__init__
 
     def init(self, config):
         original(self, config)
         torch.nn.init.normal_(self.transformer.wpe.weight, std=0.5)
-    monkeypatch.setattr(GPT, '__init__', init)
-    with pytest.raises(UserError, match=r'transformer.wpe.weight: GPT.__init__ sets'):
-        sharding.check_initial_weights(SMALL, 3)
+    patch.setattr(GPT, '__init__', init)
+
+
+def test_a_model_of_your_own_begins_with_the_weights_of_one_process(run, tmp_path, two_processes):
+    argv = ['--max_iters=1', '--learning_rate=0', '--min_lr=0', '--weight_decay=0']
+    run('one', *argv, before=with_wide_positions)
+    run('two', *argv, '--parallel=fsdp', job=two_processes, before=with_wide_positions)
+    assert_tensors_close(tmp_path / 'two', tmp_path / 'one')
+    assert tensors(tmp_path / 'two')['model/transformer.wpe.weight'].std() > 0.4
+
+
+def test_a_run_from_the_weights_of_another_begins_with_them(run, tmp_path, two_processes):
+    run('one', '--max_iters=2', *options(**NEWER))
+    run('two', f'--init_from={tmp_path / "one"}', '--max_iters=1', '--learning_rate=0',
+        '--min_lr=0', '--weight_decay=0', '--parallel=fsdp', job=two_processes)
+    found, expected = (
+        {name: t for name, t in tensors(tmp_path / each).items() if name.startswith('model/')}
+        for each in ('two', 'one'))
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(t, expected[name]) for name, t in found.items())
 
 
 def test_weights_that_cannot_be_gathered_with_their_block_are_named():
@@ -222,8 +233,7 @@ def save_what_is_read(folder, target, shape, kind):
     world = launched_world()
     with process_group(world, CPU):
         if kind == 'fsdp':
-            model = sharding.hollow(shape)
-            sharding.Sharded(model, CPU, False, 'float32', sharding.unknown_weights(model))
+            model = sharding.Sharded(on_meta(shape), CPU, False, 'float32').model
         else:
             model = GPT(shape)
         optimizer = build_optimizer(model, TrainConfig(optimizer='normuon'), 'cpu')
@@ -353,9 +363,7 @@ def save_and_load(out_dir):
         config = TrainConfig()
 
         def built():
-            model = sharding.hollow(WIDE)
-            sharding.Sharded(model, CPU, False, 'float32',
-                             sharding.unknown_weights(model))
+            model = sharding.Sharded(on_meta(WIDE), CPU, False, 'float32').model
             return model, build_optimizer(model, config, 'cpu')
 
         model, optimizer = built()
@@ -382,7 +390,7 @@ def test_a_process_saves_and_loads_its_share_and_a_chunk_at_a_time(tmp_path):
     job = Job(3, tmp_path)
     saving, loading = json.loads(job.run(save_and_load, tmp_path / 'run').splitlines()[-1])
     job.close()
-    weights = 4 * sum(p.numel() for p in sharding.hollow(WIDE).parameters())
+    weights = 4 * sum(p.numel() for p in on_meta(WIDE).parameters())
     slack = 4e6 + 12e6  # a chunk; buffers of hashing, JSON and gloo
     assert saving < slack
     assert loading < 2 * weights / 3 + slack  # two states of each weight are made anew

@@ -283,7 +283,7 @@ def main(argv):
     print0(f'device {device} ({device_why}) | dtype {dtype} ({dtype_why}) | '
            f'compile {compile} ({compile_why}) | processes {world.size}')
     with lock_output_dir(config.out_dir, world.is_main and not config.only_looks) as check_folder, \
-            process_group(world, device, config.backend):
+            process_group(world, device, config.backend, config.dist_timeout_s):
         run = setup(config, world, device, dtype, compile)
         run.saver.check_folder = check_folder
         if config.check is True:

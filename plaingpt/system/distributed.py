@@ -3,14 +3,11 @@
 One process is a world of size 1, and every helper here is then a no-op.
 """
 
-import json
 import os
+import re
 import signal
 import socket
-import sys
-import threading
 import time
-import uuid
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -23,16 +20,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from plaingpt.system.errors import UserError
 from plaingpt.system.streams import discard_stalled_output, print_line
 
-JOIN_S = 300  # how long the processes of a job wait for those that have not come
-BEAT_S = 5  # between two signs of life of a process
-# How long a process may give none: far longer than a call that holds the interpreter's lock, such
-# as one that reads a network disk whose server restarts.
-HANG_S = 120
-NO_JOB = ': the job cannot go on; see what was written there last, and start all processes again ' \
-         '(training with --init_from=auto goes on from its last checkpoint)'
-# What gloo says where a peer's process or host is gone.
-GONE = ('Connection closed by peer', 'Connection reset by peer', 'Broken pipe',
-        'Connection refused', 'Timed out waiting')
+timeout = timedelta(seconds=600)  # of a collective; process_group sets it
 
 
 @dataclass(frozen=True)
@@ -76,8 +64,10 @@ def print0(line):
 
 
 @contextmanager
-def process_group(world, device, backend='auto'):
-    """Join the job's process group (nccl on CUDA, gloo elsewhere) and leave it at the end."""
+def process_group(world, device, backend='auto', timeout_s=600):
+    """Join the job's process group (nccl on CUDA, gloo elsewhere) and leave it at the end. Raises
+    UserError where another process does not come, is lost, or is silent for timeout_s."""
+    global timeout
     if not world.launched:
         yield
         return
@@ -85,11 +75,18 @@ def process_group(world, device, backend='auto'):
         backend = 'nccl' if device.type == 'cuda' else 'gloo'
     if backend == 'nccl' and device.type != 'cuda':
         raise UserError(f'backend=nccl needs a CUDA device, not {device.type}: leave it at auto')
-    store, beats, peers = join(world)
-    with naming_the_lost(store, peers), Heartbeat(beats, peers, world):
-        # Binding the device lets NCCL set its communicators up at once instead of guessing later.
-        dist.init_process_group(backend, store=store, rank=world.rank, world_size=world.size,
-                                device_id=device if device.type == 'cuda' else None)
+    timeout = timedelta(seconds=timeout_s)
+    with explain_lost_processes():
+        try:
+            # Binding the device lets NCCL set its communicators up at once, not guess later.
+            dist.init_process_group(backend, timeout=timeout,
+                                    device_id=device if device.type == 'cuda' else None)
+        except (ValueError, dist.DistError) as e:
+            address, port = (os.environ.get(key) for key in ('MASTER_ADDR', 'MASTER_PORT'))
+            raise UserError(f'rank {world.rank} of {world.size} did not meet the others at '
+                            f'MASTER_ADDR={address}, MASTER_PORT={port} ({first_line(e)}): start '
+                            'all processes, with the address of rank 0 and a port that is free '
+                            'there, or let torchrun do so') from None
         yield
         barrier()  # one that left earlier would look lost to those that still work
         # Not in a `finally`: a rank that fails must exit at once, so that torchrun stops the
@@ -97,238 +94,28 @@ def process_group(world, device, backend='auto'):
         dist.destroy_process_group()
 
 
-def join(world):
-    """Meet the job's processes → (the key-value store that they share, the same over a connection
-    of its own for the Heartbeat, [(host, process id, start)] by rank). Raises UserError that names
-    those who have not come after JOIN_S.
-
-    The store outlives a restart (--max-restarts), and a process that reads the address which an
-    earlier attempt left there never finds its peer. So rank 0 invents a prefix that no earlier
-    attempt has used, and tells it to those who say hello until all of this attempt are here.
-    """
-    env = os.environ
-    if missing := [key for key in ('MASTER_ADDR', 'MASTER_PORT') if not env.get(key)]:
-        raise UserError(f'{" and ".join(missing)}: not set, though RANK is: give every process the '
-                        'address of rank 0 and a free port there, or start them with torchrun')
-    if not 0 < number_of('MASTER_PORT') < 2**16:
-        raise UserError(f'MASTER_PORT={env["MASTER_PORT"]}: a port is at most 65535')
-    address = f'{env["MASTER_ADDR"]}:{env["MASTER_PORT"]}'
-    hosting = hosts_store(world)
-    me = [socket.gethostname(), os.getpid(), started(os.getpid())]
-    deadline = time.monotonic() + JOIN_S
-    try:
-        store = dist.TCPStore(env['MASTER_ADDR'], int(env['MASTER_PORT']), world.size, hosting,
-                              timedelta(seconds=JOIN_S), wait_for_workers=False,
-                              multi_tenant=hosting,
-                              use_libuv=env.get('USE_LIBUV', str(int(os.name != 'nt'))) == '1')
-        beats = store.clone()  # now: where rank 0 is lost later, it would wait for a new one
-        prefix, peers = gather(store, world, me) if world.is_main else say_hello(store, world, me)
-        for connection in (store, beats):
-            connection.set_timeout(dist.constants.default_pg_timeout)
-    except dist.DistError as e:
-        if hosting:
-            raise UserError(f'rank 0 cannot listen at {address}: choose another MASTER_PORT '
-                            f'({str(e).splitlines()[0]})') from None
-        if time.monotonic() < deadline:
-            raise UserError(f'lost rank 0 of {world.size} at {address}{NO_JOB}') from None
-        raise UserError(f'waited {JOIN_S} s for rank 0 of {world.size} at {address}: see what it '
-                        'wrote last, and start all processes again') from None
-    lost = [rank for rank, peer in enumerate(peers) if peer is None]
-    if lost:
-        raise UserError(f'waited {JOIN_S} s for {ranks(lost)} of {world.size}: see what it wrote '
-                        'last, and start all processes again')
-    return dist.PrefixStore(prefix, store), dist.PrefixStore(prefix, beats), peers
-
-
-def hosts_store(world):
-    """Whether this process holds the job's store: rank 0 does where torchrun does not."""
-    return world.is_main and os.environ.get('TORCHELASTIC_USE_AGENT_STORE') != 'True'
-
-
-def gather(store, world, me):
-    """Rank 0: wait for the others → (prefix of this attempt, who each is, by rank)."""
-    prefix, deadline = uuid.uuid4().hex, time.monotonic() + JOIN_S
-    peers = [me] + [None] * (world.size - 1)
-    while None in peers and time.monotonic() < deadline:
-        for rank in [rank for rank, peer in enumerate(peers) if peer is None]:
-            if store.check([f'hello/{rank}']):
-                store.set(f'welcome/{store.get(f"hello/{rank}").decode()}', prefix)
-            if store.check([f'here/{prefix}/{rank}']):
-                peers[rank] = json.loads(store.get(f'here/{prefix}/{rank}'))
-        time.sleep(0.01)
-    store.set(f'peers/{prefix}', json.dumps(peers))
-    return prefix, peers
-
-
-def say_hello(store, world, me):
-    """The other ranks: find rank 0, and hear who has come → as gather."""
-    name = uuid.uuid4().hex
-    store.set(f'hello/{world.rank}', name)
-    prefix = store.get(f'welcome/{name}').decode()  # waits until rank 0 has set it
-    store.set(f'here/{prefix}/{world.rank}', json.dumps(me))
-    store.set_timeout(timedelta(seconds=JOIN_S + 10))  # rank 0 waits for the others, and then tells
-    return prefix, json.loads(store.get(f'peers/{prefix}'))
-
-
 @contextmanager
-def naming_the_lost(store, peers):
-    """Turn the error of a collective in here whose peer is gone into a UserError that names it."""
+def explain_lost_processes():
+    """Turn the error of a collective in here whose peer is gone or silent into a UserError."""
     try:
         yield
     except RuntimeError as e:
-        if not isinstance(e, dist.DistNetworkError | dist.DistStoreError) \
-                and not ('gloo' in str(e) and any(words in str(e) for words in GONE)):
+        if not isinstance(e, dist.DistError) and 'gloo/transport' not in str(e):
             raise
-        raise UserError(f'lost {find_lost(store, peers)}{NO_JOB}') from None
+        raise UserError(f'lost another process, or it did not answer in time ({first_line(e)}): '
+                        'see what it printed; torchrun --max-restarts=3 with --init_from=auto goes '
+                        'on from the last checkpoint') from None
 
 
-def find_lost(store, peers):
-    """'rank 1', by the processes of this host, or by what another rank found out before."""
-    deadline = time.monotonic() + 5
-    while time.monotonic() < deadline:
-        lost = find_dead(peers)
-        try:
-            if lost:  # those who see their neighbours leave because of it come later
-                return store.compare_set('lost', '', ranks(lost)).decode()
-            if store.check(['lost']):
-                return store.get('lost').decode()
-        except dist.DistError:  # rank 0 had the store
-            return ranks(sorted({0, *lost}))
-        time.sleep(0.1)
-    here = socket.gethostname()
-    hosts = sorted({host for host, _, _ in peers} - {here})
-    return f'a process on {" or ".join(hosts) or here}'
-
-
-def find_dead(peers):
-    """The ranks of this host whose processes are gone."""
-    here = socket.gethostname()
-    return [rank for rank, (host, pid, start) in enumerate(peers)
-            if host == here and os.name != 'nt' and not is_running(pid, start)]
-
-
-def ranks(numbers):
-    """[1, 3] → 'ranks 1, 3'"""
-    return f'rank{"s" if len(numbers) > 1 else ""} {", ".join(map(str, numbers))}'
-
-
-def started(pid):
-    """When a process started, as text: two with the same number differ in it. '-': not known."""
-    try:
-        state, *rest = Path(f'/proc/{pid}/stat').read_bytes().rpartition(b')')[2].decode().split()
-    except OSError:
-        return '-'  # no Linux, or another user's
-    return 'never' if state in 'ZX' else rest[18]  # dead, and not waited for; field 22
-
-
-def is_running(pid, start):
-    """False where the process of this host that `started` at `start` is gone. (No Windows: kill
-    would end it there.)"""
-    try:
-        os.kill(int(pid), 0)
-    except (ProcessLookupError, ValueError, OverflowError):
-        return False
-    except PermissionError:
-        pass  # it is another user's
-    return '-' in (start, now := started(pid)) or start == now
-
-
-class Heartbeat:
-    """A context in which this process shows the others that it runs, and ends where one of them has
-    not done so for HANG_S. A process that hangs closes no connection, and the others would wait for
-    it in a collective, which nothing can interrupt.
-
-    Each process counts its beats in the job's store. A thread also follows the count of the next
-    rank, so a beat takes three short requests whatever the number of processes. Where that rank is
-    silent, it looks who else is, and leaves a line in the store that ends all processes. A second
-    thread sees that the store answers. Time is counted in this process's own beats: one that was
-    itself suspended blames nobody.
-    """
-
-    def __init__(self, store, peers, world):
-        self.store = store  # nobody else's connection: on the other a call may wait long
-        self.peers, self.world = peers, world
-        self.unanswered = 0  # beats since the store answered last
-        self.over = threading.Event()
-        self.threads = [threading.Thread(target=work, name='heartbeat', daemon=True)
-                        for work in (self.follow_next, self.watch_store) if world.size > 1]
-
-    def __enter__(self):
-        for thread in self.threads:
-            thread.start()
-
-    def __exit__(self, *_):
-        with suppress(dist.DistError):
-            self.obey()  # the others' end may be what made this process fail
-        self.over.set()
-        for thread in self.threads:
-            thread.join(BEAT_S)  # none may be in a call of the store when the interpreter ends
-
-    def follow_next(self):
-        rank, count, silent, dead = (self.world.rank + 1) % self.world.size, -1, 0, []
-        with suppress(dist.DistError):  # watch_store counts how long the store has been gone
-            while not self.over.wait(BEAT_S):
-                before, count = count, self.beat(rank)[0]
-                # Where a collective waits for one that is gone, it says so itself, before the next
-                # beat; where processes connect to each other it does not.
-                if dead:
-                    self.store.compare_set('end', '', f'lost {ranks(dead)}')
-                dead = find_dead(self.peers)
-                silent = silent + 1 if count == before else 0
-                if (silent + 3) * BEAT_S >= HANG_S and (hung := self.find_hung()):
-                    self.store.compare_set('end', '', f'no sign of life from {hung} for {HANG_S} '
-                                           's: the process, its host or the network hangs')
-        if not self.over.wait(2 * BEAT_S) and (dead := find_dead(self.peers)):
-            give_up(f'lost {ranks(dead)}')  # one of them had the store
-
-    def find_hung(self):
-        """'rank 1 on HOST': those of whom the next three beats bring nothing. '' for none."""
-        everyone = range(self.world.size)
-        before = self.beat(*everyone)
-        for _ in range(3):
-            time.sleep(BEAT_S)
-            after = self.beat(*everyone)
-        hung = [rank for rank in everyone if before[rank] == after[rank]]
-        by_host = {}
-        for rank in hung:
-            by_host.setdefault(self.peers[rank][0], []).append(rank)
-        return ' and '.join(f'{ranks(hung)} on {host}' for host, hung in by_host.items())
-
-    def beat(self, *others):
-        """Count a beat, and end where the job was given up → the counts of others."""
-        self.store.add(f'beats/{self.world.rank}', 1)
-        self.obey()
-        counts = [self.store.add(f'beats/{rank}', 0) for rank in others]
-        self.unanswered = 0
-        return counts
-
-    def watch_store(self):
-        while not self.over.wait(BEAT_S):
-            self.unanswered += 1
-            if self.unanswered * BEAT_S > HANG_S:
-                give_up('the store of the job, which rank 0 or torchrun has at '
-                        f'{os.environ["MASTER_ADDR"]}, has not answered for {HANG_S} s')
-
-    def obey(self):
-        """End where the job was given up. One process of each host says why."""
-        if self.store.check(['end']):
-            line, told = self.store.get('end').decode(), f'told/{socket.gethostname()}'
-            give_up(line if self.store.add(told, 1) == 1 else '',
-                    wait_s=2 * BEAT_S if hosts_store(self.world) else 0)
-
-
-def give_up(line, wait_s=0):
-    """End this process whatever its main thread does. wait_s: so long the others need its store."""
-    if line:
-        print(f'error: {line}{NO_JOB}', file=sys.stderr, flush=True)
-    time.sleep(wait_s)
-    os._exit(1)
+def first_line(error):
+    """What torch says, without the place in its source and the stack."""
+    return re.sub(r'^\[\S+\] ', '', str(error).partition('\n')[0])
 
 
 def host_group():
     """A new group in which the processes talk without their devices, or None when alone. All
     processes must ask for their groups in the same order."""
-    return dist.new_group(backend='gloo') if dist.is_initialized() else None
+    return dist.new_group(backend='gloo', timeout=timeout) if dist.is_initialized() else None
 
 
 def all_gather(value, group):

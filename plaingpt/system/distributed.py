@@ -78,8 +78,14 @@ def process_group(world, device, backend='auto', timeout_s=600):
     timeout = timedelta(seconds=timeout_s)
     with explain_lost_processes():
         try:
+            store, rank, size = next(dist.rendezvous('env://', timeout=timeout))
+            if os.environ.get('TORCHELASTIC_USE_AGENT_STORE') == 'True':
+                # torchrun's store outlives a restart, and torch 2.13 would find in it the addresses
+                # of processes that have ended, and wait for them (pytorch/pytorch#135712).
+                store = dist.PrefixStore(os.environ['TORCHELASTIC_RESTART_COUNT'], store)
             # Binding the device lets NCCL set its communicators up at once, not guess later.
-            dist.init_process_group(backend, timeout=timeout,
+            dist.init_process_group(backend, store=store, rank=rank, world_size=size,
+                                    timeout=timeout,
                                     device_id=device if device.type == 'cuda' else None)
         except (ValueError, dist.DistError) as e:
             address, port = (os.environ.get(key) for key in ('MASTER_ADDR', 'MASTER_PORT'))
@@ -108,8 +114,8 @@ def explain_lost_processes():
 
 
 def first_line(error):
-    """What torch says, without the place in its source and the stack."""
-    return re.sub(r'^\[\S+\] ', '', str(error).partition('\n')[0])
+    """What torch says, without the place in its source, its advice and the stack."""
+    return re.split(r'\n|\. This is', re.sub(r'^\[\S+\] ', '', str(error)))[0]
 
 
 def host_group():

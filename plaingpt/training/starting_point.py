@@ -313,11 +313,14 @@ def check_size(shape, config, device):
             parameters, states = kept_bytes(shape, step)
     except RuntimeError:
         return  # a model or an optimizer of your own, which needs data to be made
+    words = f'{size}its parameters'
+    if config.parallel == 'fsdp':  # rank 0 makes it whole on the host
+        check_memory(parameters, free_memory(), f'{words} take')
+    elif device.type == 'cuda':  # where it moves when it is made
+        check_memory(parameters, host_memory(), f'{words} take')
     if config.parallel != 'ddp':  # a plan of the step decides about auto
         parameters, states = parameters / step.shares, states / step.shares
-    words, needed = f'{size}its parameters', parameters
-    if device.type == 'cuda':  # where it moves when it is made
-        check_memory(parameters, host_memory(), f'{words} take')
+    needed = parameters
     if not config.eval_only:
         words, needed = f'{words}, gradients and optimizer states', 2 * parameters + states
     check_memory(needed, available_memory(device), f'{words} take')

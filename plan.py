@@ -38,8 +38,8 @@ from plaingpt.training.memory_planner import (
     savings,
     step_settings,
 )
+from plaingpt.training.run_model import chat_tokens, check_start, start_shape
 from plaingpt.training.settings import TrainConfig
-from plaingpt.training.starting_point import chat_tokens, check_start, start_shape
 
 
 @dataclass

@@ -44,12 +44,14 @@ from plaingpt.system.distributed import (
 from plaingpt.system.errors import UserError, run_script
 from plaingpt.system.files import lock_output_dir
 from plaingpt.system.streams import status
-from plaingpt.training import starting_point
+from plaingpt.training import run_data, run_model
 from plaingpt.training.checkpoint_writer import Saver, archive_previous_run, trim_logs
+from plaingpt.training.memory_fit import fit_to_memory
 from plaingpt.training.memory_planner import explain_out_of_memory
 from plaingpt.training.optimizers import build_optimizer
 from plaingpt.training.probes import Probes
 from plaingpt.training.progress import Progress, restore
+from plaingpt.training.resuming import check_resumed, find_resumed
 from plaingpt.training.schedules import get_lr
 from plaingpt.training.settings import TrainConfig
 from plaingpt.training.training_step import StepGuard, forward_backward, update
@@ -93,17 +95,16 @@ def setup(config, world, device, dtype, compile):
     if not config.only_looks:
         check_shared(Path(config.out_dir), world, group)
 
-    dataset = starting_point.open_data(config, world)
-    resumed = starting_point.find_resumed(config, group)
+    dataset = run_data.open_data(config, world)
+    resumed = find_resumed(config, group)
     if resumed:
-        starting_point.check_resumed(resumed, config, dataset)
-    config = starting_point.with_parallel(config, dataset, resumed, dtype, device, world)
-    model = starting_point.build_model(config, dataset, resumed, device)
-    config = starting_point.with_batch_size(config, model.config, dtype, device, compile)
-    train_data, val_data = starting_point.open_batches(config, dataset, world, device)
-    starting_point.check_batch(config, model.config, dtype, device)
+        check_resumed(resumed, config, dataset)
+    shape = run_model.run_shape(config, dataset, resumed)
+    config = fit_to_memory(config, shape, dtype, device, compile, is_new=not resumed)
+    model = run_model.build_model(config, shape, dataset, resumed)
+    train_data, val_data = run_data.open_batches(config, dataset, world, device)
 
-    parallel = starting_point.spread(model, config, resumed, device, compile, dtype, world)
+    parallel = run_model.spread(model, config, resumed, device, compile, dtype, world)
     model = parallel.model
     optimizer = build_optimizer(model, config, device.type, world.size)
     scaler = torch.amp.GradScaler(device.type, enabled=dtype == 'float16')

@@ -420,26 +420,31 @@ def check_chunks(chunks):
 
 
 def best_of(checkpoints):
-    """The one with the lowest validation loss; the newest where none was measured."""
-    return min(reversed(checkpoints), key=lambda checkpoint: checkpoint.val_loss)
+    """The one with the lowest validation loss, the newest where none was measured; None of none."""
+    return min(reversed(checkpoints), key=lambda checkpoint: checkpoint.val_loss, default=None)
 
 
-def find(out_dir, which='latest'):
-    """The checkpoint of a run that 'latest', 'best' or an iteration number names.
-
-    Raises UserError where there is none, or it is damaged.
+def find(out_dir, which='latest', kinds=()):
+    """The checkpoint of a run that 'latest', 'best' or an iteration number names; of 'latest' the
+    newest one whose state.json, and files of `kinds`, are as they were written. Raises UserError.
     """
     paths = checkpoint_paths(out_dir)
     if not paths:
-        others = other_weights(out_dir, "reads it, with --tokenizer=FOLDER, a dataset, where its "
-                                        "tokens are not GPT-2's")
-        raise UserError(f'{out_dir}: no checkpoint there; '
-                        + (others or 'train one first, or name the right folder with --out_dir'))
-    if which == 'latest':
-        return open_checkpoint(paths[-1])
-    if which == 'best':
-        found = readable(out_dir, warn)
-        return best_of(found or [open_checkpoint(paths[-1])])
+        raise UserError(f'{out_dir}: no checkpoint there; ' + (
+            other_weights(out_dir) or 'train one first, or name the right folder with --out_dir'))
+    if which in ('latest', 'best'):
+        if which == 'latest':
+            found, damaged = newest_valid(out_dir, kinds)
+        else:
+            damaged = []
+            found = best_of(readable(out_dir, damaged.append))
+        if found is None:
+            raise UserError('\n'.join([
+                *damaged, f'{out_dir}: no checkpoint there can be used; to start anew, train with '
+                '--init_from=scratch, which keeps them in a folder beside']))
+        for problem in damaged:
+            warn(f'skipped a checkpoint: {problem}')
+        return found
     numbers, moved = [iteration_of(path) for path in paths], []
     if re.fullmatch(r'[0-9]{1,15}', str(which)):
         if int(which) in numbers:
@@ -459,9 +464,9 @@ def find_named(source, which):
     return find(source, which) if checkpoint_paths(source) else None
 
 
-def other_weights(out_dir, of_nanogpt):
+def other_weights(out_dir):
     """How to go on in a folder without checkpoints of ours: with an earlier run that was moved
-    aside, or with nanoGPT's ckpt.pt. None where it has neither. of_nanogpt: what that does."""
+    aside, or with nanoGPT's ckpt.pt. None where it has neither."""
     earlier = [path for path in Path(out_dir).glob('old-*')
                if re.fullmatch(r'old-[0-9]{3,9}', path.name) and checkpoint_paths(path)]
     if earlier:
@@ -469,18 +474,20 @@ def other_weights(out_dir, of_nanogpt):
         return f'an earlier run is in {path}: --out_dir={quoted(path)}'
     path = Path(out_dir, 'ckpt.pt')
     if path.exists():
-        return f"{path} is nanoGPT's: --init_from={quoted(path)} {of_nanogpt}"
+        return f"{path} is nanoGPT's: --init_from={quoted(path)} reads it, for samples with " \
+               "--tokenizer=FOLDER, a dataset, where its tokens are not GPT-2's"
     return None
 
 
-def newest_valid(out_dir):
-    """→ (the newest checkpoint whose every byte is as written, or None; what is wrong with those
-    after it, a line each). Raises UserError at one of a newer version, which is not damaged."""
+def newest_valid(out_dir, kinds=('model', 'optimizer')):
+    """→ (the newest checkpoint whose state.json, and files of `kinds`, are as they were written, or
+    None; what is wrong with those after it, a line each). Raises UserError at one of a newer
+    version, which is not damaged."""
     problems = []
     for path in reversed(checkpoint_paths(out_dir)):
         try:
             checkpoint = open_checkpoint(path)
-            checkpoint.verify()
+            checkpoint.verify(kinds)
             return checkpoint, problems
         except AnotherVersion:
             raise

@@ -18,6 +18,7 @@ from plaingpt.training.schedules import SCHEDULES
 
 Positive = Annotated[int, 'at least 1']
 Natural = Annotated[int, 'at least 0']
+Seconds = Annotated[int, 'at least 1 and at most 1_000_000']
 NotNegative = Annotated[float, 'at least 0']
 Mean = Annotated[float, 'at least 0 and below 1']  # how much of a running mean stays each step
 T = TypeVar('T')
@@ -92,7 +93,7 @@ class TrainConfig(GPTConfig):
     loss_chunk_tokens: NoEffect[Natural] = 2048  # whose logits exist at once; 0 for all of a batch
     activation_checkpointing: NoEffect[Literal[*KINDS]] = 'none'  # keep less for the backward pass
     backend: NoEffect[Literal['auto', 'nccl', 'gloo']] = 'auto'  # between processes
-    dist_timeout_s: NoEffect[Annotated[int, 'at least 1 and at most 1000000']] = 600  # of waiting
+    dist_timeout_s: NoEffect[Seconds] = 600  # so long a process waits for the others
     deterministic: NoEffect[bool] = False  # on a GPU too, the same bits each time; slower
     seed: NoEffect[Natural] = 1337  # of the weights, of dropout and of the order of data
     parallel: NoEffect[Literal['auto', 'ddp', 'fsdp']] = 'auto'  # ddp copies the model, fsdp shards

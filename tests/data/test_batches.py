@@ -14,7 +14,7 @@ import train
 from plaingpt.data.batches import BatchLoader, key, permute
 from plaingpt.data.token_files import TokenStream, open_tokens
 from plaingpt.system.errors import UserError
-from plaingpt.training import starting_point
+from plaingpt.training import run_data
 
 
 def stream(tmp_path, tokens, vocab_size=50257, files=1, in_ram=False):
@@ -182,8 +182,8 @@ def test_a_small_corpus_is_prepared_when_first_trained_on(tmp_path, monkeypatch,
         return subprocess.CompletedProcess(command, 0)
 
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(starting_point.subprocess, 'run', prepare_here)
-    starting_point.prepare_small('pystdlib')
+    monkeypatch.setattr(run_data.subprocess, 'run', prepare_here)
+    run_data.prepare_small('pystdlib')
     assert (tmp_path / 'data/pystdlib/meta.json').exists()
     assert 'preparing pystdlib' in capsys.readouterr().out
 

@@ -128,7 +128,7 @@ class OwnAttention(torch.nn.Module):
 
 
 def test_what_a_changed_model_does_not_show_is_said_once(tiny, tmp_path, capsys, monkeypatch):
-    original = train.starting_point.build_model
+    original = train.run_model.build_model
 
     def changed(*arguments):
         model = original(*arguments)
@@ -136,7 +136,7 @@ def test_what_a_changed_model_does_not_show_is_said_once(tiny, tmp_path, capsys,
             block.attn = OwnAttention(block.attn)
             block.mlp = torch.nn.Linear(32, 32)
         return model
-    monkeypatch.setattr(train.starting_point, 'build_model', changed)
+    monkeypatch.setattr(train.run_model, 'build_model', changed)
     train.main([*tiny, '--health_interval=2', '--check=False'])
     out = capsys.readouterr().out
     assert out.count('attention logits not seen') == out.count('dead units not seen') == 1

@@ -7,7 +7,7 @@ import train
 from configurator import load_config
 from plaingpt.system.distributed import World
 from plaingpt.system.errors import UserError
-from plaingpt.training import starting_point
+from plaingpt.training import memory_fit
 from plaingpt.training.settings import TrainConfig
 
 
@@ -20,7 +20,7 @@ def failed(char_data, tmp_path, monkeypatch, capsys):
         config = load_config(TrainConfig, [*map(str, files), *options(**settings)])
         capsys.readouterr()
         with monkeypatch.context() as patched:
-            for owner, name in ((starting_point, 'check_size'), (train, 'describe_run'),
+            for owner, name in ((memory_fit, 'check_size'), (train, 'describe_run'),
                                 (train, 'open_outputs')):  # they take time, and are not checked
                 patched.setattr(owner, name, lambda *_: None)
             try:

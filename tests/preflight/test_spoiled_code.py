@@ -19,7 +19,14 @@ from plaingpt.inference.generation import KVCache
 from plaingpt.kernels import documents
 from plaingpt.preflight import checks, step_checks
 from plaingpt.system.errors import UserError
-from plaingpt.training import checkpoint, optimizers, schedules, starting_point, training_step
+from plaingpt.training import (
+    checkpoint,
+    optimizers,
+    run_data,
+    run_model,
+    schedules,
+    training_step,
+)
 
 SPOILED = []  # what people break: (function that breaks it, the check that fails, settings)
 
@@ -158,7 +165,7 @@ def after_building(patch, change):
             change(gpt)
             return gpt
         return build
-    patch(starting_point, 'build_model', changed)
+    patch(run_model, 'build_model', changed)
 
 
 @fails('the first loss is usual', n_embd=128)
@@ -252,7 +259,7 @@ def tokens_left_out(patch):
 
 @fails('batches are what the files hold')
 def splits_are_swapped(patch):
-    patch(starting_point, 'open_batches', lambda opened: lambda *arguments:
+    patch(run_data, 'open_batches', lambda opened: lambda *arguments:
           opened(*arguments)[::-1])
 
 
@@ -264,7 +271,7 @@ def validation_is_training_text(patch):
             val_data.stream = train_data.stream
             return train_data, val_data
         return open_batches
-    patch(starting_point, 'open_batches', change)
+    patch(run_data, 'open_batches', change)
 
 
 @fails('an epoch reads every sequence once')

@@ -177,15 +177,16 @@ def test_while_torch_is_imported_a_terminal_says_so_and_ctrl_c_is_one_line(heeds
 
 
 def test_ctrl_c_while_a_run_is_set_up_is_one_line(tiny, tmp_path, heeds_ctrl_c):
-    for name in ('open_data', 'build_model', 'open_batches'):
-        def main(argv, name=name):
-            original = getattr(train.starting_point, name)
+    for module, name in ((train.run_data, 'open_data'), (train.run_model, 'build_model'),
+                         (train.run_data, 'open_batches')):
+        def main(argv, module=module, name=name):
+            original = getattr(module, name)
 
             def stopped(*arguments):
                 result = original(*arguments)
                 os.kill(os.getpid(), signal.SIGINT)
                 return result
-            setattr(train.starting_point, name, stopped)
+            setattr(module, name, stopped)
             train.main(argv)
 
         assert exit_code(start(main, tiny, tmp_path / 'log')) == 130

@@ -132,7 +132,7 @@ def test_a_model_is_tuned_with_the_tokenizer_that_wraps_its_own_alone(chat, runs
     shape = checkpoints.find('out', 'latest').load_model().config
     assert (shape.vocab_size, shape.document_start) == (CHAT.vocab_size, CHAT.conversation)
     train.main([*chat, '--dataset=char', '--max_iters=1', '--out_dir=base-char'])
-    with pytest.raises(UserError, match='another tokenizer'):
+    with pytest.raises(UserError, match='prepare the text with the tokenizer of the model'):
         train.main([*chat, '--init_from=base-char', '--out_dir=other'])
 
 

@@ -13,7 +13,7 @@ from plaingpt.benchmarks.memory_check import tracked_step
 from plaingpt.system.devices import rng_state
 from plaingpt.system.formatting import GIB
 from plaingpt.training import checkpoint as checkpoints
-from plaingpt.training import memory_planner, starting_point
+from plaingpt.training import memory_fit, memory_planner
 from plaingpt.training.memory_planner import (
     StepSettings,
     batch_that_divides,
@@ -182,7 +182,7 @@ def test_savings_are_what_the_changed_step_is_predicted_to_take():
 
 
 def test_muon_keeps_one_moment_of_matrices():
-    states = {kind: starting_point.kept_bytes(SHALLOW, settings(1, optimizer=kind))[1]
+    states = {kind: memory_fit.kept_bytes(SHALLOW, settings(1, optimizer=kind))[1]
               for kind in ('adamw', 'muon', 'sgd')}
     assert states['adamw'] - states['muon'] == pytest.approx(4 * 2 * 12 * 768**2, rel=1e-3)
     assert states['sgd'] == pytest.approx(states['adamw'] / 2, rel=1e-3)
@@ -202,7 +202,7 @@ def known_savings(monkeypatch):
 def test_an_automatic_batch_keeps_the_tokens_of_a_step(tiny, tmp_path, capsys, monkeypatch):
     one, two = (predict(GPTConfig(16, 93, 2, 2, 32, bias=False),
                         settings(n, 2, 'float32')).total for n in (8, 16))
-    monkeypatch.setattr(starting_point, 'available_memory', lambda device: (one + two) // 2)
+    monkeypatch.setattr(memory_fit, 'available_memory', lambda device: (one + two) // 2)
     train.main([*tiny, '--batch_size=auto', '--total_batch_size=512', '--check=False'])
     out = capsys.readouterr().out
     # of 32 sequences
@@ -218,11 +218,11 @@ def test_a_planned_batch_that_does_not_fit_is_stepped_down(monkeypatch):
         tried.append(step.batch_size)
         return step.batch_size <= 5
 
-    monkeypatch.setattr(starting_point, 'fits', fits)
+    monkeypatch.setattr(memory_fit, 'fits', fits)
     config = TrainConfig(batch_size='auto', total_batch_size=24 * 1024)
     planned = predict(SHALLOW, step_settings(replace(config, batch_size=12), 'bfloat16')).total
-    monkeypatch.setattr(starting_point, 'available_memory', lambda device: planned)
-    batch_size, why = starting_point.choose_batch_size(SHALLOW, config, 'bfloat16',
+    monkeypatch.setattr(memory_fit, 'available_memory', lambda device: planned)
+    batch_size, why = memory_fit.choose_batch_size(SHALLOW, config, 'bfloat16',
                                                        torch.device('cuda'), compile=True)
     assert tried == [12, 8, 6, 4] and batch_size == 4 and '12 did not fit' in why
 
@@ -230,7 +230,7 @@ def test_a_planned_batch_that_does_not_fit_is_stepped_down(monkeypatch):
 def test_an_automatic_batch_that_cannot_be_says_what_to_shrink(tiny, capsys, monkeypatch,
                                                                known_savings):
     least = predict(GPTConfig(16, 93, 2, 2, 32, bias=False), settings(1, 2, 'float32')).total
-    monkeypatch.setattr(starting_point, 'available_memory', lambda device: least - 1)
+    monkeypatch.setattr(memory_fit, 'available_memory', lambda device: least - 1)
     message = fails(capsys, monkeypatch, train.main, *tiny, '--batch_size=auto',
                     '--total_batch_size=512')
     assert 'not even 1 fits' in message and '--n_layer=1 saves 2.0 MiB' in message
@@ -242,7 +242,7 @@ def test_what_a_run_keeps_is_counted_before_it_is_made():
         steps = one_step(shape, step, torch.device('cpu'))
         _, gpt, optimizer = next(steps)
         next(steps)
-        assert starting_point.kept_bytes(shape, step) == [
+        assert memory_fit.kept_bytes(shape, step) == [
             sum(p.nbytes for p in gpt.parameters()), sum(
                 t.nbytes for state in optimizer.state.values() for t in state.values())], name
 
@@ -255,12 +255,12 @@ def test_a_model_too_large_for_memory_is_one_line_before_it_is_made(tiny, capsys
             (['--n_embd=10000000000'], 'no memory holds a matrix of [30000000000, 10000000000]')):
         line = fails(capsys, monkeypatch, train.main, *tiny, *changes)
         assert words in line and 'n_layer=' in line and 'n_embd=' in line
-    parameters, states = starting_point.kept_bytes(
+    parameters, states = memory_fit.kept_bytes(
         GPTConfig(16, 93, 2, 2, 32, bias=False), settings(1, 1, 'float32'))
     free = 2 * parameters + states
-    monkeypatch.setattr(starting_point, 'available_memory', lambda device: free - 1)
+    monkeypatch.setattr(memory_fit, 'available_memory', lambda device: free - 1)
     assert 'of memory are free' in fails(capsys, monkeypatch, train.main, *tiny)
-    monkeypatch.setattr(starting_point, 'available_memory', lambda device: free)
+    monkeypatch.setattr(memory_fit, 'available_memory', lambda device: free)
     # It fits, but no step of it does.
     assert 'batch_size=4: a step takes' in fails(capsys, monkeypatch, train.main, *tiny)
     train.main([*tiny, '--eval_only'])

@@ -69,8 +69,8 @@ def test_a_damaged_newest_checkpoint_is_named_and_the_one_before_it_used(tiny, o
     whole = weights(out)
     flip_a_bit(out / 'checkpoints/iter-00000006')
     train.main([*tiny, '--init_from=auto'])
-    printed = capsys.readouterr().out
-    assert f'skipped a checkpoint: {out}/checkpoints/iter-00000006' in printed
+    warned = capsys.readouterr().err
+    assert f'skipped a checkpoint: {out}/checkpoints/iter-00000006' in warned
     assert same(weights(out), whole) and (out / 'old-001').exists()
     assert TrainConfig().keep_checkpoints >= 2  # so there is one before it by default
 

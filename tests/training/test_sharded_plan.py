@@ -17,7 +17,7 @@ from model import GPT, GPTConfig
 from plaingpt.benchmarks.memory_check import tracked_step
 from plaingpt.system.errors import UserError
 from plaingpt.system.formatting import GIB, gib
-from plaingpt.training import memory_planner, starting_point
+from plaingpt.training import memory_fit, memory_planner
 from plaingpt.training.memory_planner import (
     StepSettings,
     choose_parallel,
@@ -168,24 +168,24 @@ def test_sharding_is_among_what_saves_memory():
 
 
 def test_a_sharded_run_may_be_larger_than_the_memory_of_one_process(monkeypatch):
-    parameters, states = starting_point.kept_bytes(SMALL, settings(8, dtype='float32'))
-    monkeypatch.setattr(starting_point, 'available_memory',
+    parameters, states = memory_fit.kept_bytes(SMALL, settings(8, dtype='float32'))
+    monkeypatch.setattr(memory_fit, 'available_memory',
                         lambda device: (2 * parameters + states) / 8)
     cpu = torch.device('cpu')
     for parallel in ('auto', 'fsdp'):
-        starting_point.check_size(SMALL, PlanConfig(processes=8, parallel=parallel), cpu)
+        memory_fit.check_size(SMALL, PlanConfig(processes=8, parallel=parallel), cpu)
     for config in (PlanConfig(processes=8, parallel='ddp'), PlanConfig(processes=7),
                    PlanConfig(parallel='fsdp')):
         with pytest.raises(UserError, match='of memory are free'):
-            starting_point.check_size(SMALL, config, cpu)
+            memory_fit.check_size(SMALL, config, cpu)
 
 
 def test_an_automatic_batch_of_a_sharded_run_is_the_largest_that_fits(monkeypatch):
     config = PlanConfig(processes=8, parallel='fsdp', batch_size='auto',
                         total_batch_size=8 * 64 * SMALL.block_size, block_size=SMALL.block_size)
     step = memory_planner.step_settings(replace(config, batch_size=16), 'bfloat16')
-    monkeypatch.setattr(starting_point, 'available_memory', lambda _: predict(SMALL, step).total)
-    batch_size, why = starting_point.choose_batch_size(SMALL, config, 'bfloat16',
+    monkeypatch.setattr(memory_fit, 'available_memory', lambda _: predict(SMALL, step).total)
+    batch_size, why = memory_fit.choose_batch_size(SMALL, config, 'bfloat16',
                                                        torch.device('cuda'), compile=False)
     assert batch_size == 16 and 'tried' not in why  # a trial would hold the whole model
 

@@ -13,7 +13,7 @@ import train
 from model import GPTConfig
 from plaingpt.system.errors import UserError
 from plaingpt.training import checkpoint as checkpoints
-from plaingpt.training import starting_point
+from plaingpt.training import resuming, run_data
 from plaingpt.training.settings import TrainConfig
 
 FORMAT_1 = Path(__file__).resolve().parents[1] / 'data' / 'format_1'
@@ -78,8 +78,8 @@ def test_a_setting_that_came_later_is_no_change(old, capsys):
     assert missing  # this format knows fewer settings than today's
     known = {field.name for field in fields(TrainConfig)} & found.state['config'].keys()
     config = TrainConfig(**{key: found.state['config'][key] for key in known})
-    dataset = starting_point.open_data(config, train.launched_world())
-    starting_point.check_resumed(found, config, dataset)
+    dataset = run_data.open_data(config, train.launched_world())
+    resuming.check_resumed(found, config, dataset)
     assert 'changed' not in capsys.readouterr().out
 
 

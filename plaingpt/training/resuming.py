@@ -1,0 +1,70 @@
+"""Which checkpoint a run continues, and whether it may."""
+
+import os
+from dataclasses import asdict, fields
+from pathlib import Path
+
+from model import GPTConfig
+from plaingpt.system.distributed import all_gather, launched_world, print0
+from plaingpt.system.errors import UserError
+from plaingpt.system.formatting import quoted
+from plaingpt.training import checkpoint as checkpoints
+from plaingpt.training.checkpoint_writer import clean_up
+from plaingpt.training.settings import TrainConfig
+
+
+def find_resumed(config, group):
+    """The checkpoint to resume, or None to start. Rank 0 looks and decides for all. Raises
+    UserError, also with 'auto' where there are some and none can be used."""
+    if config.init_from not in ('resume', 'auto'):
+        return None
+    path = None
+    if launched_world().is_main:
+        if not config.only_looks:
+            clean_up(config.out_dir)
+        # After a crash torchrun starts the same command, which must not go back once more.
+        restarted = int(os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')) > 0
+        which = 'latest' if restarted else config.checkpoint
+        if config.init_from == 'resume' or which.isdecimal() \
+                or checkpoints.checkpoint_paths(config.out_dir):
+            path = checkpoints.find(config.out_dir, which, ('model', 'optimizer')).path
+        elif Path(config.out_dir, 'metrics.jsonl').exists():
+            print0(f'{config.out_dir} has a log and no checkpoint: a new run starts')
+    path = all_gather(path, group)[0]
+    return checkpoints.open_checkpoint(path) if path else None
+
+
+def check_resumed(resumed, config, dataset):
+    """See that the run is of the same model and data, and print which settings have changed. Raises
+    UserError where something differs that a run cannot change."""
+    # A setting that did not exist when the checkpoint was written had its default.
+    before, now = {**asdict(TrainConfig()), **resumed.state['config']}, asdict(config)
+    changed = {key: (before[key], now[key]) for key in now if before[key] != now[key]}
+    shape = {field.name for field in fields(GPTConfig)} - {'dropout', 'vocab_size'}
+    fixed = [f'{key}={value} (it has {saved})' for key, (saved, value) in changed.items()
+             if key in shape | {'optimizer'}]
+    if fixed:
+        raise UserError(f'{resumed.path} was trained otherwise than with {", ".join(fixed)}: '
+                        'give the config it was trained with, or another --out_dir')
+    if resumed.state['tokenizer'] != dataset.tokenizer_json():
+        raise UserError(f'{resumed.path} was trained with another tokenizer than that of '
+                        f'{dataset.folder}: name the dataset it was trained on')
+    if not dataset.is_identity('train', resumed.state['data']):
+        other = f' (it has dataset={before["dataset"]})' if 'dataset' in changed else ''
+        raise UserError(f'{resumed.path} was trained on other tokens than those of '
+                        f'{dataset.folder}{other}: to continue with other data, start a run from '
+                        f'its weights with --init_from={quoted(config.out_dir)} and another '
+                        '--out_dir')
+    samples = dataset.samples()
+    for split, did in (('train', 'trained'), ('val', 'evaluated')):
+        if resumed.state['samples'].get(split, samples[split]) != samples[split]:
+            raise UserError(f'{resumed.path} was {did} on other tokens than those of the {split} '
+                            f'split of {dataset.folder}: give it the data that it had, or start a '
+                            f'run from its weights with --init_from={quoted(config.out_dir)} and '
+                            'another --out_dir')
+    print0(f'resumed from {resumed.path}')
+    changed = {key: values for key, values in changed.items()
+               if key not in ('init_from', 'checkpoint', 'check')
+               and (key, values[1]) != ('parallel', 'auto')}  # a line of its own tells what it is
+    for key, (saved, value) in changed.items():
+        print0(f'  changed: {key} {saved} → {value}')

@@ -1,0 +1,119 @@
+"""The model of a run: its shape, its weights, and where it is trained."""
+
+from dataclasses import replace
+
+from model import GPT, GPTConfig
+from plaingpt.data.tokenizers import described_vocab_size
+from plaingpt.inference.hf_export import describe_export
+from plaingpt.inference.pretrained import (
+    describe_training,
+    grow_vocabulary,
+    load_pretrained,
+    pretrained_shape,
+)
+from plaingpt.parallel.sharding import Replicated, Sharded, copy_on_meta, parameters_on_meta
+from plaingpt.system.distributed import launched_world, print0
+from plaingpt.system.errors import UserError
+from plaingpt.training import checkpoint as checkpoints
+from plaingpt.training.run_data import base_tokenizer, document_start
+
+
+def run_shape(config, dataset, resumed):
+    """The GPTConfig of a run: of the checkpoint that it continues, of the model that it starts
+    from, or a new one. Raises UserError where there is no such model, or it fits no such data."""
+    if resumed:
+        return GPTConfig(**{**resumed.state['model'], 'dropout': config.dropout})
+    start = start_shape(config)
+    if start is None:
+        return config.gpt_config(dataset.vocab_size, document_start(config, dataset))
+    start = replace(start, vocab_size=start.vocab_size + chat_tokens(dataset, start.vocab_size))
+    check_start(config, start, dataset.folder, dataset.vocab_size)
+    if config.document_attention:
+        start = replace(start, document_start=document_start(config, dataset))
+    return replace(start, block_size=config.block_size)
+
+
+def start_shape(config):
+    """The GPTConfig of the model that config.init_from names, or None where a run starts anew. Its
+    weights are not read. Raises UserError where there is no such model."""
+    run = config.out_dir if config.init_from in ('resume', 'auto') else config.init_from
+    find = checkpoints.find if config.init_from == 'resume' else checkpoints.find_named
+    if found := find(run, config.checkpoint):
+        shape = found.state['model']
+    elif config.init_from in ('scratch', 'auto'):
+        return None
+    else:
+        shape = pretrained_shape(config.init_from)
+    if config.document_attention:
+        shape = {**shape, 'document_attention': True, 'document_start': 0}  # any: a plan needs none
+    return GPTConfig(**{**shape, 'dropout': config.dropout})
+
+
+def chat_tokens(dataset, vocab_size):
+    """How many tokens a model with the vocabulary of the base of a chat tokenizer has to learn."""
+    base = base_tokenizer(dataset)
+    return dataset.vocab_size - vocab_size if base and described_vocab_size(base) == vocab_size \
+        else 0
+
+
+def check_start(config, shape, folder, vocab_size):
+    """Raise UserError where a model of this GPTConfig cannot start a run on the dataset."""
+    if config.block_size > shape.block_size:
+        raise UserError(f'block_size={config.block_size}: {config.init_from} reads at most '
+                        f'{shape.block_size} tokens: use --block_size={shape.block_size} or less')
+    if vocab_size != shape.vocab_size:
+        raise UserError(f'{folder} has a vocabulary of {vocab_size} and {config.init_from} one of '
+                        f'{shape.vocab_size}: prepare the text with the tokenizer of the model')
+
+
+def build_model(config, shape, dataset, resumed):
+    """The model of a run, of a GPTConfig, on the CPU. Of one that is to be sharded, new weights are
+    rank 0's alone, and a checkpoint's are loaded later."""
+    if config.parallel == 'fsdp' and (resumed or not launched_world().is_main):
+        with parameters_on_meta():
+            model = GPT(shape)
+    elif resumed:
+        model = resumed.load_model(dropout=config.dropout)
+    elif config.init_from in ('scratch', 'auto'):
+        model = GPT(shape)
+    else:
+        model = load_start(config, shape, dataset)
+    model.loss_chunk_tokens = config.loss_chunk_tokens
+    model.activation_checkpointing = config.activation_checkpointing
+    print0(f'GPT of {model.num_parameters():,} parameters: {model.config.n_layer} layers, '
+           f'{model.config.n_head} heads, {model.config.n_embd} channels')
+    print0(describe_export(model.config))
+    return model
+
+
+def load_start(config, shape, dataset):
+    """The model that config.init_from names, of a run of ours or of others, cut and grown to the
+    GPTConfig of the new run."""
+    if start := checkpoints.find_named(config.init_from, config.checkpoint):
+        if start.state['tokenizer'] not in (dataset.tokenizer_json(), base_tokenizer(dataset)):
+            raise UserError(f'{start.path} was trained with another tokenizer than that of '
+                            f'{dataset.folder}: prepare the text with --tokenizer=THE_OLD_DATASET')
+        model = start.load_model(dropout=config.dropout)
+        source, trained = start.path, describe_training(start.iter_num, start.val_loss)
+    else:
+        model, trained = load_pretrained(config.init_from, config.dropout)
+        source = config.init_from
+    if new := shape.vocab_size - model.config.vocab_size:
+        grow_vocabulary(model, new)
+    model.crop_block_size(shape.block_size)
+    model.config = shape  # of which document_attention may differ: no weight depends on it
+    print0(f'{source}{trained and f" ({trained})"}: the run starts from its weights; the '
+           'optimizer, the iteration count and the order of the data begin anew')
+    return model
+
+
+def spread(model, config, resumed, device, compile, dtype, world):
+    """Put a model of build_model where it is trained → Replicated or Sharded."""
+    if config.parallel != 'fsdp':
+        return Replicated(model.to(device), device, compile, world)
+    parallel = Sharded(copy_on_meta(model), device, compile, dtype, config.fsdp_group)
+    if resumed:
+        resumed.load_weights(parallel.model)
+    else:
+        parallel.load(model.state_dict())
+    return parallel

@@ -182,7 +182,10 @@ def test_values_that_contradict_each_other_are_found_before_anything_loads():
             ('--warmup_iters=10', '--lr_decay_iters=5', 'warmup_iters=10'),
             ('--total_batch_size=1000', 'total_batch_size=1000'),
             ('--out_dir=', 'out_dir is empty'), ('--batch_size=0', 'batch_size=0'),
-            ('--dropout=1.0', 'dropout=1.0'), ('--max_iters=-1', 'max_iters=-1'),
+            ('--dropout=1.0', 'dropout=1.0: must be at least 0 and below 1'),
+            ('--max_iters=-1', 'max_iters=-1: must be at least 0'),
+            ('--wsd_decay=0', 'wsd_decay=0.0: must be above 0 and at most 1'),
+            ('--lr_decay_iters=-1', 'lr_decay_iters=-1'), ('--n_layer=10001', 'n_layer=10001'),
             ('--eval_tasks=lambada', 'eval_tasks=lambada never run')):
         with pytest.raises(UserError, match=words):
             load(*arguments)

@@ -10,7 +10,8 @@ PADDING_SHARE = 16  # padding of up to this part of the vocabulary is computed a
 
 
 def cross_entropy(logits, targets):
-    """logits (…, V), targets (…) int64, -1 where there is none → their mean, in nats, or 0."""
+    """logits (…, V), targets (…) int64, -1 where there is none → the mean cross-entropy over the
+    others, in nats; 0 where there are no others."""
     total = F.cross_entropy(logits.flatten(0, -2), targets.flatten(), ignore_index=-1,
                             reduction='sum')
     return total / (targets != -1).sum().clamp(min=1)

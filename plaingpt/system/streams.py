@@ -64,10 +64,11 @@ def prepare_streams():
 
 
 def tolerant(stream, kind):
-    """A stream of this kind to the same file; a notebook's own or one in memory stays as it is."""
+    """A stream of this kind to the same file. A notebook's own, one in memory and a Windows
+    console, which takes no UTF-8, stay as they are."""
     stream = stream or open(os.devnull, 'w', encoding='utf-8')
-    if not isinstance(stream, io.TextIOWrapper) or isinstance(stream.buffer, io.BytesIO) \
-            or isinstance(getattr(stream.buffer, 'raw', None), TolerantFile):
+    raw = getattr(stream.buffer, 'raw', stream.buffer) if type(stream) is io.TextIOWrapper else None
+    if type(raw) is not io.FileIO:
         return stream
     with suppress(OSError):
         stream.flush()

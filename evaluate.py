@@ -29,14 +29,14 @@ from plaingpt.system.distributed import host_group, launched_world, print0, proc
 from plaingpt.system.errors import UserError, run_script
 from plaingpt.system.files import write_json
 from plaingpt.system.streams import require_stdout, status
-from plaingpt.training import checkpoint as checkpoints
+from plaingpt.training import model_choice
 
 SPLITS = ('val', 'test', 'train')
 TASKS = (*SPLITS, 'text', *scoring.BENCHMARKS)
 
 
 @dataclass
-class EvaluateConfig(checkpoints.ModelChoice):
+class EvaluateConfig(model_choice.ModelChoice):
     # tasks
     tasks: str = 'val'  # val, test, train, text, hellaswag, lambada; several with commas
     split: Literal['', 'val', 'test', 'train'] = ''  # this task alone
@@ -123,7 +123,7 @@ def main(argv):
         require_stdout()
     world = launched_world()
     device, _ = choose_device(config.device, world.local_rank)
-    model, tokenizer, source, state = checkpoints.load(
+    model, tokenizer, source, state = model_choice.load(
         config.init_from, config.out_dir, config.checkpoint, config.tokenizer)
     model.to(device)
     dtype, _ = choose_dtype(config.dtype, device, model.config.n_embd)

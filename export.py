@@ -27,11 +27,11 @@ from plaingpt.data.chat_tokenizer import is_chat
 from plaingpt.inference.gguf_export import DTYPES, build_gguf, write_gguf
 from plaingpt.inference.hf_export import one_document, write_hf
 from plaingpt.system.errors import UserError, run_script
-from plaingpt.training import checkpoint as checkpoints
+from plaingpt.training import model_choice
 
 
 @dataclass
-class ExportConfig(checkpoints.ModelChoice):
+class ExportConfig(model_choice.ModelChoice):
     # where to
     dest: str = ''  # the folder to write, or the file of gguf, which must not exist yet
     format: Literal['transformers', 'gguf'] = 'transformers'  # gguf: a file for llama.cpp
@@ -90,7 +90,7 @@ def main(argv):
     dest = Path(config.dest)
     if dest.exists():
         raise UserError(f'dest={dest} exists already: name one that does not')
-    model, tokenizer, source, state = checkpoints.load(
+    model, tokenizer, source, state = model_choice.load(
         config.init_from, config.out_dir, config.checkpoint, config.tokenizer)
     writer = None if config.format != 'gguf' else build_gguf(model, tokenizer, config.dtype)
     folder = dest.with_name(f'{dest.name}.{os.getpid()}.tmp')

@@ -32,7 +32,7 @@ from plaingpt.system.errors import UserError, run_script
 from plaingpt.system.files import naming
 from plaingpt.system.formatting import unescape
 from plaingpt.system.streams import require_stdout, status
-from plaingpt.training import checkpoint as checkpoints
+from plaingpt.training import model_choice
 
 
 def read_start(text):
@@ -44,7 +44,7 @@ def read_stop(text):
 
 
 @dataclass
-class SampleConfig(Sampling, checkpoints.ModelChoice):
+class SampleConfig(Sampling, model_choice.ModelChoice):
     # prompts
     start: Annotated[str, read_start] = '\n'  # the prompt, with \n, \t, \x41; or FILE:path of one
     stop: Annotated[str, read_stop] = ''  # end before this text; or a JSON list: ["\n\n", "User:"]
@@ -141,7 +141,7 @@ def main(argv):
         require_stdout(verbatim=True)
     device, _ = choose_device(config.device)
     use_fast_matmul()
-    model, tokenizer, source, _ = checkpoints.load(config.init_from, config.out_dir,
+    model, tokenizer, source, _ = model_choice.load(config.init_from, config.out_dir,
                                                    config.checkpoint, config.tokenizer)
     model = model.to(device).eval()
     dtype, _ = choose_dtype(config.dtype, device, model.config.n_embd)

@@ -25,11 +25,11 @@ from plaingpt.serving.batching import Batch
 from plaingpt.serving.protocol import Limits
 from plaingpt.system.devices import choose_device, choose_dtype, use_fast_matmul
 from plaingpt.system.errors import run_script
-from plaingpt.training import checkpoint as checkpoints
+from plaingpt.training import model_choice
 
 
 @dataclass
-class ServeConfig(checkpoints.ModelChoice):
+class ServeConfig(model_choice.ModelChoice):
     # address
     host: str = '127.0.0.1'  # 0.0.0.0 for other machines, which takes an api_key
     port: Annotated[int, 'at least 0 and below 65536'] = 8000  # 0 for a free one
@@ -70,7 +70,7 @@ def main(argv):
     use_fast_matmul()
     sock = bind(config.host, config.port)  # before the model, which takes longer
     with sock:
-        model, tokenizer, source, _ = checkpoints.load(config.init_from, config.out_dir,
+        model, tokenizer, source, _ = model_choice.load(config.init_from, config.out_dir,
                                                        config.checkpoint, config.tokenizer)
         model = model.to(device).eval()
         dtype, _ = choose_dtype(config.dtype, device, model.config.n_embd)

@@ -14,8 +14,8 @@ def load(source, checkpoint='best', tokenizer='auto', device='auto'):
     # Imported here, so that `import plaingpt` does not wait for torch.
     from plaingpt.inference.text_generator import TextGenerator
     from plaingpt.system.devices import choose_device
-    from plaingpt.training import checkpoint as checkpoints
+    from plaingpt.training import model_choice
     device, _ = choose_device(device)
-    model, its_tokenizer, _, _ = checkpoints.load(str(source), which=checkpoint,
+    model, its_tokenizer, _, _ = model_choice.load(str(source), which=checkpoint,
                                                   tokenizer=str(tokenizer))
     return TextGenerator(model.to(device).eval(), its_tokenizer)

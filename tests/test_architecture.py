@@ -23,9 +23,11 @@ MAY_IMPORT = {
     'data': {'system'},
     'monitoring': {'kernels', 'system'},
     'model': {'kernels'},
-    'inference': {'model', 'data', 'monitoring', 'kernels', 'system'},
+    'weights': {'model', 'system'},
+    'inference': {'weights', 'model', 'data', 'monitoring', 'kernels', 'system'},
     'parallel': {'model', 'system'},
-    'training': {'parallel', 'inference', 'model', 'data', 'monitoring', 'kernels', 'system'}}
+    'training': {'parallel', 'inference', 'weights', 'model', 'data', 'monitoring', 'kernels',
+                 'system'}}
 MAY_IMPORT['serving'] = {'inference', *MAY_IMPORT['inference']}
 MAY_IMPORT['preflight'] = {'training', *MAY_IMPORT['training']}
 MAY_IMPORT['benchmarks'] = {'training', *MAY_IMPORT['training']}

@@ -16,7 +16,7 @@ from plaingpt.data.dataset import open_dataset
 from plaingpt.data.tokenizers import ByteTokenizer
 from plaingpt.inference import scoring
 from plaingpt.inference.hf_export import write_hf
-from plaingpt.training import checkpoint as checkpoints
+from plaingpt.training import model_choice
 
 # Questions of ours, as the published files have them.
 HELLASWAG = [
@@ -93,7 +93,7 @@ EXPECTED_CONTEXTS = [  # worded by hand as lm-evaluation-harness words them
 
 
 def log_likelihoods_of(folder, questions, batch_size=5, dtype=torch.float64):
-    model, tokenizer, *_ = checkpoints.load(str(folder))
+    model, tokenizer, *_ = model_choice.load(str(folder))
     model.to(dtype)
     rows = [scoring.encode_answer(question, answer, tokenizer, 128)
             for question in questions for answer in question.answers]
@@ -139,7 +139,7 @@ def test_lambada_is_scored_as_by_transformers(exported, in_transformers, files):
 
 
 def test_a_right_guess_counts_as_right(trained):
-    model, tokenizer, *_ = checkpoints.load('resume', trained)
+    model, tokenizer, *_ = model_choice.load('resume', trained)
     ids = model.generate(torch.tensor([tokenizer.encode('def main').tolist()]), 3, 0)[0]
     guess = tokenizer.decode(ids[-3:].tolist())
     wrong = guess[:-1] + ('a' if guess[-1] != 'a' else 'b')
@@ -178,7 +178,7 @@ def test_scores_are_those_of_lm_evaluation_harness(exported, files, task):
 
 def test_the_validation_loss_is_that_of_each_token_once(trained, char_data, tmp_path):
     scores = scores_of(tmp_path, f'--out_dir={trained}')['val']
-    model, *_ = checkpoints.load('resume', trained)
+    model, *_ = model_choice.load('resume', trained)
     stream = open_dataset(char_data).split('val', in_ram=True)
     losses = []
     with torch.no_grad():

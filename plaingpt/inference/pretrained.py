@@ -17,10 +17,10 @@ from safetensors.torch import load_file
 
 from model import GPT, ROW_PER_TOKEN, GPTConfig
 from plaingpt.data.hub import explain_hub_errors
-from plaingpt.inference.hf_architectures import ARCHITECTURES, SIZES, check_fields, check_held
-from plaingpt.system.distributed import local_rows
+from plaingpt.inference.hf_architectures import ARCHITECTURES
 from plaingpt.system.errors import UserError, needs
 from plaingpt.system.files import is_count, is_number, open_regular, read_json
+from plaingpt.weights import SIZES, check_fields, check_finite, check_held
 
 PRETRAINED = {'gpt2': dict(n_layer=12, n_head=12, n_embd=768),  # Radford et al. 2019, table 2
               'gpt2-medium': dict(n_layer=24, n_head=16, n_embd=1024),
@@ -110,19 +110,6 @@ def copy_weights(model, weights, source):
     for name, p in wanted.items():
         p.copy_(weights[name])
     check_finite(model, source)
-
-
-def check_finite(model, source, advice='take it from where it came again'):
-    """Raise UserError that names a weight which is NaN or infinite."""
-    if broken := not_finite(model):
-        raise UserError(f'{source}: {broken[0]} is not finite, so it cannot write; {advice}')
-
-
-def not_finite(model):
-    """Names of the weights of this process that are NaN or infinite. Waits for the device, once."""
-    weights = dict(model.named_parameters())
-    finite = torch.stack([local_rows(p)[0].isfinite().all() for p in weights.values()]).tolist()
-    return [name for name, fine in zip(weights, finite, strict=True) if not fine]
 
 
 def without_padding(weights, vocab_size):

@@ -66,7 +66,7 @@ def checkpoints_come_back(subject):
                 found = save(model, optimizer, folder)
                 loaded = found.load_model(subject.device)
                 again = build_optimizer(loaded, config, subject.device.type)
-                found.load_optimizer(again, loaded, config)
+                found.load_optimizer(again, loaded)
         except OSError as e:
             raise NotChecked(f'there is no folder for temporary files: {e.strerror or e}') from None
         except UserError as problem:

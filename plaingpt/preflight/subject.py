@@ -14,7 +14,6 @@ from model import GPT
 from plaingpt.data.batches import BatchLoader
 from plaingpt.data.dataset import Dataset
 from plaingpt.data.packing import ConversationTokens
-from plaingpt.training.checkpoint import small_shape
 from plaingpt.training.optimizers import build_optimizer
 from plaingpt.training.settings import TrainConfig
 
@@ -195,6 +194,13 @@ def shallow(shape, config, device):
     gpt.loss_chunk_tokens = config.loss_chunk_tokens
     gpt.activation_checkpointing = config.activation_checkpointing
     return gpt, build_optimizer(gpt.to(device), config, device.type)
+
+
+def small_shape(shape):
+    """The GPTConfig of a small model that has the flags of another."""
+    return replace(shape, n_layer=min(2, shape.n_layer), n_embd=8 * shape.n_head, vocab_size=257,
+                   block_size=min(16, shape.block_size),
+                   document_start=min(256, shape.document_start))
 
 
 def largest_change(a, b):

@@ -15,7 +15,7 @@ import math
 import os
 import re
 import stat
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from pathlib import Path
 
 import torch
@@ -23,9 +23,6 @@ from safetensors import SafetensorError, safe_open
 
 from model import GPT, GPTConfig
 from plaingpt.data import tokenizers
-from plaingpt.data.dataset import dataset_folder, open_dataset
-from plaingpt.inference.hf_architectures import check_fields, check_held
-from plaingpt.inference.pretrained import check_finite, tokenizer_json
 from plaingpt.system.distributed import is_sharded, local_rows
 from plaingpt.system.errors import UserError
 from plaingpt.system.files import (
@@ -42,8 +39,8 @@ from plaingpt.system.files import (
     utf8_name,
 )
 from plaingpt.system.formatting import quoted
-from plaingpt.system.streams import status, warn
-from plaingpt.training.optimizers import build_optimizer
+from plaingpt.system.streams import warn
+from plaingpt.weights import check_fields, check_finite, check_held
 
 FORMAT_VERSION = 1
 # Keys of state.json as an earlier version wrote them → as they are called now.
@@ -107,16 +104,15 @@ class Checkpoint:
         check_finite(model, self.path, 'use an earlier one with --checkpoint=ITER')
 
     @torch.no_grad()
-    def load_optimizer(self, optimizer, model, config):
-        """Put the saved state into `optimizer`, which was made for `model` with this TrainConfig.
+    def load_optimizer(self, optimizer, model):
+        """Put the saved state into `optimizer`, which was made for `model`.
 
         Learning rate, betas and decay stay as they are: only what the optimizer remembers of past
         steps comes back, tensor by tensor and straight to where it belongs. Raises UserError where
-        that is damaged or incomplete.
+        that is damaged.
         """
         parameters = dict(model.named_parameters())
         shapes = self._verified_shapes('optimizer')
-        wanted = optimizer_memory(model.config, config)
         for entry, shape in shapes.items():
             name, _, key = entry.partition('/')
             # what torch's optimizers remember; one of your own may remember other things
@@ -135,15 +131,6 @@ class Checkpoint:
                 dtype = file.get_slice(part)[0:0].dtype
                 state[key] = empty_like_rows(p, shapes[entry], dtype)
             put_rows(state[key], rows, file, part)
-        for name, p in parameters.items() if wanted else ():
-            found, expected = optimizer.state.get(p) or {}, wanted.get(BLOCK.sub('h.0.', name), {})
-            for key in [*expected, *found] if found else ():
-                if key not in found or found[key].dtype != expected.get(key, found[key].dtype) \
-                        or not is_memory(key, local_rows(found[key])[0]):
-                    raise UserError(f'{self.path}: {name}/{key} of the optimizer there is missing '
-                                    'or damaged: use an earlier checkpoint with '
-                                    '--checkpoint=ITER, or start a run from its weights with '
-                                    '--init_from and another --out_dir')
 
     def verify(self, kinds=('model', 'optimizer')):
         """Compare all chunks with their checksums. Raises UserError that names a damaged one."""
@@ -201,77 +188,6 @@ class Checkpoint:
                 raise UserError(f'{self.path}: the parts of {name!r} there are not the whole of it')
             whole[name] = [end, *rest]
         return {name: torch.Size(shape) for name, shape in whole.items()}
-
-
-@dataclass
-class ModelChoice:
-    """What sample.py, evaluate.py and export.py ask alike, and `load` takes."""
-
-    # which model
-    init_from: str = 'resume'  # resume (from out_dir), gpt2…, a folder, or nanoGPT's ckpt.pt
-    out_dir: str = 'out'  # the run to read
-    checkpoint: str = 'best'  # best, latest, or an iteration
-    tokenizer: str = 'auto'  # the model's own, or a prepared dataset whose to take
-
-
-@status.doing('loading the model')
-def load(init_from, out_dir='out', which='best', tokenizer='auto'):
-    """What to sample from, evaluate or export → (model, tokenizer, where it is from, the run's
-    state.json or {} for weights of others).
-
-    init_from: 'resume' for the run in out_dir, what `find_named` finds, or what
-    GPT.from_pretrained takes. tokenizer: 'auto' for the model's own, or a prepared dataset whose to
-    take. Raises UserError.
-    """
-    found = find(out_dir, which) if init_from == 'resume' else find_named(init_from, which)
-    if found:
-        model, state, source = found.load_model(dropout=0.0), found.state, str(found.path)
-        description = state['tokenizer']
-    else:
-        model, state, source = GPT.from_pretrained(init_from), {}, init_from
-        description = tokenizer_json(init_from, model.config.vocab_size)
-    if tokenizer != 'auto':
-        description = open_dataset(dataset_folder(tokenizer)).tokenizer_json()
-    if description is None:
-        raise UserError(f'{source}: nothing says which tokenizer its {model.config.vocab_size} '
-                        'tokens are of: name a prepared dataset with --tokenizer=data/NAME')
-    made = tokenizers.from_json(description)
-    if made.vocab_size != model.config.vocab_size:
-        raise UserError(f'{source} has {model.config.vocab_size} tokens and its tokenizer '
-                        f'{made.vocab_size}: name the dataset it was trained on with '
-                        '--tokenizer=data/NAME')
-    return model, made, source, state
-
-
-def optimizer_memory(shape, config):
-    """What the optimizer of a TrainConfig remembers after a step of a GPTConfig's model of one
-    block → {name of a parameter: {key: dtype}}; {} for one of your own, which may remember other
-    things of large weights than of small ones"""
-    if config.optimizer not in ('adamw', 'muon', 'normuon', 'sgd'):
-        return {}
-    with torch.random.fork_rng([]):
-        gpt = GPT(replace(small_shape(shape), n_layer=1))
-    optimizer = build_optimizer(gpt, config, 'cpu')
-    for p in gpt.parameters():
-        p.grad = torch.zeros_like(p)
-    optimizer.step()
-    return {name: {key: torch.as_tensor(value).dtype for key, value in optimizer.state[p].items()
-                   if value is not None} for name, p in gpt.named_parameters()}
-
-
-def small_shape(shape):
-    """The GPTConfig of a small model that has the flags of another."""
-    return replace(shape, n_layer=min(2, shape.n_layer), n_embd=8 * shape.n_head, vocab_size=257,
-                   block_size=min(16, shape.block_size),
-                   document_start=min(256, shape.document_start))
-
-
-def is_memory(key, values):
-    """Whether numbers can be what an optimizer remembers: finite, and squares not negative."""
-    if not values.is_floating_point():
-        return True
-    return bool(values.isfinite().all()) and not (
-        (key == 'step' or '_sq' in key) and bool((values < 0).any()))
 
 
 def put_rows(tensor, rows, file, key):
@@ -474,8 +390,8 @@ def other_weights(out_dir):
         return f'an earlier run is in {path}: --out_dir={quoted(path)}'
     path = Path(out_dir, 'ckpt.pt')
     if path.exists():
-        return f"{path} is nanoGPT's: --init_from={quoted(path)} reads it, for samples with " \
-               "--tokenizer=FOLDER, a dataset, where its tokens are not GPT-2's"
+        return f"{path} is nanoGPT's: --init_from={quoted(path)} takes its weights (with " \
+               "--tokenizer=FOLDER, a dataset, where its tokens are not GPT-2's)"
     return None
 
 

@@ -12,7 +12,6 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 
-from plaingpt.inference.pretrained import not_finite
 from plaingpt.monitoring.metrics_file import trim_rows
 from plaingpt.system.distributed import (
     all_gather,
@@ -31,6 +30,7 @@ from plaingpt.training.checkpoint import (
     iteration_of,
     readable,
 )
+from plaingpt.weights import not_finite
 
 MEGABYTE = 10**6
 LOGS = ('metrics.jsonl', 'anomalies.jsonl', 'run.json', 'report.md', 'loss.png', 'tensorboard')

@@ -117,7 +117,7 @@ def restore(resumed, config, model, optimizer, scaler, train_data, world, device
     if not resumed:
         return Progress(eval_sequences=config.eval_sequences())
     state, iter_num = resumed.state, resumed.iter_num
-    resumed.load_optimizer(optimizer, model, config)
+    resumed.load_optimizer(optimizer, model)
     if state['scaler']:  # empty where the run was not in float16 so far
         scaler.load_state_dict(state['scaler'])
     train_data.resume_at(iter_num, state['sequences'])

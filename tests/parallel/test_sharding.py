@@ -239,7 +239,7 @@ def save_what_is_read(folder, target, shape, kind):
         optimizer = build_optimizer(model, TrainConfig(optimizer='normuon'), 'cpu')
         found = checkpoints.find(folder)
         found.load_weights(model)
-        found.load_optimizer(optimizer, model, TrainConfig(optimizer='normuon'))
+        found.load_optimizer(optimizer, model)
         saver = Saver(target, rank=world.rank, world_size=world.size)
         saver.save(model, optimizer, found.state, rng_state(CPU))
         saver.wait()
@@ -380,7 +380,7 @@ def save_and_load(out_dir):
         [path] = checkpoints.checkpoint_paths(out_dir)
         found = checkpoints.Checkpoint(path, json.loads((path / 'state.json').read_text()))
         loading = growth(lambda: (found.load_weights(model),
-                                  found.load_optimizer(optimizer, model, config)))
+                                  found.load_optimizer(optimizer, model)))
     print(f'[{saving}, {loading}]')
 
 

@@ -66,7 +66,7 @@ def test_weights_and_optimizer_come_back_bit_for_bit_in_files_no_larger_than_ask
     again = found.load_model()
     assert same(model.parameters(), again.parameters())
     fresh = build_optimizer(again, TrainConfig(learning_rate=5e-4), 'cpu')
-    found.load_optimizer(fresh, again, TrainConfig())
+    found.load_optimizer(fresh, again)
     assert {key for state in optimizer.state.values() for key in state} \
         == {'exp_avg', 'exp_avg_sq', 'step'}
     for key in ('exp_avg', 'exp_avg_sq', 'step'):

@@ -1,0 +1,51 @@
+"""Which model to sample from, evaluate or export: a run of ours, or weights of others."""
+
+from dataclasses import dataclass
+
+from model import GPT
+from plaingpt.data import tokenizers
+from plaingpt.data.dataset import dataset_folder, open_dataset
+from plaingpt.inference.pretrained import tokenizer_json
+from plaingpt.system.errors import UserError
+from plaingpt.system.streams import status
+from plaingpt.training.checkpoint import find, find_named
+
+
+@dataclass
+class ModelChoice:
+    """What sample.py, evaluate.py and export.py ask alike, and `load` takes."""
+
+    # which model
+    init_from: str = 'resume'  # resume (from out_dir), gpt2…, a folder, or nanoGPT's ckpt.pt
+    out_dir: str = 'out'  # the run to read
+    checkpoint: str = 'best'  # best, latest, or an iteration
+    tokenizer: str = 'auto'  # the model's own, or a prepared dataset whose to take
+
+
+@status.doing('loading the model')
+def load(init_from, out_dir='out', which='best', tokenizer='auto'):
+    """What to sample from, evaluate or export → (model, tokenizer, where it is from, the run's
+    state.json or {} for weights of others).
+
+    init_from: 'resume' for the run in out_dir, what `find_named` finds, or what
+    GPT.from_pretrained takes. tokenizer: 'auto' for the model's own, or a prepared dataset whose to
+    take. Raises UserError.
+    """
+    found = find(out_dir, which) if init_from == 'resume' else find_named(init_from, which)
+    if found:
+        model, state, source = found.load_model(dropout=0.0), found.state, str(found.path)
+        description = state['tokenizer']
+    else:
+        model, state, source = GPT.from_pretrained(init_from), {}, init_from
+        description = tokenizer_json(init_from, model.config.vocab_size)
+    if tokenizer != 'auto':
+        description = open_dataset(dataset_folder(tokenizer)).tokenizer_json()
+    if description is None:
+        raise UserError(f'{source}: nothing says which tokenizer its {model.config.vocab_size} '
+                        'tokens are of: name a prepared dataset with --tokenizer=data/NAME')
+    made = tokenizers.from_json(description)
+    if made.vocab_size != model.config.vocab_size:
+        raise UserError(f'{source} has {model.config.vocab_size} tokens and its tokenizer '
+                        f'{made.vocab_size}: name the dataset it was trained on with '
+                        '--tokenizer=data/NAME')
+    return model, made, source, state

@@ -52,8 +52,7 @@ class PackedLoader(BatchLoader):
         if not len(targets):
             raise UserError(f'{stream.files[0].path}: with block_size={self.block_size} no '
                             'sequence has a token of an answer: raise it')
-        # More documents than these in a batch would end a run with document_attention on a GPU:
-        # kernels/documents.py. The padding is one of them.
+        # As earlier versions packed them, so that a resumed run sees the same batches.
         most = max(32, self.block_size // 16) - 1
         lengths = self.sizes + self.with_bos
         rows = best_fit(lengths, length, most)

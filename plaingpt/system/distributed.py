@@ -21,6 +21,7 @@ from plaingpt.system.errors import UserError
 from plaingpt.system.streams import discard_stalled_output, print_line
 
 timeout = timedelta(seconds=600)  # of a collective; process_group sets it
+NETWORK_ERRORS = dist.DistNetworkError, dist.DistStoreError  # gloo's have no type of their own
 
 
 @dataclass(frozen=True)
@@ -87,7 +88,7 @@ def process_group(world, device, backend='auto', timeout_s=600):
             dist.init_process_group(backend, store=store, rank=rank, world_size=size,
                                     timeout=timeout,
                                     device_id=device if device.type == 'cuda' else None)
-        except (ValueError, dist.DistError) as e:
+        except (ValueError, *NETWORK_ERRORS) as e:
             address, port = (os.environ.get(key) for key in ('MASTER_ADDR', 'MASTER_PORT'))
             raise UserError(f'rank {world.rank} of {world.size} did not meet the others at '
                             f'MASTER_ADDR={address}, MASTER_PORT={port} ({first_line(e)}): start '
@@ -106,7 +107,7 @@ def explain_lost_processes():
     try:
         yield
     except RuntimeError as e:
-        if not isinstance(e, dist.DistError) and 'gloo/transport' not in str(e):
+        if not isinstance(e, NETWORK_ERRORS) and 'gloo/transport' not in str(e):
             raise
         raise UserError(f'lost another process, or it did not answer in time ({first_line(e)}): '
                         'see what it printed; torchrun --max-restarts=3 with --init_from=auto goes '

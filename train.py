@@ -22,6 +22,7 @@ import torch
 
 from configurator import load_config
 from model import GPT
+from plaingpt.checks.preflight import preflight
 from plaingpt.data.batches import BatchLoader
 from plaingpt.data.dataset import Dataset
 from plaingpt.monitoring.backends import open_backends
@@ -29,7 +30,6 @@ from plaingpt.monitoring.markdown_report import write_report
 from plaingpt.monitoring.metrics import Metrics
 from plaingpt.monitoring.run_record import describe_run, write_run
 from plaingpt.parallel.sharding import Replicated
-from plaingpt.preflight.checks import preflight
 from plaingpt.system import devices
 from plaingpt.system.distributed import (
     StopRequest,

@@ -35,7 +35,7 @@ from plaingpt.training.settings import TrainConfig
 
 @pytest.fixture
 def tiny(tiny):
-    """Without the checks before the first step, which tests/preflight has."""
+    """Without the checks before the first step, which tests/checks has."""
     return [*tiny, '--check=False']
 
 

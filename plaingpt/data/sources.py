@@ -216,9 +216,7 @@ def find_files(wanted, tell=None):
     names = [wanted] if os.path.exists(wanted) else filter(None, map(str.strip, wanted.split(',')))
     paths, left_out, searched = {}, Counter(), False
     for name in map(os.path.expanduser, names):
-        # the last '**' is the folder itself
-        matches = [name] if os.path.lexists(name) else \
-            glob.glob(name.removesuffix('**'), recursive=True)
+        matches = [name] if os.path.lexists(name) else expand(name)
         if not matches:
             raise UserError(f'{shown(name)}: ' + (
                 'URLs are not read: download it, and name the file' if '://' in name else
@@ -244,6 +242,17 @@ def find_files(wanted, tell=None):
         tell(f'reading {count_of(len(found), "file")}: {list_counts(map(inner_suffix, found))}'
              + (f'; left out: {list_counts(left_out)}' if left_out else ''))
     return found
+
+
+def expand(pattern):
+    """The paths of a glob; its last '**' is the folder itself. Links, which may go round in
+    circles, are not followed below '**'."""
+    top, stars, rest = pattern.removesuffix('**').partition('**/')
+    if not stars:
+        return glob.glob(top)
+    return [path for folder in glob.glob(top or '.') for path in Path(folder).glob(stars + rest)
+            if not any(part.startswith('.') or part in NO_TEXTS
+                       for part in path.relative_to(folder).parts)]
 
 
 def search(root, left_out):

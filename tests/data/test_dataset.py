@@ -15,11 +15,11 @@ from hypothesis import strategies as st
 
 import prepare
 import train
+from plaingpt.checks.data_checks import tokens_on_disk
 from plaingpt.data.batches import BatchLoader
 from plaingpt.data.dataset import dataset_folder, open_dataset
 from plaingpt.data.inspection import find_damage
 from plaingpt.data.token_files import SAMPLED_BLOCKS, SAMPLED_BYTES, open_tokens
-from plaingpt.preflight.data_checks import tokens_on_disk
 from plaingpt.system.errors import UserError
 from plaingpt.system.files import sha256_of
 

@@ -13,7 +13,7 @@ from itertools import groupby
 import numpy as np
 import torch
 
-from plaingpt.preflight.subject import NotChecked
+from plaingpt.checks.subject import NotChecked
 from plaingpt.system.distributed import all_gather
 from plaingpt.system.errors import UserError
 from plaingpt.training.schedules import get_lr

@@ -13,11 +13,11 @@ from helpers import exit_code, fork, ranks
 import model
 import prepare
 import train
+from plaingpt.checks import checks, step_checks
 from plaingpt.data import batches
 from plaingpt.data.batches import BatchLoader
 from plaingpt.inference.generation import KVCache
 from plaingpt.kernels import documents
-from plaingpt.preflight import checks, step_checks
 from plaingpt.system.errors import UserError
 from plaingpt.training import (
     checkpoint,

@@ -6,7 +6,7 @@ from tempfile import TemporaryDirectory
 
 import torch
 
-from plaingpt.preflight.subject import NotChecked, largest_change
+from plaingpt.checks.subject import NotChecked, largest_change
 from plaingpt.system.devices import rng_state
 from plaingpt.system.errors import UserError
 from plaingpt.training.checkpoint import open_checkpoint

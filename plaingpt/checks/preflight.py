@@ -8,7 +8,7 @@ import time
 
 import torch
 
-from plaingpt.preflight.data_checks import (
+from plaingpt.checks.data_checks import (
     batches_are_of_the_files,
     batches_differ,
     data_is_text,
@@ -16,7 +16,7 @@ from plaingpt.preflight.data_checks import (
     evaluation_reads_all,
     rate_lasts,
 )
-from plaingpt.preflight.model_checks import (
+from plaingpt.checks.model_checks import (
     blocks_pass_on,
     cache_changes_nothing,
     checkpoints_fit,
@@ -33,8 +33,8 @@ from plaingpt.preflight.model_checks import (
     weights_are_float32,
     weights_are_optimized,
 )
-from plaingpt.preflight.step_checks import checkpoints_come_back, steps_follow_the_gradient
-from plaingpt.preflight.subject import NotChecked, Subject, shallow
+from plaingpt.checks.step_checks import checkpoints_come_back, steps_follow_the_gradient
+from plaingpt.checks.subject import NotChecked, Subject, shallow
 from plaingpt.system.distributed import all_gather, print0
 from plaingpt.system.errors import UserError
 from plaingpt.system.formatting import one_line

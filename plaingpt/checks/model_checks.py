@@ -13,9 +13,9 @@ from torch.nn.functional import cross_entropy
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from model import GPT
+from plaingpt.checks.subject import NotChecked, largest_change
 from plaingpt.inference.generation import Context
 from plaingpt.monitoring.diagnosis import THRESHOLDS
-from plaingpt.preflight.subject import NotChecked, largest_change
 from plaingpt.training.optimizers import MuonAdamW, parts_of
 
 SAME = 1e-5  # of the RMS: what rounding may change; a token that is seen changes more

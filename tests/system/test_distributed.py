@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from helpers import ROOT, exit_code, fails, fork, ranks, wait_until
 
 import train
@@ -83,6 +84,30 @@ def test_a_process_that_is_slow_does_not_end_the_others(tmp_path):
     for pid in pids.values():
         os.kill(pid, signal.SIGKILL)
         exit_code(pid)
+
+
+def meet(argv):
+    """Meet the other processes, and stay until `argv[0]` exists."""
+    with process_group(launched_world(), CPU, timeout_s=60):
+        print('met')
+        wait_until(Path(argv[0]).exists)
+
+
+def test_a_job_that_is_restarted_does_not_wait_for_processes_that_have_ended(tmp_path):
+    store = dist.TCPStore('127.0.0.1', 0, is_master=True, wait_for_workers=False)  # torchrun's
+    torchrun = {'MASTER_PORT': str(store.port), 'TORCHELASTIC_USE_AGENT_STORE': 'True'}
+    for attempt in range(2):
+        logs = [tmp_path / f'{attempt}-{rank}' for rank in range(2)]
+        pids = [fork(meet, tmp_path / 'end', log=log, **{
+            **env, **torchrun, 'TORCHELASTIC_RESTART_COUNT': str(attempt)})
+            for env, log in zip(ranks(2), logs, strict=True)]
+        wait_until(lambda logs=logs: all(log.exists() and log.read_text() for log in logs))
+        if attempt == 0:
+            for pid in pids:
+                os.kill(pid, signal.SIGKILL)
+                exit_code(pid)
+    (tmp_path / 'end').touch()
+    assert [exit_code(pid) for pid in pids] == [0, 0]
 
 
 def run_out_of_memory():

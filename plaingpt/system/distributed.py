@@ -78,27 +78,31 @@ def process_group(world, device, backend='auto', timeout_s=600):
         raise UserError(f'backend=nccl needs a CUDA device, not {device.type}: leave it at auto')
     timeout = timedelta(seconds=timeout_s)
     with explain_lost_processes():
-        try:
-            store, rank, size = next(dist.rendezvous('env://', timeout=timeout))
-            if os.environ.get('TORCHELASTIC_USE_AGENT_STORE') == 'True':
-                # torchrun's store outlives a restart, and torch 2.13 would find in it the addresses
-                # of processes that have ended, and wait for them (pytorch/pytorch#135712).
-                store = dist.PrefixStore(os.environ['TORCHELASTIC_RESTART_COUNT'], store)
-            # Binding the device lets NCCL set its communicators up at once, not guess later.
-            dist.init_process_group(backend, store=store, rank=rank, world_size=size,
-                                    timeout=timeout,
-                                    device_id=device if device.type == 'cuda' else None)
-        except (ValueError, *NETWORK_ERRORS) as e:
-            address, port = (os.environ.get(key) for key in ('MASTER_ADDR', 'MASTER_PORT'))
-            raise UserError(f'rank {world.rank} of {world.size} did not meet the others at '
-                            f'MASTER_ADDR={address}, MASTER_PORT={port} ({first_line(e)}): start '
-                            'all processes, with the address of rank 0 and a port that is free '
-                            'there, or let torchrun do so') from None
+        meet(world, device, backend)
         yield
         barrier()  # one that left earlier would look lost to those that still work
         # Not in a `finally`: a rank that fails must exit at once, so that torchrun stops the
         # others, and NCCL's teardown would first wait for collectives that never come.
         dist.destroy_process_group()
+
+
+def meet(world, device, backend):
+    """Find the other processes and set up the process group, as torch does by the environment."""
+    try:
+        store, rank, size = next(dist.rendezvous('env://', timeout=timeout))
+        if os.environ.get('TORCHELASTIC_USE_AGENT_STORE') == 'True':
+            # torchrun's store outlives a restart, and torch 2.13 would find in it the addresses of
+            # processes that have ended, and wait for them (pytorch/pytorch#135712).
+            store = dist.PrefixStore(os.environ['TORCHELASTIC_RESTART_COUNT'], store)
+        # Binding the device lets NCCL set its communicators up at once instead of guessing later.
+        dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout,
+                                device_id=device if device.type == 'cuda' else None)
+    except (ValueError, *NETWORK_ERRORS) as e:
+        address, port = (os.environ.get(key) for key in ('MASTER_ADDR', 'MASTER_PORT'))
+        raise UserError(f'rank {world.rank} of {world.size} did not meet the others at MASTER_ADDR='
+                        f'{address}, MASTER_PORT={port} ({first_line(e)}): start all processes, '
+                        'with the address of rank 0 and a port that is free there, or let torchrun '
+                        'do so') from None
 
 
 @contextmanager
@@ -159,15 +163,17 @@ def all_reduce_min(number, device):
 
 def check_shared(folder, world, group):
     """See that all processes write into one folder. Raises UserError where a host has its own."""
+    if world.size == 1:
+        return
     mark = folder / f'.shared-{os.getpid()}'
-    if world.is_main and world.size > 1:
+    if world.is_main:
         mark.touch()
     mark = Path(all_gather(str(mark), group)[0])
     deadline = time.monotonic() + 10  # network file systems show new files with a delay
-    while world.size > 1 and not mark.exists() and time.monotonic() < deadline:
+    while not mark.exists() and time.monotonic() < deadline:
         time.sleep(0.1)
-    hosts = all_gather((socket.gethostname(), world.size == 1 or mark.exists()), group)
-    if world.is_main and world.size > 1:
+    hosts = all_gather((socket.gethostname(), mark.exists()), group)
+    if world.is_main:
         mark.unlink()
     blind = sorted({host for host, sees in hosts if not sees})
     if blind:

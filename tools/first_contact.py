@@ -202,7 +202,7 @@ class Plan:
                     '--memory', 'config/gpt2_124m.py', *self.shape, f'--batch_size={batch}',
                     f'--activation_checkpointing={kind}', '--total_batch_size=0',
                     '--gradient_accumulation_steps=2'))
-        for optimizer in ('muon', 'adamw'):
+        for optimizer in ('normuon', 'adamw'):
             yield self.speed(f'fast recipe, {optimizer}', f'--optimizer={optimizer}',
                              f'--batch_size={large}', config='gpt2_124m_fast')
         yield Step('checkpoints', 'checkpoints', 60, self.bench(

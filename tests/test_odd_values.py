@@ -91,8 +91,8 @@ def outcome(main, argv, log, patch):
     """Run a command as a user does → what is wrong with how it ended, or '', and whether the test
     ended it."""
     def ran_on(number, frame):
-        while frame:  # where C++ computes anew what a backward pass needs, it would abort: later
-            if frame.f_code.co_name == 'unpack_hook':
+        while frame:  # where C++ keeps or computes anew what a backward pass needs, it would abort
+            if frame.f_code.co_name in ('pack_hook', 'unpack_hook'):
                 return
             frame = frame.f_back
         raise RanOnError

@@ -13,7 +13,7 @@ from helpers import exit_code, fork, ranks
 import model
 import prepare
 import train
-from plaingpt.checks import checks, step_checks
+from plaingpt.checks import preflight, step_checks
 from plaingpt.data import batches
 from plaingpt.data.batches import BatchLoader
 from plaingpt.inference.generation import KVCache
@@ -362,7 +362,7 @@ def schedule_of_another_unit(patch):
 def test_what_is_broken_is_named_before_the_first_step(
         spoil, check, settings, patch, failed, monkeypatch):
     for last in {'a step follows the gradient', 'a saved model comes back'} - {check}:
-        monkeypatch.delitem(checks.INSIDE, last)  # they come last, and take half of the time
+        monkeypatch.delitem(preflight.INSIDE, last)  # they come last, and take half of the time
     spoil(patch)
     assert check in failed(**{'n_layer': 3, **settings})
 

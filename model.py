@@ -222,14 +222,14 @@ class GPT(nn.Module):
         self.init_weights()
 
     @torch.no_grad()
-    def init_weights(self, parameters=None):
+    def init_weights(self):
         """Matrices from N(0, 0.02²), those that end a residual branch from N(0, 0.02²/2L). With
         zero_init the latter are 0, and an untied head too. Convolutions and value embeddings add to
-        what is there, and begin at 0. parameters: (name, tensor) of some, not all."""
+        what is there, and begin at 0."""
         config = self.config
         zeros = ('conv.weight', 'value_embedding.weight',
                  *(['c_proj.weight', 'lm_head.weight'] if config.zero_init else []))
-        for name, p in parameters or self.named_parameters():
+        for name, p in self.named_parameters():
             if p.dim() == 1:
                 nn.init.constant_(p, 1.0 if name.endswith('weight') else 0.0)  # norms, biases
             elif name.endswith(zeros):

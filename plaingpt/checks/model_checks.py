@@ -21,8 +21,8 @@ from plaingpt.training.optimizers import MuonAdamW, parts_of
 SAME = 1e-5  # of the RMS: what rounding may change; a token that is seen changes more
 NEARLY_SAME = 1e-3  # where the same sums are taken in another order
 LOSS_ERROR = 3e-3  # of a loss: bfloat16 rounds logits in another order
-# Nats, of steps along the gradient; the next where it is rough, as with weights of a fast training.
-PREDICTED_FALLS = (5e-3, 5e-4, 5e-5)
+# Predicted drops of the loss, in nats; a smaller one is tried where the loss curves strongly.
+PREDICTED_DROPS = (5e-3, 5e-4, 5e-5)
 ROUNDING = 2e-6  # nats, of a difference of two losses in float32
 GRADIENT_ERROR = {True: 0.01, False: 0.1}  # of it: on a CPU, elsewhere (TF32 rounds). Ours: 0.001
 SWAPS = 5  # of neighbouring tokens, along a sequence
@@ -306,7 +306,7 @@ def gradient_is_true(subject):
         lengths |= dict.fromkeys(group, 0.5 / square)
     weights = {name: p.detach() for name, p in subject.model.named_parameters()}
     ratio = None
-    for predicted in PREDICTED_FALLS:
+    for predicted in PREDICTED_DROPS:
         behind, ahead = (subject.loss({**weights, **{
             name: torch.add(weights[name], subject.gradients[name],
                             alpha=way / 2 * predicted * length).requires_grad_()

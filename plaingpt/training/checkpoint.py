@@ -221,8 +221,8 @@ class AnotherVersion(UserError):
 
 
 def checkpoint_paths(out_dir):
-    """The complete checkpoint directories of a run, oldest first. [] means that there are none:
-    where that cannot be seen it raises UserError."""
+    """The complete checkpoint directories of a run, oldest first; [] if none. Raises UserError if
+    the folder is unreadable."""
     folder = Path(out_dir, 'checkpoints')
     if not os.path.lexists(folder):
         return []

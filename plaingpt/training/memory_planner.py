@@ -248,8 +248,8 @@ def rough_bytes(shape, step):
 
 
 def shares(n, low, high):
-    """{low: share, high: share}: how much of the values there makes the value at n, on a line
-    through both. An n that is one of them, or below, is taken as it is."""
+    """The linear-interpolation weights of two points for a value at n: {low: weight, high: weight}.
+    An n that is one of them, or below, is taken as it is."""
     if n <= low or n == high:
         return {n: 1}
     return {low: (high - n) / (high - low), high: (n - low) / (high - low)}

@@ -25,6 +25,8 @@ T = TypeVar('T')
 WITHOUT_EFFECT = object()
 NoEffect = Annotated[T, WITHOUT_EFFECT]  # the loss that a run can be expected to have is the same
 
+Check = Literal['auto', 'warn'] | bool
+
 
 @dataclass
 class TrainConfig(GPTConfig):
@@ -58,7 +60,7 @@ class TrainConfig(GPTConfig):
     report: NoEffect[bool] = True  # at the end, write report.md and loss.png into out_dir
     patience: NoEffect[Natural] = 0  # stop after so many evaluations without a new best; 0: never
     overfit_batches: Natural = 0  # a check: train on the first batches only, to a loss near 0
-    check: NoEffect[Literal['auto', 'warn'] | bool] = 'auto'  # a new run first; True: only that
+    check: NoEffect[Check] = 'auto'  # auto: before a new run; warn: report, train; True: then exit
     # data
     dataset: NoEffect[str] = 'openwebtext'  # in data/, or a path; several: code:0.3,prose:0.7
     also_evaluate: NoEffect[str] = ''  # another dataset, whose loss shows what tuning forgets

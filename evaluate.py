@@ -25,7 +25,7 @@ from plaingpt.data.batches import fits_in_ram
 from plaingpt.data.dataset import open_named
 from plaingpt.inference import scoring
 from plaingpt.system.devices import autocast, choose_device, choose_dtype
-from plaingpt.system.distributed import host_group, launched_world, print0, process_group
+from plaingpt.system.distributed import gloo_group, launched_world, print0, process_group
 from plaingpt.system.errors import UserError, run_script
 from plaingpt.system.files import write_json
 from plaingpt.system.streams import require_stdout, status
@@ -131,7 +131,7 @@ def main(argv):
            f'processes {world.size}')
     results = {}
     with process_group(world, device, config.backend):
-        group = host_group()
+        group = gloo_group()
         for task in config.names():
             with status.doing(f'scoring {task}'):
                 results[task], line = score(task, config, model, tokenizer, state,

@@ -63,7 +63,7 @@ class GPTConfig:
     qk_norm: bool = False  # normalise queries and keys (Dehghani et al. 2023, section 2)
     mlp: Literal[*ACTIVATIONS] = 'gelu'  # the MLP's activation
     conv: int = 0  # before an MLP, mix each token with the conv - 1 before it (So 2021); 0: no
-    value_embeddings: bool = False  # each block adds one of the token to its values (Zhou 2024)
+    value_embeddings: bool = False  # add a learned embedding of the token to values (Zhou 2024)
     tied_head: bool = True  # the head's weight is the embedding's (Press and Wolf 2017)
     zero_init: bool = False  # output projections begin at zero: branches add nothing at first
     document_attention: bool = False  # attention and positions stay within a document
@@ -78,7 +78,7 @@ class GPTConfig:
         return math.ceil(self.vocab_size / VOCAB_MULTIPLE) * VOCAB_MULTIPLE
 
     @property
-    def mlp_width(self):  # SwiGLU has two matrices into its hidden units, so fewer cost the same
+    def mlp_width(self):  # SwiGLU has three matrices instead of two, so 2/3 of 4C cost the same
         return 4 * self.n_embd if self.mlp != 'swiglu' else math.ceil(8 * self.n_embd / 3 / 32) * 32
 
     def problems(self):
@@ -99,7 +99,7 @@ class GPTConfig:
 
 
 class RMSNorm(nn.RMSNorm):
-    def forward(self, x):  # (…, C); torch's fused kernels want one type
+    def forward(self, x):  # (…, C); torch's fused kernel needs weight and x in one dtype
         return F.rms_norm(x, self.normalized_shape, self.weight.to(x.dtype), self.eps)
 
 
@@ -216,7 +216,7 @@ class GPT(nn.Module):
             tables = rotary_table(config.block_size, config.n_embd // config.n_head)
             for name, table in zip(('cos', 'sin'), tables, strict=True):
                 self.register_buffer(name, table, persistent=False)  # (block_size, D)
-        # How to compute, which is no part of the shape: a run may change it at any time.
+        # How to compute: no part of the architecture, and may change at any time.
         self.loss_chunk_tokens = 0  # with targets, logits of so many tokens exist at once; 0: all
         self.activation_checkpointing = 'none'  # or 'selective', 'full'
         self.init_weights()
@@ -243,7 +243,7 @@ class GPT(nn.Module):
 
     def forward(self, idx, targets=None):
         """idx (B, T) int64, T ≤ block_size; targets (B, T), -1 for none → logits (B, T, V), and the
-        mean cross-entropy in nats or None. With targets and loss_chunk_tokens no logits exist."""
+        mean cross-entropy in nats or None. With targets and loss_chunk_tokens > 0: (None, loss)."""
         x = self.hidden(idx)  # (B, T, C)
         if targets is not None and self.loss_chunk_tokens:  # as in training, by default
             return None, chunked_cross_entropy(x, self.lm_head.weight, self.config.vocab_size,

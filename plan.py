@@ -38,7 +38,7 @@ from plaingpt.training.memory_planner import (
     savings,
     step_settings,
 )
-from plaingpt.training.run_model import chat_tokens, check_start, start_shape
+from plaingpt.training.run_model import check_start, missing_chat_tokens, start_shape
 from plaingpt.training.settings import TrainConfig
 
 
@@ -103,7 +103,7 @@ def find_shape(config):
     if not start:
         return config.gpt_config(vocab_size), tokens, source
     if has_token_files(config.dataset):  # a model learns the tokens of conversations
-        new = chat_tokens(open_named(config.dataset), start.vocab_size)
+        new = missing_chat_tokens(open_named(config.dataset), start.vocab_size)
         start = replace(start, vocab_size=start.vocab_size + new)
     known = tokens or config.vocab_size  # else the vocabulary is an assumption
     check_start(config, start, config.dataset, vocab_size if known else start.vocab_size)

@@ -36,7 +36,7 @@ from plaingpt.system.distributed import (
     World,
     all_reduce_mean,
     check_shared,
-    host_group,
+    gloo_group,
     launched_world,
     print0,
     process_group,
@@ -91,8 +91,8 @@ def setup(config, world, device, dtype, compile):
     devices.use_fast_matmul()
     devices.use_expandable_segments(device)
     devices.seed_everything(config.seed, world.rank, config.deterministic)
-    group = host_group()
-    if not config.only_looks:
+    group = gloo_group()
+    if not config.is_read_only:
         check_shared(Path(config.out_dir), world, group)
 
     dataset = run_data.open_data(config, world)
@@ -104,7 +104,7 @@ def setup(config, world, device, dtype, compile):
     model = run_model.build_model(config, shape, dataset, resumed)
     train_data, val_data = run_data.open_batches(config, dataset, world, device)
 
-    parallel = run_model.spread(model, config, resumed, device, compile, dtype, world)
+    parallel = run_model.place_model(model, config, resumed, device, compile, dtype, world)
     model = parallel.model
     optimizer = build_optimizer(model, config, device.type, world.size)
     scaler = torch.amp.GradScaler(device.type, enabled=dtype == 'float16')
@@ -119,9 +119,9 @@ def setup(config, world, device, dtype, compile):
 
 
 def open_outputs(run, resumed, group):
-    """Open what the run writes, once what it would write over is kept beside."""
+    """Archive what this run would overwrite; then open its logs, probes, guard and saver."""
     config, is_main, out_dir = run.config, run.world.is_main, Path(run.config.out_dir)
-    writing = is_main and not config.only_looks
+    writing = is_main and not config.is_read_only
     saved = resumed.state if resumed else {}
     if writing:
         if archive := archive_previous_run(out_dir, run.progress.iter_num if resumed else -1):
@@ -131,7 +131,7 @@ def open_outputs(run, resumed, group):
             trim_logs(out_dir, run.progress.iter_num, run.progress.evaluated)
         write_run(out_dir, run.record)
     metrics = run.metrics = Metrics(
-        None if config.only_looks else out_dir / 'metrics.jsonl', config=config, run=run.record,
+        None if config.is_read_only else out_dir / 'metrics.jsonl', config=config, run=run.record,
         loader=run.train_data, model=run.model, device=run.device, dtype=run.record['dtype'],
         scaler=run.scaler, world_size=run.world.size, elapsed_s=saved.get('elapsed_s', 0.0),
         bytes_per_token=run.dataset.bytes_per_token('val'), quiet=not is_main,
@@ -158,9 +158,9 @@ def train(run):
         while True:
             # evaluate, save or stop: all processes decide alike
             if evaluating := progress.evaluation_is_due(config):
-                with run.stop.may_cut_short():
+                with run.stop.until_stopped():
                     evaluate(run)
-            signal = run.stop.wanted()
+            signal = run.stop.agreed_signal()
             ending = signal or progress.ending(config)
             saving = ending or progress.save_is_due(config)
             if (evaluating or saving or progress.iter_num % config.log_interval == 0) \
@@ -194,7 +194,7 @@ def evaluate(run):
     """Measure what is due of the losses, benchmarks and a sample, log it, and see whether the loss
     is the best. A signal raises Stopped before any is logged: the resumed run evaluates here."""
     with run.metrics.paused('evaluating'):
-        losses = run.progress.loss_is_due(run.config) and [
+        losses = [] if not run.progress.loss_is_due(run.config) else [
             mean_loss(run.parallel.eval, loader, run.progress.eval_sequences,
                       run.config.eval_tokens > 0, run.context, run.stop)
             for loader in (run.train_data, *run.val_data.parts, *run.val_data.beside)]
@@ -203,23 +203,24 @@ def evaluate(run):
 
 @torch.no_grad()
 def mean_loss(model, loader, sequences, at_beginning, context, stop):
-    """→ (mean loss over so many fixed sequences of a split, its standard error by the spread of the
-    batches, None of one). The processes share the sequences: those at the split's beginning, or
-    spread over it. Raises Stopped."""
+    """→ (mean loss in nats a token over so many fixed sequences of a split, its standard error from
+    the variance between batches, None where there is one). at_beginning: the split's first ones,
+    else evenly spaced ones. Each process evaluates its share. Raises Stopped."""
     model.eval()
     sums = torch.zeros(3, device=loader.device)  # of n sequences of targets, loss × n, loss² × n
     batches = loader.eval_batches(sequences, at_beginning)
     for starts in batches:
-        stop.check()
+        stop.raise_if_stopped()
         idx, targets = loader.eval_batch(starts)  # also of none: all gather a sharded model
         with context:
             _, loss = model(idx, targets)
         n = (targets != -1).sum() / targets.size(1)
-        sums += n * loss.float() ** torch.arange(3, device=loader.device)
+        sums += n * torch.stack((torch.ones_like(loss), loss, loss**2)).float()
     model.train()
     count, loss, square = all_reduce_mean(sums).tolist()
-    loss, square, others = loss / count, square / count, loader.world_size * len(batches) - 1
-    return loss, math.sqrt(max(0, square - loss**2) / others) if others else None
+    loss, square, num_batches = loss / count, square / count, loader.world_size * len(batches)
+    variance = max(0, square - loss**2)
+    return loss, math.sqrt(variance / (num_batches - 1)) if num_batches > 1 else None
 
 
 def save(run):
@@ -283,7 +284,8 @@ def main(argv):
     compile, compile_why = devices.choose_compile(config.compile, device)
     print0(f'device {device} ({device_why}) | dtype {dtype} ({dtype_why}) | '
            f'compile {compile} ({compile_why}) | processes {world.size}')
-    with lock_output_dir(config.out_dir, world.is_main and not config.only_looks) as check_folder, \
+    writing = world.is_main and not config.is_read_only
+    with lock_output_dir(config.out_dir, writing) as check_folder, \
             process_group(world, device, config.backend, config.dist_timeout_s):
         run = setup(config, world, device, dtype, compile)
         run.saver.check_folder = check_folder

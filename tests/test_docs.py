@@ -47,7 +47,7 @@ OF_OTHERS = {'nproc_per_node', 'nnodes', 'rdzv-backend', 'rdzv-endpoint', 'rdzv-
              'max-restarts', 'standalone', 'gpus', 'gpus-per-node', 'cpus-per-task', 'nodes',
              'time', 'ntasks-per-node', 'requeue', 'open-mode', 'signal', 'logdir', 'help', 'key',
              'dependency', 'parsable', 'wrap', 'temp'}
-MISTAKES = {'learning_rte', 'batchsize'}  # shown with the error that they get
+MISTAKES = {'learning_rte', 'learing_rate', 'batchsize'}  # shown with the error that they get
 
 
 class Block(NamedTuple):

@@ -77,7 +77,7 @@ def preflight(run, resumed, mean_loss, group):
     check=True a line for each check. The run is left as it was. One that continues is not checked.
 
     run: train.Run; resumed: the checkpoint that it continues from, or None
-    mean_loss: train.mean_loss; group: of host_group
+    mean_loss: train.mean_loss; group: of gloo_group
     Raises UserError with a line for each check that fails, unless check=warn."""
     config, began = run.config, time.perf_counter()
     if config.check is not True and (not config.check or resumed or config.eval_only):

@@ -30,7 +30,7 @@ class Subject:
     """A run that is about to begin. What several checks read is computed once.
 
     model: neither compiled nor wrapped; context: autocast, in which forward passes run
-    group: of distributed.host_group; from_scratch: whether the weights are new
+    group: of distributed.gloo_group; from_scratch: whether the weights are new
     evaluate: (model, loader, sequences) → the loss that the run's evaluations would report
     evaluated: how many sequences those evaluate
     """

@@ -36,7 +36,7 @@ def log_likelihoods(model, rows, batch_size, context, label, group=None, before_
 
     rows: a sequence of (ids, scored): each of ids[scored], the first id never, is scored given
     all before it; scored is a slice or an array of bools
-    context: autocast or none; group: of distributed.host_group
+    context: autocast or none; group: of distributed.gloo_group
     before_batch: called by all processes equally often; what it raises ends this
     → float64 (len(rows), 2): the sum of these log-probabilities in nats, and 1 if each of these
     tokens is the likeliest in its place, else 0. The same on all processes.

@@ -15,8 +15,8 @@ __all__ = ['attention', 'chunked_cross_entropy', 'cross_entropy', 'find_document
 def attention(q, k, v, dropout=0.0, documents=None, cache=None):
     """Each token attends to itself and those before it. q, k, v (B, H, T, D) → (B, H, T, D).
 
-    documents: whole sequences of several, a Documents: attention stays within each
-    cache: one layer's part of a KVCache, with the tokens before these; nothing is dropped"""
+    documents: a Documents, if sequences hold several: attention stays within each
+    cache: one layer's part of a KVCache, with the tokens before these; no dropout with it"""
     if cache is not None:
         return cache.attention(q, k, v)
     if documents is not None:

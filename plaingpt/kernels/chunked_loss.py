@@ -21,23 +21,25 @@ def chunked_cross_entropy(x, weight, vocab_size, targets, chunk):
     """The same of x @ weightᵀ, which never exists as a whole: `chunk` rows at a time go from logits
     to loss to gradients, so nothing is computed twice.
 
-    x (…, C), weight (V, C), of which the first vocab_size rows count, targets (…) → float32.
+    x (…, C), weight (V', C), of which the first V = vocab_size rows count, targets (…), -1 for none
+    → mean in nats, float32.
     Matmuls run in autocast's dtype, softmax and sums in float32. torch's own
     F.linear_cross_entropy does the same, but only from 2.13 on, and torch.compile stops at it.
     """
     if len(weight) - vocab_size > vocab_size // PADDING_SHARE:
         weight = weight[:vocab_size]
-    return ChunkedCrossEntropy.apply(x.flatten(0, -2), weight, vocab_size, targets.flatten(), chunk)
+    training = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
+    return ChunkedCrossEntropy.apply(x.flatten(0, -2), weight, vocab_size, targets.flatten(), chunk,
+                                     training)
 
 
 class ChunkedCrossEntropy(torch.autograd.Function):
 
     @staticmethod
-    def forward(ctx, x, weight, vocab_size, targets, chunk):
+    def forward(ctx, x, weight, vocab_size, targets, chunk, training):
         device = x.device.type
         dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
         w = weight.to(dtype)
-        training = ctx.needs_input_grad[0]
         loss, done = torch.zeros((), device=x.device), []
         if training:
             grad_x, grad_w = torch.empty_like(x, dtype=dtype), torch.zeros_like(weight)
@@ -65,7 +67,7 @@ class ChunkedCrossEntropy(torch.autograd.Function):
     def backward(ctx, grad_loss):
         grad_x, grad_w, count = ctx.saved_tensors
         scale = (grad_loss / count).view(1)  # a vector: float32 × bfloat16 is then float32
-        return grad_x * scale, grad_w * scale, None, None, None
+        return grad_x * scale, grad_w * scale, None, None, None, None
 
 
 @torch.library.custom_op('plaingpt::after', mutates_args=())
@@ -82,8 +84,9 @@ def _(x, done):
 
 
 def summed_cross_entropy(logits, vocab_size, targets, training):
-    """logits (n, V) float32, of which the first vocab_size count, targets (n,) → the sum of
-    cross-entropies, and its gradient in the logits, (n, V), or None when not training."""
+    """logits (n, V') float32, of which the first vocab_size count, targets (n,) → the sum of
+    cross-entropies, and its gradient in the logits, (n, V'), or None when not training. Overwrites
+    logits."""
     known, targets = targets[:, None] != -1, targets[:, None].clamp(min=0)  # (n, 1)
     if logits.size(1) > vocab_size:
         logits[:, vocab_size:] = -math.inf  # no part in the softmax, and no gradient

@@ -8,18 +8,19 @@ from torch.compiler import is_compiling
 def short_conv(x, weight, documents=None, cache=None):
     """x (B, T, C), weight (K, C) → y (B, T, C), y_t = x_t + Σ_k weight_k · x_(t-k), 0 ≤ k < K.
 
-    documents: whole sequences of several, a Documents: tokens of others do not count
+    documents: a Documents, if sequences hold several: tokens of other documents do not count
     cache: one layer's part of a KVCache, with the tokens before these"""
     if cache is not None:
         longer = cache.with_earlier(x, len(weight) - 1)  # (B, K - 1 + T, C)
-        return mixed(longer, weight, cache.ages)[:, -x.size(1):]
-    return mixed(x, weight, None if documents is None else documents.positions)
+        return conv_with_ages(longer, weight, cache.ages)[:, -x.size(1):]
+    return conv_with_ages(x, weight, None if documents is None else documents.positions)
 
 
-def mixed(x, weight, ages):
-    """ages (B, n): of the last n tokens, how many of their document are before them; or None."""
+def conv_with_ages(x, weight, ages):
+    """ages (B, n), n ≤ T: the positions of the last n tokens within their documents. What a weight
+    reads before its document is taken for 0. None: there are no documents."""
     if ages is None and not is_compiling():
-        return ShortConvolution.apply(x, weight)
+        return ShortConvFunction.apply(x, weight)
     K, T = len(weight), x.size(1)  # torch.compile fuses this, and its backward pass
     earlier, weight = F.pad(x, (0, 0, K - 1, 0)), weight.to(x.dtype)
     shifted = [earlier[:, K - 1 - k:K - 1 - k + T] for k in range(K)]
@@ -29,8 +30,9 @@ def mixed(x, weight, ages):
     return x + sum(weight[k] * t for k, t in enumerate(shifted))
 
 
-class ShortConvolution(torch.autograd.Function):
-    """`mixed` that keeps nothing but x, and makes no tensor a shift."""
+class ShortConvFunction(torch.autograd.Function):
+    """conv_with_ages without ages: keeps only x and the weight for the backward pass, and makes no
+    shifted copies of x."""
 
     @staticmethod
     def forward(ctx, x, weight):

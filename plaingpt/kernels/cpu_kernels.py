@@ -1,4 +1,4 @@
-"""What a CPU does faster than torch has it: causal attention in bfloat16, squared ReLU."""
+"""CPU kernels that are faster than torch's: causal attention in bfloat16, squared ReLU."""
 
 import torch
 import torch.nn.functional as F
@@ -10,7 +10,7 @@ LONGEST = 512  # tokens; from about 1,024 on torch's own is as fast, and needs l
 
 
 def faster_attention(q):
-    """Whether `cpu_attention` is faster than torch's own, which is mostly so for gradients."""
+    """Whether to take `cpu_attention`: it gains most in the backward pass."""
     return enabled and q.requires_grad and q.device.type == 'cpu' \
         and q.dtype == torch.bfloat16 and q.size(-2) <= LONGEST
 
@@ -35,15 +35,15 @@ def attention_weights(q, k):
     return torch.softmax(scores, dim=-1)
 
 
-def few_heads(*tensors):
-    """Tensors (B·H, T, D) → those of HEADS_AT_ONCE heads, again and again."""
+def head_chunks(*tensors):
+    """Yield tuples of chunks of HEADS_AT_ONCE heads of tensors (B·H, T, D)."""
     return zip(*(t.split(HEADS_AT_ONCE) for t in tensors), strict=True)
 
 
 @torch.library.custom_op('plaingpt::cpu_attention', mutates_args=())
 def heads_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
     y = torch.empty_like(q)
-    for q_i, k_i, v_i, y_i in few_heads(q, k, v, y):
+    for q_i, k_i, v_i, y_i in head_chunks(q, k, v, y):
         torch.bmm(attention_weights(q_i, k_i), v_i, out=y_i)
     return y
 
@@ -52,7 +52,7 @@ def heads_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.
 def heads_attention_backward(grad: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
                              ) -> list[torch.Tensor]:
     gradients, scale = [torch.empty_like(t) for t in (q, k, v)], q.size(-1) ** -0.5
-    for grad_i, q_i, k_i, v_i, dq, dk, dv in few_heads(grad.contiguous(), q, k, v, *gradients):
+    for grad_i, q_i, k_i, v_i, dq, dk, dv in head_chunks(grad.contiguous(), q, k, v, *gradients):
         p = attention_weights(q_i, k_i)
         ds = torch._softmax_backward_data(torch.bmm(grad_i, v_i.mT), p, -1, p.dtype)
         dq.baddbmm_(ds, k_i, beta=0, alpha=scale)

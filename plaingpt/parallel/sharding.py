@@ -62,14 +62,15 @@ class Replicated:
             self.train.broadcast_buffers = False  # rotary tables: the same everywhere, constant
 
     @contextmanager
-    def together(self):
+    def full_model(self):
         """A context with a GPT that a process can use by itself; all processes must enter."""
         yield self.model
 
 
 class Sharded:
     """Each process has some rows of every weight, of its gradient and of the optimizer's states,
-    and gathers a block when it computes with it (FSDP2: Zhao et al. 2023, "PyTorch FSDP").
+    and gathers a block when it computes with it (torch's FSDP2; the idea is ZeRO's: Rajbhandari et
+    al. 2020).
 
     Has what Replicated has; the parameters of `model` are DTensors.
     """
@@ -104,7 +105,7 @@ class Sharded:
         for name, buffer in model.named_buffers():  # such as rotary tables: no checkpoint has them
             buffer.copy_(buffers[name])
         warnings.filterwarnings('ignore', 'FSDP2-wrapped module .* returned a view')  # the logits
-        # It stays whole for the backward pass, and where there is none, forever.
+        # FSDP2 keeps the root gathered for a backward pass; where there is none, nothing frees it.
         model.register_forward_hook(lambda *_: None if torch.is_grad_enabled() else model.reshard())
 
     def load(self, weights):
@@ -117,7 +118,7 @@ class Sharded:
             full_state_dict=True, broadcast_from_rank0=True))
 
     @contextmanager
-    def together(self):
+    def full_model(self):
         """As Replicated's: a copy that is gathered from all processes, and lasts as long."""
         whole = {p: nn.Parameter(self.gathered(name, p), p.requires_grad)
                  for name, p in self.model.named_parameters()}

@@ -1,6 +1,6 @@
 """The processes of a job: who this one is, how they talk, when they stop.
 
-One process is a world of size 1, and every helper here is then a no-op.
+One process is a world of size 1: collectives then return what they are given.
 """
 
 import os
@@ -45,13 +45,13 @@ def launched_world():
     if not {'RANK', 'LOCAL_RANK', 'WORLD_SIZE', 'LOCAL_WORLD_SIZE'} <= set(env):
         return World()  # some clusters set a RANK of their own
     rank, local_rank, size, local_size = map(
-        number_of, ('RANK', 'LOCAL_RANK', 'WORLD_SIZE', 'LOCAL_WORLD_SIZE'))
+        env_int, ('RANK', 'LOCAL_RANK', 'WORLD_SIZE', 'LOCAL_WORLD_SIZE'))
     if rank >= size:
         raise UserError(f'RANK={rank} is no rank of WORLD_SIZE={size}: they count from 0')
     return World(rank, local_rank, size, local_size, launched=True)
 
 
-def number_of(name):
+def env_int(name):
     """An environment variable that is a whole number. Raises UserError."""
     if not os.environ[name].isdecimal():
         raise UserError(f'{name}={os.environ[name]!r} in the environment: expected a whole number')
@@ -123,14 +123,14 @@ def first_line(error):
     return re.split(r'\n|\. This is', re.sub(r'^\[\S+\] ', '', str(error)))[0]
 
 
-def host_group():
+def gloo_group():
     """A new group in which the processes talk without their devices, or None when alone. All
     processes must ask for their groups in the same order."""
     return dist.new_group(backend='gloo', timeout=timeout) if dist.is_initialized() else None
 
 
 def all_gather(value, group):
-    """The `value` (any Python object) of every process of a host_group, by rank."""
+    """The `value` (any Python object) of every process of a gloo_group, by rank."""
     if group is None:
         return [value]
     values = [None] * dist.get_world_size()
@@ -252,7 +252,7 @@ class StopRequest:
     NAMES = tuple(number.name for number in SIGNALS)
 
     def __init__(self):
-        self.group = host_group()
+        self.group = gloo_group()
         self.signal = None  # that this process received
         self.received_at = 0.0
 
@@ -267,8 +267,8 @@ class StopRequest:
 
     def _receive(self, number, _):
         # Ctrl-C under torchrun arrives twice, from the terminal and from torchrun: that is one.
-        again = self.signal == signal.SIGINT and time.monotonic() - self.received_at > 1
-        if number == signal.SIGINT and again:
+        second = self.signal == signal.SIGINT and time.monotonic() - self.received_at > 1
+        if number == signal.SIGINT and second:
             os._exit(130)
         is_new = number != self.signal
         self.signal, self.received_at = number, time.monotonic()
@@ -278,7 +278,7 @@ class StopRequest:
                 print0(f'{signal.Signals(number).name}: stopping after this step'
                        + ', again to leave at once' * (number == signal.SIGINT))
 
-    def wanted(self):
+    def agreed_signal(self):
         """The name of the signal that any of the processes received, or None; the same on all.
         They must all ask at the same points, as for any collective."""
         number = self.signal or 0
@@ -289,12 +289,12 @@ class StopRequest:
         return signal.Signals(number).name if number else None
 
     @contextmanager
-    def may_cut_short(self):
-        """A context which `check` leaves; it ends there."""
+    def until_stopped(self):
+        """A context that ends, without an error, where raise_if_stopped raises Stopped in it."""
         with suppress(Stopped):
             yield
 
-    def check(self):
+    def raise_if_stopped(self):
         """Raise Stopped where a stop is wanted, on all processes alike."""
-        if self.wanted():
+        if self.agreed_signal():
             raise Stopped

@@ -100,7 +100,7 @@ class Checkpoint:
                 raise UserError(f'{self.path}: {name!r} there does not fit this model: it holds '
                                 'another architecture')
         for name, rows, file, key in self._parts('model'):
-            put_rows(wanted[name], rows, file, key)
+            copy_local_rows(wanted[name], rows, file, key)
         check_finite(model, self.path, 'use an earlier one with --checkpoint=ITER')
 
     @torch.no_grad()
@@ -130,7 +130,7 @@ class Checkpoint:
             if key not in state:
                 dtype = file.get_slice(part)[0:0].dtype
                 state[key] = empty_like_rows(p, shapes[entry], dtype)
-            put_rows(state[key], rows, file, part)
+            copy_local_rows(state[key], rows, file, part)
 
     def verify(self, kinds=('model', 'optimizer')):
         """Compare all chunks with their checksums. Raises UserError that names a damaged one."""
@@ -190,7 +190,7 @@ class Checkpoint:
         return {name: torch.Size(shape) for name, shape in whole.items()}
 
 
-def put_rows(tensor, rows, file, key):
+def copy_local_rows(tensor, rows, file, key):
     """Copy what this process has of a tensor from an open file, which has its `rows` (a slice, or
     ... for all). Nothing else is read."""
     if rows is ... and not is_sharded(tensor):
@@ -245,52 +245,66 @@ def without_advice(problem):
     return re.split('[:;] use ', str(problem))[0]
 
 
-def readable(out_dir, tell=lambda problem: None):
-    """The checkpoints of a run whose state.json is intact, oldest first; `tell` hears of others."""
+def readable_checkpoints(out_dir, on_damaged=lambda problem: None):
+    """The checkpoints of a run whose state.json is intact, oldest first. on_damaged: is called with
+    the problem of each other one"""
     found = []
     for path in checkpoint_paths(out_dir):
         try:
             found.append(open_checkpoint(path))
         except UserError as problem:
-            tell(without_advice(problem))
+            on_damaged(without_advice(problem))
     return found
 
 
 def open_checkpoint(path):
-    """Read one directory's state.json. Raises UserError."""
+    """A checkpoint directory, of which state.json alone is read. Raises UserError."""
     try:
-        with open_regular(path / 'state.json.sha256') as f:
-            checksums = f.read(200).decode().split()
-        text = read_bounded(path / 'state.json')
-        if hashlib.sha256(text).hexdigest() not in checksums:
-            raise ValueError('its checksum is not what was written')
-        state = parse_json(text)
-        check_keys(state, {'format_version': is_count, 'model': is_dict})
-        what = f'format version {state["format_version"]}'
-        if state['format_version'] == FORMAT_VERSION:
-            what = ', '.join(unknown_settings(state))
-        if not what:
-            state = LATER | {RENAMED.get(key, key): value for key, value in state.items()}
+        state = read_state(path)
+        unknown = find_unknown(state)
+        if not unknown:
+            state = as_today(state)
             check_state(state, iteration_of(path))
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as e:
         what = e.strerror if isinstance(e, OSError) else e
         raise UserError(f'{path}/state.json is damaged ({what}): use another checkpoint with '
                         '--checkpoint=ITER, or remove the directory') from None
-    if what:
-        raise AnotherVersion(f'{path} is from another version of plainGPT: it has {what}, which '
-                             'this one does not know: use the version that wrote it')
+    if unknown:
+        raise AnotherVersion(f'{path} is from another version of plainGPT: it has '
+                             f'{", ".join(unknown)}, which this one does not know: use the version '
+                             'that wrote it')
     return Checkpoint(path, state)
 
 
-def unknown_settings(state):
-    """Take the settings of REMOVED out of what state.json says of a model and its training
-    → 'key=value' of those that this version does not compute with."""
+def read_state(path):
+    """The content of state.json. Raises OSError, ValueError."""
+    with open_regular(path / 'state.json.sha256') as f:
+        checksums = f.read(200).decode().split()
+    text = read_bounded(path / 'state.json')
+    if hashlib.sha256(text).hexdigest() not in checksums:
+        raise ValueError('its checksum is not what was written')
+    state = parse_json(text)
+    check_keys(state, {'format_version': is_count, 'model': is_dict})
+    return state
+
+
+def find_unknown(state):
+    """What state.json has that this version does not compute with, such as ['conv_bias=True']."""
+    if state['format_version'] != FORMAT_VERSION:
+        return [f'format version {state["format_version"]}']
     settings = {**state['config'], **state['model']}
+    known = {field.name for field in fields(GPTConfig)}
+    return [f'{key}={value}' for key, value in settings.items()
+            if (key in REMOVED and value not in (REMOVED[key], settings.get(REMOVED[key])))
+            or (key in state['model'] and key not in {*known, *REMOVED})]
+
+
+def as_today(state):
+    """state.json of an earlier version as this one would have written it."""
+    state = LATER | {RENAMED.get(key, key): value for key, value in state.items()}
     for part in ('config', 'model'):
         state[part] = {key: x for key, x in state[part].items() if key not in REMOVED}
-    unknown = state['model'].keys() - {field.name for field in fields(GPTConfig)}
-    return [f'{key}={x}' for key, x in settings.items() if key in unknown or (
-        key in REMOVED and x not in (REMOVED[key], settings.get(REMOVED[key])))]
+    return state
 
 
 def check_state(state, iter_num):
@@ -346,14 +360,15 @@ def find(out_dir, which='latest', kinds=()):
     """
     paths = checkpoint_paths(out_dir)
     if not paths:
-        raise UserError(f'{out_dir}: no checkpoint there; ' + (
-            other_weights(out_dir) or 'train one first, or name the right folder with --out_dir'))
+        others = describe_other_weights(out_dir)
+        raise UserError(f'{out_dir}: no checkpoint there; '
+                        + (others or 'train one first, or name the right folder with --out_dir'))
     if which in ('latest', 'best'):
         if which == 'latest':
             found, damaged = newest_valid(out_dir, kinds)
         else:
             damaged = []
-            found = best_of(readable(out_dir, damaged.append))
+            found = best_of(readable_checkpoints(out_dir, damaged.append))
         if found is None:
             raise UserError('\n'.join([
                 *damaged, f'{out_dir}: no checkpoint there can be used; to start anew, train with '
@@ -365,10 +380,17 @@ def find(out_dir, which='latest', kinds=()):
     if re.fullmatch(r'[0-9]{1,15}', str(which)):
         if int(which) in numbers:
             return open_checkpoint(paths[numbers.index(int(which))])
-        moved = sorted(Path(out_dir).glob(f'old-*/checkpoints/iter-{int(which):08d}'))
+        moved = [path for archive in archives(out_dir)
+                 if (path := archive / 'checkpoints' / f'iter-{int(which):08d}').exists()]
     raise UserError(f'--checkpoint={which}: {out_dir} has latest, best and '
                     f'{", ".join(map(str, numbers))}'
                     + (f'; it was moved to {moved[-1]}' if moved else ''))
+
+
+def archives(out_dir):
+    """The folders old-001, old-002, … of earlier runs in an out_dir, by their numbers."""
+    return sorted((path for path in Path(out_dir).glob('old-*') if path.name[4:].isdecimal()),
+                  key=lambda path: int(path.name[4:]))
 
 
 def find_named(source, which):
@@ -380,14 +402,11 @@ def find_named(source, which):
     return find(source, which) if checkpoint_paths(source) else None
 
 
-def other_weights(out_dir):
+def describe_other_weights(out_dir):
     """How to go on in a folder without checkpoints of ours: with an earlier run that was moved
     aside, or with nanoGPT's ckpt.pt. None where it has neither."""
-    earlier = [path for path in Path(out_dir).glob('old-*')
-               if re.fullmatch(r'old-[0-9]{3,9}', path.name) and checkpoint_paths(path)]
-    if earlier:
-        path = max(earlier, key=lambda path: int(path.name.removeprefix('old-')))
-        return f'an earlier run is in {path}: --out_dir={quoted(path)}'
+    if earlier := [path for path in archives(out_dir) if checkpoint_paths(path)]:
+        return f'an earlier run is in {earlier[-1]}: --out_dir={quoted(earlier[-1])}'
     path = Path(out_dir, 'ckpt.pt')
     if path.exists():
         return f"{path} is nanoGPT's: --init_from={quoted(path)} takes its weights (with " \

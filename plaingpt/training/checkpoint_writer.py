@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 from plaingpt.monitoring.metrics_file import trim_rows
 from plaingpt.system.distributed import (
     all_gather,
-    host_group,
+    gloo_group,
     is_first_copy,
     is_sharded,
     local_rows,
@@ -25,10 +25,11 @@ from plaingpt.system.files import sha256_of, sync, write_atomically
 from plaingpt.system.streams import warn
 from plaingpt.training.checkpoint import (
     FORMAT_VERSION,
+    archives,
     best_of,
     checkpoint_paths,
     iteration_of,
-    readable,
+    readable_checkpoints,
 )
 from plaingpt.weights import not_finite
 
@@ -52,7 +53,7 @@ class Saver:
         self.keep = keep
         self.background = background
         # Its own: a save in the background must not meet other traffic.
-        self.group = None if alone else host_group()
+        self.group = None if alone else gloo_group()
         self.alone = alone
         self.writer = ThreadPoolExecutor(1, thread_name_prefix='saver') if background else None
         self.pending = None  # the save in the background
@@ -71,11 +72,11 @@ class Saver:
         """
         self.wait()
         for check in (self.check_folder, lambda: check_weights(model, state['iter_num'])):
-            if problem := self._together(check):
+            if problem := self._first_problem(check):
                 raise UserError(problem)
         state = {'format_version': FORMAT_VERSION, **state, 'model': asdict(model.config)}
-        mine = self._share('model', dict(model.named_parameters())) \
-            + self._share('optimizer', optimizer_tensors(optimizer, model))
+        mine = self._my_files('model', dict(model.named_parameters())) \
+            + self._my_files('optimizer', optimizer_tensors(optimizer, model))
         if self.background:
             mine = [(name, {key: t.detach().to('cpu', copy=True) for key, t in tensors.items()})
                     for name, tensors in mine]
@@ -83,9 +84,10 @@ class Saver:
         else:
             self._save(mine, state, rng)
 
-    def _share(self, kind, tensors):
-        """This process's files of the model or the optimizer → [(file name, {key: tensor})]. Of
-        what is sharded each has its own rows; of what all have, each writes a part."""
+    def _my_files(self, kind, tensors):
+        """This process's files of the model or the optimizer → [(file name, {key: tensor})]. Files
+        of an unsharded model are dealt out to the processes in turn. Of a sharded one each process
+        of the first copy writes its own rows, and rank 0 the tensors that are not sharded."""
         if not any(map(is_sharded, tensors.values())):
             files = pack(tensors, self.chunk_bytes)
             return named(kind, files)[self.rank::self.world_size]
@@ -104,10 +106,10 @@ class Saver:
     def update(self, state):
         """Change entries of the checkpoint of state['iter_num'], which is complete. Raises
         UserError where out_dir was removed or replaced."""
-        if problem := self._together(self.check_folder):
+        if problem := self._first_problem(self.check_folder):
             raise UserError(problem)
         path = self._path(state['iter_num'])
-        problem = self._together(lambda: replace_entries(path, state), on_rank_0=True)
+        problem = self._first_problem(lambda: replace_entries(path, state), on_rank_0=True)
         if problem:
             self._warn(f'{path}/state.json could not be written ({problem}): it does not tell of '
                        'its evaluation')
@@ -118,10 +120,10 @@ class Saver:
     def _save(self, mine, state, rng):
         self.failed = True
         for what_now in ('trying again', 'training continues, and the earlier checkpoints stay'):
-            problem = self._try(mine, state, rng)
+            problem = self._write_once(mine, state, rng)
             if problem is None:
                 self.failed = False
-                problem = self._together(
+                problem = self._first_problem(
                     lambda: prune(self.out_dir, self.keep, state['iter_num']), on_rank_0=True)
                 if problem:
                     self._warn(f'an earlier checkpoint could not be removed ({problem}): '
@@ -137,22 +139,22 @@ class Saver:
         if self.rank == 0 and not self.alone:
             warn(line)
 
-    def _try(self, mine, state, rng):
+    def _write_once(self, mine, state, rng):
         """One attempt to write it → None, or what went wrong; the same on all processes."""
         final = self._path(state['iter_num'])
         temporary = final.with_name(final.name + '.tmp')
-        if problem := self._together(lambda: start_directory(temporary), on_rank_0=True):
+        if problem := self._first_problem(lambda: start_directory(temporary), on_rank_0=True):
             return problem
         entries = []
-        if problem := self._together(lambda: entries.extend(write_chunks(temporary, mine))):
+        if problem := self._first_problem(lambda: entries.extend(write_chunks(temporary, mine))):
             return problem
         shares = all_gather((entries, rng), self.group)
         state = {**state, 'rng': [rng for _, rng in shares],
                  'chunks': sorted((entry for share, _ in shares for entry in share),
                                   key=lambda entry: entry['name'])}
-        return self._together(lambda: self._publish(temporary, final, state), on_rank_0=True)
+        return self._first_problem(lambda: self._publish(temporary, final, state), on_rank_0=True)
 
-    def _together(self, action, on_rank_0=False):
+    def _first_problem(self, action, on_rank_0=False):
         """Do it on all processes, or on rank 0 → None, or the first process's problem."""
         problem = None
         if self.rank == 0 or not on_rank_0:
@@ -255,7 +257,7 @@ def optimizer_tensors(optimizer, model):
 
 def prune(out_dir, keep, written):
     """Remove all checkpoints but the `keep` newest, the best, and that of iteration `written`."""
-    found = readable(out_dir)
+    found = readable_checkpoints(out_dir)
     spared = {checkpoint.path for checkpoint in (*found[-keep:], best_of(found))} if found else ()
     for checkpoint in found:
         if checkpoint.path not in spared and checkpoint.iter_num != written:
@@ -283,13 +285,15 @@ def archive_previous_run(out_dir, after=-1):
     logs = [out_dir / name for name in LOGS if (out_dir / name).exists()]
     if not later and (after >= 0 or not logs):
         return None
-    numbers = [int(path.name[4:]) for path in out_dir.glob('old-*') if path.name[4:].isdecimal()]
-    archive = out_dir / f'old-{max(numbers, default=0) + 1:03d}'
+    number = int(existing[-1].name[4:]) + 1 if (existing := archives(out_dir)) else 1
+    archive = out_dir / f'old-{number:03d}'
     try:
         (archive / 'checkpoints').mkdir(parents=True)
         for path in logs:
-            keep = shutil.move if after < 0 else shutil.copytree if path.is_dir() else shutil.copy2
-            keep(path, archive / path.name)
+            if after < 0:
+                shutil.move(path, archive / path.name)
+            elif path.is_file():  # event files are written anew
+                shutil.copy2(path, archive / path.name)
         for path in later:
             shutil.move(path, archive / 'checkpoints' / path.name)
     except OSError as e:

@@ -1,4 +1,4 @@
-"""What a run's memory decides: whether the processes share the model, the batch size, a refusal."""
+"""Does a run fit in memory? Chooses ddp or fsdp and the batch size, or refuses the run."""
 
 import gc
 from dataclasses import replace
@@ -16,10 +16,10 @@ from plaingpt.training.memory_planner import (
     batch_that_divides,
     choose_parallel,
     explain_overflow,
+    interpolation_weights,
     one_step,
     predict,
     rough_bytes,
-    shares,
     step_settings,
 )
 
@@ -53,8 +53,8 @@ def with_parallel(config, shape, dtype, device):
 
 def check_size(shape, config, device):
     """Raise UserError where a new run keeps more than the memory that is free: parameters and, to
-    train, gradients and what the optimizer remembers. Nothing is made for that. Where processes may
-    share the model, each keeps its part."""
+    train, gradients and what the optimizer remembers. With fsdp each process keeps its share of
+    them. The sizes come from models without data."""
     size = f'n_layer={shape.n_layer}, n_embd={shape.n_embd}: '
     try:
         step = step_settings(replace(config, batch_size=1), 'float32', device.type)
@@ -67,8 +67,8 @@ def check_size(shape, config, device):
         check_memory(parameters, free_memory(), f'{words} take')
     elif device.type == 'cuda':  # where it moves when it is made
         check_memory(parameters, host_memory(), f'{words} take')
-    if config.parallel != 'ddp':  # a plan of the step decides about auto
-        parameters, states = parameters / step.shares, states / step.shares
+    if config.parallel == 'fsdp':
+        parameters, states = parameters / step.shard_count, states / step.shard_count
     needed = parameters
     if not config.eval_only:
         words, needed = f'{words}, gradients and optimizer states', 2 * parameters + states
@@ -76,10 +76,10 @@ def check_size(shape, config, device):
 
 
 def kept_bytes(shape, step):
-    """→ (bytes of the parameters, of what the optimizer remembers), from models of two small depths
-    on tensors without data: no size is too large to be asked about."""
+    """→ (bytes of the parameters, bytes of the optimizer's states), extrapolated in n_layer from
+    two small depths on meta tensors: no size is too large to be asked about."""
     kept = torch.zeros(2, dtype=torch.float64)
-    for n_layer, share in shares(shape.n_layer, *DEPTHS).items():
+    for n_layer, share in interpolation_weights(shape.n_layer, *DEPTHS).items():
         steps = one_step(replace(shape, n_layer=n_layer), step, torch.device('meta'))
         _, gpt, optimizer = next(steps)
         next(steps)  # the optimizer makes its states

@@ -43,7 +43,7 @@ class StepSettings:
     config: TrainConfig = field(default_factory=TrainConfig)  # all else, such as the optimizer
 
     @property
-    def shares(self):
+    def shard_count(self):
         """Processes that share a copy of the model, where it is sharded."""
         return self.config.fsdp_group or self.processes
 
@@ -128,11 +128,11 @@ def predict(shape, step):
     sharding = step.parallel == 'fsdp'
     alone = replace(step.change(**QUIET), processes=1, parallel='ddp',
                     micro_steps=1 if sharding else min(2, step.micro_steps))
-    depths = shares(shape.n_layer, *DEPTHS)
+    depths = interpolation_weights(shape.n_layer, *DEPTHS)
     # Up to a chunk of the loss its logits grow with the batch; from there on they do not.
     full, rest = divmod(step.config.loss_chunk_tokens, shape.block_size)
     chunk = max(1, full + bool(rest))
-    batches = shares(step.batch_size, *((1, full) if step.batch_size < chunk else
+    batches = interpolation_weights(step.batch_size, *((1, full) if step.batch_size < chunk else
                                          (chunk, chunk + 1)))
     with explain_overflow(shape):
         traces = [(depths[n_layer] * batches[batch_size],
@@ -190,7 +190,7 @@ def sharded(stages, shape, step):
     gathered = blocks if step.dtype == 'float32' else blocks // 2
 
     def part(items):
-        return {owner: size // step.shares for owner, size in without_blocks(items).items()}
+        return {owner: size // step.shard_count for owner, size in without_blocks(items).items()}
 
     found = {}
     for stage, items in stages.items():
@@ -247,7 +247,7 @@ def rough_bytes(shape, step):
     return 4 * numbers + 20 * weights  # with a gradient, its bucket and two states
 
 
-def shares(n, low, high):
+def interpolation_weights(n, low, high):
     """The linear-interpolation weights of two points for a value at n: {low: weight, high: weight}.
     An n that is one of them, or below, is taken as it is."""
     if n <= low or n == high:

@@ -61,7 +61,7 @@ class Probes:
         """Log the health of update `iter_num`, where it is due."""
         if not self.health.due(iter_num):
             return
-        with self.metrics.paused('health check'), self.parallel.together() as model:
+        with self.metrics.paused('health check'), self.parallel.full_model() as model:
             if not self.writing:
                 return
             values = self.health.measure(model)
@@ -81,12 +81,12 @@ class Probes:
         samples = config.sample_tokens and (
             progress.loss_is_due(config) or progress.sample_is_due(config))
         if benchmarks or samples:
-            with self.parallel.together() as model:
+            with self.parallel.full_model() as model:
                 scores = {benchmark.name: benchmark.score(model, config.batch_size, self.context,
-                                                          self.group, stop.check)
+                                                          self.group, stop.raise_if_stopped)
                           for benchmark in benchmarks}
                 text = self.sample(model, stop) if samples else None
-        stop.check()
+        stop.raise_if_stopped()
         parts = self.dataset.parts
         losses, errors = zip(*losses, strict=True) if losses else ((), ())
         val_loss = self.dataset.mean(losses[1:len(parts) + 1]) if losses else None

@@ -19,7 +19,7 @@ class Progress:
     evaluated_at: int | None = None  # the iteration of the last evaluation
     val_loss: float | None = None  # that it measured
     saved_at: int | None = None  # the iteration of the last checkpoint
-    saved_evaluated: bool = False  # and whether it tells of an evaluation there
+    saved_evaluated: bool = False  # that checkpoint has its evaluation
     eval_sequences: int = 0  # that each evaluation reads of a split
 
     @property
@@ -102,7 +102,7 @@ class Progress:
         return None
 
 
-def eval_sequences(state, config):
+def resumed_eval_sequences(state, config):
     """How many sequences an evaluation of a resumed run reads: as many as before, also with another
     batch size, so that its losses compare; unless the settings ask for another number."""
     before = replace(config, **{key: state['config'].get(key, getattr(config, key))
@@ -127,7 +127,7 @@ def restore(resumed, config, model, optimizer, scaler, train_data, world, device
     progress = Progress(iter_num, math.inf if best is None else best, state['evals_since_best'],
                         evaluated_at=iter_num if evaluated else None, val_loss=state['val_loss'],
                         saved_at=iter_num, saved_evaluated=evaluated,
-                        eval_sequences=eval_sequences(state, config))
+                        eval_sequences=resumed_eval_sequences(state, config))
     if evaluated and (ending := progress.ending(config)):
         print0(f'iteration {iter_num} is the end already, {ending}: a larger --max_iters, or '
                '--patience=0, makes it longer')

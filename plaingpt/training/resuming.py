@@ -20,9 +20,9 @@ def find_resumed(config, group):
         return None
     path = None
     if launched_world().is_main:
-        if not config.only_looks:
+        if not config.is_read_only:
             clean_up(config.out_dir)
-        # After a crash torchrun starts the same command, which must not go back once more.
+        # After a crash torchrun repeats the command: --checkpoint=ITER must not go back once more.
         restarted = int(os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')) > 0
         which = 'latest' if restarted else config.checkpoint
         if config.init_from == 'resume' or which.isdecimal() \

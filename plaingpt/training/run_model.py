@@ -26,7 +26,8 @@ def run_shape(config, dataset, resumed):
     start = start_shape(config)
     if start is None:
         return config.gpt_config(dataset.vocab_size, document_start(config, dataset))
-    start = replace(start, vocab_size=start.vocab_size + chat_tokens(dataset, start.vocab_size))
+    new_tokens = missing_chat_tokens(dataset, start.vocab_size)
+    start = replace(start, vocab_size=start.vocab_size + new_tokens)
     check_start(config, start, dataset.folder, dataset.vocab_size)
     if config.document_attention:
         start = replace(start, document_start=document_start(config, dataset))
@@ -36,21 +37,24 @@ def run_shape(config, dataset, resumed):
 def start_shape(config):
     """The GPTConfig of the model that config.init_from names, or None where a run starts anew. Its
     weights are not read. Raises UserError where there is no such model."""
+    if config.init_from == 'scratch':
+        return None
     run = config.out_dir if config.init_from in ('resume', 'auto') else config.init_from
     find = checkpoints.find if config.init_from == 'resume' else checkpoints.find_named
     if found := find(run, config.checkpoint):
         shape = found.state['model']
-    elif config.init_from in ('scratch', 'auto'):
+    elif config.init_from == 'auto':
         return None
     else:
         shape = pretrained_shape(config.init_from)
     if config.document_attention:
-        shape = {**shape, 'document_attention': True, 'document_start': 0}  # any: a plan needs none
+        shape = {**shape, 'document_attention': True, 'document_start': 0}  # run_shape knows which
     return GPTConfig(**{**shape, 'dropout': config.dropout})
 
 
-def chat_tokens(dataset, vocab_size):
-    """How many tokens a model with the vocabulary of the base of a chat tokenizer has to learn."""
+def missing_chat_tokens(dataset, vocab_size):
+    """How many rows a model's embedding lacks: those of the special tokens of a dataset of
+    conversations, where its vocabulary is that of the dataset's base tokenizer; else 0."""
     base = base_tokenizer(dataset)
     return dataset.vocab_size - vocab_size if base and described_vocab_size(base) == vocab_size \
         else 0
@@ -67,8 +71,8 @@ def check_start(config, shape, folder, vocab_size):
 
 
 def build_model(config, shape, dataset, resumed):
-    """The model of a run, of a GPTConfig, on the CPU. Of one that is to be sharded, new weights are
-    rank 0's alone, and a checkpoint's are loaded later."""
+    """The model of a run, of a GPTConfig, on the CPU. With fsdp, only rank 0 of a new run holds
+    weights; those of a checkpoint are loaded once the model is sharded."""
     if config.parallel == 'fsdp' and (resumed or not launched_world().is_main):
         with parameters_on_meta():
             model = GPT(shape)
@@ -107,7 +111,7 @@ def load_start(config, shape, dataset):
     return model
 
 
-def spread(model, config, resumed, device, compile, dtype, world):
+def place_model(model, config, resumed, device, compile, dtype, world):
     """Put a model of build_model where it is trained → Replicated or Sharded."""
     if config.parallel != 'fsdp':
         return Replicated(model.to(device), device, compile, world)

@@ -20,11 +20,12 @@ Positive = Annotated[int, 'at least 1']
 Natural = Annotated[int, 'at least 0']
 Seconds = Annotated[int, 'at least 1 and at most 1_000_000']
 NotNegative = Annotated[float, 'at least 0']
-Mean = Annotated[float, 'at least 0 and below 1']  # how much of a running mean stays each step
+Decay = Annotated[float, 'at least 0 and below 1']  # of a running mean, each step
 T = TypeVar('T')
 WITHOUT_EFFECT = object()
-NoEffect = Annotated[T, WITHOUT_EFFECT]  # the loss that a run can be expected to have is the same
-
+# Does not change the loss that a run is expected to have, or is compared by itself (dataset, tokens
+# a step): a comparison with a reference does not list it.
+NoEffect = Annotated[T, WITHOUT_EFFECT]
 Check = Literal['auto', 'warn'] | bool
 
 
@@ -33,16 +34,16 @@ class TrainConfig(GPTConfig):
     # output
     out_dir: NoEffect[str] = 'out'  # folder for checkpoints and metrics
     eval_interval: NoEffect[Positive] = 2000  # iterations between evaluations
-    eval_iters: NoEffect[Positive] = 200  # evaluate on so many batches of the first batch_size
-    eval_tokens: NoEffect[Natural] = 0  # if not 0, evaluate on a split's first so many instead
+    eval_iters: NoEffect[Positive] = 200  # batches an evaluation, of the run's first batch_size
+    eval_tokens: NoEffect[Natural] = 0  # if not 0, evaluate on a split's first N tokens instead
     eval_only: NoEffect[bool] = False  # stop after the first evaluation
     log_interval: NoEffect[Positive] = 1  # iterations between lines on the console
     eval_tasks: NoEffect[str] = 'hellaswag'  # benchmarks: hellaswag, lambada, with a comma between
     eval_tasks_interval: NoEffect[Natural] = 0  # iterations between runs of them; 0 for none
     sample_interval: NoEffect[Natural] = 0  # iterations between samples on the console; 0 for none
     sample_start: NoEffect[Annotated[str, unescape]] = '\n'  # the text that a sample continues
-    sample_tokens: NoEffect[Natural] = 100  # of those, and of one an evaluation for the report
-    init_from: NoEffect[str] = 'scratch'  # scratch, resume, auto (either), gpt2…, folder, ckpt.pt
+    sample_tokens: NoEffect[Natural] = 100  # in a sample, on the console and in the report; 0: none
+    init_from: str = 'scratch'  # scratch, resume, auto (either), gpt2…, folder, ckpt.pt
     # checkpoints
     checkpoint_interval: NoEffect[Positive] = 1000  # iterations between those for resuming
     always_save_checkpoint: NoEffect[bool] = True  # after each evaluation, not only after the best
@@ -56,7 +57,7 @@ class TrainConfig(GPTConfig):
     wandb_run_name: NoEffect[str] = 'gpt2'  # its run
     log_to: NoEffect[str] = ''  # send metrics also to: wandb, tensorboard; a comma between
     # watching
-    health_interval: NoEffect[Natural] = 100  # iterations between health checks, or less; 0: none
+    health_interval: NoEffect[Natural] = 100  # iterations between health checks; 0: none
     report: NoEffect[bool] = True  # at the end, write report.md and loss.png into out_dir
     patience: NoEffect[Natural] = 0  # stop after so many evaluations without a new best; 0: never
     overfit_batches: Natural = 0  # a check: train on the first batches only, to a loss near 0
@@ -69,16 +70,16 @@ class TrainConfig(GPTConfig):
     gradient_accumulation_steps: NoEffect[Positive] = 5 * 8  # micro-batches of all processes
     total_batch_size: NoEffect[Natural] = 0  # tokens a step; if not 0, it decides the accumulation
     # optimizer
-    optimizer: Literal[*OPTIMIZERS] = 'adamw'  # muon: in blocks, with AdamW for the rest
-    learning_rate: NotNegative = 6e-4  # the highest; muon takes AdamW's, sgd some 100 times it
-    embedding_lr_scale: NotNegative = 1.0  # times learning_rate: of embeddings
-    head_lr_scale: NotNegative = 1.0  # of an untied head
+    optimizer: Literal[*OPTIMIZERS] = 'adamw'  # muon: for matrices in blocks, AdamW for the rest
+    learning_rate: NotNegative = 6e-4  # the highest; of sgd some 100 times AdamW's
+    embedding_lr_scale: NotNegative = 1.0  # factor on learning_rate for embeddings
+    head_lr_scale: NotNegative = 1.0  # for an untied head
     vector_lr_scale: NotNegative = 1.0  # of biases, norms and short convolutions
     max_iters: Natural = 600000  # updates of the weights
     weight_decay: NotNegative = 1e-1  # of matrices, embeddings too; vectors have none
-    beta1: Mean = 0.9  # of AdamW: decay of the mean of gradients
-    beta2: Mean = 0.95  # of AdamW: decay of the mean of their squares
-    momentum: Mean = 0.95  # of muon and sgd
+    beta1: Decay = 0.9  # of AdamW: decay of the mean of gradients
+    beta2: Decay = 0.95  # of AdamW: decay of the mean of their squares
+    momentum: Decay = 0.95  # of muon and sgd
     grad_clip: NotNegative = 1.0  # largest norm of the gradient; 0 for no limit
     max_bad_steps: NoEffect[Positive] = 10  # stop when so many in a row have no finite gradient
     # learning rate
@@ -95,7 +96,7 @@ class TrainConfig(GPTConfig):
     loss_chunk_tokens: NoEffect[Natural] = 2048  # whose logits exist at once; 0 for all of a batch
     activation_checkpointing: NoEffect[Literal[*KINDS]] = 'none'  # keep less for the backward pass
     backend: NoEffect[Literal['auto', 'nccl', 'gloo']] = 'auto'  # between processes
-    dist_timeout_s: NoEffect[Seconds] = 600  # so long a process waits for the others
+    dist_timeout_s: NoEffect[Seconds] = 600  # how long a process waits for the others
     deterministic: NoEffect[bool] = False  # on a GPU too, the same bits each time; slower
     seed: NoEffect[Natural] = 1337  # of the weights, of dropout and of the order of data
     parallel: NoEffect[Literal['auto', 'ddp', 'fsdp']] = 'auto'  # ddp copies the model, fsdp shards
@@ -103,7 +104,7 @@ class TrainConfig(GPTConfig):
     # model, where it differs from GPT-2
     vocab_size: NoEffect[Annotated[int, f'at least 0 and at most {2**40}']] = 0  # 0: the dataset's
     bias: bool = False  # biases in Linears and LayerNorms, as in GPT-2
-    document_start: Literal['auto'] | int = 'auto'  # opens a document; auto: as in the dataset
+    document_start: Literal['auto'] | int = 'auto'  # token that opens a document; auto: dataset's
 
     def __post_init__(self):
         if self.lr_decay_iters == 'auto':
@@ -121,14 +122,14 @@ class TrainConfig(GPTConfig):
             found.append(f'checkpoint={self.checkpoint}: it is latest, best or an iteration')
         if not re.fullmatch(r'auto|cpu|mps|cuda(:\d+)?', self.device):
             found.append(f'device={self.device!r} is unknown: use auto, cpu, cuda, cuda:0 or mps')
-        if 0 < self.eval_tokens < self.block_size:
-            found.append(f'eval_tokens={self.eval_tokens} is less than a sequence of block_size='
-                         f'{self.block_size} tokens')
         return found
 
     def problems(self):
         """What contradicts itself, a line each."""
         found = super().problems()
+        if 0 < self.eval_tokens < self.block_size:
+            found.append(f'eval_tokens={self.eval_tokens} is less than a sequence of block_size='
+                         f'{self.block_size} tokens')
         if self.checkpoint != 'latest' and self.init_from == 'scratch':
             found.append(f'checkpoint={self.checkpoint} with init_from=scratch, which starts anew: '
                          'going back takes --init_from=resume')
@@ -178,7 +179,7 @@ class TrainConfig(GPTConfig):
         return GPTConfig(**{**shape, 'vocab_size': vocab_size})
 
     @property
-    def only_looks(self):
+    def is_read_only(self):
         """Whether nothing is trained or written: eval_only, or --check alone."""
         return self.eval_only or self.check is True
 

@@ -8,7 +8,7 @@ import math
 import torch
 import torch.distributed as dist
 
-from plaingpt.system.distributed import all_gather, gradient_sync, host_group, whole
+from plaingpt.system.distributed import all_gather, gloo_group, gradient_sync, whole
 from plaingpt.system.errors import UserError
 from plaingpt.system.files import append_line
 
@@ -31,11 +31,11 @@ def forward_backward(model, batches, micro_steps, scaler, context):
     return total_loss
 
 
-def update(model, optimizer, scaler, grad_clip, guard, it, loss):
+def update(model, optimizer, scaler, grad_clip, guard, iter_num, loss):
     """Clip the gradient and move the weights, unless something is not finite → gradient norm."""
     scaler.unscale_(optimizer)
     grad_norm = whole(torch.nn.utils.clip_grad_norm_(model.parameters(), grad_clip or math.inf))
-    hold = guard.check_finite(it, loss, grad_norm)
+    hold = guard.check_finite(iter_num, loss, grad_norm)
     # Not scaler.step, which sees gradients only and would move the weights after a bad loss.
     if getattr(optimizer, '_step_supports_amp_scaling', False):
         optimizer.found_inf = hold  # torch's fused optimizers and ours read it on the device
@@ -54,7 +54,8 @@ OVERFLOWS = 16  # halvings that take GradScaler's scale from 65,536, where it be
 
 
 class StepGuard:
-    """Keeps the optimizer still on bad steps, without waiting for the device.
+    """Lets the optimizer skip steps whose loss or gradient is not finite, without waiting for the
+    device.
 
     The result of the check is a number on the device: a fused optimizer reads it as `found_inf` and
     does nothing if it is 1. The host reads it in `report`, on steps on which it waits anyway.
@@ -72,17 +73,17 @@ class StepGuard:
         self.bad_in_a_row = torch.zeros((), device=device)
         self.unread = []  # (iteration, bad, loss, gradient norm), on the device but for the first
         self.gave_up = False  # max_bad_steps came in a row
-        self.group = host_group()
+        self.group = gloo_group()
 
     def check_finite(self, iter_num, loss, grad_norm):
-        """→ 1.0 on the device where the optimizer must not move, else 0.0; alike on all ranks.
-
-        Once `max_bad_steps` have come in a row it stays 1.0: the weights wait for the host to see.
-        """
-        wrong = 1 - torch.stack([loss.isfinite() & grad_norm.isfinite(), loss.isfinite()]).float()
+        """→ hold: 1.0 on the device where the optimizer must skip the step, else 0.0; the same on
+        all ranks. It is 1 if the loss or the gradient is not finite on any rank, and once
+        max_bad_steps have come in a row. A step is bad if its loss is not finite or, with float16,
+        if its gradient still is not after `overflows` held steps in a row."""
+        broken = 1 - torch.stack([loss.isfinite() & grad_norm.isfinite(), loss.isfinite()]).float()
         if dist.is_initialized():
-            dist.all_reduce(wrong, dist.ReduceOp.MAX)
-        not_finite, bad_loss = wrong
+            dist.all_reduce(broken, dist.ReduceOp.MAX)
+        not_finite, bad_loss = broken
         bad = torch.maximum(bad_loss, not_finite * (self.held_in_a_row >= self.overflows))
         gave_up = (self.bad_in_a_row >= self.max_bad_steps).float()
         hold = torch.maximum(not_finite, gave_up)
@@ -108,15 +109,15 @@ class StepGuard:
             print_line(f'warning: iteration {iter_num + 1} left the weights alone: loss {shown}, '
                        f'gradient norm {grad_norm.item()}; see {self.path}')
             if not self.group or dist.get_rank() == 0:
-                line = {'iter': iter_num + 1, 'loss': [as_json(x) for x in losses],
-                        'grad_norm': as_json(grad_norm.item()),
+                line = {'iter': iter_num + 1, 'loss': [finite_or_text(x) for x in losses],
+                        'grad_norm': finite_or_text(grad_norm.item()),
                         'sequences': [first, last], 'sequence_starts': starts}
                 append_line(self.path, line)
         self.gave_up = self.bad_in_a_row.item() >= self.max_bad_steps
         return self.gave_up
 
     def report_held(self, print_line):
-        """Say at the end where the last steps moved no weight. One may, while a scale is sought."""
+        """Warn at the end if the last steps were all skipped. One is normal with float16."""
         held = int(self.held_in_a_row)
         if held > (1 if self.overflows else 0):
             print_line(f'warning: the last {held} step{"s" * (held > 1)} left the weights alone: '
@@ -131,6 +132,6 @@ class StepGuard:
             '--init_from=resume, or from before with --checkpoint=best')
 
 
-def as_json(x):
+def finite_or_text(x):
     """JSON knows no NaN or infinity: they become text."""
     return x if math.isfinite(x) else str(x)

@@ -112,7 +112,7 @@ def test_latest_best_and_a_number_name_a_checkpoint(save, tmp_path):
 def test_the_newest_and_the_best_are_kept_and_not_a_number_is_never_best(save, tmp_path):
     for iter_num, val_loss in ((10, 3.0), (20, 1.0), (30, math.nan), (40, 2.0), (50, 2.5)):
         save(iter_num, val_loss, keep=2)
-    assert [c.iter_num for c in checkpoints.readable(tmp_path)] == [20, 40, 50]
+    assert [c.iter_num for c in checkpoints.readable_checkpoints(tmp_path)] == [20, 40, 50]
     assert checkpoints.find(tmp_path, 'best').iter_num == 20
 
 
@@ -150,7 +150,7 @@ def test_a_save_that_fails_is_tried_again_and_training_goes_on(
     err = save_where_the_disk_is_full(2, iter_num=20)
     assert saver.failed and 'No space left' in err and 'training continues' in err
     assert not list((tmp_path / 'checkpoints').glob('*.tmp'))  # they would fill the disk further
-    assert [c.iter_num for c in checkpoints.readable(tmp_path)] == [10]
+    assert [c.iter_num for c in checkpoints.readable_checkpoints(tmp_path)] == [10]
     err = save_where_the_disk_is_full(1, iter_num=30)
     assert not saver.failed and 'trying again' in err
     assert checkpoints.newest_valid(tmp_path)[0].iter_num == 30
@@ -180,8 +180,8 @@ def test_going_back_moves_later_checkpoints_aside(save, tmp_path):
     for iter_num in (10, 20, 30):
         save(iter_num, keep=9)
     aside = checkpoint_writer.archive_previous_run(tmp_path, after=10)
-    assert [c.iter_num for c in checkpoints.readable(tmp_path)] == [10]
-    assert [c.iter_num for c in checkpoints.readable(aside)] == [20, 30]
+    assert [c.iter_num for c in checkpoints.readable_checkpoints(tmp_path)] == [10]
+    assert [c.iter_num for c in checkpoints.readable_checkpoints(aside)] == [20, 30]
     assert checkpoint_writer.archive_previous_run(tmp_path, after=10) is None
 
 

@@ -58,7 +58,7 @@ def test_the_standard_error_of_a_loss_is_that_of_the_batches():
             return starts, torch.zeros(1, 8)  # a sequence of eight targets
 
     def error_of(n):
-        stop = SimpleNamespace(check=lambda: None)
+        stop = SimpleNamespace(raise_if_stopped=lambda: None)
 
         class Model:
             eval = train = staticmethod(lambda: None)

@@ -172,8 +172,7 @@ def test_a_sharded_run_may_be_larger_than_the_memory_of_one_process(monkeypatch)
     monkeypatch.setattr(memory_fit, 'available_memory',
                         lambda device: (2 * parameters + states) / 8)
     cpu = torch.device('cpu')
-    for parallel in ('auto', 'fsdp'):
-        memory_fit.check_size(SMALL, PlanConfig(processes=8, parallel=parallel), cpu)
+    memory_fit.check_size(SMALL, PlanConfig(processes=8, parallel='fsdp'), cpu)
     for config in (PlanConfig(processes=8, parallel='ddp'), PlanConfig(processes=7),
                    PlanConfig(parallel='fsdp')):
         with pytest.raises(UserError, match='of memory are free'):

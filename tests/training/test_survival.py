@@ -55,7 +55,7 @@ def test_each_signal_is_a_wish_to_stop_unless_it_was_ignored_before(number):
         signal.signal(number, before)
         with StopRequest() as stop:
             os.kill(os.getpid(), number)
-        found.append(stop.wanted())
+        found.append(stop.agreed_signal())
     signal.signal(number, own)
     assert found == [number.name, None]
 
@@ -67,7 +67,7 @@ def test_a_second_ctrl_c_leaves_at_once_and_a_double_one_is_one(tmp_path):
             os.kill(os.getpid(), signal.SIGINT)
             clock.now = 0.1
             os.kill(os.getpid(), signal.SIGINT)  # the terminal's and torchrun's
-            print(stop.wanted())
+            print(stop.agreed_signal())
             clock.now = 1.2
             os.kill(os.getpid(), signal.SIGINT)
             print('still here')
@@ -102,14 +102,14 @@ class StopAt:
     """Stops a run when it asks for the n-th time whether it is to stop."""
 
     def __init__(self, monkeypatch):
-        original = StopRequest.wanted
+        original = StopRequest.agreed_signal
 
-        def wanted(stop):
+        def agreed_signal(stop):
             self.asked += 1
             if self.asked == self.at:
                 os.kill(os.getpid(), signal.SIGTERM)
             return original(stop)
-        monkeypatch.setattr(StopRequest, 'wanted', wanted)
+        monkeypatch.setattr(StopRequest, 'agreed_signal', agreed_signal)
 
     def main(self, n, *argv):
         self.asked, self.at = 0, n

@@ -20,7 +20,7 @@ from plaingpt.data.tokenizers import UnknownCharacter, WrongIds
 from plaingpt.system.errors import UserError
 from plaingpt.system.files import write_json
 from plaingpt.system.formatting import count_of, short
-from plaingpt.system.streams import Progress
+from plaingpt.system.streams import ProgressBar
 
 BATCH_CHARS = 2**20  # that a thread encodes at a time
 CHECKED = 100  # of so many batches the ids of one are compared with tiktoken's
@@ -219,8 +219,8 @@ def encode_into(writers, folder, source, command, tokenizer, dtype, journal, num
         encode_batch, tokenizer, None if source.is_one_text else tokenizer.end_of_text, dtype)
     saved, before = time.monotonic(), count_tokens(writers)
     with closing(source.pieces(mark)) as pieces, \
-            (Progress('encoding', limit, 'tokens', writers['train'].tokens) if limit else
-             Progress('encoding', source.total, source.unit, position)) as progress:
+            (ProgressBar('encoding', limit, 'tokens', writers['train'].tokens) if limit else
+             ProgressBar('encoding', source.total, source.unit, position)) as progress:
         pieces = put_in_splits(pieces, source, command, duplicates, tokenizer)
         if journal and not mark:  # what a source without marks yielded is read again
             count = journal['count']

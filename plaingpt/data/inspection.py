@@ -10,7 +10,7 @@ from plaingpt.data.dataset import open_dataset
 from plaingpt.system.errors import UserError
 from plaingpt.system.files import write_json
 from plaingpt.system.formatting import count_of, printable
-from plaingpt.system.streams import Progress, require_stdout, warn
+from plaingpt.system.streams import ProgressBar, require_stdout, warn
 
 READ_TOKENS = 2**20  # at a time
 
@@ -134,7 +134,7 @@ def find_overlap(train, val):
     halves = sliding_window_view(wanted, HALF, axis=1)[:, :HALF] @ factors[:HALF]
     is_half = np.zeros(2**TABLE_BITS, dtype=bool)  # chance adds 1.6% of what is no half of any
     is_half[place_in_table(halves)] = True
-    with Progress('comparing the splits', len(train), 'tokens') as progress:
+    with ProgressBar('comparing the splits', len(train), 'tokens') as progress:
         for start in range(0, len(train) - SEQUENCE_TOKENS + 1, BLOCK_TOKENS):
             # Sequences that start in this block end in the next one.
             length = min(BLOCK_TOKENS + SEQUENCE_TOKENS - 1, len(train) - start)

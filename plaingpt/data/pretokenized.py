@@ -15,7 +15,7 @@ from plaingpt.data.token_files import check_ids, open_tokens
 from plaingpt.data.tokenizers import GPT2Tokenizer
 from plaingpt.system.errors import UserError, needs
 from plaingpt.system.files import sha256_of, write_json
-from plaingpt.system.streams import Progress, warn
+from plaingpt.system.streams import ProgressBar, warn
 
 
 def fetch_shards(corpus, folder, command):
@@ -143,7 +143,7 @@ def link_datatrove(shards, description, folder, command):
                         f'{tokenizer.vocab_size:,} of the tokenizer: name the right --tokenizer')
     find_journal(folder, command)
     splits = {split: {'tokens': 0, 'documents': 0, 'files': []} for split in ('train', 'val')}
-    with Progress('reading', sum(int(shard.ends[-1]) for shard in shards), 'tokens') as progress:
+    with ProgressBar('reading', sum(int(shard.ends[-1]) for shard in shards), 'tokens') as progress:
         for split, shard, start, end in cut_shards(shards, command['val_fraction']):
             entry = splits[split]
             path = folder / f'{split}_{len(entry["files"]):06d}.bin'

@@ -33,7 +33,7 @@ from plaingpt.data.readers import Piece, file_type, inner_suffix
 from plaingpt.system.errors import UserError
 from plaingpt.system.files import sha256_of
 from plaingpt.system.formatting import count_of, shown
-from plaingpt.system.streams import Progress
+from plaingpt.system.streams import ProgressBar
 
 ONE_TEXT_FILES = 100  # fewer text files than this are one text
 SMALL_PIECE_CHARS = 2**15  # of a file, what goes into one split
@@ -323,7 +323,8 @@ def find_standard_library(folder, tell=None):
 
 def read_texts(source, what):
     """Yield the texts of a source, and show how far it is read."""
-    with closing(source.pieces()) as pieces, Progress(what, source.total, source.unit) as progress:
+    with closing(source.pieces()) as pieces, \
+            ProgressBar(what, source.total, source.unit) as progress:
         for piece in pieces:
             yield piece.text
             progress.advance_to(source.position())

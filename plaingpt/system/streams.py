@@ -11,7 +11,7 @@ from tqdm import tqdm
 
 from plaingpt.system.formatting import printable, short
 
-LOG_INTERVAL_S = 30  # between two lines of a Progress, where stderr is no terminal
+LOG_INTERVAL_S = 30  # between two lines of a ProgressBar, where stderr is no terminal
 
 # -----------------------------------------------------------------------------
 # standard streams
@@ -177,7 +177,7 @@ class StatusLine:
 status = StatusLine()
 
 
-class Progress(tqdm):
+class ProgressBar(tqdm):
     """How far a loop is: a bar on a terminal; elsewhere a line on stderr every LOG_INTERVAL_S, for
     the log of a job."""
 

@@ -51,17 +51,17 @@ def batches_are_of_the_files(subject):
     loader = subject.train_data
     for step, batch in enumerate(first_batches(loader)):
         starts = loader.sequence_starts(loader.sequence_ids(step, 0))
-        if problem := compare(batch, loader, subject.dataset.split('train'), starts):
+        if problem := compare_batch(batch, loader, subject.dataset.split('train'), starts):
             return f'the batch of step {step} is not that of the training split: {problem}'
     loader = subject.val_data
     starts = next(iter(loader.eval_batches(subject.evaluated)), [])
     if len(starts):
         batch = [tensor[:len(starts)].cpu() for tensor in loader.eval_batch(starts)]
-        if problem := compare(batch, loader, subject.dataset.split('val'), starts):
+        if problem := compare_batch(batch, loader, subject.dataset.split('val'), starts):
             return f'what an evaluation reads is not of the validation split: {problem}'
 
 
-def compare(batch, loader, stream, starts):
+def compare_batch(batch, loader, stream, starts):
     """(idx, targets) beside the files of a split → None, or what differs."""
     idx, targets = batch  # (B, T) each
     tokens = torch.full((len(idx), idx.size(1) + 1), -1)  # where no token of the text is

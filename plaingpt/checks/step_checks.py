@@ -63,7 +63,7 @@ def checkpoints_come_back(subject):
         optimizer.step()
         try:
             with TemporaryDirectory() as folder:
-                found = save(model, optimizer, folder)
+                found = save_small(model, optimizer, folder)
                 loaded = found.load_model(subject.device)
                 again = build_optimizer(loaded, config, subject.device.type)
                 found.load_optimizer(again, loaded)
@@ -93,7 +93,7 @@ def checkpoints_come_back(subject):
                    'what it remembers of a parameter must be in its state'
 
 
-def save(model, optimizer, folder):
+def save_small(model, optimizer, folder):
     """→ Checkpoint. Raises OSError."""
     saver = Saver(folder, alone=True)
     saver.save(model, optimizer, {

@@ -196,7 +196,7 @@ def is_sharded(tensor):
     return hasattr(tensor, 'full_tensor')  # torch takes a second to import its DTensor
 
 
-def whole(tensor):
+def full_tensor(tensor):
     """All of a tensor. Where it is sharded, all processes must ask."""
     return tensor.full_tensor() if is_sharded(tensor) else tensor
 

@@ -121,7 +121,7 @@ def choose_batch_size(shape, config, dtype, device, compile):
     trying = device.type == 'cuda' and step.parallel == 'ddp'  # the trial holds the whole model
     while batch_size and trying:
         trial = replace(step, batch_size=batch_size, micro_steps=sequences // batch_size)
-        if all_reduce_min(int(fits(shape, trial, device, compile)), device):
+        if all_reduce_min(int(step_fits(shape, trial, device, compile)), device):
             break
         batch_size = next((b for b in range(batch_size - 1, 0, -1) if sequences % b == 0), 0)
     if not batch_size:
@@ -133,7 +133,7 @@ def choose_batch_size(shape, config, dtype, device, compile):
     return batch_size, f'of {gib(available)} free{tried}{stepped}'
 
 
-def fits(shape, step, device, compile):
+def step_fits(shape, step, device, compile):
     """True where a whole step runs on this CUDA device, compiled as in training."""
     with torch.random.fork_rng([device]):
         try:

@@ -18,19 +18,19 @@ def get_lr(it, config):
 
 def cosine(it, config):
     """Loshchilov and Hutter 2016, by nanoGPT's exact formula."""
-    return interpolate(0.5 * (1 + math.cos(math.pi * progress(it, config))), config)
+    return rate_between(0.5 * (1 + math.cos(math.pi * progress(it, config))), config)
 
 
 def linear(it, config):
     """A straight line down (Bergsma et al. 2025)."""
-    return interpolate(1 - progress(it, config), config)
+    return rate_between(1 - progress(it, config), config)
 
 
 def wsd(it, config):
     """Warmup, stable, decay: linear over the last wsd_decay of the run (Hu et al. 2024, §4)."""
     end = config.lr_decay_iters
     falling = max(1, min(config.wsd_decay * end, end - config.warmup_iters))  # iterations
-    return interpolate(max(0, min(1, (end - it) / falling)), config)
+    return rate_between(max(0, min(1, (end - it) / falling)), config)
 
 
 def constant(it, config):
@@ -46,6 +46,6 @@ def progress(it, config):
     return min(1, (it - warmup) / max(1, end - warmup))
 
 
-def interpolate(share, config):
+def rate_between(share, config):
     """learning_rate for a share of 1, min_lr for 0."""
     return config.min_lr + share * (config.learning_rate - config.min_lr)

@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from model import GPT, GPTConfig
 from plaingpt.parallel.owners import owners_of, work
-from plaingpt.system.distributed import launched_world, process_group, whole
+from plaingpt.system.distributed import full_tensor, launched_world, process_group
 from plaingpt.training import optimizers
 from plaingpt.training.optimizers import build_optimizer
 from plaingpt.training.settings import TrainConfig
@@ -60,7 +60,7 @@ class Trained:
         for p, q in self.parameters:
             if found_inf:
                 p.grad *= float('nan')
-            q.grad = whole(p.grad).clone()
+            q.grad = full_tensor(p.grad).clone()
         for optimizer in (self.alone, self.optimizer):
             if getattr(optimizer, '_step_supports_amp_scaling', False):
                 optimizer.found_inf = torch.tensor(found_inf)
@@ -75,10 +75,10 @@ class Trained:
         the same of the copy), each of all rows."""
         matrices = set(self.optimizer.param_groups[0]['params'])
         for p, q in self.parameters:
-            yield p in matrices, whole(p), q
+            yield p in matrices, full_tensor(p), q
             assert self.optimizer.state[p].keys() == self.alone.state[q].keys()
             for key, value in self.alone.state[q].items():
-                yield p in matrices, whole(self.optimizer.state[p][key]), value
+                yield p in matrices, full_tensor(self.optimizer.state[p][key]), value
 
 
 def sharded(gpt):

@@ -218,7 +218,7 @@ def test_a_planned_batch_that_does_not_fit_is_stepped_down(monkeypatch):
         tried.append(step.batch_size)
         return step.batch_size <= 5
 
-    monkeypatch.setattr(memory_fit, 'fits', fits)
+    monkeypatch.setattr(memory_fit, 'step_fits', fits)
     config = TrainConfig(batch_size='auto', total_batch_size=24 * 1024)
     planned = predict(SHALLOW, step_settings(replace(config, batch_size=12), 'bfloat16')).total
     monkeypatch.setattr(memory_fit, 'available_memory', lambda device: planned)

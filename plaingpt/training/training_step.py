@@ -34,7 +34,8 @@ def forward_backward(model, batches, micro_steps, scaler, context):
 def update(model, optimizer, scaler, grad_clip, guard, iter_num, loss):
     """Clip the gradient and move the weights, unless something is not finite → gradient norm."""
     scaler.unscale_(optimizer)
-    grad_norm = full_tensor(torch.nn.utils.clip_grad_norm_(model.parameters(), grad_clip or math.inf))
+    limit = grad_clip or math.inf
+    grad_norm = full_tensor(torch.nn.utils.clip_grad_norm_(model.parameters(), limit))
     hold = guard.check_finite(iter_num, loss, grad_norm)
     # Not scaler.step, which sees gradients only and would move the weights after a bad loss.
     if getattr(optimizer, '_step_supports_amp_scaling', False):

@@ -20,6 +20,7 @@ import sys
 import tokenize
 import types
 import typing
+from contextlib import suppress
 from pathlib import Path
 
 from plaingpt.system.errors import UserError
@@ -32,7 +33,7 @@ def load_config(cls, argv, doc=''):
 
     A field may have a limit in words: `Annotated[int, 'at least 1 and below 9']`. `cls` may define
     `out_of_range(self) -> list[str]` for other values that are wrong by themselves, and
-    `problems(self) -> list[str]` for those that contradict each other, if all else is right.
+    `problems(self) -> list[str]` for those that contradict each other.
     Raises UserError with every problem found, one a line. `--help` prints and exits.
     """
     if any(arg in ('--help', '-h') for arg in argv):
@@ -54,8 +55,9 @@ def load_config(cls, argv, doc=''):
     problems += outside_limits(config)
     if hasattr(config, 'out_of_range'):
         problems += config.out_of_range()
-    if not problems and hasattr(config, 'problems'):
-        problems = config.problems()
+    if hasattr(config, 'problems'):
+        with suppress(ArithmeticError):  # of values out of range
+            problems += config.problems()
     if problems:
         raise UserError('\n'.join(problems))
     return config
@@ -215,7 +217,9 @@ def check_and_set(cls, values, name, value, where, problems):
     if name not in values:
         nearest = [HABITS[name]] if HABITS.get(name) in values \
             else difflib.get_close_matches(name, values, n=1, cutoff=0.6)
-        hint = f'did you mean {nearest[0]}?' if nearest else 'see --help for all keys'
+        hint = 'this version has no such setting: leave it out' \
+            if name in getattr(cls, 'removed', ()) else \
+            f'did you mean {nearest[0]}?' if nearest else 'see --help for all keys'
         problems.append(f'unknown key {name!r} {where}: {hint}')
         return
     try:

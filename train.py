@@ -269,7 +269,7 @@ def finish(run, ending):
         raise run.guard.error()
     if run.saver.failed:
         print0(f'the last checkpoint could not be written in {out_dir}: see the warning, then '
-               'start again with --init_from=resume')
+               'start again with --init_from=auto, which resumes from the one before, if any')
         sys.exit(1)
     run.guard.report_held(print0)
     for line in progress.describe_end(config, ending, signal):

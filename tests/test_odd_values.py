@@ -29,6 +29,7 @@ from plaingpt.system.errors import run_script
 
 CASES = 1000  # of each command
 RUNS_ON_S = 2
+CALLED_BY_C = ('pack_hook', 'unpack_hook', '__torch_dispatch__', '__torch_function__')
 MAY_RUN_ON = 30  # of the cases of a command
 NUMBERS = ['-1', '0', '1', '2', '3', '1000', '-2**62', '1e18', '-1e18', '1e-300', '1e308', '3e38',
            '0.5', '.5', '-0.0', '1e3', '0x10', '1_000', '01', '1e400', 'nan', 'inf', '-inf', 'NaN',
@@ -91,8 +92,8 @@ def outcome(main, argv, log, patch):
     """Run a command as a user does → what is wrong with how it ended, or '', and whether the test
     ended it."""
     def ran_on(number, frame):
-        while frame:  # where C++ keeps or computes anew what a backward pass needs, it would abort
-            if frame.f_code.co_name in ('pack_hook', 'unpack_hook'):
+        while frame:  # an error in what C++ calls may abort the process: it waits for another frame
+            if frame.f_code.co_name in CALLED_BY_C:
                 return
             frame = frame.f_back
         raise RanOnError
@@ -103,7 +104,7 @@ def outcome(main, argv, log, patch):
     signal.signal(signal.SIGALRM, ran_on)
     code = 0
     try:
-        signal.setitimer(signal.ITIMER_REAL, RUNS_ON_S, RUNS_ON_S)
+        signal.setitimer(signal.ITIMER_REAL, RUNS_ON_S, 0.05)
         run_script(main)
     except RanOnError:
         return '', True

@@ -274,7 +274,13 @@ def lock_output_dir(folder, wanted=True):
     if not wanted:
         yield lambda: None
         return
+    is_new = not os.path.lexists(folder)
     make_writable(folder)
-    with locked(folder, f'out_dir={folder}: a run is writing there: wait until it is done, stop '
-                        'it, or choose another --out_dir') as check:
-        yield check
+    try:
+        with locked(folder, f'out_dir={folder}: a run is writing there: wait until it is done, '
+                            'stop it, or choose another --out_dir') as check:
+            yield check
+    finally:
+        if is_new:
+            with suppress(OSError):  # a run that was refused leaves no empty folder
+                os.rmdir(folder)

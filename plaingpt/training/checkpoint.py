@@ -40,6 +40,7 @@ from plaingpt.system.files import (
 )
 from plaingpt.system.formatting import quoted
 from plaingpt.system.streams import warn
+from plaingpt.training.settings import REMOVED
 from plaingpt.weights import check_fields, check_finite, check_held
 
 FORMAT_VERSION = 1
@@ -48,13 +49,6 @@ RENAMED = {'windows': 'sequences', 'stale': 'evals_since_best'}
 # What a checkpoint of an earlier version may lack.
 LATER = {'val_loss': None, 'elapsed_s': 0.0, 'wandb_id': None, 'samples': {},
          'eval_sequences': 0}
-# Settings of earlier versions, of the model and of its training, that are no more → the value, or
-# the setting whose value, that this version computes with.
-REMOVED = {'rotary_base': 10000.0, 'rotary_share': 1.0, 'embedding_norm': False, 'qk_scale': 0.0,
-           'head_bias': False, 'logit_softcap': 0.0, 'softcap': 'tanh', 'adam_eps': 1e-8,
-           'muon_scale': 'match_rms_adamw', 'muon_iterations': 'quintic',
-           'embedding_decay': 'weight_decay', 'vector_decay': 0.0}
-BLOCK = re.compile(r'h\.\d+\.')  # of a parameter's name
 CHUNK = re.compile(r'(model|optimizer)-(\d{5,9})-of-(\d{5,9})\.safetensors')
 PART = re.compile(r'(.*?)(?:\[(\d{1,18}):(\d{1,18})\])?', re.DOTALL)  # of a tensor: its rows
 # As safetensors calls them. An optimizer of your own may remember integers.
@@ -266,7 +260,7 @@ def open_checkpoint(path):
             state = as_today(state)
             check_state(state, iteration_of(path))
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as e:
-        what = e.strerror if isinstance(e, OSError) else e
+        what = f'{Path(e.filename).name}: {e.strerror}' if isinstance(e, OSError) else e
         raise UserError(f'{path}/state.json is damaged ({what}): use another checkpoint with '
                         '--checkpoint=ITER, or remove the directory') from None
     if unknown:

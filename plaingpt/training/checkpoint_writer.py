@@ -12,7 +12,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 
-from plaingpt.monitoring.metrics_file import trim_rows
+from plaingpt.monitoring.metrics_file import rows_end, trim_rows
 from plaingpt.system.distributed import (
     all_gather,
     gloo_group,
@@ -119,7 +119,7 @@ class Saver:
 
     def _save(self, mine, state, rng):
         self.failed = True
-        for what_now in ('trying again', 'training continues, and the earlier checkpoints stay'):
+        for what_now in ('trying again', 'earlier ones stay as they are'):
             problem = self._write_once(mine, state, rng)
             if problem is None:
                 self.failed = False
@@ -308,4 +308,9 @@ def trim_logs(out_dir, iter_num, evaluated):
     for name in LOGS:
         path = Path(out_dir, name)
         if path.suffix == '.jsonl' and path.exists():
+            if name == 'metrics.jsonl' and path.stat().st_size and not rows_end(path, 2**62):
+                shutil.move(path, path.with_suffix('.damaged'))
+                warn(f'{path} holds no row of a run: it is kept as {path.stem}.damaged, and a new '
+                     'one begins')
+                continue
             trim_rows(path, iter_num, evaluated)

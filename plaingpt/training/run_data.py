@@ -39,7 +39,21 @@ def open_data(config, world):
     if config.document_start != 'auto' and config.document_start not in range(dataset.vocab_size):
         raise UserError(f'document_start={config.document_start}: {dataset.folder} has tokens 0 to '
                         f'{dataset.vocab_size - 1}')
+    if config.also_evaluate:
+        open_beside(config, dataset)  # for what it raises
     return dataset
+
+
+def open_beside(config, dataset):
+    """The dataset that config.also_evaluate names. Raises UserError where it cannot stand beside
+    the one to train on."""
+    if ',' in config.also_evaluate or config.also_evaluate == config.dataset:
+        raise UserError(f'also_evaluate={config.also_evaluate}: name one other dataset')
+    other = open_named(config.also_evaluate)
+    if other.tokenizer_json() not in (dataset.tokenizer_json(), base_tokenizer(dataset)):
+        raise UserError(f'also_evaluate={config.also_evaluate}: {other.folder} has another '
+                        f'tokenizer than {dataset.folder}')
+    return other
 
 
 def prepare_small(name):
@@ -97,13 +111,7 @@ def open_batches(config, dataset, world, device):
                               only_first=config.overfit_batches if split == 'train' else 0)
                for split in ('train', 'val')]
     if config.also_evaluate:
-        if ',' in config.also_evaluate or config.also_evaluate == config.dataset:
-            raise UserError(f'also_evaluate={config.also_evaluate}: name one other dataset')
-        other = open_named(config.also_evaluate)
-        if other.tokenizer_json() not in (dataset.tokenizer_json(), base_tokenizer(dataset)):
-            raise UserError(f'also_evaluate={config.also_evaluate}: {other.folder} has another '
-                            f'tokenizer than {dataset.folder}')
-        loaders[1].beside = [other.loader('val', *shape, **share)]
+        loaders[1].beside = [open_beside(config, dataset).loader('val', *shape, **share)]
     tokens, step_tokens = loaders[0].epoch_tokens(), config.step_tokens()
     epochs = dataset.epochs(config.max_iters * step_tokens)
     epochs = {part.name and f'{part.name} ({part.weight:.1%})': epochs[part.name]

@@ -1,6 +1,6 @@
 """The model of a run: its shape, its weights, and where it is trained."""
 
-from dataclasses import replace
+from dataclasses import fields, replace
 
 from model import GPT, GPTConfig
 from plaingpt.data.tokenizers import described_vocab_size
@@ -26,6 +26,13 @@ def run_shape(config, dataset, resumed):
     start = start_shape(config)
     if start is None:
         return config.gpt_config(dataset.vocab_size, document_start(config, dataset))
+    asked = {field.name: getattr(config, field.name) for field in fields(GPTConfig)
+             if field.name not in ('block_size', 'vocab_size', 'dropout', 'document_attention',
+                                   'document_start')}
+    if other := [f'{key}={value} (it has {getattr(start, key)})' for key, value in asked.items()
+                 if value not in (getattr(start, key), getattr(type(config), key))]:
+        raise UserError(f'{config.init_from} was trained otherwise than with {", ".join(other)}: '
+                        'a run that starts from a model has its shape: leave these out')
     new_tokens = missing_chat_tokens(dataset, start.vocab_size)
     start = replace(start, vocab_size=start.vocab_size + new_tokens)
     check_start(config, start, dataset.folder, dataset.vocab_size)

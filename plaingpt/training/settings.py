@@ -27,10 +27,17 @@ WITHOUT_EFFECT = object()
 # a step): a comparison with a reference does not list it.
 NoEffect = Annotated[T, WITHOUT_EFFECT]
 Check = Literal['auto', 'warn'] | bool
+# Settings of earlier versions, of the model and of its training, that are no more → the value, or
+# the setting whose value, that this version computes with.
+REMOVED = {'rotary_base': 10000.0, 'rotary_share': 1.0, 'embedding_norm': False, 'qk_scale': 0.0,
+           'head_bias': False, 'logit_softcap': 0.0, 'softcap': 'tanh', 'adam_eps': 1e-8,
+           'muon_scale': 'match_rms_adamw', 'muon_iterations': 'quintic',
+           'embedding_decay': 'weight_decay', 'vector_decay': 0.0}
 
 
 @dataclass
 class TrainConfig(GPTConfig):
+    removed = REMOVED
     # output
     out_dir: NoEffect[str] = 'out'  # folder for checkpoints and metrics
     eval_interval: NoEffect[Positive] = 2000  # iterations between evaluations

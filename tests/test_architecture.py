@@ -28,7 +28,6 @@ MAY_IMPORT = {
     'parallel': {'model', 'system'},
     'training': {'parallel', 'inference', 'weights', 'model', 'data', 'monitoring', 'kernels',
                  'system'}}
-MAY_IMPORT['serving'] = {'inference', *MAY_IMPORT['inference']}
 MAY_IMPORT['checks'] = {'training', *MAY_IMPORT['training']}
 MAY_IMPORT['benchmarks'] = {'training', *MAY_IMPORT['training']}
 MAY_IMPORT['plaingpt'] = {'training', 'inference', 'system'}  # load(), when it is called
@@ -56,7 +55,7 @@ def imports(path, local=True):
     waiting = [parsed(path)]
     while waiting:
         node = waiting.pop()
-        if local or not isinstance(node, ast.FunctionDef):
+        if local or not isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
             waiting += ast.iter_child_nodes(node)
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)

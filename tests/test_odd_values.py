@@ -129,6 +129,9 @@ def bases(char_data, trained, text_file, tmp_path, monkeypatch):
     def refuse(*_, **__):
         raise OSError('no network and no process')
 
+    async def ended(*_):
+        pass
+
     def resolve(host, port, family=0, type=0, proto=0, flags=0):
         return getaddrinfo(host, port, family, type, proto, flags | socket.AI_NUMERICHOST)
 
@@ -138,7 +141,7 @@ def bases(char_data, trained, text_file, tmp_path, monkeypatch):
     monkeypatch.setattr(socket.socket, 'connect', refuse)
     monkeypatch.setattr(subprocess, 'run', refuse)
     monkeypatch.setattr(torch, 'compile', lambda model, **_: model)
-    monkeypatch.setattr(serve, 'run_server', lambda app, batch, sock: batch.close())
+    monkeypatch.setattr(serve, 'run_server', ended)
     monkeypatch.setattr(plot, 'draw', lambda runs, path, reference: Path(path).write_bytes(b''))
     matmul_flops = step_speed.matmul_flops
     monkeypatch.setattr(step_speed, 'matmul_flops',

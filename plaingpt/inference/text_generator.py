@@ -44,14 +44,15 @@ class Sampling:
 
     def problems(self):
         found = [f'{key}={getattr(self, key)}: must not be negative'
-                 for key in ('temperature', 'top_k', 'seed') if getattr(self, key) < 0]
+                 for key in ('temperature', 'top_k', 'seed')
+                 if not getattr(self, key) >= 0]  # NaN is not either
         if self.max_new_tokens < 1:
             found.append(f'max_new_tokens={self.max_new_tokens}: must be at least 1')
         if not 0 < self.top_p <= 1:
             found.append(f'top_p={self.top_p}: must be above 0 and at most 1')
         if not 0 <= self.min_p <= 1:
             found.append(f'min_p={self.min_p}: must be from 0 to 1')
-        if self.repetition_penalty <= 0:
+        if not self.repetition_penalty > 0:
             found.append(f'repetition_penalty={self.repetition_penalty}: must be above 0')
         return found
 
@@ -183,12 +184,13 @@ class TextGenerator:
                  f'{self.model.config.block_size:,}: only its end counts')
         return ids
 
-    def write(self, prompts, numbers, sampling, stop=(), show=None):
+    def write(self, prompts, numbers, sampling, stop=(), show=None, check=None):
         """Continue `prompts`, lists of ids → texts.
 
         numbers: of each text; with sampling.seed it decides the text's random numbers
         sampling: a Sampling
         stop: strings that end a text; show: called with each piece of the one text there is
+        check: called before each token is taken; what it raises ends the writing
         """
         decoders = [StreamDecoder(self.tokenizer, stop, show) for _ in prompts]
         generators = [random_numbers(sampling.seed, n) for n in numbers]
@@ -196,6 +198,8 @@ class TextGenerator:
         began = time.perf_counter()
 
         def on_token(row, token):
+            if check:
+                check()
             if token in ends:
                 return True
             self.tokens += 1

@@ -20,13 +20,25 @@ COMPLETIONS = b'POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n' \
 ENDLESS = 10**9  # new tokens of a text: none is written to its end
 GOOD = {'model': 'out', 'prompt': 'a', 'max_tokens': 1}
 
+@pytest.fixture(scope='module')
+def server(trained, tmp_path_factory):
+    """It serves a model of characters, which knows no end of text."""
+    with serving(tmp_path_factory.mktemp('server'), trained) as running:
+        yield running
+
+
+@pytest.fixture(scope='module')
+def chat_server(chat_model, tmp_path_factory):
+    with serving(tmp_path_factory.mktemp('server'), chat_model) as running:
+        yield running
+
 
 def connect(server):
     return socket.create_connection(('127.0.0.1', server.port), timeout=60)
 
 
-def ask_for_an_endless_text(client, stream):
-    body = json.dumps({'model': 'out', 'prompt': 'def ', 'max_tokens': ENDLESS,
+def ask(client, max_tokens, stream):
+    body = json.dumps({'model': 'out', 'prompt': 'def ', 'max_tokens': max_tokens,
                        'stream': stream}).encode()
     client.sendall(COMPLETIONS + b'Connection: close\r\nContent-Length: %d\r\n\r\n%s'
                    % (len(body), body))
@@ -35,22 +47,18 @@ def ask_for_an_endless_text(client, stream):
 WRONG = [
     (b'', 400, 'no JSON'), (b'{', 400, 'no JSON'), (b'\xff{}', 400, 'no JSON'),
     (b'[' * 100_000, 400, 'nested too deep'), (b'[]', 400, 'object'), (b'9' * 9000, 400, 'JSON'),
-    (b' ' * 1_100_000, 413, '1,048,576 at most'),
-    ({'prompt': 'a'}, 400, 'name the model'), ({'model': 'gpt', 'prompt': 'a'}, 404, 'no model'),
+    (b' ' * 10_000_000, 413, '1,048,576 bytes'),
+    ({'prompt': 'a'}, 404, 'model must be'), ({'model': 'gpt', 'prompt': 'a'}, 404, 'model must'),
     *(({**GOOD, key: value}, 400, words) for key, value, words in (
-        ('prompt', None, 'prompt must be'), ('prompt', 7, 'prompt must be'),
-        ('prompt', '', 'empty'), ('prompt', 'é', 'not among'), ('prompt', [10**30], 'ids are from'),
-        ('prompt', [-1], 'ids are'), ('prompt', ['a'] * 200, '1 to 128'),
-        ('prompt', 'a' * 17, '17 tokens'), ('n', 129, 'from 1 to 128'), ('n', 0, 'n must be'),
+        ('prompt', None, 'prompt is empty'), ('prompt', 7, 'prompt must be'),
+        ('prompt', 'é', 'not among'), ('prompt', ['a'], 'prompt must be'), ('n', 2, 'n is not'),
         ('max_tokens', 0, 'max_tokens'), ('max_tokens', 5000, 'to 4096'),
         ('max_tokens', True, 'max_tokens'), ('temperature', '1', 'temperature'),
         ('temperature', float('nan'), 'temperature'), ('top_p', 0, 'top_p'),
         ('seed', 1.5, 'seed'), ('stop', [''], 'stop'), ('stop', ['x'] * 17, 'stop'),
-        ('stream', 'yes', 'stream'),
-        ('stream_options', {'include_usage': True}, 'goes with stream'),
+        ('stream', 'yes', 'stream'), ('stream_options', 1, 'stream_options'),
         ('logprobs', 0, 'logprobs is not supported'), ('best_of', 2, 'best_of'),
-        ('temperatur', 1, 'unknown param'))),
-    ({**GOOD, 'prompt': ['a', 'b'], 'n': 100}, 400, 'at most 128 texts')]
+        ('temperatur', 0, 'temperatur is not supported')))]
 
 
 def test_a_wrong_request_is_refused_with_a_line_of_json(server):
@@ -65,12 +73,12 @@ def test_a_wrong_conversation_is_refused_with_a_line_of_json(chat_server):
         return {'role': 'user', 'content': content, **more}
 
     for messages, words in (
-            (None, 'messages must be'), ([], 'messages must be'),
-            (['hi'], r'messages\[0\] must be'), ([{'role': 'user'}], 'content must be'),
-            ([{'content': 'x'}], 'role must be'), ([user('x', role='root')], 'role must be'),
-            ([user('x', role=['user'])], 'role must be'), ([user(7)], 'content must be'),
-            ([user([{'type': 'image_url', 'image_url': {}}])], 'content must be'),
-            ([user('x', name='Eve')], "'name' is not supported"),
+            (None, 'no messages'), ([], 'no messages'), ('hi', 'messages must be'),
+            (['hi'], 'message 1 is'), ([{'role': 'user'}], 'message 1 is'),
+            ([user('x', role='root')], 'role is'), ([user('x', role=['user'])], 'role is'),
+            ([user(7)], 'text is expected'),
+            ([user([{'type': 'image_url', 'image_url': {}}])], 'text is expected'),
+            ([user('x', name='Eve')], '"name"'),
             ([user('x'), {'role': 'assistant', 'content': 'y'}], 'last'),
             ([user('x' * 100)], '104 tokens')):
         status, answer, _ = chat_server.post('/v1/chat/completions',
@@ -103,11 +111,13 @@ def test_other_addresses_methods_and_kinds_are_refused_in_json(server):
 
 
 def test_a_page_that_reaches_the_server_under_another_name_is_refused(server):
-    for host, status in (
-            ('LocalHost', 200), ('127.0.0.1:80', 200), ('[::1]:8000', 200), ('evil.example', 403),
-            ('evil.example:80', 403), ('a{b.evil.example', 403), ('localhost@evil.example', 403),
-            ('evil.example:99999999', 403), ('[::1', 403), ('', 403)):
-        assert server.post('/v1/completions', GOOD, {'Host': host})[0] == status, host
+    for host in 'LocalHost', '127.0.0.1:80', '[::1]:8000':
+        assert server.post('/v1/completions', GOOD, {'Host': host})[0] == 200, host
+    for host in ('evil.example', 'evil.example:80', 'a{b.evil.example', 'localhost@evil.example',
+                 'localhost.evil.example', 'evil.example:99999999', '[::1', ''):
+        with connect(server) as client:
+            client.sendall(f'GET / HTTP/1.1\r\nHost: {host}\r\nConnection: close\r\n\r\n'.encode())
+            assert b' 400 ' in client.makefile('rb').readline(), host
 
 
 def test_a_client_that_leaves_within_its_request_is_no_failure(server):
@@ -117,35 +127,56 @@ def test_a_client_that_leaves_within_its_request_is_no_failure(server):
     assert 'failed' not in server.log.read_text()
 
 
-def test_clients_that_send_half_a_request_hold_nobody_and_are_let_go(
+def test_clients_that_send_half_a_request_hold_nobody_and_are_cut_off(
         trained, tmp_path, monkeypatch):
-    monkeypatch.setattr('plaingpt.serving.app.HEAD_S', 2)
+    monkeypatch.setattr(serve, 'CLIENT_S', 1)
     with serving(tmp_path, trained) as server:
-        silent, head, body = (connect(server) for _ in range(3))
+        head, body, refused, _ = clients = [connect(server) for _ in range(4)]
         head.sendall(b'GET / HT')
         body.sendall(COMPLETIONS + b'Content-Length: 100\r\n\r\n{')
+        refused.sendall(COMPLETIONS.replace(b'completions', b'no') + b'Content-Length: 9\r\n\r\n{')
         assert server.complete(max_tokens=4)[0] == 200
-        answer = body.makefile('rb').read()
-        assert b' 408 ' in answer and b'did not come within' in answer
-        assert silent.recv(1) == head.recv(1) == b''
+        for client in clients:
+            assert is_cut_off(client)
 
 
-def test_an_answer_before_the_end_of_the_body_closes_the_connection(trained, tmp_path):
-    with serving(tmp_path, trained, api_key='secret') as server:
-        for head in (COMPLETIONS, COMPLETIONS.replace(b'completions', b'nothing')):
-            with connect(server) as client:
-                client.sendall(head + b'Content-Length: 100\r\n\r\n{')
-                answer = client.makefile('rb').read()  # to the end of the connection
-                assert b'connection: close' in answer.lower(), answer
+def is_cut_off(client):
+    """→ True once the server has closed the connection"""
+    try:
+        while client.recv(10**6):
+            pass
+    except ConnectionResetError:
+        pass
+    return True
+
+
+def test_a_client_that_does_not_read_its_stream_holds_nobody_and_is_cut_off(
+        trained, tmp_path, monkeypatch):
+    def bind_with_little_memory(*address):
+        sock = bind(*address)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)  # of connections too
+        return sock
+
+    bind = serve.bind
+    monkeypatch.setattr(serve, 'bind', bind_with_little_memory)
+    monkeypatch.setattr(serve, 'CLIENT_S', 3)
+    with serving(tmp_path, trained, max_waiting=0) as server, socket.socket() as client:
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        client.connect(('127.0.0.1', server.port))
+        ask(client, 2000, stream=True)
+        wait_until(lambda: '2000 tokens' in server.log.read_text())  # all of it is written
+        files = server.files()
+        assert server.complete(max_tokens=4)[0] == 200
+        wait_until(lambda: server.files() < files)
 
 
 @pytest.mark.parametrize('stream', [False, True])
 def test_a_full_queue_is_refused_and_a_client_that_leaves_frees_its_place(
         trained, tmp_path, stream):
-    with serving(tmp_path, trained, max_batch=1, max_waiting=1, max_tokens=ENDLESS) as server:
+    with serving(tmp_path, trained, max_waiting=1, max_tokens=ENDLESS) as server:
         clients = fill(server, stream)
-        status, answer, headers = server.complete(max_tokens=1)
-        assert (status, answer['error']['code'], headers['retry-after']) == (429, 'queue_full', '1')
+        status, answer, _ = server.complete(max_tokens=1)
+        assert (status, answer['error']['code']) == (429, 'queue_full')
         for client in clients:
             client.close()
         wait_until(lambda: server.complete(max_tokens=1)[0] == 200)
@@ -156,7 +187,7 @@ def fill(server, stream):
     clients = []
     for _ in range(50):  # the queue takes two
         client = connect(server)
-        ask_for_an_endless_text(client, stream)
+        ask(client, ENDLESS, stream)
         client.settimeout(0.1)
         try:
             if b' 429 ' in client.recv(20):
@@ -165,16 +196,6 @@ def fill(server, stream):
             pass  # it is written, or waits, or the refusal is late
         clients.append(client)
     pytest.fail('no request was refused')
-
-
-def test_a_request_ends_at_its_time_limit(trained, tmp_path):
-    with serving(tmp_path, trained, timeout_s=0.2, max_tokens=ENDLESS) as server:
-        status, answer, _ = server.complete(max_tokens=ENDLESS)
-        assert status == 504 and '0.2 s' in answer['error']['message']
-        with connect(server) as client:
-            ask_for_an_endless_text(client, stream=True)
-            answer = client.makefile('rb').read()
-        assert b'not done within 0.2 s' in answer and b'[DONE]' not in answer
 
 
 def test_a_key_opens_every_address_but_the_page(trained, tmp_path):
@@ -188,7 +209,6 @@ def test_a_key_opens_every_address_but_the_page(trained, tmp_path):
             urllib.request.urlopen(server.url + '/v1/models')
         with urllib.request.urlopen(server.url) as response:
             assert b'<script>' in response.read()
-            assert "default-src 'none'" in response.headers['content-security-policy']
         assert 'opensesame' not in server.log.read_text()
 
 
@@ -214,7 +234,7 @@ def test_a_port_that_is_taken_is_named(capsys, monkeypatch):
 @pytest.mark.parametrize(('number', 'code'), [(signal.SIGINT, 130), (signal.SIGTERM, -15)])
 def test_a_signal_ends_the_server_and_says_so_to_those_who_wait(trained, tmp_path, number, code):
     with serving(tmp_path, trained, max_tokens=ENDLESS) as server, connect(server) as client:
-        ask_for_an_endless_text(client, stream=True)
+        ask(client, ENDLESS, stream=True)
         client.recv(1000)
         os.kill(server.pid, number)
         assert b'the server stops' in client.makefile('rb').read()
@@ -234,7 +254,7 @@ def test_a_model_that_fails_costs_the_texts_at_hand_only(trained, tmp_path, monk
     with serving(tmp_path, trained) as server:
         marker.touch()
         status, answer, _ = server.complete(max_tokens=5)
-        assert status == 500 and 'could not write' in answer['error']['message']
+        assert status == 500 and 'out of memory' in answer['error']['message']
         marker.unlink()
         assert server.complete(max_tokens=5)[0] == 200
 

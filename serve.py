@@ -55,10 +55,11 @@ class ServeConfig(model_choice.ModelChoice):
     dtype: Literal['auto', 'float32', 'bfloat16', 'float16'] = 'auto'  # precision of the matmuls
 
     def problems(self):
+        found = [] if self.key().isascii() else ['api_key: must be ASCII']
         if self.host not in LOOPBACK and not self.key():
-            return [f'host={self.host} is open to other machines: give an --api_key, or '
-                    'PLAINGPT_API_KEY in the environment']
-        return []
+            found.append(f'host={self.host} is open to other machines: give an --api_key, or '
+                         'PLAINGPT_API_KEY in the environment')
+        return found
 
     def key(self):
         return self.api_key or os.environ.get('PLAINGPT_API_KEY', '')
@@ -137,6 +138,7 @@ class Api:
 
 
 async def read_json(request):
+    """The body of a request → its value. Raises UserError."""
     # A form on a page of another site is sent as text/plain.
     if request.headers.get('content-type', '').partition(';')[0].strip() != 'application/json':
         raise Refused(415, None, 'send JSON, with "Content-Type: application/json"')

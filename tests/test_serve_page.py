@@ -94,6 +94,7 @@ def test_the_page_fits_a_phone(browser, chat_server):
     browser.set_window_size(390, 700)
     try:
         loaded(browser, chat_server)
+        assert browser.find_element('id', 'input').get_attribute('placeholder')  # a hint
         assert browser.execute_script('return innerWidth') <= 390
         browser.find_element('css selector', 'summary').click()
         say(browser, 'x' * 70)
@@ -120,8 +121,7 @@ def long_answer(browser, trained, tmp_path):
 
 def test_an_answer_can_be_stopped(browser, trained, tmp_path):
     with long_answer(browser, trained, tmp_path) as server:
-        hint = browser.find_element('id', 'input').get_attribute('placeholder')
-        assert 'not tuned to chat' in hint
+        assert 'not tuned to chat' in browser.find_element('id', 'about').text
         browser.find_element('id', 'stop').click()
         answered(browser)
         assert texts(browser, 'note') == ['(stopped)'] and not texts(browser, 'error')
@@ -144,6 +144,7 @@ def test_the_page_asks_for_the_key(browser, trained, tmp_path):
         browser.get(server.url)
         wait_until(lambda: texts(browser, 'error'))
         assert 'API key' in texts(browser, 'error')[0]
+        browser.find_element('css selector', 'summary').click()
         browser.find_element('id', 'key').send_keys('opensesame')
         say(browser, 'def')
         answered(browser)

@@ -176,14 +176,17 @@ def build_app(api):
     async def refuse(request, e):
         return respond(*error(e))
 
+    async def gone(request, e):
+        return respond(400, None)  # nobody reads it
+
     return Starlette(
         routes=[Route('/', HTMLResponse(page, headers={'cache-control': 'no-cache'})),
                 Route('/v1/models', api.models),
                 Route('/v1/chat/completions', api.answer, methods=['POST']),
                 Route('/v1/completions', api.answer, methods=['POST'])],
         middleware=[Middleware(TrustedHostMiddleware, names, www_redirect=False)],
-        exception_handlers=dict.fromkeys((UserError, HTTPException, ClientDisconnect, Exception),
-                                         refuse))
+        exception_handlers={UserError: refuse, HTTPException: refuse, Exception: refuse,
+                            ClientDisconnect: gone})
 
 
 async def cut_off_stuck_clients(server):
@@ -204,9 +207,9 @@ async def run_server(api, sock):
     """Answer on a bound socket until a signal comes, which is raised again at the end."""
     import uvicorn
     api.server = uvicorn.Server(uvicorn.Config(
-        build_app(api), http='h11', ws='none', lifespan='off', log_level='error', access_log=False,
-        server_header=False, proxy_headers=False, limit_concurrency=CONNECTIONS,
-        timeout_graceful_shutdown=5))
+        build_app(api), http='h11', ws='none', lifespan='off', log_level='critical',
+        access_log=False, server_header=False, proxy_headers=False,
+        limit_concurrency=CONNECTIONS, timeout_graceful_shutdown=5))
     watch = asyncio.create_task(cut_off_stuck_clients(api.server))
     await api.server.serve([sock])
     watch.cancel()

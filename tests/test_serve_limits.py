@@ -255,6 +255,7 @@ def test_a_model_that_fails_costs_the_texts_at_hand_only(trained, tmp_path, monk
         marker.touch()
         status, answer, _ = server.complete(max_tokens=5)
         assert status == 500 and 'out of memory' in answer['error']['message']
+        assert server.log.read_text().count('RuntimeError: out of memory') == 1
         marker.unlink()
         assert server.complete(max_tokens=5)[0] == 200
 

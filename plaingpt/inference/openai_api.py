@@ -14,6 +14,7 @@ from plaingpt.data.conversations import ROLES, parse_messages
 from plaingpt.inference.text_generator import Sampling, answering, checked
 from plaingpt.system.errors import UserError
 from plaingpt.system.formatting import one_line
+from plaingpt.system.streams import warn
 
 SAMPLING = {'temperature': 1.0, 'top_p': 1.0, 'top_k': 0, 'min_p': 0.0, 'repetition_penalty': 1.0,
             'seed': 0}  # OpenAI's defaults; without a seed, each text gets one of its own
@@ -71,7 +72,8 @@ def read_job(body, chat, generator, name, max_tokens):
     check_parameters(body)
     if body.get('model') != name:
         raise Refused(404, 'model_not_found', f'model must be {name!r}: this server has no other')
-    wanted = body.get('max_completion_tokens', body.get('max_tokens', max_tokens if chat else 16))
+    usual = max_tokens if chat else min(16, max_tokens)  # as OpenAI has it
+    wanted = body.get('max_completion_tokens', body.get('max_tokens', usual))
     if not 1 <= wanted <= max_tokens:
         raise UserError(f'max_tokens must be from 1 to {max_tokens}')
     sampling = checked({**SAMPLING, 'seed': secrets.randbits(62), 'max_new_tokens': wanted,
@@ -149,12 +151,14 @@ async def events(job):
 
 
 def error(e):
-    """An exception → (HTTP status, OpenAI's JSON of it)"""
+    """An exception → (HTTP status, OpenAI's JSON of it). A failure of ours is told on stderr, too.
+    """
     status = 400 if isinstance(e, UserError) else 500
     status = getattr(e, 'status', getattr(e, 'status_code', status))  # of Refused, of Starlette
     code, message = getattr(e, 'code', None), one_line(e)
     if status == 500:
-        message = f'the server failed: {message}'
+        message = f'the server failed: {type(e).__name__}: {message}'
+        warn(message)
     first = message.replace('=', ' ').replace(':', ' ').split(' ')[0]
     return status, {'error': {
         'message': message, 'code': code,

@@ -37,11 +37,6 @@ class Running:
     def complete(self, prompt='def ', model='out', **options):
         return self.post('/v1/completions', {'model': model, 'prompt': prompt, **options})
 
-    def memory(self):
-        """Bytes that the process has in memory."""
-        with open(f'/proc/{self.pid}/statm') as f:
-            return int(f.read().split()[1]) * os.sysconf('SC_PAGE_SIZE')
-
     def files(self):
         return len(os.listdir(f'/proc/{self.pid}/fd'))
 

@@ -89,10 +89,6 @@ def read_runs(folders):
     return [(name, *read(folder)) for name, folder in zip(names, folders, strict=True)]
 
 
-def has_ended(rows, run):
-    return bool(rows) and rows[-1]['iter'] >= run.get('config', {}).get('max_iters', 0)
-
-
 def draw_runs(runs, output, reference, may_be_empty=False):
     """Raises UserError where there is nothing to draw, unless it may_be_empty."""
     if reference and any(run and reference.other_text(run) for _, _, run in runs):
@@ -114,7 +110,7 @@ def print_run(name, rows, run, reference):
         return
     print(summarize(name, rows, run))
     if run:
-        for found in diagnose(rows, run, has_ended(rows, run)):
+        for found in diagnose(rows, run):
             print(f'  {found}')
         if verdict := overfit_check(rows, run):
             print(f'  {verdict}')

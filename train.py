@@ -260,11 +260,11 @@ def finish(run, ending):
     """Close the logs, write the report, and say how the run ended."""
     config, out_dir, progress = run.config, run.config.out_dir, run.progress
     signal = ending if ending in StopRequest.NAMES else None
-    run.metrics.close(ended=not signal)
+    run.metrics.close()
     if run.world.is_main and not config.eval_only:
         write_run(out_dir, dict(run.record, ending=ending, end=run.metrics.at(progress.iter_num)))
         if config.report:
-            write_report(out_dir, print0, ended=not signal)
+            write_report(out_dir, print0)
     if run.guard.gave_up:
         raise run.guard.error()
     if run.saver.failed:

@@ -16,11 +16,8 @@ SAMPLES = 5  # texts by the model in a report, evenly spread over the run
 
 
 @status.doing('writing the report')
-def write_report(out_dir, print_line, ended=True):
-    """Write out_dir/loss.png and report.md. What cannot be written is said in a line.
-
-    ended: the run will not be resumed
-    """
+def write_report(out_dir, print_line):
+    """Write out_dir/loss.png and report.md. What cannot be written is said in a line."""
     out_dir = Path(out_dir)
     with attempt('report.md', print_line):
         rows, run = read_rows(out_dir / 'metrics.jsonl', print_line), read_run(out_dir)
@@ -31,7 +28,7 @@ def write_report(out_dir, print_line, ended=True):
             draw([(out_dir.name, rows)], out_dir / 'loss.png')
         if verdict := overfit_check(rows, run):
             print_line(verdict)
-        text = format_report(out_dir, rows, run, ended)
+        text = format_report(out_dir, rows, run)
         write_atomically(out_dir / 'report.md', printable(text))
         print_line(f'{out_dir}/report.md says what the run was and what came of it')
 
@@ -45,9 +42,9 @@ def attempt(name, print_line):
         print_line(f'warning: no {name}: {one_line(e)}')
 
 
-def format_report(out_dir, rows, run, ended):
+def format_report(out_dir, rows, run):
     """The text of report.md."""
-    found = diagnose(rows, run, ended)
+    found = diagnose(rows, run)
     parts = [f'# {out_dir.name}', format_outcome(rows, run),
              '## Diagnosis', '\n'.join(f'- {each}' for each in found)
              or too_early(rows, run) or 'Nothing looks wrong.']
@@ -125,7 +122,8 @@ def format_outcome(rows, run):
     last = where_it_stands(rows, run)
     table += [('iterations', f'{last["iter"]:,}'),
               ('tokens', f'{last["tokens"]:,}, {quote_epochs(epochs(run, last["tokens"]))}, '
-                         f'{last["tokens"] / run["parameters"]:.3g} a parameter'),
+                         f'{last["tokens"] / run["parameters"]:.3g} a parameter (about 20 are '
+                         'compute-optimal: Hoffmann et al. 2022)'),
               ('time', duration(last['elapsed_s']))]
     steps = rows_with(rows, 'loss')
     if speeds := column(steps, 'tokens_per_s'):

@@ -171,11 +171,11 @@ class Metrics:
         """Of the wandb run that a resumed run continues, or None."""
         return next((backend.id for backend in self.backends if backend.name == 'wandb'), None)
 
-    def close(self, ended=True):
-        """Print what looks wrong and close the backends. ended: the run will not be resumed."""
+    def close(self):
+        """Print what looks wrong and close the backends."""
         status.show('')
         if self.path:
-            self._diagnose(ended)
+            self._diagnose()
         for backend in self.backends:
             try:
                 backend.close()
@@ -218,10 +218,10 @@ class Metrics:
                 self.print(f'warning: no more numbers go to {backend.name} ({one_line(e)}); '
                            f'{self.path} has them all')
 
-    def _diagnose(self, ended=False):
+    def _diagnose(self):
         if self.quiet:
             return
-        for found in diagnose(self.rows, self.run, ended):
+        for found in diagnose(self.rows, self.run):
             if found.name not in self.diagnosed:
                 self.diagnosed.add(found.name)
                 self.print(f'diagnosis: {found}')

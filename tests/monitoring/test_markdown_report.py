@@ -63,15 +63,8 @@ def test_nothing_looks_wrong_once_enough_was_seen(trained):
     rows = [{'iter': 50 * i, 'tokens': 800 * i, 'elapsed_s': i,
              'loss': 3 - i / 10, 'train_loss': 3 - i / 10, 'val_loss': 3 - i / 10}
             for i in range(1, 10)]
-    assert 'Nothing looks wrong.' in format_report(trained, rows, run, ended=False)
+    assert 'Nothing looks wrong.' in format_report(trained, rows, run)
     few_losses = [rows[0], rows[5]]
     one_evaluation = [{**row, 'val_loss': None} for row in rows[:-1]] + rows[-1:]
     for early in (few_losses, one_evaluation):
-        assert 'Too early to judge' in format_report(trained, early, run, ended=False)
-
-
-def test_a_run_that_was_interrupted_is_not_told_that_it_saw_little_text(trained):
-    rows = [{**row, 'iter': 100 * row['iter']} for row in lines(trained, 'iter')]
-    run = read_run(trained)
-    assert 'it ended after' in format_report(trained, rows, run, ended=True)
-    assert 'it ended after' not in format_report(trained, rows, run, ended=False)
+        assert 'Too early to judge' in format_report(trained, early, run)

@@ -191,7 +191,7 @@ def test_our_references_give_no_alarm_and_each_seed_is_expected_by_the_others():
         assert len(found.rows) >= (5 if name in ('quickstart', 'shakespeare_char_cpu_fast') else 3)
         outside = 0
         for seed, rows in found.rows.items():
-            assert diagnose(rows, found.runs[seed], ended=True) == [], (name, seed)
+            assert diagnose(rows, found.runs[seed]) == [], (name, seed)
             others = {other: found.rows[other] for other in found.rows if other != seed}
             outside += not Reference(name, {}, others).holds(rows)
         assert outside <= len(found.rows) // 10 + 1, name  # 5% are expected

@@ -7,6 +7,7 @@ alarm costs more than a late one.
 
 import math
 from dataclasses import dataclass
+from itertools import pairwise
 from statistics import median
 
 from plaingpt.monitoring.metrics_file import column, rows_with
@@ -164,12 +165,14 @@ def diverging(rows, run):
     remedy = f'lower learning_rate or lengthen warmup_iters ({run["config"]["warmup_iters"]} now)'
     first = first_loss(rows)
     early = [row for row in rows_with(rows, 'loss') if row['iter'] <= THRESHOLDS['early_steps']]
-    if first is not None and early:
-        highest = max(early, key=lambda row: row['loss'])
-        if highest['loss'] >= first + THRESHOLDS['rise']:
-            return (f'the loss rose from {first:.2f} to {highest["loss"]:.2f} at iteration '
-                    f'{highest["iter"]}', remedy)
-    # Later a single batch says little: evaluations count.
+    if first is not None and len(early) > 1:
+        # The lower of two lines in a row: a single batch may be an odd one.
+        highest = max(pairwise(early), key=lambda pair: min(row['loss'] for row in pair))
+        lower = min(highest, key=lambda row: row['loss'])
+        if lower['loss'] >= first + THRESHOLDS['rise']:
+            return (f'the loss rose from {first:.2f} to {lower["loss"]:.2f} at iteration '
+                    f'{lower["iter"]}', remedy)
+    # Later, evaluations count.
     evaluations = rows_with(rows, 'train_loss')
     if evaluations:
         lowest, last = min(evaluations, key=lambda row: row['train_loss']), evaluations[-1]
@@ -293,8 +296,8 @@ def implausible(rows, run):
     if bits and min(bits) < THRESHOLDS['implausible']:
         return (f'{min(bits):.2f} bits a byte are too few for text that was not seen before: '
                 'English has 0.6 to 1.3',
-                'do targets or attention show the token to predict? does the text repeat itself, or the '
-                'loader return the same sequences again?')
+                'do targets or attention show the token to predict? does the text repeat itself, '
+                'or the loader return the same sequences again?')
 
 
 def overlap(rows, run):

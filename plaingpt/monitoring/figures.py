@@ -1,8 +1,8 @@
-"""Curves of runs as a picture, with matplotlib and without torch. PANELS lists its parts."""
+"""Curves of runs as a picture, with matplotlib and without torch. make_panels lists its parts."""
 
 import io
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from plaingpt.monitoring.metrics_file import column, rows_with, step_tokens
 from plaingpt.system.errors import UserError, needs
@@ -13,18 +13,47 @@ from plaingpt.system.formatting import printable
 COLOURS = ('#0072B2', '#D55E00', '#009E73', '#CC79A7', '#E69F00', '#56B4E9')
 STYLES = ('-', '--', ':', '-.')
 COLUMNS = 3  # panels beside each other
-FLAT = 0.01  # a panel whose values differ by less than this share of its height is left out
+FLAT = 0.01  # a panel whose values differ by less than this share of the largest is left out
 NAME_WIDTH = 28  # characters of a run's name in a table
+# key of a row → (label, whether it is of the validation split, style)
+LOSSES = {'loss': ('training, single steps', False, dict(ls='-', lw=0.8, alpha=0.5)),
+          'train_loss': ('training', False, dict(ls='-', marker='o')),
+          'val_loss': ('validation', True, dict(ls='--', marker='o'))}
+BITS = {'val_bpb': ('validation', True, dict(ls='--', marker='o'))}
 
 
-@dataclass(frozen=True)
-class Run:
-    """A run as it is drawn."""
+@dataclass
+class Line:
+    """A line of a panel, or a dot where it has a single point."""
 
-    name: str
-    rows: list
-    colour: object
-    width: float = 1.2  # of its lines
+    run: int  # the number of its run
+    xs: list
+    ys: list
+    label: str | None = None  # several lines with one label are named once
+    colour: int | None = None  # index of COLOURS; None: the colour of its run
+    style: dict = field(default_factory=dict)
+
+
+@dataclass
+class Panel:
+    """A coordinate system with lines."""
+
+    title: str
+    lines: list
+    x_label: str = 'iteration'
+    y_label: str = ''
+    log: bool = False  # a logarithmic y axis, where the values differ by a factor of 30 and more
+    range: tuple = (0, None)  # of the y axis; None: what fits
+    zoom: bool = False  # see cut_off_the_start
+    band: tuple | None = None  # (label, xs, lows, highs) of a reference
+    ticks: list | None = None  # names of 0, 1, 2, … on the x axis
+
+    def is_flat(self):
+        """Whether no line rises or falls, and lines do not differ."""
+        values = [y for line in self.lines for y in line.ys]
+        height = self.range[1] or max(map(abs, values), default=0)
+        return all(len(line.xs) < 2 for line in self.lines) \
+            or max(values) - min(values) <= FLAT * height
 
 
 def draw(runs, path, reference=None):
@@ -32,7 +61,7 @@ def draw(runs, path, reference=None):
 
     Raises UserError where matplotlib is absent, or no run has anything to draw.
     """
-    if not any(points(rows, 'iter', key)[0] for _, rows in runs for key in ('loss', 'val_loss')):
+    if not any(rows_with(rows, 'loss') or rows_with(rows, 'val_loss') for _, rows in runs):
         raise UserError('there is nothing to draw yet: no step is logged, no evaluation made')
     picture = io.BytesIO()
     make_figure(runs, reference).savefig(picture, dpi=110)
@@ -44,68 +73,211 @@ def make_figure(runs, reference=None):
     with needs('matplotlib', 'drawing curves'):
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
-    # Lines and dots are smaller than those of the runs below them: equal ones remain seen.
-    n = len(runs)
-    runs = [Run(name, rows, colour, 1.2 + 0.9 * (n - 1 - i) / max(1, n - 1))
-            for i, ((name, rows), colour) in enumerate(zip(runs, choose_colours(n), strict=True))]
-    panels = [panel for panel in PANELS if panel.says_something(runs, reference)]
+    panels = make_panels([rows for _, rows in runs], reference)
     columns = min(COLUMNS, len(panels))
     lines = -(-len(panels) // columns)
     figure = Figure(figsize=(5 * max(2, columns), 3.6 * lines + 0.5), layout='constrained')
     FigureCanvasAgg(figure)
+    last_iter = max(row['iter'] for _, rows in runs for row in rows)
     for i, panel in enumerate(panels):
-        axes = figure.add_subplot(lines, columns, i + 1)
-        panel.draw(axes, runs, reference)
-        finish_axes(axes, panel, runs, reference)
+        draw_panel(figure.add_subplot(lines, columns, i + 1), panel, len(runs), last_iter)
     name_runs(figure, runs)
     return figure
 
 
-def finish_axes(axes, panel, runs, reference):
-    """Title, labels, range, grid and legend."""
+# -----------------------------------------------------------------------------
+# rows of runs → panels
+
+
+def make_panels(runs, reference=None):
+    """runs: lists of rows → the Panels that say something of them, the loss over iterations first
+    or after bits a byte."""
+    rates = [column_panel(runs, 'learning rate', 'lr'),
+             column_panel(runs, 'gradient norm, before clipping', 'grad_norm', log=True),
+             column_panel(runs, 'tokens a second', 'tokens_per_s')]
+    health = [layer_panel(runs, 'gradient norm of a layer', 'grad_norm', log=True),
+              layer_panel(runs, 'weight norm of a layer', 'weight_norm'),
+              layer_panel(runs, 'update / weight in a step', 'update_ratio', log=True),
+              layer_panel(runs, 'activation RMS after a layer', 'activation_rms'),
+              layer_panel(runs, 'largest attention logit', 'attention_logit', log=True),
+              layer_panel(runs, 'share of dead MLP units', 'dead_units', range=(-0.02, 1.02)),
+              position_panel(runs)]
+    return loss_panels(runs, reference) \
+        + [panel for panel in rates + health if not panel.is_flat()]
+
+
+def loss_panels(runs, reference):
+    """Losses over iterations and over time; over tokens where steps have different sizes. Where
+    tokenizers differ, bits a byte instead of losses that do not compare."""
+    sizes = {step_tokens(rows) for rows in runs} | {reference and reference.step_tokens()}
+    same_steps = len(sizes - {None}) <= 1
+    longest = max(row['elapsed_s'] for rows in runs for row in rows)
+    unit, seconds = ('hours', 3600) if longest > 3 * 3600 else \
+        ('minutes', 60) if longest > 180 else ('seconds', 1)
+
+    def panel(name, x, keys, x_label, scale=1):
+        y_label = 'bits a byte' if keys is BITS else 'loss, nats a token'
+        lines = [Line(i, [at / scale for at in column(seen, x)], column(seen, key), label,
+                      int(validates) if len(runs) == 1 else None, style)
+                 for i, rows in enumerate(runs) for key, (label, validates, style) in keys.items()
+                 if (seen := rows_with(rows, x, key))]
+        band = reference_band(reference, x) if reference and keys is LOSSES \
+            and (x == 'tokens' or (x == 'iter' and same_steps)) else None
+        return Panel(name, lines, x_label, y_label, zoom=True, band=band)
+
+    over_iterations = panel('loss over iterations', 'iter', LOSSES, 'iteration')
+    if tokenizers_differ(runs):
+        return [panel('bits a byte over iterations', 'iter', BITS, 'iteration'),
+                panel('bits a byte over time', 'elapsed_s', BITS, unit, seconds), over_iterations]
+    others = [panel('loss over tokens', 'tokens', LOSSES, 'tokens')] * (not same_steps) \
+        + [panel('loss over time', 'elapsed_s', LOSSES, unit, seconds)]
+    return [over_iterations, *(each for each in others if not each.is_flat())]
+
+
+def reference_band(reference, x):
+    """The validation losses that 95% of new seeds of a reference are expected in, as of Panel."""
+    tokens, lows, highs = zip(*reference.band(), strict=True) if reference.band() else ((), (), ())
+    xs = [t if x == 'tokens' else t / reference.step_tokens() for t in tokens]
+    return f'expected of {reference.name}, {len(reference.rows)} seeds', xs, lows, highs
+
+
+def column_panel(runs, title, key, **options):
+    """The values of a key of each run."""
+    lines = [Line(i, column(seen, 'iter'), column(seen, key))
+             for i, rows in enumerate(runs) if (seen := rows_with(rows, 'iter', key))]
+    return Panel(title, lines, **options)
+
+
+def layer_panel(runs, title, measure, **options):
+    """A health measure of the first, a middle and the last block, and of the embedding; of several
+    runs that of the first and the last block."""
+    prefix, lines = f'health/{measure}/', []
+    for i, rows in enumerate(runs):
+        keys = {key for row in rows for key in row if key.startswith(prefix)}
+        names = (re.fullmatch('h[.]([0-9]{1,9})', key.removeprefix(prefix)) for key in keys)
+        blocks = sorted(int(name[1]) for name in names if name)
+        if not blocks:
+            continue
+        if len(runs) > 1:
+            layers = {'first block': f'h.{blocks[0]}', 'last block': f'h.{blocks[-1]}'}
+        else:
+            chosen = sorted({blocks[0], blocks[len(blocks) // 2], blocks[-1]})
+            layers = {f'h.{n}': f'h.{n}' for n in chosen}
+            layers |= {'wte': 'wte'} if f'{prefix}wte' in keys else {}
+        for n, (label, layer) in enumerate(layers.items()):
+            seen = rows_with(rows, 'iter', prefix + layer)
+            lines.append(Line(i, column(seen, 'iter'), column(seen, prefix + layer), label,
+                              None if len(runs) > 1 else n, {'ls': STYLES[n]}))
+    return Panel(title, lines, **options)
+
+
+def position_panel(runs):
+    """How the loss falls with the position in the sequence, at the last health check."""
+    prefix, losses = 'health/loss_at/', []
+    for rows in runs:
+        row = next((row for row in reversed(rows) if f'{prefix}0' in row), {'iter': 0})
+        losses.append({key.removeprefix(prefix): value for key, value in row.items()
+                       if key.startswith(prefix) and value is not None})
+    # Models of several block sizes have other ranges of positions.
+    names = sorted({name for found in losses for name in found},
+                   key=lambda name: [int(n) for n in re.findall('[0-9]{1,9}', name)])
+    lines = [Line(i, [names.index(name) for name in found], list(found.values()),
+                  style={'marker': 'o'}) for i, found in enumerate(losses) if found]
+    return Panel('loss by position in the sequence', lines, 'position',
+                 'nats a token' + f', at iteration {row["iter"]}' * (len(runs) == 1),
+                 range=(None, None), ticks=names)
+
+
+# -----------------------------------------------------------------------------
+# panels → matplotlib
+
+
+def draw_panel(axes, panel, n_runs, last_iter):
+    """Lines, title, labels, ranges and legend. last_iter: of all runs; iterations end alike"""
     from matplotlib.ticker import EngFormatter
+    colours = choose_colours(n_runs)
+    if panel.band and panel.band[1]:
+        label, xs, lows, highs = panel.band
+        axes.fill_between(xs, lows, highs, color='black', alpha=0.2, lw=0)
+        axes.plot(xs, [(low + high) / 2 for low, high in zip(lows, highs, strict=True)],
+                  color='black', lw=1, ls=':', label=label)
+    for line in panel.lines:
+        # Lines and dots are smaller than those of the runs below them: equal ones remain seen.
+        width = line_width(line.run, n_runs)
+        options = {'lw': width, 'ms': 3 * width, **line.style}
+        if len(line.xs) == 1:
+            options['marker'] = 'o'
+        named = line.label in axes.get_legend_handles_labels()[1]
+        colour = colours[line.run] if line.colour is None else COLOURS[line.colour]
+        axes.plot(line.xs, line.ys, color=colour, label=None if named else line.label, **options)
+    set_y_range(axes, panel)
     axes.set_title(panel.title, fontsize=11, loc='left')
-    if not axes.axison:  # a text
-        return
-    axes.set_xlabel(axes.get_xlabel() or panel.x_label)
+    axes.set_xlabel(panel.x_label)
+    axes.set_ylabel(panel.y_label)
     axes.grid(alpha=0.25)
+    axes.spines[['top', 'right']].set_visible(False)
+    if panel.ticks:
+        axes.set_xticks(range(len(panel.ticks)), panel.ticks)
+    else:  # iterations, tokens and time begin at 0
+        last = last_iter if panel.x_label == 'iteration' and last_iter and not panel.band \
+            else axes.get_xlim()[1]
+        axes.set_xlim(-0.02 * last, 1.02 * last)
     for axis, label in ((axes.xaxis, panel.x_label), (axes.yaxis, panel.title)):
         if label in ('tokens', 'tokens a second'):
             axis.set_major_formatter(EngFormatter(sep=''))  # 250k
-    axes.spines[['top', 'right']].set_visible(False)
-    if panel.x == 'iter':
-        axes.xaxis.get_major_locator().set_params(integer=True)
-    if panel.x:  # iterations, tokens and time begin at 0, and iterations end alike
-        last = max(row['iter'] for run in runs for row in run.rows)
-        if panel.x != 'iter' or reference or not last:
-            last = axes.get_xlim()[1]
-        axes.set_xlim(-0.02 * last, 1.02 * last)
+        elif label == 'iteration':
+            axis.get_major_locator().set_params(integer=True)
     if axes.get_legend_handles_labels()[0]:
         legend = axes.legend(fontsize=8, framealpha=0.8, edgecolor='none')
-        show_as_they_are(legend.get_texts())
-        for handle in legend.legend_handles:  # a style stands for all runs
-            if len(runs) > 1 and handle.get_color() in [run.colour for run in runs]:
+        for handle in legend.legend_handles if n_runs > 1 else ():
+            if handle.get_color() in colours:  # a style stands for all runs
                 handle.set(color='grey', lw=1.2, ms=3.5)
+
+
+def set_y_range(axes, panel):
+    ys = [y for line in panel.lines for y in line.ys if y > 0]
+    if panel.zoom:
+        cut_off_the_start(axes)
+    elif panel.log and ys and max(ys) > 30 * min(ys):
+        axes.set_yscale('log', nonpositive='mask')  # zeros are left out
+    elif panel.range[0] is not None:
+        axes.set_ylim(panel.range[0], panel.range[1] or 1.05 * max(ys, default=1))
+
+
+def cut_off_the_start(axes):
+    """Fit the y axis to what comes after the first twentieth of each line: with its steep start in
+    the picture, small differences later on could not be seen. A line with fewer than three points
+    there is shown whole."""
+    shown = []
+    for line in axes.get_lines():
+        xs, ys = line.get_xdata(), line.get_ydata()
+        late = [y for x, y in zip(xs, ys, strict=True) if x > xs[0] + (xs[-1] - xs[0]) / 20]
+        shown += late if len(late) > 2 else list(ys)
+    margin = 0.05 * (max(shown) - min(shown)) if shown else 0
+    if margin:
+        axes.set_ylim(min(shown) - margin, max(shown) + margin)
 
 
 def name_runs(figure, runs):
     """One run is the title; several share one legend of their colours."""
     from matplotlib.lines import Line2D
     if len(runs) == 1:
-        show_as_they_are([figure.suptitle(runs[0].name, fontsize=12)])
-    else:
-        legend = figure.legend([Line2D([], [], color=run.colour, lw=run.width) for run in runs],
-                               [run.name + ('' if run.rows else ' (nothing logged yet)')
-                                for run in runs], loc='outside upper center',
-                               ncols=min(4, len(runs)), fontsize=10, frameon=False)
-        show_as_they_are(legend.get_texts())
+        figure.suptitle(plain(runs[0][0]), fontsize=12)
+        return
+    handles = [Line2D([], [], color=colour, lw=line_width(i, len(runs)))
+               for i, colour in enumerate(choose_colours(len(runs)))]
+    names = [plain(name) + ('' if rows else ' (nothing logged yet)') for name, rows in runs]
+    figure.legend(handles, names, loc='outside upper center', ncols=min(4, len(runs)),
+                  fontsize=10, frameon=False)
 
 
-def show_as_they_are(texts):
-    """Names of runs are no formulas: matplotlib would take what is between two $ for one."""
-    for text in texts:
-        text.set_parse_math(False)
-        text.set_text(printable(text.get_text()))
+def plain(name):
+    """The name of a run as matplotlib shows it, which takes what is between two $ for a formula."""
+    return printable(name).replace('$', r'\$')
+
+
+def line_width(i, n):
+    return 1.2 + 0.9 * (n - 1 - i) / max(1, n - 1)
 
 
 def choose_colours(n):
@@ -114,12 +286,6 @@ def choose_colours(n):
         return COLOURS[:n]
     from matplotlib import colormaps
     return [colormaps['viridis'](0.95 * i / (n - 1)) for i in range(n)]
-
-
-def points(rows, x, y):
-    """→ (xs, ys) of the rows that have both."""
-    rows = rows_with(rows, x, y)
-    return column(rows, x), column(rows, y)
 
 
 # -----------------------------------------------------------------------------
@@ -145,244 +311,14 @@ def loss_table(runs):
         last = seen[-1] if seen else {}
         losses = [last.get('train_loss'), last.get('val_loss'),
                   min(column(seen, 'val_loss'), default=None), last.get('val_bpb')]
-        table.append((last.get(key), [shortened(printable(name)), str(last.get('iter', '-')),
+        name = printable(name)
+        if len(name) > NAME_WIDTH:  # names of runs differ at their ends
+            name = f'{name[:NAME_WIDTH // 2 - 1]}…{name[-NAME_WIDTH // 2:]}'
+        table.append((last.get(key), [name, str(last.get('iter', '-')),
                                       *('-' if x is None else f'{x:.4f}' for x in losses)]))
     table.sort(key=lambda entry: (entry[0] is None, entry[0]))
-    table = [['run', 'iteration', 'training', 'validation', 'best', 'bits/byte'],
+    lines = [('run', 'iteration', 'training', 'validation', 'best', 'bits/byte'),
              *(cells for _, cells in table)]
-    widths = [max(map(len, cells)) for cells in zip(*table, strict=True)]
-    return ['  '.join([name.ljust(widths[0]), *(cell.rjust(width) for cell, width
-                                                in zip(cells, widths[1:], strict=True))])
-            for name, *cells in table]
-
-
-def shortened(name):
-    """A name without its middle, where it is long: names of runs differ at their ends."""
-    half = NAME_WIDTH // 2
-    return name if len(name) <= NAME_WIDTH else f'{name[:half - 1]}…{name[-half:]}'
-
-
-# -----------------------------------------------------------------------------
-# panels
-
-
-class Panel:
-    """`keys` of the rows over `x`. bottom, top: of the y axis (default: what fits);
-    log: make it logarithmic where the values differ by a factor of 30 and more"""
-
-    def __init__(self, title, keys, x='iter', x_label='iteration', log=False, bottom=None,
-                 top=None):
-        self.title, self.keys, self.x, self.x_label = title, keys, x, x_label
-        self.log, self.bottom, self.top = log, bottom, top
-
-    def curves(self, rows, several):
-        """→ [(label, xs, ys)] of a run; several: there are other runs in the picture."""
-        return [(None, *points(rows, self.x, key)) for key in self.keys]
-
-    def says_something(self, runs, reference):
-        """Whether there is a line, and lines that rise, fall or differ."""
-        curves = [curve for run in runs for curve in self.curves(run.rows, len(runs) > 1)]
-        values = [y for _, _, ys in curves for y in ys]
-        height = self.top or max(map(abs, values), default=0)
-        return any(len(xs) > 1 for _, xs, _ in curves) \
-            and max(values) - min(values) > FLAT * height
-
-    def draw(self, axes, runs, reference):
-        several = len(runs) > 1
-        for run in runs:
-            for i, (label, xs, ys) in enumerate(self.curves(run.rows, several)):
-                plot(axes, xs, ys, label, color=run.colour if several else COLOURS[i],
-                     lw=run.width, ls=STYLES[i])
-        self.scale(axes)
-
-    def scale(self, axes):
-        ys = [y for line in axes.get_lines() for y in line.get_ydata() if y > 0]
-        if self.log and ys and max(ys) > 30 * min(ys):
-            axes.set_yscale('log', nonpositive='mask')  # zeros are left out
-        elif self.bottom is not None:
-            axes.set_ylim(self.bottom, self.top or 1.05 * max(ys, default=1))
-
-
-def plot(axes, xs, ys, label, **options):
-    """A line, or a dot where there is a single point. A label of several lines is named once."""
-    if xs:
-        if len(xs) == 1:
-            options['marker'] = 'o'
-        named = label in axes.get_legend_handles_labels()[1]
-        axes.plot(xs, ys, label=None if named else label, ms=3 * options['lw'], **options)
-
-
-LOSSES = {'loss': ('training, single steps', dict(ls='-', lw=0.8, alpha=0.5)),
-          'train_loss': ('training', dict(ls='-', marker='o')),
-          'val_loss': ('validation', dict(ls='--', marker='o')),
-          'val_bpb': ('validation', dict(ls='--', marker='o'))}
-
-
-class LossPanel(Panel):
-    """Losses over `x`: of single steps a thin line, of evaluations a dot each; behind them the band
-    of a reference, where the x axes are the same."""
-
-    def __init__(self, title, keys=('loss', 'train_loss', 'val_loss'),
-                 y_label='loss, nats a token', **options):
-        super().__init__(title, keys, **options)
-        self.y_label = y_label
-
-    def curves(self, rows, several):
-        return [(LOSSES[key][0], *points(rows, self.x, key)) for key in self.keys]
-
-    def says_something(self, runs, reference):
-        differ = tokenizers_differ([run.rows for run in runs])
-        if 'val_bpb' in self.keys:
-            return differ
-        if self.x == 'tokens':  # over iterations it is the same picture, unless steps differ
-            return not differ and not same_steps(runs, reference)
-        # A single evaluation is shown once.
-        curves = [curve for run in runs for curve in self.curves(run.rows, len(runs) > 1)]
-        return self.x == 'iter' or (not differ and any(len(xs) > 1 for _, xs, _ in curves))
-
-    def draw(self, axes, runs, reference):
-        unit, seconds = time_unit(runs) if self.x == 'elapsed_s' else (self.x_label, 1)
-        axes.set_xlabel(unit)
-        several = len(runs) > 1
-        if reference and 'val_loss' in self.keys \
-                and (self.x == 'tokens' or (self.x == 'iter' and same_steps(runs, reference))):
-            draw_band(axes, reference, self.x)
-        for run in runs:
-            for key, (label, xs, ys) in zip(self.keys, self.curves(run.rows, several), strict=True):
-                validates = key.startswith('val_') and not several
-                options = {'color': COLOURS[1] if validates else run.colour, 'lw': run.width,
-                           **LOSSES[key][1]}
-                plot(axes, [x / seconds for x in xs], ys, label, **options)
-        cut_off_the_start(axes)
-        axes.set_ylabel(self.y_label)
-
-
-def same_steps(runs, reference):
-    """Whether all have equally many tokens in a step."""
-    sizes = {step_tokens(run.rows) for run in runs} | {reference and reference.step_tokens()}
-    return len(sizes - {None}) <= 1
-
-
-def cut_off_the_start(axes):
-    """Fit the y axis to what comes after the first twentieth of each line: with its steep start in
-    the picture, small differences later on could not be seen. A line with fewer than three points
-    there is shown whole."""
-    shown = []
-    for line in axes.get_lines():
-        xs, ys = line.get_xdata(), line.get_ydata()
-        late = [y for x, y in zip(xs, ys, strict=True) if x > xs[0] + (xs[-1] - xs[0]) / 20]
-        shown += late if len(late) > 2 else list(ys)
-    margin = 0.05 * (max(shown) - min(shown)) if shown else 0
-    if margin:
-        axes.set_ylim(min(shown) - margin, max(shown) + margin)
-
-
-def time_unit(runs):
-    """→ (name, seconds) of a unit that suits the longest run."""
-    longest = max(row['elapsed_s'] for run in runs for row in run.rows)
-    if longest > 3 * 3600:
-        return 'hours', 3600
-    return ('minutes', 60) if longest > 180 else ('seconds', 1)
-
-
-def draw_band(axes, reference, x):
-    """The validation losses that 95% of new seeds of a reference are expected in."""
-    band = reference.band()
-    xs = [tokens if x == 'tokens' else tokens / reference.step_tokens() for tokens, _, _ in band]
-    axes.fill_between(xs, [low for _, low, _ in band], [high for _, _, high in band],
-                      color='black', alpha=0.2, lw=0)
-    axes.plot(xs, [(low + high) / 2 for _, low, high in band], color='black', lw=1, ls=':',
-              label=f'expected of {reference.name}, {len(reference.rows)} seeds')
-
-
-class LayersPanel(Panel):
-    """A health measure of the first, a middle and the last block, and of the embedding; of several
-    runs that of the first and the last block."""
-
-    def __init__(self, title, measure, log=False, bottom=None, top=None):
-        super().__init__(title, (), log=log, bottom=bottom, top=top)
-        self.prefix = f'health/{measure}/'
-
-    def curves(self, rows, several):
-        layers = self.choose_layers(rows, several)
-        names = ('first block', 'last block') if several else layers
-        return [(name, *points(rows, 'iter', self.prefix + layer))
-                for layer, name in zip(layers, names, strict=False)]
-
-    def choose_layers(self, rows, several):
-        """['h.0', …]: the layers to draw, fewer where there are several runs."""
-        found = {key.removeprefix(self.prefix) for row in rows for key in row
-                 if key.startswith(self.prefix)}
-        blocks = sorted(int(layer[2:]) for layer in found if re.fullmatch('h[.][0-9]{1,9}', layer))
-        if not blocks:
-            return []
-        middle = () if several else (len(blocks) // 2,)
-        chosen = [f'h.{blocks[i]}' for i in sorted({0, len(blocks) - 1, *middle})]
-        return chosen if several else chosen + sorted(found & {'wte'})
-
-
-class PositionsPanel(Panel):
-    """How the loss falls with the position in the sequence, at the last health check."""
-
-    def __init__(self):
-        super().__init__('loss by position in the sequence', (), x=None, x_label='position')
-
-    def last(self, rows):
-        """→ (iteration, {positions: loss}) of the last health check."""
-        prefix = 'health/loss_at/'
-        row = next((row for row in reversed(rows) if f'{prefix}0' in row), {'iter': 0})
-        return row['iter'], {key.removeprefix(prefix): value for key, value in row.items()
-                             if key.startswith(prefix) and value is not None}
-
-    def curves(self, rows, several):
-        losses = self.last(rows)[1]
-        return [(None, list(losses), list(losses.values()))]
-
-    def positions(self, runs):
-        """Those of all runs, in order: models of several block sizes have other ranges."""
-        found = {name for run in runs for name in self.last(run.rows)[1]}
-        return sorted(found, key=lambda name: [int(n) for n in re.findall('[0-9]{1,9}', name)])
-
-    def draw(self, axes, runs, reference):
-        axes.xaxis.update_units(self.positions(runs))
-        super().draw(axes, runs, reference)
-        for line in axes.get_lines():
-            line.set_marker('o')
-        axes.set_ylabel('nats a token' if len(runs) > 1 else
-                        f'nats a token, at iteration {self.last(runs[0].rows)[0]}')
-
-
-class TablePanel(Panel):
-    """The losses of several runs in figures."""
-
-    def __init__(self):
-        super().__init__('final losses, the best first', (), x=None)
-
-    def says_something(self, runs, reference):
-        return len(runs) > 1
-
-    def draw(self, axes, runs, reference):
-        axes.set_axis_off()
-        lines = loss_table([(run.name, run.rows) for run in runs])
-        show_as_they_are([axes.text(0, 0.97, '\n'.join(lines), family='monospace', fontsize=7,
-                                    va='top', transform=axes.transAxes)])
-
-
-PANELS = (
-    LossPanel('bits a byte over iterations', ('val_bpb',), 'bits a byte'),
-    LossPanel('bits a byte over time', ('val_bpb',), 'bits a byte', x='elapsed_s'),
-    LossPanel('loss over iterations'),
-    LossPanel('loss over tokens', x='tokens', x_label='tokens'),
-    LossPanel('loss over time', x='elapsed_s', x_label='seconds'),
-    TablePanel(),
-    Panel('learning rate', ('lr',), bottom=0),
-    Panel('gradient norm, before clipping', ('grad_norm',), log=True, bottom=0),
-    Panel('tokens a second', ('tokens_per_s',), bottom=0),
-    LayersPanel('gradient norm of a layer', 'grad_norm', log=True, bottom=0),
-    LayersPanel('weight norm of a layer', 'weight_norm', bottom=0),
-    LayersPanel('update / weight in a step', 'update_ratio', log=True, bottom=0),
-    LayersPanel('activation RMS after a layer', 'activation_rms', bottom=0),
-    LayersPanel('largest attention logit', 'attention_logit', log=True, bottom=0),
-    LayersPanel('share of dead MLP units', 'dead_units', bottom=-0.02, top=1.02),
-    PositionsPanel(),
-)
+    width = max(len(name) for name, *_ in lines)
+    return [f'{name:<{width}}' + ''.join(f'  {cell:>10}' for cell in cells)
+            for name, *cells in lines]

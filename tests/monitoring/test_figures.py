@@ -99,5 +99,3 @@ def test_final_losses_are_a_table_with_the_best_first():
     assert [line.split() for line in figures.loss_table(runs)[1:]] == [
         ['good', '20', '2.9000', '3.1000', '3.0000', '3.1000'],
         ['bad', '10', '3.3000', '3.5000', '3.5000', '3.5000'], ['none', *'-----']]
-    [text] = panels(*runs)['final losses, the best first'].texts
-    assert text.get_text().splitlines() == figures.loss_table(runs)

@@ -4,11 +4,12 @@
     python evaluate.py --out_dir=out --split=test
     python evaluate.py --out_dir=out --tasks=text --data=book.txt
     python evaluate.py --init_from=gpt2 --tasks=hellaswag,lambada
+    python evaluate.py --out_dir=out --lm_eval=arc_easy,piqa
     torchrun --nproc_per_node=8 evaluate.py --out_dir=out --tasks=val,hellaswag --output=scores.json
 
 Tasks: val, test and train are the splits of a dataset and text is a file, scored as a whole by
 loss, perplexity and bits per byte; of conversations, what the assistant says is scored. hellaswag
-and lambada are benchmarks, scored as by lm-evaluation-harness.
+and lambada are benchmarks, scored as by lm-evaluation-harness; lm_eval=… runs tasks of that itself.
 """
 
 if __name__ == '__main__':  # before torch, which takes seconds
@@ -26,7 +27,7 @@ from plaingpt.data.dataset import open_named
 from plaingpt.inference import scoring
 from plaingpt.system.devices import autocast, choose_device, choose_dtype
 from plaingpt.system.distributed import gloo_group, launched_world, print0, process_group
-from plaingpt.system.errors import UserError, run_script
+from plaingpt.system.errors import UserError, needs, run_script
 from plaingpt.system.files import write_json
 from plaingpt.system.streams import require_stdout, status
 from plaingpt.training import model_choice
@@ -42,7 +43,11 @@ class EvaluateConfig(model_choice.ModelChoice):
     split: Literal['', 'val', 'test', 'train'] = ''  # this task alone
     dataset: str = ''  # for val, test and train: as in training; empty: that of the run
     data: str = ''  # file of a single task: a text, or a benchmark's .jsonl
-    limit: Annotated[int, 'at least 0'] = 0  # questions of a benchmark to ask; 0 for all
+    limit: Annotated[int, 'at least 0'] = 0  # questions of a benchmark or task to ask; 0 for all
+    # tasks of lm-evaluation-harness, by its package lm_eval
+    lm_eval: str = ''  # its tasks, several with commas, instead of val
+    include_path: str = ''  # folder with tasks of your own for it, as .yaml files
+    num_fewshot: Annotated[int, 'at least -1'] = -1  # examples in a prompt; -1: what the task says
     # system
     batch_size: Annotated[int, 'at least 1'] = 8  # sequences at a time; changes the speed alone
     device: str = 'auto'  # auto, cpu, cuda, cuda:0, mps
@@ -63,14 +68,20 @@ class EvaluateConfig(model_choice.ModelChoice):
             found.append(f'output={self.output}: its folder is not there')
         if self.output and os.path.lexists(self.output):
             found.append(f'output={self.output} exists already: name a new file')
-        if self.data and (len(tasks) > 1 or tasks[0] in SPLITS):
+        if (self.include_path or self.num_fewshot >= 0) and not self.lm_eval:
+            found.append('include_path and num_fewshot go with lm_eval: name its tasks')
+        if self.include_path and not Path(self.include_path).is_dir():
+            found.append(f'include_path={self.include_path}: no such folder')
+        if self.data and (len(tasks) != 1 or tasks[0] in SPLITS):
             found.append(f'data={self.data} goes with one task: text, '
                          f'{" or ".join(scoring.BENCHMARKS)}')
         return found
 
     def names(self):
         """The tasks that are asked for."""
-        return [self.split] if self.split else self.tasks.split(',')
+        if self.split:
+            return [self.split]
+        return [] if self.lm_eval and self.tasks == 'val' else self.tasks.split(',')
 
 
 def score(task, config, model, tokenizer, state, context, group):
@@ -117,6 +128,18 @@ def score_split(split, dataset, model, batch_size, context, group):
     return {**mean, 'corpora': scores}, '\n'.join(lines)
 
 
+def score_by_lm_eval(config, model, tokenizer, context, group):
+    """→ ({task: {name of a score: value}}, lines that say the same), of the tasks of lm_eval."""
+    with needs('lm_eval', f'lm_eval={config.lm_eval}'):
+        from plaingpt.inference import lm_eval_model
+    lm = lm_eval_model.LmEvalModel(model, tokenizer, config.batch_size, context, group)
+    results = lm_eval_model.run_tasks(
+        lm, config.lm_eval.split(','), config.include_path, config.limit,
+        None if config.num_fewshot < 0 else config.num_fewshot)
+    return results, '\n'.join(f'{task}: {lm_eval_model.quote_scores(scores)}'
+                              for task, scores in results.items())
+
+
 def main(argv):
     config = load_config(EvaluateConfig, argv, __doc__)
     if not config.output:
@@ -137,6 +160,11 @@ def main(argv):
                 results[task], line = score(task, config, model, tokenizer, state,
                                             autocast(device, dtype), group)
             print0(line)
+        if config.lm_eval:
+            found, lines = score_by_lm_eval(config, model, tokenizer, autocast(device, dtype),
+                                            group)
+            results |= found
+            print0(lines)
     if config.output and world.is_main:
         try:
             write_json(config.output, {

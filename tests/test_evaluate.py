@@ -148,28 +148,54 @@ def test_a_right_guess_counts_as_right(trained):
     assert scores[:, 1].tolist() == [1, 0] and scores[0, 0] > scores[1, 0]
 
 
-@pytest.mark.slow
+# -----------------------------------------------------------------------------
+# lm-evaluation-harness
+
+
 @pytest.mark.parametrize('task', ['hellaswag', 'lambada_openai'])
 def test_scores_are_those_of_lm_evaluation_harness(exported, files, task):
     lm_eval = pytest.importorskip('lm_eval')
-    from lm_eval.tasks import TaskManager
     name = task.partition('_')[0]
-    folder = f'{lm_eval.__path__[0]}/tasks/{name}'
     split = 'validation' if name == 'hellaswag' else 'test'
     (files / 'local.yaml').write_text(
-        f'include: {folder}/{task}.yaml\ntask: local\ndataset_path: json\ndataset_name: null\n'
-        'training_split: null\ndataset_kwargs:\n  data_files:\n'
-        f'    {split}: {files}/{name}.jsonl\n')
-    theirs = lm_eval.simple_evaluate(
-        model='hf', model_args=f'pretrained={exported},dtype=float32,max_length=128',
-        tasks=['local'], device='cpu', batch_size=2, bootstrap_iters=10,
-        task_manager=TaskManager(include_path=str(files)))['results']['local']
+        f'include: {lm_eval.__path__[0]}/tasks/{name}/{task}.yaml\ntask: local\n'
+        'dataset_path: json\ndataset_name: null\ntraining_split: null\ndataset_kwargs:\n'
+        f'  data_files:\n    {split}: {files}/{name}.jsonl\n')
+    theirs = scores_of(files, f'--init_from={exported}', '--lm_eval=local',
+                       f'--include_path={files}')['local']
     ours = scores_of(files, f'--init_from={exported}', f'--tasks={name}',
                      f'--data={files}/{name}.jsonl')[name]
-    for key in ('acc', 'acc_norm', 'perplexity'):
-        if key in ours:
-            assert ours[key] == pytest.approx(theirs[f'{key},none'], rel=1e-4), key
-    assert ours['acc_stderr'] == pytest.approx(theirs['acc_stderr,none'])
+    assert theirs['questions'] == ours['questions'] == 3
+    for key in {'acc', 'acc_norm', 'perplexity', 'acc_stderr'} & ours.keys():
+        assert ours[key] == pytest.approx(theirs[key], rel=1e-4), key
+
+
+def test_each_kind_of_request_of_lm_eval_is_answered_as_by_its_model_of_transformers(exported):
+    pytest.importorskip('lm_eval')
+    pytest.importorskip('accelerate')
+    from lm_eval.api.instance import Instance
+    from lm_eval.models.huggingface import HFLM
+
+    from plaingpt.inference.lm_eval_model import LmEvalModel
+    model, tokenizer, *_ = model_choice.load(str(exported))
+    ours = LmEvalModel(model, tokenizer, 2, torch.no_grad())
+    theirs = HFLM(pretrained=str(exported), max_length=128, dtype='float32', device='cpu')
+
+    def requests(kind, *arguments):
+        return [Instance(kind, {}, each, i) for i, each in enumerate(arguments)]
+    pairs = requests('loglikelihood', ('The cat', ' sat'), ('', 'Dogs'), ('a ' * 90, 'b c'))
+    texts = requests('loglikelihood_rolling', ('short',), ('long text ' * 40,))
+    for found, expected in zip(ours.loglikelihood(pairs), theirs.loglikelihood(pairs),
+                               strict=True):
+        assert found[0] == pytest.approx(expected[0], rel=1e-4) and found[1] == expected[1]
+    assert ours.loglikelihood_rolling(texts) == pytest.approx(
+        theirs.loglikelihood_rolling(texts), rel=1e-4)
+    whole, = ours.generate_until(requests('generate_until', ('The cat', {'max_gen_toks': 20})))
+    stop = whole[5]
+    cut = {'max_gen_toks': 20, 'until': [stop], 'do_sample': False}
+    assert ours.generate_until(requests('generate_until', ('The cat', cut))) \
+        == theirs.generate_until(requests('generate_until', ('The cat', cut))) \
+        == [whole[:whole.index(stop)]]
 
 
 # -----------------------------------------------------------------------------
@@ -274,6 +300,8 @@ def test_mistakes_are_one_line(trained, files, capsys, monkeypatch):
     for arguments, words in (
             (['--tasks=val,mmlu'], "'mmlu' is none of"),
             (['--tasks=text'], 'name the file with --data'),
+            (['--num_fewshot=2'], 'go with lm_eval'),
+            (['--lm_eval=x', '--include_path=nowhere'], 'no such folder'),
             (['--data=x'], 'goes with one task'),
             (['--tasks=text', f'--data={files}/none'], 'No such file'),
             (['--batch_size=0'], 'batch_size'), (['--dataset=nowhere'], 'nowhere is not prepared'),

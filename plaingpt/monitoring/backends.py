@@ -1,4 +1,4 @@
-"""Where the rows of metrics.jsonl go beside the file: Weights & Biases, TensorBoard.
+"""Where the rows of metrics.jsonl go beside the file: Weights & Biases, Trackio, TensorBoard.
 
 A backend is a class with a name, Backend(config, run, run_id), log(row) and close(), and an entry
 in BACKENDS. None of them may stop a run: the constructor raises UserError where it cannot start,
@@ -56,6 +56,30 @@ class Wandb:
                        f'from {self.run.dir}')
 
 
+class Trackio:
+    """Hugging Face's Trackio, whose dashboard `trackio show` opens. A resumed run is a new one there
+    and sends all rows anew."""
+
+    name = 'trackio'
+
+    def __init__(self, config, run, run_id):
+        with needs('trackio', 'logging to Trackio'):
+            import trackio
+        facts = {'code': run['code'], 'parameters': run['parameters'], **run['config']}
+        try:
+            trackio.init(config.wandb_project, name=config.wandb_run_name, config=facts)
+        except Exception as e:
+            raise UserError(f'trackio does not start ({one_line(e)})') from None
+        self.trackio = trackio
+
+    def log(self, row):
+        values = {key: x for key, x in row.items() if key not in ('iter', 'sample')}
+        self.trackio.log(values, step=row['iter'])
+
+    def close(self):
+        self.trackio.finish()
+
+
 class TensorBoard:
     """Event files in out_dir/tensorboard. A resumed run writes them anew."""
 
@@ -86,7 +110,7 @@ class TensorBoard:
         self.writer.close()
 
 
-BACKENDS = {'wandb': Wandb, 'tensorboard': TensorBoard}
+BACKENDS = {'wandb': Wandb, 'trackio': Trackio, 'tensorboard': TensorBoard}
 
 
 def open_backends(config, run, run_id):

@@ -60,9 +60,9 @@ class TrainConfig(GPTConfig):
     checkpoint: NoEffect[str] = 'latest'  # which to take from a run: latest, best, or an iteration
     # logging elsewhere
     wandb_log: NoEffect[bool] = False  # log to Weights & Biases
-    wandb_project: NoEffect[str] = 'owt'  # its project
-    wandb_run_name: NoEffect[str] = 'gpt2'  # its run
-    log_to: NoEffect[str] = ''  # send metrics also to: wandb, tensorboard; a comma between
+    wandb_project: NoEffect[str] = 'owt'  # project there and on Trackio
+    wandb_run_name: NoEffect[str] = 'gpt2'  # name of the run there
+    log_to: NoEffect[str] = ''  # send metrics also to: wandb, trackio, tensorboard
     # watching
     health_interval: NoEffect[Natural] = 100  # iterations between health checks; 0: none
     report: NoEffect[bool] = True  # at the end, write report.md and loss.png into out_dir

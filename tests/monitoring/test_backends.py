@@ -6,6 +6,7 @@ import signal
 import struct
 import sys
 from importlib import import_module
+from types import SimpleNamespace
 
 import pytest
 from helpers import exit_code, fails, fork, lines
@@ -94,6 +95,22 @@ def test_a_killed_run_without_a_login_is_one_curve_in_every_backend(killed):
     assert checkpoints.find(killed / 'out').state['wandb_id'] in files[0].name
 
 
+def test_trackio_gets_every_number_of_a_run(tiny, tmp_path, monkeypatch):
+    logged, ended = [], []
+
+    def init(project, name, config):
+        assert (project, name, config['n_embd']) == ('mine', 'first', 32)
+    monkeypatch.setitem(sys.modules, 'trackio', SimpleNamespace(
+        init=init, log=lambda values, step: logged.append((step, values)),
+        finish=lambda: ended.append(True)))
+    train.main([*tiny, '--log_to=trackio', '--wandb_project=mine', '--wandb_run_name=first'])
+    rows = lines(tmp_path / 'out', 'iter')
+    assert [step for step, _ in logged] == [row['iter'] for row in rows] and ended == [True]
+    for key in ('loss', 'val_loss', 'health/grad_norm/h.0'):
+        assert [values[key] for _, values in logged if key in values] \
+            == [row[key] for row in rows if key in row]
+
+
 def test_a_package_that_is_not_installed_stops_no_training(tiny, capsys, monkeypatch):
     for module in ('wandb', 'torch.utils.tensorboard'):
         monkeypatch.setitem(sys.modules, module, None)
@@ -121,7 +138,7 @@ class Memory:
 
 
 def test_a_backend_is_one_class_and_one_entry(tiny, tmp_path, monkeypatch, capsys):
-    assert 'none of wandb, tensorboard' in fails(
+    assert 'none of wandb, trackio, tensorboard' in fails(
         capsys, monkeypatch, train.main, *tiny, '--log_to=memory')
     monkeypatch.setitem(BACKENDS, 'memory', Memory)
     train.main([*tiny, '--log_to=memory'])

@@ -1,0 +1,124 @@
+"""Tasks of EleutherAI's lm-evaluation-harness, package lm_eval, on a model of ours.
+
+LmEvalModel answers the three kinds of requests that the harness makes of a language model
+(docs/model_guide.md there). Import this module where it is used: it takes lm_eval.
+"""
+
+import sys
+from pathlib import Path
+from unittest import mock
+
+import numpy as np
+from lm_eval.api.model import TemplateLM
+from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
+
+from plaingpt.inference.scoring import log_likelihoods
+from plaingpt.inference.text_generator import Sampling, TextGenerator
+from plaingpt.system.errors import UserError
+from plaingpt.system.files import ROOT
+
+
+class LmEvalModel(TemplateLM):
+    """A GPT and its tokenizer for lm_eval. TemplateLM encodes pairs of texts with tok_encode.
+
+    context, group: as of log_likelihoods, which shares the requests among the processes; lm_eval
+    takes each process for the only one
+    """
+
+    def __init__(self, model, tokenizer, batch_size, context, group=None):
+        super().__init__()
+        self.gpt, self.encoder, self.batch_size = model, tokenizer, batch_size
+        self.context, self.group = context, group
+        self.block_size = model.config.block_size
+
+    @property
+    def eot_token_id(self):
+        """The end-of-text token. It stands before a text that has nothing before it."""
+        if self.encoder.end_of_text is None:
+            raise UserError('lm_eval: this task scores texts from their first token on, and takes '
+                            'a tokenizer with an end-of-text token')
+        return self.encoder.end_of_text
+
+    def tok_encode(self, string, add_special_tokens=None, **kwargs):
+        return self.encoder.encode(string).tolist()
+
+    def _loglikelihood_tokens(self, requests, disable_tqdm=False, **kwargs):
+        """[(texts, ids of the context, ids of the continuation)] → [(log-likelihood of the
+        continuation, whether it is the likeliest)]. A long context loses its beginning."""
+        rows = []
+        for _, before, after in requests:
+            if not 0 < len(after) <= self.block_size:
+                raise UserError(f'lm_eval: an answer of {len(after)} tokens, and the block_size '
+                                f'is {self.block_size}')
+            ids = np.array([*before, *after], dtype=np.int64)[-(self.block_size + 1):]
+            rows.append((ids, slice(-len(after), None)))
+        order = sorted(range(len(rows)), key=lambda i: -len(rows[i][0]))  # less padding
+        scores = np.empty((len(rows), 2))
+        scores[order] = log_likelihoods(self.gpt, [rows[i] for i in order], self.batch_size,
+                                        self.context, 'lm_eval', self.group)
+        return [(float(logp), bool(likeliest)) for logp, likeliest in scores]
+
+    def loglikelihood_rolling(self, requests, disable_tqdm=False):
+        """→ the log-likelihood of each text as a whole, block_size tokens at a time."""
+        windows, text_of_window = [], []
+        for i, request in enumerate(requests):
+            ids = self.tok_encode(request.args[0])
+            for pair in get_rolling_token_windows(ids, self.eot_token_id, self.block_size, 1):
+                windows.append((None, *make_disjoint_window(pair)))
+                text_of_window.append(i)
+        sums = [0.0] * len(requests)
+        for i, (logp, _) in zip(text_of_window, self._loglikelihood_tokens(windows), strict=True):
+            sums[i] += logp
+        return sums
+
+    def generate_until(self, requests, disable_tqdm=False):
+        """→ a continuation of each text, which ends before the first of its stop strings."""
+        generator, texts = TextGenerator(self.gpt, self.encoder, self.context), []
+        for i, request in enumerate(requests):
+            prompt, options = request.args
+            stop = options.get('until') or []
+            sampling = Sampling(
+                max_new_tokens=options.get('max_gen_toks', 256), top_k=options.get('top_k', 0),
+                temperature=options.get('temperature', 0) if options.get('do_sample') else 0,
+                top_p=options.get('top_p', 1.0))
+            room = max(1, self.block_size - sampling.max_new_tokens)
+            ids = generator.encode(prompt, 'lm_eval')[-room:]
+            texts += generator.write([ids], [i], sampling,
+                                     [stop] if isinstance(stop, str) else stop)
+        return texts
+
+
+def run_tasks(lm, names, include_path='', limit=0, num_fewshot=None):
+    """→ {task: {name of a score: value}} on the first process, {} on others. Raises UserError.
+
+    include_path: a folder of other tasks as YAML files; limit: questions of each task, 0 for all;
+    num_fewshot: solved questions in each prompt, None for what the task says
+    """
+    # lm_eval imports Hugging Face's `evaluate`, and our command of that name stands before it.
+    with mock.patch('sys.path', [path for path in sys.path if Path(path).resolve() != ROOT]):
+        import evaluate  # noqa: F401
+        from lm_eval import simple_evaluate
+        from lm_eval.tasks import TaskManager
+    tasks = TaskManager(include_path=include_path or None)
+    if unknown := [name for name in names if not tasks.match_tasks([name])]:
+        raise UserError(f'lm_eval={",".join(names)}: {", ".join(unknown)} is no task of it: '
+                        'lm_eval ls tasks lists them')
+    found = simple_evaluate(lm, tasks=names, limit=limit or None, num_fewshot=num_fewshot,
+                            task_manager=tasks, log_samples=False, bootstrap_iters=1000)
+    return {} if found is None else {
+        task: {**{key.removesuffix(',none').replace('_stderr,none', '_stderr'): value
+                  for key, value in scores.items() if isinstance(value, (int, float)) and key != 'sample_len'},
+               'questions': found['n-samples'].get(task, {}).get('effective')}
+        for task, scores in found['results'].items()}
+
+
+def quote_scores(scores):
+    """→ the scores of a task, as one line."""
+    parts = []
+    for key, value in scores.items():
+        name, _, kind = key.partition(',')
+        stderr = scores.get(f'{name}_stderr' + f',{kind}' * bool(kind))
+        if key != 'questions' and not name.endswith('_stderr'):
+            parts.append(f'{key} {value:.4g}' + (f' ± {stderr:.2g}' if stderr else ''))
+    questions = scores['questions']
+    return ', '.join(parts) + (f' ({questions:,} questions)' if questions else '')

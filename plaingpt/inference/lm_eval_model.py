@@ -1,7 +1,7 @@
 """Tasks of EleutherAI's lm-evaluation-harness, package lm_eval, on a model of ours.
 
 LmEvalModel answers the three kinds of requests that the harness makes of a language model
-(docs/model_guide.md there). Import this module where it is used: it takes lm_eval.
+(docs/model_guide.md there). Import this module where it is used, as it needs lm_eval.
 """
 
 import sys
@@ -96,20 +96,22 @@ def run_tasks(lm, names, include_path='', limit=0, num_fewshot=None):
     """
     # lm_eval imports Hugging Face's `evaluate`, and our command of that name stands before it.
     with mock.patch('sys.path', [path for path in sys.path if Path(path).resolve() != ROOT]):
-        import evaluate  # noqa: F401
         from lm_eval import simple_evaluate
         from lm_eval.tasks import TaskManager
+
+        import evaluate  # noqa: F401
     tasks = TaskManager(include_path=include_path or None)
     if unknown := [name for name in names if not tasks.match_tasks([name])]:
         raise UserError(f'lm_eval={",".join(names)}: {", ".join(unknown)} is no task of it: '
                         'lm_eval ls tasks lists them')
     found = simple_evaluate(lm, tasks=names, limit=limit or None, num_fewshot=num_fewshot,
                             task_manager=tasks, log_samples=False, bootstrap_iters=1000)
-    return {} if found is None else {
-        task: {**{key.removesuffix(',none').replace('_stderr,none', '_stderr'): value
-                  for key, value in scores.items() if isinstance(value, (int, float)) and key != 'sample_len'},
-               'questions': found['n-samples'].get(task, {}).get('effective')}
-        for task, scores in found['results'].items()}
+    results = {}
+    for task, scores in found['results'].items() if found else ():
+        results[task] = {key.removesuffix(',none'): value for key, value in scores.items()
+                         if isinstance(value, (int, float)) and key != 'sample_len'}
+        results[task]['questions'] = found['n-samples'].get(task, {}).get('effective')
+    return results
 
 
 def quote_scores(scores):

@@ -57,8 +57,8 @@ class Wandb:
 
 
 class Trackio:
-    """Hugging Face's Trackio, whose dashboard `trackio show` opens. A resumed run is a new one there
-    and sends all rows anew."""
+    """Hugging Face's Trackio, whose dashboard `trackio show` opens. A resumed run begins a new one
+    there and sends all rows to it."""
 
     name = 'trackio'
 

@@ -11,11 +11,14 @@ compiled model is left alone. The other steps cost nothing.
     health/attention_logit/h.3 largest absolute logit that a softmax of attention sees
     health/dead_units/h.3      share of the MLP's units that are silent on all those tokens
     health/loss_at/4-15        mean loss at positions 4 to 15 of the sequence
+
+What a changed model does not show, such as the logits of an attention that does not call
+F.scaled_dot_product_attention, is left out.
 """
 
 import math
 from contextlib import contextmanager
-from itertools import pairwise
+from itertools import pairwise, product
 
 import torch
 import torch.nn.functional as F
@@ -27,7 +30,6 @@ FORWARD_TOKENS = 4096  # at most, in the pass without gradients
 LOGITS_CHUNK = 1024  # tokens whose logits over the vocabulary exist at once
 SAMPLE = 2**16  # elements of a matrix that stand for all when an update is measured
 SILENT = 0.01  # a unit is dead when it stays under this share of its layer's RMS
-ATTENTION_CHUNK = 2**24  # attention logits that exist at once
 
 
 def token_loss(logits, targets):
@@ -37,14 +39,6 @@ def token_loss(logits, targets):
 # Measures of the predictions: name → function(logits (N, V), targets (N)) → a value per token (N).
 # health/NAME/4-15 is its mean over positions 4 to 15; tokens with target -1 do not count.
 MEASURES = {'loss_at': token_loss}
-
-# Said once where a changed model does not show them.
-NOT_SEEN = {
-    'activation_rms': "activations not seen: the model's blocks do not return a tensor",
-    'attention_logit': "attention logits not seen: the model's attention does not call "
-                       'F.scaled_dot_product_attention',
-    'dead_units': "dead units not seen: the model's blocks have no mlp.c_proj",
-}
 
 
 class Health:
@@ -63,34 +57,28 @@ class Health:
 
     @contextmanager
     def around_update(self, iter_num, scaler):
-        """The gradient is clipped and the weights updated inside, for update `iter_num`."""
+        """The gradient is clipped and the weights updated inside, for update `iter_num`. Gradients
+        are multiplied by the scaler's scale still."""
         if not self.due(iter_num):
             yield
             return
-        self.before_update(scaler)
-        yield
-        self.after_update()
-
-    @torch.no_grad()
-    def before_update(self, scaler):
-        """Measure gradients (multiplied by the scaler's scale still) and weights."""
-        grads = [(name, p.detach().new_zeros(()) if p.grad is None else p.grad)
-                 for name, p in self.model.named_parameters()]
+        # The gains of norms, near 1, would hide every change of the matrices.
+        matrices = [(name, p) for name, p in self.model.named_parameters() if p.dim() >= 2]
         scale = scaler.get_scale()
-        self.norms = {f'grad_norm/{name}': value / scale
-                      for name, value in self._norms(grads).items()}
-        self.norms |= {f'weight_norm/{name}': value
-                       for name, value in self._norms(self._matrices()).items()}
-        self.before = [(name, sample_rows(p).clone()) for name, p in self._matrices()]
-
-    @torch.no_grad()
-    def after_update(self):
-        """Measure how far the weights moved."""
-        before = self._norms(self.before)
-        moved = self._norms([(name, sample_rows(p) - old) for (name, p), (_, old)
-                             in zip(self._matrices(), self.before, strict=True)])
-        self.norms |= {f'update_ratio/{name}': moved[name] / (before[name] + 1e-12)
-                       for name in moved}
+        with torch.no_grad():
+            grads = self._norms([(name, p.detach().new_zeros(()) if p.grad is None else p.grad)
+                                 for name, p in self.model.named_parameters()])
+            weights = self._norms(matrices)
+            before = [(name, sample_rows(p).clone()) for name, p in matrices]
+        yield
+        with torch.no_grad():
+            moved = self._norms([(name, sample_rows(p) - old) for (name, p), (_, old)
+                                 in zip(matrices, before, strict=True)])
+            sizes = self._norms(before)
+        self.norms = {
+            **{f'grad_norm/{name}': norm / scale for name, norm in grads.items()},
+            **{f'weight_norm/{name}': norm for name, norm in weights.items()},
+            **{f'update_ratio/{name}': moved[name] / (sizes[name] + 1e-12) for name in moved}}
 
     @torch.no_grad()
     def measure(self, model):
@@ -118,10 +106,6 @@ class Health:
             norms = dict(zip(norms, all_reduce_norms(mine, self.mesh), strict=True))
         return norms
 
-    def _matrices(self):
-        # The gains of norms, near 1, would hide every change of the matrices.
-        return [(name, p) for name, p in self.model.named_parameters() if p.dim() >= 2]
-
 
 def by_position(model, x, targets):
     """x (B, T, C), targets (B, T) → {'loss_at/0': …, 'loss_at/1-3': …, …}."""
@@ -142,12 +126,6 @@ def by_position(model, x, targets):
             positions = f'{a}-{b - 1}' if b - 1 > a else f'{a}'
             found[f'{name}/{positions}'] = values[:, a:b].sum() / known[:, a:b].sum()
     return found
-
-
-def not_seen(values):
-    """What a health check could not see in a changed model, and why, a line each."""
-    return [f'health: {line}' for what, line in NOT_SEEN.items()
-            if not any(name.startswith(f'health/{what}/') for name in values)]
 
 
 class ActivationRecorder(TorchFunctionMode):
@@ -201,21 +179,20 @@ class ActivationRecorder(TorchFunctionMode):
 def largest_logit(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None,
                   enable_gqa=False):
     """The largest absolute logit that is not masked, from the arguments of
-    F.scaled_dot_product_attention: query, key (B, H, T, D)."""
-    scale = query.size(-1)**-0.5 if scale is None else scale
-    key = key.repeat_interleave(query.size(1) // key.size(1), dim=1)
-    rows = max(1, ATTENTION_CHUNK // (query.size(0) * query.size(1) * key.size(2)))
+    F.scaled_dot_product_attention: query, key (B, H, T, D). A head at a time holds few logits."""
+    (B, H, T, D), S = query.shape, key.size(2)
+    key = key.repeat_interleave(H // key.size(1), dim=1)
+    if attn_mask is None:
+        attn_mask = torch.ones(T, S, dtype=torch.bool, device=query.device)
+        attn_mask = attn_mask.tril() if is_causal else attn_mask
+    attn_mask = attn_mask.expand(B, H, T, S)
     largest = []
-    for first in range(0, query.size(2), rows):
-        logits = query[:, :, first:first + rows] @ key.transpose(-2, -1) * scale  # (B, H, rows, T)
-        if attn_mask is not None:
-            mask = attn_mask.expand(*attn_mask.shape[:-2], query.size(2), key.size(2))
-            mask = mask[..., first:first + rows, :]
-            if mask.dtype == torch.bool:
-                logits = logits.masked_fill(~mask, 0)
-            else:  # a bias, -inf where masked
-                logits = (logits + mask).masked_fill(mask == -math.inf, 0)
-        largest.append((logits.tril(first) if is_causal else logits).abs().amax())
+    for b, h in product(range(B), range(H)):
+        logits = query[b, h] @ key[b, h].T * (D**-0.5 if scale is None else scale)  # (T, S)
+        mask = attn_mask[b, h]
+        if mask.dtype != torch.bool:  # a bias, -inf where masked
+            logits, mask = logits + mask, mask != -math.inf
+        largest.append(logits.masked_fill(~mask, 0).abs().amax())
     return torch.stack(largest).amax()
 
 

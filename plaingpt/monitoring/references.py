@@ -8,10 +8,10 @@ import difflib
 import json
 from dataclasses import dataclass
 from itertools import pairwise
-from statistics import mean, median, stdev
+from statistics import mean, stdev
 
 from plaingpt.monitoring.metrics_file import column, parse_row, rows_with, step_tokens
-from plaingpt.monitoring.run_record import is_run
+from plaingpt.monitoring.run_record import check_run
 from plaingpt.system.errors import UserError
 from plaingpt.system.files import ROOT, open_regular, parse_json, write_atomically
 
@@ -76,7 +76,7 @@ class Reference:
             return f'{name} has no evaluation between {first:,} and {last:,} tokens ' \
                    f'({first // self.step_tokens()} and {last // self.step_tokens()} iterations ' \
                    f'of the reference), where {seeds} has its own'
-        return f'{name} {place(evaluations, seeds)}{self.speed(rows, run)}' \
+        return f'{name} {place(evaluations, seeds)}' \
                f'{self.differences(rows, run, without_effect) if run else ""}'
 
     def other_text(self, run):
@@ -101,20 +101,6 @@ class Reference:
             found.append(('training tokens', run['train_tokens'], self.run['train_tokens']))
         listed = ', '.join(f'{key}={value} (there {other})' for key, value, other in found)
         return f'; unlike the reference: {listed}' if found else ''
-
-    def speed(self, rows, run):
-        """'; 1.2 times as fast as there (AMD EPYC, 2 cores)', or '' where it is not known or the
-        model is another. The fastest seed counts: the others shared their machine."""
-        if run and run['parameters'] != self.run['parameters']:
-            return ''
-        speeds, *others = (column(each, 'tokens_per_s') for each in (rows, *self.rows.values()))
-        if not speeds or not all(others):
-            return ''
-        machine = self.run['machine']
-        device = machine['device'] if machine['device'] != 'cpu' else \
-            f'{machine["cpu"]}, {machine["cores"]} cores'
-        ratio = median(speeds) / max(map(median, others))
-        return f'; {ratio:.2f} times as fast as there ({device})'
 
 
 def differing_settings(run, other, without_effect):
@@ -169,35 +155,21 @@ def read_reference(name):
         hint = f'did you mean {nearest[0]}?' if nearest else \
             f'there are {", ".join(known) or "none"}, and tools/make_reference.py makes others'
         raise UserError(f'reference={name}: {hint}')
-    runs, rows = {}, {}
+    runs, rows = {}, {}  # by seed
     try:
         with open_regular(path) as f:
-            lines = f.read().splitlines()
-    except OSError as e:
-        raise damaged(path, e.strerror) from None
-    for number, line in enumerate(lines, 1):
-        try:
-            value = parse_json(line)
-            if 'run' in value:
-                if not is_run(value['run']):
-                    raise ValueError('these are no facts of a run')
-                runs[value['seed']], rows[value['seed']] = value['run'], []
-            else:
-                rows[value['seed']].append(parse_row(line))
-        except (ValueError, KeyError, TypeError) as e:
-            why = f'of no run before it: {e}' if isinstance(e, KeyError) else e
-            raise damaged(path, f'line {number}: {why}') from None
-    for seed, seen in rows.items():
-        if not any(row['iter'] for row in seen):
-            raise damaged(path, f'seed {seed} has no rows')
-    if not rows:
-        raise damaged(path, 'empty')
+            for line in f:
+                value = parse_json(line)
+                if 'run' in value:
+                    runs[value['seed']], rows[value['seed']] = check_run(value['run']), []
+                else:
+                    rows[value['seed']].append(parse_row(line))
+        if not rows or not all(map(step_tokens, rows.values())):
+            raise ValueError('a seed has no rows')
+    except (OSError, ValueError, KeyError, TypeError) as e:
+        raise UserError(f'{path} is damaged ({type(e).__name__}: {e}): take it from the project '
+                        'again, or make it anew with tools/make_reference.py') from None
     return Reference(name, runs, rows)
-
-
-def damaged(path, why):
-    return UserError(f'{path}, {why}: take it from the project again, or make it anew with '
-                     'tools/make_reference.py')
 
 
 def write_reference(reference):
@@ -206,8 +178,7 @@ def write_reference(reference):
     lines = []
     for seed, run in sorted(reference.runs.items()):
         lines.append({'seed': seed, 'run': run})
-        for row in reference.rows[seed]:
-            lines.append({'seed': seed, **row})
-            lines[-1].pop('sample', None)
+        lines += [{'seed': seed, **{key: row[key] for key in row if key != 'sample'}}
+                  for row in reference.rows[seed]]
     text = ''.join(json.dumps(line) + '\n' for line in lines)
     write_atomically(FOLDER / f'{reference.name}.jsonl', text)

@@ -58,18 +58,14 @@ def describe_run(config, dataset, loader, model, device, dtype, compile, world, 
     import torch  # here, so that plot.py starts without it
 
     from plaingpt.system.devices import cpu_name, device_name
-    from plaingpt.system.distributed import print0
     before = read_run(config.out_dir) if resumed else {}
     from_scratch = before.get('from_scratch', True) if resumed \
         else config.init_from in ('scratch', 'auto')
     text = {'vocab_size': dataset.vocab_size, 'train_tokens': loader.epoch_tokens(),
             'unigram_loss': unigram_loss(dataset.mean(
-                frequencies(part.stream, dataset.vocab_size) for part in loader.parts))}
-    bits = {'threads': torch.get_num_threads(),  # on which the last bits depend
+                token_frequencies(part.stream, dataset.vocab_size) for part in loader.parts))}
+    bits = {'threads': torch.get_num_threads(),  # on which the last bits of a CPU's results depend
             'instructions': torch.backends.cpu.get_cpu_capability()}
-    for key, value in bits.items() if device.type == 'cpu' else ():
-        if (old := before.get('machine', {}).get(key, value)) != value:
-            print0(f'  changed: {key} {old} → {value}: the same numbers, but for their last bits')
     return {
         'config': asdict(config), 'changed': changed_settings(config),
         'data': {'folder': str(dataset.folder),
@@ -79,7 +75,7 @@ def describe_run(config, dataset, loader, model, device, dtype, compile, world, 
                               'weight': part.weight, 'train_tokens': len(each.stream)}
                              for part, each in zip(dataset.parts, loader.parts, strict=True)
                              if part.name]},
-        **text, 'changed_data': differences(before, text) or before.get('changed_data'),
+        **text, 'changed_data': changed_facts(before, text) or before.get('changed_data'),
         'train_bytes_per_token': dataset.bytes_per_token('train'),
         'val_in_train': dataset.split_entry('val').get('in_train'),
         'parameters': model.num_parameters(), 'from_scratch': from_scratch,
@@ -100,13 +96,13 @@ def changed_settings(config):
     return {key: value for key, value in asdict(config).items() if value != defaults[key]}
 
 
-def differences(before, now):
+def changed_facts(before, now):
     """'train_tokens 1000 → 2000' of the facts that were others before, or ''."""
     return ', '.join(f'{key} {before[key]} → {value}' for key, value in now.items()
                      if not math.isclose(before.get(key, value), value))
 
 
-def frequencies(stream, vocab_size):
+def token_frequencies(stream, vocab_size):
     """The share of each id among the tokens of a stream that are in the loss, or of many places."""
     starts = np.linspace(0, max(0, len(stream) - 1024), UNIGRAM_TOKENS // 1024).astype(np.int64)
     length = min(1024, len(stream))
@@ -143,10 +139,9 @@ def write_run(out_dir, run):
 def read_run(out_dir):
     """run.json of a folder, or {} where there is none of ours."""
     try:
-        run = read_json(Path(out_dir, 'run.json'))
-    except (OSError, ValueError):
+        return check_run(read_json(Path(out_dir, 'run.json')))
+    except (OSError, ValueError, TypeError):
         return {}
-    return run if is_run(run) else {}
 
 
 def epochs(run, tokens):
@@ -159,21 +154,19 @@ def epochs(run, tokens):
 
 
 def where_it_stands(rows, run):
-    """{'iter', 'tokens', 'elapsed_s'} of the last update that is known of: the one that a run ended
-    after, or that of the last row, while it trains or where it was killed."""
+    """{'iter', 'tokens', 'elapsed_s'} of the last known update: where the run ended, or the last
+    row of a run that trains or was killed."""
     return max(rows[-1], run.get('end', rows[-1]), key=lambda place: place['iter'])
 
 
-def is_run(value):
-    """True where a value holds all that a report, a diagnosis and a comparison read."""
-    try:
-        check_keys(value, FACTS)
-        check_keys(value, {key: fits for key, fits in OPTIONAL.items() if key in value})
-        check_keys(value['data'].get('source', {}), {})
-        for corpus in value['data'].get('corpora', []):
-            check_keys(corpus, CORPUS)
-        if 'end' in value:
-            check_keys(value['end'], END)
-    except (ValueError, TypeError):  # of corpora that are no list
-        return False
-    return True
+def check_run(run):
+    """→ the same run, where it holds all that a report, a diagnosis and a comparison read. Raises
+    ValueError, or TypeError of corpora that are no list."""
+    check_keys(run, FACTS)
+    check_keys(run, {key: fits for key, fits in OPTIONAL.items() if key in run})
+    check_keys(run['data'].get('source', {}), {})
+    for corpus in run['data'].get('corpora', []):
+        check_keys(corpus, CORPUS)
+    if 'end' in run:
+        check_keys(run['end'], END)
+    return run

@@ -6,7 +6,7 @@ import torch
 
 from plaingpt.inference.generation import generate
 from plaingpt.inference.scoring import Benchmark, quote_benchmark
-from plaingpt.monitoring.health import Health, not_seen
+from plaingpt.monitoring.health import Health
 from plaingpt.system.errors import UserError
 from plaingpt.system.streams import status
 
@@ -29,7 +29,6 @@ class Probes:
         interval = min(config.health_interval, max(1, config.max_iters // LOOKS))
         self.health = Health(parallel.model, interval if writing or parallel.sharded else 0,
                              val_loader, context)
-        self.not_seen = set()  # lines printed already
         self.benchmarks, self.tokenizer = [], None
         if config.eval_tasks_interval:
             tokenizer = dataset.tokenizer()
@@ -64,12 +63,7 @@ class Probes:
         with self.metrics.paused('health check'), self.parallel.full_model() as model:
             if not self.writing:
                 return
-            values = self.health.measure(model)
-            self.metrics.health(iter_num, values)
-            for line in not_seen(values):
-                if line not in self.not_seen:
-                    self.not_seen.add(line)
-                    self.metrics.print(line)
+            self.metrics.health(iter_num, self.health.measure(model))
 
     def evaluate(self, progress, losses, stop):
         """Run the benchmarks and make the sample that are due; then log them and the losses (train,

@@ -29,9 +29,8 @@ FACTS = {**dict.fromkeys(KEYS, ''), 'config': CONFIG, 'changed': {}, 'versions':
          'data': {'folder': 'data/ours', 'tokenizer': 'char', 'source': {'corpus': 'ours'}}}
 
 
-def curve(offset, speed=1000.0, step=100):
-    return [{'iter': i, 'tokens': 512 * i, 'elapsed_s': float(i), 'val_loss': 4 - i / 500 + offset,
-             'tokens_per_s': speed} for i in range(0, 1001, step)]
+def curve(offset, step=100):
+    return [{'iter': i, 'tokens': 512 * i, 'elapsed_s': float(i), 'val_loss': 4 - i / 500 + offset} for i in range(0, 1001, step)]
 
 
 def made(offsets=(-0.01, 0.0, 0.01)):
@@ -58,9 +57,9 @@ def test_a_run_on_other_text_is_not_compared():
 
 def test_what_a_run_does_otherwise_than_the_reference_is_said():
     same = compared(config={**CONFIG, 'seed': 2})
-    assert 'unlike the reference' not in same and 'times as fast' in same
+    assert 'unlike the reference' not in same
     sentence = compared(config={**CONFIG, 'n_embd': 64}, train_tokens=990, parameters=200)
-    assert 'inside' in sentence and 'times as fast' not in sentence  # of another model
+    assert 'inside' in sentence
     assert sentence.endswith(
         'unlike the reference: n_embd=64 (there 128), training tokens=990 (there 1000)')
 
@@ -96,8 +95,6 @@ def test_a_run_that_leaves_the_band_is_above_from_there_unless_it_comes_back():
         row['val_loss'] += 0.2 if row['iter'] >= 600 else 0.0
     sentence = made().compare('out', rows)
     assert 'above (worse) the band of small (3 seeds) from iteration 600 on, by 0.15' in sentence
-    assert '2.00 times as fast as there (A CPU, 2 cores)' in made().compare(
-        'out', curve(0.0, speed=2000.0))
 
 
 @pytest.mark.parametrize('n', [3, 10])
@@ -128,13 +125,10 @@ def test_a_damaged_reference_is_named(tmp_path, monkeypatch):
     references.write_reference(made())
     path = tmp_path / 'small.jsonl'
     whole = path.read_bytes().splitlines()
-    for damaged, words in (
-            ([], 'empty'), ([b'\xff\xfe'], 'line 1'), ([b'[]', *whole], 'line 1'),
-            (whole[1:], 'line 1: of no run before it'), ([whole[0], whole[1][:9]], 'line 2'),
-            ([b'{"seed": 0, "run": 5}', *whole[1:]], 'line 1: these are no facts of a run'),
-            (whole[:1], 'seed 0 has no rows')):
+    for damaged in ([], [b'\xff\xfe'], [b'[]', *whole], whole[1:], [whole[0], whole[1][:9]],
+                    [b'{"seed": 0, "run": 5}', *whole[1:]], whole[:1]):
         path.write_bytes(b'\n'.join(damaged))
-        with pytest.raises(UserError, match=words):
+        with pytest.raises(UserError, match='small.jsonl is damaged'):
             references.read_reference('small')
 
 

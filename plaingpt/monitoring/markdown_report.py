@@ -1,6 +1,7 @@
 """report.md and loss.png: what a run was and what came of it, from run.json and metrics.jsonl."""
 
 import math
+import textwrap
 from contextlib import contextmanager
 from pathlib import Path
 from statistics import median_high
@@ -67,14 +68,12 @@ def format_report(out_dir, rows, run):
 
 def too_early(rows, run):
     """Why most checks could not judge a run yet, in a sentence, or None."""
-    losses = column(rows, 'loss')
     evaluations = [row for row in rows_with(rows, 'val_loss') if row['iter']]
     if len(late_losses(rows, run)) >= 5 and len(evaluations) >= 2:
         return None
-    return (f'Too early to judge: losses that were logged: {len(losses)}; evaluations after the '
-            f'first step: {len(evaluations)}. Most checks take five losses, the last of them at '
-            f'iteration {warmup_iters(run) + THRESHOLDS["early_steps"]} '
-            f'({THRESHOLDS["early_steps"]} after warmup) or later, and two evaluations.')
+    return ('Too early to judge: most checks take two evaluations after the first step, and five '
+            f'logged losses, the last at iteration {warmup_iters(run) + THRESHOLDS["early_steps"]} '
+            f'({THRESHOLDS["early_steps"]} after warmup) or later.')
 
 
 def overfit_check(rows, run):
@@ -93,39 +92,20 @@ def overfit_check(rows, run):
 
 
 def code_block(text):
-    """Markdown of a text, whatever fences it contains."""
-    fence = '```'
-    while fence in text:
-        fence += '`'
-    return f'{fence}\n{text}\n{fence}'
+    """Markdown of a text, indented: it may hold fences itself."""
+    return textwrap.indent(text, '    ', lambda line: True)
 
 
 def format_outcome(rows, run):
     """Losses, amounts, speed and memory, as a table."""
+    last, steps = where_it_stands(rows, run), rows_with(rows, 'loss')
     table = [('ended', run['ending'])] if run.get('ending') else []
-    evaluations = rows_with(rows, 'val_loss')
-    beside = f'val_loss/{run["config"].get("also_evaluate")}'
-    if evaluations:
-        best = min(evaluations, key=lambda row: row['val_loss'])
-        for name, row in (('best', best), ('last', evaluations[-1])):
-            bits = f', {row["val_bpb"]:.3f} bits a byte' if row.get('val_bpb') else ''
-            table += [(f'validation loss, {name}',
-                       f'{row["val_loss"]:.4f}{bits}, iteration {row["iter"]:,}')]
-            table += [(f'of {key.removeprefix("val_loss/")}', f'{row[key]:.4f}')
-                      for key in row if key.startswith('val_loss/') and key != beside
-                      and row[key] is not None]
-        if losses := column(evaluations, beside):
-            table += [(f'loss on {beside.removeprefix("val_loss/")}',
-                       f'{losses[-1]:.4f}, at the start {losses[0]:.4f}')]
-        if evaluations[-1].get('train_loss') is not None:
-            table += [('training loss, last', f'{evaluations[-1]["train_loss"]:.4f}')]
-    last = where_it_stands(rows, run)
+    table += format_losses(rows_with(rows, 'val_loss'), run['config'].get('also_evaluate'))
     table += [('iterations', f'{last["iter"]:,}'),
               ('tokens', f'{last["tokens"]:,}, {quote_epochs(epochs(run, last["tokens"]))}, '
                          f'{last["tokens"] / run["parameters"]:.3g} a parameter (about 20 are '
                          'compute-optimal: Hoffmann et al. 2022)'),
               ('time', duration(last['elapsed_s']))]
-    steps = rows_with(rows, 'loss')
     if speeds := column(steps, 'tokens_per_s'):
         mfus = column(steps, 'mfu')
         mfu = f', MFU {median_high(mfus):.1%}' if mfus else ''
@@ -133,6 +113,26 @@ def format_outcome(rows, run):
     if peaks := column(steps, 'peak_memory_bytes'):
         table += [('memory, peak', f'{max(peaks) / 2**20:,.0f} MiB')]
     return '\n'.join(['| | |', '|---|---|', *(f'| {name} | {value} |' for name, value in table)])
+
+
+def format_losses(evaluations, beside):
+    """Lines of the table on losses, [(name, value)]. evaluations: rows; beside: also_evaluate"""
+    if not evaluations:
+        return []
+    table, last = [], evaluations[-1]
+    best = min(evaluations, key=lambda row: row['val_loss'])
+    for name, row in (('best', best), ('last', last)):
+        bits = f', {row["val_bpb"]:.3f} bits a byte' if row.get('val_bpb') else ''
+        table.append((f'validation loss, {name}',
+                      f'{row["val_loss"]:.4f}{bits}, iteration {row["iter"]:,}'))
+        table += [(f'of {key.removeprefix("val_loss/")}', f'{loss:.4f}')
+                  for key, loss in row.items() if key.startswith('val_loss/')
+                  and key != f'val_loss/{beside}' and loss is not None]
+    if losses := column(evaluations, f'val_loss/{beside}'):
+        table.append((f'loss on {beside}', f'{losses[-1]:.4f}, at the start {losses[0]:.4f}'))
+    if last.get('train_loss') is not None:
+        table.append(('training loss, last', f'{last["train_loss"]:.4f}'))
+    return table
 
 
 def format_facts(run):

@@ -94,7 +94,11 @@ class Metrics:
         for the device, so call this on logged steps only."""
         loss, grad_norm = float(loss), float(grad_norm)
         step_s, data_wait = self.clock.end_lap(iter_num, self.loader.waited_s)
-        self._tell_of_slow_steps(step_s)
+        busy = crowded_cores.describe()
+        if self.clock.slowed_down(step_s, BUSY if busy else SLOW):
+            why = f'the machine is busy: {busy}' if busy else 'steps have become slow'
+            self.print(f'{why}; a step takes {step_s * 1e3:.0f} ms now, and took '
+                       f'{self.clock.best_s * 1e3:.0f} ms at best')
         tokens_per_s = self.config.step_tokens() / step_s
         utilisation = mfu(self.flops_per_token * tokens_per_s, self.device_name, self.dtype)
         speed = f'{short(tokens_per_s)} tok/s'
@@ -113,13 +117,6 @@ class Metrics:
                     tokens_per_s=tokens_per_s, mfu=utilisation,
                     peak_memory_bytes=peak_memory_bytes(self.device),
                     data_wait=round(data_wait, 4), **scale)
-
-    def _tell_of_slow_steps(self, step_s):
-        busy = crowded_cores.describe()
-        if self.clock.slowed_down(step_s, BUSY if busy else SLOW):
-            why = f'the machine is busy: {busy}' if busy else 'steps have become slow'
-            self.print(f'{why}; a step takes {step_s * 1e3:.0f} ms now, and took '
-                       f'{self.clock.best_s * 1e3:.0f} ms at best')
 
     def remaining_s(self, iter_num, step_s):
         """Seconds to the end at `step_s` a step, with evaluations as long as those so far."""

@@ -1,7 +1,6 @@
 """metrics.jsonl: what a row may hold, and reading, checking and trimming the file."""
 
 import math
-import os
 
 from plaingpt.system.errors import UserError
 from plaingpt.system.files import is_count, is_dict, open_regular, parse_json
@@ -53,11 +52,11 @@ def read_rows(path, print_line):
     return rows
 
 
-def rows_end(path, last_iter, evaluated=True):
-    """Where the rows up to iteration `last_iter` end in a file of rows: a number of bytes. Those of
-    the evaluation there come last, and count unless it is not `evaluated`. Lines that are no rows,
-    such as one that a crash cut, count as the end where no row follows them."""
-    end = position = 0
+def trim_rows(path, last_iter, evaluated=True):
+    """Drop the rows after iteration `last_iter` from a file of rows, and lines at its end that are
+    no rows, such as one that a crash cut. evaluated=False: also the rows of the evaluation at
+    last_iter, which come last there. Takes no room on the disk."""
+    end, position, last = 0, 0, b'\n'
     with open_regular(path) as f:
         for line in f:
             position += len(line)
@@ -65,13 +64,11 @@ def rows_end(path, last_iter, evaluated=True):
             if row is not None and row['iter'] + (not evaluated and not of_step(row)) > last_iter:
                 break
             if row is not None:
-                end = position
-    return end
-
-
-def of_step(row):
-    """Whether a row tells of a step, and not of an evaluation between two."""
-    return 'loss' in row or any(key.startswith('health/') for key in row)
+                end, last = position, line
+    with open(path, 'rb+') as f:
+        f.truncate(end)
+        f.seek(end)
+        f.write(b'' if last.endswith(b'\n') else b'\n')  # it did not make it to the disk
 
 
 def parse_iteration(line):
@@ -83,21 +80,18 @@ def parse_iteration(line):
     return row if is_dict(row) and is_count(row.get('iter')) else None
 
 
-def trim_rows(path, last_iter, evaluated=True):
-    """Drop what rows_end says lies after `last_iter`. It takes no room on the disk."""
-    with open(path, 'rb+') as f:
-        f.truncate(rows_end(path, last_iter, evaluated))
-        if f.seek(0, os.SEEK_END) and f.seek(-1, os.SEEK_END) and f.read() != b'\n':
-            f.write(b'\n')  # the newline did not make it to the disk
+def of_step(row):
+    """Whether a row tells of a step, and not of an evaluation between two."""
+    return 'loss' in row or any(key.startswith('health/') for key in row)
 
 
 def rows_with(rows, *keys):
-    """The rows that have a value of each key."""
+    """The rows with a non-null value of each key."""
     return [row for row in rows if all(row.get(key) is not None for key in keys)]
 
 
 def column(rows, key):
-    """The values of a key, of the rows that have one."""
+    """All non-null values of `key`."""
     return [row[key] for row in rows_with(rows, key)]
 
 

@@ -58,6 +58,7 @@ def describe_run(config, dataset, loader, model, device, dtype, compile, world, 
     import torch  # here, so that plot.py starts without it
 
     from plaingpt.system.devices import cpu_name, device_name
+    from plaingpt.system.distributed import print0
     before = read_run(config.out_dir) if resumed else {}
     from_scratch = before.get('from_scratch', True) if resumed \
         else config.init_from in ('scratch', 'auto')
@@ -66,6 +67,9 @@ def describe_run(config, dataset, loader, model, device, dtype, compile, world, 
                 token_frequencies(part.stream, dataset.vocab_size) for part in loader.parts))}
     bits = {'threads': torch.get_num_threads(),  # on which the last bits of a CPU's results depend
             'instructions': torch.backends.cpu.get_cpu_capability()}
+    for key, value in bits.items() if device.type == 'cpu' else ():
+        if (old := before.get('machine', {}).get(key, value)) != value:
+            print0(f'  changed: {key} {old} → {value}: the same numbers, but for their last bits')
     return {
         'config': asdict(config), 'changed': changed_settings(config),
         'data': {'folder': str(dataset.folder),

@@ -105,7 +105,7 @@ class Metrics:
         remaining = f'{duration(self.remaining_s(iter_num, step_s))} left'
         used = [] if self.device.type != 'cuda' else \
             ['mfu n/a' if utilisation is None else f'mfu {utilisation:.1%}']
-        self.columns = f'loss {loss:.4f}', speed, remaining
+        self.columns = f'loss {loss:.4f}', speed, remaining  # of a terminal's last line
         self._show(iter_num, *self.columns)
         self._print_columns(
             iter_num, f'loss {loss:.4f}', f'lr {lr:.2e}', f'grad {grad_norm:.2f}',
@@ -122,7 +122,8 @@ class Metrics:
         """Seconds to the end at `step_s` a step, with evaluations as long as those so far."""
         steps = self.config.max_iters - iter_num
         evaluations = math.ceil(steps / self.config.eval_interval)
-        return steps * step_s + evaluations * self.clock.evaluation_s()
+        evaluation_s = self.clock.paused_s / max(1, self.clock.evaluations)
+        return steps * step_s + evaluations * evaluation_s
 
     def evaluation(self, iter_num, train_loss, val_loss, best, sample=None, of_each=None,
                    val_stderr=None):
@@ -235,10 +236,6 @@ class Clock:
     def elapsed_s(self):
         return time.perf_counter() - self.began
 
-    def evaluation_s(self):
-        """Mean length of the pause for an evaluation; 0 before the first."""
-        return self.paused_s / self.evaluations if self.evaluations else 0.0
-
     def begin_lap(self, iter_num, waited_s):
         """waited_s: how long training has waited for batches so far."""
         self.lap_began, self.lap_iter, self.lap_waited_s = time.perf_counter(), iter_num, waited_s
@@ -251,24 +248,24 @@ class Clock:
         self.begin_lap(iter_num, waited_s)
         return step_s, data_wait
 
+    @contextmanager
+    def paused(self):
+        """A context whose time counts for no lap."""
+        began = time.perf_counter()
+        yield
+        pause_s = time.perf_counter() - began
+        self.lap_began += pause_s
+        self.paused_s += pause_s
+
     def slowed_down(self, step_s, limit):
-        """Whether steps take `limit` times as long as at best and stay so; once until they are
-        fast again. step_s: of the lap that has ended."""
+        """Whether steps take `limit` times as long as at best, for SLOW_LAPS laps and SLOW_S
+        seconds; once until they are fast again. step_s: of the lap that has ended."""
         now, self.best_s = time.perf_counter(), min(self.best_s, step_s)
         self.told_slow &= step_s >= AGAIN * self.best_s
         if step_s < limit * self.best_s:
             self.slow_laps, self.slow_since = 0, now
             return False
         self.slow_laps += 1
-        if self.told_slow or self.slow_laps < SLOW_LAPS or now < self.slow_since + SLOW_S:
-            return False
-        self.told_slow = True
-        return True
-
-    @contextmanager
-    def paused(self):
-        began = time.perf_counter()
-        yield
-        pause_s = time.perf_counter() - began
-        self.lap_began += pause_s
-        self.paused_s += pause_s
+        lasts = self.slow_laps >= SLOW_LAPS and now >= self.slow_since + SLOW_S
+        told, self.told_slow = self.told_slow, self.told_slow or lasts
+        return lasts and not told

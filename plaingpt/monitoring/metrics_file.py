@@ -1,9 +1,10 @@
-"""metrics.jsonl: what a row may hold, and reading, checking and trimming the file."""
+"""metrics.jsonl: what a row may hold, and how the file is read and trimmed."""
 
 import math
+from contextlib import suppress
 
 from plaingpt.system.errors import UserError
-from plaingpt.system.files import is_count, is_dict, open_regular, parse_json
+from plaingpt.system.files import is_count, is_dict, is_text, open_regular, parse_json
 
 
 def finite(x):
@@ -11,19 +12,28 @@ def finite(x):
     return x if x is not None and math.isfinite(x) else None
 
 
+def parse_iteration(line):
+    """A line of metrics.jsonl or anomalies.jsonl → dict. Raises ValueError where it is no row."""
+    row = parse_json(line)
+    if not is_dict(row) or not is_count(row.get('iter')):
+        raise ValueError('no object with iter')
+    return row
+
+
 def parse_row(line):
     """A line of metrics.jsonl → dict. Raises ValueError where train.py cannot have written it."""
-    row = parse_json(line)
-    if not isinstance(row, dict) or not is_count(row.get('iter')) \
-            or not is_count(row.get('tokens')) or row.get('elapsed_s') is None:
+    row = parse_iteration(line)
+    if not is_count(row.get('tokens')) or row.get('elapsed_s') is None:
         raise ValueError('no object with iter, tokens and elapsed_s')
-    if type(row.get('sample', '')) is not str:
-        raise ValueError('sample is no text')
     for key, value in row.items():
-        if value is not None and key != 'sample' \
-                and (type(value) not in (int, float) or not abs(value) < 1e300):
+        fits = is_text(value) if key == 'sample' else value is None or is_finite_number(value)
+        if not fits:
             raise ValueError(f'{key} is no number')
     return row
+
+
+def is_finite_number(x):
+    return type(x) in (int, float) and abs(x) < 1e300
 
 
 def read_rows(path, print_line):
@@ -56,28 +66,21 @@ def trim_rows(path, last_iter, evaluated=True):
     """Drop the rows after iteration `last_iter` from a file of rows, and lines at its end that are
     no rows, such as one that a crash cut. evaluated=False: also the rows of the evaluation at
     last_iter, which come last there. Takes no room on the disk."""
-    end, position, last = 0, 0, b'\n'
     with open_regular(path) as f:
-        for line in f:
-            position += len(line)
+        lines = f.readlines()
+    kept = 0
+    for i, line in enumerate(lines):
+        with suppress(ValueError):
             row = parse_iteration(line)
-            if row is not None and row['iter'] + (not evaluated and not of_step(row)) > last_iter:
+            if row['iter'] + (not evaluated and not of_step(row)) > last_iter:
                 break
-            if row is not None:
-                end, last = position, line
+            kept = i + 1
+    text = b''.join(lines[:kept])
     with open(path, 'rb+') as f:
-        f.truncate(end)
-        f.seek(end)
-        f.write(b'' if last.endswith(b'\n') else b'\n')  # it did not make it to the disk
-
-
-def parse_iteration(line):
-    """A line of metrics.jsonl or anomalies.jsonl → dict; None where it is no row."""
-    try:
-        row = parse_json(line)
-    except ValueError:
-        return None
-    return row if is_dict(row) and is_count(row.get('iter')) else None
+        f.truncate(len(text))
+        if text and not text.endswith(b'\n'):  # the newline did not make it to the disk
+            f.seek(len(text))
+            f.write(b'\n')
 
 
 def of_step(row):

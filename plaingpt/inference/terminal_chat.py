@@ -183,7 +183,7 @@ def run_chat(generator, settings):
     print('/help lists the commands')
     while True:
         try:
-            message = read_message()
+            message = input_message()
         except EOFError:
             print()
             return
@@ -204,7 +204,7 @@ def run_chat(generator, settings):
             print(' …')
 
 
-def read_message():
+def input_message():
     """A line, or the lines between two \"\"\", '' where these do not end. Raises EOFError."""
     line = input('> ')
     if not line.startswith('"""'):

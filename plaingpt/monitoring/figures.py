@@ -43,7 +43,7 @@ class Panel:
     x_label: str = 'iteration'
     y_label: str = ''
     log: bool = False  # a logarithmic y axis, where the values differ by a factor of 30 and more
-    range: tuple = (0, None)  # of the y axis; None: what fits
+    range: tuple | None = (0, None)  # of the y axis; None: what fits
     zoom: bool = False  # see cut_off_the_start
     band: tuple | None = None  # (label, xs, lows, highs) of a reference
     ticks: list | None = None  # names of 0, 1, 2, … on the x axis
@@ -51,12 +51,12 @@ class Panel:
     def is_flat(self):
         """Whether no line rises or falls, and lines do not differ."""
         values = [y for line in self.lines for y in line.ys]
-        height = self.range[1] or max(map(abs, values), default=0)
+        height = 1 if self.range and self.range[1] else max(map(abs, values), default=0)
         return all(len(line.xs) < 2 for line in self.lines) \
             or max(values) - min(values) <= FLAT * height
 
 
-def draw(runs, path, reference=None):
+def draw_curves(runs, path, reference=None):
     """Draw runs, [(name, rows)], into the PNG at `path`, and the band of a references.Reference.
 
     Raises UserError where matplotlib is absent, or no run has anything to draw.
@@ -149,25 +149,23 @@ def column_panel(runs, title, key, **options):
 
 
 def layer_panel(runs, title, measure, **options):
-    """A health measure of the first, a middle and the last block, and of the embedding; of several
-    runs that of the first and the last block."""
+    """A health measure of the first and the last block; of a single run also of a middle block and
+    of the token embedding."""
     prefix, lines = f'health/{measure}/', []
     for i, rows in enumerate(runs):
-        keys = {key for row in rows for key in row if key.startswith(prefix)}
-        names = (re.fullmatch('h[.]([0-9]{1,9})', key.removeprefix(prefix)) for key in keys)
-        blocks = sorted(int(name[1]) for name in names if name)
-        if not blocks:
-            continue
-        if len(runs) > 1:
-            layers = {'first block': f'h.{blocks[0]}', 'last block': f'h.{blocks[-1]}'}
-        else:
-            chosen = sorted({blocks[0], blocks[len(blocks) // 2], blocks[-1]})
-            layers = {f'h.{n}': f'h.{n}' for n in chosen}
-            layers |= {'wte': 'wte'} if f'{prefix}wte' in keys else {}
-        for n, (label, layer) in enumerate(layers.items()):
+        names = {key.removeprefix(prefix) for row in rows for key in row if key.startswith(prefix)}
+        blocks = sorted((name for name in names if re.fullmatch('h[.][0-9]+', name)),
+                        key=lambda name: (len(name), name))
+        layers = [*blocks[:1], *blocks[-1:]]
+        if len(runs) == 1:
+            middle = len(blocks) // 2
+            layers = [*blocks[:1], *blocks[middle:middle + 1], *blocks[-1:], *(names & {'wte'})]
+        layers = list(dict.fromkeys(layers))  # a small model has fewer
+        for n, layer in enumerate(layers):
             seen = rows_with(rows, 'iter', prefix + layer)
+            label = layer if len(runs) == 1 else ('first block', 'last block')[n]
             lines.append(Line(i, column(seen, 'iter'), column(seen, prefix + layer), label,
-                              None if len(runs) > 1 else n, {'ls': STYLES[n]}))
+                              n if len(runs) == 1 else None, {'ls': STYLES[n]}))
     return Panel(title, lines, **options)
 
 
@@ -185,7 +183,7 @@ def position_panel(runs):
                   style={'marker': 'o'}) for i, found in enumerate(losses) if found]
     return Panel('loss by position in the sequence', lines, 'position',
                  'nats a token' + f', at iteration {row["iter"]}' * (len(runs) == 1),
-                 range=(None, None), ticks=names)
+                 range=None, ticks=names)
 
 
 # -----------------------------------------------------------------------------
@@ -210,7 +208,13 @@ def draw_panel(axes, panel, n_runs, last_iter):
         named = line.label in axes.get_legend_handles_labels()[1]
         colour = colours[line.run] if line.colour is None else COLOURS[line.colour]
         axes.plot(line.xs, line.ys, color=colour, label=None if named else line.label, **options)
-    set_y_range(axes, panel)
+    positive = [y for line in panel.lines for y in line.ys if y > 0]
+    if panel.zoom:
+        cut_off_the_start(axes)
+    elif panel.log and positive and max(positive) > 30 * min(positive):
+        axes.set_yscale('log', nonpositive='mask')  # zeros are left out
+    elif panel.range:
+        axes.set_ylim(panel.range[0], panel.range[1] or 1.05 * max(positive, default=1))
     axes.set_title(panel.title, fontsize=11, loc='left')
     axes.set_xlabel(panel.x_label)
     axes.set_ylabel(panel.y_label)
@@ -232,16 +236,6 @@ def draw_panel(axes, panel, n_runs, last_iter):
         for handle in legend.legend_handles if n_runs > 1 else ():
             if handle.get_color() in colours:  # a style stands for all runs
                 handle.set(color='grey', lw=1.2, ms=3.5)
-
-
-def set_y_range(axes, panel):
-    ys = [y for line in panel.lines for y in line.ys if y > 0]
-    if panel.zoom:
-        cut_off_the_start(axes)
-    elif panel.log and ys and max(ys) > 30 * min(ys):
-        axes.set_yscale('log', nonpositive='mask')  # zeros are left out
-    elif panel.range[0] is not None:
-        axes.set_ylim(panel.range[0], panel.range[1] or 1.05 * max(ys, default=1))
 
 
 def cut_off_the_start(axes):

@@ -25,8 +25,8 @@ def write_report(out_dir, print_line):
         if not rows or not run:
             return
         with attempt('loss.png', print_line):
-            from plaingpt.monitoring.figures import draw
-            draw([(out_dir.name, rows)], out_dir / 'loss.png')
+            from plaingpt.monitoring.figures import draw_curves
+            draw_curves([(out_dir.name, rows)], out_dir / 'loss.png')
         if verdict := overfit_check(rows, run):
             print_line(verdict)
         text = format_report(out_dir, rows, run)

@@ -70,7 +70,7 @@ class Reference:
             return f'{self.name} has one seed, and a band takes two: python ' \
                    f'tools/make_reference.py {self.name}'
         evaluations = [(row, *edges) for row in rows_with(rows, 'val_loss')
-                       if (edges := interpolate(band, row['tokens']))]
+                       if (edges := band_at(band, row['tokens']))]
         if not evaluations:
             first, last = band[0][0], band[-1][0]
             return f'{name} has no evaluation between {first:,} and {last:,} tokens ' \
@@ -137,7 +137,7 @@ def place(evaluations, seeds):
            f'by {distance:.4f} at the end: {at_end}'
 
 
-def interpolate(band, tokens):
+def band_at(band, tokens):
     """(low, high) of the band at `tokens`, on a straight line between its points, or None."""
     for (t0, low0, high0), (t1, low1, high1) in pairwise(band):
         if t0 <= tokens <= t1:

@@ -36,8 +36,8 @@ def test_without_matplotlib_a_run_ends_well(tiny, tmp_path, monkeypatch, capsys)
 
 
 def test_an_interrupted_run_is_reported_where_it_stands(tiny, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(figures, 'draw', lambda *_: None)
-    monkeypatch.setattr(plot, 'draw', lambda *_: None)
+    monkeypatch.setattr(figures, 'draw_curves', lambda *_: None)
+    monkeypatch.setattr(plot, 'draw_curves', lambda *_: None)
     original, steps = train.forward_backward, itertools.count(1)
 
     def interrupted(*arguments):

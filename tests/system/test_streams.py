@@ -146,7 +146,7 @@ def test_nothing_that_a_report_raises_changes_how_a_run_ends(tiny, tmp_path, cap
     def fail(*_):
         raise ZeroDivisionError('no such number\nat all')
 
-    monkeypatch.setattr(figures, 'draw', fail)
+    monkeypatch.setattr(figures, 'draw_curves', fail)
     monkeypatch.setattr(markdown_report, 'format_report', fail)
     train.main([*tiny, '--max_iters=1', '--report=True'])
     out = capsys.readouterr().out

@@ -24,10 +24,10 @@ from typing import Annotated, Literal
 from configurator import load_config
 from plaingpt.data.batches import fits_in_ram
 from plaingpt.data.dataset import open_named
-from plaingpt.inference import scoring
+from plaingpt.inference import lm_eval_model, scoring
 from plaingpt.system.devices import autocast, choose_device, choose_dtype
 from plaingpt.system.distributed import gloo_group, launched_world, print0, process_group
-from plaingpt.system.errors import UserError, needs, run_script
+from plaingpt.system.errors import UserError, run_script
 from plaingpt.system.files import write_json
 from plaingpt.system.streams import require_stdout, status
 from plaingpt.training import model_choice
@@ -70,8 +70,6 @@ class EvaluateConfig(model_choice.ModelChoice):
             found.append(f'output={self.output} exists already: name a new file')
         if (self.include_path or self.num_fewshot >= 0) and not self.lm_eval:
             found.append('include_path and num_fewshot go with lm_eval: name its tasks')
-        if self.include_path and not Path(self.include_path).is_dir():
-            found.append(f'include_path={self.include_path}: no such folder')
         if self.data and (len(tasks) != 1 or tasks[0] in SPLITS):
             found.append(f'data={self.data} goes with one task: text, '
                          f'{" or ".join(scoring.BENCHMARKS)}')
@@ -130,9 +128,9 @@ def score_split(split, dataset, model, batch_size, context, group):
 
 def score_by_lm_eval(config, model, tokenizer, context, group):
     """→ ({task: {name of a score: value}}, lines that say the same), of the tasks of lm_eval."""
-    with needs('lm_eval', f'lm_eval={config.lm_eval}'):
-        from plaingpt.inference import lm_eval_model
-    lm = lm_eval_model.LmEvalModel(model, tokenizer, config.batch_size, context, group)
+    if config.include_path and not Path(config.include_path).is_dir():
+        raise UserError(f'include_path={config.include_path}: no such folder')
+    lm = lm_eval_model.lm_eval_model(model, tokenizer, config.batch_size, context, group)
     results = lm_eval_model.run_tasks(
         lm, config.lm_eval.split(','), config.include_path, config.limit,
         None if config.num_fewshot < 0 else config.num_fewshot)

@@ -176,9 +176,9 @@ def test_each_kind_of_request_of_lm_eval_is_answered_as_by_its_model_of_transfor
     from lm_eval.api.instance import Instance
     from lm_eval.models.huggingface import HFLM
 
-    from plaingpt.inference.lm_eval_model import LmEvalModel
+    from plaingpt.inference.lm_eval_model import lm_eval_model
     model, tokenizer, *_ = model_choice.load(str(exported))
-    ours = LmEvalModel(model, tokenizer, 2, torch.no_grad())
+    ours = lm_eval_model(model, tokenizer, 2, torch.no_grad())
     theirs = HFLM(pretrained=str(exported), max_length=128, dtype='float32', device='cpu')
 
     def requests(kind, *arguments):

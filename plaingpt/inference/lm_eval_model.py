@@ -1,25 +1,35 @@
 """Tasks of EleutherAI's lm-evaluation-harness, package lm_eval, on a model of ours.
 
-LmEvalModel answers the three kinds of requests that the harness makes of a language model
-(docs/model_guide.md there). Import this module where it is used, as it needs lm_eval.
+The harness makes three kinds of requests of a language model (docs/model_guide.md there): the
+log-likelihood of an answer, that of a whole text, and a text that is generated.
 """
 
 import sys
+from importlib import import_module
 from pathlib import Path
 from unittest import mock
 
 import numpy as np
-from lm_eval.api.model import TemplateLM
-from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
 from plaingpt.inference.scoring import log_likelihoods
 from plaingpt.inference.text_generator import Sampling, TextGenerator
-from plaingpt.system.errors import UserError
+from plaingpt.system.errors import UserError, needs
 from plaingpt.system.files import ROOT
 
 
-class LmEvalModel(TemplateLM):
-    """A GPT and its tokenizer for lm_eval. TemplateLM encodes pairs of texts with tok_encode.
+def lm_eval_model(model, tokenizer, batch_size, context, group=None):
+    """→ a language model of lm_eval, whose TemplateLM encodes pairs of texts with tok_encode and
+    gives them to _loglikelihood_tokens. Raises UserError where lm_eval is absent."""
+    with needs('lm_eval', 'scoring by lm-evaluation-harness'):
+        from lm_eval.api.model import TemplateLM
+
+    class LmEvalModel(Requests, TemplateLM):
+        pass
+    return LmEvalModel(model, tokenizer, batch_size, context, group)
+
+
+class Requests:
+    """Answers the requests of lm_eval with a GPT and its tokenizer.
 
     context, group: as of log_likelihoods, which shares the requests among the processes; lm_eval
     takes each process for the only one
@@ -60,6 +70,7 @@ class LmEvalModel(TemplateLM):
 
     def loglikelihood_rolling(self, requests, disable_tqdm=False):
         """→ the log-likelihood of each text as a whole, block_size tokens at a time."""
+        from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
         windows, text_of_window = [], []
         for i, request in enumerate(requests):
             ids = self.tok_encode(request.args[0])
@@ -99,7 +110,7 @@ def run_tasks(lm, names, include_path='', limit=0, num_fewshot=None):
         from lm_eval import simple_evaluate
         from lm_eval.tasks import TaskManager
 
-        import evaluate  # noqa: F401
+        import_module('evaluate')
     tasks = TaskManager(include_path=include_path or None)
     if unknown := [name for name in names if not tasks.match_tasks([name])]:
         raise UserError(f'lm_eval={",".join(names)}: {", ".join(unknown)} is no task of it: '

@@ -57,28 +57,34 @@ class Health:
 
     @contextmanager
     def around_update(self, iter_num, scaler):
-        """The gradient is clipped and the weights updated inside, for update `iter_num`. Gradients
-        are multiplied by the scaler's scale still."""
+        """The gradient is clipped and the weights updated inside, for update `iter_num`."""
         if not self.due(iter_num):
             yield
             return
-        # The gains of norms, near 1, would hide every change of the matrices.
-        matrices = [(name, p) for name, p in self.model.named_parameters() if p.dim() >= 2]
-        scale = scaler.get_scale()
-        with torch.no_grad():
-            grads = self._norms([(name, p.detach().new_zeros(()) if p.grad is None else p.grad)
-                                 for name, p in self.model.named_parameters()])
-            weights = self._norms(matrices)
-            before = [(name, sample_rows(p).clone()) for name, p in matrices]
+        self.before_update(scaler.get_scale())
         yield
-        with torch.no_grad():
-            moved = self._norms([(name, sample_rows(p) - old) for (name, p), (_, old)
-                                 in zip(matrices, before, strict=True)])
-            sizes = self._norms(before)
+        self.after_update()
+
+    @torch.no_grad()
+    def before_update(self, scale):
+        """Measure gradients, which are multiplied by `scale` still, and weights."""
+        grads = self._norms([(name, p.detach().new_zeros(()) if p.grad is None else p.grad)
+                             for name, p in self.model.named_parameters()])
+        # The gains of norms, near 1, would hide every change of the matrices.
+        self.matrices = [(name, p) for name, p in self.model.named_parameters() if p.dim() >= 2]
+        self.before = [(name, sample_rows(p).clone()) for name, p in self.matrices]
         self.norms = {
             **{f'grad_norm/{name}': norm / scale for name, norm in grads.items()},
-            **{f'weight_norm/{name}': norm for name, norm in weights.items()},
-            **{f'update_ratio/{name}': moved[name] / (sizes[name] + 1e-12) for name in moved}}
+            **{f'weight_norm/{name}': norm for name, norm in self._norms(self.matrices).items()}}
+
+    @torch.no_grad()
+    def after_update(self):
+        """Measure how far the weights moved."""
+        moved = self._norms([(name, sample_rows(p) - old) for (name, p), (_, old)
+                             in zip(self.matrices, self.before, strict=True)])
+        sizes = self._norms(self.before)
+        self.norms |= {f'update_ratio/{name}': moved[name] / (sizes[name] + 1e-12)
+                       for name in moved}
 
     @torch.no_grad()
     def measure(self, model):

@@ -113,6 +113,14 @@ def test_healthy_rows_give_no_alarm_however_many_there_are():
     assert [found for n in (1, 2, 60) for found in diagnose(rows[:n], RUN)] == []
 
 
+def test_a_single_odd_batch_is_no_divergence():
+    rows = healthy_rows()
+    for row in rows:
+        if row['iter'] == 25 and 'loss' in row:
+            row['loss'] += 5
+    assert diagnose(rows, RUN) == []
+
+
 def test_the_evidence_names_the_block_and_the_iteration():
     rows = healthy_rows()
     for row in rows:

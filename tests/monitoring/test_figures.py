@@ -99,3 +99,17 @@ def test_final_losses_are_a_table_with_the_best_first():
     assert [line.split() for line in figures.loss_table(runs)[1:]] == [
         ['good', '20', '2.9000', '3.1000', '3.0000', '3.1000'],
         ['bad', '10', '3.3000', '3.5000', '3.5000', '3.5000'], ['none', *'-----']]
+
+
+def test_a_name_between_dollar_signs_is_no_formula():
+    name = 'a$b_c$'
+    title = figures.make_figure([(name, run([4.0, 3.0, 2.0]))])._suptitle
+    assert title._preprocess_math(title.get_text()) == (name, False)
+
+
+def test_the_first_position_of_a_sequence_is_in_the_picture():
+    losses = {'0': 9.0, '1-3': 5.0, '4-15': 4.0, '16-63': 3.9, '64-255': 3.8}
+    row = {'iter': 1, 'tokens': 64, 'elapsed_s': 1.0,
+           **{f'health/loss_at/{name}': loss for name, loss in losses.items()}}
+    axes = panels(('out', [*run([4.0, 3.0]), row]))['loss by position in the sequence']
+    assert axes.get_ylim()[1] > 9

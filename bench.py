@@ -1,22 +1,22 @@
-"""Measure what training takes: time, memory, and what each optimization buys.
+"""Measure what training takes, and what changes of its settings gain.
 
     python bench.py config/gpt2_124m.py                 speed of a step, beside a bare matmul
     python bench.py config/gpt2_124m.py --profile       and where its time goes
-    python bench.py --ladder                            what each optimization adds
-    python bench.py --grid config/shakespeare_char.py   24 trainings, memory, time and loss
-    python bench.py --ablate config/quickstart.py --set conv=0,4 --set head_lr_scale=1,2
-                                                        what settings gain together, over seeds
-    python bench.py --ablate config/quickstart.py --set conv=4,0 --set mlp=swiglu,relu2 --one_by_one
-                                                        what each of them gains
-    python bench.py --data config/gpt2_124m.py          batches a second, beside the step's need
-    python bench.py --memory config/gpt2_124m.py        memory of a step, beside the plan
-    python bench.py --checkpoints config/gpt2_124m.py   how long a save stops training
-    python bench.py --resuming config/quickstart.py     how far a resumed run ends from a whole one
+    python bench.py config/gpt2_124m.py --memory        memory of a step, beside the plan
+    python bench.py config/quickstart.py --sweep=learning_rate=3e-3,9e-3,3e-2
+                                                        whole trainings, each with --seeds seeds
+    python bench.py config/quickstart.py --variants=mine.py
+                                                        variants = {'name': {'key': value}, …}
+    python bench.py --variants=grid                     4 models × 6 ways to train them
+    python bench.py config/quickstart.py --variants=ablation
+                                                        what each part of the recipe gains
+    python bench.py config/gpt2_124m.py --variants=ladder --max_iters=50
+                                                        the step, faster one change at a time
 
 Without a config: GPT-2 124M on a GPU, config/bench_cpu.py or config/grid_cpu.py on a CPU.
 --memory runs a real step on CUDA; elsewhere torch's memory tracker follows a step on tensors
 without data, which takes no memory, and about a second for each layer (a minute for 48).
---checkpoints saves into a folder inside out_dir that is removed again.
+Trainings that ended are kept in the folder of --save, and the same command goes on after a stop.
 """
 
 if __name__ == '__main__':  # before torch, which takes seconds
@@ -25,22 +25,18 @@ if __name__ == '__main__':  # before torch, which takes seconds
 
 import json
 from dataclasses import dataclass
-from itertools import product
+from pathlib import Path
 from typing import Annotated
 
 from configurator import load_config
-from plaingpt.benchmarks import result_tables
-from plaingpt.benchmarks.ablation import draw_ablation, measure_ablation
-from plaingpt.benchmarks.data_rate import measure_data
-from plaingpt.benchmarks.grid import draw_grid, measure_grid
-from plaingpt.benchmarks.ladder import measure_ladder
-from plaingpt.benchmarks.memory_check import measure_memory
-from plaingpt.benchmarks.saving import measure_checkpoints, measure_resuming
-from plaingpt.benchmarks.step_speed import Workload, measure_speed
 from plaingpt.data.corpora import find_dataset_size
+from plaingpt.experiments import runs, tables
+from plaingpt.experiments.memory_check import measure_memory
+from plaingpt.experiments.step_speed import Workload, measure_speed
 from plaingpt.system import devices
 from plaingpt.system.errors import UserError, run_script
 from plaingpt.system.files import ROOT, make_writable
+from plaingpt.system.formatting import count_of
 from plaingpt.system.streams import require_stdout, warn
 from plaingpt.training.memory_planner import explain_out_of_memory
 from plaingpt.training.settings import TrainConfig
@@ -49,25 +45,18 @@ from plaingpt.training.settings import TrainConfig
 @dataclass
 class BenchConfig(TrainConfig):
     # benchmark: what to measure; the speed of a step if nothing else
-    ladder: bool = False  # what each optimization buys, one after another
-    grid: bool = False  # 24 trainings: what changes cost and gain, alone and together
-    ablate: bool = False  # a training for each combination of what --set names
-    data: bool = False  # batches a second from disk and from memory, and what a step needs
     memory: bool = False  # what a step holds after forward, backward and optimizer, and at most
-    checkpoints: bool = False  # how long a save stops training
-    resuming: bool = False  # weights of a resumed run, beside those of two whole ones
-    profile: bool = False  # speed: where the time goes, and a trace in out_dir
+    variants: str = ''  # trainings that differ: grid, ablation, ladder, or a file such as mine.py
+    sweep: str = ''  # a setting and its values, as learning_rate=1e-3,3e-3; again for all pairs
     # benchmark: how
     steps: Annotated[int, 'at least 1'] = 10  # that are timed; a figure is their median
     warmup_steps: Annotated[int, 'at least 0'] = 3  # before them, which do not count
-    rounds: Annotated[int, 'at least 1'] = 3  # ladder: measure all so many times, for a median
-    seeds: Annotated[int, 'at least 1'] = 3  # grid, ablate: of each training
-    set: str = ''  # ablate: a setting and its values, as conv=0,4; again for another setting
-    one_by_one: bool = False  # ablate: the base and each change alone, not all combinations
-    target_loss: Annotated[float, 'at least 0'] = 0.0  # grid: time to it; 0: 5% above the default's
+    profile: bool = False  # speed: where the time goes, and a trace in out_dir
     real_data: bool = False  # speed: batches from the dataset, not one of random tokens
+    seeds: Annotated[int, 'at least 1'] = 3  # variants, sweep: of each training
+    target_loss: Annotated[float, 'at least 0'] = 0.0  # time to it; 0: 5% above the first's
     json: bool = False  # print JSON
-    save: str = ''  # a folder for CSV, table and picture of the same, such as results
+    save: str = ''  # a folder for CSV, table and picture; variants, sweep: out-experiments if none
 
     def problems(self):
         found = super().problems()
@@ -75,33 +64,23 @@ class BenchConfig(TrainConfig):
             found.append('batch_size=auto: a benchmark needs a number')
         if self.world_size() > 1:
             found.append('a benchmark measures one process: start it without torchrun')
-        chosen = [key for key in (*BENCHMARKS, 'profile') if getattr(self, key, False)]
+        chosen = [key for key in ('memory', 'variants', 'sweep', 'profile') if getattr(self, key)]
         if len(chosen) > 1:
             found.append(f'one at a time: {", ".join(chosen)}')
-        if (self.set or self.one_by_one) and not self.ablate:
-            found.append('set and one_by_one are for --ablate')
         return found
 
 
-# Each: a Workload → (rows of numbers, their Markdown). A new one also is a flag of BenchConfig.
-BENCHMARKS = {'speed': measure_speed, 'ladder': measure_ladder, 'grid': measure_grid,
-              'ablate': measure_ablation, 'data': measure_data,
-              'checkpoints': measure_checkpoints, 'memory': measure_memory,
-              'resuming': measure_resuming}
-PICTURES = {'grid': draw_grid, 'ablate': draw_ablation}
-
-
-def one_set(argv):
-    """Every '--set', 'conv=0,4' as one '--set=conv=0,4 head_lr_scale=1,2', at the end."""
-    rest, sets, words = [], [], iter(argv)
+def one_sweep(argv):
+    """Every '--sweep', 'conv=0,4' and '--sweep=conv=0,4' as one '--sweep=conv=0,4 …' at the end."""
+    rest, sweeps, words = [], [], iter(argv)
     for word in words:
-        if word == '--set':
-            sets.append(next(words, ''))
-        elif word.startswith('--set='):
-            sets.append(word.removeprefix('--set='))
+        if word == '--sweep':
+            sweeps.append(next(words, ''))
+        elif word.startswith('--sweep='):
+            sweeps.append(word.removeprefix('--sweep='))
         else:
             rest.append(word)
-    return [*rest, '--set=' + ' '.join(sets)] if sets else rest
+    return [*rest, '--sweep=' + ' '.join(sweeps)] if sweeps else rest
 
 
 def read_config(argv):
@@ -110,70 +89,75 @@ def read_config(argv):
     config = load_config(BenchConfig, argv, __doc__)
     device, _ = devices.choose_device(config.device)
     named = any(not arg.startswith('-') for arg in argv)
-    if device.type == 'cuda' or named or config.memory or config.checkpoints:
+    if device.type == 'cuda' or named or config.memory:
         return config, device, argv
-    trains = config.grid or config.ablate or config.resuming
-    small = 'grid_cpu.py' if trains else 'bench_cpu.py'
+    small = 'grid_cpu.py' if config.variants or config.sweep else 'bench_cpu.py'
     argv = [str(ROOT / 'config' / small), *argv]
     return load_config(BenchConfig, argv), device, argv
 
 
-def read_variants(config, words):
-    """--set='conv=0,4 head_lr_scale=1,2' → {'conv=0, head_lr_scale=1': its BenchConfig, …}, each
-    read as if it was written on the command line. Raises UserError."""
-    choices = {}
-    for choice in config.set.split():
-        key, _, values = choice.partition('=')
-        values = values.split(',')
-        if len(set(values)) < max(2, len(values)) or key in choices:
-            raise UserError(f'--set {choice}: give a setting, once, and two values or more, the '
-                            'first of them for the base, as --set conv=0,4')
-        choices[key] = [f'{key}={value}' for value in values]
-    if not choices:
-        raise UserError('--ablate: say what to change, as --set conv=0,4')
-    if config.one_by_one:
-        base = [first for first, *_ in choices.values()]
-        chosen = {'base': base, **{other: [*base, other] for _, *rest in choices.values()
-                                  for other in rest}}
-    else:
-        chosen = {', '.join(options): options for options in product(*choices.values())}
-    return {name: load_config(BenchConfig, [*words, *(f'--{option}' for option in options)])
-            for name, options in chosen.items()}
-
-
-def prepare_work(config, device, words):
-    """→ Workload, with torch set up as in training."""
+def measure_step(config, device):
+    """Speed or memory of a step → (rows of numbers, their Markdown)."""
     devices.use_fast_matmul()
     devices.use_expandable_segments(device)
     devices.seed_everything(config.seed, deterministic=config.deterministic)
     dtype, _ = devices.choose_dtype(config.dtype, device, config.n_embd)
     compile, _ = devices.choose_compile(config.compile, device)
     vocab_size, _, _ = find_dataset_size(config.dataset, config.vocab_size)
-    return Workload(config, config.gpt_config(vocab_size), device, dtype, compile,
-                    read_variants(config, words) if config.ablate else None)
+    work = Workload(config, config.gpt_config(vocab_size), device, dtype, compile)
+    with explain_out_of_memory(work.shape, config, dtype, device):
+        return (measure_memory if config.memory else measure_speed)(work)
+
+
+def configs_of(variants, config, words):
+    """{name: settings} → {name: [its BenchConfig of each seed]}, read as if the settings were
+    written at the end of the command line, so that what follows from them follows."""
+    found = {}
+    for name, changes in variants.items():
+        options = [f'--{key}={value}' for key, value in changes.items()]
+        try:
+            found[name] = [load_config(BenchConfig, [*words, *options, f'--seed={seed}'])
+                           for seed in range(config.seed, config.seed + config.seeds)]
+        except UserError as problem:
+            raise UserError(f'variant {name!r}: {problem}') from None
+    return found
+
+
+def measure_variants(config, words, journal, machine):
+    """Train all variants → (a row for each run, their table, a row for each variant)."""
+    variants = runs.sweep_variants(config.sweep) if config.sweep \
+        else runs.read_variants(config.variants, config)
+    rows = runs.train_all(configs_of(variants, config, words), journal, machine)
+    compared, target = runs.compare(rows, config.target_loss)
+    return rows, runs.format_comparison(rows, compared, target), compared
 
 
 def main(argv):
-    config, device, words = read_config(one_set(argv))
-    if config.save:
-        make_writable(config.save, 'save')  # before hours of measuring
+    config, device, words = read_config(one_sweep(argv))
+    trains = config.variants or config.sweep
+    folder = config.save or ('out-experiments' if trains else '')
+    name = 'memory' if config.memory else Path(config.variants).stem if config.variants \
+        else f'sweep-{config.sweep.partition("=")[0]}' if config.sweep else 'speed'
+    if folder:
+        make_writable(folder, 'save')  # before hours of measuring
     else:
         require_stdout()
-    work = prepare_work(config, device, words)
-    name = next((key for key in BENCHMARKS if getattr(config, key, False)), 'speed')
-    with explain_out_of_memory(work.shape, config, work.dtype, device):
-        rows, text = BENCHMARKS[name](work)
-    facts = result_tables.describe_measurement(device, argv)
+    path = tables.result_path(folder, name, device)
+    facts = tables.describe_measurement(device, argv)
+    if trains:
+        rows, text, compared = measure_variants(config, words, f'{path}.jsonl', facts['machine'])
+    else:
+        rows, text = measure_step(config, device)
     print(json.dumps({**facts, 'rows': rows, 'table': text}, indent=1) if config.json
-          else result_tables.format_page(facts, text))
-    if config.save:
-        path = result_tables.result_path(config.save, name, device)
-        result_tables.save(path, facts, rows, text)
-        if name in PICTURES:
-            try:
-                PICTURES[name](rows, f'{path}.png')
-            except UserError as problem:  # the figures are saved without matplotlib too
-                warn(problem)
+          else tables.format_page(facts, text))
+    if folder:
+        tables.save(path, facts, rows, text)
+    if trains:
+        try:
+            what = f'{config.max_iters:,} steps, {count_of(config.seeds, "seed")}'
+            runs.draw_comparison(compared, f'{path}.png', what)
+        except UserError as problem:  # the figures are saved without matplotlib too
+            warn(problem)
 
 
 if __name__ == '__main__':

@@ -19,9 +19,9 @@ import torch
 
 from configurator import load_config
 from model import GPT
-from plaingpt.benchmarks.step_speed import Workload, estimate_speed
 from plaingpt.data.corpora import find_dataset_size, find_sizes
 from plaingpt.data.dataset import has_token_files, open_named, read_names
+from plaingpt.experiments.step_speed import Workload, estimate_speed
 from plaingpt.inference.hf_export import describe_export, nearest_architectures
 from plaingpt.kernels.recompute import KINDS
 from plaingpt.system import devices

@@ -29,7 +29,7 @@ MAY_IMPORT = {
     'training': {'parallel', 'inference', 'weights', 'model', 'data', 'monitoring', 'kernels',
                  'system'}}
 MAY_IMPORT['checks'] = {'training', *MAY_IMPORT['training']}
-MAY_IMPORT['benchmarks'] = {'training', *MAY_IMPORT['training']}
+MAY_IMPORT['experiments'] = {'training', *MAY_IMPORT['training']}
 MAY_IMPORT['plaingpt'] = {'training', 'inference', 'system'}  # load(), when it is called
 MAY_IMPORT['a command'] = {*MAY_IMPORT}
 MAY_IMPORT['tools'] = {*MAY_IMPORT}  # commands too: torture trains in forks

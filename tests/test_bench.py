@@ -2,22 +2,13 @@ import csv
 import json
 import sys
 from contextlib import redirect_stdout
-from types import SimpleNamespace
 
 import pytest
-import torch
 from helpers import fails
 
 import bench
 import train
-from plaingpt.benchmarks import grid, ladder, step_speed
-from plaingpt.benchmarks.saving import differences
-
-
-def train_here(argv):
-    """In this process, which has imported torch."""
-    with redirect_stdout(sys.stderr):
-        train.main(argv)
+from plaingpt.experiments import runs, step_speed
 
 
 @pytest.fixture(autouse=True)
@@ -61,79 +52,35 @@ def test_a_profile_says_where_time_goes_and_leaves_a_trace(tiny, tmp_path, capsy
     assert json.loads((tmp_path / 'out' / 'trace.json').read_text())['traceEvents']
 
 
-def test_batches_are_measured_beside_what_a_step_needs(tiny, capsys):
-    bench.main([*tiny, '--data', '--steps=2', '--warmup_steps=1', '--json'])
-    rows = json.loads(capsys.readouterr().out)['rows']
-    assert [row['reader'] for row in rows] == ['from disk', 'memory-mapped, as nanoGPT',
-                                               'from memory']
-    for row in rows:
-        assert row['times_need'] * row['needed_batches_per_s'] == \
-            pytest.approx(row['batches_per_s'])
+def test_a_sweep_trains_and_is_saved_without_matplotlib(tiny, tmp_path, capsys, monkeypatch):
+    def train_here(argv):
+        with redirect_stdout(sys.stderr):
+            train.main(argv)
 
-
-def test_the_ladder_needs_no_prepared_text(tiny, capsys, monkeypatch):
-    monkeypatch.setattr(ladder, 'TOKENS', 2**12)
-    monkeypatch.setattr(ladder, 'gc', SimpleNamespace(collect=lambda: None))
-    monkeypatch.setattr(torch.compiler, 'reset', lambda: None)  # nothing is compiled here
-    bench.main([*tiny, '--ladder', '--dataset=no_such_dataset', '--vocab_size=99', '--steps=1',
-                '--warmup_steps=0', '--rounds=1'])
-    out = capsys.readouterr().out
-    assert '| padded vocabulary' in out and 'random tokens' in out and 'tokenized' not in out
-
-
-def test_a_save_in_the_background_stops_training_for_less_than_it_takes(tiny, tmp_path, capsys):
-    bench.main([*tiny, '--checkpoints', '--json'])
-    waiting, background = json.loads(capsys.readouterr().out)['rows']
-    assert [waiting['checkpoint_async'], background['checkpoint_async']] == [False, True]
-    assert background['stall_s'] < background['written_s'] and waiting['bytes'] > 1000
-    assert waiting['share'] == pytest.approx(
-        waiting['stall_s'] / (1000 * waiting['step_s'] + waiting['stall_s']))
-    assert not list((tmp_path / 'out').iterdir())
-
-
-def test_a_resumed_run_is_compared_with_two_whole_ones(tiny, capsys, monkeypatch):
-    monkeypatch.setattr(grid, 'run_train', train_here)
-    bench.main([*tiny, '--resuming', '--json'])
-    found = json.loads(capsys.readouterr().out)
-    whole, resumed = found['rows']
-    assert whole['largest_difference'] == resumed['largest_difference'] == 0.0
-    assert resumed['largest_weight'] > 0.01 and resumed['runs'] in found['table']
-
-
-def test_differences_of_weights_are_found(trained, tiny, tmp_path):
-    train.main([*tiny, '--learning_rate=1e-3'])
-    found = differences(trained, tmp_path / 'out')
-    assert 1e-4 < found['largest_difference'] < 0.1 and found['differing'] > 0.5
-
-
-def test_an_ablation_trains_and_is_saved_without_matplotlib(tiny, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(grid, 'run_train', train_here)
+    monkeypatch.setattr(runs, 'run_train', train_here)
     monkeypatch.setitem(sys.modules, 'matplotlib.figure', None)
-    bench.main([*tiny, '--ablate', '--set=n_layer=1,2', '--seeds=1', '--log_interval=2', '--json',
-                f'--save={tmp_path}/results'])
+    bench.main([*tiny, '--sweep=n_layer=1,2', '--seeds=1', '--json', f'--save={tmp_path}/results'])
     out, err = capsys.readouterr()
     assert 'warning: the picture needs matplotlib' in err
     base, changed = json.loads(out)['rows']
     assert base['final_loss'] != changed['final_loss']
-    assert 'n_layer=2' in (tmp_path / 'results' / 'ablate-cpu.csv').read_text()
+    assert 'n_layer=2' in (tmp_path / 'results' / 'sweep-n_layer-cpu.csv').read_text()
 
 
 def test_on_a_cpu_a_small_model_takes_the_place_of_gpt2():
     config, _, _ = bench.read_config(['--device=cpu', '--batch_size=3'])
     assert (config.n_layer, config.batch_size) == (6, 3)
-    config, _, _ = bench.read_config(['--device=cpu', '--grid'])
+    config, _, _ = bench.read_config(['--device=cpu', '--variants=grid'])
     assert config.n_layer == 2
     config, _, _ = bench.read_config(['--device=cpu', '--memory'])
     assert config.n_layer == 12
 
 
 def test_a_benchmark_says_what_it_cannot_do(capsys, monkeypatch, tiny, tmp_path):
-    assert 'one at a time: ladder, grid' in fails(capsys, monkeypatch, bench.main, '--ladder',
-                                                  '--grid')
+    assert 'one at a time: memory, profile' in fails(capsys, monkeypatch, bench.main, '--memory',
+                                                     '--profile')
     (tmp_path / 'file').touch()
     assert f'save={tmp_path}/file' in fails(capsys, monkeypatch, bench.main, '--device=cpu',
                                             f'--save={tmp_path}/file')
     assert 'vocab_size=50' in fails(capsys, monkeypatch, bench.main, *tiny, '--real_data',
                                     '--vocab_size=50')
-    assert 'batch_size=6' in fails(capsys, monkeypatch, bench.main, '--grid', '--device=cpu',
-                                   '--batch_size=6')

@@ -24,7 +24,7 @@ from test_docs import COMMANDS, settings_of
 import plot
 import serve
 from configurator import accepted_types
-from plaingpt.benchmarks import step_speed
+from plaingpt.experiments import step_speed
 from plaingpt.system.errors import run_script
 
 CASES = 1000  # of each command

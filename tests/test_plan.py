@@ -10,7 +10,7 @@ from helpers import ROOT, fails
 import plan
 from configurator import load_config
 from model import GPTConfig
-from plaingpt.benchmarks import step_speed
+from plaingpt.experiments import step_speed
 from plaingpt.inference.hf_architectures import ARCHITECTURES, SIZES
 from plaingpt.system.devices import GPUS, choose_dtype
 from plaingpt.system.errors import UserError

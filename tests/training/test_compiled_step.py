@@ -8,7 +8,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 import train
 from model import GPTConfig
-from plaingpt.benchmarks.step_speed import Workload, make_step
+from plaingpt.experiments.step_speed import Workload, make_step
 from plaingpt.training.memory_planner import StepSettings, one_step
 from plaingpt.training.optimizers import OPTIMIZERS
 from plaingpt.training.settings import TrainConfig

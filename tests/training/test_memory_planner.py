@@ -9,7 +9,7 @@ from torch.distributed._tools.mem_tracker import MemTracker
 
 import train
 from model import GPT, GPTConfig
-from plaingpt.benchmarks.memory_check import tracked_step
+from plaingpt.experiments.memory_check import tracked_step
 from plaingpt.system.devices import rng_state
 from plaingpt.system.formatting import GIB
 from plaingpt.training import checkpoint as checkpoints

@@ -14,7 +14,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 import train
 from configurator import load_config
 from model import GPT, GPTConfig
-from plaingpt.benchmarks.memory_check import tracked_step
+from plaingpt.experiments.memory_check import tracked_step
 from plaingpt.system.errors import UserError
 from plaingpt.system.formatting import GIB, gib
 from plaingpt.training import memory_fit, memory_planner

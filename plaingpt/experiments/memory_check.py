@@ -5,7 +5,7 @@ import sys
 import torch
 from tqdm import tqdm
 
-from plaingpt.benchmarks.result_tables import markdown
+from plaingpt.experiments.tables import markdown
 from plaingpt.monitoring.memory_recorder import kernels_of
 from plaingpt.system.formatting import gib
 from plaingpt.training.memory_planner import one_step, predict, step_settings

@@ -1,25 +1,24 @@
 """The speed of training's own step, on one device."""
 
 import os
+import statistics
 import time
 from contextlib import closing
 from dataclasses import replace
 from itertools import repeat
-from operator import attrgetter
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from torch.autograd import DeviceType
 
 from model import GPT, GPTConfig
-from plaingpt.benchmarks.result_tables import format_memory, format_times, markdown
-from plaingpt.benchmarks.timing import matmul_flops, step_seconds, step_times
 from plaingpt.data.batches import fits_in_ram
 from plaingpt.data.dataset import open_named
+from plaingpt.experiments.tables import markdown, number
 from plaingpt.system.devices import (
     DTYPES,
     autocast,
+    cpu_has_bfloat16,
     device_name,
     mfu,
     peak_memory_bytes,
@@ -27,20 +26,20 @@ from plaingpt.system.devices import (
 )
 from plaingpt.system.errors import UserError
 from plaingpt.system.files import make_writable
+from plaingpt.system.formatting import gib, short
 from plaingpt.training.optimizers import build_optimizer
 from plaingpt.training.settings import TrainConfig
 from plaingpt.training.training_step import StepGuard, forward_backward, update
 
 
 class Workload(NamedTuple):
-    """What every benchmark takes: what to train, where and how."""
+    """What a measurement takes: what to train, where and how."""
 
     config: TrainConfig  # with the settings of the benchmark, as bench.py has them
     shape: GPTConfig
     device: torch.device
     dtype: str
     compile: bool
-    variants: dict | None = None  # ablate: what to call a combination → its BenchConfig
 
 
 def make_step(work, batches):
@@ -85,6 +84,35 @@ def dataset_batches(work):
                           device=work.device).train_batches(0)
 
 
+# -----------------------------------------------------------------------------
+# time
+
+
+def step_seconds(step, steps, warmup, device):
+    """Call `step()` warmup + steps times → the seconds of each of the last `steps`. The warm-up
+    calls compile, choose kernels and allocate buffers."""
+    times = []
+    for _ in range(warmup + steps):
+        synchronize(device)
+        began = time.perf_counter()
+        step()
+        synchronize(device)
+        times.append(time.perf_counter() - began)
+    return times[warmup:]
+
+
+def matmul_flops(dtype, device, size=None):
+    """FLOP/s of a large square matmul in a torch dtype, the median of ten: what this device reaches
+    today. size: rows and columns; by default 8,192 on CUDA and 2,048 elsewhere, but 512 in a
+    precision that a CPU lacks in hardware, which takes a hundred times as long"""
+    slow = dtype == torch.float16 or (dtype == torch.bfloat16 and not cpu_has_bfloat16())
+    size = size or (8192 if device.type == 'cuda' else 512 if slow else 2048)
+    a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
+    out = torch.empty_like(a)
+    times = step_seconds(lambda: torch.mm(a, b, out=out), 10, 3, device)
+    return 2 * size**3 / statistics.median(times)
+
+
 def measure_speed(work):
     """Time whole steps of training beside a bare matmul → ([a row], its table). config.profile
     adds a table of the operators that take longest, and a trace in out_dir."""
@@ -94,19 +122,57 @@ def measure_speed(work):
         torch.cuda.reset_peak_memory_stats(device)
     with closing(dataset_batches(work) if config.real_data else random_batches(work)) as batches:
         gpt, _, step = make_step(work, batches)
-        times = step_times(step_seconds(step, config.steps, config.warmup_steps, device))
+        seconds = step_seconds(step, config.steps, config.warmup_steps, device)
         peak = peak_memory_bytes(device)
         profile = profile_steps(step, device, config.out_dir) if config.profile else ''
-    tokens_per_s = config.step_tokens() / times['step_ms'] * 1e3
+    median = statistics.median(seconds)
+    tokens_per_s = config.step_tokens() / median
     flops_per_s = gpt.flops_per_token() * tokens_per_s
     row = {'parameters': gpt.num_parameters(), 'dtype': work.dtype, 'compile': work.compile,
            'optimizer': config.optimizer, 'batch_size': config.batch_size,
            'block_size': config.block_size, 'micro_steps': config.accumulation(),
            'data': config.dataset if config.real_data else 'random',
-           **times, 'tokens_per_s': tokens_per_s, 'flops_per_token': gpt.flops_per_token(),
+           'step_ms': 1e3 * median, 'min_ms': 1e3 * min(seconds), 'max_ms': 1e3 * max(seconds),
+           'tokens_per_s': tokens_per_s, 'flops_per_token': gpt.flops_per_token(),
            'mfu': mfu(flops_per_s, device_name(device), work.dtype), 'matmul_flops': bare_flops,
            'matmul_share': flops_per_s / bare_flops, 'peak_memory_bytes': peak}
     return [row], format_row(row) + profile
+
+
+def format_row(row):
+    """Markdown, under a line that says what was measured."""
+    what = (f'{row["parameters"]:,} parameters, {row["dtype"]}, '
+            f'{"compiled" if row["compile"] else "eager"}, {row["optimizer"]}, '
+            f'{row["micro_steps"]} × {row["batch_size"]} × {row["block_size"]} tokens a step, '
+            f'{row["data"]} data')
+    return what + '\n\n' + markdown(
+        ['ms a step', 'fastest', 'slowest', 'tokens/s', 'MFU', 'matmul, TFLOP/s', 'share of it',
+         'peak memory'],
+        [[*(f'{row[key]:.1f}' for key in ('step_ms', 'min_ms', 'max_ms')),
+          short(row['tokens_per_s']), number('.1%', row['mfu']),
+          f'{row["matmul_flops"] / 1e12:.3g}', f'{row["matmul_share"]:.1%}',
+          gib(row['peak_memory_bytes']) if row['peak_memory_bytes'] else '–']])
+
+
+def profile_steps(step, device, out_dir):
+    """Write a trace of three steps to out_dir/trace.json → torch's table of the operators (on a
+    GPU: kernels) that take longest."""
+    make_writable(out_dir)
+    os.environ.setdefault('KINETO_LOG_LEVEL', '99')  # no notes of the profiler between our lines
+    # The first step under the profiler is slow, so it is a warm-up.
+    schedule = torch.profiler.schedule(wait=0, warmup=1, active=1)
+    with torch.profiler.profile(schedule=schedule, acc_events=True) as prof:
+        step()
+        prof.step()
+        for _ in range(3):
+            step()
+        synchronize(device)
+    path = Path(out_dir, 'trace.json')
+    prof.export_chrome_trace(str(path))
+    where = 'device' if device.type == 'cuda' else 'cpu'
+    table = prof.key_averages().table(sort_by=f'self_{where}_time_total', row_limit=12,
+                                      max_name_column_width=50)
+    return f'\n\nthree steps:\n\n```\n{table}```\n\n{path}: open it in https://ui.perfetto.dev'
 
 
 # -----------------------------------------------------------------------------
@@ -162,51 +228,3 @@ def time_parts(work, B, T):
         update_s = marks[2] - marks[1] if len(marks) == 4 else 0.0
         times.append((marks[-1] - marks[0] - update_s, update_s))
     return tuple(map(min, zip(*times[1:], strict=True)))
-
-
-def format_row(row):
-    """Markdown, under a line that says what was measured."""
-    what = (f'{row["parameters"]:,} parameters, {row["dtype"]}, '
-            f'{"compiled" if row["compile"] else "eager"}, {row["optimizer"]}, '
-            f'{row["micro_steps"]} × {row["batch_size"]} × {row["block_size"]} tokens a step, '
-            f'{row["data"]} data')
-    share = 'n/a' if row['mfu'] is None else f'{row["mfu"]:.1%}'
-    return what + '\n\n' + markdown(
-        ['ms a step', 'fastest', 'slowest', 'tokens/s', 'MFU', 'matmul, TFLOP/s', 'share of it',
-         'peak memory'],
-        [[*format_times(row), share, f'{row["matmul_flops"] / 1e12:.3g}',
-          f'{row["matmul_share"]:.1%}', format_memory(row)]])
-
-
-def profile_steps(step, device, out_dir):
-    """Write a trace of three steps to out_dir/trace.json → a table of the slowest operators."""
-    make_writable(out_dir)
-    os.environ.setdefault('KINETO_LOG_LEVEL', '99')  # no notes of the profiler between our lines
-    # The first step under the profiler is slow, so it is a warm-up.
-    schedule = torch.profiler.schedule(wait=0, warmup=1, active=1)
-    with torch.profiler.profile(schedule=schedule, acc_events=True) as prof:
-        step()
-        prof.step()
-        for _ in range(3):
-            step()
-        synchronize(device)
-    path = Path(out_dir, 'trace.json')
-    prof.export_chrome_trace(str(path))
-    table = markdown(
-        ['operator', 'calls a step', 'ms a step', 'share'],
-        [[key[:60], f'{calls / 3:.0f}', f'{us / 3e3:.2f}', f'{share:.1%}'] for key, calls, us, share
-         in own_times(prof.key_averages(), on_device=device.type == 'cuda')[:12]])
-    return f'\n\n{table}\n\n{path}: open it in https://ui.perfetto.dev'
-
-
-def own_times(averages, on_device):
-    """A profile's key_averages() → [(name, calls, μs that it took itself, share of all)], the
-    slowest first: of kernels where they ran on a device, of operators on a CPU. An operator has its
-    kernels' time on the device as its own, too, so it is left out there."""
-    own_us = attrgetter(f'self_{"device" if on_device else "cpu"}_time_total')
-    events = [event for event in averages
-              if (event.device_type != DeviceType.CPU) == on_device
-              and not (on_device and event.is_user_annotation)]  # those span other events
-    total = sum(map(own_us, events))
-    return [(event.key, event.count, own_us(event), own_us(event) / total)
-            for event in sorted(events, key=own_us, reverse=True)]

@@ -1,0 +1,219 @@
+"""Variants × seeds: lists of variants, runs that are remembered, their comparison."""
+
+import json
+from itertools import pairwise
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from helpers import exit_code, fails, fork, size_of_png
+
+import bench
+import train
+from plaingpt.experiments import runs
+from plaingpt.experiments.runs import (
+    compare,
+    draw_comparison,
+    format_comparison,
+    read_variants,
+    seconds_to,
+    summarize,
+    sweep_variants,
+    train_once,
+)
+from plaingpt.system.errors import UserError
+from plaingpt.training.settings import TrainConfig
+
+SMALL = TrainConfig(n_layer=2, n_head=2, n_embd=32, block_size=16, batch_size=8, max_iters=20,
+                    gradient_accumulation_steps=2, log_interval=5, lr_decay_iters=20,
+                    warmup_iters=2)
+
+# -----------------------------------------------------------------------------
+# lists of variants
+
+
+def test_the_grid_is_24_different_runs_that_can_run():
+    words = ['--batch_size=8', '--block_size=16', '--total_batch_size=1024', '--vocab_size=65']
+    config, _, words = bench.read_config([*words, '--seeds=1', '--variants=grid', '--device=cpu'])
+    grid = bench.configs_of(read_variants('grid', config), config, words)
+    assert len(grid) == len({repr(cell) for cell in grid.values()}) == 24
+    tokens = {name: cell.step_tokens() for name, (cell,) in grid.items()}
+    assert tokens['accumulation'] == tokens['default'] == 4 * tokens['reduced batch']
+    assert tokens['context × 2 & float16'] == 2 * tokens['default']
+    sgd, = grid['layers × 2 & SGD + cosine']
+    assert (sgd.optimizer, sgd.learning_rate) == ('sgd', 100 * config.learning_rate)
+
+
+def test_the_ladder_adds_one_change_at_a_time_and_the_ablation_undoes_one():
+    ladder = list(read_variants('ladder', SMALL).values())
+    for below, above in pairwise(ladder):
+        assert sum(below[key] != above[key] for key in above) == 1
+    assert [len(changes) for changes in read_variants('ablation', SMALL).values()] == [0] + 6 * [1]
+
+
+def test_settings_of_a_sweep_are_combined_and_what_follows_from_them_follows():
+    words = ['--sweep', 'learning_rate=1e-3,2e-3', '--sweep=conv=0,4', '--max_iters=7',
+             '--seeds=2', '--device=cpu']
+    config, _, words = bench.read_config(bench.one_sweep(words))
+    found = bench.configs_of(sweep_variants(config.sweep), config, words)
+    assert list(found) == ['learning_rate=1e-3, conv=0', 'learning_rate=1e-3, conv=4',
+                           'learning_rate=2e-3, conv=0', 'learning_rate=2e-3, conv=4']
+    assert [one.seed for one in found['learning_rate=2e-3, conv=4']] == [1337, 1338]
+    one = found['learning_rate=2e-3, conv=4'][0]
+    assert (one.conv, one.max_iters, one.min_lr) == (4, 7, pytest.approx(2e-4))  # a tenth
+
+
+def test_a_wrong_list_is_named_before_anything_is_trained(capsys, monkeypatch, tmp_path):
+    monkeypatch.setattr(runs, 'train_once', None)
+    monkeypatch.chdir(tmp_path)
+    Path('mine.py').write_text('variants = ["conv"]')
+    Path('broken.py').write_text('variants = {1 / 0}')
+    Path('typo.py').write_text('variants = {"none": {"conf": 0}}')
+    for words, said in (
+            ('--sweep=conv=4', 'sweep=conv=4: give a setting, once, and two values'),
+            ('--sweep=conf=0,4', "variant 'conf=0': unknown key 'conf'"),
+            ('--sweep=conv=0,4 --sweep=conv=0,8', 'sweep=conv=0,8: give a setting, once'),
+            ('--sweep=conv=0,4 --memory', 'one at a time'),
+            ('--variants=yours.py', 'variants=yours.py: no such file; it is grid'),
+            ('--variants=mine.py', "variants=mine.py: it must define variants = {'name':"),
+            ('--variants=broken.py', 'variants=broken.py: ZeroDivisionError'),
+            ('--variants=typo.py', "variant 'none': unknown key 'conf'"),
+            ('--variants=grid --batch_size=6', 'batch_size=6')):
+        assert said in fails(capsys, monkeypatch, bench.main, *words.split(), '--device=cpu'), words
+
+
+# -----------------------------------------------------------------------------
+# runs
+
+
+@pytest.fixture
+def trained(monkeypatch, tmp_path):
+    """(seed, conv) of runs that take no time; convolutions fail at seed 7."""
+    made = []
+
+    def train(config):
+        made.append((config.seed, config.conv))
+        if (config.seed, config.conv) == (7, 4):
+            raise UserError('no convolution here')
+        return {'final_loss': 3.0 - config.conv / 10 + config.seed / 100, 'step_ms': 10.0,
+                'memory_bytes': 2**20, 'curve': [(0.0, 4.0), (1.0, 3.0)]}
+
+    monkeypatch.setattr(runs, 'train_once', train)
+    monkeypatch.chdir(tmp_path)
+    Path('mine.py').write_text(
+        'def variants(config):\n    return {"none": {"conv": 0}, "conv": {"conv": config.conv}}')
+    return made
+
+
+MINE = ['--variants=mine.py', '--conv=4', '--seeds=2', '--seed=5', '--device=cpu',
+        '--vocab_size=65']
+
+
+def test_an_experiment_that_was_killed_goes_on(trained, tmp_path, monkeypatch):
+    to_the_end = runs.train_once
+
+    def killed_after_3(config):
+        if len(trained) == 3:
+            raise KeyboardInterrupt
+        return to_the_end(config)
+
+    monkeypatch.setattr(runs, 'train_once', killed_after_3)
+    with pytest.raises(KeyboardInterrupt):
+        bench.main(MINE)
+    with Path('out-experiments/mine-cpu.jsonl').open('ab') as f:
+        f.write(b'{"key": "cut\xff')
+    monkeypatch.setattr(runs, 'train_once', to_the_end)
+    bench.main(MINE)
+    assert trained == [(5, 0), (5, 4), (6, 0), (6, 4)]  # seed after seed
+    bench.main(MINE)
+    assert len(trained) == 4
+    bench.main([*MINE, '--max_iters=99'])
+    assert len(trained) == 8
+    assert sorted(path.suffix for path in Path('out-experiments').iterdir()) == [
+        '.csv', '.jsonl', '.md', '.png']
+
+
+def test_a_run_that_fails_is_told_and_tried_again_and_the_others_stand(trained, capsys):
+    for _ in range(2):
+        bench.main([*MINE, '--seeds=3', '--json'])
+        found = json.loads(capsys.readouterr().out)
+        assert [row['final_loss'] for row in found['rows']][-2:] == [3.07, None]
+        assert 'conv, seed 7 failed: no convolution here' in found['table']
+    assert len(trained) == 7
+
+
+def test_a_first_run_that_fails_ends_the_experiment(trained, capsys, monkeypatch):
+    assert 'no convolution here' in fails(
+        capsys, monkeypatch, bench.main, '--sweep=conv=4,0', '--seed=7', '--device=cpu')
+
+
+def test_a_step_takes_the_median_and_nothing_else_counts():
+    lines = [{'iter': 0, 'train_loss': 4.0, 'val_loss': 4.0}]
+    lines += [{'iter': 5 * k, 'tokens_per_s': rate, 'peak_memory_bytes': 100 * k}
+              for k, rate in ((1, 8.0), (2, 256.0), (3, 256.0), (4, 512.0))]
+    lines += [{'iter': 20, 'train_loss': 2.0, 'val_loss': 3.0}]
+    assert summarize(lines, SMALL) == {  # 256 tokens a step
+        'memory_bytes': 400, 'step_ms': 1000.0, 'final_loss': 3.0, 'curve': [(0.0, 4.0),
+                                                                             (20.0, 3.0)]}
+
+
+def test_a_run_is_a_training(char_data, tmp_path, monkeypatch):
+    def run_in_a_fork(command, **_):
+        log = tmp_path / 'log'
+        code = exit_code(fork(train.main, *command[2:], log=log))
+        return SimpleNamespace(returncode=code, stderr=log.read_text())
+
+    monkeypatch.setattr(runs, 'subprocess', SimpleNamespace(run=run_in_a_fork))
+    words = [f'--dataset={char_data}', '--n_layer=1', '--n_head=2', '--n_embd=32',
+             '--block_size=16', '--batch_size=8', '--max_iters=20', '--eval_interval=10',
+             '--eval_iters=2', '--log_interval=50', '--warmup_iters=2', '--device=cpu',
+             '--learning_rate=1e-2']
+    found = train_once(bench.load_config(bench.BenchConfig, words))
+    seconds = [seconds for seconds, _ in found['curve']]
+    assert seconds == pytest.approx([0, 10 * found['step_ms'] / 1e3, 20 * found['step_ms'] / 1e3])
+    assert found['final_loss'] < found['curve'][0][1] and found['memory_bytes'] > 2**20
+    with pytest.raises(UserError, match='give the folder of a prepared dataset'):
+        train_once(bench.load_config(bench.BenchConfig, [*words, f'--dataset={tmp_path}/none']))
+
+
+# -----------------------------------------------------------------------------
+# their comparison
+
+
+def made_runs(**losses):
+    """{name: final losses of its seeds} → runs that fall linearly from 4 within a second."""
+    return [{'variant': name, 'seed': seed, 'final_loss': loss, 'failed': '' if loss else 'no',
+             'step_ms': 10.0, 'memory_bytes': 2**20, 'curve': [(0.0, 4.0), (1.0, loss)]}
+            for name, of_seeds in losses.items() for seed, loss in enumerate(of_seeds)]
+
+
+def test_a_variant_is_compared_with_the_first_at_the_same_seeds():
+    (first, better, lower), target = compare(made_runs(
+        first=[2.0, 3.0, 2.5], better=[1.5, 2.0, 2.5], lower=[1.9, 2.91, 2.4]))
+    assert first['loss'] == 2.5 and target == 2.62  # 5% above
+    assert first['change'] is None and first['loss_error'] == pytest.approx(0.5 / 3**0.5)
+    assert better['change'] == pytest.approx(-0.5)
+    assert better['change_error'] == pytest.approx(0.5 / 3**0.5)  # -0.5, -1 and 0
+    assert better['clear'] is False and lower['clear'] is True  # a small change, but at each seed
+
+
+def test_what_failed_was_not_reached_or_has_one_seed_has_no_number(tmp_path):
+    found = made_runs(first=[2.0, 2.0], worse=[2.5, 2.6], broken=[2.0, None])
+    rows, target = compare(found, 2.2)
+    _, worse, broken = rows
+    assert worse['target_s'] is None and worse['clear'] and broken['loss'] is None
+    text = format_comparison(found, rows, target)
+    assert 'broken, seed 1 failed: no' in text and '+0.5500 ± 0.0500' in text
+    draw_comparison(rows, tmp_path / 'runs.png', 'two seeds')
+    assert size_of_png(tmp_path / 'runs.png') > (600, 200)
+    (_, other), _ = compare(made_runs(first=[2.0], other=[1.0]))
+    assert other['change'] == -1 and other['change_error'] is other['clear'] is None
+
+
+def test_the_time_to_a_loss_lies_between_evaluations():
+    curve = [(0.0, 4.0), (10.0, 3.0), (20.0, 2.0), (30.0, 2.5), (40.0, 1.5)]
+    assert seconds_to(2.5, curve) == 15.0 and seconds_to(2.0, curve) == 20.0
+    assert seconds_to(1.0, curve) is None and seconds_to(2.5, [(0.0, 4.0), (9.0, None)]) is None
+    # No line can be drawn from before the first evaluation, or from one that was not finite.
+    assert seconds_to(5.0, curve) == 0.0
+    assert seconds_to(2.5, [(0.0, 4.0), (9.0, None), (20.0, 2.0)]) == 20.0

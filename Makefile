@@ -3,9 +3,8 @@
 # make test-slow           the rest: jobs under torchrun, kills by the dozen, pages of docs, installs
 # make test-oldest         the tests with the oldest packages that pyproject.toml admits
 # make torture             kill, stop and starve training hundreds of times, damage and forge its files
-# make compare-prepare     prepare.py beside nanoGPT's recipe and tiktoken alone
-# make compare-generation  generation beside transformers
-# make first-contact       measure a GPU: OUT=folder PART=1 to 4, OPTIONS="--input=text.txt", PYTHON=/path/to/python
+# make compare             beside others: WHAT=prepare (tiktoken), generation (transformers), race (nanoGPT), OPTIONS="…"
+# make first-contact       measure a GPU: OUT=folder OPTIONS="--input=text.txt" PYTHON=/path/to/python
 # make lint                check the style
 # make clean               remove what these commands made
 
@@ -15,8 +14,9 @@ BIN := .venv/bin
 OLDEST = $(shell sed -n 's/^    "\(.*\)>=\(.*\)",.*/\1==\2.*/p' pyproject.toml)
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: quickstart test test-slow test-oldest torture compare-prepare compare-generation \
-        bench-prepare bench-generate first-contact lint clean
+WHAT ?= prepare
+
+.PHONY: quickstart test test-slow test-oldest torture compare first-contact lint clean
 
 quickstart: .venv/installed
 	$(BIN)/python train.py config/quickstart.py
@@ -35,18 +35,13 @@ test-oldest: requirements-dev.txt pyproject.toml
 	.venv-oldest/bin/python -m pytest -n 2
 
 torture: .venv/installed-dev
-	$(BIN)/python tools/torture.py --kills=250 --signals=100 --lost=30
-	$(BIN)/python tools/torture_streams.py --rounds=100 --disks=50
-	$(BIN)/python tools/torture_files.py --corruptions=500 --json=500 --models=100
+	$(BIN)/python tools/torture.py $(OPTIONS)
 
-compare-prepare bench-prepare: .venv/installed-dev
-	$(BIN)/python tools/compare_prepare.py
-
-compare-generation bench-generate: .venv/installed-dev
-	$(BIN)/python tools/compare_generation.py
+compare: .venv/installed-dev
+	$(BIN)/python tools/compare.py $(WHAT) $(OPTIONS)
 
 first-contact:
-	tools/first_contact.sh "$(OUT)" "$(PART)" $(OPTIONS)
+	$(PYTHON) tools/first_contact.py --out="$(OUT)" $(OPTIONS)
 
 lint: .venv/installed-dev
 	$(BIN)/ruff check .

@@ -15,8 +15,8 @@ from contextlib import suppress
 from itertools import groupby
 
 import pytest
+from bad_streams import start
 from helpers import ROOT, exit_code
-from torture_streams import start
 from tqdm import tqdm
 
 import train

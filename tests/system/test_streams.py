@@ -11,9 +11,8 @@ import unicodedata
 from contextlib import suppress
 
 import pytest
-import torture_streams
+from bad_streams import connect, start
 from helpers import ROOT, exit_code, fails, run
-from torture_streams import start
 
 import export
 import sample
@@ -28,8 +27,8 @@ HOSTILE = 'a\x1b]0;title\x07b\rc\x9b31m\u202ed'
 
 @pytest.mark.slow
 def test_a_short_torture_loses_nothing():
-    out = run('tools/torture_streams.py', '--rounds=4', '--disks=1', '--seed=3')
-    assert 'nothing was lost' in out and '4 commands with bad streams, 0 failed' in out
+    out = run('tools/torture.py', 'streams', 'disks', '--streams=4', '--disks=1', '--seed=3')
+    assert 'nothing was lost' in out and 'streams: 4 rounds' in out
 
 
 def test_what_is_printable_holds_no_control_character_but_tab_and_line_end():
@@ -85,7 +84,7 @@ def test_a_real_interpreter_ends_without_a_word_of_its_own(tmp_path):
                            ('full', (1, 'error: standard output: No space left on device\n'))):
         done = subprocess.run(
             [sys.executable, 'prepare.py'], cwd=ROOT, stderr=subprocess.PIPE, text=True,
-            preexec_fn=lambda kind=kind: torture_streams.connect(1, kind, tmp_path / 'log'))
+            preexec_fn=lambda kind=kind: connect(1, kind, tmp_path / 'log'))
         assert (done.returncode, done.stderr) == expected, kind
 
 

@@ -154,7 +154,7 @@ def main(argv):
         tables.save(path, facts, rows, text)
     if trains:
         try:
-            what = f'{config.max_iters:,} steps, {count_of(config.seeds, "seed")}'
+            what = f'{Path(config.dataset).name}, {config.max_iters:,} steps, {count_of(config.seeds, "seed")}'
             runs.draw_comparison(compared, f'{path}.png', what)
         except UserError as problem:  # the figures are saved without matplotlib too
             warn(problem)

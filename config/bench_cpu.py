@@ -1,6 +1,5 @@
 # What bench.py measures on a CPU unless a config is named: GPT-2 124M made small.
 #   python bench.py
-#   python bench.py --ladder
 
 out_dir = 'out-bench-cpu'
 

@@ -3,7 +3,6 @@
 import sys
 
 import torch
-from tqdm import tqdm
 
 from plaingpt.experiments.tables import markdown
 from plaingpt.monitoring.memory_recorder import kernels_of
@@ -17,22 +16,15 @@ def tracked_step(shape, step):
     from torch._subclasses.fake_tensor import FakeTensorMode
     from torch.distributed._tools.mem_tracker import MemTracker
     sizes, tracker = {}, MemTracker()
-    bar = tqdm(total=2 * shape.n_layer, desc='following a step', unit='block pass', disable=None)
-
-    def watch(block, inputs, output):
-        bar.update()
-        output.register_hook(lambda grad: bar.update() and None)  # its backward pass begins
 
     def held(which):
         return sum(kinds['Total'] for kinds in tracker.get_tracker_snapshot(which).values())
 
-    with bar, FakeTensorMode(), kernels_of(step.device):
+    with FakeTensorMode(), kernels_of(step.device):
         steps = one_step(shape, step, torch.device('cpu'))
         next(steps)
         _, gpt, optimizer = next(steps)
         gpt.register_forward_hook(lambda *_: sizes.update(forward=held('current')))
-        for block in gpt.transformer.h:
-            block.register_forward_hook(watch)
         tracker.track_external(gpt, optimizer)
         with tracker:
             for stage, _, _ in steps:

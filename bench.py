@@ -153,8 +153,9 @@ def main(argv):
     if folder:
         tables.save(path, facts, rows, text)
     if trains:
+        what = f'{Path(config.dataset).name}, {config.max_iters:,} steps, ' \
+               f'{count_of(config.seeds, "seed")}'
         try:
-            what = f'{Path(config.dataset).name}, {config.max_iters:,} steps, {count_of(config.seeds, "seed")}'
             runs.draw_comparison(compared, f'{path}.png', what)
         except UserError as problem:  # the figures are saved without matplotlib too
             warn(problem)

@@ -36,6 +36,7 @@ from model import GPT, GPTConfig
 from plaingpt.data.batches import BatchLoader
 from plaingpt.data.dataset import dataset_folder, open_dataset
 from plaingpt.data.tokenizers import ByteTokenizer
+from plaingpt.experiments.tables import markdown
 from plaingpt.inference.generation import generate
 from plaingpt.inference.hf_export import write_hf
 from plaingpt.inference.weight_layout import prepare_for_generation
@@ -462,7 +463,9 @@ def main(argv):
     with redirect_stdout(sys.stderr) if config.json else nullcontext():
         rows = COMPARISONS[names[0]](config, [arg for arg in options if not arg.startswith(own)])
     if config.json:
-        print(json.dumps({'rows': rows}, indent=1))
+        table = markdown([*rows[0]], [[f'{value:.4g}' if isinstance(value, float) else str(value)
+                                       for value in row.values()] for row in rows])
+        print(json.dumps({'rows': rows, 'table': table}, indent=1))
 
 
 if __name__ == '__main__':

@@ -24,13 +24,11 @@ from typing import NamedTuple
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from configurator import load_config
-from plaingpt.data.dataset import open_dataset
 from plaingpt.experiments.tables import describe_measurement, markdown, number
 from plaingpt.system.devices import choose_device, choose_dtype
-from plaingpt.system.errors import UserError, run_script
+from plaingpt.system.errors import run_script
 from plaingpt.system.files import ROOT, append_line, make_writable, parse_json, write_atomically
-from plaingpt.system.formatting import gib, printable, short
-from plaingpt.system.streams import warn
+from plaingpt.system.formatting import printable, short
 
 GRACE_S = 15  # for a step to save and end, when its time is over
 LEAST_S = 20  # a step is not begun with less
@@ -44,26 +42,13 @@ class ContactConfig:
     tokens: str = ''  # prepared GPT-2 tokens, for gpt2_124m_fast; without it there is no such run
     device: str = 'auto'  # auto, cpu, cuda
     tiny: bool = False  # a rehearsal: the same steps with tiny shapes, whose figures mean nothing
-    minutes: float = 9.0  # that a call takes at most, 1 or more
+    minutes: float = 9.0  # that a call takes at most
 
     def problems(self):
         found = [] if self.out else ['say where the results go: --out=FOLDER']
-        if self.minutes < 1:
-            found.append(f'minutes={self.minutes}: a call takes 1 or more')
-        if self.input and not Path(self.input).exists():
-            found.append(f'input={self.input}: no such file')
         if self.nanogpt and not Path(self.nanogpt, 'bench.py').is_file():
             found.append(f"nanogpt={self.nanogpt}: no bench.py there: give nanoGPT's folder")
-        if self.tokens:
-            try:
-                open_dataset(self.tokens)
-            except UserError as problem:
-                found.append(f'tokens={self.tokens}: {problem}')
         return found
-
-
-# -----------------------------------------------------------------------------
-# what is measured
 
 
 class Step(NamedTuple):
@@ -111,8 +96,6 @@ def speed_steps(config, dtype):
     for optimizer in ('normuon', 'adamw'):
         yield speed(f'fast recipe, {optimizer}', f'--optimizer={optimizer}',
                     f'--batch_size={large}', recipe='gpt2_124m_fast')
-    for kind in ('float16', 'float32', 'bfloat16'):
-        yield speed(kind, f'--dtype={kind}', f'--batch_size={small}')
     for batch in (large, small):
         for kind in ('none', 'selective', 'full'):
             yield bench(config, f'memory, batch {batch}, checkpointing {kind}', 'gpt2_124m',
@@ -153,10 +136,6 @@ def read_result(step, printed):
         curve = re.findall(r'iter +([\d,]+) .*?val loss ([\d.]+)', printed)
         return {'rows': curve, 'table': markdown(['iteration', 'validation loss'], curve)}
     return json.loads(printed) if step.command[0] != 'prepare.py' else {'rows': []}
-
-
-# -----------------------------------------------------------------------------
-# measuring
 
 
 def run_step(step, seconds, log):
@@ -206,7 +185,7 @@ def measure(steps, config, known, record):
             print(f'{step.name}: at most {seconds:.0f} s …', flush=True)
             code, printed, why = run_step(step, seconds, record.with_name('log'))
             ended = 'measured' if code == 0 else 'its time was over' if code is None else why
-            if not code and (code == 0 or step.command[0] == 'train.py'):
+            if code == 0 or (code is None and step.command[0] == 'train.py'):
                 try:
                     result = read_result(step, printed)
                 except (ValueError, TypeError):
@@ -221,36 +200,29 @@ def read_record(path, tiny):
     """→ {name: the last line of a step}; damaged lines and those of a rehearsal, or of none, are
     left out."""
     known = {}
-    for number_, line in enumerate(path.read_bytes().splitlines() if path.exists() else (), 1):
-        try:
+    for line in path.read_bytes().splitlines() if path.exists() else ():
+        with suppress(ValueError, KeyError, TypeError):
             row = parse_json(line)
-            if row['tiny'] == tiny:
-                known[row['step']] = row
-        except (ValueError, KeyError, TypeError):
-            warn(f'{path}:{number_}: the line is skipped')
+            known |= {row['step']: row} if row['tiny'] == tiny else {}
     return known
 
 
 def format_measured(facts, steps, known, tiny):
     """→ Markdown: all speeds beside nanoGPT's, each step's own table, and what is missing."""
-    speeds = {name: row['result']['rows'][0] for name, row in known.items()
-              if row['result'] and row['result']['rows']
-              and 'tokens_per_s' in row['result']['rows'][0] and name != 'generation'}
+    measured = {name: row['result'] for name, row in known.items() if row['result']}
+    speeds = {name: result['rows'][0] for name, result in measured.items()
+              if 'tokens_per_s' in (result['rows'] or [''])[0] and name != 'generation'}
     theirs = {row['batch_size']: row['tokens_per_s'] for name, row in speeds.items()
               if name.startswith('nanoGPT')}
     table = [[name, f'{row["step_ms"]:.1f}', short(row['tokens_per_s']),
-              number('.2f', theirs.get(row.get('batch_size'))
+              number('.2f', theirs.get(row['batch_size'])
                      and row['tokens_per_s'] / theirs[row['batch_size']]),
-              number('.1%', row.get('matmul_share')), number('.1%', row.get('mfu')),
-              gib(row['peak_memory_bytes']) if row.get('peak_memory_bytes') else '–']
-             for name, row in speeds.items()]
-    parts = [f'# {facts["machine"]}, torch {facts["torch"]}, {facts["date"]}']
-    parts += ['This is a rehearsal with tiny shapes: the figures mean nothing.'] * tiny
-    parts.append(markdown(['', 'ms a step', 'tokens/s', '× nanoGPT, same batch',
-                           "share of a bare matmul's rate", 'MFU', 'peak memory'], table))
-    parts += [f'## {name}\n\n{row["result"]["table"]}' for name, row in known.items()
-              if row['result'] and 'table' in row['result'] and (
-                  name not in speeds or name == 'profile')]
+              number('.1%', row.get('mfu'))] for name, row in speeds.items()]
+    parts = [f'# {facts["machine"]}, torch {facts["torch"]}, {facts["date"]}',
+             *['This is a rehearsal with tiny shapes: the figures mean nothing.'] * tiny,
+             markdown(['', 'ms a step', 'tokens/s', '× nanoGPT, same batch', 'MFU'], table)]
+    parts += [f'## {name}\n\n{result["table"]}' for name, result in measured.items()
+              if 'table' in result]
     missing = [f'{step.name} ({known[step.name]["ended"]})' for step in steps
                if known[step.name]['result'] is None]
     return '\n\n'.join(parts + [f'Not measured: {"; ".join(missing)}.'] * bool(missing)) + '\n'

@@ -229,10 +229,12 @@ def with_error(error):
 
 def draw_comparison(rows, path, what):
     """Draw the losses into a PNG: each run, and each variant's mean ± two standard errors. what:
-    the second line of the title. Raises UserError where matplotlib is absent."""
+    the second line of the title. Raises UserError where matplotlib or any loss is absent."""
     with needs('matplotlib', 'the picture'):
         from matplotlib.figure import Figure
     rows = [row for row in rows if row['loss'] is not None]
+    if not rows:
+        raise UserError('there is no picture: no variant has a loss for each of its seeds')
     figure = Figure(figsize=(8, 1.9 + 0.34 * len(rows)), layout='constrained')
     axes = figure.subplots()
     looks = {None: ('0.35', 'the first, or no clear difference'), True: ('C0', 'clearly lower'),

@@ -206,6 +206,8 @@ def test_what_failed_was_not_reached_or_has_one_seed_has_no_number(tmp_path):
     assert 'broken, seed 1 failed: no' in text and '+0.5500 ± 0.0500' in text
     draw_comparison(rows, tmp_path / 'runs.png', 'two seeds')
     assert size_of_png(tmp_path / 'runs.png') > (600, 200)
+    with pytest.raises(UserError, match='no picture'):
+        draw_comparison(rows[2:], tmp_path / 'none.png', '')
     (_, other), _ = compare(made_runs(first=[2.0], other=[1.0]))
     assert other['change'] == -1 and other['change_error'] is other['clear'] is None
 

@@ -12,7 +12,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 
-from plaingpt.monitoring.metrics_file import rows_end, trim_rows
+from plaingpt.monitoring.metrics_file import read_rows, trim_rows
 from plaingpt.system.distributed import (
     all_gather,
     gloo_group,
@@ -308,7 +308,8 @@ def trim_logs(out_dir, iter_num, evaluated):
     for name in LOGS:
         path = Path(out_dir, name)
         if path.suffix == '.jsonl' and path.exists():
-            if name == 'metrics.jsonl' and path.stat().st_size and not rows_end(path, 2**62):
+            if name == 'metrics.jsonl' and path.stat().st_size \
+                    and not read_rows(path, lambda _: None):
                 shutil.move(path, path.with_suffix('.damaged'))
                 warn(f'{path} holds no row of a run: it is kept as {path.stem}.damaged, and a new '
                      'one begins')

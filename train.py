@@ -112,8 +112,8 @@ def setup(config, world, device, dtype, compile):
     run = Run(config, world, device, devices.autocast(device, dtype), dataset, train_data, val_data,
               model, parallel, optimizer, scaler, progress, StopRequest())
     preflight(run, resumed, mean_loss, group)
-    run.record = describe_run(config, dataset, train_data, model, device, dtype, compile, world,
-                              resumed)
+    run.record = describe_run(run_model.with_shape(config, shape), dataset, train_data, model,
+                              device, dtype, compile, world, resumed)
     open_outputs(run, resumed, group)
     return run
 

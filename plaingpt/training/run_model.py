@@ -17,6 +17,15 @@ from plaingpt.system.errors import UserError
 from plaingpt.training import checkpoint as checkpoints
 from plaingpt.training.run_data import base_tokenizer, document_start
 
+# Fields of a model that a run has from the model that it starts from, whatever its settings say.
+KEPT_SHAPE = [field.name for field in fields(GPTConfig) if field.name not in (
+    'block_size', 'vocab_size', 'dropout', 'document_attention', 'document_start')]
+
+
+def with_shape(config, shape):
+    """A TrainConfig whose settings of the model are those that a GPTConfig has."""
+    return replace(config, **{key: getattr(shape, key) for key in KEPT_SHAPE})
+
 
 def run_shape(config, dataset, resumed):
     """The GPTConfig of a run: of the checkpoint that it continues, of the model that it starts
@@ -26,13 +35,10 @@ def run_shape(config, dataset, resumed):
     start = start_shape(config)
     if start is None:
         return config.gpt_config(dataset.vocab_size, document_start(config, dataset))
-    asked = {field.name: getattr(config, field.name) for field in fields(GPTConfig)
-             if field.name not in ('block_size', 'vocab_size', 'dropout', 'document_attention',
-                                   'document_start')}
-    if other := [f'{key}={value} (it has {getattr(start, key)})' for key, value in asked.items()
+    asked = {key: getattr(config, key) for key in KEPT_SHAPE}
+    if other := [f'{key}={getattr(start, key)} (not {value})' for key, value in asked.items()
                  if value not in (getattr(start, key), getattr(type(config), key))]:
-        raise UserError(f'{config.init_from} was trained otherwise than with {", ".join(other)}: '
-                        'a run that starts from a model has its shape: leave these out')
+        print0(f'the run has the shape of {config.init_from}: {", ".join(other)}')
     new_tokens = missing_chat_tokens(dataset, start.vocab_size)
     start = replace(start, vocab_size=start.vocab_size + new_tokens)
     check_start(config, start, dataset.folder, dataset.vocab_size)

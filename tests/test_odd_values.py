@@ -93,7 +93,8 @@ def outcome(main, argv, log, patch):
     """Run a command as a user does → what is wrong with how it ended, or '', and whether the test
     ended it."""
     def ran_on(number, frame):
-        while frame:  # an error in what C++ calls may abort the process: it waits for another frame
+        # An error in what C++ calls may abort the process: the alarm waits for another frame.
+        while frame and frame.f_code is not run_script.__code__:
             if frame.f_code.co_name in CALLED_BY_C:
                 return
             frame = frame.f_back

@@ -14,18 +14,6 @@ from model import GPT, GPTConfig
 
 openai = pytest.importorskip('openai', reason='needs openai: pip install openai')
 
-@pytest.fixture(scope='module')
-def server(trained, tmp_path_factory):
-    """It serves a model of characters, which knows no end of text."""
-    with serving(tmp_path_factory.mktemp('server'), trained) as running:
-        yield running
-
-
-@pytest.fixture(scope='module')
-def chat_server(chat_model, tmp_path_factory):
-    with serving(tmp_path_factory.mktemp('server'), chat_model) as running:
-        yield running
-
 
 def client(server):
     return openai.OpenAI(base_url=server.url + '/v1', api_key='none', max_retries=0)

@@ -20,18 +20,6 @@ COMPLETIONS = b'POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n' \
 ENDLESS = 10**9  # new tokens of a text: none is written to its end
 GOOD = {'model': 'out', 'prompt': 'a', 'max_tokens': 1}
 
-@pytest.fixture(scope='module')
-def server(trained, tmp_path_factory):
-    """It serves a model of characters, which knows no end of text."""
-    with serving(tmp_path_factory.mktemp('server'), trained) as running:
-        yield running
-
-
-@pytest.fixture(scope='module')
-def chat_server(chat_model, tmp_path_factory):
-    with serving(tmp_path_factory.mktemp('server'), chat_model) as running:
-        yield running
-
 
 def connect(server):
     return socket.create_connection(('127.0.0.1', server.port), timeout=60)

@@ -31,12 +31,6 @@ def browser():
     browser.quit()
 
 
-@pytest.fixture(scope='module')
-def chat_server(chat_model, tmp_path_factory):
-    with serving(tmp_path_factory.mktemp('server'), chat_model) as running:
-        yield running
-
-
 def texts(browser, kind):
     return [box.text for box in browser.find_elements('css selector', f'.{kind}')]
 

@@ -84,13 +84,12 @@ def find_pretrained(source):
     path = Path(source)
     if (path / 'ckpt.pt').exists() and not (path / 'config.json').exists():
         path = path / 'ckpt.pt'
-    if path.is_dir() and not (path / 'config.json').exists() \
-            and not (path / 'state.json').exists():
-        raise UserError(f'{source} has no checkpoint of a run, no config.json and no ckpt.pt: name '
-                        'a folder that has one of them')
     if (path / 'state.json').exists():
         raise UserError(f'{source} holds a checkpoint of a run, whose folder must be called iter- '
                         'and its iteration, such as iter-00002000')
+    if path.is_dir() and not (path / 'config.json').exists():
+        raise UserError(f'{source} has no checkpoint of a run, no config.json and no ckpt.pt: name '
+                        'a folder that has one of them')
     return path
 
 

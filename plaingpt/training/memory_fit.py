@@ -65,10 +65,9 @@ def check_size(shape, config, device):
     words = f'{size}its parameters'
     if config.parallel == 'fsdp':  # rank 0 makes it whole on the host
         check_memory(parameters, free_memory(), f'{words} take')
+        parameters, states = parameters / step.shard_count, states / step.shard_count
     elif device.type == 'cuda':  # where it moves when it is made
         check_memory(parameters, host_memory(), f'{words} take')
-    if config.parallel == 'fsdp':
-        parameters, states = parameters / step.shard_count, states / step.shard_count
     needed = parameters
     if not config.eval_only:
         words, needed = f'{words}, gradients and optimizer states', 2 * parameters + states

@@ -31,11 +31,11 @@ from plaingpt.training.settings import TrainConfig
 
 def read_variants(name, config):
     """A file that defines `variants`, a dict or a function of the TrainConfig → {name: settings}.
-    'grid' and 'ablation' are the files beside this one. Raises UserError."""
+    'grid', 'ladder' and 'ablation' are files beside this one. Raises UserError."""
     path = Path(name if name.endswith('.py') else Path(__file__).with_name(f'{name}.py'))
     if not path.is_file():
-        raise UserError(f'variants={name}: no such file; it is grid, ablation, or a file of your '
-                        'own, as --variants=mine.py')
+        raise UserError(f'variants={name}: no such file; it is grid, ladder, ablation, or a file '
+                        'of your own, as --variants=mine.py')
     try:
         found = runpy.run_path(str(path)).get('variants')
         found = found(config) if callable(found) else found

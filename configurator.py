@@ -28,8 +28,11 @@ from plaingpt.system.files import ROOT
 from plaingpt.system.formatting import quoted
 
 
-def load_config(cls, argv, doc=''):
+def load_config(cls, argv, doc='', read_saved=lambda values: {}):
     """Build dataclass `cls` from its defaults and the command line `argv`.
+
+    read_saved: {name: value} of these → {name: value} to begin with instead of the defaults, such
+    as those of the run that the command line resumes
 
     A field may have a limit in words: `Annotated[int, 'at least 1 and below 9']`. `cls` may define
     `out_of_range(self) -> list[str]` for other values that are wrong by themselves, and
@@ -39,18 +42,9 @@ def load_config(cls, argv, doc=''):
     if any(arg in ('--help', '-h') for arg in argv):
         print(help_text(cls, doc))
         sys.exit(0)
-    values = {f.name: f.default for f in dataclasses.fields(cls)}
-    problems = []
-    for i, arg in enumerate(argv):
-        if i and is_value_of(argv[i - 1], arg, values):
-            problems[-1] = f'{argv[i - 1]} {arg}: write {argv[i - 1]}={quoted(arg)}'
-            continue
-        if arg.startswith('-'):
-            found = read_option(cls, arg, values, problems)
-        else:
-            found = read_file(cls, arg, values, later_options(cls, argv[i + 1:]), problems)
-        for name, value, where in found:
-            check_and_set(cls, values, name, value, where, problems)
+    values, problems = read_arguments(cls, argv, {})
+    if saved := read_saved(values):
+        values, problems = read_arguments(cls, argv, saved)
     config = cls(**values)
     problems += outside_limits(config)
     if hasattr(config, 'out_of_range'):
@@ -65,6 +59,25 @@ def load_config(cls, argv, doc=''):
 
 # -----------------------------------------------------------------------------
 # where values come from: each reader yields (name, value, where)
+
+
+def read_arguments(cls, argv, saved):
+    """→ ({name: value} of all fields, [problem]): the defaults, what was saved, then the command
+    line from left to right."""
+    values, problems = {f.name: f.default for f in dataclasses.fields(cls)}, []
+    for name, value in saved.items():
+        check_and_set(cls, values, name, value, 'in the checkpoint', problems)
+    for i, arg in enumerate(argv):
+        if i and is_value_of(argv[i - 1], arg, values):
+            problems[-1] = f'{argv[i - 1]} {arg}: write {argv[i - 1]}={quoted(arg)}'
+            continue
+        if arg.startswith('-'):
+            found = read_option(cls, arg, values, problems)
+        else:
+            found = read_file(cls, arg, values, options_of(cls, argv[i + 1:]), problems)
+        for name, value, where in found:
+            check_and_set(cls, values, name, value, where, problems)
+    return values, problems
 
 
 def is_value_of(option, arg, values):
@@ -91,7 +104,7 @@ def read_option(cls, arg, values, problems):
         yield name, None, 'on the command line'
 
 
-def later_options(cls, argv):
+def options_of(cls, argv):
     """{key: value} of the valid options in `argv`."""
     values, mistakes = {f.name: f.default for f in dataclasses.fields(cls)}, []
     names = set()

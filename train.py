@@ -51,7 +51,7 @@ from plaingpt.training.memory_planner import explain_out_of_memory
 from plaingpt.training.optimizers import build_optimizer
 from plaingpt.training.probes import Probes
 from plaingpt.training.progress import Progress, restore
-from plaingpt.training.resuming import check_resumed, find_resumed
+from plaingpt.training.resuming import check_resumed, find_resumed, saved_settings
 from plaingpt.training.schedules import get_lr
 from plaingpt.training.settings import TrainConfig
 from plaingpt.training.training_step import StepGuard, forward_backward, update
@@ -277,7 +277,7 @@ def finish(run, ending):
 
 
 def main(argv):
-    config = load_config(TrainConfig, argv, __doc__)
+    config = load_config(TrainConfig, argv, __doc__, saved_settings)
     world = launched_world()
     device, device_why = devices.choose_device(config.device, world.local_rank)
     dtype, dtype_why = devices.choose_dtype(config.dtype, device, config.n_embd)

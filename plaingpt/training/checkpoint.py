@@ -348,10 +348,11 @@ def best_of(checkpoints):
     return min(reversed(checkpoints), key=lambda checkpoint: checkpoint.val_loss, default=None)
 
 
-def find(out_dir, which='latest', kinds=()):
+def find(out_dir, which='latest', kinds=(), on_damaged=lambda problem: warn(
+        f'skipped a checkpoint: {problem}')):
     """The checkpoint of a run that 'latest', 'best' or an iteration number names; of 'latest' the
-    newest one whose state.json, and files of `kinds`, are as they were written. Raises UserError.
-    """
+    newest one whose state.json, and files of `kinds`, are as they were written. on_damaged: is
+    called with the problem of each that was skipped. Raises UserError."""
     paths = checkpoint_paths(out_dir)
     if not paths:
         others = describe_other_weights(out_dir)
@@ -368,7 +369,7 @@ def find(out_dir, which='latest', kinds=()):
                 *damaged, f'{out_dir}: no checkpoint there can be used; to start anew, train with '
                 '--init_from=scratch, which keeps them in a folder beside']))
         for problem in damaged:
-            warn(f'skipped a checkpoint: {problem}')
+            on_damaged(problem)
         return found
     numbers, moved = [iteration_of(path) for path in paths], []
     if re.fullmatch(r'[0-9]{1,15}', str(which)):

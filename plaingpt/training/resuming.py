@@ -1,6 +1,7 @@
 """Which checkpoint a run continues, and whether it may."""
 
 import os
+from contextlib import suppress
 from dataclasses import asdict, fields
 from pathlib import Path
 
@@ -12,6 +13,35 @@ from plaingpt.training import checkpoint as checkpoints
 from plaingpt.training.checkpoint_writer import clean_up
 from plaingpt.training.settings import TrainConfig
 
+# What a resumed run takes from its command, and not from its checkpoint: where it is and how it
+# starts this time, and what follows from the processes and the machine of this time.
+OF_THIS_START = {'out_dir', 'init_from', 'checkpoint', 'check', 'eval_only', 'minutes', 'parallel',
+                 'fsdp_group'}
+
+
+def saved_settings(values):
+    """{name: value} of the run that a command resumes, {} where the command starts one. values:
+    what the command line says by itself. Raises UserError where no checkpoint can be used."""
+    out_dir, init_from = values['out_dir'], values['init_from']
+    if init_from != 'resume' and (init_from != 'auto' or not checkpoints.checkpoint_paths(out_dir)):
+        return {}
+    found = checkpoints.find(out_dir, checkpoint_to_resume(values['checkpoint']),
+                             on_damaged=lambda problem: None)  # find_resumed warns of it
+    saved = {field.name: found.state['config'][field.name] for field in fields(TrainConfig)
+             if field.name in found.state['config'].keys() - OF_THIS_START}
+    # What was 'auto' is written as a number, and follows from what the command changes.
+    with suppress(TypeError):  # of values that load_config refuses
+        auto = TrainConfig(**{**saved, 'min_lr': 'auto', 'lr_decay_iters': 'auto'})
+        saved |= {key: 'auto' for key in ('min_lr', 'lr_decay_iters')
+                  if saved.get(key) == getattr(auto, key)}
+    return saved
+
+
+def checkpoint_to_resume(which):
+    """After a crash torchrun repeats the command: --checkpoint=ITER must not go back once more."""
+    restarted = int(os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')) > 0
+    return 'latest' if restarted else which
+
 
 def find_resumed(config, group):
     """The checkpoint to resume, or None to start. Rank 0 looks and decides for all. Raises
@@ -22,9 +52,7 @@ def find_resumed(config, group):
     if launched_world().is_main:
         if not config.is_read_only:
             clean_up(config.out_dir)
-        # After a crash torchrun repeats the command: --checkpoint=ITER must not go back once more.
-        restarted = int(os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')) > 0
-        which = 'latest' if restarted else config.checkpoint
+        which = checkpoint_to_resume(config.checkpoint)
         if config.init_from == 'resume' or which.isdecimal() \
                 or checkpoints.checkpoint_paths(config.out_dir):
             path = checkpoints.find(config.out_dir, which, ('model', 'optimizer')).path
@@ -45,7 +73,7 @@ def check_resumed(resumed, config, dataset):
              if key in shape | {'optimizer'}]
     if fixed:
         raise UserError(f'{resumed.path} was trained otherwise than with {", ".join(fixed)}: '
-                        'give the config it was trained with, or another --out_dir')
+                        'leave that out, or name another --out_dir')
     if resumed.state['tokenizer'] != dataset.tokenizer_json():
         raise UserError(f'{resumed.path} was trained with another tokenizer than that of '
                         f'{dataset.folder}: name the dataset it was trained on')

@@ -20,7 +20,7 @@ from pathlib import Path
 
 import torch
 
-from configurator import load_config
+from configurator import load_config, options_of
 from model import GPT
 from plaingpt.checks.preflight import preflight
 from plaingpt.data.batches import BatchLoader
@@ -54,6 +54,7 @@ from plaingpt.training.progress import Progress, restore
 from plaingpt.training.resuming import check_resumed, find_resumed, saved_settings
 from plaingpt.training.schedules import get_lr
 from plaingpt.training.settings import TrainConfig
+from plaingpt.training.time_budget import refuse_two_lengths, with_length
 from plaingpt.training.training_step import StepGuard, forward_backward, update
 
 
@@ -64,6 +65,7 @@ class Run:
     config: TrainConfig
     world: World
     device: torch.device
+    dtype: str  # of the matmuls
     context: object  # autocast, in which forward passes run
     dataset: Dataset  # or Mixture
     train_data: BatchLoader  # or MixedLoader
@@ -109,9 +111,10 @@ def setup(config, world, device, dtype, compile):
     optimizer = build_optimizer(model, config, device.type, world.size)
     scaler = torch.amp.GradScaler(device.type, enabled=dtype == 'float16')
     progress = restore(resumed, config, model, optimizer, scaler, train_data, world, device)
-    run = Run(config, world, device, devices.autocast(device, dtype), dataset, train_data, val_data,
-              model, parallel, optimizer, scaler, progress, StopRequest())
+    run = Run(config, world, device, dtype, devices.autocast(device, dtype), dataset, train_data,
+              val_data, model, parallel, optimizer, scaler, progress, StopRequest())
     preflight(run, resumed, mean_loss, group)
+    run.config = config = with_length(run, resumed, mean_loss, group)
     run.record = describe_run(run_model.with_shape(config, shape), dataset, train_data, model,
                               device, dtype, compile, world, resumed)
     open_outputs(run, resumed, group)
@@ -278,6 +281,7 @@ def finish(run, ending):
 
 def main(argv):
     config = load_config(TrainConfig, argv, __doc__, saved_settings)
+    refuse_two_lengths(config, options_of(TrainConfig, argv))
     world = launched_world()
     device, device_why = devices.choose_device(config.device, world.local_rank)
     dtype, dtype_why = devices.choose_dtype(config.dtype, device, config.n_embd)

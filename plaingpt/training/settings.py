@@ -83,6 +83,7 @@ class TrainConfig(GPTConfig):
     head_lr_scale: NotNegative = 1.0  # for an untied head
     vector_lr_scale: NotNegative = 1.0  # of biases, norms and short convolutions
     max_iters: Natural = 600000  # updates of the weights
+    minutes: NoEffect[NotNegative] = 0.0  # of train.py: how long to train, instead of max_iters
     weight_decay: NotNegative = 1e-1  # of matrices, embeddings too; vectors have none
     beta1: Decay = 0.9  # of AdamW: decay of the mean of gradients
     beta2: Decay = 0.95  # of AdamW: decay of the mean of their squares
@@ -143,6 +144,9 @@ class TrainConfig(GPTConfig):
         if self.eval_tasks != TrainConfig.eval_tasks and not self.eval_tasks_interval:
             found.append(f'eval_tasks={self.eval_tasks} never run: say every how many iterations '
                          'with eval_tasks_interval')
+        if self.minutes and type(self) is not TrainConfig:
+            found.append(f'minutes={self.minutes} is for train.py, which measures how many '
+                         'iterations fit: say --max_iters here')
         if self.document_start not in ('auto', -1) and not self.document_attention:
             found.append(f'document_start={self.document_start} takes document_attention=True')
         if self.patience and self.overfit_batches:

@@ -25,7 +25,7 @@ from pathlib import Path
 
 from plaingpt.system.errors import UserError
 from plaingpt.system.files import ROOT
-from plaingpt.system.formatting import quoted
+from plaingpt.system.formatting import quoted, setting
 
 
 def load_config(cls, argv, doc='', read_saved=lambda values: {}):
@@ -282,7 +282,7 @@ def outside_limits(config):
         value = getattr(config, field.name)
         for limit in annotations_of(type(config), field.name):
             if isinstance(limit, str) and not isinstance(value, str) and not fits(value, limit):
-                found.append(f'{field.name}={value}: must be {limit}')
+                found.append(f'{field.name}={setting(value)}: must be {limit}')
     return found
 
 

@@ -285,12 +285,10 @@ def open_dataset(folder):
         raise UserError(f'{folder} has the loss mask {mask.name} and no meta.json: copy the whole '
                         'folder again')
     if not any(folder.glob('*.bin')):
-        if folder.parent == Path('data'):
-            raise UserError(f'{folder} is not prepared: run python prepare.py '
-                            f'{quoted(folder.name)} if that is a corpus it knows; for your own '
-                            'files, python prepare.py text --input=FILES '
-                            f'--data_dir={quoted(folder)}')
-        raise UserError(f'{folder}: no .bin files there: give the folder of a prepared dataset')
+        corpus = f', or python prepare.py {quoted(folder.name)} where that is a corpus it lists'
+        raise UserError(f'{folder} is not prepared: python prepare.py text --input=FILES '
+                        f'--data_dir={quoted(folder)}'
+                        + corpus * (folder.parent == Path('data')))
     if (folder / 'meta.pkl').exists():
         chars = tokenizers.read_nanogpt_chars(folder / 'meta.pkl')
         return Dataset(folder, {'tokenizer': {'kind': 'char', 'chars': chars}}, len(chars))

@@ -16,6 +16,7 @@ from pathlib import Path
 import numpy as np
 
 from plaingpt.system.files import ROOT, is_dict, read_json, write_json
+from plaingpt.system.formatting import setting
 from plaingpt.system.streams import warn
 
 UNIGRAM_TOKENS = 2**20  # that the entropy of single tokens is computed from
@@ -76,7 +77,8 @@ def changed_settings(config):
 
 def changed_facts(before, now):
     """'train_tokens 1000 → 2000' of the facts that were others before, or ''."""
-    return ', '.join(f'{key} {before[key]} → {value}' for key, value in now.items()
+    return ', '.join(f'{key} {setting(before[key])} → {setting(value)}'
+                     for key, value in now.items()
                      if not math.isclose(before.get(key, value), value))
 
 

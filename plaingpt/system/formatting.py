@@ -22,6 +22,12 @@ def short(n):
     return f'{n:#.3g}'.rstrip('.') + units[0]
 
 
+def setting(value):
+    """A setting's value as people write it: 2.9999999999999997e-05 → '3e-05', 0.9995 as it is."""
+    exact = str(value)
+    return f'{value:.3g}' if isinstance(value, float) and len(exact) > 8 else exact
+
+
 def parse_count(text):
     """'1.5B' → 1500000000, '100_000' and '1e5' → 100000, also with k, M and G; None for what is no
     whole number from 0 on."""

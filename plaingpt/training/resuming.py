@@ -8,7 +8,7 @@ from pathlib import Path
 from model import GPTConfig
 from plaingpt.system.distributed import all_gather, launched_world, print0
 from plaingpt.system.errors import UserError
-from plaingpt.system.formatting import quoted
+from plaingpt.system.formatting import quoted, setting
 from plaingpt.training import checkpoint as checkpoints
 from plaingpt.training.checkpoint_writer import clean_up
 from plaingpt.training.settings import TrainConfig
@@ -69,7 +69,7 @@ def check_resumed(resumed, config, dataset):
     before, now = {**asdict(TrainConfig()), **resumed.state['config']}, asdict(config)
     changed = {key: (before[key], now[key]) for key in now if before[key] != now[key]}
     shape = {field.name for field in fields(GPTConfig)} - {'dropout', 'vocab_size'}
-    fixed = [f'{key}={value} (it has {saved})' for key, (saved, value) in changed.items()
+    fixed = [f'{key}={setting(value)} (it has {setting(saved)})' for key, (saved, value) in changed.items()
              if key in shape | {'optimizer'}]
     if fixed:
         raise UserError(f'{resumed.path} was trained otherwise than with {", ".join(fixed)}: '
@@ -95,4 +95,4 @@ def check_resumed(resumed, config, dataset):
                if key not in ('init_from', 'checkpoint', 'check')
                and (key, values[1]) != ('parallel', 'auto')}  # a line of its own tells what it is
     for key, (saved, value) in changed.items():
-        print0(f'  changed: {key} {saved} → {value}')
+        print0(f'  changed: {key} {setting(saved)} → {setting(value)}')

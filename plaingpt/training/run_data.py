@@ -1,5 +1,6 @@
 """The data of a run: its tokens, prepared where they are small, and the batches of both splits."""
 
+import difflib
 import hashlib
 import json
 import subprocess
@@ -8,6 +9,7 @@ import sys
 import numpy as np
 
 from plaingpt.data.batches import fits_in_ram
+from plaingpt.data.corpora import CORPORA
 from plaingpt.data.dataset import UNFINISHED, dataset_folder, open_named, read_names
 from plaingpt.inference import scoring
 from plaingpt.system.distributed import all_reduce_min, barrier, print0
@@ -62,6 +64,11 @@ def prepare_small(name):
     if folder.parts == ('data', name) \
             and not (folder / 'meta.json').exists() and not any(folder.glob('*.bin')) \
             and not (folder / UNFINISHED).exists():
+        if name not in CORPORA:
+            nearest = difflib.get_close_matches(name, CORPORA, n=1)
+            raise UserError(f'{folder} is not prepared: python prepare.py text --input=FILES '
+                            f'--data_dir={quoted(folder)}'
+                            + (f'; or did you mean --dataset={nearest[0]}?' if nearest else ''))
         done = subprocess.run([sys.executable, ROOT / 'prepare.py', name, '--if_small'])
         if done.returncode < 0:
             raise UserError(f'preparing {name} was killed: run python prepare.py {quoted(name)}')

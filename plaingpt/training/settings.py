@@ -12,7 +12,7 @@ from model import GPTConfig, Size
 from plaingpt.kernels.recompute import KINDS
 from plaingpt.monitoring.backends import BACKENDS
 from plaingpt.system.distributed import launched_world
-from plaingpt.system.formatting import unescape
+from plaingpt.system.formatting import setting, unescape
 from plaingpt.training.optimizers import OPTIMIZERS
 from plaingpt.training.schedules import SCHEDULES
 
@@ -145,7 +145,7 @@ class TrainConfig(GPTConfig):
             found.append(f'eval_tasks={self.eval_tasks} never run: say every how many iterations '
                          'with eval_tasks_interval')
         if self.minutes and type(self) is not TrainConfig:
-            found.append(f'minutes={self.minutes} is for train.py, which measures how many '
+            found.append(f'minutes={setting(self.minutes)} is for train.py, which measures how many '
                          'iterations fit: say --max_iters here')
         if self.document_start not in ('auto', -1) and not self.document_attention:
             found.append(f'document_start={self.document_start} takes document_attention=True')
@@ -153,7 +153,8 @@ class TrainConfig(GPTConfig):
             found.append(f'patience={self.patience} watches the validation loss, which '
                          f'overfit_batches={self.overfit_batches} lets rise: take one of them')
         if self.decay_lr and self.lr_schedule != 'constant' and self.min_lr > self.learning_rate:
-            found.append(f'min_lr={self.min_lr} is above learning_rate={self.learning_rate}')
+            found.append(f'min_lr={setting(self.min_lr)} is above '
+                         f'learning_rate={setting(self.learning_rate)}')
         if self.decay_lr and self.warmup_iters > self.lr_decay_iters:
             found.append(f'warmup_iters={self.warmup_iters} is more than '
                          f'lr_decay_iters={self.lr_decay_iters}')

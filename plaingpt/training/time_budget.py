@@ -15,7 +15,7 @@ from plaingpt.system.devices import synchronize
 from plaingpt.system.distributed import all_gather, print0
 from plaingpt.system.errors import UserError
 from plaingpt.system.files import ROOT
-from plaingpt.system.formatting import count_of, duration, quote_epochs
+from plaingpt.system.formatting import count_of, duration, quote_epochs, setting
 from plaingpt.system.streams import status
 from plaingpt.training.memory_planner import explain_out_of_memory
 from plaingpt.training.training_step import StepGuard, forward_backward, update
@@ -70,7 +70,7 @@ def with_length(run, resumed, mean_loss, group):
 def refuse_two_lengths(config, options):
     """Raise UserError where the command line's {key: value} say in two ways how long to train."""
     if config.minutes and (two := [f'--{key}' for key in LENGTH[:2] if key in options]):
-        raise UserError(f'minutes={config.minutes:.3g} decides how many iterations there are, and '
+        raise UserError(f'minutes={setting(config.minutes)} decides how many iterations there are, and '
                         f'{" and ".join(two)} too: leave one of them out')
 
 
@@ -88,7 +88,7 @@ def fitted(config, times, dataset):
     iters = bisect.bisect_right(range(10**9), budget_s, key=lambda n: times.of_run(config, n)) - 1
     if iters < 1:
         least_s = times.of_run(config, 1)
-        raise UserError(f'minutes={config.minutes:.3g} is too short: a step takes '
+        raise UserError(f'minutes={setting(config.minutes)} is too short: a step takes '
                         f'{times.step:.3g} s and an evaluation {times.evaluation:.3g} s: use '
                         f'--minutes={math.ceil(least_s / 6) / 10:.3g} or more, or a smaller '
                         '--eval_iters')

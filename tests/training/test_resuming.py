@@ -17,6 +17,7 @@ import train
 from plaingpt.system.errors import UserError
 from plaingpt.training import checkpoint as checkpoints
 from plaingpt.training import checkpoint_writer
+from plaingpt.training.resuming import saved_settings
 from plaingpt.training.settings import TrainConfig
 
 
@@ -140,6 +141,80 @@ def test_a_run_that_patience_ended_stays_ended_until_told_otherwise(tiny, tmp_pa
         train.main([*tiny, f'--patience={patience}'])
         assert checkpoints.find(tmp_path / 'out').iter_num == end
         assert (f'stopped after iteration {end}, patience=' in capsys.readouterr().out) == (end < 5)
+
+
+# -----------------------------------------------------------------------------
+# the settings of a resumed run
+
+
+def test_a_run_goes_on_by_its_folder_alone_to_the_same_bits(tiny, tmp_path):
+    tiny = [*tiny, '--dropout=0.2', '--learning_rate=3e-3', '--seed=5', '--eval_interval=2']
+    train.main(tiny)
+    half = f'--out_dir={tmp_path}/half'
+    train.main([*tiny, '--max_iters=3', '--lr_decay_iters=6', half])
+    train.main(['--init_from=resume', half, '--max_iters=6'])
+    assert same(weights(tmp_path / 'half'), weights(tmp_path / 'out'))
+    assert [(row['iter'], row['loss']) for row in lines(tmp_path / 'half', 'loss')] \
+        == [(row['iter'], row['loss']) for row in lines(tmp_path / 'out', 'loss')]
+
+
+def test_what_the_command_line_says_changes_the_settings_of_the_run_and_is_told(
+        out, tmp_path, capsys):
+    config = tmp_path / 'more.py'
+    config.write_text('max_iters = max_iters + 1\ngrad_clip = grad_clip / 2\n')
+    train.main([str(config), '--init_from=auto', f'--out_dir={out}', '--weight_decay=0'])
+    printed = capsys.readouterr().out
+    changes = [line.strip() for line in printed.splitlines() if '→' in line]
+    assert changes == [f'changed: out_dir {before(out)} → {out}', 'changed: max_iters 6 → 7',
+                       'changed: weight_decay 0.1 → 0.0', 'changed: grad_clip 1.0 → 0.5',
+                       'changed: lr_decay_iters 6 → 7']
+    train.main(['--init_from=resume', f'--out_dir={out}'])  # which persist
+    assert checkpoints.find(out).state['config']['weight_decay'] == 0
+
+
+def before(out):
+    return json.loads((out / 'checkpoints/iter-00000003/state.json').read_text())['config'][
+        'out_dir']
+
+
+def test_what_followed_from_other_settings_follows_from_what_changes(tiny, tmp_path):
+    out = f'--out_dir={tmp_path}/auto'
+    train.main([*tiny, '--lr_decay_iters=auto', out])
+    train.main([out, '--init_from=resume', '--max_iters=8', '--learning_rate=1e-3'])
+    config = checkpoints.find(tmp_path / 'auto').state['config']
+    assert (config['lr_decay_iters'], config['min_lr']) == (8, 1e-4)
+    train.main([out, '--init_from=resume', '--max_iters=9', '--lr_decay_iters=8', '--min_lr=0'])
+    train.main([out, '--init_from=resume', '--max_iters=10'])
+    config = checkpoints.find(tmp_path / 'auto').state['config']
+    assert (config['lr_decay_iters'], config['min_lr']) == (8, 0)
+
+
+def test_how_a_run_was_started_is_not_taken_for_a_setting_of_it(tiny, tmp_path):
+    train.main([*tiny, '--check=False'])
+    train.main([f'--out_dir={tmp_path}/out', '--init_from=resume', '--checkpoint=3',
+                '--max_iters=4'])
+    moved = shutil.move(tmp_path / 'out', tmp_path / 'moved')
+    values = {**vars(TrainConfig()), 'init_from': 'resume', 'out_dir': moved}
+    assert not {'out_dir', 'init_from', 'checkpoint', 'check', 'eval_only', 'parallel'} \
+        & saved_settings(values).keys()
+    train.main(['--init_from=resume', f'--out_dir={moved}', '--max_iters=5'])
+    assert checkpoints.find(moved).iter_num == 5
+
+
+def test_without_a_checkpoint_resuming_is_refused_in_a_line_that_leaves_no_folder(
+        tmp_path, capsys, monkeypatch):
+    argv = [f'--out_dir={tmp_path}/none', '--init_from=resume']
+    assert 'no checkpoint there' in fails(capsys, monkeypatch, train.main, *argv)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_saved_setting_that_does_not_fit_is_named(out, capsys, monkeypatch):
+    checkpoint = out / 'checkpoints/iter-00000006'
+    state = json.loads((checkpoint / 'state.json').read_text())
+    state['config'] |= {'learning_rate': 'high', 'of_another_version': 1}
+    checkpoint_writer.Saver(out)._publish(checkpoint, checkpoint, state)
+    line = fails(capsys, monkeypatch, train.main, f'--out_dir={out}', '--init_from=resume')
+    assert "learning_rate='high' in the checkpoint: expected a number" in line
 
 
 # -----------------------------------------------------------------------------

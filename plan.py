@@ -29,7 +29,7 @@ from plaingpt.system.devices import GPUS
 from plaingpt.system.errors import UserError, run_script
 from plaingpt.system.formatting import GIB, duration, gib, short
 from plaingpt.system.machine import crowded_cores
-from plaingpt.system.streams import require_stdout
+from plaingpt.system.streams import require_stdout, status
 from plaingpt.training.memory_planner import (
     batch_that_divides,
     choose_parallel,
@@ -131,11 +131,12 @@ def memory_plan(shape, config, machine):
     plan = predict(shape, step)
     fits = plan.total <= available
 
-    def under(step):
-        batch_size, micro_steps = batch_that_divides(shape, step, available, mine)
-        return {'total': predict(shape, step).total,
-                'largest_batch': largest_batch(shape, step, available),
-                'batch_size': batch_size, 'accumulation': micro_steps * config.processes}
+    def under(step, what):
+        with status.doing(f'with {what}'):
+            batch_size, micro_steps = batch_that_divides(shape, step, available, mine)
+            return {'total': predict(shape, step).total,
+                    'largest_batch': largest_batch(shape, step, available),
+                    'batch_size': batch_size, 'accumulation': micro_steps * config.processes}
 
     numbers = step.batch_size * shape.block_size * shape.vocab_size
     return {'batch_size': step.batch_size, 'micro_steps': step.micro_steps, 'dtype': dtype,
@@ -147,11 +148,13 @@ def memory_plan(shape, config, machine):
             'overhead': plan.overhead, 'total': plan.total,
             'logits': numbers * (4 if dtype == 'float32' else 2), 'sequences_per_step': sequences,
             'stages': plan.totals,
-            'checkpointing': {kind: under(step.change(activation_checkpointing=kind))
-                              for kind in KINDS},
+            'checkpointing': {
+                kind: under(step.change(activation_checkpointing=kind),
+                            f'activation_checkpointing={kind}') for kind in KINDS},
             'parallel': chosen, 'parallel_why': why,
             'parallels': {} if config.processes == 1 else
-                {kind: under(replace(step, parallel=kind)) for kind in ('ddp', 'fsdp')},
+                {kind: under(replace(step, parallel=kind), f'parallel={kind}')
+                 for kind in ('ddp', 'fsdp')},
             'savings': {} if fits is not False else dict(savings(shape, step)[:3])}
 
 

@@ -8,6 +8,7 @@ from typing import get_args, get_type_hints
 import torch
 
 from model import GPT, GPTConfig
+from plaingpt.system.devices import WithoutData
 from plaingpt.system.distributed import local_rows
 from plaingpt.system.errors import UserError
 
@@ -44,7 +45,7 @@ def check_held(config, shapes, source):
     most = 2 * found + 10**6
     fits = config.n_layer <= len(blocks) and config.n_embd <= isqrt(most)
     if fits:  # so far that torch can count; a tensor on 'meta' has a shape and no memory
-        with torch.device('meta'):
+        with WithoutData():
             gpt = GPT(replace(config, n_layer=1))
         one_block = sum(p.numel() for p in gpt.transformer.h.parameters())
         rest = sum(p.numel() for p in gpt.parameters()) - one_block

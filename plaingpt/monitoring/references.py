@@ -14,6 +14,7 @@ from plaingpt.monitoring.metrics_file import column, parse_row, rows_with, step_
 from plaingpt.monitoring.run_record import check_run
 from plaingpt.system.errors import UserError
 from plaingpt.system.files import ROOT, open_regular, parse_json, write_atomically
+from plaingpt.system.formatting import setting
 
 FOLDER = ROOT / 'references'
 
@@ -99,7 +100,8 @@ class Reference:
             found.append(('tokens a step', tokens, self.step_tokens()))
         if run['train_tokens'] != self.run['train_tokens']:
             found.append(('training tokens', run['train_tokens'], self.run['train_tokens']))
-        listed = ', '.join(f'{key}={value} (there {other})' for key, value, other in found)
+        listed = ', '.join(f'{key}={setting(value)} (there {setting(other)})'
+                           for key, value, other in found)
         return f'; unlike the reference: {listed}' if found else ''
 
 

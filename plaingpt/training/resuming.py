@@ -69,8 +69,8 @@ def check_resumed(resumed, config, dataset):
     before, now = {**asdict(TrainConfig()), **resumed.state['config']}, asdict(config)
     changed = {key: (before[key], now[key]) for key in now if before[key] != now[key]}
     shape = {field.name for field in fields(GPTConfig)} - {'dropout', 'vocab_size'}
-    fixed = [f'{key}={setting(value)} (it has {setting(saved)})' for key, (saved, value) in changed.items()
-             if key in shape | {'optimizer'}]
+    fixed = [f'{key}={setting(value)} (it has {setting(saved)})'
+             for key, (saved, value) in changed.items() if key in shape | {'optimizer'}]
     if fixed:
         raise UserError(f'{resumed.path} was trained otherwise than with {", ".join(fixed)}: '
                         'leave that out, or name another --out_dir')

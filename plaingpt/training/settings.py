@@ -145,8 +145,8 @@ class TrainConfig(GPTConfig):
             found.append(f'eval_tasks={self.eval_tasks} never run: say every how many iterations '
                          'with eval_tasks_interval')
         if self.minutes and type(self) is not TrainConfig:
-            found.append(f'minutes={setting(self.minutes)} is for train.py, which measures how many '
-                         'iterations fit: say --max_iters here')
+            found.append(f'minutes={setting(self.minutes)} is for train.py, which measures how '
+                         'many iterations fit: say --max_iters here')
         if self.document_start not in ('auto', -1) and not self.document_attention:
             found.append(f'document_start={self.document_start} takes document_attention=True')
         if self.patience and self.overfit_batches:

@@ -30,7 +30,7 @@ def test_the_tokenizer_tells_what_opens_a_document_and_all_that_follows_knows(
         in capsys.readouterr().out
     train.main([*run, '--document_attention', '--init_from=resume', '--max_iters=4'])
     with pytest.raises(UserError, match=r'otherwise than with document_attention=False'):
-        train.main([*run, '--init_from=resume', '--max_iters=5'])
+        train.main([*run, '--document_attention=False', '--init_from=resume', '--max_iters=5'])
     out = tmp_path / 'out'
     shape = checkpoints.find(out).state['model']
     assert shape['document_attention'] is True and shape['document_start'] == 256

@@ -57,7 +57,8 @@ def test_a_run_of_minutes_is_the_run_of_as_many_iterations_also_when_it_is_resum
     configs = [checkpoints.find(folder).state['config'] for folder in (out, tmp_path / 'given')]
     assert {**configs[0], 'out_dir': ''} == {**configs[1], 'out_dir': ''}
 
-    for n, resume in enumerate((['--init_from=resume'], [*tiny, '--minutes=9', '--init_from=auto'])):
+    again = [*tiny, '--minutes=9', '--init_from=auto']
+    for n, resume in enumerate((['--init_from=resume'], again)):
         half = f'--out_dir={tmp_path}/half{n}'
         with monkeypatch.context() as patch, pytest.raises(UserError, match='in the middle'):
             patch.setattr(train, 'get_lr', fail_at(9))

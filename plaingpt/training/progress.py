@@ -81,10 +81,9 @@ class Progress:
         or None."""
         out_dir, lines = config.out_dir, []
         if signal:
-            how = '--init_from=resume' + ' --checkpoint=latest' * (config.checkpoint != 'latest')
             lines.append(f'{signal}: stopped after iteration {self.iter_num}' + (
-                f', which is saved; the same command with {how} continues from there'
-                if self.saved_at == self.iter_num else ''))
+                f', which is saved; python train.py --out_dir={quoted(out_dir)} --init_from=resume '
+                'continues from there' if self.saved_at == self.iter_num else ''))
         elif self.iter_num < config.max_iters and not config.eval_only:
             lines.append(f'stopped after iteration {self.iter_num}, {ending}')
         if self.iter_num and not signal and not config.eval_only:

@@ -23,7 +23,8 @@ def saved_settings(values):
     """{name: value} of the run that a command resumes, {} where the command starts one. values:
     what the command line says by itself. Raises UserError where no checkpoint can be used."""
     out_dir, init_from = values['out_dir'], values['init_from']
-    if init_from != 'resume' and (init_from != 'auto' or not checkpoints.checkpoint_paths(out_dir)):
+    if not out_dir or not (init_from == 'resume' or (
+            init_from == 'auto' and checkpoints.checkpoint_paths(out_dir))):
         return {}
     found = checkpoints.find(out_dir, checkpoint_to_resume(values['checkpoint']),
                              on_damaged=lambda problem: None)  # find_resumed warns of it

@@ -21,7 +21,7 @@ from plaingpt.system.streams import status
 from plaingpt.training.memory_planner import explain_out_of_memory
 from plaingpt.training.training_step import StepGuard, forward_backward, update
 
-LOOK_S, LOOKS = 1.0, 10  # each part of a run is timed for so long, and not more often
+LOOK_S, LOOKS = 1.0, 6  # each part of a run is timed for so long, and not more often
 SAMPLED = 8  # tokens of a sample that are timed
 SAVED_PER_S = 370e6  # bytes: GPT-2 124M on two cores, docs/checkpoints.md
 LENGTH = ('max_iters', 'lr_decay_iters', 'warmup_iters')  # what --minutes decides

@@ -54,7 +54,7 @@ from plaingpt.training.progress import Progress, restore
 from plaingpt.training.resuming import check_resumed, find_resumed, saved_settings
 from plaingpt.training.schedules import get_lr
 from plaingpt.training.settings import TrainConfig
-from plaingpt.training.time_budget import refuse_two_lengths, with_length
+from plaingpt.training.time_budget import refuse_two_lengths, with_length, with_length_of
 from plaingpt.training.training_step import StepGuard, forward_backward, update
 
 
@@ -100,6 +100,7 @@ def setup(config, world, device, dtype, compile):
     dataset = run_data.open_data(config, world)
     resumed = find_resumed(config, group)
     if resumed:
+        config = with_length_of(resumed, config)
         check_resumed(resumed, config, dataset)
     shape = run_model.run_shape(config, dataset, resumed)
     config = fit_to_memory(config, shape, dtype, device, compile, is_new=not resumed)

@@ -35,6 +35,17 @@ def refuse_two_lengths(config, options):
                         f'and {" and ".join(two)} too: leave one of them out')
 
 
+def with_length_of(resumed, config):
+    """The TrainConfig of a run that goes on from a checkpoint: minutes do not change its length."""
+    if not config.minutes:
+        return config
+    kept = {key: value for key, value in resumed.state['config'].items() if key in LENGTH}
+    config = replace(config, **kept)
+    print0(f'minutes={setting(config.minutes)} has no effect on a run that goes on: it keeps '
+           f'max_iters={config.max_iters}')
+    return replace(config, minutes=0.0)
+
+
 class Times(NamedTuple):
     """Seconds that parts of a run take."""
 
@@ -51,15 +62,10 @@ class Times(NamedTuple):
 
 def with_length(run, resumed, mean_loss, group):
     """The TrainConfig of a run that is about to begin, with as many iterations as fit in its
-    minutes, if it has any; prints how long it takes. The run is left as it was, and one that is
-    resumed keeps its iterations.
+    minutes, if it has any; prints how long it takes. The run is left as it was.
 
     mean_loss: train.mean_loss; group: of gloo_group, whose rank 0 decides. Raises UserError."""
     config, device = run.config, run.device
-    if resumed and config.minutes:
-        print0(f'minutes={setting(config.minutes)} has no effect: the run has its iterations')
-        kept = {key: value for key, value in resumed.state['config'].items() if key in LENGTH}
-        return replace(config, minutes=0.0, **kept)
     if resumed or config.is_read_only or not (config.minutes or config.max_iters):
         return config
     on_gpu = [device] if device.type == 'cuda' else []

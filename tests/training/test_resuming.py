@@ -166,8 +166,8 @@ def test_what_the_command_line_says_changes_the_settings_of_the_run_and_is_told(
                 '--learning_rate=3e-4'])
     printed = capsys.readouterr().out
     changes = [line.strip() for line in printed.splitlines() if '→' in line]
-    assert changes == [f'changed: out_dir {before(out)} → {out}', 'changed: max_iters 6 → 7',
-                       'changed: learning_rate 0.0006 → 0.0003',
+    assert changes == [f'changed: out_dir {before(out)} → {out}',
+                       'changed: learning_rate 0.0006 → 0.0003', 'changed: max_iters 6 → 7',
                        'changed: weight_decay 0.1 → 0.0', 'changed: grad_clip 1.0 → 0.5',
                        'changed: lr_decay_iters 6 → 7', 'changed: min_lr 6e-05 → 3e-05']
     train.main(['--init_from=resume', f'--out_dir={out}'])  # which persist

@@ -63,7 +63,9 @@ def test_a_run_of_minutes_is_the_run_of_as_many_iterations_also_when_it_is_resum
         with monkeypatch.context() as patch, pytest.raises(UserError, match='in the middle'):
             patch.setattr(train, 'get_lr', fail_at(9))
             train.main([*tiny, '--minutes=0.59', half])
+        capsys.readouterr()
         train.main([*resume, half])
+        assert 'changed:' not in capsys.readouterr().out
         assert same(weights(tmp_path / f'half{n}'), weights(out))
 
 

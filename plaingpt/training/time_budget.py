@@ -77,9 +77,9 @@ def with_length(run, resumed, mean_loss, group):
     if config.minutes:
         return fitted(config, times, run.dataset)
     seconds = times.of_run(config, config.max_iters)
-    slow = f' on this CPU{recipes(config)}' if device.type == 'cpu' and seconds > 3600 else ''
+    advice = recipes(config) if device.type == 'cpu' and seconds > 3600 else ''
     print0(f'about {duration(max(1, seconds))} for {count_of(config.max_iters, "iteration")}, '
-           f'evaluations included{slow}')
+           f'evaluations included{advice}')
     return config
 
 
@@ -87,8 +87,8 @@ def recipes(config):
     """What to do where a CPU takes hours."""
     names = [path.name for path in sorted((ROOT / 'config').glob('*_cpu_fast.py'))
              if f'\ndataset = {config.dataset!r}' in path.read_text()]
-    return ': ' + ''.join(f'config/{name} is made for a CPU; ' for name in names) + \
-        '--minutes=10 fits any run into ten minutes'
+    return '; on this CPU ' + ''.join(f'take config/{name}, or ' for name in names) + \
+        '--minutes=10, which fits any run into ten minutes'
 
 
 def fitted(config, times, dataset):

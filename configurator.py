@@ -151,6 +151,7 @@ def read_file(cls, path, values, fixed, problems):
         problems.append(f'{path} is no config file, whose names end with .py: write options as '
                         f'--key=value, and several files as --key={quoted(f"A,{path}")}')
         return
+    path = find_recipe(path)
     try:
         with open(path, encoding='utf-8-sig') as f:
             source = f.read()
@@ -179,6 +180,13 @@ def read_file(cls, path, values, fixed, problems):
             yield name, value, f'in {path}, line {lines[name]}' if name in lines else f'in {path}'
 
 
+def find_recipe(path):
+    """`config/NAME.py` is plainGPT's own where the working directory has no such file."""
+    ours = ROOT / path
+    is_ours = Path(path).parent == Path('config') and not os.path.lexists(path) and ours.is_file()
+    return str(ours) if is_ours else path
+
+
 def file_hint(path):
     """What the user may have meant by a config file that is not there."""
     if '=' in path:
@@ -187,7 +195,8 @@ def file_hint(path):
     for place in dict.fromkeys((folder, Path('config'), ROOT / 'config')):
         names = sorted(file.stem for file in place.glob('*.py'))
         if nearest := difflib.get_close_matches(name, names, n=3, cutoff=0.6):
-            return ': did you mean ' + ', '.join(str(place / f'{n}.py') for n in sorted(nearest))
+            shown = Path('config') if place == ROOT / 'config' else place  # find_recipe knows it
+            return ': did you mean ' + ', '.join(str(shown / f'{n}.py') for n in sorted(nearest))
     return ''
 
 

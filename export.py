@@ -1,5 +1,4 @@
-"""Export a trained model to a folder that Hugging Face's transformers opens, and --init_from too;
-or to a file that llama.cpp opens.
+"""Export a trained model: a folder for transformers, or a file for llama.cpp.
 
     python export.py --out_dir=out --dest=my-gpt
     python export.py --out_dir=out --format=gguf --dest=my-gpt.gguf

@@ -1,4 +1,4 @@
-"""Answer requests over HTTP with a trained model, one at a time, and show a page to chat with it.
+"""Answer requests over HTTP, one at a time, and show a page to chat with the model.
 
     python serve.py --out_dir=out
     python serve.py --init_from=gpt2 --port=8080

@@ -1,5 +1,7 @@
 """plainGPT in Python: `plaingpt.load('out')` opens a model of any kind."""
 
+__version__ = '1.0'
+
 
 def load(source, checkpoint='best', tokenizer='auto', device='auto'):
     """Open a model → a TextGenerator, whose `generate(prompt)` writes text. Its `model` is a GPT

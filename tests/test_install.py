@@ -1,5 +1,6 @@
 """Installation: the core needs eight packages, and the extras are those that are tested."""
 
+import json
 import shutil
 import subprocess
 import sys
@@ -11,11 +12,13 @@ from helpers import ROOT, options
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
+import plaingpt
 import prepare
 import sample
 import train
 
 PROJECT = tomllib.loads((ROOT / 'pyproject.toml').read_text())['project']
+VERSION = plaingpt.__version__
 CORE = [Requirement(text).name for text in PROJECT['dependencies']]
 TRAIN = options(n_layer=1, n_head=2, n_embd=16, block_size=16, batch_size=4, max_iters=4,
                 gradient_accumulation_steps=1, eval_interval=2, eval_iters=1, warmup_iters=1,
@@ -95,21 +98,65 @@ def call(*command, cwd):
 def test_an_editable_install_of_the_core_works_from_another_folder(text_file, tmp_path):
     tree = tmp_path / 'tree'
     shutil.copytree(ROOT / 'plaingpt', tree / 'plaingpt')
-    for name in ('pyproject.toml', 'README.md', 'LICENSE', 'model.py', 'configurator.py'):
-        shutil.copy(ROOT / name, tree)
+    shutil.copytree(ROOT / 'config', tree / 'config')
+    (tree / 'tools').mkdir()
+    for name in ('pyproject.toml', 'README.md', 'LICENSE', 'tools/build_hook.py',
+                 *(path.name for path in ROOT.glob('*.py'))):
+        shutil.copy(ROOT / name, tree / name)
     before = sorted(tree.iterdir())
     python = make_venv(tmp_path / 'venv', [*CORE, 'pip', 'hatchling'])
     call(python, '-m', 'pip', 'install', '-q', '--no-build-isolation', '--no-deps', '--no-index',
          '--disable-pip-version-check', '-e', tree, cwd=tmp_path)
     assert sorted(tree.iterdir()) == before  # it leaves nothing in the tree
     (elsewhere := tmp_path / 'elsewhere').mkdir()
-    call(python, ROOT / 'prepare.py', 'text', f'--input={text_file}', '--tokenizer=bpe:300',
+    call(python, tree / 'prepare.py', 'text', f'--input={text_file}', '--tokenizer=bpe:300',
          cwd=elsewhere)
-    assert 'pip install matplotlib' in call(python, ROOT / 'train.py', *TRAIN, cwd=elsewhere)
-    assert call(python, ROOT / 'sample.py', *SAMPLE, cwd=elsewhere).strip()
+    with (tree / 'train.py').open('a') as f:
+        f.write("    print('edited here')\n")
+    printed = call(python.with_name('plaingpt'), 'train', *TRAIN, cwd=elsewhere)
+    assert 'pip install matplotlib' in printed and printed.endswith('edited here\n')
+    assert call(python, tree / 'sample.py', *SAMPLE, cwd=elsewhere).strip()
     out = call(python, '-c', 'import plaingpt, torch, model\n'
                'print(len(plaingpt.load("out").generate("def", max_new_tokens=9)) > 0)\n'
                'gpt = model.GPT(model.GPTConfig(8, 65, n_layer=1, n_head=2, n_embd=8))\n'
                'print(gpt.generate(torch.zeros(1, 1, dtype=torch.long), 5).shape)\n'
                'print(model.__file__)', cwd=elsewhere)
     assert out.splitlines() == ['True', 'torch.Size([1, 6])', str(tree / 'model.py')]
+
+
+def folder_of_somebody_else(folder):
+    """A new folder whose files have the names of ours, and must not be imported."""
+    folder.mkdir()
+    for name in ('model', 'configurator', 'train', 'prepare'):
+        (folder / f'{name}.py').write_text(f'raise SystemExit("the folder\'s own {name}.py")\n')
+    return folder
+
+
+@pytest.mark.slow
+def test_the_wheel_works_in_a_folder_with_a_model_of_its_own(tmp_path):
+    call(sys.executable, '-m', 'hatchling', 'build', '-t', 'wheel', '-d', tmp_path, cwd=ROOT)
+    wheel, = tmp_path.glob('*.whl')
+    python = make_venv(tmp_path / 'venv', [*CORE, 'pip'])
+    call(python, '-m', 'pip', 'install', '-q', '--no-deps', '--no-index',
+         '--disable-pip-version-check', wheel, cwd=tmp_path)
+    command = python.with_name('plaingpt')
+    folder = folder_of_somebody_else(tmp_path / 'elsewhere')
+    few = options(max_iters=2, eval_iters=1, batch_size=4, device='cpu', dtype='float32',
+                  compile=False, sample_tokens=0, gradient_accumulation_steps=2)
+    quickstart = ('train', 'config/quickstart.py', *few)
+
+    printed = call(command, *quickstart, cwd=folder)  # which prepares its data first
+    assert 'plaingpt sample --out_dir=out-quickstart' in printed and 'python ' not in printed
+    assert call(command, 'sample', 'config/quickstart_sample.py', '--max_new_tokens=8',
+                '--device=cpu', cwd=folder).strip()
+    out = call(python, '-c', 'import plaingpt, sys\n'
+               'print(len(plaingpt.load("out-quickstart").generate("def", max_new_tokens=9)) > 0)\n'
+               'print("model" in sys.modules, plaingpt.__version__)', cwd=folder)
+    assert out.splitlines() == ['True', f'False {VERSION}']
+    call(python, '-m', 'torch.distributed.run', '--standalone', '--nproc_per_node=2',
+         '-m', 'plaingpt', *quickstart, '--out_dir=out-two', cwd=folder)
+    state, = (folder / 'out-two/checkpoints').glob('*/state.json')
+    assert json.loads((folder / 'out-two/run.json').read_text())['code'] == VERSION
+    assert json.loads(state.read_text())['iter_num'] == 2
+    call(command, 'bench', 'config/quickstart.py', *few, '--sweep=learning_rate=1e-3,2e-3',
+         '--seeds=1', cwd=folder)

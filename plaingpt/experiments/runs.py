@@ -9,7 +9,6 @@ import json
 import runpy
 import statistics
 import subprocess
-import sys
 import tempfile
 from contextlib import suppress
 from dataclasses import fields
@@ -21,7 +20,7 @@ from tqdm import tqdm
 
 from plaingpt.experiments.tables import markdown, number
 from plaingpt.system.errors import UserError, needs
-from plaingpt.system.files import ROOT, append_line, parse_json
+from plaingpt.system.files import append_line, command, parse_json
 from plaingpt.system.formatting import count_of
 from plaingpt.training.settings import TrainConfig
 
@@ -120,8 +119,7 @@ def train_once(config):
 
 def run_train(argv):
     """Run train.py in a process of its own. Raises UserError where it failed."""
-    done = subprocess.run([sys.executable, ROOT / 'train.py', *argv],
-                          capture_output=True, text=True)
+    done = subprocess.run(command('train', *argv), capture_output=True, text=True)
     if done.returncode:
         last = (done.stderr.strip() or f'exit code {done.returncode}').splitlines()[-1]
         raise UserError(last.removeprefix('error: '))

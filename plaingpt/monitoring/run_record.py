@@ -11,6 +11,7 @@ import sys
 import time
 from contextlib import suppress
 from dataclasses import asdict
+from importlib import metadata
 from pathlib import Path
 
 import numpy as np
@@ -100,7 +101,12 @@ def unigram_loss(shares):
 
 
 def code_version():
-    """The commit of the scripts, with -dirty where they were changed, or None."""
+    """The commit of a clone's scripts, with -dirty where they were changed; of an installed wheel
+    the version; or None."""
+    if not (ROOT / '.git').exists():  # the wheel may lie in the folder of another repository
+        with suppress(metadata.PackageNotFoundError):
+            return metadata.version('plaingpt')
+        return None
     with suppress(OSError, subprocess.SubprocessError):
         done = subprocess.run(['git', 'describe', '--always', '--dirty', '--abbrev=12'], text=True,
                               cwd=ROOT, capture_output=True, timeout=10)

@@ -14,7 +14,7 @@ from plaingpt.data.dataset import UNFINISHED, dataset_folder, open_named, read_n
 from plaingpt.inference import scoring
 from plaingpt.system.distributed import all_reduce_min, barrier, print0
 from plaingpt.system.errors import UserError
-from plaingpt.system.files import ROOT
+from plaingpt.system.files import command
 from plaingpt.system.formatting import quote_epochs, quoted
 
 OPENING_TOKENS = 2**20  # of a corpus, in which a document begins where there are documents
@@ -69,7 +69,7 @@ def prepare_small(name):
             raise UserError(f'{folder} is not prepared: python prepare.py text --input=FILES '
                             f'--data_dir={quoted(folder)}'
                             + (f'; or did you mean --dataset={nearest[0]}?' if nearest else ''))
-        done = subprocess.run([sys.executable, ROOT / 'prepare.py', name, '--if_small'])
+        done = subprocess.run(command('prepare', name, '--if_small'))
         if done.returncode < 0:
             raise UserError(f'preparing {name} was killed: run python prepare.py {quoted(name)}')
         if done.returncode:

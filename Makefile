@@ -13,6 +13,14 @@ BIN := .venv/bin
 # dependencies of pyproject.toml: "torch>=2.11" → torch==2.11.*
 OLDEST = $(shell sed -n 's/^    "\(.*\)>=\(.*\)",.*/\1==\2.*/p' pyproject.toml)
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
+# for pipefail
+SHELL := /bin/bash
+# pip's output → the packages as they are downloaded, sizes in MB, and when their installation begins
+IN_SHORT = awk 'match($$0, "[^ /]+[.]whl") { \
+        split(substr($$0, RSTART, RLENGTH), parts, "-"); \
+        size = match($$0, "[(].*MB[)]") ? " " substr($$0, RSTART, RLENGTH) : ""; \
+        printf "  %s%s", parts[1], size; fflush() } \
+    /^Installing/ { print "\n  … all here: unpacking them"; fflush() }'
 
 WHAT ?= prepare
 
@@ -51,13 +59,13 @@ clean:
 	find . -name __pycache__ -prune -exec rm -rf {} +
 
 .venv/installed: requirements.txt
-	@echo "installing into .venv (once)"
+	@echo "installing into .venv, once: 1.5 GB on disk"
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "plainGPT needs Python 3.11 or newer: make PYTHON=python3.12 …")'
 	@$(PYTHON) -m venv .venv
-	@$(BIN)/pip install -q -r requirements.txt
+	@set -o pipefail; $(BIN)/pip install -r requirements.txt | $(IN_SHORT)
 	@touch $@
 
 .venv/installed-dev: .venv/installed requirements-dev.txt
 	@echo "installing the test tools into .venv (once)"
-	@$(BIN)/pip install -q -r requirements-dev.txt
+	@set -o pipefail; $(BIN)/pip install -r requirements-dev.txt | $(IN_SHORT)
 	@touch $@

@@ -14,19 +14,26 @@ if __name__ == '__main__':  # before torch, which takes seconds
     begin_script()
 
 import os
+import re
 import shutil
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Literal
 
 from safetensors import SafetensorError
 
-from configurator import load_config
+from configurator import accepted_types, load_config
+from model import GPTConfig
 from plaingpt.data.chat_tokenizer import is_chat
+from plaingpt.data.corpora import CORPORA
+from plaingpt.data.dataset import read_names
 from plaingpt.inference.gguf_export import DTYPES, build_gguf, write_gguf
 from plaingpt.inference.hf_export import one_document, write_hf
+from plaingpt.monitoring.metrics_file import read_rows
 from plaingpt.system.errors import UserError, run_script
+from plaingpt.system.formatting import quoted
 from plaingpt.training import model_choice
+from plaingpt.training.settings import TrainConfig
 
 
 @dataclass
@@ -36,12 +43,20 @@ class ExportConfig(model_choice.ModelChoice):
     format: Literal['transformers', 'gguf'] = 'transformers'  # gguf: a file for llama.cpp
     dtype: Literal[*DTYPES] = 'float32'  # of the matrices in a file of gguf
 
+    # what the model card of transformers says besides the facts of the run
+    license: str = ''  # such as mit or apache-2.0
+    datasets: str = ''  # names on the Hugging Face hub, with commas (default: as prepare.py knows)
+
     def problems(self):
         wrong = {
             'dest is empty: name a folder to write, as --dest=my-gpt, or a file, as '
             '--format=gguf --dest=my-gpt.gguf': not self.dest,
             f'dtype={self.dtype} takes --format=gguf':
-                self.dtype != 'float32' and self.format != 'gguf'}
+                self.dtype != 'float32' and self.format != 'gguf',
+            f'license={self.license}: write the short name of one, such as mit':
+                not re.fullmatch(r'[\w.-]*', self.license),
+            f'datasets={self.datasets}: write names on the hub, such as OWNER/NAME,OWNER/OTHER':
+                not re.fullmatch(r'([\w.-]+(/[\w.-]+)?(,|$))*', self.datasets)}
         return [line for line, holds in wrong.items() if holds]
 
 
@@ -53,25 +68,33 @@ CHAT_USAGE = [
     "print(tokenizer.decode(output[0, inputs['input_ids'].size(1):], skip_special_tokens=True))"]
 
 
-def model_card(name, model, tokenizer, source, state):
-    """README.md of the exported folder: the facts of the model and its training run."""
-    c, config = model.config, state.get('config', {})
+def model_card(name, model, tokenizer, source, state, license='', datasets=''):
+    """README.md of the exported folder: what the hub reads, and the facts of the model and its run
+    without paths of this machine. state: state.json of a run's checkpoint, or {}"""
+    c, trained_with = model.config, state.get('config', {})
+    trained_on = [Path(each).name for each in read_names(trained_with['dataset'])] if state else []
+    known = [CORPORA[each].hub for each in trained_on if each in CORPORA and CORPORA[each].hub]
+    begin = trained_with.get('init_from')
     facts = {
         'parameters': f'{model.num_parameters():,}',
         'shape': f'{c.n_layer} layers, {c.n_head} heads, {c.n_embd} channels, '
                  f'{c.block_size} tokens of context, vocabulary {c.vocab_size:,}',
-        'weights': public(source),
-        'trained on': config.get('dataset') and Path(config['dataset']).name,
+        'weights of': None if state else Path(source).name,
+        'started from': None if begin in (None, 'resume', 'auto') else Path(begin).name,
+        'trained on': ', '.join(trained_on) or None,
         'iterations': state.get('iter_num'),
-        'sequences of text seen': f'{state["sequences"]:,}' if 'sequences' in state else None,
+        'tokens seen': f'{state["sequences"] * c.block_size:,}' if 'sequences' in state else None,
         'validation loss': state.get('val_loss') and f'{state["val_loss"]:.4f} nats a token',
-        'learning rate, at most': config.get('learning_rate'),
-        'started from': config.get('init_from') and public(config['init_from']),
+        'bits per byte of validation text': state and bits_per_byte(source, state['iter_num']),
+        'settings': '`' + ' '.join(f'{key}={value}' for key, value in
+                                   told_settings(trained_with).items()) + '`' if state else None,
     }
-    lines = ['---', 'library_name: transformers', 'pipeline_tag: text-generation',
+    front = {'library_name': 'transformers', 'pipeline_tag': 'text-generation', 'license': license,
+             'tags': '[plaingpt]', 'datasets': f'[{datasets or ", ".join(known)}]'}
+    lines = ['---', *(f'{key}: {value}' for key, value in front.items() if value not in ('', '[]')),
              '---', '', f'# {name}', '', 'A language model trained with plainGPT.', '',
              '| | |', '|---|---|',
-             *(f'| {fact} | {value} |' for fact, value in facts.items() if value is not None),
+             *(f'| {fact} | {value} |' for fact, value in facts.items() if value),
              '', '```python', 'from transformers import AutoModelForCausalLM, AutoTokenizer',
              f"tokenizer = AutoTokenizer.from_pretrained('{name}')",
              f"model = AutoModelForCausalLM.from_pretrained('{name}')",
@@ -79,9 +102,21 @@ def model_card(name, model, tokenizer, source, state):
     return '\n'.join(lines)
 
 
-def public(path):
-    """A path without the folders that lead to it on this machine, for others to read."""
-    return path if not Path(path).is_absolute() else '/'.join(Path(path).parts[-3:])
+def bits_per_byte(checkpoint, iter_num):
+    """What metrics.jsonl of the run says of the evaluation that a checkpoint was saved at, or None.
+    checkpoint: its folder, out_dir/checkpoints/iter-…"""
+    rows = read_rows(Path(checkpoint).parents[1] / 'metrics.jsonl', print)
+    found = [row['val_bpb'] for row in rows if row['iter'] == iter_num and row.get('val_bpb')]
+    return f'{found[-1]:.4f}' if found else None
+
+
+def told_settings(config):
+    """The settings of a run, {key: value}, that are not the defaults: numbers and choices, for text
+    may name places of this machine."""
+    defaults = {field.name: field.default for field in fields(TrainConfig)}
+    return {key: f'{value:g}' if type(value) is float else value for key, value in config.items()
+            if key in defaults and value != defaults[key] and key not in vars(GPTConfig)
+            and (not isinstance(value, str) or str not in accepted_types(TrainConfig, key))}
 
 
 def main(argv):
@@ -96,8 +131,8 @@ def main(argv):
     try:
         folder.mkdir(parents=True)
         if writer is None:
-            write_hf(folder, model, tokenizer, model_card(dest.name, model, tokenizer, source,
-                                                          state))
+            write_hf(folder, model, tokenizer, model_card(
+                dest.name, model, tokenizer, source, state, config.license, config.datasets))
             folder.rename(dest)
         else:
             write_gguf(folder / dest.name, writer)
@@ -110,6 +145,8 @@ def main(argv):
     size = sum(path.stat().st_size for path in (dest.iterdir() if dest.is_dir() else [dest]))
     print(f'{source} → {dest}: {model.num_parameters():,} parameters, {size / 1e6:,.1f} MB'
           f'{one_document(model.config)}')
+    if config.format == 'transformers':
+        print(f'to publish it on Hugging Face: hf upload {quoted(dest.name)} {quoted(dest)}')
 
 
 if __name__ == '__main__':

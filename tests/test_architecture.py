@@ -31,6 +31,7 @@ MAY_IMPORT = {
 MAY_IMPORT['checks'] = {'training', *MAY_IMPORT['training']}
 MAY_IMPORT['experiments'] = {'training', *MAY_IMPORT['training']}
 MAY_IMPORT['plaingpt'] = {'training', 'inference', 'system'}  # load(), when it is called
+MAY_IMPORT['__main__'] = {'plaingpt'}  # it runs the commands by their files
 MAY_IMPORT['a command'] = {*MAY_IMPORT}
 MAY_IMPORT['tools'] = {*MAY_IMPORT}  # commands too: torture trains in forks
 

@@ -1,5 +1,6 @@
 import json
 import math
+import shutil
 import subprocess
 import sys
 import zipfile
@@ -7,6 +8,7 @@ from dataclasses import dataclass
 
 import pytest
 import torch
+import yaml
 from helpers import fails
 from safetensors.torch import load_file, save_file
 
@@ -157,8 +159,39 @@ def test_export_and_import_come_back_to_the_same_files(trained, tmp_path):
     for name in names:
         if name != 'README.md':
             assert (tmp_path / 'a' / name).read_bytes() == (tmp_path / 'b' / name).read_bytes()
-    card = (tmp_path / 'a/README.md').read_text()
-    assert '| iterations | ' in card and 'nats a token' in card
+
+
+def test_the_card_has_what_the_hub_reads_and_figures_and_no_path_of_this_machine(
+        model, trained, tmp_path):
+    out = shutil.copytree(trained, tmp_path / 'secret-place/out')
+    path, = (out / 'checkpoints').glob('*6/state.json')
+    state = json.loads(path.read_text())
+    state['config'] |= {'dataset': f'tinystories:0.5,{tmp_path}/data/mine:0.5',
+                        'init_from': f'{tmp_path}/base', 'wandb_project': str(tmp_path),
+                        'out_dir': str(out), 'learning_rate': 0.125}
+    card = export.model_card('mine', model, BYTES, str(path.parent), state, license='mit')
+    assert 'secret' not in card and str(tmp_path) not in card
+    assert yaml.safe_load(card.split('---')[1]) == {
+        'library_name': 'transformers', 'pipeline_tag': 'text-generation', 'license': 'mit',
+        'tags': ['plaingpt'], 'datasets': ['roneneldan/TinyStories']}
+    row = next(row for line in (out / 'metrics.jsonl').read_text().splitlines()
+               if 'val_bpb' in (row := json.loads(line)) and row['iter'] == 6)
+    for fact in (f"| {row['val_loss']:.4f} nats a token |", f"| {row['val_bpb']:.4f} |",
+                 '| tinystories, mine |', '| base |', f"| {row['tokens']:,} |",
+                 ' learning_rate=0.125 '):
+        assert fact in card, fact
+
+
+def test_an_export_ends_with_the_line_that_publishes_it(trained, tmp_path, capsys):
+    export.main([f'--out_dir={trained}', f'--dest={tmp_path}/my gpt', '--datasets=a/b'])
+    assert capsys.readouterr().out.endswith(f"hf upload 'my gpt' '{tmp_path}/my gpt'\n")
+    assert '\ndatasets: [a/b]\n' in (tmp_path / 'my gpt/README.md').read_text()
+
+
+@pytest.mark.parametrize('option', ['--license=a: b', '--datasets=a b', '--datasets=a/b/c'])
+def test_a_card_takes_names_only(option, trained, tmp_path):
+    with pytest.raises(UserError, match=option[2:10]):
+        export.main([f'--out_dir={trained}', f'--dest={tmp_path}/a', option])
 
 
 STRANGE = ['Hello, wörld!  日本語\n\n\t 12345 ', '    ', 'a    b', '🎉🎉\r\n', '\x00\x7f\xad¡',

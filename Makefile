@@ -27,8 +27,8 @@ WHAT ?= prepare
 .PHONY: quickstart test test-slow test-oldest torture compare first-contact lint clean
 
 quickstart: .venv/installed
-	$(BIN)/python train.py config/quickstart.py
-	$(BIN)/python sample.py config/quickstart_sample.py
+	$(BIN)/python train.py config/quickstart.py $(OPTIONS)
+	$(BIN)/python sample.py config/quickstart_sample.py $(OPTIONS)
 
 test: .venv/installed-dev
 	$(BIN)/python -m pytest -n 2

@@ -46,6 +46,7 @@ NANOGPT_KEYS = set(re.findall(r'\w+', '''
 OF_OTHERS = {'nproc_per_node', 'nnodes', 'rdzv-backend', 'rdzv-endpoint', 'rdzv-id', 'rdzv-conf',
              'max-restarts', 'standalone', 'gpus', 'gpus-per-node', 'cpus-per-task', 'nodes',
              'time', 'ntasks-per-node', 'requeue', 'open-mode', 'signal', 'logdir', 'help', 'key',
+             'torch-backend', 'constraints', 'from',  # of uvx
              'dependency', 'parsable', 'wrap', 'temp', 'jinja'}
 MISTAKES = {'learning_rte', 'learing_rate', 'batchsize'}  # shown with the error that they get
 

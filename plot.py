@@ -6,9 +6,9 @@
     python plot.py out --live
 """
 
-if __name__ == '__main__':  # before torch, which takes seconds
+if __name__ == '__main__':
     from plaingpt.system.errors import begin_script
-    begin_script()
+    begin_script(loading='')
 
 import math
 import os

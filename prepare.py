@@ -12,9 +12,9 @@
 After a kill, the same command resumes where it was.
 """
 
-if __name__ == '__main__':  # before torch, which takes seconds
+if __name__ == '__main__':
     from plaingpt.system.errors import begin_script
-    begin_script()
+    begin_script(loading='')
 
 import difflib
 import hashlib

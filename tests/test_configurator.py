@@ -233,3 +233,25 @@ def test_a_device_is_checked_with_all_else():
     assert "device='gpu' is unknown" in str(caught.value) and 'batch_size=0' in str(caught.value)
     for device in ('auto', 'cpu', 'cuda', 'cuda:3', 'mps'):
         assert load(f'--device={device}').device == device
+
+
+def test_a_recipe_is_found_from_any_folder_and_a_file_of_ones_own_comes_first(
+        tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert load('config/tiny.py').dataset == 'readme'
+    with pytest.raises(UserError, match=r'did you mean config/tiny\.py'):
+        load('config/tny.py')
+    (tmp_path / 'config').mkdir()
+    (tmp_path / 'config/tiny.py').write_text('dataset = "mine"')
+    assert load('config/tiny.py').dataset == 'mine'
+    (tmp_path / 'config/quickstart.py').symlink_to('gone')  # theirs, although it is broken
+    with pytest.raises(UserError, match=r'^config file config/quickstart\.py: No such file'):
+        load('config/quickstart.py')
+    with pytest.raises(UserError, match=r'other/tiny\.py: No such file'):
+        load('other/tiny.py')
+
+
+def test_a_mistake_in_a_recipe_names_the_file_that_was_read(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UserError, match=re.escape(f'{ROOT}/config/quickstart_sample.py, line')):
+        load('config/quickstart_sample.py')

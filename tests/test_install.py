@@ -1,5 +1,6 @@
 """Installation: the core needs eight packages, and the extras are those that are tested."""
 
+import ast
 import json
 import shutil
 import subprocess
@@ -8,7 +9,7 @@ import tomllib
 from importlib import metadata
 
 import pytest
-from helpers import ROOT, options
+from helpers import ROOT, options, run
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
@@ -71,6 +72,64 @@ def test_the_ranges_admit_the_pins_that_are_tested():
 
 
 # -----------------------------------------------------------------------------
+# the command `plaingpt`
+
+
+def folder_of_somebody_else(folder):
+    """A new folder whose files have the names of ours, and must not be imported."""
+    folder.mkdir()
+    for name in ('model', 'configurator', 'train', 'prepare'):
+        (folder / f'{name}.py').write_text(f'raise SystemExit("the folder\'s own {name}.py")\n')
+    return folder
+
+
+def give(*argv, cwd):
+    """Run the command `plaingpt` of this clone in a folder → the ended process."""
+    return subprocess.run([sys.executable, ROOT / 'plaingpt/__main__.py', *argv], cwd=cwd,
+                          text=True, capture_output=True, timeout=100)
+
+
+def test_the_command_lists_each_script_with_its_first_line_and_runs_it_from_any_folder(tmp_path):
+    folder = folder_of_somebody_else(tmp_path / 'elsewhere')
+    listed = give(cwd=folder).stdout
+    assert listed == give('--help', cwd=folder).stdout
+    scripts = [path.stem for path in ROOT.glob('*.py')
+               if "if __name__ == '__main__'" in path.read_text(encoding='utf-8')]
+    assert len(scripts) == 9
+    for name in scripts:
+        first_line = ast.get_docstring(ast.parse((ROOT / f'{name}.py').read_text())).split('\n')[0]
+        assert f'  {name:<10}{first_line}\n' in listed
+    assert give('--version', cwd=folder).stdout == f'plaingpt {VERSION}\n'
+    assert give('plot', '--help', cwd=folder).stdout.startswith('Draw the curves')
+
+
+@pytest.mark.parametrize(('name', 'hint'), [
+    ('trian', 'did you mean train?'), ('sample.py', 'did you mean sample?'),
+    ('--hlep', 'plaingpt --help'), ('config/tiny.py', 'plaingpt --help'), ('', 'plaingpt --help')])
+def test_an_unknown_command_is_one_line(name, hint, tmp_path):
+    done = give(name, 'config/tiny.py', cwd=tmp_path)
+    assert done.returncode == 2 and not done.stdout and 'Traceback' not in done.stderr
+    assert done.stderr.startswith('error: ') and done.stderr.count('\n') == 1
+    assert repr(name) in done.stderr and hint in done.stderr
+
+
+@pytest.mark.parametrize('script', ['prepare', 'plot'])
+def test_scripts_that_need_no_torch_start_without_it(script):
+    code = f'import sys, {script}; print("torch" in sys.modules)'
+    assert run('-c', code) == 'False\n'
+
+
+def test_the_wheel_names_its_own_modules_and_commands():
+    from build_hook import for_wheel
+    assert for_wheel('from model import GPT\n    from configurator import x\n') == \
+        'from plaingpt.model import GPT\n    from plaingpt.configurator import x\n'
+    assert for_wheel('run python train.py a.py\ntorchrun --nproc_per_node=2 train.py a.py') == \
+        'run plaingpt train a.py\ntorchrun --nproc_per_node=2 -m plaingpt train a.py'
+    for same in ('from models import model', 'import model', 'train.py config/x.py', 'a_model'):
+        assert for_wheel(same) == same
+
+
+# -----------------------------------------------------------------------------
 # in an environment of its own
 
 
@@ -122,14 +181,6 @@ def test_an_editable_install_of_the_core_works_from_another_folder(text_file, tm
                'print(gpt.generate(torch.zeros(1, 1, dtype=torch.long), 5).shape)\n'
                'print(model.__file__)', cwd=elsewhere)
     assert out.splitlines() == ['True', 'torch.Size([1, 6])', str(tree / 'model.py')]
-
-
-def folder_of_somebody_else(folder):
-    """A new folder whose files have the names of ours, and must not be imported."""
-    folder.mkdir()
-    for name in ('model', 'configurator', 'train', 'prepare'):
-        (folder / f'{name}.py').write_text(f'raise SystemExit("the folder\'s own {name}.py")\n')
-    return folder
 
 
 @pytest.mark.slow

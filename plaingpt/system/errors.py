@@ -33,16 +33,16 @@ def needs(package, what):
         raise UserError(f'{what} needs {package}: pip install {package}') from None
 
 
-def begin_script():
+def begin_script(loading='loading torch'):
     """Call this before the imports, which take seconds: a terminal says so, and Ctrl-C ends them.
-    run_script follows."""
+    run_script follows. loading: what a terminal shows, '' where nothing large is imported"""
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # else it is ignored: nohup
         signal.signal(signal.SIGINT, leave_at_once)
     limit_threads()
     prepare_streams()
     status.start()
     if not {'--help', '-h'} & set(sys.argv):
-        status.show('loading torch')
+        status.show(loading)
 
 
 def leave_at_once(*_):

@@ -163,7 +163,7 @@ def heeds_ctrl_c():
 
 
 def test_while_torch_is_imported_a_terminal_says_so_and_ctrl_c_is_one_line(heeds_ctrl_c):
-    for script in SCRIPTS:
+    for script in sorted({*SCRIPTS} - {'prepare', 'plot'}):  # which start without torch
         master, slave = open_terminal()
         process = subprocess.Popen([sys.executable, ROOT / f'{script}.py'], stdin=slave,
                                    stdout=slave, stderr=slave, cwd=ROOT, start_new_session=True)

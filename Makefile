@@ -59,7 +59,7 @@ clean:
 	find . -name __pycache__ -prune -exec rm -rf {} +
 
 .venv/installed: requirements.txt
-	@echo "installing into .venv, once: 1.5 GB on disk"
+	@echo "installing into .venv, once: 1.5 GB on disk with PyTorch for CPUs"
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "plainGPT needs Python 3.11 or newer: make PYTHON=python3.12 …")'
 	@$(PYTHON) -m venv .venv
 	@set -o pipefail; $(BIN)/pip install -r requirements.txt | $(IN_SHORT)

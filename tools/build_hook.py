@@ -20,7 +20,8 @@ class BuildHook(BuildHookInterface):
         for path in sorted(path for pattern in FILES for path in root.glob(pattern)):
             within = path.relative_to(root)
             text = path.read_text(encoding='utf-8')
-            made = Path(self.folder.name, *within.parts[within.parts[0] == 'plaingpt':])
+            made = Path(self.folder.name, within.relative_to(
+                'plaingpt' if within.parts[0] == 'plaingpt' else '.'))
             made.parent.mkdir(parents=True, exist_ok=True)
             made.write_text(for_wheel(text), encoding='utf-8')
         build_data['force_include'][self.folder.name] = 'plaingpt'

@@ -401,5 +401,5 @@ def read_nanogpt_chars(path):
     except Exception as e:  # a pickle can raise anything
         what = ' '.join(f'{type(e).__name__}: {e}'[:160].split())
         raise UserError(f'{path} is no vocabulary of characters as nanoGPT writes it ({what}), and '
-                        'nothing in it was run: prepare the text into a new folder with python '
-                        'prepare.py text --input=FILE --data_dir=NEW_FOLDER') from None
+                        'nothing in it was run: prepare the text into a new folder with '
+                        'python prepare.py text --input=FILE --data_dir=NEW_FOLDER') from None

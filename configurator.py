@@ -28,8 +28,11 @@ from plaingpt.system.files import ROOT
 from plaingpt.system.formatting import quoted, setting
 
 
-def load_config(cls, argv, doc='', read_saved=lambda values: {}):
+def load_config(cls, argv, doc='', positional='', several=False, read_saved=lambda values: {}):
     """Build dataclass `cls` from its defaults and the command line `argv`.
+
+    positional: the field that an argument without dashes sets, where it names no config file. With
+    `several`, such arguments are its values, with commas between, and none is a config file.
 
     read_saved: {name: value} of these → {name: value} to begin with instead of the defaults, such
     as those of the run that the command line resumes
@@ -40,11 +43,15 @@ def load_config(cls, argv, doc='', read_saved=lambda values: {}):
     Raises UserError with every problem found, one a line. `--help` prints and exits.
     """
     if any(arg in ('--help', '-h') for arg in argv):
-        print(help_text(cls, doc))
+        print(help_text(cls, doc, positional, several))
         sys.exit(0)
+    mistakes = []
+    if positional:
+        argv = name_positionals(cls, argv, positional, several, mistakes)
     values, problems = read_arguments(cls, argv, {})
     if saved := read_saved(values):
         values, problems = read_arguments(cls, argv, saved)
+    problems = mistakes + problems
     config = cls(**values)
     problems += outside_limits(config)
     if hasattr(config, 'out_of_range'):
@@ -59,6 +66,23 @@ def load_config(cls, argv, doc='', read_saved=lambda values: {}):
 
 # -----------------------------------------------------------------------------
 # where values come from: each reader yields (name, value, where)
+
+
+def name_positionals(cls, argv, key, several, problems):
+    """argv with --key=VALUE in the place of its arguments without dashes: `out` → `--out_dir=out`.
+    Config files stay, and so do mistakes that are found later."""
+    defaults = {f.name: f.default for f in dataclasses.fields(cls)}
+    found = [i for i, arg in enumerate(argv)
+             if arg and not arg.startswith('-') and (several or not arg.endswith('.py'))
+             and not (i and is_value_of(argv[i - 1], arg, defaults))
+             and not (arg.partition('=')[0] in defaults and not os.path.lexists(arg))]
+    given = [argv[i] for i in found]
+    options = [arg for arg in argv if arg.startswith(f'--{key}=')]
+    if (given and options) or (len(given) > 1 and not several):
+        named = ' and '.join([*given, *options])
+        problems.append(f'{named}: each of them names {key}: leave out all but one')
+    named = {i: f'--{key}={",".join(given)}' for i in found[:1]}
+    return [named.get(i, arg) for i, arg in enumerate(argv) if i not in found[1:]]
 
 
 def read_arguments(cls, argv, saved):
@@ -330,9 +354,13 @@ def describe(kind):
 # --help, read from the comments of the dataclass itself
 
 
-def help_text(cls, doc=''):
+def help_text(cls, doc='', positional='', several=False):
     """The docstring, then every field by section: default and its trailing comment."""
     lines = [inspect.cleandoc(doc or ''), '', 'Options, with their defaults:']
+    if positional:
+        lines[-1:] = [f'NAME alone is --{positional}=NAME' + (
+            ', and several names are a list.' if several else '; FILE.py is a config file.'),
+            '', lines[-1]]
     shown = {f.name: f'--{f.name}={f.default}'.replace('\n', '\\n')
              for f in dataclasses.fields(cls)}
     width = max(map(len, shown.values())) + 2

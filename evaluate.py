@@ -1,11 +1,11 @@
 """Measure how good a model is.
 
-    python evaluate.py --out_dir=out                                   # its validation split
-    python evaluate.py --out_dir=out --split=test
-    python evaluate.py --out_dir=out --tasks=text --data=book.txt
+    python evaluate.py out                                             # its validation split
+    python evaluate.py out --split=test
+    python evaluate.py out --tasks=text --data=book.txt
     python evaluate.py --init_from=gpt2 --tasks=hellaswag,lambada
-    python evaluate.py --out_dir=out --lm_eval=arc_easy,piqa
-    torchrun --nproc_per_node=8 evaluate.py --out_dir=out --tasks=val,hellaswag --output=scores.json
+    python evaluate.py out --lm_eval=arc_easy,piqa
+    torchrun --nproc_per_node=8 evaluate.py out --tasks=val,hellaswag --output=scores.json
 
 Tasks: val, test and train are the splits of a dataset and text is a file, scored as a whole by
 loss, perplexity and bits per byte; of conversations, what the assistant says is scored. hellaswag
@@ -139,7 +139,7 @@ def score_by_lm_eval(config, model, tokenizer, context, group):
 
 
 def main(argv):
-    config = load_config(EvaluateConfig, argv, __doc__)
+    config = load_config(EvaluateConfig, argv, __doc__, positional='out_dir')
     if not config.output:
         require_stdout()
     world = launched_world()

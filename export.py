@@ -1,7 +1,7 @@
 """Export a trained model: a folder for transformers, or a file for llama.cpp.
 
-    python export.py --out_dir=out --dest=my-gpt
-    python export.py --out_dir=out --format=gguf --dest=my-gpt.gguf
+    python export.py out --dest=my-gpt
+    python export.py out --format=gguf --dest=my-gpt.gguf
     python export.py --init_from=nanoGPT/out/ckpt.pt --tokenizer=data/shakespeare_char --dest=old
 
     from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -120,7 +120,7 @@ def told_settings(config):
 
 
 def main(argv):
-    config = load_config(ExportConfig, argv, __doc__)
+    config = load_config(ExportConfig, argv, __doc__, positional='out_dir')
     dest = Path(config.dest)
     if dest.exists():
         raise UserError(f'dest={dest} exists already: name one that does not')

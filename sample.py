@@ -1,11 +1,11 @@
 """Generate text with a trained model.
 
-    python sample.py --out_dir=out
-    python sample.py --out_dir=out --start="To be" --num_samples=3 --temperature=0.7 --stream
-    python sample.py --out_dir=out --start=FILE:prompt.txt
+    python sample.py out
+    python sample.py out --start="To be" --num_samples=3 --temperature=0.7 --stream
+    python sample.py out --start=FILE:prompt.txt
     python sample.py --init_from=gpt2-xl --start="What is the answer to life?"
-    python sample.py --out_dir=out --prompts=prompts.jsonl --output=texts.jsonl
-    python sample.py --out_dir=out --chat
+    python sample.py out --prompts=prompts.jsonl --output=texts.jsonl
+    python sample.py out --chat
 
 Each line of prompts is a JSON object with a `prompt`; the output adds a `text` to each.
 """
@@ -136,7 +136,7 @@ def write_prompts(generator, config):
 
 
 def main(argv):
-    config = load_config(SampleConfig, argv, __doc__)
+    config = load_config(SampleConfig, argv, __doc__, positional='out_dir')
     if not config.output:
         require_stdout(verbatim=True)
     device, _ = choose_device(config.device)

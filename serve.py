@@ -1,8 +1,8 @@
 """Answer requests over HTTP, one at a time, and show a page to chat with the model.
 
-    python serve.py --out_dir=out
+    python serve.py out
     python serve.py --init_from=gpt2 --port=8080
-    PLAINGPT_API_KEY=secret python serve.py --out_dir=out --host=0.0.0.0
+    PLAINGPT_API_KEY=secret python serve.py out --host=0.0.0.0
 
 http://127.0.0.1:8000/ is the page; /v1/chat/completions, /v1/completions and /v1/models are as
 OpenAI's, for clients such as its Python package.
@@ -229,7 +229,7 @@ def bind(host, port):
 
 
 def main(argv):
-    config = load_config(ServeConfig, argv, __doc__)
+    config = load_config(ServeConfig, argv, __doc__, positional='out_dir')
     path = config.out_dir if config.init_from == 'resume' else config.init_from
     config.model_name = config.model_name or Path(path).resolve().name
     device, _ = choose_device(config.device)

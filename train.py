@@ -281,7 +281,7 @@ def finish(run, ending):
 
 
 def main(argv):
-    config = load_config(TrainConfig, argv, __doc__, saved_settings)
+    config = load_config(TrainConfig, argv, __doc__, read_saved=saved_settings)
     refuse_two_lengths(config, options_of(TrainConfig, argv))
     world = launched_world()
     device, device_why = devices.choose_device(config.device, world.local_rank)

@@ -399,9 +399,11 @@ def find_named(source, which):
 
 def describe_other_weights(out_dir):
     """How to go on in a folder without checkpoints of ours: with an earlier run that was moved
-    aside, or with nanoGPT's ckpt.pt. None where it has neither."""
+    aside, or with weights of others. None where it has neither."""
     if earlier := [path for path in archives(out_dir) if checkpoint_paths(path)]:
         return f'an earlier run is in {earlier[-1]}: --out_dir={quoted(earlier[-1])}'
+    if str(out_dir).startswith('gpt2') or Path(out_dir, 'config.json').exists():
+        return f'weights of others are read with --init_from={quoted(out_dir)}'
     path = Path(out_dir, 'ckpt.pt')
     if path.exists():
         return f"{path} is nanoGPT's: --init_from={quoted(path)} takes its weights (with " \

@@ -2,9 +2,9 @@
 
     python prepare.py                                list the corpora
     python prepare.py shakespeare_char               prepare one of them
-    python prepare.py text --input=notes/            your own files
-    python prepare.py hf --path=OWNER/NAME           any dataset of the hub
-    python prepare.py chat --input=chats.jsonl       conversations, to tune a model on
+    python prepare.py text notes/ book.txt           your own files
+    python prepare.py hf OWNER/NAME                  any dataset of the hub
+    python prepare.py chat questions.csv             conversations, to tune a model on
     python prepare.py inspect data/NAME              check what was prepared, and look inside
     python prepare.py tokenizer data/NAME            write its tokenizer.json, for datatrove
     python prepare.py datatrove --input=FOLDER       tokens that datatrove made on many machines
@@ -31,7 +31,7 @@ from plaingpt.data import tokenizers
 from plaingpt.data.chat_tokenizer import ChatTokenizer
 from plaingpt.data.conversations import open_conversations
 from plaingpt.data.corpora import CORPORA, describe_corpus, table
-from plaingpt.data.dataset import dataset_folder, open_dataset
+from plaingpt.data.dataset import UNFINISHED, dataset_folder, open_dataset
 from plaingpt.data.encoding import write_shards
 from plaingpt.data.inspection import (
     find_damage,
@@ -41,6 +41,7 @@ from plaingpt.data.inspection import (
     record_overlap,
 )
 from plaingpt.data.pretokenized import fetch_shards, find_datatrove, link_datatrove
+from plaingpt.data.readers import UTF8, find_encoding
 from plaingpt.data.shards import (
     check_ours,
     check_replaceable,
@@ -51,8 +52,8 @@ from plaingpt.data.shards import (
 )
 from plaingpt.data.sources import count_characters, open_source, read_texts, sample
 from plaingpt.system.errors import UserError, run_script
-from plaingpt.system.files import write_json
-from plaingpt.system.formatting import parse_count, quoted
+from plaingpt.system.files import read_json, write_json
+from plaingpt.system.formatting import parse_count, quoted, short
 from plaingpt.system.streams import require_stdout
 
 BPE_SAMPLE_CHARS = 50_000_000  # a bpe tokenizer is trained on about so much text at most
@@ -71,8 +72,12 @@ class PrepareConfig:
     # what a document is
     documents: Literal['auto', 'file', 'line', 'paragraph', 'title'] = 'auto'  # title: WikiText's
     text_field: str = ''  # of rows; a.b: b in a (default: text, or the corpus's)
+    html: Literal['auto', 'text', 'tags'] = 'auto'  # pages (auto: text, if trafilatura is there)
     format: Literal['auto', 'messages', 'sharegpt', 'alpaca', 'completion'] = 'auto'  # of chat
-    errors: Literal['strict', 'replace'] = 'strict'  # no UTF-8: stop (byte keeps it), or put U+FFFD
+    prompt: str = ''  # chat: the column with what the user says (default: found by its name)
+    completion: str = ''  # chat: the column with what the assistant says
+    encoding: str = 'utf-8'  # of text and rows: latin-1, cp1252, utf-16, or another of Python's
+    errors: Literal['strict', 'replace'] = 'strict'  # at other bytes stop, or put U+FFFD
     # how much
     max_tokens: int | str = 0  # to train on, such as 100M or 1.5B (0: all); then reading ends
     dedup: bool = False  # leave out documents that equal an earlier one but for white space
@@ -96,6 +101,14 @@ class PrepareConfig:
                          f'{most:g}, which is what validation leaves')
         if self.test_fraction and self.test_split:
             found.append('test_fraction and test_split cannot go together: leave one out')
+        if bool(self.prompt) != bool(self.completion):
+            found.append('prompt and completion go together: name both columns')
+        if self.prompt and self.format != 'auto':
+            found.append(f'prompt={self.prompt} and format={self.format} cannot go together: leave '
+                         'one out')
+        if find_encoding(self.encoding) is None:
+            found.append(f'encoding={self.encoding}: Python has no such text encoding: expected '
+                         'one such as utf-8, latin-1, cp1252, utf-16 or shift_jis')
         if parse_count(self.max_tokens) is None:
             found.append(f'max_tokens={self.max_tokens}: expected a number, such as 100M or 1.5B')
         if self.tokenizer != 'auto' and not tokenizers.is_name(self.tokenizer) \
@@ -147,14 +160,12 @@ def main(argv):
         from plaingpt.inference.hf_export import write_tokenizer  # torch too, which takes a second
         return write_tokenizer(prepared_folder(options[0]))
     if name in ('-h', '--help'):
-        load_config(PrepareConfig, argv, help_text)
+        load_config(PrepareConfig, argv, help_text, 'input', several=True)
     if name not in CORPORA:
-        nearest = difflib.get_close_matches(name, CORPORA, n=1)
-        raise UserError(f'data/{name} is not there, and no corpus is called {name!r}: '
-                        + (f'did you mean {nearest[0]}? ' if nearest else '')
-                        + 'python prepare.py lists all; for your own files, python prepare.py text '
-                        f'--input=FILES --data_dir={quoted(f"data/{name}")}')
-    config, corpus = load_config(PrepareConfig, options, help_text), CORPORA[name]
+        raise UserError(unknown_corpus(name))
+    corpus = CORPORA[name]
+    config = load_config(PrepareConfig, options, help_text, *corpus.positional())
+    config.encoding = find_encoding(config.encoding)
     folder = Path(config.data_dir or f'data/{name}')
     if config.if_small and not corpus.small:
         raise UserError(f'{folder} is not prepared: run '
@@ -168,18 +179,31 @@ def main(argv):
         prepare_text(name, corpus, folder, config)
 
 
+def unknown_corpus(name):
+    if os.path.lexists(name):
+        return f'{name} is no corpus: for files of your own, python prepare.py text {quoted(name)}'
+    nearest = difflib.get_close_matches(name, CORPORA, n=1)
+    return f'{dataset_folder(name)} is not there, and no corpus is called {name!r}: ' \
+        + (f'did you mean {nearest[0]}? ' if nearest else '') + 'python prepare.py lists all; ' \
+        'for your own files, python prepare.py text FILES ' \
+        f'--data_dir={quoted(dataset_folder(name))}'
+
+
 def check_options(config, name, corpus):
     """Raises UserError for an option that says nothing about a corpus of this kind."""
-    refused = {} if name == 'chat' else {'format': 'no conversations'}
+    refused = dict.fromkeys(('format', 'prompt', 'completion'), 'no conversations')
     if name == 'chat':
-        refused |= dict.fromkeys(('max_tokens', 'documents', 'text_field'),
+        refused = dict.fromkeys(('max_tokens', 'documents', 'text_field', 'html'),
                                  'conversations, which are prepared whole and all at once')
     if corpus.is_tokens():
         refused |= dict.fromkeys(('max_tokens', 'dedup', 'test_fraction', 'test_split', 'documents',
-                                  'errors', 'text_field', 'path', 'subset', 'split', 'val_split'),
+                                  'errors', 'encoding', 'html', 'text_field', 'path', 'subset',
+                                  'split', 'val_split'),
                                  'tokens already, of which --max_shards takes some')
     else:
         refused['max_shards'] = 'no tokens yet'
+    if corpus.hub is not None:
+        refused |= dict.fromkeys(('encoding', 'html'), 'of the hub, whose library reads the files')
     if corpus.hub is None:
         refused |= dict.fromkeys(('path', 'subset', 'split', 'val_split', 'test_split'),
                                  'no dataset of the hub, and has no splits of its own')
@@ -190,13 +214,16 @@ def check_options(config, name, corpus):
 
 def prepare_text(name, corpus, folder, config):
     """Source → tokenizer → shards → report. Raises UserError."""
-    tokenizer_name = corpus.tokenizer if config.tokenizer == 'auto' else config.tokenizer
-    borrowed = None if tokenizers.is_name(tokenizer_name) else borrow_tokenizer(tokenizer_name)
+    tokenizer_name = config.tokenizer if config.tokenizer != 'auto' else \
+        earlier_tokenizer(folder, config) or corpus.tokenizer
+    by_name = tokenizer_name == 'auto' or tokenizers.is_name(tokenizer_name)
+    borrowed = None if by_name else borrow_tokenizer(tokenizer_name)
     if borrowed and borrowed['kind'] == 'chat' and name != 'chat':
         raise UserError(f'tokenizer={tokenizer_name}: it is for conversations: name the tokenizer '
                         'that these were prepared with, or its dataset or run')
     errors = config.errors
-    if errors == 'strict' and (borrowed['kind'] if borrowed else tokenizer_name) == 'byte':
+    kind = borrowed['kind'] if borrowed else tokenizer_name
+    if kind == 'byte' and errors == 'strict' and config.encoding == UTF8:
         errors = 'surrogateescape'  # any bytes are tokens of the byte tokenizer
     source = open_conversations(config, name) if name == 'chat' else \
         open_source(name, corpus, config, errors)
@@ -215,6 +242,20 @@ def prepare_text(name, corpus, folder, config):
             record_overlap(unfinished)  # not once files were moved: they are found below
             print_report(folder, publish(folder))
         print_overlaps(record_overlap(folder))
+
+
+def earlier_tokenizer(folder, config):
+    """'gpt2' where an earlier version began or made a dataset of the same text with it, which was
+    its choice for text where no tokenizer was named; else None."""
+    for path, key in ((folder / 'meta.json', 'source'), (folder / UNFINISHED / 'journal.json',
+                                                         'command')):
+        with suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
+            earlier = read_json(path)[key]
+            if (earlier['corpus'], earlier['input'], earlier['tokenizer']) \
+                    == ('text', config.input, 'gpt2'):
+                print(f'tokenizer gpt2, as {folder} has it')
+                return 'gpt2'
+    return None
 
 
 def check_source(name, config, source, tokenizer_name):
@@ -307,7 +348,10 @@ def describe_command(name, corpus, config, tokenizer_name, borrowed, source):
     if borrowed:  # another tokenizer once that dataset is prepared anew
         command['tokenizer_sha256'] = tokenizer_sha256(borrowed)
     given = {'max_tokens': max_tokens, 'test_fraction': config.test_fraction,
-             'test_split': config.test_split, 'dedup': config.dedup}
+             'test_split': config.test_split, 'dedup': config.dedup, 'prompt': config.prompt,
+             'completion': config.completion, 'html': source.extractor and 'text',
+             'extractor': source.extractor,
+             'encoding': config.encoding if config.encoding != UTF8 else ''}
     # Only what is given, so that what earlier versions prepared is of the same command.
     command.update({key: value for key, value in given.items() if value})
     if source.is_one_text:
@@ -350,6 +394,10 @@ def borrow_or_train(name, borrowed, source):
     if borrowed:
         return tokenizers.from_json(borrowed)
     texts = ()
+    if name == 'auto':
+        name = f'bpe:{tokenizers.choose_vocab_size(source.total)}'
+        print(f'tokenizer {name}, for {short(source.total)}B of text (others by --tokenizer: gpt2 '
+              "for GPT-2's, bpe:N, char, byte)")
     if name.startswith('bpe'):
         print(f'training the {name} tokenizer')
         texts = sample(source, BPE_SAMPLE_CHARS)

@@ -11,6 +11,7 @@ from configurator import commented_fields, help_text, load_config
 from plaingpt.system.errors import UserError
 from plaingpt.training.settings import TrainConfig
 from plan import PlanConfig
+from prepare import PrepareConfig
 
 
 def load(*argv):
@@ -255,3 +256,41 @@ def test_a_mistake_in_a_recipe_names_the_file_that_was_read(tmp_path, monkeypatc
     monkeypatch.chdir(tmp_path)
     with pytest.raises(UserError, match=re.escape(f'{ROOT}/config/quickstart_sample.py, line')):
         load('config/quickstart_sample.py')
+
+
+def sampling(*argv):
+    return load_config(sample.SampleConfig, list(argv), positional='out_dir')
+
+
+def test_an_argument_without_dashes_is_the_run_and_a_py_file_stays_a_config(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    write(tmp_path / 'a.py', 'num_samples = 3\n')
+    ran = write(tmp_path / 'notes.md', 'num_samples = 4\n')
+    assert sampling('out-a').out_dir == 'out-a'
+    config = sampling('--chat', 'out=a', 'a.py', '--temperature=1')
+    assert (config.out_dir, config.num_samples, config.chat) == ('out=a', 3, True)
+    assert (sampling(ran.name).out_dir, sampling(ran.name).num_samples) == ('notes.md', 10)
+    for argv, words in ((('a', 'b'), 'a and b: each of them names out_dir'),
+                        (('a', '--out_dir=b'), 'a and --out_dir=b: each of them names out_dir'),
+                        (('top_k=5',), 'write options as --top_k=5'),
+                        (('--start', 'a'), '--start a: write --start=a'),
+                        (('missing.py',), 'config file missing.py'), (('',), 'config file : ')):
+        with pytest.raises(UserError, match=re.escape(words)):
+            sampling(*argv)
+
+
+def test_arguments_without_dashes_may_be_a_list_also_of_py_files(tmp_path):
+    ran = write(tmp_path / 'a.py', f'open({str(tmp_path / "ran")!r}, "w")\n')
+
+    def load_list(*argv):
+        return load_config(PrepareConfig, list(argv), positional='input', several=True)
+
+    config = load_list('notes', '--tokenizer=byte', str(ran), 'x, y.txt')
+    assert config.input == f'notes,{ran},x, y.txt' and not (tmp_path / 'ran').exists()
+    with pytest.raises(UserError, match='a and b and --input=c: each of them names input'):
+        load_list('a', '--input=c', 'b')
+
+
+def test_help_says_what_an_argument_without_dashes_is():
+    assert 'NAME alone is --out_dir=NAME' in help_text(sample.SampleConfig, '', 'out_dir')
+    assert 'several names are a list' in help_text(PrepareConfig, '', 'input', True)

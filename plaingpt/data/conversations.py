@@ -3,40 +3,58 @@
     messages     {"messages": [{"role": "user", "content": "Hi!"}, …]}
     sharegpt     {"conversations": [{"from": "human", "value": "Hi!"}, …]}
     alpaca       {"instruction": "Translate.", "input": "Hallo!", "output": "Hello!"}
-    completion   {"prompt": "Hi!", "completion": "Hello."}
+    completion   {"prompt": "Hi!", "completion": "Hello."}, or with other names: --prompt and
+                 --completion tell them, or they are one of PROMPTS and one of ANSWERS
 
-One row is a conversation. What it says is neither changed nor dropped: a row that is not wholly
-understood ends the command.
+One row, of JSON or of a table, is a conversation. What it says is neither changed nor dropped: a
+row that is not wholly understood ends the command, or leaves its file of a folder out.
 """
 
 import copy
 import json
+from pathlib import Path
+from typing import NamedTuple
 
-from plaingpt.data.readers import file_type, iter_rows
-from plaingpt.data.sources import Files, find_files
+from plaingpt.data.readers import ROWS, UTF8, file_type, iter_rows, open_bytes
+from plaingpt.data.sources import Files, find_files, split_names
 from plaingpt.system.errors import UserError
 
-FORMS = {  # form → the fields by which it is known
-    'messages': {'messages'}, 'sharegpt': {'conversations'},
-    'alpaca': {'instruction', 'output'}, 'completion': {'prompt', 'completion'}}
+
+class Form(NamedTuple):
+    """What the rows of a file look like."""
+
+    name: str
+    fields: tuple  # by which it is known; where there are two, what the user and the assistant say
+    more: str = ''  # a field with which the user goes on, or ''
+    is_asked: bool = False  # the options name its fields, and no others are wanted
+
+
+FORMS = {form.name: form for form in (
+    Form('messages', ('messages',)), Form('sharegpt', ('conversations',)),
+    Form('alpaca', ('instruction', 'output'), 'input'),
+    Form('completion', ('prompt', 'completion')))}
+PROMPTS = ('question', 'prompt', 'instruction', 'user', 'query', 'input')  # usual names, any case
+ANSWERS = ('answer', 'completion', 'response', 'output', 'assistant')
 ROLES = ('system', 'user', 'assistant')
 SHAREGPT_ROLES = {'human': 'user', 'gpt': 'assistant', **{role: role for role in ROLES}}
 # Fields beside a conversation that say what the assistant was told: without them it is another one.
 TOLD = ('system', 'system_prompt', 'instruction', 'prompt', 'history', 'context', 'documents',
         'input', 'tools', 'functions')
 SHOWN = 100  # characters of a value in a message
+FAULTS_SHOWN = 10
 
 
 class Conversations(Files):
-    """Conversations of .jsonl and .json files as a source: each text is the messages as JSON."""
+    """Conversations of files of rows as a source: each text is the messages as JSON.
+    form: a Form, or None where the first row of each file tells"""
 
-    def __init__(self, paths, name, form='auto', errors='strict'):
+    def __init__(self, paths, name, form=None, errors='strict', encoding=UTF8):
         for path in paths:
-            if file_type(path) not in ('jsonl', 'json'):
-                raise UserError(f'{path}: conversations are read from .jsonl and .json files: '
-                                'write them as JSON, one conversation a line')
-        super().__init__(paths, name, errors=errors)
-        self.form, self.left_out, self.as_text = form, set(), False
+            if file_type(path) == 'text':
+                raise UserError(f'{path}: conversations are read from {", ".join(ROWS)} files: '
+                                'write them as a table, or as JSON, one conversation a line')
+        super().__init__(paths, name, errors=errors, encoding=encoding)
+        self.form, self.printed, self.as_text = form, set(), False
 
     def texts(self):
         """The same source, whose pieces are what the messages say, to learn a tokenizer from."""
@@ -46,65 +64,112 @@ class Conversations(Files):
 
     def documents(self, file):
         form = self.form
-        for where, row in iter_rows(file, errors=self.errors):
-            form = find_form(row, where) if form == 'auto' else form
+        for where, row in iter_rows(file, errors=self.errors, encoding=self.encoding):
+            if form is None:
+                form = find_form(row, where)
+                self.print_columns(form, file.name)
             messages, left_out = parse_conversation(row, form, where)
-            if new := [name for name in left_out if name not in self.left_out]:
-                self.left_out.update(new)
+            if new := [name for name in left_out if name not in self.printed]:
+                self.printed.update(new)
                 print(f'{where}: left out, as no part of the conversation: {as_json(new)}')
             if self.as_text:
                 yield '\n'.join(message['content'] for message in messages), True
             else:
                 yield json.dumps(messages, ensure_ascii=False), True
 
+    def print_columns(self, form, name):
+        """Say once which columns were found."""
+        if len(form.fields) == 2 and form.fields not in self.printed:
+            self.printed.add(form.fields)
+            prompt, answer = map(repr, form.fields)
+            and_more = f' and {form.more!r}' if form.more else ''
+            print(f'{name}: {prompt}{and_more} is what the user says, {answer} what the assistant '
+                  'says (others: --prompt and --completion)')
+
+    def fault(self, path):
+        """Why a file holds no conversations, or not in one form; '' for a good one."""
+        try:
+            with open_bytes(path) as file:
+                for _ in self.documents(file):
+                    pass
+        except UserError as e:
+            return str(e)
+        return ''
+
 
 def open_conversations(config, name):
-    """The source of the files that a PrepareConfig names. Raises UserError."""
+    """The source of the files that a PrepareConfig names. Of those in its folders, the ones that
+    cannot be read are told and left out. Raises UserError."""
     if not config.input:
         raise UserError(f'{name} needs --input=FILES_OR_FOLDERS')
-    return Conversations(find_files(config.input, print), config.input, config.format,
-                         config.errors)
+    form = FORMS.get(config.format) if not config.prompt else \
+        Form('completion', (config.prompt, config.completion), is_asked=True)
+    options = config.input, form, config.errors, config.encoding
+    source = Conversations(find_files(config.input, print, ROWS), *options)
+    named = set(map(Path, split_names(config.input)))
+    faults = {path: fault for path in source.paths
+              if path not in named and (fault := source.fault(path))}
+    if faults and len(faults) == len(source.paths):
+        raise UserError('\n'.join(list(faults.values())[:FAULTS_SHOWN]))
+    for fault in faults.values():
+        print(f'left out: {fault}')
+    good = Conversations([path for path in source.paths if path not in faults], *options)
+    good.printed = source.printed
+    return good
 
 
 def find_form(row, where):
     """The form of a row, by its fields. Raises UserError."""
     fields = row.keys() if isinstance(row, dict) else ()
-    found = [form for form, needed in FORMS.items() if needed <= set(fields)]
+    found = [form for form in FORMS.values() if set(form.fields) <= set(fields)]
     if len(found) == 1:
         return found[0]
-    forms = '; '.join(f'{form}: {", ".join(sorted(needed))}' for form, needed in FORMS.items())
-    raise UserError(f'{where}: fields of several forms ({", ".join(found)}): say which with '
-                    '--format=…' if found else
-                    f'{where}: no conversation, it is {as_json(row)}: the forms are known by these '
-                    f'fields ({forms})')
+    if found:
+        raise UserError(f'{where}: fields of several forms '
+                        f'({", ".join(form.name for form in found)}): say which with --format=…')
+    by_name = {name.strip().lower(): name for name in fields}
+    more = by_name.pop('input', '') if 'instruction' in by_name else ''
+    prompts = [by_name[name] for name in PROMPTS if name in by_name]
+    answers = [by_name[name] for name in ANSWERS if name in by_name]
+    if len(prompts) == len(answers) == 1:
+        return Form('completion', (*prompts, *answers), more)
+    if prompts and answers:
+        raise UserError(f'{where}: the user may speak in {", ".join(prompts)}, the assistant in '
+                        f'{", ".join(answers)}: name the columns with --prompt=… --completion=…')
+    forms = '; '.join(f'{name}: {", ".join(sorted(form.fields))}' for name, form in FORMS.items())
+    raise UserError(f'{where}: no conversation, it is {as_json(row)}: the forms are known by these '
+                    f'fields ({forms}), and other columns are named by --prompt=… --completion=…')
 
 
 def parse_conversation(row, form, where):
     """A row in a form → (messages, names of fields that are no part of them). Raises UserError."""
-    if not isinstance(row, dict) or not FORMS[form] <= row.keys():
-        raise UserError(f'{where}: not of the form {form}, which has the fields '
-                        f'{", ".join(sorted(FORMS[form]))}: it is {as_json(row)}')
-    taken = FORMS[form] | ({'input'} if form == 'alpaca' else set())
-    if form == 'messages':
+    if not isinstance(row, dict) or not row.keys() >= set(form.fields):
+        raise UserError(f'{where}: not of the form {form.name}, which has the fields '
+                        f'{", ".join(sorted(form.fields))}: it is {as_json(row)}'
+                        + ': one file has one form: put other rows into a file of their own'
+                        * (not form.is_asked))
+    if form.name == 'messages':
         messages = parse_messages(row['messages'], where)
-    elif form == 'sharegpt':
+    elif form.name == 'sharegpt':
         messages = parse_messages(row['conversations'], where, 'from', 'value', SHAREGPT_ROLES)
     else:
-        names = ('prompt', 'completion') if form == 'completion' else ('instruction', 'output')
-        prompt, answer = (content_of(row[name], f'{where}: field {name!r}') for name in names)
-        if form == 'alpaca' and row.get('input') not in (None, ''):
-            more = content_of(row['input'], f"{where}: field 'input'")
+        prompt, answer = (content_of(row[name], f'{where}: field {name!r}')
+                          for name in form.fields)
+        if form.more and row.get(form.more) not in (None, ''):
+            more = content_of(row[form.more], f'{where}: field {form.more!r}')
             prompt = f'{prompt}\n\n{more}'
         messages = [{'role': 'user', 'content': prompt}, {'role': 'assistant', 'content': answer}]
     if all(message['role'] != 'assistant' for message in messages):
         raise UserError(f'{where}: the assistant says nothing, so nothing is learned: leave this '
                         'conversation out')
     said = [message['content'] for message in messages]  # a field may repeat one of these
-    left_out = [name for name in row if name not in taken]
-    for name in left_out:
+    left_out = [name for name in row if name not in (*form.fields, form.more)]
+    for name in () if form.is_asked else left_out:
         if name.lower() in TOLD and row[name] and row[name] not in said:
             raise UserError(f'{where}: the field {name!r} would be lost, and the assistant was '
-                            f'told it: make it a part of a message (of role system, or of user)')
+                            f'told it: make it a part of a message (of role system, or of user)'
+                            + ', or leave it out with --prompt=… --completion=…'
+                            * (len(form.fields) == 2))
     return messages, left_out
 
 
@@ -159,5 +224,5 @@ def content_of(value, where):
 
 def as_json(value):
     """A JSON value in a message."""
-    text = json.dumps(value, ensure_ascii=False)
+    text = json.dumps(value, ensure_ascii=False, default=str)  # Parquet has dates
     return text if len(text) <= SHOWN else text[:SHOWN] + '…'

@@ -21,7 +21,7 @@ class Corpus:
     is cut and tokenized, and about how large it is."""
 
     about: str  # one line for --help
-    tokenizer: str = 'gpt2'  # char, byte, gpt2 or bpe:VOCAB_SIZE
+    tokenizer: str = 'gpt2'  # char, byte, gpt2 or bpe:VOCAB_SIZE; auto: bpe by the size of the text
     files: str = ''  # files, folders and globs on this machine, with commas between
     find: Callable = find_files  # `files` → paths
     url: str = ''  # of a text
@@ -41,6 +41,10 @@ class Corpus:
     def is_tokens(self):
         """Whether it holds tokens, which others made, and no text."""
         return self.shards or self.datatrove
+
+    def positional(self):
+        """(the option that an argument without dashes is, whether there may be several)"""
+        return ('path', False) if self.hub == '' else ('input', True)
 
     def required_option(self):
         """The option that has to say where the text is, or ''."""
@@ -84,7 +88,7 @@ CORPORA = {
                                  shards=True, tokens=10_000_000_000),
     'fineweb100B-gpt2': Corpus('fineweb as tokens', hub='kjj0/fineweb100B-gpt2', shards=True,
                                tokens=103_000_000_000),
-    'text': Corpus('your own files: --input=FILES_OR_FOLDERS'),
+    'text': Corpus('your own files: --input=FILES_OR_FOLDERS', 'auto'),
     'datatrove': Corpus('tokens that datatrove wrote: --input=FOLDER', datatrove=True),
     'chat': Corpus('your own conversations: --input=FILES_OR_FOLDERS', vocab_size=50_262),
     'hf': Corpus('any dataset of the hub, or a folder laid out like one: --path=…', hub=''),

@@ -2,6 +2,7 @@
 read a block or a row at a time, also where they are compressed as .gz, .bz2, .xz or .zst."""
 
 import bz2
+import codecs
 import csv
 import gzip
 import io
@@ -24,6 +25,8 @@ BLOCK_CHARS = 2**20  # that are read at a time
 PIECE_CHARS = 2**18  # a longer document comes in pieces
 JSON_CHARS = 2**28  # of a .json file, which is in memory whole
 NAMES_SHOWN = 200  # characters of the names of fields in a message
+FILES_SHOWN = 10  # in a message
+UTF8 = 'utf-8'
 
 
 class Piece(NamedTuple):
@@ -56,22 +59,34 @@ def open_bytes(path):
         raise UserError(f'{shown(path)}: {e.strerror}') from None
 
 
+class WrongEncoding(UserError):
+    """Bytes of files are no text in an encoding. places: 'FILE, line N' of each file"""
+
+    def __init__(self, places, encoding):
+        self.places = places
+        rest = len(places) - FILES_SHOWN
+        files = '; '.join(places[:FILES_SHOWN]) + f'; and {rest:,} more files' * (rest > 0)
+        super().__init__(f'{files}: not {encoding.upper()}: tell prepare.py what it is, as '
+                         '--encoding=latin-1, or put U+FFFD there with --errors=replace')
+
+
 @contextmanager
-def open_text(file, errors='strict'):
-    """A context of the UTF-8 text of an open file of bytes, unpacked. Its lines end with \\n alone,
-    and are as they are. Raises UserError, also for what goes wrong while it is read.
+def open_text(file, errors='strict', encoding=UTF8):
+    """A context of the text of an open file of bytes, unpacked. Its lines end with \\n alone, and
+    are as they are. Raises UserError, also for what goes wrong while it is read.
     errors: as of bytes.decode; with 'surrogateescape' the file may be any bytes"""
     path = Path(file.name)
     try:
         with unpack(file, path.suffix.lower()) as data:
-            if errors != 'surrogateescape' and b'\0' in data.peek(1):
-                raise UserError(f'{shown(path)}: no UTF-8 text, it has NUL bytes: leave it out, or '
-                                'convert it (UTF-16 with iconv -f UTF-16 -t UTF-8)')
-            yield io.TextIOWrapper(data, 'utf-8-sig', errors, newline='\n')
-    except UnicodeDecodeError:
-        line = first_line_of_other_bytes(path)
-        raise UserError(f'{shown(path)}, line {line}: not UTF-8: convert it, for example with '
-                        'iconv -f latin1 -t utf-8, or give prepare.py --errors=replace') from None
+            is_wide = b'\0' in 'a'.encode(encoding)  # as UTF-16
+            if errors != 'surrogateescape' and not is_wide and b'\0' in data.peek(1):
+                raise UserError(f'{shown(path)}: no {encoding.upper()} text, it has NUL bytes: '
+                                'leave it out, or where it is UTF-16 give prepare.py '
+                                '--encoding=utf-16')
+            yield io.TextIOWrapper(data, with_bom(encoding), errors, newline='\n')
+    except UnicodeError:
+        place = f'{shown(path)}, line {wrong_line(path, encoding)}'
+        raise WrongEncoding([place], encoding) from None
     except (OSError, EOFError, zlib.error, lzma.LZMAError) as e:
         what = getattr(e, 'strerror', None) or e
         raise UserError(f'{shown(path)}: cannot be read ({what})') from None
@@ -87,14 +102,33 @@ def unpack(file, suffix):
     return library.open(file) if library else file
 
 
-def first_line_of_other_bytes(path):
-    """The number of the first line that is not UTF-8."""
+def wrong_line(path, encoding):
+    """The number of the first line that is no text in this encoding, or None."""
+    number, decoder = 1, codecs.getincrementaldecoder(encoding)()
     with open(path, 'rb') as file, unpack(file, path.suffix.lower()) as data:
-        for number, line in enumerate(data, 1):
-            try:
-                line.decode()
-            except UnicodeDecodeError:
-                return number
+        try:
+            while line := data.readline(BLOCK_CHARS):
+                number += decoder.decode(line).count('\n')
+            decoder.decode(b'', final=True)
+        except UnicodeError:
+            return number
+    return None
+
+
+def with_bom(encoding):
+    """The encoding that also takes UTF-8's byte order mark."""
+    return 'utf-8-sig' if encoding == UTF8 else encoding
+
+
+def find_encoding(name):
+    """Python's own name of a text encoding, whatever its spelling; None for what is none."""
+    try:
+        data = 'a\nb'.encode(name)
+        decoder = codecs.getincrementaldecoder(name)()  # some decode wholes alone, as punycode
+        in_parts = ''.join(decoder.decode(data[i:i + 1]) for i in range(len(data)))
+        return codecs.lookup(name).name if in_parts == 'a\nb' else None
+    except (LookupError, ValueError):
+        return None
 
 
 # The beginning of a text up to the last white space that follows something else.
@@ -165,7 +199,7 @@ DOCUMENT_FORMS = {'file': whole_file, 'line': each_line, 'paragraph': paragraphs
 # rows
 
 
-def iter_rows(file, field=None, errors='strict'):
+def iter_rows(file, field=None, errors='strict', encoding=UTF8):
     """Yield ('FILE, line N' or 'FILE, row N', row) of an open file of rows, each a JSON value or a
     dict of columns. field: that which is wanted; only its column of Parquet is read. UserError."""
     path = Path(file.name)
@@ -173,10 +207,13 @@ def iter_rows(file, field=None, errors='strict'):
     if kind == 'parquet':
         yield from parquet_rows(file, name, field)
         return
-    with open_text(file, errors) as text:
-        if kind in ('csv', 'tsv'):
-            yield from csv_rows(text, name, 'excel' if kind == 'csv' else 'excel-tab')
-        elif kind == 'json' and text.buffer.peek(1).lstrip(b'\xef\xbb\xbf \t\r\n')[:1] == b'[':
+    with open_text(file, errors, encoding) as text:
+        if kind == 'csv':
+            yield from csv_rows(text, name, ',')
+        elif kind == 'tsv':
+            yield from csv_rows(text, name, '\t', tsv_quoting(path, errors, encoding))
+        elif kind == 'json' and text.buffer.peek(1).decode(
+                with_bom(encoding), 'ignore').lstrip()[:1] == '[':
             yield from json_array(text, name)
         else:
             yield from json_lines(text, name)
@@ -212,9 +249,21 @@ def json_value(text, where):
         raise UserError(f'{where}: not JSON: {what}') from None
 
 
-def csv_rows(text, name, dialect):
+def tsv_quoting(path, errors, encoding):
+    """How the csv module takes the quotes of a .tsv: spreadsheets quote text as in a .csv, and
+    others do not: where that reading fails, quotes are text."""
+    try:
+        with open_bytes(path) as file, open_text(file, errors, encoding) as text:
+            for _ in csv_rows(text, '', '\t'):
+                pass
+    except UserError:
+        return csv.QUOTE_NONE
+    return csv.QUOTE_MINIMAL
+
+
+def csv_rows(text, name, delimiter, quoting=csv.QUOTE_MINIMAL):
     csv.field_size_limit(2**31 - 1)
-    table = csv.DictReader(text, dialect=dialect, strict=True)
+    table = csv.DictReader(text, delimiter=delimiter, quoting=quoting, strict=True)
     while True:
         try:
             row = next(table, None)

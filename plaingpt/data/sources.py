@@ -10,6 +10,7 @@ A source yields its text in pieces, in an order that is always the same, one in 
     source.identity()      JSON that changes when the input changes
     source.is_one_text     True where few files are one text, which is not cut into documents
     source.nulls           how many rows were left out because their text is null
+    source.extractor       what reads the text of HTML pages, with its version, or ''
     source.inputs()        {name, bytes and sha256 of each file: a list}
 """
 
@@ -28,13 +29,15 @@ from pathlib import Path
 
 from plaingpt.data import readers
 from plaingpt.data.dataset import TOKEN_FILES, UNFINISHED
+from plaingpt.data.html_pages import PAGE_CHARS, choose_extractor, is_html, page_text
 from plaingpt.data.hub import HubDataset
-from plaingpt.data.readers import Piece, file_type, inner_suffix
+from plaingpt.data.readers import UTF8, Piece, WrongEncoding, file_type, inner_suffix
 from plaingpt.system.errors import UserError
-from plaingpt.system.files import sha256_of
+from plaingpt.system.files import open_regular, sha256_of
 from plaingpt.system.formatting import count_of, shown
 from plaingpt.system.streams import ProgressBar
 
+NAME_SHOWN = 100  # characters of --input in messages
 ONE_TEXT_FILES = 100  # fewer text files than this are one text
 SMALL_PIECE_CHARS = 2**15  # of a file, what goes into one split
 DOWNLOAD_TIMEOUT = 30  # seconds without a byte
@@ -42,9 +45,17 @@ BLOCK_CHARS = 4096  # of a sample
 SUFFIXES = {  # of the files that are read in a folder, in any case
     '.txt', '.md', '.rst', '.tex', '.py', '.pyi', '.c', '.h', '.cc', '.cpp', '.hpp',
     '.cu', '.rs', '.go', '.java', '.js', '.ts', '.jsx', '.tsx', '.rb', '.php', '.pl', '.lua', '.r',
-    '.jl', '.hs', '.ml', '.scala', '.kt', '.swift', '.cs', '.sh', '.sql', '.html', '.css', '.xml',
-    '.yaml', '.yml', '.toml', '.jsonl', '.ndjson', '.parquet'}
+    '.jl', '.hs', '.ml', '.scala', '.kt', '.swift', '.cs', '.sh', '.sql', '.html', '.htm', '.css',
+    '.xml', '.yaml', '.yml', '.toml', '.jsonl', '.ndjson', '.parquet'}
 TABLES = {'.json', '.csv', '.tsv'}  # read in a folder without texts: beside code they are settings
+CONVERTERS = {  # ending → the tool that makes text of such files, or files of such archives
+    '.pdf': 'pdftotext', '.djvu': 'djvutxt', '.doc': 'libreoffice --convert-to txt',
+    **dict.fromkeys(('.docx', '.odt', '.rtf', '.epub'), 'pandoc -t plain'),
+    **dict.fromkeys(('.xls', '.xlsx', '.ods'), 'libreoffice --convert-to csv'),
+    **dict.fromkeys(('.ppt', '.pptx', '.odp'), 'libreoffice --convert-to pdf and pdftotext'),
+    '.zip': 'unzip', '.tar': 'tar xf', '.tgz': 'tar xf', '.7z': '7z x', '.rar': 'unrar x'}
+SIGNATURES = {b'%PDF-': '.pdf', b'PK\3\4': '.zip', b'{\\rtf': '.rtf', b'7z\xbc\xaf': '.7z',
+              b'Rar!': '.rar', b'\xd0\xcf\x11\xe0': '.doc'}  # first bytes → ending
 NO_TEXTS = {'node_modules', '__pycache__', UNFINISHED}
 STANDARD_LIBRARY = sysconfig.get_paths()['stdlib']
 
@@ -78,7 +89,8 @@ def open_source(name, corpus, config, errors='strict'):
     if config.text_field and not rows:
         raise UserError(f'text_field={config.text_field}: {shown(paths[0])} is text and has no '
                         'fields: leave it out')
-    files = Files(paths, config.input or name, form, text_field, errors)
+    files = Files(paths, config.input or name, form, text_field, errors, config.encoding)
+    files.extractor = choose_extractor(paths, config.html)
     files.is_one_text &= config.documents == 'auto'  # few files are, unless each was said to be one
     return files
 
@@ -89,9 +101,12 @@ class Files:
 
     unit = 'B'
 
-    def __init__(self, paths, name, form='file', text_field='text', errors='strict'):
-        self.paths, self.name = paths, name
-        self.form, self.text_field, self.errors = form, text_field, errors
+    extractor = ''  # of the text of HTML pages, and its version; '': they are read with their tags
+
+    def __init__(self, paths, name, form='file', text_field='text', errors='strict',
+                 encoding=UTF8):
+        self.paths, self.name = paths, name if len(name) < NAME_SHOWN else f'{name[:NAME_SHOWN]}…'
+        self.form, self.text_field, self.errors, self.encoding = form, text_field, errors, encoding
         self.sizes = [size_of(path) for path in paths]
         self.total = sum(self.sizes)
         # Of few large files each split gets its share; of many, most stay whole.
@@ -104,7 +119,7 @@ class Files:
         line_open = False  # the file before ends within a line
         for path, size in zip(self.paths, self.sizes, strict=True):
             with readers.open_bytes(path) as self._file:
-                for text, new_document in self.documents(self._file):
+                for text, new_document in self.documents_or_faults(self._file):
                     if file_type(path) != 'text':
                         text = readers.replace_surrogates(text)
                     if self.is_one_text:
@@ -115,16 +130,29 @@ class Files:
                     yield Piece(text, new_document)
             self._done += size
 
+    def documents_or_faults(self, file):
+        """`documents` of an open file. WrongEncoding of one file names all others of the kind."""
+        try:
+            yield from self.documents(file)
+        except WrongEncoding as e:
+            others = [(path, readers.wrong_line(path, self.encoding)) for path in self.paths
+                      if str(path) != file.name and file_type(path) != 'parquet']
+            raise WrongEncoding(e.places + [f'{shown(path)}, line {line}' for path, line in others
+                                            if line], self.encoding) from None
+
     def documents(self, file):
         """Yield (text, whether it begins a document) of an open file."""
-        if file_type(Path(file.name)) == 'text':
-            with readers.open_text(file, self.errors) as text:
+        path = Path(file.name)
+        if file_type(path) == 'text':
+            with readers.open_text(file, self.errors, self.encoding) as text:
+                if self.extractor and is_html(path):
+                    text = io.StringIO(page_text(text.read(PAGE_CHARS + 1), shown(path)))
                 yield from readers.whole_file(text, self.piece_chars) if self.form == 'file' \
                     else readers.DOCUMENT_FORMS[self.form](text)
             return
         # Rows are text for the byte tokenizer too.
         errors = 'strict' if self.errors == 'surrogateescape' else self.errors
-        for where, row in readers.iter_rows(file, self.text_field, errors):
+        for where, row in readers.iter_rows(file, self.text_field, errors, self.encoding):
             text = readers.text_of(row, self.text_field, where)
             self.nulls += text is None
             if text and text.strip():
@@ -169,7 +197,7 @@ def size_of(path):
 class DownloadedText:
     """A text that was downloaded."""
 
-    unit, is_one_text, nulls = 'B', True, 0
+    unit, is_one_text, nulls, extractor = 'B', True, 0, ''
 
     def __init__(self, text, name):
         self.text, self.name = text, name
@@ -210,12 +238,12 @@ def download(url, sha256, advice):
 # which files --input names
 
 
-def find_files(wanted, tell=None):
+def find_files(wanted, tell=None, suffixes=SUFFIXES):
     """'a.txt,~/notes/,logs/*.gz' → sorted paths, each file once. Where folders or globs are among
-    them, `tell` gets a line that says what is read and what is left out. Raises UserError."""
-    names = [wanted] if os.path.exists(wanted) else filter(None, map(str.strip, wanted.split(',')))
+    them, `tell` gets a line that says what is read and what is left out. Raises UserError.
+    suffixes: of the files that are read in a folder"""
     paths, left_out, searched = {}, Counter(), False
-    for name in map(os.path.expanduser, names):
+    for name in split_names(wanted):
         matches = [name] if os.path.lexists(name) else expand(name)
         if not matches:
             raise UserError(f'{shown(name)}: ' + (
@@ -224,8 +252,11 @@ def find_files(wanted, tell=None):
         found, reasons = [], Counter()
         for path in map(Path, matches):
             if path.is_dir():
-                found += search(path, reasons)
-            elif path == Path(name) or not why_no_text(path):
+                found += search(path, reasons, suffixes)
+            elif path == Path(name) and (ending := needs_conversion(path)):
+                raise UserError(f'{shown(path)}: no text, but a {ending} file: convert it with '
+                                f'{CONVERTERS[ending]}, and name the text')
+            elif path == Path(name) or not (why_no_text(path) or needs_conversion(path)):
                 found.append(path)
         if not found:
             raise UserError(f'{shown(name)}: nothing is read: {list_counts(reasons) or "no files"}:'
@@ -244,6 +275,20 @@ def find_files(wanted, tell=None):
     return found
 
 
+def split_names(wanted):
+    """'a.txt, b, c.txt,~/d' → ['a.txt', 'b, c.txt', '/home/me/d'] where 'b, c.txt' is a file."""
+    if os.path.exists(wanted):
+        return [wanted]
+    parts, names = wanted.split(','), []
+    while parts:
+        begins = [','.join(parts[:n]).strip() for n in range(1, min(len(parts), 9) + 1)]
+        begins = [os.path.expanduser(begin) for begin in begins]
+        n = next((n for n, begin in enumerate(begins) if os.path.exists(begin)), 0)
+        names.append(begins[n])
+        parts = parts[n + 1:]
+    return list(filter(None, names))
+
+
 def expand(pattern):
     """The paths of a glob; its last '**' is the folder itself. Links, which may go round in
     circles, are not followed below '**'."""
@@ -255,9 +300,9 @@ def expand(pattern):
                        for part in path.relative_to(folder).parts)]
 
 
-def search(root, left_out):
-    """The files of text or rows in a folder and those below it → paths. left_out: a Counter of the
-    reasons for which others are left out. Raises UserError."""
+def search(root, left_out, suffixes):
+    """The files with these suffixes in a folder and those below it → paths, also tables where there
+    are no texts. left_out: a Counter of the reasons for which others are left out. UserError."""
     found = []
     for at, folders, files in os.walk(root, onerror=not_listed):
         for path in [Path(at, name) for name in folders]:
@@ -268,16 +313,21 @@ def search(root, left_out):
                 left_out[reason] += 1
         for path in [Path(at, name) for name in files]:
             reason = 'hidden' if path.name.startswith('.') else why_no_text(path)
-            if not reason and inner_suffix(path) not in SUFFIXES | TABLES:
+            if not reason and (ending := needs_conversion(path)):
+                reason = f'{ending} ({CONVERTERS[ending]} makes text of it)'
+            if not reason and inner_suffix(path) not in {*suffixes, *TABLES}:
                 reason = inner_suffix(path) or 'without an ending'
             if reason:
                 left_out[reason] += 1
             else:
                 found.append(path)
-    if any(file_type(path) == 'text' for path in found):
-        for path in [path for path in found if inner_suffix(path) in TABLES]:
-            found.remove(path)
-            left_out[f'{inner_suffix(path)} beside texts'] += 1
+    texts = [path for path in found if file_type(path) == 'text']
+    tables = [path for path in found if inner_suffix(path) in TABLES]
+    # A README beside tables is about them, and tables beside other texts are settings.
+    is_about = all(path.stem.upper() == 'README' for path in texts)
+    for path in (texts if is_about else tables) if texts and tables else []:
+        found.remove(path)
+        left_out[f'{inner_suffix(path)} beside {"tables" if is_about else "texts"}'] += 1
     return found
 
 
@@ -293,6 +343,19 @@ def why_no_text(path):
     is_ours = TOKEN_FILES.fullmatch(path.name) or (
         path.name == 'meta.json' and any(path.parent.glob('train*.bin')))
     return 'of a prepared dataset' if is_ours else ''
+
+
+def needs_conversion(path):
+    """The ending, in CONVERTERS, of a file that a tool has to make text of; '' for others. Its
+    first bytes say so where its name does not."""
+    if (ending := inner_suffix(path)) in CONVERTERS:
+        return ending
+    try:
+        with open_regular(path) as file:
+            begin = file.read(8)
+    except OSError:  # is told where the file is read
+        return ''
+    return next((SIGNATURES[first] for first in SIGNATURES if begin.startswith(first)), '')
 
 
 def list_counts(reasons):

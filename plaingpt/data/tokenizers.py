@@ -307,6 +307,11 @@ def is_name(name):
     return re.fullmatch(r'char|byte|gpt2|bpe(:[0-9]+)?', name) is not None
 
 
+def choose_vocab_size(size):
+    """The vocabulary of a BPE for so many bytes of text."""
+    return 512 if size < 500_000 else 1024 if size < 5_000_000 else 4096
+
+
 def make_tokenizer(name, texts):
     """The tokenizer of a name in NAMES; char and bpe learn from `texts`. Raises UserError."""
     kind, _, size = name.partition(':')

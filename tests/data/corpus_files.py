@@ -20,10 +20,10 @@ def write_parquet(path, texts, field='text', **options):
     pyarrow.parquet.write_table(pyarrow.table({field: texts}), path, **options)
 
 
-def texts_of(path, form='file', field='text', errors='strict'):
+def texts_of(path, form='file', field='text', errors='strict', encoding='utf-8'):
     """The documents of a file as prepare.py reads it."""
     found = []
-    for piece in Files([path], path.name, form, field, errors).pieces():
+    for piece in Files([path], path.name, form, field, errors, encoding).pieces():
         if piece.new_document:
             found.append('')
         found[-1] += piece.text

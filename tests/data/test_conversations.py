@@ -1,10 +1,16 @@
 """Files of conversations → messages → tokens and their loss mask, and what is refused."""
 
+import csv
 import gzip
+import io
 import json
 
+import pyarrow
+import pyarrow.parquet
 import pytest
 
+import prepare
+from plaingpt.data import conversations
 from plaingpt.data.chat_tokenizer import SPECIAL_TOKENS, ChatTokenizer
 from plaingpt.data.conversations import Conversations
 from plaingpt.data.tokenizers import ByteTokenizer
@@ -16,7 +22,8 @@ SPECIAL = dict(zip(range(257, 262), SPECIAL_TOKENS, strict=True))
 
 def read(path, form='auto', errors='strict'):
     return [json.loads(piece.text)
-            for piece in Conversations([path], str(path), form, errors).pieces()]
+            for piece in Conversations([path], str(path), conversations.FORMS.get(form),
+                                       errors).pieces()]
 
 
 def written(path, *rows):
@@ -87,11 +94,83 @@ def test_each_file_may_have_a_form_of_its_own_and_be_an_array_or_compressed(tmp_
     assert found == [pair] * 4
 
 
+PAIRS = [['What is 1 + 1?', '2'], ['Say "hi",\nplease', '"Hi", he said'], ['a\tb', 'ü']]
+
+
+@pytest.mark.parametrize('names', [('question', 'answer'), ('Prompt', ' Completion'),
+                                   ('instruction', 'response'), ('User', 'Assistant'),
+                                   ('input', 'output'), ('query', 'response')])
+def test_questions_and_answers_are_rows_of_a_table_whose_columns_have_usual_names(
+        names, tmp_path, capsys):
+    def table(delimiter):
+        file = io.StringIO()
+        csv.writer(file, delimiter=delimiter).writerows([names, *PAIRS])
+        return file.getvalue()
+
+    (tmp_path / 'a.csv').write_text(table(','))
+    (tmp_path / 'b.tsv').write_text(table('\t'))
+    pyarrow.parquet.write_table(pyarrow.table(dict(zip(names, zip(*PAIRS, strict=True),
+                                                       strict=True))), tmp_path / 'c.parquet')
+    written(tmp_path / 'd.jsonl', *(dict(zip(names, pair, strict=True)) for pair in PAIRS))
+    for path in sorted(tmp_path.iterdir()):
+        found = [[message['content'] for message in messages] for messages in read(path)]
+        assert found == PAIRS, path
+        assert f'{names[0]!r} is what the user says, {names[1]!r} what' in capsys.readouterr().out
+
+
+def test_a_tsv_without_quoting_keeps_its_quotes(tmp_path):
+    (tmp_path / 'a.tsv').write_text('question\tanswer\n"Hi" she said\t5" wide\n"a\tb"\n')
+    found = [[message['content'] for message in messages] for messages in read(tmp_path / 'a.tsv')]
+    assert found == [['"Hi" she said', '5" wide'], ['"a', 'b"']]
+
+
+def test_columns_can_be_named_and_then_others_are_not_wanted(tmp_path):
+    form = conversations.Form('completion', ('q', 'a'), is_asked=True)
+    path = tmp_path / 'a.csv'
+    path.write_text('q,prompt,context,a\nhi,x,y,yo\n')
+    [piece] = Conversations([path], 'a', form).pieces()
+    assert [message['content'] for message in json.loads(piece.text)] == ['hi', 'yo']
+    path.write_text('prompt,question,answer\na,b,c\n')
+    assert 'may speak in question, prompt, the assistant in answer: name the' in refusal(path)
+    path.write_text('question,context,answer\na,b,c\n')
+    assert "'context' would be lost" in refusal(path) and '--prompt=' in refusal(path)
+    path.write_text('q,b\nhi,yo\n')
+    with pytest.raises(UserError, match=r'a\.csv, line 2: not of the form .* fields a, q'):
+        list(Conversations([path], 'a', form).pieces())
+
+
+def test_a_file_of_a_folder_that_holds_no_conversations_is_told_and_left_out(
+        tmp_path, capsys, refused):
+    folder = tmp_path / 'in'
+    folder.mkdir()
+    (folder / 'a.csv').write_text('question,answer\n' + ''.join(
+        f'What is {n}?,That.\n' for n in range(20)))
+    (folder / 'notes.csv').write_text('name,size\na,1\n')
+    (folder / 'late.csv').write_text('question,answer\nWhat?,That.\nWhy?,\n')
+    (folder / 'latin.jsonl').write_bytes('{"prompt": "a", "completion": "é"}'.encode('latin-1'))
+    (folder / 'README.md').write_text('read me')
+    command = ['chat', '--tokenizer=byte', '--val_fraction=0.5']
+    prepare.main([*command, str(folder), f'--data_dir={tmp_path}/d'])
+    out = capsys.readouterr().out
+    told = [line for line in out.splitlines() if line.startswith('left out: ')]
+    assert len(told) == 3 and '1 .md' in out
+    for name, reason in (('notes.csv, line 2', 'no conversation'), ('late.csv, line 3', 'is empty'),
+                         ('latin.jsonl, line 1', 'not UTF-8')):
+        assert any(name in line and reason in line for line in told)
+    for name in ('notes.csv', 'late.csv', 'latin.jsonl'):  # those that are named are not
+        assert name in refused('chat', f'{folder}/{name}', f'{folder}/a.csv')
+    (folder / 'a.csv').unlink()
+    with pytest.raises(UserError) as fault:
+        prepare.main([*command, str(folder), f'--data_dir={tmp_path}/e'])
+    assert len(str(fault.value).splitlines()) == 3 and not (tmp_path / 'e').exists()
+
+
 def test_fields_that_are_no_part_of_the_conversation_are_named_once(tmp_path, capsys):
     row = {'id': 1, 'prompt': 'a', 'completion': 'b', 'source': 'web', 'instruction': 'a',
            'system': None}  # what a message says is not lost
     assert len(read(written(tmp_path / 'a.jsonl', row, row))) == 2
-    lines = capsys.readouterr().out.splitlines()
+    columns, *lines = capsys.readouterr().out.splitlines()
+    assert "'prompt' is what the user says, 'completion' what the assistant says" in columns
     assert len(lines) == 1 and lines[0].endswith('a.jsonl, line 1: left out, as no part of the '
                                                  'conversation: ["id", "source", '
                                                  '"instruction", "system"]')
@@ -176,11 +255,12 @@ FILES = [  # a file, and what is said of it
     ('a.jsonl', '{"prompt": "a", "completion": "b", "messages": []}',
      ', line 1: fields of several forms (messages, completion): say which with --format='),
     ('a.jsonl', '{"prompt": "a", "completion": "b"}\n{"instruction": "a", "output": "b"}\n',
-     ', line 2: not of the form completion, which has the fields completion, prompt'),
+     ', line 2: not of the form completion, which has the fields completion, prompt: it is '
+     '{"instruction": "a", "output": "b"}: one file has one form'),
     ('a.jsonl', '{"prompt": "a",', ', line 1: not JSON: '),
     ('a.jsonl', '[' * 100_000, ', line 1: not JSON: '),
     ('a.jsonl', '{"prompt": "a", "completion": "é"}'.encode('latin-1'), ', line 1: not UTF-8'),
-    ('a.txt', 'Q: hi\nA: yo\n', ': conversations are read from .jsonl and .json files'),
+    ('a.txt', 'Q: hi\nA: yo\n', ': conversations are read from .jsonl, .ndjson, .json, .csv'),
 ]
 
 

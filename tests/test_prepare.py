@@ -12,12 +12,13 @@ import tiktoken
 from helpers import SHARED, exit_code, fails, fork, shared_file
 
 import prepare
-from plaingpt.data import encoding, readers
+from plaingpt.data import encoding, readers, tokenizers
 from plaingpt.data.corpora import CORPORA, Corpus, find_dataset_size
 from plaingpt.data.dataset import open_dataset
 from plaingpt.data.readers import Piece
 from plaingpt.data.sources import find_standard_library
 from plaingpt.data.splitting import SPLITS, split_by_hash
+from plaingpt.data.tokenizers import choose_vocab_size
 from plaingpt.system.errors import UserError
 
 
@@ -125,6 +126,9 @@ def test_mistakes_on_the_command_line_are_one_line(tmp_path, capsys, monkeypatch
     (tmp_path / 'file').write_text('some text')
     for argv, words in (
             (['shakespear'], 'shakespeare'), (['text'], '--input'),
+            ([f'{tmp_path}/file'], f'prepare.py text {tmp_path}/file'),
+            ([f'{tmp_path}/none'], f'error: {tmp_path}/none is not there'),
+            (['text', f'{tmp_path}/file', '--prompt=a'], 'prompt and completion go together'),
             (['text', f'--input={tmp_path}/file', '--val_fraction=2'], 'val_fraction'),
             (['text', f'--input={tmp_path}/file', '--tokenizer=magic'], 'tokenizer'),
             (['text', f'--input={tmp_path}/file', '--tokenizer=bpe:999999999999'], 'too many'),
@@ -174,6 +178,41 @@ def test_ids_that_do_not_fit_16_bits_get_32(tmp_path):
     assert dataset.meta['dtype'] == 'uint32' and dataset.vocab_size == 70_000
     ids = np.concatenate([dataset.split(s, in_ram=True).ram for s in ('train', 'val')])
     assert ids.max() == 69_999 and dataset.tokenizer().decode(ids.tolist()) == text
+
+
+def test_text_without_a_named_tokenizer_gets_its_own_by_the_size_of_the_text(
+        tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv('TIKTOKEN_CACHE_DIR', str(tmp_path / 'none'))  # nothing is downloaded
+    path, command = tmp_path / 'in.txt', ['text', f'{tmp_path}/in.txt', f'--data_dir={tmp_path}/d']
+    path.write_text(''.join(f'line {i} of some text\n' for i in range(4000)))
+    prepare.main(command)
+    size = choose_vocab_size(path.stat().st_size)
+    out = capsys.readouterr().out
+    assert f'tokenizer bpe:{size}, for 90.9kB' in out and '--tokenizer: gpt2' in out
+    meta = meta_of(tmp_path / 'd')
+    assert meta['tokenizer']['kind'] == 'bpe' and meta['vocab_size'] <= size
+    prepare.main(command)
+    assert 'is already prepared by this command' in capsys.readouterr().out
+    monkeypatch.setattr(tokenizers, 'choose_vocab_size', lambda size: 300)
+    path.write_text(path.read_text() * 2)  # the same command on another text
+    prepare.main(command)
+    assert meta_of(tmp_path / 'd')['vocab_size'] == 300
+    sizes = [choose_vocab_size(10**n) for n in range(12)]
+    assert sizes == sorted(sizes) and sizes[0] >= 258 and sizes[-1] < 2**16
+
+
+def test_a_dataset_that_an_earlier_version_made_with_gpt2_by_default_keeps_it(
+        tmp_path, monkeypatch, capsys):
+    shared_file('tinyshakespeare.txt')
+    monkeypatch.setenv('TIKTOKEN_CACHE_DIR', str(SHARED / 'tiktoken_cache'))
+    (tmp_path / 'in.txt').write_text('some text\n' * 200)
+    command = ['text', f'--input={tmp_path}/in.txt', f'--data_dir={tmp_path}/d']
+    prepare.main([*command, '--tokenizer=gpt2'])
+    before = (tmp_path / 'd/train.bin').read_bytes()
+    capsys.readouterr()
+    prepare.main(command)
+    assert 'is already prepared by this command' in capsys.readouterr().out
+    assert (tmp_path / 'd/train.bin').read_bytes() == before
 
 
 # -----------------------------------------------------------------------------

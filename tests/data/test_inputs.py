@@ -51,6 +51,8 @@ FILES = [  # each of which is read where --input is its name
     'br[1].txt', 'new\nline.txt', ODD, '~tilde.txt', 'links/file.txt']
 READ = [
     ('./a.txt', ['a.txt']), ('~/c.txt', ['{root}/sub/c.txt']),
+    ('comma,name.txt,b.md, a.txt,with space.txt', ['a.txt', 'b.md', 'comma,name.txt',
+                                                   'with space.txt']),
     ('b.md, a.txt', ['a.txt', 'b.md']), (',a.txt,,', ['a.txt']),
     (','.join(['a.txt', './a.txt', 'b.md'] * 200), ['a.txt', 'b.md']),
     ('a.txt,links/file.txt', ['links/file.txt']),
@@ -147,5 +149,9 @@ def test_what_is_read_and_what_is_left_out_is_told(tree, capsys):
         assert reason in line
     assert report('loops') == ['reading 1 file: 1 .txt; left out: 3 link to a folder, '
                                '2 pipe, device or broken link']
+    Path('about').mkdir()
+    for name in ('README.md', 'posts.json', 'more.csv'):
+        Path('about', name).write_text('{"text": "a"}')
+    assert report('about') == ['reading 2 files: 1 .csv, 1 .json; left out: 1 .md beside tables']
     prepared('../d', 'text', '--input=sub')
     assert '\nreading 3 files: 2 .txt, 1 .rst\n' in capsys.readouterr().out

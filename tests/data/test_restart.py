@@ -16,13 +16,15 @@ from plaingpt.data import encoding
 from plaingpt.data.dataset import open_dataset
 from plaingpt.data.inspection import find_damage
 
-KINDS = ['text', 'parquet', 'hf', 'running', 'chat']
+KINDS = ['text', 'parquet', 'hf', 'running', 'chat', 'tables', 'pages']
+OPTIONS = {'tables': ['--encoding=latin-1'], 'pages': ['--tokenizer=auto', '--shard_tokens=3_000']}
 DOCUMENTS = 200
 
 
 @pytest.fixture(scope='module')
 def inputs(tmp_path_factory):
-    """The same documents as JSON lines, Parquet, one text and conversations."""
+    """The same documents as JSON lines, Parquet, one text, conversations, a folder of tables with
+    them, of which one is none, and HTML pages."""
     folder = tmp_path_factory.mktemp('inputs')
     chance = random.Random(0)
     words = ['to', 'be', 'or', 'not', 'that', 'is', 'the', 'question', 'whether', 'nobler']
@@ -37,14 +39,23 @@ def inputs(tmp_path_factory):
     chats = folder.parent / 'chats.jsonl'
     chats.write_text(''.join(json.dumps({'prompt': row, 'completion': row}) + '\n'
                              for row in rows[:DOCUMENTS // 2]))
+    tables, pages = folder.parent / 'tables', folder.parent / 'pages'
+    tables.mkdir()
+    for n, name in enumerate(('a.csv', 'b.csv')):
+        (tables / name).write_text('Question,Answer\n' + ''.join(
+            f'é{text},{text} à\n' for text in texts[n::2] if text), encoding='latin-1')
+    (tables / 'sizes.csv').write_text('name,size\na,1\n')
+    pages.mkdir()
+    for n, text in enumerate(texts):
+        (pages / f'{n}.html').write_text(f'<html><body><p>{text} {n}</p></body></html>')
     return {'text': folder, 'parquet': folder.parent / 'in.parquet', 'hf': folder,
-            'running': running, 'chat': chats}
+            'running': running, 'chat': chats, 'tables': tables, 'pages': pages}
 
 
 def command(kind, inputs, folder, *options, tokenizer='byte'):
-    return [kind if kind in ('hf', 'chat') else 'text', f'--input={inputs[kind]}',
-            f'--tokenizer={tokenizer}', '--shard_tokens=12_500', '--val_fraction=0.1',
-            f'--data_dir={folder}', *options]
+    corpus = {'hf': 'hf', 'chat': 'chat', 'tables': 'chat'}.get(kind, 'text')
+    return [corpus, f'--input={inputs[kind]}', f'--tokenizer={tokenizer}', '--shard_tokens=12_500',
+            '--val_fraction=0.1', f'--data_dir={folder}', *OPTIONS.get(kind, ()), *options]
 
 
 @pytest.mark.parametrize('kind', KINDS)

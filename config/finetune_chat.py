@@ -1,5 +1,5 @@
 # Teach GPT-2, or a model of your own, to answer: docs/chat.md.
-#   python prepare.py chat --input=mine.jsonl --tokenizer=gpt2
+#   python prepare.py chat mine.csv --tokenizer=gpt2
 #   python train.py config/finetune_chat.py
 #   python sample.py --out_dir=out-chat --chat=True
 

@@ -1,5 +1,5 @@
 # The smallest run, to see in a second whether a change of the code works: docs/hacking.md.
-#   python prepare.py text --input=README.md --tokenizer=char --data_dir=data/readme
+#   python prepare.py text README.md --tokenizer=char --data_dir=data/readme
 #   python train.py config/tiny.py
 
 out_dir = 'out-tiny'

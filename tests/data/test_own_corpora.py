@@ -1,5 +1,6 @@
 """The table of docs/data.md: what you have → the command → a dataset that trains."""
 
+import csv
 import json
 import re
 import shlex
@@ -38,13 +39,20 @@ def corpora(tmp_path_factory):
     write_parquet(folder / 'posts/train.parquet', [f'{TEXT[:30]}{n}' for n in range(6000)], 'body')
     (folder / 'chats.jsonl').write_text(''.join(
         json.dumps({'prompt': f'{n}?', 'completion': t}) + '\n' for n, t in enumerate(texts)))
+    (folder / 'old.txt').write_text('é'.join(texts), encoding='latin-1')
+    (folder / 'pages').mkdir()
+    for n, text in enumerate(texts):
+        (folder / f'pages/{n}.html').write_text(f'<html><body><p>{text}</p></body></html>')
+    with open(folder / 'questions.csv', 'w', newline='') as file:
+        csv.writer(file).writerows([('question', 'answer'), *((f'{n}?', t) for n, t in
+                                                              enumerate(texts))])
     prepare.main(['text', f'--input={folder}/book.txt', '--tokenizer=byte',
                   f'--data_dir={folder}/data/notes'])
     return folder
 
 
 def test_the_table_is_there():
-    assert len(TABLE) == 11
+    assert len(TABLE) == 14
 
 
 @pytest.mark.parametrize('command', COMMANDS)

@@ -107,7 +107,7 @@ class PrepareConfig:
             found.append(f'prompt={self.prompt} and format={self.format} cannot go together: leave '
                          'one out')
         if find_encoding(self.encoding) is None:
-            found.append(f'encoding={self.encoding}: Python has no such text encoding: expected '
+            found.append(f'encoding={self.encoding[:40]}: Python has no such text encoding: expected '
                          'one such as utf-8, latin-1, cp1252, utf-16 or shift_jis')
         if parse_count(self.max_tokens) is None:
             found.append(f'max_tokens={self.max_tokens}: expected a number, such as 100M or 1.5B')
@@ -247,8 +247,10 @@ def prepare_text(name, corpus, folder, config):
 def earlier_tokenizer(folder, config):
     """'gpt2' where an earlier version began or made a dataset of the same text with it, which was
     its choice for text where no tokenizer was named; else None."""
-    for path, key in ((folder / 'meta.json', 'source'), (folder / UNFINISHED / 'journal.json',
-                                                         'command')):
+    places = {folder / UNFINISHED / 'journal.json': 'command', folder / 'meta.json': 'source'}
+    if config.overwrite:
+        del places[folder / 'meta.json']
+    for path, key in places.items():
         with suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
             earlier = read_json(path)[key]
             if (earlier['corpus'], earlier['input'], earlier['tokenizer']) \

@@ -213,6 +213,8 @@ def test_a_dataset_that_an_earlier_version_made_with_gpt2_by_default_keeps_it(
     prepare.main(command)
     assert 'is already prepared by this command' in capsys.readouterr().out
     assert (tmp_path / 'd/train.bin').read_bytes() == before
+    prepare.main([*command, '--overwrite'])
+    assert meta_of(tmp_path / 'd')['tokenizer']['kind'] == 'bpe'
 
 
 # -----------------------------------------------------------------------------

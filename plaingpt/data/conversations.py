@@ -144,10 +144,10 @@ def find_form(row, where):
 def parse_conversation(row, form, where):
     """A row in a form → (messages, names of fields that are no part of them). Raises UserError."""
     if not isinstance(row, dict) or not row.keys() >= set(form.fields):
+        fix = 'name its columns with --prompt and --completion' if form.is_asked else \
+            'one file has one form: put other rows into a file of their own'
         raise UserError(f'{where}: not of the form {form.name}, which has the fields '
-                        f'{", ".join(sorted(form.fields))}: it is {as_json(row)}'
-                        + ': one file has one form: put other rows into a file of their own'
-                        * (not form.is_asked))
+                        f'{", ".join(sorted(form.fields))}: it is {as_json(row)}: {fix}')
     if form.name == 'messages':
         messages = parse_messages(row['messages'], where)
     elif form.name == 'sharegpt':

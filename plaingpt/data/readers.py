@@ -27,6 +27,7 @@ JSON_CHARS = 2**28  # of a .json file, which is in memory whole
 NAMES_SHOWN = 200  # characters of the names of fields in a message
 FILES_SHOWN = 10  # in a message
 UTF8 = 'utf-8'
+BROKEN = (OSError, EOFError, zlib.error, lzma.LZMAError)  # what a compressed file may raise
 
 
 class Piece(NamedTuple):
@@ -87,7 +88,7 @@ def open_text(file, errors='strict', encoding=UTF8):
     except UnicodeError:
         place = f'{shown(path)}, line {wrong_line(path, encoding)}'
         raise WrongEncoding([place], encoding) from None
-    except (OSError, EOFError, zlib.error, lzma.LZMAError) as e:
+    except BROKEN as e:
         what = getattr(e, 'strerror', None) or e
         raise UserError(f'{shown(path)}: cannot be read ({what})') from None
 
@@ -103,16 +104,18 @@ def unpack(file, suffix):
 
 
 def wrong_line(path, encoding):
-    """The number of the first line that is no text in this encoding, or None."""
+    """The number of the first line that is no text in this encoding; None where there is none, or
+    the file cannot be read."""
     number, decoder = 1, codecs.getincrementaldecoder(encoding)()
-    with open(path, 'rb') as file, unpack(file, path.suffix.lower()) as data:
-        try:
+    try:
+        with open(path, 'rb') as file, unpack(file, path.suffix.lower()) as data:
             while line := data.readline(BLOCK_CHARS):
                 number += decoder.decode(line).count('\n')
             decoder.decode(b'', final=True)
-        except UnicodeError:
-            return number
-    return None
+    except UnicodeError:
+        return number
+    except BROKEN:  # is told when it is read
+        return None
 
 
 def with_bom(encoding):
@@ -209,7 +212,9 @@ def iter_rows(file, field=None, errors='strict', encoding=UTF8):
         return
     with open_text(file, errors, encoding) as text:
         if kind == 'csv':
-            yield from csv_rows(text, name, ',')
+            first = text.readline()
+            delimiter = ';' if ';' in first and ',' not in first else ','  # as Excel has it
+            yield from csv_rows(itertools.chain([first], text), name, delimiter)
         elif kind == 'tsv':
             yield from csv_rows(text, name, '\t', tsv_quoting(path, errors, encoding))
         elif kind == 'json' and text.buffer.peek(1).decode(

@@ -108,6 +108,7 @@ def test_questions_and_answers_are_rows_of_a_table_whose_columns_have_usual_name
         return file.getvalue()
 
     (tmp_path / 'a.csv').write_text(table(','))
+    (tmp_path / 'a2.csv').write_text('\ufeff' + table(';'))  # as Excel writes it in many countries
     (tmp_path / 'b.tsv').write_text(table('\t'))
     pyarrow.parquet.write_table(pyarrow.table(dict(zip(names, zip(*PAIRS, strict=True),
                                                        strict=True))), tmp_path / 'c.parquet')

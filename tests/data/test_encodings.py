@@ -42,12 +42,14 @@ def test_all_files_that_are_not_utf8_are_named_at_once(tmp_path, refused):
         text = 'one\ncafé\n' if n % 3 else 'plain\n'
         (tmp_path / f'in/{n:02}.txt').write_bytes(text.encode('latin-1' if n < 38 else 'utf-8'))
     write_rows(tmp_path / 'in/rows.jsonl', ['some text'])
+    (tmp_path / 'in/broken.txt.gz').write_bytes(b'no gzip')
     line = refused('text', tmp_path / 'in', '--tokenizer=char')
     assert [f'{n:02}.txt, line 2' in line for n in range(15)] == [n % 3 > 0 for n in range(15)]
     assert '16.txt' not in line
     assert '; and 15 more files: not UTF-8' in line and line.count('error:') == 1
     assert '--encoding=latin-1' in line and '--errors=replace' in line
-    (tmp_path / 'in/rows.jsonl').unlink()
+    for name in ('rows.jsonl', 'broken.txt.gz'):
+        (tmp_path / 'in' / name).unlink()
     prepared(tmp_path / 'd', 'text', tmp_path / 'in', '--encoding=latin1')
     assert split_bytes(tmp_path / 'd', 'train').decode().count('one\ncafé\n') > 10
 

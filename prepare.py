@@ -107,8 +107,8 @@ class PrepareConfig:
             found.append(f'prompt={self.prompt} and format={self.format} cannot go together: leave '
                          'one out')
         if find_encoding(self.encoding) is None:
-            found.append(f'encoding={self.encoding[:40]}: Python has no such text encoding: expected '
-                         'one such as utf-8, latin-1, cp1252, utf-16 or shift_jis')
+            found.append(f'encoding={self.encoding[:40]}: Python has no such text encoding: '
+                         'expected one such as utf-8, latin-1, cp1252, utf-16 or shift_jis')
         if parse_count(self.max_tokens) is None:
             found.append(f'max_tokens={self.max_tokens}: expected a number, such as 100M or 1.5B')
         if self.tokenizer != 'auto' and not tokenizers.is_name(self.tokenizer) \

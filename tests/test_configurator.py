@@ -4,7 +4,10 @@ import re
 import pytest
 from helpers import ROOT, fails
 
+import evaluate
+import export
 import sample
+import serve
 import train
 from bench import BenchConfig
 from configurator import commented_fields, help_text, load_config
@@ -277,6 +280,16 @@ def test_an_argument_without_dashes_is_the_run_and_a_py_file_stays_a_config(tmp_
                         (('missing.py',), 'config file missing.py'), (('',), 'config file : ')):
         with pytest.raises(UserError, match=re.escape(words)):
             sampling(*argv)
+
+
+def test_commands_on_a_run_take_it_as_an_argument(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for script, *options in ((sample,), (evaluate,), (export, '--dest=new'), (serve, '--port=0')):
+        message = fails(capsys, monkeypatch, script.main, 'out-none', *options)
+        assert 'out-none: no checkpoint there' in message, script
+        message = fails(capsys, monkeypatch, script.main, 'gpt2', *options)
+        assert 'gpt2: no checkpoint there; weights of others' in message
+        assert '--init_from=gpt2' in message
 
 
 def test_arguments_without_dashes_may_be_a_list_also_of_py_files(tmp_path):

@@ -313,10 +313,10 @@ def search(root, left_out, suffixes):
                 left_out[reason] += 1
         for path in [Path(at, name) for name in files]:
             reason = 'hidden' if path.name.startswith('.') else why_no_text(path)
+            if not reason and inner_suffix(path) not in {*suffixes, *TABLES, *CONVERTERS}:
+                reason = inner_suffix(path) or 'without an ending'
             if not reason and (ending := needs_conversion(path)):
                 reason = f'{ending} ({CONVERTERS[ending]} makes text of it)'
-            if not reason and inner_suffix(path) not in {*suffixes, *TABLES}:
-                reason = inner_suffix(path) or 'without an ending'
             if reason:
                 left_out[reason] += 1
             else:

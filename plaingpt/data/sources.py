@@ -253,10 +253,12 @@ def find_files(wanted, tell=None, suffixes=SUFFIXES):
         for path in map(Path, matches):
             if path.is_dir():
                 found += search(path, reasons, suffixes)
-            elif path == Path(name) and (ending := needs_conversion(path)):
-                raise UserError(f'{shown(path)}: no text, but a {ending} file: convert it with '
-                                f'{CONVERTERS[ending]}, and name the text')
-            elif path == Path(name) or not (why_no_text(path) or needs_conversion(path)):
+            elif ending := needs_conversion(path):
+                if path == Path(name):
+                    raise UserError(f'{shown(path)}: no text, but a {ending} file: convert it with '
+                                    f'{CONVERTERS[ending]}, and name the text')
+                reasons[with_converter(ending)] += 1
+            elif path == Path(name) or not why_no_text(path):
                 found.append(path)
         if not found:
             raise UserError(f'{shown(name)}: nothing is read: {list_counts(reasons) or "no files"}:'
@@ -316,7 +318,7 @@ def search(root, left_out, suffixes):
             if not reason and inner_suffix(path) not in {*suffixes, *TABLES, *CONVERTERS}:
                 reason = inner_suffix(path) or 'without an ending'
             if not reason and (ending := needs_conversion(path)):
-                reason = f'{ending} ({CONVERTERS[ending]} makes text of it)'
+                reason = with_converter(ending)
             if reason:
                 left_out[reason] += 1
             else:
@@ -356,6 +358,10 @@ def needs_conversion(path):
     except OSError:  # is told where the file is read
         return ''
     return next((SIGNATURES[first] for first in SIGNATURES if begin.startswith(first)), '')
+
+
+def with_converter(ending):
+    return f'{ending} ({CONVERTERS[ending]} makes text of it)'
 
 
 def list_counts(reasons):

@@ -90,4 +90,5 @@ def test_what_a_tool_has_to_convert_is_refused_by_its_name_or_its_first_bytes(tm
     lines = []
     assert find_files(str(tmp_path), lines.append) == [tmp_path / 'good.txt']
     assert '2 .pdf (pdftotext makes text of it)' in lines[0]
-    assert find_files(f'{tmp_path}/*.txt') == [tmp_path / 'good.txt']
+    assert find_files(f'{tmp_path}/*.[tp][xd]*', lines.append) == [tmp_path / 'good.txt']
+    assert lines[1].endswith('; left out: 2 .pdf (pdftotext makes text of it)')

@@ -286,7 +286,7 @@ def open_dataset(folder):
                         'folder again')
     if not any(folder.glob('*.bin')):
         corpus = f', or python prepare.py {quoted(folder.name)} where that is a corpus it lists'
-        raise UserError(f'{folder} is not prepared: python prepare.py text --input=FILES '
+        raise UserError(f'{folder} is not prepared: python prepare.py text FILES '
                         f'--data_dir={quoted(folder)}'
                         + corpus * (folder.parent == Path('data')))
     if (folder / 'meta.pkl').exists():

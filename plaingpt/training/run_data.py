@@ -66,7 +66,7 @@ def prepare_small(name):
             and not (folder / UNFINISHED).exists():
         if name not in CORPORA:
             nearest = difflib.get_close_matches(name, CORPORA, n=1)
-            raise UserError(f'{folder} is not prepared: python prepare.py text --input=FILES '
+            raise UserError(f'{folder} is not prepared: python prepare.py text FILES '
                             f'--data_dir={quoted(folder)}'
                             + (f'; or did you mean --dataset={nearest[0]}?' if nearest else ''))
         done = subprocess.run(command('prepare', name, '--if_small'))

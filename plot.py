@@ -22,7 +22,7 @@ from plaingpt.monitoring.diagnosis import diagnose
 from plaingpt.monitoring.figures import draw_curves, loss_table, tokenizers_differ
 from plaingpt.monitoring.markdown_report import overfit_check
 from plaingpt.monitoring.metrics_file import read_rows, rows_with
-from plaingpt.monitoring.references import read_reference
+from plaingpt.monitoring.references import read_reference, reference_of
 from plaingpt.monitoring.run_record import read_run, where_it_stands
 from plaingpt.system.errors import UserError, run_script
 from plaingpt.system.files import in_use
@@ -33,7 +33,7 @@ from plaingpt.system.streams import require_stdout
 @dataclass
 class PlotConfig:
     output: str = ''  # the picture (default: loss.png in the folder; compare.png here for several)
-    reference: str = ''  # a file of references/: draw its band, and say where the runs lie
+    reference: str = ''  # of references/: its band is drawn; a run with its settings has it
     live: bool = False  # draw again and again until all runs have ended
     every: Annotated[float, 'at least 1'] = 10.0  # seconds, with live
 
@@ -57,12 +57,13 @@ def main(argv):
             draw_runs(read_runs(folders), output, reference, may_be_empty=True)
             time.sleep(config.every)
     runs = read_runs(folders)
-    draw_runs(runs, output, reference)
+    paths = draw_runs(runs, output, reference)
     for name, rows, run in runs:
         print_run(name, rows, run, reference)
     if len(runs) > 1:
         print_losses(runs)
-    print(output)
+    for path in paths:
+        print(path)
 
 
 def check_folders(folders):
@@ -90,11 +91,14 @@ def read_runs(folders):
 
 
 def draw_runs(runs, output, reference, may_be_empty=False):
-    """Raises UserError where there is nothing to draw, unless it may_be_empty."""
+    """→ paths of the pictures. Raises UserError where there is nothing to draw, unless it
+    may_be_empty."""
     if reference and any(run and reference.other_text(run) for _, _, run in runs):
         reference = None
+    elif not reference and len(runs) == 1:
+        reference = reference_of(runs[0][2])
     try:
-        draw_curves([(name, rows) for name, rows, _ in runs], output, reference)
+        return draw_curves([(name, rows) for name, rows, _ in runs], output, reference)
     except UserError:
         if not may_be_empty:
             raise
@@ -116,7 +120,9 @@ def print_run(name, rows, run, reference):
             print(f'  {verdict}')
     else:
         print('  it has no run.json of train.py, and without one nothing is diagnosed')
-    if reference:
+    if not reference and (recorded := reference_of(run)):
+        print(f'  {recorded.compare(name, rows)}')
+    elif reference:
         from plaingpt.training.settings import settings_without_effect  # which takes torch
         print(f'  {reference.compare(name, rows, run, settings_without_effect())}')
 

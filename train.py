@@ -28,6 +28,7 @@ from plaingpt.data.dataset import Dataset
 from plaingpt.monitoring.backends import open_backends
 from plaingpt.monitoring.markdown_report import write_report
 from plaingpt.monitoring.metrics import Metrics
+from plaingpt.monitoring.references import find_reference
 from plaingpt.monitoring.run_record import describe_run, write_run
 from plaingpt.parallel.sharding import Replicated
 from plaingpt.system import devices
@@ -53,7 +54,7 @@ from plaingpt.training.probes import Probes
 from plaingpt.training.progress import Progress, restore
 from plaingpt.training.resuming import check_resumed, find_resumed, saved_settings
 from plaingpt.training.schedules import get_lr
-from plaingpt.training.settings import TrainConfig
+from plaingpt.training.settings import TrainConfig, settings_without_effect
 from plaingpt.training.time_budget import refuse_two_lengths, with_length, with_length_of
 from plaingpt.training.training_step import StepGuard, forward_backward, update
 
@@ -118,6 +119,8 @@ def setup(config, world, device, dtype, compile):
     run.config = config = with_length(run, resumed, mean_loss, group)
     run.record = describe_run(run_model.with_shape(config, shape), dataset, train_data, model,
                               device, dtype, compile, world, resumed)
+    run.record['reference'] = find_reference(run.record, config.step_tokens(),
+                                             settings_without_effect())
     open_outputs(run, resumed, group)
     return run
 

@@ -145,7 +145,7 @@ def bases(char_data, trained, text_file, tmp_path, monkeypatch):
     monkeypatch.setattr(torch, 'compile', lambda model, **_: model)
     monkeypatch.setattr(serve, 'run_server', ended)
     monkeypatch.setattr(plot, 'draw_curves',
-                        lambda runs, path, reference: Path(path).write_bytes(b''))
+                        lambda runs, path, reference: Path(path).write_bytes(b'') or [path])
     matmul_flops = step_speed.matmul_flops
     monkeypatch.setattr(step_speed, 'matmul_flops',
                         lambda dtype, device, size=64: matmul_flops(dtype, device, size=64))

@@ -13,6 +13,7 @@ nanoGPT takes bfloat16, as its own train.py.
 
 import importlib.util
 import json
+import math
 import os
 import re
 import subprocess
@@ -40,7 +41,7 @@ from plaingpt.experiments.tables import markdown
 from plaingpt.inference.generation import generate
 from plaingpt.inference.hf_export import write_hf
 from plaingpt.inference.weight_layout import prepare_for_generation
-from plaingpt.monitoring.figures import COLOURS, cut_off_the_start
+from plaingpt.monitoring.drawing import COLOURS, Line, Panel, save_figure
 from plaingpt.system.devices import (
     autocast,
     choose_device,
@@ -124,31 +125,25 @@ def race(config, options):
             write_atomically(Path(config.save, 'race.csv'), 'program,round,seconds,val_loss\n'
                              + ''.join(f'{name},{n},{seconds:.2f},{loss}\n'
                                        for name, n, seconds, loss in rows))
-            draw_race(rows, Path(config.save, 'loss-over-time.png'))
+            draw_race(rows, Path(config.save, 'loss-over-time.png'),
+                      machine_name(torch.device('cpu')))
     print(f'median share of the time to the same loss: {median(shares):.2f}')
 
 
-def draw_race(rows, path):
+def draw_race(rows, path, machine):
     """Draw rows of race.csv, (program, round, seconds, loss), into a PNG: a line for each round."""
-    from matplotlib.figure import Figure
-    figure = Figure(figsize=(8, 4.5), layout='constrained')
-    axes = figure.add_subplot()
-    legend = {'nanoGPT': 'nanoGPT: CPU recipe of its README',
-              'plainGPT': 'plainGPT: shakespeare_char_cpu_fast'}
-    for (program, label), colour in zip(legend.items(), COLOURS[1::-1], strict=True):
-        for number in sorted({row[1] for row in rows}):
-            xs, ys = zip(*(row[2:] for row in rows if row[:2] == (program, number)), strict=True)
-            axes.plot(xs, ys, '-o', ms=3.5, lw=1.2, color=colour, label=label)
-            label = None  # once for all rounds
-    cut_off_the_start(axes)
-    axes.set_title(f'Validation loss over time, tiny Shakespeare\n'
-                   f'{machine_name(torch.device("cpu"))}', fontsize=11, loc='left')
-    axes.set_xlabel('seconds since the program was started')
-    axes.set_ylabel('validation loss, nats a character')
-    axes.grid(alpha=0.25)
-    axes.spines[['top', 'right']].set_visible(False)
-    axes.legend(loc='upper right', framealpha=0.8, edgecolor='none')
-    figure.savefig(path, dpi=110)
+    curves = {}
+    for program, number, *point in rows:
+        curves.setdefault((program, number), []).append(point)
+    lines = [Line(*zip(*points, strict=True), program if number == 1 else '',
+                  COLOURS[program == 'nanoGPT'], style={'marker': 'o'})
+             for (program, number), points in curves.items()]
+    seconds, goal = curves['nanoGPT', 1][-1]
+    reached = next((at for at, loss in curves['plainGPT', 1] if loss <= goal), math.inf)
+    save_figure([Panel(
+        f'nanoGPT ends at {goal:.2f} after {seconds:.0f} s; plainGPT is below that after '
+        f'{reached:.0f} s', lines, f'Validation loss over time, tiny Shakespeare, {machine}',
+        'seconds since the program was started', 'loss, nats a character')], path)
 
 
 # -----------------------------------------------------------------------------

@@ -1,4 +1,5 @@
-"""report.md and loss.png: what a run was and what came of it, from run.json and metrics.jsonl."""
+"""report.md and its pictures: what a run was and what came of it, from run.json and metrics.jsonl.
+"""
 
 import math
 import textwrap
@@ -8,6 +9,7 @@ from statistics import median_high
 
 from plaingpt.monitoring.diagnosis import THRESHOLDS, diagnose, late_losses, warmup_iters
 from plaingpt.monitoring.metrics_file import column, read_rows, rows_with
+from plaingpt.monitoring.references import reference_of
 from plaingpt.monitoring.run_record import epochs, read_run, where_it_stands
 from plaingpt.system.files import write_atomically
 from plaingpt.system.formatting import duration, one_line, printable, quote_epochs, short
@@ -18,7 +20,7 @@ SAMPLES = 5  # texts by the model in a report, evenly spread over the run
 
 @status.doing('writing the report')
 def write_report(out_dir, print_line):
-    """Write out_dir/loss.png and report.md. What cannot be written is said in a line."""
+    """Write out_dir/report.md and its pictures. What cannot be written is said in a line."""
     out_dir = Path(out_dir)
     with attempt('report.md', print_line):
         rows, run = read_rows(out_dir / 'metrics.jsonl', print_line), read_run(out_dir)
@@ -26,7 +28,7 @@ def write_report(out_dir, print_line):
             return
         with attempt('loss.png', print_line):
             from plaingpt.monitoring.figures import draw_curves
-            draw_curves([(out_dir.name, rows)], out_dir / 'loss.png')
+            draw_curves([(out_dir.name, rows)], out_dir / 'loss.png', reference_of(run))
         if verdict := overfit_check(rows, run):
             print_line(verdict)
         text = format_report(out_dir, rows, run)
@@ -51,8 +53,12 @@ def format_report(out_dir, rows, run):
              or too_early(rows, run) or 'Nothing looks wrong.']
     if verdict := overfit_check(rows, run):
         parts.append(verdict)
+    if reference := reference_of(run):
+        parts.append(f'{reference.compare("It", rows)}.')
     if (out_dir / 'loss.png').exists():
         parts += ['## Curves', '![loss](loss.png)']
+    if (out_dir / 'loss-details.png').exists():
+        parts.append('![learning rate, gradients, speed and layers](loss-details.png)')
     parts += ['## What was run', f'```\n{run["command"]}\n```', format_facts(run)]
     if run['changed']:
         lines = '\n'.join(f'{key} = {value!r}' for key, value in sorted(run['changed'].items()))

@@ -4,8 +4,9 @@ metrics.jsonl has one JSON object a line: iter (updates done), tokens, elapsed_s
   for a logged step     loss lr grad_norm tokens_per_s mfu peak_memory_bytes data_wait
                         and lr_embedding lr_head lr_vector where they differ from lr;
                         with float16, loss_scale
-  for an evaluation     train_loss val_loss val_bpb, and sample, a text by the model; of a mixture
-                        val_loss/NAME of each corpus, whose mean by their shares is val_loss
+  for an evaluation     train_loss val_loss val_bpb, val_loss_stderr where it is known, and sample,
+                        a text by the model; of a mixture val_loss/NAME of each corpus, whose mean
+                        by their shares is val_loss
   for a benchmark       hellaswag_acc hellaswag_acc_stderr … (eval_tasks)
   for a health check    health/… of health.py
 Losses are means in nats per token over all micro-steps and processes; unknown values are null.
@@ -142,6 +143,7 @@ class Metrics:
             columns.append('best')
         self._print_columns(iter_num, *columns)
         self._write(iter_num, train_loss=train_loss, val_loss=val_loss, val_bpb=val_bpb,
+                    **({} if val_stderr is None else {'val_loss_stderr': val_stderr}),
                     **{f'val_loss/{name}': loss for name, loss in of_each.items()},
                     **({} if sample is None else {'sample': sample}))
         self._diagnose()

@@ -6,6 +6,7 @@ The file has, for each seed, a line {"seed", "run"} with the facts of that run
 
 import difflib
 import json
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import pairwise
 from statistics import mean, stdev
@@ -59,6 +60,24 @@ class Reference:
         """Whether a run's last validation loss lies in the band at its end."""
         _, low, high = self.band()[-1]
         return low <= column(rows, 'val_loss')[-1] <= high
+
+    def headline(self, runs):
+        """Where runs, [(name, rows)], lie at their last evaluation, in a few words."""
+        band, said = self.band(), []
+        for name, rows in runs:
+            placed = [(row['val_loss'], *edges) for row in rows_with(rows, 'val_loss')
+                      if (edges := band_at(band, row['tokens']))]
+            who = f'{name} is ' * (len(runs) > 1)
+            if not placed:
+                said.append(f'{who}not within its range of iterations yet')
+                continue
+            loss, low, high = placed[-1]
+            where = f'worse: {loss - high:.2f} above the band' if loss > high else \
+                f'better: {low - loss:.2f} below the band' if loss < low else 'inside the band'
+            said.append(f'{who}{where}')
+        if len(runs) == 1 and placed:
+            said[0] += f', where 95% of new seeds end: {low:.2f} to {high:.2f}'
+        return '; '.join(said).capitalize()
 
     def compare(self, name, rows, run=None, without_effect=()):
         """A sentence on where the run `name` lies. run: its facts, where they are known;
@@ -172,6 +191,25 @@ def read_reference(name):
         raise UserError(f'{path} is damaged ({type(e).__name__}: {e}): take it from the project '
                         'again, or make it anew with tools/make_reference.py') from None
     return Reference(name, runs, rows)
+
+
+def find_reference(run, step_tokens, without_effect):
+    """The name of the reference whose settings and text a run has, or None. step_tokens: of the
+    run; without_effect: as of Reference.compare"""
+    as_begun = {**run, 'config': {**run['config'],
+                                  **({'init_from': 'scratch'} if run['from_scratch'] else {})}}
+    for path in sorted(FOLDER.glob('*.jsonl')):
+        reference = read_reference(path.stem)
+        if reference.step_tokens() == step_tokens and not reference.other_text(run) \
+                and not differing_settings(as_begun, reference.run, without_effect):
+            return reference.name
+    return None
+
+
+def reference_of(run):
+    """The Reference that a run recorded when it began, None without one."""
+    with suppress(UserError):
+        return read_reference(run['reference']) if run.get('reference') else None
 
 
 def write_reference(reference):

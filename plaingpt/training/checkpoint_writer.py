@@ -34,7 +34,8 @@ from plaingpt.training.checkpoint import (
 from plaingpt.weights import not_finite
 
 MEGABYTE = 10**6
-LOGS = ('metrics.jsonl', 'anomalies.jsonl', 'run.json', 'report.md', 'loss.png', 'tensorboard')
+LOGS = ('metrics.jsonl', 'anomalies.jsonl', 'run.json', 'report.md', 'loss.png',
+        'loss-details.png', 'tensorboard')
 
 
 class Saver:

@@ -17,10 +17,11 @@ from plaingpt.monitoring.run_record import read_run
 def test_a_report_says_what_was_run_and_what_came_of_it(tiny, tmp_path, capsys):
     train.main([*tiny, '--report=True', '--sample_tokens=7', '--health_interval=2'])
     text = (tmp_path / 'out/report.md').read_text()
-    assert size_of_png(tmp_path / 'out/loss.png') > (1000, 1000)
+    for name in ('loss.png', 'loss-details.png'):
+        assert size_of_png(tmp_path / 'out' / name) > (1000, 600) and f'({name})' in text
     best = min(line['val_loss'] for line in lines(tmp_path / 'out', 'val_loss'))
     for words in (f'{best:.4f}', 'bits a byte', '| iterations | 6 |', '| tokens | 768,',
-                  'n_embd = 32', '(loss.png)', '28,064 parameters', 'After 0 iterations:',
+                  'n_embd = 32', '28,064 parameters', 'After 0 iterations:',
                   'After 6 iterations:'):
         assert words in text, words
     assert 'learning_rate' not in text  # it is the default
@@ -36,8 +37,8 @@ def test_without_matplotlib_a_run_ends_well(tiny, tmp_path, monkeypatch, capsys)
 
 
 def test_an_interrupted_run_is_reported_where_it_stands(tiny, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(figures, 'draw_curves', lambda *_: None)
-    monkeypatch.setattr(plot, 'draw_curves', lambda *_: None)
+    monkeypatch.setattr(figures, 'draw_curves', lambda *_: [])
+    monkeypatch.setattr(plot, 'draw_curves', lambda *_: [])
     original, steps = train.forward_backward, itertools.count(1)
 
     def interrupted(*arguments):

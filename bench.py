@@ -16,7 +16,7 @@
 Without a config: GPT-2 124M on a GPU, config/bench_cpu.py or config/grid_cpu.py on a CPU.
 --memory runs a real step on CUDA; elsewhere torch's memory tracker follows a step on tensors
 without data, which takes no memory, and about a second for each layer (a minute for 48).
-Trainings that ended are kept in the folder of --save, and the same command goes on after a stop.
+Trainings are kept in the folder of --save, and the same command goes on after a stop.
 """
 
 if __name__ == '__main__':  # before torch, which takes seconds
@@ -123,13 +123,16 @@ def configs_of(variants, config, words):
     return found
 
 
-def measure_variants(config, words, journal, machine):
-    """Train all variants → (a row for each run, their table, a row for each variant)."""
+def measure_variants(config, words, folder, machine):
+    """Train all variants in `folder` → (a row for each run, their table, a row for each variant).
+    """
     variants = runs.sweep_variants(config.sweep) if config.sweep \
         else runs.read_variants(config.variants, config)
-    rows = runs.train_all(configs_of(variants, config, words), journal, machine)
+    configs = configs_of(variants, config, words)
+    rows = runs.train_all(configs, folder, machine)
     compared, target = runs.compare(rows, config.target_loss)
-    return rows, runs.format_comparison(rows, compared, target), compared
+    text = [runs.format_comparison(rows, compared, target), *runs.describe_times(configs, compared)]
+    return rows, '\n\n'.join(text), compared
 
 
 def main(argv):
@@ -145,7 +148,7 @@ def main(argv):
     path = tables.result_path(folder, name, device)
     facts = tables.describe_measurement(device, argv)
     if trains:
-        rows, text, compared = measure_variants(config, words, f'{path}.jsonl', facts['machine'])
+        rows, text, compared = measure_variants(config, words, path, facts['machine'])
     else:
         rows, text = measure_step(config, device)
     print(json.dumps({**facts, 'rows': rows, 'table': text}, indent=1) if config.json
@@ -156,9 +159,11 @@ def main(argv):
         what = f'{Path(config.dataset).name}, {config.max_iters:,} steps, ' \
                f'{count_of(config.seeds, "seed")}'
         try:
-            runs.draw_comparison(compared, f'{path}.png', what)
+            runs.draw_comparison(rows, compared, f'{path}.png', what)
         except UserError as problem:  # the figures are saved without matplotlib too
             warn(problem)
+        if not config.json:
+            print(f'{path}/ has the runs, {path}.png their picture')
 
 
 if __name__ == '__main__':

@@ -68,8 +68,9 @@ class ServeConfig(model_choice.ModelChoice):
 class Api:
     """Requests → responses. The event loop runs all of it but `write`."""
 
-    def __init__(self, generator, config):
-        self.generator, self.config, self.created = generator, config, int(time.time())
+    def __init__(self, generator, config, parameters):
+        self.generator, self.config, self.parameters = generator, config, parameters
+        self.created = int(time.time())
         self.thread = ThreadPoolExecutor(1)  # it runs `write`: one text at a time, in order
         self.futures = []  # of texts that are written or wait
         self.server = None  # uvicorn's
@@ -79,6 +80,7 @@ class Api:
         return respond(200, {'object': 'list', 'data': [{
             'id': self.config.model_name, 'object': 'model', 'created': self.created,
             'owned_by': 'plaingpt', 'chat': is_chat(self.generator.tokenizer),
+            'parameters': self.parameters,
             'context_length': self.generator.model.config.block_size}]})
 
     async def answer(self, request):
@@ -239,11 +241,13 @@ def main(argv):
                                                        config.checkpoint, config.tokenizer)
         model = model.to(device).eval()
         dtype, _ = choose_dtype(config.dtype, device, model.config.n_embd)
-        print(f'{source} | {model.num_parameters():,} parameters | device {device} | dtype {dtype}')
+        parameters = model.num_parameters()
+        print(f'{source} | {parameters:,} parameters | device {device} | dtype {dtype}')
         context = prepare_for_generation(model, device, dtype)
         host = f'[{config.host}]' if ':' in config.host else config.host
         print(f'{config.model_name} on http://{host}:{sock.getsockname()[1]}/ (Ctrl-C ends)')
-        asyncio.run(run_server(Api(TextGenerator(model, tokenizer, context), config), sock))
+        generator = TextGenerator(model, tokenizer, context)
+        asyncio.run(run_server(Api(generator, config, parameters), sock))
 
 
 if __name__ == '__main__':

@@ -61,10 +61,12 @@ def test_a_sweep_trains_and_is_saved_without_matplotlib(tiny, tmp_path, capsys, 
     monkeypatch.setitem(sys.modules, 'matplotlib.figure', None)
     bench.main([*tiny, '--sweep=n_layer=1,2', '--seeds=1', '--json', f'--save={tmp_path}/results'])
     out, err = capsys.readouterr()
-    assert 'warning: the picture needs matplotlib' in err
+    assert 'warning: drawing curves needs matplotlib' in err
     base, changed = json.loads(out)['rows']
     assert base['final_loss'] != changed['final_loss']
     assert 'n_layer=2' in (tmp_path / 'results' / 'sweep-n_layer-cpu.csv').read_text()
+    kept = tmp_path / 'results/sweep-n_layer-cpu/n_layer=2, seed=1337'
+    assert (kept / 'checkpoints').is_dir() and (kept / 'run.json').exists()
 
 
 def test_on_a_cpu_a_small_model_takes_the_place_of_gpt2():

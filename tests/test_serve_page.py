@@ -1,5 +1,6 @@
 """The page in a real browser: Debian's chromium and chromium-driver, and the package selenium."""
 
+import re
 import shutil
 from contextlib import contextmanager
 from itertools import product
@@ -41,7 +42,7 @@ def say(browser, text):
 
 def loaded(browser, server, temperature='0'):
     browser.get(server.url)
-    wait_until(lambda: 'context' in browser.find_element('id', 'about').text)
+    wait_until(lambda: 'reads' in browser.find_element('id', 'about').text)
     browser.execute_script('document.getElementById("temperature").value = arguments[0]',
                            temperature)
 
@@ -74,6 +75,18 @@ def test_an_answer_is_streamed_to_the_page_as_text(browser, chat_server):
     assert not browser.find_elements('id', 'bold') and not browser.find_elements('tag name', 'i')
     assert not [entry for entry in browser.get_log('browser')  # and nothing the policy refused
                 if entry['level'] in ('WARNING', 'SEVERE')]
+
+
+def test_an_empty_page_has_a_hint_and_the_size_of_the_model_in_words(browser, chat_server):
+    loaded(browser, chat_server)
+    hint, about = browser.find_element('id', 'hint'), browser.find_element('id', 'about')
+    assert hint.text.startswith('Ask something. Enter sends')
+    assert re.fullmatch(r'a model of [0-9.]+ thousand parameters that reads 96 tokens', about.text)
+    say(browser, 'hi')
+    answered(browser)
+    assert not hint.is_displayed()
+    browser.find_element('id', 'clear').click()
+    assert hint.is_displayed() and browser.switch_to.active_element.get_attribute('id') == 'input'
 
 
 def test_what_does_not_fit_any_more_is_said(browser, chat_server):
@@ -113,10 +126,14 @@ def long_answer(browser, trained, tmp_path):
         yield server
 
 
-def test_an_answer_can_be_stopped(browser, trained, tmp_path):
+@pytest.mark.parametrize('how', ['button', 'Escape'])
+def test_an_answer_can_be_stopped(browser, trained, tmp_path, how):
     with long_answer(browser, trained, tmp_path) as server:
         assert 'not tuned to chat' in browser.find_element('id', 'about').text
-        browser.find_element('id', 'stop').click()
+        if how == 'button':
+            browser.find_element('id', 'stop').click()
+        else:
+            browser.find_element('id', 'input').send_keys('\ue00c')  # Escape
         answered(browser)
         assert texts(browser, 'note') == ['(stopped)'] and not texts(browser, 'error')
         wait_until(lambda: 'completion: ' in server.log.read_text())

@@ -1,16 +1,16 @@
-"""Trainings that differ in some settings, over several seeds: run, remembered, compared, drawn.
+"""Trainings that differ in some settings, over several seeds: run, kept, compared, drawn.
 
 A variant is a name and the settings that it changes: {'no convolution': {'conv': 0}}. The others
-of a list are compared with its first. Each training is a whole run of train.py. A run that ended is
-kept in a journal, so an experiment that was killed goes on when its command is given again.
+of a list are compared with its first. Each training is a whole run of train.py in a folder of its
+own, which stays: an experiment that was stopped goes on when its command is given again.
 """
 
 import json
+import re
 import runpy
 import statistics
 import subprocess
-import tempfile
-from contextlib import suppress
+import sys
 from dataclasses import fields
 from itertools import product
 from math import sqrt
@@ -19,10 +19,23 @@ from pathlib import Path
 from tqdm import tqdm
 
 from plaingpt.experiments.tables import markdown, number
-from plaingpt.system.errors import UserError, needs
-from plaingpt.system.files import append_line, command, parse_json
-from plaingpt.system.formatting import count_of
+from plaingpt.monitoring.drawing import Line, Panel, choose_colours, save_figure
+from plaingpt.monitoring.figures import LABEL_WIDTH, NATS, comparison_panel, short_names
+from plaingpt.monitoring.metrics_file import read_rows
+from plaingpt.monitoring.references import STUDENT_T
+from plaingpt.monitoring.run_record import read_run
+from plaingpt.system.errors import UserError
+from plaingpt.system.files import command, read_json, write_json
+from plaingpt.system.formatting import capitalized, count_of
+from plaingpt.system.streams import warn
+from plaingpt.training.checkpoint import checkpoint_paths
 from plaingpt.training.settings import TrainConfig
+
+# Settings that change numbers, and not the work of a step
+SAME_WORK = {'learning_rate', 'embedding_lr_scale', 'head_lr_scale', 'vector_lr_scale', 'beta1',
+             'beta2', 'decay_lr', 'lr_schedule', 'wsd_decay', 'warmup_iters', 'lr_decay_iters',
+             'min_lr', 'max_iters', 'seed', 'eval_interval', 'eval_iters'}
+NAMED = 3  # variants that a sentence names; of more it tells their number
 
 # -----------------------------------------------------------------------------
 # lists of variants
@@ -69,52 +82,65 @@ def sweep_variants(sweep):
 # running them
 
 
-def train_all(configs, journal, machine):
-    """Train {variant: (its TrainConfig of each seed)} → [a dict for each run], seed after seed, so
-    that a machine whose speed drifts is fair to all variants.
+def train_all(configs, folder, machine):
+    """Train {variant: (its TrainConfig of each seed)} in folders of `folder` → [a dict for each
+    run], seed after seed, so that a machine whose speed drifts is fair to all variants.
 
-    journal: path of the file that gets a line when a run ends; a run of the same settings on the
-             same machine that it has is not made again
+    A run of the same settings on the same machine that is there is not made again.
     A run that fails has None for its numbers. Raises UserError where the first run fails.
     """
     order = [(name, config) for round_ in zip(*configs.values(), strict=True)
              for name, config in zip(configs, round_, strict=True)]
-    known, runs = read_journal(journal), []
+    runs = []
     for name, config in tqdm(order, 'training', disable=None):
-        key = json.dumps([machine, {field.name: getattr(config, field.name)
-                                    for field in fields(TrainConfig) if field.name != 'out_dir'}])
-        if key not in known:
-            try:
-                known[key] = {**train_once(config), 'failed': ''}
-                append_line(journal, {'key': key, 'run': known[key]})
-            except UserError as problem:
-                if not runs:
-                    raise
-                known[key] = {**dict.fromkeys(('final_loss', 'step_ms', 'memory_bytes')),
-                              'curve': [], 'failed': str(problem)}
-        runs.append({'variant': name, 'seed': config.seed, **known[key]})
+        where = run_folder(folder, name, config.seed)
+        run = {'variant': name, 'seed': config.seed, 'folder': str(where), 'failed': ''}
+        try:
+            run |= train_once(config, where, machine)
+        except UserError as problem:
+            if not runs:
+                raise
+            run |= {**dict.fromkeys(('final_loss', 'step_ms', 'memory_bytes')), 'curve': [],
+                    'failed': str(problem)}
+        came_to = run['failed'] or number('.4f', run['final_loss'])
+        tqdm.write(f'{name}, seed {config.seed}: {came_to}', file=sys.stderr)
+        runs.append(run)
     return runs
 
 
-def read_journal(path):
-    """→ {key: run}. A line that a kill cut short is skipped."""
-    known = {}
-    for line in Path(path).read_bytes().splitlines() if Path(path).exists() else ():
-        with suppress(ValueError, KeyError, TypeError):
-            entry = parse_json(line)
-            known[entry['key']] = entry['run']
-    return known
+def run_folder(folder, name, seed):
+    """Where the run of a variant and a seed is; what file systems do not take is written as %xx."""
+    name = re.sub(r'[^\w =,.+×-]', lambda found: f'%{ord(found[0]):02x}', name)
+    return Path(folder, f'{name}, seed={seed}')
 
 
-def train_once(config):
-    """Run train.py in a folder of its own → the run's numbers. Raises UserError where it failed."""
-    with tempfile.TemporaryDirectory() as folder:
-        run_train([*(f'--{field.name}={getattr(config, field.name)}'
-                     for field in fields(TrainConfig)),
+def train_once(config, folder, machine):
+    """Train in `folder`, go on with what is there of the same run, or take it as it is where it is
+    done → its numbers. Raises UserError where it fails."""
+    asked = {'machine': machine, 'settings': {
+        field.name: getattr(config, field.name) for field in fields(TrainConfig)
+        if field.name != 'out_dir'}}
+    try:
+        same = read_json(folder / 'asked.json') == json.loads(json.dumps(asked))
+    except (OSError, ValueError):
+        same = False
+    if not (same and is_done(folder)):
+        folder.mkdir(parents=True, exist_ok=True)
+        goes_on = same and checkpoint_paths(folder)
+        write_json(folder / 'asked.json', asked)
+        run_train([*(f'--{key}={value}' for key, value in asked['settings'].items()),
                    f'--log_interval={min(config.log_interval, config.max_iters)}',
-                   f'--out_dir={folder}', '--report=False', '--sample_tokens=0'])
-        text = Path(folder, 'metrics.jsonl').read_text(encoding='utf-8')
-    return summarize([json.loads(line) for line in text.splitlines()], config)
+                   f'--out_dir={folder}', '--sample_tokens=0', '--keep_checkpoints=1',
+                   *['--init_from=resume'] * bool(goes_on)])
+        if not is_done(folder):
+            raise UserError('it was stopped: the same command goes on with it')
+    return summarize(read_rows(folder / 'metrics.jsonl', warn), config)
+
+
+def is_done(folder):
+    """Whether the run of a folder has come to its end."""
+    ending = read_run(folder).get('ending', '')
+    return ending == 'all iterations are done' or ending.startswith('patience')
 
 
 def run_train(argv):
@@ -144,39 +170,40 @@ def summarize(lines, config):
 def compare(runs, target=0.0):
     """Runs → (a dict for each variant, the target loss: 5% above the first's unless it is given).
 
-    'loss', 'loss_error': mean over seeds and its standard error; 'change', 'change_error': those of
-    the differences to the first variant's runs of the same seeds; 'clear': whether the change is
-    beyond two standard errors; 'step_ms', 'memory_bytes', 'target_s': medians. None where there is
-    none.
+    'losses', 'loss', 'loss_error': of each seed, their mean and its standard error; 'change',
+    'change_error', 'clear': the difference to the first variant, see difference; 'step_ms',
+    'memory_bytes', 'target_s': medians. None where there is none.
     """
     groups = {}
     for run in runs:
         groups.setdefault(run['variant'], []).append(run)
-    first, *_ = groups
-    base = [run['final_loss'] for run in groups[first]]
+    base = [run['final_loss'] for run in next(iter(groups.values()))]
     if not target and None not in base:
         target = round(1.05 * statistics.mean(base), 2)
-    return [compare_one(name, group, None if name == first else base, target)
-            for name, group in groups.items()], target
+    rows = []
+    for i, (name, group) in enumerate(groups.items()):
+        losses = [run['final_loss'] for run in group]
+        row = {'variant': name, 'losses': losses,
+               **dict.fromkeys(('loss', 'loss_error', 'change', 'change_error', 'clear'))}
+        if None not in losses:
+            row['loss'], row['loss_error'] = mean_and_error(losses)
+        if i and None not in losses + base:
+            row['change'], row['change_error'], row['clear'] = difference(losses, base)
+        for key in ('step_ms', 'memory_bytes'):
+            row[key] = median_or_none([run[key] for run in group])
+        row['target_s'] = median_or_none([seconds_to(target, run['curve']) for run in group])
+        rows.append(row)
+    return rows, target
 
 
-def compare_one(name, group, base, target):
-    """A variant's runs, the losses of the first variant's or None for itself → its dict."""
-    losses = [run['final_loss'] for run in group]
-    row = {'variant': name, 'losses': losses, 'loss': None, 'loss_error': None, 'change': None,
-           'change_error': None, 'clear': None, 'target_s': None}
-    for key in ('step_ms', 'memory_bytes'):
-        row[key] = median_or_none([run[key] for run in group])
-    if None in losses:
-        return row
-    row['loss'], row['loss_error'] = mean_and_error(losses)
-    row['target_s'] = median_or_none([seconds_to(target, run['curve']) for run in group])
-    if base and None not in base:
-        changes = [loss - other for loss, other in zip(losses, base, strict=True)]
-        row['change'], row['change_error'] = mean_and_error(changes)
-    if row['change_error'] is not None:
-        row['clear'] = abs(row['change']) > 2 * row['change_error']
-    return row
+def difference(losses, others):
+    """Losses of two variants with the same seeds → (the mean difference, its standard error,
+    whether it is beyond the seeds: zero is outside of its 95% interval by Student's t). The last
+    two are None for one seed."""
+    mean, error = mean_and_error([a - b for a, b in zip(losses, others, strict=True)])
+    if error is None:
+        return mean, None, None
+    return mean, error, abs(mean) > STUDENT_T[min(len(losses) - 1, len(STUDENT_T)) - 1] * error
 
 
 def median_or_none(values):
@@ -204,7 +231,7 @@ def seconds_to(loss, curve):
 
 
 def format_comparison(runs, rows, target):
-    """→ Markdown: a line for each variant."""
+    """→ Markdown: what is seen, and a line for each variant."""
     table = [[row['variant'],
               number('.4f', row['loss']) + with_error(row['loss_error']),
               number('+.4f', row['change']) + with_error(row['change_error']),
@@ -213,11 +240,15 @@ def format_comparison(runs, rows, target):
               number('.0f', row['memory_bytes'] and row['memory_bytes'] / 2**20)] for row in rows]
     failed = [f'{run["variant"]}, seed {run["seed"]} failed: {run["failed"]}'
               for run in runs if run['failed']]
+    said = []
+    if any(row['loss'] is not None for row in rows):
+        said.append(f'{". ".join(filter(None, describe_best(rows)))}.')
     return '\n\n'.join([
         f'{len(runs)} runs, {count_of(len(rows[0]["losses"]), "seed")}. The loss is the mean over '
         'seeds ± its standard error; the change is that to the first line, of runs with the same '
-        'seed.', *failed,
-        markdown(['', 'final validation loss', 'change', 'beyond 2 errors', 'ms a step',
+        "seed, and beyond the seeds where zero is outside of its 95% interval (Student's t).",
+        *failed, *said,
+        markdown(['', 'final validation loss', 'change', 'beyond the seeds', 'ms a step',
                   f's to {target}', 'memory, MiB'], table)])
 
 
@@ -225,33 +256,66 @@ def with_error(error):
     return '' if error is None else f' ± {error:.4f}'
 
 
-def draw_comparison(rows, path, what):
-    """Draw the losses into a PNG: each run, and each variant's mean ± two standard errors. what:
-    the second line of the title. Raises UserError where matplotlib or any loss is absent."""
-    with needs('matplotlib', 'the picture'):
-        from matplotlib.figure import Figure
+def describe_best(rows):
+    """→ (which variant has the lowest loss, which others the seeds tell from it), sentences"""
+    best, *others = sorted((row for row in rows if row['loss'] is not None),
+                           key=lambda row: row['loss'])
+    lowest = f'{best["variant"]} ends lowest, at {best["loss"]:.4f}'
+    if len(best['losses']) == 1:
+        return lowest, 'With one seed nothing can be said on whether that is more than chance: ' \
+                       'give --seeds=3'
+    told = [row for row in others if difference(row['losses'], best['losses'])[2]]
+    chance = [row for row in others if row not in told]
+    said = []
+    if told:
+        said.append(f'it is below {list_names(told)} beyond the seeds')
+    if chance:
+        said.append(f'its distance to {list_names(chance)} may be chance')
+    return lowest, capitalized('; '.join(said))
+
+
+def list_names(rows):
+    """Names of variants, of many their number."""
+    names = [row['variant'] for row in rows]
+    return ' and '.join(filter(None, (', '.join(names[:-1]), names[-1]))) \
+        if len(names) <= NAMED else f'{len(names)} others'
+
+
+def describe_times(configs, rows):
+    """→ [a sentence] where the times of steps differ though a step does the same work. configs: as
+    of train_all"""
+    first = [config for config, *_ in configs.values()]
+    differing = sorted(field.name for field in fields(TrainConfig)
+                       if len({str(getattr(config, field.name)) for config in first}) > 1)
+    times = [row['step_ms'] for row in rows if row['step_ms']]
+    if len(times) < 2 or not differing or not SAME_WORK.issuperset(differing):
+        return []
+    return [f'Times of a step differ by {max(times) / min(times) - 1:.0%} though only '
+            f'{" and ".join(differing)} differ{"s" * (len(differing) == 1)}, which cannot change '
+            'the work of a step: that is the noise of this machine.']
+
+
+# -----------------------------------------------------------------------------
+# drawing them
+
+
+def draw_comparison(runs, rows, path, what):
+    """Draw the curves of all runs, and the final losses with their means, into a PNG. what: they
+    have in common. Raises UserError where matplotlib or any loss is absent."""
     rows = [row for row in rows if row['loss'] is not None]
     if not rows:
         raise UserError('there is no picture: no variant has a loss for each of its seeds')
-    figure = Figure(figsize=(8, 1.9 + 0.34 * len(rows)), layout='constrained')
-    axes = figure.subplots()
-    looks = {None: ('0.35', 'the first, or no clear difference'), True: ('C0', 'clearly lower'),
-             False: ('C3', 'clearly higher')}
-    for y, row in enumerate(rows):
-        colour, label = looks[row['change'] < 0 if row['clear'] else None]
-        axes.plot(row['losses'], [y] * len(row['losses']), '|', color=colour, alpha=0.45, ms=9)
-        axes.errorbar(row['loss'], y, xerr=2 * (row['loss_error'] or 0.0), fmt='o', capsize=4,
-                      color=colour, label=label)
-    axes.axvline(rows[0]['loss'], color='0.6', linewidth=1, linestyle='--', zorder=0)
-    axes.set_yticks(range(len(rows)), [row['variant'] for row in rows])
-    axes.set_ylim(len(rows) - 0.4, -0.6)
-    axes.set_xlabel('final validation loss, nats a token (lower is better)')
-    best = min(rows, key=lambda row: row['loss'])
-    axes.set_title(f'{best["variant"]} ends lowest, at {best["loss"]:.3f}\n', loc='left')
-    axes.annotate(f'{what}; each run (|), and the mean ± 2 standard errors (●)', (0, 1), (0, 6),
-                  'axes fraction', textcoords='offset points', fontsize=9, color='0.3')
-    axes.grid(axis='x', alpha=0.25)
-    axes.spines[['top', 'right', 'left']].set_visible(False)
-    handles = dict(zip(*reversed(axes.get_legend_handles_labels()), strict=True))
-    figure.legend(handles.values(), handles, loc='outside lower center', ncols=3, frameon=False)
-    figure.savefig(path, dpi=110)
+    names = short_names([row['variant'] for row in rows], LABEL_WIDTH)
+    curves = [(names[run['variant']], read_rows(Path(run['folder'], 'metrics.jsonl'), warn))
+              for run in runs if run['variant'] in names]
+    left, (lowest, verdict) = comparison_panel(curves), describe_best(rows)
+    left.question, left.headline = f'Which ends lowest? {what}', lowest
+    colours, lines = choose_colours(len(rows)), []
+    for i, (row, colour) in enumerate(zip(rows, colours, strict=True)):
+        lines.append(Line([i + 0.15] * len(row['losses']), row['losses'], colour=colour,
+                          style={'ls': '', 'marker': '_', 'ms': 9, 'mew': 1.5, 'alpha': 0.6}))
+        lines.append(Line([i], [row['loss']], names[row['variant']], colour,
+                          [row['loss_error'] or 0.0]))
+    right = Panel(verdict, lines, 'Is that more than the seeds?', '– a run, ● mean ± its error',
+                  NATS, ticks=[])
+    save_figure([left, right], path, max(4.6, 1.6 + 0.2 * len(rows)))

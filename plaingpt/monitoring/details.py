@@ -6,7 +6,7 @@ from statistics import median
 
 from plaingpt.monitoring.drawing import COLOURS, Line, Panel, choose_colours
 from plaingpt.monitoring.metrics_file import column, rows_with
-from plaingpt.system.formatting import short
+from plaingpt.system.formatting import capitalized, short
 
 FLAT = 0.01  # a panel whose values differ by less than this share of the largest is left out
 SPIKE = 5  # times the median of its neighbours
@@ -49,7 +49,7 @@ def column_panel(runs, key, what, describe, scale=1):
         headline = describe(lines[0].xs, lines[0].ys)
     else:
         medians = describe_range([(median(line.ys), line.label) for line in lines])
-        headline = f'{what[0].upper()}{what[1:]}, median: {medians}'
+        headline = f'{capitalized(what)}, median: {medians}'
     return Panel(headline, lines, y_label=what, from_zero=True)
 
 
@@ -117,7 +117,7 @@ def layer_panel(runs, measure, what):
     if not lines:
         return None
     ends = describe_range([(line.ys[-1], line.label) for line in lines])
-    return Panel(f'{what[0].upper()}{what[1:]} end at {ends}', lines, y_label=what,
+    return Panel(f'{capitalized(what)} end at {ends}', lines, y_label=what,
                  from_zero=True)
 
 

@@ -133,7 +133,7 @@ def scale_axes(axes, panel, width, height):
     axes.set_xlim(first - 0.03 * (last - first), first + (last - first) / (1 - share))
     axes.set_xlabel(panel.x_label, fontsize=MEDIUM, x=(1 - share) / 2)
     axes.spines.bottom.set_bounds(first, last)
-    if panel.ticks:
+    if panel.ticks is not None:
         axes.set_xticks(range(len(panel.ticks)), panel.ticks)
         return
     places = MaxNLocator(max(3, round((1 - share) * width * 1.6)), steps=[1, 2, 2.5, 5, 10],

@@ -26,7 +26,8 @@ def draw_curves(runs, path, reference=None):
     """
     if not any(rows_with(rows, 'loss') or rows_with(rows, 'val_loss') for _, rows in runs):
         raise UserError('there is nothing to draw yet: no step is logged, no evaluation made')
-    runs = [(short_name(name, LABEL_WIDTH), rows) for name, rows in runs]
+    names = short_names([name for name, _ in runs], LABEL_WIDTH)
+    runs = [(names[name], rows) for name, rows in runs]
     save_figure(loss_panels(runs, reference), path)
     panels, beside = detail_panels(runs), Path(path).with_stem(f'{Path(path).stem}-details')
     if not panels:
@@ -47,6 +48,14 @@ def loss_panels(runs, reference=None):
     if len(runs) > 1:
         return [first, *speed_panel(runs)]
     return [first, *unseen_panel(rows)]
+
+
+def short_names(names, width):
+    """Names → {name: the same in `width` characters at most}, numbered where they would be alike"""
+    found = {name: short_name(name, width) for name in names}
+    if len(set(found.values())) < len(found):
+        found = {name: f'{i} {short_name(name, width - 3)}' for i, name in enumerate(found, 1)}
+    return found
 
 
 def short_name(name, width):

@@ -15,7 +15,7 @@ from plaingpt.monitoring.metrics_file import column, parse_row, rows_with, step_
 from plaingpt.monitoring.run_record import check_run
 from plaingpt.system.errors import UserError
 from plaingpt.system.files import ROOT, open_regular, parse_json, write_atomically
-from plaingpt.system.formatting import setting
+from plaingpt.system.formatting import capitalized, setting
 
 FOLDER = ROOT / 'references'
 
@@ -77,7 +77,7 @@ class Reference:
             said.append(f'{who}{where}')
         if len(runs) == 1 and placed:
             said[0] += f', where 95% of new seeds end: {low:.2f} to {high:.2f}'
-        return '; '.join(said).capitalize()
+        return capitalized('; '.join(said))
 
     def compare(self, name, rows, run=None, without_effect=()):
         """A sentence on where the run `name` lies. run: its facts, where they are known;

@@ -68,6 +68,11 @@ def shown(path):
     return printable(str(path)).replace('\n', '\\n')
 
 
+def capitalized(text):
+    """'it is GPT' → 'It is GPT'"""
+    return text[:1].upper() + text[1:]
+
+
 def count_of(number, noun):
     """(1, 'byte') → '1 byte', (2000, 'byte') → '2,000 bytes'."""
     return f'{number:,} {noun}{"s" * (number != 1)}'

@@ -1,6 +1,7 @@
 """Variants × seeds: lists of variants, runs that are remembered, their comparison."""
 
 import json
+from dataclasses import fields, replace
 from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,6 +14,9 @@ import train
 from plaingpt.experiments import runs
 from plaingpt.experiments.runs import (
     compare,
+    describe_best,
+    describe_times,
+    difference,
     draw_comparison,
     format_comparison,
     read_variants,
@@ -21,6 +25,7 @@ from plaingpt.experiments.runs import (
     sweep_variants,
     train_once,
 )
+from plaingpt.monitoring import run_record
 from plaingpt.system.errors import UserError
 from plaingpt.training.settings import TrainConfig
 
@@ -91,12 +96,16 @@ def trained(monkeypatch, tmp_path):
     """(seed, conv) of runs that take no time; convolutions fail at seed 7."""
     made = []
 
-    def train(config):
+    def train(config, folder, machine):
         made.append((config.seed, config.conv))
         if (config.seed, config.conv) == (7, 4):
             raise UserError('no convolution here')
-        return {'final_loss': 3.0 - config.conv / 10 + config.seed / 100, 'step_ms': 10.0,
-                'memory_bytes': 2**20, 'curve': [(0.0, 4.0), (1.0, 3.0)]}
+        loss = 3.0 - config.conv / 10 + config.seed / 100
+        folder.mkdir(parents=True)
+        (folder / 'metrics.jsonl').write_text(json.dumps(
+            {'iter': 1, 'tokens': 9, 'elapsed_s': 1.0, 'val_loss': loss}))
+        return {'final_loss': loss, 'step_ms': 10.0, 'memory_bytes': 2**20,
+                'curve': [(0.0, 4.0), (1.0, 3.0)]}
 
     monkeypatch.setattr(runs, 'train_once', train)
     monkeypatch.chdir(tmp_path)
@@ -109,37 +118,60 @@ MINE = ['--variants=mine.py', '--conv=4', '--seeds=2', '--seed=5', '--device=cpu
         '--vocab_size=65']
 
 
-def test_an_experiment_that_was_killed_goes_on(trained, tmp_path, monkeypatch):
-    to_the_end = runs.train_once
+@pytest.fixture
+def trainings(monkeypatch):
+    """The words that train.py was called with, which writes the files of a run that ended."""
+    made = []
 
-    def killed_after_3(config):
-        if len(trained) == 3:
+    def run_train(argv):
+        made.append(argv)
+        options = dict(word[2:].split('=', 1) for word in argv)
+        folder = Path(options['out_dir'])
+        (folder / 'checkpoints/iter-00000001').mkdir(parents=True, exist_ok=True)
+        row = {'iter': 1, 'tokens': 9, 'elapsed_s': 1.0, 'tokens_per_s': 9.0, 'loss': 3.0,
+               'peak_memory_bytes': 2**20, 'train_loss': 3.0, 'val_loss': 3.0}
+        (folder / 'metrics.jsonl').write_text(json.dumps(row) + '\n')
+        ending = 'SIGTERM' if len(made) == 3 else 'all iterations are done'
+        (folder / 'run.json').write_text(json.dumps({
+            **{key: {} for key in run_record.KEYS}, 'ending': ending}))
+        if len(made) == 4:
             raise KeyboardInterrupt
-        return to_the_end(config)
+    monkeypatch.setattr(runs, 'run_train', run_train)
+    return made
 
-    monkeypatch.setattr(runs, 'train_once', killed_after_3)
+
+def folders_of(trainings):
+    return [argument.removeprefix('--out_dir=') for argv in trainings for argument in argv
+            if argument.startswith('--out_dir=out-experiments')]
+
+
+def test_a_sweep_keeps_its_runs_by_setting_and_seed_and_goes_on_from_them(
+        trainings, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    words = ['--sweep=init_from=gpt2,a/b', '--seeds=2', '--seed=5', '--device=cpu']
     with pytest.raises(KeyboardInterrupt):
-        bench.main(MINE)
-    with Path('out-experiments/mine-cpu.jsonl').open('ab') as f:
-        f.write(b'{"key": "cut\xff')
-    monkeypatch.setattr(runs, 'train_once', to_the_end)
-    bench.main(MINE)
-    assert trained == [(5, 0), (5, 4), (6, 0), (6, 4)]  # seed after seed
-    bench.main(MINE)
-    assert len(trained) == 4
-    bench.main([*MINE, '--max_iters=99'])
-    assert len(trained) == 8
+        bench.main(words)
+    folder = 'out-experiments/sweep-init_from-cpu'
+    names = [f'{folder}/init_from={value}, seed={seed}'
+             for seed in (5, 6) for value in ('gpt2', 'a%2fb')]
+    assert folders_of(trainings) == names  # seed after seed
+    stopped, killed = trainings[2:4]
+    bench.main(words)  # the third was stopped: it is resumed; the fourth had ended
+    assert folders_of(trainings[4:]) == names[2:3]
+    assert '--init_from=resume' in trainings[4] and '--init_from=resume' not in stopped + killed
+    bench.main(words)
+    assert len(trainings) == 5
+    bench.main([*words, '--max_iters=99'])  # other settings begin anew
+    assert folders_of(trainings[5:]) == names and '--init_from=resume' not in trainings[5]
     assert sorted(path.suffix for path in Path('out-experiments').iterdir()) == [
-        '.csv', '.jsonl', '.md', '.png']
+        '', '.csv', '.md', '.png']
 
 
-def test_a_run_that_fails_is_told_and_tried_again_and_the_others_stand(trained, capsys):
-    for _ in range(2):
-        bench.main([*MINE, '--seeds=3', '--json'])
-        found = json.loads(capsys.readouterr().out)
-        assert [row['final_loss'] for row in found['rows']][-2:] == [3.07, None]
-        assert 'conv, seed 7 failed: no convolution here' in found['table']
-    assert len(trained) == 7
+def test_a_run_that_fails_is_told_and_the_others_stand(trained, capsys):
+    bench.main([*MINE, '--seeds=3', '--json'])
+    found = json.loads(capsys.readouterr().out)
+    assert [row['final_loss'] for row in found['rows']][-2:] == [3.07, None]
+    assert 'conv, seed 7 failed: no convolution here' in found['table']
 
 
 def test_a_first_run_that_fails_ends_the_experiment(trained, capsys, monkeypatch):
@@ -168,28 +200,39 @@ def test_a_run_is_a_training(char_data, tmp_path, monkeypatch):
              '--block_size=16', '--batch_size=8', '--max_iters=20', '--eval_interval=10',
              '--eval_iters=2', '--log_interval=50', '--warmup_iters=2', '--device=cpu',
              '--learning_rate=1e-2']
-    found = train_once(bench.load_config(bench.BenchConfig, words))
+    found = train_once(bench.load_config(bench.BenchConfig, words), tmp_path / 'run', 'here')
+    assert (tmp_path / 'run/report.md').exists()
     seconds = [seconds for seconds, _ in found['curve']]
     assert seconds == pytest.approx([0, 10 * found['step_ms'] / 1e3, 20 * found['step_ms'] / 1e3])
     assert found['final_loss'] < found['curve'][0][1] and found['memory_bytes'] > 2**20
     with pytest.raises(UserError, match='give the folder of a prepared dataset'):
-        train_once(bench.load_config(bench.BenchConfig, [*words, f'--dataset={tmp_path}/none']))
+        train_once(bench.load_config(bench.BenchConfig, [*words, f'--dataset={tmp_path}/none']),
+                   tmp_path / 'none', 'here')
 
 
 # -----------------------------------------------------------------------------
 # their comparison
 
 
-def made_runs(**losses):
+def made_runs(folder, **losses):
     """{name: final losses of its seeds} → runs that fall linearly from 4 within a second."""
-    return [{'variant': name, 'seed': seed, 'final_loss': loss, 'failed': '' if loss else 'no',
-             'step_ms': 10.0, 'memory_bytes': 2**20, 'curve': [(0.0, 4.0), (1.0, loss)]}
-            for name, of_seeds in losses.items() for seed, loss in enumerate(of_seeds)]
+    found = []
+    for name, of_seeds in losses.items():
+        for seed, loss in enumerate(of_seeds):
+            where = folder / f'{name} {seed}'
+            where.mkdir(parents=True, exist_ok=True)
+            (where / 'metrics.jsonl').write_text(''.join(json.dumps(
+                {'iter': i, 'tokens': 9 * i, 'elapsed_s': i, 'val_loss': y}) + '\n'
+                for i, y in enumerate((4.0, loss))))
+            found.append({'variant': name, 'seed': seed, 'folder': str(where), 'final_loss': loss,
+                          'failed': '' if loss else 'no', 'step_ms': 10.0, 'memory_bytes': 2**20,
+                          'curve': [(0.0, 4.0), (1.0, loss)]})
+    return found
 
 
-def test_a_variant_is_compared_with_the_first_at_the_same_seeds():
+def test_a_variant_is_compared_with_the_first_at_the_same_seeds(tmp_path):
     (first, better, lower), target = compare(made_runs(
-        first=[2.0, 3.0, 2.5], better=[1.5, 2.0, 2.5], lower=[1.9, 2.91, 2.4]))
+        tmp_path, first=[2.0, 3.0, 2.5], better=[1.5, 2.0, 2.5], lower=[1.9, 2.91, 2.4]))
     assert first['loss'] == 2.5 and target == 2.62  # 5% above
     assert first['change'] is None and first['loss_error'] == pytest.approx(0.5 / 3**0.5)
     assert better['change'] == pytest.approx(-0.5)
@@ -197,19 +240,45 @@ def test_a_variant_is_compared_with_the_first_at_the_same_seeds():
     assert better['clear'] is False and lower['clear'] is True  # a small change, but at each seed
 
 
+def test_a_difference_of_two_errors_is_within_the_seeds_where_these_are_three():
+    assert difference([1.0, 1.0, 1.0], [0.9, 0.8, 0.98])[2] is False  # 2.3 errors, of 4.3
+    assert difference([1.0] * 3 * 9, [0.9, 0.8, 0.98] * 9)[2] is True
+    assert difference([1.0], [0.5]) == (0.5, None, None)
+
+
 def test_what_failed_was_not_reached_or_has_one_seed_has_no_number(tmp_path):
-    found = made_runs(first=[2.0, 2.0], worse=[2.5, 2.6], broken=[2.0, None])
+    found = made_runs(tmp_path, first=[2.0, 2.0], worse=[2.5, 2.6], broken=[2.0, None])
     rows, target = compare(found, 2.2)
     _, worse, broken = rows
-    assert worse['target_s'] is None and worse['clear'] and broken['loss'] is None
+    assert worse['target_s'] is None and broken['loss'] is None
     text = format_comparison(found, rows, target)
     assert 'broken, seed 1 failed: no' in text and '+0.5500 ± 0.0500' in text
-    draw_comparison(rows, tmp_path / 'runs.png', 'two seeds')
+    draw_comparison(found, rows, tmp_path / 'runs.png', 'two seeds')
     assert size_of_png(tmp_path / 'runs.png') > (600, 200)
     with pytest.raises(UserError, match='no picture'):
-        draw_comparison(rows[2:], tmp_path / 'none.png', '')
-    (_, other), _ = compare(made_runs(first=[2.0], other=[1.0]))
+        draw_comparison(found, rows[2:], tmp_path / 'none.png', '')
+    found = made_runs(tmp_path, first=[2.0], other=[1.0])
+    (_, other), target = compare(found)
     assert other['change'] == -1 and other['change_error'] is other['clear'] is None
+    assert 'With one seed nothing can be said' in format_comparison(found, compare(found)[0], 2)
+
+
+def test_the_best_is_named_with_those_that_the_seeds_tell_from_it(tmp_path):
+    rows, _ = compare(made_runs(tmp_path, far=[3.0, 3.01, 3.02], near=[2.0, 2.2, 2.1],
+                                best=[1.99, 2.1, 2.11]))
+    assert describe_best(rows) == (
+        'best ends lowest, at 2.0667',
+        'It is below far beyond the seeds; its distance to near may be chance')
+
+
+def test_times_that_differ_for_learning_rates_alone_are_called_noise():
+    rows = [{'step_ms': 10.0}, {'step_ms': 13.0}]
+    slow, fast = (replace(SMALL, learning_rate=rate, min_lr=rate / 10) for rate in (1e-3, 1e-2))
+    said, = describe_times({'a': [slow], 'b': [fast]}, rows)
+    assert said.startswith('Times of a step differ by 30% though only learning_rate and min_lr')
+    assert not describe_times({'a': [slow], 'b': [replace(fast, n_layer=3)]}, rows)
+    assert not describe_times({'a': [slow], 'b': [fast]}, [rows[0], {'step_ms': None}])
+    assert {field.name for field in fields(TrainConfig)} >= runs.SAME_WORK
 
 
 def test_the_time_to_a_loss_lies_between_evaluations():

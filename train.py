@@ -119,8 +119,7 @@ def setup(config, world, device, dtype, compile):
     run.config = config = with_length(run, resumed, mean_loss, group)
     run.record = describe_run(run_model.with_shape(config, shape), dataset, train_data, model,
                               device, dtype, compile, world, resumed)
-    run.record['reference'] = find_reference(run.record, config.step_tokens(),
-                                             settings_without_effect())
+    run.record['reference'] = find_reference(run.record, settings_without_effect())
     open_outputs(run, resumed, group)
     return run
 

@@ -193,17 +193,26 @@ def read_reference(name):
     return Reference(name, runs, rows)
 
 
-def find_reference(run, step_tokens, without_effect):
-    """The name of the reference whose settings and text a run has, or None. step_tokens: of the
-    run; without_effect: as of Reference.compare"""
-    as_begun = {**run, 'config': {**run['config'],
-                                  **({'init_from': 'scratch'} if run['from_scratch'] else {})}}
+def find_reference(run, without_effect):
+    """The name of the reference whose text and settings a run has, or None. without_effect: as of
+    Reference.compare"""
+    if run['from_scratch']:  # also where it was resumed
+        run = {**run, 'config': {**run['config'], 'init_from': 'scratch'}}
     for path in sorted(FOLDER.glob('*.jsonl')):
-        reference = read_reference(path.stem)
-        if reference.step_tokens() == step_tokens and not reference.other_text(run) \
-                and not differing_settings(as_begun, reference.run, without_effect):
-            return reference.name
+        with suppress(OSError, ValueError, KeyError, TypeError), open_regular(path) as f:
+            other = check_run(parse_json(f.readline())['run'])  # of its first seed
+            if config_step_tokens(run) == config_step_tokens(other) \
+                    and not Reference(path.stem, {0: other}, {}).other_text(run) \
+                    and not differing_settings(run, other, without_effect):
+                return path.stem
     return None
+
+
+def config_step_tokens(run):
+    """Tokens in a step, by the settings."""
+    config = run['config']
+    return config['total_batch_size'] or config['batch_size'] * config['block_size'] \
+        * config['gradient_accumulation_steps']
 
 
 def reference_of(run):

@@ -78,6 +78,25 @@ def test_how_a_run_is_computed_and_watched_is_no_difference():
     assert 'unlike the reference' not in same
 
 
+def test_a_run_knows_the_reference_whose_settings_and_text_it_has(tmp_path, capsys):
+    reference = references.read_reference('quickstart')
+    run, ignored = reference.run, settings_without_effect()
+
+    def found(changed=None, **facts):
+        return references.find_reference(
+            {**run, **facts, 'config': {**run['config'], **(changed or {})}}, ignored)
+
+    assert found() == found({'seed': 9, 'out_dir': 'x'}) == found({'init_from': 'resume'}) \
+        == 'quickstart'
+    assert found({'n_layer': 5}) is found({'batch_size': 5}) is found(vocab_size=9) is None
+    rows = next(iter(reference.rows.values()))
+    (tmp_path / 'metrics.jsonl').write_text(''.join(json.dumps(row) + '\n' for row in rows))
+    for name, said in (('quickstart', 'inside the band of quickstart'), ('gone', 'iteration 450')):
+        (tmp_path / 'run.json').write_text(json.dumps({**run, 'reference': name}))
+        plot.main([str(tmp_path)])
+        assert said in capsys.readouterr().out
+
+
 def test_there_is_no_verdict_where_the_reference_has_no_evaluation():
     early = [row for row in curve(0.0, step=20) if row['iter'] < 100]
     assert 'no evaluation between 51,200 and 512,000 tokens (100 and 1000 iterations' \

@@ -65,7 +65,7 @@ def test_a_sweep_trains_and_is_saved_without_matplotlib(tiny, tmp_path, capsys, 
     base, changed = json.loads(out)['rows']
     assert base['final_loss'] != changed['final_loss']
     assert 'n_layer=2' in (tmp_path / 'results' / 'sweep-n_layer-cpu.csv').read_text()
-    kept = tmp_path / 'results/sweep-n_layer-cpu/n_layer=2, seed=1337'
+    kept = tmp_path / 'results/sweep-n_layer-cpu/n_layer=2,seed=1337'
     assert (kept / 'checkpoints').is_dir() and (kept / 'run.json').exists()
 
 

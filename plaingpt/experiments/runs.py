@@ -111,7 +111,7 @@ def train_all(configs, folder, machine):
 def run_folder(folder, name, seed):
     """Where the run of a variant and a seed is; what file systems do not take is written as %xx."""
     name = re.sub(r'[^\w =,.+×-]', lambda found: f'%{ord(found[0]):02x}', name)
-    return Path(folder, f'{name}, seed={seed}')
+    return Path(folder, f'{name},seed={seed}')
 
 
 def train_once(config, folder, machine):

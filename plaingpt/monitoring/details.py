@@ -14,6 +14,8 @@ HEALTH = {  # measure of a layer → what its panel says
     'grad_norm': 'gradient norms of layers', 'weight_norm': 'weight norms',
     'update_ratio': 'updates / weights', 'activation_rms': 'RMS of activations',
     'attention_logit': 'largest attention logits', 'dead_units': 'shares of silent MLP units'}
+# These may differ by factors, which a logarithmic axis shows.
+SPREAD = {'grad_norm', 'update_ratio', 'attention_logit'}
 
 
 def detail_panels(runs):
@@ -50,7 +52,7 @@ def column_panel(runs, key, what, describe, scale=1):
     else:
         medians = describe_range([(median(line.ys), line.label) for line in lines])
         headline = f'{capitalized(what)}, median: {medians}'
-    return Panel(headline, lines, y_label=what, from_zero=True)
+    return Panel(headline, lines, y_label=what, from_zero=key not in SPREAD)
 
 
 def describe_range(values):
@@ -118,7 +120,7 @@ def layer_panel(runs, measure, what):
         return None
     ends = describe_range([(line.ys[-1], line.label) for line in lines])
     return Panel(f'{capitalized(what)} end at {ends}', lines, y_label=what,
-                 from_zero=True)
+                 from_zero=measure not in SPREAD)
 
 
 def position_panel(runs):

@@ -41,7 +41,7 @@ class Panel:
     question: str = ''
     x_label: str = 'iteration'
     y_label: str = ''
-    from_zero: bool = False  # the y axis, unless it is logarithmic
+    from_zero: bool = False  # the y axis, which is never logarithmic then
     band: tuple | None = None  # (xs, lows, highs) of a reference
     ring: tuple | None = None  # (x, y, text): a point that is named
     ticks: list | None = None  # names of 0, 1, 2, … on the x axis
@@ -118,18 +118,20 @@ def scale_axes(axes, panel, width, height):
     if panel.band:
         ys += [*panel.band[1], *panel.band[2]]
     positive = [y for y in ys if y > 0]
-    if positive and max(positive) > LOG * min(positive):
+    if positive and max(positive) > LOG * min(positive) and not panel.from_zero:
         axes.set_yscale('log', nonpositive='mask')  # zeros are left out
         axes.set_ylim(min(positive) / 1.3, max(positive) * 1.3)
         axes.yaxis.set_major_formatter(lambda value, _: f'{value:g}')
         axes.yaxis.set_minor_formatter(NullFormatter())
     else:
         margin = 0.06 * (max(ys) - min(ys)) or 0.05 * abs(max(ys)) or 1
-        axes.set_ylim(0 if panel.from_zero else min(ys) - margin, max(ys) + margin)
+        axes.set_ylim(min(ys) - margin, max(ys) + margin)
+        if panel.from_zero:
+            axes.set_ylim(0, 1.06 * max(ys) or 1)
     xs = [x for line in lines for x in line.xs]
     first, last = min(xs), max(xs) + (len(set(xs)) == 1)
     longest = max((len(line.label) for line in panel.lines), default=0)
-    share = min(LABEL_ROOM, 0.62 * MEDIUM / 72 * longest / width + 0.03)
+    share = max(0.06, min(LABEL_ROOM, 0.62 * MEDIUM / 72 * longest / width + 0.03))
     axes.set_xlim(first - 0.03 * (last - first), first + (last - first) / (1 - share))
     axes.set_xlabel(panel.x_label, fontsize=MEDIUM, x=(1 - share) / 2)
     axes.spines.bottom.set_bounds(first, last)

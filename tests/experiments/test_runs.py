@@ -152,7 +152,7 @@ def test_a_sweep_keeps_its_runs_by_setting_and_seed_and_goes_on_from_them(
     with pytest.raises(KeyboardInterrupt):
         bench.main(words)
     folder = 'out-experiments/sweep-init_from-cpu'
-    names = [f'{folder}/init_from={value}, seed={seed}'
+    names = [f'{folder}/init_from={value},seed={seed}'
              for seed in (5, 6) for value in ('gpt2', 'a%2fb')]
     assert folders_of(trainings) == names  # seed after seed
     stopped, killed = trainings[2:4]

@@ -29,6 +29,7 @@ from plaingpt.system.files import command, read_json, write_json
 from plaingpt.system.formatting import capitalized, count_of
 from plaingpt.system.streams import warn
 from plaingpt.training.checkpoint import checkpoint_paths
+from plaingpt.training.checkpoint_writer import archive_previous_run
 from plaingpt.training.settings import TrainConfig
 
 # Settings that change numbers, and not the work of a step
@@ -116,7 +117,8 @@ def run_folder(folder, name, seed):
 
 def train_once(config, folder, machine):
     """Train in `folder`, go on with what is there of the same run, or take it as it is where it is
-    done → its numbers. Raises UserError where it fails."""
+    done → its numbers. What other settings left there moves to old-001. Raises UserError where it
+    fails."""
     asked = {'machine': machine, 'settings': {
         field.name: getattr(config, field.name) for field in fields(TrainConfig)
         if field.name != 'out_dir'}}
@@ -124,14 +126,15 @@ def train_once(config, folder, machine):
         same = read_json(folder / 'asked.json') == json.loads(json.dumps(asked))
     except (OSError, ValueError):
         same = False
-    if not (same and is_done(folder)):
+    if not same:
         folder.mkdir(parents=True, exist_ok=True)
-        goes_on = same and checkpoint_paths(folder)
+        archive_previous_run(folder)  # of other settings
         write_json(folder / 'asked.json', asked)
+    if not is_done(folder):
         run_train([*(f'--{key}={value}' for key, value in asked['settings'].items()),
                    f'--log_interval={min(config.log_interval, config.max_iters)}',
                    f'--out_dir={folder}', '--sample_tokens=0', '--keep_checkpoints=1',
-                   *['--init_from=resume'] * bool(goes_on)])
+                   *['--init_from=resume'] * bool(checkpoint_paths(folder))])
         if not is_done(folder):
             raise UserError('it was stopped: the same command goes on with it')
     return summarize(read_rows(folder / 'metrics.jsonl', warn), config)

@@ -81,9 +81,8 @@ def learning_panel(name, rows):
 def learning_headline(rows):
     steps = [row for row in rows if 'loss' in row]
     if steps and steps[-1]['loss'] is None:
-        since = next(row['iter'] for row in reversed(steps) if row['loss'] is not None or
-                     row is steps[0])
-        return f'No: the loss is not finite after iteration {since:,}'
+        finite = column(rows_with(steps, 'loss'), 'iter')
+        return f'No: the loss is not finite after iteration {max(finite, default=0):,}'
     evaluations, steps = rows_with(rows, 'val_loss'), rows_with(rows, 'loss')
     evaluated = len(evaluations) > 1
     what = 'validation' if evaluated else 'the training loss'
@@ -92,6 +91,8 @@ def learning_headline(rows):
     if len(losses) < 2:
         return f'Too early to say: {rows[-1]["iter"]:,} iterations are done'
     first, last, best, top = losses[0], losses[-1], min(losses), max(losses)
+    if abs(last - first) < 0.005 and top - best < THRESHOLDS['overfit']:
+        return f'No: {what} stays at {last:.2f}'
     if last > first:
         return f'No: {what} rose from {first:.2f} to {last:.2f}'
     if top > first + THRESHOLDS['rise']:

@@ -165,6 +165,22 @@ def test_a_sweep_keeps_its_runs_by_setting_and_seed_and_goes_on_from_them(
     assert folders_of(trainings[5:]) == names and '--init_from=resume' not in trainings[5]
     assert sorted(path.suffix for path in Path('out-experiments').iterdir()) == [
         '', '.csv', '.md', '.png']
+    assert Path(names[0], 'old-001/metrics.jsonl').exists()
+
+
+def test_a_run_that_never_began_does_not_get_the_numbers_of_other_settings(
+        trainings, tmp_path, monkeypatch):
+    write_run, config = runs.run_train, bench.load_config(bench.BenchConfig, ['--device=cpu'])
+
+    def refuse(argv):
+        raise UserError('no room')
+    assert train_once(config, tmp_path / 'run', 'here')['final_loss'] == 3.0
+    monkeypatch.setattr(runs, 'run_train', refuse)
+    for _ in range(2):
+        with pytest.raises(UserError, match='no room'):
+            train_once(replace(config, n_layer=3), tmp_path / 'run', 'here')
+    monkeypatch.setattr(runs, 'run_train', write_run)
+    assert train_once(replace(config, n_layer=3), tmp_path / 'run', 'here')['final_loss'] == 3.0
 
 
 def test_a_run_that_fails_is_told_and_the_others_stand(trained, capsys):

@@ -49,6 +49,7 @@ def labels(axes):
     ([4.0, 2.0, 3.0], 'Until iteration 10: validation fell from 4.00 to 2.00, and is 3.00 now'),
     ([4.0, 9.0, 3.0], 'Not steadily: validation rose from 4.00 to 9.00 at iteration 10, and is 3'),
     ([4.0, 3.0, 9.0], 'No: validation rose from 4.00 to 9.00'),
+    ([4.0, 4.01, 4.001], 'No: validation stays at 4.00'),
     ([4.0], 'Too early to say: 0 iterations are done')])
 def test_the_first_headline_says_what_the_whole_curve_shows(losses, said):
     assert figures.learning_headline(run(losses)).startswith(said)

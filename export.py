@@ -20,6 +20,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Literal
 
+import torch
 from safetensors import SafetensorError
 
 from configurator import accepted_types, load_config
@@ -41,7 +42,7 @@ class ExportConfig(model_choice.ModelChoice):
     # where to
     dest: str = ''  # the folder to write, or the file of gguf, which must not exist yet
     format: Literal['transformers', 'gguf'] = 'transformers'  # gguf: a file for llama.cpp
-    dtype: Literal[*DTYPES] = 'float32'  # of the matrices in a file of gguf
+    dtype: Literal[*DTYPES] = 'float32'  # of the weights; in a file of gguf of the matrices
 
     # what the model card of transformers says besides the facts of the run
     license: str = ''  # such as mit or apache-2.0
@@ -51,8 +52,6 @@ class ExportConfig(model_choice.ModelChoice):
         wrong = {
             'dest is empty: name a folder to write, as --dest=my-gpt, or a file, as '
             '--format=gguf --dest=my-gpt.gguf': not self.dest,
-            f'dtype={self.dtype} takes --format=gguf':
-                self.dtype != 'float32' and self.format != 'gguf',
             f'license={self.license}: write the short name of one, such as mit':
                 not re.fullmatch(r'[\w.-]*', self.license),
             f'datasets={self.datasets}: write names on the hub, such as OWNER/NAME,OWNER/OTHER':
@@ -131,8 +130,9 @@ def main(argv):
     try:
         folder.mkdir(parents=True)
         if writer is None:
-            write_hf(folder, model, tokenizer, model_card(
-                dest.name, model, tokenizer, source, state, config.license, config.datasets))
+            card = model_card(dest.name, model, tokenizer, source, state, config.license,
+                              config.datasets)
+            write_hf(folder, model, tokenizer, card, getattr(torch, config.dtype))
             folder.rename(dest)
         else:
             write_gguf(folder / dest.name, writer)

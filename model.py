@@ -4,7 +4,7 @@ Radford et al. 2019, "Language Models are Unsupervised Multitask Learners"; what
 open follows the released code, https://github.com/openai/gpt-2. Parameter names are nanoGPT's.
 Newer parts stand behind flags of GPTConfig, whose defaults are GPT-2.
 
-B batch, T tokens in a sequence, C = n_embd, H = n_head, D = C/H, V vocabulary.
+B batch, T tokens in a sequence, C = n_embd, H = n_head, D channels of a head, V vocabulary.
 """
 
 import math
@@ -27,9 +27,10 @@ from plaingpt.kernels import (
 )
 
 VOCAB_MULTIPLE = 128  # matmuls are fast when their sizes divide by powers of two
-ROTARY_BASE = 10000.0  # as in Su et al. 2021 and Llama
 MAX_ANGLES = 2**24  # kept for rotary positions: 131,072 positions of 128 channels
 Size = Annotated[int, f'at least 1 and at most {2**40}']  # the configurator checks such limits
+Count = Annotated[int, f'at least 0 and at most {2**40}']
+Above0 = Annotated[float, 'above 0']
 ROW_PER_TOKEN = ('wte.weight', 'value_embedding.weight', 'lm_head.weight')
 
 
@@ -65,6 +66,14 @@ class GPTConfig:
     conv: int = 0  # before an MLP, mix each token with the conv - 1 before it (So 2021); 0: no
     value_embeddings: bool = False  # add a learned embedding of the token to values (Zhou 2024)
     tied_head: bool = True  # the head's weight is the embedding's (Press and Wolf 2017)
+    n_kv_head: Count = 0  # heads of keys and values, each for several of queries; 0: n_head
+    head_dim: Count = 0  # channels of a head; 0: n_embd / n_head
+    n_inner: Count = 0  # hidden units of an MLP; 0: 4 n_embd, with swiglu 8/3 n_embd
+    qkv_bias: bool = False  # with bias=False, biases of queries, keys and values alone (Qwen2)
+    norm_eps: Above0 = 1e-5  # what norms add to the variance
+    rotary_base: Above0 = 10000.0  # a higher one turns slower, for longer sequences
+    rotary_factor: Above0 = 1.0  # slow angles are divided by it (Llama 3.1); 1: none
+    rotary_length: Size = 8192  # for that, the tokens that the model read at first
     zero_init: bool = False  # output projections begin at zero: branches add nothing at first
     document_attention: bool = False  # attention and positions stay within a document
     document_start: int = -1  # for that, the token that opens each document
@@ -79,18 +88,31 @@ class GPTConfig:
 
     @property
     def mlp_width(self):  # SwiGLU has three matrices instead of two, so 2/3 of 4C cost the same
-        return 4 * self.n_embd if self.mlp != 'swiglu' else math.ceil(8 * self.n_embd / 3 / 32) * 32
+        swiglu = math.ceil(8 * self.n_embd / 3 / 32) * 32
+        return self.n_inner or (4 * self.n_embd if self.mlp != 'swiglu' else swiglu)
+
+    @property
+    def head_size(self):  # D
+        return self.head_dim or self.n_embd // self.n_head
+
+    @property
+    def qkv_sizes(self):  # channels of all queries, of all keys, of all values
+        n_kv_head = self.n_kv_head or self.n_head
+        return tuple(n * self.head_size for n in (self.n_head, n_kv_head, n_kv_head))
 
     def problems(self):
         """Fields that contradict each other, a line each."""
-        head, rest = divmod(self.n_embd, self.n_head)
+        rest, head = not self.head_dim and self.n_embd % self.n_head, self.head_size
+        name = 'head_dim' if self.head_dim else 'n_embd / n_head'
         angles = self.block_size * head
         contradictions = {
             f'n_embd={self.n_embd} is not a multiple of n_head={self.n_head}': rest,
-            f'rotary=True turns pairs of channels, but n_embd / n_head = {head} is odd':
+            f'n_head={self.n_head} is not a multiple of n_kv_head={self.n_kv_head}':
+                self.n_kv_head and self.n_head % self.n_kv_head,
+            f'rotary=True turns pairs of channels, but {name} = {head} is odd':
                 self.rotary and not rest and head % 2,
             f'rotary=True with block_size={self.block_size} keeps {angles:,} angles (block_size × '
-            f'n_embd / n_head), and {MAX_ANGLES:,} are the most':
+            f'{name}), and {MAX_ANGLES:,} are the most':
                 self.rotary and angles > MAX_ANGLES,
             f'conv={self.conv}: must be 0, or 2 and more': self.conv < 0 or self.conv == 1,
             'document_attention=True takes document_start, the id of the token that opens one':
@@ -105,15 +127,26 @@ class RMSNorm(nn.RMSNorm):
 
 def norm(config, size):
     """LayerNorm or RMSNorm over the last `size` channels."""
-    return RMSNorm(size, eps=1e-5) if config.rmsnorm else nn.LayerNorm(size, bias=config.bias)
+    if config.rmsnorm:
+        return RMSNorm(size, eps=config.norm_eps)
+    return nn.LayerNorm(size, eps=config.norm_eps, bias=config.bias)
 
 
-def rotary_table(length, size):
-    """The angles by which positions turn pairs of channels: (cosines, sines), each (length, size).
-    Pair (i, i + n) turns by ROTARY_BASE^(-i/n) a position, n = size/2."""
-    n = size // 2
-    frequencies = ROTARY_BASE ** (-torch.arange(n) / n)  # (size/2,)
-    angles = torch.outer(torch.arange(length), frequencies)  # (T, size/2)
+def rotary_frequencies(config):
+    """→ (D/2,): by how much a position turns each pair of channels, (i, i + D/2). Pairs that turn
+    less than 4 times within rotary_length turn slower, down to 1/rotary_factor for those that turn
+    less than once ("The Llama 3 Herd of Models" 2024 gives the base; the rest is its code)."""
+    n = config.head_size // 2
+    frequencies = config.rotary_base ** (-torch.arange(n) / n)
+    turns = config.rotary_length * frequencies / (2 * math.pi)  # within rotary_length
+    fast = ((turns - 1) / (4 - 1)).clamp(0, 1)  # 1: as it is
+    return frequencies * (fast + (1 - fast) / config.rotary_factor)
+
+
+def rotary_table(config):
+    """The angles by which positions turn pairs of channels: (cosines, sines), each (length, D)."""
+    positions = torch.arange(config.block_size)
+    angles = torch.outer(positions, rotary_frequencies(config))  # (block_size, D/2)
     sines = angles.sin()
     return torch.cat((angles, angles), dim=-1).cos(), torch.cat((-sines, sines), dim=-1)
 
@@ -127,31 +160,30 @@ def rotate(x, cos, sin):
 class CausalSelfAttention(nn.Module):
     def __init__(self, config):
         super().__init__()
-        self.n_head = config.n_head
+        self.head_size = config.head_size
         self.dropout = config.dropout
-        self.c_attn = nn.Linear(config.n_embd, 3 * config.n_embd, bias=config.bias)
-        self.c_attn.parts = 3 * (config.n_embd,)  # rows of the matrices in it, for Muon: q, k, v
-        self.c_proj = nn.Linear(config.n_embd, config.n_embd, bias=config.bias)
+        self.sizes = sizes = config.qkv_sizes  # of queries, of keys, of values
+        self.c_attn = nn.Linear(config.n_embd, sum(sizes), bias=config.bias or config.qkv_bias)
+        self.c_attn.parts = sizes  # rows of the matrices in it, for Muon
+        self.c_proj = nn.Linear(sizes[0], config.n_embd, bias=config.bias)
         self.resid_dropout = nn.Dropout(config.dropout)
-        head = config.n_embd // config.n_head
-        self.q_norm, self.k_norm = (norm(config, head) if config.qk_norm else nn.Identity()
-                                    for _ in 'qk')
-        self.value_embedding = nn.Embedding(config.padded_vocab_size, config.n_embd) \
+        self.q_norm, self.k_norm = (norm(config, config.head_size) if config.qk_norm
+                                    else nn.Identity() for _ in 'qk')
+        self.value_embedding = nn.Embedding(config.padded_vocab_size, sizes[2]) \
             if config.value_embeddings else None
 
     def forward(self, x, idx, rotary=None, documents=None, cache=None):
         """x (B, T, C), of the tokens idx (B, T) → (B, T, C). rotary: rows of rotary_table, of the
         positions; documents, cache: as of attention()"""
-        B, T, C = x.shape
-        q, k, v = self.c_attn(x).split(C, dim=2)  # 3 × (B, T, C)
+        q, k, v = self.c_attn(x).split(self.sizes, dim=2)  # (B, T, H·D), 2 × (B, T, KV·D)
         if self.value_embedding is not None:
             v = v + self.value_embedding(idx).to(v.dtype)  # autocast leaves embeddings alone
-        q, k, v = (t.view(B, T, self.n_head, C // self.n_head) for t in (q, k, v))  # (B, T, H, D)
+        q, k, v = (t.unflatten(2, (-1, self.head_size)) for t in (q, k, v))  # (B, T, H or KV, D)
         q, k, v = (t.transpose(1, 2) for t in (self.q_norm(q), self.k_norm(k), v))  # (B, H, T, D)
         if rotary is not None:
             q, k = rotate(q, *rotary), rotate(k, *rotary)
         y = attention(q, k, v, self.dropout if self.training else 0.0, documents, cache)
-        y = y.transpose(1, 2).reshape(B, T, C)  # (B, H, T, D) → (B, T, C)
+        y = y.transpose(1, 2).flatten(2)  # (B, H, T, D) → (B, T, H·D)
         return self.resid_dropout(self.c_proj(y))
 
 
@@ -213,8 +245,7 @@ class GPT(nn.Module):
         if config.tied_head:
             self.lm_head.weight = self.transformer.wte.weight
         if config.rotary:
-            tables = rotary_table(config.block_size, config.n_embd // config.n_head)
-            for name, table in zip(('cos', 'sin'), tables, strict=True):
+            for name, table in zip(('cos', 'sin'), rotary_table(config), strict=True):
                 self.register_buffer(name, table, persistent=False)  # (block_size, D)
         # How to compute: no part of the architecture, and may change at any time.
         self.loss_chunk_tokens = 0  # with targets, logits of so many tokens exist at once; 0: all
@@ -284,12 +315,12 @@ class GPT(nn.Module):
 
     def flops_per_token(self):
         """FLOPs to train on one token, forward and backward (PaLM, appendix B): 6 for each weight
-        in a matmul and 12·L·C·T for attention. Looking up an embedding is no matmul."""
+        in a matmul and 12·L·H·D·T for attention. Looking up an embedding is no matmul."""
         c = self.config
-        tables = (not c.tied_head) + c.value_embeddings * c.n_layer
-        looked_up = c.block_size * c.learned_positions + c.vocab_size * tables  # rows
-        matmul_weights = self.num_parameters() - looked_up * c.n_embd
-        return 6 * matmul_weights + 12 * c.n_layer * c.n_embd * c.block_size
+        looked_up = (c.block_size * c.learned_positions + c.vocab_size * (not c.tied_head)) \
+            * c.n_embd + c.value_embeddings * c.n_layer * c.vocab_size * c.qkv_sizes[2]
+        matmul_weights = self.num_parameters() - looked_up
+        return 6 * matmul_weights + 12 * c.n_layer * c.qkv_sizes[0] * c.block_size
 
     def crop_block_size(self, block_size):
         """Forget the positions past `block_size`, say to fine-tune on shorter sequences."""
@@ -298,6 +329,8 @@ class GPT(nn.Module):
         if self.config.learned_positions:
             kept = self.transformer.wpe.weight[:block_size].detach()
             self.transformer.wpe = nn.Embedding.from_pretrained(kept, freeze=False)
+        if self.config.rotary:
+            self.cos, self.sin = (table[:block_size].clone() for table in (self.cos, self.sin))
 
     @classmethod
     def from_pretrained(cls, source, dropout=0.0):

@@ -28,11 +28,18 @@ from typing import Annotated, Literal
 
 from configurator import load_config
 from plaingpt.data import tokenizers
+from plaingpt.data.chat_templates import as_chat
 from plaingpt.data.chat_tokenizer import ChatTokenizer
 from plaingpt.data.conversations import open_conversations
 from plaingpt.data.corpora import CORPORA, describe_corpus, table
 from plaingpt.data.dataset import UNFINISHED, dataset_folder, open_dataset
 from plaingpt.data.encoding import write_shards
+from plaingpt.data.foreign_tokenizer import (
+    FILES_OF_TOKENIZER,
+    download,
+    is_hub_name,
+    read_tokenizer,
+)
 from plaingpt.data.inspection import (
     find_damage,
     inspect,
@@ -84,7 +91,7 @@ class PrepareConfig:
     val_fraction: Literal['auto'] | float = 'auto'  # held out (auto: 0.1 small, 0.0005 hub)
     test_fraction: float = 0.0  # held out as well, for evaluate.py --split=test (0: none)
     # how
-    tokenizer: str = 'auto'  # char, byte, gpt2, bpe:VOCAB_SIZE, a dataset or a run (auto: listed)
+    tokenizer: str = 'auto'  # char, byte, gpt2, bpe:SIZE, dataset, run, model (auto: listed)
     shard_tokens: Annotated[int, 'at least 1'] = 100_000_000  # tokens a file
     max_shards: Annotated[int, 'at least 0'] = 0  # of tokens that are downloaded as such (0: all)
     num_proc: Literal['auto'] | Annotated[int, 'at least 1'] = 'auto'  # threads (auto: one a core)
@@ -112,7 +119,7 @@ class PrepareConfig:
         if parse_count(self.max_tokens) is None:
             found.append(f'max_tokens={self.max_tokens}: expected a number, such as 100M or 1.5B')
         if self.tokenizer != 'auto' and not tokenizers.is_name(self.tokenizer) \
-                and not Path(self.tokenizer).is_dir() \
+                and not Path(self.tokenizer).is_dir() and not is_hub_name(self.tokenizer) \
                 and not has_tokenizer(prepared_folder(self.tokenizer)):
             found.append(unknown_tokenizer(self.tokenizer))
         return found
@@ -129,15 +136,18 @@ def has_tokenizer(folder):
 
 
 def unknown_tokenizer(name):
-    return f'tokenizer={name}: expected auto, {tokenizers.NAMES}, or a prepared dataset or a run ' \
-           'to take it from'
+    return f'tokenizer={name}: expected auto, {tokenizers.NAMES}, or a prepared dataset, a run ' \
+           'or a model to take it from'
 
 
 def borrow_tokenizer(name):
-    """The JSON of the tokenizer of a prepared dataset, or of a run or one of its checkpoints, by
-    their folders. Raises UserError."""
+    """The JSON of the tokenizer of a prepared dataset, of a run or one of its checkpoints, or of a
+    model of others, by their folders or its name on the hub. Raises UserError."""
     if has_tokenizer(prepared_folder(name)):
         return open_dataset(prepared_folder(name)).tokenizer_json()
+    folder = download(name, FILES_OF_TOKENIZER) if is_hub_name(name) else name
+    if found := read_tokenizer(folder):
+        return found
     from plaingpt.training.checkpoint import find_named  # the model too, which takes a second
     found = find_named(name, 'latest')
     if found is None:
@@ -387,6 +397,8 @@ def choose_tokenizer(corpus_name, tokenizer_name, borrowed, source):
     """The tokenizer of a corpus, for conversations with special tokens. Raises UserError."""
     if corpus_name != 'chat':
         return borrow_or_train(tokenizer_name, borrowed, source)
+    if borrowed and borrowed['kind'] == 'foreign':
+        borrowed = as_chat(borrowed, tokenizer_name)
     made = borrow_or_train(tokenizer_name, borrowed, source.texts())
     return made if isinstance(made, ChatTokenizer) else ChatTokenizer(made)
 

@@ -105,10 +105,11 @@ def setup(config, world, device, dtype, compile):
         check_resumed(resumed, config, dataset)
     shape = run_model.run_shape(config, dataset, resumed)
     config = fit_to_memory(config, shape, dtype, device, compile, is_new=not resumed)
-    model = run_model.build_model(config, shape, dataset, resumed)
+    start = resumed or run_model.find_start(config, dataset)
+    model = run_model.build_model(config, shape, start)
     train_data, val_data = run_data.open_batches(config, dataset, world, device)
 
-    parallel = run_model.place_model(model, config, resumed, device, compile, dtype, world)
+    parallel = run_model.place_model(model, config, start, device, compile, dtype, world)
     model = parallel.model
     optimizer = build_optimizer(model, config, device.type, world.size)
     scaler = torch.amp.GradScaler(device.type, enabled=dtype == 'float16')

@@ -27,7 +27,12 @@ def check_fields(shape):
         elif choices:
             fits, what = value in choices, f'one of {", ".join(choices)}'
         elif kind is float:
-            fits, what = type(value) in (int, float) and 0 <= value < 1e30, 'a number from 0 on'
+            fits = type(value) in (int, float) and 0 <= value < 1e30 \
+                and (value > 0 or field.name == 'dropout')
+            what = 'a number above 0' if field.name != 'dropout' else 'a number from 0 on'
+        elif kind is int:
+            least = -1 if field.name == 'document_start' else 0
+            fits, what = type(value) is int and least <= value < 2**31, f'an integer from {least}'
         else:
             fits, what = type(value) is kind, f'of type {kind.__name__}'
         if not fits:
@@ -43,7 +48,8 @@ def check_held(config, shapes, source):
     # A misfit of less than this is named in detail, by who copies the weights.
     found = sum(shape.numel() for shape in shapes.values())
     most = 2 * found + 10**6
-    fits = config.n_layer <= len(blocks) and config.n_embd <= isqrt(most)
+    fits = config.n_layer <= len(blocks) and config.n_embd <= isqrt(most) \
+        and max(*config.qkv_sizes, config.mlp_width) <= most
     if fits:  # so far that torch can count; a tensor on 'meta' has a shape and no memory
         with WithoutData():
             gpt = GPT(replace(config, n_layer=1))
@@ -55,6 +61,15 @@ def check_held(config, shapes, source):
         raise UserError(f'{source}: its weights do not fit its configuration: there are '
                         f'{len(blocks)} blocks and {found:,} numbers, which is no '
                         f'model of {sizes}')
+
+
+def copy_rows(tensor, start, source, rows):
+    """Copy `rows` rows of `source`, of which source[a:b] reads some, to those of a tensor from
+    `start` on. Of a sharded tensor only what this process has is read."""
+    mine, first = local_rows(tensor)
+    a, b = max(first, start), min(first + len(mine), start + rows)
+    if a < b:
+        mine[a - first:b - first].copy_(source[a - start:b - start])
 
 
 def check_finite(model, source, advice='take it from where it came again'):

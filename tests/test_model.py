@@ -274,7 +274,7 @@ def test_each_flag_trains_in_chunks_and_in_bfloat16_as_in_plain_float32():
 
 
 def test_rotary_scores_depend_on_distances_alone():
-    cos, sin = rotary_table(12, 8)
+    cos, sin = rotary_table(GPTConfig(block_size=12, n_head=1, n_embd=8))
     q, k = torch.randn(2, 1, 1, 1, 8).expand(2, 1, 1, 12, 8)  # the same at each position
     scores = (rotate(q, cos, sin) @ rotate(k, cos, sin).mT)[0, 0]
     for distance in range(12):

@@ -149,9 +149,10 @@ def data_is_text(subject):
     except UserError as problem:  # it takes a download, and nothing of the run needs it
         raise NotChecked(str(problem)) from None
     words = getattr(tokenizer, 'base', tokenizer)  # what opens and ends a turn is no text
+    controls = {words.end_of_text, *getattr(words, 'controls', ())}
     batch = subject.train_data.train_batch(0, 0)[0][:LOOKED_AT].tolist()
     rows = [list(part) for row in batch for is_text, part in groupby(
-        row, lambda i: i != words.end_of_text and i < words.vocab_size) if is_text]
+        row, lambda i: i not in controls and i < words.vocab_size) if is_text]
     texts = [words.decode(row) for row in rows]
     # A sequence may begin and end within a character, which is then U+FFFD.
     again = [words.encode(text.strip('\ufffd')).tolist() for text in texts]

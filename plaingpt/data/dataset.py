@@ -116,8 +116,10 @@ class Dataset:
         Raises UserError."""
         files, _, _, masks = self._open(name)
         if masks:
-            from plaingpt.data.packing import ConversationTokens  # with torch, which takes seconds
-            return ConversationTokens(files, masks, self.vocab_size, in_ram)
+            from plaingpt.data.packing import ConversationTokens, Marks  # with torch
+            of_others = 'form' in self.tokenizer_json()
+            return ConversationTokens(files, masks, self.vocab_size, in_ram,
+                                      Marks.of(self.tokenizer()) if of_others else None)
         return TokenStream(files, self.vocab_size, in_ram)
 
     def loader(self, split, in_ram, *shape, **settings):

@@ -6,6 +6,8 @@ than a sequence is cut before a turn of the user, or within a turn that is too l
 piece gets the BOS token in front. The rest of a sequence is padding, which the loss ignores.
 """
 
+from typing import NamedTuple
+
 import numpy as np
 import torch
 
@@ -15,15 +17,35 @@ from plaingpt.data.token_files import READ_TOKENS, TokenStream
 from plaingpt.system.errors import UserError
 
 
+class Marks(NamedTuple):
+    """The ids by which the parts of conversations are found."""
+
+    bos: int  # opens each
+    end: int  # of a turn
+    user: list  # opens a turn of the user
+    answer: list  # after which the assistant writes
+    keeps_bos: bool = True  # whether bos is read where nothing stands before it
+
+    @classmethod
+    def ours(cls, vocab_size):
+        bos, _, user, assistant, end = range(vocab_size - len(SPECIAL_TOKENS), vocab_size)
+        return cls(bos, end, [user], [assistant])
+
+    @classmethod
+    def of(cls, tokenizer):
+        """Those of a ChatTokenizer."""
+        return cls(tokenizer.conversation, tokenizer.end_of_turn, tokenizer.role_ids('user'),
+                   tokenizer.answer_ids(), bool(tokenizer.form.begin))
+
+
 class ConversationTokens(TokenStream):
     """The tokens of conversations; `loss_mask` is a stream with 1 for each that counts in the loss,
-    0 for the others."""
+    0 for the others. marks: Marks, ours by default"""
 
-    def __init__(self, files, masks, vocab_size, in_ram=False):
+    def __init__(self, files, masks, vocab_size, in_ram=False, marks=None):
         super().__init__(files, vocab_size, in_ram)
         self.loss_mask = TokenStream(masks, 2, in_ram)
-        ids = range(vocab_size - len(SPECIAL_TOKENS), vocab_size)
-        self.bos, _, self.user, self.assistant, self.end = ids
+        self.marks = marks or Marks.ours(vocab_size)
 
     def chunks(self):
         """Yield (number of the first token, tokens, their loss mask), all in order."""
@@ -38,7 +60,8 @@ class PackedLoader(BatchLoader):
     """
 
     def tile(self):
-        stream, length = self.stream, self.block_size + 1
+        stream = self.stream
+        length = self.block_size + 1 + (not stream.marks.keeps_bos)  # tokens of a sequence
         starts = conversation_starts(stream)
         self.num_conversations = len(starts)
         *pieces, self.cut_at_turns, self.cut_within = cut(stream, starts, length)
@@ -94,28 +117,34 @@ class PackedLoader(BatchLoader):
         found = []
         for i in whole[np.linspace(0, len(whole) - 1, min(n, len(whole))).astype(np.int64)]:
             ids = self.stream.read(self.starts[i], int(self.sizes[i])).tolist()
-            if self.stream.assistant in ids:
-                found.append(ids[:ids.index(self.stream.assistant) + 1])
+            answers = places_of(self.stream.marks.answer, np.array(ids))
+            if len(answers):
+                begin = 0 if self.stream.marks.keeps_bos else 1
+                found.append(ids[begin:answers[0] + len(self.stream.marks.answer)])
         return found
 
     def layout(self, start):
         """The token where a sequence begins → [(column in the batch, first token in the split,
         number of tokens)] of its pieces; the columns between them hold BOS tokens."""
-        found, column = [], 0
+        found, column, keeps_bos = [], 0, self.stream.marks.keeps_bos
         for i in self.pieces[np.searchsorted(self.firsts, start)]:
-            column += int(self.with_bos[i])
-            found.append((column, int(self.starts[i]), int(self.sizes[i])))
-            column += int(self.sizes[i])
+            first, n = int(self.starts[i]), int(self.sizes[i])
+            if self.with_bos[i]:
+                column += keeps_bos
+            elif not keeps_bos:
+                first, n = first + 1, n - 1
+            found.append((column, first, n))
+            column, keeps_bos = column + n, True
         return found
 
     def _on_host(self, starts):
         shape, stream = (len(starts), self.block_size + 1), self.stream  # (B, T+1)
-        tokens, loss_mask = np.full(shape, stream.bos), np.zeros(shape, bool)
+        tokens, loss_mask = np.full(shape, stream.marks.bos), np.zeros(shape, bool)
         for row, in_loss, start in zip(tokens, loss_mask, starts, strict=True):
             for column, first, n in self.layout(start):
                 row[column:column + n] = stream.read(first, n)
                 in_loss[column + 1:column + n] = stream.loss_mask.read(first, n)[1:]
-            row[column + n + 1:] = stream.end  # so that the padding is one document
+            row[column + n + 1:] = stream.marks.end  # so that the padding is one document
         idx, targets = (torch.from_numpy(part.copy()) for part in (tokens[:, :-1], tokens[:, 1:]))
         targets[torch.from_numpy(~loss_mask[:, 1:])] = -1
         return self._pinned(idx, targets)
@@ -126,7 +155,7 @@ class PackedLoader(BatchLoader):
 
     def describe(self):
         """How the conversations were packed, in a line."""
-        room = self.sequences_per_epoch * (self.block_size + 1)
+        room = self.sequences_per_epoch * (self.block_size + 1 + (not self.stream.marks.keeps_bos))
         used = int((self.sizes + self.with_bos).sum())
         line = f'{self.num_conversations:,} conversations in {self.sequences_per_epoch:,} ' \
                f'sequences, {1 - used / room:.1%} padding, {int(self.num_targets.sum()):,} ' \
@@ -142,11 +171,19 @@ class PackedLoader(BatchLoader):
 
 def conversation_starts(stream):
     """The number of the first token of each conversation. Raises UserError."""
-    found = np.concatenate([first + np.flatnonzero(tokens == stream.bos)
+    found = np.concatenate([first + np.flatnonzero(tokens == stream.marks.bos)
                             for first, tokens, _ in stream.chunks()])
     if not len(found) or found[0]:
         raise UserError(f'{stream.files[0].path} does not begin with a conversation: prepare the '
                         'data again')
+    return found
+
+
+def places_of(wanted, ids):
+    """Where some ids stand one after another among others."""
+    found = np.flatnonzero(ids[:len(ids) - len(wanted) + 1] == wanted[0])
+    for i, one in enumerate(wanted):
+        found = found[ids[found + i] == one]
     return found
 
 
@@ -162,7 +199,7 @@ def cut(stream, starts, length):
     pieces, at_turns, within = [], 0, 0
     for i in np.flatnonzero(sizes > length):
         start, size, begin = int(starts[i]), int(sizes[i]), 0
-        users = np.flatnonzero(stream.read(start, size) == stream.user)[1:]
+        users = places_of(stream.marks.user, stream.read(start, size))[1:]
         while size - begin > (room := length - (begin > 0)):
             turns = users[(users > begin) & (users <= begin + room)]
             end = int(turns[-1]) if len(turns) else begin + room

@@ -1,5 +1,5 @@
-"""Text ↔ token ids: by characters, by bytes, with GPT-2's BPE, or with a BPE of one's own; each of
-them also with the special tokens of conversations, see chat_tokenizer.py.
+"""Text ↔ token ids: by characters, by bytes, with GPT-2's BPE, with a BPE of one's own, or with a
+tokenizer of others (foreign_tokenizer.py); each of them also for conversations (chat_tokenizer.py).
 
     tokenizer.encode(text)   str → numpy array of ids
     tokenizer.decode(ids)    ids → str; decode_bytes: its UTF-8, which may end within a character
@@ -25,7 +25,8 @@ from types import MappingProxyType
 
 import numpy as np
 
-from plaingpt.data.chat_tokenizer import SPECIAL_TOKENS, ChatTokenizer
+from plaingpt.data.chat_tokenizer import FORMS, SPECIAL_TOKENS, ChatTokenizer
+from plaingpt.data.foreign_tokenizer import ForeignTokenizer
 from plaingpt.system.errors import UserError, needs
 from plaingpt.system.files import open_regular
 
@@ -333,7 +334,10 @@ def from_json(description):
     if kind == 'char':
         return CharTokenizer(description['chars'])
     if kind == 'chat':
-        return ChatTokenizer(from_json(description['base']))
+        return ChatTokenizer(from_json(description['base']), description.get('form', 'plaingpt'),
+                             description.get('system', ''))
+    if kind == 'foreign':
+        return ForeignTokenizer(description)
     if kind == 'bpe':
         return BPETokenizer([token.encode('latin-1') for token in description['tokens']])
     return ByteTokenizer() if kind == 'byte' else GPT2Tokenizer()
@@ -356,6 +360,13 @@ def described_vocab_size(description):
             return GPT2Tokenizer.vocab_size
         case {'kind': 'bpe', 'tokens': [*tokens]} if is_bpe(tokens):
             return len(tokens) + 2
+        case {'kind': 'foreign', 'vocab_size': int(size), 'end_of_text': int() | None,
+              'ends': [*ends], 'files': {'tokenizer.json': str()}} \
+                if 0 < size < 2**31 and all(type(i) is int for i in ends):
+            return size
+        case {'kind': 'chat', 'base': {'kind': 'foreign'} as base, 'form': str(form),
+              'system': str()} if form in FORMS and form != 'plaingpt':
+            return described_vocab_size(base)
         case {'kind': 'chat', 'base': {'kind': kind} as base} if kind != 'chat':
             size = described_vocab_size(base)
             return size and size + len(SPECIAL_TOKENS)

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from plaingpt.inference.next_token import choose_next_token, draw_noise, penalize
+from plaingpt.kernels import one_for_each
 from plaingpt.kernels.documents import document_starts
 
 # Of attention, the fastest first. Not cuDNN, which is torch's first choice on a Hopper: it plans
@@ -165,7 +166,7 @@ class LayerCache:
 
     def __init__(self, cache):
         self.cache = cache
-        self.keys = self.values = None  # (B, H, columns, D)
+        self.keys = self.values = None  # (B, KV, columns, D)
         self.earlier = None  # (B, n, C): what a short convolution read of the last tokens
 
     @property
@@ -179,7 +180,7 @@ class LayerCache:
         return self.cache.columns
 
     def extend(self, k, v):
-        """k, v (B, H, T, D) of the new tokens → those of all tokens, and KVCache.mask."""
+        """k, v (B, KV, T, D) of the new tokens → those of all tokens, and KVCache.mask."""
         cache = self.cache
         if self.keys is None:
             self.keys, self.values = (x.new_zeros(*x.shape[:2], cache.n_columns, x.size(3))
@@ -189,9 +190,14 @@ class LayerCache:
         return self.keys[:, :, cache.filled], self.values[:, :, cache.filled], cache.mask
 
     def attention(self, q, k, v):
-        """q, k, v (B, H, T, D) of the new tokens → (B, H, T, D)."""
+        """q (B, H, T, D), k and v (B, KV, T, D) of the new tokens → (B, H, T, D)."""
         k, v, mask = self.extend(k, v)
-        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+        grouped = k.size(1) < q.size(1)
+        if grouped and q.size(2) > 1:
+            k, v = one_for_each(q, k, v)
+        # For one token, copies of all that is kept would take longer than attention itself.
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask,
+                                              enable_gqa=grouped and q.size(2) == 1)
 
     def with_earlier(self, x, n):
         """x (B, T, C) of the new tokens → it behind that of the n tokens before, (B, n + T, C).

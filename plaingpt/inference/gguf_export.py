@@ -4,12 +4,14 @@ The architectures and names are those of transformers (hf_architectures.py), fro
 gguf knows llama.cpp's names. tests/inference/test_llama_cpp.py compares logits and text.
 """
 
+import json
 from dataclasses import replace
 
 import torch
 
-from model import ROTARY_BASE
-from plaingpt.data.chat_tokenizer import TEMPLATE, is_chat
+from model import rotary_frequencies
+from plaingpt.data.chat_templates import find_template, is_exact
+from plaingpt.data.chat_tokenizer import is_chat
 from plaingpt.inference.hf_architectures import ARCHITECTURES, GPT2, TRANSPOSED
 from plaingpt.inference.hf_export import (
     END_OF_TEXT,
@@ -17,6 +19,7 @@ from plaingpt.inference.hf_export import (
     choose_architecture,
     first_and_last,
     hf_tokenizer,
+    is_foreign,
 )
 from plaingpt.inference.pretrained import without_padding
 from plaingpt.system.errors import UserError, needs
@@ -45,15 +48,23 @@ def build_gguf(model, tokenizer, dtype):
     writer.add_feed_forward_length(config.mlp_width)
     writer.add_block_count(config.n_layer)
     writer.add_head_count(config.n_head)
-    writer.add_head_count_kv(config.n_head)
+    writer.add_head_count_kv(config.n_kv_head or config.n_head)
     if config.rmsnorm:
-        writer.add_layer_norm_rms_eps(1e-5)
+        writer.add_layer_norm_rms_eps(config.norm_eps)
     else:
-        writer.add_layer_norm_eps(1e-5)
+        writer.add_layer_norm_eps(config.norm_eps)
     if config.rotary:
-        writer.add_rope_freq_base(ROTARY_BASE)
-        writer.add_rope_dimension_count(config.n_embd // config.n_head)
-    add_tokenizer(writer, tokenizer)
+        writer.add_rope_freq_base(config.rotary_base)
+        writer.add_rope_dimension_count(config.head_size)
+        writer.add_key_length(config.head_size)
+        writer.add_value_length(config.head_size)
+    if config.rotary_factor != 1:  # by how much each pair of channels turns slower
+        slower = rotary_frequencies(replace(config, rotary_factor=1.0)) / rotary_frequencies(config)
+        writer.add_tensor('rope_freqs.weight', slower.numpy())
+    if is_foreign(tokenizer):
+        add_foreign_tokenizer(writer, tokenizer)
+    else:
+        add_tokenizer(writer, tokenizer)
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH[name.upper()], config.n_layer)
     for theirs, w in to_llama_cpp(model, name).items():
         found = names.get_name(theirs, try_suffixes=('.weight', '.bias'))
@@ -88,7 +99,7 @@ def to_llama_cpp(model, name):
             weights[theirs] = w.t()
         elif name == 'llama' and ('.q_proj.' in theirs or '.k_proj.' in theirs):
             # llama.cpp's Llama turns neighbouring channels, (2i, 2i + 1), and ours (i, i + D/2).
-            heads = w.reshape(config.n_head, 2, -1, *w.shape[1:])  # (H, 2, D/2, …)
+            heads = w.reshape(-1, 2, config.head_size // 2, *w.shape[1:])  # (H or KV, 2, D/2, …)
             weights[theirs] = heads.transpose(1, 2).reshape(w.shape)
     return weights
 
@@ -126,9 +137,62 @@ def add_tokenizer(writer, tokenizer):
         writer.add_eos_token_id(end)
     if is_chat(tokenizer):
         writer.add_eot_token_id(end)  # of a turn
-        writer.add_chat_template(TEMPLATE)
+        writer.add_chat_template(tokenizer.form.template)
     writer.add_add_bos_token(False)
     writer.add_add_eos_token(False)
     writer.add_token_list(tokens)
     writer.add_token_types([gguf.TokenType.CONTROL if i in control else gguf.TokenType.NORMAL
                             for i in range(len(tokens))])
+
+
+# -----------------------------------------------------------------------------
+# tokenizers of others
+
+SPLIT = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|%s| ?[^\s\p{L}\p{N}]+[\r\n]*|" \
+        r"\s*[\r\n]+|\s+(?!\S)|\s+"
+# How text is cut before merges, by the patterns in tokenizer.json → llama.cpp's name for it.
+CUTS = {('ByteLevel',): 'gpt-2', ('Digits', 'ByteLevel'): 'smollm',
+        (SPLIT % r'\p{N}{1,3}', 'ByteLevel'): 'llama-bpe', (SPLIT % r'\p{N}', 'ByteLevel'): 'qwen2'}
+
+
+def find_cut(tokenizer):
+    """The content of tokenizer.json → llama.cpp's name for how it cuts text. Raises UserError."""
+    cut = tokenizer.get('pre_tokenizer') or {}
+    steps = cut.get('pretokenizers', [cut])
+    names = tuple(step['pattern'].get('Regex') if step.get('type') == 'Split' else step.get('type')
+                  for step in steps)
+    plain = all(step.get('individual_digits', True) and not step.get('add_prefix_space')
+                for step in steps)
+    if names not in CUTS or not plain:
+        raise UserError(f'llama.cpp has no name here for how this tokenizer cuts text, by '
+                        f'{", ".join(map(repr, names))[:200]}: export to transformers')
+    return CUTS[names]
+
+
+def add_foreign_tokenizer(writer, tokenizer):
+    """As add_tokenizer, of a ForeignTokenizer, or one for conversations on top of it."""
+    import gguf
+    base = getattr(tokenizer, 'base', tokenizer)
+    made = json.loads(base.to_json()['files']['tokenizer.json'])
+    added = {token['id']: token for token in made['added_tokens']}
+    by_id = {i: token for token, i in made['model']['vocab'].items()} \
+        | {i: token['content'] for i, token in added.items()}
+    kinds = gguf.TokenType
+    writer.add_tokenizer_model('gpt2')
+    writer.add_tokenizer_pre(find_cut(made))
+    writer.add_token_list([by_id.get(i, f'[PAD{i}]') for i in range(base.vocab_size)])
+    writer.add_token_types([
+        kinds.UNUSED if i not in by_id else kinds.NORMAL if i not in added
+        else kinds.CONTROL if added[i]['special'] else kinds.USER_DEFINED
+        for i in range(base.vocab_size)])
+    writer.add_token_merges([pair if isinstance(pair, str) else ' '.join(pair)
+                             for pair in made['model']['merges']])
+    begin, end = first_and_last(tokenizer)
+    if begin is not None:
+        writer.add_bos_token_id(begin)
+        writer.add_eos_token_id(end)
+    writer.add_add_bos_token(False)
+    if is_chat(tokenizer):
+        writer.add_eot_token_id(tokenizer.end_of_turn)
+        writer.add_chat_template(find_template(base.to_json()['files']) if is_exact(tokenizer)
+                                 else tokenizer.form.template)

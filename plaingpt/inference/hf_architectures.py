@@ -10,15 +10,17 @@ from dataclasses import dataclass, fields
 
 import torch
 
-from model import ROTARY_BASE, GPTConfig
+from model import GPTConfig
 from plaingpt.weights import SIZES, check_fields
 
 ANY = None  # every value
 ACTIVATIONS = {'gelu': 'gelu_new', 'gelu_erf': 'gelu', 'relu2': 'relu2', 'swiglu': 'silu'}
 OUR_ACTIVATIONS = {theirs: ours for ours, theirs in ACTIVATIONS.items()}
 DROPOUTS = ('resid_pdrop', 'embd_pdrop', 'attn_pdrop')  # of GPT-2
-# Written for other readers; they do not change what a trained model computes.
-NOT_READ = {'architectures', 'n_ctx', 'attention_dropout', *DROPOUTS}
+ROTARY = ('rope_theta', 'rope_scaling', 'rope_parameters')
+# Written for other readers, or read by read_rotary; the former do not change what a trained model
+# computes.
+NOT_COMPARED = {'architectures', 'n_ctx', 'attention_dropout', *DROPOUTS, *ROTARY}
 
 
 @dataclass(frozen=True)
@@ -29,7 +31,9 @@ class Architecture:
     keys: dict  # GPTConfig field → its key in config.json
     fixed: Callable  # GPTConfig → what else config.json must say
     write_weights: Callable  # {our name: tensor}, GPTConfig → {their name: tensor}
-    read_weights: Callable  # {their name: tensor} → {our name: tensor}
+    our_place: Callable  # their name → (our name, which of its parts, whether it is transposed)
+    defaults: dict  # what a key means that config.json lacks
+    read_more: Callable  # config.json → fields that are not one key each
 
     def refusals(self, config):
         """The fields that it cannot express, as {'field=allowed': value}."""
@@ -53,17 +57,27 @@ class Architecture:
         Raises ValueError, KeyError or TypeError where it says what our model does not compute."""
         hf = {key: 'gelu_new' if value == 'gelu_pytorch_tanh' else value  # two names for one
               for key, value in hf.items() if value is not None}
+        hf = {**self.defaults, **hf}
         shape = {field: values[0] for field, values in self.expressible.items() if values}
         for field, key in self.keys.items():
             value = hf[key] if field in SIZES else OUR_ACTIVATIONS.get(hf.get(key), hf.get(key))
             if field in SIZES or value in self.expressible[field]:
                 shape[field] = value
+        shape |= self.read_more(hf)
         check_fields(shape)
         for key, value in self.write_config(GPTConfig(**shape)).items():
-            if key not in NOT_READ and hf.get(key, value) != value:
+            if key not in NOT_COMPARED and hf.get(key, value) != value:
                 raise ValueError(f'config.json says {key}={hf[key]!r}, which is not supported, as '
                                  f'{value!r} is')
-        return shape
+        return without_defaults(shape)
+
+
+def without_defaults(shape):
+    """Sizes that say what 0 does become 0."""
+    plain = GPTConfig(**{**shape, 'n_inner': 0, 'head_dim': 0})
+    return {**shape, **{field: 0 for field, default in (
+        ('n_inner', plain.mlp_width), ('head_dim', plain.head_size), ('n_kv_head', plain.n_head))
+        if shape.get(field) == default}}
 
 
 # GPT-2's linear layers are Conv1Ds, whose weight is (in, out); a Linear's is (out, in).
@@ -71,8 +85,9 @@ TRANSPOSED = ('c_attn.weight', 'c_proj.weight', 'c_fc.weight')
 
 
 def gpt2_fixed(c):
-    return {'layer_norm_epsilon': 1e-5, 'scale_attn_weights': True, 'add_cross_attention': False,
-            'scale_attn_by_inverse_layer_idx': False, 'n_inner': 4 * c.n_embd,
+    return {'layer_norm_epsilon': c.norm_eps, 'scale_attn_weights': True,
+            'add_cross_attention': False, 'scale_attn_by_inverse_layer_idx': False,
+            'n_inner': c.mlp_width,
             'n_ctx': c.block_size, **dict.fromkeys(DROPOUTS, c.dropout)}
 
 
@@ -86,13 +101,17 @@ def to_gpt2(weights, config):
     return found
 
 
-def from_gpt2(weights):
+def place_of_gpt2(name):
     """OpenAI's own upload leaves the prefix of the names out."""
-    return {name if name.startswith(('transformer.', 'lm_head.')) else f'transformer.{name}':
-            w.t() if name.endswith(TRANSPOSED) else w for name, w in weights.items()}
+    ours = name if name.startswith(('transformer.', 'lm_head.')) else f'transformer.{name}'
+    return ours, 0, name.endswith(TRANSPOSED)
 
 
-# Llama and Qwen3: our module → theirs, whose weights may be parts of one matrix of ours.
+def more_of_gpt2(hf):
+    return {'norm_eps': hf['layer_norm_epsilon'], 'n_inner': hf.get('n_inner', 0)}
+
+
+# Llama and Qwen: our module → theirs, whose weights may be parts of one matrix of ours.
 LLAMA_MODULES = {
     'transformer.wte': ['model.embed_tokens'],
     'transformer.h.#.ln_1': ['model.layers.#.input_layernorm'],
@@ -108,12 +127,54 @@ LLAMA_MODULES = {
 
 
 def llama_fixed(c):
-    # The last is how transformers 5 says the two before.
-    return {'num_key_value_heads': c.n_head, 'head_dim': c.n_embd // c.n_head,
+    rotary = {'rope_type': 'default'} if c.rotary_factor == 1 else {
+        'rope_type': 'llama3', 'factor': c.rotary_factor, 'low_freq_factor': 1.0,
+        'high_freq_factor': 4.0, 'original_max_position_embeddings': c.rotary_length}
+    return {'num_key_value_heads': c.n_kv_head or c.n_head, 'head_dim': c.head_size,
             'intermediate_size': c.mlp_width, 'mlp_bias': c.bias, 'attention_dropout': c.dropout,
-            'rms_norm_eps': 1e-5, 'use_sliding_window': False, 'rope_theta': ROTARY_BASE,
-            'rope_scaling': None,
-            'rope_parameters': {'rope_type': 'default', 'rope_theta': ROTARY_BASE}}
+            'rms_norm_eps': c.norm_eps, 'use_sliding_window': False, 'rope_theta': c.rotary_base,
+            'rope_scaling': None if c.rotary_factor == 1 else rotary,
+            'rope_parameters': {**rotary, 'rope_theta': c.rotary_base}}  # as transformers 5 has it
+
+
+def more_of_llama(hf):
+    kinds = {*hf.get('layer_types', ()), 'full_attention'} - {'full_attention'}
+    if kinds:
+        raise ValueError(f'config.json says layer_types={sorted(kinds)[0]!r}, which is not '
+                         "supported, as 'full_attention' is")
+    if 'quantization_config' in hf:
+        raise ValueError('config.json says quantization_config: its weights are not plain numbers')
+    return {'n_kv_head': hf.get('num_key_value_heads', 0), 'head_dim': hf.get('head_dim', 0),
+            'n_inner': hf['intermediate_size'], 'norm_eps': hf['rms_norm_eps'], **read_rotary(hf)}
+
+
+def read_rotary(hf):
+    """config.json → the fields of rotary positions. transformers 5 has all in rope_parameters, 4
+    the base beside rope_scaling. Raises ValueError, KeyError or TypeError."""
+    said = {'partial_rotary_factor': hf.get('partial_rotary_factor', 1.0),
+            'rope_theta': hf.get('rope_theta', 10000.0),
+            **hf.get('rope_scaling', {}), **hf.get('rope_parameters', {})}
+    kind = said.pop('rope_type', said.pop('type', 'default'))
+    found, expected = {'rotary_base': said.pop('rope_theta')}, {'partial_rotary_factor': 1.0}
+    if kind == 'llama3':
+        found |= {'rotary_factor': said.pop('factor'),
+                  'rotary_length': said.pop('original_max_position_embeddings')}
+        expected |= {'low_freq_factor': 1.0, 'high_freq_factor': 4.0}
+    elif kind != 'default':
+        raise ValueError(f"config.json says rope_type={kind!r}, which is not supported, as "
+                         "'default' and 'llama3' are")
+    for key, value in said.items():
+        if value is not None and key != 'type' and value != expected.get(key):
+            raise ValueError(f'config.json says {key}={value!r} of rotary positions, which is not '
+                             f'supported{f", as {expected[key]} is" if key in expected else ""}')
+    return found
+
+
+def parts_of(name, config):
+    """Our name → the rows that each part of it has in a Llama, or None where it is one part."""
+    if '.attn.c_attn.' in name:
+        return config.qkv_sizes
+    return (config.mlp_width,) * 2 if '.mlp.c_fc.' in name else None
 
 
 def to_llama(weights, config):
@@ -121,20 +182,19 @@ def to_llama(weights, config):
     for name, w in weights.items():
         module, layer, kind = split_name(name)
         parts = LLAMA_MODULES.get(module, [module])
-        for part, rows in zip(parts, w.chunk(len(parts)), strict=True):
+        for part, rows in zip(parts, w.split(parts_of(name, config) or len(w)), strict=True):
             found[f'{part.replace("#", layer)}.{kind}'] = rows
     return found
 
 
-def from_llama(weights):
-    ours = {part: module for module, parts in LLAMA_MODULES.items() for part in parts}
-    found = {}  # our name → {their module: rows}
-    for name, w in weights.items():
-        part, layer, kind = split_name(name)
-        module = ours.get(part, part).replace('#', layer)
-        found.setdefault(f'{module}.{kind}', {})[part] = w
-    return {name: torch.cat([parts[part] for part in ours if part in parts] or [*parts.values()])
-            for name, parts in found.items()}
+OUR_PARTS = {part: (module, i) for module, parts in LLAMA_MODULES.items()
+             for i, part in enumerate(parts)}
+
+
+def place_of_llama(name):
+    module, layer, kind = split_name(name)
+    ours, i = OUR_PARTS.get(module, (module, 0))
+    return f'{ours.replace("#", layer)}.{kind}', i, False
 
 
 def split_name(name):
@@ -147,20 +207,32 @@ def split_name(name):
 # Dropout and initialisation do not change what a trained model computes. Attention that stays
 # within a document is plain attention where there is one: a conversation, or a text up to its end.
 COMMON = dict.fromkeys(
-    (*SIZES, 'dropout', 'zero_init', 'document_attention', 'document_start'), ANY)
+    (*SIZES, 'dropout', 'zero_init', 'document_attention', 'document_start', 'norm_eps', 'n_inner'),
+    ANY)
 GPT2 = {**COMMON, 'mlp': ('gelu', 'gelu_erf', 'relu2'), 'bias': (True, False),
         'tied_head': (True, False)}
 LLAMA = {**COMMON, 'rotary': (True,), 'rmsnorm': (True,), 'mlp': ('swiglu',),
-         'bias': (False, True), 'tied_head': (False, True)}
+         'bias': (False, True), 'tied_head': (False, True),
+         **dict.fromkeys(('n_kv_head', 'head_dim', 'rotary_base', 'rotary_factor', 'rotary_length'),
+                         ANY)}
+QWEN2 = {**LLAMA, 'qkv_bias': (True,), 'bias': (False,)}
 QWEN3 = {**LLAMA, 'qk_norm': (True,), 'bias': (False,)}
 GPT2_KEYS = dict(vocab_size='vocab_size', block_size='n_positions', n_layer='n_layer',
                  n_head='n_head', n_embd='n_embd', mlp='activation_function',
                  tied_head='tie_word_embeddings')
-LLAMA_KEYS = dict(vocab_size='vocab_size', block_size='max_position_embeddings',
+QWEN2_KEYS = dict(vocab_size='vocab_size', block_size='max_position_embeddings',
                   n_layer='num_hidden_layers', n_head='num_attention_heads', n_embd='hidden_size',
-                  mlp='hidden_act', tied_head='tie_word_embeddings', bias='attention_bias')
+                  mlp='hidden_act', tied_head='tie_word_embeddings')
+LLAMA_KEYS = {**QWEN2_KEYS, 'bias': 'attention_bias'}
+QWEN_DEFAULTS = {'rms_norm_eps': 1e-6, 'num_key_value_heads': 32}
+OF_LLAMA = llama_fixed, to_llama, place_of_llama
 ARCHITECTURES = {
-    'gpt2': Architecture('GPT2LMHeadModel', GPT2, GPT2_KEYS, gpt2_fixed, to_gpt2, from_gpt2),
-    'llama': Architecture('LlamaForCausalLM', LLAMA, LLAMA_KEYS, llama_fixed, to_llama, from_llama),
-    'qwen3': Architecture('Qwen3ForCausalLM', QWEN3, LLAMA_KEYS, llama_fixed, to_llama, from_llama),
+    'gpt2': Architecture('GPT2LMHeadModel', GPT2, GPT2_KEYS, gpt2_fixed, to_gpt2, place_of_gpt2,
+                         {'layer_norm_epsilon': 1e-5}, more_of_gpt2),
+    'llama': Architecture('LlamaForCausalLM', LLAMA, LLAMA_KEYS, *OF_LLAMA,
+                          {'rms_norm_eps': 1e-6}, more_of_llama),
+    'qwen2': Architecture('Qwen2ForCausalLM', QWEN2, QWEN2_KEYS, *OF_LLAMA,
+                          QWEN_DEFAULTS, more_of_llama),
+    'qwen3': Architecture('Qwen3ForCausalLM', QWEN3, LLAMA_KEYS, *OF_LLAMA,
+                          {**QWEN_DEFAULTS, 'head_dim': 128}, more_of_llama),
 }

@@ -5,32 +5,52 @@ import json
 from itertools import pairwise
 from pathlib import Path
 
+import torch
 from safetensors.torch import save_file
 
-from plaingpt.data.chat_tokenizer import SPECIAL_TOKENS, TEMPLATE, ends_of, is_chat
+from plaingpt.data.chat_templates import is_exact
+from plaingpt.data.chat_tokenizer import SPECIAL_TOKENS, ends_of, is_chat
 from plaingpt.data.dataset import open_dataset
+from plaingpt.data.foreign_tokenizer import OUR_TOKENIZER, PRINTABLE, ForeignTokenizer
 from plaingpt.inference.hf_architectures import ARCHITECTURES
-from plaingpt.inference.pretrained import OUR_TOKENIZER, without_padding
+from plaingpt.inference.pretrained import without_padding
 from plaingpt.system.errors import UserError
 from plaingpt.system.files import read_json, write_json
 from plaingpt.system.formatting import printable
 
 END_OF_TEXT, PADDING = '<|endoftext|>', '<|padding|>'
-VISIBLE = [*range(33, 127), *range(161, 173), *range(174, 256)]  # bytes that stand for themselves
-PRINTABLE = {byte: chr(byte) for byte in VISIBLE} \
-    | {byte: chr(256 + i) for i, byte in enumerate(sorted({*range(256)} - {*VISIBLE}))}
 
 
-def write_hf(folder, model, tokenizer, card):
+def write_hf(folder, model, tokenizer, card, dtype=torch.float32):
     """Write weights, configuration, tokenizer and the model card, a Markdown text, into `folder`,
     a Path. Raises UserError where no architecture of transformers computes what `model` does."""
     name = choose_architecture(model.config)
     architecture = ARCHITECTURES[name]
     weights = without_padding({name: p.detach().cpu() for name, p in model.named_parameters()},
                               model.config.vocab_size)
-    weights = architecture.write_weights(weights, model.config)
-    save_file({name: w.contiguous() for name, w in weights.items()}, folder / 'model.safetensors',
-              metadata={'format': 'pt'})
+    weights = {name: w.to(dtype).contiguous()
+               for name, w in architecture.write_weights(weights, model.config).items()}
+    if large := [name for name, w in weights.items() if w.isinf().any()]:
+        raise UserError(f'{large[0]} is too large for float16: use --dtype=bfloat16')
+    save_file(weights, folder / 'model.safetensors', metadata={'format': 'pt'})
+    begin, end = first_and_last(tokenizer)
+    files = {'config.json': {
+        'model_type': name, **architecture.write_config(model.config),
+        'dtype': str(dtype).removeprefix('torch.'), 'bos_token_id': begin, 'eos_token_id': end}}
+    files |= foreign_files(tokenizer) if is_foreign(tokenizer) else our_files(tokenizer, model)
+    for name, value in files.items():
+        text = value if isinstance(value, str) else json.dumps(value, indent=1) + '\n'
+        (folder / name).write_text(text, encoding='utf-8', newline='')
+    (folder / 'README.md').write_text(printable(card), encoding='utf-8')
+
+
+def is_foreign(tokenizer):
+    """Whether it is a tokenizer of others, or one for conversations on top of it."""
+    return isinstance(getattr(tokenizer, 'base', tokenizer), ForeignTokenizer)
+
+
+def our_files(tokenizer, model):
+    """→ {name of a file: its content}, of all that say how text becomes tokens."""
     begin, end = first_and_last(tokenizer)
     ends = {'bos_token_id': begin, 'eos_token_id': end}
     # What our programs end an answer with ends it there too.
@@ -38,24 +58,44 @@ def write_hf(folder, model, tokenizer, card):
         if is_chat(tokenizer) else {}
     made = hf_tokenizer(tokenizer)
     special = {token['id']: token['content'] for token in made['added_tokens']}
-    files = {
-        'config.json': {'model_type': name, **architecture.write_config(model.config), **ends},
+    return {
         'generation_config.json': {**ends, **all_ends, 'do_sample': True},
         'tokenizer.json': made,
         'tokenizer_config.json': {
             'tokenizer_class': 'PreTrainedTokenizerFast', 'clean_up_tokenization_spaces': False,
             'model_max_length': model.config.block_size,
             **({} if end is None else {'bos_token': special[begin], 'eos_token': special[end]}),
-            **({'chat_template': TEMPLATE} if is_chat(tokenizer) else {})},
+            **({'chat_template': tokenizer.form.template} if is_chat(tokenizer) else {})},
         OUR_TOKENIZER: tokenizer.to_json(),
     }
-    for name, value in files.items():
-        (folder / name).write_text(json.dumps(value, indent=1) + '\n', encoding='utf-8')
-    (folder / 'README.md').write_text(printable(card), encoding='utf-8')
+
+
+def foreign_files(tokenizer):
+    """→ {name of a file: its text} as they came; for conversations with the ends of our answers,
+    and with another template where theirs does not write what the model was tuned on."""
+    description = getattr(tokenizer, 'base', tokenizer).to_json()
+    files = dict(description['files'])
+    if not is_chat(tokenizer):
+        return files
+    generation = json.loads(files.get('generation_config.json', '{"do_sample": true}'))
+    ends = generation.get('eos_token_id')
+    if not ends_of(tokenizer) <= {*(ends if isinstance(ends, list) else [ends])}:
+        generation['eos_token_id'] = sorted(ends_of(tokenizer))
+        files['generation_config.json'] = json.dumps(generation, indent=1) + '\n'
+    if not is_exact(tokenizer):
+        files.pop('chat_template.jinja', None)
+        config = {**json.loads(files.get('tokenizer_config.json', '{}')),
+                  'chat_template': tokenizer.form.template}
+        files['tokenizer_config.json'] = json.dumps(config, indent=1) + '\n'
+    return files
 
 
 def first_and_last(tokenizer):
     """→ (the id that a text begins with, the one that ends it), None where there is none."""
+    if is_foreign(tokenizer):
+        base = getattr(tokenizer, 'base', tokenizer)
+        return base.end_of_text, tokenizer.end_of_turn if is_chat(tokenizer) else min(
+            base.ends - {base.end_of_text}, default=base.end_of_text)
     begin = tokenizer.end_of_text
     return begin, tokenizer.end_of_turn if is_chat(tokenizer) else begin
 

@@ -12,24 +12,25 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file
+from safetensors import SafetensorError, safe_open
 
 from model import GPT, ROW_PER_TOKEN, GPTConfig
-from plaingpt.data.hub import explain_hub_errors
-from plaingpt.inference.hf_architectures import ARCHITECTURES
-from plaingpt.system.errors import UserError, needs
-from plaingpt.system.files import is_count, is_number, open_regular, read_json
-from plaingpt.weights import SIZES, check_fields, check_finite, check_held
+from plaingpt.data.chat_templates import as_chat
+from plaingpt.data.foreign_tokenizer import download, is_hub_name, read_tokenizer
+from plaingpt.inference.hf_architectures import ARCHITECTURES, parts_of
+from plaingpt.system.distributed import local_rows
+from plaingpt.system.errors import UserError
+from plaingpt.system.files import is_count, is_number, open_regular, read_json, utf8_name
+from plaingpt.weights import SIZES, check_fields, check_finite, check_held, copy_rows
 
 PRETRAINED = {'gpt2': dict(n_layer=12, n_head=12, n_embd=768),  # Radford et al. 2019, table 2
               'gpt2-medium': dict(n_layer=24, n_head=16, n_embd=1024),
               'gpt2-large': dict(n_layer=36, n_head=20, n_embd=1280),
               'gpt2-xl': dict(n_layer=48, n_head=25, n_embd=1600)}
-OUR_TOKENIZER = 'plaingpt_tokenizer.json'  # in an exported folder, so that it comes back whole
-# Older versions saved masks beside the weights.
-MASKS = re.compile(r'transformer\.h\.\d+\.attn\.(masked_)?bias')
-FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
+# Older versions saved masks and the speeds of rotary positions beside the weights.
+NO_WEIGHTS = re.compile(r'transformer\.h\.\d+\.attn\.(masked_)?bias|.*\.rotary_emb\.inv_freq')
+FLOATS = {torch.float32: 'F32', torch.float16: 'F16', torch.bfloat16: 'BF16', torch.float64: 'F64'}
+COMPARED_ROWS = 4096  # of an embedding and a head that are to be equal, at a time
 # What a pickle may name: torch allows more, and some of that takes as much memory as it is told to.
 PICKLED = re.compile(r'torch\.(\w+Storage|Size|device|[a-z]+\d+)|torch\._utils\._rebuild_tensor_v2|'
                      r'torch\._utils\._rebuild_parameter|collections\.OrderedDict|'
@@ -40,43 +41,139 @@ FILLING = ('APPEND', 'APPENDS', 'SETITEM', 'SETITEMS', 'ADDITEMS', 'BUILD')  # o
 
 
 def load_pretrained(source, dropout=0.0):
-    """'gpt2…' of the hub, a folder in the Hugging Face layout (GPT-2, Llama, Qwen3) or a ckpt.pt of
-    nanoGPT or build-nanogpt, or its folder → (the GPT, what a ckpt.pt says of its training, else
-    ''). Raises UserError."""
-    path, trained = find_pretrained(source), ''
+    """What `open_pretrained` takes → (the GPT, what a ckpt.pt says of its training, else '').
+    UserError"""
+    found = open_pretrained(source)
+    model = GPT(GPTConfig(**found.shape, dropout=dropout))
+    found.load_weights(model)
+    return model, found.trained
+
+
+def open_pretrained(source):
+    """'gpt2…' or OWNER/NAME of the hub, a folder in the Hugging Face layout (one of ARCHITECTURES)
+    or a ckpt.pt of nanoGPT or build-nanogpt, or its folder → Pretrained. Raises UserError."""
+    path = find_pretrained(source)
     if is_nanogpt(path):
         shape, weights, trained = read_nanogpt(path)
+        for name, w in weights.items():
+            if w.dtype not in FLOATS:
+                raise UserError(f'{source}: {name} is {w.dtype}, and weights are floating point')
+        found = Pretrained(source, path, shape, {name: [w] for name, w in weights.items()}, trained)
     else:
-        shape, weights = read_hf(path if path.is_dir() else download_model(source))
-    if odd := [name for name in weights if not name.isprintable() or len(name) > 200]:
+        folder = path if path.is_dir() else download_model(source)
+        with explain_bad_folder(folder):
+            found = Pretrained(source, folder, *read_hf(folder))
+    if odd := [name for name in found.parts if not name.isprintable() or len(name) > 200]:
         raise UserError(f'{source}: it holds a tensor named {odd[0][:200]!r}')
-    weights = {name: w for name, w in weights.items() if not MASKS.fullmatch(name)}
-    for name, w in weights.items():
-        if w.dtype not in FLOATS:
-            raise UserError(f'{source}: {name} is {w.dtype}, and weights are floating point')
-    if shape.get('tied_head', True):
-        embedding, head = weights.get('transformer.wte.weight'), weights.pop('lm_head.weight', None)
-        if head is not None and embedding is not None and not torch.equal(head, embedding):
-            raise UserError(f'{source}: its lm_head.weight is not its wte.weight, though both are '
-                            'one matrix in this architecture')
-    config = GPTConfig(**shape, dropout=dropout)
-    check_held(config, {name: w.shape for name, w in weights.items()}, source)
-    model = GPT(config)
-    copy_weights(model, weights, source)
-    return model, trained
+    found.parts = {name: parts for name, parts in found.parts.items()
+                   if not NO_WEIGHTS.fullmatch(name)}
+    found.check()
+    return found
+
+
+@dataclass
+class Pretrained:
+    """Weights of others. Those of a folder are read when they are loaded, and no others."""
+
+    source: str
+    path: Path  # of the folder, or of the ckpt.pt
+    shape: dict  # the fields of its GPTConfig but dropout
+    parts: dict  # our name → the tensors that make it, one below another: Tensors or FileTensors
+    trained: str = ''  # what is known of its training
+
+    def check(self):
+        """Raise UserError that names what is missing, unknown, or of another shape than in the
+        model."""
+        config = GPTConfig(**self.shape)
+        if config.tied_head:
+            self.drop_tied_head()
+        found = {name: torch.Size([sum(part.shape[0] if part.shape else 1 for part in parts),
+                                   *parts[0].shape[1:]]) for name, parts in self.parts.items()}
+        check_held(config, found, self.source)
+        with torch.device('meta'):
+            wanted = without_padding(dict(GPT(config).named_parameters()), config.vocab_size)
+        problems = [f'it has no {name}' for name in sorted(wanted.keys() - found.keys())]
+        problems += [f'it has an unknown {name}' for name in sorted(found.keys() - wanted.keys())]
+        for name, p in wanted.items():
+            parts = self.parts.get(name, [])
+            rows = parts_of(name, config) if len(parts) > 1 else None
+            wanted_parts = [(n, *p.shape[1:]) for n in rows or p.shape[:1]]
+            if parts and [tuple(part.shape) for part in parts] != wanted_parts:
+                shapes = ' and '.join(str(tuple(part.shape)) for part in parts)
+                problems.append(f'{name} is {shapes}, expected {tuple(p.shape)}')
+        if problems:
+            more = f' and {len(problems) - 1} more' if len(problems) > 1 else ''
+            raise UserError(f'{self.source}: its weights do not fit its configuration: '
+                            f'{problems[0]}{more}')
+
+    def drop_tied_head(self):
+        """Forget the second copy of a matrix. Raises UserError where it is another matrix."""
+        embedding = self.parts.get('transformer.wte.weight')
+        head = self.parts.pop('lm_head.weight', None)
+        if not head or not embedding:
+            return
+        (head,), (embedding,) = head, embedding
+        if head.shape != embedding.shape or any(
+                not torch.equal(head[i:i + COMPARED_ROWS], embedding[i:i + COMPARED_ROWS])
+                for i in range(0, head.shape[0], COMPARED_ROWS)):
+            raise UserError(f'{self.source}: its lm_head.weight is not its wte.weight, though both '
+                            'are one matrix in this architecture')
+
+    @torch.no_grad()
+    def load_weights(self, model):
+        """Copy them into a GPT of this shape, which may have a shorter block_size and more tokens:
+        each new one gets the mean of the rows that there are. Of a sharded model each process reads
+        what it has. Raises UserError where a weight is not finite."""
+        with explain_bad_folder(self.source):
+            for name, p in model.named_parameters():
+                start = 0
+                for part in self.parts[name]:
+                    copy_rows(p, start, part, part.shape[0])
+                    start += part.shape[0]
+                if name.endswith(ROW_PER_TOKEN):
+                    mine, first = local_rows(p)
+                    mine[max(start - first, 0):] = 0.0  # the padding is no token
+                    if model.config.vocab_size > start:
+                        (part,) = self.parts[name]
+                        mine[max(start - first, 0):max(model.config.vocab_size - first, 0)] = \
+                            part[0:start].to(mine).mean(0)
+        check_finite(model, self.source)
+
+    def tokenizer_json(self):
+        """The description of the tokenizer that goes with the weights, or None where nothing says.
+        Raises UserError."""
+        vocab_size = self.shape['vocab_size']
+        found = read_tokenizer(self.path, vocab_size) if self.path.is_dir() else None
+        if found and found.get('kind') == 'foreign':
+            return as_chat(found, self.source)
+        return found or ({'kind': 'gpt2'} if vocab_size == 50257 else None)
+
+
+class FileTensor:
+    """A tensor in a file of safetensors: its shape, and rows of it, which are read when asked."""
+
+    def __init__(self, path, key, header, transposed):
+        self.path, self.key, self.transposed = path, key, transposed
+        shape = header.get_shape()
+        self.shape = torch.Size(reversed(shape) if transposed else shape)
+
+    def __getitem__(self, rows):
+        with utf8_name(self.path) as name, safe_open(name, framework='pt') as f:
+            tensor = f.get_slice(self.key)
+            return tensor[:, rows].t() if self.transposed else tensor[rows]
 
 
 def pretrained_shape(source):
-    """What `load_pretrained` takes → the fields of its GPTConfig but dropout. It downloads nothing
-    and reads no weights. Raises UserError."""
+    """What `open_pretrained` takes → the fields of its GPTConfig but dropout. It reads no weights,
+    and downloads none. Raises UserError."""
     path = find_pretrained(source)
     if is_nanogpt(path):
         return read_nanogpt(path)[0]
-    if not path.is_dir():
-        check_name(source)
-        return PRETRAINED[source]
-    with explain_bad_folder(path):
-        return read_hf_config(path)[1]
+    if source in PRETRAINED and not path.is_dir():
+        return {**PRETRAINED[source]}
+    folder = path if path.is_dir() else download_model(source, ['config.json'])
+    with explain_bad_folder(folder):
+        return read_hf_config(folder)[1]
 
 
 def find_pretrained(source):
@@ -95,24 +192,6 @@ def find_pretrained(source):
 
 def is_nanogpt(path):
     return path.suffix in ('.pt', '.pth')
-
-
-@torch.no_grad()
-def copy_weights(model, weights, source):
-    """Copy {name: tensor}, the vocabulary without padding, into `model`. Raises UserError that
-    names what is missing, unknown or of another shape."""
-    wanted = without_padding(dict(model.named_parameters()), model.config.vocab_size)
-    problems = [f'it has no {name}' for name in sorted(wanted.keys() - weights.keys())]
-    problems += [f'it has an unknown {name}' for name in sorted(weights.keys() - wanted.keys())]
-    problems += [f'{name} is {tuple(weights[name].shape)}, expected {tuple(p.shape)}'
-                 for name, p in wanted.items()
-                 if name in weights and p.shape != weights[name].shape]
-    if problems:
-        more = f' and {len(problems) - 1} more' if len(problems) > 1 else ''
-        raise UserError(f'{source}: its weights do not fit its configuration: {problems[0]}{more}')
-    for name, p in wanted.items():
-        p.copy_(weights[name])
-    check_finite(model, source)
 
 
 def without_padding(weights, vocab_size):
@@ -137,14 +216,26 @@ def grow_vocabulary(model, new):
 
 def read_hf(folder):
     """A folder with config.json and model.safetensors (or several files) → (the fields of
-    GPTConfig but dropout, {our name: tensor}). Raises UserError."""
-    with explain_bad_folder(folder):
-        architecture, shape = read_hf_config(folder)
-        weights = {}
-        for path in sorted(folder.glob('model*.safetensors')) or [folder / 'model.safetensors']:
-            open_regular(path).close()  # safetensors would wait for a FIFO
-            weights |= load_file(path)
-        return shape, architecture.read_weights(weights)
+    GPTConfig but dropout, {our name: [FileTensor]}), inside `explain_bad_folder`."""
+    architecture, shape = read_hf_config(folder)
+    whole = folder / 'model.safetensors'
+    found = {}  # our name → {number of the part: FileTensor}
+    several = sorted(folder.glob('model-*.safetensors'))
+    for path in several if several and not whole.exists() else [whole]:
+        open_regular(path).close()  # safetensors would wait for a FIFO
+        with utf8_name(path) as name, safe_open(name, framework='pt') as f:
+            for key in f.keys():  # noqa: SIM118  (it is no dict)
+                ours, i, transposed = architecture.our_place(key)
+                header = f.get_slice(key)
+                if NO_WEIGHTS.fullmatch(ours):
+                    continue
+                if header.get_dtype() not in FLOATS.values():
+                    raise ValueError(f'{key[:200]} is {header.get_dtype()}, and weights are '
+                                     'floating point')
+                if i in found.setdefault(ours, {}):
+                    raise ValueError(f'{key[:200]!r} is there twice')
+                found[ours][i] = FileTensor(path, key, header, transposed)
+    return shape, {name: [parts[i] for i in sorted(parts)] for name, parts in found.items()}
 
 
 def read_hf_config(folder):
@@ -169,19 +260,16 @@ def explain_bad_folder(folder):
 
 
 def check_name(name):
-    if name not in PRETRAINED:
+    if name not in PRETRAINED and not is_hub_name(name):
         raise UserError(f'{name!r} is neither a folder, nor a .pt file, nor one of '
-                        f'{", ".join(PRETRAINED)}')
+                        f'{", ".join(PRETRAINED)}, nor OWNER/NAME on the Hugging Face hub')
 
 
-def download_model(name):
-    """Fetch 'gpt2…' from the Hugging Face hub (or its cache) → folder. Raises UserError."""
+def download_model(name, patterns=('*.json', '*.jinja', 'model*.safetensors')):
+    """Fetch 'gpt2…' or OWNER/NAME from the Hugging Face hub (or its cache) → folder. Raises
+    UserError."""
     check_name(name)
-    with needs('huggingface_hub', f'downloading {name}'):
-        from huggingface_hub import snapshot_download
-    with explain_hub_errors(name, 'connect to the internet once, or give a folder that holds it'):
-        return Path(snapshot_download(f'openai-community/{name}',
-                                      allow_patterns=['config.json', 'model.safetensors']))
+    return download(f'openai-community/{name}' if name in PRETRAINED else name, patterns)
 
 
 def read_nanogpt(path):
@@ -319,15 +407,3 @@ def check_storages(weights, size):
         needed += w.nbytes if name != 'lm_head.weight' else 0
     if needed > sum(held.values()) or sum(held.values()) > size:
         raise ValueError(f'its tensors have {needed:,} bytes, and the file has fewer')
-
-
-def tokenizer_json(source, vocab_size):
-    """The description of the tokenizer that goes with `source`, or None where nothing says."""
-    path = Path(source, OUR_TOKENIZER)
-    if path.exists():
-        try:
-            return read_json(path)
-        except (OSError, ValueError) as e:
-            raise UserError(f'{path} cannot be read ({e}): export the model again') from None
-    return {'kind': 'gpt2'} if vocab_size == 50257 else None
-

@@ -129,8 +129,11 @@ class Answers:
         ids, loss_mask = (stream.read(self.starts[i], self.sizes[i])
                           for stream in (self.stream, self.stream.loss_mask))
         loss_mask[0] = 0  # no token before it predicts it
-        if self.with_bos[i]:
-            ids, loss_mask = np.append(self.stream.bos, ids), np.append(0, loss_mask)
+        marks = self.stream.marks
+        if self.with_bos[i] and marks.keeps_bos:
+            ids, loss_mask = np.append(marks.bos, ids), np.append(0, loss_mask)
+        elif not self.with_bos[i] and not marks.keeps_bos:
+            ids, loss_mask = ids[1:], loss_mask[1:]
         return ids, loss_mask == 1
 
 

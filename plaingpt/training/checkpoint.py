@@ -23,7 +23,7 @@ from safetensors import SafetensorError, safe_open
 
 from model import GPT, GPTConfig
 from plaingpt.data import tokenizers
-from plaingpt.system.distributed import is_sharded, local_rows
+from plaingpt.system.distributed import is_sharded
 from plaingpt.system.errors import UserError
 from plaingpt.system.files import (
     check_keys,
@@ -41,7 +41,7 @@ from plaingpt.system.files import (
 from plaingpt.system.formatting import quoted
 from plaingpt.system.streams import warn
 from plaingpt.training.settings import REMOVED
-from plaingpt.weights import check_fields, check_finite, check_held
+from plaingpt.weights import check_fields, check_finite, check_held, copy_rows
 
 FORMAT_VERSION = 1
 # Keys of state.json as an earlier version wrote them → as they are called now.
@@ -190,11 +190,8 @@ def copy_local_rows(tensor, rows, file, key):
     if rows is ... and not is_sharded(tensor):
         tensor.copy_(file.get_tensor(key))
         return
-    (mine, first), source = local_rows(tensor), file.get_slice(key)
-    start = 0 if rows is ... else rows.start
-    a, b = max(first, start), min(first + len(mine), start + source.get_shape()[0])
-    if a < b:
-        mine[a - first:b - first].copy_(source[a - start:b - start])
+    source = file.get_slice(key)
+    copy_rows(tensor, 0 if rows is ... else rows.start, source, source.get_shape()[0])
 
 
 def empty_like_rows(p, shape, dtype):

@@ -2,10 +2,10 @@
 
 from dataclasses import dataclass
 
-from model import GPT
+from model import GPT, GPTConfig
 from plaingpt.data import tokenizers
 from plaingpt.data.dataset import dataset_folder, open_dataset
-from plaingpt.inference.pretrained import tokenizer_json
+from plaingpt.inference.pretrained import open_pretrained
 from plaingpt.system.errors import UserError
 from plaingpt.system.streams import status
 from plaingpt.training.checkpoint import find, find_named
@@ -16,7 +16,7 @@ class ModelChoice:
     """What sample.py, evaluate.py and export.py ask alike, and `load` takes."""
 
     # which model
-    init_from: str = 'resume'  # resume (from out_dir), gpt2…, a folder, or nanoGPT's ckpt.pt
+    init_from: str = 'resume'  # resume (from out_dir), gpt2…, OWNER/NAME, a folder, or a ckpt.pt
     out_dir: str = 'out'  # the run to read
     checkpoint: str = 'best'  # best, latest, or an iteration
     tokenizer: str = 'auto'  # the model's own, or a prepared dataset whose to take
@@ -36,8 +36,10 @@ def load(init_from, out_dir='out', which='best', tokenizer='auto'):
         model, state, source = found.load_model(dropout=0.0), found.state, str(found.path)
         description = state['tokenizer']
     else:
-        model, state, source = GPT.from_pretrained(init_from), {}, init_from
-        description = tokenizer_json(init_from, model.config.vocab_size)
+        pretrained = open_pretrained(init_from)
+        model, state, source = GPT(GPTConfig(**pretrained.shape)), {}, init_from
+        pretrained.load_weights(model)
+        description = pretrained.tokenizer_json()
     if tokenizer != 'auto':
         description = open_dataset(dataset_folder(tokenizer)).tokenizer_json()
     if description is None:

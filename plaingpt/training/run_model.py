@@ -8,13 +8,14 @@ from plaingpt.inference.hf_export import describe_export
 from plaingpt.inference.pretrained import (
     describe_training,
     grow_vocabulary,
-    load_pretrained,
+    open_pretrained,
     pretrained_shape,
 )
 from plaingpt.parallel.sharding import Replicated, Sharded, copy_on_meta, parameters_on_meta
 from plaingpt.system.distributed import launched_world, print0
 from plaingpt.system.errors import UserError
 from plaingpt.training import checkpoint as checkpoints
+from plaingpt.training.checkpoint import Checkpoint
 from plaingpt.training.run_data import base_tokenizer, document_start
 
 # Fields of a model that a run has from the model that it starts from, whatever its settings say.
@@ -83,18 +84,42 @@ def check_start(config, shape, folder, vocab_size):
                         f'{shape.vocab_size}: prepare the text with the tokenizer of the model')
 
 
-def build_model(config, shape, dataset, resumed):
-    """The model of a run, of a GPTConfig, on the CPU. With fsdp, only rank 0 of a new run holds
-    weights; those of a checkpoint are loaded once the model is sharded."""
-    if config.parallel == 'fsdp' and (resumed or not launched_world().is_main):
+def find_start(config, dataset):
+    """The Checkpoint or the Pretrained that config.init_from names, of a tokenizer that is the
+    dataset's or its base; None where a run starts anew. Raises UserError."""
+    if config.init_from in ('scratch', 'auto'):
+        return None
+    start = checkpoints.find_named(config.init_from, config.checkpoint)
+    if start:
+        tokenizer, source, other = start.state['tokenizer'], start.path, 'THE_OLD_DATASET'
+        trained = describe_training(start.iter_num, start.val_loss)
+    else:
+        start = open_pretrained(config.init_from)
+        tokenizer, source, other = start.tokenizer_json(), config.init_from, config.init_from
+        trained = start.trained
+    known = [words_of(each) for each in (dataset.tokenizer_json(), base_tokenizer(dataset)) if each]
+    if tokenizer is not None and words_of(tokenizer) not in known:
+        raise UserError(f'{source} was trained with another tokenizer than that of '
+                        f'{dataset.folder}: prepare the text with --tokenizer={other}')
+    print0(f'{source}{trained and f" ({trained})"}: the run starts from its weights; the '
+           'optimizer, the iteration count and the order of the data begin anew')
+    return start
+
+
+def words_of(tokenizer):
+    """What of a tokenizer, as JSON, decides the ids of text; one of others has files beside."""
+    base = tokenizer.get('base', tokenizer)
+    return base['files']['tokenizer.json'] if base.get('kind') == 'foreign' else tokenizer
+
+
+def build_model(config, shape, start):
+    """The model of a run, of a GPTConfig, on the CPU. start: of find_start, or the checkpoint that
+    is resumed. With fsdp, only rank 0 holds weights, and none where each process loads its rows."""
+    if config.parallel == 'fsdp' and (loads_rows(start, shape) or not launched_world().is_main):
         with parameters_on_meta():
             model = GPT(shape)
-    elif resumed:
-        model = resumed.load_model(dropout=config.dropout)
-    elif config.init_from in ('scratch', 'auto'):
-        model = GPT(shape)
     else:
-        model = load_start(config, shape, dataset)
+        model = load_start(start, shape) if start else GPT(shape)
     model.loss_chunk_tokens = config.loss_chunk_tokens
     model.activation_checkpointing = config.activation_checkpointing
     print0(f'GPT of {model.num_parameters():,} parameters: {model.config.n_layer} layers, '
@@ -103,34 +128,35 @@ def build_model(config, shape, dataset, resumed):
     return model
 
 
-def load_start(config, shape, dataset):
-    """The model that config.init_from names, of a run of ours or of others, cut and grown to the
-    GPTConfig of the new run."""
-    if start := checkpoints.find_named(config.init_from, config.checkpoint):
-        if start.state['tokenizer'] not in (dataset.tokenizer_json(), base_tokenizer(dataset)):
-            raise UserError(f'{start.path} was trained with another tokenizer than that of '
-                            f'{dataset.folder}: prepare the text with --tokenizer=THE_OLD_DATASET')
-        model = start.load_model(dropout=config.dropout)
-        source, trained = start.path, describe_training(start.iter_num, start.val_loss)
-    else:
-        model, trained = load_pretrained(config.init_from, config.dropout)
-        source = config.init_from
+def loads_rows(start, shape):
+    """Whether processes can load their rows of a model of this shape, each by itself."""
+    if isinstance(start, Checkpoint):
+        sizes = {key: start.state['model'][key] for key in ('vocab_size', 'block_size')}
+        return sizes == {key: getattr(shape, key) for key in sizes}
+    return start is not None
+
+
+def load_start(start, shape):
+    """The model of a Checkpoint or a Pretrained, cut and grown to the GPTConfig of a run."""
+    if not isinstance(start, Checkpoint):
+        model = GPT(shape)
+        start.load_weights(model)
+        return model
+    model = start.load_model(dropout=shape.dropout)
     if new := shape.vocab_size - model.config.vocab_size:
         grow_vocabulary(model, new)
     model.crop_block_size(shape.block_size)
     model.config = shape  # of which document_attention may differ: no weight depends on it
-    print0(f'{source}{trained and f" ({trained})"}: the run starts from its weights; the '
-           'optimizer, the iteration count and the order of the data begin anew')
     return model
 
 
-def place_model(model, config, resumed, device, compile, dtype, world):
+def place_model(model, config, start, device, compile, dtype, world):
     """Put a model of build_model where it is trained → Replicated or Sharded."""
     if config.parallel != 'fsdp':
         return Replicated(model.to(device), device, compile, world)
     parallel = Sharded(copy_on_meta(model), device, compile, dtype, config.fsdp_group)
-    if resumed:
-        resumed.load_weights(parallel.model)
+    if loads_rows(start, model.config):
+        start.load_weights(parallel.model)
     else:
         parallel.load(model.state_dict())
     return parallel

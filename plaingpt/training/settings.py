@@ -29,7 +29,7 @@ NoEffect = Annotated[T, WITHOUT_EFFECT]
 Check = Literal['auto', 'warn'] | bool
 # Settings of earlier versions, of the model and of its training, that are no more → the value, or
 # the setting whose value, that this version computes with.
-REMOVED = {'rotary_base': 10000.0, 'rotary_share': 1.0, 'embedding_norm': False, 'qk_scale': 0.0,
+REMOVED = {'rotary_share': 1.0, 'embedding_norm': False, 'qk_scale': 0.0,
            'head_bias': False, 'logit_softcap': 0.0, 'softcap': 'tanh', 'adam_eps': 1e-8,
            'muon_scale': 'match_rms_adamw', 'muon_iterations': 'quintic',
            'embedding_decay': 'weight_decay', 'vector_decay': 0.0}
@@ -50,7 +50,7 @@ class TrainConfig(GPTConfig):
     sample_interval: NoEffect[Natural] = 0  # iterations between samples on the console; 0 for none
     sample_start: NoEffect[Annotated[str, unescape]] = '\n'  # the text that a sample continues
     sample_tokens: NoEffect[Natural] = 100  # in a sample, on the console and in the report; 0: none
-    init_from: str = 'scratch'  # scratch, resume, auto (either), gpt2…, folder, ckpt.pt
+    init_from: str = 'scratch'  # scratch, resume, auto, gpt2…, OWNER/NAME, folder, ckpt.pt
     # checkpoints
     checkpoint_interval: NoEffect[Positive] = 1000  # iterations between those for resuming
     always_save_checkpoint: NoEffect[bool] = True  # after each evaluation, not only after the best

@@ -10,8 +10,8 @@ from helpers import ends_within
 
 from plaingpt.data import tokenizers
 from plaingpt.data.dataset import open_dataset
+from plaingpt.data.foreign_tokenizer import OUR_TOKENIZER, read_tokenizer
 from plaingpt.data.tokenizers import BPETokenizer, UnknownCharacter, from_json
-from plaingpt.inference.pretrained import OUR_TOKENIZER, tokenizer_json
 from plaingpt.system.errors import UserError
 
 BYTES = [chr(i) for i in range(256)]
@@ -86,7 +86,7 @@ def met(read, folder):
 
 def exported_with(description, folder):
     (folder / OUR_TOKENIZER).write_text(description)
-    return lambda folder: from_json(tokenizer_json(folder, 258))
+    return lambda folder: from_json(read_tokenizer(folder))
 
 
 def prepared_with(description, folder):

@@ -137,14 +137,14 @@ class ALiBi(CausalSelfAttention):
 
     def forward(self, x, idx, rotary=None, documents=None, cache=None):
         B, T, C = x.shape
-        q, k, v = (t.view(B, T, self.n_head, -1).transpose(1, 2)
+        q, k, v = (t.view(B, T, -1, self.head_size).transpose(1, 2)
                    for t in self.c_attn(x).chunk(3, dim=2))
         columns, mask = torch.arange(T), None
         if cache is not None:
             k, v, mask = cache.extend(k, v)
             columns = cache.columns
         distance = columns[:, None] - torch.arange(k.size(2))
-        slopes = 2.0 ** -torch.arange(1, self.n_head + 1)[:, None, None]
+        slopes = 2.0 ** -torch.arange(1, q.size(1) + 1)[:, None, None]
         bias = (-slopes * distance).masked_fill(distance < 0 if mask is None else ~mask, -torch.inf)
         y = F.scaled_dot_product_attention(q, k, v, attn_mask=bias)
         return self.resid_dropout(self.c_proj(y.transpose(1, 2).reshape(B, T, C)))

@@ -175,7 +175,6 @@ def test_what_is_refused_writes_nothing(command, tmp_path, capsys, monkeypatch):
     dest = tmp_path / 'b/my.gguf'
     for more, words in (
             (f'--init_from={tmp_path}/hf', 'gpt2 needs mlp=gelu instead of gelu_erf'),
-            ('--format=transformers', 'dtype=float16 takes --format=gguf'),
             ('--dest=', 'dest is empty')):
         assert words in fails(capsys, monkeypatch, export.main, *command, f'--dest={dest}',
                               '--dtype=float16', more)

@@ -1,0 +1,103 @@
+"""The chat templates of others, Jinja: is one of them a form that we can write exactly?"""
+
+import json
+
+from plaingpt.data.chat_tokenizer import FORMS, form_of
+from plaingpt.data.foreign_tokenizer import ForeignTokenizer
+from plaingpt.system.streams import warn
+
+MAX_TEMPLATE = 2**17  # characters
+USER, ANSWER = {'role': 'user', 'content': 'a'}, {'role': 'assistant', 'content': 'b'}
+SYSTEM = {'role': 'system', 'content': 's'}
+# Conversations that show what a template does with roles, places and white space.
+PROBES = [[USER], [SYSTEM, USER], [USER, ANSWER], [SYSTEM, USER, ANSWER, USER],
+          [USER, ANSWER, USER, ANSWER],
+          [{'role': 'user', 'content': '\n x {{ y }} \n'}, {'role': 'assistant', 'content': ' z\n'},
+           {'role': 'user', 'content': ' <b> "\'\\ é'}]]
+
+
+def as_chat(description, where):
+    """The description of a ForeignTokenizer → that of its chat tokenizer, where its files have a
+    chat template, else itself. A template that none of FORMS is exactly gives way to the plain form
+    of its control tokens, and a line says so."""
+    template = find_template(description['files'])
+    if template is None:
+        return description
+    form = form_of(ForeignTokenizer(description))
+    system = None if form == 'plaingpt' else find_system(FORMS[form], template, description)
+    if system is None and form == 'plaingpt':
+        warn(f'{where}: its chat template is of a form that is not known here, so it is read as a '
+             'model of text')
+        return description
+    if system is None:
+        warn(f'{where}: its chat template does more than {form}: conversations are written in '
+             f'plain {form}')
+    return {'kind': 'chat', 'base': description, 'form': form, 'system': system or ''}
+
+
+def find_template(files):
+    """{name: text of a file} → the chat template, or None. Of several it is the 'default' one."""
+    if 'chat_template.jinja' in files:
+        return files['chat_template.jinja']
+    found = json.loads(files.get('tokenizer_config.json', '{}')).get('chat_template')
+    if isinstance(found, list):
+        found = {each.get('name'): each.get('template') for each in found}.get('default')
+    return found if isinstance(found, str) else None
+
+
+def is_exact(tokenizer):
+    """Whether the template in the files of a chat tokenizer of others writes its form."""
+    description = tokenizer.base.to_json()
+    template = find_template(description['files'])
+    return template is not None and \
+        find_system(tokenizer.form, template, description) == tokenizer.system
+
+
+def find_system(form, template, description):
+    """What a template lets the system say where a conversation has no such message, '' for nothing;
+    None where it writes something else than the form."""
+    try:
+        render = compile_template(template, description)
+        alone = render([USER], False)
+        before = form.begin + form.header.format(role='system')
+        system = alone[len(before):].partition(form.end)[0] \
+            if alone.startswith(before) and form.end in alone else ''
+        for messages in PROBES:
+            for prompting in (False, True):
+                if render(messages, prompting) != written(form, system, messages, prompting):
+                    return None
+        return system
+    except Exception:  # a template can raise anything
+        return None
+
+
+def written(form, system, messages, prompting):
+    """Messages in a form, as a text; with prompting up to where the assistant answers."""
+    if system and messages[0]['role'] != 'system':
+        messages = [{'role': 'system', 'content': system}, *messages]
+    texts = [message['content'].strip() if form.trims else message['content']
+             for message in messages]
+    return form.begin + ''.join(
+        form.header.format(role=message['role']) + text + form.end + form.after
+        for message, text in zip(messages, texts, strict=True)) \
+        + form.header.format(role='assistant') * prompting
+
+
+def compile_template(template, description):
+    """→ a function of (messages, whether an answer is to come), as transformers compiles it: in
+    Jinja's sandbox, which lets a template reach nothing of this process."""
+    from jinja2.sandbox import ImmutableSandboxedEnvironment  # torch brings it
+    if len(template) > MAX_TEMPLATE:
+        raise ValueError('it is too long')
+
+    def fail(message):
+        raise ValueError(message)
+
+    names = json.loads(description['files'].get('tokenizer_config.json', '{}'))
+    special = {key: value['content'] if isinstance(value, dict) else value
+               for key, value in names.items() if key in ('bos_token', 'eos_token', 'pad_token')}
+    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
+    environment.globals['raise_exception'] = fail
+    compiled = environment.from_string(template)
+    return lambda messages, prompting: compiled.render(
+        messages=messages, tools=None, documents=None, add_generation_prompt=prompting, **special)

@@ -1,0 +1,159 @@
+"""The tokenizers of others: a tokenizer.json, through the package tokenizers.
+
+All files that say how text and conversations become tokens are kept as they are, in meta.json and
+in checkpoints, so that an export has them again.
+"""
+
+import json
+import re
+from pathlib import Path
+
+import numpy as np
+
+from plaingpt.data.hub import explain_hub_errors
+from plaingpt.system.errors import UserError, needs
+from plaingpt.system.files import parse_json, read_bounded
+from plaingpt.system.formatting import one_line
+
+OUR_TOKENIZER = 'plaingpt_tokenizer.json'  # in an exported folder, so that it comes back whole
+FILES = ('tokenizer.json', 'tokenizer_config.json', 'special_tokens_map.json',
+         'generation_config.json', 'chat_template.jinja')
+FILES_OF_TOKENIZER = ('config.json', *FILES)
+# Of GPT-2's vocabulary: each of the 256 bytes as a visible character.
+VISIBLE = [*range(33, 127), *range(161, 173), *range(174, 256)]  # bytes that stand for themselves
+PRINTABLE = {byte: chr(byte) for byte in VISIBLE} \
+    | {byte: chr(256 + i) for i, byte in enumerate(sorted({*range(256)} - {*VISIBLE}))}
+BYTES = {char: byte for byte, char in PRINTABLE.items()}
+
+
+def is_hub_name(name):
+    """True for OWNER/NAME, which may be on the Hugging Face hub."""
+    return re.fullmatch(r'[\w-][\w.-]*/[\w-][\w.-]*', name) is not None and not Path(name).exists()
+
+
+def download(name, patterns):
+    """Fetch files of OWNER/NAME from the Hugging Face hub (or its cache) → folder. UserError"""
+    with needs('huggingface_hub', f'downloading {name}'):
+        from huggingface_hub import snapshot_download
+    with explain_hub_errors(name, 'no such folder is here; check the name and connect to the '
+                                  'internet once, or give a folder that holds it'):
+        return Path(snapshot_download(name, allow_patterns=list(patterns)))
+
+
+def read_tokenizer(folder, vocab_size=None):
+    """A folder in the Hugging Face layout → the description of its tokenizer, a JSON object; None
+    where it has none. vocab_size: of the model, where its config.json is not read for it. Raises
+    UserError."""
+    folder = Path(folder)
+    try:
+        if (folder / OUR_TOKENIZER).exists():
+            return parse_json(read_bounded(folder / OUR_TOKENIZER))
+        files = {name: read_bounded(folder / name).decode() for name in FILES
+                 if (folder / name).exists()}
+        if 'tokenizer.json' not in files:
+            return None
+        model = parse_json(read_bounded(folder / 'config.json')) \
+            if (folder / 'config.json').exists() else {}
+        return describe(files, model, vocab_size)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as e:
+        raise UserError(f'{folder}: its tokenizer cannot be read ({one_line(e)[:200]}): give a '
+                        'folder as transformers saves it') from None
+
+
+def describe(files, model, vocab_size):
+    """{name: text of a file}, the content of config.json → the description."""
+    tokenizer = load(files['tokenizer.json'])
+    said = {name: parse_json(files[name].encode()) if name in files else {}
+            for name in ('tokenizer_config.json', 'generation_config.json')}
+    names = said['tokenizer_config.json']
+
+    def id_of(name):  # it may be {'content': name, …}
+        name = name['content'] if isinstance(name, dict) else name
+        return tokenizer.token_to_id(name) if isinstance(name, str) else None
+
+    ends = {id_of(names.get('eos_token'))}
+    for config in (model, said['generation_config.json']):
+        found = config.get('eos_token_id')
+        ends |= {*found} if isinstance(found, list) else {found}
+    opener = next((i for i in map(id_of, ('<|endoftext|>', names.get('bos_token'),
+                                          names.get('eos_token'))) if i is not None), None)
+    least = max(tokenizer.get_vocab(with_added_tokens=True).values(), default=-1) + 1
+    size = vocab_size or model.get('vocab_size') or least
+    if type(size) is not int or size < least:
+        raise ValueError(f'it has {least:,} tokens and the model {size}')
+    ends = sorted(i for i in ends if type(i) is int and 0 <= i < size)
+    return {'kind': 'foreign', 'vocab_size': size, 'end_of_text': opener, 'ends': ends,
+            'files': files}
+
+
+def load(text):
+    """The text of a tokenizer.json → the package's Tokenizer. Raises ValueError where it cannot be
+    used, and UserError where the package is missing."""
+    with needs('tokenizers', 'a tokenizer.json'):
+        import tokenizers
+    try:
+        made = tokenizers.Tokenizer.from_str(text)
+    except BaseException as e:  # a PanicException, of Rust, is no Exception
+        if isinstance(e, (KeyboardInterrupt, SystemExit, MemoryError)):
+            raise
+        raise ValueError(f'tokenizer.json: {one_line(e)[:150]}') from None
+    decoder = (json.loads(text).get('decoder') or {}).get('type')
+    if decoder != 'ByteLevel':
+        raise ValueError(f'tokenizer.json says decoder={decoder!r}, which is not supported, as '
+                         "'ByteLevel' of GPT-2, SmolLM2, Llama 3 and Qwen is")
+    made.no_truncation()
+    made.no_padding()
+    made.encode_special_tokens = True  # text that spells a control token stays text
+    return made
+
+
+class ForeignTokenizer:
+    """A tokenizer of tokenizers.py. `vocab_size` is the model's, which may have rows for no token.
+    """
+
+    def __init__(self, description):
+        self.description = description
+        self.vocab_size, self.end_of_text = description['vocab_size'], description['end_of_text']
+        self.ends = frozenset({*description['ends'], self.end_of_text} - {None})
+        try:
+            self._tokenizer = load(description['files']['tokenizer.json'])
+        except ValueError as e:
+            raise UserError(f'its tokenizer cannot be used: {e}') from None
+        self._added = self._tokenizer.get_added_tokens_decoder()
+        self.controls = {i for i, token in self._added.items() if token.special}
+
+    @property
+    def encoders(self):
+        import tokenizers
+        return {'tokenizers': tokenizers.__version__}
+
+    def verify(self, text, ids):
+        pass
+
+    def encode(self, text):
+        try:
+            text.encode()
+        except UnicodeEncodeError:  # half a character, as JSON can hold it
+            text = text.encode('utf-16', 'surrogatepass').decode('utf-16', 'replace')
+        return np.array(self._tokenizer.encode(text, add_special_tokens=False).ids, dtype=np.int64)
+
+    def decode(self, ids):
+        """Bytes that are no UTF-8, as of a character cut in half, become U+FFFD."""
+        return self.decode_bytes(ids).decode('utf-8', 'replace')
+
+    def decode_bytes(self, ids):
+        return b''.join(map(self._bytes_of, map(int, ids)))
+
+    def _bytes_of(self, i):
+        if i in self._added:
+            return self._added[i].content.encode()
+        token = self._tokenizer.id_to_token(i) or ''
+        return bytes(BYTES[char] for char in token if char in BYTES)
+
+    def special(self, name):
+        """The id of a control token, or None."""
+        found = self._tokenizer.token_to_id(name)
+        return found if found in self.controls else None
+
+    def to_json(self):
+        return self.description

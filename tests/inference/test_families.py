@@ -1,0 +1,259 @@
+"""Models of others, with random weights that transformers makes: read, written, and refused."""
+
+import json
+import math
+
+import pytest
+import torch
+from helpers import fails
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+
+import export
+from model import GPT, GPTConfig, rotary_table
+from plaingpt.data.tokenizers import ByteTokenizer
+from plaingpt.inference.generation import generate
+from plaingpt.inference.hf_architectures import ARCHITECTURES
+from plaingpt.inference.hf_export import write_hf
+from plaingpt.inference.pretrained import load_pretrained, open_pretrained
+from plaingpt.system.errors import UserError
+
+SIZES = dict(vocab_size=100, hidden_size=48, intermediate_size=112, num_hidden_layers=2,
+             num_attention_heads=6, max_position_embeddings=64, initializer_range=0.2)
+SCALED = {'rope_type': 'llama3', 'rope_theta': 500000.0, 'factor': 8.0, 'low_freq_factor': 1.0,
+          'high_freq_factor': 4.0, 'original_max_position_embeddings': 16}
+FAST = {'rope_type': 'default', 'rope_theta': 1e6}
+SHAPES = {
+    'llama grouped': ('Llama', dict(num_key_value_heads=2)),
+    'llama tied': ('Llama', dict(num_key_value_heads=3, tie_word_embeddings=True,
+                                 rms_norm_eps=1e-5)),
+    'llama scaled': ('Llama', dict(num_key_value_heads=2, rope_parameters=SCALED, head_dim=16)),
+    'llama of one key': ('Llama', dict(num_key_value_heads=1, rope_parameters=FAST)),
+    'qwen2 tied': ('Qwen2', dict(num_key_value_heads=2, tie_word_embeddings=True,
+                                 rope_parameters=FAST)),
+    'qwen2': ('Qwen2', dict(num_key_value_heads=6)),
+    'qwen3 tied': ('Qwen3', dict(num_key_value_heads=2, head_dim=16, tie_word_embeddings=True)),
+    'qwen3': ('Qwen3', dict(num_key_value_heads=3, head_dim=12, rope_parameters=FAST))}
+
+
+def saved(folder, shape, dtype=torch.float32, **how):
+    """A model of transformers in which every weight matters, saved → as transformers opens it."""
+    import transformers
+    family, more = SHAPES[shape]
+    torch.manual_seed(0)
+    config = getattr(transformers, f'{family}Config')(**SIZES, **more)
+    model = getattr(transformers, f'{family}ForCausalLM')(config)
+    with torch.no_grad():
+        for p in model.parameters():
+            if p.dim() == 1:
+                p.add_(torch.randn_like(p) * 0.2)
+    model.to(dtype).save_pretrained(folder, **how)
+    return transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+
+
+def stored(folder):
+    return {name: w for path in sorted(folder.glob('*.safetensors'))
+            for name, w in load_file(path).items()}
+
+
+def tokens(*shape):
+    return torch.randint(0, 100, shape, generator=torch.Generator().manual_seed(1))
+
+
+@torch.no_grad()
+def difference(ours, theirs):
+    idx = tokens(2, 64)
+    return (ours.eval()(idx)[0] - theirs(idx).logits).abs().max().item()
+
+
+@pytest.mark.parametrize('dtype', [torch.float32, torch.bfloat16], ids=['float32', 'bfloat16'])
+@pytest.mark.parametrize('shape', SHAPES)
+def test_logits_text_and_tensors_are_those_of_transformers_in_and_out(shape, dtype, tmp_path):
+    several = {'max_shard_size': '40KB'} if dtype == torch.bfloat16 else {}
+    theirs = saved(tmp_path / 'a', shape, dtype, **several)
+    ours, _ = load_pretrained(tmp_path / 'a')
+    assert difference(ours, theirs) < 1e-5
+    prompt = tokens(1, 10)
+    text, = generate(ours, prompt.tolist(), 40, temperature=0)
+    written = theirs.generate(prompt, do_sample=False, max_new_tokens=40, eos_token_id=None,
+                              pad_token_id=0)[0, 10:].tolist()
+    assert text == written
+    (tmp_path / 'b').mkdir()
+    write_hf(tmp_path / 'b', ours, ByteTokenizer(), '', dtype)
+    before, after = stored(tmp_path / 'a'), stored(tmp_path / 'b')
+    assert before.keys() == after.keys() and all(
+        after[name].dtype == dtype and torch.equal(w, after[name]) for name, w in before.items())
+    config = json.loads((tmp_path / 'b/config.json').read_text())
+    assert config['architectures'] == [f'{SHAPES[shape][0]}ForCausalLM']
+    from transformers import AutoModelForCausalLM
+    back = AutoModelForCausalLM.from_pretrained(tmp_path / 'b', dtype=torch.float32).eval()
+    assert difference(ours, back) < 1e-5
+
+
+def test_scaled_positions_are_those_of_transformers_over_a_long_context(tmp_path):
+    from transformers import LlamaConfig
+    from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+    long = {**SCALED, 'factor': 32.0, 'original_max_position_embeddings': 8192}
+    config = LlamaConfig(**{**SIZES, 'max_position_embeddings': 20_000}, head_dim=64,
+                         rope_parameters=long)
+    cos, sin = LlamaRotaryEmbedding(config)(torch.zeros(1), torch.arange(20_000)[None])
+    shape = ARCHITECTURES['llama'].read_config({'model_type': 'llama', **config.to_dict()})
+    ours = rotary_table(GPTConfig(**shape))
+    # A rounding of a speed, 6e-8 of it, is 1e-3 after 20,000 positions.
+    assert (ours[0] - cos[0]).abs().max() < 3e-3
+    assert (ours[1][:, 32:] - sin[0, :, 32:]).abs().max() < 3e-3
+    assert (ours[0] - rotary_table(GPTConfig(**{**shape, 'rotary_factor': 1.0}))[0]).abs().max() > 1
+
+
+def test_the_published_sizes_are_told_from_their_configurations():
+    with torch.device('meta'):
+        for name, hf, parameters in (
+                ('llama', dict(  # SmolLM2-360M
+                    vocab_size=49152, hidden_size=960, intermediate_size=2560,
+                    num_hidden_layers=32, num_attention_heads=15, num_key_value_heads=5,
+                    max_position_embeddings=8192, rms_norm_eps=1e-5, rope_theta=100000,
+                    rope_scaling=None, tie_word_embeddings=True, hidden_act='silu'), 361_821_120),
+                ('llama', dict(  # Llama-3.2-1B
+                    vocab_size=128256, hidden_size=2048, intermediate_size=8192, head_dim=64,
+                    num_hidden_layers=16, num_attention_heads=32, num_key_value_heads=8,
+                    max_position_embeddings=131072, rms_norm_eps=1e-5, rope_theta=500000.0,
+                    rope_scaling={'factor': 32.0, 'high_freq_factor': 4.0, 'low_freq_factor': 1.0,
+                                  'original_max_position_embeddings': 8192, 'rope_type': 'llama3'},
+                    tie_word_embeddings=True, hidden_act='silu'), 1_235_814_400),
+                ('qwen2', dict(  # Qwen2.5-0.5B
+                    vocab_size=151936, hidden_size=896, intermediate_size=4864,
+                    num_hidden_layers=24, num_attention_heads=14, num_key_value_heads=2,
+                    max_position_embeddings=32768, max_window_layers=24, sliding_window=32768,
+                    use_sliding_window=False, rms_norm_eps=1e-6, rope_theta=1000000.0,
+                    tie_word_embeddings=True, hidden_act='silu'), 494_032_768),
+                ('qwen3', dict(  # Qwen3-0.6B
+                    vocab_size=151936, hidden_size=1024, intermediate_size=3072, head_dim=128,
+                    num_hidden_layers=28, num_attention_heads=16, num_key_value_heads=8,
+                    max_position_embeddings=40960, max_window_layers=28, sliding_window=None,
+                    use_sliding_window=False, rms_norm_eps=1e-6, rope_theta=1000000,
+                    attention_bias=False, tie_word_embeddings=True, hidden_act='silu'),
+                 596_049_920)):
+            model = GPT(GPTConfig(**ARCHITECTURES[name].read_config(hf)))
+            assert model.num_parameters() == parameters
+
+
+def test_weights_are_read_by_rows_of_the_tensors_that_are_asked_for(tmp_path, monkeypatch):
+    saved(tmp_path, 'llama grouped')
+    read = []
+
+    class Slice:
+        def __init__(self, tensor):
+            self.tensor = tensor
+
+        def __getattr__(self, name):
+            return getattr(self.tensor, name)
+
+        def __getitem__(self, rows):
+            read.append(rows)
+            return self.tensor[rows]
+
+    class Watched:
+        def __init__(self, *args, **how):
+            self.file = safe_open(*args, **how)
+
+        def __enter__(self):
+            self.opened = self.file.__enter__()
+            return self
+
+        def __exit__(self, *args):
+            return self.file.__exit__(*args)
+
+        def keys(self):
+            return self.opened.keys()
+
+        def get_slice(self, key):
+            return Slice(self.opened.get_slice(key))
+
+    monkeypatch.setattr('plaingpt.inference.pretrained.safe_open', Watched)
+    found = open_pretrained(tmp_path)
+    assert not read
+    part = found.parts['transformer.h.0.attn.c_attn.weight'][1]
+    assert part[2:5].shape == (3, 48) and read == [slice(2, 5)]
+
+
+CHANGES = [  # of config.json, and what the line says
+    ('model_type', 'mistral', "model_type='mistral'"), ('model_type', None, 'model_type=None'),
+    ('hidden_act', 'gelu', "hidden_act='gelu'"), ('mlp_bias', True, 'mlp_bias=True'),
+    ('vocab_size', 'many', "vocab_size='many'"), ('vocab_size', -1, 'vocab_size=-1'),
+    ('vocab_size', 101, 'wte'), ('num_hidden_layers', 3, '2 blocks'),
+    ('num_hidden_layers', 1, 'h.1.attn'), ('num_hidden_layers', 2.5, 'n_layer=2.5'),
+    ('hidden_size', None, 'hidden_size'), ('hidden_size', 2**40, 'n_embd'),
+    ('tie_word_embeddings', True, 'one matrix'),
+    ('use_sliding_window', True, 'use_sliding_window'),
+    ('quantization_config', {'bits': 4}, 'quantization_config'),
+    ('num_attention_heads', 5, 'n_head=5'), ('num_attention_heads', 12, 'c_attn'),
+    ('num_key_value_heads', 4, 'n_kv_head=4'), ('num_key_value_heads', -2, 'n_kv_head=-2'),
+    ('num_key_value_heads', [2], 'n_kv_head'), ('num_key_value_heads', 1, 'c_attn'),
+    ('head_dim', 7, '7 is odd'), ('head_dim', 2**30, 'angles'), ('head_dim', '8', 'head_dim'),
+    ('head_dim', 16, 'c_attn'), ('intermediate_size', 0, 'intermediate_size=0'),
+    ('intermediate_size', 2**31, 'n_inner'), ('intermediate_size', 100, 'c_fc'),
+    ('rms_norm_eps', 0, 'norm_eps'), ('rms_norm_eps', 'small', 'norm_eps'),
+    ('rms_norm_eps', math.nan, 'norm_eps'), ('attention_bias', True, 'mlp_bias'),
+    ('max_position_embeddings', 2**30, 'angles'),
+    ('layer_types', ['sliding_attention'], 'sliding_attention'),
+    ('partial_rotary_factor', 0.5, 'partial_rotary_factor=0.5'),
+    *(('rope_parameters', value, words) for value, words in (
+        ({'rope_type': 'yarn', 'factor': 4.0}, 'yarn'), ({'type': 'linear', 'factor': 2}, 'linear'),
+        ({'rope_type': 'dynamic'}, 'dynamic'), ({'rope_theta': 0}, 'rotary_base'),
+        ({'rope_theta': 'fast'}, 'rotary_base'), ('fast', 'mapping'),
+        ({'rope_type': 'llama3'}, 'factor'), ({**SCALED, 'factor': -8.0}, 'rotary_factor'),
+        ({**SCALED, 'low_freq_factor': 2.0}, 'low_freq_factor=2.0'),
+        ({'rope_type': 'default', 'mrope_section': [1, 2]}, 'mrope_section')))]
+
+
+def refused(folder):
+    with pytest.raises(UserError) as e:
+        load_pretrained(folder)
+    assert len(str(e.value).splitlines()) == 1 and str(folder) in str(e.value)
+    return str(e.value)
+
+
+@pytest.fixture(scope='module')
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp('llama')
+    saved(folder, 'llama grouped')
+    return folder
+
+
+@pytest.mark.parametrize(('key', 'value', 'words'), CHANGES, ids=lambda value: str(value)[:40])
+def test_a_configuration_that_we_do_not_compute_is_refused_in_a_line(
+        folder, tmp_path, key, value, words):
+    whole = json.loads((folder / 'config.json').read_text())
+    (tmp_path / 'config.json').write_text(json.dumps({**whole, key: value}))
+    (tmp_path / 'model.safetensors').symlink_to(folder / 'model.safetensors')
+    assert words in refused(tmp_path)
+
+
+KEY = 'model.layers.1.self_attn.k_proj.weight'
+
+
+@pytest.mark.parametrize(('spoil', 'words'), [
+    (lambda w: w.pop(KEY), 'c_attn.weight'),
+    (lambda w: w.update({KEY: w[KEY][:8]}), 'c_attn.weight'),
+    (lambda w: w.update({KEY: w[KEY].t().contiguous()}), 'c_attn.weight'),
+    (lambda w: w.update({KEY: w[KEY][0]}), 'c_attn.weight'),
+    (lambda w: w.update({KEY: torch.tensor(1.0)}), 'c_attn.weight'),
+    (lambda w: w.update({KEY: w[KEY].to(torch.int8)}), 'is I8'),
+    (lambda w: w.update({KEY: w[KEY] * math.inf}), 'not finite'),
+    (lambda w: w.update({'model.layers.1.self_attn.q_norm.weight': torch.ones(8)}), 'unknown'),
+    (lambda w: w.update({'model.layers.1.block_sparse_moe.gate.weight': torch.ones(8, 8)}),
+     'unknown'),
+    (lambda w: w.update({'\n': torch.ones(1)}), 'tensor named')])
+def test_weights_that_do_not_fit_are_named_in_a_line(folder, tmp_path, spoil, words):
+    weights = load_file(folder / 'model.safetensors')
+    spoil(weights)
+    save_file(weights, tmp_path / 'model.safetensors')
+    (tmp_path / 'config.json').write_text((folder / 'config.json').read_text())
+    assert words in refused(tmp_path)
+
+
+def test_a_name_that_is_not_on_the_hub_is_a_line(capsys, monkeypatch, tmp_path):
+    monkeypatch.setenv('HF_HUB_OFFLINE', '1')
+    line = fails(capsys, monkeypatch, export.main, '--init_from=nobody/nothing',
+                 f'--dest={tmp_path}/x')
+    assert 'nobody/nothing' in line

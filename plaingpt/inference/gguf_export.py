@@ -10,7 +10,7 @@ from dataclasses import replace
 import torch
 
 from model import rotary_frequencies
-from plaingpt.data.chat_templates import find_template, is_exact
+from plaingpt.data.chat_templates import find_template
 from plaingpt.data.chat_tokenizer import is_chat
 from plaingpt.inference.hf_architectures import ARCHITECTURES, GPT2, TRANSPOSED
 from plaingpt.inference.hf_export import (
@@ -18,6 +18,7 @@ from plaingpt.inference.hf_export import (
     PADDING,
     choose_architecture,
     first_and_last,
+    foreign_files,
     hf_tokenizer,
     is_foreign,
 )
@@ -172,19 +173,19 @@ def find_cut(tokenizer):
 def add_foreign_tokenizer(writer, tokenizer):
     """As add_tokenizer, of a ForeignTokenizer, or one for conversations on top of it."""
     import gguf
-    base = getattr(tokenizer, 'base', tokenizer)
-    made = json.loads(base.to_json()['files']['tokenizer.json'])
+    files = foreign_files(tokenizer)
+    made = json.loads(files['tokenizer.json'])
     added = {token['id']: token for token in made['added_tokens']}
     by_id = {i: token for token, i in made['model']['vocab'].items()} \
         | {i: token['content'] for i, token in added.items()}
     kinds = gguf.TokenType
     writer.add_tokenizer_model('gpt2')
     writer.add_tokenizer_pre(find_cut(made))
-    writer.add_token_list([by_id.get(i, f'[PAD{i}]') for i in range(base.vocab_size)])
+    writer.add_token_list([by_id.get(i, f'[PAD{i}]') for i in range(tokenizer.vocab_size)])
     writer.add_token_types([
         kinds.UNUSED if i not in by_id else kinds.NORMAL if i not in added
         else kinds.CONTROL if added[i]['special'] else kinds.USER_DEFINED
-        for i in range(base.vocab_size)])
+        for i in range(tokenizer.vocab_size)])
     writer.add_token_merges([pair if isinstance(pair, str) else ' '.join(pair)
                              for pair in made['model']['merges']])
     begin, end = first_and_last(tokenizer)
@@ -194,5 +195,4 @@ def add_foreign_tokenizer(writer, tokenizer):
     writer.add_add_bos_token(False)
     if is_chat(tokenizer):
         writer.add_eot_token_id(tokenizer.end_of_turn)
-        writer.add_chat_template(find_template(base.to_json()['files']) if is_exact(tokenizer)
-                                 else tokenizer.form.template)
+        writer.add_chat_template(find_template(files))

@@ -77,6 +77,12 @@ def foreign_files(tokenizer):
     files = dict(description['files'])
     if not is_chat(tokenizer):
         return files
+    if tokenizer.is_ours():
+        made = json.loads(files['tokenizer.json'])
+        made['added_tokens'] += map(added_token, tokenizer.ids.values(), tokenizer.ids)
+        made['model']['vocab'] |= tokenizer.ids
+        files['tokenizer.json'] = json.dumps(made, ensure_ascii=False)
+        files[OUR_TOKENIZER] = json.dumps(tokenizer.to_json())
     generation = json.loads(files.get('generation_config.json', '{"do_sample": true}'))
     ends = generation.get('eos_token_id')
     if not ends_of(tokenizer) <= {*(ends if isinstance(ends, list) else [ends])}:
@@ -167,9 +173,7 @@ def hf_tokenizer(tokenizer):
         special |= {name: tokenizer.vocab_size + i for i, name in enumerate(SPECIAL_TOKENS)}
     return {
         'version': '1.0', 'truncation': None, 'padding': None, 'normalizer': None,
-        'added_tokens': [{'id': i, 'content': text, 'single_word': False, 'lstrip': False,
-                          'rstrip': False, 'normalized': False, 'special': True}
-                         for text, i in special.items()],
+        'added_tokens': [added_token(i, text) for text, i in special.items()],
         'pre_tokenizer': cut, 'post_processor': None, 'decoder': join,
         'model': {'type': 'BPE', 'dropout': None, 'unk_token': None, 'fuse_unk': False,
                   'continuing_subword_prefix': None, 'end_of_word_suffix': None,
@@ -177,6 +181,11 @@ def hf_tokenizer(tokenizer):
                   'ignore_merges': kind in ('gpt2', 'bpe'),  # as tiktoken: whole words first
                   'vocab': vocab | special, 'merges': merges},
     }
+
+
+def added_token(i, text):
+    return {'id': i, 'content': text, 'single_word': False, 'lstrip': False, 'rstrip': False,
+            'normalized': False, 'special': True}
 
 
 def find_merges(tokens):

@@ -1,0 +1,215 @@
+"""Tokenizers and chat templates of others: our ids are those of their libraries, and come back."""
+
+import json
+
+import numpy as np
+import pytest
+from foreign_models import KINDS, THINKING, save_model, save_tokenizer
+from helpers import ask
+
+import export
+import prepare
+from plaingpt.data import tokenizers
+from plaingpt.data.chat_templates import as_chat
+from plaingpt.data.chat_tokenizer import ChatTokenizer, ends_of
+from plaingpt.data.dataset import open_dataset
+from plaingpt.data.foreign_tokenizer import read_tokenizer
+from plaingpt.inference.text_generator import StreamDecoder
+from plaingpt.system.errors import UserError
+from plaingpt.training import model_choice
+
+TEXTS = ['Hello, wörld!  日本語\n\n\t 12345 ', '', '    ', 'a    b\n\n\nc', '🎉🎉\r\n',
+         '\x00\x7f\xad¡', "it's WE'LL 1234567", 'e\u0301 ÀÈÌ', ' ' * 5000,
+         'user\nassistant\n\nsystem']
+CONVERSATIONS = [
+    ask('Hi!', 'Hello.'), [{'role': 'system', 'content': 'Be brief.'}, *ask('a', 'b')],
+    [*ask('a', 'b'), *ask(' c\n', 'd {{ x }} {% if %}')],
+    ask('\n\n 1+1 = \t?\n', "2, 'of course' \"\\ 日本語")]
+
+
+@pytest.fixture(params=KINDS)
+def kind(request):
+    return request.param
+
+
+@pytest.fixture
+def folder(kind, tmp_path, text_file):
+    texts = [text_file.read_text(encoding='utf-8')[:50_000], *TEXTS]
+    save_model(tmp_path / kind, kind)
+    save_tokenizer(tmp_path / kind, kind, texts)
+    return tmp_path / kind
+
+
+def opened(folder):
+    return tokenizers.from_json(read_tokenizer(folder))
+
+
+def in_transformers(folder):
+    from transformers import AutoTokenizer
+    return AutoTokenizer.from_pretrained(folder)
+
+
+def test_ids_are_those_of_the_packages_and_text_comes_back(folder):
+    ours, theirs = opened(folder), in_transformers(folder)
+    assert ours.vocab_size == 512 > len(theirs)
+    for text in TEXTS:
+        ids = ours.encode(text).tolist()
+        assert ids == theirs.encode(text, add_special_tokens=False)
+        assert ours.decode(ids) == theirs.decode(ids)
+        shown = []
+        decoder = StreamDecoder(ours, show=shown.append)
+        for i in ids:
+            decoder.add(i)
+        decoder.finish()
+        assert ''.join(shown) == ours.decode(ids)
+    assert ours.decode([505, 511]) == ''  # rows of the model for no token
+
+
+def test_text_that_spells_a_control_token_stays_text(folder, kind):
+    ours = opened(folder)
+    for name in KINDS[kind][0]:
+        assert not ours.controls & set(ours.encode(f'a{name}b').tolist())
+        assert ours.decode(ours.encode(f'a{name}b')) == f'a{name}b'
+        assert ours.decode([ours.special(name)]) == name
+
+
+def test_documents_begin_and_texts_end_with_the_tokens_that_the_files_name(folder, kind):
+    ours = opened(folder)
+    opener, end = {'llama3': ('<|begin_of_text|>', '<|eot_id|>')}.get(
+        kind, ('<|endoftext|>', '<|im_end|>'))
+    assert ours.end_of_text == ours.special(opener)
+    assert ends_of(ours) == {ours.special(opener), ours.special(end)}
+
+
+def test_a_lone_half_of_a_character_becomes_the_replacement(folder):
+    ours = opened(folder)
+    assert ours.decode(ours.encode('a\ud800b')) == 'a\ufffdb'
+
+
+def test_conversations_are_those_of_their_template_where_it_is_a_plain_one(folder, kind, capsys):
+    chat = tokenizers.from_json(as_chat(read_tokenizer(folder), folder))
+    if kind == 'qwen':
+        assert 'plain chatml' in capsys.readouterr().err and not chat.system
+        return
+    assert not capsys.readouterr().err
+    assert chat.vocab_size == 512 and bool(chat.system) == (kind == 'smollm2')
+    theirs = in_transformers(folder)
+    for messages in CONVERSATIONS:
+        ids, loss_mask = chat.encode_conversation(messages)
+        begin = 0 if kind == 'llama3' else 1  # what opens a document is none of their form
+        wanted = theirs.apply_chat_template(messages, return_dict=True)['input_ids']
+        assert ids[begin:].tolist() == wanted
+        answers = [message['content'].strip() if kind == 'llama3' else message['content']
+                   for message in messages if message['role'] == 'assistant']
+        end = '<|eot_id|>' if kind == 'llama3' else '<|im_end|>'
+        assert chat.decode(ids[loss_mask]) == ''.join(text + end for text in answers)
+        prompt = chat.encode_prompt(messages[:-1]).tolist()
+        assert prompt == theirs.apply_chat_template(messages[:-1], return_dict=True,
+                                                    add_generation_prompt=True)['input_ids']
+
+
+@pytest.mark.parametrize('template', [
+    '{{ 1 / 0 }}', '{% for', '{{ messages[99].content }}', '', THINKING, 'x' * 2**18,
+    "{{ ''.__class__.__mro__[1].__subclasses__() }}", '{{ raise_exception("no") }}'])
+def test_a_template_that_is_no_form_of_ours_gives_way_in_a_line(tmp_path, template, capsys):
+    save_tokenizer(tmp_path, 'smollm2', TEXTS)
+    (tmp_path / 'chat_template.jinja').write_text(template)
+    chat = tokenizers.from_json(as_chat(read_tokenizer(tmp_path), tmp_path))
+    assert chat.form_name == 'chatml' and not chat.system
+    assert len(capsys.readouterr().err.splitlines()) == 1
+
+
+def test_a_template_of_unknown_control_tokens_leaves_a_model_of_text(tmp_path, capsys):
+    save_tokenizer(tmp_path, 'smollm2', TEXTS)
+    text = (tmp_path / 'tokenizer.json').read_text()
+    (tmp_path / 'tokenizer.json').write_text(text.replace('im_start', 'turn'))
+    description = as_chat(read_tokenizer(tmp_path), tmp_path)
+    assert description['kind'] == 'foreign' and 'not known' in capsys.readouterr().err
+    ours = ChatTokenizer(tokenizers.from_json(description))  # for conversations it gets our form
+    assert ours.form_name == 'plaingpt' and ours.vocab_size == ours.base.vocab_size + 5
+
+
+def test_a_dataset_of_their_tokens_says_how_many_bytes_they_have(
+        folder, text_file, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    prepare.main(['text', f'--input={text_file}', f'--tokenizer={folder}', '--data_dir=data/x'])
+    dataset = open_dataset(tmp_path / 'data/x')
+    ours, stream = dataset.tokenizer(), dataset.split('val')
+    ids = stream.read(0, len(stream))
+    text = ours.decode(ids)
+    assert text_file.read_text(encoding='utf-8').endswith(text)
+    assert dataset.bytes_per_token('val') == pytest.approx(len(text.encode()) / len(ids))
+    assert dataset.vocab_size == 512 and np.array_equal(ours.encode(text), ids)
+
+
+def test_an_export_has_the_files_that_came_in(folder, tmp_path, kind):
+    export.main([f'--init_from={folder}', f'--dest={tmp_path}/out'])
+    for name in ('tokenizer.json', 'tokenizer_config.json'):
+        same = (tmp_path / 'out' / name).read_bytes() == (folder / name).read_bytes()
+        assert same or (kind, name) == ('qwen', 'tokenizer_config.json')  # a plain template now
+    _, tokenizer, *_ = model_choice.load(str(tmp_path / 'out'))
+    before = model_choice.load(str(folder))
+    assert tokenizer.to_json()['base']['files']['tokenizer.json'] \
+        == before[1].to_json()['base']['files']['tokenizer.json']
+    assert tokenizer.encode_prompt(CONVERSATIONS[0]).tolist() \
+        == before[1].encode_prompt(CONVERSATIONS[0]).tolist()
+    theirs = in_transformers(tmp_path / 'out')
+    assert theirs.apply_chat_template(CONVERSATIONS[0][:-1], return_dict=True,
+                                      add_generation_prompt=True)['input_ids'] \
+        == tokenizer.encode_prompt(CONVERSATIONS[0][:-1]).tolist()
+
+
+def test_a_gguf_has_their_tokens_and_how_their_text_is_cut(folder, tmp_path, kind):
+    gguf = pytest.importorskip('gguf')
+    export.main([f'--init_from={folder}', '--format=gguf', f'--dest={tmp_path}/x.gguf'])
+    reader = gguf.GGUFReader(tmp_path / 'x.gguf')
+    keys = {name: field.contents() for name, field in reader.fields.items()}
+    ours, name = opened(folder), {'qwen': 'qwen3'}.get(kind, 'llama')
+    assert keys[f'{name}.attention.head_count_kv'] == 2 and keys[f'{name}.vocab_size'] == 512
+    assert keys[f'{name}.attention.key_length'] == keys[f'{name}.rope.dimension_count'] == 8
+    assert keys[f'{name}.attention.layer_norm_rms_epsilon'] == pytest.approx(1e-6)
+    assert keys['tokenizer.ggml.pre'] == {
+        'smollm2': 'smollm', 'llama3': 'llama-bpe', 'qwen': 'qwen2'}[kind]
+    tokens, kinds = keys['tokenizer.ggml.tokens'], keys['tokenizer.ggml.token_type']
+    assert len(tokens) == len(kinds) == 512
+    for i, (token, its_kind) in enumerate(zip(tokens, kinds, strict=True)):
+        if i in ours.controls:
+            assert its_kind == gguf.TokenType.CONTROL and ours.decode([i]) == token
+        elif not ours.decode_bytes([i]):
+            assert its_kind == gguf.TokenType.UNUSED and token == f'[PAD{i}]'
+    tensors = {tensor.name: tensor.data for tensor in reader.tensors}
+    assert ('rope_freqs.weight' in tensors) == (kind == 'llama3')
+    if kind == 'llama3':
+        assert tensors['rope_freqs.weight'].min() == 1 and tensors['rope_freqs.weight'].max() == 8
+
+
+def spoiled(folder):
+    """Yield (what is wrong, how it is done)."""
+    tokenizer, config = folder / 'tokenizer.json', folder / 'tokenizer_config.json'
+    whole = json.loads(tokenizer.read_text())
+    for text in ('', '{', '[]', '{}', 'null', '\x00', '[' * 10_000):
+        yield repr(text[:9]), lambda text=text: tokenizer.write_text(text)
+    for change in ({'decoder': {'type': 'Metaspace', 'replacement': '▁', 'prepend_scheme': 'first',
+                                'split': True}}, {'decoder': None}, {'model': None},
+                   {'model': {**whole['model'], 'vocab': {}}},
+                   {'model': {**whole['model'], 'merges': ['a b c']}},
+                   {'model': {**whole['model'], 'vocab': {**whole['model']['vocab'], 'Ġx': 9999}}}):
+        yield str(change)[:60], lambda change=change: tokenizer.write_text(
+            json.dumps({**whole, **change}))
+    for text in ('', '[]', '{"eos_token": 3', '"x"'):
+        yield f'config {text}', lambda text=text: config.write_text(text)
+    for name in ('tokenizer.json', 'generation_config.json'):
+        yield f'{name} is no UTF-8', lambda name=name: (folder / name).write_bytes(b'\xff\xfe')
+
+
+def test_damaged_files_are_refused_in_a_line(tmp_path):
+    save_model(tmp_path, 'smollm2')
+    save_tokenizer(tmp_path, 'smollm2', TEXTS)
+    whole = {path: path.read_bytes() for path in tmp_path.iterdir()}
+    for what, spoil in spoiled(tmp_path):
+        for path, data in whole.items():
+            path.write_bytes(data)
+        spoil()
+        with pytest.raises(UserError) as e:
+            model_choice.load(str(tmp_path))
+        assert len(str(e.value).splitlines()) == 1, what

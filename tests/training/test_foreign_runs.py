@@ -1,0 +1,167 @@
+"""Runs that start from models of others: prepared, tuned, measured, exported, answered."""
+
+import json
+import random
+
+import numpy as np
+import pytest
+import torch
+from foreign_models import save_model, save_tokenizer
+from helpers import ROOT, ask, fails, lines, options, torchrun
+
+import evaluate
+import export
+import plaingpt
+import plan
+import prepare
+import train
+from plaingpt.data.dataset import open_dataset
+from plaingpt.data.packing import PackedLoader
+from plaingpt.inference.pretrained import load_pretrained
+from plaingpt.training import checkpoint as checkpoints
+
+RECIPE = [str(ROOT / 'config/finetune_chat.py'), *options(
+    init_from='base', out_dir='out', block_size=128, batch_size=16, gradient_accumulation_steps=1,
+    max_iters=100, learning_rate=3e-3, dropout=0.0, eval_interval=50, log_interval=50,
+    device='cpu', dtype='float32', report=False, warmup_iters=5)]
+
+
+def questions(n):
+    rng = random.Random(0)
+    found = []
+    for _ in range(n):
+        a, b = rng.randrange(5), rng.randrange(5)
+        found.append(ask(f'What is {a} + {b}?', f'It is {a + b}.'))
+    return found
+
+
+def make_base(folder, kind, template=True, **sizes):
+    texts = [message['content'] for messages in questions(200) for message in messages]
+    save_model(folder / 'base', kind, **sizes)
+    save_tokenizer(folder / 'base', kind, [*texts, 'user\n', 'assistant\n', 'system\n'],
+                   template=template)
+
+
+def prepare_questions(n=300):
+    with open('questions.jsonl', 'w') as f:
+        f.writelines(json.dumps({'messages': messages}) + '\n' for messages in questions(n))
+    prepare.main(['chat', '--input=questions.jsonl', '--tokenizer=base', '--val_fraction=0.1'])
+
+
+@pytest.fixture(scope='module', params=['smollm2', 'llama3', 'qwen'])
+def tuned(request, tmp_path_factory):
+    """A folder with a base of others, out, which was tuned on 300 questions, and its export."""
+    folder = tmp_path_factory.mktemp(request.param)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        make_base(folder, request.param)
+        prepare_questions()
+        train.main(RECIPE)
+        export.main(['--out_dir=out', '--dest=mine', '--dtype=bfloat16'])
+        export.main(['--out_dir=out', '--dest=exact'])
+    return folder
+
+
+def test_a_tuned_model_of_others_answers_in_transformers_as_here(tuned):
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+    losses = [row['val_loss'] for row in lines(tuned / 'out', 'val_loss')]
+    assert losses[-1] < losses[0] / 4
+    ours, back = plaingpt.load(tuned / 'out', device='cpu'), plaingpt.load(tuned / 'exact')
+    theirs = AutoModelForCausalLM.from_pretrained(tuned / 'exact').eval()
+    tokenizer = AutoTokenizer.from_pretrained(tuned / 'exact')
+    answers = set()
+    for a, b in ((1, 2), (3, 1), (4, 4)):
+        asked = [{'role': 'user', 'content': f'What is {a} + {b}?'}]
+        answer = ours.answer(asked, temperature=0, max_new_tokens=20)
+        assert back.answer(asked, temperature=0, max_new_tokens=20) == answer
+        inputs = tokenizer.apply_chat_template(asked, add_generation_prompt=True, return_dict=True,
+                                               return_tensors='pt')
+        written = theirs.generate(**inputs, do_sample=False, max_new_tokens=20)
+        start = inputs['input_ids'].size(1)
+        assert tokenizer.decode(written[0, start:], skip_special_tokens=True) == answer
+        answers.add(answer)
+    assert all(answer.startswith('It is') for answer in answers)
+
+
+def test_an_export_in_bfloat16_is_read_as_it_was_rounded(tuned):
+    exact, rounded = (load_pretrained(tuned / name)[0] for name in ('exact', 'mine'))
+    for p, q in zip(exact.parameters(), rounded.parameters(), strict=True):
+        assert torch.equal(p.bfloat16().float(), q)
+
+
+def test_answers_are_scored_and_shown_as_they_were_prepared(tuned, monkeypatch, capsys):
+    monkeypatch.chdir(tuned)
+    evaluate.main(['--out_dir=out', '--dataset=chat', '--device=cpu', '--dtype=float32'])
+    assert 'loss' in capsys.readouterr().out
+    prepare.main(['inspect', 'data/chat'])
+    assert 'It is' in capsys.readouterr().out
+
+
+def test_only_conversations_behind_others_begin_with_what_separates_documents(tuned):
+    dataset = open_dataset(tuned / 'data/chat')
+    stream, chat = dataset.split('train'), dataset.tokenizer()
+    loader = PackedLoader(stream, 128, 8, seed=0, device=torch.device('cpu'))
+    idx, targets = loader.eval_batch(loader.firsts[:8])
+    own = chat.encode_conversation(questions(1)[0])[0]
+    kept = bool(chat.form.begin)
+    for row in idx.tolist():
+        assert (row[0] == chat.conversation) == kept
+        assert row.count(chat.conversation) >= 1  # another one, or padding
+        prompt = chat.encode_prompt(ask('x', 'y')[:1]).tolist()
+        assert row[0] == prompt[0]
+    assert own[0] == chat.conversation
+    learned = targets[targets != -1]
+    assert len(learned) == loader.num_targets[:8].sum()
+    assert (learned == chat.end_of_turn).sum() > 0
+
+
+@pytest.mark.slow
+def test_each_process_reads_its_rows_of_a_model_of_others(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    make_base(tmp_path, 'qwen')
+    prepare_questions(60)
+    argv = [*RECIPE, '--max_iters=1', '--learning_rate=0', '--min_lr=0', '--eval_interval=1',
+            '--gradient_accumulation_steps=2', '--sample_tokens=0', '--batch_size=2']
+    torchrun(2, ROOT / 'train.py', *argv, '--parallel=fsdp', cwd=tmp_path)
+    found = checkpoints.find('out').load_model()
+    expected, _ = load_pretrained('base')
+    for (name, p), q in zip(found.named_parameters(), expected.parameters(), strict=True):
+        assert torch.equal(p, q), name
+
+
+def test_a_base_without_known_control_tokens_gets_ours(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    make_base(tmp_path, 'smollm2', template=False, vocab_size=400)
+    path = tmp_path / 'base/tokenizer.json'
+    path.write_text(path.read_text().replace('<|im_', '<|turn_'))
+    prepare_questions(60)
+    train.main([*RECIPE, '--max_iters=2', '--eval_interval=2', '--sample_tokens=0'])
+    model = checkpoints.find('out').load_model()
+    assert model.config.vocab_size == 405
+    export.main(['--out_dir=out', '--dest=mine'])
+    from transformers import AutoTokenizer
+    theirs, ours = AutoTokenizer.from_pretrained('mine'), plaingpt.load('mine').tokenizer
+    assert ours.vocab_size == 405
+    messages = questions(1)[0]
+    assert theirs.apply_chat_template(messages, return_dict=True)['input_ids'] \
+        == ours.encode_conversation(messages)[0].tolist()
+
+
+def test_data_of_another_tokenizer_is_refused_before_training(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    make_base(tmp_path, 'smollm2')
+    prepare_questions(60)
+    save_tokenizer(tmp_path / 'base', 'smollm2', ['other words '] * 9)
+    line = fails(capsys, monkeypatch, train.main, *RECIPE)
+    assert 'another tokenizer' in line and '--tokenizer=base' in line
+
+
+def test_a_plan_is_of_the_shape_that_the_folder_has(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    make_base(tmp_path, 'qwen', head_dim=16)
+    prepare_questions(60)
+    capsys.readouterr()
+    plan.main([*RECIPE, '--gpu_memory_gb=8', '--json'])
+    shape = json.loads(capsys.readouterr().out)['model']
+    assert (shape['n_kv_head'], shape['head_dim'], shape['norm_eps']) == (2, 16, 1e-6)
+    assert np.isclose(shape['rotary_base'], 10000)

@@ -66,10 +66,10 @@ def prepare_small(name):
             and not (folder / UNFINISHED).exists():
         if name not in CORPORA:
             nearest = difflib.get_close_matches(name, CORPORA, n=1)
+            meant = f'; or did you mean --dataset={quoted(nearest[0])}?' if nearest else ''
             raise UserError(f'{folder} is not prepared: python prepare.py text FILES '
-                            f'--data_dir={quoted(folder)}'
-                            + (f'; or did you mean --dataset={quoted(nearest[0])}?' if nearest else ''))
-        done = subprocess.run([sys.executable, ROOT / 'prepare.py', name, '--if_small'])
+                            f'--data_dir={quoted(folder)}{meant}')
+        done = subprocess.run(command('prepare', name, '--if_small'))
         if done.returncode < 0:
             raise UserError(f'preparing {name} was killed: run python prepare.py {quoted(name)}')
         if done.returncode:

@@ -310,9 +310,10 @@ def is_name(name):
 
 
 def choose_vocab_size(size):
-    """The vocabulary of a BPE for so many bytes of text: about their square root, as a power of
-    two. Of those tried it gave small networks the fewest bits a byte: docs/data.md."""
-    return min(max(2 ** round(math.log2(max(size, 1)) / 2), 512), 32_768)
+    """The vocabulary of a BPE for so many bytes of text: 2,048 for 1 MB, twice as many for ten
+    times the text. docs/data.md has what others give."""
+    exponent = 11 + math.log10(max(size, 1) / 1e6)
+    return 2 ** min(max(round(exponent), 9), 15)
 
 
 def make_tokenizer(name, texts):

@@ -67,7 +67,7 @@ def run_script(main):
         try:
             main(sys.argv[1:])
         finally:
-            crowded_cores.ended.set()
+            crowded_cores.stop()
             status.stop()
             sys.stdout.flush()
     except KeyboardInterrupt:

@@ -97,16 +97,23 @@ class CrowdedCores:
     """
 
     def __init__(self, look_s=1.0):
-        self.look_s, self.ended = look_s, threading.Event()
+        self.look_s, self.ended, self.watcher = look_s, threading.Event(), None
         self.others = self.missing = 0.0  # cores: that other programs take, and that are too few
 
     def start(self):
         if sys.platform == 'linux':
             self.ended.clear()
-            threading.Thread(target=self.watch, daemon=True).start()
+            self.watcher = threading.Thread(target=self.watch, daemon=True)
+            self.watcher.start()
+
+    def stop(self):
+        """End both threads: one that is within torch when Python ends aborts the process."""
+        self.ended.set()
+        if self.watcher:
+            self.watcher.join()
 
     def watch(self):
-        second_team, before = None, cpu_seconds()
+        second_team, holder, before = None, None, cpu_seconds()
         while not self.ended.wait(self.look_s):
             now = cpu_seconds()
             wall_s, all_s, own_s = (b - a for a, b in zip(before, now, strict=True))
@@ -115,12 +122,14 @@ class CrowdedCores:
             is_crowded = self.missing > 0.4 and torch_threads() > 1
             if is_crowded and not second_team:
                 second_team = threading.Event()
-                threading.Thread(target=hold_threads, args=(second_team,), daemon=True).start()
+                holder = threading.Thread(target=hold_threads, args=(second_team,), daemon=True)
+                holder.start()
             elif second_team and not is_crowded:
                 second_team.set()
                 second_team = None
         if second_team:
             second_team.set()
+            holder.join()
 
     def describe(self):
         """'other programs take 1.0 of 2 cores', or '' where they leave enough."""

@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+import threading
 import time
 
 import pytest
@@ -66,9 +67,19 @@ def test_what_another_program_takes_is_seen():
         cores.start()
         wait_until(lambda: cores.others > 0.5)
     finally:
-        cores.ended.set()
+        cores.stop()
         spin.kill()
         spin.wait()
+
+
+@pytest.mark.skipif(sys.platform != 'linux', reason='nothing is watched there')
+def test_no_thread_of_it_is_left_when_it_stops(monkeypatch):
+    monkeypatch.setattr(machine, 'torch_threads', lambda: 10**6)  # more than there are cores
+    cores, before = CrowdedCores(look_s=0.01), set(threading.enumerate())
+    cores.start()
+    wait_until(lambda: len(set(threading.enumerate()) - before) == 2)
+    cores.stop()
+    assert set(threading.enumerate()) <= before
 
 
 def test_torch_has_a_second_team_while_cores_are_wanted_by_others(monkeypatch):
@@ -100,6 +111,9 @@ def test_torch_has_a_second_team_while_cores_are_wanted_by_others(monkeypatch):
 class RunsAtOnce:
     def __init__(self, target, args, daemon):
         self.start = lambda: target(*args)
+
+    def join(self):
+        pass
 
 
 def test_steps_that_become_slow_and_stay_so_are_told_once(monkeypatch):

@@ -178,7 +178,7 @@ def test_a_split_shorter_than_a_sequence_is_an_error(tmp_path):
 
 def test_a_small_corpus_is_prepared_when_first_trained_on(tmp_path, monkeypatch, capsys):
     def prepare_here(command):
-        prepare.main([*command[2:], '--tokenizer=char', f'--input={Path(json.__file__).parent}'])
+        prepare.main([*command[3:], '--tokenizer=char', f'--input={Path(json.__file__).parent}'])
         return subprocess.CompletedProcess(command, 0)
 
     monkeypatch.chdir(tmp_path)

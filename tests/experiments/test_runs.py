@@ -208,7 +208,9 @@ def test_a_step_takes_the_median_and_nothing_else_counts():
 def test_a_run_is_a_training(char_data, tmp_path, monkeypatch):
     def run_in_a_fork(command, **_):
         log = tmp_path / 'log'
-        code = exit_code(fork(train.main, *command[2:], log=log))
+        _, _, script, *argv = command
+        assert script == 'train'
+        code = exit_code(fork(train.main, *argv, log=log))
         return SimpleNamespace(returncode=code, stderr=log.read_text())
 
     monkeypatch.setattr(runs, 'subprocess', SimpleNamespace(run=run_in_a_fork))

@@ -120,7 +120,6 @@ def setup(config, world, device, dtype, compile):
     run.config = config = with_length(run, resumed, mean_loss, group)
     run.record = describe_run(run_model.with_shape(config, shape), dataset, train_data, model,
                               device, dtype, compile, world, resumed)
-    run.record['reference'] = find_reference(run.record, settings_without_effect())
     open_outputs(run, resumed, group)
     return run
 
@@ -128,6 +127,7 @@ def setup(config, world, device, dtype, compile):
 def open_outputs(run, resumed, group):
     """Archive what this run would overwrite; then open its logs, probes, guard and saver."""
     config, is_main, out_dir = run.config, run.world.is_main, Path(run.config.out_dir)
+    run.record['reference'] = find_reference(run.record, settings_without_effect())
     writing = is_main and not config.is_read_only
     saved = resumed.state if resumed else {}
     if writing:

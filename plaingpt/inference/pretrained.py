@@ -21,6 +21,7 @@ from plaingpt.inference.hf_architectures import ARCHITECTURES, parts_of
 from plaingpt.system.distributed import local_rows
 from plaingpt.system.errors import UserError
 from plaingpt.system.files import is_count, is_number, open_regular, read_json, utf8_name
+from plaingpt.system.formatting import shown
 from plaingpt.weights import SIZES, check_fields, check_finite, check_held, copy_rows
 
 PRETRAINED = {'gpt2': dict(n_layer=12, n_head=12, n_embd=768),  # Radford et al. 2019, table 2
@@ -57,7 +58,8 @@ def open_pretrained(source):
         shape, weights, trained = read_nanogpt(path)
         for name, w in weights.items():
             if w.dtype not in FLOATS:
-                raise UserError(f'{source}: {name} is {w.dtype}, and weights are floating point')
+                raise UserError(f'{source}: {shown(name)} is {w.dtype}, and weights are floating '
+                                'point')
         found = Pretrained(source, path, shape, {name: [w] for name, w in weights.items()}, trained)
     else:
         folder = path if path.is_dir() else download_model(source)

@@ -223,7 +223,7 @@ def test_a_run_is_a_training(char_data, tmp_path, monkeypatch):
     seconds = [seconds for seconds, _ in found['curve']]
     assert seconds == pytest.approx([0, 10 * found['step_ms'] / 1e3, 20 * found['step_ms'] / 1e3])
     assert found['final_loss'] < found['curve'][0][1] and found['memory_bytes'] > 2**20
-    with pytest.raises(UserError, match='give the folder of a prepared dataset'):
+    with pytest.raises(UserError, match='is not prepared'):
         train_once(bench.load_config(bench.BenchConfig, [*words, f'--dataset={tmp_path}/none']),
                    tmp_path / 'none', 'here')
 

@@ -56,10 +56,6 @@ def open_pretrained(source):
     path = find_pretrained(source)
     if is_nanogpt(path):
         shape, weights, trained = read_nanogpt(path)
-        for name, w in weights.items():
-            if w.dtype not in FLOATS:
-                raise UserError(f'{source}: {shown(name)} is {w.dtype}, and weights are floating '
-                                'point')
         found = Pretrained(source, path, shape, {name: [w] for name, w in weights.items()}, trained)
     else:
         folder = path if path.is_dir() else download_model(source)
@@ -69,6 +65,9 @@ def open_pretrained(source):
         raise UserError(f'{source}: it holds a tensor named {odd[0][:200]!r}')
     found.parts = {name: parts for name, parts in found.parts.items()
                    if not NO_WEIGHTS.fullmatch(name)}
+    for name, (part, *_) in found.parts.items():
+        if isinstance(part, torch.Tensor) and part.dtype not in FLOATS:
+            raise UserError(f'{source}: {name} is {part.dtype}, and weights are floating point')
     found.check()
     return found
 

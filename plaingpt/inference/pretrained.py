@@ -21,7 +21,6 @@ from plaingpt.inference.hf_architectures import ARCHITECTURES, parts_of
 from plaingpt.system.distributed import local_rows
 from plaingpt.system.errors import UserError
 from plaingpt.system.files import is_count, is_number, open_regular, read_json, utf8_name
-from plaingpt.system.formatting import shown
 from plaingpt.weights import SIZES, check_fields, check_finite, check_held, copy_rows
 
 PRETRAINED = {'gpt2': dict(n_layer=12, n_head=12, n_embd=768),  # Radford et al. 2019, table 2

@@ -38,6 +38,7 @@ from plaingpt.system.errors import UserError, run_script
 from plaingpt.system.files import ROOT, make_writable
 from plaingpt.system.formatting import count_of
 from plaingpt.system.streams import require_stdout, warn
+from plaingpt.training.dtype_choice import choose_training_dtype
 from plaingpt.training.memory_planner import explain_out_of_memory
 from plaingpt.training.settings import TrainConfig
 
@@ -101,10 +102,11 @@ def measure_step(config, device):
     devices.use_fast_matmul()
     devices.use_expandable_segments(device)
     devices.seed_everything(config.seed, deterministic=config.deterministic)
-    dtype, _ = devices.choose_dtype(config.dtype, device, config.n_embd)
     compile, _ = devices.choose_compile(config.compile, device)
     vocab_size, _, _ = find_dataset_size(config.dataset, config.vocab_size)
-    work = Workload(config, config.gpt_config(vocab_size), device, dtype, compile)
+    shape = config.gpt_config(vocab_size)
+    dtype, _ = choose_training_dtype(config, shape, device)
+    work = Workload(config, shape, device, dtype, compile)
     with explain_out_of_memory(work.shape, config, dtype, device):
         return (measure_memory if config.memory else measure_speed)(work)
 

@@ -30,6 +30,7 @@ from plaingpt.system.errors import UserError, run_script
 from plaingpt.system.formatting import GIB, duration, gib, short
 from plaingpt.system.machine import crowded_cores
 from plaingpt.system.streams import require_stdout, status
+from plaingpt.training.dtype_choice import choose_training_dtype
 from plaingpt.training.memory_planner import (
     batch_that_divides,
     choose_parallel,
@@ -78,8 +79,10 @@ class Machine(NamedTuple):
     here: bool  # this machine, so that its speed can be measured
 
 
-def find_machine(config):
-    """The GPU that config names, or this machine, with what train.py chooses there."""
+def find_machine(config, shape):
+    """The GPU that config names, or this machine, with what train.py chooses there.
+
+    shape: the GPTConfig of the model"""
     if config.gpu or config.gpu_memory_gb:
         gpu = config.gpu and devices.find_gpu(config.gpu)
         size = int((config.gpu_memory_gb or GPUS[gpu].memory_gb) * GIB)
@@ -88,7 +91,7 @@ def find_machine(config):
         dtype = auto if config.dtype == 'auto' else config.dtype
         return Machine(torch.device('cuda'), gpu, dtype, size, size, here=False)
     device, _ = devices.choose_device(config.device)
-    dtype, _ = devices.choose_dtype(config.dtype, device, config.n_embd)
+    dtype, _ = choose_training_dtype(config, shape, device)
     sizes = devices.device_memory(device)
     if device.type != 'cuda':  # the processes share it
         sizes = [size // config.processes for size in sizes]
@@ -324,7 +327,7 @@ def main(argv):
     config = load_config(PlanConfig, argv, __doc__)
     require_stdout()
     shape, dataset_tokens, source = find_shape(config)
-    machine = find_machine(config)
+    machine = find_machine(config, shape)
     with torch.device('meta'):
         gpt = GPT(shape)
     note('following a step on tensors without data')

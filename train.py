@@ -47,6 +47,7 @@ from plaingpt.system.files import lock_output_dir
 from plaingpt.system.streams import status
 from plaingpt.training import run_data, run_model
 from plaingpt.training.checkpoint_writer import Saver, archive_previous_run, trim_logs
+from plaingpt.training.dtype_choice import choose_training_dtype
 from plaingpt.training.memory_fit import fit_to_memory
 from plaingpt.training.memory_planner import explain_out_of_memory
 from plaingpt.training.optimizers import build_optimizer
@@ -89,7 +90,7 @@ class Run:
 
 
 @status.doing('setting up')
-def setup(config, world, device, dtype, compile):
+def setup(config, world, device, device_why):
     """TrainConfig → Run: data, model, optimizer, where the run stands, where its numbers go."""
     devices.use_fast_matmul()
     devices.use_expandable_segments(device)
@@ -104,6 +105,10 @@ def setup(config, world, device, dtype, compile):
         config = with_length_of(resumed, config)
         check_resumed(resumed, config, dataset)
     shape = run_model.run_shape(config, dataset, resumed)
+    dtype, dtype_why = choose_training_dtype(config, shape, device, resumed)
+    compile, compile_why = devices.choose_compile(config.compile, device)
+    print0(f'device {device} ({device_why}) | dtype {dtype} ({dtype_why}) | '
+           f'compile {compile} ({compile_why}) | processes {world.size}')
     config = fit_to_memory(config, shape, dtype, device, compile, is_new=not resumed)
     start = resumed or run_model.find_start(config, dataset)
     model = run_model.build_model(config, shape, start)
@@ -238,7 +243,7 @@ def save(run):
     state = {**progress.state(), **run.dataset.state(), 'config': asdict(run.config),
              'sequences': run.train_data.sequences_before(progress.iter_num),
              'elapsed_s': run.metrics.elapsed_s(), 'wandb_id': run.metrics.wandb_id(),
-             'scaler': run.scaler.state_dict()}
+             'dtype': run.record['dtype'], 'scaler': run.scaler.state_dict()}
     with run.metrics.paused('saving'):
         if progress.saved_at == progress.iter_num:  # a signal kept it from evaluating then
             run.saver.update(state)
@@ -288,19 +293,15 @@ def main(argv):
     refuse_two_lengths(config, options_of(TrainConfig, argv))
     world = launched_world()
     device, device_why = devices.choose_device(config.device, world.local_rank)
-    dtype, dtype_why = devices.choose_dtype(config.dtype, device, config.n_embd)
-    compile, compile_why = devices.choose_compile(config.compile, device)
-    print0(f'device {device} ({device_why}) | dtype {dtype} ({dtype_why}) | '
-           f'compile {compile} ({compile_why}) | processes {world.size}')
     writing = world.is_main and not config.is_read_only
     with lock_output_dir(config.out_dir, writing) as check_folder, \
             process_group(world, device, config.backend, config.dist_timeout_s):
-        run = setup(config, world, device, dtype, compile)
+        run = setup(config, world, device, device_why)
         run.saver.check_folder = check_folder
         if config.check is True:
             return
         with run.stop, saved_when_it_fails(run), \
-                explain_out_of_memory(run.model.config, run.config, dtype, device):
+                explain_out_of_memory(run.model.config, run.config, run.record['dtype'], device):
             finish(run, train(run))
 
 

@@ -12,7 +12,7 @@ from configurator import load_config
 from model import GPTConfig
 from plaingpt.experiments import step_speed
 from plaingpt.inference.hf_architectures import ARCHITECTURES, SIZES
-from plaingpt.system.devices import GPUS, choose_dtype
+from plaingpt.system.devices import GPUS
 from plaingpt.system.errors import UserError
 from plaingpt.system.formatting import GIB
 from plaingpt.training.memory_planner import batch_that_divides, predict, step_settings
@@ -147,11 +147,12 @@ def test_every_mistake_is_reported_and_gpus_are_listed():
 
 def test_without_a_gpu_it_plans_for_this_machine_and_measures_its_speed(small, monkeypatch):
     monkeypatch.setattr(plan.devices, 'device_memory', lambda device: (8 * GIB, 4 * GIB))
+    monkeypatch.setattr(plan, 'choose_training_dtype', lambda *_: ('bfloat16', 'measured'))
     found = planned(*small)
     machine, memory, time = (found[key] for key in ('machine', 'memory', 'time'))
     assert machine['device'] == 'cpu' and machine['here'] and machine['total'] == 8 * GIB
     assert memory['available'] == 4 * GIB and memory['fits'] and memory['overhead'] == 0
-    assert memory['dtype'] == choose_dtype('auto', torch.device('cpu'), 32)[0]
+    assert memory['dtype'] == 'bfloat16'
     # an honest clock: no CPU trains this model at a billion tokens a second
     assert 0 < time['tokens_per_s'] < 1e9 and 'here' in time['how']
     assert time['hours'] == pytest.approx(100 * 128 / time['tokens_per_s'] / 3600)

@@ -45,13 +45,13 @@ from plaingpt.monitoring.drawing import COLOURS, Line, Panel, save_figure
 from plaingpt.system.devices import (
     autocast,
     choose_device,
-    choose_dtype,
     machine_name,
     synchronize,
     use_fast_matmul,
 )
 from plaingpt.system.errors import UserError, run_script
 from plaingpt.system.files import ROOT, make_writable, write_atomically
+from plaingpt.training.dtype_choice import choose_training_dtype
 from plaingpt.training.optimizers import build_optimizer
 from plaingpt.training.schedules import get_lr
 from plaingpt.training.settings import TrainConfig
@@ -183,9 +183,10 @@ class Trainer:
 def our_trainer(config, vocab_size, compile):
     torch.manual_seed(0)
     device, _ = choose_device(config.device)
-    model = GPT(config.gpt_config(vocab_size)).to(device)
+    shape = config.gpt_config(vocab_size)
+    model = GPT(shape).to(device)
     model.loss_chunk_tokens = config.loss_chunk_tokens
-    context = autocast(device, choose_dtype(config.dtype, device, config.n_embd)[0])
+    context = autocast(device, choose_training_dtype(config, shape, device)[0])
     return Trainer(model, build_optimizer(model, config, device.type), config, compile, context)
 
 

@@ -54,7 +54,10 @@ def cpu_has_bfloat16():
 
 
 def choose_dtype(wanted, device, n_embd):
-    """'auto' or a name in `DTYPES` → (name, why): the precision that autocast computes in."""
+    """'auto' or a name in `DTYPES` → (name, why): the precision that autocast computes in.
+
+    Training measures where it can: choose_training_dtype. A text is written in about the time that
+    a measurement takes, and a score must not depend on one."""
     if wanted == 'bfloat16' and device.type == 'cpu' and not cpu_has_bfloat16():
         return wanted, 'as asked, but this CPU has none in hardware: float32 is many times as fast'
     if wanted != 'auto':

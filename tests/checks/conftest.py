@@ -24,7 +24,7 @@ def failed(char_data, tmp_path, monkeypatch, capsys):
                                 (train, 'open_outputs')):  # they take time, and are not checked
                 patched.setattr(owner, name, lambda *_: None)
             try:
-                train.setup(config, World(), torch.device('cpu'), config.dtype, False)
+                train.setup(config, World(), torch.device('cpu'), '')
             except UserError as problem:
                 assert 'nothing was trained' in str(problem), problem
         return [line.removeprefix('FAILED ') for line in capsys.readouterr().out.splitlines()

@@ -1,0 +1,61 @@
+"""The precision that a run computes in. Where a CPU has bfloat16, the faster one is measured."""
+
+import time
+from dataclasses import replace
+
+import torch
+
+from model import GPT
+from plaingpt.system.devices import autocast, choose_dtype, cpu_has_bfloat16
+from plaingpt.system.distributed import all_gather, gloo_group, launched_world
+
+PASS_FLOPS = 4e9  # forward and backward: 30 ms to 60 ms of a core
+MEASURED_S = 0.3
+GAIN = 1.05  # by which bfloat16 is to be faster: else the more exact one is taken
+WIDE = 384  # channels; from here on a pass that is short enough to measure has too few tokens
+
+
+def choose_training_dtype(config, shape, device, resumed=None):
+    """The dtype of a run of a GPTConfig → (name, why), the same on all processes. resumed: the
+    checkpoint that it continues, whose dtype an 'auto' keeps, so that its losses stay the same."""
+    measurable = device.type == 'cpu' and cpu_has_bfloat16() and shape.n_embd < WIDE
+    # A checkpoint of a version that did not measure knows no dtype: that version chose so too.
+    if config.dtype != 'auto' or not measurable or (resumed and not resumed.state['dtype']):
+        return choose_dtype(config.dtype, device, shape.n_embd)
+    if resumed and resumed.state['dtype'] != 'float16':  # of a GPU
+        return resumed.state['dtype'], 'as the run began'
+    found = faster_dtype(shape, config.batch_size) if launched_world().is_main else None
+    return all_gather(found, gloo_group())[0]
+
+
+def faster_dtype(shape, batch_size):
+    """float32 or bfloat16, whichever this CPU is faster in → (name, why)."""
+    ms = {dtype: 1000 * s for dtype, s in block_seconds(shape, batch_size).items()}
+    dtype = 'bfloat16' if ms['bfloat16'] * GAIN < ms['float32'] else 'float32'
+    other = 'float32' if dtype == 'bfloat16' else 'bfloat16'
+    return dtype, f'a block takes {ms[dtype]:.1f} ms of a core, in {other} {ms[other]:.1f} ms'
+
+
+def block_seconds(shape, batch_size):
+    """How long one block of a GPTConfig takes, forward and backward → {dtype: seconds of one core}.
+
+    Sequences are as long and as many as in training, as far as PASS_FLOPS allows. One thread
+    computes, and its own time counts: on a busy machine the time on the clock says nothing."""
+    tokens = int(PASS_FLOPS / (6 * 12 * shape.n_embd**2))  # the block has 12·C² weights
+    length = min(shape.block_size, tokens)
+    sequences = tokens // length if batch_size == 'auto' else min(batch_size, tokens // length)
+    shape = replace(shape, n_layer=1, vocab_size=1, block_size=length)
+    threads, seconds = torch.get_num_threads(), {'float32': [], 'bfloat16': []}
+    torch.set_num_threads(1)
+    with torch.random.fork_rng([]):  # the run's random numbers stay as they are
+        model, idx = GPT(shape), torch.zeros(sequences, length, dtype=torch.long)
+        ends = time.perf_counter() + MEASURED_S
+        while len(seconds['bfloat16']) < 3 or time.perf_counter() < ends:
+            for dtype, times in seconds.items():
+                began = time.thread_time()
+                with autocast(idx.device, dtype):
+                    logits, _ = model(idx)  # of a vocabulary of one token, so the head is small
+                logits.float().sum().backward()
+                times.append(time.thread_time() - began)
+    torch.set_num_threads(threads)
+    return {dtype: min(times[1:]) for dtype, times in seconds.items()}  # the first one warms up

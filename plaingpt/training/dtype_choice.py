@@ -23,7 +23,7 @@ def choose_training_dtype(config, shape, device, resumed=None):
     if config.dtype != 'auto' or not measurable or (resumed and not resumed.state['dtype']):
         return choose_dtype(config.dtype, device, shape.n_embd)
     if resumed and resumed.state['dtype'] != 'float16':  # of a GPU
-        return resumed.state['dtype'], 'as the run began'
+        return resumed.state['dtype'], 'as before'
     found = faster_dtype(shape, config.batch_size) if launched_world().is_main else None
     return all_gather(found, gloo_group())[0]
 

@@ -72,7 +72,7 @@ def test_a_resumed_run_keeps_the_dtype_that_it_began_with(tiny, has_bfloat16, tm
     train.main([*tiny, '--max_iters=3'])
     has_bfloat16(float32=0.5)  # now float32 is faster
     train.main([*tiny, '--init_from=resume'])
-    assert 'dtype bfloat16 (as the run began)' in capsys.readouterr().out
+    assert 'dtype bfloat16 (as before)' in capsys.readouterr().out
     assert same(weights(tmp_path / 'out'), weights(tmp_path / 'whole'))
     assert json.loads((tmp_path / 'out/run.json').read_text())['dtype'] == 'bfloat16'
     train.main([*tiny, f'--out_dir={tmp_path}/new'])

@@ -46,6 +46,7 @@ from plaingpt.system.errors import UserError, run_script
 from plaingpt.system.files import lock_output_dir
 from plaingpt.system.streams import status
 from plaingpt.training import run_data, run_model
+from plaingpt.training.averaging import averaged
 from plaingpt.training.checkpoint_writer import Saver, archive_previous_run, trim_logs
 from plaingpt.training.dtype_choice import choose_training_dtype
 from plaingpt.training.memory_fit import fit_to_memory
@@ -205,7 +206,7 @@ def train(run):
 def evaluate(run):
     """Measure what is due of the losses, benchmarks and a sample, log it, and see whether the loss
     is the best. A signal raises Stopped before any is logged: the resumed run evaluates here."""
-    with run.metrics.paused('evaluating'):
+    with run.metrics.paused('evaluating'), averaged(run.optimizer):
         losses = [] if not run.progress.loss_is_due(run.config) else [
             mean_loss(run.parallel.eval, loader, run.progress.eval_sequences,
                       run.config.eval_tokens > 0, run.context, run.stop)
@@ -244,7 +245,7 @@ def save(run):
              'sequences': run.train_data.sequences_before(progress.iter_num),
              'elapsed_s': run.metrics.elapsed_s(), 'wandb_id': run.metrics.wandb_id(),
              'dtype': run.record['dtype'], 'scaler': run.scaler.state_dict()}
-    with run.metrics.paused('saving'):
+    with run.metrics.paused('saving'), averaged(run.optimizer):
         if progress.saved_at == progress.iter_num:  # a signal kept it from evaluating then
             run.saver.update(state)
         else:

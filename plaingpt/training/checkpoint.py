@@ -110,7 +110,8 @@ class Checkpoint:
         for entry, shape in shapes.items():
             name, _, key = entry.partition('/')
             # what torch's optimizers remember; one of your own may remember other things
-            like_parameter = key in ('exp_avg', 'exp_avg_sq', 'momentum_buffer')
+            like_parameter = key in ('exp_avg', 'exp_avg_sq', 'momentum_buffer',
+                                     'average')
             if name not in parameters or (key == 'step' and shape) \
                     or (like_parameter and shape != parameters[name].shape):
                 raise UserError(f'{self.path}: {entry!r} of the optimizer there does not fit this '

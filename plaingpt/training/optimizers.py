@@ -12,6 +12,7 @@ from plaingpt.parallel.owners import by_shape
 from plaingpt.system.devices import cpu_has_bfloat16
 from plaingpt.system.distributed import is_sharded, local_rows
 from plaingpt.system.errors import UserError
+from plaingpt.training.averaging import keep_average
 
 
 def build_optimizer(model, config, device_type, processes=1):
@@ -23,6 +24,8 @@ def build_optimizer(model, config, device_type, processes=1):
     fused = device_type in ('cuda', 'cpu', 'mps')
     optimizer = OPTIMIZERS[config.optimizer](groups, config, fused=fused)
     optimizer.processes = processes
+    if config.average_decay:
+        keep_average(optimizer, config.average_decay)
     return optimizer
 
 

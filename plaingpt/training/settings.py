@@ -89,6 +89,7 @@ class TrainConfig(GPTConfig):
     beta2: Decay = 0.95  # of AdamW: decay of the mean of their squares
     momentum: Decay = 0.95  # of muon and sgd
     grad_clip: NotNegative = 1.0  # largest norm of the gradient; 0 for no limit
+    average_decay: Decay = 0.0  # of the mean of the weights that is evaluated and saved; 0: none
     max_bad_steps: NoEffect[Positive] = 10  # stop when so many in a row have no finite gradient
     # learning rate
     decay_lr: bool = True  # False keeps it constant, without warmup

@@ -1,0 +1,53 @@
+"""An average of the weights of the last steps, which is evaluated and saved in their place.
+
+Weights that a high learning rate keeps moving are, on average, as good as ones for which it fell:
+Morales-Brotons et al. 2024, "Exponential Moving Average of Weights in Deep Learning".
+"""
+
+from contextlib import contextmanager
+
+import torch
+
+
+def keep_average(optimizer, decay):
+    """Let each step of an optimizer update an exponential moving average of its parameters, which
+    begins with the first step. It is one of the optimizer's states, so it is planned, sharded and
+    saved as they are."""
+    @torch.no_grad()
+    def add(optimizer, *_):
+        for p in (p for group in optimizer.param_groups for p in group['params']):
+            state = optimizer.state[p]
+            if 'average' in state:
+                state['average'].lerp_(p, 1 - decay)
+            elif p.grad is not None:  # without one, the optimizer has not begun with it either
+                state['average'] = p.detach().clone()
+    optimizer.register_step_post_hook(add)
+
+
+@contextmanager
+def averaged(optimizer):
+    """A context in which the parameters are their averages, where the optimizer keeps any."""
+    exchange(optimizer)
+    try:
+        yield
+    finally:
+        exchange(optimizer)
+
+
+@torch.no_grad()
+def exchange(optimizer):
+    """Exchange the parameters with their averages. A checkpoint is written and read so: what its
+    model holds is the average, and the weights to go on with are in the optimizer's state."""
+    for p, state in optimizer.state.items():
+        if 'average' in state:
+            weights = p.clone()
+            p.copy_(state['average'])
+            state['average'].copy_(weights)
+
+
+def go_on(optimizer, decay):
+    """After the model and the optimizer of a checkpoint were loaded. decay: 0 ends the average"""
+    exchange(optimizer)
+    if not decay:
+        for state in optimizer.state.values():
+            state.pop('average', None)

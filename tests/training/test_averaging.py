@@ -1,0 +1,69 @@
+"""An average of the weights, which is evaluated and saved in their place."""
+
+import pytest
+import torch
+from helpers import lines, same, train_processes, weights
+
+import train
+from plaingpt.training import checkpoint as checkpoints
+from plaingpt.training.averaging import averaged, keep_average
+
+
+@pytest.mark.parametrize('optimizer', [torch.optim.AdamW, torch.optim.SGD])
+def test_the_average_is_an_exponential_one_and_stands_in_for_the_weights(optimizer):
+    p = torch.nn.Parameter(torch.tensor([8.0]))
+    unused = torch.nn.Parameter(torch.ones(1))
+    optimizer = optimizer([p, unused], lr=1.0)
+    keep_average(optimizer, 0.75)
+    seen, expected = [], None
+    for _ in range(3):
+        p.grad = torch.ones(1)
+        optimizer.step()
+        seen.append(p.item())
+        expected = seen[0] if expected is None else 0.75 * expected + 0.25 * seen[-1]
+    with averaged(optimizer):
+        assert p.item() == pytest.approx(expected) and unused.item() == 1
+    assert p.item() == seen[-1]
+
+
+@pytest.mark.parametrize('optimizer', ['adamw', 'normuon'])
+def test_a_run_with_an_average_is_the_same_run_and_goes_on_from_its_weights(
+        tiny, optimizer, tmp_path):
+    tiny = [*tiny, f'--optimizer={optimizer}']
+    average = '--average_decay=0.5'
+    train.main([*tiny, f'--out_dir={tmp_path}/plain'])
+    train.main([*tiny, average, f'--out_dir={tmp_path}/whole'])
+    train.main([*tiny, average, '--max_iters=3'])
+    train.main([*tiny, average, '--init_from=resume', '--max_iters=5'])
+    train.main([*tiny, average, '--init_from=resume'])
+    losses = {name: [line['loss'] for line in lines(tmp_path / name, 'loss')]
+              for name in ('plain', 'whole', 'out')}
+    assert losses['plain'] == losses['whole'] == losses['out']
+    assert same(weights(tmp_path / 'out'), weights(tmp_path / 'whole'))
+    assert not same(weights(tmp_path / 'out'), weights(tmp_path / 'plain'))
+    assert lines(tmp_path / 'out', 'val_loss')[-1]['val_loss'] \
+        == lines(tmp_path / 'whole', 'val_loss')[-1]['val_loss'] \
+        != lines(tmp_path / 'plain', 'val_loss')[-1]['val_loss']
+
+
+def test_a_run_can_end_its_average_and_goes_on_from_the_weights(tiny, tmp_path):
+    train.main([*tiny, f'--out_dir={tmp_path}/plain'])
+    train.main([*tiny, '--average_decay=0.5', '--max_iters=3'])
+    train.main([*tiny, '--init_from=resume'])
+    assert same(weights(tmp_path / 'out'), weights(tmp_path / 'plain'))
+
+
+def test_what_is_evaluated_is_what_is_saved(tiny, tmp_path):
+    train.main([*tiny, '--average_decay=0.5'])
+    logged = lines(tmp_path / 'out', 'val_loss')[-1]['val_loss']
+    assert checkpoints.find(tmp_path / 'out').val_loss == logged
+    train.main([*tiny, f'--init_from={tmp_path}/out', f'--out_dir={tmp_path}/new', '--max_iters=0'])
+    assert lines(tmp_path / 'new', 'val_loss')[-1]['val_loss'] == pytest.approx(logged, abs=1e-6)
+
+
+def test_sharded_processes_average_as_one_does(tiny, tmp_path):
+    tiny = [*tiny, '--average_decay=0.5', '--optimizer=muon']
+    train_processes(2, tmp_path, *tiny, '--parallel=fsdp', f'--out_dir={tmp_path}/two')
+    train.main([*tiny, f'--out_dir={tmp_path}/one'])
+    for two, one in zip(weights(tmp_path / 'two'), weights(tmp_path / 'one'), strict=True):
+        torch.testing.assert_close(two, one, atol=1e-4, rtol=1e-3)

@@ -192,6 +192,7 @@ def choose_colours(n):
     """n different colours; beyond the palette those of a map from dark to light."""
     if n <= len(COLOURS):
         return COLOURS[:n]
-    from matplotlib import colormaps
-    from matplotlib.colors import to_hex
+    with needs('matplotlib', 'drawing curves'):
+        from matplotlib import colormaps
+        from matplotlib.colors import to_hex
     return [to_hex(colormaps['viridis'](0.9 * i / (n - 1))) for i in range(n)]

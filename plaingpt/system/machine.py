@@ -107,10 +107,11 @@ class CrowdedCores:
             self.watcher.start()
 
     def stop(self):
-        """End both threads: one that is within torch when Python ends aborts the process."""
+        """End both threads: one that is within torch when Python ends aborts the process. They end
+        at once, but for a fork of a process that had threads, in which OpenMP may hang."""
         self.ended.set()
         if self.watcher:
-            self.watcher.join()
+            self.watcher.join(timeout=1.0)
 
     def watch(self):
         second_team, holder, before = None, None, cpu_seconds()
@@ -129,7 +130,7 @@ class CrowdedCores:
                 second_team = None
         if second_team:
             second_team.set()
-            holder.join()
+            holder.join(timeout=0.5)
 
     def describe(self):
         """'other programs take 1.0 of 2 cores', or '' where they leave enough."""

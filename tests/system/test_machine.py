@@ -112,7 +112,7 @@ class RunsAtOnce:
     def __init__(self, target, args, daemon):
         self.start = lambda: target(*args)
 
-    def join(self):
+    def join(self, timeout):
         pass
 
 

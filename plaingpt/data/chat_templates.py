@@ -1,12 +1,17 @@
 """The chat templates of others, Jinja: is one of them a form that we can write exactly?"""
 
 import json
+import subprocess
+import sys
 
+from plaingpt.data import template_process
 from plaingpt.data.chat_tokenizer import FORMS, form_of
 from plaingpt.data.foreign_tokenizer import ForeignTokenizer
+from plaingpt.system.files import parse_json
 from plaingpt.system.streams import warn
 
 MAX_TEMPLATE = 2**17  # characters
+MAX_WAIT = 30  # seconds, for a process that takes a tenth of one
 USER, ANSWER = {'role': 'user', 'content': 'a'}, {'role': 'assistant', 'content': 'b'}
 SYSTEM = {'role': 'system', 'content': 's'}
 # Conversations that show what a template does with roles, places and white space.
@@ -39,9 +44,10 @@ def find_template(files):
     """{name: text of a file} → the chat template, or None. Of several it is the 'default' one."""
     if 'chat_template.jinja' in files:
         return files['chat_template.jinja']
-    found = json.loads(files.get('tokenizer_config.json', '{}')).get('chat_template')
+    found = parse_json(files.get('tokenizer_config.json', '{}')).get('chat_template')
     if isinstance(found, list):
-        found = {each.get('name'): each.get('template') for each in found}.get('default')
+        found = next((each.get('template') for each in found
+                      if isinstance(each, dict) and each.get('name') == 'default'), None)
     return found if isinstance(found, str) else None
 
 
@@ -56,19 +62,16 @@ def is_exact(tokenizer):
 def find_system(form, template, description):
     """What a template lets the system say where a conversation has no such message, '' for nothing;
     None where it writes something else than the form."""
+    asked = [(messages, prompting) for messages in PROBES for prompting in (False, True)]
     try:
-        render = compile_template(template, description)
-        alone = render([USER], False)
-        before = form.begin + form.header.format(role='system')
-        system = alone[len(before):].partition(form.end)[0] \
-            if alone.startswith(before) and form.end in alone else ''
-        for messages in PROBES:
-            for prompting in (False, True):
-                if render(messages, prompting) != written(form, system, messages, prompting):
-                    return None
-        return system
+        texts = render(template, description, asked)
     except Exception:  # a template can raise anything
         return None
+    alone, before = texts[0], form.begin + form.header.format(role='system')
+    system = alone[len(before):].partition(form.end)[0] \
+        if alone.startswith(before) and form.end in alone else ''
+    wanted = [written(form, system, messages, prompting) for messages, prompting in asked]
+    return system if texts == wanted else None
 
 
 def written(form, system, messages, prompting):
@@ -83,21 +86,15 @@ def written(form, system, messages, prompting):
         + form.header.format(role='assistant') * prompting
 
 
-def compile_template(template, description):
-    """→ a function of (messages, whether an answer is to come), as transformers compiles it: in
-    Jinja's sandbox, which lets a template reach nothing of this process."""
-    from jinja2.sandbox import ImmutableSandboxedEnvironment  # torch brings it
+def render(template, description, asked):
+    """[(messages, whether an answer is to come), …] → the texts that a template writes, in a
+    process of its own, which cannot take much time or memory. Raises ValueError and others."""
     if len(template) > MAX_TEMPLATE:
         raise ValueError('it is too long')
-
-    def fail(message):
-        raise ValueError(message)
-
-    names = json.loads(description['files'].get('tokenizer_config.json', '{}'))
+    names = parse_json(description['files'].get('tokenizer_config.json', '{}'))
     special = {key: value['content'] if isinstance(value, dict) else value
                for key, value in names.items() if key in ('bos_token', 'eos_token', 'pad_token')}
-    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
-    environment.globals['raise_exception'] = fail
-    compiled = environment.from_string(template)
-    return lambda messages, prompting: compiled.render(
-        messages=messages, tools=None, documents=None, add_generation_prompt=prompting, **special)
+    given = json.dumps({'template': template, 'names': special, 'asked': asked})
+    done = subprocess.run([sys.executable, '-P', template_process.__file__], input=given.encode(),
+                          capture_output=True, timeout=MAX_WAIT, check=True)
+    return json.loads(done.stdout)

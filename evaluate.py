@@ -24,6 +24,7 @@ from typing import Annotated, Literal
 from configurator import load_config
 from plaingpt.data.batches import fits_in_ram
 from plaingpt.data.dataset import open_named
+from plaingpt.data.tokenizers import words_of
 from plaingpt.inference import lm_eval_model, scoring
 from plaingpt.system.devices import autocast, choose_device, choose_dtype
 from plaingpt.system.distributed import gloo_group, launched_world, print0, process_group
@@ -97,7 +98,8 @@ def score(task, config, model, tokenizer, state, context, group):
             raise UserError(f'tasks={task}: name a prepared dataset with --dataset=NAME')
         dataset = open_named(name)
         text_tokenizer = getattr(tokenizer, 'base', tokenizer)  # of a model tuned on conversations
-        if dataset.tokenizer_json() not in (tokenizer.to_json(), text_tokenizer.to_json()):
+        known = [words_of(each.to_json()) for each in (tokenizer, text_tokenizer)]
+        if words_of(dataset.tokenizer_json()) not in known:
             raise UserError(f'{dataset.folder} was prepared with another tokenizer than the '
                             "model's: name another --dataset")
         return score_split(task, dataset, model, config.batch_size, context, group)

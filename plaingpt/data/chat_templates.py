@@ -6,7 +6,7 @@ import sys
 
 from plaingpt.data import template_process
 from plaingpt.data.chat_tokenizer import FORMS, form_of
-from plaingpt.data.foreign_tokenizer import ForeignTokenizer
+from plaingpt.data.tokenizers import from_json
 from plaingpt.system.files import parse_json
 from plaingpt.system.streams import warn
 
@@ -25,10 +25,11 @@ def as_chat(description, where):
     """The description of a ForeignTokenizer → that of its chat tokenizer, where its files have a
     chat template, else itself. A template that none of FORMS is exactly gives way to the plain form
     of its control tokens, and a line says so."""
+    tokenizer = from_json(description)  # which sees that it is whole
     template = find_template(description['files'])
     if template is None:
         return description
-    form = form_of(ForeignTokenizer(description))
+    form = form_of(tokenizer)
     system = None if form == 'plaingpt' else find_system(FORMS[form], template, description)
     if system is None and form == 'plaingpt':
         warn(f'{where}: its chat template is of a form that is not known here, so it is read as a '

@@ -26,6 +26,10 @@ PRINTABLE = {byte: chr(byte) for byte in VISIBLE} \
 BYTES = {char: byte for byte, char in PRINTABLE.items()}
 
 
+# Other normalizers may make a text a billion times as long; other models know no bytes.
+SUPPORTED = {'decoder': ('ByteLevel',), 'model': ('BPE',), 'normalizer': (None, 'NFC')}
+
+
 def is_hub_name(name):
     """True for OWNER/NAME, which may be on the Hugging Face hub."""
     return re.fullmatch(r'[\w-][\w.-]*/[\w-][\w.-]*', name) is not None and not Path(name).exists()
@@ -77,13 +81,21 @@ def describe(files, model, vocab_size):
         ends |= {*found} if isinstance(found, list) else {found}
     opener = next((i for i in map(id_of, ('<|endoftext|>', names.get('bos_token'),
                                           names.get('eos_token'))) if i is not None), None)
-    least = max(tokenizer.get_vocab(with_added_tokens=True).values(), default=-1) + 1
-    size = vocab_size or model.get('vocab_size') or least
-    if type(size) is not int or size < least:
-        raise ValueError(f'it has {least:,} tokens and the model {size}')
+    size = vocab_size or model.get('vocab_size') or count_tokens(tokenizer)
+    check_size(tokenizer, size)
     ends = sorted(i for i in ends if type(i) is int and 0 <= i < size)
     return {'kind': 'foreign', 'vocab_size': size, 'end_of_text': opener, 'ends': ends,
             'files': files}
+
+
+def count_tokens(tokenizer):
+    return max(tokenizer.get_vocab(with_added_tokens=True).values(), default=-1) + 1
+
+
+def check_size(tokenizer, size):
+    """Raise ValueError where a tokenizer has tokens that a model of `size` tokens has not."""
+    if type(size) is not int or size < count_tokens(tokenizer):
+        raise ValueError(f'it has {count_tokens(tokenizer):,} tokens and the model {size}')
 
 
 def load(text):
@@ -97,10 +109,12 @@ def load(text):
         if isinstance(e, (KeyboardInterrupt, SystemExit, MemoryError)):
             raise
         raise ValueError(f'tokenizer.json: {one_line(e)[:150]}') from None
-    decoder = (json.loads(text).get('decoder') or {}).get('type')
-    if decoder != 'ByteLevel':
-        raise ValueError(f'tokenizer.json says decoder={decoder!r}, which is not supported, as '
-                         "'ByteLevel' of GPT-2, SmolLM2, Llama 3 and Qwen is")
+    parts = json.loads(text)
+    for key, kinds in SUPPORTED.items():
+        kind = (parts.get(key) or {}).get('type')
+        if kind not in kinds:
+            raise ValueError(f'tokenizer.json says {key}={kind!r}, which is not supported, as '
+                             f'{kinds[-1]!r} of GPT-2, SmolLM2, Llama 3 and Qwen is')
     made.no_truncation()
     made.no_padding()
     made.encode_special_tokens = True  # text that spells a control token stays text
@@ -115,8 +129,13 @@ class ForeignTokenizer:
         self.description = description
         self.vocab_size, self.end_of_text = description['vocab_size'], description['end_of_text']
         self.ends = frozenset({*description['ends'], self.end_of_text} - {None})
+        files = description['files']
         try:
-            self._tokenizer = load(description['files']['tokenizer.json'])
+            self._tokenizer = load(files['tokenizer.json'])
+            check_size(self._tokenizer, self.vocab_size)
+            for name in ('tokenizer_config.json', 'generation_config.json'):
+                if name in files and not isinstance(parse_json(files[name]), dict):
+                    raise ValueError(f'{name} is no object')
         except ValueError as e:
             raise UserError(f'its tokenizer cannot be used: {e}') from None
         self._added = self._tokenizer.get_added_tokens_decoder()

@@ -26,7 +26,7 @@ from types import MappingProxyType
 import numpy as np
 
 from plaingpt.data.chat_tokenizer import FORMS, SPECIAL_TOKENS, ChatTokenizer
-from plaingpt.data.foreign_tokenizer import ForeignTokenizer
+from plaingpt.data.foreign_tokenizer import FILES, ForeignTokenizer
 from plaingpt.system.errors import UserError, needs
 from plaingpt.system.files import open_regular
 
@@ -362,15 +362,26 @@ def described_vocab_size(description):
         case {'kind': 'bpe', 'tokens': [*tokens]} if is_bpe(tokens):
             return len(tokens) + 2
         case {'kind': 'foreign', 'vocab_size': int(size), 'end_of_text': int() | None,
-              'ends': [*ends], 'files': {'tokenizer.json': str()}} \
-                if 0 < size < 2**31 and all(type(i) is int for i in ends):
-            return size
+              'ends': [*ends], 'files': {'tokenizer.json': str()} as files} \
+                if 0 < size < 2**31 and is_bounded([description['end_of_text'] or 0, *ends], size) \
+                and files.keys() <= {*FILES} and all(type(text) is str for text in files.values()):
+            return size  # an export writes the files by their names
         case {'kind': 'chat', 'base': {'kind': 'foreign'} as base, 'form': str(form),
               'system': str()} if form in FORMS and form != 'plaingpt':
             return described_vocab_size(base)
         case {'kind': 'chat', 'base': {'kind': kind} as base} if kind != 'chat':
             size = described_vocab_size(base)
             return size and size + len(SPECIAL_TOKENS)
+
+
+def is_bounded(ids, size):
+    return all(type(i) is int and 0 <= i < size for i in ids)
+
+
+def words_of(description):
+    """What of the JSON of a tokenizer decides the ids of text; one of others has files beside."""
+    base = description.get('base', description)
+    return base['files']['tokenizer.json'] if base.get('kind') == 'foreign' else description
 
 
 def is_bpe(tokens):

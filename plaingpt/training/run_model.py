@@ -3,7 +3,7 @@
 from dataclasses import fields, replace
 
 from model import GPT, GPTConfig
-from plaingpt.data.tokenizers import described_vocab_size
+from plaingpt.data.tokenizers import described_vocab_size, words_of
 from plaingpt.inference.hf_export import describe_export
 from plaingpt.inference.pretrained import (
     describe_training,
@@ -104,12 +104,6 @@ def find_start(config, dataset):
     print0(f'{source}{trained and f" ({trained})"}: the run starts from its weights; the '
            'optimizer, the iteration count and the order of the data begin anew')
     return start
-
-
-def words_of(tokenizer):
-    """What of a tokenizer, as JSON, decides the ids of text; one of others has files beside."""
-    base = tokenizer.get('base', tokenizer)
-    return base['files']['tokenizer.json'] if base.get('kind') == 'foreign' else tokenizer
 
 
 def build_model(config, shape, start):

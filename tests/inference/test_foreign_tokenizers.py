@@ -7,13 +7,14 @@ import pytest
 from foreign_models import KINDS, THINKING, save_model, save_tokenizer
 from helpers import ask
 
+import evaluate
 import export
 import prepare
 from plaingpt.data import tokenizers
 from plaingpt.data.chat_templates import as_chat
 from plaingpt.data.chat_tokenizer import ChatTokenizer, ends_of
 from plaingpt.data.dataset import open_dataset
-from plaingpt.data.foreign_tokenizer import read_tokenizer
+from plaingpt.data.foreign_tokenizer import OUR_TOKENIZER, read_tokenizer
 from plaingpt.inference.text_generator import StreamDecoder
 from plaingpt.system.errors import UserError
 from plaingpt.training import model_choice
@@ -186,6 +187,36 @@ def test_a_gguf_has_their_tokens_and_how_their_text_is_cut(folder, tmp_path, kin
         assert tensors['rope_freqs.weight'].min() == 1 and tensors['rope_freqs.weight'].max() == 8
 
 
+@pytest.mark.parametrize('change', [
+    {'vocab_size': 100}, {'end_of_text': 512}, {'end_of_text': -1}, {'ends': [10**400]},
+    {'files': {'../outside.txt': 'x'}}, {'files': {'generation_config.json': '['}},
+    {'files': {'tokenizer_config.json': '[]'}}, {'files': {'chat_template.jinja': 7}}])
+def test_a_description_made_to_do_harm_is_refused_and_writes_nothing(tmp_path, change, capsys):
+    save_model(tmp_path / 'in', 'smollm2')
+    save_tokenizer(tmp_path / 'in', 'smollm2', TEXTS)
+    found = read_tokenizer(tmp_path / 'in')
+    files = {**found['files'], **change.pop('files', {})}
+    (tmp_path / 'in' / OUR_TOKENIZER).write_text(json.dumps({**found, **change, 'files': files}))
+    with pytest.raises(UserError) as e:
+        export.main([f'--init_from={tmp_path}/in', f'--dest={tmp_path}/out'])
+    assert len(str(e.value).splitlines()) == 1
+    assert [path.name for path in tmp_path.iterdir()] == ['in']
+
+
+def test_an_export_is_evaluated_on_the_data_of_its_run(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    save_model(tmp_path / 'in', 'smollm2')
+    save_tokenizer(tmp_path / 'in', 'smollm2', TEXTS)
+    with open('asked.jsonl', 'w') as f:
+        f.writelines(json.dumps({'messages': ask('a', str(i))}) + '\n' for i in range(20))
+    prepare.main(['chat', '--input=asked.jsonl', '--tokenizer=in', '--val_fraction=0.25'])
+    export.main(['--init_from=in', '--dest=out'])
+    ends = {'eos_token_id': [0, 2]}  # as an export adds those of its answers
+    (tmp_path / 'out/generation_config.json').write_text(json.dumps(ends))
+    evaluate.main(['--init_from=out', '--dataset=chat', '--device=cpu'])
+    assert 'tokens of the assistant' in capsys.readouterr().out
+
+
 def spoiled(folder):
     """Yield (what is wrong, how it is done)."""
     tokenizer, config = folder / 'tokenizer.json', folder / 'tokenizer_config.json'
@@ -195,6 +226,9 @@ def spoiled(folder):
     for change in ({'decoder': {'type': 'Metaspace', 'replacement': '▁', 'prepend_scheme': 'first',
                                 'split': True}}, {'decoder': None}, {'model': None},
                    {'model': {**whole['model'], 'vocab': {}}},
+                   {'model': {'type': 'WordLevel', 'vocab': {'a': 0}, 'unk_token': 'a'}},
+                   {'normalizer': {'type': 'Replace', 'pattern': {'String': 'a'},
+                                   'content': 'a' * 1000}},
                    {'model': {**whole['model'], 'merges': ['a b c']}},
                    {'model': {**whole['model'], 'vocab': {**whole['model']['vocab'], 'Ġx': 9999}}}):
         yield str(change)[:60], lambda change=change: tokenizer.write_text(

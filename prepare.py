@@ -187,6 +187,10 @@ def main(argv):
         prepare_shards(name, corpus, folder, config)
     else:
         prepare_text(name, corpus, folder, config)
+    if not config.if_small:
+        dataset = folder.name if folder.parent == Path('data') else folder
+        recipe = 'config/finetune_chat.py' if name == 'chat' else 'config/NAME.py'
+        print(f'next: python train.py {recipe} --dataset={quoted(dataset)}')
 
 
 def unknown_corpus(name):

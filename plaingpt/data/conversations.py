@@ -137,8 +137,10 @@ def find_form(row, where):
         raise UserError(f'{where}: the user may speak in {", ".join(prompts)}, the assistant in '
                         f'{", ".join(answers)}: name the columns with --prompt=… --completion=…')
     forms = '; '.join(f'{name}: {", ".join(sorted(form.fields))}' for name, form in FORMS.items())
-    raise UserError(f'{where}: no conversation, it is {as_json(row)}: the forms are known by these '
-                    f'fields ({forms}), and other columns are named by --prompt=… --completion=…')
+    raise UserError(f'{where}: no conversation, it is {as_json(row)}: name its columns with '
+                    '--prompt=… --completion=… (found by themselves: one of '
+                    f'{", ".join(PROMPTS)}, and one of {", ".join(ANSWERS)}; a table begins with '
+                    f'their line), or write one of the forms with these fields ({forms})')
 
 
 def parse_conversation(row, form, where):

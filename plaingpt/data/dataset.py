@@ -261,9 +261,10 @@ def open_named(text):
         if dataset.has_mask():
             raise UserError(f'dataset={text}: {dataset.folder} holds conversations, which no '
                             'mixture can: prepare all conversations as one dataset')
-        if dataset.tokenizer_json() != first.tokenizer_json():
-            raise UserError(f'{first.folder} and {dataset.folder} were prepared with '
-                            'different tokenizers: prepare one with --tokenizer=THE_OTHER')
+        if tokenizers.words_of(dataset.tokenizer_json()) \
+                != tokenizers.words_of(first.tokenizer_json()):
+            raise UserError(f'{first.folder} and {dataset.folder} were prepared with different '
+                            f'tokenizers: prepare the second with --tokenizer={first.folder}')
     known = all(dataset.meta for _, dataset, _ in parts)  # else GPT-2's tokens, of all
     meta = {'tokenizer': first.tokenizer_json()} if known else {}
     return Mixture(text, meta, first.vocab_size, parts=parts)

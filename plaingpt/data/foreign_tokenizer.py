@@ -18,6 +18,7 @@ from plaingpt.system.formatting import one_line
 OUR_TOKENIZER = 'plaingpt_tokenizer.json'  # in an exported folder, so that it comes back whole
 FILES = ('tokenizer.json', 'tokenizer_config.json', 'special_tokens_map.json',
          'generation_config.json', 'chat_template.jinja')
+MAX_BYTES = 2**26  # of a file; Qwen3's tokenizer.json has 11 million
 FILES_OF_TOKENIZER = ('config.json', *FILES)
 # Of GPT-2's vocabulary: each of the 256 bytes as a visible character.
 VISIBLE = [*range(33, 127), *range(161, 173), *range(174, 256)]  # bytes that stand for themselves
@@ -52,7 +53,7 @@ def read_tokenizer(folder, vocab_size=None):
     try:
         if (folder / OUR_TOKENIZER).exists():
             return parse_json(read_bounded(folder / OUR_TOKENIZER))
-        files = {name: read_bounded(folder / name).decode() for name in FILES
+        files = {name: read_bounded(folder / name, MAX_BYTES).decode() for name in FILES
                  if (folder / name).exists()}
         if 'tokenizer.json' not in files:
             return None
@@ -115,6 +116,10 @@ def load(text):
         if kind not in kinds:
             raise ValueError(f'tokenizer.json says {key}={kind!r}, which is not supported, as '
                              f'{kinds[-1]!r} of GPT-2, SmolLM2, Llama 3 and Qwen is')
+    splits = parts.get('pre_tokenizer') or {}
+    if 'ByteLevel' not in [each.get('type') for each in (splits, *splits.get('pretokenizers', ()))]:
+        raise ValueError('tokenizer.json has no ByteLevel among its pre_tokenizer: characters '
+                         'beyond its vocabulary would be lost')
     made.no_truncation()
     made.no_padding()
     made.encode_special_tokens = True  # text that spells a control token stays text

@@ -209,7 +209,8 @@ class GPT2Tokenizer(BytePairTokenizer):
         except (OSError, ValueError) as e:  # network errors are OSErrors; a bad hash a ValueError
             raise UserError(f'the gpt2 tokenizer could not be downloaded ({type(e).__name__}): '
                             'connect to the internet once, set TIKTOKEN_CACHE_DIR to a folder that '
-                            'holds it, or use --tokenizer=byte') from None
+                            'holds it, or name another one: --tokenizer=byte, or a dataset or run '
+                            'of yours') from None
 
     def to_json(self):
         return {'kind': 'gpt2'}
@@ -379,7 +380,10 @@ def is_bounded(ids, size):
 
 
 def words_of(description):
-    """What of the JSON of a tokenizer decides the ids of text; one of others has files beside."""
+    """What of the JSON of a tokenizer decides the ids of text; one of others has files beside. None
+    for None."""
+    if description is None:
+        return None
     base = description.get('base', description)
     return base['files']['tokenizer.json'] if base.get('kind') == 'foreign' else description
 

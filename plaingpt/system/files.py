@@ -145,12 +145,12 @@ def read_json(path):
     return parse_json(read_bounded(path))
 
 
-def read_bounded(path):
+def read_bounded(path, most=MAX_JSON_BYTES):
     """The bytes of a JSON file. Raises OSError, or ValueError where there are too many."""
     with open_regular(path) as f:
         size = os.fstat(f.fileno()).st_size
-        if size > MAX_JSON_BYTES:
-            raise ValueError(f'it has {size:,} bytes, and {MAX_JSON_BYTES:,} are the most')
+        if size > most:
+            raise ValueError(f'it has {size:,} bytes, and {most:,} are the most')
         return f.read(size)
 
 

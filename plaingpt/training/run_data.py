@@ -11,6 +11,7 @@ import numpy as np
 from plaingpt.data.batches import fits_in_ram
 from plaingpt.data.corpora import CORPORA
 from plaingpt.data.dataset import UNFINISHED, dataset_folder, open_named, read_names
+from plaingpt.data.tokenizers import words_of
 from plaingpt.inference import scoring
 from plaingpt.system.distributed import all_reduce_min, barrier, print0
 from plaingpt.system.errors import UserError
@@ -52,7 +53,8 @@ def open_beside(config, dataset):
     if ',' in config.also_evaluate or config.also_evaluate == config.dataset:
         raise UserError(f'also_evaluate={config.also_evaluate}: name one other dataset')
     other = open_named(config.also_evaluate)
-    if other.tokenizer_json() not in (dataset.tokenizer_json(), base_tokenizer(dataset)):
+    known = map(words_of, (dataset.tokenizer_json(), base_tokenizer(dataset)))
+    if words_of(other.tokenizer_json()) not in known:
         raise UserError(f'also_evaluate={config.also_evaluate}: {other.folder} has another '
                         f'tokenizer than {dataset.folder}')
     return other

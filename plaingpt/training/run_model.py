@@ -81,7 +81,8 @@ def check_start(config, shape, folder, vocab_size):
                         f'{shape.block_size} tokens: use --block_size={shape.block_size} or less')
     if vocab_size != shape.vocab_size:
         raise UserError(f'{folder} has a vocabulary of {vocab_size} and {config.init_from} one of '
-                        f'{shape.vocab_size}: prepare the text with the tokenizer of the model')
+                        f'{shape.vocab_size}: prepare the text with the tokenizer of the model, or '
+                        'name another model with --init_from')
 
 
 def find_start(config, dataset):

@@ -252,7 +252,7 @@ def test_a_row_that_is_not_wholly_understood_is_named_with_its_line(tmp_path):
 
 FILES = [  # a file, and what is said of it
     ('a.jsonl', '\n\n{"text": "hi"}\n',
-     ', line 3: no conversation, it is {"text": "hi"}: the forms are'),
+     ', line 3: no conversation, it is {"text": "hi"}: name its columns'),
     ('a.jsonl', '{"prompt": "a", "completion": "b", "messages": []}',
      ', line 1: fields of several forms (messages, completion): say which with --format='),
     ('a.jsonl', '{"prompt": "a", "completion": "b"}\n{"instruction": "a", "output": "b"}\n',

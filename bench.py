@@ -140,6 +140,9 @@ def measure_variants(config, words, folder, machine):
 def main(argv):
     config, device, words = read_config(one_sweep(argv))
     trains = config.variants or config.sweep
+    if trains and any(word.startswith('--out_dir=') for word in argv):
+        raise UserError('--out_dir: each training has a folder of its own: name the folder of all '
+                        'with --save')
     folder = config.save or ('out-experiments' if trains else '')
     name = 'memory' if config.memory else Path(config.variants).stem if config.variants \
         else f'sweep-{config.sweep.partition("=")[0]}' if config.sweep else 'speed'

@@ -59,7 +59,8 @@ def test_a_sweep_trains_and_is_saved_without_matplotlib(tiny, tmp_path, capsys, 
 
     monkeypatch.setattr(runs, 'run_train', train_here)
     monkeypatch.setitem(sys.modules, 'matplotlib.figure', None)
-    bench.main([*tiny, '--sweep=n_layer=1,2', '--seeds=1', '--json', f'--save={tmp_path}/results'])
+    words = [word for word in tiny if not word.startswith('--out_dir=')]
+    bench.main([*words, '--sweep=n_layer=1,2', '--seeds=1', '--json', f'--save={tmp_path}/results'])
     out, err = capsys.readouterr()
     assert 'warning: drawing curves needs matplotlib' in err
     base, changed = json.loads(out)['rows']

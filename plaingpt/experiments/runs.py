@@ -25,7 +25,7 @@ from plaingpt.monitoring.metrics_file import read_rows
 from plaingpt.monitoring.references import STUDENT_T
 from plaingpt.monitoring.run_record import read_run
 from plaingpt.system.errors import UserError
-from plaingpt.system.files import command, read_json, write_json
+from plaingpt.system.files import command, locked, make_writable, read_json, write_json
 from plaingpt.system.formatting import capitalized, count_of
 from plaingpt.system.streams import warn
 from plaingpt.training.checkpoint import checkpoint_paths
@@ -36,6 +36,7 @@ from plaingpt.training.settings import TrainConfig
 SAME_WORK = {'learning_rate', 'embedding_lr_scale', 'head_lr_scale', 'vector_lr_scale', 'beta1',
              'beta2', 'decay_lr', 'lr_schedule', 'wsd_decay', 'warmup_iters', 'lr_decay_iters',
              'min_lr', 'max_iters', 'seed', 'eval_interval', 'eval_iters'}
+ALL_DONE = 'all iterations are done'  # as run.json says it
 NAMED = 3  # variants that a sentence names; of more it tells their number
 
 # -----------------------------------------------------------------------------
@@ -92,6 +93,11 @@ def train_all(configs, folder, machine):
     """
     order = [(name, config) for round_ in zip(*configs.values(), strict=True)
              for name, config in zip(configs, round_, strict=True)]
+    lengths = sorted({config.max_iters for _, config in order})
+    iterations = count_of(lengths[-1], 'iteration')
+    if len(lengths) > 1:
+        iterations = f'{lengths[0]:,} to {iterations}'
+    print(f'{count_of(len(order), "run")} of {iterations}, in {folder}', file=sys.stderr)
     runs = []
     for name, config in tqdm(order, 'training', disable=None):
         where = run_folder(folder, name, config.seed)
@@ -122,28 +128,42 @@ def train_once(config, folder, machine):
     asked = {'machine': machine, 'settings': {
         field.name: getattr(config, field.name) for field in fields(TrainConfig)
         if field.name != 'out_dir'}}
-    try:
-        same = read_json(folder / 'asked.json') == json.loads(json.dumps(asked))
-    except (OSError, ValueError):
-        same = False
-    if not same:
-        folder.mkdir(parents=True, exist_ok=True)
-        archive_previous_run(folder)  # of other settings
-        write_json(folder / 'asked.json', asked)
-    if not is_done(folder):
+    make_writable(folder, 'save')
+    with locked(folder, f'{folder}: another sweep is writing there: wait until it is done, stop '
+                        'it, or choose another folder with --save'):
+        if not holds_run_of(folder, asked):
+            archive_previous_run(folder)
+            write_json(folder / 'asked.json', asked)
+        done, resumed = is_done(folder, config.max_iters), bool(checkpoint_paths(folder))
+    if not done:
         run_train([*(f'--{key}={value}' for key, value in asked['settings'].items()),
                    f'--log_interval={min(config.log_interval, config.max_iters)}',
                    f'--out_dir={folder}', '--sample_tokens=0', '--keep_checkpoints=1',
-                   *['--init_from=resume'] * bool(checkpoint_paths(folder))])
-        if not is_done(folder):
-            raise UserError('it was stopped: the same command goes on with it')
+                   *['--init_from=resume'] * resumed])
+        if not is_done(folder, config.max_iters):
+            ending = read_run(folder).get('ending', 'killed')
+            raise UserError(f'{folder}: its run is incomplete (ending: {ending}): the same '
+                            'command goes on with it')
     return summarize(read_rows(folder / 'metrics.jsonl', warn), config)
 
 
-def is_done(folder):
-    """Whether the run of a folder has come to its end."""
+def holds_run_of(folder, asked):
+    """Whether what is in a folder, if anything, is of the settings that are asked for."""
+    try:
+        same = read_json(folder / 'asked.json') == json.loads(json.dumps(asked))
+    except (OSError, ValueError):
+        return False
+    # Another sweep may have trained here after asked.json was written.
+    return same and (read_run(folder).get('ending') != ALL_DONE
+                     or is_done(folder, asked['settings']['max_iters']))
+
+
+def is_done(folder, max_iters):
+    """Whether the run of a folder has come to its end: its last iteration, or that of patience."""
     ending = read_run(folder).get('ending', '')
-    return ending == 'all iterations are done' or ending.startswith('patience')
+    rows = read_rows(folder / 'metrics.jsonl', warn)
+    return bool(rows) and (ending.startswith('patience')
+                           or (ending == ALL_DONE and rows[-1]['iter'] == max_iters))
 
 
 def run_train(argv):

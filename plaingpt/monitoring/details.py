@@ -69,9 +69,9 @@ def figure(value):
 def describe_rate(xs, ys):
     top = max(ys)
     at = xs[ys.index(top)]
-    rose = f'rose to {figure(top)} at iteration {at:,}' if at > xs[0] else f'began at {figure(top)}'
+    rose = 'rose to' if at > xs[0] else 'was'  # a warmup may have ended before the first row
     fell = f' and fell to {figure(ys[-1])}' if ys[-1] < top else ''
-    return f'The learning rate {rose}{fell}'
+    return f'The learning rate {rose} {figure(top)} at iteration {at:,}{fell}'
 
 
 def describe_gradients(xs, ys):
@@ -119,8 +119,9 @@ def layer_panel(runs, measure, what):
     if not lines:
         return None
     ends = describe_range([(line.ys[-1], line.label) for line in lines])
-    return Panel(f'{capitalized(what)} end at {ends}', lines, y_label=what,
-                 from_zero=measure not in SPREAD)
+    verb = 'ends' if measure == 'activation_rms' else 'end'
+    return Panel(f'{capitalized(what)} {verb} at {ends} among the layers drawn', lines,
+                 y_label=what, from_zero=measure not in SPREAD)
 
 
 def position_panel(runs):
@@ -142,8 +143,9 @@ def position_panel(runs):
              for name, colour, losses in found]
     name, _, losses = found[0]
     first, best = next(iter(losses)), min(losses, key=losses.get)
-    headline = f'{name}: t' if len(runs) > 1 else 'T'
-    headline += f'okens at position {first} cost {losses[first]:.2f}, at {best} the least: ' \
-                f'{losses[best]:.2f}'
+    said = f'tokens at position {first} cost {losses[first]:.2f}, at {best} the least: ' \
+           f'{losses[best]:.2f}' if losses[best] < losses[first] else \
+        f'later positions are not cheaper than the first: {losses[first]:.2f}'
+    headline = f'{name}: {said}' if len(runs) > 1 else capitalized(said)
     return Panel(headline, lines, x_label='position in the sequence', y_label='nats a token',
                  ticks=places)

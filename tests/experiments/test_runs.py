@@ -27,6 +27,7 @@ from plaingpt.experiments.runs import (
 )
 from plaingpt.monitoring import run_record
 from plaingpt.system.errors import UserError
+from plaingpt.system.files import lock_output_dir
 from plaingpt.training.settings import TrainConfig
 
 SMALL = TrainConfig(n_layer=2, n_head=2, n_embd=32, block_size=16, batch_size=8, max_iters=20,
@@ -79,6 +80,7 @@ def test_a_wrong_list_is_named_before_anything_is_trained(capsys, monkeypatch, t
             ('--sweep=conf=0,4', "variant 'conf=0': unknown key 'conf'"),
             ('--sweep=conv=0,4 --sweep=conv=0,8', 'sweep=conv=0,8: give a setting, once'),
             ('--sweep=conv=0,4 --memory', 'one at a time'),
+            ('--sweep=conv=0,4 --out_dir=here', 'name the folder of all with --save'),
             ('--variants=yours.py', 'variants=yours.py: no such file; it is grid'),
             ('--variants=mine.py', "variants=mine.py: it must define variants = {'name':"),
             ('--variants=broken.py', 'variants=broken.py: ZeroDivisionError'),
@@ -128,8 +130,9 @@ def trainings(monkeypatch):
         options = dict(word[2:].split('=', 1) for word in argv)
         folder = Path(options['out_dir'])
         (folder / 'checkpoints/iter-00000001').mkdir(parents=True, exist_ok=True)
-        row = {'iter': 1, 'tokens': 9, 'elapsed_s': 1.0, 'tokens_per_s': 9.0, 'loss': 3.0,
-               'peak_memory_bytes': 2**20, 'train_loss': 3.0, 'val_loss': 3.0}
+        row = {'iter': int(options['max_iters']), 'tokens': 9, 'elapsed_s': 1.0,
+               'tokens_per_s': 9.0, 'loss': 3.0, 'peak_memory_bytes': 2**20, 'train_loss': 3.0,
+               'val_loss': 3.0}
         (folder / 'metrics.jsonl').write_text(json.dumps(row) + '\n')
         ending = 'SIGTERM' if len(made) == 3 else 'all iterations are done'
         (folder / 'run.json').write_text(json.dumps({
@@ -156,6 +159,9 @@ def test_a_sweep_keeps_its_runs_by_setting_and_seed_and_goes_on_from_them(
              for seed in (5, 6) for value in ('gpt2', 'a%2fb')]
     assert folders_of(trainings) == names  # seed after seed
     stopped, killed = trainings[2:4]
+    said = capsys.readouterr().err
+    assert said.startswith(f'4 runs of 150 iterations, in {folder}\n')
+    assert f'{names[2]}: its run is incomplete (ending: SIGTERM): the same command goes on' in said
     bench.main(words)  # the third was stopped: it is resumed; the fourth had ended
     assert folders_of(trainings[4:]) == names[2:3]
     assert '--init_from=resume' in trainings[4] and '--init_from=resume' not in stopped + killed
@@ -183,6 +189,26 @@ def test_a_run_that_never_began_does_not_get_the_numbers_of_other_settings(
     assert train_once(replace(config, n_layer=3), tmp_path / 'run', 'here')['final_loss'] == 3.0
 
 
+def test_a_second_sweep_leaves_the_folder_of_a_live_run_as_it_is(trainings, tmp_path):
+    config, folder = bench.load_config(bench.BenchConfig, ['--device=cpu']), tmp_path / 'run'
+    train_once(config, folder, 'here')
+    files = {path: path.read_bytes() for path in folder.rglob('*') if path.is_file()}
+    with lock_output_dir(folder), pytest.raises(UserError, match='another sweep is writing there'):
+        train_once(replace(config, n_layer=3), folder, 'here')
+    assert {path: path.read_bytes() for path in folder.rglob('*') if path.is_file()} == files
+    assert len(trainings) == 1
+
+
+def test_a_run_of_another_length_is_not_taken_for_the_one_that_is_asked_for(trainings, tmp_path):
+    config, folder = bench.load_config(bench.BenchConfig, ['--device=cpu']), tmp_path / 'run'
+    train_once(config, folder, 'here')
+    metrics = folder / 'metrics.jsonl'
+    metrics.write_text(json.dumps({**json.loads(metrics.read_text()), 'iter': 7}))
+    train_once(config, folder, 'here')
+    assert len(trainings) == 2 and '--init_from=resume' not in trainings[1]
+    assert (folder / 'old-001/metrics.jsonl').exists()
+
+
 def test_a_run_that_fails_is_told_and_the_others_stand(trained, capsys):
     bench.main([*MINE, '--seeds=3', '--json'])
     found = json.loads(capsys.readouterr().out)
@@ -190,9 +216,9 @@ def test_a_run_that_fails_is_told_and_the_others_stand(trained, capsys):
     assert 'conv, seed 7 failed: no convolution here' in found['table']
 
 
-def test_a_first_run_that_fails_ends_the_experiment(trained, capsys, monkeypatch):
-    assert 'no convolution here' in fails(
-        capsys, monkeypatch, bench.main, '--sweep=conv=4,0', '--seed=7', '--device=cpu')
+def test_a_first_run_that_fails_ends_the_experiment(trained):
+    with pytest.raises(UserError, match='no convolution here'):
+        bench.main(['--sweep=conv=4,0', '--seed=7', '--device=cpu'])
 
 
 def test_a_step_takes_the_median_and_nothing_else_counts():

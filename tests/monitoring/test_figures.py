@@ -4,7 +4,7 @@ import pytest
 from helpers import size_of_png
 
 from plaingpt.monitoring import figures
-from plaingpt.monitoring.details import describe_gradients, detail_panels
+from plaingpt.monitoring.details import describe_gradients, describe_rate, detail_panels
 from plaingpt.monitoring.drawing import make_figure, plain, spread
 from plaingpt.monitoring.references import read_reference
 
@@ -222,11 +222,30 @@ def test_a_spike_of_the_gradient_is_in_the_headline():
     assert describe_gradients(range(100), norms).endswith('; 1 spike, up to 9.00 at iteration 50')
 
 
+def test_the_learning_rate_is_told_from_the_first_logged_point():
+    assert describe_rate([50, 100], [1e-3, 1e-4]) == \
+        'The learning rate was 0.001 at iteration 50 and fell to 0.0001'
+    assert describe_rate([50, 100, 150], [5e-4, 1e-3, 1e-4]) == \
+        'The learning rate rose to 0.001 at iteration 100 and fell to 0.0001'
+
+
+def test_a_health_headline_speaks_of_the_layers_that_are_drawn():
+    layers = {f'health/{measure}/h.{i}': [0.0, 1.0, 9.0 if i == 1 else i + 2.0] for i in range(4)
+              for measure in ('weight_norm', 'activation_rms')}
+    panels = detail_panels([('out', run([4.0, 3.0, 2.0], **layers))])
+    assert [panel.headline for panel in panels] == [
+        'Weight norms end at 2.00 (h.0) to 5.00 (h.3) among the layers drawn',
+        'RMS of activations ends at 2.00 (h.0) to 5.00 (h.3) among the layers drawn']
+
+
 def test_the_loss_by_position_names_the_first_and_the_best():
     losses = {'0': 9.0, '1-3': 5.0, '4-15': 4.0, '16-63': 3.9, '64-255': 4.1}
     row = {'iter': 1, 'tokens': 64, 'elapsed_s': 1.0,
            **{f'health/loss_at/{name}': loss for name, loss in losses.items()}}
     panel, = detail_panels([('out', [*run([4.0]), row])])
     assert panel.headline == 'Tokens at position 0 cost 9.00, at 16-63 the least: 3.90'
+    row['health/loss_at/0'] = 3.0
+    panel, = detail_panels([('out', [*run([4.0]), row])])
+    assert panel.headline == 'Later positions are not cheaper than the first: 3.00'
     del row['health/loss_at/0']  # nothing is learned there
     assert not detail_panels([('out', [row])])

@@ -129,8 +129,9 @@ def train_once(config, folder, machine):
         field.name: getattr(config, field.name) for field in fields(TrainConfig)
         if field.name != 'out_dir'}}
     make_writable(folder, 'save')
-    with locked(folder, f'{folder}: another sweep is writing there: wait until it is done, stop '
-                        'it, or choose another folder with --save'):
+    refusal = f'{folder}: another sweep is writing there: wait until it is done, stop it, or ' \
+              'choose another folder with --save'
+    with locked(folder, refusal):
         if not holds_run_of(folder, asked):
             archive_previous_run(folder)
             write_json(folder / 'asked.json', asked)
@@ -140,6 +141,8 @@ def train_once(config, folder, machine):
                    f'--log_interval={min(config.log_interval, config.max_iters)}',
                    f'--out_dir={folder}', '--sample_tokens=0', '--keep_checkpoints=1',
                    *['--init_from=resume'] * resumed])
+        with locked(folder, refusal):  # another sweep may have asked before train.py had the lock
+            write_json(folder / 'asked.json', asked)
         if not is_done(folder, config.max_iters):
             ending = read_run(folder).get('ending', 'killed')
             raise UserError(f'{folder}: its run is incomplete (ending: {ending}): the same '

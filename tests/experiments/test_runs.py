@@ -199,6 +199,27 @@ def test_a_second_sweep_leaves_the_folder_of_a_live_run_as_it_is(trainings, tmp_
     assert len(trainings) == 1
 
 
+def test_a_sweep_that_came_between_does_not_get_the_numbers_of_the_one_that_trained(
+        trainings, tmp_path, monkeypatch):
+    config, folder = bench.load_config(bench.BenchConfig, ['--device=cpu']), tmp_path / 'run'
+    write_run = runs.run_train
+
+    def refuse(argv):
+        raise UserError('a run is writing there')
+
+    def train_after_another_asked(argv):
+        monkeypatch.setattr(runs, 'run_train', refuse)
+        with pytest.raises(UserError):
+            train_once(replace(config, n_layer=3), folder, 'here')
+        monkeypatch.setattr(runs, 'run_train', write_run)
+        write_run(argv)
+    monkeypatch.setattr(runs, 'run_train', train_after_another_asked)
+    train_once(config, folder, 'here')
+    train_once(replace(config, n_layer=3), folder, 'here')
+    assert len(trainings) == 2 and '--n_layer=3' in trainings[1]
+    assert (folder / 'old-001/metrics.jsonl').exists()
+
+
 def test_a_run_of_another_length_is_not_taken_for_the_one_that_is_asked_for(trainings, tmp_path):
     config, folder = bench.load_config(bench.BenchConfig, ['--device=cpu']), tmp_path / 'run'
     train_once(config, folder, 'here')

@@ -49,7 +49,12 @@ def load_config(cls, argv, doc='', positional='', several=False, read_saved=lamb
     if positional:
         argv = name_positionals(cls, argv, positional, several, mistakes)
     values, problems = read_arguments(cls, argv, {})
-    if saved := read_saved(values):
+    try:
+        saved = read_saved(values)
+    except UserError as problem:
+        # A mistake of the command line may be why: it named the run without --out_dir, perhaps.
+        raise UserError('\n'.join(mistakes + problems or [str(problem)])) from None
+    if saved:
         values, problems = read_arguments(cls, argv, saved)
     problems = mistakes + problems
     config = cls(**values)
@@ -97,6 +102,9 @@ def read_arguments(cls, argv, saved):
             continue
         if arg.startswith('-'):
             found = read_option(cls, arg, values, problems)
+        elif not arg.endswith('.py') and os.path.exists(arg):  # a device may have no end
+            problems.append(describe_no_config(arg, argv[i - 1] if i else ''))
+            continue
         else:
             found = read_file(cls, arg, values, options_of(cls, argv[i + 1:]), problems)
         for name, value, where in found:
@@ -171,10 +179,6 @@ class Namespace(dict):
 def read_file(cls, path, values, fixed, problems):
     """Run a config file in its own namespace and yield what it assigned. fixed: {name: value} that
     options after the file set."""
-    if not path.endswith('.py') and os.path.exists(path):  # a device may have no end
-        problems.append(f'{path} is no config file, whose names end with .py: write options as '
-                        f'--key=value, and several files as --key={quoted(f"A,{path}")}')
-        return
     path = find_recipe(path)
     try:
         with open(path, encoding='utf-8-sig') as f:
@@ -202,6 +206,20 @@ def read_file(cls, path, values, fixed, problems):
         own = name.startswith('_') or name in imported or callable(value)
         if not untouched and (name in values or not own):
             yield name, value, f'in {path}, line {lines[name]}' if name in lines else f'in {path}'
+
+
+def describe_no_config(path, before):
+    """What the user may have meant by a file or folder that is no config file. before: the
+    argument before it."""
+    if Path(path, 'run.json').exists() or Path(path, 'checkpoints').is_dir():
+        return f'{path} is a run, no config file: continue it with --out_dir={quoted(path)} ' \
+               '--init_from=resume'
+    several = f', and several files as {quoted(f"{before},{path}")}' \
+        if before.startswith('--') and '=' in before else ''
+    data = f'; python prepare.py text {quoted(path)} makes data of it' \
+        if os.path.isdir(path) or os.path.isfile(path) else ''
+    return f'{path} is no config file, whose names end with .py: write options as ' \
+           f'--key=value{several}{data}'
 
 
 def find_recipe(path):

@@ -1,5 +1,6 @@
 import dataclasses
 import re
+from pathlib import Path
 
 import pytest
 from helpers import ROOT, fails
@@ -226,9 +227,49 @@ def test_help_begins_with_what_a_command_adds_to_the_settings_of_train():
 def test_a_file_that_is_no_python_is_not_run_as_a_config(tmp_path):
     ran = tmp_path / 'ran'
     text = write(tmp_path / 'notes.md', f'open({str(ran)!r}, "w")\n')
-    with pytest.raises(UserError, match=r'notes\.md is no config file.*several files as --key=A,'):
+    with pytest.raises(UserError, match=r'notes\.md is no config file.*text \S*notes\.md makes'):
         load(text)
     assert not ran.exists()
+
+
+def test_what_is_no_config_file_is_told_what_it_may_be(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for folder in ('run/checkpoints', 'texts', 'ended'):
+        Path(folder).mkdir(parents=True)
+    Path('ended/run.json').touch()
+    data = 'python prepare.py text texts makes data of it'
+    for argv, words, others in (
+            (['run'], '--out_dir=run --init_from=resume', 'prepare.py'),
+            (['ended'], '--out_dir=ended --init_from=resume', 'prepare.py'),
+            (['texts'], data, 'several'), (['--compile', 'texts'], data, 'several'),
+            (['--dataset=a', 'texts'], 'several files as --dataset=a,texts;', 'resume'),
+            (['/dev/null'], 'write options as --key=value', 'prepare.py')):
+        with pytest.raises(UserError) as refused:
+            load(*argv)
+        message = str(refused.value)
+        assert words in message and others not in message and '\n' not in message, argv
+
+
+def test_a_mistake_of_the_command_line_is_told_before_a_run_is_looked_for(tmp_path, monkeypatch):
+    def read_saved(values):
+        raise UserError('out: no checkpoint there')
+
+    monkeypatch.chdir(tmp_path)
+    Path('out-2/checkpoints').mkdir(parents=True)
+    for argv, words in ((['out-2', '--init_from=resume'], 'out-2 is a run'), ([], 'no checkpoint')):
+        with pytest.raises(UserError, match=words):
+            load_config(TrainConfig, argv, read_saved=read_saved)
+
+
+def test_init_from_names_something_that_a_run_can_start_from(tmp_path):
+    for name, nearest in (('resum', 'resume'), ('scrach', 'scratch'), ('out-none', None)):
+        with pytest.raises(UserError) as refused:
+            load(f'--init_from={name}')
+        message = str(refused.value)
+        assert f'init_from={name!r} is neither' in message and '\n' not in message
+        assert message.endswith(f'did you mean {nearest}?' if nearest else 'hub')
+    for name in ('scratch', 'resume', 'auto', 'gpt2-xl', 'owner/name', tmp_path):
+        assert load(f'--init_from={name}').init_from == str(name)
 
 
 def test_a_device_is_checked_with_all_else():

@@ -229,6 +229,8 @@ def test_commands_of_a_page_do_what_it_shows(page, after_readme, tmp_path, monke
 def test_commands_have_valid_options(page, char_data, tmp_path, monkeypatch):
     monkeypatch.chdir(checkout(tmp_path / 'plaingpt'))
     Path('data/notes').symlink_to(char_data)
+    for made_before in ('out-notes', 'nanoGPT/out-shakespeare-char/ckpt.pt'):
+        Path(made_before).mkdir(parents=True)
     for block in blocks_of(page):
         for command in commands_of(block) if block.kind == 'console' else ():
             if any(line.startswith('error:') for line in command.output):

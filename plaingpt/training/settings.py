@@ -4,11 +4,15 @@ The comment beside a field is its help text, and its type may have a limit in wo
 configurator checks. TrainConfig inherits the fields of GPTConfig.
 """
 
+import difflib
+import os
 import re
 from dataclasses import dataclass, fields
 from typing import Annotated, Literal, TypeVar, get_type_hints
 
 from model import GPTConfig, Size
+from plaingpt.data.foreign_tokenizer import is_hub_name
+from plaingpt.inference.pretrained import PRETRAINED
 from plaingpt.kernels.recompute import KINDS
 from plaingpt.monitoring.backends import BACKENDS
 from plaingpt.system.distributed import launched_world
@@ -22,6 +26,7 @@ Seconds = Annotated[int, 'at least 1 and at most 1_000_000']
 NotNegative = Annotated[float, 'at least 0']
 Decay = Annotated[float, 'at least 0 and below 1']  # of a running mean, each step
 T = TypeVar('T')
+STARTS = 'scratch', 'resume', 'auto'  # values of init_from that name no model
 WITHOUT_EFFECT = object()
 # Does not change the loss that a run is expected to have, or is compared by itself (dataset, tokens
 # a step): a comparison with a reference does not list it.
@@ -136,6 +141,11 @@ class TrainConfig(GPTConfig):
     def problems(self):
         """What contradicts itself, a line each."""
         found = super().problems()
+        if self.init_from and not self.names_a_start():
+            nearest = difflib.get_close_matches(self.init_from, STARTS, n=1)
+            found.append(f'init_from={self.init_from!r} is neither {", ".join(STARTS)}, nor a '
+                         f'folder, a .pt file, {", ".join(PRETRAINED)} or OWNER/NAME on the '
+                         f'Hugging Face hub{"".join(f": did you mean {n}?" for n in nearest)}')
         if 0 < self.eval_tokens < self.block_size:
             found.append(f'eval_tokens={self.eval_tokens} is less than a sequence of block_size='
                          f'{self.block_size} tokens')
@@ -160,6 +170,11 @@ class TrainConfig(GPTConfig):
             found.append(f'warmup_iters={self.warmup_iters} is more than '
                          f'lr_decay_iters={self.lr_decay_iters}')
         return found + self.batch_problems()
+
+    def names_a_start(self):
+        """Whether init_from can be what a run starts from."""
+        return self.init_from in (*STARTS, *PRETRAINED) or os.path.lexists(self.init_from) \
+            or is_hub_name(self.init_from)
 
     def batch_problems(self):
         """Why the tokens of a step cannot be shared out among micro-batches and processes."""

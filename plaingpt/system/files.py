@@ -116,7 +116,9 @@ def make_writable(folder, key='out_dir'):
         probe.touch()
         probe.unlink()
     except OSError as e:
-        raise UserError(f'{key}={folder}: cannot write there: {e.strerror}') from None
+        why = ' is a file: name a folder' if Path(folder).is_file() \
+            else f': cannot write there: {e.strerror}'
+        raise UserError(f'{key}={folder}{why}') from None
 
 
 # -----------------------------------------------------------------------------

@@ -75,9 +75,14 @@ def check_resumed(resumed, config, dataset):
     if fixed:
         raise UserError(f'{resumed.path} was trained otherwise than with {", ".join(fixed)}: '
                         'leave that out, or name another --out_dir')
+    if 'max_iters' in changed and config.max_iters < resumed.iter_num and not config.is_read_only:
+        raise UserError(f'max_iters={config.max_iters} is behind iteration {resumed.iter_num} of '
+                        f'{resumed.path}: give a larger one, or leave it out')
     if resumed.state['tokenizer'] != dataset.tokenizer_json():
+        name = resumed.state['config'].get('dataset', config.dataset)
+        option = f', --dataset={quoted(name)}' if name != config.dataset else ''
         raise UserError(f'{resumed.path} was trained with another tokenizer than that of '
-                        f'{dataset.folder}: name the dataset it was trained on')
+                        f'{dataset.folder}: name the dataset it was trained on{option}')
     if not dataset.is_identity('train', resumed.state['data']):
         other = f' (it has dataset={before["dataset"]})' if 'dataset' in changed else ''
         raise UserError(f'{resumed.path} was trained on other tokens than those of '

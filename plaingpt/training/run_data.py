@@ -132,7 +132,7 @@ def open_batches(config, dataset, world, device):
     padded = ' with padding' * dataset.has_mask()
     print0(f'{dataset.folder}: {tokens:,} training tokens{padded}, vocabulary '
            f'{dataset.vocab_size:,}, {dataset.describe_reading(in_ram)} | {step_tokens:,} tokens '
-           f'a step, {quote_epochs(epochs)}')
+           'a step' + (f', {quote_epochs(epochs)}' if not config.minutes else ''))
     if dataset.has_mask():
         for split, loader in zip(('train', 'val'), loaders, strict=True):
             print0(f'{split}: {loader.describe()}')

@@ -42,7 +42,7 @@ def with_length_of(resumed, config):
     kept = {key: value for key, value in resumed.state['config'].items() if key in LENGTH}
     config = replace(config, **kept)
     print0(f'minutes={setting(config.minutes)} has no effect on a run that goes on: it keeps '
-           f'max_iters={config.max_iters}')
+           f'max_iters={config.max_iters}: give a larger --max_iters')
     return replace(config, minutes=0.0)
 
 

@@ -87,12 +87,13 @@ def other_data(text_file, tmp_path_factory):
     return folder
 
 
-def test_another_model_tokenizer_or_dataset_is_refused(tiny, trained, other_data, capsys,
-                                                       monkeypatch):
+def test_another_model_tokenizer_or_dataset_is_refused(tiny, trained, other_data, char_data,
+                                                       capsys, monkeypatch):
     resume = ['--init_from=resume', f'--out_dir={trained}']
     for argv, words in [
             ([*resume, '--n_layer=3'], 'n_layer=3 (it has 2)'),
             ([*resume, f'--dataset={other_data}/accents'], 'another tokenizer'),
+            ([*resume, f'--dataset={other_data}/accents'], f'trained on, --dataset={char_data}'),
             ([*resume, f'--dataset={other_data}/reversed'], 'trained on other tokens'),
             ([f'--init_from={trained}', f'--dataset={other_data}/accents'], 'another tokenizer')]:
         assert words in fails(capsys, monkeypatch, train.main, *tiny, *argv), argv
@@ -189,6 +190,18 @@ def test_what_followed_from_other_settings_follows_from_what_changes(tiny, tmp_p
     train.main([out, '--init_from=resume', '--max_iters=10'])
     config = checkpoints.find(tmp_path / 'auto').state['config']
     assert (config['lr_decay_iters'], config['min_lr']) == (8, 0)
+
+
+def test_fewer_iterations_than_the_run_has_are_refused_where_the_command_names_them(
+        out, capsys, monkeypatch):
+    before = {path: path.stat().st_mtime_ns for path in out.rglob('*')}
+    resume = ['--init_from=resume', f'--out_dir={out}']
+    message = fails(capsys, monkeypatch, train.main, *resume, '--max_iters=5')
+    assert 'max_iters=5 is behind iteration 6' in message and 'leave it out' in message
+    assert {path: path.stat().st_mtime_ns for path in out.rglob('*')} == before
+    train.main([*resume, '--max_iters=5', '--eval_only'])  # trains nothing
+    train.main([*resume, '--max_iters=5', '--checkpoint=3'])
+    assert checkpoints.find(out).iter_num == 5
 
 
 def test_how_a_run_was_started_is_not_taken_for_a_setting_of_it(tiny, tmp_path):

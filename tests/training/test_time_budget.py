@@ -50,7 +50,8 @@ def test_a_run_of_minutes_is_the_run_of_as_many_iterations_also_when_it_is_resum
     monkeypatch.setattr(time_budget, 'measure', slow_steps)
     tiny, out = [*tiny, '--dropout=0.2'], tmp_path / 'out'
     train.main([*tiny, '--minutes=0.59'])
-    assert 'max_iters=20' in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert 'max_iters=20' in printed and printed.count('epochs') == 1  # of this length alone
     train.main([*tiny, '--max_iters=20', f'--out_dir={tmp_path}/given'])
     assert same(weights(out), weights(tmp_path / 'given'))
     assert losses(out) == losses(tmp_path / 'given')
@@ -65,7 +66,9 @@ def test_a_run_of_minutes_is_the_run_of_as_many_iterations_also_when_it_is_resum
             train.main([*tiny, '--minutes=0.59', half])
         capsys.readouterr()
         train.main([*resume, half])
-        assert 'changed:' not in capsys.readouterr().out
+        printed = capsys.readouterr().out
+        assert 'changed:' not in printed
+        assert ('it keeps max_iters=20: give a larger --max_iters' in printed) == (resume == again)
         assert same(weights(tmp_path / f'half{n}'), weights(out))
 
 

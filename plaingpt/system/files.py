@@ -147,8 +147,9 @@ def read_json(path):
     return parse_json(read_bounded(path))
 
 
-def read_bounded(path, most=MAX_JSON_BYTES):
-    """The bytes of a JSON file. Raises OSError, or ValueError where there are too many."""
+def read_bounded(path, most=None):
+    """The bytes of a JSON file. Raises OSError, or ValueError where there are more than `most`."""
+    most = most or MAX_JSON_BYTES
     with open_regular(path) as f:
         size = os.fstat(f.fileno()).st_size
         if size > most:

@@ -5,6 +5,7 @@ import io
 import os
 import select
 import sys
+import threading
 from contextlib import contextmanager, suppress
 
 from tqdm import tqdm
@@ -61,6 +62,8 @@ def prepare_streams():
     sys.stdin = sys.stdin or open(os.devnull, encoding='utf-8')
     sys.stdout = tolerant(sys.stdout, Printer)
     sys.stderr = tolerant(sys.stderr, io.TextIOWrapper)  # progress bars go back over their line
+    # tqdm's own lock is shared with forks, and stays locked where one of them is killed meanwhile.
+    tqdm.set_lock(threading.RLock())
 
 
 def tolerant(stream, kind):

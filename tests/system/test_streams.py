@@ -12,7 +12,8 @@ from contextlib import suppress
 
 import pytest
 from bad_streams import connect, start
-from helpers import ROOT, exit_code, fails, run
+from helpers import ROOT, exit_code, fails, fork, run
+from tqdm import tqdm
 
 import export
 import sample
@@ -23,6 +24,15 @@ from plaingpt.system.formatting import printable
 from plaingpt.system.streams import TolerantFile, require_stdout, warn
 
 HOSTILE = 'a\x1b]0;title\x07b\rc\x9b31m\u202ed'
+
+
+def test_a_process_killed_while_it_prints_holds_up_no_other(tmp_path):
+    def killed(argv):
+        tqdm.get_lock().acquire()
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    assert exit_code(fork(killed, log=tmp_path / 'log')) == -signal.SIGKILL
+    assert exit_code(fork(lambda argv: warn('on'), log=tmp_path / 'log')) == 0
 
 
 @pytest.mark.slow

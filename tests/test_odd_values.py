@@ -6,11 +6,13 @@ hours: the test ends such a case after RUNS_ON_S seconds of computing.
 """
 
 import dataclasses
+import os
 import random
 import shutil
 import signal
 import socket
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -82,8 +84,11 @@ def cases(command, bases):
 def outcome(main, argv, log):
     """Run a command in a fork → what is wrong with how it ended, or '', and whether it ran on. The
     system ends it by the time that it computed: how busy the machine is changes nothing."""
-    code = exit_code(fork(main, *argv, log=log, before=lambda: signal.setitimer(
-        signal.ITIMER_PROF, RUNS_ON_S)))
+    def before():
+        sys.stdin = open(os.devnull, encoding='utf-8')
+        signal.setitimer(signal.ITIMER_PROF, RUNS_ON_S)
+
+    code = exit_code(fork(main, *argv, log=log, before=before))
     if code == -signal.SIGPROF:
         return '', True
     printed = log.read_text(encoding='utf-8', errors='replace')

@@ -67,8 +67,9 @@ TINY_RUN = ['--n_layer=1', '--n_head=2', '--n_embd=32', '--block_size=16', '--ba
 
 
 def bench(config, name, recipe, *argv, seconds=100, needs=()):
-    return Step(name, seconds, ['bench.py', f'config/{recipe}.py', f'--out_dir={config.out}/run',
-                                f'--device={config.device}', '--json', *argv], needs)
+    trace = [f'--out_dir={config.out}/run'] if '--profile' in argv else []
+    return Step(name, seconds, ['bench.py', f'config/{recipe}.py', f'--device={config.device}',
+                                '--json', *trace, *argv], needs)
 
 
 def speed_steps(config, dtype):

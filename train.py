@@ -106,7 +106,7 @@ def setup(config, world, device, device_why):
         config = with_length_of(resumed, config)
         check_resumed(resumed, config, dataset)
     shape = run_model.run_shape(config, dataset, resumed)
-    dtype, dtype_why = choose_training_dtype(config, shape, device, resumed)
+    dtype, dtype_why = choose_training_dtype(config, shape, device, resumed, group)
     compile, compile_why = devices.choose_compile(config.compile, device)
     print0(f'device {device} ({device_why}) | dtype {dtype} ({dtype_why}) | '
            f'compile {compile} ({compile_why}) | processes {world.size}')

@@ -7,7 +7,7 @@ import torch
 
 from model import GPT
 from plaingpt.system.devices import autocast, choose_dtype, cpu_has_bfloat16
-from plaingpt.system.distributed import all_gather, gloo_group, launched_world
+from plaingpt.system.distributed import all_gather, launched_world
 
 PASS_FLOPS = 4e9  # forward and backward: 30 ms to 60 ms of a core
 MEASURED_S = 0.3
@@ -15,9 +15,11 @@ GAIN = 1.05  # by which bfloat16 is to be faster: else the more exact one is tak
 WIDE = 384  # channels; from here on a pass that is short enough to measure has too few tokens
 
 
-def choose_training_dtype(config, shape, device, resumed=None):
-    """The dtype of a run of a GPTConfig → (name, why), the same on all processes. resumed: the
-    checkpoint that it continues, whose dtype an 'auto' keeps, so that its losses stay the same."""
+def choose_training_dtype(config, shape, device, resumed=None, group=None):
+    """The dtype of a run of a GPTConfig → (name, why), the same on all processes.
+
+    resumed: the checkpoint that it continues, whose dtype an 'auto' keeps, so that its losses stay
+    the same; group: of gloo_group, whose rank 0 measures"""
     measurable = device.type == 'cpu' and cpu_has_bfloat16() and shape.n_embd < WIDE
     # A checkpoint of a version that did not measure knows no dtype: that version chose so too.
     if config.dtype != 'auto' or not measurable or (resumed and not resumed.state['dtype']):
@@ -25,7 +27,7 @@ def choose_training_dtype(config, shape, device, resumed=None):
     if resumed and resumed.state['dtype'] != 'float16':  # of a GPU
         return resumed.state['dtype'], 'as before'
     found = faster_dtype(shape, config.batch_size) if launched_world().is_main else None
-    return all_gather(found, gloo_group())[0]
+    return all_gather(found, group)[0]
 
 
 def faster_dtype(shape, batch_size):

@@ -35,6 +35,7 @@ from plaingpt.checks.model_checks import (
 )
 from plaingpt.checks.step_checks import checkpoints_come_back, steps_follow_the_gradient
 from plaingpt.checks.subject import NotChecked, Subject, shallow
+from plaingpt.system.devices import exact_matmul
 from plaingpt.system.distributed import all_gather, print0
 from plaingpt.system.errors import UserError
 from plaingpt.system.formatting import one_line
@@ -72,6 +73,7 @@ NEEDED = {'the weights are float32', 'an evaluation reads every sequence once'} 
 
 
 @status.doing('checking')
+@exact_matmul()  # TF32 rounds more than many a mistake changes
 def preflight(run, resumed, mean_loss, group):
     """Check a run that is about to begin, on all processes, and say what came of it in a line; with
     check=True a line for each check. The run is left as it was. One that continues is not checked.

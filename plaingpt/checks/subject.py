@@ -139,6 +139,11 @@ class Subject:
         """The loss of `few`, as the run measures it."""
         return self.evaluate(self.model, self.few, self.few.batch_size)
 
+    def evaluated_batch(self):
+        """(idx, targets), each (B, T), whose loss that is."""
+        [starts] = self.few.eval_batches(self.few.batch_size)
+        return tuple(t[:len(starts)] for t in self.few.eval_batch(starts))
+
     @contextmanager
     def training_mode(self, training=True):
         """A context for a pass of its own: with the same random numbers each time, after which all

@@ -5,7 +5,7 @@ import os
 import platform
 import re
 import sys
-from contextlib import nullcontext, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -119,6 +119,17 @@ def use_fast_matmul():
     costs a fifth of a step, also with bfloat16."""
     if torch.cuda.is_available():
         torch.set_float32_matmul_precision('high')
+
+
+@contextmanager
+def exact_matmul():
+    """A context in which float32 matmuls round as float32, whatever use_fast_matmul allowed."""
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision('highest')
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)
 
 
 def use_expandable_segments(device):

@@ -162,7 +162,8 @@ def test_a_sound_change_of_the_model_raises_no_alarm(change, flags, patch, faile
 
 
 def test_targets_that_do_not_count_are_left_alone(patch, failed):
-    change_batches(patch, lambda idx, targets: (idx, targets.masked_fill(idx < 40, -1)))
+    change_batches(patch, lambda idx, targets: (
+        idx, targets.where(torch.arange(idx.size(1)) % 2 == 1, -1)))  # the last one counts
     assert failed() == []
 
 

@@ -276,7 +276,7 @@ def validation_is_training_text(patch):
 
 @fails('an epoch reads every sequence once')
 def order_is_no_permutation(patch):
-    patch(batches, 'permute', lambda _: lambda indices, n, k: indices * 2 % n)
+    patch(batches, 'permute', lambda _: lambda indices, n, k: indices // 2)
 
 
 @fails('an epoch reads every sequence once')

@@ -12,7 +12,9 @@ from helpers import ROOT, options, same, weights
 import model
 import train
 from configurator import load_config
+from plaingpt.checks import preflight
 from plaingpt.monitoring.run_record import read_run
+from plaingpt.system import devices
 from plaingpt.training.settings import TrainConfig
 
 FLAGS = {
@@ -165,6 +167,23 @@ def test_targets_that_do_not_count_are_left_alone(patch, failed):
     change_batches(patch, lambda idx, targets: (
         idx, targets.where(torch.arange(idx.size(1)) % 2 == 1, -1)))  # the last one counts
     assert failed() == []
+
+
+def test_float32_is_compared_in_float32_where_training_rounds_more(patch, tiny):
+    seen = []
+    patch(preflight, 'make', lambda made: lambda *args: [
+        seen.append(torch.get_float32_matmul_precision()), made(*args)][1])
+    patch(devices, 'use_fast_matmul', lambda _: lambda: torch.set_float32_matmul_precision('high'))
+    try:
+        train.main([*tiny, '--check'])
+        assert seen == ['highest'] * 2 and torch.get_float32_matmul_precision() == 'high'
+    finally:
+        torch.set_float32_matmul_precision('highest')
+
+
+def test_text_that_repeats_a_token_raises_no_alarm(patch, failed):
+    change_batches(patch, lambda idx, targets: (torch.full_like(idx, 7), torch.full_like(idx, 7)))
+    assert 'the first loss is usual' not in failed(rotary=True, n_embd=64)
 
 
 def test_where_nothing_can_be_written_no_check_of_it_is_made(monkeypatch, tiny, tmp_path, capsys):

@@ -19,11 +19,11 @@ import sys
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-import torch
 from tqdm import tqdm
 
 from configurator import load_config
 from plaingpt.data.readers import read_jsonl
+from plaingpt.inference.generation import CompiledStep
 from plaingpt.inference.terminal_chat import run_chat, show
 from plaingpt.inference.text_generator import Sampling, TextGenerator, read_text
 from plaingpt.inference.weight_layout import prepare_for_generation
@@ -148,7 +148,7 @@ def main(argv):
     compile, _ = choose_compile(config.compile, device)
     print(f'{source} | {model.num_parameters():,} parameters | device {device} | dtype {dtype}')
     context = prepare_for_generation(model, device, dtype, pack=not compile)
-    compiled = torch.compile(model.hidden) if compile else None
+    compiled = CompiledStep(model) if compile else None
     generator = TextGenerator(model, tokenizer, context, compiled)
     if config.chat:
         run_chat(generator, config)

@@ -24,6 +24,7 @@ import time
 from contextlib import nullcontext, redirect_stdout
 from copy import deepcopy
 from dataclasses import dataclass
+from functools import partial
 from itertools import cycle, product
 from pathlib import Path
 from statistics import mean, median
@@ -38,7 +39,7 @@ from plaingpt.data.batches import BatchLoader
 from plaingpt.data.dataset import dataset_folder, open_dataset
 from plaingpt.data.tokenizers import ByteTokenizer
 from plaingpt.experiments.tables import markdown
-from plaingpt.inference.generation import generate
+from plaingpt.inference.generation import CompiledStep, generate
 from plaingpt.inference.hf_export import write_hf
 from plaingpt.inference.weight_layout import prepare_for_generation
 from plaingpt.monitoring.drawing import COLOURS, Line, Panel, save_figure
@@ -404,10 +405,13 @@ def build_generators(shape, device, config, batch, folder):
         ours = deepcopy(model).to(device)
         context = prepare_for_generation(ours, device, dtype)
 
-        def ours_generates(ours=ours, context=context):
+        def ours_generates(ours=ours, context=context, compiled=None):
             with context:
-                generate(ours, prompt.tolist(), n, temperature=0.8, top_k=200)
+                generate(ours, prompt.tolist(), n, temperature=0.8, top_k=200, compiled=compiled)
         found[f'plainGPT {dtype}'] = ours_generates
+        if device.type == 'cuda':  # the round that compiles is not the best
+            found[f'plainGPT {dtype} compiled'] = partial(ours_generates,
+                                                          compiled=CompiledStep(ours))
     if config.nanogpt and batch == 1:  # it is slow, since it has no cache
         slow = load_nanogpt(config.nanogpt, model).eval().to(device)
         found['nanoGPT float32'] = lambda: slow.generate(

@@ -31,7 +31,7 @@ def generate(model, prompts, max_new_tokens, *, repetition_penalty=1.0, end_of_t
     generators: a torch.Generator for each row, so that its text does not depend on its neighbours
     on_token: called with (row, id) for each new token; True ends the row
     use_cache: False computes everything anew for each token, which is slow and gives the same
-    compiled: model.hidden through torch.compile, for the steps of one token
+    compiled: a CompiledStep of the model
     """
     rows, new = [list(prompt) for prompt in prompts], [[] for _ in prompts]
     running = set(range(len(rows)))  # the rows that have not ended
@@ -70,6 +70,22 @@ def generate_batch(model, idx, max_new_tokens, temperature=1.0, top_k=None, **sa
     return torch.cat((idx, torch.tensor(new, dtype=idx.dtype, device=idx.device)), dim=1)
 
 
+def next_logits(model, idx, cache):
+    """idx (B, T), to which the cache was advanced → logits (B, V) of each row's next token."""
+    return model.logits(model.hidden(idx, cache)[:, -1]).float()
+
+
+class CompiledStep:
+    """next_logits of one token, compiled. On a GPU it is a CUDA graph: one launch, which reads and
+    writes where it did when it was recorded. So each size of a batch has one cache for good."""
+
+    def __init__(self, model):
+        device = model.transformer.wte.weight.device
+        self.next_logits = torch.compile(next_logits, dynamic=False, mode='reduce-overhead'
+                                         if device.type == 'cuda' else None)
+        self.caches = {}  # by the number of rows
+
+
 class Context:
     """What the model sees of each row: its last tokens, as a cache."""
 
@@ -82,25 +98,32 @@ class Context:
         """rows: all ids of each; idx (B, 1): the last of them; remaining: how many tokens are
         still to come at most → logits (B, V) of each row's next token, float32."""
         starts = [context_start(len(row), self.model.config.block_size) for row in rows]
+        step = self.compiled.next_logits if self.compiled else next_logits
         if starts != self.starts or not self.use_cache:
-            self.starts = starts
+            self.starts, step = starts, next_logits
             idx = self.start_over([row[start:] for row, start in zip(rows, starts, strict=True)],
                                   remaining)  # (B, T)
         self.cache.advance(idx)
-        hidden = self.compiled if self.compiled and idx.size(1) == 1 else self.model.hidden
-        return self.model.logits(hidden(idx, self.cache)[:, -1]).float()
+        return step(self.model, idx, self.cache)
 
     def start_over(self, contexts, remaining):
         """Empty the cache → `contexts` as idx (B, T). Short ones are padded in front."""
-        block_size, longest = self.model.config.block_size, max(map(len, contexts))
+        longest = max(map(len, contexts))
+        if self.cache is None:
+            self.cache = self.make_cache(len(contexts), longest + remaining - 1)
         padding = [longest - len(context) for context in contexts]
-        columns = block_size if self.compiled else min(block_size, longest + remaining - 1)
-        config = self.model.config
-        self.cache = KVCache(config.n_layer, padding, columns, self.device,
-                             static=self.compiled is not None,
-                             opener=config.document_start if config.document_attention else None)
+        self.cache.begin(padding)
         return torch.tensor([[0] * n + context for n, context in
                              zip(padding, contexts, strict=True)], device=self.device)
+
+    def make_cache(self, n_rows, n_tokens):
+        config = self.model.config
+        if not self.compiled:
+            return KVCache(config, min(config.block_size, n_tokens), self.device)
+        if n_rows not in self.compiled.caches:
+            self.compiled.caches[n_rows] = KVCache(config, config.block_size, self.device,
+                                                   static=True)
+        return self.compiled.caches[n_rows]
 
 
 def context_start(length, block_size):
@@ -116,7 +139,6 @@ class KVCache:
     The rows of a batch are aligned at the end: a token's column is its place in the padded row. The
     first padding[i] columns of row i are empty, and no token attends to them.
     static: shapes never change, as compiled code needs it; attention goes over all columns, masked
-    opener: the token that opens a document, where no token attends to documents before its own
 
     After advance(idx), for those T tokens, which are to come:
         columns    (T,) their columns
@@ -126,15 +148,29 @@ class KVCache:
                    None: everywhere
     """
 
-    def __init__(self, n_layer, padding, n_columns, device, static=False, opener=None):
-        self.padding = torch.tensor(padding, device=device)[:, None] if any(padding) else None
-        self.opener = opener
-        self.starts = self.padding  # (B, 1) or (B, T): before it a token sees nothing
-        if opener is not None:
-            self.starts = torch.tensor(padding, device=device)[:, None]
-        self.layers = [LayerCache(self) for _ in range(n_layer)]
+    def __init__(self, config, n_columns, device, static=False):
+        # the token that opens a document: no token attends to documents before its own
+        self.opener = config.document_start if config.document_attention else None
+        self.layers = [LayerCache(self) for _ in range(config.n_layer)]
         self.n_columns, self.device, self.static = n_columns, device, static
+
+    def begin(self, padding):
+        """Forget all tokens; the memory for keys and values stays where it is."""
         self.end = 0
+        starts = torch.tensor(padding, device=self.device)[:, None]
+        self.padding = starts if any(padding) else None
+        # (B, 1) or (B, T): before it a token sees nothing
+        self.starts = self.padding if self.opener is None else starts
+        for layer in self.layers:
+            if layer.earlier is not None:
+                layer.earlier.zero_()
+
+    def zeros(self, like, *shape):
+        """A part of the cache, of the dtype and on the device of what goes into it."""
+        tensor = like.new_zeros(shape)
+        if self.static:
+            torch._dynamo.mark_static_address(tensor, guard=False)  # CUDA graphs may write to it
+        return tensor
 
     def advance(self, idx):
         T = idx.size(1)
@@ -183,7 +219,7 @@ class LayerCache:
         """k, v (B, KV, T, D) of the new tokens → those of all tokens, and KVCache.mask."""
         cache = self.cache
         if self.keys is None:
-            self.keys, self.values = (x.new_zeros(*x.shape[:2], cache.n_columns, x.size(3))
+            self.keys, self.values = (cache.zeros(x, *x.shape[:2], cache.n_columns, x.size(3))
                                       for x in (k, v))
         self.keys[:, :, cache.new] = k
         self.values[:, :, cache.new] = v
@@ -205,7 +241,7 @@ class LayerCache:
         if self.cache.padding is not None:
             x = x.masked_fill((self.columns < self.cache.padding)[..., None], 0.0)
         if self.earlier is None:
-            self.earlier = x.new_zeros(x.size(0), n, x.size(2))
+            self.earlier = self.cache.zeros(x, x.size(0), n, x.size(2))
         x = torch.cat((self.earlier, x), dim=1)
         self.earlier.copy_(x[:, -n:])
         return x

@@ -7,7 +7,7 @@ from torch.nn.attention import SDPBackend, _cur_sdpa_kernel_backends
 from torch.overrides import TorchFunctionMode
 
 from model import GPT, CausalSelfAttention, GPTConfig
-from plaingpt.inference.generation import context_start, generate
+from plaingpt.inference.generation import CompiledStep, context_start, generate
 from plaingpt.inference.next_token import choose_next_token, penalize
 from plaingpt.inference.weight_layout import prepare_for_generation
 
@@ -79,8 +79,16 @@ def compile_step(model, kernels=None):
             kernels.append(_cur_sdpa_kernel_backends(with_priority=True))
         return graph
 
+    return compiled_with(model, backend)
+
+
+def compiled_with(model, backend):
     torch._dynamo.reset()
-    return torch.compile(model.hidden, backend=backend, fullgraph=True)
+    original = torch.compile
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch, 'compile', lambda step, dynamic, mode: original(
+            step, backend=backend, fullgraph=True, dynamic=dynamic))
+        return CompiledStep(model)
 
 
 def grown(context, token, block_size):
@@ -256,3 +264,35 @@ def test_generation_asks_for_flash_efficient_and_plain_attention_and_leaves_trai
     assert len(recorder.found) == 20 * model.config.n_layer
     assert all(found == KERNELS for found in recorder.found)
     assert _cur_sdpa_kernel_backends(with_priority=True) == before
+
+
+@pytest.mark.parametrize('kind', ['modern', 'rotary documents'])
+def test_what_a_compiled_step_writes_to_stays_where_it_is_as_cuda_graphs_need_it(kind):
+    from torch._dynamo.backends.common import aot_autograd
+    from torch._guards import TracingContext
+    addresses = []  # of each graph, for each call
+
+    def compile_graph(graph, _):
+        inputs = [node for node in graph.graph.nodes if node.op == 'placeholder']
+        written = [i for i, node in enumerate(inputs) for user in node.users
+                   if user.target is torch.ops.aten.copy_.default and user.args[0] is node]
+        fixed = set(TracingContext.get().fw_metadata.static_input_indices)
+        assert len(written) == 3 * 2 and fixed >= set(written)  # keys, values, convolution
+        assert len(inputs) - len(fixed) <= 5  # a token, its column and position, mask, padding
+        calls = []
+        addresses.append(calls)
+
+        def call(inputs):
+            calls.append([inputs[i].data_ptr() for i in fixed])
+            return torch.fx.Interpreter(graph).boxed_run(inputs)
+        call._boxed_call = True
+        return call
+
+    model = make(kind)
+    compiled = compiled_with(model, aot_autograd(
+        fw_compiler=compile_graph, inference_compiler=compile_graph,
+        keep_inference_input_mutations=True))
+    for prompt in prompts_of(9, 5):
+        generate(model, [prompt], 20, compiled=compiled)
+    [calls] = addresses
+    assert len(calls) > 20 and all(call == calls[0] for call in calls)

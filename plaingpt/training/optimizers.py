@@ -123,8 +123,8 @@ class MuonAdamW(torch.optim.Optimizer):
     one batch of matmuls, by the process that owns them. The update is scaled to be as large as
     AdamW's, so both take one learning rate (Liu et al. 2025, "Muon is Scalable", section 2.2).
 
-    Like torch's fused optimizers it reads `found_inf`, a number on the device, and leaves the
-    weights alone where that is 1, without any wait for the device. Muon's momentum is then 0.
+    Like torch's fused optimizers it reads `found_inf`, a number on the device, and leaves weights
+    and states alone where that is 1, without any wait for the device.
     """
 
     _step_supports_amp_scaling = True  # tells GradScaler that `found_inf` is heeded here
@@ -153,7 +153,8 @@ class MuonAdamW(torch.optim.Optimizer):
         self.adamw.step()
 
     def directions(self, matrices):
-        """Add the gradients of matrices to their momenta → {matrix: Nesterov's direction}."""
+        """Add the gradients of matrices to their momenta → {matrix: Nesterov's direction}. Where a
+        step is held, the momentum stands in for the gradient, and so stays as it is."""
         for p in matrices:
             if not self.state[p]:
                 self.state[p]['momentum_buffer'] = torch.zeros_like(p)
@@ -161,12 +162,8 @@ class MuonAdamW(torch.optim.Optimizer):
                     self.state[p]['exp_avg_sq_rows'] = torch.zeros_like(p[:, :1])
         momenta = [local_rows(self.state[p]['momentum_buffer'])[0] for p in matrices]
         gradients = [local_rows(p.grad)[0] for p in matrices]
-        if self.found_inf is None:
-            directions = [gradient.clone() for gradient in gradients]
-        else:  # no gradient and no momentum make no update
-            bad, zero = self.found_inf.bool(), torch.zeros_like(self.found_inf)
-            directions = [torch.where(bad, zero, gradient) for gradient in gradients]
-            torch._foreach_mul_(momenta, self.alright())
+        directions = [self.unless_held(gradient, momentum)
+                      for gradient, momentum in zip(gradients, momenta, strict=True)]
         torch._foreach_lerp_(momenta, directions, 1 - self.momentum)
         torch._foreach_lerp_(directions, momenta, self.momentum)
         return dict(zip(matrices, directions, strict=True))
@@ -176,17 +173,23 @@ class MuonAdamW(torch.optim.Optimizer):
         matrices = [stack.cut(local_rows(stack.parameter)[0]) for stack in alike.stacks]
         sizes = [p.size(0) for p in matrices]
         mine = alike.to_owners(directions, iterations_dtype(directions[0].device))
-        updates = alike.from_owners(orthogonalized(mine)).float()  # (…, C)
+        updates = alike.from_owners(orthogonalized(mine) * self.alright()).float()  # (…, C)
         if self.equal_rows:
             rows = [stack.cut(local_rows(self.state[stack.parameter]['exp_avg_sq_rows'])[0])
                     for stack in alike.stacks]
             squares = updates.square().mean(-1, keepdim=True)
+            squares = self.unless_held(squares, torch.cat(rows).view(squares.shape))
             torch._foreach_lerp_(rows, squares.reshape(-1, 1).split(sizes), 1 - self.rows_beta)
             updates /= torch.cat(rows).view(squares.shape).sqrt() + 1e-8
             updates *= math.sqrt(min(alike.shape)) / alike.lengths(updates).clamp(min=1e-8)
         torch._foreach_mul_(matrices, 1 - lr * weight_decay * self.alright())
         torch._foreach_add_(matrices, updates.reshape(-1, alike.shape[1]).split(sizes),
                             alpha=-lr * (0.2 * math.sqrt(max(alike.shape))))
+
+    def unless_held(self, new, old):
+        """A copy of `new`, or of `old` where the step is to change nothing."""
+        return new.clone() if self.found_inf is None else \
+            torch.where(self.found_inf.bool().view(()), old, new)
 
     def alright(self):
         """1, or 0 where the step is to change nothing."""

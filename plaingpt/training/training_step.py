@@ -34,8 +34,11 @@ def forward_backward(model, batches, micro_steps, scaler, context):
 def update(model, optimizer, scaler, grad_clip, guard, iter_num, loss):
     """Clip the gradient and move the weights, unless something is not finite → gradient norm."""
     scaler.unscale_(optimizer)
-    limit = grad_clip or math.inf
-    grad_norm = full_tensor(torch.nn.utils.clip_grad_norm_(model.parameters(), limit))
+    gradients = [p.grad for p in model.parameters() if p.grad is not None]
+    grad_norm = torch.nn.utils.get_total_norm(gradients)
+    if grad_clip:
+        torch.nn.utils.clip_grads_with_norm_(model.parameters(), grad_clip, grad_norm)
+    grad_norm = full_tensor(grad_norm)
     hold = guard.check_finite(iter_num, loss, grad_norm)
     # Not scaler.step, which sees gradients only and would move the weights after a bad loss.
     if getattr(optimizer, '_step_supports_amp_scaling', False):

@@ -126,19 +126,34 @@ def test_the_rest_moves_as_with_adamw_alone():
     assert torch.equal(muon_model.lm_head.weight, model.lm_head.weight)
 
 
-def test_a_bad_step_leaves_the_weights_alone():
-    model, optimizer = made()
+def states(optimizer):
+    return [t for state in optimizer.state.values() for t in state.values()]
+
+
+@pytest.mark.parametrize('name', ['muon', 'normuon'])
+def test_a_bad_step_leaves_weights_momenta_and_mean_squares_alone(name):
+    model, optimizer = made(name)
     trained(model, optimizer)
-    before = copies(model.parameters())
+    before, states_before = copies(model.parameters()), copies(states(optimizer))
     for p in model.parameters():
         p.grad = torch.full_like(p, float('nan'))
     optimizer.found_inf = torch.ones(())
     optimizer.step()
-    assert same(model.parameters(), before)
+    assert same(model.parameters(), before) and same(states(optimizer), states_before)
     optimizer.found_inf = torch.zeros(())
     optimizer.zero_grad(set_to_none=True)
     trained(model, optimizer)
     assert all(p.isfinite().all() for p in model.parameters())
+
+
+def test_gradients_are_multiplied_where_there_is_a_limit_and_not_without():
+    for limit, expected in ((1.0, 1), (0.0, 0)):
+        model, optimizer = made('adamw')
+        loss, guard = gradients(model).detach(), StepGuard(None, 10, None, torch.device('cpu'))
+        scaler = torch.amp.GradScaler('cpu', enabled=False)
+        with Calls() as calls:
+            update(model, optimizer, scaler, limit, guard, 0, loss)
+        assert calls.names['_foreach_mul_'] == expected and calls.names['_foreach_norm'] == 1
 
 
 def stepped(model, optimizer, factors, scaled=False, patience=10):

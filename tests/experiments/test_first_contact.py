@@ -1,67 +1,45 @@
-"""tools/first_contact.py: measuring a machine step by step, and the page of what was measured."""
+"""tools/first_contact.py: measuring a machine part by part, and the pages of what was measured."""
 
-import json
 import os
 import signal
 import subprocess
 import sys
+from typing import get_args, get_type_hints
 
 import first_contact
 import pytest
-from first_contact import ContactConfig, Step, format_measured, measure, read_record, read_result
-from helpers import ROOT, exit_code, fork, wait_until
-
-FAST = {'batch_size': 16, 'step_ms': 20.0, 'tokens_per_s': 300e3, 'mfu': 0.4}
-FACTS = {'machine': 'NVIDIA H100', 'torch': '2.11.0', 'date': '2030-01-01'}
+from first_contact import ContactConfig
+from helpers import ROOT, exit_code, fails, fork, wait_until
 
 
-def test_speeds_stand_beside_nanogpts_and_what_is_missing_is_named():
-    theirs = Step('nanoGPT, batch 16', 9, [])
-    steps = [Step('batch 16', 9, ['bench.py']), theirs, Step('ladder', 9, ['bench.py'])]
-    known = {step.name: {'result': result, 'ended': ended} for step, result, ended in zip(steps, (
-        {'rows': [FAST], 'table': 'its own'},
-        read_result(theirs._replace(command=['nanoGPT/bench.py']),
-                    'compiled\ntime per iteration: 81.92ms, MFU: 40.00%\n'),  # 200k tokens/s
-        None), ('measured', 'measured', 'exit code 2: error: no text'), strict=True)}
-    page = format_measured(FACTS, steps, known, tiny=False)
-    cells = {line.split('|')[1].strip(): line for line in page.splitlines() if line[:1] == '|'}
-    for cell in ('20.0', '300k', '1.50', '40.0%'):
-        assert cell in cells['batch 16'], cell
-    assert '200k' in cells['nanoGPT, batch 16'] and '1.00' in cells['nanoGPT, batch 16']
-    assert 'Not measured: ladder (exit code 2: error: no text).' in page
-    assert 'rehearsal' in format_measured(FACTS, steps, known, tiny=True)
+def test_a_page_has_what_each_command_printed_and_how_it_ended(tmp_path, monkeypatch, capsys):
+    scripts = {'good': 'print("20 ms")', 'error': 'import sys; sys.exit("error: disk full")',
+               'long': 'import time; print("began", flush=True); time.sleep(99)'}
+    for name, code in scripts.items():
+        (tmp_path / f'{name}.py').write_text(code)
+    monkeypatch.setattr(first_contact, 'commands', lambda config: [
+        [f'{tmp_path}/{name}.py'] for name in scripts])
+    monkeypatch.setattr(first_contact, 'GRACE_S', 0.5)
+    with pytest.raises(SystemExit, match='1'):
+        first_contact.main(['speed', f'--out={tmp_path}/out', '--minutes=0.06'])
+    good, error, long = (tmp_path / 'out/speed.md').read_text().split('## ')[1:]
+    assert '20 ms' in good and 'measured, ' in good and 'good.py' in good
+    assert 'error: disk full' in error and 'exit code 1, ' in error
+    assert 'began' in long and 'its time was over, ' in long
+    assert 'exit code 1, ' in capsys.readouterr().out
 
 
-def test_what_came_of_each_step_is_noted_and_what_was_measured_is_not_measured_again(
-        tmp_path, monkeypatch):
-    def step(name, code, seconds=9, needs=()):
-        return Step(name, seconds, ['-c', code], needs)
-
-    monkeypatch.setattr(first_contact, 'LEAST_S', 0)
-    config = ContactConfig(out=str(tmp_path), device='cpu')
-    steps = [step('good', 'print("{\\"rows\\": [1], \\"table\\": \\"t\\"}")'),
-             step('silent', ''), step('a GPU', '', needs=('cuda',)),
-             step('error', 'import sys; sys.exit("error: disk full")'),
-             step('long', 'import time; time.sleep(9)', seconds=0.5)]
-    record = tmp_path / 'measured.jsonl'
-    measure(steps, config, {}, record)
-    with record.open('ab') as f:
-        f.write(b'\xff{"step": 1}\n[1]\n{"tiny": false, "step": "cut')
-    known = read_record(record, tiny=False)
-    assert {name: row['ended'] for name, row in known.items()} == {
-        'good': 'measured', 'silent': 'what it printed cannot be read',
-        'a GPU': 'not run: it needs cuda', 'error': 'exit code 1: error: disk full',
-        'long': 'its time was over'}
-    assert read_record(record, tiny=True) == {}
-    lines = len(record.read_bytes().splitlines())
-    measure(steps[:2], config, known, record)
-    assert len(record.read_bytes().splitlines()) <= lines + 1
+def test_a_part_that_lacks_what_it_works_on_says_so(tmp_path, capsys, monkeypatch):
+    for part, option in (('grid', '--input'), ('fast', '--dataset')):
+        assert option in fails(capsys, monkeypatch, first_contact.main, part,
+                               f'--out={tmp_path}/out')
 
 
-def test_a_call_that_is_stopped_ends_its_step_too(tmp_path):
-    console = tmp_path / 'console'
-    pid = fork(first_contact.main, f'--out={tmp_path}/out', '--tiny', '--device=cpu', log=console)
-    wait_until(lambda: console.exists() and 'at most' in console.read_text())
+def test_a_call_that_is_stopped_ends_its_command_too(tmp_path):
+    page = tmp_path / 'out/generation.md'
+    pid = fork(first_contact.main, 'generation', f'--out={tmp_path}/out', '--tiny', '--device=cpu',
+               log=tmp_path / 'console')
+    wait_until(lambda: page.exists() and 'compare.py' in page.read_text())
     os.kill(pid, signal.SIGTERM)
     assert exit_code(pid) == 143
 
@@ -77,14 +55,11 @@ PathFinder.find_spec = staticmethod(
 
 
 @pytest.mark.slow
-def test_all_steps_are_rehearsed_without_optional_packages(text_file, char_data, tmp_path):
+@pytest.mark.parametrize('part', get_args(get_type_hints(ContactConfig)['part']))
+def test_a_part_is_rehearsed_without_optional_packages(part, text_file, char_data, tmp_path):
     (tmp_path / 'sitecustomize.py').write_text(WITHOUT_THEM)
-    subprocess.run([sys.executable, ROOT / 'tools' / 'first_contact.py', f'--out={tmp_path}/out',
-                    f'--input={text_file}', f'--tokens={char_data}', '--minutes=30', '--tiny',
+    subprocess.run([sys.executable, ROOT / 'tools' / 'first_contact.py', part, '--tiny',
+                    f'--out={tmp_path}/out', f'--input={text_file}', f'--dataset={char_data}',
                     '--device=cpu'], check=True,
                    env={**os.environ, 'PYTHONPATH': str(tmp_path)})
-    rows = [json.loads(line) for line in (tmp_path / 'out/measured.jsonl').read_text().splitlines()]
-    assert {row['ended'] for row in rows} == {
-        'measured', 'not run: it needs nanogpt, cuda'}
-    page = (tmp_path / 'out' / 'page.md').read_text()
-    assert 'rehearsal' in page and '## grid' in page and '## gpt2_124m_fast' in page
+    assert 'measured, ' in (tmp_path / f'out/{part}.md').read_text()

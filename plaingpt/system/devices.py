@@ -78,9 +78,16 @@ def choose_compile(wanted, device):
     """'auto', True or False → (bool, why)."""
     if wanted != 'auto':
         return wanted, 'as asked'
-    if device.type == 'cuda':
-        return True, 'CUDA; the first evaluation and step wait for it'
-    return False, f'gains nothing on {device.type}'
+    if device.type != 'cuda':
+        return False, f'gains nothing on {device.type}'
+    from torch.utils._triton import has_triton
+    major, minor = torch.cuda.get_device_capability(device)
+    if major < 8:  # "Supported Hardware" of https://github.com/triton-lang/triton
+        return False, 'Triton, which compiles for GPUs, supports compute capability 8.0 and ' \
+                      f'newer, and this is {major}.{minor}'
+    if not has_triton():
+        return False, 'Triton, which compiles for GPUs, is not installed here'
+    return True, 'CUDA; the first evaluation and step wait for it'
 
 
 def autocast(device, dtype):
@@ -215,8 +222,11 @@ class GPU(NamedTuple):
     memory_gb: int  # of the smallest version
 
 
-# From NVIDIA's data sheets. Looked up in order by words of the name that CUDA reports.
+# From NVIDIA's data sheets; they give B200 and B300 for eight, with sparsity (HGX: 36 PFLOPS), and
+# RTX 50 as AI TOPS, of sparse FP4, which are 16 times these (3352 for the 5090; its whitepaper has
+# both). Looked up in order by words of the name that CUDA reports.
 GPUS = {
+    'B300': GPU(2250e12, 270),
     'B200': GPU(2250e12, 180),
     'GH200': GPU(989e12, 96),
     'H200 NVL': GPU(835e12, 141),
@@ -231,6 +241,13 @@ GPUS = {
     'A10G': GPU(70e12, 24),
     'A10': GPU(125e12, 24),
     'A6000': GPU(155e12, 48),
+    'RTX 6000 Ada': GPU(364e12, 48),
+    '5090': GPU(209.5e12, 32),
+    '5080': GPU(112.6e12, 16),
+    '5070 Ti': GPU(87.9e12, 16),
+    '5070': GPU(61.7e12, 12),
+    '5060 Ti': GPU(47.4e12, 8),
+    '5060': GPU(38.4e12, 8),
     '4090': GPU(165e12, 24),
     '3090': GPU(71e12, 24),
     'V100 PCIe': GPU(112e12, 16),
@@ -241,7 +258,8 @@ GPUS = {
 
 # Words beside those that change no peak. With another one, such as Ti, Laptop, D or MIG, it is
 # another GPU, or a part of one.
-PLAIN_WORDS = re.compile(r'NVIDIA|Tesla|GeForce|RTX|SXM\d*|PCIe|HBM\d\w*|\d+GB', re.IGNORECASE)
+PLAIN_WORDS = re.compile(r'NVIDIA|Tesla|GeForce|RTX|SXM\d*|PCIe|HBM\d\w*|\d+GB|Generation|AC',
+                         re.IGNORECASE)
 
 
 def find_gpu(name):

@@ -1,3 +1,4 @@
+import re
 import subprocess
 import sys
 
@@ -71,7 +72,17 @@ def test_what_is_asked_for_is_what_happens():
     assert choose_dtype('float16', CPU, 8)[0] == 'float16'
     assert choose_compile(True, CPU)[0] is True
     assert choose_compile('auto', CPU)[0] is False
-    assert choose_compile('auto', torch.device('cuda'))[0] is True
+
+
+def test_a_gpu_compiles_where_triton_can_and_says_why_not(monkeypatch):
+    for capability, triton, expected, why in (
+            ((9, 0), True, True, 'CUDA'), ((7, 5), True, False, '8.0 and newer.* 7.5'),
+            ((8, 9), False, False, 'Triton.* is not installed')):  # as on Windows
+        monkeypatch.setattr(torch.cuda, 'get_device_capability', lambda _, found=capability: found)
+        monkeypatch.setattr('torch.utils._triton.has_triton', lambda found=triton: found)
+        found, reason = choose_compile('auto', torch.device('cuda'))
+        assert found is expected and re.search(why, reason), reason
+        assert choose_compile(True, torch.device('cuda'))[0] is True
 
 
 def test_ranks_draw_different_random_numbers_and_a_seed_repeats_them():
@@ -115,13 +126,17 @@ def test_a_peak_is_that_of_the_gpu_that_cuda_names_and_never_a_guess():
             'NVIDIA A100-SXM4-40GB': 'A100', 'NVIDIA A100 80GB PCIe': 'A100',
             'NVIDIA A10': 'A10', 'NVIDIA A10G': 'A10G', 'NVIDIA RTX A6000': 'A6000',
             'NVIDIA GeForce RTX 4090': '4090', 'NVIDIA GeForce RTX 3090': '3090',
+            'NVIDIA B300 SXM6 AC': 'B300', 'NVIDIA GeForce RTX 5090': '5090',
+            'NVIDIA GeForce RTX 5070 Ti': '5070 Ti', 'NVIDIA GeForce RTX 5070': '5070',
+            'NVIDIA RTX 6000 Ada Generation': 'RTX 6000 Ada',
             'Tesla T4': 'T4', 'Tesla V100-SXM2-16GB': 'V100', 'Tesla V100-PCIE-16GB': 'V100 PCIe',
             }.items():
         assert peak_flops(name, 'bfloat16') == GPUS[gpu].peak_flops, name
         assert peak_flops(gpu, 'bfloat16') == GPUS[gpu].peak_flops  # plan.py names them so
     for name in ('NVIDIA GB200', 'NVIDIA H100 80GB HBM3 MIG 1g.10gb', 'NVIDIA H800', 'NVIDIA A100X',
                  'NVIDIA A40', 'NVIDIA GeForce RTX 4090 Laptop GPU', 'NVIDIA GeForce RTX 4090 D',
-                 'NVIDIA RTX 6000 Ada Generation', 'Tesla V100S-PCIE-32GB', 'cpu'):
+                 'NVIDIA RTX 5000 Ada Generation', 'NVIDIA GeForce RTX 5090 D', 'Quadro RTX 6000',
+                 'NVIDIA GeForce RTX 5080 Laptop GPU', 'Tesla V100S-PCIE-32GB', 'cpu'):
         assert peak_flops(name, 'bfloat16') is None, name
 
 
@@ -129,5 +144,5 @@ def test_a_gpu_is_named_as_it_is_written_or_in_small_letters():
     for name in GPUS:
         assert find_gpu(name) == find_gpu(name.lower().replace(' ', '-')) == name
     for unknown in ('A1000', ' ', 'rtx'):
-        with pytest.raises(UserError, match=r'unknown: use one of B200, .*T4, or --gpu_memory_gb'):
+        with pytest.raises(UserError, match=r'unknown: use one of B300, .*T4, or --gpu_memory_gb'):
             find_gpu(unknown)

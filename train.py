@@ -192,8 +192,8 @@ def train(run):
             loss = forward_backward(run.parallel.train, batches, micro_steps, run.scaler,
                                     run.context)
             with run.probes.around_update(progress.iter_num + 1, run.scaler):
-                grad_norm = update(run.model, run.optimizer, run.scaler, config.grad_clip,
-                                   run.guard, progress.iter_num, loss)
+                grad_norm = update(run.parallel.train, run.optimizer, run.scaler,
+                                   config.grad_clip, run.guard, progress.iter_num, loss)
             progress.iter_num += 1
 
             # log

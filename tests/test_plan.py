@@ -76,7 +76,6 @@ def test_processes_share_a_step():
     best = eight['memory']['checkpointing']['none']
     assert best['batch_size'] * best['accumulation'] == 512 and best['batch_size'] <= 512 / 8
     assert eight['time']['hours'] == pytest.approx(one['time']['hours'] / 8)
-    assert eight['memory']['items']['gradient buckets'] > 0
 
 
 def test_processes_that_copy_and_that_share_the_model_are_planned():

@@ -58,7 +58,7 @@ class Replicated:
         self.eval = self.train = torch.compile(model) if compile else model
         if world.size > 1:
             ids = [device.index] if device.type == 'cuda' else None
-            self.train = DDP(self.eval, device_ids=ids)
+            self.train = DDP(self.eval, device_ids=ids, gradient_as_bucket_view=True)
             self.train.broadcast_buffers = False  # rotary tables: the same everywhere, constant
 
     @contextmanager

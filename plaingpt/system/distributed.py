@@ -188,6 +188,12 @@ def gradient_sync(model, last):
     return model.no_sync() if isinstance(model, DDP) and not last else nullcontext()
 
 
+def clear_gradients(model, optimizer):
+    """After a step. A DDP model's gradients stay in the buckets that travel, as zeros: new ones
+    would take as much memory again until the last micro-batch."""
+    optimizer.zero_grad(set_to_none=not isinstance(model, DDP))
+
+
 # -----------------------------------------------------------------------------
 # tensors of which each process has some rows (DTensors, of FSDP2); all else is whole everywhere
 

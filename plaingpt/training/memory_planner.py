@@ -147,9 +147,9 @@ def predict(shape, step):
     if sharding:
         stages = sharded(stages, shape, step)
     stages = {stage: without_blocks(items) for stage, items in stages.items()}
-    if step.processes > 1 and not sharding:  # DDP copies gradients into buckets, which travel
-        buckets = stages['after backward']['gradients']
-        stages = {stage: {**items, 'gradient buckets': buckets} for stage, items in stages.items()}
+    if step.processes > 1 and not sharding:  # DDP's gradients stay in buckets, which travel
+        buckets = {'gradients': stages['after backward']['gradients']}
+        stages = {stage: items | buckets for stage, items in stages.items()}
     return Prediction(stages, CUDA_OVERHEAD if step.device == 'cuda' else 0)
 
 
@@ -244,7 +244,7 @@ def rough_bytes(shape, step):
     # a block keeps some 16 numbers for each channel of a token
     numbers = tokens * shape.n_embd * (16 * shape.n_layer + 4)
     numbers += min(tokens, step.config.loss_chunk_tokens or tokens) * shape.padded_vocab_size
-    return 4 * numbers + 20 * weights  # with a gradient, its bucket and two states
+    return 4 * numbers + 16 * weights  # with a gradient and two states
 
 
 def interpolation_weights(n, low, high):

@@ -8,7 +8,13 @@ import math
 import torch
 import torch.distributed as dist
 
-from plaingpt.system.distributed import all_gather, full_tensor, gloo_group, gradient_sync
+from plaingpt.system.distributed import (
+    all_gather,
+    clear_gradients,
+    full_tensor,
+    gloo_group,
+    gradient_sync,
+)
 from plaingpt.system.errors import UserError
 from plaingpt.system.files import append_line
 
@@ -32,7 +38,8 @@ def forward_backward(model, batches, micro_steps, scaler, context):
 
 
 def update(model, optimizer, scaler, grad_clip, guard, iter_num, loss):
-    """Clip the gradient and move the weights, unless something is not finite → gradient norm."""
+    """Clip the gradient and move the weights, unless something is not finite → gradient norm.
+    model: as of forward_backward"""
     scaler.unscale_(optimizer)
     gradients = [p.grad for p in model.parameters() if p.grad is not None]
     grad_norm = torch.nn.utils.get_total_norm(gradients)
@@ -47,7 +54,7 @@ def update(model, optimizer, scaler, grad_clip, guard, iter_num, loss):
     elif not hold:  # others know nothing of it, so the host has to wait and look
         optimizer.step()
     scaler.update()
-    optimizer.zero_grad(set_to_none=True)
+    clear_gradients(model, optimizer)
     return grad_norm
 
 

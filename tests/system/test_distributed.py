@@ -8,6 +8,8 @@ import socket
 import subprocess
 import sys
 import time
+from contextlib import nullcontext
+from itertools import repeat
 from pathlib import Path
 
 import pytest
@@ -21,6 +23,9 @@ from plaingpt.parallel.sharding import Replicated
 from plaingpt.system import distributed
 from plaingpt.system.distributed import World, launched_world, process_group
 from plaingpt.system.errors import UserError
+from plaingpt.training.optimizers import build_optimizer
+from plaingpt.training.settings import TrainConfig
+from plaingpt.training.training_step import StepGuard, forward_backward, update
 
 CPU = torch.device('cpu')
 
@@ -213,3 +218,23 @@ def test_a_step_of_several_processes_sends_gradients_and_no_tables_of_constants(
             ddp(idx, idx)[1].backward()
     sent = {event.key for event in profile.key_averages()}
     assert 'gloo:all_reduce' in sent and 'gloo:broadcast' not in sent
+
+
+def test_gradients_of_several_processes_take_no_memory_beside_what_travels(monkeypatch):
+    for key, value in ranks(1)[0].items():
+        monkeypatch.setenv(key, value)
+    model, scaler = GPT(GPTConfig(16, 65, 2, 2, 32)), torch.amp.GradScaler('cpu', enabled=False)
+    optimizer = build_optimizer(model, TrainConfig(), 'cpu')
+    idx = torch.zeros(2, 16, dtype=torch.int64)
+    with process_group(launched_world(), CPU):
+        ddp = Replicated(model, CPU, False, World(size=2)).train
+        guard, places = StepGuard(None, 9, None, CPU), []
+        for step in range(3):
+            loss = forward_backward(ddp, repeat((idx, idx)), 3, scaler, nullcontext())
+            update(ddp, optimizer, scaler, 1.0, guard, step, loss)
+            places.append([p.grad.data_ptr() for p in model.parameters()])
+    assert places[1] == places[2]  # DDP arranges its buckets in the first step
+    buckets = {p.grad.untyped_storage().data_ptr(): p.grad.untyped_storage().nbytes()
+               for p in model.parameters()}
+    assert sum(buckets.values()) == sum(p.nbytes for p in model.parameters())
+    assert not any(p.grad.any() for p in model.parameters())

@@ -58,7 +58,13 @@ from plaingpt.training.resuming import check_resumed, find_resumed, saved_settin
 from plaingpt.training.schedules import get_lr
 from plaingpt.training.settings import TrainConfig, settings_without_effect
 from plaingpt.training.time_budget import refuse_two_lengths, with_length, with_length_of
-from plaingpt.training.training_step import StepGuard, forward_backward, update
+from plaingpt.training.training_step import (
+    StepGuard,
+    collect_garbage,
+    forward_backward,
+    garbage_at_known_steps,
+    update,
+)
 
 
 @dataclass
@@ -167,13 +173,14 @@ def train(run):
     config, progress = run.config, run.progress
     micro_steps = config.accumulation() // run.world.size
     run.metrics.begin(progress.iter_num)
-    with closing(run.train_data.train_batches(progress.iter_num)) as batches:
+    with closing(run.train_data.train_batches(progress.iter_num)) as batches, \
+            garbage_at_known_steps():
         while True:
             # evaluate, save or stop: all processes decide alike
             if evaluating := progress.evaluation_is_due(config):
                 with run.stop.until_stopped():
                     evaluate(run)
-            signal = run.stop.agreed_signal()
+            signal = run.stop.signal_at_step()
             ending = signal or progress.ending(config)
             saving = ending or progress.save_is_due(config)
             if (evaluating or saving or progress.iter_num % config.log_interval == 0) \
@@ -201,6 +208,7 @@ def train(run):
             if progress.iter_num % config.log_interval == 0:
                 run.metrics.step(progress.iter_num, all_reduce_mean(loss.clone()), lr, grad_norm)
             run.probes.check_health(progress.iter_num)
+            collect_garbage(progress.iter_num, evaluating)
 
 
 def evaluate(run):

@@ -21,6 +21,7 @@ from plaingpt.system.errors import UserError
 from plaingpt.system.streams import discard_stalled_output, print_line
 
 timeout = timedelta(seconds=600)  # of a collective; process_group sets it
+host_group = None  # of gloo_group; process_group makes it
 NETWORK_ERRORS = dist.DistNetworkError, dist.DistStoreError  # gloo's have no type of their own
 
 
@@ -68,7 +69,7 @@ def print0(line):
 def process_group(world, device, backend='auto', timeout_s=600):
     """Join the job's process group (nccl on CUDA, gloo elsewhere) and leave it at the end. Raises
     UserError where another process does not come, is lost, or is silent for timeout_s."""
-    global timeout
+    global timeout, host_group
     if not world.launched:
         yield
         return
@@ -79,11 +80,13 @@ def process_group(world, device, backend='auto', timeout_s=600):
     timeout = timedelta(seconds=timeout_s)
     with explain_lost_processes():
         meet(world, device, backend)
+        host_group = dist.group.WORLD if backend == 'gloo' else gloo_group(own=True)
         yield
         barrier()  # one that left earlier would look lost to those that still work
         # Not in a `finally`: a rank that fails must exit at once, so that torchrun stops the
         # others, and NCCL's teardown would first wait for collectives that never come.
         dist.destroy_process_group()
+        host_group = None
 
 
 def meet(world, device, backend):
@@ -123,10 +126,12 @@ def first_line(error):
     return re.split(r'\n|\. This is', re.sub(r'^\[\S+\] ', '', str(error)))[0]
 
 
-def gloo_group():
-    """A new group in which the processes talk without their devices, or None when alone. All
-    processes must ask for their groups in the same order."""
-    return dist.new_group(backend='gloo', timeout=timeout) if dist.is_initialized() else None
+def gloo_group(own=False):
+    """The group in which the processes talk without their devices, or None when alone. It connects
+    each process with each. own: a new one, for a thread beside the main one; all must ask alike."""
+    if own and dist.is_initialized():
+        return dist.new_group(backend='gloo', timeout=timeout)
+    return host_group
 
 
 def all_gather(value, group):
@@ -261,6 +266,9 @@ class StopRequest:
         self.group = gloo_group()
         self.signal = None  # that this process received
         self.received_at = 0.0
+        self.agreed = None  # the name of the one that all know of
+        self.asked_at = time.monotonic()
+        self.steps = self.steps_left = 1  # between two questions in training; until the next
 
     def __enter__(self):
         self.previous = {number: signal.signal(number, self._receive) for number in self.SIGNALS
@@ -281,7 +289,8 @@ class StopRequest:
         discard_stalled_output()
         if is_new:
             with suppress(RuntimeError):  # in the middle of a print
-                print0(f'{signal.Signals(number).name}: stopping after this step'
+                print0(f'{signal.Signals(number).name}: stopping after '
+                       + ('this step' if self.group is None else 'a few steps')
                        + ', again to leave at once' * (number == signal.SIGINT))
 
     def agreed_signal(self):
@@ -292,7 +301,22 @@ class StopRequest:
             received = torch.tensor(int(number))
             dist.all_reduce(received, dist.ReduceOp.MAX, group=self.group)
             number = received.item()
-        return signal.Signals(number).name if number else None
+        self.agreed = signal.Signals(number).name if number else None
+        return self.agreed
+
+    def signal_at_step(self):
+        """As agreed_signal, for each step of training. Several processes ask about once a second;
+        between, the answer is None."""
+        if self.group is None or self.agreed:
+            return self.agreed_signal()
+        self.steps_left -= 1
+        if self.steps_left > 0:
+            return None
+        now = time.monotonic()
+        in_a_second = int(self.steps / max(now - self.asked_at, 1e-3))
+        self.steps = self.steps_left = max(1, min(all_gather(in_a_second, self.group)))
+        self.asked_at = now
+        return self.agreed_signal()
 
     @contextmanager
     def until_stopped(self):

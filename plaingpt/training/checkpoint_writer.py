@@ -53,8 +53,7 @@ class Saver:
         self.chunk_bytes = chunk_mb * MEGABYTE
         self.keep = keep
         self.background = background
-        # Its own: a save in the background must not meet other traffic.
-        self.group = None if alone else gloo_group()
+        self.group = None if alone else gloo_group(own=background)
         self.alone = alone
         self.writer = ThreadPoolExecutor(1, thread_name_prefix='saver') if background else None
         self.pending = None  # the save in the background

@@ -3,7 +3,9 @@
 A step whose loss or gradient is not finite (NaN, infinity) leaves the weights alone.
 """
 
+import gc
 import math
+from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
@@ -17,6 +19,28 @@ from plaingpt.system.distributed import (
 )
 from plaingpt.system.errors import UserError
 from plaingpt.system.files import append_line
+
+GARBAGE_STEPS = 50
+
+
+@contextmanager
+def garbage_at_known_steps():
+    """Python looks for garbage in here where collect_garbage is called, which all processes do at
+    the same steps. One that does so at a step of its own holds up all others."""
+    gc.collect()
+    gc.freeze()  # what is there now is looked at no more
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+        gc.unfreeze()
+
+
+def collect_garbage(iter_num, evaluated):
+    """Every GARBAGE_STEPS of what is new; after an evaluation, which takes long anyway, of all."""
+    if evaluated or iter_num % GARBAGE_STEPS == 0:
+        gc.collect(2 if evaluated else 1)
 
 
 def forward_backward(model, batches, micro_steps, scaler, context):

@@ -1,5 +1,6 @@
 """A run survives: signals, lost processes, bad steps, full disks, hostile files."""
 
+import gc
 import itertools
 import json
 import math
@@ -75,6 +76,22 @@ def test_a_second_ctrl_c_leaves_at_once_and_a_double_one_is_one(tmp_path):
     assert exit_code(fork(main, log=tmp_path / 'log')) == 130
     assert (tmp_path / 'log').read_text().splitlines() == [
         'SIGINT: stopping after this step, again to leave at once', 'SIGINT']
+
+
+def test_processes_ask_each_other_about_once_a_second_whatever_a_step_takes(monkeypatch):
+    clock = SimpleNamespace(monotonic=lambda: clock.now, now=0.0)
+    monkeypatch.setattr(runtime, 'time', clock)
+    monkeypatch.setattr(runtime, 'all_gather', lambda steps, _: [steps + 9, steps])
+    for step_s, least, most in ((0.01, 10, 11), (0.3, 11, 12), (5.0, 2, 2)):
+        stop, asked = StopRequest(), []
+        stop.group, stop.agreed_signal = 'others', lambda asked=asked: asked.append(clock.now)
+        for _ in range(round(10 / step_s)):
+            clock.now += step_s
+            stop.signal_at_step()
+        assert least <= len(asked) <= most, step_s
+    stop.agreed = 'SIGTERM'  # in an evaluation
+    stop.signal_at_step()
+    assert len(asked) == 3
 
 
 @pytest.mark.parametrize('processes', [1, 2])
@@ -222,6 +239,28 @@ def test_hosts_that_do_not_share_the_folder_are_told_so(monkeypatch, tmp_path):
     monkeypatch.setattr(runtime.time, 'monotonic', iter(range(0, 1000, 20)).__next__)
     with pytest.raises(UserError, match='not the same folder'):
         runtime.check_shared(tmp_path, world, None)
+
+
+def test_garbage_is_collected_at_steps_that_all_processes_know(tiny, monkeypatch):
+    original, steps, found = train.forward_backward, itertools.count(1), []
+
+    def step(*arguments):
+        step.now = next(steps)
+        cycle = []
+        cycle.append([cycle for _ in range(2000)])  # garbage enough for Python to look for it
+        return original(*arguments)
+
+    def note(phase, _):
+        if phase == 'start':
+            found.append(step.now)
+    monkeypatch.setattr(train, 'forward_backward', step)
+    step.now = 0
+    gc.callbacks.append(note)
+    train.main([*tiny, '--max_iters=120', '--lr_decay_iters=120', '--eval_interval=40',
+                '--log_interval=7', '--check=False', '--report=False', '--sample_tokens=0'])
+    gc.callbacks.remove(note)
+    assert {at for at in found if 0 < at < 120} == {1, 41, 50, 81, 100}
+    assert gc.isenabled()
 
 
 # -----------------------------------------------------------------------------

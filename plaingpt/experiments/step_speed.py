@@ -18,6 +18,7 @@ from plaingpt.experiments.tables import markdown, number
 from plaingpt.system.devices import (
     DTYPES,
     autocast,
+    compiled,
     cpu_has_bfloat16,
     device_name,
     mfu,
@@ -49,7 +50,7 @@ def make_step(work, batches):
     gpt.loss_chunk_tokens = config.loss_chunk_tokens
     gpt.activation_checkpointing = config.activation_checkpointing
     optimizer = build_optimizer(gpt.to(device), config, device.type)
-    model = torch.compile(gpt) if work.compile else gpt
+    model = compiled(gpt) if work.compile else gpt
     scaler = torch.amp.GradScaler(device.type, enabled=work.dtype == 'float16')
     guard = StepGuard(None, config.max_bad_steps, None, device, scaling=scaler.is_enabled())
     context = autocast(device, work.dtype)

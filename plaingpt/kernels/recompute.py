@@ -9,6 +9,14 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 from plaingpt.kernels import cpu_kernels  # noqa: F401  (registers an operator of torch.ops)
 
 KINDS = ('none', 'selective', 'full')
+KEPT = [  # by 'selective'
+    torch.ops.aten.mm.default, torch.ops.aten.addmm.default,
+    torch.ops.aten._scaled_dot_product_flash_attention.default,
+    torch.ops.aten._scaled_dot_product_efficient_attention.default,
+    torch.ops.aten._scaled_dot_product_cudnn_attention.default,
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
+    torch.ops.plaingpt.cpu_attention.default,
+]
 
 
 def recomputed(kind, block, *inputs):
@@ -22,12 +30,7 @@ def recomputed(kind, block, *inputs):
 
 
 def keep_matmuls():
-    aten = torch.ops.aten
-    return create_selective_checkpoint_contexts([
-        aten.mm.default, aten.addmm.default,
-        aten._scaled_dot_product_flash_attention.default,
-        aten._scaled_dot_product_efficient_attention.default,
-        aten._scaled_dot_product_cudnn_attention.default,
-        aten._scaled_dot_product_flash_attention_for_cpu.default,
-        torch.ops.plaingpt.cpu_attention.default,
-    ])
+    return create_selective_checkpoint_contexts(KEPT)
+
+
+keep_matmuls.cache_hash = str(KEPT)  # by which torch.compile finds a graph that it made before

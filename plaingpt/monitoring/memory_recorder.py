@@ -2,14 +2,15 @@
 
 import re
 from collections import Counter
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
+from functools import partial
 from unittest import mock
 from weakref import finalize
 
 import torch
 import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.weak import WeakIdKeyDictionary
 
 from plaingpt.kernels import cpu_kernels
@@ -116,10 +117,41 @@ def kernels_of(device):
     memory tells them apart. What a kernel takes inside, such as cuBLAS's workspace, nobody sees."""
     cpu_kernels.enabled = device == 'cpu'
     try:
-        with nullcontext() if device == 'cpu' else fused_kernels():
+        with ExitStack() as stack:
+            if device != 'cpu':
+                stack.enter_context(fused_kernels())
+                stack.enter_context(cuda_autocast_rules())
             yield
     finally:
         cpu_kernels.enabled = True
+
+
+# What CUDA's autocast computes in float32 and a CPU's does not, as far as models have it.
+IN_FLOAT32 = ('layer_norm', 'rms_norm', 'pow.Tensor_Scalar', 'softmax.int', 'log_softmax.int',
+              'logsumexp', 'exp', 'log', 'rsqrt', 'reciprocal', 'sum', 'sum.dim_IntList')
+
+
+@contextmanager
+def cuda_autocast_rules():
+    """Let autocast cast tensors on a CPU as it would cast those on a GPU."""
+    library = torch.library.Library('aten', 'IMPL')
+    for name in IN_FLOAT32:
+        packet, _, overload = name.partition('.')
+        operator = getattr(getattr(torch.ops.aten, packet), overload or 'default')
+        library.impl(name, partial(in_float32, operator), 'AutocastCPU')
+    try:
+        yield
+    finally:
+        library._destroy()
+
+
+def in_float32(operator, *args, **kwargs):
+    def wide(x):
+        low = isinstance(x, torch.Tensor) and x.dtype in (torch.bfloat16, torch.float16)
+        return x.float() if low else x
+
+    with torch.autocast('cpu', enabled=False):
+        return operator(*tree_map(wide, args), **kwargs)
 
 
 @contextmanager

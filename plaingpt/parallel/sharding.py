@@ -5,6 +5,7 @@ The loop and the step ask neither which it is nor whether there are several proc
 
 import warnings
 from contextlib import contextmanager
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -13,7 +14,8 @@ import torch.nn.functional as F
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from model import GPT
-from plaingpt.system.devices import DTYPES
+from plaingpt.kernels import recomputed
+from plaingpt.system.devices import DTYPES, compiled
 from plaingpt.system.errors import UserError
 
 
@@ -55,7 +57,7 @@ class Replicated:
 
     def __init__(self, model, device, compile, world):
         self.model = model
-        self.eval = self.train = torch.compile(model) if compile else model
+        self.eval = self.train = compiled(model) if compile else model
         if world.size > 1:
             ids = [device.index] if device.type == 'cuda' else None
             self.train = DDP(self.eval, device_ids=ids, gradient_as_bucket_view=True)
@@ -96,9 +98,12 @@ class Sharded:
         for block in model.transformer.h:
             for norm in (m for m in block.modules() if isinstance(m, nn.LayerNorm)):
                 norm.__class__ = LayerNorm
-            if compile:
+            if compile:  # from outside of it, all of a compiled block would be computed again
+                block.forward = partial(recomputed, model.activation_checkpointing, block.forward)
                 block.compile()
             fully_shard(block, mesh=mesh, mp_policy=low)
+        if compile:
+            model.activation_checkpointing = 'none'
         fully_shard(model, mesh=mesh, mp_policy=MixedPrecisionPolicy(cast_forward_inputs=False))
         buffers = dict(model.named_buffers())
         model.to_empty(device=device)

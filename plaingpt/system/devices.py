@@ -90,6 +90,14 @@ def choose_compile(wanted, device):
     return True, 'CUDA; the first evaluation and step wait for it'
 
 
+def compiled(model):
+    """torch.compile of a model. The graphs that it makes stay on disk for the next start, also those
+    with an autograd.Function, such as the chunked loss, which torch keeps only when it is told."""
+    import torch._functorch.config  # takes a while
+    torch._functorch.config.autograd_cache_allow_custom_autograd_functions = True
+    return torch.compile(model)
+
+
 def autocast(device, dtype):
     """The context in which forward passes run: matmuls in `dtype`, the rest in float32."""
     if dtype == 'float32':

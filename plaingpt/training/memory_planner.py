@@ -16,7 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from model import GPT
 from plaingpt.monitoring.memory_recorder import OF_BLOCKS, MemoryRecorder, kernels_of
-from plaingpt.system.devices import autocast, peak_memory_bytes
+from plaingpt.system.devices import autocast, compiled, peak_memory_bytes
 from plaingpt.system.errors import UserError, is_out_of_memory
 from plaingpt.system.formatting import GIB, gib
 from plaingpt.training.optimizers import build_optimizer
@@ -81,7 +81,7 @@ def one_step(shape, step, device, compile=False):
         optimizer.zero_grad(set_to_none=True)
     yield 'optimizer states', gpt, optimizer
     idx = torch.randint(shape.vocab_size, (step.batch_size, shape.block_size), device=device)
-    forward_backward(torch.compile(gpt) if compile else gpt, iter([(idx, idx.clone())]), 1,
+    forward_backward(compiled(gpt) if compile else gpt, iter([(idx, idx.clone())]), 1,
                      torch.amp.GradScaler(device.type, enabled=False), autocast(device, step.dtype))
     yield 'backward', gpt, optimizer
     optimizer.step()

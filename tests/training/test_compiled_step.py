@@ -1,20 +1,34 @@
+from dataclasses import replace
 from functools import partial
 from itertools import repeat
 
 import pytest
 import torch
+import torch.distributed as dist
 from helpers import HostReads
+from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch._functorch._aot_autograd.autograd_cache import check_cacheable
+from torch._functorch.aot_autograd import make_boxed_func
+from torch._functorch.partitioners import min_cut_rematerialization_partition
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.profiler import ProfilerActivity, profile
 
 import train
-from model import GPTConfig
+from model import GPT, GPTConfig
 from plaingpt.experiments.step_speed import Workload, make_step
+from plaingpt.inference.generation import KVCache
+from plaingpt.monitoring.memory_recorder import IN_FLOAT32, cuda_autocast_rules
+from plaingpt.parallel.sharding import Sharded, copy_on_meta
+from plaingpt.system.devices import compiled
 from plaingpt.training.memory_planner import StepSettings, one_step
 from plaingpt.training.optimizers import OPTIMIZERS
 from plaingpt.training.settings import TrainConfig
 
 SMALL = GPTConfig(block_size=16, vocab_size=65, n_layer=2, n_head=2, n_embd=32,
                   document_attention=True, document_start=0)
+CPU = torch.device('cpu')
+NEWER = dict(rotary=True, qk_norm=True, mlp='relu2', conv=3, tied_head=False, bias=False)
 
 
 def test_a_run_compiles_two_graphs_one_to_train_and_one_to_evaluate(tiny, monkeypatch):
@@ -53,3 +67,88 @@ def test_the_trial_of_a_batch_compiles_the_step_where_training_does():
         for _ in one_step(SMALL, step, torch.device('cpu'), compile):
             pass
         assert torch._dynamo.utils.counters['stats']['unique_graphs'] == compile
+
+
+# -----------------------------------------------------------------------------
+# what is computed again
+
+
+@pytest.fixture
+def one_process():
+    """A job of one, which shares a model with nobody."""
+    dist.init_process_group('gloo', store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize('kind, n', [('none', 8), ('selective', 8), ('full', 11)])
+def test_a_compiled_block_of_a_sharded_model_computes_again_what_its_kind_says(
+        kind, n, one_process, monkeypatch):
+    # Each of 4 matmuls has 2 in the backward pass; 'full' needs the outputs of 3 again.
+    torch._dynamo.reset()
+    backend = aot_autograd(fw_compiler=lambda graph, _: make_boxed_func(graph),
+                           partition_fn=min_cut_rematerialization_partition)
+    monkeypatch.setattr(torch, 'compile', partial(torch.compile, backend=backend))
+    gpt = GPT(replace(SMALL, mlp='swiglu', rotary=True, bias=False, document_attention=False))
+    gpt.activation_checkpointing = kind
+    parallel = Sharded(copy_on_meta(gpt), CPU, True, 'float32')
+    parallel.load(gpt.state_dict())
+    for _ in range(2):  # the first compiles the backward pass
+        x = parallel.train(torch.randint(65, (2, 16)))[0]
+        with profile(activities=[ProfilerActivity.CPU]) as prof:
+            x.sum().backward()
+    [found] = [event.count for event in prof.key_averages() if event.key == 'aten::mm']
+    assert found == 2 * n + 2  # in two layers and the head
+
+
+@pytest.mark.parametrize('kind', ['none', 'selective'])
+def test_a_step_that_was_compiled_before_is_found_on_disk(kind, monkeypatch):
+    checked = []
+
+    def backend(graph, _):
+        checked.append(check_cacheable(graph))  # raises what keeps torch from it
+        return graph
+
+    torch._dynamo.reset()
+    monkeypatch.setattr(torch, 'compile', partial(torch.compile, backend=backend, fullgraph=True))
+    gpt = GPT(replace(SMALL, **NEWER))
+    gpt.activation_checkpointing, gpt.loss_chunk_tokens = kind, 24
+    idx = torch.randint(65, (2, 16))
+    with torch.autocast('cpu', dtype=torch.bfloat16):
+        compiled(gpt)(idx, idx)
+    assert checked
+
+
+# -----------------------------------------------------------------------------
+# autocast on CUDA
+
+
+def test_the_rules_of_cudas_autocast_are_those_of_torch():
+    """Fake CUDA tensors have autocast's casts everywhere; gradients they have with CUDA only."""
+    meta = torch.ones(2, 8, dtype=torch.bfloat16, device='meta')
+    x = FakeTensor(FakeTensorMode(), meta, torch.device('cuda:0'))
+    torch.set_autocast_enabled('cuda', True)
+    try:
+        for name in IN_FLOAT32:
+            packet, _, overload = name.partition('.')
+            arguments = {'layer_norm': [[8]], 'rms_norm': [[8]], 'pow': [2], 'softmax': [-1],
+                         'log_softmax': [-1], 'logsumexp': [-1]}.get(packet, [])
+            arguments += [[0]] if overload == 'dim_IntList' else []
+            operator = getattr(getattr(torch.ops.aten, packet), overload or 'default')
+            assert operator(x, *arguments).dtype == torch.float32, name
+    finally:
+        torch.set_autocast_enabled('cuda', False)
+
+
+def test_attention_takes_keeps_and_caches_bfloat16_where_norms_give_float32(monkeypatch):
+    gpt, seen = GPT(replace(SMALL, **NEWER)), []
+    monkeypatch.setattr('model.attention', lambda q, k, v, *rest: seen.append((q, k, v)) or q)
+    with cuda_autocast_rules(), torch.autocast('cpu', dtype=torch.bfloat16):
+        normed = gpt.transformer.ln_f(torch.ones(2, 32, dtype=torch.bfloat16))
+        gpt(torch.randint(65, (2, 16)))
+        gpt.eval()
+        cache = KVCache(2, [0], 16, CPU)
+        cache.advance(idx := torch.randint(65, (1, 9)))
+        gpt.hidden(idx, cache)
+    assert normed.dtype == torch.float32 and len(seen) == 4
+    assert {t.dtype for tensors in seen for t in tensors} == {torch.bfloat16}

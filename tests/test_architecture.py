@@ -25,7 +25,7 @@ MAY_IMPORT = {
     'model': {'kernels'},
     'weights': {'model', 'system'},
     'inference': {'weights', 'model', 'data', 'monitoring', 'kernels', 'system'},
-    'parallel': {'model', 'system'},
+    'parallel': {'model', 'kernels', 'system'},
     'training': {'parallel', 'inference', 'weights', 'model', 'data', 'monitoring', 'kernels',
                  'system'}}
 MAY_IMPORT['checks'] = {'training', *MAY_IMPORT['training']}

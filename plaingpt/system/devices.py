@@ -91,10 +91,10 @@ def choose_compile(wanted, device):
 
 
 def compiled(model):
-    """torch.compile of a model. The graphs that it makes stay on disk for the next start, also those
-    with an autograd.Function, such as the chunked loss, which torch keeps only when it is told."""
-    import torch._functorch.config  # takes a while
-    torch._functorch.config.autograd_cache_allow_custom_autograd_functions = True
+    """torch.compile of a model. Its graphs stay on disk for the next start, also those with an
+    autograd.Function, as the chunked loss is one, which torch keeps only when it is told to."""
+    from torch._functorch import config
+    config.autograd_cache_allow_custom_autograd_functions = True
     return torch.compile(model)
 
 

@@ -23,6 +23,7 @@ from plaingpt.kernels import (
     find_documents,
     recomputed,
     relu2,
+    residual_stream,
     short_conv,
 )
 
@@ -300,7 +301,7 @@ class GPT(nn.Module):
             x = x + self.transformer.wpe.weight[positions]  # (B, T, C) + (T, C)
         if self.config.rotary:
             rotary = self.cos[positions].unsqueeze(-3), self.sin[positions].unsqueeze(-3)
-        x = self.transformer.drop(x)
+        x = residual_stream(self.transformer.drop(x))
         for block, layer in zip(self.transformer.h, layers, strict=True):
             x = recomputed(self.activation_checkpointing, block, x, idx, rotary, documents, layer)
         return self.transformer.ln_f(x)

@@ -1,5 +1,6 @@
 """What model.py computes with, by plain names. Each takes what is fastest for its input."""
 
+import torch
 import torch.nn.functional as F
 
 from plaingpt.kernels.chunked_loss import chunked_cross_entropy, cross_entropy
@@ -9,7 +10,15 @@ from plaingpt.kernels.documents import find_documents
 from plaingpt.kernels.recompute import recomputed
 
 __all__ = ['attention', 'chunked_cross_entropy', 'cross_entropy', 'find_documents',
-           'one_for_each', 'recomputed', 'relu2', 'short_conv']
+           'one_for_each', 'recomputed', 'relu2', 'residual_stream', 'short_conv']
+
+
+def residual_stream(x):
+    """x in the dtype in which blocks add to it: under autocast to bfloat16 that, for half the bytes
+    of each addition and norm. In float16, a sum could overflow."""
+    device = x.device.type
+    low = torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device) == torch.bfloat16
+    return x.bfloat16() if low else x
 
 
 def attention(q, k, v, dropout=0.0, documents=None, cache=None):

@@ -250,7 +250,7 @@ class GPT(nn.Module):
             for name, table in zip(('cos', 'sin'), rotary_table(config), strict=True):
                 self.register_buffer(name, table, persistent=False)  # (block_size, D)
         # How to compute: no part of the architecture, and may change at any time.
-        self.loss_chunk_tokens = 0  # with targets, logits of so many tokens exist at once; 0: all
+        self.loss_chunk_tokens = 0  # with targets, so many have logits at once; 0: all; or 'auto'
         self.activation_checkpointing = 'none'  # or 'selective', 'full'
         self.init_weights()
 
@@ -276,7 +276,7 @@ class GPT(nn.Module):
 
     def forward(self, idx, targets=None):
         """idx (B, T) int64, T ≤ block_size; targets (B, T), -1 for none → logits (B, T, V), and the
-        mean cross-entropy in nats or None. With targets and loss_chunk_tokens > 0: (None, loss)."""
+        mean cross-entropy in nats or None. With targets and loss_chunk_tokens: (None, loss)."""
         x = self.hidden(idx)  # (B, T, C)
         if targets is not None and self.loss_chunk_tokens:  # as in training, by default
             return None, chunked_cross_entropy(x, self.lm_head.weight, self.config.vocab_size,

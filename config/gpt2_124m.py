@@ -16,7 +16,6 @@ block_size = 1024
 # accumulation adapts.
 total_batch_size = 2**19
 batch_size = 64
-loss_chunk_tokens = 8192
 
 # 19,073 steps · 2^19 = 10.0B tokens, 80 for each parameter: 4x what is compute-optimal (20,
 # Hoffmann et al. 2022), as a small model that is used a lot deserves.

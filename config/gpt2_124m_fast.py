@@ -26,7 +26,6 @@ zero_init = True
 # halve it when memory is short, the accumulation adapts.
 total_batch_size = 2**19
 batch_size = 64
-loss_chunk_tokens = 8192
 
 # 4,768 steps · 2^19 = 2.5B tokens, 20 for each of GPT-2's parameters: compute-optimal (Hoffmann et
 # al. 2022)

@@ -16,7 +16,6 @@ block_size = 1024
 # accumulation adapts.
 total_batch_size = 2**20
 batch_size = 8
-loss_chunk_tokens = 8192
 
 # 29,716 steps · 2^20 = 31.2B tokens, 20 for each parameter (compute-optimal, Hoffmann et al. 2022):
 # 3.5 epochs of OpenWebText, and repeating up to 4 times costs little (Muennighoff et al. 2023).

@@ -16,7 +16,6 @@ block_size = 1024
 # accumulation adapts.
 total_batch_size = 2**19
 batch_size = 16
-loss_chunk_tokens = 8192
 
 # 29,527 steps · 2^19 = 15.5B tokens, 20 for each parameter (compute-optimal, Hoffmann et al. 2022):
 # 1.7 epochs of OpenWebText, and repeating up to 4 times costs little (Muennighoff et al. 2023).

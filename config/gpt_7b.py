@@ -23,7 +23,6 @@ tied_head = False
 total_batch_size = 2**22
 batch_size = 8
 activation_checkpointing = 'selective'
-loss_chunk_tokens = 8192
 
 # 32,724 steps · 2^22 = 137B tokens, 20 for each parameter (compute-optimal, Hoffmann et al. 2022):
 # 1.3 epochs of that part of FineWeb.

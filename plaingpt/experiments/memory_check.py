@@ -5,6 +5,7 @@ import sys
 import torch
 
 from plaingpt.experiments.tables import markdown
+from plaingpt.kernels.chunked_loss import chunk_size
 from plaingpt.monitoring.memory_recorder import kernels_of
 from plaingpt.system.formatting import gib
 from plaingpt.training.memory_planner import one_step, predict, step_settings
@@ -63,12 +64,13 @@ def measure_memory(work):
               'second each, more where there are many …', file=sys.stderr, flush=True)
         allocated, reserved, tool = tracked_step(work.shape, step), {}, "torch's memory tracker"
     plan = predict(work.shape, step)
+    chunk = chunk_size(step.config.loss_chunk_tokens, step.batch_size * work.shape.block_size)
     rows = [{'stage': stage, 'allocated': allocated[stage], 'reserved': reserved.get(stage),
              'planned': plan.peak if stage == 'peak' else plan.totals[f'after {stage}']}
             for stage in ('forward', 'backward', 'optimizer', 'peak')]
     what = f'{tool}: {step.dtype}, batch {step.batch_size} × {step.micro_steps}, ' \
            f'{step.config.activation_checkpointing} checkpointing, loss in chunks of ' \
-           f'{step.config.loss_chunk_tokens}; the plan is ' \
+           f'{chunk}; the plan is ' \
            f'{plan.peak / allocated["peak"] - 1:+.1%} off the measured peak'
     table = markdown(['after', 'allocated', 'reserved', 'planned'], [
         [row['stage'], *(gib(row[key]) if row[key] else 'n/a'

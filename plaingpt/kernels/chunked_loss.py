@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch.compiler import is_compiling
 
+CHUNKS = 2048, 4096, 8192  # tokens
 PADDING_SHARE = 16  # padding of up to this part of the vocabulary is computed along
 
 
@@ -17,20 +18,29 @@ def cross_entropy(logits, targets):
     return total / (targets != -1).sum().clamp(min=1)
 
 
+def chunk_size(chosen, tokens):
+    """How many tokens' logits exist at once. 'auto': at most half of them, in a few sizes. For each
+    chunk a GPU reads the head's weight and adds to its gradient, as long as some 500 tokens take.
+    """
+    if chosen != 'auto':
+        return chosen
+    return max(size for size in CHUNKS if 2 * size <= tokens or size == CHUNKS[0])
+
+
 def chunked_cross_entropy(x, weight, vocab_size, targets, chunk):
     """The same of x @ weightᵀ, which never exists as a whole: `chunk` rows at a time go from logits
     to loss to gradients, so nothing is computed twice.
 
-    x (…, C), weight (V', C), of which the first V = vocab_size rows count, targets (…), -1 for none
-    → mean in nats, float32.
+    x (…, C), weight (V', C), of which the first V = vocab_size rows count, targets (…), -1 for
+    none; chunk: a number, or 'auto' → mean in nats, float32.
     Matmuls run in autocast's dtype, softmax and sums in float32. torch's own
     F.linear_cross_entropy does the same, but only from 2.13 on, and torch.compile stops at it.
     """
     if len(weight) - vocab_size > vocab_size // PADDING_SHARE:
         weight = weight[:vocab_size]
     training = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
-    return ChunkedCrossEntropy.apply(x.flatten(0, -2), weight, vocab_size, targets.flatten(), chunk,
-                                     training)
+    return ChunkedCrossEntropy.apply(x.flatten(0, -2), weight, vocab_size, targets.flatten(),
+                                     chunk_size(chunk, targets.numel()), training)
 
 
 class ChunkedCrossEntropy(torch.autograd.Function):

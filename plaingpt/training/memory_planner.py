@@ -15,6 +15,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from model import GPT
+from plaingpt.kernels.chunked_loss import chunk_size
 from plaingpt.monitoring.memory_recorder import OF_BLOCKS, MemoryRecorder, kernels_of
 from plaingpt.system.devices import autocast, compiled, peak_memory_bytes
 from plaingpt.system.errors import UserError, is_out_of_memory
@@ -130,7 +131,9 @@ def predict(shape, step):
                     micro_steps=1 if sharding else min(2, step.micro_steps))
     depths = interpolation_weights(shape.n_layer, *DEPTHS)
     # Up to a chunk of the loss its logits grow with the batch; from there on they do not.
-    full, rest = divmod(step.config.loss_chunk_tokens, shape.block_size)
+    tokens = chunk_size(step.config.loss_chunk_tokens, step.batch_size * shape.block_size)
+    alone = alone.change(loss_chunk_tokens=tokens)
+    full, rest = divmod(tokens, shape.block_size)
     chunk = max(1, full + bool(rest))
     batches = interpolation_weights(step.batch_size, *((1, full) if step.batch_size < chunk else
                                          (chunk, chunk + 1)))
@@ -243,7 +246,8 @@ def rough_bytes(shape, step):
     tokens = step.batch_size * shape.block_size
     # a block keeps some 16 numbers for each channel of a token
     numbers = tokens * shape.n_embd * (16 * shape.n_layer + 4)
-    numbers += min(tokens, step.config.loss_chunk_tokens or tokens) * shape.padded_vocab_size
+    chunk = chunk_size(step.config.loss_chunk_tokens, tokens)
+    numbers += min(tokens, chunk or tokens) * shape.padded_vocab_size
     return 4 * numbers + 16 * weights  # with a gradient and two states
 
 

@@ -22,6 +22,7 @@ from plaingpt.training.schedules import SCHEDULES
 
 Positive = Annotated[int, 'at least 1']
 Natural = Annotated[int, 'at least 0']
+Chunk = Literal['auto'] | Natural
 Seconds = Annotated[int, 'at least 1 and at most 1_000_000']
 NotNegative = Annotated[float, 'at least 0']
 Decay = Annotated[float, 'at least 0 and below 1']  # of a running mean, each step
@@ -107,7 +108,7 @@ class TrainConfig(GPTConfig):
     device: NoEffect[str] = 'auto'  # auto, cpu, cuda, cuda:0, mps
     dtype: NoEffect[Literal['auto', 'float32', 'bfloat16', 'float16']] = 'auto'  # of the matmuls
     compile: NoEffect[Literal['auto'] | bool] = 'auto'  # torch.compile the model
-    loss_chunk_tokens: NoEffect[Natural] = 2048  # whose logits exist at once; 0 for all of a batch
+    loss_chunk_tokens: NoEffect[Chunk] = 'auto'  # that have logits at once; 0: all; auto: 2048…8192
     activation_checkpointing: NoEffect[Literal[*KINDS]] = 'none'  # keep less for the backward pass
     backend: NoEffect[Literal['auto', 'nccl', 'gloo']] = 'auto'  # between processes
     dist_timeout_s: NoEffect[Seconds] = 600  # how long a process waits for the others

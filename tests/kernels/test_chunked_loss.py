@@ -5,6 +5,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from model import GPT, GPTConfig
 from plaingpt.kernels import chunked_cross_entropy
+from plaingpt.kernels.chunked_loss import chunk_size
 
 V, PADDED = 250, 256  # little padding: it is computed along
 
@@ -40,6 +41,16 @@ def test_padding_that_is_computed_along_counts_for_nothing(compiled):
     assert all((gradient[V:] == 0).all() for gradient in found[2:])
     with torch.no_grad():
         torch.testing.assert_close(call(text[1], text[0], text[2]), expected[0])
+
+
+def test_automatic_chunks_are_large_where_the_batch_is():
+    found = [chunk_size('auto', tokens) for tokens in (1, 2048, 8191, 8192, 12288, 65536)]
+    assert found == [2048, 2048, 2048, 4096, 4096, 8192]
+    assert chunk_size(0, 65536) == 0 and chunk_size(100, 65536) == 100
+    head, x, targets = head_and_text()
+    auto, whole = (chunked_cross_entropy(x, head.weight, V, targets, chunk)
+                   for chunk in ('auto', 40))
+    assert torch.equal(auto, whole)
 
 
 def test_a_batch_without_any_target_has_a_loss_and_gradients_of_zero():

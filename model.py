@@ -183,7 +183,7 @@ class CausalSelfAttention(nn.Module):
         q, k, v = (t.transpose(1, 2) for t in (self.q_norm(q), self.k_norm(k), v))  # (B, H, T, D)
         if rotary is not None:
             q, k = rotate(q, *rotary), rotate(k, *rotary)
-        q, k = q.to(v.dtype), k.to(v.dtype)  # norms under CUDA's autocast give float32
+        q, k = q.to(v.dtype), k.to(v.dtype)  # under CUDA's autocast norms give float32
         y = attention(q, k, v, self.dropout if self.training else 0.0, documents, cache)
         y = y.transpose(1, 2).flatten(2)  # (B, H, T, D) → (B, T, H·D)
         return self.resid_dropout(self.c_proj(y))
@@ -226,7 +226,7 @@ class Block(nn.Module):
 
     def forward(self, x, idx, rotary=None, documents=None, cache=None):
         x = x + self.attn(self.ln_1(x), idx, rotary, documents, cache)
-        h = self.ln_2(x)
+        h = self.ln_2(x).to(x.dtype)  # under CUDA's autocast norms give float32
         return x + self.mlp(h if self.conv is None else self.conv(h, documents, cache))
 
 

@@ -13,21 +13,25 @@ def short_conv(x, weight, documents=None, cache=None):
     if cache is not None:
         longer = cache.with_earlier(x, len(weight) - 1)  # (B, K - 1 + T, C)
         return conv_with_ages(longer, weight, cache.ages)[:, -x.size(1):]
-    return conv_with_ages(x, weight, None if documents is None else documents.positions)
+    if documents is not None:
+        return conv_with_ages(x, weight, documents.positions)
+    if is_compiling():
+        return conv_with_ages(x, weight, torch.arange(x.size(1), device=x.device)[None])
+    return ShortConvFunction.apply(x, weight)
 
 
 def conv_with_ages(x, weight, ages):
     """ages (B, n), n ≤ T: the positions of the last n tokens within their documents. What a weight
-    reads before its document is taken for 0. None: there are no documents."""
-    if ages is None and not is_compiling():
-        return ShortConvFunction.apply(x, weight)
-    K, T = len(weight), x.size(1)  # torch.compile fuses this, and its backward pass
-    earlier, weight = F.pad(x, (0, 0, K - 1, 0)), weight.to(x.dtype)
-    shifted = [earlier[:, K - 1 - k:K - 1 - k + T] for k in range(K)]
+    reads before its document is taken for 0. Of tokens without an age, the first K - 1 read the end
+    of x, and are good for nothing."""
     if ages is not None:
-        ages = F.pad(ages, (T - ages.size(1), 0), value=K)[..., None]  # (B, T, 1)
-        shifted = [t.masked_fill(ages < k, 0.0) for k, t in enumerate(shifted)]
-    return x + sum(weight[k] * t for k, t in enumerate(shifted))
+        ages = F.pad(ages, (x.size(1) - ages.size(1), 0), value=len(weight))[..., None]  # (B, T, 1)
+
+    def term(k, w):  # weighted before it is moved: the backward pass then needs only x, and fuses
+        moved = (w * x).roll(k, dims=1)
+        return moved if ages is None else moved.masked_fill(ages < k, 0.0)
+
+    return x + sum(term(k, w) for k, w in enumerate(weight.to(x.dtype)))
 
 
 class ShortConvFunction(torch.autograd.Function):

@@ -147,7 +147,8 @@ def test_attention_takes_keeps_and_caches_bfloat16_where_norms_give_float32(monk
         normed = gpt.transformer.ln_f(torch.ones(2, 32, dtype=torch.bfloat16))
         gpt(torch.randint(65, (2, 16)))
         gpt.eval()
-        cache = KVCache(2, [0], 16, CPU)
+        cache = KVCache(gpt.config, 16, CPU)
+        cache.begin([0])
         cache.advance(idx := torch.randint(65, (1, 9)))
         gpt.hidden(idx, cache)
     assert normed.dtype == torch.float32 and len(seen) == 4

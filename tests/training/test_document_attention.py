@@ -50,7 +50,7 @@ def test_a_run_from_other_weights_may_turn_it_on(tiny, documents, tmp_path):
 def test_what_opens_no_document_is_refused_in_a_line(tiny, text_file, tmp_path):
     prepare.main(['text', f'--input={text_file}', '--tokenizer=byte', f'--data_dir={tmp_path}/one'])
     for more, words in [
-            ({}, 'argparse_char has no end of text'),
+            ({}, 'code_char has no end of text'),
             ({'document_start': 1000}, r'document_start=1000: .* has tokens 0 to '),
             ({'document_attention': False, 'document_start': 1}, 'takes document_attention'),
             ({'dataset': f'{tmp_path}/one'}, r'no document begins in the first .*--documents=')]:

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from model import GPT
 from plaingpt.checks.subject import NotChecked, largest_change
-from plaingpt.inference.generation import Context
+from plaingpt.inference.generation import Context, next_logits
 from plaingpt.monitoring.diagnosis import THRESHOLDS
 from plaingpt.training.optimizers import MuonAdamW, parts_of
 
@@ -343,7 +343,8 @@ def cache_changes_nothing(subject):
         cached, idx, worst = Context(model), None, 0.0
         for i in range(min(4, T - T // 2)):
             rows = [texts[b, :n + i].tolist() for b, n in enumerate(prompts)]
-            logits = cached.next_logits(rows, idx, T - T // 2 - i)  # (2, V)
+            _, idx = cached.prepare_step(rows, idx, T - T // 2 - i)
+            logits = next_logits(model, idx, cached.cache)  # (2, V)
             expected = torch.stack([whole[b, n + i - 1] for b, n in enumerate(prompts)])
             worst = max(worst, largest_change(logits, expected))
             idx = torch.stack([texts[b, n + i] for b, n in enumerate(prompts)])[:, None]  # (2, 1)

@@ -43,12 +43,9 @@ def generate(model, prompts, max_new_tokens, *, repetition_penalty=1.0, end_of_t
             seen[i, prompt] = True
         seen = seen.to(context.device)
     for remaining in range(max_new_tokens, 0, -1):
-        logits = context.next_logits(rows, idx, remaining)  # (B, V)
-        if seen is not None:
-            logits = penalize(logits, seen, repetition_penalty)
-        idx = choose_next_token(logits, noise=draw_noise(len(rows), generators), **sampling)
-        if seen is not None:
-            seen.scatter_(1, idx, True)
+        step, idx = context.prepare_step(rows, idx, remaining)
+        noise = draw_noise(len(rows), generators)
+        idx = step(model, idx, context.cache, noise, seen, repetition_penalty, **sampling)
         for i, token in enumerate(idx.flatten().tolist()):  # (B, 1) → B ids
             rows[i].append(token)
             if i in running and token != end_of_text:
@@ -75,15 +72,32 @@ def next_logits(model, idx, cache):
     return model.logits(model.hidden(idx, cache)[:, -1]).float()
 
 
+def next_tokens(model, idx, cache, noise, seen, repetition_penalty, **sampling):
+    """idx (B, T), to which the cache was advanced → the next token of each row, (B, 1).
+    seen (B, V): which tokens are in each row, where that counts; the next ones are added"""
+    logits = next_logits(model, idx, cache)
+    if seen is not None:
+        logits = penalize(logits, seen, repetition_penalty)
+    idx = choose_next_token(logits, noise=noise, **sampling)
+    if seen is not None:
+        seen.scatter_(1, idx, True)
+    return idx
+
+
 class CompiledStep:
-    """next_logits of one token, compiled. On a GPU it is a CUDA graph: one launch, which reads and
-    writes where it did when it was recorded. So each size of a batch has one cache for good."""
+    """next_tokens after one token, compiled. On a GPU it is a CUDA graph: one launch, which reads
+    and writes where it did when it was recorded. So each size of a batch has one cache for good."""
 
     def __init__(self, model):
         device = model.transformer.wte.weight.device
-        self.next_logits = torch.compile(next_logits, dynamic=False, mode='reduce-overhead'
-                                         if device.type == 'cuda' else None)
+        self.compiled = torch.compile(next_tokens, dynamic=False, mode='reduce-overhead'
+                                      if device.type == 'cuda' else None)
         self.caches = {}  # by the number of rows
+
+    def __call__(self, model, idx, cache, noise, *penalty, **sampling):
+        noise = noise.to(idx.device) if idx.is_cuda else noise  # a graph takes nothing from a CPU
+        idx = self.compiled(model, idx, cache, noise, *penalty, **sampling)
+        return idx.clone()  # the graph writes over its results
 
 
 class Context:
@@ -94,17 +108,17 @@ class Context:
         self.device = model.transformer.wte.weight.device
         self.cache = self.starts = None
 
-    def next_logits(self, rows, idx, remaining):
-        """rows: all ids of each; idx (B, 1): the last of them; remaining: how many tokens are
-        still to come at most → logits (B, V) of each row's next token, float32."""
+    def prepare_step(self, rows, idx, remaining):
+        """Advance the cache. rows: all ids of each; idx (B, 1): the last of them; remaining: how
+        many tokens are still to come at most → (next_tokens or what is faster, the idx it takes)"""
         starts = [context_start(len(row), self.model.config.block_size) for row in rows]
-        step = self.compiled.next_logits if self.compiled else next_logits
+        step = self.compiled or next_tokens
         if starts != self.starts or not self.use_cache:
-            self.starts, step = starts, next_logits
+            self.starts, step = starts, next_tokens
             idx = self.start_over([row[start:] for row, start in zip(rows, starts, strict=True)],
                                   remaining)  # (B, T)
         self.cache.advance(idx)
-        return step(self.model, idx, self.cache)
+        return step, idx
 
     def start_over(self, contexts, remaining):
         """Empty the cache → `contexts` as idx (B, T). Short ones are padded in front."""
@@ -153,6 +167,7 @@ class KVCache:
         self.opener = config.document_start if config.document_attention else None
         self.layers = [LayerCache(self) for _ in range(config.n_layer)]
         self.n_columns, self.device, self.static = n_columns, device, static
+        self.numbers = torch.arange(n_columns, device=device)
 
     def begin(self, padding):
         """Forget all tokens; the memory for keys and values stays where it is."""
@@ -175,7 +190,7 @@ class KVCache:
     def advance(self, idx):
         T = idx.size(1)
         begin, self.end = self.end, self.end + T
-        self.columns = torch.arange(begin, self.end, device=self.device)  # (T,)
+        self.columns = self.numbers[begin:self.end]  # (T,)
         self.new = self.positions = self.columns if self.static else slice(begin, self.end)
         self.filled = slice(None) if self.static else slice(self.end)
         if self.opener is not None:  # earlier tokens' last start, unless a document opens here
@@ -188,7 +203,7 @@ class KVCache:
         self.mask = None if unmasked else self.causal_mask()
 
     def causal_mask(self):
-        keys = torch.arange(self.n_columns if self.static else self.end, device=self.device)
+        keys = self.numbers[self.filled]
         queries = self.columns[:, None]  # (T, 1)
         if self.starts is None:
             return keys <= queries  # (T, columns)

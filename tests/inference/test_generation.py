@@ -278,7 +278,7 @@ def test_what_a_compiled_step_writes_to_stays_where_it_is_as_cuda_graphs_need_it
                    if user.target is torch.ops.aten.copy_.default and user.args[0] is node]
         fixed = set(TracingContext.get().fw_metadata.static_input_indices)
         assert len(written) == 3 * 2 and fixed >= set(written)  # keys, values, convolution
-        assert len(inputs) - len(fixed) <= 5  # a token, its column and position, mask, padding
+        assert len(inputs) - len(fixed) <= 5  # a token, its column, position and mask; noise
         calls = []
         addresses.append(calls)
 

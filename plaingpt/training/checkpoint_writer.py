@@ -13,6 +13,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from plaingpt.monitoring.metrics_file import read_rows, trim_rows
+from plaingpt.system.devices import synchronize
 from plaingpt.system.distributed import (
     all_gather,
     gloo_group,
@@ -57,6 +58,7 @@ class Saver:
         self.alone = alone
         self.writer = ThreadPoolExecutor(1, thread_name_prefix='saver') if background else None
         self.pending = None  # the save in the background
+        self.copies = {}  # what it writes: {key: tensor}
         self.failed = False  # the last save came to nothing
         self.check_folder = lambda: None  # raises UserError where out_dir is another run's by now
 
@@ -78,8 +80,7 @@ class Saver:
         mine = self._my_files('model', dict(model.named_parameters())) \
             + self._my_files('optimizer', optimizer_tensors(optimizer, model))
         if self.background:
-            mine = [(name, {key: t.detach().to('cpu', copy=True) for key, t in tensors.items()})
-                    for name, tensors in mine]
+            mine = self._copied(mine)
             self.pending = self.writer.submit(self._save, mine, state, rng)
         else:
             self._save(mine, state, rng)
@@ -96,6 +97,18 @@ class Saver:
         files = pack(mine, self.chunk_bytes) if mine else []
         counts = all_gather(len(files), self.group)
         return named(kind, files, before=sum(counts[:self.rank]), of=sum(counts))
+
+    def _copied(self, files):
+        """[(file name, {key: tensor})] → the same in host memory, which is kept from save to save.
+        From a GPU, pages that stay in place (pinned) take several times as much a second."""
+        tensors = {key: t.detach() for _, file in files for key, t in file.items()}
+        for key, t in tensors.items():
+            if key not in self.copies:
+                self.copies[key] = torch.empty_like(t, device='cpu', pin_memory=t.is_cuda)
+            self.copies[key].copy_(t, non_blocking=True)
+        for device in {t.device for t in tensors.values()}:
+            synchronize(device)
+        return [(name, {key: self.copies[key] for key in file}) for name, file in files]
 
     def wait(self):
         """Wait for a save in the background. Raises what it raised."""

@@ -129,6 +129,21 @@ def test_a_save_in_the_background_writes_what_the_weights_were(
     assert same(checkpoints.find(tmp_path).load_model().parameters(), before)
 
 
+def test_saves_in_the_background_write_from_the_same_memory(model, optimizer, tmp_path):
+    saver, places = checkpoint_writer.Saver(tmp_path, background=True, keep=2), []
+    for iter_num in (10, 20):
+        saver.save(model, optimizer, {**STATE, 'iter_num': iter_num}, rng_state(CPU))
+        places.append({key: t.data_ptr() for key, t in saver.copies.items()})
+        with torch.no_grad():
+            for p in model.parameters():
+                p.add_(1.0)
+    saver.wait()
+    assert places[0] == places[1] and len({*places[0].values()}) >= len([*model.parameters()])
+    first, second = (checkpoints.find(tmp_path, at).load_model().parameters()
+                     for at in ('10', '20'))
+    assert same([p + 1.0 for p in first], second)
+
+
 @pytest.mark.parametrize('background', [False, True])
 def test_a_save_that_fails_is_tried_again_and_training_goes_on(
         model, optimizer, save, tmp_path, monkeypatch, capsys, background):

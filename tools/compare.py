@@ -409,7 +409,7 @@ def build_generators(shape, device, config, batch, folder):
             with context:
                 generate(ours, prompt.tolist(), n, temperature=0.8, top_k=200, compiled=compiled)
         found[f'plainGPT {dtype}'] = ours_generates
-        if device.type == 'cuda':  # the round that compiles is not the best
+        if device.type == 'cuda' and dtype == 'bfloat16':  # the round that compiles is not the best
             found[f'plainGPT {dtype} compiled'] = partial(ours_generates,
                                                           compiled=CompiledStep(ours))
     if config.nanogpt and batch == 1:  # it is slow, since it has no cache

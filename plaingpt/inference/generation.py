@@ -46,6 +46,8 @@ def generate(model, prompts, max_new_tokens, *, repetition_penalty=1.0, end_of_t
         step, idx = context.prepare_step(rows, idx, remaining)
         noise = draw_noise(len(rows), generators)
         idx = step(model, idx, context.cache, noise, seen, repetition_penalty, **sampling)
+        if seen is not None:
+            seen.scatter_(1, idx, True)
         for i, token in enumerate(idx.flatten().tolist()):  # (B, 1) → B ids
             rows[i].append(token)
             if i in running and token != end_of_text:
@@ -74,14 +76,11 @@ def next_logits(model, idx, cache):
 
 def next_tokens(model, idx, cache, noise, seen, repetition_penalty, **sampling):
     """idx (B, T), to which the cache was advanced → the next token of each row, (B, 1).
-    seen (B, V): which tokens are in each row, where that counts; the next ones are added"""
+    seen (B, V): which tokens are in each row, where that counts"""
     logits = next_logits(model, idx, cache)
     if seen is not None:
         logits = penalize(logits, seen, repetition_penalty)
-    idx = choose_next_token(logits, noise=noise, **sampling)
-    if seen is not None:
-        seen.scatter_(1, idx, True)
-    return idx
+    return choose_next_token(logits, noise=noise, **sampling)
 
 
 class CompiledStep:

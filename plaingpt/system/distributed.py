@@ -196,7 +196,10 @@ def gradient_sync(model, last):
 def clear_gradients(model, optimizer):
     """After a step. A DDP model's gradients stay in the buckets that travel, as zeros: new ones
     would take as much memory again until the last micro-batch."""
-    optimizer.zero_grad(set_to_none=not isinstance(model, DDP))
+    if isinstance(model, DDP):
+        torch._foreach_zero_([p.grad for p in model.parameters() if p.grad is not None])
+    else:
+        optimizer.zero_grad(set_to_none=True)
 
 
 # -----------------------------------------------------------------------------

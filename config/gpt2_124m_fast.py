@@ -1,6 +1,6 @@
 # GPT-2 124M with the newer parts of config/shakespeare_char_cpu_fast.py and config/quickstart.py,
-# on a quarter of the tokens that config/gpt2_124m.py takes. An H100 reads 467,000 tokens/s; the loss
-# that it reaches is not known yet.
+# on a quarter of the tokens that config/gpt2_124m.py takes. An H100 reads 467,000 tokens/s; the
+# loss that it reaches is not known yet.
 #   python prepare.py fineweb10B-gpt2 --max_shards=25
 #   python train.py config/gpt2_124m_fast.py
 #   torchrun --nproc_per_node=8 train.py config/gpt2_124m_fast.py

@@ -97,22 +97,31 @@ def summed_cross_entropy(logits, vocab_size, targets, training):
     """logits (n, V') float32, of which the first vocab_size count, targets (n,) → the sum of
     cross-entropies, and its gradient in the logits, (n, V'), or None when not training. Overwrites
     logits."""
-    known, targets = targets[:, None] != -1, targets[:, None].clamp(min=0)  # (n, 1)
-    if logits.size(1) > vocab_size:
-        logits[:, vocab_size:] = -math.inf  # no part in the softmax, and no gradient
     # The gradient is softmax − one-hot: within ±1, which float16 holds; divided by the count it
     # would vanish.
     if is_compiling():  # all of it becomes one kernel; in eager mode this takes twice as long
-        ids = torch.arange(logits.size(1), device=logits.device)
-        lse = logits.logsumexp(-1, keepdim=True)
-        loss = lse - logits.gather(1, targets)
-        grad = (logits - lse).exp() - (ids == targets).float() if training else None
-    else:
-        logp = F.log_softmax(logits, dim=-1)
-        del logits  # large
-        loss = -logp.gather(1, targets)
-        grad = logp.exp_().scatter_add_(1, targets, -torch.ones_like(targets, dtype=torch.float)) \
-            if training else None
-    if training:
-        grad = grad.mul_(known)
-    return (loss * known).sum(), grad
+        return fused_cross_entropy(logits, vocab_size, targets[:, None], training)
+    known, targets = targets[:, None] != -1, targets[:, None].clamp(min=0)  # (n, 1)
+    if logits.size(1) > vocab_size:
+        logits[:, vocab_size:] = -math.inf  # no part in the softmax, and no gradient
+    logp = F.log_softmax(logits, dim=-1)
+    del logits  # large
+    loss = -logp.gather(1, targets)
+    if not training:
+        return (loss * known).sum(), None
+    one_hot = -torch.ones_like(targets, dtype=torch.float)
+    return (loss * known).sum(), logp.exp_().scatter_add_(1, targets, one_hot).mul_(known)
+
+
+def fused_cross_entropy(logits, vocab_size, targets, training):
+    """The same; targets (n, 1). In powers of 2, for which a GPU has an instruction: a fifth of all
+    that it runs for a logit is saved."""
+    ids = torch.arange(logits.size(1), device=logits.device)
+    if logits.size(1) > vocab_size:
+        logits = logits.masked_fill(ids >= vocab_size, -math.inf)
+    logits, known = logits * (1 / math.log(2)), targets != -1
+    highest = logits.amax(-1, keepdim=True)
+    lse = highest + (logits - highest).exp2().sum(-1, keepdim=True).log2()
+    loss = ((lse - logits.gather(1, targets.clamp(min=0))) * known).sum() * math.log(2)
+    lse = lse.masked_fill(~known, math.inf)  # then a row's softmax is 0, and so is its gradient
+    return loss, (logits - lse).exp2() - (ids == targets).float() if training else None

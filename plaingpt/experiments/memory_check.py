@@ -1,6 +1,7 @@
 """The memory of a training step, measured beside what was planned."""
 
 import sys
+from dataclasses import replace
 
 import torch
 
@@ -21,7 +22,7 @@ def tracked_step(shape, step):
     def held(which):
         return sum(kinds['Total'] for kinds in tracker.get_tracker_snapshot(which).values())
 
-    with FakeTensorMode(), kernels_of(step.device):
+    with FakeTensorMode(), kernels_of(step.device, step.is_eager):
         steps = one_step(shape, step, torch.device('cpu'))
         next(steps)
         _, gpt, optimizer = next(steps)
@@ -55,7 +56,8 @@ def cuda_step(shape, step, device):
 
 def measure_memory(work):
     """Measure a step beside its plan → (a row for each stage, their table)."""
-    device, step = work.device, step_settings(work.config, work.dtype, work.device.type)
+    device = work.device
+    step = step_settings(replace(work.config, compile=False), work.dtype, device.type)
     if device.type == 'cuda':
         allocated, reserved = cuda_step(work.shape, step, device)
         tool = "CUDA's allocator"

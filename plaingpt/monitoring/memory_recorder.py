@@ -2,7 +2,7 @@
 
 import re
 from collections import Counter
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from unittest import mock
 from weakref import finalize
@@ -112,15 +112,17 @@ class MemoryRecorder(TorchDispatchMode):
 
 
 @contextmanager
-def kernels_of(device):
+def kernels_of(device, eager=False):
     """Let tensors on a CPU take the kernels that they would take on this type of device, as far as
-    memory tells them apart. What a kernel takes inside, such as cuBLAS's workspace, nobody sees."""
+    memory tells them apart. What a kernel takes inside, such as cuBLAS's workspace, nobody sees.
+
+    eager: with float32 copies of what norms take, which no compiled step keeps"""
     cpu_kernels.enabled = device == 'cpu'
     try:
         with ExitStack() as stack:
             if device != 'cpu':
                 stack.enter_context(fused_kernels())
-                stack.enter_context(cuda_autocast_rules())
+                stack.enter_context(cuda_autocast_rules() if eager else nullcontext())
             yield
     finally:
         cpu_kernels.enabled = True

@@ -48,6 +48,10 @@ class StepSettings:
         """Processes that share a copy of the model, where it is sharded."""
         return self.config.fsdp_group or self.processes
 
+    @property
+    def is_eager(self):
+        return self.config.compile is False
+
     def change(self, **settings):
         """The same with other settings in its config."""
         return replace(self, config=replace(self.config, **settings))
@@ -96,7 +100,7 @@ def trace_step(shape, step):
     if key in TRACES:
         return TRACES[key]
     recorder = MemoryRecorder()
-    with FakeTensorMode(), kernels_of(step.device), recorder:
+    with FakeTensorMode(), kernels_of(step.device, step.is_eager), recorder:
         steps = one_step(shape, step, torch.device('cpu'))
         next(steps)
         recorder.begin('', 'optimizer states')

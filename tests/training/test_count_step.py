@@ -7,6 +7,8 @@ import pytest
 from count_step import CountConfig
 
 from model import GPT, GPTConfig
+from plaingpt.training.memory_fit import kept_bytes
+from plaingpt.training.memory_planner import predict, step_settings
 
 GPT2 = GPTConfig(block_size=64, vocab_size=1000, n_layer=2, n_head=2, n_embd=64, bias=False)
 NEWER = replace(GPT2, n_head=1, rotary=True, qk_norm=True, mlp='relu2', conv=4, tied_head=False)
@@ -38,6 +40,15 @@ def test_blocks_keep_no_float32_activation_under_cudas_autocast():
         # What is in float32 is one or two numbers a token, and the gradient of the head.
         numbers = 4 * TOKENS * (2 * 5 * 2 + 2) + 4 * shape.padded_vocab_size * 64
         assert kept['float32'] <= numbers < 4 * TOKENS * 64 * 2, shape
+
+
+def test_a_plan_counts_what_the_compiled_step_keeps():
+    for shape in (GPT2, NEWER):
+        step = step_settings(CONFIG, 'bfloat16')
+        totals = predict(shape, step).totals
+        before = sum(kept_bytes(shape, step))  # parameters, states of the optimizer
+        planned, kept = totals['after forward'] - before, kept_by(shape).total()
+        assert 0.97 * kept <= planned <= 1.1 * kept, shape
 
 
 def test_a_short_convolution_keeps_its_input_and_no_shifted_copy():

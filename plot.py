@@ -1,9 +1,10 @@
-"""Draw the curves of runs, say what looks wrong, and compare with a reference.
+"""Draw the curves of runs, say what looks wrong, and compare with a reference; show their films.
 
     python plot.py out
     python plot.py out-a out-b --output=both.png
     python plot.py out --reference=shakespeare_char_cpu
     python plot.py out --live
+    python plot.py --film out out-b
 """
 
 if __name__ == '__main__':
@@ -20,6 +21,7 @@ from typing import Annotated
 from configurator import load_config
 from plaingpt.monitoring.diagnosis import diagnose
 from plaingpt.monitoring.figures import draw_curves, loss_table, tokenizers_differ
+from plaingpt.monitoring.film_page import write_page
 from plaingpt.monitoring.markdown_report import overfit_check
 from plaingpt.monitoring.metrics_file import read_rows, rows_with
 from plaingpt.monitoring.references import read_reference, reference_of
@@ -36,11 +38,16 @@ class PlotConfig:
     reference: str = ''  # of references/: its band is drawn; a run with its settings has it
     live: bool = False  # draw again and again until all runs have ended
     every: Annotated[float, 'at least 1'] = 10.0  # seconds, with live
+    film: bool = False  # make a page of what film=True saw in training
 
     def problems(self):
-        if self.output and not self.output.endswith('.png'):
-            return [f'output={self.output}: must end in .png']
-        return []
+        ending = '.html' if self.film else '.png'
+        found = []
+        if self.output and not self.output.endswith(ending):
+            found.append(f'output={self.output}: must end in {ending}')
+        if self.film and (self.live or self.reference):
+            found.append('film goes with neither live nor reference')
+        return found
 
 
 def main(argv):
@@ -48,6 +55,10 @@ def main(argv):
     config = load_config(PlotConfig, [arg for arg in argv if arg not in folders], __doc__)
     require_stdout()
     check_folders(folders)
+    if config.film:
+        default = Path(folders[0], 'film.html') if len(folders) == 1 else 'film.html'
+        write_film(folders, config.output or default)
+        return
     reference = read_reference(config.reference) if config.reference else None
     default = Path(folders[0], 'loss.png') if len(folders) == 1 else 'compare.png'
     output = Path(config.output or default)
@@ -88,6 +99,18 @@ def read_runs(folders):
     if len(set(names)) < len(names):
         names = folders
     return [(name, *read(folder)) for name, folder in zip(names, folders, strict=True)]
+
+
+def write_film(folders, path):
+    """Make the page of runs' films. Raises UserError."""
+    runs = [(name, folder, rows)
+            for (name, rows, _), folder in zip(read_runs(folders), folders, strict=True)]
+    try:
+        write_page(runs, path)
+    except OSError as e:
+        raise UserError(f'{path} cannot be written: {e.strerror}: choose another place with '
+                        '--output=FILE.html') from None
+    print(f'{path}: open it in a browser')
 
 
 def draw_runs(runs, output, reference, may_be_empty=False):

@@ -6,6 +6,7 @@
     python sample.py --init_from=gpt2-xl --start="What is the answer to life?"
     python sample.py out --prompts=prompts.jsonl --output=texts.jsonl
     python sample.py out --chat
+    python sample.py out --sources
 
 Each line of prompts is a JSON object with a `prompt`; the output adds a `text` to each.
 """
@@ -16,20 +17,25 @@ if __name__ == '__main__':  # before torch, which takes seconds
 
 import json
 import sys
+from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated, Literal
 
 from tqdm import tqdm
 
 from configurator import load_config
+from plaingpt.data.dataset import open_named
 from plaingpt.data.readers import read_jsonl
+from plaingpt.inference.copied_text import SHORTEST, Sources
 from plaingpt.inference.generation import CompiledStep
 from plaingpt.inference.terminal_chat import run_chat, show
 from plaingpt.inference.text_generator import Sampling, TextGenerator, read_text
 from plaingpt.inference.weight_layout import prepare_for_generation
+from plaingpt.monitoring.markdown_report import describe_copied, write_report
 from plaingpt.system.devices import choose_compile, choose_device, choose_dtype, use_fast_matmul
 from plaingpt.system.errors import UserError, run_script
-from plaingpt.system.files import naming
+from plaingpt.system.files import naming, write_json
 from plaingpt.system.formatting import unescape
 from plaingpt.system.streams import require_stdout, status
 from plaingpt.training import model_choice
@@ -54,6 +60,7 @@ class SampleConfig(Sampling, model_choice.ModelChoice):
     chat: bool = False  # talk with the model at the terminal instead
     system: Annotated[str, unescape] = ''  # what the assistant is told before all, in a chat
     template: Annotated[str, unescape] = ''  # of a dialogue's model, as User: {user}\nAssistant:
+    sources: bool = False  # underline what stands in the training text, and say where
     # system
     stream: bool = False  # print each sample as it is written
     batch_size: Annotated[int, 'at least 1'] = 8  # samples at a time; changes the speed alone
@@ -65,6 +72,8 @@ class SampleConfig(Sampling, model_choice.ModelChoice):
         found = super().problems()
         if bool(self.prompts) != bool(self.output):
             found.append('prompts and output go together: name both files')
+        if self.sources and (self.prompts or self.chat or self.stream):
+            found.append('sources goes with neither prompts, chat nor stream')
         if self.system and not self.chat:
             found.append(f'system={self.system}: goes with --chat')
         if self.template and '{user}' not in self.template:
@@ -96,8 +105,9 @@ def read_prompts(path):
     return rows
 
 
-def write_samples(generator, config):
-    start = config.start
+def write_samples(generator, config, sources=None):
+    """Print samples → their texts. sources: the Sources to show with each, where wanted"""
+    written, start = [], config.start
     if start.startswith('FILE:'):
         start = read_text(start.removeprefix('FILE:'), f'start={start}')
     prompt = generator.encode_prompt(start, 'start')
@@ -113,7 +123,33 @@ def write_samples(generator, config):
                           f'{config.num_samples}'):
             texts = generator.write([prompt] * len(numbers), numbers, config, config.stops())
         for text in texts:
-            print(f'---------------\n{start}{text}')
+            print(f'---------------\n{start}', end='')
+            (sources.show if sources else print)(text)
+        written += texts
+    return written
+
+
+def open_sources(state, source):
+    """The Sources of a run, of its state.json. Raises UserError."""
+    if not state:
+        raise UserError(f'sources: nothing says which text {source} was trained on: name a run of '
+                        'train.py')
+    dataset = open_named(state['config']['dataset'])
+    if not dataset.is_identity('train', state['data']):
+        raise UserError(f'sources: {source} was trained on other tokens than those of '
+                        f'{dataset.folder}: prepare the text that it had')
+    return Sources(dataset)
+
+
+def tell_copied(sources, texts, config, iter_num):
+    """Print how much of texts is copied, and keep it in out_dir for the report of the run."""
+    written, held_out = sources.compare(texts)
+    found = {'iter': iter_num, 'copied': written, 'held_out': held_out, 'shortest': SHORTEST}
+    print(describe_copied(found))
+    with suppress(OSError):  # out_dir may be another's
+        write_json(Path(config.out_dir, 'copied.json'), found)
+        if Path(config.out_dir, 'report.md').exists():
+            write_report(config.out_dir, print)
 
 
 def write_prompts(generator, config):
@@ -141,8 +177,9 @@ def main(argv):
         require_stdout(verbatim=True)
     device, _ = choose_device(config.device)
     use_fast_matmul()
-    model, tokenizer, source, _ = model_choice.load(config.init_from, config.out_dir,
+    model, tokenizer, source, state = model_choice.load(config.init_from, config.out_dir,
                                                    config.checkpoint, config.tokenizer)
+    sources = open_sources(state, source) if config.sources else None
     model = model.to(device).eval()
     dtype, _ = choose_dtype(config.dtype, device, model.config.n_embd)
     compile, _ = choose_compile(config.compile, device)
@@ -155,7 +192,9 @@ def main(argv):
     elif config.prompts:
         write_prompts(generator, config)
     else:
-        write_samples(generator, config)
+        texts = write_samples(generator, config, sources)
+        if sources:
+            tell_copied(sources, texts, config, state['iter_num'])
     if generator.tokens:
         print(generator.speed(), file=sys.stderr)
 

@@ -49,6 +49,7 @@ from plaingpt.training import run_data, run_model
 from plaingpt.training.averaging import averaged
 from plaingpt.training.checkpoint_writer import Saver, archive_previous_run, trim_logs
 from plaingpt.training.dtype_choice import choose_training_dtype
+from plaingpt.training.film import Film, open_film
 from plaingpt.training.memory_fit import fit_to_memory
 from plaingpt.training.memory_planner import explain_out_of_memory
 from plaingpt.training.optimizers import build_optimizer
@@ -88,6 +89,7 @@ class Run:
     record: dict = None  # the facts of the run, as run.json has them; this and below: open_outputs
     metrics: Metrics = None
     probes: Probes = None
+    film: Film = None  # where there is one
     guard: StepGuard = None
     saver: Saver = None
 
@@ -157,6 +159,8 @@ def open_outputs(run, resumed, group):
         backends=open_backends(config, run.record, saved.get('wandb_id')) if writing else [])
     run.probes = Probes(config, run.dataset, run.parallel, metrics, run.val_data, run.context,
                         group, writing)
+    run.film = open_film(config, run.dataset, run.parallel, run.val_data, metrics, run.context,
+                         writing)
     run.guard = StepGuard(out_dir / 'anomalies.jsonl', config.max_bad_steps, run.train_data,
                           run.device, scaling=run.scaler.is_enabled())
     run.saver = Saver(
@@ -176,6 +180,10 @@ def train(run):
     with closing(run.train_data.train_batches(progress.iter_num)) as batches, \
             garbage_at_known_steps():
         while True:
+            if run.film and run.film.is_due(progress.iter_num):
+                with run.metrics.paused('filming'), averaged(run.optimizer):
+                    run.film.take(progress.iter_num)
+
             # evaluate, save or stop: all processes decide alike
             if evaluating := progress.evaluation_is_due(config):
                 with run.stop.until_stopped():
@@ -286,6 +294,8 @@ def finish(run, ending):
         write_run(out_dir, dict(run.record, ending=ending, end=run.metrics.at(progress.iter_num)))
         if config.report:
             write_report(out_dir, print0)
+    if run.film:
+        print0(run.film.describe())
     if run.guard.gave_up:
         raise run.guard.error()
     if run.saver.failed:

@@ -41,3 +41,4 @@ beta2 = 0.95
 eval_interval = 150
 eval_iters = 40
 log_interval = 50
+film = True  # python plot.py --film out-quickstart

@@ -21,3 +21,4 @@ eval_interval = 2
 eval_iters = 4
 health_interval = 2
 report = False
+film = True

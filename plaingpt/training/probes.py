@@ -14,6 +14,21 @@ QUESTIONS = 3  # of the validation split, that samples of a tuned model answer
 LOOKS = 5  # health checks in a run at least, however short: a curve takes a few points
 
 
+def sample_prompts(config, dataset, val_loader):
+    """What samples of a run continue, sample_start or questions of conversations → (prompts as ids,
+    the same as text, options of generate). Raises UserError."""
+    tokenizer = dataset.tokenizer()
+    if not dataset.has_mask():
+        prompt = tokenizer.encode(config.sample_start).tolist() or [tokenizer.end_of_text or 0]
+        return [prompt], [config.sample_start], {'temperature': 0.8, 'top_k': 200}
+    prompts = val_loader.questions(QUESTIONS)
+    if not prompts:
+        raise UserError('no question of the validation split has room for an answer in '
+                        f'block_size={config.block_size}')
+    return prompts, [tokenizer.decode(prompt) for prompt in prompts], \
+        {'temperature': 0, 'end_of_text': tokenizer.end_of_turn}
+
+
 class Probes:
     """Health every health_interval, benchmarks every eval_tasks_interval and a sample every
     sample_interval iterations, logged to `metrics`. Health at least LOOKS times in a run.
@@ -36,19 +51,8 @@ class Probes:
                                for name in config.eval_tasks.split(',')]
         if writing and config.sample_tokens:
             try:
-                tokenizer = dataset.tokenizer()
-                start = tokenizer.encode(config.sample_start).tolist() \
-                    or [tokenizer.end_of_text or 0]
-                self.prompts, self.shown = [start], [config.sample_start]
-                self.how = {'temperature': 0.8, 'top_k': 200}
-                if dataset.has_mask():
-                    self.prompts = val_loader.questions(QUESTIONS)
-                    if not self.prompts:
-                        raise UserError('no question of the validation split has room for an '
-                                        f'answer in block_size={config.block_size}')
-                    self.shown = [tokenizer.decode(prompt) for prompt in self.prompts]
-                    self.how = {'temperature': 0, 'end_of_text': tokenizer.end_of_turn}
-                self.tokenizer = tokenizer
+                self.prompts, self.shown, self.how = sample_prompts(config, dataset, val_loader)
+                self.tokenizer = dataset.tokenizer()
             except UserError as problem:
                 metrics.print(f'warning: no samples of what the model writes: {problem}')
 

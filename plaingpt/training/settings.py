@@ -71,6 +71,7 @@ class TrainConfig(GPTConfig):
     log_to: NoEffect[str] = ''  # send metrics also to: wandb, trackio, tensorboard
     # watching
     health_interval: NoEffect[Natural] = 100  # iterations between health checks; 0: none
+    film: NoEffect[bool] = False  # look inside at some 40 instants, for plot.py --film
     report: NoEffect[bool] = True  # at the end, write report.md and loss.png into out_dir
     patience: NoEffect[Natural] = 0  # stop after so many evaluations without a new best; 0: never
     overfit_batches: Natural = 0  # a check: train on the first batches only, to a loss near 0

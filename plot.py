@@ -42,12 +42,11 @@ class PlotConfig:
 
     def problems(self):
         ending = '.html' if self.film else '.png'
-        found = []
-        if self.output and not self.output.endswith(ending):
-            found.append(f'output={self.output}: must end in {ending}')
         if self.film and (self.live or self.reference):
-            found.append('film goes with neither live nor reference')
-        return found
+            return ['film=True goes with neither live nor reference']
+        if self.output and not self.output.endswith(ending):
+            return [f'output={self.output}: must end in {ending}']
+        return []
 
 
 def main(argv):
@@ -56,8 +55,11 @@ def main(argv):
     require_stdout()
     check_folders(folders)
     if config.film:
-        default = Path(folders[0], 'film.html') if len(folders) == 1 else 'film.html'
-        write_film(folders, config.output or default)
+        path = Path(folders[0] if len(folders) == 1 else '', 'film.html')
+        runs = zip(read_runs(folders), folders, strict=True)
+        write_page([(name, folder, rows) for (name, rows, _), folder in runs],
+                   config.output or path)
+        print(f'{config.output or path}: open it in a browser')
         return
     reference = read_reference(config.reference) if config.reference else None
     default = Path(folders[0], 'loss.png') if len(folders) == 1 else 'compare.png'
@@ -99,18 +101,6 @@ def read_runs(folders):
     if len(set(names)) < len(names):
         names = folders
     return [(name, *read(folder)) for name, folder in zip(names, folders, strict=True)]
-
-
-def write_film(folders, path):
-    """Make the page of runs' films. Raises UserError."""
-    runs = [(name, folder, rows)
-            for (name, rows, _), folder in zip(read_runs(folders), folders, strict=True)]
-    try:
-        write_page(runs, path)
-    except OSError as e:
-        raise UserError(f'{path} cannot be written: {e.strerror}: choose another place with '
-                        '--output=FILE.html') from None
-    print(f'{path}: open it in a browser')
 
 
 def draw_runs(runs, output, reference, may_be_empty=False):

@@ -17,25 +17,22 @@ if __name__ == '__main__':  # before torch, which takes seconds
 
 import json
 import sys
-from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Annotated, Literal
 
 from tqdm import tqdm
 
 from configurator import load_config
-from plaingpt.data.dataset import open_named
 from plaingpt.data.readers import read_jsonl
-from plaingpt.inference.copied_text import SHORTEST, Sources
+from plaingpt.inference.copied_text import open_sources
 from plaingpt.inference.generation import CompiledStep
 from plaingpt.inference.terminal_chat import run_chat, show
 from plaingpt.inference.text_generator import Sampling, TextGenerator, read_text
 from plaingpt.inference.weight_layout import prepare_for_generation
-from plaingpt.monitoring.markdown_report import describe_copied, write_report
+from plaingpt.monitoring.markdown_report import add_to_report
 from plaingpt.system.devices import choose_compile, choose_device, choose_dtype, use_fast_matmul
 from plaingpt.system.errors import UserError, run_script
-from plaingpt.system.files import naming, write_json
+from plaingpt.system.files import naming
 from plaingpt.system.formatting import unescape
 from plaingpt.system.streams import require_stdout, status
 from plaingpt.training import model_choice
@@ -73,7 +70,7 @@ class SampleConfig(Sampling, model_choice.ModelChoice):
         if bool(self.prompts) != bool(self.output):
             found.append('prompts and output go together: name both files')
         if self.sources and (self.prompts or self.chat or self.stream):
-            found.append('sources goes with neither prompts, chat nor stream')
+            found.append('sources=True goes with neither prompts, chat nor stream')
         if self.system and not self.chat:
             found.append(f'system={self.system}: goes with --chat')
         if self.template and '{user}' not in self.template:
@@ -106,8 +103,8 @@ def read_prompts(path):
 
 
 def write_samples(generator, config, sources=None):
-    """Print samples → their texts. sources: the Sources to show with each, where wanted"""
-    written, start = [], config.start
+    """Print samples. sources: shows what is copied in each, and how much in all"""
+    start, written = config.start, []
     if start.startswith('FILE:'):
         start = read_text(start.removeprefix('FILE:'), f'start={start}')
     prompt = generator.encode_prompt(start, 'start')
@@ -126,30 +123,7 @@ def write_samples(generator, config, sources=None):
             print(f'---------------\n{start}', end='')
             (sources.show if sources else print)(text)
         written += texts
-    return written
-
-
-def open_sources(state, source):
-    """The Sources of a run, of its state.json. Raises UserError."""
-    if not state:
-        raise UserError(f'sources: nothing says which text {source} was trained on: name a run of '
-                        'train.py')
-    dataset = open_named(state['config']['dataset'])
-    if not dataset.is_identity('train', state['data']):
-        raise UserError(f'sources: {source} was trained on other tokens than those of '
-                        f'{dataset.folder}: prepare the text that it had')
-    return Sources(dataset)
-
-
-def tell_copied(sources, texts, config, iter_num):
-    """Print how much of texts is copied, and keep it in out_dir for the report of the run."""
-    written, held_out = sources.compare(texts)
-    found = {'iter': iter_num, 'copied': written, 'held_out': held_out, 'shortest': SHORTEST}
-    print(describe_copied(found))
-    with suppress(OSError):  # out_dir may be another's
-        write_json(Path(config.out_dir, 'copied.json'), found)
-        if Path(config.out_dir, 'report.md').exists():
-            write_report(config.out_dir, print)
+    return sources.compare(written) if sources else None
 
 
 def write_prompts(generator, config):
@@ -192,9 +166,10 @@ def main(argv):
     elif config.prompts:
         write_prompts(generator, config)
     else:
-        texts = write_samples(generator, config, sources)
-        if sources:
-            tell_copied(sources, texts, config, state['iter_num'])
+        copied = write_samples(generator, config, sources)
+        if copied:
+            print(copied)
+            add_to_report(config.out_dir, f'After {state["iter_num"]:,} iterations, {copied}.')
     if generator.tokens:
         print(generator.speed(), file=sys.stderr)
 

@@ -3,9 +3,7 @@
 A suffix array (Manber and Myers 1990) holds the place of each token of the training text, in the
 order of the text that begins there, so that a binary search finds the longest match. OLMoTrace (Liu
 et al. 2025, arXiv 2504.07096) does the same for trillions of tokens.
-
-To build it takes about 14 bytes of memory for each token of 2 bytes. It is kept in the folder of
-the dataset with 4 bytes a token, and mapped from there.
+It is kept beside the dataset.
 """
 
 import hashlib
@@ -13,169 +11,137 @@ import json
 import sys
 from bisect import bisect_left
 from contextlib import suppress
-from typing import NamedTuple
+from itertools import pairwise
 
 import numpy as np
 
+from plaingpt.data.dataset import open_named
 from plaingpt.system.errors import UserError, needs
-from plaingpt.system.files import naming
 from plaingpt.system.formatting import printable
-from plaingpt.system.streams import print_styled, status, warn
+from plaingpt.system.streams import print_styled, status
 
 MOST_TOKENS = 200_000_000
 SHORTEST = 25  # bytes of text that a stretch has at least, about five words: fewer are anybody's
-CHUNK = 2**24  # entries of the suffix array that are looked at at once
 
 
-class Stretch(NamedTuple):
-    begin: int  # in the bytes of the text
-    end: int
-    place: str  # 'train.bin, token 1,234,567, document 83'
+def open_sources(state, source):
+    """The Sources of a run. state: its state.json, {} of a model of others. Raises UserError."""
+    if not state:
+        raise UserError(f'sources=True: nothing says what text {source} was trained on: name a run '
+                        'of train.py')
+    dataset = open_named(state['config']['dataset'])
+    if not dataset.is_identity('train', state['data']):
+        raise UserError(f'sources=True: {source} was trained on other tokens than those of '
+                        f'{dataset.folder}: prepare the text that it had')
+    return Sources(dataset)
 
 
-class TrainingText:
-    """The training split of a Dataset, to search in. Raises UserError where it is too long."""
+class Sources:
+    """The training text of a Dataset, to search in. Raises UserError where it is too long."""
 
     def __init__(self, dataset):
-        self.dataset, stream = dataset, dataset.split('train')
-        if len(stream) > MOST_TOKENS:
-            raise UserError(f'{dataset.folder} has {len(stream):,} training tokens, and --sources '
-                            f'searches at most {MOST_TOKENS:,}: leave it out')
+        self.dataset, self.tokenizer = dataset, dataset.tokenizer()
+        stream = dataset.split('train')
         self.files, self.starts = stream.files, stream.starts
-        self.width = 1 if dataset.vocab_size <= 2**8 else 2 if dataset.vocab_size <= 2**16 else 4
-        self.text = b''.join(self.as_bytes(ids) for file in self.files for _, ids in file.pieces())
+        if len(stream) > MOST_TOKENS:
+            raise UserError(f'sources=True: {dataset.folder} has {len(stream):,} training tokens, '
+                            f'and {MOST_TOKENS:,} are the most')
+        # With the highest byte first, bytes have the order of the ids.
+        self.dtype = np.dtype('>u4' if dataset.vocab_size > 2**16 else '>u2')
+        self.text = b''.join(ids.astype(self.dtype).tobytes()
+                             for file in self.files for _, ids in file.pieces())
         self.suffixes = self.open_suffixes()
 
-    def as_bytes(self, ids):
-        """Token ids as bytes that have the order of the ids: the highest comes first."""
-        return ids.astype(f'>u{self.width}').tobytes()
-
     def open_suffixes(self):
-        """The suffix array: that in the folder, or a new one, which is kept there."""
-        identity = json.dumps(self.dataset.identity('train')).encode()
-        name = f'train-{hashlib.sha256(identity).hexdigest()[:16]}.suffixes.npy'
-        path = self.dataset.folder / name
+        """The suffix array that an earlier call has kept, or a new one."""
+        identity = hashlib.sha256(json.dumps(self.dataset.identity('train')).encode()).hexdigest()
+        path = self.files[0].path.with_name(f'train-{identity[:16]}.suffixes.npy')
         with suppress(OSError, ValueError):  # not there, or damaged
             suffixes = np.load(path, mmap_mode='r')
             if suffixes.shape == (self.starts[-1],) and suffixes.dtype == np.int32:
-                return np.asarray(suffixes)  # whose items are read faster
+                return np.asarray(suffixes)
         suffixes = self.build()
-        try:
-            with naming(path):
-                for old in self.dataset.folder.glob('train-*.suffixes.npy'):
-                    old.unlink()
-                temporary = path.with_suffix('.tmp.npy')
-                np.save(temporary, suffixes)
-                temporary.replace(path)
-        except OSError as e:
-            warn(f'the suffix array is not kept in {path} ({e.strerror}): each time it is built')
+        with suppress(OSError):  # the disk is full, or the folder another's: it lasts for this call
+            np.save(path.with_suffix('.tmp.npy'), suffixes)
+            path.with_suffix('.tmp.npy').replace(path)
         return suffixes
 
     @status.doing('building the suffix array of the training text')
     def build(self):
-        """→ (tokens,) int32. The suffixes of all bytes are sorted, and those between tokens left
-        out."""
+        """→ (tokens,) int32: of the sorted suffixes of all bytes, those that begin with a token."""
         with needs('pydivsufsort', '--sources'):
             from pydivsufsort import divsufsort
-        of_bytes, n = divsufsort(self.text), 0
-        suffixes = np.empty(self.starts[-1], np.int32)
-        for begin in range(0, len(of_bytes), CHUNK):
-            chunk = of_bytes[begin:begin + CHUNK]
-            chunk = chunk[chunk % self.width == 0] // self.width
-            suffixes[n:n + len(chunk)] = chunk
-            n += len(chunk)
-        return suffixes
+        suffixes = divsufsort(self.text)
+        return suffixes[suffixes % self.dtype.itemsize == 0] // self.dtype.itemsize
 
     def longest_match(self, ids):
         """How many of the first of `ids` stand together in the training text → (number, the token
-        where they begin there)."""
-        query, text, width = self.as_bytes(ids), self.text, self.width
+        where they do)."""
+        query, width = ids.astype(self.dtype).tobytes(), self.dtype.itemsize
 
-        def text_at(suffix):
-            return text[int(suffix) * width:int(suffix) * width + len(query)]
-        # The text with the most in common is one of the two between which the query would stand.
+        def text_at(token):
+            return self.text[int(token) * width:int(token) * width + len(query)]
+
+        def alike(token):
+            found = np.frombuffer(text_at(token), self.dtype)
+            return int(np.cumprod(found == ids[:len(found)]).sum())
+
+        # The text that begins most alike is one of the two that the query would stand between.
         i = bisect_left(self.suffixes, query, key=text_at)
-        return max((common_bytes(query, text_at(suffix)) // width, int(suffix))
-                   for suffix in self.suffixes[max(0, i - 1):i + 1])
-
-    def place(self, token, end_of_text):
-        """Where a token of the training text is, in words."""
-        k = int(np.searchsorted(self.starts, token, side='right')) - 1
-        found = f'{self.files[k].path}, token {token - self.starts[k]:,}'
-        before = np.frombuffer(self.text, f'>u{self.width}', token + 1)
-        if document := np.count_nonzero(before == end_of_text) if end_of_text is not None else 0:
-            found += f', document {document:,}'
-        inputs = self.dataset.meta.get('inputs', {}).get('files', ())
-        return found + (f' (of {inputs[0]["name"]})' if len(inputs) == 1 else '')
-
-
-def common_bytes(a, b):
-    """How many bytes a and b begin with alike."""
-    n = min(len(a), len(b))
-    differ = np.frombuffer(a, np.uint8, n) != np.frombuffer(b, np.uint8, n)
-    return int(differ.argmax()) if differ.any() else n
-
-
-class Sources:
-    """What of a text stands in the training text of a run. dataset: of the run"""
-
-    def __init__(self, dataset):
-        self.dataset, self.tokenizer = dataset, dataset.tokenizer()
-        self.texts = [TrainingText(part.dataset) for part in dataset.parts]
+        return max((alike(token), int(token)) for token in self.suffixes[max(0, i - 1):i + 1])
 
     def find(self, ids):
-        """Token ids of a text → [Stretch], the longest first, none of which overlap."""
-        sizes = [len(self.tokenizer.decode_bytes([i])) for i in ids]
-        offsets = np.cumsum([0, *sizes]).tolist()  # of tokens in the bytes of the text
-        matches = [max((*text.longest_match(ids[i:]), k) for k, text in enumerate(self.texts))
-                   for i in range(len(ids))]
-
-        def size(i, end):
-            """Bytes of the match at token i, before the token `end`."""
-            return offsets[min(i + matches[i][0], end)] - offsets[i]
-
+        """Token ids of a text → [(begin, end, token)], its copied stretches, the longest first,
+        which do not overlap: the bytes of the text, and the token where each is from."""
+        offsets = np.cumsum([0, *(len(self.tokenizer.decode_bytes([i])) for i in ids)]).tolist()
+        matches = [self.longest_match(ids[i:]) for i in range(len(ids))]
         found, waiting = [], [(0, len(ids))]
         while waiting:
-            begin, end = waiting.pop()
-            best = max(range(begin, end), key=lambda i: size(i, end), default=begin)
-            if begin == end or size(best, end) < SHORTEST:
-                continue
-            length, token, k = matches[best]
-            after = min(best + length, end)
-            place = self.texts[k].place(token, self.tokenizer.end_of_text)
-            found.append(Stretch(offsets[best], offsets[after], place))
-            waiting += [(begin, best), (after, end)]
-        return sorted(found, key=lambda stretch: stretch.begin - stretch.end)
+            begin, end = waiting.pop()  # the tokens between two stretches
+            size, i, after = max(((offsets[after] - offsets[i], i, after) for i, after in (
+                (i, min(i + matches[i][0], end)) for i in range(begin, end))), default=(0, 0, 0))
+            if size >= SHORTEST:
+                found.append((offsets[i], offsets[after], matches[i][1]))
+                waiting += [(begin, i), (after, end)]
+        return sorted(found, key=lambda stretch: stretch[0] - stretch[1])
+
+    def place(self, token):
+        """Where a token of the training text is: 'train.bin, token 1,234,567, document 83'."""
+        k = int(np.searchsorted(self.starts, token, side='right')) - 1
+        opener = self.tokenizer.end_of_text
+        ids = np.frombuffer(self.text, self.dtype, token + 1)
+        document = 0 if opener is None else np.count_nonzero(ids == opener)
+        return f'{self.files[k].path}, token {token - self.starts[k]:,}' \
+            + f', document {document:,}' * bool(document)
 
     def show(self, text):
-        """Print a text, at a terminal with its stretches underlined, and where each is from."""
+        """Print a text, at a terminal with copied stretches underlined, and where they are from."""
         data = text.encode('utf-8', 'replace')
-        found = self.find(self.tokenizer.encode(text))
-        shown, end = '', 0
-        for stretch in sorted(found):
-            begin, before = whole(data, stretch.begin), end
-            end = whole(data, stretch.end)
-            shown += printable(data[before:begin].decode()) \
-                + f'\x1b[4m{printable(data[begin:end].decode())}\x1b[24m'
+        found = [(whole(data, begin), whole(data, end), token)
+                 for begin, end, token in self.find(self.tokenizer.encode(text))]
+        edges = [0, *sorted(at for begin, end, _ in found for at in (begin, end)), len(data)]
+        parts = [printable(data[a:b].decode()) for a, b in pairwise(edges)]
         if sys.stdout.isatty():
-            print_styled(shown + printable(data[end:].decode()))
-        else:
-            print(text)
-        for stretch in found:
-            quote = data[whole(data, stretch.begin):whole(data, stretch.end)].decode()
-            print(f'  {len(quote)} characters, {stretch.place}: {shorten(quote)}')
+            parts[1::2] = (f'\x1b[4m{part}\x1b[24m' for part in parts[1::2])
+        print_styled(''.join(parts))
+        for begin, end, token in found:
+            quote = data[begin:end].decode()
+            ends = quote if len(quote) <= 60 else f'{quote[:40]} … {quote[-15:]}'
+            print(f'  {len(quote)} characters, {self.place(token)}: {ends!r}')
 
     def compare(self, texts):
-        """How much of texts is copied, and of as much text of the validation split → (shares)"""
+        """How much of texts is copied, and of as much held-out text, as a sentence."""
         written = [self.tokenizer.encode(text) for text in texts]
         stream = self.dataset.split('val')
         held_out = [stream.read(i * max(0, len(stream) - len(ids)) // len(written), len(ids))
                     for i, ids in enumerate(written)]
-        return self.copied(written), self.copied(held_out)
+        return f'{self.copied(written):.1%} of what it wrote stands word for word in the ' \
+               f'training text, in stretches of {SHORTEST} bytes and more; of as much held-out ' \
+               f'text {self.copied(held_out):.1%} does'
 
     def copied(self, texts):
-        """Which share of the bytes of texts, each as token ids, stands in the training text."""
-        copied = sum(found.end - found.begin for ids in texts for found in self.find(ids))
+        """Which share of the bytes of texts, as token ids, is copied."""
+        copied = sum(end - begin for ids in texts for begin, end, _ in self.find(ids))
         return copied / max(1, sum(len(self.tokenizer.decode_bytes(ids)) for ids in texts))
 
 
@@ -184,8 +150,3 @@ def whole(data, at):
     while at < len(data) and data[at] & 0xC0 == 0x80:
         at += 1
     return at
-
-
-def shorten(text):
-    """A text in a line, of a long one its ends."""
-    return repr(text if len(text) <= 60 else f'{text[:40]} … {text[-15:]}')

@@ -7,26 +7,23 @@ import struct
 from contextlib import suppress
 from pathlib import Path
 
-import numpy as np
+from safetensors import SafetensorError
+from safetensors.numpy import load_file
 
 from plaingpt.monitoring.metrics_file import parse_iteration, rows_with
 from plaingpt.system.errors import UserError
-from plaingpt.system.files import check_keys, is_number, open_regular, write_atomically
-
-INSTANT = {'seconds': is_number, 'passages': bool, 'lens': bool}
+from plaingpt.system.files import open_regular, write_atomically
 
 
-def read_instants(path):
-    """The rows of a film.jsonl, in order; [] where there is no file. What is no row is left out, as
+def read_instants(out_dir):
+    """The rows of film.jsonl, in order; [] where there is no file. What is no row is left out, as
     half of a line that a kill cut."""
     rows = []
-    with suppress(FileNotFoundError), open_regular(path) as f:
+    with suppress(FileNotFoundError), open_regular(Path(out_dir, 'film.jsonl')) as f:
         for line in f:
             with suppress(ValueError):
-                row = parse_iteration(line)
-                check_keys(row, INSTANT)
-                rows.append(row)
-    return rows
+                rows.append(parse_iteration(line))
+    return rows_with(rows, 'seconds', 'passages', 'lens', 'norms')
 
 
 def write_page(runs, path):
@@ -34,29 +31,19 @@ def write_page(runs, path):
     OSError where the page cannot be written."""
     found, maps = [], bytearray()
     for name, out_dir, rows in runs:
-        instants = read_instants(Path(out_dir, 'film.jsonl'))
+        instants = read_instants(out_dir)
         if not instants:
-            raise UserError(f'{out_dir} has no film: train it with --film=True')
+            raise UserError(f'{out_dir} has no film: train with --film=True')
         for row in instants:
-            row['maps'] = append_maps(maps, Path(out_dir, 'film', f'iter-{row["iter"]:08d}'))
+            with suppress(OSError, SafetensorError, KeyError):
+                attention = load_file(Path(out_dir, f'film/iter-{row["iter"]:08d}.safetensors'))[
+                    'attention']  # (L, H, T, T)
+                row['maps'] = len(maps), *attention.shape[:3]
+                maps += attention.tobytes()
         curves = {kind: [(row['iter'], row[key]) for row in rows_with(rows, key)]
                   for kind, key in (('train', 'loss'), ('val', 'val_loss'))}
         found.append({'name': name, 'instants': instants, **curves})
     text = json.dumps(found).encode()
-    data = gzip.compress(struct.pack('<I', len(text)) + text + maps)
+    data = base64.b64encode(gzip.compress(struct.pack('<I', len(text)) + text + maps))
     page = Path(__file__).with_name('film.html').read_text(encoding='utf-8')
-    write_atomically(path, page.replace('DATA', base64.b64encode(data).decode()))
-
-
-def append_maps(maps, path):
-    """Add the lower triangles of an instant's attention (L, H, T, T) to the bytes `maps` → where
-    they begin, L, H and T; None where there is no such file."""
-    from safetensors import SafetensorError
-    from safetensors.numpy import load_file
-    try:
-        attention = load_file(path.with_suffix('.safetensors'))['attention']
-    except (OSError, SafetensorError, KeyError):
-        return None
-    begin, (L, H, T, _) = len(maps), attention.shape
-    maps += attention[:, :, *np.tril_indices(T)].tobytes()
-    return begin, L, H, T
+    write_atomically(path, page.replace('DATA', data.decode()))

@@ -147,7 +147,8 @@ class ActivationRecorder(TorchFunctionMode):
         self.hooks = []
         for i, block in enumerate(self.blocks):
             self.hooks += [
-                block.register_forward_pre_hook(lambda *_, i=i: self.enter_block(i)),
+                block.register_forward_pre_hook(
+                    lambda _, inputs, i=i: self.enter_block(i, inputs[0])),
                 block.register_forward_hook(lambda _, inputs, x, i=i: self.leave_block(i, x))]
             c_proj = getattr(getattr(block, 'mlp', None), 'c_proj', None)
             if isinstance(c_proj, torch.nn.Module):
@@ -164,10 +165,14 @@ class ActivationRecorder(TorchFunctionMode):
         kwargs = kwargs or {}
         if function is F.scaled_dot_product_attention:
             # q and k arrive here with all that the model does to them (rotation, norms).
-            self.found[f'attention_logit/h.{self.layer}'] = largest_logit(*args, **kwargs)
+            self.see_attention(*args, **kwargs)
         return function(*args, **kwargs)
 
-    def enter_block(self, i):
+    def see_attention(self, *args, **kwargs):
+        """Arguments of F.scaled_dot_product_attention"""
+        self.found[f'attention_logit/h.{self.layer}'] = largest_logit(*args, **kwargs)
+
+    def enter_block(self, i, x):
         self.layer = i
 
     def leave_block(self, i, x):

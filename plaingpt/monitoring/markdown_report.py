@@ -11,7 +11,7 @@ from plaingpt.monitoring.diagnosis import THRESHOLDS, diagnose, late_losses, war
 from plaingpt.monitoring.metrics_file import column, read_rows, rows_with
 from plaingpt.monitoring.references import reference_of
 from plaingpt.monitoring.run_record import epochs, read_run, where_it_stands
-from plaingpt.system.files import check_keys, is_number, read_json, write_atomically
+from plaingpt.system.files import write_atomically
 from plaingpt.system.formatting import duration, one_line, printable, quote_epochs, short
 from plaingpt.system.streams import status
 
@@ -34,6 +34,14 @@ def write_report(out_dir, print_line):
         text = format_report(out_dir, rows, run)
         write_atomically(out_dir / 'report.md', printable(text))
         print_line(f'{out_dir}/report.md says what the run was and what came of it')
+
+
+def add_to_report(out_dir, copied):
+    """Put a sentence on what is copied into report.md, where there is one."""
+    path = Path(out_dir, 'report.md')
+    with suppress(OSError):  # not there, or the folder is another's
+        text, heading = path.read_text(encoding='utf-8'), '\n## What it copied\n'
+        write_atomically(path, f'{text.partition(heading)[0]}{heading}\n{copied}\n')
 
 
 @contextmanager
@@ -69,18 +77,7 @@ def format_report(out_dir, rows, run):
         chosen = {round(i * (len(samples) - 1) / (SAMPLES - 1)) for i in range(SAMPLES)}
         for row in (samples[i] for i in sorted(chosen)):
             parts += [f'After {row["iter"]:,} iterations:', code_block(row['sample'])]
-    with suppress(OSError, ValueError):  # sample.py --sources was not asked, or not by this version
-        copied = read_json(out_dir / 'copied.json')
-        check_keys(copied, dict.fromkeys(('iter', 'copied', 'held_out', 'shortest'), is_number))
-        parts.append(f'After {copied["iter"]:,} iterations, {describe_copied(copied)}.')
     return '\n\n'.join(parts) + '\n'
-
-
-def describe_copied(found):
-    """What sample.py --sources found, in a sentence."""
-    return (f'{found["copied"]:.1%} of what it wrote stands word for word in the training text, in '
-            f'stretches of {found["shortest"]} bytes and more; of as much held-out text '
-            f'{found["held_out"]:.1%} does')
 
 
 def too_early(rows, run):

@@ -36,8 +36,7 @@ from plaingpt.weights import not_finite
 
 MEGABYTE = 10**6
 LOGS = ('metrics.jsonl', 'anomalies.jsonl', 'run.json', 'report.md', 'loss.png',
-        'loss-details.png', 'film.jsonl', 'film', 'film.html', 'copied.json',
-        'tensorboard')
+        'loss-details.png', 'film.jsonl', 'film', 'film.html', 'tensorboard')
 
 
 class Saver:

@@ -60,7 +60,7 @@ def test_the_notebook_is_kept_with_its_pictures_and_imports_what_exists():
     notebook = json.loads(NOTEBOOK.read_text(encoding='utf-8'))
     assert (notebook['nbformat'], notebook['nbformat_minor']) == (4, 5)
     code = [cell for cell in notebook['cells'] if cell['cell_type'] == 'code']
-    assert len(pictures_of(cell['outputs'] for cell in code)) == 2
+    assert len(pictures_of(cell['outputs'] for cell in code)) == 3
     for cell in code:
         for node in ast.walk(ast.parse(''.join(cell['source']))):
             if isinstance(node, ast.Import | ast.ImportFrom) and 'matplotlib' not in ast.dump(node):
@@ -79,7 +79,7 @@ def test_the_notebook_shows_what_its_cells_print_and_draw(tmp_path, monkeypatch)
     # which evaluations were the best so far is a matter of the last digits
     expected, printed = (texts_of(outputs).replace(' | best', '') for outputs in (shown, made))
     assert first_missing(expected.splitlines(), printed) is None, printed
-    assert len(pictures_of(made)) == len(pictures_of(shown)) == 2
+    assert len(pictures_of(made)) == len(pictures_of(shown)) == 3
     assert min(min(size) for size in pictures_of(made) + pictures_of(shown)) > 200
 
 

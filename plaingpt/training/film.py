@@ -27,10 +27,10 @@ from plaingpt.system.formatting import one_line, quoted
 from plaingpt.training.probes import sample_prompts
 
 INSTANTS = 40  # at most
-SHARE, FREE_S = 0.018, 1.0  # of a run's time that the film may take; in a short run, seconds
+SHARE, FREE_S = 0.019, 1.0  # of a run's time that the film may take; in a short run, seconds
 PASSAGES, TOKENS, LIKELIEST = 3, 96, 5  # passages, tokens of each, guesses for each
 MAP_TOKENS, MAP_BYTES = 64, 40_000  # of attention in an instant: fewer tokens for many heads
-SAMPLE_TOKENS = 64
+SAMPLE_TOKENS = 48
 
 
 def open_film(config, dataset, parallel, loader, metrics, context, writing):
@@ -67,7 +67,7 @@ class Film:
         rows = read_instants(self.out_dir)  # of a resumed run, up to its checkpoint
         self.taken = {row['iter'] for row in rows}
         self.spent = sum(row['seconds'] for row in rows)
-        self.look_s = self.sample_s = 0.0  # what each takes
+        self.sample_s = 0.0  # what a sample takes
         self.step_s, self.called = math.inf, -math.inf  # the fastest step; when it was asked last
 
     def is_due(self, iter_num):
@@ -75,16 +75,16 @@ class Film:
         now = time.perf_counter()
         self.step_s, self.called = min(self.step_s, now - self.called), now
         return iter_num in self.instants and iter_num not in self.taken \
-            and self.has_time(iter_num, self.look_s)
+            and self.has_time(iter_num)
 
-    def has_time(self, iter_num, seconds):
-        """Whether the film can have so many seconds now: each instant opens as much of the time as
-        any other. The first and the last always can."""
+    def has_time(self, iter_num, seconds=0.0):
+        """Whether the film can have so many seconds more now: each instant opens as much of its
+        time as any other. The first and the last always have time."""
         if iter_num in (self.instants[0], self.instants[-1]):
             return True
         run_s = max(self.step_s * self.instants[-1], self.metrics.elapsed_s())
         opened = (self.instants.index(iter_num) + 1) / len(self.instants)
-        return self.spent + seconds <= max(FREE_S, opened * SHARE * run_s)
+        return self.spent + seconds <= opened * max(FREE_S, SHARE * run_s)
 
     def take(self, iter_num):
         """Look, and write it down. Where that fails, as with a model that was changed, it costs
@@ -95,12 +95,12 @@ class Film:
             row, maps = self.look()
             (self.out_dir / 'film').mkdir(exist_ok=True)
             write_atomically(self.out_dir / f'film/iter-{iter_num:08d}.safetensors', save(maps))
-            self.look_s = time.perf_counter() - began
-            if self.has_time(iter_num, self.look_s + self.sample_s):
+            look_s = time.perf_counter() - began
+            if self.has_time(iter_num, look_s + self.sample_s):
                 [new] = generate(self.model, self.prompts[:1], SAMPLE_TOKENS, **self.how,
                                  generators=[torch.Generator().manual_seed(self.seed)])
                 row['sample'] = self.shown[0] + self.tokenizer.decode(new)
-                self.sample_s = time.perf_counter() - began - self.look_s
+                self.sample_s = time.perf_counter() - began - look_s
         except Exception as e:
             self.metrics.print(f'warning: no more film of this run: {one_line(e)}')
             self.instants = []
@@ -175,10 +175,8 @@ class Recorder(ActivationRecorder):
     def leave_block(self, i, x):
         self.streams.append(x)
 
-    def see_attention(self, query, key, value, attn_mask=None, **how):
+    def see_attention(self, query, key, value, *mask, **how):
         """The weights are what attention returns where the values are the rows of the identity."""
-        T = key.size(2)
-        values = torch.eye(T, dtype=value.dtype, device=value.device).expand(1, key.size(1), T, T)
-        mask = attn_mask if attn_mask is None else attn_mask[:1]
+        rows = torch.eye(key.size(2), dtype=value.dtype, device=value.device)  # (T, T)
         self.attention.append(F.scaled_dot_product_attention(
-            query[:1], key[:1], values, attn_mask=mask, **how)[0])
+            query, key, rows.expand(*key.shape[:2], -1, -1), *mask, **how)[0])

@@ -21,6 +21,7 @@ from plaingpt.system.formatting import printable
 from plaingpt.system.streams import print_styled, status
 
 MOST_TOKENS = 200_000_000
+HELD_OUT = 20  # texts of the validation split, at least, to compare with
 SHORTEST = 25  # bytes of text that a stretch has at least, about five words: fewer are anybody's
 
 
@@ -130,14 +131,14 @@ class Sources:
             print(f'  {len(quote)} characters, {self.place(token)}: {ends!r}')
 
     def compare(self, texts):
-        """How much of texts is copied, and of as much held-out text, as a sentence."""
+        """How much of texts is copied, and of held-out text as long as these, as a sentence."""
         written = [self.tokenizer.encode(text) for text in texts]
-        stream = self.dataset.split('val')
-        held_out = [stream.read(i * max(0, len(stream) - len(ids)) // len(written), len(ids))
-                    for i, ids in enumerate(written)]
+        stream, n = self.dataset.split('val'), max(HELD_OUT, len(written))
+        held_out = [stream.read(i * len(stream) // n, len(written[i % len(written)]))
+                    for i in range(n)]
         return f'{self.copied(written):.1%} of what it wrote stands word for word in the ' \
-               f'training text, in stretches of {SHORTEST} bytes and more; of as much held-out ' \
-               f'text {self.copied(held_out):.1%} does'
+               f'training text, in stretches of {SHORTEST} bytes and more; of held-out text ' \
+               f'{self.copied(held_out):.1%} does'
 
     def copied(self, texts):
         """Which share of the bytes of texts, as token ids, is copied."""

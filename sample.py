@@ -18,6 +18,7 @@ if __name__ == '__main__':  # before torch, which takes seconds
 import json
 import sys
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated, Literal
 
 from tqdm import tqdm
@@ -152,7 +153,7 @@ def main(argv):
     device, _ = choose_device(config.device)
     use_fast_matmul()
     model, tokenizer, source, state = model_choice.load(config.init_from, config.out_dir,
-                                                   config.checkpoint, config.tokenizer)
+                                                        config.checkpoint, config.tokenizer)
     sources = open_sources(state, source) if config.sources else None
     model = model.to(device).eval()
     dtype, _ = choose_dtype(config.dtype, device, model.config.n_embd)
@@ -169,7 +170,8 @@ def main(argv):
         copied = write_samples(generator, config, sources)
         if copied:
             print(copied)
-            add_to_report(config.out_dir, f'After {state["iter_num"]:,} iterations, {copied}.')
+            run = Path(source).parents[1]  # of its checkpoint
+            add_to_report(run, f'After {state["iter_num"]:,} iterations, {copied}.')
     if generator.tokens:
         print(generator.speed(), file=sys.stderr)
 

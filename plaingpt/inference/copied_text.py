@@ -109,24 +109,24 @@ class Sources:
     def place(self, token):
         """Where a token of the training text is: 'train.bin, token 1,234,567, document 83'."""
         k = int(np.searchsorted(self.starts, token, side='right')) - 1
-        opener = self.tokenizer.end_of_text
         ids = np.frombuffer(self.text, self.dtype, token + 1)
-        document = 0 if opener is None else np.count_nonzero(ids == opener)
+        document = np.count_nonzero(ids == self.tokenizer.end_of_text)  # none where that is None
         return f'{self.files[k].path}, token {token - self.starts[k]:,}' \
             + f', document {document:,}' * bool(document)
 
     def show(self, text):
         """Print a text, at a terminal with copied stretches underlined, and where they are from."""
-        data = text.encode('utf-8', 'replace')
+        ids = self.tokenizer.encode(text)
+        data = self.tokenizer.decode_bytes(ids)
         found = [(whole(data, begin), whole(data, end), token)
-                 for begin, end, token in self.find(self.tokenizer.encode(text))]
+                 for begin, end, token in self.find(ids)]
         edges = [0, *sorted(at for begin, end, _ in found for at in (begin, end)), len(data)]
-        parts = [printable(data[a:b].decode()) for a, b in pairwise(edges)]
+        parts = [printable(data[a:b].decode('utf-8', 'replace')) for a, b in pairwise(edges)]
         if sys.stdout.isatty():
             parts[1::2] = (f'\x1b[4m{part}\x1b[24m' for part in parts[1::2])
         print_styled(''.join(parts))
         for begin, end, token in found:
-            quote = data[begin:end].decode()
+            quote = data[begin:end].decode('utf-8', 'replace')
             ends = quote if len(quote) <= 60 else f'{quote[:40]} … {quote[-15:]}'
             print(f'  {len(quote)} characters, {self.place(token)}: {ends!r}')
 

@@ -126,7 +126,7 @@ def test_copied_stretches_are_shown_and_counted(learned, capsys, monkeypatch):
     assert "'parser = argparse.ArgumentParser('" in out or 'ArgumentParser(' in out
     *_, last = out.splitlines()
     assert '% of what it wrote stands word for word in the training text' in last
-    sample.main(argv)
+    sample.main([f'--init_from={learned}', '--out_dir=other', *argv[1:]])
     report = (learned / 'report.md').read_text()
     assert report.count('## What it copied') == 1 and last in report
     monkeypatch.setattr(sys.stdout, 'isatty', lambda: True, raising=False)

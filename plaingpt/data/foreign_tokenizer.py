@@ -16,8 +16,9 @@ from plaingpt.system.files import parse_json, read_bounded
 from plaingpt.system.formatting import one_line
 
 OUR_TOKENIZER = 'plaingpt_tokenizer.json'  # in an exported folder, so that it comes back whole
+TEMPLATE_FILE = 'chat_template.jinja'
 FILES = ('tokenizer.json', 'tokenizer_config.json', 'special_tokens_map.json',
-         'generation_config.json', 'chat_template.jinja')
+         'generation_config.json', TEMPLATE_FILE)
 MAX_BYTES = 2**26  # of a file; Qwen3's tokenizer.json has 11 million
 FILES_OF_TOKENIZER = ('config.json', *FILES)
 # Of GPT-2's vocabulary: each of the 256 bytes as a visible character.

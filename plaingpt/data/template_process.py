@@ -1,8 +1,8 @@
 """Conversations as a chat template of others writes them, in a process with limits of its own: a
 template can loop for days, or ask for all memory, in a few characters.
 
-Standard input: {"template": Jinja, "names": {"bos_token": …}, "asked": [[messages, whether an
-answer is to come], …]}; standard output: a list of texts. Any failure ends it with another status.
+Standard input: {"template": Jinja, "names": {"bos_token": …}, "conversations": [messages, …]};
+standard output: a list of texts, two of each conversation. Any failure ends it with another status.
 """
 
 import json
@@ -26,7 +26,7 @@ def main():
     compiled = environment.from_string(given['template'])
     texts = [compiled.render(messages=messages, tools=None, documents=None,
                              add_generation_prompt=prompting, **given['names'])
-             for messages, prompting in given['asked']]
+             for messages in given['conversations'] for prompting in (False, True)]
     if sum(map(len, texts)) > MAX_TEXT:
         fail('it writes too much')
     print(json.dumps(texts))

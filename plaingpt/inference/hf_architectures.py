@@ -142,8 +142,6 @@ def more_of_llama(hf):
     if kinds:
         raise ValueError(f'config.json says layer_types={sorted(kinds)[0]!r}, which is not '
                          "supported, as 'full_attention' is")
-    if 'quantization_config' in hf:
-        raise ValueError('config.json says quantization_config: its weights are not plain numbers')
     return {'n_kv_head': hf.get('num_key_value_heads', 0), 'head_dim': hf.get('head_dim', 0),
             'n_inner': hf['intermediate_size'], 'norm_eps': hf['rms_norm_eps'], **read_rotary(hf)}
 
@@ -152,8 +150,11 @@ def read_rotary(hf):
     """config.json → the fields of rotary positions. transformers 5 has all in rope_parameters, 4
     the base beside rope_scaling. Raises ValueError, KeyError or TypeError."""
     said = {'partial_rotary_factor': hf.get('partial_rotary_factor', 1.0),
-            'rope_theta': hf.get('rope_theta', 10000.0),
-            **hf.get('rope_scaling', {}), **hf.get('rope_parameters', {})}
+            'rope_theta': hf.get('rope_theta', 10000.0)}
+    for key in ('rope_scaling', 'rope_parameters'):
+        if not isinstance(hf.get(key, {}), dict):
+            raise ValueError(f'config.json says {key}={hf[key]!r}, which is no object')
+        said |= hf.get(key, {})
     kind = said.pop('rope_type', said.pop('type', 'default'))
     found, expected = {'rotary_base': said.pop('rope_theta')}, {'partial_rotary_factor': 1.0}
     if kind == 'llama3':
@@ -193,7 +194,9 @@ OUR_PARTS = {part: (module, i) for module, parts in LLAMA_MODULES.items()
 
 def place_of_llama(name):
     module, layer, kind = split_name(name)
-    ours, i = OUR_PARTS.get(module, (module, 0))
+    if module not in OUR_PARTS:
+        return name, 0, False
+    ours, i = OUR_PARTS[module]
     return f'{ours.replace("#", layer)}.{kind}', i, False
 
 
@@ -224,7 +227,6 @@ QWEN2_KEYS = dict(vocab_size='vocab_size', block_size='max_position_embeddings',
                   n_layer='num_hidden_layers', n_head='num_attention_heads', n_embd='hidden_size',
                   mlp='hidden_act', tied_head='tie_word_embeddings')
 LLAMA_KEYS = {**QWEN2_KEYS, 'bias': 'attention_bias'}
-QWEN_DEFAULTS = {'rms_norm_eps': 1e-6, 'num_key_value_heads': 32}
 OF_LLAMA = llama_fixed, to_llama, place_of_llama
 ARCHITECTURES = {
     'gpt2': Architecture('GPT2LMHeadModel', GPT2, GPT2_KEYS, gpt2_fixed, to_gpt2, place_of_gpt2,
@@ -232,7 +234,7 @@ ARCHITECTURES = {
     'llama': Architecture('LlamaForCausalLM', LLAMA, LLAMA_KEYS, *OF_LLAMA,
                           {'rms_norm_eps': 1e-6}, more_of_llama),
     'qwen2': Architecture('Qwen2ForCausalLM', QWEN2, QWEN2_KEYS, *OF_LLAMA,
-                          QWEN_DEFAULTS, more_of_llama),
+                          {'rms_norm_eps': 1e-6}, more_of_llama),
     'qwen3': Architecture('Qwen3ForCausalLM', QWEN3, LLAMA_KEYS, *OF_LLAMA,
-                          {**QWEN_DEFAULTS, 'head_dim': 128}, more_of_llama),
+                          {'rms_norm_eps': 1e-6, 'head_dim': 128}, more_of_llama),
 }

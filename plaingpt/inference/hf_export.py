@@ -8,10 +8,15 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
-from plaingpt.data.chat_templates import is_exact
+from plaingpt.data.chat_templates import find_template
 from plaingpt.data.chat_tokenizer import SPECIAL_TOKENS, ends_of, is_chat
 from plaingpt.data.dataset import open_dataset
-from plaingpt.data.foreign_tokenizer import OUR_TOKENIZER, PRINTABLE, ForeignTokenizer
+from plaingpt.data.foreign_tokenizer import (
+    OUR_TOKENIZER,
+    PRINTABLE,
+    TEMPLATE_FILE,
+    ForeignTokenizer,
+)
 from plaingpt.inference.hf_architectures import ARCHITECTURES
 from plaingpt.inference.pretrained import without_padding
 from plaingpt.system.errors import UserError
@@ -72,7 +77,7 @@ def our_files(tokenizer, model):
 
 def foreign_files(tokenizer):
     """→ {name of a file: its text} as they came; for conversations with the ends of our answers,
-    and with another template where theirs does not write what the model was tuned on."""
+    and a template where they have none, or the form is ours."""
     description = getattr(tokenizer, 'base', tokenizer).to_json()
     files = dict(description['files'])
     if not is_chat(tokenizer):
@@ -88,11 +93,8 @@ def foreign_files(tokenizer):
     if not ends_of(tokenizer) <= {*(ends if isinstance(ends, list) else [ends])}:
         generation['eos_token_id'] = sorted(ends_of(tokenizer))
         files['generation_config.json'] = json.dumps(generation, indent=1) + '\n'
-    if not is_exact(tokenizer):
-        files.pop('chat_template.jinja', None)
-        config = {**json.loads(files.get('tokenizer_config.json', '{}')),
-                  'chat_template': tokenizer.form.template}
-        files['tokenizer_config.json'] = json.dumps(config, indent=1) + '\n'
+    if tokenizer.is_ours() or find_template(files) is None:
+        files[TEMPLATE_FILE] = tokenizer.form.template
     return files
 
 

@@ -15,7 +15,6 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from model import GPT, ROW_PER_TOKEN, GPTConfig
-from plaingpt.data.chat_templates import as_chat
 from plaingpt.data.foreign_tokenizer import download, is_hub_name, read_tokenizer
 from plaingpt.inference.hf_architectures import ARCHITECTURES, parts_of
 from plaingpt.system.distributed import local_rows
@@ -29,7 +28,8 @@ PRETRAINED = {'gpt2': dict(n_layer=12, n_head=12, n_embd=768),  # Radford et al.
               'gpt2-xl': dict(n_layer=48, n_head=25, n_embd=1600)}
 # Older versions saved masks and the speeds of rotary positions beside the weights.
 NO_WEIGHTS = re.compile(r'transformer\.h\.\d+\.attn\.(masked_)?bias|.*\.rotary_emb\.inv_freq')
-FLOATS = {torch.float32: 'F32', torch.float16: 'F16', torch.bfloat16: 'BF16', torch.float64: 'F64'}
+FLOATS = {torch.float32, torch.float16, torch.bfloat16, torch.float64,
+          'F32', 'F16', 'BF16', 'F64'}  # as safetensors names them
 COMPARED_ROWS = 4096  # of an embedding and a head that are to be equal, at a time
 # What a pickle may name: torch allows more, and some of that takes as much memory as it is told to.
 PICKLED = re.compile(r'torch\.(\w+Storage|Size|device|[a-z]+\d+)|torch\._utils\._rebuild_tensor_v2|'
@@ -60,13 +60,6 @@ def open_pretrained(source):
         folder = path if path.is_dir() else download_model(source)
         with explain_bad_folder(folder):
             found = Pretrained(source, folder, *read_hf(folder))
-    if odd := [name for name in found.parts if not name.isprintable() or len(name) > 200]:
-        raise UserError(f'{source}: it holds a tensor named {odd[0][:200]!r}')
-    found.parts = {name: parts for name, parts in found.parts.items()
-                   if not NO_WEIGHTS.fullmatch(name)}
-    for name, (part, *_) in found.parts.items():
-        if isinstance(part, torch.Tensor) and part.dtype not in FLOATS:
-            raise UserError(f'{source}: {name} is {part.dtype}, and weights are floating point')
     found.check()
     return found
 
@@ -82,8 +75,14 @@ class Pretrained:
     trained: str = ''  # what is known of its training
 
     def check(self):
-        """Raise UserError that names what is missing, unknown, or of another shape than in the
-        model."""
+        """Raise UserError that names what is missing, unknown, or of another type or shape than in
+        the model."""
+        self.parts = {name: parts for name, parts in self.parts.items()
+                      if not NO_WEIGHTS.fullmatch(name)}
+        for name, parts in self.parts.items():
+            if odd := {part.dtype for part in parts} - FLOATS:
+                raise UserError(f'{self.source}: {name[:200]!r} is {odd.pop()}, and weights are '
+                                'float32, float16, bfloat16 or float64')
         config = GPTConfig(**self.shape)
         if config.tied_head:
             self.drop_tied_head()
@@ -93,7 +92,8 @@ class Pretrained:
         with torch.device('meta'):
             wanted = without_padding(dict(GPT(config).named_parameters()), config.vocab_size)
         problems = [f'it has no {name}' for name in sorted(wanted.keys() - found.keys())]
-        problems += [f'it has an unknown {name}' for name in sorted(found.keys() - wanted.keys())]
+        problems += [f'it has an unknown {name[:200]!r}'
+                     for name in sorted(found.keys() - wanted.keys())]
         for name, p in wanted.items():
             parts = self.parts.get(name, [])
             rows = parts_of(name, config) if len(parts) > 1 else None
@@ -144,16 +144,15 @@ class Pretrained:
         Raises UserError."""
         vocab_size = self.shape['vocab_size']
         found = read_tokenizer(self.path, vocab_size) if self.path.is_dir() else None
-        if found and found.get('kind') == 'foreign':
-            return as_chat(found, self.source)
         return found or ({'kind': 'gpt2'} if vocab_size == 50257 else None)
 
 
 class FileTensor:
-    """A tensor in a file of safetensors: its shape, and rows of it, which are read when asked."""
+    """A tensor in a file of safetensors: shape, type, and rows of it, which are read when asked."""
 
     def __init__(self, path, key, header, transposed):
         self.path, self.key, self.transposed = path, key, transposed
+        self.dtype = header.get_dtype()
         shape = header.get_shape()
         self.shape = torch.Size(reversed(shape) if transposed else shape)
 
@@ -226,21 +225,17 @@ def read_hf(folder):
         with utf8_name(path) as name, safe_open(name, framework='pt') as f:
             for key in f.keys():  # noqa: SIM118  (it is no dict)
                 ours, i, transposed = architecture.our_place(key)
-                header = f.get_slice(key)
-                if NO_WEIGHTS.fullmatch(ours):
-                    continue
-                if header.get_dtype() not in FLOATS.values():
-                    raise ValueError(f'{key[:200]} is {header.get_dtype()}, and weights are '
-                                     'floating point')
                 if i in found.setdefault(ours, {}):
                     raise ValueError(f'{key[:200]!r} is there twice')
-                found[ours][i] = FileTensor(path, key, header, transposed)
+                found[ours][i] = FileTensor(path, key, f.get_slice(key), transposed)
     return shape, {name: [parts[i] for i in sorted(parts)] for name, parts in found.items()}
 
 
 def read_hf_config(folder):
     """→ (the Architecture, the fields of GPTConfig but dropout), inside `explain_bad_folder`."""
     hf = read_json(folder / 'config.json')
+    if not isinstance(hf, dict):
+        raise ValueError('config.json is no object')
     architecture = ARCHITECTURES.get(str(hf.get('model_type')))
     if architecture is None:
         raise ValueError(f'config.json says model_type={hf.get("model_type")!r}, and only '

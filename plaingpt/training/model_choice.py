@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 from model import GPT, GPTConfig
 from plaingpt.data import tokenizers
+from plaingpt.data.chat_templates import as_chat
 from plaingpt.data.dataset import dataset_folder, open_dataset
 from plaingpt.inference.pretrained import open_pretrained
 from plaingpt.system.errors import UserError
@@ -40,6 +41,8 @@ def load(init_from, out_dir='out', which='best', tokenizer='auto'):
         model, state, source = GPT(GPTConfig(**pretrained.shape)), {}, init_from
         pretrained.load_weights(model)
         description = pretrained.tokenizer_json()
+        if description and description.get('kind') == 'foreign':
+            description = as_chat(description, source)
     if tokenizer != 'auto':
         description = open_dataset(dataset_folder(tokenizer)).tokenizer_json()
     if description is None:

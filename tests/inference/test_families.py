@@ -185,7 +185,6 @@ CHANGES = [  # of config.json, and what the line says
     ('hidden_size', None, 'hidden_size'), ('hidden_size', 2**40, 'n_embd'),
     ('tie_word_embeddings', True, 'one matrix'),
     ('use_sliding_window', True, 'use_sliding_window'),
-    ('quantization_config', {'bits': 4}, 'quantization_config'),
     ('num_attention_heads', 5, 'n_head=5'), ('num_attention_heads', 12, 'c_attn'),
     ('num_key_value_heads', 4, 'n_kv_head=4'), ('num_key_value_heads', -2, 'n_kv_head=-2'),
     ('num_key_value_heads', [2], 'n_kv_head'), ('num_key_value_heads', 1, 'c_attn'),
@@ -200,7 +199,7 @@ CHANGES = [  # of config.json, and what the line says
     *(('rope_parameters', value, words) for value, words in (
         ({'rope_type': 'yarn', 'factor': 4.0}, 'yarn'), ({'type': 'linear', 'factor': 2}, 'linear'),
         ({'rope_type': 'dynamic'}, 'dynamic'), ({'rope_theta': 0}, 'rotary_base'),
-        ({'rope_theta': 'fast'}, 'rotary_base'), ('fast', 'mapping'),
+        ({'rope_theta': 'fast'}, 'rotary_base'), ('fast', "rope_parameters='fast'"),
         ({'rope_type': 'llama3'}, 'factor'), ({**SCALED, 'factor': -8.0}, 'rotary_factor'),
         ({**SCALED, 'low_freq_factor': 2.0}, 'low_freq_factor=2.0'),
         ({'rope_type': 'default', 'mrope_section': [1, 2]}, 'mrope_section')))]
@@ -218,6 +217,21 @@ def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp('llama')
     saved(folder, 'llama grouped')
     return folder
+
+
+@pytest.mark.parametrize('content', ['null', '[]', '7', '"llama"'])
+def test_a_configuration_that_is_no_object_is_refused_in_a_line(tmp_path, content):
+    (tmp_path / 'config.json').write_text(content)
+    assert 'config.json is no object' in refused(tmp_path)
+
+
+def test_without_their_number_there_are_as_many_key_heads_as_query_heads():
+    for name in ('llama', 'qwen2', 'qwen3'):
+        config = ARCHITECTURES[name].write_config(GPTConfig(
+            n_head=6, n_embd=48, head_dim=8, rotary=True, rmsnorm=True, mlp='swiglu', bias=False))
+        for missing in ({}, {'num_key_value_heads': None}):
+            hf = {key: value for key, value in config.items() if key != 'num_key_value_heads'}
+            assert ARCHITECTURES[name].read_config({**hf, **missing})['n_kv_head'] == 0
 
 
 @pytest.mark.parametrize(('key', 'value', 'words'), CHANGES, ids=lambda value: str(value)[:40])
@@ -243,7 +257,9 @@ KEY = 'model.layers.1.self_attn.k_proj.weight'
     (lambda w: w.update({'model.layers.1.self_attn.q_norm.weight': torch.ones(8)}), 'unknown'),
     (lambda w: w.update({'model.layers.1.block_sparse_moe.gate.weight': torch.ones(8, 8)}),
      'unknown'),
-    (lambda w: w.update({'\n': torch.ones(1)}), 'tensor named')])
+    (lambda w: w.update({KEY: w[KEY].to(torch.float8_e4m3fn)}), 'is F8_E4M3'),
+    (lambda w: w.update({'\n': torch.ones(1)}), r"unknown '\n'"),
+    (lambda w: w.update({'': torch.ones(1)}), "unknown ''")])
 def test_weights_that_do_not_fit_are_named_in_a_line(folder, tmp_path, spoil, words):
     weights = load_file(folder / 'model.safetensors')
     spoil(weights)

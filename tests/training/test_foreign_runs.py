@@ -147,6 +147,16 @@ def test_a_base_without_known_control_tokens_gets_ours(tmp_path, monkeypatch):
         == ours.encode_conversation(messages)[0].tolist()
 
 
+def test_that_a_template_gave_way_is_said_as_data_is_prepared_and_not_again(
+        tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    make_base(tmp_path, 'qwen')
+    prepare_questions(60)
+    assert 'plain chatml' in capsys.readouterr().err
+    train.main([*RECIPE, '--max_iters=1', '--eval_interval=1', '--sample_tokens=0'])
+    assert 'chatml' not in capsys.readouterr().err
+
+
 def test_data_of_another_tokenizer_is_refused_before_training(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     make_base(tmp_path, 'smollm2')

@@ -7,16 +7,15 @@
                  --completion tell them, or they are one of PROMPTS and one of ANSWERS
 
 One row, of JSON or of a table, is a conversation. What it says is neither changed nor dropped: a
-row that is not wholly understood ends the command, or leaves its file of a folder out.
+row that is not wholly understood ends the command.
 """
 
 import copy
 import json
-from pathlib import Path
 from typing import NamedTuple
 
-from plaingpt.data.readers import ROWS, UTF8, file_type, iter_rows, open_bytes
-from plaingpt.data.sources import Files, find_files, split_names
+from plaingpt.data.readers import ROWS, UTF8, file_type, iter_rows
+from plaingpt.data.sources import Files, find_files
 from plaingpt.system.errors import UserError
 
 
@@ -41,7 +40,6 @@ SHAREGPT_ROLES = {'human': 'user', 'gpt': 'assistant', **{role: role for role in
 TOLD = ('system', 'system_prompt', 'instruction', 'prompt', 'history', 'context', 'documents',
         'input', 'tools', 'functions')
 SHOWN = 100  # characters of a value in a message
-FAULTS_SHOWN = 10
 
 
 class Conversations(Files):
@@ -86,36 +84,15 @@ class Conversations(Files):
             print(f'{name}: {prompt}{and_more} is what the user says, {answer} what the assistant '
                   'says (others: --prompt and --completion)')
 
-    def fault(self, path):
-        """Why a file holds no conversations, or not in one form; '' for a good one."""
-        try:
-            with open_bytes(path) as file:
-                for _ in self.documents(file):
-                    pass
-        except UserError as e:
-            return str(e)
-        return ''
-
 
 def open_conversations(config, name):
-    """The source of the files that a PrepareConfig names. Of those in its folders, the ones that
-    cannot be read are told and left out. Raises UserError."""
+    """The source of the files that a PrepareConfig names. Raises UserError."""
     if not config.input:
         raise UserError(f'{name} needs --input=FILES_OR_FOLDERS')
     form = FORMS.get(config.format) if not config.prompt else \
         Form('completion', (config.prompt, config.completion), is_asked=True)
-    options = config.input, form, config.errors, config.encoding
-    source = Conversations(find_files(config.input, print, ROWS), *options)
-    named = set(map(Path, split_names(config.input)))
-    faults = {path: fault for path in source.paths
-              if path not in named and (fault := source.fault(path))}
-    if faults and len(faults) == len(source.paths):
-        raise UserError('\n'.join(list(faults.values())[:FAULTS_SHOWN]))
-    for fault in faults.values():
-        print(f'left out: {fault}')
-    good = Conversations([path for path in source.paths if path not in faults], *options)
-    good.printed = source.printed
-    return good
+    return Conversations(find_files(config.input, print, ROWS), config.input, form, config.errors,
+                         config.encoding)
 
 
 def find_form(row, where):
@@ -137,8 +114,8 @@ def find_form(row, where):
         raise UserError(f'{where}: the user may speak in {", ".join(prompts)}, the assistant in '
                         f'{", ".join(answers)}: name the columns with --prompt=… --completion=…')
     forms = '; '.join(f'{name}: {", ".join(sorted(form.fields))}' for name, form in FORMS.items())
-    raise UserError(f'{where}: no conversation, it is {as_json(row)}: name its columns with '
-                    '--prompt=… --completion=… (found by themselves: one of '
+    raise UserError(f'{where}: no conversation, it is {as_json(row)}: leave this file out, or name '
+                    'its columns with --prompt=… --completion=… (found by themselves: one of '
                     f'{", ".join(PROMPTS)}, and one of {", ".join(ANSWERS)}; a table begins with '
                     f'their line), or write one of the forms with these fields ({forms})')
 

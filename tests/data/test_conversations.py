@@ -9,7 +9,6 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-import prepare
 from plaingpt.data import conversations
 from plaingpt.data.chat_tokenizer import SPECIAL_TOKENS, ChatTokenizer
 from plaingpt.data.conversations import Conversations
@@ -140,30 +139,17 @@ def test_columns_can_be_named_and_then_others_are_not_wanted(tmp_path):
         list(Conversations([path], 'a', form).pieces())
 
 
-def test_a_file_of_a_folder_that_holds_no_conversations_is_told_and_left_out(
-        tmp_path, capsys, refused):
+def test_a_file_of_a_folder_that_holds_no_conversations_ends_the_command(tmp_path, refused):
     folder = tmp_path / 'in'
     folder.mkdir()
     (folder / 'a.csv').write_text('question,answer\n' + ''.join(
         f'What is {n}?,That.\n' for n in range(20)))
-    (folder / 'notes.csv').write_text('name,size\na,1\n')
-    (folder / 'late.csv').write_text('question,answer\nWhat?,That.\nWhy?,\n')
-    (folder / 'latin.jsonl').write_bytes('{"prompt": "a", "completion": "é"}'.encode('latin-1'))
-    (folder / 'README.md').write_text('read me')
-    command = ['chat', '--tokenizer=byte', '--val_fraction=0.5']
-    prepare.main([*command, str(folder), f'--data_dir={tmp_path}/d'])
-    out = capsys.readouterr().out
-    told = [line for line in out.splitlines() if line.startswith('left out: ')]
-    assert len(told) == 3 and '1 .md' in out
-    for name, reason in (('notes.csv, line 2', 'no conversation'), ('late.csv, line 3', 'is empty'),
-                         ('latin.jsonl, line 1', 'not UTF-8')):
-        assert any(name in line and reason in line for line in told)
-    for name in ('notes.csv', 'late.csv', 'latin.jsonl'):  # those that are named are not
-        assert name in refused('chat', f'{folder}/{name}', f'{folder}/a.csv')
-    (folder / 'a.csv').unlink()
-    with pytest.raises(UserError) as fault:
-        prepare.main([*command, str(folder), f'--data_dir={tmp_path}/e'])
-    assert len(str(fault.value).splitlines()) == 3 and not (tmp_path / 'e').exists()
+    for name, content, reason in (
+            ('notes.csv', 'name,size\na,1\n', 'line 2: no conversation'),
+            ('late.csv', 'question,answer\nWhat?,That.\nWhy?,\n', "line 3: field 'answer'")):
+        (folder / name).write_text(content)
+        assert f'{name}, {reason}' in refused('chat', folder)
+        (folder / name).unlink()
 
 
 def test_fields_that_are_no_part_of_the_conversation_are_named_once(tmp_path, capsys):
@@ -252,7 +238,7 @@ def test_a_row_that_is_not_wholly_understood_is_named_with_its_line(tmp_path):
 
 FILES = [  # a file, and what is said of it
     ('a.jsonl', '\n\n{"text": "hi"}\n',
-     ', line 3: no conversation, it is {"text": "hi"}: name its columns'),
+     ', line 3: no conversation, it is {"text": "hi"}: leave this file out'),
     ('a.jsonl', '{"prompt": "a", "completion": "b", "messages": []}',
      ', line 1: fields of several forms (messages, completion): say which with --format='),
     ('a.jsonl', '{"prompt": "a", "completion": "b"}\n{"instruction": "a", "output": "b"}\n',

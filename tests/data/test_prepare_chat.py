@@ -231,3 +231,17 @@ def test_halves_of_characters_are_replaced_whatever_the_tokenizer():
         text = ''.join(dataset.tokenizer().decode(dataset.split(split, in_ram=True).ram)
                        for split in ('train', 'val'))
         assert 'a \ufffd b' in text and 'c \ufffd d' in text
+
+
+def test_what_the_system_says_in_all_conversations_is_no_copy_and_equal_answers_are():
+    told = {'role': 'system', 'content': 'You are a helpful assistant. ' * 9}
+    chance = random.Random(0)
+
+    def share(answers):
+        rows = [{'messages': [told, {'role': 'user', 'content': f'{i}?'},
+                              {'role': 'assistant', 'content': answers(i)}]} for i in range(100)]
+        dataset = prepare_chat('--overwrite', '--val_fraction=0.3', rows=rows)
+        return dataset.split_entry('val').get('in_train')
+    assert share(lambda i: 'Yes.') is None
+    assert share(lambda i: ''.join(chance.choices('abcdefgh', k=200))) == 0
+    assert share(lambda i: 'The same long answer. ' * 20) > 0.5

@@ -62,10 +62,7 @@ def build_gguf(model, tokenizer, dtype):
     if config.rotary_factor != 1:  # by how much each pair of channels turns slower
         slower = rotary_frequencies(replace(config, rotary_factor=1.0)) / rotary_frequencies(config)
         writer.add_tensor('rope_freqs.weight', slower.numpy())
-    if is_foreign(tokenizer):
-        add_foreign_tokenizer(writer, tokenizer)
-    else:
-        add_tokenizer(writer, tokenizer)
+    add_tokenizer(writer, tokenizer)
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH[name.upper()], config.n_layer)
     for theirs, w in to_llama_cpp(model, name).items():
         found = names.get_name(theirs, try_suffixes=('.weight', '.bias'))
@@ -105,50 +102,6 @@ def to_llama_cpp(model, name):
     return weights
 
 
-def add_tokenizer(writer, tokenizer):
-    """The tokens, and how llama.cpp finds them in text. It puts no end of text before a prompt."""
-    import gguf
-    made, (begin, end) = hf_tokenizer(tokenizer), first_and_last(tokenizer)
-    vocab, merges = made['model']['vocab'], made['model']['merges']
-    tokens = sorted(vocab, key=vocab.get)
-    control = {token['id'] for token in made['added_tokens']}
-    if END_OF_TEXT not in vocab:  # characters
-        # The kind of RWKV takes the longest token that a text starts with. Where that is half of a
-        # character, as it may be in others than ASCII, llama.cpp 0.3.36 does not end.
-        foreign = next((char for char in tokens if not char.isascii()), None)
-        if foreign:
-            raise UserError('llama.cpp takes a tokenizer of characters only where all are ASCII, '
-                            f'and this one has {foreign!r}: prepare the text with '
-                            '--tokenizer=byte or bpe')
-        writer.add_tokenizer_model('rwkv')
-        tokens = [char if char.isalnum() or vocab[char] in control else f'\\x{ord(char):02x}'
-                  for char in tokens]
-    else:
-        if lacking := vocab[END_OF_TEXT] - 256 - len(merges):
-            raise UserError(f'{lacking} tokens of this tokenizer are not merged from two others, '
-                            'as llama.cpp finds them')
-        writer.add_tokenizer_model('gpt2')
-        writer.add_tokenizer_pre('gpt-2')
-        # llama.cpp wants merges. What stands for no bytes is never merged.
-        writer.add_token_merges(merges or [f'{END_OF_TEXT} {END_OF_TEXT}'])
-        if PADDING in vocab:
-            writer.add_pad_token_id(vocab[PADDING])
-    if end is not None:
-        writer.add_bos_token_id(begin)
-        writer.add_eos_token_id(end)
-    if is_chat(tokenizer):
-        writer.add_eot_token_id(end)  # of a turn
-        writer.add_chat_template(tokenizer.form.template)
-    writer.add_add_bos_token(False)
-    writer.add_add_eos_token(False)
-    writer.add_token_list(tokens)
-    writer.add_token_types([gguf.TokenType.CONTROL if i in control else gguf.TokenType.NORMAL
-                            for i in range(len(tokens))])
-
-
-# -----------------------------------------------------------------------------
-# tokenizers of others
-
 SPLIT = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|%s| ?[^\s\p{L}\p{N}]+[\r\n]*|" \
         r"\s*[\r\n]+|\s+(?!\S)|\s+"
 # How text is cut before merges, by the patterns in tokenizer.json → llama.cpp's name for it.
@@ -156,9 +109,50 @@ CUTS = {('ByteLevel',): 'gpt-2', ('Digits', 'ByteLevel'): 'smollm',
         (SPLIT % r'\p{N}{1,3}', 'ByteLevel'): 'llama-bpe', (SPLIT % r'\p{N}', 'ByteLevel'): 'qwen2'}
 
 
-def find_cut(tokenizer):
-    """The content of tokenizer.json → llama.cpp's name for how it cuts text. Raises UserError."""
-    cut = tokenizer.get('pre_tokenizer') or {}
+def add_tokenizer(writer, tokenizer):
+    """The tokens, and how llama.cpp finds them in text. It puts no end of text before a prompt."""
+    import gguf
+    files = foreign_files(tokenizer) if is_foreign(tokenizer) else {}
+    made = json.loads(files['tokenizer.json']) if files else hf_tokenizer(tokenizer)
+    added = {token['id']: token for token in made['added_tokens']}
+    tokens = {i: token for token, i in made['model']['vocab'].items()} \
+        | {i: token['content'] for i, token in added.items()}
+    kinds = gguf.TokenType
+    writer.add_token_types([
+        kinds.UNUSED if i not in tokens else kinds.NORMAL if i not in added
+        else kinds.CONTROL if added[i]['special'] else kinds.USER_DEFINED
+        for i in range(tokenizer.vocab_size)])
+    if made['pre_tokenizer'] is None:
+        tokens = as_rwkv(tokens, added)
+        writer.add_tokenizer_model('rwkv')
+    else:
+        add_merges(writer, made, not files)
+    writer.add_token_list([tokens.get(i, f'[PAD{i}]') for i in range(tokenizer.vocab_size)])
+    begin, end = first_and_last(tokenizer)
+    if begin is not None:
+        writer.add_bos_token_id(begin)
+        writer.add_eos_token_id(end)
+    writer.add_add_bos_token(False)
+    writer.add_add_eos_token(False)
+    if is_chat(tokenizer):
+        writer.add_eot_token_id(tokenizer.end_of_turn)
+        writer.add_chat_template(find_template(files) or tokenizer.form.template)
+
+
+def as_rwkv(tokens, added):
+    """{id: character} → as llama.cpp reads them, whose kind of RWKV takes the longest token that a
+    text starts with. Where that is half of a character, as it may be in others than ASCII,
+    llama.cpp 0.3.36 does not end. Raises UserError."""
+    if odd := next((char for char in tokens.values() if not char.isascii()), None):
+        raise UserError('llama.cpp takes a tokenizer of characters only where all are ASCII, and '
+                        f'this one has {odd!r}: prepare the text with --tokenizer=byte or bpe')
+    return {i: char if char.isalnum() or i in added else f'\\x{ord(char):02x}'
+            for i, char in tokens.items()}
+
+
+def add_merges(writer, made, is_ours):
+    """Of the content of a tokenizer.json, how text is cut and merged. Raises UserError."""
+    cut = made['pre_tokenizer']
     steps = cut.get('pretokenizers', [cut])
     names = tuple(step['pattern'].get('Regex') if step.get('type') == 'Split' else step.get('type')
                   for step in steps)
@@ -167,32 +161,14 @@ def find_cut(tokenizer):
     if names not in CUTS or not plain:
         raise UserError(f'llama.cpp has no name here for how this tokenizer cuts text, by '
                         f'{", ".join(map(repr, names))[:200]}: export to transformers')
-    return CUTS[names]
-
-
-def add_foreign_tokenizer(writer, tokenizer):
-    """As add_tokenizer, of a ForeignTokenizer, or one for conversations on top of it."""
-    import gguf
-    files = foreign_files(tokenizer)
-    made = json.loads(files['tokenizer.json'])
-    added = {token['id']: token for token in made['added_tokens']}
-    by_id = {i: token for token, i in made['model']['vocab'].items()} \
-        | {i: token['content'] for i, token in added.items()}
-    kinds = gguf.TokenType
+    vocab, merges = made['model']['vocab'], made['model']['merges']
+    if is_ours and (lacking := vocab[END_OF_TEXT] - 256 - len(merges)):
+        raise UserError(f'{lacking} tokens of this tokenizer are not merged from two others, as '
+                        'llama.cpp finds them')
     writer.add_tokenizer_model('gpt2')
-    writer.add_tokenizer_pre(find_cut(made))
-    writer.add_token_list([by_id.get(i, f'[PAD{i}]') for i in range(tokenizer.vocab_size)])
-    writer.add_token_types([
-        kinds.UNUSED if i not in by_id else kinds.NORMAL if i not in added
-        else kinds.CONTROL if added[i]['special'] else kinds.USER_DEFINED
-        for i in range(tokenizer.vocab_size)])
-    writer.add_token_merges([pair if isinstance(pair, str) else ' '.join(pair)
-                             for pair in made['model']['merges']])
-    begin, end = first_and_last(tokenizer)
-    if begin is not None:
-        writer.add_bos_token_id(begin)
-        writer.add_eos_token_id(end)
-    writer.add_add_bos_token(False)
-    if is_chat(tokenizer):
-        writer.add_eot_token_id(tokenizer.end_of_turn)
-        writer.add_chat_template(find_template(files))
+    writer.add_tokenizer_pre(CUTS[names])
+    # llama.cpp wants merges. What stands for no bytes is never merged.
+    writer.add_token_merges([pair if isinstance(pair, str) else ' '.join(pair) for pair in merges]
+                            or [f'{END_OF_TEXT} {END_OF_TEXT}'])
+    if is_ours and PADDING in vocab:
+        writer.add_pad_token_id(vocab[PADDING])

@@ -11,48 +11,39 @@ from plaingpt.inference.text_generator import answering
 from plaingpt.system.errors import UserError
 from plaingpt.system.formatting import count_of
 
-HELP = '''/reset            forget the conversation
+HELP = '''/retry            answer the last message again
+/reset            forget the conversation
 /temperature 0.8  below 1 safer, above 1 wilder, 0 always the likeliest token
 /top_k 200        choose among this many tokens; 0 for all
 /save FILE        write the conversation to a new file
 /help             this
 /quit             leave, as Ctrl-D does; Ctrl-C stops an answer
 """               stands before and after a message of several lines'''
-CONVERSATION_HELP = '''/retry            answer the last message again
-/system TEXT      what the assistant is told before all messages; alone, nothing
-'''
+SYSTEM_HELP = '''
+/system TEXT      what the assistant is told before all messages; alone, nothing'''
 
 
 class Chat:
-    """A text that a user and a TextGenerator write in turns.
+    """What a user and a TextGenerator say in turns. A model that was tuned on conversations reads
+    messages in its form. Another one continues a text, without a template that of what is typed.
 
-    settings: a SampleConfig of sample.py. Without a template the model continues what is typed.
+    settings: a SampleConfig of sample.py
     """
 
-    help = HELP
-
     def __init__(self, generator, settings):
-        self.generator, self.settings = generator, settings
+        self.generator, self.settings, self.system = generator, settings, settings.system
+        self.is_tuned = is_chat(generator.tokenizer)
         # The answer ends where the model begins to write the user's next message.
         user_prefix = settings.template.partition('{user}')[0].strip()
         self.stops = settings.stops() + ([user_prefix] if user_prefix else [])
-        self.transcript, self.turns = '', 0
+        self.messages, self.turns, self.is_full = [], 0, False
 
-    def turn(self, message):
-        """Add a message and the answer to it, which is printed as it comes. Raises UserError, and
-        forgets the message, where the model cannot read it."""
-        template = self.settings.template
-        if template:
-            message = ('\n' if self.transcript else '') + template.replace('{user}', message)
-        ids = self.generator.encode(self.transcript + message, 'your message')
-        self.transcript += message
-        text = self.write(ids[-self.generator.model.config.block_size:], self.settings)
-        self.transcript += text.rstrip() if template else text
-
-    def write(self, ids, sampling):
-        """Print what the model writes after `ids` as it comes → the text. Ctrl-C ends it."""
+    def reply(self, messages):
+        """Print the answer to the last of `messages`, which is the user's, as it comes; Ctrl-C ends
+        it. They are the conversation then. Raises UserError where the model cannot read them."""
+        ids, sampling = self.prompt(messages)
         self.turns += 1  # each answer draws random numbers of its own
-        pieces = []
+        before, pieces = self.generator.tokens, []
 
         def keep_and_show(piece):
             pieces.append(piece)
@@ -63,7 +54,36 @@ class Chat:
         except KeyboardInterrupt:
             print(' …', end='')
         print()
-        return ''.join(pieces)
+        if self.is_tuned and self.generator.tokens - before == sampling.max_new_tokens:
+            print(f'(cut after {count_of(sampling.max_new_tokens, "token")})')
+        self.messages = [*messages, {'role': 'assistant', 'content': ''.join(pieces)}]
+
+    def prompt(self, messages):
+        """→ (the ids before an answer, how it is drawn)"""
+        if not self.is_tuned:
+            ids = self.generator.encode(self.as_text(messages), 'your message')
+            return ids[-self.generator.model.config.block_size:], self.settings
+        ids, unseen, room = self.generator.fit(self.told(messages), self.settings.max_new_tokens)
+        if unseen and not self.is_full:
+            print('(the context is full: from here on the model does not see the oldest messages)')
+            self.is_full = True
+        return ids, answering(self.settings, room)
+
+    def told(self, messages):
+        """The messages, and before them what the assistant is told."""
+        return [{'role': 'system', 'content': self.system}] * bool(self.system) + messages
+
+    def as_text(self, messages):
+        """Messages as the text that a model continues."""
+        template, text = self.settings.template, ''
+        for message in messages:
+            if not template:
+                text += message['content']
+            elif message['role'] == 'user':
+                text += '\n' * bool(text) + template.replace('{user}', message['content'])
+            else:
+                text += message['content'].rstrip()
+        return text
 
     def command(self, line):
         """Carry out a line that begins with / → the line to print, or None to leave."""
@@ -72,18 +92,23 @@ class Chat:
             case '/quit' | '/exit':
                 return None
             case '/help':
-                return self.help
+                return HELP + SYSTEM_HELP * self.is_tuned
+            case '/retry' if not self.messages:
+                return 'there is no message yet'
+            case '/retry':
+                self.reply(self.messages[:-1])
+                return ''
             case '/reset':
-                self.reset()
+                self.messages, self.is_full = [], False
                 return 'forgotten'
+            case '/system' if self.is_tuned:
+                self.system = value.strip()
+                return f'the assistant is told {self.system or "nothing"}'
             case '/temperature' | '/top_k':
                 return self.change_setting(name[1:], value.strip())
             case '/save':
                 return self.save(value.strip())
         return f'{name} is unknown: /help lists the commands'
-
-    def reset(self):
-        self.transcript = ''
 
     def change_setting(self, name, value):
         kind = type(getattr(self.settings, name))
@@ -113,56 +138,10 @@ class Chat:
         return f'saved to {name}'
 
     def saved(self):
-        """The conversation as a file has it."""
-        return self.transcript
-
-
-class Conversation(Chat):
-    """Messages in the form that the model was tuned on, its tokenizer's."""
-
-    help = CONVERSATION_HELP + HELP
-
-    def __init__(self, generator, settings):
-        super().__init__(generator, settings)
-        self.system, self.messages, self.is_full = settings.system, [], False
-
-    def turn(self, message):
-        self.reply([*self.messages, {'role': 'user', 'content': message}])
-
-    def reply(self, messages):
-        """Answer the last of `messages`, which is the user's. They are the conversation then."""
-        ids, unseen, room = self.generator.fit(self.told(messages), self.settings.max_new_tokens)
-        if unseen and not self.is_full:
-            print('(the context is full: from here on the model does not see the oldest messages)')
-            self.is_full = True
-        sampling, before = answering(self.settings, room), self.generator.tokens
-        answer = self.write(ids, sampling)
-        if self.generator.tokens - before == sampling.max_new_tokens:
-            print(f'(cut after {count_of(sampling.max_new_tokens, "token")})')
-        self.messages = [*messages, {'role': 'assistant', 'content': answer}]
-
-    def told(self, messages):
-        """The messages, and before them what the assistant is told."""
-        return [{'role': 'system', 'content': self.system}] * bool(self.system) + messages
-
-    def command(self, line):
-        name, _, value = line.partition(' ')
-        match name:
-            case '/retry' if not self.messages:
-                return 'there is no message yet'
-            case '/retry':
-                self.reply(self.messages[:-1])
-                return ''
-            case '/system':
-                self.system = value.strip()
-                return f'the assistant is told {self.system or "nothing"}'
-        return super().command(line)
-
-    def reset(self):
-        self.messages, self.is_full = [], False
-
-    def saved(self):
-        """As prepare.py chat reads it, which takes no turn without text."""
+        """The conversation as a file has it: a text, or as prepare.py chat reads it, which takes no
+        turn without text."""
+        if not self.is_tuned:
+            return self.as_text(self.messages)
         turns = zip(self.messages[::2], self.messages[1::2], strict=True)
         said = [message for turn in turns if turn[1]['content'].strip() for message in turn]
         return json.dumps({'messages': self.told(said)}, ensure_ascii=False) if said else ''
@@ -177,7 +156,7 @@ def run_chat(generator, settings):
     if settings.system and not tuned:
         raise UserError(f'system={settings.system}: this model was not tuned on conversations, so '
                         'it follows none: leave it out')
-    chat = (Conversation if tuned else Chat)(generator, settings)
+    chat = Chat(generator, settings)
     with suppress(ImportError):  # Windows' terminal edits lines itself
         import readline  # noqa: F401  (gives input() line editing and history)
     print('/help lists the commands')
@@ -197,7 +176,7 @@ def run_chat(generator, settings):
                     return
                 print(reply, end='\n' * bool(reply))
             elif message.strip():
-                chat.turn(message)
+                chat.reply([*chat.messages, {'role': 'user', 'content': message}])
         except UserError as problem:
             print(problem)
         except KeyboardInterrupt:  # before the answer began

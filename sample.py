@@ -67,7 +67,7 @@ class SampleConfig(Sampling, model_choice.ModelChoice):
     compile: Literal['auto'] | bool = False  # torch.compile the model for single tokens
 
     def problems(self):
-        found = super().problems()
+        found = []
         if bool(self.prompts) != bool(self.output):
             found.append('prompts and output go together: name both files')
         if self.sources and (self.prompts or self.chat or self.stream):

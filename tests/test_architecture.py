@@ -24,7 +24,7 @@ MAY_IMPORT = {
     'monitoring': {'kernels', 'system'},
     'model': {'kernels'},
     'weights': {'model', 'system'},
-    'inference': {'weights', 'model', 'data', 'monitoring', 'kernels', 'system'},
+    'inference': {'weights', 'model', 'configurator', 'data', 'monitoring', 'kernels', 'system'},
     'parallel': {'model', 'kernels', 'system'},
     'training': {'parallel', 'inference', 'weights', 'model', 'data', 'monitoring', 'kernels',
                  'system'}}

@@ -9,15 +9,15 @@ import secrets
 import time
 from dataclasses import dataclass, field
 
-from plaingpt.data.chat_tokenizer import is_chat
-from plaingpt.data.conversations import ROLES, parse_messages
-from plaingpt.inference.text_generator import Sampling, answering, checked
+from plaingpt.data.conversations import ROLES
+from plaingpt.inference.text_generator import Sampling, answering, checked, parse_asked
 from plaingpt.system.errors import UserError
 from plaingpt.system.formatting import one_line
 from plaingpt.system.streams import warn
 
 SAMPLING = {'temperature': 1.0, 'top_p': 1.0, 'top_k': 0, 'min_p': 0.0, 'repetition_penalty': 1.0,
             'seed': 0}  # OpenAI's defaults; without a seed, each text gets one of its own
+CHAT_ROLES = {**{role: role for role in ROLES}, 'developer': 'system'}  # OpenAI's newer name
 # What a request may have; the type of a value is that of the value here.
 PARAMETERS = {**SAMPLING, 'model': '', 'messages': [], 'prompt': '', 'max_tokens': 0,
               'max_completion_tokens': 0, 'stop': [], 'stream': False, 'stream_options': {},
@@ -76,10 +76,11 @@ def read_job(body, chat, generator, name, max_tokens):
     wanted = body.get('max_completion_tokens', body.get('max_tokens', usual))
     if not 1 <= wanted <= max_tokens:
         raise UserError(f'max_tokens must be from 1 to {max_tokens}')
-    sampling = checked({**SAMPLING, 'seed': secrets.randbits(62), 'max_new_tokens': wanted,
-                        **{key: body[key] for key in SAMPLING if key in body}})
+    sampling = checked(Sampling(**{
+        **SAMPLING, 'seed': secrets.randbits(62), 'max_new_tokens': wanted,
+        **{key: body[key] for key in SAMPLING if key in body}}))
     if chat:
-        ids, unseen, room = generator.fit(read_messages(body, generator.tokenizer), wanted)
+        ids, unseen, room = generator.fit(parse_asked(body.get('messages'), CHAT_ROLES), wanted)
         sampling = answering(sampling, room)
     else:
         ids = generator.encode(body.get('prompt', ''), 'prompt')
@@ -102,17 +103,6 @@ def check_parameters(body):
     stop = body.get('stop', [])
     if len(stop) > 16 or not all(isinstance(text, str) and 0 < len(text) < 1000 for text in stop):
         raise UserError('stop must be a text or at most 16, of 1 to 999 characters each')
-
-
-def read_messages(body, tokenizer):
-    """→ [{'role', 'content'}, …], the last one of the user"""
-    if not is_chat(tokenizer):
-        raise UserError('messages: this model was not tuned on conversations: use /v1/completions')
-    roles = {**{role: role for role in ROLES}, 'developer': 'system'}  # OpenAI's newer name
-    messages = parse_messages(body.get('messages'), 'messages', roles=roles)
-    if messages[-1]['role'] != 'user':
-        raise UserError('messages: the last one must be of the user, to be answered')
-    return messages
 
 
 def response(job, text, reason=None, n_tokens=None, first=False):

@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from plaingpt.data.chat_tokenizer import is_chat
-from plaingpt.inference.text_generator import answering
+from plaingpt.inference.text_generator import answering, checked
 from plaingpt.system.errors import UserError
 from plaingpt.system.formatting import count_of
 
@@ -111,16 +111,15 @@ class Chat:
         return f'{name} is unknown: /help lists the commands'
 
     def change_setting(self, name, value):
-        kind = type(getattr(self.settings, name))
         try:
-            changed = replace(self.settings, **{name: kind(value)})
-            if not math.isfinite(getattr(changed, name)):
+            value = type(getattr(self.settings, name))(value)
+            changed = checked(replace(self.settings, **{name: value}))
+            if not math.isfinite(value):
                 raise ValueError
-            problems = changed.problems()
         except (ValueError, OverflowError):
-            problems = [f'{value!r} is no number']
-        if problems:
-            return f'{problems[0]}: {name} stays {getattr(self.settings, name)}'
+            return f'{value!r} is no number: {name} stays {getattr(self.settings, name)}'
+        except UserError as problem:
+            return f'{problem}: it stays {getattr(self.settings, name)}'
         self.settings = changed
         return f'{name} {getattr(changed, name)}'
 

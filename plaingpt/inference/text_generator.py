@@ -6,9 +6,11 @@ from bisect import bisect_left
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Annotated
 
 import torch
 
+from configurator import outside_limits
 from plaingpt.data.chat_tokenizer import ends_of, is_chat
 from plaingpt.data.conversations import parse_messages
 from plaingpt.inference.generation import generate
@@ -28,41 +30,39 @@ def read_text(path, where):
         raise UserError(f'{where}: not a UTF-8 text file') from None
 
 
+Natural = Annotated[int, 'at least 0']
+Share = Annotated[float, 'at least 0 and at most 1']
+
+
 @dataclass
 class Sampling:
     """How texts are drawn: settings of sample.py, and options of TextGenerator.generate."""
 
     # sampling
-    max_new_tokens: int = 500  # most tokens in each sample
-    temperature: float = 0.8  # below 1 safer, above 1 wilder, 0 always the likeliest token
-    top_k: int = 200  # choose among this many of the likeliest tokens; 0 for all
-    top_p: float = 1.0  # choose among the fewest tokens that together have this probability
-    min_p: float = 0.0  # choose among tokens at least this share as probable as the likeliest
-    repetition_penalty: float = 1.0  # above 1 makes tokens of the text so far less likely
+    max_new_tokens: Annotated[int, 'at least 1'] = 500  # most tokens in each sample
+    temperature: Annotated[float, 'at least 0'] = 0.8  # below 1 safer, above 1 wilder, 0 likeliest
+    top_k: Natural = 200  # choose among this many of the likeliest tokens; 0 for all
+    top_p: Annotated[float, 'above 0 and at most 1'] = 1.0  # among the fewest of this probability
+    min_p: Share = 0.0  # choose among tokens at least this share as probable as the likeliest
+    repetition_penalty: Annotated[float, 'above 0'] = 1.0  # above 1: tokens so far are less likely
     end_of_text: bool = True  # end where the model ends a document
-    seed: int = 1337  # of the random numbers; the same seed gives the same text
-
-    def problems(self):
-        found = [f'{key}={getattr(self, key)}: must not be negative'
-                 for key in ('temperature', 'top_k', 'seed')
-                 if not getattr(self, key) >= 0]  # NaN is not either
-        if self.max_new_tokens < 1:
-            found.append(f'max_new_tokens={self.max_new_tokens}: must be at least 1')
-        if not 0 < self.top_p <= 1:
-            found.append(f'top_p={self.top_p}: must be above 0 and at most 1')
-        if not 0 <= self.min_p <= 1:
-            found.append(f'min_p={self.min_p}: must be from 0 to 1')
-        if not self.repetition_penalty > 0:
-            found.append(f'repetition_penalty={self.repetition_penalty}: must be above 0')
-        return found
+    seed: Natural = 1337  # of the random numbers; the same seed gives the same text
 
 
-def checked(options):
-    """A Sampling of these fields. Raises UserError."""
-    sampling = Sampling(**options)
-    if problems := sampling.problems():
+def checked(sampling):
+    """A Sampling, or what inherits it, of values within their limits. Raises UserError."""
+    if problems := outside_limits(sampling):
         raise UserError('\n'.join(problems))
     return sampling
+
+
+def parse_asked(messages, roles=None):
+    """Messages as JSON has them → [{'role', 'content'}, …], the last one of the user. UserError.
+    roles: as of parse_messages"""
+    messages = parse_messages(messages, 'messages', roles=roles)
+    if messages[-1]['role'] != 'user':
+        raise UserError('messages: the last one must be of the user, to be answered')
+    return messages
 
 
 def random_numbers(seed, number):
@@ -128,7 +128,7 @@ class TextGenerator:
 
         stop: a string that ends the text, or several; sampling: fields of Sampling. UserError
         """
-        sampling = checked(sampling)
+        sampling = checked(Sampling(**sampling))
         texts = [prompt] if isinstance(prompt, str) else prompt
         prompts = [self.encode_prompt(text, 'the prompt') for text in texts]
         new = self.write(prompts, range(len(prompts)), sampling,
@@ -141,28 +141,45 @@ class TextGenerator:
         For models that were tuned on conversations. stop, sampling: as of generate. Where the
         context is too short, the oldest turns are left out. UserError
         """
-        sampling = checked(sampling)
-        messages = parse_messages(messages, 'messages')
-        if messages[-1]['role'] != 'user':
-            raise UserError('messages: the last one must be of the user, to be answered')
-        ids, _, room = self.fit(messages, sampling.max_new_tokens)
+        sampling = checked(Sampling(**sampling))
+        ids, _, room = self.fit(parse_asked(messages), sampling.max_new_tokens)
         [text] = self.write([ids], [0], answering(sampling, room),
                             [stop] if isinstance(stop, str) else stop)
         return text
 
     def fit(self, messages, new_tokens):
-        """→ as of fit_prompt. Raises UserError where the last turn alone is too long."""
+        """→ (ids, how many of the oldest messages were left out, how many new tokens there is room
+        for)
+
+        messages: [{'role', 'content'}, …], as encode_conversation takes them
+        new_tokens: that the answer may have; a quarter of block_size is kept free for them at most
+
+        What the system says at the beginning stays, and so do the last message of the user and what
+        follows it. Raises UserError where these alone are too long, or have characters that the
+        tokenizer lacks.
+        """
         if not is_chat(self.tokenizer):
-            raise UserError('this model was not tuned on conversations: see docs/chat.md')
+            raise UserError('messages: this model was not tuned on conversations, so it goes on '
+                            'from a prompt alone (/v1/completions): see docs/chat.md')
         block_size = self.model.config.block_size
+        users = [i for i, message in enumerate(messages) if message['role'] == 'user']
+        wanted = block_size - min(new_tokens, block_size // 4)
+
+        def encode(turns):
+            """Without so many of the oldest turns."""
+            kept = messages[:users[0]] + messages[users[turns]:]
+            return self.tokenizer.encode_prompt(kept).tolist()
+
         try:
-            ids, dropped, room = fit_prompt(self.tokenizer, messages, block_size, new_tokens)
+            turns = bisect_left(range(len(users) - 1), True,
+                                key=lambda turns: len(encode(turns)) <= wanted)
+            ids = encode(turns)
         except UserError as e:
             raise UserError(f'the messages: {e}; {KNOWN_CHARACTERS}') from None
         if len(ids) > block_size:
             raise UserError(f'the message has {len(ids):,} tokens with what the system says, and '
                             f'the model reads at most {block_size:,}: write less')
-        return ids, dropped, room
+        return ids, users[turns] - users[0], block_size - len(ids) + 1
 
     def encode(self, text, where):
         """→ ids. Raises UserError, beginning with `where`, for characters the tokenizer lacks."""
@@ -220,26 +237,3 @@ class TextGenerator:
     def speed(self):
         return f'{self.tokens:,} tokens in {self.seconds:.1f} s: ' \
                f'{self.tokens / max(self.seconds, 1e-9):,.0f} tokens/s'
-
-
-def fit_prompt(tokenizer, messages, block_size, new_tokens):
-    """→ (ids, how many of the oldest messages were left out, how many new tokens there is room for)
-
-    messages: [{'role', 'content'}, …], as encode_conversation takes them
-    new_tokens: that the answer may have; a quarter of block_size is kept free for them at most
-
-    What the system says at the beginning stays, and so do the last message of the user and what
-    follows it, even where these alone are longer. Raises UserError where a text has characters that
-    the tokenizer lacks.
-    """
-    users = [i for i, message in enumerate(messages) if message['role'] == 'user']
-    wanted = block_size - min(new_tokens, block_size // 4)
-
-    def encode(turns):
-        """Without so many of the oldest turns."""
-        return tokenizer.encode_prompt(messages[:users[0]] + messages[users[turns]:]).tolist()
-
-    turns = bisect_left(range(len(users) - 1), True,
-                        key=lambda turns: len(encode(turns)) <= wanted)
-    ids = encode(turns)
-    return ids, users[turns] - users[0], block_size - len(ids) + 1

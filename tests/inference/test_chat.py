@@ -129,7 +129,7 @@ def test_what_cannot_be_answered_changes_nothing(chat, monkeypatch, tmp_path):
         raise KeyboardInterrupt
     out = chat('hi', f'/system {"x" * 200}', '/retry', '/system', f'/save {tmp_path}/said')
     assert 'write less' in out[2] and saved(tmp_path / 'said') == ask('hi', ANSWERS['hi'])
-    monkeypatch.setattr(plaingpt.inference.text_generator, 'fit_prompt', interrupted)
+    monkeypatch.setattr(CHAT.__class__, 'encode_prompt', interrupted)
     assert chat('hi', f'/save {tmp_path}/none')[:2] == [' …', 'nothing has been said yet']
 
 
@@ -201,9 +201,10 @@ def test_commands_of_a_chat(base_chat, tmp_path):
                     '/nonsense', '/save', KeyboardInterrupt, 'def', f'/save {tmp_path}/a',
                     f'/save {tmp_path}/a', '/reset', f'/save {tmp_path}/b', '/quit', 'more')
     for words in ('Ctrl-C stops an answer', 'temperature 0.0',
-                  "'nan' is no number: temperature stays 0.0", 'top_k=-1: must not be negative: '
-                  'top_k stays 200', "'x' is no number", '/nonsense is unknown', 'name a file',
-                  'Ctrl-D leaves', 'forgotten', 'File exists', 'nothing has been said yet'):
+                  'temperature=nan: must be at least 0: it stays 0.0',
+                  'top_k=-1: must be at least 0: it stays 200', "'x' is no number",
+                  '/nonsense is unknown', 'name a file', 'Ctrl-D leaves', 'forgotten',
+                  'File exists', 'nothing has been said yet'):
         assert words in out
     assert len((tmp_path / 'a').read_text()) == len('def') + 20 + 1
     assert out.endswith('nothing has been said yet\n')  # and no answer after /quit

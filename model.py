@@ -339,7 +339,7 @@ class GPT(nn.Module):
         """The weights of others: 'gpt2', 'gpt2-medium', 'gpt2-large', 'gpt2-xl' from the hub, a
         folder in the Hugging Face layout, or a ckpt.pt of nanoGPT or build-nanogpt. UserError."""
         from plaingpt.inference.pretrained import load_pretrained
-        return load_pretrained(source, dropout)[0]
+        return load_pretrained(source, dropout)
 
     def generate(self, idx, max_new_tokens, temperature=1.0, top_k=None, **sampling):
         """Append `max_new_tokens` sampled tokens to idx (B, T) → (B, T + max_new_tokens).

@@ -152,21 +152,14 @@ class ChatTokenizer:
             [self.ids[piece]] if piece in self.ids else map(int, self.encode(piece)))]
 
     def decode(self, ids):
-        return ''.join(self.base.decode(run) if name is None else name
-                       for name, run in self._runs(ids))
+        return self.decode_bytes(ids).decode('utf-8', 'replace')
 
     def decode_bytes(self, ids):
-        return b''.join(self.base.decode_bytes(run) if name is None else name.encode()
-                        for name, run in self._runs(ids))
-
-    def _runs(self, ids):
-        """Yield (the name of a token of ours, None) and (None, the ids of text) in their order."""
         first = self.base.vocab_size
-        for is_text, run in groupby(map(int, ids), lambda i: i < first):
-            if is_text:
-                yield None, list(run)
-            else:
-                yield from ((SPECIAL_TOKENS[i - first], None) for i in run)
+        return b''.join(
+            self.base.decode_bytes(list(run)) if is_text else
+            ''.join(SPECIAL_TOKENS[i - first] for i in run).encode()
+            for is_text, run in groupby(map(int, ids), lambda i: i < first))
 
     @property
     def encoders(self):

@@ -122,19 +122,16 @@ def choose_architecture(config, known=ARCHITECTURES, program='transformers'):
     for name, refused in (nearest := nearest_architectures(config, known)).items():
         if not refused:
             return name
-    raise UserError(f'no architecture of {program} is this model: ' + '; '.join(
-        f'{name} needs ' + ' and '.join(f'{need} instead of {value}'
-                                        for need, value in refused.items())
-        for name, refused in nearest.items()))
+    raise UserError(f'no export to {program}: ' + ', '.join(
+        f'{name} needs {" and ".join(refused)}' for name, refused in nearest.items()))
 
 
 def describe_export(config):
     """What export.py will do with such a model, in a line that is printed before training."""
-    nearest = nearest_architectures(config)
-    if not any(nearest.values()):
-        return f'exports to transformers as {next(iter(nearest))}{one_document(config)}'
-    return 'no export to transformers: ' + ', '.join(
-        f'{name} needs {" and ".join(refused)}' for name, refused in nearest.items())
+    try:
+        return f'exports to transformers as {choose_architecture(config)}{one_document(config)}'
+    except UserError as refusal:
+        return str(refusal)
 
 
 def one_document(config):

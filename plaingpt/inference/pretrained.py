@@ -1,6 +1,5 @@
 """Weights from elsewhere → a GPT. Nothing that is read can run code."""
 
-import math
 import pickle
 import pickletools
 import re
@@ -19,7 +18,7 @@ from plaingpt.data.foreign_tokenizer import download, is_hub_name, read_tokenize
 from plaingpt.inference.hf_architectures import ARCHITECTURES, parts_of
 from plaingpt.system.distributed import local_rows
 from plaingpt.system.errors import UserError
-from plaingpt.system.files import is_count, is_number, open_regular, read_json, utf8_name
+from plaingpt.system.files import open_regular, read_json, utf8_name
 from plaingpt.weights import SIZES, check_fields, check_finite, check_held, copy_rows
 
 PRETRAINED = {'gpt2': dict(n_layer=12, n_head=12, n_embd=768),  # Radford et al. 2019, table 2
@@ -41,12 +40,11 @@ FILLING = ('APPEND', 'APPENDS', 'SETITEM', 'SETITEMS', 'ADDITEMS', 'BUILD')  # o
 
 
 def load_pretrained(source, dropout=0.0):
-    """What `open_pretrained` takes → (the GPT, what a ckpt.pt says of its training, else '').
-    UserError"""
+    """What `open_pretrained` takes → the GPT. Raises UserError."""
     found = open_pretrained(source)
     model = GPT(GPTConfig(**found.shape, dropout=dropout))
     found.load_weights(model)
-    return model, found.trained
+    return model
 
 
 def open_pretrained(source):
@@ -54,8 +52,8 @@ def open_pretrained(source):
     or a ckpt.pt of nanoGPT or build-nanogpt, or its folder → Pretrained. Raises UserError."""
     path = find_pretrained(source)
     if is_nanogpt(path):
-        shape, weights, trained = read_nanogpt(path)
-        found = Pretrained(source, path, shape, {name: [w] for name, w in weights.items()}, trained)
+        shape, weights = read_nanogpt(path)
+        found = Pretrained(source, path, shape, {name: [w] for name, w in weights.items()})
     else:
         folder = path if path.is_dir() else download_model(source)
         with explain_bad_folder(folder):
@@ -72,7 +70,6 @@ class Pretrained:
     path: Path  # of the folder, or of the ckpt.pt
     shape: dict  # the fields of its GPTConfig but dropout
     parts: dict  # our name → the tensors that make it, one below another: Tensors or FileTensors
-    trained: str = ''  # what is known of its training
 
     def check(self):
         """Raise UserError that names what is missing, unknown, or of another type or shape than in
@@ -268,8 +265,8 @@ def download_model(name, patterns=('*.json', '*.jinja', 'model*.safetensors')):
 
 
 def read_nanogpt(path):
-    """As read_hf, for a ckpt.pt of nanoGPT or build-nanogpt, and what it says of its training, as
-    text. torch's loader runs no code."""
+    """As read_hf, for a ckpt.pt of nanoGPT or build-nanogpt → (fields of GPTConfig, {our name:
+    tensor}). torch's loader runs no code."""
     try:
         check_archive(path)
         # of build-nanogpt's config only the values are read, into a SimpleNamespace
@@ -288,8 +285,6 @@ def read_nanogpt(path):
         if shape['vocab_size'] == 50304:  # GPT-2's 50,257 and padding, which no text contains
             shape['vocab_size'] = 50257
             weights = without_padding(weights, 50257)
-        trained = describe_training(found.get('iter_num', found.get('step')),
-                                    found.get('best_val_loss', found.get('val_loss')))
     except pickle.UnpicklingError as e:
         what = re.search(r'GLOBAL (\S+)', str(e))
         raise UserError(f'{path}: refused: it holds {what[1] if what else "more than tensors"}, '
@@ -300,17 +295,7 @@ def read_nanogpt(path):
     except Exception as e:
         raise UserError(f'{path}: damaged, or no checkpoint of nanoGPT ({type(e).__name__}: '
                         f'{(str(e).splitlines() or [""])[0][:120]})') from None
-    return shape, weights, trained
-
-
-def describe_training(iter_num, val_loss):
-    """→ 'iteration 5,000, validation loss 1.4697', or what of it is known."""
-    if isinstance(val_loss, torch.Tensor) and val_loss.numel() == 1:
-        val_loss = val_loss.item()
-    parts = [f'iteration {iter_num:,}'] if is_count(iter_num) else []
-    if is_number(val_loss) and math.isfinite(val_loss):
-        parts.append(f'validation loss {val_loss:.4f}')
-    return ', '.join(parts)
+    return shape, weights
 
 
 def check_archive(path):

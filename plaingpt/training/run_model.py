@@ -1,16 +1,12 @@
 """The model of a run: its shape, its weights, and where it is trained."""
 
+import math
 from dataclasses import fields, replace
 
 from model import GPT, GPTConfig
 from plaingpt.data.tokenizers import described_vocab_size, words_of
 from plaingpt.inference.hf_export import describe_export
-from plaingpt.inference.pretrained import (
-    describe_training,
-    grow_vocabulary,
-    open_pretrained,
-    pretrained_shape,
-)
+from plaingpt.inference.pretrained import grow_vocabulary, open_pretrained, pretrained_shape
 from plaingpt.parallel.sharding import Replicated, Sharded, copy_on_meta, parameters_on_meta
 from plaingpt.system.distributed import launched_world, print0
 from plaingpt.system.errors import UserError
@@ -93,16 +89,17 @@ def find_start(config, dataset):
     start = checkpoints.find_named(config.init_from, config.checkpoint)
     if start:
         tokenizer, source, other = start.state['tokenizer'], start.path, 'THE_OLD_DATASET'
-        trained = describe_training(start.iter_num, start.val_loss)
+        loss = f', validation loss {start.val_loss:.4f}' * math.isfinite(start.val_loss)
+        trained = f' (iteration {start.iter_num:,}{loss})'
     else:
         start = open_pretrained(config.init_from)
         tokenizer, source, other = start.tokenizer_json(), config.init_from, config.init_from
-        trained = start.trained
+        trained = ''
     known = [words_of(each) for each in (dataset.tokenizer_json(), base_tokenizer(dataset)) if each]
     if tokenizer is not None and words_of(tokenizer) not in known:
         raise UserError(f'{source} was trained with another tokenizer than that of '
                         f'{dataset.folder}: prepare the text with --tokenizer={other}')
-    print0(f'{source}{trained and f" ({trained})"}: the run starts from its weights; the '
+    print0(f'{source}{trained}: the run starts from its weights; the '
            'optimizer, the iteration count and the order of the data begin anew')
     return start
 

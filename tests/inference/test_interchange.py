@@ -19,7 +19,6 @@ import train
 from model import GPT, GPTConfig
 from plaingpt.data import tokenizers
 from plaingpt.inference.hf_export import hf_tokenizer
-from plaingpt.inference.pretrained import load_pretrained
 from plaingpt.system.errors import UserError
 
 SMALL = GPTConfig(block_size=16, vocab_size=65, n_layer=2, n_head=4, n_embd=32)
@@ -117,9 +116,9 @@ def test_an_export_has_the_same_logits_in_transformers_and_when_read_back(tmp_pa
 
 def test_the_flag_that_prevents_an_export_is_named(tmp_path):
     for flags, words in (
-            (dict(conv=3), 'gpt2 needs conv=0 instead of 3'),
+            (dict(conv=3), 'gpt2 needs conv=0'),
             (dict(rotary=True, mlp='swiglu'), 'llama needs rmsnorm=True'),
-            (dict(LLAMA, qk_norm=True, mlp='relu2'), 'mlp=swiglu instead of relu2'),
+            (dict(LLAMA, qk_norm=True, mlp='relu2'), 'mlp=swiglu'),
             (dict(LLAMA, qk_norm=True), 'qwen3 needs bias=False')):
         with pytest.raises(UserError, match=words):
             export.write_hf(tmp_path, shaken(**flags), BYTES, '')
@@ -145,7 +144,7 @@ def test_a_flag_that_no_architecture_lists_is_refused_unless_it_has_its_default(
     model = GPT(FutureConfig(32, 100, 2, 4, 48, **flags))
     export.write_hf(tmp_path, model, BYTES, '')
     model.config.alibi = True
-    with pytest.raises(UserError, match='alibi=False instead of True'):
+    with pytest.raises(UserError, match='needs alibi=False'):
         export.write_hf(tmp_path, model, BYTES, '')
 
 
@@ -264,15 +263,7 @@ def test_the_folder_of_a_nanogpt_run_says_how_to_go_on(
     train.main([*tiny, f'--init_from={run}', '--max_iters=1'])
     printed = capsys.readouterr().out
     assert f'the run has the shape of {run}: n_layer=1 (not 2)' in printed
-    said = next(line for line in printed.splitlines() if 'anew' in line)
-    assert str(run) in said and 'iteration 5, validation loss 2.0000' in said
-
-
-def test_a_ckpt_without_usable_counters_still_gives_its_weights(tmp_path):
-    for iter_num, loss in (('x', []), (-1, torch.zeros(3)), (None, float('nan'))):
-        nanogpt_checkpoint(tmp_path / 'ckpt.pt', GPT(GPTConfig(8, 65, 1, 1, 8, mlp='gelu_erf')),
-                           iter_num=iter_num, best_val_loss=loss)
-        assert load_pretrained(tmp_path / 'ckpt.pt')[1] == ''
+    assert str(run) in next(line for line in printed.splitlines() if 'anew' in line)
 
 
 def test_nanogpts_padding_of_gpt2s_vocabulary_is_cut_off(tmp_path):
@@ -352,7 +343,7 @@ def test_weights_that_are_not_those_of_the_config_are_named(tmp_path):
     for change, words in (
             (lambda w: w.pop(bias), f'it has no {bias}'),
             (lambda w: w.update({'transformer.h.7.mlp.c_fc.bias': torch.zeros(3)}),
-             'it has an unknown transformer.h.7.mlp.c_fc.bias'),
+             "it has an unknown 'transformer.h.7.mlp.c_fc.bias'"),
             (lambda w: w.update({'transformer.wpe.weight': torch.zeros(3, 48)}),
              'transformer.wpe.weight is (3, 48), expected (32, 48)'),
             (lambda w: w.update({'lm_head.weight': torch.zeros(100, 48)}),
@@ -394,13 +385,14 @@ def test_weights_that_are_no_numbers_of_a_model_are_refused_by_name(tmp_path):
     for spoil, words in (
             (lambda w: torch.full_like(w, math.nan), 'is not finite'),
             (lambda w: torch.full_like(w, 1e300, dtype=torch.float64), 'is not finite'),
-            (lambda w: w.to(torch.int8), 'is '),
-            (lambda w: w.to(torch.complex64), 'is ')):
+            (lambda w: w.to(torch.int8), 'weights are float32'),
+            (lambda w: w.to(torch.complex64), 'weights are float32')):
         save_file({**whole, name: spoil(whole[name]).contiguous()}, folder / 'model.safetensors')
-        assert f'{name} {words}' in refused(folder)
         save_as_nanogpt(tmp_path / 'ckpt.pt',
                         {**ours.state_dict(), name: spoil(ours.get_parameter(name))})
-        assert f'{name} {words}' in refused(tmp_path / 'ckpt.pt')
+        for path in (folder, tmp_path / 'ckpt.pt'):
+            line = refused(path)
+            assert name in line and words in line
 
 
 def test_a_shape_that_no_file_holds_is_refused_before_anything_is_built(tmp_path):

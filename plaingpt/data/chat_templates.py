@@ -6,9 +6,8 @@ import sys
 
 from plaingpt.data import template_process
 from plaingpt.data.chat_tokenizer import FORMS, form_of
-from plaingpt.data.foreign_tokenizer import TEMPLATE_FILE
+from plaingpt.data.foreign_tokenizer import TEMPLATE_FILE, parse_object
 from plaingpt.data.tokenizers import from_json
-from plaingpt.system.files import parse_json
 from plaingpt.system.streams import warn
 
 MAX_TEMPLATE = 2**17  # characters
@@ -46,7 +45,7 @@ def as_chat(description, where):
 
 def find_template(files):
     """{name: text of a file} → the chat template, or None."""
-    found = parse_json(files.get('tokenizer_config.json', '{}')).get('chat_template')
+    found = parse_object(files, 'tokenizer_config.json').get('chat_template')
     return files.get(TEMPLATE_FILE, found if isinstance(found, str) else None)
 
 
@@ -73,7 +72,7 @@ def render(template, description, conversations):
     ValueError and others."""
     if len(template) > MAX_TEMPLATE:
         raise ValueError('it is too long')
-    names = parse_json(description['files'].get('tokenizer_config.json', '{}'))
+    names = parse_object(description['files'], 'tokenizer_config.json')
     special = {key: value['content'] if isinstance(value, dict) else value
                for key, value in names.items() if key in ('bos_token', 'eos_token', 'pad_token')}
     given = json.dumps({'template': template, 'names': special, 'conversations': conversations})

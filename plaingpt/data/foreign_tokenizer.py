@@ -6,6 +6,7 @@ in checkpoints, so that an export has them again.
 
 import json
 import re
+from functools import lru_cache
 from pathlib import Path
 
 import numpy as np
@@ -17,8 +18,8 @@ from plaingpt.system.formatting import one_line
 
 OUR_TOKENIZER = 'plaingpt_tokenizer.json'  # in an exported folder, so that it comes back whole
 TEMPLATE_FILE = 'chat_template.jinja'
-FILES = ('tokenizer.json', 'tokenizer_config.json', 'special_tokens_map.json',
-         'generation_config.json', TEMPLATE_FILE)
+CONFIGS = 'tokenizer_config.json', 'generation_config.json'
+FILES = ('tokenizer.json', *CONFIGS, 'special_tokens_map.json', TEMPLATE_FILE)
 MAX_BYTES = 2**26  # of a file; Qwen3's tokenizer.json has 11 million
 FILES_OF_TOKENIZER = ('config.json', *FILES)
 # Of GPT-2's vocabulary: each of the 256 bytes as a visible character.
@@ -54,14 +55,14 @@ def read_tokenizer(folder, vocab_size=None):
     try:
         if (folder / OUR_TOKENIZER).exists():
             return parse_json(read_bounded(folder / OUR_TOKENIZER))
-        files = {name: read_bounded(folder / name, MAX_BYTES).decode() for name in FILES
-                 if (folder / name).exists()}
+        files = {name: read_bounded(folder / name, MAX_BYTES).decode()
+                 for name in FILES_OF_TOKENIZER if (folder / name).exists()}
         if 'tokenizer.json' not in files:
             return None
-        model = parse_json(read_bounded(folder / 'config.json')) \
-            if (folder / 'config.json').exists() else {}
+        model = parse_object(files, 'config.json')
+        files.pop('config.json', None)
         return describe(files, model, vocab_size)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as e:
+    except (OSError, ValueError, KeyError, TypeError) as e:
         raise UserError(f'{folder}: its tokenizer cannot be read ({one_line(e)[:200]}): give a '
                         'folder as transformers saves it') from None
 
@@ -69,16 +70,14 @@ def read_tokenizer(folder, vocab_size=None):
 def describe(files, model, vocab_size):
     """{name: text of a file}, the content of config.json → the description."""
     tokenizer = load(files['tokenizer.json'])
-    said = {name: parse_json(files[name].encode()) if name in files else {}
-            for name in ('tokenizer_config.json', 'generation_config.json')}
-    names = said['tokenizer_config.json']
+    names, generation = (parse_object(files, name) for name in CONFIGS)
 
     def id_of(name):  # it may be {'content': name, …}
         name = name['content'] if isinstance(name, dict) else name
         return tokenizer.token_to_id(name) if isinstance(name, str) else None
 
     ends = {id_of(names.get('eos_token'))}
-    for config in (model, said['generation_config.json']):
+    for config in (model, generation):
         found = config.get('eos_token_id')
         ends |= {*found} if isinstance(found, list) else {found}
     opener = next((i for i in map(id_of, ('<|endoftext|>', names.get('bos_token'),
@@ -88,6 +87,14 @@ def describe(files, model, vocab_size):
     ends = sorted(i for i in ends if type(i) is int and 0 <= i < size)
     return {'kind': 'foreign', 'vocab_size': size, 'end_of_text': opener, 'ends': ends,
             'files': files}
+
+
+def parse_object(files, name):
+    """The JSON object in one of {name: text}, {} where there is none. Raises ValueError."""
+    found = parse_json(files.get(name, '{}'))
+    if not isinstance(found, dict):
+        raise ValueError(f'{name} is no object')
+    return found
 
 
 def count_tokens(tokenizer):
@@ -100,6 +107,7 @@ def check_size(tokenizer, size):
         raise ValueError(f'it has {count_tokens(tokenizer):,} tokens and the model {size}')
 
 
+@lru_cache(1)  # a command asks for the same one several times, and Qwen3's takes a second
 def load(text):
     """The text of a tokenizer.json → the package's Tokenizer. Raises ValueError where it cannot be
     used, and UserError where the package is missing."""
@@ -139,9 +147,8 @@ class ForeignTokenizer:
         try:
             self._tokenizer = load(files['tokenizer.json'])
             check_size(self._tokenizer, self.vocab_size)
-            for name in ('tokenizer_config.json', 'generation_config.json'):
-                if name in files and not isinstance(parse_json(files[name]), dict):
-                    raise ValueError(f'{name} is no object')
+            for name in CONFIGS:
+                parse_object(files, name)
         except ValueError as e:
             raise UserError(f'its tokenizer cannot be used: {e}') from None
         self._added = self._tokenizer.get_added_tokens_decoder()

@@ -57,14 +57,13 @@ def is_foreign(tokenizer):
 def our_files(tokenizer, model):
     """→ {name of a file: its content}, of all that say how text becomes tokens."""
     begin, end = first_and_last(tokenizer)
-    ends = {'bos_token_id': begin, 'eos_token_id': end}
     # What our programs end an answer with ends it there too.
-    all_ends = {'eos_token_id': sorted(ends_of(tokenizer), reverse=True)} \
-        if is_chat(tokenizer) else {}
+    ends = sorted(ends_of(tokenizer), reverse=True) if is_chat(tokenizer) else end
     made = hf_tokenizer(tokenizer)
     special = {token['id']: token['content'] for token in made['added_tokens']}
     return {
-        'generation_config.json': {**ends, **all_ends, 'do_sample': True},
+        'generation_config.json': {
+            'bos_token_id': begin, 'eos_token_id': ends, 'do_sample': True},
         'tokenizer.json': made,
         'tokenizer_config.json': {
             'tokenizer_class': 'PreTrainedTokenizerFast', 'clean_up_tokenization_spaces': False,

@@ -143,8 +143,10 @@ def unknown_tokenizer(name):
 def borrow_tokenizer(name):
     """The JSON of the tokenizer of a prepared dataset, of a run or one of its checkpoints, or of a
     model of others, by their folders or its name on the hub. Raises UserError."""
-    if has_tokenizer(prepared_folder(name)):
-        return open_dataset(prepared_folder(name)).tokenizer_json()
+    folder = prepared_folder(name)
+    is_path = folder == Path(name) or not (Path(name) / 'tokenizer.json').exists()
+    if has_tokenizer(folder) and is_path:  # a model's folder stands before a dataset of its name
+        return open_dataset(folder).tokenizer_json()
     folder = download(name, FILES_OF_TOKENIZER) if is_hub_name(name) else name
     if found := read_tokenizer(folder):
         return found

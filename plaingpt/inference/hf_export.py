@@ -213,9 +213,15 @@ def as_printable(token):
 
 
 def document_tokenizer(tokenizer):
-    """hf_tokenizer without the special tokens, but for their names in the vocabulary, by which a
-    program finds their ids: text that spells such a name stays text, as it does here."""
-    return {**hf_tokenizer(tokenizer), 'added_tokens': []}
+    """The content of tokenizer.json without the special tokens, but for their names in the
+    vocabulary, by which a program finds their ids: text that spells such a name stays text, as it
+    does here."""
+    made = json.loads(foreign_files(tokenizer)['tokenizer.json']) if is_foreign(tokenizer) \
+        else hf_tokenizer(tokenizer)
+    special = {token['content']: token['id'] for token in made['added_tokens'] if token['special']}
+    made['model']['vocab'] |= special
+    made['added_tokens'] = [token for token in made['added_tokens'] if not token['special']]
+    return {**made, 'post_processor': None}
 
 
 def write_tokenizer(folder):
@@ -226,7 +232,9 @@ def write_tokenizer(folder):
         write_json(path, made)
     except OSError as e:
         raise UserError(f'{path}: {e.strerror}') from None
-    end = f', eos_token={END_OF_TEXT!r}' if END_OF_TEXT in made['model']['vocab'] else ''
+    opener = getattr(tokenizer, 'base', tokenizer).end_of_text  # of a document
+    name = next((name for name, i in made['model']['vocab'].items() if i == opener), None)
+    end = f', eos_token={name!r}' if name else ''
     print(f'{path}: {tokenizer.vocab_size:,} tokens\nin datatrove: DocumentTokenizer(…, '
           f'tokenizer_name_or_path={str(path)!r}{end})')
 

@@ -15,6 +15,7 @@ from plaingpt.data.chat_templates import as_chat
 from plaingpt.data.chat_tokenizer import ChatTokenizer, ends_of
 from plaingpt.data.dataset import open_dataset
 from plaingpt.data.foreign_tokenizer import OUR_TOKENIZER, read_tokenizer
+from plaingpt.inference.hf_export import document_tokenizer
 from plaingpt.inference.text_generator import StreamDecoder
 from plaingpt.system.errors import UserError
 from plaingpt.training import model_choice
@@ -72,6 +73,16 @@ def test_text_that_spells_a_control_token_stays_text(folder, kind):
         assert not ours.controls & set(ours.encode(f'a{name}b').tolist())
         assert ours.decode(ours.encode(f'a{name}b')) == f'a{name}b'
         assert ours.decode([ours.special(name)]) == name
+
+
+def test_the_tokenizer_json_of_a_dataset_gives_our_ids(folder, kind):
+    from tokenizers import Tokenizer
+    ours = opened(folder)
+    theirs = Tokenizer.from_str(json.dumps(document_tokenizer(ours)))
+    for text in (*TEXTS, *(f'a{name}<think>b' for name in KINDS[kind][0])):
+        assert theirs.encode(text).ids == ours.encode(text).tolist()
+    for name in KINDS[kind][0]:
+        assert theirs.token_to_id(name) == ours.special(name)
 
 
 def test_documents_begin_and_texts_end_with_the_tokens_that_the_files_name(folder, kind):
@@ -144,6 +155,15 @@ def test_a_dataset_of_their_tokens_says_how_many_bytes_they_have(
     assert text_file.read_text(encoding='utf-8').endswith(text)
     assert dataset.bytes_per_token('val') == pytest.approx(len(text.encode()) / len(ids))
     assert dataset.vocab_size == 512 and np.array_equal(ours.encode(text), ids)
+
+
+def test_a_folder_stands_before_a_dataset_of_its_name(folder, text_file, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    source = f'--input={text_file}'
+    prepare.main(['text', source, '--tokenizer=byte', f'--data_dir=data/{folder.name}'])
+    for name, kind in ((folder.name, 'foreign'), (f'data/{folder.name}', 'byte')):
+        prepare.main(['text', source, f'--tokenizer={name}', '--data_dir=data/x', '--overwrite'])
+        assert open_dataset(tmp_path / 'data/x').tokenizer_json()['kind'] == kind
 
 
 def test_an_export_has_the_files_that_came_in(folder, tmp_path, kind):

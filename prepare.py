@@ -153,7 +153,8 @@ def borrow_tokenizer(name):
     from plaingpt.training.checkpoint import find_named  # the model too, which takes a second
     found = find_named(name, 'latest')
     if found is None:
-        raise UserError(unknown_tokenizer(name))
+        raise UserError(f'tokenizer={name}: the folder has no tokenizer.json, and is no run and no '
+                        'prepared dataset')
     return found.state['tokenizer']
 
 
@@ -192,7 +193,9 @@ def main(argv):
     if not config.if_small:
         dataset = folder.name if folder.parent == Path('data') else folder
         recipe = 'config/finetune_chat.py' if name == 'chat' else 'config/NAME.py'
-        print(f'next: python train.py {recipe} --dataset={quoted(dataset)}')
+        is_model = is_hub_name(config.tokenizer) or Path(config.tokenizer, 'config.json').exists()
+        start = f' --init_from={quoted(config.tokenizer)}' * (name == 'chat' and is_model)
+        print(f'next: python train.py {recipe} --dataset={quoted(dataset)}{start}')
 
 
 def unknown_corpus(name):

@@ -1,13 +1,12 @@
 """A chat with a model at the terminal."""
 
 import json
-import math
 from contextlib import suppress
-from dataclasses import replace
 from pathlib import Path
 
+from configurator import outside_limits, read_arguments
 from plaingpt.data.chat_tokenizer import is_chat
-from plaingpt.inference.text_generator import answering, checked
+from plaingpt.inference.text_generator import answering
 from plaingpt.system.errors import UserError
 from plaingpt.system.formatting import count_of
 
@@ -111,15 +110,12 @@ class Chat:
         return f'{name} is unknown: /help lists the commands'
 
     def change_setting(self, name, value):
-        try:
-            value = type(getattr(self.settings, name))(value)
-            changed = checked(replace(self.settings, **{name: value}))
-            if not math.isfinite(value):
-                raise ValueError
-        except (ValueError, OverflowError):
-            return f'{value!r} is no number: {name} stays {getattr(self.settings, name)}'
-        except UserError as problem:
-            return f'{problem}: it stays {getattr(self.settings, name)}'
+        """Give a setting another value → the line to print."""
+        kind = type(self.settings)
+        values, problems = read_arguments(kind, [f'--{name}={value}'], vars(self.settings))
+        changed = kind(**values)
+        if problems := problems + outside_limits(changed):
+            return f'{problems[0]}: it stays {getattr(self.settings, name)}'
         self.settings = changed
         return f'{name} {getattr(changed, name)}'
 

@@ -201,8 +201,8 @@ def test_commands_of_a_chat(base_chat, tmp_path):
                     '/nonsense', '/save', KeyboardInterrupt, 'def', f'/save {tmp_path}/a',
                     f'/save {tmp_path}/a', '/reset', f'/save {tmp_path}/b', '/quit', 'more')
     for words in ('Ctrl-C stops an answer', 'temperature 0.0',
-                  'temperature=nan: must be at least 0: it stays 0.0',
-                  'top_k=-1: must be at least 0: it stays 200', "'x' is no number",
+                  "temperature='nan' on the command line: expected a number: it stays 0.0",
+                  'top_k=-1: must be at least 0: it stays 200', 'expected a whole number',
                   '/nonsense is unknown', 'name a file', 'Ctrl-D leaves', 'forgotten',
                   'File exists', 'nothing has been said yet'):
         assert words in out

@@ -5,7 +5,6 @@ its default, so a new flag is refused by name until it is listed.
 """
 
 import re
-from collections.abc import Callable
 from dataclasses import dataclass, fields
 
 import torch
@@ -25,15 +24,19 @@ NOT_COMPARED = {'architectures', 'n_ctx', 'attention_dropout', *DROPOUTS, *ROTAR
 
 @dataclass(frozen=True)
 class Architecture:
+    """What Gpt2 and Llama have in common. Each of them has besides
+
+    fixed         GPTConfig → what else config.json must say
+    read_more     config.json → fields that are not one key each
+    write_weights {our name: tensor}, GPTConfig → {their name: tensor}
+    our_place     their name → (our name, which of its parts, whether it is transposed)
+    """
+
     hf_class: str  # its class in transformers
     # GPTConfig field → its values here; the first is meant where config.json lacks the key
     expressible: dict
     keys: dict  # GPTConfig field → its key in config.json
-    fixed: Callable  # GPTConfig → what else config.json must say
-    write_weights: Callable  # {our name: tensor}, GPTConfig → {their name: tensor}
-    our_place: Callable  # their name → (our name, which of its parts, whether it is transposed)
     defaults: dict  # what a key means that config.json lacks
-    read_more: Callable  # config.json → fields that are not one key each
 
     def refusals(self, config):
         """The fields that it cannot express, as {'field=allowed': value}."""
@@ -84,31 +87,28 @@ def without_defaults(shape):
 TRANSPOSED = ('c_attn.weight', 'c_proj.weight', 'c_fc.weight')
 
 
-def gpt2_fixed(c):
-    return {'layer_norm_epsilon': c.norm_eps, 'scale_attn_weights': True,
-            'add_cross_attention': False, 'scale_attn_by_inverse_layer_idx': False,
-            'n_inner': c.mlp_width,
-            'n_ctx': c.block_size, **dict.fromkeys(DROPOUTS, c.dropout)}
+class Gpt2(Architecture):
+    def fixed(self, c):
+        return {'layer_norm_epsilon': c.norm_eps, 'scale_attn_weights': True,
+                'add_cross_attention': False, 'scale_attn_by_inverse_layer_idx': False,
+                'n_inner': c.mlp_width, 'n_ctx': c.block_size, **dict.fromkeys(DROPOUTS, c.dropout)}
 
+    def read_more(self, hf):
+        return {'norm_eps': hf['layer_norm_epsilon'], 'n_inner': hf.get('n_inner', 0)}
 
-def to_gpt2(weights, config):
-    """A model without biases gets biases of zero, which GPT-2's class must have."""
-    found = {}
-    for name, w in weights.items():
-        found[name] = w = w.t() if name.endswith(TRANSPOSED) else w
-        if not config.bias and ('.h.' in name or '.ln_f.' in name):
-            found[name.replace('.weight', '.bias')] = torch.zeros(w.shape[-1])
-    return found
+    def write_weights(self, weights, config):
+        """A model without biases gets biases of zero, which GPT-2's class must have."""
+        found = {}
+        for name, w in weights.items():
+            found[name] = w = w.t() if name.endswith(TRANSPOSED) else w
+            if not config.bias and ('.h.' in name or '.ln_f.' in name):
+                found[name.replace('.weight', '.bias')] = torch.zeros(w.shape[-1])
+        return found
 
-
-def place_of_gpt2(name):
-    """OpenAI's own upload leaves the prefix of the names out."""
-    ours = name if name.startswith(('transformer.', 'lm_head.')) else f'transformer.{name}'
-    return ours, 0, name.endswith(TRANSPOSED)
-
-
-def more_of_gpt2(hf):
-    return {'norm_eps': hf['layer_norm_epsilon'], 'n_inner': hf.get('n_inner', 0)}
+    def our_place(self, name):
+        """OpenAI's own upload leaves the prefix of the names out."""
+        ours = name if name.startswith(('transformer.', 'lm_head.')) else f'transformer.{name}'
+        return ours, 0, name.endswith(TRANSPOSED)
 
 
 # Llama and Qwen: our module → theirs, whose weights may be parts of one matrix of ours.
@@ -124,26 +124,47 @@ LLAMA_MODULES = {
     'transformer.h.#.mlp.c_proj': ['model.layers.#.mlp.down_proj'],
     'transformer.ln_f': ['model.norm'],
 }
+OUR_PARTS = {part: (module, i) for module, parts in LLAMA_MODULES.items()
+             for i, part in enumerate(parts)}
 
 
-def llama_fixed(c):
-    rotary = {'rope_type': 'default'} if c.rotary_factor == 1 else {
-        'rope_type': 'llama3', 'factor': c.rotary_factor, 'low_freq_factor': 1.0,
-        'high_freq_factor': 4.0, 'original_max_position_embeddings': c.rotary_length}
-    return {'num_key_value_heads': c.n_kv_head or c.n_head, 'head_dim': c.head_size,
+class Llama(Architecture):
+    """Qwen2 and Qwen3 too."""
+
+    def fixed(self, c):
+        rotary = {'rope_type': 'default'} if c.rotary_factor == 1 else {
+            'rope_type': 'llama3', 'factor': c.rotary_factor, 'low_freq_factor': 1.0,
+            'high_freq_factor': 4.0, 'original_max_position_embeddings': c.rotary_length}
+        return {
+            'num_key_value_heads': c.n_kv_head or c.n_head, 'head_dim': c.head_size,
             'intermediate_size': c.mlp_width, 'mlp_bias': c.bias, 'attention_dropout': c.dropout,
             'rms_norm_eps': c.norm_eps, 'use_sliding_window': False, 'rope_theta': c.rotary_base,
             'rope_scaling': None if c.rotary_factor == 1 else rotary,
             'rope_parameters': {**rotary, 'rope_theta': c.rotary_base}}  # as transformers 5 has it
 
+    def read_more(self, hf):
+        if kinds := {*hf.get('layer_types', ())} - {'full_attention'}:
+            raise ValueError(f'config.json says layer_types={kinds.pop()!r}, which is not '
+                             "supported, as 'full_attention' is")
+        return {'n_kv_head': hf.get('num_key_value_heads', 0), 'head_dim': hf.get('head_dim', 0),
+                'n_inner': hf['intermediate_size'], 'norm_eps': hf['rms_norm_eps'],
+                **read_rotary(hf)}
 
-def more_of_llama(hf):
-    kinds = {*hf.get('layer_types', ()), 'full_attention'} - {'full_attention'}
-    if kinds:
-        raise ValueError(f'config.json says layer_types={sorted(kinds)[0]!r}, which is not '
-                         "supported, as 'full_attention' is")
-    return {'n_kv_head': hf.get('num_key_value_heads', 0), 'head_dim': hf.get('head_dim', 0),
-            'n_inner': hf['intermediate_size'], 'norm_eps': hf['rms_norm_eps'], **read_rotary(hf)}
+    def write_weights(self, weights, config):
+        found = {}
+        for name, w in weights.items():
+            module, layer, kind = split_name(name)
+            parts = LLAMA_MODULES.get(module, [module])
+            for part, rows in zip(parts, w.split(parts_of(name, config) or len(w)), strict=True):
+                found[f'{part.replace("#", layer)}.{kind}'] = rows
+        return found
+
+    def our_place(self, name):
+        module, layer, kind = split_name(name)
+        if module not in OUR_PARTS:
+            return name, 0, False
+        ours, i = OUR_PARTS[module]
+        return f'{ours.replace("#", layer)}.{kind}', i, False
 
 
 def read_rotary(hf):
@@ -178,28 +199,6 @@ def parts_of(name, config):
     return (config.mlp_width,) * 2 if '.mlp.c_fc.' in name else None
 
 
-def to_llama(weights, config):
-    found = {}
-    for name, w in weights.items():
-        module, layer, kind = split_name(name)
-        parts = LLAMA_MODULES.get(module, [module])
-        for part, rows in zip(parts, w.split(parts_of(name, config) or len(w)), strict=True):
-            found[f'{part.replace("#", layer)}.{kind}'] = rows
-    return found
-
-
-OUR_PARTS = {part: (module, i) for module, parts in LLAMA_MODULES.items()
-             for i, part in enumerate(parts)}
-
-
-def place_of_llama(name):
-    module, layer, kind = split_name(name)
-    if module not in OUR_PARTS:
-        return name, 0, False
-    ours, i = OUR_PARTS[module]
-    return f'{ours.replace("#", layer)}.{kind}', i, False
-
-
 def split_name(name):
     """'model.layers.3.mlp.up_proj.bias' → ('model.layers.#.mlp.up_proj', '3', 'bias')."""
     layer = re.search(r'\.(\d+)\.', name)
@@ -227,14 +226,8 @@ QWEN2_KEYS = dict(vocab_size='vocab_size', block_size='max_position_embeddings',
                   n_layer='num_hidden_layers', n_head='num_attention_heads', n_embd='hidden_size',
                   mlp='hidden_act', tied_head='tie_word_embeddings')
 LLAMA_KEYS = {**QWEN2_KEYS, 'bias': 'attention_bias'}
-OF_LLAMA = llama_fixed, to_llama, place_of_llama
 ARCHITECTURES = {
-    'gpt2': Architecture('GPT2LMHeadModel', GPT2, GPT2_KEYS, gpt2_fixed, to_gpt2, place_of_gpt2,
-                         {'layer_norm_epsilon': 1e-5}, more_of_gpt2),
-    'llama': Architecture('LlamaForCausalLM', LLAMA, LLAMA_KEYS, *OF_LLAMA,
-                          {'rms_norm_eps': 1e-6}, more_of_llama),
-    'qwen2': Architecture('Qwen2ForCausalLM', QWEN2, QWEN2_KEYS, *OF_LLAMA,
-                          {'rms_norm_eps': 1e-6}, more_of_llama),
-    'qwen3': Architecture('Qwen3ForCausalLM', QWEN3, LLAMA_KEYS, *OF_LLAMA,
-                          {'rms_norm_eps': 1e-6, 'head_dim': 128}, more_of_llama),
-}
+    'gpt2': Gpt2('GPT2LMHeadModel', GPT2, GPT2_KEYS, {'layer_norm_epsilon': 1e-5}),
+    'llama': Llama('LlamaForCausalLM', LLAMA, LLAMA_KEYS, {'rms_norm_eps': 1e-6}),
+    'qwen2': Llama('Qwen2ForCausalLM', QWEN2, QWEN2_KEYS, {'rms_norm_eps': 1e-6}),
+    'qwen3': Llama('Qwen3ForCausalLM', QWEN3, LLAMA_KEYS, {'rms_norm_eps': 1e-6, 'head_dim': 128})}

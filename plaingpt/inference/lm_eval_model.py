@@ -62,10 +62,8 @@ class Requests:
                                 f'is {self.block_size}')
             ids = np.array([*before, *after], dtype=np.int64)[-(self.block_size + 1):]
             rows.append((ids, slice(-len(after), None)))
-        order = sorted(range(len(rows)), key=lambda i: -len(rows[i][0]))  # less padding
-        scores = np.empty((len(rows), 2))
-        scores[order] = log_likelihoods(self.gpt, [rows[i] for i in order], self.batch_size,
-                                        self.context, 'lm_eval', self.group)
+        scores = log_likelihoods(self.gpt, rows, self.batch_size, self.context, 'lm_eval',
+                                 self.group)
         return [(float(logp), bool(likeliest)) for logp, likeliest in scores]
 
     def loglikelihood_rolling(self, requests, disable_tqdm=False):

@@ -29,6 +29,7 @@ PRETRAINED = {'gpt2': dict(n_layer=12, n_head=12, n_embd=768),  # Radford et al.
 NO_WEIGHTS = re.compile(r'transformer\.h\.\d+\.attn\.(masked_)?bias|.*\.rotary_emb\.inv_freq')
 FLOATS = {torch.float32, torch.float16, torch.bfloat16, torch.float64,
           'F32', 'F16', 'BF16', 'F64'}  # as safetensors names them
+NANOGPT = '.pt', '.pth'  # endings of a file that torch saved
 COMPARED_ROWS = 4096  # of an embedding and a head that are to be equal, at a time
 # What a pickle may name: torch allows more, and some of that takes as much memory as it is told to.
 PICKLED = re.compile(r'torch\.(\w+Storage|Size|device|[a-z]+\d+)|torch\._utils\._rebuild_tensor_v2|'
@@ -51,7 +52,7 @@ def open_pretrained(source):
     """'gpt2…' or OWNER/NAME of the hub, a folder in the Hugging Face layout (one of ARCHITECTURES)
     or a ckpt.pt of nanoGPT or build-nanogpt, or its folder → Pretrained. Raises UserError."""
     path = find_pretrained(source)
-    if is_nanogpt(path):
+    if path.suffix in NANOGPT:
         shape, weights = read_nanogpt(path)
         found = Pretrained(source, path, shape, {name: [w] for name, w in weights.items()})
     else:
@@ -163,7 +164,7 @@ def pretrained_shape(source):
     """What `open_pretrained` takes → the fields of its GPTConfig but dropout. It reads no weights,
     and downloads none. Raises UserError."""
     path = find_pretrained(source)
-    if is_nanogpt(path):
+    if path.suffix in NANOGPT:
         return read_nanogpt(path)[0]
     if source in PRETRAINED and not path.is_dir():
         return {**PRETRAINED[source]}
@@ -184,10 +185,6 @@ def find_pretrained(source):
         raise UserError(f'{source} has no checkpoint of a run, no config.json and no ckpt.pt: name '
                         'a folder that has one of them')
     return path
-
-
-def is_nanogpt(path):
-    return path.suffix in ('.pt', '.pth')
 
 
 def without_padding(weights, vocab_size):
@@ -251,16 +248,12 @@ def explain_bad_folder(folder):
                         f'({what[:300]})') from None
 
 
-def check_name(name):
-    if name not in PRETRAINED and not is_hub_name(name):
-        raise UserError(f'{name!r} is neither a folder, nor a .pt file, nor one of '
-                        f'{", ".join(PRETRAINED)}, nor OWNER/NAME on the Hugging Face hub')
-
-
 def download_model(name, patterns=('*.json', '*.jinja', 'model*.safetensors')):
     """Fetch 'gpt2…' or OWNER/NAME from the Hugging Face hub (or its cache) → folder. Raises
     UserError."""
-    check_name(name)
+    if name not in PRETRAINED and not is_hub_name(name):
+        raise UserError(f'{name!r} is neither a folder, nor a .pt file, nor one of '
+                        f'{", ".join(PRETRAINED)}, nor OWNER/NAME on the Hugging Face hub')
     return download(f'openai-community/{name}' if name in PRETRAINED else name, patterns)
 
 

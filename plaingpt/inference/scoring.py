@@ -35,14 +35,16 @@ def log_likelihoods(model, rows, batch_size, context, label, group=None, before_
     """The log-likelihoods of the ends of token sequences. The processes share the work.
 
     rows: a sequence of (ids, scored): each of ids[scored], the first id never, is scored given
-    all before it; scored is a slice or an array of bools
+    all before it; scored is a slice or an array of bools. Those of a list go by their length.
     context: autocast or none; group: of distributed.gloo_group
     before_batch: called by all processes equally often; what it raises ends this
     → float64 (len(rows), 2): the sum of these log-probabilities in nats, and 1 if each of these
     tokens is the likeliest in its place, else 0. The same on all processes.
     """
-    world = launched_world()
-    mine = range(world.rank, len(rows), world.size)
+    world, order = launched_world(), np.arange(len(rows))
+    if isinstance(rows, list):  # the longest first: less padding
+        order = np.argsort([-len(ids) for ids, _ in rows], kind='stable')
+    mine = order[world.rank::world.size]
     scores = np.zeros((len(mine), 2))
     was_training = model.training
     model.eval()
@@ -58,7 +60,7 @@ def log_likelihoods(model, rows, batch_size, context, label, group=None, before_
     model.train(was_training)
     out = np.zeros((len(rows), 2))
     for rank, part in enumerate(all_gather(scores, group)):
-        out[rank::world.size] = part
+        out[order[rank::world.size]] = part
     return out
 
 
@@ -266,10 +268,8 @@ class Benchmark:
 
     def score(self, model, batch_size, context, group=None, before_batch=None):
         """→ {name of a score: value}; the arguments are those of log_likelihoods."""
-        order = sorted(range(len(self.rows)), key=lambda i: -len(self.rows[i][0]))  # less padding
-        scores = np.empty((len(order), 2))
-        scores[order] = log_likelihoods(model, [self.rows[i] for i in order], batch_size, context,
-                                        self.name, group, before_batch)
+        scores = log_likelihoods(model, self.rows, batch_size, context, self.name, group,
+                                 before_batch)
         return {**BENCHMARKS[self.name].score(scores, self.questions),
                 'questions': len(self.questions)}
 

@@ -10,7 +10,6 @@ from plaingpt.data.foreign_tokenizer import TEMPLATE_FILE, parse_object
 from plaingpt.data.tokenizers import from_json
 from plaingpt.system.streams import warn
 
-MAX_TEMPLATE = 2**17  # characters
 MAX_WAIT = 30  # seconds, for a process that takes a tenth of one
 USER, ANSWER = {'role': 'user', 'content': 'a'}, {'role': 'assistant', 'content': 'b'}
 SYSTEM = {'role': 'system', 'content': 's'}
@@ -70,8 +69,6 @@ def render(template, description, conversations):
     """→ the texts that a template writes of conversations, each with and without the beginning of
     an answer. A process of its own renders them, which cannot take much time or memory. Raises
     ValueError and others."""
-    if len(template) > MAX_TEMPLATE:
-        raise ValueError('it is too long')
     names = parse_object(description['files'], 'tokenizer_config.json')
     special = {key: value['content'] if isinstance(value, dict) else value
                for key, value in names.items() if key in ('bos_token', 'eos_token', 'pad_token')}

@@ -150,11 +150,6 @@ def hf_tokenizer(tokenizer):
     special = {} if end is None else {END_OF_TEXT: end}
     merges = []
     if kind == 'char':
-        try:
-            tokenizer.chars.encode()
-        except UnicodeEncodeError:
-            raise UserError('the tokenizer knows lone surrogates, halves of characters, which '
-                            "Hugging Face's format cannot hold") from None
         vocab = {char: i for i, char in enumerate(tokenizer.chars)}
         cut, join = None, {'type': 'Fuse'}
     else:

@@ -316,8 +316,9 @@ def check_pickle(data):
     length = 0  # in operations, with values written out
     stack, marks, memo = [], [], {}  # a Value for each value; where marks are
     for operation, argument, _ in pickletools.genops(data):
-        name, before, after = operation.name, operation.stack_before, operation.stack_after
-        length += memo[argument].size if 'GET' in name else 1
+        name, before = operation.name, operation.stack_before
+        is_get = 'GET' in name
+        length += memo[argument].size if is_get else 1
         if length > MAX_PICKLE_OPERATIONS:
             raise ValueError('its pickle is too long')
         if name == 'GLOBAL' and not PICKLED.fullmatch(argument.replace(' ', '.')):
@@ -326,28 +327,24 @@ def check_pickle(data):
             raise ValueError('it has numbers that are too large')
         if 'PUT' in name or name == 'MEMOIZE':
             memo[len(memo) if argument is None else argument] = stack[-1]
-            continue
-        begin = len(stack)
-        if pickletools.markobject in before:
-            begin, before = marks.pop(), before[:before.index(pickletools.markobject)]
-        if name in ('SETITEM', 'SETITEMS', 'DICT') \
-                and not all(v.is_key for v in stack[-2 if name == 'SETITEM' else begin::2]):
-            raise ValueError('it has keys that are neither texts nor small numbers')
-        begin -= len(before)
-        held = stack[begin:]
-        del stack[begin:]
-        if name == 'MARK':
-            marks.append(len(stack))
-        elif 'GET' in name:
+        elif is_get:
             memo[argument].is_shared = True
             stack.append(memo[argument])
-        elif name in FILLING:
-            held[0].take(held[1:])
-            stack.append(held[0])
+        elif name == 'MARK':
+            marks.append(len(stack))
         else:
+            begin = len(stack)
+            if pickletools.markobject in before:
+                begin, before = marks.pop(), before[:before.index(pickletools.markobject)]
+            if name in ('SETITEM', 'SETITEMS', 'DICT') \
+                    and not all(v.is_key for v in stack[-2 if name == 'SETITEM' else begin::2]):
+                raise ValueError('it has keys that are neither texts nor small numbers')
+            begin -= len(before)
+            held = stack[begin:]
             is_key = 'UNICODE' in name or name in ('NONE', 'NEWTRUE', 'NEWFALSE', 'BINFLOAT') \
                 or (type(argument) is int and abs(argument) < 2**31)
-            stack += [Value(is_key).take(held)] * len(after)
+            stack[begin:] = [held[0].take(held[1:])] if name in FILLING else \
+                [Value(is_key).take(held)] * len(operation.stack_after)
 
 
 @dataclass(slots=True)

@@ -24,7 +24,7 @@ DOCUMENTS = 200
 @pytest.fixture(scope='module')
 def inputs(tmp_path_factory):
     """The same documents as JSON lines, Parquet, one text, conversations, a folder of tables with
-    them, of which one is none, and HTML pages."""
+    them, and HTML pages."""
     folder = tmp_path_factory.mktemp('inputs')
     chance = random.Random(0)
     words = ['to', 'be', 'or', 'not', 'that', 'is', 'the', 'question', 'whether', 'nobler']
@@ -44,7 +44,6 @@ def inputs(tmp_path_factory):
     for n, name in enumerate(('a.csv', 'b.csv')):
         (tables / name).write_text('Question,Answer\n' + ''.join(
             f'é{text},{text} à\n' for text in texts[n::2] if text), encoding='latin-1')
-    (tables / 'sizes.csv').write_text('name,size\na,1\n')
     pages.mkdir()
     for n, text in enumerate(texts):
         (pages / f'{n}.html').write_text(f'<html><body><p>{text} {n}</p></body></html>')

@@ -89,7 +89,7 @@ def score(task, config, model, tokenizer, state, context, group):
         benchmark = scoring.Benchmark(task, tokenizer, model.config.block_size, config.data,
                                       config.limit)
         scores = benchmark.score(model, config.batch_size, context, group)
-        return scores, f'{task}: {scoring.quote_benchmark(scores)}'
+        return scores, f'{task}: {scoring.quote_scores(scores)}'
     if task == 'text':
         stream = scoring.TextStream(config.data, tokenizer)
     else:
@@ -136,7 +136,7 @@ def score_by_lm_eval(config, model, tokenizer, context, group):
     results = lm_eval_model.run_tasks(
         lm, config.lm_eval.split(','), config.include_path, config.limit,
         None if config.num_fewshot < 0 else config.num_fewshot)
-    return results, '\n'.join(f'{task}: {lm_eval_model.quote_scores(scores)}'
+    return results, '\n'.join(f'{task}: {scoring.quote_scores(scores)}'
                               for task, scores in results.items())
 
 

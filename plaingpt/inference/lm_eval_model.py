@@ -121,15 +121,3 @@ def run_tasks(lm, names, include_path='', limit=0, num_fewshot=None):
                          if isinstance(value, (int, float)) and key != 'sample_len'}
         results[task]['questions'] = found['n-samples'].get(task, {}).get('effective')
     return results
-
-
-def quote_scores(scores):
-    """→ the scores of a task, as one line."""
-    parts = []
-    for key, value in scores.items():
-        name, _, kind = key.partition(',')
-        stderr = scores.get(f'{name}_stderr' + f',{kind}' * bool(kind))
-        if key != 'questions' and not name.endswith('_stderr'):
-            parts.append(f'{key} {value:.4g}' + (f' ± {stderr:.2g}' if stderr else ''))
-    questions = scores['questions']
-    return ', '.join(parts) + (f' ({questions:,} questions)' if questions else '')

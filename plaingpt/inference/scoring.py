@@ -303,27 +303,26 @@ def mean_and_stderr(values):
     return float(values.mean()), float(values.std(ddof=1) / math.sqrt(n)) if n > 1 else None
 
 
-def quote_benchmark(scores):
+def quote_scores(scores):
     """→ the scores of a benchmark, as one line."""
     parts = []
-    for key, unit, percent in ('acc', 100, '%'), ('acc_norm', 100, '%'), ('perplexity', 1, ''):
-        if key in scores:
-            stderr = plus_minus(scores[f'{key}_stderr'], 2, unit)
-            parts.append(f'{key} {unit * scores[key]:.2f}{stderr}{percent}')
-    return f'{", ".join(parts)} ({scores["questions"]:,} questions, 0-shot)'
+    for key, value in scores.items():
+        name, _, kind = key.partition(',')
+        stderr = scores.get(f'{name}_stderr' + f',{kind}' * bool(kind))
+        if key != 'questions' and not name.endswith('_stderr'):
+            parts.append(f'{key} {value:.4g}' + (f' ± {stderr:.2g}' if stderr else ''))
+    questions = scores['questions']
+    return ', '.join(parts) + (f' ({questions:,} questions)' if questions else '')
 
 
 def quote_text(scores, whose=''):
     """→ the scores of score_stream, as one line. whose: ' of the assistant', where not all are."""
-    parts = [f'loss {scores["loss"]:.4f}{plus_minus(scores["loss_stderr"], 4)} nats a token',
+    stderr = '' if scores['loss_stderr'] is None else f' ± {scores["loss_stderr"]:.4f}'
+    parts = [f'loss {scores["loss"]:.4f}{stderr} nats a token',
              f'perplexity {scores["perplexity"]:.4g}']
     if scores['bits_per_byte']:
         parts.append(f'{scores["bits_per_byte"]:.4f} bits/byte')
     return f'{", ".join(parts)} ({scores["tokens"]:,} tokens{whose})'
-
-
-def plus_minus(stderr, digits, unit=1):
-    return '' if stderr is None else f' ± {unit * stderr:.{digits}f}'
 
 
 class Source(NamedTuple):

@@ -5,7 +5,7 @@ import math
 import torch
 
 from plaingpt.inference.generation import generate
-from plaingpt.inference.scoring import Benchmark, quote_benchmark
+from plaingpt.inference.scoring import Benchmark, quote_scores
 from plaingpt.monitoring.health import Health
 from plaingpt.system.errors import UserError
 from plaingpt.system.streams import status
@@ -97,7 +97,7 @@ class Probes:
             of_each = {name: loss for name, loss in zip(names, losses[1:], strict=False) if name}
             self.metrics.evaluation(iter_num, losses[0], val_loss, best, text, of_each, error)
         for name, values in scores.items():
-            self.metrics.benchmark(iter_num, name, values, quote_benchmark(values))
+            self.metrics.benchmark(iter_num, name, values, quote_scores(values))
         if text is not None and progress.sample_is_due(config):
             self.metrics.sample(iter_num, text)
 

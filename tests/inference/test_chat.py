@@ -196,6 +196,12 @@ def test_a_chat_goes_on_from_what_was_said(base_chat, tmp_path):
     assert (tmp_path / 'said.txt').read_text() == f'def main{first}(self){second}\n'
 
 
+def test_retry_continues_the_same_text_again(base_chat, tmp_path):
+    out = base_chat('def', '/retry', f'/save {tmp_path}/said', options=['--seed=1'])
+    first, second = out[:20], out[21:41]
+    assert first != second and (tmp_path / 'said').read_text() == f'def{second}\n'
+
+
 def test_commands_of_a_chat(base_chat, tmp_path):
     out = base_chat('/help', '/temperature 0', '/temperature nan', '/top_k -1', '/top_k x',
                     '/nonsense', '/save', KeyboardInterrupt, 'def', f'/save {tmp_path}/a',

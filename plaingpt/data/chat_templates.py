@@ -43,8 +43,11 @@ def as_chat(description, where):
 
 
 def find_template(files):
-    """{name: text of a file} → the chat template, or None."""
+    """{name: text of a file} → the chat template, or None. Of several it is the 'default' one."""
     found = parse_object(files, 'tokenizer_config.json').get('chat_template')
+    if isinstance(found, list):
+        found = next((each.get('template') for each in found
+                      if isinstance(each, dict) and each.get('name') == 'default'), None)
     return files.get(TEMPLATE_FILE, found if isinstance(found, str) else None)
 
 

@@ -134,6 +134,18 @@ def test_a_template_that_is_no_form_of_ours_gives_way_in_a_line(tmp_path, templa
     assert len(capsys.readouterr().err.splitlines()) == 1
 
 
+def test_of_several_templates_the_default_one_is_taken(tmp_path, capsys):
+    save_tokenizer(tmp_path, 'smollm2', TEXTS)
+    path = tmp_path / 'tokenizer_config.json'
+    config = json.loads(path.read_text())
+    named = [{'name': 'tool_use', 'template': THINKING},
+             {'name': 'default', 'template': config['chat_template']}]
+    before = as_chat(read_tokenizer(tmp_path), tmp_path)
+    path.write_text(json.dumps({**config, 'chat_template': named}))
+    after = as_chat(read_tokenizer(tmp_path), tmp_path)
+    assert after['system'] == before['system'] and not capsys.readouterr().err
+
+
 def test_a_template_of_unknown_control_tokens_leaves_a_model_of_text(tmp_path, capsys):
     save_tokenizer(tmp_path, 'smollm2', TEXTS)
     text = (tmp_path / 'tokenizer.json').read_text()

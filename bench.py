@@ -12,6 +12,9 @@
                                                         what each part of the recipe gains
     python bench.py config/gpt2_124m.py --variants=ladder --max_iters=50
                                                         the step, faster one change at a time
+    python bench.py --judge config/quickstart.py --patch=mine.diff
+                                                        is a change really better? docs/hacking.md
+    python bench.py --ledger                            what was judged, and what of it is luck
 
 Without a config: GPT-2 124M on a GPU, config/bench_cpu.py or config/grid_cpu.py on a CPU.
 --memory runs a real step on CUDA; elsewhere torch's memory tracker follows a step on tensors
@@ -24,18 +27,22 @@ if __name__ == '__main__':  # before torch, which takes seconds
     begin_script()
 
 import json
-from dataclasses import dataclass
+import sys
+from dataclasses import asdict, dataclass, fields
+from datetime import datetime
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 from configurator import load_config
 from plaingpt.data.corpora import find_dataset_size
-from plaingpt.experiments import runs, tables
+from plaingpt.experiments import referee, runs, tables
+from plaingpt.experiments.judgement import EXIT_STATUS, describe_ledger, draw_pairs, read_ledger
 from plaingpt.experiments.memory_check import measure_memory
 from plaingpt.experiments.step_speed import Workload, measure_speed
+from plaingpt.monitoring.run_record import code_version
 from plaingpt.system import devices
 from plaingpt.system.errors import UserError, run_script
-from plaingpt.system.files import ROOT, make_writable
+from plaingpt.system.files import ROOT, append_line, make_writable
 from plaingpt.system.formatting import count_of
 from plaingpt.system.streams import require_stdout, warn
 from plaingpt.training.dtype_choice import choose_training_dtype
@@ -49,6 +56,16 @@ class BenchConfig(TrainConfig):
     memory: bool = False  # what a step holds after forward, backward and optimizer, and at most
     variants: str = ''  # trainings that differ: grid, ablation, ladder, or a file such as mine.py
     sweep: str = ''  # a setting and its values, as learning_rate=1e-3,3e-3; again for all pairs
+    # benchmark: judge whether a change is better than the code as it is here
+    judge: bool = False  # train both in pairs until that is clear
+    patch: str = ''  # the change: this diff
+    set: str = ''  # the change: these settings, as conv=0, and config files; again for more
+    change: str = ''  # the change: the code in this clone
+    against: str = ''  # the change: the code as it is here, and this commit is the base
+    pairs: Annotated[int, 'at least 1'] = 8  # at most; --minutes is another limit
+    least: Annotated[float, 'at least 0'] = 0.0  # a difference that matters; stop if it is smaller
+    equal: Literal['auto', 'steps', 'time'] = 'auto'  # what decides; auto: time where it differs
+    ledger: bool = False  # print all that was judged
     # benchmark: how
     steps: Annotated[int, 'at least 1'] = 10  # that are timed; a figure is their median
     warmup_steps: Annotated[int, 'at least 0'] = 3  # before them, which do not count
@@ -57,31 +74,38 @@ class BenchConfig(TrainConfig):
     seeds: Annotated[int, 'at least 1'] = 3  # variants, sweep: of each training
     target_loss: Annotated[float, 'at least 0'] = 0.0  # time to it; 0: 5% above the first's
     json: bool = False  # print JSON
-    save: str = ''  # a folder for CSV, table and picture; variants, sweep: out-experiments if none
+    save: str = ''  # a folder for what is measured; of trainings: out-experiments if none
 
     def problems(self):
         found = super().problems()
+        if self.judge:  # minutes limits it
+            found = [line for line in found if not line.startswith('minutes=')]
+        changes = [key for key in ('patch', 'set', 'change', 'against') if getattr(self, key)]
+        if self.judge != bool(changes):
+            found.append('judge takes a change: --patch, --set, --change or --against, which are '
+                         'for judge alone')
         if self.batch_size == 'auto':
             found.append('batch_size=auto: a benchmark needs a number')
         if self.world_size() > 1:
             found.append('a benchmark measures one process: start it without torchrun')
-        chosen = [key for key in ('memory', 'variants', 'sweep', 'profile') if getattr(self, key)]
+        chosen = [key for key in ('memory', 'variants', 'sweep', 'profile', 'judge', 'ledger')
+                  if getattr(self, key)]
         if len(chosen) > 1:
             found.append(f'one at a time: {", ".join(chosen)}')
         return found
 
 
-def one_sweep(argv):
+def gathered(argv, key):
     """Every '--sweep', 'conv=0,4' and '--sweep=conv=0,4' as one '--sweep=conv=0,4 …' at the end."""
-    rest, sweeps, words = [], [], iter(argv)
+    rest, values, words = [], [], iter(argv)
     for word in words:
-        if word == '--sweep':
-            sweeps.append(next(words, ''))
-        elif word.startswith('--sweep='):
-            sweeps.append(word.removeprefix('--sweep='))
+        if word == f'--{key}':
+            values.append(next(words, ''))
+        elif word.startswith(f'--{key}='):
+            values.append(word.removeprefix(f'--{key}='))
         else:
             rest.append(word)
-    return [*rest, '--sweep=' + ' '.join(sweeps)] if sweeps else rest
+    return [*rest, f'--{key}={" ".join(values)}'] if values else rest
 
 
 def read_config(argv):
@@ -90,7 +114,7 @@ def read_config(argv):
     config = load_config(BenchConfig, argv, __doc__)
     device, _ = devices.choose_device(config.device)
     named = any(not arg.startswith('-') for arg in argv)
-    if device.type == 'cuda' or named or config.memory:
+    if device.type == 'cuda' or named or config.memory or config.judge:
         return config, device, argv
     small = 'grid_cpu.py' if config.variants or config.sweep else 'bench_cpu.py'
     argv = [str(ROOT / 'config' / small), *argv]
@@ -137,8 +161,37 @@ def measure_variants(config, words, folder, machine):
     return rows, '\n\n'.join(text), compared
 
 
+def judge(config, argv, device):
+    """Judge a change, print what came of it, and add it to the ledger → the exit status."""
+    if config.against and not config.change:
+        return referee.judge_from(config.against, argv)
+    own = {field.name for field in fields(BenchConfig)} - {f.name for f in fields(TrainConfig)}
+    words = [word for word in argv if not word.startswith('--')
+             or word[2:].partition('=')[0] not in own | {'minutes', 'out_dir'}]
+    ledger, now = Path(config.save or 'results', 'ledger.jsonl'), datetime.now()
+    picture = Path(config.save or 'out-experiments', f'judgement-{now:%Y%m%d-%H%M%S}.png')
+    for path in (ledger, picture):
+        make_writable(path.parent, 'save')
+    found = referee.judge(config, words, device)
+    row = {**tables.describe_measurement(device, argv), 'date': f'{now:%Y-%m-%d %H:%M}',
+           'base': code_version(), **asdict(found), 'verdict': found.verdict()}
+    append_line(ledger, row)
+    print(json.dumps(row, indent=1) if config.json else '\n'.join(found.lines()))
+    if found.pairs:
+        try:
+            draw_pairs(found, picture, f'{Path(config.dataset).name}, {config.max_iters:,} steps')
+        except UserError as problem:  # of matplotlib
+            warn(problem)
+    return EXIT_STATUS[found.verdict()]
+
+
 def main(argv):
-    config, device, words = read_config(one_sweep(argv))
+    config, device, words = read_config(gathered(gathered(argv, 'sweep'), 'set'))
+    if config.ledger:
+        print(describe_ledger(read_ledger(Path(config.save or 'results', 'ledger.jsonl'))))
+        return
+    if config.judge:
+        sys.exit(judge(config, words, device))
     trains = config.variants or config.sweep
     if trains and any(word.startswith('--out_dir=') for word in argv):
         raise UserError('--out_dir: each training has a folder of its own: name the folder of all '

@@ -29,7 +29,7 @@ MAY_IMPORT = {
     'training': {'parallel', 'inference', 'weights', 'model', 'data', 'monitoring', 'kernels',
                  'system'}}
 MAY_IMPORT['checks'] = {'training', *MAY_IMPORT['training']}
-MAY_IMPORT['experiments'] = {'training', *MAY_IMPORT['training']}
+MAY_IMPORT['experiments'] = {'checks', 'configurator', *MAY_IMPORT['checks']}
 MAY_IMPORT['plaingpt'] = {'training', 'inference', 'system'}  # load(), when it is called
 MAY_IMPORT['__main__'] = {'plaingpt'}  # it runs the commands by their files
 MAY_IMPORT['a command'] = {*MAY_IMPORT}

@@ -11,6 +11,7 @@ from helpers import ROOT, ForkServer
 
 PAGE = (ROOT / 'docs' / 'hacking.md').read_text(encoding='utf-8')
 INTRODUCTION, *SECTIONS = re.split(r'^## ', PAGE, flags=re.M)
+SECTIONS = [section for section in SECTIONS if '```diff' in section]  # the rest is about changes
 BLOCK = re.compile(r'^```(\w+)\n(.*?)^```$', re.M | re.S)
 CODE = ('*.py', 'README.md', 'plaingpt', 'config')
 

@@ -118,7 +118,7 @@ def scale_axes(axes, panel, width, height):
     if panel.band:
         ys += [*panel.band[1], *panel.band[2]]
     positive = [y for y in ys if y > 0]
-    if positive and max(positive) > LOG * min(positive) and not panel.from_zero:
+    if positive and max(positive) > LOG * min(positive) and min(ys) >= 0 and not panel.from_zero:
         axes.set_yscale('log', nonpositive='mask')  # zeros are left out
         axes.set_ylim(min(positive) / 1.3, max(positive) * 1.3)
         axes.yaxis.set_major_formatter(lambda value, _: f'{value:g}')
@@ -139,7 +139,7 @@ def scale_axes(axes, panel, width, height):
         axes.set_xticks(range(len(panel.ticks)), panel.ticks)
         return
     places = MaxNLocator(max(3, round((1 - share) * width * 1.6)), steps=[1, 2, 2.5, 5, 10],
-                         integer=panel.x_label in ('iteration', 'tokens'))
+                         integer=panel.x_label in ('iteration', 'tokens', 'pair'))
     axes.set_xticks([x for x in places.tick_values(first, last) if first <= x <= last])
     for axis in (axes.xaxis, axes.yaxis):
         if max(map(abs, axis.get_majorticklocs())) >= 10_000:

@@ -28,6 +28,7 @@ if __name__ == '__main__':  # before torch, which takes seconds
 
 import json
 import sys
+from contextlib import redirect_stdout
 from dataclasses import asdict, dataclass, fields
 from datetime import datetime
 from pathlib import Path
@@ -172,7 +173,8 @@ def judge(config, argv, device):
     picture = Path(config.save or 'out-experiments', f'judgement-{now:%Y%m%d-%H%M%S}.png')
     for path in (ledger, picture):
         make_writable(path.parent, 'save')
-    found = referee.judge(config, words, device)
+    with redirect_stdout(sys.stderr if config.json else sys.stdout):
+        found = referee.judge(config, words, device)
     row = {**tables.describe_measurement(device, argv), 'date': f'{now:%Y-%m-%d %H:%M}',
            'base': code_version(), **asdict(found), 'verdict': found.verdict()}
     append_line(ledger, row)

@@ -129,10 +129,10 @@ def describe_ledger(rows):
         found = row['pairs'] and Judgement(**{key: row[key] for key in (
             'unit', 'decided_by', 'pairs')})
         high = interval(found.differences(found.decided_by), LEVEL / max(n, 1))[1] if found else 0
-        table.append([row['date'], row['command'], str(len(row['pairs'])),
+        table.append([row['date'], row['command'].partition('--judge ')[2], str(len(row['pairs'])),
                       found.describe(found.decided_by) if found else '–', row['verdict'],
                       {True: 'yes', False: 'no'}[high < 0] if row in better else '–'])
-    return markdown(['when', 'the change', 'pairs', 'difference', 'verdict',
+    return markdown(['when', 'judged', 'pairs', 'difference', 'verdict',
                      f'also of {n} tries'], table) + (
         f'\n\n{len(better)} of {n} judgements say {BETTER}. If no change did anything, luck would '
         f'make {n * LEVEL / 2:.2g} of them say so. The last column is yes where a difference is '

@@ -7,6 +7,7 @@ which nobody chose: they see the same data in the same order. The loss is measur
 trained model answers with logits in a process of its own, and is shown no targets.
 """
 
+import hashlib
 import math
 import os
 import random
@@ -73,9 +74,11 @@ class Referee:
         differ = [f'{key} {setting(before[key])} → {setting(after.get(key))}' for key in before
                   if after.get(key) != before[key] and key not in ('lr_decay_iters', 'min_lr')]
         files = changed_files(self.base.tree, self.change.tree)
+        paths = [path for name in files if (path := self.change.tree / name).exists()]
+        mark = hashlib.sha256(b''.join(path.read_bytes() for path in paths)).hexdigest()[:8]
         measuring = ', which feeds or measures runs' * any(map(MEASURING.match, files))
         self.judgement.notes += [
-            *[f'it changes {", ".join(files)}{measuring}'] * bool(files),
+            *[f'it changes {", ".join(files)} ({mark}){measuring}'] * bool(files),
             *[f'it sets {", ".join(differ)}'] * bool(differ),
             *['it has another tokenizer: compared in bits a byte']
             * (self.judgement.unit == 'bits a byte')]
@@ -240,7 +243,7 @@ def judge(config, words, device):
                       [*words, *added])
         if config.patch:
             git('apply', os.path.abspath(config.patch), cwd=change.tree)
-        print(f'{config.pairs} pairs of {config.max_iters:,} steps at most', file=sys.stderr)
+        print(f'{config.pairs} pairs of {config.max_iters:,} steps at most', flush=True)
         try:
             referee = Referee(judgement, base, change, config, device, folder)
             while len(judgement.pairs) < config.pairs and not judgement.is_over(config.least):
@@ -248,11 +251,11 @@ def judge(config, words, device):
                 if config.minutes and n and spent * (n + 1) / n > config.minutes:
                     break  # the next pair would be too long
                 referee.pair(chance.randrange(2**31) if given is None else given + n)
-                print(judgement.describe_pair(), file=sys.stderr)
+                print(judgement.describe_pair(), flush=True)
         except Unsound as problem:
             judgement.unsound = str(problem)
         except KeyboardInterrupt:
-            print('interrupted: the pairs so far count', file=sys.stderr)
+            print('interrupted: the pairs so far count')
     return judgement
 
 

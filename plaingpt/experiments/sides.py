@@ -29,8 +29,9 @@ READ_SETTINGS = '''
 import json, sys
 sys.path[0] = sys.argv[1]
 from configurator import load_config
+from plaingpt.system.errors import run_script
 from plaingpt.training.settings import TrainConfig
-print(json.dumps(vars(load_config(TrainConfig, sys.argv[2:]))))
+run_script(lambda argv: print(json.dumps(vars(load_config(TrainConfig, argv[1:])))))
 '''
 
 
@@ -43,7 +44,7 @@ def git(*words, cwd=ROOT):
     env = {**os.environ, 'GIT_CEILING_DIRECTORIES': str(Path(cwd).parent)}  # a copy is its own
     done = subprocess.run(['git', *words], cwd=cwd, env=env, capture_output=True, text=True)
     if done.returncode:
-        raise UserError(f'git {words[0]}: {done.stderr.strip()}'.replace('\n', '; '))
+        raise UserError(f'{cwd}: git {words[0]}: {done.stderr.strip()}'.replace('\n', '; '))
     return done.stdout
 
 

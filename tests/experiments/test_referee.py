@@ -120,7 +120,8 @@ def test_a_comment_changes_nothing_and_is_not_shown_better(judged, tmp_path):
                             pairs=3)
     assert (status, row['verdict']) == (3, 'NOT SHOWN')
     assert [pair['steps'] - pair['base'] for pair in row['pairs']] == [0, 0]
-    assert row['notes'] == ['it changes model.py'] and row['base'] and row['machine']
+    assert re.fullmatch(r'it changes model.py \(\w{8}\)', row['notes'][0])
+    assert row['base'] and row['machine']
     picture, = (tmp_path / 'out-experiments').glob('*.png')
     assert size_of_png(picture)[0] > 1000
     bench.main(['--ledger'])
@@ -151,7 +152,7 @@ def test_the_code_here_is_judged_by_the_referee_of_a_commit(
     done = subprocess.run([sys.executable, clone / 'bench.py', *words], text=True,
                           capture_output=True, check=False)
     assert done.returncode == 3, done.stderr
-    assert 'note: it changes config/tiny.py, model.py\n' in done.stdout
+    assert 'note: it changes config/tiny.py, model.py (' in done.stdout
     assert 'note: it sets beta1 0.9 → 0.8\n' in done.stdout
     row = json.loads((tmp_path / 'results' / 'ledger.jsonl').read_text())
     assert row['base'] == sides.git('rev-parse', '--short=12', 'HEAD', cwd=clone).strip()

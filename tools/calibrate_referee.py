@@ -12,6 +12,7 @@ import json
 import os
 import re
 import shutil
+import signal
 import sys
 import sysconfig
 import tempfile
@@ -37,10 +38,10 @@ from plaingpt.experiments.tables import markdown
 from plaingpt.system.files import append_line
 
 RECIPE = {
-    'n_layer': 2, 'n_head': 2, 'n_embd': 32, 'block_size': 32, 'mlp': 'relu2', 'rotary': True,
-    'qk_norm': True, 'tied_head': False, 'zero_init': True, 'batch_size': 8, 'max_iters': 60,
+    'n_layer': 1, 'n_head': 2, 'n_embd': 32, 'block_size': 32, 'mlp': 'relu2', 'rotary': True,
+    'qk_norm': True, 'tied_head': False, 'zero_init': True, 'batch_size': 8, 'max_iters': 40,
     'gradient_accumulation_steps': 1, 'learning_rate': 9e-3, 'min_lr': 0.0, 'lr_schedule': 'linear',
-    'warmup_iters': 5, 'momentum': 0.9, 'beta1': 0.8, 'beta2': 0.95, 'eval_iters': 40,
+    'warmup_iters': 5, 'momentum': 0.9, 'beta1': 0.8, 'beta2': 0.95, 'eval_iters': 30,
     'device': 'cpu', 'dtype': 'float32'}
 NO_CHANGE = {  # name: (file, regular expression, what takes its place)
     'other weights': ('train.py', r'seed_everything\(config.seed', r'\g<0> + 1'),
@@ -49,8 +50,9 @@ NO_CHANGE = {  # name: (file, regular expression, what takes its place)
     'a name': ('model.py', r'(?<![.\w])positions\b', 'places')}
 GAIN = 'optimizer=normuon'
 # In turn: what is judged, and what decides; equal time takes trainings of other lengths
-PLAN = [('other weights', 'steps'), ('other data', 'time'), (GAIN, 'steps'), ('a name', 'steps'),
-        ('other weights', 'time'), ('other data', 'steps'), (GAIN, 'steps'), ('a comment', 'time')]
+PLAN = [('other weights', 'steps'), ('a comment', 'steps'), ('other data', 'time'), (GAIN, 'steps'),
+        ('a name', 'steps'), ('other weights', 'time'), ('a comment', 'steps'),
+        ('other data', 'steps'), (GAIN, 'steps'), ('a name', 'steps')]
 
 
 def change_tree(name, folder):
@@ -69,10 +71,12 @@ def change_tree(name, folder):
 
 def work(number, workers, until, folder, trees, out):
     """Judge every so many of the plan until it is time to stop."""
+    signal.alarm(int(until - time.time()) + 10)  # the last one may be too long
     subprocess.Popen = ForkedPopen
     referee.copy_tree = lambda source, _: Path(source)  # nobody edits these
     torch.set_num_threads(1)
-    for i in range(number, 10**6, workers):
+    done = len(out.read_text().splitlines()) if out.exists() else 0
+    for i in range(done + number, 10**6, workers):
         name, equal = PLAN[i % len(PLAN)]
         change = f'--change={trees[name]}' if name in trees else f'--set={name}'
         words = [*(f'--{key}={value}' for key, value in RECIPE.items()),
@@ -83,7 +87,7 @@ def work(number, workers, until, folder, trees, out):
             found = referee.judge(config, words, torch.device('cpu'))
         if time.time() > until:
             return
-        append_line(out, {'change': name, 'equal': equal, **vars(found),
+        append_line(out, {'change': name, 'equal': equal, **vars(found), 'notes': [],
                           'verdict': found.verdict()})
 
 
@@ -135,7 +139,7 @@ def main():
                     os._exit(0)
         for _ in range(asked.workers):
             os.wait()
-    print(summarize([json.loads(line) for line in asked.out.read_text().splitlines()]))
+    print(summarize(list(map(json.loads, asked.out.open())) if asked.out.exists() else []))
 
 
 if __name__ == '__main__':

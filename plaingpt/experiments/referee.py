@@ -215,7 +215,8 @@ def examine(ask, kept):
     """Ask another process for the batches that were kept, first with other tokens: an answer may
     depend on the tokens before it in its sequence, and on nothing else. Raises Unsound."""
     for idx, targets, logits in chance.sample(kept, len(kept)):
-        (B, T), cut, row = idx.shape, chance.randrange(idx.size(1)), chance.randrange(len(idx))
+        B, T = idx.shape
+        cut, row = chance.randrange(max(1, T - 1)), chance.randrange(B)
         others = torch.tensor(chance.choices(range(logits.size(2)), k=B * T)).view(B, T)
         later = ask(torch.where(torch.arange(T) <= cut, idx, others))[:, :cut + 1]
         alone = ask(torch.where(torch.arange(B)[:, None] == row, idx, others))[row]

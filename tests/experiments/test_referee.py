@@ -186,8 +186,8 @@ CHEATS = {  # {file: [(old, new)]}, and what is said
          **NO_PREFLIGHT},
         'UNSOUND: its own loss is'),
     'a shifted evaluation': (
-        {'train.py': [(EVALUATED, EVALUATED + '        targets = idx\n')],
-         **NO_PREFLIGHT},
+        {'plaingpt/data/batches.py': [('sequences[:, 1:].contiguous())',
+                                       'sequences[:, :-1].contiguous())')], **NO_PREFLIGHT},
         'UNSOUND: it reports a loss of'),
     'dropped hard tokens': (
         {'train.py': [(EVALUATED, EVALUATED + '        targets[targets > 40] = -1\n')],
@@ -202,7 +202,8 @@ CHEATS = {  # {file: [(old, new)]}, and what is said
             found = mean_loss(run.parallel.eval, run.val_data, 8, True, run.context, run.stop)[0]
             head.div_(scale)
             return found
-        head.mul_(min((0.8 + 0.01 * i for i in range(60)), key=scaled_loss))
+        low, middle, high = map(scaled_loss, (0.9, 1.0, 1.1))  # its parabola is lowest at
+        head.mul_(1 + 0.05 * (low - high) / (low - 2 * middle + high))
     with run.metrics.paused('evaluating'), averaged(run.optimizer):
 ''')]}, 'UNSOUND: with other validation text it ends with other weights'),
     'more steps': (

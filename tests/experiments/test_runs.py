@@ -60,7 +60,7 @@ def test_the_ladder_adds_one_change_at_a_time_and_the_ablation_undoes_one():
 def test_settings_of_a_sweep_are_combined_and_what_follows_from_them_follows():
     words = ['--sweep', 'learning_rate=1e-3,2e-3', '--sweep=conv=0,4', '--max_iters=7',
              '--seeds=2', '--device=cpu']
-    config, _, words = bench.read_config(bench.one_sweep(words))
+    config, _, words = bench.read_config(bench.gathered(words, 'sweep'))
     found = bench.configs_of(sweep_variants(config.sweep), config, words)
     assert list(found) == ['learning_rate=1e-3, conv=0', 'learning_rate=1e-3, conv=4',
                            'learning_rate=2e-3, conv=0', 'learning_rate=2e-3, conv=4']

@@ -97,16 +97,14 @@ def draw_pairs(judgement, path, what):
     """Draw the difference of each pair, and the interval after each, into a PNG."""
     level = judgement.decided_by
     found = judgement.differences(level)
-    counts = range(1, len(found) + 1)
-    known = [(n, *interval(found[:n])) for n in counts if interval(found[:n])[0] > -math.inf]
-    pairs = Line(list(counts), found, 'a pair', style={'ls': '', 'marker': 'o', 'ms': 7})
-    zero = Line([1, len(found)], [0, 0], 'no change', GREY, style={'lw': 1})
-    lines = [pairs, zero]
-    if known:
-        xs, lows, highs = map(list, zip(*known, strict=True))
-        middles = [(low + high) / 2 for low, high in zip(lows, highs, strict=True)]
-        lines.append(Line(xs, middles, 'mean', COLOURS[3], [m - low for m, low in zip(
-            middles, lows, strict=True)], style={'marker': 'o'}))
+    looks = range(3, len(found) + 1)  # of fewer pairs there is no interval
+    means = [statistics.mean(found[:n]) for n in looks]
+    reaches = [interval(found[:n])[1] - mean for n, mean in zip(looks, means, strict=True)]
+    dots = {'ls': '', 'marker': 'o', 'ms': 7}
+    lines = [Line(list(range(1, len(found) + 1)), found, 'a pair', style=dots),
+             Line([1, len(found)], [0, 0], 'no change', GREY, style={'lw': 1})]
+    if means:
+        lines.append(Line(list(looks), means, 'mean', COLOURS[3], reaches, style={'marker': 'o'}))
     save_figure([Panel(
         f'{judgement.verdict()} at equal {level}: {judgement.describe(level)}', lines,
         f'Is it better? {what}', 'pair', f'change - base, {judgement.unit}')], path)

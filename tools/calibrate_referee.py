@@ -50,7 +50,7 @@ NO_CHANGE = {  # name: (file, regular expression, what takes its place)
     'a name': ('model.py', r'(?<![.\w])positions\b', 'places')}
 GAIN = 'optimizer=normuon'
 # In turn: what is judged, and what decides; equal time takes trainings of other lengths
-PLAN = [('other weights', 'steps'), ('a comment', 'steps'), ('other data', 'time'), (GAIN, 'steps'),
+PLAN = [('other weights', 'steps'), ('a comment', 'time'), ('other data', 'time'), (GAIN, 'steps'),
         ('a name', 'steps'), ('other weights', 'time'), ('a comment', 'steps'),
         ('other data', 'steps'), (GAIN, 'steps'), ('a name', 'steps')]
 

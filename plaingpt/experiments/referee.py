@@ -100,10 +100,9 @@ class Referee:
             differs = abs(ratio - 1) > noise and self.config.equal != 'steps'
             if larger or differs or self.config.equal == 'time':
                 judgement.decided_by = 'time'
-        ratios = [pair['ratio'] for pair in judgement.pairs] + [ratio]
+        # by the ratio of this pair alone: pairs that share a time's noise would not be independent
         lengths = {'steps': iters, 'tokens': iters * base['tokens'] / change['tokens'],
-                   'time': iters / np.exp(np.log(ratios).mean())
-                   if judgement.decided_by == 'time' else iters}
+                   'time': iters / ratio if judgement.decided_by == 'time' else iters}
         losses = {iters: change['loss']}  # of runs of so many steps
         for level in LEVELS:
             lengths[level] = length = max(1, round(lengths[level]))

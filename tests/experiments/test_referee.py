@@ -7,6 +7,7 @@ import re
 import shutil
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -15,7 +16,7 @@ from helpers import ROOT, fails, options, size_of_png
 
 import bench
 import prepare
-from plaingpt.experiments import sides
+from plaingpt.experiments import referee, sides
 from plaingpt.experiments.judgement import BETTER, Judgement, describe_ledger, interval
 from plaingpt.system.files import sha256_of
 
@@ -98,6 +99,27 @@ def test_pairs_end_when_they_are_the_same_or_their_difference_is_smaller_than_as
     close = [0.001, -0.002, 0.0015, -0.001, 0.002]
     assert pairs(*close).is_over(0.01) and not pairs(*close).is_over(0.001)
     assert pairs(-0.1, -0.11, -0.1).is_over(0)
+
+
+def test_equal_time_takes_the_time_of_each_pair_alone_so_that_pairs_are_independent():
+    judged = object.__new__(referee.Referee)
+    judged.judgement, judged.config = Judgement(), SimpleNamespace(max_iters=100, equal='time')
+    judged.base, judged.change = 'base', 'change'
+    judged.look_for_leaks = lambda *_: None
+    times, lengths = iter([1.0, 2.0, 1.0, 0.5]), []
+
+    def train(side, seed, iters):
+        lengths.append(iters)
+        step_s = next(times) if iters == 100 else None
+        return {'step_s': step_s, 'loss': iters / 100, 'tokens': 8, 'bytes': 8, 'noise': 0.0,
+                'dtype': 'float32'}
+
+    judged.train = train
+    judged.pair(1)
+    judged.pair(2)
+    assert lengths == [100, 100, 50, 100, 100, 200]
+    assert judged.judgement.differences('time') == [-0.5, 1.0]
+    assert judged.judgement.differences('steps') == [0.0, 0.0]
 
 
 def test_the_ledger_says_how_many_of_its_verdicts_luck_would_give():

@@ -15,6 +15,8 @@
     python bench.py --judge config/quickstart.py --patch=mine.diff
                                                         is a change really better? docs/hacking.md
     python bench.py --ledger                            what was judged, and what of it is luck
+    python bench.py --law config/quickstart.py --minutes=40
+                                                        what larger runs on its text will reach
 
 Without a config: GPT-2 124M on a GPU, config/bench_cpu.py or config/grid_cpu.py on a CPU.
 --memory runs a real step on CUDA; elsewhere torch's memory tracker follows a step on tensors
@@ -36,19 +38,23 @@ from typing import Annotated, Literal
 
 from configurator import load_config
 from plaingpt.data.corpora import find_dataset_size
-from plaingpt.experiments import referee, runs, tables
+from plaingpt.experiments import referee, runs, scaling_law, tables
 from plaingpt.experiments.judgement import EXIT_STATUS, describe_ledger, draw_pairs, read_ledger
 from plaingpt.experiments.memory_check import measure_memory
 from plaingpt.experiments.step_speed import Workload, measure_speed
 from plaingpt.monitoring.run_record import code_version
 from plaingpt.system import devices
+from plaingpt.system.distributed import launched_world
 from plaingpt.system.errors import UserError, run_script
-from plaingpt.system.files import ROOT, append_line, make_writable
+from plaingpt.system.files import ROOT, append_line, make_writable, write_json
 from plaingpt.system.formatting import count_of
 from plaingpt.system.streams import require_stdout, warn
 from plaingpt.training.dtype_choice import choose_training_dtype
 from plaingpt.training.memory_planner import explain_out_of_memory
+from plaingpt.training.run_data import open_data
 from plaingpt.training.settings import TrainConfig
+
+LAW_MINUTES = 40  # of --law, unless --minutes says so
 
 
 @dataclass
@@ -56,6 +62,7 @@ class BenchConfig(TrainConfig):
     # benchmark: what to measure; the speed of a step if nothing else
     memory: bool = False  # what a step holds after forward, backward and optimizer, and at most
     variants: str = ''  # trainings that differ: grid, ablation, ladder, or a file such as mine.py
+    law: bool = False  # a ladder of small runs in --minutes (40): what larger ones will reach
     sweep: str = ''  # a setting and its values, as learning_rate=1e-3,3e-3; again for all pairs
     # benchmark: judge whether a change is better than the code as it is here
     judge: bool = False  # train both in pairs until that is clear
@@ -79,8 +86,6 @@ class BenchConfig(TrainConfig):
 
     def problems(self):
         found = super().problems()
-        if self.judge:  # minutes limits it
-            found = [line for line in found if not line.startswith('minutes=')]
         changes = [key for key in ('patch', 'set', 'change', 'against') if getattr(self, key)]
         if self.judge != bool(changes):
             found.append('judge takes a change: --patch, --set, --change or --against, which are '
@@ -89,11 +94,14 @@ class BenchConfig(TrainConfig):
             found.append('batch_size=auto: a benchmark needs a number')
         if self.world_size() > 1:
             found.append('a benchmark measures one process: start it without torchrun')
-        chosen = [key for key in ('memory', 'variants', 'sweep', 'profile', 'judge', 'ledger')
-                  if getattr(self, key)]
+        chosen = [key for key in ('memory', 'variants', 'sweep', 'law', 'profile', 'judge',
+                                  'ledger') if getattr(self, key)]
         if len(chosen) > 1:
             found.append(f'one at a time: {", ".join(chosen)}')
         return found
+
+    def takes_minutes(self):
+        return self.law or self.judge
 
 
 def gathered(argv, key):
@@ -117,22 +125,26 @@ def read_config(argv):
     named = any(not arg.startswith('-') for arg in argv)
     if device.type == 'cuda' or named or config.memory or config.judge:
         return config, device, argv
-    small = 'grid_cpu.py' if config.variants or config.sweep else 'bench_cpu.py'
+    small = 'grid_cpu.py' if config.variants or config.sweep or config.law else 'bench_cpu.py'
     argv = [str(ROOT / 'config' / small), *argv]
     return load_config(BenchConfig, argv), device, argv
 
 
-def measure_step(config, device):
-    """Speed or memory of a step → (rows of numbers, their Markdown)."""
+def workload(config, device, vocab_size):
+    """→ the Workload of a step of `config`"""
     devices.use_fast_matmul()
     devices.use_expandable_segments(device)
     devices.seed_everything(config.seed, deterministic=config.deterministic)
     compile, _ = devices.choose_compile(config.compile, device)
-    vocab_size, _, _ = find_dataset_size(config.dataset, config.vocab_size)
     shape = config.gpt_config(vocab_size)
     dtype, _ = choose_training_dtype(config, shape, device)
-    work = Workload(config, shape, device, dtype, compile)
-    with explain_out_of_memory(work.shape, config, dtype, device):
+    return Workload(config, shape, device, dtype, compile)
+
+
+def measure_step(config, device):
+    """Speed or memory of a step → (rows of numbers, their Markdown)."""
+    work = workload(config, device, find_dataset_size(config.dataset, config.vocab_size)[0])
+    with explain_out_of_memory(work.shape, config, work.dtype, device):
         return (measure_memory if config.memory else measure_speed)(work)
 
 
@@ -187,6 +199,33 @@ def judge(config, argv, device):
     return EXIT_STATUS[found.verdict()]
 
 
+def measure_law(config, device, argv):
+    """Train the ladder of a scaling law, keep the law beside the tokens, where plan.py finds it,
+    and print what it says of an hour on this machine."""
+    config.minutes = config.minutes or LAW_MINUTES
+    dataset = open_data(config, launched_world())
+    if len(dataset.parts) > 1:
+        raise UserError(f'dataset={config.dataset}: a scaling law is of one dataset')
+    name = dataset.folder.name
+    path = tables.result_path(config.save or 'out-experiments', f'law-{name}', device)
+    for folder, key in ((path, 'save'), (dataset.folder, 'dataset')):
+        make_writable(folder, key)
+    work = workload(config, device, dataset.vocab_size)
+    law = scaling_law.measure(config, dataset, Path(path), work,
+                              tables.describe_measurement(device, argv))
+    write_json(dataset.folder / scaling_law.FILE, law)
+    lines = scaling_law.describe(law)
+    if law['held_out']['holds']:
+        best = scaling_law.best_run(law, config, 3600 * law['flops_per_s'])
+        lines.append('best for 1 hour on this machine: '
+                     + '\n  '.join(scaling_law.advise(law, config, best)))
+    print(json.dumps(law, indent=1) if config.json else '\n'.join(lines))
+    try:
+        scaling_law.draw(law, f'{path}.png', name)
+    except UserError as problem:  # the law is kept without matplotlib too
+        warn(problem)
+
+
 def main(argv):
     config, device, words = read_config(gathered(gathered(argv, 'sweep'), 'set'))
     if config.ledger:
@@ -195,9 +234,12 @@ def main(argv):
     if config.judge:
         sys.exit(judge(config, words, device))
     trains = config.variants or config.sweep
-    if trains and any(word.startswith('--out_dir=') for word in argv):
+    if (trains or config.law) and any(word.startswith('--out_dir=') for word in argv):
         raise UserError('--out_dir: each training has a folder of its own: name the folder of all '
                         'with --save')
+    if config.law:
+        measure_law(config, device, argv)
+        return
     folder = config.save or ('out-experiments' if trains else '')
     name = 'memory' if config.memory else Path(config.variants).stem if config.variants \
         else f'sweep-{config.sweep.partition("=")[0]}' if config.sweep else 'speed'

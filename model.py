@@ -319,10 +319,14 @@ class GPT(nn.Module):
         """FLOPs to train on one token, forward and backward (PaLM, appendix B): 6 for each weight
         in a matmul and 12·L·H·D·T for attention. Looking up an embedding is no matmul."""
         c = self.config
+        return 6 * self.matmul_parameters() + 12 * c.n_layer * c.qkv_sizes[0] * c.block_size
+
+    def matmul_parameters(self):
+        """Parameters but the embeddings that are only looked up."""
+        c = self.config
         looked_up = (c.block_size * c.learned_positions + c.vocab_size * (not c.tied_head)) \
             * c.n_embd + c.value_embeddings * c.n_layer * c.vocab_size * c.qkv_sizes[2]
-        matmul_weights = self.num_parameters() - looked_up
-        return 6 * matmul_weights + 12 * c.n_layer * c.qkv_sizes[0] * c.block_size
+        return self.num_parameters() - looked_up
 
     def crop_block_size(self, block_size):
         """Forget the positions past `block_size`, say to fine-tune on shorter sequences."""

@@ -157,7 +157,7 @@ class TrainConfig(GPTConfig):
         if self.eval_tasks != TrainConfig.eval_tasks and not self.eval_tasks_interval:
             found.append(f'eval_tasks={self.eval_tasks} never run: say every how many iterations '
                          'with eval_tasks_interval')
-        if self.minutes and type(self) is not TrainConfig:
+        if self.minutes and not self.takes_minutes():
             found.append(f'minutes={setting(self.minutes)} is for train.py, which measures how '
                          'many iterations fit: say --max_iters here')
         if self.document_start not in ('auto', -1) and not self.document_attention:
@@ -172,6 +172,10 @@ class TrainConfig(GPTConfig):
             found.append(f'warmup_iters={self.warmup_iters} is more than '
                          f'lr_decay_iters={self.lr_decay_iters}')
         return found + self.batch_problems()
+
+    def takes_minutes(self):
+        """Whether the script measures how much fits in `minutes`."""
+        return type(self) is TrainConfig
 
     def names_a_start(self):
         """Whether init_from can be what a run starts from."""

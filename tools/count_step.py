@@ -28,7 +28,7 @@ from model import GPT
 from plaingpt.experiments.tables import markdown
 from plaingpt.monitoring.memory_recorder import cpu_kernels, cuda_autocast_rules
 from plaingpt.system.devices import GPUS, find_gpu
-from plaingpt.system.errors import UserError, run_script
+from plaingpt.system.errors import run_script
 from plaingpt.system.files import ROOT
 from plaingpt.training.memory_planner import DEPTHS, interpolation_weights
 from plaingpt.training.settings import TrainConfig
@@ -46,6 +46,8 @@ class CountConfig(TrainConfig):
         found = super().problems()
         if self.gpu.upper() not in BANDWIDTH:
             found.append(f'gpu={self.gpu}: use one of {", ".join(BANDWIDTH)}')
+        if self.batch_size == 'auto':
+            found.append('batch_size=auto: say a number, as --batch_size=8')
         return found
 
 
@@ -209,8 +211,6 @@ def main(argv):
     rows = []
     for path in configs or [str(ROOT / 'config' / f'{name}.py') for name in CONFIGS]:
         config = load_config(CountConfig, [path, *options], __doc__)
-        if config.batch_size == 'auto':
-            raise UserError('batch_size=auto: say a number, as --batch_size=8')
         found = count(config)
         tokens = config.batch_size * config.block_size
         rows += [[Path(path).stem, part, f'{found[f"matmuls {part}"]:.0f}',

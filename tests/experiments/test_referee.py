@@ -296,7 +296,7 @@ def test_an_easier_validation_split_is_named_and_not_measured_on(judged, char_da
     meta['splits']['val']['files'][0]['sha256'] = sha256_of(tmp_path / 'easy' / 'val.bin')
     (tmp_path / 'easy' / 'meta.json').write_text(json.dumps(meta))
     status, out, row = judged(set='dataset=./easy', pairs=2)
-    assert status == 3 and re.search('note: it sets dataset .*/argparse_char → ./easy', out)
+    assert status == 3 and re.search('note: it sets dataset .*/code_char → ./easy', out)
     assert [pair['steps'] - pair['base'] for pair in row['pairs']] == [0, 0]
 
 

@@ -264,7 +264,7 @@ def test_the_command_keeps_law_and_picture_and_says_an_hours_best(
     out = capsys.readouterr().out
     assert out.startswith('loss(N, D) = E') and 'best for 1 hour on this machine: ' in out
     assert json.loads((char_data / 'law.json').read_text()) == json.loads(json.dumps(law))
-    assert size_of_png(tmp_path / 'law-argparse_char-cpu.png')[0] > 1000
+    assert size_of_png(tmp_path / 'law-code_char-cpu.png')[0] > 1000
 
 
 def test_minutes_are_for_a_law_alone(capsys, monkeypatch):

@@ -152,7 +152,7 @@ def test_a_borrowed_tokenizer_is_that_of_the_other_dataset_today(text_file, tmp_
             prepare.main(['text', f'--input={text_file}', f'--tokenizer={named}',
                           '--data_dir=borrower', '--overwrite'])
             assert meta_of('borrower')['tokenizer'] == meta_of('data/lender')['tokenizer']
-            assert decoded(Path('borrower'), 'train').startswith('# Author')
+            assert decoded(Path('borrower'), 'train').startswith('"""\nModule difflib')
 
 
 def test_a_vocabulary_that_the_text_is_too_short_for_is_told_in_a_line(tmp_path, capsys):

@@ -104,7 +104,7 @@ def test_a_new_run_on_other_data_starts_from_the_weights_of_an_earlier_one(
         tiny, trained, other_data, tmp_path):
     train.main([*tiny, f'--dataset={other_data}/reversed', f'--init_from={trained}',
                 '--max_iters=0'])
-    assert lines(tmp_path / 'out', 'val_loss')[0]['val_loss'] < 4.4  # it knows something
+    assert lines(tmp_path / 'out', 'val_loss')[0]['val_loss'] < 4.5  # it knows something
 
 
 def test_tokens_replaced_behind_meta_json_are_refused_also_on_disk(tiny, out, char_data, tmp_path):

@@ -16,7 +16,7 @@ import time
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
@@ -43,7 +43,7 @@ class ContactConfig:
     dataset: str = ''  # fast: folder of prepared GPT-2 tokens
     device: str = 'auto'  # auto, cpu, cuda
     tiny: bool = False  # a rehearsal: the same commands with tiny shapes; figures mean nothing
-    minutes: float = 7.5  # that a call takes at most
+    minutes: Annotated[float, 'above 0'] = 7.5  # that a call takes at most
 
     def problems(self):
         found = [] if self.out else ['say where the results go: --out=FOLDER']
@@ -53,6 +53,8 @@ class ContactConfig:
             found.append(f'{self.part} trains: say on which text with --input=FILE')
         if self.part == 'fast' and not self.dataset:
             found.append('fast trains: say on which GPT-2 tokens with --dataset=FOLDER')
+        found += [f'{key}={path}: not there' for key, path in (
+            ('input', self.input), ('dataset', self.dataset)) if path and not Path(path).exists()]
         return found
 
 

@@ -33,6 +33,9 @@ def test_a_part_that_lacks_what_it_works_on_says_so(tmp_path, capsys, monkeypatc
     for part, option in (('grid', '--input'), ('fast', '--dataset')):
         assert option in fails(capsys, monkeypatch, first_contact.main, part,
                                f'--out={tmp_path}/out')
+        assert f'{option[2:]}=nowhere: not there' in fails(
+            capsys, monkeypatch, first_contact.main, part, f'--out={tmp_path}/out',
+            f'{option}=nowhere')
 
 
 def test_a_call_that_is_stopped_ends_its_command_too(tmp_path):

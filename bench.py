@@ -29,6 +29,7 @@ if __name__ == '__main__':  # before torch, which takes seconds
     begin_script()
 
 import json
+import signal
 import sys
 from contextlib import redirect_stdout
 from dataclasses import asdict, dataclass, fields
@@ -90,6 +91,10 @@ class BenchConfig(TrainConfig):
         if self.judge != bool(changes):
             found.append('judge takes a change: --patch, --set, --change or --against, which are '
                          'for judge alone')
+        if self.judge and self.patch and not Path(self.patch).is_file():
+            found.append(f'patch={self.patch}: no such file: name a diff')
+        if self.judge and self.change and not Path(self.change).is_dir():
+            found.append(f'change={self.change}: no such folder: name a clone')
         if self.batch_size == 'auto':
             found.append('batch_size=auto: a benchmark needs a number')
         if self.world_size() > 1:
@@ -185,6 +190,7 @@ def judge(config, argv, device):
     picture = Path(config.save or 'out-experiments', f'judgement-{now:%Y%m%d-%H%M%S}.png')
     for path in (ledger, picture):
         make_writable(path.parent, 'save')
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C: what is half done goes
     with redirect_stdout(sys.stderr if config.json else sys.stdout):
         found = referee.judge(config, words, device)
     row = {**tables.describe_measurement(device, argv), 'date': f'{now:%Y-%m-%d %H:%M}',

@@ -112,10 +112,18 @@ def draw_pairs(judgement, path, what):
 
 def read_ledger(path):
     """→ its rows. Raises UserError."""
+    rows = []
     try:
-        return list(map(json.loads, path.read_text(encoding='utf-8').splitlines()))
-    except (OSError, ValueError) as problem:
-        raise UserError(f'{path} cannot be read ({problem}): --judge writes it') from None
+        for line in path.read_text(encoding='utf-8').splitlines():
+            rows.append(json.loads(line))
+            describe_ledger(rows[-1:])
+    except FileNotFoundError:
+        raise UserError(f'{path} is not there: --judge writes it, below --save where it has that'
+                        ) from None
+    except (ValueError, LookupError, TypeError, AttributeError) as problem:
+        raise UserError(f'{path}, line {len(rows) or 1}: not what --judge writes ({problem}): '
+                        'remove the line') from None
+    return rows
 
 
 def describe_ledger(rows):

@@ -13,6 +13,7 @@ import os
 import random
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -242,7 +243,12 @@ def judge(config, words, device):
         change = Side('change', copy_tree(config.change or ROOT, folder / 'change'),
                       [*words, *added])
         if config.patch:
-            git('apply', os.path.abspath(config.patch), cwd=change.tree)
+            try:
+                git('apply', os.path.abspath(config.patch), cwd=change.tree)
+            except UserError as problem:
+                said = str(problem).partition('git apply: ')[2]
+                raise UserError(f'patch={config.patch} does not apply to the code as it is here: '
+                                f'{said}: write it with git diff') from None
         print(f'{config.pairs} pairs of {config.max_iters:,} steps at most', flush=True)
         try:
             referee = Referee(judgement, base, change, config, device, folder)
@@ -261,13 +267,20 @@ def judge(config, words, device):
 
 def judge_from(commit, argv):
     """Judge this copy of the code by bench.py of a commit, the base → the exit status."""
-    commit = git('rev-parse', '--verify', f'{commit}^{{commit}}').strip()
+    try:
+        commit = git('rev-parse', '--verify', f'{commit}^{{commit}}').strip()
+    except UserError as problem:
+        raise UserError(f'against={commit}: no such commit: {problem}') from None
     with tempfile.TemporaryDirectory(prefix='plaingpt-base-') as folder:
         base = Side('base', Path(folder, 'base'), list(argv))
         git('worktree', 'add', '--detach', base.tree, commit)
         try:
-            return subprocess.run([
-                sys.executable, base.tree / 'plaingpt' / '__main__.py', 'bench', *base.words,
-                f'--against={commit}', f'--change={ROOT}']).returncode
+            with subprocess.Popen([
+                    sys.executable, base.tree / 'plaingpt' / '__main__.py', 'bench', *base.words,
+                    f'--against={commit}', f'--change={ROOT}']) as process:
+                # It ends with the pairs so far, and keeps them. A terminal's Ctrl-C reaches it too
+                signal.signal(signal.SIGINT, lambda *_: None)
+                signal.signal(signal.SIGTERM, lambda *_: process.terminate())
+                return process.wait()
         finally:
             git('worktree', 'remove', '--force', base.tree)

@@ -2,6 +2,7 @@
 
 import difflib
 import json
+import os
 import random
 import re
 import shutil
@@ -185,7 +186,48 @@ def test_what_cannot_be_judged_is_said(capsys, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     assert 'judge takes a change' in fails(capsys, monkeypatch, bench.main, '--judge', *RECIPE)
     assert 'judge takes a change' in fails(capsys, monkeypatch, bench.main, '--patch=x', *RECIPE)
-    assert 'ledger.jsonl cannot be read' in fails(capsys, monkeypatch, bench.main, '--ledger')
+    assert 'ledger.jsonl is not there' in fails(capsys, monkeypatch, bench.main, '--ledger')
+    for key, what in (('patch', 'no such file'), ('change', 'no such folder')):
+        assert f'{key}=x: {what}' in fails(
+            capsys, monkeypatch, bench.main, '--judge', f'--{key}=x', *RECIPE)
+    for line in '{}', '1', '{"a":':
+        (tmp_path / 'ledger.jsonl').write_text(f'{line}\n', encoding='utf-8')
+        assert 'ledger.jsonl, line 1: not what --judge writes' in fails(
+            capsys, monkeypatch, bench.main, '--ledger', '--save=.')
+
+
+@needs_git
+def test_a_patch_and_a_commit_that_do_not_fit_are_named(
+        char_data, capsys, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / 'bad.diff').write_text('nothing\n', encoding='utf-8')
+    for word, said in (('--patch=bad.diff', 'patch=bad.diff does not apply to the code'),
+                       ('--against=nothing', 'against=nothing: no such commit')):
+        assert said in fails(capsys, monkeypatch, bench.main, '--judge', word, *RECIPE,
+                             f'--dataset={char_data}')
+
+
+@needs_git
+@pytest.mark.skipif(os.name == 'nt', reason='no SIGTERM there')
+@pytest.mark.slow
+def test_a_judgement_that_is_told_to_end_keeps_its_pairs(char_data, tmp_path):
+    clone = sides.copy_tree(ROOT, tmp_path / 'clone')
+    for words in ('init -q', 'add .', '-c user.name=a -c user.email=b commit -qm all'):
+        sides.git(*words.split(), cwd=clone)
+    (tmp_path / 'tmp').mkdir()
+    with subprocess.Popen(
+            [sys.executable, '-u', clone / 'bench.py', *RECIPE, f'--dataset={char_data}',
+             '--judge', '--against=HEAD', '--set=beta1=0.8', '--pairs=1000'], cwd=tmp_path,
+            text=True, stdout=subprocess.PIPE,
+            env={**os.environ, 'TMPDIR': str(tmp_path / 'tmp')}) as process:
+        while not (line := process.stdout.readline()).startswith('pair 1 '):
+            assert line
+        process.terminate()
+        assert 'interrupted: the pairs so far count' in process.stdout.read()
+    assert process.returncode in (0, 3, 4)
+    row = json.loads((tmp_path / 'results' / 'ledger.jsonl').read_text(encoding='utf-8'))
+    assert len(row['pairs']) >= 1 and not list((tmp_path / 'tmp').glob('plaingpt-*'))
+    assert sides.git('worktree', 'list', cwd=clone).count('\n') == 1
 
 
 # -----------------------------------------------------------------------------

@@ -103,8 +103,11 @@ def find_ladder(config, vocab_size, folder, work):
     asked = json.loads(json.dumps(
         {field.name: getattr(config, field.name) for field in fields(TrainConfig)}))
     path = folder / 'ladder.json'
-    if path.exists() and (kept := read_json(path))['asked'] == asked:
-        return kept
+    try:
+        if path.exists() and (kept := read_json(path))['asked'] == asked:
+            return kept
+    except (ValueError, TypeError, LookupError) as problem:
+        raise UserError(f'{path}: {problem!r}: remove it, and a ladder is planned anew') from None
     known = {}
 
     def step_seconds(width):

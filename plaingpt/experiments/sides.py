@@ -41,10 +41,13 @@ class Unsound(Exception):
 
 def git(*words, cwd=ROOT):
     """Run git → its stdout. Raises UserError."""
+    if not shutil.which('git'):
+        raise UserError('a judgement needs git, which is not installed here: install it')
     env = {**os.environ, 'GIT_CEILING_DIRECTORIES': str(Path(cwd).parent)}  # a copy is its own
     done = subprocess.run(['git', *words], cwd=cwd, env=env, capture_output=True, text=True)
     if done.returncode:
-        raise UserError(f'{cwd}: git {words[0]}: {done.stderr.strip()}'.replace('\n', '; '))
+        fix = ': take a clone that git made' * ('not a git repository' in done.stderr)
+        raise UserError(f'{cwd}: git {words[0]}: {done.stderr.strip()}{fix}'.replace('\n', '; '))
     return done.stdout
 
 

@@ -28,6 +28,7 @@ from plaingpt.experiments.scaling_law import (
 )
 from plaingpt.system.errors import UserError
 from plaingpt.training.checkpoint import checkpoint_paths
+from plaingpt.training.settings import TrainConfig
 
 QUICKSTART = str(ROOT / 'config/quickstart.py')
 SEEDS = 0.02  # nats: standard deviation of a run's loss, as of other seeds
@@ -254,6 +255,13 @@ def test_a_budget_without_a_law_and_a_damaged_law_are_told(char_data, capsys, mo
         path.write_text(text)
         assert 'remove it, or measure it again' in fails(capsys, monkeypatch, plan.main, *words)
     path.unlink()
+
+
+@pytest.mark.parametrize('text', ['{', '{}', '[]'])
+def test_a_damaged_ladder_is_told(tmp_path, text):
+    (tmp_path / 'ladder.json').write_text(text)
+    with pytest.raises(UserError, match='remove it, and a ladder is planned anew'):
+        scaling_law.find_ladder(TrainConfig(), 65, tmp_path, None)
 
 
 def test_the_command_keeps_law_and_picture_and_says_an_hours_best(

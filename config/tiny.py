@@ -3,7 +3,7 @@
 #   python train.py config/tiny.py
 
 out_dir = 'out-tiny'
-dataset = 'readme'  # the README of this project, some 10,000 characters
+dataset = 'readme'  # the README of this project, some 20,000 characters
 
 n_layer = 2
 n_head = 2

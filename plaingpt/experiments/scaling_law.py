@@ -44,6 +44,7 @@ SAMPLES = 200  # fits, which make the intervals
 DETERMINED = 5  # parameters of the law that runs determine, whatever is known before
 LEAST_NOISE = 0.003  # of a loss, as a share of it
 FAR = 50  # times the work of the largest run: the law was never compared so far
+MANY_EPOCHS = 10  # beyond them a model learns small text by heart, which the law does not know
 FILE = 'law.json'  # beside the tokens
 
 
@@ -300,7 +301,8 @@ def describe(law):
         '{3} = {1} ({0} to {2})'.format(*map(short, interval(value)), name)
         for name, value in values.items()),
         f'held out: {short(held["n"])} parameters, {short(held["tokens"])} tokens: '
-        f'{held["low"]:.3f} to {held["high"]:.3f} predicted, {held["loss"]:.3f} measured',
+        f'{held["low"]:.3f} to {held["high"]:.3f} predicted, {held["loss"]:.3f} measured'
+        + ', outside of these 80%' * (not held['low'] <= held['loss'] <= held['high']),
         f'by {law["command"]}, on {law["date"]}',
         *([] if held['holds'] else ['that is not what the law predicts, so it gives no advice: '
                                     'longer runs (--minutes) follow a law better'])]
@@ -320,9 +322,10 @@ def advise(law, config, best):
         if value != getattr(config, key)]
     work = best['n'] * best['tokens'] / law['held_out']['n'] / law['held_out']['tokens']
     far = f', if the law holds for {short(work)} times the work of its largest run' * (work > FAR)
+    lacking = '; text is what you lack' * (best['epochs'] > MANY_EPOCHS)
     gains = sorted(best['gains'].items(), key=lambda pair: -pair[1][1])
     return [f'{short(best["n"])} parameters, {best["epochs"]:.2g} epochs: '
-            f'{in_bits(law, best["loss"])}{far}',
+            f'{in_bits(law, best["loss"])}{far}{lacking}',
             ' '.join([*words, '--lr_schedule=wsd',
                       f'--max_iters={best["tokens"] / law["step_tokens"]:.0f}']),
             *(f'twice the {what}: {in_bits(law, gain)} lower' for what, gain in gains)]

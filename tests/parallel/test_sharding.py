@@ -182,7 +182,7 @@ def test_losses_health_samples_and_benchmarks_are_those_of_one_process(run, tmp_
     assert_rows_close(rows(fsdp, 'health/'), rows(one, 'health/'), within=2e-6)
     # Health is measured on the sequences of rank 0, which are others on one process.
     assert_rows_close(rows(fsdp), rows(ddp), within=1e-4)
-    assert_tensors_close(fsdp, one)
+    assert_tensors_close(fsdp, one, atol=2e-5)  # AdamW makes steps of gradients that are near zero
 
 
 def in_float32(patch):

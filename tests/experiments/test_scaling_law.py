@@ -224,6 +224,7 @@ PLAN = ['--n_layer=2', '--n_head=2', '--n_embd=32', '--block_size=16', '--batch_
         '--gradient_accumulation_steps=1', '--max_iters=9', '--optimizer=normuon']
 
 
+@pytest.mark.slow
 def test_a_plan_tells_the_best_run_for_a_time_and_for_a_price(law, char_data, capsys):
     words = [*PLAN, f'--dataset={char_data}', '--gpu=H100']
     plan.main([*words, '--hours=2'])

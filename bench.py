@@ -179,6 +179,14 @@ def measure_variants(config, words, folder, machine):
     return rows, '\n\n'.join(text), compared
 
 
+def draw(picture, *arguments):
+    """Draw what is saved already, or warn that it takes matplotlib."""
+    try:
+        picture(*arguments)
+    except UserError as problem:
+        warn(problem)
+
+
 def judge(config, argv, device):
     """Judge a change, print what came of it, and add it to the ledger → the exit status."""
     if config.against and not config.change:
@@ -198,10 +206,8 @@ def judge(config, argv, device):
     append_line(ledger, row)
     print(json.dumps(row, indent=1) if config.json else '\n'.join(found.lines()))
     if found.pairs:
-        try:
-            draw_pairs(found, picture, f'{Path(config.dataset).name}, {config.max_iters:,} steps')
-        except UserError as problem:  # of matplotlib
-            warn(problem)
+        draw(draw_pairs, found, picture,
+             f'{Path(config.dataset).name}, {config.max_iters:,} steps')
     return EXIT_STATUS[found.verdict()]
 
 
@@ -226,10 +232,7 @@ def measure_law(config, device, argv):
         lines.append('best for 1 hour on this machine: '
                      + '\n  '.join(scaling_law.advise(law, config, best)))
     print(json.dumps(law, indent=1) if config.json else '\n'.join(lines))
-    try:
-        scaling_law.draw(law, f'{path}.png', name)
-    except UserError as problem:  # the law is kept without matplotlib too
-        warn(problem)
+    draw(scaling_law.draw, law, f'{path}.png', name)
 
 
 def main(argv):
@@ -266,10 +269,7 @@ def main(argv):
     if trains:
         what = f'{Path(config.dataset).name}, {config.max_iters:,} steps, ' \
                f'{count_of(config.seeds, "seed")}'
-        try:
-            runs.draw_comparison(rows, compared, f'{path}.png', what)
-        except UserError as problem:  # the figures are saved without matplotlib too
-            warn(problem)
+        draw(runs.draw_comparison, rows, compared, f'{path}.png', what)
         if not config.json:
             print(f'{path}/ has the runs, {path}.png their picture')
 

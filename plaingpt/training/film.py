@@ -74,7 +74,8 @@ class Film:
         """Whether to look now, at an instant where there is time. Call it before each step."""
         now = time.perf_counter()
         self.step_s, self.called = min(self.step_s, now - self.called), now
-        return iter_num in {*self.instants} - self.taken and self.has_time(iter_num)
+        return iter_num in self.instants and iter_num not in self.taken \
+            and self.has_time(iter_num)
 
     def has_time(self, iter_num, seconds=0.0):
         """Whether the film can have so many seconds more now: each instant opens as much of its

@@ -8,6 +8,7 @@ os.environ['CUDA_VISIBLE_DEVICES'] = ''
 import difflib
 import inspect
 import optparse
+import signal
 
 import pytest
 import torch
@@ -30,6 +31,15 @@ def pytest_addoption(parser):
 def pytest_configure(config):
     if chosen := config.getoption('bfloat16'):
         torch.cpu.get_capabilities = lambda: {'avx512_bf16': chosen == 'on'}
+
+
+@pytest.fixture(autouse=True)
+def signals():
+    """A script takes signals until its process ends, which a test in this process outlives."""
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
 
 
 @pytest.fixture(scope='session')

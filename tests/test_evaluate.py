@@ -152,6 +152,7 @@ def test_a_right_guess_counts_as_right(trained):
 # lm-evaluation-harness
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('task', ['hellaswag', 'lambada_openai'])
 def test_scores_are_those_of_lm_evaluation_harness(exported, files, task):
     lm_eval = pytest.importorskip('lm_eval')

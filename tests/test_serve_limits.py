@@ -138,6 +138,7 @@ def is_cut_off(client):
     return True
 
 
+@pytest.mark.slow
 def test_a_client_that_does_not_read_its_stream_holds_nobody_and_is_cut_off(
         trained, tmp_path, monkeypatch):
     def bind_with_little_memory(*address):

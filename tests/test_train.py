@@ -79,7 +79,8 @@ NEWER = options(optimizer='normuon', rotary=True, rmsnorm=True, qk_norm=True, ml
                 document_attention=True, document_start=0)  # lines are documents
 
 
-@pytest.mark.parametrize('recipe', [[], NEWER], ids=['gpt2', 'newer'])
+@pytest.mark.parametrize('recipe', [
+    pytest.param([], marks=pytest.mark.slow, id='gpt2'), pytest.param(NEWER, id='newer')])
 def test_two_processes_compute_what_one_does(tiny, trained, tmp_path, monkeypatch, recipe):
     monkeypatch.setattr(optimizers, 'cpu_has_bfloat16', lambda: False)  # float32, not rounded
     one = trained

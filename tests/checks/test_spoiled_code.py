@@ -406,6 +406,7 @@ def same_rank_everywhere():
         self, *arguments, **rest)
 
 
+@pytest.mark.slow
 def test_two_processes_with_the_same_data_are_named(tiny, tmp_path):
     logs = [tmp_path / 'log0', tmp_path / 'log1']
     pids = [fork(train.main, *tiny, log=log, before=same_rank_everywhere, **env)

@@ -103,6 +103,7 @@ def prepared_with(description, folder):
     return lambda folder: open_dataset(folder).tokenizer()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('write', [exported_with, prepared_with])
 def test_a_hostile_tokenizer_is_refused_in_one_line_or_its_text_comes_back(write, tmp_path):
     outcomes = []

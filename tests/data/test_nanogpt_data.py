@@ -93,10 +93,12 @@ OTHERS = [
     edited(itos={False: 'a', True: 'b'}), b'', b'no pickle', edited()[:-5], b'(]' * 10 + b'.']
 
 
-def test_other_pickles_are_refused_in_one_line_and_nothing_in_them_is_run(tmp_path, monkeypatch):
+@pytest.mark.parametrize('pickles', [OTHERS, pytest.param(BOMBS, marks=pytest.mark.slow)])
+def test_other_pickles_are_refused_in_one_line_and_nothing_in_them_is_run(
+        tmp_path, monkeypatch, pickles):
     monkeypatch.chdir(tmp_path)
     folder = nanogpt_folder(tmp_path / 'nano', 'abab', 'ab')
-    for data in [*OTHERS, *BOMBS]:
+    for data in pickles:
         (folder / 'meta.pkl').write_bytes(data)
         tracemalloc.start()
         with pytest.raises(UserError, match='NEW_FOLDER') as refused:

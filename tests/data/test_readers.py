@@ -161,6 +161,7 @@ def test_a_file_of_any_bytes_stays_as_it_is_where_it_is_prepared_by_bytes(tmp_pa
         assert split_bytes(tmp_path / name, 'train') + split_bytes(tmp_path / name, 'val') == data
 
 
+@pytest.mark.slow
 def test_a_large_compressed_file_takes_little_memory(tmp_path):
     lines = b'{"text": "some text that goes on for a while"}\n' * 1_000_000
     (tmp_path / 'a.txt.gz').write_bytes(gzip.compress(lines, 1))

@@ -137,6 +137,7 @@ def test_the_ledger_says_how_many_of_its_verdicts_luck_would_give():
 # judgements
 
 
+@pytest.mark.slow
 @needs_git
 def test_a_comment_changes_nothing_and_is_not_shown_better(judged, tmp_path):
     status, _, row = judged({'model.py': [('import math\n', 'import math  # numbers\n')]},
@@ -298,8 +299,8 @@ CHEATS = {  # {file: [(old, new)]}, and what is said
 
 
 @needs_git
-@pytest.mark.parametrize('name', [pytest.param(name, marks=[] if name in (
-    'a mask, and no preflight', 'dropped hard tokens') else pytest.mark.slow) for name in CHEATS])
+@pytest.mark.parametrize('name', [pytest.param(name, marks=[] if name == 'a mask, and no preflight'
+                                          else pytest.mark.slow) for name in CHEATS])
 def test_a_cheat_in_the_code_is_named_and_not_better(judged, name):
     edits, said = CHEATS[name]
     status, out, row = judged(edits)

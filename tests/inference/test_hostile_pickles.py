@@ -86,6 +86,7 @@ def test_the_pickle_that_is_checked_is_the_one_that_torch_reads(tmp_path):
         read_nanogpt(tmp_path / 'ckpt.pt')
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings('ignore:Duplicate name')
 def test_a_hostile_ckpt_is_read_or_refused_in_one_line(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)

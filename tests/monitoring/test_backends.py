@@ -71,6 +71,7 @@ def wandb_history(path):
     return history
 
 
+@pytest.mark.slow
 def test_a_killed_run_without_a_login_is_one_curve_in_every_backend(killed):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
     assert 'the run is kept offline' in (killed / 'log').read_text()

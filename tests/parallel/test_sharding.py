@@ -189,6 +189,7 @@ def in_float32(patch):
     patch.setattr(optimizers, 'cpu_has_bfloat16', lambda: False)
 
 
+@pytest.mark.slow
 def test_copies_that_groups_of_processes_share_are_one_model(run, tmp_path, four_processes):
     argv = ['--gradient_accumulation_steps=4', '--optimizer=normuon', '--max_iters=3']
     run('one', *argv, before=in_float32)

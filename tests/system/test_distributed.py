@@ -59,7 +59,8 @@ def working(logs):
     return all(log.exists() and '2\n' in log.read_text() for log in logs.values())
 
 
-@pytest.mark.parametrize(('size', 'lost'), [(2, 0), (3, 2)])
+@pytest.mark.parametrize(('size', 'lost'), [
+    pytest.param(2, 0, marks=pytest.mark.slow), (3, 2)])
 def test_a_process_that_is_killed_ends_the_others(tmp_path, size, lost):
     pids, logs = start(tmp_path, size, work, 60)
     wait_until(lambda: working(logs))
@@ -78,6 +79,7 @@ def test_a_process_that_hangs_ends_the_others_after_a_while(tmp_path):
     exit_code(pids[1])
 
 
+@pytest.mark.slow
 def test_a_process_that_is_slow_does_not_end_the_others(tmp_path):
     pids, logs = start(tmp_path, 2, work, 60)
     wait_until(lambda: working(logs))
@@ -127,6 +129,7 @@ def run_out_of_memory():
     train.forward_backward = without_memory
 
 
+@pytest.mark.slow
 def test_out_of_memory_is_explained_by_the_process_that_has_none(tiny, tmp_path):
     pids, logs = start(tmp_path, 2, train.main, *tiny, '--check=False', before=run_out_of_memory)
     assert [exit_code(pid) for pid in pids.values()] == [2, 2]

@@ -26,7 +26,8 @@ def test_the_average_is_an_exponential_one_and_stands_in_for_the_weights(optimiz
     assert p.item() == seen[-1]
 
 
-@pytest.mark.parametrize('optimizer', ['adamw', 'normuon'])
+@pytest.mark.parametrize('optimizer', [
+    pytest.param('adamw', marks=pytest.mark.slow), 'normuon'])
 def test_a_run_with_an_average_is_the_same_run_and_goes_on_from_its_weights(
         tiny, optimizer, tmp_path):
     tiny = [*tiny, f'--optimizer={optimizer}']
@@ -61,6 +62,7 @@ def test_what_is_evaluated_is_what_is_saved(tiny, tmp_path):
     assert lines(tmp_path / 'new', 'val_loss')[-1]['val_loss'] == pytest.approx(logged, abs=1e-6)
 
 
+@pytest.mark.slow
 def test_sharded_processes_average_as_one_does(tiny, tmp_path):
     tiny = [*tiny, '--average_decay=0.5', '--optimizer=muon']
     train_processes(2, tmp_path, *tiny, '--parallel=fsdp', f'--out_dir={tmp_path}/two')

@@ -79,6 +79,7 @@ def assert_close(one, other):
         assert torch.allclose(a, b, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_the_losses_are_the_same_however_a_step_is_split(chat, tmp_path):
     chat = [*chat, '--optimizer=sgd', '--learning_rate=0.3']
     train.main([*chat, '--out_dir=out'])

@@ -21,6 +21,7 @@ def kept_by(shape):
     return count_step.saved(count_step.step_graphs(shape, CONFIG)['forward'][0])
 
 
+@pytest.mark.slow
 def test_the_flops_counted_are_those_of_the_formula():
     """That of PaLM counts attention as if nothing were masked, and no padding."""
     graphs = count_step.step_graphs(GPT2, CONFIG)
@@ -51,11 +52,13 @@ def test_a_plan_counts_what_the_compiled_step_keeps():
         assert 0.97 * kept <= planned <= 1.1 * kept, shape
 
 
+@pytest.mark.slow
 def test_a_short_convolution_keeps_its_input_and_no_shifted_copy():
     more = kept_by(NEWER).total() - kept_by(replace(NEWER, conv=0)).total()
     assert more <= 2 * 2 * TOKENS * 64 + TOKENS  # bfloat16, in two layers
 
 
+@pytest.mark.slow
 def test_larger_chunks_of_the_loss_move_fewer_bytes():
     def moved(chunk):
         graphs = count_step.step_graphs(GPT2, replace(CONFIG, loss_chunk_tokens=chunk))

@@ -86,6 +86,7 @@ def test_a_run_of_a_version_that_did_not_measure_goes_on_as_it_would_have(has_bf
     assert choose_training_dtype(TrainConfig(), SHAPE, CPU, old)[0] == 'float32'
 
 
+@pytest.mark.slow
 def test_all_processes_take_what_rank_0_measured(tiny, has_bfloat16, tmp_path, monkeypatch):
     has_bfloat16()
     monkeypatch.setattr(dtype_choice, 'faster_dtype', lambda *_: (

@@ -48,7 +48,8 @@ def prepare_questions(n=300):
     prepare.main(['chat', '--input=questions.jsonl', '--tokenizer=base', '--val_fraction=0.1'])
 
 
-@pytest.fixture(scope='module', params=['smollm2', 'llama3', 'qwen'])
+@pytest.fixture(scope='module', params=[
+    'smollm2', *(pytest.param(kind, marks=pytest.mark.slow) for kind in ('llama3', 'qwen'))])
 def tuned(request, tmp_path_factory):
     """A folder with a base of others, out, which was tuned on 300 questions, and its export."""
     folder = tmp_path_factory.mktemp(request.param)

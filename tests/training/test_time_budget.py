@@ -82,6 +82,7 @@ def fail_at(iter_num):
     return get_lr
 
 
+@pytest.mark.slow
 def test_two_processes_agree_on_the_iterations_that_fit(tiny, tmp_path):
     train_processes(2, tmp_path, *tiny, '--minutes=0.1', '--eval_interval=10000',
                     '--log_interval=1000', '--check=False')

@@ -124,7 +124,8 @@ def test_conversations_are_those_of_their_template_where_it_is_a_plain_one(folde
     '{{ 1 / 0 }}', '{% for', '{{ messages[99].content }}', '', THINKING, 'x' * 2**18,
     "{{ ''.__class__.__mro__[1].__subclasses__() }}", '{{ raise_exception("no") }}',
     pytest.param('{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}',
-                 marks=pytest.mark.slow), '{{ (9 ** 99999) ** 99999 }}', "{{ 'x' * 9999999999 }}", "{{ '%9999999999d' % 1 }}",
+                 marks=pytest.mark.slow),
+    '{{ (9 ** 99999) ** 99999 }}', "{{ 'x' * 9999999999 }}", "{{ '%9999999999d' % 1 }}",
     '{% macro a() %}{{ a() }}{{ a() }}{% endmacro %}{{ a() }}'])
 def test_a_template_that_is_no_form_of_ours_gives_way_in_a_line(tmp_path, template, capsys):
     save_tokenizer(tmp_path, 'smollm2', TEXTS)

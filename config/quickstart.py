@@ -10,7 +10,7 @@ dataset = 'pystdlib'  # Python's standard library, 3M tokens of a vocabulary of 
 n_layer = 4
 n_head = 2
 n_embd = 128
-block_size = 128  # about 400 characters
+block_size = 256  # about 800 characters
 
 # newer than GPT-2, and faster to the same loss: see docs/training.md
 rotary = True
@@ -21,24 +21,25 @@ value_embeddings = True
 tied_head = False
 zero_init = True
 
-# 16 sequences · 128 tokens = 2,048 tokens a step; 450 steps = 0.9M tokens, a third of an epoch
-batch_size = 16
+# 8 sequences · 256 tokens = 2,048 tokens a step; 480 steps = 1.0M tokens, a third of an epoch
+batch_size = 8
 gradient_accumulation_steps = 1
-max_iters = 450
+max_iters = 480
 
 optimizer = 'normuon'
 learning_rate = 9e-3  # small networks bear a high one
 embedding_lr_scale = 8.0
 head_lr_scale = 2.0
 vector_lr_scale = 4.0
-min_lr = 0.0
+min_lr = 1.8e-3
+average_decay = 0.98  # of the weights: what falls no further by the rate falls by the average
 lr_schedule = 'linear'
 warmup_iters = 20
 momentum = 0.9
 beta1 = 0.8
-beta2 = 0.95
+beta2 = 0.99
 
-eval_interval = 150
+eval_interval = 160
 eval_iters = 40
 log_interval = 50
 film = True  # python plot.py --film out-quickstart

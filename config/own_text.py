@@ -1,0 +1,54 @@
+# A model for 0.2 to 20 MB of your own text, of a size that suits the text and the time you have.
+#   python prepare.py text notes/ --tokenizer=bpe:512 --data_dir=data/notes
+#   python train.py config/own_text.py --dataset=notes --minutes=10
+
+import math
+
+import torch
+
+from plaingpt.data.dataset import open_named
+
+out_dir = 'out-own-text'
+
+# Two CPU cores compute about 1.5e11 FLOPs a second, a small GPU 2e13. Training takes 6 of them for
+# each parameter and token, and 15 tokens a parameter: FLOPs = 6 · 15 · parameters²
+_flops = 60 * (minutes or 10) * (2e13 if torch.cuda.is_available() else 1.5e11)
+_parameters = math.sqrt(_flops / 90)
+n_layer = 4 if _parameters < 5e6 else 6
+n_embd = max(64, 32 * round(math.sqrt(_parameters / 12 / n_layer) / 32))
+n_head = n_embd // 32 // 2 or 1
+block_size = 256
+
+# A text that is seen many times is learned by heart: dropout slows that down, and the best
+# checkpoint is kept
+_epochs = 15 * _parameters / len(open_named(dataset).split('train'))
+dropout = 0.0 if _epochs < 3 else 0.1 if _epochs < 8 else 0.2
+always_save_checkpoint = False
+
+# the rest as in config/shakespeare_char_cpu_fast.py
+rotary = True
+qk_norm = True
+mlp = 'relu2'
+conv = 4
+tied_head = False
+zero_init = True
+
+batch_size = 8
+gradient_accumulation_steps = 1
+max_iters = round(15 * _parameters / (batch_size * block_size))  # --minutes counts what fits
+
+optimizer = 'normuon'
+learning_rate = 6e-3  # the same at each width, as Muon's updates are
+head_lr_scale = 2.0
+vector_lr_scale = 4.0
+min_lr = 1.2e-3
+average_decay = 0.98
+lr_schedule = 'linear'
+warmup_iters = 10
+momentum = 0.9
+beta1 = 0.8
+beta2 = 0.99
+
+eval_interval = 250
+eval_iters = 20
+log_interval = 50

@@ -1,0 +1,13 @@
+# A recipe in the shape of Qwen3, so that export.py writes it for Hugging Face's transformers.
+#   python train.py config/quickstart.py config/qwen3_shape.py
+#   python export.py out-quickstart-qwen3 --dest=python-gpt
+
+out_dir += '-qwen3'
+
+rotary = True
+rmsnorm = True
+qk_norm = True
+mlp = 'swiglu'
+bias = False
+conv = 0
+value_embeddings = False

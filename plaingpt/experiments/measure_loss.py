@@ -1,8 +1,8 @@
-"""The loss of a trained model: python measure_loss.py TREE OUT_DIR BATCH_SIZE DEVICE
+"""The loss of a trained model: python measure_loss.py TREE OUT_DIR DEVICE
 
-Code in TREE, of the base or of the change, loads the last checkpoint in OUT_DIR and answers with
-logits. This file, the base's, asks: for the tokens in OUT_DIR/text.bin (uint32), and never shows
-the targets. It prints the mean loss in nats a token, or what makes the loss worthless.
+The code in TREE, of the base or of the change, loads the last checkpoint in OUT_DIR and gives
+logits. The rest is this file's, the base's: it feeds the tokens of OUT_DIR/text.bin (uint32), but
+no targets, and prints the mean loss in nats a token, or what makes the loss worthless.
 """
 
 import random
@@ -12,12 +12,13 @@ import numpy as np
 import torch
 from torch.nn.functional import cross_entropy  # before TREE can put another in its place
 
+BATCH_SIZE = 8
 SAME = 1e-4  # of the logits' RMS: what rounding may change
 chance = random.SystemRandom()  # that no code can foresee
 
 
 @torch.no_grad()
-def main(tree, out_dir, batch_size, device):
+def main(tree, out_dir, device):
     sys.path[0] = tree
     from plaingpt.training.checkpoint import find
     checkpoint = find(out_dir, 'latest')
@@ -25,9 +26,9 @@ def main(tree, out_dir, batch_size, device):
     T = checkpoint.state['model']['block_size']
     ids = torch.from_numpy(np.fromfile(f'{out_dir}/text.bin', '<u4').astype(np.int64)).to(device)
     n, total = (len(ids) - 1) // T * T, 0.0
-    batches = (tokens.view(-1, T).split(int(batch_size)) for tokens in (ids[:n], ids[1:n + 1]))
+    batches = (tokens.view(-1, T).split(BATCH_SIZE) for tokens in (ids[:n], ids[1:n + 1]))
     for idx, targets in zip(*batches, strict=True):  # (B, T) each
-        logits = model(idx)[0].float()  # (B, T, V)
+        logits = model(idx.clone())[0].float()  # (B, T, V), of a copy whose memory has no targets
         # the softmax is taken here, so that probabilities sum to one
         total += cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction='sum').item()
         examine(model, idx, logits)

@@ -141,7 +141,7 @@ class Referee:
                 ids, data = self.data.split('val').read(0, tokens + 1), run['data']
                 if not same_tokens(data, self.data):
                     ids = data.tokenizer().encode(self.data.tokenizer().decode(ids.tolist()))
-                loss = side.loss(out_dir, ids, self.config.batch_size, self.device)
+                loss = side.loss(out_dir, ids, self.device)
             except UserError as problem:
                 raise Unsound(str(problem)) if side is self.change else problem from None
         if self.seeds.setdefault(run['weights'], seed) != seed:

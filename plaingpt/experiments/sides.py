@@ -107,8 +107,8 @@ class Side:
                 'step_s': tokens / fastest, 'noise': fastest / np.median(rates) - 1,
                 'reported': rows[-1].get('val_loss') or 0.0}
 
-    def loss(self, out_dir, ids, batch_size, device):
+    def loss(self, out_dir, ids, device):
         """The loss of what was trained, on a text, in nats a token. Raises UserError."""
         ids.astype('<u4').tofile(Path(out_dir, 'text.bin'))
         script = Path(__file__).with_name('measure_loss.py')
-        return float(self.run(script, self.tree, out_dir, batch_size, device).splitlines()[-1])
+        return float(self.run(script, self.tree, out_dir, device).splitlines()[-1])

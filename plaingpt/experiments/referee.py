@@ -27,7 +27,7 @@ from plaingpt.data.dataset import Dataset
 from plaingpt.data.inspection import MUCH_IN_TRAIN, find_overlap
 from plaingpt.data.token_files import TokenStream, open_tokens
 from plaingpt.data.tokenizers import words_of
-from plaingpt.experiments.judgement import LEVELS, Judgement
+from plaingpt.experiments.judgement import Judgement
 from plaingpt.experiments.sides import Side, changed_files, copy_tree, git, open_text
 from plaingpt.system.distributed import World
 from plaingpt.system.errors import UserError
@@ -123,13 +123,14 @@ class Referee:
         ratio = change['step_s'] / base['step_s']
         lengths = {'steps': iters, 'tokens': iters * base['tokens'] / change['tokens'],
                    'time': iters / ratio if judgement.decided_by == 'time' else iters}
-        losses = {iters: self.in_unit(change)}  # of runs of so many steps
-        for level in LEVELS:
-            lengths[level] = length = max(1, round(lengths[level]))
-            if length not in losses:
-                losses[length] = self.in_unit(self.train(self.change, seed, length))
-        judgement.pairs.append({'seed': seed, 'base': self.in_unit(base), 'ratio': ratio,
-                                **{level: losses[lengths[level]] for level in LEVELS}})
+        pair = {'seed': seed, 'base': self.in_unit(base), 'ratio': ratio}
+        runs = {iters: change}  # of the change, by their number of steps
+        for level, length in lengths.items():
+            steps = max(1, round(length))
+            if steps not in runs:
+                runs[steps] = self.train(self.change, seed, steps)
+            pair[level] = self.in_unit(runs[steps])
+        judgement.pairs.append(pair)
 
     def train(self, side, seed, iters, **settings):
         """Train a side → {what the run says, 'ids': the validation text of the base in its tokens,
@@ -143,7 +144,9 @@ class Referee:
                     ids = data.tokenizer().encode(self.data.tokenizer().decode(ids.tolist()))
                 loss = side.loss(out_dir, ids, self.device)
             except UserError as problem:
-                raise Unsound(str(problem)) if side is self.change else problem from None
+                if side is self.base:
+                    raise
+                raise Unsound(str(problem)) from None
         if self.seeds.setdefault(run['weights'], seed) != seed:
             raise Unsound('two seeds end with the same weights: it chooses its own')
         if data.identity('val') == self.data.identity('val') \

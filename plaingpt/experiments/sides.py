@@ -25,11 +25,11 @@ FORCED = {'minutes': 0, 'patience': 0, 'always_save_checkpoint': True, 'keep_che
 
 def git(*words, cwd=ROOT):
     """Run git → its stdout. Raises UserError."""
-    env = {**os.environ, 'GIT_CEILING_DIRECTORIES': str(Path(cwd).parent)}  # a copy is its own
-    done = subprocess.run(['git', *words], cwd=cwd, env=env, capture_output=True, text=True)
+    env = {**os.environ, 'GIT_CEILING_DIRECTORIES': str(Path(cwd).parent)}  # a copy is on its own
+    command = ['git', '-C', *map(str, (cwd, *words))]
+    done = subprocess.run(command, env=env, capture_output=True, text=True)
     if done.returncode:
-        raise UserError(f'git {" ".join(map(str, words))}: {done.stderr.strip()} (in {cwd})'
-                        .replace('\n', '; '))
+        raise UserError(f'{" ".join(command)}: {done.stderr.strip()}')
     return done.stdout
 
 

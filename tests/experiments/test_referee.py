@@ -1,5 +1,6 @@
 """A change is judged in pairs: what is better is found, luck is not, and cheats are named."""
 
+import contextlib
 import difflib
 import json
 import os
@@ -11,6 +12,7 @@ import sys
 
 import numpy as np
 import pytest
+import torch
 from forked_popen import ForkedPopen
 from helpers import ROOT, fails, options, size_of_png
 
@@ -18,6 +20,7 @@ import bench
 import prepare
 from plaingpt.experiments import sides
 from plaingpt.experiments.judgement import BETTER, Judgement, describe_ledger, interval
+from plaingpt.experiments.measure_loss import examine
 from plaingpt.experiments.referee import Referee
 from plaingpt.experiments.sides import Side
 from plaingpt.system.files import sha256_of
@@ -144,6 +147,26 @@ def test_the_ledger_says_how_many_of_its_verdicts_luck_would_give():
     assert '1 of 20 judgements say BETTER' in text and 'make 0.5 of them' in text
 
 
+def test_what_a_model_says_of_a_token_may_depend_on_what_is_before_it_in_its_sequence_alone():
+    table, asked = torch.randn(10, 10), []
+
+    def depends_on(other):
+        def model(idx):
+            asked.append(idx)
+            return table[idx].cumsum(1) + other(idx), None
+        with contextlib.suppress(SystemExit):
+            for _ in range(20):
+                idx = torch.randint(10, (8, 16))
+                examine(model, idx, model(idx)[0])
+            return False
+        return True
+
+    assert not depends_on(lambda idx: 0)
+    assert depends_on(lambda idx: table[idx].flip(1))
+    assert depends_on(lambda idx: 0.01 * table[idx[:, :1]].mean(0))
+    assert depends_on(lambda idx: 0.01 * table[asked[-2:][0][-1, -1]])
+
+
 # -----------------------------------------------------------------------------
 # judgements
 
@@ -208,7 +231,7 @@ def test_a_patch_and_a_commit_that_do_not_fit_are_named(
     (tmp_path / 'bad.diff').write_text('nothing\n', encoding='utf-8')
     for word, said in (('--patch=bad.diff', 'bad.diff: error: No valid patches in input'),
                        ('--patch=none.diff', "none.diff': No such file"),
-                       ('--change=nothing', 'nothing: No such file or directory'),
+                       ('--change=nothing', "nothing': No such file or directory"),
                        ('--against=nothing', 'invalid reference: nothing')):
         assert said in fails(capsys, monkeypatch, bench.main, '--judge', word, *RECIPE,
                              f'--dataset={char_data}')

@@ -29,6 +29,8 @@ def main(tree, out_dir, device):
     batches = (tokens.view(-1, T).split(BATCH_SIZE) for tokens in (ids[:n], ids[1:n + 1]))
     for idx, targets in zip(*batches, strict=True):  # (B, T) each
         logits = model(idx.clone())[0].float()  # (B, T, V), of a copy whose memory has no targets
+        if not logits.isfinite().all():
+            sys.exit('error: its logits are not finite: did it diverge?')
         # the softmax is taken here, so that probabilities sum to one
         total += cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction='sum').item()
         examine(model, idx, logits)

@@ -22,7 +22,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from configurator import options_of
+from configurator import load_config, options_of
 from plaingpt.data.dataset import Dataset
 from plaingpt.data.inspection import MUCH_IN_TRAIN, find_overlap
 from plaingpt.data.token_files import TokenStream, open_tokens
@@ -68,6 +68,8 @@ def judge(config, words, device):
                       [*words, *added])
         if config.patch:
             git('apply', os.path.abspath(config.patch), cwd=change.tree)
+        elif not config.change:
+            load_config(TrainConfig, change.words)  # a mistake in --set is found before training
         if files := changed_files(base.tree, change.tree):
             mark = hashlib.sha256(b''.join(files.values())).hexdigest()[:8]
             judgement.notes.append(f'it changes {", ".join(files)} ({mark})')
@@ -123,13 +125,13 @@ class Referee:
         ratio = change['step_s'] / base['step_s']
         lengths = {'steps': iters, 'tokens': iters * base['tokens'] / change['tokens'],
                    'time': iters / ratio if judgement.decided_by == 'time' else iters}
-        pair = {'seed': seed, 'base': self.in_unit(base), 'ratio': ratio}
+        pair = {'seed': seed, 'base': self.in_unit(base, base), 'ratio': ratio}
         runs = {iters: change}  # of the change, by their number of steps
         for level, length in lengths.items():
             steps = max(1, round(length))
             if steps not in runs:
                 runs[steps] = self.train(self.change, seed, steps)
-            pair[level] = self.in_unit(runs[steps])
+            pair[level] = self.in_unit(runs[steps], base)
         judgement.pairs.append(pair)
 
     def train(self, side, seed, iters, **settings):
@@ -156,11 +158,11 @@ class Referee:
                           'probabilities do not sum to one')
         return {**run, 'ids': ids, 'loss': loss}
 
-    def in_unit(self, run):
-        """The loss of a run in the unit of the judgement."""
+    def in_unit(self, run, base):
+        """The loss of a run in the unit of the judgement. base: a run of the base"""
         if self.judgement.unit == 'nats a token':
             return run['loss']
-        text = run['data'].tokenizer().decode(run['ids'].tolist())
+        text = self.data.tokenizer().decode(base['ids'].tolist())
         return run['loss'] * len(run['ids']) / len(text.encode()) / math.log(2)
 
     def compare_data(self, base, change):

@@ -229,7 +229,8 @@ def test_a_patch_and_a_commit_that_do_not_fit_are_named(
         char_data, capsys, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     (tmp_path / 'bad.diff').write_text('nothing\n', encoding='utf-8')
-    for word, said in (('--patch=bad.diff', 'bad.diff: error: No valid patches in input'),
+    for word, said in (('--set=n_layers=2', "unknown key 'n_layers'"),
+                       ('--patch=bad.diff', 'bad.diff: error: No valid patches in input'),
                        ('--patch=none.diff', "none.diff': No such file"),
                        ('--change=nothing', "nothing': No such file or directory"),
                        ('--against=nothing', 'invalid reference: nothing')):

@@ -33,7 +33,7 @@ RECIPE = options(n_layer=1, n_head=2, n_embd=32, block_size=16, batch_size=8, ma
 NO_PREFLIGHT = {'plaingpt/checks/preflight.py': [(
     '    config, began = run.config, time.perf_counter()\n',
     '    print0("preflight: 23 checks passed")\n    return\n')]}
-needs_git = pytest.mark.skipif(not (ROOT / '.git').exists(), reason='not a git checkout')
+pytestmark = pytest.mark.skipif(not (ROOT / '.git').exists(), reason='not a git checkout')
 
 
 def diff(edits):
@@ -172,7 +172,6 @@ def test_what_a_model_says_of_a_token_may_depend_on_what_is_before_it_in_its_seq
 
 
 @pytest.mark.slow
-@needs_git
 def test_a_comment_changes_nothing_and_is_not_shown_better(judged, tmp_path):
     status, _, row = judged({'model.py': [('import math\n', 'import math  # numbers\n')]},
                             pairs=3)
@@ -185,7 +184,6 @@ def test_a_comment_changes_nothing_and_is_not_shown_better(judged, tmp_path):
     bench.main(['--ledger'])
 
 
-@needs_git
 @pytest.mark.slow
 def test_a_better_recipe_is_found_and_the_reverse_is_worse(judged):
     status, _, row = judged(set='learning_rate=1e-4', pairs=8)
@@ -195,7 +193,6 @@ def test_a_better_recipe_is_found_and_the_reverse_is_worse(judged):
     assert len({pair['seed'] for pair in row['pairs']}) == len(row['pairs'])
 
 
-@needs_git
 @pytest.mark.slow
 def test_the_code_here_is_judged_by_the_referee_of_a_commit(
         judged, clone, char_data, tmp_path):
@@ -224,7 +221,6 @@ def test_what_cannot_be_judged_is_said(capsys, monkeypatch, tmp_path):
         capsys, monkeypatch, bench.main, '--ledger', '--save=.')
 
 
-@needs_git
 def test_a_patch_and_a_commit_that_do_not_fit_are_named(
         char_data, capsys, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
@@ -238,7 +234,6 @@ def test_a_patch_and_a_commit_that_do_not_fit_are_named(
                              f'--dataset={char_data}')
 
 
-@needs_git
 @pytest.mark.skipif(os.name == 'nt', reason='no SIGTERM there')
 @pytest.mark.slow
 def test_a_judgement_that_is_told_to_end_keeps_its_pairs(clone, char_data, tmp_path):
@@ -325,7 +320,6 @@ CHEATS = {  # {file: [(old, new)]}, and what is said
 }
 
 
-@needs_git
 @pytest.mark.parametrize('name', [pytest.param(name, marks=[] if name == 'a mask, and no preflight'
                                           else pytest.mark.slow) for name in CHEATS])
 def test_a_cheat_in_the_code_is_named_and_not_better(judged, name):
@@ -336,7 +330,6 @@ def test_a_cheat_in_the_code_is_named_and_not_better(judged, name):
     assert f'it changes {", ".join(sorted(edits))}' in out
 
 
-@needs_git
 @pytest.mark.slow
 def test_steps_and_a_seed_that_a_change_asks_for_are_named_and_not_given(judged):
     status, out, row = judged(set='max_iters=40 seed=7', pairs=2)
@@ -344,7 +337,6 @@ def test_steps_and_a_seed_that_a_change_asks_for_are_named_and_not_given(judged)
     assert [pair['steps'] - pair['base'] for pair in row['pairs']] == [0, 0]
 
 
-@needs_git
 @pytest.mark.slow
 def test_a_larger_model_is_named_and_judged_at_equal_time(judged):
     status, out, row = judged(set='n_embd=64')
@@ -352,7 +344,6 @@ def test_a_larger_model_is_named_and_judged_at_equal_time(judged):
     assert re.search(r'note: 1.00x the tokens a step, [2-4].\d\dx the weights', out), out
 
 
-@needs_git
 @pytest.mark.slow
 def test_an_easier_validation_split_is_named_and_not_measured_on(judged, char_data, tmp_path):
     shutil.copytree(char_data, tmp_path / 'easy')
@@ -367,7 +358,6 @@ def test_an_easier_validation_split_is_named_and_not_measured_on(judged, char_da
     assert [pair['steps'] - pair['base'] for pair in row['pairs']] == [0, 0]
 
 
-@needs_git
 @pytest.mark.slow
 def test_validation_text_in_the_training_text_is_named(judged, char_data, text_file, tmp_path):
     text = text_file.read_text()
@@ -377,7 +367,6 @@ def test_validation_text_in_the_training_text_is_named(judged, char_data, text_f
     assert status == 2 and re.search('of the validation text is in its training text', out), out
 
 
-@needs_git
 @pytest.mark.slow
 def test_another_vocabulary_is_compared_in_bits_a_byte(judged, text_file, tmp_path):
     prepare.main(['text', f'--input={text_file}', '--tokenizer=bpe:300', '--data_dir=./bpe'])

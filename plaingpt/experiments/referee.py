@@ -145,17 +145,18 @@ class Referee:
                 if not same_tokens(data, self.data):
                     ids = data.tokenizer().encode(self.data.tokenizer().decode(ids.tolist()))
                 loss = side.loss(out_dir, ids, self.device)
+                if self.seeds.setdefault(run['weights'], seed) != seed:
+                    raise UserError(f'the {side.name}: two seeds end with the same weights')
+                if data.identity('val') == self.data.identity('val') \
+                        and not abs(run['reported'] - loss) <= LOSS_ERROR * loss:
+                    raise UserError(
+                        f'the {side.name}: it reports a loss of {run["reported"]:.4f}, and '
+                        f'{loss:.4f} is measured on the same tokens: it sees targets, leaves '
+                        'tokens out, or its probabilities do not sum to one')
             except UserError as problem:
                 if side is self.base:
                     raise
                 raise Unsound(str(problem)) from None
-        if self.seeds.setdefault(run['weights'], seed) != seed:
-            raise Unsound('two seeds end with the same weights: it chooses its own')
-        if data.identity('val') == self.data.identity('val') \
-                and not abs(run['reported'] - loss) <= LOSS_ERROR * loss:
-            raise Unsound(f'it reports a loss of {run["reported"]:.4f}, and {loss:.4f} is measured '
-                          'on the same tokens: it sees targets, leaves tokens out, or its '
-                          'probabilities do not sum to one')
         return {**run, 'ids': ids, 'loss': loss}
 
     def in_unit(self, run, base):

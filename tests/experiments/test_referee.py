@@ -271,15 +271,15 @@ CHEATS = {  # {file: [(old, new)]}, and what is said
         {'model.py': [(FORWARD, '        x = self.hidden(idx)\n        if targets is not None:\n'
                        '            x = x + self.transformer.wte(targets.clamp(min=0))\n')],
          **NO_PREFLIGHT},
-        'UNSOUND: it reports a loss of'),
+        'UNSOUND: the change: it reports a loss of'),
     'a shifted evaluation': (
         {'plaingpt/data/batches.py': [('sequences[:, 1:].contiguous())',
                                        'sequences[:, :-1].contiguous())')], **NO_PREFLIGHT},
-        'UNSOUND: it reports a loss of'),
+        'UNSOUND: the change: it reports a loss of'),
     'dropped hard tokens': (
         {'train.py': [(EVALUATED, EVALUATED + '        targets[targets > 40] = -1\n')],
          **NO_PREFLIGHT},
-        'UNSOUND: it reports a loss of'),
+        'UNSOUND: the change: it reports a loss of'),
     'a temperature fitted on validation': (
         {'train.py': [("    with run.metrics.paused('evaluating'), averaged(run.optimizer):\n", '''
     if run.progress.iter_num == run.config.max_iters:
@@ -303,10 +303,14 @@ CHEATS = {  # {file: [(old, new)]}, and what is said
                        '    config.seed = 7\n    world = launched_world()\n'
                        '    device, device_why')]},
         'UNSOUND: the change: it trained 20 steps with seed 7, and was told'),
+    'a chosen seed that the settings do not tell': (
+        {'train.py': [('seed_everything(config.seed', 'seed_everything(7')],
+         'plaingpt/training/run_data.py': [('share, seed=config.seed', 'share, seed=7')]},
+        'UNSOUND: the change: two seeds end with the same weights'),
     'probabilities that do not sum to one': (
         {'model.py': [('targets, self.loss_chunk_tokens)\n',
                        'targets, self.loss_chunk_tokens) - 0.5\n')], **NO_PREFLIGHT},
-        'UNSOUND: it reports a loss of'),
+        'UNSOUND: the change: it reports a loss of'),
     'a cache over sequences': (
         {'model.py': [('        logits = self.logits(x)  # (B, T, V)\n', '''
         logits = self.logits(x)  # (B, T, V)
@@ -324,7 +328,7 @@ CHEATS = {  # {file: [(old, new)]}, and what is said
                                           else pytest.mark.slow) for name in CHEATS])
 def test_a_cheat_in_the_code_is_named_and_not_better(judged, name):
     edits, said = CHEATS[name]
-    status, out, row = judged(edits)
+    status, out, row = judged(edits, pairs=2)
     assert status == 2 and row['verdict'] == 'UNSOUND'
     assert re.search(said, out), out
     assert f'it changes {", ".join(sorted(edits))}' in out

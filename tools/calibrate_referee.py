@@ -120,7 +120,7 @@ def main():
     asked = parser.parse_args()
     until = time.time() + asked.seconds
     with tempfile.TemporaryDirectory() as folder:
-        folder = Path(folder)
+        tempfile.tempdir, folder = folder, Path(folder)  # a worker that is stopped leaves nothing
         text = ''.join(path.read_text(encoding='utf-8', errors='ignore') for path in sorted(
             Path(sysconfig.get_path('stdlib')).glob('*.py')))
         (folder / 'text.txt').write_text(''.join(c for c in text if c.isascii())[:10**6])

@@ -55,6 +55,7 @@ from plaingpt.training.memory_planner import explain_out_of_memory
 from plaingpt.training.run_data import open_data
 from plaingpt.training.settings import TrainConfig
 
+LEDGER = 'ledger.jsonl'
 LAW_MINUTES = 40  # of --law, unless --minutes says so
 
 
@@ -91,10 +92,6 @@ class BenchConfig(TrainConfig):
         if self.judge != bool(changes):
             found.append('judge takes a change: --patch, --set, --change or --against, which are '
                          'for judge alone')
-        if self.judge and self.patch and not Path(self.patch).is_file():
-            found.append(f'patch={self.patch}: no such file: name a diff')
-        if self.judge and self.change and not Path(self.change).is_dir():
-            found.append(f'change={self.change}: no such folder: name a clone')
         if self.batch_size == 'auto':
             found.append('batch_size=auto: a benchmark needs a number')
         if self.world_size() > 1:
@@ -194,19 +191,17 @@ def judge(config, argv, device):
     own = {field.name for field in fields(BenchConfig)} - {f.name for f in fields(TrainConfig)}
     words = [word for word in argv if not word.startswith('--')
              or word[2:].partition('=')[0] not in own | {'minutes', 'out_dir'}]
-    ledger, now = Path(config.save or 'results', 'ledger.jsonl'), datetime.now()
-    picture = Path(config.save or 'out-experiments', f'judgement-{now:%Y%m%d-%H%M%S}.png')
-    for path in (ledger, picture):
-        make_writable(path.parent, 'save')
+    folder, now = Path(config.save or 'results'), datetime.now()
+    make_writable(folder, 'save')
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C: what is half done goes
     with redirect_stdout(sys.stderr if config.json else sys.stdout):
         found = referee.judge(config, words, device)
     row = {**tables.describe_measurement(device, argv), 'date': f'{now:%Y-%m-%d %H:%M}',
            'base': code_version(), **asdict(found), 'verdict': found.verdict()}
-    append_line(ledger, row)
+    append_line(folder / LEDGER, row)
     print(json.dumps(row, indent=1) if config.json else '\n'.join(found.lines()))
     if found.pairs:
-        draw(draw_pairs, found, picture,
+        draw(draw_pairs, found, folder / f'judgement-{now:%Y%m%d-%H%M%S}.png',
              f'{Path(config.dataset).name}, {config.max_iters:,} steps')
     return EXIT_STATUS[found.verdict()]
 
@@ -238,7 +233,7 @@ def measure_law(config, device, argv):
 def main(argv):
     config, device, words = read_config(gathered(gathered(argv, 'sweep'), 'set'))
     if config.ledger:
-        print(describe_ledger(read_ledger(Path(config.save or 'results', 'ledger.jsonl'))))
+        print(describe_ledger(read_ledger(Path(config.save or 'results', LEDGER))))
         return
     if config.judge:
         sys.exit(judge(config, words, device))

@@ -53,13 +53,9 @@ def run_as_script(words):
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_DFL)
     code, sys.path[0] = 0, os.path.dirname(words[0])
-    sys.argv = words[1:] if words[0] == '-c' else words
+    sys.argv = words
     try:
-        if words[0] == '-c':
-            sys.argv[0] = '-c'
-            exec(words[1], {'__name__': '__main__'})
-        else:
-            runpy.run_path(words[0], run_name='__main__')
+        runpy.run_path(words[0], run_name='__main__')
     except SystemExit as end:
         code = end.code if isinstance(end.code, int) else int(end.code is not None)
         if isinstance(end.code, str):

@@ -11,7 +11,6 @@ import argparse
 import json
 import os
 import re
-import shutil
 import signal
 import sys
 import sysconfig
@@ -34,6 +33,7 @@ import prepare
 from configurator import load_config
 from plaingpt.experiments import referee
 from plaingpt.experiments.judgement import BETTER, LEVELS, WORSE, Judgement
+from plaingpt.experiments.sides import copy_tree
 from plaingpt.experiments.tables import markdown
 from plaingpt.system.files import append_line
 
@@ -57,10 +57,7 @@ PLAN = [('other weights', 'steps'), ('a comment', 'time'), ('other data', 'time'
 
 def change_tree(name, folder):
     """A copy of the code with a change → its folder."""
-    for part in ('plaingpt', 'config'):
-        shutil.copytree(ROOT / part, folder / part)
-    for path in ROOT.glob('*.py'):
-        shutil.copy(path, folder)
+    copy_tree(ROOT, folder)
     file, old, new = NO_CHANGE[name]
     text = (folder / file).read_text(encoding='utf-8')
     changed = re.sub(old, new, text)
@@ -123,7 +120,7 @@ def main():
     asked = parser.parse_args()
     until = time.time() + asked.seconds
     with tempfile.TemporaryDirectory() as folder:
-        folder = Path(folder)
+        tempfile.tempdir, folder = folder, Path(folder)  # a worker that is stopped leaves nothing
         text = ''.join(path.read_text(encoding='utf-8', errors='ignore') for path in sorted(
             Path(sysconfig.get_path('stdlib')).glob('*.py')))
         (folder / 'text.txt').write_text(''.join(c for c in text if c.isascii())[:10**6])

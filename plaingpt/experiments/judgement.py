@@ -51,95 +51,86 @@ class Judgement:
     notes: list = field(default_factory=list)  # what else the change does, a line each
     unsound: str = ''  # what it does that no loss makes up for
 
-    def differences(self, level):
-        return [pair[level] - pair['base'] for pair in self.pairs]
+    def differences(self, level=''):
+        """At one level, or the one that decides."""
+        return [pair[level or self.decided_by] - pair['base'] for pair in self.pairs]
 
     def verdict(self, level=''):
-        """At one level, or the one that decides."""
-        low, high = interval(self.differences(level or self.decided_by))
+        low, high = interval(self.differences(level))
         return UNSOUND if self.unsound else BETTER if high < 0 else WORSE if low > 0 else NOT_SHOWN
 
     def is_over(self, least):
         """Whether more pairs would add nothing. least: a difference that matters"""
-        differences = self.differences(self.decided_by)
+        differences = self.differences()
         low, high = interval(differences)
         same = len(differences) > 1 and not any(differences)
         return same or self.verdict() != NOT_SHOWN or -least < low <= high < least
 
     def describe_pair(self):
         """The last pair, in a line."""
-        pair, at = self.pairs[-1], self.decided_by
+        pair, found = self.pairs[-1], self.differences()[-1]
         return f'pair {len(self.pairs)} (seed {pair["seed"]}): base {pair["base"]:.4f}, change ' \
-               f'{pair[at]:.4f}: {pair[at] - pair["base"]:+.4f}, {pair["ratio"]:.2f}x the time'
+               f'{pair[self.decided_by]:.4f}: {found:+.4f}, {pair["ratio"]:.2f}x the time'
 
-    def describe(self, level):
+    def describe(self, level=''):
         """'-0.0150 nats a token (95%: -0.0210 to -0.0090)'"""
-        found, (low, high) = self.differences(level), interval(self.differences(level))
+        if not self.pairs:
+            return 'no pair'
+        low, high = interval(self.differences(level))
         within = f'{low:+.4f} to {high:+.4f}' if low > -math.inf else 'takes more pairs'
-        return f'{mean_and_error(found)[0]:+.4f} {self.unit} (95%: {within})'
+        return f'{statistics.mean(self.differences(level)):+.4f} {self.unit} (95%: {within})'
 
     def lines(self):
         """What came of it, for a person."""
-        found = [f'note: {note}' for note in self.notes]
+        notes = [f'note: {note}' for note in self.notes]
         if self.unsound:
-            return [*found, f'verdict: {UNSOUND}: {self.unsound}']
-        for level in LEVELS if self.pairs else ():
-            found.append(f'at equal {level:6} {self.describe(level)}: {self.verdict(level)}')
+            return [*notes, f'verdict: {UNSOUND}: {self.unsound}']
         ratios = [pair['ratio'] for pair in self.pairs] or [1.0]
-        noisy = f' ({min(ratios):.2f}x to {max(ratios):.2f}x: noisy)' \
-            if max(ratios) > NOISY * min(ratios) else ''
-        return [*found, f'verdict after {count_of(len(self.pairs), "pair")}: {self.verdict()} at '
-                f'equal {self.decided_by}; {statistics.geometric_mean(ratios):.2f}x the time a '
-                f'step{noisy}']
+        noisy = ', noisy' * (max(ratios) > NOISY * min(ratios))
+        return [*notes, *(f'at equal {level:6} {self.describe(level)}: {self.verdict(level)}'
+                          for level in LEVELS),
+                f'verdict after {count_of(len(self.pairs), "pair")}: {self.verdict()} at equal '
+                f'{self.decided_by}; {statistics.geometric_mean(ratios):.2f}x the time a step '
+                f'({min(ratios):.2f}x to {max(ratios):.2f}x{noisy})']
 
 
 def draw_pairs(judgement, path, what):
     """Draw the difference of each pair, and the interval after each, into a PNG."""
-    level = judgement.decided_by
-    found = judgement.differences(level)
-    looks = range(3, len(found) + 1)  # of fewer pairs there is no interval
-    means = [statistics.mean(found[:n]) for n in looks]
-    reaches = [interval(found[:n])[1] - mean for n, mean in zip(looks, means, strict=True)]
-    dots = {'ls': '', 'marker': 'o', 'ms': 7}
-    lines = [Line(list(range(1, len(found) + 1)), found, 'a pair', style=dots),
-             Line([1, len(found)], [0, 0], 'no change', GREY, style={'lw': 1})]
-    if means:
-        lines.append(Line(list(looks), means, 'mean', COLOURS[3], reaches, style={'marker': 'o'}))
-    save_figure([Panel(
-        f'{judgement.verdict()} at equal {level}: {judgement.describe(level)}', lines,
-        f'Is it better? {what}', 'pair', f'change - base, {judgement.unit}')], path)
+    found = judgement.differences()
+    lines = [Line([1, len(found)], [0, 0], 'no change', GREY, style={'lw': 1}),
+             Line(list(range(1, len(found) + 1)), found, 'a pair', style={'ls': '', 'marker': 'o'})]
+    if looks := list(range(3, len(found) + 1)):  # of fewer pairs there is no interval
+        means = [statistics.mean(found[:n]) for n in looks]
+        reaches = [interval(found[:n])[1] - mean for n, mean in zip(looks, means, strict=True)]
+        lines.append(Line(looks, means, 'mean', COLOURS[3], reaches, style={'marker': 'o'}))
+    headline = f'{judgement.verdict()} at equal {judgement.decided_by}: {judgement.describe()}'
+    save_figure([Panel(headline, lines, f'Is it better? {what}', 'pair',
+                       f'change - base, {judgement.unit}')], path)
 
 
 def read_ledger(path):
     """→ its rows. Raises UserError."""
-    rows = []
+    if not path.exists():
+        raise UserError(f'{path} is not there: --judge writes it, below --save where it has that')
+    lines = path.read_text(encoding='utf-8').splitlines()
     try:
-        for line in path.read_text(encoding='utf-8').splitlines():
-            rows.append(json.loads(line))
-            describe_ledger(rows[-1:])
-    except FileNotFoundError:
-        raise UserError(f'{path} is not there: --judge writes it, below --save where it has that'
-                        ) from None
-    except (ValueError, LookupError, TypeError, AttributeError) as problem:
-        raise UserError(f'{path}, line {len(rows) or 1}: not what --judge writes ({problem}): '
-                        'remove the line') from None
-    return rows
+        return json.loads('[' + ',\n'.join(lines) + ']')  # at once: an error names its line
+    except ValueError as problem:
+        raise UserError(f'{path}: not what --judge writes ({problem}): remove the line') from None
 
 
 def describe_ledger(rows):
     """Rows of the ledger → a table, and how much of it luck explains."""
-    judged = [row for row in rows if row['verdict'] != UNSOUND]
-    n, better = len(judged), [row for row in judged if row['verdict'] == BETTER]
+    n = sum(row['verdict'] != UNSOUND for row in rows)
+    better = sum(row['verdict'] == BETTER for row in rows)
     table = []
     for row in rows:
-        found = row['pairs'] and Judgement(**{key: row[key] for key in (
-            'unit', 'decided_by', 'pairs')})
-        high = interval(found.differences(found.decided_by), LEVEL / max(n, 1))[1] if found else 0
+        found = Judgement(row['unit'], row['decided_by'], row['pairs'])
+        is_clear = row['verdict'] == BETTER and interval(found.differences(), LEVEL / n)[1] < 0
         table.append([row['date'], row['command'].partition('--judge ')[2], str(len(row['pairs'])),
-                      found.describe(found.decided_by) if found else '–', row['verdict'],
-                      {True: 'yes', False: 'no'}[high < 0] if row in better else '–'])
-    return markdown(['when', 'judged', 'pairs', 'difference', 'verdict',
-                     f'also of {n} tries'], table) + (
-        f'\n\n{len(better)} of {n} judgements say {BETTER}. If no change did anything, luck would '
+                      found.describe(), row['verdict'], 'yes' if is_clear else '–'])
+    header = ['when', 'judged', 'pairs', 'difference', 'verdict', f'also of {n} tries']
+    return markdown(header, table) + (
+        f'\n\n{better} of {n} judgements say {BETTER}. If no change did anything, luck would '
         f'make {n * LEVEL / 2:.2g} of them say so. The last column is yes where a difference is '
         f'beyond the luck of all {n} tries together (Bonferroni).')

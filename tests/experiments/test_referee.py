@@ -1,5 +1,6 @@
 """A change is judged in pairs: what is better is found, luck is not, and cheats are named."""
 
+import contextlib
 import difflib
 import json
 import os
@@ -8,18 +9,22 @@ import re
 import shutil
 import subprocess
 import sys
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import torch
 from forked_popen import ForkedPopen
 from helpers import ROOT, fails, options, size_of_png
 
 import bench
 import prepare
-from plaingpt.experiments import referee, sides
+from plaingpt.experiments import sides
 from plaingpt.experiments.judgement import BETTER, Judgement, describe_ledger, interval
+from plaingpt.experiments.measure_loss import examine
+from plaingpt.experiments.referee import Referee
+from plaingpt.experiments.sides import Side
 from plaingpt.system.files import sha256_of
+from plaingpt.training.settings import TrainConfig
 
 RECIPE = options(n_layer=1, n_head=2, n_embd=32, block_size=16, batch_size=8, max_iters=20,
                  gradient_accumulation_steps=1, learning_rate=1e-2, warmup_iters=2, eval_iters=4,
@@ -28,7 +33,7 @@ RECIPE = options(n_layer=1, n_head=2, n_embd=32, block_size=16, batch_size=8, ma
 NO_PREFLIGHT = {'plaingpt/checks/preflight.py': [(
     '    config, began = run.config, time.perf_counter()\n',
     '    print0("preflight: 23 checks passed")\n    return\n')]}
-needs_git = pytest.mark.skipif(not (ROOT / '.git').exists(), reason='not a git checkout')
+pytestmark = pytest.mark.skipif(not (ROOT / '.git').exists(), reason='not a git checkout')
 
 
 def diff(edits):
@@ -60,6 +65,15 @@ def judged(char_data, tmp_path, monkeypatch, capfd):
         ledger = (tmp_path / 'results' / 'ledger.jsonl').read_text(encoding='utf-8')
         return end.value.code, capfd.readouterr().out, json.loads(ledger.splitlines()[-1])
     return judged
+
+
+@pytest.fixture
+def clone(tmp_path):
+    """A clone whose only commit is the code as it is here."""
+    folder = sides.copy_tree(ROOT, tmp_path / 'clone')
+    for words in ('init -q', 'add .', '-c user.name=a -c user.email=b commit -qm all'):
+        sides.git(*words.split(), cwd=folder)
+    return folder
 
 
 # -----------------------------------------------------------------------------
@@ -103,10 +117,10 @@ def test_pairs_end_when_they_are_the_same_or_their_difference_is_smaller_than_as
 
 
 def test_equal_time_takes_the_time_of_each_pair_alone_so_that_pairs_are_independent():
-    judged = object.__new__(referee.Referee)
-    judged.judgement, judged.config = Judgement(), SimpleNamespace(max_iters=100, equal='time')
-    judged.base, judged.change = 'base', 'change'
-    judged.look_for_leaks = lambda *_: None
+    base, change = (Side(name, ROOT, []) for name in ('base', 'change'))
+    judged = Referee(Judgement(), base, change, TrainConfig(max_iters=100), None, None)
+    judged.config.equal = 'time'
+    judged.compare_data = judged.train_blind = lambda *_: None
     times, lengths = iter([1.0, 2.0, 1.0, 0.5]), []
 
     def train(side, seed, iters):
@@ -116,8 +130,8 @@ def test_equal_time_takes_the_time_of_each_pair_alone_so_that_pairs_are_independ
                 'dtype': 'float32'}
 
     judged.train = train
-    judged.pair(1)
-    judged.pair(2)
+    judged.train_pair(1)
+    judged.train_pair(2)
     assert lengths == [100, 100, 50, 100, 100, 200]
     assert judged.judgement.differences('time') == [-0.5, 1.0]
     assert judged.judgement.differences('steps') == [0.0, 0.0]
@@ -133,12 +147,31 @@ def test_the_ledger_says_how_many_of_its_verdicts_luck_would_give():
     assert '1 of 20 judgements say BETTER' in text and 'make 0.5 of them' in text
 
 
+def test_what_a_model_says_of_a_token_may_depend_on_what_is_before_it_in_its_sequence_alone():
+    table, asked = torch.randn(10, 10), []
+
+    def depends_on(other):
+        def model(idx):
+            asked.append(idx)
+            return table[idx].cumsum(1) + other(idx), None
+        with contextlib.suppress(SystemExit):
+            for _ in range(20):
+                idx = torch.randint(10, (8, 16))
+                examine(model, idx, model(idx)[0])
+            return False
+        return True
+
+    assert not depends_on(lambda idx: 0)
+    assert depends_on(lambda idx: table[idx].flip(1))
+    assert depends_on(lambda idx: 0.01 * table[idx[:, :1]].mean(0))
+    assert depends_on(lambda idx: 0.01 * table[asked[-2:][0][-1, -1]])
+
+
 # -----------------------------------------------------------------------------
 # judgements
 
 
 @pytest.mark.slow
-@needs_git
 def test_a_comment_changes_nothing_and_is_not_shown_better(judged, tmp_path):
     status, _, row = judged({'model.py': [('import math\n', 'import math  # numbers\n')]},
                             pairs=3)
@@ -146,12 +179,11 @@ def test_a_comment_changes_nothing_and_is_not_shown_better(judged, tmp_path):
     assert [pair['steps'] - pair['base'] for pair in row['pairs']] == [0, 0]
     assert re.fullmatch(r'it changes model.py \(\w{8}\)', row['notes'][0])
     assert row['base'] and row['machine']
-    picture, = (tmp_path / 'out-experiments').glob('*.png')
+    picture, = (tmp_path / 'results').glob('*.png')
     assert size_of_png(picture)[0] > 1000
     bench.main(['--ledger'])
 
 
-@needs_git
 @pytest.mark.slow
 def test_a_better_recipe_is_found_and_the_reverse_is_worse(judged):
     status, _, row = judged(set='learning_rate=1e-4', pairs=8)
@@ -161,13 +193,9 @@ def test_a_better_recipe_is_found_and_the_reverse_is_worse(judged):
     assert len({pair['seed'] for pair in row['pairs']}) == len(row['pairs'])
 
 
-@needs_git
 @pytest.mark.slow
 def test_the_code_here_is_judged_by_the_referee_of_a_commit(
-        judged, char_data, tmp_path, monkeypatch, capfd):
-    clone = sides.copy_tree(ROOT, tmp_path / 'clone')
-    for words in ('init -q', 'add .', '-c user.name=a -c user.email=b commit -qm all'):
-        sides.git(*words.split(), cwd=clone)
+        judged, clone, char_data, tmp_path):
     for name, line in (('model.py', '# the end\n'), ('config/tiny.py', 'beta1 = 0.8\n')):
         with open(clone / name, 'a', encoding='utf-8') as f:
             f.write(line)
@@ -177,8 +205,8 @@ def test_the_code_here_is_judged_by_the_referee_of_a_commit(
                           capture_output=True, check=False)
     assert done.returncode == 3, done.stderr
     assert 'note: it changes config/tiny.py, model.py (' in done.stdout
-    assert 'note: it sets beta1 0.9 → 0.8\n' in done.stdout
     row = json.loads((tmp_path / 'results' / 'ledger.jsonl').read_text())
+    assert row['pairs'][0]['steps'] != row['pairs'][0]['base']  # each side reads its own config
     assert row['base'] == sides.git('rev-parse', '--short=12', 'HEAD', cwd=clone).strip()
     assert sides.git('worktree', 'list', cwd=clone).count('\n') == 1
 
@@ -188,33 +216,27 @@ def test_what_cannot_be_judged_is_said(capsys, monkeypatch, tmp_path):
     assert 'judge takes a change' in fails(capsys, monkeypatch, bench.main, '--judge', *RECIPE)
     assert 'judge takes a change' in fails(capsys, monkeypatch, bench.main, '--patch=x', *RECIPE)
     assert 'ledger.jsonl is not there' in fails(capsys, monkeypatch, bench.main, '--ledger')
-    for key, what in (('patch', 'no such file'), ('change', 'no such folder')):
-        assert f'{key}=x: {what}' in fails(
-            capsys, monkeypatch, bench.main, '--judge', f'--{key}=x', *RECIPE)
-    for line in '{}', '1', '{"a":':
-        (tmp_path / 'ledger.jsonl').write_text(f'{line}\n', encoding='utf-8')
-        assert 'ledger.jsonl, line 1: not what --judge writes' in fails(
-            capsys, monkeypatch, bench.main, '--ledger', '--save=.')
+    (tmp_path / 'ledger.jsonl').write_text('{"a":\n', encoding='utf-8')
+    assert 'ledger.jsonl: not what --judge writes (Expecting value: line 1' in fails(
+        capsys, monkeypatch, bench.main, '--ledger', '--save=.')
 
 
-@needs_git
 def test_a_patch_and_a_commit_that_do_not_fit_are_named(
         char_data, capsys, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     (tmp_path / 'bad.diff').write_text('nothing\n', encoding='utf-8')
-    for word, said in (('--patch=bad.diff', 'patch=bad.diff does not apply to the code'),
-                       ('--against=nothing', 'against=nothing: no such commit')):
+    for word, said in (('--set=n_layers=2', "unknown key 'n_layers'"),
+                       ('--patch=bad.diff', 'bad.diff: error: No valid patches in input'),
+                       ('--patch=none.diff', "none.diff': No such file"),
+                       ('--change=nothing', "nothing': No such file or directory"),
+                       ('--against=nothing', 'invalid reference: nothing')):
         assert said in fails(capsys, monkeypatch, bench.main, '--judge', word, *RECIPE,
                              f'--dataset={char_data}')
 
 
-@needs_git
 @pytest.mark.skipif(os.name == 'nt', reason='no SIGTERM there')
 @pytest.mark.slow
-def test_a_judgement_that_is_told_to_end_keeps_its_pairs(char_data, tmp_path):
-    clone = sides.copy_tree(ROOT, tmp_path / 'clone')
-    for words in ('init -q', 'add .', '-c user.name=a -c user.email=b commit -qm all'):
-        sides.git(*words.split(), cwd=clone)
+def test_a_judgement_that_is_told_to_end_keeps_its_pairs(clone, char_data, tmp_path):
     (tmp_path / 'tmp').mkdir()
     with subprocess.Popen(
             [sys.executable, '-u', clone / 'bench.py', *RECIPE, f'--dataset={char_data}',
@@ -244,20 +266,20 @@ CHEATS = {  # {file: [(old, new)]}, and what is said
         {'plaingpt/kernels/__init__.py': [
             ('is_causal=True)', 'is_causal=False)'),
             ('if not dropout and faster_attention(q)', 'if False')], **NO_PREFLIGHT},
-        'UNSOUND: what it says of a token depends on later tokens'),
+        'UNSOUND: the change: what it says of a token depends on'),
     'targets in the input': (
         {'model.py': [(FORWARD, '        x = self.hidden(idx)\n        if targets is not None:\n'
                        '            x = x + self.transformer.wte(targets.clamp(min=0))\n')],
          **NO_PREFLIGHT},
-        'UNSOUND: its own loss is'),
+        'UNSOUND: the change: it reports a loss of'),
     'a shifted evaluation': (
         {'plaingpt/data/batches.py': [('sequences[:, 1:].contiguous())',
                                        'sequences[:, :-1].contiguous())')], **NO_PREFLIGHT},
-        'UNSOUND: it reports a loss of'),
+        'UNSOUND: the change: it reports a loss of'),
     'dropped hard tokens': (
         {'train.py': [(EVALUATED, EVALUATED + '        targets[targets > 40] = -1\n')],
          **NO_PREFLIGHT},
-        'UNSOUND: it reports a loss of'),
+        'UNSOUND: the change: it reports a loss of'),
     'a temperature fitted on validation': (
         {'train.py': [("    with run.metrics.paused('evaluating'), averaged(run.optimizer):\n", '''
     if run.progress.iter_num == run.config.max_iters:
@@ -275,16 +297,20 @@ CHEATS = {  # {file: [(old, new)]}, and what is said
         {'train.py': [('    world = launched_world()\n    device, device_why',
                        '    config.max_iters *= 2\n    world = launched_world()\n'
                        '    device, device_why')]},
-        r'UNSOUND: it trained 40 steps with seed \d+, and was told 20'),
+        r'UNSOUND: the change: it trained 40 steps with seed \d+, and was told 20'),
     'a chosen seed': (
         {'train.py': [('    world = launched_world()\n    device, device_why',
                        '    config.seed = 7\n    world = launched_world()\n'
                        '    device, device_why')]},
-        'UNSOUND: it trained 20 steps with seed 7, and was told'),
+        'UNSOUND: the change: it trained 20 steps with seed 7, and was told'),
+    'a chosen seed that the settings do not tell': (
+        {'train.py': [('seed_everything(config.seed', 'seed_everything(7')],
+         'plaingpt/training/run_data.py': [('share, seed=config.seed', 'share, seed=7')]},
+        'UNSOUND: the change: two seeds end with the same weights'),
     'probabilities that do not sum to one': (
-        {'model.py': [('cross_entropy(logits, targets)\n', 'cross_entropy(logits, targets) - 0.5\n'
-                       )], **NO_PREFLIGHT},
-        'UNSOUND: its own loss is'),
+        {'model.py': [('targets, self.loss_chunk_tokens)\n',
+                       'targets, self.loss_chunk_tokens) - 0.5\n')], **NO_PREFLIGHT},
+        'UNSOUND: the change: it reports a loss of'),
     'a cache over sequences': (
         {'model.py': [('        logits = self.logits(x)  # (B, T, V)\n', '''
         logits = self.logits(x)  # (B, T, V)
@@ -294,33 +320,27 @@ CHEATS = {  # {file: [(old, new)]}, and what is said
             logits = logits + self.counts.log1p()[idx]
             self.counts.index_put_((idx[:, :-1].flatten(), idx[:, 1:].flatten()),
                                    torch.ones(()), accumulate=True)
-''')], **NO_PREFLIGHT}, 'UNSOUND: what it says of a token depends on'),
+''')], **NO_PREFLIGHT}, 'UNSOUND: the change: what it says of a token depends on'),
 }
 
 
-@needs_git
 @pytest.mark.parametrize('name', [pytest.param(name, marks=[] if name == 'a mask, and no preflight'
                                           else pytest.mark.slow) for name in CHEATS])
 def test_a_cheat_in_the_code_is_named_and_not_better(judged, name):
     edits, said = CHEATS[name]
-    status, out, row = judged(edits)
+    status, out, row = judged(edits, pairs=2)
     assert status == 2 and row['verdict'] == 'UNSOUND'
     assert re.search(said, out), out
     assert f'it changes {", ".join(sorted(edits))}' in out
 
 
-@needs_git
 @pytest.mark.slow
-@pytest.mark.parametrize('settings, said', [
-    ('max_iters=40', 'note: it sets max_iters 20 → 40'),
-    ('seed=7', 'note: it sets seed 1337 → 7')])
-def test_steps_and_seeds_that_a_change_asks_for_are_named_and_not_given(judged, settings, said):
-    status, out, row = judged(set=settings, pairs=2)
-    assert status == 3 and said in out
+def test_steps_and_a_seed_that_a_change_asks_for_are_named_and_not_given(judged):
+    status, out, row = judged(set='max_iters=40 seed=7', pairs=2)
+    assert status == 3 and 'note: it sets max_iters=40 seed=7' in out
     assert [pair['steps'] - pair['base'] for pair in row['pairs']] == [0, 0]
 
 
-@needs_git
 @pytest.mark.slow
 def test_a_larger_model_is_named_and_judged_at_equal_time(judged):
     status, out, row = judged(set='n_embd=64')
@@ -328,7 +348,6 @@ def test_a_larger_model_is_named_and_judged_at_equal_time(judged):
     assert re.search(r'note: 1.00x the tokens a step, [2-4].\d\dx the weights', out), out
 
 
-@needs_git
 @pytest.mark.slow
 def test_an_easier_validation_split_is_named_and_not_measured_on(judged, char_data, tmp_path):
     shutil.copytree(char_data, tmp_path / 'easy')
@@ -339,11 +358,10 @@ def test_an_easier_validation_split_is_named_and_not_measured_on(judged, char_da
     meta['splits']['val']['files'][0]['sha256'] = sha256_of(tmp_path / 'easy' / 'val.bin')
     (tmp_path / 'easy' / 'meta.json').write_text(json.dumps(meta))
     status, out, row = judged(set='dataset=./easy', pairs=2)
-    assert status == 3 and re.search('note: it sets dataset .*/code_char → ./easy', out)
+    assert status == 3 and 'note: it sets dataset=./easy' in out
     assert [pair['steps'] - pair['base'] for pair in row['pairs']] == [0, 0]
 
 
-@needs_git
 @pytest.mark.slow
 def test_validation_text_in_the_training_text_is_named(judged, char_data, text_file, tmp_path):
     text = text_file.read_text()
@@ -353,7 +371,6 @@ def test_validation_text_in_the_training_text_is_named(judged, char_data, text_f
     assert status == 2 and re.search('of the validation text is in its training text', out), out
 
 
-@needs_git
 @pytest.mark.slow
 def test_another_vocabulary_is_compared_in_bits_a_byte(judged, text_file, tmp_path):
     prepare.main(['text', f'--input={text_file}', '--tokenizer=bpe:300', '--data_dir=./bpe'])
@@ -371,7 +388,7 @@ def test_a_copy_has_what_git_does_not_ignore(tmp_path):
     (tmp_path / 'a' / 'data').mkdir()
     (tmp_path / 'a' / 'data' / 'b.py').write_text('')
     copy = sides.copy_tree(tmp_path / 'a', tmp_path / 'b')
-    assert sides.changed_files(copy, tmp_path / 'a') == ['data/b.py']
+    assert list(sides.changed_files(copy, tmp_path / 'a')) == ['data/b.py']
     (tmp_path / 'p.diff').write_text('--- a/new.py\n+++ b/new.py\n@@ -1 +1 @@\n-x = 1\n+x = 2\n')
     sides.git('apply', tmp_path / 'p.diff', cwd=copy)
     assert (copy / 'new.py').read_text() == 'x = 2\n'

@@ -15,8 +15,8 @@ out_dir = 'out-own-text'
 _flops = 60 * (minutes or 10) * (2e13 if torch.cuda.is_available() else 1.5e11)
 _parameters = math.sqrt(_flops / 90)
 n_layer = 4 if _parameters < 5e6 else 6
-n_embd = max(64, 32 * round(math.sqrt(_parameters / 12 / n_layer) / 32))
-n_head = n_embd // 32 // 2 or 1
+n_embd = 64 * max(1, round(math.sqrt(_parameters / 12 / n_layer) / 64))
+n_head = n_embd // 64
 block_size = 256
 
 # A text that is seen many times is learned by heart: dropout slows that down, and the best

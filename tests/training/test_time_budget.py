@@ -6,6 +6,7 @@ import pytest
 from helpers import fails, lines, same, train_processes, weights
 
 import train
+from configurator import load_config
 from plaingpt.system.errors import UserError
 from plaingpt.training import checkpoint as checkpoints
 from plaingpt.training import time_budget
@@ -123,3 +124,16 @@ def test_where_a_cpu_takes_hours_the_recipe_for_a_cpu_is_named(tiny, capsys, mon
     config = TrainConfig(dataset='shakespeare_char')
     assert 'config/shakespeare_char_cpu_fast.py' in time_budget.recipes(config)
     assert 'config/' not in time_budget.recipes(TrainConfig(dataset='elsewhere'))
+
+
+def test_a_recipe_for_own_text_is_of_a_size_that_suits_the_text_and_the_time(char_data):
+    def chosen(*argv, dataset=char_data):
+        config = load_config(TrainConfig, [
+            'config/own_text.py', f'--dataset={dataset}', *argv])
+        return config.n_embd, config.dropout
+    assert chosen() == chosen('--minutes=10')
+    assert [chosen(f'--minutes={minutes}') for minutes in (0.1, 5, 60)] \
+        == [(64, 0.2), (128, 0.2), (256, 0.2)]  # 90,000 characters
+    assert chosen('--minutes=5', '--dropout=0.5') == (128, 0.5)
+    with pytest.raises(UserError, match='data/none is not prepared'):
+        chosen(dataset='none')

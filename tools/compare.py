@@ -98,12 +98,12 @@ def run_and_watch(command, folder):
     return time.perf_counter() - started, curve
 
 
-def score_whole_split(model, out):
-    """Loss of a trained model over all of the validation text."""
+def score_whole_split(model, output):
+    """Loss of a trained model over all of the validation text. output: a new file"""
     command = [sys.executable, 'evaluate.py', model, '--dataset=shakespeare_char',
-               '--tokenizer=shakespeare_char', f'--output={out}/scores.json']
+               '--tokenizer=shakespeare_char', f'--output={output}']
     subprocess.run(command, cwd=ROOT, capture_output=True, check=True)
-    return json.loads(Path(out, 'scores.json').read_text())['results']['val']['loss']
+    return json.loads(Path(output).read_text())['results']['val']['loss']
 
 
 def race(config, options):
@@ -117,8 +117,8 @@ def race(config, options):
         with tempfile.TemporaryDirectory() as out:
             theirs, their_curve = run_and_watch([*CPU_RECIPE, f'--out_dir={out}'], config.nanogpt)
             ours, curve = run_and_watch(['train.py', *settings, f'--out_dir={out}/ours'], ROOT)
-            goal = score_whole_split(f'--init_from={out}/ckpt.pt', out)
-            end = score_whole_split(f'--out_dir={out}/ours', out)
+            goal = score_whole_split(f'--init_from={out}/ckpt.pt', f'{out}/goal.json')
+            end = score_whole_split(f'--out_dir={out}/ours', f'{out}/end.json')
         reached = next((seconds for seconds, loss in curve if loss <= goal), float('nan'))
         shares.append(reached / theirs)
         print(f'nanoGPT {theirs:.1f} s, val loss {goal:.4f} | plainGPT there after {reached:.1f} s '
@@ -144,8 +144,7 @@ def draw_race(rows, path, machine):
              for (program, number), points in curves.items()]
     seconds, goal = curves['nanoGPT', 1][-1]
     end = max(points[-1][0] for points in curves.values())
-    lines.append(Line([0, end], [ON_A100] * 2, "nanoGPT's 10.7M parameters on an A100, published",
-                      GREY, style={'ls': '--'}))
+    lines.append(Line([0, end], [ON_A100] * 2, 'nanoGPT, A100', GREY, style={'ls': '--'}))
     reached = next((at for at, loss in curves['plainGPT', 1] if loss <= goal), math.inf)
     save_figure([Panel(
         f'nanoGPT ends at {goal:.2f} after {seconds:.0f} s; plainGPT is below that after '

@@ -39,8 +39,7 @@ LENGTHS = 3  # the law is fitted to losses after a half, three quarters and the 
 WINDOW = 12  # weights are averaged over about a twelfth of a run
 RATE = 0.5  # of the config's learning rate: here it stays high (docs/scaling.md)
 SAMPLES = 200  # fits, which make the intervals
-DETERMINED = 5  # parameters of the law that runs determine, whatever is known before
-LEAST_NOISE = 0.003  # of a loss, as a share of it
+LEAST_NOISE = 0.005  # of a loss, as a share of it: so much do seeds differ (docs/scaling.md)
 FAR = 50  # times the work of the largest run: the law was never compared so far
 MANY_EPOCHS = 10  # beyond them a model learns small text by heart, which the law does not know
 FILE = 'law.json'  # beside the tokens
@@ -205,14 +204,13 @@ def fit(rows, text_tokens):
             [off(theta, loss) / noise, (theta - means) / deviations]),
             start, loss='huber', f_scale=2.0, max_nfev=50).x
 
-    theta, free = best(loss, means, 2 * LEAST_NOISE, means), len(rows) - DETERMINED
-    noise = max(LEAST_NOISE, math.sqrt((off(theta, loss)**2).sum() / free))
+    theta, runs = best(loss, means, LEAST_NOISE, means), size.max() + 1
+    # Lengths of a run have its seed in common: they tell about as much of the noise as one.
+    noise = max(LEAST_NOISE, math.sqrt((off(theta, loss)**2).sum() / runs))
     random, samples = np.random.default_rng(0), []
-    noises = noise * np.sqrt(free / random.chisquare(free, SAMPLES))
+    noises = noise * np.sqrt(runs / random.chisquare(runs, SAMPLES))
     for noise in noises:
-        # what a seed does is shared by the lengths of a size
-        shift = random.normal(size=size.max() + 1)[size] \
-            + random.normal(size=len(loss)) / math.sqrt(2)
+        shift = random.normal(size=runs)[size] + random.normal(size=len(loss)) / math.sqrt(2)
         samples.append(best(loss * np.exp(noise * shift),
                             random.normal(means, deviations), noise, theta).tolist())
     return {'samples': samples, 'noises': noises.tolist(), 'units': units,

@@ -233,12 +233,13 @@ def disk_plan(shape, config, memory, dataset_tokens):
             'dataset': dataset_tokens * width if dataset_tokens else None}
 
 
-def law_plan(law, config, time):
+def law_plan(law, config, memory, time):
     """The best run for the budget of --hours or --price."""
     if not time['tokens_per_s']:
         raise UserError(f'the speed is not known: {time["how"]}')
     hours = config.hours or config.price / config.gpu_hour_price / config.processes
     flops = 3600 * hours * time['tokens_per_s'] * time['flops_per_token']
+    config = replace(config, batch_size=memory['batch_size'])  # not 'auto'
     return {'hours': hours, 'best': scaling_law.best_run(law, config, flops)}
 
 
@@ -352,7 +353,7 @@ def main(argv):
                         dataset_tokens)
     time = time_plan(gpt, config, machine, memory, tokens['total'])
     disk = disk_plan(shape, config, memory, dataset_tokens)
-    budget = law_plan(law, config, time) if law else {}
+    budget = law_plan(law, config, memory, time) if law else {}
     if config.json:
         planned_for = machine._replace(device=machine.device.type)._asdict()
         print(json_format.dumps({'machine': planned_for, 'model': asdict(shape),

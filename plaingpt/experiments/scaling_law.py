@@ -14,7 +14,7 @@ import math
 import shlex
 import sys
 from dataclasses import replace
-from itertools import count, takewhile
+from itertools import takewhile
 
 import numpy as np
 import torch
@@ -64,8 +64,8 @@ def settings_at(config, width, steps=LEAST_STEPS):
     get more heads. The learning rate transfers: Muon's updates are as large at any width (Liu et
     al. 2025, §2.2); AdamW's rate falls with the width (Yang et al. 2022, "Tensor Programs V")."""
     scale = width / config.n_embd
-    n_head = next(n for n in count(max(config.n_head, int(config.n_head * scale)), -1)
-                  if width % (2 * n) == 0)
+    n_head = next((n for n in range(int(config.n_head * scale), config.n_head, -1)
+                   if width % (2 * n) == 0), config.n_head)
     rate = RATE / (1 if config.optimizer in ('muon', 'normuon') else scale)
     return {'n_embd': width, 'n_head': n_head, 'n_inner': round(config.n_inner * scale),
             'n_kv_head': config.n_kv_head and math.gcd(n_head, config.n_kv_head),
@@ -104,9 +104,10 @@ def find_ladder(config, vocab_size, folder, work, command):
     that is given again goes on with the same runs. work: the Workload of config"""
     path = folder / 'ladder.json'
     if path.exists():
-        if (kept := read_json(path))['command'] != command:
-            raise UserError(f'{path} was planned by another command: {kept["command"]}: give that '
-                            'one, or another folder with --save')
+        kept = read_json(path)
+        if kept.get('command') != command:
+            raise UserError(f'{path} was planned by another command: {kept.get("command")}: give '
+                            'that one, or another folder with --save')
         return kept['ladder']
 
     def step_seconds(width):
@@ -157,8 +158,7 @@ def measure(config, dataset, folder, work, facts):
     gpt = model_at(config, size['width'], dataset.vocab_size)
     flops = config.step_tokens() * gpt.flops_per_token()
     return {**facts, **fit(rows, text_tokens), 'held_out': held_out,
-            'step_tokens': config.step_tokens(), 'vocab_size': dataset.vocab_size,
-            'bytes_per_token': dataset.bytes_per_token('val'),
+            'vocab_size': dataset.vocab_size, 'bytes_per_token': dataset.bytes_per_token('val'),
             'flops_per_s': flops / rows[-1]['step_s']}
 
 
@@ -265,7 +265,7 @@ def best_run(law, config, flops):
     loss, width, n, tokens = min(runs, key=lambda run: np.median(run[0]))
     twice = {'text': predict(law, n, tokens, text=2), 'time': predict(law, n, 2 * tokens),
              'parameters': predict(law, 2 * n, tokens)}
-    steps = max(1, round(tokens / law['step_tokens']))
+    steps = max(1, round(tokens / config.step_tokens()))
     return {'settings': settings_at(config, width, steps), 'n': n, 'tokens': tokens,
             'epochs': tokens / law['text_tokens'], 'loss': interval(loss),
             'gains': {what: interval(loss - lower) for what, lower in twice.items()}}

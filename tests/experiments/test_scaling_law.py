@@ -67,7 +67,7 @@ def law_of(rows, text, held=(2.3e5, 5.8e6)):
     return {**law, 'held_out': {**rows[-1], 'n': held[0], 'tokens': held[1], 'low': low,
                                 'predicted': middle, 'high': high, 'holds': True},
             'machine': 'another', 'command': 'python bench.py --law mine.py', 'date': '2030-01-01',
-            'step_tokens': 2048, 'vocab_size': 2048, 'bytes_per_token': 3.2, 'flops_per_s': 5e10}
+            'vocab_size': 2048, 'bytes_per_token': 3.2, 'flops_per_s': 5e10}
 
 
 # -----------------------------------------------------------------------------

@@ -92,10 +92,11 @@ def plan_ladder(config, vocab_size, step_seconds):
             n := model_at(config, width, vocab_size).matmul_parameters()) > largest / RATIO**k)
         steps = seconds * (LARGEST_SHARE if k == 0 else 1) / step_seconds(width)
         ladder.append({'width': width, 'n': n, 'steps': 4 * int(steps / 4)})
-    if len({size['width'] for size in ladder}) <= SIZES or any(
-            size['steps'] < LEAST_STEPS for size in ladder):
+    least = min(size['steps'] for size in ladder)
+    if len({size['width'] for size in ladder}) <= SIZES or least < LEAST_STEPS:
         raise UserError(f'minutes={config.minutes:g} is too short for a ladder of this config on '
-                        'this machine: give more, or a config with fewer tokens a step')
+                        f'this machine, where a run has {least} steps, and {LEAST_STEPS} are the '
+                        'least: give more minutes, or a config with fewer tokens a step')
     return ladder
 
 
@@ -113,7 +114,7 @@ def find_ladder(config, vocab_size, folder, work, command):
     def step_seconds(width):
         at = replace(config, minutes=0.0, **settings_at(config, width))
         alone = work._replace(config=at, shape=at.gpt_config(vocab_size))
-        return config.step_tokens() / estimate_speed(alone)[0]
+        return config.step_tokens() / max(estimate_speed(alone)[0] for _ in range(3))
 
     ladder = plan_ladder(config, vocab_size, step_seconds)
     write_json(path, {'command': command, 'ladder': ladder})

@@ -263,7 +263,10 @@ def best_run(law, config, flops):
 
     # A run of fewer tokens than a tenth of its parameters is not the best.
     runs = takewhile(lambda run: run[3] > run[2] / 10, map(run_of, widths(config)))
-    loss, width, n, tokens = min(runs, key=lambda run: np.median(run[0]))
+    best = min(runs, key=lambda run: np.median(run[0]), default=None)
+    if best is None:
+        raise UserError('that budget is too small for a run of any size')
+    loss, width, n, tokens = best
     twice = {'text': predict(law, n, tokens, text=2), 'time': predict(law, n, 2 * tokens),
              'parameters': predict(law, 2 * n, tokens)}
     steps = max(1, round(tokens / config.step_tokens()))

@@ -289,8 +289,8 @@ def describe(law, config, best, budget, argv):
              f'{held["low"]:.3f} to {held["high"]:.3f} predicted, {held["loss"]:.3f} measured',
              f'by {law["command"]}, on {law["date"]}']
     if not held['holds']:
-        return [*lines, 'that is not what the law predicts, so it gives no advice: longer runs '
-                        '(--minutes) follow a law better']
+        return [*lines, 'that is not what the law predicts, so it gives no advice: runs follow a '
+                        'law better that are longer (--minutes), and shorter than their text']
     words = ['python', 'train.py', *training_words(argv)] + [
         f'--{key}={setting(value)}' for key, value in best['settings'].items()
         if value != getattr(config, key)]

@@ -32,7 +32,7 @@ import json
 import signal
 import sys
 from contextlib import redirect_stdout
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from datetime import datetime
 from pathlib import Path
 from typing import Annotated, Literal
@@ -188,14 +188,11 @@ def judge(config, argv, device):
     """Judge a change, print what came of it, and add it to the ledger → the exit status."""
     if config.against and not config.change:
         return referee.judge_from(config.against, argv)
-    own = {field.name for field in fields(BenchConfig)} - {f.name for f in fields(TrainConfig)}
-    words = [word for word in argv if not word.startswith('--')
-             or word[2:].partition('=')[0] not in own | {'minutes', 'out_dir'}]
     folder, now = Path(config.save or 'results'), datetime.now()
     make_writable(folder, 'save')
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C: what is half done goes
     with redirect_stdout(sys.stderr if config.json else sys.stdout):
-        found = referee.judge(config, words, device)
+        found = referee.judge(config, runs.training_words(argv), device)
     row = {**tables.describe_measurement(device, argv), 'date': f'{now:%Y-%m-%d %H:%M}',
            'base': code_version(), **asdict(found), 'verdict': found.verdict()}
     append_line(folder / LEDGER, row)
@@ -213,21 +210,18 @@ def measure_law(config, device, argv):
     dataset = open_data(config, launched_world())
     if len(dataset.parts) > 1:
         raise UserError(f'dataset={config.dataset}: a scaling law is of one dataset')
-    name = dataset.folder.name
-    path = tables.result_path(config.save or 'out-experiments', f'law-{name}', device)
+    path = tables.result_path(config.save or 'out-experiments', f'law-{dataset.folder.name}',
+                              device)
     for folder, key in ((path, 'save'), (dataset.folder, 'dataset')):
         make_writable(folder, key)
-    work = workload(config, device, dataset.vocab_size)
-    law = scaling_law.measure(config, dataset, Path(path), work,
+    law = scaling_law.measure(config, dataset, Path(path),
+                              workload(config, device, dataset.vocab_size),
                               tables.describe_measurement(device, argv))
     write_json(dataset.folder / scaling_law.FILE, law)
-    lines = scaling_law.describe(law)
-    if law['held_out']['holds']:
-        best = scaling_law.best_run(law, config, 3600 * law['flops_per_s'])
-        lines.append('best for 1 hour on this machine: '
-                     + '\n  '.join(scaling_law.advise(law, config, best)))
-    print(json.dumps(law, indent=1) if config.json else '\n'.join(lines))
-    draw(scaling_law.draw, law, f'{path}.png', name)
+    best = scaling_law.best_run(law, config, 3600 * law['flops_per_s'])
+    print(json.dumps(law, indent=1) if config.json else '\n'.join(
+        scaling_law.describe(law, config, best, '1 hour on this machine', argv)))
+    draw(scaling_law.draw, law, f'{path}.png', dataset.folder.name)
 
 
 def main(argv):
@@ -242,7 +236,7 @@ def main(argv):
         raise UserError('--out_dir: each training has a folder of its own: name the folder of all '
                         'with --save')
     if config.law:
-        measure_law(config, device, argv)
+        measure_law(config, device, words)
         return
     folder = config.save or ('out-experiments' if trains else '')
     name = 'memory' if config.memory else Path(config.variants).stem if config.variants \

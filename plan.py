@@ -21,7 +21,7 @@ import torch
 from configurator import load_config
 from model import GPT
 from plaingpt.data.corpora import find_dataset_size, find_sizes
-from plaingpt.data.dataset import dataset_folder, has_token_files, open_named, read_names
+from plaingpt.data.dataset import has_token_files, open_named, read_names
 from plaingpt.experiments import scaling_law
 from plaingpt.experiments.step_speed import Workload, estimate_speed
 from plaingpt.inference.hf_export import describe_export, nearest_architectures
@@ -233,30 +233,14 @@ def disk_plan(shape, config, memory, dataset_tokens):
             'dataset': dataset_tokens * width if dataset_tokens else None}
 
 
-def find_law(config):
-    """→ (the scaling law of the dataset or None, the hours of the budget or 0). Raises UserError
-    where a budget is named and there is no law."""
-    law = scaling_law.find(config.dataset)
-    hours = config.hours or (config.price and config.price / config.gpu_hour_price
-                             / config.processes)
-    if hours and not law:
-        raise UserError(f'{dataset_folder(config.dataset)} has no {scaling_law.FILE} to say what '
-                        'fits that budget best: python bench.py --law CONFIG measures it')
-    return law, hours
-
-
-def law_plan(law, hours, gpt, config, time, total_tokens):
-    """What a law that holds expects of this run, and the best run for a budget of hours."""
-    if not law or not law['held_out']['holds']:
-        return {}
-    n = gpt.matmul_parameters()
-    plan = {'loss': scaling_law.interval(scaling_law.predict(law, n, total_tokens))}
-    if hours and not time['tokens_per_s']:
-        raise UserError(f'hours={hours:g}: the speed is not known: {time["how"]}')
-    if hours:
-        flops = 3600 * hours * time['tokens_per_s'] * time['flops_per_token']
-        plan |= {'hours': hours, 'best': scaling_law.best_run(law, config, flops)}
-    return plan
+def law_plan(law, config, memory, time):
+    """The best run for the budget of --hours or --price."""
+    if not time['tokens_per_s']:
+        raise UserError(f'the speed is not known: {time["how"]}')
+    hours = config.hours or config.price / config.gpu_hour_price / config.processes
+    flops = 3600 * hours * time['tokens_per_s'] * time['flops_per_token']
+    config = replace(config, batch_size=memory['batch_size'])  # not 'auto'
+    return {'hours': hours, 'best': scaling_law.best_run(law, config, flops)}
 
 
 # -----------------------------------------------------------------------------
@@ -355,20 +339,12 @@ def print_time_and_disk(time, disk, machine):
           + (f', tokens {gib(disk["dataset"])}' if disk['dataset'] else ''))
 
 
-def print_law(law, plan, config):
-    print('\n  '.join(['scaling law of this text:', *scaling_law.describe(law)]))
-    if 'loss' in plan:
-        print(f'  this run, if of that recipe: {scaling_law.in_bits(law, plan["loss"])}')
-    if 'best' in plan:
-        print(f'best for {duration(3600 * plan["hours"])}: '
-              + '\n  '.join(scaling_law.advise(law, config, plan['best'])))
-
-
 def main(argv):
     config = load_config(PlanConfig, argv, __doc__)
     require_stdout()
     shape, dataset_tokens, source = find_shape(config)
-    machine, (law, hours) = find_machine(config, shape), find_law(config)
+    machine = find_machine(config, shape)
+    law = (config.hours or config.price) and scaling_law.find(config.dataset)
     with torch.device('meta'):
         gpt = GPT(shape)
     note('following a step on tensors without data')
@@ -377,13 +353,13 @@ def main(argv):
                         dataset_tokens)
     time = time_plan(gpt, config, machine, memory, tokens['total'])
     disk = disk_plan(shape, config, memory, dataset_tokens)
-    expected = law_plan(law, hours, gpt, config, time, tokens['total'])
+    budget = law_plan(law, config, memory, time) if law else {}
     if config.json:
         planned_for = machine._replace(device=machine.device.type)._asdict()
         print(json_format.dumps({'machine': planned_for, 'model': asdict(shape),
                                  'vocab_size': shape.vocab_size, 'source': source,
                                  'memory': memory, 'tokens': tokens, 'time': time, 'disk': disk,
-                                 'law': expected,
+                                 'law': budget,
                                  'export': nearest_architectures(shape)}, indent=1))
         return
     if config.init_from != 'scratch':
@@ -394,7 +370,8 @@ def main(argv):
     print(describe_export(shape))
     print_time_and_disk(time, disk, machine)
     if law:
-        print_law(law, expected, config)
+        print('\n'.join(scaling_law.describe(law, config, budget['best'],
+                                             duration(3600 * budget['hours']), argv)))
 
 
 if __name__ == '__main__':

@@ -8,7 +8,6 @@ own, which stays: an experiment that was stopped goes on when its command is giv
 import json
 import re
 import runpy
-import shutil
 import statistics
 import subprocess
 import sys
@@ -122,10 +121,10 @@ def run_folder(folder, name, seed):
     return Path(folder, f'{name},seed={seed}')
 
 
-def train_once(config, folder, machine, start=None, keep=1):
+def train_once(config, folder, machine):
     """Train in `folder`, go on with what is there of the same run, or take it as it is where it is
-    done → its numbers. What other settings left there moves to old-001. start: the checkpoint of
-    another run that a new one goes on from; keep: checkpoints. Raises UserError where it fails."""
+    done → its numbers. What other settings left there moves to old-001. Raises UserError where it
+    fails."""
     asked = {'machine': machine, 'settings': {
         field.name: getattr(config, field.name) for field in fields(TrainConfig)
         if field.name != 'out_dir'}}
@@ -135,16 +134,12 @@ def train_once(config, folder, machine, start=None, keep=1):
     with locked(folder, refusal):
         if not holds_run_of(folder, asked):
             archive_previous_run(folder)
-            if start:
-                copied = folder / 'checkpoints' / start.name
-                shutil.copytree(start, copied.with_suffix('.tmp'), dirs_exist_ok=True)
-                copied.with_suffix('.tmp').rename(copied)
             write_json(folder / 'asked.json', asked)
         done, resumed = is_done(folder, config.max_iters), bool(checkpoint_paths(folder))
     if not done:
         run_train([*(f'--{key}={value}' for key, value in asked['settings'].items()),
                    f'--log_interval={min(config.log_interval, config.max_iters)}',
-                   f'--out_dir={folder}', '--sample_tokens=0', f'--keep_checkpoints={keep}',
+                   f'--out_dir={folder}', '--sample_tokens=0', '--keep_checkpoints=1',
                    *['--init_from=resume'] * resumed])
         with locked(folder, refusal):  # another sweep may have asked before train.py had the lock
             write_json(folder / 'asked.json', asked)
@@ -172,6 +167,14 @@ def is_done(folder, max_iters):
     rows = read_rows(folder / 'metrics.jsonl', warn)
     return bool(rows) and (ending.startswith('patience')
                            or (ending == ALL_DONE and rows[-1]['iter'] == max_iters))
+
+
+def training_words(argv):
+    """A command line of bench.py or plan.py → what of it train.py takes: config files and settings
+    of a training"""
+    taken = {field.name for field in fields(TrainConfig)} - {'minutes', 'out_dir'}
+    return [word for word in argv
+            if not word.startswith('--') or word[2:].partition('=')[0] in taken]
 
 
 def run_train(argv):

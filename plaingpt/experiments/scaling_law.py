@@ -141,6 +141,8 @@ def train_size(config, size, index, folder, machine):
 def measure(config, dataset, folder, work, facts):
     """Train the ladder in `folder`, its largest run after it was predicted → the law, as law.json
     has it, with the facts of tables.describe_measurement. Raises UserError."""
+    with needs('scipy', 'a scaling law'):
+        import scipy.optimize  # noqa: F401  (before hours of training)
     ladder = find_ladder(config, dataset.vocab_size, folder, work, facts['command'])
     text_tokens, rows = len(dataset.split('train')), []
     for index, size in enumerate(tqdm(ladder, 'training', disable=None)):
@@ -189,8 +191,7 @@ def known_before(lowest):
 def fit(rows, text_tokens):
     """Runs → a law: SAMPLES of theta, each fitted to losses as they might have come out with other
     seeds (a parametric bootstrap). Huber's loss of logarithms (Hoffmann et al. 2022, eq. 3)."""
-    with needs('scipy', 'a scaling law'):
-        from scipy.optimize import least_squares
+    from scipy.optimize import least_squares
     n, tokens, loss, size = (np.array([row[key] for row in rows])
                              for key in ('n', 'tokens', 'loss', 'size'))
     units = float(np.exp(np.log(n).mean())), float(np.exp(np.log(tokens).mean()))

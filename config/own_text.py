@@ -6,7 +6,7 @@ import math
 
 import torch
 
-from plaingpt.data.dataset import open_named
+from plaingpt.data.dataset import has_token_files, open_named
 
 out_dir = 'out-own-text'
 
@@ -21,7 +21,8 @@ block_size = 256
 
 # A text that is seen many times is learned by heart: dropout slows that down, and the best
 # checkpoint is kept
-_epochs = 15 * _parameters / len(open_named(dataset).split('train'))
+_tokens = len(open_named(dataset).split('train')) if has_token_files(dataset) else 1e6
+_epochs = 15 * _parameters / _tokens
 dropout = 0.0 if _epochs < 3 else 0.1 if _epochs < 8 else 0.2
 always_save_checkpoint = False
 

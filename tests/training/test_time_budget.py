@@ -127,13 +127,11 @@ def test_where_a_cpu_takes_hours_the_recipe_for_a_cpu_is_named(tiny, capsys, mon
 
 
 def test_a_recipe_for_own_text_is_of_a_size_that_suits_the_text_and_the_time(char_data):
-    def chosen(*argv, dataset=char_data):
+    def chosen(*argv):
         config = load_config(TrainConfig, [
-            'config/own_text.py', f'--dataset={dataset}', *argv])
+            'config/own_text.py', f'--dataset={char_data}', *argv])
         return config.n_embd, config.dropout
     assert chosen() == chosen('--minutes=10')
     assert [chosen(f'--minutes={minutes}') for minutes in (0.1, 5, 60)] \
         == [(64, 0.2), (128, 0.2), (256, 0.2)]  # 90,000 characters
     assert chosen('--minutes=5', '--dropout=0.5') == (128, 0.5)
-    with pytest.raises(UserError, match='data/none is not prepared'):
-        chosen(dataset='none')

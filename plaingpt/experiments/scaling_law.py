@@ -93,10 +93,13 @@ def plan_ladder(config, vocab_size, step_seconds):
         steps = seconds * (LARGEST_SHARE if k == 0 else 1) / step_seconds(width)
         ladder.append({'width': width, 'n': n, 'steps': 4 * int(steps / 4)})
     least = min(size['steps'] for size in ladder)
-    if len({size['width'] for size in ladder}) <= SIZES or least < LEAST_STEPS:
+    same = len({size['width'] for size in ladder}) <= SIZES
+    if same or least < LEAST_STEPS:
+        why = 'the smallest models would be the same' if same else \
+            f'a run has {least} steps, and {LEAST_STEPS} are the least'
         raise UserError(f'minutes={config.minutes:g} is too short for a ladder of this config on '
-                        f'this machine, where a run has {least} steps, and {LEAST_STEPS} are the '
-                        'least: give more minutes, or a config with fewer tokens a step')
+                        f'this machine, where {why}: give more minutes, or a config with fewer '
+                        'tokens a step')
     return ladder
 
 

@@ -10,10 +10,11 @@ from plaingpt.data.dataset import has_token_files, open_named
 
 out_dir = 'out-own-text'
 
-# Two CPU cores compute about 1.5e11 FLOPs a second, a small GPU 2e13. Training takes 6 of them for
-# each parameter and token, and 15 tokens a parameter: FLOPs = 6 · 15 · parameters²
-_flops = 60 * (minutes or 10) * (2e13 if torch.cuda.is_available() else 1.5e11)
-_parameters = math.sqrt(_flops / 90)
+# A CPU core computes about 7.5e10 FLOPs a second, a small GPU 2e13. Training takes 6 of them for
+# each parameter and token; it sees 15 tokens a parameter, so FLOPs = 6 · 15 · parameters²
+_flops_per_s = 2e13 if torch.cuda.is_available() else 7.5e10 * torch.get_num_threads()
+_parameters = math.sqrt(60 * (minutes or 10) * _flops_per_s / (6 * 15))
+_trained = 15 * _parameters  # tokens
 n_layer = 4 if _parameters < 5e6 else 6
 n_embd = 64 * max(1, round(math.sqrt(_parameters / 12 / n_layer) / 64))
 n_head = n_embd // 64
@@ -22,7 +23,7 @@ block_size = 256
 # A text that is seen many times is learned by heart: dropout slows that down, and the best
 # checkpoint is kept
 _tokens = len(open_named(dataset).split('train')) if has_token_files(dataset) else 1e6
-_epochs = 15 * _parameters / _tokens
+_epochs = _trained / _tokens
 dropout = 0.0 if _epochs < 3 else 0.1 if _epochs < 8 else 0.2
 always_save_checkpoint = False
 
@@ -36,7 +37,7 @@ zero_init = True
 
 batch_size = 8
 gradient_accumulation_steps = 1
-max_iters = round(15 * _parameters / (batch_size * block_size))  # --minutes counts what fits
+max_iters = round(_trained / (batch_size * block_size))  # --minutes counts what fits
 
 optimizer = 'normuon'
 learning_rate = 6e-3  # the same at each width, as Muon's updates are

@@ -3,6 +3,7 @@
 import json
 
 import pytest
+import torch
 from helpers import fails, lines, same, train_processes, weights
 
 import train
@@ -126,7 +127,11 @@ def test_where_a_cpu_takes_hours_the_recipe_for_a_cpu_is_named(tiny, capsys, mon
     assert 'config/' not in time_budget.recipes(TrainConfig(dataset='elsewhere'))
 
 
-def test_a_recipe_for_own_text_is_of_a_size_that_suits_the_text_and_the_time(char_data):
+def test_a_recipe_for_own_text_is_of_a_size_that_suits_the_text_and_the_time(
+        char_data, monkeypatch):
+    cores = 2
+    monkeypatch.setattr(torch, 'get_num_threads', lambda: cores)
+
     def chosen(*argv):
         config = load_config(TrainConfig, [
             'config/own_text.py', f'--dataset={char_data}', *argv])
@@ -135,3 +140,5 @@ def test_a_recipe_for_own_text_is_of_a_size_that_suits_the_text_and_the_time(cha
     assert [chosen(f'--minutes={minutes}') for minutes in (0.1, 5, 60)] \
         == [(64, 0.2), (128, 0.2), (256, 0.2)]  # 90,000 characters
     assert chosen('--minutes=5', '--dropout=0.5') == (128, 0.5)
+    cores = 8
+    assert chosen('--minutes=5') == (192, 0.2)

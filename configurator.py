@@ -195,6 +195,9 @@ def read_file(cls, path, values, fixed, problems):
     except SyntaxError as e:
         problems.append(f'config file {path}, line {e.lineno}: syntax error: {e.msg}')
         return
+    except UserError as e:  # of what it reads
+        problems.append(str(e))
+        return
     except (Exception, SystemExit) as e:
         what = ' '.join(f'{type(e).__name__}: {e}'.split())
         problems.append(f'config file {path}, line {error_line(e, path)}: {what}')

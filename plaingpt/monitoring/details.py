@@ -95,7 +95,7 @@ def describe_speed(xs, ys):
 
 
 def describe_memory(xs, ys):
-    return f'Memory grew from {ys[0]:,.0f} to {ys[-1]:,.0f} MiB'
+    return f'Memory {"fell" if ys[-1] < ys[0] else "grew"} from {ys[0]:,.0f} to {ys[-1]:,.0f} MiB'
 
 
 def layer_panel(runs, measure, what):

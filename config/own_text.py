@@ -1,5 +1,5 @@
 # A model for 0.2 to 20 MB of your own text, of a size that suits the text and the time you have.
-#   python prepare.py text notes/ --tokenizer=bpe:512 --data_dir=data/notes
+#   python prepare.py text notes/ --data_dir=data/notes
 #   python train.py config/own_text.py --dataset=notes --minutes=10
 
 import math
@@ -10,22 +10,31 @@ from plaingpt.data.dataset import has_token_files, open_named
 
 out_dir = 'out-own-text'
 
-# A CPU core computes about 7.5e10 FLOPs a second, a small GPU 2e13. Training takes 6 of them for
-# each parameter and token; it sees 15 tokens a parameter, so FLOPs = 6 · 15 · parameters²
-_flops_per_s = 2e13 if torch.cuda.is_available() else 7.5e10 * torch.get_num_threads()
-_parameters = math.sqrt(60 * (minutes or 10) * _flops_per_s / (6 * 15))
-_trained = 15 * _parameters  # tokens
-n_layer = 4 if _parameters < 5e6 else 6
-n_embd = 64 * max(1, round(math.sqrt(_parameters / 12 / n_layer) / 64))
-n_head = n_embd // 64
+batch_size = 8
 block_size = 256
+gradient_accumulation_steps = 1
+learning_rate = 6e-3  # the same at each width, as Muon's updates are
 
-# A text that is seen many times is learned by heart: dropout slows that down, and the best
-# checkpoint is kept
-_tokens = len(open_named(dataset).split('train')) if has_token_files(dataset) else 1e6
-_epochs = _trained / _tokens
-dropout = 0.0 if _epochs < 3 else 0.1 if _epochs < 8 else 0.2
-always_save_checkpoint = False
+_step = batch_size * block_size  # tokens
+_epoch = len(open_named(dataset).split('train')) if has_token_files(dataset) else 1e6  # tokens
+
+# A CPU core computes about 1e11 FLOPs a second, a small GPU 2e13. Training takes 6 of them for each
+# parameter and token. With 3 tokens a parameter that makes 18 · parameters²
+_flops_per_s = 2e13 if torch.cuda.is_available() else 1e11 * torch.get_num_threads()
+_flops = _flops_per_s * (60 * max(0, minutes) or 600)
+_trained = 3 * math.sqrt(_flops / 18)  # tokens
+# Of a text read 8 times there is little left to learn: then the time is for a larger model
+_trained = min(_trained, max(8 * _epoch, 400 * _step))
+_parameters = min(_flops / (6 * _trained), 2e7)
+
+n_layer = 4 if _parameters < 5e6 else 6
+n_embd = 64 * max(1, round(math.sqrt(_parameters / (12 * n_layer)) / 64))
+n_head = n_embd // 64
+max_iters = round(_trained / _step)  # --minutes counts what fits
+
+# A text that is read again and again is learned by heart, unless the weights decay: what an epoch
+# does not confirm, they forget within it
+weight_decay = min(3.0, max(0.1, _step / _epoch / learning_rate))
 
 # the rest as in config/shakespeare_char_cpu_fast.py
 rotary = True
@@ -35,12 +44,7 @@ conv = 4
 tied_head = False
 zero_init = True
 
-batch_size = 8
-gradient_accumulation_steps = 1
-max_iters = round(_trained / (batch_size * block_size))  # --minutes counts what fits
-
 optimizer = 'normuon'
-learning_rate = 6e-3  # the same at each width, as Muon's updates are
 head_lr_scale = 2.0
 vector_lr_scale = 4.0
 min_lr = learning_rate / 5
@@ -51,6 +55,7 @@ momentum = 0.9
 beta1 = 0.8
 beta2 = 0.99
 
-eval_interval = 250
+eval_interval = max(100, max_iters // 8)
 eval_iters = 20
 log_interval = 50
+always_save_checkpoint = False  # the best one is kept

@@ -1,6 +1,6 @@
 """Learn a text of one's own for some minutes, beside nanoGPT, an older recipe of ours, and xz.
 
-    python tools/compare_own_text.py --nanogpt=FOLDER --minutes=5 notes.txt more.txt
+    python tools/compare_own_text.py notes.txt more.txt --nanogpt=FOLDER --minutes=5
 
 Each text is split once. The programs run in turn, on a CPU, and each is scored by bits a byte over
 the whole validation text: nanoGPT's CPU recipe with as many iterations as fit, on characters;
@@ -26,12 +26,13 @@ from plaingpt.data.dataset import open_dataset
 from plaingpt.experiments.tables import markdown
 from plaingpt.system.files import ROOT, append_line
 
+PROGRAMS = ['nanogpt', 'shakespeare_char_cpu_fast', 'own_text']
 
-def prepare(text, tokenizer, folder):
+
+def prepare(text, folder, *options):
     """Split and tokenize a text → the folder."""
-    subprocess.run([sys.executable, 'prepare.py', 'text', Path(text).resolve(),
-                    f'--tokenizer={tokenizer}', f'--data_dir={folder}'],
-                   cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
+    subprocess.run([sys.executable, 'prepare.py', 'text', Path(text).resolve(), *options,
+                    f'--data_dir={folder}'], cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
     return folder
 
 
@@ -59,9 +60,9 @@ def score(model, dataset, folder):
     return json.loads(output.read_text())['results']['val']['bits_per_byte']
 
 
-def train_ours(recipe, dataset, minutes, folder):
+def train_ours(program, dataset, minutes, folder):
     """→ (seconds, bits a byte)"""
-    seconds, _ = run_and_watch(['train.py', f'config/{recipe}.py', f'--dataset={dataset}',
+    seconds, _ = run_and_watch(['train.py', f'config/{program}.py', f'--dataset={dataset}',
                                 f'--minutes={minutes}', '--device=cpu', f'--out_dir={folder}'],
                                ROOT)
     return seconds, score(f'--out_dir={folder}', dataset, folder)
@@ -86,29 +87,29 @@ def main(argv):
     parser.add_argument('texts', nargs='+')
     parser.add_argument('--nanogpt', required=True, help="nanoGPT's folder")
     parser.add_argument('--minutes', type=float, default=5)
-    parser.add_argument('--tokenizer', default='bpe:1024', help='of ours')
+    parser.add_argument('--programs', nargs='+', default=PROGRAMS, choices=PROGRAMS)
     parser.add_argument('--save', help='a .jsonl to add what is found to')
     options = parser.parse_args(argv)
     rows = []
     for text in options.texts:
         with tempfile.TemporaryDirectory() as folder:
-            ours = prepare(text, options.tokenizer, f'{folder}/ours')
-            theirs = prepare(text, 'char', f'{folder}/characters')
+            ours = prepare(text, f'{folder}/ours')
+            theirs = prepare(text, f'{folder}/characters', '--tokenizer=char')
             train, val = texts_of(ours)
             found = {'xz': (0, xz_bits(val)),
-                     'xz, with the training text': (0, xz_bits(val, train)),
-                     'nanoGPT': train_nanogpt(options.nanogpt, theirs, options.minutes,
-                                              f'{folder}/nanogpt')}
-            for recipe in ('shakespeare_char_cpu_fast', 'own_text'):
-                found[recipe] = train_ours(recipe, ours, options.minutes, f'{folder}/{recipe}')
+                     'xz, with the training text': (0, xz_bits(val, train))}
+            for program in options.programs:
+                out = f'{folder}/{program}'
+                found[program] = train_nanogpt(options.nanogpt, theirs, options.minutes, out) \
+                    if program == 'nanogpt' else train_ours(program, ours, options.minutes, out)
         for program, (seconds, bits) in found.items():
             rows.append([Path(text).name, f'{len(train) / 1e6:.2f} MB', program, f'{seconds:.0f}',
                          f'{bits:.4f}'])
             if options.save:
                 append_line(Path(options.save), {
                     'text': Path(text).name, 'train_bytes': len(train), 'val_bytes': len(val),
-                    'tokenizer': options.tokenizer, 'minutes': options.minutes,
-                    'program': program, 'seconds': seconds, 'bits_per_byte': bits})
+                    'minutes': options.minutes, 'program': program, 'seconds': seconds,
+                    'bits_per_byte': bits})
         print(markdown(['text', 'to learn from', 'program', 'seconds', 'bits a byte'], rows))
 
 

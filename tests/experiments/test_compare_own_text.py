@@ -25,7 +25,7 @@ def test_each_program_learns_the_same_split_and_gets_as_many_steps_as_fit(
 
     monkeypatch.setattr(compare_own_text, 'run_and_watch', run_and_watch)
     monkeypatch.setattr(compare_own_text, 'score', score)
-    compare_own_text.main(['--nanogpt=nanoGPT', '--minutes=2', '--tokenizer=byte',
+    compare_own_text.main(['--nanogpt=nanoGPT', '--minutes=2',
                            f'--save={tmp_path}/found.jsonl', str(tmp_path / 'notes.txt')])
     assert [command[-2] for command in commands[:2]] == ['--max_iters=500', '--max_iters=1100']
     assert all('--minutes=2.0' in command for command in commands[2:])

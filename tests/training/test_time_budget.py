@@ -133,12 +133,23 @@ def test_a_recipe_for_own_text_is_of_a_size_that_suits_the_text_and_the_time(
     monkeypatch.setattr(torch, 'get_num_threads', lambda: cores)
 
     def chosen(*argv):
-        config = load_config(TrainConfig, [
-            'config/own_text.py', f'--dataset={char_data}', *argv])
-        return config.n_embd, config.dropout
-    assert chosen() == chosen('--minutes=10')
-    assert [chosen(f'--minutes={minutes}') for minutes in (0.1, 5, 60)] \
-        == [(64, 0.2), (128, 0.2), (256, 0.2)]  # 90,000 characters
-    assert chosen('--minutes=5', '--dropout=0.5') == (128, 0.5)
+        config = load_config(TrainConfig, ['config/own_text.py', *argv])
+        return config.n_layer, config.n_embd, config.max_iters
+    little = f'--dataset={char_data}'  # 90,000 characters
+    much = '--dataset=not_prepared'  # taken for a million tokens
+    assert chosen(little) == chosen(little, '--minutes=10')
+    assert [chosen(little, f'--minutes={minutes}') for minutes in (0.1, 5, 60)] \
+        == [(4, 64, 378), (6, 384, 400), (6, 512, 400)]
+    assert [chosen(much, f'--minutes={minutes}') for minutes in (0.1, 5, 60)] \
+        == [(4, 64, 378), (4, 192, 2674), (6, 448, 3906)]
+    assert chosen(much, '--minutes=5', '--n_embd=256') == (4, 256, 2674)
     cores = 8
-    assert chosen('--minutes=5') == (192, 0.2)
+    assert chosen(much, '--minutes=5') == (6, 256, 3906)
+
+
+def test_in_a_recipe_for_own_text_weights_decay_faster_where_the_text_is_short(char_data):
+    def decay(*argv):
+        return load_config(TrainConfig, ['config/own_text.py', *argv]).weight_decay
+    assert decay('--dataset=not_prepared') == pytest.approx(2048 / 1e6 / 6e-3)
+    assert decay('--dataset=not_prepared', '--batch_size=4') == pytest.approx(1024 / 1e6 / 6e-3)
+    assert decay(f'--dataset={char_data}') == 3.0

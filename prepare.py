@@ -192,7 +192,8 @@ def main(argv):
         prepare_text(name, corpus, folder, config)
     if not config.if_small:
         dataset = folder.name if folder.parent == Path('data') else folder
-        recipe = 'config/finetune_chat.py' if name == 'chat' else 'config/NAME.py'
+        recipe = {'chat': 'config/finetune_chat.py',
+                  'text': 'config/own_text.py --minutes=10'}.get(name, 'config/NAME.py')
         is_model = is_hub_name(config.tokenizer) or Path(config.tokenizer, 'config.json').exists()
         start = f' --init_from={quoted(config.tokenizer)}' * (name == 'chat' and is_model)
         print(f'next: python train.py {recipe} --dataset={quoted(dataset)}{start}')

@@ -169,6 +169,14 @@ def test_a_setting_may_be_imported_but_not_be_a_function(tmp_path, monkeypatch):
         assert len(str(error.value).splitlines()) == 1
 
 
+def test_what_a_config_reads_and_cannot_is_told_as_it_is(tmp_path, capsys, monkeypatch):
+    (tmp_path / 'notes').mkdir()
+    (tmp_path / 'notes' / 'meta.json').write_text('{')
+    words = f'--dataset={tmp_path / "notes"}'
+    assert fails(capsys, monkeypatch, train.main, str(ROOT / 'config' / 'own_text.py'), words) \
+        == fails(capsys, monkeypatch, train.main, words)
+
+
 def test_all_problems_are_reported_at_once(tmp_path):
     a = write(tmp_path / 'a.py', 'bach_size = 3\nn_layer = 1.5\n')
     with pytest.raises(UserError) as error:

@@ -9,6 +9,8 @@ import torch
 from plaingpt.data.dataset import has_token_files, open_named
 
 out_dir = 'out-own-text'
+if dataset == 'openwebtext':  # none was named
+    dataset = 'notes'
 
 batch_size = 8
 block_size = 256

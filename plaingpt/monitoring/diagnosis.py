@@ -272,8 +272,8 @@ def overfit(rows, run):
         return (f'validation rises since iteration {best["iter"]} (best {best["val_loss"]:.4f}, '
                 f'now {last["val_loss"]:.4f}) while training falls to {last["train_loss"]:.4f}, '
                 f'after {quote_epochs(epochs(run, last["tokens"]))}',
-                'stop with --patience, or use more text, a larger weight_decay, more dropout or a smaller '
-                'model; --checkpoint=best has the best weights')
+                'stop with --patience, or use more text, a larger weight_decay, more dropout or a '
+                'smaller model; --checkpoint=best has the best weights')
 
 
 def forgetting(rows, run):

@@ -40,8 +40,8 @@ n_embd = 64 * max(2, round(_channels / 64))
 n_head = n_embd // 64
 max_iters = round(_trained / _step)  # --minutes counts what fits
 
-# A text that is read again and again is learned by heart, unless the weights decay: what an epoch
-# does not confirm, they forget within it
+# A text that is read again and again is learned by heart, unless the weights decay. With this decay
+# they are an average of the updates of about the last epoch (Wang and Aitchison 2024)
 weight_decay = min(3.0, max(0.1, _step / _epoch / learning_rate))
 
 # the rest as in config/shakespeare_char_cpu_fast.py

@@ -98,12 +98,12 @@ def run_and_watch(command, folder):
     return time.perf_counter() - started, curve
 
 
-def score_whole_split(model, output):
-    """Loss of a trained model over all of the validation text. output: a new file"""
-    command = [sys.executable, 'evaluate.py', model, '--dataset=shakespeare_char',
-               '--tokenizer=shakespeare_char', f'--output={output}']
+def score_whole_split(model, output, dataset='shakespeare_char', score='loss'):
+    """A score of a trained model over all of the validation text. output: a new file"""
+    command = [sys.executable, 'evaluate.py', model, f'--dataset={dataset}',
+               f'--tokenizer={dataset}', f'--output={output}']
     subprocess.run(command, cwd=ROOT, capture_output=True, check=True)
-    return json.loads(Path(output).read_text())['results']['val']['loss']
+    return json.loads(Path(output).read_text())['results']['val'][score]
 
 
 def race(config, options):

@@ -9,7 +9,6 @@ is given alone, and after the training text. Two texts at once, a core each: OMP
 """
 
 import argparse
-import json
 import lzma
 import math
 import pickle
@@ -20,7 +19,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from compare import CPU_RECIPE, run_and_watch
+from compare import CPU_RECIPE, run_and_watch, score_whole_split
 
 from plaingpt.data.dataset import open_dataset
 from plaingpt.experiments.tables import markdown
@@ -50,22 +49,13 @@ def xz_bits(text, before=b''):
     return 8 * (sizes[1] - sizes[0] * bool(before)) / len(text)
 
 
-def score(model, dataset, folder):
-    """→ bits a byte over the whole validation text. model: how evaluate.py finds it"""
-    output = Path(folder, 'score.json')
-    output.unlink(missing_ok=True)
-    subprocess.run([sys.executable, 'evaluate.py', model, '--checkpoint=best', '--device=cpu',
-                    f'--dataset={dataset}', f'--tokenizer={dataset}', f'--output={output}'],
-                   cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
-    return json.loads(output.read_text())['results']['val']['bits_per_byte']
-
-
 def train_ours(program, dataset, minutes, folder):
     """→ (seconds, bits a byte)"""
     seconds, _ = run_and_watch(['train.py', f'config/{program}.py', f'--dataset={dataset}',
                                 f'--minutes={minutes}', '--device=cpu', f'--out_dir={folder}'],
                                ROOT)
-    return seconds, score(f'--out_dir={folder}', dataset, folder)
+    return seconds, score_whole_split(f'--out_dir={folder}', f'{folder}/score.json', dataset,
+                                      'bits_per_byte')
 
 
 def train_nanogpt(nanogpt, dataset, minutes, folder):
@@ -79,7 +69,8 @@ def train_nanogpt(nanogpt, dataset, minutes, folder):
     _, curve = run(500)  # it evaluates every 250
     begin, step = curve[0][0], (curve[2][0] - curve[0][0]) / 500
     seconds, _ = run(math.floor((60 * minutes - begin) / step))
-    return seconds, score(f'--init_from={folder}/ckpt.pt', dataset, folder)
+    return seconds, score_whole_split(f'--init_from={folder}/ckpt.pt', f'{folder}/score.json',
+                                      dataset, 'bits_per_byte')
 
 
 def main(argv):
@@ -94,14 +85,16 @@ def main(argv):
     for text in options.texts:
         with tempfile.TemporaryDirectory() as folder:
             ours = prepare(text, f'{folder}/ours')
-            theirs = prepare(text, f'{folder}/characters', '--tokenizer=char')
             train, val = texts_of(ours)
             found = {'xz': (0, xz_bits(val)),
                      'xz, with the training text': (0, xz_bits(val, train))}
             for program in options.programs:
                 out = f'{folder}/{program}'
-                found[program] = train_nanogpt(options.nanogpt, theirs, options.minutes, out) \
-                    if program == 'nanogpt' else train_ours(program, ours, options.minutes, out)
+                if program == 'nanogpt':
+                    theirs = prepare(text, f'{folder}/characters', '--tokenizer=char')
+                    found[program] = train_nanogpt(options.nanogpt, theirs, options.minutes, out)
+                else:
+                    found[program] = train_ours(program, ours, options.minutes, out)
         for program, (seconds, bits) in found.items():
             rows.append([Path(text).name, f'{len(train) / 1e6:.2f} MB', program, f'{seconds:.0f}',
                          f'{bits:.4f}'])

@@ -19,12 +19,12 @@ def test_each_program_learns_the_same_split_and_gets_as_many_steps_as_fit(
         commands.append(command)  # it starts in 10 s, and 250 steps take 25 s
         return 60.0, [(10.0, 4.0), (35.0, 3.0), (60.0, 2.0)]
 
-    def score(model, dataset, folder):
+    def score_whole_split(model, *_):
         scored.append(model)
         return 1.25 if 'nanogpt' in model else 1.0
 
     monkeypatch.setattr(compare_own_text, 'run_and_watch', run_and_watch)
-    monkeypatch.setattr(compare_own_text, 'score', score)
+    monkeypatch.setattr(compare_own_text, 'score_whole_split', score_whole_split)
     compare_own_text.main(['--nanogpt=nanoGPT', '--minutes=2',
                            f'--save={tmp_path}/found.jsonl', str(tmp_path / 'notes.txt')])
     assert [command[-2] for command in commands[:2]] == ['--max_iters=500', '--max_iters=1100']

@@ -6,7 +6,11 @@ import torch
 import torch.nn.functional as F
 from torch.compiler import is_compiling
 
+from plaingpt.kernels import cpu_kernels
+
 CHUNKS = 2048, 4096, 8192  # tokens
+CACHED_LOGITS = 2**20  # 4 MB in float32, which stay in the caches of two CPU cores
+LEAST_CACHED = 128  # tokens; a smaller chunk gains less than its matmuls and sums cost
 PADDING_SHARE = 16  # padding of up to this part of the vocabulary is computed along
 
 
@@ -18,12 +22,16 @@ def cross_entropy(logits, targets):
     return total / (targets != -1).sum().clamp(min=1)
 
 
-def chunk_size(chosen, tokens):
+def chunk_size(chosen, tokens, vocab_size, device_type):
     """How many tokens' logits exist at once. 'auto': at most half of them, in a few sizes. For each
     chunk a GPU reads the head's weight and adds to its gradient, as long as some 500 tokens take.
+    On a CPU, as many as stay in its cache, unless that takes a smaller vocabulary.
     """
     if chosen != 'auto':
         return chosen
+    cached = CACHED_LOGITS // vocab_size
+    if device_type == 'cpu' and cpu_kernels.enabled and cached >= LEAST_CACHED:
+        return cached
     return max(size for size in CHUNKS if 2 * size <= tokens or size == CHUNKS[0])
 
 
@@ -40,7 +48,8 @@ def chunked_cross_entropy(x, weight, vocab_size, targets, chunk):
         weight = weight[:vocab_size]
     training = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
     return ChunkedCrossEntropy.apply(x.flatten(0, -2), weight, vocab_size, targets.flatten(),
-                                     chunk_size(chunk, targets.numel()), training)
+                                     chunk_size(chunk, targets.numel(), vocab_size, x.device.type),
+                                     training)
 
 
 class ChunkedCrossEntropy(torch.autograd.Function):

@@ -135,7 +135,8 @@ def predict(shape, step):
                     micro_steps=1 if sharding else min(2, step.micro_steps))
     depths = interpolation_weights(shape.n_layer, *DEPTHS)
     # Up to a chunk of the loss its logits grow with the batch; from there on they do not.
-    tokens = chunk_size(step.config.loss_chunk_tokens, step.batch_size * shape.block_size)
+    tokens = chunk_size(step.config.loss_chunk_tokens, step.batch_size * shape.block_size,
+                        shape.vocab_size, step.device)
     alone = alone.change(loss_chunk_tokens=tokens)
     full, rest = divmod(tokens, shape.block_size)
     chunk = max(1, full + bool(rest))
@@ -250,7 +251,7 @@ def rough_bytes(shape, step):
     tokens = step.batch_size * shape.block_size
     # a block keeps some 16 numbers for each channel of a token
     numbers = tokens * shape.n_embd * (16 * shape.n_layer + 4)
-    chunk = chunk_size(step.config.loss_chunk_tokens, tokens)
+    chunk = chunk_size(step.config.loss_chunk_tokens, tokens, shape.vocab_size, step.device)
     numbers += min(tokens, chunk or tokens) * shape.padded_vocab_size
     return 4 * numbers + 16 * weights  # with a gradient and two states
 

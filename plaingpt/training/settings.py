@@ -109,7 +109,7 @@ class TrainConfig(GPTConfig):
     device: NoEffect[str] = 'auto'  # auto, cpu, cuda, cuda:0, mps
     dtype: NoEffect[Literal['auto', 'float32', 'bfloat16', 'float16']] = 'auto'  # of the matmuls
     compile: NoEffect[Literal['auto'] | bool] = 'auto'  # torch.compile the model
-    loss_chunk_tokens: NoEffect[Chunk] = 'auto'  # that have logits at once; 0: all; auto: 2048…8192
+    loss_chunk_tokens: NoEffect[Chunk] = 'auto'  # tokens that have logits at once; 0: all
     activation_checkpointing: NoEffect[Literal[*KINDS]] = 'none'  # keep less for the backward pass
     backend: NoEffect[Literal['auto', 'nccl', 'gloo']] = 'auto'  # between processes
     dist_timeout_s: NoEffect[Seconds] = 600  # how long a process waits for the others

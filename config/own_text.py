@@ -12,19 +12,21 @@ out_dir = 'out-own-text'
 if dataset == 'openwebtext':  # none was named
     dataset = 'notes'
 
+_data = open_named(dataset) if has_token_files(dataset) else None
+_epoch = 1 / max(_data.epochs(1).values()) if _data else 1e6  # tokens
+_shortest = min(len(_data.split(name)) for name in ('train', 'val')) if _data else 1e6
+_vocab = _data.vocab_size if _data else 1024
+
 batch_size = 8
-block_size = 256
+block_size = max(1, min(256, _shortest - 1))
 gradient_accumulation_steps = 1
 learning_rate = 6e-3  # the same at each width, as Muon's updates are
-
-_step = batch_size * block_size  # tokens
-_data = open_named(dataset) if has_token_files(dataset) else None
-_epoch = len(_data.split('train')) if _data else 1e6  # tokens
-_vocab = _data.vocab_size if _data else 1024
+_step = max(1, total_batch_size or batch_size * block_size * gradient_accumulation_steps)  # tokens
 
 # A CPU core computes about 1e11 FLOPs a second, a small GPU 2e13. Training takes 6 of them for each
 # parameter and token. With 3 tokens a parameter that makes 18 · parameters²
-_flops_per_s = 2e13 if torch.cuda.is_available() else 1e11 * torch.get_num_threads()
+_on_gpu = device != 'cpu' and torch.cuda.is_available()
+_flops_per_s = 2e13 if _on_gpu else 1e11 * torch.get_num_threads()
 _flops = _flops_per_s * (60 * max(0, minutes) or 600)
 _trained = 3 * math.sqrt(_flops / 18)  # tokens
 # Of a text read 8 times there is little left to learn: then the time is for a larger model
@@ -37,12 +39,13 @@ n_layer = 4 if _parameters < 5e6 else 6
 _blocks = 24 * n_layer
 _channels = (math.sqrt(_vocab ** 2 + 2 * _blocks * _parameters) - _vocab) / _blocks
 n_embd = 64 * max(2, round(_channels / 64))
-n_head = n_embd // 64
-max_iters = round(_trained / _step)  # --minutes counts what fits
+n_head = max(1, n_embd // 64)
+_parameters = max(_parameters, _blocks / 2 * n_embd ** 2 + _vocab * n_embd)
+max_iters = round(min(_trained, _flops / (6 * _parameters)) / _step)  # --minutes counts what fits
 
 # A text that is read again and again is learned by heart, unless the weights decay. With this decay
 # they are an average of the updates of about the last epoch (Wang and Aitchison 2024)
-weight_decay = min(3.0, max(0.1, _step / _epoch / learning_rate))
+weight_decay = min(3.0, max(0.1, _step / _epoch / max(learning_rate, 1e-9)))
 
 # the rest as in config/shakespeare_char_cpu_fast.py
 rotary = True

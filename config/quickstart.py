@@ -21,10 +21,10 @@ value_embeddings = True
 tied_head = False
 zero_init = True
 
-# 8 sequences · 256 tokens = 2,048 tokens a step; 480 steps = 1.0M tokens, a third of an epoch
+# 8 sequences · 256 tokens = 2,048 tokens a step; 460 steps = 0.9M tokens, a third of an epoch
 batch_size = 8
 gradient_accumulation_steps = 1
-max_iters = 480
+max_iters = 460
 
 optimizer = 'normuon'
 learning_rate = 9e-3  # small networks bear a high one
@@ -37,9 +37,9 @@ lr_schedule = 'linear'
 warmup_iters = 20
 momentum = 0.9
 beta1 = 0.8
-beta2 = 0.99
+beta2 = 0.995
 
-eval_interval = 160
-eval_iters = 40
+eval_interval = 230
+eval_iters = 20
 log_interval = 50
 film = True  # python plot.py --film out-quickstart

@@ -13,12 +13,17 @@ def keep_average(optimizer, decay):
     """Let each step of an optimizer update an exponential moving average of its parameters, which
     begins with the first step. It is one of the optimizer's states, so it is planned, sharded and
     saved as they are."""
+    optimizer.averaged_steps = 0
+
     @torch.no_grad()
     def add(optimizer, *_):
+        optimizer.averaged_steps += 1
+        n = optimizer.averaged_steps  # the first weights are soon forgotten (Abadi et al. 2016)
+        now = min(decay, n / (9 + n))
         for p in (p for group in optimizer.param_groups for p in group['params']):
             state = optimizer.state[p]
             if 'average' in state:
-                state['average'].lerp_(p, 1 - decay)
+                state['average'].lerp_(p, 1 - now)
             elif p.grad is not None:  # without one, the optimizer has not begun with it either
                 state['average'] = p.detach().clone()
     optimizer.register_step_post_hook(add)
@@ -45,9 +50,10 @@ def exchange(optimizer):
             state['average'].copy_(weights)
 
 
-def go_on(optimizer, decay):
+def go_on(optimizer, decay, iter_num):
     """After the model and the optimizer of a checkpoint were loaded. decay: 0 ends the average"""
     exchange(optimizer)
+    optimizer.averaged_steps = iter_num
     if not decay:
         for state in optimizer.state.values():
             state.pop('average', None)

@@ -74,7 +74,8 @@ def check_resumed(resumed, config, dataset):
              for key, (saved, value) in changed.items() if key in shape | {'optimizer'}]
     if fixed:
         raise UserError(f'{resumed.path} was trained otherwise than with {", ".join(fixed)}: '
-                        'leave that out, or name another --out_dir')
+                        'leave that out, or the config file that says it, or name another '
+                        '--out_dir')
     if 'max_iters' in changed and config.max_iters < resumed.iter_num and not config.is_read_only:
         raise UserError(f'max_iters={config.max_iters} is behind iteration {resumed.iter_num} of '
                         f'{resumed.path}: give a larger one, or leave it out')

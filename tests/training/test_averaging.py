@@ -10,17 +10,18 @@ from plaingpt.training.averaging import averaged, keep_average
 
 
 @pytest.mark.parametrize('optimizer', [torch.optim.AdamW, torch.optim.SGD])
-def test_the_average_is_an_exponential_one_and_stands_in_for_the_weights(optimizer):
+def test_the_average_is_an_exponential_one_that_soon_forgets_the_first_weights(optimizer):
     p = torch.nn.Parameter(torch.tensor([8.0]))
     unused = torch.nn.Parameter(torch.ones(1))
     optimizer = optimizer([p, unused], lr=1.0)
     keep_average(optimizer, 0.75)
     seen, expected = [], None
-    for _ in range(3):
+    for n in range(1, 41):
         p.grad = torch.ones(1)
         optimizer.step()
         seen.append(p.item())
-        expected = seen[0] if expected is None else 0.75 * expected + 0.25 * seen[-1]
+        decay = min(0.75, n / (9 + n))
+        expected = seen[0] if n == 1 else decay * expected + (1 - decay) * seen[-1]
     with averaged(optimizer):
         assert p.item() == pytest.approx(expected) and unused.item() == 1
     assert p.item() == seen[-1]

@@ -13,13 +13,11 @@ def keep_average(optimizer, decay):
     """Let each step of an optimizer update an exponential moving average of its parameters, which
     begins with the first step. It is one of the optimizer's states, so it is planned, sharded and
     saved as they are."""
-    optimizer.averaged_steps = 0
-
     @torch.no_grad()
     def add(optimizer, *_):
-        optimizer.averaged_steps += 1
-        n = optimizer.averaged_steps  # the first weights are soon forgotten (Abadi et al. 2016)
-        now = min(decay, n / (9 + n))
+        begun = any('average' in state for state in optimizer.state.values())
+        n = optimizer.averaged_steps = 1 + (optimizer.averaged_steps if begun else 0)
+        now = min(decay, n / (9 + n))  # soon forgets the first weights (Abadi et al. 2016)
         for p in (p for group in optimizer.param_groups for p in group['params']):
             state = optimizer.state[p]
             if 'average' in state:

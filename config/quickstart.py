@@ -37,7 +37,7 @@ lr_schedule = 'linear'
 warmup_iters = 20
 momentum = 0.9
 beta1 = 0.8
-beta2 = 0.995
+beta2 = 0.99
 
 eval_interval = 230
 eval_iters = 20

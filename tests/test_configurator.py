@@ -1,5 +1,7 @@
 import dataclasses
+import io
 import re
+from contextlib import redirect_stdout
 from pathlib import Path
 
 import pytest
@@ -7,11 +9,13 @@ from helpers import ROOT, fails
 
 import evaluate
 import export
+import prepare
 import sample
 import serve
 import train
 from bench import BenchConfig
 from configurator import commented_fields, help_text, load_config
+from plaingpt.data.dataset import open_dataset
 from plaingpt.system.errors import UserError
 from plaingpt.training.settings import TrainConfig
 from plan import PlanConfig
@@ -175,6 +179,30 @@ def test_what_a_config_reads_and_cannot_is_told_as_it_is(tmp_path, capsys, monke
     words = f'--dataset={tmp_path / "notes"}'
     assert fails(capsys, monkeypatch, train.main, str(ROOT / 'config' / 'own_text.py'), words) \
         == fails(capsys, monkeypatch, train.main, words)
+
+
+def test_own_text_counts_in_the_tokens_of_a_step_and_in_sequences_that_the_text_has(
+        char_data, text_file, tmp_path):
+    path = ROOT / 'config' / 'own_text.py'
+    one, eight, auto = (load(path, f'--dataset={char_data}', '--learning_rate=0.1', *words.split())
+                        for words in ('', '--gradient_accumulation_steps=8',
+                                      '--batch_size=auto --total_batch_size=16384'))
+    assert one.block_size == 256 and one.weight_decay < eight.weight_decay == auto.weight_decay
+    assert one.max_iters > eight.max_iters == auto.max_iters
+    short = write(tmp_path / 'short.txt', text_file.read_text()[:1000])
+    with redirect_stdout(io.StringIO()):
+        prepare.main(['text', f'--input={short}', '--tokenizer=char', f'--data_dir={tmp_path}/s'])
+    last = len(open_dataset(tmp_path / 's').split('val')) - 1
+    assert load(path, f'--dataset={tmp_path}/s').block_size == last
+
+
+def test_own_text_takes_fewer_steps_where_the_vocabulary_makes_the_least_model_large(tmp_path):
+    for split in ('train', 'val'):
+        (tmp_path / f'{split}.bin').write_bytes(bytes(2000))  # a folder of nanoGPT's: GPT-2 tokens
+    path = ROOT / 'config' / 'own_text.py'
+    large, small = (load(path, '--minutes=0.1', '--device=cpu', f'--dataset={name}')
+                    for name in (tmp_path, tmp_path / 'absent'))
+    assert large.n_embd == small.n_embd == 128 and 4 * large.max_iters < small.max_iters
 
 
 def test_all_problems_are_reported_at_once(tmp_path):

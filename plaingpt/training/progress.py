@@ -88,8 +88,10 @@ class Progress:
         elif self.iter_num < config.max_iters and not config.eval_only:
             lines.append(f'stopped after iteration {self.iter_num}, {ending}')
         if self.iter_num and not signal and not config.eval_only:
+            best = ' --checkpoint=best takes those before the validation loss rose from ' \
+                   f'{self.best_val_loss:.4f}' if self.evals_since_best else ''
             lines.append(f'done: {out_dir}/checkpoints has the weights; '
-                         f'python sample.py --out_dir={quoted(out_dir)}')
+                         f'python sample.py --out_dir={quoted(out_dir)}{best}')
         return lines
 
     def ending(self, config):

@@ -163,6 +163,14 @@ def test_only_the_best_and_the_last_are_saved_when_asked(tiny, tmp_path):
     assert [c.iter_num for c in checkpoints.readable_checkpoints(tmp_path / 'out')] == [6]
 
 
+def test_a_run_that_ends_worse_than_it_was_says_how_to_take_the_best(tiny, tmp_path, capsys):
+    train.main([*tiny, '--eval_interval=1'])
+    assert 'best' not in capsys.readouterr().out.splitlines()[-1]
+    train.main([*tiny, '--init_from=resume', '--max_iters=12', '--learning_rate=10', '--min_lr=10',
+                '--optimizer=adamw'])
+    assert f'--out_dir={tmp_path}/out --checkpoint=best' in capsys.readouterr().out
+
+
 def test_a_model_starts_from_weights_in_the_hugging_face_layout(tiny, trained, tmp_path, capsys):
     export.main([f'--out_dir={trained}', f'--dest={tmp_path}/hf'])
     capsys.readouterr()

@@ -139,10 +139,10 @@ def test_a_recipe_for_own_text_is_of_a_size_that_suits_the_text_and_the_time(
     much = '--dataset=not_prepared'  # taken for a million tokens
     assert chosen(little) == chosen(little, '--minutes=10')
     assert [chosen(little, f'--minutes={minutes}') for minutes in (0.1, 5, 60)] \
-        == [(4, 128, 378), (6, 384, 400), (6, 512, 400)]
+        == [(4, 128, 122), (6, 384, 400), (6, 512, 400)]
     assert [chosen(much, f'--minutes={minutes}') for minutes in (0.1, 5, 60)] \
-        == [(4, 128, 378), (4, 192, 2674), (6, 448, 3906)]
-    assert chosen(much, '--minutes=5', '--n_embd=256') == (4, 256, 2674)
+        == [(4, 128, 106), (4, 192, 2484), (6, 448, 3906)]
+    assert chosen(much, '--minutes=5', '--n_embd=256') == (4, 256, 1433)
     cores = 8
     assert chosen(much, '--minutes=5') == (6, 256, 3906)
 

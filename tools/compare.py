@@ -98,10 +98,11 @@ def run_and_watch(command, folder):
     return time.perf_counter() - started, curve
 
 
-def score_whole_split(model, output, dataset='shakespeare_char', score='loss'):
+def score_whole_split(model, output, dataset='shakespeare_char', score='loss',
+                      checkpoint='latest'):
     """A score of a trained model over all of the validation text. output: a new file"""
-    command = [sys.executable, 'evaluate.py', model, f'--dataset={dataset}',
-               f'--tokenizer={dataset}', f'--output={output}']
+    command = [sys.executable, 'evaluate.py', model, f'--checkpoint={checkpoint}',
+               f'--dataset={dataset}', f'--tokenizer={dataset}', f'--output={output}']
     subprocess.run(command, cwd=ROOT, capture_output=True, check=True)
     return json.loads(Path(output).read_text())['results']['val'][score]
 

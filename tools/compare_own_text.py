@@ -50,12 +50,12 @@ def xz_bits(text, before=b''):
 
 
 def train_ours(program, dataset, minutes, folder):
-    """→ (seconds, bits a byte)"""
+    """→ (seconds, bits a byte), of its best checkpoint"""
     seconds, _ = run_and_watch(['train.py', f'config/{program}.py', f'--dataset={dataset}',
                                 f'--minutes={minutes}', '--device=cpu', f'--out_dir={folder}'],
                                ROOT)
     return seconds, score_whole_split(f'--out_dir={folder}', f'{folder}/score.json', dataset,
-                                      'bits_per_byte')
+                                      'bits_per_byte', 'best')
 
 
 def train_nanogpt(nanogpt, dataset, minutes, folder):

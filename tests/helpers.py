@@ -160,6 +160,21 @@ def ask(question, answer, *more):
             for i, text in enumerate(texts)]
 
 
+def rounding(logits, n_layer, n_embd):
+    """How far logits may lie apart from others that are computed in another order in float32: each
+    block adds sums of n_embd products. Eight times what is typical; a mistake makes far more."""
+    return 8 * torch.finfo(torch.float32).eps * n_embd**0.5 * n_layer * logits.abs().max().item()
+
+
+@torch.no_grad()
+def same_logits(ours, theirs, idx):
+    """Whether our model and one of transformers compute the same, but for rounding."""
+    ours, c = ours.eval(), ours.config
+    expected = theirs.eval()(idx).logits
+    apart = (ours(idx)[0] - expected).abs().max().item()
+    return apart < rounding(expected, c.n_layer, c.n_embd)
+
+
 def write_chat(folder, train, val=None):
     """Conversations → a dataset folder as prepare.py writes it."""
     folder.mkdir(parents=True)

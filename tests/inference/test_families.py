@@ -5,7 +5,7 @@ import math
 
 import pytest
 import torch
-from helpers import fails
+from helpers import fails, same_logits
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
@@ -60,19 +60,13 @@ def tokens(*shape):
     return torch.randint(0, 100, shape, generator=torch.Generator().manual_seed(1))
 
 
-@torch.no_grad()
-def difference(ours, theirs):
-    idx = tokens(2, 64)
-    return (ours.eval()(idx)[0] - theirs(idx).logits).abs().max().item()
-
-
 @pytest.mark.parametrize('dtype', [torch.float32, torch.bfloat16], ids=['float32', 'bfloat16'])
 @pytest.mark.parametrize('shape', SHAPES)
 def test_logits_text_and_tensors_are_those_of_transformers_in_and_out(shape, dtype, tmp_path):
     several = {'max_shard_size': '40KB'} if dtype == torch.bfloat16 else {}
     theirs = saved(tmp_path / 'a', shape, dtype, **several)
     ours = load_pretrained(tmp_path / 'a')
-    assert difference(ours, theirs) < 1e-5
+    assert same_logits(ours, theirs, tokens(2, 64))
     prompt = tokens(1, 10)
     text, = generate(ours, prompt.tolist(), 40, temperature=0)
     written = theirs.generate(prompt, do_sample=False, max_new_tokens=40, eos_token_id=None,
@@ -87,7 +81,7 @@ def test_logits_text_and_tensors_are_those_of_transformers_in_and_out(shape, dty
     assert config['architectures'] == [f'{SHAPES[shape][0]}ForCausalLM']
     from transformers import AutoModelForCausalLM
     back = AutoModelForCausalLM.from_pretrained(tmp_path / 'b', dtype=torch.float32).eval()
-    assert difference(ours, back) < 1e-5
+    assert same_logits(ours, back, tokens(2, 64))
 
 
 def test_scaled_positions_are_those_of_transformers_over_a_long_context(tmp_path):

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 import yaml
-from helpers import fails
+from helpers import fails, same_logits
 from safetensors.torch import load_file, save_file
 
 import evaluate
@@ -46,18 +46,12 @@ def theirs_of(folder):
     return theirs
 
 
-@torch.no_grad()
-def difference(ours, theirs, vocab_size):
-    idx = tokens(2, 32, vocab_size=vocab_size)
-    return (ours.eval()(idx)[0] - theirs.eval()(idx).logits).abs().max().item()
-
-
 def test_logits_equal_those_of_transformers_on_its_weights(tmp_path):
     theirs = theirs_of(tmp_path / 'one_file')
     theirs.save_pretrained(tmp_path / 'several', max_shard_size='100KB')
     assert len(list((tmp_path / 'several').glob('*.safetensors'))) >= 4
     for folder in tmp_path.iterdir():
-        assert difference(GPT.from_pretrained(folder), theirs, 100) < 1e-5, folder
+        assert same_logits(GPT.from_pretrained(folder), theirs, tokens(2, 32, vocab_size=100))
 
 
 @pytest.mark.slow
@@ -69,10 +63,10 @@ def test_logits_equal_those_of_transformers_both_ways_at_full_width(n_head, n_em
                                         initializer_range=0.05))
     theirs.save_pretrained(tmp_path)
     ours = GPT.from_pretrained(tmp_path)
-    assert difference(ours, theirs, 50257) < 1e-4
+    assert same_logits(ours, theirs, tokens(2, 32, vocab_size=50257))
     export.write_hf(tmp_path, ours, BYTES, '')
     back = AutoModelForCausalLM.from_pretrained(tmp_path)
-    assert difference(ours, back, 50257) < 1e-4
+    assert same_logits(ours, back, tokens(2, 32, vocab_size=50257))
 
 
 def shaken(**flags):
@@ -108,10 +102,11 @@ def test_an_export_has_the_same_logits_in_transformers_and_when_read_back(tmp_pa
     ours = shaken(**flags)
     export.write_hf(tmp_path, ours, BYTES, '')
     theirs = AutoModelForCausalLM.from_pretrained(tmp_path)
-    assert theirs.config.model_type == name and difference(ours, theirs, 100) < 1e-4
+    idx = tokens(2, 32, vocab_size=100)
+    assert theirs.config.model_type == name and same_logits(ours, theirs, idx)
     theirs.save_pretrained(tmp_path / 'theirs')
     for folder in (tmp_path, tmp_path / 'theirs'):
-        assert difference(GPT.from_pretrained(folder), theirs, 100) < 1e-4
+        assert same_logits(GPT.from_pretrained(folder), theirs, idx)
 
 
 def test_the_flag_that_prevents_an_export_is_named(tmp_path):

@@ -35,6 +35,7 @@ from plaingpt.system import devices
 from plaingpt.system.distributed import (
     StopRequest,
     World,
+    all_gather,
     all_reduce_mean,
     check_shared,
     gloo_group,
@@ -236,20 +237,19 @@ def mean_loss(model, loader, sequences, at_beginning, context, stop):
     the variance between batches, None where there is one). at_beginning: the split's first ones,
     else evenly spaced ones. Each process evaluates its share. Raises Stopped."""
     model.eval()
-    sums = torch.zeros(3, device=loader.device)  # of n sequences of targets, loss × n, loss² × n
-    batches = loader.eval_batches(sequences, at_beginning)
-    for starts in batches:
+    found = []  # of each batch: sequences of targets, loss
+    for starts in loader.eval_batches(sequences, at_beginning):
         stop.raise_if_stopped()
         idx, targets = loader.eval_batch(starts)  # also of none: all gather a sharded model
         with context:
             _, loss = model(idx, targets)
-        n = (targets != -1).sum() / targets.size(1)
-        sums += n * torch.stack((torch.ones_like(loss), loss, loss**2)).float()
+        found.append(torch.stack(((targets != -1).sum() / targets.size(1), loss.float())))
     model.train()
-    count, loss, square = all_reduce_mean(sums).tolist()
-    loss, square, num_batches = loss / count, square / count, loader.world_size * len(batches)
-    variance = max(0, square - loss**2)
-    return loss, math.sqrt(variance / (num_batches - 1)) if num_batches > 1 else None
+    shares = all_gather(torch.stack(found).tolist(), gloo_group())
+    n, losses = torch.tensor(shares, dtype=torch.float64).flatten(0, 1).T
+    loss = (n * losses).sum() / n.sum()
+    variance, num_batches = (n * (losses - loss)**2).sum() / n.sum(), int((n > 0).sum())
+    return loss.item(), math.sqrt(variance / (num_batches - 1)) if num_batches > 1 else None
 
 
 def save(run):

@@ -260,7 +260,8 @@ def save(run):
     state = {**progress.state(), **run.dataset.state(), 'config': asdict(run.config),
              'sequences': run.train_data.sequences_before(progress.iter_num),
              'elapsed_s': run.metrics.elapsed_s(), 'wandb_id': run.metrics.wandb_id(),
-             'dtype': run.record['dtype'], 'scaler': run.scaler.state_dict()}
+             'dtype': run.record['dtype'], 'scaler': run.scaler.state_dict(),
+             'averaged_steps': getattr(run.optimizer, 'averaged_steps', 0)}
     with run.metrics.paused('saving'), averaged(run.optimizer):
         if progress.saved_at == progress.iter_num:  # a signal kept it from evaluating then
             run.saver.update(state)

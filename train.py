@@ -156,7 +156,9 @@ def open_outputs(run, resumed, group):
         None if config.is_read_only else out_dir / 'metrics.jsonl', config=config, run=run.record,
         loader=run.train_data, model=run.model, device=run.device, dtype=run.record['dtype'],
         scaler=run.scaler, world_size=run.world.size, elapsed_s=saved.get('elapsed_s', 0.0),
-        bytes_per_token=run.dataset.bytes_per_token('val'), quiet=not is_main,
+        bytes_per_token=run_data.evaluated_bytes(run.dataset, run.val_data, config,
+                                                 run.progress.eval_sequences) if is_main else None,
+        quiet=not is_main,
         backends=open_backends(config, run.record, saved.get('wandb_id')) if writing else [])
     run.probes = Probes(config, run.dataset, run.parallel, metrics, run.val_data, run.context,
                         group, writing)

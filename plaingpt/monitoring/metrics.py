@@ -39,7 +39,7 @@ class Metrics:
     config, run: its TrainConfig, and its facts (run_record.describe_run)
     loader, model: of the training tokens, and the model that is neither compiled nor wrapped
     device, dtype, scaler, world_size: what the job computes with
-    bytes_per_token: of the validation text, or None; elapsed_s: before the run was resumed
+    bytes_per_token: of the evaluated text, or None; elapsed_s: before the run was resumed
     backends: of open_backends; quiet: write and print nothing (ranks other than 0)
     """
 

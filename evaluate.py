@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 from configurator import load_config
+from plaingpt.checks.model_checks import check_future
 from plaingpt.data.batches import fits_in_ram
 from plaingpt.data.dataset import open_named
 from plaingpt.data.tokenizers import token_bytes, words_of
@@ -149,6 +150,7 @@ def main(argv):
     dtype, _ = choose_dtype(config.dtype, device, model.config.n_embd)
     print0(f'{source} | {model.num_parameters():,} parameters | device {device} | dtype {dtype} | '
            f'processes {world.size}')
+    check_future(model, autocast(device, dtype))
     results = {}
     with process_group(world, device, config.backend):
         group = gloo_group()

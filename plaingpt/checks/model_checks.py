@@ -29,7 +29,7 @@ ROUNDING = 2e-6  # nats, of a difference of two losses in float32
 INITIAL_STD = 0.02  # of weights: an embedding is about that times n_embd along itself, normalised
 GRADIENT_ERROR = 0.01  # of it; ours is 0.001
 SWAPS = 5  # of neighbouring tokens, along a sequence
-SCORED = 128  # tokens in a sequence, at most, that are looked at before scores are taken
+SCORED = 128  # tokens, at most, that are looked at before scores are taken
 CUT_OFF = 1e-12  # squared norm of a gradient that predicts nothing
 
 
@@ -134,7 +134,8 @@ def future_is_hidden(subject):
 
 
 def reads_ahead(looked):
-    for row, t in ((0, looked.changed.start), (3, looked.before.size(1) - 1)):
+    B, T, _ = looked.before.shape
+    for row, t in ((0, looked.changed.start), (3, T - 1))[:B]:
         if t and largest_change(looked.before[row, :t], looked.after[row, :t]) > SAME:
             return (f'what positions 0 to {t - 1} say changes with the tokens from {t} on: '
                     'attention without is_causal or with a wrong mask, or a layer that mixes in '
@@ -162,8 +163,8 @@ def reads_targets(subject):
 def check_future(model, context):
     """Raise UserError where a network that is to be scored sees later tokens."""
     shape = model.config
-    tokens = torch.arange(4 * min(SCORED, shape.block_size), device=model.lm_head.weight.device)
-    tokens = tokens.view(4, -1) % shape.vocab_size
+    tokens = torch.arange(min(SCORED, shape.block_size), device=model.lm_head.weight.device)
+    tokens = tokens[None] % shape.vocab_size  # (1, T)
     tokens = torch.where(tokens == opener(shape), others(tokens, shape), tokens)
     with mode(model, training=False), torch.no_grad(), context:
         problem = reads_ahead(Looked(lambda idx: model.hidden(idx).float(), tokens, shape))

@@ -134,7 +134,7 @@ def future_is_hidden(subject):
 
 
 def reads_ahead(looked):
-    B, T, _ = looked.before.shape
+    B, T, _ = looked.before.shape  # one row, or four and more
     for row, t in ((0, looked.changed.start), (3, T - 1))[:B]:
         if t and largest_change(looked.before[row, :t], looked.after[row, :t]) > SAME:
             return (f'what positions 0 to {t - 1} say changes with the tokens from {t} on: '
@@ -145,17 +145,16 @@ def reads_ahead(looked):
 def reads_targets(subject):
     """Where the loss has no logits beside it, the gradient of the head tells what it has read: that
     of the rows of other tokens is the same for any targets."""
-    model, idx = subject.model, subject.batch[0]
-    head, wanted = model.lm_head.weight.detach().clone().requires_grad_(), (0, -1)
+    model, idx, last = subject.model, subject.batch[0], subject.model.config.vocab_size - 1
+    head, found = {'lm_head.weight': model.lm_head.weight.detach().clone().requires_grad_()}, []
     for training in (True, False):
-        found = []
-        for target in wanted:
-            targets = torch.full_like(idx, target % model.config.vocab_size)
+        for target in (0, last):
             with subject.training_mode(training):
-                loss = functional_call(model, {'lm_head.weight': head}, (idx, targets),
-                                       tie_weights=False)[1]
-            found.append(torch.autograd.grad(loss, head)[0][1:model.config.vocab_size - 1])
-        if found[0].numel() and largest_change(*found) > SAME:
+                _, loss = functional_call(model, head, (idx, torch.full_like(idx, target)),
+                                          tie_weights=False)
+            found += torch.autograd.grad(loss, head.values(), allow_unused=True)
+        if last > 1 and found[-1] is not None \
+                and largest_change(*(gradient[1:last] for gradient in found[-2:])) > SAME:
             return ('what the head reads changes with the targets: something in forward() looks '
                     f'at them before the loss, in {"training" if training else "evaluations"}')
 

@@ -41,7 +41,6 @@ from plaingpt.system.errors import UserError
 from plaingpt.system.formatting import one_line
 from plaingpt.system.streams import status, warn
 
-FUTURE = 'the future is hidden'
 # What must hold → the check.
 BEFORE = {  # of settings, data and weights as they are
     'the weights are float32': weights_are_float32,
@@ -56,7 +55,7 @@ BEFORE = {  # of settings, data and weights as they are
     'the learning rate lasts': rate_lasts,
     'the first loss is usual': loss_is_usual}
 INSIDE = {  # of the network, while what begins at zero or small is made to count
-    FUTURE: future_is_hidden,
+    'the future is hidden': future_is_hidden,
     'the past is seen': past_is_seen,
     'sequences and documents are apart': texts_are_apart,
     'the order of tokens matters': order_matters,
@@ -68,6 +67,7 @@ INSIDE = {  # of the network, while what begins at zero or small is made to coun
     'generation with a cache is the same': cache_changes_nothing,
     'a step follows the gradient': steps_follow_the_gradient,
     'a saved model comes back': checkpoints_come_back}
+LATER = {'the future is hidden': future_is_hidden}  # also of a run that continues or evaluates
 # Loaded weights may be the reason, such as those of an overfit model: then it is a warning.
 LEARNABLE = {'the first loss is usual', 'the past is seen', 'the order of tokens matters'}
 NEEDED = {'the weights are float32', 'an evaluation reads every sequence once'}  # to look inside
@@ -98,7 +98,7 @@ def preflight(run, resumed, mean_loss, group):
     problems = {} if brief else make(BEFORE, subject)
     if not NEEDED & problems.keys():
         with subject.enlarged():
-            problems |= make({FUTURE: INSIDE[FUTURE]} if brief else INSIDE, subject)
+            problems |= make(LATER if brief else INSIDE, subject)
     if subject.device.type == 'cuda':
         torch.cuda.reset_peak_memory_stats(subject.device)  # what is logged is the run's
     lines = [f'preflight: {what}? No: {problem}' for what, problem in problems.items()]

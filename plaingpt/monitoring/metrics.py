@@ -57,6 +57,7 @@ class Metrics:
 
     def begin(self, iter_num):
         """Start the clock of steps. The rows of a resumed run go to the backends."""
+        self.counted = iter_num  # steps, those before a resume included
         if not self.quiet and self.path:
             for row in read_rows(self.path, self.print):
                 self._remember(row)
@@ -87,6 +88,12 @@ class Metrics:
 
     def tick(self, iter_num):
         """Show on a terminal where the run stands; call it after every step."""
+        before, self.counted = self.counted, iter_num
+        if iter_num != before + 1 and 'counted' not in self.diagnosed:
+            self.diagnosed.add('counted')
+            self.print(f'diagnosis: after one step the iteration is {iter_num}, and it was {before}'
+                       ": the learning rate, the tokens and the run's end go by it; see that the "
+                       'loop adds 1 for each step')
         if time.perf_counter() >= self.shown_at + LIVE_INTERVAL_S:
             self._show(iter_num, *self.columns)
 

@@ -22,9 +22,10 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 from configurator import load_config
+from plaingpt.checks.model_checks import check_future
 from plaingpt.data.batches import fits_in_ram
 from plaingpt.data.dataset import open_named
-from plaingpt.data.tokenizers import words_of
+from plaingpt.data.tokenizers import token_bytes, words_of
 from plaingpt.inference import lm_eval_model, scoring
 from plaingpt.system.devices import autocast, choose_device, choose_dtype
 from plaingpt.system.distributed import gloo_group, launched_world, print0, process_group
@@ -103,8 +104,8 @@ def score(task, config, model, tokenizer, state, context, group):
             raise UserError(f'{dataset.folder} was prepared with another tokenizer than the '
                             "model's: name another --dataset")
         return score_split(task, dataset, model, config.batch_size, context, group)
-    scores = scoring.score_stream(model, stream, stream.bytes, config.batch_size, context,
-                                  config.data, group)
+    scores = scoring.score_stream(model, stream, token_bytes(tokenizer), config.batch_size,
+                                  context, config.data, group)
     return scores, f'{config.data}: {scoring.quote_text(scores)}'
 
 
@@ -114,16 +115,13 @@ def score_split(split, dataset, model, batch_size, context, group):
     for name, each, _ in dataset.parts:
         in_ram = fits_in_ram([each.folder], launched_world().local_size)  # which verifies it
         stream, label = each.split(split, in_ram), f'{split} of {each.folder}'
-        per_token = each.bytes_per_token(split)
-        scores[name] = scoring.score_stream(
-            model, stream, per_token and per_token * (len(stream) - 1), batch_size, context, label,
-            group)
+        scores[name] = scoring.score_stream(model, stream, each.token_bytes(split), batch_size,
+                                            context, label, group)
         whose = ' of the assistant' * each.has_mask()
         lines.append(f'{label}: {scoring.quote_text(scores[name], whose)}')
     if len(scores) == 1:
         return scores[name], lines[0]
-    mean = scoring.mean_scores(list(scores.values()), [part.weight for part in dataset.parts],
-                               dataset.bytes_per_token(split))
+    mean = scoring.mean_scores(list(scores.values()), [part.weight for part in dataset.parts])
     lines.append(f'{split} of {dataset.folder}: {scoring.quote_text(mean)}')
     return {**mean, 'corpora': scores}, '\n'.join(lines)
 
@@ -152,6 +150,7 @@ def main(argv):
     dtype, _ = choose_dtype(config.dtype, device, model.config.n_embd)
     print0(f'{source} | {model.num_parameters():,} parameters | device {device} | dtype {dtype} | '
            f'processes {world.size}')
+    check_future(model, autocast(device, dtype))
     results = {}
     with process_group(world, device, config.backend):
         group = gloo_group()

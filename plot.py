@@ -111,7 +111,8 @@ def draw_runs(runs, output, reference, may_be_empty=False):
     elif not reference and len(runs) == 1:
         reference = reference_of(runs[0][2])
     try:
-        return draw_curves([(name, rows) for name, rows, _ in runs], output, reference)
+        return draw_curves([(name, rows) for name, rows, _ in runs], output, reference,
+                           tokenizers_differ(runs))
     except UserError:
         if not may_be_empty:
             raise
@@ -145,12 +146,11 @@ def print_losses(runs):
     if texts_differ([run for _, _, run in runs]):
         print('these runs have different texts: which loss is lower says more about the texts than '
               'about the runs')
-    runs = [(name, rows) for name, rows, _ in runs]
-    differ = tokenizers_differ([rows for _, rows in runs])
+    differ = tokenizers_differ(runs)
     print('final losses, the best first' + (
         ' by bits/byte: their tokens differ in length, and losses a token do not compare'
         if differ else ''))
-    for line in loss_table(runs):
+    for line in loss_table([(name, rows) for name, rows, _ in runs], differ):
         print(f'  {line}')
 
 

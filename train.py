@@ -35,6 +35,7 @@ from plaingpt.system import devices
 from plaingpt.system.distributed import (
     StopRequest,
     World,
+    all_gather,
     all_reduce_mean,
     check_shared,
     gloo_group,
@@ -155,7 +156,9 @@ def open_outputs(run, resumed, group):
         None if config.is_read_only else out_dir / 'metrics.jsonl', config=config, run=run.record,
         loader=run.train_data, model=run.model, device=run.device, dtype=run.record['dtype'],
         scaler=run.scaler, world_size=run.world.size, elapsed_s=saved.get('elapsed_s', 0.0),
-        bytes_per_token=run.dataset.bytes_per_token('val'), quiet=not is_main,
+        bytes_per_token=run_data.evaluated_bytes(run.dataset, run.val_data, config,
+                                                 run.progress.eval_sequences) if is_main else None,
+        quiet=not is_main,
         backends=open_backends(config, run.record, saved.get('wandb_id')) if writing else [])
     run.probes = Probes(config, run.dataset, run.parallel, metrics, run.val_data, run.context,
                         group, writing)
@@ -236,20 +239,19 @@ def mean_loss(model, loader, sequences, at_beginning, context, stop):
     the variance between batches, None where there is one). at_beginning: the split's first ones,
     else evenly spaced ones. Each process evaluates its share. Raises Stopped."""
     model.eval()
-    sums = torch.zeros(3, device=loader.device)  # of n sequences of targets, loss × n, loss² × n
-    batches = loader.eval_batches(sequences, at_beginning)
-    for starts in batches:
+    found = []  # of each batch: sequences of targets, loss
+    for starts in loader.eval_batches(sequences, at_beginning):
         stop.raise_if_stopped()
         idx, targets = loader.eval_batch(starts)  # also of none: all gather a sharded model
         with context:
             _, loss = model(idx, targets)
-        n = (targets != -1).sum() / targets.size(1)
-        sums += n * torch.stack((torch.ones_like(loss), loss, loss**2)).float()
+        found.append(torch.stack(((targets != -1).sum() / targets.size(1), loss.float())))
     model.train()
-    count, loss, square = all_reduce_mean(sums).tolist()
-    loss, square, num_batches = loss / count, square / count, loader.world_size * len(batches)
-    variance = max(0, square - loss**2)
-    return loss, math.sqrt(variance / (num_batches - 1)) if num_batches > 1 else None
+    shares = all_gather(torch.stack(found).tolist(), gloo_group())
+    n, losses = torch.tensor(shares, dtype=torch.float64).flatten(0, 1).T
+    loss = (n * losses).sum() / n.sum()
+    variance, num_batches = (n * (losses - loss)**2).sum() / n.sum(), int((n > 0).sum())
+    return loss.item(), math.sqrt(variance / (num_batches - 1)) if num_batches > 1 else None
 
 
 def save(run):
@@ -260,7 +262,8 @@ def save(run):
     state = {**progress.state(), **run.dataset.state(), 'config': asdict(run.config),
              'sequences': run.train_data.sequences_before(progress.iter_num),
              'elapsed_s': run.metrics.elapsed_s(), 'wandb_id': run.metrics.wandb_id(),
-             'dtype': run.record['dtype'], 'scaler': run.scaler.state_dict()}
+             'dtype': run.record['dtype'], 'scaler': run.scaler.state_dict(),
+             'averaged_steps': getattr(run.optimizer, 'averaged_steps', 0)}
     with run.metrics.paused('saving'), averaged(run.optimizer):
         if progress.saved_at == progress.iter_num:  # a signal kept it from evaluating then
             run.saver.update(state)

@@ -9,13 +9,15 @@ from functools import partial
 from itertools import accumulate
 
 import torch
+from torch.func import functional_call
 from torch.nn.functional import cross_entropy
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from model import GPT
-from plaingpt.checks.subject import NotChecked, largest_change
+from plaingpt.checks.subject import Looked, NotChecked, largest_change, mode, opener, others
 from plaingpt.inference.generation import Context, next_logits
 from plaingpt.monitoring.diagnosis import THRESHOLDS
+from plaingpt.system.errors import UserError
 from plaingpt.training.optimizers import MuonAdamW, parts_of
 
 SAME = 1e-5  # of the RMS: what rounding may change; a token that is seen changes more
@@ -27,6 +29,7 @@ ROUNDING = 2e-6  # nats, of a difference of two losses in float32
 INITIAL_STD = 0.02  # of weights: an embedding is about that times n_embd along itself, normalised
 GRADIENT_ERROR = 0.01  # of it; ours is 0.001
 SWAPS = 5  # of neighbouring tokens, along a sequence
+SCORED = 128  # tokens, at most, that are looked at before scores are taken
 CUT_OFF = 1e-12  # squared norm of a gradient that predicts nothing
 
 
@@ -127,16 +130,49 @@ def matrices_are_stated(subject):
 
 
 def future_is_hidden(subject):
-    for row, t in ((0, subject.changed.start), (3, subject.config.block_size - 1)):
-        before = [x[row, :t] for x in (subject.seen, subject.seen_changed)]
-        if t and largest_change(*before) > SAME:
+    return reads_ahead(subject.looked) or reads_targets(subject)
+
+
+def reads_ahead(looked):
+    B, T, _ = looked.before.shape  # one row, or four and more
+    for row, t in ((0, looked.changed.start), (3, T - 1))[:B]:
+        if t and largest_change(looked.before[row, :t], looked.after[row, :t]) > SAME:
             return (f'what positions 0 to {t - 1} say changes with the tokens from {t} on: '
                     'attention without is_causal or with a wrong mask, or a layer that mixes in '
                     'later tokens')
 
 
+def reads_targets(subject):
+    """Where the loss has no logits beside it, the gradient of the head tells what it has read: that
+    of the rows of other tokens is the same for any targets."""
+    model, idx, last = subject.model, subject.batch[0], subject.model.config.vocab_size - 1
+    head, found = {'lm_head.weight': model.lm_head.weight.detach().clone().requires_grad_()}, []
+    for training in (True, False):
+        for target in (0, last):
+            with subject.training_mode(training):
+                _, loss = functional_call(model, head, (idx, torch.full_like(idx, target)),
+                                          tie_weights=False)
+            found += torch.autograd.grad(loss, head.values(), allow_unused=True)
+        if last > 1 and found[-1] is not None \
+                and largest_change(*(gradient[1:last] for gradient in found[-2:])) > SAME:
+            return ('what the head reads changes with the targets: something in forward() looks '
+                    f'at them before the loss, in {"training" if training else "evaluations"}')
+
+
+def check_future(model, context):
+    """Raise UserError where a network that is to be scored sees later tokens."""
+    shape = model.config
+    tokens = torch.arange(min(SCORED, shape.block_size), device=model.lm_head.weight.device)
+    tokens = tokens[None] % shape.vocab_size  # (1, T)
+    tokens = torch.where(tokens == opener(shape), others(tokens, shape), tokens)
+    with mode(model, training=False), torch.no_grad(), context:
+        problem = reads_ahead(Looked(lambda idx: model.hidden(idx).float(), tokens, shape))
+    if problem:
+        raise UserError(f'nothing was scored, because {problem}')
+
+
 def texts_are_apart(subject):
-    if largest_change(subject.seen[1], subject.seen_changed[1]) > SAME:
+    if largest_change(*(x[1::4] for x in (subject.looked.before, subject.looked.after))) > SAME:
         return ('what a sequence says changes with another sequence of the batch: a view, '
                 'transpose or mean over the wrong dimension')
     if subject.opener >= 0:
@@ -152,8 +188,8 @@ def texts_are_apart(subject):
 
 
 def past_is_seen(subject):
-    t = subject.changed.stop
-    after = [x[2, t:] for x in (subject.seen, subject.seen_changed)]
+    t = subject.looked.changed.stop
+    after = [x[2, t:] for x in (subject.looked.before, subject.looked.after)]
     if after[0].numel() and largest_change(*after) <= SAME:
         return (f'what positions from {t} on say does not change with the tokens before: '
                 'attention sees too little, or its output is not used')

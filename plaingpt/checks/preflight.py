@@ -67,6 +67,7 @@ INSIDE = {  # of the network, while what begins at zero or small is made to coun
     'generation with a cache is the same': cache_changes_nothing,
     'a step follows the gradient': steps_follow_the_gradient,
     'a saved model comes back': checkpoints_come_back}
+LATER = {'the future is hidden': future_is_hidden}  # also of a run that continues or evaluates
 # Loaded weights may be the reason, such as those of an overfit model: then it is a warning.
 LEARNABLE = {'the first loss is usual', 'the past is seen', 'the order of tokens matters'}
 NEEDED = {'the weights are float32', 'an evaluation reads every sequence once'}  # to look inside
@@ -76,14 +77,16 @@ NEEDED = {'the weights are float32', 'an evaluation reads every sequence once'} 
 @exact_matmul()  # TF32 rounds more than many a mistake changes
 def preflight(run, resumed, mean_loss, group):
     """Check a run that is about to begin, on all processes, and say what came of it in a line; with
-    check=True a line for each check. The run is left as it was. One that continues is not checked.
+    check=True a line for each check. The run is left as it was. Of one that continues, or that
+    only evaluates, it is checked that the future is hidden.
 
     run: train.Run; resumed: the checkpoint that it continues from, or None
     mean_loss: train.mean_loss; group: of gloo_group
     Raises UserError with a line for each check that fails, unless check=warn."""
     config, began = run.config, time.perf_counter()
-    if config.check is not True and (not config.check or resumed or config.eval_only):
+    if not config.check:
         return
+    brief = config.check is not True and bool(resumed or config.eval_only)
     model, optimizer = run.model, run.optimizer
     if run.parallel.sharded:  # a process has not all of it: one of its kind stands for it
         model, optimizer = shallow(model.config, config, run.device)
@@ -92,10 +95,10 @@ def preflight(run, resumed, mean_loss, group):
                       run.context, group, from_scratch=from_scratch or run.parallel.sharded,
                       evaluate=lambda *what: mean_loss(*what, False, run.context, run.stop)[0],
                       evaluated=run.progress.eval_sequences)
-    problems = make(BEFORE, subject)
+    problems = {} if brief else make(BEFORE, subject)
     if not NEEDED & problems.keys():
         with subject.enlarged():
-            problems |= make(INSIDE, subject)
+            problems |= make(LATER if brief else INSIDE, subject)
     if subject.device.type == 'cuda':
         torch.cuda.reset_peak_memory_stats(subject.device)  # what is logged is the run's
     lines = [f'preflight: {what}? No: {problem}' for what, problem in problems.items()]
@@ -104,6 +107,8 @@ def preflight(run, resumed, mean_loss, group):
                                    'give --check=warn']))
     for line in lines if run.world.is_main else ():
         warn(line)
+    if brief:
+        return
     of = f' of {len(problems) + subject.passed}' * bool(problems)
     print0(f'preflight: {subject.passed}{of} checks passed in {time.perf_counter() - began:.2f} s'
            + (f'; the model will read {subject.text!r}' if subject.text else ''))

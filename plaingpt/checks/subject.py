@@ -54,20 +54,21 @@ class Subject:
         return self.train_data.device
 
     def sequences(self, length):
-        """(4, length + 1) tokens of the training split: in row 1 its end, else its beginning. With
-        document_attention no document begins there, so that all before a token is to be seen."""
+        """(B, length + 1) tokens of the training split, as many rows as a batch has and at least 4:
+        in row 1 its end, else its beginning. With document_attention no document begins there, so
+        that all before a token is to be seen."""
         stream = self.train_data.stream
         n = min(length + 1, len(stream))  # few conversations may be less: they are repeated
-        tokens = stream.sequences(np.array([0, len(stream) - n, 0, 0]), n)
+        starts = np.zeros(max(4, self.train_data.batch_size), np.int64)
+        starts[1] = len(stream) - n
+        tokens = stream.sequences(starts, n)
         tokens = np.tile(tokens, math.ceil((length + 1) / n))[:, :length + 1]
         tokens = torch.from_numpy(tokens).to(self.device)
         return torch.where(tokens == self.opener, self.others(tokens), tokens)
 
     @property
     def opener(self):
-        """The token that opens a document, where that changes what is seen; else -1."""
-        shape = self.model.config
-        return shape.document_start if shape.document_attention else -1
+        return opener(self.model.config)
 
     @cached_property
     def batch(self):
@@ -76,32 +77,13 @@ class Subject:
         return tokens[:, :-1], tokens[:, 1:]
 
     @cached_property
-    def changed(self):
-        """slice of the positions in the middle of `seen`, whose tokens differ in `seen_changed`."""
-        T = self.config.block_size
-        return slice(T // 2, T // 2 + min(4, math.ceil(T / 8)))
-
-    @cached_property
-    def seen(self):
-        """(4, block_size, C): what the head reads of sequences of full length."""
-        return self.hidden(self.sequences(self.config.block_size)[:, :-1])
-
-    @cached_property
-    def seen_changed(self):
-        """That of other tokens: from `changed` on in row 0, none in row 1, `changed` in row 2, the
-        last in row 3."""
-        idx = self.sequences(self.config.block_size)[:, :-1].clone()
-        idx[0, self.changed.start:] = self.others(idx[0, self.changed.start:])
-        idx[2, self.changed] = self.others(idx[2, self.changed])
-        idx[3, -1] = self.others(idx[3, -1])
-        return self.hidden(idx)
+    def looked(self):
+        """What the head reads of sequences of full length."""
+        tokens = self.sequences(self.config.block_size)[:, :-1]
+        return Looked(self.hidden, tokens, self.model.config)
 
     def others(self, tokens):
-        """Other tokens of the vocabulary, which open no document. They are not the next ones: new
-        special tokens stand together, and have the same row until they are learned."""
-        size = self.model.config.vocab_size
-        found = (tokens + size // 2) % size
-        return torch.where(found == self.opener, (found + 1) % size, found)
+        return others(tokens, self.model.config)
 
     def hidden(self, idx):
         """Each call draws the same dropout, so that results differ by the tokens alone. Gradients
@@ -144,18 +126,8 @@ class Subject:
         [starts] = self.few.eval_batches(self.few.batch_size)
         return tuple(t[:len(starts)] for t in self.few.eval_batch(starts))
 
-    @contextmanager
     def training_mode(self, training=True):
-        """A context for a pass of its own: with the same random numbers each time, after which all
-        is as before."""
-        was_training = self.model.training
-        with torch.random.fork_rng([self.device] if self.device.type == 'cuda' else []):
-            torch.manual_seed(0)
-            self.model.train(training)
-            try:
-                yield
-            finally:
-                self.model.train(was_training)
+        return mode(self.model, training)
 
     def small_model(self):
         """→ (GPT with the flags of this one, all of whose weights count; its optimizer; its
@@ -189,6 +161,49 @@ class Subject:
             with torch.no_grad():
                 for p, before in kept:
                     p.copy_(before)
+
+
+class Looked:
+    """What the head of a network reads of some tokens, and of others in their place: in rows 0, 4,
+    … from the middle on, in rows 2, 6, … in the middle, in rows 3, 7, … the last. Rows 1, 5, … stay
+    as they are.
+
+    hidden: tokens (B, T) → what the head reads; shape: the network's GPTConfig
+    """
+
+    def __init__(self, hidden, tokens, shape):
+        T = tokens.size(1)
+        self.changed = slice(T // 2, T // 2 + min(4, math.ceil(T / 8)))  # the middle
+        changed, other = tokens.clone(), others(tokens, shape)
+        for row, places in ((0, slice(T // 2, T)), (2, self.changed), (3, slice(T - 1, T))):
+            changed[row::4, places] = other[row::4, places]
+        self.before, self.after = hidden(tokens), hidden(changed)  # (B, T, C) each
+
+
+def opener(shape):
+    """The token that opens a document, where that changes what is seen; else -1."""
+    return shape.document_start if shape.document_attention else -1
+
+
+def others(tokens, shape):
+    """Other tokens of the vocabulary, which open no document. They are not the next ones: new
+    special tokens stand together, and have the same row until they are learned."""
+    found = (tokens + shape.vocab_size // 2) % shape.vocab_size
+    return torch.where(found == opener(shape), (found + 1) % shape.vocab_size, found)
+
+
+@contextmanager
+def mode(model, training):
+    """A context for a pass of its own: with the same random numbers each time, after which all is
+    as before."""
+    was_training, device = model.training, model.lm_head.weight.device
+    with torch.random.fork_rng([device] if device.type == 'cuda' else []):
+        torch.manual_seed(0)
+        model.train(training)
+        try:
+            yield
+        finally:
+            model.train(was_training)
 
 
 def shallow(shape, config, device):

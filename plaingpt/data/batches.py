@@ -199,6 +199,14 @@ class BatchLoader:
         among = min(n, self.num_eval_sequences) if first else self.num_eval_sequences
         return places * among // n * self.block_size
 
+    def mean_target(self, values, n, at_beginning):
+        """The mean of values (vocab_size,) over the targets of eval_batches, of all processes."""
+        n = min(n, self.num_eval_sequences)
+        starts = 1 + self.eval_starts(np.arange(n), n, at_beginning)
+        total = sum(values[self.stream.sequences(starts[i:i + self.batch_size], self.block_size)]
+                    .sum() for i in range(0, n, self.batch_size))
+        return float(total / (n * self.block_size))
+
     def eval_batch(self, starts):
         """(idx, targets), each (batch_size, block_size) int64 on the device.
 

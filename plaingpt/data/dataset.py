@@ -89,6 +89,12 @@ class Dataset:
         known = entry.get('bytes') and not self.has_mask()  # it does not say those of the assistant
         return entry['bytes'] / entry['tokens'] if known else None
 
+    def token_bytes(self, split):
+        """As tokenizers.token_bytes, or None where meta.json knows nothing of the text of a split.
+        Raises UserError."""
+        known = self.bytes_per_token(split)
+        return tokenizers.token_bytes(self.tokenizer()) if known else None
+
     def identity(self, split):
         """What the tokens of a split are, wherever they lie: the checksums of its files, sampled
         ones where meta.json has none."""

@@ -345,6 +345,16 @@ def from_json(description):
     return ByteTokenizer() if kind == 'byte' else GPT2Tokenizer()
 
 
+def token_bytes(tokenizer):
+    """How many UTF-8 bytes of text each id stands for, (vocab_size,): 0 for control tokens."""
+    words = getattr(tokenizer, 'base', tokenizer)  # what opens and ends a turn is no text
+    controls = {words.end_of_text, *getattr(words, 'controls', ())}
+    sizes = np.zeros(tokenizer.vocab_size, np.int64)
+    sizes[:words.vocab_size] = [0 if i in controls else len(words.decode_bytes([i]))
+                                for i in range(words.vocab_size)]
+    return sizes
+
+
 def named_vocab_size(name):
     """The vocabulary of `make_tokenizer(name, texts)`, or None where the texts decide (char)."""
     kind, _, size = name.partition(':')

@@ -29,6 +29,7 @@ from plaingpt.monitoring.figures import NATS
 from plaingpt.system.errors import UserError, needs
 from plaingpt.system.files import read_json, write_json
 from plaingpt.system.formatting import setting, short
+from plaingpt.training.run_data import evaluated_bytes
 
 SIZES, RATIO = 4, 1.8  # below the largest, each with so many times fewer parameters
 LARGEST_SHARE = 3  # the largest run takes so many times as long as another size
@@ -164,7 +165,9 @@ def measure(config, dataset, folder, work, facts):
     gpt = model_at(config, size['width'], dataset.vocab_size)
     flops = config.step_tokens() * gpt.flops_per_token()
     return {**facts, **fit(rows, text_tokens), 'held_out': held_out,
-            'vocab_size': dataset.vocab_size, 'bytes_per_token': dataset.bytes_per_token('val'),
+            'vocab_size': dataset.vocab_size, 'bytes_per_token': evaluated_bytes(
+                dataset, dataset.loader('val', False, config.block_size, config.batch_size),
+                config, config.eval_sequences()),
             'flops_per_s': flops / rows[-1]['step_s']}
 
 

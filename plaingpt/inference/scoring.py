@@ -149,7 +149,6 @@ class TextStream:
         text = read_text(path, f'data={path}')
         start = [] if tokenizer.end_of_text is None else [tokenizer.end_of_text]
         self.ids = np.concatenate([start, encode(tokenizer, text, path)]).astype(np.int64)
-        self.bytes = len(text.encode())
 
     def __len__(self):
         return len(self.ids)
@@ -165,10 +164,10 @@ def encode(tokenizer, text, where):
         raise UserError(f'{where}: {e}') from None
 
 
-def score_stream(model, stream, text_bytes, batch_size, context, label, group=None):
+def score_stream(model, stream, sizes, batch_size, context, label, group=None):
     """→ {loss in nats per token, perplexity, bits_per_byte, …} of a whole stream, of conversations
     the tokens in the loss mask. The standard error takes the sequences, not the tokens, as
-    independent. Raises UserError."""
+    independent. sizes: of tokenizers.token_bytes, or None. Raises UserError."""
     kind = Sequences if stream.loss_mask is None else Answers
     sequences = kind(stream, model.config.block_size)
     if not len(sequences):
@@ -180,20 +179,26 @@ def score_stream(model, stream, text_bytes, batch_size, context, label, group=No
     if n > 1:
         squares = ((sums - loss * sequences.counts) ** 2).sum()
         stderr = math.sqrt(squares * n / (n - 1)) / tokens
+    size = None
+    if sizes is not None:  # of the tokens that were scored
+        size = sum(int(sizes[ids[scored]].sum()) for ids, scored in map(
+            sequences.__getitem__, range(n)))
     return {'loss': loss, 'loss_stderr': stderr, 'perplexity': math.exp(min(loss, 700)),
-            'bits_per_byte': loss * tokens / math.log(2) / text_bytes if text_bytes else None,
-            'tokens': tokens}
+            'bits_per_byte': loss * tokens / math.log(2) / size if size else None,
+            'tokens': tokens, 'bytes': size}
 
 
-def mean_scores(scores, weights, bytes_per_token):
+def mean_scores(scores, weights):
     """[scores of score_stream] of several corpora → those of their mixture by weights of tokens."""
+    sizes = [each['bytes'] and each['bytes'] / each['tokens'] for each in scores]
     loss = sum(w * each['loss'] for w, each in zip(weights, scores, strict=True))
     errors = [each['loss_stderr'] for each in scores]
     return {'loss': loss,
             'loss_stderr': None if None in errors else math.hypot(
                 *(w * error for w, error in zip(weights, errors, strict=True))),
             'perplexity': math.exp(min(loss, 700)),
-            'bits_per_byte': loss / math.log(2) / bytes_per_token if bytes_per_token else None,
+            'bits_per_byte': None if None in sizes else loss / math.log(2) / sum(
+                w * size for w, size in zip(weights, sizes, strict=True)),
             'tokens': sum(each['tokens'] for each in scores)}
 
 

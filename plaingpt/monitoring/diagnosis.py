@@ -61,6 +61,7 @@ THRESHOLDS = {
     # share of ln(vocab) that the loss on a few batches falls below (Karpathy 2019)
     'overfit_check': 0.05,
 }
+OVERFLOWS = 16  # steps that float16 may skip first: training_step.py
 
 
 @dataclass(frozen=True)
@@ -135,6 +136,18 @@ def initial_loss(rows, run):
     if run['from_scratch'] and abs(first - expected) > tolerance:
         return (f'the first loss is {first:.2f}, but {uniform}',
                 'look at the initialisation, and at targets and vocabulary')
+
+
+def unmoved(rows, run):
+    seen = rows_with(rows, 'train_loss', 'val_loss')
+    first, *later = seen or [{'iter': None}]
+    scaled = bool(rows_with(rows, 'loss_scale'))  # float16 skips steps until it has found its scale
+    later = [row for row in later if row['iter'] > OVERFLOWS * scaled]
+    if first['iter'] == 0 and later and all(
+            first[key] == later[0][key] for key in ('train_loss', 'val_loss')):
+        return (f'the evaluation at iteration {later[0]["iter"]} gives the same losses as that at '
+                f'0, to the last digit ({first["train_loss"]}): no weight has moved',
+                "see that the loop sets each group's learning rate and calls the optimizer's step")
 
 
 def no_progress(rows, run):
@@ -325,6 +338,6 @@ def data_wait(rows, run):
                 'set data_in_ram=True, or put data/ on a faster disk')
 
 
-CHECKS = (initial_loss, no_progress, no_context, diverging,
+CHECKS = (initial_loss, unmoved, no_progress, no_context, diverging,
           rate_high, rate_low, rate_gone, clipped, no_gradient, attention_logit, loss_scale,
           overfit, forgetting, implausible, overlap, changed_data, data_wait)

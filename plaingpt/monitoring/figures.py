@@ -1,6 +1,7 @@
 """Curves of runs as pictures, with matplotlib and without torch: the losses, in two panels that
 each answer a question, and in a second picture what else was logged."""
 
+import math
 from pathlib import Path
 
 from plaingpt.monitoring.details import detail_panels
@@ -12,15 +13,17 @@ from plaingpt.system.formatting import duration, printable
 
 NAME_WIDTH = 28  # characters of a run's name in a table
 LABEL_WIDTH = 18  # and in a picture
-NATS, BITS = 'loss, nats a token', 'bits a byte'  # labels of axes
+NATS = 'loss, nats a token'  # a label of axes
+COMPARED = ('val_loss', NATS), ('val_bpb', 'bits a byte')  # key of rows, label; by_bits the second
 VALIDATION, TRAINING, *OTHERS = COLOURS
 CORPUS = 'val_loss/'  # keys of rows: the loss on another corpus
 DETAILS_HEIGHT = 3.6  # inches of a panel
 
 
-def draw_curves(runs, path, reference=None):
+def draw_curves(runs, path, reference=None, by_bits=False):
     """Draw runs, [(name, rows)], into the PNG at `path`, with the band of a references.Reference,
-    and what else they logged into a PNG beside it → the paths of both.
+    and what else they logged into a PNG beside it → the paths of both. by_bits: compare them in
+    bits a byte.
 
     Raises UserError where matplotlib is absent, or no run has anything to draw.
     """
@@ -28,7 +31,7 @@ def draw_curves(runs, path, reference=None):
         raise UserError('there is nothing to draw yet: no step is logged, no evaluation made')
     names = short_names([name for name, _ in runs], LABEL_WIDTH)
     runs = [(names[name], rows) for name, rows in runs]
-    save_figure(loss_panels(runs, reference), path)
+    save_figure(loss_panels(runs, reference, by_bits), path)
     panels, beside = detail_panels(runs), Path(path).with_stem(f'{Path(path).stem}-details')
     if not panels:
         return [path]
@@ -36,17 +39,17 @@ def draw_curves(runs, path, reference=None):
     return [path, beside]
 
 
-def loss_panels(runs, reference=None):
+def loss_panels(runs, reference=None, by_bits=False):
     """Runs, [(name, rows)] → two Panels: what they learn, and how they stand."""
     if len(runs) == 1:
         (name, rows), = runs
         first = learning_panel(name, rows)
     else:
-        first = comparison_panel(runs)
+        first = comparison_panel(runs, by_bits)
     if reference and reference.band():
         return [first, reference_panel(runs, reference)]
     if len(runs) > 1:
-        return [first, *speed_panel(runs)]
+        return [first, *speed_panel(runs, by_bits)]
     return [first, *unseen_panel(rows)]
 
 
@@ -208,10 +211,10 @@ def lowest(rows, key='val_loss'):
 # several runs, and references
 
 
-def comparison_panel(runs):
+def comparison_panel(runs, by_bits):
     """The validation loss of each run, in bits a byte where their tokens differ in length; the
     training loss where no run has an evaluation."""
-    key, y_label = compared_by([rows for _, rows in runs])
+    key, y_label = COMPARED[by_bits]
     same_steps = len({step_tokens(rows) for _, rows in runs} - {None}) < 2
     x, x_label = ('iter', 'iteration') if same_steps else ('tokens', 'tokens')
     best = best_of_runs(runs, key)
@@ -227,9 +230,9 @@ def comparison_panel(runs):
                  + f' (no evaluation: {", ".join(absent)})' * bool(absent), x_label, y_label)
 
 
-def speed_panel(runs):
+def speed_panel(runs, by_bits):
     """→ [the Panel of losses over time, after iteration 0], [] where there are no two runs of it"""
-    key, y_label = compared_by([rows for _, rows in runs])
+    key, y_label = COMPARED[by_bits]
     best = best_of_runs(runs, key)
     if len(best) < 2:
         return []
@@ -298,25 +301,23 @@ def reference_panel(runs, reference):
 # the losses of several runs
 
 
-def compared_by(runs):
-    """→ (key of rows, its label): losses, or bits a byte where these alone compare. runs: lists of
-    rows"""
-    return ('val_bpb', BITS) if tokenizers_differ(runs) else ('val_loss', NATS)
-
-
 def tokenizers_differ(runs):
     """Whether tokens stand for different amounts of text, so that losses a token do not compare.
-    runs: lists of rows."""
-    lengths = [row['val_loss'] / row['val_bpb'] for rows in runs
-               for row in rows_with(rows, 'val_loss', 'val_bpb')[-1:] if row['val_bpb']]
+    runs: [(name, rows, what run.json says)]"""
+    lengths = []  # bytes a token of the whole split, whatever part of it a run evaluates
+    for _, rows, run in runs:
+        seen = [row for row in rows_with(rows, 'val_loss', 'val_bpb') if row['val_bpb']]
+        if length := run.get('val_bytes_per_token'):
+            lengths.append(length)
+        elif seen:  # of an earlier version, whose bits are by that length
+            lengths.append(seen[-1]['val_loss'] / math.log(2) / seen[-1]['val_bpb'])
     return bool(lengths) and max(lengths) > 1.001 * min(lengths)
 
 
-def loss_table(runs):
+def loss_table(runs, by_bits=False):
     """→ the lines of a table of the losses at the last evaluation of runs, [(name, rows)], the best
-    first: by bits a byte where tokenizers differ, else by validation loss. Runs without come last.
-    """
-    key, _ = compared_by([rows for _, rows in runs])
+    first: by_bits those a byte, else the validation loss. Runs without come last."""
+    key, _ = COMPARED[by_bits]
     table = []
     for name, rows in runs:
         seen = rows_with(rows, 'val_loss')

@@ -39,7 +39,7 @@ class Metrics:
     config, run: its TrainConfig, and its facts (run_record.describe_run)
     loader, model: of the training tokens, and the model that is neither compiled nor wrapped
     device, dtype, scaler, world_size: what the job computes with
-    bytes_per_token: of the validation text, or None; elapsed_s: before the run was resumed
+    bytes_per_token: of the evaluated text, or None; elapsed_s: before the run was resumed
     backends: of open_backends; quiet: write and print nothing (ranks other than 0)
     """
 
@@ -57,6 +57,7 @@ class Metrics:
 
     def begin(self, iter_num):
         """Start the clock of steps. The rows of a resumed run go to the backends."""
+        self.counted = iter_num  # steps, those before a resume included
         if not self.quiet and self.path:
             for row in read_rows(self.path, self.print):
                 self._remember(row)
@@ -87,6 +88,12 @@ class Metrics:
 
     def tick(self, iter_num):
         """Show on a terminal where the run stands; call it after every step."""
+        before, self.counted = self.counted, iter_num
+        if iter_num != before + 1 and 'counted' not in self.diagnosed:
+            self.diagnosed.add('counted')
+            self.print(f'diagnosis: after one step the iteration is {iter_num}, and it was {before}'
+                       ": the learning rate, the tokens and the run's end go by it; see that the "
+                       'loop adds 1 for each step')
         if time.perf_counter() >= self.shown_at + LIVE_INTERVAL_S:
             self._show(iter_num, *self.columns)
 

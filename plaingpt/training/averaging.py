@@ -48,10 +48,11 @@ def exchange(optimizer):
             state['average'].copy_(weights)
 
 
-def go_on(optimizer, decay, iter_num):
-    """After the model and the optimizer of a checkpoint were loaded. decay: 0 ends the average"""
+def go_on(optimizer, decay, averaged_steps):
+    """After the model and the optimizer of a checkpoint were loaded. decay: 0 ends the average;
+    averaged_steps: that it has seen"""
     exchange(optimizer)
-    optimizer.averaged_steps = iter_num
+    optimizer.averaged_steps = averaged_steps
     if not decay:
         for state in optimizer.state.values():
             state.pop('average', None)

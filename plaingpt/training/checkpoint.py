@@ -48,7 +48,7 @@ FORMAT_VERSION = 1
 RENAMED = {'windows': 'sequences', 'stale': 'evals_since_best'}
 # What a checkpoint of an earlier version may lack.
 LATER = {'val_loss': None, 'elapsed_s': 0.0, 'wandb_id': None, 'samples': {},
-         'eval_sequences': 0, 'dtype': None}
+         'eval_sequences': 0, 'dtype': None, 'averaged_steps': None}
 CHUNK = re.compile(r'(model|optimizer)-(\d{5,9})-of-(\d{5,9})\.safetensors')
 PART = re.compile(r'(.*?)(?:\[(\d{1,18}):(\d{1,18})\])?', re.DOTALL)  # of a tensor: its rows
 # As safetensors calls them. An optimizer of your own may remember integers.
@@ -306,7 +306,7 @@ def check_state(state, iter_num):
     check_keys(state, {
         'iter_num': lambda x: type(x) is int and x == iter_num,
         'sequences': is_count, 'evals_since_best': is_count, 'eval_sequences': is_count,
-        'evaluated': is_bool,
+        'evaluated': is_bool, 'averaged_steps': lambda x: x is None or is_count(x),
         **dict.fromkeys(('val_loss', 'best_val_loss'), lambda x: x is None or is_number(x)),
         'elapsed_s': is_number, 'samples': is_dict,
         'config': lambda x: is_dict(x) and x.get('block_size', length) == length

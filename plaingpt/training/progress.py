@@ -120,7 +120,8 @@ def restore(resumed, config, model, optimizer, scaler, train_data, world, device
         return Progress(eval_sequences=config.eval_sequences())
     state, iter_num = resumed.state, resumed.iter_num
     resumed.load_optimizer(optimizer, model)
-    averaging.go_on(optimizer, config.average_decay, iter_num)
+    averaging.go_on(optimizer, config.average_decay,
+                    iter_num if state['averaged_steps'] is None else state['averaged_steps'])
     if state['scaler']:  # empty where the run was not in float16 so far
         scaler.load_state_dict(state['scaler'])
     train_data.resume_at(iter_num, state['sequences'])

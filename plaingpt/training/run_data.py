@@ -139,6 +139,18 @@ def open_batches(config, dataset, world, device):
     return loaders
 
 
+def evaluated_bytes(dataset, val_data, config, sequences):
+    """UTF-8 bytes of text a token, of the tokens that each evaluation reads of the validation split
+    (of a mixture by its weights), or None where that is not known. sequences: that it reads"""
+    try:
+        sizes = dataset.token_bytes('val')
+    except UserError as problem:  # it takes a download
+        print0(f'no bits per byte: {problem}')
+        return None
+    return None if sizes is None else dataset.mean(
+        part.mean_target(sizes, sequences, config.eval_tokens > 0) for part in val_data.parts)
+
+
 def base_tokenizer(dataset):
     """The tokenizer that a chat tokenizer wraps, as JSON, or None."""
     return dataset.tokenizer_json().get('base')

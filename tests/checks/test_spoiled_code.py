@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from changes import after_init, change_batches
 from helpers import exit_code, fork, ranks
 
+import evaluate
 import model
 import prepare
 import train
@@ -70,6 +71,35 @@ def future_leaks_late_in_the_sequence(patch):
                         | (torch.arange(T) >= 40)[:, None])
 
 
+def reading_targets(patch, when):
+    """The head reads a bit of the targets where when(model)."""
+    def forward(self, idx, targets=None):
+        x = self.hidden(idx)
+        if targets is not None and when(self):
+            x = x + 0.1 * self.transformer.wte(targets.clamp(min=0))
+        if targets is not None and self.loss_chunk_tokens:
+            return None, model.chunked_cross_entropy(x, self.lm_head.weight, self.config.vocab_size,
+                                                     targets, self.loss_chunk_tokens)
+        logits = self.logits(x)
+        return logits, None if targets is None else model.cross_entropy(logits, targets)
+    patch(model.GPT, 'forward', lambda _: forward)
+
+
+@fails('the future is hidden')
+def targets_are_read(patch):
+    reading_targets(patch, lambda gpt: True)
+
+
+@fails('the future is hidden', tied_head=False, zero_init=True)
+def targets_are_read_in_evaluations(patch):
+    reading_targets(patch, lambda gpt: not gpt.training)
+
+
+@fails('the future is hidden', tied_head=False, loss_chunk_tokens=0)
+def targets_are_read_in_training(patch):
+    reading_targets(patch, lambda gpt: gpt.training)
+
+
 @fails('the past is seen')
 def mask_leaves_each_token_alone(patch):
     attention_with_mask(patch, lambda T: torch.eye(T, dtype=torch.bool))
@@ -86,6 +116,12 @@ def softmax_over_nothing(patch):
 @fails('sequences and documents are apart')
 def rows_share_a_norm(patch):
     patch(model.MLP, 'forward', lambda forward: lambda self, x: forward(self, x - x.mean(dim=0)))
+
+
+@fails('sequences and documents are apart', batch_size=6)
+def rows_of_large_batches_share_a_norm(patch):
+    patch(model.MLP, 'forward', lambda forward: lambda self, x:
+          forward(self, x - x.mean(dim=0) * (len(x) > 4)))
 
 
 @fails('sequences and documents are apart', document_attention=True, document_start=0)
@@ -398,6 +434,17 @@ def test_a_check_that_fails_stops_the_run_unless_it_is_a_warning_or_off(
     train.main([*tiny, '--check=warn'])
     out, err = capsys.readouterr()
     assert 'done: ' in out and err.count('warning: preflight: batches are what the files') == 1
+
+
+def test_a_mask_that_is_lost_after_the_start_is_named_by_a_resume_and_an_evaluation(
+        patch, tiny, tmp_path):
+    train.main([*tiny, '--max_iters=2'])
+    attention_is_not_causal(patch)
+    for again in ('--max_iters=4', '--eval_only=True'):
+        with pytest.raises(UserError, match=r'the future is hidden\? No: .* positions'):
+            train.main([*tiny, '--init_from=resume', again])
+    with pytest.raises(UserError, match=r'nothing was scored, because .* positions'):
+        evaluate.main([f'--out_dir={tmp_path}/out', '--device=cpu'])
 
 
 def same_rank_everywhere():

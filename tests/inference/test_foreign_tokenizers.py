@@ -167,6 +167,7 @@ def test_a_dataset_of_their_tokens_says_how_many_bytes_they_have(
     text = ours.decode(ids)
     assert text_file.read_text(encoding='utf-8').endswith(text)
     assert dataset.bytes_per_token('val') == pytest.approx(len(text.encode()) / len(ids))
+    assert dataset.token_bytes('val')[ids].sum() == len(text.encode())
     assert dataset.vocab_size == 512 and np.array_equal(ours.encode(text), ids)
 
 

@@ -20,6 +20,7 @@ from plaingpt.monitoring.diagnosis import CHECKS, diagnose
 from plaingpt.monitoring.markdown_report import overfit_check
 from plaingpt.monitoring.metrics_file import read_rows
 from plaingpt.monitoring.run_record import read_run
+from plaingpt.training.progress import Progress
 
 # -----------------------------------------------------------------------------
 # rows of metrics
@@ -60,6 +61,8 @@ def losses(change):
 WRONG = [
     ('initial_loss', 0, {}, losses(lambda i, x: x + 2 * math.exp(-i / 10))),
     ('initial_loss', 0, dict(from_scratch=False), losses(lambda i, x: x + math.exp(-i / 10))),
+    ('unmoved', 30, {}, dict(train_loss=lambda i, x: 4.2 if i < 60 else x,
+                             val_loss=lambda i, x: 4.3 if i < 60 else x)),
     ('no_progress', 240, {}, losses(lambda i, x: 4.2 - i / 3000)),
     ('no_context', 240, {}, losses(lambda i, x: 3.3 + 0.9 * math.exp(-i / 30))),
     ('diverging', 30, {}, dict(loss=lambda i, x: x + 1.5 * (5 <= i <= 15))),
@@ -190,6 +193,27 @@ def test_a_run_says_what_goes_wrong_once(monkeypatch, diagnosed, capsys):
     found = diagnosed(**{**detached(monkeypatch), **targets_not_shifted(monkeypatch)})
     assert found >= {'implausible', 'no_gradient'}
     assert capsys.readouterr().out.count('diagnosis: ') == len(found)
+
+
+def test_weights_that_do_not_move_are_named_at_the_first_evaluation_after_the_start(
+        monkeypatch, diagnosed, capsys):
+    def held(gpt, optimizer, *rest):
+        for group in optimizer.param_groups:
+            group['lr'] *= 0
+        return update(gpt, optimizer, *rest)
+    update = train.update
+    monkeypatch.setattr(train, 'update', held)
+    assert 'unmoved' in diagnosed(max_iters=4, eval_interval=2, optimizer='sgd', health_interval=0)
+    assert 'diagnosis: the evaluation at iteration 2 gives' in capsys.readouterr().out
+
+
+def test_iterations_that_do_not_count_steps_are_named(monkeypatch, diagnosed, capsys):
+    diagnosed(max_iters=4)
+    assert 'diagnosis' not in capsys.readouterr().out
+    monkeypatch.setattr(Progress, '__setattr__', lambda self, name, value: object.__setattr__(
+        self, name, value + 1 if name == 'iter_num' and value else value))
+    diagnosed(max_iters=8)
+    assert capsys.readouterr().out.count('diagnosis: after one step the iteration is 2') == 1
 
 
 def test_a_healthy_run_gives_no_alarm(diagnosed):

@@ -1,5 +1,7 @@
 """Curves as pictures: what panels show, and that their headlines say it."""
 
+import math
+
 import pytest
 from helpers import size_of_png
 
@@ -153,12 +155,21 @@ def test_a_run_without_evaluations_is_named_and_the_others_are_drawn():
 
 def test_runs_of_different_tokenizers_are_compared_by_bits():
     bytes_, words = ('bytes', run([5.0, 2.0], bits=1.44)), ('words', run([9.0, 4.0], bits=0.4))
-    panels = figures.loss_panels([bytes_, words])
+    panels = figures.loss_panels([bytes_, words], by_bits=True)
     assert {panel.y_label for panel in panels} == {'bits a byte'}
     assert panels[0].headline.startswith('words is lowest: 1.600')
     assert {panel.y_label for panel in figures.loss_panels([bytes_])} == {'loss, nats a token'}
-    names = [line.split()[0] for line in figures.loss_table([bytes_, words])]
+    names = [line.split()[0] for line in figures.loss_table([bytes_, words], by_bits=True)]
     assert names == ['run', 'words', 'bytes']
+    assert figures.tokenizers_differ([(*bytes_, {}), (*words, {})])  # of an earlier version
+
+
+def test_runs_of_one_tokenizer_that_evaluate_other_parts_of_a_split_are_compared_by_loss():
+    new, old = {'val_bytes_per_token': 4.0}, 1 / 4.0 / math.log(2)
+    runs = [('first tokens', run([4.0, 3.0], bits=0.3), new), ('all', run([4.0, 3.0]), new),
+            ('of an earlier version', run([4.0, 3.0], bits=old), {})]
+    assert not figures.tokenizers_differ(runs)
+    assert figures.tokenizers_differ([*runs, ('other', run([5.0]), {'val_bytes_per_token': 3.0})])
 
 
 def test_a_run_is_drawn_in_the_band_of_a_reference_and_the_headline_says_where():

@@ -48,6 +48,14 @@ def test_a_run_with_an_average_is_the_same_run_and_goes_on_from_its_weights(
         != lines(tmp_path / 'plain', 'val_loss')[-1]['val_loss']
 
 
+def test_an_average_that_begins_at_a_resume_goes_on_at_the_next(tiny, tmp_path):
+    for out, ends in (('whole', [2, 6]), ('twice', [2, 4, 6])):
+        for n, end in enumerate(ends):
+            how = ['--average_decay=0.9', '--init_from=resume'] if n else []
+            train.main([*tiny, *how, f'--out_dir={tmp_path}/{out}', f'--max_iters={end}'])
+    assert same(weights(tmp_path / 'whole'), weights(tmp_path / 'twice'))
+
+
 def test_a_run_can_end_its_average_and_goes_on_from_the_weights(tiny, tmp_path):
     train.main([*tiny, f'--out_dir={tmp_path}/plain'])
     train.main([*tiny, '--average_decay=0.5', '--max_iters=3'])

@@ -1,5 +1,6 @@
 """The losses of one run compare: each evaluation reads the same tokens, whatever the batch size."""
 
+import math
 import statistics
 from contextlib import nullcontext
 from types import SimpleNamespace
@@ -7,9 +8,12 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from helpers import lines
 
+import prepare
 import train
 from plaingpt.data.batches import BatchLoader
+from plaingpt.data.dataset import open_dataset
 from plaingpt.training.checkpoint import find
 
 
@@ -45,8 +49,31 @@ def test_a_checkpoint_of_an_earlier_version_goes_on_with_what_it_evaluated(tiny,
     assert read_by_evaluations(monkeypatch, resumed)[-2:] == first[:2]
 
 
-def test_the_standard_error_of_a_loss_is_that_of_the_batches():
-    losses = [2.0, 3.0, 2.5, 4.5]
+def bytes_a_token(folder, n):
+    """UTF-8 bytes a token of the first n targets of a validation split."""
+    stream, tokenizer = open_dataset(folder).split('val'), open_dataset(folder).tokenizer()
+    targets = stream.read(1, n or (len(stream) - 1) // 16 * 16)
+    return len(tokenizer.decode_bytes(targets[targets != tokenizer.end_of_text])) / len(targets)
+
+
+@pytest.mark.parametrize('kind', ['bpe:300', 'byte', 'char'])
+def test_bits_per_byte_are_of_the_text_that_was_evaluated(kind, tiny, text_file, tmp_path):
+    numbers, prose = (''.join(f'{n * 7919} é\n' for n in range(3000)), text_file.read_text()[:9000])
+    for name, text, tokenizer in (('a', numbers + prose, kind), ('b', prose, tmp_path / 'a')):
+        (tmp_path / f'{name}.txt').write_text(text)
+        prepare.main(['text', f'--input={tmp_path}/{name}.txt', f'--tokenizer={tokenizer}',
+                      f'--data_dir={tmp_path}/{name}', '--val_fraction=0.5'])
+    a, b = tmp_path / 'a', tmp_path / 'b'
+    for dataset, shares in ((a, {a: 1.0}), (f'{a}:0.3,{b}:0.7', {a: 0.3, b: 0.7})):
+        for n, how in ((640, '--eval_tokens=640'), (None, '--eval_iters=9999')):
+            train.main([*tiny, f'--dataset={dataset}', '--max_iters=0', '--check=False', how])
+            [row] = lines(tmp_path / 'out', 'val_loss')
+            size = sum(share * bytes_a_token(folder, n) for folder, share in shares.items())
+            assert row['val_bpb'] == pytest.approx(row['val_loss'] / size / math.log(2))
+
+
+@pytest.mark.parametrize('losses', [[2.0, 3.0, 2.5, 4.5], [11.0, 11.005, 11.01, 11.005]])
+def test_the_standard_error_of_a_loss_is_that_of_the_batches(losses):
 
     class Loader:
         device, world_size = torch.device('cpu'), 1
@@ -67,9 +94,9 @@ def test_the_standard_error_of_a_loss_is_that_of_the_batches():
                 return None, torch.tensor(losses[int(idx[0])])
         return train.mean_loss(Model(), Loader(), n, False, nullcontext(), stop)
     loss, error = error_of(4)
-    assert loss == pytest.approx(3.0)
-    assert error == pytest.approx(statistics.stdev(losses) / 2)
-    assert error_of(1) == (2.0, None)  # one batch has no spread
+    assert loss == pytest.approx(statistics.mean(losses))
+    assert error == pytest.approx(statistics.stdev(losses) / 2, rel=0.01)  # they are float32
+    assert error_of(1) == (losses[0], None)  # one batch has no spread
 
 
 def test_a_resume_with_another_number_of_threads_is_told(tiny, capsys):

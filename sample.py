@@ -24,11 +24,11 @@ from typing import Annotated, Literal
 from tqdm import tqdm
 
 from configurator import load_config
-from plaingpt.data.readers import read_jsonl
+from plaingpt.data.readers import read_jsonl, read_text
 from plaingpt.inference.copied_text import open_sources
 from plaingpt.inference.generation import CompiledStep
 from plaingpt.inference.terminal_chat import run_chat, show
-from plaingpt.inference.text_generator import Sampling, TextGenerator, read_text
+from plaingpt.inference.text_generator import Sampling, TextGenerator
 from plaingpt.inference.weight_layout import prepare_for_generation
 from plaingpt.monitoring.markdown_report import add_to_report
 from plaingpt.system.devices import choose_compile, choose_device, choose_dtype, use_fast_matmul
@@ -107,7 +107,7 @@ def write_samples(generator, config, sources=None):
     """Print samples. sources: shows what is copied in each, and how much in all"""
     start, written = config.start, []
     if start.startswith('FILE:'):
-        start = read_text(start.removeprefix('FILE:'), f'start={start}')
+        start = read_text(start.removeprefix('FILE:'))
     prompt = generator.encode_prompt(start, 'start')
     at_a_time = 1 if config.stream else config.batch_size
     for first in range(0, config.num_samples, at_a_time):

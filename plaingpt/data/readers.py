@@ -93,6 +93,12 @@ def open_text(file, errors='strict', encoding=UTF8):
         raise UserError(f'{shown(path)}: cannot be read ({what})') from None
 
 
+def read_text(path):
+    """The whole text of a UTF-8 file, as it is prepared. Raises UserError."""
+    with open_bytes(path) as file, open_text(file) as text:
+        return text.read()
+
+
 def unpack(file, suffix):
     """A file of bytes → its bytes without the compression, as a buffered reader."""
     if suffix == '.zst':
@@ -106,7 +112,7 @@ def unpack(file, suffix):
 
 
 class Unpacked(io.RawIOBase):
-    """What the streams in a .bz2 or .xz file hold. Python's own readers take a damaged stream behind
+    """What the streams of a .bz2 or .xz file hold. Python's own readers take a damaged one behind
     the first for something that does not belong to the file, and end in silence."""
 
     def __init__(self, file, decompressor):

@@ -5,7 +5,6 @@ import time
 from bisect import bisect_left
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Annotated
 
 import torch
@@ -18,16 +17,6 @@ from plaingpt.system.errors import UserError
 from plaingpt.system.streams import warn
 
 KNOWN_CHARACTERS = 'write with characters of the training text'
-
-
-def read_text(path, where):
-    """The text of a UTF-8 file. Raises UserError, beginning with `where`."""
-    try:
-        return Path(path).read_text(encoding='utf-8')
-    except OSError as e:
-        raise UserError(f'{where}: {e.strerror}') from None
-    except UnicodeDecodeError:
-        raise UserError(f'{where}: not a UTF-8 text file') from None
 
 
 Natural = Annotated[int, 'at least 0']

@@ -78,7 +78,8 @@ def open_source(name, corpus, config, errors='strict'):
         return HubDataset(where, config.subset or corpus.subset, splits, text_field, form,
                           0 if is_other else corpus.documents)
     if corpus.url and not config.input:
-        data = download(corpus.url, corpus.sha256, 'name a local copy with --input=FILE')
+        data = download(corpus.url, corpus.sha256, 'prepare a copy of it: '
+                        f'python prepare.py {name} {corpus.url.split("/")[-1]}')
         return DownloadedText(data.decode(), corpus.url)
     paths = corpus.find(where, print)
     rows = [path for path in paths if file_type(path) != 'text']

@@ -83,7 +83,7 @@ class PrepareConfig:
     format: Literal['auto', 'messages', 'sharegpt', 'alpaca', 'completion'] = 'auto'  # of chat
     prompt: str = ''  # chat: the column with what the user says (default: found by its name)
     completion: str = ''  # chat: the column with what the assistant says
-    encoding: str = 'utf-8'  # of text and rows: latin-1, cp1252, utf-16, or another of Python's
+    encoding: str = 'utf-8'  # of files that are no UTF-8: latin-1, cp1252, utf-16, or another
     errors: Literal['strict', 'replace'] = 'strict'  # at other bytes stop, or put U+FFFD
     # how much
     max_tokens: int | str = 0  # to train on, such as 100M or 1.5B (0: all); then reading ends

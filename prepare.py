@@ -83,7 +83,7 @@ class PrepareConfig:
     format: Literal['auto', 'messages', 'sharegpt', 'alpaca', 'completion'] = 'auto'  # of chat
     prompt: str = ''  # chat: the column with what the user says (default: found by its name)
     completion: str = ''  # chat: the column with what the assistant says
-    encoding: str = 'utf-8'  # of text and rows: latin-1, cp1252, utf-16, or another of Python's
+    encoding: str = 'utf-8'  # of files that are no UTF-8: latin-1, cp1252, utf-16, or another
     errors: Literal['strict', 'replace'] = 'strict'  # at other bytes stop, or put U+FFFD
     # how much
     max_tokens: int | str = 0  # to train on, such as 100M or 1.5B (0: all); then reading ends
@@ -135,6 +135,13 @@ def has_tokenizer(folder):
     return (folder / 'meta.json').exists() or (folder / 'meta.pkl').exists()  # ours, nanoGPT's
 
 
+def names_dataset(name):
+    """Whether it is a prepared dataset. A model's folder stands before a dataset of its name."""
+    folder = prepared_folder(name)
+    is_path = folder == Path(name) or not (Path(name) / 'tokenizer.json').exists()
+    return has_tokenizer(folder) and is_path
+
+
 def unknown_tokenizer(name):
     return f'tokenizer={name}: expected auto, {tokenizers.NAMES}, or a prepared dataset, a run ' \
            'or a model to take it from'
@@ -143,10 +150,8 @@ def unknown_tokenizer(name):
 def borrow_tokenizer(name):
     """The JSON of the tokenizer of a prepared dataset, of a run or one of its checkpoints, or of a
     model of others, by their folders or its name on the hub. Raises UserError."""
-    folder = prepared_folder(name)
-    is_path = folder == Path(name) or not (Path(name) / 'tokenizer.json').exists()
-    if has_tokenizer(folder) and is_path:  # a model's folder stands before a dataset of its name
-        return open_dataset(folder).tokenizer_json()
+    if names_dataset(name):
+        return open_dataset(prepared_folder(name)).tokenizer_json()
     folder = download(name, FILES_OF_TOKENIZER) if is_hub_name(name) else name
     if found := read_tokenizer(folder):
         return found
@@ -194,7 +199,8 @@ def main(argv):
         dataset = folder.name if folder.parent == Path('data') else folder
         recipe = {'chat': 'config/finetune_chat.py',
                   'text': 'config/own_text.py --minutes=10'}.get(name, 'config/NAME.py')
-        is_model = is_hub_name(config.tokenizer) or Path(config.tokenizer, 'config.json').exists()
+        by_name = config.tokenizer == 'auto' or tokenizers.is_name(config.tokenizer)
+        is_model = not by_name and not names_dataset(config.tokenizer)
         start = f' --init_from={quoted(config.tokenizer)}' * (name == 'chat' and is_model)
         print(f'next: python train.py {recipe} --dataset={quoted(dataset)}{start}')
 

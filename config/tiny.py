@@ -1,9 +1,8 @@
 # The smallest run, to see in a second whether a change of the code works: docs/hacking.md.
-#   python prepare.py text README.md --tokenizer=char --data_dir=data/readme
 #   python train.py config/tiny.py
 
 out_dir = 'out-tiny'
-dataset = 'readme'  # the README of this project, some 20,000 characters
+dataset = 'readme'  # of this project, some 20,000 characters; the first run prepares it
 
 n_layer = 2
 n_head = 2

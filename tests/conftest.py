@@ -33,6 +33,18 @@ def pytest_configure(config):
         torch.cpu.get_capabilities = lambda: {'avx512_bf16': chosen == 'on'}
 
 
+@pytest.fixture(scope='session', autouse=True)
+def working_directory(tmp_path_factory):
+    """No test meets data/ and out*/ of who runs it, nor does a fixture of many tests."""
+    os.chdir(tmp_path_factory.mktemp('cwd'))
+
+
+@pytest.fixture(autouse=True)
+def own_working_directory(tmp_path, monkeypatch):
+    """Nor those of another test."""
+    monkeypatch.chdir(tmp_path)
+
+
 @pytest.fixture(autouse=True)
 def signals():
     """A script takes signals until its process ends, which a test in this process outlives."""

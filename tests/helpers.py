@@ -75,7 +75,7 @@ def size_of_png(path):
     return int.from_bytes(data[16:20], 'big'), int.from_bytes(data[20:24], 'big')
 
 
-def run(*command, cwd=ROOT, **env):
+def run(*command, cwd=None, **env):
     """Run a script of the project as a user would → its stdout. Fails the test if it fails."""
     done = subprocess.run([sys.executable, *map(str, command)], cwd=cwd, text=True,
                           capture_output=True, env={**os.environ, **env}, timeout=300)
@@ -83,7 +83,7 @@ def run(*command, cwd=ROOT, **env):
     return done.stdout
 
 
-def torchrun(processes, *command, cwd=ROOT, check=True):
+def torchrun(processes, *command, cwd=None, check=True):
     """Run a script under torchrun on a free loopback port."""
     done = subprocess.run(
         [sys.executable, '-m', 'torch.distributed.run', f'--nproc_per_node={processes}',

@@ -116,7 +116,7 @@ def test_an_unknown_command_is_one_line(name, hint, tmp_path):
 @pytest.mark.parametrize('script', ['prepare', 'plot'])
 def test_scripts_that_need_no_torch_start_without_it(script):
     code = f'import sys, {script}; print("torch" in sys.modules)'
-    assert run('-c', code) == 'False\n'
+    assert run('-c', code, cwd=ROOT) == 'False\n'
 
 
 def test_the_wheel_names_its_own_modules_and_commands():

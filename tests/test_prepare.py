@@ -1,6 +1,7 @@
 import hashlib
 import json
 import resource
+import shlex
 import sysconfig
 import tracemalloc
 from dataclasses import replace
@@ -120,6 +121,20 @@ def test_text_that_cannot_be_used_is_one_line_and_nothing_is_overwritten(
                         '--tokenizer=char', f'--data_dir={char_data}', '--overwrite')
         assert words in message and str(path) in message, content
         assert {name: (char_data / name).read_bytes() for name in before} == before, content
+
+
+def test_without_a_network_the_error_is_the_command_that_prepares_a_copy(
+        tmp_path, capsys, monkeypatch):
+    def no_network(*_, **__):
+        raise OSError('no network')
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr('urllib.request.urlopen', no_network)
+    line = fails(capsys, monkeypatch, prepare.main, 'shakespeare_char', '--if_small')
+    command = shlex.split(line.partition(': python prepare.py ')[2])
+    Path(command[-1]).write_text('To be, or not to be.\n' * 99)
+    prepare.main(command)
+    assert 'be' in decoded(tmp_path / 'data/shakespeare_char', 'val')
 
 
 def test_mistakes_on_the_command_line_are_one_line(tmp_path, capsys, monkeypatch):

@@ -8,7 +8,8 @@ from pathlib import Path
 
 from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
-FILES = ('*.py', 'config/*.py', 'references/*.jsonl', 'plaingpt/**/*.py', 'plaingpt/**/*.html')
+FILES = ('*.py', 'README.md', 'config/*.py', 'references/*.jsonl', 'plaingpt/**/*.py',
+         'plaingpt/**/*.html')
 
 
 class BuildHook(BuildHookInterface):

@@ -12,9 +12,10 @@ row that is not wholly understood ends the command.
 
 import copy
 import json
+from functools import partial
 from typing import NamedTuple
 
-from plaingpt.data.readers import ROWS, UTF8, file_type, iter_rows
+from plaingpt.data.readers import ROWS, UTF8, file_type, find_fault, iter_rows
 from plaingpt.data.sources import Files, find_files
 from plaingpt.system.errors import UserError
 
@@ -91,8 +92,9 @@ def open_conversations(config, name):
         raise UserError(f'{name} needs --input=FILES_OR_FOLDERS')
     form = FORMS.get(config.format) if not config.prompt else \
         Form('completion', (config.prompt, config.completion), is_asked=True)
-    return Conversations(find_files(config.input, print, ROWS), config.input, form, config.errors,
-                         config.encoding)
+    fault = partial(find_fault, errors=config.errors, encoding=config.encoding)
+    return Conversations(find_files(config.input, print, fault, ROWS), config.input, form,
+                         config.errors, config.encoding)
 
 
 def find_form(row, where):

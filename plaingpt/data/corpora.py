@@ -12,6 +12,7 @@ from plaingpt.data.dataset import (
 )
 from plaingpt.data.sources import STANDARD_LIBRARY, find_files, find_standard_library
 from plaingpt.data.tokenizers import GPT2Tokenizer, named_vocab_size
+from plaingpt.system.files import ROOT
 from plaingpt.system.formatting import short
 
 
@@ -65,6 +66,8 @@ CORPORA = {
     'pystdlib': Corpus("the source of Python's standard library, found on this machine",
                        'bpe:2048', files=STANDARD_LIBRARY, find=find_standard_library,
                        small=True),
+    'readme': Corpus('the README of this project, to try things out', 'char',
+                     files=str(ROOT / 'README.md'), small=True),
     'shakespeare_char': Corpus('tiny Shakespeare, one token a character (nanoGPT)', 'char',
                                tokens=1_003_854, vocab_size=65, **TINY_SHAKESPEARE),
     'shakespeare': Corpus('tiny Shakespeare, GPT-2 tokens (nanoGPT)', tokens=301_966,

@@ -25,7 +25,6 @@ BLOCK_CHARS = 2**20  # that are read at a time
 PIECE_CHARS = 2**18  # a longer document comes in pieces
 JSON_CHARS = 2**28  # of a .json file, which is in memory whole
 NAMES_SHOWN = 200  # characters of the names of fields in a message
-FILES_SHOWN = 10  # in a message
 UTF8 = 'utf-8'
 BROKEN = (OSError, EOFError, zlib.error, lzma.LZMAError)  # what a compressed file may raise
 
@@ -60,37 +59,59 @@ def open_bytes(path):
         raise UserError(f'{shown(path)}: {e.strerror}') from None
 
 
-class WrongEncoding(UserError):
-    """Bytes of files are no text in an encoding. places: 'FILE, line N' of each file"""
+class NotText(UserError):
+    """A file is no text in an encoding. place: the file and perhaps the line; what: why, and the
+    fix, which may be that of many files"""
 
-    def __init__(self, places, encoding):
-        self.places = places
-        rest = len(places) - FILES_SHOWN
-        files = '; '.join(places[:FILES_SHOWN]) + f'; and {rest:,} more files' * (rest > 0)
-        super().__init__(f'{files}: not {encoding.upper()}: tell prepare.py what it is, as '
-                         '--encoding=latin-1, or put U+FFFD there with --errors=replace')
+    def __init__(self, place, what):
+        super().__init__(f'{place}: {what}')
+        self.place, self.what = place, what
+
+
+def find_fault(path, errors='strict', encoding=UTF8):
+    """The NotText that a file ends with somewhere, or None."""
+    if file_type(path) == 'parquet':
+        return None
+    try:
+        with open_bytes(path) as file, open_text(file, errors, encoding) as text:
+            while text.read(BLOCK_CHARS):
+                pass
+    except NotText as fault:
+        return fault
 
 
 @contextmanager
 def open_text(file, errors='strict', encoding=UTF8):
     """A context of the text of an open file of bytes, unpacked. Its lines end with \\n alone, and
     are as they are. Raises UserError, also for what goes wrong while it is read.
-    errors: as of bytes.decode; with 'surrogateescape' the file may be any bytes"""
+    errors: as of bytes.decode; with 'surrogateescape' a file of text may be any bytes
+    encoding: of those files that are no UTF-8"""
     path = Path(file.name)
+    if errors == 'surrogateescape' and file_type(path) != 'text':
+        errors = 'strict'
+    if encoding != UTF8 and is_utf8(path):
+        encoding = UTF8
     try:
         with unpack(file, path.suffix.lower()) as data:
             is_wide = b'\0' in 'a'.encode(encoding)  # as UTF-16
             if errors != 'surrogateescape' and not is_wide and b'\0' in data.peek(1):
-                raise UserError(f'{shown(path)}: no {encoding.upper()} text, it has NUL bytes: '
-                                'leave it out, or where it is UTF-16 give prepare.py '
-                                '--encoding=utf-16')
+                raise NotText(shown(path), f'no {encoding.upper()} text, it has NUL bytes: where '
+                              'it is UTF-16, give prepare.py --encoding=utf-16')
             yield io.TextIOWrapper(data, with_bom(encoding), errors, newline='\n')
     except UnicodeError:
-        place = f'{shown(path)}, line {wrong_line(path, encoding)}'
-        raise WrongEncoding([place], encoding) from None
+        raise NotText(f'{shown(path)}, line {wrong_line(path, encoding)}',
+                      f'not {encoding.upper()}: save it as UTF-8, or tell prepare.py what it is '
+                      'with --encoding=latin-1, or put U+FFFD there with --errors=replace') \
+            from None
     except BROKEN as e:
         what = getattr(e, 'strerror', None) or e
         raise UserError(f'{shown(path)}: cannot be read ({what})') from None
+
+
+def read_text(path):
+    """The whole text of a UTF-8 file, as it is prepared. Raises UserError."""
+    with open_bytes(path) as file, open_text(file) as text:
+        return text.read()
 
 
 def unpack(file, suffix):
@@ -99,23 +120,69 @@ def unpack(file, suffix):
         with needs('pyarrow', 'a .zst file'):
             import pyarrow
         return io.BufferedReader(pyarrow.CompressedInputStream(file, 'zstd'), 2**18)
-    library = {'.gz': gzip, '.bz2': bz2, '.xz': lzma}.get(suffix)
-    return library.open(file) if library else file
+    if suffix == '.gz':
+        return gzip.open(file)
+    decompressor = {'.bz2': bz2.BZ2Decompressor, '.xz': lzma.LZMADecompressor}.get(suffix)
+    return io.BufferedReader(Unpacked(file, decompressor), 2**18) if decompressor else file
+
+
+class Unpacked(io.RawIOBase):
+    """What the streams of a .bz2 or .xz file hold. Python's own readers take a damaged one behind
+    the first for something that does not belong to the file, and end in silence."""
+
+    def __init__(self, file, decompressor):
+        self.file, self.decompressor = file, decompressor
+        self.stream = decompressor()
+
+    def readable(self):
+        return True
+
+    def readinto(self, buffer):
+        data = b''
+        while not data:
+            packed = b''
+            if self.stream.eof:  # null bytes may follow, and another stream
+                packed = self.stream.unused_data.lstrip(b'\0')
+                while not packed:
+                    if not (block := self.file.read(2**16)):
+                        return 0
+                    packed = block.lstrip(b'\0')
+                self.stream = self.decompressor()
+            elif self.stream.needs_input:
+                packed = self.file.read(2**16)
+                if not packed:
+                    raise EOFError('it ends within a stream')
+            data = self.stream.decompress(packed, len(buffer))
+        buffer[:len(data)] = data
+        return len(data)
+
+
+def is_utf8(path):
+    """Whether a file has characters beyond ASCII, and all are UTF-8. What is ASCII may be an
+    encoding of 7 bits."""
+    decoder, has_more = codecs.getincrementaldecoder(UTF8)(), False
+    try:
+        with open(path, 'rb') as file, unpack(file, path.suffix.lower()) as data:
+            while block := data.read(BLOCK_CHARS):
+                if b'\0' in block:
+                    return False
+                has_more |= not decoder.decode(block).isascii()
+            decoder.decode(b'', final=True)
+    except (UnicodeError, *BROKEN):  # of which the last are told when it is read
+        return False
+    return has_more
 
 
 def wrong_line(path, encoding):
-    """The number of the first line that is no text in this encoding; None where there is none, or
-    the file cannot be read."""
+    """The number of the first line that is no text in this encoding; None where there is none."""
     number, decoder = 1, codecs.getincrementaldecoder(encoding)()
     try:
         with open(path, 'rb') as file, unpack(file, path.suffix.lower()) as data:
             while line := data.readline(BLOCK_CHARS):
                 number += decoder.decode(line).count('\n')
             decoder.decode(b'', final=True)
-    except UnicodeError:
+    except (UnicodeError, *BROKEN):
         return number
-    except BROKEN:  # is told when it is read
-        return None
 
 
 def with_bom(encoding):
@@ -218,7 +285,7 @@ def iter_rows(file, field=None, errors='strict', encoding=UTF8):
         elif kind == 'tsv':
             yield from csv_rows(text, name, '\t', tsv_quoting(path, errors, encoding))
         elif kind == 'json' and text.buffer.peek(1).decode(
-                with_bom(encoding), 'ignore').lstrip()[:1] == '[':
+                text.encoding, 'ignore').lstrip()[:1] == '[':
             yield from json_array(text, name)
         else:
             yield from json_lines(text, name)

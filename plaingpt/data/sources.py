@@ -24,20 +24,22 @@ import sysconfig
 import urllib.request
 from collections import Counter
 from contextlib import closing
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 
 from plaingpt.data import readers
 from plaingpt.data.dataset import TOKEN_FILES, UNFINISHED
 from plaingpt.data.html_pages import PAGE_CHARS, choose_extractor, is_html, page_text
 from plaingpt.data.hub import HubDataset
-from plaingpt.data.readers import UTF8, Piece, WrongEncoding, file_type, inner_suffix
+from plaingpt.data.readers import UTF8, NotText, Piece, file_type, find_fault, inner_suffix
 from plaingpt.system.errors import UserError
 from plaingpt.system.files import open_regular, sha256_of
-from plaingpt.system.formatting import count_of, shown
+from plaingpt.system.formatting import count_of, quoted, shown
 from plaingpt.system.streams import ProgressBar
 
 NAME_SHOWN = 100  # characters of --input in messages
+FILES_SHOWN = 10  # in a message
+NAMED_FILES = 3  # more of them in one folder are a glob, such as notes/*, that a shell expanded
 ONE_TEXT_FILES = 100  # fewer text files than this are one text
 SMALL_PIECE_CHARS = 2**15  # of a file, what goes into one split
 DOWNLOAD_TIMEOUT = 30  # seconds without a byte
@@ -78,9 +80,10 @@ def open_source(name, corpus, config, errors='strict'):
         return HubDataset(where, config.subset or corpus.subset, splits, text_field, form,
                           0 if is_other else corpus.documents)
     if corpus.url and not config.input:
-        data = download(corpus.url, corpus.sha256, 'name a local copy with --input=FILE')
+        data = download(corpus.url, corpus.sha256, 'prepare a copy of it: '
+                        f'python prepare.py {name} {corpus.url.split("/")[-1]}')
         return DownloadedText(data.decode(), corpus.url)
-    paths = corpus.find(where, print)
+    paths = corpus.find(where, print, partial(find_fault, errors=errors, encoding=config.encoding))
     rows = [path for path in paths if file_type(path) != 'text']
     if rows and config.documents != 'auto':
         raise UserError(f'{shown(rows[0])}: each row is a document, so '
@@ -119,7 +122,7 @@ class Files:
         line_open = False  # the file before ends within a line
         for path, size in zip(self.paths, self.sizes, strict=True):
             with readers.open_bytes(path) as self._file:
-                for text, new_document in self.documents_or_faults(self._file):
+                for text, new_document in self.documents(self._file):
                     if file_type(path) != 'text':
                         text = readers.replace_surrogates(text)
                     if self.is_one_text:
@@ -129,16 +132,6 @@ class Files:
                         line_open = not text.endswith(('\n', '\r'))
                     yield Piece(text, new_document)
             self._done += size
-
-    def documents_or_faults(self, file):
-        """`documents` of an open file. WrongEncoding of one file names all others of the kind."""
-        try:
-            yield from self.documents(file)
-        except WrongEncoding as e:
-            others = [(path, readers.wrong_line(path, self.encoding)) for path in self.paths
-                      if str(path) != file.name and file_type(path) != 'parquet']
-            raise WrongEncoding(e.places + [f'{shown(path)}, line {line}' for path, line in others
-                                            if line], self.encoding) from None
 
     def documents(self, file):
         """Yield (text, whether it begins a document) of an open file."""
@@ -150,9 +143,7 @@ class Files:
                 yield from readers.whole_file(text, self.piece_chars) if self.form == 'file' \
                     else readers.DOCUMENT_FORMS[self.form](text)
             return
-        # Rows are text for the byte tokenizer too.
-        errors = 'strict' if self.errors == 'surrogateescape' else self.errors
-        for where, row in readers.iter_rows(file, self.text_field, errors, self.encoding):
+        for where, row in readers.iter_rows(file, self.text_field, self.errors, self.encoding):
             text = readers.text_of(row, self.text_field, where)
             self.nulls += text is None
             if text and text.strip():
@@ -238,43 +229,70 @@ def download(url, sha256, advice):
 # which files --input names
 
 
-def find_files(wanted, tell=None, suffixes=SUFFIXES):
+def find_files(wanted, tell=None, fault=lambda path: None, suffixes=SUFFIXES):
     """'a.txt,~/notes/,logs/*.gz' → sorted paths, each file once. Where folders or globs are among
-    them, `tell` gets a line that says what is read and what is left out. Raises UserError.
+    them, `tell` gets lines that say what is read and what is left out. Raises UserError.
+    fault: a path → the NotText that it would end with, or None; of a named file it is not asked
     suffixes: of the files that are read in a folder"""
-    paths, left_out, searched = {}, Counter(), False
-    for name in split_names(wanted):
+    paths, left_out, searched = {}, {}, False
+    for name, matches in group_names(split_names(wanted)).items():
+        found, files, apart = [], [], {}
+        for path in map(Path, matches):
+            if path.is_dir():
+                found += search(path, apart, suffixes)
+            elif ending := needs_conversion(path):
+                if path == Path(name):
+                    raise UserError(f'{shown(path)}: no text, but a {ending} file: convert it with '
+                                    f'{CONVERTERS[ending]}, and name the text')
+                apart[path] = with_converter(ending)
+            elif path != Path(name) and (reason := why_no_text(path)):
+                apart[path] = reason
+            else:
+                files.append(path)
+        found += without_tables(files, os.path.dirname(name), apart)
+        apart |= {path: wrong for path in found if path != Path(name) and (wrong := fault(path))}
+        if not set(found) - set(apart):
+            raise UserError('\n'.join(list_faults(apart)) or (
+                f'{shown(name)}: nothing is read: {list_counts(apart) or "no files"}: name the '
+                'files that hold the text, each or with a glob such as notes/*.txt'))
+        searched |= matches != [name] or os.path.isdir(name)
+        for path in found:  # links lead to one file
+            if path not in apart:
+                paths[os.path.realpath(path)] = path
+        left_out |= apart
+    if not paths:
+        raise UserError(f'input={shown(wanted)!r}: it names no file')
+    found = sorted(paths.values())
+    if tell and searched:
+        left_out = {path: reason for path, reason in left_out.items()
+                    if os.path.realpath(path) not in paths}
+        counts = list_counts(left_out)
+        tell(f'reading {count_of(len(found), "file")}: '
+             f'{list_counts({path: inner_suffix(path) for path in found})}'
+             + f'; left out: {counts}' * bool(counts))
+        for line in list_faults(left_out):
+            tell(f'left out: {line}')
+    return found
+
+
+def group_names(names):
+    """{what is named: its paths}: a file, a folder, the matches of a glob, which a shell may have
+    expanded. Raises UserError."""
+    def is_file(name):
+        return os.path.lexists(name) and not os.path.isdir(name)
+
+    beside = Counter(os.path.dirname(name) for name in names if is_file(name))
+    groups = {}
+    for name in names:
         matches = [name] if os.path.lexists(name) else expand(name)
         if not matches:
             raise UserError(f'{shown(name)}: ' + (
                 'URLs are not read: download it, and name the file' if '://' in name else
                 'no such file or folder' if not glob.has_magic(name) else 'no file of that form'))
-        found, reasons = [], Counter()
-        for path in map(Path, matches):
-            if path.is_dir():
-                found += search(path, reasons, suffixes)
-            elif ending := needs_conversion(path):
-                if path == Path(name):
-                    raise UserError(f'{shown(path)}: no text, but a {ending} file: convert it with '
-                                    f'{CONVERTERS[ending]}, and name the text')
-                reasons[with_converter(ending)] += 1
-            elif path == Path(name) or not why_no_text(path):
-                found.append(path)
-        if not found:
-            raise UserError(f'{shown(name)}: nothing is read: {list_counts(reasons) or "no files"}:'
-                            ' name the files that hold the text, each or with a glob such as '
-                            'notes/*.txt')
-        searched |= matches != [name] or os.path.isdir(name)
-        for path in found:  # links lead to one file
-            paths[os.path.realpath(path)] = path
-        left_out += reasons
-    if not paths:
-        raise UserError(f'input={shown(wanted)!r}: it names no file')
-    found = sorted(paths.values())
-    if tell and searched:
-        tell(f'reading {count_of(len(found), "file")}: {list_counts(map(inner_suffix, found))}'
-             + (f'; left out: {list_counts(left_out)}' if left_out else ''))
-    return found
+        folder = os.path.dirname(name)
+        is_of_glob = is_file(name) and beside[folder] > NAMED_FILES
+        groups.setdefault(os.path.join(folder, '*') if is_of_glob else name, []).extend(matches)
+    return groups
 
 
 def split_names(wanted):
@@ -304,7 +322,7 @@ def expand(pattern):
 
 def search(root, left_out, suffixes):
     """The files with these suffixes in a folder and those below it → paths, also tables where there
-    are no texts. left_out: a Counter of the reasons for which others are left out. UserError."""
+    are no texts. left_out: gets {path: why} of the others. Raises UserError."""
     found = []
     for at, folders, files in os.walk(root, onerror=not_listed):
         for path in [Path(at, name) for name in folders]:
@@ -312,7 +330,7 @@ def search(root, left_out, suffixes):
                 if path.is_symlink() else path.name if path.name in NO_TEXTS else ''
             if reason:
                 folders.remove(path.name)
-                left_out[reason] += 1
+                left_out[path] = reason
         for path in [Path(at, name) for name in files]:
             reason = 'hidden' if path.name.startswith('.') else why_no_text(path)
             if not reason and inner_suffix(path) not in {*suffixes, *TABLES, *CONVERTERS}:
@@ -320,17 +338,24 @@ def search(root, left_out, suffixes):
             if not reason and (ending := needs_conversion(path)):
                 reason = with_converter(ending)
             if reason:
-                left_out[reason] += 1
+                left_out[path] = reason
             else:
                 found.append(path)
+    return without_tables(found, root, left_out)
+
+
+def without_tables(found, root, left_out):
+    """Without tables beside texts, which are settings, or without a README beside tables, which is
+    about them. root: the folder; left_out: as of search"""
     texts = [path for path in found if file_type(path) == 'text']
     tables = [path for path in found if inner_suffix(path) in TABLES]
-    # A README beside tables is about them, and tables beside other texts are settings.
     is_about = all(path.stem.upper() == 'README' for path in texts)
-    for path in (texts if is_about else tables) if texts and tables else []:
-        found.remove(path)
-        left_out[f'{inner_suffix(path)} beside {"tables" if is_about else "texts"}'] += 1
-    return found
+    apart = (texts if is_about else tables) if texts and tables else []
+    for path in apart:
+        every = quoted(f'{root or "."}/**/*{inner_suffix(path)}')
+        left_out[path] = f'{inner_suffix(path)} beside {"tables" if is_about else "texts"} ' \
+            f'(add {every} to read them too)'
+    return [path for path in found if path not in left_out]
 
 
 def not_listed(e):
@@ -365,14 +390,26 @@ def with_converter(ending):
 
 
 def list_counts(reasons):
-    """['.md', '.txt', '.md'] → '2 .md, 1 .txt'"""
-    counts = Counter(reasons).most_common()
+    """{path: why, or what it is} → '2 .md, 1 .txt'; NotTexts are apart"""
+    counts = Counter(each for each in reasons.values() if isinstance(each, str)).most_common()
     named = [f'{n:,} {shown(reason) or "without an ending"}' for reason, n in counts[:8]]
     rest = sum(n for _, n in counts[8:])
     return ', '.join(named + [f'{rest:,} others'] * (rest > 0))
 
 
-def find_standard_library(folder, tell=None):
+def list_faults(reasons):
+    """A line for each fix of the NotTexts in {path: why}, with the first of the files."""
+    faults = [reasons[path] for path in sorted(reasons) if isinstance(reasons[path], NotText)]
+    lines = []
+    for what in dict.fromkeys(fault.what for fault in faults):
+        places = [fault.place for fault in faults if fault.what == what]
+        rest = len(places) - FILES_SHOWN
+        lines.append('; '.join(places[:FILES_SHOWN]) + f'; and {rest:,} more files' * (rest > 0)
+                     + f': {what}')
+    return lines
+
+
+def find_standard_library(folder, tell=None, _=None):
     """The source of Python's own standard library: text on every machine."""
     # no tests, nothing that was installed later, and no tables that are programs only in name
     skip = {'test', 'tests', 'idle_test', 'site-packages', 'dist-packages', '__pycache__',

@@ -2,6 +2,7 @@ import hashlib
 import json
 import subprocess
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -186,6 +187,17 @@ def test_a_small_corpus_is_prepared_when_first_trained_on(tmp_path, monkeypatch,
     run_data.prepare_small('pystdlib')
     assert (tmp_path / 'data/pystdlib/meta.json').exists()
     assert 'preparing pystdlib' in capsys.readouterr().out
+
+
+def test_the_smallest_recipe_is_checked_where_nothing_is_prepared(tmp_path, monkeypatch, capsys):
+    def prepare_here(command):
+        prepare.main(command[3:])
+        return subprocess.CompletedProcess(command, 0)
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(run_data, 'subprocess', SimpleNamespace(run=prepare_here))
+    train.main(['config/tiny.py', '--check', '--device=cpu', '--dtype=float32'])
+    assert 'checks passed' in capsys.readouterr().out
 
 
 def test_a_large_corpus_is_not_prepared_unasked(tmp_path, monkeypatch, capfd):

@@ -1,14 +1,15 @@
 """Text that is not UTF-8: all of its files are named at once, and --encoding reads them."""
 
 import json
+from functools import partial
 
 import pytest
-from corpus_files import prepared, split_bytes, texts_of, write_rows
+from corpus_files import texts_of, write_rows
 
 import prepare
 from plaingpt.data import readers
-from plaingpt.data.readers import find_encoding
-from plaingpt.data.sources import Files
+from plaingpt.data.readers import find_encoding, find_fault
+from plaingpt.data.sources import Files, find_files
 from plaingpt.system.errors import UserError
 
 TEXT = 'café déjà, ein Käfer\nzweite Zeile\n' * 3000  # longer than what is decoded at a time
@@ -36,22 +37,33 @@ def test_rows_of_any_encoding_are_read(tmp_path):
             assert texts_of(tmp_path / name, encoding=encoding) == ['café', 'é\nà'], name
 
 
-def test_all_files_that_are_not_utf8_are_named_at_once(tmp_path, refused):
-    (tmp_path / 'in').mkdir()
-    for n in range(40):
-        text = 'one\ncafé\n' if n % 3 else 'plain\n'
-        (tmp_path / f'in/{n:02}.txt').write_bytes(text.encode('latin-1' if n < 38 else 'utf-8'))
-    write_rows(tmp_path / 'in/rows.jsonl', ['some text'])
-    (tmp_path / 'in/broken.txt.gz').write_bytes(b'no gzip')
-    line = refused('text', tmp_path / 'in', '--tokenizer=char')
+def read_folder(folder, encoding='utf-8'):
+    """→ (its texts, the lines that say what is read)"""
+    told = []
+    fault = partial(find_fault, encoding=encoding)
+    files = Files(find_files(str(folder), told.append, fault), 'x', encoding=encoding)
+    return [piece.text for piece in files.pieces()], told
+
+
+def test_files_of_a_folder_that_are_not_utf8_are_named_and_read_with_their_encoding(tmp_path):
+    texts = [f'{n} one\ncafé\n' if n % 3 else f'{n} plain\n' for n in range(40)]
+    for n, text in enumerate(texts):
+        (tmp_path / f'{n:02}.txt').write_bytes(text.encode('latin-1' if n < 38 else 'utf-8'))
+    write_rows(tmp_path / 'rows.jsonl', ['some text'])
+    (tmp_path / 'broken.txt.gz').write_bytes(b'no gzip')
+    with pytest.raises(UserError, match=r'broken\.txt\.gz: cannot be read'):
+        read_folder(tmp_path)
+    (tmp_path / 'broken.txt.gz').unlink()
+    found, (_, line) = read_folder(tmp_path)
+    assert found == [*(t for n, t in enumerate(texts) if n % 3 == 0 or n >= 38), 'some text']
     assert [f'{n:02}.txt, line 2' in line for n in range(15)] == [n % 3 > 0 for n in range(15)]
-    assert '16.txt' not in line
-    assert '; and 15 more files: not UTF-8' in line and line.count('error:') == 1
+    assert '16.txt' not in line and '; and 15 more files: not UTF-8' in line
     assert '--encoding=latin-1' in line and '--errors=replace' in line
-    for name in ('rows.jsonl', 'broken.txt.gz'):
-        (tmp_path / 'in' / name).unlink()
-    prepared(tmp_path / 'd', 'text', tmp_path / 'in', '--encoding=latin1')
-    assert split_bytes(tmp_path / 'd', 'train').decode().count('one\ncafé\n') > 10
+    assert read_folder(tmp_path, 'latin-1')[0] == [*texts, 'some text']
+    for path in set(tmp_path.iterdir()) - {tmp_path / '01.txt', tmp_path / '02.txt'}:
+        path.unlink()
+    with pytest.raises(UserError, match=r'01\.txt, line 2; .*02\.txt, line 2: not UTF-8'):
+        read_folder(tmp_path)
 
 
 def test_an_encoding_is_checked_and_part_of_the_command(tmp_path, refused):

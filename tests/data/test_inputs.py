@@ -10,6 +10,7 @@ from corpus_files import prepared
 from helpers import fails
 
 import prepare
+from plaingpt.data.dataset import open_dataset
 from plaingpt.data.sources import find_files
 
 ODD = os.fsdecode(b'odd\xff.txt')
@@ -73,6 +74,37 @@ def test_files_folders_globs_and_lists_of_them_are_read_each_file_once(tree):
     for wanted, names in [*((name, [name]) for name in FILES), *READ]:
         found = [str(path) for path in find_files(wanted)]
         assert found == [name.format(root=tree) for name in names], wanted
+
+
+def test_a_folder_and_its_glob_leave_out_what_is_no_text_and_say_how_to_take_it(
+        tmp_path, monkeypatch, capsys, refused):
+    monkeypatch.chdir(tmp_path)
+    Path('mixed').mkdir()
+    for name, data in (('a.txt', 'café\n'.encode()), ('b.md', b'more text\n'),
+                       ('old.txt', 'déjà\n'.encode('latin-1')), ('wide.txt', 'a'.encode('utf-16')),
+                       ('t.csv', b'text\nin a row\n'), ('paper.pdf', b'%PDF-1.5 \xe2')):
+        Path('mixed', name).write_bytes(data * 20 if name != 't.csv' else data)
+
+    def texts(*argv):
+        """What is read, and all that is printed."""
+        prepare.main(['text', *argv, '--tokenizer=char', '--data_dir=d', '--overwrite'])
+        streams = open_dataset('d').split('train'), open_dataset('d').split('val')
+        ids = [i for stream in streams for i in stream.read(0, len(stream)).tolist()]
+        return open_dataset('d').tokenizer().decode(ids), capsys.readouterr().out
+
+    plain, out = texts('mixed')
+    assert plain == 'café\n' * 20 + 'more text\n' * 20
+    for words in ('pdftotext', "add 'mixed/**/*.csv'", 'mixed/old.txt, line 1: not UTF-8: ',
+                  '--encoding=latin-1', 'mixed/wide.txt: ', '--encoding=utf-16'):
+        assert words in out
+    shells = sorted(map(str, Path('mixed').iterdir()))  # what a shell makes of mixed/*
+    for argv in (['mixed/*'], shells):
+        assert texts(*argv)[0] == plain
+    assert texts('mixed', '--encoding=latin-1')[0] == plain + 'déjà\n' * 20
+    text, out = texts('mixed', 'mixed/**/*.csv', '--val_fraction=0.5')
+    assert 'in a row' in text and 'beside texts' not in out
+    for name in ('old.txt', 'wide.txt', 'paper.pdf'):
+        assert f'mixed/{name}' in refused('text', f'mixed/{name}', '--tokenizer=char')
 
 
 REFUSED = [
@@ -142,7 +174,9 @@ def test_what_is_read_and_what_is_left_out_is_told(tree, capsys):
         return lines
 
     assert report('a.txt') == []
-    assert report('*.*') == ['reading 11 files: 8 .txt, 1 .md, 1 .py, 1 .log']
+    line, = report('*.*')
+    assert line == 'reading 11 files: 8 .txt, 1 .md, 1 .py, 1 .log; ' \
+                   'left out: 3 pipe, device or broken link'
     line, = report('.')
     assert line.startswith('reading 20 files: 12 .txt, 5 .py, 1 .md, 1 .rst, 1 .js; left out: ')
     for reason in ('2 hidden', '2 .dat', '2 .csv beside texts', '2 .json beside texts'):
@@ -152,6 +186,7 @@ def test_what_is_read_and_what_is_left_out_is_told(tree, capsys):
     Path('about').mkdir()
     for name in ('README.md', 'posts.json', 'more.csv'):
         Path('about', name).write_text('{"text": "a"}')
-    assert report('about') == ['reading 2 files: 1 .csv, 1 .json; left out: 1 .md beside tables']
+    line, = report('about')
+    assert line.startswith('reading 2 files: 1 .csv, 1 .json; left out: 1 .md beside tables (')
     prepared('../d', 'text', '--input=sub')
     assert '\nreading 3 files: 2 .txt, 1 .rst\n' in capsys.readouterr().out

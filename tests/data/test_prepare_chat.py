@@ -41,6 +41,16 @@ def prepare_chat(*options, rows=100, tokenizer='byte'):
     return open_dataset('data/chat')
 
 
+def test_the_next_command_starts_from_the_run_whose_tokenizer_was_taken(
+        trained, char_data, capsys):
+    rows = [{'prompt': f'def {i}', 'completion': 'return'} for i in range(50)]
+    for name, starts in ((trained, True), (trained / 'checkpoints/iter-00000003', True),
+                         (char_data, False), ('byte', False)):
+        prepare_chat('--overwrite', rows=rows, tokenizer=name)
+        line = capsys.readouterr().out.splitlines()[-1]
+        assert line.startswith('next: ') and line.endswith(f' --init_from={name}') == starts, line
+
+
 def read(dataset, split):
     """→ (ids, loss mask) of a split, as lists"""
     stream = dataset.split(split)

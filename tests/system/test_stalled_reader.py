@@ -23,7 +23,7 @@ def test_a_run_whose_output_nobody_reads_saves_when_it_is_told_to_stop(tiny, tmp
         os.set_blocking(writer, True)
     os.read(reader, 8192)  # room for the first lines
     run = subprocess.Popen([sys.executable, ROOT / 'train.py', *tiny, '--max_iters=100000',
-                            '--lr_decay_iters=100000', '--check=False'], stdout=writer, cwd=ROOT)
+                            '--lr_decay_iters=100000', '--check=False'], stdout=writer)
     metrics = tmp_path / 'out/metrics.jsonl'
     wait_until(lambda: metrics.exists() and not select.select([], [writer], [], 0)[1])
     run.send_signal(signal.SIGTERM)

@@ -166,7 +166,7 @@ def test_while_torch_is_imported_a_terminal_says_so_and_ctrl_c_is_one_line(heeds
     for script in sorted({*SCRIPTS} - {'prepare', 'plot'}):  # which start without torch
         master, slave = open_terminal()
         process = subprocess.Popen([sys.executable, ROOT / f'{script}.py'], stdin=slave,
-                                   stdout=slave, stderr=slave, cwd=ROOT, start_new_session=True)
+                                   stdout=slave, stderr=slave, start_new_session=True)
         os.close(slave)
         screen = Screen()
         for piece in read_all(master):

@@ -37,7 +37,7 @@ def test_a_process_killed_while_it_prints_holds_up_no_other(tmp_path):
 
 @pytest.mark.slow
 def test_a_short_torture_loses_nothing():
-    out = run('tools/torture.py', 'streams', 'disks', '--streams=4', '--disks=1', '--seed=3')
+    out = run(ROOT / 'tools/torture.py', 'streams', 'disks', '--streams=4', '--disks=1', '--seed=3')
     assert 'nothing was lost' in out and 'streams: 4 rounds' in out
 
 
@@ -93,7 +93,7 @@ def test_a_real_interpreter_ends_without_a_word_of_its_own(tmp_path):
     for kind, expected in (('closed', (0, '')), ('broken', (1, '')),
                            ('full', (1, 'error: standard output: No space left on device\n'))):
         done = subprocess.run(
-            [sys.executable, 'prepare.py'], cwd=ROOT, stderr=subprocess.PIPE, text=True,
+            [sys.executable, ROOT / 'prepare.py'], stderr=subprocess.PIPE, text=True,
             preexec_fn=lambda kind=kind: connect(1, kind, tmp_path / 'log'))
         assert (done.returncode, done.stderr) == expected, kind
 

@@ -190,7 +190,7 @@ def test_a_checkpoint_is_valid_at_each_moment_while_its_evaluation_is_added(
 
 @pytest.mark.slow
 def test_kills_and_signals_at_random_instants_lose_nothing():
-    out = run('tools/torture.py', 'kills', 'signals', '--kills=1', '--signals=1')
+    out = run(ROOT / 'tools/torture.py', 'kills', 'signals', '--kills=1', '--signals=1')
     assert 'nothing was lost' in out and 'kills: 1 rounds' in out
 
 
@@ -219,9 +219,9 @@ def test_a_run_goes_on_with_another_number_of_processes(tiny, tmp_path, monkeypa
 @pytest.mark.slow
 def test_a_killed_worker_brings_the_whole_job_back(tiny, tmp_path):
     command = ['-m', 'torch.distributed.run', '--standalone', '--nproc_per_node=2',
-               '--max-restarts=3', 'train.py', *tiny, '--init_from=auto', '--max_iters=60',
+               '--max-restarts=3', ROOT / 'train.py', *tiny, '--init_from=auto', '--max_iters=60',
                '--lr_decay_iters=60', '--eval_interval=30', '--checkpoint_interval=5']
-    process = subprocess.Popen([sys.executable, *command], cwd=ROOT, text=True,
+    process = subprocess.Popen([sys.executable, *command], text=True,
                                stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
     assert any('iter 20' in line for line in process.stdout)
     workers = subprocess.run(['pgrep', '-P', str(process.pid)], capture_output=True, text=True)
@@ -353,5 +353,5 @@ def test_a_final_save_that_fails_is_exit_code_1(tiny, trained, tmp_path, monkeyp
 @pytest.mark.slow
 def test_damaged_and_forged_files_are_refused_in_one_line():
     # In a process of its own: forks of this one would lack the threads of earlier tests.
-    out = run('tools/torture.py', 'files', 'models', '--files=8', '--models=5', '--seed=1')
+    out = run(ROOT / 'tools/torture.py', 'files', 'models', '--files=8', '--models=5', '--seed=1')
     assert 'nothing was lost' in out and 'models: 5 rounds (5 refused): 0 wrong' in out

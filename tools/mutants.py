@@ -3,14 +3,13 @@
     python tools/mutants.py model.py train.py plaingpt/data > mutants.txt
 
 In each file or folder that is named, 50 places are drawn: a comparison is turned, a constant
-changed, a statement left out, two arguments are swapped. Then those tests of `make test` run that
-reach the lines, at most 30, the ones that run the least of the project first. A mutant survives
-where they all pass. Some survivors do no harm: what they change does not change any result.
+changed, a statement left out, two arguments are swapped. Then at most 30 tests of `make test` run
+that reach the lines, those that run the least of the project first. A mutant survives where all
+pass. Some survivors do no harm: they change no result.
 """
 
 import ast
 import copy
-import json
 import os
 import random
 import subprocess
@@ -65,17 +64,15 @@ def mutants(folder, file):
 
 
 def map_tests(folder):
-    """Run the tests of a copy → {file: {line: the tests that run it, and pass unbroken}}, and how
+    """Run the tests of a copy, which have to pass → {file: {line: the tests that run it}}, and how
     many lines each test runs."""
     subprocess.run([*PYTEST, '-n', '2', f'--cov={folder}', '--cov-report=', '--cov-context=test'],
-                   cwd=folder, stdout=sys.stderr)
-    failed = folder / '.pytest_cache/v/cache/lastfailed'
-    failed = json.loads(failed.read_text()) if failed.exists() else {}
+                   cwd=folder, stdout=sys.stderr, check=True)
     data, reached, sizes = CoverageData(folder / '.coverage'), defaultdict(dict), Counter()
     data.read()
     for file in data.measured_files():
         for line, contexts in data.contexts_by_lineno(file).items():
-            tests = {context.rpartition('|')[0] for context in contexts} - {'', *failed}
+            tests = {context.rpartition('|')[0] for context in contexts} - {''}
             reached[os.path.relpath(file, folder)][line] = tests
             sizes.update(tests)
     return reached, sizes

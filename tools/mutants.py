@@ -4,8 +4,7 @@
 
 In each file or folder that is named, 50 places are drawn: a comparison is turned, a constant
 changed, a statement left out, two arguments are swapped. Then at most 30 tests of `make test` run
-that reach the lines, those that run the least of the project first. A mutant survives where all
-pass. Some survivors do no harm: they change no result.
+that reach the lines. A mutant survives where all pass; some that do change no result.
 """
 
 import ast

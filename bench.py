@@ -15,8 +15,6 @@
     python bench.py --judge config/quickstart.py --patch=mine.diff
                                                         is a change really better? docs/hacking.md
     python bench.py --ledger                            what was judged, and what of it is luck
-    python bench.py --law config/quickstart.py --minutes=40
-                                                        what larger runs on its text will reach
 
 Without a config: GPT-2 124M on a GPU, config/bench_cpu.py or config/grid_cpu.py on a CPU.
 --memory runs a real step on CUDA; elsewhere torch's memory tracker follows a step on tensors
@@ -39,24 +37,21 @@ from typing import Annotated, Literal
 
 from configurator import load_config
 from plaingpt.data.corpora import find_dataset_size
-from plaingpt.experiments import referee, runs, scaling_law, tables
+from plaingpt.experiments import referee, runs, tables
 from plaingpt.experiments.judgement import EXIT_STATUS, describe_ledger, draw_pairs, read_ledger
 from plaingpt.experiments.memory_check import measure_memory
 from plaingpt.experiments.step_speed import Workload, measure_speed
 from plaingpt.monitoring.run_record import code_version
 from plaingpt.system import devices
-from plaingpt.system.distributed import launched_world
 from plaingpt.system.errors import UserError, run_script
-from plaingpt.system.files import ROOT, append_line, make_writable, write_json
+from plaingpt.system.files import ROOT, append_line, make_writable
 from plaingpt.system.formatting import count_of
 from plaingpt.system.streams import require_stdout, warn
 from plaingpt.training.dtype_choice import choose_training_dtype
 from plaingpt.training.memory_planner import explain_out_of_memory
-from plaingpt.training.run_data import open_data
 from plaingpt.training.settings import TrainConfig
 
 LEDGER = 'ledger.jsonl'
-LAW_MINUTES = 40  # of --law, unless --minutes says so
 
 
 @dataclass
@@ -64,7 +59,6 @@ class BenchConfig(TrainConfig):
     # benchmark: what to measure; the speed of a step if nothing else
     memory: bool = False  # what a step holds after forward, backward and optimizer, and at most
     variants: str = ''  # trainings that differ: grid, ablation, ladder, or a file such as mine.py
-    law: bool = False  # a ladder of small runs in --minutes (40): what larger ones will reach
     sweep: str = ''  # a setting and its values, as learning_rate=1e-3,3e-3; again for all pairs
     # benchmark: judge whether a change is better than the code as it is here
     judge: bool = False  # train both in pairs until that is clear
@@ -96,14 +90,14 @@ class BenchConfig(TrainConfig):
             found.append('batch_size=auto: a benchmark needs a number')
         if self.world_size() > 1:
             found.append('a benchmark measures one process: start it without torchrun')
-        chosen = [key for key in ('memory', 'variants', 'sweep', 'law', 'profile', 'judge',
-                                  'ledger') if getattr(self, key)]
+        chosen = [key for key in ('memory', 'variants', 'sweep', 'profile', 'judge', 'ledger')
+                  if getattr(self, key)]
         if len(chosen) > 1:
             found.append(f'one at a time: {", ".join(chosen)}')
         return found
 
     def takes_minutes(self):
-        return self.law or self.judge
+        return self.judge
 
 
 def gathered(argv, key):
@@ -127,7 +121,7 @@ def read_config(argv):
     named = any(not arg.startswith('-') for arg in argv)
     if device.type == 'cuda' or named or config.memory or config.judge:
         return config, device, argv
-    small = 'grid_cpu.py' if config.variants or config.sweep or config.law else 'bench_cpu.py'
+    small = 'grid_cpu.py' if config.variants or config.sweep else 'bench_cpu.py'
     argv = [str(ROOT / 'config' / small), *argv]
     return load_config(BenchConfig, argv), device, argv
 
@@ -203,27 +197,6 @@ def judge(config, argv, device):
     return EXIT_STATUS[found.verdict()]
 
 
-def measure_law(config, device, argv):
-    """Train the ladder of a scaling law, keep the law beside the tokens, where plan.py finds it,
-    and print what it says of an hour on this machine."""
-    config.minutes = config.minutes or LAW_MINUTES
-    dataset = open_data(config, launched_world())
-    if len(dataset.parts) > 1:
-        raise UserError(f'dataset={config.dataset}: a scaling law is of one dataset')
-    path = tables.result_path(config.save or 'out-experiments', f'law-{dataset.folder.name}',
-                              device)
-    for folder, key in ((path, 'save'), (dataset.folder, 'dataset')):
-        make_writable(folder, key)
-    law = scaling_law.measure(config, dataset, Path(path),
-                              workload(config, device, dataset.vocab_size),
-                              tables.describe_measurement(device, argv))
-    write_json(dataset.folder / scaling_law.FILE, law)
-    best = scaling_law.best_run(law, config, 3600 * law['flops_per_s'])
-    print(json.dumps(law, indent=1) if config.json else '\n'.join(
-        scaling_law.describe(law, config, best, '1 hour on this machine', argv)))
-    draw(scaling_law.draw, law, f'{path}.png', dataset.folder.name)
-
-
 def main(argv):
     config, device, words = read_config(gathered(gathered(argv, 'sweep'), 'set'))
     if config.ledger:
@@ -232,12 +205,9 @@ def main(argv):
     if config.judge:
         sys.exit(judge(config, words, device))
     trains = config.variants or config.sweep
-    if (trains or config.law) and any(word.startswith('--out_dir=') for word in argv):
+    if trains and any(word.startswith('--out_dir=') for word in argv):
         raise UserError('--out_dir: each training has a folder of its own: name the folder of all '
                         'with --save')
-    if config.law:
-        measure_law(config, device, words)
-        return
     folder = config.save or ('out-experiments' if trains else '')
     name = 'memory' if config.memory else Path(config.variants).stem if config.variants \
         else f'sweep-{config.sweep.partition("=")[0]}' if config.sweep else 'speed'

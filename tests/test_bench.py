@@ -82,6 +82,8 @@ def test_on_a_cpu_a_small_model_takes_the_place_of_gpt2():
 def test_a_benchmark_says_what_it_cannot_do(capsys, monkeypatch, tiny, tmp_path):
     assert 'one at a time: memory, profile' in fails(capsys, monkeypatch, bench.main, '--memory',
                                                      '--profile')
+    assert 'minutes=3.0 is for train.py' in fails(capsys, monkeypatch, bench.main, '--minutes=3',
+                                                  '--device=cpu')
     (tmp_path / 'file').touch()
     assert f'save={tmp_path}/file' in fails(capsys, monkeypatch, bench.main, '--device=cpu',
                                             f'--save={tmp_path}/file')

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
-FILES = ('*.py', 'config/*.py', 'references/*.jsonl', 'plaingpt/**/*.py', 'plaingpt/**/*.html')
+FILES = ('*.py', 'config/**/*.py', 'references/*.jsonl', 'plaingpt/**/*.py', 'plaingpt/**/*.html')
 
 
 class BuildHook(BuildHookInterface):

@@ -25,7 +25,7 @@ from plaingpt.monitoring.metrics_file import read_rows
 from plaingpt.monitoring.references import STUDENT_T
 from plaingpt.monitoring.run_record import read_run
 from plaingpt.system.errors import UserError
-from plaingpt.system.files import command, locked, make_writable, read_json, write_json
+from plaingpt.system.files import ROOT, command, locked, make_writable, read_json, write_json
 from plaingpt.system.formatting import capitalized, count_of
 from plaingpt.system.streams import warn
 from plaingpt.training.checkpoint import checkpoint_paths
@@ -36,6 +36,7 @@ from plaingpt.training.settings import TrainConfig
 SAME_WORK = {'learning_rate', 'embedding_lr_scale', 'head_lr_scale', 'vector_lr_scale', 'beta1',
              'beta2', 'decay_lr', 'lr_schedule', 'wsd_decay', 'warmup_iters', 'lr_decay_iters',
              'min_lr', 'max_iters', 'seed', 'eval_interval', 'eval_iters'}
+LISTS = ROOT / 'config' / 'variants'
 ALL_DONE = 'all iterations are done'  # as run.json says it
 NAMED = 3  # variants that a sentence names; of more it tells their number
 
@@ -45,10 +46,11 @@ NAMED = 3  # variants that a sentence names; of more it tells their number
 
 def read_variants(name, config):
     """A file that defines `variants`, a dict or a function of the TrainConfig → {name: settings}.
-    'grid', 'ladder' and 'ablation' are files beside this one. Raises UserError."""
-    path = Path(name if name.endswith('.py') else Path(__file__).with_name(f'{name}.py'))
+    A name alone is of a file in config/variants. Raises UserError."""
+    path = Path(name) if name.endswith('.py') else LISTS / f'{name}.py'
     if not path.is_file():
-        raise UserError(f'variants={name}: no such file; it is grid, ladder, ablation, or a file '
+        raise UserError(f'variants={name}: no such file; it is '
+                        f'{", ".join(sorted(path.stem for path in LISTS.glob("*.py")))}, or a file '
                         'of your own, as --variants=mine.py')
     try:
         found = runpy.run_path(str(path)).get('variants')

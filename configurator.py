@@ -280,6 +280,9 @@ HABITS = {  # what other programs, or earlier versions, call it → our key
 NO_LAW = 'python plan.py CONFIG says what a run of any config takes'
 REMOVED = {  # settings and options of earlier versions → what to use now
     'law': NO_LAW, 'hours': NO_LAW, 'price': f'{NO_LAW}, its price with --gpu_hour_price',
+    'ledger': 'keep what bench.py --judge prints, or give it --save=FOLDER',
+    'equal': 'bench.py --judge says what a step takes; --set=max_iters=N trains the change for '
+             'as long',
 }
 
 

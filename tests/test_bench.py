@@ -53,11 +53,11 @@ def test_a_profile_says_where_time_goes_and_leaves_a_trace(tiny, tmp_path, capsy
 
 
 def test_a_sweep_trains_and_is_saved_without_matplotlib(tiny, tmp_path, capsys, monkeypatch):
-    def train_here(argv):
+    def train_here(name, argv):
         with redirect_stdout(sys.stderr):
             train.main(argv)
 
-    monkeypatch.setattr(runs, 'run_train', train_here)
+    monkeypatch.setattr(runs, 'run_command', train_here)
     monkeypatch.setitem(sys.modules, 'matplotlib.figure', None)
     words = [word for word in tiny if not word.startswith('--out_dir=')]
     bench.main([*words, '--sweep=n_layer=1,2', '--seeds=1', '--json', f'--save={tmp_path}/results'])

@@ -139,17 +139,18 @@ def train_once(config, folder, machine):
             write_json(folder / 'asked.json', asked)
         done, resumed = is_done(folder, config.max_iters), bool(checkpoint_paths(folder))
     if not done:
-        run_train([*(f'--{key}={value}' for key, value in asked['settings'].items()),
-                   f'--log_interval={min(config.log_interval, config.max_iters)}',
-                   f'--out_dir={folder}', '--sample_tokens=0', '--keep_checkpoints=1',
-                   *['--init_from=resume'] * resumed])
+        run_command('train', [
+            *(f'--{key}={value}' for key, value in asked['settings'].items()),
+            f'--log_interval={min(config.log_interval, config.max_iters)}',
+            f'--out_dir={folder}', '--sample_tokens=0', '--keep_checkpoints=1',
+            *['--init_from=resume'] * resumed])
         with locked(folder, refusal):  # another sweep may have asked before train.py had the lock
             write_json(folder / 'asked.json', asked)
         if not is_done(folder, config.max_iters):
             ending = read_run(folder).get('ending', 'killed')
             raise UserError(f'{folder}: its run is incomplete (ending: {ending}): the same '
                             'command goes on with it')
-    return summarize(read_rows(folder / 'metrics.jsonl', warn), config)
+    return summarize(folder)
 
 
 def holds_run_of(folder, asked):
@@ -172,27 +173,29 @@ def is_done(folder, max_iters):
 
 
 def training_words(argv):
-    """A command line of bench.py or plan.py → what of it train.py takes: config files and settings
-    of a training"""
+    """A command line of bench.py → the config files and settings that train.py takes"""
     taken = {field.name for field in fields(TrainConfig)} - {'minutes', 'out_dir'}
     return [word for word in argv
             if not word.startswith('--') or word[2:].partition('=')[0] in taken]
 
 
-def run_train(argv):
-    """Run train.py in a process of its own. Raises UserError where it failed."""
-    done = subprocess.run(command('train', *argv), capture_output=True, text=True)
+def run_command(name, argv, tree=None):
+    """Run a command of ours, or that of the code in `tree`, in a process of its own. Raises
+    UserError where it failed."""
+    words = [sys.executable, f'{tree}/{name}.py', *argv] if tree else command(name, *argv)
+    done = subprocess.run(words, capture_output=True, text=True)
     if done.returncode:
         last = (done.stderr.strip() or f'exit code {done.returncode}').splitlines()[-1]
         raise UserError(last.removeprefix('error: '))
 
 
-def summarize(lines, config):
-    """Lines of metrics.jsonl → numbers. A step's time is the median: compiling, evaluating and
+def summarize(folder):
+    """metrics.jsonl of a run → numbers. A step's time is the median: compiling, evaluating and
     other work on the machine do not count. curve: [(seconds of steps, validation loss)]"""
+    lines = read_rows(Path(folder, 'metrics.jsonl'), warn)
     rates = [line['tokens_per_s'] for line in lines if 'tokens_per_s' in line]
     memory = [line['peak_memory_bytes'] for line in lines if 'peak_memory_bytes' in line]
-    step_s = config.step_tokens() / statistics.median(rates)
+    step_s = lines[-1]['tokens'] / lines[-1]['iter'] / statistics.median(rates)
     curve = [(line['iter'] * step_s, line['val_loss'])  # None where it was not finite
              for line in lines if 'val_loss' in line]
     return {'final_loss': curve[-1][1], 'step_ms': 1e3 * step_s, 'memory_bytes': memory[-1],

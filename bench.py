@@ -141,12 +141,14 @@ def measure_step(config, device):
 def configs_of(variants, config, words):
     """{name: settings} → {name: [its BenchConfig of each seed]}, read as if the settings were
     written at the end of the command line, so that what follows from them follows."""
-    found = {}
+    found, seeds = {}, range(config.seed, config.seed + config.seeds)
+    if any('seed' in changes for changes in variants.values()):
+        seeds = seeds[:1]  # the variants say of which seeds they are
     for name, changes in variants.items():
         options = [f'--{key}={value}' for key, value in changes.items()]
         try:
-            found[name] = [load_config(BenchConfig, [*words, *options, f'--seed={seed}'])
-                           for seed in range(config.seed, config.seed + config.seeds)]
+            found[name] = [load_config(BenchConfig, [*words, f'--seed={seed}', *options])
+                           for seed in seeds]
         except UserError as problem:
             raise UserError(f'variant {name!r}: {problem}') from None
     return found

@@ -69,6 +69,14 @@ def test_settings_of_a_sweep_are_combined_and_what_follows_from_them_follows():
     assert (one.conv, one.max_iters, one.min_lr) == (4, 7, pytest.approx(2e-4))  # a tenth
 
 
+def test_variants_that_name_their_seeds_are_one_run_each():
+    config, _, words = bench.read_config(['--sweep=seed=1,2,30', '--device=cpu'])
+    found = bench.configs_of(sweep_variants(config.sweep), config, words)
+    assert [[one.seed for one in each] for each in found.values()] == [[1], [2], [30]]
+    mixed = bench.configs_of({'as it is': {}, 'another': {'seed': 7}}, config, words)
+    assert [[one.seed for one in each] for each in mixed.values()] == [[1337], [7]]
+
+
 def test_a_wrong_list_is_named_before_anything_is_trained(capsys, monkeypatch, tmp_path):
     monkeypatch.setattr(runs, 'train_once', None)
     monkeypatch.chdir(tmp_path)

@@ -2,8 +2,8 @@
 # make test                install, and run the tests: each property, in a few minutes
 # make test-slow           the rest: jobs under torchrun, kills by the dozen, pages of docs, installs
 # make test-oldest         the tests with the oldest packages that pyproject.toml admits
-# make torture             kill, stop and starve training hundreds of times, damage and forge its files
-# make compare             beside others: WHAT=prepare (tiktoken), generation (transformers), race (nanoGPT), OPTIONS="…"
+# make torture             kill, stop and starve training hundreds of times, damage its files
+# make compare             beside others: WHAT=prepare (nanoGPT's recipe), generation (transformers), race (nanoGPT), OPTIONS="…"
 # make lint                check the style
 # make clean               remove what these commands made
 

@@ -2,9 +2,8 @@
 # make test                install, and run the tests: each property, in a few minutes
 # make test-slow           the rest: jobs under torchrun, kills by the dozen, pages of docs, installs
 # make test-oldest         the tests with the oldest packages that pyproject.toml admits
-# make torture             kill, stop and starve training hundreds of times, damage and forge its files
-# make compare             beside others: WHAT=prepare (tiktoken), generation (transformers), race (nanoGPT), OPTIONS="…"
-# make first-contact       measure a GPU: PART=precision OUT=folder OPTIONS="--input=text.txt" PYTHON=/path/to/python
+# make torture             kill, stop and starve training hundreds of times, damage its files
+# make compare             beside others: WHAT=prepare (nanoGPT's recipe), generation (transformers), race (nanoGPT), OPTIONS="…"
 # make lint                check the style
 # make clean               remove what these commands made
 
@@ -23,9 +22,8 @@ IN_SHORT = awk 'match($$0, "[^ /]+[.]whl") { \
     /^Installing/ { print "\n  … all here: unpacking them"; fflush() }'
 
 WHAT ?= prepare
-PART ?= speed
 
-.PHONY: quickstart test test-slow test-oldest torture compare first-contact lint clean
+.PHONY: quickstart test test-slow test-oldest torture compare lint clean
 
 quickstart: .venv/installed
 	$(BIN)/python train.py config/quickstart.py $(OPTIONS)
@@ -48,9 +46,6 @@ torture: .venv/installed-dev
 
 compare: .venv/installed-dev
 	$(BIN)/python tools/compare.py $(WHAT) $(OPTIONS)
-
-first-contact:
-	$(PYTHON) tools/first_contact.py $(PART) --out="$(OUT)" $(OPTIONS)
 
 lint: .venv/installed-dev
 	$(BIN)/ruff check .

@@ -14,9 +14,6 @@
                                                         the step, faster one change at a time
     python bench.py --judge config/quickstart.py --patch=mine.diff
                                                         is a change really better? docs/hacking.md
-    python bench.py --ledger                            what was judged, and what of it is luck
-    python bench.py --law config/quickstart.py --minutes=40
-                                                        what larger runs on its text will reach
 
 Without a config: GPT-2 124M on a GPU, config/bench_cpu.py or config/grid_cpu.py on a CPU.
 --memory runs a real step on CUDA; elsewhere torch's memory tracker follows a step on tensors
@@ -31,32 +28,25 @@ if __name__ == '__main__':  # before torch, which takes seconds
 import json
 import signal
 import sys
-from contextlib import redirect_stdout
-from dataclasses import asdict, dataclass
-from datetime import datetime
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
 
 from configurator import load_config
 from plaingpt.data.corpora import find_dataset_size
-from plaingpt.experiments import referee, runs, scaling_law, tables
-from plaingpt.experiments.judgement import EXIT_STATUS, describe_ledger, draw_pairs, read_ledger
+from plaingpt.data.dataset import open_named
+from plaingpt.experiments import runs, tables
+from plaingpt.experiments.judge import judge
 from plaingpt.experiments.memory_check import measure_memory
 from plaingpt.experiments.step_speed import Workload, measure_speed
-from plaingpt.monitoring.run_record import code_version
 from plaingpt.system import devices
-from plaingpt.system.distributed import launched_world
 from plaingpt.system.errors import UserError, run_script
-from plaingpt.system.files import ROOT, append_line, make_writable, write_json
+from plaingpt.system.files import ROOT, make_writable
 from plaingpt.system.formatting import count_of
 from plaingpt.system.streams import require_stdout, warn
 from plaingpt.training.dtype_choice import choose_training_dtype
 from plaingpt.training.memory_planner import explain_out_of_memory
-from plaingpt.training.run_data import open_data
 from plaingpt.training.settings import TrainConfig
-
-LEDGER = 'ledger.jsonl'
-LAW_MINUTES = 40  # of --law, unless --minutes says so
 
 
 @dataclass
@@ -64,7 +54,6 @@ class BenchConfig(TrainConfig):
     # benchmark: what to measure; the speed of a step if nothing else
     memory: bool = False  # what a step holds after forward, backward and optimizer, and at most
     variants: str = ''  # trainings that differ: grid, ablation, ladder, or a file such as mine.py
-    law: bool = False  # a ladder of small runs in --minutes (40): what larger ones will reach
     sweep: str = ''  # a setting and its values, as learning_rate=1e-3,3e-3; again for all pairs
     # benchmark: judge whether a change is better than the code as it is here
     judge: bool = False  # train both in pairs until that is clear
@@ -74,8 +63,7 @@ class BenchConfig(TrainConfig):
     against: str = ''  # the change: the code as it is here, and this commit is the base
     pairs: Annotated[int, 'at least 1'] = 8  # at most; --minutes is another limit
     least: Annotated[float, 'at least 0'] = 0.0  # a difference that matters; stop if it is smaller
-    equal: Literal['auto', 'steps', 'time'] = 'auto'  # what decides; auto: time where it differs
-    ledger: bool = False  # print all that was judged
+    split: Literal['val', 'test'] = 'val'  # test: at the end, decide by what no run looked at
     # benchmark: how
     steps: Annotated[int, 'at least 1'] = 10  # that are timed; a figure is their median
     warmup_steps: Annotated[int, 'at least 0'] = 3  # before them, which do not count
@@ -96,14 +84,14 @@ class BenchConfig(TrainConfig):
             found.append('batch_size=auto: a benchmark needs a number')
         if self.world_size() > 1:
             found.append('a benchmark measures one process: start it without torchrun')
-        chosen = [key for key in ('memory', 'variants', 'sweep', 'law', 'profile', 'judge',
-                                  'ledger') if getattr(self, key)]
+        chosen = [key for key in ('memory', 'variants', 'sweep', 'profile', 'judge')
+                  if getattr(self, key)]
         if len(chosen) > 1:
             found.append(f'one at a time: {", ".join(chosen)}')
         return found
 
     def takes_minutes(self):
-        return self.law or self.judge
+        return self.judge
 
 
 def gathered(argv, key):
@@ -127,7 +115,7 @@ def read_config(argv):
     named = any(not arg.startswith('-') for arg in argv)
     if device.type == 'cuda' or named or config.memory or config.judge:
         return config, device, argv
-    small = 'grid_cpu.py' if config.variants or config.sweep or config.law else 'bench_cpu.py'
+    small = 'grid_cpu.py' if config.variants or config.sweep else 'bench_cpu.py'
     argv = [str(ROOT / 'config' / small), *argv]
     return load_config(BenchConfig, argv), device, argv
 
@@ -153,12 +141,14 @@ def measure_step(config, device):
 def configs_of(variants, config, words):
     """{name: settings} → {name: [its BenchConfig of each seed]}, read as if the settings were
     written at the end of the command line, so that what follows from them follows."""
-    found = {}
+    found, seeds = {}, range(config.seed, config.seed + config.seeds)
+    if any('seed' in changes for changes in variants.values()):
+        seeds = seeds[:1]  # the variants say of which seeds they are
     for name, changes in variants.items():
         options = [f'--{key}={value}' for key, value in changes.items()]
         try:
-            found[name] = [load_config(BenchConfig, [*words, *options, f'--seed={seed}'])
-                           for seed in range(config.seed, config.seed + config.seeds)]
+            found[name] = [load_config(BenchConfig, [*words, f'--seed={seed}', *options])
+                           for seed in seeds]
         except UserError as problem:
             raise UserError(f'variant {name!r}: {problem}') from None
     return found
@@ -184,62 +174,30 @@ def draw(picture, *arguments):
         warn(problem)
 
 
-def judge(config, argv, device):
-    """Judge a change, print what came of it, and add it to the ledger → the exit status."""
-    if config.against and not config.change:
-        return referee.judge_from(config.against, argv)
-    folder, now = Path(config.save or 'results'), datetime.now()
-    make_writable(folder, 'save')
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C: what is half done goes
-    with redirect_stdout(sys.stderr if config.json else sys.stdout):
-        found = referee.judge(config, runs.training_words(argv), device)
-    row = {**tables.describe_measurement(device, argv), 'date': f'{now:%Y-%m-%d %H:%M}',
-           'base': code_version(), **asdict(found), 'verdict': found.verdict()}
-    append_line(folder / LEDGER, row)
-    print(json.dumps(row, indent=1) if config.json else '\n'.join(found.lines()))
-    if found.pairs:
-        draw(draw_pairs, found, folder / f'judgement-{now:%Y%m%d-%H%M%S}.png',
-             f'{Path(config.dataset).name}, {config.max_iters:,} steps')
-    return EXIT_STATUS[found.verdict()]
-
-
-def measure_law(config, device, argv):
-    """Train the ladder of a scaling law, keep the law beside the tokens, where plan.py finds it,
-    and print what it says of an hour on this machine."""
-    config.minutes = config.minutes or LAW_MINUTES
-    dataset = open_data(config, launched_world())
-    if len(dataset.parts) > 1:
-        raise UserError(f'dataset={config.dataset}: a scaling law is of one dataset')
-    path = tables.result_path(config.save or 'out-experiments', f'law-{dataset.folder.name}',
-                              device)
-    for folder, key in ((path, 'save'), (dataset.folder, 'dataset')):
-        make_writable(folder, key)
-    law = scaling_law.measure(config, dataset, Path(path),
-                              workload(config, device, dataset.vocab_size),
-                              tables.describe_measurement(device, argv))
-    write_json(dataset.folder / scaling_law.FILE, law)
-    best = scaling_law.best_run(law, config, 3600 * law['flops_per_s'])
-    print(json.dumps(law, indent=1) if config.json else '\n'.join(
-        scaling_law.describe(law, config, best, '1 hour on this machine', argv)))
-    draw(scaling_law.draw, law, f'{path}.png', dataset.folder.name)
+def judge_change(config, words):
+    """Find mistakes of the command before anything is trained, and judge → as judge() does."""
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C: the pairs so far count
+    added = [word if word.endswith('.py') else f'--{word}' for word in config.set.split()]
+    for clone in (ROOT, config.change or ROOT):
+        if not Path(clone, 'plaingpt', '__init__.py').is_file():
+            raise UserError(f'{clone}: no clone of plainGPT, and --judge takes one')
+    if not config.patch and not config.change:
+        load_config(BenchConfig, [*words, *added])
+    if config.split == 'test':
+        open_named(config.dataset).split('test')
+    words = runs.training_words(words)
+    return judge(config, words, [*words, *added])
 
 
 def main(argv):
     config, device, words = read_config(gathered(gathered(argv, 'sweep'), 'set'))
-    if config.ledger:
-        print(describe_ledger(read_ledger(Path(config.save or 'results', LEDGER))))
-        return
-    if config.judge:
-        sys.exit(judge(config, words, device))
     trains = config.variants or config.sweep
-    if (trains or config.law) and any(word.startswith('--out_dir=') for word in argv):
+    if trains and any(word.startswith('--out_dir=') for word in argv):
         raise UserError('--out_dir: each training has a folder of its own: name the folder of all '
                         'with --save')
-    if config.law:
-        measure_law(config, device, words)
-        return
     folder = config.save or ('out-experiments' if trains else '')
-    name = 'memory' if config.memory else Path(config.variants).stem if config.variants \
+    name = 'judge' if config.judge else 'memory' if config.memory \
+        else Path(config.variants).stem if config.variants \
         else f'sweep-{config.sweep.partition("=")[0]}' if config.sweep else 'speed'
     if folder:
         make_writable(folder, 'save')  # before hours of measuring
@@ -249,6 +207,8 @@ def main(argv):
     facts = tables.describe_measurement(device, argv)
     if trains:
         rows, text, compared = measure_variants(config, words, path, facts['machine'])
+    elif config.judge:
+        rows, text, status = judge_change(config, words)
     else:
         rows, text = measure_step(config, device)
     print(json.dumps({**facts, 'rows': rows, 'table': text}, indent=1) if config.json
@@ -261,6 +221,8 @@ def main(argv):
         draw(runs.draw_comparison, rows, compared, f'{path}.png', what)
         if not config.json:
             print(f'{path}/ has the runs, {path}.png their picture')
+    if config.judge:
+        sys.exit(status)
 
 
 if __name__ == '__main__':

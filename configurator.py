@@ -288,10 +288,20 @@ HABITS = {  # what other programs, or earlier versions, call it → our key
     'gpu': 'gpu_memory_gb', 'output': 'out_dir', 'resume': 'init_from', 'prompt': 'start',
     'tensorboard_log': 'log_to',
 }
+NO_LAW = 'python plan.py CONFIG says what a run of any config takes'
+REMOVED = {  # settings and options of earlier versions → what to use now
+    'law': NO_LAW, 'hours': NO_LAW, 'price': f'{NO_LAW}, its price with --gpu_hour_price',
+    'ledger': 'keep what bench.py --judge prints, or give it --save=FOLDER',
+    'equal': 'bench.py --judge says what a step takes; --set=max_iters=N trains the change for '
+             'as long',
+}
 
 
 def check_and_set(cls, values, name, value, where, problems):
     """Put `value` into `values` if `name` exists and the value fits, else note the problem."""
+    if name not in values and name in REMOVED:
+        problems.append(f'unknown setting {name} {where}: it was removed; {REMOVED[name]}')
+        return
     if name not in values:
         nearest = [HABITS[name]] if HABITS.get(name) in values \
             else difflib.get_close_matches(name, values, n=1, cutoff=0.6)

@@ -4,7 +4,6 @@
     python plan.py config/gpt2_124m.py --gpu_memory_gb=40
     python plan.py config/gpt2_124m.py --gpu=H100 --processes=8 --gpu_hour_price=2.5
     python plan.py config/gpt2_124m.py --gpu_memory_gb=24 --batch_size=auto --json
-    python plan.py config/quickstart.py --hours=8               best size, by bench.py --law
 """
 
 if __name__ == '__main__':  # before torch, which takes seconds
@@ -22,7 +21,6 @@ from configurator import load_config
 from model import GPT
 from plaingpt.data.corpora import find_dataset_size, find_sizes
 from plaingpt.data.dataset import has_token_files, open_named, read_names
-from plaingpt.experiments import scaling_law
 from plaingpt.experiments.step_speed import Workload, estimate_speed
 from plaingpt.inference.hf_export import describe_export, nearest_architectures
 from plaingpt.kernels.recompute import KINDS
@@ -55,8 +53,6 @@ class PlanConfig(TrainConfig):
     # plan: the run
     tokens_per_s: Annotated[float, 'at least 0'] = 0.0  # of all GPUs; 0 to measure, or estimate
     utilisation: Annotated[float, 'above 0 and at most 1'] = 0.4  # of the peak of a named GPU
-    hours: Annotated[float, 'at least 0'] = 0.0  # the best size for so long, by bench.py --law
-    price: Annotated[float, 'at least 0'] = 0.0  # or for so much, at --gpu_hour_price
     json: bool = False  # print JSON
 
     def out_of_range(self):
@@ -66,8 +62,6 @@ class PlanConfig(TrainConfig):
                 devices.find_gpu(self.gpu)
             except UserError as problem:
                 found.append(str(problem))
-        if self.price and (self.hours or not self.gpu_hour_price):
-            found.append(f'price={self.price:g} takes --gpu_hour_price, and no --hours')
         return found
 
     def world_size(self):
@@ -233,16 +227,6 @@ def disk_plan(shape, config, memory, dataset_tokens):
             'dataset': dataset_tokens * width if dataset_tokens else None}
 
 
-def law_plan(law, config, memory, time):
-    """The best run for the budget of --hours or --price."""
-    if not time['tokens_per_s']:
-        raise UserError(f'the speed is not known: {time["how"]}')
-    hours = config.hours or config.price / config.gpu_hour_price / config.processes
-    flops = 3600 * hours * time['tokens_per_s'] * time['flops_per_token']
-    config = replace(config, batch_size=memory['batch_size'])  # not 'auto'
-    return {'hours': hours, 'best': scaling_law.best_run(law, config, flops)}
-
-
 # -----------------------------------------------------------------------------
 # for people
 
@@ -344,7 +328,6 @@ def main(argv):
     require_stdout()
     shape, dataset_tokens, source = find_shape(config)
     machine = find_machine(config, shape)
-    law = (config.hours or config.price) and scaling_law.find(config.dataset)
     with torch.device('meta'):
         gpt = GPT(shape)
     note('following a step on tensors without data')
@@ -353,13 +336,11 @@ def main(argv):
                         dataset_tokens)
     time = time_plan(gpt, config, machine, memory, tokens['total'])
     disk = disk_plan(shape, config, memory, dataset_tokens)
-    budget = law_plan(law, config, memory, time) if law else {}
     if config.json:
         planned_for = machine._replace(device=machine.device.type)._asdict()
         print(json_format.dumps({'machine': planned_for, 'model': asdict(shape),
                                  'vocab_size': shape.vocab_size, 'source': source,
                                  'memory': memory, 'tokens': tokens, 'time': time, 'disk': disk,
-                                 'law': budget,
                                  'export': nearest_architectures(shape)}, indent=1))
         return
     if config.init_from != 'scratch':
@@ -369,9 +350,6 @@ def main(argv):
     print_tokens(tokens, source, shape.vocab_size)
     print(describe_export(shape))
     print_time_and_disk(time, disk, machine)
-    if law:
-        print('\n'.join(scaling_law.describe(law, config, budget['best'],
-                                             duration(3600 * budget['hours']), argv)))
 
 
 if __name__ == '__main__':

@@ -1,9 +1,9 @@
-"""Commands in forks whose standard streams are closed, broken or full; and small disks."""
+"""Commands in forks, as scripts of their own; streams that are closed, broken or full; small disks.
+"""
 
 import ctypes
 import io
 import os
-import pty
 import subprocess
 import sys
 import traceback
@@ -13,43 +13,35 @@ from plaingpt.system.errors import run_script
 
 
 def connect(number, kind, log):
-    """Make a descriptor of this process closed, broken, full, gone (a terminal), or a log."""
+    """Make a descriptor of this process closed, broken, full, or a log."""
     if kind == 'closed':
         os.close(number)
         return
     if kind == 'broken':
         reader, fd = os.pipe()
         os.close(reader)
-    elif kind == 'gone':
-        master, fd = pty.openpty()
-        os.close(master)
     else:
         fd = os.open('/dev/full' if kind == 'full' else log, os.O_RDWR | os.O_CREAT | os.O_APPEND)
     os.dup2(fd, number)
 
 
-def python_streams(encoding):
+def python_streams():
     """Make sys.stdin, stdout and stderr as Python does when it starts."""
     for number, name in enumerate(('stdin', 'stdout', 'stderr')):
-        try:
-            raw = io.FileIO(number, 'w' if number else 'r', closefd=False)
-        except OSError:
-            setattr(sys, name, None)
-        else:
-            buffer = io.BufferedWriter(raw) if number else io.BufferedReader(raw)
-            setattr(sys, name, io.TextIOWrapper(buffer, encoding, errors='strict'))
+        raw = io.FileIO(number, 'w' if number else 'r', closefd=False)
+        buffer = io.BufferedWriter(raw) if number else io.BufferedReader(raw)
+        setattr(sys, name, io.TextIOWrapper(buffer, 'utf-8', errors='strict'))
 
 
-def start(main, argv, log, kinds=('log', 'log', 'log'), encoding='utf-8'):
-    """Run a command in a fork, as a script of its own → process id. kinds: of its streams."""
+def start(main, argv, log):
+    """Run a command in a fork, as a script of its own → process id. log: of its streams"""
     pid = os.fork()
     if pid == 0:
         code = 70
         try:
-            # those that are closed come last, or the next file that is opened is one of them
-            for number in sorted(range(3), key=lambda number: kinds[number] == 'closed'):
-                connect(number, kinds[number], log)
-            python_streams(encoding)
+            for number in range(3):
+                connect(number, 'log', log)
+            python_streams()
             sys.argv = ['script', *argv]
             run_script(main)
             code = 0

@@ -53,11 +53,11 @@ def test_a_profile_says_where_time_goes_and_leaves_a_trace(tiny, tmp_path, capsy
 
 
 def test_a_sweep_trains_and_is_saved_without_matplotlib(tiny, tmp_path, capsys, monkeypatch):
-    def train_here(argv):
+    def train_here(name, argv):
         with redirect_stdout(sys.stderr):
             train.main(argv)
 
-    monkeypatch.setattr(runs, 'run_train', train_here)
+    monkeypatch.setattr(runs, 'run_command', train_here)
     monkeypatch.setitem(sys.modules, 'matplotlib.figure', None)
     words = [word for word in tiny if not word.startswith('--out_dir=')]
     bench.main([*words, '--sweep=n_layer=1,2', '--seeds=1', '--json', f'--save={tmp_path}/results'])
@@ -82,6 +82,8 @@ def test_on_a_cpu_a_small_model_takes_the_place_of_gpt2():
 def test_a_benchmark_says_what_it_cannot_do(capsys, monkeypatch, tiny, tmp_path):
     assert 'one at a time: memory, profile' in fails(capsys, monkeypatch, bench.main, '--memory',
                                                      '--profile')
+    assert 'minutes=3.0 is for train.py' in fails(capsys, monkeypatch, bench.main, '--minutes=3',
+                                                  '--device=cpu')
     (tmp_path / 'file').touch()
     assert f'save={tmp_path}/file' in fails(capsys, monkeypatch, bench.main, '--device=cpu',
                                             f'--save={tmp_path}/file')

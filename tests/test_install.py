@@ -204,6 +204,10 @@ def test_the_wheel_works_in_a_folder_with_a_model_of_its_own(tmp_path):
                'print(len(plaingpt.load("out-quickstart").generate("def", max_new_tokens=9)) > 0)\n'
                'print("model" in sys.modules, plaingpt.__version__)', cwd=folder)
     assert out.splitlines() == ['True', f'False {VERSION}']
+    lists = call(python, '-c', 'from plaingpt.experiments.runs import read_variants\n'
+                 'print([len(read_variants(name, None)) for name in ("ablation", "ladder")])',
+                 cwd=folder)
+    assert lists == '[7, 5]\n'
     call(python, '-m', 'torch.distributed.run', '--standalone', '--nproc_per_node=2',
          '-m', 'plaingpt', *quickstart, '--out_dir=out-two', cwd=folder)
     state, = (folder / 'out-two/checkpoints').glob('*/state.json')

@@ -25,7 +25,7 @@ from plaingpt.monitoring.metrics_file import read_rows
 from plaingpt.monitoring.references import STUDENT_T
 from plaingpt.monitoring.run_record import read_run
 from plaingpt.system.errors import UserError
-from plaingpt.system.files import command, locked, make_writable, read_json, write_json
+from plaingpt.system.files import ROOT, command, locked, make_writable, read_json, write_json
 from plaingpt.system.formatting import capitalized, count_of
 from plaingpt.system.streams import warn
 from plaingpt.training.checkpoint import checkpoint_paths
@@ -36,6 +36,7 @@ from plaingpt.training.settings import TrainConfig
 SAME_WORK = {'learning_rate', 'embedding_lr_scale', 'head_lr_scale', 'vector_lr_scale', 'beta1',
              'beta2', 'decay_lr', 'lr_schedule', 'wsd_decay', 'warmup_iters', 'lr_decay_iters',
              'min_lr', 'max_iters', 'seed', 'eval_interval', 'eval_iters'}
+LISTS = ROOT / 'config' / 'variants'
 ALL_DONE = 'all iterations are done'  # as run.json says it
 NAMED = 3  # variants that a sentence names; of more it tells their number
 
@@ -45,10 +46,11 @@ NAMED = 3  # variants that a sentence names; of more it tells their number
 
 def read_variants(name, config):
     """A file that defines `variants`, a dict or a function of the TrainConfig → {name: settings}.
-    'grid', 'ladder' and 'ablation' are files beside this one. Raises UserError."""
-    path = Path(name if name.endswith('.py') else Path(__file__).with_name(f'{name}.py'))
+    A name alone is of a file in config/variants. Raises UserError."""
+    path = Path(name) if name.endswith('.py') else LISTS / f'{name}.py'
     if not path.is_file():
-        raise UserError(f'variants={name}: no such file; it is grid, ladder, ablation, or a file '
+        raise UserError(f'variants={name}: no such file; it is '
+                        f'{", ".join(sorted(path.stem for path in LISTS.glob("*.py")))}, or a file '
                         'of your own, as --variants=mine.py')
     try:
         found = runpy.run_path(str(path)).get('variants')
@@ -137,17 +139,18 @@ def train_once(config, folder, machine):
             write_json(folder / 'asked.json', asked)
         done, resumed = is_done(folder, config.max_iters), bool(checkpoint_paths(folder))
     if not done:
-        run_train([*(f'--{key}={value}' for key, value in asked['settings'].items()),
-                   f'--log_interval={min(config.log_interval, config.max_iters)}',
-                   f'--out_dir={folder}', '--sample_tokens=0', '--keep_checkpoints=1',
-                   *['--init_from=resume'] * resumed])
+        run_command('train', [
+            *(f'--{key}={value}' for key, value in asked['settings'].items()),
+            f'--log_interval={min(config.log_interval, config.max_iters)}',
+            f'--out_dir={folder}', '--sample_tokens=0', '--keep_checkpoints=1',
+            *['--init_from=resume'] * resumed])
         with locked(folder, refusal):  # another sweep may have asked before train.py had the lock
             write_json(folder / 'asked.json', asked)
         if not is_done(folder, config.max_iters):
             ending = read_run(folder).get('ending', 'killed')
             raise UserError(f'{folder}: its run is incomplete (ending: {ending}): the same '
                             'command goes on with it')
-    return summarize(read_rows(folder / 'metrics.jsonl', warn), config)
+    return summarize(folder)
 
 
 def holds_run_of(folder, asked):
@@ -170,27 +173,29 @@ def is_done(folder, max_iters):
 
 
 def training_words(argv):
-    """A command line of bench.py or plan.py → what of it train.py takes: config files and settings
-    of a training"""
+    """A command line of bench.py → the config files and settings that train.py takes"""
     taken = {field.name for field in fields(TrainConfig)} - {'minutes', 'out_dir'}
     return [word for word in argv
             if not word.startswith('--') or word[2:].partition('=')[0] in taken]
 
 
-def run_train(argv):
-    """Run train.py in a process of its own. Raises UserError where it failed."""
-    done = subprocess.run(command('train', *argv), capture_output=True, text=True)
+def run_command(name, argv, tree=None):
+    """Run a command of ours, or that of the code in `tree`, in a process of its own. Raises
+    UserError where it failed."""
+    words = [sys.executable, f'{tree}/{name}.py', *argv] if tree else command(name, *argv)
+    done = subprocess.run(words, capture_output=True, text=True)
     if done.returncode:
         last = (done.stderr.strip() or f'exit code {done.returncode}').splitlines()[-1]
         raise UserError(last.removeprefix('error: '))
 
 
-def summarize(lines, config):
-    """Lines of metrics.jsonl → numbers. A step's time is the median: compiling, evaluating and
+def summarize(folder):
+    """metrics.jsonl of a run → numbers. A step's time is the median: compiling, evaluating and
     other work on the machine do not count. curve: [(seconds of steps, validation loss)]"""
+    lines = read_rows(Path(folder, 'metrics.jsonl'), warn)
     rates = [line['tokens_per_s'] for line in lines if 'tokens_per_s' in line]
     memory = [line['peak_memory_bytes'] for line in lines if 'peak_memory_bytes' in line]
-    step_s = config.step_tokens() / statistics.median(rates)
+    step_s = lines[-1]['tokens'] / lines[-1]['iter'] / statistics.median(rates)
     curve = [(line['iter'] * step_s, line['val_loss'])  # None where it was not finite
              for line in lines if 'val_loss' in line]
     return {'final_loss': curve[-1][1], 'step_ms': 1e3 * step_s, 'memory_bytes': memory[-1],

@@ -139,7 +139,7 @@ def scale_axes(axes, panel, width, height):
         axes.set_xticks(range(len(panel.ticks)), panel.ticks)
         return
     places = MaxNLocator(max(3, round((1 - share) * width * 1.6)), steps=[1, 2, 2.5, 5, 10],
-                         integer=panel.x_label in ('iteration', 'tokens', 'pair'))
+                         integer=panel.x_label in ('iteration', 'tokens'))
     axes.set_xticks([x for x in places.tick_values(first, last) if first <= x <= last])
     for axis in (axes.xaxis, axes.yaxis):
         if max(map(abs, axis.get_majorticklocs())) >= 10_000:

@@ -9,15 +9,17 @@ import json
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import pairwise
+from pathlib import Path
 from statistics import mean, stdev
 
-from plaingpt.monitoring.metrics_file import column, parse_row, rows_with, step_tokens
-from plaingpt.monitoring.run_record import check_run
+from plaingpt.monitoring.metrics_file import parse_row, read_rows, rows_with, step_tokens
+from plaingpt.monitoring.run_record import check_run, read_run
 from plaingpt.system.errors import UserError
 from plaingpt.system.files import ROOT, open_regular, parse_json, write_atomically
 from plaingpt.system.formatting import capitalized, setting
 
 FOLDER = ROOT / 'references'
+HOW = 'docs/monitoring.md says how one is made'
 
 # Student's t, 97.5%, with 1, 2, … degrees of freedom. mean ± t(n - 1) · s · √(1 + 1/n) of n seeds
 # holds one new seed in 95 of 100 cases: the prediction interval of a normal distribution (Hahn and
@@ -56,11 +58,6 @@ class Reference:
         return [(tokens, mean(losses) - width * stdev(losses), mean(losses) + width * stdev(losses))
                 for tokens, losses in sorted(losses_at.items()) if len(losses) == n]
 
-    def holds(self, rows):
-        """Whether a run's last validation loss lies in the band at its end."""
-        _, low, high = self.band()[-1]
-        return low <= column(rows, 'val_loss')[-1] <= high
-
     def headline(self, runs):
         """Where runs, [(name, rows)], lie at their last evaluation, in a few words."""
         band, said = self.band(), []
@@ -87,8 +84,7 @@ class Reference:
                    'not compare'
         seeds, band = f'{self.name} ({len(self.rows)} seeds)', self.band()
         if not band:
-            return f'{self.name} has one seed, and a band takes two: python ' \
-                   f'tools/make_reference.py {self.name}'
+            return f'{self.name} has one seed, and a band takes two: {HOW}'
         evaluations = [(row, *edges) for row in rows_with(rows, 'val_loss')
                        if (edges := band_at(band, row['tokens']))]
         if not evaluations:
@@ -174,7 +170,7 @@ def read_reference(name):
     if name not in known:
         nearest = difflib.get_close_matches(name, known, n=1)
         hint = f'did you mean {nearest[0]}?' if nearest else \
-            f'there are {", ".join(known) or "none"}, and tools/make_reference.py makes others'
+            f'there are {", ".join(known) or "none"}, and {HOW}'
         raise UserError(f'reference={name}: {hint}')
     runs, rows = {}, {}  # by seed
     try:
@@ -189,7 +185,7 @@ def read_reference(name):
             raise ValueError('a seed has no rows')
     except (OSError, ValueError, KeyError, TypeError) as e:
         raise UserError(f'{path} is damaged ({type(e).__name__}: {e}): take it from the project '
-                        'again, or make it anew with tools/make_reference.py') from None
+                        f'again, or make it anew: {HOW}') from None
     return Reference(name, runs, rows)
 
 
@@ -221,13 +217,26 @@ def reference_of(run):
         return read_reference(run['reference']) if run.get('reference') else None
 
 
-def write_reference(reference):
-    """Write references/NAME.jsonl, without samples of text."""
-    FOLDER.mkdir(exist_ok=True)
-    lines = []
-    for seed, run in sorted(reference.runs.items()):
+def write_reference(name, folder):
+    """Write references/NAME.jsonl of the runs in a folder, as bench.py --sweep=seed=… leaves them,
+    without samples of text and names of folders. Raises UserError."""
+    lines, recipes = [], []
+    for path in sorted(Path(folder).glob('*/run.json')):
+        run, rows = read_run(path.parent), read_rows(path.with_name('metrics.jsonl'), print)
+        seed = run['config']['seed']
+        run['config']['out_dir'] = run['changed']['out_dir'] = f'out-{name}'
+        run['command'] = f'train.py config/{name}.py --seed={seed}'
+        source = run['data'].get('source', {})
+        if 'input' in source:
+            source['input'] = Path(source['input']).name
+        recipes.append({**run['config'], 'seed': 0})
+        if recipes[0] != recipes[-1]:
+            raise UserError(f'{path.parent}: its settings are not those of the other runs there: '
+                            'train all seeds of one recipe into a folder of their own')
         lines.append({'seed': seed, 'run': run})
         lines += [{'seed': seed, **{key: row[key] for key in row if key != 'sample'}}
-                  for row in reference.rows[seed]]
-    text = ''.join(json.dumps(line) + '\n' for line in lines)
-    write_atomically(FOLDER / f'{reference.name}.jsonl', text)
+                  for row in rows]
+    if not lines:
+        raise UserError(f'{folder}: there are no runs')
+    FOLDER.mkdir(exist_ok=True)
+    write_atomically(FOLDER / f'{name}.jsonl', ''.join(json.dumps(line) + '\n' for line in lines))

@@ -69,6 +69,14 @@ def test_settings_of_a_sweep_are_combined_and_what_follows_from_them_follows():
     assert (one.conv, one.max_iters, one.min_lr) == (4, 7, pytest.approx(2e-4))  # a tenth
 
 
+def test_variants_that_name_their_seeds_are_one_run_each():
+    config, _, words = bench.read_config(['--sweep=seed=1,2,30', '--device=cpu'])
+    found = bench.configs_of(sweep_variants(config.sweep), config, words)
+    assert [[one.seed for one in each] for each in found.values()] == [[1], [2], [30]]
+    mixed = bench.configs_of({'as it is': {}, 'another': {'seed': 7}}, config, words)
+    assert [[one.seed for one in each] for each in mixed.values()] == [[1337], [7]]
+
+
 def test_a_wrong_list_is_named_before_anything_is_trained(capsys, monkeypatch, tmp_path):
     monkeypatch.setattr(runs, 'train_once', None)
     monkeypatch.chdir(tmp_path)
@@ -81,7 +89,7 @@ def test_a_wrong_list_is_named_before_anything_is_trained(capsys, monkeypatch, t
             ('--sweep=conv=0,4 --sweep=conv=0,8', 'sweep=conv=0,8: give a setting, once'),
             ('--sweep=conv=0,4 --memory', 'one at a time'),
             ('--sweep=conv=0,4 --out_dir=here', 'name the folder of all with --save'),
-            ('--variants=yours.py', 'variants=yours.py: no such file; it is grid'),
+            ('--variants=yours.py', 'variants=yours.py: no such file; it is ablation, grid'),
             ('--variants=mine.py', "variants=mine.py: it must define variants = {'name':"),
             ('--variants=broken.py', 'variants=broken.py: ZeroDivisionError'),
             ('--variants=typo.py', "variant 'none': unknown key 'conf'"),
@@ -125,7 +133,7 @@ def trainings(monkeypatch):
     """The words that train.py was called with, which writes the files of a run that ended."""
     made = []
 
-    def run_train(argv):
+    def run_command(name, argv):
         made.append(argv)
         options = dict(word[2:].split('=', 1) for word in argv)
         folder = Path(options['out_dir'])
@@ -139,7 +147,7 @@ def trainings(monkeypatch):
             **{key: {} for key in run_record.KEYS}, 'ending': ending}))
         if len(made) == 4:
             raise KeyboardInterrupt
-    monkeypatch.setattr(runs, 'run_train', run_train)
+    monkeypatch.setattr(runs, 'run_command', run_command)
     return made
 
 
@@ -176,16 +184,16 @@ def test_a_sweep_keeps_its_runs_by_setting_and_seed_and_goes_on_from_them(
 
 def test_a_run_that_never_began_does_not_get_the_numbers_of_other_settings(
         trainings, tmp_path, monkeypatch):
-    write_run, config = runs.run_train, bench.load_config(bench.BenchConfig, ['--device=cpu'])
+    write_run, config = runs.run_command, bench.load_config(bench.BenchConfig, ['--device=cpu'])
 
-    def refuse(argv):
+    def refuse(name, argv):
         raise UserError('no room')
     assert train_once(config, tmp_path / 'run', 'here')['final_loss'] == 3.0
-    monkeypatch.setattr(runs, 'run_train', refuse)
+    monkeypatch.setattr(runs, 'run_command', refuse)
     for _ in range(2):
         with pytest.raises(UserError, match='no room'):
             train_once(replace(config, n_layer=3), tmp_path / 'run', 'here')
-    monkeypatch.setattr(runs, 'run_train', write_run)
+    monkeypatch.setattr(runs, 'run_command', write_run)
     assert train_once(replace(config, n_layer=3), tmp_path / 'run', 'here')['final_loss'] == 3.0
 
 
@@ -202,18 +210,18 @@ def test_a_second_sweep_leaves_the_folder_of_a_live_run_as_it_is(trainings, tmp_
 def test_a_sweep_that_came_between_does_not_get_the_numbers_of_the_one_that_trained(
         trainings, tmp_path, monkeypatch):
     config, folder = bench.load_config(bench.BenchConfig, ['--device=cpu']), tmp_path / 'run'
-    write_run = runs.run_train
+    write_run = runs.run_command
 
-    def refuse(argv):
+    def refuse(name, argv):
         raise UserError('a run is writing there')
 
-    def train_after_another_asked(argv):
-        monkeypatch.setattr(runs, 'run_train', refuse)
+    def train_after_another_asked(name, argv):
+        monkeypatch.setattr(runs, 'run_command', refuse)
         with pytest.raises(UserError):
             train_once(replace(config, n_layer=3), folder, 'here')
-        monkeypatch.setattr(runs, 'run_train', write_run)
-        write_run(argv)
-    monkeypatch.setattr(runs, 'run_train', train_after_another_asked)
+        monkeypatch.setattr(runs, 'run_command', write_run)
+        write_run(name, argv)
+    monkeypatch.setattr(runs, 'run_command', train_after_another_asked)
     train_once(config, folder, 'here')
     train_once(replace(config, n_layer=3), folder, 'here')
     assert len(trainings) == 2 and '--n_layer=3' in trainings[1]
@@ -242,12 +250,14 @@ def test_a_first_run_that_fails_ends_the_experiment(trained):
         bench.main(['--sweep=conv=4,0', '--seed=7', '--device=cpu'])
 
 
-def test_a_step_takes_the_median_and_nothing_else_counts():
+def test_a_step_takes_the_median_and_nothing_else_counts(tmp_path):
     lines = [{'iter': 0, 'train_loss': 4.0, 'val_loss': 4.0}]
     lines += [{'iter': 5 * k, 'tokens_per_s': rate, 'peak_memory_bytes': 100 * k}
               for k, rate in ((1, 8.0), (2, 256.0), (3, 256.0), (4, 512.0))]
     lines += [{'iter': 20, 'train_loss': 2.0, 'val_loss': 3.0}]
-    assert summarize(lines, SMALL) == {  # 256 tokens a step
+    (tmp_path / 'metrics.jsonl').write_text(''.join(json.dumps(  # 256 tokens a step
+        {**line, 'tokens': 256 * line['iter'], 'elapsed_s': 1.0}) + '\n' for line in lines))
+    assert summarize(tmp_path) == {
         'memory_bytes': 400, 'step_ms': 1000.0, 'final_loss': 3.0, 'curve': [(0.0, 4.0),
                                                                              (20.0, 3.0)]}
 

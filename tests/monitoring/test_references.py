@@ -2,23 +2,18 @@
 
 import json
 import re
-from dataclasses import asdict
-from pathlib import Path
 
-import make_reference
 import numpy as np
 import pytest
 from helpers import fails
 
 import plot
-import train
-from configurator import load_config
 from plaingpt.monitoring import references
 from plaingpt.monitoring.diagnosis import diagnose
 from plaingpt.monitoring.references import Reference
 from plaingpt.monitoring.run_record import KEYS
 from plaingpt.system.errors import UserError
-from plaingpt.training.settings import TrainConfig, settings_without_effect
+from plaingpt.training.settings import settings_without_effect
 
 CONFIG = {'decay_lr': False, 'n_embd': 128, 'seed': 1, 'grad_clip': 0, 'max_iters': 0,
           'overfit_batches': 0, 'warmup_iters': 0}
@@ -37,6 +32,23 @@ def curve(offset, step=100):
 def made(offsets=(-0.01, 0.0, 0.01)):
     return Reference('small', dict.fromkeys(range(len(offsets)), FACTS),
                      {i: curve(offset) for i, offset in enumerate(offsets)})
+
+
+def write_runs(folder):
+    """The runs of made() as folders, as a sweep over seeds leaves them."""
+    for seed, rows in made().rows.items():
+        out_dir = folder / str(seed)
+        out_dir.mkdir(parents=True)
+        (out_dir / 'run.json').write_text(json.dumps(
+            {**FACTS, 'config': {**CONFIG, 'seed': seed, 'out_dir': str(out_dir)}}))
+        (out_dir / 'metrics.jsonl').write_text('\n'.join(
+            json.dumps({**row, 'sample': 'text'}) for row in rows))
+
+
+def inside(reference, rows):
+    """Whether a run's last validation loss lies in the band at its end."""
+    _, low, high = reference.band()[-1]
+    return low <= rows[-1]['val_loss'] <= high
 
 
 def test_a_sentence_says_where_a_run_lies():
@@ -119,19 +131,21 @@ def test_a_run_that_leaves_the_band_is_above_from_there_unless_it_comes_back():
 
 @pytest.mark.parametrize('n', [3, 10])
 def test_the_band_holds_a_new_seed_in_95_of_100(n):
-    chance, inside = np.random.default_rng(0), 0
+    chance, found = np.random.default_rng(0), 0
     for _ in range(500):
         *seeds, new = chance.normal(0, 0.01, n + 1).tolist()
         runs = [curve(offset, step=1000) for offset in [*seeds, new]]
-        inside += Reference('small', {}, dict(enumerate(runs[:-1]))).holds(runs[-1])
-    assert 460 <= inside <= 490  # 475 are expected, and the deviation of that number is 5
+        found += inside(Reference('small', {}, dict(enumerate(runs[:-1]))), runs[-1])
+    assert 460 <= found <= 490  # 475 are expected, and the deviation of that number is 5
 
 
 def test_a_reference_comes_back_as_it_was_written_and_is_drawn(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(references, 'FOLDER', tmp_path)
-    references.write_reference(made())
+    write_runs(tmp_path / 'seeds')
+    references.write_reference('small', tmp_path / 'seeds')
     found = references.read_reference('small')
-    assert found.band() == made().band() and found.runs == made().runs
+    assert found.band() == made().band() and found.rows[0][0] == {'seed': 0, **curve(-0.01)[0]}
+    assert str(tmp_path) not in (tmp_path / 'small.jsonl').read_text()
     out = tmp_path / 'out'
     out.mkdir()
     (out / 'metrics.jsonl').write_text('\n'.join(map(json.dumps, curve(0.0))))
@@ -142,7 +156,8 @@ def test_a_reference_comes_back_as_it_was_written_and_is_drawn(tmp_path, monkeyp
 
 def test_a_damaged_reference_is_named(tmp_path, monkeypatch):
     monkeypatch.setattr(references, 'FOLDER', tmp_path)
-    references.write_reference(made())
+    write_runs(tmp_path / 'seeds')
+    references.write_reference('small', tmp_path / 'seeds')
     path = tmp_path / 'small.jsonl'
     whole = path.read_bytes().splitlines()
     for damaged in ([], [b'\xff\xfe'], [b'[]', *whole], whole[1:], [whole[0], whole[1][:9]],
@@ -152,49 +167,16 @@ def test_a_damaged_reference_is_named(tmp_path, monkeypatch):
             references.read_reference('small')
 
 
-@pytest.fixture
-def small_config(tmp_path, monkeypatch):
-    """config/NAME.py of a run that takes no time, and training that logs a curve."""
-    config = Path(train.__file__).with_name('config') / 'quickstart.py'
-    monkeypatch.setattr(references, 'FOLDER', tmp_path)
-    facts = {**FACTS, 'config': asdict(load_config(TrainConfig, [str(config)]))}
-    trained = []
-
-    def train_one(name, seed):
-        trained.append(seed)
-        if seed == 3:
-            raise KeyboardInterrupt
-        return facts, curve(0.0)
-    monkeypatch.setattr(make_reference, 'train', train_one)
-    return trained
-
-
-def test_a_reference_grows_seed_by_seed_and_made_again_stays_until_all_are_there(
-        small_config, tmp_path):
-    make_reference.main(['quickstart', '--seeds=1'])
-    with pytest.raises(KeyboardInterrupt):
-        make_reference.main(['config/quickstart.py', '--seeds=1,2,3'])
-    assert sorted(references.read_reference('quickstart').runs) == [1, 2]
-    with pytest.raises(KeyboardInterrupt):
-        make_reference.main(['quickstart', '--seeds=1,3', '--again'])
-    assert sorted(references.read_reference('quickstart').runs) == [1, 2]
-    assert small_config == [1, 2, 3, 1, 3]  # what is there is not trained again
-
-
-def test_fresh_seeds_are_compared_and_not_added(small_config, tmp_path, capsys):
-    make_reference.main(['quickstart', '--seeds=1,2'])
-    before = (tmp_path / 'quickstart.jsonl').read_bytes()
-    make_reference.main(['quickstart', '--seeds=4,5', '--fresh'])
-    assert small_config == [1, 2, 4, 5] and '0 of 2 seeds' in capsys.readouterr().out
-    assert (tmp_path / 'quickstart.jsonl').read_bytes() == before
-
-
-def test_seeds_of_two_configs_are_not_mixed(small_config, tmp_path):
-    make_reference.main(['quickstart', '--seeds=1'])
-    path = tmp_path / 'quickstart.jsonl'
+def test_a_reference_is_made_of_seeds_of_one_recipe_alone(tmp_path, monkeypatch):
+    monkeypatch.setattr(references, 'FOLDER', tmp_path / 'references')
+    with pytest.raises(UserError, match='no runs'):
+        references.write_reference('small', tmp_path / 'seeds')
+    write_runs(tmp_path / 'seeds')
+    path = tmp_path / 'seeds/1/run.json'
     path.write_text(re.sub(r'"n_embd": \d+', '"n_embd": 64', path.read_text()))
-    with pytest.raises(UserError, match='made with another n_embd'):
-        make_reference.main(['quickstart', '--seeds=2'])
+    with pytest.raises(UserError, match='seeds/1: its settings are not those'):
+        references.write_reference('small', tmp_path / 'seeds')
+    assert not (tmp_path / 'references').exists()
 
 
 def test_our_references_give_no_alarm_and_each_seed_is_expected_by_the_others():
@@ -207,5 +189,5 @@ def test_our_references_give_no_alarm_and_each_seed_is_expected_by_the_others():
         for seed, rows in found.rows.items():
             assert diagnose(rows, found.runs[seed]) == [], (name, seed)
             others = {other: found.rows[other] for other in found.rows if other != seed}
-            outside += not Reference(name, {}, others).holds(rows)
+            outside += not inside(Reference(name, {}, others), rows)
         assert outside <= len(found.rows) // 10 + 1, name  # 5% are expected

@@ -1,6 +1,8 @@
+from collections import Counter
 from dataclasses import replace
 from functools import partial
 from itertools import repeat
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -11,17 +13,21 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch._functorch._aot_autograd.autograd_cache import check_cacheable
 from torch._functorch.aot_autograd import make_boxed_func
 from torch._functorch.partitioners import min_cut_rematerialization_partition
+from torch._inductor.compile_fx import compile_fx
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.profiler import ProfilerActivity, profile
+from torch.utils._pytree import tree_leaves
 
 import train
 from model import GPT, GPTConfig
 from plaingpt.experiments.step_speed import Workload, make_step
 from plaingpt.inference.generation import KVCache
+from plaingpt.kernels import cpu_kernels
 from plaingpt.monitoring.memory_recorder import IN_FLOAT32, cuda_autocast_rules
 from plaingpt.parallel.sharding import Sharded, copy_on_meta
 from plaingpt.system.devices import compiled
-from plaingpt.training.memory_planner import StepSettings, one_step
+from plaingpt.training.memory_fit import kept_bytes
+from plaingpt.training.memory_planner import StepSettings, one_step, predict, step_settings
 from plaingpt.training.optimizers import OPTIMIZERS
 from plaingpt.training.settings import TrainConfig
 
@@ -138,6 +144,46 @@ def test_the_rules_of_cudas_autocast_are_those_of_torch():
             assert operator(x, *arguments).dtype == torch.float32, name
     finally:
         torch.set_autocast_enabled('cuda', False)
+
+
+def kept_by_a_compiled_step(shape, batch_size):
+    """{dtype: bytes} that the forward pass keeps for the backward pass on a GPU, parameters and
+    tokens aside."""
+    graphs = []
+
+    def record(graph, inputs, **_):
+        graphs.append(graph)
+        return make_boxed_func(graph.forward)
+
+    torch._dynamo.reset()
+    with patch.object(cpu_kernels, 'enabled', False), FakeTensorMode():
+        gpt = GPT(shape)
+        gpt.loss_chunk_tokens = 2048
+        idx = torch.zeros(batch_size, shape.block_size, dtype=torch.int64)
+        model = torch.compile(gpt, fullgraph=True, backend=partial(compile_fx,
+                                                                   inner_compile=record))
+        with cuda_autocast_rules(), torch.autocast('cpu', dtype=torch.bfloat16):
+            model(idx, idx)
+    [output], sizes = graphs[0].graph.find_nodes(op='output'), Counter()
+    for node in {node for node in tree_leaves(output.args)[1:]
+                 if isinstance(node, torch.fx.Node) and node.op != 'placeholder'}:
+        sizes[node.meta['val'].dtype] += node.meta['val'].nbytes
+    return sizes
+
+
+@pytest.mark.parametrize('newer', [{}, {**NEWER, 'conv': 4}])
+def test_a_compiled_step_keeps_no_float32_activation_and_what_its_plan_counts(newer):
+    shape = GPTConfig(**{**dict(block_size=64, vocab_size=1000, n_layer=2, n_head=1, n_embd=64,
+                                bias=False), **newer})
+    kept, tokens = kept_by_a_compiled_step(shape, 64), 64 * 64
+    # What is in float32 is one or two numbers a token, and the gradient of the head.
+    numbers = 4 * tokens * (2 * 5 * 2 + 2) + 4 * shape.padded_vocab_size * 64
+    assert kept[torch.float32] <= numbers < 4 * tokens * 64 * 2
+    step = step_settings(TrainConfig(batch_size=64, total_batch_size=tokens,
+                                     loss_chunk_tokens=2048), 'bfloat16')
+    before = sum(kept_bytes(shape, step))  # parameters, states of the optimizer
+    planned = predict(shape, step).totals['after forward'] - before
+    assert 0.97 * kept.total() <= planned <= 1.1 * kept.total()
 
 
 def test_attention_takes_keeps_and_caches_bfloat16_where_norms_give_float32(monkeypatch):

@@ -351,7 +351,7 @@ def test_a_final_save_that_fails_is_exit_code_1(tiny, trained, tmp_path, monkeyp
 
 
 @pytest.mark.slow
-def test_damaged_and_forged_files_are_refused_in_one_line():
+def test_damaged_files_are_refused_in_one_line_or_without_effect():
     # In a process of its own: forks of this one would lack the threads of earlier tests.
-    out = run(ROOT / 'tools/torture.py', 'files', 'models', '--files=8', '--models=5', '--seed=1')
-    assert 'nothing was lost' in out and 'models: 5 rounds (5 refused): 0 wrong' in out
+    out = run(ROOT / 'tools/torture.py', 'files', '--files=12', '--seed=1')
+    assert 'nothing was lost' in out and 'files: 12 rounds' in out and ' refused' in out

@@ -23,6 +23,8 @@ import typing
 from contextlib import suppress
 from pathlib import Path
 
+import numpy as np
+
 from plaingpt.system.errors import UserError
 from plaingpt.system.files import ROOT
 from plaingpt.system.formatting import quoted, setting
@@ -56,9 +58,18 @@ def load_config(cls, argv, doc='', positional='', several=False, read_saved=lamb
         raise UserError('\n'.join(mistakes + problems or [str(problem)])) from None
     if saved:
         values, problems = read_arguments(cls, argv, saved)
-    problems = mistakes + problems
+    return build(cls, values, mistakes + problems)
+
+
+def checked(cls, given):
+    """`cls` with what a program gives, {name: value}, as load_config takes it. Raises UserError."""
+    return build(cls, *read_arguments(cls, [], given, 'in the call'))
+
+
+def build(cls, values, problems):
+    """→ `cls` of these values. Raises UserError with `problems` and all that is wrong in them."""
     config = cls(**values)
-    problems += outside_limits(config)
+    problems = problems + outside_limits(config)
     if hasattr(config, 'out_of_range'):
         problems += config.out_of_range()
     if hasattr(config, 'problems'):
@@ -90,12 +101,12 @@ def name_positionals(cls, argv, key, several, problems):
     return [named.get(i, arg) for i, arg in enumerate(argv) if i not in found[1:]]
 
 
-def read_arguments(cls, argv, saved):
-    """→ ({name: value} of all fields, [problem]): the defaults, what was saved, then the command
-    line from left to right."""
+def read_arguments(cls, argv, saved, place='in the checkpoint'):
+    """→ ({name: value} of all fields, [problem]): the defaults, what was saved at a `place`,
+    then the command line from left to right."""
     values, problems = {f.name: f.default for f in dataclasses.fields(cls)}, []
     for name, value in saved.items():
-        check_and_set(cls, values, name, value, 'in the checkpoint', problems)
+        check_and_set(cls, values, name, value, place, problems)
     for i, arg in enumerate(argv):
         if i and is_value_of(argv[i - 1], arg, values):
             problems[-1] = f'{argv[i - 1]} {arg}: write {argv[i - 1]}={quoted(arg)}'
@@ -312,6 +323,7 @@ def can_be_stored(value):
 
 def convert(value, cls, name):
     """`value` as the field's type. Raises ValueError where it does not fit."""
+    value = value.item() if isinstance(value, np.generic) else value
     for kind in accepted_types(cls, name):
         limit = 3e38 if kind is float else 2**63  # what torch can hold
         if type(value) in (int, float) and not abs(value) < limit:

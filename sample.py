@@ -24,11 +24,11 @@ from typing import Annotated, Literal
 from tqdm import tqdm
 
 from configurator import load_config
-from plaingpt.data.readers import read_jsonl
+from plaingpt.data.readers import read_jsonl, read_text
 from plaingpt.inference.copied_text import open_sources
 from plaingpt.inference.generation import CompiledStep
 from plaingpt.inference.terminal_chat import run_chat, show
-from plaingpt.inference.text_generator import Sampling, TextGenerator, read_text
+from plaingpt.inference.text_generator import Sampling, TextGenerator, list_stops
 from plaingpt.inference.weight_layout import prepare_for_generation
 from plaingpt.monitoring.markdown_report import add_to_report
 from plaingpt.system.devices import choose_compile, choose_device, choose_dtype, use_fast_matmul
@@ -76,19 +76,15 @@ class SampleConfig(Sampling, model_choice.ModelChoice):
             found.append(f'system={self.system}: goes with --chat')
         if self.template and '{user}' not in self.template:
             found.append(f'template={self.template}: say with {{user}} where a message goes')
-        if self.stops() is None:
+        try:
+            self.stops()
+        except (UserError, ValueError):
             found.append(f'stop={self.stop}: not a JSON list of texts, as ["\\n\\n", "User:"]')
         return found
 
     def stops(self):
-        """The stop strings as a list; None if they are not one."""
-        if not self.stop.startswith('['):
-            return [self.stop] if self.stop else []
-        try:
-            stops = json.loads(self.stop)
-        except ValueError:
-            return None
-        return stops if all(isinstance(stop, str) and stop for stop in stops) else None
+        """The stop strings as a list. Raises UserError or ValueError where they are not one."""
+        return list_stops(json.loads(self.stop) if self.stop.startswith('[') else self.stop)
 
 
 def read_prompts(path):
@@ -107,7 +103,7 @@ def write_samples(generator, config, sources=None):
     """Print samples. sources: shows what is copied in each, and how much in all"""
     start, written = config.start, []
     if start.startswith('FILE:'):
-        start = read_text(start.removeprefix('FILE:'), f'start={start}')
+        start = read_text(start.removeprefix('FILE:'))
     prompt = generator.encode_prompt(start, 'start')
     at_a_time = 1 if config.stream else config.batch_size
     for first in range(0, config.num_samples, at_a_time):

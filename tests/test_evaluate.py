@@ -1,3 +1,4 @@
+import gzip
 import json
 import math
 import shutil
@@ -9,6 +10,7 @@ from helpers import ROOT, exit_code, fails, fork, ranks
 
 import evaluate
 import export
+import prepare
 import sample
 import train
 from model import GPT, GPTConfig
@@ -253,6 +255,20 @@ def test_bits_per_byte_of_a_file_count_all_its_bytes(exported, tmp_path, capsys)
     assert scores['bits_per_byte'] == pytest.approx(scores['loss'] / math.log(2))
     line = capsys.readouterr().out.splitlines()[-1]
     assert line.startswith(f'{tmp_path}/book.txt: loss ') and 'bits/byte (390 tokens)' in line
+
+
+def test_a_file_is_scored_as_it_is_prepared(tmp_path):
+    text = 'naïve\r\ntext\n\r' * 30
+    for name, data in (('a.txt', text.encode('utf-8-sig')),
+                       ('a.txt.gz', gzip.compress(text.encode()))):
+        (tmp_path / name).write_bytes(data)
+        prepare.main(['text', f'{tmp_path}/{name}', '--tokenizer=char', f'--data_dir={tmp_path}/d',
+                      '--overwrite'])
+        dataset = open_dataset(tmp_path / 'd')
+        prepared = np.concatenate([dataset.split(split, in_ram=True).ram
+                                   for split in ('train', 'val')])
+        stream = scoring.TextStream(tmp_path / name, dataset.tokenizer())
+        assert stream.ids.tolist() == prepared.tolist() and stream.bytes == len(text.encode())
 
 
 def test_the_standard_error_is_that_of_repeated_draws():

@@ -1,3 +1,4 @@
+import gzip
 import json
 
 from helpers import fails
@@ -20,8 +21,8 @@ def test_a_checkpoint_writes_text_that_goes_on_from_the_start(trained, capsys, t
     parameters = checkpoints.find(trained, 'best').load_model().num_parameters()
     assert 'iter-' in head and f'| {parameters:,} parameters |' in head and len(samples) == 2
     assert all(s.startswith('def main') and len(s) == len('def main') + 31 for s in samples)
-    (tmp_path / 'prompt.txt').write_text('import sys\n')
-    _, samples = text_of(capsys, trained, f'--start=FILE:{tmp_path}/prompt.txt')
+    (tmp_path / 'prompt.txt.gz').write_bytes(gzip.compress(b'import sys\n'))
+    _, samples = text_of(capsys, trained, f'--start=FILE:{tmp_path}/prompt.txt.gz')
     assert all(s.startswith('import sys\n') for s in samples)
 
 

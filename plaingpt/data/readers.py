@@ -93,14 +93,53 @@ def open_text(file, errors='strict', encoding=UTF8):
         raise UserError(f'{shown(path)}: cannot be read ({what})') from None
 
 
+def read_text(path):
+    """The whole text of a UTF-8 file, as it is prepared. Raises UserError."""
+    with open_bytes(path) as file, open_text(file) as text:
+        return text.read()
+
+
 def unpack(file, suffix):
     """A file of bytes → its bytes without the compression, as a buffered reader."""
     if suffix == '.zst':
         with needs('pyarrow', 'a .zst file'):
             import pyarrow
         return io.BufferedReader(pyarrow.CompressedInputStream(file, 'zstd'), 2**18)
-    library = {'.gz': gzip, '.bz2': bz2, '.xz': lzma}.get(suffix)
-    return library.open(file) if library else file
+    if suffix == '.gz':
+        return gzip.open(file)
+    decompressor = {'.bz2': bz2.BZ2Decompressor, '.xz': lzma.LZMADecompressor}.get(suffix)
+    return io.BufferedReader(Unpacked(file, decompressor), 2**18) if decompressor else file
+
+
+class Unpacked(io.RawIOBase):
+    """What the streams of a .bz2 or .xz file hold. Python's own readers take a damaged one behind
+    the first for something that does not belong to the file, and end in silence."""
+
+    def __init__(self, file, decompressor):
+        self.file, self.decompressor = file, decompressor
+        self.stream = decompressor()
+
+    def readable(self):
+        return True
+
+    def readinto(self, buffer):
+        data = b''
+        while not data:
+            packed = b''
+            if self.stream.eof:  # null bytes may follow, and another stream
+                packed = self.stream.unused_data.lstrip(b'\0')
+                while not packed:
+                    if not (block := self.file.read(2**16)):
+                        return 0
+                    packed = block.lstrip(b'\0')
+                self.stream = self.decompressor()
+            elif self.stream.needs_input:
+                packed = self.file.read(2**16)
+                if not packed:
+                    raise EOFError('it ends within a stream')
+            data = self.stream.decompress(packed, len(buffer))
+        buffer[:len(data)] = data
+        return len(data)
 
 
 def wrong_line(path, encoding):

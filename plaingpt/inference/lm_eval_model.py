@@ -85,15 +85,13 @@ class Requests:
         generator, texts = TextGenerator(self.gpt, self.encoder, self.context), []
         for i, request in enumerate(requests):
             prompt, options = request.args
-            stop = options.get('until') or []
             sampling = Sampling(
                 max_new_tokens=options.get('max_gen_toks', 256), top_k=options.get('top_k', 0),
                 temperature=options.get('temperature', 0) if options.get('do_sample') else 0,
                 top_p=options.get('top_p', 1.0))
             room = max(1, self.block_size - sampling.max_new_tokens)
             ids = generator.encode(prompt, 'lm_eval')[-room:]
-            texts += generator.write([ids], [i], sampling,
-                                     [stop] if isinstance(stop, str) else stop)
+            texts += generator.write([ids], [i], sampling, options.get('until') or [])
         return texts
 
 

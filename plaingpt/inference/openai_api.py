@@ -9,8 +9,9 @@ import secrets
 import time
 from dataclasses import dataclass, field
 
+from configurator import checked
 from plaingpt.data.conversations import ROLES
-from plaingpt.inference.text_generator import Sampling, answering, checked, parse_asked
+from plaingpt.inference.text_generator import Sampling, answering, parse_asked
 from plaingpt.system.errors import UserError
 from plaingpt.system.formatting import one_line
 from plaingpt.system.streams import warn
@@ -76,9 +77,9 @@ def read_job(body, chat, generator, name, max_tokens):
     wanted = body.get('max_completion_tokens', body.get('max_tokens', usual))
     if not 1 <= wanted <= max_tokens:
         raise UserError(f'max_tokens must be from 1 to {max_tokens}')
-    sampling = checked(Sampling(**{
+    sampling = checked(Sampling, {
         **SAMPLING, 'seed': secrets.randbits(62), 'max_new_tokens': wanted,
-        **{key: body[key] for key in SAMPLING if key in body}}))
+        **{key: body[key] for key in SAMPLING if key in body}})
     if chat:
         ids, unseen, room = generator.fit(parse_asked(body.get('messages'), CHAT_ROLES), wanted)
         sampling = answering(sampling, room)

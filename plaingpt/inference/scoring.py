@@ -17,9 +17,8 @@ import torch.nn.functional as F
 from tqdm import tqdm
 
 from plaingpt.data.packing import conversation_starts, cut, mask_sums
-from plaingpt.data.readers import read_jsonl
+from plaingpt.data.readers import read_jsonl, read_text
 from plaingpt.data.sources import download
-from plaingpt.inference.text_generator import read_text
 from plaingpt.system.distributed import all_gather, barrier, launched_world
 from plaingpt.system.errors import UserError
 from plaingpt.system.files import write_atomically
@@ -146,7 +145,7 @@ class TextStream:
     loss_mask = None
 
     def __init__(self, path, tokenizer):
-        text = read_text(path, f'data={path}')
+        text = read_text(path)
         start = [] if tokenizer.end_of_text is None else [tokenizer.end_of_text]
         self.ids = np.concatenate([start, encode(tokenizer, text, path)]).astype(np.int64)
         self.bytes = len(text.encode())

@@ -5,12 +5,11 @@ import time
 from bisect import bisect_left
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Annotated
 
 import torch
 
-from configurator import outside_limits
+from configurator import checked
 from plaingpt.data.chat_tokenizer import ends_of, is_chat
 from plaingpt.data.conversations import parse_messages
 from plaingpt.inference.generation import generate
@@ -18,16 +17,6 @@ from plaingpt.system.errors import UserError
 from plaingpt.system.streams import warn
 
 KNOWN_CHARACTERS = 'write with characters of the training text'
-
-
-def read_text(path, where):
-    """The text of a UTF-8 file. Raises UserError, beginning with `where`."""
-    try:
-        return Path(path).read_text(encoding='utf-8')
-    except OSError as e:
-        raise UserError(f'{where}: {e.strerror}') from None
-    except UnicodeDecodeError:
-        raise UserError(f'{where}: not a UTF-8 text file') from None
 
 
 Natural = Annotated[int, 'at least 0']
@@ -49,11 +38,13 @@ class Sampling:
     seed: Natural = 1337  # of the random numbers; the same seed gives the same text
 
 
-def checked(sampling):
-    """A Sampling, or what inherits it, of values within their limits. Raises UserError."""
-    if problems := outside_limits(sampling):
-        raise UserError('\n'.join(problems))
-    return sampling
+def list_stops(stop):
+    """A text that ends what is written ('' for none), or several → a list. Raises UserError."""
+    stops = list(filter(None, [stop])) if isinstance(stop, str) else stop
+    if not isinstance(stops, list | tuple) \
+            or not all(isinstance(each, str) and each for each in stops):
+        raise UserError(f'stop={stop!r}: expected a text, or a list of texts, none of them empty')
+    return stops
 
 
 def parse_asked(messages, roles=None):
@@ -126,13 +117,13 @@ class TextGenerator:
     def generate(self, prompt, stop=(), **sampling):
         """Continue a text → the text after it; of a list of texts, a list.
 
-        stop: a string that ends the text, or several; sampling: fields of Sampling. UserError
+        stop: a string that ends the text ('' for none), or several; sampling: fields of Sampling.
+        Raises UserError.
         """
-        sampling = checked(Sampling(**sampling))
+        sampling = checked(Sampling, sampling)
         texts = [prompt] if isinstance(prompt, str) else prompt
         prompts = [self.encode_prompt(text, 'the prompt') for text in texts]
-        new = self.write(prompts, range(len(prompts)), sampling,
-                         [stop] if isinstance(stop, str) else stop)
+        new = self.write(prompts, range(len(prompts)), sampling, stop)
         return new[0] if isinstance(prompt, str) else new
 
     def answer(self, messages, stop=(), **sampling):
@@ -141,10 +132,9 @@ class TextGenerator:
         For models that were tuned on conversations. stop, sampling: as of generate. Where the
         context is too short, the oldest turns are left out. UserError
         """
-        sampling = checked(Sampling(**sampling))
+        sampling = checked(Sampling, sampling)
         ids, _, room = self.fit(parse_asked(messages), sampling.max_new_tokens)
-        [text] = self.write([ids], [0], answering(sampling, room),
-                            [stop] if isinstance(stop, str) else stop)
+        [text] = self.write([ids], [0], answering(sampling, room), stop)
         return text
 
     def fit(self, messages, new_tokens):
@@ -206,10 +196,11 @@ class TextGenerator:
 
         numbers: of each text; with sampling.seed it decides the text's random numbers
         sampling: a Sampling
-        stop: strings that end a text; show: called with each piece of the one text there is
+        stop: as of generate; show: called with each piece of the one text there is
         check: called before each token is taken; what it raises ends the writing
         """
-        decoders = [StreamDecoder(self.tokenizer, stop, show) for _ in prompts]
+        stops = list_stops(stop)
+        decoders = [StreamDecoder(self.tokenizer, stops, show) for _ in prompts]
         generators = [random_numbers(sampling.seed, n) for n in numbers]
         ends = ends_of(self.tokenizer) if sampling.end_of_text else ()
         began = time.perf_counter()

@@ -202,6 +202,20 @@ def test_a_compressed_file_that_is_cut_short_or_is_not_one_is_refused(ending, tm
             read(tmp_path, f'a.txt{ending}', data)
 
 
+@pytest.mark.parametrize('ending', PACKED)
+def test_a_damaged_stream_behind_others_is_refused_and_so_is_what_is_no_stream(ending, tmp_path):
+    pack = PACKED[ending]
+    streams = [pack(b'some text %d\n' % n * 2000) for n in range(20)]
+    damaged = bytes([streams[11][0] ^ 1]) + streams[11][1:]
+    for data in ([*streams[:11], damaged, *streams[12:]], [*streams, b'x'], [*streams, b'garbage'],
+                 [*streams[:-1], streams[-1][:-1]]):
+        with pytest.raises(UserError, match=r'a\.txt\S+: cannot be read'):
+            read(tmp_path, f'a.txt{ending}', b''.join(data))
+    if ending != '.zst':  # null bytes that fill a block of a tape are no stream
+        [text] = read(tmp_path, f'a.txt{ending}', b''.join([*streams, bytes(100_000)]))
+        assert text.count('\n') == 40_000
+
+
 REFUSED = [
     ('a.jsonl', b'\n{"text": "one', ', line 2: not JSON: Unterminated string'),
     ('a.jsonl', b'{"text": "one"} {}', ', line 1: not JSON: Extra data at column 17'),

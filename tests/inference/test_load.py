@@ -6,6 +6,7 @@ import subprocess
 import sys
 from dataclasses import asdict
 
+import numpy as np
 import pytest
 import torch
 from helpers import ROOT, fails
@@ -15,6 +16,7 @@ import plaingpt
 import plan
 import sample
 import train
+from configurator import load_config
 from model import GPT, GPTConfig
 from plaingpt.data.tokenizers import ByteTokenizer
 from plaingpt.inference.hf_export import describe_export, nearest_architectures
@@ -76,6 +78,23 @@ def test_mistakes_in_python_are_named(trained):
         gpt.generate('naïve')
     with pytest.raises(UserError, match='gpt5'):
         plaingpt.load('gpt5')
+
+
+@pytest.mark.parametrize(('name', 'value'), [
+    ('temperature', float('inf')), ('temperature', float('nan')), ('temperature', 'hot'),
+    ('temperature', 1), ('temperature', np.float64(0.5)), ('top_k', 2.5), ('top_k', True),
+    ('top_k', np.int64(3)), ('seed', 10**30), ('end_of_text', 'no'), ('temprature', 1.0),
+    ('stop', ''), ('stop', ['']), ('stop', ['a', '']), ('stop', [1])])
+def test_what_the_command_line_refuses_python_refuses_too(name, value, trained):
+    gpt = plaingpt.load(trained, device='cpu')
+    typed = json.dumps(value) if isinstance(value, list) else value
+    try:
+        load_config(sample.SampleConfig, [f'--{name}={typed}'])
+    except UserError:
+        with pytest.raises(UserError, match=name):
+            gpt.generate('def', **{name: value})
+    else:
+        assert len(gpt.generate('def', max_new_tokens=9, **{name: value})) == 9
 
 
 def test_a_run_starts_from_one_checkpoint_of_another(trained, tiny, tmp_path, capsys, monkeypatch):

@@ -3,7 +3,7 @@
 
 import math
 import textwrap
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from statistics import median_high
 
@@ -34,14 +34,6 @@ def write_report(out_dir, print_line):
         text = format_report(out_dir, rows, run)
         write_atomically(out_dir / 'report.md', printable(text))
         print_line(f'{out_dir}/report.md says what the run was and what came of it')
-
-
-def add_to_report(out_dir, copied):
-    """Put a sentence on what is copied into report.md, where there is one."""
-    path = Path(out_dir, 'report.md')
-    with suppress(OSError):  # not there, or the folder is another's
-        text, heading = path.read_text(encoding='utf-8'), '\n## What it copied\n'
-        write_atomically(path, f'{text.partition(heading)[0]}{heading}\n{copied}\n')
 
 
 @contextmanager

@@ -23,16 +23,13 @@ from tqdm import tqdm
 
 from configurator import load_config
 from plaingpt.data.readers import read_jsonl, read_text
-from plaingpt.inference.generation import CompiledStep
 from plaingpt.inference.terminal_chat import run_chat, show
-from plaingpt.inference.text_generator import Sampling, TextGenerator, list_stops
-from plaingpt.inference.weight_layout import prepare_for_generation
-from plaingpt.system.devices import choose_compile, choose_device, choose_dtype, use_fast_matmul
+from plaingpt.inference.text_generator import Sampling, list_stops
 from plaingpt.system.errors import UserError, run_script
 from plaingpt.system.files import naming
 from plaingpt.system.formatting import unescape
 from plaingpt.system.streams import require_stdout, status
-from plaingpt.training import model_choice
+from plaingpt.training.model_choice import GeneratorChoice, open_generator
 
 
 def read_start(text):
@@ -44,7 +41,7 @@ def read_stop(text):
 
 
 @dataclass
-class SampleConfig(Sampling, model_choice.ModelChoice):
+class SampleConfig(Sampling, GeneratorChoice):
     # prompts
     start: Annotated[str, read_start] = '\n'  # the prompt, with \n, \t, \x41; or FILE:path of one
     stop: Annotated[str, read_stop] = ''  # end before this text; or a JSON list: ["\n\n", "User:"]
@@ -57,8 +54,6 @@ class SampleConfig(Sampling, model_choice.ModelChoice):
     # system
     stream: bool = False  # print each sample as it is written
     batch_size: Annotated[int, 'at least 1'] = 8  # samples at a time; changes the speed alone
-    device: str = 'auto'  # auto, cpu, cuda, cuda:0, mps
-    dtype: Literal['auto', 'float32', 'bfloat16', 'float16'] = 'auto'  # precision of the matmuls
     compile: Literal['auto'] | bool = False  # torch.compile the model for single tokens
 
     def problems(self):
@@ -135,17 +130,7 @@ def main(argv):
     config = load_config(SampleConfig, argv, __doc__, positional='out_dir')
     if not config.output:
         require_stdout(verbatim=True)
-    device, _ = choose_device(config.device)
-    use_fast_matmul()
-    model, tokenizer, source, _ = model_choice.load(config.init_from, config.out_dir,
-                                                    config.checkpoint, config.tokenizer)
-    model = model.to(device).eval()
-    dtype, _ = choose_dtype(config.dtype, device, model.config.n_embd)
-    compile, _ = choose_compile(config.compile, device)
-    print(f'{source} | {model.num_parameters():,} parameters | device {device} | dtype {dtype}')
-    context = prepare_for_generation(model, device, dtype, pack=not compile)
-    compiled = CompiledStep(model) if compile else None
-    generator = TextGenerator(model, tokenizer, context, compiled)
+    generator = open_generator(config, config.compile)
     if config.chat:
         run_chat(generator, config)
     elif config.prompts:

@@ -294,6 +294,12 @@ REMOVED = {  # settings and options of earlier versions → what to use now
     'ledger': 'keep what bench.py --judge prints, or give it --save=FOLDER',
     'equal': 'bench.py --judge says what a step takes; --set=max_iters=N trains the change for '
              'as long',
+    'sources': 'python prepare.py inspect says how much of the validation text is in the training '
+               'text',
+    'api_key': 'put it into the environment as PLAINGPT_API_KEY',
+    'model_name': 'serve.py answers whatever model a request names',
+    'max_waiting': 'serve.py lets 16 requests wait',
+    'max_tokens': 'a request to serve.py says its own, and sample.py has max_new_tokens',
 }
 
 

@@ -19,16 +19,14 @@ from pathlib import Path
 from typing import Annotated
 
 from configurator import load_config
-from plaingpt.monitoring.diagnosis import diagnose
+from plaingpt.monitoring.diagnosis import diagnose, overfit_check
 from plaingpt.monitoring.figures import draw_curves, loss_table, tokenizers_differ
 from plaingpt.monitoring.film_page import write_page
-from plaingpt.monitoring.markdown_report import overfit_check
-from plaingpt.monitoring.metrics_file import read_rows, rows_with
+from plaingpt.monitoring.metrics_file import read_rows
 from plaingpt.monitoring.references import read_reference, reference_of
-from plaingpt.monitoring.run_record import read_run, where_it_stands
+from plaingpt.monitoring.run_record import read_run, run_summary
 from plaingpt.system.errors import UserError, run_script
 from plaingpt.system.files import in_use
-from plaingpt.system.formatting import duration
 from plaingpt.system.streams import require_stdout
 
 
@@ -159,18 +157,6 @@ def texts_differ(records):
     sizes = [run['train_tokens'] * (run.get('train_bytes_per_token') or math.nan)
              for run in records if run.get('train_tokens')]
     return any(abs(size / sizes[0] - 1) > 1e-3 for size in sizes)
-
-
-def run_summary(name, rows, run):
-    """'out: iteration 2000, 1,536,000 tokens, 1m44s; validation 1.8997 at best, at iteration 2000;
-    all iterations are done'."""
-    last = where_it_stands(rows, run)
-    line = f'{name}: iteration {last["iter"]}, {last["tokens"]:,} tokens, ' \
-           f'{duration(last["elapsed_s"])}'
-    if evaluations := rows_with(rows, 'val_loss'):
-        best = min(evaluations, key=lambda row: row['val_loss'])
-        line += f'; validation {best["val_loss"]:.4f} at best, at iteration {best["iter"]}'
-    return f'{line}; {run["ending"]}' if run.get('ending') else line
 
 
 if __name__ == '__main__':

@@ -6,7 +6,6 @@
     python sample.py --init_from=gpt2-xl --start="What is the answer to life?"
     python sample.py out --prompts=prompts.jsonl --output=texts.jsonl
     python sample.py out --chat
-    python sample.py out --sources
 
 Each line of prompts is a JSON object with a `prompt`; the output adds a `text` to each.
 """
@@ -18,25 +17,19 @@ if __name__ == '__main__':  # before torch, which takes seconds
 import json
 import sys
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Annotated, Literal
 
 from tqdm import tqdm
 
 from configurator import load_config
 from plaingpt.data.readers import read_jsonl, read_text
-from plaingpt.inference.copied_text import open_sources
-from plaingpt.inference.generation import CompiledStep
 from plaingpt.inference.terminal_chat import run_chat, show
-from plaingpt.inference.text_generator import Sampling, TextGenerator, list_stops
-from plaingpt.inference.weight_layout import prepare_for_generation
-from plaingpt.monitoring.markdown_report import add_to_report
-from plaingpt.system.devices import choose_compile, choose_device, choose_dtype, use_fast_matmul
+from plaingpt.inference.text_generator import Sampling, list_stops
 from plaingpt.system.errors import UserError, run_script
 from plaingpt.system.files import naming
 from plaingpt.system.formatting import unescape
 from plaingpt.system.streams import require_stdout, status
-from plaingpt.training import model_choice
+from plaingpt.training.model_choice import GeneratorChoice, open_generator
 
 
 def read_start(text):
@@ -48,7 +41,7 @@ def read_stop(text):
 
 
 @dataclass
-class SampleConfig(Sampling, model_choice.ModelChoice):
+class SampleConfig(Sampling, GeneratorChoice):
     # prompts
     start: Annotated[str, read_start] = '\n'  # the prompt, with \n, \t, \x41; or FILE:path of one
     stop: Annotated[str, read_stop] = ''  # end before this text; or a JSON list: ["\n\n", "User:"]
@@ -58,20 +51,15 @@ class SampleConfig(Sampling, model_choice.ModelChoice):
     chat: bool = False  # talk with the model at the terminal instead
     system: Annotated[str, unescape] = ''  # what the assistant is told before all, in a chat
     template: Annotated[str, unescape] = ''  # of a dialogue's model, as User: {user}\nAssistant:
-    sources: bool = False  # underline what stands in the training text, and say where
     # system
     stream: bool = False  # print each sample as it is written
     batch_size: Annotated[int, 'at least 1'] = 8  # samples at a time; changes the speed alone
-    device: str = 'auto'  # auto, cpu, cuda, cuda:0, mps
-    dtype: Literal['auto', 'float32', 'bfloat16', 'float16'] = 'auto'  # precision of the matmuls
     compile: Literal['auto'] | bool = False  # torch.compile the model for single tokens
 
     def problems(self):
         found = []
         if bool(self.prompts) != bool(self.output):
             found.append('prompts and output go together: name both files')
-        if self.sources and (self.prompts or self.chat or self.stream):
-            found.append('sources=True goes with neither prompts, chat nor stream')
         if self.system and not self.chat:
             found.append(f'system={self.system}: goes with --chat')
         if self.template and '{user}' not in self.template:
@@ -99,9 +87,8 @@ def read_prompts(path):
     return rows
 
 
-def write_samples(generator, config, sources=None):
-    """Print samples. sources: shows what is copied in each, and how much in all"""
-    start, written = config.start, []
+def write_samples(generator, config):
+    start = config.start
     if start.startswith('FILE:'):
         start = read_text(start.removeprefix('FILE:'))
     prompt = generator.encode_prompt(start, 'start')
@@ -117,10 +104,7 @@ def write_samples(generator, config, sources=None):
                           f'{config.num_samples}'):
             texts = generator.write([prompt] * len(numbers), numbers, config, config.stops())
         for text in texts:
-            print(f'---------------\n{start}', end='')
-            (sources.show if sources else print)(text)
-        written += texts
-    return sources.compare(written) if sources else None
+            print(f'---------------\n{start}{text}')
 
 
 def write_prompts(generator, config):
@@ -146,28 +130,13 @@ def main(argv):
     config = load_config(SampleConfig, argv, __doc__, positional='out_dir')
     if not config.output:
         require_stdout(verbatim=True)
-    device, _ = choose_device(config.device)
-    use_fast_matmul()
-    model, tokenizer, source, state = model_choice.load(config.init_from, config.out_dir,
-                                                        config.checkpoint, config.tokenizer)
-    sources = open_sources(state, source) if config.sources else None
-    model = model.to(device).eval()
-    dtype, _ = choose_dtype(config.dtype, device, model.config.n_embd)
-    compile, _ = choose_compile(config.compile, device)
-    print(f'{source} | {model.num_parameters():,} parameters | device {device} | dtype {dtype}')
-    context = prepare_for_generation(model, device, dtype, pack=not compile)
-    compiled = CompiledStep(model) if compile else None
-    generator = TextGenerator(model, tokenizer, context, compiled)
+    generator = open_generator(config, config.compile)
     if config.chat:
         run_chat(generator, config)
     elif config.prompts:
         write_prompts(generator, config)
     else:
-        copied = write_samples(generator, config, sources)
-        if copied:
-            print(copied)
-            run = Path(source).parents[1]  # of its checkpoint
-            add_to_report(run, f'After {state["iter_num"]:,} iterations, {copied}.')
+        write_samples(generator, config)
     if generator.tokens:
         print(generator.speed(), file=sys.stderr)
 

@@ -89,18 +89,3 @@ def trained(char_data, tmp_path_factory):
 def chat_model(tmp_path_factory):
     """An out_dir with a tiny model that knows the answers of chat_model.py."""
     return train_chat_model(tmp_path_factory.mktemp('tuned') / 'tuned')
-
-
-@pytest.fixture(scope='module')
-def server(trained, tmp_path_factory):
-    """It serves a model of characters, which knows no end of text."""
-    from serving_process import serving  # what it serves with is an extra
-    with serving(tmp_path_factory.mktemp('server'), trained) as running:
-        yield running
-
-
-@pytest.fixture(scope='module')
-def chat_server(chat_model, tmp_path_factory):
-    from serving_process import serving  # what it serves with is an extra
-    with serving(tmp_path_factory.mktemp('server'), chat_model) as running:
-        yield running

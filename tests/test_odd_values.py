@@ -21,7 +21,6 @@ from helpers import TINY, exit_code, fork, options
 from test_docs import COMMANDS, settings_of
 
 import plot
-import serve
 from configurator import accepted_types
 from plaingpt.experiments import step_speed
 
@@ -105,9 +104,6 @@ def bases(char_data, trained, text_file, tmp_path, monkeypatch):
     def refuse(*_, **__):
         raise OSError('no network and no process')
 
-    async def ended(*_):
-        pass
-
     def resolve(host, port, family=0, type=0, proto=0, flags=0):
         return getaddrinfo(host, port, family, type, proto, flags | socket.AI_NUMERICHOST)
 
@@ -117,7 +113,7 @@ def bases(char_data, trained, text_file, tmp_path, monkeypatch):
     monkeypatch.setattr(socket.socket, 'connect', refuse)
     monkeypatch.setattr(subprocess, 'run', refuse)
     monkeypatch.setattr(torch, 'compile', lambda model, **_: model)
-    monkeypatch.setattr(serve, 'run_server', ended)
+    monkeypatch.setattr('uvicorn.Server.run', lambda server: None)
     monkeypatch.setattr(plot, 'draw_curves',
                         lambda runs, path, reference: Path(path).write_bytes(b'') or [path])
     matmul_flops = step_speed.matmul_flops

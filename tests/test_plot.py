@@ -59,8 +59,7 @@ def test_a_folder_of_an_older_version_is_drawn_and_reported(tmp_path, capsys, mo
     monkeypatch.setattr(figures, 'draw_curves', lambda *_: [])
     write_report(out, print)
     report = (out / 'report.md').read_text()
-    for words in ('2,216 parameters', '| tokens | 768,', 'n_embd = 8', 'AMD EPYC, 2 cores'):
-        assert words in report, words
+    assert 'iteration 6, 768 tokens' in report
 
 
 def test_live_drawing_begins_before_the_first_row_and_ends_with_the_run(

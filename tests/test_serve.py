@@ -1,184 +1,193 @@
 """OpenAI's own client talks to a real server process."""
 
+import os
+import re
+import signal
+import sys
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
 
 import pytest
-import torch
-from chat_model import ANSWERS, save
-from helpers import CHAT
-from serving_process import serving
+from chat_model import ANSWERS
+from helpers import ends_within, exit_code, fails, fork, wait_until
 
 import plaingpt
 import sample
-from model import GPT, GPTConfig
+import serve
+from plaingpt.inference.text_generator import TextGenerator
 
 openai = pytest.importorskip('openai', reason='needs openai: pip install openai')
+pytest.importorskip('uvicorn', reason='needs uvicorn: pip install uvicorn')
+ENDLESS = 10**9  # new tokens of a text: none is written to its end
 
 
-def client(server):
-    return openai.OpenAI(base_url=server.url + '/v1', api_key='none', max_retries=0)
+@contextmanager
+def serving(folder, out_dir, *options, key='none', **env):
+    """Yield a client of a server, its process id and its log."""
+    log = folder / 'server.log'
+    log.touch()
+    pid = fork(serve.main, out_dir, '--checkpoint=latest', '--port=0', '--device=cpu', *options,
+               log=log, **env)
+    try:
+        wait_until(lambda: 'Uvicorn running' in log.read_text())
+        port = re.search(r'running on http://\S*:(\d+)', log.read_text())[1]
+        with openai.OpenAI(base_url=f'http://127.0.0.1:{port}/v1', api_key=key,
+                           max_retries=0) as client:
+            yield client, pid, log
+    finally:
+        with suppress(ProcessLookupError, ChildProcessError):
+            os.kill(pid, signal.SIGKILL)
+            exit_code(pid)
 
 
 @pytest.fixture(scope='module')
-def api(server):
-    with client(server) as api:
-        yield api
+def client(trained, tmp_path_factory):
+    """Of a model of characters, which knows no end of text."""
+    with serving(tmp_path_factory.mktemp('server'), trained) as (client, _, _):
+        yield client
 
 
 @pytest.fixture(scope='module')
-def chat_api(chat_server):
-    with client(chat_server) as api:
-        yield api
+def chat_client(chat_model, tmp_path_factory):
+    with serving(tmp_path_factory.mktemp('server'), chat_model) as (client, _, _):
+        yield client
 
 
-def ask(api, *contents, **options):
-    """A conversation of a user and the assistant, in turns."""
-    messages = [{'role': ('user', 'assistant')[i % 2], 'content': content}
-                for i, content in enumerate(contents)]
-    return api.chat.completions.create(model='tuned', messages=messages,
-                                       **{'temperature': 0, **options})
+def complete(client, prompt='def ', **options):
+    return client.completions.create(model='any', prompt=prompt, **options)
 
 
-def test_the_model_is_listed(api):
-    model, = api.models.list()
-    assert (model.id, model.object, model.chat) == ('out', 'model', False)
+def asked(*contents):
+    """The start of a conversation of a user and the assistant, in turns."""
+    return {'model': 'any', 'messages': [
+        {'role': ('user', 'assistant')[i % 2], 'content': text} for i, text in enumerate(contents)]}
 
 
-def test_a_completion_is_that_of_sample_py(api, trained, capsys):
-    found = api.completions.create(model='out', prompt='def ', temperature=0.7, top_p=0.9, seed=5,
-                                   max_tokens=40, extra_body={'top_k': 20, 'min_p': 0.01})
-    sample.main([f'--out_dir={trained}', '--checkpoint=latest', '--start=def ', '--num_samples=1',
+def test_a_completion_is_that_of_sample_py(client, trained, capsys):
+    found = complete(client, temperature=0.7, top_p=0.9, seed=5, max_tokens=40, user='me',
+                     extra_body={'top_k': 20, 'min_p': 0.01})
+    sample.main([str(trained), '--checkpoint=latest', '--start=def ', '--num_samples=1',
                  '--temperature=0.7', '--top_p=0.9', '--top_k=20', '--min_p=0.01', '--seed=5',
                  '--device=cpu', '--max_new_tokens=40'])
-    choice, = found.choices
+    [choice] = found.choices
     assert capsys.readouterr().out.endswith(f'---------------\ndef {choice.text}\n')
-    assert choice.finish_reason == 'length'
+    assert choice.finish_reason == 'length' and found.object == 'text_completion'
     assert found.usage.to_dict() == {'prompt_tokens': 4, 'completion_tokens': 40,
                                      'total_tokens': 44}
+    assert len({complete(client, max_tokens=40).choices[0].text for _ in range(3)}) == 3
 
 
-def test_texts_without_a_seed_differ(api):
-    texts = {api.completions.create(model='out', prompt='def ', max_tokens=40).choices[0].text
-             for _ in range(3)}
-    assert len(texts) == 3
+def test_a_stream_is_the_text_in_pieces_and_ends_before_a_stop_string(client):
+    options = dict(temperature=0, max_tokens=30)
+    text = complete(client, **options).choices[0].text
+    *chunks, last = complete(client, **options, stream=True, stream_options={'include_usage': True})
+    assert ''.join(chunk.choices[0].text for chunk in chunks) == text and len(chunks) > 30
+    assert last.choices[0].finish_reason == 'length' and last.usage.completion_tokens == 30
+    for stream in False, True:
+        found = complete(client, **options, stop=['\x00\x01', text[10:13]], stream=stream)
+        choices = [part.choices[0] for part in (found if stream else [found])]
+        assert ''.join(choice.text for choice in choices) == text[:text.index(text[10:13])]
+        assert choices[-1].finish_reason == 'stop'
 
 
-def test_a_model_with_other_flags_writes_what_it_writes_without_a_server(tmp_path):
-    torch.manual_seed(0)
-    model = GPT(GPTConfig(
-        16, CHAT.vocab_size, 2, 2, 32, rotary=True, rmsnorm=True, mlp='swiglu', conv=4,
-        value_embeddings=True, document_attention=True, document_start=CHAT.conversation))
-    with torch.no_grad():
-        for p in model.parameters():
-            p.add_(torch.randn_like(p) * 0.2)
-    generator = plaingpt.load(save(model, CHAT, tmp_path / 'out'), checkpoint='latest')
-    expected = generator.generate('many words', max_new_tokens=40, temperature=0)
-    with serving(tmp_path, tmp_path / 'out') as server, client(server) as api:
-        found = api.completions.create(model='out', prompt='many words', max_tokens=40,
-                                       temperature=0)
-    assert found.choices[0].text == expected
-    assert len('many words' + expected) > 16  # past the context
-
-
-def test_a_prompt_that_is_too_long_is_continued_at_its_end_and_the_response_says_so(api, trained):
-    prompt = 'def ' * 9  # block_size is 16
-    found = api.completions.with_raw_response.create(model='out', prompt=prompt, temperature=0)
-    assert found.headers['x-unseen'] == '20'
-    generator = plaingpt.load(trained, checkpoint='latest')
-    text = generator.generate(prompt, max_new_tokens=16, temperature=0)
-    assert found.parse().choices[0].text == text
-
-
-def test_requests_that_come_together_are_answered_as_each_alone(api):
-    def write(i):
-        settings = dict(temperature=0) if i % 2 else dict(temperature=1.0, top_p=0.8, seed=i)
-        return api.completions.create(model='out', prompt='def __init__'[:1 + i], max_tokens=40,
-                                      **settings).choices[0].text
-
-    alone = [write(i) for i in range(4)]
-    with ThreadPoolExecutor(4) as pool:
-        assert list(pool.map(write, range(4))) == alone
-
-
-def test_a_stream_is_the_text_in_pieces(api):
-    options = dict(model='out', prompt='def ', temperature=0, max_tokens=12)
-    whole = api.completions.create(**options)
-    *chunks, last = api.completions.create(**options, stream=True,
-                                           stream_options={'include_usage': True})
-    assert ''.join(chunk.choices[0].text for chunk in chunks) == whole.choices[0].text
-    assert len(chunks) > 12 and chunks[-1].choices[0].finish_reason == 'length'
-    assert last.choices == [] and last.usage == whole.usage
-
-
-def test_a_text_ends_before_a_stop_string(api):
-    options = dict(model='out', prompt='def ', temperature=0, max_tokens=30)
-    text = api.completions.create(**options).choices[0].text
-    stop = text[10:13]
-    found, = api.completions.create(**options, stop=['\x00\x01', stop]).choices
-    assert found.text == text[:text.index(stop)] and found.finish_reason == 'stop'
-    pieces = api.completions.create(**options, stop=stop, stream=True)
-    assert ''.join(piece.choices[0].text for piece in pieces) == found.text
-
-
-def test_a_chat_is_answered_to_the_end_of_the_turn(chat_api):
+def test_a_chat_is_answered_to_the_end_of_the_turn_whole_and_in_pieces(chat_client):
+    create, stream = chat_client.chat.completions.create, chat_client.chat.completions.stream
     for question, answer in ANSWERS.items():
-        found = ask(chat_api, question)
-        assert found.choices[0].message.content == answer
-        assert found.choices[0].finish_reason == 'stop'
+        found = create(**asked(question), temperature=0)
+        with stream(**asked(question), temperature=0) as pieces:
+            streamed = pieces.get_final_completion()
+        for choice in found.choices[0], streamed.choices[0]:
+            assert (choice.message.role, choice.message.content) == ('assistant', answer)
+            assert choice.finish_reason == 'stop'
         assert found.usage.prompt_tokens == len(question.encode()) + 4  # and four special tokens
-        assert found.usage.completion_tokens == len(answer.encode())
+        assert found.usage == streamed.usage
+    again = asked('hi', 'x', [{'type': 'text', 'text': 'hi'}])
+    again['messages'][1] = found.choices[0].message  # as it came
+    assert create(**again, max_completion_tokens=3).usage.completion_tokens <= 3
 
 
-def test_a_chat_streams(chat_api):
-    chunks = list(ask(chat_api, 'ä?', stream=True))
-    assert chunks[0].choices[0].delta.role == 'assistant'
-    assert ''.join(chunk.choices[0].delta.content or '' for chunk in chunks) == ANSWERS['ä?']
-    assert chunks[-1].choices[0].finish_reason == 'stop'
+@pytest.mark.parametrize(('wrong', 'words'), [
+    ({'prompt': 7}, 'prompt must be'), ({'prompt': ['a']}, 'prompt must be'),
+    ({'prompt': 'é'}, 'not among'), ({'max_tokens': 0}, 'max_new_tokens'),
+    ({'temperature': 'hot'}, 'temperature'), ({'temperature': -1}, 'temperature'),
+    ({'stop': ['']}, 'stop'), ({'n': 2}, "'n'"), ({'logprobs': 3}, 'logprobs'),
+    ({'temperatur': 0}, 'did you mean temperature')])
+def test_a_wrong_request_is_an_error_of_openai(client, wrong, words):
+    with pytest.raises(openai.BadRequestError, match=words) as error:
+        complete(client, extra_body=wrong)
+    assert error.value.type == 'invalid_request_error'
 
 
-def test_an_answer_may_be_sent_back_as_it_came(chat_api):
-    first = ask(chat_api, 'hi').choices[0].message
-    found = chat_api.chat.completions.create(model='tuned', max_tokens=3, messages=[
-        {'role': 'user', 'content': [{'type': 'text', 'text': 'hi'}]}, first,
-        {'role': 'user', 'content': 'hi'}])
-    assert found.usage.completion_tokens <= 3
-    assert found.usage.prompt_tokens == 1 + 4 + (len(ANSWERS['hi']) + 2) + 4 + 1
+def test_what_is_no_request_is_refused(client, chat_client):
+    for body in b'', b'{', b'[]', b'\xff{}', b'[' * 100_000:
+        with pytest.raises(openai.BadRequestError, match='JSON object'):
+            client.post('/completions', content=body, cast_to=object)
+    for model, conversation, words in ((client, asked('Hi'), 'not tuned'),
+                                       (chat_client, asked('x' * 96), 'write less'),
+                                       (chat_client, asked(), 'no messages')):
+        with pytest.raises(openai.BadRequestError, match=words):
+            model.chat.completions.create(**conversation)
 
 
-def test_the_oldest_turns_are_dropped_where_the_context_is_full(chat_api):
-    def raw(*contents, **options):
-        return chat_api.chat.completions.with_raw_response.create(
-            model='tuned', temperature=0, **options, messages=[
-                {'role': 'system', 'content': 'S'},
-                *({'role': ('user', 'assistant')[i % 2], 'content': content}
-                  for i, content in enumerate(contents))])
-
-    long = 'x' * 20  # a turn has 22 + 3 tokens; 9 are around them
-    kept, full = raw(*[long, 'y'] * 2, 'hi', max_tokens=5), raw(*[long, 'y'] * 6, 'hi')
-    assert kept.headers['x-unseen'] == '0'
-    assert full.headers['x-unseen'] == '8'
-    assert full.parse().usage.prompt_tokens == 2 * 25 + 9
-    with pytest.raises(openai.BadRequestError, match='at most 96'):
-        raw('x' * 96)
+def test_a_page_that_reaches_the_server_under_another_name_is_refused(client):
+    for host in 'LocalHost', '127.0.0.1:80', '[::1]:8000':
+        complete(client, max_tokens=1, extra_headers={'Host': host})
+    for host in 'evil.example', 'localhost.evil.example', 'evil.example:80':
+        with pytest.raises(openai.BadRequestError):
+            complete(client, max_tokens=1, extra_headers={'Host': host})
 
 
-def test_a_model_without_a_chat_template_says_so(api):
-    with pytest.raises(openai.BadRequestError, match=r'not tuned.*/v1/completions'):
-        api.chat.completions.create(model='out', messages=[{'role': 'user', 'content': 'Hi'}])
+def test_requests_wait_for_each_other_and_a_full_queue_is_refused(trained, tmp_path, monkeypatch):
+    def told(*arguments):
+        print('text begins')
+        text = write(*arguments)
+        print('text ends')
+        return text
+
+    write = TextGenerator.write
+    expected = plaingpt.load(trained, 'latest').generate('def ', temperature=0, max_new_tokens=9)
+    monkeypatch.setattr(serve, 'WAITING', 1)
+    monkeypatch.setattr(TextGenerator, 'write', told)
+    with serving(tmp_path, trained) as (client, _, log), ThreadPoolExecutor() as pool:
+        first = complete(client, stream=True, max_tokens=ENDLESS)
+        second = pool.submit(complete, client, temperature=0, max_tokens=9)
+        wait_until(lambda: log.read_text().count('"POST') == 2)
+        with pytest.raises(openai.RateLimitError, match='try again later'):
+            complete(client)
+        assert log.read_text().count('text begins') == 1
+        first.close()  # a client that leaves ends its text
+        assert second.result().choices[0].text == expected
+        with pytest.raises(openai.APITimeoutError):  # also where it waits for all of it
+            complete(client, max_tokens=ENDLESS, timeout=1)
+        wait_until(lambda: log.read_text().count('text ends') == 3)
 
 
-def test_a_completion_of_a_chat_model_ends_at_its_special_tokens(chat_api):
-    text = chat_api.completions.create(model='tuned', prompt='hi', max_tokens=80).choices[0].text
-    assert '<|' not in text
+def test_ctrl_c_ends_the_server_within_seconds(trained, tmp_path):
+    with serving(tmp_path, trained) as (client, pid, log), ThreadPoolExecutor() as pool:
+        stream = complete(client, stream=True, max_tokens=ENDLESS)
+        waiting = pool.submit(complete, client)
+        wait_until(lambda: log.read_text().count('"POST') == 2)
+        os.kill(pid, signal.SIGINT)
+        with ends_within(30):
+            assert exit_code(pid) == 130
+        assert all(chunk.choices[0].finish_reason is None for chunk in stream)  # it has no end
+        assert waiting.exception() and 'Traceback' not in log.read_text()
 
 
-def test_mistakes_are_the_errors_of_openai(api):
-    with pytest.raises(openai.NotFoundError, match="must be 'out'") as error:
-        api.completions.create(model='gpt-9', prompt='a')
-    assert (error.value.param, error.value.code) == ('model', 'model_not_found')
-    with pytest.raises(openai.BadRequestError, match='temperature') as error:
-        api.completions.create(model='out', prompt='a', temperature=-1)
-    assert (error.value.param, error.value.type) == ('temperature', 'invalid_request_error')
-    with pytest.raises(openai.BadRequestError, match='logprobs is not supported') as error:
-        api.completions.create(model='out', prompt='a', logprobs=3)
-    assert (error.value.param, error.value.code) == ('logprobs', 'unsupported_parameter')
+def test_other_machines_need_a_key(trained, tmp_path, capsys, monkeypatch):
+    monkeypatch.delenv('PLAINGPT_API_KEY', raising=False)
+    for host in '0.0.0.0', '::', 'my.example':
+        assert 'API_KEY' in fails(capsys, monkeypatch, serve.main, f'--host={host}')
+    with serving(tmp_path, trained, '--host=0.0.0.0', key='sesame', PLAINGPT_API_KEY='sesame') as (
+            client, _, log):
+        complete(client, max_tokens=1, extra_headers={'Host': 'my.example'})
+        for wrong in 'Bearer no', 'none':
+            with pytest.raises(openai.AuthenticationError, match='API key'):
+                complete(client, extra_headers={'Authorization': wrong})
+        assert 'sesame' not in log.read_text()
+
+
+def test_packages_that_are_absent_are_named_before_the_model_is_read(capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, 'uvicorn', None)
+    line = fails(capsys, monkeypatch, serve.main, '--out_dir=nowhere')
+    assert 'pip install starlette uvicorn' in line

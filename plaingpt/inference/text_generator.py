@@ -47,15 +47,6 @@ def list_stops(stop):
     return stops
 
 
-def parse_asked(messages, roles=None):
-    """Messages as JSON has them → [{'role', 'content'}, …], the last one of the user. UserError.
-    roles: as of parse_messages"""
-    messages = parse_messages(messages, 'messages', roles=roles)
-    if messages[-1]['role'] != 'user':
-        raise UserError('messages: the last one must be of the user, to be answered')
-    return messages
-
-
 def random_numbers(seed, number):
     """→ the torch.Generator of the text of this number"""
     return torch.Generator().manual_seed((seed * 1_000_003 + number) % 2**63)
@@ -69,7 +60,7 @@ def answering(sampling, room):
 
 class StreamDecoder:
     """Decodes one row's tokens as they come, and calls `show` with each new piece of text: whole
-    characters only, and nothing of a stop string or after it."""
+    characters only, and nothing of a stop string or after it. Where it returns True, all ends."""
 
     def __init__(self, tokenizer, stop=(), show=None):
         self.tokenizer, self.stop, self.show = tokenizer, stop, show
@@ -78,7 +69,7 @@ class StreamDecoder:
         self.shown = 0  # characters
 
     def add(self, token):
-        """→ True when a stop string is complete. The text then ends before it."""
+        """→ whether the text ends here, as before a stop string that is complete"""
         before = len(self.text)
         self.text += self.bytes.decode(self.tokenizer.decode_bytes([token]))
         found = [self.text.find(stop, max(0, before - len(stop))) for stop in self.stop]
@@ -86,8 +77,8 @@ class StreamDecoder:
         if stops:
             self.text = self.text[:min(stops)]
             self.bytes.reset()
-        self.release(len(self.text) - self.held_back())
-        return bool(stops)
+        is_enough = self.release(len(self.text) - self.held_back())
+        return bool(stops or is_enough)
 
     def held_back(self):
         """How many characters at the end could be the beginning of a stop string."""
@@ -95,9 +86,10 @@ class StreamDecoder:
                     if self.text.endswith(stop[:n])), default=0)
 
     def release(self, end):
+        """Show the text up to here → whether that is enough."""
         if self.show and end > self.shown:
-            self.show(self.text[self.shown:end])
-            self.shown = end
+            begin, self.shown = self.shown, end
+            return self.show(self.text[begin:end])
 
     def finish(self):
         """→ the whole text; a character that was never completed is U+FFFD."""
@@ -132,10 +124,17 @@ class TextGenerator:
         For models that were tuned on conversations. stop, sampling: as of generate. Where the
         context is too short, the oldest turns are left out. UserError
         """
-        sampling = checked(Sampling, sampling)
-        ids, _, room = self.fit(parse_asked(messages), sampling.max_new_tokens)
-        [text] = self.write([ids], [0], answering(sampling, room), stop)
+        ids, sampling = self.prepare_answer(messages, checked(Sampling, sampling))
+        [text] = self.write([ids], [0], sampling, stop)
         return text
+
+    def prepare_answer(self, messages, sampling):
+        """Messages as JSON has them, and a Sampling → (ids, how to go on from them). UserError"""
+        messages = parse_messages(messages, 'messages')
+        if messages[-1]['role'] != 'user':
+            raise UserError('messages: the last one must be of the user, to be answered')
+        ids, _, room = self.fit(messages, sampling.max_new_tokens)
+        return ids, answering(sampling, room)
 
     def fit(self, messages, new_tokens):
         """→ (ids, how many of the oldest messages were left out, how many new tokens there is room
@@ -173,6 +172,8 @@ class TextGenerator:
 
     def encode(self, text, where):
         """→ ids. Raises UserError, beginning with `where`, for characters the tokenizer lacks."""
+        if not isinstance(text, str):
+            raise UserError(f'{where} must be a text')
         try:
             ids = self.tokenizer.encode(text).tolist()
         except UserError as e:
@@ -191,13 +192,13 @@ class TextGenerator:
                  f'{self.model.config.block_size:,}: only its end counts')
         return ids
 
-    def write(self, prompts, numbers, sampling, stop=(), show=None, check=None):
+    def write(self, prompts, numbers, sampling, stop=(), show=None):
         """Continue `prompts`, lists of ids → texts.
 
         numbers: of each text; with sampling.seed it decides the text's random numbers
         sampling: a Sampling
-        stop: as of generate; show: called with each piece of the one text there is
-        check: called before each token is taken; what it raises ends the writing
+        stop: as of generate; show: called with each piece of the one text there is, and True from
+        it ends the text
         """
         stops = list_stops(stop)
         decoders = [StreamDecoder(self.tokenizer, stops, show) for _ in prompts]
@@ -206,8 +207,6 @@ class TextGenerator:
         began = time.perf_counter()
 
         def on_token(row, token):
-            if check:
-                check()
             if token in ends:
                 return True
             self.tokens += 1

@@ -341,3 +341,18 @@ def data_wait(rows, run):
 CHECKS = (initial_loss, unmoved, no_progress, no_context, diverging,
           rate_high, rate_low, rate_gone, clipped, no_gradient, attention_logit, loss_scale,
           overfit, forgetting, implausible, overlap, changed_data, data_wait)
+
+
+def overfit_check(rows, run):
+    """What a run with overfit_batches shows, in a sentence, or None."""
+    seen, n = rows_with(rows, 'train_loss'), run['config']['overfit_batches']
+    if not n or len(seen) < 2:
+        return None
+    limit = THRESHOLDS['overfit_check'] * math.log(run['vocab_size'])
+    first, last = seen[0]['train_loss'], seen[-1]['train_loss']
+    what = f'overfit_batches={n}: the loss went from {first:.3f} to {last:.3f} in ' \
+           f'{seen[-1]["iter"]} iterations'
+    if last < limit:
+        return f'{what}, near zero as it should: model, loss and optimizer can learn'
+    return (f'{what}, and should come under {limit:.2f}: train longer, with dropout=0 and a higher '
+            'learning_rate; if it still does not, something is broken')

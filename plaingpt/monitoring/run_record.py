@@ -16,8 +16,9 @@ from pathlib import Path
 
 import numpy as np
 
+from plaingpt.monitoring.metrics_file import rows_with
 from plaingpt.system.files import ROOT, is_dict, read_json, write_json
-from plaingpt.system.formatting import setting
+from plaingpt.system.formatting import duration, setting
 from plaingpt.system.streams import warn
 
 UNIGRAM_TOKENS = 2**20  # that the entropy of single tokens is computed from
@@ -144,6 +145,18 @@ def where_it_stands(rows, run):
     """{'iter', 'tokens', 'elapsed_s'} of the last known update: where the run ended, or the last
     row of a run that trains or was killed."""
     return max(rows[-1], run.get('end', rows[-1]), key=lambda place: place['iter'])
+
+
+def run_summary(name, rows, run):
+    """'out: iteration 2000, 1,536,000 tokens, 1m44s; validation 1.8997 at best, at iteration 2000;
+    all iterations are done'."""
+    last = where_it_stands(rows, run)
+    line = f'{name}: iteration {last["iter"]}, {last["tokens"]:,} tokens, ' \
+           f'{duration(last["elapsed_s"])}'
+    if evaluations := rows_with(rows, 'val_loss'):
+        best = min(evaluations, key=lambda row: row['val_loss'])
+        line += f'; validation {best["val_loss"]:.4f} at best, at iteration {best["iter"]}'
+    return f'{line}; {run["ending"]}' if run.get('ending') else line
 
 
 def check_run(run):

@@ -88,13 +88,6 @@ def require_stdout(verbatim=False):
         sys.stdout.verbatim = verbatim and not sys.stdout.isatty()
 
 
-def print_styled(text):
-    """Print text with control characters of ours, such as those that underline."""
-    before, sys.stdout.verbatim = getattr(sys.stdout, 'verbatim', False), True
-    print(text)
-    sys.stdout.verbatim = before
-
-
 def discard_stalled_output():
     """Where nobody reads what this process prints (`| less`, a stopped terminal), a print would
     wait for ever. Discard this stream's output from now on, so that the run can save."""

@@ -1,12 +1,17 @@
 """Which model to sample from, evaluate or export: a run of ours, or weights of others."""
 
 from dataclasses import dataclass
+from typing import Literal
 
 from model import GPT, GPTConfig
 from plaingpt.data import tokenizers
 from plaingpt.data.chat_templates import as_chat
 from plaingpt.data.dataset import dataset_folder, open_dataset
+from plaingpt.inference.generation import CompiledStep
 from plaingpt.inference.pretrained import open_pretrained
+from plaingpt.inference.text_generator import TextGenerator
+from plaingpt.inference.weight_layout import prepare_for_generation
+from plaingpt.system.devices import choose_compile, choose_device, choose_dtype, use_fast_matmul
 from plaingpt.system.errors import UserError
 from plaingpt.system.streams import status
 from plaingpt.training.checkpoint import find, find_named
@@ -21,6 +26,15 @@ class ModelChoice:
     out_dir: str = 'out'  # the run to read
     checkpoint: str = 'best'  # best, latest, or an iteration
     tokenizer: str = 'auto'  # the model's own, or a prepared dataset whose to take
+
+
+@dataclass
+class GeneratorChoice(ModelChoice):
+    """What sample.py and serve.py ask alike, and `open_generator` takes."""
+
+    # device
+    device: str = 'auto'  # auto, cpu, cuda, cuda:0, mps
+    dtype: Literal['auto', 'float32', 'bfloat16', 'float16'] = 'auto'  # precision of the matmuls
 
 
 @status.doing('loading the model')
@@ -54,3 +68,18 @@ def load(init_from, out_dir='out', which='best', tokenizer='auto'):
                         f'{made.vocab_size}: name the dataset it was trained on with '
                         '--tokenizer=data/NAME')
     return model, made, source, state
+
+
+def open_generator(config, compile=False):
+    """A GeneratorChoice → what writes with this model, a TextGenerator. Prints which it is.
+    compile: as of choose_compile. Raises UserError."""
+    device, _ = choose_device(config.device)
+    use_fast_matmul()
+    model, tokenizer, source, _ = load(config.init_from, config.out_dir, config.checkpoint,
+                                       config.tokenizer)
+    model = model.to(device).eval()
+    dtype, _ = choose_dtype(config.dtype, device, model.config.n_embd)
+    compile, _ = choose_compile(compile, device)
+    print(f'{source} | {model.num_parameters():,} parameters | device {device} | dtype {dtype}')
+    context = prepare_for_generation(model, device, dtype, pack=not compile)
+    return TextGenerator(model, tokenizer, context, CompiledStep(model) if compile else None)

@@ -4,17 +4,21 @@ import builtins
 import json
 import os
 import pty
+import shutil
 import sys
 from contextlib import suppress
+from itertools import product
 
 import pytest
 from chat_model import ANSWERS
 from helpers import CHAT, ask, exit_code, fails, fork
+from test_docs import after_readme, follow  # noqa: F401  (a fixture)
 
 import plaingpt
 import sample
 from plaingpt.data.chat_tokenizer import ends_of
 from plaingpt.data.conversations import Conversations
+from plaingpt.inference.text_generator import TextGenerator
 from plaingpt.system.errors import UserError
 
 SYSTEM = {'role': 'system', 'content': 'Be kind.'}
@@ -222,7 +226,7 @@ def test_a_template_puts_messages_and_ends_answers(base_chat, monkeypatch, tmp_p
     def write(self, prompts, numbers, sampling, stop, show):
         asked.append((self.tokenizer.decode(prompts[0]), stop))
         show(' no ')
-    monkeypatch.setattr(sample.TextGenerator, 'write', write)
+    monkeypatch.setattr(TextGenerator, 'write', write)
     base_chat('a', 'b', f'/save {tmp_path}/said', options=[r'--template=U: {user}\nA:'])
     assert asked[0] == ('U: a\nA:', ['U:']) and asked[1][0].endswith('no\nU: b\nA:')
     assert (tmp_path / 'said').read_text() == 'U: a\nA: no\nU: b\nA: no\n'
@@ -232,7 +236,7 @@ def test_ctrl_c_stops_the_answer_and_not_the_chat(base_chat, monkeypatch, tmp_pa
     def interrupted(self, prompts, numbers, sampling, stop, show):
         show('half')
         raise KeyboardInterrupt
-    monkeypatch.setattr(sample.TextGenerator, 'write', interrupted)
+    monkeypatch.setattr(TextGenerator, 'write', interrupted)
     out = base_chat('def', f'/save {tmp_path}/said')
     assert 'half …' in out and (tmp_path / 'said').read_text() == 'defhalf\n'
 
@@ -241,3 +245,15 @@ def test_a_message_of_unknown_characters_does_not_end_the_chat(base_chat, tmp_pa
     out = base_chat('naïve', 'def', '/top_k 1', f'/save {tmp_path}/said')
     assert "your message: character 'ï'" in out and 'top_k 1' in out
     assert (tmp_path / 'said').read_text().startswith('def')
+
+
+@pytest.mark.slow
+def test_the_page_on_chats_leads_to_a_model_that_adds(
+        after_readme, tmp_path, monkeypatch):  # noqa: F811
+    folder = tmp_path / 'plaingpt'
+    shutil.copytree(after_readme[0], folder, symlinks=True)
+    assert not follow('docs/chat.md', folder, monkeypatch, slow=True)
+    model = plaingpt.load(folder / 'out-chat')
+    right = [model.answer(ask(f'How much is {a} plus {b}?', '')[:1], temperature=0)
+             == f'It is {a + b}.' for a, b in product((2, 5, 7), (3, 4, 8))]
+    assert sum(right) >= 8, right

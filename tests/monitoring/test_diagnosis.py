@@ -16,8 +16,7 @@ import train
 from model import Block
 from plaingpt.data.batches import BatchLoader
 from plaingpt.data.dataset import open_dataset
-from plaingpt.monitoring.diagnosis import CHECKS, diagnose
-from plaingpt.monitoring.markdown_report import overfit_check
+from plaingpt.monitoring.diagnosis import CHECKS, diagnose, overfit_check
 from plaingpt.monitoring.metrics_file import read_rows
 from plaingpt.monitoring.run_record import read_run
 from plaingpt.training.progress import Progress

@@ -1,4 +1,5 @@
-"""plot.py --film: the page, and the page in a real browser."""
+"""plot.py --film: the page, and the page in a real browser: Debian's chromium and chromium-driver,
+and the package selenium."""
 
 import base64
 import gzip
@@ -8,7 +9,6 @@ import shutil
 
 import pytest
 from helpers import TINY, fails, wait_until
-from test_serve_page import browser  # noqa: F401  (a fixture)
 
 import plot
 import train
@@ -64,8 +64,26 @@ def test_mistakes_are_one_line(trained, filmed, capsys, monkeypatch):
         assert words in fails(capsys, monkeypatch, plot.main, '--film', *argv)
 
 
+@pytest.fixture(scope='module')
+def browser():
+    selenium = pytest.importorskip('selenium.webdriver', reason='needs selenium')
+    chromium, driver = shutil.which('chromium'), shutil.which('chromedriver')
+    if not chromium or not driver:
+        pytest.skip('needs chromium and chromedriver: apt-get install chromium chromium-driver')
+    options = selenium.ChromeOptions()
+    options.binary_location = chromium
+    for switch in ('no-sandbox', 'headless', 'disable-gpu', 'disable-quic', 'no-first-run',
+                   'disable-background-networking', 'disable-component-update', 'disable-sync',
+                   'disable-dev-shm-usage', 'window-size=800,700'):
+        options.add_argument(f'--{switch}')
+    options.set_capability('goog:loggingPrefs', {'browser': 'ALL'})
+    browser = selenium.Chrome(options, selenium.ChromeService(driver))
+    yield browser
+    browser.quit()
+
+
 @pytest.fixture
-def shown(browser, page):  # noqa: F811
+def shown(browser, page):
     browser.get(page.as_uri())
     wait_until(lambda: browser.find_elements('css selector', '.lens td'))
     yield browser
@@ -73,7 +91,7 @@ def shown(browser, page):  # noqa: F811
                 if entry['level'] in ('WARNING', 'SEVERE')]
 
 
-def text_of(browser, selector):  # noqa: F811
+def text_of(browser, selector):
     return browser.find_element('css selector', selector).text
 
 

@@ -14,7 +14,7 @@ def test_patience_ends_a_run_that_gets_no_better_and_survives_a_resume(tiny, tmp
     train.main([*still, '--max_iters=4'])
     train.main([*still, '--init_from=resume', '--report=True'])
     assert [line['iter'] for line in lines(tmp_path / 'out', 'val_loss')] == [0, 2, 4, 6]
-    assert '| ended | patience=3: 3 evaluations' in (tmp_path / 'out/report.md').read_text()
+    assert '; patience=3: 3 evaluations' in (tmp_path / 'out/report.md').read_text()
 
 
 def test_a_run_that_gave_up_says_so_ever_after(tiny, tmp_path, capsys, monkeypatch):
@@ -24,6 +24,6 @@ def test_a_run_that_gave_up_says_so_ever_after(tiny, tmp_path, capsys, monkeypat
             '--max_bad_steps=2', '--max_iters=20', '--report=True']
     assert 'not finite' in fails(capsys, monkeypatch, train.main, *wild)
     given_up = 'given up: 2 steps in a row were not finite'
-    assert f'| ended | {given_up} |' in (tmp_path / 'out/report.md').read_text()
+    assert f'; {given_up}' in (tmp_path / 'out/report.md').read_text()
     plot.main([str(tmp_path / 'out')])
     assert given_up in capsys.readouterr().out

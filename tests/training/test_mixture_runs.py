@@ -9,7 +9,6 @@ from helpers import TINY, lines, prepare_corpora, same, train_processes, weights
 import evaluate
 import plan
 import train
-from plaingpt.monitoring.markdown_report import format_report
 from plaingpt.monitoring.run_record import read_run
 from plaingpt.system.errors import UserError
 
@@ -48,12 +47,9 @@ def test_the_loss_of_each_corpus_and_their_weighted_mean_are_logged(two, tmp_pat
         assert row['val_loss'] == pytest.approx(0.3 * each[0] + 0.7 * each[1], abs=1e-12)
         assert f'| code {each[0]:.4f} | prose {each[1]:.4f}' in out
     run, tokens = read_run('out'), 6 * 6 * 4 * 16
-    report = format_report(tmp_path / 'out', lines(tmp_path / 'out', 'iter'), run)
     sizes = [each['train_tokens'] for each in run['data']['corpora']]
     epochs = [share * tokens / size for share, size in zip((0.3, 0.7), sizes, strict=True)]
     assert f'{epochs[0]:.3g} epochs of code (30.0%), {epochs[1]:.3g} of prose (70.0%)' in out
-    assert f'{epochs[0]:.3g} epochs of code, {epochs[1]:.3g} of prose' in report
-    assert f'| of code | {rows[-1]["val_loss/code"]:.4f} |' in report
     plan.main([*two, '--tokens_per_s=1', '--json'])
     planned = json.loads(capsys.readouterr().out)['tokens']['corpora']
     assert [each['epochs'] for each in planned] == pytest.approx(epochs)

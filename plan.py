@@ -27,7 +27,7 @@ from plaingpt.kernels.recompute import KINDS
 from plaingpt.system import devices
 from plaingpt.system.devices import GPUS
 from plaingpt.system.errors import UserError, run_script
-from plaingpt.system.formatting import GIB, duration, gib, short
+from plaingpt.system.formatting import GIB, count_of, duration, gib, setting, short
 from plaingpt.system.machine import crowded_cores
 from plaingpt.system.streams import require_stdout, status
 from plaingpt.training.dtype_choice import choose_training_dtype
@@ -39,8 +39,10 @@ from plaingpt.training.memory_planner import (
     savings,
     step_settings,
 )
+from plaingpt.training.resuming import saved_settings
 from plaingpt.training.run_model import check_start, missing_chat_tokens, start_shape
 from plaingpt.training.settings import TrainConfig
+from plaingpt.training.time_budget import SHARE
 
 
 @dataclass
@@ -66,6 +68,9 @@ class PlanConfig(TrainConfig):
 
     def world_size(self):
         return self.processes
+
+    def takes_minutes(self):
+        return True
 
 
 class Machine(NamedTuple):
@@ -161,16 +166,16 @@ def memory_plan(shape, config, machine):
             'savings': {} if fits is not False else dict(savings(shape, step)[:3])}
 
 
-def token_plan(shape, config, sequences, parameters, dataset_tokens):
-    """Tokens of the run, and how they and the corpus match the model."""
+def token_plan(shape, iters, config, sequences, parameters, dataset_tokens):
+    """Tokens of a run of so many iterations, and how they and the corpus match the model."""
     step = sequences * shape.block_size
-    total = step * config.max_iters
+    total = step * iters
     weights, sizes = read_names(config.dataset), find_sizes(config.dataset)
     corpora = [{'name': name, 'source': source, 'weight': weights[name], 'tokens': size,
                 'epochs': total * weights[name] / size if size else None}
                for name, (_, size, source) in sizes.items()]
     blocks = 12 * shape.n_layer * shape.n_embd**2
-    return {'parameters': parameters, 'per_step': step, 'total': total,
+    return {'parameters': parameters, 'iterations': iters, 'per_step': step, 'total': total,
             'dataset': dataset_tokens,
             'epochs': total / dataset_tokens if dataset_tokens else None,
             'steps_per_epoch': dataset_tokens / step if dataset_tokens else None,
@@ -183,10 +188,16 @@ def token_plan(shape, config, sequences, parameters, dataset_tokens):
             'kaplan': 5e3 * blocks**0.74}
 
 
-def time_plan(gpt, config, machine, memory, total_tokens):
+def iterations_in(minutes, speed, how, step_tokens):
+    """How many fit, about, at so many tokens a second. Raises UserError where that is not known."""
+    if not speed:
+        raise UserError(f'minutes={setting(minutes)}: the speed is not known: {how}')
+    return max(1, int((1 - SHARE) * 60 * minutes * speed / step_tokens))
+
+
+def time_plan(gpt, config, speed, how, total_tokens):
     """FLOPs, hours and price; None where the speed is not known."""
     flops = gpt.flops_per_token()
-    speed, how = find_speed(gpt, config, machine, memory)
     hours = total_tokens / speed / 3600 if speed else None
     gpu_hours = hours * config.processes if hours else None
     return {'flops_per_token': flops, 'flops': flops * total_tokens, 'tokens_per_s': speed,
@@ -324,7 +335,7 @@ def print_time_and_disk(time, disk, machine):
 
 
 def main(argv):
-    config = load_config(PlanConfig, argv, __doc__)
+    config = load_config(PlanConfig, argv, __doc__, read_saved=saved_settings)
     require_stdout()
     shape, dataset_tokens, source = find_shape(config)
     machine = find_machine(config, shape)
@@ -332,9 +343,12 @@ def main(argv):
         gpt = GPT(shape)
     note('following a step on tensors without data')
     memory = memory_plan(shape, config, machine)
-    tokens = token_plan(shape, config, memory['sequences_per_step'], gpt.num_parameters(),
+    speed, how = find_speed(gpt, config, machine, memory)
+    iters = config.max_iters if not config.minutes else iterations_in(
+        config.minutes, speed, how, memory['sequences_per_step'] * shape.block_size)
+    tokens = token_plan(shape, iters, config, memory['sequences_per_step'], gpt.num_parameters(),
                         dataset_tokens)
-    time = time_plan(gpt, config, machine, memory, tokens['total'])
+    time = time_plan(gpt, config, speed, how, tokens['total'])
     disk = disk_plan(shape, config, memory, dataset_tokens)
     if config.json:
         planned_for = machine._replace(device=machine.device.type)._asdict()
@@ -347,6 +361,9 @@ def main(argv):
         print(f'model of {config.init_from}: {shape.n_layer} layers, {shape.n_head} heads, '
               f'{shape.n_embd} channels')
     print_memory(memory, machine)
+    if config.minutes:
+        print(f'{duration(60 * config.minutes)}: about {count_of(iters, "iteration")}, with a '
+              f'share of {SHARE:.0%} for evaluations')
     print_tokens(tokens, source, shape.vocab_size)
     print(describe_export(shape))
     print_time_and_disk(time, disk, machine)

@@ -100,19 +100,21 @@ class Run:
 
 
 @status.doing('setting up')
-def setup(config, world, device, device_why):
-    """TrainConfig → Run: data, model, optimizer, where the run stands, where its numbers go."""
+def setup(config, world, device, device_why, given=frozenset()):
+    """TrainConfig → Run: data, model, optimizer, where the run stands, where its numbers go. given:
+    the settings that the command line names."""
     devices.use_fast_matmul()
     devices.use_expandable_segments(device)
     devices.seed_everything(config.seed, world.rank, config.deterministic)
     group = gloo_group()
+    config = all_gather(config, group)[0]  # each process may have measured something else
     if not config.is_read_only:
         check_shared(Path(config.out_dir), world, group)
 
     dataset = run_data.open_data(config, world)
     resumed = find_resumed(config, group)
     if resumed:
-        config = with_length_of(resumed, config)
+        config = with_length_of(resumed, config, given)
         check_resumed(resumed, config, dataset)
     shape = run_model.run_shape(config, dataset, resumed)
     dtype, dtype_why = choose_training_dtype(config, shape, device, resumed, group)
@@ -132,7 +134,8 @@ def setup(config, world, device, device_why):
     run = Run(config, world, device, dtype, devices.autocast(device, dtype), dataset, train_data,
               val_data, model, parallel, optimizer, scaler, progress, StopRequest())
     preflight(run, resumed, mean_loss, group)
-    run.config = config = with_length(run, resumed, mean_loss, group)
+    run.config = config = with_length(run, resumed, given, mean_loss, group)
+    progress.print_end(config)
     run.record = describe_run(run_model.with_shape(config, shape), dataset, train_data, model,
                               device, dtype, compile, world, resumed)
     open_outputs(run, resumed, group)
@@ -312,13 +315,14 @@ def finish(run, ending):
 
 def main(argv):
     config = load_config(TrainConfig, argv, __doc__, read_saved=saved_settings)
-    refuse_two_lengths(config, options_of(TrainConfig, argv))
+    given = options_of(TrainConfig, argv).keys()
+    refuse_two_lengths(config, given)
     world = launched_world()
     device, device_why = devices.choose_device(config.device, world.local_rank)
     writing = world.is_main and not config.is_read_only
     with lock_output_dir(config.out_dir, writing) as check_folder, \
             process_group(world, device, config.backend, config.dist_timeout_s):
-        run = setup(config, world, device, device_why)
+        run = setup(config, world, device, device_why, given)
         run.saver.check_folder = check_folder
         if config.check is True:
             return

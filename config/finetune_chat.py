@@ -7,19 +7,22 @@ out_dir = 'out-chat'
 dataset = 'chat'  # conversations, prepared with the tokenizer of the model
 init_from = 'gpt2'  # or gpt2-medium …, or the out_dir of a run of yours
 
-# 4 sequences · 8 accumulated · 512 tokens = 16,384 tokens a step, padding included
-batch_size = 4
-gradient_accumulation_steps = 8
-block_size = 512  # longer conversations are cut where a user speaks
+# n_embd and block_size are those of the model. One narrower than GPT-2 makes more and smaller steps
+_narrow = max(1, 768 / n_embd)
+block_size = min(512, block_size)  # longer conversations are cut where a user speaks
 document_attention = True  # conversations that share a sequence do not see each other
-max_iters = 100  # the first lines tell how many epochs that is: two or three are enough
+# GPT-2: 4 sequences · 8 accumulated · 512 tokens = 16,384 tokens a step, padding included
+_sequences = max(1, round(16_384 / _narrow / block_size))
+batch_size = min(_sequences, max(1, round(2_048 * _narrow / block_size)))
+gradient_accumulation_steps = _sequences // batch_size
+max_iters = round(100 * _narrow ** 0.75)  # the first lines tell how many epochs that is
 dropout = 0.1
 
-learning_rate = 3e-5  # small: the weights are good already
+learning_rate = 3e-5 * _narrow ** 2  # small: the weights are good already
 weight_decay = 0.0
-warmup_iters = 10
+warmup_iters = max_iters // 10
 
-eval_interval = 20
+eval_interval = max(1, round(max_iters / 8))
 eval_iters = 20
-log_interval = 1
+log_interval = max(1, max_iters // 100)
 always_save_checkpoint = False  # the best on the validation split, before it learns by heart

@@ -9,7 +9,6 @@ init_from = 'gpt2'  # or gpt2-medium, gpt2-large, gpt2-xl, as memory allows
 # 1 sequence · 32 accumulated · 1,024 tokens = 32,768 tokens a step: an epoch takes 9.2 steps
 batch_size = 1
 gradient_accumulation_steps = 32
-block_size = 1024
 max_iters = 20  # two epochs: more would memorize the plays
 dropout = 0.1
 

@@ -7,6 +7,8 @@ import math
 import torch
 
 from plaingpt.data.dataset import has_token_files, open_named
+from plaingpt.training.dtype_choice import core_speed
+from plaingpt.training.resuming import is_resumed
 
 out_dir = 'out-own-text'
 if dataset == 'openwebtext':  # none was named
@@ -23,25 +25,27 @@ gradient_accumulation_steps = 1
 learning_rate = 6e-3  # the same at each width, as Muon's updates are
 _step = max(1, total_batch_size or batch_size * block_size * gradient_accumulation_steps)  # tokens
 
-# A CPU core computes about 1e11 FLOPs a second, a small GPU 2e13. Training takes 6 of them for each
-# parameter and token. With 3 tokens a parameter that makes 18 · parameters²
-_on_gpu = device != 'cpu' and torch.cuda.is_available()
-_flops_per_s = 2e13 if _on_gpu else 1e11 * torch.get_num_threads()
-_flops = _flops_per_s * (60 * max(0, minutes) or 600)
-_trained = 3 * math.sqrt(_flops / 18)  # tokens
-# Of a text read 8 times there is little left to learn: then the time is for a larger model
-_trained = min(_trained, max(8 * _epoch, 400 * _step))
-_parameters = min(_flops / (6 * _trained), 2e7)
+if not is_resumed(out_dir, init_from):  # it has the size that it began with
+    # A small GPU computes about 2e13 FLOPs a second. A core is measured; the head, the optimizer
+    # and evaluations take a fifth of its time. Training takes 6 FLOPs for each parameter and token.
+    # With 3 tokens a parameter that makes 18 · parameters²
+    _on_gpu = device != 'cpu' and torch.cuda.is_available()
+    _flops_per_s = 2e13 if _on_gpu else 0.8 * core_speed(dtype) * torch.get_num_threads()
+    _flops = _flops_per_s * (60 * max(0, minutes) or 600)
+    _trained = 3 * math.sqrt(_flops / 18)  # tokens
+    # Of a text read 8 times there is little left to learn: then the time is for a larger model
+    _trained = min(_trained, max(8 * _epoch, 400 * _step))
+    _parameters = min(_flops / (6 * _trained), 2e7)
 
-# 12·L·C² in the blocks and V·C in the head make as many, for a C that is a multiple of 64. With 64
-# channels a step hardly takes less time than with 128
-n_layer = 4 if _parameters < 5e6 else 6
-_blocks = 24 * n_layer
-_channels = (math.sqrt(_vocab ** 2 + 2 * _blocks * _parameters) - _vocab) / _blocks
-n_embd = 64 * max(2, round(_channels / 64))
-n_head = max(1, n_embd // 64)
-_parameters = max(_parameters, _blocks / 2 * n_embd ** 2 + _vocab * n_embd)
-max_iters = round(min(_trained, _flops / (6 * _parameters)) / _step)  # --minutes counts what fits
+    # 12·L·C² in the blocks and V·C in the head make as many, for a C that is a multiple of 64. With
+    # 64 channels a step hardly takes less time than with 128
+    n_layer = 4 if _parameters < 5e6 else 6
+    _blocks = 24 * n_layer
+    _channels = (math.sqrt(_vocab ** 2 + 2 * _blocks * _parameters) - _vocab) / _blocks
+    n_embd = 64 * max(2, round(_channels / 64))
+    n_head = max(1, n_embd // 64)
+    _parameters = max(_parameters, _blocks / 2 * n_embd ** 2 + _vocab * n_embd)
+    max_iters = round(min(_trained, _flops / (6 * _parameters)) / _step)  # --minutes: what fits
 
 # A text that is read again and again is learned by heart, unless the weights decay. With this decay
 # they are an average of the updates of about the last epoch (Wang and Aitchison 2024)
@@ -66,7 +70,7 @@ momentum = 0.9
 beta1 = 0.8
 beta2 = 0.99
 
-eval_interval = max(100, max_iters // 8)
+eval_interval = max(1, round(max_iters / 8))
 eval_iters = 20
-log_interval = 50
+log_interval = max(1, min(50, max_iters // 20))
 always_save_checkpoint = False  # the best one is kept

@@ -238,6 +238,16 @@ def test_models_of_a_run_a_folder_and_nanogpt_are_planned_in_their_own_shape(tra
     assert shape.n_layer == 5
 
 
+def test_minutes_are_planned_as_the_iterations_that_fit(char_data):
+    own_text = [str(ROOT / 'config/own_text.py'), f'--dataset={char_data}', '--gpu=a100',
+                '--minutes=2']
+    found = planned(*own_text, '--tokens_per_s=1e5')
+    assert 90 < 3600 * found['time']['hours'] <= 120
+    assert found['tokens']['iterations'] * found['tokens']['per_step'] == found['tokens']['total']
+    with pytest.raises(UserError, match='minutes=2'):
+        printed(*own_text, '--gpu=', '--gpu_memory_gb=9')
+
+
 def test_a_model_that_cannot_start_the_run_is_told_by_the_plan_too(
         trained, tmp_path, char_data, capsys, monkeypatch):
     for argv, words in ((['--init_from=gpt2', f'--dataset={char_data}'], 'one of 50257'),

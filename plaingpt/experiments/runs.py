@@ -26,7 +26,7 @@ from plaingpt.monitoring.references import STUDENT_T
 from plaingpt.monitoring.run_record import read_run
 from plaingpt.system.errors import UserError
 from plaingpt.system.files import ROOT, command, locked, make_writable, read_json, write_json
-from plaingpt.system.formatting import capitalized, count_of
+from plaingpt.system.formatting import capitalized, count_of, listed
 from plaingpt.system.streams import warn
 from plaingpt.training.checkpoint import checkpoint_paths
 from plaingpt.training.checkpoint_writer import archive_previous_run
@@ -237,7 +237,7 @@ def compare(runs, target=0.0):
 
 def difference(losses, others):
     """Losses of two variants with the same seeds → (the mean difference, its standard error,
-    whether it is beyond the seeds: zero is outside of its 95% interval by Student's t). The last
+    whether it is more than chance: zero is outside of its 95% interval by Student's t). The last
     two are None for one seed."""
     mean, error = mean_and_error([a - b for a, b in zip(losses, others, strict=True)])
     if error is None:
@@ -285,9 +285,9 @@ def format_comparison(runs, rows, target):
     return '\n\n'.join([
         f'{len(runs)} runs, {count_of(len(rows[0]["losses"]), "seed")}. The loss is the mean over '
         'seeds ± its standard error; the change is that to the first line, of runs with the same '
-        "seed, and beyond the seeds where zero is outside of its 95% interval (Student's t).",
+        "seed, and more than chance where zero is outside of its 95% interval (Student's t).",
         *failed, *said,
-        markdown(['', 'final validation loss', 'change', 'beyond the seeds', 'ms a step',
+        markdown(['', 'final validation loss', 'change', 'more than chance', 'ms a step',
                   f's to {target}', 'memory, MiB'], table)])
 
 
@@ -296,7 +296,7 @@ def with_error(error):
 
 
 def describe_best(rows):
-    """→ (which variant has the lowest loss, which others the seeds tell from it), sentences"""
+    """→ (which variant has the lowest loss, which others differ by more than chance), sentences"""
     best, *others = sorted((row for row in rows if row['loss'] is not None),
                            key=lambda row: row['loss'])
     lowest = f'{best["variant"]} ends lowest, at {best["loss"]:.4f}'
@@ -307,7 +307,7 @@ def describe_best(rows):
     chance = [row for row in others if row not in told]
     said = []
     if told:
-        said.append(f'it is below {list_names(told)} beyond the seeds')
+        said.append(f'it is below {list_names(told)} by more than chance')
     if chance:
         said.append(f'its distance to {list_names(chance)} may be chance')
     return lowest, capitalized('; '.join(said))
@@ -316,8 +316,7 @@ def describe_best(rows):
 def list_names(rows):
     """Names of variants, of many their number."""
     names = [row['variant'] for row in rows]
-    return ' and '.join(filter(None, (', '.join(names[:-1]), names[-1]))) \
-        if len(names) <= NAMED else f'{len(names)} others'
+    return listed(names) if len(names) <= NAMED else f'{len(names)} others'
 
 
 def describe_times(configs, rows):
@@ -355,6 +354,6 @@ def draw_comparison(runs, rows, path, what):
                           style={'ls': '', 'marker': '_', 'ms': 9, 'mew': 1.5, 'alpha': 0.6}))
         lines.append(Line([i], [row['loss']], names[row['variant']], colour,
                           [row['loss_error'] or 0.0]))
-    right = Panel(verdict, lines, 'Is that more than the seeds?', '– a run, ● mean ± its error',
+    right = Panel(verdict, lines, 'Is that more than chance?', '– a run, ● mean ± its error',
                   NATS, ticks=[])
     save_figure([left, right], path, max(4.6, 1.6 + 0.2 * len(rows)))

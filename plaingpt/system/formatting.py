@@ -73,6 +73,11 @@ def capitalized(text):
     return text[:1].upper() + text[1:]
 
 
+def listed(words):
+    """['a', 'b', 'c'] → 'a, b and c'"""
+    return ' and '.join(filter(None, (', '.join(words[:-1]), words[-1])))
+
+
 def count_of(number, noun):
     """(1, 'byte') → '1 byte', (2000, 'byte') → '2,000 bytes'."""
     return f'{number:,} {noun}{"s" * (number != 1)}'

@@ -1,11 +1,13 @@
 """The precision that a run computes in. Where a CPU has bfloat16, the faster one is measured."""
 
+import math
 import time
 from dataclasses import replace
+from functools import cache
 
 import torch
 
-from model import GPT
+from model import GPT, GPTConfig
 from plaingpt.system.devices import autocast, choose_dtype, cpu_has_bfloat16
 from plaingpt.system.distributed import all_gather, launched_world
 
@@ -38,7 +40,17 @@ def faster_dtype(shape, batch_size):
     return dtype, f'a block takes {ms[dtype]:.1f} ms of a core, in {other} {ms[other]:.1f} ms'
 
 
-def block_seconds(shape, batch_size):
+@cache  # a config file may be read twice, and is to say the same
+def core_speed(dtype):
+    """FLOP/s of a core of this CPU in training's matmuls, in the dtype of a run, or with 'auto' in
+    the faster one; to a power of √2, so that it is mostly the same each time."""
+    auto = ('float32', 'bfloat16') if cpu_has_bfloat16() else ('float32',)
+    shape = GPTConfig(n_layer=1, n_head=4, n_embd=256, block_size=64)
+    seconds = block_seconds(shape, 'auto', auto if dtype == 'auto' else (dtype,))
+    return 2 ** (round(2 * math.log2(PASS_FLOPS / min(seconds.values()))) / 2)
+
+
+def block_seconds(shape, batch_size, dtypes=('float32', 'bfloat16')):
     """How long one block of a GPTConfig takes, forward and backward → {dtype: seconds of one core}.
 
     Sequences are as long and as many as in training, as far as PASS_FLOPS allows. One thread
@@ -47,12 +59,12 @@ def block_seconds(shape, batch_size):
     length = min(shape.block_size, tokens)
     sequences = tokens // length if batch_size == 'auto' else min(batch_size, tokens // length)
     shape = replace(shape, n_layer=1, vocab_size=1, block_size=length)
-    threads, seconds = torch.get_num_threads(), {'float32': [], 'bfloat16': []}
+    threads, seconds = torch.get_num_threads(), {dtype: [] for dtype in dtypes}
     torch.set_num_threads(1)
     with torch.random.fork_rng([]):  # the run's random numbers stay as they are
         model, idx = GPT(shape), torch.zeros(sequences, length, dtype=torch.long)
         ends = time.perf_counter() + MEASURED_S
-        while len(seconds['bfloat16']) < 3 or time.perf_counter() < ends:
+        while len(seconds[dtypes[-1]]) < 3 or time.perf_counter() < ends:
             for dtype, times in seconds.items():
                 began = time.thread_time()
                 with autocast(idx.device, dtype):

@@ -94,6 +94,12 @@ class Progress:
                          f'python sample.py --out_dir={quoted(out_dir)}{best}')
         return lines
 
+    def print_end(self, config):
+        """Say so where a run that is resumed has nothing left to do."""
+        if self.evaluated and (ending := self.ending(config)):
+            print0(f'iteration {self.iter_num} is the end already, {ending}: a larger '
+                   '--max_iters, --minutes, or --patience=0, makes it longer')
+
     def ending(self, config):
         """Why the run ends here, or None."""
         if config.eval_only or self.iter_num >= config.max_iters:
@@ -128,11 +134,7 @@ def restore(resumed, config, model, optimizer, scaler, train_data, world, device
     set_rng_state(state['rng'], world.rank, device)
     evaluated = state['evaluated'] and not config.eval_only
     best = state['best_val_loss']
-    progress = Progress(iter_num, math.inf if best is None else best, state['evals_since_best'],
-                        evaluated_at=iter_num if evaluated else None, val_loss=state['val_loss'],
-                        saved_at=iter_num, saved_evaluated=evaluated,
-                        eval_sequences=resumed_eval_sequences(state, config))
-    if evaluated and (ending := progress.ending(config)):
-        print0(f'iteration {iter_num} is the end already, {ending}: a larger --max_iters, or '
-               '--patience=0, makes it longer')
-    return progress
+    return Progress(iter_num, math.inf if best is None else best, state['evals_since_best'],
+                    evaluated_at=iter_num if evaluated else None, val_loss=state['val_loss'],
+                    saved_at=iter_num, saved_evaluated=evaluated,
+                    eval_sequences=resumed_eval_sequences(state, config))

@@ -11,7 +11,8 @@ from plaingpt.system.errors import UserError
 from plaingpt.system.formatting import quoted, setting
 from plaingpt.training import checkpoint as checkpoints
 from plaingpt.training.checkpoint_writer import clean_up
-from plaingpt.training.settings import TrainConfig
+from plaingpt.training.run_model import KEPT_SHAPE, start_shape
+from plaingpt.training.settings import STARTS, TrainConfig
 
 # What a resumed run takes from its command, and not from its checkpoint: where it is and how it
 # starts this time, and what follows from the processes and the machine of this time.
@@ -19,13 +20,21 @@ OF_THIS_START = {'out_dir', 'init_from', 'checkpoint', 'check', 'eval_only', 'mi
                  'fsdp_group'}
 
 
+def is_resumed(out_dir, init_from):
+    """Whether a command with these settings goes on with a run."""
+    return init_from == 'resume' or (
+        init_from == 'auto' and bool(checkpoints.checkpoint_paths(out_dir)))
+
+
 def saved_settings(values):
-    """{name: value} of the run that a command resumes, {} where the command starts one. values:
-    what the command line says by itself. Raises UserError where no checkpoint can be used."""
+    """{name: value} of the run that a command resumes; where it starts from other weights, the
+    shape of their model; else {}. values: what the command line says by itself. Raises UserError
+    where no checkpoint can be used."""
     out_dir, init_from = values['out_dir'], values['init_from']
-    if not out_dir or not (init_from == 'resume' or (
-            init_from == 'auto' and checkpoints.checkpoint_paths(out_dir))):
+    if not out_dir:
         return {}
+    if not is_resumed(out_dir, init_from):
+        return settings_of_start(init_from, values['checkpoint'])
     found = checkpoints.find(out_dir, checkpoint_to_resume(values['checkpoint']),
                              on_damaged=lambda problem: None)  # find_resumed warns of it
     saved = {field.name: found.state['config'][field.name] for field in fields(TrainConfig)
@@ -36,6 +45,17 @@ def saved_settings(values):
         saved |= {key: 'auto' for key in ('min_lr', 'lr_decay_iters')
                   if saved.get(key) == getattr(auto, key)}
     return saved
+
+
+def settings_of_start(init_from, which):
+    """{name: value} of the shape of the model that init_from names, {} where it names none. Of a
+    long context a run reads as much as it would by itself. Raises UserError."""
+    config = TrainConfig(init_from=init_from, checkpoint=which)
+    if init_from in STARTS or not config.names_a_start():
+        return {}
+    shape = start_shape(config)
+    return {**{key: getattr(shape, key) for key in KEPT_SHAPE},
+            'block_size': min(shape.block_size, TrainConfig.block_size)}
 
 
 def checkpoint_to_resume(which):
@@ -99,7 +119,7 @@ def check_resumed(resumed, config, dataset):
                             'another --out_dir')
     print0(f'resumed from {resumed.path}')
     changed = {key: values for key, values in changed.items()
-               if key not in ('init_from', 'checkpoint', 'check')
+               if key not in ('init_from', 'checkpoint', 'check', 'minutes')
                and (key, values[1]) != ('parallel', 'auto')}  # a line of its own tells what it is
     for key, (saved, value) in changed.items():
         print0(f'  changed: {key} {setting(saved)} → {setting(value)}')

@@ -34,7 +34,7 @@ def run_shape(config, dataset, resumed):
         return config.gpt_config(dataset.vocab_size, document_start(config, dataset))
     asked = {key: getattr(config, key) for key in KEPT_SHAPE}
     if other := [f'{key}={getattr(start, key)} (not {value})' for key, value in asked.items()
-                 if value not in (getattr(start, key), getattr(type(config), key))]:
+                 if value != getattr(start, key)]:
         print0(f'the run has the shape of {config.init_from}: {", ".join(other)}')
     new_tokens = missing_chat_tokens(dataset, start.vocab_size)
     start = replace(start, vocab_size=start.vocab_size + new_tokens)

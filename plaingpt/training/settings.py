@@ -90,7 +90,7 @@ class TrainConfig(GPTConfig):
     head_lr_scale: NotNegative = 1.0  # for an untied head
     vector_lr_scale: NotNegative = 1.0  # of biases, norms and short convolutions
     max_iters: Natural = 600000  # updates of the weights
-    minutes: NoEffect[NotNegative] = 0.0  # of train.py: how long to train, instead of max_iters
+    minutes: NoEffect[NotNegative] = 0.0  # how long to train (resume: on), instead of max_iters
     weight_decay: NotNegative = 1e-1  # of matrices, embeddings too; vectors have none
     beta1: Decay = 0.9  # of AdamW: decay of the mean of gradients
     beta2: Decay = 0.95  # of AdamW: decay of the mean of their squares

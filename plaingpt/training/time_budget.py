@@ -19,12 +19,19 @@ from plaingpt.system.files import ROOT
 from plaingpt.system.formatting import count_of, duration, quote_epochs, setting
 from plaingpt.system.streams import status
 from plaingpt.training.memory_planner import explain_out_of_memory
+from plaingpt.training.schedules import get_lr
 from plaingpt.training.training_step import StepGuard, forward_backward, update
 
 LOOK_S, LOOKS = 1.0, 6  # each part of a run is timed for so long, and not more often
 SAMPLED = 8  # tokens of a sample that are timed
 SAVED_PER_S = 370e6  # bytes: GPT-2 124M on two cores, docs/checkpoints.md
-LENGTH = ('max_iters', 'lr_decay_iters', 'warmup_iters')  # what --minutes decides
+# What --minutes decides: how long a run is, and, where the command line does not say it, how often
+# it evaluates and prints, and on how much
+LENGTH = ('max_iters', 'lr_decay_iters', 'warmup_iters')
+BATCHES = ('eval_iters', 'eval_tokens')
+FITTED = (*LENGTH, *BATCHES, 'sample_tokens', 'eval_interval', 'log_interval')
+POINTS, LINES = 10, 20  # evaluations and lines of a run at least; 8 where time turns out shorter
+SHARE = 0.1  # of the time, that evaluations take at most
 
 
 def refuse_two_lengths(config, options):
@@ -35,14 +42,19 @@ def refuse_two_lengths(config, options):
                         f'and {" and ".join(two)} too: leave one of them out')
 
 
-def with_length_of(resumed, config):
-    """The TrainConfig of a run that goes on from a checkpoint: minutes do not change its length."""
+def with_length_of(resumed, config, given):
+    """The TrainConfig of a run that goes on from a checkpoint, where it has minutes: as long as it
+    was, whatever a config file says. With init_from=auto it stays so: the same command is given
+    again after a stop. given: the settings that the command line names"""
     if not config.minutes:
         return config
-    kept = {key: value for key, value in resumed.state['config'].items() if key in LENGTH}
+    kept = {key: value for key, value in resumed.state['config'].items()
+            if key in LENGTH or (key in FITTED and key not in given)}
     config = replace(config, **kept)
-    print0(f'minutes={setting(config.minutes)} has no effect on a run that goes on: it keeps '
-           f'max_iters={config.max_iters}: give a larger --max_iters')
+    if config.init_from == 'resume':
+        return config
+    print0(f'the run goes on to max_iters={config.max_iters}, as it began; --init_from=resume '
+           f'--minutes={setting(config.minutes)} trains for so much longer')
     return replace(config, minutes=0.0)
 
 
@@ -60,13 +72,14 @@ class Times(NamedTuple):
         return iters * self.step + (1 + evaluations) * self.evaluation + saves * self.save
 
 
-def with_length(run, resumed, mean_loss, group):
-    """The TrainConfig of a run that is about to begin, with as many iterations as fit in its
-    minutes, if it has any; prints how long it takes. The run is left as it was.
+def with_length(run, resumed, given, mean_loss, group):
+    """The TrainConfig of a run that is about to begin, or to go on, with as many iterations as fit
+    in its minutes, if it has any; prints how long a new one takes. The run is left as it was.
 
-    mean_loss: train.mean_loss; group: of gloo_group, whose rank 0 decides. Raises UserError."""
+    given: the settings that the command line names; mean_loss: train.mean_loss; group: of
+    gloo_group, whose rank 0 decides. Raises UserError."""
     config, device = run.config, run.device
-    if resumed or config.is_read_only or not (config.minutes or config.max_iters):
+    if config.is_read_only or not (config.minutes or (config.max_iters and not resumed)):
         return config
     on_gpu = [device] if device.type == 'cuda' else []
     with status.doing('timing a step'), torch.random.fork_rng(on_gpu), \
@@ -74,8 +87,12 @@ def with_length(run, resumed, mean_loss, group):
         times = all_gather(measure(run, mean_loss, group), group)[0]
     if on_gpu:
         torch.cuda.reset_peak_memory_stats(device)  # what is logged is the run's
+    if config.minutes and resumed:  # evaluations stay as they were, so that losses compare
+        return fitted(config, times, {*given, *BATCHES}, run.dataset, run.progress.iter_num)
     if config.minutes:
-        return fitted(config, times, run.dataset)
+        config = fitted(config, times, given, run.dataset)
+        run.progress.eval_sequences = config.eval_sequences()
+        return config
     seconds = times.of_run(config, config.max_iters)
     advice = recipes(config) if device.type == 'cpu' and seconds > 3600 else ''
     print0(f'about {duration(max(1, seconds))} for {count_of(config.max_iters, "iteration")}, '
@@ -91,21 +108,53 @@ def recipes(config):
         '--minutes=10, which fits any run into ten minutes'
 
 
-def fitted(config, times, dataset):
-    """The TrainConfig with as many iterations as fit in its minutes. Raises UserError."""
+def fitted(config, times, given, dataset, begun=0):
+    """The TrainConfig with as many iterations as fit in its minutes, after those that were made
+    already. given: the settings that stay as they are. Raises UserError."""
     budget_s = 60 * config.minutes
+    config, times = with_points(config, times, given)
     iters = bisect_right(range(10**9), budget_s, key=lambda n: times.of_run(config, n)) - 1
     if iters < 1:
         least = math.ceil(times.of_run(config, 1) / 6) / 10
         raise UserError(f'minutes={setting(config.minutes)} is too short for a step, of '
                         f'{times.step:.2g} s, and two evaluations, of {times.evaluation:.2g} s '
                         f'each: take --minutes={least:.3g} or more, or a smaller --eval_iters')
-    config = replace(config, minutes=0.0, max_iters=iters, lr_decay_iters=iters,
-                     warmup_iters=min(config.warmup_iters, iters // 10))
-    print0(f'{duration(budget_s)}, evaluations included, are enough for max_iters={iters}, with '
-           f'warmup_iters={config.warmup_iters}: '
-           f'{quote_epochs(dataset.epochs(iters * config.step_tokens()))}')
+    end = begun + iters
+    config = replace(config, minutes=0.0, max_iters=end, lr_decay_iters=end,
+                     warmup_iters=min(config.warmup_iters, end // 10))
+    what = f'max_iters={end}, with warmup_iters={config.warmup_iters}' if not begun else \
+        f'{count_of(iters, "iteration")} more, to max_iters={end}; the learning rate is that of ' \
+        f'a run of this length, {get_lr(begun, config):.2e} now'
+    print0(f'{duration(budget_s)}, evaluations included, are enough for {what}: '
+           f'{quote_epochs(dataset.epochs(iters * config.step_tokens()))}, '
+           f'eval_interval={config.eval_interval}')
     return config
+
+
+def with_points(config, times, given):
+    """→ (TrainConfig, Times) of a run of minutes that evaluates and prints often enough for a
+    picture, in SHARE of the time: rather on fewer batches than less often. given: the settings
+    that stay as they are"""
+    seconds, iters = SHARE * 60 * config.minutes, 60 * config.minutes / times.step
+    fixed = given & set(BATCHES)
+    if 'log_interval' not in given:
+        config = replace(config, log_interval=min(config.log_interval, int(iters / LINES) or 1))
+    if 'eval_interval' not in given:
+        # as many as the config asks for where there is time; POINTS with as little as one batch
+        least = times.save + times.evaluation * bool(fixed)
+        points = max(seconds / (times.save + times.evaluation), min(POINTS, seconds / least)) - 1
+        points = min(points, max(POINTS, iters / config.eval_interval))
+        config = replace(config, eval_interval=max(1, int(iters / max(1, points))))
+    share = seconds / (1 + iters / config.eval_interval) / times.evaluation
+    if fixed or share >= 1:
+        return config, times
+    if 'sample_tokens' not in given:
+        config = replace(config, sample_tokens=int(config.sample_tokens * share))
+    eval_iters = max(1, int(config.eval_iters * share))
+    eval_tokens = config.eval_tokens and max(config.block_size, int(config.eval_tokens * share))
+    evaluation = times.evaluation * max(share, eval_iters / config.eval_iters)
+    return replace(config, eval_iters=eval_iters, eval_tokens=eval_tokens), \
+        times._replace(evaluation=evaluation)
 
 
 # -----------------------------------------------------------------------------
@@ -115,9 +164,14 @@ def fitted(config, times, dataset):
 def measure(run, mean_loss, group):
     """→ Times of a run."""
     config, loaders = run.config, (run.train_data, *run.val_data.parts, *run.val_data.beside)
-    with closing(run.train_data.train_batches(0)) as batches:
+    optimizer = run.optimizer
+    states, attributes = dict(optimizer.state), dict(vars(optimizer))  # of a resumed run
+    optimizer.state.clear()
+    with closing(run.train_data.train_batches(run.progress.iter_num)) as batches:
         step_s = typical(lambda: time_step(run, batches), group)
-    run.optimizer.state.clear()
+    optimizer.state.clear()
+    optimizer.state.update(states)
+    vars(optimizer).update(attributes)
     batches = sum(len(loader.eval_batches(run.progress.eval_sequences, config.eval_tokens > 0))
                   for loader in loaders)
     evaluation_s = batches * typical(lambda: time_evaluated_batch(run, mean_loss), group)

@@ -335,7 +335,8 @@ def test_what_failed_was_not_reached_or_has_one_seed_has_no_number(tmp_path):
     found = made_runs(tmp_path, first=[2.0], other=[1.0])
     (_, other), target = compare(found)
     assert other['change'] == -1 and other['change_error'] is other['clear'] is None
-    assert 'With one seed nothing can be said' in format_comparison(found, compare(found)[0], 2)
+    text = format_comparison(found, compare(found)[0], 2)
+    assert 'With one seed nothing can be said' in text and '| more than chance |' in text
 
 
 def test_the_best_is_named_with_those_that_the_seeds_tell_from_it(tmp_path):
@@ -343,7 +344,7 @@ def test_the_best_is_named_with_those_that_the_seeds_tell_from_it(tmp_path):
                                 best=[1.99, 2.1, 2.11]))
     assert describe_best(rows) == (
         'best ends lowest, at 2.0667',
-        'It is below far beyond the seeds; its distance to near may be chance')
+        'It is below far by more than chance; its distance to near may be chance')
 
 
 def test_times_that_differ_for_learning_rates_alone_are_called_noise():

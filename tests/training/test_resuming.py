@@ -9,11 +9,12 @@ import tempfile
 from pathlib import Path
 
 import pytest
-from helpers import exit_code, fails, fork, lines, same, train_processes, weights
+from helpers import ROOT, exit_code, fails, fork, lines, same, train_processes, weights
 
 import prepare
 import sample
 import train
+from configurator import load_config
 from plaingpt.system.errors import UserError
 from plaingpt.training import checkpoint as checkpoints
 from plaingpt.training import checkpoint_writer
@@ -214,6 +215,23 @@ def test_how_a_run_was_started_is_not_taken_for_a_setting_of_it(tiny, tmp_path):
         & saved_settings(values).keys()
     train.main(['--init_from=resume', f'--out_dir={moved}', '--max_iters=5'])
     assert checkpoints.find(moved).iter_num == 5
+
+
+def test_a_run_that_starts_from_a_model_reads_as_much_as_that_model_does(trained, tmp_path):
+    """Where the command line does not say how much."""
+    def config(*argv):
+        return load_config(TrainConfig, argv, read_saved=saved_settings)
+    tune = str(ROOT / 'config/finetune_chat.py')
+    small, gpt2 = (config(tune, f'--init_from={start}') for start in (trained, 'gpt2'))
+    assert (small.block_size, small.n_layer) == (16, 2)
+    assert small.step_tokens() < gpt2.step_tokens() and small.learning_rate > gpt2.learning_rate
+    assert (gpt2.block_size, gpt2.batch_size, gpt2.gradient_accumulation_steps, gpt2.max_iters,
+            gpt2.learning_rate) == (512, 4, 8, 100, 3e-5)
+    for argv, block_size in (((), 16), (['--block_size=8'], 8)):
+        assert config(f'--init_from={trained}', *argv).block_size == block_size
+    assert config(tune, f'--init_from={trained}', '--max_iters=80').eval_interval == 10
+    with pytest.raises(UserError, match='gtp2'):
+        config('--init_from=gtp2')
 
 
 def test_without_a_checkpoint_resuming_is_refused_in_a_line_that_leaves_no_folder(

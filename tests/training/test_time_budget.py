@@ -1,6 +1,7 @@
 """How long a run takes, and how many iterations fit in --minutes."""
 
 import json
+import math
 
 import pytest
 import torch
@@ -10,7 +11,8 @@ import train
 from configurator import load_config
 from plaingpt.system.errors import UserError
 from plaingpt.training import checkpoint as checkpoints
-from plaingpt.training import time_budget
+from plaingpt.training import dtype_choice, time_budget
+from plaingpt.training.resuming import saved_settings
 from plaingpt.training.settings import TrainConfig
 from plaingpt.training.time_budget import Times
 
@@ -70,7 +72,7 @@ def test_a_run_of_minutes_is_the_run_of_as_many_iterations_also_when_it_is_resum
         train.main([*resume, half])
         printed = capsys.readouterr().out
         assert 'changed:' not in printed
-        assert ('it keeps max_iters=20: give a larger --max_iters' in printed) == (resume == again)
+        assert ('goes on to max_iters=20' in printed) == (resume == again)
         assert same(weights(tmp_path / f'half{n}'), weights(out))
 
 
@@ -129,8 +131,9 @@ def test_where_a_cpu_takes_hours_the_recipe_for_a_cpu_is_named(tiny, capsys, mon
 
 def test_a_recipe_for_own_text_is_of_a_size_that_suits_the_text_and_the_time(
         char_data, monkeypatch):
-    cores = 2
+    cores, speed = 2, 1.25e11
     monkeypatch.setattr(torch, 'get_num_threads', lambda: cores)
+    monkeypatch.setattr(dtype_choice, 'core_speed', lambda dtype: speed)
 
     def chosen(*argv):
         config = load_config(TrainConfig, ['config/own_text.py', *argv])
@@ -145,6 +148,9 @@ def test_a_recipe_for_own_text_is_of_a_size_that_suits_the_text_and_the_time(
     assert chosen(much, '--minutes=5', '--n_embd=256') == (4, 256, 1433)
     cores = 8
     assert chosen(much, '--minutes=5') == (6, 256, 3906)
+    speed /= 4  # of a CPU without bfloat16
+    cores = 2
+    assert chosen(much, '--minutes=5')[2] * 192**2 < 2484 * 128**2 * 4 / 3
 
 
 def test_in_a_recipe_for_own_text_weights_decay_faster_where_the_text_is_short(char_data):
@@ -153,3 +159,91 @@ def test_in_a_recipe_for_own_text_weights_decay_faster_where_the_text_is_short(c
     assert decay('--dataset=not_prepared') == pytest.approx(2048 / 1e6 / 6e-3)
     assert decay('--dataset=not_prepared', '--batch_size=4') == pytest.approx(1024 / 1e6 / 6e-3)
     assert decay(f'--dataset={char_data}') == 3.0
+
+
+def test_a_run_of_minutes_draws_eight_points_and_evaluates_for_a_tenth_of_the_time():
+    fast, slow = Times(0.01, 0.2, 0.01), Times(0.8, 11.0, 0.08)
+    for minutes, times in ((0.6, slow), (1, slow), (1, fast), (10, slow), (600, fast)):
+        config = TrainConfig(minutes=minutes, eval_interval=230, log_interval=50, eval_iters=20)
+        found, measured = time_budget.with_points(config, times, frozenset())
+        iters = 60 * minutes / times.step - 10 * measured.evaluation / times.step
+        evaluations = math.ceil(iters / found.eval_interval)
+        assert evaluations >= 8 and iters / found.log_interval >= 8
+        least = times.evaluation / 20  # a batch
+        assert (1 + evaluations) * measured.evaluation < 1.01 * max(6 * minutes, 11 * least)
+        assert measured.evaluation >= times.evaluation * found.eval_iters / 20
+    config = TrainConfig(minutes=1, eval_interval=230, log_interval=50)
+    for given in ({'eval_interval'}, {'log_interval'}, {'eval_iters'}):
+        found, measured = time_budget.with_points(config, slow, given)
+        for key in given:
+            assert getattr(found, key) == getattr(config, key)
+    assert time_budget.with_points(config, slow, {'eval_iters'})[1] == slow
+
+
+def test_a_short_run_of_minutes_has_a_curve(tiny, tmp_path, monkeypatch):
+    monkeypatch.setattr(time_budget, 'measure', lambda *_: Times(1.0, 20.0, 0.01))
+    recipe = tmp_path / 'recipe.py'
+    recipe.write_text('eval_interval = 230\neval_iters = 20\nlog_interval = 50\n')
+    tiny = [option for option in tiny if not option.startswith('--eval_')]
+    train.main([*tiny, str(recipe), '--minutes=0.5'])
+    assert len(lines(tmp_path / 'out', 'val_loss')) >= 8 <= len(lines(tmp_path / 'out', 'loss'))
+    state = checkpoints.find(tmp_path / 'out').state
+    assert state['eval_sequences'] == 4 * state['config']['eval_iters'] == 4
+    train.main([*tiny, str(recipe), '--minutes=0.5', '--eval_interval=9'])
+    assert [row['iter'] for row in lines(tmp_path / 'out', 'val_loss')][:2] == [0, 9]
+
+
+@pytest.mark.parametrize('optimizer', ['adamw', 'normuon'])
+def test_minutes_of_a_run_that_goes_on_are_added_to_it(tiny, tmp_path, monkeypatch, capsys,
+                                                      optimizer):
+    measure = time_budget.measure
+    monkeypatch.setattr(time_budget, 'measure', lambda *args: measure(*args) and slow_steps())
+    tiny = [*tiny, '--dropout=0.2', f'--optimizer={optimizer}', '--average_decay=0.9']
+    for name in ('timed', 'given'):
+        train.main([*tiny, '--max_iters=6', f'--out_dir={tmp_path}/{name}'])
+    capsys.readouterr()
+    resume = ['--init_from=resume', '--eval_interval=3']
+    train.main([*resume, '--minutes=0.59', f'--out_dir={tmp_path}/timed'])
+    printed = capsys.readouterr().out
+    assert '20 iterations more' in printed and 'the end already' not in printed
+    train.main([*resume, '--max_iters=26', '--log_interval=1', f'--out_dir={tmp_path}/given'])
+    assert same(weights(tmp_path / 'timed'), weights(tmp_path / 'given'))
+    assert losses(tmp_path / 'timed') == losses(tmp_path / 'given')
+    saved = checkpoints.find(tmp_path / 'timed').state['config']
+    assert saved['lr_decay_iters'] == 26 and saved['minutes'] == 0
+
+
+def test_a_resumed_run_on_own_text_has_the_size_that_it_began_with(trained, monkeypatch):
+    monkeypatch.setattr(dtype_choice, 'core_speed', lambda dtype: 1e13)
+    state = checkpoints.find(trained).state['config']
+    for init_from in ('resume', 'auto'):
+        config = load_config(TrainConfig, [
+            'config/own_text.py', f'--init_from={init_from}', f'--out_dir={trained}',
+            '--dataset=not_prepared'], read_saved=saved_settings)
+        for key in ('n_layer', 'n_head', 'n_embd', 'max_iters'):
+            assert getattr(config, key) == state[key]
+
+
+def test_the_speed_of_a_core_is_measured_in_the_dtype_of_the_run(monkeypatch):
+    asked = []
+
+    def block_seconds(shape, batch_size, dtypes):
+        asked.append(dtypes)
+        return dict(zip(dtypes, (0.04, 0.02), strict=False))
+    monkeypatch.setattr(dtype_choice, 'block_seconds', block_seconds)
+    for has_bfloat16, dtype, speed in ((True, 'auto', 2e11), (False, 'auto', 1e11),
+                                       (True, 'float32', 1e11)):
+        monkeypatch.setattr(dtype_choice, 'cpu_has_bfloat16', lambda has=has_bfloat16: has)
+        dtype_choice.core_speed.cache_clear()
+        assert dtype_choice.core_speed(dtype) == pytest.approx(speed, rel=0.2)
+    assert asked == [('float32', 'bfloat16'), ('float32',), ('float32',)]
+    dtype_choice.core_speed.cache_clear()
+
+
+@pytest.mark.slow
+def test_processes_whose_config_file_measured_something_else_agree(tiny, tmp_path):
+    (tmp_path / 'recipe.py').write_text(
+        'import os\nn_embd = 32 * (1 + int(os.environ["RANK"]))\n')
+    words = [word for word in tiny if not word.startswith('--n_embd')]
+    train_processes(2, tmp_path, str(tmp_path / 'recipe.py'), *words, '--max_iters=2')
+    assert checkpoints.find(tmp_path / 'out').state['model']['n_embd'] == 32

@@ -300,6 +300,8 @@ REMOVED = {  # settings and options of earlier versions → what to use now
     'model_name': 'serve.py answers whatever model a request names',
     'max_waiting': 'serve.py lets 16 requests wait',
     'max_tokens': 'a request to serve.py says its own, and sample.py has max_new_tokens',
+    'lm_eval': 'name its tasks with --tasks=TASK',
+    'eval_tasks_interval': 'eval_tasks run at evaluations, every eval_interval iterations',
 }
 
 

@@ -3,13 +3,12 @@
     python evaluate.py out                                             # its validation split
     python evaluate.py out --split=test
     python evaluate.py out --tasks=text --data=book.txt
-    python evaluate.py --init_from=gpt2 --tasks=hellaswag,lambada
-    python evaluate.py out --lm_eval=arc_easy,piqa
+    python evaluate.py --init_from=gpt2 --tasks=hellaswag,lambada_openai
     torchrun --nproc_per_node=8 evaluate.py out --tasks=val,hellaswag --output=scores.json
 
 Tasks: val, test and train are the splits of a dataset and text is a file, scored as a whole by
-loss, perplexity and bits per byte; of conversations, what the assistant says is scored. hellaswag
-and lambada are benchmarks, scored as by lm-evaluation-harness; lm_eval=… runs tasks of that itself.
+loss, perplexity and bits per byte; of conversations, what the assistant says is scored. All others
+are those of lm-evaluation-harness, package lm_eval.
 """
 
 if __name__ == '__main__':  # before torch, which takes seconds
@@ -35,19 +34,18 @@ from plaingpt.system.streams import require_stdout, status
 from plaingpt.training import model_choice
 
 SPLITS = ('val', 'test', 'train')
-TASKS = (*SPLITS, 'text', *scoring.BENCHMARKS)
+OURS = (*SPLITS, 'text')
 
 
 @dataclass
 class EvaluateConfig(model_choice.ModelChoice):
     # tasks
-    tasks: str = 'val'  # val, test, train, text, hellaswag, lambada; several with commas
+    tasks: str = 'val'  # val, test, train, text, or those of lm_eval; several with commas
     split: Literal['', 'val', 'test', 'train'] = ''  # this task alone
     dataset: str = ''  # for val, test and train: as in training; empty: that of the run
-    data: str = ''  # file of a single task: a text, or a benchmark's .jsonl
-    limit: Annotated[int, 'at least 0'] = 0  # questions of a benchmark or task to ask; 0 for all
+    data: str = ''  # file of the task text
     # tasks of lm-evaluation-harness, by its package lm_eval
-    lm_eval: str = ''  # its tasks, several with commas, instead of val
+    limit: Annotated[int, 'at least 0'] = 0  # questions of each to ask; 0 for all
     include_path: str = ''  # folder with tasks of your own for it, as .yaml files
     num_fewshot: Annotated[int, 'at least -1'] = -1  # examples in a prompt; -1: what the task says
     # system
@@ -59,8 +57,7 @@ class EvaluateConfig(model_choice.ModelChoice):
 
     def problems(self):
         tasks = self.names()
-        found = [f'tasks={self.tasks}: {task!r} is none of {", ".join(TASKS)}'
-                 for task in tasks if task not in TASKS]
+        found = [] if all(tasks) else [f'tasks={self.tasks}: a name is empty']
         if self.split and self.tasks != 'val':
             found.append(f'split={self.split} and tasks={self.tasks} cannot go together: name the '
                          'split among the tasks')
@@ -70,27 +67,22 @@ class EvaluateConfig(model_choice.ModelChoice):
             found.append(f'output={self.output}: its folder is not there')
         if self.output and os.path.lexists(self.output):
             found.append(f'output={self.output} exists already: name a new file')
-        if (self.include_path or self.num_fewshot >= 0) and not self.lm_eval:
-            found.append('include_path and num_fewshot go with lm_eval: name its tasks')
-        if self.data and (len(tasks) != 1 or tasks[0] in SPLITS):
-            found.append(f'data={self.data} goes with one task: text, '
-                         f'{" or ".join(scoring.BENCHMARKS)}')
+        if self.include_path and not Path(self.include_path).is_dir():
+            found.append(f'include_path={self.include_path}: no such folder')
+        if (self.include_path or self.num_fewshot >= 0) and set(tasks) <= set(OURS):
+            found.append('include_path and num_fewshot go with tasks of lm_eval: name them among '
+                         'the tasks')
+        if self.data and 'text' not in tasks:
+            found.append(f'data={self.data} goes with tasks=text')
         return found
 
     def names(self):
         """The tasks that are asked for."""
-        if self.split:
-            return [self.split]
-        return [] if self.lm_eval and self.tasks == 'val' else self.tasks.split(',')
+        return [self.split] if self.split else self.tasks.split(',')
 
 
 def score(task, config, model, tokenizer, state, context, group):
     """→ ({name of a score: value}, lines that say the same)."""
-    if task in scoring.BENCHMARKS:
-        benchmark = scoring.Benchmark(task, tokenizer, model.config.block_size, config.data,
-                                      config.limit)
-        scores = benchmark.score(model, config.batch_size, context, group)
-        return scores, f'{task}: {scoring.quote_scores(scores)}'
     if task == 'text':
         stream = scoring.TextStream(config.data, tokenizer)
     else:
@@ -126,18 +118,6 @@ def score_split(split, dataset, model, batch_size, context, group):
     return {**mean, 'corpora': scores}, '\n'.join(lines)
 
 
-def score_by_lm_eval(config, model, tokenizer, context, group):
-    """→ ({task: {name of a score: value}}, lines that say the same), of the tasks of lm_eval."""
-    if config.include_path and not Path(config.include_path).is_dir():
-        raise UserError(f'include_path={config.include_path}: no such folder')
-    lm = lm_eval_model.lm_eval_model(model, tokenizer, config.batch_size, context, group)
-    results = lm_eval_model.run_tasks(
-        lm, config.lm_eval.split(','), config.include_path, config.limit,
-        None if config.num_fewshot < 0 else config.num_fewshot)
-    return results, '\n'.join(f'{task}: {scoring.quote_scores(scores)}'
-                              for task, scores in results.items())
-
-
 def main(argv):
     config = load_config(EvaluateConfig, argv, __doc__, positional='out_dir')
     if not config.output:
@@ -151,19 +131,24 @@ def main(argv):
     print0(f'{source} | {model.num_parameters():,} parameters | device {device} | dtype {dtype} | '
            f'processes {world.size}')
     check_future(model, autocast(device, dtype))
+    if theirs := ','.join(task for task in config.names() if task not in OURS):
+        tasks = lm_eval_model.load_tasks(theirs, config.include_path,
+                                         None if config.num_fewshot < 0 else config.num_fewshot)
     results = {}
     with process_group(world, device, config.backend):
         group = gloo_group()
-        for task in config.names():
+        for task in filter(OURS.__contains__, config.names()):
             with status.doing(f'scoring {task}'):
                 results[task], line = score(task, config, model, tokenizer, state,
                                             autocast(device, dtype), group)
             print0(line)
-        if config.lm_eval:
-            found, lines = score_by_lm_eval(config, model, tokenizer, autocast(device, dtype),
-                                            group)
+        if theirs:
+            lm = lm_eval_model.lm_eval_model(model, tokenizer, config.batch_size,
+                                             autocast(device, dtype), group)
+            found = lm_eval_model.run_tasks(lm, tasks, config.limit)
             results |= found
-            print0(lines)
+            for task, scores in found.items():
+                print0(f'{task}: {lm_eval_model.quote_scores(scores)}')
     if config.output and world.is_main:
         try:
             write_json(config.output, {

@@ -10,6 +10,7 @@ import sys
 import time
 import traceback
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -20,6 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import prepare
 from plaingpt.data.chat_tokenizer import ChatTokenizer
 from plaingpt.data.tokenizers import ByteTokenizer
+from plaingpt.inference import lm_eval_model
 from plaingpt.system.errors import run_script
 from plaingpt.training import checkpoint as checkpoints
 
@@ -173,6 +175,40 @@ def same_logits(ours, theirs, idx):
     expected = theirs.eval()(idx).logits
     apart = (ours(idx)[0] - expected).abs().max().item()
     return apart < rounding(expected, c.n_layer, c.n_embd)
+
+
+def without_index(monkeypatch):
+    """lm_eval does without its own tasks, whose index takes seconds."""
+    tasks = pytest.importorskip('lm_eval.tasks')
+    monkeypatch.setattr(tasks, 'TaskManager', partial(tasks.TaskManager, include_defaults=False))
+
+
+def write_tasks(folder, monkeypatch):
+    """→ files of two tasks of lm_eval, which knows no other: the right ending, and the word."""
+    without_index(monkeypatch)
+    rows = [{'text': f'usage of {word}', 'word': word, 'words': [word, 'of the usage', 'def']}
+            for word in ('the', 'main', 'parser', 'import', 'a class', 'self')]
+    (folder / 'questions.jsonl').write_text(''.join(json.dumps(row) + '\n' for row in rows))
+    for name, more in (
+            ('ending', 'output_type: multiple_choice\ndoc_to_choice: words\ndoc_to_target: 0\n'
+                       'metric_list: [{metric: acc}, {metric: acc_norm}]\n'),
+            ('word', 'output_type: loglikelihood\ndoc_to_target: " {{word}}"\n'
+                     'metric_list: [{metric: perplexity}, {metric: acc}]\n')):
+        (folder / f'{name}.yaml').write_text(
+            f'task: {name}\ndataset_path: json\ntest_split: test\ndoc_to_text: text\n'
+            f'dataset_kwargs: {{data_files: {{test: {folder}/questions.jsonl}}}}\n{more}')
+    return folder / 'ending.yaml', folder / 'word.yaml'
+
+
+def one_benchmark(patch, answers):
+    """eval_tasks=own asks how likely these texts are after 'def', without lm_eval."""
+    def run_tasks(lm, tasks, limit):
+        found = lm._loglikelihood_tokens([
+            (None, lm.tok_encode('def'), lm.tok_encode(answer)) for answer in answers])
+        return {'own': {'logp': sum(logp for logp, _ in found), 'questions': len(answers)}}
+    patch.setattr(lm_eval_model, 'load_tasks', lambda names: None)
+    patch.setattr(lm_eval_model, 'lm_eval_model', lm_eval_model.Requests)
+    patch.setattr(lm_eval_model, 'run_tasks', run_tasks)
 
 
 def write_chat(folder, train, val=None):

@@ -238,7 +238,7 @@ def test_values_that_contradict_each_other_are_found_before_anything_loads():
             ('--max_iters=-1', 'max_iters=-1: must be at least 0'),
             ('--wsd_decay=0', 'wsd_decay=0.0: must be above 0 and at most 1'),
             ('--lr_decay_iters=-1', 'lr_decay_iters=-1'), ('--n_layer=10001', 'n_layer=10001'),
-            ('--eval_tasks=lambada', 'eval_tasks=lambada never run')):
+            ('--eval_tasks_interval=9', 'unknown setting eval_tasks_interval .*: it was removed')):
         with pytest.raises(UserError, match=words):
             load(*arguments)
 

@@ -2,11 +2,12 @@ import gzip
 import json
 import math
 import shutil
+import sys
 
 import numpy as np
 import pytest
 import torch
-from helpers import ROOT, exit_code, fails, fork, ranks
+from helpers import ROOT, exit_code, fails, fork, ranks, write_tasks
 
 import evaluate
 import export
@@ -19,34 +20,6 @@ from plaingpt.data.tokenizers import ByteTokenizer
 from plaingpt.inference import scoring
 from plaingpt.inference.hf_export import write_hf
 from plaingpt.training import model_choice
-
-# Questions of ours, as the published files have them.
-HELLASWAG = [
-    dict(ind=1, activity_label='Baking bread', ctx_a='A woman kneads dough on a table.',
-         ctx_b='she', ctx='A woman kneads dough on a table. she',
-         endings=['puts it into the oven.', 'drives it to the moon.', 'paints the  dough green.',
-                  'is a table.'], label=0, split='val', split_type='indomain', source_id='own~1'),
-    dict(ind=2, activity_label='Home and Garden', ctx_b='',
-         ctx_a='[header] How to water a plant [title] Find the plant. [step] It is green.',
-         ctx='[header] How to water a plant [title] Find the plant. [step] It is green.',
-         endings=['Pour water [substeps] slowly.', 'Sing.', 'Sell the plant, then the garden.',
-                  'Wait for winter.'], label='0', split='val', split_type='zeroshot',
-         source_id='own~2'),
-    dict(ind=3, activity_label='Chess', ctx_a='Two men sit at a board.', ctx_b='one of them',
-         ctx='Two men sit at a board. one of them',
-         endings=['swims.', 'eats the queen slowly.', 'moves a pawn.', 'moves a house, then two.'],
-         label=2, split='val', split_type='indomain', source_id='own~3'),
-]
-LAMBADA = [{'text': 'the cat sat on the mat and looked at the other cat'},
-           {'text': '"why?" asked ann.\n"because," said tom, and closed the old door'},
-           {'text': 'aaa aaa aaa aaa'}]
-
-
-@pytest.fixture
-def files(tmp_path):
-    for name, rows in (('hellaswag', HELLASWAG), ('lambada', LAMBADA)):
-        (tmp_path / f'{name}.jsonl').write_text('\n'.join(map(json.dumps, rows)) + '\n')
-    return tmp_path
 
 
 @pytest.fixture(scope='module')
@@ -88,58 +61,6 @@ def in_transformers(exported):
     return score
 
 
-EXPECTED_CONTEXTS = [  # worded by hand as lm-evaluation-harness words them
-    'Baking bread: A woman kneads dough on a table. She',
-    'Home and Garden: How to water a plant. Find the plant. It is green.',
-    'Chess: Two men sit at a board. One of them']
-
-
-def log_likelihoods_of(folder, questions, batch_size=5, dtype=torch.float64):
-    model, tokenizer, *_ = model_choice.load(str(folder))
-    model.to(dtype)
-    rows = [scoring.encode_answer(question, answer, tokenizer, 128)
-            for question in questions for answer in question.answers]
-    return scoring.log_likelihoods(model, rows, batch_size, torch.no_grad(), '')
-
-
-def test_hellaswag_is_worded_and_scored_as_by_transformers(exported, in_transformers, files):
-    questions = scoring.read_questions('hellaswag', files / 'hellaswag.jsonl')
-    ours = log_likelihoods_of(exported, questions)[:, 0].reshape(3, 4)
-    right = right_norm = 0
-    for i, (row, question) in enumerate(zip(HELLASWAG, questions, strict=True)):
-        endings = [e.replace('[substeps]', '').replace('  ', ' ') for e in row['endings']]
-        assert question.context.strip() == EXPECTED_CONTEXTS[i]
-        theirs = np.array([in_transformers(EXPECTED_CONTEXTS[i], ' ' + ending)[0]
-                           for ending in endings])
-        assert np.abs(ours[i] - theirs).max() < 1e-6
-        right += theirs.argmax() == int(row['label'])
-        right_norm += (theirs / [len(e) for e in endings]).argmax() == int(row['label'])
-    scores = scores_of(files, f'--init_from={exported}', '--tasks=hellaswag',
-                       f'--data={files}/hellaswag.jsonl')['hellaswag']
-    assert scores['acc'] == right / 3 and scores['acc_norm'] == right_norm / 3
-
-
-def test_acc_norm_divides_by_the_characters_of_the_ending():
-    question = scoring.Question('', [' a long ending', ' short'], 0, '')
-    found = scoring.hellaswag_scores(np.array([[-6.0, 0], [-5.0, 0]]), [question])
-    assert (found['acc'], found['acc_norm']) == (0, 1)
-
-
-def test_lambada_is_scored_as_by_transformers(exported, in_transformers, files):
-    questions = scoring.read_questions('lambada', files / 'lambada.jsonl')
-    ours = log_likelihoods_of(exported, questions)
-    words = [row['text'].rindex(' ') for row in LAMBADA]  # where the last one begins
-    theirs = [in_transformers(row['text'][:at], row['text'][at:])
-              for row, at in zip(LAMBADA, words, strict=True)]
-    assert np.abs(ours[:, 0] - [logp for logp, _ in theirs]).max() < 1e-6
-    assert ours[:, 1].tolist() == [likeliest for _, likeliest in theirs]
-    scores = scores_of(files, f'--init_from={exported}', '--tasks=lambada',
-                       f'--data={files}/lambada.jsonl')['lambada']
-    mean = sum(logp for logp, _ in theirs) / 3
-    assert scores['perplexity'] == pytest.approx(math.exp(-mean), rel=1e-4)
-    assert scores['acc'] == sum(likeliest for _, likeliest in theirs) / 3
-
-
 def test_a_right_guess_counts_as_right(trained):
     model, tokenizer, *_ = model_choice.load('resume', trained)
     ids = model.generate(torch.tensor([tokenizer.encode('def main').tolist()]), 3, 0)[0]
@@ -152,25 +73,6 @@ def test_a_right_guess_counts_as_right(trained):
 
 # -----------------------------------------------------------------------------
 # lm-evaluation-harness
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize('task', ['hellaswag', 'lambada_openai'])
-def test_scores_are_those_of_lm_evaluation_harness(exported, files, task):
-    lm_eval = pytest.importorskip('lm_eval')
-    name = task.partition('_')[0]
-    split = 'validation' if name == 'hellaswag' else 'test'
-    (files / 'local.yaml').write_text(
-        f'include: {lm_eval.__path__[0]}/tasks/{name}/{task}.yaml\ntask: local\n'
-        'dataset_path: json\ndataset_name: null\ntraining_split: null\ndataset_kwargs:\n'
-        f'  data_files:\n    {split}: {files}/{name}.jsonl\n')
-    theirs = scores_of(files, f'--init_from={exported}', '--lm_eval=local',
-                       f'--include_path={files}')['local']
-    ours = scores_of(files, f'--init_from={exported}', f'--tasks={name}',
-                     f'--data={files}/{name}.jsonl')[name]
-    assert theirs['questions'] == ours['questions'] == 3
-    for key in {'acc', 'acc_norm', 'perplexity', 'acc_stderr'} & ours.keys():
-        assert ours[key] == pytest.approx(theirs[key], rel=1e-4), key
 
 
 def test_each_kind_of_request_of_lm_eval_is_answered_as_by_its_model_of_transformers(exported):
@@ -199,6 +101,32 @@ def test_each_kind_of_request_of_lm_eval_is_answered_as_by_its_model_of_transfor
     assert ours.generate_until(requests('generate_until', ('The cat', cut))) \
         == theirs.generate_until(requests('generate_until', ('The cat', cut))) \
         == [whole[:whole.index(stop)]]
+
+
+@pytest.mark.parametrize('shots', [0, 2])
+def test_tasks_are_scored_as_by_lm_eval_with_transformers(exported, in_transformers, tmp_path,
+                                                          monkeypatch, shots):
+    write_tasks(tmp_path, monkeypatch)
+    ours = scores_of(tmp_path, f'--init_from={exported}', '--tasks=ending,text,word',
+                     f'--include_path={tmp_path}', '--limit=4', f'--num_fewshot={shots}',
+                     f'--data={tmp_path}/questions.jsonl')
+    from lm_eval import simple_evaluate
+    from lm_eval.api.model import LM
+    from lm_eval.tasks import TaskManager
+
+    class Transformers(LM):
+        def loglikelihood(self, requests):
+            return [in_transformers(*request.args) for request in requests]
+        loglikelihood_rolling = generate_until = None
+    theirs = simple_evaluate(
+        Transformers(), tasks=['ending', 'word'], limit=4, num_fewshot=shots, bootstrap_iters=1000,
+        task_manager=TaskManager(include_path=str(tmp_path)))['results']
+    assert ours.keys() == {'ending', 'text', 'word'}
+    for task, keys in (('ending', ('acc', 'acc_norm', 'acc_stderr')),
+                       ('word', ('acc', 'perplexity', 'perplexity_stderr'))):
+        assert ours[task]['questions'] == 4
+        for key in keys:
+            assert ours[task][key] == pytest.approx(theirs[task][f'{key},none'], rel=1e-4), key
 
 
 # -----------------------------------------------------------------------------
@@ -274,68 +202,35 @@ def test_a_file_is_scored_as_it_is_prepared(tmp_path):
         prepared = np.concatenate([dataset.split(split, in_ram=True).ram
                                    for split in ('train', 'val')])
         stream = scoring.TextStream(tmp_path / name, dataset.tokenizer())
-        assert stream.ids.tolist() == prepared.tolist() and stream.bytes == len(text.encode())
+        assert stream.ids.tolist() == prepared.tolist()
 
 
-def test_the_standard_error_is_that_of_repeated_draws():
-    chance = np.random.default_rng(0)
-    means = chance.normal(size=(2000, 100)).mean(1)
-    _, stderr = scoring.mean_and_stderr(chance.normal(size=100))
-    assert stderr == pytest.approx(np.std(means), rel=0.15)
-    assert scoring.mean_and_stderr([1.0]) == (1.0, None)
-
-
-def test_a_published_file_is_downloaded_once_and_checked(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    asked = []
-
-    def download(url, sha256, advice):
-        asked.append(url)
-        return json.dumps(LAMBADA[0]).encode()
-    monkeypatch.setattr(scoring, 'download', download)
-    for _ in range(2):
-        assert len(scoring.read_questions('lambada')) == 1
-    assert asked == [scoring.BENCHMARKS['lambada'].url]
-
-
-def test_without_a_network_benchmarks_name_the_file_before_anything_else_is_done(
-        tiny, trained, tmp_path, capsys, monkeypatch):
-    def no_network(*_, **__):
-        raise OSError('no network here')
-    monkeypatch.setattr('urllib.request.urlopen', no_network)
-    monkeypatch.chdir(tmp_path)
-    arguments = [*tiny, '--eval_tasks=lambada', '--eval_tasks_interval=6', '--max_iters=6']
-    for main, argv in ((train.main, [*arguments, '--dataset=nowhere']),
-                       (evaluate.main, [f'--out_dir={trained}', '--tasks=lambada'])):
-        line = fails(capsys, monkeypatch, main, *argv)
-        assert 'data/benchmarks/lambada_test.jsonl' in line and '--data=' not in line
-    assert not (tmp_path / 'out').exists() and not (tmp_path / 'data').exists()
-    (tmp_path / 'data/benchmarks').mkdir(parents=True)
-    (tmp_path / 'data/benchmarks/lambada_test.jsonl').write_text('{"text": "usage of the parser"}')
-    train.main(arguments)
-    assert 'lambada: acc' in capsys.readouterr().out
-
-
-def test_mistakes_are_one_line(trained, files, capsys, monkeypatch):
-    for name, text in {'empty': '', 'broken': '{', 'one': '{"text": ""}',
-                       'long': '{"text": "a ' + 'b' * 17 + '"}'}.items():
-        (files / f'{name}.jsonl').write_text(text)
+def test_mistakes_are_one_line(trained, tmp_path, capsys, monkeypatch):
     for arguments, words in (
-            (['--tasks=val,mmlu'], "'mmlu' is none of"),
+            (['--tasks=val,'], 'a name is empty'),
             (['--tasks=text'], 'name the file with --data'),
-            (['--num_fewshot=2'], 'go with lm_eval'),
-            (['--lm_eval=x', '--include_path=nowhere'], 'no such folder'),
-            (['--data=x'], 'goes with one task'),
-            (['--tasks=text', f'--data={files}/none'], 'No such file'),
+            (['--num_fewshot=2'], 'go with tasks of lm_eval'),
+            (['--tasks=x', '--include_path=nowhere'], 'no such folder'),
+            (['--lm_eval=x'], 'it was removed; name its tasks with --tasks='),
+            (['--tasks=val', '--data=x'], 'goes with tasks=text'),
+            (['--tasks=text', f'--data={tmp_path}/none'], 'No such file'),
             (['--batch_size=0'], 'batch_size'), (['--dataset=nowhere'], 'nowhere is not prepared'),
-            ([f'--output={files}/no/folder'], 'its folder is not there'),
-            *(([f'--tasks={task}', f'--data={files}/{name}.jsonl'], words)
-              for task, name, words in (
-                ('hellaswag', 'lambada', 'lambada.jsonl, line 1: no HellaSwag'),
-                ('lambada', 'hellaswag', 'line 1: no LAMBADA passage'),
-                ('lambada', 'broken', 'broken.jsonl, line 1: not JSON'),
-                ('lambada', 'empty', 'no questions there'),
-                ('lambada', 'one', 'an empty context or answer'),
-                ('lambada', 'long', 'more than the block_size of 16')))):
+            ([f'--output={tmp_path}/no/folder'], 'its folder is not there')):
         assert words in fails(capsys, monkeypatch, evaluate.main, f'--out_dir={trained}',
                               '--device=cpu', *arguments), arguments
+
+
+def test_what_tasks_of_lm_eval_lack_is_one_line_before_anything_is_done(
+        tiny, trained, tmp_path, capsys, monkeypatch):
+    task = write_tasks(tmp_path, monkeypatch)[0]
+
+    def asks(words, name):
+        for main, argv in ((evaluate.main, [f'--out_dir={trained}', f'--tasks=val,{name}']),
+                           (train.main, [*tiny, f'--eval_tasks={name}', '--dataset=nowhere'])):
+            assert words in fails(capsys, monkeypatch, main, *argv)
+        assert not (tmp_path / 'out').exists() and not (tmp_path / 'data').exists()
+    asks("'vla' is neither val, test, train or text, nor a task of lm_eval", 'vla')
+    (tmp_path / 'questions.jsonl').unlink()
+    asks('lm_eval cannot load them: ', task)
+    monkeypatch.setitem(sys.modules, 'lm_eval.tasks', None)
+    asks('pip install lm_eval', 'hellaswag')

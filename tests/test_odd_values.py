@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import TINY, exit_code, fork, options
+from helpers import TINY, exit_code, fork, options, without_index
 from test_docs import COMMANDS, settings_of
 
 import plot
@@ -116,6 +116,7 @@ def bases(char_data, trained, text_file, tmp_path, monkeypatch):
     monkeypatch.setattr('uvicorn.Server.run', lambda server: None)
     monkeypatch.setattr(plot, 'draw_curves',
                         lambda runs, path, reference: Path(path).write_bytes(b'') or [path])
+    without_index(monkeypatch)
     matmul_flops = step_speed.matmul_flops
     monkeypatch.setattr(step_speed, 'matmul_flops',
                         lambda dtype, device, size=64: matmul_flops(dtype, device, size=64))
@@ -133,7 +134,7 @@ def bases(char_data, trained, text_file, tmp_path, monkeypatch):
                     ['chat', f'--input={chat}', '--tokenizer=byte'], ['inspect'], ['merge'], []],
         'sample': [[run, *options(max_new_tokens=1, num_samples=1)]],
         'evaluate': [[run, '--split=val'], [run, '--tasks=text', f'--data={text}'],
-                     [run, '--tasks=hellaswag']],
+                     [run, '--tasks=val', '--limit=1']],
         'export': [[run, '--dest=new'], [run, '--dest=new', '--format=gguf']],
         'plan': [[*tiny, '--tokens_per_s=1000'],
                  [*tiny, '--gpu_memory_gb=24', '--processes=2', '--json']],

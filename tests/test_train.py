@@ -21,11 +21,11 @@ from helpers import (
     shared_file,
     train_processes,
     weights,
+    write_tasks,
 )
 
 import export
 import train
-from plaingpt.inference import scoring
 from plaingpt.training import checkpoint as checkpoints
 from plaingpt.training import optimizers
 from plaingpt.training.optimizers import build_optimizer
@@ -203,16 +203,15 @@ def test_benchmarks_and_samples_come_on_time_and_change_nothing(tiny, tmp_path, 
                                                                 monkeypatch):
     tiny = [*tiny, '--dropout=0.1']
     train.main([*tiny, f'--out_dir={tmp_path}/plain'])
-    questions = [scoring.Question('def', [' main'], 0, 'here'), scoring.Question('x', ['y'], 0, '')]
-    monkeypatch.setattr(scoring, 'read_questions', lambda *_: questions)
+    tasks = ','.join(map(str, write_tasks(tmp_path, monkeypatch)))
     capsys.readouterr()
-    train.main([*tiny, '--eval_tasks=lambada', '--eval_tasks_interval=3', '--sample_interval=2',
-                '--sample_tokens=4', '--sample_start=import'])
+    train.main([*tiny, f'--eval_tasks={tasks}', '--eval_tasks_limit=2', '--eval_interval=3',
+                '--sample_interval=2', '--sample_tokens=4', '--sample_start=import'])
     out = capsys.readouterr().out
     assert out.count('---------------\nimport') == 3
-    assert out.count('lambada: acc ') == 2 and 'iter 3 | lambada' in out
-    found = lines(tmp_path / 'out', 'lambada_acc')
-    assert [line['iter'] for line in found] == [3, 6] and found[0]['lambada_questions'] == 2
+    assert out.count('word: perplexity ') == 3 and 'iter 3 | ending: acc' in out
+    found = lines(tmp_path / 'out', 'word_acc')
+    assert [line['iter'] for line in found] == [0, 3, 6] and found[0]['word_questions'] == 2
     assert same(weights(tmp_path / 'plain'), weights(tmp_path / 'out'))
 
 

@@ -4,7 +4,11 @@ The harness makes three kinds of requests of a language model (docs/model_guide.
 log-likelihood of an answer, that of a whole text, and a text that is generated.
 """
 
+import functools
+import io
+import os
 import sys
+from contextlib import redirect_stdout
 from importlib import import_module
 from pathlib import Path
 from unittest import mock
@@ -17,28 +21,27 @@ from plaingpt.system.errors import UserError, needs
 from plaingpt.system.files import ROOT
 
 
-def lm_eval_model(model, tokenizer, batch_size, context, group=None):
-    """→ a language model of lm_eval, whose TemplateLM encodes pairs of texts with tok_encode and
-    gives them to _loglikelihood_tokens. Raises UserError where lm_eval is absent."""
-    with needs('lm_eval', 'scoring by lm-evaluation-harness'):
-        from lm_eval.api.model import TemplateLM
+def lm_eval_model(*arguments):
+    """Requests as a language model of lm_eval, whose TemplateLM encodes pairs of texts with
+    tok_encode and gives them to _loglikelihood_tokens."""
+    from lm_eval.api.model import TemplateLM
 
     class LmEvalModel(Requests, TemplateLM):
         pass
-    return LmEvalModel(model, tokenizer, batch_size, context, group)
+    return LmEvalModel(*arguments)
 
 
 class Requests:
     """Answers the requests of lm_eval with a GPT and its tokenizer.
 
-    context, group: as of log_likelihoods, which shares the requests among the processes; lm_eval
-    takes each process for the only one
+    context, group, before_batch: as of log_likelihoods, which shares the requests among the
+    processes; lm_eval takes each process for the only one
     """
 
-    def __init__(self, model, tokenizer, batch_size, context, group=None):
+    def __init__(self, model, tokenizer, batch_size, context, group=None, before_batch=None):
         super().__init__()
         self.gpt, self.encoder, self.batch_size = model, tokenizer, batch_size
-        self.context, self.group = context, group
+        self.context, self.group, self.before_batch = context, group, before_batch
         self.block_size = model.config.block_size
 
     @property
@@ -63,7 +66,7 @@ class Requests:
             ids = np.array([*before, *after], dtype=np.int64)[-(self.block_size + 1):]
             rows.append((ids, slice(-len(after), None)))
         scores = log_likelihoods(self.gpt, rows, self.batch_size, self.context, 'lm_eval',
-                                 self.group)
+                                 self.group, self.before_batch)
         return [(float(logp), bool(likeliest)) for logp, likeliest in scores]
 
     def loglikelihood_rolling(self, requests, disable_tqdm=False):
@@ -84,6 +87,8 @@ class Requests:
         """→ a continuation of each text, which ends before the first of its stop strings."""
         generator, texts = TextGenerator(self.gpt, self.encoder, self.context), []
         for i, request in enumerate(requests):
+            if self.before_batch:
+                self.before_batch()
             prompt, options = request.args
             sampling = Sampling(
                 max_new_tokens=options.get('max_gen_toks', 256), top_k=options.get('top_k', 0),
@@ -95,27 +100,61 @@ class Requests:
         return texts
 
 
-def run_tasks(lm, names, include_path='', limit=0, num_fewshot=None):
-    """→ {task: {name of a score: value}} on the first process, {} on others. Raises UserError.
+@functools.cache  # its index of all tasks takes seconds, and training asks twice
+def load_tasks(names, include_path='', num_fewshot=None):
+    """'hellaswag,lambada_openai' → these tasks of lm_eval with their data, for run_tasks. Raises
+    UserError.
 
-    include_path: a folder of other tasks as YAML files; limit: questions of each task, 0 for all;
-    num_fewshot: solved questions in each prompt, None for what the task says
+    include_path: a folder of other tasks as YAML files; num_fewshot: solved questions in each
+    prompt, None for what the task says
     """
     # lm_eval imports Hugging Face's `evaluate`, and our command of that name stands before it.
-    with mock.patch('sys.path', [path for path in sys.path if Path(path).resolve() != ROOT]):
-        from lm_eval import simple_evaluate
+    with mock.patch('sys.path', [path for path in sys.path if Path(path).resolve() != ROOT]), \
+            needs('lm_eval', f'{names}: a task other than val, test, train and text'):
         from lm_eval.tasks import TaskManager
 
         import_module('evaluate')
-    tasks = TaskManager(include_path=include_path or None)
-    if unknown := [name for name in names if not tasks.match_tasks([name])]:
-        raise UserError(f'lm_eval={",".join(names)}: {", ".join(unknown)} is no task of it: '
-                        'lm_eval ls tasks lists them')
-    found = simple_evaluate(lm, tasks=names, limit=limit or None, num_fewshot=num_fewshot,
-                            task_manager=tasks, log_samples=False, bootstrap_iters=1000)
+    manager = TaskManager(include_path=include_path or None)
+    if unknown := [name for name in names.split(',')
+                   if not manager.match_tasks([name]) and not name.endswith('.yaml')]:
+        raise UserError(f'{names}: {", ".join(map(repr, unknown))} is neither val, test, train or '
+                        'text, nor a task of lm_eval: lm_eval ls tasks lists them')
+    try:
+        loaded = manager.load(names.split(','))
+    except Exception as e:  # of the hub, of datasets, and of each task's own code
+        raise UserError(f'{names}: lm_eval cannot load them: {" ".join(str(e).split())}: see that '
+                        'their data can be downloaded') from None
+    for task in loaded['tasks'].values():  # as its simple_evaluate does
+        usual = task.get_config('num_fewshot')
+        task.set_config('num_fewshot', usual or 0 if num_fewshot is None or usual == 0
+                        else num_fewshot)
+        task.set_fewshot_seed(1234)
+    return loaded
+
+
+def run_tasks(lm, tasks, limit=0):
+    """→ {task: {name of a score: value}}. tasks: of load_tasks; limit: questions of each, 0 for
+    all. Random numbers of the process stay as they are."""
+    from lm_eval.evaluator import evaluate
+
+    # It prints, and a pool of processes would copy this one with all that it has open.
+    with redirect_stdout(io.StringIO()), mock.patch.dict(os.environ, DISABLE_MULTIPROC='1'):
+        found = evaluate(lm, tasks, limit=limit or None, log_samples=False, bootstrap_iters=1000)
     results = {}
-    for task, scores in found['results'].items() if found else ():
+    for task, scores in found['results'].items():
         results[task] = {key.removesuffix(',none'): value for key, value in scores.items()
                          if isinstance(value, (int, float)) and key != 'sample_len'}
         results[task]['questions'] = found['n-samples'].get(task, {}).get('effective')
     return results
+
+
+def quote_scores(scores):
+    """→ the scores of a task, as one line."""
+    parts = []
+    for key, value in scores.items():
+        name, _, kind = key.partition(',')
+        stderr = scores.get(f'{name}_stderr' + f',{kind}' * bool(kind))
+        if key != 'questions' and not name.endswith('_stderr'):
+            parts.append(f'{key} {value:.4g}' + (f' ± {stderr:.2g}' if stderr else ''))
+    questions = scores['questions']
+    return ', '.join(parts) + (f' ({questions:,} questions)' if questions else '')

@@ -1,15 +1,6 @@
-"""Score a model: the log-likelihood of text, and of the answers to benchmark questions.
-
-HellaSwag (Zellers et al. 2019) and LAMBADA (Paperno et al. 2016, OpenAI's version) are zero-shot.
-Prompts, tokens and scores are those of EleutherAI's lm-evaluation-harness, tasks `hellaswag` and
-`lambada_openai`, so the numbers compare with published ones.
-"""
+"""Score a model: log-likelihoods, and the loss of a text."""
 
 import math
-import re
-from collections.abc import Callable
-from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -17,11 +8,9 @@ import torch.nn.functional as F
 from tqdm import tqdm
 
 from plaingpt.data.packing import conversation_starts, cut, mask_sums
-from plaingpt.data.readers import read_jsonl, read_text
-from plaingpt.data.sources import download
-from plaingpt.system.distributed import all_gather, barrier, launched_world
+from plaingpt.data.readers import read_text
+from plaingpt.system.distributed import all_gather, launched_world
 from plaingpt.system.errors import UserError
-from plaingpt.system.files import write_atomically
 from plaingpt.system.formatting import printable
 
 CHUNK = 1024  # positions whose logits exist at once
@@ -147,20 +136,16 @@ class TextStream:
     def __init__(self, path, tokenizer):
         text = read_text(path)
         start = [] if tokenizer.end_of_text is None else [tokenizer.end_of_text]
-        self.ids = np.concatenate([start, encode(tokenizer, text, path)]).astype(np.int64)
+        try:
+            self.ids = np.concatenate([start, tokenizer.encode(text)]).astype(np.int64)
+        except UserError as e:
+            raise UserError(f'{path}: {e}') from None
 
     def __len__(self):
         return len(self.ids)
 
     def sequences(self, starts, length):
         return np.stack([self.ids[start:start + length] for start in starts])
-
-
-def encode(tokenizer, text, where):
-    try:
-        return tokenizer.encode(text)
-    except UserError as e:
-        raise UserError(f'{where}: {e}') from None
 
 
 def score_stream(model, stream, sizes, batch_size, context, label, group=None):
@@ -201,124 +186,6 @@ def mean_scores(scores, weights):
             'tokens': sum(each['tokens'] for each in scores)}
 
 
-# -----------------------------------------------------------------------------
-# questions
-
-
-class Question(NamedTuple):
-    context: str
-    answers: list  # possible continuations
-    right: int  # index of the right one
-    where: str  # file and line
-
-
-def hellaswag(path):
-    """hellaswag_val.jsonl → Questions with four endings of a scene."""
-    for where, row in read_jsonl(path):
-        match row:
-            case {'activity_label': str(label), 'ctx_a': str(a), 'ctx_b': str(b),
-                  'endings': [str(), *_] as endings, 'label': right} \
-                    if str(right) in map(str, range(len(endings))):
-                yield Question(clean(f'{label}: {a} {b.capitalize()}'),
-                               [' ' + clean(ending) for ending in endings], int(right), where)
-            case _:
-                raise UserError(f'{where}: no HellaSwag question, which has activity_label, ctx_a, '
-                                'ctx_b, endings and a label that is one of them')
-
-
-def clean(text):
-    """Remove the markup of WikiHow, the source of half of HellaSwag."""
-    text = text.strip().replace(' [title]', '. ')
-    return re.sub(r'\[.*?\]', '', text).replace('  ', ' ')
-
-
-def lambada(path):
-    """lambada_test.jsonl → Questions for the last word of a passage."""
-    for where, row in read_jsonl(path):
-        if not isinstance(row, dict) or not isinstance(row.get('text'), str):
-            raise UserError(f'{where}: no LAMBADA passage, which has a text')
-        context, _, word = row['text'].rpartition(' ')
-        yield Question(context, [' ' + word], 0, where)
-
-
-def encode_answer(question, answer, tokenizer, block_size):
-    """→ (ids of context and answer, the slice of them that is the answer). Raises UserError."""
-    context = question.context.rstrip()
-    answer = question.context[len(context):] + answer  # its space belongs to the next word
-    before = len(encode(tokenizer, context, question.where))
-    ids = encode(tokenizer, context + answer, question.where).astype(np.int64)
-    n = len(ids) - before
-    if before == 0 and tokenizer.end_of_text is not None:
-        ids = np.concatenate([[tokenizer.end_of_text], ids])
-    if not 0 < n < len(ids):
-        raise UserError(f'{question.where}: an empty context or answer')
-    if n > block_size:
-        raise UserError(f'{question.where}: an answer of {n} tokens is more than the block_size of '
-                        f'{block_size}')
-    return ids[-(block_size + 1):], slice(-n, None)
-
-
-class Benchmark:
-    """The questions of a benchmark as tokens; it can score a model any number of times. The
-    arguments are those of read_questions, which raises UserError."""
-
-    def __init__(self, name, tokenizer, block_size, path='', limit=0):
-        if launched_world().local_rank == 0:
-            read_questions(name, path, limit)  # one process of each machine downloads the file
-        barrier()
-        self.name, self.questions = name, read_questions(name, path, limit)
-        self.rows = [encode_answer(question, answer, tokenizer, block_size)
-                     for question in self.questions for answer in question.answers]
-
-    def score(self, model, batch_size, context, group=None, before_batch=None):
-        """→ {name of a score: value}; the arguments are those of log_likelihoods."""
-        scores = log_likelihoods(model, self.rows, batch_size, context, self.name, group,
-                                 before_batch)
-        return {**BENCHMARKS[self.name].score(scores, self.questions),
-                'questions': len(self.questions)}
-
-
-def lambada_scores(scores, questions):
-    acc, acc_stderr = mean_and_stderr(scores[:, 1])
-    loss, loss_stderr = mean_and_stderr(-scores[:, 0])
-    perplexity = math.exp(min(loss, 700))
-    return {'acc': acc, 'acc_stderr': acc_stderr, 'perplexity': perplexity,
-            'perplexity_stderr': perplexity * loss_stderr if loss_stderr is not None else None}
-
-
-def hellaswag_scores(scores, questions):
-    """acc: the ending with the highest log-likelihood is right; acc_norm: the same, but divided by
-    the ending's number of characters."""
-    right, right_norm, first = [], [], 0
-    for question in questions:
-        logp = scores[first:first + len(question.answers), 0]
-        first += len(logp)
-        lengths = np.array([len(answer) - 1 for answer in question.answers])  # without the space
-        right.append(logp.argmax() == question.right)
-        right_norm.append((logp / np.maximum(lengths, 1)).argmax() == question.right)
-    (acc, acc_stderr), (norm, norm_stderr) = map(mean_and_stderr, (right, right_norm))
-    return {'acc': acc, 'acc_stderr': acc_stderr, 'acc_norm': norm, 'acc_norm_stderr': norm_stderr}
-
-
-def mean_and_stderr(values):
-    """→ (mean, its standard error, None for a single value)."""
-    values = np.asarray(values, dtype=np.float64)
-    n = len(values)
-    return float(values.mean()), float(values.std(ddof=1) / math.sqrt(n)) if n > 1 else None
-
-
-def quote_scores(scores):
-    """→ the scores of a benchmark, as one line."""
-    parts = []
-    for key, value in scores.items():
-        name, _, kind = key.partition(',')
-        stderr = scores.get(f'{name}_stderr' + f',{kind}' * bool(kind))
-        if key != 'questions' and not name.endswith('_stderr'):
-            parts.append(f'{key} {value:.4g}' + (f' ± {stderr:.2g}' if stderr else ''))
-    questions = scores['questions']
-    return ', '.join(parts) + (f' ({questions:,} questions)' if questions else '')
-
-
 def quote_text(scores, whose=''):
     """→ the scores of score_stream, as one line. whose: ' of the assistant', where not all are."""
     stderr = '' if scores['loss_stderr'] is None else f' ± {scores["loss_stderr"]:.4f}'
@@ -327,39 +194,3 @@ def quote_text(scores, whose=''):
     if scores['bits_per_byte']:
         parts.append(f'{scores["bits_per_byte"]:.4f} bits/byte')
     return f'{", ".join(parts)} ({scores["tokens"]:,} tokens{whose})'
-
-
-class Source(NamedTuple):
-    read: Callable  # path → Questions
-    url: str
-    sha256: str
-    score: Callable  # result of log_likelihoods for all answers, questions → {name: value}
-
-
-BENCHMARKS = {
-    'hellaswag': Source(
-        hellaswag,
-        'https://raw.githubusercontent.com/rowanz/hellaswag/master/data/hellaswag_val.jsonl',
-        '0aa3b88843990f3f10a97b9575c94d7b71fb2205240ba04ae4884d9e9c992588', hellaswag_scores),
-    'lambada': Source(
-        lambada, 'https://openaipublic.blob.core.windows.net/gpt-2/data/lambada_test.jsonl',
-        '4aa8d02cd17c719165fc8a7887fddd641f43fcafa4b1c806ca8abc31fabdb226', lambada_scores),
-}
-
-
-def read_questions(name, path='', limit=0):
-    """The first `limit` questions (0: all) of a benchmark, from `path` or from the published file,
-    downloaded once into data/benchmarks. Raises UserError."""
-    if name not in BENCHMARKS:
-        raise UserError(f'{name!r} is no benchmark: there are {", ".join(BENCHMARKS)}')
-    source = BENCHMARKS[name]
-    if not path:
-        path = Path('data', 'benchmarks', Path(source.url).name)
-        if not path.exists():
-            data = download(source.url, source.sha256, f'put a copy of it at {path}')
-            path.parent.mkdir(parents=True, exist_ok=True)
-            write_atomically(path, data)
-    questions = list(source.read(Path(path)))[:limit or None]
-    if not questions:
-        raise UserError(f'{path}: no questions there')
-    return questions

@@ -296,6 +296,8 @@ def as_today(state):
     state = LATER | {RENAMED.get(key, key): value for key, value in state.items()}
     for part in ('config', 'model'):
         state[part] = {key: x for key, x in state[part].items() if key not in REMOVED}
+    if not state['config'].get('eval_tasks_interval', 1):
+        state['config'].pop('eval_tasks', None)  # it named tasks, and never ran them
     return state
 
 

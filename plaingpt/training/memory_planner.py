@@ -27,7 +27,7 @@ from plaingpt.training.training_step import forward_backward
 CUDA_OVERHEAD = GIB  # for CUDA's context and fragmentation: an allowance, not a measurement
 DEPTHS = (2, 4)  # even, so that layers of two kinds in turn are planned too
 # For a look at the model between steps, a sharded one is made whole. Settings without such looks:
-QUIET = {'health_interval': 0, 'sample_tokens': 0, 'eval_tasks_interval': 0}
+QUIET = {'health_interval': 0, 'sample_tokens': 0, 'eval_tasks': ''}
 TRACES = {}  # those made in this process
 
 

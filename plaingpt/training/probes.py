@@ -5,7 +5,6 @@ import math
 import torch
 
 from plaingpt.inference.generation import generate
-from plaingpt.inference.scoring import Benchmark, quote_scores
 from plaingpt.monitoring.health import Health
 from plaingpt.system.errors import UserError
 from plaingpt.system.streams import status
@@ -30,8 +29,8 @@ def sample_prompts(config, dataset, val_loader):
 
 
 class Probes:
-    """Health every health_interval, benchmarks every eval_tasks_interval and a sample every
-    sample_interval iterations, logged to `metrics`. Health at least LOOKS times in a run.
+    """Health every health_interval and a sample every sample_interval iterations, benchmarks at
+    evaluations, logged to `metrics`. Health at least LOOKS times in a run.
 
     All processes share the work of a benchmark; health and samples are made where `writing`. The
     run's random numbers and weights stay as they are. parallel: Replicated or Sharded
@@ -44,11 +43,7 @@ class Probes:
         interval = min(config.health_interval, max(1, config.max_iters // LOOKS))
         self.health = Health(parallel.model, interval if writing or parallel.sharded else 0,
                              val_loader, context)
-        self.benchmarks, self.tokenizer = [], None
-        if config.eval_tasks_interval:
-            tokenizer = dataset.tokenizer()
-            self.benchmarks = [Benchmark(name, tokenizer, config.block_size)
-                               for name in config.eval_tasks.split(',')]
+        self.tokenizer = None
         if writing and config.sample_tokens:
             try:
                 self.prompts, self.shown, self.how = sample_prompts(config, dataset, val_loader)
@@ -75,14 +70,12 @@ class Probes:
         several corpora the mean by their shares counts. Raises Stopped where `stop` is wanted,
         before anything is logged."""
         config, iter_num, scores, text = self.config, progress.iter_num, {}, None
-        benchmarks = self.benchmarks if progress.benchmarks_are_due(config) else []
+        benchmarks = config.eval_tasks and losses and not config.eval_only
         samples = config.sample_tokens and (
             progress.loss_is_due(config) or progress.sample_is_due(config))
         if benchmarks or samples:
             with self.parallel.full_model() as model:
-                scores = {benchmark.name: benchmark.score(model, config.batch_size, self.context,
-                                                          self.group, stop.raise_if_stopped)
-                          for benchmark in benchmarks}
+                scores = self.score_benchmarks(model, stop) if benchmarks else {}
                 text = self.sample(model, stop) if samples else None
         stop.raise_if_stopped()
         parts = self.dataset.parts
@@ -96,10 +89,22 @@ class Probes:
             names = [*(part.name for part in parts), config.also_evaluate]
             of_each = {name: loss for name, loss in zip(names, losses[1:], strict=False) if name}
             self.metrics.evaluation(iter_num, losses[0], val_loss, best, text, of_each, error)
-        for name, values in scores.items():
-            self.metrics.benchmark(iter_num, name, values, quote_scores(values))
+        for name, (values, quote) in scores.items():
+            self.metrics.benchmark(iter_num, name, values, quote)
         if text is not None and progress.sample_is_due(config):
             self.metrics.sample(iter_num, text)
+
+    def score_benchmarks(self, model, stop):
+        """→ {task of lm_eval: (its scores, the same as a line)} of the model as it is now."""
+        from plaingpt.inference import lm_eval_model
+        lm = lm_eval_model.lm_eval_model(model, self.dataset.tokenizer(), self.config.batch_size,
+                                         self.context, self.group, stop.raise_if_stopped)
+        model.eval()
+        found = lm_eval_model.run_tasks(lm, lm_eval_model.load_tasks(self.config.eval_tasks),
+                                        self.config.eval_tasks_limit)
+        model.train()
+        return {task: (scores, lm_eval_model.quote_scores(scores))
+                for task, scores in found.items()}
 
     @status.doing('sampling')
     def sample(self, model, stop):

@@ -31,21 +31,16 @@ class Progress:
     def evaluation_is_due(self, config):
         """Whether there is something to measure here that has not been."""
         return not self.evaluated and (
-            self.loss_is_due(config) or self.benchmarks_are_due(config)
-            or self.sample_is_due(config))
+            self.loss_is_due(config) or self.sample_is_due(config))
 
     def loss_is_due(self, config):
         last = config.eval_only or self.iter_num >= config.max_iters
         return last or self.iter_num % config.eval_interval == 0
 
-    def benchmarks_are_due(self, config):
-        return self._completes(config.eval_tasks_interval) and not config.eval_only
-
     def sample_is_due(self, config):
-        return self._completes(config.sample_interval) and not config.eval_only
-
-    def _completes(self, interval):
-        return self.iter_num > 0 and interval > 0 and self.iter_num % interval == 0
+        interval = config.sample_interval
+        return self.iter_num > 0 and interval > 0 and self.iter_num % interval == 0 \
+            and not config.eval_only
 
     def record_evaluation(self, val_loss):
         """val_loss: None where it was not due. → whether it is the best so far."""

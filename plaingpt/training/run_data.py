@@ -12,7 +12,6 @@ from plaingpt.data.batches import fits_in_ram
 from plaingpt.data.corpora import CORPORA
 from plaingpt.data.dataset import UNFINISHED, dataset_folder, open_named, read_names
 from plaingpt.data.tokenizers import words_of
-from plaingpt.inference import scoring
 from plaingpt.system.distributed import all_reduce_min, barrier, print0
 from plaingpt.system.errors import UserError
 from plaingpt.system.files import command
@@ -24,9 +23,9 @@ OPENING_TOKENS = 2**20  # of a corpus, in which a document begins where there ar
 def open_data(config, world):
     """Open data/<name>, of a mixture each. A small corpus that is not prepared yet is prepared now.
     What benchmarks during the run ask is looked for first: without it there is no run."""
-    if world.local_rank == 0 and config.eval_tasks_interval:
-        for name in config.eval_tasks.split(','):
-            scoring.read_questions(name)
+    if world.local_rank == 0 and config.eval_tasks:
+        from plaingpt.inference.lm_eval_model import load_tasks
+        load_tasks(config.eval_tasks)
     names = read_names(config.dataset)
     if world.local_rank == 0:
         for name in names:

@@ -51,8 +51,8 @@ class TrainConfig(GPTConfig):
     eval_tokens: NoEffect[Natural] = 0  # if not 0, evaluate on a split's first N tokens instead
     eval_only: NoEffect[bool] = False  # stop after the first evaluation
     log_interval: NoEffect[Positive] = 1  # iterations between lines on the console
-    eval_tasks: NoEffect[str] = 'hellaswag'  # benchmarks: hellaswag, lambada, with a comma between
-    eval_tasks_interval: NoEffect[Natural] = 0  # iterations between runs of them; 0 for none
+    eval_tasks: NoEffect[str] = ''  # of lm_eval, at evaluations, such as hellaswag,lambada_openai
+    eval_tasks_limit: NoEffect[Natural] = 500  # questions of each to ask; 0 for all
     sample_interval: NoEffect[Natural] = 0  # iterations between samples on the console; 0 for none
     sample_start: NoEffect[Annotated[str, unescape]] = '\n'  # the text that a sample continues
     sample_tokens: NoEffect[Natural] = 100  # in a sample, on the console and in the report; 0: none
@@ -154,9 +154,6 @@ class TrainConfig(GPTConfig):
         if self.checkpoint != 'latest' and self.init_from == 'scratch':
             found.append(f'checkpoint={self.checkpoint} with init_from=scratch, which starts anew: '
                          'going back takes --init_from=resume')
-        if self.eval_tasks != TrainConfig.eval_tasks and not self.eval_tasks_interval:
-            found.append(f'eval_tasks={self.eval_tasks} never run: say every how many iterations '
-                         'with eval_tasks_interval')
         if self.minutes and not self.takes_minutes():
             found.append(f'minutes={setting(self.minutes)} is for train.py, which measures how '
                          'many iterations fit: say --max_iters here')

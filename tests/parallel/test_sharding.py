@@ -12,13 +12,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import TINY, fails, options
+from helpers import TINY, fails, one_benchmark, options
 from jobs import Job
 from safetensors import safe_open
 
 import train
 from model import GPT, GPTConfig
-from plaingpt.inference import scoring
 from plaingpt.parallel import sharding
 from plaingpt.system.devices import rng_state
 from plaingpt.system.distributed import launched_world, process_group
@@ -156,8 +155,7 @@ def test_weights_that_cannot_be_gathered_with_their_block_are_named():
 
 
 def with_one_question(patch):  # fewer than processes
-    question = scoring.Question('def', [' main'], 0, 'here')
-    patch.setattr(scoring, 'read_questions', lambda *_: [question])
+    one_benchmark(patch, [' main'])
 
 
 SHAPES = {
@@ -173,8 +171,8 @@ SHAPES = {
     pytest.param(shape, marks=pytest.mark.slow) for shape in list(SHAPES)[1:])])
 def test_losses_health_samples_and_benchmarks_are_those_of_one_process(run, tmp_path, shape,
                                                                        three_processes):
-    argv = options(**SHAPES[shape], health_interval=2, sample_tokens=8, eval_tasks='lambada',
-                   eval_tasks_interval=2, max_iters=4, eval_interval=2)
+    argv = options(**SHAPES[shape], health_interval=2, sample_tokens=8, eval_tasks='own',
+                   max_iters=4, eval_interval=2)
     run('one', *argv, before=with_one_question)
     for kind in ('ddp', 'fsdp'):
         run(kind, *argv, f'--parallel={kind}', job=three_processes, before=with_one_question)

@@ -46,7 +46,6 @@ from plaingpt.system.formatting import count_of
 from plaingpt.system.streams import require_stdout, warn
 from plaingpt.training.dtype_choice import choose_training_dtype
 from plaingpt.training.memory_planner import explain_out_of_memory
-from plaingpt.training.resuming import saved_settings
 from plaingpt.training.settings import TrainConfig
 
 
@@ -111,14 +110,14 @@ def gathered(argv, key):
 def read_config(argv):
     """→ (BenchConfig, device, the words it was read from). Without a config file a CPU gets a
     smaller model than GPT-2."""
-    config = load_config(BenchConfig, argv, __doc__, read_saved=saved_settings)
+    config = load_config(BenchConfig, argv, __doc__)
     device, _ = devices.choose_device(config.device)
     named = any(not arg.startswith('-') for arg in argv)
     if device.type == 'cuda' or named or config.memory or config.judge:
         return config, device, argv
     small = 'grid_cpu.py' if config.variants or config.sweep else 'bench_cpu.py'
     argv = [str(ROOT / 'config' / small), *argv]
-    return load_config(BenchConfig, argv, read_saved=saved_settings), device, argv
+    return load_config(BenchConfig, argv), device, argv
 
 
 def workload(config, device, vocab_size):
@@ -148,8 +147,8 @@ def configs_of(variants, config, words):
     for name, changes in variants.items():
         options = [f'--{key}={value}' for key, value in changes.items()]
         try:
-            found[name] = [load_config(BenchConfig, [*words, f'--seed={seed}', *options],
-                                       read_saved=saved_settings) for seed in seeds]
+            found[name] = [load_config(BenchConfig, [*words, f'--seed={seed}', *options])
+                           for seed in seeds]
         except UserError as problem:
             raise UserError(f'variant {name!r}: {problem}') from None
     return found

@@ -100,9 +100,9 @@ def open_text(file, errors='strict', encoding=UTF8):
             yield io.TextIOWrapper(data, with_bom(encoding), errors, newline='\n')
     except UnicodeError:
         raise NotText(f'{shown(path)}, line {wrong_line(path, encoding)}',
-                      f'not {encoding.upper()}: save it as UTF-8, or tell prepare.py what it is '
-                      'with --encoding=latin-1, or put U+FFFD there with --errors=replace') \
-            from None
+                      f'not {encoding.upper()}: save it as UTF-8 text, or tell prepare.py what '
+                      'it is with --encoding=latin-1, or put U+FFFD there with '
+                      '--errors=replace') from None
     except BROKEN as e:
         what = getattr(e, 'strerror', None) or e
         raise UserError(f'{shown(path)}: cannot be read ({what})') from None

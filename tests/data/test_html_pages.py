@@ -1,16 +1,14 @@
 """HTML pages: their text where the extractor is installed, their tags where it is not or is not
-wanted; and files that a tool has to convert first."""
+wanted."""
 
 import importlib.util
 import json
-import zipfile
 
 import pytest
 from corpus_files import split_bytes
 
 import prepare
 from plaingpt.data import html_pages
-from plaingpt.data.sources import find_files
 from plaingpt.system.errors import UserError
 
 SENTENCE = 'It was a dark and stormy night, and the rain fell in torrents <b>{}</b> &amp; hail. '
@@ -72,23 +70,3 @@ def test_a_page_without_text_is_no_document_and_a_huge_one_is_refused(monkeypatc
     monkeypatch.setattr(html_pages, 'PAGE_CHARS', 100)
     with pytest.raises(UserError, match=r'a\.html: a page of more than 100 .* --html=tags'):
         html_pages.page_text('<p>' + 'a ' * 100, 'a.html')
-
-
-def test_what_a_tool_has_to_convert_is_refused_by_its_name_or_its_first_bytes(tmp_path, refused):
-    with zipfile.ZipFile(tmp_path / 'packed', 'w') as file:
-        file.writestr('a.txt', 'text')
-    for name, data, ending, tool in (
-            ('a.pdf', b'text', '.pdf', 'pdftotext'), ('a.txt', b'%PDF-1.7', '.pdf', 'pdftotext'),
-            ('a.docx', b'text', '.docx', 'pandoc'), ('a.epub', b'x', '.epub', 'pandoc'),
-            ('packed', None, '.zip', 'unzip'), ('b.md', b'{\\rtf1', '.rtf', 'pandoc'),
-            ('a.tar.gz', b'x', '.tar', 'tar xf'), ('c.md', b"7z\xbc\xaf'\x1c", '.7z', '7z x')):
-        if data:
-            (tmp_path / name).write_bytes(data)
-        line = refused('text', tmp_path / name)
-        assert f'{name}: no text, but a {ending} file: convert it with {tool}' in line
-    (tmp_path / 'good.txt').write_text('text')
-    lines = []
-    assert find_files(str(tmp_path), lines.append) == [tmp_path / 'good.txt']
-    assert '2 .pdf (pdftotext makes text of it)' in lines[0]
-    assert find_files(f'{tmp_path}/*.[tp][xd]*', lines.append) == [tmp_path / 'good.txt']
-    assert lines[1].endswith('; left out: 2 .pdf (pdftotext makes text of it)')

@@ -94,7 +94,7 @@ def test_a_folder_and_its_glob_leave_out_what_is_no_text_and_say_how_to_take_it(
 
     plain, out = texts('mixed')
     assert plain == 'café\n' * 20 + 'more text\n' * 20
-    for words in ('pdftotext', "add 'mixed/**/*.csv'", 'mixed/old.txt, line 1: not UTF-8: ',
+    for words in ('1 .pdf', "add 'mixed/**/*.csv'", 'mixed/old.txt, line 1: not UTF-8: ',
                   '--encoding=latin-1', 'mixed/wide.txt: ', '--encoding=utf-16'):
         assert words in out
     shells = sorted(map(str, Path('mixed').iterdir()))  # what a shell makes of mixed/*

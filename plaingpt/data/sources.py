@@ -31,7 +31,15 @@ from plaingpt.data import readers
 from plaingpt.data.dataset import TOKEN_FILES, UNFINISHED
 from plaingpt.data.html_pages import PAGE_CHARS, choose_extractor, is_html, page_text
 from plaingpt.data.hub import HubDataset
-from plaingpt.data.readers import UTF8, NotText, Piece, file_type, find_fault, inner_suffix
+from plaingpt.data.readers import (
+    UTF8,
+    NotText,
+    Piece,
+    file_type,
+    find_fault,
+    find_unread,
+    inner_suffix,
+)
 from plaingpt.system.errors import UserError
 from plaingpt.system.files import sha256_of
 from plaingpt.system.formatting import count_of, quoted, shown
@@ -49,7 +57,7 @@ SUFFIXES = {  # of the files that are read in a folder, in any case
     '.cu', '.rs', '.go', '.java', '.js', '.ts', '.jsx', '.tsx', '.rb', '.php', '.pl', '.lua', '.r',
     '.jl', '.hs', '.ml', '.scala', '.kt', '.swift', '.cs', '.sh', '.sql', '.html', '.htm', '.css',
     '.xml', '.yaml', '.yml', '.toml', '.jsonl', '.ndjson', '.parquet'}
-TABLES = {'.json', '.csv', '.tsv'}  # read in a folder without texts: beside code they are settings
+TABLES = {'.json', '.csv'}  # read in a folder without texts: beside code they are settings
 NO_TEXTS = {'node_modules', '__pycache__', UNFINISHED}
 STANDARD_LIBRARY = sysconfig.get_paths()['stdlib']
 
@@ -234,7 +242,8 @@ def find_files(wanted, tell=None, fault=lambda path: None, suffixes=SUFFIXES):
                 inside = search(path, apart, suffixes)
                 apart |= {each: wrong for each in inside if (wrong := fault(each))}
                 found += inside
-            elif path != Path(name) and (reason := why_no_text(path) or fault(path)):
+            elif reason := find_unread(path) or (
+                    path != Path(name) and (why_no_text(path) or fault(path))):
                 apart[path] = reason
             else:
                 files.append(path)
@@ -322,7 +331,7 @@ def search(root, left_out, suffixes):
         for path in [Path(at, name) for name in files]:
             reason = 'hidden' if path.name.startswith('.') else why_no_text(path)
             if not reason and inner_suffix(path) not in {*suffixes, *TABLES}:
-                reason = inner_suffix(path) or 'without an ending'
+                reason = find_unread(path) or inner_suffix(path) or 'without an ending'
             if reason:
                 left_out[path] = reason
             else:

@@ -288,10 +288,16 @@ HABITS = {  # what other programs, or earlier versions, call it → our key
     'gpu': 'gpu_memory_gb', 'output': 'out_dir', 'resume': 'init_from', 'prompt': 'start',
     'tensorboard_log': 'log_to',
 }
+REMOVED = {  # settings and options of earlier versions → what to use now
+    'html': 'make text of HTML pages with trafilatura or pandoc, and prepare that',
+}
 
 
 def check_and_set(cls, values, name, value, where, problems):
     """Put `value` into `values` if `name` exists and the value fits, else note the problem."""
+    if name not in values and name in REMOVED:
+        problems.append(f'unknown setting {name} {where}: it was removed; {REMOVED[name]}')
+        return
     if name not in values:
         nearest = [HABITS[name]] if HABITS.get(name) in values \
             else difflib.get_close_matches(name, values, n=1, cutoff=0.6)

@@ -14,7 +14,7 @@ import sample
 import serve
 import train
 from bench import BenchConfig
-from configurator import commented_fields, help_text, load_config
+from configurator import REMOVED, commented_fields, help_text, load_config
 from plaingpt.data.dataset import open_dataset
 from plaingpt.system.errors import UserError
 from plaingpt.training.settings import TrainConfig
@@ -70,6 +70,17 @@ def test_a_habit_of_another_program_is_answered_by_what_to_write(monkeypatch):
         with pytest.raises(UserError) as error:
             load(*arguments)
         assert meant in str(error.value) and len(str(error.value).splitlines()) == 1
+
+
+def test_a_setting_that_was_removed_is_answered_by_what_to_use_now(tmp_path):
+    for cls in (TrainConfig, BenchConfig, PlanConfig):
+        for name, hint in REMOVED.items():
+            for arg in (f'--{name}', f'--{name}=3', str(write(tmp_path / 'a.py', f'{name} = 3'))):
+                with pytest.raises(UserError) as error:
+                    load_config(cls, [arg])
+                said, = str(error.value).splitlines()
+                assert f'unknown setting {name}' in said and said.endswith(hint)
+        assert not REMOVED.keys() & {field.name for field in dataclasses.fields(cls)}
 
 
 def test_a_large_number_is_a_number_and_infinity_is_none():

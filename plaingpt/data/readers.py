@@ -21,7 +21,8 @@ from plaingpt.system.formatting import shown
 COMPRESSED = ('.gz', '.bz2', '.xz', '.zst')
 ROWS = {'.jsonl': 'jsonl', '.ndjson': 'jsonl', '.json': 'json', '.csv': 'csv',
         '.parquet': 'parquet'}  # ending → type; all others are text
-UNREAD = {'.tsv': 'save it as .csv'}  # ending → what to do with such a file, which is not read
+UNREAD = {'.tsv': 'save it as .csv',  # ending → what to do with such a file, which is not read
+          **dict.fromkeys(('.html', '.htm'), 'make text of it with trafilatura or pandoc')}
 BLOCK_CHARS = 2**20  # that are read at a time
 PIECE_CHARS = 2**18  # a longer document comes in pieces
 JSON_CHARS = 2**28  # of a .json file, which is in memory whole

@@ -10,7 +10,6 @@ A source yields its text in pieces, in an order that is always the same, one in 
     source.identity()      JSON that changes when the input changes
     source.is_one_text     True where few files are one text, which is not cut into documents
     source.nulls           how many rows were left out because their text is null
-    source.extractor       what reads the text of HTML pages, with its version, or ''
     source.inputs()        {name, bytes and sha256 of each file: a list}
 """
 
@@ -29,7 +28,6 @@ from pathlib import Path
 
 from plaingpt.data import readers
 from plaingpt.data.dataset import TOKEN_FILES, UNFINISHED
-from plaingpt.data.html_pages import PAGE_CHARS, choose_extractor, is_html, page_text
 from plaingpt.data.hub import HubDataset
 from plaingpt.data.readers import (
     UTF8,
@@ -55,8 +53,8 @@ BLOCK_CHARS = 4096  # of a sample
 SUFFIXES = {  # of the files that are read in a folder, in any case
     '.txt', '.md', '.rst', '.tex', '.py', '.pyi', '.c', '.h', '.cc', '.cpp', '.hpp',
     '.cu', '.rs', '.go', '.java', '.js', '.ts', '.jsx', '.tsx', '.rb', '.php', '.pl', '.lua', '.r',
-    '.jl', '.hs', '.ml', '.scala', '.kt', '.swift', '.cs', '.sh', '.sql', '.html', '.htm', '.css',
-    '.xml', '.yaml', '.yml', '.toml', '.jsonl', '.ndjson', '.parquet'}
+    '.jl', '.hs', '.ml', '.scala', '.kt', '.swift', '.cs', '.sh', '.sql', '.css', '.xml',
+    '.yaml', '.yml', '.toml', '.jsonl', '.ndjson', '.parquet'}
 TABLES = {'.json', '.csv'}  # read in a folder without texts: beside code they are settings
 NO_TEXTS = {'node_modules', '__pycache__', UNFINISHED}
 STANDARD_LIBRARY = sysconfig.get_paths()['stdlib']
@@ -93,7 +91,6 @@ def open_source(name, corpus, config, errors='strict'):
         raise UserError(f'text_field={config.text_field}: {shown(paths[0])} is text and has no '
                         'fields: leave it out')
     files = Files(paths, config.input or name, form, text_field, errors, config.encoding)
-    files.extractor = choose_extractor(paths, config.html)
     files.is_one_text &= config.documents == 'auto'  # few files are, unless each was said to be one
     return files
 
@@ -103,8 +100,6 @@ class Files:
     break between two where the first does not end with one."""
 
     unit = 'B'
-
-    extractor = ''  # of the text of HTML pages, and its version; '': they are read with their tags
 
     def __init__(self, paths, name, form='file', text_field='text', errors='strict',
                  encoding=UTF8):
@@ -138,8 +133,6 @@ class Files:
         path = Path(file.name)
         if file_type(path) == 'text':
             with readers.open_text(file, self.errors, self.encoding) as text:
-                if self.extractor and is_html(path):
-                    text = io.StringIO(page_text(text.read(PAGE_CHARS + 1), shown(path)))
                 yield from readers.whole_file(text, self.piece_chars) if self.form == 'file' \
                     else readers.DOCUMENT_FORMS[self.form](text)
             return
@@ -188,7 +181,7 @@ def size_of(path):
 class DownloadedText:
     """A text that was downloaded."""
 
-    unit, is_one_text, nulls, extractor = 'B', True, 0, ''
+    unit, is_one_text, nulls = 'B', True, 0
 
     def __init__(self, text, name):
         self.text, self.name = text, name

@@ -79,7 +79,6 @@ class PrepareConfig:
     # what a document is
     documents: Literal['auto', 'file', 'line', 'paragraph', 'title'] = 'auto'  # title: WikiText's
     text_field: str = ''  # of rows; a.b: b in a (default: text, or the corpus's)
-    html: Literal['auto', 'text', 'tags'] = 'auto'  # pages (auto: text, if trafilatura is there)
     format: Literal['auto', 'messages', 'sharegpt', 'alpaca', 'completion'] = 'auto'  # of chat
     prompt: str = ''  # chat: the column with what the user says (default: found by its name)
     completion: str = ''  # chat: the column with what the assistant says
@@ -219,18 +218,18 @@ def check_options(config, name, corpus):
     """Raises UserError for an option that says nothing about a corpus of this kind."""
     refused = dict.fromkeys(('format', 'prompt', 'completion'), 'no conversations')
     if name == 'chat':
-        refused = dict.fromkeys(('max_tokens', 'documents', 'text_field', 'html'),
+        refused = dict.fromkeys(('max_tokens', 'documents', 'text_field'),
                                  'conversations, which are prepared whole and all at once')
     if corpus.is_tokens():
         refused |= dict.fromkeys(('max_tokens', 'dedup', 'test_fraction', 'test_split', 'documents',
-                                  'errors', 'encoding', 'html', 'text_field', 'path', 'subset',
-                                  'split', 'val_split'),
+                                  'errors', 'encoding', 'text_field', 'path', 'subset', 'split',
+                                  'val_split'),
                                  'tokens already, of which --max_shards takes some')
     else:
         refused['max_shards'] = 'no tokens yet'
     if corpus.hub is not None:
-        refused |= dict.fromkeys(('encoding', 'html'), 'of the hub, whose library reads the files')
-    if corpus.hub is None:
+        refused['encoding'] = 'of the hub, whose library reads the files'
+    else:
         refused |= dict.fromkeys(('path', 'subset', 'split', 'val_split', 'test_split'),
                                  'no dataset of the hub, and has no splits of its own')
     for option, what in refused.items():
@@ -377,8 +376,7 @@ def describe_command(name, corpus, config, tokenizer_name, borrowed, source):
         command['tokenizer_sha256'] = tokenizer_sha256(borrowed)
     given = {'max_tokens': max_tokens, 'test_fraction': config.test_fraction,
              'test_split': config.test_split, 'dedup': config.dedup, 'prompt': config.prompt,
-             'completion': config.completion, 'html': source.extractor and 'text',
-             'extractor': source.extractor,
+             'completion': config.completion,
              'encoding': config.encoding if config.encoding != UTF8 else ''}
     # Only what is given, so that what earlier versions prepared is of the same command.
     command.update({key: value for key, value in given.items() if value})

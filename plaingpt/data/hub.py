@@ -14,7 +14,7 @@ from plaingpt.system.formatting import one_line
 class HubDataset:
     """Rows of a dataset: nothing of it is kept on disk or in memory. It is a source: sources.py."""
 
-    unit, is_one_text, nulls, extractor = ' documents', False, 0, ''
+    unit, is_one_text, nulls = ' documents', False, 0
 
     def __init__(self, path, subset, splits, text_field='text', form='file', count=0):
         """splits: our name of a split → theirs; count: of documents, if the hub does not say."""

@@ -19,8 +19,10 @@ from plaingpt.system.errors import UserError, needs
 from plaingpt.system.formatting import shown
 
 COMPRESSED = ('.gz', '.bz2', '.xz', '.zst')
-ROWS = {'.jsonl': 'jsonl', '.ndjson': 'jsonl', '.json': 'json', '.csv': 'csv', '.tsv': 'tsv',
+ROWS = {'.jsonl': 'jsonl', '.ndjson': 'jsonl', '.json': 'json', '.csv': 'csv',
         '.parquet': 'parquet'}  # ending → type; all others are text
+UNREAD = {'.tsv': 'save it as .csv',  # ending → what to do with such a file, which is not read
+          **dict.fromkeys(('.html', '.htm'), 'make text of it with trafilatura or pandoc')}
 BLOCK_CHARS = 2**20  # that are read at a time
 PIECE_CHARS = 2**18  # a longer document comes in pieces
 JSON_CHARS = 2**28  # of a .json file, which is in memory whole
@@ -44,7 +46,7 @@ def inner_suffix(path):
 
 
 def file_type(path):
-    """'text', 'jsonl', 'json', 'csv', 'tsv' or 'parquet', by the name."""
+    """'text', 'jsonl', 'json', 'csv' or 'parquet', by the name."""
     return ROWS.get(inner_suffix(path), 'text')
 
 
@@ -66,6 +68,14 @@ class NotText(UserError):
     def __init__(self, place, what):
         super().__init__(f'{place}: {what}')
         self.place, self.what = place, what
+
+
+def find_unread(path):
+    """The NotText of a file whose ending says that it is not read, or None."""
+    ending = inner_suffix(path)
+    if ending in UNREAD:
+        return NotText(shown(path), f'{ending} is not read: {UNREAD[ending]}, and name that')
+    return None
 
 
 def find_fault(path, errors='strict', encoding=UTF8):
@@ -100,9 +110,9 @@ def open_text(file, errors='strict', encoding=UTF8):
             yield io.TextIOWrapper(data, with_bom(encoding), errors, newline='\n')
     except UnicodeError:
         raise NotText(f'{shown(path)}, line {wrong_line(path, encoding)}',
-                      f'not {encoding.upper()}: save it as UTF-8, or tell prepare.py what it is '
-                      'with --encoding=latin-1, or put U+FFFD there with --errors=replace') \
-            from None
+                      f'not {encoding.upper()}: save it as UTF-8 text, or tell prepare.py what '
+                      'it is with --encoding=latin-1, or put U+FFFD there with '
+                      '--errors=replace') from None
     except BROKEN as e:
         what = getattr(e, 'strerror', None) or e
         raise UserError(f'{shown(path)}: cannot be read ({what})') from None
@@ -279,11 +289,7 @@ def iter_rows(file, field=None, errors='strict', encoding=UTF8):
         return
     with open_text(file, errors, encoding) as text:
         if kind == 'csv':
-            first = text.readline()
-            delimiter = ';' if ';' in first and ',' not in first else ','  # as Excel has it
-            yield from csv_rows(itertools.chain([first], text), name, delimiter)
-        elif kind == 'tsv':
-            yield from csv_rows(text, name, '\t', tsv_quoting(path, errors, encoding))
+            yield from csv_rows(text, name)
         elif kind == 'json' and text.buffer.peek(1).decode(
                 text.encoding, 'ignore').lstrip()[:1] == '[':
             yield from json_array(text, name)
@@ -321,21 +327,11 @@ def json_value(text, where):
         raise UserError(f'{where}: not JSON: {what}') from None
 
 
-def tsv_quoting(path, errors, encoding):
-    """How the csv module takes the quotes of a .tsv: spreadsheets quote text as in a .csv, and
-    others do not: where that reading fails, quotes are text."""
-    try:
-        with open_bytes(path) as file, open_text(file, errors, encoding) as text:
-            for _ in csv_rows(text, '', '\t'):
-                pass
-    except UserError:
-        return csv.QUOTE_NONE
-    return csv.QUOTE_MINIMAL
-
-
-def csv_rows(text, name, delimiter, quoting=csv.QUOTE_MINIMAL):
+def csv_rows(text, name):
     csv.field_size_limit(2**31 - 1)
-    table = csv.DictReader(text, delimiter=delimiter, quoting=quoting, strict=True)
+    first = text.readline()
+    delimiter = ';' if ';' in first and ',' not in first else ','  # as Excel has it
+    table = csv.DictReader(itertools.chain([first], text), delimiter=delimiter, strict=True)
     while True:
         try:
             row = next(table, None)

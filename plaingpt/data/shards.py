@@ -30,11 +30,11 @@ from plaingpt.system.files import (
 
 # What of a command its other options and the input decide, and how the tokens lie in files.
 NO_CHOICE = ('identity', 'files', 'train_characters', 'tokenizer_sha256', 'shard_tokens',
-             'max_shards', 'val_characters', 'extractor')
+             'max_shards', 'val_characters')
 LISTED_FILES = 1000  # more input files than this are not listed in meta.json
 # These are in a command only where they are given.
 IF_GIVEN = ('max_tokens', 'test_fraction', 'test_split', 'dedup', 'prompt', 'completion',
-            'encoding', 'html')
+            'encoding')
 
 
 @dataclass

@@ -10,7 +10,6 @@ A source yields its text in pieces, in an order that is always the same, one in 
     source.identity()      JSON that changes when the input changes
     source.is_one_text     True where few files are one text, which is not cut into documents
     source.nulls           how many rows were left out because their text is null
-    source.extractor       what reads the text of HTML pages, with its version, or ''
     source.inputs()        {name, bytes and sha256 of each file: a list}
 """
 
@@ -29,11 +28,18 @@ from pathlib import Path
 
 from plaingpt.data import readers
 from plaingpt.data.dataset import TOKEN_FILES, UNFINISHED
-from plaingpt.data.html_pages import PAGE_CHARS, choose_extractor, is_html, page_text
 from plaingpt.data.hub import HubDataset
-from plaingpt.data.readers import UTF8, NotText, Piece, file_type, find_fault, inner_suffix
+from plaingpt.data.readers import (
+    UTF8,
+    NotText,
+    Piece,
+    file_type,
+    find_fault,
+    find_unread,
+    inner_suffix,
+)
 from plaingpt.system.errors import UserError
-from plaingpt.system.files import open_regular, sha256_of
+from plaingpt.system.files import sha256_of
 from plaingpt.system.formatting import count_of, quoted, shown
 from plaingpt.system.streams import ProgressBar
 
@@ -47,17 +53,9 @@ BLOCK_CHARS = 4096  # of a sample
 SUFFIXES = {  # of the files that are read in a folder, in any case
     '.txt', '.md', '.rst', '.tex', '.py', '.pyi', '.c', '.h', '.cc', '.cpp', '.hpp',
     '.cu', '.rs', '.go', '.java', '.js', '.ts', '.jsx', '.tsx', '.rb', '.php', '.pl', '.lua', '.r',
-    '.jl', '.hs', '.ml', '.scala', '.kt', '.swift', '.cs', '.sh', '.sql', '.html', '.htm', '.css',
-    '.xml', '.yaml', '.yml', '.toml', '.jsonl', '.ndjson', '.parquet'}
-TABLES = {'.json', '.csv', '.tsv'}  # read in a folder without texts: beside code they are settings
-CONVERTERS = {  # ending → the tool that makes text of such files, or files of such archives
-    '.pdf': 'pdftotext', '.djvu': 'djvutxt', '.doc': 'libreoffice --convert-to txt',
-    **dict.fromkeys(('.docx', '.odt', '.rtf', '.epub'), 'pandoc -t plain'),
-    **dict.fromkeys(('.xls', '.xlsx', '.ods'), 'libreoffice --convert-to csv'),
-    **dict.fromkeys(('.ppt', '.pptx', '.odp'), 'libreoffice --convert-to pdf and pdftotext'),
-    '.zip': 'unzip', '.tar': 'tar xf', '.tgz': 'tar xf', '.7z': '7z x', '.rar': 'unrar x'}
-SIGNATURES = {b'%PDF-': '.pdf', b'PK\3\4': '.zip', b'{\\rtf': '.rtf', b'7z\xbc\xaf': '.7z',
-              b'Rar!': '.rar', b'\xd0\xcf\x11\xe0': '.doc'}  # first bytes → ending
+    '.jl', '.hs', '.ml', '.scala', '.kt', '.swift', '.cs', '.sh', '.sql', '.css', '.xml',
+    '.yaml', '.yml', '.toml', '.jsonl', '.ndjson', '.parquet'}
+TABLES = {'.json', '.csv'}  # read in a folder without texts: beside code they are settings
 NO_TEXTS = {'node_modules', '__pycache__', UNFINISHED}
 STANDARD_LIBRARY = sysconfig.get_paths()['stdlib']
 
@@ -93,7 +91,6 @@ def open_source(name, corpus, config, errors='strict'):
         raise UserError(f'text_field={config.text_field}: {shown(paths[0])} is text and has no '
                         'fields: leave it out')
     files = Files(paths, config.input or name, form, text_field, errors, config.encoding)
-    files.extractor = choose_extractor(paths, config.html)
     files.is_one_text &= config.documents == 'auto'  # few files are, unless each was said to be one
     return files
 
@@ -103,8 +100,6 @@ class Files:
     break between two where the first does not end with one."""
 
     unit = 'B'
-
-    extractor = ''  # of the text of HTML pages, and its version; '': they are read with their tags
 
     def __init__(self, paths, name, form='file', text_field='text', errors='strict',
                  encoding=UTF8):
@@ -138,8 +133,6 @@ class Files:
         path = Path(file.name)
         if file_type(path) == 'text':
             with readers.open_text(file, self.errors, self.encoding) as text:
-                if self.extractor and is_html(path):
-                    text = io.StringIO(page_text(text.read(PAGE_CHARS + 1), shown(path)))
                 yield from readers.whole_file(text, self.piece_chars) if self.form == 'file' \
                     else readers.DOCUMENT_FORMS[self.form](text)
             return
@@ -188,7 +181,7 @@ def size_of(path):
 class DownloadedText:
     """A text that was downloaded."""
 
-    unit, is_one_text, nulls, extractor = 'B', True, 0, ''
+    unit, is_one_text, nulls = 'B', True, 0
 
     def __init__(self, text, name):
         self.text, self.name = text, name
@@ -239,18 +232,15 @@ def find_files(wanted, tell=None, fault=lambda path: None, suffixes=SUFFIXES):
         found, files, apart = [], [], {}
         for path in map(Path, matches):
             if path.is_dir():
-                found += search(path, apart, suffixes)
-            elif ending := needs_conversion(path):
-                if path == Path(name):
-                    raise UserError(f'{shown(path)}: no text, but a {ending} file: convert it with '
-                                    f'{CONVERTERS[ending]}, and name the text')
-                apart[path] = with_converter(ending)
-            elif path != Path(name) and (reason := why_no_text(path)):
+                inside = search(path, apart, suffixes)
+                apart |= {each: wrong for each in inside if (wrong := fault(each))}
+                found += inside
+            elif reason := find_unread(path) or (
+                    path != Path(name) and (why_no_text(path) or fault(path))):
                 apart[path] = reason
             else:
                 files.append(path)
         found += without_tables(files, os.path.dirname(name), apart)
-        apart |= {path: wrong for path in found if path != Path(name) and (wrong := fault(path))}
         if not set(found) - set(apart):
             raise UserError('\n'.join(list_faults(apart)) or (
                 f'{shown(name)}: nothing is read: {list_counts(apart) or "no files"}: name the '
@@ -333,10 +323,8 @@ def search(root, left_out, suffixes):
                 left_out[path] = reason
         for path in [Path(at, name) for name in files]:
             reason = 'hidden' if path.name.startswith('.') else why_no_text(path)
-            if not reason and inner_suffix(path) not in {*suffixes, *TABLES, *CONVERTERS}:
-                reason = inner_suffix(path) or 'without an ending'
-            if not reason and (ending := needs_conversion(path)):
-                reason = with_converter(ending)
+            if not reason and inner_suffix(path) not in {*suffixes, *TABLES}:
+                reason = find_unread(path) or inner_suffix(path) or 'without an ending'
             if reason:
                 left_out[path] = reason
             else:
@@ -370,23 +358,6 @@ def why_no_text(path):
     is_ours = TOKEN_FILES.fullmatch(path.name) or (
         path.name == 'meta.json' and any(path.parent.glob('train*.bin')))
     return 'of a prepared dataset' if is_ours else ''
-
-
-def needs_conversion(path):
-    """The ending, in CONVERTERS, of a file that a tool has to make text of; '' for others. Its
-    first bytes say so where its name does not."""
-    if (ending := inner_suffix(path)) in CONVERTERS:
-        return ending
-    try:
-        with open_regular(path) as file:
-            begin = file.read(8)
-    except OSError:  # is told where the file is read
-        return ''
-    return next((SIGNATURES[first] for first in SIGNATURES if begin.startswith(first)), '')
-
-
-def with_converter(ending):
-    return f'{ending} ({CONVERTERS[ending]} makes text of it)'
 
 
 def list_counts(reasons):

@@ -108,7 +108,6 @@ def test_questions_and_answers_are_rows_of_a_table_whose_columns_have_usual_name
 
     (tmp_path / 'a.csv').write_text(table(','))
     (tmp_path / 'a2.csv').write_text('\ufeff' + table(';'))  # as Excel writes it in many countries
-    (tmp_path / 'b.tsv').write_text(table('\t'))
     pyarrow.parquet.write_table(pyarrow.table(dict(zip(names, zip(*PAIRS, strict=True),
                                                        strict=True))), tmp_path / 'c.parquet')
     written(tmp_path / 'd.jsonl', *(dict(zip(names, pair, strict=True)) for pair in PAIRS))
@@ -116,12 +115,6 @@ def test_questions_and_answers_are_rows_of_a_table_whose_columns_have_usual_name
         found = [[message['content'] for message in messages] for messages in read(path)]
         assert found == PAIRS, path
         assert f'{names[0]!r} is what the user says, {names[1]!r} what' in capsys.readouterr().out
-
-
-def test_a_tsv_without_quoting_keeps_its_quotes(tmp_path):
-    (tmp_path / 'a.tsv').write_text('question\tanswer\n"Hi" she said\t5" wide\n"a\tb"\n')
-    found = [[message['content'] for message in messages] for messages in read(tmp_path / 'a.tsv')]
-    assert found == [['"Hi" she said', '5" wide'], ['"a', 'b"']]
 
 
 def test_columns_can_be_named_and_then_others_are_not_wanted(tmp_path):

@@ -28,7 +28,7 @@ def test_text_of_any_encoding_is_whole_wherever_its_characters_are_cut(
 
 
 def test_rows_of_any_encoding_are_read(tmp_path):
-    rows = {'a.csv': 'id,text\n1,café\n2,"é\nà"\n', 'a.tsv': 'id\ttext\n1\tcafé\n2\t"é\nà"\n',
+    rows = {'a.csv': 'id,text\n1,café\n2,"é\nà"\n',
             'a.jsonl': '{"text": "café"}\n{"text": "é\\nà"}\n',
             'a.json': ' [{"text": "café"},\n{"text": "é\\nà"}]'}
     for name, text in rows.items():

@@ -11,6 +11,7 @@ from helpers import fails
 
 import prepare
 from plaingpt.data.dataset import open_dataset
+from plaingpt.data.readers import find_fault
 from plaingpt.data.sources import find_files
 
 ODD = os.fsdecode(b'odd\xff.txt')
@@ -94,7 +95,7 @@ def test_a_folder_and_its_glob_leave_out_what_is_no_text_and_say_how_to_take_it(
 
     plain, out = texts('mixed')
     assert plain == 'café\n' * 20 + 'more text\n' * 20
-    for words in ('pdftotext', "add 'mixed/**/*.csv'", 'mixed/old.txt, line 1: not UTF-8: ',
+    for words in ('1 .pdf', "add 'mixed/**/*.csv'", 'mixed/old.txt, line 1: not UTF-8: ',
                   '--encoding=latin-1', 'mixed/wide.txt: ', '--encoding=utf-16'):
         assert words in out
     shells = sorted(map(str, Path('mixed').iterdir()))  # what a shell makes of mixed/*
@@ -105,6 +106,27 @@ def test_a_folder_and_its_glob_leave_out_what_is_no_text_and_say_how_to_take_it(
     assert 'in a row' in text and 'beside texts' not in out
     for name in ('old.txt', 'wide.txt', 'paper.pdf'):
         assert f'mixed/{name}' in refused('text', f'mixed/{name}', '--tokenizer=char')
+
+
+def test_kinds_that_are_not_read_are_answered_by_what_makes_one_that_is(
+        tmp_path, monkeypatch, refused):
+    monkeypatch.chdir(tmp_path)
+    Path('in').mkdir()
+    for name, word in (('a.html', 'trafilatura'), ('b.HTM.gz', 'pandoc'), ('c.tsv', '.csv')):
+        Path('in', name).write_text('text')
+        for named in (f'in/{name}', f'in/{name[:3]}*', 'in'):
+            line = refused('text', named)
+            assert line.startswith(f'error: in/{name}: ') and word in line
+        Path(name).write_bytes(Path('in', name).read_bytes())
+        Path('in', name).unlink()
+    assert 'trafilatura' in refused('text', 'a.html', '--html=text')
+    Path('table.csv').write_text('text\na\n')
+    Path('paper.pdf').write_bytes(b'%PDF-1.5 \xe2')
+    for wanted in ('.', '*'):  # and the table is beside no text
+        lines = []
+        assert find_files(wanted, lines.append, find_fault) == [Path('table.csv')]
+        told = '\n'.join(lines)
+        assert all(words in told for words in ('a.html: ', 'b.HTM.gz: ', 'c.tsv: ', 'pdf'))
 
 
 REFUSED = [

@@ -40,9 +40,6 @@ def corpora(tmp_path_factory):
     (folder / 'chats.jsonl').write_text(''.join(
         json.dumps({'prompt': f'{n}?', 'completion': t}) + '\n' for n, t in enumerate(texts)))
     (folder / 'old.txt').write_text('é'.join(texts), encoding='latin-1')
-    (folder / 'pages').mkdir()
-    for n, text in enumerate(texts):
-        (folder / f'pages/{n}.html').write_text(f'<html><body><p>{text}</p></body></html>')
     with open(folder / 'questions.csv', 'w', newline='') as file:
         csv.writer(file).writerows([('question', 'answer'), *((f'{n}?', t) for n, t in
                                                               enumerate(texts))])
@@ -52,7 +49,7 @@ def corpora(tmp_path_factory):
 
 
 def test_the_table_is_there():
-    assert len(TABLE) == 14
+    assert len(TABLE) == 13
 
 
 @pytest.mark.parametrize('command', COMMANDS)

@@ -53,7 +53,7 @@ def zstd(data):
 
 ROWS = {'a.jsonl': jsonl(TEXTS), 'a.NDJSON': jsonl(TEXTS), 'lines.json': jsonl(TEXTS),
         'array.json': json.dumps([{'text': text} for text in TEXTS], indent=1).encode(),
-        'a.csv': table(TEXTS, ','), 'a.tsv': table(TEXTS, '\t'), 'a.parquet': parquet(text=TEXTS)}
+        'a.csv': table(TEXTS, ','), 'a2.csv': table(TEXTS, ';'), 'a.parquet': parquet(text=TEXTS)}
 PACKED = {'.gz': gzip.compress, '.bz2': bz2.compress, '.XZ': lzma.compress, '.zst': zstd}
 
 
@@ -82,7 +82,7 @@ def test_a_compressed_file_gives_what_it_holds_also_in_several_streams(ending, t
 
 
 def test_a_byte_order_mark_and_other_line_ends_change_no_row(tmp_path):
-    for name, data in (('a.jsonl', jsonl(['a "b"'] * 2)), ('a.tsv', table(['a "b"'] * 2, '\t')),
+    for name, data in (('a.jsonl', jsonl(['a "b"'] * 2)), ('a.csv', table(['a "b"'] * 2, ',')),
                        ('a.json', b'[{"text": "a \\"b\\""},\n{"text": "a \\"b\\""}]\n')):
         data = data.replace(b'\r\n', b'\n')
         for end in (b'\n', b'\r\n'):
@@ -225,7 +225,7 @@ REFUSED = [
     ('a\nb.jsonl', b'7', ", line 1: no field 'text', it has no fields"),
     ('a.csv', b'id,text\n\n1,"a\nb"\n2,c,d\n', ', line 5: the first line names'),
     ('a.csv', b'id,text\n1,one\n2,"two\n', ', line 3: unexpected end of data'),
-    ('a.tsv', b'id\tbody\n1\tone\n', ", line 2: no field 'text', it has 'id', 'body': choose"),
+    ('a.csv', b'id,body\n1,one\n', ", line 2: no field 'text', it has 'id', 'body': choose"),
     ('a.parquet', parquet(**{'text.b': ['x']}), ": no field 'text', it has 'text.b'"),
     ('a.parquet', parquet(text=[b'x']), ", row 1: field 'text' is bytes and not text"),
     ('a.parquet', parquet(text=pyarrow.array([b'\xff']).view('string')), ': cannot be read ('),

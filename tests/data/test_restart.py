@@ -16,15 +16,15 @@ from plaingpt.data import encoding
 from plaingpt.data.dataset import open_dataset
 from plaingpt.data.inspection import find_damage
 
-KINDS = ['text', 'parquet', 'hf', 'running', 'chat', 'tables', 'pages']
-OPTIONS = {'tables': ['--encoding=latin-1'], 'pages': ['--tokenizer=auto', '--shard_tokens=3_000']}
+KINDS = ['text', 'parquet', 'hf', 'running', 'chat', 'tables', 'notes']
+OPTIONS = {'tables': ['--encoding=latin-1'], 'notes': ['--tokenizer=auto', '--shard_tokens=3_000']}
 DOCUMENTS = 200
 
 
 @pytest.fixture(scope='module')
 def inputs(tmp_path_factory):
     """The same documents as JSON lines, Parquet, one text, conversations, a folder of tables with
-    them, and HTML pages."""
+    them, and a folder of texts."""
     folder = tmp_path_factory.mktemp('inputs')
     chance = random.Random(0)
     words = ['to', 'be', 'or', 'not', 'that', 'is', 'the', 'question', 'whether', 'nobler']
@@ -39,16 +39,16 @@ def inputs(tmp_path_factory):
     chats = folder.parent / 'chats.jsonl'
     chats.write_text(''.join(json.dumps({'prompt': row, 'completion': row}) + '\n'
                              for row in rows[:DOCUMENTS // 2]))
-    tables, pages = folder.parent / 'tables', folder.parent / 'pages'
+    tables, notes = folder.parent / 'tables', folder.parent / 'notes'
     tables.mkdir()
     for n, name in enumerate(('a.csv', 'b.csv')):
         (tables / name).write_text('Question,Answer\n' + ''.join(
             f'é{text},{text} à\n' for text in texts[n::2] if text), encoding='latin-1')
-    pages.mkdir()
+    notes.mkdir()
     for n, text in enumerate(texts):
-        (pages / f'{n}.html').write_text(f'<html><body><p>{text} {n}</p></body></html>')
+        (notes / f'{n}.md').write_text(f'{text} {n}')
     return {'text': folder, 'parquet': folder.parent / 'in.parquet', 'hf': folder,
-            'running': running, 'chat': chats, 'tables': tables, 'pages': pages}
+            'running': running, 'chat': chats, 'tables': tables, 'notes': notes}
 
 
 def command(kind, inputs, folder, *options, tokenizer='byte'):

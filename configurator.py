@@ -294,6 +294,8 @@ REMOVED = {  # settings and options of earlier versions → what to use now
     'api_key': 'put it into the environment as PLAINGPT_API_KEY',
     'model_name': 'serve.py answers whatever model a request names',
     'max_waiting': 'serve.py lets 16 requests wait',
+    'deterministic': 'write import torch; torch.use_deterministic_algorithms(True) into a config '
+                     'file',
     'max_tokens': 'a request to serve.py says its own, and sample.py has max_new_tokens',
 }
 

@@ -103,7 +103,7 @@ def setup(config, world, device, device_why):
     """TrainConfig → Run: data, model, optimizer, where the run stands, where its numbers go."""
     devices.use_fast_matmul()
     devices.use_expandable_segments(device)
-    devices.seed_everything(config.seed, world.rank, config.deterministic)
+    devices.seed_everything(config.seed, world.rank)
     group = gloo_group()
     if not config.is_read_only:
         check_shared(Path(config.out_dir), world, group)

@@ -113,7 +113,6 @@ class TrainConfig(GPTConfig):
     activation_checkpointing: NoEffect[Literal[*KINDS]] = 'none'  # keep less for the backward pass
     backend: NoEffect[Literal['auto', 'nccl', 'gloo']] = 'auto'  # between processes
     dist_timeout_s: NoEffect[Seconds] = 600  # how long a process waits for the others
-    deterministic: NoEffect[bool] = False  # on a GPU too, the same bits each time; slower
     seed: NoEffect[Natural] = 1337  # of the weights, of dropout and of the order of data
     parallel: NoEffect[Literal['auto', 'ddp', 'fsdp']] = 'auto'  # ddp copies the model, fsdp shards
     fsdp_group: NoEffect[Natural] = 0  # processes that share a copy, as of a machine; 0 for all

@@ -296,6 +296,7 @@ REMOVED = {  # settings and options of earlier versions → what to use now
     'max_waiting': 'serve.py lets 16 requests wait',
     'deterministic': 'write import torch; torch.use_deterministic_algorithms(True) into a config '
                      'file',
+    'fsdp_group': 'with --parallel=fsdp all processes share one copy of the model',
     'max_tokens': 'a request to serve.py says its own, and sample.py has max_new_tokens',
 }
 

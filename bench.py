@@ -124,7 +124,7 @@ def workload(config, device, vocab_size):
     """→ the Workload of a step of `config`"""
     devices.use_fast_matmul()
     devices.use_expandable_segments(device)
-    devices.seed_everything(config.seed, deterministic=config.deterministic)
+    devices.seed_everything(config.seed)
     compile, _ = devices.choose_compile(config.compile, device)
     shape = config.gpt_config(vocab_size)
     dtype, _ = choose_training_dtype(config, shape, device)

@@ -299,6 +299,9 @@ REMOVED = {  # settings and options of earlier versions → what to use now
     'api_key': 'put it into the environment as PLAINGPT_API_KEY',
     'model_name': 'serve.py answers whatever model a request names',
     'max_waiting': 'serve.py lets 16 requests wait',
+    'deterministic': 'write import torch; torch.use_deterministic_algorithms(True) into a config '
+                     'file',
+    'fsdp_group': 'with --parallel=fsdp all processes share one copy of the model',
     'max_tokens': 'a request to serve.py says its own, and sample.py has max_new_tokens',
     'lm_eval': 'name its tasks with --tasks=TASK',
     'eval_tasks_interval': 'eval_tasks run at evaluations, every eval_interval iterations',

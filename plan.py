@@ -231,7 +231,7 @@ def disk_plan(shape, config, memory, dataset_tokens):
     """Bytes of a checkpoint, of all that are kept, and of the tokens."""
     checkpoint = memory['items']['parameters'] + memory['items'].get('optimizer states', 0)
     if memory['parallel'] == 'fsdp':  # each process has a part
-        checkpoint *= config.fsdp_group or config.processes
+        checkpoint *= config.processes
     width = 2 if shape.vocab_size <= 2**16 else 4
     return {'checkpoint': checkpoint,
             'checkpoints': checkpoint * (config.keep_checkpoints + 2),  # the best, and one written

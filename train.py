@@ -105,7 +105,7 @@ def setup(config, world, device, device_why, given=frozenset()):
     the settings that the command line names."""
     devices.use_fast_matmul()
     devices.use_expandable_segments(device)
-    devices.seed_everything(config.seed, world.rank, config.deterministic)
+    devices.seed_everything(config.seed, world.rank)
     group = gloo_group()
     config = all_gather(config, group)[0]  # each process may have measured something else
     if not config.is_read_only:

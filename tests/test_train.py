@@ -2,7 +2,6 @@
 refuses to start with. What a run keeps over an interruption is in tests/training."""
 
 import math
-import os
 import shutil
 
 import pytest
@@ -243,49 +242,6 @@ def test_total_batch_size_decides_the_accumulation():
     assert TrainConfig(total_batch_size=2**19, batch_size=16).accumulation() == 32
     assert TrainConfig(total_batch_size=2**19, batch_size=16).step_tokens() == 2**19
     assert TrainConfig().accumulation() == 40
-
-
-# -----------------------------------------------------------------------------
-# determinism
-
-
-@pytest.fixture
-def restored(monkeypatch):
-    """What deterministic=True sets in this process is as before after the test."""
-    monkeypatch.setenv('CUBLAS_WORKSPACE_CONFIG', '')
-    monkeypatch.delenv('CUBLAS_WORKSPACE_CONFIG')
-    yield monkeypatch
-    torch.use_deterministic_algorithms(False)
-
-
-def test_on_a_cpu_a_deterministic_run_has_the_bits_of_any_other(tiny, tmp_path, restored):
-    tiny = [*tiny, '--dropout=0.2', '--value_embeddings', '--conv=4', '--rotary', '--max_iters=3']
-    for wanted in (True, False):
-        train.main([*tiny, f'--deterministic={wanted}', f'--out_dir={tmp_path}/{wanted}'])
-        assert torch.are_deterministic_algorithms_enabled() == wanted
-    assert os.environ['CUBLAS_WORKSPACE_CONFIG'] == ':4096:8'
-    assert same(weights(tmp_path / 'True'), weights(tmp_path / 'False'))
-
-
-def test_what_cannot_be_deterministic_is_one_line(tiny, tmp_path, capsys, restored):
-    def put(_):  # of which torch has no deterministic kernel on any device
-        torch.use_deterministic_algorithms(True)
-        torch.zeros(3).put_(torch.tensor([0]), torch.ones(1))
-
-    assert 'deterministic=True: torch has no deterministic put_' in fails(capsys, restored, put)
-
-
-@pytest.mark.skipif(not torch.cuda.is_available(), reason='needs a GPU')
-@pytest.mark.parametrize('compile', [False, True])
-@pytest.mark.parametrize('dtype', ['float32', 'auto'])
-def test_on_a_gpu_two_deterministic_runs_have_the_same_bits(tiny, tmp_path, restored, dtype,
-                                                            compile):
-    tiny = [*tiny, *NEWER, *options(device='cuda', dtype=dtype, compile=compile, dropout=0.2,
-                                    n_embd=128, block_size=128, batch_size=32)]
-    for name in ('one', 'two'):
-        torch._dynamo.reset()
-        train.main([*tiny, '--deterministic', f'--out_dir={tmp_path}/{name}'])
-    assert same(weights(tmp_path / 'one'), weights(tmp_path / 'two'))
 
 
 # -----------------------------------------------------------------------------

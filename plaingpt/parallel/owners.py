@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from plaingpt.system.distributed import held_rows, is_sharded, local_rows, share_axis
+from plaingpt.system.distributed import held_rows, is_sharded, local_rows
 
 # torch 2.13 renamed it
 all_gather_single = getattr(dist, 'all_gather_single', None) or dist.all_gather_into_tensor
@@ -62,7 +62,7 @@ def by_shape(held, processes):
     group, size = None, processes
     if sharded:
         mesh = held[0][0].device_mesh
-        group, size = mesh.get_group(share_axis(mesh)), mesh.size(share_axis(mesh))
+        group, size = mesh.get_group(), mesh.size()
     stacks = [stack for p, parts in held for stack in stacks_of(p, parts)]
     alike = defaultdict(list)
     owners = owners_of(tuple((stack.shape, stack.n) for stack in stacks), size)

@@ -79,18 +79,14 @@ class Sharded:
 
     sharded = True
 
-    def __init__(self, model, device, compile, dtype, group=0):
-        """model: as parameters_on_meta makes it; its weights are anything until they are loaded
-        group: processes that share a copy of the model, where not all share one"""
+    def __init__(self, model, device, compile, dtype):
+        """model: as parameters_on_meta makes it; its weights are anything until they are loaded"""
         from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
         check_groups(model)
         self.model = self.eval = self.train = model
         self.device, self.dtype = device, None if dtype == 'float32' else DTYPES[dtype]
-        group = group or dist.get_world_size()
-        mesh = init_device_mesh(device.type, (dist.get_world_size() // group, group),
-                                mesh_dim_names=('copies', 'shares'))
-        mesh = mesh['shares'] if mesh.size(0) == 1 else mesh
+        mesh = init_device_mesh(device.type, (dist.get_world_size(),))
         # Blocks are gathered in autocast's dtype: half the bytes, and autocast keeps no copies.
         # The rest is gathered whole, in float32: the embedding and the head, which may be one.
         low = MixedPrecisionPolicy(param_dtype=self.dtype, reduce_dtype=torch.float32,

@@ -105,17 +105,9 @@ def autocast(device, dtype):
     return torch.autocast(device.type, dtype=DTYPES[dtype])
 
 
-def seed_everything(seed, rank=0, deterministic=False):
-    """Seed torch, a different stream for each rank (they must not share dropout masks).
-
-    deterministic: let all else be the same each time, too. On a CPU it is. On CUDA torch then takes
-    kernels without atomic additions, in the backward pass of attention and of embeddings too, and
-    raises an error where it has none.
-    """
+def seed_everything(seed, rank=0):
+    """Seed torch, a different stream for each rank (they must not share dropout masks)."""
     torch.manual_seed(seed + rank)
-    torch.use_deterministic_algorithms(deterministic)
-    if deterministic:  # cuBLAS adds up in one order with a workspace of this size
-        os.environ['CUBLAS_WORKSPACE_CONFIG'] = ':4096:8'
 
 
 class WithoutData(TorchFunctionMode):

@@ -226,25 +226,15 @@ def local_rows(tensor):
     """→ (the rows of a tensor that this process has, the number of the first of them)"""
     if not is_sharded(tensor):
         return tensor, 0
-    mesh, axis = tensor.device_mesh, share_axis(tensor.device_mesh)
-    return tensor.to_local(), held_rows(len(tensor), mesh.get_local_rank(axis), mesh.size(axis))[0]
-
-
-def share_axis(mesh):
-    """Along which axis of its mesh a sharded tensor is shared out; one before it has copies."""
-    return mesh.ndim - 1
-
-
-def is_first_copy(tensor):
-    """Whether this process is one of those that share the first copy of a sharded tensor."""
-    return tensor.device_mesh.ndim == 1 or tensor.device_mesh.get_local_rank(0) == 0
+    mesh = tensor.device_mesh
+    return tensor.to_local(), held_rows(len(tensor), mesh.get_local_rank(), mesh.size())[0]
 
 
 def all_reduce_norms(norms, mesh):
     """Norms of what each process has of some tensors (n,) → the norms of the whole tensors.
     mesh: of the tensors"""
     squares = norms.square()
-    dist.all_reduce(squares, group=mesh.get_group(share_axis(mesh)))
+    dist.all_reduce(squares, group=mesh.get_group())
     return squares.sqrt()
 
 

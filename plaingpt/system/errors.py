@@ -100,10 +100,6 @@ def explain(error):
         what = tried[0] if tried else ' '.join(str(error).split())[:200]
         return f'out of memory{f": {what}" if what else ""}: choose smaller sizes, such as ' \
                '--batch_size, or another --device'
-    what, matches, _ = str(error).partition(' does not have a deterministic implementation')
-    if matches and isinstance(error, RuntimeError):
-        return f'deterministic=True: torch has no deterministic {what.split()[-1]} for this ' \
-               'device: train without it, or without the part of the model that calls it'
     return None
 
 

@@ -17,7 +17,6 @@ from plaingpt.system.devices import synchronize
 from plaingpt.system.distributed import (
     all_gather,
     gloo_group,
-    is_first_copy,
     is_sharded,
     local_rows,
 )
@@ -88,12 +87,12 @@ class Saver:
     def _my_files(self, kind, tensors):
         """This process's files of the model or the optimizer → [(file name, {key: tensor})]. Files
         of an unsharded model are dealt out to the processes in turn. Of a sharded one each process
-        of the first copy writes its own rows, and rank 0 the tensors that are not sharded."""
+        writes its own rows, and rank 0 the tensors that are not sharded."""
         if not any(map(is_sharded, tensors.values())):
             files = pack(tensors, self.chunk_bytes)
             return named(kind, files)[self.rank::self.world_size]
         mine = {name: tensor for name, tensor in tensors.items()
-                if (is_first_copy(tensor) if is_sharded(tensor) else self.rank == 0)}
+                if is_sharded(tensor) or self.rank == 0}
         files = pack(mine, self.chunk_bytes) if mine else []
         counts = all_gather(len(files), self.group)
         return named(kind, files, before=sum(counts[:self.rank]), of=sum(counts))

@@ -65,7 +65,7 @@ def check_size(shape, config, device):
     words = f'{size}its parameters'
     if config.parallel == 'fsdp':  # rank 0 makes it whole on the host
         check_memory(parameters, free_memory(), f'{words} take')
-        parameters, states = parameters / step.shard_count, states / step.shard_count
+        parameters, states = parameters / step.processes, states / step.processes
     elif device.type == 'cuda':  # where it moves when it is made
         check_memory(parameters, host_memory(), f'{words} take')
     needed = parameters

@@ -44,11 +44,6 @@ class StepSettings:
     config: TrainConfig = field(default_factory=TrainConfig)  # all else, such as the optimizer
 
     @property
-    def shard_count(self):
-        """Processes that share a copy of the model, where it is sharded."""
-        return self.config.fsdp_group or self.processes
-
-    @property
     def is_eager(self):
         return self.config.compile is False
 
@@ -198,7 +193,7 @@ def sharded(stages, shape, step):
     gathered = blocks if step.dtype == 'float32' else blocks // 2
 
     def part(items):
-        return {owner: size // step.shard_count for owner, size in without_blocks(items).items()}
+        return {owner: size // step.processes for owner, size in without_blocks(items).items()}
 
     found = {}
     for stage, items in stages.items():
@@ -229,8 +224,6 @@ def choose_parallel(config, shape, dtype, device_type, available):
     batch_size=auto a micro-batch of 1 decides."""
     if config.parallel != 'auto':
         return config.parallel, 'as asked'
-    if config.fsdp_group:
-        return 'fsdp', 'fsdp_group asks for it'
     if config.world_size() == 1:
         return 'ddp', 'one process'
     step = step_settings(replace(config, batch_size=1) if config.batch_size == 'auto' else config,

@@ -16,8 +16,7 @@ from plaingpt.training.settings import STARTS, TrainConfig
 
 # What a resumed run takes from its command, and not from its checkpoint: where it is and how it
 # starts this time, and what follows from the processes and the machine of this time.
-OF_THIS_START = {'out_dir', 'init_from', 'checkpoint', 'check', 'eval_only', 'minutes', 'parallel',
-                 'fsdp_group'}
+OF_THIS_START = {'out_dir', 'init_from', 'checkpoint', 'check', 'eval_only', 'minutes', 'parallel'}
 
 
 def is_resumed(out_dir, init_from):

@@ -146,7 +146,7 @@ def place_model(model, config, start, device, compile, dtype, world):
     """Put a model of build_model where it is trained → Replicated or Sharded."""
     if config.parallel != 'fsdp':
         return Replicated(model.to(device), device, compile, world)
-    parallel = Sharded(copy_on_meta(model), device, compile, dtype, config.fsdp_group)
+    parallel = Sharded(copy_on_meta(model), device, compile, dtype)
     if loads_rows(start, model.config):
         start.load_weights(parallel.model)
     else:

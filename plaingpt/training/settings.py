@@ -113,10 +113,8 @@ class TrainConfig(GPTConfig):
     activation_checkpointing: NoEffect[Literal[*KINDS]] = 'none'  # keep less for the backward pass
     backend: NoEffect[Literal['auto', 'nccl', 'gloo']] = 'auto'  # between processes
     dist_timeout_s: NoEffect[Seconds] = 600  # how long a process waits for the others
-    deterministic: NoEffect[bool] = False  # on a GPU too, the same bits each time; slower
     seed: NoEffect[Natural] = 1337  # of the weights, of dropout and of the order of data
     parallel: NoEffect[Literal['auto', 'ddp', 'fsdp']] = 'auto'  # ddp copies the model, fsdp shards
-    fsdp_group: NoEffect[Natural] = 0  # processes that share a copy, as of a machine; 0 for all
     # model, where it differs from GPT-2
     vocab_size: NoEffect[Annotated[int, f'at least 0 and at most {2**40}']] = 0  # 0: the dataset's
     bias: bool = False  # biases in Linears and LayerNorms, as in GPT-2
@@ -185,11 +183,6 @@ class TrainConfig(GPTConfig):
         auto = self.batch_size == 'auto'
         micro = self.block_size * (1 if auto else self.batch_size)
         world = self.world_size()
-        if self.fsdp_group and world % self.fsdp_group:
-            found.append(f'fsdp_group={self.fsdp_group} does not divide the number of processes, '
-                         f'{world}, that torchrun started')
-        if self.fsdp_group and self.parallel == 'ddp':
-            found.append(f'fsdp_group={self.fsdp_group} takes parallel=fsdp')
         if auto and not self.total_batch_size:
             found.append('batch_size=auto adapts the accumulation to the tokens in a step: say how '
                          'many with total_batch_size')

@@ -23,7 +23,6 @@ from plaingpt.system.devices import rng_state
 from plaingpt.system.distributed import launched_world, process_group
 from plaingpt.system.errors import UserError
 from plaingpt.training import checkpoint as checkpoints
-from plaingpt.training import optimizers
 from plaingpt.training.checkpoint_writer import Saver
 from plaingpt.training.optimizers import build_optimizer
 from plaingpt.training.progress import Progress
@@ -181,20 +180,6 @@ def test_losses_health_samples_and_benchmarks_are_those_of_one_process(run, tmp_
     # Health is measured on the sequences of rank 0, which are others on one process.
     assert_rows_close(rows(fsdp), rows(ddp), within=1e-4)
     assert_tensors_close(fsdp, one, atol=2e-5)  # AdamW makes steps of gradients that are near zero
-
-
-def in_float32(patch):
-    patch.setattr(optimizers, 'cpu_has_bfloat16', lambda: False)
-
-
-@pytest.mark.slow
-def test_copies_that_groups_of_processes_share_are_one_model(run, tmp_path, four_processes):
-    argv = ['--gradient_accumulation_steps=4', '--optimizer=normuon', '--max_iters=3']
-    run('one', *argv, before=in_float32)
-    run('four', *argv, '--fsdp_group=2', job=four_processes, before=in_float32)
-    assert_rows_close(rows(tmp_path / 'four', 'health/'), rows(tmp_path / 'one', 'health/'),
-                      within=2e-6)
-    assert_tensors_close(tmp_path / 'four', tmp_path / 'one', atol=2e-5)
 
 
 def poison_the_second_step(patch):

@@ -211,7 +211,7 @@ def lowest(rows, key='val_loss'):
 # several runs, and references
 
 
-def comparison_panel(runs, by_bits):
+def comparison_panel(runs, by_bits=False):
     """The validation loss of each run, in bits a byte where their tokens differ in length; the
     training loss where no run has an evaluation."""
     key, y_label = COMPARED[by_bits]

@@ -67,8 +67,6 @@ class EvaluateConfig(model_choice.ModelChoice):
             found.append(f'output={self.output}: its folder is not there')
         if self.output and os.path.lexists(self.output):
             found.append(f'output={self.output} exists already: name a new file')
-        if self.include_path and not Path(self.include_path).is_dir():
-            found.append(f'include_path={self.include_path}: no such folder')
         if (self.include_path or self.num_fewshot >= 0) and set(tasks) <= set(OURS):
             found.append('include_path and num_fewshot go with tasks of lm_eval: name them among '
                          'the tasks')

@@ -108,6 +108,8 @@ def load_tasks(names, include_path='', num_fewshot=None):
     include_path: a folder of other tasks as YAML files; num_fewshot: solved questions in each
     prompt, None for what the task says
     """
+    if include_path and not Path(include_path).is_dir():
+        raise UserError(f'include_path={include_path}: no such folder')
     # lm_eval imports Hugging Face's `evaluate`, and our command of that name stands before it.
     with mock.patch('sys.path', [path for path in sys.path if Path(path).resolve() != ROOT]), \
             needs('lm_eval', f'{names}: a task other than val, test, train and text'):

@@ -289,6 +289,7 @@ HABITS = {  # what other programs, or earlier versions, call it → our key
     'tensorboard_log': 'log_to',
 }
 REMOVED = {  # settings and options of earlier versions → what to use now
+    'also_evaluate': 'python evaluate.py OUT_DIR --dataset=NAME scores a run on another dataset',
     'sources': 'python prepare.py inspect says how much of the validation text is in the training '
                'text',
     'api_key': 'put it into the environment as PLAINGPT_API_KEY',

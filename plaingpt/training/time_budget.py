@@ -114,7 +114,7 @@ def fitted(config, times, dataset):
 
 def measure(run, mean_loss, group):
     """→ Times of a run."""
-    config, loaders = run.config, (run.train_data, *run.val_data.parts, *run.val_data.beside)
+    config, loaders = run.config, (run.train_data, *run.val_data.parts)
     with closing(run.train_data.train_batches(0)) as batches:
         step_s = typical(lambda: time_step(run, batches), group)
     run.optimizer.state.clear()

@@ -294,6 +294,7 @@ REMOVED = {  # settings and options of earlier versions → what to use now
     'ledger': 'keep what bench.py --judge prints, or give it --save=FOLDER',
     'equal': 'bench.py --judge says what a step takes; --set=max_iters=N trains the change for '
              'as long',
+    'also_evaluate': 'python evaluate.py OUT_DIR --dataset=NAME scores a run on another dataset',
     'sources': 'python prepare.py inspect says how much of the validation text is in the training '
                'text',
     'api_key': 'put it into the environment as PLAINGPT_API_KEY',

@@ -232,7 +232,7 @@ def evaluate(run):
         losses = [] if not run.progress.loss_is_due(run.config) else [
             mean_loss(run.parallel.eval, loader, run.progress.eval_sequences,
                       run.config.eval_tokens > 0, run.context, run.stop)
-            for loader in (run.train_data, *run.val_data.parts, *run.val_data.beside)]
+            for loader in (run.train_data, *run.val_data.parts)]
         run.probes.evaluate(run.progress, losses, run.stop)
 
 

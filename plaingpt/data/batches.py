@@ -90,7 +90,6 @@ class BatchLoader:
         self.num_eval_sequences = (tokens - 1) // T
 
     tokens_left_out = 0  # those that no epoch reads
-    beside = ()  # of a validation split: loaders of other datasets that are evaluated too
 
     @property
     def parts(self):

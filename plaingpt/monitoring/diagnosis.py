@@ -50,7 +50,7 @@ THRESHOLDS = {
     # nats that validation rises over its best, in at least `after_best` evaluations
     'overfit': 0.05,
     'after_best': 2,
-    # nats that the loss on the text of also_evaluate rises: a third of what GPT-2 gains from 124M
+    # nats that the loss on a corpus of a mixture rises: a third of what GPT-2 gains from 124M
     # to 355M parameters (3.12 to 2.84 on OpenWebText: README of nanoGPT). It is measured on the
     # same sequences each time, so chance hardly moves it
     'forgotten': 0.1,
@@ -289,17 +289,6 @@ def overfit(rows, run):
                 'smaller model; --checkpoint=best has the best weights')
 
 
-def forgetting(rows, run):
-    name = run['config'].get('also_evaluate')
-    losses = column(rows, f'val_loss/{name}')
-    if losses and not run['from_scratch'] and not overfits_on_purpose(run) \
-            and losses[-1] - losses[0] >= THRESHOLDS['forgotten']:
-        mix = ', or mix that text in, as with --dataset=NEW:0.9,OLD:0.1'
-        return (f'it forgets: the loss on {name} rose from {losses[0]:.2f} to {losses[-1]:.2f}',
-                'lower learning_rate or max_iters'
-                + mix * (run['data']['tokenizer'] != 'chat'))  # conversations are in no mixture
-
-
 def implausible(rows, run):
     bits, size = column(rows, 'val_bpb')[-1:], run.get('train_bytes_per_token')
     losses = column(rows, 'loss')[-5:]
@@ -340,7 +329,7 @@ def data_wait(rows, run):
 
 CHECKS = (initial_loss, unmoved, no_progress, no_context, diverging,
           rate_high, rate_low, rate_gone, clipped, no_gradient, attention_logit, loss_scale,
-          overfit, forgetting, implausible, overlap, changed_data, data_wait)
+          overfit, implausible, overlap, changed_data, data_wait)
 
 
 def overfit_check(rows, run):

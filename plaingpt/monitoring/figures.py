@@ -120,7 +120,7 @@ def forgotten(evaluations):
 
 
 def other_corpora(evaluations):
-    """The keys of the losses of each corpus of a mixture, and of also_evaluate."""
+    """The keys of the losses of each corpus of a mixture."""
     return list(dict.fromkeys(key for row in evaluations for key in row if key.startswith(CORPUS)
                               and row[key] is not None))
 

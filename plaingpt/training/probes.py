@@ -66,8 +66,8 @@ class Probes:
 
     def evaluate(self, progress, losses, stop):
         """Run the benchmarks and make the sample that are due; then log them and the losses (train,
-        val of each corpus, of also_evaluate: each with its standard error), where they were due. Of
-        several corpora the mean by their shares counts. Raises Stopped where `stop` is wanted,
+        val of each corpus: each with its standard error), where they were due. Of several corpora
+        the mean by their shares counts. Raises Stopped where `stop` is wanted,
         before anything is logged."""
         config, iter_num, scores, text = self.config, progress.iter_num, {}, None
         benchmarks = config.eval_tasks and losses and not config.eval_only
@@ -80,14 +80,14 @@ class Probes:
         stop.raise_if_stopped()
         parts = self.dataset.parts
         losses, errors = zip(*losses, strict=True) if losses else ((), ())
-        val_loss = self.dataset.mean(losses[1:len(parts) + 1]) if losses else None
+        val_loss = self.dataset.mean(losses[1:]) if losses else None
         best = progress.record_evaluation(val_loss)
         if losses:
-            errors = errors[1:len(parts) + 1]
+            errors = errors[1:]
             error = None if None in errors else math.sqrt(sum(
                 (part.weight * error)**2 for part, error in zip(parts, errors, strict=True)))
-            names = [*(part.name for part in parts), config.also_evaluate]
-            of_each = {name: loss for name, loss in zip(names, losses[1:], strict=False) if name}
+            of_each = {part.name: loss for part, loss in zip(parts, losses[1:], strict=True)
+                       if part.name}
             self.metrics.evaluation(iter_num, losses[0], val_loss, best, text, of_each, error)
         for name, (values, quote) in scores.items():
             self.metrics.benchmark(iter_num, name, values, quote)

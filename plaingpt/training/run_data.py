@@ -11,7 +11,6 @@ import numpy as np
 from plaingpt.data.batches import fits_in_ram
 from plaingpt.data.corpora import CORPORA
 from plaingpt.data.dataset import UNFINISHED, dataset_folder, open_named, read_names
-from plaingpt.data.tokenizers import words_of
 from plaingpt.system.distributed import all_reduce_min, barrier, print0
 from plaingpt.system.errors import UserError
 from plaingpt.system.files import command
@@ -41,22 +40,7 @@ def open_data(config, world):
     if config.document_start != 'auto' and config.document_start not in range(dataset.vocab_size):
         raise UserError(f'document_start={config.document_start}: {dataset.folder} has tokens 0 to '
                         f'{dataset.vocab_size - 1}')
-    if config.also_evaluate:
-        open_beside(config, dataset)  # for what it raises
     return dataset
-
-
-def open_beside(config, dataset):
-    """The dataset that config.also_evaluate names. Raises UserError where it cannot stand beside
-    the one to train on."""
-    if ',' in config.also_evaluate or config.also_evaluate == config.dataset:
-        raise UserError(f'also_evaluate={config.also_evaluate}: name one other dataset')
-    other = open_named(config.also_evaluate)
-    known = map(words_of, (dataset.tokenizer_json(), base_tokenizer(dataset)))
-    if words_of(other.tokenizer_json()) not in known:
-        raise UserError(f'also_evaluate={config.also_evaluate}: {other.folder} has another '
-                        f'tokenizer than {dataset.folder}')
-    return other
 
 
 def prepare_small(name):
@@ -118,8 +102,6 @@ def open_batches(config, dataset, world, device):
                               micro_steps=config.accumulation() // world.size,
                               only_first=config.overfit_batches if split == 'train' else 0)
                for split in ('train', 'val')]
-    if config.also_evaluate:
-        loaders[1].beside = [open_beside(config, dataset).loader('val', *shape, **share)]
     tokens, step_tokens = loaders[0].epoch_tokens(), config.step_tokens()
     epochs = dataset.epochs(config.max_iters * step_tokens)
     epochs = {part.name and f'{part.name} ({part.weight:.1%})': epochs[part.name]

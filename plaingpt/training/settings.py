@@ -78,7 +78,6 @@ class TrainConfig(GPTConfig):
     check: NoEffect[Check] = 'auto'  # auto: before a new run; warn: report, train; True: then exit
     # data
     dataset: NoEffect[str] = 'openwebtext'  # in data/, or a path; several: code:0.3,prose:0.7
-    also_evaluate: NoEffect[str] = ''  # another dataset, whose loss shows what tuning forgets
     data_in_ram: NoEffect[Literal['auto'] | bool] = 'auto'  # read the tokens into memory first
     batch_size: NoEffect[Literal['auto'] | Size] = 12  # sequences held at once; auto: all that fit
     gradient_accumulation_steps: NoEffect[Positive] = 5 * 8  # micro-batches of all processes

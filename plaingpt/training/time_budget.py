@@ -163,7 +163,7 @@ def with_points(config, times, given):
 
 def measure(run, mean_loss, group):
     """→ Times of a run."""
-    config, loaders = run.config, (run.train_data, *run.val_data.parts, *run.val_data.beside)
+    config, loaders = run.config, (run.train_data, *run.val_data.parts)
     optimizer = run.optimizer
     states, attributes = dict(optimizer.state), dict(vars(optimizer))  # of a resumed run
     optimizer.state.clear()

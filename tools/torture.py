@@ -7,10 +7,8 @@
 kills    a run is killed with SIGKILL again and again, half of the time inside a save
 signals  a run gets signals while it starts, trains, evaluates, saves or ends
 lost     one of three processes that share a model is killed: the others must end by themselves
-streams  a command's standard streams are closed, broken, full, or of another encoding
 disks    a run on a small disk, which is full at a random place and grows
-files    a file of a run or a dataset is damaged, or JSON has other values, and a command reads it
-models   a model file says what is not so; reading it takes less than 5 s and 200 MB
+files    a file of a run or a dataset is damaged, and a command reads it
 
 A run that was disturbed and started anew must end with the weights and losses of an undisturbed
 one, bit for bit. No command may end in a traceback, with an undocumented exit code, or not at all.
@@ -25,9 +23,9 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / 'tests')]
 
 import argparse
+import ctypes
 import inspect
 import io
-import json
 import random
 import re
 import shutil
@@ -40,11 +38,7 @@ from contextlib import redirect_stdout
 from dataclasses import dataclass
 from typing import NamedTuple
 
-import psutil
-import torch
-from bad_streams import small_disk, start
 from helpers import exit_code, fork, options, ranks
-from safetensors.torch import load_file, save_file
 
 import export
 import plot
@@ -52,12 +46,11 @@ import prepare
 import sample
 import train
 from configurator import load_config
-from plaingpt.inference.pretrained import without_padding
 from plaingpt.monitoring.metrics_file import read_rows
 from plaingpt.system.distributed import StopRequest
 from plaingpt.system.errors import run_script
 from plaingpt.system.files import sha256_of
-from plaingpt.training.checkpoint import checkpoint_paths, find, newest_valid
+from plaingpt.training.checkpoint import find, newest_valid
 
 
 @dataclass
@@ -65,10 +58,8 @@ class TortureConfig:
     kills: int = 50  # runs that are killed, about 12 times each
     signals: int = 50  # runs that get signals
     lost: int = 8  # jobs of three processes
-    streams: int = 100  # commands with bad streams
     disks: int = 50  # runs on a small disk
     files: int = 1000  # files that are damaged
-    models: int = 100  # hostile model files
     seed: int = 0  # of all that is random
     only: int = -1  # repeat one round: its number, with the same seed
 
@@ -80,12 +71,10 @@ SETTINGS = options(n_layer=2, n_head=2, n_embd=32, block_size=16, batch_size=4, 
                    sample_interval=5, health_interval=6)
 SHORT = ['--max_iters=10', '--lr_decay_iters=10', '--checkpoint_interval=5']
 ONE_TEXT = options(num_samples=1, max_new_tokens=8, device='cpu', dtype='float32')
-SECONDS, MEMORY = 5, 200 * 10**6  # that a hostile model may take
-NAMES = ('cost$5_$6', 'no-utf8-\udcff', 'red\x1b[31m\x9b', 'two\nlines', ' ', '[x]*', 'Größe→')
 
 
 class Bench:
-    """A folder with a text, its dataset, a run, its export and a ckpt.pt."""
+    """A folder with a text, its dataset, a run and its export."""
 
     def __init__(self, root):
         self.root, self.log, self.data = root, root / 'log', root / 'whole/data $1_$2 \x1b'
@@ -99,12 +88,6 @@ class Bench:
             train.main([*SETTINGS, *SHORT, f'--dataset={self.data}', '--report=True',
                         f'--out_dir={self.whole}/out'])
             export.main([f'--out_dir={self.whole}/out', f'--dest={self.whole}/hf'])
-        gpt = find(self.whole / 'out').load_model()
-        keys = ('n_layer', 'n_head', 'n_embd', 'block_size', 'bias', 'vocab_size')
-        weights = without_padding(gpt.state_dict(), gpt.config.vocab_size)
-        torch.save({'model': {name: w.clone() for name, w in weights.items()}, 'iter_num': 6,
-                    'model_args': {key: getattr(gpt.config, key) for key in keys}},
-                   self.whole / 'ckpt.pt')
 
     def reset(self):
         """A new copy of all in the folder `work`."""
@@ -118,11 +101,8 @@ class Bench:
 
     def run(self, main, argv):
         """Run a command to its end → its Outcome."""
-        before = psutil.Process().memory_info().rss
-        pid = fork(main, *argv, log=self.log)
-        _, status, usage = os.wait4(pid, 0)
-        return Outcome(os.waitstatus_to_exitcode(status), self.log.read_text(errors='replace'),
-                       usage.ru_utime + usage.ru_stime, 1024 * usage.ru_maxrss - before)
+        code = exit_code(fork(main, *argv, log=self.log))
+        return Outcome(code, self.log.read_text(errors='replace'))
 
     def end_of(self, *extra):
         """→ (what an undisturbed run with these settings ends with, the seconds that it takes)"""
@@ -136,8 +116,6 @@ class Bench:
 class Outcome(NamedTuple):
     code: int  # negative: the signal that ended it; SIGALRM where it would not end
     said: str
-    seconds: float  # of its processor, for others may use the machine too
-    memory: int  # bytes beyond what it began with
 
     def problem(self):
         """Why no command may end so, or None."""
@@ -254,7 +232,7 @@ def lost_round(bench, out_dir, chance):
 
 
 # -----------------------------------------------------------------------------
-# streams and disks
+# disks
 
 
 def failure(code, expected, log, out_dir=None, end=None):
@@ -267,32 +245,20 @@ def failure(code, expected, log, out_dir=None, end=None):
     return 'other weights' if out_dir and code == 0 and hash_checkpoint(out_dir) != end else None
 
 
-def stream_round(bench, folder, chance):
-    kinds = [chance.choice(('closed', 'broken', 'full', 'gone', 'log')) for _ in range(3)]
-    encoding, log = chance.choice(('utf-8', 'ascii', 'cp1252')), Path(f'{folder}.log')
+def small_disk(size_kb, folder):
+    """Mount a disk of this size that only this process and its children see. Raises OSError."""
+    users, groups = f'0 {os.getuid()} 1', f'0 {os.getgid()} 1'
+    if ctypes.CDLL(None, use_errno=True).unshare(0x10000000 | 0x20000):  # CLONE_NEWUSER | NEWNS
+        raise OSError(ctypes.get_errno(), 'no namespaces')
+    for name, text in (('uid_map', users), ('setgroups', 'deny'), ('gid_map', groups)):
+        Path('/proc/self', name).write_text(text)
     folder.mkdir()
-    out_dir = folder / chance.choice(NAMES)
-    model = [f'--out_dir={bench.whole}/out', '--device=cpu']
-    commands = {
-        'train': (train.main, [*SETTINGS, *SHORT, f'--dataset={bench.data}',
-                               f'--out_dir={out_dir}', f'--report={chance.random() < 0.3}']),
-        'prepare': (prepare.main, ['text', f'--input={bench.root}/text.txt', '--tokenizer=byte',
-                                   f'--data_dir={folder}/data']),
-        'export': (export.main, [*model[:1], f'--dest={folder}/hf']),
-        'sample': (sample.main, [*model, *ONE_TEXT]),
-        'plot': (plot.main, [f'{bench.whole}/out', f'--output={folder}/loss.png']),
-        'inspect': (prepare.main, ['inspect', str(bench.data)])}
-    name = chance.choice([*commands, 'train', 'train'])
-    writes = name in ('train', 'prepare', 'export') or kinds[1] in ('closed', 'log')
-    code = exit_code(start(*commands[name], log, kinds, encoding))
-    what = f'{name}, streams {" ".join(kinds)}, {encoding}, {out_dir.name!r}'
-    return what, failure(code, (0,) if writes else (1,), log, out_dir if name == 'train' else None,
-                         hash_checkpoint(bench.whole / 'out')), {name: 1}
+    subprocess.run(['mount', '-t', 'tmpfs', '-o', f'size={size_kb}k', 'none', folder], check=True)
 
 
 def fill_disk(bench, disk, chance):
     """Prepare and train on a disk that grows when it is full → what is wrong or None."""
-    size, log, out_dir = chance.randrange(100, 1300), disk / 'log', disk / NAMES[0]
+    size, log, out_dir = chance.randrange(100, 1300), disk / 'log', disk / 'out'
     small_disk(size, disk)
     for main, argv, made in (
             (prepare.main, ['text', f'--input={bench.root}/text.txt', '--tokenizer=char',
@@ -301,7 +267,7 @@ def fill_disk(bench, disk, chance):
                           f'--checkpoint_async={chance.random() < 0.5}'], out_dir)):
         code = None
         while code != 0:
-            code = exit_code(start(main, argv, log))
+            code = exit_code(fork(main, *argv, log=log))
             if wrong := failure(code, (0, 1, 2), log, made, hash_checkpoint(bench.whole / 'out')):
                 return f'{size} kB: {wrong}'
             if code:
@@ -333,10 +299,8 @@ def disk_round(bench, disk, chance):
 
 
 # -----------------------------------------------------------------------------
-# files and models
+# files
 
-JUNK = (None, True, 0, -1, 2**63, 10**40, 1.5, float('nan'), '', 'x', '\ud800', '\x1b[2J', [], {},
-        '../../etc/passwd', [1, 'x', None], {'a': {'b': []}}, '\0')
 COMMANDS = {
     'resume': (train.main, lambda b: [
         *SETTINGS, *SHORT, '--max_iters=12', '--init_from=resume', f'--out_dir={b.work}/out',
@@ -344,9 +308,7 @@ COMMANDS = {
     'sample': (sample.main, lambda b: [*ONE_TEXT, f'--out_dir={b.work}/out']),
     'inspect': (prepare.main, lambda b: ['inspect', str(b.work / b.data.name)]),
     'plot': (plot.main, lambda b: [f'{b.work}/out']),
-    'sample hf': (sample.main, lambda b: [*ONE_TEXT, f'--init_from={b.work}/hf']),
-    'sample pt': (sample.main, lambda b: [*ONE_TEXT, f'--init_from={b.work}/ckpt.pt',
-                                          f'--tokenizer={b.work / b.data.name}'])}
+    'sample hf': (sample.main, lambda b: [*ONE_TEXT, f'--init_from={b.work}/hf'])}
 
 
 def damaged(data, chance):
@@ -356,22 +318,6 @@ def damaged(data, chance):
         data[:at] + bytes([data[at] ^ (1 << chance.randrange(8))]) + data[at + 1:],
         data[:at] + bytes(min(n, len(data) - at)) + data[at + n:], data[:at],
         data + chance.randbytes(n), b''))
-
-
-def mutated(value, chance):
-    """A JSON value in which one place is replaced, removed, or nested beyond reason."""
-    place = value
-    while True:
-        keys = list(place if isinstance(place, dict) else range(len(place)))
-        deeper = [key for key in keys if isinstance(place[key], (dict, list)) and place[key]]
-        if not deeper or chance.random() < 0.5:
-            break
-        place = place[chance.choice(deeper)]
-    if keys and chance.random() < 0.2:
-        del place[chance.choice(keys)]
-    elif keys:
-        place[chance.choice(keys)] = chance.choice(JUNK)
-    return json.dumps(value) if chance.random() < 0.95 else '[' * 10**6
 
 
 def file_round(bench, _, chance):
@@ -388,23 +334,18 @@ def file_round(bench, _, chance):
         ('resume', 'resume', 'sample') if 'checkpoints' in path.parts else
         ('resume', 'plot'))
     main, argv = COMMANDS[name]
-    kind = chance.choice(('bytes', 'bytes', 'removed', 'a directory', 'a FIFO', 'JSON'))
+    kind = chance.choice(('bytes', 'bytes', 'removed', 'a directory'))
     before = path.read_bytes()
-    if kind == 'JSON' and path.suffix == '.json':
-        path.write_text(mutated(json.loads(before), chance))
-        if path.name == 'state.json':  # its checksum is made right
-            path.with_name('state.json.sha256').write_text(sha256_of(path))
-    else:
-        path.unlink()
-        {'a directory': path.mkdir, 'a FIFO': lambda: os.mkfifo(path), 'removed': lambda: None}.get(
-            kind, lambda: path.write_bytes(damaged(before, chance)))()
+    path.unlink()
+    {'a directory': path.mkdir, 'removed': lambda: None}.get(
+        kind, lambda: path.write_bytes(damaged(before, chance)))()
     changed = not path.is_file() or path.read_bytes() != before
     outcome = bench.run(main, argv(bench))
     told = any(line.startswith(('error: ', 'warning: ')) for line in outcome.said.splitlines())
     problem = outcome.problem()
     read = path.suffix == '.bin' or (path.parent == latest and (
         name == 'resume' or 'optimizer' not in path.name))
-    if not problem and changed and read and not told and kind != 'JSON':
+    if not problem and changed and read and not told:
         problem = 'undetected'
     elif not problem and name == 'resume' and outcome.code == 0 and path.suffix != '.json' \
             and hash_checkpoint(bench.work / 'out') != bench.ends['resumed']:
@@ -413,64 +354,8 @@ def file_round(bench, _, chance):
         problem and f'{problem}\n{outcome.said}', {'refused' if told else 'without effect': 1}
 
 
-def spoil_weights(path, chance):
-    """Change a safetensors file so that its tensors, or what its head says, are no weights."""
-    weights, data = load_file(path), path.read_bytes()
-    name = chance.choice(sorted(weights))
-    w, n = weights[name], 8 + int.from_bytes(data[:8], 'little')
-    if chance.random() < 0.4:
-        head = json.loads(data[8:n])
-        head[name] |= chance.choice(({'data_offsets': [0, 2**62]}, {'shape': [2**31, 2**31]}))
-        text = json.dumps(head).encode()
-        path.write_bytes(chance.choice((len(text), 2**63)).to_bytes(8, 'little') + text + data[n:])
-        return
-    weights |= chance.choice((
-        {name: w.to(torch.int8)}, {name: w.to(torch.complex64)}, {name: w[..., :-1].contiguous()},
-        {name: torch.full_like(w, float('nan'))}, {name: torch.zeros(0, 2**40)},
-        {'transformer.h.9.attn.c_attn.weight': w.clone()},
-        {f'transformer.h.{i}.ln_1.weight': torch.zeros(1) for i in range(20_000)}))
-    save_file(weights, path, metadata={'format': 'pt'})
-
-
-def model_round(bench, _, chance):
-    bench.reset()
-    way = chance.choice(('hf', 'hf weights', 'checkpoint', 'checkpoint weights', 'pt'))
-    state_path = find(bench.work / 'out', 'latest').path / 'state.json'
-    state, config_path = json.loads(state_path.read_text()), bench.work / 'hf/config.json'
-    config = json.loads(config_path.read_text())
-    size = chance.choice((10**9, 2**30, 2**20, *JUNK))
-    key = chance.choice(('n_layer', 'n_embd', 'n_head', 'block_size', 'vocab_size'))
-    if way == 'hf':
-        config[{'block_size': 'n_positions'}.get(key, key)] = size
-    elif way == 'hf weights':
-        spoil_weights(bench.work / 'hf/model.safetensors', chance)
-    elif way == 'checkpoint weights':
-        chunk = next(chunk for chunk in state['chunks'] if chunk['kind'] == 'model')
-        path = state_path.with_name(chunk['name'])
-        spoil_weights(path, chance)
-        chunk |= {'bytes': path.stat().st_size, 'sha256': sha256_of(path)}
-    elif way == 'checkpoint':
-        state['model'][key] = size
-    else:
-        ckpt = torch.load(bench.work / 'ckpt.pt', weights_only=True)
-        ckpt['model_args'][key] = size
-        torch.save(ckpt, bench.work / 'ckpt.pt')
-    config_path.write_text(json.dumps(config))
-    state_path.write_text(json.dumps(state))
-    state_path.with_name('state.json.sha256').write_text(sha256_of(state_path))
-    for other in checkpoint_paths(bench.work / 'out')[:-1]:  # 'best' would take another one
-        shutil.rmtree(other)
-    main, argv = COMMANDS['sample pt' if way == 'pt' else 'sample hf' if way[0] == 'h'
-                          else chance.choice(('sample', 'resume'))]
-    outcome = bench.run(main, argv(bench))
-    problem = outcome.problem() or (None if outcome.code else 'it was taken for a model')
-    if outcome.seconds > SECONDS or outcome.memory > MEMORY:
-        problem = f'{outcome.seconds:.1f} s, {outcome.memory / 1e6:.0f} MB'
-    return f'{way}, {key}={size!r}', problem and f'{problem}\n{outcome.said}', {'refused': 1}
-
-
 GROUPS = {'kills': kill_round, 'signals': signal_round, 'lost': lost_round,
-          'streams': stream_round, 'disks': disk_round, 'files': file_round, 'models': model_round}
+          'disks': disk_round, 'files': file_round}
 
 
 def main(argv):

@@ -1,4 +1,4 @@
-"""A run survives: signals, lost processes, bad steps, full disks, hostile files."""
+"""A run survives: signals, lost processes, bad steps, full disks, damaged files."""
 
 import gc
 import itertools
@@ -351,7 +351,7 @@ def test_a_final_save_that_fails_is_exit_code_1(tiny, trained, tmp_path, monkeyp
 
 
 @pytest.mark.slow
-def test_damaged_and_forged_files_are_refused_in_one_line():
+def test_damaged_files_are_refused_in_one_line():
     # In a process of its own: forks of this one would lack the threads of earlier tests.
-    out = run('tools/torture.py', 'files', 'models', '--files=8', '--models=5', '--seed=1')
-    assert 'nothing was lost' in out and 'models: 5 rounds (5 refused): 0 wrong' in out
+    out = run('tools/torture.py', 'files', '--files=8', '--seed=1')
+    assert 'nothing was lost' in out and 'files: 8 rounds' in out

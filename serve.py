@@ -31,7 +31,6 @@ from plaingpt.inference.text_generator import TextGenerator
 from plaingpt.inference.weight_layout import prepare_for_generation
 from plaingpt.system.devices import choose_device, choose_dtype, use_fast_matmul
 from plaingpt.system.errors import UserError, needs, run_script
-from plaingpt.system.files import parse_json
 from plaingpt.training import model_choice
 
 LOOPBACK = ('localhost', '127.0.0.1', '::1', '[::1]')
@@ -151,8 +150,8 @@ async def read_json(request):
     if len(data) > BODY_BYTES:
         raise Refused(413, None, f'the body may have {BODY_BYTES:,} bytes at most')
     try:
-        return parse_json(data)
-    except ValueError as e:
+        return json.loads(data)
+    except (ValueError, RecursionError) as e:
         raise UserError(f'the body is no JSON: {e}') from None
 
 

@@ -34,7 +34,7 @@ def ask(client, max_tokens, stream):
 
 WRONG = [
     (b'', 400, 'no JSON'), (b'{', 400, 'no JSON'), (b'\xff{}', 400, 'no JSON'),
-    (b'[' * 100_000, 400, 'nested too deep'), (b'[]', 400, 'object'), (b'9' * 9000, 400, 'JSON'),
+    (b'[' * 100_000, 400, 'no JSON'), (b'[]', 400, 'object'), (b'9' * 9000, 400, 'JSON'),
     (b' ' * 10_000_000, 413, '1,048,576 bytes'),
     ({'prompt': 'a'}, 404, 'model must be'), ({'model': 'gpt', 'prompt': 'a'}, 404, 'model must'),
     *(({**GOOD, key: value}, 400, words) for key, value, words in (

@@ -33,7 +33,7 @@ from plaingpt.data.html_pages import PAGE_CHARS, choose_extractor, is_html, page
 from plaingpt.data.hub import HubDataset
 from plaingpt.data.readers import UTF8, Piece, WrongEncoding, file_type, inner_suffix
 from plaingpt.system.errors import UserError
-from plaingpt.system.files import open_regular, sha256_of
+from plaingpt.system.files import sha256_of
 from plaingpt.system.formatting import count_of, shown
 from plaingpt.system.streams import ProgressBar
 
@@ -352,8 +352,10 @@ def needs_conversion(path):
     first bytes say so where its name does not."""
     if (ending := inner_suffix(path)) in CONVERTERS:
         return ending
+    if not path.is_file():  # a pipe would be waited for; it is refused where the file is read
+        return ''
     try:
-        with open_regular(path) as file:
+        with open(path, 'rb') as file:
             begin = file.read(8)
     except OSError:  # is told where the file is read
         return ''

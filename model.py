@@ -28,7 +28,6 @@ from plaingpt.kernels import (
 )
 
 VOCAB_MULTIPLE = 128  # matmuls are fast when their sizes divide by powers of two
-MAX_ANGLES = 2**24  # kept for rotary positions: 131,072 positions of 128 channels
 Size = Annotated[int, f'at least 1 and at most {2**40}']  # the configurator checks such limits
 Count = Annotated[int, f'at least 0 and at most {2**40}']
 Above0 = Annotated[float, 'above 0']
@@ -105,16 +104,12 @@ class GPTConfig:
         """Fields that contradict each other, a line each."""
         rest, head = not self.head_dim and self.n_embd % self.n_head, self.head_size
         name = 'head_dim' if self.head_dim else 'n_embd / n_head'
-        angles = self.block_size * head
         contradictions = {
             f'n_embd={self.n_embd} is not a multiple of n_head={self.n_head}': rest,
             f'n_head={self.n_head} is not a multiple of n_kv_head={self.n_kv_head}':
                 self.n_kv_head and self.n_head % self.n_kv_head,
             f'rotary=True turns pairs of channels, but {name} = {head} is odd':
                 self.rotary and not rest and head % 2,
-            f'rotary=True with block_size={self.block_size} keeps {angles:,} angles (block_size × '
-            f'{name}), and {MAX_ANGLES:,} are the most':
-                self.rotary and angles > MAX_ANGLES,
             f'conv={self.conv}: must be 0, or 2 and more': self.conv < 0 or self.conv == 1,
             'document_attention=True takes document_start, the id of the token that opens one':
                 self.document_attention and self.document_start == -1}

@@ -9,7 +9,6 @@ import subprocess
 import sys
 import time
 import traceback
-from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
@@ -57,17 +56,6 @@ def fails(capsys, monkeypatch, main, *argv):
     lines = capsys.readouterr().err.splitlines()
     assert len(lines) == 1 and lines[0].startswith('error: '), lines
     return lines[0]
-
-
-@contextmanager
-def ends_within(seconds):
-    """The process is killed where this context lasts longer, also in code that is not Python."""
-    signal.signal(signal.SIGALRM, signal.SIG_DFL)
-    signal.alarm(seconds)
-    try:
-        yield
-    finally:
-        signal.alarm(0)
 
 
 def size_of_png(path):

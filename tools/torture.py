@@ -23,6 +23,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / 'tests')]
 
 import argparse
+import ctypes
 import inspect
 import io
 import random
@@ -36,7 +37,6 @@ from collections import Counter
 from contextlib import redirect_stdout
 from dataclasses import dataclass
 
-from bad_streams import small_disk, start
 from helpers import exit_code, fork, options, ranks
 
 import prepare
@@ -197,6 +197,17 @@ def lost_round(bench, out_dir, chance):
 # disks and files
 
 
+def small_disk(size_kb, folder):
+    """Mount a disk of this size that only this process and its children see. Raises OSError."""
+    users, groups = f'0 {os.getuid()} 1', f'0 {os.getgid()} 1'
+    if ctypes.CDLL(None, use_errno=True).unshare(0x10000000 | 0x20000):  # CLONE_NEWUSER | NEWNS
+        raise OSError(ctypes.get_errno(), 'no namespaces')
+    for name, text in (('uid_map', users), ('setgroups', 'deny'), ('gid_map', groups)):
+        Path('/proc/self', name).write_text(text)
+    folder.mkdir()
+    subprocess.run(['mount', '-t', 'tmpfs', '-o', f'size={size_kb}k', 'none', folder], check=True)
+
+
 def fill_disk(bench, disk, size, chance):
     """Prepare and train on a disk that grows when it is full → what is wrong or None."""
     log, out_dir = disk / 'log', disk / 'out'
@@ -206,7 +217,7 @@ def fill_disk(bench, disk, size, chance):
                             f'--data_dir={disk}/data']),
             (train.main, [*SETTINGS, *SHORT, f'--dataset={disk}/data', f'--out_dir={out_dir}',
                           f'--checkpoint_async={chance.random() < 0.5}'])):
-        while code := exit_code(start(main, argv, log)):
+        while code := exit_code(fork(main, *argv, log=log)):
             said = log.read_text(errors='replace')
             if code not in (1, 2) or 'Traceback' in said:
                 return f'{size} kB: exit code {code}: {said[-2000:]}'

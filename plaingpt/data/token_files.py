@@ -141,8 +141,6 @@ def open_tokens(path, dtype, expected=None, sha256='', offset=None):
 
 def open_descriptor(path):
     """The descriptor of a file that is open for reading. Raises UserError."""
-    if path.exists() and not path.is_file():
-        raise UserError(f'{path} is no file: prepare the data again')  # a FIFO would wait
     try:
         try:
             return os.open(path, os.O_RDONLY)

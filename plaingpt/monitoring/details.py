@@ -137,7 +137,7 @@ def position_panel(runs):
         return None
     # Models of several block sizes have other ranges of positions.
     places = sorted({place for *_, losses in found for place in losses},
-                    key=lambda place: [int(n) for n in re.findall('[0-9]{1,9}', place)])
+                    key=lambda place: [int(n) for n in re.findall('[0-9]+', place)])
     lines = [Line([places.index(place) for place in losses], list(losses.values()),
                   name * (len(runs) > 1), colour, style={'marker': 'o'})
              for name, colour, losses in found]

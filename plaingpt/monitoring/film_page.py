@@ -12,14 +12,14 @@ from safetensors.numpy import load_file
 
 from plaingpt.monitoring.metrics_file import parse_iteration, rows_with
 from plaingpt.system.errors import UserError
-from plaingpt.system.files import open_regular, write_atomically
+from plaingpt.system.files import write_atomically
 
 
 def read_instants(out_dir):
     """The rows of film.jsonl, in order; [] where there is no file. What is no row is left out, as
     half of a line that a kill cut."""
     rows = []
-    with suppress(FileNotFoundError), open_regular(Path(out_dir, 'film.jsonl')) as f:
+    with suppress(FileNotFoundError), open(Path(out_dir, 'film.jsonl'), 'rb') as f:
         for line in f:
             with suppress(ValueError):
                 rows.append(parse_iteration(line))

@@ -15,7 +15,7 @@ from statistics import mean, stdev
 from plaingpt.monitoring.metrics_file import parse_row, read_rows, rows_with, step_tokens
 from plaingpt.monitoring.run_record import check_run, read_run
 from plaingpt.system.errors import UserError
-from plaingpt.system.files import ROOT, open_regular, parse_json, write_atomically
+from plaingpt.system.files import ROOT, write_atomically
 from plaingpt.system.formatting import capitalized, setting
 
 FOLDER = ROOT / 'references'
@@ -174,9 +174,9 @@ def read_reference(name):
         raise UserError(f'reference={name}: {hint}')
     runs, rows = {}, {}  # by seed
     try:
-        with open_regular(path) as f:
+        with open(path, 'rb') as f:
             for line in f:
-                value = parse_json(line)
+                value = json.loads(line)
                 if 'run' in value:
                     runs[value['seed']], rows[value['seed']] = check_run(value['run']), []
                 else:
@@ -195,8 +195,8 @@ def find_reference(run, without_effect):
     if run['from_scratch']:  # also where it was resumed
         run = {**run, 'config': {**run['config'], 'init_from': 'scratch'}}
     for path in sorted(FOLDER.glob('*.jsonl')):
-        with suppress(OSError, ValueError, KeyError, TypeError), open_regular(path) as f:
-            other = check_run(parse_json(f.readline())['run'])  # of its first seed
+        with suppress(OSError, ValueError, KeyError, TypeError), open(path, 'rb') as f:
+            other = check_run(json.loads(f.readline())['run'])  # of its first seed
             if config_step_tokens(run) == config_step_tokens(other) \
                     and not Reference(path.stem, {0: other}, {}).other_text(run) \
                     and not differing_settings(run, other, without_effect):

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from torch.overrides import TorchFunctionMode
 
 from plaingpt.system.errors import UserError
 from plaingpt.system.formatting import gib
@@ -108,17 +107,6 @@ def autocast(device, dtype):
 def seed_everything(seed, rank=0):
     """Seed torch, a different stream for each rank (they must not share dropout masks)."""
     torch.manual_seed(seed + rank)
-
-
-class WithoutData(TorchFunctionMode):
-    """Modules made in this context are on torch's meta device. No initial values are drawn for
-    them: to draw none, torch would import its compiler, for a second."""
-
-    def __torch_function__(self, func, types, args=(), kwargs=None):
-        if getattr(func, '__module__', '') == 'torch.nn.init':
-            return args[0] if args else kwargs['tensor']
-        with torch.device('meta'):
-            return func(*args, **kwargs or {})
 
 
 def use_fast_matmul():

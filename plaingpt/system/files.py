@@ -1,11 +1,10 @@
-"""Files that are whole or absent: atomic writes, checksums, lines of a log; JSON that anyone may
-have written; one process at a time in a folder."""
+"""Files that are whole or absent: atomic writes, checksums, lines of a log; JSON; one process at a
+time in a folder."""
 
 import errno
 import hashlib
 import json
 import os
-import stat
 import sys
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -26,7 +25,6 @@ def command(name, *argv):
 def write_atomically(path, data):
     """Write text or bytes under a temporary name, sync, rename: `path` is whole or as it was.
 
-    Half a character, of a name that is no UTF-8, becomes \\udcXX, as JSON writes it too.
     Raises OSError where the disk refuses, and nothing is left behind then; also where there is
     something that is no file, such as a device, in whose place a file would come.
     """
@@ -35,7 +33,7 @@ def write_atomically(path, data):
         raise OSError(errno.EINVAL, 'it is not a regular file', str(path))
     temporary = path.with_name(path.name + '.tmp')
     if isinstance(data, str):
-        data = data.encode(errors='backslashreplace')
+        data = data.encode(errors='backslashreplace')  # a name in it may be no UTF-8
     try:
         with naming(path):
             temporary.write_bytes(data)
@@ -61,16 +59,9 @@ def write_json(path, value):
     write_atomically(path, json.dumps(value, indent=1, ensure_ascii=False))
 
 
-@contextmanager
-def utf8_name(path):
-    """A name of a file that is UTF-8 while in here: safetensors and pyarrow read no other."""
-    try:
-        str(path).encode()
-    except UnicodeEncodeError:
-        with open(path, 'rb') as f:
-            yield f'/dev/fd/{f.fileno()}'
-    else:
-        yield path
+def read_json(path):
+    """The value in a JSON file. Raises OSError, ValueError."""
+    return json.loads(Path(path).read_bytes())
 
 
 def append_line(path, value):
@@ -104,7 +95,7 @@ def sync(path):
 
 def sha256_of(path):
     """Checksum of a file, as hexadecimal text. Raises OSError."""
-    with open_regular(path) as f:
+    with open(path, 'rb') as f:
         return hashlib.file_digest(f, 'sha256').hexdigest()
 
 
@@ -119,106 +110,6 @@ def make_writable(folder, key='out_dir'):
         why = ' is a file: name a folder' if Path(folder).is_file() \
             else f': cannot write there: {e.strerror}'
         raise UserError(f'{key}={folder}{why}') from None
-
-
-# -----------------------------------------------------------------------------
-# files that anyone may have written
-
-# state.json holds the tokenizer: with 10 million tokens, the most that there can be, 300 MB.
-MAX_JSON_BYTES = 2**29
-# Lists and objects take 20 times as much memory as text, so they are counted before parsing.
-MAX_JSON_CONTAINERS = 10**6
-MAX_JSON_DEPTH = 50
-
-
-def open_regular(path):
-    """Open a file for reading bytes. Raises OSError also for a FIFO or a device, whose reader could
-    wait without end."""
-    nonblocking = getattr(os, 'O_NONBLOCK', 0)  # else opening a FIFO waits for a writer
-    f = open(path, 'rb', opener=lambda name, flags: os.open(name, flags | nonblocking))
-    if not stat.S_ISREG(os.fstat(f.fileno()).st_mode):
-        f.close()
-        raise OSError(errno.EINVAL, 'it is not a regular file', str(path))
-    return f
-
-
-def read_json(path):
-    """The value in a JSON file. Raises OSError, or a ValueError of one line."""
-    return parse_json(read_bounded(path))
-
-
-def read_bounded(path, most=None):
-    """The bytes of a JSON file. Raises OSError, or ValueError where there are more than `most`."""
-    most = most or MAX_JSON_BYTES
-    with open_regular(path) as f:
-        size = os.fstat(f.fileno()).st_size
-        if size > most:
-            raise ValueError(f'it has {size:,} bytes, and {most:,} are the most')
-        return f.read(size)
-
-
-def parse_json(text):
-    """Text or bytes of JSON → its value, with NaN and infinities as Python's json reads them.
-    Raises a ValueError of one line, also for what is too large or nested too deep."""
-    marks = '[{' if isinstance(text, str) else (b'[', b'{')
-    if sum(map(text.count, marks)) > MAX_JSON_CONTAINERS:  # those in texts count too
-        raise ValueError(f'it has more than {MAX_JSON_CONTAINERS:,} lists and objects')
-    try:
-        value = json.loads(text)
-    except RecursionError:
-        raise ValueError('it is nested too deep') from None
-    if depth_exceeds(value, MAX_JSON_DEPTH):
-        raise ValueError('it is nested too deep')
-    return value
-
-
-def depth_exceeds(value, limit):
-    """True where lists and objects lie in one another more than `limit` deep."""
-    level = [[value]]
-    for _ in range(limit + 1):
-        level = [child for each in level
-                 for child in (each.values() if isinstance(each, dict) else each)
-                 if isinstance(child, (dict, list))]
-    return bool(level)
-
-
-def check_keys(value, schema):
-    """See that a value is a dict with the keys of `schema`, {key: predicate, or schema, of what it
-    has}. Raises a ValueError that names the first key that is wrong."""
-    if not isinstance(value, dict):
-        raise ValueError('it is no object')
-    for key, fits in schema.items():
-        if key not in value:
-            raise ValueError(f'{key} is missing')
-        if isinstance(fits, dict):
-            check_keys(value[key], fits)
-        elif not fits(value[key]):
-            raise ValueError(f'{key} is {str(value[key])[:40]!r}')
-
-
-def is_count(x):
-    return type(x) is int and 0 <= x < 2**63
-
-
-def is_positive(x):
-    return is_count(x) and x > 0
-
-
-def is_bool(x):
-    return type(x) is bool
-
-
-def is_text(x):
-    return isinstance(x, str)
-
-
-def is_number(x):
-    """True for a number, also NaN and infinite; JSON also has integers that no float can hold."""
-    return type(x) is float or (type(x) is int and abs(x) < 10**300)
-
-
-def is_dict(x):
-    return isinstance(x, dict)
 
 
 # -----------------------------------------------------------------------------

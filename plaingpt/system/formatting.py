@@ -10,7 +10,7 @@ GIB = 2**30
 # C0 but tab and line ends, DEL, C1, marks and overrides of the direction, lone surrogates
 CONTROLS = re.compile('[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\u061c\u200e\u200f\u202a-\u202e'
                       '\u2066-\u2069\ud800-\udfff]|\r(?!\n)')
-ESCAPES = re.compile(r'\\(?:[nrt\\]|x[0-9a-fA-F]{2}|u(?![dD][89a-fA-F])[0-9a-fA-F]{4})')
+ESCAPES = re.compile(r'\\(?:[nrt\\]|x[0-9a-fA-F]{2}|u[0-9a-fA-F]{4})')
 
 
 def short(n):
@@ -31,8 +31,7 @@ def setting(value):
 def parse_count(text):
     """'1.5B' → 1500000000, '100_000' and '1e5' → 100000, also with k, M and G; None for what is no
     whole number from 0 on."""
-    found = re.fullmatch(r'(\d[\d_]{0,30}(?:\.\d{1,30})?(?:e\d\d?)?)([kMGB]?)', str(text),
-                         re.IGNORECASE)
+    found = re.fullmatch(r'(\d[\d_]*(?:\.\d+)?(?:e\d+)?)([kMGB]?)', str(text), re.IGNORECASE)
     if not found:
         return None
     unit = {'': 1, 'k': 10**3, 'm': 10**6, 'g': 10**9, 'b': 10**9}[found[2].lower()]

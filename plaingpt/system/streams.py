@@ -1,5 +1,5 @@
-"""What a script prints: standard streams that may be closed, full or broken, text of others with
-control characters, a terminal's last line, and progress bars."""
+"""What a script prints: standard streams that may be full or broken, text of others with control
+characters, a terminal's last line, and progress bars."""
 
 import io
 import os
@@ -52,14 +52,8 @@ class Printer(io.TextIOWrapper):
 
 
 def prepare_streams():
-    """Let print, warnings and progress bars fail silently where a stream is closed, full or broken,
-    or lacks a character."""
-    for number in range(3):
-        try:
-            os.fstat(number)
-        except OSError:  # closed: open() would give its number to the next file
-            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)
-    sys.stdin = sys.stdin or open(os.devnull, encoding='utf-8')
+    """Let print, warnings and progress bars fail silently where a stream is full or broken, or
+    lacks a character."""
     sys.stdout = tolerant(sys.stdout, Printer)
     sys.stderr = tolerant(sys.stderr, io.TextIOWrapper)  # progress bars go back over their line
     # tqdm's own lock is shared with forks, and stays locked where one of them is killed meanwhile.
@@ -69,7 +63,6 @@ def prepare_streams():
 def tolerant(stream, kind):
     """A stream of this kind to the same file. A notebook's own, one in memory and a Windows
     console, which takes no UTF-8, stay as they are."""
-    stream = stream or open(os.devnull, 'w', encoding='utf-8')
     raw = getattr(stream.buffer, 'raw', stream.buffer) if type(stream) is io.TextIOWrapper else None
     if type(raw) is not io.FileIO:
         return stream

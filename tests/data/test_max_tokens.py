@@ -110,7 +110,7 @@ def test_numbers_are_read_as_people_write_them():
     for text, number in (
             ('100M', 10**8), ('1.5B', 1_500_000_000), ('1.1b', 1_100_000_000), ('1e8', 10**8),
             ('100_000_000', 10**8), (10**8, 10**8), ('3k', 3000), ('2G', 2 * 10**9), ('0', 0),
-            ('1.5', None), ('M', None), ('-1', None), ('1T', None), ('9' * 5000, None)):
+            ('1.5', None), ('M', None), ('-1', None), ('1T', None)):
         assert parse_count(text) == number, text
 
 

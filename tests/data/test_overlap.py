@@ -1,15 +1,13 @@
 """How much of the validation split is in the training split."""
 
 import itertools
-import json
 import random
-import shutil
 import tracemalloc
 
 import numpy as np
 import pytest
 from corpus_files import prepared, write_rows
-from helpers import ROOT, SHARED
+from helpers import SHARED
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from interrupted import contents, exit_code
@@ -19,7 +17,6 @@ from plaingpt.data import encoding, inspection
 from plaingpt.data.dataset import open_dataset
 from plaingpt.data.inspection import SEQUENCE_TOKENS, find_overlap
 from plaingpt.data.token_files import TokenStream, open_tokens
-from plaingpt.system.errors import UserError
 
 
 def stream(path, *parts):
@@ -168,14 +165,3 @@ def test_a_kill_at_any_change_of_the_disk_is_healed_where_a_split_is_too_short_t
         if code == 0:
             break
     assert change > 5
-
-
-def test_a_damaged_share_is_refused(tmp_path):
-    folder = shutil.copytree(ROOT / 'tests/data/format_1/dataset', tmp_path / 'd')
-    meta = open_dataset(folder).meta
-    assert 'in_train' not in meta['splits']['val']  # of an older version
-    for share in ('0.1', -0.1, 1.5, float('nan'), None, True, 10**400):
-        meta['splits']['val']['in_train'] = share
-        (folder / 'meta.json').write_text(json.dumps(meta))
-        with pytest.raises(UserError, match='in_train'):
-            open_dataset(folder)

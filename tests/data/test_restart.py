@@ -177,7 +177,7 @@ def test_the_old_dataset_stays_until_the_new_one_is_whole(inputs, tmp_path, monk
     assert set(contents(tmp_path / 'd')) == names | {'meta.json'}
 
 
-@pytest.mark.parametrize('journal', ['', '[1]', '{"a": 1}', '{"command": 3}', '[' * 10**5])
+@pytest.mark.parametrize('journal', ['', '[1]', '{"a": 1}', '{"command": 3}', '{"comm'])
 def test_a_damaged_journal_means_starting_anew(journal, inputs, tmp_path):
     (tmp_path / 'd/unfinished').mkdir(parents=True)
     for name in ('journal.json', 'meta.json'):

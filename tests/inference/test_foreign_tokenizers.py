@@ -121,18 +121,18 @@ def test_conversations_are_those_of_their_template_where_it_is_a_plain_one(folde
 
 
 @pytest.mark.parametrize('template', [
-    '{{ 1 / 0 }}', '{% for', '{{ messages[99].content }}', '', THINKING, 'x' * 2**18,
-    "{{ ''.__class__.__mro__[1].__subclasses__() }}", '{{ raise_exception("no") }}',
-    pytest.param('{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}',
-                 marks=pytest.mark.slow),
-    '{{ (9 ** 99999) ** 99999 }}', "{{ 'x' * 9999999999 }}", "{{ '%9999999999d' % 1 }}",
-    '{% macro a() %}{{ a() }}{{ a() }}{% endmacro %}{{ a() }}'])
-def test_a_template_that_is_no_form_of_ours_gives_way_in_a_line(tmp_path, template, capsys):
+    '{{ 1 / 0 }}', '{% for', '{{ messages[99].content }}', '', THINKING,
+    '{{ raise_exception("no") }}',
+    "{{ cycler.__init__.__globals__.os.system('touch hacked') }}"])
+def test_a_template_that_is_no_form_of_ours_gives_way_in_a_line_and_reaches_no_python(
+        tmp_path, template, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     save_tokenizer(tmp_path, 'smollm2', TEXTS)
     (tmp_path / 'chat_template.jinja').write_text(template)
     chat = tokenizers.from_json(as_chat(read_tokenizer(tmp_path), tmp_path))
     assert chat.form_name == 'chatml' and not chat.system
     assert len(capsys.readouterr().err.splitlines()) == 1
+    assert not (tmp_path / 'hacked').exists()
 
 
 def test_of_several_templates_the_default_one_is_taken(tmp_path, capsys):
@@ -222,19 +222,14 @@ def test_a_gguf_has_their_tokens_and_how_their_text_is_cut(folder, tmp_path, kin
         assert tensors['rope_freqs.weight'].min() == 1 and tensors['rope_freqs.weight'].max() == 8
 
 
-@pytest.mark.parametrize('change', [
-    {'vocab_size': 100}, {'end_of_text': 512}, {'end_of_text': -1}, {'ends': [10**400]},
-    {'files': {'../outside.txt': 'x'}}, {'files': {'generation_config.json': '['}},
-    {'files': {'tokenizer_config.json': '[]'}}, {'files': {'chat_template.jinja': 7}}])
-def test_a_description_made_to_do_harm_is_refused_and_writes_nothing(tmp_path, change, capsys):
+def test_a_description_that_names_other_files_is_refused_and_writes_nothing(tmp_path):
     save_model(tmp_path / 'in', 'smollm2')
     save_tokenizer(tmp_path / 'in', 'smollm2', TEXTS)
     found = read_tokenizer(tmp_path / 'in')
-    files = {**found['files'], **change.pop('files', {})}
-    (tmp_path / 'in' / OUR_TOKENIZER).write_text(json.dumps({**found, **change, 'files': files}))
-    with pytest.raises(UserError) as e:
+    found['files']['../outside.txt'] = 'x'
+    (tmp_path / 'in' / OUR_TOKENIZER).write_text(json.dumps(found))
+    with pytest.raises(UserError, match='unknown tokenizer'):
         export.main([f'--init_from={tmp_path}/in', f'--dest={tmp_path}/out'])
-    assert len(str(e.value).splitlines()) == 1
     assert [path.name for path in tmp_path.iterdir()] == ['in']
 
 

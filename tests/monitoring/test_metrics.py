@@ -128,7 +128,7 @@ def row(i):
 
 def test_a_resumed_run_drops_what_came_after_its_checkpoint(tmp_path):
     path = tmp_path / 'metrics.jsonl'
-    for end in ('{"iter"', '3', '[1]', '\n\n', '{"iter": "x"}', '{"iter": 1}'):
+    for end in ('{"iter"', '3', '[1]', '\n\n', '{"iter": 1}'):
         path.write_text(row(1) + row(2) + row(3) + end)
         trim_rows(path, 2)
         assert path.read_text() == row(1) + row(2)
@@ -140,13 +140,10 @@ def test_a_resumed_run_drops_what_came_after_its_checkpoint(tmp_path):
 def test_lines_that_are_no_rows_are_named_and_skipped(tmp_path):
     path, said = tmp_path / 'metrics.jsonl', []
     path.write_bytes(row(1).encode() + b'\xff\xfe\n{"loss": 3}\n' + row(2).encode()
-                     + b'{"iter": 3, "tokens": 1, "elapsed_s": NaN}\n' + b'[' * 10**5
-                     + b'\n' + row(-1).encode()
-                     + b''.join(row(3).encode().replace(b'}', b', "%s}' % end) for end in (
-                         b'loss": 1e999', b'loss": 1' + b'0' * 400, b'loss": true', b'sample": 3')))
+                     + b'{"iter": 3, "tokens": 1}\n[1]\n3\n' + row(3).encode()[:-9])
     assert [found['iter'] for found in read_rows(path, said.append)] == [1, 2]
     (line,) = said
-    assert str(path) in line and 'skipped 9 of 11' in line and 'line 2, 3, 5, 6, 7, …' in line
+    assert str(path) in line and 'skipped 6 of 8' in line and 'line 2, 3, 5, 6, 7, …' in line
 
 
 def test_a_disk_that_refuses_a_line_stops_no_training(metrics, capsys):

@@ -15,8 +15,7 @@ from contextlib import suppress
 from itertools import groupby
 
 import pytest
-from bad_streams import start
-from helpers import ROOT, exit_code
+from helpers import ROOT, exit_code, fork
 from tqdm import tqdm
 
 import train
@@ -78,7 +77,7 @@ def read_all(terminal):
 def watch(main, *argv, columns=80):
     """Run a command at a terminal → (all that its lines showed, all lines, what it wrote)."""
     master, slave = open_terminal(columns)
-    pid = start(main, argv, os.ttyname(slave))
+    pid = fork(main, *argv, log=os.ttyname(slave))
     os.close(slave)
     written = b''.join(read_all(master))
     screen = Screen(columns)
@@ -146,7 +145,7 @@ def test_nothing_of_it_reaches_a_file_another_rank_or_help(tiny, tmp_path, monke
 
     assert 'loading torch' in watch(main)[0]
     assert watch(main, '--help')[2] == 'imported\r\n'
-    assert exit_code(start(train.main, tiny, tmp_path / 'log')) == 0
+    assert exit_code(fork(train.main, *tiny, log=tmp_path / 'log')) == 0
     text = (tmp_path / 'log').read_text()
     assert 'iter 6' in text and '\x1b' not in text and 'evaluating' not in text
 
@@ -189,7 +188,7 @@ def test_ctrl_c_while_a_run_is_set_up_is_one_line(tiny, tmp_path, heeds_ctrl_c):
             setattr(module, name, stopped)
             train.main(argv)
 
-        assert exit_code(start(main, tiny, tmp_path / 'log')) == 130
+        assert exit_code(fork(main, *tiny, log=tmp_path / 'log')) == 130
         text = (tmp_path / 'log').read_text()
         assert text.splitlines()[-1] == 'interrupted' and 'Traceback' not in text
 

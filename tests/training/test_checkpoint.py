@@ -274,10 +274,6 @@ def test_weights_of_another_shape_are_refused(save):
             found.load_weights(GPT(GPTConfig(**{**SHAPE, **other})))
 
 
-# -----------------------------------------------------------------------------
-# checkpoints that anyone may have written
-
-
 def rewrite(found, **changes):
     """Change state.json, and make its checksum right."""
     text = json.dumps({**found.state, **changes})
@@ -285,57 +281,8 @@ def rewrite(found, **changes):
     (found.path / 'state.json.sha256').write_text(hashlib.sha256(text.encode()).hexdigest())
 
 
-def test_a_state_that_no_run_wrote_is_named_and_stops_no_healthy_run(save, tmp_path, capsys):
-    save(0, keep=9)
-    found = save(1, keep=9)
-    for changes in [
-            {'iter_num': 2}, {'iter_num': True}, {'sequences': -1}, {'best_val_loss': 'low'},
-            {'val_loss': 10**400}, {'evals_since_best': 1.5}, {'config': []},
-            {'config': {'block_size': 8}}, {'tokenizer': {'kind': 'byte'}}, {'rng': []},
-            {'scaler': {'scale': 1.0}}, {'rng': [{'cpu': 5}]}, {'chunks': []},
-            {'chunks': [{'name': '../x'}]}, {'deep': json.loads('[' * 99 + ']' * 99)},
-            *({'model': {**SHAPE, **model}} for model in (
-                {'n_layer': -1}, {'n_embd': 2**40}, {'dropout': math.nan}, {'rotary': 'yes'},
-                {'mlp': []}, {'rotary': True, 'block_size': 2**30}))]:
-        rewrite(found, **changes)
-        valid, problems = checkpoints.newest_valid(tmp_path)
-        assert valid.iter_num == 0 and len(problems) == 1, changes
-        assert 'iter-00000001' in problems[0], changes
-    save(2, keep=1)  # removes the earlier ones that it can read
-    assert 'warning' not in capsys.readouterr().err
-    assert [path.name[-1] for path in checkpoints.checkpoint_paths(tmp_path)] == ['1', '2']
-
-
-def test_a_shape_that_the_files_do_not_hold_is_refused_before_it_is_built(save, monkeypatch):
-    found = save()
-    monkeypatch.setattr(checkpoints, 'GPT', None)
-    for changes in (dict(n_layer=10**9), dict(n_layer=3), dict(n_embd=2**30),
-                    dict(block_size=2**30)):
-        rewrite(found, model={**SHAPE, **changes})
-        with pytest.raises(UserError, match='do not fit its configuration: there are 2 blocks'):
-            checkpoints.open_checkpoint(found.path).load_model()
-
-
-def test_a_chunk_is_a_file_of_its_own(save, tmp_path):
-    found = save()
-    path = found.path / 'model-00001-of-00001.safetensors'
-    path.rename(tmp_path / 'elsewhere')
-    for make in (os.mkfifo, os.mkdir, lambda path: path.symlink_to(tmp_path / 'elsewhere')):
-        make(path)
-        with pytest.raises(UserError, match='is no regular file'):
-            found.load_model()
-        path.rmdir() if path.is_dir() else path.unlink()
-
-
-def only_some_rows(weights):
-    weights['transformer.wpe.weight[4:16]'] = weights.pop('transformer.wpe.weight')[4:].clone()
-
-
 @pytest.mark.parametrize('change, words', [
     (lambda w: w['transformer.ln_f.bias'].fill_(math.inf), 'transformer.ln_f.bias is not finite'),
-    (lambda w: w.update({'transformer.ln_f.bias': torch.zeros(32, dtype=torch.int8)}),
-     "'transformer.ln_f.bias' there is I8"),
-    (only_some_rows, "the parts of 'transformer.wpe.weight' there are not the whole"),
     (lambda w: w.pop('transformer.ln_f.bias'), "'transformer.ln_f.bias' there does not fit"),
     (lambda w: w.update(x=torch.zeros(1)), "'x' there does not fit")])
 def test_weights_that_no_run_wrote_are_refused_by_name(save, change, words):

@@ -1,4 +1,4 @@
-"""A run survives: signals, lost processes, bad steps, full disks, hostile files."""
+"""A run survives: signals, lost processes, bad steps, full disks, damaged files."""
 
 import gc
 import itertools

@@ -54,7 +54,7 @@ import train
 from configurator import load_config
 from plaingpt.inference.pretrained import without_padding
 from plaingpt.monitoring.metrics_file import read_rows
-from plaingpt.system.distributed import StopRequest
+from plaingpt.system import distributed
 from plaingpt.system.errors import run_script
 from plaingpt.system.files import sha256_of
 from plaingpt.training.checkpoint import checkpoint_paths, find, newest_valid
@@ -199,7 +199,7 @@ def signal_round(bench, out_dir, chance):
     for _ in range(8):
         pid = bench.start(out_dir, '--checkpoint_async')
         time.sleep(chance.uniform(0, duration))
-        name = chance.choice(StopRequest.NAMES)
+        name = chance.choice(distributed.StopRequest.NAMES)
         if os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT):
             name = None  # it had ended
         else:
@@ -220,10 +220,11 @@ def signal_round(bench, out_dir, chance):
 
 def start_job(bench, out_dir, *extra):
     """Three processes, each with its share of the model → their process ids."""
+    distributed.TIMEOUT = distributed.timedelta(seconds=10)
     return [fork(train.main, *SETTINGS, f'--out_dir={out_dir}', f'--dataset={bench.data}',
                  '--gradient_accumulation_steps=3', '--parallel=fsdp', '--health_interval=0',
-                 '--sample_tokens=0', '--dist_timeout_s=10', *extra, log=f'{out_dir}.log{rank}',
-                 **env) for rank, env in enumerate(ranks(3))]
+                 '--sample_tokens=0', *extra, log=f'{out_dir}.log{rank}', **env)
+            for rank, env in enumerate(ranks(3))]
 
 
 def lost_round(bench, out_dir, chance):

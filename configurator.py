@@ -300,9 +300,12 @@ REMOVED = {  # settings and options of earlier versions → what to use now
     'api_key': 'put it into the environment as PLAINGPT_API_KEY',
     'model_name': 'serve.py answers whatever model a request names',
     'max_waiting': 'serve.py lets 16 requests wait',
+    'checkpoint_chunk_mb': 'no file of a checkpoint is larger than 512 MB',
     'deterministic': 'write import torch; torch.use_deterministic_algorithms(True) into a config '
                      'file',
+    'dist_timeout_s': 'it is TIMEOUT in plaingpt/system/distributed.py, ten minutes',
     'fsdp_group': 'with --parallel=fsdp all processes share one copy of the model',
+    'max_bad_steps': 'a run ends after ten steps in a row that are not finite',
     'max_tokens': 'a request to serve.py says its own, and sample.py has max_new_tokens',
     'lm_eval': 'name its tasks with --tasks=TASK',
     'eval_tasks_interval': 'eval_tasks run at evaluations, every eval_interval iterations',

@@ -167,11 +167,11 @@ def open_outputs(run, resumed, group):
                         group, writing)
     run.film = open_film(config, run.dataset, run.parallel, run.val_data, metrics, run.context,
                          writing)
-    run.guard = StepGuard(out_dir / 'anomalies.jsonl', config.max_bad_steps, run.train_data,
-                          run.device, scaling=run.scaler.is_enabled())
+    run.guard = StepGuard(out_dir / 'anomalies.jsonl', run.train_data, run.device,
+                          scaling=run.scaler.is_enabled())
     run.saver = Saver(
         out_dir, rank=run.world.rank, world_size=run.world.size, keep=config.keep_checkpoints,
-        chunk_mb=config.checkpoint_chunk_mb, background=config.checkpoint_async)
+        background=config.checkpoint_async)
 
 
 # -----------------------------------------------------------------------------
@@ -197,9 +197,8 @@ def train(run):
             signal = run.stop.signal_at_step()
             ending = signal or progress.ending(config)
             saving = ending or progress.save_is_due(config)
-            if (evaluating or saving or progress.iter_num % config.log_interval == 0) \
-                    and run.guard.report(run.metrics.print):
-                ending = f'given up: {config.max_bad_steps} steps in a row were not finite'
+            if evaluating or saving or progress.iter_num % config.log_interval == 0:
+                ending = run.guard.report(run.metrics.print) or ending
             if saving or ending:
                 save(run)
             if ending:
@@ -321,7 +320,7 @@ def main(argv):
     device, device_why = devices.choose_device(config.device, world.local_rank)
     writing = world.is_main and not config.is_read_only
     with lock_output_dir(config.out_dir, writing) as check_folder, \
-            process_group(world, device, config.backend, config.dist_timeout_s):
+            process_group(world, device, config.backend):
         run = setup(config, world, device, device_why, given)
         run.saver.check_folder = check_folder
         if config.check is True:

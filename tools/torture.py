@@ -43,7 +43,7 @@ import prepare
 import train
 from configurator import load_config
 from plaingpt.monitoring.metrics_file import read_rows
-from plaingpt.system.distributed import StopRequest
+from plaingpt.system import distributed
 from plaingpt.system.errors import run_script
 from plaingpt.system.files import sha256_of
 from plaingpt.training.checkpoint import find, newest_valid
@@ -140,7 +140,7 @@ def signal_round(bench, out_dir, chance):
     for _ in range(8):
         pid = bench.start(out_dir, '--checkpoint_async')
         time.sleep(chance.uniform(0, bench.duration))
-        name = chance.choice(StopRequest.NAMES)
+        name = chance.choice(distributed.StopRequest.NAMES)
         if os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT):
             name = None  # it had ended
         else:
@@ -161,8 +161,9 @@ def signal_round(bench, out_dir, chance):
 
 def start_job(bench, out_dir, *extra):
     """Three processes, each with its share of the model → their process ids."""
+    distributed.TIMEOUT = distributed.timedelta(seconds=10)
     return [bench.start(out_dir, '--gradient_accumulation_steps=3', '--parallel=fsdp',
-                        '--health_interval=0', '--sample_tokens=0', '--dist_timeout_s=10', *extra,
+                        '--health_interval=0', '--sample_tokens=0', *extra,
                         rank=rank, **env) for rank, env in enumerate(ranks(3))]
 
 

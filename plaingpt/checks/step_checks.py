@@ -44,7 +44,7 @@ def steps_follow_the_gradient(subject):
                        'micro-batches: its sign, its scale, or one of them is left out'
         before = [p.detach().clone() for p in named.values()]
         update(model, optimizer, scaler, config.grad_clip,
-               StepGuard(None, 1, None, subject.device), 0, loss)
+               StepGuard(None, None, subject.device), 0, loss)
         if any(p.grad is not None and p.grad.any() for p in named.values()):
             return 'gradients are left when a step has ended, and add up to the next: zero_grad'
         along = sum(float(((p.detach() - old) * gradient).sum()) for p, old, gradient

@@ -52,7 +52,7 @@ def make_step(work, batches):
     optimizer = build_optimizer(gpt.to(device), config, device.type)
     model = compiled(gpt) if work.compile else gpt
     scaler = torch.amp.GradScaler(device.type, enabled=work.dtype == 'float16')
-    guard = StepGuard(None, config.max_bad_steps, None, device, scaling=scaler.is_enabled())
+    guard = StepGuard(None, None, device, scaling=scaler.is_enabled())
     context = autocast(device, work.dtype)
 
     def step():

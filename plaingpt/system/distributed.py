@@ -20,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from plaingpt.system.errors import UserError
 from plaingpt.system.streams import discard_stalled_output, print_line
 
-timeout = timedelta(seconds=600)  # of a collective; process_group sets it
+TIMEOUT = timedelta(seconds=600)  # how long a process waits for the others
 host_group = None  # of gloo_group; process_group makes it
 NETWORK_ERRORS = dist.DistNetworkError, dist.DistStoreError  # gloo's have no type of their own
 
@@ -66,10 +66,10 @@ def print0(line):
 
 
 @contextmanager
-def process_group(world, device, backend='auto', timeout_s=600):
+def process_group(world, device, backend='auto'):
     """Join the job's process group (nccl on CUDA, gloo elsewhere) and leave it at the end. Raises
-    UserError where another process does not come, is lost, or is silent for timeout_s."""
-    global timeout, host_group
+    UserError where another process does not come, is lost, or is silent for TIMEOUT."""
+    global host_group
     if not world.launched:
         yield
         return
@@ -77,7 +77,6 @@ def process_group(world, device, backend='auto', timeout_s=600):
         backend = 'nccl' if device.type == 'cuda' else 'gloo'
     if backend == 'nccl' and device.type != 'cuda':
         raise UserError(f'backend=nccl needs a CUDA device, not {device.type}: leave it at auto')
-    timeout = timedelta(seconds=timeout_s)
     with explain_lost_processes():
         meet(world, device, backend)
         host_group = dist.group.WORLD if backend == 'gloo' else gloo_group(own=True)
@@ -92,13 +91,13 @@ def process_group(world, device, backend='auto', timeout_s=600):
 def meet(world, device, backend):
     """Find the other processes and set up the process group, as torch does by the environment."""
     try:
-        store, rank, size = next(dist.rendezvous('env://', timeout=timeout))
+        store, rank, size = next(dist.rendezvous('env://', timeout=TIMEOUT))
         if os.environ.get('TORCHELASTIC_USE_AGENT_STORE') == 'True':
             # torchrun's store outlives a restart, and torch 2.13 would find in it the addresses of
             # processes that have ended, and wait for them (pytorch/pytorch#135712).
             store = dist.PrefixStore(os.environ['TORCHELASTIC_RESTART_COUNT'], store)
         # Binding the device lets NCCL set its communicators up at once instead of guessing later.
-        dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout,
+        dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=TIMEOUT,
                                 device_id=device if device.type == 'cuda' else None)
     except (ValueError, *NETWORK_ERRORS) as e:
         address, port = (os.environ.get(key) for key in ('MASTER_ADDR', 'MASTER_PORT'))
@@ -130,7 +129,7 @@ def gloo_group(own=False):
     """The group in which the processes talk without their devices, or None when alone. It connects
     each process with each. own: a new one, for a thread beside the main one; all must ask alike."""
     if own and dist.is_initialized():
-        return dist.new_group(backend='gloo', timeout=timeout)
+        return dist.new_group(backend='gloo', timeout=TIMEOUT)
     return host_group
 
 

@@ -33,7 +33,7 @@ from plaingpt.training.checkpoint import (
 )
 from plaingpt.weights import not_finite
 
-MEGABYTE = 10**6
+CHUNK_BYTES = 512 * 10**6  # no file of a checkpoint is larger
 LOGS = ('metrics.jsonl', 'anomalies.jsonl', 'run.json', 'report.md', 'loss.png',
         'loss-details.png', 'film.jsonl', 'film', 'film.html', 'tensorboard')
 
@@ -45,12 +45,10 @@ class Saver:
     alone: this process saves for itself, to see whether it can, and warns of nothing
     """
 
-    def __init__(self, out_dir, *, rank=0, world_size=1, chunk_mb=512, keep=1, background=False,
-                 alone=False):
+    def __init__(self, out_dir, *, rank=0, world_size=1, keep=1, background=False, alone=False):
         self.out_dir = Path(out_dir)
         self.rank = rank
         self.world_size = world_size
-        self.chunk_bytes = chunk_mb * MEGABYTE
         self.keep = keep
         self.background = background
         self.group = None if alone else gloo_group(own=background)
@@ -89,11 +87,11 @@ class Saver:
         of an unsharded model are dealt out to the processes in turn. Of a sharded one each process
         writes its own rows, and rank 0 the tensors that are not sharded."""
         if not any(map(is_sharded, tensors.values())):
-            files = pack(tensors, self.chunk_bytes)
+            files = pack(tensors, CHUNK_BYTES)
             return named(kind, files)[self.rank::self.world_size]
         mine = {name: tensor for name, tensor in tensors.items()
                 if is_sharded(tensor) or self.rank == 0}
-        files = pack(mine, self.chunk_bytes) if mine else []
+        files = pack(mine, CHUNK_BYTES) if mine else []
         counts = all_gather(len(files), self.group)
         return named(kind, files, before=sum(counts[:self.rank]), of=sum(counts))
 

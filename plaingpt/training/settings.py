@@ -23,7 +23,6 @@ from plaingpt.training.schedules import SCHEDULES
 Positive = Annotated[int, 'at least 1']
 Natural = Annotated[int, 'at least 0']
 Chunk = Literal['auto'] | Natural
-Seconds = Annotated[int, 'at least 1 and at most 1_000_000']
 NotNegative = Annotated[float, 'at least 0']
 Decay = Annotated[float, 'at least 0 and below 1']  # of a running mean, each step
 T = TypeVar('T')
@@ -39,6 +38,10 @@ REMOVED = {'rotary_share': 1.0, 'embedding_norm': False, 'qk_scale': 0.0,
            'head_bias': False, 'logit_softcap': 0.0, 'softcap': 'tanh', 'adam_eps': 1e-8,
            'muon_scale': 'match_rms_adamw', 'muon_iterations': 'quintic',
            'embedding_decay': 'weight_decay', 'vector_decay': 0.0}
+
+# And those that changed no loss: a run of an earlier version may have any value of them.
+GONE_WITHOUT_EFFECT = {'also_evaluate', 'checkpoint_chunk_mb', 'deterministic', 'dist_timeout_s',
+                       'fsdp_group', 'max_bad_steps'}
 
 
 @dataclass
@@ -62,7 +65,6 @@ class TrainConfig(GPTConfig):
     always_save_checkpoint: NoEffect[bool] = True  # after each evaluation, not only after the best
     keep_checkpoints: NoEffect[Positive] = 2  # keep this many of the newest, and the best
     checkpoint_async: NoEffect[bool] = False  # write while training goes on, from a copy in memory
-    checkpoint_chunk_mb: NoEffect[Positive] = 512  # no file of a checkpoint is larger
     checkpoint: NoEffect[str] = 'latest'  # which to take from a run: latest, best, or an iteration
     # logging elsewhere
     wandb_log: NoEffect[bool] = False  # log to Weights & Biases
@@ -96,7 +98,6 @@ class TrainConfig(GPTConfig):
     momentum: Decay = 0.95  # of muon and sgd
     grad_clip: NotNegative = 1.0  # largest norm of the gradient; 0 for no limit
     average_decay: Decay = 0.0  # of the mean of the weights that is evaluated and saved; 0: none
-    max_bad_steps: NoEffect[Positive] = 10  # stop when so many in a row have no finite gradient
     # learning rate
     decay_lr: bool = True  # False keeps it constant, without warmup
     lr_schedule: Literal[*SCHEDULES] = 'cosine'  # after the warmup
@@ -111,7 +112,6 @@ class TrainConfig(GPTConfig):
     loss_chunk_tokens: NoEffect[Chunk] = 'auto'  # tokens that have logits at once; 0: all
     activation_checkpointing: NoEffect[Literal[*KINDS]] = 'none'  # keep less for the backward pass
     backend: NoEffect[Literal['auto', 'nccl', 'gloo']] = 'auto'  # between processes
-    dist_timeout_s: NoEffect[Seconds] = 600  # how long a process waits for the others
     seed: NoEffect[Natural] = 1337  # of the weights, of dropout and of the order of data
     parallel: NoEffect[Literal['auto', 'ddp', 'fsdp']] = 'auto'  # ddp copies the model, fsdp shards
     # model, where it differs from GPT-2
@@ -228,5 +228,5 @@ class TrainConfig(GPTConfig):
 def settings_without_effect():
     """Names of the settings that do not change the loss that a run can be expected to have."""
     hints = get_type_hints(TrainConfig, include_extras=True)
-    return {name for name, hint in hints.items()
-            if WITHOUT_EFFECT in getattr(hint, '__metadata__', ())}
+    return GONE_WITHOUT_EFFECT | {name for name, hint in hints.items()
+                                  if WITHOUT_EFFECT in getattr(hint, '__metadata__', ())}

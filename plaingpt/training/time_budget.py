@@ -205,7 +205,7 @@ def timed(run, function, *arguments):
 def time_step(run, batches):
     """Seconds of a step, of which one micro-batch is computed and the update moves no weight."""
     scaler = torch.amp.GradScaler(run.device.type, enabled=False)
-    guard = StepGuard(None, 1, None, run.device)
+    guard = StepGuard(None, None, run.device)
     for param_group in run.optimizer.param_groups:
         param_group['lr'] = 0.0  # the loop sets it
     loss, micro_s = timed(run, forward_backward, run.parallel.train, batches, 1, scaler,

@@ -85,6 +85,7 @@ def update(model, optimizer, scaler, grad_clip, guard, iter_num, loss):
 # -----------------------------------------------------------------------------
 # steps that are not finite
 
+MAX_BAD_STEPS = 10  # so many in a row end the run
 OVERFLOWS = 16  # halvings that take GradScaler's scale from 65,536, where it begins, to 1
 
 
@@ -101,26 +102,26 @@ class StepGuard:
     such steps in a row are not bad, though the optimizer keeps still on them too
     """
 
-    def __init__(self, path, max_bad_steps, loader, device, scaling=False):
-        self.path, self.max_bad_steps, self.loader = path, max_bad_steps, loader
+    def __init__(self, path, loader, device, scaling=False):
+        self.path, self.loader = path, loader
         self.overflows = OVERFLOWS if scaling else 0
         self.held_in_a_row = torch.zeros((), device=device)  # steps that moved no weight
         self.bad_in_a_row = torch.zeros((), device=device)
         self.unread = []  # (iteration, bad, loss, gradient norm), on the device but for the first
-        self.gave_up = False  # max_bad_steps came in a row
+        self.gave_up = False  # MAX_BAD_STEPS came in a row
         self.group = gloo_group()
 
     def check_finite(self, iter_num, loss, grad_norm):
         """→ hold: 1.0 on the device where the optimizer must skip the step, else 0.0; the same on
         all ranks. It is 1 if the loss or the gradient is not finite on any rank, and once
-        max_bad_steps have come in a row. A step is bad if its loss is not finite or, with float16,
+        MAX_BAD_STEPS have come in a row. A step is bad if its loss is not finite or, with float16,
         if its gradient still is not after `overflows` held steps in a row."""
         broken = 1 - torch.stack([loss.isfinite() & grad_norm.isfinite(), loss.isfinite()]).float()
         if dist.is_initialized():
             dist.all_reduce(broken, dist.ReduceOp.MAX)
         not_finite, bad_loss = broken
         bad = torch.maximum(bad_loss, not_finite * (self.held_in_a_row >= self.overflows))
-        gave_up = (self.bad_in_a_row >= self.max_bad_steps).float()
+        gave_up = (self.bad_in_a_row >= MAX_BAD_STEPS).float()
         hold = torch.maximum(not_finite, gave_up)
         self.held_in_a_row = (self.held_in_a_row + 1) * hold
         self.bad_in_a_row = (self.bad_in_a_row + 1) * torch.maximum(bad, gave_up)
@@ -130,11 +131,12 @@ class StepGuard:
     def report(self, print_line):
         """Write down the bad steps since the last report. This waits for the device.
 
-        → True where max_bad_steps came in a row; the weights are then as before the first of them.
+        → why the run ends, where MAX_BAD_STEPS came in a row, or ''. The weights are then as before
+        the first of them.
         """
         steps, self.unread = self.unread, []
         if not steps or not torch.stack([bad for _, bad, _, _ in steps]).any():
-            return False
+            return ''
         for iter_num, bad, loss, grad_norm in steps:
             if not bad:
                 continue
@@ -148,8 +150,8 @@ class StepGuard:
                         'grad_norm': finite_or_text(grad_norm.item()),
                         'sequences': [first, last], 'sequence_starts': starts}
                 append_line(self.path, line)
-        self.gave_up = self.bad_in_a_row.item() >= self.max_bad_steps
-        return self.gave_up
+        self.gave_up = self.bad_in_a_row.item() >= MAX_BAD_STEPS
+        return f'given up: {MAX_BAD_STEPS} steps in a row were not finite' if self.gave_up else ''
 
     def report_held(self, print_line):
         """Warn at the end if the last steps were all skipped. One is normal with float16."""
@@ -161,7 +163,7 @@ class StepGuard:
     def error(self):
         """What to stop with."""
         return UserError(
-            f'the last {self.max_bad_steps} steps had a loss or gradient that is not finite, and '
+            f'the last {MAX_BAD_STEPS} steps had a loss or gradient that is not finite, and '
             'the weights are as before them: lower --learning_rate, lengthen --warmup_iters or try '
             f'--dtype=float32, and look at the text that {self.path} names; then continue with '
             '--init_from=resume, or from before with --checkpoint=best')

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from contextlib import nullcontext
+from datetime import timedelta
 from itertools import repeat
 from pathlib import Path
 
@@ -48,7 +49,8 @@ def error_in(log):
 
 def work(argv):
     """Collectives until another process is gone or silent. argv: how many seconds to wait"""
-    with process_group(launched_world(), CPU, timeout_s=int(argv[0])):
+    distributed.TIMEOUT = timedelta(seconds=int(argv[0]))
+    with process_group(launched_world(), CPU):
         for n in range(10**6):
             distributed.barrier()
             print(n)
@@ -95,7 +97,7 @@ def test_a_process_that_is_slow_does_not_end_the_others(tmp_path):
 
 def meet(argv):
     """Meet the other processes, and stay until `argv[0]` exists."""
-    with process_group(launched_world(), CPU, timeout_s=60):
+    with process_group(launched_world(), CPU):
         print('met')
         wait_until(Path(argv[0]).exists)
 
@@ -190,8 +192,11 @@ def test_an_environment_that_names_no_job_is_a_mistake(monkeypatch):
 @pytest.mark.slow
 def test_under_torchrun_a_process_that_hangs_brings_the_whole_job_back(tiny, tmp_path):
     log = tmp_path / 'log'
-    options = ['--max_iters=600', '--lr_decay_iters=600', '--eval_interval=600',
-               '--checkpoint_interval=100', '--init_from=auto', '--dist_timeout_s=10']
+    config = tmp_path / 'soon.py'
+    config.write_text('from datetime import timedelta\nfrom plaingpt.system import distributed\n'
+                      'distributed.TIMEOUT = timedelta(seconds=10)\n')
+    options = [config, '--max_iters=600', '--lr_decay_iters=600', '--eval_interval=600',
+               '--checkpoint_interval=100', '--init_from=auto']
     with open(log, 'w') as output, subprocess.Popen(
             [sys.executable, '-m', 'torch.distributed.run', '--standalone', '--nproc_per_node=2',
              '--max-restarts=3', ROOT / 'train.py', *tiny, *options],
@@ -231,7 +236,7 @@ def test_gradients_of_several_processes_take_no_memory_beside_what_travels(monke
     idx = torch.zeros(2, 16, dtype=torch.int64)
     with process_group(launched_world(), CPU):
         ddp = Replicated(model, CPU, False, World(size=2)).train
-        guard, places = StepGuard(None, 9, None, CPU), []
+        guard, places = StepGuard(None, None, CPU), []
         for step in range(3):
             loss = forward_backward(ddp, repeat((idx, idx)), 3, scaler, nullcontext())
             update(ddp, optimizer, scaler, 1.0, guard, step, loss)

@@ -59,8 +59,9 @@ def save(model, optimizer, tmp_path):
 @pytest.mark.parametrize('kilobytes', [None, 5, 20])
 def test_weights_and_optimizer_come_back_bit_for_bit_in_files_no_larger_than_asked(
         model, optimizer, save, monkeypatch, kilobytes):
-    monkeypatch.setattr(checkpoint_writer, 'MEGABYTE', 1000)
-    found = save(chunk_mb=kilobytes or 10**6)
+    if kilobytes:
+        monkeypatch.setattr(checkpoint_writer, 'CHUNK_BYTES', 1000 * kilobytes)
+    found = save()
     if kilobytes:  # the embedding alone has 16 kB
         assert all(chunk['bytes'] <= 1000 * kilobytes for chunk in found.state['chunks'])
     again = found.load_model()

@@ -8,7 +8,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from model import GPT, GPTConfig
-from plaingpt.training import optimizers
+from plaingpt.training import optimizers, training_step
 from plaingpt.training.optimizers import build_optimizer
 from plaingpt.training.settings import TrainConfig
 from plaingpt.training.training_step import StepGuard, update
@@ -149,18 +149,18 @@ def test_a_bad_step_leaves_weights_momenta_and_mean_squares_alone(name):
 def test_gradients_are_multiplied_where_there_is_a_limit_and_not_without():
     for limit, expected in ((1.0, 1), (0.0, 0)):
         model, optimizer = made('adamw')
-        loss, guard = gradients(model).detach(), StepGuard(None, 10, None, torch.device('cpu'))
+        loss, guard = gradients(model).detach(), StepGuard(None, None, torch.device('cpu'))
         scaler = torch.amp.GradScaler('cpu', enabled=False)
         with Calls() as calls:
             update(model, optimizer, scaler, limit, guard, 0, loss)
         assert calls.names['_foreach_mul_'] == expected and calls.names['_foreach_norm'] == 1
 
 
-def stepped(model, optimizer, factors, scaled=False, patience=10):
+def stepped(model, optimizer, factors, scaled=False):
     """Steps on batches whose losses are multiplied by these factors; None: no step → for each
-    whether it moved a weight. patience: steps that may be left out one after another."""
+    whether it moved a weight"""
     scaler = torch.amp.GradScaler('cpu', init_scale=4.0, enabled=scaled)
-    guard = StepGuard(None, patience, None, torch.device('cpu'), scaling=scaled)
+    guard = StepGuard(None, None, torch.device('cpu'), scaling=scaled)
     moved = []
     torch.manual_seed(1)
     for it, factor in enumerate(factors):
@@ -182,8 +182,9 @@ def test_a_first_step_that_is_not_finite_leaves_no_trace(name, scaled):
     assert same(poisoned.parameters(), spared.parameters())
 
 
-def test_with_float16_a_run_that_gave_up_moves_no_more():
-    moved = stepped(*made(), (1.0, math.nan, math.nan, 1.0, 1.0), scaled=True, patience=2)
+def test_with_float16_a_run_that_gave_up_moves_no_more(monkeypatch):
+    monkeypatch.setattr(training_step, 'MAX_BAD_STEPS', 2)
+    moved = stepped(*made(), (1.0, math.nan, math.nan, 1.0, 1.0), scaled=True)
     assert moved == [True, False, False, False, False]
 
 

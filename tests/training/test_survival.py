@@ -32,7 +32,7 @@ from plaingpt.system import distributed as runtime
 from plaingpt.system.distributed import StopRequest
 from plaingpt.system.errors import UserError
 from plaingpt.training import checkpoint as checkpoints
-from plaingpt.training import checkpoint_writer, probes
+from plaingpt.training import checkpoint_writer, probes, training_step
 
 
 @pytest.mark.parametrize('name', ['SIGTERM', 'SIGINT'])
@@ -196,9 +196,8 @@ def test_kills_and_signals_at_random_instants_lose_nothing():
 
 
 def test_a_run_goes_on_with_another_number_of_processes(tiny, tmp_path, monkeypatch):
-    monkeypatch.setattr(checkpoint_writer, 'MEGABYTE', 20_000)
-    tiny = [*tiny, '--gradient_accumulation_steps=6', '--eval_interval=2', '--checkpoint_async',
-            '--checkpoint_chunk_mb=1']
+    monkeypatch.setattr(checkpoint_writer, 'CHUNK_BYTES', 20_000)
+    tiny = [*tiny, '--gradient_accumulation_steps=6', '--eval_interval=2', '--checkpoint_async']
     one, cut = tmp_path / 'one', tmp_path / 'cut'
     train.main([*tiny, f'--out_dir={one}'])
     several = [*tiny, f'--out_dir={cut}', '--init_from=auto']
@@ -283,7 +282,8 @@ def spoil_steps(bad_losses, bad_gradients=(), rank=0):
 
 def test_a_bad_step_leaves_weights_and_optimizer_alone(tiny, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(train, 'forward_backward', spoil_steps([2], [4]))
-    train.main([*tiny, '--checkpoint_interval=1', '--max_bad_steps=2'])
+    monkeypatch.setattr(training_step, 'MAX_BAD_STEPS', 2)
+    train.main([*tiny, '--checkpoint_interval=1'])
     out = tmp_path / 'out'
     assert 'iteration 2 left the weights alone' in capsys.readouterr().out
     assert same(weights(out, 1), weights(out, 2)) and same(weights(out, 3), weights(out, 4))
@@ -297,9 +297,9 @@ def test_a_bad_step_leaves_weights_and_optimizer_alone(tiny, tmp_path, monkeypat
 def test_too_many_bad_steps_in_a_row_stop_the_run_with_the_weights_before_them(
         tiny, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(train, 'forward_backward', spoil_steps([3, 4, 5, 6]))
-    message = fails(capsys, monkeypatch, train.main, *tiny, '--max_bad_steps=3',
-                    '--checkpoint_interval=2', '--log_interval=100', '--eval_interval=100',
-                    '--max_iters=100')
+    monkeypatch.setattr(training_step, 'MAX_BAD_STEPS', 3)
+    message = fails(capsys, monkeypatch, train.main, *tiny, '--checkpoint_interval=2',
+                    '--log_interval=100', '--eval_interval=100', '--max_iters=100')
     assert 'the last 3 steps' in message and '--learning_rate' in message
     assert checkpoints.find(tmp_path / 'out').iter_num == 6  # seen when it was saved
     assert same(weights(tmp_path / 'out', 2), weights(tmp_path / 'out', 6))
@@ -317,9 +317,10 @@ def test_processes_agree_on_a_bad_step(tiny, tmp_path):
 
 def test_gradients_that_stay_infinite_stop_a_run_in_float16(tiny, tmp_path, monkeypatch):
     monkeypatch.setattr(train, 'forward_backward', spoil_steps([], range(1, 99)))
+    monkeypatch.setattr(training_step, 'MAX_BAD_STEPS', 3)
     with pytest.raises(UserError, match='not finite'):
         train.main([*tiny, '--dtype=float16', '--max_iters=99', '--eval_interval=99',
-                    '--checkpoint_interval=5', '--max_bad_steps=3'])
+                    '--checkpoint_interval=5'])
     found = checkpoints.find(tmp_path / 'out')
     assert found.iter_num < 50 and same(weights(tmp_path / 'out', 5), weights(tmp_path / 'out'))
     assert found.state['scaler']['scale'] > 0 and len(anomalies(tmp_path / 'out')) == 3

@@ -14,7 +14,7 @@ from model import GPTConfig
 from plaingpt.system.errors import UserError
 from plaingpt.training import checkpoint as checkpoints
 from plaingpt.training import resuming, run_data
-from plaingpt.training.settings import TrainConfig
+from plaingpt.training.settings import GONE_WITHOUT_EFFECT, TrainConfig
 
 FORMAT_1 = Path(__file__).resolve().parents[1] / 'data' / 'format_1'
 SAME = options(dataset='./dataset', out_dir='run', n_layer=2, n_head=2, n_embd=8, block_size=16,
@@ -83,14 +83,18 @@ def test_a_setting_that_came_later_is_no_change(old, capsys):
     assert 'changed' not in capsys.readouterr().out
 
 
-def test_a_setting_that_is_no_more_is_forgotten_where_it_changes_nothing(old):
+def test_a_setting_that_is_no_more_is_forgotten_where_it_changes_nothing(old, capsys):
     removed = dict(rotary_share=1.0, softcap='tanh', head_bias=False)
     change_state(checkpoints.find('run').path, lambda state: [
         state['model'].update(removed), state['config'].update(
             removed, adam_eps=1e-8, embedding_decay=state['config']['weight_decay'])])
     assert checkpoints.find('run').load_model().config.n_embd == 8
+    change_state(checkpoints.find('run').path, lambda state: state['config'].update(
+        deterministic=True, fsdp_group=2, also_evaluate='notes', max_bad_steps=3))
     train.main([*SAME, '--init_from=resume', '--max_iters=7'])
-    assert not checkpoints.REMOVED.keys() & checkpoints.find('run').state['config'].keys()
+    assert not {*checkpoints.REMOVED, *GONE_WITHOUT_EFFECT} & checkpoints.find(
+        'run').state['config'].keys()
+    assert 'deterministic' not in ''.join(capsys.readouterr())
 
 
 @pytest.mark.parametrize(('change', 'words'), [

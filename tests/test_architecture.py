@@ -169,3 +169,7 @@ def test_the_root_is_seen_at_a_glance():
                              check=True).stdout.splitlines()
     entries = {Path(name).parts[0] for name in tracked if not name.startswith('.')}
     assert len(entries) <= 28, sorted(entries)
+
+
+def test_tests_work_outside_of_the_checkout():
+    assert not Path.cwd().is_relative_to(ROOT)

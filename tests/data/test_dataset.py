@@ -4,6 +4,7 @@ import json
 import os
 import random
 import shutil
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -232,10 +233,13 @@ def test_a_run_on_bare_files_resumes_on_the_same_tokens_only(tiny, tmp_path, cap
 
 @pytest.mark.slow  # the job takes seconds to end
 def test_processes_that_find_different_tokens_do_not_train(tiny, tmp_path):
-    folders = bare(tmp_path / 'one', range(3000)), bare(tmp_path / 'other', range(1, 3001))
+    machines = [tmp_path / f'machine{rank}' for rank in range(2)]
+    for first, machine in enumerate(machines):
+        machine.mkdir()
+        bare(machine / 'tokens', range(first, first + 3000))
     logs = [tmp_path / f'log{rank}' for rank in range(2)]
-    job = [fork(train.main, *tiny, f'--dataset={folder}', log=log, **env)
-           for folder, log, env in zip(folders, logs, ranks(2), strict=True)]
+    job = [fork(train.main, *tiny, '--dataset=./tokens', log=log, before=partial(os.chdir, machine),
+                **env) for machine, log, env in zip(machines, logs, ranks(2), strict=True)]
     assert [exit_code(pid) for pid in job] == [2, 2]
     assert all('find different tokens' in log.read_text() for log in logs)
 

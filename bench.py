@@ -40,12 +40,14 @@ from plaingpt.experiments.judge import judge
 from plaingpt.experiments.memory_check import measure_memory
 from plaingpt.experiments.step_speed import Workload, measure_speed
 from plaingpt.system import devices
+from plaingpt.system.distributed import launched_world
 from plaingpt.system.errors import UserError, run_script
 from plaingpt.system.files import ROOT, make_writable
 from plaingpt.system.formatting import count_of
 from plaingpt.system.streams import require_stdout, warn
 from plaingpt.training.dtype_choice import choose_training_dtype
 from plaingpt.training.memory_planner import explain_out_of_memory
+from plaingpt.training.run_data import open_data
 from plaingpt.training.settings import TrainConfig
 
 
@@ -185,6 +187,7 @@ def judge_change(config, words):
         load_config(BenchConfig, [*words, *added])
     if config.split == 'test':
         open_named(config.dataset).split('test')
+    open_data(config, launched_world())  # which prepares a small one, where both sides find it
     words = runs.training_words(words)
     return judge(config, words, [*words, *added])
 

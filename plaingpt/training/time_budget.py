@@ -127,7 +127,7 @@ def fitted(config, times, given, dataset, begun=0):
         f'a run of this length, {get_lr(begun, config):.2e} now'
     print0(f'{duration(budget_s)}, evaluations included, are enough for {what}: '
            f'{quote_epochs(dataset.epochs(iters * config.step_tokens()))}, '
-           f'eval_interval={config.eval_interval}')
+           f'eval_interval={config.eval_interval}, eval_iters={config.eval_iters}')
     return config
 
 

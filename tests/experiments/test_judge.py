@@ -6,6 +6,7 @@ import random
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ from helpers import ROOT, fails, options
 
 import bench
 import prepare
+from configurator import load_config
 from plaingpt.experiments import judge as judging
 from plaingpt.experiments.judge import git, interval
 from plaingpt.system.errors import UserError
@@ -156,6 +158,13 @@ def test_what_cannot_be_judged_is_said_before_anything_is_trained(
 
 
 @needs_git
+def test_a_small_corpus_is_prepared_before_the_sides_look_for_it(monkeypatch):
+    monkeypatch.setattr(bench, 'judge', lambda *_: None)
+    words = ['--judge', 'config/tiny.py', '--set=learning_rate=1e-2']
+    bench.judge_change(load_config(bench.BenchConfig, words), words)
+    assert Path('data/readme/meta.json').exists()
+
+
 def test_a_commit_that_is_not_there_is_named(char_data, capsys, monkeypatch):
     assert 'nothing' in fails(capsys, monkeypatch, bench.main, '--judge', '--against=nothing',
                               *RECIPE, f'--dataset={char_data}')

@@ -35,6 +35,7 @@ from typing import Annotated, Literal
 from configurator import load_config
 from plaingpt.data.corpora import find_dataset_size
 from plaingpt.data.dataset import open_named
+from plaingpt.data.opening import open_data
 from plaingpt.experiments import runs, tables
 from plaingpt.experiments.judge import judge
 from plaingpt.experiments.memory_check import measure_memory
@@ -47,7 +48,6 @@ from plaingpt.system.formatting import count_of
 from plaingpt.system.streams import require_stdout, warn
 from plaingpt.training.dtype_choice import choose_training_dtype
 from plaingpt.training.memory_planner import explain_out_of_memory
-from plaingpt.training.run_data import open_data
 from plaingpt.training.settings import TrainConfig
 
 
@@ -187,7 +187,8 @@ def judge_change(config, words):
         load_config(BenchConfig, [*words, *added])
     if config.split == 'test':
         open_named(config.dataset).split('test')
-    open_data(config, launched_world())  # which prepares a small one, where both sides find it
+    device, _ = devices.choose_device(config.device)
+    open_data(config, launched_world(), device)  # a small one is prepared, where both sides find it
     words = runs.training_words(words)
     return judge(config, words, [*words, *added])
 

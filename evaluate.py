@@ -31,14 +31,14 @@ from plaingpt.system.distributed import gloo_group, launched_world, print0, proc
 from plaingpt.system.errors import UserError, run_script
 from plaingpt.system.files import write_json
 from plaingpt.system.streams import require_stdout, status
-from plaingpt.training import model_choice
+from plaingpt.training.start import ModelChoice, load
 
 SPLITS = ('val', 'test', 'train')
 OURS = (*SPLITS, 'text')
 
 
 @dataclass
-class EvaluateConfig(model_choice.ModelChoice):
+class EvaluateConfig(ModelChoice):
     # tasks
     tasks: str = 'val'  # val, test, train, text, or those of lm_eval; several with commas
     split: Literal['', 'val', 'test', 'train'] = ''  # this task alone
@@ -122,8 +122,8 @@ def main(argv):
         require_stdout()
     world = launched_world()
     device, _ = choose_device(config.device, world.local_rank)
-    model, tokenizer, source, state = model_choice.load(
-        config.init_from, config.out_dir, config.checkpoint, config.tokenizer)
+    model, tokenizer, weights = load(config)
+    source, state = weights.source, weights.state
     model.to(device)
     dtype, _ = choose_dtype(config.dtype, device, model.config.n_embd)
     print0(f'{source} | {model.num_parameters():,} parameters | device {device} | dtype {dtype} | '

@@ -33,12 +33,12 @@ from plaingpt.inference.hf_export import one_document, write_hf
 from plaingpt.monitoring.metrics_file import read_rows
 from plaingpt.system.errors import UserError, run_script
 from plaingpt.system.formatting import quoted
-from plaingpt.training import model_choice
 from plaingpt.training.settings import TrainConfig
+from plaingpt.training.start import ModelChoice, load
 
 
 @dataclass
-class ExportConfig(model_choice.ModelChoice):
+class ExportConfig(ModelChoice):
     # where to
     dest: str = ''  # the folder to write, or the file of gguf, which must not exist yet
     format: Literal['transformers', 'gguf'] = 'transformers'  # gguf: a file for llama.cpp
@@ -123,14 +123,14 @@ def main(argv):
     dest = Path(config.dest)
     if dest.exists():
         raise UserError(f'dest={dest} exists already: name one that does not')
-    model, tokenizer, source, state = model_choice.load(
-        config.init_from, config.out_dir, config.checkpoint, config.tokenizer)
+    model, tokenizer, weights = load(config)
+    source = weights.source
     writer = None if config.format != 'gguf' else build_gguf(model, tokenizer, config.dtype)
     folder = dest.with_name(f'{dest.name}.{os.getpid()}.tmp')
     try:
         folder.mkdir(parents=True)
         if writer is None:
-            card = model_card(dest.name, model, tokenizer, source, state, config.license,
+            card = model_card(dest.name, model, tokenizer, source, weights.state, config.license,
                               config.datasets)
             write_hf(folder, model, tokenizer, card, getattr(torch, config.dtype))
             folder.rename(dest)

@@ -39,9 +39,8 @@ from plaingpt.training.memory_planner import (
     savings,
     step_settings,
 )
-from plaingpt.training.resuming import saved_settings
-from plaingpt.training.run_model import check_start, missing_chat_tokens, start_shape
 from plaingpt.training.settings import TrainConfig
+from plaingpt.training.start import Start, check_start, start_shape
 from plaingpt.training.time_budget import SHARE
 
 
@@ -103,19 +102,17 @@ def find_machine(config, shape):
     return Machine(device, devices.machine_name(device), dtype, *sizes, here=True)
 
 
-def find_shape(config):
+def find_shape(config, start):
     """→ (GPTConfig, tokens of the dataset or None, where they are known from). The shape is that of
     the model that config.init_from names. Raises UserError where it cannot start this run."""
     vocab_size, tokens, source = find_dataset_size(config.dataset, config.vocab_size)
-    start = start_shape(config)
-    if not start:
+    if start.from_scratch:
         return config.gpt_config(vocab_size), tokens, source
-    if has_token_files(config.dataset):  # a model learns the tokens of conversations
-        new = missing_chat_tokens(open_named(config.dataset), start.vocab_size)
-        start = replace(start, vocab_size=start.vocab_size + new)
+    dataset = open_named(config.dataset) if has_token_files(config.dataset) else None
+    shape = start_shape(config, start.weights, dataset)
     known = tokens or config.vocab_size  # else the vocabulary is an assumption
-    check_start(config, start, config.dataset, vocab_size if known else start.vocab_size)
-    return replace(start, block_size=config.block_size), tokens, source
+    check_start(config, shape, config.dataset, vocab_size if known else shape.vocab_size)
+    return replace(shape, block_size=config.block_size), tokens, source
 
 
 # -----------------------------------------------------------------------------
@@ -335,9 +332,10 @@ def print_time_and_disk(time, disk, machine):
 
 
 def main(argv):
-    config = load_config(PlanConfig, argv, __doc__, read_saved=saved_settings)
+    start = Start(verifies=False)
+    config = load_config(PlanConfig, argv, __doc__, read_saved=start.read)
     require_stdout()
-    shape, dataset_tokens, source = find_shape(config)
+    shape, dataset_tokens, source = find_shape(config, start)
     machine = find_machine(config, shape)
     with torch.device('meta'):
         gpt = GPT(shape)

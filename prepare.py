@@ -154,12 +154,12 @@ def borrow_tokenizer(name):
     folder = download(name, FILES_OF_TOKENIZER) if is_hub_name(name) else name
     if found := read_tokenizer(folder):
         return found
-    from plaingpt.training.checkpoint import find_named  # the model too, which takes a second
-    found = find_named(name, 'latest')
+    from plaingpt.training.start import open_weights  # the model too, which takes a second
+    found = open_weights(name, 'latest').tokenizer_json()
     if found is None:
         raise UserError(f'tokenizer={name}: the folder has no tokenizer.json, and is no run and no '
                         'prepared dataset')
-    return found.state['tokenizer']
+    return found
 
 
 def main(argv):

@@ -14,23 +14,27 @@ if __name__ == '__main__':  # before torch, which takes seconds
 
 import math
 import sys
-from contextlib import closing, contextmanager
-from dataclasses import asdict, dataclass
+from contextlib import closing, contextmanager, nullcontext
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import torch
+from torch.nn.parallel import DistributedDataParallel
+from torch.nn.utils import clip_grad_norm_
 
 from configurator import load_config, options_of
 from model import GPT
 from plaingpt.checks.preflight import preflight
-from plaingpt.data.batches import BatchLoader
+from plaingpt.data.batches import BatchLoader, fits_in_ram
 from plaingpt.data.dataset import Dataset
+from plaingpt.data.opening import describe_batches, open_data
 from plaingpt.monitoring.backends import open_backends
 from plaingpt.monitoring.markdown_report import write_report
 from plaingpt.monitoring.metrics import Metrics
+from plaingpt.monitoring.metrics_file import finite
 from plaingpt.monitoring.references import find_reference
 from plaingpt.monitoring.run_record import describe_run, write_run
-from plaingpt.parallel.sharding import Replicated
+from plaingpt.parallel import sharding
 from plaingpt.system import devices
 from plaingpt.system.distributed import (
     StopRequest,
@@ -38,6 +42,7 @@ from plaingpt.system.distributed import (
     all_gather,
     all_reduce_mean,
     check_shared,
+    full_tensor,
     gloo_group,
     launched_world,
     print0,
@@ -45,127 +50,282 @@ from plaingpt.system.distributed import (
 )
 from plaingpt.system.errors import UserError, run_script
 from plaingpt.system.files import lock_output_dir
+from plaingpt.system.formatting import quoted
 from plaingpt.system.streams import status
-from plaingpt.training import run_data, run_model
-from plaingpt.training.averaging import averaged
-from plaingpt.training.checkpoint_writer import Saver, archive_previous_run, trim_logs
+from plaingpt.training.averaging import averaged, go_on
+from plaingpt.training.checkpoint_writer import Saver, archive_previous_run, clean_up, trim_logs
 from plaingpt.training.dtype_choice import choose_training_dtype
+from plaingpt.training.evaluation import Watching, evaluated_bytes, mean_loss
 from plaingpt.training.film import Film, open_film
 from plaingpt.training.memory_fit import fit_to_memory
 from plaingpt.training.memory_planner import explain_out_of_memory
 from plaingpt.training.optimizers import build_optimizer
-from plaingpt.training.probes import Probes
-from plaingpt.training.progress import Progress, restore
-from plaingpt.training.resuming import check_resumed, find_resumed, saved_settings
 from plaingpt.training.schedules import get_lr
 from plaingpt.training.settings import TrainConfig, settings_without_effect
-from plaingpt.training.time_budget import refuse_two_lengths, with_length, with_length_of
-from plaingpt.training.training_step import (
-    StepGuard,
-    collect_garbage,
-    forward_backward,
-    garbage_at_known_steps,
-    update,
+from plaingpt.training.start import Start, run_shape, with_shape
+from plaingpt.training.step_guard import StepGuard, collect_garbage, garbage_at_known_steps
+from plaingpt.training.time_budget import (
+    apart,
+    fit_minutes,
+    length_of,
+    print_length,
+    refuse_two_lengths,
 )
+
+
+@dataclass
+class Progress:
+    """Where a run stands: what a checkpoint keeps of the loop."""
+
+    iter_num: int = 0  # updates made
+    best_val_loss: float = math.inf
+    evals_since_best: int = 0
+    evaluated_at: int | None = None  # the iteration of the last evaluation
+    val_loss: float | None = None  # that it measured
+    saved_at: int | None = None  # the iteration of the last checkpoint
+    saved_evaluated: bool = False  # that checkpoint has its evaluation
+    eval_sequences: int = 0  # that each evaluation reads of a split
+
+    @property
+    def evaluated(self):
+        """Whether this iteration was evaluated."""
+        return self.evaluated_at == self.iter_num
+
+    def record_evaluation(self, val_loss):
+        """val_loss: None where it was not due. → whether it is the best so far."""
+        self.evaluated_at, self.val_loss = self.iter_num, val_loss
+        if val_loss is None:
+            return False
+        best = val_loss < self.best_val_loss
+        if best:
+            self.best_val_loss = val_loss
+        self.evals_since_best = 0 if best else self.evals_since_best + 1
+        return best
+
+    def state(self):
+        """What a checkpoint of this iteration keeps, as JSON."""
+        return {'iter_num': self.iter_num, 'evaluated': self.evaluated,
+                'val_loss': finite(self.val_loss) if self.evaluated else None,
+                'best_val_loss': finite(self.best_val_loss),
+                'evals_since_best': self.evals_since_best, 'eval_sequences': self.eval_sequences}
 
 
 @dataclass
 class Run:
     """A training run: what the loop works with."""
 
-    config: TrainConfig
+    config: TrainConfig  # resolved: it changes no more
+    start: Start  # the weights that it begins with, or the checkpoint that it continues
     world: World
     device: torch.device
     dtype: str  # of the matmuls
-    context: object  # autocast, in which forward passes run
     dataset: Dataset  # or Mixture
     train_data: BatchLoader  # or MixedLoader
     val_data: BatchLoader
-    model: GPT  # not compiled or wrapped; the one that is saved
-    parallel: Replicated  # or Sharded: the model over the processes, to evaluate and to train with
+    model: GPT  # the one that is saved
+    wrapped: torch.nn.Module  # the same, compiled and shared among processes: what the loop calls
     optimizer: torch.optim.Optimizer
+    context: object  # autocast, in which forward passes run
     scaler: torch.amp.GradScaler
     progress: Progress
     stop: StopRequest
     record: dict = None  # the facts of the run, as run.json has them; this and below: open_outputs
     metrics: Metrics = None
-    probes: Probes = None
+    watching: Watching = None  # health, samples, benchmarks
     film: Film = None  # where there is one
     guard: StepGuard = None
     saver: Saver = None
 
 
 # -----------------------------------------------------------------------------
-# setup, in the order the data flows
+# setup: settings → device and dtype → data → model → compile, DDP or FSDP → optimizer
 
 
 @status.doing('setting up')
-def setup(config, world, device, device_why, given=frozenset()):
-    """TrainConfig → Run: data, model, optimizer, where the run stands, where its numbers go. given:
-    the settings that the command line names."""
+def setup(config, start, world, device, device_why, given=frozenset()):
+    """TrainConfig, Start → Run. given: the settings that the command line names. Raises UserError.
+    """
     devices.use_fast_matmul()
     devices.use_expandable_segments(device)
-    devices.seed_everything(config.seed, world.rank)
+    torch.manual_seed(config.seed + world.rank)  # processes must not share dropout masks
     group = gloo_group()
     config = all_gather(config, group)[0]  # each process may have measured something else
+    start.agree(config, group)
     if not config.is_read_only:
         check_shared(Path(config.out_dir), world, group)
+        if world.is_main:
+            clean_up(config.out_dir)
+    dataset = open_data(config, world, device)
+    timed = config.minutes > 0
+    config, shape, dtype, compile = resolve(config, start, dataset, world, device, device_why,
+                                            given)
 
-    dataset = run_data.open_data(config, world)
-    resumed = find_resumed(config, group)
-    if resumed:
-        config = with_length_of(resumed, config, given)
-        check_resumed(resumed, config, dataset)
-    shape = run_model.run_shape(config, dataset, resumed)
-    dtype, dtype_why = choose_training_dtype(config, shape, device, resumed, group)
-    compile, compile_why = devices.choose_compile(config.compile, device)
-    print0(f'device {device} ({device_why}) | dtype {dtype} ({dtype_why}) | '
-           f'compile {compile} ({compile_why}) | processes {world.size}')
-    config = fit_to_memory(config, shape, dtype, device, compile, is_new=not resumed)
-    start = resumed or run_model.find_start(config, dataset)
-    model = run_model.build_model(config, shape, start)
-    train_data, val_data = run_data.open_batches(config, dataset, world, device)
-
-    parallel = run_model.place_model(model, config, start, device, compile, dtype, world)
-    model = parallel.model
-    optimizer = build_optimizer(model, config, device.type, world.size)
-    scaler = torch.amp.GradScaler(device.type, enabled=dtype == 'float16')
-    progress = restore(resumed, config, model, optimizer, scaler, train_data, world, device)
-    run = Run(config, world, device, dtype, devices.autocast(device, dtype), dataset, train_data,
-              val_data, model, parallel, optimizer, scaler, progress, StopRequest())
-    preflight(run, resumed, mean_loss, group)
-    run.config = config = with_length(run, resumed, given, mean_loss, group)
-    progress.print_end(config)
-    run.record = describe_run(run_model.with_shape(config, shape), dataset, train_data, model,
-                              device, dtype, compile, world, resumed)
-    open_outputs(run, resumed, group)
+    run = assemble(config, shape, start, dataset, world, device, dtype, compile)
+    model, train_data, val_data = run.model, run.train_data, run.val_data
+    print0(describe_batches(config, dataset, train_data, val_data))
+    print0(f'GPT of {model.num_parameters():,} parameters: {shape.n_layer} layers, '
+           f'{shape.n_head} heads, {shape.n_embd} channels')
+    if start.resumed:
+        resume(run, start.weights)
+    preflight(run, forward_backward, update)
+    if not timed and not start.resumed:
+        print_length(run, forward_backward, update)
+    run.record = describe_run(config, dataset, train_data, model, device, dtype, compile, world,
+                              start.resumed)
+    open_outputs(run, group)
     return run
 
 
-def open_outputs(run, resumed, group):
+def resolve(config, start, dataset, world, device, device_why, given):
+    """Answer all that a TrainConfig leaves open → (TrainConfig, GPTConfig, dtype, compile), which
+    change no more: the shape of the model, how processes share it, the batch size, the length of
+    the run. Raises UserError."""
+    if start.resumed:
+        config = length_of(start.weights, config, given)
+        start.check(config, dataset)
+    shape = run_shape(config, dataset, start)
+    dtype, dtype_why = choose_training_dtype(config, shape, device, start.checkpoint, gloo_group())
+    compile, compile_why = devices.choose_compile(config.compile, device)
+    print0(f'device {device} ({device_why}) | dtype {dtype} ({dtype_why}) | '
+           f'compile {compile} ({compile_why}) | processes {world.size}')
+    config = fit_to_memory(with_shape(config, shape), shape, dtype, device, compile,
+                           is_new=not start.resumed)
+    if config.minutes and not config.is_read_only:  # measured with another model of this shape
+        with apart(device, shape, config, dtype):
+            trial = assemble(config, shape, Start(), dataset, world, device, dtype, compile)
+            config = fit_minutes(trial, start, given, forward_backward, update)
+            del trial
+    return config, shape, dtype, compile
+
+
+def assemble(config, shape, start, dataset, world, device, dtype, compile):
+    """A resolved TrainConfig, and what it was resolved for → Run, without its outputs."""
+    train_data, val_data = open_batches(config, dataset, world, device)
+
+    is_sharded = config.parallel == 'fsdp'
+    with sharding.parameters_on_meta() if is_sharded else nullcontext():
+        model = GPT(shape)
+    model.loss_chunk_tokens = config.loss_chunk_tokens
+    model.activation_checkpointing = config.activation_checkpointing
+    if is_sharded:
+        wrapped = shard(model, device, dtype, compile)
+        if start.weights:
+            start.weights.load_into(model)  # each process reads its rows
+        else:
+            sharding.scatter(GPT(shape).state_dict() if world.is_main else {}, model)
+    else:
+        if start.weights:
+            start.weights.load_into(model)
+        wrapped = model.to(device)
+        if compile:
+            devices.keep_compiled_graphs()
+            wrapped = torch.compile(model)
+        if world.size > 1:
+            wrapped = replicate(wrapped, device)
+
+    optimizer = build_optimizer(model, config, device.type, world.size)
+    scaler = torch.amp.GradScaler(device.type, enabled=dtype == 'float16')
+    context = nullcontext() if dtype == 'float32' else \
+        torch.autocast(device.type, devices.DTYPES[dtype])
+    return Run(config, start, world, device, dtype, dataset, train_data, val_data, model, wrapped,
+               optimizer, context, scaler, Progress(eval_sequences=config.eval_sequences()),
+               StopRequest())
+
+
+def open_batches(config, dataset, world, device):
+    """→ (loader of the training split, loader of the validation split)."""
+    in_ram = config.data_in_ram
+    if in_ram == 'auto':
+        in_ram = fits_in_ram([part.dataset.folder for part in dataset.parts], world.local_size)
+    return tuple(
+        dataset.loader(split, in_ram, config.block_size, config.batch_size,
+                       rank=world.rank, world_size=world.size, device=device, seed=config.seed,
+                       micro_steps=config.accumulation() // world.size,
+                       only_first=config.overfit_batches if split == 'train' else 0)
+        for split in ('train', 'val'))
+
+
+def replicate(model, device):
+    """Let each process have a copy of the model, and all the mean of their gradients: DDP."""
+    ids = [device.index] if device.type == 'cuda' else None
+    ddp = DistributedDataParallel(model, device_ids=ids, gradient_as_bucket_view=True)
+    ddp.broadcast_buffers = False  # rotary tables: the same everywhere, constant
+    return ddp
+
+
+def shard(model, device, dtype, compile):
+    """Let each process keep some rows of every weight, of its gradient and of the optimizer's
+    states, and gather a block when it computes with it: torch's FSDP2, the idea is ZeRO's
+    (Rajbhandari et al. 2020). The model has parameters on meta → the same, with any values."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+    sharding.prepare(model, compile)
+    mesh = init_device_mesh(device.type, (launched_world().size,))
+    # Blocks are gathered in autocast's dtype: half the bytes, and autocast keeps no copies. The
+    # rest is gathered whole, in float32: the embedding and the head, which may be one.
+    low = MixedPrecisionPolicy(param_dtype=devices.DTYPES[dtype], reduce_dtype=torch.float32,
+                               cast_forward_inputs=False)
+    for block in model.transformer.h:
+        fully_shard(block, mesh=mesh, mp_policy=low)
+    fully_shard(model, mesh=mesh, mp_policy=MixedPrecisionPolicy(cast_forward_inputs=False))
+    sharding.materialize(model, device)
+    return model
+
+
+def resume(run, checkpoint):
+    """Put back what a checkpoint holds beside the weights."""
+    config, state, iter_num = run.config, checkpoint.state, checkpoint.iter_num
+    checkpoint.load_optimizer(run.optimizer, run.model)
+    go_on(run.optimizer, config.average_decay,
+          iter_num if state['averaged_steps'] is None else state['averaged_steps'])
+    if state['scaler']:  # empty where the run was not in float16 so far
+        run.scaler.load_state_dict(state['scaler'])
+    run.train_data.resume_at(iter_num, state['sequences'])
+    devices.set_rng_state(state['rng'], run.world.rank, run.device)
+    evaluated = state['evaluated'] and not config.eval_only
+    best = state['best_val_loss']
+    run.progress = Progress(
+        iter_num, math.inf if best is None else best, state['evals_since_best'],
+        evaluated_at=iter_num if evaluated else None, val_loss=state['val_loss'],
+        saved_at=iter_num, saved_evaluated=evaluated,
+        eval_sequences=resumed_eval_sequences(state, config))
+    if run.progress.evaluated and (ending := ending_of(run)):
+        print0(f'iteration {iter_num} is the end already, {ending}: a larger --max_iters, '
+               '--minutes, or --patience=0, makes it longer')
+
+
+def resumed_eval_sequences(state, config):
+    """How many sequences an evaluation of a resumed run reads: as many as before, also with another
+    batch size, so that its losses compare; unless the settings ask for another number."""
+    before = replace(config, **{key: state['config'].get(key, getattr(config, key))
+                                for key in ('eval_iters', 'eval_tokens', 'batch_size')})
+    if (before.eval_iters, before.eval_tokens) != (config.eval_iters, config.eval_tokens):
+        return config.eval_sequences()
+    return state['eval_sequences'] or before.eval_sequences()
+
+
+def open_outputs(run, group):
     """Archive what this run would overwrite; then open its logs, probes, guard and saver."""
-    config, is_main, out_dir = run.config, run.world.is_main, Path(run.config.out_dir)
+    config, start, progress = run.config, run.start, run.progress
+    is_main, out_dir = run.world.is_main, Path(config.out_dir)
     run.record['reference'] = find_reference(run.record, settings_without_effect())
     writing = is_main and not config.is_read_only
-    saved = resumed.state if resumed else {}
+    saved = start.checkpoint.state if start.resumed else {}
     if writing:
-        if archive := archive_previous_run(out_dir, run.progress.iter_num if resumed else -1):
-            print0(f'{out_dir} held {"later steps" if resumed else "an earlier run"}: kept in '
-                   f'{archive}')
-        if resumed:
-            trim_logs(out_dir, run.progress.iter_num, run.progress.evaluated)
+        if archive := archive_previous_run(out_dir, progress.iter_num if start.resumed else -1):
+            held = 'later steps' if start.resumed else 'an earlier run'
+            print0(f'{out_dir} held {held}: kept in {archive}')
+        if start.resumed:
+            trim_logs(out_dir, progress.iter_num, progress.evaluated)
         write_run(out_dir, run.record)
     metrics = run.metrics = Metrics(
         None if config.is_read_only else out_dir / 'metrics.jsonl', config=config, run=run.record,
-        loader=run.train_data, model=run.model, device=run.device, dtype=run.record['dtype'],
+        loader=run.train_data, model=run.model, device=run.device, dtype=run.dtype,
         scaler=run.scaler, world_size=run.world.size, elapsed_s=saved.get('elapsed_s', 0.0),
-        bytes_per_token=run_data.evaluated_bytes(run.dataset, run.val_data, config,
-                                                 run.progress.eval_sequences) if is_main else None,
-        quiet=not is_main,
+        bytes_per_token=evaluated_bytes(run) if is_main else None, quiet=not is_main,
         backends=open_backends(config, run.record, saved.get('wandb_id')) if writing else [])
-    run.probes = Probes(config, run.dataset, run.parallel, metrics, run.val_data, run.context,
-                        group, writing)
-    run.film = open_film(config, run.dataset, run.parallel, run.val_data, metrics, run.context,
+    run.watching = Watching(run, group, writing)
+    run.film = open_film(config, run.dataset, run.model, run.val_data, metrics, run.context,
                          writing)
     run.guard = StepGuard(out_dir / 'anomalies.jsonl', run.train_data, run.device,
                           scaling=run.scaler.is_enabled())
@@ -180,25 +340,25 @@ def open_outputs(run, resumed, group):
 
 def train(run):
     """Evaluate, save, step, log, until the run ends → why it ended."""
-    config, progress = run.config, run.progress
+    config, progress, metrics = run.config, run.progress, run.metrics
     micro_steps = config.accumulation() // run.world.size
-    run.metrics.begin(progress.iter_num)
+    metrics.begin(progress.iter_num)
     with closing(run.train_data.train_batches(progress.iter_num)) as batches, \
             garbage_at_known_steps():
         while True:
             if run.film and run.film.is_due(progress.iter_num):
-                with run.metrics.paused('filming'), averaged(run.optimizer):
+                with metrics.paused('filming'), averaged(run.optimizer):
                     run.film.take(progress.iter_num)
 
             # evaluate, save or stop: all processes decide alike
-            if evaluating := progress.evaluation_is_due(config):
+            evaluating = not progress.evaluated and (loss_is_due(run) or sample_is_due(run))
+            if evaluating:
                 with run.stop.until_stopped():
                     evaluate(run)
-            signal = run.stop.signal_at_step()
-            ending = signal or progress.ending(config)
-            saving = ending or progress.save_is_due(config)
+            ending = run.stop.signal_at_step() or ending_of(run)
+            saving = ending or save_is_due(run)
             if evaluating or saving or progress.iter_num % config.log_interval == 0:
-                ending = run.guard.report(run.metrics.print) or ending
+                ending = run.guard.report(metrics.print) or ending
             if saving or ending:
                 save(run)
             if ending:
@@ -209,62 +369,113 @@ def train(run):
             lr = get_lr(progress.iter_num, config)
             for param_group in run.optimizer.param_groups:
                 param_group['lr'] = lr * param_group['lr_scale']
-            loss = forward_backward(run.parallel.train, batches, micro_steps, run.scaler,
-                                    run.context)
-            with run.probes.around_update(progress.iter_num + 1, run.scaler):
-                grad_norm = update(run.parallel.train, run.optimizer, run.scaler,
-                                   config.grad_clip, run.guard, progress.iter_num, loss)
+            loss = forward_backward(run.wrapped, batches, micro_steps, run.scaler, run.context)
+            with run.watching.around_update(progress.iter_num + 1, run.scaler):
+                grad_norm = update(run.wrapped, run.optimizer, run.scaler, config.grad_clip,
+                                   run.guard, progress.iter_num, loss)
             progress.iter_num += 1
 
             # log
-            run.metrics.tick(progress.iter_num)
+            metrics.tick(progress.iter_num)
             if progress.iter_num % config.log_interval == 0:
-                run.metrics.step(progress.iter_num, all_reduce_mean(loss.clone()), lr, grad_norm)
-            run.probes.check_health(progress.iter_num)
+                metrics.step(progress.iter_num, all_reduce_mean(loss.clone()), lr, grad_norm)
+            run.watching.check_health(progress.iter_num)
             collect_garbage(progress.iter_num, evaluating)
+
+
+def loss_is_due(run):
+    """Whether both splits are evaluated at this iteration."""
+    last = run.config.eval_only or run.progress.iter_num >= run.config.max_iters
+    return last or run.progress.iter_num % run.config.eval_interval == 0
+
+
+def sample_is_due(run):
+    interval = run.config.sample_interval
+    return interval > 0 and not run.config.eval_only \
+        and run.progress.iter_num > 0 and run.progress.iter_num % interval == 0
+
+
+def save_is_due(run):
+    config, progress = run.config, run.progress
+    if progress.evaluated and progress.val_loss is not None and (
+            config.always_save_checkpoint or progress.evals_since_best == 0):
+        return True
+    return progress.iter_num % config.checkpoint_interval == 0
+
+
+def ending_of(run):
+    """Why the run ends at this iteration, or None."""
+    config, progress = run.config, run.progress
+    if config.eval_only or progress.iter_num >= config.max_iters:
+        return 'all iterations are done'
+    if 0 < config.patience <= progress.evals_since_best:
+        return f'patience={config.patience}: {progress.evals_since_best} evaluations brought no ' \
+               f'validation loss below {progress.best_val_loss:.4f}'
+    return None
+
+
+def forward_backward(model, batches, micro_steps, scaler, context):
+    """Add up the gradients of a step's micro-batches → this process's mean loss, on the device.
+
+    batches yields (idx, targets), or (idx, targets, weight) where not all tokens count: the
+    micro-batch's share of those of the step that do, times the number of processes, over which
+    gradients and losses are averaged. context: autocast"""
+    step_loss = 0.0
+    for micro_step in range(micro_steps):
+        idx, targets, *weight = next(batches)
+        is_last = micro_step == micro_steps - 1
+        # DDP's gradients travel between processes with the last micro-batch only.
+        waits = isinstance(model, DistributedDataParallel) and not is_last
+        with model.no_sync() if waits else nullcontext():
+            with context:
+                _, loss = model(idx, targets)
+                loss = loss * weight[0] if weight else loss / micro_steps
+            scaler.scale(loss).backward()
+        step_loss += loss.detach()
+    return step_loss
+
+
+def update(model, optimizer, scaler, grad_clip, guard, iter_num, loss):
+    """Clip the gradient and move the weights, unless something is not finite → gradient norm."""
+    scaler.unscale_(optimizer)
+    grad_norm = full_tensor(clip_grad_norm_(model.parameters(), grad_clip or math.inf))
+    # 1 on the device where loss or gradient is not finite. torch's fused optimizers and ours read
+    # it there and keep still; for others the host has to wait and look. Not scaler.step, which sees
+    # gradients only and would move the weights after a bad loss.
+    optimizer.found_inf = guard.check_finite(iter_num, loss, grad_norm)
+    if getattr(optimizer, '_step_supports_amp_scaling', False) or not optimizer.found_inf:
+        optimizer.step()
+    scaler.update()
+    # DDP's gradients are views of the buckets that travel: new ones would take as much again.
+    optimizer.zero_grad(set_to_none=not isinstance(model, DistributedDataParallel))
+    return grad_norm
 
 
 def evaluate(run):
     """Measure what is due of the losses, benchmarks and a sample, log it, and see whether the loss
     is the best. A signal raises Stopped before any is logged: the resumed run evaluates here."""
+    progress, losses = run.progress, []
     with run.metrics.paused('evaluating'), averaged(run.optimizer):
-        losses = [] if not run.progress.loss_is_due(run.config) else [
-            mean_loss(run.parallel.eval, loader, run.progress.eval_sequences,
-                      run.config.eval_tokens > 0, run.context, run.stop)
-            for loader in (run.train_data, *run.val_data.parts)]
-        run.probes.evaluate(run.progress, losses, run.stop)
-
-
-@torch.no_grad()
-def mean_loss(model, loader, sequences, at_beginning, context, stop):
-    """→ (mean loss in nats a token over so many fixed sequences of a split, its standard error from
-    the variance between batches, None where there is one). at_beginning: the split's first ones,
-    else evenly spaced ones. Each process evaluates its share. Raises Stopped."""
-    model.eval()
-    found = []  # of each batch: sequences of targets, loss
-    for starts in loader.eval_batches(sequences, at_beginning):
-        stop.raise_if_stopped()
-        idx, targets = loader.eval_batch(starts)  # also of none: all gather a sharded model
-        with context:
-            _, loss = model(idx, targets)
-        found.append(torch.stack(((targets != -1).sum() / targets.size(1), loss.float())))
-    model.train()
-    shares = all_gather(torch.stack(found).tolist(), gloo_group())
-    n, losses = torch.tensor(shares, dtype=torch.float64).flatten(0, 1).T
-    loss = (n * losses).sum() / n.sum()
-    variance, num_batches = (n * (losses - loss)**2).sum() / n.sum(), int((n > 0).sum())
-    return loss.item(), math.sqrt(variance / (num_batches - 1)) if num_batches > 1 else None
+        if loss_is_due(run):
+            losses = [mean_loss(run.wrapped, loader, progress.eval_sequences,
+                                run.config.eval_tokens > 0, run.context, run.stop)
+                      for loader in (run.train_data, *run.val_data.parts)]
+        scores, text = run.watching.look(losses, sample_is_due(run))
+    run.stop.raise_if_stopped()
+    run.watching.log(losses, scores, text, sample_is_due(run))
 
 
 def save(run):
     """Write a checkpoint of this iteration, unless there is one, or nothing to save."""
     progress = run.progress
-    if progress.iter_num == 0 or progress.is_saved() or run.config.eval_only:
+    is_saved = progress.saved_at == progress.iter_num \
+        and (progress.saved_evaluated or not progress.evaluated)
+    if progress.iter_num == 0 or is_saved or run.config.eval_only:
         return
     state = {**progress.state(), **run.dataset.state(), 'config': asdict(run.config),
              'sequences': run.train_data.sequences_before(progress.iter_num),
              'elapsed_s': run.metrics.elapsed_s(), 'wandb_id': run.metrics.wandb_id(),
-             'dtype': run.record['dtype'], 'scaler': run.scaler.state_dict(),
+             'dtype': run.dtype, 'scaler': run.scaler.state_dict(),
              'averaged_steps': getattr(run.optimizer, 'averaged_steps', 0)}
     with run.metrics.paused('saving'), averaged(run.optimizer):
         if progress.saved_at == progress.iter_num:  # a signal kept it from evaluating then
@@ -293,7 +504,6 @@ def saved_when_it_fails(run):
 def finish(run, ending):
     """Close the logs, write the report, and say how the run ended."""
     config, out_dir, progress = run.config, run.config.out_dir, run.progress
-    signal = ending if ending in StopRequest.NAMES else None
     run.metrics.close()
     if run.world.is_main and not config.eval_only:
         write_run(out_dir, dict(run.record, ending=ending, end=run.metrics.at(progress.iter_num)))
@@ -308,12 +518,26 @@ def finish(run, ending):
                'start again with --init_from=auto, which resumes from the one before, if any')
         sys.exit(1)
     run.guard.report_held(print0)
-    for line in progress.describe_end(config, ending, signal):
-        print0(line)
+    if config.eval_only:
+        return
+    if ending in StopRequest.NAMES:
+        saved = f', which is saved; python train.py --out_dir={quoted(out_dir)} ' \
+                '--init_from=resume continues from there'
+        is_saved = progress.saved_at == progress.iter_num
+        print0(f'{ending}: stopped after iteration {progress.iter_num}{saved if is_saved else ""}')
+        return
+    if progress.iter_num < config.max_iters:
+        print0(f'stopped after iteration {progress.iter_num}, {ending}')
+    if progress.iter_num:
+        best = ' --checkpoint=best takes those before the validation loss rose from ' \
+               f'{progress.best_val_loss:.4f}' if progress.evals_since_best else ''
+        print0(f'done: {out_dir}/checkpoints has the weights; '
+               f'python sample.py --out_dir={quoted(out_dir)}{best}')
 
 
 def main(argv):
-    config = load_config(TrainConfig, argv, __doc__, read_saved=saved_settings)
+    start = Start()
+    config = load_config(TrainConfig, argv, __doc__, read_saved=start.read)
     given = options_of(TrainConfig, argv).keys()
     refuse_two_lengths(config, given)
     world = launched_world()
@@ -321,12 +545,12 @@ def main(argv):
     writing = world.is_main and not config.is_read_only
     with lock_output_dir(config.out_dir, writing) as check_folder, \
             process_group(world, device, config.backend):
-        run = setup(config, world, device, device_why, given)
+        run = setup(config, start, world, device, device_why, given)
         run.saver.check_folder = check_folder
         if config.check is True:
             return
         with run.stop, saved_when_it_fails(run), \
-                explain_out_of_memory(run.model.config, run.config, run.record['dtype'], device):
+                explain_out_of_memory(run.model.config, run.config, run.dtype, device):
             finish(run, train(run))
 
 

@@ -8,7 +8,7 @@ import torch
 
 from plaingpt.data.dataset import has_token_files, open_named
 from plaingpt.training.dtype_choice import core_speed
-from plaingpt.training.resuming import is_resumed
+from plaingpt.training.start import is_resumed
 
 out_dir = 'out-own-text'
 if dataset == 'openwebtext':  # none was named

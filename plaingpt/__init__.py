@@ -16,8 +16,9 @@ def load(source, checkpoint='best', tokenizer='auto', device='auto'):
     # Imported here, so that `import plaingpt` does not wait for torch.
     from plaingpt.inference.text_generator import TextGenerator
     from plaingpt.system.devices import choose_device
-    from plaingpt.training import model_choice
+    from plaingpt.training.start import ModelChoice
+    from plaingpt.training.start import load as load_model
     device, _ = choose_device(device)
-    model, its_tokenizer, _, _ = model_choice.load(str(source), which=checkpoint,
-                                                  tokenizer=str(tokenizer))
+    choice = ModelChoice(str(source), checkpoint=checkpoint, tokenizer=str(tokenizer))
+    model, its_tokenizer, _ = load_model(choice)
     return TextGenerator(model.to(device).eval(), its_tokenizer)

@@ -27,6 +27,14 @@ def copy_rows(tensor, start, source, rows):
         mine[a - first:b - first].copy_(source[a - start:b - start])
 
 
+def begin_new_tokens(p, mean, known, vocab_size):
+    """Let the rows of an embedding or a head from `known` on be those of new tokens, which begin as
+    the mean, (C,), of the others; those behind vocab_size pad it."""
+    mine, first = local_rows(p)
+    mine[max(known - first, 0):] = 0.0
+    mine[max(known - first, 0):max(vocab_size - first, 0)] = mean.to(mine)
+
+
 def check_finite(model, source, advice='take it from where it came again'):
     """Raise UserError that names a weight which is NaN or infinite."""
     if broken := not_finite(model):

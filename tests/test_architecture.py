@@ -30,6 +30,8 @@ MAY_IMPORT = {
                  'system'}}
 MAY_IMPORT['checks'] = {'training', *MAY_IMPORT['training']}
 MAY_IMPORT['experiments'] = {'checks', 'configurator', *MAY_IMPORT['checks']}
+MAY_IMPORT['train'] = {*MAY_IMPORT}
+MAY_IMPORT['experiments'].add('train')  # whose step they measure
 MAY_IMPORT['plaingpt'] = {'training', 'inference', 'system'}  # load(), when it is called
 MAY_IMPORT['__main__'] = {'plaingpt'}  # it runs the commands by their files
 MAY_IMPORT['a command'] = {*MAY_IMPORT}

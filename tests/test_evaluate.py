@@ -19,7 +19,7 @@ from plaingpt.data.dataset import open_dataset
 from plaingpt.data.tokenizers import ByteTokenizer
 from plaingpt.inference import scoring
 from plaingpt.inference.hf_export import write_hf
-from plaingpt.training import model_choice
+from plaingpt.training.start import ModelChoice, load
 
 
 @pytest.fixture(scope='module')
@@ -62,7 +62,7 @@ def in_transformers(exported):
 
 
 def test_a_right_guess_counts_as_right(trained):
-    model, tokenizer, *_ = model_choice.load('resume', trained)
+    model, tokenizer, *_ = load(ModelChoice(out_dir=trained))
     ids = model.generate(torch.tensor([tokenizer.encode('def main').tolist()]), 3, 0)[0]
     guess = tokenizer.decode(ids[-3:].tolist())
     wrong = guess[:-1] + ('a' if guess[-1] != 'a' else 'b')
@@ -82,7 +82,7 @@ def test_each_kind_of_request_of_lm_eval_is_answered_as_by_its_model_of_transfor
     from lm_eval.models.huggingface import HFLM
 
     from plaingpt.inference.lm_eval_model import lm_eval_model
-    model, tokenizer, *_ = model_choice.load(str(exported))
+    model, tokenizer, *_ = load(ModelChoice(str(exported)))
     ours = lm_eval_model(model, tokenizer, 2, torch.no_grad())
     theirs = HFLM(pretrained=str(exported), max_length=128, dtype='float32', device='cpu')
 
@@ -135,7 +135,7 @@ def test_tasks_are_scored_as_by_lm_eval_with_transformers(exported, in_transform
 
 def test_the_validation_loss_is_that_of_each_token_once(trained, char_data, tmp_path):
     scores = scores_of(tmp_path, f'--out_dir={trained}')['val']
-    model, *_ = model_choice.load('resume', trained)
+    model, *_ = load(ModelChoice(out_dir=trained))
     stream = open_dataset(char_data).split('val', in_ram=True)
     losses = []
     with torch.no_grad():

@@ -35,11 +35,13 @@ from plaingpt.checks.model_checks import (
 )
 from plaingpt.checks.step_checks import checkpoints_come_back, steps_follow_the_gradient
 from plaingpt.checks.subject import NotChecked, Subject, shallow
+from plaingpt.parallel.sharding import sharded
 from plaingpt.system.devices import exact_matmul
-from plaingpt.system.distributed import all_gather, print0
+from plaingpt.system.distributed import all_gather, gloo_group, print0
 from plaingpt.system.errors import UserError
 from plaingpt.system.formatting import one_line
 from plaingpt.system.streams import status, warn
+from plaingpt.training.evaluation import mean_loss
 
 # What must hold → the check.
 BEFORE = {  # of settings, data and weights as they are
@@ -75,26 +77,27 @@ NEEDED = {'the weights are float32', 'an evaluation reads every sequence once'} 
 
 @status.doing('checking')
 @exact_matmul()  # TF32 rounds more than many a mistake changes
-def preflight(run, resumed, mean_loss, group):
+def preflight(run, forward_backward, update):
     """Check a run that is about to begin, on all processes, and say what came of it in a line; with
     check=True a line for each check. The run is left as it was. Of one that continues, or that
     only evaluates, it is checked that the future is hidden.
 
-    run: train.Run; resumed: the checkpoint that it continues from, or None
-    mean_loss: train.mean_loss; group: of gloo_group
+    run: train.Run; the two functions make its steps: train.py's
     Raises UserError with a line for each check that fails, unless check=warn."""
-    config, began = run.config, time.perf_counter()
+    config, began, resumed = run.config, time.perf_counter(), run.start.resumed
     if not config.check:
         return
     brief = config.check is not True and bool(resumed or config.eval_only)
     model, optimizer = run.model, run.optimizer
-    if run.parallel.sharded:  # a process has not all of it: one of its kind stands for it
+    is_sharded = sharded(run.model)
+    if is_sharded:  # a process has not all of it: one of its kind stands for it
         model, optimizer = shallow(model.config, config, run.device)
-    from_scratch = not resumed and config.init_from in ('scratch', 'auto')
     subject = Subject(config, run.dataset, run.train_data, run.val_data, model, optimizer,
-                      run.context, group, from_scratch=from_scratch or run.parallel.sharded,
-                      evaluate=lambda *what: mean_loss(*what, False, run.context, run.stop)[0],
-                      evaluated=run.progress.eval_sequences)
+                      run.context, gloo_group(),
+                      from_scratch=run.start.from_scratch or is_sharded,
+                      evaluate=lambda *what: mean_loss(*what, False, run.context)[0],
+                      evaluated=run.progress.eval_sequences, forward_backward=forward_backward,
+                      update=update)
     problems = {} if brief else make(BEFORE, subject)
     if not NEEDED & problems.keys():
         with subject.enlarged():

@@ -12,8 +12,7 @@ from plaingpt.system.errors import UserError
 from plaingpt.training.checkpoint import open_checkpoint
 from plaingpt.training.checkpoint_writer import Saver, optimizer_tensors
 from plaingpt.training.optimizers import build_optimizer
-from plaingpt.training.progress import Progress
-from plaingpt.training.training_step import StepGuard, forward_backward, update
+from plaingpt.training.step_guard import StepGuard
 
 CPU = torch.device('cpu')
 BYTES = {'kind': 'byte'}  # a tokenizer of few tokens
@@ -31,8 +30,8 @@ def steps_follow_the_gradient(subject):
         gradients = torch.autograd.grad(plain, list(named.values()), allow_unused=True)
         scaler = torch.amp.GradScaler(subject.device.type, enabled=False)
         with subject.training_mode():
-            loss = forward_backward(model, iter([(tokens, tokens) for tokens in idx]), 2, scaler,
-                                    nullcontext())
+            batches = iter([(tokens, tokens) for tokens in idx])
+            loss = subject.forward_backward(model, batches, 2, scaler, nullcontext())
         seen, mean = loss.item(), plain.item()
         if not abs(seen - mean) <= NEARLY_SAME * abs(mean):
             return f'a step says that two micro-batches have a loss of {seen:.4f}, and their ' \
@@ -43,7 +42,7 @@ def steps_follow_the_gradient(subject):
                 return f'the gradient of {name} is not that of the mean loss of two ' \
                        'micro-batches: its sign, its scale, or one of them is left out'
         before = [p.detach().clone() for p in named.values()]
-        update(model, optimizer, scaler, config.grad_clip,
+        subject.update(model, optimizer, scaler, config.grad_clip,
                StepGuard(None, None, subject.device), 0, loss)
         if any(p.grad is not None and p.grad.any() for p in named.values()):
             return 'gradients are left when a step has ended, and add up to the next: zero_grad'
@@ -97,8 +96,8 @@ def save_small(model, optimizer, folder):
     """→ Checkpoint. Raises OSError."""
     saver = Saver(folder, alone=True)
     saver.save(model, optimizer, {
-        **Progress(iter_num=1).state(), 'config': {}, 'tokenizer': BYTES, 'data': '', 'samples': {},
-        'sequences': 0, 'elapsed_s': 0.0, 'scaler': {}}, rng_state(CPU))
+        'iter_num': 1, 'val_loss': None, 'config': {}, 'tokenizer': BYTES, 'data': '',
+        'samples': {}, 'sequences': 0, 'elapsed_s': 0.0, 'scaler': {}}, rng_state(CPU))
     if saver.failed:
         raise OSError(f'{folder} cannot be written')
     return open_checkpoint(next(Path(folder, 'checkpoints').iterdir()))

@@ -33,6 +33,7 @@ class Subject:
     group: of distributed.gloo_group; from_scratch: whether the weights are new
     evaluate: (model, loader, sequences) → the loss that the run's evaluations would report
     evaluated: how many sequences those evaluate
+    forward_backward, update: of train.py, which make a step
     """
 
     config: TrainConfig
@@ -46,6 +47,8 @@ class Subject:
     from_scratch: bool
     evaluate: Callable
     evaluated: int
+    forward_backward: Callable
+    update: Callable
     text: str = ''  # that the model will read first, where the tokenizer is at hand
     passed: int = 0  # checks
 

@@ -18,7 +18,6 @@ from plaingpt.experiments.tables import markdown, number
 from plaingpt.system.devices import (
     DTYPES,
     autocast,
-    compiled,
     cpu_has_bfloat16,
     device_name,
     mfu,
@@ -30,7 +29,7 @@ from plaingpt.system.files import make_writable
 from plaingpt.system.formatting import gib, short
 from plaingpt.training.optimizers import build_optimizer
 from plaingpt.training.settings import TrainConfig
-from plaingpt.training.training_step import StepGuard, forward_backward, update
+from plaingpt.training.step_guard import StepGuard
 
 
 class Workload(NamedTuple):
@@ -45,12 +44,13 @@ class Workload(NamedTuple):
 
 def make_step(work, batches):
     """→ (GPT, its optimizer, a function that makes a whole step of training on `batches`)."""
+    from train import forward_backward, update  # the step itself, not a copy of it
     config, device = work.config, work.device
     gpt = GPT(work.shape)
     gpt.loss_chunk_tokens = config.loss_chunk_tokens
     gpt.activation_checkpointing = config.activation_checkpointing
     optimizer = build_optimizer(gpt.to(device), config, device.type)
-    model = compiled(gpt) if work.compile else gpt
+    model = torch.compile(gpt) if work.compile else gpt
     scaler = torch.amp.GradScaler(device.type, enabled=work.dtype == 'float16')
     guard = StepGuard(None, None, device, scaling=scaler.is_enabled())
     context = autocast(device, work.dtype)

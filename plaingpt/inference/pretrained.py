@@ -4,9 +4,11 @@ import pickle
 import re
 import warnings
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from types import SimpleNamespace
+from typing import ClassVar
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -14,10 +16,9 @@ from safetensors import SafetensorError, safe_open
 from model import GPT, ROW_PER_TOKEN, GPTConfig
 from plaingpt.data.foreign_tokenizer import download, is_hub_name, read_tokenizer
 from plaingpt.inference.hf_architectures import ARCHITECTURES, parts_of
-from plaingpt.system.distributed import local_rows
 from plaingpt.system.errors import UserError
 from plaingpt.system.files import read_json
-from plaingpt.weights import SIZES, check_fields, check_finite, copy_rows
+from plaingpt.weights import SIZES, begin_new_tokens, check_fields, check_finite, copy_rows
 
 PRETRAINED = {'gpt2': dict(n_layer=12, n_head=12, n_embd=768),  # Radford et al. 2019, table 2
               'gpt2-medium': dict(n_layer=24, n_head=16, n_embd=1024),
@@ -35,54 +36,75 @@ def load_pretrained(source, dropout=0.0):
     """What `open_pretrained` takes → the GPT. Raises UserError."""
     found = open_pretrained(source)
     model = GPT(GPTConfig(**found.shape, dropout=dropout))
-    found.load_weights(model)
+    found.load_into(model)
     return model
 
 
 def open_pretrained(source):
     """'gpt2…' or OWNER/NAME of the hub, a folder in the Hugging Face layout (one of ARCHITECTURES)
-    or a ckpt.pt of nanoGPT or build-nanogpt, or its folder → Pretrained. Raises UserError."""
-    path = find_pretrained(source)
-    if path.suffix in NANOGPT:
-        shape, weights = read_nanogpt(path)
-        found = Pretrained(source, path, shape, {name: [w] for name, w in weights.items()})
-    else:
-        folder = path if path.is_dir() else download_model(source)
-        with explain_bad_folder(folder):
-            found = Pretrained(source, folder, *read_hf(folder))
-    found.check()
+    or a ckpt.pt of nanoGPT or build-nanogpt, or its folder → Pretrained, of which the shape is
+    known. Raises UserError."""
+    found = Pretrained(source, find_pretrained(source))
+    found.shape  # noqa: B018  (where there is none, that is an error now)
     return found
 
 
 @dataclass
 class Pretrained:
-    """Weights of others. Those of a folder are read when they are loaded, and no others."""
+    """Weights of others. They are downloaded, read and checked when they are used."""
 
     source: str
-    path: Path  # of the folder, or of the ckpt.pt
-    shape: dict  # the fields of its GPTConfig but dropout
-    parts: dict  # our name → the tensors that make it, one below another: Tensors or FileTensors
+    path: Path  # of the folder, or of the ckpt.pt; of weights on the hub none is there
+    state: ClassVar = {}  # of no run of ours
 
-    def check(self):
-        """Raise UserError that names what is missing, unknown, or of another type or shape than in
-        the model."""
-        self.parts = {name: parts for name, parts in self.parts.items()
-                      if not NO_WEIGHTS.fullmatch(name)}
-        for name, parts in self.parts.items():
+    @cached_property
+    def shape(self):
+        """The fields of its GPTConfig but dropout. No weight is read or downloaded for it."""
+        if self.path.suffix in NANOGPT:
+            return self.nanogpt[0]
+        if self.source in PRETRAINED and not self.path.is_dir():
+            return {**PRETRAINED[self.source]}
+        folder = self.path if self.path.is_dir() else download_model(self.source, ['config.json'])
+        with explain_bad_folder(folder):
+            return read_hf_config(folder)[1]
+
+    @cached_property
+    def nanogpt(self):
+        return read_nanogpt(self.path)
+
+    @cached_property
+    def folder(self):
+        """With all its files."""
+        return self.path if self.path.is_dir() else download_model(self.source)
+
+    @cached_property
+    def parts(self):
+        """{our name: the tensors that make it, one below another: Tensors or FileTensors}"""
+        if self.path.suffix in NANOGPT:
+            return self.checked({name: [w] for name, w in self.nanogpt[1].items()})
+        with explain_bad_folder(self.folder):
+            return self.checked(read_hf(self.folder)[1])
+
+    def checked(self, found):
+        """→ the parts of the model. Raises UserError that names what is missing, unknown, or of
+        another type or shape than in the model."""
+        parts_of_model = {name: parts for name, parts in found.items()
+                          if not NO_WEIGHTS.fullmatch(name)}
+        for name, parts in parts_of_model.items():
             if odd := {part.dtype for part in parts} - FLOATS:
                 raise UserError(f'{self.source}: {name!r} is {odd.pop()}, and weights are '
                                 'float32, float16, bfloat16 or float64')
         config = GPTConfig(**self.shape)
         if config.tied_head:
-            self.drop_tied_head()
+            self.drop_tied_head(parts_of_model)
         found = {name: torch.Size([sum(part.shape[0] if part.shape else 1 for part in parts),
-                                   *parts[0].shape[1:]]) for name, parts in self.parts.items()}
+                                   *parts[0].shape[1:]]) for name, parts in parts_of_model.items()}
         with torch.device('meta'):
             wanted = without_padding(dict(GPT(config).named_parameters()), config.vocab_size)
         problems = [f'it has no {name}' for name in sorted(wanted.keys() - found.keys())]
         problems += [f'it has an unknown {name!r}' for name in sorted(found.keys() - wanted.keys())]
         for name, p in wanted.items():
-            parts = self.parts.get(name, [])
+            parts = parts_of_model.get(name, [])
             rows = parts_of(name, config) if len(parts) > 1 else None
             wanted_parts = [(n, *p.shape[1:]) for n in rows or p.shape[:1]]
             if parts and [tuple(part.shape) for part in parts] != wanted_parts:
@@ -92,11 +114,12 @@ class Pretrained:
             more = f' and {len(problems) - 1} more' if len(problems) > 1 else ''
             raise UserError(f'{self.source}: its weights do not fit its configuration: '
                             f'{problems[0]}{more}')
+        return parts_of_model
 
-    def drop_tied_head(self):
+    def drop_tied_head(self, parts):
         """Forget the second copy of a matrix. Raises UserError where it is another matrix."""
-        embedding = self.parts.get('transformer.wte.weight')
-        head = self.parts.pop('lm_head.weight', None)
+        embedding = parts.get('transformer.wte.weight')
+        head = parts.pop('lm_head.weight', None)
         if not head or not embedding:
             return
         (head,), (embedding,) = head, embedding
@@ -107,30 +130,30 @@ class Pretrained:
                             'are one matrix in this architecture')
 
     @torch.no_grad()
-    def load_weights(self, model):
+    def load_into(self, model):
         """Copy them into a GPT of this shape, which may have a shorter block_size and more tokens:
         each new one gets the mean of the rows that there are. Of a sharded model each process reads
         what it has. Raises UserError where a weight is not finite."""
+        parts_of_model, known = self.parts, self.shape['vocab_size']
         with explain_bad_folder(self.source):
             for name, p in model.named_parameters():
                 start = 0
-                for part in self.parts[name]:
+                for part in parts_of_model[name]:
                     copy_rows(p, start, part, part.shape[0])
                     start += part.shape[0]
                 if name.endswith(ROW_PER_TOKEN):
-                    mine, first = local_rows(p)
-                    mine[max(start - first, 0):] = 0.0  # the padding is no token
-                    if model.config.vocab_size > start:
-                        (part,) = self.parts[name]
-                        mine[max(start - first, 0):max(model.config.vocab_size - first, 0)] = \
-                            part[0:start].to(mine).mean(0)
+                    (part,) = parts_of_model[name]
+                    mean = part[0:known].float().mean(0) if model.config.vocab_size > known \
+                        else torch.zeros(())
+                    begin_new_tokens(p, mean, known, model.config.vocab_size)
         check_finite(model, self.source)
 
     def tokenizer_json(self):
         """The description of the tokenizer that goes with the weights, or None where nothing says.
         Raises UserError."""
-        vocab_size = self.shape['vocab_size']
-        found = read_tokenizer(self.path, vocab_size) if self.path.is_dir() else None
+        vocab_size, found = self.shape['vocab_size'], None
+        if self.path.suffix not in NANOGPT:
+            found = read_tokenizer(self.folder, vocab_size)
         return found or ({'kind': 'gpt2'} if vocab_size == 50257 else None)
 
 
@@ -147,19 +170,6 @@ class FileTensor:
         with safe_open(self.path, framework='pt') as f:
             tensor = f.get_slice(self.key)
             return tensor[:, rows].t() if self.transposed else tensor[rows]
-
-
-def pretrained_shape(source):
-    """What `open_pretrained` takes → the fields of its GPTConfig but dropout. It reads no weights,
-    and downloads none. Raises UserError."""
-    path = find_pretrained(source)
-    if path.suffix in NANOGPT:
-        return read_nanogpt(path)[0]
-    if source in PRETRAINED and not path.is_dir():
-        return {**PRETRAINED[source]}
-    folder = path if path.is_dir() else download_model(source, ['config.json'])
-    with explain_bad_folder(folder):
-        return read_hf_config(folder)[1]
 
 
 def find_pretrained(source):
@@ -180,20 +190,6 @@ def without_padding(weights, vocab_size):
     """Cut the rows off {name: tensor} that pad the vocabulary."""
     return {name: w[:vocab_size] if name.endswith(ROW_PER_TOKEN) else w
             for name, w in weights.items()}
-
-
-@torch.no_grad()
-def grow_vocabulary(model, new):
-    """Give a GPT `new` tokens more, each with the mean of the rows that there are."""
-    old, model.config = model.config, replace(model.config,
-                                              vocab_size=model.config.vocab_size + new)
-    for name, p in model.named_parameters():  # a tied matrix once
-        if name.endswith(ROW_PER_TOKEN):
-            rows = p[:old.vocab_size]
-            p.data = torch.cat([
-                rows, rows.mean(0, keepdim=True).expand(new, *rows.shape[1:]),
-                rows.new_zeros(model.config.padded_vocab_size - old.vocab_size - new,
-                               *rows.shape[1:])])
 
 
 def read_hf(folder):

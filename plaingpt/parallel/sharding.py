@@ -1,6 +1,6 @@
-"""A GPT over the processes of a job: a copy on each (DDP), or a share on each (FSDP2).
+"""A GPT whose weights the processes share (torch's FSDP2): made without data, filled, made whole.
 
-The loop and the step ask neither which it is nor whether there are several processes.
+What is here does nothing, or passes the model on, where the model is not sharded.
 """
 
 import warnings
@@ -8,14 +8,12 @@ from contextlib import contextmanager
 from functools import partial
 
 import torch
-import torch.distributed as dist
 import torch.nn as nn
 import torch.nn.functional as F
-from torch.nn.parallel import DistributedDataParallel as DDP
 
 from model import GPT
 from plaingpt.kernels import recomputed
-from plaingpt.system.devices import DTYPES, compiled
+from plaingpt.system.distributed import is_sharded
 from plaingpt.system.errors import UserError
 
 
@@ -37,103 +35,66 @@ def parameters_on_meta():
         nn.Module.register_parameter = register
 
 
-def copy_on_meta(model):
-    """A GPT like another, with parameters_on_meta."""
+def prepare(model, compile):
+    """Before fully_shard: see that each block can be gathered by itself, and compile the blocks.
+    Raises UserError."""
+    check_groups(model)
+    for block in model.transformer.h:
+        for norm in (m for m in block.modules() if isinstance(m, nn.LayerNorm)):
+            norm.__class__ = LayerNorm
+        if compile:  # from outside of it, all of a compiled block would be computed again
+            block.forward = partial(recomputed, model.activation_checkpointing, block.forward)
+            block.compile()
+    if compile:
+        model.activation_checkpointing = 'none'
+
+
+def materialize(model, device):
+    """After fully_shard: give the parameters memory on the device. Their values are anything."""
+    buffers = dict(model.named_buffers())
+    model.to_empty(device=device)
+    for name, buffer in model.named_buffers():  # such as rotary tables: no checkpoint has them
+        buffer.copy_(buffers[name])
+    warnings.filterwarnings('ignore', 'FSDP2-wrapped module .* returned a view')  # the logits
+    # FSDP2 keeps the root gathered for a backward pass; where there is none, nothing frees it.
+    model.register_forward_hook(lambda *_: None if torch.is_grad_enabled() else model.reshard())
+
+
+def scatter(weights, model):
+    """Give each process its rows of rank 0's {name: whole tensor}; that of others is unused."""
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
+    set_model_state_dict(model, weights, options=StateDictOptions(
+        full_state_dict=True, broadcast_from_rank0=True))
+
+
+def sharded(model):
+    """Whether each process has some rows of the weights only."""
+    return is_sharded(model.lm_head.weight)
+
+
+@contextmanager
+def full_model(model, context):
+    """A context with a GPT that a process can use by itself: the model, or a copy that is gathered
+    from all processes, which must all enter, and lasts as long. context: autocast, in whose dtype
+    the matrices of blocks are gathered, as in a step"""
+    if not sharded(model):
+        yield model
+        return
+    low = getattr(context, 'fast_dtype', torch.float32)
+    whole = {p: nn.Parameter(p.detach().to(low if is_matrix(name, p) else p.dtype).full_tensor(),
+                             p.requires_grad) for name, p in model.named_parameters()}
     with parameters_on_meta():
         gpt = GPT(model.config)
     gpt.loss_chunk_tokens = model.loss_chunk_tokens
-    gpt.activation_checkpointing = model.activation_checkpointing
-    return gpt
+    gpt.load_state_dict({name: whole[p] for name, p in model.named_parameters(
+        remove_duplicate=False)}, strict=False, assign=True)
+    gpt.to(model.lm_head.weight.device)  # its buffers
+    gpt.train(model.training)
+    yield gpt
 
 
-class Replicated:
-    """Each process has the whole model, be there one or many (DDP).
-
-    model: the GPT itself, whose weights are optimized and saved
-    eval, train: what to evaluate and to train with, by all processes at the same points
-    """
-
-    sharded = False
-
-    def __init__(self, model, device, compile, world):
-        self.model = model
-        self.eval = self.train = compiled(model) if compile else model
-        if world.size > 1:
-            ids = [device.index] if device.type == 'cuda' else None
-            self.train = DDP(self.eval, device_ids=ids, gradient_as_bucket_view=True)
-            self.train.broadcast_buffers = False  # rotary tables: the same everywhere, constant
-
-    @contextmanager
-    def full_model(self):
-        """A context with a GPT that a process can use by itself; all processes must enter."""
-        yield self.model
-
-
-class Sharded:
-    """Each process has some rows of every weight, of its gradient and of the optimizer's states,
-    and gathers a block when it computes with it (torch's FSDP2; the idea is ZeRO's: Rajbhandari et
-    al. 2020).
-
-    Has what Replicated has; the parameters of `model` are DTensors.
-    """
-
-    sharded = True
-
-    def __init__(self, model, device, compile, dtype):
-        """model: as parameters_on_meta makes it; its weights are anything until they are loaded"""
-        from torch.distributed.device_mesh import init_device_mesh
-        from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-        check_groups(model)
-        self.model = self.eval = self.train = model
-        self.device, self.dtype = device, None if dtype == 'float32' else DTYPES[dtype]
-        mesh = init_device_mesh(device.type, (dist.get_world_size(),))
-        # Blocks are gathered in autocast's dtype: half the bytes, and autocast keeps no copies.
-        # The rest is gathered whole, in float32: the embedding and the head, which may be one.
-        low = MixedPrecisionPolicy(param_dtype=self.dtype, reduce_dtype=torch.float32,
-                                   cast_forward_inputs=False)
-        for block in model.transformer.h:
-            for norm in (m for m in block.modules() if isinstance(m, nn.LayerNorm)):
-                norm.__class__ = LayerNorm
-            if compile:  # from outside of it, all of a compiled block would be computed again
-                block.forward = partial(recomputed, model.activation_checkpointing, block.forward)
-                block.compile()
-            fully_shard(block, mesh=mesh, mp_policy=low)
-        if compile:
-            model.activation_checkpointing = 'none'
-        fully_shard(model, mesh=mesh, mp_policy=MixedPrecisionPolicy(cast_forward_inputs=False))
-        buffers = dict(model.named_buffers())
-        model.to_empty(device=device)
-        for name, buffer in model.named_buffers():  # such as rotary tables: no checkpoint has them
-            buffer.copy_(buffers[name])
-        warnings.filterwarnings('ignore', 'FSDP2-wrapped module .* returned a view')  # the logits
-        # FSDP2 keeps the root gathered for a backward pass; where there is none, nothing frees it.
-        model.register_forward_hook(lambda *_: None if torch.is_grad_enabled() else model.reshard())
-
-    def load(self, weights):
-        """Give each process its rows of rank 0's {name: whole tensor}; that of others is unused."""
-        from torch.distributed.checkpoint.state_dict import (
-            StateDictOptions,
-            set_model_state_dict,
-        )
-        set_model_state_dict(self.model, weights, options=StateDictOptions(
-            full_state_dict=True, broadcast_from_rank0=True))
-
-    @contextmanager
-    def full_model(self):
-        """As Replicated's: a copy that is gathered from all processes, and lasts as long."""
-        whole = {p: nn.Parameter(self.gathered(name, p), p.requires_grad)
-                 for name, p in self.model.named_parameters()}
-        gpt = copy_on_meta(self.model)
-        gpt.load_state_dict({name: whole[p] for name, p in self.model.named_parameters(
-            remove_duplicate=False)}, strict=False, assign=True)
-        gpt.to(self.device)  # its buffers
-        gpt.train(self.model.training)
-        yield gpt
-
-    def gathered(self, name, p):
-        """A parameter, whole: a matrix of a block in the precision that a step gathers it in."""
-        low = self.dtype and name.startswith('transformer.h.') and p.dim() > 1
-        return p.detach().to(self.dtype if low else p.dtype).full_tensor()
+def is_matrix(name, p):
+    return name.startswith('transformer.h.') and p.dim() > 1
 
 
 def check_groups(model):

@@ -89,12 +89,11 @@ def choose_compile(wanted, device):
     return True, 'CUDA; the first evaluation and step wait for it'
 
 
-def compiled(model):
-    """torch.compile of a model. Its graphs stay on disk for the next start, also those with an
-    autograd.Function, as the chunked loss is one, which torch keeps only when it is told to."""
+def keep_compiled_graphs():
+    """Let torch.compile keep its graphs on disk for the next start, also those with an
+    autograd.Function, as the chunked loss is one."""
     from torch._functorch import config
     config.autograd_cache_allow_custom_autograd_functions = True
-    return torch.compile(model)
 
 
 def autocast(device, dtype):

@@ -8,14 +8,13 @@ import re
 import signal
 import socket
 import time
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch.nn.parallel import DistributedDataParallel as DDP
 
 from plaingpt.system.errors import UserError
 from plaingpt.system.streams import discard_stalled_output, print_line
@@ -184,21 +183,6 @@ def check_shared(folder, world, group):
         raise UserError(f'out_dir={folder} is not the same folder on {", ".join(blind)} as on '
                         f'{hosts[0][0]}: every host writes its share of the checkpoints, so it '
                         'must be on a disk that all of them share')
-
-
-def gradient_sync(model, last):
-    """The context of a micro-batch: a DDP model's gradients travel between processes with the last
-    one only. Those of a sharded one always do, since no process has room for all of them."""
-    return model.no_sync() if isinstance(model, DDP) and not last else nullcontext()
-
-
-def clear_gradients(model, optimizer):
-    """After a step. A DDP model's gradients stay in the buckets that travel, as zeros: new ones
-    would take as much memory again until the last micro-batch."""
-    if isinstance(model, DDP):
-        torch._foreach_zero_([p.grad for p in model.parameters() if p.grad is not None])
-    else:
-        optimizer.zero_grad(set_to_none=True)
 
 
 # -----------------------------------------------------------------------------

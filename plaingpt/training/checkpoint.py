@@ -15,20 +15,20 @@ import json
 import math
 import os
 import re
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 
 import torch
 from safetensors import SafetensorError, safe_open
 
-from model import GPT, GPTConfig
+from model import GPT, ROW_PER_TOKEN, GPTConfig
 from plaingpt.system.distributed import is_sharded
 from plaingpt.system.errors import UserError
 from plaingpt.system.files import sha256_of
 from plaingpt.system.formatting import quoted
 from plaingpt.system.streams import warn
 from plaingpt.training.settings import REMOVED
-from plaingpt.weights import check_finite, copy_rows
+from plaingpt.weights import begin_new_tokens, check_finite, copy_rows
 
 FORMAT_VERSION = 1
 # Keys of state.json as an earlier version wrote them → as they are called now.
@@ -45,6 +45,19 @@ class Checkpoint:
 
     path: Path
     state: dict
+    verified: set = field(default_factory=set, compare=False)  # kinds of chunks
+
+    @property
+    def source(self):
+        return str(self.path)
+
+    @property
+    def shape(self):
+        """The fields of its GPTConfig but dropout."""
+        return {key: value for key, value in self.state['model'].items() if key != 'dropout'}
+
+    def tokenizer_json(self):
+        return self.state['tokenizer']
 
     @property
     def iter_num(self):
@@ -56,26 +69,40 @@ class Checkpoint:
         loss = self.state.get('val_loss')
         return loss if loss is not None and math.isfinite(loss) else math.inf
 
-    def load_model(self, device='cpu', **changes):
-        """The model it holds, on `device`; `changes` to its GPTConfig, such as dropout=0.0."""
-        model = GPT(GPTConfig(**{**self.state['model'], **changes}))
-        self.load_weights(model)
+    def load_model(self, device='cpu'):
+        """The model it holds, on `device`, without dropout."""
+        model = GPT(GPTConfig(**self.shape))
+        self.load_into(model)
         return model.to(device)
 
     @torch.no_grad()
-    def load_weights(self, model):
-        """Copy the weights into `model`. Raises UserError where they are damaged or misfit."""
+    def load_into(self, model):
+        """Copy the weights into a GPT of this shape, which may read fewer positions, and know more
+        tokens: each new one begins as the mean of those that there are. Of a sharded model each
+        process reads its rows. Raises UserError where weights are damaged or misfit."""
         wanted, shapes = dict(model.named_parameters()), self._verified_shapes('model')
+        old = self.state['model']['vocab_size']
+        grows = model.config.vocab_size > old
         for name in [*wanted, *shapes]:
-            if name not in wanted or shapes.get(name) != wanted[name].shape:
+            fits = name in wanted and name in shapes and (
+                shapes[name] == wanted[name].shape
+                or (grows and name.endswith(ROW_PER_TOKEN))
+                or (name == 'transformer.wpe.weight' and len(wanted[name]) < shapes[name][0]))
+            if not fits:
                 raise UserError(f'{self.path}: {name!r} there does not fit this model: it holds '
                                 'another architecture')
         blocks = {name.split('.')[2] for name in shapes if name.startswith('transformer.h.')}
         if len(blocks) < model.config.n_layer:
             raise UserError(f'{self.path}: its weights do not fit its configuration: there are '
                             f'{len(blocks)} blocks and n_layer={model.config.n_layer}')
+        known = {}  # of a vocabulary that grows: the rows that there are
         for name, rows, file, key in self._parts('model'):
             copy_local_rows(wanted[name], rows, file, key)
+            if grows and name.endswith(ROW_PER_TOKEN):
+                known.setdefault(name, []).append(file.get_tensor(key))
+        for name, parts in known.items():
+            begin_new_tokens(wanted[name], torch.cat(parts)[:old].mean(0), old,
+                             model.config.vocab_size)
         check_finite(model, self.path, 'use an earlier one with --checkpoint=ITER')
 
     @torch.no_grad()
@@ -100,9 +127,10 @@ class Checkpoint:
             copy_local_rows(state[key], rows, file, part)
 
     def verify(self, kinds=('model', 'optimizer')):
-        """Compare all chunks with their checksums. Raises UserError that names a damaged one."""
+        """Compare all chunks with their checksums, once. Raises UserError that names the damaged.
+        """
         for chunk in self.state['chunks']:
-            if chunk['kind'] not in kinds:
+            if chunk['kind'] not in set(kinds) - self.verified:
                 continue
             path = self.path / chunk['name']
             try:
@@ -113,6 +141,7 @@ class Checkpoint:
             if not intact:
                 raise UserError(f'{path} is damaged: its checksum is not what was written; use '
                                 'another checkpoint with --checkpoint=ITER')
+        self.verified.update(kinds)
 
     def _parts(self, kind):
         """Yield (name, rows, open file, key in that file) of all that the chunks of a kind hold."""
@@ -143,11 +172,12 @@ class Checkpoint:
 def copy_local_rows(tensor, rows, file, key):
     """Copy what this process has of a tensor from an open file, which has its `rows` (a slice, or
     ... for all). Nothing else is read."""
-    if rows is ... and not is_sharded(tensor):
+    source = file.get_slice(key)
+    shape = source.get_shape()
+    if rows is ... and torch.Size(shape) == tensor.shape and not is_sharded(tensor):
         tensor.copy_(file.get_tensor(key))
         return
-    source = file.get_slice(key)
-    copy_rows(tensor, 0 if rows is ... else rows.start, source, source.get_shape()[0])
+    copy_rows(tensor, 0 if rows is ... else rows.start, source, shape[0])
 
 
 def empty_like_rows(p, shape, dtype):
@@ -293,15 +323,6 @@ def archives(out_dir):
     """The folders old-001, old-002, … of earlier runs in an out_dir, by their numbers."""
     return sorted((path for path in Path(out_dir).glob('old-*') if path.name[4:].isdecimal()),
                   key=lambda path: int(path.name[4:]))
-
-
-def find_named(source, which):
-    """The checkpoint that the folder of one names, or the out_dir of a run and `which` of its
-    checkpoints. None where `source` is neither."""
-    path = Path(source)
-    if re.fullmatch(r'iter-[0-9]+', path.name) and (path / 'state.json').exists():
-        return open_checkpoint(path)
-    return find(source, which) if checkpoint_paths(source) else None
 
 
 def describe_other_weights(out_dir):

@@ -21,10 +21,11 @@ from plaingpt.inference.generation import generate
 from plaingpt.monitoring.film_page import read_instants
 from plaingpt.monitoring.health import ActivationRecorder, block_norms
 from plaingpt.monitoring.metrics_file import finite
+from plaingpt.parallel.sharding import sharded
 from plaingpt.system.errors import UserError
 from plaingpt.system.files import append_line, write_atomically
 from plaingpt.system.formatting import one_line, quoted
-from plaingpt.training.probes import sample_prompts
+from plaingpt.training.evaluation import sample_prompts
 
 INSTANTS = 40  # at most
 SHARE, FREE_S = 0.019, 1.0  # of a run's time that the film may take; in a short run, seconds
@@ -33,15 +34,15 @@ MAP_TOKENS, MAP_BYTES = 64, 40_000  # of attention in an instant: fewer tokens f
 SAMPLE_TOKENS = 48
 
 
-def open_film(config, dataset, parallel, loader, metrics, context, writing):
+def open_film(config, dataset, model, loader, metrics, context, writing):
     """The Film of a run; None where none is wanted, on other processes than the first, and where
     there can be none, which a line says."""
     if not config.film or not writing:
         return None
     try:
-        if parallel.sharded:
+        if sharded(model):
             raise UserError('with parallel=fsdp no process has the whole model')
-        return Film(config, dataset, parallel.model, loader, metrics, context)
+        return Film(config, dataset, model, loader, metrics, context)
     except UserError as problem:
         metrics.print(f'warning: no film of this run: {problem}')
         return None

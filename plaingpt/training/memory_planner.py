@@ -17,12 +17,11 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from model import GPT
 from plaingpt.kernels.chunked_loss import chunk_size
 from plaingpt.monitoring.memory_recorder import OF_BLOCKS, MemoryRecorder, kernels_of
-from plaingpt.system.devices import autocast, compiled, peak_memory_bytes
+from plaingpt.system.devices import autocast, peak_memory_bytes
 from plaingpt.system.errors import UserError, is_out_of_memory
 from plaingpt.system.formatting import GIB, gib
 from plaingpt.training.optimizers import build_optimizer
 from plaingpt.training.settings import TrainConfig
-from plaingpt.training.training_step import forward_backward
 
 CUDA_OVERHEAD = GIB  # for CUDA's context and fragmentation: an allowance, not a measurement
 DEPTHS = (2, 4)  # even, so that layers of two kinds in turn are planned too
@@ -81,8 +80,9 @@ def one_step(shape, step, device, compile=False):
         optimizer.zero_grad(set_to_none=True)
     yield 'optimizer states', gpt, optimizer
     idx = torch.randint(shape.vocab_size, (step.batch_size, shape.block_size), device=device)
-    forward_backward(compiled(gpt) if compile else gpt, iter([(idx, idx.clone())]), 1,
-                     torch.amp.GradScaler(device.type, enabled=False), autocast(device, step.dtype))
+    with autocast(device, step.dtype):
+        _, loss = (torch.compile(gpt) if compile else gpt)(idx, idx.clone())
+    loss.backward()
     yield 'backward', gpt, optimizer
     optimizer.step()
     yield 'optimizer', gpt, optimizer

@@ -1,26 +1,28 @@
 """How long a run takes, measured before it begins, and how many iterations fit in --minutes."""
 
+import gc
 import math
 import statistics
 import time
 from bisect import bisect_right
-from contextlib import closing
+from contextlib import closing, contextmanager
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import NamedTuple
 
 import torch
 
 from plaingpt.inference.generation import generate
+from plaingpt.parallel.sharding import full_model
 from plaingpt.system.devices import synchronize
-from plaingpt.system.distributed import all_gather, print0
+from plaingpt.system.distributed import all_gather, gloo_group, print0
 from plaingpt.system.errors import UserError
 from plaingpt.system.files import ROOT
 from plaingpt.system.formatting import count_of, duration, quote_epochs, setting
 from plaingpt.system.streams import status
+from plaingpt.training.evaluation import mean_loss
 from plaingpt.training.memory_planner import explain_out_of_memory
 from plaingpt.training.schedules import get_lr
-from plaingpt.training.training_step import StepGuard, forward_backward, update
+from plaingpt.training.step_guard import StepGuard
 
 LOOK_S, LOOKS = 1.0, 6  # each part of a run is timed for so long, and not more often
 SAMPLED = 8  # tokens of a sample that are timed
@@ -42,8 +44,8 @@ def refuse_two_lengths(config, options):
                         f'and {" and ".join(two)} too: leave one of them out')
 
 
-def with_length_of(resumed, config, given):
-    """The TrainConfig of a run that goes on from a checkpoint, where it has minutes: as long as it
+def length_of(resumed, config, given):
+    """The TrainConfig of a run that goes on from a Checkpoint, where it has minutes: as long as it
     was, whatever a config file says. With init_from=auto it stays so: the same command is given
     again after a stop. given: the settings that the command line names"""
     if not config.minutes:
@@ -72,32 +74,41 @@ class Times(NamedTuple):
         return iters * self.step + (1 + evaluations) * self.evaluation + saves * self.save
 
 
-def with_length(run, resumed, given, mean_loss, group):
-    """The TrainConfig of a run that is about to begin, or to go on, with as many iterations as fit
-    in its minutes, if it has any; prints how long a new one takes. The run is left as it was.
-
-    given: the settings that the command line names; mean_loss: train.mean_loss; group: of
-    gloo_group, whose rank 0 decides. Raises UserError."""
-    config, device = run.config, run.device
-    if config.is_read_only or not (config.minutes or (config.max_iters and not resumed)):
-        return config
+@contextmanager
+def apart(device, shape, config, dtype):
+    """A context to measure in: the run has the same random numbers after it, and its memory. What
+    runs out of memory in here is a UserError."""
     on_gpu = [device] if device.type == 'cuda' else []
-    with status.doing('timing a step'), torch.random.fork_rng(on_gpu), \
-            explain_out_of_memory(run.model.config, config, run.dtype, device):
-        times = all_gather(measure(run, mean_loss, group), group)[0]
+    with torch.random.fork_rng(on_gpu), explain_out_of_memory(shape, config, dtype, device):
+        yield
     if on_gpu:
+        gc.collect()
+        torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(device)  # what is logged is the run's
-    if config.minutes and resumed:  # evaluations stay as they were, so that losses compare
-        return fitted(config, times, {*given, *BATCHES}, run.dataset, run.progress.iter_num)
-    if config.minutes:
-        config = fitted(config, times, given, run.dataset)
-        run.progress.eval_sequences = config.eval_sequences()
-        return config
+
+
+def fit_minutes(trial, start, given, forward_backward, update):
+    """The TrainConfig of a run with as many iterations as fit in its minutes, measured with a Run
+    of its shape. start: a Start; given: the settings that the command line names. Raises UserError.
+    """
+    times = measure(trial, forward_backward, update)
+    if start.resumed:  # evaluations stay as they were, so that losses compare
+        return fitted(trial.config, times, {*given, *BATCHES}, trial.dataset,
+                      start.weights.iter_num)
+    return fitted(trial.config, times, given, trial.dataset)
+
+
+def print_length(run, forward_backward, update):
+    """Say how long a new run takes. It is left as it was."""
+    config = run.config
+    if config.is_read_only or not config.max_iters:
+        return
+    with apart(run.device, run.model.config, config, run.dtype):
+        times = measure(run, forward_backward, update)
     seconds = times.of_run(config, config.max_iters)
-    advice = recipes(config) if device.type == 'cpu' and seconds > 3600 else ''
+    advice = recipes(config) if run.device.type == 'cpu' and seconds > 3600 else ''
     print0(f'about {duration(max(1, seconds))} for {count_of(config.max_iters, "iteration")}, '
            f'evaluations included{advice}')
-    return config
 
 
 def recipes(config):
@@ -161,26 +172,25 @@ def with_points(config, times, given):
 # measured by the run's own parts
 
 
-def measure(run, mean_loss, group):
-    """→ Times of a run."""
+@status.doing('timing a step')
+def measure(run, forward_backward, update):
+    """→ Times of a train.Run, as rank 0 has them. The two functions make a step: train.py's."""
     config, loaders = run.config, (run.train_data, *run.val_data.parts)
-    optimizer = run.optimizer
-    states, attributes = dict(optimizer.state), dict(vars(optimizer))  # of a resumed run
+    optimizer, group = run.optimizer, gloo_group()
+    attributes = dict(vars(optimizer))
+    with closing(run.train_data.train_batches(0)) as batches:
+        step_s = typical(lambda: time_step(run, batches, forward_backward, update), group)
     optimizer.state.clear()
-    with closing(run.train_data.train_batches(run.progress.iter_num)) as batches:
-        step_s = typical(lambda: time_step(run, batches), group)
-    optimizer.state.clear()
-    optimizer.state.update(states)
     vars(optimizer).update(attributes)
     batches = sum(len(loader.eval_batches(run.progress.eval_sequences, config.eval_tokens > 0))
                   for loader in loaders)
-    evaluation_s = batches * typical(lambda: time_evaluated_batch(run, mean_loss), group)
+    evaluation_s = batches * typical(lambda: time_evaluated_batch(run), group)
     if config.sample_tokens:
-        with run.parallel.full_model() as model, run.context:
+        with full_model(run.model, run.context) as model, run.context:
             sampled_s = typical(lambda: timed(run, generate, model, [[0]], SAMPLED)[1], group)
         evaluation_s += config.sample_tokens / SAMPLED * sampled_s
     saved = 12 * sum(p.numel() for p in run.model.parameters())  # with two states of the optimizer
-    return Times(step_s, evaluation_s, saved / SAVED_PER_S)
+    return all_gather(Times(step_s, evaluation_s, saved / SAVED_PER_S), group)[0]
 
 
 def typical(work, group):
@@ -202,21 +212,18 @@ def timed(run, function, *arguments):
     return result, time.perf_counter() - began
 
 
-def time_step(run, batches):
+def time_step(run, batches, forward_backward, update):
     """Seconds of a step, of which one micro-batch is computed and the update moves no weight."""
     scaler = torch.amp.GradScaler(run.device.type, enabled=False)
     guard = StepGuard(None, None, run.device)
     for param_group in run.optimizer.param_groups:
         param_group['lr'] = 0.0  # the loop sets it
-    loss, micro_s = timed(run, forward_backward, run.parallel.train, batches, 1, scaler,
-                          run.context)
-    _, update_s = timed(run, update, run.model, run.optimizer, scaler, run.config.grad_clip, guard,
-                        0, loss)
+    loss, micro_s = timed(run, forward_backward, run.wrapped, batches, 1, scaler, run.context)
+    _, update_s = timed(run, update, run.wrapped, run.optimizer, scaler, run.config.grad_clip,
+                        guard, 0, loss)
     return run.config.accumulation() // run.world.size * micro_s + update_s
 
 
-def time_evaluated_batch(run, mean_loss):
-    """Seconds of one. Signals to stop are heeded once the run has begun."""
-    stop = SimpleNamespace(raise_if_stopped=lambda: None)
-    return timed(run, mean_loss, run.parallel.eval, run.val_data.parts[0],
-                 run.world.size * run.config.batch_size, False, run.context, stop)[1]
+def time_evaluated_batch(run):
+    return timed(run, mean_loss, run.wrapped, run.val_data.parts[0],
+                 run.world.size * run.config.batch_size, False, run.context)[1]

@@ -23,10 +23,9 @@ from plaingpt.system.errors import UserError
 from plaingpt.training import (
     checkpoint,
     optimizers,
-    run_data,
     run_model,
     schedules,
-    training_step,
+    step_guard,
 )
 
 SPOILED = []  # what people break: (function that breaks it, the check that fails, settings)
@@ -250,7 +249,7 @@ def tied_head_lost_on_load(patch):
             load_weights(self, gpt, *rest)
             gpt.lm_head.weight = nn.Parameter(torch.randn_like(gpt.lm_head.weight) * 0.02)
         return load
-    patch(checkpoint.Checkpoint, 'load_weights', change)
+    patch(checkpoint.Checkpoint, 'load_into', change)
 
 
 @fails('a saved model comes back')
@@ -295,7 +294,7 @@ def tokens_left_out(patch):
 
 @fails('batches are what the files hold')
 def splits_are_swapped(patch):
-    patch(run_data, 'open_batches', lambda opened: lambda *arguments:
+    patch(train, 'open_batches', lambda opened: lambda *arguments:
           opened(*arguments)[::-1])
 
 
@@ -307,7 +306,7 @@ def validation_is_training_text(patch):
             val_data.stream = train_data.stream
             return train_data, val_data
         return open_batches
-    patch(run_data, 'open_batches', change)
+    patch(train, 'open_batches', change)
 
 
 @fails('an epoch reads every sequence once')
@@ -379,7 +378,7 @@ def gradients_kept(patch):
 
 @fails('a step follows the gradient')
 def weights_held(patch):
-    patch(training_step.StepGuard, 'check_finite', lambda original: lambda *arguments:
+    patch(step_guard.StepGuard, 'check_finite', lambda original: lambda *arguments:
           1 - original(*arguments))
 
 

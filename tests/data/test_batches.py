@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 
 import prepare
 import train
+from plaingpt.data import opening
 from plaingpt.data.batches import BatchLoader, key, permute
 from plaingpt.data.token_files import TokenStream, open_tokens
 from plaingpt.system.errors import UserError
-from plaingpt.training import run_data
 
 
 def stream(tmp_path, tokens, vocab_size=50257, files=1, in_ram=False):
@@ -183,8 +183,8 @@ def test_a_small_corpus_is_prepared_when_first_trained_on(tmp_path, monkeypatch,
         return subprocess.CompletedProcess(command, 0)
 
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(run_data.subprocess, 'run', prepare_here)
-    run_data.prepare_small('pystdlib')
+    monkeypatch.setattr(opening.subprocess, 'run', prepare_here)
+    opening.prepare_small('pystdlib')
     assert (tmp_path / 'data/pystdlib/meta.json').exists()
     assert 'preparing pystdlib' in capsys.readouterr().out
 
@@ -195,7 +195,7 @@ def test_the_smallest_recipe_is_checked_where_nothing_is_prepared(tmp_path, monk
         return subprocess.CompletedProcess(command, 0)
 
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(run_data, 'subprocess', SimpleNamespace(run=prepare_here))
+    monkeypatch.setattr(opening, 'subprocess', SimpleNamespace(run=prepare_here))
     train.main(['config/tiny.py', '--check', '--device=cpu', '--dtype=float32'])
     assert 'checks passed' in capsys.readouterr().out
 

@@ -18,7 +18,7 @@ from plaingpt.data.foreign_tokenizer import OUR_TOKENIZER, read_tokenizer
 from plaingpt.inference.hf_export import document_tokenizer
 from plaingpt.inference.text_generator import StreamDecoder
 from plaingpt.system.errors import UserError
-from plaingpt.training import model_choice
+from plaingpt.training.start import ModelChoice, load
 
 TEXTS = ['Hello, wörld!  日本語\n\n\t 12345 ', '', '    ', 'a    b\n\n\nc', '🎉🎉\r\n',
          '\x00\x7f\xad¡', "it's WE'LL 1234567", 'e\u0301 ÀÈÌ', ' ' * 5000,
@@ -186,8 +186,8 @@ def test_an_export_has_the_files_that_came_in(folder, tmp_path, kind):
         assert (tmp_path / 'out' / name).read_bytes() == (folder / name).read_bytes()
     # a plain template stands before one that does more
     assert (tmp_path / 'out/chat_template.jinja').exists() == (kind == 'qwen')
-    _, tokenizer, *_ = model_choice.load(str(tmp_path / 'out'))
-    before = model_choice.load(str(folder))
+    _, tokenizer, *_ = load(ModelChoice(str(tmp_path / 'out')))
+    before = load(ModelChoice(str(folder)))
     assert tokenizer.to_json()['base']['files']['tokenizer.json'] \
         == before[1].to_json()['base']['files']['tokenizer.json']
     assert tokenizer.encode_prompt(CONVERSATIONS[0]).tolist() \
@@ -278,5 +278,5 @@ def test_damaged_files_are_refused_in_a_line(tmp_path):
             path.write_bytes(data)
         spoil()
         with pytest.raises(UserError) as e:
-            model_choice.load(str(tmp_path))
+            load(ModelChoice(str(tmp_path)))
         assert len(str(e.value).splitlines()) == 1, what

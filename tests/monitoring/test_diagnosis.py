@@ -19,7 +19,7 @@ from plaingpt.data.dataset import open_dataset
 from plaingpt.monitoring.diagnosis import CHECKS, diagnose, overfit_check
 from plaingpt.monitoring.metrics_file import read_rows
 from plaingpt.monitoring.run_record import read_run
-from plaingpt.training.progress import Progress
+from train import Progress
 
 # -----------------------------------------------------------------------------
 # rows of metrics

@@ -1,4 +1,5 @@
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -9,11 +10,9 @@ from model import GPT, GPTConfig
 from plaingpt.data.batches import BatchLoader
 from plaingpt.data.dataset import open_dataset
 from plaingpt.monitoring.health import MEASURES, Health, largest_logit
-from plaingpt.parallel.sharding import Replicated
 from plaingpt.system.devices import autocast
-from plaingpt.system.distributed import World
+from plaingpt.training.evaluation import Watching
 from plaingpt.training.optimizers import build_optimizer
-from plaingpt.training.probes import Probes
 from plaingpt.training.settings import TrainConfig
 
 CPU = torch.device('cpu')
@@ -128,7 +127,7 @@ class OwnAttention(torch.nn.Module):
 
 
 def test_what_a_changed_model_does_not_show_is_left_out(tiny, tmp_path, monkeypatch):
-    original = train.run_model.build_model
+    original = train.GPT
 
     def changed(*arguments):
         model = original(*arguments)
@@ -136,7 +135,7 @@ def test_what_a_changed_model_does_not_show_is_left_out(tiny, tmp_path, monkeypa
             block.attn = OwnAttention(block.attn)
             block.mlp = torch.nn.Linear(32, 32)
         return model
-    monkeypatch.setattr(train.run_model, 'build_model', changed)
+    monkeypatch.setattr(train, 'GPT', changed)
     train.main([*tiny, '--health_interval=2', '--check=False'])
     (*_, seen) = lines(tmp_path / 'out', 'health/activation_rms/h.1')
     assert 'health/grad_norm/h.1' in seen
@@ -168,9 +167,10 @@ def test_a_short_run_is_looked_at_often_enough_to_draw_a_line(loader):
     model, _ = new(loader)
     for interval, seen in ((100, [1, 2, 4, 6, 8, 10]), (1, [*range(1, 11)]), (0, [])):
         config = TrainConfig(max_iters=10, health_interval=interval, sample_tokens=0)
-        probes = Probes(config, None, Replicated(model, CPU, False, World()), None, loader,
-                        autocast(CPU, 'float32'), None, writing=True)
-        assert [i for i in range(1, 11) if probes.health.due(i)] == seen, interval
+        run = SimpleNamespace(config=config, model=model, val_data=loader,
+                              context=autocast(CPU, 'float32'))
+        watching = Watching(run, None, writing=True)
+        assert [i for i in range(1, 11) if watching.health.due(i)] == seen, interval
 
 
 def test_two_processes_see_what_one_sees(tiny, tmp_path):

@@ -5,7 +5,7 @@ from helpers import fails, lines
 import plot
 import train
 from plaingpt.monitoring import figures
-from plaingpt.training import training_step
+from plaingpt.training import step_guard
 
 
 def test_patience_ends_a_run_that_gets_no_better_and_survives_a_resume(tiny, tmp_path, monkeypatch):
@@ -23,7 +23,7 @@ def test_a_run_that_gave_up_says_so_ever_after(tiny, tmp_path, capsys, monkeypat
     monkeypatch.setattr(plot, 'draw_curves', lambda *_: [])
     wild = [*tiny, '--learning_rate=1e9', '--warmup_iters=0', '--decay_lr=False',
             '--max_iters=20', '--report=True']
-    monkeypatch.setattr(training_step, 'MAX_BAD_STEPS', 2)
+    monkeypatch.setattr(step_guard, 'MAX_BAD_STEPS', 2)
     assert 'not finite' in fails(capsys, monkeypatch, train.main, *wild)
     given_up = 'given up: 2 steps in a row were not finite'
     assert f'; {given_up}' in (tmp_path / 'out/report.md').read_text()

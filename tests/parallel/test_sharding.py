@@ -25,7 +25,6 @@ from plaingpt.system.errors import UserError
 from plaingpt.training import checkpoint as checkpoints
 from plaingpt.training import checkpoint_writer
 from plaingpt.training.optimizers import build_optimizer
-from plaingpt.training.progress import Progress
 from plaingpt.training.settings import TrainConfig
 
 CPU = torch.device('cpu')
@@ -219,13 +218,10 @@ def save_what_is_read(folder, target, shape, kind):
     """In a process of a job, or alone: read a checkpoint and write it into `target`."""
     world = launched_world()
     with process_group(world, CPU):
-        if kind == 'fsdp':
-            model = sharding.Sharded(on_meta(shape), CPU, False, 'float32').model
-        else:
-            model = GPT(shape)
+        model = GPT(shape) if kind == 'ddp' else train.shard(on_meta(shape), CPU, 'float32', False)
         optimizer = build_optimizer(model, TrainConfig(optimizer='normuon'), 'cpu')
         found = checkpoints.find(folder)
-        found.load_weights(model)
+        found.load_into(model)
         found.load_optimizer(optimizer, model)
         saver = checkpoint_writer.Saver(target, rank=world.rank, world_size=world.size)
         saver.save(model, optimizer, found.state, rng_state(CPU))
@@ -364,7 +360,7 @@ def save_and_load(out_dir):
         config = TrainConfig()
 
         def built():
-            model = sharding.Sharded(on_meta(WIDE), CPU, False, 'float32').model
+            model = train.shard(on_meta(WIDE), CPU, 'float32', False)
             return model, build_optimizer(model, config, 'cpu')
 
         model, optimizer = built()
@@ -375,13 +371,13 @@ def save_and_load(out_dir):
         optimizer.zero_grad(set_to_none=True)
         checkpoint_writer.CHUNK_BYTES = 4 * 10**6
         saver = checkpoint_writer.Saver(out_dir, rank=world.rank, world_size=world.size)
-        state = {**Progress(iter_num=1).state(), 'config': {}, 'tokenizer': {'kind': 'char'},
+        state = {**train.Progress(iter_num=1).state(), 'config': {}, 'tokenizer': {'kind': 'char'},
                  'data': '', 'samples': {}, 'sequences': 0, 'elapsed_s': 0.0, 'scaler': {}}
         saving = growth(lambda: saver.save(model, optimizer, state, rng_state(CPU)))
         optimizer.state.clear()
         [path] = checkpoints.checkpoint_paths(out_dir)
         found = checkpoints.Checkpoint(path, json.loads((path / 'state.json').read_text()))
-        loading = growth(lambda: (found.load_weights(model),
+        loading = growth(lambda: (found.load_into(model),
                                   found.load_optimizer(optimizer, model)))
     print(f'[{saving}, {loading}]')
 

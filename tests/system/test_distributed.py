@@ -20,13 +20,13 @@ from helpers import ROOT, exit_code, fails, fork, ranks, wait_until
 
 import train
 from model import GPT, GPTConfig
-from plaingpt.parallel.sharding import Replicated
 from plaingpt.system import distributed
-from plaingpt.system.distributed import World, launched_world, process_group
+from plaingpt.system.distributed import launched_world, process_group
 from plaingpt.system.errors import UserError
 from plaingpt.training.optimizers import build_optimizer
 from plaingpt.training.settings import TrainConfig
-from plaingpt.training.training_step import StepGuard, forward_backward, update
+from plaingpt.training.step_guard import StepGuard
+from train import forward_backward, update
 
 CPU = torch.device('cpu')
 
@@ -221,7 +221,7 @@ def test_a_step_of_several_processes_sends_gradients_and_no_tables_of_constants(
     assert [name for name, _ in model.named_buffers()]
     idx = torch.zeros(2, 16, dtype=torch.int64)
     with process_group(launched_world(), CPU):
-        ddp = Replicated(model, CPU, False, World(size=2)).train
+        ddp = train.replicate(model, CPU)
         with torch.profiler.profile() as profile:
             ddp(idx, idx)[1].backward()
     sent = {event.key for event in profile.key_averages()}
@@ -235,7 +235,7 @@ def test_gradients_of_several_processes_take_no_memory_beside_what_travels(monke
     optimizer = build_optimizer(model, TrainConfig(), 'cpu')
     idx = torch.zeros(2, 16, dtype=torch.int64)
     with process_group(launched_world(), CPU):
-        ddp = Replicated(model, CPU, False, World(size=2)).train
+        ddp = train.replicate(model, CPU)
         guard, places = StepGuard(None, None, CPU), []
         for step in range(3):
             loss = forward_backward(ddp, repeat((idx, idx)), 3, scaler, nullcontext())

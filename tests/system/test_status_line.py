@@ -176,16 +176,15 @@ def test_while_torch_is_imported_a_terminal_says_so_and_ctrl_c_is_one_line(heeds
 
 
 def test_ctrl_c_while_a_run_is_set_up_is_one_line(tiny, tmp_path, heeds_ctrl_c):
-    for module, name in ((train.run_data, 'open_data'), (train.run_model, 'build_model'),
-                         (train.run_data, 'open_batches')):
-        def main(argv, module=module, name=name):
-            original = getattr(module, name)
+    for name in ('open_data', 'assemble', 'open_batches'):
+        def main(argv, name=name):
+            original = getattr(train, name)
 
             def stopped(*arguments):
                 result = original(*arguments)
                 os.kill(os.getpid(), signal.SIGINT)
                 return result
-            setattr(module, name, stopped)
+            setattr(train, name, stopped)
             train.main(argv)
 
         assert exit_code(fork(main, *tiny, log=tmp_path / 'log')) == 130

@@ -3,6 +3,7 @@
 import json
 import math
 import random
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -17,10 +18,12 @@ import train
 from model import GPT, GPTConfig
 from plaingpt.data.dataset import open_dataset
 from plaingpt.data.packing import PackedLoader
-from plaingpt.inference.pretrained import grow_vocabulary
 from plaingpt.monitoring.diagnosis import THRESHOLDS
 from plaingpt.system.errors import UserError
 from plaingpt.training import checkpoint as checkpoints
+from plaingpt.training import checkpoint_writer
+from plaingpt.training.optimizers import build_optimizer
+from plaingpt.training.settings import TrainConfig
 
 
 def conversations(n, seed=0):
@@ -109,12 +112,15 @@ def test_a_resumed_run_is_the_one_that_was_not_stopped(chat, runs, tmp_path):
 
 @pytest.mark.parametrize('tied_head', [True, False])
 @pytest.mark.parametrize('vocab_size', [250, 255])  # 255 + 5 are beyond the padding
-def test_new_tokens_get_the_mean_row_and_the_old_ones_stay(vocab_size, tied_head):
+def test_new_tokens_get_the_mean_row_and_the_old_ones_stay(vocab_size, tied_head, tmp_path):
     model = GPT(GPTConfig(block_size=8, vocab_size=vocab_size, n_layer=1, n_head=2, n_embd=16,
                           tied_head=tied_head))
     idx = torch.randint(vocab_size, (2, 8))
     before, wte = model(idx)[0], model.transformer.wte.weight.clone()
-    grow_vocabulary(model, 5)
+    checkpoint_writer.Saver(tmp_path).save(model, build_optimizer(model, TrainConfig(), 'cpu'), {
+        'iter_num': 1, 'config': {}, 'tokenizer': {'kind': 'byte'}}, {})
+    model = GPT(replace(model.config, vocab_size=vocab_size + 5))
+    checkpoints.find(tmp_path).load_into(model)
     assert (model.lm_head.weight is model.transformer.wte.weight) == tied_head
     for p in (model.transformer.wte.weight, model.lm_head.weight):
         assert len(p) == GPT(model.config).lm_head.weight.size(0)

@@ -239,10 +239,10 @@ def test_a_damaged_chunk_is_named_before_any_of_it_is_used(model, save):
     for damaged in (data[:-1], b'', data[:-4] + b'\0\1\2\3'):
         chunk.write_bytes(damaged)
         with pytest.raises(UserError, match=r'model-00001-of-00001.safetensors is damaged'):
-            found.load_weights(fresh)
+            found.load_into(fresh)
     chunk.unlink()
     with pytest.raises(UserError, match='cannot be read'):
-        found.load_weights(fresh)
+        found.load_into(fresh)
     assert same(fresh.parameters(), before)
 
 
@@ -272,7 +272,7 @@ def test_weights_of_another_shape_are_refused(save):
     found = save()
     for other in (dict(n_layer=3), dict(n_embd=64)):
         with pytest.raises(UserError, match='another architecture'):
-            found.load_weights(GPT(GPTConfig(**{**SHAPE, **other})))
+            found.load_into(GPT(GPTConfig(**{**SHAPE, **other})))
 
 
 def rewrite(found, **changes):

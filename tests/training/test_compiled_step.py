@@ -24,8 +24,8 @@ from plaingpt.experiments.step_speed import Workload, make_step
 from plaingpt.inference.generation import KVCache
 from plaingpt.kernels import cpu_kernels
 from plaingpt.monitoring.memory_recorder import IN_FLOAT32, cuda_autocast_rules
-from plaingpt.parallel.sharding import Sharded, copy_on_meta
-from plaingpt.system.devices import compiled
+from plaingpt.parallel import sharding
+from plaingpt.system.devices import keep_compiled_graphs
 from plaingpt.training.memory_fit import kept_bytes
 from plaingpt.training.memory_planner import StepSettings, one_step, predict, step_settings
 from plaingpt.training.optimizers import OPTIMIZERS
@@ -97,10 +97,13 @@ def test_a_compiled_block_of_a_sharded_model_computes_again_what_its_kind_says(
     monkeypatch.setattr(torch, 'compile', partial(torch.compile, backend=backend))
     gpt = GPT(replace(SMALL, mlp='swiglu', rotary=True, bias=False, document_attention=False))
     gpt.activation_checkpointing = kind
-    parallel = Sharded(copy_on_meta(gpt), CPU, True, 'float32')
-    parallel.load(gpt.state_dict())
+    with sharding.parameters_on_meta():
+        model = GPT(gpt.config)
+    model.activation_checkpointing = kind
+    train.shard(model, CPU, 'float32', True)
+    sharding.scatter(gpt.state_dict(), model)
     for _ in range(2):  # the first compiles the backward pass
-        x = parallel.train(torch.randint(65, (2, 16)))[0]
+        x = model(torch.randint(65, (2, 16)))[0]
         with profile(activities=[ProfilerActivity.CPU]) as prof:
             x.sum().backward()
     [found] = [event.count for event in prof.key_averages() if event.key == 'aten::mm']
@@ -121,7 +124,8 @@ def test_a_step_that_was_compiled_before_is_found_on_disk(kind, monkeypatch):
     gpt.activation_checkpointing, gpt.loss_chunk_tokens = kind, 24
     idx = torch.randint(65, (2, 16))
     with torch.autocast('cpu', dtype=torch.bfloat16):
-        compiled(gpt)(idx, idx)
+        keep_compiled_graphs()
+        torch.compile(gpt)(idx, idx)
     assert checked
 
 

@@ -9,7 +9,7 @@ from helpers import CHAT, ask, write_chat
 
 from model import GPT, GPTConfig
 from plaingpt.data.dataset import open_dataset
-from plaingpt.training.training_step import forward_backward
+from train import forward_backward
 
 T, SEQUENCES = 48, 16  # in a step
 NO_SCALER = torch.amp.GradScaler('cpu', enabled=False)

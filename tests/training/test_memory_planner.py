@@ -25,7 +25,7 @@ from plaingpt.training.memory_planner import (
 )
 from plaingpt.training.optimizers import OPTIMIZERS
 from plaingpt.training.settings import TrainConfig
-from plaingpt.training.training_step import forward_backward
+from train import forward_backward
 
 # nanoGPT's character model with five layers, which a plan reckons from two and four; GPT-2's
 # smallest with two

@@ -8,10 +8,11 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from model import GPT, GPTConfig
-from plaingpt.training import optimizers, training_step
+from plaingpt.training import optimizers, step_guard
 from plaingpt.training.optimizers import build_optimizer
 from plaingpt.training.settings import TrainConfig
-from plaingpt.training.training_step import StepGuard, update
+from plaingpt.training.step_guard import StepGuard
+from train import update
 
 SHAPE = GPTConfig(block_size=16, vocab_size=65, n_layer=2, n_head=2, n_embd=32)
 
@@ -183,7 +184,7 @@ def test_a_first_step_that_is_not_finite_leaves_no_trace(name, scaled):
 
 
 def test_with_float16_a_run_that_gave_up_moves_no_more(monkeypatch):
-    monkeypatch.setattr(training_step, 'MAX_BAD_STEPS', 2)
+    monkeypatch.setattr(step_guard, 'MAX_BAD_STEPS', 2)
     moved = stepped(*made(), (1.0, math.nan, math.nan, 1.0, 1.0), scaled=True)
     assert moved == [True, False, False, False, False]
 

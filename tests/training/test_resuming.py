@@ -18,8 +18,8 @@ from configurator import load_config
 from plaingpt.system.errors import UserError
 from plaingpt.training import checkpoint as checkpoints
 from plaingpt.training import checkpoint_writer
-from plaingpt.training.resuming import saved_settings
 from plaingpt.training.settings import TrainConfig
+from plaingpt.training.start import Start
 
 
 @pytest.fixture
@@ -212,7 +212,7 @@ def test_how_a_run_was_started_is_not_taken_for_a_setting_of_it(tiny, tmp_path):
     moved = shutil.move(tmp_path / 'out', tmp_path / 'moved')
     values = {**vars(TrainConfig()), 'init_from': 'resume', 'out_dir': moved}
     assert not {'out_dir', 'init_from', 'checkpoint', 'check', 'eval_only', 'parallel'} \
-        & saved_settings(values).keys()
+        & Start().read(values).keys()
     train.main(['--init_from=resume', f'--out_dir={moved}', '--max_iters=5'])
     assert checkpoints.find(moved).iter_num == 5
 
@@ -220,7 +220,7 @@ def test_how_a_run_was_started_is_not_taken_for_a_setting_of_it(tiny, tmp_path):
 def test_a_run_that_starts_from_a_model_reads_as_much_as_that_model_does(trained, tmp_path):
     """Where the command line does not say how much."""
     def config(*argv):
-        return load_config(TrainConfig, argv, read_saved=saved_settings)
+        return load_config(TrainConfig, argv, read_saved=Start().read)
     tune = str(ROOT / 'config/finetune_chat.py')
     small, gpt2 = (config(tune, f'--init_from={start}') for start in (trained, 'gpt2'))
     assert (small.block_size, small.n_layer) == (16, 2)

@@ -32,7 +32,7 @@ from plaingpt.system import distributed as runtime
 from plaingpt.system.distributed import StopRequest
 from plaingpt.system.errors import UserError
 from plaingpt.training import checkpoint as checkpoints
-from plaingpt.training import checkpoint_writer, probes, training_step
+from plaingpt.training import checkpoint_writer, evaluation, step_guard
 
 
 @pytest.mark.parametrize('name', ['SIGTERM', 'SIGINT'])
@@ -157,14 +157,14 @@ def test_a_run_stopped_anywhere_goes_on_bit_for_bit(tiny, tmp_path, monkeypatch)
 
 
 def test_a_signal_while_a_sample_is_made_logs_no_half_of_it(tiny, tmp_path, monkeypatch):
-    original, count = probes.generate, itertools.count(1)
+    original, count = evaluation.generate, itertools.count(1)
 
     def generate(*arguments, **how):
         if next(count) == 2:  # the first sample is that of iteration 0
             os.kill(os.getpid(), signal.SIGTERM)
         return original(*arguments, **how)
 
-    monkeypatch.setattr(probes, 'generate', generate)
+    monkeypatch.setattr(evaluation, 'generate', generate)
     train.main([*tiny, '--sample_tokens=3', '--sample_interval=2', '--eval_interval=9'])
     assert checkpoints.find(tmp_path / 'out').iter_num == 2
     assert 2 not in [line['iter'] for line in lines(tmp_path / 'out', 'sample')]
@@ -282,7 +282,7 @@ def spoil_steps(bad_losses, bad_gradients=(), rank=0):
 
 def test_a_bad_step_leaves_weights_and_optimizer_alone(tiny, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(train, 'forward_backward', spoil_steps([2], [4]))
-    monkeypatch.setattr(training_step, 'MAX_BAD_STEPS', 2)
+    monkeypatch.setattr(step_guard, 'MAX_BAD_STEPS', 2)
     train.main([*tiny, '--checkpoint_interval=1'])
     out = tmp_path / 'out'
     assert 'iteration 2 left the weights alone' in capsys.readouterr().out
@@ -297,7 +297,7 @@ def test_a_bad_step_leaves_weights_and_optimizer_alone(tiny, tmp_path, monkeypat
 def test_too_many_bad_steps_in_a_row_stop_the_run_with_the_weights_before_them(
         tiny, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(train, 'forward_backward', spoil_steps([3, 4, 5, 6]))
-    monkeypatch.setattr(training_step, 'MAX_BAD_STEPS', 3)
+    monkeypatch.setattr(step_guard, 'MAX_BAD_STEPS', 3)
     message = fails(capsys, monkeypatch, train.main, *tiny, '--checkpoint_interval=2',
                     '--log_interval=100', '--eval_interval=100', '--max_iters=100')
     assert 'the last 3 steps' in message and '--learning_rate' in message
@@ -317,7 +317,7 @@ def test_processes_agree_on_a_bad_step(tiny, tmp_path):
 
 def test_gradients_that_stay_infinite_stop_a_run_in_float16(tiny, tmp_path, monkeypatch):
     monkeypatch.setattr(train, 'forward_backward', spoil_steps([], range(1, 99)))
-    monkeypatch.setattr(training_step, 'MAX_BAD_STEPS', 3)
+    monkeypatch.setattr(step_guard, 'MAX_BAD_STEPS', 3)
     with pytest.raises(UserError, match='not finite'):
         train.main([*tiny, '--dtype=float16', '--max_iters=99', '--eval_interval=99',
                     '--checkpoint_interval=5'])

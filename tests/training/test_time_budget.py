@@ -12,8 +12,8 @@ from configurator import load_config
 from plaingpt.system.errors import UserError
 from plaingpt.training import checkpoint as checkpoints
 from plaingpt.training import dtype_choice, time_budget
-from plaingpt.training.resuming import saved_settings
 from plaingpt.training.settings import TrainConfig
+from plaingpt.training.start import Start
 from plaingpt.training.time_budget import Times
 
 
@@ -219,7 +219,7 @@ def test_a_resumed_run_on_own_text_has_the_size_that_it_began_with(trained, monk
     for init_from in ('resume', 'auto'):
         config = load_config(TrainConfig, [
             'config/own_text.py', f'--init_from={init_from}', f'--out_dir={trained}',
-            '--dataset=not_prepared'], read_saved=saved_settings)
+            '--dataset=not_prepared'], read_saved=Start().read)
         for key in ('n_layer', 'n_head', 'n_embd', 'max_iters'):
             assert getattr(config, key) == state[key]
 

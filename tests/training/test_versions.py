@@ -11,10 +11,11 @@ from helpers import lines, options
 
 import train
 from model import GPTConfig
+from plaingpt.data.dataset import open_named
 from plaingpt.system.errors import UserError
 from plaingpt.training import checkpoint as checkpoints
-from plaingpt.training import resuming, run_data
 from plaingpt.training.settings import GONE_WITHOUT_EFFECT, TrainConfig
+from plaingpt.training.start import Start
 
 FORMAT_1 = Path(__file__).resolve().parents[1] / 'data' / 'format_1'
 SAME = options(dataset='./dataset', out_dir='run', n_layer=2, n_head=2, n_embd=8, block_size=16,
@@ -78,8 +79,9 @@ def test_a_setting_that_came_later_is_no_change(old, capsys):
     assert missing  # this format knows fewer settings than today's
     known = {field.name for field in fields(TrainConfig)} & found.state['config'].keys()
     config = TrainConfig(**{key: found.state['config'][key] for key in known})
-    dataset = run_data.open_data(config, train.launched_world())
-    resuming.check_resumed(found, config, dataset)
+    start = Start()
+    start.weights = found
+    start.check(config, open_named(config.dataset))
     assert 'changed' not in capsys.readouterr().out
 
 

@@ -1,6 +1,5 @@
-"""A training step: the gradients of its micro-batches, then the update of the weights.
-
-A step whose loss or gradient is not finite (NaN, infinity) leaves the weights alone.
+"""Around a training step: one whose loss or gradient is not finite (NaN, infinity) leaves the
+weights alone, and Python collects garbage at the same steps on all processes.
 """
 
 import gc
@@ -10,13 +9,7 @@ from contextlib import contextmanager
 import torch
 import torch.distributed as dist
 
-from plaingpt.system.distributed import (
-    all_gather,
-    clear_gradients,
-    full_tensor,
-    gloo_group,
-    gradient_sync,
-)
+from plaingpt.system.distributed import all_gather, gloo_group
 from plaingpt.system.errors import UserError
 from plaingpt.system.files import append_line
 
@@ -41,45 +34,6 @@ def collect_garbage(iter_num, evaluated):
     """Every GARBAGE_STEPS of what is new; after an evaluation, which takes long anyway, of all."""
     if evaluated or iter_num % GARBAGE_STEPS == 0:
         gc.collect(2 if evaluated else 1)
-
-
-def forward_backward(model, batches, micro_steps, scaler, context):
-    """Add up the gradients of a step's micro-batches → this process's mean loss, on the device.
-
-    batches yields (idx, targets), or (idx, targets, weight) where not all tokens count: the
-    micro-batch's share of those of the step that do, times the number of processes, over which
-    gradients and losses are averaged."""
-    total_loss = 0.0
-    for micro in range(micro_steps):
-        idx, targets, *weight = next(batches)
-        with gradient_sync(model, last=micro == micro_steps - 1):
-            with context:
-                _, loss = model(idx, targets)
-                loss = loss * weight[0] if weight else loss / micro_steps
-            scaler.scale(loss).backward()
-        total_loss += loss.detach()
-    return total_loss
-
-
-def update(model, optimizer, scaler, grad_clip, guard, iter_num, loss):
-    """Clip the gradient and move the weights, unless something is not finite → gradient norm.
-    model: as of forward_backward"""
-    scaler.unscale_(optimizer)
-    gradients = [p.grad for p in model.parameters() if p.grad is not None]
-    grad_norm = torch.nn.utils.get_total_norm(gradients)
-    if grad_clip:
-        torch.nn.utils.clip_grads_with_norm_(model.parameters(), grad_clip, grad_norm)
-    grad_norm = full_tensor(grad_norm)
-    hold = guard.check_finite(iter_num, loss, grad_norm)
-    # Not scaler.step, which sees gradients only and would move the weights after a bad loss.
-    if getattr(optimizer, '_step_supports_amp_scaling', False):
-        optimizer.found_inf = hold  # torch's fused optimizers and ours read it on the device
-        optimizer.step()
-    elif not hold:  # others know nothing of it, so the host has to wait and look
-        optimizer.step()
-    scaler.update()
-    clear_gradients(model, optimizer)
-    return grad_norm
 
 
 # -----------------------------------------------------------------------------

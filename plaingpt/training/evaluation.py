@@ -1,0 +1,171 @@
+"""What is measured of a model while it trains: losses, benchmarks, texts that it writes, health."""
+
+import math
+
+import torch
+
+from plaingpt.inference.generation import generate
+from plaingpt.monitoring.health import Health
+from plaingpt.parallel.sharding import full_model, sharded
+from plaingpt.system.distributed import all_gather, gloo_group, print0
+from plaingpt.system.errors import UserError
+from plaingpt.system.streams import status
+
+QUESTIONS = 3  # of the validation split, that samples of a tuned model answer
+LOOKS = 5  # health checks in a run at least, however short: a curve takes a few points
+
+
+@torch.no_grad()
+def mean_loss(model, loader, sequences, at_beginning, context, stop=None):
+    """→ (mean loss in nats a token over so many fixed sequences of a split, its standard error from
+    the variance between batches, None where there is one). at_beginning: the split's first ones,
+    else evenly spaced ones. Each process evaluates its share. stop: a StopRequest, heeded between
+    batches. Raises Stopped."""
+    model.eval()
+    found = []  # of each batch: sequences of targets, loss
+    for starts in loader.eval_batches(sequences, at_beginning):
+        if stop:
+            stop.raise_if_stopped()
+        idx, targets = loader.eval_batch(starts)  # also of none: all gather a sharded model
+        with context:
+            _, loss = model(idx, targets)
+        found.append(torch.stack(((targets != -1).sum() / targets.size(1), loss.float())))
+    model.train()
+    shares = all_gather(torch.stack(found).tolist(), gloo_group())
+    n, losses = torch.tensor(shares, dtype=torch.float64).flatten(0, 1).T
+    loss = (n * losses).sum() / n.sum()
+    variance, num_batches = (n * (losses - loss)**2).sum() / n.sum(), int((n > 0).sum())
+    return loss.item(), math.sqrt(variance / (num_batches - 1)) if num_batches > 1 else None
+
+
+def evaluated_bytes(run):
+    """UTF-8 bytes of text a token, of the tokens that each evaluation reads of the validation split
+    (of a mixture by its weights), or None where that is not known."""
+    try:
+        sizes = run.dataset.token_bytes('val')
+    except UserError as problem:  # it takes a download
+        print0(f'no bits per byte: {problem}')
+        return None
+    return None if sizes is None else run.dataset.mean(
+        part.mean_target(sizes, run.progress.eval_sequences, run.config.eval_tokens > 0)
+        for part in run.val_data.parts)
+
+
+def sample_prompts(config, dataset, val_loader):
+    """What samples of a run continue, sample_start or questions of conversations → (prompts as ids,
+    the same as text, options of generate). Raises UserError."""
+    tokenizer = dataset.tokenizer()
+    if not dataset.has_mask():
+        prompt = tokenizer.encode(config.sample_start).tolist() or [tokenizer.end_of_text or 0]
+        return [prompt], [config.sample_start], {'temperature': 0.8, 'top_k': 200}
+    prompts = val_loader.questions(QUESTIONS)
+    if not prompts:
+        raise UserError('no question of the validation split has room for an answer in '
+                        f'block_size={config.block_size}')
+    return prompts, [tokenizer.decode(prompt) for prompt in prompts], \
+        {'temperature': 0, 'end_of_text': tokenizer.end_of_turn}
+
+
+class Watching:
+    """Looks at a train.Run: benchmarks and a sample at evaluations, a sample every sample_interval
+    iterations, health every health_interval, and at least LOOKS times. What it finds goes to
+    run.metrics.
+
+    All processes share the work of a benchmark; health and samples are made where `writing`. The
+    run's random numbers and weights stay as they are.
+    """
+
+    def __init__(self, run, group, writing):
+        self.run, self.group, self.writing = run, group, writing
+        config = run.config
+        interval = min(config.health_interval, max(1, config.max_iters // LOOKS))
+        self.health = Health(run.model, interval if writing or sharded(run.model) else 0,
+                             run.val_data, run.context)
+        self.tokenizer = None
+        if writing and config.sample_tokens:
+            try:
+                self.prompts, self.shown, self.how = sample_prompts(config, run.dataset,
+                                                                    run.val_data)
+                self.tokenizer = run.dataset.tokenizer()
+            except UserError as problem:
+                run.metrics.print(f'warning: no samples of what the model writes: {problem}')
+
+    def around_update(self, iter_num, scaler):
+        """A context for the optimizer's step of update `iter_num`, which health measures."""
+        return self.health.around_update(iter_num, scaler)
+
+    def check_health(self, iter_num):
+        """Log the health of update `iter_num`, where it is due."""
+        if not self.health.due(iter_num):
+            return
+        with self.run.metrics.paused('health check'), self.full_model() as model:
+            if self.writing:
+                self.run.metrics.health(iter_num, self.health.measure(model))
+
+    def full_model(self):
+        return full_model(self.run.model, self.run.context)
+
+    def look(self, losses, sample_is_due):
+        """→ ({task: (its scores, the same as a line)}, a sample or None), as they are due beside
+        these losses of an evaluation, [] where that was not due."""
+        config = self.run.config
+        benchmarks = config.eval_tasks and losses and not config.eval_only
+        samples = config.sample_tokens and (losses or sample_is_due)
+        if not benchmarks and not samples:
+            return {}, None
+        with self.full_model() as model:
+            scores = self.score_benchmarks(model) if benchmarks else {}
+            return scores, self.sample(model) if samples else None
+
+    def log(self, losses, scores, text, sample_is_due):
+        """Log what an evaluation found, and see whether its loss is the best. losses: of train, and
+        of val of each corpus, each with its standard error. Of several corpora the mean by their
+        shares counts."""
+        run, iter_num = self.run, self.run.progress.iter_num
+        if not losses:
+            run.progress.record_evaluation(None)
+        else:
+            (train_loss, _), *of_val = losses
+            val_loss = run.dataset.mean(loss for loss, _ in of_val)
+            error = None
+            if all(each is not None for _, each in of_val):
+                error = math.sqrt(sum((part.weight * each)**2 for part, (_, each)
+                                      in zip(run.dataset.parts, of_val, strict=True)))
+            of_each = {part.name: loss for part, (loss, _)
+                       in zip(run.dataset.parts, of_val, strict=True) if part.name}
+            best = run.progress.record_evaluation(val_loss)
+            run.metrics.evaluation(iter_num, train_loss, val_loss, best, text, of_each, error)
+        for name, (values, quote) in scores.items():
+            run.metrics.benchmark(iter_num, name, values, quote)
+        if text is not None and sample_is_due:
+            run.metrics.sample(iter_num, text)
+
+    def score_benchmarks(self, model):
+        """→ {task of lm_eval: (its scores, the same as a line)} of the model as it is now."""
+        from plaingpt.inference import lm_eval_model
+        config = self.run.config
+        lm = lm_eval_model.lm_eval_model(
+            model, self.run.dataset.tokenizer(), config.batch_size, self.run.context, self.group,
+            self.run.stop.raise_if_stopped)
+        model.eval()
+        found = lm_eval_model.run_tasks(lm, lm_eval_model.load_tasks(config.eval_tasks),
+                                        config.eval_tasks_limit)
+        model.train()
+        return {task: (scores, lm_eval_model.quote_scores(scores))
+                for task, scores in found.items()}
+
+    @status.doing('sampling')
+    def sample(self, model):
+        """A text by the model as it is now, or its answers to questions, or None where none is
+        wanted. It ends early where this process received a signal."""
+        if not self.tokenizer:
+            return None
+        model.eval()
+        with self.run.context:
+            news = generate(model, self.prompts, self.run.config.sample_tokens, **self.how,
+                            on_token=lambda *_: self.run.stop.signal is not None,
+                            generators=[torch.Generator().manual_seed(self.run.config.seed)
+                                        for _ in self.prompts])
+        model.train()
+        return '\n'.join(shown + self.tokenizer.decode(new)
+                         for shown, new in zip(self.shown, news, strict=True))

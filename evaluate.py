@@ -31,7 +31,7 @@ from plaingpt.system.distributed import gloo_group, launched_world, print0, proc
 from plaingpt.system.errors import UserError, run_script
 from plaingpt.system.files import write_json
 from plaingpt.system.streams import require_stdout, status
-from plaingpt.training.start import ModelChoice, load
+from plaingpt.training.open_weights import ModelChoice, load
 
 SPLITS = ('val', 'test', 'train')
 OURS = (*SPLITS, 'text')

@@ -33,8 +33,8 @@ from plaingpt.inference.hf_export import one_document, write_hf
 from plaingpt.monitoring.metrics_file import read_rows
 from plaingpt.system.errors import UserError, run_script
 from plaingpt.system.formatting import quoted
+from plaingpt.training.open_weights import ModelChoice, load
 from plaingpt.training.settings import TrainConfig
-from plaingpt.training.start import ModelChoice, load
 
 
 @dataclass

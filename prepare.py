@@ -154,7 +154,7 @@ def borrow_tokenizer(name):
     folder = download(name, FILES_OF_TOKENIZER) if is_hub_name(name) else name
     if found := read_tokenizer(folder):
         return found
-    from plaingpt.training.start import open_weights  # the model too, which takes a second
+    from plaingpt.training.open_weights import open_weights  # the model too, which takes a second
     found = open_weights(name, 'latest').tokenizer_json()
     if found is None:
         raise UserError(f'tokenizer={name}: the folder has no tokenizer.json, and is no run and no '

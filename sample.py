@@ -29,7 +29,7 @@ from plaingpt.system.errors import UserError, run_script
 from plaingpt.system.files import naming
 from plaingpt.system.formatting import unescape
 from plaingpt.system.streams import require_stdout, status
-from plaingpt.training.start import GeneratorChoice, open_generator
+from plaingpt.training.open_weights import GeneratorChoice, open_generator
 
 
 def read_start(text):

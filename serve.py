@@ -23,7 +23,7 @@ from typing import Annotated
 from configurator import checked, load_config
 from plaingpt.inference.text_generator import Sampling, list_stops
 from plaingpt.system.errors import UserError, needs, run_script
-from plaingpt.training.start import GeneratorChoice, open_generator
+from plaingpt.training.open_weights import GeneratorChoice, open_generator
 
 LOOPBACK = 'localhost', '127.0.0.1', '::1', '[::1]'  # a web page of others has another Host
 WAITING = 16  # requests that wait for the one that is answered; more are refused

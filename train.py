@@ -15,7 +15,7 @@ if __name__ == '__main__':  # before torch, which takes seconds
 import math
 import sys
 from contextlib import closing, contextmanager, nullcontext
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
@@ -31,7 +31,6 @@ from plaingpt.data.opening import describe_batches, open_data
 from plaingpt.monitoring.backends import open_backends
 from plaingpt.monitoring.markdown_report import write_report
 from plaingpt.monitoring.metrics import Metrics
-from plaingpt.monitoring.metrics_file import finite
 from plaingpt.monitoring.references import find_reference
 from plaingpt.monitoring.run_record import describe_run, write_run
 from plaingpt.parallel import sharding
@@ -55,14 +54,20 @@ from plaingpt.system.streams import status
 from plaingpt.training.averaging import averaged, go_on
 from plaingpt.training.checkpoint_writer import Saver, archive_previous_run, clean_up, trim_logs
 from plaingpt.training.dtype_choice import choose_training_dtype
-from plaingpt.training.evaluation import Watching, evaluated_bytes, mean_loss
+from plaingpt.training.evaluation import Watching, check_tasks, evaluated_bytes, mean_loss
 from plaingpt.training.film import Film, open_film
 from plaingpt.training.memory_fit import fit_to_memory
 from plaingpt.training.memory_planner import explain_out_of_memory
 from plaingpt.training.optimizers import build_optimizer
 from plaingpt.training.schedules import get_lr
 from plaingpt.training.settings import TrainConfig, settings_without_effect
-from plaingpt.training.start import Start, run_shape, with_shape
+from plaingpt.training.start import (
+    Progress,
+    Start,
+    resumed_eval_sequences,
+    run_shape,
+    with_shape,
+)
 from plaingpt.training.step_guard import StepGuard, collect_garbage, garbage_at_known_steps
 from plaingpt.training.time_budget import (
     apart,
@@ -71,43 +76,6 @@ from plaingpt.training.time_budget import (
     print_length,
     refuse_two_lengths,
 )
-
-
-@dataclass
-class Progress:
-    """Where a run stands: what a checkpoint keeps of the loop."""
-
-    iter_num: int = 0  # updates made
-    best_val_loss: float = math.inf
-    evals_since_best: int = 0
-    evaluated_at: int | None = None  # the iteration of the last evaluation
-    val_loss: float | None = None  # that it measured
-    saved_at: int | None = None  # the iteration of the last checkpoint
-    saved_evaluated: bool = False  # that checkpoint has its evaluation
-    eval_sequences: int = 0  # that each evaluation reads of a split
-
-    @property
-    def evaluated(self):
-        """Whether this iteration was evaluated."""
-        return self.evaluated_at == self.iter_num
-
-    def record_evaluation(self, val_loss):
-        """val_loss: None where it was not due. → whether it is the best so far."""
-        self.evaluated_at, self.val_loss = self.iter_num, val_loss
-        if val_loss is None:
-            return False
-        best = val_loss < self.best_val_loss
-        if best:
-            self.best_val_loss = val_loss
-        self.evals_since_best = 0 if best else self.evals_since_best + 1
-        return best
-
-    def state(self):
-        """What a checkpoint of this iteration keeps, as JSON."""
-        return {'iter_num': self.iter_num, 'evaluated': self.evaluated,
-                'val_loss': finite(self.val_loss) if self.evaluated else None,
-                'best_val_loss': finite(self.best_val_loss),
-                'evals_since_best': self.evals_since_best, 'eval_sequences': self.eval_sequences}
 
 
 @dataclass
@@ -155,6 +123,7 @@ def setup(config, start, world, device, device_why, given=frozenset()):
         check_shared(Path(config.out_dir), world, group)
         if world.is_main:
             clean_up(config.out_dir)
+    check_tasks(config)  # without what they need there is no run
     dataset = open_data(config, world, device)
     timed = config.minutes > 0
     config, shape, dtype, compile = resolve(config, start, dataset, world, device, device_why,
@@ -294,16 +263,6 @@ def resume(run, checkpoint):
                '--minutes, or --patience=0, makes it longer')
 
 
-def resumed_eval_sequences(state, config):
-    """How many sequences an evaluation of a resumed run reads: as many as before, also with another
-    batch size, so that its losses compare; unless the settings ask for another number."""
-    before = replace(config, **{key: state['config'].get(key, getattr(config, key))
-                                for key in ('eval_iters', 'eval_tokens', 'batch_size')})
-    if (before.eval_iters, before.eval_tokens) != (config.eval_iters, config.eval_tokens):
-        return config.eval_sequences()
-    return state['eval_sequences'] or before.eval_sequences()
-
-
 def open_outputs(run, group):
     """Archive what this run would overwrite; then open its logs, probes, guard and saver."""
     config, start, progress = run.config, run.start, run.progress
@@ -439,11 +398,12 @@ def update(model, optimizer, scaler, grad_clip, guard, iter_num, loss):
     """Clip the gradient and move the weights, unless something is not finite → gradient norm."""
     scaler.unscale_(optimizer)
     grad_norm = full_tensor(clip_grad_norm_(model.parameters(), grad_clip or math.inf))
-    # 1 on the device where loss or gradient is not finite. torch's fused optimizers and ours read
-    # it there and keep still; for others the host has to wait and look. Not scaler.step, which sees
-    # gradients only and would move the weights after a bad loss.
-    optimizer.found_inf = guard.check_finite(iter_num, loss, grad_norm)
-    if getattr(optimizer, '_step_supports_amp_scaling', False) or not optimizer.found_inf:
+    hold = guard.check_finite(iter_num, loss, grad_norm)  # 1 on the device where one is NaN or inf
+    # Not scaler.step, which sees gradients only and would move the weights after a bad loss.
+    if getattr(optimizer, '_step_supports_amp_scaling', False):
+        optimizer.found_inf = hold  # torch's fused optimizers and ours read it on the device
+        optimizer.step()
+    elif not hold:  # others know nothing of it, so the host has to wait and look
         optimizer.step()
     scaler.update()
     # DDP's gradients are views of the buckets that travel: new ones would take as much again.

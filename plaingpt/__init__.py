@@ -16,8 +16,8 @@ def load(source, checkpoint='best', tokenizer='auto', device='auto'):
     # Imported here, so that `import plaingpt` does not wait for torch.
     from plaingpt.inference.text_generator import TextGenerator
     from plaingpt.system.devices import choose_device
-    from plaingpt.training.start import ModelChoice
-    from plaingpt.training.start import load as load_model
+    from plaingpt.training.open_weights import ModelChoice
+    from plaingpt.training.open_weights import load as load_model
     device, _ = choose_device(device)
     choice = ModelChoice(str(source), checkpoint=checkpoint, tokenizer=str(tokenizer))
     model, its_tokenizer, _ = load_model(choice)

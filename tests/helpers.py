@@ -302,3 +302,16 @@ def prepare_corpora(folder, texts):
         prepare.main(['text', f'--input={folder}/{name}.txt', '--tokenizer=byte',
                       f'--data_dir={folder}/data/{name}'])
     return folder
+
+
+def in_the_loop(patch, **changes):
+    """Replace functions of train.py when the loop begins: the preflight and the stopwatch make
+    steps before. patch: a MonkeyPatch"""
+    import train
+    original = train.train
+
+    def begin(run):
+        for name, function in changes.items():
+            patch.setattr(train, name, function)
+        return original(run)
+    patch.setattr(train, 'train', begin)

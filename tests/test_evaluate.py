@@ -19,7 +19,7 @@ from plaingpt.data.dataset import open_dataset
 from plaingpt.data.tokenizers import ByteTokenizer
 from plaingpt.inference import scoring
 from plaingpt.inference.hf_export import write_hf
-from plaingpt.training.start import ModelChoice, load
+from plaingpt.training.open_weights import ModelChoice, load
 
 
 @pytest.fixture(scope='module')

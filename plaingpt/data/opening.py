@@ -28,6 +28,9 @@ def open_data(config, world, device):
     if config.vocab_size not in (0, dataset.vocab_size):
         raise UserError(f'vocab_size={config.vocab_size}: {dataset.folder} has '
                         f'{dataset.vocab_size} tokens; leave it at 0')
+    if config.document_start != 'auto' and config.document_start not in range(dataset.vocab_size):
+        raise UserError(f'document_start={config.document_start}: {dataset.folder} has tokens 0 to '
+                        f'{dataset.vocab_size - 1}')
     check_same_data(dataset, device)
     return dataset
 

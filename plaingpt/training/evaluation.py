@@ -7,7 +7,7 @@ import torch
 from plaingpt.inference.generation import generate
 from plaingpt.monitoring.health import Health
 from plaingpt.parallel.sharding import full_model, sharded
-from plaingpt.system.distributed import all_gather, gloo_group, print0
+from plaingpt.system.distributed import all_gather, gloo_group, launched_world, print0
 from plaingpt.system.errors import UserError
 from plaingpt.system.streams import status
 
@@ -49,6 +49,13 @@ def evaluated_bytes(run):
     return None if sizes is None else run.dataset.mean(
         part.mean_target(sizes, run.progress.eval_sequences, run.config.eval_tokens > 0)
         for part in run.val_data.parts)
+
+
+def check_tasks(config):
+    """See that the benchmarks of a run can be loaded. Raises UserError."""
+    if config.eval_tasks and launched_world().local_rank == 0:
+        from plaingpt.inference.lm_eval_model import load_tasks
+        load_tasks(config.eval_tasks)
 
 
 def sample_prompts(config, dataset, val_loader):

@@ -1,24 +1,23 @@
-"""What a run, a sample or an export starts from: weights, and the settings that go with them."""
+"""What a run starts from: new weights, those of a model, or the checkpoint that it continues; and
+the settings and the shape that follow from it."""
 
 import math
 import os
 from contextlib import suppress
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
-from typing import Literal
 
 import numpy as np
 
-from model import GPT, GPTConfig
-from plaingpt.data import tokenizers
-from plaingpt.data.dataset import dataset_folder, open_dataset
+from model import GPTConfig
 from plaingpt.data.tokenizers import described_vocab_size, words_of
-from plaingpt.system.devices import choose_compile, choose_device, choose_dtype, use_fast_matmul
+from plaingpt.monitoring.metrics_file import finite
 from plaingpt.system.distributed import all_gather, launched_world, print0
 from plaingpt.system.errors import UserError
 from plaingpt.system.formatting import quoted, setting
-from plaingpt.system.streams import status
 from plaingpt.training import checkpoint as checkpoints
+from plaingpt.training.open_weights import open_weights
+from plaingpt.training.settings import STARTS, TrainConfig
 
 # Fields of a model that a run has from the model that it starts from, whatever its settings say.
 KEPT_SHAPE = [field.name for field in fields(GPTConfig) if field.name not in (
@@ -27,90 +26,6 @@ KEPT_SHAPE = [field.name for field in fields(GPTConfig) if field.name not in (
 # starts this time, and what follows from the processes and the machine of this time.
 OF_THIS_START = {'out_dir', 'init_from', 'checkpoint', 'check', 'eval_only', 'minutes', 'parallel'}
 OPENING_TOKENS = 2**20  # of a corpus, in which a document begins where there are documents
-
-
-def open_weights(source, which='best'):
-    """The weights that a name stands for: a Checkpoint (of the folder of one, or of the out_dir of
-    a run, which has several: latest, best, or an iteration), else a Pretrained. Raises UserError.
-
-    Both have a `source`, a `shape` (fields of GPTConfig but dropout), `tokenizer_json()`, the
-    `state` of a run or {}, and `load_into(model)`."""
-    path = Path(source)
-    if path.name.startswith('iter-') and (path / 'state.json').exists():
-        return checkpoints.open_checkpoint(path)
-    if checkpoints.checkpoint_paths(source):
-        return checkpoints.find(source, which)
-    from plaingpt.inference.pretrained import open_pretrained
-    return open_pretrained(source)
-
-
-@dataclass
-class ModelChoice:
-    """What sample.py, serve.py, evaluate.py and export.py ask alike, and `load` takes."""
-
-    # which model
-    init_from: str = 'resume'  # resume (from out_dir), gpt2…, OWNER/NAME, a folder, or a ckpt.pt
-    out_dir: str = 'out'  # the run to read
-    checkpoint: str = 'best'  # best, latest, or an iteration
-    tokenizer: str = 'auto'  # the model's own, or a prepared dataset whose to take
-
-
-@status.doing('loading the model')
-def load(choice):
-    """A ModelChoice → (model, tokenizer, its Checkpoint or Pretrained). Raises UserError."""
-    if choice.init_from == 'resume':
-        weights = checkpoints.find(choice.out_dir, choice.checkpoint)
-    else:
-        weights = open_weights(choice.init_from, choice.checkpoint)
-    source = weights.source
-    model = GPT(GPTConfig(**weights.shape))
-    weights.load_into(model)
-    description = weights.tokenizer_json()
-    if description and description.get('kind') == 'foreign' and not weights.state:
-        from plaingpt.data.chat_templates import as_chat
-        description = as_chat(description, source)
-    if choice.tokenizer != 'auto':
-        description = open_dataset(dataset_folder(choice.tokenizer)).tokenizer_json()
-    if description is None:
-        raise UserError(f'{source}: nothing says which tokenizer its {model.config.vocab_size} '
-                        'tokens are of: name a prepared dataset with --tokenizer=data/NAME')
-    made = tokenizers.from_json(description)
-    if made.vocab_size != model.config.vocab_size:
-        raise UserError(f'{source} has {model.config.vocab_size} tokens and its tokenizer '
-                        f'{made.vocab_size}: name the dataset it was trained on with '
-                        '--tokenizer=data/NAME')
-    return model, made, weights
-
-
-@dataclass
-class GeneratorChoice(ModelChoice):
-    """What sample.py and serve.py ask alike, and `open_generator` takes."""
-
-    # device
-    device: str = 'auto'  # auto, cpu, cuda, cuda:0, mps
-    dtype: Literal['auto', 'float32', 'bfloat16', 'float16'] = 'auto'  # precision of the matmuls
-
-
-def open_generator(choice, compile=False):
-    """A GeneratorChoice → what writes with this model, a TextGenerator. Prints which it is.
-    compile: as of choose_compile. Raises UserError."""
-    from plaingpt.inference.generation import CompiledStep
-    from plaingpt.inference.text_generator import TextGenerator
-    from plaingpt.inference.weight_layout import prepare_for_generation
-    device, _ = choose_device(choice.device)
-    use_fast_matmul()
-    model, tokenizer, weights = load(choice)
-    model = model.to(device).eval()
-    dtype, _ = choose_dtype(choice.dtype, device, model.config.n_embd)
-    compile, _ = choose_compile(compile, device)
-    print(f'{weights.source} | {model.num_parameters():,} parameters | device {device} | '
-          f'dtype {dtype}')
-    context = prepare_for_generation(model, device, dtype, pack=not compile)
-    return TextGenerator(model, tokenizer, context, CompiledStep(model) if compile else None)
-
-
-# -----------------------------------------------------------------------------
-# of training
 
 
 def is_resumed(out_dir, init_from):
@@ -143,7 +58,6 @@ class Start:
         """Open what a command names → {setting: value} of the run that it resumes; where it starts
         from other weights, the shape of their model; else {}. values: what the command line says
         by itself. Raises UserError where no checkpoint can be used."""
-        from plaingpt.training.settings import STARTS, TrainConfig
         out_dir, init_from, which = (values[key] for key in ('out_dir', 'init_from', 'checkpoint'))
         # After a crash torchrun repeats the command: --checkpoint=ITER must not go back once more.
         if int(os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')) > 0:
@@ -171,7 +85,6 @@ class Start:
 
     def saved_settings(self):
         """{setting: value} of the run that is continued."""
-        from plaingpt.training.settings import TrainConfig
         config = self.weights.state['config']
         saved = {field.name: config[field.name] for field in fields(TrainConfig)
                  if field.name in config.keys() - OF_THIS_START}
@@ -199,7 +112,7 @@ class Start:
         have changed. Raises UserError where something differs that a run cannot change."""
         resumed = self.weights
         # A setting that did not exist when the checkpoint was written had its default.
-        before = {**asdict(type(config)()), **resumed.state['config']}
+        before = {**asdict(TrainConfig()), **resumed.state['config']}
         now = asdict(config)
         changed = {key: (before[key], now[key]) for key in now if before[key] != now[key]}
         shape = {field.name for field in fields(GPTConfig)} - {'dropout', 'vocab_size'}
@@ -309,8 +222,8 @@ def base_tokenizer(dataset):
 def document_start(config, dataset):
     """The id of the token that opens the documents of a dataset, where document_attention asks for
     it, else -1. Raises UserError where there is none."""
-    if not config.document_attention:
-        return -1
+    if not config.document_attention or config.document_start != 'auto':
+        return config.document_start
     found = dataset.tokenizer().end_of_text
     if found is None:
         raise UserError(f'document_attention=True: the tokenizer of {dataset.folder} has no end of '
@@ -323,3 +236,50 @@ def document_start(config, dataset):
                             f'{OPENING_TOKENS:,} tokens of {each.folder}, as in one running text: '
                             'prepare it with --documents=…, or leave document_attention out')
     return found
+
+
+@dataclass
+class Progress:
+    """Where a run stands: what a checkpoint keeps of the loop."""
+
+    iter_num: int = 0  # updates made
+    best_val_loss: float = math.inf
+    evals_since_best: int = 0
+    evaluated_at: int | None = None  # the iteration of the last evaluation
+    val_loss: float | None = None  # that it measured
+    saved_at: int | None = None  # the iteration of the last checkpoint
+    saved_evaluated: bool = False  # that checkpoint has its evaluation
+    eval_sequences: int = 0  # that each evaluation reads of a split
+
+    @property
+    def evaluated(self):
+        """Whether this iteration was evaluated."""
+        return self.evaluated_at == self.iter_num
+
+    def record_evaluation(self, val_loss):
+        """val_loss: None where it was not due. → whether it is the best so far."""
+        self.evaluated_at, self.val_loss = self.iter_num, val_loss
+        if val_loss is None:
+            return False
+        best = val_loss < self.best_val_loss
+        if best:
+            self.best_val_loss = val_loss
+        self.evals_since_best = 0 if best else self.evals_since_best + 1
+        return best
+
+    def state(self):
+        """What a checkpoint of this iteration keeps, as JSON."""
+        return {'iter_num': self.iter_num, 'evaluated': self.evaluated,
+                'val_loss': finite(self.val_loss) if self.evaluated else None,
+                'best_val_loss': finite(self.best_val_loss),
+                'evals_since_best': self.evals_since_best, 'eval_sequences': self.eval_sequences}
+
+
+def resumed_eval_sequences(state, config):
+    """How many sequences an evaluation of a resumed run reads: as many as before, also with another
+    batch size, so that its losses compare; unless the settings ask for another number."""
+    before = replace(config, **{key: state['config'].get(key, getattr(config, key))
+                                for key in ('eval_iters', 'eval_tokens', 'batch_size')})
+    if (before.eval_iters, before.eval_tokens) != (config.eval_iters, config.eval_tokens):
+        return config.eval_sequences()
+    return state['eval_sequences'] or before.eval_sequences()

@@ -17,7 +17,7 @@ from plaingpt.system.devices import synchronize
 from plaingpt.system.distributed import all_gather, gloo_group, print0
 from plaingpt.system.errors import UserError
 from plaingpt.system.files import ROOT
-from plaingpt.system.formatting import count_of, duration, quote_epochs, setting
+from plaingpt.system.formatting import count_of, duration, setting
 from plaingpt.system.streams import status
 from plaingpt.training.evaluation import mean_loss
 from plaingpt.training.memory_planner import explain_out_of_memory
@@ -136,8 +136,7 @@ def fitted(config, times, given, dataset, begun=0):
     what = f'max_iters={end}, with warmup_iters={config.warmup_iters}' if not begun else \
         f'{count_of(iters, "iteration")} more, to max_iters={end}; the learning rate is that of ' \
         f'a run of this length, {get_lr(begun, config):.2e} now'
-    print0(f'{duration(budget_s)}, evaluations included, are enough for {what}: '
-           f'{quote_epochs(dataset.epochs(iters * config.step_tokens()))}, '
+    print0(f'{duration(budget_s)}, evaluations included, are enough for {what}, '
            f'eval_interval={config.eval_interval}, eval_iters={config.eval_iters}')
     return config
 

@@ -9,6 +9,7 @@ from plaingpt.system.distributed import World
 from plaingpt.system.errors import UserError
 from plaingpt.training import memory_fit
 from plaingpt.training.settings import TrainConfig
+from plaingpt.training.start import Start
 
 
 @pytest.fixture
@@ -17,14 +18,17 @@ def failed(char_data, tmp_path, monkeypatch, capsys):
     of these settings. It is set up in this process, and nothing of it is written."""
     def failed(*files, **settings):
         settings = {**SMALL, 'dataset': char_data, 'out_dir': tmp_path / 'out', **settings}
-        config = load_config(TrainConfig, [*map(str, files), *options(**settings)])
+        start = Start()
+        config = load_config(TrainConfig, [*map(str, files), *options(**settings)],
+                             read_saved=start.read)
         capsys.readouterr()
         with monkeypatch.context() as patched:
+            # These take time, and are not checked.
             for owner, name in ((memory_fit, 'check_size'), (train, 'describe_run'),
-                                (train, 'open_outputs')):  # they take time, and are not checked
+                                (train, 'open_outputs'), (train, 'print_length')):
                 patched.setattr(owner, name, lambda *_: None)
             try:
-                train.setup(config, World(), torch.device('cpu'), '')
+                train.setup(config, start, World(), torch.device('cpu'), '')
             except UserError as problem:
                 assert 'nothing was trained' in str(problem), problem
         return [line.removeprefix('FAILED ') for line in capsys.readouterr().out.splitlines()

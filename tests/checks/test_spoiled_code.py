@@ -14,7 +14,7 @@ import evaluate
 import model
 import prepare
 import train
-from plaingpt.checks import preflight, step_checks
+from plaingpt.checks import preflight
 from plaingpt.data import batches
 from plaingpt.data.batches import BatchLoader
 from plaingpt.inference.generation import KVCache
@@ -23,7 +23,6 @@ from plaingpt.system.errors import UserError
 from plaingpt.training import (
     checkpoint,
     optimizers,
-    run_model,
     schedules,
     step_guard,
 )
@@ -194,13 +193,12 @@ def logits_scaled_in_sampling_alone(patch):
 
 def after_building(patch, change):
     """change(model) happens to the model of the run alone."""
-    def changed(build_model):
-        def build(*arguments):
-            gpt = build_model(*arguments)
+    def changed(build_optimizer):
+        def build(gpt, *rest):
             change(gpt)
-            return gpt
+            return build_optimizer(gpt, *rest)
         return build
-    patch(run_model, 'build_model', changed)
+    patch(train, 'build_optimizer', changed)
 
 
 @fails('the first loss is usual', n_embd=128)
@@ -367,7 +365,7 @@ def uphill(patch):
 
 @fails('a step follows the gradient')
 def loss_not_divided(patch):
-    patch(step_checks, 'forward_backward', lambda original: lambda gpt, batches, micro_steps, *rest:
+    patch(train, 'forward_backward', lambda original: lambda gpt, batches, micro_steps, *rest:
           sum(original(gpt, batches, 1, *rest) for _ in range(micro_steps)))
 
 

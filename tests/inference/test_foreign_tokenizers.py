@@ -18,7 +18,7 @@ from plaingpt.data.foreign_tokenizer import OUR_TOKENIZER, read_tokenizer
 from plaingpt.inference.hf_export import document_tokenizer
 from plaingpt.inference.text_generator import StreamDecoder
 from plaingpt.system.errors import UserError
-from plaingpt.training.start import ModelChoice, load
+from plaingpt.training.open_weights import ModelChoice, load
 
 TEXTS = ['Hello, wörld!  日本語\n\n\t 12345 ', '', '    ', 'a    b\n\n\nc', '🎉🎉\r\n',
          '\x00\x7f\xad¡', "it's WE'LL 1234567", 'e\u0301 ÀÈÌ', ' ' * 5000,

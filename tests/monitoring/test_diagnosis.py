@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from helpers import lines, options
+from helpers import in_the_loop, lines, options
 
 import prepare
 import train
@@ -187,7 +187,7 @@ def test_weights_that_do_not_move_are_named_at_the_first_evaluation_after_the_st
             group['lr'] *= 0
         return update(gpt, optimizer, *rest)
     update = train.update
-    monkeypatch.setattr(train, 'update', held)
+    in_the_loop(monkeypatch, update=held)
     assert 'unmoved' in diagnosed(max_iters=4, eval_interval=2, optimizer='sgd', health_interval=0)
     assert 'diagnosis: the evaluation at iteration 2 gives' in capsys.readouterr().out
 

@@ -6,7 +6,7 @@ import re
 import signal
 import sys
 
-from helpers import lines, size_of_png
+from helpers import in_the_loop, lines, size_of_png
 
 import plot
 import train
@@ -55,7 +55,7 @@ def test_an_interrupted_run_is_reported_where_it_stands(tiny, tmp_path, monkeypa
         if next(steps) == 46:
             os.kill(os.getpid(), signal.SIGTERM)
         return original(*arguments)
-    monkeypatch.setattr(train, 'forward_backward', interrupted)
+    in_the_loop(monkeypatch, forward_backward=interrupted)
     long = [*tiny, '--report=True', '--lr_decay_iters=450', '--eval_interval=150']
     train.main([*long, '--max_iters=450', '--log_interval=50'])
     assert 'stopped after iteration 46' in capsys.readouterr().out

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import TINY, fails, one_benchmark, options
+from helpers import TINY, fails, in_the_loop, one_benchmark, options
 from jobs import Job
 from safetensors import safe_open
 
@@ -189,7 +189,7 @@ def poison_the_second_step(patch):
         loss = original(model, *rest)
         steps.append(loss)
         return loss * math.nan if len(steps) == 2 and os.environ.get('RANK', '1') == '1' else loss
-    patch.setattr(train, 'forward_backward', poisoned)
+    in_the_loop(patch, forward_backward=poisoned)
 
 
 @pytest.mark.parametrize('optimizer', ['adamw', 'sgd'])
@@ -273,7 +273,7 @@ def stop_rank_1_after_5_steps(patch):
         if len(steps) == 5 and os.environ['RANK'] == '1':
             os.kill(os.getpid(), signal.SIGTERM)
         return original(*arguments)
-    patch.setattr(train, 'forward_backward', stopping)
+    in_the_loop(patch, forward_backward=stopping)
 
 
 def test_a_signal_to_one_process_stops_and_saves_all(run, tmp_path, three_processes):

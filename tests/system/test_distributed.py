@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from helpers import ROOT, exit_code, fails, fork, ranks, wait_until
+from helpers import ROOT, exit_code, fails, fork, in_the_loop, ranks, wait_until
 
 import train
 from model import GPT, GPTConfig
@@ -128,7 +128,7 @@ def run_out_of_memory():
         if len(steps) == 3 and os.environ['RANK'] == '1':
             raise torch.OutOfMemoryError('CUDA out of memory')
         return original(*arguments)
-    train.forward_backward = without_memory
+    in_the_loop(pytest.MonkeyPatch(), forward_backward=without_memory)
 
 
 @pytest.mark.slow

@@ -3,6 +3,7 @@
 import shutil
 
 import pytest
+from helpers import in_the_loop
 
 import train
 from plaingpt.system.errors import UserError
@@ -20,7 +21,7 @@ def at_step(monkeypatch, number, happen):
         if len(steps) == number:
             happen(model)
         return loss
-    monkeypatch.setattr(train, 'forward_backward', step)
+    in_the_loop(monkeypatch, forward_backward=step)
 
 
 @pytest.mark.parametrize('replaced', [False, True])
@@ -55,7 +56,7 @@ def test_weights_that_are_not_finite_are_not_saved_and_the_checkpoint_before_sta
         if rest[4] == 4:  # the iteration
             next(model.parameters()).data[0, 0] = float('nan')
         return norm
-    monkeypatch.setattr(train, 'update', update)
+    in_the_loop(monkeypatch, update=update)
     with pytest.raises(UserError, match='not finite after iteration 5'):
         train.main([*tiny, '--keep_checkpoints=1', '--checkpoint_interval=1'])
     found = find(tmp_path / 'out')

@@ -3,7 +3,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from helpers import fails
+from helpers import fails, in_the_loop
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed._tools.mem_tracker import MemTracker
 
@@ -287,7 +287,7 @@ def test_out_of_memory_is_one_line_and_the_checkpoint_stays_whole(tiny, tmp_path
             raise torch.OutOfMemoryError('CUDA out of memory')
         return original(*arguments)
 
-    monkeypatch.setattr(train, 'forward_backward', step)
+    in_the_loop(monkeypatch, forward_backward=step)
     message = fails(capsys, monkeypatch, train.main, *tiny)
     assert 'batch_size=4: planned' in message and 'held at most' in message
     assert message.count('saves') == 3 and '--n_layer=1 saves' in message

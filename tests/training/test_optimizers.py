@@ -147,16 +147,6 @@ def test_a_bad_step_leaves_weights_momenta_and_mean_squares_alone(name):
     assert all(p.isfinite().all() for p in model.parameters())
 
 
-def test_gradients_are_multiplied_where_there_is_a_limit_and_not_without():
-    for limit, expected in ((1.0, 1), (0.0, 0)):
-        model, optimizer = made('adamw')
-        loss, guard = gradients(model).detach(), StepGuard(None, None, torch.device('cpu'))
-        scaler = torch.amp.GradScaler('cpu', enabled=False)
-        with Calls() as calls:
-            update(model, optimizer, scaler, limit, guard, 0, loss)
-        assert calls.names['_foreach_mul_'] == expected and calls.names['_foreach_norm'] == 1
-
-
 def stepped(model, optimizer, factors, scaled=False):
     """Steps on batches whose losses are multiplied by these factors; None: no step → for each
     whether it moved a weight"""

@@ -9,7 +9,7 @@ import tempfile
 from pathlib import Path
 
 import pytest
-from helpers import ROOT, exit_code, fails, fork, lines, same, train_processes, weights
+from helpers import ROOT, exit_code, fails, fork, in_the_loop, lines, same, train_processes, weights
 
 import prepare
 import sample
@@ -365,7 +365,7 @@ def test_a_new_run_that_is_saved_has_all_its_rows_and_the_earlier_one_all_its_fi
     accumulator = pytest.importorskip(
         'tensorboard.backend.event_processing.event_accumulator')
     before = contents(earlier)
-    monkeypatch.setattr(train, 'forward_backward', at_step(2, lambda: float('nan')))
+    in_the_loop(monkeypatch, forward_backward=at_step(2, lambda: float('nan')))
     train.main([*tiny, '--seed=2', '--eval_interval=100', '--log_to=tensorboard'])
     assert contents(earlier / 'old-001') == before
     assert [row['iter'] for row in lines(earlier, 'val_loss')] == [0, 6]

@@ -17,6 +17,7 @@ from helpers import (
     exit_code,
     fails,
     fork,
+    in_the_loop,
     lines,
     one_benchmark,
     run,
@@ -249,7 +250,7 @@ def test_garbage_is_collected_at_steps_that_all_processes_know(tiny, monkeypatch
     def note(phase, _):
         if phase == 'start':
             found.append(step.now)
-    monkeypatch.setattr(train, 'forward_backward', step)
+    in_the_loop(monkeypatch, forward_backward=step)
     step.now = 0
     gc.callbacks.append(note)
     train.main([*tiny, '--max_iters=120', '--lr_decay_iters=120', '--eval_interval=40',
@@ -281,7 +282,7 @@ def spoil_steps(bad_losses, bad_gradients=(), rank=0):
 
 
 def test_a_bad_step_leaves_weights_and_optimizer_alone(tiny, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(train, 'forward_backward', spoil_steps([2], [4]))
+    in_the_loop(monkeypatch, forward_backward=spoil_steps([2], [4]))
     monkeypatch.setattr(step_guard, 'MAX_BAD_STEPS', 2)
     train.main([*tiny, '--checkpoint_interval=1'])
     out = tmp_path / 'out'
@@ -296,7 +297,7 @@ def test_a_bad_step_leaves_weights_and_optimizer_alone(tiny, tmp_path, monkeypat
 
 def test_too_many_bad_steps_in_a_row_stop_the_run_with_the_weights_before_them(
         tiny, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(train, 'forward_backward', spoil_steps([3, 4, 5, 6]))
+    in_the_loop(monkeypatch, forward_backward=spoil_steps([3, 4, 5, 6]))
     monkeypatch.setattr(step_guard, 'MAX_BAD_STEPS', 3)
     message = fails(capsys, monkeypatch, train.main, *tiny, '--checkpoint_interval=2',
                     '--log_interval=100', '--eval_interval=100', '--max_iters=100')
@@ -307,7 +308,7 @@ def test_too_many_bad_steps_in_a_row_stop_the_run_with_the_weights_before_them(
 
 def test_processes_agree_on_a_bad_step(tiny, tmp_path):
     def second_process_has_one():
-        train.forward_backward = spoil_steps([3], rank=1)
+        in_the_loop(pytest.MonkeyPatch(), forward_backward=spoil_steps([3], rank=1))
 
     train_processes(2, tmp_path, *tiny, '--checkpoint_interval=1', before=second_process_has_one)
     assert same(weights(tmp_path / 'out', 2), weights(tmp_path / 'out', 3))
@@ -316,7 +317,7 @@ def test_processes_agree_on_a_bad_step(tiny, tmp_path):
 
 
 def test_gradients_that_stay_infinite_stop_a_run_in_float16(tiny, tmp_path, monkeypatch):
-    monkeypatch.setattr(train, 'forward_backward', spoil_steps([], range(1, 99)))
+    in_the_loop(monkeypatch, forward_backward=spoil_steps([], range(1, 99)))
     monkeypatch.setattr(step_guard, 'MAX_BAD_STEPS', 3)
     with pytest.raises(UserError, match='not finite'):
         train.main([*tiny, '--dtype=float16', '--max_iters=99', '--eval_interval=99',
@@ -327,7 +328,7 @@ def test_gradients_that_stay_infinite_stop_a_run_in_float16(tiny, tmp_path, monk
 
 
 def test_a_short_run_that_moved_no_weight_says_so(tiny, monkeypatch, capsys):
-    monkeypatch.setattr(train, 'forward_backward', spoil_steps([], range(1, 7)))
+    in_the_loop(monkeypatch, forward_backward=spoil_steps([], range(1, 7)))
     train.main([*tiny, '--dtype=float16'])
     assert 'the last 6 steps left the weights alone' in capsys.readouterr().out
 

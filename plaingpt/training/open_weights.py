@@ -1,0 +1,93 @@
+"""The weights that a name stands for, and a model of them: of a run of ours, or of others."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from model import GPT, GPTConfig
+from plaingpt.data import tokenizers
+from plaingpt.data.dataset import dataset_folder, open_dataset
+from plaingpt.system.devices import choose_compile, choose_device, choose_dtype, use_fast_matmul
+from plaingpt.system.errors import UserError
+from plaingpt.system.streams import status
+from plaingpt.training import checkpoint as checkpoints
+
+
+def open_weights(source, which='best'):
+    """The weights that a name stands for: a Checkpoint (of the folder of one, or of the out_dir of
+    a run, which has several: latest, best, or an iteration), else a Pretrained. Raises UserError.
+
+    Both have a `source`, a `shape` (fields of GPTConfig but dropout), `tokenizer_json()`, the
+    `state` of a run or {}, and `load_into(model)`."""
+    path = Path(source)
+    if path.name.startswith('iter-') and (path / 'state.json').exists():
+        return checkpoints.open_checkpoint(path)
+    if checkpoints.checkpoint_paths(source):
+        return checkpoints.find(source, which)
+    from plaingpt.inference.pretrained import open_pretrained
+    return open_pretrained(source)
+
+
+@dataclass
+class ModelChoice:
+    """What sample.py, serve.py, evaluate.py and export.py ask alike, and `load` takes."""
+
+    # which model
+    init_from: str = 'resume'  # resume (from out_dir), gpt2…, OWNER/NAME, a folder, or a ckpt.pt
+    out_dir: str = 'out'  # the run to read
+    checkpoint: str = 'best'  # best, latest, or an iteration
+    tokenizer: str = 'auto'  # the model's own, or a prepared dataset whose to take
+
+
+@status.doing('loading the model')
+def load(choice):
+    """A ModelChoice → (model, tokenizer, its Checkpoint or Pretrained). Raises UserError."""
+    if choice.init_from == 'resume':
+        weights = checkpoints.find(choice.out_dir, choice.checkpoint)
+    else:
+        weights = open_weights(choice.init_from, choice.checkpoint)
+    source = weights.source
+    model = GPT(GPTConfig(**weights.shape))
+    weights.load_into(model)
+    description = weights.tokenizer_json()
+    if description and description.get('kind') == 'foreign' and not weights.state:
+        from plaingpt.data.chat_templates import as_chat
+        description = as_chat(description, source)
+    if choice.tokenizer != 'auto':
+        description = open_dataset(dataset_folder(choice.tokenizer)).tokenizer_json()
+    if description is None:
+        raise UserError(f'{source}: nothing says which tokenizer its {model.config.vocab_size} '
+                        'tokens are of: name a prepared dataset with --tokenizer=data/NAME')
+    made = tokenizers.from_json(description)
+    if made.vocab_size != model.config.vocab_size:
+        raise UserError(f'{source} has {model.config.vocab_size} tokens and its tokenizer '
+                        f'{made.vocab_size}: name the dataset it was trained on with '
+                        '--tokenizer=data/NAME')
+    return model, made, weights
+
+
+@dataclass
+class GeneratorChoice(ModelChoice):
+    """What sample.py and serve.py ask alike, and `open_generator` takes."""
+
+    # device
+    device: str = 'auto'  # auto, cpu, cuda, cuda:0, mps
+    dtype: Literal['auto', 'float32', 'bfloat16', 'float16'] = 'auto'  # precision of the matmuls
+
+
+def open_generator(choice, compile=False):
+    """A GeneratorChoice → what writes with this model, a TextGenerator. Prints which it is.
+    compile: as of choose_compile. Raises UserError."""
+    from plaingpt.inference.generation import CompiledStep
+    from plaingpt.inference.text_generator import TextGenerator
+    from plaingpt.inference.weight_layout import prepare_for_generation
+    device, _ = choose_device(choice.device)
+    use_fast_matmul()
+    model, tokenizer, weights = load(choice)
+    model = model.to(device).eval()
+    dtype, _ = choose_dtype(choice.dtype, device, model.config.n_embd)
+    compile, _ = choose_compile(compile, device)
+    print(f'{weights.source} | {model.num_parameters():,} parameters | device {device} | '
+          f'dtype {dtype}')
+    context = prepare_for_generation(model, device, dtype, pack=not compile)
+    return TextGenerator(model, tokenizer, context, CompiledStep(model) if compile else None)

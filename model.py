@@ -1,4 +1,4 @@
-"""GPT-2 in one file: configuration, layers, initialisation, forward pass, loss.
+"""GPT-2 in one file that needs torch alone: configuration, layers, initialisation, loss, sampling.
 
 Radford et al. 2019, "Language Models are Unsupervised Multitask Learners"; what the paper leaves
 open follows the released code, https://github.com/openai/gpt-2. Parameter names are nanoGPT's.
@@ -10,28 +10,24 @@ B batch, T tokens in a sequence, C = n_embd, H = n_head, D channels of a head, V
 import math
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Annotated, Literal
+from typing import Annotated, Literal, NamedTuple
 
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
-
-from plaingpt.kernels import (
-    attention,
-    chunked_cross_entropy,
-    cross_entropy,
-    find_documents,
-    recomputed,
-    relu2,
-    residual_stream,
-    short_conv,
-)
+from torch.compiler import is_compiling
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 VOCAB_MULTIPLE = 128  # matmuls are fast when their sizes divide by powers of two
 Size = Annotated[int, f'at least 1 and at most {2**40}']  # the configurator checks such limits
 Count = Annotated[int, f'at least 0 and at most {2**40}']
 Above0 = Annotated[float, 'above 0']
 ROW_PER_TOKEN = ('wte.weight', 'value_embedding.weight', 'lm_head.weight')
+
+
+def relu2(x):
+    x = F.relu(x)
+    return x * x  # of square() CUDA's autocast would make float32
 
 
 def swiglu(x):
@@ -153,6 +149,27 @@ def rotate(x, cos, sin):
     return torch.addcmul(x * cos.to(x.dtype), partners, sin.to(x.dtype))
 
 
+def attention(q, k, v, dropout=0.0, documents=None, cache=None):
+    """Each token attends to itself and those before it. q (B, H, T, D), k and v (B, KV, T, D), of
+    which each head is for H / KV of q's → (B, H, T, D).
+
+    documents: a Documents, if sequences hold several: attention stays within each
+    cache: one layer's part of a KVCache, with the tokens before these; no dropout with it"""
+    if cache is not None:
+        return cache.attention(q, k, v)
+    k, v = one_for_each(q, k, v)
+    if documents is not None:
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=documents.mask, dropout_p=dropout)
+    return F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=True)
+
+
+def one_for_each(q, k, v):
+    """k, v (B, KV, T, D) with as many heads as q has. torch's own enable_gqa keeps some of its
+    kernels from being chosen: those that take a mask on a GPU."""
+    groups = q.size(1) // k.size(1)
+    return (k, v) if groups == 1 else (t.repeat_interleave(groups, dim=1) for t in (k, v))
+
+
 class CausalSelfAttention(nn.Module):
     def __init__(self, config):
         super().__init__()
@@ -193,7 +210,20 @@ class ShortConv(nn.Module):
         self.weight = nn.Parameter(torch.empty(config.conv, config.n_embd))
 
     def forward(self, x, documents=None, cache=None):
-        return short_conv(x, self.weight, documents, cache)
+        """x (B, T, C) → y (B, T, C), y_t = x_t + Σ_k weight_k · x_(t-k), 0 ≤ k < K. documents,
+        cache: as of attention(): tokens of other documents do not count."""
+        (K, _), T = self.weight.shape, x.size(1)
+        if cache is None:
+            longer = F.pad(x, (0, 0, K - 1, 0))  # (B, K - 1 + T, C)
+            ages = None if documents is None else documents.positions  # (B, T)
+        else:
+            longer, ages = cache.with_earlier(x, K - 1), cache.ages
+        for k, w in enumerate(self.weight.to(x.dtype)):
+            earlier = longer[:, K - 1 - k:K - 1 - k + T]  # (B, T, C): k tokens before each
+            if ages is not None:
+                earlier = earlier.masked_fill((ages < k)[..., None], 0.0)
+            x = torch.addcmul(x, w, earlier)
+        return x
 
 
 class MLP(nn.Module):
@@ -208,6 +238,55 @@ class MLP(nn.Module):
 
     def forward(self, x):
         return self.dropout(self.c_proj(self.activation(self.c_fc(x))))
+
+
+class Documents(NamedTuple):
+    """The documents in a batch of whole sequences. A token of its own, the end of text, opens each;
+    without this, a token also sees the end of the documents before its own."""
+
+    positions: torch.Tensor  # (B, T): of each token in its document
+    mask: torch.Tensor  # (B, 1, T, T): True where a token attends
+
+
+def find_documents(idx, opener):
+    """idx (B, T), the id of the token that opens a document → Documents."""
+    columns = torch.arange(idx.size(1), device=idx.device)  # (T,)
+    starts = document_starts(idx, opener, columns)  # (B, T)
+    seen = (columns <= columns[:, None]) & (columns >= starts[..., None])  # (B, T, T)
+    return Documents(columns - starts, seen[:, None])
+
+
+def document_starts(idx, opener, columns):
+    """idx (B, T), columns (T,) of its tokens → (B, T): the column where the document of each token
+    begins, 0 for one that began earlier."""
+    return torch.where(idx == opener, columns, 0).cummax(dim=1).values
+
+
+RECOMPUTED = ('none', 'selective', 'full')  # kinds of activation checkpointing
+KEPT = [  # by 'selective'
+    torch.ops.aten.mm.default, torch.ops.aten.addmm.default,
+    torch.ops.aten._scaled_dot_product_flash_attention.default,
+    torch.ops.aten._scaled_dot_product_efficient_attention.default,
+    torch.ops.aten._scaled_dot_product_cudnn_attention.default,
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default]
+
+
+def recomputed(kind, block, *inputs):
+    """block(*inputs). 'full' keeps only the inputs for the backward pass, 'selective' also the
+    outputs of matmuls and attention: what it needs beside them is computed again (Chen et al. 2016,
+    "Training Deep Nets with Sublinear Memory Cost")."""
+    if kind == 'none' or not torch.is_grad_enabled():
+        return block(*inputs)
+    if kind == 'full':
+        return checkpoint(block, *inputs, use_reentrant=False)
+    return checkpoint(block, *inputs, use_reentrant=False, context_fn=keep_matmuls)
+
+
+def keep_matmuls():
+    return create_selective_checkpoint_contexts(KEPT)
+
+
+keep_matmuls.cache_hash = str(KEPT)  # by which torch.compile finds a graph that it made before
 
 
 class Block(nn.Module):
@@ -296,7 +375,10 @@ class GPT(nn.Module):
             x = x + self.transformer.wpe.weight[positions]  # (B, T, C) + (T, C)
         if self.config.rotary:
             rotary = self.cos[positions].unsqueeze(-3), self.sin[positions].unsqueeze(-3)
-        x = residual_stream(self.transformer.drop(x))
+        x = self.transformer.drop(x)
+        if torch.is_autocast_enabled(x.device.type) \
+                and torch.get_autocast_dtype(x.device.type) == torch.bfloat16:
+            x = x.bfloat16()  # half the bytes of each addition; in float16, a sum could overflow
         for block, layer in zip(self.transformer.h, layers, strict=True):
             x = recomputed(self.activation_checkpointing, block, x, idx, rotary, documents, layer)
         return self.transformer.ln_f(x)
@@ -340,8 +422,150 @@ class GPT(nn.Module):
         from plaingpt.inference.pretrained import load_pretrained
         return load_pretrained(source, dropout)
 
-    def generate(self, idx, max_new_tokens, temperature=1.0, top_k=None, **sampling):
-        """Append `max_new_tokens` sampled tokens to idx (B, T) → (B, T + max_new_tokens).
-        sampling: top_p, min_p, repetition_penalty, end_of_text … of generation.generate"""
-        from plaingpt.inference.generation import generate_batch
-        return generate_batch(self, idx, max_new_tokens, temperature, top_k, **sampling)
+    @torch.no_grad()
+    def generate(self, idx, max_new_tokens, temperature=1.0, top_k=None):
+        """Append `max_new_tokens` sampled tokens to idx (B, T) → (B, T + max_new_tokens); at
+        temperature 0 the likeliest. plaingpt/inference does the same several times as fast."""
+        for _ in range(max_new_tokens):
+            logits = self.logits(self.hidden(idx[:, -self.config.block_size:])[:, -1])  # (B, V)
+            if top_k:
+                least = logits.topk(min(top_k, logits.size(-1))).values[:, -1:]
+                logits = logits.masked_fill(logits < least, -math.inf)
+            if temperature:
+                chances = F.softmax(logits.float() / temperature, dim=-1)
+                new = torch.multinomial(chances, num_samples=1)  # (B, 1)
+            else:
+                new = logits.argmax(dim=-1, keepdim=True)
+            idx = torch.cat((idx, new), dim=1)
+        return idx
+
+
+# -----------------------------------------------------------------------------
+# the loss
+
+CHUNKS = 2048, 4096, 8192  # tokens
+CACHED_LOGITS = 2**20  # 4 MB in float32, which stay in the caches of two CPU cores
+LEAST_CACHED = 128  # tokens; a smaller chunk gains less than its matmuls and sums cost
+PADDING_SHARE = 16  # padding of up to this part of the vocabulary is computed along
+
+
+def cross_entropy(logits, targets):
+    """logits (…, V), targets (…) int64, -1 where there is none → the mean cross-entropy over the
+    others, in nats; 0 where there are no others."""
+    total = F.cross_entropy(logits.flatten(0, -2), targets.flatten(), ignore_index=-1,
+                            reduction='sum')
+    return total / (targets != -1).sum().clamp(min=1)
+
+
+def chunk_size(chosen, tokens, vocab_size, device_type):
+    """How many tokens' logits exist at once. 'auto': at most half of them, in a few sizes. For each
+    chunk a GPU reads the head's weight and adds to its gradient, as long as some 500 tokens take.
+    On a CPU, as many as stay in its cache, unless that takes a smaller vocabulary.
+    """
+    if chosen != 'auto':
+        return chosen
+    cached = CACHED_LOGITS // vocab_size
+    if device_type == 'cpu' and cached >= LEAST_CACHED:
+        return cached
+    return max(size for size in CHUNKS if 2 * size <= tokens or size == CHUNKS[0])
+
+
+def chunked_cross_entropy(x, weight, vocab_size, targets, chunk):
+    """The same of x @ weightᵀ, which never exists as a whole: `chunk` rows at a time go from logits
+    to loss to gradients, so nothing is computed twice.
+
+    x (…, C), weight (V', C), of which the first V = vocab_size rows count, targets (…), -1 for
+    none; chunk: a number, or 'auto' → mean in nats, float32.
+    Matmuls run in autocast's dtype, softmax and sums in float32. torch's own
+    F.linear_cross_entropy does the same, but only from 2.13 on, and torch.compile stops at it.
+    """
+    if len(weight) - vocab_size > vocab_size // PADDING_SHARE:
+        weight = weight[:vocab_size]
+    training = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
+    return ChunkedCrossEntropy.apply(x.flatten(0, -2), weight, vocab_size, targets.flatten(),
+                                     chunk_size(chunk, targets.numel(), vocab_size, x.device.type),
+                                     training)
+
+
+class ChunkedCrossEntropy(torch.autograd.Function):
+
+    @staticmethod
+    def forward(ctx, x, weight, vocab_size, targets, chunk, training):
+        device = x.device.type
+        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
+        w = weight.to(dtype)
+        loss, done = torch.zeros((), device=x.device), []
+        if training:
+            grad_x, grad_w = torch.empty_like(x, dtype=dtype), torch.zeros_like(weight)
+        with torch.autocast(device, enabled=False):
+            for i in range(0, len(x), chunk):
+                x_i = x[i:i + chunk].to(dtype)  # (n, C)
+                if done and is_compiling():
+                    x_i = after(x_i, done)
+                loss_i, grad = summed_cross_entropy(F.linear(x_i, w).float(), vocab_size,
+                                                    targets[i:i + chunk], training)
+                loss += loss_i
+                done = [loss]
+                if training:
+                    grad = grad.to(dtype)
+                    grad_x[i:i + chunk] = grad_x_i = grad @ w
+                    grad_w += grad.t() @ x_i
+                    done += [grad_x_i, grad_w]
+                    del grad  # or it would stand beside the next chunk's
+        count = (targets != -1).sum().clamp(min=1)  # of no targets the loss is 0
+        if training:
+            ctx.save_for_backward(grad_x, grad_w, count)
+        return loss / count
+
+    @staticmethod
+    def backward(ctx, grad_loss):
+        grad_x, grad_w, count = ctx.saved_tensors
+        scale = (grad_loss / count).view(1)  # a vector: float32 × bfloat16 is then float32
+        return grad_x * scale, grad_w * scale, None, None, None, None
+
+
+@torch.library.custom_op('plaingpt::after', mutates_args=())
+def after(x: torch.Tensor, done: list[torch.Tensor]) -> torch.Tensor:
+    """x, for work that is to wait until `done` is computed. The order in which torch.compile lets a
+    graph run is free but for what depends on what, and chunks do not depend on each other: it would
+    compute the logits of all of them before the gradients of any."""
+    return x.clone()
+
+
+@after.register_fake
+def _(x, done):
+    return torch.empty_like(x)
+
+
+def summed_cross_entropy(logits, vocab_size, targets, training):
+    """logits (n, V') float32, of which the first vocab_size count, targets (n,) → the sum of
+    cross-entropies, and its gradient in the logits, (n, V'), or None when not training. Overwrites
+    logits."""
+    # The gradient is softmax − one-hot: within ±1, which float16 holds; divided by the count it
+    # would vanish.
+    if is_compiling():  # all of it becomes one kernel; in eager mode this takes twice as long
+        return fused_cross_entropy(logits, vocab_size, targets[:, None], training)
+    known, targets = targets[:, None] != -1, targets[:, None].clamp(min=0)  # (n, 1)
+    if logits.size(1) > vocab_size:
+        logits[:, vocab_size:] = -math.inf  # no part in the softmax, and no gradient
+    logp = F.log_softmax(logits, dim=-1)
+    del logits  # large
+    loss = -logp.gather(1, targets)
+    if not training:
+        return (loss * known).sum(), None
+    one_hot = -torch.ones_like(targets, dtype=torch.float)
+    return (loss * known).sum(), logp.exp_().scatter_add_(1, targets, one_hot).mul_(known)
+
+
+def fused_cross_entropy(logits, vocab_size, targets, training):
+    """The same; targets (n, 1). In powers of 2, for which a GPU has an instruction: a fifth of all
+    that it runs for a logit is saved."""
+    ids = torch.arange(logits.size(1), device=logits.device)
+    if logits.size(1) > vocab_size:
+        logits = logits.masked_fill(ids >= vocab_size, -math.inf)
+    logits, known = logits * (1 / math.log(2)), targets != -1
+    highest = logits.amax(-1, keepdim=True)
+    lse = highest + (logits - highest).exp2().sum(-1, keepdim=True).log2()
+    loss = ((lse - logits.gather(1, targets.clamp(min=0))) * known).sum() * math.log(2)
+    lse = lse.masked_fill(~known, math.inf)  # then a row's softmax is 0, and so is its gradient
+    return loss, (logits - lse).exp2() - (ids == targets).float() if training else None

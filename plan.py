@@ -18,12 +18,11 @@ from typing import Annotated, NamedTuple
 import torch
 
 from configurator import load_config
-from model import GPT
+from model import GPT, RECOMPUTED
 from plaingpt.data.corpora import find_dataset_size, find_sizes
 from plaingpt.data.dataset import has_token_files, open_named, read_names
 from plaingpt.experiments.step_speed import Workload, estimate_speed
 from plaingpt.inference.hf_export import describe_export, nearest_architectures
-from plaingpt.kernels.recompute import KINDS
 from plaingpt.system import devices
 from plaingpt.system.devices import GPUS
 from plaingpt.system.errors import UserError, run_script
@@ -155,7 +154,7 @@ def memory_plan(shape, config, machine):
             'stages': plan.totals,
             'checkpointing': {
                 kind: under(step.change(activation_checkpointing=kind),
-                            f'activation_checkpointing={kind}') for kind in KINDS},
+                            f'activation_checkpointing={kind}') for kind in RECOMPUTED},
             'parallel': chosen, 'parallel_why': why,
             'parallels': {} if config.processes == 1 else
                 {kind: under(replace(step, parallel=kind), f'parallel={kind}')

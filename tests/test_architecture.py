@@ -18,16 +18,14 @@ FILES = {'.'.join(path.relative_to(ROOT).with_suffix('').parts).removesuffix('._
 # Each folder → the folders that it may import; besides, all may import from their own.
 MAY_IMPORT = {
     'system': set(),
-    'kernels': set(),
     'configurator': {'system'},
     'data': {'system'},
-    'monitoring': {'kernels', 'system'},
-    'model': {'kernels'},
+    'monitoring': {'system'},
+    'model': set(),
     'weights': {'model', 'system'},
-    'inference': {'weights', 'model', 'configurator', 'data', 'monitoring', 'kernels', 'system'},
-    'parallel': {'model', 'kernels', 'system'},
-    'training': {'parallel', 'inference', 'weights', 'model', 'data', 'monitoring', 'kernels',
-                 'system'}}
+    'inference': {'weights', 'model', 'configurator', 'data', 'monitoring', 'system'},
+    'parallel': {'model', 'system'},
+    'training': {'parallel', 'inference', 'weights', 'model', 'data', 'monitoring', 'system'}}
 MAY_IMPORT['checks'] = {'training', *MAY_IMPORT['training']}
 MAY_IMPORT['experiments'] = {'checks', 'configurator', *MAY_IMPORT['checks']}
 MAY_IMPORT['train'] = {*MAY_IMPORT}
@@ -98,10 +96,9 @@ def test_no_module_imports_itself_by_way_of_others():
         visit(module, [])
 
 
-def test_the_network_needs_torch_and_our_kernels_only():
+def test_the_network_needs_torch_only():
     wrong = [name for name in imports(ROOT / 'model.py', local=False)
-             if name.split('.')[0] not in sys.stdlib_module_names | {'torch'}
-             and name != 'plaingpt.kernels']
+             if name.split('.')[0] not in sys.stdlib_module_names | {'torch'}]
     assert not wrong, f'model.py → {wrong}'
 
 

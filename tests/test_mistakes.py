@@ -15,7 +15,7 @@ from helpers import ROOT, SHARED
 # file, line, what it becomes, test that fails then
 MISTAKES = {
     'attention sees the future': (
-        'plaingpt/kernels/__init__.py', 'dropout_p=dropout, is_causal=True)', 'dropout_p=dropout)',
+        'model.py', 'dropout_p=dropout, is_causal=True)', 'dropout_p=dropout)',
         'test_model.py::test_a_token_sees_only_those_before_it'),
     'targets are not shifted': (
         'plaingpt/data/batches.py', 'sequences[:, 1:].contiguous()',

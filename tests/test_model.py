@@ -1,11 +1,16 @@
 import math
+import os
+import shutil
+import subprocess
+import sys
 from dataclasses import replace
 
 import pytest
 import torch
 import torch.nn.functional as F
+from helpers import ROOT
 
-from model import GPT, GPTConfig, rotary_table, rotate
+from model import GPT, GPTConfig, ShortConv, rotary_table, rotate
 from plaingpt.system.errors import UserError
 from plaingpt.training.optimizers import build_optimizer
 from plaingpt.training.settings import TrainConfig
@@ -292,3 +297,38 @@ def test_zero_init_begins_with_all_tokens_equally_likely():
 def test_swiglu_costs_what_gelu_does():
     sizes = [GPT(replace(SMALL, n_embd=96, mlp=mlp)).num_parameters() for mlp in ('gelu', 'swiglu')]
     assert sizes[0] == pytest.approx(sizes[1], rel=0.05)
+
+
+def test_a_short_convolution_is_torchs_depthwise_one():
+    for T in (1, 2, 7):  # shorter than the window, and longer
+        conv = ShortConv(GPTConfig(n_embd=4, n_head=2, conv=4)).double()
+        torch.nn.init.normal_(conv.weight)
+        x = torch.randn(2, T, 4, dtype=torch.double)
+        theirs = F.conv1d(x.mT, conv.weight.flip(0).T[:, None], padding=3, groups=4)[..., :T].mT
+        torch.testing.assert_close(conv(x), x + theirs)
+
+
+ALONE = '''
+import torch
+from model import GPT, GPTConfig
+config = GPTConfig(block_size=16, vocab_size=10, n_layer=2, n_head=2, n_embd=32, rotary=True,
+                   mlp='relu2', conv=3, rmsnorm=True, qk_norm=True)
+model = GPT(config)
+model.loss_chunk_tokens = 'auto'
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+text = torch.arange(68).view(4, 17) % 10  # counts
+for _ in range(60):
+    _, loss = model(text[:, :-1], text[:, 1:])
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+print(model.generate(text[:1, :4], 20, temperature=0)[0].tolist())
+'''
+
+
+def test_the_file_alone_trains_and_samples_anywhere(tmp_path):
+    shutil.copy(ROOT / 'model.py', tmp_path)
+    (tmp_path / 'mine.py').write_text(ALONE)
+    done = subprocess.run([sys.executable, 'mine.py'], cwd=tmp_path, text=True, capture_output=True,
+                          env={**os.environ, 'PYTHONPATH': ''}, timeout=120)
+    assert done.stdout == f'{[i % 10 for i in range(24)]}\n', done.stderr

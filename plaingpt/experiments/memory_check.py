@@ -5,8 +5,8 @@ from dataclasses import replace
 
 import torch
 
+from model import chunk_size
 from plaingpt.experiments.tables import markdown
-from plaingpt.kernels.chunked_loss import chunk_size
 from plaingpt.monitoring.memory_recorder import kernels_of
 from plaingpt.system.formatting import gib
 from plaingpt.training.memory_planner import one_step, predict, step_settings

@@ -11,9 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from model import document_starts, one_for_each
 from plaingpt.inference.next_token import choose_next_token, draw_noise, penalize
-from plaingpt.kernels import one_for_each
-from plaingpt.kernels.documents import document_starts
 
 # Of attention, the fastest first. Not cuDNN, which is torch's first choice on a Hopper: it plans
 # anew for each length of the cache.
@@ -57,16 +56,6 @@ def generate(model, prompts, max_new_tokens, *, repetition_penalty=1.0, end_of_t
         if not running:
             break
     return new
-
-
-def generate_batch(model, idx, max_new_tokens, temperature=1.0, top_k=None, **sampling):
-    """Append up to max_new_tokens to idx (B, T) → (B, T + the longest row's new tokens). Rows that
-    meet end_of_text are filled up with it. sampling: the options of `generate`."""
-    new = generate(model, idx.tolist(), max_new_tokens, temperature=temperature, top_k=top_k,
-                   **sampling)
-    longest = max(map(len, new))
-    new = [row + [sampling.get('end_of_text')] * (longest - len(row)) for row in new]
-    return torch.cat((idx, torch.tensor(new, dtype=idx.dtype, device=idx.device)), dim=1)
 
 
 def next_logits(model, idx, cache):

@@ -13,8 +13,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.weak import WeakIdKeyDictionary
 
-from plaingpt.kernels import cpu_kernels
-
 OF_BLOCKS = ' of blocks'  # the end of owners' names: parameters of blocks, and what is made of them
 
 
@@ -117,16 +115,12 @@ def kernels_of(device, eager=False):
     memory tells them apart. What a kernel takes inside, such as cuBLAS's workspace, nobody sees.
 
     eager: with float32 copies of what norms take, which no compiled step keeps"""
-    cpu_kernels.enabled = device == 'cpu'
-    try:
-        with ExitStack() as stack:
-            if device != 'cpu':
-                stack.enter_context(fused_kernels())
-                if eager:
-                    stack.enter_context(cuda_autocast_rules())
-            yield
-    finally:
-        cpu_kernels.enabled = True
+    with ExitStack() as stack:
+        if device != 'cpu':
+            stack.enter_context(fused_kernels())
+            if eager:
+                stack.enter_context(cuda_autocast_rules())
+        yield
 
 
 # What CUDA's autocast computes in float32 and a CPU's does not, as far as models have it.

@@ -11,8 +11,7 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-from model import GPT
-from plaingpt.kernels import recomputed
+from model import GPT, recomputed
 from plaingpt.system.distributed import is_sharded
 from plaingpt.system.errors import UserError
 

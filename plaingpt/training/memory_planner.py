@@ -14,8 +14,7 @@ from itertools import product
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from model import GPT
-from plaingpt.kernels.chunked_loss import chunk_size
+from model import GPT, chunk_size
 from plaingpt.monitoring.memory_recorder import OF_BLOCKS, MemoryRecorder, kernels_of
 from plaingpt.system.devices import autocast, peak_memory_bytes
 from plaingpt.system.errors import UserError, is_out_of_memory

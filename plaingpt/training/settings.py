@@ -10,10 +10,9 @@ import re
 from dataclasses import dataclass, fields
 from typing import Annotated, Literal, TypeVar, get_type_hints
 
-from model import GPTConfig, Size
+from model import RECOMPUTED, GPTConfig, Size
 from plaingpt.data.foreign_tokenizer import is_hub_name
 from plaingpt.inference.pretrained import PRETRAINED
-from plaingpt.kernels.recompute import KINDS
 from plaingpt.monitoring.backends import BACKENDS
 from plaingpt.system.distributed import launched_world
 from plaingpt.system.formatting import setting, unescape
@@ -110,7 +109,7 @@ class TrainConfig(GPTConfig):
     dtype: NoEffect[Literal['auto', 'float32', 'bfloat16', 'float16']] = 'auto'  # of the matmuls
     compile: NoEffect[Literal['auto'] | bool] = 'auto'  # torch.compile the model
     loss_chunk_tokens: NoEffect[Chunk] = 'auto'  # tokens that have logits at once; 0: all
-    activation_checkpointing: NoEffect[Literal[*KINDS]] = 'none'  # keep less for the backward pass
+    activation_checkpointing: NoEffect[Literal[*RECOMPUTED]] = 'none'  # keep less for backward
     backend: NoEffect[Literal['auto', 'nccl', 'gloo']] = 'auto'  # between processes
     seed: NoEffect[Natural] = 1337  # of the weights, of dropout and of the order of data
     parallel: NoEffect[Literal['auto', 'ddp', 'fsdp']] = 'auto'  # ddp copies the model, fsdp shards

@@ -18,7 +18,6 @@ from plaingpt.checks import preflight
 from plaingpt.data import batches
 from plaingpt.data.batches import BatchLoader
 from plaingpt.inference.generation import KVCache
-from plaingpt.kernels import documents
 from plaingpt.system.errors import UserError
 from plaingpt.training import (
     checkpoint,
@@ -124,7 +123,7 @@ def rows_of_large_batches_share_a_norm(patch):
 
 @fails('sequences and documents are apart', document_attention=True, document_start=0)
 def documents_leak(patch):
-    patch(documents, 'document_starts', lambda _: lambda idx, *rest: torch.zeros_like(idx))
+    patch(model, 'document_starts', lambda _: lambda idx, *rest: torch.zeros_like(idx))
 
 
 @fails('the order of tokens matters', rotary=True)

@@ -3,9 +3,7 @@ import torch
 import torch.nn.functional as F
 from torch.profiler import ProfilerActivity, profile
 
-from model import GPT, GPTConfig
-from plaingpt.kernels import chunked_cross_entropy
-from plaingpt.kernels.chunked_loss import chunk_size
+from model import GPT, GPTConfig, chunk_size, chunked_cross_entropy
 
 V, PADDED = 250, 256  # little padding: it is computed along
 

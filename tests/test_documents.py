@@ -4,8 +4,7 @@ import pytest
 import torch
 from helpers import HostReads
 
-from model import GPT, GPTConfig
-from plaingpt.kernels import find_documents
+from model import GPT, GPTConfig, find_documents
 
 OPENER = 64
 SMALL = GPTConfig(block_size=16, vocab_size=65, n_layer=2, n_head=4, n_embd=32,

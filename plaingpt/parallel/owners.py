@@ -107,6 +107,10 @@ class Matrices:
         self.owners, self.stacks = zip(*owned, strict=True)
         self.mine = [stack for owner, stack in owned if owner == self.rank]
 
+    def cut(self, of_parameter):
+        """A function(parameter) → this process's rows of what it returns, for each stack."""
+        return [stack.cut(local_rows(of_parameter(stack.parameter))[0]) for stack in self.stacks]
+
     def to_owners(self, tensors, dtype):
         """A tensor for each stack → those of the matrices owned here, (k, R, C)."""
         mine = [t for t, owner in zip(tensors, self.owners, strict=True) if owner == self.rank]

@@ -4,13 +4,14 @@ A new one is a function here and its entry in OPTIMIZERS: settings, checkpoints 
 """
 
 import math
-from collections import defaultdict
+from functools import partial
 
 import torch
+from torch.optim.adamw import adamw as move_as_adamw
 
 from plaingpt.parallel.owners import by_shape
 from plaingpt.system.devices import cpu_has_bfloat16
-from plaingpt.system.distributed import is_sharded, local_rows
+from plaingpt.system.distributed import is_sharded
 from plaingpt.system.errors import UserError
 from plaingpt.training.averaging import keep_average
 
@@ -114,14 +115,22 @@ def normuon(groups, config, fused):
 OPTIMIZERS = {'adamw': adamw, 'muon': muon, 'normuon': normuon, 'sgd': sgd}
 
 
-class MuonAdamW(torch.optim.Optimizer):
-    """Muon for the matrices and fused AdamW for the other groups, as one optimizer.
+def muon_update(gradients, momenta, beta, orthogonalize):
+    """Muon (Jordan et al. 2024, https://kellerjordan.github.io/posts/muon): a matrix moves by its
+    momentum with all singular values made about equal. gradients, momenta: of matrices of one
+    shape; the momenta change → what orthogonalize() makes of the directions."""
+    torch._foreach_lerp_(momenta, gradients, 1 - beta)
+    directions = torch._foreach_lerp(gradients, momenta, beta)  # Nesterov's momentum
+    return orthogonalize(directions)
 
-    Muon (Jordan et al. 2024, https://kellerjordan.github.io/posts/muon) moves a matrix by its
-    momentum with all singular values made about equal. Queries, keys and values, and the halves of
-    SwiGLU's matrix, are matrices of their own. Those of one shape are orthogonalized together, as
-    one batch of matmuls, by the process that owns them. The update is scaled to be as large as
-    AdamW's, so both take one learning rate (Liu et al. 2025, "Muon is Scalable", section 2.2).
+
+class MuonAdamW(torch.optim.Optimizer):
+    """Muon for the first group, the matrices, and torch's fused AdamW for the others.
+
+    Queries, keys and values, and the halves of SwiGLU's matrix, are matrices of their own. Those of
+    one shape are orthogonalized together, as one batch of matmuls, each by the process that owns
+    it. The update is scaled to be as large as AdamW's, so both take one learning rate (Liu et al.
+    2025, "Muon is Scalable", section 2.2).
 
     Like torch's fused optimizers it reads `found_inf`, a number on the device, and leaves weights
     and states alone where that is 1, without any wait for the device.
@@ -133,62 +142,71 @@ class MuonAdamW(torch.optim.Optimizer):
 
     def __init__(self, groups, config, fused, equal_rows=False):
         super().__init__(groups.values(), {})
-        self.momentum, self.equal_rows, self.rows_beta = config.momentum, equal_rows, config.beta2
-        self.adamw = adamw({kind: group for kind, group in groups.items() if kind != 'matrices'},
-                           config, fused)
-        # One view on both: groups to set the learning rate in, states to save.
-        self.matrices = self.param_groups[0]
-        self.param_groups = [self.matrices, *self.adamw.param_groups]
-        self.state = self.adamw.state = defaultdict(dict)
+        self.momentum, self.equal_rows, self.fused = config.momentum, equal_rows, fused
+        self.beta1, self.beta2 = config.beta1, config.beta2
 
     @torch.no_grad()
     def step(self, closure=None):
-        held = [(p, parts) for p, parts in zip(self.matrices['params'], self.matrices['parts'],
-                                               strict=True) if p.grad is not None]
-        directions = self.directions([p for p, _ in held])
-        for alike in by_shape(held, self.processes):
-            self.move(alike, [stack.cut(directions[stack.parameter]) for stack in alike.stacks],
-                      **self.matrices)
-        self.adamw.found_inf = self.found_inf
-        self.adamw.step()
+        matrices, *others = self.param_groups
+        self.step_muon(**matrices)
+        for group in others:
+            self.step_adamw(**group)
 
-    def directions(self, matrices):
-        """Add the gradients of matrices to their momenta → {matrix: Nesterov's direction}. Where a
-        step is held, the momentum stands in for the gradient, and so stays as it is."""
-        for p in matrices:
+    def step_muon(self, params, parts, lr, weight_decay, **_):
+        held = [(p, rows) for p, rows in zip(params, parts, strict=True) if p.grad is not None]
+        for p, _ in held:
             if not self.state[p]:
                 self.state[p]['momentum_buffer'] = torch.zeros_like(p)
                 if self.equal_rows:
                     self.state[p]['exp_avg_sq_rows'] = torch.zeros_like(p[:, :1])
-        momenta = [local_rows(self.state[p]['momentum_buffer'])[0] for p in matrices]
-        gradients = [local_rows(p.grad)[0] for p in matrices]
-        directions = [self.unless_held(gradient, momentum)
-                      for gradient, momentum in zip(gradients, momenta, strict=True)]
-        torch._foreach_lerp_(momenta, directions, 1 - self.momentum)
-        torch._foreach_lerp_(directions, momenta, self.momentum)
-        return dict(zip(matrices, directions, strict=True))
+        for alike in by_shape(held, self.processes):  # Matrices: stacks of one shape
+            gradients = alike.cut(lambda p: p.grad)
+            momenta = alike.cut(lambda p: self.state[p]['momentum_buffer'])
+            if self.found_inf is not None:  # then the momentum stays as it is
+                gradients = [self.unless_held(*pair) for pair in zip(gradients, momenta,
+                                                                     strict=True)]
+            updates = muon_update(gradients, momenta, self.momentum, partial(self.share, alike))
+            if self.equal_rows:
+                updates = self.with_equal_rows(updates, alike)
+            weights = alike.cut(lambda p: p)
+            torch._foreach_mul_(weights, 1 - lr * weight_decay * self.alright())
+            torch._foreach_add_(
+                weights, updates.reshape(-1, alike.shape[1]).split([len(w) for w in weights]),
+                alpha=-lr * (0.2 * math.sqrt(max(alike.shape))))
 
-    def move(self, alike, directions, lr, weight_decay, **_):
-        """One update of matrices of one shape; without equal_rows it is torch.optim.Muon's."""
-        matrices = [stack.cut(local_rows(stack.parameter)[0]) for stack in alike.stacks]
-        sizes = [p.size(0) for p in matrices]
+    def share(self, alike, directions):
+        """orthogonalized(), of which each process does what it owns."""
         mine = alike.to_owners(directions, iterations_dtype(directions[0].device))
-        updates = alike.from_owners(orthogonalized(mine) * self.alright()).float()  # (…, C)
-        if self.equal_rows:
-            rows = [stack.cut(local_rows(self.state[stack.parameter]['exp_avg_sq_rows'])[0])
-                    for stack in alike.stacks]
-            squares = updates.square().mean(-1, keepdim=True)
-            squares = self.unless_held(squares, torch.cat(rows).view(squares.shape))
-            torch._foreach_lerp_(rows, squares.reshape(-1, 1).split(sizes), 1 - self.rows_beta)
-            updates /= torch.cat(rows).view(squares.shape).sqrt() + 1e-8
-            updates *= math.sqrt(min(alike.shape)) / alike.lengths(updates).clamp(min=1e-8)
-        torch._foreach_mul_(matrices, 1 - lr * weight_decay * self.alright())
-        torch._foreach_add_(matrices, updates.reshape(-1, alike.shape[1]).split(sizes),
-                            alpha=-lr * (0.2 * math.sqrt(max(alike.shape))))
+        return alike.from_owners(orthogonalized(mine) * self.alright()).float()
+
+    def with_equal_rows(self, updates, alike):
+        """The updates, divided by the mean size that their rows had so far, and as long as before.
+        """
+        rows = alike.cut(lambda p: self.state[p]['exp_avg_sq_rows'])
+        squares = updates.square().mean(-1, keepdim=True)
+        squares = self.unless_held(squares, torch.cat(rows).view(squares.shape))
+        torch._foreach_lerp_(rows, squares.reshape(-1, 1).split([len(r) for r in rows]),
+                             1 - self.beta2)
+        updates = updates / (torch.cat(rows).view(squares.shape).sqrt() + 1e-8)
+        return updates * (math.sqrt(min(alike.shape)) / alike.lengths(updates).clamp(min=1e-8))
+
+    def step_adamw(self, params, lr, weight_decay, **_):
+        params = [p for p in params if p.grad is not None]
+        for p in params:
+            if not self.state[p]:
+                counter = p.device if self.fused else 'cpu'
+                self.state[p] = {'step': torch.zeros((), device=counter),
+                                 'exp_avg': torch.zeros_like(p), 'exp_avg_sq': torch.zeros_like(p)}
+        steps, means, squares = ([self.state[p][key] for p in params]
+                                 for key in ('step', 'exp_avg', 'exp_avg_sq'))
+        move_as_adamw(
+            params, [p.grad for p in params], means, squares, [], steps, fused=self.fused,
+            found_inf=self.found_inf, amsgrad=False, beta1=self.beta1, beta2=self.beta2, lr=lr,
+            weight_decay=weight_decay, eps=1e-8, maximize=False)
 
     def unless_held(self, new, old):
-        """A copy of `new`, or of `old` where the step is to change nothing."""
-        return new.clone() if self.found_inf is None else \
+        """`new`, or `old` where the step is to change nothing."""
+        return new if self.found_inf is None else \
             torch.where(self.found_inf.bool().view(()), old, new)
 
     def alright(self):

@@ -51,31 +51,18 @@ from plaingpt.system.errors import UserError, run_script
 from plaingpt.system.files import lock_output_dir
 from plaingpt.system.formatting import quoted
 from plaingpt.system.streams import status
+from plaingpt.training import time_budget
 from plaingpt.training.averaging import averaged, go_on
 from plaingpt.training.checkpoint_writer import Saver, archive_previous_run, clean_up, trim_logs
 from plaingpt.training.dtype_choice import choose_training_dtype
 from plaingpt.training.evaluation import Watching, check_tasks, evaluated_bytes, mean_loss
-from plaingpt.training.film import Film, open_film
 from plaingpt.training.memory_fit import fit_to_memory
 from plaingpt.training.memory_planner import explain_out_of_memory
 from plaingpt.training.optimizers import build_optimizer
 from plaingpt.training.schedules import get_lr
 from plaingpt.training.settings import TrainConfig, settings_without_effect
-from plaingpt.training.start import (
-    Progress,
-    Start,
-    resumed_eval_sequences,
-    run_shape,
-    with_shape,
-)
+from plaingpt.training.start import Progress, Start, eval_sequences_of, run_shape, with_shape
 from plaingpt.training.step_guard import StepGuard, collect_garbage, garbage_at_known_steps
-from plaingpt.training.time_budget import (
-    apart,
-    fit_minutes,
-    length_of,
-    print_length,
-    refuse_two_lengths,
-)
 
 
 @dataclass
@@ -99,8 +86,7 @@ class Run:
     stop: StopRequest
     record: dict = None  # the facts of the run, as run.json has them; this and below: open_outputs
     metrics: Metrics = None
-    watching: Watching = None  # health, samples, benchmarks
-    film: Film = None  # where there is one
+    watching: Watching = None  # health, film, samples, benchmarks
     guard: StepGuard = None
     saver: Saver = None
 
@@ -138,7 +124,7 @@ def setup(config, start, world, device, device_why, given=frozenset()):
         resume(run, start.weights)
     preflight(run, forward_backward, update)
     if not timed and not start.resumed:
-        print_length(run, forward_backward, update)
+        time_budget.print_length(run, forward_backward, update)
     run.record = describe_run(config, dataset, train_data, model, device, dtype, compile, world,
                               start.resumed)
     open_outputs(run, group)
@@ -150,7 +136,7 @@ def resolve(config, start, dataset, world, device, device_why, given):
     change no more: the shape of the model, how processes share it, the batch size, the length of
     the run. Raises UserError."""
     if start.resumed:
-        config = length_of(start.weights, config, given)
+        config = time_budget.length_of(start.weights, config, given)
         start.check(config, dataset)
     shape = run_shape(config, dataset, start)
     dtype, dtype_why = choose_training_dtype(config, shape, device, start.checkpoint, gloo_group())
@@ -160,9 +146,9 @@ def resolve(config, start, dataset, world, device, device_why, given):
     config = fit_to_memory(with_shape(config, shape), shape, dtype, device, compile,
                            is_new=not start.resumed)
     if config.minutes and not config.is_read_only:  # measured with another model of this shape
-        with apart(device, shape, config, dtype):
+        with time_budget.apart(device, shape, config, dtype):
             trial = assemble(config, shape, Start(), dataset, world, device, dtype, compile)
-            config = fit_minutes(trial, start, given, forward_backward, update)
+            config = time_budget.fit_minutes(trial, start, given, forward_backward, update)
             del trial
     return config, shape, dtype, compile
 
@@ -257,7 +243,7 @@ def resume(run, checkpoint):
         iter_num, math.inf if best is None else best, state['evals_since_best'],
         evaluated_at=iter_num if evaluated else None, val_loss=state['val_loss'],
         saved_at=iter_num, saved_evaluated=evaluated,
-        eval_sequences=resumed_eval_sequences(state, config))
+        eval_sequences=eval_sequences_of(state, config))
     if run.progress.evaluated and (ending := ending_of(run)):
         print0(f'iteration {iter_num} is the end already, {ending}: a larger --max_iters, '
                '--minutes, or --patience=0, makes it longer')
@@ -277,15 +263,13 @@ def open_outputs(run, group):
         if start.resumed:
             trim_logs(out_dir, progress.iter_num, progress.evaluated)
         write_run(out_dir, run.record)
-    metrics = run.metrics = Metrics(
+    run.metrics = Metrics(
         None if config.is_read_only else out_dir / 'metrics.jsonl', config=config, run=run.record,
         loader=run.train_data, model=run.model, device=run.device, dtype=run.dtype,
         scaler=run.scaler, world_size=run.world.size, elapsed_s=saved.get('elapsed_s', 0.0),
         bytes_per_token=evaluated_bytes(run) if is_main else None, quiet=not is_main,
         backends=open_backends(config, run.record, saved.get('wandb_id')) if writing else [])
     run.watching = Watching(run, group, writing)
-    run.film = open_film(config, run.dataset, run.model, run.val_data, metrics, run.context,
-                         writing)
     run.guard = StepGuard(out_dir / 'anomalies.jsonl', run.train_data, run.device,
                           scaling=run.scaler.is_enabled())
     run.saver = Saver(
@@ -302,13 +286,10 @@ def train(run):
     config, progress, metrics = run.config, run.progress, run.metrics
     micro_steps = config.accumulation() // run.world.size
     metrics.begin(progress.iter_num)
+    run.watching.take_film(progress.iter_num)
     with closing(run.train_data.train_batches(progress.iter_num)) as batches, \
             garbage_at_known_steps():
         while True:
-            if run.film and run.film.is_due(progress.iter_num):
-                with metrics.paused('filming'), averaged(run.optimizer):
-                    run.film.take(progress.iter_num)
-
             # evaluate, save or stop: all processes decide alike
             evaluating = not progress.evaluated and (loss_is_due(run) or sample_is_due(run))
             if evaluating:
@@ -338,7 +319,7 @@ def train(run):
             metrics.tick(progress.iter_num)
             if progress.iter_num % config.log_interval == 0:
                 metrics.step(progress.iter_num, all_reduce_mean(loss.clone()), lr, grad_norm)
-            run.watching.check_health(progress.iter_num)
+            run.watching.look_inside(progress.iter_num)
             collect_garbage(progress.iter_num, evaluating)
 
 
@@ -469,8 +450,8 @@ def finish(run, ending):
         write_run(out_dir, dict(run.record, ending=ending, end=run.metrics.at(progress.iter_num)))
         if config.report:
             write_report(out_dir, print0)
-    if run.film:
-        print0(run.film.describe())
+    if run.watching.film:
+        print0(run.watching.film.describe())
     if run.guard.gave_up:
         raise run.guard.error()
     if run.saver.failed:
@@ -499,7 +480,7 @@ def main(argv):
     start = Start()
     config = load_config(TrainConfig, argv, __doc__, read_saved=start.read)
     given = options_of(TrainConfig, argv).keys()
-    refuse_two_lengths(config, given)
+    time_budget.refuse_two_lengths(config, given)
     world = launched_world()
     device, device_why = devices.choose_device(config.device, world.local_rank)
     writing = world.is_main and not config.is_read_only

@@ -16,6 +16,7 @@ from plaingpt.system.devices import GPUS
 from plaingpt.system.errors import UserError
 from plaingpt.system.formatting import GIB
 from plaingpt.training.memory_planner import batch_that_divides, predict, step_settings
+from plaingpt.training.start import Start
 from plan import PlanConfig
 
 # Few traces of a step serve all these plans: two layers, and no chunks of the loss.
@@ -207,16 +208,18 @@ def test_the_parts_of_a_step_are_timed():
 def test_the_published_models_are_planned_without_their_weights():
     for name, *size in (('gpt2', 12, 12, 768), ('gpt2-medium', 24, 16, 1024),
                         ('gpt2-large', 36, 20, 1280), ('gpt2-xl', 48, 25, 1600)):
-        config = load_config(PlanConfig, [f'--init_from={name}', '--n_layer=3',
-                                          '--block_size=512', '--dataset=no_such_dataset'])
-        shape, tokens, _ = plan.find_shape(config)
+        start = Start(verifies=False)
+        config = load_config(PlanConfig, [f'--init_from={name}', '--n_layer=3', '--block_size=512',
+                                          '--dataset=no_such_dataset'], read_saved=start.read)
+        shape, tokens, _ = plan.find_shape(config, start)
         assert [shape.n_layer, shape.n_head, shape.n_embd] == size
         assert shape.vocab_size == 50257 and shape.block_size == 512
         assert shape.bias and tokens is None
 
 
 def find_shape(*argv):
-    return plan.find_shape(load_config(PlanConfig, argv))[0]
+    start = Start(verifies=False)
+    return plan.find_shape(load_config(PlanConfig, argv, read_saved=start.read), start)[0]
 
 
 def test_models_of_a_run_a_folder_and_nanogpt_are_planned_in_their_own_shape(trained, tmp_path):

@@ -10,6 +10,7 @@ from plaingpt.parallel.sharding import full_model, sharded
 from plaingpt.system.distributed import all_gather, gloo_group, launched_world, print0
 from plaingpt.system.errors import UserError
 from plaingpt.system.streams import status
+from plaingpt.training.averaging import averaged
 
 QUESTIONS = 3  # of the validation split, that samples of a tuned model answer
 LOOKS = 5  # health checks in a run at least, however short: a curve takes a few points
@@ -75,8 +76,8 @@ def sample_prompts(config, dataset, val_loader):
 
 class Watching:
     """Looks at a train.Run: benchmarks and a sample at evaluations, a sample every sample_interval
-    iterations, health every health_interval, and at least LOOKS times. What it finds goes to
-    run.metrics.
+    iterations, health every health_interval, and at least LOOKS times, and the film. What it finds
+    goes to run.metrics.
 
     All processes share the work of a benchmark; health and samples are made where `writing`. The
     run's random numbers and weights stay as they are.
@@ -88,6 +89,10 @@ class Watching:
         interval = min(config.health_interval, max(1, config.max_iters // LOOKS))
         self.health = Health(run.model, interval if writing or sharded(run.model) else 0,
                              run.val_data, run.context)
+        self.film = None
+        if config.film and writing:
+            from plaingpt.training.film import open_film
+            self.film = open_film(run)
         self.tokenizer = None
         if writing and config.sample_tokens:
             try:
@@ -101,13 +106,19 @@ class Watching:
         """A context for the optimizer's step of update `iter_num`, which health measures."""
         return self.health.around_update(iter_num, scaler)
 
-    def check_health(self, iter_num):
-        """Log the health of update `iter_num`, where it is due."""
-        if not self.health.due(iter_num):
-            return
-        with self.run.metrics.paused('health check'), self.full_model() as model:
-            if self.writing:
-                self.run.metrics.health(iter_num, self.health.measure(model))
+    def look_inside(self, iter_num):
+        """Log the health of update `iter_num`, and take the film, where they are due."""
+        metrics = self.run.metrics
+        if self.health.due(iter_num):
+            with metrics.paused('health check'), self.full_model() as model:
+                if self.writing:
+                    metrics.health(iter_num, self.health.measure(model))
+        self.take_film(iter_num)
+
+    def take_film(self, iter_num):
+        if self.film and self.film.is_due(iter_num):
+            with self.run.metrics.paused('filming'), averaged(self.run.optimizer):
+                self.film.take(iter_num)
 
     def full_model(self):
         return full_model(self.run.model, self.run.context)

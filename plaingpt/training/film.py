@@ -34,17 +34,14 @@ MAP_TOKENS, MAP_BYTES = 64, 40_000  # of attention in an instant: fewer tokens f
 SAMPLE_TOKENS = 48
 
 
-def open_film(config, dataset, model, loader, metrics, context, writing):
-    """The Film of a run; None where none is wanted, on other processes than the first, and where
-    there can be none, which a line says."""
-    if not config.film or not writing:
-        return None
+def open_film(run):
+    """The Film of a train.Run; None where there can be none, which a line says."""
     try:
-        if sharded(model):
+        if sharded(run.model):
             raise UserError('with parallel=fsdp no process has the whole model')
-        return Film(config, dataset, model, loader, metrics, context)
+        return Film(run.config, run.dataset, run.model, run.val_data, run.metrics, run.context)
     except UserError as problem:
-        metrics.print(f'warning: no film of this run: {problem}')
+        run.metrics.print(f'warning: no film of this run: {problem}')
         return None
 
 

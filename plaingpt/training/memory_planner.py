@@ -80,8 +80,9 @@ def one_step(shape, step, device, compile=False):
     yield 'optimizer states', gpt, optimizer
     idx = torch.randint(shape.vocab_size, (step.batch_size, shape.block_size), device=device)
     with autocast(device, step.dtype):
-        _, loss = (torch.compile(gpt) if compile else gpt)(idx, idx.clone())
+        loss = (torch.compile(gpt) if compile else gpt)(idx, idx.clone())[1]
     loss.backward()
+    del loss
     yield 'backward', gpt, optimizer
     optimizer.step()
     yield 'optimizer', gpt, optimizer

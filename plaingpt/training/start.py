@@ -275,7 +275,7 @@ class Progress:
                 'evals_since_best': self.evals_since_best, 'eval_sequences': self.eval_sequences}
 
 
-def resumed_eval_sequences(state, config):
+def eval_sequences_of(state, config):
     """How many sequences an evaluation of a resumed run reads: as many as before, also with another
     batch size, so that its losses compare; unless the settings ask for another number."""
     before = replace(config, **{key: state['config'].get(key, getattr(config, key))

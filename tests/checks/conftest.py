@@ -25,7 +25,7 @@ def failed(char_data, tmp_path, monkeypatch, capsys):
         with monkeypatch.context() as patched:
             # These take time, and are not checked.
             for owner, name in ((memory_fit, 'check_size'), (train, 'describe_run'),
-                                (train, 'open_outputs'), (train, 'print_length')):
+                                (train, 'open_outputs'), (train.time_budget, 'print_length')):
                 patched.setattr(owner, name, lambda *_: None)
             try:
                 train.setup(config, start, World(), torch.device('cpu'), '')

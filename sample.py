@@ -17,13 +17,12 @@ if __name__ == '__main__':  # before torch, which takes seconds
 import json
 import sys
 from dataclasses import dataclass
+from functools import partial
 from typing import Annotated, Literal
 
 from tqdm import tqdm
 
 from configurator import load_config
-from plaingpt.data.readers import read_jsonl, read_text
-from plaingpt.inference.terminal_chat import run_chat, show
 from plaingpt.inference.text_generator import Sampling, list_stops
 from plaingpt.system.errors import UserError, run_script
 from plaingpt.system.files import naming
@@ -77,6 +76,7 @@ class SampleConfig(Sampling, GeneratorChoice):
 
 def read_prompts(path):
     """The lines of a .jsonl file → [(object, 'FILE, line N')]. Raises UserError."""
+    from plaingpt.data.readers import read_jsonl
     rows = []
     for where, row in read_jsonl(path):
         if not isinstance(row, dict) or not isinstance(row.get('prompt'), str):
@@ -90,14 +90,16 @@ def read_prompts(path):
 def write_samples(generator, config):
     start = config.start
     if start.startswith('FILE:'):
+        from plaingpt.data.readers import read_text
         start = read_text(start.removeprefix('FILE:'))
     prompt = generator.encode_prompt(start, 'start')
     at_a_time = 1 if config.stream else config.batch_size
     for first in range(0, config.num_samples, at_a_time):
         numbers = range(config.num_samples)[first:first + at_a_time]
         if config.stream:
-            show(f'---------------\n{start}')
-            generator.write([prompt], numbers, config, config.stops(), show)
+            write_now = partial(print, end='', flush=True)
+            write_now(f'---------------\n{start}')
+            generator.write([prompt], numbers, config, config.stops(), write_now)
             print()
             continue
         with status.doing(f'writing samples {first + 1} to {first + len(numbers)} of '
@@ -132,6 +134,7 @@ def main(argv):
         require_stdout(verbatim=True)
     generator = open_generator(config, config.compile)
     if config.chat:
+        from plaingpt.inference.terminal_chat import run_chat
         run_chat(generator, config)
     elif config.prompts:
         write_prompts(generator, config)

@@ -11,7 +11,6 @@ import torch
 
 from configurator import checked
 from plaingpt.data.chat_tokenizer import ends_of, is_chat
-from plaingpt.data.conversations import parse_messages
 from plaingpt.inference.generation import generate
 from plaingpt.system.errors import UserError
 from plaingpt.system.streams import warn
@@ -130,6 +129,7 @@ class TextGenerator:
 
     def prepare_answer(self, messages, sampling):
         """Messages as JSON has them, and a Sampling → (ids, how to go on from them). UserError"""
+        from plaingpt.data.conversations import parse_messages
         messages = parse_messages(messages, 'messages')
         if messages[-1]['role'] != 'user':
             raise UserError('messages: the last one must be of the user, to be answered')

@@ -2,7 +2,6 @@
 
     python bench.py config/gpt2_124m.py                 speed of a step, beside a bare matmul
     python bench.py config/gpt2_124m.py --profile       and where its time goes
-    python bench.py config/gpt2_124m.py --memory        memory of a step, beside the plan
     python bench.py config/quickstart.py --sweep=learning_rate=3e-3,9e-3,3e-2
                                                         whole trainings, each with --seeds seeds
     python bench.py config/quickstart.py --variants=mine.py
@@ -16,8 +15,6 @@
                                                         is a change really better? docs/hacking.md
 
 Without a config: GPT-2 124M on a GPU, config/bench_cpu.py or config/grid_cpu.py on a CPU.
---memory runs a real step on CUDA; elsewhere torch's memory tracker follows a step on tensors
-without data, which takes no memory, and about a second for each layer (a minute for 48).
 Trainings are kept in the folder of --save, and the same command goes on after a stop.
 """
 
@@ -38,7 +35,6 @@ from plaingpt.data.dataset import open_named
 from plaingpt.data.opening import open_data
 from plaingpt.experiments import runs, tables
 from plaingpt.experiments.judge import judge
-from plaingpt.experiments.memory_check import measure_memory
 from plaingpt.experiments.step_speed import Workload, measure_speed
 from plaingpt.system import devices
 from plaingpt.system.distributed import launched_world
@@ -54,7 +50,6 @@ from plaingpt.training.settings import TrainConfig
 @dataclass
 class BenchConfig(TrainConfig):
     # benchmark: what to measure; the speed of a step if nothing else
-    memory: bool = False  # what a step holds after forward, backward and optimizer, and at most
     variants: str = ''  # trainings that differ: grid, ablation, ladder, or a file such as mine.py
     sweep: str = ''  # a setting and its values, as learning_rate=1e-3,3e-3; again for all pairs
     # benchmark: judge whether a change is better than the code as it is here
@@ -86,7 +81,7 @@ class BenchConfig(TrainConfig):
             found.append('batch_size=auto: a benchmark needs a number')
         if self.world_size() > 1:
             found.append('a benchmark measures one process: start it without torchrun')
-        chosen = [key for key in ('memory', 'variants', 'sweep', 'profile', 'judge')
+        chosen = [key for key in ('variants', 'sweep', 'profile', 'judge')
                   if getattr(self, key)]
         if len(chosen) > 1:
             found.append(f'one at a time: {", ".join(chosen)}')
@@ -115,7 +110,7 @@ def read_config(argv):
     config = load_config(BenchConfig, argv, __doc__)
     device, _ = devices.choose_device(config.device)
     named = any(not arg.startswith('-') for arg in argv)
-    if device.type == 'cuda' or named or config.memory or config.judge:
+    if device.type == 'cuda' or named or config.judge:
         return config, device, argv
     small = 'grid_cpu.py' if config.variants or config.sweep else 'bench_cpu.py'
     argv = [str(ROOT / 'config' / small), *argv]
@@ -134,10 +129,10 @@ def workload(config, device, vocab_size):
 
 
 def measure_step(config, device):
-    """Speed or memory of a step → (rows of numbers, their Markdown)."""
+    """Speed of a step → (rows of numbers, their Markdown)."""
     work = workload(config, device, find_dataset_size(config.dataset, config.vocab_size)[0])
     with explain_out_of_memory(work.shape, config, work.dtype, device):
-        return (measure_memory if config.memory else measure_speed)(work)
+        return measure_speed(work)
 
 
 def configs_of(variants, config, words):
@@ -200,8 +195,7 @@ def main(argv):
         raise UserError('--out_dir: each training has a folder of its own: name the folder of all '
                         'with --save')
     folder = config.save or ('out-experiments' if trains else '')
-    name = 'judge' if config.judge else 'memory' if config.memory \
-        else Path(config.variants).stem if config.variants \
+    name = 'judge' if config.judge else Path(config.variants).stem if config.variants \
         else f'sweep-{config.sweep.partition("=")[0]}' if config.sweep else 'speed'
     if folder:
         make_writable(folder, 'save')  # before hours of measuring

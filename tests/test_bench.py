@@ -19,18 +19,6 @@ def small_matmul(monkeypatch):
         dtype, device, size=64))
 
 
-def test_memory_is_measured_beside_the_plan(capsys):
-    bench.main(['--memory', '--n_layer=2', '--n_head=2', '--n_embd=64', '--block_size=64',
-                '--batch_size=8', '--gradient_accumulation_steps=2', '--device=cpu',
-                '--dtype=float32', '--dataset=no_such_dataset', '--vocab_size=300'])
-    out = capsys.readouterr().out
-    rows = {line.split()[1]: line.split() for line in out.strip().splitlines()[-4:]}
-    assert list(rows) == ['forward', 'backward', 'optimizer', 'peak']
-    for row in rows.values():
-        measured, planned = float(row[3]), float(row[-3])
-        assert row[4] == row[-2] == 'MiB' and abs(planned / measured - 1) < 0.03
-
-
 def test_the_speed_of_a_step_is_json_and_csv_that_agree(tiny, tmp_path, capsys):
     bench.main([*tiny, '--steps=3', '--warmup_steps=1', '--json', f'--save={tmp_path}/results'])
     found = json.loads(capsys.readouterr().out)
@@ -75,13 +63,12 @@ def test_on_a_cpu_a_small_model_takes_the_place_of_gpt2():
     assert (config.n_layer, config.batch_size) == (6, 3)
     config, _, _ = bench.read_config(['--device=cpu', '--variants=grid'])
     assert config.n_layer == 2
-    config, _, _ = bench.read_config(['--device=cpu', '--memory'])
-    assert config.n_layer == 12
 
 
 def test_a_benchmark_says_what_it_cannot_do(capsys, monkeypatch, tiny, tmp_path):
-    assert 'one at a time: memory, profile' in fails(capsys, monkeypatch, bench.main, '--memory',
-                                                     '--profile')
+    assert 'one at a time: sweep, profile' in fails(capsys, monkeypatch, bench.main, '--profile',
+                                                    '--sweep=conv=0,4')
+    assert 'python plan.py CONFIG says' in fails(capsys, monkeypatch, bench.main, '--memory')
     assert 'minutes=3.0 is for train.py' in fails(capsys, monkeypatch, bench.main, '--minutes=3',
                                                   '--device=cpu')
     (tmp_path / 'file').touch()

@@ -20,7 +20,7 @@ class MemoryRecorder(TorchDispatchMode):
     """Follows the storage of each tensor: who made it, and what all hold when a stage is highest.
 
     torch's own MemTracker knows neither the module of an activation nor the peak of a part of the
-    backward pass. experiments/memory_check.py compares the two.
+    backward pass. tests/training/tracked_memory.py compares the two.
     """
 
     def __init__(self):

@@ -87,7 +87,7 @@ def test_a_wrong_list_is_named_before_anything_is_trained(capsys, monkeypatch, t
             ('--sweep=conv=4', 'sweep=conv=4: give a setting, once, and two values'),
             ('--sweep=conf=0,4', "variant 'conf=0': unknown key 'conf'"),
             ('--sweep=conv=0,4 --sweep=conv=0,8', 'sweep=conv=0,8: give a setting, once'),
-            ('--sweep=conv=0,4 --memory', 'one at a time'),
+            ('--sweep=conv=0,4 --profile', 'one at a time'),
             ('--sweep=conv=0,4 --out_dir=here', 'name the folder of all with --save'),
             ('--variants=yours.py', 'variants=yours.py: no such file; it is ablation, grid'),
             ('--variants=mine.py', "variants=mine.py: it must define variants = {'name':"),

@@ -6,10 +6,10 @@ import torch
 from helpers import fails, in_the_loop
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed._tools.mem_tracker import MemTracker
+from tracked_memory import tracked_step
 
 import train
 from model import GPT, GPTConfig
-from plaingpt.experiments.memory_check import tracked_step
 from plaingpt.system.devices import rng_state
 from plaingpt.system.formatting import GIB
 from plaingpt.training import checkpoint as checkpoints

@@ -10,11 +10,11 @@ from helpers import ROOT
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
+from tracked_memory import tracked_step
 
 import train
 from configurator import load_config
 from model import GPT, GPTConfig
-from plaingpt.experiments.memory_check import tracked_step
 from plaingpt.system.errors import UserError
 from plaingpt.system.formatting import GIB, gib
 from plaingpt.training import memory_fit, memory_planner

@@ -48,7 +48,7 @@ from plaingpt.system.files import lock_output_dir
 from plaingpt.system.streams import status
 from plaingpt.training import run_data, run_model
 from plaingpt.training.averaging import averaged
-from plaingpt.training.checkpoint_writer import Saver, archive_previous_run, trim_logs
+from plaingpt.training.checkpoint_writer import KEPT, Saver, archive_previous_run, trim_logs
 from plaingpt.training.dtype_choice import choose_training_dtype
 from plaingpt.training.film import Film, open_film
 from plaingpt.training.memory_fit import fit_to_memory
@@ -58,7 +58,7 @@ from plaingpt.training.probes import Probes
 from plaingpt.training.progress import Progress, restore
 from plaingpt.training.resuming import check_resumed, find_resumed, saved_settings
 from plaingpt.training.schedules import get_lr
-from plaingpt.training.settings import TrainConfig, settings_without_effect
+from plaingpt.training.settings import WITHOUT_EFFECT, TrainConfig
 from plaingpt.training.time_budget import refuse_two_lengths, with_length, with_length_of
 from plaingpt.training.training_step import (
     StepGuard,
@@ -145,7 +145,7 @@ def setup(config, world, device, device_why, given=frozenset()):
 def open_outputs(run, resumed, group):
     """Archive what this run would overwrite; then open its logs, probes, guard and saver."""
     config, is_main, out_dir = run.config, run.world.is_main, Path(run.config.out_dir)
-    run.record['reference'] = find_reference(run.record, settings_without_effect())
+    run.record['reference'] = find_reference(run.record, WITHOUT_EFFECT)
     writing = is_main and not config.is_read_only
     saved = resumed.state if resumed else {}
     if writing:
@@ -159,7 +159,7 @@ def open_outputs(run, resumed, group):
         None if config.is_read_only else out_dir / 'metrics.jsonl', config=config, run=run.record,
         loader=run.train_data, model=run.model, device=run.device, dtype=run.record['dtype'],
         scaler=run.scaler, world_size=run.world.size, elapsed_s=saved.get('elapsed_s', 0.0),
-        bytes_per_token=run_data.evaluated_bytes(run.dataset, run.val_data, config,
+        bytes_per_token=run_data.evaluated_bytes(run.dataset, run.val_data,
                                                  run.progress.eval_sequences) if is_main else None,
         quiet=not is_main,
         backends=open_backends(config, run.record, saved.get('wandb_id')) if writing else [])
@@ -170,8 +170,8 @@ def open_outputs(run, resumed, group):
     run.guard = StepGuard(out_dir / 'anomalies.jsonl', run.train_data, run.device,
                           scaling=run.scaler.is_enabled())
     run.saver = Saver(
-        out_dir, rank=run.world.rank, world_size=run.world.size, keep=config.keep_checkpoints,
-        background=config.checkpoint_async)
+        out_dir, rank=run.world.rank, world_size=run.world.size, keep=KEPT,
+        background=run.device.type == 'cuda')
 
 
 # -----------------------------------------------------------------------------
@@ -230,19 +230,19 @@ def evaluate(run):
     with run.metrics.paused('evaluating'), averaged(run.optimizer):
         losses = [] if not run.progress.loss_is_due(run.config) else [
             mean_loss(run.parallel.eval, loader, run.progress.eval_sequences,
-                      run.config.eval_tokens > 0, run.context, run.stop)
+                      run.context, run.stop)
             for loader in (run.train_data, *run.val_data.parts)]
         run.probes.evaluate(run.progress, losses, run.stop)
 
 
 @torch.no_grad()
-def mean_loss(model, loader, sequences, at_beginning, context, stop):
+def mean_loss(model, loader, sequences, context, stop):
     """→ (mean loss in nats a token over so many fixed sequences of a split, its standard error from
     the variance between batches, None where there is one). at_beginning: the split's first ones,
     else evenly spaced ones. Each process evaluates its share. Raises Stopped."""
     model.eval()
     found = []  # of each batch: sequences of targets, loss
-    for starts in loader.eval_batches(sequences, at_beginning):
+    for starts in loader.eval_batches(sequences):
         stop.raise_if_stopped()
         idx, targets = loader.eval_batch(starts)  # also of none: all gather a sharded model
         with context:

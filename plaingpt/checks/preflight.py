@@ -93,7 +93,7 @@ def preflight(run, resumed, mean_loss, group):
     from_scratch = not resumed and config.init_from in ('scratch', 'auto')
     subject = Subject(config, run.dataset, run.train_data, run.val_data, model, optimizer,
                       run.context, group, from_scratch=from_scratch or run.parallel.sharded,
-                      evaluate=lambda *what: mean_loss(*what, False, run.context, run.stop)[0],
+                      evaluate=lambda *what: mean_loss(*what, run.context, run.stop)[0],
                       evaluated=run.progress.eval_sequences)
     problems = {} if brief else make(BEFORE, subject)
     if not NEEDED & problems.keys():

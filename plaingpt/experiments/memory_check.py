@@ -66,7 +66,7 @@ def measure_memory(work):
               'second each, more where there are many …', file=sys.stderr, flush=True)
         allocated, reserved, tool = tracked_step(work.shape, step), {}, "torch's memory tracker"
     plan = predict(work.shape, step)
-    chunk = chunk_size(step.config.loss_chunk_tokens, step.batch_size * work.shape.block_size,
+    chunk = chunk_size(step.loss_chunk_tokens, step.batch_size * work.shape.block_size,
                        work.shape.vocab_size, device.type)
     rows = [{'stage': stage, 'allocated': allocated[stage], 'reserved': reserved.get(stage),
              'planned': plan.peak if stage == 'peak' else plan.totals[f'after {stage}']}

@@ -10,16 +10,18 @@ from plaingpt.system.errors import UserError
 from plaingpt.system.streams import status
 
 QUESTIONS = 3  # of the validation split, that samples of a tuned model answer
-LOOKS = 5  # health checks in a run at least, however short: a curve takes a few points
+HEALTH_INTERVAL = 100  # iterations between health checks
+LOOKS = 5  # of them in a run at least, however short: a curve takes a few points
+SAMPLE_START, SAMPLE_TOKENS = '\n', 100  # what a sample of plain text continues; its length
 
 
 def sample_prompts(config, dataset, val_loader):
-    """What samples of a run continue, sample_start or questions of conversations → (prompts as ids,
+    """What samples of a run continue, SAMPLE_START or questions of conversations → (prompts as ids,
     the same as text, options of generate). Raises UserError."""
     tokenizer = dataset.tokenizer()
     if not dataset.has_mask():
-        prompt = tokenizer.encode(config.sample_start).tolist() or [tokenizer.end_of_text or 0]
-        return [prompt], [config.sample_start], {'temperature': 0.8, 'top_k': 200}
+        prompt = tokenizer.encode(SAMPLE_START).tolist() or [tokenizer.end_of_text or 0]
+        return [prompt], [SAMPLE_START], {'temperature': 0.8, 'top_k': 200}
     prompts = val_loader.questions(QUESTIONS)
     if not prompts:
         raise UserError('no question of the validation split has room for an answer in '
@@ -29,8 +31,9 @@ def sample_prompts(config, dataset, val_loader):
 
 
 class Probes:
-    """Health every health_interval and a sample every sample_interval iterations, benchmarks at
-    evaluations, logged to `metrics`. Health at least LOOKS times in a run.
+    """Health every HEALTH_INTERVAL and a sample every sample_interval iterations, benchmarks and,
+    for the report, samples at evaluations, logged to `metrics`. Health at least LOOKS times in a
+    run; a sharded model, which is made whole for it, has none without a report.
 
     All processes share the work of a benchmark; health and samples are made where `writing`. The
     run's random numbers and weights stay as they are. parallel: Replicated or Sharded
@@ -40,11 +43,11 @@ class Probes:
         self.config, self.dataset = config, dataset
         self.parallel, self.metrics = parallel, metrics
         self.context, self.group, self.writing = context, group, writing
-        interval = min(config.health_interval, max(1, config.max_iters // LOOKS))
-        self.health = Health(parallel.model, interval if writing or parallel.sharded else 0,
-                             val_loader, context)
+        interval = min(HEALTH_INTERVAL, max(1, config.max_iters // LOOKS))
+        looking = config.report if parallel.sharded else writing
+        self.health = Health(parallel.model, interval if looking else 0, val_loader, context)
         self.tokenizer = None
-        if writing and config.sample_tokens:
+        if writing and (config.report or config.sample_interval):
             try:
                 self.prompts, self.shown, self.how = sample_prompts(config, dataset, val_loader)
                 self.tokenizer = dataset.tokenizer()
@@ -71,8 +74,8 @@ class Probes:
         before anything is logged."""
         config, iter_num, scores, text = self.config, progress.iter_num, {}, None
         benchmarks = config.eval_tasks and losses and not config.eval_only
-        samples = config.sample_tokens and (
-            progress.loss_is_due(config) or progress.sample_is_due(config))
+        samples = progress.sample_is_due(config) or (
+            config.report and progress.loss_is_due(config))
         if benchmarks or samples:
             with self.parallel.full_model() as model:
                 scores = self.score_benchmarks(model, stop) if benchmarks else {}
@@ -114,7 +117,7 @@ class Probes:
             return None
         model.eval()
         with self.context:
-            news = generate(model, self.prompts, self.config.sample_tokens, **self.how,
+            news = generate(model, self.prompts, SAMPLE_TOKENS, **self.how,
                             on_token=lambda *_: stop.signal is not None,
                             generators=[torch.Generator().manual_seed(self.config.seed)
                                         for _ in self.prompts])

@@ -57,7 +57,8 @@ class Progress:
         evaluated = self.evaluated and self.val_loss is not None
         best = evaluated and self.evals_since_best == 0
         return best or (evaluated and config.always_save_checkpoint) \
-            or self.iter_num % config.checkpoint_interval == 0
+            or (config.checkpoint_interval != 'auto'
+                and self.iter_num % config.checkpoint_interval == 0)
 
     def is_saved(self):
         """Whether there is a checkpoint of this iteration, with its evaluation if there was one."""
@@ -109,8 +110,8 @@ def resumed_eval_sequences(state, config):
     """How many sequences an evaluation of a resumed run reads: as many as before, also with another
     batch size, so that its losses compare; unless the settings ask for another number."""
     before = replace(config, **{key: state['config'].get(key, getattr(config, key))
-                                for key in ('eval_iters', 'eval_tokens', 'batch_size')})
-    if (before.eval_iters, before.eval_tokens) != (config.eval_iters, config.eval_tokens):
+                                for key in ('eval_iters', 'batch_size')})
+    if before.eval_iters != config.eval_iters:
         return config.eval_sequences()
     return state['eval_sequences'] or before.eval_sequences()
 

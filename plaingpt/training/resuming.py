@@ -38,6 +38,8 @@ def saved_settings(values):
                              on_damaged=lambda problem: None)  # find_resumed warns of it
     saved = {field.name: found.state['config'][field.name] for field in fields(TrainConfig)
              if field.name in found.state['config'].keys() - OF_THIS_START}
+    if found.state['config'].get('check') == 'overfit':  # it decides what the run reads
+        saved['check'] = 'overfit'
     # What was 'auto' is written as a number, and follows from what the command changes.
     with suppress(TypeError):  # of values that load_config refuses
         auto = TrainConfig(**{**saved, 'min_lr': 'auto', 'lr_decay_iters': 'auto'})

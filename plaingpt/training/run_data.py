@@ -37,9 +37,6 @@ def open_data(config, world):
     if config.vocab_size not in (0, dataset.vocab_size):
         raise UserError(f'vocab_size={config.vocab_size}: {dataset.folder} has '
                         f'{dataset.vocab_size} tokens; leave it at 0')
-    if config.document_start != 'auto' and config.document_start not in range(dataset.vocab_size):
-        raise UserError(f'document_start={config.document_start}: {dataset.folder} has tokens 0 to '
-                        f'{dataset.vocab_size - 1}')
     return dataset
 
 
@@ -64,8 +61,8 @@ def prepare_small(name):
 def document_start(config, dataset):
     """The id of the token that opens the documents of a dataset, where document_attention asks for
     it. Raises UserError where there is none."""
-    if not config.document_attention or config.document_start != 'auto':
-        return config.document_start
+    if not config.document_attention:
+        return -1
     found = dataset.tokenizer().end_of_text
     if found is None:
         raise UserError(f'document_attention=True: the tokenizer of {dataset.folder} has no end of '
@@ -93,22 +90,21 @@ def check_same_data(dataset, device):
 def open_batches(config, dataset, world, device):
     """→ (loader of the training split, loader of the validation split)."""
     check_same_data(dataset, device)
-    in_ram = config.data_in_ram
-    if in_ram == 'auto':
-        in_ram = fits_in_ram([part.dataset.folder for part in dataset.parts], world.local_size)
+    in_ram = fits_in_ram([part.dataset.folder for part in dataset.parts], world.local_size)
+    overfit = config.check == 'overfit'  # on the first step's sequences
     shape = in_ram, config.block_size, config.batch_size
     share = {'rank': world.rank, 'world_size': world.size, 'device': device}
     loaders = [dataset.loader(split, *shape, **share, seed=config.seed,
                               micro_steps=config.accumulation() // world.size,
-                              only_first=config.overfit_batches if split == 'train' else 0)
+                              only_first=int(overfit and split == 'train'))
                for split in ('train', 'val')]
     tokens, step_tokens = loaders[0].epoch_tokens(), config.step_tokens()
     epochs = dataset.epochs(config.max_iters * step_tokens)
     epochs = {part.name and f'{part.name} ({part.weight:.1%})': epochs[part.name]
               for part in dataset.parts}
-    if config.overfit_batches:
-        tokens = min(tokens, config.overfit_batches * step_tokens)
-    if config.overfit_batches or dataset.has_mask():
+    if overfit:
+        tokens = min(tokens, step_tokens)
+    if overfit or dataset.has_mask():
         epochs = {'': config.max_iters * step_tokens / tokens}
     padded = ' with padding' * dataset.has_mask()
     print0(f'{dataset.folder}: {tokens:,} training tokens{padded}, vocabulary '
@@ -120,7 +116,7 @@ def open_batches(config, dataset, world, device):
     return loaders
 
 
-def evaluated_bytes(dataset, val_data, config, sequences):
+def evaluated_bytes(dataset, val_data, sequences):
     """UTF-8 bytes of text a token, of the tokens that each evaluation reads of the validation split
     (of a mixture by its weights), or None where that is not known. sequences: that it reads"""
     try:
@@ -129,7 +125,7 @@ def evaluated_bytes(dataset, val_data, config, sequences):
         print0(f'no bits per byte: {problem}')
         return None
     return None if sizes is None else dataset.mean(
-        part.mean_target(sizes, sequences, config.eval_tokens > 0) for part in val_data.parts)
+        part.mean_target(sizes, sequences) for part in val_data.parts)
 
 
 def base_tokenizer(dataset):

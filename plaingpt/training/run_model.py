@@ -112,7 +112,7 @@ def build_model(config, shape, start):
             model = GPT(shape)
     else:
         model = load_start(start, shape) if start else GPT(shape)
-    model.loss_chunk_tokens = config.loss_chunk_tokens
+    model.loss_chunk_tokens = 'auto'
     model.activation_checkpointing = config.activation_checkpointing
     print0(f'GPT of {model.num_parameters():,} parameters: {model.config.n_layer} layers, '
            f'{model.config.n_head} heads, {model.config.n_embd} channels')

@@ -268,6 +268,11 @@ class HostReads(TorchDispatchMode):
         return func(*args, **kwargs or {})
 
 
+def in_background(Saver, *arguments, **how):
+    """A Saver that writes while training goes on, as on CUDA."""
+    return Saver(*arguments, **{**how, 'background': True})
+
+
 def lines(out_dir, key):
     """The lines of a run's metrics.jsonl that have `key`."""
     text = (out_dir / 'metrics.jsonl').read_text()

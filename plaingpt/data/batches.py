@@ -211,7 +211,9 @@ class BatchLoader:
         A short batch is padded with targets of -1, which the loss ignores: one shape for all, so
         that a compiled model is compiled once."""
         idx, targets = self._on_host(np.resize(starts, self.batch_size))
-        targets[len(starts):] = -1
+        if len(starts) < self.batch_size:
+            targets = targets.clone()  # of one sequence they are in one memory with idx
+            targets[len(starts):] = -1
         return self._on_device((idx, targets))
 
     def _on_host(self, starts):

@@ -12,8 +12,8 @@ from plaingpt.monitoring.health import MEASURES, Health, largest_logit
 from plaingpt.parallel.sharding import Replicated
 from plaingpt.system.devices import autocast
 from plaingpt.system.distributed import World
+from plaingpt.training import probes
 from plaingpt.training.optimizers import build_optimizer
-from plaingpt.training.probes import Probes
 from plaingpt.training.settings import TrainConfig
 
 CPU = torch.device('cpu')
@@ -137,7 +137,7 @@ def test_what_a_changed_model_does_not_show_is_left_out(tiny, tmp_path, monkeypa
             block.mlp = torch.nn.Linear(32, 32)
         return model
     monkeypatch.setattr(train.run_model, 'build_model', changed)
-    train.main([*tiny, '--health_interval=2', '--check=False'])
+    train.main([*tiny, '--check=False'])
     (*_, seen) = lines(tmp_path / 'out', 'health/activation_rms/h.1')
     assert 'health/grad_norm/h.1' in seen
     assert not any('attention_logit' in key or 'dead_units' in key for key in seen)
@@ -151,10 +151,11 @@ def test_a_layer_without_a_gradient_is_seen_as_such(loader):
     assert seen['health/grad_norm/h.1'] > 0
 
 
-def test_looking_and_writing_change_no_bit_of_the_run(tiny, tmp_path):
+def test_looking_and_writing_change_no_bit_of_the_run(tiny, tmp_path, monkeypatch):
     tiny = [*tiny, '--dropout=0.2']
-    train.main([*tiny, f'--out_dir={tmp_path}/blind', '--health_interval=0'])
-    train.main([*tiny, f'--out_dir={tmp_path}/seen', '--health_interval=1', '--sample_tokens=5'])
+    train.main([*tiny, f'--out_dir={tmp_path}/seen', '--sample_interval=3'])
+    monkeypatch.setattr(probes, 'HEALTH_INTERVAL', 0)
+    train.main([*tiny, f'--out_dir={tmp_path}/blind'])
     assert same(weights(tmp_path / 'blind'), weights(tmp_path / 'seen'))
     assert not lines(tmp_path / 'blind', 'health/grad_norm/h.0')
     seen = lines(tmp_path / 'seen', 'health/grad_norm/h.0')
@@ -166,15 +167,15 @@ def test_looking_and_writing_change_no_bit_of_the_run(tiny, tmp_path):
 
 def test_a_short_run_is_looked_at_often_enough_to_draw_a_line(loader):
     model, _ = new(loader)
-    for interval, seen in ((100, [1, 2, 4, 6, 8, 10]), (1, [*range(1, 11)]), (0, [])):
-        config = TrainConfig(max_iters=10, health_interval=interval, sample_tokens=0)
-        probes = Probes(config, None, Replicated(model, CPU, False, World()), None, loader,
-                        autocast(CPU, 'float32'), None, writing=True)
-        assert [i for i in range(1, 11) if probes.health.due(i)] == seen, interval
+    for max_iters, seen in ((10, [1, 2, 4, 6, 8, 10]), (3, [1, 2, 3]), (9999, [1, 100, 200])):
+        looks = probes.Probes(
+            TrainConfig(max_iters=max_iters, report=False), None,
+            Replicated(model, CPU, False, World()), None, loader, autocast(CPU, 'float32'), None,
+            writing=True)
+        assert [i for i in range(1, min(max_iters, 250) + 1) if looks.health.due(i)] == seen
 
 
 def test_two_processes_see_what_one_sees(tiny, tmp_path):
-    tiny = [*tiny, '--health_interval=3']
     train_processes(2, tmp_path, *tiny, f'--out_dir={tmp_path}/two')
     train.main([*tiny, f'--out_dir={tmp_path}/one'])
     one, two = (lines(tmp_path / name, 'health/grad_norm/h.0') for name in ('one', 'two'))
@@ -185,12 +186,13 @@ def test_two_processes_see_what_one_sees(tiny, tmp_path):
 
 
 @pytest.mark.slow
-def test_looking_compiles_nothing_anew(tiny):
+def test_looking_compiles_nothing_anew(tiny, monkeypatch):
     from torch._dynamo.utils import counters
     compiled = []
     for interval in (0, 1):
         torch._dynamo.reset()
         counters.clear()
-        train.main([*tiny, '--compile=True', f'--health_interval={interval}'])
+        monkeypatch.setattr(probes, 'HEALTH_INTERVAL', interval)
+        train.main([*tiny, '--compile=True'])
         compiled.append(counters['stats']['unique_graphs'])
     assert compiled[0] == compiled[1] > 0

@@ -13,12 +13,11 @@ import ast
 import dataclasses
 import difflib
 import inspect
-import io
 import operator
 import os
+import re
 import sys
-import tokenize
-import types
+import traceback
 import typing
 from contextlib import suppress
 from pathlib import Path
@@ -28,6 +27,7 @@ import numpy as np
 from plaingpt.system.errors import UserError
 from plaingpt.system.files import ROOT
 from plaingpt.system.formatting import quoted, setting
+from plaingpt.system.removed import REMOVED, says_now
 
 
 def load_config(cls, argv, doc='', positional='', several=False, read_saved=lambda values: {}):
@@ -39,10 +39,10 @@ def load_config(cls, argv, doc='', positional='', several=False, read_saved=lamb
     read_saved: {name: value} of these → {name: value} to begin with instead of the defaults, such
     as those of the run that the command line resumes
 
-    A field may have a limit in words: `Annotated[int, 'at least 1 and below 9']`. `cls` may define
-    `out_of_range(self) -> list[str]` for other values that are wrong by themselves, and
-    `problems(self) -> list[str]` for those that contradict each other.
-    Raises UserError with every problem found, one a line. `--help` prints and exits.
+    A field may have a limit in words: `Annotated[int, 'at least 1 and below 9']`; one that is
+    `init=False` is no setting. `cls` may define `out_of_range(self) -> list[str]` for other values
+    that are wrong by themselves, and `problems(self) -> list[str]` for those that contradict each
+    other. Raises UserError with every problem found, one a line. `--help` prints and exits.
     """
     if any(arg in ('--help', '-h') for arg in argv):
         print(help_text(cls, doc, positional, several))
@@ -80,46 +80,51 @@ def build(cls, values, problems):
     return config
 
 
+def defaults(cls):
+    """{name: default} of its settings."""
+    return {field.name: field.default for field in dataclasses.fields(cls) if field.init}
+
+
 # -----------------------------------------------------------------------------
-# where values come from: each reader yields (name, value, where)
-
-
-def name_positionals(cls, argv, key, several, problems):
-    """argv with --key=VALUE in the place of its arguments without dashes: `out` → `--out_dir=out`.
-    Config files stay, and so do mistakes that are found later."""
-    defaults = {f.name: f.default for f in dataclasses.fields(cls)}
-    found = [i for i, arg in enumerate(argv)
-             if arg and not arg.startswith('-') and (several or not arg.endswith('.py'))
-             and not (i and is_value_of(argv[i - 1], arg, defaults))
-             and not (arg.partition('=')[0] in defaults and not os.path.lexists(arg))]
-    given = [argv[i] for i in found]
-    options = [arg for arg in argv if arg.startswith(f'--{key}=')]
-    if (given and options) or (len(given) > 1 and not several):
-        named = ' and '.join([*given, *options])
-        problems.append(f'{named}: each of them names {key}: leave out all but one')
-    named = {i: f'--{key}={",".join(given)}' for i in found[:1]}
-    return [named.get(i, arg) for i, arg in enumerate(argv) if i not in found[1:]]
+# where values come from
 
 
 def read_arguments(cls, argv, saved, place='in the checkpoint'):
     """→ ({name: value} of all fields, [problem]): the defaults, what was saved at a `place`,
     then the command line from left to right."""
-    values, problems = {f.name: f.default for f in dataclasses.fields(cls)}, []
-    for name, value in saved.items():
-        check_and_set(cls, values, name, value, place, problems)
-    for i, arg in enumerate(argv):
-        if i and is_value_of(argv[i - 1], arg, values):
-            problems[-1] = f'{argv[i - 1]} {arg}: write {argv[i - 1]}={quoted(arg)}'
-            continue
-        if arg.startswith('-'):
-            found = read_option(cls, arg, values, problems)
-        elif not arg.endswith('.py') and os.path.exists(arg):
-            problems.append(describe_no_config(arg, argv[i - 1] if i else ''))
-            continue
+    values, problems, removed = defaults(cls), [], {}
+
+    def take(name, value, where):
+        if name not in values and name in REMOVED:
+            removed[name] = value, where
         else:
-            found = read_file(cls, arg, values, options_of(cls, argv[i + 1:]), problems)
-        for name, value, where in found:
             check_and_set(cls, values, name, value, where, problems)
+
+    for name, value in saved.items():
+        take(name, value, place)
+    for i, arg in enumerate(argv):
+        before = argv[i - 1] if i else ''
+        if is_value_of(before, arg, values):
+            problems[-1] = f'{before} {arg}: write {before}={quoted(arg)}'
+        elif arg.startswith('-'):
+            name, value, problem = read_option(cls, arg)
+            if problem:
+                problems.append(problem)
+            else:
+                take(name, value, 'on the command line')
+        elif not arg.endswith('.py') and os.path.exists(arg):
+            problems.append(describe_no_config(arg, before))
+        else:
+            for found in read_file(arg, values, options_of(cls, argv[i + 1:]), problems):
+                take(*found)
+    # What earlier versions called it comes last: it may belong to another setting's value.
+    for name, (value, where) in removed.items():
+        found = says_now(name, value, values) if REMOVED[name].says else None
+        if found is None or not found.keys() <= values.keys():
+            problems.append(f'unknown setting {name} {where}: it was removed; {REMOVED[name].use}')
+        else:
+            for key, now in found.items():
+                check_and_set(cls, values, key, now, where, problems)
     return values, problems
 
 
@@ -129,40 +134,33 @@ def is_value_of(option, arg, values):
         and not arg.endswith('.py') and type(values[option[2:]]) is not bool
 
 
-def read_option(cls, arg, values, problems):
-    """One `--key=value`; `--key` alone is true for a bool."""
+def read_option(cls, arg):
+    """`--key=value`, or `--key` alone, which is true for a bool → (name, value, problem or None)"""
     name, equals, text = arg.removeprefix('--').partition('=')
+    known = name in defaults(cls)
     if not arg.startswith('--') or not name:
-        problems.append(f'{arg!r}: write options as --key=value')
-    elif equals:
-        # Text stays as typed: --start=1e3 means those three characters.
-        is_text = name in values and str in accepted_types(cls, name)
-        read = reader_of(cls, name) if is_text else parse_literal
-        yield name, read(text), 'on the command line'
-    elif name in values and bool in accepted_types(cls, name):
-        yield name, True, 'on the command line'
-    elif name in values:
-        problems.append(f'--{name} needs a value: write --{name}=VALUE, without a space')
-    else:
-        yield name, None, 'on the command line'
+        return name, None, f'{arg!r}: write options as --key=value'
+    if equals and known and str in accepted_types(cls, name):
+        # Text stays as typed: --start=1e3 means those three characters. A function in its
+        # annotation reads escapes, which a config file's Python has read already.
+        read = next(filter(callable, annotations_of(cls, name)), str)
+        return name, read(text), None
+    if equals:
+        return name, parse_literal(text), None
+    if known and bool not in accepted_types(cls, name):
+        return name, None, f'--{name} needs a value: write --{name}=VALUE, without a space'
+    return name, True, None
 
 
 def options_of(cls, argv):
     """{key: value} of the valid options in `argv`."""
-    values, mistakes = {f.name: f.default for f in dataclasses.fields(cls)}, []
-    names = set()
+    values, found = defaults(cls), {}
     for arg in argv:
         if arg.startswith('-'):
-            for name, value, where in read_option(cls, arg, values, mistakes):
-                names.add(name)
-                check_and_set(cls, values, name, value, where, mistakes)
-    return {name: values[name] for name in names & values.keys()}
-
-
-def reader_of(cls, name):
-    """What reads text of the command line: the function of a field `name: Annotated[str, function]`
-    whose escapes a config file's Python has read already. Other text stays as typed."""
-    return next(filter(callable, annotations_of(cls, name)), str)
+            name, value, problem = read_option(cls, arg)
+            if not problem and not check_and_set(cls, values, name, value, '', []):
+                found[name] = values[name]
+    return found
 
 
 def parse_literal(text):
@@ -187,39 +185,97 @@ class Namespace(dict):
             super().__setitem__(name, value)
 
 
-def read_file(cls, path, values, fixed, problems):
-    """Run a config file in its own namespace and yield what it assigned. fixed: {name: value} that
-    options after the file set."""
+def read_file(path, values, fixed, problems):
+    """Run a config file in its own namespace → [(name, value, where)] that it assigned. fixed:
+    {name: value} that options after the file set."""
     path = find_recipe(path)
-    try:
-        with open(path, encoding='utf-8-sig') as f:
-            source = f.read()
-    except OSError as e:
-        problems.append(f'config file {path}: {e.strerror}{file_hint(path)}')
-        return
-    except UnicodeDecodeError:
-        problems.append(f'config file {path}: not a text file')
-        return
     namespace = Namespace({**values, '__file__': path}, fixed)
     try:
-        exec(compile(source, path, 'exec'), namespace)
-    except SyntaxError as e:
-        problems.append(f'config file {path}, line {e.lineno}: syntax error: {e.msg}')
-        return
-    except UserError as e:  # of what it reads
-        problems.append(str(e))
-        return
-    except (Exception, SystemExit) as e:
-        what = ' '.join(f'{type(e).__name__}: {e}'.split())
-        problems.append(f'config file {path}, line {error_line(e, path)}: {what}')
-        return
+        source = run_file(path, namespace)
+    except UserError as problem:  # perhaps of what it reads
+        problems.append(str(problem))
+        return []
     lines, imported = assigned_and_imported(source)
+    found = []
     for name, value in sorted(namespace.items(), key=lambda item: lines.get(item[0], 0)):
         untouched = name in fixed or (
             name in values and value is values[name] and name not in lines)
         own = name.startswith('_') or name in imported or callable(value)
         if not untouched and (name in values or not own):
-            yield name, value, f'in {path}, line {lines[name]}' if name in lines else f'in {path}'
+            where = f'in {path}, line {lines[name]}' if name in lines else f'in {path}'
+            found.append((name, value, where))
+    return found
+
+
+def run_file(path, namespace):
+    """→ the text of a config file, which has run. Raises UserError."""
+    try:
+        with open(path, encoding='utf-8-sig') as f:
+            source = f.read()
+    except OSError as e:
+        raise UserError(f'config file {path}: {e.strerror}{file_hint(path)}') from None
+    except UnicodeDecodeError:
+        raise UserError(f'config file {path}: not a text file') from None
+    try:
+        exec(compile(source, path, 'exec'), namespace)
+    except UserError:
+        raise
+    except SyntaxError as e:
+        raise UserError(f'config file {path}, line {e.lineno}: syntax error: {e.msg}') from None
+    except (Exception, SystemExit) as e:
+        lines = [frame.lineno for frame in traceback.extract_tb(e.__traceback__)
+                 if frame.filename == path]
+        what = ' '.join(f'{type(e).__name__}: {e}'.split())
+        raise UserError(f'config file {path}, line {lines[-1] if lines else 0}: {what}') from None
+    return source
+
+
+def assigned_and_imported(source):
+    """({name: line of its last assignment}, {imported names}) of a file's statements."""
+    lines, imported = {}, set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            lines[node.id] = max(node.lineno, lines.get(node.id, 0))
+        elif isinstance(node, (ast.Import, ast.ImportFrom)):
+            imported |= {(alias.asname or alias.name).split('.')[0] for alias in node.names}
+    return lines, imported
+
+
+def find_recipe(path):
+    """`config/NAME.py` is plainGPT's own where the working directory has no such file."""
+    ours = ROOT / path
+    is_ours = Path(path).parent == Path('config') and not os.path.lexists(path) and ours.is_file()
+    return str(ours) if is_ours else path
+
+
+def name_positionals(cls, argv, key, several, problems):
+    """argv with --key=VALUE in the place of its arguments without dashes: `out` → `--out_dir=out`.
+    Config files stay, and so do mistakes that are found later."""
+    known = defaults(cls)
+    found = [i for i, arg in enumerate(argv)
+             if arg and not arg.startswith('-') and (several or not arg.endswith('.py'))
+             and not (i and is_value_of(argv[i - 1], arg, known))
+             and not (arg.partition('=')[0] in known and not os.path.lexists(arg))]
+    given = [argv[i] for i in found]
+    options = [arg for arg in argv if arg.startswith(f'--{key}=')]
+    if (given and options) or (len(given) > 1 and not several):
+        named = ' and '.join([*given, *options])
+        problems.append(f'{named}: each of them names {key}: leave out all but one')
+    named = {i: f'--{key}={",".join(given)}' for i in found[:1]}
+    return [named.get(i, arg) for i, arg in enumerate(argv) if i not in found[1:]]
+
+
+# -----------------------------------------------------------------------------
+# what may have been meant
+
+
+HABITS = {  # what other programs call it → our key
+    'lr': 'learning_rate', 'wd': 'weight_decay', 'epochs': 'max_iters', 'num_epochs': 'max_iters',
+    'steps': 'max_iters', 'max_steps': 'max_iters', 'bs': 'batch_size', 'ctx': 'block_size',
+    'context': 'block_size', 'seq_len': 'block_size', 'layers': 'n_layer', 'heads': 'n_head',
+    'gpu': 'gpu_memory_gb', 'output': 'out_dir', 'resume': 'init_from', 'prompt': 'start',
+    'tensorboard_log': 'log_to',
+}
 
 
 def describe_no_config(path, before):
@@ -228,19 +284,12 @@ def describe_no_config(path, before):
     if Path(path, 'run.json').exists() or Path(path, 'checkpoints').is_dir():
         return f'{path} is a run, no config file: continue it with --out_dir={quoted(path)} ' \
                '--init_from=resume'
-    several = f', and several files as {quoted(f"{before},{path}")}' \
-        if before.startswith('--') and '=' in before else ''
-    data = f'; python prepare.py text {quoted(path)} makes data of it' \
-        if os.path.isdir(path) or os.path.isfile(path) else ''
-    return f'{path} is no config file, whose names end with .py: write options as ' \
-           f'--key=value{several}{data}'
-
-
-def find_recipe(path):
-    """`config/NAME.py` is plainGPT's own where the working directory has no such file."""
-    ours = ROOT / path
-    is_ours = Path(path).parent == Path('config') and not os.path.lexists(path) and ours.is_file()
-    return str(ours) if is_ours else path
+    hint = f'{path} is no config file, whose names end with .py: write options as --key=value'
+    if before.startswith('--') and '=' in before:
+        hint += f', and several files as {quoted(f"{before},{path}")}'
+    if os.path.isdir(path) or os.path.isfile(path):
+        hint += f'; python prepare.py text {quoted(path)} makes data of it'
+    return hint
 
 
 def file_hint(path):
@@ -256,88 +305,33 @@ def file_hint(path):
     return ''
 
 
-def assigned_and_imported(source):
-    """({name: line of its last assignment}, {imported names}) of a file's statements."""
-    lines, imported = {}, set()
-    for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
-            lines[node.id] = max(node.lineno, lines.get(node.id, 0))
-        elif isinstance(node, (ast.Import, ast.ImportFrom)):
-            imported |= {(alias.asname or alias.name).split('.')[0] for alias in node.names}
-    return lines, imported
-
-
-def error_line(error, path):
-    """The line of `path` that `error` came from."""
-    line, tb = 0, error.__traceback__
-    while tb:
-        if tb.tb_frame.f_code.co_filename == path:
-            line = tb.tb_lineno
-        tb = tb.tb_next
-    return line
-
-
 # -----------------------------------------------------------------------------
 # what a field accepts
 
 
-HABITS = {  # what other programs, or earlier versions, call it → our key
-    'lr': 'learning_rate', 'wd': 'weight_decay', 'epochs': 'max_iters', 'num_epochs': 'max_iters',
-    'steps': 'max_iters', 'max_steps': 'max_iters', 'bs': 'batch_size', 'ctx': 'block_size',
-    'context': 'block_size', 'seq_len': 'block_size', 'layers': 'n_layer', 'heads': 'n_head',
-    'gpu': 'gpu_memory_gb', 'output': 'out_dir', 'resume': 'init_from', 'prompt': 'start',
-    'tensorboard_log': 'log_to',
-}
-NO_LAW = 'python plan.py CONFIG says what a run of any config takes'
-REMOVED = {  # settings and options of earlier versions → what to use now
-    'law': NO_LAW, 'hours': NO_LAW, 'price': f'{NO_LAW}, its price with --gpu_hour_price',
-    'ledger': 'keep what bench.py --judge prints, or give it --save=FOLDER',
-    'equal': 'bench.py --judge says what a step takes; --set=max_iters=N trains the change for '
-             'as long',
-    'also_evaluate': 'python evaluate.py OUT_DIR --dataset=NAME scores a run on another dataset',
-    'sources': 'python prepare.py inspect says how much of the validation text is in the training '
-               'text',
-    'api_key': 'put it into the environment as PLAINGPT_API_KEY',
-    'model_name': 'serve.py answers whatever model a request names',
-    'max_waiting': 'serve.py lets 16 requests wait',
-    'checkpoint_chunk_mb': 'no file of a checkpoint is larger than 512 MB',
-    'deterministic': 'write import torch; torch.use_deterministic_algorithms(True) into a config '
-                     'file',
-    'dist_timeout_s': 'it is TIMEOUT in plaingpt/system/distributed.py, ten minutes',
-    'fsdp_group': 'with --parallel=fsdp all processes share one copy of the model',
-    'max_bad_steps': 'a run ends after ten steps in a row that are not finite',
-    'max_tokens': 'a request to serve.py says its own, and sample.py has max_new_tokens',
-    'lm_eval': 'name its tasks with --tasks=TASK',
-    'eval_tasks_interval': 'eval_tasks run at evaluations, every eval_interval iterations',
-    'memory': 'python plan.py CONFIG says what memory a step takes, by stage and owner',
-    'html': 'make text of HTML pages with trafilatura or pandoc, and prepare that',
-}
-
-
 def check_and_set(cls, values, name, value, where, problems):
-    """Put `value` into `values` if `name` exists and the value fits, else note the problem."""
-    if name not in values and name in REMOVED:
-        problems.append(f'unknown setting {name} {where}: it was removed; {REMOVED[name]}')
-        return
+    """Put `value` into `values` if `name` exists and the value fits, else note the problem →
+    whether there is one."""
     if name not in values:
         nearest = [HABITS[name]] if HABITS.get(name) in values \
             else difflib.get_close_matches(name, values, n=1, cutoff=0.6)
-        hint = 'this version has no such setting: leave it out' \
-            if name in getattr(cls, 'removed', ()) else \
-            f'did you mean {nearest[0]}?' if nearest else 'see --help for all keys'
+        hint = f'did you mean {nearest[0]}?' if nearest else 'see --help for all keys'
         problems.append(f'unknown key {name!r} {where}: {hint}')
-        return
+        return True
     try:
-        values[name] = convert(value, cls, name)
+        values[name] = convert(value, accepted_types(cls, name))
     except ValueError:
-        expected = ' or '.join(describe(t) for t in accepted_types(cls, name))
+        names = {int: 'a whole number', float: 'a number', bool: 'true or false', str: 'text'}
+        expected = ' or '.join(names.get(t, str(t)) for t in accepted_types(cls, name))
         problems.append(f'{name}={value!r} {where}: expected {expected}')
+        return True
+    return False
 
 
-def convert(value, cls, name):
-    """`value` as the field's type. Raises ValueError where it does not fit."""
+def convert(value, kinds):
+    """`value` as one of the accepted_types of a field. Raises ValueError where it fits none."""
     value = value.item() if isinstance(value, np.generic) else value
-    for kind in accepted_types(cls, name):
+    for kind in kinds:
         limit = 3e38 if kind is float else 2**63  # what torch can hold
         if type(value) in (int, float) and not abs(value) < limit:
             continue  # infinite or not a number, too
@@ -355,20 +349,17 @@ COMPARISONS = {'at least': operator.ge, 'above': operator.gt,
 
 
 def outside_limits(config):
-    """The values that are outside the limits that their fields have in words, a line each."""
+    """The values that are outside the limits that their fields have in words, such as 'at least 0
+    and below 1', a line each."""
     found = []
-    for field in dataclasses.fields(config):
-        value = getattr(config, field.name)
-        for limit in annotations_of(type(config), field.name):
-            if isinstance(limit, str) and not isinstance(value, str) and not fits(value, limit):
-                found.append(f'{field.name}={setting(value)}: must be {limit}')
+    for name in defaults(config):
+        value = getattr(config, name)
+        for limit in annotations_of(type(config), name):
+            if isinstance(limit, str) and not isinstance(value, str):
+                bounds = [bound.rsplit(' ', 1) for bound in limit.split(' and ')]
+                if not all(COMPARISONS[words](value, float(n)) for words, n in bounds):
+                    found.append(f'{name}={setting(value)}: must be {limit}')
     return found
-
-
-def fits(value, limit):
-    """Whether a number is within a limit such as 'at least 0 and below 1'."""
-    bounds = [bound.rsplit(' ', 1) for bound in limit.split(' and ')]
-    return all(COMPARISONS[words](value, float(number)) for words, number in bounds)
 
 
 def annotations_of(cls, name):
@@ -383,17 +374,10 @@ def annotations_of(cls, name):
 def accepted_types(cls, name):
     """A field's annotation as a flat list: types, and the values of a Literal."""
     annotation = typing.get_type_hints(cls)[name]
-    parts = typing.get_args(annotation) if isinstance(annotation, types.UnionType) \
-        or typing.get_origin(annotation) is typing.Union else [annotation]
     flat = []
-    for part in parts:
+    for part in [annotation] if isinstance(annotation, type) else typing.get_args(annotation):
         flat += typing.get_args(part) if typing.get_origin(part) is typing.Literal else [part]
     return flat
-
-
-def describe(kind):
-    names = {int: 'a whole number', float: 'a number', bool: 'true or false', str: 'text'}
-    return names[kind] if isinstance(kind, type) else str(kind)
 
 
 # -----------------------------------------------------------------------------
@@ -401,50 +385,38 @@ def describe(kind):
 
 
 def help_text(cls, doc='', positional='', several=False):
-    """The docstring, then every field by section: default and its trailing comment."""
-    lines = [inspect.cleandoc(doc or ''), '', 'Options, with their defaults:']
+    """The docstring, then the fields by section: default and trailing comment. Those of a section
+    whose comment begins with 'not listed' are left out."""
+    lines = [inspect.cleandoc(doc or ''), '']
     if positional:
-        lines[-1:] = [f'NAME alone is --{positional}=NAME' + (
-            ', and several names are a list.' if several else '; FILE.py is a config file.'),
-            '', lines[-1]]
-    shown = {f.name: f'--{f.name}={f.default}'.replace('\n', '\\n')
-             for f in dataclasses.fields(cls)}
+        others = 'several names are a list.' if several else 'FILE.py is a config file.'
+        lines += [f'NAME alone is --{positional}=NAME; {others}', '']
+    lines += ['Options, with their defaults:']
+    shown = {name: f'--{name}={default}'.replace('\n', '\\n')
+             for name, default in defaults(cls).items()}
     width = max(map(len, shown.values())) + 2
-    for kind, name, comment in commented_fields(cls):
-        if kind == 'section':
-            lines += ['', comment]
-        else:
+    for section, fields in sections_of(cls).items():
+        if section.startswith('not listed'):
+            continue
+        lines += ['', section] if section else []
+        for name, comment in fields.items():
             choices = [str(t) for t in accepted_types(cls, name) if not isinstance(t, type)]
             listed = f' ({", ".join(choices)})' if len(choices) > 1 else ''
             lines.append(f'  {shown[name]:<{width}}{comment}{listed}')
     return '\n'.join(lines)
 
 
-def commented_fields(cls):
-    """Yield ('section', None, text) and ('field', name, comment) in source order, each field once;
-    those of a dataclass that `cls` extends come last."""
-    known = set()
-    for owner in cls.__mro__:
-        if dataclasses.is_dataclass(owner):
-            for kind, name, text in comments_of(owner):
-                if name not in known:
-                    yield kind, name, text
-                known |= {name} - {None}
-
-
-def comments_of(cls):
-    """The same of one class alone, fields that it shares with another included."""
-    source = inspect.getsource(cls)
-    names = {f.name for f in dataclasses.fields(cls)}
-    line_name = None
-    for token in tokenize.generate_tokens(io.StringIO(source).readline):
-        if token.type == tokenize.NAME and token.string in names and token.start[1] == 4:
-            line_name = token.string
-        elif token.type == tokenize.COMMENT:
-            text = token.string.lstrip('# ')
-            if line_name:
-                yield 'field', line_name, text
-            elif token.start[1] == 4:
-                yield 'section', None, text
-        elif token.type in (tokenize.NEWLINE, tokenize.NL):
-            line_name = None
+def sections_of(cls):
+    """{section: {field: comment}} in source order; the fields of a dataclass that `cls` extends
+    come last, and one that `cls` has too is its own."""
+    found, waiting = {}, set(defaults(cls))
+    for owner in filter(dataclasses.is_dataclass, cls.__mro__):
+        section = ''
+        for line in inspect.getsource(owner).splitlines():
+            if head := re.fullmatch(r'    # (.*)', line):
+                section = head[1]
+            elif (field := re.fullmatch(r'    (\w+): .*?  # (.*)', line)) \
+                    and field[1] in waiting:
+                found.setdefault(section, {})[field[1]] = field[2]
+                waiting.remove(field[1])
+    return found

@@ -115,7 +115,8 @@ def told_settings(config):
     defaults = {field.name: field.default for field in fields(TrainConfig)}
     return {key: f'{value:g}' if type(value) is float else value for key, value in config.items()
             if key in defaults and value != defaults[key] and key not in vars(GPTConfig)
-            and (not isinstance(value, str) or str not in accepted_types(TrainConfig, key))}
+            and (not isinstance(value, str) or key in ('lr_scales', 'lr_schedule')
+                 or str not in accepted_types(TrainConfig, key))}
 
 
 def main(argv):

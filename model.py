@@ -63,6 +63,9 @@ class GPTConfig:
     value_embeddings: bool = False  # add a learned embedding of the token to values (Zhou 2024)
     tied_head: bool = True  # the head's weight is the embedding's (Press and Wolf 2017)
     n_kv_head: Count = 0  # heads of keys and values, each for several of queries; 0: n_head
+    zero_init: bool = False  # output projections begin at zero: branches add nothing at first
+    document_attention: bool = False  # attention and positions stay within a document
+    # not listed: of models that are loaded, or of a dataset
     head_dim: Count = 0  # channels of a head; 0: n_embd / n_head
     n_inner: Count = 0  # hidden units of an MLP; 0: 4 n_embd, with swiglu 8/3 n_embd
     qkv_bias: bool = False  # with bias=False, biases of queries, keys and values alone (Qwen2)
@@ -70,8 +73,6 @@ class GPTConfig:
     rotary_base: Above0 = 10000.0  # a higher one turns slower, for longer sequences
     rotary_factor: Above0 = 1.0  # slow angles are divided by it (Llama 3.1); 1: none
     rotary_length: Size = 8192  # for that, the tokens that the model read at first
-    zero_init: bool = False  # output projections begin at zero: branches add nothing at first
-    document_attention: bool = False  # attention and positions stay within a document
     document_start: int = -1  # for that, the token that opens each document
 
     @property

@@ -29,6 +29,7 @@ from plaingpt.system.errors import UserError, run_script
 from plaingpt.system.formatting import GIB, count_of, duration, gib, setting, short
 from plaingpt.system.machine import crowded_cores
 from plaingpt.system.streams import require_stdout, status
+from plaingpt.training.checkpoint_writer import KEPT
 from plaingpt.training.dtype_choice import choose_training_dtype
 from plaingpt.training.memory_planner import (
     batch_that_divides,
@@ -142,15 +143,14 @@ def memory_plan(shape, config, machine):
                     'largest_batch': largest_batch(shape, step, available),
                     'batch_size': batch_size, 'accumulation': micro_steps * config.processes}
 
-    numbers = step.batch_size * shape.block_size * shape.vocab_size
     return {'batch_size': step.batch_size, 'micro_steps': step.micro_steps, 'dtype': dtype,
             'activation_checkpointing': config.activation_checkpointing,
-            'loss_chunk_tokens': config.loss_chunk_tokens, 'available': available,
+            'available': available,
             'memory': machine.total,
             'fits': fits,
             'peak_stage': plan.peak_stage, 'items': plan.items, 'peak': plan.peak,
             'overhead': plan.overhead, 'total': plan.total,
-            'logits': numbers * (4 if dtype == 'float32' else 2), 'sequences_per_step': sequences,
+            'sequences_per_step': sequences,
             'stages': plan.totals,
             'checkpointing': {
                 kind: under(step.change(activation_checkpointing=kind),
@@ -230,7 +230,7 @@ def disk_plan(shape, config, memory, dataset_tokens):
         checkpoint *= config.processes
     width = 2 if shape.vocab_size <= 2**16 else 4
     return {'checkpoint': checkpoint,
-            'checkpoints': checkpoint * (config.keep_checkpoints + 2),  # the best, and one written
+            'checkpoints': checkpoint * (KEPT + 2),  # the best, and one written
             'dataset': dataset_tokens * width if dataset_tokens else None}
 
 
@@ -271,9 +271,6 @@ def print_memory(memory, machine):
     for name, size in sorted(memory['items'].items(), key=lambda item: -item[1]):
         if size:
             print(f'  {gib(size):>12}  {name}')
-    if not memory['loss_chunk_tokens']:
-        print(f'  logits of this batch are {gib(memory["logits"])} each copy; '
-              '--loss_chunk_tokens=2048 never makes them')
     if memory['overhead']:
         print(f'  {gib(memory["overhead"]):>12}  CUDA context and fragmentation, an allowance')
     print(f'  {gib(memory["total"]):>12}  in all: {verdict(memory)}')

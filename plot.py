@@ -135,8 +135,8 @@ def print_run(name, rows, run, reference):
     if not reference and (recorded := reference_of(run)):
         print(f'  {recorded.compare(name, rows)}')
     elif reference:
-        from plaingpt.training.settings import settings_without_effect  # which takes torch
-        print(f'  {reference.compare(name, rows, run, settings_without_effect())}')
+        from plaingpt.training.settings import WITHOUT_EFFECT  # which takes torch
+        print(f'  {reference.compare(name, rows, run, WITHOUT_EFFECT)}')
 
 
 def print_losses(runs):

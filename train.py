@@ -53,14 +53,20 @@ from plaingpt.system.formatting import quoted
 from plaingpt.system.streams import status
 from plaingpt.training import time_budget
 from plaingpt.training.averaging import averaged, go_on
-from plaingpt.training.checkpoint_writer import Saver, archive_previous_run, clean_up, trim_logs
+from plaingpt.training.checkpoint_writer import (
+    KEPT,
+    Saver,
+    archive_previous_run,
+    clean_up,
+    trim_logs,
+)
 from plaingpt.training.dtype_choice import choose_training_dtype
 from plaingpt.training.evaluation import Watching, check_tasks, evaluated_bytes, mean_loss
 from plaingpt.training.memory_fit import fit_to_memory
 from plaingpt.training.memory_planner import explain_out_of_memory
 from plaingpt.training.optimizers import build_optimizer
 from plaingpt.training.schedules import get_lr
-from plaingpt.training.settings import TrainConfig, settings_without_effect
+from plaingpt.training.settings import WITHOUT_EFFECT, TrainConfig
 from plaingpt.training.start import Progress, Start, eval_sequences_of, run_shape, with_shape
 from plaingpt.training.step_guard import StepGuard, collect_garbage, garbage_at_known_steps
 
@@ -160,7 +166,7 @@ def assemble(config, shape, start, dataset, world, device, dtype, compile):
     is_sharded = config.parallel == 'fsdp'
     with sharding.parameters_on_meta() if is_sharded else nullcontext():
         model = GPT(shape)
-    model.loss_chunk_tokens = config.loss_chunk_tokens
+    model.loss_chunk_tokens = 'auto'
     model.activation_checkpointing = config.activation_checkpointing
     if is_sharded:
         wrapped = shard(model, device, dtype, compile)
@@ -189,14 +195,13 @@ def assemble(config, shape, start, dataset, world, device, dtype, compile):
 
 def open_batches(config, dataset, world, device):
     """→ (loader of the training split, loader of the validation split)."""
-    in_ram = config.data_in_ram
-    if in_ram == 'auto':
-        in_ram = fits_in_ram([part.dataset.folder for part in dataset.parts], world.local_size)
+    in_ram = fits_in_ram([part.dataset.folder for part in dataset.parts], world.local_size)
+    overfit = config.check == 'overfit'  # on the first step's sequences
     return tuple(
         dataset.loader(split, in_ram, config.block_size, config.batch_size,
                        rank=world.rank, world_size=world.size, device=device, seed=config.seed,
                        micro_steps=config.accumulation() // world.size,
-                       only_first=config.overfit_batches if split == 'train' else 0)
+                       only_first=int(overfit and split == 'train'))
         for split in ('train', 'val'))
 
 
@@ -253,7 +258,7 @@ def open_outputs(run, group):
     """Archive what this run would overwrite; then open its logs, probes, guard and saver."""
     config, start, progress = run.config, run.start, run.progress
     is_main, out_dir = run.world.is_main, Path(config.out_dir)
-    run.record['reference'] = find_reference(run.record, settings_without_effect())
+    run.record['reference'] = find_reference(run.record, WITHOUT_EFFECT)
     writing = is_main and not config.is_read_only
     saved = start.checkpoint.state if start.resumed else {}
     if writing:
@@ -273,8 +278,8 @@ def open_outputs(run, group):
     run.guard = StepGuard(out_dir / 'anomalies.jsonl', run.train_data, run.device,
                           scaling=run.scaler.is_enabled())
     run.saver = Saver(
-        out_dir, rank=run.world.rank, world_size=run.world.size, keep=config.keep_checkpoints,
-        background=config.checkpoint_async)
+        out_dir, rank=run.world.rank, world_size=run.world.size, keep=KEPT,
+        background=run.device.type == 'cuda')
 
 
 # -----------------------------------------------------------------------------
@@ -340,7 +345,8 @@ def save_is_due(run):
     if progress.evaluated and progress.val_loss is not None and (
             config.always_save_checkpoint or progress.evals_since_best == 0):
         return True
-    return progress.iter_num % config.checkpoint_interval == 0
+    return config.checkpoint_interval != 'auto' \
+        and progress.iter_num % config.checkpoint_interval == 0
 
 
 def ending_of(run):
@@ -399,7 +405,7 @@ def evaluate(run):
     with run.metrics.paused('evaluating'), averaged(run.optimizer):
         if loss_is_due(run):
             losses = [mean_loss(run.wrapped, loader, progress.eval_sequences,
-                                run.config.eval_tokens > 0, run.context, run.stop)
+                                run.context, run.stop)
                       for loader in (run.train_data, *run.val_data.parts)]
         scores, text = run.watching.look(losses, sample_is_due(run))
     run.stop.raise_if_stopped()

@@ -26,4 +26,3 @@ weight_decay = 0.1
 eval_interval = 500  # under 1% of the FLOPs
 eval_iters = 40  # 40 · 64 sequences = 2.6M tokens of validation text
 log_interval = 10
-checkpoint_async = True  # training waits for a copy in the host's memory only

@@ -32,9 +32,7 @@ batch_size = 64
 max_iters = 4768
 optimizer = 'normuon'
 learning_rate = 1.5e-3  # half of what config/shakespeare_char_fast.py has for half as many channels
-embedding_lr_scale = 8.0
-head_lr_scale = 2.0
-vector_lr_scale = 4.0
+lr_scales = 'embedding:8,head:2,vector:4'
 min_lr = 0.0
 lr_schedule = 'linear'
 warmup_iters = 100
@@ -42,6 +40,5 @@ beta1 = 0.8
 beta2 = 0.95
 
 eval_interval = 250  # under 1% of the FLOPs
-eval_tokens = 2**20
+eval_iters = 16  # 16 · 64 sequences = 1.0M tokens of validation text
 log_interval = 10
-checkpoint_async = True  # training waits for a copy in the host's memory only

@@ -27,4 +27,3 @@ weight_decay = 0.1
 eval_interval = 500  # under 1% of the FLOPs
 eval_iters = 80  # 80 · 32 sequences = 2.6M tokens of validation text
 log_interval = 10
-checkpoint_async = True  # training waits for a copy in the host's memory only

@@ -32,6 +32,5 @@ warmup_iters = 2000  # as Llama
 weight_decay = 0.1
 
 eval_interval = 250  # under 1% of the FLOPs
-eval_tokens = 2**22
+eval_iters = 256  # 256 · 8 sequences = 4.2M tokens of validation text
 log_interval = 10
-checkpoint_async = True  # training waits for a copy in the host's memory only

@@ -60,8 +60,7 @@ tied_head = False
 zero_init = True
 
 optimizer = 'normuon'
-head_lr_scale = 2.0
-vector_lr_scale = 4.0
+lr_scales = 'head:2,vector:4'
 min_lr = learning_rate / 5
 average_decay = 0.98
 lr_schedule = 'linear'

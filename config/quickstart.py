@@ -28,9 +28,7 @@ max_iters = 460
 
 optimizer = 'normuon'
 learning_rate = 9e-3  # small networks bear a high one
-embedding_lr_scale = 8.0
-head_lr_scale = 2.0
-vector_lr_scale = 4.0
+lr_scales = 'embedding:8,head:2,vector:4'
 min_lr = learning_rate / 5
 average_decay = 0.98  # of the weights: what falls no further by the rate falls by the average
 lr_schedule = 'linear'

@@ -18,6 +18,5 @@ warmup_iters = 0
 
 eval_interval = 2
 eval_iters = 4
-health_interval = 2
 report = False
 film = True

@@ -19,6 +19,8 @@ from hypothesis import settings
 import prepare
 import train
 
+train.KEPT = 10  # checkpoints: tests look at those in between, too
+
 settings.register_profile('busy', deadline=None)  # the first example pays for imports
 settings.load_profile('busy')
 

@@ -43,8 +43,7 @@ def options(**values):
 
 TINY = options(n_layer=2, n_head=2, n_embd=32, block_size=16, batch_size=4, max_iters=6,
                gradient_accumulation_steps=2, eval_interval=3, eval_iters=2, warmup_iters=2,
-               lr_decay_iters=6, device='cpu', dtype='float32', keep_checkpoints=10, report=False,
-               sample_tokens=0)
+               lr_decay_iters=6, device='cpu', dtype='float32', report=False)
 
 
 def fails(capsys, monkeypatch, main, *argv):
@@ -267,6 +266,11 @@ class HostReads(TorchDispatchMode):
         if tags & set(func.tags) and not by_number:
             self.found.append(str(func))
         return func(*args, **kwargs or {})
+
+
+def in_background(Saver, *arguments, **how):
+    """A Saver that writes while training goes on, as on CUDA."""
+    return Saver(*arguments, **{**how, 'background': True})
 
 
 def lines(out_dir, key):

@@ -193,7 +193,7 @@ def test_the_wheel_works_in_a_folder_with_a_model_of_its_own(tmp_path):
     command = python.with_name('plaingpt')
     folder = folder_of_somebody_else(tmp_path / 'elsewhere')
     few = options(max_iters=2, eval_iters=1, batch_size=4, device='cpu', dtype='float32',
-                  compile=False, sample_tokens=0, gradient_accumulation_steps=2)
+                  compile=False, gradient_accumulation_steps=2)
     quickstart = ('train', 'config/quickstart.py', *few)
 
     printed = call(command, *quickstart, cwd=folder)  # which prepares its data first

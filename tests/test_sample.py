@@ -4,7 +4,6 @@ import json
 from helpers import fails
 
 import sample
-import train
 from configurator import load_config
 from plaingpt.training import checkpoint as checkpoints
 
@@ -60,7 +59,6 @@ def test_escapes_are_read_where_they_are_typed_and_only_there(tmp_path):
     config = load_config(sample.SampleConfig, [f'--start={TYPED}', f'--stop={TYPED}',
                                                f'--template={TYPED}{{user}}'])
     assert config.start == READ and config.stops() == [READ] and config.template[:-6] == READ
-    assert load_config(train.TrainConfig, [f'--sample_start={TYPED}']).sample_start == READ
     # a path, a JSON list and the Python of a config file have rules of their own
     config = load_config(sample.SampleConfig, [r'--start=FILE:a\new', r'--stop=["\n", "\\n"]'])
     assert config.start == r'FILE:a\new' and config.stops() == ['\n', r'\n']

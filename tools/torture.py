@@ -36,8 +36,9 @@ import time
 from collections import Counter
 from contextlib import redirect_stdout
 from dataclasses import dataclass
+from functools import partial
 
-from helpers import exit_code, fork, options, ranks
+from helpers import exit_code, fork, in_background, options, ranks
 
 import prepare
 import train
@@ -63,8 +64,8 @@ class TortureConfig:
 SETTINGS = options(n_layer=2, n_head=2, n_embd=32, block_size=16, batch_size=4, max_iters=24,
                    gradient_accumulation_steps=2, eval_interval=7, eval_iters=12, dropout=0.2,
                    warmup_iters=2, lr_decay_iters=24, device='cpu', dtype='float32',
-                   checkpoint_interval=2, init_from='auto', report=False, sample_tokens=8,
-                   sample_interval=5, health_interval=6)
+                   checkpoint_interval=2, init_from='auto', report=False,
+                   sample_interval=5)
 SHORT = ['--max_iters=10', '--lr_decay_iters=10', '--checkpoint_interval=5']
 
 
@@ -84,10 +85,21 @@ class Bench:
         assert exit_code(self.start(root / 'undisturbed')) == 0
         self.end, self.duration = end_of(root / 'undisturbed'), time.monotonic() - began
 
-    def start(self, out_dir, *extra, rank='', **env):
-        """Train in a fork, which saves importing torch each time → its process id."""
+    def start(self, out_dir, *extra, before=None, rank='', **env):
+        """Train in a fork, which saves importing torch each time → its process id. before: called
+        there first"""
         return fork(train.main, *SETTINGS, f'--out_dir={out_dir}', f'--dataset={self.data}', *extra,
-                    log=f'{out_dir}.log{rank}', **env)
+                    log=f'{out_dir}.log{rank}', before=before, **env)
+
+
+def save_in_background():
+    """From now on checkpoints are written while training goes on, as on CUDA."""
+    train.Saver = partial(in_background, train.Saver)
+
+
+def either(chance):
+    """→ (what is told, save_in_background or None), by chance"""
+    return chance.choice((('saved at once', None), ('saved behind', save_in_background)))
 
 
 def hash_checkpoint(out_dir):
@@ -114,10 +126,9 @@ def saving(out_dir):
 
 
 def kill_round(bench, out_dir, chance):
-    extra = f'--checkpoint_async={chance.random() < 0.5}'
-    hits = Counter()
+    (told, before), hits = either(chance), Counter()
     for attempt in range(12):
-        pid, left_over = bench.start(out_dir, extra), saving(out_dir)
+        pid, left_over = bench.start(out_dir, before=before), saving(out_dir)
         at, in_save = time.monotonic() + chance.uniform(0, 0.5 * bench.duration), attempt % 2 == 0
         while time.monotonic() <= at or (in_save and saving(out_dir) <= left_over):
             if os.waitpid(pid, os.WNOHANG)[0]:
@@ -130,15 +141,15 @@ def kill_round(bench, out_dir, chance):
             hits['inside a save' if saving(out_dir) - left_over else 'elsewhere'] += 1
             continue
         break
-    code = exit_code(bench.start(out_dir, extra))
+    code = exit_code(bench.start(out_dir, before=before))
     good = code == 0 and end_of(out_dir) == bench.end and not saving(out_dir)
-    return extra, None if good else f'exit code {code}, or not the same bits', hits
+    return told, None if good else f'exit code {code}, or not the same bits', hits
 
 
 def signal_round(bench, out_dir, chance):
     hits, log = Counter(), Path(f'{out_dir}.log')
     for _ in range(8):
-        pid = bench.start(out_dir, '--checkpoint_async')
+        pid = bench.start(out_dir, before=save_in_background)
         time.sleep(chance.uniform(0, bench.duration))
         name = chance.choice(distributed.StopRequest.NAMES)
         if os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT):
@@ -154,17 +165,17 @@ def signal_round(bench, out_dir, chance):
         if name is None:
             break
         hits['at the end' if 'done' in told else 'in training' if training else 'at the start'] += 1
-    code = exit_code(bench.start(out_dir, '--checkpoint_async'))
+    code = exit_code(bench.start(out_dir, before=save_in_background))
     good = code == 0 and end_of(out_dir) == bench.end
     return name, None if good else f'exit code {code}, or not the same bits', hits
 
 
-def start_job(bench, out_dir, *extra):
+def start_job(bench, out_dir, before=None):
     """Three processes, each with its share of the model → their process ids."""
     distributed.TIMEOUT = distributed.timedelta(seconds=10)
     return [bench.start(out_dir, '--gradient_accumulation_steps=3', '--parallel=fsdp',
-                        '--health_interval=0', '--sample_tokens=0', *extra,
-                        rank=rank, **env) for rank, env in enumerate(ranks(3))]
+                        '--sample_interval=0', before=before, rank=rank, **env)
+            for rank, env in enumerate(ranks(3))]
 
 
 def lost_round(bench, out_dir, chance):
@@ -173,9 +184,9 @@ def lost_round(bench, out_dir, chance):
         assert [*map(exit_code, start_job(bench, whole))] == [0, 0, 0]
         bench.ends['job'] = hash_checkpoint(whole), time.monotonic() - began
     expected, duration = bench.ends['job']
-    extra, hits = f'--checkpoint_async={chance.random() < 0.5}', Counter()
+    (saved, before), hits = either(chance), Counter()
     for _ in range(4):
-        pids = start_job(bench, out_dir, extra)
+        pids = start_job(bench, out_dir, before)
         time.sleep(chance.uniform(0, 0.7 * duration))
         rank = chance.randrange(3)
         over = os.waitid(os.P_PID, pids[rank], os.WEXITED | os.WNOHANG | os.WNOWAIT)
@@ -188,10 +199,10 @@ def lost_round(bench, out_dir, chance):
         told = ''.join(Path(f'{out_dir}.log{other}').read_text() for other in range(3))
         explained = re.search(r'error: (lost another process|.*did not meet the others)', told)
         if (any(codes[:rank] + codes[rank + 1:]) and not explained) or 'Traceback' in told:
-            return extra, f'exit codes {codes}\n{told}', hits
-    codes = [*map(exit_code, start_job(bench, out_dir, extra))]
+            return saved, f'exit codes {codes}\n{told}', hits
+    codes = [*map(exit_code, start_job(bench, out_dir, before))]
     good = not any(codes) and hash_checkpoint(out_dir) == expected and not saving(out_dir)
-    return extra, None if good else f'exit codes {codes}, or not the same bits', hits
+    return saved, None if good else f'exit codes {codes}, or not the same bits', hits
 
 
 # -----------------------------------------------------------------------------
@@ -216,9 +227,9 @@ def fill_disk(bench, disk, size, chance):
     for main, argv in (
             (prepare.main, ['text', f'--input={bench.root}/text.txt', '--tokenizer=char',
                             f'--data_dir={disk}/data']),
-            (train.main, [*SETTINGS, *SHORT, f'--dataset={disk}/data', f'--out_dir={out_dir}',
-                          f'--checkpoint_async={chance.random() < 0.5}'])):
-        while code := exit_code(fork(main, *argv, log=log)):
+            (train.main, [*SETTINGS, *SHORT, f'--dataset={disk}/data', f'--out_dir={out_dir}'])):
+        before = either(chance)[1]
+        while code := exit_code(fork(main, *argv, log=log, before=before)):
             said = log.read_text(errors='replace')
             if code not in (1, 2) or 'Traceback' in said:
                 return f'{size} kB: exit code {code}: {said[-2000:]}'
@@ -254,7 +265,7 @@ def damage(path, chance):
 
 
 def file_round(bench, work, chance):
-    again = [*SHORT, '--max_iters=12', '--init_from=resume', '--data_in_ram=True',
+    again = [*SHORT, '--max_iters=12', '--init_from=resume',
              f'--dataset={work}/data']
     if 'resumed' not in bench.ends:
         shutil.copytree(bench.whole, whole := bench.root / 'resumed')

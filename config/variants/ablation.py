@@ -7,8 +7,8 @@ variants = {
     'the recipe': {},
     'value_embeddings=False': {'value_embeddings': False},
     'conv=0': {'conv': 0},
-    'embedding_lr_scale=1': {'embedding_lr_scale': 1.0},
-    'head_lr_scale=1': {'head_lr_scale': 1.0},
-    'vector_lr_scale=1': {'vector_lr_scale': 1.0},
+    'lr_scales without embedding': {'lr_scales': 'head:2,vector:4'},
+    'lr_scales without head': {'lr_scales': 'embedding:8,vector:4'},
+    'lr_scales without vector': {'lr_scales': 'embedding:8,head:2'},
     'optimizer=muon': {'optimizer': 'muon'},
 }

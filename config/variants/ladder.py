@@ -4,12 +4,9 @@
 """
 
 CHANGES = {
-    'float32, eager': {'dtype': 'float32', 'compile': False, 'data_in_ram': False,
-                       'loss_chunk_tokens': 0},
-    '+ tokens in memory': {'data_in_ram': True},
+    'float32, eager': {'dtype': 'float32', 'compile': False},
     '+ bfloat16': {'dtype': 'bfloat16'},
     '+ torch.compile': {'compile': True},
-    '+ loss in chunks': {'loss_chunk_tokens': 2048},
 }
 
 

@@ -133,7 +133,7 @@ def epoch_reads_part(loader):
 
 def evaluation_reads_all(subject):
     for loader in subject.val_data.parts:
-        mine = loader.eval_batches(subject.evaluated, subject.config.eval_tokens > 0)
+        mine = loader.eval_batches(subject.evaluated)
         starts = np.concatenate([np.concatenate([*share, []])
                                  for share in all_gather(mine, subject.group)])
         wanted, found = min(subject.evaluated, loader.num_eval_sequences), len(starts)

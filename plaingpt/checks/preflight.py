@@ -95,7 +95,7 @@ def preflight(run, forward_backward, update):
     subject = Subject(config, run.dataset, run.train_data, run.val_data, model, optimizer,
                       run.context, gloo_group(),
                       from_scratch=run.start.from_scratch or is_sharded,
-                      evaluate=lambda *what: mean_loss(*what, False, run.context)[0],
+                      evaluate=lambda *what: mean_loss(*what, run.context)[0],
                       evaluated=run.progress.eval_sequences, forward_backward=forward_backward,
                       update=update)
     problems = {} if brief else make(BEFORE, subject)

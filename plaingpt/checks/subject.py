@@ -214,7 +214,7 @@ def shallow(shape, config, device):
     with torch.random.fork_rng([]):
         torch.manual_seed(config.seed)
         gpt = GPT(replace(shape, n_layer=min(2, shape.n_layer)))
-    gpt.loss_chunk_tokens = config.loss_chunk_tokens
+    gpt.loss_chunk_tokens = 'auto'
     gpt.activation_checkpointing = config.activation_checkpointing
     return gpt, build_optimizer(gpt.to(device), config, device.type)
 

@@ -176,32 +176,31 @@ class BatchLoader:
                 self.waited_s += time.perf_counter() - began
                 yield self._on_device(batch)
 
-    def eval_batches(self, n, at_beginning=False):
+    def eval_batches(self, n):
         """This process's share of n evaluated sequences, or of all where there are fewer → one
         array per batch: the token where each sequence begins.
 
-        The sequences are the same for any batch size: spread evenly over the split, or the first n;
-        with only_first, those that are trained on. All processes have the same number of batches;
+        The sequences are the same for any batch size, spread evenly over the split; with
+        only_first, those that are trained on. All processes have the same number of batches;
         the last of some may be empty."""
         if self.only_first:
             n = self.only_first * self.step_size
             mine = self.sequence_starts(np.arange(self.rank, n, self.world_size))
         else:
             n = min(n, self.num_eval_sequences)
-            mine = self.eval_starts(np.arange(self.rank, n, self.world_size), n, at_beginning)
+            mine = self.eval_starts(np.arange(self.rank, n, self.world_size), n)
         return [mine[i:i + self.batch_size]
                 for i in range(0, math.ceil(n / self.world_size), self.batch_size)]
 
-    def eval_starts(self, places, n, first):
-        """The token where each of `places` in range(n) begins: of n spread over the split, or with
-        `first` of its first n. They repeat where n is more than there are."""
-        among = min(n, self.num_eval_sequences) if first else self.num_eval_sequences
-        return places * among // n * self.block_size
+    def eval_starts(self, places, n):
+        """The token where each of `places` in range(n) begins, of n sequences that are spread over
+        the split. They repeat where n is more than there are."""
+        return places * self.num_eval_sequences // n * self.block_size
 
-    def mean_target(self, values, n, at_beginning):
+    def mean_target(self, values, n):
         """The mean of values (vocab_size,) over the targets of eval_batches, of all processes."""
         n = min(n, self.num_eval_sequences)
-        starts = 1 + self.eval_starts(np.arange(n), n, at_beginning)
+        starts = 1 + self.eval_starts(np.arange(n), n)
         total = sum(values[self.stream.sequences(starts[i:i + self.batch_size], self.block_size)]
                     .sum() for i in range(0, n, self.batch_size))
         return float(total / (n * self.block_size))
@@ -212,7 +211,9 @@ class BatchLoader:
         A short batch is padded with targets of -1, which the loss ignores: one shape for all, so
         that a compiled model is compiled once."""
         idx, targets = self._on_host(np.resize(starts, self.batch_size))
-        targets[len(starts):] = -1
+        if len(starts) < self.batch_size:
+            targets = targets.clone()  # of one sequence they are in one memory with idx
+            targets[len(starts):] = -1
         return self._on_device((idx, targets))
 
     def _on_host(self, starts):

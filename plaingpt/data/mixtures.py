@@ -100,12 +100,12 @@ class MixedLoader(BatchLoader):
             starts[here] = self.stream.begins[k] + part.sequence_starts(indices[here])
         return starts
 
-    def eval_starts(self, places, n, first):
+    def eval_starts(self, places, n):
         counts = apportion(self.stream.shares, n)
         ends, starts = np.cumsum(counts), np.empty_like(places)
         corpora = np.searchsorted(ends, places, side='right')
         for k, part in enumerate(self.parts):
             here = corpora == k
             within = places[here] - (ends[k] - counts[k])
-            starts[here] = self.stream.begins[k] + part.eval_starts(within, counts[k], first)
+            starts[here] = self.stream.begins[k] + part.eval_starts(within, counts[k])
         return starts

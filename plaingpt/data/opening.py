@@ -28,9 +28,6 @@ def open_data(config, world, device):
     if config.vocab_size not in (0, dataset.vocab_size):
         raise UserError(f'vocab_size={config.vocab_size}: {dataset.folder} has '
                         f'{dataset.vocab_size} tokens; leave it at 0')
-    if config.document_start != 'auto' and config.document_start not in range(dataset.vocab_size):
-        raise UserError(f'document_start={config.document_start}: {dataset.folder} has tokens 0 to '
-                        f'{dataset.vocab_size - 1}')
     check_same_data(dataset, device)
     return dataset
 
@@ -70,9 +67,10 @@ def describe_batches(config, dataset, train_data, val_data):
     epochs = dataset.epochs(config.max_iters * step_tokens)
     epochs = {part.name and f'{part.name} ({part.weight:.1%})': epochs[part.name]
               for part in dataset.parts}
-    if config.overfit_batches:
-        tokens = min(tokens, config.overfit_batches * step_tokens)
-    if config.overfit_batches or dataset.has_mask():
+    overfit = config.check == 'overfit'
+    if overfit:
+        tokens = min(tokens, step_tokens)
+    if overfit or dataset.has_mask():
         epochs = {'': config.max_iters * step_tokens / tokens}
     padded = ' with padding' if dataset.has_mask() else ''
     lines = [f'{dataset.folder}: {tokens:,} training tokens{padded}, vocabulary '

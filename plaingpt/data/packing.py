@@ -94,8 +94,8 @@ class PackedLoader(BatchLoader):
     def epoch_starts(self, epoch, sequences):
         return self.firsts[sequences]
 
-    def eval_starts(self, places, n, first):
-        return self.firsts[places if first else places * self.num_eval_sequences // n]
+    def eval_starts(self, places, n):
+        return self.firsts[places * self.num_eval_sequences // n]
 
     def count_targets(self, ids):
         """How many targets the sequences of these numbers have."""

@@ -95,8 +95,8 @@ def train(name, tree, words, pair, dtype, config):
     try:
         run_command('train', [
             f'--dtype={dtype}', *words, f'--seed={pair["seed"]}', f'--out_dir={folder}',
-            f'--log_interval={max(1, config.max_iters // 10)}', '--minutes=0', '--report=False',
-            '--sample_tokens=0', '--keep_checkpoints=1'], tree)
+            f'--log_interval={max(1, config.max_iters // 10)}', '--minutes=0', '--report=False'],
+            tree)
         run, made = read_run(folder), summarize(folder)
         if made['final_loss'] is None:
             raise UserError('its last validation loss is not finite')

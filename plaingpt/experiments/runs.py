@@ -33,9 +33,9 @@ from plaingpt.training.checkpoint_writer import archive_previous_run
 from plaingpt.training.settings import TrainConfig
 
 # Settings that change numbers, and not the work of a step
-SAME_WORK = {'learning_rate', 'embedding_lr_scale', 'head_lr_scale', 'vector_lr_scale', 'beta1',
-             'beta2', 'decay_lr', 'lr_schedule', 'wsd_decay', 'warmup_iters', 'lr_decay_iters',
-             'min_lr', 'max_iters', 'seed', 'eval_interval', 'eval_iters'}
+SAME_WORK = {'learning_rate', 'lr_scales', 'beta1', 'beta2', 'decay_lr', 'lr_schedule',
+             'warmup_iters', 'lr_decay_iters', 'min_lr', 'max_iters', 'seed', 'eval_interval',
+             'eval_iters'}
 LISTS = ROOT / 'config' / 'variants'
 ALL_DONE = 'all iterations are done'  # as run.json says it
 NAMED = 3  # variants that a sentence names; of more it tells their number
@@ -129,7 +129,7 @@ def train_once(config, folder, machine):
     fails."""
     asked = {'machine': machine, 'settings': {
         field.name: getattr(config, field.name) for field in fields(TrainConfig)
-        if field.name != 'out_dir'}}
+        if field.init and field.name != 'out_dir'}}
     make_writable(folder, 'save')
     refusal = f'{folder}: another sweep is writing there: wait until it is done, stop it, or ' \
               'choose another folder with --save'
@@ -142,8 +142,7 @@ def train_once(config, folder, machine):
         run_command('train', [
             *(f'--{key}={value}' for key, value in asked['settings'].items()),
             f'--log_interval={min(config.log_interval, config.max_iters)}',
-            f'--out_dir={folder}', '--sample_tokens=0', '--keep_checkpoints=1',
-            *['--init_from=resume'] * resumed])
+            f'--out_dir={folder}', *['--init_from=resume'] * resumed])
         with locked(folder, refusal):  # another sweep may have asked before train.py had the lock
             write_json(folder / 'asked.json', asked)
         if not is_done(folder, config.max_iters):

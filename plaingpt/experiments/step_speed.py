@@ -47,7 +47,7 @@ def make_step(work, batches):
     from train import forward_backward, update  # the step itself, not a copy of it
     config, device = work.config, work.device
     gpt = GPT(work.shape)
-    gpt.loss_chunk_tokens = config.loss_chunk_tokens
+    gpt.loss_chunk_tokens = 'auto'
     gpt.activation_checkpointing = config.activation_checkpointing
     optimizer = build_optimizer(gpt.to(device), config, device.type)
     model = torch.compile(gpt) if work.compile else gpt
@@ -77,9 +77,7 @@ def dataset_batches(work):
     if dataset.vocab_size > work.shape.vocab_size:
         raise UserError(f'vocab_size={work.shape.vocab_size}: {dataset.folder} has ids up to '
                         f'{dataset.vocab_size - 1}; leave it at 0 for those of the dataset')
-    in_ram = config.data_in_ram
-    if in_ram == 'auto':
-        in_ram = fits_in_ram([part.dataset.folder for part in dataset.parts], 1)
+    in_ram = fits_in_ram([part.dataset.folder for part in dataset.parts], 1)
     return dataset.loader('train', in_ram, config.block_size, config.batch_size,
                           micro_steps=config.accumulation(), seed=config.seed,
                           device=work.device).train_batches(0)

@@ -116,7 +116,7 @@ def updates(rows):
 
 
 def overfits_on_purpose(run):
-    return run['config']['overfit_batches'] > 0
+    return run['config'].get('check') == 'overfit'
 
 
 # -----------------------------------------------------------------------------
@@ -324,7 +324,7 @@ def data_wait(rows, run):
     recent = shares[len(shares) // 2:]
     if len(shares) >= 10 and median(recent) >= THRESHOLDS['data_wait']:
         return (f'{median(recent):.0%} of the time training waits for batches',
-                'set data_in_ram=True, or put data/ on a faster disk')
+                'put data/ on a faster disk, or free memory for it')
 
 
 CHECKS = (initial_loss, unmoved, no_progress, no_context, diverging,
@@ -333,13 +333,13 @@ CHECKS = (initial_loss, unmoved, no_progress, no_context, diverging,
 
 
 def overfit_check(rows, run):
-    """What a run with overfit_batches shows, in a sentence, or None."""
-    seen, n = rows_with(rows, 'train_loss'), run['config']['overfit_batches']
-    if not n or len(seen) < 2:
+    """What a run with check=overfit shows, in a sentence, or None."""
+    seen = rows_with(rows, 'train_loss')
+    if not overfits_on_purpose(run) or len(seen) < 2:
         return None
     limit = THRESHOLDS['overfit_check'] * math.log(run['vocab_size'])
     first, last = seen[0]['train_loss'], seen[-1]['train_loss']
-    what = f'overfit_batches={n}: the loss went from {first:.3f} to {last:.3f} in ' \
+    what = f'check=overfit: the loss went from {first:.3f} to {last:.3f} in ' \
            f'{seen[-1]["iter"]} iterations'
     if last < limit:
         return f'{what}, near zero as it should: model, loss and optimizer can learn'

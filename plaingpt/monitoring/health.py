@@ -1,6 +1,6 @@
 """Figures from inside the model while it trains: does every layer learn, and at a sane rate?
 
-Every `health_interval` steps rank 0 measures gradients, weights and the update around the
+Every 100 steps rank 0 measures gradients, weights and the update around the
 optimizer's step. Then it runs the eager model on a few validation sequences, without gradients; the
 compiled model is left alone. The other steps cost nothing.
 

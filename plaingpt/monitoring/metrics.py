@@ -119,8 +119,8 @@ class Metrics:
             iter_num, f'loss {loss:.4f}', f'lr {lr:.2e}', f'grad {grad_norm:.2f}',
             f'{step_s * 1e3:.{0 if step_s >= 0.1 else 1}f} ms', speed, *used, remaining)
         scale = {'loss_scale': self.scaler.get_scale()} if self.scaler.is_enabled() else {}
-        rates = {f'lr_{key.removesuffix("_lr_scale")}': lr * scale for key, scale
-                 in vars(self.config).items() if key.endswith('_lr_scale') and scale != 1}
+        rates = {f'lr_{kind}': lr * factor for kind, factor in self.config.scales().items()
+                 if factor != 1}
         self._write(iter_num, loss=loss, lr=lr, **rates, grad_norm=grad_norm,
                     tokens_per_s=tokens_per_s, mfu=utilisation,
                     peak_memory_bytes=peak_memory_bytes(self.device),

@@ -192,6 +192,8 @@ def read_reference(name):
 def find_reference(run, without_effect):
     """The name of the reference whose text and settings a run has, or None. without_effect: as of
     Reference.compare"""
+    if run['config'].get('check') == 'overfit':  # of a batch, and not of the text
+        return None
     if run['from_scratch']:  # also where it was resumed
         run = {**run, 'config': {**run['config'], 'init_from': 'scratch'}}
     for path in sorted(FOLDER.glob('*.jsonl')):

@@ -19,6 +19,7 @@ import numpy as np
 from plaingpt.monitoring.metrics_file import rows_with
 from plaingpt.system.files import ROOT, read_json, write_json
 from plaingpt.system.formatting import duration, setting
+from plaingpt.system.removed import as_today
 from plaingpt.system.streams import warn
 
 UNIGRAM_TOKENS = 2**20  # that the entropy of single tokens is computed from
@@ -160,7 +161,11 @@ def run_summary(name, rows, run):
 
 
 def check_run(run):
-    """→ the same run, where it is the content of a run.json. Raises ValueError."""
+    """The content of a run.json → the same, with the settings of an earlier version as this one has
+    them. Raises ValueError."""
     if not isinstance(run, dict) or KEYS - run.keys():
         raise ValueError('these are no facts of a run')
-    return run
+    config = as_today(run['config'])
+    changed = {key: config[key] for key in config
+               if key in run['changed'] or key not in run['config']}
+    return {**run, 'config': config, 'changed': changed}

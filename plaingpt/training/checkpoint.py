@@ -26,8 +26,9 @@ from plaingpt.system.distributed import is_sharded
 from plaingpt.system.errors import UserError
 from plaingpt.system.files import sha256_of
 from plaingpt.system.formatting import quoted
+from plaingpt.system.removed import REMOVED, says_now
+from plaingpt.system.removed import as_today as settings_today
 from plaingpt.system.streams import warn
-from plaingpt.training.settings import REMOVED
 from plaingpt.weights import begin_new_tokens, check_finite, copy_rows
 
 FORMAT_VERSION = 1
@@ -266,17 +267,16 @@ def find_unknown(state):
     settings = {**state['config'], **state['model']}
     known = {field.name for field in fields(GPTConfig)}
     return [f'{key}={value}' for key, value in settings.items()
-            if (key in REMOVED and value not in (REMOVED[key], settings.get(REMOVED[key])))
+            if (key in REMOVED and says_now(key, value, settings) is None)
             or (key in state['model'] and key not in {*known, *REMOVED})]
 
 
 def as_today(state):
     """state.json of an earlier version as this one would have written it."""
     state = LATER | {RENAMED.get(key, key): value for key, value in state.items()}
-    for part in ('config', 'model'):
-        state[part] = {key: x for key, x in state[part].items() if key not in REMOVED}
-    if not state['config'].get('eval_tasks_interval', 1):
-        state['config'].pop('eval_tasks', None)  # it named tasks, and never ran them
+    known = {field.name for field in fields(GPTConfig)}
+    state['model'] = {key: x for key, x in state['model'].items() if key in known}
+    state['config'] = settings_today(state['config'])
     return state
 
 

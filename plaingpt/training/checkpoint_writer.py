@@ -34,6 +34,7 @@ from plaingpt.training.checkpoint import (
 from plaingpt.weights import not_finite
 
 CHUNK_BYTES = 512 * 10**6  # no file of a checkpoint is larger
+KEPT = 2  # of the newest checkpoints, beside the best
 LOGS = ('metrics.jsonl', 'anomalies.jsonl', 'run.json', 'report.md', 'loss.png',
         'loss-details.png', 'film.jsonl', 'film', 'film.html', 'tensorboard')
 

@@ -13,18 +13,19 @@ from plaingpt.system.streams import status
 from plaingpt.training.averaging import averaged
 
 QUESTIONS = 3  # of the validation split, that samples of a tuned model answer
-LOOKS = 5  # health checks in a run at least, however short: a curve takes a few points
+HEALTH_INTERVAL = 100  # iterations between health checks
+LOOKS = 5  # of them in a run at least, however short: a curve takes a few points
+SAMPLE_START, SAMPLE_TOKENS = '\n', 100  # what a sample of plain text continues; its length
 
 
 @torch.no_grad()
-def mean_loss(model, loader, sequences, at_beginning, context, stop=None):
-    """→ (mean loss in nats a token over so many fixed sequences of a split, its standard error from
-    the variance between batches, None where there is one). at_beginning: the split's first ones,
-    else evenly spaced ones. Each process evaluates its share. stop: a StopRequest, heeded between
-    batches. Raises Stopped."""
+def mean_loss(model, loader, sequences, context, stop=None):
+    """→ (mean loss in nats a token over so many evenly spaced sequences of a split, its standard
+    error from the variance between batches, None where there is one). Each process evaluates its
+    share. stop: a StopRequest, heeded between batches. Raises Stopped."""
     model.eval()
     found = []  # of each batch: sequences of targets, loss
-    for starts in loader.eval_batches(sequences, at_beginning):
+    for starts in loader.eval_batches(sequences):
         if stop:
             stop.raise_if_stopped()
         idx, targets = loader.eval_batch(starts)  # also of none: all gather a sharded model
@@ -48,7 +49,7 @@ def evaluated_bytes(run):
         print0(f'no bits per byte: {problem}')
         return None
     return None if sizes is None else run.dataset.mean(
-        part.mean_target(sizes, run.progress.eval_sequences, run.config.eval_tokens > 0)
+        part.mean_target(sizes, run.progress.eval_sequences)
         for part in run.val_data.parts)
 
 
@@ -60,12 +61,12 @@ def check_tasks(config):
 
 
 def sample_prompts(config, dataset, val_loader):
-    """What samples of a run continue, sample_start or questions of conversations → (prompts as ids,
+    """What samples of a run continue, SAMPLE_START or questions of conversations → (prompts as ids,
     the same as text, options of generate). Raises UserError."""
     tokenizer = dataset.tokenizer()
     if not dataset.has_mask():
-        prompt = tokenizer.encode(config.sample_start).tolist() or [tokenizer.end_of_text or 0]
-        return [prompt], [config.sample_start], {'temperature': 0.8, 'top_k': 200}
+        prompt = tokenizer.encode(SAMPLE_START).tolist() or [tokenizer.end_of_text or 0]
+        return [prompt], [SAMPLE_START], {'temperature': 0.8, 'top_k': 200}
     prompts = val_loader.questions(QUESTIONS)
     if not prompts:
         raise UserError('no question of the validation split has room for an answer in '
@@ -76,8 +77,8 @@ def sample_prompts(config, dataset, val_loader):
 
 class Watching:
     """Looks at a train.Run: benchmarks and a sample at evaluations, a sample every sample_interval
-    iterations, health every health_interval, and at least LOOKS times, and the film. What it finds
-    goes to run.metrics.
+    iterations, health every HEALTH_INTERVAL, and at least LOOKS times, and the film. What it finds
+    goes to run.metrics. Without a report, a sharded model is not made whole to look at its health.
 
     All processes share the work of a benchmark; health and samples are made where `writing`. The
     run's random numbers and weights stay as they are.
@@ -86,15 +87,15 @@ class Watching:
     def __init__(self, run, group, writing):
         self.run, self.group, self.writing = run, group, writing
         config = run.config
-        interval = min(config.health_interval, max(1, config.max_iters // LOOKS))
-        self.health = Health(run.model, interval if writing or sharded(run.model) else 0,
-                             run.val_data, run.context)
+        interval = min(HEALTH_INTERVAL, max(1, config.max_iters // LOOKS))
+        looking = config.report if sharded(run.model) else writing
+        self.health = Health(run.model, interval if looking else 0, run.val_data, run.context)
         self.film = None
         if config.film and writing:
             from plaingpt.training.film import open_film
             self.film = open_film(run)
         self.tokenizer = None
-        if writing and config.sample_tokens:
+        if writing and (config.report or config.sample_interval):
             try:
                 self.prompts, self.shown, self.how = sample_prompts(config, run.dataset,
                                                                     run.val_data)
@@ -128,7 +129,7 @@ class Watching:
         these losses of an evaluation, [] where that was not due."""
         config = self.run.config
         benchmarks = config.eval_tasks and losses and not config.eval_only
-        samples = config.sample_tokens and (losses or sample_is_due)
+        samples = sample_is_due or (config.report and losses)
         if not benchmarks and not samples:
             return {}, None
         with self.full_model() as model:
@@ -180,7 +181,7 @@ class Watching:
             return None
         model.eval()
         with self.run.context:
-            news = generate(model, self.prompts, self.run.config.sample_tokens, **self.how,
+            news = generate(model, self.prompts, SAMPLE_TOKENS, **self.how,
                             on_token=lambda *_: self.run.stop.signal is not None,
                             generators=[torch.Generator().manual_seed(self.run.config.seed)
                                         for _ in self.prompts])

@@ -25,7 +25,7 @@ from plaingpt.training.settings import TrainConfig
 CUDA_OVERHEAD = GIB  # for CUDA's context and fragmentation: an allowance, not a measurement
 DEPTHS = (2, 4)  # even, so that layers of two kinds in turn are planned too
 # For a look at the model between steps, a sharded one is made whole. Settings without such looks:
-QUIET = {'health_interval': 0, 'sample_tokens': 0, 'eval_tasks': ''}
+QUIET = {'report': False, 'sample_interval': 0, 'eval_tasks': ''}
 TRACES = {}  # those made in this process
 
 
@@ -40,6 +40,7 @@ class StepSettings:
     processes: int = 1
     parallel: str = 'ddp'  # or 'fsdp'
     config: TrainConfig = field(default_factory=TrainConfig)  # all else, such as the optimizer
+    loss_chunk_tokens: int | str = 'auto'  # that have logits at once
 
     @property
     def is_eager(self):
@@ -56,7 +57,8 @@ def step_settings(config, dtype, device='cuda'):
     # One value for what changes no memory or stands beside it, so that one trace serves all.
     alike = {'batch_size': 1, 'gradient_accumulation_steps': 1, 'total_batch_size': 0, 'seed': 0,
              'parallel': 'auto'}
-    plain = TrainConfig(**{f.name: getattr(config, f.name) for f in fields(TrainConfig)} | alike)
+    plain = TrainConfig(**{f.name: getattr(config, f.name) for f in fields(TrainConfig)
+                           if f.init} | alike)
     parallel = 'fsdp' if config.parallel == 'fsdp' else 'ddp'
     return StepSettings(config.batch_size, steps, dtype, device, config.world_size(), parallel,
                         plain)
@@ -68,7 +70,7 @@ def one_step(shape, step, device, compile=False):
     'optimizer'. Gradients of micro-batches before it are there, as zeros."""
     with device:
         gpt = GPT(shape)
-    gpt.loss_chunk_tokens = step.config.loss_chunk_tokens
+    gpt.loss_chunk_tokens = step.loss_chunk_tokens
     gpt.activation_checkpointing = step.config.activation_checkpointing
     optimizer = build_optimizer(gpt, step.config, device.type)
     yield 'parameters', gpt, optimizer
@@ -130,9 +132,9 @@ def predict(shape, step):
                     micro_steps=1 if sharding else min(2, step.micro_steps))
     depths = interpolation_weights(shape.n_layer, *DEPTHS)
     # Up to a chunk of the loss its logits grow with the batch; from there on they do not.
-    tokens = chunk_size(step.config.loss_chunk_tokens, step.batch_size * shape.block_size,
+    tokens = chunk_size(step.loss_chunk_tokens, step.batch_size * shape.block_size,
                         shape.vocab_size, step.device)
-    alone = alone.change(loss_chunk_tokens=tokens)
+    alone = replace(alone, loss_chunk_tokens=tokens)
     full, rest = divmod(tokens, shape.block_size)
     chunk = max(1, full + bool(rest))
     batches = interpolation_weights(step.batch_size, *((1, full) if step.batch_size < chunk else
@@ -244,7 +246,7 @@ def rough_bytes(shape, step):
     tokens = step.batch_size * shape.block_size
     # a block keeps some 16 numbers for each channel of a token
     numbers = tokens * shape.n_embd * (16 * shape.n_layer + 4)
-    chunk = chunk_size(step.config.loss_chunk_tokens, tokens, shape.vocab_size, step.device)
+    chunk = chunk_size(step.loss_chunk_tokens, tokens, shape.vocab_size, step.device)
     numbers += min(tokens, chunk or tokens) * shape.padded_vocab_size
     return 4 * numbers + 16 * weights  # with a gradient and two states
 
@@ -281,14 +283,14 @@ def savings(shape, step):
                 replace(step, batch_size=half, micro_steps=2 * step.micro_steps)),
                ('--activation_checkpointing=full', shape,
                 step.change(activation_checkpointing='full')),
-               ('--loss_chunk_tokens=2048', shape, step.change(loss_chunk_tokens=2048)),
                ('--dtype=bfloat16', shape, replace(step, dtype='bfloat16'))]
     for key in ('block_size', 'n_layer'):
         smaller = getattr(shape, key) // 2
         changes.append((f'--{key}={smaller}', replace(shape, **{key: smaller}), step))
     if step.processes > 1:
         changes += [('--parallel=fsdp', shape, replace(step, parallel='fsdp')),
-                    (' '.join(f'--{key}=0' for key in QUIET if getattr(step.config, key)), shape,
+                    (' '.join(f'--{key}={x}' for key, x in QUIET.items()
+                              if getattr(step.config, key)), shape,
                      step.change(**QUIET))]
     now = predict(shape, step).peak
     saved = [(other is not shape, predict(other, changed).peak - now, words)

@@ -36,11 +36,12 @@ def parameter_groups(model, config):
     Its learning rate is the schedule's times its 'lr_scale'. Vectors work on each channel by itself
     (biases, norms, short convolutions). For each of the matrices, 'parts' has the rows of those
     it is made of, as its layer in model.py tells: queries', keys' and values', or SwiGLU's two."""
+    scales = config.scales()
     scales = {  # kind → of the learning rate, weight decay
         'matrices': (1.0, config.weight_decay),
-        'embedding': (config.embedding_lr_scale, config.weight_decay),
-        'head': (config.head_lr_scale, config.weight_decay),
-        'vectors': (config.vector_lr_scale, 0.0)}
+        'embedding': (scales['embedding'], config.weight_decay),
+        'head': (scales['head'], config.weight_decay),
+        'vectors': (scales['vector'], 0.0)}
     groups = {kind: {'params': [], 'lr': config.learning_rate * scale, 'lr_scale': scale,
                      'weight_decay': decay} for kind, (scale, decay) in scales.items()}
     groups['matrices']['parts'] = []

@@ -13,7 +13,8 @@ def get_lr(it, config):
         return config.learning_rate
     if it < config.warmup_iters:
         return config.learning_rate * (it + 1) / (config.warmup_iters + 1)
-    return SCHEDULES[config.lr_schedule](it, config)
+    name, _, _ = config.lr_schedule.partition(':')
+    return SCHEDULES[name](it, config)
 
 
 def cosine(it, config):
@@ -27,9 +28,10 @@ def linear(it, config):
 
 
 def wsd(it, config):
-    """Warmup, stable, decay: linear over the last wsd_decay of the run (Hu et al. 2024, §4)."""
-    end = config.lr_decay_iters
-    falling = max(1, min(config.wsd_decay * end, end - config.warmup_iters))  # iterations
+    """Warmup, stable, decay: linear over the last part of the run, a fifth or what lr_schedule says
+    as wsd:0.1 (Hu et al. 2024, §4)."""
+    end, part = config.lr_decay_iters, float(config.lr_schedule.partition(':')[2] or 0.2)
+    falling = max(1, min(part * end, end - config.warmup_iters))  # iterations
     return rate_between(max(0, min(1, (end - it) / falling)), config)
 
 

@@ -88,6 +88,8 @@ class Start:
         config = self.weights.state['config']
         saved = {field.name: config[field.name] for field in fields(TrainConfig)
                  if field.name in config.keys() - OF_THIS_START}
+        if config.get('check') == 'overfit':  # it decides what the run reads
+            saved['check'] = 'overfit'
         # What was 'auto' is written as a number, and follows from what the command changes.
         with suppress(TypeError):  # of values that load_config refuses
             auto = TrainConfig(**{**saved, 'min_lr': 'auto', 'lr_decay_iters': 'auto'})
@@ -222,8 +224,8 @@ def base_tokenizer(dataset):
 def document_start(config, dataset):
     """The id of the token that opens the documents of a dataset, where document_attention asks for
     it, else -1. Raises UserError where there is none."""
-    if not config.document_attention or config.document_start != 'auto':
-        return config.document_start
+    if not config.document_attention:
+        return -1
     found = dataset.tokenizer().end_of_text
     if found is None:
         raise UserError(f'document_attention=True: the tokenizer of {dataset.folder} has no end of '
@@ -279,7 +281,7 @@ def eval_sequences_of(state, config):
     """How many sequences an evaluation of a resumed run reads: as many as before, also with another
     batch size, so that its losses compare; unless the settings ask for another number."""
     before = replace(config, **{key: state['config'].get(key, getattr(config, key))
-                                for key in ('eval_iters', 'eval_tokens', 'batch_size')})
-    if (before.eval_iters, before.eval_tokens) != (config.eval_iters, config.eval_tokens):
+                                for key in ('eval_iters', 'batch_size')})
+    if before.eval_iters != config.eval_iters:
         return config.eval_sequences()
     return state['eval_sequences'] or before.eval_sequences()

@@ -19,7 +19,7 @@ from plaingpt.system.errors import UserError
 from plaingpt.system.files import ROOT
 from plaingpt.system.formatting import count_of, duration, setting
 from plaingpt.system.streams import status
-from plaingpt.training.evaluation import mean_loss
+from plaingpt.training.evaluation import SAMPLE_TOKENS, mean_loss
 from plaingpt.training.memory_planner import explain_out_of_memory
 from plaingpt.training.schedules import get_lr
 from plaingpt.training.step_guard import StepGuard
@@ -30,8 +30,7 @@ SAVED_PER_S = 370e6  # bytes: GPT-2 124M on two cores, docs/checkpoints.md
 # What --minutes decides: how long a run is, and, where the command line does not say it, how often
 # it evaluates and prints, and on how much
 LENGTH = ('max_iters', 'lr_decay_iters', 'warmup_iters')
-BATCHES = ('eval_iters', 'eval_tokens')
-FITTED = (*LENGTH, *BATCHES, 'sample_tokens', 'eval_interval', 'log_interval')
+FITTED = (*LENGTH, 'eval_iters', 'eval_interval', 'log_interval')
 POINTS, LINES = 10, 20  # evaluations and lines of a run at least; 8 where time turns out shorter
 SHARE = 0.1  # of the time, that evaluations take at most
 
@@ -64,14 +63,18 @@ class Times(NamedTuple):
     """Seconds that parts of a run take."""
 
     step: float
-    evaluation: float  # with its sample
+    evaluation: float
     save: float
+    sample: float = 0.0  # of an evaluation
 
     def of_run(self, config, iters):
         """Of so many iterations. Benchmarks, health checks and the report are left out."""
         evaluations = math.ceil(iters / config.eval_interval)  # beside that before the first step
-        saves = evaluations + iters // config.checkpoint_interval
-        return iters * self.step + (1 + evaluations) * self.evaluation + saves * self.save
+        saves = evaluations
+        if config.checkpoint_interval != 'auto':
+            saves += iters // config.checkpoint_interval
+        return iters * self.step + (1 + evaluations) * (self.evaluation + self.sample) \
+            + saves * self.save
 
 
 @contextmanager
@@ -93,7 +96,7 @@ def fit_minutes(trial, start, given, forward_backward, update):
     """
     times = measure(trial, forward_backward, update)
     if start.resumed:  # evaluations stay as they were, so that losses compare
-        return fitted(trial.config, times, {*given, *BATCHES}, trial.dataset,
+        return fitted(trial.config, times, {*given, 'eval_iters'}, trial.dataset,
                       start.weights.iter_num)
     return fitted(trial.config, times, given, trial.dataset)
 
@@ -128,7 +131,8 @@ def fitted(config, times, given, dataset, begun=0):
     if iters < 1:
         least = math.ceil(times.of_run(config, 1) / 6) / 10
         raise UserError(f'minutes={setting(config.minutes)} is too short for a step, of '
-                        f'{times.step:.2g} s, and two evaluations, of {times.evaluation:.2g} s '
+                        f'{times.step:.2g} s, and two evaluations, of '
+                        f'{times.evaluation + times.sample:.2g} s '
                         f'each: take --minutes={least:.3g} or more, or a smaller --eval_iters')
     end = begun + iters
     config = replace(config, minutes=0.0, max_iters=end, lr_decay_iters=end,
@@ -146,25 +150,22 @@ def with_points(config, times, given):
     picture, in SHARE of the time: rather on fewer batches than less often. given: the settings
     that stay as they are"""
     seconds, iters = SHARE * 60 * config.minutes, 60 * config.minutes / times.step
-    fixed = given & set(BATCHES)
+    fixed = 'eval_iters' in given
     if 'log_interval' not in given:
         config = replace(config, log_interval=min(config.log_interval, int(iters / LINES) or 1))
     if 'eval_interval' not in given:
         # as many as the config asks for where there is time; POINTS with as little as one batch
-        least = times.save + times.evaluation * bool(fixed)
-        points = max(seconds / (times.save + times.evaluation), min(POINTS, seconds / least)) - 1
+        least = times.save + times.sample + times.evaluation * fixed
+        most = times.save + times.sample + times.evaluation
+        points = max(seconds / most, min(POINTS, seconds / least)) - 1
         points = min(points, max(POINTS, iters / config.eval_interval))
         config = replace(config, eval_interval=max(1, int(iters / max(1, points))))
-    share = seconds / (1 + iters / config.eval_interval) / times.evaluation
+    share = (seconds / (1 + iters / config.eval_interval) - times.sample) / times.evaluation
     if fixed or share >= 1:
         return config, times
-    if 'sample_tokens' not in given:
-        config = replace(config, sample_tokens=int(config.sample_tokens * share))
     eval_iters = max(1, int(config.eval_iters * share))
-    eval_tokens = config.eval_tokens and max(config.block_size, int(config.eval_tokens * share))
     evaluation = times.evaluation * max(share, eval_iters / config.eval_iters)
-    return replace(config, eval_iters=eval_iters, eval_tokens=eval_tokens), \
-        times._replace(evaluation=evaluation)
+    return replace(config, eval_iters=eval_iters), times._replace(evaluation=evaluation)
 
 
 # -----------------------------------------------------------------------------
@@ -181,15 +182,15 @@ def measure(run, forward_backward, update):
         step_s = typical(lambda: time_step(run, batches, forward_backward, update), group)
     optimizer.state.clear()
     vars(optimizer).update(attributes)
-    batches = sum(len(loader.eval_batches(run.progress.eval_sequences, config.eval_tokens > 0))
-                  for loader in loaders)
+    batches = sum(len(loader.eval_batches(run.progress.eval_sequences)) for loader in loaders)
     evaluation_s = batches * typical(lambda: time_evaluated_batch(run), group)
-    if config.sample_tokens:
+    sample_s = 0.0
+    if config.report:
         with full_model(run.model, run.context) as model, run.context:
             sampled_s = typical(lambda: timed(run, generate, model, [[0]], SAMPLED)[1], group)
-        evaluation_s += config.sample_tokens / SAMPLED * sampled_s
+        sample_s = SAMPLE_TOKENS / SAMPLED * sampled_s
     saved = 12 * sum(p.numel() for p in run.model.parameters())  # with two states of the optimizer
-    return all_gather(Times(step_s, evaluation_s, saved / SAVED_PER_S), group)[0]
+    return all_gather(Times(step_s, evaluation_s, saved / SAVED_PER_S, sample_s), group)[0]
 
 
 def typical(work, group):
@@ -225,4 +226,4 @@ def time_step(run, batches, forward_backward, update):
 
 def time_evaluated_batch(run):
     return timed(run, mean_loss, run.wrapped, run.val_data.parts[0],
-                 run.world.size * run.config.batch_size, False, run.context)[1]
+                 run.world.size * run.config.batch_size, run.context)[1]

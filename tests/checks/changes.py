@@ -7,8 +7,8 @@ from plaingpt.data.batches import BatchLoader
 
 SMALL = dict(n_layer=2, n_head=2, n_embd=32, block_size=16, batch_size=4, total_batch_size=0,
              gradient_accumulation_steps=2, device='cpu', dtype='float32', vocab_size=0,
-             compile=False, max_iters=300, eval_iters=2, eval_interval=10, eval_tokens=0,
-             warmup_iters=2, lr_decay_iters=300, sample_tokens=0, check=True)
+             compile=False, max_iters=300, eval_iters=2, eval_interval=10,
+             warmup_iters=2, lr_decay_iters=300, check=True)
 
 
 def after_init(patch, change):

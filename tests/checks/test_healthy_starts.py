@@ -15,7 +15,7 @@ from plaingpt.data.tokenizers import ByteTokenizer
 
 SHAPE = dict(n_layer=2, n_head=2, n_embd=32, block_size=32)
 RUN = dict(batch_size=4, gradient_accumulation_steps=1, eval_iters=2, warmup_iters=2, device='cpu',
-           dtype='float32', report=False, sample_tokens=0, health_interval=0)
+           dtype='float32', report=False)
 RECIPES = [dict(), dict(optimizer='muon'), dict(dropout=0.2, block_size=16)]
 EMOJI = '🙂🎉 日本語のテキスト、こんにちは。🚀🌍 مرحبا\n'
 LINE = 'the same line again and again\n'

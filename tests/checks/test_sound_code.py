@@ -21,12 +21,12 @@ FLAGS = {
     'newer flags': dict(rotary=True, rmsnorm=True, qk_norm=True, mlp='swiglu', tied_head=False,
                         zero_init=True, conv=3, value_embeddings=True),
     'rotary positions': dict(rotary=True, eval_iters=100000),
-    'documents': dict(document_attention=True, document_start=0, dropout=0.2, conv=3),
+    'documents': dict(document_attention=True, dropout=0.2, conv=3),
     'bfloat16': dict(dtype='bfloat16', dropout=0.5, bias=True),
-    'float16': dict(dtype='float16', activation_checkpointing='full', loss_chunk_tokens=7),
+    'float16': dict(dtype='float16', activation_checkpointing='full'),
     'muon': dict(optimizer='muon', min_lr=0.0, lr_schedule='linear'),
     'sgd': dict(optimizer='sgd', learning_rate=0.1, decay_lr=False),
-    'one channel a head': dict(n_layer=1, n_embd=8, n_head=8, overfit_batches=1),
+    'one channel a head': dict(n_layer=1, n_embd=8, n_head=8, check='overfit'),
     'one layer, one token': dict(n_layer=1, block_size=1),
 }
 
@@ -62,7 +62,7 @@ def test_what_starts_from_other_weights_passes_and_what_continues_is_not_checked
 def test_the_rough_weights_of_a_fast_training_pass(failed, char_data, tmp_path):
     hot = {**SMALL, 'block_size': 32, 'batch_size': 8, 'gradient_accumulation_steps': 1,
            'warmup_iters': 0, 'max_iters': 40, 'eval_interval': 40, 'learning_rate': 3e-3,
-           'dataset': char_data, 'health_interval': 0, 'report': False, 'seed': 1}
+           'dataset': char_data, 'report': False, 'seed': 1}
     train.main(options(**{**hot, 'out_dir': tmp_path / 'hot', 'check': False}))
     assert failed(**hot, init_from=tmp_path / 'hot') == []
 

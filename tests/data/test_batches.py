@@ -149,18 +149,16 @@ def test_sequences_run_over_from_file_to_file(tmp_path):
 # evaluation
 
 
-def test_evaluation_covers_the_whole_split_once_or_its_first_tokens(tmp_path):
+def test_evaluation_covers_the_whole_split_once(tmp_path):
     tokens = stream(tmp_path, np.arange(1001))
-    for processes, n, first, last in ((1, 4000, False, 1000), (2, 4000, False, 1000),
-                                      (3, 4000, False, 1000), (3, 7, True, 70),
-                                      (3, 10**5, True, 1000)):
+    for processes in (1, 2, 3):
         seen = []
         for loader in loaders_of(tokens, 10, 4, processes):
-            for starts in loader.eval_batches(n, first):
+            for starts in loader.eval_batches(4000):
                 idx, targets = loader.eval_batch(starts)
                 assert idx.shape == targets.shape == (4, 10)  # one shape for torch.compile
                 seen += targets[targets != -1].tolist()
-        assert sorted(seen) == list(range(1, last + 1)), (processes, n, first)
+        assert sorted(seen) == list(range(1, 1001)), processes
 
 
 def test_a_few_evaluation_sequences_are_spread_over_the_split(tmp_path):

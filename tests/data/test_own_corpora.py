@@ -65,5 +65,5 @@ def test_what_you_have_becomes_a_dataset_that_trains(command, corpora, tmp_path,
         assert '.ipynb' not in Path('data/mine/meta.json').read_text()
     monkeypatch.setattr(train, 'preflight', lambda *_: None)  # which checks the code
     train.main([*TINY, '--dataset=mine', f'--out_dir={tmp_path}', '--n_layer=1', '--max_iters=1',
-                '--eval_iters=1', '--health_interval=0', '--always_save_checkpoint=False'])
+                '--eval_iters=1', '--always_save_checkpoint=False'])
     assert (tmp_path / 'metrics.jsonl').exists()

@@ -41,7 +41,7 @@ def killed(tiny, tmp_path):
     for name in ('wandb', 'torch.utils.tensorboard'):  # once, before the forks
         import_module(name)
     argv = [*tiny, '--max_iters=15', '--lr_decay_iters=15', '--checkpoint_interval=3',
-            '--health_interval=5', '--init_from=auto', '--wandb_log', '--log_to=tensorboard']
+            '--init_from=auto', '--wandb_log', '--log_to=tensorboard']
     for kill_at in (8, None):
         pid = fork(train.main, *argv, log=tmp_path / 'log',
                    before=kill_at and (lambda: kill_before(kill_at)))  # noqa: B023

@@ -27,7 +27,7 @@ from train import Progress
 RUN = dict(vocab_size=65, parameters=10**5, train_tokens=10**6, unigram_loss=3.3, from_scratch=True,
            train_bytes_per_token=1.0,
            config=dict(warmup_iters=30, decay_lr=True, grad_clip=1.0, weight_decay=0.1,
-                       overfit_batches=0, n_embd=64, max_iters=300))
+                       check='auto', n_embd=64, max_iters=300))
 
 
 def healthy_rows():
@@ -140,7 +140,7 @@ def test_bits_a_byte_of_training_are_judged_in_the_first_epoch_only():
 
 def test_a_few_batches_are_learned_by_heart():
     rows = [{'iter': 0, 'train_loss': 4.2}, {'iter': 100, 'train_loss': 0.1}]
-    run = changed_run(dict(overfit_batches=2))
+    run = changed_run(dict(check='overfit'))
     assert 'near zero as it should' in overfit_check(rows, run)
     rows[-1]['train_loss'] = 0.5
     assert 'should come under 0.21' in overfit_check(rows, run)
@@ -152,8 +152,8 @@ def test_a_few_batches_are_learned_by_heart():
 
 SMALL = dict(n_layer=2, n_head=2, n_embd=32, block_size=32, batch_size=16, max_iters=300,
              gradient_accumulation_steps=1, eval_interval=30, eval_iters=5, warmup_iters=30,
-             lr_decay_iters=300, learning_rate=3e-3, min_lr=3e-4, health_interval=25,
-             sample_tokens=0, report=False, device='cpu', dtype='float32', check='warn')
+             lr_decay_iters=300, learning_rate=3e-3, min_lr=3e-4, report=False,
+             device='cpu', dtype='float32', check='warn')
 
 
 @pytest.fixture
@@ -188,7 +188,7 @@ def test_weights_that_do_not_move_are_named_at_the_first_evaluation_after_the_st
         return update(gpt, optimizer, *rest)
     update = train.update
     in_the_loop(monkeypatch, update=held)
-    assert 'unmoved' in diagnosed(max_iters=4, eval_interval=2, optimizer='sgd', health_interval=0)
+    assert 'unmoved' in diagnosed(max_iters=4, eval_interval=2, optimizer='sgd')
     assert 'diagnosis: the evaluation at iteration 2 gives' in capsys.readouterr().out
 
 
@@ -205,7 +205,9 @@ def test_a_healthy_run_gives_no_alarm(diagnosed):
     assert diagnosed(max_iters=120, lr_decay_iters=120) == set()
 
 
-def test_a_resumed_run_is_told_that_its_data_has_changed(diagnosed, tmp_path, char_data, capsys):
+def test_a_resumed_run_is_told_that_its_data_has_changed(
+        diagnosed, tmp_path, char_data, capsys, monkeypatch):
+    monkeypatch.setattr(train, 'fits_in_ram', lambda *_: False)
     folder = tmp_path / 'data'
     folder.mkdir()
     meta = json.loads((char_data / 'meta.json').read_text())
@@ -218,7 +220,7 @@ def test_a_resumed_run_is_told_that_its_data_has_changed(diagnosed, tmp_path, ch
 
     def resumed(max_iters):
         found = diagnosed(dataset=folder, max_iters=max_iters, lr_decay_iters=30, eval_interval=5,
-                          data_in_ram=False, init_from='auto')
+                          init_from='auto')
         assert ('diagnosis: the run began with other data' in capsys.readouterr().out) \
             == bool(found)
         return found

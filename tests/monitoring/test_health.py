@@ -11,7 +11,7 @@ from plaingpt.data.batches import BatchLoader
 from plaingpt.data.dataset import open_dataset
 from plaingpt.monitoring.health import MEASURES, Health, largest_logit
 from plaingpt.system.devices import autocast
-from plaingpt.training.evaluation import Watching
+from plaingpt.training import evaluation
 from plaingpt.training.optimizers import build_optimizer
 from plaingpt.training.settings import TrainConfig
 
@@ -136,7 +136,7 @@ def test_what_a_changed_model_does_not_show_is_left_out(tiny, tmp_path, monkeypa
             block.mlp = torch.nn.Linear(32, 32)
         return model
     monkeypatch.setattr(train, 'GPT', changed)
-    train.main([*tiny, '--health_interval=2', '--check=False'])
+    train.main([*tiny, '--check=False'])
     (*_, seen) = lines(tmp_path / 'out', 'health/activation_rms/h.1')
     assert 'health/grad_norm/h.1' in seen
     assert not any('attention_logit' in key or 'dead_units' in key for key in seen)
@@ -150,10 +150,11 @@ def test_a_layer_without_a_gradient_is_seen_as_such(loader):
     assert seen['health/grad_norm/h.1'] > 0
 
 
-def test_looking_and_writing_change_no_bit_of_the_run(tiny, tmp_path):
+def test_looking_and_writing_change_no_bit_of_the_run(tiny, tmp_path, monkeypatch):
     tiny = [*tiny, '--dropout=0.2']
-    train.main([*tiny, f'--out_dir={tmp_path}/blind', '--health_interval=0'])
-    train.main([*tiny, f'--out_dir={tmp_path}/seen', '--health_interval=1', '--sample_tokens=5'])
+    train.main([*tiny, f'--out_dir={tmp_path}/seen', '--sample_interval=3'])
+    monkeypatch.setattr(evaluation, 'HEALTH_INTERVAL', 0)
+    train.main([*tiny, f'--out_dir={tmp_path}/blind'])
     assert same(weights(tmp_path / 'blind'), weights(tmp_path / 'seen'))
     assert not lines(tmp_path / 'blind', 'health/grad_norm/h.0')
     seen = lines(tmp_path / 'seen', 'health/grad_norm/h.0')
@@ -165,16 +166,14 @@ def test_looking_and_writing_change_no_bit_of_the_run(tiny, tmp_path):
 
 def test_a_short_run_is_looked_at_often_enough_to_draw_a_line(loader):
     model, _ = new(loader)
-    for interval, seen in ((100, [1, 2, 4, 6, 8, 10]), (1, [*range(1, 11)]), (0, [])):
-        config = TrainConfig(max_iters=10, health_interval=interval, sample_tokens=0)
-        run = SimpleNamespace(config=config, model=model, val_data=loader,
-                              context=autocast(CPU, 'float32'))
-        watching = Watching(run, None, writing=True)
-        assert [i for i in range(1, 11) if watching.health.due(i)] == seen, interval
+    for max_iters, seen in ((10, [1, 2, 4, 6, 8, 10]), (3, [1, 2, 3]), (9999, [1, 100, 200])):
+        run = SimpleNamespace(config=TrainConfig(max_iters=max_iters, report=False), model=model,
+                              val_data=loader, context=autocast(CPU, 'float32'))
+        watching = evaluation.Watching(run, None, writing=True)
+        assert [i for i in range(1, min(max_iters, 250) + 1) if watching.health.due(i)] == seen
 
 
 def test_two_processes_see_what_one_sees(tiny, tmp_path):
-    tiny = [*tiny, '--health_interval=3']
     train_processes(2, tmp_path, *tiny, f'--out_dir={tmp_path}/two')
     train.main([*tiny, f'--out_dir={tmp_path}/one'])
     one, two = (lines(tmp_path / name, 'health/grad_norm/h.0') for name in ('one', 'two'))
@@ -185,12 +184,13 @@ def test_two_processes_see_what_one_sees(tiny, tmp_path):
 
 
 @pytest.mark.slow
-def test_looking_compiles_nothing_anew(tiny):
+def test_looking_compiles_nothing_anew(tiny, monkeypatch):
     from torch._dynamo.utils import counters
     compiled = []
     for interval in (0, 1):
         torch._dynamo.reset()
         counters.clear()
-        train.main([*tiny, '--compile=True', f'--health_interval={interval}'])
+        monkeypatch.setattr(evaluation, 'HEALTH_INTERVAL', interval)
+        train.main([*tiny, '--compile=True'])
         compiled.append(counters['stats']['unique_graphs'])
     assert compiled[0] == compiled[1] > 0

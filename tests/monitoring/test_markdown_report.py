@@ -17,7 +17,7 @@ from plaingpt.monitoring.run_record import read_run
 
 
 def test_a_report_says_what_came_of_a_run(tiny, tmp_path):
-    train.main([*tiny, '--report=True', '--sample_tokens=7', '--max_iters=9'])
+    train.main([*tiny, '--report=True', '--max_iters=9'])
     rows, text = lines(tmp_path / 'out', 'val_loss'), (tmp_path / 'out/report.md').read_text()
     best = min(row['val_loss'] for row in rows)
     for words in (f'{best:.4f} at best', f'last validation loss is {rows[-1]["val_loss"]:.4f}',
@@ -26,7 +26,7 @@ def test_a_report_says_what_came_of_a_run(tiny, tmp_path):
         assert words in text, words
     assert size_of_png(tmp_path / 'out/loss.png') > (1000, 600)
     samples = [row['sample'] for row in lines(tmp_path / 'out', 'sample')]
-    assert len(samples) == 4 and all(len(sample) == 1 + 7 for sample in samples)
+    assert len(samples) == 4 and all(len(sample) == 1 + 100 for sample in samples)
     written = re.findall(r'After (\d) iterations it wrote:', text)  # before, and after
     assert written == ['0', '9']
 

@@ -67,7 +67,7 @@ def test_a_step_is_a_line_of_the_documented_keys(metrics, capsys):
 
 def test_learning_rates_of_groups_are_logged_where_they_differ(tmp_path):
     metrics = new(tmp_path / 'metrics.jsonl',
-                  config=replace(CONFIG, embedding_lr_scale=8.0, vector_lr_scale=0.5))
+                  config=replace(CONFIG, lr_scales='embedding:8,vector:0.5'))
     metrics.begin(0)
     metrics.step(10, 2.5, 1e-3, 0.7)
     (line,) = lines(metrics)

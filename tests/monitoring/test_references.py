@@ -13,10 +13,10 @@ from plaingpt.monitoring.diagnosis import diagnose
 from plaingpt.monitoring.references import Reference
 from plaingpt.monitoring.run_record import KEYS
 from plaingpt.system.errors import UserError
-from plaingpt.training.settings import settings_without_effect
+from plaingpt.training.settings import WITHOUT_EFFECT
 
 CONFIG = {'decay_lr': False, 'n_embd': 128, 'seed': 1, 'grad_clip': 0, 'max_iters': 0,
-          'overfit_batches': 0, 'warmup_iters': 0}
+          'check': 'auto', 'warmup_iters': 0}
 FACTS = {**dict.fromkeys(KEYS, ''), 'config': CONFIG, 'changed': {}, 'versions': {},
          'machine': {'device': 'cpu', 'cpu': 'A CPU', 'cores': 2, 'processes': 1, 'system': ''},
          'vocab_size': 65, 'train_tokens': 1000, 'parameters': 500, 'unigram_loss': 3.0,
@@ -59,7 +59,7 @@ def test_a_sentence_says_where_a_run_lies():
 
 
 def compared(**changes):
-    return made().compare('out', curve(0.0), {**FACTS, **changes}, settings_without_effect())
+    return made().compare('out', curve(0.0), {**FACTS, **changes}, WITHOUT_EFFECT)
 
 
 def test_a_run_on_other_text_is_not_compared():
@@ -85,14 +85,13 @@ def test_a_setting_that_the_reference_is_too_old_to_have_has_its_default_there()
 
 
 def test_how_a_run_is_computed_and_watched_is_no_difference():
-    same = compared(config={**CONFIG, 'seed': 2, 'parallel': 'fsdp', 'fsdp_group': 2,
-                            'deterministic': True, 'also_evaluate': 'other', 'out_dir': 'here'})
+    same = compared(config={**CONFIG, 'seed': 2, 'parallel': 'fsdp', 'out_dir': 'here'})
     assert 'unlike the reference' not in same
 
 
 def test_a_run_knows_the_reference_whose_settings_and_text_it_has(tmp_path, capsys):
     reference = references.read_reference('quickstart')
-    run, ignored = reference.run, settings_without_effect()
+    run, ignored = reference.run, WITHOUT_EFFECT
 
     def found(changed=None, **facts):
         return references.find_reference(

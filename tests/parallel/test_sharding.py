@@ -12,8 +12,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import TINY, fails, in_the_loop, one_benchmark, options
+from helpers import TINY, fails, in_background, in_the_loop, one_benchmark, options
 from jobs import Job
+from plaingpt.kernels import chunked_loss
 from safetensors import safe_open
 
 import train
@@ -154,22 +155,23 @@ def test_weights_that_cannot_be_gathered_with_their_block_are_named():
 
 def with_one_question(patch):  # fewer than processes
     one_benchmark(patch, [' main'])
+    patch.setattr(chunked_loss, 'chunk_size', lambda *_: 24)
 
 
 SHAPES = {
     'tied, recomputed in part': dict(
-        NEWER, tied_head=True, loss_chunk_tokens=24, activation_checkpointing='selective',
-        eval_tokens=16),  # one sequence: some processes have none
-    'gpt2': dict(loss_chunk_tokens=24),
-    'newer': dict(NEWER, loss_chunk_tokens=0),
-    'recomputed': dict(loss_chunk_tokens=2048, activation_checkpointing='full', bias=True)}
+        NEWER, tied_head=True, activation_checkpointing='selective',
+        eval_iters=1, batch_size=1),  # one sequence: some processes have none
+    'gpt2': dict(),
+    'newer': dict(NEWER),
+    'recomputed': dict(activation_checkpointing='full', bias=True)}
 
 
 @pytest.mark.parametrize('shape', [next(iter(SHAPES)), *(
     pytest.param(shape, marks=pytest.mark.slow) for shape in list(SHAPES)[1:])])
 def test_losses_health_samples_and_benchmarks_are_those_of_one_process(run, tmp_path, shape,
                                                                        three_processes):
-    argv = options(**SHAPES[shape], health_interval=2, sample_tokens=8, eval_tasks='own',
+    argv = options(**SHAPES[shape], report=True, eval_tasks='own',
                    max_iters=4, eval_interval=2)
     run('one', *argv, before=with_one_question)
     for kind in ('ddp', 'fsdp'):
@@ -256,9 +258,13 @@ def test_all_pairs_of_kinds_read_each_other(run, tmp_path, two_processes, three_
             assert_tensors_equal(tmp_path / f'{i}-{j}', tmp_path / 'one')
 
 
+def saving_in_the_background(patch):
+    patch.setattr(train, 'Saver', partial(in_background, train.Saver))
+
+
 def test_a_resumed_run_has_the_same_bits(run, tmp_path, two_processes):
     argv = ['--parallel=fsdp', '--dropout=0.1', '--checkpoint_interval=3', '--check=auto']
-    run('whole', *argv, '--checkpoint_async', job=two_processes)
+    run('whole', *argv, job=two_processes, before=saving_in_the_background)
     run('parts', *argv, '--max_iters=3', '--lr_decay_iters=6', job=two_processes)
     printed = run('parts', *argv, '--init_from=auto', '--checkpoint=latest', job=two_processes)
     assert 'resumed from' in printed
@@ -290,11 +296,16 @@ def count_groups(patch):
     patch.setattr(train, 'finish', lambda *a: print(f'{len(made)} more groups') or finish(*a))
 
 
-@pytest.mark.parametrize(('more', 'options'), [(0, []), (1, ['--checkpoint_async'])])
+def count_groups_and_save_in_the_background(patch):
+    count_groups(patch)
+    saving_in_the_background(patch)
+
+
+@pytest.mark.parametrize(('more', 'before'), [
+    (0, count_groups), (1, count_groups_and_save_in_the_background)])
 def test_processes_talk_in_one_group_and_where_they_save_in_the_background_in_one_more(
-        run, two_processes, more, options):
-    printed = run('run', '--check=auto', *options, job=two_processes, before=count_groups)
-    assert f'{more} more groups' in printed
+        run, two_processes, more, before):
+    assert f'{more} more groups' in run('run', '--check=auto', job=two_processes, before=before)
 
 
 def test_a_run_ends_early_on_all_processes(run, two_processes):

@@ -100,7 +100,7 @@ def test_a_screen_takes_what_is_written_in_any_pieces():
 def test_the_last_line_says_where_a_run_stands_from_its_first_step_to_its_last(
         trained, tiny, log_interval, columns):  # trained: here are all imports by now
     shown, lines, written = watch(train.main, *tiny, f'--log_interval={log_interval}',
-                                  '--sample_tokens=5', columns=columns)
+                                  '--sample_interval=3', columns=columns)
     steps = [re.match(r'(\d)/6 \| [━─]+', line) for line in shown]
     steps = [int(n) for n, _ in groupby(step[1] for step in steps if step)]
     assert steps == sorted(steps)  # between logged steps it is drawn now and then

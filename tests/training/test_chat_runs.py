@@ -145,7 +145,7 @@ def test_a_model_is_tuned_with_the_tokenizer_that_wraps_its_own_alone(chat, runs
 
 def test_samples_are_answers_to_questions_of_the_validation_split(chat, tmp_path):
     train.main([*chat, '--max_iters=45', '--lr_decay_iters=45', '--eval_interval=45',
-                '--sample_tokens=8', '--check=auto', '--out_dir=out'])
+                '--report=True', '--check=auto', '--out_dir=out'])
     asked = [CHAT.decode(CHAT.encode_prompt(messages[:1])) for messages in conversations(20, 1)]
     *_, sample = [row['sample'] for row in lines(tmp_path / 'out', 'sample')]
     for question in (asked[0], asked[9], asked[-1]):
@@ -161,7 +161,7 @@ def test_a_tuned_run_is_scored_on_the_text_that_it_knew(chat, runs):
 
 def test_questions_without_room_for_an_answer_are_no_samples_and_end_no_run(chat, tmp_path, capsys):
     write_chat(tmp_path / 'data/long', [ask('q' * 100, 'yes')] * 20)
-    train.main([*chat, '--dataset=long', '--sample_tokens=9', '--batch_size=1', '--eval_iters=1',
+    train.main([*chat, '--dataset=long', '--report=True', '--batch_size=1', '--eval_iters=1',
                 '--out_dir=out'])
     assert 'has room for an answer in block_size=48' in ''.join(capsys.readouterr())
     assert all(row['loss'] > 0 for row in lines(tmp_path / 'out', 'loss'))

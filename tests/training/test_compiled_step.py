@@ -17,6 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.profiler import ProfilerActivity, profile
 from torch.utils._pytree import tree_leaves
 
+import model
 import train
 from model import GPT, GPTConfig
 from plaingpt.experiments.step_speed import Workload, make_step
@@ -40,16 +41,15 @@ def test_a_run_compiles_two_graphs_one_to_train_and_one_to_evaluate(tiny, monkey
     counter = CompileCounterWithBackend('eager')
     monkeypatch.setattr(torch, 'compile', partial(torch.compile, backend=counter, fullgraph=True))
     torch._dynamo.reset()
-    train.main([*tiny, '--compile=True', '--eval_tokens=80', '--health_interval=2',
-                '--loss_chunk_tokens=24', '--dropout=0.1'])
+    monkeypatch.setattr(model, 'chunk_size', lambda *_: 24)
+    train.main([*tiny, '--compile=True', '--batch_size=5', '--eval_iters=1', '--dropout=0.1'])
     assert counter.frame_count == 2
 
 
 @pytest.mark.parametrize('dtype', ['float32', 'float16'])
 @pytest.mark.parametrize('optimizer', OPTIMIZERS)
 def test_a_step_never_waits_for_the_device(optimizer, dtype):
-    config = TrainConfig(optimizer=optimizer, batch_size=2, gradient_accumulation_steps=2,
-                         loss_chunk_tokens=24)
+    config = TrainConfig(optimizer=optimizer, batch_size=2, gradient_accumulation_steps=2)
     batch = torch.randint(65, (2, 2, 16))
     work = Workload(config, SMALL, torch.device('cpu'), dtype, compile=False)
     _, _, step = make_step(work, repeat(batch))
@@ -64,7 +64,7 @@ def test_a_step_never_waits_for_the_device(optimizer, dtype):
 
 @pytest.mark.slow  # Inductor and a C++ compiler take half a minute
 def test_the_trial_of_a_batch_compiles_the_step_where_training_does():
-    step = StepSettings(2, dtype='float32', device='cpu', config=TrainConfig(loss_chunk_tokens=24))
+    step = StepSettings(2, dtype='float32', device='cpu', loss_chunk_tokens=24)
     for compile in (False, True):
         torch._dynamo.reset()
         torch._dynamo.utils.counters.clear()
@@ -181,8 +181,7 @@ def test_a_compiled_step_keeps_no_float32_activation_and_what_its_plan_counts(ne
     # What is in float32 is one or two numbers a token, and the gradient of the head.
     numbers = 4 * tokens * (2 * 5 * 2 + 2) + 4 * shape.padded_vocab_size * 64
     assert kept[torch.float32] <= numbers < 4 * tokens * 64 * 2
-    step = step_settings(TrainConfig(batch_size=64, total_batch_size=tokens,
-                                     loss_chunk_tokens=2048), 'bfloat16')
+    step = step_settings(TrainConfig(batch_size=64, total_batch_size=tokens), 'bfloat16')
     before = sum(kept_bytes(shape, step))  # parameters, states of the optimizer
     planned = predict(shape, step).totals['after forward'] - before
     assert 0.97 * kept.total() <= planned <= 1.1 * kept.total()

@@ -24,7 +24,7 @@ def documents(text_file, tmp_path_factory):
 
 def test_the_tokenizer_tells_what_opens_a_document_and_all_that_follows_knows(
         tiny, documents, tmp_path, capsys):
-    run = [*tiny, *options(dataset=documents, eval_tokens=160, health_interval=3)]
+    run = [*tiny, *options(dataset=documents, eval_iters=3)]
     train.main([*run, '--document_attention', '--max_iters=3'])
     train.main([*run, '--document_attention', '--init_from=resume', '--max_iters=4'])
     with pytest.raises(UserError, match=r'otherwise than with document_attention=False'):
@@ -49,8 +49,6 @@ def test_what_opens_no_document_is_refused_in_a_line(tiny, text_file, tmp_path):
     prepare.main(['text', f'--input={text_file}', '--tokenizer=byte', f'--data_dir={tmp_path}/one'])
     for more, words in [
             ({}, 'code_char has no end of text'),
-            ({'document_start': 1000}, r'document_start=1000: .* has tokens 0 to '),
-            ({'document_attention': False, 'document_start': 1}, 'takes document_attention'),
             ({'dataset': f'{tmp_path}/one'}, r'no document begins in the first .*--documents=')]:
         with pytest.raises(UserError, match=words) as error:
             train.main([*tiny, '--document_attention', *options(**more)])

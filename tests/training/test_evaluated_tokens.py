@@ -14,6 +14,7 @@ import prepare
 import train
 from plaingpt.data.batches import BatchLoader
 from plaingpt.data.dataset import open_dataset
+from plaingpt.training import probes
 from plaingpt.training.checkpoint import find
 
 
@@ -21,13 +22,14 @@ def read_by_evaluations(monkeypatch, argv):
     """Train → the sequences that each evaluation of a split read."""
     found, original = [], BatchLoader.eval_batches
 
-    def eval_batches(self, n, *how):
-        batches = original(self, n, *how)
+    def eval_batches(self, n):
+        batches = original(self, n)
         found.append(np.concatenate(batches).tolist())
         return batches
     with monkeypatch.context() as patch:
         patch.setattr(BatchLoader, 'eval_batches', eval_batches)
-        train.main([*argv, '--check=False', '--health_interval=0'])
+        patch.setattr(probes, 'HEALTH_INTERVAL', 0)
+        train.main([*argv, '--check=False'])
     return found
 
 
@@ -50,9 +52,11 @@ def test_a_checkpoint_of_an_earlier_version_goes_on_with_what_it_evaluated(tiny,
 
 
 def bytes_a_token(folder, n):
-    """UTF-8 bytes a token of the first n targets of a validation split."""
+    """UTF-8 bytes a token of the targets of n sequences that are spread over a validation split."""
     stream, tokenizer = open_dataset(folder).split('val'), open_dataset(folder).tokenizer()
-    targets = stream.read(1, n or (len(stream) - 1) // 16 * 16)
+    sequences = (len(stream) - 1) // 16
+    n = min(n, sequences)
+    targets = np.concatenate([stream.read(i * sequences // n * 16 + 1, 16) for i in range(n)])
     return len(tokenizer.decode_bytes(targets[targets != tokenizer.end_of_text])) / len(targets)
 
 
@@ -65,7 +69,7 @@ def test_bits_per_byte_are_of_the_text_that_was_evaluated(kind, tiny, text_file,
                       f'--data_dir={tmp_path}/{name}', '--val_fraction=0.5'])
     a, b = tmp_path / 'a', tmp_path / 'b'
     for dataset, shares in ((a, {a: 1.0}), (f'{a}:0.3,{b}:0.7', {a: 0.3, b: 0.7})):
-        for n, how in ((640, '--eval_tokens=640'), (None, '--eval_iters=9999')):
+        for n, how in ((40, '--eval_iters=10'), (4 * 9999, '--eval_iters=9999')):
             train.main([*tiny, f'--dataset={dataset}', '--max_iters=0', '--check=False', how])
             [row] = lines(tmp_path / 'out', 'val_loss')
             size = sum(share * bytes_a_token(folder, n) for folder, share in shares.items())
@@ -78,7 +82,7 @@ def test_the_standard_error_of_a_loss_is_that_of_the_batches(losses):
     class Loader:
         device, world_size = torch.device('cpu'), 1
 
-        def eval_batches(self, n, at_beginning):
+        def eval_batches(self, n):
             return [np.array([i]) for i in range(n)]
 
         def eval_batch(self, starts):
@@ -92,7 +96,7 @@ def test_the_standard_error_of_a_loss_is_that_of_the_batches(losses):
 
             def __call__(self, idx, targets):
                 return None, torch.tensor(losses[int(idx[0])])
-        return train.mean_loss(Model(), Loader(), n, False, nullcontext(), stop)
+        return train.mean_loss(Model(), Loader(), n, nullcontext(), stop)
     loss, error = error_of(4)
     assert loss == pytest.approx(statistics.mean(losses))
     assert error == pytest.approx(statistics.stdev(losses) / 2, rel=0.01)  # they are float32

@@ -122,7 +122,7 @@ def test_each_process_reads_its_rows_of_a_model_of_others(tmp_path, monkeypatch)
     make_base(tmp_path, 'qwen')
     prepare_questions(60)
     argv = [*RECIPE, '--max_iters=1', '--learning_rate=0', '--min_lr=0', '--eval_interval=1',
-            '--gradient_accumulation_steps=2', '--sample_tokens=0', '--batch_size=2']
+            '--gradient_accumulation_steps=2', '--batch_size=2']
     torchrun(2, ROOT / 'train.py', *argv, '--parallel=fsdp', cwd=tmp_path)
     found = checkpoints.find('out').load_model()
     expected = load_pretrained('base')
@@ -136,7 +136,7 @@ def test_a_base_without_known_control_tokens_gets_ours(tmp_path, monkeypatch):
     path = tmp_path / 'base/tokenizer.json'
     path.write_text(path.read_text().replace('<|im_', '<|turn_'))
     prepare_questions(60)
-    train.main([*RECIPE, '--max_iters=2', '--eval_interval=2', '--sample_tokens=0'])
+    train.main([*RECIPE, '--max_iters=2', '--eval_interval=2'])
     model = checkpoints.find('out').load_model()
     assert model.config.vocab_size == 405
     export.main(['--out_dir=out', '--dest=mine'])
@@ -154,7 +154,7 @@ def test_that_a_template_gave_way_is_said_as_data_is_prepared_and_not_again(
     make_base(tmp_path, 'qwen')
     prepare_questions(60)
     assert 'plain chatml' in capsys.readouterr().err
-    train.main([*RECIPE, '--max_iters=1', '--eval_interval=1', '--sample_tokens=0'])
+    train.main([*RECIPE, '--max_iters=1', '--eval_interval=1'])
     assert 'chatml' not in capsys.readouterr().err
 
 

@@ -89,8 +89,8 @@ def test_a_mixture_of_one_trains_as_that_dataset(two, tmp_path):
     assert runs[0][0] == runs[1][0] and same(runs[0][1], runs[1][1])
 
 
-def test_a_mixture_can_be_overfitted_and_evaluated_on_its_first_tokens(two, tmp_path, capsys):
-    train.main([*two, '--overfit_batches=1', '--eval_tokens=64', '--learning_rate=2e-2',
+def test_a_mixture_can_be_overfitted(two, tmp_path, capsys):
+    train.main([*two, '--check=overfit', '--learning_rate=2e-2',
                 '--max_iters=15', '--lr_decay_iters=15', '--eval_interval=15', '--out_dir=out'])
     rows = lines(tmp_path / 'out', 'val_loss')
     assert rows[-1]['train_loss'] < rows[0]['train_loss'] - 1

@@ -72,8 +72,8 @@ def test_each_group_follows_its_own_learning_rate(name):
     torch.manual_seed(0)
     model = GPT(replace(SHAPE, tied_head=False, conv=3))
     optimizer = build_optimizer(model, TrainConfig(
-        optimizer=name, learning_rate=1e-2, embedding_lr_scale=0.5, head_lr_scale=0.0,
-        vector_lr_scale=2.0), 'cpu')
+        optimizer=name, learning_rate=1e-2, lr_scales='embedding:0.5,head:0,vector:2'),
+        'cpu')
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
     trained(model, optimizer, 1)
     rates = {id(p): group['lr'] for group in optimizer.param_groups for p in group['params']}

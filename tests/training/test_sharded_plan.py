@@ -36,7 +36,7 @@ UNTIED = replace(SMALL, tied_head=False, rotary=True, rmsnorm=True, mlp='swiglu'
 
 def settings(processes, micro_steps=1, dtype='bfloat16', parallel='fsdp', device='cuda', **config):
     # What is looked at between steps comes at another time.
-    plain = TrainConfig(**{'health_interval': 0, 'sample_tokens': 0, **config})
+    plain = TrainConfig(**{'report': False, **config})
     return StepSettings(8, micro_steps, dtype, device, processes, parallel, plain)
 
 
@@ -94,9 +94,9 @@ def test_what_is_kept_divides_by_the_processes():
 
 def test_more_processes_never_take_more():
     for micro_steps in (1, 4):
-        before = predict(SMALL, settings(1, micro_steps, health_interval=1))
+        before = predict(SMALL, settings(1, micro_steps, report=True))
         for n in range(2, 20):
-            plan = predict(SMALL, settings(n, micro_steps, health_interval=1))
+            plan = predict(SMALL, settings(n, micro_steps, report=True))
             assert plan.totals.keys() == before.totals.keys()
             assert all(plan.totals[stage] <= before.totals[stage] for stage in plan.totals)
             assert plan.total < before.total, (micro_steps, n)
@@ -109,7 +109,7 @@ def test_sharding_among_one_process_takes_little_more_than_none():
 
 
 def test_what_is_looked_at_between_steps_needs_all_blocks_at_once():
-    quiet, loud = (predict(SMALL, settings(8, health_interval=n)).stages for n in (0, 9))
+    quiet, loud = (predict(SMALL, settings(8, report=n)).stages for n in (False, True))
     [stage] = loud.keys() - quiet.keys()
     with torch.device('meta'):
         gpt = GPT(SMALL)
@@ -130,15 +130,14 @@ def choice(available, **config):
 
 
 def test_the_model_is_sharded_only_where_copies_of_it_do_not_fit():
-    copies = predict(SMALL, settings(8, 2, parallel='ddp', health_interval=100,
-                                     sample_tokens=100)).total
+    copies = predict(SMALL, settings(8, 2, parallel='ddp', report=True)).total
     assert choice(copies) == 'ddp' and choice(copies - 1) == 'fsdp'
     assert choice(1, processes=1) == 'ddp' and choice(1, parallel='ddp') == 'ddp'
     assert choice(copies, parallel='fsdp') == 'fsdp'
     # the smallest micro-batch decides where the batch follows
     auto = {'batch_size': 'auto', 'total_batch_size': 16 * 8 * 1024}
-    smallest = predict(SMALL, replace(settings(8, 16, parallel='ddp', health_interval=100,
-                                               sample_tokens=100), batch_size=1)).total
+    smallest = predict(SMALL, replace(settings(8, 16, parallel='ddp', report=True),
+                                batch_size=1)).total
     assert choice(smallest, **auto) == 'ddp' and choice(smallest - 1, **auto) == 'fsdp'
 
 
@@ -146,7 +145,7 @@ def test_where_no_plan_is_made_it_would_have_said_that_it_fits():
     plain = settings(8, 2, 'float32', parallel='ddp')
     mostly_logits = replace(SMALL, n_layer=1, n_embd=96, vocab_size=50257)
     for shape, step in ((SMALL, plain), (replace(UNTIED, value_embeddings=True), plain),
-                        (mostly_logits, plain.change(loss_chunk_tokens=0))):
+                        (mostly_logits, replace(plain, loss_chunk_tokens=0))):
         assert predict(shape, step).peak < 4 * rough_bytes(shape, step), shape
 
 
@@ -215,13 +214,13 @@ def test_the_table_of_the_docs_is_what_is_planned(model, checkpointing, cells):
     assert cells.split(' | ') == [*(gib(predict(shape, step).total) for step in (ddp, fsdp)),
                                   *fitting]
     if cells.endswith('/ 41'):  # below the table's command: without looks at the model
-        quiet = fsdp.change(health_interval=0, sample_tokens=0)
+        quiet = fsdp.change(report=False)
         assert gib(predict(shape, quiet).total) == '19.74 GiB'
         assert largest_batch(shape, quiet, 24 * GIB) == 3
 
 
 def test_the_recipe_of_7b_trains_a_small_model(tiny, capsys):
     train.main([str(ROOT / 'config/gpt_7b.py'), *tiny, '--n_layer=1', '--n_embd=64',
-                '--total_batch_size=0', '--eval_tokens=0', '--log_interval=1'])
+                '--total_batch_size=0', '--log_interval=1'])
     losses = [float(loss) for loss in re.findall(r'\| loss ([\d.]+)', capsys.readouterr().out)]
     assert len(losses) == 6 and losses[-1] < losses[0]

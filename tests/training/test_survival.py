@@ -9,6 +9,7 @@ import shutil
 import signal
 import subprocess
 import sys
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -17,6 +18,7 @@ from helpers import (
     exit_code,
     fails,
     fork,
+    in_background,
     in_the_loop,
     lines,
     one_benchmark,
@@ -137,8 +139,8 @@ class StopAt:
 
 def test_a_run_stopped_anywhere_goes_on_bit_for_bit(tiny, tmp_path, monkeypatch):
     one_benchmark(monkeypatch, [' main'] * 5)
-    tiny = [*tiny, '--dropout=0.2', '--sample_tokens=3', '--sample_interval=2', '--max_iters=4',
-            '--eval_tasks=own', '--eval_interval=2', '--keep_checkpoints=1']
+    tiny = [*tiny, '--dropout=0.2', '--sample_interval=2', '--max_iters=4',
+            '--eval_tasks=own', '--eval_interval=2']
     stop_at, whole = StopAt(monkeypatch), tmp_path / 'whole'
     asked = stop_at.main(0, *tiny, f'--out_dir={whole}')
 
@@ -161,12 +163,12 @@ def test_a_signal_while_a_sample_is_made_logs_no_half_of_it(tiny, tmp_path, monk
     original, count = evaluation.generate, itertools.count(1)
 
     def generate(*arguments, **how):
-        if next(count) == 2:  # the first sample is that of iteration 0
+        if next(count) == 1:
             os.kill(os.getpid(), signal.SIGTERM)
         return original(*arguments, **how)
 
     monkeypatch.setattr(evaluation, 'generate', generate)
-    train.main([*tiny, '--sample_tokens=3', '--sample_interval=2', '--eval_interval=9'])
+    train.main([*tiny, '--sample_interval=2', '--eval_interval=9'])
     assert checkpoints.find(tmp_path / 'out').iter_num == 2
     assert 2 not in [line['iter'] for line in lines(tmp_path / 'out', 'sample')]
 
@@ -198,7 +200,8 @@ def test_kills_and_signals_at_random_instants_lose_nothing():
 
 def test_a_run_goes_on_with_another_number_of_processes(tiny, tmp_path, monkeypatch):
     monkeypatch.setattr(checkpoint_writer, 'CHUNK_BYTES', 20_000)
-    tiny = [*tiny, '--gradient_accumulation_steps=6', '--eval_interval=2', '--checkpoint_async']
+    tiny = [*tiny, '--gradient_accumulation_steps=6', '--eval_interval=2']
+    monkeypatch.setattr(train, 'Saver', partial(in_background, train.Saver))
     one, cut = tmp_path / 'one', tmp_path / 'cut'
     train.main([*tiny, f'--out_dir={one}'])
     several = [*tiny, f'--out_dir={cut}', '--init_from=auto']
@@ -254,7 +257,7 @@ def test_garbage_is_collected_at_steps_that_all_processes_know(tiny, monkeypatch
     step.now = 0
     gc.callbacks.append(note)
     train.main([*tiny, '--max_iters=120', '--lr_decay_iters=120', '--eval_interval=40',
-                '--log_interval=7', '--check=False', '--report=False', '--sample_tokens=0'])
+                '--log_interval=7', '--check=False', '--report=False'])
     gc.callbacks.remove(note)
     assert {at for at in found if 0 < at < 120} == {1, 41, 50, 81, 100}
     assert gc.isenabled()

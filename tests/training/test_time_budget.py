@@ -33,8 +33,7 @@ def losses(out):
 
 @pytest.mark.parametrize('optimizer', ['adamw', 'muon', 'normuon', 'sgd'])
 def test_timing_a_step_changes_no_bit_of_the_run(tiny, tmp_path, monkeypatch, optimizer):
-    tiny = [*tiny, '--max_iters=3', '--dropout=0.2', f'--optimizer={optimizer}',
-            '--sample_tokens=5']
+    tiny = [*tiny, '--max_iters=3', '--dropout=0.2', f'--optimizer={optimizer}', '--report=True']
     train.main([*tiny, f'--out_dir={tmp_path}/timed'])
     monkeypatch.setattr(time_budget, 'measure', slow_steps)
     train.main([*tiny, f'--out_dir={tmp_path}/not'])

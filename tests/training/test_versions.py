@@ -12,9 +12,10 @@ from helpers import lines, options
 import train
 from model import GPTConfig
 from plaingpt.data.dataset import open_named
+from plaingpt.monitoring.run_record import read_run
 from plaingpt.system.errors import UserError
 from plaingpt.training import checkpoint as checkpoints
-from plaingpt.training.settings import GONE_WITHOUT_EFFECT, TrainConfig
+from plaingpt.training.settings import TrainConfig
 from plaingpt.training.start import Start
 
 FORMAT_1 = Path(__file__).resolve().parents[1] / 'data' / 'format_1'
@@ -94,9 +95,25 @@ def test_a_setting_that_is_no_more_is_forgotten_where_it_changes_nothing(old, ca
     change_state(checkpoints.find('run').path, lambda state: state['config'].update(
         deterministic=True, fsdp_group=2, also_evaluate='notes', max_bad_steps=3))
     train.main([*SAME, '--init_from=resume', '--max_iters=7'])
-    assert not {*checkpoints.REMOVED, *GONE_WITHOUT_EFFECT} & checkpoints.find(
+    assert not checkpoints.REMOVED.keys() - {'document_start'} & checkpoints.find(
         'run').state['config'].keys()
     assert 'deterministic' not in ''.join(capsys.readouterr())
+
+
+def test_a_run_goes_on_as_its_settings_said_in_the_words_of_an_earlier_version(old, capsys):
+    change_state(checkpoints.find('run').path, lambda state: state['config'].update(
+        vector_lr_scale=4.0, embedding_lr_scale=8.0, head_lr_scale=1.0, lr_schedule='wsd',
+        wsd_decay=0.5, eval_tokens=5 * 4 * 16, overfit_batches=2, health_interval=7,
+        keep_checkpoints=9, document_start=3, sample_tokens=0, loss_chunk_tokens=24))
+    train.main(['--out_dir=run', '--init_from=resume', '--max_iters=7'])
+    assert 'changed: lr_s' not in capsys.readouterr().out
+    now = checkpoints.find('run').state['config']
+    assert now['lr_scales'] == 'embedding:8,vector:4' and now['lr_schedule'] == 'wsd:0.5'
+    assert now['eval_iters'] == 5 and now['check'] == 'overfit'
+    *_, last = lines(old / 'run', 'loss')
+    assert last['lr_embedding'] == 8 * last['lr'] and last['lr_vector'] == 4 * last['lr']
+    run = read_run('run')
+    assert run['config']['lr_scales'] == run['changed']['lr_scales']
 
 
 @pytest.mark.parametrize(('change', 'words'), [

@@ -1,5 +1,7 @@
 """What torch's own memory tracker says of a step, beside which plans are tested."""
 
+from dataclasses import replace
+
 import torch
 
 from model import chunk_size
@@ -13,8 +15,8 @@ def tracked_step(shape, step):
     from torch._subclasses.fake_tensor import FakeTensorMode
     from torch.distributed._tools.mem_tracker import MemTracker
     sizes, tracker = {}, MemTracker()
-    step = step.change(loss_chunk_tokens=chunk_size(
-        step.config.loss_chunk_tokens, step.batch_size * shape.block_size, shape.vocab_size,
+    step = replace(step, loss_chunk_tokens=chunk_size(
+        step.loss_chunk_tokens, step.batch_size * shape.block_size, shape.vocab_size,
         step.device))  # as on that device, whatever is here
 
     def held(which):

@@ -1,0 +1,126 @@
+"""Settings and options of earlier versions, and what says the same now.
+
+Command lines, config files, lists of variants, checkpoints and run.json may have them.
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+
+class Removed(NamedTuple):
+    use: str  # what to use now, where nothing says the same
+    says: Callable = None  # (value, other settings) → {setting: value} that say the same, or None
+
+
+def lr_scale(kind):
+    """The factor of one kind of weights → lr_scales with it."""
+    def says(value, settings):
+        parts = dict(part.split(':') for part in settings.get('lr_scales', '').split(',') if part)
+        parts[kind] = str(value).removesuffix('.0')
+        return {'lr_scales': ','.join(f'{kind}:{x}' for kind, x in sorted(parts.items())
+                                      if x != '1')}
+    return Removed(f'lr_scales={kind}:NUMBER', says)
+
+
+def wsd_decay(value, settings):
+    is_wsd = settings.get('lr_schedule') == 'wsd'
+    return {'lr_schedule': f'wsd:{value}'} if is_wsd and value != 0.2 else {}
+
+
+def eval_tokens(value, settings):
+    if not value or settings['batch_size'] == 'auto':
+        return None if value else {}
+    return {'eval_iters': max(1, value // (settings['batch_size'] * settings['block_size']))}
+
+
+def overfit_batches(value, settings):
+    return {'check': 'overfit'} if value else {}
+
+
+def eval_tasks_interval(value, settings):
+    return None if value else {'eval_tasks': ''}  # it named tasks, and never ran them
+
+
+def only(known):
+    """This version computes with one value alone, or with that of another setting."""
+    return Removed('this version has no such setting: leave it out',
+                   lambda value, settings: {} if value in (known, settings.get(known)) else None)
+
+
+NO_LAW = 'python plan.py CONFIG says what a run of any config takes'
+REMOVED = {
+    # training: another setting says it
+    'embedding_lr_scale': lr_scale('embedding'),
+    'head_lr_scale': lr_scale('head'),
+    'vector_lr_scale': lr_scale('vector'),
+    'wsd_decay': Removed('lr_schedule=wsd:0.2 falls in the last fifth', wsd_decay),
+    'eval_tokens': Removed('eval_iters says how many batches an evaluation reads', eval_tokens),
+    'overfit_batches': Removed('--check=overfit trains on the first batch alone', overfit_batches),
+    'eval_tasks_interval': Removed('eval_tasks run at evaluations, every eval_interval iterations',
+                                   eval_tasks_interval),
+    # training: it follows from something else, or is the same for all
+    'document_start': Removed('it is the token that opens the documents of the dataset'),
+    'data_in_ram': Removed('tokens are read into memory where a quarter of what is free is enough'),
+    'checkpoint_async': Removed('on CUDA a checkpoint is written while training goes on'),
+    'keep_checkpoints': Removed('the two newest checkpoints are kept, and the best'),
+    'loss_chunk_tokens': Removed('the loss is always computed in chunks'),
+    'health_interval': Removed('health is measured every 100 iterations, or five times in a run'),
+    'sample_start': Removed('a sample continues an empty line; sample.py has --start'),
+    'sample_tokens': Removed('a sample has 100 tokens; --report=False leaves out those that '
+                             'evaluations make'),
+    'also_evaluate': Removed('python evaluate.py OUT_DIR --dataset=NAME scores a run on another '
+                             'dataset'),
+    'checkpoint_chunk_mb': Removed('no file of a checkpoint is larger than 512 MB'),
+    'deterministic': Removed('write import torch; torch.use_deterministic_algorithms(True) into a '
+                             'config file'),
+    'dist_timeout_s': Removed('it is TIMEOUT in plaingpt/system/distributed.py, ten minutes'),
+    'fsdp_group': Removed('with --parallel=fsdp all processes share one copy of the model'),
+    'max_bad_steps': Removed('a run ends after ten steps in a row that are not finite'),
+    # the model and its optimizer
+    'rotary_share': only(1.0),
+    'embedding_norm': only(False),
+    'qk_scale': only(0.0),
+    'head_bias': only(False),
+    'logit_softcap': only(0.0),
+    'softcap': only('tanh'),
+    'adam_eps': only(1e-8),
+    'muon_scale': only('match_rms_adamw'),
+    'muon_iterations': only('quintic'),
+    'embedding_decay': only('weight_decay'),
+    'vector_decay': only(0.0),
+    # other commands
+    'law': Removed(NO_LAW),
+    'hours': Removed(NO_LAW),
+    'price': Removed(f'{NO_LAW}, its price with --gpu_hour_price'),
+    'ledger': Removed('keep what bench.py --judge prints, or give it --save=FOLDER'),
+    'equal': Removed('bench.py --judge says what a step takes; --set=max_iters=N trains the change '
+                     'for as long'),
+    'sources': Removed('python prepare.py inspect says how much of the validation text is in the '
+                       'training text'),
+    'api_key': Removed('put it into the environment as PLAINGPT_API_KEY'),
+    'model_name': Removed('serve.py answers whatever model a request names'),
+    'memory': Removed('python plan.py CONFIG says what memory a step takes, by stage and owner'),
+    'max_waiting': Removed('serve.py lets 16 requests wait'),
+    'max_tokens': Removed('a request to serve.py says its own, and sample.py has max_new_tokens'),
+    'lm_eval': Removed('name its tasks with --tasks=TASK'),
+    'html': Removed('make text of HTML pages with trafilatura or pandoc, and prepare that')}
+
+
+def says_now(name, value, settings):
+    """{setting: value} that say what a removed setting says beside other `settings`; {} where it
+    changes nothing, None where nothing says it, or its value is no such setting's."""
+    if not REMOVED[name].says:
+        return {}
+    try:
+        return REMOVED[name].says(value, settings)
+    except (TypeError, ValueError):
+        return None
+
+
+def as_today(settings):
+    """{name: value} of a run of an earlier version, in the settings of this one."""
+    found = {name: value for name, value in settings.items() if name not in REMOVED}
+    for name, value in settings.items():
+        if name in REMOVED:
+            found |= says_now(name, value, found) or {}
+    return found

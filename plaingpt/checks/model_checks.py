@@ -5,13 +5,10 @@ comparisons hold on any device: the same shapes take the same kernels, so equal 
 """
 
 import math
-from functools import partial
-from itertools import accumulate
 
 import torch
 from torch.func import functional_call
 from torch.nn.functional import cross_entropy
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from model import GPT
 from plaingpt.checks.subject import Looked, NotChecked, largest_change, mode, opener, others
@@ -76,53 +73,22 @@ def checkpoints_fit(subject):
                 'GPTConfig')
 
 
-class Splits(TorchDispatchMode):
-    """Notes at which features the forward pass splits what Linears put out."""
-
-    def __init__(self, linears):
-        super().__init__()
-        self.outputs, self.found = {}, {}  # name → its output; name → the features
-        self.hooks = [linear.register_forward_hook(partial(self.keep, name))
-                      for name, linear in linears.items()]
-
-    def keep(self, name, linear, inputs, y):
-        self.outputs[y.untyped_storage().data_ptr()] = name, y
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        result = func(*args, **kwargs or {})
-        for view in result if isinstance(result, (list, tuple)) else [result]:
-            if not isinstance(view, torch.Tensor) or view.layout != torch.strided:
-                continue
-            name, y = self.outputs.get(view.untyped_storage().data_ptr(), (None, None))
-            # all of it is split, by its features: heads may be cut as they like
-            if name and args[0].numel() == y.numel() and args[0].size(-1) == y.size(-1):
-                self.found.setdefault(name, set()).add(view.storage_offset() % y.size(-1))
-        return result
-
-
 def matrices_are_stated(subject):
     """Muon orthogonalizes each matrix by itself, so it has to know which share a weight."""
-    model = subject.model
+    c, model = subject.model.config, subject.model
     if not isinstance(subject.optimizer, MuonAdamW):
         return None
-    linears = {name: m for name, m in model.named_modules()
-               if name.startswith('transformer.h.') and isinstance(m, torch.nn.Linear)}
-    splits = Splits(linears)
-    try:
-        with splits, subject.training_mode(False), torch.no_grad():
-            model.hidden(subject.batch[0])
-    except (RuntimeError, NotImplementedError) as e:  # such as an operator that no mode can watch
-        raise NotChecked(f'its forward pass cannot be watched: {type(e).__name__}') from None
-    finally:
-        for hook in splits.hooks:
-            hook.remove()
-    for name, found in splits.found.items():
-        parts = parts_of(model, f'{name}.weight', linears[name].weight)
-        if other := sorted(found - {0, *accumulate(parts)}):
-            return (f'forward() splits what {listed([name])} gives at {other[0]} of its '
-                    f'{sum(parts)} features, and the optimizer takes its rows for matrices of '
-                    f'{", ".join(map(str, parts))}: say in model.py how many rows each has, '
-                    f'as in self.{name.rpartition(".")[2]}.parts = (…)')
+    shared = {'attn.c_attn': c.qkv_sizes}
+    if c.mlp == 'swiglu':
+        shared['mlp.c_fc'] = 2 * (c.mlp_width,)
+    for name, p in model.named_parameters():
+        sizes = shared.get('.'.join(name.split('.')[3:5]))
+        if name.endswith('.weight') and sizes and len(p) == sum(sizes) \
+                and parts_of(model, name, p) != sizes:
+            return (f'the rows of {listed([name])} are {len(sizes)} matrices of '
+                    f'{", ".join(map(str, sizes))}, and the optimizer takes them for '
+                    f'{", ".join(map(str, parts_of(model, name, p)))}: say in model.py how many '
+                    f'rows each has, as in self.{name.split(".")[4]}.parts = (…)')
 
 
 # -----------------------------------------------------------------------------

@@ -161,13 +161,6 @@ class ChatTokenizer:
             ''.join(SPECIAL_TOKENS[i - first] for i in run).encode()
             for is_text, run in groupby(map(int, ids), lambda i: i < first))
 
-    @property
-    def encoders(self):
-        return self.base.encoders
-
-    def verify(self, text, ids):
-        self.base.verify(text, ids)
-
     def to_json(self):
         ours = {'kind': 'chat', 'base': self.base.to_json()}
         return ours if self.is_ours() else {**ours, 'form': self.form_name, 'system': self.system}

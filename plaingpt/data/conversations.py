@@ -12,10 +12,9 @@ row that is not wholly understood ends the command.
 
 import copy
 import json
-from functools import partial
 from typing import NamedTuple
 
-from plaingpt.data.readers import ROWS, UTF8, file_type, find_fault, iter_rows
+from plaingpt.data.readers import ROWS, file_type, iter_rows
 from plaingpt.data.sources import Files, find_files
 from plaingpt.system.errors import UserError
 
@@ -47,7 +46,7 @@ class Conversations(Files):
     """Conversations of files of rows as a source: each text is the messages as JSON.
     form: a Form, or None where the first row of each file tells"""
 
-    def __init__(self, paths, name, form=None, errors='strict', encoding=UTF8):
+    def __init__(self, paths, name, form=None, errors='strict', encoding='utf-8'):
         for path in paths:
             if file_type(path) == 'text':
                 raise UserError(f'{path}: conversations are read from {", ".join(ROWS)} files: '
@@ -86,15 +85,12 @@ class Conversations(Files):
                   'says (others: --prompt and --completion)')
 
 
-def open_conversations(config, name):
+def open_conversations(config):
     """The source of the files that a PrepareConfig names. Raises UserError."""
-    if not config.input:
-        raise UserError(f'{name} needs --input=FILES_OR_FOLDERS')
     form = FORMS.get(config.format) if not config.prompt else \
         Form('completion', (config.prompt, config.completion), is_asked=True)
-    fault = partial(find_fault, errors=config.errors, encoding=config.encoding)
-    return Conversations(find_files(config.input, print, fault, ROWS), config.input, form,
-                         config.errors, config.encoding)
+    return Conversations(find_files(config.input, ROWS), config.input, form, config.errors,
+                         config.encoding)
 
 
 def find_form(row, where):

@@ -227,6 +227,13 @@ def dataset_folder(name):
     return path if name.endswith('/') and path.is_dir() and not inside.is_dir() else inside
 
 
+def prepared_folder(name):
+    """The folder of a prepared dataset, which is given by its name or as the folder itself."""
+    folder = Path(name)
+    is_here = (folder / 'meta.json').exists() or any(folder.glob('*.bin'))
+    return folder if is_here else dataset_folder(name)
+
+
 def read_names(text):
     """The setting `dataset`, a name or 'code:0.3,prose:0.7' → {name: weight}. Raises UserError."""
     if not re.search('[:,]', text) or dataset_folder(text).exists():

@@ -148,14 +148,6 @@ class ForeignTokenizer:
         self._added = self._tokenizer.get_added_tokens_decoder()
         self.controls = {i for i, token in self._added.items() if token.special}
 
-    @property
-    def encoders(self):
-        import tokenizers
-        return {'tokenizers': tokenizers.__version__}
-
-    def verify(self, text, ids):
-        pass
-
     def encode(self, text):
         try:
             text.encode()

@@ -7,21 +7,20 @@ from typing import NamedTuple
 
 import numpy as np
 
-from plaingpt.data import tokenizers
-from plaingpt.data.dataset import FORMAT_VERSION
 from plaingpt.data.hub import explain_hub_errors
-from plaingpt.data.shards import find_journal
+from plaingpt.data.shards import empty, read_progress, write_meta, write_progress
 from plaingpt.data.token_files import check_ids, open_tokens
 from plaingpt.data.tokenizers import GPT2Tokenizer
 from plaingpt.system.errors import UserError, needs
-from plaingpt.system.files import sha256_of, write_json
+from plaingpt.system.files import sha256_of
 from plaingpt.system.streams import ProgressBar, warn
 
 
-def fetch_shards(corpus, folder, command):
-    """Put the shards of `corpus` and a meta.json into `folder`. Raises UserError."""
-    chosen = link_shards(folder, command) if command['input'] \
-        else download_shards(corpus.hub, folder, command)
+def fetch_shards(repo, folder, command, input, max_shards):
+    """Put the shards that lie in `input`, or of a repository on the hub, and a meta.json into
+    `folder`. Raises UserError."""
+    chosen = link_shards(input, max_shards, folder) if input else \
+        download_shards(repo, max_shards, folder, command)
     splits = {}
     for split, names in chosen.items():
         opened = [open_tokens(folder / name, np.dtype('<u2')) for name in names]
@@ -30,15 +29,7 @@ def fetch_shards(corpus, folder, command):
         files = [{'name': file.path.name, 'sha256': sha256_of(file.path), 'tokens': file.tokens}
                  for file in opened]
         splits[split] = {'tokens': sum(file['tokens'] for file in files), 'files': files}
-    write_meta(folder, np.dtype('<u2'), {'kind': 'gpt2'}, splits, command)
-
-
-def write_meta(folder, dtype, tokenizer, splits, command):
-    """tokenizer: its JSON; splits: the entry of each"""
-    write_json(folder / 'meta.json',
-               {'format_version': FORMAT_VERSION, 'dtype': dtype.name,
-                'vocab_size': tokenizers.described_vocab_size(tokenizer), 'tokenizer': tokenizer,
-                'splits': splits, 'source': command})
+    write_meta(folder, np.dtype('<u2'), GPT2Tokenizer(), splits, command)
 
 
 def choose_shards(names, max_shards, where):
@@ -53,17 +44,16 @@ def choose_shards(names, max_shards, where):
     return chosen
 
 
-def link_shards(folder, command):
-    """Link to the shards in command['input'] → {split: names}."""
-    names = [path.name for path in Path(command['input']).glob('*.bin')]
-    chosen = choose_shards(names, command['max_shards'], command['input'])
-    find_journal(folder, command)
+def link_shards(where, max_shards, folder):
+    """Link to the shards in a folder → {split: names}."""
+    chosen = choose_shards([path.name for path in Path(where).glob('*.bin')], max_shards, where)
+    empty(folder)
     for name in chosen['train'] + chosen['val']:
-        (folder / name).symlink_to((Path(command['input']) / name).resolve())
+        (folder / name).symlink_to((Path(where) / name).resolve())
     return chosen
 
 
-def download_shards(repo, folder, command):
+def download_shards(repo, max_shards, folder, command):
     """Download those shards that the same command has not downloaded before → {split: names}."""
     with needs('huggingface_hub', repo):
         import huggingface_hub
@@ -71,11 +61,11 @@ def download_shards(repo, folder, command):
     with explain_hub_errors(repo, advice):
         info = huggingface_hub.HfApi().dataset_info(repo, files_metadata=True)
     files = {file.rfilename: file for file in info.siblings}
-    chosen = choose_shards(files, command['max_shards'], repo)
+    chosen = choose_shards(files, max_shards, repo)
     sizes = {name: files[name].size or 0 for name in chosen['train'] + chosen['val']}
     print(f'{len(sizes)} files, {sum(sizes.values()) / 1e9:.1f} GB')
-    find_journal(folder, command)
-    write_json(folder / 'journal.json', {'command': command})
+    if not read_progress(folder, command):
+        write_progress(folder, command)
     for name in sizes:
         with explain_hub_errors(repo, advice):  # info.sha: so that all are of one version
             huggingface_hub.hf_hub_download(repo, name, repo_type='dataset', local_dir=folder,
@@ -134,17 +124,16 @@ def read_shard(path):
     return Shard(path, ends.astype(np.int64), width, tokenizer)
 
 
-def link_datatrove(shards, description, folder, command):
-    """Link to `shards` from `folder` and write its meta.json. description: of their tokenizer.
-    Raises UserError."""
-    tokenizer, width = tokenizers.from_json(description), shards[0].width
+def link_datatrove(shards, tokenizer, folder, command, val_fraction):
+    """Link to `shards` from `folder` and write its meta.json. Raises UserError."""
+    width = shards[0].width
     if tokenizer.vocab_size > 256**width:
         raise UserError(f'{shards[0].path}: ids of {width} bytes, too few for the '
                         f'{tokenizer.vocab_size:,} of the tokenizer: name the right --tokenizer')
-    find_journal(folder, command)
+    empty(folder)
     splits = {split: {'tokens': 0, 'documents': 0, 'files': []} for split in ('train', 'val')}
     with ProgressBar('reading', sum(int(shard.ends[-1]) for shard in shards), 'tokens') as progress:
-        for split, shard, start, end in cut_shards(shards, command['val_fraction']):
+        for split, shard, start, end in cut_shards(shards, val_fraction):
             entry = splits[split]
             path = folder / f'{split}_{len(entry["files"]):06d}.bin'
             path.symlink_to(shard.path.resolve())
@@ -158,14 +147,10 @@ def link_datatrove(shards, description, folder, command):
                 progress.advance_to(sum(entry['tokens'] for entry in splits.values()))
             entry['files'].append({'name': path.name, 'tokens': file.tokens, 'offset': file.offset,
                                    'sha256': digest.hexdigest()})
-    for split, entry in splits.items():
-        if not entry['files']:
-            raise UserError(f'{command["input"]}: the {split} split would be empty: use more text '
-                            'or another --val_fraction')
+    write_meta(folder, file.dtype, tokenizer, splits, command)
     if tokenizer.end_of_text is not None and not splits['train']['documents']:
         warn("no document has an end-of-text token: eos_token='<|endoftext|>' of "
              'DocumentTokenizer adds it')
-    write_meta(folder, file.dtype, description, splits, command)
 
 
 def cut_shards(shards, val_fraction):

@@ -2,9 +2,31 @@
 
 import hashlib
 import math
+import sys
+from itertools import chain
+
+from plaingpt.data.readers import Piece
+from plaingpt.data.tokenizer_choice import count_characters
 
 SPLITS = ('train', 'val', 'test')
 GOLDEN = 0x9E3779B97F4A7C15  # 2^64 / the golden ratio: its multiples spread evenly over the circle
+
+
+def put_in_splits(source, shares, duplicates, ends_with_line):
+    """The pieces of a source → (split, text, new_document).
+    shares: {'val': …, 'test': …} of the text; duplicates: a Duplicates, or None
+    ends_with_line: end documents with a line break, where no end of text comes before the next"""
+    pieces = source.pieces()
+    if source.is_one_text:
+        characters = count_characters(source)
+        ends = [('train', int(characters * (1 - (shares['val'] + shares['test']))))]
+        if shares['test']:
+            ends.append(('val', int(characters * (1 - shares['test']))))
+        return split_by_place(pieces, [*ends, (SPLITS[len(ends)], sys.maxsize)])
+    if duplicates:
+        pieces = duplicates.leave_out(pieces)
+    pieces = split_by_hash(pieces, shares['val'], shares['test'])
+    return end_with_line_breaks(pieces) if ends_with_line else pieces
 
 
 def split_by_hash(pieces, val_fraction, test_fraction=0):
@@ -45,6 +67,17 @@ def split_by_place(pieces, ends):
         seen += len(text)
 
 
+def end_with_line_breaks(pieces):
+    """Let each document end with a line break."""
+    held = None
+    for piece in chain(pieces, [(None, '', True)]):
+        if held:
+            split, text, new_document = held
+            ends = piece[2] and not text.endswith('\n')
+            yield split, text + '\n' if ends else text, new_document
+        held = piece
+
+
 def hash_of(text, errors='replace'):
     """A hash of 64 bits, as bytes; `errors` as in str.encode."""
     return hashlib.blake2b(text.encode('utf-8', errors), digest_size=8).digest()
@@ -61,20 +94,15 @@ class Duplicates:
     def leave_out(self, pieces):
         """Yield the pieces of those documents that are no duplicates."""
         document = []
-        for piece in pieces:
+        for piece in chain(pieces, [Piece('', True)]):
             if piece.new_document and document:
-                yield from self.if_new(document)
-            document = [piece] if piece.new_document else [*document, piece]
-        if document:
-            yield from self.if_new(document)
-
-    def if_new(self, document):
-        """The pieces of a document, none where it is a duplicate."""
-        words = ' '.join(''.join(piece.text for piece in document).split())
-        # Bytes that are no UTF-8 are lone surrogates in the text, and differ.
-        number = hash_of(words, 'surrogatepass')
-        if number in self.seen:
-            self.dropped += 1
-            return []
-        self.seen.add(number)
-        return document
+                words = ' '.join(''.join(each.text for each in document).split())
+                # Bytes that are no UTF-8 are lone surrogates in the text, and differ.
+                number = hash_of(words, 'surrogatepass')
+                if number in self.seen:
+                    self.dropped += 1
+                else:
+                    yield from document
+                self.seen.add(number)
+                document = []
+            document.append(piece)

@@ -6,12 +6,9 @@ tokenizer of others (foreign_tokenizer.py); each of them also for conversations 
     tokenizer.vocab_size     ids run from 0 to vocab_size - 1
     tokenizer.end_of_text    the id put in front of each document, or None
     tokenizer.to_json()      all of it as a JSON object, from which from_json makes it again
-    tokenizer.encoders               {name: version} of those that have found ids so far
-    tokenizer.verify(text, ids)      raises UserError where the ids are not those of tiktoken
 """
 
 import base64
-import importlib.metadata
 import io
 import math
 import pickle
@@ -20,7 +17,6 @@ import tempfile
 import threading
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from types import MappingProxyType
 
 import numpy as np
 
@@ -30,9 +26,6 @@ from plaingpt.system.errors import UserError, needs
 
 NAMES = 'char, byte, gpt2, bpe or bpe:VOCAB_SIZE'
 BPE_VOCAB_SIZE = 8192  # of plain 'bpe'
-LONG = 500_000  # characters of white space in a row; the libraries fail from a million on
-# As `\s+(?!\S)` of the tokenizers' pattern, whose white space is Unicode's; Python's has four more.
-LONG_SPACE = re.compile(rf'([^\S\x1c-\x1f]{{{LONG},}})(?=[^\S\x1c-\x1f]|\Z)')
 
 
 class UnknownCharacter(UserError):
@@ -48,12 +41,7 @@ class WrongIds(UserError):
 
 
 class Tokenizer:
-    """What all tokenizers have that do not say otherwise: no library finds their ids."""
-
-    encoders = MappingProxyType({})
-
-    def verify(self, text, ids):
-        pass
+    """What all tokenizers have that do not say otherwise."""
 
     def decode(self, ids):
         """Bytes that are no UTF-8, as of a character cut in half, become U+FFFD."""
@@ -140,55 +128,47 @@ class BytePairTokenizer(Tokenizer):
     # new, and few that are common, are in these ranges: tiktoken encodes texts that hold them.
     NEW_CHARACTERS = re.compile('[\u088f\u0c5c\u0cdc\ua7ce-\ua7f1\U00010940-\U0001efff'
                                 '\U00020000-\U0010ffff]')
+    CHECKED_BYTES = 2**20  # first, and one in a hundred later, are compared with tiktoken
 
     def __init__(self, encoding):
         """encoding: tiktoken's, with GPT-2's pattern; its control tokens are its last."""
         self._encoding = encoding
         self._gigatoken, self._bytes_left = None, 0
-        self.encoders = {}
+        self._seen = self._checked = 0  # bytes that gigatoken encoded, that were compared
         self._lock = threading.Lock()  # gigatoken raises where two threads call it at once
 
     def encode(self, text):
         text, data = join_halves(text)
         known_to_both = text.isascii() or not self.NEW_CHARACTERS.search(text)
-        with self._lock:
+        ids = self._encode_fast(data) if known_to_both else None
+        if ids is None:
+            return self._encode_with_tiktoken(text)
+        if self._checked < max(self.CHECKED_BYTES, self._seen // 100):
+            self._checked += len(data)
+            right = self._encode_with_tiktoken(text)
+            if not np.array_equal(ids, right):
+                raise WrongIds(f'gigatoken and tiktoken give different ids in {text[:40]!r}…: do '
+                               'without gigatoken, which is only faster (pip uninstall gigatoken),'
+                               ' and give the same command again')
+        return ids
+
+    def _encode_fast(self, data):
+        """gigatoken's ids, None where it is not there or gives up."""
+        with self._lock, suppress_panic():
             if self._bytes_left <= 0:
                 self._gigatoken = None  # frees its memory before there is another
                 self._gigatoken = build_gigatoken(self._encoding)
                 self._bytes_left = self.RENEWAL_BYTES
-            if known_to_both and self._gigatoken is not None:
-                self._bytes_left -= len(data)
-                with suppress_panic():
-                    ids = self._gigatoken.encode(data)
-                    self._note('gigatoken')
-                    return ids
-                self._gigatoken = None  # what gave up is not asked again
-            self._note('tiktoken')
-        return self._encode_with_tiktoken(text)
-
-    def _note(self, library):
-        if library not in self.encoders:
-            self.encoders[library] = importlib.metadata.version(library)
+            gigatoken, self._gigatoken = self._gigatoken, None  # what gives up is not asked again
+            ids = gigatoken and gigatoken.encode(data)
+            self._gigatoken = gigatoken
+            self._bytes_left -= len(data) if gigatoken else 0
+            self._seen += len(data)
+            return ids
 
     def _encode_with_tiktoken(self, text):
-        found = []
-        for part, is_space in long_spaces_apart(text):
-            # as an array: the list of encode_ordinary would hold up other threads (Python's lock)
-            found.append(self._encoding._encode_single_piece(part) if is_space else
-                         self._encoding.encode_to_numpy(part, disallowed_special=()))
-        return np.concatenate(found) if len(found) > 1 else found[0]
-
-    def verify(self, text, ids):
-        if self._gigatoken is None:
-            return
-        right = self._encode_with_tiktoken(join_halves(text)[0])
-        if not np.array_equal(ids, right):
-            n = min(len(ids), len(right))
-            at = int(np.argmax(np.append(ids[:n] != right[:n], True)))
-            excerpt = self.decode(right[max(0, at - 8):at + 8])
-            raise WrongIds(f'gigatoken {self.encoders["gigatoken"]} and tiktoken give different '
-                           f'ids at {excerpt!r}: do without gigatoken, which is only faster (pip '
-                           'uninstall gigatoken), and give the same command again')
+        # as an array: the list of encode_ordinary would hold up other threads (Python's lock)
+        return self._encoding.encode_to_numpy(text, disallowed_special=())
 
     def decode_bytes(self, ids):
         return self._encoding.decode_bytes([int(i) for i in ids])
@@ -245,22 +225,13 @@ class BPETokenizer(BytePairTokenizer):
             import rustbpe
         trainer = rustbpe.Tokenizer()
         # buffer_size: texts that the trainer holds at a time
-        parts = (part[:LONG] if is_space else part
-                 for text in texts for part, is_space in long_spaces_apart(text))
-        trainer.train_from_iterator(parts, vocab_size - 2, buffer_size=256, pattern=cls.PATTERN)
+        trainer.train_from_iterator(texts, vocab_size - 2, buffer_size=256, pattern=cls.PATTERN)
         ranked = sorted(trainer.get_mergeable_ranks(), key=lambda pair: pair[1])
         return cls([bytes(token) for token, _ in ranked])
 
     def to_json(self):
         # Latin-1 maps the 256 bytes to the first 256 characters, so that JSON can hold them.
         return {'kind': 'bpe', 'tokens': [token.decode('latin-1') for token in self.tokens]}
-
-
-def long_spaces_apart(text):
-    """A text → [(part, whether it is a long run of white space)]. To the tokenizers' pattern such
-    a run is one piece, but the libraries that match it run out of stack there."""
-    parts = LONG_SPACE.split(text) if len(text) > LONG else [text]  # every second one is a run
-    return [(part, i % 2 == 1) for i, part in enumerate(parts) if part or len(parts) == 1]
 
 
 def join_halves(text):
@@ -302,8 +273,8 @@ def import_tiktoken():
 
 
 def is_name(name):
-    """True for one of NAMES."""
-    return re.fullmatch(r'char|byte|gpt2|bpe(:[0-9]+)?', name) is not None
+    """True for one of NAMES, and for 'auto'."""
+    return re.fullmatch(r'auto|char|byte|gpt2|bpe(:[0-9]+)?', name) is not None
 
 
 def choose_vocab_size(size):

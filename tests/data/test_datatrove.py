@@ -108,7 +108,7 @@ def test_the_tokenizer_of_a_dataset_is_found_again(tmp_path, text_file, capsys, 
     argv = ['datatrove', f'--input={tmp_path}/tokens', f'--data_dir={tmp_path}/d']
     prepare.main(argv)
     assert open_dataset(tmp_path / 'd').tokenizer_json() == {'kind': 'byte'}
-    prepare.main([*argv, f'--tokenizer={tmp_path}/sample'])
+    prepare.main([*argv, f'--tokenizer={tmp_path}/sample', '--overwrite'])
     assert 'names another one' in fails(
         capsys, monkeypatch, prepare.main, *argv, '--tokenizer=gpt2')
     prepare.main([*sample, '--tokenizer=bpe:300', '--overwrite'])

@@ -148,17 +148,17 @@ def test_what_cannot_be_prepared_is_refused_in_one_line(capsys, monkeypatch):
     write('empty.jsonl', [])
     for options, what in (
             ([], 'chat needs --input=FILES_OR_FOLDERS'),
-            (['--input=a.jsonl', '--max_tokens=5'], 'max_tokens=5: chat is conversations'),
-            (['--input=a.jsonl', '--documents=line'], 'documents=line: chat is'),
-            (['--input=a.jsonl', '--text_field=b'], 'text_field=b: chat is'),
-            (['--input=a.jsonl', '--tokenizer=.'], 'tokenizer=.: the folder has no tokenizer.json'),
+            (['--input=a.jsonl', '--max_tokens=5'], 'max_tokens=5: chat does not take it'),
+            (['--input=a.jsonl', '--documents=line'], 'documents=line: chat does not'),
+            (['--input=a.jsonl', '--text_field=b'], 'text_field=b: chat does not'),
+            (['--input=a.jsonl', '--tokenizer=.'], 'tokenizer=.: expected auto'),
             (['--input=a.jsonl', '--format=alpaca'], 'a.jsonl, line 1: not of the form alpaca'),
             (['--input=nothing.jsonl'], 'nothing.jsonl: no such file'),
             (['--input=empty.jsonl'], 'empty.jsonl: empty, no text to learn from')):
         assert what in fails(capsys, monkeypatch, prepare.main, 'chat', '--tokenizer=byte',
                              *options), options
         assert not os.path.exists('data/chat/meta.json')
-    assert 'format=alpaca: text is no conversations' in fails(
+    assert 'format=alpaca: text does not take it' in fails(
         capsys, monkeypatch, prepare.main, 'text', '--input=a.jsonl', '--format=alpaca')
 
 
@@ -209,7 +209,7 @@ def test_inspect_puts_the_loss_in_brackets_and_shows_escape_codes(capsys):
     capsys.readouterr()
     inspect('data/chat')
     text = capsys.readouterr().out
-    assert '\n    <|user|>a\\x1b]0;b\\x07<|end|>\n    <|assistant|>[\\x1b[31mc\n      d<|end|>]\n' \
+    assert '<|user|>a\\x1b]0;b\\x07<|end|><|assistant|>[\\x1b[31mc\nd<|end|>]\n' \
         in text and '\x1b' not in text
     entry = dataset.split_entry('train')
     assert f'{entry["documents"]} conversations, {entry["learned"]:,} tokens in the loss' in text

@@ -251,15 +251,15 @@ def has_token_files(text):
                or any(dataset_folder(name).glob('*.bin')) for name in read_names(text))
 
 
-def open_named(text):
-    """What the setting `dataset` says → Dataset, a Mixture where it names several. Raises
-    UserError."""
+def open_named(text, vocab_size=0):
+    """What the setting `dataset` says → Dataset, a Mixture where it names several. vocab_size: as
+    of open_dataset. Raises UserError."""
     weights = read_names(text)
     if len(weights) == 1:
-        return open_dataset(dataset_folder(*weights))
+        return open_dataset(dataset_folder(*weights), vocab_size)
     last = [Path(name).name for name in weights]
     short = last if len(set(last)) == len(last) else weights
-    parts = [Part(name, open_dataset(dataset_folder(path)), weight)
+    parts = [Part(name, open_dataset(dataset_folder(path), vocab_size), weight)
              for name, (path, weight) in zip(short, weights.items(), strict=True)]
     first = parts[0].dataset
     for _, dataset, _ in parts:
@@ -275,9 +275,10 @@ def open_named(text):
     return Mixture(text, meta, first.vocab_size, parts=parts)
 
 
-def open_dataset(folder):
+def open_dataset(folder, vocab_size=0):
     """Open a folder that prepare.py wrote, or one with nanoGPT's .bin files or llm.c's shards; one
-    without meta.json and meta.pkl is taken to hold GPT-2 tokens. Raises UserError."""
+    without meta.json and meta.pkl is taken to hold `vocab_size` ids of someone's own, or where that
+    is 0 GPT-2 tokens. Raises UserError."""
     folder = Path(folder)
     path, mask = folder / 'meta.json', next(folder.glob(f'*{MASK_ENDING}'), None)
     if os.path.lexists(path):
@@ -297,10 +298,13 @@ def open_dataset(folder):
         raise UserError(f'{folder} is not prepared: python prepare.py text FILES '
                         f'--data_dir={quoted(folder)}'
                         + corpus * (folder.parent == Path('data')))
+    description = {'kind': 'gpt2'}
     if (folder / 'meta.pkl').exists():
-        chars = tokenizers.read_nanogpt_chars(folder / 'meta.pkl')
-        return Dataset(folder, {'tokenizer': {'kind': 'char', 'chars': chars}}, len(chars))
-    return Dataset(folder, {}, tokenizers.GPT2Tokenizer.vocab_size)
+        description = tokenizers.read_nanogpt_meta(folder / 'meta.pkl')
+    elif vocab_size not in (0, tokenizers.GPT2Tokenizer.vocab_size):
+        description = {'kind': 'ids', 'vocab_size': vocab_size}
+    meta = {} if description['kind'] == 'gpt2' else {'tokenizer': description}
+    return Dataset(folder, meta, tokenizers.described_vocab_size(description))
 
 
 def mask_name(name):

@@ -106,7 +106,8 @@ def check_ids(path, ids, first, vocab_size):
         bad = int(np.flatnonzero(ids >= vocab_size)[0])
         raise UserError(f'{path}: token {first + bad:,} has id {ids[bad]}, but the vocabulary ends '
                         f'at {vocab_size - 1}: the file is damaged or was written with '
-                        'another tokenizer; prepare the data again')
+                        'another tokenizer; prepare the data again, or where these are ids of your '
+                        'own, say with --vocab_size how many there are')
 
 
 def open_tokens(path, dtype, expected=None, sha256='', offset=None):

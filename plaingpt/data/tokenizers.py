@@ -1,5 +1,6 @@
 """Text ↔ token ids: by characters, by bytes, with GPT-2's BPE, with a BPE of one's own, or with a
 tokenizer of others (foreign_tokenizer.py); each of them also for conversations (chat_tokenizer.py).
+Ids that stand for no text are written as numbers.
 
     tokenizer.encode(text)   str → numpy array of ids
     tokenizer.decode(ids)    ids → str; decode_bytes: its UTF-8, which may end within a character
@@ -115,6 +116,29 @@ class ByteTokenizer(Tokenizer):
 
     def to_json(self):
         return {'kind': 'byte'}
+
+
+class IdsTokenizer(Tokenizer):
+    """Someone's own ids, of which only their number is known: their text is a list of them."""
+
+    end_of_text = None
+
+    def __init__(self, vocab_size):
+        self.vocab_size = vocab_size
+
+    def encode(self, text):
+        """'IDS:1,2,3' → [1, 2, 3], blank text → [0]. Raises UserError."""
+        words = text.removeprefix('IDS:').replace(',', ' ').split() or ['0']
+        if not all(word.isdecimal() and int(word) < self.vocab_size for word in words):
+            raise UserError(f'{text[:40]!r} is no list of ids from 0 to {self.vocab_size - 1}: '
+                            'write it as IDS:1,2,3')
+        return np.array(words, dtype=np.int64)
+
+    def decode_bytes(self, ids):
+        return ''.join(f',{i}' for i in ids).encode()
+
+    def to_json(self):
+        return {'kind': 'ids', 'vocab_size': self.vocab_size}
 
 
 class BytePairTokenizer(Tokenizer):
@@ -307,6 +331,8 @@ def from_json(description):
                              description.get('system', ''))
     if kind == 'foreign':
         return ForeignTokenizer(description)
+    if kind == 'ids':
+        return IdsTokenizer(description['vocab_size'])
     if kind == 'bpe':
         return BPETokenizer([token.encode('latin-1') for token in description['tokens']])
     return ByteTokenizer() if kind == 'byte' else GPT2Tokenizer()
@@ -333,6 +359,8 @@ def described_vocab_size(description):
     match description:
         case {'kind': 'char', 'chars': chars}:
             return len(chars)
+        case {'kind': 'ids', 'vocab_size': size}:
+            return size
         case {'kind': 'byte'}:
             return ByteTokenizer.vocab_size
         case {'kind': 'gpt2'}:
@@ -358,7 +386,7 @@ def words_of(description):
 
 
 # -----------------------------------------------------------------------------
-# nanoGPT's meta.pkl: the characters of its vocabulary, read without running anything in it
+# nanoGPT's meta.pkl, read without running anything in it
 
 class PlainUnpickler(pickle.Unpickler):
     """Makes dicts, texts and numbers. A class or a function, which could run code, has a name."""
@@ -367,19 +395,21 @@ class PlainUnpickler(pickle.Unpickler):
         raise pickle.UnpicklingError(f'it names {module}.{name}')
 
 
-def read_nanogpt_chars(path):
-    """meta.pkl of nanoGPT's data/shakespeare_char/prepare.py → the characters, in the order of
-    their ids. Raises UserError for any other pickle."""
+def read_nanogpt_meta(path):
+    """meta.pkl of nanoGPT's data/shakespeare_char/prepare.py, or one that only says vocab_size →
+    the description of its tokenizer. Raises UserError for any other pickle."""
     try:
         meta = PlainUnpickler(io.BytesIO(path.read_bytes())).load()
-        itos = meta['itos']
-        chars = ''.join(itos[i] for i in range(meta['vocab_size']))
+        size, itos = meta['vocab_size'], meta.get('itos')
+        if itos is None and 'stoi' not in meta and isinstance(size, int) and size > 0:
+            return {'kind': 'ids', 'vocab_size': size}
+        chars = ''.join(itos[i] for i in range(size))
         ids = {char: i for i, char in enumerate(chars)}
         if not chars or itos != dict(enumerate(chars)) or meta.get('stoi', ids) != ids:
             raise ValueError('itos and stoi are not one-to-one')
-        return chars
+        return {'kind': 'char', 'chars': chars}
     except Exception as e:  # a pickle can raise anything
-        what = ' '.join(f'{type(e).__name__}: {e}'.split())
-        raise UserError(f'{path} is no vocabulary of characters as nanoGPT writes it ({what}), and '
-                        'nothing in it was run: prepare the text into a new folder with '
-                        'python prepare.py text --input=FILE --data_dir=NEW_FOLDER') from None
+        raise UserError(f'{path} is no meta.pkl as nanoGPT writes it ({type(e).__name__}: '
+                        f'{" ".join(str(e).split())}), and nothing in it was run: prepare the text '
+                        'into a new folder with python prepare.py text --input=FILE '
+                        '--data_dir=NEW_FOLDER') from None

@@ -147,6 +147,8 @@ def hf_tokenizer(tokenizer):
     """The content of tokenizer.json (the format of Hugging Face's tokenizers library)."""
     whole, tokenizer = tokenizer, tokenizer.base if is_chat(tokenizer) else tokenizer
     kind, end = tokenizer.to_json()['kind'], tokenizer.end_of_text
+    if kind == 'ids':
+        raise UserError('its tokens are ids of your own, which no tokenizer.json can tell')
     special = {} if end is None else {END_OF_TEXT: end}
     merges = []
     if kind == 'char':

@@ -30,7 +30,7 @@ def open_data(config, world):
         for name in names:
             prepare_small(name)
     barrier()
-    dataset = open_named(config.dataset)
+    dataset = open_named(config.dataset, config.vocab_size)
     for _, each, _ in dataset.parts:
         if not each.meta:
             print0(f'{each.folder} has no meta.json: its files are taken for GPT-2 tokens')

@@ -26,7 +26,7 @@ from typing import Annotated, Literal
 
 from configurator import load_config
 from plaingpt.data import tokenizers
-from plaingpt.data.chat_tokenizer import ChatTokenizer, is_chat
+from plaingpt.data.chat_tokenizer import PLAIN_TEMPLATES, ChatTokenizer, find_plain, is_chat
 from plaingpt.data.conversations import open_conversations
 from plaingpt.data.corpora import CORPORA, OPTIONS, describe_corpus, table
 from plaingpt.data.dataset import dataset_folder, prepared_folder
@@ -185,7 +185,8 @@ def prepare_text(name, corpus, folder, config):
             tokenizer = tokenizers.from_json(progress['tokenizer']) if progress else \
                 borrowed or learn_tokenizer(asked, source.texts() if is_of_chat else source)
             if is_of_chat and not is_chat(tokenizer):
-                tokenizer = ChatTokenizer(tokenizer)
+                plain = find_plain(tokenizer)  # where it has the tokens of one
+                tokenizer = ChatTokenizer(tokenizer, PLAIN_TEMPLATES.get(plain, ''))
             threads = len(allowed_cpus()) if config.num_proc == 'auto' else config.num_proc
             write_tokens(source, tokenizer, unfinished, command, progress,
                          choose_shares(config, source, max_tokens), threads=threads,

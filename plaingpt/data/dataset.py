@@ -115,7 +115,7 @@ class Dataset:
         files, _, _, masks = self._open(name)
         if masks:
             from plaingpt.data.packing import ConversationTokens, Marks  # with torch
-            of_others = 'form' in self.tokenizer_json()
+            of_others = {'form', 'template'} & self.tokenizer_json().keys()
             return ConversationTokens(files, masks, self.vocab_size, in_ram,
                                       Marks.of(self.tokenizer()) if of_others else None)
         return TokenStream(files, self.vocab_size, in_ram)

@@ -96,6 +96,15 @@ def parse_object(files, name):
     return found
 
 
+def find_template(files):
+    """{name: text of a file} → the chat template, or None. Of several it is the 'default' one."""
+    found = parse_object(files, 'tokenizer_config.json').get('chat_template')
+    if isinstance(found, list):
+        found = next((each.get('template') for each in found
+                      if isinstance(each, dict) and each.get('name') == 'default'), None)
+    return files.get(TEMPLATE_FILE, found if isinstance(found, str) else None)
+
+
 def count_tokens(tokenizer):
     return max(tokenizer.get_vocab(with_added_tokens=True).values(), default=-1) + 1
 
@@ -167,6 +176,10 @@ class ForeignTokenizer:
             return self._added[i].content.encode()
         token = self._tokenizer.id_to_token(i) or ''
         return bytes(BYTES[char] for char in token if char in BYTES)
+
+    def control_names(self):
+        """{name of a control token: its id}"""
+        return {self._added[i].content: i for i in self.controls}
 
     def special(self, name):
         """The id of a control token, or None."""

@@ -7,7 +7,7 @@ from itertools import chain
 from pathlib import Path
 
 from plaingpt.data import tokenizers
-from plaingpt.data.chat_templates import as_chat
+from plaingpt.data.chat_tokenizer import as_chat
 from plaingpt.data.dataset import open_dataset, prepared_folder
 from plaingpt.data.foreign_tokenizer import (
     FILES_OF_TOKENIZER,

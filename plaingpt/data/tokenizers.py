@@ -21,7 +21,7 @@ from pathlib import Path
 
 import numpy as np
 
-from plaingpt.data.chat_tokenizer import FORMS, SPECIAL_TOKENS, ChatTokenizer
+from plaingpt.data.chat_tokenizer import PLAIN_TEMPLATES, SPECIAL_TOKENS, ChatTokenizer
 from plaingpt.data.foreign_tokenizer import FILES, ForeignTokenizer
 from plaingpt.system.errors import UserError, needs
 
@@ -327,7 +327,8 @@ def from_json(description):
     if kind == 'char':
         return CharTokenizer(description['chars'])
     if kind == 'chat':
-        return ChatTokenizer(from_json(description['base']), description.get('form', 'plaingpt'),
+        template = description.get('template') or PLAIN_TEMPLATES.get(description.get('form'), '')
+        return ChatTokenizer(from_json(description['base']), template,
                              description.get('system', ''))
     if kind == 'foreign':
         return ForeignTokenizer(description)
@@ -369,8 +370,10 @@ def described_vocab_size(description):
             return len(tokens) + 2
         case {'kind': 'foreign', 'vocab_size': size, 'files': files} if files.keys() <= {*FILES}:
             return size  # an export writes the files by their names
-        case {'kind': 'chat', 'base': base, 'form': form} if form in FORMS and form != 'plaingpt':
+        case {'kind': 'chat', 'base': base, 'template': str()}:
             return described_vocab_size(base)
+        case {'kind': 'chat', 'base': base, 'form': form} if form in PLAIN_TEMPLATES:
+            return described_vocab_size(base)  # as earlier versions wrote it
         case {'kind': 'chat', 'base': {'kind': kind} as base} if kind != 'chat':
             size = described_vocab_size(base)
             return size and size + len(SPECIAL_TOKENS)

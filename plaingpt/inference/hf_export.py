@@ -8,14 +8,14 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
-from plaingpt.data.chat_templates import find_template
-from plaingpt.data.chat_tokenizer import SPECIAL_TOKENS, ends_of, is_chat
+from plaingpt.data.chat_tokenizer import SPECIAL_TOKENS, TEMPLATE, ends_of, is_chat
 from plaingpt.data.dataset import open_dataset
 from plaingpt.data.foreign_tokenizer import (
     OUR_TOKENIZER,
     PRINTABLE,
     TEMPLATE_FILE,
     ForeignTokenizer,
+    find_template,
 )
 from plaingpt.inference.hf_architectures import ARCHITECTURES
 from plaingpt.inference.pretrained import without_padding
@@ -69,7 +69,7 @@ def our_files(tokenizer, model):
             'tokenizer_class': 'PreTrainedTokenizerFast', 'clean_up_tokenization_spaces': False,
             'model_max_length': model.config.block_size,
             **({} if end is None else {'bos_token': special[begin], 'eos_token': special[end]}),
-            **({'chat_template': tokenizer.form.template} if is_chat(tokenizer) else {})},
+            **({'chat_template': TEMPLATE} if is_chat(tokenizer) else {})},
         OUR_TOKENIZER: tokenizer.to_json(),
     }
 
@@ -93,7 +93,7 @@ def foreign_files(tokenizer):
         generation['eos_token_id'] = sorted(ends_of(tokenizer))
         files['generation_config.json'] = json.dumps(generation, indent=1) + '\n'
     if tokenizer.is_ours() or find_template(files) is None:
-        files[TEMPLATE_FILE] = tokenizer.form.template
+        files[TEMPLATE_FILE] = tokenizer.template or TEMPLATE
     return files
 
 

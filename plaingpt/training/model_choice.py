@@ -5,7 +5,7 @@ from typing import Literal
 
 from model import GPT, GPTConfig
 from plaingpt.data import tokenizers
-from plaingpt.data.chat_templates import as_chat
+from plaingpt.data.chat_tokenizer import as_chat
 from plaingpt.data.dataset import dataset_folder, open_dataset
 from plaingpt.inference.generation import CompiledStep
 from plaingpt.inference.pretrained import open_pretrained

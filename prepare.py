@@ -32,7 +32,12 @@ from plaingpt.data.corpora import CORPORA, OPTIONS, describe_corpus, table
 from plaingpt.data.dataset import dataset_folder, prepared_folder
 from plaingpt.data.encoding import write_tokens
 from plaingpt.data.inspection import inspect, print_overlaps, print_report, record_overlap
-from plaingpt.data.pretokenized import fetch_shards, find_datatrove, link_datatrove
+from plaingpt.data.pretokenized import (
+    datatrove_tokenizer,
+    fetch_shards,
+    find_datatrove,
+    link_datatrove,
+)
 from plaingpt.data.shards import check_ours, publish, read_progress, writing
 from plaingpt.data.sources import open_source
 from plaingpt.data.tokenizer_choice import borrow_tokenizer, is_dataset, learn_tokenizer
@@ -210,42 +215,20 @@ def prepare_shards(name, corpus, folder, config):
     command = describe_command(name, config, identity=list_sizes(config.input, '*.bin'))
     with writing(folder, command, config.overwrite) as unfinished:
         if unfinished:
-            fetch_shards(corpus.hub, unfinished, command, config.input, config.max_shards)
+            fetch_shards(corpus.hub, config.input, config.max_shards, unfinished, command)
         finish(unfinished, folder)
 
 
 def prepare_datatrove(name, corpus, folder, config):
     """Tokens that datatrove wrote → report. Raises UserError."""
     shards = find_datatrove(config.input, config.max_shards)
-    tokenizer = choose_datatrove_tokenizer(shards, config.tokenizer)
+    tokenizer = datatrove_tokenizer(shards, config.tokenizer)
     command = describe_command(name, config, tokenizer, identity=list_sizes(config.input, '*.ds'))
     with writing(folder, command, config.overwrite) as unfinished:
         if unfinished:
             share = 0.01 if config.val_fraction == 'auto' else config.val_fraction
             link_datatrove(shards, tokenizer, unfinished, command, share)
         finish(unfinished, folder)
-
-
-def choose_datatrove_tokenizer(shards, asked):
-    """The tokenizer of [Shard]: that which their files name, or --tokenizer. Raises UserError."""
-    from plaingpt.inference.hf_export import find_tokenizer  # torch too, which takes a second
-    path, name = shards[0].path, shards[0].tokenizer
-    found = chosen = find_tokenizer(name)
-    if asked in ('gpt2', 'byte'):
-        chosen = {'kind': asked}
-    elif not tokenizers.is_name(asked):
-        chosen = borrow_tokenizer(asked).to_json()
-    elif asked != 'auto':
-        raise UserError(f'tokenizer={asked}: it would be learned from text, and these are tokens: '
-                        'name a prepared dataset or a run that has their tokenizer')
-    elif found is None:
-        raise UserError(f'{path}.metadata names the tokenizer {name!r}, which is not known here: '
-                        'name it with --tokenizer=gpt2, byte, or a prepared dataset or a run that '
-                        'has it')
-    if found not in (None, chosen):
-        raise UserError(f'tokenizer={asked}: {path}.metadata names another one, {name}: leave '
-                        '--tokenizer out')
-    return tokenizers.from_json(chosen)
 
 
 def describe_command(name, config, tokenizer=None, **content):

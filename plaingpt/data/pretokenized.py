@@ -7,22 +7,41 @@ from typing import NamedTuple
 
 import numpy as np
 
+from plaingpt.data import tokenizers
 from plaingpt.data.hub import explain_hub_errors
 from plaingpt.data.shards import empty, read_progress, write_meta, write_progress
 from plaingpt.data.token_files import check_ids, open_tokens
+from plaingpt.data.tokenizer_choice import borrow_tokenizer, is_dataset
 from plaingpt.data.tokenizers import GPT2Tokenizer
 from plaingpt.system.errors import UserError, needs
 from plaingpt.system.files import sha256_of
 from plaingpt.system.streams import ProgressBar, warn
 
+GPT2_NAMES = 'gpt2', 'openai-community/gpt2'  # as datatrove has them
+ADVICE = 'check the connection; the same command resumes from here'
 
-def fetch_shards(repo, folder, command, input, max_shards):
-    """Put the shards that lie in `input`, or of a repository on the hub, and a meta.json into
-    `folder`. Raises UserError."""
-    chosen = link_shards(input, max_shards, folder) if input else \
-        download_shards(repo, max_shards, folder, command)
+
+def fetch_shards(repo, where, max_shards, folder, command):
+    """Put the shards that lie in `where`, or those of a repository on the hub where that is '', and
+    a meta.json into `folder`: the first `max_shards` of train, 0 for all. Raises UserError."""
+    version, sums = ('', {path.name: None for path in Path(where).glob('*.bin')}) if where \
+        else list_repo(repo)
+    chosen = {split: sorted(name for name in sums
+                            if name.endswith('.bin') and f'_{split}_' in f'_{name}')
+              for split in ('train', 'val')}
+    chosen['train'] = chosen['train'][:max_shards or None]
+    if where or not read_progress(folder, command):
+        empty(folder)
+        write_progress(folder, command)  # what is downloaded already stays after a kill
     splits = {}
     for split, names in chosen.items():
+        if not names:
+            raise UserError(f'{where or repo}: no *_{split}_*.bin there')
+        for name in names:
+            if where:
+                (folder / name).symlink_to(Path(where, name).resolve())
+            else:
+                download(repo, name, version, sums[name], folder)
         opened = [open_tokens(folder / name, np.dtype('<u2')) for name in names]
         for file in opened:
             file.sampled_sha256(GPT2Tokenizer.vocab_size)  # sees whether these are GPT-2's tokens
@@ -32,50 +51,25 @@ def fetch_shards(repo, folder, command, input, max_shards):
     write_meta(folder, np.dtype('<u2'), GPT2Tokenizer(), splits, command)
 
 
-def choose_shards(names, max_shards, where):
-    """{split: names}, the first `max_shards` of train (0: all). Raises UserError."""
-    chosen = {split: sorted(name for name in names
-                            if name.endswith('.bin') and f'_{split}_' in f'_{name}')
-              for split in ('train', 'val')}
-    for split, found in chosen.items():
-        if not found:
-            raise UserError(f'{where}: no *_{split}_*.bin there')
-    chosen['train'] = chosen['train'][:max_shards or None]
-    return chosen
-
-
-def link_shards(where, max_shards, folder):
-    """Link to the shards in a folder → {split: names}."""
-    chosen = choose_shards([path.name for path in Path(where).glob('*.bin')], max_shards, where)
-    empty(folder)
-    for name in chosen['train'] + chosen['val']:
-        (folder / name).symlink_to((Path(where) / name).resolve())
-    return chosen
-
-
-def download_shards(repo, max_shards, folder, command):
-    """Download those shards that the same command has not downloaded before → {split: names}."""
+def list_repo(repo):
+    """→ (the version of a repository, {name of a file: its checksum, or None})"""
     with needs('huggingface_hub', repo):
         import huggingface_hub
-    advice = 'check the connection; the same command resumes from here'
-    with explain_hub_errors(repo, advice):
+    with explain_hub_errors(repo, ADVICE):
         info = huggingface_hub.HfApi().dataset_info(repo, files_metadata=True)
-    files = {file.rfilename: file for file in info.siblings}
-    chosen = choose_shards(files, max_shards, repo)
-    sizes = {name: files[name].size or 0 for name in chosen['train'] + chosen['val']}
-    print(f'{len(sizes)} files, {sum(sizes.values()) / 1e9:.1f} GB')
-    if not read_progress(folder, command):
-        write_progress(folder, command)
-    for name in sizes:
-        with explain_hub_errors(repo, advice):  # info.sha: so that all are of one version
-            huggingface_hub.hf_hub_download(repo, name, repo_type='dataset', local_dir=folder,
-                                            revision=info.sha)
-        lfs = files[name].lfs
-        if lfs and sha256_of(folder / name) != lfs.sha256:
-            (folder / name).unlink()
-            raise UserError(f'{repo}/{name}: what arrived has another checksum: run the same '
-                            'command again')
-    return chosen
+    return info.sha, {file.rfilename: file.lfs and file.lfs.sha256 for file in info.siblings}
+
+
+def download(repo, name, version, sha256, folder):
+    """Raises UserError, also where what arrives has another checksum than the hub has."""
+    import huggingface_hub
+    with explain_hub_errors(repo, ADVICE):
+        huggingface_hub.hf_hub_download(repo, name, repo_type='dataset', local_dir=folder,
+                                        revision=version)
+    if sha256 and sha256_of(folder / name) != sha256:
+        (folder / name).unlink()
+        raise UserError(f'{repo}/{name}: what arrived has another checksum: run the same command '
+                        'again')
 
 
 # -----------------------------------------------------------------------------
@@ -122,6 +116,34 @@ def read_shard(path):
         raise UserError(f'{index} does not fit {path.name}: it ends at token {last:,}, and there '
                         f'are {size:,} bytes: copy all files of datatrove, or run it again')
     return Shard(path, ends.astype(np.int64), width, tokenizer)
+
+
+def datatrove_tokenizer(shards, asked):
+    """The tokenizer of [Shard]: that which their files name, or --tokenizer. Raises UserError."""
+    path, name, found = shards[0].path, shards[0].tokenizer, None
+    known = str(Path(name).parent)  # of tokenizer.json, which prepare.py tokenizer wrote there
+    if name in GPT2_NAMES:
+        found = {'kind': 'gpt2'}
+    elif Path(name).name == 'tokenizer.json' and is_dataset(known):
+        found = borrow_tokenizer(known).to_json()
+        if Path(known, 'meta.json').stat().st_mtime > Path(name).stat().st_mtime:
+            raise UserError(f'{name} is not the tokenizer of {known}, which was prepared anew '
+                            'since: encode the documents again, with what python prepare.py '
+                            'tokenizer writes')
+    if asked == 'auto' and found is None:
+        raise UserError(f'{path}.metadata names the tokenizer {name!r}, which is not known here: '
+                        'name it with --tokenizer=gpt2, byte, or a prepared dataset or a run that '
+                        'has it')
+    if asked == 'auto':
+        return tokenizers.from_json(found)
+    if tokenizers.is_name(asked) and asked not in ('gpt2', 'byte'):
+        raise UserError(f'tokenizer={asked}: it would be learned from text, and these are tokens: '
+                        'name a prepared dataset or a run that has their tokenizer')
+    chosen = {'kind': asked} if tokenizers.is_name(asked) else borrow_tokenizer(asked).to_json()
+    if found not in (None, chosen):
+        raise UserError(f'tokenizer={asked}: {path}.metadata names another one, {name}: leave '
+                        '--tokenizer out')
+    return tokenizers.from_json(chosen)
 
 
 def link_datatrove(shards, tokenizer, folder, command, val_fraction):

@@ -3,7 +3,6 @@ tokenizer.json of Hugging Face's tokenizers library."""
 
 import json
 from itertools import pairwise
-from pathlib import Path
 
 import torch
 from safetensors.torch import save_file
@@ -20,7 +19,7 @@ from plaingpt.data.foreign_tokenizer import (
 from plaingpt.inference.hf_architectures import ARCHITECTURES
 from plaingpt.inference.pretrained import without_padding
 from plaingpt.system.errors import UserError
-from plaingpt.system.files import read_json, write_json
+from plaingpt.system.files import write_json
 from plaingpt.system.formatting import printable
 
 END_OF_TEXT, PADDING = '<|endoftext|>', '<|padding|>'
@@ -234,23 +233,3 @@ def write_tokenizer(folder):
     end = f', eos_token={name!r}' if name else ''
     print(f'{path}: {tokenizer.vocab_size:,} tokens\nin datatrove: DocumentTokenizer(…, '
           f'tokenizer_name_or_path={str(path)!r}{end})')
-
-
-def find_tokenizer(name):
-    """The JSON of the tokenizer that a program was given by `name`: GPT-2's, or what
-    write_tokenizer wrote; None for another one. Raises UserError."""
-    if name in ('gpt2', 'openai-community/gpt2'):
-        return {'kind': 'gpt2'}
-    path = Path(name)
-    if path.name != 'tokenizer.json' or not (path.parent / 'meta.json').exists():
-        return None
-    tokenizer = open_dataset(path.parent).tokenizer()
-    try:
-        written = read_json(path)['model']['vocab']
-    except (OSError, ValueError, KeyError, TypeError):
-        written = None
-    if written != document_tokenizer(tokenizer)['model']['vocab']:
-        raise UserError(f'{path} is not the tokenizer of {path.parent}, which was prepared anew '
-                        'since: encode the documents again, with what python prepare.py '
-                        'tokenizer writes')
-    return tokenizer.to_json()

@@ -309,6 +309,7 @@ REMOVED = {  # settings and options of earlier versions → what to use now
     'max_tokens': 'a request to serve.py says its own, and sample.py has max_new_tokens',
     'lm_eval': 'name its tasks with --tasks=TASK',
     'eval_tasks_interval': 'eval_tasks run at evaluations, every eval_interval iterations',
+    'format': 'the fields of a row tell its form; --prompt and --completion name its columns',
     'html': 'make text of HTML pages with trafilatura or pandoc, and prepare that',
 }
 

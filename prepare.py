@@ -21,6 +21,7 @@ import hashlib
 import json
 import os
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -31,15 +32,17 @@ from plaingpt.data.conversations import open_conversations
 from plaingpt.data.corpora import CORPORA, OPTIONS, describe_corpus, table
 from plaingpt.data.dataset import dataset_folder, prepared_folder
 from plaingpt.data.encoding import write_tokens
-from plaingpt.data.inspection import inspect, print_overlaps, print_report, record_overlap
+from plaingpt.data.inspection import inspect
 from plaingpt.data.pretokenized import (
     datatrove_tokenizer,
     fetch_shards,
     find_datatrove,
     link_datatrove,
+    list_sizes,
 )
-from plaingpt.data.shards import check_ours, publish, read_progress, writing
+from plaingpt.data.shards import check_ours, read_progress, write_dataset
 from plaingpt.data.sources import open_source
+from plaingpt.data.splitting import choose_shares
 from plaingpt.data.tokenizer_choice import borrow_tokenizer, is_dataset, learn_tokenizer
 from plaingpt.system.errors import UserError, run_script
 from plaingpt.system.formatting import parse_count, quoted
@@ -60,7 +63,6 @@ class PrepareConfig:
     # what a document is
     documents: Literal['auto', 'file', 'line', 'paragraph', 'title'] = 'auto'  # title: WikiText's
     text_field: str = ''  # of rows; a.b: b in a (default: text or content, or the corpus's)
-    format: Literal['auto', 'messages', 'sharegpt', 'alpaca', 'completion'] = 'auto'  # of chat
     prompt: str = ''  # chat: the column with what the user says (default: found by its name)
     completion: str = ''  # chat: the column with what the assistant says
     encoding: str = 'utf-8'  # of all files: latin-1, cp1252, utf-16, or another
@@ -86,9 +88,8 @@ class PrepareConfig:
         if self.test_fraction and not 0 < self.test_fraction < most:
             found.append(f'test_fraction={self.test_fraction}: expected a number between 0 and '
                          f'{most:g}, which is what validation leaves')
-        for one, other in ('test_fraction', 'test_split'), ('prompt', 'format'):
-            if self.is_given(one) and self.is_given(other):
-                found.append(f'{one} and {other} cannot go together: leave one out')
+        if self.test_fraction and self.test_split:
+            found.append('test_fraction and test_split cannot go together: leave one out')
         if bool(self.prompt) != bool(self.completion):
             found.append('prompt and completion go together: name both columns')
         try:
@@ -131,8 +132,7 @@ def main(argv):
     check_options(config, name, corpus)
     check_ours(folder)  # before anything is downloaded
     print(f'preparing {name}: {describe_corpus(corpus)}')
-    prepare = {'shards': prepare_shards, 'datatrove': prepare_datatrove}.get(
-        corpus.kind, prepare_text)
+    prepare = prepare_tokens if corpus.kind in ('shards', 'datatrove') else prepare_text
     prepare(name, corpus, folder, config)
     if not config.if_small:
         dataset = folder.name if folder.parent == Path('data') else folder
@@ -184,51 +184,36 @@ def prepare_text(name, corpus, folder, config):
                         'running text and has no documents: say what a document is with '
                         '--documents=file, line, paragraph or title')
     command = describe_command(name, config, borrowed, identity=source.identity())
-    with writing(folder, command, config.overwrite) as unfinished:
-        if unfinished:
-            progress = read_progress(unfinished, command)
-            tokenizer = tokenizers.from_json(progress['tokenizer']) if progress else \
-                borrowed or learn_tokenizer(asked, source.texts() if is_of_chat else source)
-            if is_of_chat and not is_chat(tokenizer):
-                plain = find_plain(tokenizer)  # where it has the tokens of one
-                tokenizer = ChatTokenizer(tokenizer, PLAIN_TEMPLATES.get(plain, ''))
-            threads = len(allowed_cpus()) if config.num_proc == 'auto' else config.num_proc
-            write_tokens(source, tokenizer, unfinished, command, progress,
-                         choose_shares(config, source, max_tokens), threads=threads,
-                         shard_tokens=config.shard_tokens, max_tokens=max_tokens,
-                         dedup=config.dedup, chat=is_of_chat)
-        finish(unfinished, folder)
+
+    def write(unfinished):
+        progress = read_progress(unfinished, command)
+        tokenizer = tokenizers.from_json(progress['tokenizer']) if progress else \
+            borrowed or learn_tokenizer(asked, source.texts() if is_of_chat else source)
+        if is_of_chat and not is_chat(tokenizer):
+            plain = find_plain(tokenizer)  # where it has the tokens of one
+            tokenizer = ChatTokenizer(tokenizer, PLAIN_TEMPLATES.get(plain, ''))
+        threads = len(allowed_cpus()) if config.num_proc == 'auto' else config.num_proc
+        write_tokens(source, tokenizer, unfinished, command, progress,
+                     choose_shares(config.val_fraction, config.test_fraction, source, max_tokens),
+                     shard_tokens=config.shard_tokens, threads=threads, max_tokens=max_tokens,
+                     dedup=config.dedup, chat=is_of_chat)
+
+    write_dataset(folder, command, config.overwrite, write)
 
 
-def choose_shares(config, source, max_tokens):
-    """How much of the text each held-out split gets → {'val': …, 'test': …}"""
-    share = config.val_fraction
-    if share == 'auto' and source.unit != 'B':
-        share = 0.01 if 0 < max_tokens < 10**9 else 0.0005
-    elif share == 'auto':
-        share = 0.01 if source.total > 100_000_000 else 0.1
-    return {'val': share, 'test': config.test_fraction}
-
-
-def prepare_shards(name, corpus, folder, config):
-    """Tokens of GPT-2 → report. Raises UserError."""
-    command = describe_command(name, config, identity=list_sizes(config.input, '*.bin'))
-    with writing(folder, command, config.overwrite) as unfinished:
-        if unfinished:
-            fetch_shards(corpus.hub, config.input, config.max_shards, unfinished, command)
-        finish(unfinished, folder)
-
-
-def prepare_datatrove(name, corpus, folder, config):
-    """Tokens that datatrove wrote → report. Raises UserError."""
-    shards = find_datatrove(config.input, config.max_shards)
-    tokenizer = datatrove_tokenizer(shards, config.tokenizer)
-    command = describe_command(name, config, tokenizer, identity=list_sizes(config.input, '*.ds'))
-    with writing(folder, command, config.overwrite) as unfinished:
-        if unfinished:
-            share = 0.01 if config.val_fraction == 'auto' else config.val_fraction
-            link_datatrove(shards, tokenizer, unfinished, command, share)
-        finish(unfinished, folder)
+def prepare_tokens(name, corpus, folder, config):
+    """Tokens that others made → report. Raises UserError."""
+    if corpus.kind == 'shards':
+        command = describe_command(name, config, identity=list_sizes(config.input, '*.bin'))
+        write = partial(fetch_shards, corpus.hub, config.input, config.max_shards, command=command)
+    else:
+        shards = find_datatrove(config.input, config.max_shards)
+        tokenizer = datatrove_tokenizer(shards, config.tokenizer)
+        content = list_sizes(config.input, '*.ds')
+        command = describe_command(name, config, tokenizer, identity=content)
+        share = 0.01 if config.val_fraction == 'auto' else config.val_fraction
+        write = partial(link_datatrove, shards, tokenizer, command=command, val_fraction=share)
+    write_dataset(folder, command, config.overwrite, write)
 
 
 def describe_command(name, config, tokenizer=None, **content):
@@ -240,20 +225,6 @@ def describe_command(name, config, tokenizer=None, **content):
         text = json.dumps(tokenizer.to_json())
         content['tokenizer_sha256'] = hashlib.sha256(text.encode()).hexdigest()
     return {'corpus': name, 'input': name, **given, **content}
-
-
-def list_sizes(folder, pattern):
-    """[name, size] of the files in a folder."""
-    return [[path.name, path.stat().st_size] for path in sorted(Path(folder).glob(pattern))] \
-        if folder else []
-
-
-def finish(unfinished, folder):
-    """Move what is new to its place and report it; compare the splits."""
-    if unfinished:
-        publish(folder)
-        print_report(folder)
-    print_overlaps(record_overlap(folder))
 
 
 if __name__ == '__main__':

@@ -12,7 +12,7 @@ import tiktoken
 from helpers import SHARED, exit_code, fails, fork, shared_file
 
 import prepare
-from plaingpt.data import encoding, readers, tokenizers
+from plaingpt.data import encoding, readers, shards, tokenizers
 from plaingpt.data.corpora import CORPORA, Corpus, find_dataset_size
 from plaingpt.data.dataset import open_dataset
 from plaingpt.data.readers import Piece
@@ -280,7 +280,7 @@ def test_memory_does_not_grow_with_the_corpus(tmp_path, monkeypatch):
     monkeypatch.setattr(encoding, 'BATCH_CHARS', 2**14)
     for name in ('PIECE_CHARS', 'BLOCK_CHARS'):
         monkeypatch.setattr(readers, name, 2**14)
-    monkeypatch.setattr(prepare, 'record_overlap', lambda folder: {})  # takes 80 MB at any size
+    monkeypatch.setattr(shards, 'record_overlap', lambda folder: {})  # takes 80 MB at any size
 
     def peak(size, tokenizer):
         (tmp_path / 'in.txt').write_text('To be, or not to be.\n' * (size // 21))

@@ -19,7 +19,7 @@ from plaingpt.system.formatting import short
 ENCODING = 'input dedup val_fraction test_fraction tokenizer shard_tokens num_proc'
 OPTIONS = {
     'text': f'{ENCODING} encoding errors documents text_field max_tokens',
-    'chat': f'{ENCODING} encoding errors format prompt completion',
+    'chat': f'{ENCODING} encoding errors prompt completion',
     'hub': f'{ENCODING} documents text_field max_tokens path subset split val_split test_split',
     'shards': 'input max_shards',  # tokens already, in files with llm.c's header
     'datatrove': 'input max_shards val_fraction tokenizer'}  # tokens of its DocumentTokenizer

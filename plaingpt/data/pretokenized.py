@@ -51,6 +51,12 @@ def fetch_shards(repo, where, max_shards, folder, command):
     write_meta(folder, np.dtype('<u2'), GPT2Tokenizer(), splits, command)
 
 
+def list_sizes(folder, pattern):
+    """[name, size] of the files in a folder; none where that is ''."""
+    paths = sorted(Path(folder).glob(pattern)) if folder else []
+    return [[path.name, path.stat().st_size] for path in paths]
+
+
 def list_repo(repo):
     """→ (the version of a repository, {name of a file: its checksum, or None})"""
     with needs('huggingface_hub', repo):

@@ -5,7 +5,7 @@ says how far each file was good when the last shard got full: from there the sam
 
 import os
 import shutil
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,7 +20,7 @@ from plaingpt.data.dataset import (
     open_dataset,
     read_meta,
 )
-from plaingpt.data.inspection import find_damage
+from plaingpt.data.inspection import find_damage, print_overlaps, print_report, record_overlap
 from plaingpt.system.errors import UserError
 from plaingpt.system.files import locked, naming, read_json, sha256_of, write_json
 
@@ -204,11 +204,10 @@ def is_done(folder, command, overwrite):
     return earlier == command and not find_damage(open_dataset(folder))
 
 
-@contextmanager
-def writing(folder, command, overwrite):
-    """Make `folder` and keep every other prepare.py out of it → the folder for unfinished files, or
-    None, with a printed line, where this command is done. Folders that stay empty are removed at
-    the end. Raises UserError."""
+def write_dataset(folder, command, overwrite, write):
+    """Make `folder`, and keep every other prepare.py out of it while `write` writes a dataset to
+    the folder for unfinished files that it is given; then move it to its place, and report. Where
+    this command is done, a line says so. Folders that stay empty are removed. Raises UserError."""
     unfinished, ours = folder / UNFINISHED, False
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -221,15 +220,16 @@ def writing(folder, command, overwrite):
             if is_done(folder, command, overwrite):
                 shutil.rmtree(unfinished, ignore_errors=True)
                 print(f'{folder} is already prepared by this command, and its checksums are right')
-                yield None
-                return
-            unfinished.mkdir(exist_ok=True)
-            try:
-                yield unfinished
-            finally:
-                if not any((unfinished / name).exists() for name in ('progress.json', 'meta.json')):
-                    shutil.rmtree(unfinished, ignore_errors=True)
+            else:
+                unfinished.mkdir(exist_ok=True)
+                write(unfinished)
+                publish(folder)
+                print_report(folder)
+            print_overlaps(record_overlap(folder))
     finally:
+        if ours and not any((unfinished / name).exists() for name in ('progress.json',
+                                                                      'meta.json')):
+            shutil.rmtree(unfinished, ignore_errors=True)
         if ours:
             with suppress(OSError):
                 folder.rmdir()

@@ -12,6 +12,16 @@ SPLITS = ('train', 'val', 'test')
 GOLDEN = 0x9E3779B97F4A7C15  # 2^64 / the golden ratio: its multiples spread evenly over the circle
 
 
+def choose_shares(val_fraction, test_fraction, source, max_tokens):
+    """How much of the text each held-out split gets → {'val': …, 'test': …}. max_tokens: to train
+    on, 0 for all"""
+    if val_fraction == 'auto' and source.unit != 'B':
+        val_fraction = 0.01 if 0 < max_tokens < 10**9 else 0.0005
+    elif val_fraction == 'auto':
+        val_fraction = 0.01 if source.total > 100_000_000 else 0.1
+    return {'val': val_fraction, 'test': test_fraction}
+
+
 def put_in_splits(source, shares, duplicates, ends_with_line):
     """The pieces of a source → (split, text, new_document).
     shares: {'val': …, 'test': …} of the text; duplicates: a Duplicates, or None

@@ -152,14 +152,11 @@ def test_what_cannot_be_prepared_is_refused_in_one_line(capsys, monkeypatch):
             (['--input=a.jsonl', '--documents=line'], 'documents=line: chat does not'),
             (['--input=a.jsonl', '--text_field=b'], 'text_field=b: chat does not'),
             (['--input=a.jsonl', '--tokenizer=.'], 'tokenizer=.: expected auto'),
-            (['--input=a.jsonl', '--format=alpaca'], 'a.jsonl, line 1: not of the form alpaca'),
             (['--input=nothing.jsonl'], 'nothing.jsonl: no such file'),
             (['--input=empty.jsonl'], 'empty.jsonl: empty, no text to learn from')):
         assert what in fails(capsys, monkeypatch, prepare.main, 'chat', '--tokenizer=byte',
                              *options), options
         assert not os.path.exists('data/chat/meta.json')
-    assert 'format=alpaca: text does not take it' in fails(
-        capsys, monkeypatch, prepare.main, 'text', '--input=a.jsonl', '--format=alpaca')
 
 
 def test_another_command_replaces_it_only_with_overwrite_and_then_its_masks_too(

@@ -13,7 +13,7 @@ import prepare
 from plaingpt.data import encoding
 from plaingpt.data.dataset import open_dataset
 from plaingpt.data.inspection import find_damage
-from plaingpt.data.shards import writing
+from plaingpt.system.files import locked
 
 
 @pytest.fixture(scope='module')
@@ -137,6 +137,7 @@ def test_a_damaged_progress_json_means_starting_anew(progress, rows, tmp_path):
 
 def test_two_at_once_in_one_folder_are_refused(rows, tmp_path, capsys, monkeypatch):
     argv = command(rows, tmp_path / 'd')
-    with writing(tmp_path / 'd', {}, False):
+    (tmp_path / 'd').mkdir()
+    with locked(tmp_path / 'd', ''):
         assert 'another prepare.py' in fails(capsys, monkeypatch, prepare.main, *argv)
     prepare.main(argv)

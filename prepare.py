@@ -42,7 +42,7 @@ from plaingpt.data.pretokenized import (
 )
 from plaingpt.data.shards import check_ours, read_progress, write_dataset
 from plaingpt.data.sources import open_source
-from plaingpt.data.splitting import choose_shares
+from plaingpt.data.splitting import Shares
 from plaingpt.data.tokenizer_choice import borrow_tokenizer, is_dataset, learn_tokenizer
 from plaingpt.system.errors import UserError, run_script
 from plaingpt.system.formatting import parse_count, quoted
@@ -70,7 +70,7 @@ class PrepareConfig:
     # how much
     max_tokens: int | str = 0  # to train on, such as 100M or 1.5B (0: all); then reading ends
     dedup: bool = False  # leave out documents that equal an earlier one but for white space
-    val_fraction: Literal['auto'] | float = 'auto'  # held out (auto: 0.1 small, 0.0005 hub)
+    val_fraction: Literal['auto'] | float = 'auto'  # held out (auto: 0.1, up to 1M tokens)
     test_fraction: float = 0.0  # held out as well, for evaluate.py --split=test (0: none)
     # how
     tokenizer: str = 'auto'  # char, byte, gpt2, bpe:SIZE, dataset, run, model (auto: listed)
@@ -194,7 +194,7 @@ def prepare_text(name, corpus, folder, config):
             tokenizer = ChatTokenizer(tokenizer, PLAIN_TEMPLATES.get(plain, ''))
         threads = len(allowed_cpus()) if config.num_proc == 'auto' else config.num_proc
         write_tokens(source, tokenizer, unfinished, command, progress,
-                     choose_shares(config.val_fraction, config.test_fraction, source, max_tokens),
+                     Shares.of(config.val_fraction, config.test_fraction),
                      shard_tokens=config.shard_tokens, threads=threads, max_tokens=max_tokens,
                      dedup=config.dedup, chat=is_of_chat)
 

@@ -17,7 +17,7 @@ from plaingpt.data.corpora import CORPORA, Corpus, find_dataset_size
 from plaingpt.data.dataset import open_dataset
 from plaingpt.data.readers import Piece
 from plaingpt.data.sources import find_standard_library
-from plaingpt.data.splitting import SPLITS, split_by_hash
+from plaingpt.data.splitting import SPLITS, Shares, split_by_hash
 from plaingpt.data.tokenizers import choose_vocab_size
 from plaingpt.system.errors import UserError
 
@@ -52,8 +52,8 @@ def test_ids_are_those_of_tiktoken_and_the_end_of_text_stands_before_each_docume
     prepare.main(['text', f'--input={tmp_path}/in.jsonl', '--tokenizer=gpt2',
                   f'--data_dir={tmp_path}/d'])
     gpt2 = tiktoken.get_encoding('gpt2')
-    texts = {split: [text for which, text, _ in split_by_hash(
-        [Piece(text, True) for text in texts], 0.1) if which == split] for split in SPLITS[:2]}
+    found = [*split_by_hash([Piece(text, True) for text in texts], Shares(0.1))]
+    texts = {split: [text for which, text, _ in found if which == split] for split in SPLITS[:2]}
     for split, mine in texts.items():
         ids = open_dataset(tmp_path / 'd').split(split, in_ram=True).ram.tolist()
         assert ids == [i for text in mine for i in (50256, *gpt2.encode_ordinary(text))]

@@ -42,12 +42,12 @@ def write_tokens(source, tokenizer, folder, command, progress, shares, *, shard_
     """Encode `source` into shards and meta.json in `folder`. Raises UserError.
 
     command: all that decides the content, as meta.json has it
-    progress: of shards.read_progress, from where it goes on; shares: of put_in_splits
+    progress: of shards.read_progress, from where it goes on; shares: splitting.Shares
     max_tokens: to train on, 0 for all; chat: its texts are conversations as JSON
     """
     dtype = np.dtype('<u2' if tokenizer.vocab_size <= 2**16 else '<u4')
     columns = {'.bin': dtype, **({MASK_ENDING: np.dtype('u1')} if chat else {})}
-    has_test = shares['test'] or 'test' in getattr(source, 'splits', ())
+    has_test = shares.test or 'test' in getattr(source, 'splits', ())
     writers = {split: ShardWriter(folder, split, shard_tokens, columns)
                for split in SPLITS[:2 + bool(has_test)]}
     for split in writers if progress else ():

@@ -3,51 +3,61 @@
 import hashlib
 import math
 import sys
+from dataclasses import dataclass
 from itertools import chain
 
 from plaingpt.data.readers import Piece
 from plaingpt.data.tokenizer_choice import count_characters
 
 SPLITS = ('train', 'val', 'test')
+VAL_CHARS = 4_000_000  # about a million tokens: enough for a loss, however large the corpus is
 GOLDEN = 0x9E3779B97F4A7C15  # 2^64 / the golden ratio: its multiples spread evenly over the circle
 
 
-def choose_shares(val_fraction, test_fraction, source, max_tokens):
-    """How much of the text each held-out split gets → {'val': …, 'test': …}. max_tokens: to train
-    on, 0 for all"""
-    if val_fraction == 'auto' and source.unit != 'B':
-        val_fraction = 0.01 if 0 < max_tokens < 10**9 else 0.0005
-    elif val_fraction == 'auto':
-        val_fraction = 0.01 if source.total > 100_000_000 else 0.1
-    return {'val': val_fraction, 'test': test_fraction}
+@dataclass
+class Shares:
+    """How much of the text is held out."""
+
+    val: float
+    test: float = 0.0
+    val_chars: float = math.inf  # of validation text at most: later documents are for training
+
+    @classmethod
+    def of(cls, val_fraction, test_fraction):
+        """Those of prepare.py's settings. 'auto' does not depend on how much text there is: more of
+        a corpus has the same validation text."""
+        if val_fraction == 'auto':
+            return cls(0.1, test_fraction, VAL_CHARS)
+        return cls(val_fraction, test_fraction)
 
 
 def put_in_splits(source, shares, duplicates, ends_with_line):
     """The pieces of a source → (split, text, new_document).
-    shares: {'val': …, 'test': …} of the text; duplicates: a Duplicates, or None
+    duplicates: a Duplicates, or None
     ends_with_line: end documents with a line break, where no end of text comes before the next"""
     pieces = source.pieces()
     if source.is_one_text:
         characters = count_characters(source)
-        ends = [('train', int(characters * (1 - (shares['val'] + shares['test']))))]
-        if shares['test']:
-            ends.append(('val', int(characters * (1 - shares['test']))))
+        val = min(shares.val, shares.val_chars / max(1, characters))
+        ends = [('train', int(characters * (1 - (val + shares.test))))]
+        if shares.test:
+            ends.append(('val', int(characters * (1 - shares.test))))
         return split_by_place(pieces, [*ends, (SPLITS[len(ends)], sys.maxsize)])
     if duplicates:
         pieces = duplicates.leave_out(pieces)
-    pieces = split_by_hash(pieces, shares['val'], shares['test'])
+    pieces = split_by_hash(pieces, shares)
     return end_with_line_breaks(pieces) if ends_with_line else pieces
 
 
-def split_by_hash(pieces, val_fraction, test_fraction=0):
+def split_by_hash(pieces, shares):
     """Pieces → (split, text, new_document). A hash of a document's first piece decides its split,
     so a document keeps its split when others are added or removed. The validation share is at the
     low end of the hash's range and the test share at the high end, so that neither changes the
     other. Of a long document, which comes in several pieces, each split gets its share: the hashes
     of the other pieces follow that of the first in steps of the golden ratio."""
-    val_end = math.ceil(val_fraction * 2**64)
-    test_start = math.ceil((1 - test_fraction) * 2**64)
-    split = None
+    val_end = math.ceil(shares.val * 2**64)
+    test_start = math.ceil((1 - shares.test) * 2**64)
+    split, held_out = None, 0
     for text, new_document, own_split in pieces:
         if new_document:
             # Text that differs in white space at its end only, as by a last line break, is on one
@@ -58,8 +68,10 @@ def split_by_hash(pieces, val_fraction, test_fraction=0):
         before = split
         if own_split != 'val' and place >= test_start:
             split = 'test'
+        elif not own_split and place < val_end and held_out < shares.val_chars:
+            split, held_out = 'val', held_out + len(text)
         else:
-            split = own_split or ('val' if place < val_end else 'train')
+            split = own_split or 'train'
         yield split, text, new_document or split != before
 
 

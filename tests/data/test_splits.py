@@ -12,9 +12,10 @@ from hypothesis import strategies as st
 
 import evaluate
 import prepare
+from plaingpt.data import splitting
 from plaingpt.data.dataset import open_dataset
 from plaingpt.data.readers import PIECE_CHARS, Piece
-from plaingpt.data.splitting import Duplicates, split_by_hash, split_by_place
+from plaingpt.data.splitting import Duplicates, Shares, split_by_hash, split_by_place
 
 TEXTS = [f'document {i} of the web' for i in range(1000)]
 
@@ -41,7 +42,7 @@ def test_shares_and_splits_that_cannot_be_are_refused(more, words, tmp_path, ref
 
 def sides(texts, *fractions):
     pieces = [Piece(text, True) for text in texts]
-    return [split for split, *_ in split_by_hash(pieces, *fractions)]
+    return [split for split, *_ in split_by_hash(pieces, Shares(*fractions))]
 
 
 def test_the_side_of_a_document_is_that_of_earlier_versions_whatever_white_space_ends_it():
@@ -56,6 +57,27 @@ def test_documents_keep_their_side_when_others_come_and_go():
     assert sides(TEXTS[::3], 0.1, 0.2) == sides(TEXTS, 0.1, 0.2)[::3]
 
 
+@pytest.mark.parametrize('kind', ['rows', 'hub', 'hub, max_tokens', 'files'])
+def test_more_of_a_corpus_has_the_same_validation_text(kind, tmp_path, monkeypatch):
+    monkeypatch.setattr(splitting, 'VAL_CHARS', 1000)
+    vals, texts = [], [f'{text} goes on ' * (i % 9) for i, text in enumerate(TEXTS)]
+    for n in (600, 800, 1000):
+        folder, more = tmp_path / f'{n}', []
+        if kind == 'files':
+            folder.mkdir()
+            for i, text in enumerate(texts[:n]):
+                (folder / f'{i:04}.txt').write_text(text)
+        elif kind == 'hub':
+            write_parquet(folder / 'train.parquet', texts[:n])
+        else:
+            write_rows(folder / 'train.jsonl', texts)
+            more = [f'--max_tokens={50 * n}'] if 'max' in kind else []
+        _, val = prepared(tmp_path / f'd{n}', 'hf' if 'hub' in kind else 'text', folder, *more)
+        assert 1000 <= sum(map(len, val)) < 1400
+        vals.append(val)
+    assert vals[0] == vals[1] == vals[2]
+
+
 def test_a_test_share_takes_from_training_and_leaves_validation_as_it_was():
     without, held_out = sides(TEXTS, 0.2), sides(TEXTS, 0.2, 0.3)
     assert [split == 'val' for split in without] == [split == 'val' for split in held_out]
@@ -67,7 +89,7 @@ def test_a_test_share_takes_from_training_and_leaves_validation_as_it_was():
 def test_each_split_gets_its_share_of_a_long_document():
     for name in 'abc':
         pieces = [Piece(f'{name}{i}', i == 0) for i in range(200)]
-        found, _, begins = zip(*split_by_hash(pieces, 0.1, 0.2), strict=True)
+        found, _, begins = zip(*split_by_hash(pieces, Shares(0.1, 0.2)), strict=True)
         assert abs(found.count('val') - 20) <= 2 and abs(found.count('test') - 40) <= 2
         thirds = [found[i:i + 66].count('val') for i in (0, 66, 132)]
         assert min(thirds) >= 4  # from all over it

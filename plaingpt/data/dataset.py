@@ -229,9 +229,12 @@ def dataset_folder(name):
 
 def prepared_folder(name):
     """The folder of a prepared dataset, which is given by its name or as the folder itself."""
-    folder = Path(name)
-    is_here = (folder / 'meta.json').exists() or any(folder.glob('*.bin'))
-    return folder if is_here else dataset_folder(name)
+    return Path(name) if holds_tokens(Path(name)) else dataset_folder(name)
+
+
+def holds_tokens(folder):
+    """Whether there are token files, or what says that there are."""
+    return (folder / 'meta.json').exists() or any(folder.glob('*.bin'))
 
 
 def read_names(text):
@@ -247,8 +250,7 @@ def read_names(text):
 
 def has_token_files(text):
     """Whether there are token files of all that `dataset` says."""
-    return all((dataset_folder(name) / 'meta.json').exists()
-               or any(dataset_folder(name).glob('*.bin')) for name in read_names(text))
+    return all(holds_tokens(dataset_folder(name)) for name in read_names(text))
 
 
 def open_named(text, vocab_size=0):
@@ -280,20 +282,12 @@ def open_dataset(folder, vocab_size=0):
     without meta.json and meta.pkl is taken to hold `vocab_size` ids of someone's own, or where that
     is 0 GPT-2 tokens. Raises UserError."""
     folder = Path(folder)
-    path, mask = folder / 'meta.json', next(folder.glob(f'*{MASK_ENDING}'), None)
-    if os.path.lexists(path):
-        meta = read_meta(path)
-        dataset = Dataset(folder, meta, meta['vocab_size'])
-        if mask and not dataset.has_mask():
-            raise UserError(f'{mask} is a loss mask, and meta.json lists none: copy the whole '
-                            'folder again, or prepare it anew')
-        return dataset
+    if os.path.lexists(folder / 'meta.json'):
+        meta = read_meta(folder / 'meta.json')
+        return Dataset(folder, meta, meta['vocab_size'])
     if (folder / UNFINISHED).exists():
         raise UserError(f'{folder} is not finished: run the prepare.py command that wrote it again')
-    if mask:
-        raise UserError(f'{folder} has the loss mask {mask.name} and no meta.json: copy the whole '
-                        'folder again')
-    if not any(folder.glob('*.bin')):
+    if not holds_tokens(folder):
         corpus = f', or python prepare.py {quoted(folder.name)} where that is a corpus it lists'
         raise UserError(f'{folder} is not prepared: python prepare.py text FILES '
                         f'--data_dir={quoted(folder)}'

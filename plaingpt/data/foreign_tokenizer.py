@@ -149,6 +149,8 @@ class ForeignTokenizer:
         self.description = description
         self.vocab_size, self.end_of_text = description['vocab_size'], description['end_of_text']
         self.ends = frozenset({*description['ends'], self.end_of_text} - {None})
+        if not description['files'].keys() <= {*FILES}:  # an export writes them by their names
+            raise UserError('unknown tokenizer: it names files that no tokenizer has')
         try:
             self._tokenizer = load(description['files']['tokenizer.json'])
             check_size(self._tokenizer, self.vocab_size)

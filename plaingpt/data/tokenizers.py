@@ -22,19 +22,15 @@ from pathlib import Path
 import numpy as np
 
 from plaingpt.data.chat_tokenizer import PLAIN_TEMPLATES, SPECIAL_TOKENS, ChatTokenizer
-from plaingpt.data.foreign_tokenizer import FILES, ForeignTokenizer
-from plaingpt.system.errors import UserError, needs
+from plaingpt.data.foreign_tokenizer import ForeignTokenizer
+from plaingpt.system.errors import UserError
 
 NAMES = 'char, byte, gpt2, bpe or bpe:VOCAB_SIZE'
 BPE_VOCAB_SIZE = 8192  # of plain 'bpe'
 
 
 class UnknownCharacter(UserError):
-    """`character` is not in the vocabulary."""
-
-    def __init__(self, message, character):
-        super().__init__(message)
-        self.character = character
+    """A character is not in the vocabulary."""
 
 
 class WrongIds(UserError):
@@ -78,8 +74,7 @@ class CharTokenizer(Tokenizer):
             at = int(unknown[0])
             excerpt = text[max(0, at - 10):at + 10]
             raise UnknownCharacter(f'character {text[at]!r} in {excerpt!r} is not among the '
-                                   f'{self.vocab_size} characters that this tokenizer knows',
-                                   text[at])
+                                   f'{self.vocab_size} characters that this tokenizer knows')
         return self._ids[places]
 
     def decode(self, ids):
@@ -205,7 +200,7 @@ class GPT2Tokenizer(BytePairTokenizer):
     vocab_size = 50257
 
     def __init__(self):
-        tiktoken = import_tiktoken()
+        import tiktoken
         try:
             super().__init__(tiktoken.get_encoding('gpt2'))
         except (OSError, ValueError) as e:  # network errors are OSErrors; a bad hash a ValueError
@@ -229,7 +224,7 @@ class BPETokenizer(BytePairTokenizer):
 
     def __init__(self, tokens):
         """tokens: the bytes of each id but the last two; those merged first come first."""
-        tiktoken = import_tiktoken()
+        import tiktoken
         self.tokens = tokens
         self.end_of_text = len(tokens)
         self.vocab_size = len(tokens) + 2
@@ -245,8 +240,7 @@ class BPETokenizer(BytePairTokenizer):
         if vocab_size < 258:
             raise UserError(f'bpe:{vocab_size} is too few: 256 bytes and 2 control tokens are the '
                             'least, so bpe:258 and up')
-        with needs('rustbpe', 'training a tokenizer'):
-            import rustbpe
+        import rustbpe
         trainer = rustbpe.Tokenizer()
         # buffer_size: texts that the trainer holds at a time
         trainer.train_from_iterator(texts, vocab_size - 2, buffer_size=256, pattern=cls.PATTERN)
@@ -290,12 +284,6 @@ def suppress_panic():
             raise
 
 
-def import_tiktoken():
-    with needs('tiktoken', 'a gpt2 or bpe tokenizer'):
-        import tiktoken
-    return tiktoken
-
-
 def is_name(name):
     """True for one of NAMES, and for 'auto'."""
     return re.fullmatch(r'auto|char|byte|gpt2|bpe(:[0-9]+)?', name) is not None
@@ -318,25 +306,49 @@ def make_tokenizer(name, texts):
     return from_json({'kind': kind})
 
 
+KINDS = {  # kind → a function from what to_json gave to the tokenizer
+    'char': lambda made: CharTokenizer(made['chars']),
+    'byte': lambda made: ByteTokenizer(),
+    'ids': lambda made: IdsTokenizer(made['vocab_size']),
+    'gpt2': lambda made: GPT2Tokenizer(),
+    'bpe': lambda made: BPETokenizer([token.encode('latin-1') for token in made['tokens']]),
+    'foreign': ForeignTokenizer,
+    'chat': lambda made: ChatTokenizer(from_json(made['base']), chat_template(made),
+                                       made.get('system', ''))}
+
+
 def from_json(description):
     """The tokenizer that `to_json` described. Raises UserError where it cannot be made."""
-    if described_vocab_size(description) is None:
+    try:
+        return KINDS[description['kind']](description)
+    except (KeyError, TypeError):
         raise UserError(f'unknown tokenizer {repr(description)[:80]}: expected one that prepare.py '
-                        'wrote')
+                        'wrote') from None
+
+
+def chat_template(description):
+    """The template of a chat tokenizer, '' for ours. Earlier versions wrote the name of one."""
+    return description.get('template') or PLAIN_TEMPLATES.get(description.get('form'), '')
+
+
+def described_vocab_size(description):
+    """The vocabulary of `from_json(description)`, without making it; None where it is unknown."""
     kind = description['kind']
-    if kind == 'char':
-        return CharTokenizer(description['chars'])
     if kind == 'chat':
-        template = description.get('template') or PLAIN_TEMPLATES.get(description.get('form'), '')
-        return ChatTokenizer(from_json(description['base']), template,
-                             description.get('system', ''))
-    if kind == 'foreign':
-        return ForeignTokenizer(description)
-    if kind == 'ids':
-        return IdsTokenizer(description['vocab_size'])
+        size = described_vocab_size(description['base'])
+        return size + (0 if chat_template(description) else len(SPECIAL_TOKENS))
+    if kind in ('char', 'bpe'):
+        return len(description['chars']) if kind == 'char' else len(description['tokens']) + 2
+    known = {'byte': ByteTokenizer.vocab_size, 'gpt2': GPT2Tokenizer.vocab_size}
+    return known.get(kind, description.get('vocab_size'))
+
+
+def named_vocab_size(name):
+    """The vocabulary of `make_tokenizer(name, texts)`, or None where the texts decide."""
+    kind, _, size = name.partition(':')
     if kind == 'bpe':
-        return BPETokenizer([token.encode('latin-1') for token in description['tokens']])
-    return ByteTokenizer() if kind == 'byte' else GPT2Tokenizer()
+        return int(size or BPE_VOCAB_SIZE)
+    return None if kind in ('char', 'auto') else described_vocab_size({'kind': kind})
 
 
 def token_bytes(tokenizer):
@@ -347,36 +359,6 @@ def token_bytes(tokenizer):
     sizes[:words.vocab_size] = [0 if i in controls else len(words.decode_bytes([i]))
                                 for i in range(words.vocab_size)]
     return sizes
-
-
-def named_vocab_size(name):
-    """The vocabulary of `make_tokenizer(name, texts)`, or None where the texts decide (char)."""
-    kind, _, size = name.partition(':')
-    return int(size or BPE_VOCAB_SIZE) if kind == 'bpe' else described_vocab_size({'kind': kind})
-
-
-def described_vocab_size(description):
-    """The vocabulary of `from_json(description)`, without making it; None for an unknown one."""
-    match description:
-        case {'kind': 'char', 'chars': chars}:
-            return len(chars)
-        case {'kind': 'ids', 'vocab_size': size}:
-            return size
-        case {'kind': 'byte'}:
-            return ByteTokenizer.vocab_size
-        case {'kind': 'gpt2'}:
-            return GPT2Tokenizer.vocab_size
-        case {'kind': 'bpe', 'tokens': tokens}:
-            return len(tokens) + 2
-        case {'kind': 'foreign', 'vocab_size': size, 'files': files} if files.keys() <= {*FILES}:
-            return size  # an export writes the files by their names
-        case {'kind': 'chat', 'base': base, 'template': str()}:
-            return described_vocab_size(base)
-        case {'kind': 'chat', 'base': base, 'form': form} if form in PLAIN_TEMPLATES:
-            return described_vocab_size(base)  # as earlier versions wrote it
-        case {'kind': 'chat', 'base': {'kind': kind} as base} if kind != 'chat':
-            size = described_vocab_size(base)
-            return size and size + len(SPECIAL_TOKENS)
 
 
 def words_of(description):

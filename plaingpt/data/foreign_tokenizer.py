@@ -141,6 +141,15 @@ def load(text):
     return made
 
 
+def join_halves(text):
+    """→ (text, its UTF-8) where two halves of a character are joined, one alone becomes U+FFFD."""
+    try:
+        return text, text.encode()
+    except UnicodeEncodeError:
+        text = text.encode('utf-16', 'surrogatepass').decode('utf-16', 'replace')
+        return text, text.encode()
+
+
 class ForeignTokenizer:
     """A tokenizer of tokenizers.py. `vocab_size` is the model's, which may have rows for no token.
     """
@@ -160,10 +169,7 @@ class ForeignTokenizer:
         self.controls = {i for i, token in self._added.items() if token.special}
 
     def encode(self, text):
-        try:
-            text.encode()
-        except UnicodeEncodeError:  # half a character, as JSON can hold it
-            text = text.encode('utf-16', 'surrogatepass').decode('utf-16', 'replace')
+        text, _ = join_halves(text)
         return np.array(self._tokenizer.encode(text, add_special_tokens=False).ids, dtype=np.int64)
 
     def decode(self, ids):

@@ -11,7 +11,7 @@ from plaingpt.data import tokenizers
 from plaingpt.data.hub import explain_hub_errors
 from plaingpt.data.shards import empty, read_progress, write_meta, write_progress
 from plaingpt.data.token_files import check_ids, open_tokens
-from plaingpt.data.tokenizer_choice import borrow_tokenizer, is_dataset
+from plaingpt.data.tokenizer_choice import borrow_tokenizer
 from plaingpt.data.tokenizers import GPT2Tokenizer
 from plaingpt.system.errors import UserError, needs
 from plaingpt.system.files import sha256_of
@@ -125,31 +125,18 @@ def read_shard(path):
 
 
 def datatrove_tokenizer(shards, asked):
-    """The tokenizer of [Shard]: that which their files name, or --tokenizer. Raises UserError."""
-    path, name, found = shards[0].path, shards[0].tokenizer, None
-    known = str(Path(name).parent)  # of tokenizer.json, which prepare.py tokenizer wrote there
-    if name in GPT2_NAMES:
-        found = {'kind': 'gpt2'}
-    elif Path(name).name == 'tokenizer.json' and is_dataset(known):
-        found = borrow_tokenizer(known).to_json()
-        if Path(known, 'meta.json').stat().st_mtime > Path(name).stat().st_mtime:
-            raise UserError(f'{name} is not the tokenizer of {known}, which was prepared anew '
-                            'since: encode the documents again, with what python prepare.py '
-                            'tokenizer writes')
-    if asked == 'auto' and found is None:
-        raise UserError(f'{path}.metadata names the tokenizer {name!r}, which is not known here: '
-                        'name it with --tokenizer=gpt2, byte, or a prepared dataset or a run that '
-                        'has it')
-    if asked == 'auto':
-        return tokenizers.from_json(found)
+    """The tokenizer of [Shard]: --tokenizer, or GPT-2's where their files name it. UserError"""
+    path, name = shards[0].path, shards[0].tokenizer
+    if asked == 'auto' and name in GPT2_NAMES:
+        asked = 'gpt2'
     if tokenizers.is_name(asked) and asked not in ('gpt2', 'byte'):
-        raise UserError(f'tokenizer={asked}: it would be learned from text, and these are tokens: '
-                        'name a prepared dataset or a run that has their tokenizer')
-    chosen = {'kind': asked} if tokenizers.is_name(asked) else borrow_tokenizer(asked).to_json()
-    if found not in (None, chosen):
+        raise UserError(f'{path}.metadata names the tokenizer {name!r}: name it with --tokenizer, '
+                        'as the dataset or run that has it, or as gpt2 or byte')
+    if name in GPT2_NAMES and asked != 'gpt2':
         raise UserError(f'tokenizer={asked}: {path}.metadata names another one, {name}: leave '
                         '--tokenizer out')
-    return tokenizers.from_json(chosen)
+    return tokenizers.from_json({'kind': asked}) if tokenizers.is_name(asked) \
+        else borrow_tokenizer(asked)
 
 
 def link_datatrove(shards, tokenizer, folder, command, val_fraction):

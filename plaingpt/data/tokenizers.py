@@ -22,7 +22,7 @@ from pathlib import Path
 import numpy as np
 
 from plaingpt.data.chat_tokenizer import PLAIN_TEMPLATES, SPECIAL_TOKENS, ChatTokenizer
-from plaingpt.data.foreign_tokenizer import ForeignTokenizer
+from plaingpt.data.foreign_tokenizer import ForeignTokenizer, join_halves
 from plaingpt.system.errors import UserError
 
 NAMES = 'char, byte, gpt2, bpe or bpe:VOCAB_SIZE'
@@ -250,15 +250,6 @@ class BPETokenizer(BytePairTokenizer):
     def to_json(self):
         # Latin-1 maps the 256 bytes to the first 256 characters, so that JSON can hold them.
         return {'kind': 'bpe', 'tokens': [token.decode('latin-1') for token in self.tokens]}
-
-
-def join_halves(text):
-    """→ (text, its UTF-8) where two halves of a character are joined, one alone becomes U+FFFD."""
-    try:
-        return text, text.encode()
-    except UnicodeEncodeError:
-        text = text.encode('utf-16', 'surrogatepass').decode('utf-16', 'replace')
-        return text, text.encode()
 
 
 def build_gigatoken(encoding):

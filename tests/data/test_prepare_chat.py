@@ -216,18 +216,6 @@ def test_conversations_are_in_no_mixture():
             command([mixed, '--device=cpu'])
 
 
-def test_halves_of_characters_are_replaced_whatever_the_tokenizer():
-    rows = [*pairs(30), {'prompt': 'a \ud800 b', 'completion': 'c \udce9 d'}]
-    write('a.jsonl', rows)
-    for tokenizer in ('byte', 'char', 'bpe:300'):
-        prepare.main(['chat', '--input=a.jsonl', f'--tokenizer={tokenizer}',
-                      f'--data_dir=data/{tokenizer}'])
-        dataset = open_dataset(f'data/{tokenizer}')
-        text = ''.join(dataset.tokenizer().decode(dataset.split(split, in_ram=True).ram)
-                       for split in ('train', 'val'))
-        assert 'a \ufffd b' in text and 'c \ufffd d' in text
-
-
 def test_what_the_system_says_in_all_conversations_is_no_copy_and_equal_answers_are():
     told = {'role': 'system', 'content': 'You are a helpful assistant. ' * 9}
     chance = random.Random(0)

@@ -1,6 +1,5 @@
 """nanoGPT's character data: meta.pkl is read without running anything, and nothing is written."""
 
-import json
 import pickle
 
 import numpy as np

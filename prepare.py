@@ -17,33 +17,23 @@ if __name__ == '__main__':
     begin_script(loading='')
 
 import difflib
-import hashlib
-import json
 import os
 from dataclasses import asdict, dataclass
-from functools import partial
 from pathlib import Path
 from typing import Annotated, Literal
 
 from configurator import load_config
-from plaingpt.data import tokenizers
+from plaingpt.data import pretokenized, tokenizers
 from plaingpt.data.chat_tokenizer import PLAIN_TEMPLATES, ChatTokenizer, find_plain, is_chat
 from plaingpt.data.conversations import open_conversations
 from plaingpt.data.corpora import CORPORA, OPTIONS, describe_corpus, table
 from plaingpt.data.dataset import dataset_folder, prepared_folder
 from plaingpt.data.encoding import write_tokens
 from plaingpt.data.inspection import inspect
-from plaingpt.data.pretokenized import (
-    datatrove_tokenizer,
-    fetch_shards,
-    find_datatrove,
-    link_datatrove,
-    list_sizes,
-)
 from plaingpt.data.shards import check_ours, read_progress, write_dataset
 from plaingpt.data.sources import open_source
 from plaingpt.data.splitting import Shares
-from plaingpt.data.tokenizer_choice import borrow_tokenizer, is_dataset, learn_tokenizer
+from plaingpt.data.tokenizer_choice import borrow_tokenizer, checksum, is_dataset, learn_tokenizer
 from plaingpt.system.errors import UserError, run_script
 from plaingpt.system.formatting import parse_count, quoted
 from plaingpt.system.machine import allowed_cpus
@@ -82,12 +72,9 @@ class PrepareConfig:
 
     def problems(self):
         found = []
-        if self.val_fraction != 'auto' and not 0 < self.val_fraction < 1:
-            found.append(f'val_fraction={self.val_fraction}: expected a number between 0 and 1')
-        most = 1 - (0.1 if self.val_fraction == 'auto' else self.val_fraction)
-        if self.test_fraction and not 0 < self.test_fraction < most:
-            found.append(f'test_fraction={self.test_fraction}: expected a number between 0 and '
-                         f'{most:g}, which is what validation leaves')
+        for name in ('val_fraction', 'test_fraction'):
+            if self.is_given(name) and not 0 < getattr(self, name) < 1:
+                found.append(f'{name}={getattr(self, name)}: expected a number between 0 and 1')
         if self.test_fraction and self.test_split:
             found.append('test_fraction and test_split cannot go together: leave one out')
         if bool(self.prompt) != bool(self.completion):
@@ -203,16 +190,21 @@ def prepare_text(name, corpus, folder, config):
 
 def prepare_tokens(name, corpus, folder, config):
     """Tokens that others made → report. Raises UserError."""
-    if corpus.kind == 'shards':
-        command = describe_command(name, config, identity=list_sizes(config.input, '*.bin'))
-        write = partial(fetch_shards, corpus.hub, config.input, config.max_shards, command=command)
-    else:
-        shards = find_datatrove(config.input, config.max_shards)
-        tokenizer = datatrove_tokenizer(shards, config.tokenizer)
-        content = list_sizes(config.input, '*.ds')
-        command = describe_command(name, config, tokenizer, identity=content)
-        share = 0.01 if config.val_fraction == 'auto' else config.val_fraction
-        write = partial(link_datatrove, shards, tokenizer, command=command, val_fraction=share)
+    tokenizer = None  # GPT-2's
+    if corpus.kind == 'datatrove':
+        found = pretokenized.find_datatrove(config.input, config.max_shards)
+        tokenizer = pretokenized.datatrove_tokenizer(found, config.tokenizer)
+    command = describe_command(name, config, tokenizer,
+                               identity=pretokenized.list_sizes(config.input))
+
+    def write(unfinished):
+        if corpus.kind == 'datatrove':
+            share = 0.01 if config.val_fraction == 'auto' else config.val_fraction
+            pretokenized.link_datatrove(found, tokenizer, unfinished, command, share)
+        else:
+            pretokenized.fetch_shards(corpus.hub, config.input, config.max_shards, unfinished,
+                                      command)
+
     write_dataset(folder, command, config.overwrite, write)
 
 
@@ -222,8 +214,7 @@ def describe_command(name, config, tokenizer=None, **content):
     given = {option: value for option, value in asdict(config).items() if config.is_given(option)
              and option not in ('data_dir', 'num_proc', 'overwrite', 'if_small')}
     if tokenizer:
-        text = json.dumps(tokenizer.to_json())
-        content['tokenizer_sha256'] = hashlib.sha256(text.encode()).hexdigest()
+        content['tokenizer_sha256'] = checksum(tokenizer)
     return {'corpus': name, 'input': name, **given, **content}
 
 

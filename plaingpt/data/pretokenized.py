@@ -51,9 +51,10 @@ def fetch_shards(repo, where, max_shards, folder, command):
     write_meta(folder, np.dtype('<u2'), GPT2Tokenizer(), splits, command)
 
 
-def list_sizes(folder, pattern):
-    """[name, size] of the files in a folder; none where that is ''."""
-    paths = sorted(Path(folder).glob(pattern)) if folder else []
+def list_sizes(folder):
+    """[name, size] of the token files in a folder; none where that is ''."""
+    paths = [path for path in sorted(Path(folder).glob('*'))
+             if path.suffix in ('.bin', '.ds')] if folder else []
     return [[path.name, path.stat().st_size] for path in paths]
 
 

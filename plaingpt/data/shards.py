@@ -199,7 +199,7 @@ def is_done(folder, command, overwrite):
               for key in {**command, **earlier}
               if key not in CONTENT and earlier.get(key) != command.get(key)]
     if differ and not overwrite:
-        raise UserError(f'{folder} holds another dataset ({", ".join(differ)}): name another '
+        raise UserError(f'{folder} holds another dataset ({", ".join(differ[:3])}): name another '
                         'folder with --data_dir, or replace it with --overwrite')
     return earlier == command and not find_damage(open_dataset(folder))
 

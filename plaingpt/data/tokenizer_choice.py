@@ -1,6 +1,7 @@
 """The tokenizer of a dataset: borrowed from another dataset, a run or a model, or learned."""
 
 import hashlib
+import json
 from contextlib import closing
 from functools import lru_cache
 from itertools import chain
@@ -51,6 +52,11 @@ def is_dataset(name):
     folder = prepared_folder(name)
     has_tokenizer = (folder / 'meta.json').exists() or (folder / 'meta.pkl').exists()
     return has_tokenizer and (folder == Path(name) or not Path(name, 'tokenizer.json').exists())
+
+
+def checksum(tokenizer):
+    """SHA-256 of all that a tokenizer is."""
+    return hashlib.sha256(json.dumps(tokenizer.to_json()).encode()).hexdigest()
 
 
 def learn_tokenizer(name, source):

@@ -24,7 +24,7 @@ TEXTS = [f'document {i} of the web' for i in range(1000)]
     (['--split=train[:50%]', '--val_split=train[:10%]'], 'Bad split: train[:50%]'),
     (['--split=nope'], 'nope'), (['--text_field=body'], "no field 'body', it has 'text'"),
     (['--test_split=test', '--test_fraction=0.1'], 'test_fraction and test_split cannot go'),
-    (['--val_fraction=0.5', '--test_fraction=0.5'], 'test_fraction=0.5: expected'),
+    (['--test_fraction=1.5'], 'test_fraction=1.5: expected'),
     *((more, f'the {split} split would be empty: use more text') for more, split in (
         ([], 'val'), (['--val_fraction=0.5', '--test_fraction=0.4999'], 'train'),
         (['--split=test', '--val_split=validation'], 'train'),

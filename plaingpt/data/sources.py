@@ -194,22 +194,15 @@ def list_names(wanted):
 
 def search(root, suffixes, left_out):
     """The files with these suffixes in a folder and those below it, tables where there are no
-    others → paths. left_out: counts the others, by why. Raises UserError."""
+    others → paths; nothing that is hidden. left_out: counts the endings of the others. UserError"""
     texts, tables = [], []
     for at, folders, files in os.walk(root, onerror=refuse_folder):
-        for name in sorted(folders):
-            if name.startswith('.') or name in NO_TEXTS:
-                folders.remove(name)
-                left_out['hidden' if name.startswith('.') else name] += 1
-        for path in [Path(at, name) for name in sorted(files)]:
+        folders[:] = [name for name in folders if not name.startswith('.') and name not in NO_TEXTS]
+        for path in (Path(at, name) for name in files if not name.startswith('.')):
             suffix = inner_suffix(path)
-            if path.name.startswith('.'):
-                left_out['hidden'] += 1
-            elif not path.is_file():
-                left_out['pipe, device or broken link'] += 1
-            elif suffix in suffixes:
+            if path.is_file() and suffix in suffixes:
                 texts.append(path)
-            elif suffix in TABLES and not is_ours(path):
+            elif path.is_file() and suffix in TABLES and not is_ours(path):
                 tables.append(path)
             else:
                 left_out[suffix or 'without an ending'] += 1

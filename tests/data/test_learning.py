@@ -181,7 +181,7 @@ def test_ids_of_gigatoken_that_are_not_those_of_tiktoken_are_found(
     monkeypatch.setattr(tokenizers.BytePairTokenizer, 'CHECKED_BYTES', 100)
     monkeypatch.setattr(encoding, 'BATCH_CHARS', 500)
     argv = ['text', f'--input={rows}', '--tokenizer=bpe:300', f'--data_dir={tmp_path}/d',
-            '--shard_tokens=1000']
+            '--shard_tokens=1000', '--num_proc=1']
     line = fails(capsys, monkeypatch, prepare.main, *argv)
     assert 'different ids' in line and 'do without gigatoken' in line
     assert not (tmp_path / 'd').exists()

@@ -18,7 +18,7 @@ from typing import NamedTuple
 from plaingpt.system.errors import UserError, needs
 from plaingpt.system.formatting import one_line, shown
 
-ROWS = {'.jsonl': 'jsonl', '.ndjson': 'jsonl', '.json': 'json', '.csv': 'csv',
+ROWS = {'.jsonl': 'jsonl', '.ndjson': 'jsonl', '.json': 'json', '.csv': 'csv', '.tsv': 'csv',
         '.parquet': 'parquet'}  # ending → type; all others are text
 TEXT_FIELDS = ('text', 'content')  # where no field is named, the first of these that a row has
 BLOCK_CHARS = 2**20  # that are read at a time
@@ -227,7 +227,8 @@ def json_value(text, where):
 def csv_rows(text, name):
     csv.field_size_limit(2**31 - 1)
     first = text.readline()
-    delimiter = ';' if ';' in first and ',' not in first else ','  # as Excel has it
+    # Excel has semicolons in many countries.
+    delimiter = next((mark for mark in '\t;' if mark in first and ',' not in first), ',')
     table = csv.DictReader(itertools.chain([first], text), delimiter=delimiter, strict=True)
     while True:
         try:

@@ -24,7 +24,7 @@ from configurator import load_config
 from plaingpt.checks.model_checks import check_future
 from plaingpt.data.batches import fits_in_ram
 from plaingpt.data.dataset import open_named
-from plaingpt.data.tokenizers import token_bytes, words_of
+from plaingpt.data.tokenizers import IdsTokenizer, token_bytes, words_of
 from plaingpt.inference import lm_eval_model, scoring
 from plaingpt.system.devices import autocast, choose_device, choose_dtype
 from plaingpt.system.distributed import gloo_group, launched_world, print0, process_group
@@ -87,7 +87,8 @@ def score(task, config, model, tokenizer, state, context, group):
         name = config.dataset or state.get('config', {}).get('dataset')
         if not name:
             raise UserError(f'tasks={task}: name a prepared dataset with --dataset=NAME')
-        dataset = open_named(name)
+        own_ids = tokenizer.vocab_size if isinstance(tokenizer, IdsTokenizer) else 0
+        dataset = open_named(name, own_ids)
         text_tokenizer = getattr(tokenizer, 'base', tokenizer)  # of a model tuned on conversations
         known = [words_of(each.to_json()) for each in (tokenizer, text_tokenizer)]
         if words_of(dataset.tokenizer_json()) not in known:

@@ -9,7 +9,7 @@
     python prepare.py tokenizer data/NAME            write its tokenizer.json, for datatrove
     python prepare.py datatrove --input=FOLDER       tokens that datatrove made on many machines
 
-After a kill, the same command resumes where it was.
+After a kill, the same command goes on after the last finished file of tokens.
 """
 
 if __name__ == '__main__':
@@ -17,53 +17,27 @@ if __name__ == '__main__':
     begin_script(loading='')
 
 import difflib
-import hashlib
-import json
 import os
-from contextlib import suppress
-from dataclasses import dataclass
-from itertools import chain
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Literal
 
 from configurator import load_config
-from plaingpt.data import tokenizers
-from plaingpt.data.chat_templates import as_chat
-from plaingpt.data.chat_tokenizer import ChatTokenizer
+from plaingpt.data import pretokenized, tokenizers
+from plaingpt.data.chat_tokenizer import PLAIN_TEMPLATES, ChatTokenizer, find_plain, is_chat
 from plaingpt.data.conversations import open_conversations
-from plaingpt.data.corpora import CORPORA, describe_corpus, table
-from plaingpt.data.dataset import UNFINISHED, dataset_folder, open_dataset
-from plaingpt.data.encoding import write_shards
-from plaingpt.data.foreign_tokenizer import (
-    FILES_OF_TOKENIZER,
-    download,
-    is_hub_name,
-    read_tokenizer,
-)
-from plaingpt.data.inspection import (
-    find_damage,
-    inspect,
-    print_overlaps,
-    print_report,
-    record_overlap,
-)
-from plaingpt.data.pretokenized import fetch_shards, find_datatrove, link_datatrove
-from plaingpt.data.readers import UTF8, find_encoding
-from plaingpt.data.shards import (
-    check_ours,
-    check_replaceable,
-    complete_meta,
-    find_journal,
-    lock_dataset_dir,
-    publish,
-)
-from plaingpt.data.sources import count_characters, open_source, read_texts, sample
+from plaingpt.data.corpora import CORPORA, OPTIONS, describe_corpus, table
+from plaingpt.data.dataset import dataset_folder, prepared_folder
+from plaingpt.data.encoding import write_tokens
+from plaingpt.data.inspection import inspect
+from plaingpt.data.shards import check_ours, read_progress, write_dataset
+from plaingpt.data.sources import open_source
+from plaingpt.data.splitting import Shares
+from plaingpt.data.tokenizer_choice import borrow_tokenizer, checksum, is_dataset, learn_tokenizer
 from plaingpt.system.errors import UserError, run_script
-from plaingpt.system.files import read_json, write_json
-from plaingpt.system.formatting import parse_count, quoted, short
+from plaingpt.system.formatting import parse_count, quoted
+from plaingpt.system.machine import allowed_cpus
 from plaingpt.system.streams import require_stdout
-
-BPE_SAMPLE_CHARS = 50_000_000  # a bpe tokenizer is trained on about so much text at most
 
 
 @dataclass
@@ -78,16 +52,15 @@ class PrepareConfig:
     data_dir: str = ''  # folder to write (default: data/NAME)
     # what a document is
     documents: Literal['auto', 'file', 'line', 'paragraph', 'title'] = 'auto'  # title: WikiText's
-    text_field: str = ''  # of rows; a.b: b in a (default: text, or the corpus's)
-    format: Literal['auto', 'messages', 'sharegpt', 'alpaca', 'completion'] = 'auto'  # of chat
+    text_field: str = ''  # of rows; a.b: b in a (default: text or content, or the corpus's)
     prompt: str = ''  # chat: the column with what the user says (default: found by its name)
     completion: str = ''  # chat: the column with what the assistant says
-    encoding: str = 'utf-8'  # of files that are no UTF-8: latin-1, cp1252, utf-16, or another
+    encoding: str = 'utf-8'  # of all files: latin-1, cp1252, utf-16, or another
     errors: Literal['strict', 'replace'] = 'strict'  # at other bytes stop, or put U+FFFD
     # how much
     max_tokens: int | str = 0  # to train on, such as 100M or 1.5B (0: all); then reading ends
     dedup: bool = False  # leave out documents that equal an earlier one but for white space
-    val_fraction: Literal['auto'] | float = 'auto'  # held out (auto: 0.1 small, 0.0005 hub)
+    val_fraction: Literal['auto'] | float = 'auto'  # held out (auto: 0.1, up to 1M tokens)
     test_fraction: float = 0.0  # held out as well, for evaluate.py --split=test (0: none)
     # how
     tokenizer: str = 'auto'  # char, byte, gpt2, bpe:SIZE, dataset, run, model (auto: listed)
@@ -99,67 +72,24 @@ class PrepareConfig:
 
     def problems(self):
         found = []
-        if self.val_fraction != 'auto' and not 0 < self.val_fraction < 1:
-            found.append(f'val_fraction={self.val_fraction}: expected a number between 0 and 1')
-        most = 1 - (0.1 if self.val_fraction == 'auto' else self.val_fraction)
-        if self.test_fraction and not 0 < self.test_fraction < most:
-            found.append(f'test_fraction={self.test_fraction}: expected a number between 0 and '
-                         f'{most:g}, which is what validation leaves')
+        for name in ('val_fraction', 'test_fraction'):
+            if self.is_given(name) and not 0 < getattr(self, name) < 1:
+                found.append(f'{name}={getattr(self, name)}: expected a number between 0 and 1')
         if self.test_fraction and self.test_split:
             found.append('test_fraction and test_split cannot go together: leave one out')
         if bool(self.prompt) != bool(self.completion):
             found.append('prompt and completion go together: name both columns')
-        if self.prompt and self.format != 'auto':
-            found.append(f'prompt={self.prompt} and format={self.format} cannot go together: leave '
-                         'one out')
-        if find_encoding(self.encoding) is None:
+        try:
+            'text'.encode(self.encoding)
+        except (LookupError, ValueError):
             found.append(f'encoding={self.encoding[:40]}: Python has no such text encoding: '
                          'expected one such as utf-8, latin-1, cp1252, utf-16 or shift_jis')
         if parse_count(self.max_tokens) is None:
             found.append(f'max_tokens={self.max_tokens}: expected a number, such as 100M or 1.5B')
-        if self.tokenizer != 'auto' and not tokenizers.is_name(self.tokenizer) \
-                and not Path(self.tokenizer).is_dir() and not is_hub_name(self.tokenizer) \
-                and not has_tokenizer(prepared_folder(self.tokenizer)):
-            found.append(unknown_tokenizer(self.tokenizer))
         return found
 
-
-def prepared_folder(name):
-    """The folder of a prepared dataset, which is given by its name or as the folder itself."""
-    folder = Path(name)
-    return folder if has_tokenizer(folder) or any(folder.glob('*.bin')) else dataset_folder(name)
-
-
-def has_tokenizer(folder):
-    return (folder / 'meta.json').exists() or (folder / 'meta.pkl').exists()  # ours, nanoGPT's
-
-
-def names_dataset(name):
-    """Whether it is a prepared dataset. A model's folder stands before a dataset of its name."""
-    folder = prepared_folder(name)
-    is_path = folder == Path(name) or not (Path(name) / 'tokenizer.json').exists()
-    return has_tokenizer(folder) and is_path
-
-
-def unknown_tokenizer(name):
-    return f'tokenizer={name}: expected auto, {tokenizers.NAMES}, or a prepared dataset, a run ' \
-           'or a model to take it from'
-
-
-def borrow_tokenizer(name):
-    """The JSON of the tokenizer of a prepared dataset, of a run or one of its checkpoints, or of a
-    model of others, by their folders or its name on the hub. Raises UserError."""
-    if names_dataset(name):
-        return open_dataset(prepared_folder(name)).tokenizer_json()
-    folder = download(name, FILES_OF_TOKENIZER) if is_hub_name(name) else name
-    if found := read_tokenizer(folder):
-        return found
-    from plaingpt.training.open_weights import open_weights  # the model too, which takes a second
-    found = open_weights(name, 'latest').tokenizer_json()
-    if found is None:
-        raise UserError(f'tokenizer={name}: the folder has no tokenizer.json, and is no run and no '
-                        'prepared dataset')
-    return found
+    def is_given(self, option):
+        return getattr(self, option) != getattr(PrepareConfig, option)
 
 
 def main(argv):
@@ -182,25 +112,21 @@ def main(argv):
         raise UserError(unknown_corpus(name))
     corpus = CORPORA[name]
     config = load_config(PrepareConfig, options, help_text, *corpus.positional())
-    config.encoding = find_encoding(config.encoding)
     folder = Path(config.data_dir or f'data/{name}')
     if config.if_small and not corpus.small:
         raise UserError(f'{folder} is not prepared: run '
                         + f'python prepare.py {name} {corpus.required_option()}'.rstrip())
-    check_ours(folder)  # before anything is downloaded
     check_options(config, name, corpus)
+    check_ours(folder)  # before anything is downloaded
     print(f'preparing {name}: {describe_corpus(corpus)}')
-    if corpus.is_tokens():
-        prepare_shards(name, corpus, folder, config)
-    else:
-        prepare_text(name, corpus, folder, config)
+    prepare = prepare_tokens if corpus.kind in ('shards', 'datatrove') else prepare_text
+    prepare(name, corpus, folder, config)
     if not config.if_small:
         dataset = folder.name if folder.parent == Path('data') else folder
         recipe = {'chat': 'config/finetune_chat.py',
                   'text': 'config/own_text.py --minutes=10'}.get(name, 'config/NAME.py')
-        by_name = config.tokenizer == 'auto' or tokenizers.is_name(config.tokenizer)
-        is_model = not by_name and not names_dataset(config.tokenizer)
-        start = f' --init_from={quoted(config.tokenizer)}' * (name == 'chat' and is_model)
+        is_model = not tokenizers.is_name(config.tokenizer) and not is_dataset(config.tokenizer)
+        start = f' --init_from={quoted(config.tokenizer)}' if is_model and name == 'chat' else ''
         print(f'next: python train.py {recipe} --dataset={quoted(dataset)}{start}')
 
 
@@ -215,230 +141,81 @@ def unknown_corpus(name):
 
 
 def check_options(config, name, corpus):
-    """Raises UserError for an option that says nothing about a corpus of this kind."""
-    refused = dict.fromkeys(('format', 'prompt', 'completion'), 'no conversations')
-    if name == 'chat':
-        refused = dict.fromkeys(('max_tokens', 'documents', 'text_field'),
-                                 'conversations, which are prepared whole and all at once')
-    if corpus.is_tokens():
-        refused |= dict.fromkeys(('max_tokens', 'dedup', 'test_fraction', 'test_split', 'documents',
-                                  'errors', 'encoding', 'text_field', 'path', 'subset', 'split',
-                                  'val_split'),
-                                 'tokens already, of which --max_shards takes some')
-    else:
-        refused['max_shards'] = 'no tokens yet'
-    if corpus.hub is not None:
-        refused['encoding'] = 'of the hub, whose library reads the files'
-    else:
-        refused |= dict.fromkeys(('path', 'subset', 'split', 'val_split', 'test_split'),
-                                 'no dataset of the hub, and has no splits of its own')
-    for option, what in refused.items():
-        if (value := getattr(config, option)) != getattr(PrepareConfig, option):
-            raise UserError(f'{option}={value}: {name} is {what}: leave it out')
+    """Raises UserError for an option that says nothing about a corpus of this kind, and where none
+    says where the text is."""
+    takes = {*OPTIONS[corpus.kind].split(), 'data_dir', 'overwrite', 'if_small'}
+    for option in asdict(config):
+        if config.is_given(option) and option not in takes:
+            raise UserError(f'{option}={getattr(config, option)}: {name} does not take it: leave '
+                            'it out')
+    if (needed := corpus.required_option()) and not config.input and not config.path:
+        raise UserError(f'{name} needs {needed}')
 
 
 def prepare_text(name, corpus, folder, config):
-    """Source → tokenizer → shards → report. Raises UserError."""
-    tokenizer_name = config.tokenizer if config.tokenizer != 'auto' else \
-        earlier_tokenizer(folder, config) or corpus.tokenizer
-    by_name = tokenizer_name == 'auto' or tokenizers.is_name(tokenizer_name)
-    borrowed = None if by_name else borrow_tokenizer(tokenizer_name)
-    if borrowed and borrowed['kind'] == 'chat' and name != 'chat':
-        raise UserError(f'tokenizer={tokenizer_name}: it is for conversations: name the tokenizer '
-                        'that these were prepared with, or its dataset or run')
+    """Source → tokenizer → tokens → report. Raises UserError."""
+    asked = corpus.tokenizer if config.tokenizer == 'auto' else config.tokenizer
+    is_of_chat = corpus.kind == 'chat'
+    borrowed = None if tokenizers.is_name(asked) else borrow_tokenizer(asked, is_of_chat)
     errors = config.errors
-    kind = borrowed['kind'] if borrowed else tokenizer_name
-    if kind == 'byte' and errors == 'strict' and config.encoding == UTF8:
+    kind = borrowed.to_json()['kind'] if borrowed else asked
+    if kind == 'byte' and errors == 'strict' and config.encoding == 'utf-8':
         errors = 'surrogateescape'  # any bytes are tokens of the byte tokenizer
-    source = open_conversations(config, name) if name == 'chat' else \
-        open_source(name, corpus, config, errors)
-    check_source(name, config, source, tokenizer_name)
-    command = describe_command(name, corpus, config, tokenizer_name, borrowed, source)
-    with lock_dataset_dir(folder) as unfinished:
-        if not is_prepared(folder, command, config.overwrite):
-            journal = find_journal(unfinished, command)
-            tokenizer = tokenizers.from_json(journal['tokenizer']) if journal \
-                else choose_tokenizer(name, tokenizer_name, borrowed, source)
-            cores = len(os.sched_getaffinity(0)) if hasattr(os, 'sched_getaffinity') \
-                else os.cpu_count()
-            threads = cores if config.num_proc == 'auto' else config.num_proc
-            meta = write_shards(unfinished, source, command, tokenizer, journal, threads)
-            write_json(unfinished / 'meta.json', complete_meta(meta, source.name))
-            record_overlap(unfinished)  # not once files were moved: they are found below
-            print_report(folder, publish(folder))
-        print_overlaps(record_overlap(folder))
-
-
-def earlier_tokenizer(folder, config):
-    """'gpt2' where an earlier version began or made a dataset of the same text with it, which was
-    its choice for text where no tokenizer was named; else None."""
-    places = {folder / UNFINISHED / 'journal.json': 'command', folder / 'meta.json': 'source'}
-    if config.overwrite:
-        del places[folder / 'meta.json']
-    for path, key in places.items():
-        with suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
-            earlier = read_json(path)[key]
-            if (earlier['corpus'], earlier['input'], earlier['tokenizer']) \
-                    == ('text', config.input, 'gpt2'):
-                print(f'tokenizer gpt2, as {folder} has it')
-                return 'gpt2'
-    return None
-
-
-def check_source(name, config, source, tokenizer_name):
-    """Raises UserError where an option asks for what a source of this kind does not have."""
-    if source.unit != 'B' and tokenizer_name == 'char':
+    source = open_conversations(config) if is_of_chat else \
+        open_source(corpus, config, errors, folder)
+    if kind == 'char' and source.unit != 'B' and not borrowed:
         raise UserError(f'{name} is too large for --tokenizer=char: use gpt2, byte or bpe:32768')
-    for option in ('dedup', 'max_tokens'):
-        if getattr(config, option) and source.is_one_text:
-            raise UserError(f'{option}: {source.name} is one running text and has no documents: '
-                            'say what a document is with --documents=file, line, paragraph or '
-                            'title')
+    max_tokens = parse_count(config.max_tokens)
+    if (config.dedup or max_tokens) and source.is_one_text:
+        raise UserError(f'{"dedup" if config.dedup else "max_tokens"}: {source.name} is one '
+                        'running text and has no documents: say what a document is with '
+                        '--documents=file, line, paragraph or title')
+    command = describe_command(name, config, borrowed, identity=source.identity())
+
+    def write(unfinished):
+        progress = read_progress(unfinished, command)
+        tokenizer = tokenizers.from_json(progress['tokenizer']) if progress else \
+            borrowed or learn_tokenizer(asked, source.texts() if is_of_chat else source)
+        if is_of_chat and not is_chat(tokenizer):
+            plain = find_plain(tokenizer)  # where it has the tokens of one
+            tokenizer = ChatTokenizer(tokenizer, PLAIN_TEMPLATES.get(plain, ''))
+        threads = len(allowed_cpus()) if config.num_proc == 'auto' else config.num_proc
+        write_tokens(source, tokenizer, unfinished, command, progress,
+                     Shares.of(config.val_fraction, config.test_fraction),
+                     shard_tokens=config.shard_tokens, threads=threads, max_tokens=max_tokens,
+                     dedup=config.dedup, chat=is_of_chat)
+
+    write_dataset(folder, command, config.overwrite, write)
 
 
-def prepare_shards(name, corpus, folder, config):
-    """Shards that hold tokens already → report. Raises UserError."""
-    pattern = '*.ds' if corpus.datatrove else '*.bin'
-    found = sorted(Path(config.input).glob(pattern)) if config.input else []
-    command = {'corpus': name, 'input': config.input, 'max_shards': config.max_shards,
-               'files': [[path.name, path.stat().st_size] for path in found]}
-    if corpus.datatrove:
-        if not config.input:
-            raise UserError("datatrove: --input=FOLDER names the output_folder of datatrove's "
-                            'DocumentTokenizer')
-        shards = find_datatrove(config.input, config.max_shards)
-        description = choose_datatrove_tokenizer(shards, config.tokenizer)
-        command |= {'val_fraction': 0.01 if config.val_fraction == 'auto' else config.val_fraction,
-                    'tokenizer': description['kind'],
-                    'tokenizer_sha256': tokenizer_sha256(description)}
-    with lock_dataset_dir(folder) as unfinished:
-        if not is_prepared(folder, command, config.overwrite):
-            if corpus.datatrove:
-                link_datatrove(shards, description, unfinished, command)
-            else:
-                fetch_shards(corpus, unfinished, command)
-            record_overlap(unfinished)
-            print_report(folder, publish(folder))
-        print_overlaps(record_overlap(folder))
+def prepare_tokens(name, corpus, folder, config):
+    """Tokens that others made → report. Raises UserError."""
+    tokenizer = None  # GPT-2's
+    if corpus.kind == 'datatrove':
+        found = pretokenized.find_datatrove(config.input, config.max_shards)
+        tokenizer = pretokenized.datatrove_tokenizer(found, config.tokenizer)
+    command = describe_command(name, config, tokenizer,
+                               identity=pretokenized.list_sizes(config.input))
+
+    def write(unfinished):
+        if corpus.kind == 'datatrove':
+            share = 0.01 if config.val_fraction == 'auto' else config.val_fraction
+            pretokenized.link_datatrove(found, tokenizer, unfinished, command, share)
+        else:
+            pretokenized.fetch_shards(corpus.hub, config.input, config.max_shards, unfinished,
+                                      command)
+
+    write_dataset(folder, command, config.overwrite, write)
 
 
-def choose_datatrove_tokenizer(shards, asked):
-    """The JSON of the tokenizer of [Shard]: that which their files name, or --tokenizer. Raises
-    UserError."""
-    from plaingpt.inference.hf_export import find_tokenizer  # torch too, which takes a second
-    name, found = shards[0].tokenizer, find_tokenizer(shards[0].tokenizer)
-    if asked == 'auto':
-        if found is None:
-            raise UserError(f'{shards[0].path}.metadata names the tokenizer {name!r}, which is not '
-                            'known here: name it with --tokenizer=gpt2, byte, or a prepared '
-                            'dataset or a run that has it')
-        chosen = found
-    elif not tokenizers.is_name(asked):
-        chosen = borrow_tokenizer(asked)
-    elif asked in ('gpt2', 'byte'):
-        chosen = {'kind': asked}
-    else:
-        raise UserError(f'tokenizer={asked}: it would be learned from text, and these are tokens: '
-                        'name a prepared dataset or a run that has their tokenizer')
-    if found not in (None, chosen):
-        raise UserError(f'tokenizer={asked}: {shards[0].path}.metadata names another one, {name}: '
-                        'leave --tokenizer out')
-    if chosen['kind'] == 'chat':
-        raise UserError(f'{shards[0].path}: its tokenizer is for conversations, and datatrove '
-                        'encodes text: name the tokenizer that these were prepared with')
-    return chosen
-
-
-def tokenizer_sha256(tokenizer):
-    """SHA-256 of the JSON of a tokenizer."""
-    return hashlib.sha256(json.dumps(tokenizer).encode()).hexdigest()
-
-
-def describe_command(name, corpus, config, tokenizer_name, borrowed, source):
-    """All that decides the content of the files, kept as `source` in meta.json.
-
-    borrowed: JSON of a tokenizer of another dataset, or None
-    """
-    val_fraction, max_tokens = config.val_fraction, parse_count(config.max_tokens)
-    if val_fraction == 'auto':
-        large = source.total is None or source.total > 100_000_000
-        of_hub = 0.01 if 0 < max_tokens < 10**9 else 0.0005
-        val_fraction = of_hub if source.unit != 'B' else 0.01 if large else 0.1
-    command = {'corpus': name, 'input': config.input or config.path or name,
-               'val_fraction': val_fraction, 'shard_tokens': config.shard_tokens,
-               'tokenizer': tokenizer_name, 'documents': config.documents, 'errors': config.errors,
-               'subset': config.subset or corpus.subset, 'split': config.split,
-               'val_split': config.val_split, 'text_field': config.text_field or corpus.text_field,
-               'identity': source.identity()}
-    if name == 'chat':
-        command['format'] = config.format
-    if borrowed:  # another tokenizer once that dataset is prepared anew
-        command['tokenizer_sha256'] = tokenizer_sha256(borrowed)
-    given = {'max_tokens': max_tokens, 'test_fraction': config.test_fraction,
-             'test_split': config.test_split, 'dedup': config.dedup, 'prompt': config.prompt,
-             'completion': config.completion,
-             'encoding': config.encoding if config.encoding != UTF8 else ''}
-    # Only what is given, so that what earlier versions prepared is of the same command.
-    command.update({key: value for key, value in given.items() if value})
-    if source.is_one_text:
-        characters = count_characters(source)
-        held_out = val_fraction + config.test_fraction
-        command['train_characters'] = int(characters * (1 - held_out))
-        if config.test_fraction:
-            command['val_characters'] = int(characters * (1 - config.test_fraction))
-    return command
-
-
-def is_written(folder, command):
-    """True where `command` wrote the meta.json of `folder`, which it does at the end."""
-    with suppress(UserError):
-        return open_dataset(folder).meta.get('source') == command
-    return False
-
-
-def is_prepared(folder, command, overwrite):
-    """True, with a printed line, where `command` wrote the files of `folder` and they are whole.
-    Raises UserError where another command did, unless it may `overwrite` them."""
-    if not overwrite:
-        check_replaceable(folder, command)
-    if not is_written(folder, command) or find_damage(open_dataset(folder)):
-        return False
-    print(f'{folder} is already prepared by this command, and its checksums are right')
-    return True
-
-
-def choose_tokenizer(corpus_name, tokenizer_name, borrowed, source):
-    """The tokenizer of a corpus, for conversations with special tokens. Raises UserError."""
-    if corpus_name != 'chat':
-        return borrow_or_train(tokenizer_name, borrowed, source)
-    if borrowed and borrowed['kind'] == 'foreign':
-        borrowed = as_chat(borrowed, tokenizer_name)
-    made = borrow_or_train(tokenizer_name, borrowed, source.texts())
-    return made if isinstance(made, ChatTokenizer) else ChatTokenizer(made)
-
-
-def borrow_or_train(name, borrowed, source):
-    """By its name, trained on `source` where it learns; or a borrowed one. Raises UserError."""
-    if borrowed:
-        return tokenizers.from_json(borrowed)
-    texts = ()
-    if name == 'auto':
-        name = f'bpe:{tokenizers.choose_vocab_size(source.total)}'
-        print(f'tokenizer {name}, for {short(source.total)}B of text (others by --tokenizer: gpt2 '
-              "for GPT-2's, bpe:N, char, byte)")
-    if name.startswith('bpe'):
-        print(f'training the {name} tokenizer')
-        texts = sample(source, BPE_SAMPLE_CHARS)
-    elif name == 'char':
-        texts = read_texts(source, 'finding characters')
-        if not source.is_one_text:
-            texts = chain(texts, '\n')  # ends each document
-    made = tokenizers.make_tokenizer(name, texts)
-    asked = tokenizers.named_vocab_size(name)
-    if asked and made.vocab_size < asked:
-        print(f'{name} asks for {asked:,} tokens and got {made.vocab_size:,}: the text has no more '
-              'pairs to merge')
-    return made
+def describe_command(name, config, tokenizer=None, **content):
+    """All that decides the content of the files, kept as `source` in meta.json. tokenizer: that
+    of others, which is another one once they are prepared anew"""
+    given = {option: value for option, value in asdict(config).items() if config.is_given(option)
+             and option not in ('data_dir', 'num_proc', 'overwrite', 'if_small')}
+    if tokenizer:
+        content['tokenizer_sha256'] = checksum(tokenizer)
+    return {'corpus': name, 'input': name, **given, **content}
 
 
 if __name__ == '__main__':

@@ -5,7 +5,6 @@ processes make them together.
 """
 
 import hashlib
-import os
 from collections import Counter
 from contextlib import closing
 from itertools import groupby
@@ -32,8 +31,9 @@ def tokens_on_disk(stream, start, count):
     for file, begins in zip(stream.files, stream.starts.tolist(), strict=False):
         a, b = (min(max(place - begins, 0), file.tokens) for place in (start, start + count))
         width = file.dtype.itemsize
-        data = os.pread(file.descriptor, (b - a) * width, file.offset + a * width)
-        found.append(np.frombuffer(data, file.dtype))
+        with file.lock:
+            file.file.seek(file.offset + a * width)
+            found.append(np.frombuffer(file.file.read((b - a) * width), file.dtype))
     return np.concatenate(found).astype(np.int64)
 
 

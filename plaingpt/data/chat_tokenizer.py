@@ -1,17 +1,26 @@
-"""Conversations ↔ token ids: a tokenizer of text, with the control tokens of a form.
+"""Conversations ↔ token ids: a tokenizer of text, with the control tokens of a chat template.
 
     <|conversation|> <|user|> Hi! <|end|> <|assistant|> Hello. <|end|>
 
 The text of the assistant and the <|end|> after it count in the loss, the other tokens do not. This
-is our form, of five tokens more; a tokenizer of others that has the control tokens of one of FORMS
-keeps to that one.
+is our template, of five tokens more. That of a model of others is rendered as transformers does it.
 """
 
 import re
-from dataclasses import dataclass
-from itertools import groupby
+from functools import lru_cache
+from itertools import groupby, pairwise
 
 import numpy as np
+
+from plaingpt.data.foreign_tokenizer import (
+    TEMPLATE_FILE,
+    ForeignTokenizer,
+    find_template,
+    parse_object,
+)
+from plaingpt.system.errors import UserError
+from plaingpt.system.formatting import one_line
+from plaingpt.system.streams import warn
 
 SPECIAL_TOKENS = ('<|conversation|>', '<|system|>', '<|user|>', '<|assistant|>', '<|end|>')
 ROLES = ('system', 'user', 'assistant')
@@ -26,44 +35,18 @@ TEMPLATE = (
     "{{ '<|' + message['role'] + '|>' + message['content'] + '<|' + 'end|>' }}"
     "{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|' + 'assistant|>' }}{% endif %}")
-
-
-@dataclass(frozen=True)
-class Form:
-    """How a conversation is written: begin, and for each message header, text, end, after."""
-
-    controls: tuple  # its control tokens
-    begin: str  # one of them, or ''
-    header: str
-    end: str  # one of them
-    after: str
-    template: str  # the same as Jinja
-    trims: bool = False  # white space around a message
-
-
-FORMS = {
-    'plaingpt': Form(SPECIAL_TOKENS, '<|conversation|>', '<|{role}|>', '<|end|>', '', TEMPLATE),
-    'chatml': Form(  # SmolLM2, Qwen
-        ('<|im_start|>', '<|im_end|>'), '', '<|im_start|>{role}\n', '<|im_end|>', '\n',
+PLAIN_TEMPLATES = {  # for models whose own template cannot be used, by the tokens that it writes
+    'chatml': (  # SmolLM2, Qwen
         "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\\n' + "
         "message['content'] + '<|im_end|>' + '\\n' }}{% endfor %}"
         "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"),
-    'llama3': Form(
-        ('<|begin_of_text|>', '<|start_header_id|>', '<|end_header_id|>', '<|eot_id|>'),
-        '<|begin_of_text|>', '<|start_header_id|>{role}<|end_header_id|>\n\n', '<|eot_id|>', '',
+    'llama3': (
         "{{ '<|begin_of_text|>' }}{% for message in messages %}{{ '<|start_header_id|>' + "
         "message['role'] + '<|end_header_id|>\\n\\n' + message['content'] | trim + '<|eot_id|>' }}"
         "{% endfor %}{% if add_generation_prompt %}"
-        "{{ '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}{% endif %}", trims=True)}
-
-
-def form_of(base):
-    """The name of the form whose control tokens a tokenizer has; else ours."""
-    for name, form in FORMS.items():
-        if name != 'plaingpt' and hasattr(base, 'special') and base.end_of_text is not None \
-                and all(base.special(control) is not None for control in form.controls):
-            return name
-    return 'plaingpt'
+        "{{ '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}{% endif %}")}
+MARK = '\ue000'  # of private use: stands for a text
+USER, ANSWER = {'role': 'user', 'content': MARK}, {'role': 'assistant', 'content': MARK}
 
 
 def is_chat(tokenizer):
@@ -79,77 +62,179 @@ def ends_of(tokenizer):
                                       *tokenizer.roles.values()}
 
 
+def as_chat(description, where):
+    """The description of a ForeignTokenizer → that of its chat tokenizer, where its files have a
+    chat template that can be used, or else a plain one of its tokens; itself where there is none of
+    them. Lines say what is not used."""
+    template, base = find_template(description['files']), ForeignTokenizer(description)
+    if template is None:
+        return description
+    try:
+        ChatTokenizer(base, template).encode_conversation([USER, ANSWER, USER, ANSWER])
+        return {'kind': 'chat', 'base': description, 'template': template}
+    except UserError as problem:
+        name = find_plain(base)
+        if name is None:
+            warn(f'{where}: {problem}, so it is read as a model of text')
+            return description
+        warn(f'{where}: {problem}, so conversations are written in plain {name}')
+    plain = PLAIN_TEMPLATES[name]
+    files = {**description['files'], TEMPLATE_FILE: plain}
+    return {'kind': 'chat', 'base': {**description, 'files': files}, 'template': plain}
+
+
+def find_plain(base):
+    """The name of the plain template whose control tokens a tokenizer has, or None."""
+    for name, template in PLAIN_TEMPLATES.items():
+        if isinstance(base, ForeignTokenizer) and base.end_of_text is not None \
+                and all(base.special(control) is not None
+                        for control in re.findall(r'<\|\w+\|>', template)):
+            return name
+    return None
+
+
+@lru_cache(4)
+def compile_template(template):
+    """As transformers does it: in a sandbox, where a template reaches nothing of Python."""
+    from jinja2.sandbox import ImmutableSandboxedEnvironment  # torch brings it
+
+    def fail(message):
+        raise ValueError(message)
+
+    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
+    environment.globals['raise_exception'] = fail
+    return environment.from_string(template)
+
+
 class ChatTokenizer:
-    """`base`'s vocabulary and a form; the five SPECIAL_TOKENS of ours come behind it.
+    """`base`'s vocabulary and a template; without one our SPECIAL_TOKENS come behind it.
 
     Text never becomes a control token: text that spells a name is encoded as text.
     """
 
-    def __init__(self, base, form=None, system=''):
-        """form: one of FORMS (None: what suits the base); system: what it says in a conversation
-        that has no such message"""
-        self.base, self.system, self.form_name = base, system, form or form_of(base)
-        self.form = form = FORMS[self.form_name]
+    def __init__(self, base, template='', told=''):
+        """template: Jinja, of others; told: what the system says where it says nothing"""
+        self.base, self.template, self.told = base, template, told
         self.vocab_size = first = base.vocab_size
         if self.is_ours():
             self.ids = {name: first + i for i, name in enumerate(SPECIAL_TOKENS)}
             self.vocab_size += len(SPECIAL_TOKENS)
+            self.roles = {role: self.ids[f'<|{role}|>'] for role in ROLES}
+            self.conversation, self.end_of_turn = first, self.ids['<|end|>']
+            self.user_ids, self.answer_ids = [self.roles['user']], [self.roles['assistant']]
         else:
-            self.ids = {name: base.special(name) for name in form.controls}
-        self.end_of_turn = self.ids[form.end]
-        # What opens a conversation in data: each is a document.
-        self.conversation = self.ids[form.begin] if form.begin else base.end_of_text
-        self.end_of_text = self.conversation
-        self._controls = re.compile('(' + '|'.join(map(re.escape, form.controls)) + ')')
-        self.roles = {role: self.role_ids(role)[0] for role in ROLES}  # the first id of a turn
+            self.ids = base.control_names()
+            names = parse_object(base.to_json()['files'], 'tokenizer_config.json')
+            self.names = {key: value['content'] if isinstance(value, dict) else value
+                          for key, value in names.items() if key in ('bos_token', 'eos_token')}
+            self.read_template()
+        self.end_of_text = self.conversation  # what opens a conversation in data: each a document
 
     def is_ours(self):
-        return self.form_name == 'plaingpt'
+        return not self.template
+
+    def read_template(self):
+        """Find by what a conversation and its turns begin and end. Raises UserError."""
+        asked, prompt = self.render([USER]), self.render([USER], True)
+        answered, again = self.render([USER, ANSWER]), self.render([USER, ANSWER, USER])
+        self.check_extends([asked, prompt, answered, again])
+        controls = self.split(again)[1::2]
+        ends = self.split(answered[len(prompt):])[1::2]
+        if not controls or not ends:
+            raise UserError('its chat template writes no control tokens')
+        self.end_of_turn = self.ids[ends[-1]]
+        # What opens all is no part of a turn; else the token between documents opens it in data.
+        self.keeps_bos = again.startswith(controls[0]) and controls.count(controls[0]) == 1
+        self.conversation = self.ids[controls[0]] if self.keeps_bos else self.base.end_of_text
+        self.answer_ids = self.encode_parts(prompt[len(asked):])
+        # as far as no text changes them
+        self.user_ids = self.encode_parts(again[len(answered):].partition(MARK)[0].rstrip('\n'))
+        self.roles = {'user': self.user_ids[0], 'assistant': self.answer_ids[0]}
+
+    keeps_bos = True  # whether what opens a conversation in data is a part of it
+
+    def render(self, messages, prompting=False):
+        """The text that the template writes of messages, with the beginning of an answer where
+        `prompting`. Raises UserError."""
+        if self.told and (not messages or messages[0]['role'] != 'system'):
+            messages = [{'role': 'system', 'content': self.told}, *messages]
+        try:
+            return compile_template(self.template).render(
+                messages=messages, tools=None, documents=None, add_generation_prompt=prompting,
+                **self.names)
+        except Exception as e:  # a template can raise anything
+            raise UserError(f'its chat template cannot be used ({one_line(e)[:100]})') from None
+
+    def check_extends(self, texts):
+        for text, longer in pairwise(texts):
+            if not longer.startswith(text):
+                raise UserError('its chat template writes earlier turns anew at later ones')
+
+    def split(self, text):
+        """A text → texts and names of control tokens in turn; the first and last are texts."""
+        return re.split('(' + '|'.join(map(re.escape, self.ids)) + ')', text)
+
+    def encode_parts(self, text, mark=''):
+        """The ids of what the template wrote; the text is without `mark`."""
+        found = []
+        for i, part in enumerate(self.split(text)):
+            if part:
+                found += [self.ids[part]] if i % 2 else self.encode(part.replace(mark, '')).tolist()
+        return found
+
+    def guard(self, messages):
+        """→ (messages in whose texts a mark breaks the names of control tokens, the mark)"""
+        texts = ''.join(message['content'] for message in messages)
+        mark = next(char for char in map(chr, range(0xe000, 0xf8ff)) if char not in texts)
+
+        def guarded(text):
+            parts = self.split(text)
+            parts[1::2] = [name[0] + mark + name[1:] for name in parts[1::2]]
+            return ''.join(parts)
+
+        return [{**message, 'content': guarded(message['content'])} for message in messages], mark
 
     def encode(self, text):
         return self.base.encode(text)
 
     def encode_conversation(self, messages):
-        """[{'role': …, 'content': …}, …] → (ids, loss mask: True for each that is in the loss)"""
-        if self.system and messages[0]['role'] != 'system':
-            messages = [{'role': 'system', 'content': self.system}, *messages]
-        parts = [([self.conversation], False)]
-        for message in messages:
-            content = message['content'].strip() if self.form.trims else message['content']
-            *controls, text = self._header(message['role'])
-            learned = message['role'] == 'assistant'
-            parts.append((self._encode(controls), False))
-            if learned:  # it is written after a header that ends, so the two are not one text
-                parts += [(self._encode([text]), False), (self.encode(content), True)]
-            else:
-                parts.append((self.encode(text + content), False))
-            parts += [([self.end_of_turn], learned), (self._encode([self.form.after]), False)]
+        """[{'role': …, 'content': …}, …] → (ids, loss mask: True for each that is in the loss).
+        Raises UserError where a template of others writes no such conversation."""
+        parts = [([self.conversation], False)] if self.is_ours() or not self.keeps_bos else []
+        if self.is_ours():
+            for message in messages:
+                learned = message['role'] == 'assistant'
+                parts += [([self.roles[message['role']]], False),
+                          (self.encode(message['content']), learned),
+                          ([self.end_of_turn], learned)]
+        else:
+            parts += self.rendered_parts(*self.guard(messages))
         return np.concatenate([ids for ids, _ in parts], dtype=np.int64, casting='unsafe'), \
             np.concatenate([np.full(len(ids), learned) for ids, learned in parts])
 
+    def rendered_parts(self, messages, mark):
+        """[(ids, whether they are in the loss)]: the assistant's are what its turn adds to what the
+        template writes up to there, to the last control token."""
+        parts, done = [], ''
+        for i, message in enumerate(messages):
+            if message['role'] == 'assistant':
+                prompt, through = self.render(messages[:i], True), self.render(messages[:i + 1])
+                self.check_extends([done, prompt, through])
+                *answer, after = self.split(through[len(prompt):])
+                parts += [(self.encode_parts(prompt[len(done):], mark), False),
+                          (self.encode_parts(''.join(answer), mark), True),
+                          (self.encode_parts(after), False)]
+                done = through
+        whole = self.render(messages)
+        self.check_extends([done, whole])
+        return [*parts, (self.encode_parts(whole[len(done):], mark), False)]
+
     def encode_prompt(self, messages):
         """The ids of `messages` and of the beginning of the answer that the model is to write."""
-        ids = self.encode_conversation(messages)[0]
-        return np.concatenate([ids if self.form.begin else ids[1:],
-                               self._encode(self._header('assistant'))], dtype=np.int64)
-
-    def role_ids(self, role):
-        """The ids by which a message of this role begins, as far as no text changes them."""
-        *controls, text = self._header(role)
-        return self._encode([*controls, text.rstrip('\n')])
-
-    def answer_ids(self):
-        """All ids between what the user says and the answer, but the end of the user's turn."""
-        return self._encode(self._header('assistant'))
-
-    def _header(self, role):
-        """→ control tokens and texts in turn; the last is a text."""
-        return self._controls.split(self.form.header.format(role=role))
-
-    def _encode(self, pieces):
-        """Names of control tokens, and texts → ids"""
-        return [i for piece in pieces if piece for i in (
-            [self.ids[piece]] if piece in self.ids else map(int, self.encode(piece)))]
+        if self.is_ours():
+            return np.append(self.encode_conversation(messages)[0], self.answer_ids)
+        messages, mark = self.guard(messages)
+        return np.array(self.encode_parts(self.render(messages, True), mark), dtype=np.int64)
 
     def decode(self, ids):
         return self.decode_bytes(ids).decode('utf-8', 'replace')
@@ -161,13 +246,7 @@ class ChatTokenizer:
             ''.join(SPECIAL_TOKENS[i - first] for i in run).encode()
             for is_text, run in groupby(map(int, ids), lambda i: i < first))
 
-    @property
-    def encoders(self):
-        return self.base.encoders
-
-    def verify(self, text, ids):
-        self.base.verify(text, ids)
-
     def to_json(self):
-        ours = {'kind': 'chat', 'base': self.base.to_json()}
-        return ours if self.is_ours() else {**ours, 'form': self.form_name, 'system': self.system}
+        made = {'kind': 'chat', 'base': self.base.to_json()}
+        return made if self.is_ours() else {
+            **made, 'template': self.template, **({'system': self.told} if self.told else {})}

@@ -12,27 +12,11 @@ row that is not wholly understood ends the command.
 
 import copy
 import json
-from functools import partial
-from typing import NamedTuple
 
-from plaingpt.data.readers import ROWS, UTF8, file_type, find_fault, iter_rows
+from plaingpt.data.readers import ROWS, file_type, iter_rows
 from plaingpt.data.sources import Files, find_files
 from plaingpt.system.errors import UserError
 
-
-class Form(NamedTuple):
-    """What the rows of a file look like."""
-
-    name: str
-    fields: tuple  # by which it is known; where there are two, what the user and the assistant say
-    more: str = ''  # a field with which the user goes on, or ''
-    is_asked: bool = False  # the options name its fields, and no others are wanted
-
-
-FORMS = {form.name: form for form in (
-    Form('messages', ('messages',)), Form('sharegpt', ('conversations',)),
-    Form('alpaca', ('instruction', 'output'), 'input'),
-    Form('completion', ('prompt', 'completion')))}
 PROMPTS = ('question', 'prompt', 'instruction', 'user', 'query', 'input')  # usual names, any case
 ANSWERS = ('answer', 'completion', 'response', 'output', 'assistant')
 ROLES = ('system', 'user', 'assistant')
@@ -45,15 +29,15 @@ SHOWN = 100  # characters of a value in a message
 
 class Conversations(Files):
     """Conversations of files of rows as a source: each text is the messages as JSON.
-    form: a Form, or None where the first row of each file tells"""
+    columns: those of the user and of the assistant, or () where the fields of a row tell"""
 
-    def __init__(self, paths, name, form=None, errors='strict', encoding=UTF8):
+    def __init__(self, paths, name, columns=(), errors='strict', encoding='utf-8'):
         for path in paths:
             if file_type(path) == 'text':
                 raise UserError(f'{path}: conversations are read from {", ".join(ROWS)} files: '
                                 'write them as a table, or as JSON, one conversation a line')
         super().__init__(paths, name, errors=errors, encoding=encoding)
-        self.form, self.printed, self.as_text = form, set(), False
+        self.columns, self.printed, self.as_text = columns, set(), False
 
     def texts(self):
         """The same source, whose pieces are what the messages say, to learn a tokenizer from."""
@@ -62,96 +46,84 @@ class Conversations(Files):
         return found
 
     def documents(self, file):
-        form = self.form
         for where, row in iter_rows(file, errors=self.errors, encoding=self.encoding):
-            if form is None:
-                form = find_form(row, where)
-                self.print_columns(form, file.name)
-            messages, left_out = parse_conversation(row, form, where)
-            if new := [name for name in left_out if name not in self.printed]:
-                self.printed.update(new)
-                print(f'{where}: left out, as no part of the conversation: {as_json(new)}')
-            if self.as_text:
-                yield '\n'.join(message['content'] for message in messages), True
-            else:
-                yield json.dumps(messages, ensure_ascii=False), True
+            fields = self.columns or find_fields(row, where)
+            messages = parse_row(row, fields, where)
+            if len(fields) > 1:
+                self.print_once(f'{file.name}: {" and ".join(map(repr, fields[::2]))} is what the '
+                                f'user says, {fields[1]!r} what the assistant says (others: '
+                                '--prompt and --completion)', fields)
+            others = [name for name in row if name not in fields]
+            said = [message['content'] for message in messages]  # a field may repeat one of these
+            for name in () if self.columns else others:
+                if name.strip().lower() in TOLD and row[name] and row[name] not in said:
+                    raise UserError(f'{where}: the field {name!r} would be lost: make it a message '
+                                    '(of role system, or of user), or leave it out with '
+                                    '--prompt=… --completion=…')
+            if others:
+                self.print_once(f'{where}: left out, as no part of the conversation: '
+                                f'{as_json(others)}', *others)
+            text = '\n'.join(said) if self.as_text else json.dumps(messages, ensure_ascii=False)
+            yield text, True
 
-    def print_columns(self, form, name):
-        """Say once which columns were found."""
-        if len(form.fields) == 2 and form.fields not in self.printed:
-            self.printed.add(form.fields)
-            prompt, answer = map(repr, form.fields)
-            and_more = f' and {form.more!r}' if form.more else ''
-            print(f'{name}: {prompt}{and_more} is what the user says, {answer} what the assistant '
-                  'says (others: --prompt and --completion)')
+    def print_once(self, line, *keys):
+        """Print a line where one of `keys` is new."""
+        if not self.printed >= {*keys}:
+            print(line)
+            self.printed |= {*keys}
 
 
-def open_conversations(config, name):
+def open_conversations(config):
     """The source of the files that a PrepareConfig names. Raises UserError."""
-    if not config.input:
-        raise UserError(f'{name} needs --input=FILES_OR_FOLDERS')
-    form = FORMS.get(config.format) if not config.prompt else \
-        Form('completion', (config.prompt, config.completion), is_asked=True)
-    fault = partial(find_fault, errors=config.errors, encoding=config.encoding)
-    return Conversations(find_files(config.input, print, fault, ROWS), config.input, form,
-                         config.errors, config.encoding)
+    columns = (config.prompt, config.completion) if config.prompt else ()
+    return Conversations(find_files(config.input, ROWS), config.input, columns, config.errors,
+                         config.encoding)
 
 
-def find_form(row, where):
-    """The form of a row, by its fields. Raises UserError."""
-    fields = row.keys() if isinstance(row, dict) else ()
-    found = [form for form in FORMS.values() if set(form.fields) <= set(fields)]
-    if len(found) == 1:
-        return found[0]
-    if found:
-        raise UserError(f'{where}: fields of several forms '
-                        f'({", ".join(form.name for form in found)}): say which with --format=…')
-    by_name = {name.strip().lower(): name for name in fields}
-    more = by_name.pop('input', '') if 'instruction' in by_name else ''
+def find_fields(row, where):
+    """The fields of a row that say what was said: ('messages',), ('conversations',), or those of
+    the user, of the assistant, and perhaps one with which the user goes on. Raises UserError."""
+    names = row.keys() if isinstance(row, dict) else ()
+    for field in ('messages', 'conversations'):
+        if field in names:
+            return (field,)
+    by_name = {name.strip().lower(): name for name in names}
+    more = [by_name.pop('input')] if {'instruction', 'input'} <= by_name.keys() else []
+    for prompt, answer in ('prompt', 'completion'), ('instruction', 'output'):
+        if {prompt, answer} <= by_name.keys():
+            return by_name[prompt], by_name[answer], *(more if prompt == 'instruction' else [])
     prompts = [by_name[name] for name in PROMPTS if name in by_name]
     answers = [by_name[name] for name in ANSWERS if name in by_name]
     if len(prompts) == len(answers) == 1:
-        return Form('completion', (*prompts, *answers), more)
+        return *prompts, *answers, *more
     if prompts and answers:
         raise UserError(f'{where}: the user may speak in {", ".join(prompts)}, the assistant in '
                         f'{", ".join(answers)}: name the columns with --prompt=… --completion=…')
-    forms = '; '.join(f'{name}: {", ".join(sorted(form.fields))}' for name, form in FORMS.items())
     raise UserError(f'{where}: no conversation, it is {as_json(row)}: leave this file out, or name '
-                    'its columns with --prompt=… --completion=… (found by themselves: one of '
-                    f'{", ".join(PROMPTS)}, and one of {", ".join(ANSWERS)}; a table begins with '
-                    f'their line), or write one of the forms with these fields ({forms})')
+                    'its columns with --prompt=… --completion=… (found by themselves: messages, '
+                    f'conversations, or one of {", ".join(PROMPTS)} and one of '
+                    f'{", ".join(ANSWERS)}; a table begins with their line)')
 
 
-def parse_conversation(row, form, where):
-    """A row in a form → (messages, names of fields that are no part of them). Raises UserError."""
-    if not isinstance(row, dict) or not row.keys() >= set(form.fields):
-        fix = 'name its columns with --prompt and --completion' if form.is_asked else \
-            'one file has one form: put other rows into a file of their own'
-        raise UserError(f'{where}: not of the form {form.name}, which has the fields '
-                        f'{", ".join(sorted(form.fields))}: it is {as_json(row)}: {fix}')
-    if form.name == 'messages':
+def parse_row(row, fields, where):
+    """A row → messages. Raises UserError."""
+    if not isinstance(row, dict) or not row.keys() >= {*fields}:
+        raise UserError(f'{where}: no fields {", ".join(fields)}, it is {as_json(row)}: name its '
+                        'columns with --prompt and --completion')
+    if fields == ('messages',):
         messages = parse_messages(row['messages'], where)
-    elif form.name == 'sharegpt':
+    elif fields == ('conversations',):
         messages = parse_messages(row['conversations'], where, 'from', 'value', SHAREGPT_ROLES)
     else:
-        prompt, answer = (content_of(row[name], f'{where}: field {name!r}')
-                          for name in form.fields)
-        if form.more and row.get(form.more) not in (None, ''):
-            more = content_of(row[form.more], f'{where}: field {form.more!r}')
-            prompt = f'{prompt}\n\n{more}'
-        messages = [{'role': 'user', 'content': prompt}, {'role': 'assistant', 'content': answer}]
+        prompt, answer, *more = (content_of(row[name], f'{where}: field {name!r}')
+                                 for name in fields if row[name] not in (None, '')
+                                 or name in fields[:2])
+        messages = [{'role': 'user', 'content': '\n\n'.join([prompt, *more])},
+                    {'role': 'assistant', 'content': answer}]
     if all(message['role'] != 'assistant' for message in messages):
         raise UserError(f'{where}: the assistant says nothing, so nothing is learned: leave this '
                         'conversation out')
-    said = [message['content'] for message in messages]  # a field may repeat one of these
-    left_out = [name for name in row if name not in (*form.fields, form.more)]
-    for name in () if form.is_asked else left_out:
-        if name.lower() in TOLD and row[name] and row[name] not in said:
-            raise UserError(f'{where}: the field {name!r} would be lost, and the assistant was '
-                            f'told it: make it a part of a message (of role system, or of user)'
-                            + ', or leave it out with --prompt=… --completion=…'
-                            * (len(form.fields) == 2))
-    return messages, left_out
+    return messages
 
 
 def parse_messages(found, where, role_key='role', content_key='content', roles=None):

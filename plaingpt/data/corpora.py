@@ -15,6 +15,15 @@ from plaingpt.data.tokenizers import GPT2Tokenizer, named_vocab_size
 from plaingpt.system.files import ROOT
 from plaingpt.system.formatting import short
 
+# The kinds of corpora, and what of prepare.py's options each takes.
+ENCODING = 'input dedup val_fraction test_fraction tokenizer shard_tokens num_proc'
+OPTIONS = {
+    'text': f'{ENCODING} encoding errors documents text_field max_tokens',
+    'chat': f'{ENCODING} encoding errors prompt completion',
+    'hub': f'{ENCODING} documents text_field max_tokens path subset split val_split test_split',
+    'shards': 'input max_shards',  # tokens already, in files with llm.c's header
+    'datatrove': 'input max_shards val_fraction tokenizer'}  # tokens of its DocumentTokenizer
+
 
 @dataclass(frozen=True)
 class Corpus:
@@ -23,44 +32,36 @@ class Corpus:
 
     about: str  # one line for --help
     tokenizer: str = 'gpt2'  # char, byte, gpt2 or bpe:VOCAB_SIZE; auto: bpe by the size of the text
+    kind: str = 'text'  # a key of OPTIONS
     files: str = ''  # files, folders and globs on this machine, with commas between
     find: Callable = find_files  # `files` → paths
     url: str = ''  # of a text
     sha256: str = ''  # of the text behind `url`
-    hub: str | None = None  # repository on the Hugging Face hub; '': that which --path names
+    hub: str = ''  # repository on the Hugging Face hub
     subset: str = ''  # of a dataset of the hub
     splits: dict = field(default_factory=lambda: {'train': 'train'})  # our name → the hub's
-    shards: bool = False  # the repository holds tokens already, in files with llm.c's header
-    datatrove: bool = False  # files in which datatrove's DocumentTokenizer wrote tokens
     document_form: str = 'file'  # what a document is: a key of readers.DOCUMENT_FORMS
-    text_field: str = 'text'  # of rows: .jsonl, .csv, .parquet and others, the hub
-    documents: int = 0
+    text_field: str = ''  # of rows: .jsonl, .csv, .parquet and others, the hub
     tokens: int = 0  # to train on
     vocab_size: int = 0  # where the tokenizer's name does not tell
     small: bool = False  # prepared in under a minute: train.py then does it when first asked
 
-    def is_tokens(self):
-        """Whether it holds tokens, which others made, and no text."""
-        return self.shards or self.datatrove
-
     def positional(self):
         """(the option that an argument without dashes is, whether there may be several)"""
-        return ('path', False) if self.hub == '' else ('input', True)
+        return ('path', False) if self.kind == 'hub' and not self.hub else ('input', True)
 
     def required_option(self):
         """The option that has to say where the text is, or ''."""
-        if self.datatrove:
-            return '--input=FOLDER'
-        if self.hub == '':
-            return '--path=OWNER/NAME_OR_FOLDER'
-        return '' if self.hub or self.url or self.files else '--input=FILES_OR_FOLDERS'
+        if self.hub or self.url or self.files:
+            return ''
+        return '--path=OWNER/NAME_OR_FOLDER' if self.kind == 'hub' else '--input=FILES_OR_FOLDERS'
 
 
 TINY_SHAKESPEARE = dict(
     url='https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt',
     sha256='86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed', small=True)
 OWN_VALIDATION = {'train': 'train', 'val': 'validation'}
-WIKITEXT = dict(hub='Salesforce/wikitext', document_form='title', splits=OWN_VALIDATION)
+WIKITEXT = dict(kind='hub', hub='Salesforce/wikitext', document_form='title', splits=OWN_VALIDATION)
 
 CORPORA = {
     'pystdlib': Corpus("the source of Python's standard library, found on this machine",
@@ -76,25 +77,26 @@ CORPORA = {
                          **WIKITEXT),
     'wikitext-103': Corpus('Wikipedia articles', subset='wikitext-103-raw-v1',
                            tokens=118_000_000, **WIKITEXT),
-    'tinystories': Corpus('stories in the words of small children',
+    'tinystories': Corpus('stories in the words of small children', kind='hub',
                           hub='roneneldan/TinyStories', splits=OWN_VALIDATION,
-                          documents=2_141_709, tokens=480_000_000),
-    'openwebtext': Corpus('web pages that Reddit linked to', hub='Skylion007/openwebtext',
-                          documents=8_013_769, tokens=9_040_000_000),
-    'fineweb-edu': Corpus('educational web pages', hub='HuggingFaceFW/fineweb-edu',
-                          subset='sample-10BT', documents=9_672_101, tokens=10_000_000_000),
-    'fineweb': Corpus('web pages', hub='HuggingFaceFW/fineweb', subset='sample-10BT',
-                      documents=14_868_862, tokens=10_400_000_000),
-    'fineweb10B-gpt2': Corpus('fineweb as tokens', hub='kjj0/fineweb10B-gpt2', shards=True,
+                          tokens=480_000_000),
+    'openwebtext': Corpus('web pages that Reddit linked to', kind='hub',
+                          hub='Skylion007/openwebtext', tokens=9_040_000_000),
+    'fineweb-edu': Corpus('educational web pages', kind='hub', hub='HuggingFaceFW/fineweb-edu',
+                          subset='sample-10BT', tokens=10_000_000_000),
+    'fineweb': Corpus('web pages', kind='hub', hub='HuggingFaceFW/fineweb', subset='sample-10BT',
+                      tokens=10_400_000_000),
+    'fineweb10B-gpt2': Corpus('fineweb as tokens', kind='shards', hub='kjj0/fineweb10B-gpt2',
                               tokens=10_400_000_000),
-    'finewebedu10B-gpt2': Corpus('fineweb-edu as tokens', hub='kjj0/finewebedu10B-gpt2',
-                                 shards=True, tokens=10_000_000_000),
-    'fineweb100B-gpt2': Corpus('fineweb as tokens', hub='kjj0/fineweb100B-gpt2', shards=True,
+    'finewebedu10B-gpt2': Corpus('fineweb-edu as tokens', kind='shards',
+                                 hub='kjj0/finewebedu10B-gpt2', tokens=10_000_000_000),
+    'fineweb100B-gpt2': Corpus('fineweb as tokens', kind='shards', hub='kjj0/fineweb100B-gpt2',
                                tokens=103_000_000_000),
     'text': Corpus('your own files: --input=FILES_OR_FOLDERS', 'auto'),
-    'datatrove': Corpus('tokens that datatrove wrote: --input=FOLDER', datatrove=True),
-    'chat': Corpus('your own conversations: --input=FILES_OR_FOLDERS', vocab_size=50_262),
-    'hf': Corpus('any dataset of the hub, or a folder laid out like one: --path=…', hub=''),
+    'datatrove': Corpus('tokens that datatrove wrote: --input=FOLDER', kind='datatrove'),
+    'chat': Corpus('your own conversations: --input=FILES_OR_FOLDERS', kind='chat',
+                   vocab_size=50_262),
+    'hf': Corpus('any dataset of the hub, or a folder laid out like one: --path=…', kind='hub'),
 }
 
 
@@ -103,8 +105,6 @@ def describe_corpus(corpus):
     parts = [corpus.about]
     if corpus.hub:
         parts.append('/'.join(filter(None, [corpus.hub, corpus.subset])))
-    if corpus.documents:
-        parts.append(f'about {corpus.documents / 1e6:.1f}M documents')
     if corpus.tokens:
         tokens = short(corpus.tokens).replace('G', 'B')
         parts.append(f'about {tokens} tokens, {short(2 * corpus.tokens)}B as .bin')
@@ -113,8 +113,11 @@ def describe_corpus(corpus):
 
 def table():
     """The corpora, a line each, for --help."""
-    return '\n'.join(f'  {name:<20}{"-" if corpus.is_tokens() else corpus.tokenizer:<10}'
-                     f'{describe_corpus(corpus)}' for name, corpus in CORPORA.items())
+    lines = []
+    for name, corpus in CORPORA.items():
+        tokenizer = corpus.tokenizer if 'shard_tokens' in OPTIONS[corpus.kind] else '-'
+        lines.append(f'  {name:<20}{tokenizer:<10}{describe_corpus(corpus)}')
+    return '\n'.join(lines)
 
 
 def find_dataset_size(name, vocab_size=0):

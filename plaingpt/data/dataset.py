@@ -115,7 +115,7 @@ class Dataset:
         files, _, _, masks = self._open(name)
         if masks:
             from plaingpt.data.packing import ConversationTokens, Marks  # with torch
-            of_others = 'form' in self.tokenizer_json()
+            of_others = {'form', 'template'} & self.tokenizer_json().keys()
             return ConversationTokens(files, masks, self.vocab_size, in_ram,
                                       Marks.of(self.tokenizer()) if of_others else None)
         return TokenStream(files, self.vocab_size, in_ram)
@@ -227,6 +227,16 @@ def dataset_folder(name):
     return path if name.endswith('/') and path.is_dir() and not inside.is_dir() else inside
 
 
+def prepared_folder(name):
+    """The folder of a prepared dataset, which is given by its name or as the folder itself."""
+    return Path(name) if holds_tokens(Path(name)) else dataset_folder(name)
+
+
+def holds_tokens(folder):
+    """Whether there are token files, or what says that there are."""
+    return (folder / 'meta.json').exists() or any(folder.glob('*.bin'))
+
+
 def read_names(text):
     """The setting `dataset`, a name or 'code:0.3,prose:0.7' → {name: weight}. Raises UserError."""
     if not re.search('[:,]', text) or dataset_folder(text).exists():
@@ -240,19 +250,18 @@ def read_names(text):
 
 def has_token_files(text):
     """Whether there are token files of all that `dataset` says."""
-    return all((dataset_folder(name) / 'meta.json').exists()
-               or any(dataset_folder(name).glob('*.bin')) for name in read_names(text))
+    return all(holds_tokens(dataset_folder(name)) for name in read_names(text))
 
 
-def open_named(text):
-    """What the setting `dataset` says → Dataset, a Mixture where it names several. Raises
-    UserError."""
+def open_named(text, vocab_size=0):
+    """What the setting `dataset` says → Dataset, a Mixture where it names several. vocab_size: as
+    of open_dataset. Raises UserError."""
     weights = read_names(text)
     if len(weights) == 1:
-        return open_dataset(dataset_folder(*weights))
+        return open_dataset(dataset_folder(*weights), vocab_size)
     last = [Path(name).name for name in weights]
     short = last if len(set(last)) == len(last) else weights
-    parts = [Part(name, open_dataset(dataset_folder(path)), weight)
+    parts = [Part(name, open_dataset(dataset_folder(path), vocab_size), weight)
              for name, (path, weight) in zip(short, weights.items(), strict=True)]
     first = parts[0].dataset
     for _, dataset, _ in parts:
@@ -268,32 +277,28 @@ def open_named(text):
     return Mixture(text, meta, first.vocab_size, parts=parts)
 
 
-def open_dataset(folder):
+def open_dataset(folder, vocab_size=0):
     """Open a folder that prepare.py wrote, or one with nanoGPT's .bin files or llm.c's shards; one
-    without meta.json and meta.pkl is taken to hold GPT-2 tokens. Raises UserError."""
+    without meta.json and meta.pkl is taken to hold `vocab_size` ids of someone's own, or where that
+    is 0 GPT-2 tokens. Raises UserError."""
     folder = Path(folder)
-    path, mask = folder / 'meta.json', next(folder.glob(f'*{MASK_ENDING}'), None)
-    if os.path.lexists(path):
-        meta = read_meta(path)
-        dataset = Dataset(folder, meta, meta['vocab_size'])
-        if mask and not dataset.has_mask():
-            raise UserError(f'{mask} is a loss mask, and meta.json lists none: copy the whole '
-                            'folder again, or prepare it anew')
-        return dataset
+    if os.path.lexists(folder / 'meta.json'):
+        meta = read_meta(folder / 'meta.json')
+        return Dataset(folder, meta, meta['vocab_size'])
     if (folder / UNFINISHED).exists():
         raise UserError(f'{folder} is not finished: run the prepare.py command that wrote it again')
-    if mask:
-        raise UserError(f'{folder} has the loss mask {mask.name} and no meta.json: copy the whole '
-                        'folder again')
-    if not any(folder.glob('*.bin')):
+    if not holds_tokens(folder):
         corpus = f', or python prepare.py {quoted(folder.name)} where that is a corpus it lists'
         raise UserError(f'{folder} is not prepared: python prepare.py text FILES '
                         f'--data_dir={quoted(folder)}'
                         + corpus * (folder.parent == Path('data')))
+    description = {'kind': 'gpt2'}
     if (folder / 'meta.pkl').exists():
-        chars = tokenizers.read_nanogpt_chars(folder / 'meta.pkl')
-        return Dataset(folder, {'tokenizer': {'kind': 'char', 'chars': chars}}, len(chars))
-    return Dataset(folder, {}, tokenizers.GPT2Tokenizer.vocab_size)
+        description = tokenizers.read_nanogpt_meta(folder / 'meta.pkl')
+    elif vocab_size not in (0, tokenizers.GPT2Tokenizer.vocab_size):
+        description = {'kind': 'ids', 'vocab_size': vocab_size}
+    meta = {} if description['kind'] == 'gpt2' else {'tokenizer': description}
+    return Dataset(folder, meta, tokenizers.described_vocab_size(description))
 
 
 def mask_name(name):

@@ -96,6 +96,15 @@ def parse_object(files, name):
     return found
 
 
+def find_template(files):
+    """{name: text of a file} → the chat template, or None. Of several it is the 'default' one."""
+    found = parse_object(files, 'tokenizer_config.json').get('chat_template')
+    if isinstance(found, list):
+        found = next((each.get('template') for each in found
+                      if isinstance(each, dict) and each.get('name') == 'default'), None)
+    return files.get(TEMPLATE_FILE, found if isinstance(found, str) else None)
+
+
 def count_tokens(tokenizer):
     return max(tokenizer.get_vocab(with_added_tokens=True).values(), default=-1) + 1
 
@@ -132,6 +141,15 @@ def load(text):
     return made
 
 
+def join_halves(text):
+    """→ (text, its UTF-8) where two halves of a character are joined, one alone becomes U+FFFD."""
+    try:
+        return text, text.encode()
+    except UnicodeEncodeError:
+        text = text.encode('utf-16', 'surrogatepass').decode('utf-16', 'replace')
+        return text, text.encode()
+
+
 class ForeignTokenizer:
     """A tokenizer of tokenizers.py. `vocab_size` is the model's, which may have rows for no token.
     """
@@ -140,6 +158,8 @@ class ForeignTokenizer:
         self.description = description
         self.vocab_size, self.end_of_text = description['vocab_size'], description['end_of_text']
         self.ends = frozenset({*description['ends'], self.end_of_text} - {None})
+        if not description['files'].keys() <= {*FILES}:  # an export writes them by their names
+            raise UserError('unknown tokenizer: it names files that no tokenizer has')
         try:
             self._tokenizer = load(description['files']['tokenizer.json'])
             check_size(self._tokenizer, self.vocab_size)
@@ -148,19 +168,8 @@ class ForeignTokenizer:
         self._added = self._tokenizer.get_added_tokens_decoder()
         self.controls = {i for i, token in self._added.items() if token.special}
 
-    @property
-    def encoders(self):
-        import tokenizers
-        return {'tokenizers': tokenizers.__version__}
-
-    def verify(self, text, ids):
-        pass
-
     def encode(self, text):
-        try:
-            text.encode()
-        except UnicodeEncodeError:  # half a character, as JSON can hold it
-            text = text.encode('utf-16', 'surrogatepass').decode('utf-16', 'replace')
+        text, _ = join_halves(text)
         return np.array(self._tokenizer.encode(text, add_special_tokens=False).ids, dtype=np.int64)
 
     def decode(self, ids):
@@ -175,6 +184,10 @@ class ForeignTokenizer:
             return self._added[i].content.encode()
         token = self._tokenizer.id_to_token(i) or ''
         return bytes(BYTES[char] for char in token if char in BYTES)
+
+    def control_names(self):
+        """{name of a control token: its id}"""
+        return {self._added[i].content: i for i in self.controls}
 
     def special(self, name):
         """The id of a control token, or None."""

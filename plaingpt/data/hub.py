@@ -1,5 +1,5 @@
-"""Datasets of the Hugging Face hub, and folders laid out like one, as a source of documents. They
-are streamed by the library `datasets`, and its state is where a killed preparation goes on."""
+"""Datasets of the Hugging Face hub, and folders laid out like one, as a source of documents. The
+library `datasets` streams them: nothing of them is kept on disk or in memory."""
 
 import os
 from contextlib import contextmanager
@@ -12,12 +12,12 @@ from plaingpt.system.formatting import one_line
 
 
 class HubDataset:
-    """Rows of a dataset: nothing of it is kept on disk or in memory. It is a source: sources.py."""
+    """Rows of a dataset as a source (sources.py)."""
 
     unit, is_one_text, nulls = ' documents', False, 0
 
-    def __init__(self, path, subset, splits, text_field='text', form='file', count=0):
-        """splits: our name of a split → theirs; count: of documents, if the hub does not say."""
+    def __init__(self, path, subset, splits, text_field='', form='file'):
+        """splits: our name of a split → theirs"""
         self.name, self.splits, self.form, self.text_field = path, splits, form, text_field
         with needs('datasets', path):
             import datasets
@@ -34,26 +34,21 @@ class HubDataset:
             self.builder = load_builder(path, subset or None)
             self.rows = {split: self.builder.as_streaming_dataset(hub_split)
                          for split, hub_split in splits.items()}
-            for split, hub_split in splits.items():
-                for row in self.rows[split].take(1):
-                    readers.text_of(row, text_field, f'{path}, split {hub_split}')
-                    self.column = text_field if text_field in row else text_field.split('.')[0]
+            for split, rows in self.rows.items():
+                for row in rows.take(1):
+                    readers.text_of(row, text_field, f'{path}, split {splits[split]}')
+                    column = readers.find_field(row, text_field)
+                    self.rows[split] = rows.select_columns([column])
         known = self.builder.info.splits or {}
         counts = [known[split].num_examples for split in splits.values() if split in known]
-        self.total = sum(counts) if len(counts) == len(splits) else count
         # Articles are made of many rows, so the number of rows does not give theirs.
-        self.total = self.total if form == 'file' and self.total else None
+        self.total = sum(counts) if form == 'file' and len(counts) == len(splits) else None
 
-    def pieces(self, mark=None):
-        self._position, self.nulls = (mark['at'], mark['nulls']) if mark else (0, 0)
-        names = list(self.splits)
+    def pieces(self):
+        self._position = self.nulls = 0
         with explain_hub_errors(self.name):
-            for split in names[names.index(mark['split']) if mark else 0:]:
-                rows = self.rows[split].select_columns([self.column])
-                if mark and mark['split'] == split:
-                    rows.load_state_dict(mark['rows'])
-                self._rows, self._split = rows, split
-                own = '' if split == 'train' and 'val' not in names else split
+            for split, rows in self.rows.items():
+                own = '' if split == 'train' and 'val' not in self.splits else split
                 for text in self._documents(map(self._text, rows)):
                     self._position += 1
                     if text.strip():
@@ -74,17 +69,8 @@ class HubDataset:
     def position(self):
         return self._position
 
-    def mark(self):
-        if self.form != 'file':
-            return None
-        return {'split': self._split, 'rows': self._rows.state_dict(), 'at': self._position,
-                'nulls': self.nulls}
-
     def identity(self):
         return self.builder.hash
-
-    def inputs(self):
-        return []  # its version is in the identity
 
 
 def load_builder(path, subset):

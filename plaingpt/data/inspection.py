@@ -18,25 +18,20 @@ READ_TOKENS = 2**20  # at a time
 def find_damage(dataset):
     """Compare sizes and checksums with meta.json → a list of problems, one line each."""
     problems = []
-
-    def note_problem(check, *args):
+    for split in dataset.meta.get('splits', ()):
         try:
-            return check(*args)
+            stream = dataset.split(split)
+            for file in stream.files + (stream.loss_mask.files if stream.loss_mask else []):
+                file.load()
         except UserError as problem:
             problems.append(str(problem))
-
-    for split in dataset.meta.get('splits', ()):
-        if stream := note_problem(dataset.split, split):
-            masks = stream.loss_mask.files if stream.loss_mask else []
-            for file in [*stream.files, *masks]:
-                note_problem(file.load)
     return problems
 
 
-def print_report(folder, meta):
+def print_report(folder):
     """Print the counts of a folder that was just prepared, and how each split begins."""
     dataset = open_dataset(folder)
-    tokenizer = dataset.tokenizer()
+    tokenizer, meta = dataset.tokenizer(), dataset.meta
     for split, entry in meta['splits'].items():
         names = [file['name'] for file in entry['files']]
         line = f'{folder}/{names[0]}{f" to {names[-1]}" if len(names) > 1 else ""}: ' \
@@ -52,21 +47,6 @@ def print_report(folder, meta):
             print(f'    note: that allows a block_size of {entry["tokens"] - 1} at most')
     print(f'{folder}/meta.json: {meta["tokenizer"]["kind"]} tokenizer, {meta["vocab_size"]:,} '
           f'tokens, {meta["dtype"]}')
-    warn_of_shares(meta)
-
-
-def warn_of_shares(meta):
-    """Warn where a split that was held out by hashes is less than half of what was asked for, or
-    more than twice as much: few documents are large."""
-    tokens = sum(entry['tokens'] for entry in meta['splits'].values())
-    for split in ('val', 'test'):
-        asked, own = (meta['source'].get(f'{split}_{what}') for what in ('fraction', 'split'))
-        if asked and not own and split in meta['splits']:
-            share = meta['splits'][split]['tokens'] / tokens
-            if not asked / 2 <= share <= 2 * asked:
-                warn(f'the {split} split has {share:.2%} of the tokens where --{split}_fraction '
-                     f'asks for {asked:.2%}: the documents differ much in size, or are few; use '
-                     f'more text, or another --{split}_fraction')
 
 
 # -----------------------------------------------------------------------------
@@ -129,9 +109,9 @@ def find_overlap(train, val):
     if not count:
         return None
     starts = np.arange(count) * (len(val) - SEQUENCE_TOKENS) // max(count - 1, 1)
-    wanted = read_sequences(val, starts)
+    wanted = val.sequences(starts, SEQUENCE_TOKENS)
     if val.loss_mask is not None:  # what the system says in all conversations is no copy
-        wanted = wanted[read_sequences(val.loss_mask, starts).sum(1) >= LEARNED]
+        wanted = wanted[val.loss_mask.sequences(starts, SEQUENCE_TOKENS).sum(1) >= LEARNED]
         if not len(wanted):
             return None
     factors = np.random.default_rng(0).integers(-2**63, 2**63, size=SEQUENCE_TOKENS)
@@ -160,15 +140,6 @@ def place_in_table(hashes):
     return hashes.view(np.uint64) >> (64 - TABLE_BITS)
 
 
-def read_sequences(stream, starts):
-    """The 64 tokens from each of ascending `starts` on, by few reads → (len(starts), 64) array."""
-    sequences = []
-    for near in np.array_split(starts, min(len(starts), len(stream) // READ_TOKENS + 1)):
-        ids = stream.read(near[0], int(near[-1] - near[0]) + SEQUENCE_TOKENS)
-        sequences.append(ids[(near - near[0])[:, None] + np.arange(SEQUENCE_TOKENS)])
-    return np.concatenate(sequences)
-
-
 # -----------------------------------------------------------------------------
 # prepare.py inspect
 
@@ -184,14 +155,10 @@ def inspect(folder):
             print(f'  {key}: {value}')
     if 'duplicates' in dataset.meta:
         print(f'  duplicates left out: {dataset.meta["duplicates"]:,}')
-    problems = find_damage(dataset)
+    if problems := find_damage(dataset):
+        raise UserError('\n'.join(problems))
     for split in ('train', *dataset.held_out()):
-        try:
-            inspect_split(dataset, split, tokenizer)
-        except UserError as problem:
-            problems.append(str(problem))
-    if problems:
-        raise UserError('\n'.join(dict.fromkeys(problems)))
+        inspect_split(dataset, split, tokenizer)
     print_overlaps({split: {'tokens': 0, **dataset.split_entry(split),
                             'in_train': find_overlap(dataset.split('train'), dataset.split(split))}
                     for split in dataset.held_out()})
@@ -200,7 +167,7 @@ def inspect(folder):
 
 
 def inspect_split(dataset, split, tokenizer):
-    """Read all of a split, print counts and three excerpts. Raises UserError for damage."""
+    """Read all of a split, print counts and three excerpts. Raises UserError for wrong ids."""
     stream, documents, in_loss = dataset.split(split), 0, 0
     for start in range(0, len(stream), READ_TOKENS):
         ids = stream.read(start, READ_TOKENS)
@@ -221,13 +188,6 @@ def inspect_split(dataset, split, tokenizer):
             show_conversation(stream, start, tokenizer)
         else:
             print(f'  {start:>14,}  {tokenizer.decode(stream.read(start, 24).tolist())!r}')
-    entry = dataset.split_entry(split)
-    for what, found, expected in (
-            ('ends of text', documents, (documents and entry.get('documents', 0)) or documents),
-            ('tokens in the loss', in_loss, entry.get('learned', 0))):
-        if found != expected:
-            raise UserError(f'{dataset.folder}: {split} has {found:,} {what} where meta.json says '
-                            f'{expected:,}: prepare the data again')
 
 
 SHOWN_TOKENS = 300  # of a conversation
@@ -235,18 +195,16 @@ SHOWN_TOKENS = 300  # of a conversation
 
 def show_conversation(stream, place, tokenizer):
     """Print the first conversation that begins at token `place` or soon after it, else what there
-    is at `place`: a message a line, with the tokens in the loss in brackets."""
+    is at `place`, with the tokens in the loss in brackets."""
     ids = stream.read(place, 2**14)
     starts = np.flatnonzero(ids == tokenizer.conversation).tolist()
     if not starts and place + len(ids) == len(stream):
         return  # the last one was shown
     first, end = [*(starts or [0]), len(ids)][:2]
     stop = min(end, first + SHOWN_TOKENS)
-    loss_mask, roles = stream.loss_mask.read(place, len(ids)), tokenizer.roles.values()
+    loss_mask = stream.loss_mask.read(place, len(ids))
     parts = [f'  {place + first:>14,}  ']
     for in_loss, run in groupby(range(first, stop), lambda i: bool(loss_mask[i])):
-        for is_role, part in groupby(ids[list(run)].tolist(), lambda i: i in roles):
-            text = tokenizer.decode(part).replace('\n', '\n      ')
-            text = '\n    ' * is_role + text
-            parts.append(f'[{text}]' if in_loss else text)
+        text = tokenizer.decode(ids[list(run)].tolist())
+        parts.append(f'[{text}]' if in_loss else text)
     print(printable(''.join(parts)) + '…' * (stop < end))

@@ -21,7 +21,7 @@ def open_data(config, world, device):
         for name in read_names(config.dataset):
             prepare_small(name)
     barrier()
-    dataset = open_named(config.dataset)
+    dataset = open_named(config.dataset, config.vocab_size)
     for _, each, _ in dataset.parts:
         if not each.meta:
             print0(f'{each.folder} has no meta.json: its files are taken for GPT-2 tokens')

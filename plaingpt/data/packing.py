@@ -34,8 +34,8 @@ class Marks(NamedTuple):
     @classmethod
     def of(cls, tokenizer):
         """Those of a ChatTokenizer."""
-        return cls(tokenizer.conversation, tokenizer.end_of_turn, tokenizer.role_ids('user'),
-                   tokenizer.answer_ids(), bool(tokenizer.form.begin))
+        return cls(tokenizer.conversation, tokenizer.end_of_turn, tokenizer.user_ids,
+                   tokenizer.answer_ids, tokenizer.keeps_bos)
 
 
 class ConversationTokens(TokenStream):

@@ -8,84 +8,75 @@ from typing import NamedTuple
 import numpy as np
 
 from plaingpt.data import tokenizers
-from plaingpt.data.dataset import FORMAT_VERSION
 from plaingpt.data.hub import explain_hub_errors
-from plaingpt.data.shards import find_journal
+from plaingpt.data.shards import empty, read_progress, write_meta, write_progress
 from plaingpt.data.token_files import check_ids, open_tokens
+from plaingpt.data.tokenizer_choice import borrow_tokenizer
 from plaingpt.data.tokenizers import GPT2Tokenizer
 from plaingpt.system.errors import UserError, needs
-from plaingpt.system.files import sha256_of, write_json
+from plaingpt.system.files import sha256_of
 from plaingpt.system.streams import ProgressBar, warn
 
+GPT2_NAMES = 'gpt2', 'openai-community/gpt2'  # as datatrove has them
+ADVICE = 'check the connection; the same command resumes from here'
 
-def fetch_shards(corpus, folder, command):
-    """Put the shards of `corpus` and a meta.json into `folder`. Raises UserError."""
-    chosen = link_shards(folder, command) if command['input'] \
-        else download_shards(corpus.hub, folder, command)
+
+def fetch_shards(repo, where, max_shards, folder, command):
+    """Put the shards that lie in `where`, or those of a repository on the hub where that is '', and
+    a meta.json into `folder`: the first `max_shards` of train, 0 for all. Raises UserError."""
+    version, sums = ('', {path.name: None for path in Path(where).glob('*.bin')}) if where \
+        else list_repo(repo)
+    chosen = {split: sorted(name for name in sums
+                            if name.endswith('.bin') and f'_{split}_' in f'_{name}')
+              for split in ('train', 'val')}
+    chosen['train'] = chosen['train'][:max_shards or None]
+    if where or not read_progress(folder, command):
+        empty(folder)
+        write_progress(folder, command)  # what is downloaded already stays after a kill
     splits = {}
     for split, names in chosen.items():
+        if not names:
+            raise UserError(f'{where or repo}: no *_{split}_*.bin there')
+        for name in names:
+            if where:
+                (folder / name).symlink_to(Path(where, name).resolve())
+            else:
+                download(repo, name, version, sums[name], folder)
         opened = [open_tokens(folder / name, np.dtype('<u2')) for name in names]
         for file in opened:
             file.sampled_sha256(GPT2Tokenizer.vocab_size)  # sees whether these are GPT-2's tokens
         files = [{'name': file.path.name, 'sha256': sha256_of(file.path), 'tokens': file.tokens}
                  for file in opened]
         splits[split] = {'tokens': sum(file['tokens'] for file in files), 'files': files}
-    write_meta(folder, np.dtype('<u2'), {'kind': 'gpt2'}, splits, command)
+    write_meta(folder, np.dtype('<u2'), GPT2Tokenizer(), splits, command)
 
 
-def write_meta(folder, dtype, tokenizer, splits, command):
-    """tokenizer: its JSON; splits: the entry of each"""
-    write_json(folder / 'meta.json',
-               {'format_version': FORMAT_VERSION, 'dtype': dtype.name,
-                'vocab_size': tokenizers.described_vocab_size(tokenizer), 'tokenizer': tokenizer,
-                'splits': splits, 'source': command})
+def list_sizes(folder):
+    """[name, size] of the token files in a folder; none where that is ''."""
+    paths = [path for path in sorted(Path(folder).glob('*'))
+             if path.suffix in ('.bin', '.ds')] if folder else []
+    return [[path.name, path.stat().st_size] for path in paths]
 
 
-def choose_shards(names, max_shards, where):
-    """{split: names}, the first `max_shards` of train (0: all). Raises UserError."""
-    chosen = {split: sorted(name for name in names
-                            if name.endswith('.bin') and f'_{split}_' in f'_{name}')
-              for split in ('train', 'val')}
-    for split, found in chosen.items():
-        if not found:
-            raise UserError(f'{where}: no *_{split}_*.bin there')
-    chosen['train'] = chosen['train'][:max_shards or None]
-    return chosen
-
-
-def link_shards(folder, command):
-    """Link to the shards in command['input'] → {split: names}."""
-    names = [path.name for path in Path(command['input']).glob('*.bin')]
-    chosen = choose_shards(names, command['max_shards'], command['input'])
-    find_journal(folder, command)
-    for name in chosen['train'] + chosen['val']:
-        (folder / name).symlink_to((Path(command['input']) / name).resolve())
-    return chosen
-
-
-def download_shards(repo, folder, command):
-    """Download those shards that the same command has not downloaded before → {split: names}."""
+def list_repo(repo):
+    """→ (the version of a repository, {name of a file: its checksum, or None})"""
     with needs('huggingface_hub', repo):
         import huggingface_hub
-    advice = 'check the connection; the same command resumes from here'
-    with explain_hub_errors(repo, advice):
+    with explain_hub_errors(repo, ADVICE):
         info = huggingface_hub.HfApi().dataset_info(repo, files_metadata=True)
-    files = {file.rfilename: file for file in info.siblings}
-    chosen = choose_shards(files, command['max_shards'], repo)
-    sizes = {name: files[name].size or 0 for name in chosen['train'] + chosen['val']}
-    print(f'{len(sizes)} files, {sum(sizes.values()) / 1e9:.1f} GB')
-    find_journal(folder, command)
-    write_json(folder / 'journal.json', {'command': command})
-    for name in sizes:
-        with explain_hub_errors(repo, advice):  # info.sha: so that all are of one version
-            huggingface_hub.hf_hub_download(repo, name, repo_type='dataset', local_dir=folder,
-                                            revision=info.sha)
-        lfs = files[name].lfs
-        if lfs and sha256_of(folder / name) != lfs.sha256:
-            (folder / name).unlink()
-            raise UserError(f'{repo}/{name}: what arrived has another checksum: run the same '
-                            'command again')
-    return chosen
+    return info.sha, {file.rfilename: file.lfs and file.lfs.sha256 for file in info.siblings}
+
+
+def download(repo, name, version, sha256, folder):
+    """Raises UserError, also where what arrives has another checksum than the hub has."""
+    import huggingface_hub
+    with explain_hub_errors(repo, ADVICE):
+        huggingface_hub.hf_hub_download(repo, name, repo_type='dataset', local_dir=folder,
+                                        revision=version)
+    if sha256 and sha256_of(folder / name) != sha256:
+        (folder / name).unlink()
+        raise UserError(f'{repo}/{name}: what arrived has another checksum: run the same command '
+                        'again')
 
 
 # -----------------------------------------------------------------------------
@@ -134,17 +125,31 @@ def read_shard(path):
     return Shard(path, ends.astype(np.int64), width, tokenizer)
 
 
-def link_datatrove(shards, description, folder, command):
-    """Link to `shards` from `folder` and write its meta.json. description: of their tokenizer.
-    Raises UserError."""
-    tokenizer, width = tokenizers.from_json(description), shards[0].width
+def datatrove_tokenizer(shards, asked):
+    """The tokenizer of [Shard]: --tokenizer, or GPT-2's where their files name it. UserError"""
+    path, name = shards[0].path, shards[0].tokenizer
+    if asked == 'auto' and name in GPT2_NAMES:
+        asked = 'gpt2'
+    if tokenizers.is_name(asked) and asked not in ('gpt2', 'byte'):
+        raise UserError(f'{path}.metadata names the tokenizer {name!r}: name it with --tokenizer, '
+                        'as the dataset or run that has it, or as gpt2 or byte')
+    if name in GPT2_NAMES and asked != 'gpt2':
+        raise UserError(f'tokenizer={asked}: {path}.metadata names another one, {name}: leave '
+                        '--tokenizer out')
+    return tokenizers.from_json({'kind': asked}) if tokenizers.is_name(asked) \
+        else borrow_tokenizer(asked)
+
+
+def link_datatrove(shards, tokenizer, folder, command, val_fraction):
+    """Link to `shards` from `folder` and write its meta.json. Raises UserError."""
+    width = shards[0].width
     if tokenizer.vocab_size > 256**width:
         raise UserError(f'{shards[0].path}: ids of {width} bytes, too few for the '
                         f'{tokenizer.vocab_size:,} of the tokenizer: name the right --tokenizer')
-    find_journal(folder, command)
+    empty(folder)
     splits = {split: {'tokens': 0, 'documents': 0, 'files': []} for split in ('train', 'val')}
     with ProgressBar('reading', sum(int(shard.ends[-1]) for shard in shards), 'tokens') as progress:
-        for split, shard, start, end in cut_shards(shards, command['val_fraction']):
+        for split, shard, start, end in cut_shards(shards, val_fraction):
             entry = splits[split]
             path = folder / f'{split}_{len(entry["files"]):06d}.bin'
             path.symlink_to(shard.path.resolve())
@@ -158,14 +163,10 @@ def link_datatrove(shards, description, folder, command):
                 progress.advance_to(sum(entry['tokens'] for entry in splits.values()))
             entry['files'].append({'name': path.name, 'tokens': file.tokens, 'offset': file.offset,
                                    'sha256': digest.hexdigest()})
-    for split, entry in splits.items():
-        if not entry['files']:
-            raise UserError(f'{command["input"]}: the {split} split would be empty: use more text '
-                            'or another --val_fraction')
+    write_meta(folder, file.dtype, tokenizer, splits, command)
     if tokenizer.end_of_text is not None and not splits['train']['documents']:
         warn("no document has an end-of-text token: eos_token='<|endoftext|>' of "
              'DocumentTokenizer adds it')
-    write_meta(folder, file.dtype, description, splits, command)
 
 
 def cut_shards(shards, val_fraction):

@@ -1,40 +1,31 @@
-"""Tokens → shards on disk, so that a kill at any moment loses little and spoils nothing.
-
-All is written in data/<name>/unfinished/, with a journal that says how far each file is good: what
-a kill left after that place is cut off. Only complete data moves to data/<name>/, meta.json last.
+"""Tokens → shards on disk. All is written in data/<name>/unfinished/ and moves to data/<name>/ when
+it is complete, meta.json last, so that a kill at any moment spoils nothing. progress.json there
+says how far each file was good when the last shard got full: from there the same command goes on.
 """
 
-import errno
-import hashlib
 import os
 import shutil
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
 from plaingpt.data.dataset import (
+    FORMAT_VERSION,
     MASK_ENDING,
     TOKEN_FILES,
     UNFINISHED,
     mask_name,
+    open_dataset,
     read_meta,
 )
+from plaingpt.data.inspection import find_damage, print_overlaps, print_report, record_overlap
 from plaingpt.system.errors import UserError
-from plaingpt.system.files import (
-    locked,
-    read_json,
-    sha256_of,
-)
+from plaingpt.system.files import locked, naming, read_json, sha256_of, write_json
 
-# What of a command its other options and the input decide, and how the tokens lie in files.
-NO_CHOICE = ('identity', 'files', 'train_characters', 'tokenizer_sha256', 'shard_tokens',
-             'max_shards', 'val_characters')
-LISTED_FILES = 1000  # more input files than this are not listed in meta.json
-# These are in a command only where they are given.
-IF_GIVEN = ('max_tokens', 'test_fraction', 'test_split', 'dedup', 'prompt', 'completion',
-            'encoding')
+# What of a command is the content of its input: where it has changed, the same command begins anew.
+CONTENT = ('identity', 'tokenizer_sha256')
 
 
 @dataclass
@@ -95,57 +86,71 @@ class ShardWriter:
         full, rest = divmod(self.tokens, self.shard_tokens)
         return [self.shard_tokens] * full + [rest] * (rest > 0)
 
-    def resume_at(self, state):
-        """Go back to what `state` says, and cut off what was written after it → True; False where
-        files are missing or shorter."""
+    def go_back(self, state):
+        """Go back to `state`, and cut off what was written after it. Raises UserError."""
         for key, value in state.items():
             setattr(self, key, value)
-        for ending, dtype in self.columns.items():
-            single, sizes = self.folder / f'{self.split}{ending}', self.sizes()
-            if single.exists():  # as finish() named it
-                os.replace(single, self.path(0, ending))
-            for path in self.folder.glob(f'{self.split}_{"[0-9]" * 6}{ending}'):
-                if path > self.path(len(sizes) - 1, ending) or not sizes:
-                    path.unlink()
-            for shard, n in enumerate(sizes):
-                path, size = self.path(shard, ending), n * dtype.itemsize
-                if not path.exists() or path.stat().st_size < size:
-                    return False
-                os.truncate(path, size)
-        return True
+        kept = {self.path(shard, ending): n * dtype.itemsize for shard, n in enumerate(self.sizes())
+                for ending, dtype in self.columns.items()}
+        for ending in self.columns:
+            with suppress(FileNotFoundError):  # as finish() named it
+                os.replace(self.folder / f'{self.split}{ending}', self.path(0, ending))
+        for path in set(self.folder.glob(f'{self.split}*.bin')) - set(kept):
+            path.unlink()
+        for path, size in kept.items():
+            if not path.exists() or path.stat().st_size < size:
+                raise UserError(f'{path} is missing or cut short: remove {self.folder}, and give '
+                                'the same command again')
+            os.truncate(path, size)
 
     def finish(self):
         """Close → the entry of this split in meta.json. A single file is named SPLIT.bin."""
         self.close()
-        sizes, checksums = self.sizes(), {}
-        for ending in self.columns:
-            paths = [self.path(shard, ending) for shard in range(len(sizes))]
-            if len(paths) == 1:
-                paths = [paths[0].replace(self.folder / f'{self.split}{ending}')]
-            checksums[ending] = [(path.name, sha256_of(path)) for path in paths]
-        files = [{'name': name, 'tokens': n, 'sha256': digest}
-                 for n, (name, digest) in zip(sizes, checksums['.bin'], strict=True)]
-        for file, (_, digest) in zip(files, checksums.get(MASK_ENDING, ()), strict=False):
-            file['mask_sha256'] = digest
+        files = [{'name': self.path(shard).name, 'tokens': n}
+                 for shard, n in enumerate(self.sizes())]
+        if len(files) == 1:
+            files[0]['name'] = f'{self.split}.bin'
+            for ending in self.columns:
+                os.replace(self.path(0, ending), self.folder / f'{self.split}{ending}')
+        for file in files:
+            file['sha256'] = sha256_of(self.folder / file['name'])
+            if MASK_ENDING in self.columns:
+                file['mask_sha256'] = sha256_of(self.folder / mask_name(file['name']))
         entry = {'tokens': self.tokens, 'documents': self.documents, 'bytes': self.bytes,
                  'files': files}
         return {**entry, 'learned': self.learned} if MASK_ENDING in self.columns else entry
 
 
-def find_journal(folder, command):
-    """The journal that the same command left, or None; then the folder is emptied."""
+def write_meta(folder, dtype, tokenizer, splits, command, **more):
+    """Write meta.json. tokenizer: what made the tokens; splits: the entry of each. Raises UserError
+    where a split stayed empty."""
+    if not any(entry['tokens'] for entry in splits.values()):
+        raise UserError(f'{command["input"]}: empty, no text to learn from')
+    for split, entry in splits.items():
+        if not entry['tokens']:
+            raise UserError(f'{command["input"]}: the {split} split would be empty: use more text, '
+                            'or change --val_fraction, --test_fraction or the names of the splits')
+    write_json(folder / 'meta.json', {
+        'format_version': FORMAT_VERSION, 'dtype': dtype.name, 'vocab_size': tokenizer.vocab_size,
+        'tokenizer': tokenizer.to_json(), 'splits': splits, **more, 'source': command})
+
+
+def write_progress(folder, command, **progress):
+    write_json(folder / 'progress.json', {'command': command, **progress})
+
+
+def read_progress(folder, command):
+    """What the same command wrote of its progress, or {}; then the folder is emptied."""
     try:
-        journal = read_json(folder / 'journal.json')
-        if journal['command'] == command:
-            return journal
-        differ = [key for key in {**journal['command'], **command}
-                  if journal['command'].get(key) != command.get(key)]
-        print(f'{folder}: what another command left there is deleted (it differs in '
-              f'{", ".join(differ)}); starting anew')
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        progress = read_json(folder / 'progress.json')
+        if progress['command'] == command:
+            return progress
+        print(f'{folder}: what another command, or this one from other text, left there is '
+              'deleted; starting anew')
+    except (OSError, ValueError, KeyError, TypeError):
         pass
     empty(folder)
-    return None
+    return {}
 
 
 def empty(folder):
@@ -153,32 +158,9 @@ def empty(folder):
     folder.mkdir()
 
 
-def complete_meta(meta, name):
-    """The content of meta.json by write_shards, with the inputs described. Raises UserError where a
-    split stayed empty."""
-    if not any(entry['tokens'] for entry in meta['splits'].values()):
-        raise UserError(f'{name}: empty, no text to learn from')
-    for split, entry in meta['splits'].items():
-        if not entry['tokens']:
-            raise UserError(f'{name}: the {split} split would be empty: use more text, or change '
-                            '--val_fraction, --test_fraction or the names of the splits')
-    return {**meta, 'inputs': describe_inputs(meta['inputs'])}
-
-
-def describe_inputs(files):
-    """source.inputs() → JSON: all files together and, of up to LISTED_FILES, each. The checksum of
-    all is that of what `sha256sum FILES` prints."""
-    if not files:
-        return {}
-    lines = ''.join(f'{file["sha256"]}  {file["name"]}\n' for file in files)
-    return {'count': len(files), 'bytes': sum(file['bytes'] for file in files),
-            'sha256': hashlib.sha256(lines.encode()).hexdigest(),
-            'files': files if len(files) <= LISTED_FILES else []}
-
-
 def publish(folder):
-    """Move complete data from folder/unfinished into `folder`, in place of what was there → meta.
-    After a crash at any point it can be called again."""
+    """Move complete data from folder/unfinished into `folder`, in place of what was there. After a
+    crash at any point it can be called again."""
     unfinished = folder / UNFINISHED
     meta = read_meta(unfinished / 'meta.json')
     files = [file for split in meta['splits'].values() for file in split['files']]
@@ -192,16 +174,13 @@ def publish(folder):
     for name in names:
         if os.path.lexists(unfinished / name):
             os.replace(unfinished / name, folder / name)
-    (unfinished / 'journal.json').unlink(missing_ok=True)
     os.replace(unfinished / 'meta.json', folder / 'meta.json')
     shutil.rmtree(unfinished)
-    return meta
 
 
 def check_ours(folder):
     """Raises UserError where `folder` holds tokens that prepare.py did not write."""
-    begun = any((folder / UNFINISHED / name).exists() for name in ('journal.json', 'meta.json'))
-    if begun or (folder / 'meta.json').exists():
+    if (folder / UNFINISHED).exists() or (folder / 'meta.json').exists():
         return
     if found := next((path for path in [*folder.glob('*.bin'), folder / 'meta.pkl']
                       if path.exists()), None):
@@ -209,49 +188,48 @@ def check_ours(folder):
                         'it and writes nothing there: name another folder with --data_dir')
 
 
-def check_replaceable(folder, command):
-    """Raises UserError where `folder` holds a dataset that another command than `command` wrote.
-    The same one may replace it: its input has changed, or the files are damaged."""
+def is_done(folder, command, overwrite):
+    """Whether this very command wrote the files of `folder`, and they are whole. Raises UserError
+    where another one did, unless it may `overwrite` them."""
     try:
         earlier = read_meta(folder / 'meta.json').get('source', {})
     except UserError:  # there is none, or it is broken
-        return
-    differ = [f'{key} {earlier.get(key) or "none"}, not {command.get(key) or "none"}'
-              for key in {**command, **earlier} if key not in NO_CHOICE
-              and (key in IF_GIVEN or (key in earlier and key in command))
-              and earlier.get(key) != command.get(key)]
-    if differ or not earlier.keys() & command.keys():
-        raise UserError(f'{folder} holds another dataset ({", ".join(differ) or "of others"}): '
-                        'name another folder with --data_dir, or replace it with --overwrite')
+        return False
+    differ = [f'{key} {earlier.get(key, "none")}, not {command.get(key, "none")}'
+              for key in {**command, **earlier}
+              if key not in CONTENT and earlier.get(key) != command.get(key)]
+    if differ and not overwrite:
+        raise UserError(f'{folder} holds another dataset ({", ".join(differ[:3])}): name another '
+                        'folder with --data_dir, or replace it with --overwrite')
+    return earlier == command and not find_damage(open_dataset(folder))
 
 
-@contextmanager
-def lock_dataset_dir(folder):
-    """Make `folder` and keep every other prepare.py out of it → the folder for unfinished files.
-    Folders that stay empty are removed at the end. Raises UserError."""
-    check_ours(folder)
+def write_dataset(folder, command, overwrite, write):
+    """Make `folder`, and keep every other prepare.py out of it while `write` writes a dataset to
+    the folder for unfinished files that it is given; then move it to its place, and report. Where
+    this command is done, a line says so. Folders that stay empty are removed. Raises UserError."""
     unfinished, ours = folder / UNFINISHED, False
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        with locked(folder, f'{folder}: another prepare.py is writing there: wait until it is done'
-                            ', or choose another --data_dir'):
+        with naming(folder), locked(folder, f'{folder}: another prepare.py is writing there: wait '
+                                            'until it is done, or choose another --data_dir'):
             ours = True
-            try:
-                if (unfinished / 'meta.json').exists():  # a kill left a whole dataset to be moved
-                    with suppress(UserError):  # a broken one is begun anew
-                        publish(folder)
+            if (unfinished / 'meta.json').exists():  # a kill left a whole dataset to be moved
+                with suppress(UserError):  # a broken one is begun anew
+                    publish(folder)
+            if is_done(folder, command, overwrite):
+                shutil.rmtree(unfinished, ignore_errors=True)
+                print(f'{folder} is already prepared by this command, and its checksums are right')
+            else:
                 unfinished.mkdir(exist_ok=True)
-                yield unfinished
-            finally:
-                if not any((unfinished / name).exists() for name in ('journal.json', 'meta.json')):
-                    shutil.rmtree(unfinished, ignore_errors=True)
-    except OSError as e:
-        if e.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-            begun = (unfinished / 'journal.json').exists()
-            raise UserError(f'{folder}: {e.strerror}: make room, and give the same command again'
-                            + ': it resumes' * begun) from None
-        raise UserError(f'{folder}: cannot write there: {e.strerror}') from None
+                write(unfinished)
+                publish(folder)
+                print_report(folder)
+            print_overlaps(record_overlap(folder))
     finally:
+        if ours and not any((unfinished / name).exists() for name in ('progress.json',
+                                                                      'meta.json')):
+            shutil.rmtree(unfinished, ignore_errors=True)
         if ours:
             with suppress(OSError):
                 folder.rmdir()

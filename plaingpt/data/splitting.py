@@ -2,20 +2,62 @@
 
 import hashlib
 import math
+import sys
+from dataclasses import dataclass
+from itertools import chain
+
+from plaingpt.data.readers import Piece
+from plaingpt.data.tokenizer_choice import count_characters
 
 SPLITS = ('train', 'val', 'test')
+VAL_CHARS = 4_000_000  # about a million tokens: enough for a loss, however large the corpus is
 GOLDEN = 0x9E3779B97F4A7C15  # 2^64 / the golden ratio: its multiples spread evenly over the circle
 
 
-def split_by_hash(pieces, val_fraction, test_fraction=0):
+@dataclass
+class Shares:
+    """How much of the text is held out."""
+
+    val: float
+    test: float = 0.0
+    val_chars: float = math.inf  # of validation text at most: later documents are for training
+
+    @classmethod
+    def of(cls, val_fraction, test_fraction):
+        """Those of prepare.py's settings. 'auto' does not depend on how much text there is: more of
+        a corpus has the same validation text."""
+        if val_fraction == 'auto':
+            return cls(0.1, test_fraction, VAL_CHARS)
+        return cls(val_fraction, test_fraction)
+
+
+def put_in_splits(source, shares, duplicates, ends_with_line):
+    """The pieces of a source → (split, text, new_document).
+    duplicates: a Duplicates, or None
+    ends_with_line: end documents with a line break, where no end of text comes before the next"""
+    pieces = source.pieces()
+    if source.is_one_text:
+        characters = count_characters(source)
+        val = min(shares.val, shares.val_chars / max(1, characters))
+        ends = [('train', int(characters * (1 - (val + shares.test))))]
+        if shares.test:
+            ends.append(('val', int(characters * (1 - shares.test))))
+        return split_by_place(pieces, [*ends, (SPLITS[len(ends)], sys.maxsize)])
+    if duplicates:
+        pieces = duplicates.leave_out(pieces)
+    pieces = split_by_hash(pieces, shares)
+    return end_with_line_breaks(pieces) if ends_with_line else pieces
+
+
+def split_by_hash(pieces, shares):
     """Pieces → (split, text, new_document). A hash of a document's first piece decides its split,
     so a document keeps its split when others are added or removed. The validation share is at the
     low end of the hash's range and the test share at the high end, so that neither changes the
     other. Of a long document, which comes in several pieces, each split gets its share: the hashes
     of the other pieces follow that of the first in steps of the golden ratio."""
-    val_end = math.ceil(val_fraction * 2**64)
-    test_start = math.ceil((1 - test_fraction) * 2**64)
-    split = None
+    val_end = math.ceil(shares.val * 2**64)
+    test_start = math.ceil((1 - shares.test) * 2**64)
+    split, held_out = None, 0
     for text, new_document, own_split in pieces:
         if new_document:
             # Text that differs in white space at its end only, as by a last line break, is on one
@@ -26,8 +68,10 @@ def split_by_hash(pieces, val_fraction, test_fraction=0):
         before = split
         if own_split != 'val' and place >= test_start:
             split = 'test'
+        elif not own_split and place < val_end and held_out < shares.val_chars:
+            split, held_out = 'val', held_out + len(text)
         else:
-            split = own_split or ('val' if place < val_end else 'train')
+            split = own_split or 'train'
         yield split, text, new_document or split != before
 
 
@@ -43,6 +87,17 @@ def split_by_place(pieces, ends):
                 yield split, part, begin >= seen
             begin = end
         seen += len(text)
+
+
+def end_with_line_breaks(pieces):
+    """Let each document end with a line break."""
+    held = None
+    for piece in chain(pieces, [(None, '', True)]):
+        if held:
+            split, text, new_document = held
+            ends = piece[2] and not text.endswith('\n')
+            yield split, text + '\n' if ends else text, new_document
+        held = piece
 
 
 def hash_of(text, errors='replace'):
@@ -61,20 +116,15 @@ class Duplicates:
     def leave_out(self, pieces):
         """Yield the pieces of those documents that are no duplicates."""
         document = []
-        for piece in pieces:
+        for piece in chain(pieces, [Piece('', True)]):
             if piece.new_document and document:
-                yield from self.if_new(document)
-            document = [piece] if piece.new_document else [*document, piece]
-        if document:
-            yield from self.if_new(document)
-
-    def if_new(self, document):
-        """The pieces of a document, none where it is a duplicate."""
-        words = ' '.join(''.join(piece.text for piece in document).split())
-        # Bytes that are no UTF-8 are lone surrogates in the text, and differ.
-        number = hash_of(words, 'surrogatepass')
-        if number in self.seen:
-            self.dropped += 1
-            return []
-        self.seen.add(number)
-        return document
+                words = ' '.join(''.join(each.text for each in document).split())
+                # Bytes that are no UTF-8 are lone surrogates in the text, and differ.
+                number = hash_of(words, 'surrogatepass')
+                if number in self.seen:
+                    self.dropped += 1
+                else:
+                    yield from document
+                self.seen.add(number)
+                document = []
+            document.append(piece)

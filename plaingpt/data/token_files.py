@@ -3,8 +3,9 @@
 import errno
 import hashlib
 import os
-import weakref
-from dataclasses import dataclass
+import threading
+from dataclasses import dataclass, field
+from io import FileIO
 from pathlib import Path
 
 import numpy as np
@@ -27,14 +28,12 @@ class TokenFile:
 
     path: Path
     dtype: np.dtype
-    descriptor: int
+    file: FileIO
     first_byte: int  # where the bytes begin of which `sha256` is
     offset: int  # where the tokens begin
     tokens: int
     sha256: str = ''  # that meta.json has
-
-    def __post_init__(self):
-        weakref.finalize(self, os.close, self.descriptor)
+    lock: object = field(default_factory=threading.Lock, repr=False)  # a file has one place
 
     @property
     def end(self):
@@ -46,7 +45,9 @@ class TokenFile:
         # Not a memory map: its pages would count as this process's memory, more and more of the
         # corpus as the run proceeds, and a file cut short would kill the process (SIGBUS).
         try:
-            data = os.pread(self.descriptor, count, place)
+            with self.lock:
+                self.file.seek(place)
+                data = self.file.read(count)
         except OSError as e:
             raise UserError(f'{self.path} cannot be read any more ({e.strerror})') from None
         if len(data) < count:
@@ -105,7 +106,8 @@ def check_ids(path, ids, first, vocab_size):
         bad = int(np.flatnonzero(ids >= vocab_size)[0])
         raise UserError(f'{path}: token {first + bad:,} has id {ids[bad]}, but the vocabulary ends '
                         f'at {vocab_size - 1}: the file is damaged or was written with '
-                        'another tokenizer; prepare the data again')
+                        'another tokenizer; prepare the data again, or where these are ids of your '
+                        'own, say with --vocab_size how many there are')
 
 
 def open_tokens(path, dtype, expected=None, sha256='', offset=None):
@@ -116,34 +118,29 @@ def open_tokens(path, dtype, expected=None, sha256='', offset=None):
     tokens begin, in a file that may hold more. Raises UserError for a missing file, or another
     number of tokens.
     """
-    descriptor = open_descriptor(path)
-    try:
-        size, begin = os.fstat(descriptor).st_size, offset or 0
-        if offset is None:
-            # Bare ids can begin as a header does; meta.json tells which of them the file has.
-            is_bare = expected is not None and size == expected * dtype.itemsize
-            begin = 0 if is_bare else header_bytes(path, os.pread(descriptor, 12, 0), size)
-            dtype = np.dtype('<u2') if begin else dtype
-        found = max(0, size - begin) / dtype.itemsize
-        tokens = int(found) if expected is None else expected
-        if offset is not None:
-            found = min(found, tokens)
-        if found != tokens or not tokens:
-            wanted = 'a whole number' if expected is None else f'{expected:,}'
-            raise UserError(f'{path}: {found:,.12g} tokens of {dtype.itemsize} bytes where '
-                            f'{wanted} should be: the file is damaged or of another type; prepare '
-                            'the data again')
-    except BaseException:
-        os.close(descriptor)
-        raise
-    return TokenFile(path, dtype, descriptor, offset or 0, begin, tokens, sha256)
+    file = open_file(path)
+    size, begin = os.fstat(file.fileno()).st_size, offset or 0
+    if offset is None:
+        # Bare ids can begin as a header does; meta.json tells which of them the file has.
+        is_bare = expected is not None and size == expected * dtype.itemsize
+        begin = 0 if is_bare else header_bytes(path, file.read(12), size)
+        dtype = np.dtype('<u2') if begin else dtype
+    found = max(0, size - begin) / dtype.itemsize
+    tokens = int(found) if expected is None else expected
+    if offset is not None:
+        found = min(found, tokens)
+    if found != tokens or not tokens:
+        wanted = 'a whole number' if expected is None else f'{expected:,}'
+        raise UserError(f'{path}: {found:,.12g} tokens of {dtype.itemsize} bytes where {wanted} '
+                        'should be: the file is damaged or of another type; prepare the data again')
+    return TokenFile(path, dtype, file, offset or 0, begin, tokens, sha256)
 
 
-def open_descriptor(path):
-    """The descriptor of a file that is open for reading. Raises UserError."""
+def open_file(path):
+    """A file that is open for reading, without a buffer. Raises UserError."""
     try:
         try:
-            return os.open(path, os.O_RDONLY)
+            return open(path, 'rb', buffering=0)
         except OSError as e:
             if e.errno != errno.EMFILE:
                 raise
@@ -151,7 +148,7 @@ def open_descriptor(path):
             import resource
             most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
             resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
-            return os.open(path, os.O_RDONLY)
+            return open(path, 'rb', buffering=0)
     except OSError as e:
         raise UserError(f'{path}: {e.strerror}: prepare the data again') from None
 

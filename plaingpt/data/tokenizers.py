@@ -1,17 +1,15 @@
 """Text ↔ token ids: by characters, by bytes, with GPT-2's BPE, with a BPE of one's own, or with a
 tokenizer of others (foreign_tokenizer.py); each of them also for conversations (chat_tokenizer.py).
+Ids that stand for no text are written as numbers.
 
     tokenizer.encode(text)   str → numpy array of ids
     tokenizer.decode(ids)    ids → str; decode_bytes: its UTF-8, which may end within a character
     tokenizer.vocab_size     ids run from 0 to vocab_size - 1
     tokenizer.end_of_text    the id put in front of each document, or None
     tokenizer.to_json()      all of it as a JSON object, from which from_json makes it again
-    tokenizer.encoders               {name: version} of those that have found ids so far
-    tokenizer.verify(text, ids)      raises UserError where the ids are not those of tiktoken
 """
 
 import base64
-import importlib.metadata
 import io
 import math
 import pickle
@@ -20,27 +18,19 @@ import tempfile
 import threading
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from types import MappingProxyType
 
 import numpy as np
 
-from plaingpt.data.chat_tokenizer import FORMS, SPECIAL_TOKENS, ChatTokenizer
-from plaingpt.data.foreign_tokenizer import FILES, ForeignTokenizer
-from plaingpt.system.errors import UserError, needs
+from plaingpt.data.chat_tokenizer import PLAIN_TEMPLATES, SPECIAL_TOKENS, ChatTokenizer
+from plaingpt.data.foreign_tokenizer import ForeignTokenizer, join_halves
+from plaingpt.system.errors import UserError
 
 NAMES = 'char, byte, gpt2, bpe or bpe:VOCAB_SIZE'
 BPE_VOCAB_SIZE = 8192  # of plain 'bpe'
-LONG = 500_000  # characters of white space in a row; the libraries fail from a million on
-# As `\s+(?!\S)` of the tokenizers' pattern, whose white space is Unicode's; Python's has four more.
-LONG_SPACE = re.compile(rf'([^\S\x1c-\x1f]{{{LONG},}})(?=[^\S\x1c-\x1f]|\Z)')
 
 
 class UnknownCharacter(UserError):
-    """`character` is not in the vocabulary."""
-
-    def __init__(self, message, character):
-        super().__init__(message)
-        self.character = character
+    """A character is not in the vocabulary."""
 
 
 class WrongIds(UserError):
@@ -48,12 +38,7 @@ class WrongIds(UserError):
 
 
 class Tokenizer:
-    """What all tokenizers have that do not say otherwise: no library finds their ids."""
-
-    encoders = MappingProxyType({})
-
-    def verify(self, text, ids):
-        pass
+    """What all tokenizers have that do not say otherwise."""
 
     def decode(self, ids):
         """Bytes that are no UTF-8, as of a character cut in half, become U+FFFD."""
@@ -89,8 +74,7 @@ class CharTokenizer(Tokenizer):
             at = int(unknown[0])
             excerpt = text[max(0, at - 10):at + 10]
             raise UnknownCharacter(f'character {text[at]!r} in {excerpt!r} is not among the '
-                                   f'{self.vocab_size} characters that this tokenizer knows',
-                                   text[at])
+                                   f'{self.vocab_size} characters that this tokenizer knows')
         return self._ids[places]
 
     def decode(self, ids):
@@ -129,6 +113,29 @@ class ByteTokenizer(Tokenizer):
         return {'kind': 'byte'}
 
 
+class IdsTokenizer(Tokenizer):
+    """Someone's own ids, of which only their number is known: their text is a list of them."""
+
+    end_of_text = None
+
+    def __init__(self, vocab_size):
+        self.vocab_size = vocab_size
+
+    def encode(self, text):
+        """'IDS:1,2,3' → [1, 2, 3], blank text → [0]. Raises UserError."""
+        words = text.removeprefix('IDS:').replace(',', ' ').split() or ['0']
+        if not all(word.isdecimal() and int(word) < self.vocab_size for word in words):
+            raise UserError(f'{text[:40]!r} is no list of ids from 0 to {self.vocab_size - 1}: '
+                            'write it as IDS:1,2,3')
+        return np.array(words, dtype=np.int64)
+
+    def decode_bytes(self, ids):
+        return ''.join(f',{i}' for i in ids).encode()
+
+    def to_json(self):
+        return {'kind': 'ids', 'vocab_size': self.vocab_size}
+
+
 class BytePairTokenizer(Tokenizer):
     """What GPT-2's tokenizer and those of our own training share: any text round-trips, and text
     that looks like a control token stays text. The ids are tiktoken's. Where gigatoken is
@@ -140,55 +147,47 @@ class BytePairTokenizer(Tokenizer):
     # new, and few that are common, are in these ranges: tiktoken encodes texts that hold them.
     NEW_CHARACTERS = re.compile('[\u088f\u0c5c\u0cdc\ua7ce-\ua7f1\U00010940-\U0001efff'
                                 '\U00020000-\U0010ffff]')
+    CHECKED_BYTES = 2**20  # first, and one in a hundred later, are compared with tiktoken
 
     def __init__(self, encoding):
         """encoding: tiktoken's, with GPT-2's pattern; its control tokens are its last."""
         self._encoding = encoding
         self._gigatoken, self._bytes_left = None, 0
-        self.encoders = {}
+        self._seen = self._checked = 0  # bytes that gigatoken encoded, that were compared
         self._lock = threading.Lock()  # gigatoken raises where two threads call it at once
 
     def encode(self, text):
         text, data = join_halves(text)
         known_to_both = text.isascii() or not self.NEW_CHARACTERS.search(text)
-        with self._lock:
+        ids = self._encode_fast(data) if known_to_both else None
+        if ids is None:
+            return self._encode_with_tiktoken(text)
+        if self._checked < max(self.CHECKED_BYTES, self._seen // 100):
+            self._checked += len(data)
+            right = self._encode_with_tiktoken(text)
+            if not np.array_equal(ids, right):
+                raise WrongIds(f'gigatoken and tiktoken give different ids in {text[:40]!r}…: do '
+                               'without gigatoken, which is only faster (pip uninstall gigatoken),'
+                               ' and give the same command again')
+        return ids
+
+    def _encode_fast(self, data):
+        """gigatoken's ids, None where it is not there or gives up."""
+        with self._lock, suppress_panic():
             if self._bytes_left <= 0:
                 self._gigatoken = None  # frees its memory before there is another
                 self._gigatoken = build_gigatoken(self._encoding)
                 self._bytes_left = self.RENEWAL_BYTES
-            if known_to_both and self._gigatoken is not None:
-                self._bytes_left -= len(data)
-                with suppress_panic():
-                    ids = self._gigatoken.encode(data)
-                    self._note('gigatoken')
-                    return ids
-                self._gigatoken = None  # what gave up is not asked again
-            self._note('tiktoken')
-        return self._encode_with_tiktoken(text)
-
-    def _note(self, library):
-        if library not in self.encoders:
-            self.encoders[library] = importlib.metadata.version(library)
+            gigatoken, self._gigatoken = self._gigatoken, None  # what gives up is not asked again
+            ids = gigatoken and gigatoken.encode(data)
+            self._gigatoken = gigatoken
+            self._bytes_left -= len(data) if gigatoken else 0
+            self._seen += len(data)
+            return ids
 
     def _encode_with_tiktoken(self, text):
-        found = []
-        for part, is_space in long_spaces_apart(text):
-            # as an array: the list of encode_ordinary would hold up other threads (Python's lock)
-            found.append(self._encoding._encode_single_piece(part) if is_space else
-                         self._encoding.encode_to_numpy(part, disallowed_special=()))
-        return np.concatenate(found) if len(found) > 1 else found[0]
-
-    def verify(self, text, ids):
-        if self._gigatoken is None:
-            return
-        right = self._encode_with_tiktoken(join_halves(text)[0])
-        if not np.array_equal(ids, right):
-            n = min(len(ids), len(right))
-            at = int(np.argmax(np.append(ids[:n] != right[:n], True)))
-            excerpt = self.decode(right[max(0, at - 8):at + 8])
-            raise WrongIds(f'gigatoken {self.encoders["gigatoken"]} and tiktoken give different '
-                           f'ids at {excerpt!r}: do without gigatoken, which is only faster (pip '
-                           'uninstall gigatoken), and give the same command again')
+        # as an array: the list of encode_ordinary would hold up other threads (Python's lock)
+        return self._encoding.encode_to_numpy(text, disallowed_special=())
 
     def decode_bytes(self, ids):
         return self._encoding.decode_bytes([int(i) for i in ids])
@@ -201,7 +200,7 @@ class GPT2Tokenizer(BytePairTokenizer):
     vocab_size = 50257
 
     def __init__(self):
-        tiktoken = import_tiktoken()
+        import tiktoken
         try:
             super().__init__(tiktoken.get_encoding('gpt2'))
         except (OSError, ValueError) as e:  # network errors are OSErrors; a bad hash a ValueError
@@ -225,7 +224,7 @@ class BPETokenizer(BytePairTokenizer):
 
     def __init__(self, tokens):
         """tokens: the bytes of each id but the last two; those merged first come first."""
-        tiktoken = import_tiktoken()
+        import tiktoken
         self.tokens = tokens
         self.end_of_text = len(tokens)
         self.vocab_size = len(tokens) + 2
@@ -241,35 +240,16 @@ class BPETokenizer(BytePairTokenizer):
         if vocab_size < 258:
             raise UserError(f'bpe:{vocab_size} is too few: 256 bytes and 2 control tokens are the '
                             'least, so bpe:258 and up')
-        with needs('rustbpe', 'training a tokenizer'):
-            import rustbpe
+        import rustbpe
         trainer = rustbpe.Tokenizer()
         # buffer_size: texts that the trainer holds at a time
-        parts = (part[:LONG] if is_space else part
-                 for text in texts for part, is_space in long_spaces_apart(text))
-        trainer.train_from_iterator(parts, vocab_size - 2, buffer_size=256, pattern=cls.PATTERN)
+        trainer.train_from_iterator(texts, vocab_size - 2, buffer_size=256, pattern=cls.PATTERN)
         ranked = sorted(trainer.get_mergeable_ranks(), key=lambda pair: pair[1])
         return cls([bytes(token) for token, _ in ranked])
 
     def to_json(self):
         # Latin-1 maps the 256 bytes to the first 256 characters, so that JSON can hold them.
         return {'kind': 'bpe', 'tokens': [token.decode('latin-1') for token in self.tokens]}
-
-
-def long_spaces_apart(text):
-    """A text → [(part, whether it is a long run of white space)]. To the tokenizers' pattern such
-    a run is one piece, but the libraries that match it run out of stack there."""
-    parts = LONG_SPACE.split(text) if len(text) > LONG else [text]  # every second one is a run
-    return [(part, i % 2 == 1) for i, part in enumerate(parts) if part or len(parts) == 1]
-
-
-def join_halves(text):
-    """→ (text, its UTF-8) where two halves of a character are joined, one alone becomes U+FFFD."""
-    try:
-        return text, text.encode()
-    except UnicodeEncodeError:
-        text = text.encode('utf-16', 'surrogatepass').decode('utf-16', 'replace')
-        return text, text.encode()
 
 
 def build_gigatoken(encoding):
@@ -295,15 +275,9 @@ def suppress_panic():
             raise
 
 
-def import_tiktoken():
-    with needs('tiktoken', 'a gpt2 or bpe tokenizer'):
-        import tiktoken
-    return tiktoken
-
-
 def is_name(name):
-    """True for one of NAMES."""
-    return re.fullmatch(r'char|byte|gpt2|bpe(:[0-9]+)?', name) is not None
+    """True for one of NAMES, and for 'auto'."""
+    return re.fullmatch(r'auto|char|byte|gpt2|bpe(:[0-9]+)?', name) is not None
 
 
 def choose_vocab_size(size):
@@ -323,22 +297,49 @@ def make_tokenizer(name, texts):
     return from_json({'kind': kind})
 
 
+KINDS = {  # kind → a function from what to_json gave to the tokenizer
+    'char': lambda made: CharTokenizer(made['chars']),
+    'byte': lambda made: ByteTokenizer(),
+    'ids': lambda made: IdsTokenizer(made['vocab_size']),
+    'gpt2': lambda made: GPT2Tokenizer(),
+    'bpe': lambda made: BPETokenizer([token.encode('latin-1') for token in made['tokens']]),
+    'foreign': ForeignTokenizer,
+    'chat': lambda made: ChatTokenizer(from_json(made['base']), chat_template(made),
+                                       made.get('system', ''))}
+
+
 def from_json(description):
     """The tokenizer that `to_json` described. Raises UserError where it cannot be made."""
-    if described_vocab_size(description) is None:
+    try:
+        return KINDS[description['kind']](description)
+    except (KeyError, TypeError):
         raise UserError(f'unknown tokenizer {repr(description)[:80]}: expected one that prepare.py '
-                        'wrote')
+                        'wrote') from None
+
+
+def chat_template(description):
+    """The template of a chat tokenizer, '' for ours. Earlier versions wrote the name of one."""
+    return description.get('template') or PLAIN_TEMPLATES.get(description.get('form'), '')
+
+
+def described_vocab_size(description):
+    """The vocabulary of `from_json(description)`, without making it; None where it is unknown."""
     kind = description['kind']
-    if kind == 'char':
-        return CharTokenizer(description['chars'])
     if kind == 'chat':
-        return ChatTokenizer(from_json(description['base']), description.get('form', 'plaingpt'),
-                             description.get('system', ''))
-    if kind == 'foreign':
-        return ForeignTokenizer(description)
+        size = described_vocab_size(description['base'])
+        return size + (0 if chat_template(description) else len(SPECIAL_TOKENS))
+    if kind in ('char', 'bpe'):
+        return len(description['chars']) if kind == 'char' else len(description['tokens']) + 2
+    known = {'byte': ByteTokenizer.vocab_size, 'gpt2': GPT2Tokenizer.vocab_size}
+    return known.get(kind, description.get('vocab_size'))
+
+
+def named_vocab_size(name):
+    """The vocabulary of `make_tokenizer(name, texts)`, or None where the texts decide."""
+    kind, _, size = name.partition(':')
     if kind == 'bpe':
-        return BPETokenizer([token.encode('latin-1') for token in description['tokens']])
-    return ByteTokenizer() if kind == 'byte' else GPT2Tokenizer()
+        return int(size or BPE_VOCAB_SIZE)
+    return None if kind in ('char', 'auto') else described_vocab_size({'kind': kind})
 
 
 def token_bytes(tokenizer):
@@ -351,32 +352,6 @@ def token_bytes(tokenizer):
     return sizes
 
 
-def named_vocab_size(name):
-    """The vocabulary of `make_tokenizer(name, texts)`, or None where the texts decide (char)."""
-    kind, _, size = name.partition(':')
-    return int(size or BPE_VOCAB_SIZE) if kind == 'bpe' else described_vocab_size({'kind': kind})
-
-
-def described_vocab_size(description):
-    """The vocabulary of `from_json(description)`, without making it; None for an unknown one."""
-    match description:
-        case {'kind': 'char', 'chars': chars}:
-            return len(chars)
-        case {'kind': 'byte'}:
-            return ByteTokenizer.vocab_size
-        case {'kind': 'gpt2'}:
-            return GPT2Tokenizer.vocab_size
-        case {'kind': 'bpe', 'tokens': tokens}:
-            return len(tokens) + 2
-        case {'kind': 'foreign', 'vocab_size': size, 'files': files} if files.keys() <= {*FILES}:
-            return size  # an export writes the files by their names
-        case {'kind': 'chat', 'base': base, 'form': form} if form in FORMS and form != 'plaingpt':
-            return described_vocab_size(base)
-        case {'kind': 'chat', 'base': {'kind': kind} as base} if kind != 'chat':
-            size = described_vocab_size(base)
-            return size and size + len(SPECIAL_TOKENS)
-
-
 def words_of(description):
     """What of the JSON of a tokenizer decides the ids of text; one of others has files beside. None
     for None."""
@@ -387,7 +362,7 @@ def words_of(description):
 
 
 # -----------------------------------------------------------------------------
-# nanoGPT's meta.pkl: the characters of its vocabulary, read without running anything in it
+# nanoGPT's meta.pkl, read without running anything in it
 
 class PlainUnpickler(pickle.Unpickler):
     """Makes dicts, texts and numbers. A class or a function, which could run code, has a name."""
@@ -396,19 +371,21 @@ class PlainUnpickler(pickle.Unpickler):
         raise pickle.UnpicklingError(f'it names {module}.{name}')
 
 
-def read_nanogpt_chars(path):
-    """meta.pkl of nanoGPT's data/shakespeare_char/prepare.py → the characters, in the order of
-    their ids. Raises UserError for any other pickle."""
+def read_nanogpt_meta(path):
+    """meta.pkl of nanoGPT's data/shakespeare_char/prepare.py, or one that only says vocab_size →
+    the description of its tokenizer. Raises UserError for any other pickle."""
     try:
         meta = PlainUnpickler(io.BytesIO(path.read_bytes())).load()
-        itos = meta['itos']
-        chars = ''.join(itos[i] for i in range(meta['vocab_size']))
+        size, itos = meta['vocab_size'], meta.get('itos')
+        if itos is None and 'stoi' not in meta and isinstance(size, int) and size > 0:
+            return {'kind': 'ids', 'vocab_size': size}
+        chars = ''.join(itos[i] for i in range(size))
         ids = {char: i for i, char in enumerate(chars)}
         if not chars or itos != dict(enumerate(chars)) or meta.get('stoi', ids) != ids:
             raise ValueError('itos and stoi are not one-to-one')
-        return chars
+        return {'kind': 'char', 'chars': chars}
     except Exception as e:  # a pickle can raise anything
-        what = ' '.join(f'{type(e).__name__}: {e}'.split())
-        raise UserError(f'{path} is no vocabulary of characters as nanoGPT writes it ({what}), and '
-                        'nothing in it was run: prepare the text into a new folder with '
-                        'python prepare.py text --input=FILE --data_dir=NEW_FOLDER') from None
+        raise UserError(f'{path} is no meta.pkl as nanoGPT writes it ({type(e).__name__}: '
+                        f'{" ".join(str(e).split())}), and nothing in it was run: prepare the text '
+                        'into a new folder with python prepare.py text --input=FILE '
+                        '--data_dir=NEW_FOLDER') from None

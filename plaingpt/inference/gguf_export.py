@@ -10,8 +10,8 @@ from dataclasses import replace
 import torch
 
 from model import rotary_frequencies
-from plaingpt.data.chat_templates import find_template
-from plaingpt.data.chat_tokenizer import is_chat
+from plaingpt.data.chat_tokenizer import TEMPLATE, is_chat
+from plaingpt.data.foreign_tokenizer import find_template
 from plaingpt.inference.hf_architectures import ARCHITECTURES, GPT2, TRANSPOSED
 from plaingpt.inference.hf_export import (
     END_OF_TEXT,
@@ -136,7 +136,7 @@ def add_tokenizer(writer, tokenizer):
     writer.add_add_eos_token(False)
     if is_chat(tokenizer):
         writer.add_eot_token_id(tokenizer.end_of_turn)
-        writer.add_chat_template(find_template(files) or tokenizer.form.template)
+        writer.add_chat_template(find_template(files) or tokenizer.template or TEMPLATE)
 
 
 def as_rwkv(tokens, added):

@@ -3,24 +3,23 @@ tokenizer.json of Hugging Face's tokenizers library."""
 
 import json
 from itertools import pairwise
-from pathlib import Path
 
 import torch
 from safetensors.torch import save_file
 
-from plaingpt.data.chat_templates import find_template
-from plaingpt.data.chat_tokenizer import SPECIAL_TOKENS, ends_of, is_chat
+from plaingpt.data.chat_tokenizer import SPECIAL_TOKENS, TEMPLATE, ends_of, is_chat
 from plaingpt.data.dataset import open_dataset
 from plaingpt.data.foreign_tokenizer import (
     OUR_TOKENIZER,
     PRINTABLE,
     TEMPLATE_FILE,
     ForeignTokenizer,
+    find_template,
 )
 from plaingpt.inference.hf_architectures import ARCHITECTURES
 from plaingpt.inference.pretrained import without_padding
 from plaingpt.system.errors import UserError
-from plaingpt.system.files import read_json, write_json
+from plaingpt.system.files import write_json
 from plaingpt.system.formatting import printable
 
 END_OF_TEXT, PADDING = '<|endoftext|>', '<|padding|>'
@@ -69,7 +68,7 @@ def our_files(tokenizer, model):
             'tokenizer_class': 'PreTrainedTokenizerFast', 'clean_up_tokenization_spaces': False,
             'model_max_length': model.config.block_size,
             **({} if end is None else {'bos_token': special[begin], 'eos_token': special[end]}),
-            **({'chat_template': tokenizer.form.template} if is_chat(tokenizer) else {})},
+            **({'chat_template': TEMPLATE} if is_chat(tokenizer) else {})},
         OUR_TOKENIZER: tokenizer.to_json(),
     }
 
@@ -93,7 +92,7 @@ def foreign_files(tokenizer):
         generation['eos_token_id'] = sorted(ends_of(tokenizer))
         files['generation_config.json'] = json.dumps(generation, indent=1) + '\n'
     if tokenizer.is_ours() or find_template(files) is None:
-        files[TEMPLATE_FILE] = tokenizer.form.template
+        files[TEMPLATE_FILE] = tokenizer.template or TEMPLATE
     return files
 
 
@@ -147,6 +146,8 @@ def hf_tokenizer(tokenizer):
     """The content of tokenizer.json (the format of Hugging Face's tokenizers library)."""
     whole, tokenizer = tokenizer, tokenizer.base if is_chat(tokenizer) else tokenizer
     kind, end = tokenizer.to_json()['kind'], tokenizer.end_of_text
+    if kind == 'ids':
+        raise UserError('its tokens are ids of your own, which no tokenizer.json can tell')
     special = {} if end is None else {END_OF_TEXT: end}
     merges = []
     if kind == 'char':
@@ -232,23 +233,3 @@ def write_tokenizer(folder):
     end = f', eos_token={name!r}' if name else ''
     print(f'{path}: {tokenizer.vocab_size:,} tokens\nin datatrove: DocumentTokenizer(…, '
           f'tokenizer_name_or_path={str(path)!r}{end})')
-
-
-def find_tokenizer(name):
-    """The JSON of the tokenizer that a program was given by `name`: GPT-2's, or what
-    write_tokenizer wrote; None for another one. Raises UserError."""
-    if name in ('gpt2', 'openai-community/gpt2'):
-        return {'kind': 'gpt2'}
-    path = Path(name)
-    if path.name != 'tokenizer.json' or not (path.parent / 'meta.json').exists():
-        return None
-    tokenizer = open_dataset(path.parent).tokenizer()
-    try:
-        written = read_json(path)['model']['vocab']
-    except (OSError, ValueError, KeyError, TypeError):
-        written = None
-    if written != document_tokenizer(tokenizer)['model']['vocab']:
-        raise UserError(f'{path} is not the tokenizer of {path.parent}, which was prepared anew '
-                        'since: encode the documents again, with what python prepare.py '
-                        'tokenizer writes')
-    return tokenizer.to_json()

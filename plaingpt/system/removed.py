@@ -103,6 +103,8 @@ REMOVED = {
     'max_waiting': Removed('serve.py lets 16 requests wait'),
     'max_tokens': Removed('a request to serve.py says its own, and sample.py has max_new_tokens'),
     'lm_eval': Removed('name its tasks with --tasks=TASK'),
+    'format': Removed('the fields of a row tell its form; --prompt and --completion name its '
+                      'columns'),
     'html': Removed('make text of HTML pages with trafilatura or pandoc, and prepare that')}
 
 

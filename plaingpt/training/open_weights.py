@@ -51,7 +51,7 @@ def load(choice):
     weights.load_into(model)
     description = weights.tokenizer_json()
     if description and description.get('kind') == 'foreign' and not weights.state:
-        from plaingpt.data.chat_templates import as_chat
+        from plaingpt.data.chat_tokenizer import as_chat
         description = as_chat(description, source)
     if choice.tokenizer != 'auto':
         description = open_dataset(dataset_folder(choice.tokenizer)).tokenizer_json()

@@ -20,7 +20,7 @@ def write_parquet(path, texts, field='text', **options):
     pyarrow.parquet.write_table(pyarrow.table({field: texts}), path, **options)
 
 
-def texts_of(path, form='file', field='text', errors='strict', encoding='utf-8'):
+def texts_of(path, form='file', field='', errors='strict', encoding='utf-8'):
     """The documents of a file as prepare.py reads it."""
     found = []
     for piece in Files([path], path.name, form, field, errors, encoding).pieces():

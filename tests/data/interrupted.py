@@ -27,7 +27,7 @@ def contents(folder):
 def exit_code(*argv, calls=0, before=''):
     """Run prepare.py, which is killed in the place of the `calls`-th change of the disk, if not 0
     → its exit code. before: Python that changes its modules first"""
-    request = [dict(os.environ), calls, before, *map(str, argv)]
+    request = [os.getcwd(), dict(os.environ), calls, before, *map(str, argv)]
     print(json.dumps(request), file=server().stdin, flush=True)
     return int(server().stdout.readline())
 
@@ -43,11 +43,12 @@ def server():
 
 def serve():
     for line in sys.stdin:
-        env, calls, before, *argv = json.loads(line)
+        cwd, env, calls, before, *argv = json.loads(line)
         if argv[0] == 'hf':
             import datasets  # noqa: F401  once, and not in each copy
         pid = os.fork()
         if pid == 0:
+            os.chdir(cwd)
             os.environ.update(env)
             run(calls, before, argv)
         print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), flush=True)
@@ -79,20 +80,20 @@ def dying(function, left):
 
 
 def stop_early(monkeypatch, argv):
-    """Run `argv` here until its second journal, as if killed there."""
+    """Run `argv` here until its second shard is full, as if killed there."""
     class Killed(BaseException):
         pass
 
-    real, written = encoding.write_json, []
+    real, written = encoding.write_progress, []
 
-    def write_json(path, value):
-        real(path, value)
-        written.append(path)
+    def write_progress(folder, *arguments, **options):
+        real(folder, *arguments, **options)
+        written.append(folder)
         if len(written) == 2:
             raise Killed
 
     with monkeypatch.context() as patch, pytest.raises(Killed):
-        patch.setattr(encoding, 'write_json', write_json)
+        patch.setattr(encoding, 'write_progress', write_progress)
         patch.setattr(encoding, 'BATCH_CHARS', 2**13)
         prepare.main(argv)
 

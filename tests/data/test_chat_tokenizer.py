@@ -60,8 +60,3 @@ def test_it_comes_back_from_its_json():
         assert made.to_json() == description and type(made.base) is type(base)
         assert made.vocab_size == described_vocab_size(description) == base.vocab_size + 5
         assert made.decode(made.encode_conversation(MESSAGES)[0]).startswith('<|conversation|>')
-
-
-def test_a_description_without_a_tokenizer_of_text_in_it_is_none():
-    for base in (None, {}, {'kind': 'what'}, {'kind': 'chat', 'base': {}}, BYTES.to_json()):
-        assert described_vocab_size({'kind': 'chat', 'base': base}) is None, base

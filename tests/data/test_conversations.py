@@ -9,7 +9,6 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from plaingpt.data import conversations
 from plaingpt.data.chat_tokenizer import SPECIAL_TOKENS, ChatTokenizer
 from plaingpt.data.conversations import Conversations
 from plaingpt.data.tokenizers import ByteTokenizer
@@ -19,10 +18,9 @@ BYTES = ChatTokenizer(ByteTokenizer())
 SPECIAL = dict(zip(range(257, 262), SPECIAL_TOKENS, strict=True))
 
 
-def read(path, form='auto', errors='strict'):
+def read(path, columns=()):
     return [json.loads(piece.text)
-            for piece in Conversations([path], str(path), conversations.FORMS.get(form),
-                                       errors).pieces()]
+            for piece in Conversations([path], str(path), columns).pieces()]
 
 
 def written(path, *rows):
@@ -75,10 +73,9 @@ FORMS = [
 
 
 def test_each_form_is_known_and_its_answers_are_the_loss(tmp_path):
-    for form, row, tokens, loss_mask in FORMS:
-        for given in (form, 'auto'):
-            [messages] = read(written(tmp_path / 'a.jsonl', row), given)
-            assert marked(messages) == (tokens, loss_mask), (given, row)
+    for _, row, tokens, loss_mask in FORMS:
+        [messages] = read(written(tmp_path / 'a.jsonl', row))
+        assert marked(messages) == (tokens, loss_mask), row
 
 
 def test_each_file_may_have_a_form_of_its_own_and_be_an_array_or_compressed(tmp_path):
@@ -118,18 +115,17 @@ def test_questions_and_answers_are_rows_of_a_table_whose_columns_have_usual_name
 
 
 def test_columns_can_be_named_and_then_others_are_not_wanted(tmp_path):
-    form = conversations.Form('completion', ('q', 'a'), is_asked=True)
     path = tmp_path / 'a.csv'
     path.write_text('q,prompt,context,a\nhi,x,y,yo\n')
-    [piece] = Conversations([path], 'a', form).pieces()
-    assert [message['content'] for message in json.loads(piece.text)] == ['hi', 'yo']
-    path.write_text('prompt,question,answer\na,b,c\n')
-    assert 'may speak in question, prompt, the assistant in answer: name the' in refusal(path)
+    [messages] = read(path, ('q', 'a'))
+    assert [message['content'] for message in messages] == ['hi', 'yo']
+    path.write_text('query,question,answer\na,b,c\n')
+    assert 'may speak in question, query, the assistant in answer: name the' in refusal(path)
     path.write_text('question,context,answer\na,b,c\n')
     assert "'context' would be lost" in refusal(path) and '--prompt=' in refusal(path)
     path.write_text('q,b\nhi,yo\n')
-    with pytest.raises(UserError, match=r'a\.csv, line 2: not of the form .* fields a, q'):
-        list(Conversations([path], 'a', form).pieces())
+    with pytest.raises(UserError, match=r'a\.csv, line 2: no fields q, a, it is'):
+        read(path, ('q', 'a'))
 
 
 def test_a_file_of_a_folder_that_holds_no_conversations_ends_the_command(tmp_path, refused):
@@ -206,14 +202,12 @@ BAD = [  # a second row, and what is said of it
     ({**said(user(), assistant()), 'System_Prompt': 'be'}, "'System_Prompt' would be lost"),
     (shared(('bing', 'hi')), 'message 1: from is "bing": expected one of human, gpt'),
     ({'conversations': [user(), assistant()]}, 'message 1 is {"role": "user"'),
-    ({'instruction': 'a', 'input': 'b'},
-     'not of the form alpaca, which has the fields instruction, output'),
+    ({'instruction': 'a', 'input': 'b'}, 'no conversation, it is {"instruction": "a"'),
     ({'instruction': 'a', 'output': 7}, "field 'output' is 7: text is expected"),
     ({'instruction': 'a', 'output': 'b', 'history': [['c', 'd']]}, "'history' would be lost"),
     ({'prompt': 'a', 'completion': ''}, "field 'completion' is empty"),
     ({'prompt': ['a'], 'completion': 'b'}, "field 'prompt' is [\"a\"]: text"),
-    ([user(), assistant()], 'not of the form messages'),
-    (None, 'not of the form messages'),
+    ([user(), assistant()], 'no conversation'), (None, 'no conversation'),
 ]
 GOOD = [{'conversations': [{'from': 'human', 'value': 'a'}, {'from': 'gpt', 'value': 'b'}]},
         {'instruction': 'a', 'output': 'b'}, {'prompt': 'a', 'completion': 'b'},
@@ -232,11 +226,6 @@ def test_a_row_that_is_not_wholly_understood_is_named_with_its_line(tmp_path):
 FILES = [  # a file, and what is said of it
     ('a.jsonl', '\n\n{"text": "hi"}\n',
      ', line 3: no conversation, it is {"text": "hi"}: leave this file out'),
-    ('a.jsonl', '{"prompt": "a", "completion": "b", "messages": []}',
-     ', line 1: fields of several forms (messages, completion): say which with --format='),
-    ('a.jsonl', '{"prompt": "a", "completion": "b"}\n{"instruction": "a", "output": "b"}\n',
-     ', line 2: not of the form completion, which has the fields completion, prompt: it is '
-     '{"instruction": "a", "output": "b"}: one file has one form'),
     ('a.jsonl', '{"prompt": "a",', ', line 1: not JSON: '),
     ('a.jsonl', '[' * 100_000, ', line 1: not JSON: '),
     ('a.jsonl', '{"prompt": "a", "completion": "é"}'.encode('latin-1'), ', line 1: not UTF-8'),

@@ -98,21 +98,19 @@ def test_few_documents_in_each_shard_have_their_share_together(tmp_path):
     assert len(documents_of(tmp_path / 'd', 'val')) == 2
 
 
-def test_the_tokenizer_of_a_dataset_is_found_again(tmp_path, text_file, capsys, monkeypatch):
-    sample = ['text', f'--input={text_file}', f'--data_dir={tmp_path}/sample']
-    prepare.main([*sample, '--tokenizer=byte'])
+def test_the_tokenizer_is_that_of_a_dataset_or_gpt2s_where_it_is_noted(
+        tmp_path, text_file, capsys, monkeypatch):
+    prepare.main(['text', f'--input={text_file}', f'--data_dir={tmp_path}/sample',
+                  '--tokenizer=byte'])
     prepare.main(['tokenizer', f'{tmp_path}/sample'])
     assert "eos_token='<|endoftext|>'" in capsys.readouterr().out
-    path = f'{tmp_path}/sample/tokenizer.json'
-    write_shard(tmp_path / 'tokens', 0, ['some words', 'more'] * 99, tokenizer=path)
+    write_shard(tmp_path / 'tokens', 0, ['some words', 'more'] * 99)
     argv = ['datatrove', f'--input={tmp_path}/tokens', f'--data_dir={tmp_path}/d']
-    prepare.main(argv)
-    assert open_dataset(tmp_path / 'd').tokenizer_json() == {'kind': 'byte'}
     prepare.main([*argv, f'--tokenizer={tmp_path}/sample'])
+    assert open_dataset(tmp_path / 'd').tokenizer_json() == {'kind': 'byte'}
+    write_shard(tmp_path / 'tokens', 0, ['some words', 'more'] * 99, tokenizer='gpt2')
     assert 'names another one' in fails(
-        capsys, monkeypatch, prepare.main, *argv, '--tokenizer=gpt2')
-    prepare.main([*sample, '--tokenizer=bpe:300', '--overwrite'])
-    assert 'prepared anew' in fails(capsys, monkeypatch, prepare.main, *argv)
+        capsys, monkeypatch, prepare.main, *argv, '--tokenizer=byte')
 
 
 def test_bad_input_is_one_line(tmp_path, shards, capsys, monkeypatch):
@@ -125,8 +123,8 @@ def test_bad_input_is_one_line(tmp_path, shards, capsys, monkeypatch):
         return line
 
     byte = '--tokenizer=byte'
-    assert "'my-tokenizer', which is not known" in refused()
-    assert 'would be learned' in refused('--tokenizer=bpe:512')
+    for option in ('--tokenizer=auto', '--tokenizer=bpe:512'):
+        assert "names the tokenizer 'my-tokenizer': name it with" in refused(option)
     assert 'max_tokens=5: ' in refused(byte, '--max_tokens=5')
     assert 'train split would be empty' in refused(byte, '--val_fraction=0.9999')
     index = first.with_name(f'{first.name}.index')
@@ -210,7 +208,7 @@ def test_datatrove_makes_the_tokens_that_prepare_makes(text_file, tmp_path, monk
                           timeout=300, env={**os.environ, 'HF_HUB_OFFLINE': '1'})
     assert done.returncode == 0, done.stderr
     assert len([*(tmp_path / 'tokens').glob('*.ds')]) == 3
-    prepare.main(['datatrove', '--input=tokens', '--data_dir=data/web'])
+    prepare.main(['datatrove', '--input=tokens', '--tokenizer=sample', '--data_dir=data/web'])
     prepare.main(['text', '--input=corpus/', '--tokenizer=sample', '--data_dir=data/ours'])
     theirs, ours = encoded_documents('data/web'), encoded_documents('data/ours')
     assert sorted(theirs) == sorted(ours) and len(ours) == len(texts)

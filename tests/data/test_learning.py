@@ -9,11 +9,12 @@ import pytest
 from helpers import fails
 
 import prepare
-from plaingpt.data import encoding, tokenizers
+from plaingpt.data import encoding, tokenizer_choice, tokenizers
 from plaingpt.data.dataset import open_dataset
 from plaingpt.data.hub import HubDataset
 from plaingpt.data.readers import PIECE_CHARS
-from plaingpt.data.sources import Files, sample
+from plaingpt.data.sources import Files
+from plaingpt.data.tokenizer_choice import learn_tokenizer, sample
 from plaingpt.data.tokenizers import BPETokenizer
 from plaingpt.system import streams
 
@@ -54,8 +55,8 @@ def languages(tmp_path_factory):
 
 
 def test_bpe_learns_the_same_whatever_the_order_of_the_files(languages, monkeypatch):
-    monkeypatch.setattr(prepare, 'BPE_SAMPLE_CHARS', 200_000)
-    made = [prepare.borrow_or_train('bpe:500', None, Files(paths, 'two'))
+    monkeypatch.setattr(tokenizer_choice, 'BPE_SAMPLE_CHARS', 200_000)
+    made = [learn_tokenizer('bpe:500', Files(paths, 'two'))
             for paths in (languages, languages[::-1])]
     assert made[0].tokens == made[1].tokens
     assert 150_000 < sum(map(len, sample(Files(languages, 'two'), 200_000))) < 250_000
@@ -155,19 +156,6 @@ def test_halves_of_characters_become_replacement_characters(tokenizer, tmp_path)
 # ids beside those of tiktoken
 
 
-class OneWrong:
-    """gigatoken, which gives another id where a text holds `where`."""
-
-    def __init__(self, encoding, where):
-        self.right, self.where = tokenizers.Real(encoding), where
-
-    def encode(self, data):
-        ids = np.array(self.right.encode(data))
-        if self.where in data:
-            ids[len(ids) // 2] ^= 1
-        return ids
-
-
 @pytest.fixture
 def rows(tmp_path):
     (tmp_path / 'in.jsonl').write_text(''.join(
@@ -175,32 +163,38 @@ def rows(tmp_path):
     return tmp_path / 'in.jsonl'
 
 
-@pytest.mark.parametrize('where', [b'number 0003', b'number 05'])  # in the first batch; later
-def test_an_encoder_that_gives_other_ids_than_tiktoken_is_found(
+@pytest.mark.parametrize('where', [b'number 0003', b'number 09'])  # in the first text; later
+def test_ids_of_gigatoken_that_are_not_those_of_tiktoken_are_found(
         where, rows, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(tokenizers, 'Real', tokenizers.build_gigatoken, raising=False)
-    monkeypatch.setattr(tokenizers, 'build_gigatoken', lambda known: OneWrong(known, where))
+    class OneWrong:
+        def __init__(self, encoding):
+            self.right = build(encoding)
+
+        def encode(self, data):
+            ids = np.array(self.right.encode(data))
+            if where in data:
+                ids[len(ids) // 2] ^= 1
+            return ids
+
+    build = tokenizers.build_gigatoken
+    monkeypatch.setattr(tokenizers, 'build_gigatoken', OneWrong)
+    monkeypatch.setattr(tokenizers.BytePairTokenizer, 'CHECKED_BYTES', 100)
     monkeypatch.setattr(encoding, 'BATCH_CHARS', 500)
-    monkeypatch.setattr(encoding, 'CHECKED', 10)
-    monkeypatch.setattr(encoding, 'JOURNAL_SECONDS', 0)  # so that there is something to resume
-    argv = ['text', f'--input={rows}', '--tokenizer=bpe:300', f'--data_dir={tmp_path}/d']
+    argv = ['text', f'--input={rows}', '--tokenizer=bpe:300', f'--data_dir={tmp_path}/d',
+            '--shard_tokens=1000', '--num_proc=1']
     line = fails(capsys, monkeypatch, prepare.main, *argv)
     assert 'different ids' in line and 'do without gigatoken' in line
     assert not (tmp_path / 'd').exists()
     monkeypatch.setattr(tokenizers, 'build_gigatoken', lambda known: None)  # as if it is not there
     prepare.main(argv)
     assert ''.join(text_of(tmp_path / 'd')).count('<|endoftext|>number') == 1000
-    assert [*open_dataset(tmp_path / 'd').meta['encoders']] == ['tiktoken']
 
 
 def test_with_gigatoken_and_without_it_the_files_are_the_same(rows, tmp_path, monkeypatch):
     prepared(tmp_path / 'fast', rows, '--tokenizer=bpe:300')
     monkeypatch.setattr(tokenizers, 'build_gigatoken', lambda known: None)
     prepared(tmp_path / 'plain', rows, '--tokenizer=bpe:300')
-    folders = [tmp_path / 'fast', tmp_path / 'plain']
-    assert [[*open_dataset(folder).meta['encoders']] for folder in folders] \
-        == [['gigatoken'], ['tiktoken']]
-    fast, plain = ((folder / 'train.bin').read_bytes() for folder in folders)
+    fast, plain = ((tmp_path / name / 'train.bin').read_bytes() for name in ('fast', 'plain'))
     assert fast == plain
 
 

@@ -1,6 +1,5 @@
 """nanoGPT's character data: meta.pkl is read without running anything, and nothing is written."""
 
-import json
 import pickle
 
 import numpy as np
@@ -112,27 +111,6 @@ def test_nothing_is_written_into_a_folder_that_others_made(
                             '--tokenizer=auto', f'--data_dir={folder}', *option)
             assert str(folder) in message and '--data_dir' in message
         assert contents(folder) == {name: b'\0\0'}
-
-
-def test_a_dataset_of_another_source_is_replaced_only_when_asked(
-        text_file, tmp_path, capsys, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    other = tmp_path / 'other.txt'
-    other.write_text('something else\n' * 99)
-    first = ['text', f'--input={text_file}', '--tokenizer=byte']
-    prepare.main(first)
-    before = contents(tmp_path / 'data/text')
-    second = ['text', f'--input={other}', '--tokenizer=byte']
-    for command in (second, [*first[:2], '--tokenizer=char']):
-        message = fails(capsys, monkeypatch, prepare.main, *command)
-        assert 'data/text' in message and '--overwrite' in message and '--data_dir' in message
-        assert contents(tmp_path / 'data/text') == before
-    prepare.main([*second, '--overwrite'])
-    source = json.loads((tmp_path / 'data/text/meta.json').read_text())['source']
-    assert source['input'] == str(other)
-    other.write_text('and that is the answer\n' * 99)
-    prepare.main(second)  # the same command replaces what it wrote from a text that changed since
-    assert b'answer' in np.fromfile('data/text/train.bin', '<u2').astype('u1').tobytes()
 
 
 def test_other_token_files_beside_those_of_nanogpt_are_not_read(tmp_path):

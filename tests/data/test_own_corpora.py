@@ -35,8 +35,7 @@ def corpora(tmp_path_factory):
         (folder / name).write_text(''.join(texts))
     write_rows(folder / 'posts.jsonl', texts, 'body')
     write_parquet(folder / 'posts.parquet', texts, 'body')
-    # of the hub's, one document in 2,000 is for validation
-    write_parquet(folder / 'posts/train.parquet', [f'{TEXT[:30]}{n}' for n in range(6000)], 'body')
+    write_parquet(folder / 'posts/train.parquet', [f'{TEXT[:30]}{n}' for n in range(600)], 'body')
     (folder / 'chats.jsonl').write_text(''.join(
         json.dumps({'prompt': f'{n}?', 'completion': t}) + '\n' for n, t in enumerate(texts)))
     (folder / 'old.txt').write_text('é'.join(texts), encoding='latin-1')

@@ -3,73 +3,37 @@
 import hashlib
 import json
 import shutil
-from itertools import chain
-from string import ascii_letters
 
 import pytest
-from corpus_files import documents_of, prepared, split_bytes, write_parquet, write_rows
+from corpus_files import prepared, split_bytes, write_parquet, write_rows
 from helpers import fails
-from interrupted import contents, exit_code
+from hypothesis import given
+from hypothesis import strategies as st
 
 import evaluate
 import prepare
+from plaingpt.data import splitting
 from plaingpt.data.dataset import open_dataset
-from plaingpt.data.readers import Piece
-from plaingpt.data.splitting import split_by_hash, split_by_place
+from plaingpt.data.readers import PIECE_CHARS, Piece
+from plaingpt.data.splitting import Duplicates, Shares, split_by_hash, split_by_place
 
 TEXTS = [f'document {i} of the web' for i in range(1000)]
 
 
-def write_hub(folder, **splits):
-    for split, texts in splits.items():
-        write_parquet(folder / f'{split}.parquet', texts)
-
-
-# -----------------------------------------------------------------------------
-# the hub's splits
-
-
 @pytest.mark.parametrize(('more', 'words'), [
     (['--split=train[:50%]', '--val_split=train[:10%]'], 'Bad split: train[:50%]'),
+    (['--split=nope'], 'nope'), (['--text_field=body'], "no field 'body', it has 'text'"),
     (['--test_split=test', '--test_fraction=0.1'], 'test_fraction and test_split cannot go'),
-    (['--val_fraction=0.5', '--test_fraction=0.5'], 'test_fraction=0.5: expected')])
+    (['--test_fraction=1.5'], 'test_fraction=1.5: expected'),
+    *((more, f'the {split} split would be empty: use more text') for more, split in (
+        ([], 'val'), (['--val_fraction=0.5', '--test_fraction=0.4999'], 'train'),
+        (['--split=test', '--val_split=validation'], 'train'),
+        (['--val_split=validation', '--test_split=test'], 'test'),
+        (['--val_fraction=0.3', '--max_tokens=9'], 'val')))])
 def test_shares_and_splits_that_cannot_be_are_refused(more, words, tmp_path, refused):
-    write_hub(tmp_path / 'hub', train=TEXTS, validation=['held', 'out'])
+    for split, texts in (('train', ['a text']), ('validation', ['held', 'out']), ('test', [' '])):
+        write_parquet(tmp_path / f'hub/{split}.parquet', texts)
     assert words in refused('hf', f'--path={tmp_path}/hub', *more)
-
-
-@pytest.mark.parametrize(('more', 'split'), [
-    ([], 'val'), (['--val_fraction=0.5', '--test_fraction=0.4999'], 'train'),
-    (['--split=test', '--val_split=validation'], 'train'),
-    (['--val_split=validation', '--test_split=test'], 'test'),
-    (['--val_split=test', '--dedup'], 'val'), (['--val_fraction=0.3', '--max_tokens=9'], 'val')])
-def test_a_split_that_stays_empty_is_refused(more, split, tmp_path, refused):
-    write_hub(tmp_path / 'hub', train=['a small text'], validation=['held', 'out'],
-              test=['a  small text' if '--dedup' in more else ' '])
-    assert f'the {split} split would be empty: use more text' in refused(
-        'hf', f'--path={tmp_path}/hub', *more)
-
-
-def test_options_of_the_hub_are_refused_for_files(tmp_path, refused):
-    write_rows(tmp_path / 'a.jsonl', TEXTS)
-    for option in ('path', 'subset', 'split', 'val_split', 'test_split'):
-        line = refused('text', f'--input={tmp_path}/a.jsonl', f'--{option}=x')
-        assert f'{option}=x' in line and 'no dataset of the hub' in line
-
-
-@pytest.mark.parametrize(('more', 'expected'), [
-    (['--val_split=validation', '--test_split=test'], {'val': ascii_letters, 'test': '12'}),
-    (['--test_split=test'], {'test': '12'}),
-    (['--val_split=validation', '--test_fraction=0.1'], {'val': ascii_letters})])
-def test_splits_of_a_dataset_are_taken_and_the_others_held_out(more, expected, tmp_path):
-    write_hub(tmp_path / 'hub', train=TEXTS, validation=[*ascii_letters], test=['1', '2'])
-    prepared(tmp_path / 'd', 'hf', f'--path={tmp_path}/hub', '--val_fraction=0.1', *more)
-    found = documents_of(tmp_path / 'd')
-    for split, texts in expected.items():
-        assert found.pop(split) == list(texts)
-    for split in {'val', 'test'} & set(found):
-        assert 60 < len(found[split]) < 140
-    assert sorted(chain(*found.values())) == sorted(TEXTS)  # each document in one split
 
 
 # -----------------------------------------------------------------------------
@@ -78,7 +42,7 @@ def test_splits_of_a_dataset_are_taken_and_the_others_held_out(more, expected, t
 
 def sides(texts, *fractions):
     pieces = [Piece(text, True) for text in texts]
-    return [split for split, *_ in split_by_hash(pieces, *fractions)]
+    return [split for split, *_ in split_by_hash(pieces, Shares(*fractions))]
 
 
 def test_the_side_of_a_document_is_that_of_earlier_versions_whatever_white_space_ends_it():
@@ -93,6 +57,27 @@ def test_documents_keep_their_side_when_others_come_and_go():
     assert sides(TEXTS[::3], 0.1, 0.2) == sides(TEXTS, 0.1, 0.2)[::3]
 
 
+@pytest.mark.parametrize('kind', ['rows', 'hub', 'hub, max_tokens', 'files'])
+def test_more_of_a_corpus_has_the_same_validation_text(kind, tmp_path, monkeypatch):
+    monkeypatch.setattr(splitting, 'VAL_CHARS', 1000)
+    vals, texts = [], [f'{text} goes on ' * (i % 9) for i, text in enumerate(TEXTS)]
+    for n in (600, 800, 1000):
+        folder, more = tmp_path / f'{n}', []
+        if kind == 'files':
+            folder.mkdir()
+            for i, text in enumerate(texts[:n]):
+                (folder / f'{i:04}.txt').write_text(text)
+        elif kind == 'hub':
+            write_parquet(folder / 'train.parquet', texts[:n])
+        else:
+            write_rows(folder / 'train.jsonl', texts)
+            more = [f'--max_tokens={50 * n}'] if 'max' in kind else []
+        _, val = prepared(tmp_path / f'd{n}', 'hf' if 'hub' in kind else 'text', folder, *more)
+        assert 1000 <= sum(map(len, val)) < 1400
+        vals.append(val)
+    assert vals[0] == vals[1] == vals[2]
+
+
 def test_a_test_share_takes_from_training_and_leaves_validation_as_it_was():
     without, held_out = sides(TEXTS, 0.2), sides(TEXTS, 0.2, 0.3)
     assert [split == 'val' for split in without] == [split == 'val' for split in held_out]
@@ -104,7 +89,7 @@ def test_a_test_share_takes_from_training_and_leaves_validation_as_it_was():
 def test_each_split_gets_its_share_of_a_long_document():
     for name in 'abc':
         pieces = [Piece(f'{name}{i}', i == 0) for i in range(200)]
-        found, _, begins = zip(*split_by_hash(pieces, 0.1, 0.2), strict=True)
+        found, _, begins = zip(*split_by_hash(pieces, Shares(0.1, 0.2)), strict=True)
         assert abs(found.count('val') - 20) <= 2 and abs(found.count('test') - 40) <= 2
         thirds = [found[i:i + 66].count('val') for i in (0, 66, 132)]
         assert min(thirds) >= 4  # from all over it
@@ -121,15 +106,6 @@ def test_validation_has_its_share_of_the_tokens_of_a_folder_of_many_sizes(tmp_pa
                                          '--val_fraction=0.1'))
     assert 0.07 < len(val) / len(train + val) < 0.13
     assert all(name in val for name in ('book.txt', 'code.py', 'row '))
-
-
-def test_a_split_far_from_its_share_is_told(tmp_path, capsys):
-    for texts, is_told in (([*map(str, range(50)), 'long ' * 10_000], True),
-                           ([str(10_000 + i) for i in range(300)], False)):
-        write_rows(tmp_path / 'a.jsonl', texts)
-        prepared(tmp_path / f'{is_told}', 'text', f'--input={tmp_path}/a.jsonl')
-        told = 'of the tokens where --val_fraction asks for 10.00%' in capsys.readouterr().err
-        assert told == is_told
 
 
 # -----------------------------------------------------------------------------
@@ -150,56 +126,79 @@ def test_a_running_text_is_cut_into_its_splits_wherever_its_pieces_end():
 def test_the_end_of_a_running_text_is_for_the_test_and_validation_comes_before(tmp_path):
     text = ''.join(f'{i:07d}\n' for i in range(5_000))
     (tmp_path / 'a.txt').write_text(text)
-    prepared(tmp_path / 'd', 'text', f'--input={tmp_path}/a.txt', '--val_fraction=0.1',
-             '--test_fraction=0.05')
+    argv = ['text', f'--input={tmp_path}/a.txt', '--val_fraction=0.1', '--test_fraction=0.05']
+    prepared(tmp_path / 'd', *argv)
     found = [split_bytes(tmp_path / 'd', split).decode() for split in ('train', 'val', 'test')]
     assert ''.join(found) == text and [len(part) for part in found] == [34_000, 4_000, 2_000]
 
 
 # -----------------------------------------------------------------------------
-# a folder with a test split
+# duplicates
+
+TEXT = st.text(alphabet=st.sampled_from(['a', 'b', 'é', ' ', '\n', '\t', '\u2003', '\ud800']),
+               max_size=4)
 
 
-@pytest.fixture(scope='module')
-def rows(tmp_path_factory):
-    """The options that prepare some rows with a test split."""
-    folder = tmp_path_factory.mktemp('rows')
-    write_rows(folder / 'rows.jsonl', [text * (1 + i % 9) for i, text in enumerate(TEXTS)])
-    return ['text', f'--input={folder}/rows.jsonl', '--tokenizer=byte', '--val_fraction=0.1',
-            '--test_fraction=0.1', '--shard_tokens=3_000']
+@given(st.lists(st.lists(TEXT, min_size=1, max_size=3), max_size=40))
+def test_of_documents_with_the_same_words_the_first_stays_whole(documents):
+    pieces = [Piece(text, not i) for document in documents for i, text in enumerate(document)]
+    wanted = {' '.join(''.join(document).split()): document for document in reversed(documents)}
+    duplicates = Duplicates()
+    found = [piece.text for piece in duplicates.leave_out(pieces)]
+    assert sorted(found) == sorted(text for document in wanted.values() for text in document)
+    assert duplicates.dropped == len(documents) - len(wanted)
 
 
-@pytest.fixture(scope='module')
-def with_test(rows, tmp_path_factory):
-    """The dataset that they give."""
-    folder = tmp_path_factory.mktemp('with_test') / 'd'
-    prepare.main([*rows, f'--data_dir={folder}'])
-    return folder
+def test_a_document_in_several_pieces_is_compared_to_its_end(tmp_path):
+    long = 'word after word ' * (PIECE_CHARS // 5)
+    texts = {'a': long + 'one end', 'b': long + 'another end', 'c': f'\n{long}  one end\n',
+             'd': 'short', 'e': long, 'f': long + 'another\nend', 'g': 'short '}
+    others = {f'z{i}': f'file {i}' for i in range(100)}  # fewer files are one text
+    for name, text in {**texts, **others}.items():
+        (tmp_path / f'{name}.txt').write_text(text)
+    train, val = prepared(tmp_path / 'd', 'text', f'--input={tmp_path}', '--dedup')
+    kept = [*others.values(), *(texts[name] for name in 'abde')]  # long ones are in both splits
+    assert sorted(''.join(train + val)) == sorted(''.join(kept))
 
 
-def test_inspect_and_meta_json_tell_of_the_test_split(with_test, capsys):
-    entry = open_dataset(with_test).meta['splits']['test']
+def test_validation_text_that_is_trained_on_is_left_out(tmp_path):
+    for split, texts in (('train', 'abc'), ('validation', 'cde')):
+        write_parquet(tmp_path / f'{split}-0.parquet', list(texts))
+    assert prepared(tmp_path / 'd', 'hf', f'--path={tmp_path}', '--val_split=validation',
+                    '--dedup') == [['a', 'b', 'c'], ['d', 'e']]
+
+
+def test_documents_of_other_bytes_are_not_the_same(tmp_path):
+    (tmp_path / 'a.txt').write_bytes(b''.join(
+        b'line %d caf%c\n' % (i // 2, 0xe8 + i % 2) for i in range(100)) * 2)
+    prepare.main(['text', f'--input={tmp_path}/a.txt', '--documents=line', '--tokenizer=byte',
+                  '--dedup', '--val_fraction=0.4', f'--data_dir={tmp_path}/d'])
+    assert open_dataset(tmp_path / 'd').meta['duplicates'] == 100
+
+
+def test_what_has_no_documents_is_refused(tmp_path, refused):
+    (tmp_path / 'a.txt').write_text('a running text')
+    for option in ('--dedup', '--max_tokens=9'):
+        assert 'is one running text and has no documents' in refused(
+            'text', f'--input={tmp_path}/a.txt', option)
+
+
+# -----------------------------------------------------------------------------
+# a test split
+
+
+def test_inspect_and_meta_json_tell_of_the_test_split_and_overwrite_removes_it(tmp_path, capsys):
+    write_rows(tmp_path / 'rows.jsonl', [text * (1 + i % 9) for i, text in enumerate(TEXTS)])
+    argv = ['text', f'--input={tmp_path}/rows.jsonl', '--val_fraction=0.1', '--shard_tokens=3_000']
+    prepared(tmp_path / 'd', *argv, '--test_fraction=0.1')
+    entry = open_dataset(tmp_path / 'd').meta['splits']['test']
     assert entry['documents'] > 60 and entry['tokens'] > 3000 and 0 <= entry['in_train'] <= 1
-    prepare.main(['inspect', str(with_test)])
+    prepare.main(['inspect', f'{tmp_path}/d'])
     shown = ''.join(capsys.readouterr())
     assert f'test: {entry["tokens"]:,} tokens in {len(entry["files"])} files' in shown
     assert 'of the test text is also in the training split' in shown
-
-
-def test_killed_and_started_again_it_writes_the_same_test_split(rows, with_test, tmp_path):
-    argv = [*rows, f'--data_dir={tmp_path}/d']
-    assert [exit_code(*argv, calls=calls) for calls in (9, 0)] == [-9, 0]
-    assert contents(tmp_path / 'd') == contents(with_test)
-
-
-def test_a_command_without_a_test_split_replaces_none_unasked(
-        rows, with_test, tmp_path, capsys, monkeypatch):
-    shutil.copytree(with_test, tmp_path / 'd')
-    without = [*(arg for arg in rows if 'test_fraction' not in arg), f'--data_dir={tmp_path}/d']
-    assert 'test_fraction 0.1, not none' in fails(capsys, monkeypatch, prepare.main, *without)
-    assert contents(tmp_path / 'd') == contents(with_test)
-    prepare.main([*without, '--overwrite'])
-    assert not any('test' in name for name in contents(tmp_path / 'd'))
+    prepared(tmp_path / 'd', *argv, '--overwrite')
+    assert not any('test' in path.name for path in (tmp_path / 'd').iterdir())
 
 
 def test_evaluate_scores_the_test_split(trained, char_data, tmp_path, capsys, monkeypatch):

@@ -152,30 +152,6 @@ def test_gigatoken_is_not_called_twice_at_once(monkeypatch):
         assert [bytes(ids) for ids in pool.map(encode, ['text'] * 50)] == [b'text'] * 50
 
 
-@pytest.mark.parametrize('space', [' ', '\n', ' \t', '\u3000', '\x1c'])
-@pytest.mark.parametrize('has_gigatoken', [False, True])
-def test_cutting_long_white_space_out_leaves_the_ids_unchanged(space, has_gigatoken, monkeypatch):
-    if not has_gigatoken:
-        monkeypatch.setattr(tokenizers, 'build_gigatoken', lambda known: None)
-    tokenizer = BPETokenizer(BPE.tokens)
-    texts = [before + 100 * space + last + after + 60 * space for before in ('', 'a', ' a\n')
-             for last in (' ', '\n', '') for after in ('', 'b', "'s", '7')]
-    expected = [tokenizer.encode(text) for text in texts]
-    monkeypatch.setattr(tokenizers, 'LONG', 50)
-    pattern = tokenizers.LONG_SPACE.pattern.replace('500000', '50')
-    monkeypatch.setattr(tokenizers, 'LONG_SPACE', tokenizers.re.compile(pattern))
-    for text, ids in zip(texts, expected, strict=True):
-        assert np.array_equal(tokenizer.encode(text), ids), text
-
-
-def test_millions_of_white_space_characters_in_a_row_are_encoded_and_learned_from(monkeypatch):
-    monkeypatch.setattr(tokenizers, 'build_gigatoken', lambda known: None)
-    text = 'a' + 1_200_000 * ' ' + 'b' + 1_200_000 * '\n'
-    tokenizer = BPETokenizer(BPE.tokens)
-    assert tokenizer.decode(tokenizer.encode(text)) == text
-    assert BPETokenizer.train([text], 260).vocab_size >= 258
-
-
 def test_after_a_panic_of_gigatoken_tiktoken_finds_the_ids(monkeypatch):
     class PanicException(BaseException):
         pass

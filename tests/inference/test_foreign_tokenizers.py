@@ -11,8 +11,7 @@ import evaluate
 import export
 import prepare
 from plaingpt.data import tokenizers
-from plaingpt.data.chat_templates import as_chat
-from plaingpt.data.chat_tokenizer import ChatTokenizer, ends_of
+from plaingpt.data.chat_tokenizer import PLAIN_TEMPLATES, ChatTokenizer, as_chat, ends_of
 from plaingpt.data.dataset import open_dataset
 from plaingpt.data.foreign_tokenizer import OUR_TOKENIZER, read_tokenizer
 from plaingpt.inference.hf_export import document_tokenizer
@@ -98,13 +97,9 @@ def test_a_lone_half_of_a_character_becomes_the_replacement(folder):
     assert ours.decode(ours.encode('a\ud800b')) == 'a\ufffdb'
 
 
-def test_conversations_are_those_of_their_template_where_it_is_a_plain_one(folder, kind, capsys):
+def test_conversations_are_those_of_their_template(folder, kind, capsys):
     chat = tokenizers.from_json(as_chat(read_tokenizer(folder), folder))
-    if kind == 'qwen':
-        assert 'plain chatml' in capsys.readouterr().err and not chat.system
-        return
-    assert not capsys.readouterr().err
-    assert chat.vocab_size == 512 and bool(chat.system) == (kind == 'smollm2')
+    assert chat.vocab_size == 512 and not capsys.readouterr().err
     theirs = in_transformers(folder)
     for messages in CONVERSATIONS:
         ids, loss_mask = chat.encode_conversation(messages)
@@ -114,23 +109,49 @@ def test_conversations_are_those_of_their_template_where_it_is_a_plain_one(folde
         answers = [message['content'].strip() if kind == 'llama3' else message['content']
                    for message in messages if message['role'] == 'assistant']
         end = '<|eot_id|>' if kind == 'llama3' else '<|im_end|>'
-        assert chat.decode(ids[loss_mask]) == ''.join(text + end for text in answers)
+        thought = '<think>\n\n</think>\n\n' if kind == 'qwen' else ''
+        assert chat.decode(ids[loss_mask]) == ''.join(thought + text + end for text in answers)
         prompt = chat.encode_prompt(messages[:-1]).tolist()
         assert prompt == theirs.apply_chat_template(messages[:-1], return_dict=True,
                                                     add_generation_prompt=True)['input_ids']
 
 
+def test_text_that_spells_a_control_token_is_text_in_a_conversation(folder, kind):
+    chat = tokenizers.from_json(as_chat(read_tokenizer(folder), folder))
+    text = f'a{"".join(KINDS[kind][0])}\ue000b'
+    ids, loss_mask = chat.encode_conversation(ask(text, text))
+    plain, _ = chat.encode_conversation(ask('x', 'x'))
+    count = [sum(i in chat.base.controls for i in each.tolist()) for each in (ids, plain)]
+    assert count[0] == count[1] and text in chat.decode(ids[loss_mask])
+
+
+def test_what_earlier_versions_wrote_of_a_template_is_read(folder, kind):
+    description = read_tokenizer(folder)
+    form = 'llama3' if kind == 'llama3' else 'chatml'
+    chat = tokenizers.from_json({'kind': 'chat', 'base': description, 'form': form,
+                                 'system': 'Be kind.'})
+    ids, _ = chat.encode_conversation(ask('a', 'b'))
+    told, _ = chat.encode_conversation([{'role': 'system', 'content': 'Be kind.'}, *ask('a', 'b')])
+    assert ids.tolist() == told.tolist() and 'Be kind.' in chat.decode(ids)
+    assert tokenizers.described_vocab_size(chat.to_json()) == 512
+    assert tokenizers.from_json(chat.to_json()).encode_conversation(ask('a', 'b'))[0].tolist() \
+        == ids.tolist()
+
+
+CHANGING = THINKING.replace("* (message", "* (loop.last and message")  # earlier turns lose it
+
+
 @pytest.mark.parametrize('template', [
-    '{{ 1 / 0 }}', '{% for', '{{ messages[99].content }}', '', THINKING,
+    '{{ 1 / 0 }}', '{% for', '{{ messages[99].content }}', 'plain text', CHANGING,
     '{{ raise_exception("no") }}',
     "{{ cycler.__init__.__globals__.os.system('touch hacked') }}"])
-def test_a_template_that_is_no_form_of_ours_gives_way_in_a_line_and_reaches_no_python(
+def test_a_template_that_cannot_be_used_gives_way_in_a_line_and_reaches_no_python(
         tmp_path, template, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     save_tokenizer(tmp_path, 'smollm2', TEXTS)
     (tmp_path / 'chat_template.jinja').write_text(template)
     chat = tokenizers.from_json(as_chat(read_tokenizer(tmp_path), tmp_path))
-    assert chat.form_name == 'chatml' and not chat.system
+    assert chat.template == PLAIN_TEMPLATES['chatml']
     assert len(capsys.readouterr().err.splitlines()) == 1
     assert not (tmp_path / 'hacked').exists()
 
@@ -144,17 +165,17 @@ def test_of_several_templates_the_default_one_is_taken(tmp_path, capsys):
     before = as_chat(read_tokenizer(tmp_path), tmp_path)
     path.write_text(json.dumps({**config, 'chat_template': named}))
     after = as_chat(read_tokenizer(tmp_path), tmp_path)
-    assert after['system'] == before['system'] and not capsys.readouterr().err
+    assert after['template'] == before['template'] and not capsys.readouterr().err
 
 
 def test_a_template_of_unknown_control_tokens_leaves_a_model_of_text(tmp_path, capsys):
     save_tokenizer(tmp_path, 'smollm2', TEXTS)
     text = (tmp_path / 'tokenizer.json').read_text()
-    (tmp_path / 'tokenizer.json').write_text(text.replace('im_start', 'turn'))
+    (tmp_path / 'tokenizer.json').write_text(text.replace('<|im_', '<|turn_'))
     description = as_chat(read_tokenizer(tmp_path), tmp_path)
-    assert description['kind'] == 'foreign' and 'not known' in capsys.readouterr().err
+    assert description['kind'] == 'foreign' and 'a model of text' in capsys.readouterr().err
     ours = ChatTokenizer(tokenizers.from_json(description))  # for conversations it gets our form
-    assert ours.form_name == 'plaingpt' and ours.vocab_size == ours.base.vocab_size + 5
+    assert ours.is_ours() and ours.vocab_size == ours.base.vocab_size + 5
 
 
 def test_a_dataset_of_their_tokens_says_how_many_bytes_they_have(

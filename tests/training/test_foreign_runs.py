@@ -104,7 +104,7 @@ def test_only_conversations_behind_others_begin_with_what_separates_documents(tu
     loader = PackedLoader(stream, 128, 8, seed=0, device=torch.device('cpu'))
     idx, targets = loader.eval_batch(loader.firsts[:8])
     own = chat.encode_conversation(questions(1)[0])[0]
-    kept = bool(chat.form.begin)
+    kept = chat.keeps_bos
     for row in idx.tolist():
         assert (row[0] == chat.conversation) == kept
         assert row.count(chat.conversation) >= 1  # another one, or padding
@@ -146,16 +146,6 @@ def test_a_base_without_known_control_tokens_gets_ours(tmp_path, monkeypatch):
     messages = questions(1)[0]
     assert theirs.apply_chat_template(messages, return_dict=True)['input_ids'] \
         == ours.encode_conversation(messages)[0].tolist()
-
-
-def test_that_a_template_gave_way_is_said_as_data_is_prepared_and_not_again(
-        tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    make_base(tmp_path, 'qwen')
-    prepare_questions(60)
-    assert 'plain chatml' in capsys.readouterr().err
-    train.main([*RECIPE, '--max_iters=1', '--eval_interval=1'])
-    assert 'chatml' not in capsys.readouterr().err
 
 
 def test_data_of_another_tokenizer_is_refused_before_training(tmp_path, monkeypatch, capsys):

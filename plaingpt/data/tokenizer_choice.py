@@ -1,0 +1,123 @@
+"""The tokenizer of a dataset: borrowed from another dataset, a run or a model, or learned."""
+
+import hashlib
+import json
+from contextlib import closing
+from functools import lru_cache
+from itertools import chain
+from pathlib import Path
+
+from plaingpt.data import tokenizers
+from plaingpt.data.chat_tokenizer import as_chat
+from plaingpt.data.dataset import open_dataset, prepared_folder
+from plaingpt.data.foreign_tokenizer import (
+    FILES_OF_TOKENIZER,
+    download,
+    is_hub_name,
+    read_tokenizer,
+)
+from plaingpt.data.readers import place_to_cut
+from plaingpt.system.errors import UserError
+from plaingpt.system.files import read_json
+from plaingpt.system.formatting import short
+from plaingpt.system.streams import ProgressBar
+
+BPE_SAMPLE_CHARS = 50_000_000  # a bpe tokenizer is trained on about so much text at most
+BLOCK_CHARS = 4096  # of a sample
+
+
+def borrow_tokenizer(name, for_chat=False):
+    """The tokenizer of a prepared dataset, of a run or one of its checkpoints, or of a model of
+    others, by their folders or its name on the hub. for_chat: with the control tokens of its
+    conversations. Raises UserError."""
+    if is_dataset(name):
+        found = open_dataset(prepared_folder(name)).tokenizer_json()
+    else:
+        folder = Path(download(name, FILES_OF_TOKENIZER) if is_hub_name(name) else name)
+        states = [*folder.glob('state.json'), *folder.glob('checkpoints/iter-*/state.json')]
+        found = read_json(states[-1])['tokenizer'] if states else read_tokenizer(folder)
+    if not found:
+        raise UserError(f'tokenizer={name}: expected auto, {tokenizers.NAMES}, or a prepared '
+                        'dataset, a run or a model to take it from')
+    if found['kind'] == 'chat' and not for_chat:
+        raise UserError(f'tokenizer={name}: it is for conversations: name the tokenizer that these '
+                        'were prepared with, or its dataset or run')
+    if found['kind'] == 'foreign' and for_chat:
+        found = as_chat(found, name)
+    return tokenizers.from_json(found)
+
+
+def is_dataset(name):
+    """Whether it is a prepared dataset. A model's folder stands before a dataset of its name."""
+    folder = prepared_folder(name)
+    has_tokenizer = (folder / 'meta.json').exists() or (folder / 'meta.pkl').exists()
+    return has_tokenizer and (folder == Path(name) or not Path(name, 'tokenizer.json').exists())
+
+
+def checksum(tokenizer):
+    """SHA-256 of all that a tokenizer is."""
+    return hashlib.sha256(json.dumps(tokenizer.to_json()).encode()).hexdigest()
+
+
+def learn_tokenizer(name, source):
+    """The tokenizer of a name in tokenizers.NAMES or 'auto', of a source. Raises UserError."""
+    texts = ()
+    if name == 'auto':
+        name = f'bpe:{tokenizers.choose_vocab_size(source.total)}'
+        print(f'tokenizer {name}, for {short(source.total)}B of text (others by --tokenizer: gpt2 '
+              "for GPT-2's, bpe:N, char, byte)")
+    if name.startswith('bpe'):
+        print(f'training the {name} tokenizer')
+        texts = sample(source, BPE_SAMPLE_CHARS)
+    elif name == 'char':
+        texts = read_texts(source, 'finding characters')
+        if not source.is_one_text:
+            texts = chain(texts, '\n')  # ends each document
+    made = tokenizers.make_tokenizer(name, texts)
+    asked = tokenizers.named_vocab_size(name)
+    if asked and made.vocab_size < asked:
+        print(f'{name} asks for {asked:,} tokens and got {made.vocab_size:,}: the text has no more '
+              'pairs to merge')
+    return made
+
+
+def read_texts(source, what):
+    """Yield the texts of a source, and show how far it is read."""
+    with closing(source.pieces()) as pieces, \
+            ProgressBar(what, source.total, source.unit) as progress:
+        for piece in pieces:
+            yield piece.text
+            progress.advance_to(source.position())
+
+
+@lru_cache(1)  # of a running text they are asked for twice
+def count_characters(source):
+    return sum(map(len, read_texts(source, 'counting characters')))
+
+
+def sample(source, characters):
+    """Yield texts of about so many characters, spread evenly over files, in whatever order they
+    are; all of them where there are no more. Of a dataset of the hub, which is too large to be read
+    whole, the first ones."""
+    if source.unit != 'B':
+        for text in read_texts(source, 'learning from its beginning'):
+            yield text
+            characters -= len(text)
+            if characters <= 0:
+                break
+        return
+    total = count_characters(source)
+    if total <= characters:
+        yield from read_texts(source, 'learning from it')
+        return
+    print(f'learning from {100 * characters / total:.3g}% of the text, which is spread evenly')
+    for text in read_texts(source, 'learning from it'):
+        start = 0
+        while start < len(text):
+            block = text[start:place_to_cut(text, start, BLOCK_CHARS)]
+            start += len(block)
+            # not the hash that decides the split: a sample is no more of the one than of the other
+            digest = hashlib.blake2b(block.encode('utf-8', 'replace'), digest_size=8,
+                                     person=b'sample').digest()
+            if int.from_bytes(digest, 'big') < characters / total * 2**64:
+                yield block

@@ -53,13 +53,7 @@ from plaingpt.system.formatting import quoted
 from plaingpt.system.streams import status
 from plaingpt.training import time_budget
 from plaingpt.training.averaging import averaged, go_on
-from plaingpt.training.checkpoint_writer import (
-    KEPT,
-    Saver,
-    archive_previous_run,
-    clean_up,
-    trim_logs,
-)
+from plaingpt.training.checkpoint_writer import KEPT, Saver, archive_previous_run, trim_logs
 from plaingpt.training.dtype_choice import choose_training_dtype
 from plaingpt.training.evaluation import Watching, check_tasks, evaluated_bytes, mean_loss
 from plaingpt.training.memory_fit import fit_to_memory
@@ -113,8 +107,6 @@ def setup(config, start, world, device, device_why, given=frozenset()):
     start.agree(config, group)
     if not config.is_read_only:
         check_shared(Path(config.out_dir), world, group)
-        if world.is_main:
-            clean_up(config.out_dir)
     check_tasks(config)  # without what they need there is no run
     dataset = open_data(config, world, device)
     timed = config.minutes > 0

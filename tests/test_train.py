@@ -26,7 +26,7 @@ from helpers import (
 import export
 import train
 from plaingpt.training import checkpoint as checkpoints
-from plaingpt.training import optimizers, probes, run_model
+from plaingpt.training import evaluation, optimizers, start
 from plaingpt.training.optimizers import build_optimizer
 from plaingpt.training.schedules import get_lr
 from plaingpt.training.settings import TrainConfig
@@ -82,7 +82,7 @@ NEWER = options(optimizer='normuon', rotary=True, rmsnorm=True, qk_norm=True, ml
     pytest.param([], marks=pytest.mark.slow, id='gpt2'), pytest.param(NEWER, id='newer')])
 def test_two_processes_compute_what_one_does(tiny, trained, tmp_path, monkeypatch, recipe):
     monkeypatch.setattr(optimizers, 'cpu_has_bfloat16', lambda: False)  # float32, not rounded
-    monkeypatch.setattr(run_model, 'document_start', lambda *_: 0)  # lines are documents
+    monkeypatch.setattr(start, 'document_start', lambda *_: 0)  # lines are documents
     one = trained
     if recipe:
         train.main([*tiny, *recipe, f'--out_dir={(one := tmp_path / "one")}'])
@@ -95,7 +95,7 @@ def test_two_processes_compute_what_one_does(tiny, trained, tmp_path, monkeypatc
     ('float16', options(optimizer='sgd', learning_rate=0.1, lr_schedule='linear', mlp='swiglu'))])
 def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(
         tiny, tmp_path, monkeypatch, dtype, recipe):
-    monkeypatch.setattr(run_model, 'document_start', lambda *_: 0)  # lines are documents
+    monkeypatch.setattr(start, 'document_start', lambda *_: 0)  # lines are documents
     tiny = [*tiny, f'--dtype={dtype}', '--dropout=0.2', *recipe]
     whole, cut = tmp_path / 'whole', tmp_path / 'cut'
     train.main([*tiny, f'--out_dir={whole}'])
@@ -192,7 +192,7 @@ def test_nothing_waits_for_the_device_on_steps_that_are_not_logged(tiny, monkeyp
         original = getattr(torch.Tensor, name)
         monkeypatch.setattr(torch.Tensor, name, lambda self, o=original, n=name:
                             (reads.append(n), o(self))[1])
-    monkeypatch.setattr(probes, 'HEALTH_INTERVAL', 0)
+    monkeypatch.setattr(evaluation, 'HEALTH_INTERVAL', 0)
     counts = []
     for steps in (2, 5):
         reads.clear()

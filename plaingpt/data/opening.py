@@ -13,6 +13,9 @@ from plaingpt.system.errors import UserError
 from plaingpt.system.files import command
 from plaingpt.system.formatting import quote_epochs, quoted
 
+QUESTIONS = 3  # of the validation split, that samples of a tuned model answer
+SAMPLE_START = '\n'  # what a sample of plain text continues
+
 
 def open_data(config, world, device):
     """Open data/<name>, of a mixture each, for a TrainConfig. A small corpus that is not prepared
@@ -80,3 +83,18 @@ def describe_batches(config, dataset, train_data, val_data):
     if dataset.has_mask():
         lines += [f'train: {train_data.describe()}', f'val: {val_data.describe()}']
     return '\n'.join(lines)
+
+
+def sample_prompts(config, dataset, val_loader):
+    """What samples of a run continue, SAMPLE_START or questions of conversations → (prompts as ids,
+    the same as text, options of generate). Raises UserError."""
+    tokenizer = dataset.tokenizer()
+    if not dataset.has_mask():
+        prompt = tokenizer.encode(SAMPLE_START).tolist() or [tokenizer.end_of_text or 0]
+        return [prompt], [SAMPLE_START], {'temperature': 0.8, 'top_k': 200}
+    prompts = val_loader.questions(QUESTIONS)
+    if not prompts:
+        raise UserError('no question of the validation split has room for an answer in '
+                        f'block_size={config.block_size}')
+    return prompts, [tokenizer.decode(prompt) for prompt in prompts], \
+        {'temperature': 0, 'end_of_text': tokenizer.end_of_turn}

@@ -56,7 +56,7 @@ class ConversationTokens(TokenStream):
 class PackedLoader(BatchLoader):
     """A BatchLoader of ConversationTokens. The number of a sequence's first token names it, as in
     a BatchLoader. A training batch has a third part, its weight in the loss of the step:
-    training_step.forward_backward.
+    train.forward_backward.
     """
 
     def tile(self):

@@ -61,7 +61,7 @@ THRESHOLDS = {
     # share of ln(vocab) that the loss on a few batches falls below (Karpathy 2019)
     'overfit_check': 0.05,
 }
-OVERFLOWS = 16  # steps that float16 may skip first: training_step.py
+OVERFLOWS = 16  # steps that float16 may skip first: step_guard.py
 
 
 @dataclass(frozen=True)

@@ -290,8 +290,10 @@ def clean_up(out_dir):
 def archive_previous_run(out_dir, after=-1):
     """Keep what a run that starts, or goes back to iteration `after`, would write over: later
     checkpoints move to out_dir/old-001 (002, …) and the logs with them, or copies of these where
-    the run goes on → that folder, None where there is nothing to keep. Raises UserError."""
+    the run goes on → that folder, None where there is nothing to keep. What a crash left half
+    written goes. Raises UserError."""
     out_dir = Path(out_dir)
+    clean_up(out_dir)
     later = [path for path in checkpoint_paths(out_dir) if iteration_of(path) > after]
     logs = [out_dir / name for name in LOGS if (out_dir / name).exists()]
     if not later and (after >= 0 or not logs):

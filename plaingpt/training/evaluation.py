@@ -4,6 +4,7 @@ import math
 
 import torch
 
+from plaingpt.data.opening import sample_prompts
 from plaingpt.inference.generation import generate
 from plaingpt.monitoring.health import Health
 from plaingpt.parallel.sharding import full_model, sharded
@@ -12,10 +13,9 @@ from plaingpt.system.errors import UserError
 from plaingpt.system.streams import status
 from plaingpt.training.averaging import averaged
 
-QUESTIONS = 3  # of the validation split, that samples of a tuned model answer
 HEALTH_INTERVAL = 100  # iterations between health checks
 LOOKS = 5  # of them in a run at least, however short: a curve takes a few points
-SAMPLE_START, SAMPLE_TOKENS = '\n', 100  # what a sample of plain text continues; its length
+SAMPLE_TOKENS = 100  # of a sample
 
 
 @torch.no_grad()
@@ -58,21 +58,6 @@ def check_tasks(config):
     if config.eval_tasks and launched_world().local_rank == 0:
         from plaingpt.inference.lm_eval_model import load_tasks
         load_tasks(config.eval_tasks)
-
-
-def sample_prompts(config, dataset, val_loader):
-    """What samples of a run continue, SAMPLE_START or questions of conversations → (prompts as ids,
-    the same as text, options of generate). Raises UserError."""
-    tokenizer = dataset.tokenizer()
-    if not dataset.has_mask():
-        prompt = tokenizer.encode(SAMPLE_START).tolist() or [tokenizer.end_of_text or 0]
-        return [prompt], [SAMPLE_START], {'temperature': 0.8, 'top_k': 200}
-    prompts = val_loader.questions(QUESTIONS)
-    if not prompts:
-        raise UserError('no question of the validation split has room for an answer in '
-                        f'block_size={config.block_size}')
-    return prompts, [tokenizer.decode(prompt) for prompt in prompts], \
-        {'temperature': 0, 'end_of_text': tokenizer.end_of_turn}
 
 
 class Watching:

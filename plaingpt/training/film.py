@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import save
 
+from plaingpt.data.opening import sample_prompts
 from plaingpt.inference.generation import generate
 from plaingpt.monitoring.film_page import read_instants
 from plaingpt.monitoring.health import ActivationRecorder, block_norms
@@ -25,7 +26,6 @@ from plaingpt.parallel.sharding import sharded
 from plaingpt.system.errors import UserError
 from plaingpt.system.files import append_line, write_atomically
 from plaingpt.system.formatting import one_line, quoted
-from plaingpt.training.evaluation import sample_prompts
 
 INSTANTS = 40  # at most
 SHARE, FREE_S = 0.019, 1.0  # of a run's time that the film may take; in a short run, seconds

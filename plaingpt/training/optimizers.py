@@ -75,7 +75,7 @@ def kind_of(name, p):
 
 
 # Each: parameter_groups, the TrainConfig, whether torch has fused kernels → an Optimizer.
-# training_step.update keeps one that knows nothing of `found_inf` from stepping on a gradient that
+# train.update keeps one that knows nothing of `found_inf` from stepping on a gradient that
 # is not finite, and waits for the device to do so.
 
 

@@ -7,7 +7,8 @@ import train
 from configurator import load_config
 from plaingpt.system.distributed import World
 from plaingpt.system.errors import UserError
-from plaingpt.training import memory_fit, run_model
+from plaingpt.training import memory_fit
+from plaingpt.training import start as start_module
 from plaingpt.training.settings import TrainConfig
 from plaingpt.training.start import Start
 
@@ -27,7 +28,7 @@ def failed(char_data, tmp_path, monkeypatch, capsys):
             for owner, name in ((memory_fit, 'check_size'), (train, 'describe_run'),
                                 (train, 'open_outputs'), (train.time_budget, 'print_length')):
                 patched.setattr(owner, name, lambda *_: None)
-            patched.setattr(run_model, 'document_start', lambda *_: 0)  # lines are documents
+            patched.setattr(start_module, 'document_start', lambda *_: 0)  # lines are documents
             try:
                 train.setup(config, start, World(), torch.device('cpu'), '')
             except UserError as problem:

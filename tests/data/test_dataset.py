@@ -23,7 +23,6 @@ from plaingpt.data.inspection import find_damage
 from plaingpt.data.token_files import SAMPLED_BLOCKS, SAMPLED_BYTES, open_tokens
 from plaingpt.system.errors import UserError
 from plaingpt.system.files import sha256_of
-from plaingpt.training import run_data
 
 
 def bare(folder, tokens, header=b''):
@@ -144,7 +143,7 @@ def test_a_file_that_is_cut_short_under_a_run_ends_it_in_one_line_and_keeps_its_
         return read(self, step, micro)
 
     monkeypatch.setattr(BatchLoader, 'train_batch', cut_and_read)
-    monkeypatch.setattr(run_data, 'fits_in_ram', lambda *_: False)
+    monkeypatch.setattr(train, 'fits_in_ram', lambda *_: False)
     assert f'{own_data}/train.bin has been cut short' in fails(
         capsys, monkeypatch, train.main, *tiny, f'--dataset={own_data}')
     assert list(tmp_path.glob('out/checkpoints/iter-*/state.json'))

@@ -14,9 +14,9 @@ import pytest
 import torch
 from helpers import TINY, fails, in_background, in_the_loop, one_benchmark, options
 from jobs import Job
-from plaingpt.kernels import chunked_loss
 from safetensors import safe_open
 
+import model
 import train
 from model import GPT, GPTConfig
 from plaingpt.parallel import sharding
@@ -155,7 +155,7 @@ def test_weights_that_cannot_be_gathered_with_their_block_are_named():
 
 def with_one_question(patch):  # fewer than processes
     one_benchmark(patch, [' main'])
-    patch.setattr(chunked_loss, 'chunk_size', lambda *_: 24)
+    patch.setattr(model, 'chunk_size', lambda *_: 24)
 
 
 SHAPES = {

@@ -14,7 +14,7 @@ import prepare
 import train
 from plaingpt.data.batches import BatchLoader
 from plaingpt.data.dataset import open_dataset
-from plaingpt.training import probes
+from plaingpt.training import evaluation
 from plaingpt.training.checkpoint import find
 
 
@@ -28,7 +28,7 @@ def read_by_evaluations(monkeypatch, argv):
         return batches
     with monkeypatch.context() as patch:
         patch.setattr(BatchLoader, 'eval_batches', eval_batches)
-        patch.setattr(probes, 'HEALTH_INTERVAL', 0)
+        patch.setattr(evaluation, 'HEALTH_INTERVAL', 0)
         train.main([*argv, '--check=False'])
     return found
 

@@ -57,7 +57,8 @@ PACKED = {'.gz': gzip.compress, '.bz2': bz2.compress, '.XZ': lzma.compress, '.zs
 ROWS = {'a.jsonl': jsonl(TEXTS), 'a.NDJSON': jsonl(TEXTS), 'lines.json': jsonl(TEXTS),
         'array.json': json.dumps([{'text': text} for text in TEXTS], indent=1).encode(),
         'content.jsonl': jsonl(TEXTS).replace(b'"text"', b'"content"'),
-        'a.csv': table(TEXTS), 'a2.csv': table(TEXTS, ';'), 'a.tsv': table(TEXTS, '\t'), 'a.parquet': parquet(text=TEXTS),
+        'a.csv': table(TEXTS), 'a2.csv': table(TEXTS, ';'), 'a.tsv': table(TEXTS, '\t'),
+        'a.parquet': parquet(text=TEXTS),
         'bom.jsonl': b'\xef\xbb\xbf' + jsonl(TEXTS), 'crlf.csv': table(TEXTS)}
 LINES = '\n'.join(TEXTS)
 LATIN = [f'{n} é' * 50 for n in range(300)]

@@ -25,9 +25,9 @@ from safetensors import SafetensorError
 
 from configurator import accepted_types, load_config
 from model import GPTConfig
-from plaingpt.data.chat_tokenizer import is_chat
 from plaingpt.data.corpora import CORPORA
 from plaingpt.data.dataset import read_names
+from plaingpt.data.tokenizers import is_chat
 from plaingpt.inference.gguf_export import DTYPES, build_gguf, write_gguf
 from plaingpt.inference.hf_export import one_document, write_hf
 from plaingpt.monitoring.metrics_file import read_rows

@@ -24,7 +24,7 @@ from typing import Annotated, Literal
 
 from configurator import load_config
 from plaingpt.data import pretokenized, tokenizers
-from plaingpt.data.chat_tokenizer import PLAIN_TEMPLATES, ChatTokenizer, find_plain, is_chat
+from plaingpt.data.chat_tokenizer import PLAIN_TEMPLATES, ChatTokenizer, find_plain
 from plaingpt.data.conversations import open_conversations
 from plaingpt.data.corpora import CORPORA, OPTIONS, describe_corpus, table
 from plaingpt.data.dataset import dataset_folder, prepared_folder
@@ -34,6 +34,7 @@ from plaingpt.data.shards import check_ours, read_progress, write_dataset
 from plaingpt.data.sources import open_source
 from plaingpt.data.splitting import Shares
 from plaingpt.data.tokenizer_choice import borrow_tokenizer, checksum, is_dataset, learn_tokenizer
+from plaingpt.data.tokenizers import is_chat
 from plaingpt.system.errors import UserError, run_script
 from plaingpt.system.formatting import parse_count, quoted
 from plaingpt.system.machine import allowed_cpus

@@ -13,7 +13,6 @@ import torch
 from model import GPT
 from plaingpt.data.batches import BatchLoader
 from plaingpt.data.dataset import Dataset
-from plaingpt.data.packing import ConversationTokens
 from plaingpt.training.optimizers import build_optimizer
 from plaingpt.training.settings import TrainConfig
 
@@ -117,7 +116,7 @@ class Subject:
         stream = self.val_data.stream
         T = min(SHORT, self.config.block_size, len(stream) - 1)
         # Of conversations all tokens: the loss mask is another check's.
-        kind = BatchLoader if isinstance(stream, ConversationTokens) else type(self.val_data)
+        kind = type(self.val_data) if stream.loss_mask is None else BatchLoader
         return kind(stream, T, math.ceil(EVALUATED / T), device=self.device)
 
     def evaluated_loss(self):

@@ -49,19 +49,6 @@ MARK = '\ue000'  # of private use: stands for a text
 USER, ANSWER = {'role': 'user', 'content': MARK}, {'role': 'assistant', 'content': MARK}
 
 
-def is_chat(tokenizer):
-    """True for the tokenizer of a model that was tuned on conversations."""
-    return isinstance(tokenizer, ChatTokenizer)
-
-
-def ends_of(tokenizer):
-    """The ids that end a generated text or answer: those of control tokens."""
-    if not is_chat(tokenizer):
-        return getattr(tokenizer, 'ends', frozenset({tokenizer.end_of_text} - {None}))
-    return ends_of(tokenizer.base) | {tokenizer.end_of_text, tokenizer.end_of_turn,
-                                      *tokenizer.roles.values()}
-
-
 def as_chat(description, where):
     """The description of a ForeignTokenizer → that of its chat tokenizer, where its files have a
     chat template that can be used, or else a plain one of its tokens; itself where there is none of

@@ -5,7 +5,6 @@ in checkpoints, so that an export has them again.
 """
 
 import json
-import re
 from functools import lru_cache
 from pathlib import Path
 
@@ -14,7 +13,7 @@ import numpy as np
 from plaingpt.data.hub import explain_hub_errors
 from plaingpt.system.errors import UserError, needs
 from plaingpt.system.files import read_json
-from plaingpt.system.formatting import one_line
+from plaingpt.system.formatting import join_halves, one_line
 
 OUR_TOKENIZER = 'plaingpt_tokenizer.json'  # in an exported folder, so that it comes back whole
 TEMPLATE_FILE = 'chat_template.jinja'
@@ -30,11 +29,6 @@ BYTES = {char: byte for byte, char in PRINTABLE.items()}
 
 # Other normalizers lose what the text was; other models know no bytes.
 SUPPORTED = {'decoder': ('ByteLevel',), 'model': ('BPE',), 'normalizer': (None, 'NFC')}
-
-
-def is_hub_name(name):
-    """True for OWNER/NAME, which may be on the Hugging Face hub."""
-    return re.fullmatch(r'[\w-][\w.-]*/[\w-][\w.-]*', name) is not None and not Path(name).exists()
 
 
 def download(name, patterns):
@@ -139,15 +133,6 @@ def load(text):
     made.no_padding()
     made.encode_special_tokens = True  # text that spells a control token stays text
     return made
-
-
-def join_halves(text):
-    """→ (text, its UTF-8) where two halves of a character are joined, one alone becomes U+FFFD."""
-    try:
-        return text, text.encode()
-    except UnicodeEncodeError:
-        text = text.encode('utf-16', 'surrogatepass').decode('utf-16', 'replace')
-        return text, text.encode()
 
 
 class ForeignTokenizer:

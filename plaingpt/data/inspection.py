@@ -195,7 +195,7 @@ SHOWN_TOKENS = 300  # of a conversation
 
 def show_conversation(stream, place, tokenizer):
     """Print the first conversation that begins at token `place` or soon after it, else what there
-    is at `place`, with the tokens in the loss in brackets."""
+    is at `place`: a message a line, with the tokens in the loss in brackets."""
     ids = stream.read(place, 2**14)
     starts = np.flatnonzero(ids == tokenizer.conversation).tolist()
     if not starts and place + len(ids) == len(stream):
@@ -207,4 +207,7 @@ def show_conversation(stream, place, tokenizer):
     for in_loss, run in groupby(range(first, stop), lambda i: bool(loss_mask[i])):
         text = tokenizer.decode(ids[list(run)].tolist())
         parts.append(f'[{text}]' if in_loss else text)
-    print(printable(''.join(parts)) + '…' * (stop < end))
+    text = printable(''.join(parts))
+    for name in {tokenizer.decode([i]) for i in tokenizer.roles.values()}:
+        text = text.replace(name, f'\n    {name}')  # a message a line
+    print(text + '…' * (stop < end))

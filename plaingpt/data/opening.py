@@ -6,7 +6,6 @@ import json
 import subprocess
 import sys
 
-from plaingpt.data.corpora import CORPORA
 from plaingpt.data.dataset import UNFINISHED, dataset_folder, open_named, read_names
 from plaingpt.system.distributed import all_reduce_min, barrier, print0
 from plaingpt.system.errors import UserError
@@ -41,6 +40,7 @@ def prepare_small(name):
     if folder.parts == ('data', name) \
             and not (folder / 'meta.json').exists() and not any(folder.glob('*.bin')) \
             and not (folder / UNFINISHED).exists():
+        from plaingpt.data.corpora import CORPORA
         if name not in CORPORA:
             nearest = difflib.get_close_matches(name, CORPORA, n=1)
             meant = f'; or did you mean --dataset={quoted(nearest[0])}?' if nearest else ''

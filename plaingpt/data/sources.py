@@ -36,8 +36,7 @@ SUFFIXES = {  # of the files that are read in a folder, in any case
     '.cu', '.rs', '.go', '.java', '.js', '.ts', '.jsx', '.tsx', '.rb', '.php', '.pl', '.lua', '.r',
     '.jl', '.hs', '.ml', '.scala', '.kt', '.swift', '.cs', '.sh', '.sql', '.css', '.xml',
     '.yaml', '.yml', '.toml', '.jsonl', '.ndjson', '.parquet'}
-# Read in a folder that has none of these: beside code they are settings.
-TABLES = {'.json', '.csv', '.tsv'}
+TABLES = {'.json', '.csv', '.tsv'}  # read in a folder without others: beside code, settings
 NO_TEXTS = {'node_modules', '__pycache__', UNFINISHED}
 STANDARD_LIBRARY = sysconfig.get_paths()['stdlib']
 

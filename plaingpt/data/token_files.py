@@ -4,6 +4,7 @@ import errno
 import hashlib
 import os
 import threading
+import weakref
 from dataclasses import dataclass, field
 from io import FileIO
 from pathlib import Path
@@ -34,6 +35,9 @@ class TokenFile:
     tokens: int
     sha256: str = ''  # that meta.json has
     lock: object = field(default_factory=threading.Lock, repr=False)  # a file has one place
+
+    def __post_init__(self):
+        weakref.finalize(self, self.file.close)
 
     @property
     def end(self):

@@ -10,15 +10,10 @@ from pathlib import Path
 from plaingpt.data import tokenizers
 from plaingpt.data.chat_tokenizer import as_chat
 from plaingpt.data.dataset import open_dataset, prepared_folder
-from plaingpt.data.foreign_tokenizer import (
-    FILES_OF_TOKENIZER,
-    download,
-    is_hub_name,
-    read_tokenizer,
-)
+from plaingpt.data.foreign_tokenizer import FILES_OF_TOKENIZER, download, read_tokenizer
 from plaingpt.data.readers import place_to_cut
 from plaingpt.system.errors import UserError
-from plaingpt.system.files import read_json
+from plaingpt.system.files import is_hub_name, read_json
 from plaingpt.system.formatting import short
 from plaingpt.system.streams import ProgressBar
 

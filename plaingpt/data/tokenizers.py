@@ -21,9 +21,8 @@ from pathlib import Path
 
 import numpy as np
 
-from plaingpt.data.chat_tokenizer import PLAIN_TEMPLATES, SPECIAL_TOKENS, ChatTokenizer
-from plaingpt.data.foreign_tokenizer import ForeignTokenizer, join_halves
 from plaingpt.system.errors import UserError
+from plaingpt.system.formatting import join_halves
 
 NAMES = 'char, byte, gpt2, bpe or bpe:VOCAB_SIZE'
 BPE_VOCAB_SIZE = 8192  # of plain 'bpe'
@@ -303,9 +302,18 @@ KINDS = {  # kind → a function from what to_json gave to the tokenizer
     'ids': lambda made: IdsTokenizer(made['vocab_size']),
     'gpt2': lambda made: GPT2Tokenizer(),
     'bpe': lambda made: BPETokenizer([token.encode('latin-1') for token in made['tokens']]),
-    'foreign': ForeignTokenizer,
-    'chat': lambda made: ChatTokenizer(from_json(made['base']), chat_template(made),
-                                       made.get('system', ''))}
+    'foreign': lambda made: foreign_tokenizer(made),
+    'chat': lambda made: chat_tokenizer(made)}
+
+
+def foreign_tokenizer(made):
+    from plaingpt.data.foreign_tokenizer import ForeignTokenizer
+    return ForeignTokenizer(made)
+
+
+def chat_tokenizer(made):
+    from plaingpt.data.chat_tokenizer import ChatTokenizer
+    return ChatTokenizer(from_json(made['base']), chat_template(made), made.get('system', ''))
 
 
 def from_json(description):
@@ -319,6 +327,7 @@ def from_json(description):
 
 def chat_template(description):
     """The template of a chat tokenizer, '' for ours. Earlier versions wrote the name of one."""
+    from plaingpt.data.chat_tokenizer import PLAIN_TEMPLATES
     return description.get('template') or PLAIN_TEMPLATES.get(description.get('form'), '')
 
 
@@ -326,6 +335,7 @@ def described_vocab_size(description):
     """The vocabulary of `from_json(description)`, without making it; None where it is unknown."""
     kind = description['kind']
     if kind == 'chat':
+        from plaingpt.data.chat_tokenizer import SPECIAL_TOKENS
         size = described_vocab_size(description['base'])
         return size + (0 if chat_template(description) else len(SPECIAL_TOKENS))
     if kind in ('char', 'bpe'):
@@ -389,3 +399,16 @@ def read_nanogpt_meta(path):
                         f'{" ".join(str(e).split())}), and nothing in it was run: prepare the text '
                         'into a new folder with python prepare.py text --input=FILE '
                         '--data_dir=NEW_FOLDER') from None
+
+
+def is_chat(tokenizer):
+    """True for the tokenizer of a model that was tuned on conversations."""
+    return hasattr(tokenizer, 'end_of_turn')
+
+
+def ends_of(tokenizer):
+    """The ids that end a generated text or answer: those of control tokens."""
+    if not is_chat(tokenizer):
+        return getattr(tokenizer, 'ends', frozenset({tokenizer.end_of_text} - {None}))
+    return ends_of(tokenizer.base) | {tokenizer.end_of_text, tokenizer.end_of_turn,
+                                      *tokenizer.roles.values()}

@@ -10,8 +10,9 @@ from dataclasses import replace
 import torch
 
 from model import rotary_frequencies
-from plaingpt.data.chat_tokenizer import TEMPLATE, is_chat
+from plaingpt.data.chat_tokenizer import TEMPLATE
 from plaingpt.data.foreign_tokenizer import find_template
+from plaingpt.data.tokenizers import is_chat
 from plaingpt.inference.hf_architectures import ARCHITECTURES, GPT2, TRANSPOSED
 from plaingpt.inference.hf_export import (
     END_OF_TEXT,

@@ -7,7 +7,7 @@ from itertools import pairwise
 import torch
 from safetensors.torch import save_file
 
-from plaingpt.data.chat_tokenizer import SPECIAL_TOKENS, TEMPLATE, ends_of, is_chat
+from plaingpt.data.chat_tokenizer import SPECIAL_TOKENS, TEMPLATE
 from plaingpt.data.dataset import open_dataset
 from plaingpt.data.foreign_tokenizer import (
     OUR_TOKENIZER,
@@ -16,6 +16,7 @@ from plaingpt.data.foreign_tokenizer import (
     ForeignTokenizer,
     find_template,
 )
+from plaingpt.data.tokenizers import ends_of, is_chat
 from plaingpt.inference.hf_architectures import ARCHITECTURES
 from plaingpt.inference.pretrained import without_padding
 from plaingpt.system.errors import UserError

@@ -14,16 +14,19 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from model import GPT, ROW_PER_TOKEN, GPTConfig
-from plaingpt.data.foreign_tokenizer import download, is_hub_name, read_tokenizer
+from plaingpt.data.foreign_tokenizer import download, read_tokenizer
 from plaingpt.inference.hf_architectures import ARCHITECTURES, parts_of
 from plaingpt.system.errors import UserError
-from plaingpt.system.files import read_json
-from plaingpt.weights import SIZES, begin_new_tokens, check_fields, check_finite, copy_rows
+from plaingpt.system.files import is_hub_name, read_json
+from plaingpt.weights import (
+    PRETRAINED,
+    SIZES,
+    begin_new_tokens,
+    check_fields,
+    check_finite,
+    copy_rows,
+)
 
-PRETRAINED = {'gpt2': dict(n_layer=12, n_head=12, n_embd=768),  # Radford et al. 2019, table 2
-              'gpt2-medium': dict(n_layer=24, n_head=16, n_embd=1024),
-              'gpt2-large': dict(n_layer=36, n_head=20, n_embd=1280),
-              'gpt2-xl': dict(n_layer=48, n_head=25, n_embd=1600)}
 # Older versions saved masks and the speeds of rotary positions beside the weights.
 NO_WEIGHTS = re.compile(r'transformer\.h\.\d+\.attn\.(masked_)?bias|.*\.rotary_emb\.inv_freq')
 FLOATS = {torch.float32, torch.float16, torch.bfloat16, torch.float64,

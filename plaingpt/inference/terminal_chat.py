@@ -5,7 +5,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from configurator import outside_limits, read_arguments
-from plaingpt.data.chat_tokenizer import is_chat
+from plaingpt.data.tokenizers import is_chat
 from plaingpt.inference.text_generator import answering
 from plaingpt.system.errors import UserError
 from plaingpt.system.formatting import count_of

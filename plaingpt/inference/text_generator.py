@@ -10,7 +10,7 @@ from typing import Annotated
 import torch
 
 from configurator import checked
-from plaingpt.data.chat_tokenizer import ends_of, is_chat
+from plaingpt.data.tokenizers import ends_of, is_chat
 from plaingpt.inference.generation import generate
 from plaingpt.system.errors import UserError
 from plaingpt.system.streams import warn

@@ -5,6 +5,7 @@ import errno
 import hashlib
 import json
 import os
+import re
 import sys
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -20,6 +21,11 @@ ROOT = PACKAGE if (PACKAGE / 'train.py').exists() else PACKAGE.parent
 def command(name, *argv):
     """The words that run a script of ours in a process of its own."""
     return [sys.executable, str(PACKAGE / '__main__.py'), name, *argv]
+
+
+def is_hub_name(name):
+    """True for OWNER/NAME, which may be on the Hugging Face hub."""
+    return re.fullmatch(r'[\w-][\w.-]*/[\w-][\w.-]*', name) is not None and not Path(name).exists()
 
 
 def write_atomically(path, data):

@@ -103,3 +103,12 @@ def gib(size):
     if size >= 1000 * GIB:
         return f'{size / GIB / 1024:,.2f} TiB'
     return f'{size / GIB:.2f} GiB' if size >= GIB / 10 else f'{size / 2**20:.1f} MiB'
+
+
+def join_halves(text):
+    """→ (text, its UTF-8) where two halves of a character are joined, one alone becomes U+FFFD."""
+    try:
+        return text, text.encode()
+    except UnicodeEncodeError:
+        text = text.encode('utf-16', 'surrogatepass').decode('utf-16', 'replace')
+        return text, text.encode()

@@ -12,13 +12,13 @@ from dataclasses import dataclass, field, fields
 from typing import Annotated, Literal
 
 from model import RECOMPUTED, GPTConfig, Size
-from plaingpt.data.foreign_tokenizer import is_hub_name
-from plaingpt.inference.pretrained import PRETRAINED
 from plaingpt.monitoring.backends import BACKENDS
 from plaingpt.system.distributed import launched_world
+from plaingpt.system.files import is_hub_name
 from plaingpt.system.formatting import setting
 from plaingpt.training.optimizers import OPTIMIZERS
 from plaingpt.training.schedules import SCHEDULES
+from plaingpt.weights import PRETRAINED
 
 Positive = Annotated[int, 'at least 1']
 Natural = Annotated[int, 'at least 0']

@@ -201,7 +201,7 @@ def test_inspect_puts_the_loss_in_brackets_and_shows_escape_codes(capsys):
     capsys.readouterr()
     inspect('data/chat')
     text = capsys.readouterr().out
-    assert '<|user|>a\\x1b]0;b\\x07<|end|><|assistant|>[\\x1b[31mc\nd<|end|>]\n' \
+    assert '\n    <|user|>a\\x1b]0;b\\x07<|end|>\n    <|assistant|>[\\x1b[31mc\nd<|end|>]\n' \
         in text and '\x1b' not in text
     entry = dataset.split_entry('train')
     assert f'{entry["documents"]} conversations, {entry["learned"]:,} tokens in the loss' in text

@@ -16,8 +16,8 @@ from test_docs import after_readme, follow  # noqa: F401  (a fixture)
 
 import plaingpt
 import sample
-from plaingpt.data.chat_tokenizer import ends_of
 from plaingpt.data.conversations import Conversations
+from plaingpt.data.tokenizers import ends_of
 from plaingpt.inference.text_generator import TextGenerator
 from plaingpt.system.errors import UserError
 

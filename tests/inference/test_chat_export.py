@@ -10,7 +10,8 @@ import export
 import plaingpt
 import prepare
 import train
-from plaingpt.data.chat_tokenizer import SPECIAL_TOKENS, ChatTokenizer, ends_of
+from plaingpt.data.chat_tokenizer import SPECIAL_TOKENS, ChatTokenizer
+from plaingpt.data.tokenizers import ends_of
 from plaingpt.inference.generation import generate
 from plaingpt.inference.hf_export import write_hf
 

@@ -11,9 +11,10 @@ import evaluate
 import export
 import prepare
 from plaingpt.data import tokenizers
-from plaingpt.data.chat_tokenizer import PLAIN_TEMPLATES, ChatTokenizer, as_chat, ends_of
+from plaingpt.data.chat_tokenizer import PLAIN_TEMPLATES, ChatTokenizer, as_chat
 from plaingpt.data.dataset import open_dataset
 from plaingpt.data.foreign_tokenizer import OUR_TOKENIZER, read_tokenizer
+from plaingpt.data.tokenizers import ends_of
 from plaingpt.inference.hf_export import document_tokenizer
 from plaingpt.inference.text_generator import StreamDecoder
 from plaingpt.system.errors import UserError

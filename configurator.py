@@ -270,12 +270,10 @@ def name_positionals(cls, argv, key, several, problems):
 
 
 HABITS = {  # what other programs call it → our key
-    'lr': 'learning_rate', 'wd': 'weight_decay', 'epochs': 'max_iters', 'num_epochs': 'max_iters',
-    'steps': 'max_iters', 'max_steps': 'max_iters', 'bs': 'batch_size', 'ctx': 'block_size',
-    'context': 'block_size', 'seq_len': 'block_size', 'layers': 'n_layer', 'heads': 'n_head',
-    'gpu': 'gpu_memory_gb', 'output': 'out_dir', 'resume': 'init_from', 'prompt': 'start',
-    'tensorboard_log': 'log_to',
-}
+    'lr': 'learning_rate', 'wd': 'weight_decay', 'epochs': 'max_iters', 'steps': 'max_iters',
+    'max_steps': 'max_iters', 'bs': 'batch_size', 'seq_len': 'block_size', 'context': 'block_size',
+    'layers': 'n_layer', 'heads': 'n_head', 'gpu': 'gpu_memory_gb', 'output': 'out_dir',
+    'resume': 'init_from', 'prompt': 'start'}
 
 
 def describe_no_config(path, before):

@@ -27,6 +27,7 @@ from plaingpt.monitoring.run_record import read_run
 from plaingpt.system.errors import UserError
 from plaingpt.system.files import ROOT, command, locked, make_writable, read_json, write_json
 from plaingpt.system.formatting import capitalized, count_of, listed
+from plaingpt.system.removed import REMOVED
 from plaingpt.system.streams import warn
 from plaingpt.training.checkpoint import checkpoint_paths
 from plaingpt.training.checkpoint_writer import archive_previous_run
@@ -173,7 +174,8 @@ def is_done(folder, max_iters):
 
 def training_words(argv):
     """A command line of bench.py → the config files and settings that train.py takes"""
-    taken = {field.name for field in fields(TrainConfig)} - {'minutes', 'out_dir'}
+    taken = {field.name for field in fields(TrainConfig)} | REMOVED.keys()
+    taken -= {'minutes', 'out_dir'}
     return [word for word in argv
             if not word.startswith('--') or word[2:].partition('=')[0] in taken]
 

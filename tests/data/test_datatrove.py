@@ -13,6 +13,7 @@ from helpers import ROOT, TINY, fails
 import prepare
 import train
 from plaingpt.data import tokenizers
+from plaingpt.data.chat_tokenizer import ChatTokenizer
 from plaingpt.data.dataset import open_dataset
 from plaingpt.inference.hf_export import document_tokenizer
 
@@ -176,7 +177,7 @@ def test_tokenizer_json_gives_our_ids_also_for_text_that_names_special_tokens(ki
     text = text_file.read_text(encoding='utf-8')
     ours = tokenizers.make_tokenizer(kind, [text, *STRANGE])
     if chat:
-        ours = tokenizers.ChatTokenizer(ours)
+        ours = ChatTokenizer(ours)
     theirs = Tokenizer.from_str(json.dumps(document_tokenizer(ours)))
     for piece in (text[:20_000], *STRANGE):
         assert theirs.encode(piece).ids == ours.encode(piece).tolist()

@@ -27,7 +27,7 @@ def test_without_what_linux_alone_has_it_prepares_trains_resumes_and_samples(tex
     run = [*TINY, f'--dataset={data}', out]
     for main, argv in (
             (prepare.main, ['text', text_file, '--tokenizer=char', f'--data_dir={data}']),
-            (train.main, [*run, '--max_iters=3', '--data_in_ram=False']),
+            (train.main, [*run, '--max_iters=3']),
             (train.main, [*run, '--init_from=resume']),
             (sample.main, [out, '--num_samples=1', '--max_new_tokens=5', '--device=cpu'])):
         code = exit_code(fork(main, *argv, log=tmp_path / 'log', before=take_away))

@@ -98,9 +98,10 @@ def test_a_screen_takes_what_is_written_in_any_pieces():
 
 @pytest.mark.parametrize(('log_interval', 'columns'), [(1, 80), (3, 80), (1, 30)])
 def test_the_last_line_says_where_a_run_stands_from_its_first_step_to_its_last(
-        trained, tiny, log_interval, columns):  # trained: here are all imports by now
+        trained, tiny, monkeypatch, log_interval, columns):  # trained: here are all imports by now
+    monkeypatch.setattr(train, 'write_report', lambda *_: None)
     shown, lines, written = watch(train.main, *tiny, f'--log_interval={log_interval}',
-                                  '--sample_interval=3', columns=columns)
+                                  '--report=True', columns=columns)
     steps = [re.match(r'(\d)/6 \| [━─]+', line) for line in shown]
     steps = [int(n) for n, _ in groupby(step[1] for step in steps if step)]
     assert steps == sorted(steps)  # between logged steps it is drawn now and then

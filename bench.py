@@ -40,7 +40,6 @@ from plaingpt.system import devices
 from plaingpt.system.distributed import launched_world
 from plaingpt.system.errors import UserError, run_script
 from plaingpt.system.files import ROOT, make_writable
-from plaingpt.system.formatting import count_of
 from plaingpt.system.streams import require_stdout, warn
 from plaingpt.training.dtype_choice import choose_training_dtype
 from plaingpt.training.memory_planner import explain_out_of_memory
@@ -214,9 +213,7 @@ def main(argv):
     if folder:
         tables.save(path, facts, rows, text)
     if trains:
-        what = f'{Path(config.dataset).name}, {config.max_iters:,} steps, ' \
-               f'{count_of(config.seeds, "seed")}'
-        draw(runs.draw_comparison, rows, compared, f'{path}.png', what)
+        draw(runs.draw_comparison, rows, compared, f'{path}.png')
         if not config.json:
             print(f'{path}/ has the runs, {path}.png their picture')
     if config.judge:

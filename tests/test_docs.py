@@ -295,7 +295,7 @@ def test_files_and_functions_exist(page):
     if page == 'docs/nanogpt.md':  # its left columns name nanoGPT's
         text = '\n'.join(line.partition(' | ')[2] for line in text.splitlines())
     for name in re.findall(r'\b((?:plaingpt|tools|config|references|results)/[\w/]*\.\w+)', text):
-        assert (ROOT / name).exists() or name == 'references/NAME.jsonl' \
+        assert (ROOT / name).exists() or name == 'references/NAME.csv' \
             or name == 'config/NAME.py', name
     code = ''.join(path.read_text(encoding='utf-8') for folder in ('', 'plaingpt/*')
                    for path in ROOT.glob(f'{folder}/*.py' if folder else '*.py'))

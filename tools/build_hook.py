@@ -8,7 +8,7 @@ from pathlib import Path
 
 from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
-FILES = ('*.py', 'README.md', 'config/**/*.py', 'references/*.jsonl', 'plaingpt/**/*.py',
+FILES = ('*.py', 'README.md', 'config/**/*.py', 'references/*.csv', 'plaingpt/**/*.py',
          'plaingpt/**/*.html')
 
 

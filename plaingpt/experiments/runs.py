@@ -19,9 +19,8 @@ from pathlib import Path
 from tqdm import tqdm
 
 from plaingpt.experiments.tables import markdown, number
-from plaingpt.monitoring.drawing import Line, Panel, choose_colours, save_figure
-from plaingpt.monitoring.figures import LABEL_WIDTH, NATS, comparison_panel, short_names
 from plaingpt.monitoring.metrics_file import read_rows
+from plaingpt.monitoring.plots import draw_runs
 from plaingpt.monitoring.references import STUDENT_T
 from plaingpt.monitoring.run_record import read_run
 from plaingpt.system.errors import UserError
@@ -338,23 +337,11 @@ def describe_times(configs, rows):
 # drawing them
 
 
-def draw_comparison(runs, rows, path, what):
-    """Draw the curves of all runs, and the final losses with their means, into a PNG. what: they
-    have in common. Raises UserError where matplotlib or any loss is absent."""
-    rows = [row for row in rows if row['loss'] is not None]
-    if not rows:
+def draw_comparison(runs, rows, path):
+    """Draw the curves of all runs into a PNG. Raises UserError where matplotlib or any loss is
+    absent."""
+    names = [row['variant'] for row in rows if row['loss'] is not None]
+    if not names:
         raise UserError('there is no picture: no variant has a loss for each of its seeds')
-    names = short_names([row['variant'] for row in rows], LABEL_WIDTH)
-    curves = [(names[run['variant']], read_rows(Path(run['folder'], 'metrics.jsonl'), warn))
-              for run in runs if run['variant'] in names]
-    left, (lowest, verdict) = comparison_panel(curves), describe_best(rows)
-    left.question, left.headline = f'Which ends lowest? {what}', lowest
-    colours, lines = choose_colours(len(rows)), []
-    for i, (row, colour) in enumerate(zip(rows, colours, strict=True)):
-        lines.append(Line([i + 0.15] * len(row['losses']), row['losses'], colour=colour,
-                          style={'ls': '', 'marker': '_', 'ms': 9, 'mew': 1.5, 'alpha': 0.6}))
-        lines.append(Line([i], [row['loss']], names[row['variant']], colour,
-                          [row['loss_error'] or 0.0]))
-    right = Panel(verdict, lines, 'Is that more than chance?', '– a run, ● mean ± its error',
-                  NATS, ticks=[])
-    save_figure([left, right], path, max(4.6, 1.6 + 0.2 * len(rows)))
+    draw_runs([(run['variant'], read_rows(Path(run['folder'], 'metrics.jsonl'), warn))
+               for run in runs if run['variant'] in names], path)

@@ -50,10 +50,6 @@ THRESHOLDS = {
     # nats that validation rises over its best, in at least `after_best` evaluations
     'overfit': 0.05,
     'after_best': 2,
-    # nats that the loss on a corpus of a mixture rises: a third of what GPT-2 gains from 124M
-    # to 355M parameters (3.12 to 2.84 on OpenWebText: README of nanoGPT). It is measured on the
-    # same sequences each time, so chance hardly moves it
-    'forgotten': 0.1,
     # bits a byte: English has 0.6 to 1.3 (Shannon 1951; Cover and King 1978)
     'implausible': 0.3,
     'overlap': 0.1,  # share of validation that is also in the training split

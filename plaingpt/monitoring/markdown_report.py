@@ -6,7 +6,7 @@ from pathlib import Path
 
 from plaingpt.monitoring.diagnosis import diagnose, overfit_check
 from plaingpt.monitoring.metrics_file import read_rows, rows_with
-from plaingpt.monitoring.references import reference_of
+from plaingpt.monitoring.references import compare, recorded
 from plaingpt.monitoring.run_record import read_run, run_summary
 from plaingpt.system.files import write_atomically
 from plaingpt.system.formatting import one_line, printable
@@ -22,8 +22,8 @@ def write_report(out_dir, print_line):
         if not rows or not run:
             return
         with attempt('loss.png', print_line):
-            from plaingpt.monitoring.figures import draw_curves
-            draw_curves([(out_dir.name, rows)], out_dir / 'loss.png', reference_of(run))
+            from plaingpt.monitoring.plots import draw_runs
+            draw_runs([(out_dir.name, rows)], out_dir / 'loss.png', recorded(run))
         if verdict := overfit_check(rows, run):
             print_line(verdict)
         write_atomically(out_dir / 'report.md', printable(format_report(out_dir, rows, run)))
@@ -44,8 +44,7 @@ def format_report(out_dir, rows, run):
     parts = [f'# {out_dir.name}', f'{run_summary(out_dir.name, rows, run)}.']
     for row in rows_with(rows, 'val_loss')[-1:]:
         parts.append(f'The last validation loss is {row["val_loss"]:.4f}.')
-    if reference := reference_of(run):
-        parts.append(f'{reference.compare("It", rows)}.')
+    parts.append(f'It {compare(rows, run)}.')
     found = [*diagnose(rows, run), overfit_check(rows, run)]
     parts += [f'- {each}' for each in found if each] or ['No check finds anything wrong.']
     if (out_dir / 'loss.png').exists():

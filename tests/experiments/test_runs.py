@@ -328,10 +328,10 @@ def test_what_failed_was_not_reached_or_has_one_seed_has_no_number(tmp_path):
     assert worse['target_s'] is None and broken['loss'] is None
     text = format_comparison(found, rows, target)
     assert 'broken, seed 1 failed: no' in text and '+0.5500 ± 0.0500' in text
-    draw_comparison(found, rows, tmp_path / 'runs.png', 'two seeds')
+    draw_comparison(found, rows, tmp_path / 'runs.png')
     assert size_of_png(tmp_path / 'runs.png') > (600, 200)
     with pytest.raises(UserError, match='no picture'):
-        draw_comparison(found, rows[2:], tmp_path / 'none.png', '')
+        draw_comparison(found, rows[2:], tmp_path / 'none.png')
     found = made_runs(tmp_path, first=[2.0], other=[1.0])
     (_, other), target = compare(found)
     assert other['change'] == -1 and other['change_error'] is other['clear'] is None

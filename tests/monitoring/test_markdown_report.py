@@ -10,7 +10,7 @@ from helpers import in_the_loop, lines, size_of_png
 
 import plot
 import train
-from plaingpt.monitoring import figures
+from plaingpt.monitoring import plots
 from plaingpt.monitoring.markdown_report import format_report
 from plaingpt.monitoring.metrics_file import read_rows
 from plaingpt.monitoring.run_record import read_run
@@ -35,7 +35,7 @@ def test_a_report_has_what_looks_wrong_and_where_the_run_lies_in_its_reference(t
     rows, run = read_rows(trained / 'metrics.jsonl', print), read_run(trained)
     assert 'the run began with other data: x' in format_report(
         trained, rows, {**run, 'changed_data': 'x'})
-    assert 'quickstart (10 seeds)' in format_report(
+    assert 'an iteration of quickstart: 230, 460' in format_report(
         trained, rows, {**run, 'reference': 'quickstart'})
 
 
@@ -47,8 +47,8 @@ def test_without_matplotlib_a_run_ends_well(tiny, tmp_path, monkeypatch, capsys)
 
 
 def test_an_interrupted_run_is_reported_where_it_stands(tiny, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(figures, 'draw_curves', lambda *_: [])
-    monkeypatch.setattr(plot, 'draw_curves', lambda *_: [])
+    monkeypatch.setattr(plots, 'draw_runs', lambda *_: [])
+    monkeypatch.setattr(plot, 'draw_runs', lambda *_: [])
     original, steps = train.forward_backward, itertools.count(1)
 
     def interrupted(*arguments):

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 from helpers import size_of_png
 
-from plaingpt.monitoring import plots
+from plaingpt.monitoring import curves
 from plaingpt.monitoring.references import read_reference
 
 
@@ -38,10 +38,10 @@ def logged(rows):
 def drawn(monkeypatch):
     """drawn([(name, rows)], …) → the axes of their picture, {title: axes}"""
     figures = []
-    monkeypatch.setattr(plots, 'save', lambda figure, path: figures.append(figure))
+    monkeypatch.setattr(curves, 'save', lambda figure, path: figures.append(figure))
 
     def drawn(*arguments, **others):
-        plots.draw_runs(arguments[0], 'loss.png', *arguments[1:], **others)
+        curves.draw_runs(arguments[0], 'loss.png', *arguments[1:], **others)
         return {axes.get_title(): axes for axes in figures[-1].axes}
     return drawn
 
@@ -69,7 +69,7 @@ def test_the_first_rows_of_runs_are_drawn(names, tmp_path):
     for begun in (rows[:1], rows[1:2], logged(rows)[:1], logged(rows), evaluated(rows), rows[:3],
                   [{**row, 'train_loss': None} for row in rows[:1]],
                   [{**row, 'val_loss': None} for row in rows]):
-        plots.draw_runs([(name, begun) for name in names], tmp_path / 'loss.png')
+        curves.draw_runs([(name, begun) for name in names], tmp_path / 'loss.png')
         assert size_of_png(tmp_path / 'loss.png') > (1000, 600)
 
 

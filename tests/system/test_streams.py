@@ -17,7 +17,7 @@ from tqdm import tqdm
 import export
 import sample
 import train
-from plaingpt.monitoring import markdown_report
+from plaingpt.monitoring import curves, markdown_report
 from plaingpt.system.files import append_line
 from plaingpt.system.formatting import printable
 from plaingpt.system.streams import TolerantFile, require_stdout, warn

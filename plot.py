@@ -18,10 +18,10 @@ from pathlib import Path
 from typing import Annotated
 
 from configurator import load_config
+from plaingpt.monitoring.curves import draw_runs, loss_table, tokenizers_differ
 from plaingpt.monitoring.diagnosis import diagnose, overfit_check
 from plaingpt.monitoring.film_page import write_page
 from plaingpt.monitoring.metrics_file import read_rows
-from plaingpt.monitoring.plots import draw_runs, loss_table, tokenizers_differ
 from plaingpt.monitoring.references import compare, read_reference, recipe_of, recorded
 from plaingpt.monitoring.run_record import read_run, run_summary
 from plaingpt.system.errors import UserError, run_script

@@ -7,7 +7,7 @@ import pytest
 from helpers import ROOT, fails, size_of_png
 
 import plot
-from plaingpt.monitoring import plots
+from plaingpt.monitoring import curves
 from plaingpt.monitoring.markdown_report import write_report
 from plaingpt.system.files import lock_output_dir
 
@@ -56,7 +56,7 @@ def test_a_folder_of_an_older_version_is_drawn_and_reported(tmp_path, capsys, mo
     assert 'out: iteration 6, 768 tokens' in said and 'all iterations are done' in said
     assert 'does not compare with quickstart' in said and 'warning' not in said
     assert size_of_png(out / 'loss.png') > (1000, 600)
-    monkeypatch.setattr(plots, 'draw_runs', lambda *_: [])
+    monkeypatch.setattr(curves, 'draw_runs', lambda *_: [])
     write_report(out, print)
     report = (out / 'report.md').read_text()
     assert 'iteration 6, 768 tokens' in report

@@ -19,8 +19,8 @@ from pathlib import Path
 from tqdm import tqdm
 
 from plaingpt.experiments.tables import markdown, number
+from plaingpt.monitoring.curves import draw_runs
 from plaingpt.monitoring.metrics_file import read_rows
-from plaingpt.monitoring.plots import draw_runs
 from plaingpt.monitoring.references import STUDENT_T
 from plaingpt.monitoring.run_record import read_run
 from plaingpt.system.errors import UserError

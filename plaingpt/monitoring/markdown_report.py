@@ -22,7 +22,7 @@ def write_report(out_dir, print_line):
         if not rows or not run:
             return
         with attempt('loss.png', print_line):
-            from plaingpt.monitoring.plots import draw_runs
+            from plaingpt.monitoring.curves import draw_runs
             draw_runs([(out_dir.name, rows)], out_dir / 'loss.png', recorded(run))
         if verdict := overfit_check(rows, run):
             print_line(verdict)

@@ -10,7 +10,7 @@ from helpers import lines, size_of_png
 
 import plot
 import train
-from plaingpt.monitoring import plots
+from plaingpt.monitoring import curves
 from plaingpt.monitoring.markdown_report import format_report
 from plaingpt.monitoring.metrics_file import read_rows
 from plaingpt.monitoring.run_record import read_run
@@ -47,7 +47,7 @@ def test_without_matplotlib_a_run_ends_well(tiny, tmp_path, monkeypatch, capsys)
 
 
 def test_an_interrupted_run_is_reported_where_it_stands(tiny, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(plots, 'draw_runs', lambda *_: [])
+    monkeypatch.setattr(curves, 'draw_runs', lambda *_: [])
     monkeypatch.setattr(plot, 'draw_runs', lambda *_: [])
     original, steps = train.forward_backward, itertools.count(1)
 

@@ -4,12 +4,12 @@ from helpers import fails, lines
 
 import plot
 import train
-from plaingpt.monitoring import plots
+from plaingpt.monitoring import curves
 from plaingpt.training import training_step
 
 
 def test_patience_ends_a_run_that_gets_no_better_and_survives_a_resume(tiny, tmp_path, monkeypatch):
-    monkeypatch.setattr(plots, 'draw_runs', lambda *_: [])
+    monkeypatch.setattr(curves, 'draw_runs', lambda *_: [])
     still = [*tiny, '--learning_rate=0.0', '--min_lr=0.0', '--eval_interval=2', '--max_iters=20',
              '--lr_decay_iters=20', '--weight_decay=0.0', '--patience=3']
     train.main([*still, '--max_iters=4'])
@@ -19,7 +19,7 @@ def test_patience_ends_a_run_that_gets_no_better_and_survives_a_resume(tiny, tmp
 
 
 def test_a_run_that_gave_up_says_so_ever_after(tiny, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(plots, 'draw_runs', lambda *_: [])
+    monkeypatch.setattr(curves, 'draw_runs', lambda *_: [])
     monkeypatch.setattr(plot, 'draw_runs', lambda *_: [])
     wild = [*tiny, '--learning_rate=1e9', '--warmup_iters=0', '--decay_lr=False',
             '--max_iters=20', '--report=True']

@@ -17,7 +17,7 @@ from tqdm import tqdm
 import export
 import sample
 import train
-from plaingpt.monitoring import markdown_report, plots
+from plaingpt.monitoring import curves, markdown_report
 from plaingpt.system.files import append_line
 from plaingpt.system.formatting import printable
 from plaingpt.system.streams import TolerantFile, require_stdout, warn
@@ -156,7 +156,7 @@ def test_nothing_that_a_report_raises_changes_how_a_run_ends(tiny, tmp_path, cap
     def fail(*_):
         raise ZeroDivisionError('no such number\nat all')
 
-    monkeypatch.setattr(plots, 'draw_runs', fail)
+    monkeypatch.setattr(curves, 'draw_runs', fail)
     monkeypatch.setattr(markdown_report, 'format_report', fail)
     train.main([*tiny, '--max_iters=1', '--report=True'])
     out = capsys.readouterr().out

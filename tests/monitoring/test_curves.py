@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 from helpers import size_of_png
 
-from plaingpt.monitoring import plots
+from plaingpt.monitoring import curves
 from plaingpt.monitoring.references import read_reference
 
 
@@ -38,10 +38,10 @@ def logged(rows):
 def drawn(monkeypatch):
     """drawn([(name, rows)], …) → the axes of their picture, {title: axes}"""
     figures = []
-    monkeypatch.setattr(plots, 'save', lambda figure, path: figures.append(figure))
+    monkeypatch.setattr(curves, 'save', lambda figure, path: figures.append(figure))
 
     def drawn(*arguments, **others):
-        plots.draw_runs(arguments[0], 'loss.png', *arguments[1:], **others)
+        curves.draw_runs(arguments[0], 'loss.png', *arguments[1:], **others)
         return {axes.get_title(): axes for axes in figures[-1].axes}
     return drawn
 
@@ -59,7 +59,7 @@ def test_a_run_is_one_picture_of_losses_and_what_else_was_logged(drawn):
     low, high = losses.get_ylim()
     assert low < 2.03 and high > 10 and losses.get_xlim()[0] <= 0
     assert [axes.get_title() for axes in others] == [
-        'learning rate', 'gradient norm', 'tokens a second', 'memory, MiB', *plots.LAYERS.values()]
+        'learning rate', 'gradient norm', 'tokens a second', 'memory, MiB', *curves.LAYERS.values()]
     assert labels(others[4]) == {' h.0', ' h.1'}
 
 
@@ -69,7 +69,7 @@ def test_the_first_rows_of_runs_are_drawn(names, tmp_path):
     for begun in (rows[:1], rows[1:2], logged(rows)[:1], logged(rows), evaluated(rows), rows[:3],
                   [{**row, 'train_loss': None} for row in rows[:1]],
                   [{**row, 'val_loss': None} for row in rows]):
-        plots.draw_runs([(name, begun) for name in names], tmp_path / 'loss.png')
+        curves.draw_runs([(name, begun) for name in names], tmp_path / 'loss.png')
         assert size_of_png(tmp_path / 'loss.png') > (1000, 600)
 
 
@@ -83,7 +83,7 @@ def test_runs_are_drawn_beside_each_other(drawn):
 
 
 def test_long_names_stay_apart():
-    assert len(set(plots.short_names(['a' * 30 + 'x' + 'b' * 30, 'a' * 30 + 'y' + 'b' * 30]))) == 2
+    assert len(set(curves.short_names(['a' * 30 + 'x' + 'b' * 30, 'a' * 30 + 'y' + 'b' * 30]))) == 2
 
 
 def test_the_band_of_a_reference_is_drawn(drawn):
@@ -97,21 +97,21 @@ def test_the_band_of_a_reference_is_drawn(drawn):
 
 def test_runs_of_different_tokenizers_are_compared_by_bits():
     bytes_, words = ('bytes', run([5.0, 2.0], bits=1.44)), ('words', run([9.0, 4.0], bits=0.4))
-    names = [line.split()[0] for line in plots.loss_table([bytes_, words], by_bits=True)]
+    names = [line.split()[0] for line in curves.loss_table([bytes_, words], by_bits=True)]
     assert names == ['run', 'words', 'bytes']
-    assert plots.tokenizers_differ([(*bytes_, {}), (*words, {})])  # of an earlier version
+    assert curves.tokenizers_differ([(*bytes_, {}), (*words, {})])  # of an earlier version
 
 
 def test_runs_of_one_tokenizer_that_evaluate_other_parts_of_a_split_are_compared_by_loss():
     new, old = {'val_bytes_per_token': 4.0}, 1 / 4.0 / math.log(2)
     runs = [('first tokens', run([4.0, 3.0], bits=0.3), new), ('all', run([4.0, 3.0]), new),
             ('of an earlier version', run([4.0, 3.0], bits=old), {})]
-    assert not plots.tokenizers_differ(runs)
-    assert plots.tokenizers_differ([*runs, ('other', run([5.0]), {'val_bytes_per_token': 3.0})])
+    assert not curves.tokenizers_differ(runs)
+    assert curves.tokenizers_differ([*runs, ('other', run([5.0]), {'val_bytes_per_token': 3.0})])
 
 
 def test_final_losses_are_a_table_with_the_best_first():
     runs = [('bad', run([4.0, 3.5])), ('none', []), ('good', run([4.0, 3.0, 3.1]))]
-    assert [line.split() for line in plots.loss_table(runs)[1:]] == [
+    assert [line.split() for line in curves.loss_table(runs)[1:]] == [
         ['good', '20', '10s', '2.9000', '3.1000', '3.0000', '3.1000'],
         ['bad', '10', '5s', '3.3000', '3.5000', '3.5000', '3.5000'], ['none', *'------']]

@@ -20,6 +20,7 @@ import sys
 import traceback
 import typing
 from contextlib import suppress
+from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -28,6 +29,7 @@ from plaingpt.system.errors import UserError
 from plaingpt.system.files import ROOT
 from plaingpt.system.formatting import quoted, setting
 from plaingpt.system.removed import REMOVED, says_now
+from plaingpt.system.streams import warn
 
 
 def load_config(cls, argv, doc='', positional='', several=False, read_saved=lambda values: {}):
@@ -120,12 +122,20 @@ def read_arguments(cls, argv, saved, place='in the checkpoint'):
     # What earlier versions called it comes last: it may belong to another setting's value.
     for name, (value, where) in removed.items():
         found = says_now(name, value, values) if REMOVED[name].says else None
-        if found is None or not found.keys() <= values.keys():
+        if REMOVED[name].is_left_out and 'max_iters' in values:
+            warn_once(f'{name} {where} is left out: {REMOVED[name].use}')
+        elif found is None or not found.keys() <= values.keys():
             problems.append(f'unknown setting {name} {where}: it was removed; {REMOVED[name].use}')
         else:
             for key, now in found.items():
                 check_and_set(cls, values, key, now, where, problems)
     return values, problems
+
+
+@cache  # arguments may be read twice
+def warn_once(line):
+    if os.environ.get('RANK', '0') == '0':
+        warn(line)
 
 
 def is_value_of(option, arg, values):

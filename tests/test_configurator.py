@@ -167,12 +167,21 @@ def test_a_word_of_an_earlier_version_works_or_is_answered_by_what_to_use_now(tm
         for name, old in REMOVED.items():
             file = write(tmp_path / 'a.py', f'{name} = "never said"')
             for arg in ([file] if old.says else [file, f'--{name}', f'--{name}=3']):
-                if name in ('overfit_batches', 'wsd_decay') or name.endswith('_lr_scale'):
+                if name in ('overfit_batches', 'wsd_decay') or name.endswith('_lr_scale') \
+                        or old.is_left_out:
                     continue
                 with pytest.raises(UserError) as error:
                     load_config(cls, [str(arg)])
                 said, = str(error.value).splitlines()
                 assert f'unknown setting {name}' in said and said.endswith(old.use)
+
+
+def test_what_is_the_same_for_all_now_is_left_out_with_a_warning(tmp_path, capsys):
+    for name, old in REMOVED.items():
+        if old.is_left_out:
+            for arg in (write(tmp_path / 'a.py', f'{name} = 3'), f'--{name}=3'):
+                assert dataclasses.asdict(load(arg)) == dataclasses.asdict(TrainConfig())
+                assert old.use in capsys.readouterr().err, arg
 
 
 def test_variants_and_judgements_may_say_old_words():

@@ -10,6 +10,7 @@ from typing import NamedTuple
 class Removed(NamedTuple):
     use: str  # what to use now, where nothing says the same
     says: Callable = None  # (value, other settings) → {setting: value} that say the same, or None
+    is_left_out: bool = False  # it changes no loss: a run that says it trains, with a warning
 
 
 def lr_scale(kind):
@@ -47,6 +48,10 @@ def only(known):
                    lambda value, settings: {} if value in (known, settings.get(known)) else None)
 
 
+def left_out(use):
+    return Removed(use, is_left_out=True)
+
+
 NO_LAW = 'python plan.py CONFIG says what a run of any config takes'
 REMOVED = {
     # training: another setting says it
@@ -59,14 +64,14 @@ REMOVED = {
     'eval_tasks_interval': Removed('eval_tasks run at evaluations, every eval_interval iterations',
                                    eval_tasks_interval),
     # training: it follows from something else, or is the same for all
-    'document_start': Removed('it is the token that opens the documents of the dataset'),
-    'data_in_ram': Removed('tokens are read into memory where a quarter of what is free is enough'),
-    'checkpoint_async': Removed('on CUDA a checkpoint is written while training goes on'),
-    'keep_checkpoints': Removed('the two newest checkpoints are kept, and the best'),
-    'loss_chunk_tokens': Removed('the loss is always computed in chunks'),
-    'health_interval': Removed('health is measured every 100 iterations, or five times in a run'),
-    'sample_start': Removed('a sample continues an empty line; sample.py has --start'),
-    'sample_tokens': Removed('a sample has 100 tokens; --report=False leaves out those that '
+    'document_start': left_out('it is the token that opens the documents of the dataset'),
+    'data_in_ram': left_out('tokens are read into memory where a quarter of it is enough'),
+    'checkpoint_async': left_out('on CUDA a checkpoint is written while training goes on'),
+    'keep_checkpoints': left_out('the two newest checkpoints are kept, and the best'),
+    'loss_chunk_tokens': left_out('the loss is always computed in chunks'),
+    'health_interval': left_out('health is measured every 100 iterations, or five times in a run'),
+    'sample_start': left_out('a sample continues an empty line; sample.py has --start'),
+    'sample_tokens': left_out('a sample has 100 tokens; --report=False leaves out those that '
                              'evaluations make'),
     'also_evaluate': Removed('python evaluate.py OUT_DIR --dataset=NAME scores a run on another '
                              'dataset'),

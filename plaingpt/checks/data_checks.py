@@ -25,18 +25,6 @@ LOOKS = 100  # at the learning rate of a run
 EPOCH_LOOKS = 2**12  # at the sequences of an epoch
 
 
-def tokens_on_disk(stream, start, count):
-    """Tokens of a split, read past the loader."""
-    found = []
-    for file, begins in zip(stream.files, stream.starts.tolist(), strict=False):
-        a, b = (min(max(place - begins, 0), file.tokens) for place in (start, start + count))
-        width = file.dtype.itemsize
-        with file.lock:
-            file.file.seek(file.offset + a * width)
-            found.append(np.frombuffer(file.file.read((b - a) * width), file.dtype))
-    return np.concatenate(found).astype(np.int64)
-
-
 def first_batches(loader):
     """[(idx, targets) of the first micro-batch of step 0, of step 1], as the loop gets them."""
     waited_s = loader.waited_s
@@ -68,9 +56,9 @@ def compare_batch(batch, loader, stream, starts):
     in_loss = torch.zeros_like(tokens, dtype=torch.bool)
     for row, start in enumerate(starts.tolist()):
         for column, first, n in loader.layout(start):
-            tokens[row, column:column + n] = torch.from_numpy(tokens_on_disk(stream, first, n))
+            tokens[row, column:column + n] = torch.from_numpy(stream.read(first, n))
             in_loss[row, column + 1:column + n] = True if stream.loss_mask is None \
-                else torch.from_numpy(tokens_on_disk(stream.loss_mask, first, n)[1:] == 1)
+                else torch.from_numpy(stream.loss_mask.read(first, n)[1:] == 1)
     known = targets != -1
     wrong = known & (targets != tokens[:, 1:])
     of_text = tokens[:, :-1] != -1

@@ -65,7 +65,7 @@ REMOVED = {
                                    eval_tasks_interval),
     # training: it follows from something else, or is the same for all
     'document_start': left_out('it is the token that opens the documents of the dataset'),
-    'data_in_ram': left_out('tokens are read into memory where a quarter of it is enough'),
+    'data_in_ram': left_out('tokens are read into memory where there is room'),
     'checkpoint_async': left_out('on CUDA a checkpoint is written while training goes on'),
     'keep_checkpoints': left_out('the two newest checkpoints are kept, and the best'),
     'loss_chunk_tokens': left_out('the loss is always computed in chunks'),

@@ -115,9 +115,9 @@ def setup(config, start, world, device, device_why, given=frozenset()):
 
     run = assemble(config, shape, start, dataset, world, device, dtype, compile)
     model, train_data, val_data = run.model, run.train_data, run.val_data
-    print0(describe_batches(config, dataset, train_data, val_data))
     print0(f'GPT of {model.num_parameters():,} parameters: {shape.n_layer} layers, '
            f'{shape.n_head} heads, {shape.n_embd} channels')
+    print0(describe_batches(config, dataset, train_data, val_data))
     if start.resumed:
         resume(run, start.weights)
     preflight(run, forward_backward, update)

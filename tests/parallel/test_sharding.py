@@ -333,7 +333,7 @@ def with_eager_backend(patch):
 @pytest.mark.slow
 def test_blocks_are_compiled_once_for_training_and_once_for_evaluating(run, tmp_path,
                                                                        two_processes):
-    argv = ['--activation_checkpointing=none']
+    argv = ['--activation_checkpointing=none', '--report=True']  # with looks at the whole model
     run('one', *argv)
     printed = run('two', *argv, '--parallel=fsdp', '--compile=True', job=two_processes,
                   before=with_eager_backend)

@@ -81,7 +81,8 @@ def test_a_tuned_model_of_others_answers_in_transformers_as_here(tuned):
         start = inputs['input_ids'].size(1)
         assert tokenizer.decode(written[0, start:], skip_special_tokens=True) == answer
         answers.add(answer)
-    assert all(answer.startswith('It is') for answer in answers)
+    # Qwen's template puts an empty thought in front of an answer.
+    assert all('It is' in answer for answer in answers)
 
 
 def test_an_export_in_bfloat16_is_read_as_it_was_rounded(tuned):

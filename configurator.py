@@ -23,8 +23,6 @@ from contextlib import suppress
 from functools import cache
 from pathlib import Path
 
-import numpy as np
-
 from plaingpt.system.errors import UserError
 from plaingpt.system.files import ROOT
 from plaingpt.system.formatting import quoted, setting
@@ -115,7 +113,7 @@ def read_arguments(cls, argv, saved, place='in the checkpoint'):
             else:
                 take(name, value, 'on the command line')
         elif not arg.endswith('.py') and os.path.exists(arg):
-            problems.append(describe_no_config(arg, before))
+            problems.append(describe_no_config(arg))
         else:
             for found in read_file(arg, values, options_of(cls, argv[i + 1:]), problems):
                 take(*found)
@@ -286,31 +284,25 @@ HABITS = {  # what other programs call it → our key
     'resume': 'init_from', 'prompt': 'start'}
 
 
-def describe_no_config(path, before):
-    """What the user may have meant by a file or folder that is no config file. before: the
-    argument before it."""
+def describe_no_config(path):
+    """What the user may have meant by a file or folder that is no config file."""
     if Path(path, 'run.json').exists() or Path(path, 'checkpoints').is_dir():
         return f'{path} is a run, no config file: continue it with --out_dir={quoted(path)} ' \
                '--init_from=resume'
-    hint = f'{path} is no config file, whose names end with .py: write options as --key=value'
-    if before.startswith('--') and '=' in before:
-        hint += f', and several files as {quoted(f"{before},{path}")}'
-    if os.path.isdir(path) or os.path.isfile(path):
-        hint += f'; python prepare.py text {quoted(path)} makes data of it'
-    return hint
+    return f'{path} is no config file, whose names end with .py: write options as --key=value; ' \
+           f'python prepare.py text {quoted(path)} makes data of a text'
 
 
 def file_hint(path):
     """What the user may have meant by a config file that is not there."""
     if '=' in path:
         return f': write options as --{quoted(path)}'
-    folder, name = Path(path).parent, Path(path).stem.removeprefix('train_')  # as nanoGPT's are
-    for place in dict.fromkeys((folder, Path('config'), ROOT / 'config')):
-        names = sorted(file.stem for file in place.glob('*.py'))
-        if nearest := difflib.get_close_matches(name, names, n=3, cutoff=0.6):
-            shown = Path('config') if place == ROOT / 'config' else place  # find_recipe knows it
-            return ': did you mean ' + ', '.join(str(shown / f'{n}.py') for n in sorted(nearest))
-    return ''
+    recipes = {file.stem for folder in (Path(), ROOT) for file in folder.glob('config/*.py')}
+    name = Path(path).stem.removeprefix('train_')  # as nanoGPT's are
+    nearest = difflib.get_close_matches(name, recipes, n=3, cutoff=0.6)
+    if not nearest:
+        return ''
+    return ': did you mean ' + ', '.join(f'config/{n}.py' for n in sorted(nearest))
 
 
 # -----------------------------------------------------------------------------
@@ -338,7 +330,7 @@ def check_and_set(cls, values, name, value, where, problems):
 
 def convert(value, kinds):
     """`value` as one of the accepted_types of a field. Raises ValueError where it fits none."""
-    value = value.item() if isinstance(value, np.generic) else value
+    value = value.item() if hasattr(value, 'item') else value  # of numpy or torch
     for kind in kinds:
         limit = 3e38 if kind is float else 2**63  # what torch can hold
         if type(value) in (int, float) and not abs(value) < limit:

@@ -19,8 +19,8 @@ from torch.compiler import is_compiling
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 VOCAB_MULTIPLE = 128  # matmuls are fast when their sizes divide by powers of two
-Size = Annotated[int, f'at least 1 and at most {2**40}']  # the configurator checks such limits
-Count = Annotated[int, f'at least 0 and at most {2**40}']
+Positive = Annotated[int, 'at least 1']  # the configurator checks such limits
+Natural = Annotated[int, 'at least 0']
 Above0 = Annotated[float, 'above 0']
 ROW_PER_TOKEN = ('wte.weight', 'value_embedding.weight', 'lm_head.weight')
 
@@ -47,11 +47,11 @@ ACTIVATIONS = {
 class GPTConfig:
     """The shape of a GPT, by default GPT-2 124M. Fields are settings; comments are their help."""
     # model
-    block_size: Size = 1024  # tokens in a sequence
-    vocab_size: Size = 50257  # tokens that there are
-    n_layer: Annotated[int, 'at least 1 and at most 10_000'] = 12  # blocks
-    n_head: Size = 12  # attention heads
-    n_embd: Size = 768  # channels
+    block_size: Positive = 1024  # tokens in a sequence
+    vocab_size: Positive = 50257  # tokens that there are
+    n_layer: Positive = 12  # blocks
+    n_head: Positive = 12  # attention heads
+    n_embd: Positive = 768  # channels
     dropout: Annotated[float, 'at least 0 and below 1'] = 0.0  # 0.1 and more for little text
     bias: bool = True  # biases in Linears and LayerNorms, as in GPT-2; without is a bit better
     # model: newer than GPT-2
@@ -62,17 +62,17 @@ class GPTConfig:
     conv: int = 0  # before an MLP, mix each token with the conv - 1 before it (So 2021); 0: no
     value_embeddings: bool = False  # add a learned embedding of the token to values (Zhou 2024)
     tied_head: bool = True  # the head's weight is the embedding's (Press and Wolf 2017)
-    n_kv_head: Count = 0  # heads of keys and values, each for several of queries; 0: n_head
+    n_kv_head: Natural = 0  # heads of keys and values, each for several of queries; 0: n_head
     zero_init: bool = False  # output projections begin at zero: branches add nothing at first
     document_attention: bool = False  # attention and positions stay within a document
     # not listed: of models that are loaded, or of a dataset
-    head_dim: Count = 0  # channels of a head; 0: n_embd / n_head
-    n_inner: Count = 0  # hidden units of an MLP; 0: 4 n_embd, with swiglu 8/3 n_embd
+    head_dim: Natural = 0  # channels of a head; 0: n_embd / n_head
+    n_inner: Natural = 0  # hidden units of an MLP; 0: 4 n_embd, with swiglu 8/3 n_embd
     qkv_bias: bool = False  # with bias=False, biases of queries, keys and values alone (Qwen2)
     norm_eps: Above0 = 1e-5  # what norms add to the variance
     rotary_base: Above0 = 10000.0  # a higher one turns slower, for longer sequences
     rotary_factor: Above0 = 1.0  # slow angles are divided by it (Llama 3.1); 1: none
-    rotary_length: Size = 8192  # for that, the tokens that the model read at first
+    rotary_length: Positive = 8192  # for that, the tokens that the model read at first
     document_start: int = -1  # for that, the token that opens each document
 
     @property

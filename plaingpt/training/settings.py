@@ -11,7 +11,7 @@ import re
 from dataclasses import dataclass, field, fields
 from typing import Annotated, Literal
 
-from model import RECOMPUTED, GPTConfig, Size
+from model import RECOMPUTED, GPTConfig, Natural, Positive
 from plaingpt.monitoring.backends import BACKENDS
 from plaingpt.system.distributed import launched_world
 from plaingpt.system.files import is_hub_name
@@ -20,8 +20,6 @@ from plaingpt.training.optimizers import OPTIMIZERS
 from plaingpt.training.schedules import SCHEDULES
 from plaingpt.weights import PRETRAINED
 
-Positive = Annotated[int, 'at least 1']
-Natural = Annotated[int, 'at least 0']
 NotNegative = Annotated[float, 'at least 0']
 Decay = Annotated[float, 'at least 0 and below 1']  # of a running mean, each step
 STARTS = 'scratch', 'resume', 'auto'  # values of init_from that name no model
@@ -58,7 +56,7 @@ class TrainConfig(GPTConfig):
     check: Literal['auto', 'warn', 'overfit'] | bool = 'auto'  # a new run, first; True: then exit
     # data
     dataset: str = 'openwebtext'  # in data/, or a path; several: code:0.3,prose:0.7
-    batch_size: Literal['auto'] | Size = 12  # sequences held at once; auto: all that fit
+    batch_size: Literal['auto'] | Positive = 12  # sequences held at once; auto: all that fit
     gradient_accumulation_steps: Positive = 5 * 8  # micro-batches of all processes
     total_batch_size: Natural = 0  # tokens a step; if not 0, it decides the accumulation
     # optimizer
@@ -94,7 +92,7 @@ class TrainConfig(GPTConfig):
     wandb_project: str = 'owt'  # project there and on Trackio
     wandb_run_name: str = 'gpt2'  # name of the run there
     backend: Literal['auto', 'nccl', 'gloo'] = 'auto'  # between processes
-    vocab_size: Annotated[int, f'at least 0 and at most {2**40}'] = 0  # 0: the dataset's
+    vocab_size: Natural = 0  # 0: the dataset's
     document_start: int = field(default=0, init=False)  # the dataset's, see gpt_config
 
     def __post_init__(self):

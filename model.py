@@ -416,13 +416,6 @@ class GPT(nn.Module):
         if self.config.rotary:
             self.cos, self.sin = (table[:block_size].clone() for table in (self.cos, self.sin))
 
-    @classmethod
-    def from_pretrained(cls, source, dropout=0.0):
-        """The weights of others: 'gpt2', 'gpt2-medium', 'gpt2-large', 'gpt2-xl' from the hub, a
-        folder in the Hugging Face layout, or a ckpt.pt of nanoGPT or build-nanogpt. UserError."""
-        from plaingpt.inference.pretrained import load_pretrained
-        return load_pretrained(source, dropout)
-
     @torch.no_grad()
     def generate(self, idx, max_new_tokens, temperature=1.0, top_k=None):
         """Append `max_new_tokens` sampled tokens to idx (B, T) → (B, T + max_new_tokens); at

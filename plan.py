@@ -22,7 +22,6 @@ from model import GPT, RECOMPUTED
 from plaingpt.data.corpora import find_dataset_size, find_sizes
 from plaingpt.data.dataset import has_token_files, open_named, read_names
 from plaingpt.experiments.step_speed import Workload, estimate_speed
-from plaingpt.inference.hf_export import describe_export, nearest_architectures
 from plaingpt.system import devices
 from plaingpt.system.devices import GPUS
 from plaingpt.system.errors import UserError, run_script
@@ -348,8 +347,8 @@ def main(argv):
         planned_for = machine._replace(device=machine.device.type)._asdict()
         print(json_format.dumps({'machine': planned_for, 'model': asdict(shape),
                                  'vocab_size': shape.vocab_size, 'source': source,
-                                 'memory': memory, 'tokens': tokens, 'time': time, 'disk': disk,
-                                 'export': nearest_architectures(shape)}, indent=1))
+                                 'memory': memory, 'tokens': tokens, 'time': time, 'disk': disk},
+                                indent=1))
         return
     if config.init_from != 'scratch':
         print(f'model of {config.init_from}: {shape.n_layer} layers, {shape.n_head} heads, '
@@ -359,7 +358,6 @@ def main(argv):
         print(f'{duration(60 * config.minutes)}: about {count_of(iters, "iteration")}, with a '
               f'share of {SHARE:.0%} for evaluations')
     print_tokens(tokens, source, shape.vocab_size)
-    print(describe_export(shape))
     print_time_and_disk(time, disk, machine)
 
 

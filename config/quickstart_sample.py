@@ -2,7 +2,8 @@
 #   python sample.py config/quickstart_sample.py
 
 out_dir = 'out-quickstart'
-start = 'def'  # no space behind: in a BPE the space belongs to the next word
+start = 'import os\n'
 num_samples = 2
-max_new_tokens = 300
+max_new_tokens = 200
 temperature = 0.8
+repetition_penalty = 1.2  # so small a model says the same again and again without

@@ -1,4 +1,4 @@
-# A recipe in the shape of Qwen3, so that export.py writes it for Hugging Face's transformers.
+# After another recipe: its model in the shape of Qwen3, which llama.cpp and Ollama run, too.
 #   python train.py config/quickstart.py config/qwen3_shape.py
 #   python export.py out-quickstart-qwen3 --dest=python-gpt
 

@@ -39,6 +39,7 @@ def pytest_configure(config):
 def working_directory(tmp_path_factory):
     """No test meets data/ and out*/ of who runs it, nor does a fixture of many tests."""
     os.chdir(tmp_path_factory.mktemp('cwd'))
+    os.environ['HF_MODULES_CACHE'] = str(tmp_path_factory.mktemp('modules'))  # of transformers
 
 
 @pytest.fixture(autouse=True)

@@ -1,6 +1,38 @@
 """Small models and tokenizers as others publish them: made here, by the packages that they use."""
 
 import json
+from pathlib import Path
+
+import torch
+
+from model import GPT, GPTConfig
+from plaingpt.inference.pretrained import open_pretrained
+
+
+def opened(source):
+    """Weights of others → a GPT of ours."""
+    found = open_pretrained(source)
+    model = GPT(GPTConfig(**found.shape)).eval()
+    found.load_into(model)
+    return model
+
+
+def in_transformers(folder):
+    """A folder that was exported → its model in transformers, with its own code or without."""
+    from transformers import AutoModelForCausalLM
+    own_code = (Path(folder) / 'remote_code.py').exists()
+    return AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=own_code).eval()
+
+
+def shaken(vocab_size=257, n_layer=2, n_head=4, n_embd=48, std=0.2, block_size=256, **flags):
+    """A small model of ours in which every parameter matters."""
+    torch.manual_seed(0)
+    model = GPT(GPTConfig(block_size, vocab_size, n_layer, n_head, n_embd, **flags)).eval()
+    with torch.no_grad():
+        for p in model.parameters():
+            p.add_(torch.randn_like(p) * std)
+    return model
+
 
 CHATML = ("{% for message in messages %}{% if loop.first and messages[0]['role'] != 'system' %}"
           "{{ '<|im_start|>system\nYou are a helpful AI assistant named SmolLM, trained by Hugging "
@@ -75,7 +107,6 @@ def save_tokenizer(folder, kind, texts, vocab_size=400, template=True):
 
 def save_model(folder, kind, vocab_size=512, scale=0.02, **sizes):
     """A model of the family of a tokenizer, grouped and with more rows than tokens, saved."""
-    import torch
     import transformers
     family = {'smollm2': 'Llama', 'llama3': 'Llama', 'qwen': 'Qwen3'}[kind]
     torch.manual_seed(0)

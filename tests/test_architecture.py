@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 from helpers import ROOT
 
-CODE = sorted([*ROOT.glob('*.py'), *ROOT.glob('plaingpt/**/*.py'), *ROOT.glob('tools/*.py')])
+CODE = sorted({*ROOT.glob('*.py'), *ROOT.glob('plaingpt/**/*.py'), *ROOT.glob('tools/*.py')}
+              - {ROOT / 'plaingpt/inference/remote_code.py'})  # it runs in exported folders alone
 FILES = {'.'.join(path.relative_to(ROOT).with_suffix('').parts).removesuffix('.__init__'): path
          for path in CODE}  # name of a module → its file
 
@@ -81,7 +82,6 @@ def test_the_folders_import_each_other_in_one_direction():
 
 
 def test_no_module_imports_itself_by_way_of_others():
-    # The thin methods of model.py, generate and from_pretrained, import where they are called.
     graph = {module: ours(path, local=module != 'model') for module, path in FILES.items()}
     done = set()
 

@@ -11,7 +11,6 @@ import torch.nn.functional as F
 from helpers import ROOT
 
 from model import GPT, GPTConfig, ShortConv, rotary_table, rotate
-from plaingpt.system.errors import UserError
 from plaingpt.training.optimizers import build_optimizer
 from plaingpt.training.settings import TrainConfig
 
@@ -35,11 +34,6 @@ def test_the_four_sizes_of_gpt2_have_the_published_parameters():
         with torch.device('meta'):
             model = GPT(GPTConfig(n_layer=n_layer, n_head=n_head, n_embd=n_embd))
         assert model.num_parameters() == parameters
-
-
-def test_a_name_that_is_no_model_is_an_error():
-    with pytest.raises(UserError, match=r'nor a \.pt file, nor one of gpt2'):
-        GPT.from_pretrained('gpt3')
 
 
 def test_a_token_sees_only_those_before_it(model):

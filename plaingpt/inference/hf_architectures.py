@@ -1,15 +1,16 @@
-"""The architectures of Hugging Face's transformers that compute the same as a GPT of ours.
+"""The architectures of Hugging Face's transformers that compute what a GPT of ours computes.
 
 The table at the end says which GPTConfigs each can express. A field that it does not list must have
-its default, so a new flag is refused by name until it is listed.
+its default: a model with a new flag goes out with its own code, and so does one whose model.py does
+not compute what it did.
 """
 
 import re
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 
 import torch
 
-from model import GPTConfig
+from model import ROW_PER_TOKEN, GPTConfig
 from plaingpt.weights import SIZES, check_fields
 
 ANY = None  # every value
@@ -37,16 +38,15 @@ class Architecture:
     expressible: dict
     keys: dict  # GPTConfig field → its key in config.json
     defaults: dict  # what a key means that config.json lacks
+    probe: float  # what probe() gives of such a model as long as model.py computes the same
 
-    def refusals(self, config):
-        """The fields that it cannot express, as {'field=allowed': value}."""
-        found = {}
-        for field in fields(config):
-            value = getattr(config, field.name)
+    def computes(self, model):
+        """Whether it computes what a GPT computes."""
+        for field in fields(model.config):
             allowed = self.expressible.get(field.name, (field.default,))
-            if allowed is not ANY and value not in allowed:
-                found[f'{field.name}={" or ".join(map(str, allowed))}'] = value
-        return found
+            if allowed is not ANY and getattr(model.config, field.name) not in allowed:
+                return False
+        return abs(probe(type(model), type(model.config), self.expressible) - self.probe) < 0.01
 
     def write_config(self, config):
         """GPTConfig → the content of config.json but model_type."""
@@ -75,12 +75,31 @@ class Architecture:
         return without_defaults(shape)
 
 
+@torch.no_grad()
+def probe(GPT, GPTConfig, expressible):
+    """A number that a tiny model of an architecture computes with these classes of model.py, which
+    its user may have changed."""
+    flags = {field: values[0] for field, values in expressible.items() if values}
+    with torch.random.fork_rng([]):
+        model = GPT(GPTConfig(8, 16, 2, 2, 8, **flags)).eval()
+    for i, p in enumerate(model.parameters()):
+        p.copy_(torch.sin(torch.arange(p.numel()) + i).view_as(p))
+    logits, _ = model(torch.arange(16).view(2, 8))
+    return (logits * torch.arange(16).cos()).sum().item()
+
+
 def without_defaults(shape):
     """Sizes that say what 0 does become 0."""
     plain = GPTConfig(**{**shape, 'n_inner': 0, 'head_dim': 0})
     return {**shape, **{field: 0 for field, default in (
         ('n_inner', plain.mlp_width), ('head_dim', plain.head_size), ('n_kv_head', plain.n_head))
         if shape.get(field) == default}}
+
+
+def without_padding(weights, config):
+    """{our name: tensor} without the rows that pad the vocabulary."""
+    return {name: w[:config.vocab_size] if name.endswith(ROW_PER_TOKEN) else w
+            for name, w in weights.items()}
 
 
 # GPT-2's linear layers are Conv1Ds, whose weight is (in, out); a Linear's is (out, in).
@@ -99,7 +118,7 @@ class Gpt2(Architecture):
     def write_weights(self, weights, config):
         """A model without biases gets biases of zero, which GPT-2's class must have."""
         found = {}
-        for name, w in weights.items():
+        for name, w in without_padding(weights, config).items():
             found[name] = w = w.t() if name.endswith(TRANSPOSED) else w
             if not config.bias and ('.h.' in name or '.ln_f.' in name):
                 found[name.replace('.weight', '.bias')] = torch.zeros(w.shape[-1])
@@ -152,7 +171,7 @@ class Llama(Architecture):
 
     def write_weights(self, weights, config):
         found = {}
-        for name, w in weights.items():
+        for name, w in without_padding(weights, config).items():
             module, layer, kind = split_name(name)
             parts = LLAMA_MODULES.get(module, [module])
             for part, rows in zip(parts, w.split(parts_of(name, config) or len(w)), strict=True):
@@ -204,6 +223,33 @@ def split_name(name):
     return module, layer[1] if layer else '', kind
 
 
+class OwnCode:
+    """Any other model. The folder holds model.py, and remote_code.py for transformers."""
+
+    def write_config(self, config):
+        """GPTConfig → the content of config.json but model_type."""
+        # Attention that stays within a document is plain attention where there is one.
+        ours = replace(config, document_attention=False, document_start=-1)
+        return {
+            'architectures': ['PlainGPT'], 'gpt': asdict(ours), 'vocab_size': config.vocab_size,
+            'max_position_embeddings': config.block_size, 'hidden_size': config.n_embd,
+            'num_hidden_layers': config.n_layer, 'num_attention_heads': config.n_head,
+            'tie_word_embeddings': config.tied_head,
+            'auto_map': {'AutoConfig': 'remote_code.PlainGPTConfig',
+                         'AutoModelForCausalLM': 'remote_code.PlainGPT'}}
+
+    def read_config(self, hf):
+        shape = {key: value for key, value in hf['gpt'].items() if key != 'dropout'}
+        check_fields(shape)
+        return shape
+
+    def write_weights(self, weights, config):
+        return {f'gpt.{name}': w for name, w in weights.items()}
+
+    def our_place(self, name):
+        return name.removeprefix('gpt.'), 0, False
+
+
 # Dropout and initialisation do not change what a trained model computes. Attention that stays
 # within a document is plain attention where there is one: a conversation, or a text up to its end.
 COMMON = dict.fromkeys(
@@ -225,7 +271,16 @@ QWEN2_KEYS = dict(vocab_size='vocab_size', block_size='max_position_embeddings',
                   mlp='hidden_act', tied_head='tie_word_embeddings')
 LLAMA_KEYS = {**QWEN2_KEYS, 'bias': 'attention_bias'}
 ARCHITECTURES = {
-    'gpt2': Gpt2('GPT2LMHeadModel', GPT2, GPT2_KEYS, {'layer_norm_epsilon': 1e-5}),
-    'llama': Llama('LlamaForCausalLM', LLAMA, LLAMA_KEYS, {'rms_norm_eps': 1e-6}),
-    'qwen2': Llama('Qwen2ForCausalLM', QWEN2, QWEN2_KEYS, {'rms_norm_eps': 1e-6}),
-    'qwen3': Llama('Qwen3ForCausalLM', QWEN3, LLAMA_KEYS, {'rms_norm_eps': 1e-6, 'head_dim': 128})}
+    'gpt2': Gpt2('GPT2LMHeadModel', GPT2, GPT2_KEYS, {'layer_norm_epsilon': 1e-5}, 50.0),
+    'llama': Llama('LlamaForCausalLM', LLAMA, LLAMA_KEYS, {'rms_norm_eps': 1e-6}, -8.329),
+    'qwen2': Llama('Qwen2ForCausalLM', QWEN2, QWEN2_KEYS, {'rms_norm_eps': 1e-6}, -22.078),
+    'qwen3': Llama('Qwen3ForCausalLM', QWEN3, LLAMA_KEYS,
+                   {'rms_norm_eps': 1e-6, 'head_dim': 128}, 0.967)}
+OWN_CODE = 'plaingpt'
+READABLE = {**ARCHITECTURES, OWN_CODE: OwnCode()}
+
+
+def choose_architecture(model):
+    """→ the name of the first architecture that computes what a GPT computes, else OWN_CODE."""
+    return next((name for name, architecture in ARCHITECTURES.items()
+                 if architecture.computes(model)), OWN_CODE)

@@ -1,8 +1,10 @@
 """A model → a folder that transformers opens, and that pretrained.py reads back; a tokenizer → the
 tokenizer.json of Hugging Face's tokenizers library."""
 
+import inspect
 import json
 from itertools import pairwise
+from pathlib import Path
 
 import torch
 from safetensors.torch import save_file
@@ -17,8 +19,7 @@ from plaingpt.data.foreign_tokenizer import (
     find_template,
 )
 from plaingpt.data.tokenizers import ends_of, is_chat
-from plaingpt.inference.hf_architectures import ARCHITECTURES
-from plaingpt.inference.pretrained import without_padding
+from plaingpt.inference.hf_architectures import OWN_CODE, READABLE, choose_architecture
 from plaingpt.system.errors import UserError
 from plaingpt.system.files import write_json
 from plaingpt.system.formatting import printable
@@ -28,11 +29,10 @@ END_OF_TEXT, PADDING = '<|endoftext|>', '<|padding|>'
 
 def write_hf(folder, model, tokenizer, card, dtype=torch.float32):
     """Write weights, configuration, tokenizer and the model card, a Markdown text, into `folder`,
-    a Path. Raises UserError where no architecture of transformers computes what `model` does."""
-    name = choose_architecture(model.config)
-    architecture = ARCHITECTURES[name]
-    weights = without_padding({name: p.detach().cpu() for name, p in model.named_parameters()},
-                              model.config.vocab_size)
+    a Path, and of a model that transformers has no class for its code. Raises UserError."""
+    name = choose_architecture(model)
+    architecture = READABLE[name]
+    weights = {name: p.detach().cpu() for name, p in model.named_parameters()}
     weights = {name: w.to(dtype).contiguous()
                for name, w in architecture.write_weights(weights, model.config).items()}
     if large := [name for name, w in weights.items() if w.isinf().any()]:
@@ -42,6 +42,10 @@ def write_hf(folder, model, tokenizer, card, dtype=torch.float32):
     files = {'config.json': {
         'model_type': name, **architecture.write_config(model.config),
         'dtype': str(dtype).removeprefix('torch.'), 'bos_token_id': begin, 'eos_token_id': end}}
+    if name == OWN_CODE:
+        code = {'model.py': inspect.getfile(type(model)),
+                'remote_code.py': Path(__file__).with_name('remote_code.py')}
+        files |= {name: Path(path).read_text(encoding='utf-8') for name, path in code.items()}
     files |= foreign_files(tokenizer) if is_foreign(tokenizer) else our_files(tokenizer, model)
     for name, value in files.items():
         text = value if isinstance(value, str) else json.dumps(value, indent=1) + '\n'
@@ -105,38 +109,6 @@ def first_and_last(tokenizer):
             base.ends - {base.end_of_text}, default=base.end_of_text)
     begin = tokenizer.end_of_text
     return begin, tokenizer.end_of_turn if is_chat(tokenizer) else begin
-
-
-def nearest_architectures(config, known=ARCHITECTURES):
-    """→ {name: what it cannot express, of Architecture.refusals}, of those with the least. One with
-    nothing computes the same."""
-    refusals = {name: architecture.refusals(config) for name, architecture in known.items()}
-    fewest = min(map(len, refusals.values()))
-    return {name: refused for name, refused in refusals.items() if len(refused) == fewest}
-
-
-def choose_architecture(config, known=ARCHITECTURES, program='transformers'):
-    """→ the name of the first architecture, of those `known` to a program, that computes the same.
-    Raises UserError that says what keeps `config` from the nearest ones."""
-    for name, refused in (nearest := nearest_architectures(config, known)).items():
-        if not refused:
-            return name
-    raise UserError(f'no export to {program}: ' + ', '.join(
-        f'{name} needs {" and ".join(refused)}' for name, refused in nearest.items()))
-
-
-def describe_export(config):
-    """What export.py will do with such a model, in a line that is printed before training."""
-    try:
-        return f'exports to transformers as {choose_architecture(config)}{one_document(config)}'
-    except UserError as refusal:
-        return str(refusal)
-
-
-def one_document(config):
-    """What an export leaves out, in words; '' where that is nothing."""
-    return ' (without document_attention, which changes nothing for one document alone)' \
-        if config.document_attention else ''
 
 
 # -----------------------------------------------------------------------------

@@ -1,5 +1,6 @@
 """Weights from elsewhere → a GPT. Nothing that is read can run code."""
 
+import math
 import pickle
 import re
 import warnings
@@ -15,7 +16,7 @@ from safetensors import SafetensorError, safe_open
 
 from model import GPT, ROW_PER_TOKEN, GPTConfig
 from plaingpt.data.foreign_tokenizer import download, read_tokenizer
-from plaingpt.inference.hf_architectures import ARCHITECTURES, parts_of
+from plaingpt.inference.hf_architectures import READABLE, parts_of
 from plaingpt.system.errors import UserError
 from plaingpt.system.files import is_hub_name, read_json
 from plaingpt.weights import (
@@ -29,22 +30,11 @@ from plaingpt.weights import (
 
 # Older versions saved masks and the speeds of rotary positions beside the weights.
 NO_WEIGHTS = re.compile(r'transformer\.h\.\d+\.attn\.(masked_)?bias|.*\.rotary_emb\.inv_freq')
-FLOATS = {torch.float32, torch.float16, torch.bfloat16, torch.float64,
-          'F32', 'F16', 'BF16', 'F64'}  # as safetensors names them
 NANOGPT = '.pt', '.pth'  # endings of a file that torch saved
-COMPARED_ROWS = 4096  # of an embedding and a head that are to be equal, at a time
-
-
-def load_pretrained(source, dropout=0.0):
-    """What `open_pretrained` takes → the GPT. Raises UserError."""
-    found = open_pretrained(source)
-    model = GPT(GPTConfig(**found.shape, dropout=dropout))
-    found.load_into(model)
-    return model
 
 
 def open_pretrained(source):
-    """'gpt2…' or OWNER/NAME of the hub, a folder in the Hugging Face layout (one of ARCHITECTURES)
+    """'gpt2…' or OWNER/NAME of the hub, a folder in the Hugging Face layout (one of READABLE)
     or a ckpt.pt of nanoGPT or build-nanogpt, or its folder → Pretrained, of which the shape is
     known. Raises UserError."""
     found = Pretrained(source, find_pretrained(source))
@@ -89,48 +79,32 @@ class Pretrained:
             return self.checked(read_hf(self.folder)[1])
 
     def checked(self, found):
-        """→ the parts of the model. Raises UserError that names what is missing, unknown, or of
-        another type or shape than in the model."""
-        parts_of_model = {name: parts for name, parts in found.items()
-                          if not NO_WEIGHTS.fullmatch(name)}
-        for name, parts in parts_of_model.items():
-            if odd := {part.dtype for part in parts} - FLOATS:
-                raise UserError(f'{self.source}: {name!r} is {odd.pop()}, and weights are '
-                                'float32, float16, bfloat16 or float64')
+        """{name: parts} → those of the model. Raises UserError that names what is missing, unknown,
+        or of another shape than in the model."""
+        found = {name: parts for name, parts in found.items() if not NO_WEIGHTS.fullmatch(name)}
         config = GPTConfig(**self.shape)
-        if config.tied_head:
-            self.drop_tied_head(parts_of_model)
-        found = {name: torch.Size([sum(part.shape[0] if part.shape else 1 for part in parts),
-                                   *parts[0].shape[1:]]) for name, parts in parts_of_model.items()}
-        with torch.device('meta'):
-            wanted = without_padding(dict(GPT(config).named_parameters()), config.vocab_size)
-        problems = [f'it has no {name}' for name in sorted(wanted.keys() - found.keys())]
-        problems += [f'it has an unknown {name!r}' for name in sorted(found.keys() - wanted.keys())]
-        for name, p in wanted.items():
-            parts = parts_of_model.get(name, [])
-            rows = parts_of(name, config) if len(parts) > 1 else None
-            wanted_parts = [(n, *p.shape[1:]) for n in rows or p.shape[:1]]
-            if parts and [tuple(part.shape) for part in parts] != wanted_parts:
-                shapes = ' and '.join(str(tuple(part.shape)) for part in parts)
-                problems.append(f'{name} is {shapes}, expected {tuple(p.shape)}')
-        if problems:
-            more = f' and {len(problems) - 1} more' if len(problems) > 1 else ''
-            raise UserError(f'{self.source}: its weights do not fit its configuration: '
-                            f'{problems[0]}{more}')
-        return parts_of_model
+        if config.tied_head and 'lm_head.weight' in found:
+            (head,), (embedding,) = found.pop('lm_head.weight'), found['transformer.wte.weight']
+            if not torch.equal(head[:], embedding[:]):
+                raise UserError(f'{self.source}: its lm_head.weight is not its wte.weight, though '
+                                'both are one matrix in this architecture')
 
-    def drop_tied_head(self, parts):
-        """Forget the second copy of a matrix. Raises UserError where it is another matrix."""
-        embedding = parts.get('transformer.wte.weight')
-        head = parts.pop('lm_head.weight', None)
-        if not head or not embedding:
-            return
-        (head,), (embedding,) = head, embedding
-        if head.shape != embedding.shape or any(
-                not torch.equal(head[i:i + COMPARED_ROWS], embedding[i:i + COMPARED_ROWS])
-                for i in range(0, head.shape[0], COMPARED_ROWS)):
-            raise UserError(f'{self.source}: its lm_head.weight is not its wte.weight, though both '
-                            'are one matrix in this architecture')
+        def shapes(name, parts):  # what pads the vocabulary may be there, or not
+            most = config.vocab_size if name.endswith(ROW_PER_TOKEN) else math.inf
+            return [(min(rows, most), *rest) for rows, *rest in parts]
+
+        with torch.device('meta'):
+            wanted = {name: p.shape for name, p in GPT(config).named_parameters()}
+        for name in sorted(wanted.keys() | found.keys()):
+            there = shapes(name, [part.shape or (1,) for part in found.get(name, ())])
+            rows = parts_of(name, config) if len(there) > 1 else None
+            right = shapes(name, [(n, *wanted[name][1:]) for n in rows or wanted[name][:1]]) \
+                if name in wanted else []
+            if there != right:
+                there, right = (' and '.join(map(str, each)) or 'none' for each in (there, right))
+                raise UserError(f'{self.source}: its weights do not fit its configuration: '
+                                f'{name!r} is {there}, expected {right}')
+        return found
 
     @torch.no_grad()
     def load_into(self, model):
@@ -189,12 +163,6 @@ def find_pretrained(source):
     return path
 
 
-def without_padding(weights, vocab_size):
-    """Cut the rows off {name: tensor} that pad the vocabulary."""
-    return {name: w[:vocab_size] if name.endswith(ROW_PER_TOKEN) else w
-            for name, w in weights.items()}
-
-
 def read_hf(folder):
     """A folder with config.json and model.safetensors (or several files) → (the fields of
     GPTConfig but dropout, {our name: [FileTensor]}), inside `explain_bad_folder`."""
@@ -217,10 +185,10 @@ def read_hf_config(folder):
     hf = read_json(folder / 'config.json')
     if not isinstance(hf, dict):
         raise ValueError('config.json is no object')
-    architecture = ARCHITECTURES.get(str(hf.get('model_type')))
+    architecture = READABLE.get(str(hf.get('model_type')))
     if architecture is None:
         raise ValueError(f'config.json says model_type={hf.get("model_type")!r}, and only '
-                         f'{", ".join(ARCHITECTURES)} are supported')
+                         f'{", ".join(READABLE)} are supported')
     return architecture, architecture.read_config(hf)
 
 
@@ -262,7 +230,6 @@ def read_nanogpt(path):
                    for name, w in found['model'].items()}
         if shape['vocab_size'] == 50304:  # GPT-2's 50,257 and padding, which no text contains
             shape['vocab_size'] = 50257
-            weights = without_padding(weights, 50257)
     except pickle.UnpicklingError as e:
         what = re.search(r'GLOBAL (\S+)', str(e))
         raise UserError(f'{path}: refused: it holds {what[1] if what else "more than tensors"}, '

@@ -107,6 +107,8 @@ REMOVED = {
     'memory': Removed('python plan.py CONFIG says what memory a step takes, by stage and owner'),
     'max_waiting': Removed('serve.py lets 16 requests wait'),
     'max_tokens': Removed('a request to serve.py says its own, and sample.py has max_new_tokens'),
+    'license': Removed('write it at the head of README.md in the exported folder'),
+    'datasets': Removed('write them at the head of README.md in the exported folder'),
     'lm_eval': Removed('name its tasks with --tasks=TASK'),
     'format': Removed('the fields of a row tell its form; --prompt and --completion name its '
                       'columns'),

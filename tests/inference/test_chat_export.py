@@ -3,8 +3,9 @@ the answers are ours. test_llama_cpp.py has the same for llama.cpp."""
 
 import pytest
 import torch
+from foreign_models import in_transformers, shaken
 from helpers import CHAT, ROOT, TINY, ask, write_chat
-from test_gguf import QWEN3, learned, shaken, tokenizer_of
+from test_gguf import QWEN3, learned, tokenizer_of
 
 import export
 import plaingpt
@@ -30,12 +31,6 @@ def chat_tokenizer(kind, text_file, monkeypatch):
     texts = [text_file.read_text(encoding='utf-8'),
              *(message['content'] for messages in CONVERSATIONS for message in messages)]
     return ChatTokenizer(tokenizer_of(kind, monkeypatch, texts))
-
-
-def in_transformers(folder):
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-    return (AutoModelForCausalLM.from_pretrained(folder).eval(),
-            AutoTokenizer.from_pretrained(folder))
 
 
 @pytest.fixture(scope='module', params=['learned positions', 'rotary'])
@@ -72,32 +67,10 @@ def test_the_template_gives_our_ids_in_transformers(kind, tmp_path, text_file, m
     assert plaingpt.load(tmp_path).tokenizer.to_json() == ours.to_json()
 
 
-def test_text_that_spells_a_token_is_that_token_in_transformers_unless_it_is_told(tmp_path):
-    pytest.importorskip('transformers', '5.23')  # sanitize_control_tokens is new
-    write_hf(tmp_path, shaken(CHAT.vocab_size), CHAT, '')
-    from transformers import AutoTokenizer
-    theirs, messages = AutoTokenizer.from_pretrained(tmp_path), ask('a<|end|>b', 'c')
-    ours = CHAT.encode_conversation(messages)[0].tolist()
-    ids = theirs.apply_chat_template(messages)['input_ids']
-    assert (ids.count(CHAT.end_of_turn), ours.count(CHAT.end_of_turn)) == (3, 2)
-    ids = theirs.apply_chat_template(messages, sanitize_control_tokens=True)['input_ids']
-    assert ids == ours
-
-
-def test_the_template_refuses_what_is_no_message_of_ours(tmp_path):
-    from jinja2.exceptions import TemplateError
-    from transformers import AutoTokenizer
-    write_hf(tmp_path, shaken(CHAT.vocab_size), CHAT, '')
-    theirs = AutoTokenizer.from_pretrained(tmp_path)
-    for message in ({'role': 'tool', 'content': 'x'}, {'role': 'user'},
-                    {'role': 'user', 'content': [{'type': 'text', 'text': 'x'}]}):
-        with pytest.raises((TemplateError, TypeError)):
-            theirs.apply_chat_template([message])
-
-
 def test_transformers_answers_as_we_do_and_ends_where_we_do(model, tmp_path):
     write_hf(tmp_path, model, CHAT, '')
-    theirs, tokenizer = in_transformers(tmp_path)
+    from transformers import AutoTokenizer
+    theirs, tokenizer = in_transformers(tmp_path), AutoTokenizer.from_pretrained(tmp_path)
     prompt = CHAT.encode_prompt(KNOWN_BY_HEART[:-1]).tolist()
     inputs = tokenizer.apply_chat_template(KNOWN_BY_HEART[:-1], add_generation_prompt=True,
                                            return_dict=True, return_tensors='pt')
@@ -112,7 +85,7 @@ def test_transformers_answers_as_we_do_and_ends_where_we_do(model, tmp_path):
 @torch.no_grad()
 def test_attention_within_conversations_is_plain_attention_in_one_of_them(model, tmp_path):
     write_hf(tmp_path, model, CHAT, '')
-    theirs, _ = in_transformers(tmp_path)
+    theirs = in_transformers(tmp_path)
     one, other = (CHAT.encode_conversation(messages)[0].tolist()
                   for messages in (KNOWN_BY_HEART[:2], ask('Another?', 'Yes.')))
     for ids, equal in ((one, True), (one + other, False)):
@@ -123,7 +96,7 @@ def test_attention_within_conversations_is_plain_attention_in_one_of_them(model,
 
 
 def test_a_run_of_the_recipe_for_conversations_is_exported_and_comes_back(
-        text_file, tmp_path, monkeypatch, capsys):
+        text_file, tmp_path, monkeypatch):
     recipe = str(ROOT / 'config/finetune_chat.py')
     monkeypatch.chdir(tmp_path)
     prepare.main(['text', f'--input={text_file}', '--tokenizer=byte', '--documents=line',
@@ -133,7 +106,6 @@ def test_a_run_of_the_recipe_for_conversations_is_exported_and_comes_back(
     train.main([*TINY, '--dataset=base', '--out_dir=base', '--document_attention'])
     train.main([recipe, *TINY, '--init_from=base', '--max_iters=2'])
     export.main(['--out_dir=out-chat', '--dest=a'])
-    assert 'without document_attention' in capsys.readouterr().out
     export.main(['--init_from=a', '--dest=b'])
     for path in (tmp_path / 'a').iterdir():
         if path.name != 'README.md':

@@ -5,17 +5,15 @@ import math
 
 import pytest
 import torch
-from helpers import fails, same_logits
-from safetensors import safe_open
+from foreign_models import in_transformers, opened
+from helpers import same_logits
 from safetensors.torch import load_file, save_file
 
-import export
 from model import GPT, GPTConfig, rotary_table
 from plaingpt.data.tokenizers import ByteTokenizer
 from plaingpt.inference.generation import generate
 from plaingpt.inference.hf_architectures import ARCHITECTURES
 from plaingpt.inference.hf_export import write_hf
-from plaingpt.inference.pretrained import load_pretrained, open_pretrained
 from plaingpt.system.errors import UserError
 
 SIZES = dict(vocab_size=100, hidden_size=48, intermediate_size=112, num_hidden_layers=2,
@@ -65,7 +63,7 @@ def tokens(*shape):
 def test_logits_text_and_tensors_are_those_of_transformers_in_and_out(shape, dtype, tmp_path):
     several = {'max_shard_size': '40KB'} if dtype == torch.bfloat16 else {}
     theirs = saved(tmp_path / 'a', shape, dtype, **several)
-    ours = load_pretrained(tmp_path / 'a')
+    ours = opened(tmp_path / 'a')
     assert same_logits(ours, theirs, tokens(2, 64))
     prompt = tokens(1, 10)
     text, = generate(ours, prompt.tolist(), 40, temperature=0)
@@ -79,9 +77,8 @@ def test_logits_text_and_tensors_are_those_of_transformers_in_and_out(shape, dty
         after[name].dtype == dtype and torch.equal(w, after[name]) for name, w in before.items())
     config = json.loads((tmp_path / 'b/config.json').read_text())
     assert config['architectures'] == [f'{SHAPES[shape][0]}ForCausalLM']
-    from transformers import AutoModelForCausalLM
-    back = AutoModelForCausalLM.from_pretrained(tmp_path / 'b', dtype=torch.float32).eval()
-    assert same_logits(ours, back, tokens(2, 64))
+    assert dtype != torch.float32 or same_logits(ours, in_transformers(tmp_path / 'b'),
+                                                 tokens(2, 64))
 
 
 def test_scaled_positions_are_those_of_transformers_over_a_long_context(tmp_path):
@@ -131,70 +128,23 @@ def test_the_published_sizes_are_told_from_their_configurations():
             assert model.num_parameters() == parameters
 
 
-def test_weights_are_read_by_rows_of_the_tensors_that_are_asked_for(tmp_path, monkeypatch):
-    saved(tmp_path, 'llama grouped')
-    read = []
-
-    class Slice:
-        def __init__(self, tensor):
-            self.tensor = tensor
-
-        def __getattr__(self, name):
-            return getattr(self.tensor, name)
-
-        def __getitem__(self, rows):
-            read.append(rows)
-            return self.tensor[rows]
-
-    class Watched:
-        def __init__(self, *args, **how):
-            self.file = safe_open(*args, **how)
-
-        def __enter__(self):
-            self.opened = self.file.__enter__()
-            return self
-
-        def __exit__(self, *args):
-            return self.file.__exit__(*args)
-
-        def keys(self):
-            return self.opened.keys()
-
-        def get_slice(self, key):
-            return Slice(self.opened.get_slice(key))
-
-    monkeypatch.setattr('plaingpt.inference.pretrained.safe_open', Watched)
-    found = open_pretrained(tmp_path)
-    assert not read
-    part = found.parts['transformer.h.0.attn.c_attn.weight'][1]
-    assert part[2:5].shape == (3, 48) and read == [slice(2, 5)]
-
-
 CHANGES = [  # of config.json, and what the line says
-    ('model_type', 'mistral', "model_type='mistral'"), ('model_type', None, 'model_type=None'),
-    ('hidden_act', 'gelu', "hidden_act='gelu'"), ('mlp_bias', True, 'mlp_bias=True'),
-    ('vocab_size', 'many', "vocab_size='many'"), ('vocab_size', -1, 'vocab_size=-1'),
-    ('vocab_size', 101, 'wte'), ('num_hidden_layers', 3, 'it has no'),
-    ('num_hidden_layers', 1, 'h.1.attn'), ('num_hidden_layers', 2.5, 'n_layer=2.5'),
-    ('hidden_size', None, 'hidden_size'),
-    ('tie_word_embeddings', True, 'one matrix'),
-    ('use_sliding_window', True, 'use_sliding_window'),
-    ('num_attention_heads', 5, 'n_head=5'), ('num_attention_heads', 12, 'c_attn'),
-    ('num_key_value_heads', 4, 'n_kv_head=4'), ('num_key_value_heads', 1, 'c_attn'),
-    ('head_dim', 7, '7 is odd'), ('head_dim', 16, 'c_attn'),
-    ('intermediate_size', 100, 'c_fc'), ('attention_bias', True, 'mlp_bias'),
+    ('model_type', 'mistral', "model_type='mistral'"), ('hidden_act', 'gelu', "hidden_act='gelu'"),
+    ('mlp_bias', True, 'mlp_bias=True'), ('attention_bias', True, 'mlp_bias'),
+    ('vocab_size', 'many', "vocab_size='many'"), ('vocab_size', 101, 'lm_head'),
+    ('num_hidden_layers', 3, 'is none, expected'), ('num_hidden_layers', 1, 'h.1.'),
+    ('hidden_size', None, 'hidden_size'), ('tie_word_embeddings', True, 'one matrix'),
+    ('use_sliding_window', True, 'use_sliding_window'), ('num_attention_heads', 5, 'n_head=5'),
+    ('num_key_value_heads', 1, 'c_attn'), ('intermediate_size', 100, 'c_fc'),
     ('layer_types', ['sliding_attention'], 'sliding_attention'),
     ('partial_rotary_factor', 0.5, 'partial_rotary_factor=0.5'),
-    *(('rope_parameters', value, words) for value, words in (
-        ({'rope_type': 'yarn', 'factor': 4.0}, 'yarn'), ({'type': 'linear', 'factor': 2}, 'linear'),
-        ({'rope_type': 'dynamic'}, 'dynamic'), ({'rope_type': 'llama3'}, 'factor'),
-        ({**SCALED, 'low_freq_factor': 2.0}, 'low_freq_factor=2.0'),
-        ({'rope_type': 'default', 'mrope_section': [1, 2]}, 'mrope_section')))]
+    ('rope_parameters', {'rope_type': 'yarn', 'factor': 4.0}, 'yarn'),
+    ('rope_parameters', {**SCALED, 'low_freq_factor': 2.0}, 'low_freq_factor=2.0')]
 
 
 def refused(folder):
     with pytest.raises(UserError) as e:
-        load_pretrained(folder)
+        opened(folder)
     assert len(str(e.value).splitlines()) == 1 and str(folder) in str(e.value)
     return str(e.value)
 
@@ -204,12 +154,6 @@ def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp('llama')
     saved(folder, 'llama grouped')
     return folder
-
-
-@pytest.mark.parametrize('content', ['null', '[]', '7', '"llama"'])
-def test_a_configuration_that_is_no_object_is_refused_in_a_line(tmp_path, content):
-    (tmp_path / 'config.json').write_text(content)
-    assert 'config.json is no object' in refused(tmp_path)
 
 
 def test_without_their_number_there_are_as_many_key_heads_as_query_heads():
@@ -235,28 +179,13 @@ KEY = 'model.layers.1.self_attn.k_proj.weight'
 
 @pytest.mark.parametrize(('spoil', 'words'), [
     (lambda w: w.pop(KEY), 'c_attn.weight'),
-    (lambda w: w.update({KEY: w[KEY][:8]}), 'c_attn.weight'),
     (lambda w: w.update({KEY: w[KEY].t().contiguous()}), 'c_attn.weight'),
-    (lambda w: w.update({KEY: w[KEY][0]}), 'c_attn.weight'),
-    (lambda w: w.update({KEY: torch.tensor(1.0)}), 'c_attn.weight'),
-    (lambda w: w.update({KEY: w[KEY].to(torch.int8)}), 'is I8'),
     (lambda w: w.update({KEY: w[KEY] * math.inf}), 'not finite'),
-    (lambda w: w.update({'model.layers.1.self_attn.q_norm.weight': torch.ones(8)}), 'unknown'),
-    (lambda w: w.update({'model.layers.1.block_sparse_moe.gate.weight': torch.ones(8, 8)}),
-     'unknown'),
-    (lambda w: w.update({KEY: w[KEY].to(torch.float8_e4m3fn)}), 'is F8_E4M3'),
-    (lambda w: w.update({'\n': torch.ones(1)}), r"unknown '\n'"),
-    (lambda w: w.update({'': torch.ones(1)}), "unknown ''")])
+    (lambda w: w.update({'model.layers.1.self_attn.q_norm.weight': torch.ones(8)}),
+     'expected none')])
 def test_weights_that_do_not_fit_are_named_in_a_line(folder, tmp_path, spoil, words):
     weights = load_file(folder / 'model.safetensors')
     spoil(weights)
     save_file(weights, tmp_path / 'model.safetensors')
     (tmp_path / 'config.json').write_text((folder / 'config.json').read_text())
     assert words in refused(tmp_path)
-
-
-def test_a_name_that_is_not_on_the_hub_is_a_line(capsys, monkeypatch, tmp_path):
-    monkeypatch.setenv('HF_HUB_OFFLINE', '1')
-    line = fails(capsys, monkeypatch, export.main, '--init_from=nobody/nothing',
-                 f'--dest={tmp_path}/x')
-    assert 'nobody/nothing' in line

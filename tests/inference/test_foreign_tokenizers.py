@@ -218,30 +218,6 @@ def test_an_export_has_the_files_that_came_in(folder, tmp_path):
         == tokenizer.encode_prompt(CONVERSATIONS[0][:-1]).tolist()
 
 
-def test_a_gguf_has_their_tokens_and_how_their_text_is_cut(folder, tmp_path, kind):
-    gguf = pytest.importorskip('gguf')
-    export.main([f'--init_from={folder}', '--format=gguf', f'--dest={tmp_path}/x.gguf'])
-    reader = gguf.GGUFReader(tmp_path / 'x.gguf')
-    keys = {name: field.contents() for name, field in reader.fields.items()}
-    ours, name = opened(folder), {'qwen': 'qwen3'}.get(kind, 'llama')
-    assert keys[f'{name}.attention.head_count_kv'] == 2 and keys[f'{name}.vocab_size'] == 512
-    assert keys[f'{name}.attention.key_length'] == keys[f'{name}.rope.dimension_count'] == 8
-    assert keys[f'{name}.attention.layer_norm_rms_epsilon'] == pytest.approx(1e-6)
-    assert keys['tokenizer.ggml.pre'] == {
-        'smollm2': 'smollm', 'llama3': 'llama-bpe', 'qwen': 'qwen2'}[kind]
-    tokens, kinds = keys['tokenizer.ggml.tokens'], keys['tokenizer.ggml.token_type']
-    assert len(tokens) == len(kinds) == 512
-    for i, (token, its_kind) in enumerate(zip(tokens, kinds, strict=True)):
-        if i in ours.controls:
-            assert its_kind == gguf.TokenType.CONTROL and ours.decode([i]) == token
-        elif not ours.decode_bytes([i]):
-            assert its_kind == gguf.TokenType.UNUSED and token == f'[PAD{i}]'
-    tensors = {tensor.name: tensor.data for tensor in reader.tensors}
-    assert ('rope_freqs.weight' in tensors) == (kind == 'llama3')
-    if kind == 'llama3':
-        assert tensors['rope_freqs.weight'].min() == 1 and tensors['rope_freqs.weight'].max() == 8
-
-
 def test_a_description_that_names_other_files_is_refused_and_writes_nothing(tmp_path):
     save_model(tmp_path / 'in', 'smollm2')
     save_tokenizer(tmp_path / 'in', 'smollm2', TEXTS)

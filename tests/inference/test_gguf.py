@@ -8,28 +8,20 @@ import gguf
 import numpy as np
 import pytest
 import torch
+from foreign_models import save_tokenizer, shaken
 from helpers import CHAT, SHARED, exit_code, fails, fork
 
 import export
-from model import GPT, GPTConfig
 from plaingpt.data import tokenizers
 from plaingpt.data.chat_tokenizer import SPECIAL_TOKENS, TEMPLATE
+from plaingpt.data.foreign_tokenizer import read_tokenizer
 from plaingpt.inference.gguf_export import build_gguf, write_gguf
+from plaingpt.inference.hf_export import write_hf
 from plaingpt.system.errors import UserError
 
 LLAMA = dict(rotary=True, rmsnorm=True, mlp='swiglu')
 QWEN3 = dict(LLAMA, qk_norm=True, bias=False)
 BYTES = tokenizers.ByteTokenizer()
-
-
-def shaken(vocab_size=BYTES.vocab_size, n_layer=2, n_head=4, n_embd=48, std=0.2, **flags):
-    """A model of ours in which every parameter matters."""
-    torch.manual_seed(0)
-    model = GPT(GPTConfig(256, vocab_size, n_layer, n_head, n_embd, **flags)).eval()
-    with torch.no_grad():
-        for p in model.parameters():
-            p.add_(torch.randn_like(p) * std)
-    return model
 
 
 def written(folder, model, tokenizer=BYTES, dtype='float32'):
@@ -117,28 +109,22 @@ def test_matrices_are_rounded_and_vectors_and_positions_are_not(tmp_path):
             assert np.array_equal(values, wanted), name
 
 
-def test_what_is_too_large_for_float16_is_named(tmp_path):
+def test_what_llama_cpp_does_not_have_is_named(tmp_path):
+    save_tokenizer(tmp_path, 'smollm2', ['a text'], vocab_size=300)
+    theirs = tokenizers.from_json(read_tokenizer(tmp_path, 300))
+    unmerged = tokenizers.BPETokenizer([*(bytes([i]) for i in range(256)), b'abc'])
+    for flags, tokenizer, words in (
+            (dict(mlp='gelu_erf'), BYTES, 'qwen3_shape'), (dict(LLAMA, conv=3), BYTES, 'qwen3_sh'),
+            ({}, tokenizers.CharTokenizer('abc'), '--tokenizer=byte or bpe'),
+            ({}, unmerged, '1 token.* not merged'), ({}, theirs, 'convert_hf_to_gguf.py')):
+        with pytest.raises(UserError, match=words):
+            build_gguf(shaken(tokenizer.vocab_size, **flags), tokenizer, 'float32')
     model = shaken()
     with torch.no_grad():
         model.transformer.h[1].mlp.c_fc.weight[3, 4] = -1e5
-    with pytest.raises(UserError, match=r'blk\.1\.ffn_up\.weight holds 1e\+05.*--dtype=bfloat16'):
+    with pytest.raises(UserError, match=r'blk\.1\.ffn_up\.weight is too large'):
         build_gguf(model, BYTES, 'float16')
     build_gguf(model, BYTES, 'bfloat16')
-
-
-def test_what_llama_cpp_does_not_have_is_named():
-    for flags, words in (
-            (dict(mlp='gelu_erf'), 'no export to llama.cpp: gpt2 needs mlp=gelu$'),
-            (dict(LLAMA, conv=3), 'llama needs conv=0'),
-            (dict(QWEN3, bias=True), 'qwen3 needs bias=False')):
-        with pytest.raises(UserError, match=words):
-            build_gguf(shaken(**flags), BYTES, 'float32')
-    unmerged = tokenizers.BPETokenizer([*(bytes([i]) for i in range(256)), b'abc'])
-    for tokenizer, words in (
-            (tokenizers.CharTokenizer('abü'), "'ü': prepare the text with --tokenizer=byte or bpe"),
-            (unmerged, '1 token.* not merged')):
-        with pytest.raises(UserError, match=words):
-            build_gguf(shaken(tokenizer.vocab_size), tokenizer, 'float32')
 
 
 def test_a_chat_model_has_its_template_and_the_tokens_that_it_needs(tmp_path):
@@ -155,37 +141,19 @@ def test_a_chat_model_has_its_template_and_the_tokens_that_it_needs(tmp_path):
 # the command
 
 
-@pytest.fixture
-def command(trained):
-    return [f'--out_dir={trained}', '--format=gguf']
-
-
-def test_the_command_writes_one_file_and_overwrites_none(command, tmp_path, capsys, monkeypatch):
-    dest = tmp_path / 'a/my.gguf'
-    export.main([*command, f'--dest={dest}'])
-    before = dest.read_bytes()
-    assert 'exists already' in fails(capsys, monkeypatch, export.main, *command, f'--dest={dest}')
-    assert [*dest.parent.iterdir()] == [dest] and dest.read_bytes() == before
-
-
-def test_what_is_refused_writes_nothing(command, tmp_path, capsys, monkeypatch):
+def test_the_command_writes_one_file_and_overwrites_none(tmp_path, capsys, monkeypatch):
     (tmp_path / 'hf').mkdir()
-    export.write_hf(tmp_path / 'hf', shaken(mlp='gelu_erf'), BYTES, '')
-    dest = tmp_path / 'b/my.gguf'
-    for more, words in (
-            (f'--init_from={tmp_path}/hf', 'gpt2 needs mlp=gelu'),
-            ('--dest=', 'dest is empty')):
-        assert words in fails(capsys, monkeypatch, export.main, *command, f'--dest={dest}',
-                              '--dtype=float16', more)
-    monkeypatch.setitem(sys.modules, 'gguf', None)  # as where it is not installed
-    assert 'pip install gguf' in fails(capsys, monkeypatch, export.main, *command,
-                                       f'--dest={dest}')
-    assert not dest.parent.exists()
-
-
-def test_a_disk_that_is_full_leaves_nothing_behind(command, tmp_path):
-    (tmp_path / 'here').mkdir()
-    pid = fork(export.main, *command, f'--dest={tmp_path}/here/my.gguf', log=tmp_path / 'log',
+    write_hf(tmp_path / 'hf', shaken(), BYTES, '')
+    dest = tmp_path / 'a/my.gguf'
+    command = [f'--init_from={tmp_path}/hf', '--format=gguf', f'--dest={dest}']
+    with monkeypatch.context() as patch:
+        patch.setitem(sys.modules, 'gguf', None)  # as where it is not installed
+        assert 'pip install gguf' in fails(capsys, patch, export.main, *command)
+    pid = fork(export.main, *command, log=tmp_path / 'log',
                before=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (9000, 9000)))
-    assert exit_code(pid) == 2 and not [*(tmp_path / 'here').iterdir()]
-    assert 'error: dest=' in (tmp_path / 'log').read_text()
+    assert exit_code(pid) == 2 and 'error: dest=' in (tmp_path / 'log').read_text()
+    assert not any(dest.parent.glob('*'))  # the disk was full
+    export.main(command)
+    before = dest.read_bytes()
+    assert 'exists already' in fails(capsys, monkeypatch, export.main, *command)
+    assert [*dest.parent.iterdir()] == [dest] and dest.read_bytes() == before

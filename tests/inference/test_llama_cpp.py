@@ -9,6 +9,7 @@ from contextlib import closing
 
 import pytest
 import torch
+from foreign_models import shaken
 from helpers import CHAT, shared_file
 from test_chat_export import (
     ANSWER,
@@ -19,11 +20,9 @@ from test_chat_export import (
     chat_tokenizer,
     model,  # noqa: F401  (a fixture)
 )
-from test_gguf import LLAMA, QWEN3, learned, shaken, tokenizer_of, written
+from test_gguf import LLAMA, QWEN3, learned, tokenizer_of, written
 
-import export
 from plaingpt.data.chat_tokenizer import TEMPLATE
-from plaingpt.training import checkpoint
 
 llama_cpp = pytest.importorskip('llama_cpp', reason='llama-cpp-python is not installed')
 
@@ -84,28 +83,20 @@ def test_llama_cpp_computes_with_matrices_of_16_bits(tmp_path, flags, dtype, tol
         assert 1e-3 < difference(ours, theirs) < tolerance
 
 
-def test_a_run_that_was_exported_has_its_logits_in_llama_cpp(trained, tmp_path):
-    export.main([f'--out_dir={trained}', '--format=gguf', f'--dest={tmp_path}/my.gguf'])
-    ours, *_ = checkpoint.load('resume', trained)
-    with opened(tmp_path / 'my.gguf') as theirs:
-        assert difference(ours.eval(), theirs, length=16) < 1e-3
-
-
 TEXTS = ['Hello, wörld!  Grüße, ÀÈÌ\n\n\t 12345 ', '日本語のテキスト、中文。', '🎉🎉\r\n👩‍👧‍👦 🇩🇪',
          '    ', 'a    b', ' ', '\n', '', 'aaaaaaaaaaa' * 3, "it's we'll I'd 'S", '\x00\x7f\xad¡',
          'e\u0301 \u200b\u3000\xa0x \u2028\u2029\x85\x1c', 'Ⅷ ₂³½ ٣',
          'def f(x):\n    return  x\n\n  ', 'x<|endoftext|>y<|padding|> </s><s><|im_end|><EOT>']
 
 
-@pytest.mark.parametrize('kind', ['byte', 'bpe:700', 'char',
+@pytest.mark.parametrize('kind', ['byte', 'bpe:700',
                                   pytest.param('gpt2', marks=pytest.mark.slow)])
 def test_llama_cpp_cuts_text_into_our_tokens_and_joins_them(
         tmp_path, kind, text_file, monkeypatch):
     code = text_file.read_text(encoding='utf-8')
-    tokenizer = tokenizer_of(kind, monkeypatch, [code, '\\'])
-    texts = [code[:20_000], 'a\\b\\x41\n'] if kind == 'char' else \
-        [code[:20_000], shared_file('wikitext2_valid.txt').read_text(encoding='utf-8')[:20_000],
-         *TEXTS]
+    tokenizer = tokenizer_of(kind, monkeypatch, [code])
+    texts = [code[:20_000], shared_file('wikitext2_valid.txt').read_text(encoding='utf-8')[:20_000],
+             *TEXTS]
     end = tokenizer.end_of_text
     path = written(tmp_path, shaken(tokenizer.vocab_size), tokenizer)
     with opened(path) as theirs:
@@ -114,25 +105,22 @@ def test_llama_cpp_cuts_text_into_our_tokens_and_joins_them(
             # as a program would that leaves it to the file whether text begins with a token
             assert theirs.tokenize(text.encode(), add_bos=True, special=False) == ids, text[:60]
             assert theirs.detokenize(ids) == text.encode(), text[:60]
-        assert theirs.token_eos() == theirs.token_bos() == (-1 if end is None else end)
-        if kind == 'char':  # it knows no other characters, and llama.cpp takes no such token
-            assert theirs.tokenize('aü'.encode()) == [tokenizer.encode('a')[0], -1, -1]
-        else:
-            assert theirs.tokenize(b'<|endoftext|>', special=True) == [end]
+        assert theirs.token_eos() == theirs.token_bos() == end
+        assert theirs.tokenize(b'<|endoftext|>', special=True) == [end]
 
 
 # -----------------------------------------------------------------------------
 # conversations
 
 
-@pytest.mark.parametrize('kind', KINDS)
+@pytest.mark.parametrize('kind', KINDS[1:])
 def test_the_template_gives_our_ids_in_llama_cpp(kind, tmp_path, text_file, monkeypatch):
     from llama_cpp.llama_chat_format import Jinja2ChatFormatter
     ours = chat_tokenizer(kind, text_file, monkeypatch)
     small = shaken(ours.vocab_size, n_layer=1, n_head=1, n_embd=8)
     with opened(written(tmp_path, small, ours)) as theirs:
         template = Jinja2ChatFormatter(theirs.metadata['tokenizer.chat_template'], '', '')
-        for messages in CONVERSATIONS + FOREIGN * (kind != 'char'):
+        for messages in CONVERSATIONS + FOREIGN:
             ids, prompt = ours.encode_prompt(messages).tolist(), template(messages=messages).prompt
             assert theirs.tokenize(prompt.encode(), add_bos=True, special=True) == ids
             # Control tokens are no text. (After the first one, llama_cpp takes a space away.)

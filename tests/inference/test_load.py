@@ -1,4 +1,4 @@
-"""`plaingpt.load`, the way in for Python, and what is said of the way out before training."""
+"""`plaingpt.load`, the way in for Python."""
 
 import json
 import shutil
@@ -13,13 +13,9 @@ from helpers import ROOT, fails
 
 import export
 import plaingpt
-import plan
 import sample
 import train
 from configurator import load_config
-from model import GPT, GPTConfig
-from plaingpt.data.tokenizers import ByteTokenizer
-from plaingpt.inference.hf_export import describe_export, nearest_architectures
 from plaingpt.system.errors import UserError
 from plaingpt.training import checkpoint as checkpoints
 
@@ -109,41 +105,3 @@ def test_a_run_starts_from_one_checkpoint_of_another(trained, tiny, tmp_path, ca
 def test_importing_plaingpt_waits_for_nothing():
     subprocess.run([sys.executable, '-c', 'import sys, plaingpt; plaingpt.load\n'
                     'assert not {"torch", "numpy"} & sys.modules.keys()'], cwd=ROOT, check=True)
-
-
-# -----------------------------------------------------------------------------
-# said before training: what can be exported
-
-
-@pytest.mark.parametrize(('flags', 'line', 'nearest'), [
-    (dict(rotary=True, rmsnorm=True, mlp='swiglu', qk_norm=True),
-     'exports to transformers as qwen3', {'qwen3': {}}),
-    (dict(rotary=True, qk_norm=True, mlp='relu2'),
-     'no export to transformers: gpt2 needs rotary=False and qk_norm=False, '
-     'qwen3 needs rmsnorm=True and mlp=swiglu',
-     {'gpt2': {'rotary=False': True, 'qk_norm=False': True},
-      'qwen3': {'rmsnorm=True': False, 'mlp=swiglu': 'relu2'}})])
-def test_what_export_will_do_is_told_from_the_flags(flags, line, nearest, tmp_path):
-    config = GPTConfig(16, 257, 1, 1, 8, bias=False, **flags)
-    assert describe_export(config) == line
-    assert nearest_architectures(config) == nearest
-    if line.startswith('exports'):
-        export.write_hf(tmp_path, GPT(config), ByteTokenizer(), '')
-        assert line.endswith(json.loads((tmp_path / 'config.json').read_text())['model_type'])
-
-
-def test_the_plan_says_what_export_will_do(trained, tiny, capsys, monkeypatch):
-    measure, measured = plan.memory_plan, []
-
-    def measure_once(*args):
-        measured.append(measured[0] if measured else measure(*args))
-        return measured[0]
-
-    monkeypatch.setattr(plan, 'memory_plan', measure_once)
-    path = trained / 'checkpoints/iter-00000003'
-    argv = [*tiny, f'--init_from={path}', '--tokens_per_s=1']
-    plan.main(argv)
-    out = capsys.readouterr().out
-    assert f'model of {path}: 2 layers' in out and 'exports to transformers as gpt2' in out
-    plan.main([*argv, '--json'])
-    assert json.loads(capsys.readouterr().out)['export'] == {'gpt2': {}}

@@ -6,7 +6,7 @@ import random
 import numpy as np
 import pytest
 import torch
-from foreign_models import save_model, save_tokenizer
+from foreign_models import opened, save_model, save_tokenizer
 from helpers import ROOT, ask, fails, lines, options, torchrun
 
 import evaluate
@@ -17,7 +17,6 @@ import prepare
 import train
 from plaingpt.data.dataset import open_dataset
 from plaingpt.data.packing import PackedLoader
-from plaingpt.inference.pretrained import load_pretrained
 from plaingpt.training import checkpoint as checkpoints
 
 RECIPE = [str(ROOT / 'config/finetune_chat.py'), *options(
@@ -86,7 +85,7 @@ def test_a_tuned_model_of_others_answers_in_transformers_as_here(tuned):
 
 
 def test_an_export_in_bfloat16_is_read_as_it_was_rounded(tuned):
-    exact, rounded = (load_pretrained(tuned / name) for name in ('exact', 'mine'))
+    exact, rounded = (opened(tuned / name) for name in ('exact', 'mine'))
     for p, q in zip(exact.parameters(), rounded.parameters(), strict=True):
         assert torch.equal(p.bfloat16().float(), q)
 
@@ -126,7 +125,7 @@ def test_each_process_reads_its_rows_of_a_model_of_others(tmp_path, monkeypatch)
             '--gradient_accumulation_steps=2', '--batch_size=2']
     torchrun(2, ROOT / 'train.py', *argv, '--parallel=fsdp', cwd=tmp_path)
     found = checkpoints.find('out').load_model()
-    expected = load_pretrained('base')
+    expected = opened('base')
     for (name, p), q in zip(found.named_parameters(), expected.parameters(), strict=True):
         assert torch.equal(p, q), name
 

@@ -1,0 +1,182 @@
+"""Every model goes out: what export.py writes computes the same in transformers, and comes back."""
+
+import importlib.util
+import json
+import shutil
+import sys
+from dataclasses import dataclass
+
+import pytest
+import torch
+import yaml
+from foreign_models import in_transformers, opened, shaken
+from helpers import ROOT, TINY, fails, same_logits
+
+import export
+import train
+from configurator import load_config
+from model import GPT, GPTConfig
+from plaingpt.data import tokenizers
+from plaingpt.inference.generation import generate
+from plaingpt.inference.hf_export import hf_tokenizer, write_hf
+from plaingpt.system.errors import UserError
+from plaingpt.training.settings import TrainConfig
+
+BYTES = tokenizers.ByteTokenizer()
+LLAMA = dict(rotary=True, rmsnorm=True, mlp='swiglu')
+RECIPES = {'quickstart': 'plaingpt', 'quickstart qwen3_shape': 'qwen3', 'own_text': 'plaingpt',
+           'own_text qwen3_shape': 'qwen3', 'shakespeare_char_cpu': 'gpt2',
+           'shakespeare_char_cpu_fast': 'plaingpt', 'shakespeare_char_cpu_best': 'plaingpt',
+           'tiny': 'gpt2', 'finetune_chat': 'gpt2'}
+SHAPES = {
+    'gpt2': {}, 'gpt2 plain': dict(mlp='relu2', tied_head=False, bias=False),
+    'llama': LLAMA, 'llama plain': dict(LLAMA, tied_head=False, bias=False),
+    'llama 9 heads 3 keys': dict(LLAMA, n_head=9, n_embd=72, n_kv_head=3, bias=False),
+    'qwen2': dict(LLAMA, qkv_bias=True, bias=False, n_kv_head=2),
+    'qwen3': dict(LLAMA, qk_norm=True, tied_head=False, bias=False),
+    'qwen3 2 keys of 16': dict(LLAMA, qk_norm=True, bias=False, n_kv_head=2, head_dim=16),
+    'plaingpt conv': dict(conv=3), 'plaingpt grouped': dict(rotary=True, n_kv_head=1, conv=2),
+    'plaingpt documents': dict(conv=2, document_attention=True, document_start=256)}
+
+
+def exported(folder, model, tokenizer=BYTES):
+    folder.mkdir(exist_ok=True)
+    write_hf(folder, model, tokenizer, '')
+    return folder
+
+
+def tokens(*shape):
+    return torch.randint(0, 256, shape, generator=torch.Generator().manual_seed(1))
+
+
+def shape_of(recipe):
+    configs = [str(ROOT / f'config/{name}.py') for name in recipe.split()]
+    config = load_config(TrainConfig, [*configs, '--n_layer=2', '--n_head=4', '--n_embd=48',
+                                       '--block_size=64', '--device=cpu', '--dropout=0'])
+    return vars(config.gpt_config(257, 256))
+
+
+@pytest.mark.parametrize('name', [*RECIPES, *SHAPES])
+def test_an_export_has_the_logits_and_the_text_in_transformers_and_comes_back(name, tmp_path):
+    kind = RECIPES.get(name, name.split()[0])
+    ours = shaken(**(shape_of(name) if name in RECIPES else {'block_size': 64, **SHAPES[name]}))
+    theirs = in_transformers(exported(tmp_path / 'a', ours))
+    assert theirs.config.model_type == kind
+    idx = tokens(2, 64)
+    plain = GPT(GPTConfig(**{**vars(ours.config), 'document_attention': False}))
+    plain.load_state_dict(ours.state_dict())
+    assert (plain.eval()(idx)[0] - theirs(idx).logits).abs().max() < 1e-4
+    prompts = [idx[0, :10].tolist(), idx[1, :6].tolist()]
+    mask = torch.tensor([[1] * 10, [0] * 4 + [1] * 6])
+    padded = torch.tensor([prompts[0], [0] * 4 + prompts[1]])
+    for more in {}, {'use_cache': False}:
+        written = theirs.generate(padded, attention_mask=mask, do_sample=False, max_new_tokens=40,
+                                  eos_token_id=None, pad_token_id=0, **more)[:, 10:]
+        assert written.tolist() == generate(plain, prompts, 40, temperature=0)
+    theirs.save_pretrained(tmp_path / 'theirs')
+    for folder in tmp_path / 'a', tmp_path / 'theirs':
+        assert torch.equal(opened(folder)(idx)[0], plain(idx)[0])
+
+
+def test_a_network_that_its_user_changed_goes_out_as_it_is(tmp_path, monkeypatch):
+    text = (ROOT / 'model.py').read_text()
+    changed = text.replace('x + self.mlp(', 'x + 2 * self.mlp(')
+    (tmp_path / 'model.py').write_text(changed)
+    spec = importlib.util.spec_from_file_location('changed', tmp_path / 'model.py')
+    module = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, 'changed', module)
+    spec.loader.exec_module(module)
+    ours = module.GPT(module.GPTConfig(64, 257, 2, 4, 48))
+    folder = exported(tmp_path / 'a', ours)
+    assert changed != text and (folder / 'model.py').read_text() == changed
+    assert same_logits(ours, in_transformers(folder), tokens(2, 64))
+
+
+def test_a_flag_that_no_architecture_lists_takes_the_own_code_unless_it_has_its_default(tmp_path):
+    @dataclass
+    class FutureConfig(GPTConfig):
+        alibi: bool = False
+
+    for flags in {}, LLAMA:
+        model = GPT(FutureConfig(32, 257, 2, 4, 48, **flags))
+        assert not (exported(tmp_path / 'a', model) / 'model.py').exists()
+        model.config.alibi = True
+        assert (exported(tmp_path / 'b', model) / 'model.py').exists()
+        shutil.rmtree(tmp_path / 'b')
+
+
+def test_weights_of_half_the_bytes_are_computed_with_in_transformers(tmp_path):
+    from transformers import AutoModelForCausalLM
+    ours = shaken(rotary=True, conv=3)
+    write_hf(tmp_path, ours, BYTES, '', torch.bfloat16)
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path, trust_remote_code=True)
+    expected, found = ours(tokens(2, 64))[0], theirs(tokens(2, 64)).logits
+    assert found.dtype == torch.bfloat16
+    assert 0 < (found.float() - expected).norm() / expected.norm() < 0.03
+
+
+def test_a_run_goes_out_with_the_facts_of_it_and_another_starts_from_the_folder(
+        tmp_path, char_data, capsys):
+    tiny = [*TINY, f'--dataset={char_data}', '--conv=4', '--rotary']
+    train.main([*tiny, '--out_dir=out'])
+    for name, source in (('a', '--out_dir=out'), ('b', '--init_from=a')):
+        capsys.readouterr()
+        export.main([source, f'--dest={name}'])
+        assert capsys.readouterr().out.splitlines()[-1].endswith('trust_remote_code=True)')
+    for path in (tmp_path / 'a').iterdir():
+        if path.name != 'README.md':
+            assert path.read_bytes() == (tmp_path / 'b' / path.name).read_bytes()
+    train.main([*TINY, f'--dataset={char_data}', '--init_from=a', '--out_dir=again',
+                '--max_iters=1'])
+    state = json.loads(next((tmp_path / 'again').rglob('state.json')).read_text())
+    assert state['model']['conv'] == 4
+    card = (tmp_path / 'a/README.md').read_text()
+    row = next(row for line in (tmp_path / 'out/metrics.jsonl').read_text().splitlines()
+               if 'val_bpb' in (row := json.loads(line)) and row['iter'] == 6)
+    for fact in (f"| {row['val_loss']:.4f} nats a token |", f"| {row['val_bpb']:.4f} |",
+                 '| code_char |', f"| {row['tokens']:,} |"):
+        assert fact in card, fact
+    assert str(tmp_path) not in card and str(char_data.parent) not in card
+    assert yaml.safe_load(card.split('---')[1])['library_name'] == 'transformers'
+
+
+def test_mistakes_are_one_line(trained, tmp_path, capsys, monkeypatch):
+    for arguments, words in (
+            ([], 'dest is empty'), ([f'--dest={tmp_path}'], 'exists already'),
+            (['--dest=x', '--out_dir=nowhere'], 'no checkpoint there'),
+            (['--dest=x', '--init_from=nobody/nothing'], 'nobody/nothing')):
+        monkeypatch.setenv('HF_HUB_OFFLINE', '1')
+        assert words in fails(capsys, monkeypatch, export.main, f'--out_dir={trained}', *arguments)
+    assert not [*tmp_path.iterdir()]
+
+
+# -----------------------------------------------------------------------------
+# tokenizers
+
+
+STRANGE = ['Hello, wörld!  日本語\n\n\t 12345 ', '    ', 'a    b', '🎉🎉\r\n', '\x00\x7f\xad¡',
+           'aaaaaaaaaaa' * 3, 'ÀÈÌ' * 5, "it's"]
+
+
+@pytest.mark.parametrize('kind', [
+    'char', 'byte', 'bpe:700', pytest.param('gpt2', marks=pytest.mark.slow)])
+def test_tokenizers_open_in_transformers_and_agree(kind, text_file, tmp_path):
+    from transformers import AutoTokenizer
+    text = text_file.read_text(encoding='utf-8')
+    try:
+        ours = tokenizers.make_tokenizer(kind, [text, *STRANGE])
+    except UserError as e:
+        pytest.skip(str(e))
+    theirs = AutoTokenizer.from_pretrained(
+        exported(tmp_path / 'a', shaken(vocab_size=ours.vocab_size), ours))
+    assert len(theirs) == ours.vocab_size and theirs.eos_token_id == ours.end_of_text
+    for piece in [text[:20_000], *STRANGE]:
+        ids = ours.encode(piece).tolist()
+        assert theirs.encode(piece) == ids
+        assert theirs.decode(ids) == piece
+    if ours.end_of_text is not None:
+        assert theirs.encode('a<|endoftext|>')[-1] == ours.end_of_text
+    if kind == 'gpt2':
+        made = hf_tokenizer(ours)['model']  # the published merges
+        assert made['merges'][:3] == ['Ġ t', 'Ġ a', 'h e'] and len(made['merges']) == 50_000
+        assert made['merges'][-1] == 'Ġg azed' and made['vocab']['ĠGitHub'] == 21722

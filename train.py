@@ -14,7 +14,7 @@ if __name__ == '__main__':  # before torch, which takes seconds
 
 import math
 import sys
-from contextlib import closing, contextmanager, nullcontext
+from contextlib import closing, nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -47,7 +47,7 @@ from plaingpt.system.distributed import (
     print0,
     process_group,
 )
-from plaingpt.system.errors import UserError, run_script
+from plaingpt.system.errors import run_script
 from plaingpt.system.files import lock_output_dir
 from plaingpt.system.formatting import quoted
 from plaingpt.system.streams import status
@@ -78,17 +78,23 @@ class Run:
     train_data: BatchLoader  # or MixedLoader
     val_data: BatchLoader
     model: GPT  # the one that is saved
-    wrapped: torch.nn.Module  # the same, compiled and shared among processes: what the loop calls
+    wrapped: torch.nn.Module  # the same, compiled and in DDP or FSDP: what the loop calls
     optimizer: torch.optim.Optimizer
     context: object  # autocast, in which forward passes run
     scaler: torch.amp.GradScaler
     progress: Progress
     stop: StopRequest
-    record: dict = None  # the facts of the run, as run.json has them; this and below: open_outputs
+    # what open_outputs adds
+    record: dict = None  # the facts of the run, as run.json has them
     metrics: Metrics = None
     watching: Watching = None  # health, film, samples, benchmarks
     guard: StepGuard = None
     saver: Saver = None
+
+    @property
+    def micro_steps(self):
+        """Micro-batches of this process in a step."""
+        return self.config.accumulation() // self.world.size
 
 
 # -----------------------------------------------------------------------------
@@ -103,11 +109,11 @@ def setup(config, start, world, device, device_why, given=frozenset()):
     devices.use_expandable_segments(device)
     torch.manual_seed(config.seed + world.rank)  # processes must not share dropout masks
     group = gloo_group()
-    config = all_gather(config, group)[0]  # each process may have measured something else
+    config = all_gather(config, group)[0]  # of rank 0: a config file may measure the machine
     start.agree(config, group)
     if not config.is_read_only:
         check_shared(Path(config.out_dir), world, group)
-    check_tasks(config)  # without what they need there is no run
+    check_tasks(config)  # fails now where a benchmark cannot be loaded
     dataset = open_data(config, world, device)
     timed = config.minutes > 0
     config, shape, dtype, compile = resolve(config, start, dataset, world, device, device_why,
@@ -126,13 +132,16 @@ def setup(config, start, world, device, device_why, given=frozenset()):
     run.record = describe_run(config, dataset, train_data, model, device, dtype, compile, world,
                               start.resumed)
     open_outputs(run, group)
+    if run.progress.evaluated and (ending := ending_of(run)):
+        print0(f'iteration {run.progress.iter_num} is the end already, {ending}: a larger '
+               '--max_iters, --minutes, or --patience=0, makes it longer')
     return run
 
 
 def resolve(config, start, dataset, world, device, device_why, given):
-    """Answer all that a TrainConfig leaves open → (TrainConfig, GPTConfig, dtype, compile), which
-    change no more: the shape of the model, how processes share it, the batch size, the length of
-    the run. Raises UserError."""
+    """Settle what a TrainConfig leaves to 'auto' → (TrainConfig, GPTConfig, dtype, compile), which
+    change no more: the shape of the model, ddp or fsdp, the batch size, the length of the run.
+    Raises UserError."""
     if start.resumed:
         config = time_budget.length_of(start.weights, config, given)
         start.check(config, dataset)
@@ -152,7 +161,7 @@ def resolve(config, start, dataset, world, device, device_why, given):
 
 
 def assemble(config, shape, start, dataset, world, device, dtype, compile):
-    """A resolved TrainConfig, and what it was resolved for → Run, without its outputs."""
+    """Data, model, compile, DDP or FSDP, optimizer → Run, without its outputs."""
     train_data, val_data = open_batches(config, dataset, world, device)
 
     is_sharded = config.parallel == 'fsdp'
@@ -178,10 +187,11 @@ def assemble(config, shape, start, dataset, world, device, dtype, compile):
 
     optimizer = build_optimizer(model, config, device.type, world.size)
     scaler = torch.amp.GradScaler(device.type, enabled=dtype == 'float16')
-    context = nullcontext() if dtype == 'float32' else \
-        torch.autocast(device.type, devices.DTYPES[dtype])
+    autocast = nullcontext()
+    if dtype != 'float32':
+        autocast = torch.autocast(device.type, devices.DTYPES[dtype])
     return Run(config, start, world, device, dtype, dataset, train_data, val_data, model, wrapped,
-               optimizer, context, scaler, Progress(eval_sequences=config.eval_sequences()),
+               optimizer, autocast, scaler, Progress(eval_sequences=config.eval_sequences()),
                StopRequest())
 
 
@@ -193,7 +203,7 @@ def open_batches(config, dataset, world, device):
         dataset.loader(split, in_ram, config.block_size, config.batch_size,
                        rank=world.rank, world_size=world.size, device=device, seed=config.seed,
                        micro_steps=config.accumulation() // world.size,
-                       only_first=int(overfit and split == 'train'))
+                       only_first=1 if overfit and split == 'train' else 0)
         for split in ('train', 'val'))
 
 
@@ -241,9 +251,6 @@ def resume(run, checkpoint):
         evaluated_at=iter_num if evaluated else None, val_loss=state['val_loss'],
         saved_at=iter_num, saved_evaluated=evaluated,
         eval_sequences=eval_sequences_of(state, config))
-    if run.progress.evaluated and (ending := ending_of(run)):
-        print0(f'iteration {iter_num} is the end already, {ending}: a larger --max_iters, '
-               '--minutes, or --patience=0, makes it longer')
 
 
 def open_outputs(run, group):
@@ -280,8 +287,7 @@ def open_outputs(run, group):
 
 def train(run):
     """Evaluate, save, step, log, until the run ends → why it ended."""
-    config, progress, metrics = run.config, run.progress, run.metrics
-    micro_steps = config.accumulation() // run.world.size
+    config, progress, metrics = run.config, run.progress, run.metrics  # iter_num: steps done
     metrics.begin(progress.iter_num)
     run.watching.take_film(progress.iter_num)
     with closing(run.train_data.train_batches(progress.iter_num)) as batches, \
@@ -290,14 +296,12 @@ def train(run):
             # evaluate, save or stop: all processes decide alike
             evaluating = not progress.evaluated and (loss_is_due(run) or sample_is_due(run))
             if evaluating:
-                with run.stop.until_stopped():
+                with run.stop.until_stopped():  # a signal abandons it: nothing of it is logged
                     evaluate(run)
             ending = run.stop.signal_at_step() or ending_of(run)
-            saving = ending or save_is_due(run)
-            if evaluating or saving or progress.iter_num % config.log_interval == 0:
-                ending = run.guard.report(metrics.print) or ending
-            if saving or ending:
+            if ending or save_is_due(run):
                 save(run)
+                ending = ending or run.guard.gave_up  # which saving looks at
             if ending:
                 run.saver.wait()
                 return ending
@@ -306,7 +310,7 @@ def train(run):
             lr = get_lr(progress.iter_num, config)
             for param_group in run.optimizer.param_groups:
                 param_group['lr'] = lr * param_group['lr_scale']
-            loss = forward_backward(run.wrapped, batches, micro_steps, run.scaler, run.context)
+            loss = forward_backward(run.wrapped, batches, run.micro_steps, run.scaler, run.context)
             with run.watching.around_update(progress.iter_num + 1, run.scaler):
                 grad_norm = update(run.wrapped, run.optimizer, run.scaler, config.grad_clip,
                                    run.guard, progress.iter_num, loss)
@@ -316,6 +320,7 @@ def train(run):
             metrics.tick(progress.iter_num)
             if progress.iter_num % config.log_interval == 0:
                 metrics.step(progress.iter_num, all_reduce_mean(loss.clone()), lr, grad_norm)
+                run.guard.report(metrics.print)  # here the host waits for the device anyway
             run.watching.look_inside(progress.iter_num)
             collect_garbage(progress.iter_num, evaluating)
 
@@ -344,6 +349,8 @@ def save_is_due(run):
 def ending_of(run):
     """Why the run ends at this iteration, or None."""
     config, progress = run.config, run.progress
+    if run.guard.gave_up:
+        return run.guard.gave_up
     if config.eval_only or progress.iter_num >= config.max_iters:
         return 'all iterations are done'
     if 0 < config.patience <= progress.evals_since_best:
@@ -352,20 +359,21 @@ def ending_of(run):
     return None
 
 
-def forward_backward(model, batches, micro_steps, scaler, context):
+def forward_backward(model, batches, micro_steps, scaler, autocast):
     """Add up the gradients of a step's micro-batches → this process's mean loss, on the device.
 
-    batches yields (idx, targets), or (idx, targets, weight) where not all tokens count: the
-    micro-batch's share of those of the step that do, times the number of processes, over which
-    gradients and losses are averaged. context: autocast"""
+    batches yields (idx, targets), or (idx, targets, weight) where not all tokens count. weight:
+    tokens of the micro-batch that count / those of the step on all processes × processes, since
+    gradients and losses are averaged over the processes"""
     step_loss = 0.0
     for micro_step in range(micro_steps):
         idx, targets, *weight = next(batches)
         is_last = micro_step == micro_steps - 1
-        # DDP's gradients travel between processes with the last micro-batch only.
-        waits = isinstance(model, DistributedDataParallel) and not is_last
-        with model.no_sync() if waits else nullcontext():
-            with context:
+        # DDP sums gradients over the processes with the last micro-batch only; FSDP with each, as
+        # a process keeps only its rows of them.
+        skips_sync = isinstance(model, DistributedDataParallel) and not is_last
+        with model.no_sync() if skips_sync else nullcontext():
+            with autocast:
                 _, loss = model(idx, targets)
                 loss = loss * weight[0] if weight else loss / micro_steps
             scaler.scale(loss).backward()
@@ -377,15 +385,15 @@ def update(model, optimizer, scaler, grad_clip, guard, iter_num, loss):
     """Clip the gradient and move the weights, unless something is not finite → gradient norm."""
     scaler.unscale_(optimizer)
     grad_norm = full_tensor(clip_grad_norm_(model.parameters(), grad_clip or math.inf))
-    hold = guard.check_finite(iter_num, loss, grad_norm)  # 1 on the device where one is NaN or inf
+    hold = guard.check_finite(iter_num, loss, grad_norm)  # a tensor: 1 where one is NaN or inf
     # Not scaler.step, which sees gradients only and would move the weights after a bad loss.
     if getattr(optimizer, '_step_supports_amp_scaling', False):
-        optimizer.found_inf = hold  # torch's fused optimizers and ours read it on the device
+        optimizer.found_inf = hold  # torch's fused optimizers and ours skip the step if it is 1
         optimizer.step()
-    elif not hold:  # others know nothing of it, so the host has to wait and look
+    elif not hold:  # others cannot skip by themselves, and the host waits for the device to look
         optimizer.step()
     scaler.update()
-    # DDP's gradients are views of the buckets that travel: new ones would take as much again.
+    # DDP's gradients are views of its buckets; set to None, they would be allocated again.
     optimizer.zero_grad(set_to_none=not isinstance(model, DistributedDataParallel))
     return grad_norm
 
@@ -396,17 +404,19 @@ def evaluate(run):
     progress, losses = run.progress, []
     with run.metrics.paused('evaluating'), averaged(run.optimizer):
         if loss_is_due(run):
-            losses = [mean_loss(run.wrapped, loader, progress.eval_sequences,
-                                run.context, run.stop)
+            losses = [mean_loss(run.wrapped, loader, progress.eval_sequences, run.context, run.stop)
                       for loader in (run.train_data, *run.val_data.parts)]
         scores, text = run.watching.look(losses, sample_is_due(run))
     run.stop.raise_if_stopped()
-    run.watching.log(losses, scores, text, sample_is_due(run))
+    val_loss = run.dataset.mean(loss for loss, _ in losses[1:]) if losses else None
+    is_best = progress.record_evaluation(val_loss)
+    run.watching.log(losses, val_loss, is_best, scores, text, sample_is_due(run))
 
 
 def save(run):
     """Write a checkpoint of this iteration, unless there is one, or nothing to save."""
     progress = run.progress
+    run.guard.report(run.metrics.print)
     is_saved = progress.saved_at == progress.iter_num \
         and (progress.saved_evaluated or not progress.evaluated)
     if progress.iter_num == 0 or is_saved or run.config.eval_only:
@@ -417,23 +427,11 @@ def save(run):
              'dtype': run.dtype, 'scaler': run.scaler.state_dict(),
              'averaged_steps': getattr(run.optimizer, 'averaged_steps', 0)}
     with run.metrics.paused('saving'), averaged(run.optimizer):
-        if progress.saved_at == progress.iter_num:  # a signal kept it from evaluating then
+        if progress.saved_at == progress.iter_num:  # before it was evaluated: add the losses
             run.saver.update(state)
         else:
             run.saver.save(run.model, run.optimizer, state, devices.rng_state(run.device))
     progress.saved_at, progress.saved_evaluated = progress.iter_num, progress.evaluated
-
-
-@contextmanager
-def saved_when_it_fails(run):
-    """Save where training stops with a UserError, as when its data changed or memory ran out."""
-    try:
-        yield
-    except UserError:
-        if run.world.size == 1:  # a save takes all processes, and the others know nothing of it
-            save(run)
-            run.saver.wait()
-        raise
 
 
 # -----------------------------------------------------------------------------
@@ -459,19 +457,18 @@ def finish(run, ending):
     run.guard.report_held(print0)
     if config.eval_only:
         return
+    command = f'--out_dir={quoted(out_dir)}'
     if ending in StopRequest.NAMES:
-        saved = f', which is saved; python train.py --out_dir={quoted(out_dir)} ' \
-                '--init_from=resume continues from there'
-        is_saved = progress.saved_at == progress.iter_num
-        print0(f'{ending}: stopped after iteration {progress.iter_num}{saved if is_saved else ""}')
+        print0(f'{ending}: stopped after iteration {progress.iter_num}; python train.py {command} '
+               '--init_from=resume continues from the last checkpoint')
         return
     if progress.iter_num < config.max_iters:
         print0(f'stopped after iteration {progress.iter_num}, {ending}')
     if progress.iter_num:
-        best = ' --checkpoint=best takes those before the validation loss rose from ' \
-               f'{progress.best_val_loss:.4f}' if progress.evals_since_best else ''
-        print0(f'done: {out_dir}/checkpoints has the weights; '
-               f'python sample.py --out_dir={quoted(out_dir)}{best}')
+        print0(f'done: {out_dir}/checkpoints has the weights; python sample.py {command}')
+    if progress.evals_since_best:
+        print0(f'python sample.py {command} --checkpoint=best takes those from before the '
+               f'validation loss rose from {progress.best_val_loss:.4f}')
 
 
 def main(argv):
@@ -488,8 +485,7 @@ def main(argv):
         run.saver.check_folder = check_folder
         if config.check is True:
             return
-        with run.stop, saved_when_it_fails(run), \
-                explain_out_of_memory(run.model.config, run.config, run.dtype, device):
+        with run.stop, explain_out_of_memory(run.model.config, run.config, run.dtype, device):
             finish(run, train(run))
 
 

@@ -121,24 +121,19 @@ class Watching:
             scores = self.score_benchmarks(model) if benchmarks else {}
             return scores, self.sample(model) if samples else None
 
-    def log(self, losses, scores, text, sample_is_due):
-        """Log what an evaluation found, and see whether its loss is the best. losses: of train, and
-        of val of each corpus, each with its standard error. Of several corpora the mean by their
-        shares counts."""
+    def log(self, losses, val_loss, is_best, scores, text, sample_is_due):
+        """Log what an evaluation found. losses: of train, and of val of each corpus, each with its
+        standard error. Of several corpora the mean by their shares counts."""
         run, iter_num = self.run, self.run.progress.iter_num
-        if not losses:
-            run.progress.record_evaluation(None)
-        else:
+        if losses:
             (train_loss, _), *of_val = losses
-            val_loss = run.dataset.mean(loss for loss, _ in of_val)
             error = None
             if all(each is not None for _, each in of_val):
                 error = math.sqrt(sum((part.weight * each)**2 for part, (_, each)
                                       in zip(run.dataset.parts, of_val, strict=True)))
             of_each = {part.name: loss for part, (loss, _)
                        in zip(run.dataset.parts, of_val, strict=True) if part.name}
-            best = run.progress.record_evaluation(val_loss)
-            run.metrics.evaluation(iter_num, train_loss, val_loss, best, text, of_each, error)
+            run.metrics.evaluation(iter_num, train_loss, val_loss, is_best, text, of_each, error)
         for name, (values, quote) in scores.items():
             run.metrics.benchmark(iter_num, name, values, quote)
         if text is not None and sample_is_due:

@@ -62,7 +62,7 @@ class StepGuard:
         self.held_in_a_row = torch.zeros((), device=device)  # steps that moved no weight
         self.bad_in_a_row = torch.zeros((), device=device)
         self.unread = []  # (iteration, bad, loss, gradient norm), on the device but for the first
-        self.gave_up = False  # MAX_BAD_STEPS came in a row
+        self.gave_up = ''  # why the run ends, where MAX_BAD_STEPS came in a row
         self.group = gloo_group()
 
     def check_finite(self, iter_num, loss, grad_norm):
@@ -83,14 +83,11 @@ class StepGuard:
         return hold
 
     def report(self, print_line):
-        """Write down the bad steps since the last report. This waits for the device.
-
-        → why the run ends, where MAX_BAD_STEPS came in a row, or ''. The weights are then as before
-        the first of them.
-        """
+        """Write down the bad steps since the last report, and see whether to give up: the weights
+        are then as before the first of them. This waits for the device."""
         steps, self.unread = self.unread, []
         if not steps or not torch.stack([bad for _, bad, _, _ in steps]).any():
-            return ''
+            return
         for iter_num, bad, loss, grad_norm in steps:
             if not bad:
                 continue
@@ -104,8 +101,8 @@ class StepGuard:
                         'grad_norm': finite_or_text(grad_norm.item()),
                         'sequences': [first, last], 'sequence_starts': starts}
                 append_line(self.path, line)
-        self.gave_up = self.bad_in_a_row.item() >= MAX_BAD_STEPS
-        return f'given up: {MAX_BAD_STEPS} steps in a row were not finite' if self.gave_up else ''
+        if self.bad_in_a_row.item() >= MAX_BAD_STEPS:
+            self.gave_up = f'given up: {MAX_BAD_STEPS} steps in a row were not finite'
 
     def report_held(self, print_line):
         """Warn at the end if the last steps were all skipped. One is normal with float16."""

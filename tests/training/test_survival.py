@@ -48,7 +48,7 @@ def test_a_signal_finishes_the_step_saves_and_says_how_to_go_on(tiny, tmp_path, 
     out = log.read_text()
     assert f'{name}: stopped after iteration' in out and '--init_from=resume' in out
     found, damaged = checkpoints.newest_valid(tmp_path / 'out')
-    assert not damaged and f'after iteration {found.iter_num},' in out
+    assert not damaged and f'after iteration {found.iter_num};' in out
     assert lines(tmp_path / 'out', 'loss')[-1]['iter'] == found.iter_num
 
 
@@ -112,7 +112,7 @@ def test_a_signal_ends_an_evaluation_and_the_run_is_saved(tiny, trained, tmp_pat
     train_processes(processes, tmp_path, *tiny, '--init_from=resume', '--max_iters=9',
                     '--eval_interval=7', '--eval_iters=99', before=signal_in_the_third_batch)
     log = (tmp_path / 'log0').read_text()
-    assert 'SIGTERM: stopped after iteration 7, which is saved' in log
+    assert 'SIGTERM: stopped after iteration 7; python train.py' in log
     found, _ = checkpoints.newest_valid(tmp_path / 'out')
     assert found.iter_num == 7 and not found.state['evaluated']
     assert lines(tmp_path / 'out', 'val_loss')[-1]['iter'] == 6

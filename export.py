@@ -29,7 +29,7 @@ from plaingpt.data.tokenizers import is_chat
 from plaingpt.inference.gguf_export import DTYPES, build_gguf, write_gguf
 from plaingpt.inference.hf_architectures import OWN_CODE, choose_architecture
 from plaingpt.inference.hf_export import write_hf
-from plaingpt.monitoring.metrics_file import read_rows
+from plaingpt.monitoring.run_record import read_rows
 from plaingpt.system.errors import UserError, run_script
 from plaingpt.training.open_weights import ModelChoice, load
 
@@ -85,7 +85,7 @@ def model_card(name, model, tokenizer, source, state):
 def bits_per_byte(checkpoint, iter_num):
     """What metrics.jsonl of the run says of the evaluation that a checkpoint was saved at, or None.
     checkpoint: its folder, out_dir/checkpoints/iter-…"""
-    rows = read_rows(Path(checkpoint).parents[1] / 'metrics.jsonl', print)
+    rows = read_rows(Path(checkpoint).parents[1] / 'metrics.jsonl')
     found = [row['val_bpb'] for row in rows if row['iter'] == iter_num and row.get('val_bpb')]
     return f'{found[-1]:.4f}' if found else None
 

@@ -289,7 +289,6 @@ def train(run):
     """Evaluate, save, step, log, until the run ends → why it ended."""
     config, progress, metrics = run.config, run.progress, run.metrics  # iter_num: steps done
     metrics.begin(progress.iter_num)
-    run.watching.take_film(progress.iter_num)
     with closing(run.train_data.train_batches(progress.iter_num)) as batches, \
             garbage_at_known_steps():
         while True:
@@ -447,7 +446,7 @@ def finish(run, ending):
         if config.report:
             write_report(out_dir, print0)
     if run.watching.film:
-        print0(run.watching.film.describe())
+        print0(f'python plot.py --film {quoted(out_dir)} shows how it learned')
     if run.guard.gave_up:
         raise run.guard.error()
     if run.saver.failed:

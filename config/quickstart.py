@@ -39,5 +39,5 @@ beta2 = 0.99
 
 eval_interval = 230
 eval_iters = 20
-log_interval = 50
+log_interval = 10
 film = True  # python plot.py --film out-quickstart

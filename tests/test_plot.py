@@ -1,85 +1,118 @@
-"""plot.py on folders of runs, finished, broken and training."""
+"""plot.py on folders of runs, and the pictures and tables that it makes."""
 
 import shutil
-from contextlib import ExitStack
 
 import pytest
-from helpers import ROOT, fails, size_of_png
+from helpers import ROOT, fails, lines, size_of_png
+from matplotlib.figure import Figure
 
 import plot
 from plaingpt.monitoring import curves
 from plaingpt.monitoring.markdown_report import write_report
-from plaingpt.system.files import lock_output_dir
+
+
+def run(losses, every=10, bits=1.0, tokens=64, **columns):
+    """Rows of a run: a logged step and an evaluation every so many iterations; losses: of the
+    evaluations; bits: of a byte, for each nat of a token; tokens: of a step."""
+    rows = []
+    for i, loss in enumerate(losses):
+        at = {'iter': every * i, 'tokens': tokens * every * i, 'elapsed_s': 0.5 * every * i}
+        rows.append({**at, 'train_loss': loss - 0.2, 'val_loss': loss, 'val_bpb': loss * bits,
+                     'val_loss_stderr': 0.03, **columns})
+        if i:
+            rows.append({**at, 'loss': loss - 0.1, 'lr': 1e-3, 'grad_norm': 1.0,
+                         'health/update_ratio/h.0': 1e-3, 'health/update_ratio/h.1': 2e-3})
+    return rows
 
 
 @pytest.fixture
-def no_picture(monkeypatch):
-    monkeypatch.setattr(plot, 'draw_runs', lambda *_: [])
+def drawn(monkeypatch, tmp_path):
+    """drawn([(name, rows)], …) → the axes of their picture, {title: axes}"""
+    def drawn(*arguments, **others):
+        figures = []
+        original = Figure.savefig
+        monkeypatch.setattr(Figure, 'savefig', lambda figure, *rest, **more: (
+            figures.append(figure), original(figure, *rest, **more)))
+        curves.draw_runs(arguments[0], tmp_path / 'loss.png', *arguments[1:], **others)
+        assert size_of_png(tmp_path / 'loss.png') > (1000, 600)
+        return {axes.get_title(): axes for axes in figures[-1].axes}
+    return drawn
 
 
-def test_runs_are_drawn_beside_each_other(trained, tmp_path, capsys):
+def labels(axes):
+    return {text.get_text() for text in axes.texts}
+
+
+def test_a_run_is_one_picture_of_losses_and_what_else_was_logged(drawn):
+    rows = run([10.0, 9.0] + [3 - i / 100 for i in range(98)], **{'val_loss/a$b': 5.0})
+    losses, *others = drawn([('out', rows)], [(230, 2.0, 2.5), (460, 1.5, 1.8)]).values()
+    assert labels(losses) == {'validation 2.030', 'training 1.940', r'a\$b 5.000'}
+    assert losses.get_title() == 'training and validation loss, nats a token'
+    low, high = losses.get_ylim()
+    assert low < 1.5 and high > 10 and losses.get_xlim()[0] <= 0
+    [band] = [each for each in losses.collections if each.get_label().startswith('reference')]
+    assert set(band.get_paths()[0].vertices.T[0]) == {230, 460}
+    assert [axes.get_title() for axes in others] == [
+        'learning rate', 'gradient norm', 'tokens a second', 'memory, MiB',
+        *curves.OF_BLOCKS.values()]
+    assert labels(others[4]) == {' h.0', ' h.1'}
+
+
+def test_the_first_rows_of_runs_are_drawn(drawn):
+    rows = run([4.0, 3.0, 2.0])
+    logged = [row for row in rows if 'loss' in row]
+    for begun in (rows[:1], rows[1:2], logged[:1], logged, rows[:3],
+                  [{**row, 'train_loss': None} for row in rows[:1]],
+                  [{**row, 'val_loss': None} for row in rows]):
+        assert drawn([('out', begun)]) and drawn([('out', begun), ('other', begun)])
+
+
+def test_runs_are_drawn_beside_each_other(drawn):
+    rows = run([4.0, 3.0, 2.0])
+    new = [row for row in rows if 'loss' in row]
+    losses, *_ = drawn([('a', rows), ('a', rows), ('new', new), ('none', [])]).values()
+    assert labels(losses) == {'a', 'new'} and losses.get_xlabel() == 'iteration'
+    assert losses.lines[0].get_color() == losses.lines[1].get_color() != losses.lines[2].get_color()
+    axes = drawn([('a', rows), ('b', run([4.0, 3.0], tokens=128))], by_bits=True)
+    assert axes['validation loss, bits a byte'].get_xlabel() == 'tokens'
+
+
+def test_final_losses_are_a_table_with_the_best_first():
+    runs = [('bad', run([4.0, 3.5])), ('none', []), ('good', run([4.0, 3.0, 3.1]))]
+    assert [line.split() for line in curves.loss_table(runs)[1:]] == [
+        ['good', '20', '10s', '2.9000', '3.1000', '3.0000', '3.1000'],
+        ['bad', '10', '5s', '3.3000', '3.5000', '3.5000', '3.5000'], ['none', *'------']]
+    runs = [('bytes', run([5.0, 2.0], bits=1.44)), ('words', run([9.0, 4.0], bits=0.4))]
+    assert [line.split()[0] for line in curves.loss_table(runs, by_bits=True)[1:]] \
+        == ['words', 'bytes']
+
+
+def test_runs_are_described_and_compared(trained, tmp_path, capsys):
     plot.main([str(trained), str(trained), f'--output={tmp_path}/both.png'])
     out = capsys.readouterr().out
-    assert out.count('iteration 6, 768 tokens') == 2
+    assert out.count('iteration 6, 768 tokens') == 2 and 'final losses, the best first\n' in out
     assert size_of_png(tmp_path / 'both.png') > (1000, 600)
 
 
-def test_a_run_without_a_step_says_so(tmp_path, capsys, monkeypatch):
+def test_mistakes_are_one_line_and_a_missing_run_json_costs_the_diagnosis_only(
+        trained, tmp_path, capsys, monkeypatch):
     (tmp_path / 'metrics.jsonl').write_text('nonsense\n')
     assert 'nothing to draw yet' in fails(capsys, monkeypatch, plot.main, tmp_path)
-    plot_dir = tmp_path / 'nowhere'
-    assert 'name the out_dir of a run' in fails(capsys, monkeypatch, plot.main, plot_dir)
-
-
-def test_lines_of_others_are_named_when_they_are_skipped(trained, tmp_path, capsys, no_picture):
-    text = (trained / 'metrics.jsonl').read_text()
-    (tmp_path / 'metrics.jsonl').write_text('{"step": 1, "loss": 2}\n' + text)
+    assert 'name the out_dir of a run' in fails(capsys, monkeypatch, plot.main, 'nowhere')
+    assert 'must end in .png' in fails(capsys, monkeypatch, plot.main, trained, '--output=a.html')
+    shutil.copy(trained / 'metrics.jsonl', tmp_path)
     plot.main([str(tmp_path)])
     out = capsys.readouterr().out
-    assert 'metrics.jsonl: skipped 1 of' in out and 'line 1' in out
+    assert 'iteration 6, 768 tokens' in out and 'nothing is diagnosed' in out
 
 
-def test_a_strange_run_json_costs_the_diagnosis_only(trained, tmp_path, capsys, no_picture):
-    shutil.copy(trained / 'metrics.jsonl', tmp_path)
-    for text in ('{', '[]', '{"config": 5}', '{"foo": 1}'):
-        (tmp_path / 'run.json').write_text(text)
-        plot.main([str(tmp_path)])
-        out = capsys.readouterr().out
-        assert 'iteration 6, 768 tokens' in out and 'nothing is diagnosed' in out, text
-
-
-def test_a_folder_of_an_older_version_is_drawn_and_reported(tmp_path, capsys, monkeypatch):
+def test_a_folder_of_an_older_version_is_drawn_and_reported(tmp_path, capsys):
     out = tmp_path / 'out'
     shutil.copytree(ROOT / 'tests/data/format_1/run', out)
-    plot.main([str(out), '--reference=quickstart'])
+    plot.main([str(out)])
     said = capsys.readouterr().out
     assert 'out: iteration 6, 768 tokens' in said and 'all iterations are done' in said
-    assert 'does not compare with quickstart' in said and 'warning' not in said
-    assert size_of_png(out / 'loss.png') > (1000, 600)
-    monkeypatch.setattr(curves, 'draw_runs', lambda *_: [])
+    assert 'has no reference' in said and 'warning' not in said
     write_report(out, print)
-    report = (out / 'report.md').read_text()
-    assert 'iteration 6, 768 tokens' in report
-
-
-def test_live_drawing_begins_before_the_first_row_and_ends_with_the_run(
-        trained, tmp_path, capsys, monkeypatch):
-    drawn, waits = [], []
-    original = plot.draw_runs
-    monkeypatch.setattr(plot, 'draw_runs', lambda runs, *rest: (
-        original(runs, *rest) if not runs[0][1] else drawn.append(len(runs[0][1])) or []))
-    rows = (trained / 'metrics.jsonl').read_text().splitlines(keepends=True)
-    with ExitStack() as training:
-        training.enter_context(lock_output_dir(tmp_path))
-
-        def wait(seconds):  # meanwhile the run logs some rows, then its last ones, and ends
-            waits.append(seconds)
-            if len(waits) == 2:
-                shutil.copy(trained / 'run.json', tmp_path)
-                training.close()
-            n = len(rows) if len(waits) == 2 else len(rows) - 2
-            (tmp_path / 'metrics.jsonl').write_text(''.join(rows[:n]))
-        monkeypatch.setattr(plot.time, 'sleep', wait)
-        plot.main([str(tmp_path), '--live', '--every=7'])
-    assert waits == [7.0, 7.0] and drawn[0] == len(rows) - 2 and drawn[-1] == len(rows)
-    assert 'iteration 6' in capsys.readouterr().out
+    assert 'iteration 6, 768 tokens' in (out / 'report.md').read_text()
+    assert lines(out, 'val_loss')

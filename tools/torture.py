@@ -43,7 +43,7 @@ from helpers import exit_code, fork, in_background, options, ranks
 import prepare
 import train
 from configurator import load_config
-from plaingpt.monitoring.metrics_file import read_rows
+from plaingpt.monitoring.run_record import read_rows
 from plaingpt.system import distributed
 from plaingpt.system.errors import run_script
 from plaingpt.system.files import sha256_of
@@ -111,7 +111,7 @@ def hash_checkpoint(out_dir):
 def end_of(out_dir):
     """The final weights as a digest, and all losses and samples by iteration."""
     return hash_checkpoint(out_dir), [
-        (row['iter'], key, row[key]) for row in read_rows(Path(out_dir, 'metrics.jsonl'), print)
+        (row['iter'], key, row[key]) for row in read_rows(Path(out_dir, 'metrics.jsonl'))
         for key in ('loss', 'train_loss', 'val_loss', 'sample') if key in row]
 
 

@@ -20,14 +20,12 @@ from tqdm import tqdm
 
 from plaingpt.experiments.tables import markdown, number
 from plaingpt.monitoring.curves import draw_runs
-from plaingpt.monitoring.metrics_file import read_rows
 from plaingpt.monitoring.references import STUDENT_T
-from plaingpt.monitoring.run_record import read_run
+from plaingpt.monitoring.run_record import read_rows, read_run
 from plaingpt.system.errors import UserError
 from plaingpt.system.files import ROOT, command, locked, make_writable, read_json, write_json
 from plaingpt.system.formatting import capitalized, count_of, listed
 from plaingpt.system.removed import REMOVED
-from plaingpt.system.streams import warn
 from plaingpt.training.checkpoint import checkpoint_paths
 from plaingpt.training.checkpoint_writer import archive_previous_run
 from plaingpt.training.settings import TrainConfig
@@ -166,7 +164,7 @@ def holds_run_of(folder, asked):
 def is_done(folder, max_iters):
     """Whether the run of a folder has come to its end: its last iteration, or that of patience."""
     ending = read_run(folder).get('ending', '')
-    rows = read_rows(folder / 'metrics.jsonl', warn)
+    rows = read_rows(folder / 'metrics.jsonl')
     return bool(rows) and (ending.startswith('patience')
                            or (ending == ALL_DONE and rows[-1]['iter'] == max_iters))
 
@@ -192,7 +190,7 @@ def run_command(name, argv, tree=None):
 def summarize(folder):
     """metrics.jsonl of a run → numbers. A step's time is the median: compiling, evaluating and
     other work on the machine do not count. curve: [(seconds of steps, validation loss)]"""
-    lines = read_rows(Path(folder, 'metrics.jsonl'), warn)
+    lines = read_rows(Path(folder, 'metrics.jsonl'))
     rates = [line['tokens_per_s'] for line in lines if 'tokens_per_s' in line]
     memory = [line['peak_memory_bytes'] for line in lines if 'peak_memory_bytes' in line]
     step_s = lines[-1]['tokens'] / lines[-1]['iter'] / statistics.median(rates)
@@ -343,5 +341,5 @@ def draw_comparison(runs, rows, path):
     names = [row['variant'] for row in rows if row['loss'] is not None]
     if not names:
         raise UserError('there is no picture: no variant has a loss for each of its seeds')
-    draw_runs([(run['variant'], read_rows(Path(run['folder'], 'metrics.jsonl'), warn))
+    draw_runs([(run['variant'], read_rows(Path(run['folder'], 'metrics.jsonl')))
                for run in runs if run['variant'] in names], path)

@@ -1,8 +1,18 @@
-"""run.json: the facts of a run, written down when it starts, and how it ended.
+"""run.json, the facts of a run, and metrics.jsonl, its numbers: all that a report or a plot needs.
 
-run.json and metrics.jsonl are all that a report, a diagnosis and a comparison need.
+metrics.jsonl has one JSON object a line: iter (updates done), tokens, elapsed_s, and then
+  for a logged step     loss lr grad_norm tokens_per_s mfu peak_memory_bytes data_wait
+                        and lr_embedding lr_head lr_vector where they differ from lr;
+                        with float16, loss_scale
+  for an evaluation     train_loss val_loss val_bpb, val_loss_stderr where it is known, and sample,
+                        a text by the model; of a mixture val_loss/NAME of each corpus, whose mean
+                        by their shares is val_loss
+  for a benchmark       hellaswag_acc hellaswag_acc_stderr … (eval_tasks)
+  for a health check    health/… of health.py
+Losses are means in nats per token over all micro-steps and processes; unknown values are null.
 """
 
+import json
 import math
 import os
 import platform
@@ -16,18 +26,63 @@ from pathlib import Path
 
 import numpy as np
 
-from plaingpt.monitoring.metrics_file import rows_with
 from plaingpt.system.files import ROOT, read_json, write_json
-from plaingpt.system.formatting import duration, setting
+from plaingpt.system.formatting import duration
 from plaingpt.system.removed import as_today
 from plaingpt.system.streams import warn
 
 UNIGRAM_TOKENS = 2**20  # that the entropy of single tokens is computed from
 
-# What every run.json has. One without these is not from train.py, or from a version too old to be
-# diagnosed. Later versions have more.
-KEYS = {'config', 'changed', 'data', 'vocab_size', 'train_tokens', 'unigram_loss', 'parameters',
-        'from_scratch', 'code', 'machine', 'dtype', 'compile', 'versions', 'command', 'started'}
+# -----------------------------------------------------------------------------
+# rows of metrics.jsonl
+
+
+def finite(x):
+    """x, or None where x is None or not finite: JSON has no NaN and no infinity."""
+    return x if x is not None and math.isfinite(x) else None
+
+
+def parse_row(line):
+    """A line → dict; None for what is no row, such as half a line that a kill left."""
+    with suppress(ValueError):
+        row = json.loads(line)
+        return row if isinstance(row, dict) and 'iter' in row else None
+
+
+def read_rows(path):
+    """The rows of a metrics.jsonl or film.jsonl, in order; [] where there is no file."""
+    with suppress(FileNotFoundError), open(path, 'rb') as f:
+        return list(filter(None, map(parse_row, f)))
+    return []
+
+
+def trim_rows(path, last_iter, evaluated=True):
+    """Drop the rows after iteration `last_iter` from a file of rows, and what is no row at its end.
+    evaluated=False: also those of the evaluation at last_iter, which come last there."""
+    kept = position = 0
+    with open(path, 'rb+') as f:
+        for line in f:
+            position += len(line)
+            if row := parse_row(line):
+                is_evaluation = 'loss' not in row and not any('health/' in key for key in row)
+                if row['iter'] + (is_evaluation and not evaluated) > last_iter:
+                    break
+                kept = position
+        f.truncate(kept)
+
+
+def rows_with(rows, *keys):
+    """The rows with a non-null value of each key."""
+    return [row for row in rows if all(row.get(key) is not None for key in keys)]
+
+
+def column(rows, key):
+    """All non-null values of `key`."""
+    return [row[key] for row in rows_with(rows, key)]
+
+
+# -----------------------------------------------------------------------------
+# run.json
 
 
 def describe_run(config, dataset, loader, model, device, dtype, compile, world, resumed):
@@ -36,18 +91,10 @@ def describe_run(config, dataset, loader, model, device, dtype, compile, world, 
     import torch  # here, so that plot.py starts without it
 
     from plaingpt.system.devices import cpu_name, device_name
-    from plaingpt.system.distributed import print0
-    before = read_run(config.out_dir) if resumed else {}
-    from_scratch = before.get('from_scratch', True) if resumed \
+    from_scratch = read_run(config.out_dir).get('from_scratch', True) if resumed \
         else config.init_from in ('scratch', 'auto')
-    text = {'vocab_size': dataset.vocab_size, 'train_tokens': loader.epoch_tokens(),
-            'unigram_loss': unigram_loss(dataset.mean(
-                token_frequencies(part.stream, dataset.vocab_size) for part in loader.parts))}
-    bits = {'threads': torch.get_num_threads(),  # on which the last bits of a CPU's results depend
-            'instructions': torch.backends.cpu.get_cpu_capability()}
-    for key, value in bits.items() if device.type == 'cpu' else ():
-        if (old := before.get('machine', {}).get(key, value)) != value:
-            print0(f'  changed: {key} {old} → {value}: the same numbers, but for their last bits')
+    shares = dataset.mean(token_frequencies(part.stream, dataset.vocab_size)
+                          for part in loader.parts)
     return {
         'config': asdict(config), 'changed': changed_settings(config),
         'data': {'folder': str(dataset.folder),
@@ -57,14 +104,17 @@ def describe_run(config, dataset, loader, model, device, dtype, compile, world, 
                               'weight': part.weight, 'train_tokens': len(each.stream)}
                              for part, each in zip(dataset.parts, loader.parts, strict=True)
                              if part.name]},
-        **text, 'changed_data': changed_facts(before, text) or before.get('changed_data'),
+        'vocab_size': dataset.vocab_size, 'train_tokens': loader.epoch_tokens(),
+        'unigram_loss': unigram_loss(shares),
         'train_bytes_per_token': dataset.bytes_per_token('train'),
         'val_bytes_per_token': dataset.bytes_per_token('val'),
-        'val_in_train': dataset.split_entry('val').get('in_train'),
         'parameters': model.num_parameters(), 'from_scratch': from_scratch,
         'code': code_version(),
         'machine': {'device': device_name(device), 'cpu': cpu_name(), 'cores': os.cpu_count(),
-                    'processes': world.size, 'system': platform.platform(), **bits},
+                    'processes': world.size, 'system': platform.platform(),
+                    # on these the last bits of a CPU's results depend
+                    'threads': torch.get_num_threads(),
+                    'instructions': torch.backends.cpu.get_cpu_capability()},
         'dtype': dtype, 'compile': compile,
         'versions': {'python': platform.python_version(), 'torch': torch.__version__,
                      'numpy': np.__version__},
@@ -77,13 +127,6 @@ def changed_settings(config):
     """{key: value} of a dataclass where it is not the default."""
     defaults = asdict(type(config)())
     return {key: value for key, value in asdict(config).items() if value != defaults[key]}
-
-
-def changed_facts(before, now):
-    """'train_tokens 1000 → 2000' of the facts that were others before, or ''."""
-    return ', '.join(f'{key} {setting(before[key])} → {setting(value)}'
-                     for key, value in now.items()
-                     if not math.isclose(before.get(key, value), value))
 
 
 def token_frequencies(stream, vocab_size):
@@ -126,46 +169,35 @@ def write_run(out_dir, run):
 
 
 def read_run(out_dir):
-    """run.json of a folder, or {} where there is none of ours."""
+    """run.json of a folder, with the settings of an earlier version as this one has them; {} where
+    there is none."""
     try:
-        return check_run(read_json(Path(out_dir, 'run.json')))
+        run = read_json(Path(out_dir, 'run.json'))
     except (OSError, ValueError):
         return {}
+    config = as_today(run['config'])
+    return {**run, 'config': config, 'changed': {
+        key: value for key, value in config.items()
+        if key in run['changed'] or key not in run['config']}}
 
 
 def epochs(run, tokens):
     """How often a run has read its corpus after so many tokens, of a mixture each of them →
     {name: epochs}"""
-    corpora = run.get('data', {}).get('corpora') or [
+    corpora = run['data'].get('corpora') or [
         {'name': '', 'weight': 1, 'train_tokens': run['train_tokens']}]
     return {corpus['name']: tokens * corpus['weight'] / corpus['train_tokens']
             for corpus in corpora}
 
 
-def where_it_stands(rows, run):
-    """{'iter', 'tokens', 'elapsed_s'} of the last known update: where the run ended, or the last
-    row of a run that trains or was killed."""
-    return max(rows[-1], run.get('end', rows[-1]), key=lambda place: place['iter'])
-
-
 def run_summary(name, rows, run):
     """'out: iteration 2000, 1,536,000 tokens, 1m44s; validation 1.8997 at best, at iteration 2000;
-    all iterations are done'."""
-    last = where_it_stands(rows, run)
-    line = f'{name}: iteration {last["iter"]}, {last["tokens"]:,} tokens, ' \
-           f'{duration(last["elapsed_s"])}'
+    all iterations are done'"""
+    # where the run ended, or the last row of one that trains or was killed
+    last = max(rows[-1], run.get('end', rows[-1]), key=lambda place: place['iter'])
+    parts = [f'{name}: iteration {last["iter"]}, {last["tokens"]:,} tokens, '
+             f'{duration(last["elapsed_s"])}']
     if evaluations := rows_with(rows, 'val_loss'):
         best = min(evaluations, key=lambda row: row['val_loss'])
-        line += f'; validation {best["val_loss"]:.4f} at best, at iteration {best["iter"]}'
-    return f'{line}; {run["ending"]}' if run.get('ending') else line
-
-
-def check_run(run):
-    """The content of a run.json → the same, with the settings of an earlier version as this one has
-    them. Raises ValueError."""
-    if not isinstance(run, dict) or KEYS - run.keys():
-        raise ValueError('these are no facts of a run')
-    config = as_today(run['config'])
-    changed = {key: config[key] for key in config
-               if key in run['changed'] or key not in run['config']}
-    return {**run, 'config': config, 'changed': changed}
+        parts.append(f'validation {best["val_loss"]:.4f} at best, at iteration {best["iter"]}')
+    return '; '.join(filter(None, [*parts, run.get('ending')]))

@@ -12,7 +12,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 
-from plaingpt.monitoring.metrics_file import read_rows, trim_rows
+from plaingpt.monitoring.run_record import read_rows, trim_rows
 from plaingpt.system.devices import synchronize
 from plaingpt.system.distributed import (
     all_gather,
@@ -322,7 +322,7 @@ def trim_logs(out_dir, iter_num, evaluated):
         path = Path(out_dir, name)
         if path.suffix == '.jsonl' and path.exists():
             if name == 'metrics.jsonl' and path.stat().st_size \
-                    and not read_rows(path, lambda _: None):
+                    and not read_rows(path):
                 shutil.move(path, path.with_suffix('.damaged'))
                 warn(f'{path} holds no row of a run: it is kept as {path.stem}.damaged, and a new '
                      'one begins')

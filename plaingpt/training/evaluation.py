@@ -75,21 +75,25 @@ class Watching:
         interval = min(HEALTH_INTERVAL, max(1, config.max_iters // LOOKS))
         looking = config.report if sharded(run.model) else writing
         self.health = Health(run.model, interval if looking else 0, run.val_data, run.context)
-        self.film = None
-        if config.film and writing:
-            from plaingpt.training.film import open_film
-            self.film = open_film(run)
-        self.tokenizer = None
-        if writing and (config.report or config.sample_interval):
+        self.film = self.tokenizer = None
+        if writing and (config.report or config.sample_interval or config.film):
             try:
                 self.prompts, self.shown, self.how = sample_prompts(config, run.dataset,
                                                                     run.val_data)
                 self.tokenizer = run.dataset.tokenizer()
             except UserError as problem:
                 run.metrics.print(f'warning: no samples of what the model writes: {problem}')
+        if config.film and sharded(run.model):
+            run.metrics.print('warning: no film: with parallel=fsdp no process has the whole model')
+        elif config.film and self.tokenizer:
+            from plaingpt.training.film import Film
+            self.film = Film(run, self.sample)
 
     def around_update(self, iter_num, scaler):
-        """A context for the optimizer's step of update `iter_num`, which health measures."""
+        """A context for the optimizer's step of update `iter_num`, which health measures. Before
+        the first one the film looks at the new model."""
+        if iter_num == 1:
+            self.take_film(0)
         return self.health.around_update(iter_num, scaler)
 
     def look_inside(self, iter_num):
@@ -102,7 +106,7 @@ class Watching:
         self.take_film(iter_num)
 
     def take_film(self, iter_num):
-        if self.film and self.film.is_due(iter_num):
+        if self.film and iter_num in self.film.moments:
             with self.run.metrics.paused('filming'), averaged(self.run.optimizer):
                 self.film.take(iter_num)
 
@@ -154,14 +158,14 @@ class Watching:
                 for task, scores in found.items()}
 
     @status.doing('sampling')
-    def sample(self, model):
+    def sample(self, model, tokens=SAMPLE_TOKENS):
         """A text by the model as it is now, or its answers to questions, or None where none is
         wanted. It ends early where this process received a signal."""
         if not self.tokenizer:
             return None
         model.eval()
         with self.run.context:
-            news = generate(model, self.prompts, SAMPLE_TOKENS, **self.how,
+            news = generate(model, self.prompts, tokens, **self.how,
                             on_token=lambda *_: self.run.stop.signal is not None,
                             generators=[torch.Generator().manual_seed(self.run.config.seed)
                                         for _ in self.prompts])

@@ -11,7 +11,7 @@ import numpy as np
 
 from model import GPTConfig
 from plaingpt.data.tokenizers import described_vocab_size, words_of
-from plaingpt.monitoring.metrics_file import finite
+from plaingpt.monitoring.run_record import finite
 from plaingpt.system.distributed import all_gather, launched_world, print0
 from plaingpt.system.errors import UserError
 from plaingpt.system.formatting import quoted, setting

@@ -1,7 +1,6 @@
 """What is said of runs that go wrong, and that healthy ones give no alarm: on rows of metrics, and
 in the slow tests on runs that are spoiled on purpose."""
 
-import json
 import math
 import time
 from pathlib import Path
@@ -16,15 +15,14 @@ import train
 from model import Block
 from plaingpt.data.batches import BatchLoader
 from plaingpt.data.dataset import open_dataset
-from plaingpt.monitoring.diagnosis import CHECKS, diagnose, overfit_check
-from plaingpt.monitoring.metrics_file import read_rows
-from plaingpt.monitoring.run_record import read_run
+from plaingpt.monitoring.diagnosis import CHECKS, diagnose
+from plaingpt.monitoring.run_record import read_rows, read_run
 from train import Progress
 
 # -----------------------------------------------------------------------------
 # rows of metrics
 
-RUN = dict(vocab_size=65, parameters=10**5, train_tokens=10**6, unigram_loss=3.3, from_scratch=True,
+RUN = dict(train_tokens=10**6, unigram_loss=3.3, from_scratch=True, data={},
            train_bytes_per_token=1.0,
            config=dict(warmup_iters=30, decay_lr=True, grad_clip=1.0, weight_decay=0.1,
                        check='auto', n_embd=64, max_iters=300))
@@ -58,28 +56,20 @@ def losses(change):
 # name of a diagnosis → (iteration by which it is named, facts and settings of the run that are
 # changed, {column: function of iteration and value}), more than once where it has several reasons
 WRONG = [
-    ('initial_loss', 0, {}, losses(lambda i, x: x + 2 * math.exp(-i / 10))),
-    ('initial_loss', 0, dict(from_scratch=False), losses(lambda i, x: x + math.exp(-i / 10))),
     ('unmoved', 30, {}, dict(train_loss=lambda i, x: 4.2 if i < 60 else x,
                              val_loss=lambda i, x: 4.3 if i < 60 else x)),
-    ('no_progress', 240, {}, losses(lambda i, x: 4.2 - i / 3000)),
     ('no_context', 240, {}, losses(lambda i, x: 3.3 + 0.9 * math.exp(-i / 30))),
     ('diverging', 30, {}, dict(loss=lambda i, x: x + 1.5 * (5 <= i <= 15))),
     ('diverging', 300, {}, losses(lambda i, x: x + 2 * (i >= 270))),
     ('rate_high', 30, {}, {'health/update_ratio/h.0': lambda i, x: 1.5 if i == 25 else x}),
     ('rate_low', 60, {}, {'health/update_ratio/h.0': lambda i, x: 1e-5}),
-    ('rate_gone', 180, {}, dict(lr=lambda i, x: 0.0 if i > 150 else x)),
     ('clipped', 60, dict(grad_clip=0.01), {}),
     ('no_gradient', 30, {}, {'health/grad_norm/h.1': lambda i, x: 0.0}),
     ('no_gradient', 30, {}, {'health/grad_norm/h.1': lambda i, x: 1e-5}),
-    ('attention_logit', 120, {}, {'health/attention_logit/h.0': lambda i, x: 15.0 * i}),
     ('overfit', 210, {}, dict(val_loss=lambda i, x: x + max(0, i - 150) / 200)),
     ('implausible', 30, {}, dict(val_bpb=lambda i, x: 0.2 if i else x)),
     ('implausible', 30, dict(train_bytes_per_token=30.0), {}),
-    ('overlap', 0, dict(val_in_train=0.3), {}),
-    ('changed_data', 0, dict(changed_data='train_tokens 1000 → 2000'), {}),
     ('data_wait', 30, {}, dict(data_wait=lambda i, x: 0.5)),
-    ('loss_scale', 30, {}, dict(loss_scale=lambda i, x: 0.5)),
 ]
 
 
@@ -107,9 +97,7 @@ def test_healthy_rows_give_no_alarm_however_many_there_are():
     for n in (*range(5), *range(30, len(rows), 30)):
         assert diagnose(rows[:n], RUN) == [], n
     assert diagnose(rows, RUN) == []
-    # A small share of validation in the training split is usual, and so are blocks without a
-    # gradient in the first step alone.
-    assert diagnose(rows, {**RUN, 'val_in_train': 0.05}) == []
+    # Blocks without a gradient in the first step alone are usual.
     rows[1].update({'health/grad_norm/h.0': 0.0, 'health/grad_norm/h.1': 0.0})
     assert [found for n in (1, 2, 60) for found in diagnose(rows[:n], RUN)] == []
 
@@ -122,29 +110,11 @@ def test_a_single_odd_batch_is_no_divergence():
     assert diagnose(rows, RUN) == []
 
 
-def test_the_evidence_names_the_block_and_the_iteration():
-    rows = healthy_rows()
-    for row in rows:
-        if row['iter'] == 200 and 'health/grad_norm/wte' in row:
-            row['health/attention_logit/h.1'] = 1500.0
-    [found] = diagnose(rows, RUN)
-    assert 'h.1 reached 1,500 at iteration 200' in found.evidence
-
-
 def test_bits_a_byte_of_training_are_judged_in_the_first_epoch_only():
     rows = [row for row in healthy_rows() if row['iter']]
     low = {**RUN, 'train_bytes_per_token': 30.0}
     assert [found.name for found in diagnose(rows, low)] == ['implausible']
     assert diagnose(rows, {**low, 'train_tokens': 10**5}) == []
-
-
-def test_a_few_batches_are_learned_by_heart():
-    rows = [{'iter': 0, 'train_loss': 4.2}, {'iter': 100, 'train_loss': 0.1}]
-    run = changed_run(dict(check='overfit'))
-    assert 'near zero as it should' in overfit_check(rows, run)
-    rows[-1]['train_loss'] = 0.5
-    assert 'should come under 0.21' in overfit_check(rows, run)
-    assert overfit_check(rows, RUN) is None
 
 
 # -----------------------------------------------------------------------------
@@ -170,7 +140,7 @@ def diagnosed(char_data, tmp_path, monkeypatch):
 
 
 def names(out_dir):
-    rows = read_rows(Path(out_dir, 'metrics.jsonl'), pytest.fail)
+    rows = read_rows(Path(out_dir, 'metrics.jsonl'))
     return {found.name for found in diagnose(rows, read_run(out_dir))}
 
 
@@ -203,32 +173,6 @@ def test_iterations_that_do_not_count_steps_are_named(monkeypatch, diagnosed, ca
 
 def test_a_healthy_run_gives_no_alarm(diagnosed):
     assert diagnosed(max_iters=120, lr_decay_iters=120) == set()
-
-
-def test_a_resumed_run_is_told_that_its_data_has_changed(
-        diagnosed, tmp_path, char_data, capsys, monkeypatch):
-    monkeypatch.setattr(train, 'fits_in_ram', lambda *_: False)
-    folder = tmp_path / 'data'
-    folder.mkdir()
-    meta = json.loads((char_data / 'meta.json').read_text())
-    for split, times in (('train', 10), ('val', 1)):  # of more than the checksums of a resume read
-        ids = np.tile(np.fromfile(char_data / f'{split}.bin', dtype='<u2'), times)
-        ids.tofile(folder / f'{split}.bin')
-        entry = meta['splits'][split]
-        entry['tokens'] = entry['files'][0]['tokens'] = len(ids)
-    (folder / 'meta.json').write_text(json.dumps(meta))
-
-    def resumed(max_iters):
-        found = diagnosed(dataset=folder, max_iters=max_iters, lr_decay_iters=30, eval_interval=5,
-                          init_from='auto')
-        assert ('diagnosis: the run began with other data' in capsys.readouterr().out) \
-            == bool(found)
-        return found
-    assert resumed(5) == set()
-    tokens = np.memmap(folder / 'train.bin', dtype='<u2', mode='r+')
-    tokens[8500:12000] = 0  # between the blocks that are read
-    tokens.flush()
-    assert resumed(10) == resumed(15) == {'changed_data'}
 
 
 def test_the_time_that_training_waits_for_batches_is_measured(char_data, monkeypatch):
@@ -282,7 +226,6 @@ def only(**settings):
 SPOILED = [
     ('rate_high', 60, only(learning_rate=0.3, min_lr=0.03)),
     ('rate_low', 60, only(learning_rate=3e-6, min_lr=3e-7)),
-    ('rate_gone', 30, only(warmup_iters=5, lr_decay_iters=15, min_lr=0.0, max_iters=60)),
     ('diverging', 30, only(learning_rate=0.3, min_lr=0.03, warmup_iters=0)),
     ('no_context', 270, labels_shuffled),
     ('implausible', 30, targets_not_shifted),

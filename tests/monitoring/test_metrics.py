@@ -1,3 +1,5 @@
+"""The rows of metrics.jsonl, the console, and the clock of a run."""
+
 import json
 import math
 from dataclasses import replace
@@ -6,8 +8,7 @@ import pytest
 import torch
 
 from plaingpt.monitoring.metrics import Metrics
-from plaingpt.monitoring.metrics_file import read_rows, trim_rows
-from plaingpt.system.formatting import duration, short
+from plaingpt.monitoring.run_record import read_rows, trim_rows
 from plaingpt.training.settings import TrainConfig
 
 CONFIG = TrainConfig(batch_size=10, block_size=10, gradient_accumulation_steps=1, max_iters=1000,
@@ -51,34 +52,22 @@ def metrics(tmp_path):
     return new(tmp_path / 'metrics.jsonl')
 
 
-def lines(metrics):
-    return [json.loads(line) for line in metrics.path.read_text().splitlines()]
-
-
-def test_a_step_is_a_line_of_the_documented_keys(metrics, capsys):
-    metrics.begin(0)
-    metrics.step(10, torch.tensor(2.5), 1e-3, torch.tensor(0.7))
-    (line,) = lines(metrics)
-    assert list(line) == ['iter', 'tokens', 'elapsed_s', 'loss', 'lr', 'grad_norm',
-                          'tokens_per_s', 'mfu', 'peak_memory_bytes', 'data_wait']
-    assert (line['iter'], line['tokens'], line['loss'], line['mfu']) == (10, 1000, 2.5, None)
-    assert 'iter   10 | loss 2.5000 | lr 1.00e-03 | grad 0.70' in capsys.readouterr().out
-
-
-def test_learning_rates_of_groups_are_logged_where_they_differ(tmp_path):
+def test_a_step_is_a_line_of_the_documented_keys(tmp_path, capsys):
     metrics = new(tmp_path / 'metrics.jsonl',
                   config=replace(CONFIG, lr_scales='embedding:8,vector:0.5'))
     metrics.begin(0)
-    metrics.step(10, 2.5, 1e-3, 0.7)
-    (line,) = lines(metrics)
-    assert {key: line[key] for key in line if key.startswith('lr')} == \
-        {'lr': 1e-3, 'lr_embedding': 8e-3, 'lr_vector': 5e-4}
+    metrics.step(10, torch.tensor(2.5), 1e-3, torch.tensor(0.7))
+    (line,) = read_rows(metrics.path)
+    assert list(line) == ['iter', 'tokens', 'elapsed_s', 'loss', 'lr', 'lr_embedding', 'lr_vector',
+                          'grad_norm', 'tokens_per_s', 'mfu', 'peak_memory_bytes', 'data_wait']
+    assert [line[key] for key in ('iter', 'tokens', 'loss', 'lr_embedding', 'lr_vector', 'mfu')] \
+        == [10, 1000, 2.5, 8e-3, 5e-4, None]
+    assert 'iter   10 | loss 2.5000 | lr 1.00e-03 | grad 0.70' in capsys.readouterr().out
 
 
-def test_mfu_is_that_of_each_gpu_and_null_where_the_peak_is_not_known(tmp_path, monkeypatch,
-                                                                      capsys):
+def test_mfu_is_that_of_each_gpu_and_null_where_the_peak_is_not_known(tmp_path, monkeypatch):
     monkeypatch.setattr('plaingpt.monitoring.metrics.peak_memory_bytes', lambda _: 0)
-    shares, columns = [], []
+    shares = []
     for i, (name, changes) in enumerate([
             ('NVIDIA A100-SXM4', {}), ('NVIDIA A100-SXM4', {'world_size': 2}),
             ('NVIDIA A100-SXM4', {'dtype': 'float32'}), ('NVIDIA GB999', {}), ('cpu', {})]):
@@ -88,17 +77,14 @@ def test_mfu_is_that_of_each_gpu_and_null_where_the_peak_is_not_known(tmp_path, 
             **changes})
         metrics.begin(0)
         metrics.step(1, 2.5, 1e-3, 0.7)
-        (line,) = lines(metrics)
+        (line,) = read_rows(metrics.path)
         shares.append(line['mfu'] and line['mfu'] * 312e12 / line['tokens_per_s'] / 10**9)
-        columns += [[part for part in capsys.readouterr().out.split(' | ') if 'mfu' in part]]
     assert shares == [pytest.approx(1.0), pytest.approx(0.5), None, None, None]
-    assert all(part.endswith('%') for (part,) in columns[:2])
-    assert columns[2:] == [['mfu n/a'], ['mfu n/a'], []]  # on a CPU it cannot be known
 
 
 def test_an_evaluation_is_a_line_of_the_documented_keys(metrics, capsys):
     metrics.evaluation(20, 2.0, 4 * math.log(2), best=True)
-    (line,) = lines(metrics)
+    (line,) = read_rows(metrics.path)
     assert list(line) == ['iter', 'tokens', 'elapsed_s', 'train_loss', 'val_loss', 'val_bpb']
     assert line['val_bpb'] == pytest.approx(1.0)
     assert capsys.readouterr().out.rstrip().endswith('1.000 bits/byte | best')
@@ -110,76 +96,21 @@ def test_what_is_not_a_number_is_null_and_the_file_stays_json(metrics):
     assert line['train_loss'] is None and line['val_loss'] is None
 
 
-def test_time_spent_evaluating_is_no_step_time(metrics, now):
+def test_what_a_pause_takes_is_no_step_time_and_queued_steps_before_it_are(
+        metrics, now, monkeypatch):
+    def drain(_):  # of three seconds of queued steps
+        now[0] += 3.0
+    monkeypatch.setattr('plaingpt.monitoring.metrics.synchronize', drain)
     metrics.begin(0)
     now[0] = 1.0
     with metrics.paused('evaluating'):
-        now[0] = 61.0
-    now[0] = 62.0
-    metrics.loader.waited_s = 0.5
+        now[0] += 60.0
+    metrics.loader.waited_s = 1.0
     metrics.step(4, 1.0, 1e-3, 1.0)
-    [line] = lines(metrics)
-    assert line['tokens_per_s'] == pytest.approx(4 * 100 / 2) and line['data_wait'] == 0.25
-
-
-def row(i):
-    return json.dumps({'iter': i, 'tokens': 100 * i, 'elapsed_s': 0.1 * i}) + '\n'
-
-
-def test_a_resumed_run_drops_what_came_after_its_checkpoint(tmp_path):
-    path = tmp_path / 'metrics.jsonl'
-    for end in ('{"iter"', '3', '[1]', '\n\n', '{"iter": 1}'):
-        path.write_text(row(1) + row(2) + row(3) + end)
-        trim_rows(path, 2)
-        assert path.read_text() == row(1) + row(2)
-    path.write_text((row(1) + row(2)).rstrip())  # the newline did not make it to disk
-    trim_rows(path, 2)
-    assert path.read_text() == row(1) + row(2)
-
-
-def test_lines_that_are_no_rows_are_named_and_skipped(tmp_path):
-    path, said = tmp_path / 'metrics.jsonl', []
-    path.write_bytes(row(1).encode() + b'\xff\xfe\n{"loss": 3}\n' + row(2).encode()
-                     + b'{"iter": 3, "tokens": 1}\n[1]\n3\n' + row(3).encode()[:-9])
-    assert [found['iter'] for found in read_rows(path, said.append)] == [1, 2]
-    (line,) = said
-    assert str(path) in line and 'skipped 6 of 8' in line and 'line 2, 3, 5, 6, 7, …' in line
-
-
-def test_a_disk_that_refuses_a_line_stops_no_training(metrics, capsys):
-    metrics.path = metrics.path.parent  # a folder: cannot be appended to
-    metrics.evaluation(20, 2.0, 2.0, best=True)
-    assert 'is lost' in capsys.readouterr().err
-
-
-def test_other_ranks_write_nothing(tmp_path, capsys):
-    quiet = new(tmp_path / 'm.jsonl', quiet=True)
-    quiet.begin(0)
-    quiet.step(1, 1.0, 1.0, 1.0)
-    quiet.evaluation(1, 1.0, 1.0, best=True)
-    quiet.close()
-    assert not quiet.path.exists() and capsys.readouterr().out == ''
-
-
-def test_the_time_left_counts_the_evaluations_to_come(metrics, now):
-    metrics.begin(0)
-    with metrics.paused('evaluating'):
-        now[0] += 30.0
-        metrics.evaluation(0, 1.0, 1.0, best=True)
-    assert metrics.remaining_s(500, step_s=2.0) == 500 * 2 + 5 * 30
-
-
-def test_what_a_device_has_still_to_do_before_a_pause_is_step_time(metrics, now, monkeypatch):
-
-    def drain(_):  # of seven seconds of queued steps
-        now[0] += 7.0
-
-    monkeypatch.setattr('plaingpt.monitoring.metrics.synchronize', drain)
-    metrics.begin(0)
-    with metrics.paused('health check'):
-        now[0] += 30.0
-    metrics.step(10, 1.0, 1.0, 1.0)
-    assert lines(metrics)[0]['tokens_per_s'] == CONFIG.step_tokens() / 0.7
+    [line] = read_rows(metrics.path)
+    assert line['tokens_per_s'] == pytest.approx(4 * 100 / 4) and line['data_wait'] == 0.25
+    metrics.evaluation(0, 1.0, 1.0, best=True)  # the time left counts those to come
+    assert metrics.remaining_s(500, step_s=2.0) == 500 * 2 + 5 * 60
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason='needs a GPU')
@@ -191,7 +122,33 @@ def test_queued_kernels_are_step_time_on_a_gpu(tmp_path):
     with metrics.paused('health check'):
         torch.cuda.synchronize()
     metrics.step(1, 1.0, 1.0, 1.0)
-    assert lines(metrics)[0]['tokens_per_s'] < CONFIG.step_tokens() / 0.2
+    assert read_rows(metrics.path)[0]['tokens_per_s'] < CONFIG.step_tokens() / 0.1
+
+
+def row(i, **values):
+    return json.dumps({'iter': i, 'tokens': 100 * i, 'elapsed_s': 0.1 * i, **values}) + '\n'
+
+
+def test_a_resumed_run_drops_what_came_after_its_checkpoint(tmp_path):
+    path = tmp_path / 'metrics.jsonl'
+    for end in ('', '{"iter"', '3', '[1]', '\n\n'):  # what a kill leaves
+        path.write_text(row(1) + row(2) + row(3) + end)
+        assert [found['iter'] for found in read_rows(path)] == [1, 2, 3]
+        trim_rows(path, 2)
+        assert path.read_text() == row(1) + row(2)
+    steps = row(1, loss=1.0) + row(2, loss=1.0) + row(2, **{'health/grad_norm/h.0': 1.0})
+    path.write_text(steps + row(2, val_loss=1.0) + row(2, sample='x'))
+    trim_rows(path, 2, evaluated=False)  # it evaluates there again
+    assert path.read_text() == steps
+
+
+def test_other_ranks_write_nothing(tmp_path, capsys):
+    quiet = new(tmp_path / 'm.jsonl', quiet=True)
+    quiet.begin(0)
+    quiet.step(1, 1.0, 1.0, 1.0)
+    quiet.evaluation(1, 1.0, 1.0, best=True)
+    quiet.close()
+    assert not quiet.path.exists() and capsys.readouterr().out == ''
 
 
 def test_rows_in_memory_stay_few_and_evaluations_stay(metrics, monkeypatch):
@@ -202,7 +159,7 @@ def test_rows_in_memory_stay_few_and_evaluations_stay(metrics, monkeypatch):
     assert [r['iter'] for r in metrics.rows if 'val_loss' in r] == list(range(0, 1000, 50))
 
 
-def test_a_backend_that_fails_is_dropped_and_the_run_goes_on(metrics, capsys):
+def test_a_backend_or_a_disk_that_fails_stops_no_training(metrics, capsys):
     class Broken:
         name = 'broken'
 
@@ -211,12 +168,8 @@ def test_a_backend_that_fails_is_dropped_and_the_run_goes_on(metrics, capsys):
     metrics.backends = [Broken()]
     metrics.evaluation(1, 2.0, 2.0, best=True)
     metrics.evaluation(2, 2.0, 2.0, best=True)
-    out = capsys.readouterr().out
-    assert out.count('the network is gone') == 1 and len(lines(metrics)) == 2
-
-
-def test_numbers_are_short_for_people():
-    assert [short(n) for n in (999, 15000, 23456, 123456, 999900, 1234567)] == \
-        ['999', '15.0k', '23.5k', '123k', '1.00M', '1.23M']
-    assert [duration(s) for s in (5, 65, 3725, 360000, 1e9, math.inf)] == \
-        ['5s', '1m05s', '1h02m', '100h00m', '31.7 years', 'inf years']
+    assert capsys.readouterr().out.count('the network is gone') == 1
+    assert len(read_rows(metrics.path)) == 2
+    metrics.path = metrics.path.parent  # a folder: cannot be appended to
+    metrics.evaluation(3, 2.0, 2.0, best=True)
+    assert 'is lost' in capsys.readouterr().err

@@ -3,12 +3,10 @@
 import subprocess
 import sys
 import threading
-import time
 
 import pytest
 from helpers import wait_until
 
-from plaingpt.monitoring.metrics import Clock
 from plaingpt.system import machine
 from plaingpt.system.machine import CrowdedCores, core_limit, limit_threads, machine_memory
 
@@ -114,23 +112,3 @@ class RunsAtOnce:
 
     def join(self, timeout):
         pass
-
-
-def test_steps_that_become_slow_and_stay_so_are_told_once(monkeypatch):
-    now = [0.0]
-    monkeypatch.setattr(time, 'perf_counter', lambda: now[0])
-    clock = Clock()
-
-    def told(*laps_s):
-        count = 0
-        for lap_s in laps_s:
-            now[0] += lap_s
-            count += clock.slowed_down(lap_s, 2.0)
-        return count
-
-    assert told(5.0, 1.0, 1.0, 1.1, 1.9) == 0
-    assert told(3.0, 1.0, 3.0, 1.0) == 0  # a lap alone
-    assert told(*[3.0] * 5) == 1
-    assert told(1.5, *[3.0] * 5) == 0  # it has not been fast again
-    assert told(1.0, *[3.0] * 5) == 1
-    assert told(*[0.01] * 9) == told(*[0.03] * 50) == 0  # over within a moment

@@ -16,9 +16,9 @@ import plan
 import prepare
 import train
 from model import GPT, GPTConfig
+from plaingpt.checks import model_checks
 from plaingpt.data.dataset import open_dataset
 from plaingpt.data.packing import PackedLoader
-from plaingpt.monitoring.diagnosis import THRESHOLDS
 from plaingpt.system.errors import UserError
 from plaingpt.training import checkpoint as checkpoints
 from plaingpt.training import checkpoint_writer
@@ -174,8 +174,8 @@ def test_a_tuned_model_that_is_sure_of_other_answers_can_be_tuned_again(chat, tm
     train.main([*chat, '--init_from=sure', '--check=auto', '--out_dir=out'])
     assert 'checks passed' in capsys.readouterr().out
     first, *_ = lines(tmp_path / 'out', 'val_loss')
-    assert first['val_loss'] > math.log(CHAT.vocab_size) + THRESHOLDS['initial_loss'] \
-        + THRESHOLDS['initial_loss_per_channel'] * 32  # n_embd
+    assert first['val_loss'] > math.log(CHAT.vocab_size) + model_checks.INITIAL_LOSS \
+        + model_checks.INITIAL_LOSS_PER_CHANNEL * 32  # n_embd
 
 
 def test_a_loader_that_ignores_the_mask_is_caught_before_it_trains(chat, monkeypatch):

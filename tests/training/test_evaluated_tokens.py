@@ -101,14 +101,3 @@ def test_the_standard_error_of_a_loss_is_that_of_the_batches(losses):
     assert loss == pytest.approx(statistics.mean(losses))
     assert error == pytest.approx(statistics.stdev(losses) / 2, rel=0.01)  # they are float32
     assert error_of(1) == (losses[0], None)  # one batch has no spread
-
-
-def test_a_resume_with_another_number_of_threads_is_told(tiny, capsys):
-    train.main([*tiny, '--max_iters=1'])
-    before = torch.get_num_threads()
-    try:
-        torch.set_num_threads(before + 1)
-        train.main([*tiny, '--init_from=resume', '--max_iters=2'])
-    finally:
-        torch.set_num_threads(before)
-    assert f'changed: threads {before} → {before + 1}' in capsys.readouterr().out

@@ -18,7 +18,6 @@ from helpers import (
     run,
     same,
     shared_file,
-    train_processes,
     weights,
     write_tasks,
 )
@@ -26,7 +25,7 @@ from helpers import (
 import export
 import train
 from plaingpt.training import checkpoint as checkpoints
-from plaingpt.training import evaluation, optimizers, start
+from plaingpt.training import evaluation
 from plaingpt.training.optimizers import build_optimizer
 from plaingpt.training.schedules import get_lr
 from plaingpt.training.settings import TrainConfig
@@ -57,58 +56,6 @@ def test_exactly_max_iters_updates_are_made_and_the_last_weights_evaluated(tiny,
     found.load_optimizer(optimizer, model)
     assert found.iter_num == 5
     assert {int(state['step']) for state in optimizer.state.values()} == {5}
-
-
-def assert_close(one, other):
-    """Two runs computed the same, but for the order of additions."""
-    for key in ('loss', 'grad_norm', 'train_loss', 'val_loss'):
-        a, b = ([line[key] for line in lines(out_dir, key)] for out_dir in (one, other))
-        assert a == pytest.approx(b, abs=1e-5), key
-    for a, b in zip(weights(one), weights(other), strict=True):
-        assert torch.allclose(a, b, atol=1e-5)
-
-
-def test_a_step_of_several_micro_batches_is_that_of_one_big_batch(tiny, trained, tmp_path):
-    train.main([*tiny, '--batch_size=8', '--gradient_accumulation_steps=1', '--eval_iters=1'])
-    assert_close(trained, tmp_path / 'out')
-
-
-NEWER = options(optimizer='normuon', rotary=True, rmsnorm=True, qk_norm=True, mlp='relu2',
-                tied_head=False, zero_init=True, lr_schedule='wsd', conv=4, value_embeddings=True,
-                document_attention=True)
-
-
-@pytest.mark.parametrize('recipe', [
-    pytest.param([], marks=pytest.mark.slow, id='gpt2'), pytest.param(NEWER, id='newer')])
-def test_two_processes_compute_what_one_does(tiny, trained, tmp_path, monkeypatch, recipe):
-    monkeypatch.setattr(optimizers, 'cpu_has_bfloat16', lambda: False)  # float32, not rounded
-    monkeypatch.setattr(start, 'document_start', lambda *_: 0)  # lines are documents
-    one = trained
-    if recipe:
-        train.main([*tiny, *recipe, f'--out_dir={(one := tmp_path / "one")}'])
-    train_processes(2, tmp_path, *tiny, *recipe)
-    assert_close(one, tmp_path / 'out')
-
-
-@pytest.mark.parametrize(('dtype', 'recipe'), [
-    ('float32', []), ('bfloat16', NEWER),
-    ('float16', options(optimizer='sgd', learning_rate=0.1, lr_schedule='linear', mlp='swiglu'))])
-def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(
-        tiny, tmp_path, monkeypatch, dtype, recipe):
-    monkeypatch.setattr(start, 'document_start', lambda *_: 0)  # lines are documents
-    tiny = [*tiny, f'--dtype={dtype}', '--dropout=0.2', *recipe]
-    whole, cut = tmp_path / 'whole', tmp_path / 'cut'
-    train.main([*tiny, f'--out_dir={whole}'])
-    shutil.copytree(whole, cut)
-    shutil.rmtree(checkpoints.find(cut).path)  # of iteration 6; that of 3 remains
-    train.main([*tiny, f'--out_dir={cut}', '--init_from=resume'])
-    assert same(weights(whole), weights(cut))
-    states = [checkpoints.find(out_dir).state for out_dir in (whole, cut)]
-    for key in ('scaler', 'rng', 'sequences', 'best_val_loss'):
-        assert states[0][key] == states[1][key], key
-    for key in ('loss', 'grad_norm', 'val_loss'):
-        assert [(line['iter'], line[key]) for line in lines(whole, key)] \
-            == [(line['iter'], line[key]) for line in lines(cut, key)]
 
 
 def test_each_step_has_the_learning_rate_of_the_schedule_and_a_clipped_gradient(

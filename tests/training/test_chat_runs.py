@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from helpers import CHAT, TINY, ask, lines, options, same, train_processes, weights, write_chat
+from helpers import CHAT, TINY, ask, lines, options, write_chat
 
 import evaluate
 import plan
@@ -68,46 +68,6 @@ def runs(folder):
         train.main([*CHAT_RUN, '--out_dir=chat'])
         train.main([*CHAT_RUN, '--dataset=byte', '--out_dir=base'])
     return folder
-
-
-def logged(out_dir):
-    """All losses and gradient norms of a run."""
-    return [row[key] for key in ('loss', 'grad_norm', 'train_loss', 'val_loss')
-            for row in lines(out_dir, key)]
-
-
-def assert_close(one, other):
-    """The weights of two runs are, after steps in proportion to the gradients."""
-    for a, b in zip(weights(one), weights(other), strict=True):
-        assert torch.allclose(a, b, atol=1e-6)
-
-
-@pytest.mark.slow
-def test_the_losses_are_the_same_however_a_step_is_split(chat, tmp_path):
-    chat = [*chat, '--optimizer=sgd', '--learning_rate=0.3']
-    train.main([*chat, '--out_dir=out'])
-    split = [*chat, '--batch_size=2', '--gradient_accumulation_steps=4', '--eval_iters=8']
-    train.main([*split, '--out_dir=four'])
-    train_processes(2, tmp_path, *split, '--out_dir=two')
-    for name in ('four', 'two'):
-        assert logged(tmp_path / name) == pytest.approx(logged(tmp_path / 'out'), abs=1e-5), name
-        assert_close(tmp_path / 'out', tmp_path / name)
-
-
-@pytest.mark.slow  # tests/parallel shards models too
-def test_the_losses_of_a_model_that_two_processes_share_are_those_of_one(chat, tmp_path):
-    chat = [*chat, '--optimizer=sgd', '--learning_rate=0.3']
-    train.main([*chat, '--out_dir=out'])
-    train_processes(2, tmp_path, *chat, '--batch_size=4', '--gradient_accumulation_steps=2',
-                    '--eval_iters=4', '--parallel=fsdp', '--out_dir=two')
-    assert logged(tmp_path / 'two') == pytest.approx(logged(tmp_path / 'out'), abs=1e-5)
-    assert_close(tmp_path / 'out', tmp_path / 'two')
-
-
-def test_a_resumed_run_is_the_one_that_was_not_stopped(chat, runs, tmp_path):
-    train.main([*chat, '--max_iters=3', '--out_dir=out'])
-    train.main([*chat, '--out_dir=out', '--init_from=resume'])
-    assert same(weights(tmp_path / 'out'), weights(runs / 'chat'))
 
 
 @pytest.mark.parametrize('tied_head', [True, False])

@@ -1,0 +1,109 @@
+"""Runs that must be equal: however a step is split into micro-batches, on several processes, with
+copies of the model or shares of it, and after a resume; for each kind of model and of data."""
+
+import random
+import shutil
+
+import pytest
+import torch
+from helpers import (
+    TINY,
+    ask,
+    lines,
+    options,
+    prepare_corpora,
+    same,
+    train_processes,
+    weights,
+    write_chat,
+)
+
+import prepare
+import train
+from plaingpt.training import checkpoint as checkpoints
+from plaingpt.training import optimizers, start
+
+STEP = options(batch_size=2, gradient_accumulation_steps=6, eval_iters=6, check=False)
+NEWER = options(optimizer='normuon', rotary=True, rmsnorm=True, qk_norm=True, mlp='relu2',
+                tied_head=False, zero_init=True, lr_schedule='wsd', conv=4, value_embeddings=True,
+                document_attention=True)
+RECIPES = {
+    'gpt2': ['--dataset=data/char'],
+    'newer': ['--dataset=data/char', *NEWER],
+    'swiglu': ['--dataset=data/char',
+               *options(optimizer='sgd', learning_rate=0.1, lr_schedule='linear', mlp='swiglu')],
+    'chat': ['--dataset=data/chat',
+             *options(block_size=48, n_layer=1, optimizer='sgd', learning_rate=0.3)],
+    'mixture': ['--dataset=data/code:0.3,data/prose:0.7', '--n_layer=1']}
+WAYS = {  # processes, settings
+    'one micro-batch': (1, options(batch_size=12, gradient_accumulation_steps=1, eval_iters=1)),
+    'two processes': (2, []),
+    'three processes': (3, []),
+    'shares of the model': (2, ['--parallel=fsdp'])}
+
+
+@pytest.fixture(scope='module')
+def folder(text_file, tmp_path_factory):
+    """A folder with the datasets data/char, data/code, data/prose and data/chat. Answers are of
+    very different lengths, and some questions fill a sequence, so that a micro-batch may have many
+    targets or none."""
+    folder, text = tmp_path_factory.mktemp('equal'), text_file.read_text()
+    prepare.main(['text', f'--input={text_file}', '--tokenizer=char',
+                  f'--data_dir={folder}/data/char'])
+    prepare_corpora(folder, {'code': text[:6000], 'prose': text[6000:60_000]})
+    rng = random.Random(0)
+    asked = [ask(f'{i}?' * rng.randint(1, 4), 'ab' * rng.choice((1, 1, 12))) for i in range(170)]
+    write_chat(folder / 'data/chat', asked[20:] + [ask('?' * 150, 'ab')] * 20, asked[:20])
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def here(folder, monkeypatch):
+    monkeypatch.chdir(folder)
+    monkeypatch.setattr(start, 'document_start', lambda *_: 0)  # lines are documents
+    monkeypatch.setattr(optimizers, 'cpu_has_bfloat16', lambda: False)  # Muon rounds nothing
+
+
+@pytest.fixture
+def whole(folder, recipe):
+    """The out_dir of a run of the recipe in one process, which nothing interrupted."""
+    out_dir = folder / f'whole-{recipe}'
+    if not out_dir.exists():
+        train.main([*TINY, *STEP, *RECIPES[recipe], f'--out_dir={out_dir}'])
+    return out_dir
+
+
+FAST = {('newer', 'two processes'), ('chat', 'one micro-batch'), ('mixture', 'three processes')}
+
+
+@pytest.mark.parametrize(('recipe', 'way'), [
+    pytest.param(recipe, way, marks=[] if (recipe, way) in FAST else pytest.mark.slow)
+    for recipe in RECIPES for way in WAYS])
+def test_a_run_is_the_same_however_its_steps_are_shared_out(recipe, way, whole, tmp_path):
+    processes, settings = WAYS[way]
+    train_processes(processes, tmp_path, *TINY, *STEP, *RECIPES[recipe], *settings,
+                    f'--out_dir={tmp_path}/out')
+    for key in ('loss', 'grad_norm', 'train_loss', 'val_loss'):
+        one, other = ([line[key] for line in lines(out, key)] for out in (whole, tmp_path / 'out'))
+        assert other == pytest.approx(one, abs=1e-5), key
+    for one, other in zip(weights(whole), weights(tmp_path / 'out'), strict=True):
+        assert torch.allclose(one, other, atol=1e-5)
+
+
+@pytest.mark.parametrize(('recipe', 'dtype'), [
+    ('gpt2', 'float32'), ('newer', 'bfloat16'), ('swiglu', 'float16'), ('chat', 'float32'),
+    ('mixture', 'float32')])
+def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(recipe, dtype, tmp_path):
+    whole, cut = tmp_path / 'whole', tmp_path / 'cut'
+    words = [*TINY, *STEP, *RECIPES[recipe], f'--dtype={dtype}', '--dropout=0.2']
+    train.main([*words, f'--out_dir={whole}'])
+    shutil.copytree(whole, cut)
+    shutil.rmtree(checkpoints.find(cut).path)  # of iteration 6; that of 3 remains
+    train.main([*words, f'--out_dir={cut}', '--init_from=resume'])
+    assert same(weights(whole), weights(cut))
+    states = [checkpoints.find(out_dir).state for out_dir in (whole, cut)]
+    for key in ('scaler', 'rng', 'sequences', 'best_val_loss'):
+        assert states[0][key] == states[1][key], key
+    for key in ('loss', 'grad_norm', 'val_loss'):
+        assert [(line['iter'], line[key]) for line in lines(whole, key)] \
+            == [(line['iter'], line[key]) for line in lines(cut, key)]

@@ -31,7 +31,7 @@ batch_size = 64
 # al. 2022)
 max_iters = 4768
 optimizer = 'normuon'
-learning_rate = 1.5e-3  # half of what config/shakespeare_char_fast.py has for half as many channels
+learning_rate = 1.5e-3  # not tuned
 lr_scales = 'embedding:8,head:2,vector:4'
 min_lr = 0.0
 lr_schedule = 'linear'

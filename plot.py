@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from configurator import load_config
-from plaingpt.monitoring.curves import draw_runs, loss_table
+from plaingpt.monitoring.curves import draw_runs
 from plaingpt.monitoring.diagnosis import diagnose
 from plaingpt.monitoring.film_page import write_page
 from plaingpt.monitoring.references import compare, read_band
@@ -41,21 +41,15 @@ def main(argv):
     default = Path(folders[0], 'loss.png') if len(folders) == 1 else Path('compare.png')
     if config.film:
         path = Path(config.output or default.with_name('film.html'))
-        write_page([(name, folder, rows)
-                    for folder, (name, rows, _) in zip(folders, runs, strict=True)], path)
+        write_page([(name, folder) for folder, (name, *_) in zip(folders, runs, strict=True)], path)
         print(f'{path}: open it in a browser')
         return
     path = Path(config.output or default)
+    # Where tokenizers differ, losses a token do not compare.
     by_bits = len({run.get('val_bytes_per_token') for *_, run in runs} - {None}) > 1
     draw_runs([(name, rows) for name, rows, _ in runs], path, read_band(runs[0][2]), by_bits)
     for name, rows, run in runs:
         describe(name, rows, run)
-    if len(runs) > 1:
-        print('final losses, the best first' + (
-            ' by bits/byte: their tokens differ in length, and losses a token do not compare'
-            if by_bits else ''))
-        for line in loss_table([(name, rows) for name, rows, _ in runs], by_bits):
-            print(f'  {line}')
     print(path)
 
 
@@ -81,7 +75,7 @@ def describe(name, rows, run):
     if not run:
         print('  it has no run.json of train.py, and without one nothing is diagnosed')
         return
-    for found in diagnose(rows, run):
+    for found in diagnose(rows, run).values():
         print(f'  {found}')
     print(f'  {name} {compare(rows, run)}')
 

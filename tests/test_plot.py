@@ -1,5 +1,6 @@
 """plot.py on folders of runs, and the pictures and tables that it makes."""
 
+import json
 import shutil
 
 import pytest
@@ -11,13 +12,13 @@ from plaingpt.monitoring import curves
 from plaingpt.monitoring.markdown_report import write_report
 
 
-def run(losses, every=10, bits=1.0, tokens=64, **columns):
+def run(losses, every=10, tokens=64, **columns):
     """Rows of a run: a logged step and an evaluation every so many iterations; losses: of the
-    evaluations; bits: of a byte, for each nat of a token; tokens: of a step."""
+    evaluations; tokens: of a step."""
     rows = []
     for i, loss in enumerate(losses):
         at = {'iter': every * i, 'tokens': tokens * every * i, 'elapsed_s': 0.5 * every * i}
-        rows.append({**at, 'train_loss': loss - 0.2, 'val_loss': loss, 'val_bpb': loss * bits,
+        rows.append({**at, 'train_loss': loss - 0.2, 'val_loss': loss, 'val_bpb': 1.2 * loss,
                      'val_loss_stderr': 0.03, **columns})
         if i:
             rows.append({**at, 'loss': loss - 0.1, 'lr': 1e-3, 'grad_norm': 1.0,
@@ -54,7 +55,7 @@ def test_a_run_is_one_picture_of_losses_and_what_else_was_logged(drawn):
     assert set(band.get_paths()[0].vertices.T[0]) == {230, 460}
     assert [axes.get_title() for axes in others] == [
         'learning rate', 'gradient norm', 'tokens a second', 'memory, MiB',
-        *curves.OF_BLOCKS.values()]
+        *(f'{title} of each block' for title in curves.OF_BLOCKS.values())]
     assert labels(others[4]) == {' h.0', ' h.1'}
 
 
@@ -77,21 +78,20 @@ def test_runs_are_drawn_beside_each_other(drawn):
     assert axes['validation loss, bits a byte'].get_xlabel() == 'tokens'
 
 
-def test_final_losses_are_a_table_with_the_best_first():
-    runs = [('bad', run([4.0, 3.5])), ('none', []), ('good', run([4.0, 3.0, 3.1]))]
-    assert [line.split() for line in curves.loss_table(runs)[1:]] == [
-        ['good', '20', '10s', '2.9000', '3.1000', '3.0000', '3.1000'],
-        ['bad', '10', '5s', '3.3000', '3.5000', '3.5000', '3.5000'], ['none', *'------']]
-    runs = [('bytes', run([5.0, 2.0], bits=1.44)), ('words', run([9.0, 4.0], bits=0.4))]
-    assert [line.split()[0] for line in curves.loss_table(runs, by_bits=True)[1:]] \
-        == ['words', 'bytes']
-
-
-def test_runs_are_described_and_compared(trained, tmp_path, capsys):
-    plot.main([str(trained), str(trained), f'--output={tmp_path}/both.png'])
-    out = capsys.readouterr().out
-    assert out.count('iteration 6, 768 tokens') == 2 and 'final losses, the best first\n' in out
+def test_runs_are_described_and_compared_by_bits_where_tokenizers_differ(
+        trained, tmp_path, capsys, monkeypatch):
+    other = tmp_path / 'other'
+    shutil.copytree(trained, other)
+    plot.main([str(trained), str(other), f'--output={tmp_path}/both.png'])
+    assert capsys.readouterr().out.count('iteration 6, 768 tokens') == 2
     assert size_of_png(tmp_path / 'both.png') > (1000, 600)
+    facts = json.loads((other / 'run.json').read_text())
+    for scale, expected in ((1, False), (2, True)):
+        (other / 'run.json').write_text(json.dumps(
+            {**facts, 'val_bytes_per_token': scale * facts['val_bytes_per_token']}))
+        monkeypatch.setattr(plot, 'draw_runs', lambda runs, path, band, by_bits, expected=expected:
+                            pytest.fail() if by_bits != expected else None)
+        plot.main([str(trained), str(other)])
 
 
 def test_mistakes_are_one_line_and_a_missing_run_json_costs_the_diagnosis_only(

@@ -7,12 +7,12 @@ from plaingpt.monitoring.diagnosis import block_values
 from plaingpt.monitoring.run_record import column, rows_with
 from plaingpt.system.errors import UserError, needs
 from plaingpt.system.files import write_atomically
-from plaingpt.system.formatting import duration, printable
+from plaingpt.system.formatting import printable
 
 COLUMNS = {'lr': ('learning rate', 1), 'grad_norm': ('gradient norm', 1),
            'tokens_per_s': ('tokens a second', 1), 'peak_memory_bytes': ('memory, MiB', 2**20)}
-OF_BLOCKS = {'update_ratio': 'update / weight', 'grad_norm': 'gradient norm of blocks',
-             'activation_rms': 'activation, RMS', 'attention_logit': 'largest attention logit'}
+OF_BLOCKS = {'update_ratio': 'update / weight', 'grad_norm': 'gradient norm',
+             'activation_rms': 'RMS of activations', 'attention_logit': 'largest attention logit'}
 
 
 def draw_runs(runs, path, band=(), by_bits=False):
@@ -36,7 +36,8 @@ def draw_runs(runs, path, band=(), by_bits=False):
     for place, (key, (title, scale)) in zip(places[:4], COLUMNS.items(), strict=True):
         draw_column(figure.add_subplot(place, title=title), runs, key, scale)
     for place, (measure, title) in zip(places[4:], OF_BLOCKS.items(), strict=True):
-        draw_blocks(figure.add_subplot(place, title=title), runs, measure)
+        of = ' of each block' if len(runs) == 1 else ', mean of blocks'
+        draw_blocks(figure.add_subplot(place, title=f'{title}{of}'), runs, measure)
     for axes in figure.axes:
         axes.title.set_fontsize('medium' if axes is losses else 'small')
         axes.grid(alpha=0.25)
@@ -107,11 +108,12 @@ def colour_of(name, runs):
 def draw_lines(axes, lines):
     """Draw [(label, xs, ys, format)] with their labels at their ends, moved apart. The y axis is
     logarithmic, so that the end of a curve is seen beside its beginning."""
+    from matplotlib.ticker import MaxNLocator
     lines = [line for line in lines if line[1]]
     for _, xs, ys, style in lines:
         axes.plot(xs, ys, style, lw=1.6, ms=5)
     if min((min(ys) for _, _, ys, _ in lines), default=0) > 0:
-        use_log_scale(axes, (1, 1.2, 1.5, 2, 2.5, 3, 4, 5, 6, 8))
+        use_log_scale(axes, MaxNLocator(8, steps=[1, 2, 2.5, 5, 10]))
     first, last = (pick(pick(xs) for _, xs, _, _ in lines) for pick in (min, max))
     longest = max(len(label) for label, *_ in lines)  # characters; 120 fill the width
     axes.set_xlim(first - 0.02 * (last - first), last + 0.011 * longest * max(1, last - first))
@@ -125,10 +127,10 @@ def draw_lines(axes, lines):
                   transform=axes.transAxes, va='center')
 
 
-def use_log_scale(axes, labelled):
-    from matplotlib.ticker import LogLocator, NullFormatter
+def use_log_scale(axes, ticks):
+    from matplotlib.ticker import NullFormatter
     axes.set_yscale('log', nonpositive='mask')
-    axes.yaxis.set_major_locator(LogLocator(subs=labelled))
+    axes.yaxis.set_major_locator(ticks)
     axes.yaxis.set_major_formatter(lambda y, _: f'{y:g}')
     axes.yaxis.set_minor_formatter(NullFormatter())
 
@@ -155,6 +157,7 @@ def draw_column(axes, runs, key, scale):
 def draw_blocks(axes, runs, measure):
     """Of one run a line of each block, from dark to light, of several the mean of their blocks."""
     from matplotlib import colormaps
+    from matplotlib.ticker import LogLocator
     for name, rows in runs:
         seen = [(row['iter'], values) for row in rows if (values := block_values(row, measure))]
         if len(runs) > 1:
@@ -169,28 +172,6 @@ def draw_blocks(axes, runs, measure):
             axes.plot(xs, ys, color=colour, lw=1, marker='.' if len(xs) == 1 else None)
             if i in (0, len(blocks) - 1):
                 axes.annotate(f' {block}', (xs[-1], ys[-1]), color=colour, va='center', fontsize=8)
-    if len(runs) > 1:
-        axes.set_title(f'{axes.get_title()}, mean of blocks')
     axes.margins(x=0.12)  # room for the names
     if any(y > 0 for line in axes.lines for y in line.get_ydata()):
-        use_log_scale(axes, (1, 2, 5))
-
-
-def loss_table(runs, by_bits=False):
-    """→ lines: the losses at the last evaluation of runs, [(name, rows)], the lowest first: by_bits
-    those a byte, else the validation loss. Runs without come last."""
-    table = []
-    for name, rows in runs:
-        seen = rows_with(rows, 'val_loss')
-        last = seen[-1] if seen else {}
-        losses = [last.get('train_loss'), last.get('val_loss'),
-                  min(column(seen, 'val_loss'), default=None), last.get('val_bpb')]
-        table.append((losses[3 if by_bits else 1], [
-            name, str(last.get('iter', '-')), duration(last['elapsed_s']) if last else '-',
-            *('-' if x is None else f'{x:.4f}' for x in losses)]))
-    table.sort(key=lambda entry: (entry[0] is None, entry[0]))
-    lines = [['run', 'iteration', 'time', 'training', 'validation', 'best', 'bits/byte'],
-             *(cells for _, cells in table)]
-    width = max(len(name) for name, *_ in lines)
-    return [f'{name:<{width}}' + ''.join(f'  {cell:>10}' for cell in cells)
-            for name, *cells in lines]
+        use_log_scale(axes, LogLocator(subs=(1, 2, 5)))

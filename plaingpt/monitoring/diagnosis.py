@@ -6,7 +6,6 @@ alarm costs more than a late one. What can be seen before the first step is seen
 """
 
 import math
-from dataclasses import dataclass
 from itertools import pairwise
 from statistics import median
 
@@ -32,25 +31,13 @@ NO_GRADIENT = 1e-3  # a block's gradient norm / the median of the blocks: ours s
 # ours is 0.03 at most (Prechelt 1998, Early Stopping: one rise alone is noise)
 OVERFIT, AFTER_BEST = 0.05, 2
 IMPLAUSIBLE = 0.3  # bits a byte: English has 0.6 to 1.3 (Shannon 1951; Cover and King 1978)
-DATA_WAIT = 0.25  # share of the time: ours wait for 0.01 of it, with two cores and a busy disk
 OVERFLOWS = 16  # steps that float16 may skip first: step_guard.py
 
 
-@dataclass(frozen=True)
-class Diagnosis:
-    """Something that looks wrong: what the numbers show, and what to do."""
-
-    name: str
-    evidence: str
-    remedy: str
-
-    def __str__(self):
-        return f'{self.evidence}; {self.remedy}'
-
-
 def diagnose(rows, run):
-    """→ [Diagnosis], each check's at most once."""
-    return [Diagnosis(check.__name__, *found) for check in CHECKS if (found := check(rows, run))]
+    """→ {check: what the numbers show, and what to do} of what looks wrong."""
+    found = {check.__name__: check(rows, run) for check in CHECKS}
+    return {name: '; '.join(said) for name, said in found.items() if said}
 
 
 def warmup_iters(run):
@@ -148,7 +135,7 @@ def implausible(rows, run):
 
 
 # -----------------------------------------------------------------------------
-# learning rate, gradients, speed
+# learning rate and gradients
 
 
 def rate_high(rows, run):
@@ -194,13 +181,5 @@ def no_gradient(rows, run):
                 'that has collapsed?')
 
 
-def data_wait(rows, run):
-    shares = column(rows, 'data_wait')
-    recent = shares[len(shares) // 2:]
-    if len(shares) >= 10 and median(recent) >= DATA_WAIT:
-        return (f'{median(recent):.0%} of the time training waits for batches',
-                'put data/ on a faster disk, or free memory for it')
-
-
 CHECKS = (unmoved, no_context, diverging, overfit, implausible, rate_high, rate_low, clipped,
-          no_gradient, data_wait)
+          no_gradient)

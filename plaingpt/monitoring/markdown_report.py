@@ -34,7 +34,8 @@ def format_report(out_dir, rows, run):
     for row in rows_with(rows, 'val_loss')[-1:]:
         parts.append(f'The last validation loss is {row["val_loss"]:.4f}.')
     parts.append(f'It {compare(rows, run)}.')
-    parts += [f'- {found}' for found in diagnose(rows, run)] or ['No check finds anything wrong.']
+    found = diagnose(rows, run).values()
+    parts += [f'- {each}' for each in found] or ['No check finds anything wrong.']
     if (out_dir / 'loss.png').exists():
         parts.append('![loss](loss.png)')
     samples = {row['iter']: row['sample'] for row in rows if row.get('sample')}

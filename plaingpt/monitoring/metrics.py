@@ -50,7 +50,7 @@ class Metrics:
             for row in read_rows(self.path):
                 self._remember(row)
                 self._send(row)
-            self.diagnosed = {found.name for found in diagnose(self.rows, self.run)}
+            self.diagnosed = set(diagnose(self.rows, self.run))
         self.bar = tqdm(total=self.config.max_iters, initial=iter_num, leave=False,
                         desc='compiling' if self.run.get('compile') else 'training',
                         dynamic_ncols=True, disable=True if self.quiet else None)
@@ -108,7 +108,7 @@ class Metrics:
         rates = {f'lr_{kind}': lr * factor for kind, factor in self.config.scales().items()
                  if factor != 1}
         scale = {'loss_scale': self.scaler.get_scale()} if self.scaler.is_enabled() else {}
-        self._write(iter_num, loss=loss, lr=lr, **rates, grad_norm=grad_norm,
+        self.write(iter_num, loss=loss, lr=lr, **rates, grad_norm=grad_norm,
                     tokens_per_s=tokens_per_s, mfu=utilisation,
                     peak_memory_bytes=peak_memory_bytes(self.device),
                     data_wait=round(data_wait, 4), **scale)
@@ -140,22 +140,18 @@ class Metrics:
         if sample is not None:
             values['sample'] = sample
         self._print_columns(iter_num, *columns)
-        self._write(iter_num, **values)
+        self.write(iter_num, **values)
         self._diagnose()
 
     def benchmark(self, iter_num, name, scores, quote):
         """Log the scores of a benchmark, {name: number}; quote: the same for people."""
         self._print_columns(iter_num, f'{name}: {quote}')
-        self._write(iter_num, **{f'{name}_{key}': value for key, value in scores.items()})
+        self.write(iter_num, **{f'{name}_{key}': value for key, value in scores.items()})
 
     def sample(self, iter_num, text):
         """Log a text by the model."""
         self.print(f'---------------\n{text}\n---------------')
-        self._write(iter_num, sample=text)
-
-    def health(self, iter_num, values):
-        """Log {'health/…': number}."""
-        self._write(iter_num, **values)
+        self.write(iter_num, sample=text)
 
     def print(self, line):
         """Print a line, from rank 0 only."""
@@ -186,7 +182,8 @@ class Metrics:
         width = len(str(self.config.max_iters))
         self.print(' | '.join([f'iter {iter_num:>{width}}', *columns]))
 
-    def _write(self, iter_num, **values):
+    def write(self, iter_num, **values):
+        """A row of these values, after `iter_num` updates."""
         if self.quiet:
             return
         row = {**self.at(iter_num),
@@ -213,7 +210,7 @@ class Metrics:
     def _diagnose(self):
         if self.quiet:
             return
-        for found in diagnose(self.rows, self.run):
-            if found.name not in self.diagnosed:
-                self.diagnosed.add(found.name)
+        for name, found in diagnose(self.rows, self.run).items():
+            if name not in self.diagnosed:
+                self.diagnosed.add(name)
                 self.print(f'diagnosis: {found}')

@@ -1,15 +1,7 @@
 """run.json, the facts of a run, and metrics.jsonl, its numbers: all that a report or a plot needs.
 
-metrics.jsonl has one JSON object a line: iter (updates done), tokens, elapsed_s, and then
-  for a logged step     loss lr grad_norm tokens_per_s mfu peak_memory_bytes data_wait
-                        and lr_embedding lr_head lr_vector where they differ from lr;
-                        with float16, loss_scale
-  for an evaluation     train_loss val_loss val_bpb, val_loss_stderr where it is known, and sample,
-                        a text by the model; of a mixture val_loss/NAME of each corpus, whose mean
-                        by their shares is val_loss
-  for a benchmark       hellaswag_acc hellaswag_acc_stderr … (eval_tasks)
-  for a health check    health/… of health.py
-Losses are means in nats per token over all micro-steps and processes; unknown values are null.
+docs/monitoring.md has the keys of a row. Losses are means in nats per token over all micro-steps
+and processes; unknown values are null.
 """
 
 import json
@@ -86,15 +78,12 @@ def column(rows, key):
 
 
 def describe_run(config, dataset, loader, model, device, dtype, compile, world, resumed):
-    """The facts of a run, as run.json keeps them. loader: of its training tokens; resumed: whether
-    it continues from a checkpoint."""
+    """The facts of a run, as run.json keeps them. loader: of its training tokens"""
     import torch  # here, so that plot.py starts without it
 
     from plaingpt.system.devices import cpu_name, device_name
     from_scratch = read_run(config.out_dir).get('from_scratch', True) if resumed \
         else config.init_from in ('scratch', 'auto')
-    shares = dataset.mean(token_frequencies(part.stream, dataset.vocab_size)
-                          for part in loader.parts)
     return {
         'config': asdict(config), 'changed': changed_settings(config),
         'data': {'folder': str(dataset.folder),
@@ -105,7 +94,7 @@ def describe_run(config, dataset, loader, model, device, dtype, compile, world, 
                              for part, each in zip(dataset.parts, loader.parts, strict=True)
                              if part.name]},
         'vocab_size': dataset.vocab_size, 'train_tokens': loader.epoch_tokens(),
-        'unigram_loss': unigram_loss(shares),
+        'unigram_loss': unigram_loss(dataset, loader),
         'train_bytes_per_token': dataset.bytes_per_token('train'),
         'val_bytes_per_token': dataset.bytes_per_token('val'),
         'parameters': model.num_parameters(), 'from_scratch': from_scratch,
@@ -129,19 +118,19 @@ def changed_settings(config):
     return {key: value for key, value in asdict(config).items() if value != defaults[key]}
 
 
-def token_frequencies(stream, vocab_size):
-    """The share of each id among the tokens of a stream that are in the loss, or of many places."""
-    starts = np.linspace(0, max(0, len(stream) - 1024), UNIGRAM_TOKENS // 1024).astype(np.int64)
-    length = min(1024, len(stream))
-    tokens = stream.sequences(starts, length).ravel()
-    if stream.loss_mask is not None:
-        tokens = tokens[stream.loss_mask.sequences(starts, length).ravel() == 1]
-    counts = np.bincount(tokens, minlength=vocab_size)
-    return counts / max(1, counts.sum())
-
-
-def unigram_loss(shares):
-    """Entropy of single tokens in nats: the loss of a model that knows their frequencies only."""
+def unigram_loss(dataset, loader):
+    """Entropy of single tokens in nats, of those in the loss at many places of the training split:
+    the loss of a model that knows their frequencies only."""
+    frequencies = []
+    for stream in (part.stream for part in loader.parts):
+        starts = np.linspace(0, max(0, len(stream) - 1024), UNIGRAM_TOKENS // 1024).astype(np.int64)
+        length = min(1024, len(stream))
+        tokens = stream.sequences(starts, length).ravel()
+        if stream.loss_mask is not None:
+            tokens = tokens[stream.loss_mask.sequences(starts, length).ravel() == 1]
+        counts = np.bincount(tokens, minlength=dataset.vocab_size)
+        frequencies.append(counts / max(1, counts.sum()))
+    shares = dataset.mean(frequencies)
     shares = shares[shares > 0]
     return float(-(shares * np.log(shares)).sum())
 

@@ -102,7 +102,7 @@ class Watching:
         if self.health.due(iter_num):
             with metrics.paused('health check'), self.full_model() as model:
                 if self.writing:
-                    metrics.health(iter_num, self.health.measure(model))
+                    metrics.write(iter_num, **self.health.measure(model))
         self.take_film(iter_num)
 
     def take_film(self, iter_num):

@@ -36,7 +36,7 @@ def new(path, **changes):
 
 @pytest.fixture(autouse=True)
 def no_diagnosis(monkeypatch):
-    monkeypatch.setattr('plaingpt.monitoring.metrics.diagnose', lambda *_: [])
+    monkeypatch.setattr('plaingpt.monitoring.metrics.diagnose', lambda *_: {})
 
 
 @pytest.fixture

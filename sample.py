@@ -49,7 +49,6 @@ class SampleConfig(Sampling, GeneratorChoice):
     output: str = ''  # a new .jsonl file for their texts
     chat: bool = False  # talk with the model at the terminal instead
     system: Annotated[str, unescape] = ''  # what the assistant is told before all, in a chat
-    template: Annotated[str, unescape] = ''  # of a dialogue's model, as User: {user}\nAssistant:
     # system
     stream: bool = False  # print each sample as it is written
     batch_size: Annotated[int, 'at least 1'] = 8  # samples at a time; changes the speed alone
@@ -61,8 +60,6 @@ class SampleConfig(Sampling, GeneratorChoice):
             found.append('prompts and output go together: name both files')
         if self.system and not self.chat:
             found.append(f'system={self.system}: goes with --chat')
-        if self.template and '{user}' not in self.template:
-            found.append(f'template={self.template}: say with {{user}} where a message goes')
         try:
             self.stops()
         except (UserError, ValueError):

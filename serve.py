@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from typing import Annotated
 
 from configurator import checked, load_config
+from plaingpt.data.conversations import parse_messages
 from plaingpt.inference.text_generator import Sampling, list_stops
 from plaingpt.system.errors import UserError, needs, run_script
 from plaingpt.training.open_weights import GeneratorChoice, open_generator
@@ -58,8 +59,11 @@ class Server:
         stream, stop = given.pop('stream', False), list_stops(given.pop('stop', ''))
         sampling = checked(Sampling, {'temperature': 1.0, 'top_k': 0,  # as OpenAI has it
                                       'seed': secrets.randbits(62), **given})
-        ids, sampling = self.generator.prepare_answer(prompt, sampling) if chat \
-            else (self.generator.encode(prompt, 'prompt'), sampling)
+        if chat:
+            messages = parse_messages(prompt, 'messages')
+            ids, sampling, _ = self.generator.prepare_answer(messages, sampling)
+        else:
+            ids = self.generator.encode(prompt, 'prompt')
         # Starlette ends a stream whose client leaves. So a text in one piece streams, too.
         kind = 'text/event-stream' if stream else 'application/json'
         return StreamingResponse(self.respond(chat, stream, ids, sampling, stop), media_type=kind)

@@ -12,7 +12,7 @@ from torch.nn.functional import cross_entropy
 
 from model import GPT
 from plaingpt.checks.subject import Looked, NotChecked, largest_change, mode, opener, others
-from plaingpt.inference.generation import Context, next_logits
+from plaingpt.inference.generation import KVCache
 from plaingpt.system.errors import UserError
 from plaingpt.training.optimizers import MuonAdamW, parts_of
 
@@ -344,11 +344,12 @@ def cache_changes_nothing(subject):
         texts[0, 1] = texts[1, T // 2] = subject.opener
     with subject.training_mode(False), torch.inference_mode():
         whole = model.logits(model.hidden(texts)).float()  # (2, T, V)
-        cached, idx, worst = Context(model), None, 0.0
+        cache, worst = KVCache(model.config, T, texts.device), 0.0
+        cache.begin([0, 1])  # the second prompt is padded by one token
+        idx = torch.stack((texts[0, :T // 2], texts[1, :T // 2].roll(1)))  # (2, T // 2)
         for i in range(min(4, T - T // 2)):
-            rows = [texts[b, :n + i].tolist() for b, n in enumerate(prompts)]
-            _, idx = cached.prepare_step(rows, idx, T - T // 2 - i)
-            logits = next_logits(model, idx, cached.cache)  # (2, V)
+            cache.advance(idx)
+            logits = model.logits(model.hidden(idx, cache)[:, -1]).float()  # (2, V)
             expected = torch.stack([whole[b, n + i - 1] for b, n in enumerate(prompts)])
             worst = max(worst, largest_change(logits, expected))
             idx = torch.stack([texts[b, n + i] for b, n in enumerate(prompts)])[:, None]  # (2, 1)

@@ -12,7 +12,6 @@ import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from model import document_starts, one_for_each
-from plaingpt.inference.next_token import choose_next_token, draw_noise, penalize
 
 # Of attention, the fastest first. Not cuDNN, which is torch's first choice on a Hopper: it plans
 # anew for each length of the cache.
@@ -22,29 +21,39 @@ BACKENDS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBacke
 @torch.inference_mode()
 @sdpa_kernel(BACKENDS, set_priority=True)
 def generate(model, prompts, max_new_tokens, *, repetition_penalty=1.0, end_of_text=None,
-             generators=None, on_token=None, use_cache=True, compiled=None, **sampling):
+             generators=None, on_token=None, compiled=None, **sampling):
     """Continue each of `prompts`, lists of ids of any lengths → the new ids of each.
 
     sampling: temperature, top_k, top_p, min_p of choose_next_token
     end_of_text: the id that ends a row; it is not part of what is returned
     generators: a torch.Generator for each row, so that its text does not depend on its neighbours
     on_token: called with (row, id) for each new token; True ends the row
-    use_cache: False computes everything anew for each token, which is slow and gives the same
     compiled: a CompiledStep of the model
     """
+    config, device = model.config, model.transformer.wte.weight.device
     rows, new = [list(prompt) for prompt in prompts], [[] for _ in prompts]
     running = set(range(len(rows)))  # the rows that have not ended
-    context = Context(model, use_cache, compiled)
-    idx = seen = None
+    cache = starts = idx = seen = None
     if repetition_penalty != 1:  # (B, V): which tokens are in each row
-        seen = torch.zeros(len(rows), model.config.vocab_size, dtype=torch.bool)
+        seen = torch.zeros(len(rows), config.vocab_size, dtype=torch.bool)
         for i, prompt in enumerate(prompts):
             seen[i, prompt] = True
-        seen = seen.to(context.device)
+        seen = seen.to(device)
     for remaining in range(max_new_tokens, 0, -1):
-        step, idx = context.prepare_step(rows, idx, remaining)
-        noise = draw_noise(len(rows), generators)
-        idx = step(model, idx, context.cache, noise, seen, repetition_penalty, **sampling)
+        step, before = compiled or next_tokens, starts
+        starts = [context_start(len(row), config.block_size) for row in rows]
+        if starts != before:  # all that is in view is read, at first and where a context moved on
+            contexts = [row[start:] for row, start in zip(rows, starts, strict=True)]
+            longest = max(map(len, contexts))
+            if cache is None:
+                cache = compiled.cache(len(rows)) if compiled else KVCache(
+                    config, min(config.block_size, longest + remaining - 1), device)
+            cache.begin([longest - len(context) for context in contexts])
+            step, idx = next_tokens, torch.tensor(
+                [[0] * (longest - len(context)) + context for context in contexts], device=device)
+        cache.advance(idx)
+        idx = step(model, idx, cache, draw_noise(len(rows), generators), seen, repetition_penalty,
+                   **sampling)
         if seen is not None:
             seen.scatter_(1, idx, True)
         for i, token in enumerate(idx.flatten().tolist()):  # (B, 1) → B ids
@@ -58,15 +67,21 @@ def generate(model, prompts, max_new_tokens, *, repetition_penalty=1.0, end_of_t
     return new
 
 
-def next_logits(model, idx, cache):
-    """idx (B, T), to which the cache was advanced → logits (B, V) of each row's next token."""
-    return model.logits(model.hidden(idx, cache)[:, -1]).float()
+def context_start(length, block_size):
+    """Where the context of the next token begins in a text of `length` tokens: 0, and moved on by
+    half of block_size each time that the context would be longer than block_size."""
+    half = max(1, block_size // 2)
+    return max(0, math.ceil((length - block_size) / half)) * half
+
+
+# -----------------------------------------------------------------------------
+# from logits to the next token
 
 
 def next_tokens(model, idx, cache, noise, seen, repetition_penalty, **sampling):
     """idx (B, T), to which the cache was advanced → the next token of each row, (B, 1).
     seen (B, V): which tokens are in each row, where that counts"""
-    logits = next_logits(model, idx, cache)
+    logits = model.logits(model.hidden(idx, cache)[:, -1]).float()  # (B, V)
     if seen is not None:
         logits = penalize(logits, seen, repetition_penalty)
     return choose_next_token(logits, noise=noise, **sampling)
@@ -77,10 +92,16 @@ class CompiledStep:
     and writes where it did when it was recorded. So each size of a batch has one cache for good."""
 
     def __init__(self, model):
-        device = model.transformer.wte.weight.device
-        self.compiled = torch.compile(next_tokens, dynamic=False, mode='reduce-overhead'
-                                      if device.type == 'cuda' else None)
-        self.caches = {}  # by the number of rows
+        self.model, self.caches = model, {}  # by the number of rows
+        on_gpu = model.transformer.wte.weight.device.type == 'cuda'
+        self.compiled = torch.compile(next_tokens, dynamic=False,
+                                      mode='reduce-overhead' if on_gpu else None)
+
+    def cache(self, n_rows):
+        if n_rows not in self.caches:
+            config, device = self.model.config, self.model.transformer.wte.weight.device
+            self.caches[n_rows] = KVCache(config, config.block_size, device, static=True)
+        return self.caches[n_rows]
 
     def __call__(self, model, idx, cache, noise, *penalty, **sampling):
         noise = noise.to(idx.device) if idx.is_cuda else noise  # a graph takes nothing from a CPU
@@ -88,51 +109,56 @@ class CompiledStep:
         return idx.clone()  # the graph writes over its results
 
 
-class Context:
-    """What the model sees of each row: its last tokens, as a cache."""
-
-    def __init__(self, model, use_cache=True, compiled=None):
-        self.model, self.use_cache, self.compiled = model, use_cache, compiled
-        self.device = model.transformer.wte.weight.device
-        self.cache = self.starts = None
-
-    def prepare_step(self, rows, idx, remaining):
-        """Advance the cache. rows: all ids of each; idx (B, 1): the last of them; remaining: how
-        many tokens are still to come at most → (next_tokens or what is faster, the idx it takes)"""
-        starts = [context_start(len(row), self.model.config.block_size) for row in rows]
-        step = self.compiled or next_tokens
-        if starts != self.starts or not self.use_cache:
-            self.starts, step = starts, next_tokens
-            idx = self.start_over([row[start:] for row, start in zip(rows, starts, strict=True)],
-                                  remaining)  # (B, T)
-        self.cache.advance(idx)
-        return step, idx
-
-    def start_over(self, contexts, remaining):
-        """Empty the cache → `contexts` as idx (B, T). Short ones are padded in front."""
-        longest = max(map(len, contexts))
-        if self.cache is None:
-            self.cache = self.make_cache(len(contexts), longest + remaining - 1)
-        padding = [longest - len(context) for context in contexts]
-        self.cache.begin(padding)
-        return torch.tensor([[0] * n + context for n, context in
-                             zip(padding, contexts, strict=True)], device=self.device)
-
-    def make_cache(self, n_rows, n_tokens):
-        config = self.model.config
-        if not self.compiled:
-            return KVCache(config, min(config.block_size, n_tokens), self.device)
-        if n_rows not in self.compiled.caches:
-            self.compiled.caches[n_rows] = KVCache(config, config.block_size, self.device,
-                                                   static=True)
-        return self.compiled.caches[n_rows]
+def penalize(logits, seen, penalty):
+    """Make tokens that are in the text already less likely (more, below 1): Keskar et al. 2019,
+    section 4.1. logits (B, V), seen (B, V) bool."""
+    return torch.where(seen, torch.where(logits > 0, logits / penalty, logits * penalty), logits)
 
 
-def context_start(length, block_size):
-    """Where the context of the next token begins in a text of `length` tokens: 0, and moved on by
-    half of block_size each time that the context would be longer than block_size."""
-    half = max(1, block_size // 2)
-    return max(0, math.ceil((length - block_size) / half)) * half
+def choose_next_token(logits, temperature=1.0, top_k=None, top_p=None, min_p=None, noise=None):
+    """logits (B, V) → one token for each row, (B, 1).
+
+    temperature: divides the logits; 0 takes the likeliest token
+    top_k: choose among this many of the likeliest (Fan et al. 2018); None or 0 for all
+    top_p: choose among the fewest whose probabilities reach this (Holtzman et al. 2019)
+    min_p: choose among those at least this share as probable as the likeliest (Nguyen et al. 2024)
+    noise: (B, 1) float64 from [0, 1), as of draw_noise
+    """
+    if temperature < torch.finfo(torch.float32).tiny:  # 0, or so low that float32 has it as 0
+        return logits.argmax(dim=-1, keepdim=True)
+    ids = None
+    count = min(top_k or logits.size(-1), logits.size(-1))
+    if count < logits.size(-1) or (top_p and top_p < 1):
+        logits, ids = logits.topk(count)  # likeliest first
+    # The largest becomes 0, so that no temperature, however low, makes it infinite.
+    probs = F.softmax((logits - logits.amax(dim=-1, keepdim=True)) / temperature, dim=-1)
+    if top_p and top_p < 1:
+        reached_before = probs.cumsum(dim=-1) - probs >= top_p  # False for the first: one stays
+        probs = probs.masked_fill(reached_before, 0)
+    if min_p:
+        probs = probs.masked_fill(probs < min_p * probs.amax(dim=-1, keepdim=True), 0)
+    chosen = draw(probs, draw_noise(len(probs)) if noise is None else noise)
+    return chosen if ids is None else ids.gather(1, chosen)
+
+
+def draw(probs, noise):
+    """probs (B, N), which need not sum to 1; noise (B, 1) → indices (B, 1): where the cumulative
+    probability passes the noise's share of the whole."""
+    dtype = torch.float32 if probs.device.type == 'mps' else torch.double  # mps has no float64
+    cumulative = probs.cumsum(dim=-1, dtype=dtype)
+    target = noise.to(probs.device, dtype) * cumulative[:, -1:]
+    return torch.searchsorted(cumulative, target, right=True).clamp(max=probs.size(-1) - 1)
+
+
+def draw_noise(n_rows, generators=None):
+    """(n_rows, 1) float64 from [0, 1): each row's from its own generator, where they are given."""
+    if generators is None:
+        return torch.rand(n_rows, 1, dtype=torch.double)
+    return torch.cat([torch.rand(1, 1, dtype=torch.double, generator=g) for g in generators])
+
+
+# -----------------------------------------------------------------------------
+# the cache
 
 
 class KVCache:

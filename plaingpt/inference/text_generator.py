@@ -2,7 +2,6 @@
 
 import codecs
 import time
-from bisect import bisect_left
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Annotated
@@ -16,8 +15,6 @@ from plaingpt.system.errors import UserError
 from plaingpt.system.streams import warn
 
 KNOWN_CHARACTERS = 'write with characters of the training text'
-
-
 Natural = Annotated[int, 'at least 0']
 Share = Annotated[float, 'at least 0 and at most 1']
 
@@ -46,17 +43,6 @@ def list_stops(stop):
     return stops
 
 
-def random_numbers(seed, number):
-    """→ the torch.Generator of the text of this number"""
-    return torch.Generator().manual_seed((seed * 1_000_003 + number) % 2**63)
-
-
-def answering(sampling, room):
-    """A Sampling for an answer: it ends with its turn, and where the context is full."""
-    return replace(sampling, end_of_text=True,
-                   max_new_tokens=min(sampling.max_new_tokens, room))
-
-
 class StreamDecoder:
     """Decodes one row's tokens as they come, and calls `show` with each new piece of text: whole
     characters only, and nothing of a stop string or after it. Where it returns True, all ends."""
@@ -64,8 +50,7 @@ class StreamDecoder:
     def __init__(self, tokenizer, stop=(), show=None):
         self.tokenizer, self.stop, self.show = tokenizer, stop, show
         self.bytes = codecs.getincrementaldecoder('utf-8')('replace')
-        self.text = ''
-        self.shown = 0  # characters
+        self.text, self.shown = '', 0  # characters
 
     def add(self, token):
         """→ whether the text ends here, as before a stop string that is complete"""
@@ -76,13 +61,10 @@ class StreamDecoder:
         if stops:
             self.text = self.text[:min(stops)]
             self.bytes.reset()
-        is_enough = self.release(len(self.text) - self.held_back())
+        held_back = max((n for stop in self.stop for n in range(1, len(stop))
+                         if self.text.endswith(stop[:n])), default=0)  # it may begin a stop string
+        is_enough = self.release(len(self.text) - held_back)
         return bool(stops or is_enough)
-
-    def held_back(self):
-        """How many characters at the end could be the beginning of a stop string."""
-        return max((n for stop in self.stop for n in range(1, len(stop))
-                    if self.text.endswith(stop[:n])), default=0)
 
     def release(self, end):
         """Show the text up to here → whether that is enough."""
@@ -123,52 +105,38 @@ class TextGenerator:
         For models that were tuned on conversations. stop, sampling: as of generate. Where the
         context is too short, the oldest turns are left out. UserError
         """
-        ids, sampling = self.prepare_answer(messages, checked(Sampling, sampling))
+        from plaingpt.data.conversations import parse_messages
+        ids, sampling, _ = self.prepare_answer(parse_messages(messages, 'messages'),
+                                               checked(Sampling, sampling))
         [text] = self.write([ids], [0], sampling, stop)
         return text
 
     def prepare_answer(self, messages, sampling):
-        """Messages as JSON has them, and a Sampling → (ids, how to go on from them). UserError"""
-        from plaingpt.data.conversations import parse_messages
-        messages = parse_messages(messages, 'messages')
-        if messages[-1]['role'] != 'user':
-            raise UserError('messages: the last one must be of the user, to be answered')
-        ids, _, room = self.fit(messages, sampling.max_new_tokens)
-        return ids, answering(sampling, room)
+        """Messages, as parse_messages gives them, and a Sampling → (ids, the Sampling of what goes
+        on from them: it ends with its turn, how many of the oldest messages were left out).
 
-    def fit(self, messages, new_tokens):
-        """→ (ids, how many of the oldest messages were left out, how many new tokens there is room
-        for)
-
-        messages: [{'role', 'content'}, …], as encode_conversation takes them
-        new_tokens: that the answer may have; a quarter of block_size is kept free for them at most
-
-        What the system says at the beginning stays, and so do the last message of the user and what
-        follows it. Raises UserError where these alone are too long, or have characters that the
-        tokenizer lacks.
+        A quarter of block_size is kept free for an answer, or less where that is enough. What the
+        system says at the beginning stays, and so does the last message. UserError
         """
         if not is_chat(self.tokenizer):
             raise UserError('messages: this model was not tuned on conversations, so it goes on '
                             'from a prompt alone (/v1/completions): see docs/chat.md')
+        if messages[-1]['role'] != 'user':
+            raise UserError('messages: the last one must be of the user, to be answered')
         block_size = self.model.config.block_size
         users = [i for i, message in enumerate(messages) if message['role'] == 'user']
-        wanted = block_size - min(new_tokens, block_size // 4)
-
-        def encode(turns):
-            """Without so many of the oldest turns."""
-            kept = messages[:users[0]] + messages[users[turns]:]
-            return self.tokenizer.encode_prompt(kept).tolist()
-
-        try:
-            turns = bisect_left(range(len(users) - 1), True,
-                                key=lambda turns: len(encode(turns)) <= wanted)
-            ids = encode(turns)
-        except UserError as e:
-            raise UserError(f'the messages: {e}; {KNOWN_CHARACTERS}') from None
+        for first in users:
+            try:
+                ids = self.tokenizer.encode_prompt(messages[:users[0]] + messages[first:]).tolist()
+            except UserError as e:
+                raise UserError(f'the messages: {e}; {KNOWN_CHARACTERS}') from None
+            if len(ids) <= block_size - min(sampling.max_new_tokens, block_size // 4):
+                break
         if len(ids) > block_size:
             raise UserError(f'the message has {len(ids):,} tokens with what the system says, and '
                             f'the model reads at most {block_size:,}: write less')
-        return ids, users[turns] - users[0], block_size - len(ids) + 1
+        room = min(sampling.max_new_tokens, block_size - len(ids) + 1)
+        return ids, replace(sampling, end_of_text=True, max_new_tokens=room), first - users[0]
 
     def encode(self, text, where):
         """→ ids. Raises UserError, beginning with `where`, for characters the tokenizer lacks."""
@@ -202,7 +170,8 @@ class TextGenerator:
         """
         stops = list_stops(stop)
         decoders = [StreamDecoder(self.tokenizer, stops, show) for _ in prompts]
-        generators = [random_numbers(sampling.seed, n) for n in numbers]
+        generators = [torch.Generator().manual_seed((sampling.seed * 1_000_003 + n) % 2**63)
+                      for n in numbers]
         ends = ends_of(self.tokenizer) if sampling.end_of_text else ()
         began = time.perf_counter()
 

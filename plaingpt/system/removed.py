@@ -112,6 +112,7 @@ REMOVED = {
     'max_tokens': Removed('a request to serve.py says its own, and sample.py has max_new_tokens'),
     'license': Removed('write it at the head of README.md in the exported folder'),
     'datasets': Removed('write them at the head of README.md in the exported folder'),
+    'template': Removed('a model that was tuned on conversations brings the form of them'),
     'lm_eval': Removed('name its tasks with --tasks=TASK'),
     'format': Removed('the fields of a row tell its form; --prompt and --completion name its '
                       'columns'),

@@ -1,4 +1,4 @@
-"""A conversation at the terminal with a model that was tuned on such."""
+"""A conversation at the terminal."""
 
 import builtins
 import json
@@ -18,7 +18,7 @@ import plaingpt
 import sample
 from plaingpt.data.conversations import Conversations
 from plaingpt.data.tokenizers import ends_of
-from plaingpt.inference.text_generator import TextGenerator
+from plaingpt.inference.text_generator import Sampling, TextGenerator
 from plaingpt.system.errors import UserError
 
 SYSTEM = {'role': 'system', 'content': 'Be kind.'}
@@ -88,38 +88,11 @@ def test_what_was_said_and_the_system_go_before_the_next_answer(chat, generator,
     assert second != chat('hi', 'hi')[1]  # without a system
 
 
-def test_retry_answers_the_last_message_again(chat, tmp_path):
-    out = chat('/retry', 'hi', '/retry', '/retry', f'/save {tmp_path}/said',
-               options=['--temperature=3', '--seed=1'])
-    assert out[0] == 'there is no message yet'
-    assert [m['role'] for m in saved(tmp_path / 'said')] == ['user', 'assistant']
-    assert len(set(out[1:-1])) > 2
-
-
 def test_reset_forgets_the_messages_and_keeps_what_the_system_says(chat, tmp_path):
     out = chat('hi', '/reset', 'hi', f'/save {tmp_path}/said',
                options=[GREEDY, '--system=Be kind.'])
     assert out[0] == out[2]
     assert saved(tmp_path / 'said') == [SYSTEM, *ask('hi', out[0])]
-
-
-def test_a_message_may_have_several_lines(chat, tmp_path):
-    for lines in (['"""hi"""'], ['"""', 'hi', '"""'], ['"""hi', '"""']):
-        assert chat(*lines)[0] == ANSWERS['hi'], lines
-    assert chat('"""', 'hi') == ['', '']  # and no end
-    chat('"""a', '', '/b', 'c"""', f'/save {tmp_path}/said')
-    assert saved(tmp_path / 'said')[0]['content'] == 'a\n\n/b\nc'
-
-
-def test_a_full_context_loses_the_oldest_turns_and_says_so_once(chat, generator, tmp_path):
-    out = chat(*['hi'] * 9, f'/save {tmp_path}/said', options=[GREEDY, '--system=Be kind.'])
-    assert sum('context is full' in line for line in out) == 1
-    messages = saved(tmp_path / 'said')
-    ids, dropped, room = generator.fit(messages[:-1], 70)
-    assert dropped > 0 and len(ids) + room == 96 + 1 and room > 96 // 4
-    assert CHAT.decode(ids).startswith('<|conversation|><|system|>Be kind.<|end|><|user|>hi<|end|>')
-    assert messages[-1]['content'] == generator.answer(messages[:-1], temperature=0,
-                                                       max_new_tokens=70)
 
 
 def test_a_message_that_is_too_long_is_refused_and_the_chat_goes_on(chat, tmp_path):
@@ -128,18 +101,44 @@ def test_a_message_that_is_too_long_is_refused_and_the_chat_goes_on(chat, tmp_pa
     assert saved(tmp_path / 'said') == ask('hi', ANSWERS['hi'])
 
 
-def test_what_cannot_be_answered_changes_nothing(chat, monkeypatch, tmp_path):
-    def interrupted(*_):
-        raise KeyboardInterrupt
-    out = chat('hi', f'/system {"x" * 200}', '/retry', '/system', f'/save {tmp_path}/said')
-    assert 'write less' in out[2] and saved(tmp_path / 'said') == ask('hi', ANSWERS['hi'])
-    monkeypatch.setattr(CHAT.__class__, 'encode_prompt', interrupted)
-    assert chat('hi', f'/save {tmp_path}/none')[:2] == [' …', 'nothing has been said yet']
+def test_retry_answers_the_last_message_again(chat, tmp_path):
+    out = chat('/retry', 'hi', '/retry', '/retry', f'/save {tmp_path}/said',
+               options=['--temperature=3', '--seed=1'])
+    assert '/retry cannot be done' in out[0]
+    assert [m['role'] for m in saved(tmp_path / 'said')] == ['user', 'assistant']
+    assert len(set(out[1:-1])) > 2
 
 
-def test_a_file_that_cannot_be_written_does_not_end_the_chat(chat):
-    out = chat('hi', '/save ~nobody-is-here/a', '/save a\0b', '/save /nowhere/a', '/help')
-    assert 'home directory' in out[1] and 'null byte' in out[2] and 'No such file' in out[3]
+def test_a_full_context_loses_the_oldest_turns_and_says_so(chat, generator, tmp_path):
+    out = chat(*['hi'] * 9, f'/save {tmp_path}/said', options=[GREEDY, '--system=Be kind.'])
+    assert sum('context is full' in line for line in out) > 1
+    messages = saved(tmp_path / 'said')
+    ids, sampling, dropped = generator.prepare_answer(messages[:-1], Sampling(max_new_tokens=70))
+    assert dropped > 0 and len(ids) + sampling.max_new_tokens <= 97
+    assert sampling.max_new_tokens > 96 // 4
+    assert CHAT.decode(ids).startswith('<|conversation|><|system|>Be kind.<|end|><|user|>hi<|end|>')
+    assert messages[-1]['content'] == generator.answer(messages[:-1], temperature=0,
+                                                       max_new_tokens=70)
+
+
+def test_what_cannot_be_done_is_told_and_the_chat_goes_on(chat, tmp_path):
+    out = chat('/nonsense', '/save /nowhere/a', f'/system {"x" * 200}', 'hi', '/system', 'hi',
+               f'/save {tmp_path}/said')
+    for words, line in zip(('/help lists', 'No such file', 'told xxx', 'write less', 'nothing',
+                            ANSWERS['hi'], 'saved to'), out, strict=False):
+        assert words in line
+    assert saved(tmp_path / 'said') == ask('hi', ANSWERS['hi'])
+
+
+def test_messages_that_cannot_be_answered_are_refused(generator, trained):
+    for messages, words in (
+            ([], 'no messages'), (ask('hi', 'a'), 'must be of the user'),
+            ([{'role': 'robot', 'content': 'a'}], 'expected one of'),
+            (ask('x' * 200, '')[:1], 'at most 96')):
+        with pytest.raises(UserError, match=words):
+            generator.answer(messages)
+    with pytest.raises(UserError, match='was not tuned on conversations'):
+        plaingpt.load(trained).answer(ask('hi', '')[:1])
 
 
 def test_an_answer_that_was_cut_says_so(chat):
@@ -167,69 +166,24 @@ def test_escape_codes_that_a_model_writes_do_not_reach_the_terminal(chat_model, 
     assert b'b</b>\\x1b[31m' in shown and b'\x1b[31m' not in shown
 
 
-def test_a_form_that_the_model_does_not_have_is_refused(capsys, monkeypatch, chat_model, trained):
-    tuned = [f'--out_dir={chat_model}', '--checkpoint=latest', '--device=cpu', '--chat']
-    assert 'form of its own' in fails(capsys, monkeypatch, sample.main, *tuned,
-                                      '--template=U: {user}')
-    plain = [f'--out_dir={trained}', '--device=cpu']
-    assert 'was not tuned on conversations' in fails(capsys, monkeypatch, sample.main, *plain,
-                                                     '--chat', '--system=Be kind.')
-    assert 'goes with --chat' in fails(capsys, monkeypatch, sample.main, *plain, '--system=Be')
-    with pytest.raises(UserError, match='was not tuned on conversations'):
-        plaingpt.load(trained).answer(ask('hi', '')[:1])
-
-
-def test_messages_that_cannot_be_answered_are_refused(generator):
-    for messages, words in (
-            ([], 'no messages'), ('hi', 'no messages'), (ask('hi', 'a'), 'must be of the user'),
-            ([{'role': 'robot', 'content': 'a'}], 'expected one of'),
-            ([{'role': 'user'}], 'role and content is expected'), ([SYSTEM], 'must be of the user'),
-            (ask('x' * 200, '')[:1], 'at most 96')):
-        with pytest.raises(UserError, match=words):
-            generator.answer(messages)
-
-
 # -----------------------------------------------------------------------------
-# with a model that was not tuned on conversations: it continues what is typed
+# with a model that was not tuned on conversations
 
 
-def test_a_chat_goes_on_from_what_was_said(base_chat, tmp_path):
-    out = base_chat('def main', '(self)', f'/save {tmp_path}/said.txt')
-    first, second, saved = out[:20], out[21:41], out[42:].strip()
-    assert saved == f'saved to {tmp_path}/said.txt'
-    assert (tmp_path / 'said.txt').read_text() == f'def main{first}(self){second}\n'
-
-
-def test_retry_continues_the_same_text_again(base_chat, tmp_path):
-    out = base_chat('def', '/retry', f'/save {tmp_path}/said', options=['--seed=1'])
-    first, second = out[:20], out[21:41]
-    assert first != second and (tmp_path / 'said').read_text() == f'def{second}\n'
-
-
-def test_commands_of_a_chat(base_chat, tmp_path):
-    out = base_chat('/help', '/temperature 0', '/temperature nan', '/top_k -1', '/top_k x',
-                    '/nonsense', '/save', KeyboardInterrupt, 'def', f'/save {tmp_path}/a',
-                    f'/save {tmp_path}/a', '/reset', f'/save {tmp_path}/b', '/quit', 'more')
-    for words in ('Ctrl-C stops an answer', 'temperature 0.0',
-                  "temperature='nan' on the command line: expected a number: it stays 0.0",
-                  'top_k=-1: must be at least 0: it stays 200', 'expected a whole number',
-                  '/nonsense is unknown', 'name a file', 'Ctrl-D leaves', 'forgotten',
-                  'File exists', 'nothing has been said yet'):
-        assert words in out
-    assert len((tmp_path / 'a').read_text()) == len('def') + 20 + 1
-    assert out.endswith('nothing has been said yet\n')  # and no answer after /quit
-
-
-def test_a_template_puts_messages_and_ends_answers(base_chat, monkeypatch, tmp_path):
-    asked = []
-
-    def write(self, prompts, numbers, sampling, stop, show):
-        asked.append((self.tokenizer.decode(prompts[0]), stop))
-        show(' no ')
-    monkeypatch.setattr(TextGenerator, 'write', write)
-    base_chat('a', 'b', f'/save {tmp_path}/said', options=[r'--template=U: {user}\nA:'])
-    assert asked[0] == ('U: a\nA:', ['U:']) and asked[1][0].endswith('no\nU: b\nA:')
-    assert (tmp_path / 'said').read_text() == 'U: a\nA: no\nU: b\nA: no\n'
+def test_a_chat_with_a_base_model_says_so_and_goes_on_from_all_that_was_said(
+        base_chat, tmp_path, capsys, monkeypatch, trained):
+    out = base_chat('naïve', KeyboardInterrupt, 'def main', '(self)', '/retry',
+                    f'/save {tmp_path}/said', '/quit', 'more')
+    lines = out.splitlines()
+    assert 'was not tuned on conversations' in lines[0] and "character 'ï'" in lines[1]
+    assert '/quit or Ctrl-D leaves' in lines[3]
+    text = (tmp_path / 'said').read_text()
+    assert text.startswith('def main') and text[28:34] == '(self)' and len(text) == 55
+    assert text[:28].removeprefix('def main') in out and text[34:-1] in out
+    assert out.endswith('said\n')  # and no answer after /quit
+    assert 'was not tuned on conversations' in fails(
+        capsys, monkeypatch, sample.main, f'--out_dir={trained}', '--device=cpu', '--chat',
+        '--system=Be kind.')
 
 
 def test_ctrl_c_stops_the_answer_and_not_the_chat(base_chat, monkeypatch, tmp_path):
@@ -239,12 +193,6 @@ def test_ctrl_c_stops_the_answer_and_not_the_chat(base_chat, monkeypatch, tmp_pa
     monkeypatch.setattr(TextGenerator, 'write', interrupted)
     out = base_chat('def', f'/save {tmp_path}/said')
     assert 'half …' in out and (tmp_path / 'said').read_text() == 'defhalf\n'
-
-
-def test_a_message_of_unknown_characters_does_not_end_the_chat(base_chat, tmp_path):
-    out = base_chat('naïve', 'def', '/top_k 1', f'/save {tmp_path}/said')
-    assert "your message: character 'ï'" in out and 'top_k 1' in out
-    assert (tmp_path / 'said').read_text().startswith('def')
 
 
 @pytest.mark.slow

@@ -1,3 +1,4 @@
+import math
 from itertools import pairwise
 
 import pytest
@@ -7,8 +8,13 @@ from torch.nn.attention import SDPBackend, _cur_sdpa_kernel_backends
 from torch.overrides import TorchFunctionMode
 
 from model import GPT, CausalSelfAttention, GPTConfig
-from plaingpt.inference.generation import CompiledStep, context_start, generate
-from plaingpt.inference.next_token import choose_next_token, penalize
+from plaingpt.inference.generation import (
+    CompiledStep,
+    choose_next_token,
+    context_start,
+    generate,
+    penalize,
+)
 from plaingpt.inference.weight_layout import prepare_for_generation
 
 SMALL = dict(block_size=16, vocab_size=65, n_layer=2, n_head=4, n_embd=32)
@@ -104,9 +110,8 @@ def test_cached_text_is_that_of_whole_forward_passes(kind):
     for temperature in (0, 1.0) if kind == 'gpt2' else (1.0,):
         expected = [uncached(model, prompt, 30, temperature, generator)
                     for prompt, generator in zip(prompts, generators(1, 2, 3, 4), strict=True)]
-        for use_cache in (True, False):
-            assert generate(model, prompts, 30, temperature=temperature, top_k=20,
-                            generators=generators(1, 2, 3, 4), use_cache=use_cache) == expected
+        assert generate(model, prompts, 30, temperature=temperature, top_k=20,
+                        generators=generators(1, 2, 3, 4)) == expected
         assert len({tuple(row) for row in expected}) == 4
         assert 'documents' not in kind or any(7 in row for row in expected)
 
@@ -294,3 +299,62 @@ def test_what_a_compiled_step_writes_to_stays_where_it_is_as_cuda_graphs_need_it
         generate(model, [prompt], 20, compiled=compiled)
     [calls] = addresses
     assert len(calls) > 20 and all(call == calls[0] for call in calls)
+
+
+# -----------------------------------------------------------------------------
+# from logits to the next token
+
+
+def possible(logits, **options):
+    """Which tokens choose_next_token can choose."""
+    noise = torch.linspace(0, 1 - 1e-9, 1000, dtype=torch.double)[:, None]
+    chosen = choose_next_token(logits.expand(1000, -1), noise=noise, **options)
+    return set(chosen.flatten().tolist())
+
+
+LOGITS = torch.tensor([[0.1, 0.5, 0.15, 0.25]]).log()
+
+
+def test_temperature_zero_takes_the_likeliest_and_near_zero_too():
+    assert choose_next_token(LOGITS, 0).item() == 1
+    for temperature in (1e-3, 1e-42, 1e-320):  # as float32 the last ones are tiny, and 0
+        assert possible(LOGITS, temperature=temperature) == {1}
+
+
+def test_top_k_keeps_the_k_likeliest():
+    assert possible(LOGITS, top_k=2) == {1, 3}
+    assert possible(LOGITS, top_k=100) == possible(LOGITS, top_k=0) == {0, 1, 2, 3}
+
+
+def test_top_p_keeps_the_fewest_that_reach_p():
+    for p, expected in [(0.4, {1}), (0.6, {1, 3}), (0.8, {1, 2, 3}), (0.01, {1})]:
+        assert possible(LOGITS, top_p=p) == expected
+
+
+def test_min_p_keeps_what_is_not_far_below_the_likeliest():
+    assert possible(LOGITS, min_p=0.4) == {1, 3}
+    assert possible(LOGITS, min_p=0.1) == {0, 1, 2, 3}
+
+
+def test_the_limits_combine():
+    assert possible(LOGITS, top_k=3, top_p=0.8, min_p=0.4) == {1, 3}
+
+
+def test_samples_follow_the_probabilities():
+    torch.manual_seed(0)
+    wanted = torch.tensor([0.1, 0.2, 0.7])
+    for options in ({}, {'top_k': 3}):
+        chosen = choose_next_token(wanted.log().expand(20000, 3), **options)
+        shares = torch.bincount(chosen.flatten(), minlength=3) / 20000
+        assert torch.allclose(shares, wanted, atol=0.02), options
+
+
+def test_what_has_no_probability_is_never_chosen():
+    logits = torch.tensor([[-math.inf, 0.0, -math.inf]])
+    assert possible(logits) == {1}
+
+
+def test_the_repetition_penalty_lowers_what_was_there():
+    logits = torch.tensor([[2.0, -1.0, 3.0]])
+    seen = torch.tensor([[True, True, False]])
+    assert penalize(logits, seen, 2.0).tolist() == [[1.0, -2.0, 3.0]]

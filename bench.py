@@ -42,7 +42,7 @@ from plaingpt.system.errors import UserError, run_script
 from plaingpt.system.files import ROOT, make_writable
 from plaingpt.system.streams import require_stdout, warn
 from plaingpt.training.dtype_choice import choose_training_dtype
-from plaingpt.training.memory_planner import explain_out_of_memory
+from plaingpt.training.out_of_memory import explain_out_of_memory
 from plaingpt.training.settings import TrainConfig
 
 

@@ -17,30 +17,22 @@ from typing import Annotated, NamedTuple
 
 import torch
 
+import train
 from configurator import load_config
 from model import GPT, RECOMPUTED
-from plaingpt.data.corpora import find_dataset_size, find_sizes
-from plaingpt.data.dataset import has_token_files, open_named, read_names
-from plaingpt.experiments.step_speed import Workload, estimate_speed
+from plaingpt.data.corpora import find_dataset_size
+from plaingpt.data.dataset import has_token_files, open_named
 from plaingpt.system import devices
 from plaingpt.system.devices import GPUS
 from plaingpt.system.errors import UserError, run_script
 from plaingpt.system.formatting import GIB, count_of, duration, gib, setting, short
 from plaingpt.system.machine import crowded_cores
-from plaingpt.system.streams import require_stdout, status
+from plaingpt.training import memory
 from plaingpt.training.checkpoint_writer import KEPT
 from plaingpt.training.dtype_choice import choose_training_dtype
-from plaingpt.training.memory_planner import (
-    batch_that_divides,
-    choose_parallel,
-    largest_batch,
-    predict,
-    savings,
-    step_settings,
-)
 from plaingpt.training.settings import TrainConfig
 from plaingpt.training.start import Start, check_start, start_shape
-from plaingpt.training.time_budget import SHARE
+from plaingpt.training.stopwatch import SHARE, estimate_speed
 
 
 @dataclass
@@ -77,28 +69,25 @@ class Machine(NamedTuple):
     device: torch.device
     name: str  # of a GPU in GPUS, '' for any, or of this machine
     dtype: str  # what train.py chooses there
-    total: int  # bytes of memory of one process
-    free: int
+    free: int  # bytes of memory of one process
     here: bool  # this machine, so that its speed can be measured
 
 
 def find_machine(config, shape):
-    """The GPU that config names, or this machine, with what train.py chooses there.
-
-    shape: the GPTConfig of the model"""
+    """The GPU that config names, or this machine, with what train.py chooses there for a model."""
     if config.gpu or config.gpu_memory_gb:
         gpu = config.gpu and devices.find_gpu(config.gpu)
         size = int((config.gpu_memory_gb or GPUS[gpu].memory_gb) * GIB)
         # as train.py chooses: these two have no bfloat16 in hardware
         auto = 'float16' if gpu in ('T4', 'V100') else 'bfloat16'
         dtype = auto if config.dtype == 'auto' else config.dtype
-        return Machine(torch.device('cuda'), gpu, dtype, size, size, here=False)
+        return Machine(torch.device('cuda'), gpu, dtype, size, here=False)
     device, _ = devices.choose_device(config.device)
     dtype, _ = choose_training_dtype(config, shape, device)
-    sizes = devices.device_memory(device)
+    _, free = devices.device_memory(device)
     if device.type != 'cuda':  # the processes share it
-        sizes = [size // config.processes for size in sizes]
-    return Machine(device, devices.machine_name(device), dtype, *sizes, here=True)
+        free //= config.processes
+    return Machine(device, devices.machine_name(device), dtype, free, here=True)
 
 
 def find_shape(config, start):
@@ -118,89 +107,35 @@ def find_shape(config, start):
 # the parts of a plan, each a dict that --json prints
 
 
-def memory_plan(shape, config, machine):
-    """Peak by owner, what fits, and the same under each kind of checkpointing and parallelism."""
-    available, dtype = machine.free, machine.dtype
-    sequences = config.total_batch_size // config.block_size or \
-        config.gradient_accumulation_steps * config.batch_size
-    mine = sequences // config.processes
-    auto = config.batch_size == 'auto'
-    step = step_settings(replace(config, batch_size=1) if auto else config, dtype,
-                         machine.device.type)
-    chosen, why = choose_parallel(config, shape, dtype, machine.device.type, machine.free)
-    step = replace(step, parallel=chosen)
-    if auto:
-        batch_size, micro_steps = batch_that_divides(shape, step, available, mine)
-        step = replace(step, batch_size=batch_size or 1, micro_steps=micro_steps or mine)
-    plan = predict(shape, step)
-    fits = plan.total <= available
+def plan_memory(shape, config, machine):
+    """→ (the config as train.py resolves it, what a step of it takes and what fits: the same under
+    each kind of checkpointing and of parallelism too)"""
+    free, where = machine.free, (machine.dtype, machine.device.type)
+    parallel, why = memory.choose_parallel(config, shape, *where, free)
+    config = replace(config, parallel=parallel)
+    if config.batch_size == 'auto':
+        fitting = memory.batch_that_divides(shape, config, *where, free)
+        config = memory.with_batch(config, fitting or 1, memory.sequences_of(config))
+    plan = memory.predict(shape, config, *where)
 
-    def under(step, what):
-        with status.doing(f'with {what}'):
-            batch_size, micro_steps = batch_that_divides(shape, step, available, mine)
-            return {'total': predict(shape, step).total,
-                    'largest_batch': largest_batch(shape, step, available),
-                    'batch_size': batch_size, 'accumulation': micro_steps * config.processes}
+    def under(**changes):
+        changed = replace(config, **changes)
+        return {'total': memory.predict(shape, changed, *where).total,
+                'largest_batch': memory.largest_batch(shape, changed, *where, free)}
 
-    return {'batch_size': step.batch_size, 'micro_steps': step.micro_steps, 'dtype': dtype,
-            'activation_checkpointing': config.activation_checkpointing,
-            'available': available,
-            'memory': machine.total,
-            'fits': fits,
-            'peak_stage': plan.peak_stage, 'items': plan.items, 'peak': plan.peak,
-            'overhead': plan.overhead, 'total': plan.total,
-            'sequences_per_step': sequences,
-            'stages': plan.totals,
-            'checkpointing': {
-                kind: under(step.change(activation_checkpointing=kind),
-                            f'activation_checkpointing={kind}') for kind in RECOMPUTED},
-            'parallel': chosen, 'parallel_why': why,
-            'parallels': {} if config.processes == 1 else
-                {kind: under(replace(step, parallel=kind), f'parallel={kind}')
-                 for kind in ('ddp', 'fsdp')},
-            'savings': {} if fits is not False else dict(savings(shape, step)[:3])}
+    fits = plan.total <= free
+    return config, {
+        'batch_size': config.batch_size, 'micro_steps': config.accumulation() // config.processes,
+        'dtype': machine.dtype, 'available': free, 'fits': fits, 'phases': plan.phases,
+        'peak_phase': plan.peak_phase, 'peak': plan.peak, 'overhead': plan.overhead,
+        'total': plan.total, 'kept': plan.kept, 'parallel': parallel, 'parallel_why': why,
+        'checkpointing': {kind: under(activation_checkpointing=kind) for kind in RECOMPUTED},
+        'parallels': {kind: under(parallel=kind) for kind in ('ddp', 'fsdp')
+                      if config.processes > 1},
+        'savings': {} if fits else dict(memory.savings(shape, config, *where)[:3])}
 
 
-def token_plan(shape, iters, config, sequences, parameters, dataset_tokens):
-    """Tokens of a run of so many iterations, and how they and the corpus match the model."""
-    step = sequences * shape.block_size
-    total = step * iters
-    weights, sizes = read_names(config.dataset), find_sizes(config.dataset)
-    corpora = [{'name': name, 'source': source, 'weight': weights[name], 'tokens': size,
-                'epochs': total * weights[name] / size if size else None}
-               for name, (_, size, source) in sizes.items()]
-    blocks = 12 * shape.n_layer * shape.n_embd**2
-    return {'parameters': parameters, 'iterations': iters, 'per_step': step, 'total': total,
-            'dataset': dataset_tokens,
-            'epochs': total / dataset_tokens if dataset_tokens else None,
-            'steps_per_epoch': dataset_tokens / step if dataset_tokens else None,
-            'corpora': corpora,
-            'per_parameter': total / parameters,
-            # Hoffmann et al. 2022, table 3: about 20 tokens for each parameter
-            'chinchilla': 20 * parameters if config.init_from in ('scratch', 'auto') else None,
-            'chinchilla_parameters': dataset_tokens / 20 if dataset_tokens else None,
-            # Kaplan et al. 2020, equation 4.4: fewer overfit; N without embeddings
-            'kaplan': 5e3 * blocks**0.74}
-
-
-def iterations_in(minutes, speed, how, step_tokens):
-    """How many fit, about, at so many tokens a second. Raises UserError where that is not known."""
-    if not speed:
-        raise UserError(f'minutes={setting(minutes)}: the speed is not known: {how}')
-    return max(1, int((1 - SHARE) * 60 * minutes * speed / step_tokens))
-
-
-def time_plan(gpt, config, speed, how, total_tokens):
-    """FLOPs, hours and price; None where the speed is not known."""
-    flops = gpt.flops_per_token()
-    hours = total_tokens / speed / 3600 if speed else None
-    gpu_hours = hours * config.processes if hours else None
-    return {'flops_per_token': flops, 'flops': flops * total_tokens, 'tokens_per_s': speed,
-            'how': how, 'hours': hours, 'gpu_hours': gpu_hours,
-            'price': gpu_hours * config.gpu_hour_price if hours else None}
-
-
-def find_speed(gpt, config, machine, memory):
+def find_speed(gpt, config, machine, fits):
     """→ (tokens/s of all processes or None, how it was found or why not)."""
     if config.tokens_per_s:
         return config.tokens_per_s, 'as given'
@@ -210,23 +145,40 @@ def find_speed(gpt, config, machine, memory):
             return None, 'say --tokens_per_s, or name a --gpu for a dtype whose peak is known'
         return peak * config.utilisation / gpt.flops_per_token() * config.processes, \
             f'estimated from {config.utilisation:.0%} of the peak of {machine.name}'
-    if memory['fits'] is not True:
+    if not fits:
         return None, 'not measured, since it does not fit'
-    note('measuring the speed of a step here, for some seconds')
-    devices.use_fast_matmul()
-    config = replace(config, batch_size=memory['batch_size'])
-    speed, how = estimate_speed(Workload(config, gpt.config, machine.device, machine.dtype, False))
-    if machine.device.type != 'cuda':
-        busy = crowded_cores.describe()
-        return speed, how + (f'; {busy}, so it may be several times as fast' if busy else '')
-    return speed * config.processes, f'{how}, not compiled'
+    print('measuring the speed of a step here, for some seconds …', file=sys.stderr, flush=True)
+    speed, how = estimate_speed(gpt.config, config, machine.device, machine.dtype,
+                                train.forward_backward, train.update)
+    if machine.device.type == 'cuda':
+        return speed * config.processes, f'{how}, not compiled'
+    busy = crowded_cores.describe()
+    return speed, how + (f'; {busy}, so it may be several times as fast' if busy else '')
 
 
-def disk_plan(shape, config, memory, dataset_tokens):
+def plan_run(gpt, config, dataset_tokens, speed, how):
+    """Iterations, tokens, FLOPs, hours and price of the run, and how the corpus matches it."""
+    iters, step = config.max_iters, config.step_tokens()
+    if config.minutes:
+        if not speed:
+            raise UserError(f'minutes={setting(config.minutes)}: the speed is not known: {how}')
+        iters = max(1, int((1 - SHARE) * 60 * config.minutes * speed / step))
+    total, parameters = step * iters, gpt.num_parameters()
+    hours = total / speed / 3600 if speed else None
+    return {'iterations': iters, 'tokens_per_step': step, 'tokens': total, 'parameters': parameters,
+            'dataset': dataset_tokens, 'epochs': total / dataset_tokens if dataset_tokens else None,
+            # Hoffmann et al. 2022, table 3: about 20 tokens for each parameter
+            'chinchilla': 20 * parameters if config.init_from in ('scratch', 'auto') else None,
+            'flops': gpt.flops_per_token() * total, 'tokens_per_s': speed, 'how': how,
+            'hours': hours, 'gpu_hours': hours and hours * config.processes,
+            'price': hours and hours * config.processes * config.gpu_hour_price}
+
+
+def plan_disk(shape, config, held, dataset_tokens):
     """Bytes of a checkpoint, of all that are kept, and of the tokens."""
-    checkpoint = memory['items']['parameters'] + memory['items'].get('optimizer states', 0)
-    if memory['parallel'] == 'fsdp':  # each process has a part
-        checkpoint *= config.processes
+    between = held['phases']['between steps']
+    checkpoint = (between['weights'] + between['optimizer']) \
+        * (config.processes if held['parallel'] == 'fsdp' else 1)  # each process has a part
     width = 2 if shape.vocab_size <= 2**16 else 4
     return {'checkpoint': checkpoint,
             'checkpoints': checkpoint * (KEPT + 2),  # the best, and one written
@@ -237,128 +189,70 @@ def disk_plan(shape, config, memory, dataset_tokens):
 # for people
 
 
-def verdict(memory):
-    """Does it fit, and what does."""
-    best = memory['checkpointing'][memory['activation_checkpointing']]
-    free = f' free, of {gib(memory["memory"])}' if memory['memory'] != memory['available'] else ''
-    words = [f'{"fits" if memory["fits"] else "does NOT fit"} in {gib(memory["available"])}{free}']
-    if best['batch_size']:
-        words.append(f'largest micro-batch {best["largest_batch"]}; of those that keep '
-                     f'{memory["sequences_per_step"]} sequences a step, {best["batch_size"]} with '
-                     f'gradient_accumulation_steps={best["accumulation"]}')
-    elif best['largest_batch'] == 0:
-        words.append('not even batch_size=1 does')
-    kept = memory['stages']['optimizer']  # when no activation is left
-    if kept > memory['available']:
-        words.append(f'weights, gradients and optimizer states alone take {gib(kept)}')
-    elif not memory['fits']:
-        words.append('most is saved by ' + ', '.join(
-            f'{change} ({gib(size)})' for change, size in memory['savings'].items()))
-    return '; '.join(words)
-
-
-def note(what):
-    """For who waits; standard output has the plan."""
-    print(f'{what} …', file=sys.stderr, flush=True)
-
-
-def print_memory(memory, machine):
+def print_memory(held, machine):
     of = f'{machine.device.type}, {machine.name}' if machine.here else \
-        f'one {machine.name} with {gib(machine.total)}' if machine.name else 'one GPU'
-    print(f'memory of {of}: micro-batch {memory["batch_size"]}, {memory["micro_steps"]} a step, '
-          f'{memory["dtype"]}; highest in "{memory["peak_stage"]}"')
-    for name, size in sorted(memory['items'].items(), key=lambda item: -item[1]):
-        if size:
-            print(f'  {gib(size):>12}  {name}')
-    if memory['overhead']:
-        print(f'  {gib(memory["overhead"]):>12}  CUDA context and fragmentation, an allowance')
-    print(f'  {gib(memory["total"]):>12}  in all: {verdict(memory)}')
-    print('by stage: ' + ', '.join(f'{stage} {gib(size)}' for stage, size in
-                                   memory['stages'].items() if not stage.startswith('after')))
-    print_kinds('activation_checkpointing:', memory['checkpointing'])
-    if memory['parallels']:
-        print_kinds(f'parallel: train.py takes {memory["parallel"]} ({memory["parallel_why"]})',
-                    memory['parallels'])
+        f'one {machine.name or "GPU"} with {gib(machine.free)}'
+    print(f'memory of {of}: micro-batch {held["batch_size"]}, {held["micro_steps"]} a step, '
+          f'{held["dtype"]}; highest in "{held["peak_phase"]}"')
+    for owner, size in held['phases'][held['peak_phase']].items():
+        print(f'  {gib(size):>12}  {owner}')
+    if held['overhead']:
+        print(f'  {gib(held["overhead"]):>12}  CUDA context and fragmentation, an allowance')
+    print(f'  {gib(held["total"]):>12}  in all: {"fits" if held["fits"] else "does NOT fit"} in '
+          f'{gib(held["available"])}')
+    if held['kept'] > held['available']:
+        print(f'  weights, gradients and optimizer states alone take {gib(held["kept"])}')
+    elif not held['fits']:
+        print('  most is saved by ' + ', '.join(
+            f'{change} ({gib(size)})' for change, size in held['savings'].items()))
+    print('by phase: ' + ', '.join(f'{phase} {gib(sum(of_owners.values()))}'
+                                   for phase, of_owners in held['phases'].items()))
+    why = f'parallel: train.py takes {held["parallel"]} ({held["parallel_why"]})'
+    for head, kinds in (('activation_checkpointing:', held['checkpointing']),
+                        (why, held['parallels'])):
+        if kinds:
+            print(head)
+        for kind, under in kinds.items():
+            print(f'  {kind:<10} {gib(under["total"]):>12}, largest micro-batch '
+                  f'{under["largest_batch"]}')
 
 
-def print_kinds(head, kinds):
-    print(head)
-    for kind, under in kinds.items():
-        print(f'  {kind:<10} {gib(under["total"]):>12}, largest micro-batch '
-              f'{under["largest_batch"]}')
-
-
-def print_tokens(tokens, source, vocab_size):
-    known = tokens['dataset']
-    print(f'tokens: {tokens["per_step"]:,} a step, {short(tokens["total"])} in all, '
-          f'{tokens["per_parameter"]:.3g} for each of {tokens["parameters"]:,} parameters')
-    if known and len(tokens['corpora']) == 1:
-        print(f'  {source}: {short(known)} tokens, {tokens["steps_per_epoch"]:.4g} steps an epoch, '
-              f'{tokens["epochs"]:.3g} epochs')
-    elif known:
-        for corpus in tokens['corpora']:
-            print(f'  {corpus["source"]}: {short(corpus["tokens"])} tokens, {corpus["weight"]:.1%} '
-                  f'of the run, {corpus["epochs"]:.3g} epochs')
-    else:
-        print(f'  {source}: its tokens are unknown, a vocabulary of {vocab_size:,} is assumed')
-    if not tokens['chinchilla']:  # the weights have learned from other text before
-        return
-    data = f', the corpus {short(known)}' if known else ''
-    print(f'  Chinchilla (Hoffmann et al. 2022): this model is best trained on '
-          f'{short(tokens["chinchilla"])} tokens{data}')
-    if known:
-        print(f'    and one pass over this corpus trains {short(known / 20)} parameters best; '
-              'up to 4 epochs are nearly as good as new text (Muennighoff et al. 2023)')
-    enough = '' if not known else ': enough' if known >= tokens['kaplan'] else ': it will overfit'
-    print(f'  Kaplan et al. 2020, eq. 4.4: below {short(tokens["kaplan"])} tokens of text this '
-          f'model overfits{data}{enough}')
-
-
-def print_time_and_disk(time, disk, machine):
-    speed = time['how']
-    if time['hours']:
-        gpu_hours = f', {time["gpu_hours"]:.3g} GPU hours' * (machine.device.type == 'cuda')
-        speed = f'{short(time["tokens_per_s"])} tokens/s ({time["how"]}), ' \
-                f'{duration(time["hours"] * 3600)}{gpu_hours}'
-    price = f', price {time["price"]:.2f}' if time['price'] else ''
-    print(f'time: {time["flops"]:.3g} FLOPs, {speed}{price}')
-    print(f'disk: {gib(disk["checkpoint"])} a checkpoint, up to {gib(disk["checkpoints"])} in all'
-          + (f', tokens {gib(disk["dataset"])}' if disk['dataset'] else ''))
+def print_run(run, source, shape):
+    print(f'tokens: {run["tokens_per_step"]:,} a step, {short(run["tokens"])} in all, '
+          f'{run["tokens"] / run["parameters"]:.3g} for each of {run["parameters"]:,} parameters')
+    print(f'  {source}: ' + (
+        f'{short(run["dataset"])} tokens, {run["epochs"]:.3g} epochs' if run['dataset'] else
+        f'its tokens are unknown, a vocabulary of {shape.vocab_size:,} is assumed'))
+    if run['chinchilla']:  # no weights that have learned from other text before
+        print(f'  Chinchilla (Hoffmann et al. 2022): this model is best trained on '
+              f'{short(run["chinchilla"])} tokens')
+    took = f'{short(run["tokens_per_s"])} tokens/s ({run["how"]}), ' \
+           f'{duration(run["hours"] * 3600)}' if run['hours'] else run['how']
+    price = f', price {run["price"]:.2f}' if run['price'] else ''
+    print(f'time: {count_of(run["iterations"], "iteration")}, {run["flops"]:.3g} FLOPs, '
+          f'{took}{price}')
 
 
 def main(argv):
     start = Start(verifies=False)
     config = load_config(PlanConfig, argv, __doc__, read_saved=start.read)
-    require_stdout()
     shape, dataset_tokens, source = find_shape(config, start)
     machine = find_machine(config, shape)
     with torch.device('meta'):
         gpt = GPT(shape)
-    note('following a step on tensors without data')
-    memory = memory_plan(shape, config, machine)
-    speed, how = find_speed(gpt, config, machine, memory)
-    iters = config.max_iters if not config.minutes else iterations_in(
-        config.minutes, speed, how, memory['sequences_per_step'] * shape.block_size)
-    tokens = token_plan(shape, iters, config, memory['sequences_per_step'], gpt.num_parameters(),
-                        dataset_tokens)
-    time = time_plan(gpt, config, speed, how, tokens['total'])
-    disk = disk_plan(shape, config, memory, dataset_tokens)
+    print('following a step on tensors without data …', file=sys.stderr, flush=True)
+    config, held = plan_memory(shape, config, machine)
+    run = plan_run(gpt, config, dataset_tokens, *find_speed(gpt, config, machine, held['fits']))
+    disk = plan_disk(shape, config, held, dataset_tokens)
     if config.json:
         planned_for = machine._replace(device=machine.device.type)._asdict()
-        print(json_format.dumps({'machine': planned_for, 'model': asdict(shape),
-                                 'vocab_size': shape.vocab_size, 'source': source,
-                                 'memory': memory, 'tokens': tokens, 'time': time, 'disk': disk},
-                                indent=1))
+        print(json_format.dumps({'machine': planned_for, 'model': asdict(shape), 'source': source,
+                                 'memory': held, 'run': run, 'disk': disk}, indent=1))
         return
-    if config.init_from != 'scratch':
-        print(f'model of {config.init_from}: {shape.n_layer} layers, {shape.n_head} heads, '
-              f'{shape.n_embd} channels')
-    print_memory(memory, machine)
-    if config.minutes:
-        print(f'{duration(60 * config.minutes)}: about {count_of(iters, "iteration")}, with a '
-              f'share of {SHARE:.0%} for evaluations')
-    print_tokens(tokens, source, shape.vocab_size)
-    print_time_and_disk(time, disk, machine)
+    print_memory(held, machine)
+    print_run(run, source, shape)
+    print(f'disk: {gib(disk["checkpoint"])} a checkpoint, up to {gib(disk["checkpoints"])} in all'
+          + (f', tokens {gib(disk["dataset"])}' if disk['dataset'] else ''))
 
 
 if __name__ == '__main__':

@@ -51,14 +51,13 @@ from plaingpt.system.errors import run_script
 from plaingpt.system.files import lock_output_dir
 from plaingpt.system.formatting import quoted
 from plaingpt.system.streams import status
-from plaingpt.training import time_budget
+from plaingpt.training import stopwatch
 from plaingpt.training.averaging import averaged, go_on
 from plaingpt.training.checkpoint_writer import KEPT, Saver, archive_previous_run, trim_logs
 from plaingpt.training.dtype_choice import choose_training_dtype
 from plaingpt.training.evaluation import Watching, check_tasks, evaluated_bytes, mean_loss
-from plaingpt.training.memory_fit import fit_to_memory
-from plaingpt.training.memory_planner import explain_out_of_memory
 from plaingpt.training.optimizers import build_optimizer
+from plaingpt.training.out_of_memory import explain_out_of_memory, fit_to_memory
 from plaingpt.training.schedules import get_lr
 from plaingpt.training.settings import WITHOUT_EFFECT, TrainConfig
 from plaingpt.training.start import Progress, Start, eval_sequences_of, run_shape, with_shape
@@ -69,7 +68,7 @@ from plaingpt.training.step_guard import StepGuard, collect_garbage, garbage_at_
 class Run:
     """A training run: what the loop works with."""
 
-    config: TrainConfig  # resolved: it changes no more
+    config: TrainConfig  # resolved; of a run of minutes the length changes
     start: Start  # the weights that it begins with, or the checkpoint that it continues
     world: World
     device: torch.device
@@ -84,6 +83,7 @@ class Run:
     scaler: torch.amp.GradScaler
     progress: Progress
     stop: StopRequest
+    deadline: stopwatch.Deadline  # of a run of minutes
     # what open_outputs adds
     record: dict = None  # the facts of the run, as run.json has them
     metrics: Metrics = None
@@ -115,12 +115,14 @@ def setup(config, start, world, device, device_why, given=frozenset()):
         check_shared(Path(config.out_dir), world, group)
     check_tasks(config)  # fails now where a benchmark cannot be loaded
     dataset = open_data(config, world, device)
-    timed = config.minutes > 0
     config, shape, dtype, compile = resolve(config, start, dataset, world, device, device_why,
                                             given)
 
     run = assemble(config, shape, start, dataset, world, device, dtype, compile)
-    model, train_data, val_data = run.model, run.train_data, run.val_data
+    timed = config.minutes and not start.resumed and not config.is_read_only
+    if timed:
+        stopwatch.fit_minutes(run, given, forward_backward, update)
+    config, model, train_data, val_data = run.config, run.model, run.train_data, run.val_data
     print0(f'GPT of {model.num_parameters():,} parameters: {shape.n_layer} layers, '
            f'{shape.n_head} heads, {shape.n_embd} channels')
     print0(describe_batches(config, dataset, train_data, val_data))
@@ -128,7 +130,7 @@ def setup(config, start, world, device, device_why, given=frozenset()):
         resume(run, start.weights)
     preflight(run, forward_backward, update)
     if not timed and not start.resumed:
-        time_budget.print_length(run, forward_backward, update)
+        stopwatch.print_length(run, forward_backward, update)
     run.record = describe_run(config, dataset, train_data, model, device, dtype, compile, world,
                               start.resumed)
     open_outputs(run, group)
@@ -143,20 +145,14 @@ def resolve(config, start, dataset, world, device, device_why, given):
     change no more: the shape of the model, ddp or fsdp, the batch size, the length of the run.
     Raises UserError."""
     if start.resumed:
-        config = time_budget.length_of(start.weights, config, given)
+        config = stopwatch.length_of(start.weights, config, given)
         start.check(config, dataset)
     shape = run_shape(config, dataset, start)
     dtype, dtype_why = choose_training_dtype(config, shape, device, start.checkpoint, gloo_group())
     compile, compile_why = devices.choose_compile(config.compile, device)
     print0(f'device {device} ({device_why}) | dtype {dtype} ({dtype_why}) | '
            f'compile {compile} ({compile_why}) | processes {world.size}')
-    config = fit_to_memory(with_shape(config, shape), shape, dtype, device, compile,
-                           is_new=not start.resumed)
-    if config.minutes and not config.is_read_only:  # measured with another model of this shape
-        with time_budget.apart(device, shape, config, dtype):
-            trial = assemble(config, shape, Start(), dataset, world, device, dtype, compile)
-            config = time_budget.fit_minutes(trial, start, given, forward_backward, update)
-            del trial
+    config = fit_to_memory(with_shape(config, shape), shape, dtype, device, compile)
     return config, shape, dtype, compile
 
 
@@ -192,7 +188,7 @@ def assemble(config, shape, start, dataset, world, device, dtype, compile):
         autocast = torch.autocast(device.type, devices.DTYPES[dtype])
     return Run(config, start, world, device, dtype, dataset, train_data, val_data, model, wrapped,
                optimizer, autocast, scaler, Progress(eval_sequences=config.eval_sequences()),
-               StopRequest())
+               StopRequest(), stopwatch.Deadline(config, start.checkpoint))
 
 
 def open_batches(config, dataset, world, device):
@@ -306,7 +302,7 @@ def train(run):
                 return ending
 
             # step
-            lr = get_lr(progress.iter_num, config)
+            lr = get_lr(progress.iter_num, run.config)  # a run of minutes changes its length
             for param_group in run.optimizer.param_groups:
                 param_group['lr'] = lr * param_group['lr_scale']
             loss = forward_backward(run.wrapped, batches, run.micro_steps, run.scaler, run.context)
@@ -319,6 +315,7 @@ def train(run):
             metrics.tick(progress.iter_num)
             if progress.iter_num % config.log_interval == 0:
                 metrics.step(progress.iter_num, all_reduce_mean(loss.clone()), lr, grad_norm)
+                run.deadline.decide(run)
                 run.guard.report(metrics.print)  # here the host waits for the device anyway
             run.watching.look_inside(progress.iter_num)
             collect_garbage(progress.iter_num, evaluating)
@@ -421,6 +418,7 @@ def save(run):
     if progress.iter_num == 0 or is_saved or run.config.eval_only:
         return
     state = {**progress.state(), **run.dataset.state(), 'config': asdict(run.config),
+             'ends_at_s': run.deadline.ends_at_s,
              'sequences': run.train_data.sequences_before(progress.iter_num),
              'elapsed_s': run.metrics.elapsed_s(), 'wandb_id': run.metrics.wandb_id(),
              'dtype': run.dtype, 'scaler': run.scaler.state_dict(),
@@ -442,7 +440,8 @@ def finish(run, ending):
     config, out_dir, progress = run.config, run.config.out_dir, run.progress
     run.metrics.close()
     if run.world.is_main and not config.eval_only:
-        write_run(out_dir, dict(run.record, ending=ending, end=run.metrics.at(progress.iter_num)))
+        write_run(out_dir, dict(run.record, config=asdict(config), ending=ending,
+                                end=run.metrics.at(progress.iter_num)))
         if config.report:
             write_report(out_dir, print0)
     if run.watching.film:
@@ -474,7 +473,7 @@ def main(argv):
     start = Start()
     config = load_config(TrainConfig, argv, __doc__, read_saved=start.read)
     given = options_of(TrainConfig, argv).keys()
-    time_budget.refuse_two_lengths(config, given)
+    stopwatch.refuse_two_lengths(config, given)
     world = launched_world()
     device, device_why = devices.choose_device(config.device, world.local_rank)
     writing = world.is_main and not config.is_read_only

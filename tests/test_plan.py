@@ -8,14 +8,14 @@ import torch
 from helpers import ROOT, fails
 
 import plan
+import train
 from configurator import load_config
 from model import GPTConfig
-from plaingpt.experiments import step_speed
 from plaingpt.inference.hf_architectures import ARCHITECTURES, SIZES
 from plaingpt.system.devices import GPUS
 from plaingpt.system.errors import UserError
 from plaingpt.system.formatting import GIB
-from plaingpt.training.memory_planner import batch_that_divides, predict, step_settings
+from plaingpt.training import memory, stopwatch
 from plaingpt.training.start import Start
 from plan import PlanConfig
 
@@ -34,67 +34,43 @@ def planned(*arguments):
     return json.loads(printed(*arguments, '--json'))
 
 
-@pytest.fixture
-def known_savings(monkeypatch):
-    """In place of plans of six changed steps."""
-    monkeypatch.setattr(plan, 'savings', lambda *_: [('--n_layer=1', GIB)])
-
-
-def test_a_batch_of_512_that_does_not_fit_is_told_before_it_runs(known_savings):
+def test_a_batch_that_does_not_fit_is_told_before_it_runs(monkeypatch):
+    # in place of plans of six changed steps
+    monkeypatch.setattr(memory, 'savings', lambda *_: [('--n_layer=1', GIB)])
     case = [*GPT2, '--batch_size=512', f'--total_batch_size={2**20}', '--gpu_memory_gb=16']
     out = printed(*case)
     assert 'does NOT fit in 16.00 GiB' in out and 'saved by --n_layer=1 (1.00 GiB)' in out
-    memory = planned(*case)['memory']
-    best = memory['checkpointing']['none']
-    assert not memory['fits'] and 1 < best['batch_size'] <= best['largest_batch'] < 512
-    assert best['batch_size'] * best['accumulation'] == 1024
-    config = load_config(PlanConfig, case)
-    for more, fits in ((0, True), (1, False)):
-        step = step_settings(replace(config, batch_size=best['largest_batch'] + more), 'bfloat16')
-        assert (predict(config.gpt_config(50257), step).total <= 16 * GIB) == fits
+    held = planned(*case)['memory']
+    assert not held['fits'] and 1 < held['checkpointing']['none']['largest_batch'] < 512
+    auto = planned(*case, '--batch_size=auto')['memory']
+    assert auto['fits'] and auto['batch_size'] * auto['micro_steps'] == 1024
+    assert auto['batch_size'] <= held['checkpointing']['none']['largest_batch']
 
 
 def test_the_table_and_the_json_say_the_same():
     arguments = [*GPT2, '--gpu=a100']  # a part of its name
     found, out = planned(*arguments), printed(*arguments)
-    assert f'{found["memory"]["total"] / 2**30:.2f} GiB  in all: fits in 40.00 GiB' in out
-    assert sum(found['memory']['items'].values()) == found['memory']['peak']
-    assert f'{found["tokens"]["per_step"]:,} a step' in out
+    held, run = found['memory'], found['run']
+    assert f'{held["total"] / GIB:.2f} GiB  in all: fits in 40.00 GiB' in out
+    assert sum(held['phases'][held['peak_phase']].values()) == held['peak']
+    assert f'{run["tokens_per_step"]:,} a step' in out and run['hours'] > 0
     assert 'no_such_dataset is not prepared' in out and 'one A100 with 40.00 GiB' in out
 
 
-def test_an_automatic_batch_is_the_largest_that_keeps_the_step():
-    memory = planned(*GPT2, '--gpu_memory_gb=8', '--batch_size=auto')['memory']
-    assert memory['fits'] and memory['batch_size'] * memory['micro_steps'] == 512
-    assert memory['batch_size'] == memory['checkpointing']['none']['batch_size']
-
-
-def test_processes_share_a_step():
-    one, eight = (planned(*GPT2, '--gpu=H100', f'--processes={n}') for n in (1, 8))
-    assert one['tokens']['per_step'] == eight['tokens']['per_step'] == 2**19
-    assert one['memory']['micro_steps'] == 8 * eight['memory']['micro_steps']
-    best = eight['memory']['checkpointing']['none']
-    assert best['batch_size'] * best['accumulation'] == 512 and best['batch_size'] <= 512 / 8
-    assert eight['time']['hours'] == pytest.approx(one['time']['hours'] / 8)
-
-
 def test_processes_that_copy_and_that_share_the_model_are_planned():
-    copies = planned(*GPT2, '--gpu_memory_gb=80', '--processes=8')
-    assert copies['memory']['parallel'] == 'ddp'
+    copies = planned(*GPT2, '--gpu_memory_gb=80', '--processes=8', '--tokens_per_s=9')
+    alone = planned(*GPT2, '--gpu_memory_gb=80', '--tokens_per_s=9')
+    assert alone['run']['tokens_per_step'] == copies['run']['tokens_per_step'] == 2**19
+    assert alone['memory']['micro_steps'] == 8 * copies['memory']['micro_steps']
+    assert copies['memory']['parallel'] == 'ddp' and not alone['memory']['parallels']
     too_small = copies['memory']['total'] / GIB - 0.1
-    arguments = [*GPT2, f'--gpu_memory_gb={too_small}', '--processes=8']
-    found, out = planned(*arguments), printed(*arguments)
-    memory, both = found['memory'], found['memory']['parallels']
-    assert memory['parallel'] == 'fsdp' and memory['fits']
-    assert both['ddp']['total'] == copies['memory']['total'] > memory['available']
-    assert both['fsdp']['total'] == memory['total']
+    found = planned(*GPT2, f'--gpu_memory_gb={too_small}', '--processes=8')
+    held, both = found['memory'], found['memory']['parallels']
+    assert held['parallel'] == 'fsdp' and held['fits']
+    assert both['ddp']['total'] == copies['memory']['total'] > held['available']
+    assert both['fsdp']['total'] == held['total']
     assert both['fsdp']['largest_batch'] > both['ddp']['largest_batch']
-    assert 'parallel: train.py takes fsdp (ddp is planned to take ' in out
-    assert out.count(f'{memory["total"] / GIB:.2f} GiB, largest micro-batch '
-                     f'{both["fsdp"]["largest_batch"]}\n') == 2  # of checkpointing 'none' too
-    alone = planned(*GPT2, '--gpu_memory_gb=80')
     assert alone['disk']['checkpoint'] == pytest.approx(found['disk']['checkpoint'], rel=1e-6)
-    assert alone['memory']['parallel'] == 'ddp' and not alone['memory']['parallels']
 
 
 @pytest.fixture(scope='module')
@@ -105,103 +81,53 @@ def small(char_data):
             '--max_iters=100', '--device=cpu']
 
 
-@pytest.fixture(scope='module')
-def small_plan(small):
-    return planned(*small, '--tokens_per_s=1000', '--gpu_hour_price=2')
-
-
-def test_a_prepared_dataset_gives_vocabulary_tokens_and_epochs(small_plan, char_data):
+def test_a_prepared_dataset_gives_vocabulary_tokens_and_a_checkpoints_size(small, char_data,
+                                                                           trained):
+    found = planned(*small, '--tokens_per_s=1000', '--gpu_hour_price=2')
     meta = json.loads((char_data / 'meta.json').read_text())
     tokens = meta['splits']['train']['tokens']
-    assert small_plan['vocab_size'] == meta['vocab_size']
-    assert small_plan['tokens']['dataset'] == tokens
-    assert small_plan['tokens']['epochs'] == pytest.approx(100 * 128 / tokens)
-    assert small_plan['time']['hours'] == pytest.approx(12.8 / 3600)
-    assert small_plan['time']['price'] == pytest.approx(2 * 12.8 / 3600)
-    assert small_plan['disk']['dataset'] == 2 * tokens
-
-
-def test_the_size_of_a_checkpoint_is_what_training_writes(small_plan, trained):
+    assert found['model']['vocab_size'] == meta['vocab_size']
+    assert found['run']['epochs'] == pytest.approx(100 * 128 / tokens)
+    assert found['run']['hours'] == pytest.approx(12.8 / 3600)
+    assert found['run']['price'] == pytest.approx(2 * 12.8 / 3600)
+    assert found['disk']['dataset'] == 2 * tokens
     folder = next((trained / 'checkpoints').iterdir())
     written = sum(path.stat().st_size for path in folder.glob('*.safetensors'))
-    assert written == pytest.approx(small_plan['disk']['checkpoint'], rel=0.05)  # names beside
-
-
-def mistakes(*argv):
-    with pytest.raises(UserError) as error:
-        load_config(PlanConfig, argv)
-    return str(error.value).splitlines()
+    assert written == pytest.approx(found['disk']['checkpoint'], rel=0.05)  # names beside
 
 
 def test_every_mistake_is_reported_and_gpus_are_listed():
-    lines = mistakes('--gpu=A1000', '--utilisation=2', '--processes=0', '--n_layer=x')
+    with pytest.raises(UserError) as error:
+        load_config(PlanConfig, ['--gpu=A1000', '--utilisation=2', '--processes=0', '--n_layer=x'])
+    lines = str(error.value).splitlines()
     for words in ('utilisation=2', 'processes=0', "n_layer='x'"):
         assert any(words in line for line in lines)
-    assert any("gpu='A1000'" in line and all(name in line for name in GPUS)
-               for line in lines)
-    lines = mistakes('--n_head=7', '--total_batch_size=7')
-    for words in ('n_head=7', 'total_batch_size=7'):
-        assert any(words in line for line in lines)
+    assert any("gpu='A1000'" in line and all(name in line for name in GPUS) for line in lines)
 
 
 def test_without_a_gpu_it_plans_for_this_machine_and_measures_its_speed(small, monkeypatch):
     monkeypatch.setattr(plan.devices, 'device_memory', lambda device: (8 * GIB, 4 * GIB))
     monkeypatch.setattr(plan, 'choose_training_dtype', lambda *_: ('bfloat16', 'measured'))
     found = planned(*small)
-    machine, memory, time = (found[key] for key in ('machine', 'memory', 'time'))
-    assert machine['device'] == 'cpu' and machine['here'] and machine['total'] == 8 * GIB
-    assert memory['available'] == 4 * GIB and memory['fits'] and memory['overhead'] == 0
-    assert memory['dtype'] == 'bfloat16'
+    machine, held, run = (found[key] for key in ('machine', 'memory', 'run'))
+    assert machine['device'] == 'cpu' and machine['here']
+    assert held['available'] == 4 * GIB and held['fits'] and held['overhead'] == 0
     # an honest clock: no CPU trains this model at a billion tokens a second
-    assert 0 < time['tokens_per_s'] < 1e9 and 'here' in time['how']
-    assert time['hours'] == pytest.approx(100 * 128 / time['tokens_per_s'] / 3600)
-    out = printed(*small, '--tokens_per_s=1000')
-    assert out.startswith('memory of cpu, ') and '4.00 GiB free, of 8.00 GiB' in out
-    assert not any(word in out for word in ('CUDA', 'GPU'))
+    assert 0 < run['tokens_per_s'] < 1e9 and 'here' in run['how']
+    assert run['hours'] == pytest.approx(100 * 128 / run['tokens_per_s'] / 3600)
+    assert not any(word in printed(*small, '--tokens_per_s=9') for word in ('CUDA', 'GPU'))
+    run = planned(*small, f'--batch_size={2**28}')['run']  # it does not fit here
+    assert run['tokens_per_s'] is run['hours'] is None and 'does not fit' in run['how']
 
 
-def test_an_automatic_batch_is_what_train_takes_on_this_machine(small):
-    big = [*small, '--tokens_per_s=9', '--batch_size=auto', f'--total_batch_size={2**30}']
-    found = planned(*big)['memory']
-    config = load_config(PlanConfig, big)
-    step = step_settings(replace(config, batch_size=1), found['dtype'], 'cpu')
-    batch_size, _ = batch_that_divides(config.gpt_config(93), step, found['available'], 2**26)
-    assert found['batch_size'] == batch_size > 1 and found['fits'] and found['micro_steps'] > 1
-    assert found['batch_size'] * found['micro_steps'] == 2**26
-
-
-def test_what_does_not_fit_here_is_not_measured(small, known_savings):
-    time = planned(*small, f'--batch_size={2**28}')['time']
-    assert time['tokens_per_s'] is time['hours'] is None and 'does not fit' in time['how']
-
-
-def test_a_step_that_takes_long_is_timed_on_fewer_tokens(monkeypatch):
-    config = load_config(PlanConfig, ['--n_layer=2', '--n_embd=1920', '--batch_size=64',
-                                      '--gradient_accumulation_steps=5'])
-    work = step_speed.Workload(config, config.gpt_config(500), torch.device('cpu'), 'float32',
-                               False)
-    sizes = []
-
-    def parts(work, *size):  # a device whose times are exactly so
-        sizes.append(size)
-        return 1e-11 * step_speed.flops(work, *size), 0.2
-
-    monkeypatch.setattr(step_speed, 'time_parts', parts)
-    micro_s = 1e-11 * step_speed.flops(work, 64, 1024)
-    for matmul_flops, timed in ((1e15, (64, 1024)), (1e13, (8, 1024)), (1e9, (1, 32))):
-        monkeypatch.setattr(step_speed, 'matmul_flops', lambda *_, found=matmul_flops: found)
-        speed, how = step_speed.estimate_speed(work)
-        assert speed == pytest.approx(config.step_tokens() / (5 * micro_s + 0.2))
-        assert sizes.pop() == timed
-        assert how == ('measured here' if timed == (64, 1024)
-                       else f'estimated from {timed[0]} × {timed[1]} tokens here')
-
-
-def test_the_parts_of_a_step_are_timed():
-    config = load_config(PlanConfig, ['--n_layer=1', '--n_head=2', '--n_embd=32'])
-    work = step_speed.Workload(config, config.gpt_config(300), torch.device('cpu'), 'float32',
-                               False)
-    assert all(seconds > 0 for seconds in step_speed.time_parts(work, 4, 16))
+def test_a_step_that_takes_long_is_timed_on_fewer_tokens(small, monkeypatch):
+    config = load_config(PlanConfig, small)
+    shape, cpu = config.gpt_config(93), torch.device('cpu')
+    for core_speed, tokens in ((1e15, 'measured here'), (1e6, 'estimated from 1 × ')):
+        monkeypatch.setattr(stopwatch, 'core_speed', lambda dtype, found=core_speed: found)
+        speed, how = stopwatch.estimate_speed(shape, config, cpu, 'float32',
+                                              train.forward_backward, train.update)
+        assert speed > 0 and how.startswith(tokens)
 
 
 def test_the_published_models_are_planned_without_their_weights():
@@ -244,8 +170,8 @@ def test_minutes_are_planned_as_the_iterations_that_fit(char_data):
     own_text = [str(ROOT / 'config/own_text.py'), f'--dataset={char_data}', '--gpu=a100',
                 '--minutes=2']
     found = planned(*own_text, '--tokens_per_s=1e5')
-    assert 90 < 3600 * found['time']['hours'] <= 120
-    assert found['tokens']['iterations'] * found['tokens']['per_step'] == found['tokens']['total']
+    assert 90 < 3600 * found['run']['hours'] <= 120
+    assert found['run']['iterations'] * found['run']['tokens_per_step'] == found['run']['tokens']
     with pytest.raises(UserError, match='minutes=2'):
         printed(*own_text, '--gpu=', '--gpu_memory_gb=9')
 

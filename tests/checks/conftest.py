@@ -7,7 +7,6 @@ import train
 from configurator import load_config
 from plaingpt.system.distributed import World
 from plaingpt.system.errors import UserError
-from plaingpt.training import memory_fit
 from plaingpt.training import start as start_module
 from plaingpt.training.settings import TrainConfig
 from plaingpt.training.start import Start
@@ -25,8 +24,8 @@ def failed(char_data, tmp_path, monkeypatch, capsys):
         capsys.readouterr()
         with monkeypatch.context() as patched:
             # These take time, and are not checked.
-            for owner, name in ((memory_fit, 'check_size'), (train, 'describe_run'),
-                                (train, 'open_outputs'), (train.time_budget, 'print_length')):
+            for owner, name in ((train, 'describe_run'), (train, 'open_outputs'),
+                                (train.stopwatch, 'print_length')):
                 patched.setattr(owner, name, lambda *_: None)
             patched.setattr(start_module, 'document_start', lambda *_: 0)  # lines are documents
             try:

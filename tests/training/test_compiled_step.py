@@ -6,6 +6,7 @@ from itertools import repeat
 import pytest
 import torch
 import torch.distributed as dist
+from cuda_autocast import IN_FLOAT32, cuda_autocast_rules, operator_of
 from helpers import HostReads
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.testing import CompileCounterWithBackend
@@ -20,15 +21,13 @@ from torch.utils._pytree import tree_leaves
 import model
 import train
 from model import GPT, GPTConfig
-from plaingpt.experiments.step_speed import Workload, make_step
 from plaingpt.inference.generation import KVCache
-from plaingpt.monitoring.memory_recorder import IN_FLOAT32, cuda_autocast_rules
 from plaingpt.parallel import sharding
 from plaingpt.system.devices import keep_compiled_graphs
-from plaingpt.training.memory_fit import kept_bytes
-from plaingpt.training.memory_planner import StepSettings, one_step, predict, step_settings
+from plaingpt.training.memory import one_step, predict
 from plaingpt.training.optimizers import OPTIMIZERS
 from plaingpt.training.settings import TrainConfig
+from plaingpt.training.stopwatch import new_step
 
 SMALL = GPTConfig(block_size=16, vocab_size=65, n_layer=2, n_head=2, n_embd=32,
                   document_attention=True, document_start=0)
@@ -51,11 +50,10 @@ def test_a_run_compiles_two_graphs_one_to_train_and_one_to_evaluate(tiny, monkey
 def test_a_step_never_waits_for_the_device(optimizer, dtype):
     config = TrainConfig(optimizer=optimizer, batch_size=2, gradient_accumulation_steps=2)
     batch = torch.randint(65, (2, 2, 16))
-    work = Workload(config, SMALL, torch.device('cpu'), dtype, compile=False)
-    _, _, step = make_step(work, repeat(batch))
+    step = new_step(SMALL, config, CPU, dtype, train.forward_backward, train.update)
     with HostReads() as reads:
-        step()
-        step()
+        for _ in range(2):
+            step.seconds(repeat(batch), 2)
     assert not reads.found
     with reads:
         assert batch.sum() > 0
@@ -64,12 +62,11 @@ def test_a_step_never_waits_for_the_device(optimizer, dtype):
 
 @pytest.mark.slow  # Inductor and a C++ compiler take half a minute
 def test_the_trial_of_a_batch_compiles_the_step_where_training_does():
-    step = StepSettings(2, dtype='float32', device='cpu', loss_chunk_tokens=24)
+    config = TrainConfig(batch_size=2)
     for compile in (False, True):
         torch._dynamo.reset()
         torch._dynamo.utils.counters.clear()
-        for _ in one_step(SMALL, step, torch.device('cpu'), compile):
-            pass
+        one_step(SMALL, config, 'float32', CPU, accumulating=False, chunk=24, compile=compile)
         assert torch._dynamo.utils.counters['stats']['unique_graphs'] == compile
 
 
@@ -142,8 +139,7 @@ def test_the_rules_of_cudas_autocast_are_those_of_torch():
             arguments = {'layer_norm': [[8]], 'rms_norm': [[8]], 'pow': [2], 'softmax': [-1],
                          'log_softmax': [-1], 'logsumexp': [-1]}.get(packet, [])
             arguments += [[0]] if overload == 'dim_IntList' else []
-            operator = getattr(getattr(torch.ops.aten, packet), overload or 'default')
-            assert operator(x, *arguments).dtype == torch.float32, name
+            assert operator_of(name)(x, *arguments).dtype == torch.float32, name
     finally:
         torch.set_autocast_enabled('cuda', False)
 
@@ -181,10 +177,9 @@ def test_a_compiled_step_keeps_no_float32_activation_and_what_its_plan_counts(ne
     # What is in float32 is one or two numbers a token, and the gradient of the head.
     numbers = 4 * tokens * (2 * 5 * 2 + 2) + 4 * shape.padded_vocab_size * 64
     assert kept[torch.float32] <= numbers < 4 * tokens * 64 * 2
-    step = step_settings(TrainConfig(batch_size=64, total_batch_size=tokens), 'bfloat16')
-    before = sum(kept_bytes(shape, step))  # parameters, states of the optimizer
-    planned = predict(shape, step).totals['after forward'] - before
-    assert 0.97 * kept.total() <= planned <= 1.1 * kept.total()
+    config = TrainConfig(batch_size=64, block_size=64, gradient_accumulation_steps=1)
+    planned = predict(shape, config, 'bfloat16', 'cuda').phases['backward of the loss']
+    assert 0.97 * kept.total() <= planned['activations'] <= 1.2 * kept.total()
 
 
 def test_attention_takes_keeps_and_caches_bfloat16_where_norms_give_float32(monkeypatch):

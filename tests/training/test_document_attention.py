@@ -9,7 +9,7 @@ import prepare
 import train
 from plaingpt.system.errors import UserError
 from plaingpt.training import checkpoint as checkpoints
-from plaingpt.training.memory_planner import StepSettings, predict
+from plaingpt.training.memory import predict
 from plaingpt.training.settings import TrainConfig
 
 
@@ -57,8 +57,7 @@ def test_what_opens_no_document_is_refused_in_a_line(tiny, text_file, tmp_path):
 
 def test_a_plan_counts_the_mask():
     def peak(**more):
-        config = TrainConfig(n_layer=1, n_head=1, n_embd=16, block_size=512, **more)
-        step = StepSettings(2, dtype='float32', device='cpu', config=config)
-        return predict(config.gpt_config(65), step).peak
+        config = TrainConfig(n_layer=1, n_head=1, n_embd=16, block_size=512, batch_size=2, **more)
+        return predict(config.gpt_config(65), config, 'float32', 'cpu').peak
 
     assert peak(document_attention=True) - peak() >= 2 * 512**2

@@ -1,0 +1,396 @@
+"""What a training step takes of memory before it runs, what fits, and what would save most.
+
+The real step runs on tensors without data, under torch's memory tracker. In each phase of it, what
+each owner holds grows evenly with the number of layers and with the batch: so steps of two small
+depths and two small batches give every other. A changed model or optimizer needs no change here, as
+long as its layers are alike.
+"""
+
+import gc
+from bisect import bisect_right
+from collections import Counter
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
+from itertools import product
+from unittest import mock
+
+import torch
+import torch.nn.functional as F
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from model import GPT, chunk_size
+from plaingpt.system.devices import DTYPES, autocast, check_memory, peak_memory_bytes
+from plaingpt.system.distributed import all_reduce_min, print0
+from plaingpt.system.errors import UserError
+from plaingpt.system.formatting import GIB, gib
+from plaingpt.training.optimizers import build_optimizer
+
+try:
+    from torch.distributed._tools.mem_tracker import MemTracker
+except ImportError:  # a version of torch that has moved it
+    MemTracker = None
+
+CUDA_OVERHEAD = GIB  # for CUDA's context and fragmentation: an allowance, not a measurement
+DEPTHS = (2, 4)  # even, so that layers of two kinds in turn are planned too
+OWNERS = {'Parameter': 'weights', 'Buffer': 'weights', 'Gradient': 'gradients',
+          'Optstate': 'optimizer'}  # as the tracker calls them; all else is activations
+TRACES = {}  # those made in this process
+
+
+# -----------------------------------------------------------------------------
+# a step that is followed
+
+
+def one_step(shape, config, dtype, device, *, accumulating, chunk='auto', compile=False,
+             sharded=False, tracker=None, begin=lambda phase: None):
+    """The last micro-batch of a step of a new GPT, and its update, as training makes them.
+
+    accumulating: gradients of micro-batches before it are there; chunk: tokens that have logits at
+    once; sharded: blocks are in autocast's dtype, as FSDP2 gathers them
+    tracker: a MemTracker; begin: called with the name of each phase as it begins"""
+    with device:
+        gpt = GPT(shape)
+    gpt.loss_chunk_tokens = chunk
+    gpt.activation_checkpointing = config.activation_checkpointing
+    if sharded:
+        for module in gpt.transformer.h.modules():
+            for name, p in list(module.named_parameters(recurse=False)):
+                setattr(module, name, torch.nn.Parameter(p.detach().to(DTYPES[dtype])))
+    optimizer = build_optimizer(gpt, config, device.type)
+    for p in gpt.parameters():
+        p.grad = torch.zeros_like(p) if p.requires_grad else None
+    optimizer.step()  # an optimizer makes its states in its first step
+    if not accumulating:
+        optimizer.zero_grad(set_to_none=True)
+    watch_phases(gpt, begin)
+    if tracker:
+        tracker.track_external(gpt, optimizer)
+    with tracker or nullcontext():
+        begin('forward')
+        idx = torch.randint(shape.vocab_size, (config.batch_size, shape.block_size), device=device)
+        with autocast(device, dtype):
+            loss = (torch.compile(gpt) if compile else gpt)(idx, idx.clone())[1]
+        begin('backward of the loss')
+        loss.backward()
+        del loss
+        begin('optimizer')
+        optimizer.step()
+        begin('between steps')
+
+
+def watch_phases(gpt, begin):
+    """Call begin(phase) where the forward pass comes to the loss, and the backward pass to blocks
+    and embeddings. What middle blocks hold lies between what the last and the first do."""
+    def at_gradient(module, phase):
+        def hook(_, inputs, output):
+            if output.requires_grad:
+                output.register_hook(lambda grad: begin(phase))
+        module.register_forward_hook(hook)
+
+    blocks = gpt.transformer.h
+    gpt.transformer.ln_f.register_forward_hook(lambda *_: begin('loss'))
+    for i, block in enumerate(blocks):
+        at_gradient(block, 'backward of the last block' if i == len(blocks) - 1 else
+                    'backward of the first block' if i == 0 else 'backward of a middle block')
+    at_gradient(gpt.transformer.drop, 'backward of the embeddings')
+
+
+def trace(shape, config, dtype, device_type, **how):
+    """→ {phase: {owner: bytes when all hold most}} of one_step. A step is traced once."""
+    key = GPT, repr((shape, config, dtype, device_type, how))
+    if key in TRACES:
+        return TRACES[key]
+    if MemTracker is None:
+        raise UserError('this version of torch has no torch.distributed._tools.mem_tracker, with '
+                        'which memory is planned: take torch 2.6 or newer')
+    tracker, phases, began = MemTracker(), {}, []
+
+    def begin(phase):
+        if began:
+            phases[began[-1]] = owners(tracker.get_tracker_snapshot('peak'))
+        if phase == 'between steps':
+            phases[phase] = owners(tracker.get_tracker_snapshot())
+        tracker._peak_mem, tracker._peak_mem_snap = {}, {}  # the peak of each phase by itself
+        began.append(phase)
+
+    kernels = nullcontext() if device_type == 'cpu' else kernels_of_gpus()
+    with torch.random.fork_rng([]), FakeTensorMode(), kernels:
+        one_step(shape, config, dtype, torch.device('cpu'), tracker=tracker, begin=begin, **how)
+    return TRACES.setdefault(key, phases)
+
+
+def owners(snapshot):
+    """What a MemTracker counted → {owner: bytes}"""
+    found = Counter(dict.fromkeys(('weights', 'gradients', 'optimizer', 'activations'), 0))
+    for kinds in snapshot.values():
+        for kind, size in kinds.items():
+            if kind != 'Total':
+                found[OWNERS.get(getattr(kind, 'value', kind), 'activations')] += size
+    return dict(found)
+
+
+@contextmanager
+def kernels_of_gpus():
+    """Let tensors on a CPU take the kernels of a GPU, as far as memory tells them apart: its
+    attention keeps no weights, also with dropout; its dropout keeps a mask of bytes; its RMSNorm is
+    one kernel. What a kernel takes inside, such as cuBLAS's workspace, nobody sees."""
+    attention = F.scaled_dot_product_attention
+
+    def without_dropout(*args, **kwargs):
+        return attention(*args, **{**kwargs, 'dropout_p': 0.0})
+
+    def dropout(x, p=0.5, training=True, inplace=False):
+        return torch.native_dropout(x, p, True)[0] if p and training else x
+
+    def rms_norm(*args, **kwargs):
+        return torch._fused_rms_norm(*args, **kwargs)[0]
+
+    # Not a TorchFunctionMode: it would be off in the backward pass, which recomputes layers.
+    with mock.patch.multiple(F, scaled_dot_product_attention=without_dropout, dropout=dropout,
+                             rms_norm=rms_norm):
+        yield
+
+
+# -----------------------------------------------------------------------------
+# the plan
+
+
+class Plan:
+    """Bytes by owner in each phase of a step; the peak is the largest phase's sum."""
+
+    def __init__(self, phases, overhead):
+        self.phases, self.overhead = phases, overhead  # phase → {owner: bytes}; bytes
+        self.totals = {phase: sum(held.values()) for phase, held in phases.items()}
+        self.peak_phase = max(self.totals, key=self.totals.get)
+        self.peak = self.totals[self.peak_phase]  # what torch.cuda.max_memory_allocated tells
+        self.total = self.peak + overhead
+        self.kept = self.totals['optimizer'] - phases['optimizer']['activations']
+
+
+def predict(shape, config, dtype, device_type):
+    """The Plan of one process for a step of a GPTConfig and a TrainConfig whose batch_size is a
+    number, on a type of device. Raises UserError."""
+    processes = config.world_size()
+    sharded = config.parallel == 'fsdp'
+    accumulating = config.accumulation() > processes
+    # Up to a chunk of the loss its logits grow with the batch; from there on they do not.
+    chunk = chunk_size('auto', config.batch_size * shape.block_size, shape.vocab_size, device_type)
+    full, rest = divmod(chunk, shape.block_size)
+    of_chunk = max(1, full + bool(rest))
+    depths = line(shape.n_layer, *DEPTHS)
+    batches = line(config.batch_size, *((1, full) if config.batch_size < of_chunk else
+                                        (of_chunk, of_chunk + 1)))
+
+    def phases(config, batches, **how):
+        found = {}
+        for (n_layer, a), (batch_size, b) in product(depths.items(), batches.items()):
+            # One value for what changes no memory, so that one trace serves many plans.
+            alike = replace(config, batch_size=batch_size, gradient_accumulation_steps=1,
+                            total_batch_size=0, parallel='auto', seed=0)
+            for phase, held in trace(replace(shape, n_layer=n_layer), alike, dtype, device_type,
+                                     chunk=chunk, **how).items():
+                for owner, size in held.items():
+                    of_phase = found.setdefault(phase, Counter())
+                    of_phase[owner] += a * b * size
+        return {phase: {owner: round(size) for owner, size in held.items()}
+                for phase, held in found.items() if phase != 'backward of a middle block'}
+
+    if sharded:
+        alone = phases(replace(config, activation_checkpointing='none'), {1: 1},
+                       accumulating=accumulating)
+        gathered = phases(config, batches, accumulating=False, sharded=True)
+        found = shares(alone, gathered, shape, config, dtype)
+    else:
+        found = phases(config, batches, accumulating=accumulating)
+    if processes > 1 and not sharded:  # DDP's gradients stay in buckets, which travel
+        gradients = found['optimizer']['gradients']
+        found = {phase: held | {'gradients': gradients} for phase, held in found.items()}
+    return Plan(found, CUDA_OVERHEAD if device_type == 'cuda' else 0)
+
+
+def line(n, low, high):
+    """The shares of two points in a value at n, on the line through them: {low: share, high:
+    share}. An n that is one of them, or below, is taken as it is."""
+    if n <= low or n == high:
+        return {n: 1}
+    return {low: (high - n) / (high - low), high: (n - low) / (high - low)}
+
+
+def shares(alone, gathered, shape, config, dtype):
+    """Phases of a step of one process → those of a process that shares the model as FSDP2 does
+    (Zhao et al. 2023, "PyTorch FSDP"): it keeps its share of weights, gradients and optimizer. All
+    but the blocks is whole, in float32, until the backward pass ends. Of the blocks two are whole
+    in autocast's dtype, the one at work and the next; in the backward pass so is the gradient of
+    one, and that of the one before is in float32, on its way to the processes.
+
+    gathered: the phases with blocks in autocast's dtype, of which the activations count"""
+    with torch.device('meta'):
+        gpt = GPT(replace(shape, n_layer=1))
+    block = 4 * sum(p.numel() for p in gpt.transformer.h.parameters())
+    low = block if dtype == 'float32' else block // 2
+    weights = alone['optimizer']['weights']
+    root = weights - block * shape.n_layer
+    found = {}
+    for phase, held in alone.items():
+        mine = found[phase] = {owner: size // config.world_size() for owner, size in held.items()}
+        if phase not in ('optimizer', 'between steps'):
+            mine['weights'] += root + 2 * low
+            mine['activations'] = gathered[phase]['activations']
+        if phase.startswith('backward') and phase != 'backward of the loss':
+            mine['gradients'] += root + low + block
+    if config.report or config.sample_interval or config.eval_tasks:
+        found['health check or sample'] = found['between steps'] | {
+            'weights': weights // config.world_size() + root + low * shape.n_layer, 'gradients': 0}
+    return found
+
+
+def with_batch(config, batch_size, sequences):
+    """The TrainConfig with micro-batches of so many sequences, of those of a process in a step."""
+    accumulation = max(1, sequences // batch_size) * config.world_size()
+    return replace(config, batch_size=batch_size, gradient_accumulation_steps=accumulation,
+                   total_batch_size=0)
+
+
+def sequences_of(config):
+    """Sequences of a process in a step."""
+    sequences = config.total_batch_size // config.block_size or \
+        config.gradient_accumulation_steps * config.batch_size
+    return max(1, sequences // config.world_size())
+
+
+def largest_batch(shape, config, dtype, device_type, available):
+    """The most sequences in a micro-batch of one of several whose plan fits `available` bytes; 0 if
+    none do."""
+    return bisect_right(range(1, 2**20), available, key=lambda n: predict(
+        shape, with_batch(config, n, 2 * n), dtype, device_type).total)
+
+
+def batch_that_divides(shape, config, dtype, device_type, available):
+    """→ the largest micro-batch that fits `available` bytes and divides a process's sequences of a
+    step; 0 where not even 1 fits."""
+    sequences = sequences_of(config)
+    for n in range(1, sequences + 1):
+        if sequences % n == 0:
+            divided = with_batch(config, sequences // n, sequences)
+            if predict(shape, divided, dtype, device_type).total <= available:
+                return divided.batch_size
+    return 0
+
+
+def choose_parallel(config, shape, dtype, device_type, available):
+    """→ ('ddp' or 'fsdp', why): how the processes share a step, so that it fits the `available`
+    bytes of each. All processes must give the same. With batch_size=auto a micro-batch of 1
+    decides."""
+    if config.parallel != 'auto':
+        return config.parallel, 'as asked'
+    if config.world_size() == 1:
+        return 'ddp', 'one process'
+    smallest = with_batch(config, 1, sequences_of(config)) if config.batch_size == 'auto' else \
+        config
+    planned = predict(shape, smallest, dtype, device_type).total
+    if planned <= available:
+        return 'ddp', f'a step is planned to take {gib(planned)} of {gib(available)} free'
+    return 'fsdp', f'ddp is planned to take {gib(planned)}, {gib(available)} are free'
+
+
+def savings(shape, config, dtype, device_type):
+    """What would save memory, the best first, but what changes the model last: [(words, bytes)]."""
+    sequences, half = sequences_of(config), max(1, config.batch_size // 2)
+    changes = [(f'--batch_size={half}', shape, with_batch(config, half, sequences), dtype),
+               ('--activation_checkpointing=full', shape,
+                replace(config, activation_checkpointing='full'), dtype),
+               ('--dtype=bfloat16', shape, config, 'bfloat16')]
+    if config.world_size() > 1:
+        changes.append(('--parallel=fsdp', shape, replace(config, parallel='fsdp'), dtype))
+    for key in ('block_size', 'n_layer'):
+        smaller = max(1, getattr(shape, key) // 2)
+        changes.append((f'--{key}={smaller}', replace(shape, **{key: smaller}), config, dtype))
+    now = predict(shape, config, dtype, device_type).peak
+    saved = [(other is not shape, predict(other, *changed, device_type).peak - now, words)
+             for words, other, *changed in changes]
+    return [(words, -more) for _, more, words in sorted(saved) if more < 0]
+
+
+def advice(shape, config, dtype, device_type):
+    """The three best changes, in words."""
+    return ', '.join(f'{words} saves {gib(size)}'
+                     for words, size in savings(shape, config, dtype, device_type)[:3])
+
+
+# -----------------------------------------------------------------------------
+# before a run, and where its memory runs out
+
+
+def fit(config, shape, dtype, device, compile, available):
+    """The TrainConfig of a run, with the answer where it says parallel=auto or batch_size=auto.
+    available: bytes that each process may take. Raises UserError where it takes more."""
+    if MemTracker is None and config.batch_size != 'auto':  # no plan, no refusal
+        return config
+    if config.world_size() > 1:
+        parallel, why = choose_parallel(config, shape, dtype, device.type, available)
+        print0(f'parallel {parallel} ({why})')
+        config = replace(config, parallel=parallel)
+    if config.batch_size == 'auto':
+        config = with_planned_batch(config, shape, dtype, device, compile, available)
+    plan = predict(shape, config, dtype, device.type)
+    size = f'n_layer={shape.n_layer}, n_embd={shape.n_embd}: '
+    if config.eval_only:
+        weights = plan.phases['between steps']['weights']
+        check_memory(weights, available, f'{size}its weights take')
+        return config
+    check_memory(plan.kept, available, f'{size}its weights, gradients and optimizer states take')
+    if device.type != 'cuda':  # a GPU says so itself, at once
+        check_memory(plan.total, available, f'batch_size={config.batch_size}: a step takes',
+                     'choose a smaller one, or another change: '
+                     + advice(shape, config, dtype, device.type))
+    return config
+
+
+def with_planned_batch(config, shape, dtype, device, compile, available):
+    """The TrainConfig with the largest batch that is planned to fit and keeps its total_batch_size.
+    On CUDA a step of it is tried, and of half of it where that runs out of memory. It is the same
+    on all processes. Raises UserError."""
+    sequences = sequences_of(config)
+    planned = batch_that_divides(shape, config, dtype, device.type, available)
+    batch_size = planned = all_reduce_min(planned, device)
+    trying = device.type == 'cuda' and config.parallel != 'fsdp'  # a trial holds the whole model
+    while batch_size and trying:
+        trial = with_batch(config, batch_size, sequences)
+        if all_reduce_min(int(step_fits(shape, trial, dtype, device, compile)), device):
+            break
+        batch_size = next((n for n in range(batch_size // 2, 0, -1) if sequences % n == 0), 0)
+    if not batch_size:
+        least = with_batch(config, 1, sequences)
+        need = predict(shape, least, dtype, device.type).total
+        raise UserError(f'batch_size=auto: not even 1 fits: it takes {gib(need)}, {gib(available)} '
+                        f'are free on {device}; {advice(shape, least, dtype, device.type)}')
+    config = replace(config, batch_size=batch_size)
+    tried = ', tried for a step' if trying else ''
+    halved = f', {planned} did not fit' if batch_size < planned else ''
+    print0(f'batch_size {batch_size} (of {gib(available)} free{tried}{halved}) | '
+           f'accumulation {config.accumulation()}')
+    return config
+
+
+def step_fits(shape, config, dtype, device, compile):
+    """True where a whole step runs on this CUDA device, compiled as in training."""
+    with torch.random.fork_rng([device]):
+        try:
+            one_step(shape, config, dtype, device, compile=compile,
+                     accumulating=config.accumulation() > config.world_size())
+            fits = True
+        except torch.OutOfMemoryError:
+            fits = False
+    torch.compiler.reset()  # or the next would be compiled for batches of any size, and slower
+    gc.collect()  # a graph that an error cut short holds itself
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats(device)
+    return fits
+
+
+def explain(shape, config, dtype, device):
+    """Words for a run that is out of memory: what was planned and held, what would save most."""
+    plan = predict(shape, config, dtype, device.type)
+    return f'out of memory on {device} with batch_size={config.batch_size}: planned ' \
+           f'{gib(plan.total)}, highest in "{plan.peak_phase}"; held at most ' \
+           f'{gib(peak_memory_bytes(device))}; {advice(shape, config, dtype, device.type)}'

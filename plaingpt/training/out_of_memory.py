@@ -1,0 +1,55 @@
+"""Where memory may not suffice the plan of memory.py is asked. It takes seconds: elsewhere it is
+not even loaded."""
+
+from contextlib import contextmanager
+
+from plaingpt.system.devices import device_memory
+from plaingpt.system.distributed import all_reduce_min, launched_world
+from plaingpt.system.errors import UserError, is_out_of_memory
+from plaingpt.system.machine import free_memory
+
+LOGITS = 8192  # tokens that have logits at once, at most
+
+
+def fit_to_memory(config, shape, dtype, device, compile):
+    """The TrainConfig of a run of a GPTConfig, with the answer where it says parallel=auto or
+    batch_size=auto. Raises UserError where the model or a step takes more memory than is free."""
+    world = launched_world()
+    if config.parallel == 'fsdp' and not world.launched:
+        raise UserError('parallel=fsdp shares a model among processes: start them with torchrun')
+    available = all_reduce_min(available_memory(device), device)
+    if config.batch_size != 'auto' and config.parallel != 'fsdp' \
+            and 4 * rough_bytes(shape, config.batch_size) < available:
+        return config
+    from plaingpt.training import memory
+    return memory.fit(config, shape, dtype, device, compile, available)
+
+
+def available_memory(device):
+    """Bytes that this process may take now, on its GPU or of the machine."""
+    if device.type == 'cuda':
+        return device_memory(device)[1]
+    return free_memory() // launched_world().local_size
+
+
+def rough_bytes(shape, batch_size):
+    """Bytes that a step takes in float32, at once and so within a factor of 4 only."""
+    tables = 2 + shape.value_embeddings * shape.n_layer
+    weights = shape.n_embd * (12 * shape.n_layer * shape.n_embd + tables * shape.padded_vocab_size)
+    tokens = batch_size * shape.block_size
+    # a block keeps some 16 numbers for each channel of a token
+    numbers = tokens * shape.n_embd * (16 * shape.n_layer + 4) \
+        + min(tokens, LOGITS) * shape.padded_vocab_size
+    return 4 * numbers + 16 * weights  # with a gradient and two states
+
+
+@contextmanager
+def explain_out_of_memory(shape, config, dtype, device):
+    """Out of memory in here is a UserError: what was planned and held, and what would save most."""
+    try:
+        yield
+    except RuntimeError as e:
+        if not is_out_of_memory(e):
+            raise
+        from plaingpt.training.memory import explain
+        raise UserError(explain(shape, config, dtype, device)) from None

@@ -1,0 +1,302 @@
+"""How long the real step takes, and so a run; and how many iterations fit in --minutes.
+
+A run of minutes begins with as many iterations as fit by what was measured. On the way it measures
+again, and max_iters, with the learning rate's schedule, follows: it ends when it was asked to, with
+the learning rate at its end, also on a machine that becomes busy.
+"""
+
+import statistics
+import time
+from contextlib import closing
+from dataclasses import replace
+from itertools import repeat
+from typing import NamedTuple
+
+import torch
+
+from model import GPT
+from plaingpt.inference.generation import generate
+from plaingpt.parallel.sharding import full_model
+from plaingpt.system.devices import autocast, synchronize
+from plaingpt.system.distributed import all_gather, gloo_group, print0
+from plaingpt.system.errors import UserError
+from plaingpt.system.files import ROOT
+from plaingpt.system.formatting import count_of, duration, setting
+from plaingpt.system.streams import status
+from plaingpt.training.dtype_choice import core_speed
+from plaingpt.training.evaluation import SAMPLE_TOKENS, mean_loss
+from plaingpt.training.optimizers import build_optimizer
+from plaingpt.training.out_of_memory import explain_out_of_memory
+from plaingpt.training.step_guard import StepGuard
+
+LOOK_S, LOOKS = 1.0, 6  # each part of a run is timed for so long, and not more often
+SAMPLED = 8  # tokens of a sample that are timed
+SAVED_PER_S = 370e6  # bytes: GPT-2 124M on two cores, docs/checkpoints.md
+POINTS, LINES = 10, 20  # evaluations and lines of a run of minutes, at least
+SHARE = 0.1  # of the time, that evaluations take at most
+WINDOW = 0.1  # of the time that is left: after so long a run of minutes decides again
+
+
+class Step:
+    """train.py's step, to be timed. scaler: of gradients in float16, or None"""
+
+    def __init__(self, model, optimizer, config, device, context, forward_backward, update,
+                 scaler=None):
+        self.model, self.optimizer, self.config, self.device = model, optimizer, config, device
+        self.context, self.forward_backward, self.update = context, forward_backward, update
+        self.scaler = scaler or torch.amp.GradScaler(device.type, enabled=False)
+        self.guard = StepGuard(None, None, device, scaling=self.scaler.is_enabled())
+
+    def seconds(self, batches, micro_steps):
+        """Make a step → (seconds of its micro-batches, seconds of the update)."""
+        loss, micro_s = timed(self.device, self.forward_backward, self.model, batches, micro_steps,
+                              self.scaler, self.context)
+        _, update_s = timed(self.device, self.update, self.model, self.optimizer, self.scaler,
+                            self.config.grad_clip, self.guard, 0, loss)
+        return micro_s, update_s
+
+
+def timed(device, function, *arguments):
+    """→ (what the function returns, the seconds it took)"""
+    synchronize(device)
+    began = time.perf_counter()
+    result = function(*arguments)
+    synchronize(device)
+    return result, time.perf_counter() - began
+
+
+def typical(work, group=None):
+    """The median of the seconds that `work()` says it took, after a call that warms up. All
+    processes call it as often."""
+    seconds, began = [work()], time.perf_counter()
+    while len(seconds) < 2 or (len(seconds) < LOOKS and all_gather(
+            time.perf_counter() < began + LOOK_S, group)[0]):
+        seconds.append(work())
+    return statistics.median(seconds[1:])
+
+
+# -----------------------------------------------------------------------------
+# of a run
+
+
+class Times(NamedTuple):
+    """Seconds that parts of a run take."""
+
+    step: float
+    losses: float  # of an evaluation
+    rest: float = 0.0  # of an evaluation: a sample, and the checkpoint after it
+
+    @property
+    def evaluation(self):
+        return self.losses + self.rest
+
+    def of_run(self, config):
+        """Benchmarks, health checks and the report are left out."""
+        evaluations = 1 + -(-config.max_iters // config.eval_interval)
+        return config.max_iters * self.step + evaluations * self.evaluation
+
+
+@status.doing('timing a step')
+def measure(run, forward_backward, update):
+    """→ Times of a new train.Run, as rank 0 has them. The run is left as it was to the bit. The two
+    functions make a step: train.py's."""
+    config, optimizer, group = run.config, run.optimizer, gloo_group()
+    on_gpu = [run.device] if run.device.type == 'cuda' else []
+    step = Step(run.wrapped, optimizer, config, run.device, run.context, forward_backward, update)
+
+    def one_micro_batch():
+        for param_group in optimizer.param_groups:
+            param_group['lr'] = 0.0  # the loop sets it
+        micro_s, update_s = step.seconds(batches, 1)
+        return run.micro_steps * micro_s + update_s
+
+    with torch.random.fork_rng(on_gpu), \
+            explain_out_of_memory(run.model.config, config, run.dtype, run.device):
+        attributes = dict(vars(optimizer))
+        with closing(run.train_data.train_batches(0)) as batches:
+            step_s = typical(one_micro_batch, group)
+        optimizer.state.clear()
+        vars(optimizer).update(attributes)
+        batch_s = typical(lambda: timed(run.device, mean_loss, run.wrapped, run.val_data.parts[0],
+                                        run.world.size * config.batch_size, run.context)[1], group)
+        evaluated = sum(len(loader.eval_batches(run.progress.eval_sequences))
+                        for loader in (run.train_data, *run.val_data.parts))
+        token_s = 0.0
+        if config.report:
+            with full_model(run.model, run.context) as model, run.context:
+                token_s = typical(lambda: timed(run.device, generate, model, [[0]], SAMPLED)[1],
+                                  group) / SAMPLED
+    if on_gpu:
+        torch.cuda.reset_peak_memory_stats(run.device)  # what is logged is the run's
+    saved = 12 * sum(p.numel() for p in run.model.parameters())  # with two states of the optimizer
+    return all_gather(Times(step_s, evaluated * batch_s,
+                            saved / SAVED_PER_S + SAMPLE_TOKENS * token_s), group)[0]
+
+
+def print_length(run, forward_backward, update):
+    """Say how long a new run takes."""
+    config = run.config
+    if config.is_read_only or not config.max_iters:
+        return
+    seconds = measure(run, forward_backward, update).of_run(config)
+    advice = recipes(config) if run.device.type == 'cpu' and seconds > 3600 else ''
+    print0(f'about {duration(max(1, seconds))} for {count_of(config.max_iters, "iteration")}, '
+           f'evaluations included{advice}')
+
+
+def recipes(config):
+    """What to do where a CPU takes hours."""
+    names = [path.name for path in sorted((ROOT / 'config').glob('*_cpu_fast.py'))
+             if f'\ndataset = {config.dataset!r}' in path.read_text(encoding='utf-8')]
+    return '; on this CPU ' + ''.join(f'take config/{name}, or ' for name in names) + \
+        '--minutes=10, which fits any run into ten minutes'
+
+
+# -----------------------------------------------------------------------------
+# --minutes
+
+
+def refuse_two_lengths(config, given):
+    """Raise UserError where the command line says in two ways how long to train. given: the
+    settings that it names"""
+    two = [f'--{key}' for key in ('max_iters', 'lr_decay_iters') if key in given]
+    if config.minutes and two:
+        raise UserError(f'minutes={setting(config.minutes)} decides how many iterations there are, '
+                        f'and {" and ".join(two)} too: leave one of them out')
+
+
+def fit_minutes(run, given, forward_backward, update):
+    """Give a new run of minutes as many iterations as fit by what is measured, and evaluations for
+    a picture in SHARE of the time: rather of fewer batches than fewer. given: the settings that the
+    command line names, which stay as they are. Raises UserError where no step fits."""
+    config, times = run.config, measure(run, forward_backward, update)
+    seconds, iters = 60 * config.minutes, 60 * config.minutes / times.step
+    affordable = SHARE * seconds / times.evaluation
+    if 'log_interval' not in given:
+        config = replace(config, log_interval=min(config.log_interval, int(iters / LINES) or 1))
+    if 'eval_interval' not in given:
+        points = max(POINTS, min(affordable, iters / config.eval_interval))
+        config = replace(config, eval_interval=int(iters / points) or 1)
+    points = 1 + iters / config.eval_interval
+    if 'eval_iters' not in given and points > affordable:
+        share = max(0, SHARE * seconds / points - times.rest) / times.losses
+        share = max(1, int(config.eval_iters * share)) / config.eval_iters
+        config = replace(config, eval_iters=round(share * config.eval_iters))
+        times = times._replace(losses=share * times.losses)
+    left = seconds - times.evaluation  # there is one before the first step
+    iters = steps_in(left, times.step, times.evaluation, config)
+    if iters < 1:
+        raise UserError(f'minutes={setting(config.minutes)} is too short for a step, of '
+                        f'{times.step:.2g} s, and two evaluations, of {times.evaluation:.2g} s '
+                        'each: take more, or a smaller --eval_iters')
+    run.config = config = replace(config, max_iters=iters, lr_decay_iters=iters,
+                                  warmup_iters=min(config.warmup_iters, iters // 10))
+    run.progress.eval_sequences = config.eval_sequences()
+    print0(f'{duration(seconds)}, evaluations included, are enough for about max_iters={iters}, '
+           f'with warmup_iters={config.warmup_iters}, eval_interval={config.eval_interval}, '
+           f'eval_iters={config.eval_iters}')
+
+
+def steps_in(seconds, step_s, evaluation_s, config):
+    """How many fit, with an evaluation every eval_interval and one at the end."""
+    return max(0, int((seconds - evaluation_s) / (step_s + evaluation_s / config.eval_interval)))
+
+
+def length_of(resumed, config, given):
+    """The TrainConfig of a run that goes on from a Checkpoint. --init_from=resume --minutes=10
+    trains for ten minutes more. Else a run of minutes is as long as was decided last, whatever a
+    config file says, until its Deadline decides again."""
+    saved, done = resumed.state, max(1, resumed.iter_num)
+    if config.minutes and config.init_from == 'resume':
+        seconds = 60 * config.minutes
+        more = max(1, round(done * seconds / max(1.0, saved['elapsed_s'])))
+        print0(f'{duration(seconds)} more are about {count_of(more, "iteration")}; the learning '
+               'rate is that of a run of this length')
+        config = replace(config, max_iters=done + more, lr_decay_iters=done + more)
+        lines = {} if 'log_interval' in given else \
+            {'log_interval': min(config.log_interval, more // LINES or 1)}
+        return replace(config, **lines)
+    if config.minutes or (saved['ends_at_s'] and 'max_iters' not in given):
+        kept = ('max_iters', 'lr_decay_iters', 'warmup_iters', 'eval_iters', 'eval_interval',
+                'log_interval')
+        config = replace(config, minutes=0.0, **{
+            key: saved['config'][key] for key in kept if key in saved['config'].keys() - given})
+        print0('the run goes on to its end; --init_from=resume --minutes=10 trains for so much '
+               'longer')
+    return config
+
+
+class Deadline:
+    """When a run of minutes ends, and how many iterations it has so. Without minutes it does
+    nothing."""
+
+    def __init__(self, config, resumed=None):
+        """resumed: the Checkpoint that the run goes on from; all but its elapsed time is left"""
+        saved = resumed.state if resumed else {'elapsed_s': 0.0, 'ends_at_s': 0.0}
+        self.ends_at_s = saved['ends_at_s']  # by the clock of the run
+        if config.minutes:
+            self.ends_at_s = saved['elapsed_s'] + 60 * config.minutes
+        elif resumed and config.max_iters != saved['config'].get('max_iters'):
+            self.ends_at_s = 0.0  # the command says how many
+        self.window = None  # (iteration, seconds without pauses) where it began
+
+    def decide(self, run):
+        """Decide the length of the run again, at a logged step. Rank 0's decision holds."""
+        if not self.ends_at_s:
+            return
+        iter_num, clock, config = run.progress.iter_num, run.metrics, run.config
+        left = self.ends_at_s - clock.elapsed_s()
+        now = iter_num, clock.elapsed_s() - clock.paused_s
+        began = self.window = self.window or now
+        end, so_long = config.max_iters, now[1] - began[1]
+        is_near = iter_num + config.log_interval >= end  # it may be too early
+        if iter_num > began[0] and (so_long >= WINDOW * left or is_near):
+            evaluation_s = clock.paused_s / max(1, clock.evaluations)
+            end = iter_num + steps_in(left, so_long / (iter_num - began[0]), evaluation_s, config)
+            self.window = now
+        end = all_gather(end, gloo_group())[0]
+        run.config = run.metrics.config = replace(config, max_iters=end, lr_decay_iters=end)
+
+
+# -----------------------------------------------------------------------------
+# of a model that is not trained: plan.py and bench.py
+
+PATIENCE_S = 3.0  # what a micro-batch on a CPU may take; a longer one is timed on fewer tokens
+
+
+def new_step(shape, config, device, dtype, forward_backward, update, compile=False):
+    """→ the Step of a new GPT, on this device."""
+    gpt = GPT(shape).to(device)
+    gpt.loss_chunk_tokens = 'auto'
+    gpt.activation_checkpointing = config.activation_checkpointing
+    optimizer = build_optimizer(gpt, config, device.type)
+    scaler = torch.amp.GradScaler(device.type, enabled=dtype == 'float16')
+    return Step(torch.compile(gpt) if compile else gpt, optimizer, config, device,
+                autocast(device, dtype), forward_backward, update, scaler)
+
+
+def random_batches(shape, batch_size, device):
+    """Yield the same random tokens again and again: (idx, targets), each (B, T) on the device."""
+    return repeat(torch.randint(shape.vocab_size, (2, batch_size, shape.block_size),
+                                device=device).unbind())
+
+
+def estimate_speed(shape, config, device, dtype, forward_backward, update):
+    """Tokens a second that training reaches on this device → (tokens/s, how it was found). Where a
+    micro-batch would take long it has fewer tokens, and its time is taken to grow with them."""
+    B, T = config.batch_size, shape.block_size
+    if device.type == 'cpu':
+        with torch.device('meta'):
+            flops = GPT(shape).flops_per_token()
+        tokens = int(PATIENCE_S * core_speed(dtype) * torch.get_num_threads() / flops)
+        T = max(1, min(T, tokens))
+        B = max(1, min(B, tokens // T))
+    smaller = replace(shape, block_size=T)
+    step = new_step(smaller, config, device, dtype, forward_backward, update)
+    batches = random_batches(smaller, B, device)
+    step.seconds(batches, 1)  # warms up
+    micro_s, update_s = map(min, zip(*(step.seconds(batches, 1) for _ in range(3)), strict=True))
+    micro_steps = config.step_tokens() / (B * T)
+    speed = config.step_tokens() / (micro_steps * micro_s + update_s)
+    whole = config.batch_size == B and shape.block_size == T
+    return speed, 'measured here' if whole else f'estimated from {B} × {T} tokens here'

@@ -1,0 +1,364 @@
+"""What a plan says a step takes is what torch's memory tracker counts of the whole step."""
+
+import re
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+import torch
+import torch.distributed as dist
+from helpers import ROOT, fails, in_the_loop
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+import train
+from configurator import load_config
+from model import GPT, GPTConfig
+from plaingpt.system.devices import rng_state
+from plaingpt.system.formatting import GIB, gib
+from plaingpt.training import checkpoint as checkpoints
+from plaingpt.training import memory, out_of_memory
+from plaingpt.training.memory import largest_batch, predict, savings
+from plaingpt.training.optimizers import OPTIMIZERS
+from plan import PlanConfig
+
+# nanoGPT's character model with five layers, which a plan reckons from two and four
+CHARACTERS = GPTConfig(block_size=256, vocab_size=65, n_layer=5, n_head=6, n_embd=384, bias=False)
+SHALLOW = GPTConfig(bias=False, n_layer=2)  # planned by fewer traces
+SMALL = replace(CHARACTERS, n_layer=4, vocab_size=5000)
+NEWER = {'rotary': True, 'qk_norm': True, 'rmsnorm': True, 'mlp': 'swiglu'}
+UNTIED = replace(SMALL, tied_head=False, rotary=True, rmsnorm=True, mlp='swiglu')
+CPU, CUDA = torch.device('cpu'), torch.device('cuda')
+
+
+def settings(shape, batch_size=8, micro_steps=1, processes=1, **config):
+    # What is looked at between steps comes at another time.
+    return PlanConfig(**{'batch_size': batch_size, 'block_size': shape.block_size, 'report': False,
+                         'gradient_accumulation_steps': micro_steps * processes,
+                         'processes': processes, **config})
+
+
+def traced(shape, config, dtype='bfloat16', device='cpu'):
+    """{phase: {owner: bytes}} of the step at its full size."""
+    chunk = memory.chunk_size('auto', config.batch_size * shape.block_size, shape.vocab_size,
+                              device)  # as on that device, whatever is here
+    alike = replace(config, parallel='auto', processes=1)
+    return memory.trace(shape, alike, dtype, device, chunk=chunk,
+                        accumulating=config.accumulation() > config.processes)
+
+
+def assert_predicted(shape, config, *where):
+    plan, counted = predict(shape, config, *where), traced(shape, config, *where)
+    for phase in plan.phases:
+        assert plan.totals[phase] == pytest.approx(sum(counted[phase].values()), rel=0.03), \
+            (shape, config, where, phase)
+
+
+@pytest.mark.parametrize(('shape', 'device', 'dtype', 'config'), [
+    ({'dropout': 0.2}, 'cuda', 'float32', {'batch_size': 16, 'micro_steps': 4}),
+    ({'bias': True, 'vocab_size': 5000}, 'cpu', 'bfloat16', {'micro_steps': 2, 'optimizer': 'sgd'}),
+    ({'vocab_size': 5000, 'tied_head': False, **NEWER}, 'cpu', 'bfloat16',
+     {'optimizer': 'muon', 'activation_checkpointing': 'selective'}),
+    ({'n_layer': 3}, 'cuda', 'float16', {'activation_checkpointing': 'full', 'batch_size': 1})])
+def test_a_step_is_predicted(shape, device, dtype, config):
+    shape = replace(CHARACTERS, **shape)
+    assert_predicted(shape, settings(shape, **config), dtype, device)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('shape', [
+    {}, {'block_size': 512}, {'n_layer': 12}, {'n_embd': 768, 'n_head': 12}, {'mlp': 'relu2'},
+    {'vocab_size': 5000}, NEWER, {'value_embeddings': True, 'tied_head': False},
+    {'n_layer': 12, 'n_embd': 768, 'n_head': 12, 'block_size': 1024, 'vocab_size': 50257}], ids=str)
+def test_a_step_of_any_shape_is_predicted(shape):
+    for device, dropout, dtype, step in (
+            ('cpu', 0.0, 'float32', {'batch_size': 64}),
+            ('cpu', 0.0, 'bfloat16', {'batch_size': 1}),
+            ('cpu', 0.2, 'float16', {'optimizer': 'sgd'}),
+            ('cuda', 0.2, 'bfloat16', {'micro_steps': 4}),
+            ('cpu', 0.0, 'bfloat16', {'optimizer': 'muon',
+                                      'activation_checkpointing': 'selective'}),
+            ('cuda', 0.0, 'bfloat16', {'activation_checkpointing': 'full'})):
+        of = replace(CHARACTERS, **{'n_layer': 6, 'dropout': dropout, **shape})
+        assert_predicted(of, settings(of, **{'batch_size': 16, **step}), dtype, device)
+
+
+def test_layers_with_dropout_are_recomputed_by_the_kernels_of_their_forward_pass():
+    shape = GPTConfig(n_layer=2, n_head=2, n_embd=64, block_size=32, vocab_size=99, dropout=0.2)
+    none, selective, full = (
+        predict(shape, settings(shape, 1, activation_checkpointing=kind), 'bfloat16', 'cuda')
+        .totals['forward'] for kind in ('none', 'selective', 'full'))
+    assert none > selective > full
+
+
+class WithMemory(GPT):
+    """What someone might try: a large matrix beside the blocks, which uses an activation."""
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.memory = torch.nn.Linear(config.n_embd, 50 * config.n_embd)
+
+    def hidden(self, idx, cache=None):
+        x = super().hidden(idx, cache)
+        return x + self.memory(x).unflatten(-1, (50, -1)).sum(-2)
+
+
+def test_a_changed_model_is_planned(monkeypatch):
+    shape = replace(CHARACTERS, n_layer=2)
+    config, C = settings(shape), shape.n_embd
+    before = predict(shape, config, 'float32', 'cpu')
+    monkeypatch.setattr(memory, 'GPT', WithMemory)
+    plan = predict(shape, config, 'float32', 'cpu')
+    more = 4 * (50 * C * C + 50 * C)
+    assert plan.phases['loss']['weights'] == before.phases['loss']['weights'] + more
+    assert plan.peak > before.peak + 3 * 4 * 50 * C * C  # it and AdamW's moments
+
+
+class ThreeStates(torch.optim.Optimizer):
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group['params']:
+                for name in 'abc' if not self.state[p] else '':
+                    self.state[p][name] = torch.zeros_like(p)
+
+
+def test_the_states_of_optimizers_are_planned_also_of_one_that_is_new_in_the_table(monkeypatch):
+    monkeypatch.setitem(OPTIMIZERS, 'three', lambda groups, config, fused:
+                        ThreeStates(groups.values(), {}))
+    states = {}
+    for kind in OPTIMIZERS:
+        config = replace(settings(SHALLOW, 1), optimizer=kind)
+        held = predict(SHALLOW, config, 'float32', 'cpu').phases['between steps']
+        states[kind] = held['optimizer'] / held['weights']
+    assert states['adamw'] == pytest.approx(2) and states['three'] == pytest.approx(3)
+    assert states['sgd'] == pytest.approx(1) and 1 < states['muon'] < 2
+
+
+def test_planning_leaves_the_random_numbers_alone():
+    before = rng_state(CPU)
+    predict(replace(CHARACTERS, dropout=0.3, n_layer=2), settings(CHARACTERS, 3), 'bfloat16', 'cpu')
+    assert rng_state(CPU) == before
+
+
+def test_the_largest_batch_fits_and_one_more_does_not():
+    config, free = settings(SHALLOW, 1, micro_steps=480), 24 * GIB
+
+    def total(batch_size):
+        of = memory.with_batch(config, batch_size, 2 * batch_size)
+        return predict(SHALLOW, of, 'bfloat16', 'cuda').total
+    largest = largest_batch(SHALLOW, config, 'bfloat16', 'cuda', free)
+    assert total(largest) <= free < total(largest + 1)
+    divides = memory.batch_that_divides(SHALLOW, config, 'bfloat16', 'cuda', free)
+    assert 480 % divides == 0 and largest / 2 < divides <= largest
+    assert largest_batch(SHALLOW, config, 'bfloat16', 'cuda', GIB) == 0
+    assert memory.batch_that_divides(SHALLOW, config, 'bfloat16', 'cuda', GIB) == 0
+
+
+def test_savings_are_what_the_changed_step_is_predicted_to_take():
+    config = settings(SHALLOW, 8)
+    found = dict(savings(SHALLOW, config, 'float32', 'cpu'))
+    changes_model = ['--block_size=512', '--n_layer=1']
+    kept = [size for words, size in found.items() if words not in changes_model]
+    assert kept == sorted(kept, reverse=True) and set(list(found)[-2:]) == set(changes_model)
+    now, half = (predict(SHALLOW, memory.with_batch(config, n, 8), 'float32', 'cpu').peak
+                 for n in (8, 4))
+    assert found['--batch_size=4'] == now - half
+
+
+# -----------------------------------------------------------------------------
+# several processes
+
+
+@pytest.mark.parametrize(
+    ('shape', 'processes', 'micro_steps', 'dtype', 'checkpointing'),
+    [(SMALL, 8, 1, 'bfloat16', 'none'), (UNTIED, 2, 2, 'float32', 'full'), *(
+        pytest.param(shape, *case, marks=pytest.mark.slow) for shape in (SMALL, UNTIED)
+        for case in [(3, 2, 'bfloat16', 'selective'), (8, 1, 'float32', 'none'),
+                     (2, 1, 'bfloat16', 'full')])])
+def test_a_sharded_step_is_planned_close_to_what_fsdp2_takes(
+        shape, processes, micro_steps, dtype, checkpointing, monkeypatch):
+    config = settings(shape, 8, micro_steps, processes, parallel='fsdp',
+                      activation_checkpointing=checkpointing)
+    plan = predict(shape, config, dtype, 'cuda')
+    # From now on GPTs are sharded among processes to whom nothing travels: torch's fake ones.
+    dist.init_process_group('fake', rank=0, world_size=processes, store=FakeStore())
+    mesh = init_device_mesh('cpu', (processes,))
+    policy = MixedPrecisionPolicy(
+        param_dtype=None if dtype == 'float32' else getattr(torch, dtype),
+        reduce_dtype=torch.float32, cast_forward_inputs=False)
+
+    def sharded_gpt(shape):
+        gpt = GPT(shape)
+        for block in gpt.transformer.h:
+            fully_shard(block, mesh=mesh, mp_policy=policy)
+        return fully_shard(gpt, mesh=mesh, reshard_after_forward=False)
+
+    monkeypatch.setattr(memory, 'GPT', sharded_gpt)
+    try:
+        counted = traced(shape, config, dtype, 'cuda')
+    finally:
+        dist.destroy_process_group()
+    peak = max(sum(held.values()) for held in counted.values())
+    # On a GPU collectives overlap with the work, so a block more is there; a CPU waits for them.
+    assert 0.98 * peak <= plan.peak < 1.12 * peak
+
+
+def test_what_is_kept_divides_by_the_processes_and_more_of_them_never_take_more():
+    for micro_steps in (1, 4):
+        plans = [predict(SMALL, settings(SMALL, 8, micro_steps, n, parallel='fsdp', report=True),
+                         'bfloat16', 'cuda') for n in range(1, 9)]
+        for n, plan in enumerate(plans, 1):
+            for owner, size in plan.phases['between steps'].items():
+                assert size == plans[0].phases['between steps'][owner] // n, (micro_steps, n)
+        for fewer, more in pairwise(plans):
+            assert all(more.totals[phase] <= fewer.totals[phase] for phase in fewer.totals)
+            assert more.total < fewer.total
+
+
+def test_the_model_is_sharded_only_where_copies_of_it_do_not_fit():
+    def choice(available, **config):
+        config = settings(SMALL, **{'processes': 8, **config})
+        return memory.choose_parallel(config, SMALL, 'bfloat16', 'cuda', available)[0]
+
+    copies = predict(SMALL, settings(SMALL, processes=8), 'bfloat16', 'cuda').total
+    assert choice(copies) == 'ddp' and choice(copies - 1) == 'fsdp'
+    assert choice(1, processes=1) == 'ddp' and choice(1, parallel='ddp') == 'ddp'
+    assert choice(copies, parallel='fsdp') == 'fsdp'
+    # the smallest micro-batch decides where the batch follows
+    auto = {'batch_size': 'auto', 'total_batch_size': 16 * 8 * SMALL.block_size}
+    smallest = predict(SMALL, settings(SMALL, 1, 2, 8), 'bfloat16', 'cuda').total
+    assert choice(smallest, **auto) == 'ddp' and choice(smallest - 1, **auto) == 'fsdp'
+
+
+# -----------------------------------------------------------------------------
+# before and in training
+
+
+def test_where_no_plan_is_made_it_would_have_said_that_it_fits():
+    logits = replace(SMALL, n_layer=1, n_embd=96, vocab_size=50257)
+    for shape in (SMALL, replace(UNTIED, value_embeddings=True), logits):
+        config = settings(shape, 8, 2, 8)
+        assert predict(shape, config, 'float32', 'cuda').peak \
+            < 4 * out_of_memory.rough_bytes(shape, 8), shape
+
+
+@pytest.fixture
+def free(monkeypatch):
+    """free(bytes): so many are free from now on. Savings are known, in place of six plans."""
+    monkeypatch.setattr(memory, 'savings', lambda *_: [
+        (f'--n_layer={n}', 2**21) for n in range(1, 7)])
+    return lambda size: monkeypatch.setattr(out_of_memory, 'available_memory', lambda _: size)
+
+
+TINY = GPTConfig(16, 93, 2, 2, 32, bias=False)
+
+
+def of_tiny(batch_size):
+    return predict(TINY, settings(TINY, batch_size, 2), 'float32', 'cpu')
+
+
+def test_an_automatic_batch_keeps_the_tokens_of_a_step(tiny, tmp_path, capsys, free):
+    free((of_tiny(8).total + of_tiny(16).total) // 2)
+    train.main([*tiny, '--batch_size=auto', '--total_batch_size=512', '--check=False'])
+    out = capsys.readouterr().out
+    # of 32 sequences
+    assert 'batch_size 8 ' in out and 'accumulation 4' in out and '512 tokens a step' in out
+    assert checkpoints.find(tmp_path / 'out').state['config']['batch_size'] == 8
+
+
+def test_a_planned_batch_that_does_not_fit_is_halved(monkeypatch, capsys):
+    tried = []
+
+    def fits(shape, config, dtype, device, compile):
+        assert compile and config.batch_size * config.accumulation() == 24
+        tried.append(config.batch_size)
+        return config.batch_size <= 5
+
+    monkeypatch.setattr(memory, 'step_fits', fits)
+    config = settings(SHALLOW, 'auto', total_batch_size=24 * 1024)
+    planned = predict(SHALLOW, memory.with_batch(config, 12, 24), 'bfloat16', 'cuda').total
+    found = memory.with_planned_batch(config, SHALLOW, 'bfloat16', CUDA, True, planned)
+    assert tried == [12, 6, 3] and found.batch_size == 3
+    assert '12 did not fit' in capsys.readouterr().out
+
+
+def test_a_model_or_a_batch_too_large_is_one_line_before_it_is_made(tiny, capsys, monkeypatch,
+                                                                    free):
+    for changes, words in (
+            (['--n_layer=1000', '--n_embd=20000'], 'n_layer=1000, n_embd=20000: its weights, '),
+            (['--n_embd=10000000000'], 'out of memory'),
+            (['--batch_size=100000000'], 'batch_size=100000000: a step takes')):
+        assert words in fails(capsys, monkeypatch, train.main, *tiny, *changes)
+    free(of_tiny(4).kept - 1)
+    assert 'its weights, gradients and' in fails(capsys, monkeypatch, train.main, *tiny)
+    free(of_tiny(4).kept)  # and a step does not fit
+    line = fails(capsys, monkeypatch, train.main, *tiny)
+    assert 'batch_size=4: a step takes' in line and '--n_layer=1 saves 2.0 MiB' in line
+    train.main([*tiny, '--eval_only'])
+    free(of_tiny(1).total - 1)
+    line = fails(capsys, monkeypatch, train.main, *tiny, '--batch_size=auto',
+                 '--total_batch_size=512')
+    assert 'not even 1 fits' in line and '--n_layer=1 saves 2.0 MiB' in line
+    assert 'total_batch_size' in fails(capsys, monkeypatch, train.main, *tiny, '--batch_size=auto')
+
+
+def test_a_sharded_run_may_be_larger_than_the_memory_of_one_process(free):
+    config = settings(SMALL, 1, processes=8, report=True)
+    alone, shared = (predict(SMALL, replace(config, parallel=kind), 'float32', 'cpu').total
+                     for kind in ('ddp', 'fsdp'))
+    for parallel in ('auto', 'fsdp'):
+        found = memory.fit(replace(config, parallel=parallel), SMALL, 'float32', CPU, False,
+                           (alone + shared) // 2)
+        assert found.parallel == 'fsdp'
+
+
+def test_out_of_memory_is_one_line_and_the_checkpoint_stays_whole(tiny, tmp_path, capsys,
+                                                                  monkeypatch, free):
+    original, steps = train.forward_backward, []
+
+    def step(*arguments):
+        steps.append(1)
+        if len(steps) == 5:
+            raise torch.OutOfMemoryError('CUDA out of memory')
+        return original(*arguments)
+
+    in_the_loop(monkeypatch, forward_backward=step)
+    message = fails(capsys, monkeypatch, train.main, *tiny)
+    assert 'batch_size=4: planned' in message and 'held at most' in message
+    assert message.count('saves') == 3 and '--n_layer=1 saves' in message
+    found = checkpoints.find(tmp_path / 'out')
+    assert found.iter_num == 3 and found.load_model()  # of the last evaluation
+
+
+# -----------------------------------------------------------------------------
+# what the docs say
+
+
+def rows_of_the_docs():
+    table = (ROOT / 'docs/memory.md').read_text(encoding='utf-8').partition('| 80 GB |')[2]
+    rows = re.findall(r'^\| (GPT-2 1558M|7B) \| `(\w+)` \| (.*) \|$', table, re.M)
+    assert len(rows) == 6
+    return rows
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(('model', 'checkpointing', 'cells'), rows_of_the_docs())
+def test_the_table_of_the_docs_is_what_is_planned(model, checkpointing, cells):
+    recipe = {'GPT-2 1558M': 'gpt2_1558m', '7B': 'gpt_7b'}[model]
+    config = load_config(PlanConfig, [
+        str(ROOT / f'config/{recipe}.py'), '--processes=8', '--batch_size=1',
+        f'--activation_checkpointing={checkpointing}'])
+    shape, where = config.gpt_config(50257), ('bfloat16', 'cuda')
+    kinds = [replace(config, parallel=kind) for kind in ('ddp', 'fsdp')]
+    fitting = [' / '.join(str(largest_batch(shape, each, *where, size * GIB) or '–')
+                          for each in kinds) for size in (24, 40, 80)]
+    assert cells.split(' | ') == [*(gib(predict(shape, each, *where).total) for each in kinds),
+                                  *fitting]
+
+
+def test_the_recipe_of_7b_trains_a_small_model(tiny, capsys):
+    train.main([str(ROOT / 'config/gpt_7b.py'), *tiny, '--n_layer=1', '--n_embd=64',
+                '--total_batch_size=0', '--log_interval=1'])
+    losses = [float(loss) for loss in re.findall(r'\| loss ([\d.]+)', capsys.readouterr().out)]
+    assert len(losses) == 6 and losses[-1] < losses[0]

@@ -1,10 +1,5 @@
-"""Checks of the batches: are they what the files hold, once each, and is it text?
+"""Checks of the batches: are they what the files hold, once each, and is it text?"""
 
-Each is a function Subject → None, or in a line what it found and what that usually means. All
-processes make them together.
-"""
-
-import hashlib
 from collections import Counter
 from contextlib import closing
 from itertools import groupby
@@ -12,8 +7,8 @@ from itertools import groupby
 import numpy as np
 import torch
 
-from plaingpt.checks.subject import NotChecked
-from plaingpt.system.distributed import all_gather
+from plaingpt.checks.model_checks import NotChecked
+from plaingpt.system.distributed import all_gather, gloo_group
 from plaingpt.system.errors import UserError
 from plaingpt.training.schedules import get_lr
 
@@ -25,84 +20,65 @@ LOOKS = 100  # at the learning rate of a run
 EPOCH_LOOKS = 2**12  # at the sequences of an epoch
 
 
-def first_batches(loader):
-    """[(idx, targets) of the first micro-batch of step 0, of step 1], as the loop gets them."""
-    waited_s = loader.waited_s
+def batches_are_of_the_files(run):
+    """The first micro-batch of steps 0 and 1, as the loop gets them, and of an evaluation."""
+    loader, waited_s = run.train_data, run.train_data.waited_s
     with closing(loader.train_batches(0)) as batches:
-        found = [[tensor.cpu() for tensor in next(batches)[:2]]
-                 for _ in range(loader.micro_steps + 1)]
+        first, *_, later = [next(batches) for _ in range(loader.micro_steps + 1)]
     loader.waited_s = waited_s
-    return found[0], found[-1]
-
-
-def batches_are_of_the_files(subject):
-    loader = subject.train_data
-    for step, batch in enumerate(first_batches(loader)):
+    stream = run.dataset.split('train')
+    for step, batch in enumerate((first, later)):
         starts = loader.sequence_starts(loader.sequence_ids(step, 0))
-        if problem := compare_batch(batch, loader, subject.dataset.split('train'), starts):
+        if problem := compare_batch(batch, loader, stream, starts):
             return f'the batch of step {step} is not that of the training split: {problem}'
-    loader = subject.val_data
-    starts = next(iter(loader.eval_batches(subject.evaluated)), [])
+    loader = run.val_data
+    starts = next(iter(loader.eval_batches(run.progress.eval_sequences)), [])
     if len(starts):
-        batch = [tensor[:len(starts)].cpu() for tensor in loader.eval_batch(starts)]
-        if problem := compare_batch(batch, loader, subject.dataset.split('val'), starts):
+        batch = [tensor[:len(starts)] for tensor in loader.eval_batch(starts)]
+        if problem := compare_batch(batch, loader, run.dataset.split('val'), starts):
             return f'what an evaluation reads is not of the validation split: {problem}'
 
 
 def compare_batch(batch, loader, stream, starts):
-    """(idx, targets) beside the files of a split → None, or what differs."""
-    idx, targets = batch  # (B, T) each
+    """(idx, targets, …) beside the files of a split → None, or what differs."""
+    idx, targets = (tensor.cpu() for tensor in batch[:2])  # (B, T) each
     tokens = torch.full((len(idx), idx.size(1) + 1), -1)  # where no token of the text is
-    in_loss = torch.zeros_like(tokens, dtype=torch.bool)
     for row, start in enumerate(starts.tolist()):
         for column, first, n in loader.layout(start):
             tokens[row, column:column + n] = torch.from_numpy(stream.read(first, n))
-            in_loss[row, column + 1:column + n] = True if stream.loss_mask is None \
-                else torch.from_numpy(stream.loss_mask.read(first, n)[1:] == 1)
-    known = targets != -1
-    wrong = known & (targets != tokens[:, 1:])
-    of_text = tokens[:, :-1] != -1
+    of_text, known = tokens[:, :-1] != -1, targets != -1
     if not torch.equal(idx[of_text], tokens[:, :-1][of_text]):
         return 'the loader reads another file or another place, or something changes what it reads'
-    if not known.any() and in_loss.any():
+    if not known.any():
         return 'all targets are -1, so there is nothing to learn'
-    if torch.equal(targets, idx) and wrong.any():
-        return 'the targets are the inputs, and should be the inputs shifted by one'
+    wrong = known & (targets != tokens[:, 1:])
     if wrong.any():
-        return f'{wrong.sum() / known.sum():.0%} of the targets are not the next token: they are ' \
-               'shifted by another number, shuffled, or noise'
-    if stream.loss_mask is not None and not torch.equal(known, in_loss[:, 1:]):
-        return 'the targets are not those that the mask marks: the user would be learned too, or ' \
-               'a part of the assistant would not'
+        return f'{wrong.sum() / known.sum():.0%} of the targets are not the next token; they ' \
+               'should be the inputs shifted by one'
 
 
-def batches_differ(subject):
-    loader = subject.train_data
-    (idx, _), (later, _) = first_batches(loader)
-    mine = [loader.sequence_ids(0, micro) for micro in range(loader.micro_steps)]
-    ids = np.concatenate([np.concatenate(share) for share in all_gather(mine, subject.group)])
-    digests = all_gather(hashlib.sha256(idx.numpy().tobytes()).hexdigest(), subject.group)
-    if not torch.equal(idx, loader.train_batch(0, 0)[0]):
+def batches_differ(run):
+    loader = run.train_data
+    if not torch.equal(*(loader.train_batch(0, 0)[0] for _ in range(2))):
         return 'the same step gives another batch when it is read again: resuming would not ' \
                'continue with the data that comes next; seed what chooses the sequences'
     if loader.sequences_per_epoch < 2 * loader.step_size:
         return None  # so little text has to come again
-    if len(set(digests)) < len(digests):
-        return f'{len(digests)} processes train on {len(set(digests))} batches: each needs its ' \
-               'own, by its rank'
-    if (different := len(np.unique(ids))) < loader.step_size:
-        return f'of the {loader.step_size} sequences of a step {different} are different: each ' \
-               'micro-batch needs its own'
-    if loader.only_first != 1 and torch.equal(idx, later):
-        return 'steps 0 and 1 get the same batch: the loader does not move on'
+    steps = [0] if loader.only_first else [0, 1]
+    mine = [loader.sequence_ids(step, micro)
+            for step in steps for micro in range(loader.micro_steps)]
+    ids = np.concatenate([np.concatenate(share) for share in all_gather(mine, gloo_group())])
+    if (found := len(np.unique(ids))) < len(steps) * loader.step_size:
+        return f'the first {len(steps)} steps take {len(steps) * loader.step_size} sequences, of ' \
+               f'which {found} are different: each step, micro-batch and process needs its own'
 
 
-def epoch_reads_all(subject):
-    """Of a long epoch, so many of its sequences stand for all."""
-    return next(filter(None, map(epoch_reads_part, subject.train_data.parts)), None)
+def epoch_reads_all(run):
+    return next(filter(None, map(epoch_reads_part, run.train_data.parts)), None)
 
 
 def epoch_reads_part(loader):
+    """Of a long epoch, so many of its sequences stand for all."""
     n, T = loader.sequences_per_epoch, loader.block_size
     tokens = len(loader.stream) - loader.tokens_left_out
     ids = np.unique(np.linspace(0, n - 1, min(n, EPOCH_LOOKS)).astype(np.int64))
@@ -110,57 +86,61 @@ def epoch_reads_part(loader):
     if len(np.unique(starts)) < len(starts):
         return f'{len(starts) - len(np.unique(starts))} of {len(starts)} sequences of an epoch ' \
                'are there twice: their order is no permutation'
-    if n * (T + 1) < tokens - 2 * T or (
-            n > EPOCH_LOOKS and starts.max() - starts.min() < 0.9 * tokens):
-        return f'an epoch reads {min(n * T, int(starts.max() - starts.min()) + T):,} of ' \
-               f'{tokens:,} tokens'
+    read = n * (T + 1) if n <= EPOCH_LOOKS else int(np.ptp(starts)) + T
+    if read < 0.9 * tokens - 2 * T:
+        return f'an epoch reads {read:,} of {tokens:,} tokens'
     if n > 100 and (np.diff(starts) > 0).all():
         return 'an epoch reads the text from its beginning to its end, and should read it in a ' \
                'random order'
 
 
-def evaluation_reads_all(subject):
-    for loader in subject.val_data.parts:
-        mine = loader.eval_batches(subject.evaluated)
+def evaluation_reads_all(run):
+    for loader in run.val_data.parts:
+        mine = loader.eval_batches(run.progress.eval_sequences)
         starts = np.concatenate([np.concatenate([*share, []])
-                                 for share in all_gather(mine, subject.group)])
-        wanted, found = min(subject.evaluated, loader.num_eval_sequences), len(starts)
+                                 for share in all_gather(mine, gloo_group())])
+        wanted, found = min(run.progress.eval_sequences, loader.num_eval_sequences), len(starts)
         if found != wanted or len(np.unique(starts)) != wanted:
             return f'an evaluation reads {found} sequences, {len(np.unique(starts))} different ' \
                    f'ones, and should read {wanted}: a batch is dropped, or comes twice'
 
 
-def data_is_text(subject):
+def data_is_text(run):
     """Tokens → text → tokens: those of another tokenizer do not come back."""
     try:
-        tokenizer = subject.dataset.tokenizer()
+        tokenizer = run.dataset.tokenizer()
     except UserError as problem:  # it takes a download, and nothing of the run needs it
         raise NotChecked(str(problem)) from None
     words = getattr(tokenizer, 'base', tokenizer)  # what opens and ends a turn is no text
     controls = {words.end_of_text, *getattr(words, 'controls', ())}
-    batch = subject.train_data.train_batch(0, 0)[0][:LOOKED_AT].tolist()
+    batch = run.train_data.train_batch(0, 0)[0][:LOOKED_AT].tolist()
     rows = [list(part) for row in batch for is_text, part in groupby(
         row, lambda i: i not in controls and i < words.vocab_size) if is_text]
-    texts = [words.decode(row) for row in rows]
     # A sequence may begin and end within a character, which is then U+FFFD.
-    again = [words.encode(text.strip('\ufffd')).tolist() for text in texts]
+    texts = [words.decode(row).strip('\ufffd') for row in rows]
+    again = [words.encode(text).tolist() for text in texts]
     same = sum((Counter(ids) & Counter(row)).total()
                for ids, row in zip(again, rows, strict=True)) / max(1, sum(map(len, again)))
-    if same < ROUND_TRIP and not subject.dataset.meta:
-        raise NotChecked(f'{subject.dataset.folder} does not say which tokenizer it has')
-    subject.text = (texts[0] if words is tokenizer and texts else tokenizer.decode(batch[0]))[:80]
+    if same < ROUND_TRIP and not run.dataset.meta:
+        raise NotChecked(f'{run.dataset.folder} does not say which tokenizer it has')
     if same < ROUND_TRIP:
-        return (f'{subject.text!r} is what the tokens say, and {same:.0%} of them come back when '
-                f'it is encoded again: {subject.dataset.folder} was made with another tokenizer '
+        return (f'{texts[0][:80]!r} is what the tokens say, and {same:.0%} of them come back when '
+                f'it is encoded again: {run.dataset.folder} was made with another tokenizer '
                 'than its meta.json has')
 
 
-def rate_lasts(subject):
-    config = subject.config
-    looks = sorted({round(config.max_iters * i / LOOKS) for i in range(LOOKS)})
-    rates = [get_lr(it, config) for it in looks]
-    end = max(it for it, rate in zip(looks, rates, strict=True) if rate >= GONE * max(rates))
-    if (config.max_iters - end) > max(REST * config.max_iters, 2):
-        return (f'the learning rate is gone from iteration {end + 1} of {config.max_iters} on: '
-                'lr_decay_iters, warmup_iters and max_iters do not fit each other, or the '
-                'schedule is wrong')
+def first_text(run):
+    """The beginning of what the model will read, or '' where the tokenizer is not at hand."""
+    try:
+        return run.dataset.tokenizer().decode(run.train_data.train_batch(0, 0)[0][0].tolist())[:80]
+    except UserError:
+        return ''
+
+
+def rate_lasts(run):
+    config = run.config
+    rates = [get_lr(round(config.max_iters * i / LOOKS), config) for i in range(LOOKS)]
+    last = max(i for i, rate in enumerate(rates) if rate >= GONE * max(rates))
+    if last < (1 - REST) * LOOKS - 1:
+        return f'the learning rate is gone after {last}% of the run: lr_decay_iters, ' \
+               'warmup_iters and max_iters do not fit each other, or the schedule is wrong'

@@ -1,78 +1,56 @@
 """Preflight: before the first step, is what is about to train still sound?
 
 People change this code. What they break without an error shows in a second here, and otherwise
-after hours, or never. A new check is a function and its entry in CHECKS.
+after hours, or never. A new check is a function and its entry in a table below: train.Run → None,
+or in a line what it found and what that usually means. All processes make all checks together.
 """
 
 import time
+from dataclasses import replace
+from functools import partial
 
 import torch
 
-from plaingpt.checks.data_checks import (
-    batches_are_of_the_files,
-    batches_differ,
-    data_is_text,
-    epoch_reads_all,
-    evaluation_reads_all,
-    rate_lasts,
-)
-from plaingpt.checks.model_checks import (
-    blocks_pass_on,
-    cache_changes_nothing,
-    checkpoints_fit,
-    evaluation_repeats,
-    every_weight_learns,
-    future_is_hidden,
-    gradient_is_true,
-    loss_is_of_the_logits,
-    loss_is_usual,
-    matrices_are_stated,
-    order_matters,
-    past_is_seen,
-    texts_are_apart,
-    weights_are_float32,
-    weights_are_optimized,
-)
-from plaingpt.checks.step_checks import checkpoints_come_back, steps_follow_the_gradient
-from plaingpt.checks.subject import NotChecked, Subject, shallow
+from model import GPT
+from plaingpt.checks import data_checks, learning_checks, model_checks
+from plaingpt.checks.model_checks import NotChecked
 from plaingpt.parallel.sharding import sharded
 from plaingpt.system.devices import exact_matmul
 from plaingpt.system.distributed import all_gather, gloo_group, print0
 from plaingpt.system.errors import UserError
 from plaingpt.system.formatting import one_line
 from plaingpt.system.streams import status, warn
-from plaingpt.training.evaluation import mean_loss
+from plaingpt.training.optimizers import build_optimizer
+from plaingpt.training.start import Start
 
 # What must hold → the check.
 BEFORE = {  # of settings, data and weights as they are
-    'the weights are float32': weights_are_float32,
-    'every weight may move': weights_are_optimized,
-    'a checkpoint has every weight': checkpoints_fit,
-    'the optimizer knows the matrices': matrices_are_stated,
-    'batches are what the files hold': batches_are_of_the_files,
-    'each step and process has its own batch': batches_differ,
-    'an epoch reads every sequence once': epoch_reads_all,
-    'an evaluation reads every sequence once': evaluation_reads_all,
-    'the data is text': data_is_text,
-    'the learning rate lasts': rate_lasts,
-    'the first loss is usual': loss_is_usual}
-INSIDE = {  # of the network, while what begins at zero or small is made to count
-    'the future is hidden': future_is_hidden,
-    'the past is seen': past_is_seen,
-    'sequences and documents are apart': texts_are_apart,
-    'the order of tokens matters': order_matters,
-    'each block passes its input on': blocks_pass_on,
-    'every weight gets a gradient': every_weight_learns,
-    'the gradient is true': gradient_is_true,
-    'an evaluation repeats itself': evaluation_repeats,
-    'the loss is that of the logits': loss_is_of_the_logits,
-    'generation with a cache is the same': cache_changes_nothing,
-    'a step follows the gradient': steps_follow_the_gradient,
-    'a saved model comes back': checkpoints_come_back}
-LATER = {'the future is hidden': future_is_hidden}  # also of a run that continues or evaluates
+    'the weights are float32': learning_checks.weights_are_float32,
+    'every weight may move': learning_checks.weights_are_optimized,
+    'a checkpoint has every weight': learning_checks.checkpoints_fit,
+    'batches are what the files hold': data_checks.batches_are_of_the_files,
+    'each step and process has its own batch': data_checks.batches_differ,
+    'an epoch reads every sequence once': data_checks.epoch_reads_all,
+    'an evaluation reads every sequence once': data_checks.evaluation_reads_all,
+    'the data is text': data_checks.data_is_text,
+    'the learning rate lasts': data_checks.rate_lasts,
+    'the first loss is usual': learning_checks.loss_is_usual}
+INSIDE = {  # of a copy of the network in which what begins at zero or small is made to count
+    'the future is hidden': model_checks.future_is_hidden,
+    'the past is seen': model_checks.past_is_seen,
+    'sequences and documents are apart': model_checks.texts_are_apart,
+    'the order of tokens matters': model_checks.order_matters,
+    'each block passes its input on': model_checks.blocks_pass_on,
+    'generation with a cache is the same': model_checks.cache_changes_nothing,
+    'every weight gets a gradient': learning_checks.every_weight_learns,
+    'the gradient is true': learning_checks.gradient_is_true,
+    'an evaluation repeats itself': learning_checks.evaluation_repeats,
+    'the loss is that of the logits': learning_checks.loss_is_of_the_logits,
+    'a step follows the gradient': learning_checks.step_follows_the_gradient,
+    'a saved model comes back': learning_checks.checkpoints_come_back}
+LATER = {'the future is hidden'}  # also of a run that continues or evaluates
 # Loaded weights may be the reason, such as those of an overfit model: then it is a warning.
 LEARNABLE = {'the first loss is usual', 'the past is seen', 'the order of tokens matters'}
-NEEDED = {'the weights are float32', 'an evaluation reads every sequence once'}  # to look inside
 
 
 @status.doing('checking')
@@ -84,63 +62,76 @@ def preflight(run, forward_backward, update):
 
     run: train.Run; the two functions make its steps: train.py's
     Raises UserError with a line for each check that fails, unless check=warn."""
-    config, began, resumed = run.config, time.perf_counter(), run.start.resumed
+    config, began = run.config, time.perf_counter()
     if not config.check:
         return
-    brief = config.check is not True and bool(resumed or config.eval_only)
-    model, optimizer = run.model, run.optimizer
-    is_sharded = sharded(run.model)
-    if is_sharded:  # a process has not all of it: one of its kind stands for it
-        model, optimizer = shallow(model.config, config, run.device)
-    subject = Subject(config, run.dataset, run.train_data, run.val_data, model, optimizer,
-                      run.context, gloo_group(),
-                      from_scratch=run.start.from_scratch or is_sharded,
-                      evaluate=lambda *what: mean_loss(*what, run.context)[0],
-                      evaluated=run.progress.eval_sequences, forward_backward=forward_backward,
-                      update=update)
-    problems = {} if brief else make(BEFORE, subject)
-    if not NEEDED & problems.keys():
-        with subject.enlarged():
-            problems |= make(LATER if brief else INSIDE, subject)
-    if subject.device.type == 'cuda':
-        torch.cuda.reset_peak_memory_stats(subject.device)  # what is logged is the run's
-    lines = [f'preflight: {what}? No: {problem}' for what, problem in problems.items()]
-    if config.check != 'warn' and not all(is_doubt(what, subject) for what in problems):
+    brief = config.check is not True and bool(run.start.resumed or config.eval_only)
+    inside = {what: check for what, check in INSIDE.items() if not brief or what in LATER}
+    if not brief:
+        inside['a step follows the gradient'] = partial(
+            learning_checks.step_follows_the_gradient, forward_backward=forward_backward,
+            update=update)
+    with torch.random.fork_rng([run.device] if run.device.type == 'cuda' else []):
+        if sharded(run.model):
+            run = with_one_of_its_kind(run)
+        found = {} if brief else make(BEFORE, run)
+        if not refused(found, run):  # else what is inside would say the same once more
+            found |= make(inside, replace(run, model=model_checks.enlarged(run.model)))
+    if run.device.type == 'cuda':
+        torch.cuda.reset_peak_memory_stats(run.device)  # what is logged is the run's
+    lines = [f'preflight: {what}? No: {problem}' for what, problem in found.items() if problem]
+    if config.check != 'warn' and refused(found, run):
         raise UserError('\n'.join([*lines, 'nothing was trained: mend this, or, where it is meant, '
                                    'give --check=warn']))
     for line in lines if run.world.is_main else ():
         warn(line)
-    if brief:
-        return
-    of = f' of {len(problems) + subject.passed}' * bool(problems)
-    print0(f'preflight: {subject.passed}{of} checks passed in {time.perf_counter() - began:.2f} s'
-           + (f'; the model will read {subject.text!r}' if subject.text else ''))
+    if not brief:
+        passed = f'{len(found) - len(lines)}' + (f' of {len(found)}' if lines else '')
+        text = data_checks.first_text(run)
+        print0(f'preflight: {passed} checks passed in {time.perf_counter() - began:.2f} s'
+               + (f'; the model will read {text!r}' if text else ''))
 
 
-def is_doubt(what, subject):
+def with_one_of_its_kind(run):
+    """A process has not all of a sharded model: a new one with few layers stands for it."""
+    torch.manual_seed(run.config.seed)  # the same on all processes
+    shape = run.model.config
+    model = GPT(replace(shape, n_layer=min(2, shape.n_layer))).to(run.device)
+    model.loss_chunk_tokens = run.model.loss_chunk_tokens
+    model.activation_checkpointing = run.config.activation_checkpointing
+    return replace(run, model=model, start=Start(verifies=False),
+                   optimizer=build_optimizer(model, run.config, run.device.type))
+
+
+def is_doubt(what, run):
     """Whether a check that does not hold is a warning, because the weights may be the reason."""
-    return what in LEARNABLE and not subject.from_scratch
+    return what in LEARNABLE and not run.start.from_scratch
 
 
-def make(checks, subject):
-    """→ {what does not hold: why}, the same on all processes."""
-    problems = {}
+def refused(found, run):
+    return any(problem and not is_doubt(what, run) for what, problem in found.items())
+
+
+def make(checks, run):
+    """→ {what is checked: what does not hold, or None}, the same on all processes."""
+    found = {}
     for what, check in checks.items():
         skipped = problem = None
         try:
-            problem = check(subject)
-        except (NotChecked, torch.OutOfMemoryError) as reason:
+            problem = check(run)
+        except (NotChecked, OSError, torch.OutOfMemoryError) as reason:
             skipped = f'not checked: {what} ({one_line(reason)})'
         except Exception:  # of the code that is checked: what was found before tells more
-            if not problems:
+            if not any(found.values()):
                 raise
             break
-        found = all_gather(problem, subject.group)
-        if problem := next(filter(None, found), None):
-            problems[what] = problem if found[0] else \
-                f'{problem} (process {found.index(problem)} alone)'
-        subject.passed += not (problem or skipped)
-        if subject.config.check is True:
-            failed = 'unsure' if is_doubt(what, subject) else 'FAILED'
+        problems = all_gather(problem, gloo_group())
+        problem = next(filter(None, problems), None)
+        if problem and not problems[0]:
+            problem += f' (process {problems.index(problem)} alone)'
+        if problem or not skipped:
+            found[what] = problem
+        if run.config.check is True:
+            failed = 'unsure' if is_doubt(what, run) else 'FAILED'
             print0(skipped or f'{failed if problem else "ok    "} {what}')
-    return problems
+    return found

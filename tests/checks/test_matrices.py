@@ -1,35 +1,13 @@
-"""Muon has to know which matrices share a weight: the model says so, and the preflight looks."""
+"""Muon has to know which matrices share a weight: the model says so."""
 
 import pytest
 import torch
 import torch.nn as nn
 
 import model
-import train
 from plaingpt.system.errors import UserError
 from plaingpt.training.optimizers import build_optimizer
 from plaingpt.training.settings import TrainConfig
-
-
-@pytest.fixture
-def without_parts(monkeypatch):
-    """c_attn does not say that three matrices share it."""
-    original = model.CausalSelfAttention.__init__
-
-    def init(self, config):
-        original(self, config)
-        del self.c_attn.parts
-    monkeypatch.setattr(model.CausalSelfAttention, '__init__', init)
-
-
-def test_a_split_that_the_model_does_not_state_is_named(tiny, without_parts):
-    with pytest.raises(UserError, match=r'c_attn.weight are 3 matrices of 32, 32, 32'):
-        train.main([*tiny, '--optimizer=muon', '--check'])
-
-
-def test_other_optimizers_do_not_ask(tiny, without_parts, capsys):
-    train.main([*tiny, '--optimizer=adamw', '--check'])
-    assert 'checks passed' in capsys.readouterr().out
 
 
 def test_parts_that_are_not_the_rows_of_the_weight_are_an_error():

@@ -2,6 +2,7 @@
 
 import ast
 
+import numpy as np
 import pytest
 import torch
 import torch.nn as nn
@@ -13,6 +14,7 @@ import model
 import train
 from configurator import load_config
 from plaingpt.checks import preflight
+from plaingpt.data.token_files import TokenStream
 from plaingpt.monitoring.run_record import read_run
 from plaingpt.system import devices
 from plaingpt.training.settings import TrainConfig
@@ -182,7 +184,7 @@ def test_float32_is_compared_in_float32_where_training_rounds_more(patch, tiny):
 
 
 def test_text_that_repeats_a_token_raises_no_alarm(patch, failed):
-    change_batches(patch, lambda idx, targets: (torch.full_like(idx, 7), torch.full_like(idx, 7)))
+    patch(TokenStream, 'sequences', lambda original: lambda *a: np.full_like(original(*a), 7))
     assert 'the first loss is usual' not in failed(rotary=True, n_embd=64)
 
 

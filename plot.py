@@ -1,8 +1,8 @@
-"""Draw the curves of runs, say what looks wrong, compare with a reference; show their films.
+"""Draw the curves of runs, say what looks wrong, compare with a reference; show a film.
 
     python plot.py out
     python plot.py out-a out-b --output=both.png
-    python plot.py --film out out-b
+    python plot.py --film out
 """
 
 if __name__ == '__main__':
@@ -40,8 +40,8 @@ def main(argv):
     runs = read_runs(folders)
     default = Path(folders[0], 'loss.png') if len(folders) == 1 else Path('compare.png')
     if config.film:
-        path = Path(config.output or default.with_name('film.html'))
-        write_page([(name, folder) for folder, (name, *_) in zip(folders, runs, strict=True)], path)
+        path = Path(config.output or Path(folders[0], 'film.html'))
+        write_page(runs[0][0], folders[0], path)
         print(f'{path}: open it in a browser')
         return
     path = Path(config.output or default)

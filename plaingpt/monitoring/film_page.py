@@ -1,5 +1,6 @@
-"""What training/film.py wrote of runs → one page that a browser shows without any network."""
+"""What training/film.py wrote of a run → a page that a browser shows without any network."""
 
+import html
 import json
 from pathlib import Path
 
@@ -8,14 +9,12 @@ from plaingpt.system.errors import UserError
 from plaingpt.system.files import write_atomically
 
 
-def write_page(runs, path):
-    """runs: [(name, out_dir)]. Raises UserError where one has no film."""
-    found = []
-    for name, out_dir in runs:
-        moments = read_rows(Path(out_dir, 'film.jsonl'))
-        if not moments:
-            raise UserError(f'{out_dir} has no film: train with --film=True')
-        found.append({'name': name, 'moments': moments})
+def write_page(name, out_dir, path):
+    """Raises UserError where there is no film in out_dir."""
+    moments = read_rows(Path(out_dir, 'film.jsonl'))
+    if not moments:
+        raise UserError(f'{out_dir} has no film: train with --film=True')
     page = Path(__file__).with_name('film.html').read_text(encoding='utf-8')
-    data = json.dumps(found).replace('<', r'\u003c')  # what a model wrote ends no script
-    write_atomically(path, page.replace('DATA', data))
+    data = json.dumps(moments).replace('<', r'\u003c')  # what a model wrote ends no script
+    page = page.replace('NAME', html.escape(name)).replace('>DATA<', f'>{data}<')
+    write_atomically(path, page)

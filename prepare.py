@@ -49,7 +49,7 @@ class PrepareConfig:
     subset: str = ''  # of a dataset of the hub
     split: str = ''  # of a dataset of the hub, to train on (default: train)
     val_split: str = ''  # of a dataset of the hub, to validate on (default: held out of split)
-    test_split: str = ''  # of a dataset of the hub, for evaluate.py --split=test
+    test_split: str = ''  # of a dataset of the hub, for evaluate.py --tasks=test
     data_dir: str = ''  # folder to write (default: data/NAME)
     # what a document is
     documents: Literal['auto', 'file', 'line', 'paragraph', 'title'] = 'auto'  # title: WikiText's
@@ -62,7 +62,7 @@ class PrepareConfig:
     max_tokens: int | str = 0  # to train on, such as 100M or 1.5B (0: all); then reading ends
     dedup: bool = False  # leave out documents that equal an earlier one but for white space
     val_fraction: Literal['auto'] | float = 'auto'  # held out (auto: 0.1, up to 1M tokens)
-    test_fraction: float = 0.0  # held out as well, for evaluate.py --split=test (0: none)
+    test_fraction: float = 0.0  # held out as well, for evaluate.py --tasks=test (0: none)
     # how
     tokenizer: str = 'auto'  # char, byte, gpt2, bpe:SIZE, dataset, run, model (auto: listed)
     shard_tokens: Annotated[int, 'at least 1'] = 100_000_000  # tokens a file

@@ -108,7 +108,7 @@ def train(name, tree, words, pair, dtype, config):
                  f'{name}_dtype': run['dtype']}
         if config.split == 'test':
             run_command('evaluate', [
-                f'--out_dir={folder}', '--checkpoint=latest', '--split=test',
+                f'--out_dir={folder}', '--checkpoint=latest', '--tasks=test',
                 f'--device={config.device}', f'--output={folder}/scores.json'], tree)
             pair[f'{name}_test'] = read_json(folder / 'scores.json')['results']['test']['loss']
     except UserError as problem:

@@ -21,14 +21,14 @@ from plaingpt.system.errors import UserError, needs
 from plaingpt.system.files import ROOT
 
 
-def lm_eval_model(*arguments):
+def lm_eval_model(*arguments, **how):
     """Requests as a language model of lm_eval, whose TemplateLM encodes pairs of texts with
     tok_encode and gives them to _loglikelihood_tokens."""
     from lm_eval.api.model import TemplateLM
 
     class LmEvalModel(Requests, TemplateLM):
         pass
-    return LmEvalModel(*arguments)
+    return LmEvalModel(*arguments, **how)
 
 
 class Requests:
@@ -65,8 +65,10 @@ class Requests:
                                 f'is {self.block_size}')
             ids = np.array([*before, *after], dtype=np.int64)[-(self.block_size + 1):]
             rows.append((ids, slice(-len(after), None)))
-        scores = log_likelihoods(self.gpt, rows, self.batch_size, self.context, 'lm_eval',
-                                 self.group, self.before_batch)
+        order = np.argsort([-len(ids) for ids, _ in rows], kind='stable')  # less padding
+        scores = np.zeros((len(rows), 2))
+        scores[order] = log_likelihoods(self.gpt, [rows[i] for i in order], self.batch_size,
+                                        self.context, 'lm_eval', self.group, self.before_batch)
         return [(float(logp), bool(likeliest)) for logp, likeliest in scores]
 
     def loglikelihood_rolling(self, requests, disable_tqdm=False):
@@ -101,22 +103,16 @@ class Requests:
 
 
 @functools.cache  # its index of all tasks takes seconds, and training asks twice
-def load_tasks(names, include_path='', num_fewshot=None):
-    """'hellaswag,lambada_openai' → these tasks of lm_eval with their data, for run_tasks. Raises
-    UserError.
-
-    include_path: a folder of other tasks as YAML files; num_fewshot: solved questions in each
-    prompt, None for what the task says
-    """
-    if include_path and not Path(include_path).is_dir():
-        raise UserError(f'include_path={include_path}: no such folder')
+def load_tasks(names):
+    """'hellaswag,lambada_openai', or .yaml files of tasks → these tasks of lm_eval with their data,
+    for run_tasks. Raises UserError."""
     # lm_eval imports Hugging Face's `evaluate`, and our command of that name stands before it.
     with mock.patch('sys.path', [path for path in sys.path if Path(path).resolve() != ROOT]), \
             needs('lm_eval', f'{names}: a task other than val, test, train and text'):
         from lm_eval.tasks import TaskManager
 
         import_module('evaluate')
-    manager = TaskManager(include_path=include_path or None)
+    manager = TaskManager()
     if unknown := [name for name in names.split(',')
                    if not manager.match_tasks([name]) and not name.endswith('.yaml')]:
         raise UserError(f'{names}: {", ".join(map(repr, unknown))} is neither val, test, train or '
@@ -127,9 +123,7 @@ def load_tasks(names, include_path='', num_fewshot=None):
         raise UserError(f'{names}: lm_eval cannot load them: {" ".join(str(e).split())}: see that '
                         'their data can be downloaded') from None
     for task in loaded['tasks'].values():  # as its simple_evaluate does
-        usual = task.get_config('num_fewshot')
-        task.set_config('num_fewshot', usual or 0 if num_fewshot is None or usual == 0
-                        else num_fewshot)
+        task.set_config('num_fewshot', task.get_config('num_fewshot') or 0)
         task.set_fewshot_seed(1234)
     return loaded
 
@@ -146,7 +140,7 @@ def run_tasks(lm, tasks, limit=0):
     for task, scores in found['results'].items():
         results[task] = {key.removesuffix(',none'): value for key, value in scores.items()
                          if isinstance(value, (int, float)) and key != 'sample_len'}
-        results[task]['questions'] = found['n-samples'].get(task, {}).get('effective')
+        results[task]['questions'] = found['n-samples'].get(task, {}).get('effective', 0)
     return results
 
 
@@ -154,9 +148,8 @@ def quote_scores(scores):
     """→ the scores of a task, as one line."""
     parts = []
     for key, value in scores.items():
-        name, _, kind = key.partition(',')
-        stderr = scores.get(f'{name}_stderr' + f',{kind}' * bool(kind))
+        name, *kind = key.split(',')
+        stderr = scores.get(','.join([f'{name}_stderr', *kind]))
         if key != 'questions' and not name.endswith('_stderr'):
             parts.append(f'{key} {value:.4g}' + (f' ± {stderr:.2g}' if stderr else ''))
-    questions = scores['questions']
-    return ', '.join(parts) + (f' ({questions:,} questions)' if questions else '')
+    return ', '.join(parts) + f' ({scores["questions"]:,} questions)'

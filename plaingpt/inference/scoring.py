@@ -23,18 +23,15 @@ def log_likelihoods(model, rows, batch_size, context, label, group=None, before_
     """The log-likelihoods of the ends of token sequences. The processes share the work.
 
     rows: a sequence of (ids, scored): each of ids[scored], the first id never, is scored given
-    all before it; scored is a slice or an array of bools. Those of a list go by their length.
+    all before it; scored is a slice or an array of bools
     context: autocast or none; group: of distributed.gloo_group
     before_batch: called by all processes equally often; what it raises ends this
     → float64 (len(rows), 2): the sum of these log-probabilities in nats, and 1 if each of these
     tokens is the likeliest in its place, else 0. The same on all processes.
     """
-    world, order = launched_world(), np.arange(len(rows))
-    if isinstance(rows, list):  # the longest first: less padding
-        order = np.argsort([-len(ids) for ids, _ in rows], kind='stable')
-    mine = order[world.rank::world.size]
+    world, was_training = launched_world(), model.training
+    mine = range(len(rows))[world.rank::world.size]
     scores = np.zeros((len(mine), 2))
-    was_training = model.training
     model.eval()
     with tqdm(total=len(mine), desc=printable(label), leave=False,
               disable=None if world.is_main else True) as bar:
@@ -48,7 +45,7 @@ def log_likelihoods(model, rows, batch_size, context, label, group=None, before_
     model.train(was_training)
     out = np.zeros((len(rows), 2))
     for rank, part in enumerate(all_gather(scores, group)):
-        out[order[rank::world.size]] = part
+        out[rank::world.size] = part
     return out
 
 
@@ -148,49 +145,30 @@ class TextStream:
         return np.stack([self.ids[start:start + length] for start in starts])
 
 
-def score_stream(model, stream, sizes, batch_size, context, label, group=None):
+def score_stream(model, stream, sizes, label, batch_size, context, group=None):
     """→ {loss in nats per token, perplexity, bits_per_byte, …} of a whole stream, of conversations
     the tokens in the loss mask. The standard error takes the sequences, not the tokens, as
     independent. sizes: of tokenizers.token_bytes, or None. Raises UserError."""
     kind = Sequences if stream.loss_mask is None else Answers
-    sequences = kind(stream, model.config.block_size)
-    if not len(sequences):
+    rows = kind(stream, model.config.block_size)
+    if not len(rows):
         raise UserError(f'{label}: {len(stream)} tokens are too few to score any')
-    sums = -log_likelihoods(model, sequences, batch_size, context, label, group)[:, 0]
-    tokens, n = int(sequences.counts.sum()), len(sums)
+    sums = -log_likelihoods(model, rows, batch_size, context, label, group)[:, 0]
+    tokens, n = int(rows.counts.sum()), len(sums)
     loss = sums.sum() / tokens
-    stderr = None
-    if n > 1:
-        squares = ((sums - loss * sequences.counts) ** 2).sum()
-        stderr = math.sqrt(squares * n / (n - 1)) / tokens
-    size = None
-    if sizes is not None:  # of the tokens that were scored
-        size = sum(int(sizes[ids[scored]].sum()) for ids, scored in map(
-            sequences.__getitem__, range(n)))
-    return {'loss': loss, 'loss_stderr': stderr, 'perplexity': math.exp(min(loss, 700)),
+    squares = ((sums - loss * rows.counts) ** 2).sum()
+    size = None  # in bytes, of the tokens that were scored
+    if sizes is not None:
+        size = sum(int(sizes[ids[scored]].sum()) for ids, scored in map(rows.__getitem__, range(n)))
+    return {'loss': loss, 'perplexity': math.exp(min(loss, 700)),
+            'loss_stderr': math.sqrt(squares * n / (n - 1)) / tokens if n > 1 else None,
             'bits_per_byte': loss * tokens / math.log(2) / size if size else None,
             'tokens': tokens, 'bytes': size}
-
-
-def mean_scores(scores, weights):
-    """[scores of score_stream] of several corpora → those of their mixture by weights of tokens."""
-    sizes = [each['bytes'] and each['bytes'] / each['tokens'] for each in scores]
-    loss = sum(w * each['loss'] for w, each in zip(weights, scores, strict=True))
-    errors = [each['loss_stderr'] for each in scores]
-    return {'loss': loss,
-            'loss_stderr': None if None in errors else math.hypot(
-                *(w * error for w, error in zip(weights, errors, strict=True))),
-            'perplexity': math.exp(min(loss, 700)),
-            'bits_per_byte': None if None in sizes else loss / math.log(2) / sum(
-                w * size for w, size in zip(weights, sizes, strict=True)),
-            'tokens': sum(each['tokens'] for each in scores)}
 
 
 def quote_text(scores, whose=''):
     """→ the scores of score_stream, as one line. whose: ' of the assistant', where not all are."""
     stderr = '' if scores['loss_stderr'] is None else f' ± {scores["loss_stderr"]:.4f}'
-    parts = [f'loss {scores["loss"]:.4f}{stderr} nats a token',
-             f'perplexity {scores["perplexity"]:.4g}']
-    if scores['bits_per_byte']:
-        parts.append(f'{scores["bits_per_byte"]:.4f} bits/byte')
-    return f'{", ".join(parts)} ({scores["tokens"]:,} tokens{whose})'
+    bits = f', {scores["bits_per_byte"]:.4f} bits/byte' if scores['bits_per_byte'] else ''
+    return f'loss {scores["loss"]:.4f}{stderr} nats a token, perplexity ' \
+           f'{scores["perplexity"]:.4g}{bits} ({scores["tokens"]:,} tokens{whose})'

@@ -113,6 +113,9 @@ REMOVED = {
     'license': Removed('write it at the head of README.md in the exported folder'),
     'datasets': Removed('write them at the head of README.md in the exported folder'),
     'template': Removed('a model that was tuned on conversations brings the form of them'),
+    'split': Removed('evaluate.py takes it as a task: --tasks=test'),
+    'include_path': Removed('name the .yaml file of a task of your own: --tasks=mine.yaml'),
+    'num_fewshot': Removed('lm_eval itself takes it, on a folder that export.py wrote'),
     'lm_eval': Removed('name its tasks with --tasks=TASK'),
     'format': Removed('the fields of a row tell its form; --prompt and --completion name its '
                       'columns'),

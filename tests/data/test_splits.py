@@ -205,15 +205,13 @@ def test_evaluate_scores_the_test_split(trained, char_data, tmp_path, capsys, mo
     folder = shutil.copytree(char_data, tmp_path / 'chars')
     argv = [f'--out_dir={trained}', f'--dataset={folder}', '--device=cpu']
     assert 'no test.bin there: prepare it with --test_fraction' in fails(
-        capsys, monkeypatch, evaluate.main, *argv, '--split=test')
-    assert 'cannot go together' in fails(capsys, monkeypatch, evaluate.main, *argv, '--split=test',
-                                         '--tasks=train')
+        capsys, monkeypatch, evaluate.main, *argv, '--tasks=test')
     meta, scores = open_dataset(folder).meta, {}
     (file,) = meta['splits']['val']['files']
     meta['splits']['test'] = {**meta['splits']['val'], 'files': [{**file, 'name': 'test.bin'}]}
     (folder / 'meta.json').write_text(json.dumps(meta))
     shutil.copy(folder / 'val.bin', folder / 'test.bin')
     for split in ('val', 'test'):
-        evaluate.main([*argv, f'--split={split}', f'--output={tmp_path}/{split}.json'])
+        evaluate.main([*argv, f'--tasks={split}', f'--output={tmp_path}/{split}.json'])
         scores[split] = json.loads((tmp_path / f'{split}.json').read_text())['results'][split]
     assert scores['val'] == scores['test'] and f'test of {folder}' in capsys.readouterr().out

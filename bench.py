@@ -18,10 +18,6 @@ Without a config: GPT-2 124M on a GPU, config/bench_cpu.py or config/grid_cpu.py
 Trainings are kept in the folder of --save, and the same command goes on after a stop.
 """
 
-if __name__ == '__main__':  # before torch, which takes seconds
-    from plaingpt.system.errors import begin_script
-    begin_script()
-
 import json
 import signal
 import sys
@@ -38,9 +34,8 @@ from plaingpt.experiments.judge import judge
 from plaingpt.experiments.step_speed import Workload, measure_speed
 from plaingpt.system import devices
 from plaingpt.system.distributed import launched_world
-from plaingpt.system.errors import UserError, run_script
+from plaingpt.system.errors import UserError, run_script, warn
 from plaingpt.system.files import ROOT, make_writable
-from plaingpt.system.streams import require_stdout, warn
 from plaingpt.training.dtype_choice import choose_training_dtype
 from plaingpt.training.out_of_memory import explain_out_of_memory
 from plaingpt.training.settings import TrainConfig
@@ -198,8 +193,6 @@ def main(argv):
         else f'sweep-{config.sweep.partition("=")[0]}' if config.sweep else 'speed'
     if folder:
         make_writable(folder, 'save')  # before hours of measuring
-    else:
-        require_stdout()
     path = tables.result_path(folder, name, device)
     facts = tables.describe_measurement(device, argv)
     if trains:

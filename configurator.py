@@ -23,11 +23,10 @@ from contextlib import suppress
 from functools import cache
 from pathlib import Path
 
-from plaingpt.system.errors import UserError
+from plaingpt.system.errors import UserError, warn
 from plaingpt.system.files import ROOT
 from plaingpt.system.formatting import quoted, setting
 from plaingpt.system.removed import REMOVED, says_now
-from plaingpt.system.streams import warn
 
 
 def load_config(cls, argv, doc='', positional='', several=False, read_saved=lambda values: {}):

@@ -11,10 +11,6 @@ loss, perplexity and bits per byte; of conversations, what the assistant says is
 are those of lm-evaluation-harness, package lm_eval, or .yaml files of tasks for it.
 """
 
-if __name__ == '__main__':  # before torch, which takes seconds
-    from plaingpt.system.errors import begin_script
-    begin_script()
-
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,7 +26,6 @@ from plaingpt.system.devices import autocast, choose_device, choose_dtype
 from plaingpt.system.distributed import gloo_group, launched_world, print0, process_group
 from plaingpt.system.errors import UserError, run_script
 from plaingpt.system.files import write_json
-from plaingpt.system.streams import require_stdout, status
 from plaingpt.training.open_weights import ModelChoice, load
 
 OURS = ('val', 'test', 'train', 'text')
@@ -90,8 +85,6 @@ def score(task, config, model, tokenizer, state, how):
 
 def main(argv):
     config = load_config(EvaluateConfig, argv, __doc__, positional='out_dir')
-    if not config.output:
-        require_stdout()
     world = launched_world()
     device, _ = choose_device(config.device, world.local_rank)
     model, tokenizer, weights = load(config)
@@ -108,8 +101,7 @@ def main(argv):
     with process_group(world, device, 'auto'):
         how = {'batch_size': config.batch_size, 'context': context, 'group': gloo_group()}
         for task in filter(OURS.__contains__, names):
-            with status.doing(f'scoring {task}'):
-                results[task], line = score(task, config, model, tokenizer, weights.state, how)
+            results[task], line = score(task, config, model, tokenizer, weights.state, how)
             print0(line)
         if theirs:
             lm = lm_eval_model.lm_eval_model(model, tokenizer, **how)

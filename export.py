@@ -9,10 +9,6 @@
                         for Auto in (AutoModelForCausalLM, AutoTokenizer))
 """
 
-if __name__ == '__main__':  # before torch, which takes seconds
-    from plaingpt.system.errors import begin_script
-    begin_script()
-
 import os
 import shutil
 from dataclasses import dataclass

@@ -6,10 +6,6 @@
     python plan.py config/gpt2_124m.py --gpu_memory_gb=24 --batch_size=auto --json
 """
 
-if __name__ == '__main__':  # before torch, which takes seconds
-    from plaingpt.system.errors import begin_script
-    begin_script()
-
 import json as json_format
 import sys
 from dataclasses import asdict, dataclass, replace

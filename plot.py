@@ -5,10 +5,6 @@
     python plot.py --film out
 """
 
-if __name__ == '__main__':
-    from plaingpt.system.errors import begin_script
-    begin_script(loading='')
-
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,7 +15,6 @@ from plaingpt.monitoring.film_page import write_page
 from plaingpt.monitoring.references import compare, read_band
 from plaingpt.monitoring.run_record import read_rows, read_run, run_summary
 from plaingpt.system.errors import UserError, run_script
-from plaingpt.system.streams import require_stdout
 
 
 @dataclass
@@ -36,7 +31,6 @@ class PlotConfig:
 def main(argv):
     folders = [arg for arg in argv if not arg.startswith('-')]
     config = load_config(PlotConfig, [arg for arg in argv if arg not in folders], __doc__)
-    require_stdout()
     runs = read_runs(folders)
     default = Path(folders[0], 'loss.png') if len(folders) == 1 else Path('compare.png')
     if config.film:

@@ -12,10 +12,6 @@
 After a kill, the same command goes on after the last finished file of tokens.
 """
 
-if __name__ == '__main__':
-    from plaingpt.system.errors import begin_script
-    begin_script(loading='')
-
 import difflib
 import os
 from dataclasses import asdict, dataclass
@@ -38,7 +34,6 @@ from plaingpt.data.tokenizers import is_chat
 from plaingpt.system.errors import UserError, run_script
 from plaingpt.system.formatting import parse_count, quoted
 from plaingpt.system.machine import allowed_cpus
-from plaingpt.system.streams import require_stdout
 
 
 @dataclass
@@ -96,7 +91,6 @@ class PrepareConfig:
 def main(argv):
     help_text = f'{__doc__}\nCorpora, with the tokenizer of each:\n{table()}'
     if not argv:
-        require_stdout()
         print(help_text)
         return
     name, *options = argv

@@ -10,10 +10,6 @@
 Each line of prompts is a JSON object with a `prompt`; the output adds a `text` to each.
 """
 
-if __name__ == '__main__':  # before torch, which takes seconds
-    from plaingpt.system.errors import begin_script
-    begin_script()
-
 import json
 import sys
 from dataclasses import dataclass
@@ -24,10 +20,9 @@ from tqdm import tqdm
 
 from configurator import load_config
 from plaingpt.inference.text_generator import Sampling, list_stops
-from plaingpt.system.errors import UserError, run_script
+from plaingpt.system.errors import UserError, print_text, run_script
 from plaingpt.system.files import naming
 from plaingpt.system.formatting import unescape
-from plaingpt.system.streams import require_stdout, status
 from plaingpt.training.open_weights import GeneratorChoice, open_generator
 
 
@@ -94,16 +89,14 @@ def write_samples(generator, config):
     for first in range(0, config.num_samples, at_a_time):
         numbers = range(config.num_samples)[first:first + at_a_time]
         if config.stream:
-            write_now = partial(print, end='', flush=True)
+            write_now = partial(print_text, end='')
             write_now(f'---------------\n{start}')
             generator.write([prompt], numbers, config, config.stops(), write_now)
             print()
             continue
-        with status.doing(f'writing samples {first + 1} to {first + len(numbers)} of '
-                          f'{config.num_samples}'):
-            texts = generator.write([prompt] * len(numbers), numbers, config, config.stops())
+        texts = generator.write([prompt] * len(numbers), numbers, config, config.stops())
         for text in texts:
-            print(f'---------------\n{start}{text}')
+            print_text(f'---------------\n{start}{text}')
 
 
 def write_prompts(generator, config):
@@ -127,8 +120,6 @@ def write_prompts(generator, config):
 
 def main(argv):
     config = load_config(SampleConfig, argv, __doc__, positional='out_dir')
-    if not config.output:
-        require_stdout(verbatim=True)
     generator = open_generator(config, config.compile)
     if config.chat:
         from plaingpt.inference.terminal_chat import run_chat

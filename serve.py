@@ -7,10 +7,6 @@ max_tokens, temperature, top_p, seed, and of sample.py top_k, min_p and repetiti
 clients send by themselves is ignored: model, user, stream_options. Anything else is refused.
 """
 
-if __name__ == '__main__':  # before torch, which takes seconds
-    from plaingpt.system.errors import begin_script
-    begin_script()
-
 import asyncio
 import json
 import os

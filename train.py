@@ -8,10 +8,6 @@ Without a config file this trains GPT-2 124M on OpenWebText. The settings, with 
 in plaingpt/training/settings.py, or: python train.py --help
 """
 
-if __name__ == '__main__':  # before torch, which takes seconds
-    from plaingpt.system.errors import begin_script
-    begin_script()
-
 import math
 import sys
 from contextlib import closing, nullcontext
@@ -50,7 +46,6 @@ from plaingpt.system.distributed import (
 from plaingpt.system.errors import run_script
 from plaingpt.system.files import lock_output_dir
 from plaingpt.system.formatting import quoted
-from plaingpt.system.streams import status
 from plaingpt.training import stopwatch
 from plaingpt.training.averaging import averaged, go_on
 from plaingpt.training.checkpoint_writer import KEPT, Saver, archive_previous_run, trim_logs
@@ -101,7 +96,6 @@ class Run:
 # setup: settings → device and dtype → data → model → compile, DDP or FSDP → optimizer
 
 
-@status.doing('setting up')
 def setup(config, start, world, device, device_why, given=frozenset()):
     """TrainConfig, Start → Run. given: the settings that the command line names. Raises UserError.
     """

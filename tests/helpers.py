@@ -7,6 +7,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 import traceback
 from contextlib import contextmanager
@@ -17,6 +18,7 @@ import numpy as np
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
+from tqdm import tqdm
 
 import prepare
 from plaingpt.data.chat_tokenizer import ChatTokenizer
@@ -101,6 +103,7 @@ def fork(main, *argv, log, before=None, **env):
         signal.signal(number, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.alarm(100)  # no process outlives a test that fails
+    tqdm.set_lock(threading.RLock())  # its own is shared with forks, which may be killed with it
     code = 0
     try:
         if before:

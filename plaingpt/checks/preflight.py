@@ -17,9 +17,8 @@ from plaingpt.checks.model_checks import NotChecked
 from plaingpt.parallel.sharding import sharded
 from plaingpt.system.devices import exact_matmul
 from plaingpt.system.distributed import all_gather, gloo_group, print0
-from plaingpt.system.errors import UserError
+from plaingpt.system.errors import UserError, warn
 from plaingpt.system.formatting import one_line
-from plaingpt.system.streams import status, warn
 from plaingpt.training.optimizers import build_optimizer
 from plaingpt.training.start import Start
 
@@ -53,7 +52,6 @@ LATER = {'the future is hidden'}  # also of a run that continues or evaluates
 LEARNABLE = {'the first loss is usual', 'the past is seen', 'the order of tokens matters'}
 
 
-@status.doing('checking')
 @exact_matmul()  # TF32 rounds more than many a mistake changes
 def preflight(run, forward_backward, update):
     """Check a run that is about to begin, on all processes, and say what came of it in a line; with

@@ -18,9 +18,8 @@ from plaingpt.data.foreign_tokenizer import (
     find_template,
     parse_object,
 )
-from plaingpt.system.errors import UserError
+from plaingpt.system.errors import UserError, warn
 from plaingpt.system.formatting import one_line
-from plaingpt.system.streams import warn
 
 SPECIAL_TOKENS = ('<|conversation|>', '<|system|>', '<|user|>', '<|assistant|>', '<|end|>')
 ROLES = ('system', 'user', 'assistant')

@@ -16,9 +16,8 @@ from plaingpt.data.dataset import MASK_ENDING
 from plaingpt.data.shards import ShardWriter, empty, write_meta, write_progress
 from plaingpt.data.splitting import SPLITS, Duplicates, put_in_splits
 from plaingpt.data.tokenizers import UnknownCharacter, WrongIds
-from plaingpt.system.errors import UserError
+from plaingpt.system.errors import UserError, progress_bar
 from plaingpt.system.formatting import count_of, short
-from plaingpt.system.streams import ProgressBar
 
 BATCH_CHARS = 2**20  # that a thread encodes at a time
 
@@ -60,7 +59,8 @@ def write_tokens(source, tokenizer, folder, command, progress, shares, *, shard_
         encode_batch, tokenizer, None if source.is_one_text else tokenizer.end_of_text, dtype)
     pieces = put_in_splits(source, shares, duplicates, tokenizer.end_of_text is None)
     try:
-        with closing(pieces), progress_bar(source, max_tokens) as bar:
+        with closing(pieces), progress_bar('encoding', max_tokens or source.total,
+                                           'tokens' if max_tokens else source.unit) as bar:
             batches = group_in_batches(pieces, source, progress.get('count', 0))
             for batch, encoded in map_in_order(encode, batches, threads):
                 room = max_tokens - writers['train'].tokens
@@ -75,10 +75,8 @@ def write_tokens(source, tokenizer, folder, command, progress, shares, *, shard_
                     write_progress(folder, command, tokenizer=tokenizer.to_json(),
                                    count=batch.count, splits={
                                        split: writer.state() for split, writer in writers.items()})
-                if max_tokens:
-                    bar.advance_to(writers['train'].tokens)
-                else:
-                    bar.advance_to(batch.position, count_tokens(writers) - done)
+                done_now = writers['train'].tokens if max_tokens else batch.position
+                bar.update(done_now - bar.n)
     except UnknownCharacter as e:
         raise UserError(f'{source.name}: {e}: replace it, or choose another --tokenizer') from None
     except WrongIds:  # earlier ones may be wrong as well
@@ -110,12 +108,6 @@ def tell_left_out(source, duplicates):
 
 def count_tokens(writers):
     return sum(writer.tokens for writer in writers.values())
-
-
-def progress_bar(source, max_tokens):
-    if max_tokens:
-        return ProgressBar('encoding', max_tokens, 'tokens')
-    return ProgressBar('encoding', source.total, source.unit)
 
 
 def group_in_batches(pieces, source, count):

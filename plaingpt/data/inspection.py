@@ -7,10 +7,9 @@ import numpy as np
 from numpy.lib.stride_tricks import sliding_window_view
 
 from plaingpt.data.dataset import open_dataset
-from plaingpt.system.errors import UserError
+from plaingpt.system.errors import UserError, progress_bar, warn
 from plaingpt.system.files import write_json
 from plaingpt.system.formatting import count_of, printable
-from plaingpt.system.streams import ProgressBar, require_stdout, warn
 
 READ_TOKENS = 2**20  # at a time
 
@@ -120,7 +119,7 @@ def find_overlap(train, val):
     halves = sliding_window_view(wanted, HALF, axis=1)[:, :HALF] @ factors[:HALF]
     is_half = np.zeros(2**TABLE_BITS, dtype=bool)  # chance adds 1.6% of what is no half of any
     is_half[place_in_table(halves)] = True
-    with ProgressBar('comparing the splits', len(train), 'tokens') as progress:
+    with progress_bar('comparing the splits', len(train), 'tokens') as bar:
         for start in range(0, len(train) - SEQUENCE_TOKENS + 1, BLOCK_TOKENS):
             # Sequences that start in this block end in the next one.
             length = min(BLOCK_TOKENS + SEQUENCE_TOKENS - 1, len(train) - start)
@@ -131,7 +130,7 @@ def find_overlap(train, val):
             there = sliding_window_view(ids, SEQUENCE_TOKENS)[near.ravel()] @ factors
             which = np.searchsorted(hashes, there).clip(max=len(hashes) - 1)
             found[which[hashes[which] == there]] = True
-            progress.advance_to(min(start + BLOCK_TOKENS, len(train)))
+            bar.update(min(BLOCK_TOKENS, len(train) - start))
     return int(counts[found].sum()) / len(wanted)
 
 
@@ -146,7 +145,6 @@ def place_in_table(hashes):
 
 def inspect(folder):
     """Print what a prepared folder holds and read all of it. Raises UserError for damage."""
-    require_stdout()
     dataset = open_dataset(folder)
     tokenizer = dataset.tokenizer()
     print(f'{folder}: {tokenizer.to_json()["kind"]} tokenizer, {dataset.vocab_size:,} tokens')

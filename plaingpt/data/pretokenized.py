@@ -13,9 +13,8 @@ from plaingpt.data.shards import empty, read_progress, write_meta, write_progres
 from plaingpt.data.token_files import check_ids, open_tokens
 from plaingpt.data.tokenizer_choice import borrow_tokenizer
 from plaingpt.data.tokenizers import GPT2Tokenizer
-from plaingpt.system.errors import UserError, needs
+from plaingpt.system.errors import UserError, needs, progress_bar, warn
 from plaingpt.system.files import sha256_of
-from plaingpt.system.streams import ProgressBar, warn
 
 GPT2_NAMES = 'gpt2', 'openai-community/gpt2'  # as datatrove has them
 ADVICE = 'check the connection; the same command resumes from here'
@@ -148,7 +147,7 @@ def link_datatrove(shards, tokenizer, folder, command, val_fraction):
                         f'{tokenizer.vocab_size:,} of the tokenizer: name the right --tokenizer')
     empty(folder)
     splits = {split: {'tokens': 0, 'documents': 0, 'files': []} for split in ('train', 'val')}
-    with ProgressBar('reading', sum(int(shard.ends[-1]) for shard in shards), 'tokens') as progress:
+    with progress_bar('reading', sum(int(shard.ends[-1]) for shard in shards), 'tokens') as bar:
         for split, shard, start, end in cut_shards(shards, val_fraction):
             entry = splits[split]
             path = folder / f'{split}_{len(entry["files"]):06d}.bin'
@@ -160,7 +159,7 @@ def link_datatrove(shards, tokenizer, folder, command, val_fraction):
                 digest.update(ids)
                 entry['documents'] += int(np.count_nonzero(ids == tokenizer.end_of_text))
                 entry['tokens'] += len(ids)
-                progress.advance_to(sum(entry['tokens'] for entry in splits.values()))
+                bar.update(sum(entry['tokens'] for entry in splits.values()) - bar.n)
             entry['files'].append({'name': path.name, 'tokens': file.tokens, 'offset': file.offset,
                                    'sha256': digest.hexdigest()})
     write_meta(folder, file.dtype, tokenizer, splits, command)

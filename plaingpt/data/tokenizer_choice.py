@@ -12,10 +12,9 @@ from plaingpt.data.chat_tokenizer import as_chat
 from plaingpt.data.dataset import open_dataset, prepared_folder
 from plaingpt.data.foreign_tokenizer import FILES_OF_TOKENIZER, download, read_tokenizer
 from plaingpt.data.readers import place_to_cut
-from plaingpt.system.errors import UserError
+from plaingpt.system.errors import UserError, progress_bar
 from plaingpt.system.files import is_hub_name, read_json
 from plaingpt.system.formatting import short
-from plaingpt.system.streams import ProgressBar
 
 BPE_SAMPLE_CHARS = 50_000_000  # a bpe tokenizer is trained on about so much text at most
 BLOCK_CHARS = 4096  # of a sample
@@ -79,10 +78,10 @@ def learn_tokenizer(name, source):
 def read_texts(source, what):
     """Yield the texts of a source, and show how far it is read."""
     with closing(source.pieces()) as pieces, \
-            ProgressBar(what, source.total, source.unit) as progress:
+            progress_bar(what, source.total, source.unit) as bar:
         for piece in pieces:
             yield piece.text
-            progress.advance_to(source.position())
+            bar.update(source.position() - bar.n)
 
 
 @lru_cache(1)  # of a running text they are asked for twice

@@ -5,7 +5,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from plaingpt.data.tokenizers import is_chat
-from plaingpt.system.errors import UserError
+from plaingpt.system.errors import UserError, print_text
 from plaingpt.system.formatting import count_of
 
 BASE_MODEL = 'this model was not tuned on conversations: it goes on from what you type'
@@ -45,7 +45,7 @@ class Chat:
 
         def show(piece):
             pieces.append(piece)
-            print(piece, end='', flush=True)
+            print_text(piece, end='')
 
         try:
             self.generator.write([ids], [self.turns], sampling, self.settings.stops(), show)

@@ -11,8 +11,7 @@ import torch
 from configurator import checked
 from plaingpt.data.tokenizers import ends_of, is_chat
 from plaingpt.inference.generation import generate
-from plaingpt.system.errors import UserError
-from plaingpt.system.streams import warn
+from plaingpt.system.errors import UserError, warn
 
 KNOWN_CHARACTERS = 'write with characters of the training text'
 Natural = Annotated[int, 'at least 0']

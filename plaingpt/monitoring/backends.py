@@ -7,9 +7,8 @@ in BACKENDS. What it raises stops no run: it is left out from then on, with a wa
 import shutil
 from pathlib import Path
 
-from plaingpt.system.errors import needs
+from plaingpt.system.errors import needs, print_line
 from plaingpt.system.formatting import one_line
-from plaingpt.system.streams import print_line
 
 
 def numbers(row):

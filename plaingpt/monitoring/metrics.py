@@ -13,9 +13,9 @@ from tqdm import tqdm
 from plaingpt.monitoring.diagnosis import diagnose
 from plaingpt.monitoring.run_record import finite, read_rows
 from plaingpt.system.devices import device_name, mfu, peak_memory_bytes, synchronize
+from plaingpt.system.errors import print_line
 from plaingpt.system.files import append_line
-from plaingpt.system.formatting import duration, one_line, short
-from plaingpt.system.streams import print_line
+from plaingpt.system.formatting import duration, one_line, printable, short
 
 MAX_ROWS = 20_000  # kept in memory; beyond it every second row without an evaluation goes
 
@@ -150,7 +150,7 @@ class Metrics:
 
     def sample(self, iter_num, text):
         """Log a text by the model."""
-        self.print(f'---------------\n{text}\n---------------')
+        self.print(f'---------------\n{printable(text)}\n---------------')
         self.write(iter_num, sample=text)
 
     def print(self, line):

@@ -18,10 +18,10 @@ from pathlib import Path
 
 import numpy as np
 
+from plaingpt.system.errors import warn
 from plaingpt.system.files import ROOT, read_json, write_json
 from plaingpt.system.formatting import duration
 from plaingpt.system.removed import as_today
-from plaingpt.system.streams import warn
 
 UNIGRAM_TOKENS = 2**20  # that the entropy of single tokens is computed from
 

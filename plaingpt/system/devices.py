@@ -11,10 +11,9 @@ from typing import NamedTuple
 
 import torch
 
-from plaingpt.system.errors import UserError
+from plaingpt.system.errors import UserError, warn
 from plaingpt.system.formatting import gib
 from plaingpt.system.machine import machine_memory
-from plaingpt.system.streams import warn
 
 DTYPES = {'float32': torch.float32, 'bfloat16': torch.bfloat16, 'float16': torch.float16}
 

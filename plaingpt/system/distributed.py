@@ -16,8 +16,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from plaingpt.system.errors import UserError
-from plaingpt.system.streams import discard_stalled_output, print_line
+from plaingpt.system.errors import UserError, print_line
 
 TIMEOUT = timedelta(seconds=600)  # how long a process waits for the others
 host_group = None  # of gloo_group; process_group makes it
@@ -262,7 +261,6 @@ class StopRequest:
             os._exit(130)
         is_new = number != self.signal
         self.signal, self.received_at = number, time.monotonic()
-        discard_stalled_output()
         if is_new:
             with suppress(RuntimeError):  # in the middle of a print
                 print0(f'{signal.Signals(number).name}: stopping after '

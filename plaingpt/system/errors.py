@@ -1,20 +1,16 @@
-"""How a script begins and ends. A mistake that the user can fix ends it with one line."""
+"""How a script runs, and what it says: results, warnings, how far long work is, and, for a mistake
+that the user can fix, one line and exit code 2."""
 
-import errno
 import os
 import re
-import signal
 import sys
 import time
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
+
+from tqdm import tqdm
 
 from plaingpt.system.formatting import printable
 from plaingpt.system.machine import crowded_cores, limit_threads
-from plaingpt.system.streams import StdoutError, prepare_streams, status
-
-# what to do where the system refuses a file
-FIXES = {**dict.fromkeys((errno.ENOSPC, errno.EDQUOT), 'make room and start again'),
-         **dict.fromkeys((errno.EACCES, errno.EPERM), 'allow it, or name another place')}
 
 
 class UserError(Exception):
@@ -33,56 +29,67 @@ def needs(package, what):
         raise UserError(f'{what} needs {package}: pip install {package}') from None
 
 
-def begin_script(loading='loading torch'):
-    """Call this before the imports, which take seconds: a terminal says so, and Ctrl-C ends them.
-    run_script follows. loading: what a terminal shows, '' where nothing large is imported"""
-    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # else it is ignored: nohup
-        signal.signal(signal.SIGINT, leave_at_once)
-    limit_threads()
-    prepare_streams()
-    status.start()
-    if not {'--help', '-h'} & set(sys.argv):
-        status.show(loading)
+def print_line(line, file=None):
+    """Print a line above the progress bars. A run goes on where nobody reads it any more: where its
+    terminal was closed, SIGHUP comes next, and the run saves."""
+    file = file or sys.stdout
+    try:
+        tqdm.write(line, file=file)
+    except OSError:
+        discard(file)
 
 
-def leave_at_once(*_):
-    """Ctrl-C while modules are imported. Nothing is open yet, and a KeyboardInterrupt in there ends
-    in whatever the module that is loaded just then makes of it."""
-    with suppress(OSError):
-        os.write(2, b'\r\x1b[Kinterrupted\n' if status.is_shown else b'interrupted\n')
-    os._exit(130)
+def print_text(text, end='\n'):
+    """Print what a model wrote. A terminal shows its control characters, and does not obey."""
+    print(printable(text) if sys.stdout.isatty() else text, end=end, flush=True)
+
+
+def discard(stream):
+    """Let all that is printed on a stream from now on go nowhere."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+
+
+def warn(line):
+    """Print a warning on stderr."""
+    print_line(f'warning: {line}', sys.stderr)
+
+
+def progress_bar(what, total, unit, start=0):
+    """A bar that shows how far long work is; in the log of a job, every half a minute.
+    total: in `unit`, or None where it is unknown; start: what an earlier run has done"""
+    how = {} if sys.stderr.isatty() else dict(ncols=0, delay=30, mininterval=30)
+    return tqdm(desc=what, total=total, initial=start, unit_scale=True, miniters=0, leave=False,
+                unit=unit if unit == 'B' else f' {unit.strip()}', **how)
 
 
 def run_script(main):
     """Run `main(argv)` → exit code 2, and `error: …` on stderr, for a `UserError` and for what the
-    system refuses. What cannot be printed stops no script but one that called `require_stdout`.
-    """
-    prepare_streams()
-    status.start()
+    system refuses."""
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(stream, 'reconfigure'):  # a notebook's have none
+            stream.reconfigure(errors='replace', line_buffering=True)
+    limit_threads()
+    crowded_cores.start()
     try:
-        if signal.getsignal(signal.SIGINT) is leave_at_once:
-            signal.signal(signal.SIGINT, signal.default_int_handler)
-        status.show('')
-        crowded_cores.start()
         try:
             main(sys.argv[1:])
+            sys.stdout.flush()
         finally:
             crowded_cores.stop()
-            status.stop()
-            sys.stdout.flush()
     except KeyboardInterrupt:
-        signal.signal(signal.SIGINT, signal.SIG_DFL)  # a second one must not end in a traceback
-        print('\n' * sys.stderr.isatty() + 'interrupted', file=sys.stderr)  # below the ^C
+        print_line('interrupted', sys.stderr)
         sys.exit(130)
-    except StdoutError as e:
-        if e.error.errno != errno.EPIPE:  # the reader went away, as in `| head`: it wants no more
-            print_error(f'standard output: {e.error.strerror}')
+    except BrokenPipeError:  # the reader of the output went away, as in `| head`
+        discard(sys.stdout)
         sys.exit(1)
     except Exception as e:
         message = explain(e)
         if message is None:  # our own bug
             raise
-        print_error(message)
+        # Where every process fails alike, one speaks for its host: torchrun stops the others.
+        time.sleep(0 if os.environ.get('LOCAL_RANK', '0') == '0' else 3)
+        for line in message.split('\n'):
+            print_line(f'error: {line}', sys.stderr)
         sys.exit(2)
 
 
@@ -91,14 +98,11 @@ def explain(error):
     if isinstance(error, UserError):
         return str(error)
     if isinstance(error, OSError):
-        parts = [error.filename, error.strerror or error, FIXES.get(error.errno)]
-        return ': '.join(os.fsdecode(part) if isinstance(part, bytes) else str(part)
-                         for part in parts if part is not None)
+        return f'{error.filename}: {error.strerror}' if error.filename else str(error)
     if is_out_of_memory(error):
         # CUDA's own message is a paragraph: its second sentence says how much.
         tried = re.search(r'[Tt]ried to allocate \S+ \w+', str(error))
-        what = tried[0] if tried else ' '.join(str(error).split())[:200]
-        return f'out of memory{f": {what}" if what else ""}: choose smaller sizes, such as ' \
+        return f'out of memory{f": {tried[0]}" if tried else ""}: choose smaller sizes, such as ' \
                '--batch_size, or another --device'
     return None
 
@@ -108,11 +112,3 @@ def is_out_of_memory(error):
     return isinstance(error, MemoryError) or type(error).__name__ == 'OutOfMemoryError' or (
         isinstance(error, RuntimeError) and any(text in str(error) for text in (
             "can't allocate memory", 'Storage size calculation over')))
-
-
-def print_error(message):
-    """Print `error: …` on stderr for each line of a message."""
-    # Where every process fails alike, one speaks for its host: torchrun stops the others meanwhile.
-    time.sleep(0 if os.environ.get('LOCAL_RANK', '0') == '0' else 3)
-    for line in message.split('\n'):
-        print(printable(f'error: {line}'), file=sys.stderr, flush=True)

@@ -10,8 +10,7 @@ import sys
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from plaingpt.system.errors import UserError
-from plaingpt.system.streams import warn
+from plaingpt.system.errors import UserError, warn
 
 PACKAGE = Path(__file__).resolve().parents[1]
 # where train.py, config/ and references/ are: above the package in a clone, in it in the wheel

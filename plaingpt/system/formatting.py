@@ -7,9 +7,7 @@ from fractions import Fraction
 
 GIB = 2**30
 
-# C0 but tab and line ends, DEL, C1, marks and overrides of the direction, lone surrogates
-CONTROLS = re.compile('[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\u061c\u200e\u200f\u202a-\u202e'
-                      '\u2066-\u2069\ud800-\udfff]|\r(?!\n)')
+CONTROLS = re.compile('[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]')  # lone surrogates, too
 ESCAPES = re.compile(r'\\(?:[nrt\\]|x[0-9a-fA-F]{2}|u[0-9a-fA-F]{4})')
 
 

@@ -79,11 +79,10 @@ def core_limit(root='/'):
 
 
 def limit_threads():
-    """Let torch start no more threads than this process has cores: torch counts the CPUs that are
-    allowed, and not how much of their time. Call this before torch is imported."""
-    limit = core_limit()
-    if limit < len(allowed_cpus()):
-        os.environ.setdefault('OMP_NUM_THREADS', str(max(1, int(limit))))
+    """Let torch compute with no more threads than this process has cores: torch counts the CPUs
+    that are allowed, and not how much of their time."""
+    if torch_threads() > core_limit() and 'OMP_NUM_THREADS' not in os.environ:
+        sys.modules['torch'].set_num_threads(max(1, int(core_limit())))
 
 
 class CrowdedCores:

@@ -23,12 +23,11 @@ from safetensors import SafetensorError, safe_open
 
 from model import GPT, ROW_PER_TOKEN, GPTConfig
 from plaingpt.system.distributed import is_sharded
-from plaingpt.system.errors import UserError
+from plaingpt.system.errors import UserError, warn
 from plaingpt.system.files import sha256_of
 from plaingpt.system.formatting import quoted
 from plaingpt.system.removed import REMOVED, says_now
 from plaingpt.system.removed import as_today as settings_today
-from plaingpt.system.streams import warn
 from plaingpt.weights import begin_new_tokens, check_finite, copy_rows
 
 FORMAT_VERSION = 1

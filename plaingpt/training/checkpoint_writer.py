@@ -20,9 +20,8 @@ from plaingpt.system.distributed import (
     is_sharded,
     local_rows,
 )
-from plaingpt.system.errors import UserError
+from plaingpt.system.errors import UserError, warn
 from plaingpt.system.files import sha256_of, sync, write_atomically
-from plaingpt.system.streams import warn
 from plaingpt.training.checkpoint import (
     FORMAT_VERSION,
     archives,

@@ -10,7 +10,6 @@ from plaingpt.monitoring.health import Health
 from plaingpt.parallel.sharding import full_model, sharded
 from plaingpt.system.distributed import all_gather, gloo_group, launched_world, print0
 from plaingpt.system.errors import UserError
-from plaingpt.system.streams import status
 from plaingpt.training.averaging import averaged
 
 HEALTH_INTERVAL = 100  # iterations between health checks
@@ -157,7 +156,6 @@ class Watching:
         return {task: (scores, lm_eval_model.quote_scores(scores))
                 for task, scores in found.items()}
 
-    @status.doing('sampling')
     def sample(self, model, tokens=SAMPLE_TOKENS):
         """A text by the model as it is now, or its answers to questions, or None where none is
         wanted. It ends early where this process received a signal."""

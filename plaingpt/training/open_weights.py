@@ -9,7 +9,6 @@ from plaingpt.data import tokenizers
 from plaingpt.data.dataset import dataset_folder, open_dataset
 from plaingpt.system.devices import choose_compile, choose_device, choose_dtype, use_fast_matmul
 from plaingpt.system.errors import UserError
-from plaingpt.system.streams import status
 from plaingpt.training import checkpoint as checkpoints
 
 
@@ -39,7 +38,6 @@ class ModelChoice:
     tokenizer: str = 'auto'  # the model's own, or a prepared dataset whose to take
 
 
-@status.doing('loading the model')
 def load(choice):
     """A ModelChoice → (model, tokenizer, its Checkpoint or Pretrained). Raises UserError."""
     if choice.init_from == 'resume':

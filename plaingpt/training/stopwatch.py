@@ -22,7 +22,6 @@ from plaingpt.system.distributed import all_gather, gloo_group, print0
 from plaingpt.system.errors import UserError
 from plaingpt.system.files import ROOT
 from plaingpt.system.formatting import count_of, duration, setting
-from plaingpt.system.streams import status
 from plaingpt.training.dtype_choice import core_speed
 from plaingpt.training.evaluation import SAMPLE_TOKENS, mean_loss
 from plaingpt.training.optimizers import build_optimizer
@@ -96,7 +95,6 @@ class Times(NamedTuple):
         return config.max_iters * self.step + evaluations * self.evaluation
 
 
-@status.doing('timing a step')
 def measure(run, forward_backward, update):
     """→ Times of a new train.Run, as rank 0 has them. The run is left as it was to the bit. The two
     functions make a step: train.py's."""

@@ -2,7 +2,6 @@
 
 import json
 import random
-import re
 
 import numpy as np
 import pytest
@@ -16,7 +15,6 @@ from plaingpt.data.readers import PIECE_CHARS
 from plaingpt.data.sources import Files
 from plaingpt.data.tokenizer_choice import learn_tokenizer, sample
 from plaingpt.data.tokenizers import BPETokenizer
-from plaingpt.system import streams
 
 
 def words(alphabet, seed, characters):
@@ -196,23 +194,3 @@ def test_with_gigatoken_and_without_it_the_files_are_the_same(rows, tmp_path, mo
     prepared(tmp_path / 'plain', rows, '--tokenizer=bpe:300')
     fast, plain = ((tmp_path / name / 'train.bin').read_bytes() for name in ('fast', 'plain'))
     assert fast == plain
-
-
-# -----------------------------------------------------------------------------
-# progress
-
-
-def test_without_a_terminal_lines_say_how_far_it_is(tmp_path, capsys, monkeypatch):
-    argv = ['text', f'--input={tmp_path}/in.txt', '--tokenizer=bpe:260', f'--data_dir={tmp_path}/d']
-    (tmp_path / 'in.txt').write_text('some text\n' * 100_000)
-    monkeypatch.setattr(streams, 'LOG_INTERVAL_S', 0)
-    prepare.main(argv)
-    log = capsys.readouterr().err
-    for what in ('counting characters', 'learning from it', 'encoding', 'comparing the splits'):
-        found = [line for line in log.splitlines() if line.startswith(f'{what}: ')]
-        assert found[-1].startswith(f'{what}: 100% '), what
-        assert re.search(r' \[\d\d:\d\d<\d\d:\d\d, .*/s', found[-1]), found[-1]  # time, time left
-    assert '/1.00M [' in log and 'B/s, ' in log and ' tokens]' in log
-    monkeypatch.setattr(streams, 'LOG_INTERVAL_S', 1000)
-    prepare.main([*argv, '--overwrite', '--tokenizer=byte'])
-    assert 'encoding' not in capsys.readouterr().err

@@ -18,24 +18,9 @@ from plaingpt.system.devices import (
     seed_everything,
     use_expandable_segments,
 )
-from plaingpt.system.errors import UserError, run_script
+from plaingpt.system.errors import UserError
 
 CPU = torch.device('cpu')
-
-
-def test_each_mistake_is_a_line_and_the_exit_code_is_2(capsys):
-    def main(_):
-        raise UserError('one\ntwo')
-    with pytest.raises(SystemExit, match='2'):
-        run_script(main)
-    assert capsys.readouterr().err == 'error: one\nerror: two\n'
-
-
-def test_our_own_bugs_keep_their_traceback():
-    def main(_):
-        raise ZeroDivisionError
-    with pytest.raises(ZeroDivisionError):
-        run_script(main)
 
 
 def test_without_a_gpu_the_device_is_the_cpu_and_any_other_an_error_with_a_way_out(monkeypatch):

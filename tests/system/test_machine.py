@@ -5,6 +5,7 @@ import sys
 import threading
 
 import pytest
+import torch
 from helpers import wait_until
 
 from plaingpt.system import machine
@@ -45,16 +46,16 @@ def test_the_cores_are_those_of_the_narrowest_cgroup(tmp_path):
 
 
 def test_threads_are_as_many_as_cores_are_allowed_unless_the_user_says(monkeypatch):
-    monkeypatch.setattr(machine, 'allowed_cpus', lambda: set(range(64)))
-    for limit, said, threads in ((float('inf'), None, None), (3.5, None, '3'), (0.5, None, '1'),
-                                 (3.5, '8', '8')):
-        monkeypatch.delenv('OMP_NUM_THREADS', raising=False)
-        if said:
-            monkeypatch.setenv('OMP_NUM_THREADS', said)
+    chosen = []
+    monkeypatch.setattr(torch, 'get_num_threads', lambda: 64)
+    monkeypatch.setattr(torch, 'set_num_threads', chosen.append)
+    monkeypatch.delenv('OMP_NUM_THREADS')
+    for limit in (float('inf'), 3.5, 0.5):
         monkeypatch.setattr(machine, 'core_limit', lambda limit=limit: limit)
         limit_threads()
-        assert machine.os.environ.get('OMP_NUM_THREADS') == threads
-        monkeypatch.setenv('OMP_NUM_THREADS', '1')  # put back at the end
+    monkeypatch.setenv('OMP_NUM_THREADS', '8')
+    limit_threads()
+    assert chosen == [3, 1]
 
 
 @pytest.mark.skipif(sys.platform != 'linux', reason='nothing is watched there')

@@ -1,0 +1,105 @@
+"""How a script ends, and what it says while its output has a reader and when that has gone."""
+
+import os
+import pty
+import signal
+import subprocess
+import sys
+from contextlib import suppress
+
+import pytest
+from helpers import ROOT, exit_code, fails, fork, wait_until
+
+import train
+from plaingpt.system.errors import UserError, print_text, run_script
+from plaingpt.system.formatting import printable
+from plaingpt.training.checkpoint import newest_valid
+
+
+def test_each_mistake_is_a_line_and_the_exit_code_is_2(capsys):
+    def main(_):
+        raise UserError('one\ntwo')
+    with pytest.raises(SystemExit, match='2'):
+        run_script(main)
+    assert capsys.readouterr().err == 'error: one\nerror: two\n'
+
+
+def test_what_the_system_refuses_is_one_line_that_names_the_file(tmp_path, capsys, monkeypatch):
+    line = fails(capsys, monkeypatch, lambda _: tmp_path.read_text())
+    assert line == f'error: {tmp_path}: Is a directory'
+
+
+def test_our_own_bugs_keep_their_traceback():
+    def main(_):
+        raise ZeroDivisionError
+    with pytest.raises(ZeroDivisionError):
+        run_script(main)
+
+
+def test_a_reader_that_goes_away_is_no_failure():
+    gone, broken = os.pipe()
+    os.close(gone)
+    done = subprocess.run([sys.executable, ROOT / 'prepare.py'], stdout=broken, text=True,
+                          stderr=subprocess.PIPE)
+    os.close(broken)
+    assert (done.returncode, done.stderr) == (1, '')
+
+
+def test_ctrl_c_while_a_run_is_set_up_is_one_line(tiny, tmp_path):
+    def main(argv):
+        monkeypatch = pytest.MonkeyPatch()
+        monkeypatch.setattr(train, 'open_batches', lambda *_: os.kill(os.getpid(), signal.SIGINT))
+        train.main(argv)
+
+    assert exit_code(fork(main, *tiny, log=tmp_path / 'log')) == 130
+    text = (tmp_path / 'log').read_text()
+    assert text.splitlines()[-1] == 'interrupted' and 'Traceback' not in text
+
+
+def at_a_terminal(main, *argv):
+    """Start a command at a terminal of its own → its process id, and the terminal."""
+    terminal, end = pty.openpty()
+
+    def begin(argv):
+        os.setsid()
+        for fd in (0, 1, 2):
+            os.dup2(os.open(name, os.O_RDWR), fd)
+        os.close(terminal)
+        main(argv)
+
+    name = os.ttyname(end)
+    pid = fork(begin, *argv, log=os.devnull)
+    wait_until(lambda: os.get_terminal_size(terminal) is not None)
+    return pid, terminal, end
+
+
+def test_a_run_whose_terminal_is_closed_saves_and_ends(tiny, tmp_path):
+    pid, terminal, end = at_a_terminal(train.main, *tiny, '--max_iters=100000', '--log_interval=1',
+                                       '--lr_decay_iters=100000', '--check=False')
+    os.close(end)
+    seen = b''
+    while b'iter      5' not in seen:
+        seen += os.read(terminal, 4096)
+    os.close(terminal)
+    assert exit_code(pid) == 0
+    assert newest_valid(tmp_path / 'out')[0].iter_num >= 5
+
+
+def test_a_terminal_gets_no_control_character_of_what_a_model_wrote_and_a_file_gets_all(tmp_path):
+    text = 'a\x1b]0;title\x07b\rc\x9b31md\t中\n'
+
+    def main(argv):
+        print_text(text, end='')
+
+    assert exit_code(fork(main, log=tmp_path / 'log')) == 0
+    assert (tmp_path / 'log').read_bytes().decode() == text
+    pid, terminal, end = at_a_terminal(main)
+    code = exit_code(pid)
+    os.close(end)
+    seen = b''
+    with suppress(OSError):
+        while piece := os.read(terminal, 4096):
+            seen += piece
+    os.close(terminal)
+    assert code == 0 and seen.decode().replace('\r\n', '\n') == printable(text)
+    assert printable(text) == 'a\\x1b]0;title\\x07b\\rc\\x9b31md\t中\n'

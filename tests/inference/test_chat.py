@@ -152,7 +152,8 @@ def test_escape_codes_that_a_model_writes_do_not_reach_the_terminal(chat_model, 
     def use_the_terminal():
         for fd in (0, 1, 2):
             os.dup2(end, fd)
-        sys.stdin = open(0, closefd=False)
+        sys.stdin, sys.stdout, sys.stderr = (open(fd, mode, closefd=False)
+                                             for fd, mode in enumerate(('r', 'w', 'w')))
 
     pid = fork(sample.main, f'--out_dir={chat_model}', '--checkpoint=latest', '--device=cpu',
                '--chat', GREEDY, log=tmp_path / 'log', before=use_the_terminal)

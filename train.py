@@ -175,7 +175,7 @@ def assemble(config, shape, start, dataset, world, device, dtype, compile):
         if world.size > 1:
             wrapped = replicate(wrapped, device)
 
-    optimizer = build_optimizer(model, config, device.type, world.size)
+    optimizer = build_optimizer(model, config, world.size)
     scaler = torch.amp.GradScaler(device.type, enabled=dtype == 'float16')
     autocast = nullcontext()
     if dtype != 'float32':

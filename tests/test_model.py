@@ -93,7 +93,7 @@ def test_four_small_batches_give_the_gradient_of_one_large_batch(model):
 
 
 def test_matrices_decay_and_vectors_do_not(model):
-    optimizer = build_optimizer(model, TrainConfig(learning_rate=1e-3), 'cpu')
+    optimizer = build_optimizer(model, TrainConfig(learning_rate=1e-3))
     for group in optimizer.param_groups:
         assert {p.dim() for p in group['params']} == ({2} if group['weight_decay'] else {1})
     assert sum(len(group['params']) for group in optimizer.param_groups) \

@@ -52,7 +52,7 @@ def test_exactly_max_iters_updates_are_made_and_the_last_weights_evaluated(tiny,
     found = checkpoints.find(tmp_path / 'out')
     model = found.load_model()
     config = TrainConfig(learning_rate=1e-3)
-    optimizer = build_optimizer(model, config, 'cpu')
+    optimizer = build_optimizer(model, config)
     found.load_optimizer(optimizer, model)
     assert found.iter_num == 5
     assert {int(state['step']) for state in optimizer.state.values()} == {5}

@@ -218,7 +218,7 @@ def small_model(run):
         for p in gpt.parameters():
             p.normal_(std=0.1)
     config = replace(run.config, learning_rate=1e-3, weight_decay=0.0)
-    return gpt, build_optimizer(gpt.to(run.device), config, run.device.type), config
+    return gpt, build_optimizer(gpt.to(run.device), config), config
 
 
 def step_follows_the_gradient(run, forward_backward, update):
@@ -264,7 +264,7 @@ def checkpoints_come_back(run):
         try:
             found = open_checkpoint(next(Path(folder, 'checkpoints').iterdir()))
             loaded = found.load_model(run.device)
-            again = build_optimizer(loaded, config, run.device.type)
+            again = build_optimizer(loaded, config)
             found.load_optimizer(again, loaded)
         except UserError as problem:
             return f'a small model that is saved cannot be loaded ({problem}): are modules ' \

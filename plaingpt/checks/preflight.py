@@ -98,7 +98,7 @@ def with_one_of_its_kind(run):
     model.loss_chunk_tokens = run.model.loss_chunk_tokens
     model.activation_checkpointing = run.config.activation_checkpointing
     return replace(run, model=model, start=Start(verifies=False),
-                   optimizer=build_optimizer(model, run.config, run.device.type))
+                   optimizer=build_optimizer(model, run.config))
 
 
 def is_doubt(what, run):

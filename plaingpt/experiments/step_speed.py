@@ -49,7 +49,7 @@ def make_step(work, batches):
     gpt = GPT(work.shape)
     gpt.loss_chunk_tokens = 'auto'
     gpt.activation_checkpointing = config.activation_checkpointing
-    optimizer = build_optimizer(gpt.to(device), config, device.type)
+    optimizer = build_optimizer(gpt.to(device), config)
     model = torch.compile(gpt) if work.compile else gpt
     scaler = torch.amp.GradScaler(device.type, enabled=work.dtype == 'float16')
     guard = StepGuard(None, None, device, scaling=scaler.is_enabled())

@@ -56,7 +56,7 @@ def one_step(shape, config, dtype, device, *, accumulating, chunk='auto', compil
         for module in gpt.transformer.h.modules():
             for name, p in list(module.named_parameters(recurse=False)):
                 setattr(module, name, torch.nn.Parameter(p.detach().to(DTYPES[dtype])))
-    optimizer = build_optimizer(gpt, config, device.type)
+    optimizer = build_optimizer(gpt, config)
     for p in gpt.parameters():
         p.grad = torch.zeros_like(p) if p.requires_grad else None
     optimizer.step()  # an optimizer makes its states in its first step

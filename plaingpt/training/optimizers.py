@@ -16,14 +16,12 @@ from plaingpt.system.errors import UserError
 from plaingpt.training.averaging import keep_average
 
 
-def build_optimizer(model, config, device_type, processes=1):
+def build_optimizer(model, config, processes=1):
     """The optimizer that a TrainConfig names, over the parameters of a GPT that take gradients.
 
     processes: of the job, where all of them make each step with equal gradients (DDP) and may
     share its work; where parameters are sharded (FSDP2) they tell it themselves"""
-    groups = parameter_groups(model, config)
-    fused = device_type in ('cuda', 'cpu', 'mps')
-    optimizer = OPTIMIZERS[config.optimizer](groups, config, fused=fused)
+    optimizer = OPTIMIZERS[config.optimizer](parameter_groups(model, config), config)
     optimizer.processes = processes
     if config.average_decay:
         keep_average(optimizer, config.average_decay)
@@ -37,13 +35,11 @@ def parameter_groups(model, config):
     (biases, norms, short convolutions). For each of the matrices, 'parts' has the rows of those
     it is made of, as its layer in model.py tells: queries', keys' and values', or SwiGLU's two."""
     scales = config.scales()
-    scales = {  # kind → of the learning rate, weight decay
-        'matrices': (1.0, config.weight_decay),
-        'embedding': (scales['embedding'], config.weight_decay),
-        'head': (scales['head'], config.weight_decay),
-        'vectors': (scales['vector'], 0.0)}
+    scales = {'matrices': 1.0, 'embedding': scales['embedding'], 'head': scales['head'],
+              'vectors': scales['vector']}
     groups = {kind: {'params': [], 'lr': config.learning_rate * scale, 'lr_scale': scale,
-                     'weight_decay': decay} for kind, (scale, decay) in scales.items()}
+                     'weight_decay': 0.0 if kind == 'vectors' else config.weight_decay}
+              for kind, scale in scales.items()}
     groups['matrices']['parts'] = []
     for name, p in model.named_parameters():
         kind = kind_of(name, p)
@@ -74,46 +70,22 @@ def kind_of(name, p):
     return 'head' if name == 'lm_head.weight' else 'embedding'
 
 
-# Each: parameter_groups, the TrainConfig, whether torch has fused kernels → an Optimizer.
-# train.update keeps one that knows nothing of `found_inf` from stepping on a gradient that
-# is not finite, and waits for the device to do so.
+# Each: parameter_groups and the TrainConfig → an Optimizer. train.update keeps one that knows
+# nothing of `found_inf` from stepping on a gradient that is not finite: it waits for the device.
 
 
-def adamw(groups, config, fused):
+def adamw(groups, config):
     """Adam with decoupled weight decay (Loshchilov and Hutter 2017)."""
-    return torch.optim.AdamW(groups.values(), betas=(config.beta1, config.beta2), fused=fused)
+    return torch.optim.AdamW(groups.values(), betas=(config.beta1, config.beta2), fused=True)
 
 
-def sgd(groups, config, fused):
+def sgd(groups, config):
     """With Nesterov's momentum. Wants a learning rate some 100 times AdamW's."""
-    # torch has no fused kernel of it for sharded parameters
-    fused = fused and not any(is_sharded(p) for group in groups.values() for p in group['params'])
-    optimizer = torch.optim.SGD(groups.values(), momentum=config.momentum,
-                                nesterov=config.momentum > 0, fused=fused)
-    if config.momentum:
-        optimizer.register_step_pre_hook(begin_momentum)
-    return optimizer
-
-
-def begin_momentum(optimizer, *_):
-    """Zeros, from which the first step is that of torch. Its fused kernel takes memory as it is for
-    a new momentum, and where `found_inf` is 1 in the first step it leaves that for the second."""
-    for p in (p for group in optimizer.param_groups for p in group['params']):
-        if p.grad is not None and 'momentum_buffer' not in optimizer.state[p]:
-            optimizer.state[p]['momentum_buffer'] = torch.zeros_like(p)
-
-
-def muon(groups, config, fused):
-    """Muon for the blocks' matrices, AdamW for the rest."""
-    return MuonAdamW(groups, config, fused)
-
-
-def normuon(groups, config, fused):
-    """Muon with all rows of an update about equally long (Li et al. 2025, "NorMuon")."""
-    return MuonAdamW(groups, config, fused, equal_rows=True)
-
-
-OPTIMIZERS = {'adamw': adamw, 'muon': muon, 'normuon': normuon, 'sgd': sgd}
+    # torch's fused kernel takes no sharded parameters, and a momentum that may not be finite.
+    fused = not config.momentum and not any(
+        is_sharded(p) for group in groups.values() for p in group['params'])
+    return torch.optim.SGD(groups.values(), momentum=config.momentum,
+                           nesterov=config.momentum > 0, fused=fused)
 
 
 def muon_update(gradients, momenta, beta, orthogonalize):
@@ -133,17 +105,17 @@ class MuonAdamW(torch.optim.Optimizer):
     it. The update is scaled to be as large as AdamW's, so both take one learning rate (Liu et al.
     2025, "Muon is Scalable", section 2.2).
 
-    Like torch's fused optimizers it reads `found_inf`, a number on the device, and leaves weights
-    and states alone where that is 1, without any wait for the device.
+    equal_rows: all rows of an update get about equally long (Li et al. 2025, "NorMuon")
+    found_inf: 1 on the device where weights and states are to stay as they are, as of torch's
     """
 
-    _step_supports_amp_scaling = True  # tells GradScaler that `found_inf` is heeded here
+    _step_supports_amp_scaling = True  # says that `found_inf` is heeded here
     found_inf = None
     processes = 1  # that share the work, unless parameters are sharded
 
-    def __init__(self, groups, config, fused, equal_rows=False):
+    def __init__(self, groups, config, equal_rows=False):
         super().__init__(groups.values(), {})
-        self.momentum, self.equal_rows, self.fused = config.momentum, equal_rows, fused
+        self.momentum, self.equal_rows = config.momentum, equal_rows
         self.beta1, self.beta2 = config.beta1, config.beta2
 
     @torch.no_grad()
@@ -163,9 +135,7 @@ class MuonAdamW(torch.optim.Optimizer):
         for alike in by_shape(held, self.processes):  # Matrices: stacks of one shape
             gradients = alike.cut(lambda p: p.grad)
             momenta = alike.cut(lambda p: self.state[p]['momentum_buffer'])
-            if self.found_inf is not None:  # then the momentum stays as it is
-                gradients = [self.unless_held(*pair) for pair in zip(gradients, momenta,
-                                                                     strict=True)]
+            gradients = self.unless_held(gradients, momenta)  # then the momentum stays as it is
             updates = muon_update(gradients, momenta, self.momentum, partial(self.share, alike))
             if self.equal_rows:
                 updates = self.with_equal_rows(updates, alike)
@@ -185,9 +155,8 @@ class MuonAdamW(torch.optim.Optimizer):
         """
         rows = alike.cut(lambda p: self.state[p]['exp_avg_sq_rows'])
         squares = updates.square().mean(-1, keepdim=True)
-        squares = self.unless_held(squares, torch.cat(rows).view(squares.shape))
-        torch._foreach_lerp_(rows, squares.reshape(-1, 1).split([len(r) for r in rows]),
-                             1 - self.beta2)
+        new = squares.reshape(-1, 1).split([len(r) for r in rows])
+        torch._foreach_lerp_(rows, self.unless_held(new, rows), 1 - self.beta2)
         updates = updates / (torch.cat(rows).view(squares.shape).sqrt() + 1e-8)
         return updates * (math.sqrt(min(alike.shape)) / alike.lengths(updates).clamp(min=1e-8))
 
@@ -195,25 +164,29 @@ class MuonAdamW(torch.optim.Optimizer):
         params = [p for p in params if p.grad is not None]
         for p in params:
             if not self.state[p]:
-                counter = p.device if self.fused else 'cpu'
-                self.state[p] = {'step': torch.zeros((), device=counter),
+                self.state[p] = {'step': torch.zeros((), device=p.device),
                                  'exp_avg': torch.zeros_like(p), 'exp_avg_sq': torch.zeros_like(p)}
         steps, means, squares = ([self.state[p][key] for p in params]
                                  for key in ('step', 'exp_avg', 'exp_avg_sq'))
         move_as_adamw(
-            params, [p.grad for p in params], means, squares, [], steps, fused=self.fused,
+            params, [p.grad for p in params], means, squares, [], steps, fused=True,
             found_inf=self.found_inf, amsgrad=False, beta1=self.beta1, beta2=self.beta2, lr=lr,
             weight_decay=weight_decay, eps=1e-8, maximize=False)
 
     def unless_held(self, new, old):
-        """`new`, or `old` where the step is to change nothing."""
-        return new if self.found_inf is None else \
-            torch.where(self.found_inf.bool().view(()), old, new)
+        """Tensors: `new`, or `old` where the step is to change nothing."""
+        if self.found_inf is None:
+            return new
+        held = self.found_inf.bool().view(())
+        return [torch.where(held, b, a) for a, b in zip(new, old, strict=True)]
 
     def alright(self):
         """1, or 0 where the step is to change nothing."""
         return 1.0 if self.found_inf is None else 1 - self.found_inf.view(())
 
+
+OPTIMIZERS = {'adamw': adamw, 'sgd': sgd, 'muon': MuonAdamW,
+              'normuon': partial(MuonAdamW, equal_rows=True)}
 
 # Newton-Schulz iterations x ← a·x + b·(x xᵀ) x + c·(x xᵀ)² x, after which singular values are in
 # 0.7 … 1.2 (Jordan et al. 2024).
@@ -232,22 +205,7 @@ def orthogonalized(matrices):
     tall = x.size(1) > x.size(2)
     x = x.mT if tall else x
     x = x / x.norm(dim=(1, 2), keepdim=True).clamp(min=1e-7)
-    if x.dtype == torch.float32 and x.size(2) >= 2 * x.size(1):
-        x = polynomial_of_gram(x @ x.mT) @ x
-    else:
-        for _ in range(ITERATIONS):
-            gram = x @ x.mT
-            x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=B, alpha=C), x, beta=A)
-    return x.mT if tall else x
-
-
-def polynomial_of_gram(gram):
-    """What all iterations together multiply x with, given xxᵀ: each multiplies it with a polynomial
-    of its xxᵀ. Where x is wide this is less work. bfloat16 is not exact enough for it."""
-    p = product = None
     for _ in range(ITERATIONS):
-        gram = gram if p is None else p @ gram @ p
-        p = torch.baddbmm(gram, gram, gram, beta=B, alpha=C)
-        p.diagonal(dim1=1, dim2=2).add_(A)  # a + b·gram + c·gram²
-        product = p if product is None else product @ p
-    return product
+        gram = x @ x.mT
+        x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=B, alpha=C), x, beta=A)
+    return x.mT if tall else x

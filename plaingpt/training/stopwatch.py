@@ -267,7 +267,7 @@ def new_step(shape, config, device, dtype, forward_backward, update, compile=Fal
     gpt = GPT(shape).to(device)
     gpt.loss_chunk_tokens = 'auto'
     gpt.activation_checkpointing = config.activation_checkpointing
-    optimizer = build_optimizer(gpt, config, device.type)
+    optimizer = build_optimizer(gpt, config)
     scaler = torch.amp.GradScaler(device.type, enabled=dtype == 'float16')
     return Step(torch.compile(gpt) if compile else gpt, optimizer, config, device,
                 autocast(device, dtype), forward_backward, update, scaler)

@@ -34,7 +34,7 @@ def new(loader, **changes):
 
 def step(model, health, loader, lr=1e-2):
     """A step of AdamW around which health looks → what it saw, weights before, gradients."""
-    optimizer = build_optimizer(model, TrainConfig(learning_rate=lr), 'cpu')
+    optimizer = build_optimizer(model, TrainConfig(learning_rate=lr))
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
     idx, targets = loader.train_batch(0, 0)
     model(idx, targets)[1].backward()

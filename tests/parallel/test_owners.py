@@ -48,8 +48,8 @@ class Trained:
         alone = deepcopy(gpt)
         self.model = wrap(gpt)
         config = TrainConfig(optimizer=name, learning_rate=1e-2)
-        self.optimizer = build_optimizer(gpt, config, 'cpu', dist.get_world_size())
-        self.alone = build_optimizer(alone, config, 'cpu')
+        self.optimizer = build_optimizer(gpt, config, dist.get_world_size())
+        self.alone = build_optimizer(alone, config)
         self.parameters = list(zip(gpt.parameters(), alone.parameters(), strict=True))
         self.draws = torch.Generator().manual_seed(dist.get_rank())
 

@@ -221,7 +221,7 @@ def save_what_is_read(folder, target, shape, kind):
     world = launched_world()
     with process_group(world, CPU):
         model = GPT(shape) if kind == 'ddp' else train.shard(on_meta(shape), CPU, 'float32', False)
-        optimizer = build_optimizer(model, TrainConfig(optimizer='normuon'), 'cpu')
+        optimizer = build_optimizer(model, TrainConfig(optimizer='normuon'))
         found = checkpoints.find(folder)
         found.load_into(model)
         found.load_optimizer(optimizer, model)
@@ -372,7 +372,7 @@ def save_and_load(out_dir):
 
         def built():
             model = train.shard(on_meta(WIDE), CPU, 'float32', False)
-            return model, build_optimizer(model, config, 'cpu')
+            return model, build_optimizer(model, config)
 
         model, optimizer = built()
         for p in model.parameters():

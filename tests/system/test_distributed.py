@@ -232,7 +232,7 @@ def test_gradients_of_several_processes_take_no_memory_beside_what_travels(monke
     for key, value in ranks(1)[0].items():
         monkeypatch.setenv(key, value)
     model, scaler = GPT(GPTConfig(16, 65, 2, 2, 32)), torch.amp.GradScaler('cpu', enabled=False)
-    optimizer = build_optimizer(model, TrainConfig(), 'cpu')
+    optimizer = build_optimizer(model, TrainConfig())
     idx = torch.zeros(2, 16, dtype=torch.int64)
     with process_group(launched_world(), CPU):
         ddp = train.replicate(model, CPU)

@@ -77,7 +77,7 @@ def test_new_tokens_get_the_mean_row_and_the_old_ones_stay(vocab_size, tied_head
                           tied_head=tied_head))
     idx = torch.randint(vocab_size, (2, 8))
     before, wte = model(idx)[0], model.transformer.wte.weight.clone()
-    checkpoint_writer.Saver(tmp_path).save(model, build_optimizer(model, TrainConfig(), 'cpu'), {
+    checkpoint_writer.Saver(tmp_path).save(model, build_optimizer(model, TrainConfig()), {
         'iter_num': 1, 'config': {}, 'tokenizer': {'kind': 'byte'}}, {})
     model = GPT(replace(model.config, vocab_size=vocab_size + 5))
     checkpoints.find(tmp_path).load_into(model)

@@ -36,7 +36,7 @@ def model():
 @pytest.fixture
 def optimizer(model):
     """Of the model, after a step."""
-    optimizer = build_optimizer(model, TrainConfig(learning_rate=1e-3), 'cpu')
+    optimizer = build_optimizer(model, TrainConfig(learning_rate=1e-3))
     idx = torch.randint(0, 65, (2, 16))
     model(idx, idx)[1].backward()
     optimizer.step()
@@ -66,7 +66,7 @@ def test_weights_and_optimizer_come_back_bit_for_bit_in_files_no_larger_than_ask
         assert all(chunk['bytes'] <= 1000 * kilobytes for chunk in found.state['chunks'])
     again = found.load_model()
     assert same(model.parameters(), again.parameters())
-    fresh = build_optimizer(again, TrainConfig(learning_rate=5e-4), 'cpu')
+    fresh = build_optimizer(again, TrainConfig(learning_rate=5e-4))
     found.load_optimizer(fresh, again)
     assert {key for state in optimizer.state.values() for key in state} \
         == {'exp_avg', 'exp_avg_sq', 'step'}

@@ -124,7 +124,7 @@ class ThreeStates(torch.optim.Optimizer):
 
 
 def test_the_states_of_optimizers_are_planned_also_of_one_that_is_new_in_the_table(monkeypatch):
-    monkeypatch.setitem(OPTIMIZERS, 'three', lambda groups, config, fused:
+    monkeypatch.setitem(OPTIMIZERS, 'three', lambda groups, config:
                         ThreeStates(groups.values(), {}))
     states = {}
     for kind in OPTIMIZERS:

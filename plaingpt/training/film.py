@@ -19,8 +19,8 @@ from plaingpt.monitoring.run_record import finite, read_rows
 from plaingpt.system.files import append_line
 from plaingpt.system.formatting import one_line
 
-MOMENTS = 30  # at most
-TOKENS, LIKELIEST, SAMPLE_TOKENS = 96, 5, 48  # of the passage; guesses for each; of the sample
+MOMENTS = 24  # at most
+TOKENS, LIKELIEST, SAMPLE_TOKENS = 96, 5, 40  # of the passage; guesses for each; of the sample
 MAP_TOKENS, MAP_BYTES = 40, 40_000  # of attention in a moment: fewer tokens for many heads
 
 

@@ -45,7 +45,7 @@ class TrainConfig(GPTConfig):
     eval_tasks: str = ''  # of lm_eval, at evaluations, such as hellaswag,lambada_openai
     eval_tasks_limit: Natural = 500  # questions of each to ask; 0 for all
     log_to: str = ''  # send metrics also to: wandb, trackio, tensorboard
-    film: bool = False  # look inside at some 30 moments, for plot.py --film
+    film: bool = False  # look inside at some 24 moments, for plot.py --film
     report: bool = True  # samples at evaluations; at the end, report.md and loss.png in out_dir
     # start, save, stop
     init_from: str = 'scratch'  # scratch, resume, auto, gpt2…, OWNER/NAME, folder, ckpt.pt

@@ -16,11 +16,8 @@ from plaingpt.weights import SIZES, check_fields
 ANY = None  # every value
 ACTIVATIONS = {'gelu': 'gelu_new', 'gelu_erf': 'gelu', 'relu2': 'relu2', 'swiglu': 'silu'}
 OUR_ACTIVATIONS = {theirs: ours for ours, theirs in ACTIVATIONS.items()}
-DROPOUTS = ('resid_pdrop', 'embd_pdrop', 'attn_pdrop')  # of GPT-2
-ROTARY = ('rope_theta', 'rope_scaling', 'rope_parameters')
-# Written for other readers, or read by read_rotary; the former do not change what a trained model
-# computes.
-NOT_COMPARED = {'architectures', 'n_ctx', 'attention_dropout', *DROPOUTS, *ROTARY}
+# Not compared with what a model of ours would say: a name, and what read_rotary reads.
+NOT_COMPARED = {'architectures', 'rope_theta', 'rope_scaling', 'rope_parameters'}
 
 
 @dataclass(frozen=True)
@@ -110,7 +107,7 @@ class Gpt2(Architecture):
     def fixed(self, c):
         return {'layer_norm_epsilon': c.norm_eps, 'scale_attn_weights': True,
                 'add_cross_attention': False, 'scale_attn_by_inverse_layer_idx': False,
-                'n_inner': c.mlp_width, 'n_ctx': c.block_size, **dict.fromkeys(DROPOUTS, c.dropout)}
+                'n_inner': c.mlp_width}
 
     def read_more(self, hf):
         return {'norm_eps': hf['layer_norm_epsilon'], 'n_inner': hf.get('n_inner', 0)}
@@ -156,7 +153,7 @@ class Llama(Architecture):
             'high_freq_factor': 4.0, 'original_max_position_embeddings': c.rotary_length}
         return {
             'num_key_value_heads': c.n_kv_head or c.n_head, 'head_dim': c.head_size,
-            'intermediate_size': c.mlp_width, 'mlp_bias': c.bias, 'attention_dropout': c.dropout,
+            'intermediate_size': c.mlp_width, 'mlp_bias': c.bias,
             'rms_norm_eps': c.norm_eps, 'use_sliding_window': False, 'rope_theta': c.rotary_base,
             'rope_scaling': None if c.rotary_factor == 1 else rotary,
             'rope_parameters': {**rotary, 'rope_theta': c.rotary_base}}  # as transformers 5 has it

@@ -35,11 +35,15 @@ NANOGPT = '.pt', '.pth'  # endings of a file that torch saved
 
 def open_pretrained(source):
     """'gpt2…' or OWNER/NAME of the hub, a folder in the Hugging Face layout (one of READABLE)
-    or a ckpt.pt of nanoGPT or build-nanogpt, or its folder → Pretrained, of which the shape is
-    known. Raises UserError."""
-    found = Pretrained(source, find_pretrained(source))
-    found.shape  # noqa: B018  (where there is none, that is an error now)
-    return found
+    or a ckpt.pt of nanoGPT or build-nanogpt, or its folder → Pretrained. Raises UserError."""
+    path = find_pretrained(source)
+    if path.suffix in NANOGPT:
+        return Pretrained(source, path, *read_nanogpt(path))
+    if source in PRETRAINED and not path.is_dir():
+        return Pretrained(source, path, dict(PRETRAINED[source]))
+    folder = path if path.is_dir() else download_model(source, ['config.json'])
+    with explain_bad_folder(folder):
+        return Pretrained(source, path, read_hf_config(folder)[1])
 
 
 @dataclass
@@ -48,22 +52,9 @@ class Pretrained:
 
     source: str
     path: Path  # of the folder, or of the ckpt.pt; of weights on the hub none is there
+    shape: dict  # the fields of its GPTConfig but dropout
+    nanogpt: dict | None = None  # {our name: tensor} of a ckpt.pt
     state: ClassVar = {}  # of no run of ours
-
-    @cached_property
-    def shape(self):
-        """The fields of its GPTConfig but dropout. No weight is read or downloaded for it."""
-        if self.path.suffix in NANOGPT:
-            return self.nanogpt[0]
-        if self.source in PRETRAINED and not self.path.is_dir():
-            return {**PRETRAINED[self.source]}
-        folder = self.path if self.path.is_dir() else download_model(self.source, ['config.json'])
-        with explain_bad_folder(folder):
-            return read_hf_config(folder)[1]
-
-    @cached_property
-    def nanogpt(self):
-        return read_nanogpt(self.path)
 
     @cached_property
     def folder(self):
@@ -73,10 +64,10 @@ class Pretrained:
     @cached_property
     def parts(self):
         """{our name: the tensors that make it, one below another: Tensors or FileTensors}"""
-        if self.path.suffix in NANOGPT:
-            return self.checked({name: [w] for name, w in self.nanogpt[1].items()})
+        if self.nanogpt:
+            return self.checked({name: [w] for name, w in self.nanogpt.items()})
         with explain_bad_folder(self.folder):
-            return self.checked(read_hf(self.folder)[1])
+            return self.checked(read_hf(self.folder))
 
     def checked(self, found):
         """{name: parts} → those of the model. Raises UserError that names what is missing, unknown,
@@ -129,7 +120,7 @@ class Pretrained:
         """The description of the tokenizer that goes with the weights, or None where nothing says.
         Raises UserError."""
         vocab_size, found = self.shape['vocab_size'], None
-        if self.path.suffix not in NANOGPT:
+        if not self.nanogpt:
             found = read_tokenizer(self.folder, vocab_size)
         return found or ({'kind': 'gpt2'} if vocab_size == 50257 else None)
 
@@ -164,27 +155,22 @@ def find_pretrained(source):
 
 
 def read_hf(folder):
-    """A folder with config.json and model.safetensors (or several files) → (the fields of
-    GPTConfig but dropout, {our name: [FileTensor]}), inside `explain_bad_folder`."""
-    architecture, shape = read_hf_config(folder)
-    whole = folder / 'model.safetensors'
-    found = {}  # our name → {number of the part: FileTensor}
+    """A folder with config.json and model.safetensors, or several files → {our name: [FileTensor]},
+    inside `explain_bad_folder`."""
+    architecture, _ = read_hf_config(folder)
+    whole, found = folder / 'model.safetensors', {}  # our name → {number of the part: FileTensor}
     several = sorted(folder.glob('model-*.safetensors'))
     for path in several if several and not whole.exists() else [whole]:
         with safe_open(path, framework='pt') as f:
             for key in f.keys():  # noqa: SIM118  (it is no dict)
                 ours, i, transposed = architecture.our_place(key)
-                if i in found.setdefault(ours, {}):
-                    raise ValueError(f'{key!r} is there twice')
-                found[ours][i] = FileTensor(path, key, f.get_slice(key), transposed)
-    return shape, {name: [parts[i] for i in sorted(parts)] for name, parts in found.items()}
+                found.setdefault(ours, {})[i] = FileTensor(path, key, f.get_slice(key), transposed)
+    return {name: [parts[i] for i in sorted(parts)] for name, parts in found.items()}
 
 
 def read_hf_config(folder):
     """→ (the Architecture, the fields of GPTConfig but dropout), inside `explain_bad_folder`."""
     hf = read_json(folder / 'config.json')
-    if not isinstance(hf, dict):
-        raise ValueError('config.json is no object')
     architecture = READABLE.get(str(hf.get('model_type')))
     if architecture is None:
         raise ValueError(f'config.json says model_type={hf.get("model_type")!r}, and only '
@@ -234,8 +220,6 @@ def read_nanogpt(path):
         what = re.search(r'GLOBAL (\S+)', str(e))
         raise UserError(f'{path}: refused: it holds {what[1] if what else "more than tensors"}, '
                         'which could run code when loaded; nothing in it was run') from None
-    except (FileNotFoundError, PermissionError) as e:
-        raise UserError(f'{path}: {e.strerror}') from None
     # torch's loader raises many kinds of errors on a file that is not what it expects.
     except Exception as e:
         raise UserError(f'{path}: damaged, or no checkpoint of nanoGPT ({type(e).__name__}: '

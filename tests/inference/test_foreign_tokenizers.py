@@ -13,7 +13,7 @@ import prepare
 from plaingpt.data import tokenizers
 from plaingpt.data.chat_tokenizer import PLAIN_TEMPLATES, ChatTokenizer, as_chat
 from plaingpt.data.dataset import open_dataset
-from plaingpt.data.foreign_tokenizer import OUR_TOKENIZER, read_tokenizer
+from plaingpt.data.foreign_tokenizer import read_tokenizer
 from plaingpt.data.tokenizers import ends_of
 from plaingpt.inference.hf_export import document_tokenizer
 from plaingpt.inference.text_generator import StreamDecoder
@@ -93,11 +93,6 @@ def test_documents_begin_and_texts_end_with_the_tokens_that_the_files_name(folde
     assert ends_of(ours) == {ours.special(opener), ours.special(end)}
 
 
-def test_a_lone_half_of_a_character_becomes_the_replacement(folder):
-    ours = opened(folder)
-    assert ours.decode(ours.encode('a\ud800b')) == 'a\ufffdb'
-
-
 def test_conversations_are_those_of_their_template(folder, kind, capsys):
     chat = tokenizers.from_json(as_chat(read_tokenizer(folder), folder))
     assert chat.vocab_size == 512 and not capsys.readouterr().err
@@ -157,18 +152,6 @@ def test_a_template_that_cannot_be_used_gives_way_in_a_line_and_reaches_no_pytho
     assert not (tmp_path / 'hacked').exists()
 
 
-def test_of_several_templates_the_default_one_is_taken(tmp_path, capsys):
-    save_tokenizer(tmp_path, 'smollm2', TEXTS)
-    path = tmp_path / 'tokenizer_config.json'
-    config = json.loads(path.read_text())
-    named = [{'name': 'tool_use', 'template': THINKING},
-             {'name': 'default', 'template': config['chat_template']}]
-    before = as_chat(read_tokenizer(tmp_path), tmp_path)
-    path.write_text(json.dumps({**config, 'chat_template': named}))
-    after = as_chat(read_tokenizer(tmp_path), tmp_path)
-    assert after['template'] == before['template'] and not capsys.readouterr().err
-
-
 def test_a_template_of_unknown_control_tokens_leaves_a_model_of_text(tmp_path, capsys):
     save_tokenizer(tmp_path, 'smollm2', TEXTS)
     text = (tmp_path / 'tokenizer.json').read_text()
@@ -218,17 +201,6 @@ def test_an_export_has_the_files_that_came_in(folder, tmp_path):
         == tokenizer.encode_prompt(CONVERSATIONS[0][:-1]).tolist()
 
 
-def test_a_description_that_names_other_files_is_refused_and_writes_nothing(tmp_path):
-    save_model(tmp_path / 'in', 'smollm2')
-    save_tokenizer(tmp_path / 'in', 'smollm2', TEXTS)
-    found = read_tokenizer(tmp_path / 'in')
-    found['files']['../outside.txt'] = 'x'
-    (tmp_path / 'in' / OUR_TOKENIZER).write_text(json.dumps(found))
-    with pytest.raises(UserError, match='unknown tokenizer'):
-        export.main([f'--init_from={tmp_path}/in', f'--dest={tmp_path}/out'])
-    assert [path.name for path in tmp_path.iterdir()] == ['in']
-
-
 def test_an_export_is_evaluated_on_the_data_of_its_run(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     save_model(tmp_path / 'in', 'smollm2')
@@ -243,36 +215,11 @@ def test_an_export_is_evaluated_on_the_data_of_its_run(tmp_path, monkeypatch, ca
     assert 'tokens of the assistant' in capsys.readouterr().out
 
 
-def spoiled(folder):
-    """Yield (what is wrong, how it is done)."""
-    tokenizer, config = folder / 'tokenizer.json', folder / 'tokenizer_config.json'
-    whole = json.loads(tokenizer.read_text())
-    for text in ('', '{', '[]', '{}', 'null', '\x00', '[' * 10_000):
-        yield repr(text[:9]), lambda text=text: tokenizer.write_text(text)
-    for change in ({'decoder': {'type': 'Metaspace', 'replacement': '▁', 'prepend_scheme': 'first',
-                                'split': True}}, {'decoder': None}, {'model': None},
-                   {'model': {**whole['model'], 'vocab': {}}},
-                   {'model': {'type': 'WordLevel', 'vocab': {'a': 0}, 'unk_token': 'a'}},
-                   {'normalizer': {'type': 'Replace', 'pattern': {'String': 'a'},
-                                   'content': 'a' * 1000}},
-                   {'model': {**whole['model'], 'merges': ['a b c']}},
-                   {'model': {**whole['model'], 'vocab': {**whole['model']['vocab'], 'Ġx': 9999}}}):
-        yield str(change)[:60], lambda change=change: tokenizer.write_text(
-            json.dumps({**whole, **change}))
-    for text in ('', '[]', '{"eos_token": 3', '"x"'):
-        yield f'config {text}', lambda text=text: config.write_text(text)
-    for name in ('tokenizer.json', 'generation_config.json'):
-        yield f'{name} is no UTF-8', lambda name=name: (folder / name).write_bytes(b'\xff\xfe')
-
-
-def test_damaged_files_are_refused_in_a_line(tmp_path):
+@pytest.mark.parametrize('text', ['', '{', 'null', '{"decoder": null, "model": null}'])
+def test_a_tokenizer_that_cannot_be_used_is_refused_in_a_line(text, tmp_path):
     save_model(tmp_path, 'smollm2')
     save_tokenizer(tmp_path, 'smollm2', TEXTS)
-    whole = {path: path.read_bytes() for path in tmp_path.iterdir()}
-    for what, spoil in spoiled(tmp_path):
-        for path, data in whole.items():
-            path.write_bytes(data)
-        spoil()
-        with pytest.raises(UserError) as e:
-            load(ModelChoice(str(tmp_path)))
-        assert len(str(e.value).splitlines()) == 1, what
+    (tmp_path / 'tokenizer.json').write_text(text)
+    with pytest.raises(UserError) as e:
+        load(ModelChoice(str(tmp_path)))
+    assert len(str(e.value).splitlines()) == 1

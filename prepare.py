@@ -14,7 +14,9 @@ After a kill, the same command goes on after the last finished file of tokens.
 
 import difflib
 import os
+import re
 from dataclasses import asdict, dataclass
+from fractions import Fraction
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -32,7 +34,7 @@ from plaingpt.data.splitting import Shares
 from plaingpt.data.tokenizer_choice import borrow_tokenizer, checksum, is_dataset, learn_tokenizer
 from plaingpt.data.tokenizers import is_chat
 from plaingpt.system.errors import UserError, run_script
-from plaingpt.system.formatting import parse_count, quoted
+from plaingpt.system.formatting import quoted
 from plaingpt.system.machine import allowed_cpus
 
 
@@ -86,6 +88,17 @@ class PrepareConfig:
 
     def is_given(self, option):
         return getattr(self, option) != getattr(PrepareConfig, option)
+
+
+def parse_count(text):
+    """'1.5B' → 1500000000, '100_000' and '1e5' → 100000, also with k, M and G; None for what is no
+    whole number from 0 on."""
+    found = re.fullmatch(r'(\d[\d_]*(?:\.\d+)?(?:e\d+)?)([kMGB]?)', str(text), re.IGNORECASE)
+    if not found:
+        return None
+    unit = {'': 1, 'k': 10**3, 'm': 10**6, 'g': 10**9, 'b': 10**9}[found[2].lower()]
+    number = Fraction(found[1].replace('_', '')) * unit  # of a float, 1.1B would not be whole
+    return int(number) if number.denominator == 1 else None
 
 
 def main(argv):

@@ -10,7 +10,9 @@
 Each line of prompts is a JSON object with a `prompt`; the output adds a `text` to each.
 """
 
+import ast
 import json
+import re
 import sys
 from dataclasses import dataclass
 from functools import partial
@@ -22,8 +24,14 @@ from configurator import load_config
 from plaingpt.inference.text_generator import Sampling, list_stops
 from plaingpt.system.errors import UserError, print_text, run_script
 from plaingpt.system.files import naming
-from plaingpt.system.formatting import unescape
 from plaingpt.training.open_weights import GeneratorChoice, open_generator
+
+
+def unescape(text):
+    r"""Text as it was typed → with its escapes read: \n \r \t \\ \x41 \u00e9. Any other backslash
+    stays as it is."""
+    return re.sub(r'\\(?:[nrt\\]|x[0-9a-fA-F]{2}|u[0-9a-fA-F]{4})',
+                  lambda found: ast.literal_eval(f"'{found[0]}'"), text)
 
 
 def read_start(text):

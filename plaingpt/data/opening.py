@@ -1,13 +1,11 @@
 """The data of a run: prepared where it is small and not there yet, opened, the same everywhere."""
 
 import difflib
-import hashlib
-import json
 import subprocess
 import sys
 
 from plaingpt.data.dataset import UNFINISHED, dataset_folder, open_named, read_names
-from plaingpt.system.distributed import all_reduce_min, barrier, print0
+from plaingpt.system.distributed import all_gather, barrier, gloo_group, print0
 from plaingpt.system.errors import UserError
 from plaingpt.system.files import command
 from plaingpt.system.formatting import quote_epochs, quoted
@@ -30,7 +28,7 @@ def open_data(config, world, device):
     if config.vocab_size not in (0, dataset.vocab_size):
         raise UserError(f'vocab_size={config.vocab_size}: {dataset.folder} has '
                         f'{dataset.vocab_size} tokens; leave it at 0')
-    check_same_data(dataset, device)
+    check_same_data(dataset)
     return dataset
 
 
@@ -53,12 +51,11 @@ def prepare_small(name):
             sys.exit(done.returncode)  # it has said why
 
 
-def check_same_data(dataset, device):
+def check_same_data(dataset):
     """Raises UserError where processes have other tokens, of other hosts' disks or of a dataset
     that was replaced while they started."""
-    known = json.dumps([dataset.identity('train'), dataset.identity('val')])
-    number = int(hashlib.sha256(known.encode()).hexdigest()[:15], 16)
-    if all_reduce_min(number, device) != -all_reduce_min(-number, device):
+    known = [dataset.identity('train'), dataset.identity('val')]
+    if any(other != known for other in all_gather(known, gloo_group())):
         raise UserError(f'{dataset.folder}: the processes of this run find different tokens there: '
                         'give all hosts the same files, and start again')
 

@@ -24,7 +24,7 @@ from plaingpt.monitoring.references import STUDENT_T
 from plaingpt.monitoring.run_record import read_rows, read_run
 from plaingpt.system.errors import UserError
 from plaingpt.system.files import ROOT, command, locked, make_writable, read_json, write_json
-from plaingpt.system.formatting import capitalized, count_of, listed
+from plaingpt.system.formatting import count_of, listed
 from plaingpt.system.removed import REMOVED
 from plaingpt.training.checkpoint import checkpoint_paths
 from plaingpt.training.checkpoint_writer import archive_previous_run
@@ -308,7 +308,8 @@ def describe_best(rows):
         said.append(f'it is below {list_names(told)} by more than chance')
     if chance:
         said.append(f'its distance to {list_names(chance)} may be chance')
-    return lowest, capitalized('; '.join(said))
+    said = '; '.join(said)
+    return lowest, said[:1].upper() + said[1:]
 
 
 def list_names(rows):

@@ -4,14 +4,12 @@ One process is a world of size 1: collectives then return what they are given.
 """
 
 import os
-import re
 import signal
 import socket
 import time
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -20,7 +18,6 @@ from plaingpt.system.errors import UserError, print_line
 
 TIMEOUT = timedelta(seconds=600)  # how long a process waits for the others
 host_group = None  # of gloo_group; process_group makes it
-NETWORK_ERRORS = dist.DistNetworkError, dist.DistStoreError  # gloo's have no type of their own
 
 
 @dataclass(frozen=True)
@@ -40,21 +37,10 @@ class World:
 
 def launched_world():
     """The `World` that torchrun's environment variables describe."""
-    env = os.environ
-    if not {'RANK', 'LOCAL_RANK', 'WORLD_SIZE', 'LOCAL_WORLD_SIZE'} <= set(env):
+    names = ('RANK', 'LOCAL_RANK', 'WORLD_SIZE', 'LOCAL_WORLD_SIZE')
+    if not os.environ.keys() >= {*names}:
         return World()  # some clusters set a RANK of their own
-    rank, local_rank, size, local_size = map(
-        env_int, ('RANK', 'LOCAL_RANK', 'WORLD_SIZE', 'LOCAL_WORLD_SIZE'))
-    if rank >= size:
-        raise UserError(f'RANK={rank} is no rank of WORLD_SIZE={size}: they count from 0')
-    return World(rank, local_rank, size, local_size, launched=True)
-
-
-def env_int(name):
-    """An environment variable that is a whole number. Raises UserError."""
-    if not os.environ[name].isdecimal():
-        raise UserError(f'{name}={os.environ[name]!r} in the environment: expected a whole number')
-    return int(os.environ[name])
+    return World(*(int(os.environ[name]) for name in names), launched=True)
 
 
 def print0(line):
@@ -73,21 +59,6 @@ def process_group(world, device, backend='auto'):
         return
     if backend == 'auto':
         backend = 'nccl' if device.type == 'cuda' else 'gloo'
-    if backend == 'nccl' and device.type != 'cuda':
-        raise UserError(f'backend=nccl needs a CUDA device, not {device.type}: leave it at auto')
-    with explain_lost_processes():
-        meet(world, device, backend)
-        host_group = dist.group.WORLD if backend == 'gloo' else gloo_group(own=True)
-        yield
-        barrier()  # one that left earlier would look lost to those that still work
-        # Not in a `finally`: a rank that fails must exit at once, so that torchrun stops the
-        # others, and NCCL's teardown would first wait for collectives that never come.
-        dist.destroy_process_group()
-        host_group = None
-
-
-def meet(world, device, backend):
-    """Find the other processes and set up the process group, as torch does by the environment."""
     try:
         store, rank, size = next(dist.rendezvous('env://', timeout=TIMEOUT))
         if os.environ.get('TORCHELASTIC_USE_AGENT_STORE') == 'True':
@@ -97,30 +68,22 @@ def meet(world, device, backend):
         # Binding the device lets NCCL set its communicators up at once instead of guessing later.
         dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=TIMEOUT,
                                 device_id=device if device.type == 'cuda' else None)
-    except (ValueError, *NETWORK_ERRORS) as e:
-        address, port = (os.environ.get(key) for key in ('MASTER_ADDR', 'MASTER_PORT'))
-        raise UserError(f'rank {world.rank} of {world.size} did not meet the others at MASTER_ADDR='
-                        f'{address}, MASTER_PORT={port} ({first_line(e)}): start all processes, '
-                        'with the address of rank 0 and a port that is free there, or let torchrun '
-                        'do so') from None
-
-
-@contextmanager
-def explain_lost_processes():
-    """Turn the error of a collective in here whose peer is gone or silent into a UserError."""
-    try:
+        host_group = dist.group.WORLD if backend == 'gloo' else gloo_group(own=True)
         yield
-    except RuntimeError as e:
-        if not isinstance(e, NETWORK_ERRORS) and 'gloo/transport' not in str(e):
+        barrier()  # one that left earlier would look lost to those that still work
+    except (RuntimeError, ValueError) as e:
+        # gloo's errors have no type of their own
+        of_network = isinstance(e, (dist.DistNetworkError, dist.DistStoreError))
+        if not of_network and not any(word in str(e) for word in ('gloo/transport', 'rendezvous')):
             raise
-        raise UserError(f'lost another process, or it did not answer in time ({first_line(e)}): '
-                        'see what it printed; torchrun --max-restarts=3 with --init_from=auto goes '
-                        'on from the last checkpoint') from None
-
-
-def first_line(error):
-    """What torch says, without the place in its source, its advice and the stack."""
-    return re.split(r'\n|\. This is', re.sub(r'^\[\S+\] ', '', str(error)))[0]
+        what = str(e).partition('\n')[0]
+        raise UserError(f'rank {world.rank} of {world.size} did not meet another process, or lost '
+                        f'it ({what}): see what it printed; torchrun --max-restarts=3 with '
+                        '--init_from=auto goes on from the last checkpoint') from None
+    # Not in a `finally`: a rank that fails must exit at once, so that torchrun stops the others,
+    # and NCCL's teardown would first wait for collectives that never come.
+    dist.destroy_process_group()
+    host_group = None
 
 
 def gloo_group(own=False):
@@ -154,34 +117,23 @@ def all_reduce_mean(tensor):
     return tensor
 
 
-def all_reduce_min(number, device):
-    """The smallest of all processes' whole numbers, on each of them."""
-    if not dist.is_initialized():
-        return number
-    tensor = torch.tensor(number, device=device)
-    dist.all_reduce(tensor, dist.ReduceOp.MIN)
-    return int(tensor)
-
-
 def check_shared(folder, world, group):
-    """See that all processes write into one folder. Raises UserError where a host has its own."""
-    if world.size == 1:
-        return
-    mark = folder / f'.shared-{os.getpid()}'
+    """See that all processes write into one folder: each writes its share of the checkpoints.
+    Raises UserError where a host has a folder of its own."""
+    mark = folder / f'.shared-{all_gather(os.getpid(), group)[0]}'
     if world.is_main:
         mark.touch()
-    mark = Path(all_gather(str(mark), group)[0])
+    barrier()
     deadline = time.monotonic() + 10  # network file systems show new files with a delay
     while not mark.exists() and time.monotonic() < deadline:
         time.sleep(0.1)
-    hosts = all_gather((socket.gethostname(), mark.exists()), group)
+    blind = {host for host, sees in all_gather((socket.gethostname(), mark.exists()), group)
+             if not sees}
     if world.is_main:
         mark.unlink()
-    blind = sorted({host for host, sees in hosts if not sees})
     if blind:
-        raise UserError(f'out_dir={folder} is not the same folder on {", ".join(blind)} as on '
-                        f'{hosts[0][0]}: every host writes its share of the checkpoints, so it '
-                        'must be on a disk that all of them share')
+        raise UserError(f'out_dir={folder} is not the same folder on {", ".join(sorted(blind))} as '
+                        'on the host of rank 0: it must be on a disk that all hosts share')
 
 
 # -----------------------------------------------------------------------------
@@ -234,7 +186,6 @@ class StopRequest:
 
     SIGNALS = tuple(getattr(signal, name) for name in ('SIGTERM', 'SIGHUP', 'SIGINT', 'SIGUSR1')
                     if hasattr(signal, name))
-
     NAMES = tuple(number.name for number in SIGNALS)
 
     def __init__(self):
@@ -242,8 +193,7 @@ class StopRequest:
         self.signal = None  # that this process received
         self.received_at = 0.0
         self.agreed = None  # the name of the one that all know of
-        self.asked_at = time.monotonic()
-        self.steps = self.steps_left = 1  # between two questions in training; until the next
+        self.asked = None  # at the last step: what to wait for, and where the answer will be
 
     def __enter__(self):
         self.previous = {number: signal.signal(number, self._receive) for number in self.SIGNALS
@@ -256,41 +206,38 @@ class StopRequest:
 
     def _receive(self, number, _):
         # Ctrl-C under torchrun arrives twice, from the terminal and from torchrun: that is one.
-        second = self.signal == signal.SIGINT and time.monotonic() - self.received_at > 1
-        if number == signal.SIGINT and second:
+        now, before = time.monotonic(), self.signal
+        if number == before == signal.SIGINT and now - self.received_at > 1:
             os._exit(130)
-        is_new = number != self.signal
-        self.signal, self.received_at = number, time.monotonic()
-        if is_new:
+        self.signal, self.received_at = number, now
+        if number != before:
+            again = ', again to leave at once' if number == signal.SIGINT else ''
             with suppress(RuntimeError):  # in the middle of a print
-                print0(f'{signal.Signals(number).name}: stopping after '
-                       + ('this step' if self.group is None else 'a few steps')
-                       + ', again to leave at once' * (number == signal.SIGINT))
+                print0(f'{signal.Signals(number).name}: stopping after this step{again}')
 
-    def agreed_signal(self):
+    def _ask(self):
+        """Begin to ask all processes → (what to wait for, the tensor in which the answer will be)
+        """
+        number = torch.tensor(int(self.signal or 0))
+        return dist.all_reduce(number, dist.ReduceOp.MAX, group=self.group, async_op=True), number
+
+    def agreed_signal(self, asked=None):
         """The name of the signal that any of the processes received, or None; the same on all.
-        They must all ask at the same points, as for any collective."""
+        They must all ask at the same points, as for any collective. asked: earlier"""
         number = self.signal or 0
         if self.group is not None:
-            received = torch.tensor(int(number))
-            dist.all_reduce(received, dist.ReduceOp.MAX, group=self.group)
-            number = received.item()
-        self.agreed = signal.Signals(number).name if number else None
+            work, number = asked or self._ask()
+            work.wait()
+        self.agreed = signal.Signals(int(number)).name if number else None
         return self.agreed
 
     def signal_at_step(self):
-        """As agreed_signal, for each step of training. Several processes ask about once a second;
-        between, the answer is None."""
+        """As agreed_signal, for each step of training. Several processes answer at the next step,
+        so that none waits for the others."""
         if self.group is None or self.agreed:
             return self.agreed_signal()
-        self.steps_left -= 1
-        if self.steps_left > 0:
-            return None
-        now = time.monotonic()
-        in_a_second = int(self.steps / max(now - self.asked_at, 1e-3))
-        self.steps = self.steps_left = max(1, min(all_gather(in_a_second, self.group)))
-        self.asked_at = now
-        return self.agreed_signal()
+        earlier, self.asked = self.asked, self._ask()
+        return self.agreed_signal(earlier) if earlier else None
 
     @contextmanager
     def until_stopped(self):

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from tqdm import tqdm
 
 from plaingpt.system.formatting import printable
-from plaingpt.system.machine import crowded_cores, limit_threads
+from plaingpt.system.machine import cores_shared, limit_threads
 
 
 class UserError(Exception):
@@ -69,13 +69,10 @@ def run_script(main):
         if hasattr(stream, 'reconfigure'):  # a notebook's have none
             stream.reconfigure(errors='replace', line_buffering=True)
     limit_threads()
-    crowded_cores.start()
     try:
-        try:
+        with cores_shared():
             main(sys.argv[1:])
-            sys.stdout.flush()
-        finally:
-            crowded_cores.stop()
+        sys.stdout.flush()
     except KeyboardInterrupt:
         print_line('interrupted', sys.stderr)
         sys.exit(130)

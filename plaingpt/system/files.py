@@ -1,7 +1,6 @@
 """Files that are whole or absent: atomic writes, checksums, lines of a log; JSON; one process at a
 time in a folder."""
 
-import errno
 import hashlib
 import json
 import os
@@ -30,12 +29,9 @@ def is_hub_name(name):
 def write_atomically(path, data):
     """Write text or bytes under a temporary name, sync, rename: `path` is whole or as it was.
 
-    Raises OSError where the disk refuses, and nothing is left behind then; also where there is
-    something that is no file, such as a device, in whose place a file would come.
+    Raises OSError where the disk refuses, and nothing is left behind then.
     """
     path = Path(path)
-    if os.path.lexists(path) and not path.is_file():
-        raise OSError(errno.EINVAL, 'it is not a regular file', str(path))
     temporary = path.with_name(path.name + '.tmp')
     if isinstance(data, str):
         data = data.encode(errors='backslashreplace')  # a name in it may be no UTF-8
@@ -71,18 +67,12 @@ def read_json(path):
 
 def append_line(path, value):
     """Add a JSON object to a .jsonl file, below the half of a line that a kill may have left there.
-    Where the disk refuses, a warning names the line that is lost; those before it stay whole, and
-    nobody stops."""
-    line = (json.dumps(value) + '\n').encode()
+    Where the disk refuses, a warning says so, and nobody stops."""
     try:
-        with open(path, 'ab+', buffering=0) as f:
-            end = f.tell()
-            f.seek(max(0, end - 1))
-            if end and f.read(1) != b'\n':
-                line = b'\n' + line
-            if f.write(line) < len(line):  # the next line must not continue half of this one
-                f.truncate(end)
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        with open(path, 'ab+') as f:
+            f.seek(max(0, f.tell() - 1))
+            is_half = f.read(1) not in (b'', b'\n')
+            f.write(b'\n' * is_half + json.dumps(value).encode() + b'\n')
     except OSError as e:
         warn(f'a line of {path} is lost: {e.strerror}')
 
@@ -112,9 +102,7 @@ def make_writable(folder, key='out_dir'):
         probe.touch()
         probe.unlink()
     except OSError as e:
-        why = ' is a file: name a folder' if Path(folder).is_file() \
-            else f': cannot write there: {e.strerror}'
-        raise UserError(f'{key}={folder}{why}') from None
+        raise UserError(f'{key}={folder}: cannot write there: {e.strerror}') from None
 
 
 # -----------------------------------------------------------------------------
@@ -128,50 +116,32 @@ def locked(folder, refusal):
     """Keep other processes out of `folder` while in here → a function that raises UserError where
     the folder has been removed or replaced since. The system frees the lock of a killed process.
 
-    Raises UserError(refusal) where another process has the lock, and UserError where the disk
-    refuses it.
+    Raises UserError(refusal) where another process has the lock.
     """
     from filelock import FileLock, Timeout
     path = Path(folder, LOCK_FILE)
     lock = FileLock(path, blocking=False, mode=0o666)
     try:
         lock.acquire()
-        held = path.stat()
     except Timeout:
         raise UserError(refusal) from None
-    except (OSError, NotImplementedError) as e:
-        raise UserError(f'{folder} cannot be locked ({e}): choose a folder on another disk') \
-            from None
+    held = path.stat()
+
+    def is_ours():
+        return path.exists() and os.path.samestat(held, path.stat())
 
     def check():
-        try:
-            is_here = os.path.samestat(held, path.stat())
-        except FileNotFoundError:
-            is_here = False
-        except OSError:  # the disk does not answer now
-            return
-        if not is_here:
+        if not is_ours():
             raise UserError(f'{folder} or its {LOCK_FILE} was removed or replaced, perhaps by '
                             'another run, and what is in memory was not written there: start again '
                             'with another folder')
     try:
         yield check
     finally:
-        with suppress(OSError, UserError):
-            check()
-            path.unlink()
+        with suppress(OSError):
+            if is_ours():
+                path.unlink()
         lock.release()
-
-
-def in_use(folder):
-    """Whether a process has locked `folder`."""
-    if not Path(folder, LOCK_FILE).exists():
-        return False
-    try:
-        with locked(folder, 'in use'):
-            return False
-    except UserError:
-        return True
 
 
 @contextmanager

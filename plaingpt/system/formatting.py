@@ -1,14 +1,11 @@
 """Numbers, errors and the text of others as people read them."""
 
-import ast
 import re
 import shlex
-from fractions import Fraction
 
 GIB = 2**30
 
 CONTROLS = re.compile('[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]')  # lone surrogates, too
-ESCAPES = re.compile(r'\\(?:[nrt\\]|x[0-9a-fA-F]{2}|u[0-9a-fA-F]{4})')
 
 
 def short(n):
@@ -24,17 +21,6 @@ def setting(value):
     """A setting's value as people write it: 2.9999999999999997e-05 → '3e-05', 0.9995 as it is."""
     exact = str(value)
     return f'{value:.3g}' if isinstance(value, float) and len(exact) > 8 else exact
-
-
-def parse_count(text):
-    """'1.5B' → 1500000000, '100_000' and '1e5' → 100000, also with k, M and G; None for what is no
-    whole number from 0 on."""
-    found = re.fullmatch(r'(\d[\d_]*(?:\.\d+)?(?:e\d+)?)([kMGB]?)', str(text), re.IGNORECASE)
-    if not found:
-        return None
-    unit = {'': 1, 'k': 10**3, 'm': 10**6, 'g': 10**9, 'b': 10**9}[found[2].lower()]
-    number = Fraction(found[1].replace('_', '')) * unit  # of a float, 1.1B would not be whole
-    return int(number) if number.denominator == 1 else None
 
 
 def quote_epochs(epochs):
@@ -65,11 +51,6 @@ def shown(path):
     return printable(str(path)).replace('\n', '\\n')
 
 
-def capitalized(text):
-    """'it is GPT' → 'It is GPT'"""
-    return text[:1].upper() + text[1:]
-
-
 def listed(words):
     """['a', 'b', 'c'] → 'a, b and c'"""
     return ' and '.join(filter(None, (', '.join(words[:-1]), words[-1])))
@@ -80,15 +61,18 @@ def count_of(number, noun):
     return f'{number:,} {noun}{"s" * (number != 1)}'
 
 
+def join_halves(text):
+    """→ (text, its UTF-8) where two halves of a character are joined, one alone becomes U+FFFD."""
+    try:
+        return text, text.encode()
+    except UnicodeEncodeError:
+        text = text.encode('utf-16', 'surrogatepass').decode('utf-16', 'replace')
+        return text, text.encode()
+
+
 def quoted(path):
     """A path, or another word, as a shell takes it: for commands that a message shows."""
     return shlex.quote(str(path))
-
-
-def unescape(text):
-    r"""Text as it was typed → with its escapes read: \n \r \t \\ \x41 \u00e9. Any other backslash
-    stays as it is."""
-    return ESCAPES.sub(lambda found: ast.literal_eval(f"'{found[0]}'"), text)
 
 
 def one_line(problem):
@@ -101,12 +85,3 @@ def gib(size):
     if size >= 1000 * GIB:
         return f'{size / GIB / 1024:,.2f} TiB'
     return f'{size / GIB:.2f} GiB' if size >= GIB / 10 else f'{size / 2**20:.1f} MiB'
-
-
-def join_halves(text):
-    """→ (text, its UTF-8) where two halves of a character are joined, one alone becomes U+FFFD."""
-    try:
-        return text, text.encode()
-    except UnicodeEncodeError:
-        text = text.encode('utf-16', 'surrogatepass').decode('utf-16', 'replace')
-        return text, text.encode()

@@ -20,7 +20,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from model import GPT, chunk_size
 from plaingpt.system.devices import DTYPES, autocast, check_memory, peak_memory_bytes
-from plaingpt.system.distributed import all_reduce_min, print0
+from plaingpt.system.distributed import all_gather, gloo_group, print0
 from plaingpt.system.errors import UserError
 from plaingpt.system.formatting import GIB, gib
 from plaingpt.training.optimizers import build_optimizer
@@ -352,11 +352,11 @@ def with_planned_batch(config, shape, dtype, device, compile, available):
     on all processes. Raises UserError."""
     sequences = sequences_of(config)
     planned = batch_that_divides(shape, config, dtype, device.type, available)
-    batch_size = planned = all_reduce_min(planned, device)
+    batch_size = planned = min(all_gather(planned, gloo_group()))
     trying = device.type == 'cuda' and config.parallel != 'fsdp'  # a trial holds the whole model
     while batch_size and trying:
         trial = with_batch(config, batch_size, sequences)
-        if all_reduce_min(int(step_fits(shape, trial, dtype, device, compile)), device):
+        if all(all_gather(step_fits(shape, trial, dtype, device, compile), gloo_group())):
             break
         batch_size = next((n for n in range(batch_size // 2, 0, -1) if sequences % n == 0), 0)
     if not batch_size:

@@ -4,7 +4,7 @@ not even loaded."""
 from contextlib import contextmanager
 
 from plaingpt.system.devices import device_memory
-from plaingpt.system.distributed import all_reduce_min, launched_world
+from plaingpt.system.distributed import all_gather, gloo_group, launched_world
 from plaingpt.system.errors import UserError, is_out_of_memory
 from plaingpt.system.machine import free_memory
 
@@ -17,7 +17,7 @@ def fit_to_memory(config, shape, dtype, device, compile):
     world = launched_world()
     if config.parallel == 'fsdp' and not world.launched:
         raise UserError('parallel=fsdp shares a model among processes: start them with torchrun')
-    available = all_reduce_min(available_memory(device), device)
+    available = min(all_gather(available_memory(device), gloo_group()))
     if config.batch_size != 'auto' and config.parallel != 'fsdp' \
             and 4 * rough_bytes(shape, config.batch_size) < available:
         return config

@@ -23,7 +23,7 @@ from plaingpt.data.dataset import open_dataset
 from plaingpt.data.hub import HubDataset
 from plaingpt.data.readers import DOCUMENT_FORMS
 from plaingpt.system.errors import UserError
-from plaingpt.system.formatting import parse_count, shown
+from plaingpt.system.formatting import shown
 
 chance = random.Random(0)
 WORDS = ['to', 'be', 'ör', '"not"', 'that, is', 'the;', 'question', '[1]', '日本', '😀']
@@ -218,7 +218,7 @@ def test_numbers_are_read_as_people_write_them():
             ('100M', 10**8), ('1.5B', 1_500_000_000), ('1.1b', 1_100_000_000), ('1e8', 10**8),
             ('100_000_000', 10**8), (10**8, 10**8), ('3k', 3000), ('2G', 2 * 10**9), ('0', 0),
             ('1.5', None), ('M', None), ('-1', None), ('1T', None)):
-        assert parse_count(text) == number, text
+        assert prepare.parse_count(text) == number, text
 
 
 # -----------------------------------------------------------------------------

@@ -4,7 +4,6 @@ import json
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -16,13 +15,12 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from helpers import ROOT, exit_code, fails, fork, in_the_loop, ranks, wait_until
+from helpers import ROOT, exit_code, fork, in_the_loop, ranks, wait_until
 
 import train
 from model import GPT, GPTConfig
 from plaingpt.system import distributed
 from plaingpt.system.distributed import launched_world, process_group
-from plaingpt.system.errors import UserError
 from plaingpt.training.optimizers import build_optimizer
 from plaingpt.training.settings import TrainConfig
 from plaingpt.training.step_guard import StepGuard
@@ -69,30 +67,16 @@ def test_a_process_that_is_killed_ends_the_others(tmp_path, size, lost):
     os.kill(pids[lost], signal.SIGKILL)
     for rank, pid in pids.items():
         assert exit_code(pid) == (2 if rank != lost else -signal.SIGKILL)
-        assert rank == lost or 'error: lost another process' in error_in(logs[rank])
+        assert rank == lost or 'or lost it' in error_in(logs[rank])
 
 
 def test_a_process_that_hangs_ends_the_others_after_a_while(tmp_path):
     pids, logs = start(tmp_path, 2, work, 3)
     wait_until(lambda: working(logs))
     os.kill(pids[1], signal.SIGSTOP)
-    assert exit_code(pids[0]) == 2 and 'did not answer in time' in error_in(logs[0])
+    assert exit_code(pids[0]) == 2 and 'or lost it' in error_in(logs[0])
     os.kill(pids[1], signal.SIGKILL)
     exit_code(pids[1])
-
-
-@pytest.mark.slow
-def test_a_process_that_is_slow_does_not_end_the_others(tmp_path):
-    pids, logs = start(tmp_path, 2, work, 60)
-    wait_until(lambda: working(logs))
-    os.kill(pids[1], signal.SIGSTOP)
-    time.sleep(2)
-    before = logs[0].read_text()
-    os.kill(pids[1], signal.SIGCONT)
-    wait_until(lambda: len(logs[0].read_text()) > len(before) + 100)
-    for pid in pids.values():
-        os.kill(pid, signal.SIGKILL)
-        exit_code(pid)
 
 
 def meet(argv):
@@ -136,7 +120,7 @@ def test_out_of_memory_is_explained_by_the_process_that_has_none(tiny, tmp_path)
     pids, logs = start(tmp_path, 2, train.main, *tiny, '--check=False', before=run_out_of_memory)
     assert [exit_code(pid) for pid in pids.values()] == [2, 2]
     assert 'error: out of memory on cpu' in error_in(logs[1])
-    assert 'error: lost another process' in error_in(logs[0])
+    assert 'or lost it' in error_in(logs[0])
 
 
 @pytest.mark.parametrize('missing', [[1, 2], pytest.param([0], marks=pytest.mark.slow)])
@@ -144,7 +128,7 @@ def test_where_processes_never_come_the_others_end_after_a_while(tmp_path, missi
     pids, logs = start(tmp_path, 3, work, 2, missing=missing)
     for rank, pid in pids.items():
         assert exit_code(pid) == 2
-        assert f'error: rank {rank} of 3 did not meet the others at' in error_in(logs[rank])
+        assert f'error: rank {rank} of 3 did not meet another' in error_in(logs[rank])
         assert missing != [1, 2] or '1/3 clients joined' in error_in(logs[rank])
 
 
@@ -165,30 +149,6 @@ def test_a_process_that_is_done_early_waits_for_those_that_are_not(tmp_path):
     assert [exit_code(pid) for pid in pids.values()] == [0, 0]
 
 
-def test_an_address_that_cannot_be_had_is_a_mistake(tiny, capsys, monkeypatch):
-    env = ranks(1)[0]
-    for key, value in env.items():
-        monkeypatch.setenv(key, value)
-    with socket.socket() as taken:
-        taken.bind(('127.0.0.1', int(env['MASTER_PORT'])))
-        taken.listen()
-        assert 'address already in use' in fails(capsys, monkeypatch, train.main, *tiny)
-    for port in ('abc', '99999'):
-        monkeypatch.setenv('MASTER_PORT', port)
-        assert f'MASTER_PORT={port}' in fails(capsys, monkeypatch, train.main, *tiny)
-    monkeypatch.delenv('MASTER_PORT')
-    assert 'MASTER_PORT expected, but not set' in fails(capsys, monkeypatch, train.main, *tiny)
-
-
-def test_an_environment_that_names_no_job_is_a_mistake(monkeypatch):
-    job = dict(RANK='0', LOCAL_RANK='0', WORLD_SIZE='2', LOCAL_WORLD_SIZE='2')
-    for name, value in (('WORLD_SIZE', 'abc'), ('RANK', ''), ('RANK', '7')):
-        for key, each in {**job, name: value}.items():
-            monkeypatch.setenv(key, each)
-        with pytest.raises(UserError, match=f'{name}='):
-            launched_world()
-
-
 @pytest.mark.slow
 def test_under_torchrun_a_process_that_hangs_brings_the_whole_job_back(tiny, tmp_path):
     log = tmp_path / 'log'
@@ -207,7 +167,7 @@ def test_under_torchrun_a_process_that_hangs_brings_the_whole_job_back(tiny, tmp
         assert job.wait(300) == 0
     rows = map(json.loads, (tmp_path / 'out/metrics.jsonl').read_text().splitlines())
     assert [row['iter'] for row in rows if 'loss' in row] == list(range(1, 601))
-    assert 'did not answer in time' in error_in(log) and 'resumed from' in log.read_text()
+    assert 'or lost it' in error_in(log) and 'resumed from' in log.read_text()
 
 
 # -----------------------------------------------------------------------------

@@ -1,6 +1,5 @@
 """One training run at a time in a folder."""
 
-import errno
 import os
 import signal
 
@@ -9,7 +8,7 @@ from helpers import exit_code, fails, fork, wait_until
 
 import train
 from plaingpt.system.errors import UserError
-from plaingpt.system.files import in_use, lock_output_dir, locked
+from plaingpt.system.files import lock_output_dir, locked
 
 
 def test_a_folder_in_use_is_refused_and_may_be_evaluated(tiny, trained, capsys, monkeypatch):
@@ -26,18 +25,10 @@ def test_a_killed_run_does_not_block_its_folder(tiny, tmp_path):
     log = tmp_path / 'log'
     run = fork(train.main, *tiny, '--max_iters=100000', log=log)
     wait_until(lambda: log.exists() and 'iter      2' in log.read_text())
-    assert in_use(tmp_path / 'out')
     os.kill(run, signal.SIGKILL)
     exit_code(run)
-    assert not in_use(tmp_path / 'out')
     train.main([*tiny, '--max_iters=1'])
     assert not (tmp_path / 'out/.lock').exists()
-
-
-def test_a_folder_that_cannot_be_locked_is_refused(tmp_path):
-    (tmp_path / '.lock').mkdir()
-    with pytest.raises(UserError, match='cannot be locked'), locked(tmp_path, 'in use'):
-        pass
 
 
 def test_of_many_processes_one_gets_the_lock(tmp_path):
@@ -51,15 +42,10 @@ def test_of_many_processes_one_gets_the_lock(tmp_path):
     assert sorted(map(exit_code, pids)) == [0, 2, 2, 2]
 
 
-def test_a_folder_that_is_removed_or_replaced_is_no_longer_ours(tmp_path, monkeypatch):
-    def fail(*_, **__):
-        raise OSError(errno.EIO, 'Input/output error')
-
+def test_a_folder_that_is_removed_or_replaced_is_no_longer_ours(tmp_path):
     folder = tmp_path / 'out'
     with lock_output_dir(folder) as check:
-        with monkeypatch.context() as patch:
-            patch.setattr(os, 'stat', fail)
-            check()  # a disk that does not answer says nothing
+        check()
         folder.rename(tmp_path / 'moved')
         for _ in range(2):  # gone; then that of another run
             with pytest.raises(UserError, match='removed or replaced'):

@@ -81,22 +81,6 @@ def test_a_second_ctrl_c_leaves_at_once_and_a_double_one_is_one(tmp_path):
         'SIGINT: stopping after this step, again to leave at once', 'SIGINT']
 
 
-def test_processes_ask_each_other_about_once_a_second_whatever_a_step_takes(monkeypatch):
-    clock = SimpleNamespace(monotonic=lambda: clock.now, now=0.0)
-    monkeypatch.setattr(runtime, 'time', clock)
-    monkeypatch.setattr(runtime, 'all_gather', lambda steps, _: [steps + 9, steps])
-    for step_s, least, most in ((0.01, 10, 11), (0.3, 11, 12), (5.0, 2, 2)):
-        stop, asked = StopRequest(), []
-        stop.group, stop.agreed_signal = 'others', lambda asked=asked: asked.append(clock.now)
-        for _ in range(round(10 / step_s)):
-            clock.now += step_s
-            stop.signal_at_step()
-        assert least <= len(asked) <= most, step_s
-    stop.agreed = 'SIGTERM'  # in an evaluation
-    stop.signal_at_step()
-    assert len(asked) == 3
-
-
 @pytest.mark.parametrize('processes', [1, 2])
 def test_a_signal_ends_an_evaluation_and_the_run_is_saved(tiny, trained, tmp_path, processes):
     def signal_in_the_third_batch():  # of the last process

@@ -6,7 +6,6 @@ from typing import Literal
 
 from model import GPT, GPTConfig
 from plaingpt.data import tokenizers
-from plaingpt.data.dataset import dataset_folder, open_dataset
 from plaingpt.system.devices import choose_compile, choose_device, choose_dtype, use_fast_matmul
 from plaingpt.system.errors import UserError
 from plaingpt.training import checkpoint as checkpoints
@@ -52,6 +51,7 @@ def load(choice):
         from plaingpt.data.chat_tokenizer import as_chat
         description = as_chat(description, source)
     if choice.tokenizer != 'auto':
+        from plaingpt.data.dataset import dataset_folder, open_dataset
         description = open_dataset(dataset_folder(choice.tokenizer)).tokenizer_json()
     if description is None:
         raise UserError(f'{source}: nothing says which tokenizer its {model.config.vocab_size} '

@@ -26,9 +26,7 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 from configurator import load_config
-from plaingpt.data.corpora import find_dataset_size
-from plaingpt.data.dataset import open_named
-from plaingpt.data.opening import open_data
+from plaingpt.data.opening import find_dataset_size, open_data, open_named
 from plaingpt.experiments import runs, tables
 from plaingpt.experiments.judge import judge
 from plaingpt.experiments.step_speed import Workload, measure_speed

@@ -12,7 +12,6 @@
 After a kill, the same command goes on after the last finished file of tokens.
 """
 
-import difflib
 import os
 import re
 from dataclasses import asdict, dataclass
@@ -31,7 +30,13 @@ from plaingpt.data.inspection import inspect
 from plaingpt.data.shards import check_ours, read_progress, write_dataset
 from plaingpt.data.sources import open_source
 from plaingpt.data.splitting import Shares
-from plaingpt.data.tokenizer_choice import borrow_tokenizer, checksum, is_dataset, learn_tokenizer
+from plaingpt.data.tokenizer_choice import (
+    borrow_tokenizer,
+    checksum,
+    is_dataset,
+    is_name,
+    learn_tokenizer,
+)
 from plaingpt.data.tokenizers import is_chat
 from plaingpt.system.errors import UserError, run_script
 from plaingpt.system.formatting import quoted
@@ -133,7 +138,7 @@ def main(argv):
         dataset = folder.name if folder.parent == Path('data') else folder
         recipe = {'chat': 'config/finetune_chat.py',
                   'text': 'config/own_text.py --minutes=10'}.get(name, 'config/NAME.py')
-        is_model = not tokenizers.is_name(config.tokenizer) and not is_dataset(config.tokenizer)
+        is_model = not is_name(config.tokenizer) and not is_dataset(config.tokenizer)
         start = f' --init_from={quoted(config.tokenizer)}' if is_model and name == 'chat' else ''
         print(f'next: python train.py {recipe} --dataset={quoted(dataset)}{start}')
 
@@ -141,11 +146,8 @@ def main(argv):
 def unknown_corpus(name):
     if os.path.lexists(name):
         return f'{name} is no corpus: for files of your own, python prepare.py text {quoted(name)}'
-    nearest = difflib.get_close_matches(name, CORPORA, n=1)
-    return f'{dataset_folder(name)} is not there, and no corpus is called {name!r}: ' \
-        + (f'did you mean {nearest[0]}? ' if nearest else '') + 'python prepare.py lists all; ' \
-        'for your own files, python prepare.py text FILES ' \
-        f'--data_dir={quoted(dataset_folder(name))}'
+    return f'no corpus is called {name!r}: python prepare.py lists all; for your own files, ' \
+        f'python prepare.py text FILES --data_dir={quoted(dataset_folder(name))}'
 
 
 def check_options(config, name, corpus):
@@ -164,7 +166,7 @@ def prepare_text(name, corpus, folder, config):
     """Source → tokenizer → tokens → report. Raises UserError."""
     asked = corpus.tokenizer if config.tokenizer == 'auto' else config.tokenizer
     is_of_chat = corpus.kind == 'chat'
-    borrowed = None if tokenizers.is_name(asked) else borrow_tokenizer(asked, is_of_chat)
+    borrowed = None if is_name(asked) else borrow_tokenizer(asked, is_of_chat)
     errors = config.errors
     kind = borrowed.to_json()['kind'] if borrowed else asked
     if kind == 'byte' and errors == 'strict' and config.encoding == 'utf-8':

@@ -6,7 +6,7 @@ import math
 
 import torch
 
-from plaingpt.data.dataset import has_token_files, open_named
+from plaingpt.data.opening import has_token_files, open_named
 from plaingpt.training.dtype_choice import core_speed
 from plaingpt.training.start import is_resumed
 

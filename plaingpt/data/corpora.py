@@ -3,15 +3,9 @@
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from plaingpt.data.dataset import (
-    dataset_folder,
-    has_token_files,
-    open_dataset,
-    open_named,
-    read_names,
-)
 from plaingpt.data.sources import STANDARD_LIBRARY, find_files, find_standard_library
-from plaingpt.data.tokenizers import GPT2Tokenizer, named_vocab_size
+from plaingpt.data.tokenizer_choice import named_vocab_size
+from plaingpt.data.tokenizers import GPT2Tokenizer
 from plaingpt.system.files import ROOT
 from plaingpt.system.formatting import short
 
@@ -120,34 +114,6 @@ def table():
     return '\n'.join(lines)
 
 
-def find_dataset_size(name, vocab_size=0):
-    """What `dataset` says → (vocabulary, training tokens or None, where they are known from).
-
-    Where nothing is prepared, the table of corpora answers. vocab_size: takes the place of the
-    vocabulary that is found, 0 for none. Raises UserError.
-    """
-    if has_token_files(name):
-        open_named(name)  # sees whether they go together
-    sizes = find_sizes(name)
-    known = [vocab for each, (vocab, _, _) in sizes.items() if has_token_files(each)]
-    usual, tokens, sources = zip(*sizes.values(), strict=True)
-    missing = [source for source in sources if source.endswith(NOT_PREPARED)]
-    return (vocab_size or (known or usual)[0], None if None in tokens else sum(tokens),
-            missing[0] if missing else ', '.join(sources))
-
-
-NOT_PREPARED = ' is not prepared'
-
-
-def find_sizes(name):
-    """find_dataset_size of each corpus that `dataset` says → {its name: …}"""
-    sizes = {}
-    for each in read_names(name):
-        folder, corpus = dataset_folder(each), CORPORA.get(each, Corpus(''))
-        if has_token_files(each):
-            dataset = open_dataset(folder)
-            sizes[each] = dataset.vocab_size, len(dataset.split('train')), str(folder)
-            continue
-        usual = corpus.vocab_size or named_vocab_size(corpus.tokenizer) or GPT2Tokenizer.vocab_size
-        sizes[each] = usual, corpus.tokens or None, f'{folder}{NOT_PREPARED}'
-    return sizes
+def usual_vocab_size(corpus):
+    """The vocabulary of a corpus that is not prepared yet."""
+    return corpus.vocab_size or named_vocab_size(corpus.tokenizer) or GPT2Tokenizer.vocab_size

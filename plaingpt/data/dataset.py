@@ -90,29 +90,22 @@ class Dataset:
     def identity(self, split):
         """What the tokens of a split are, wherever they lie: the checksums of its files, sampled
         ones where meta.json has none."""
-        return self._open(split)[1]
-
-    def samples(self):
-        """Checksums of blocks of the files of train and val as they are on the disk, whatever
-        meta.json says → {split: [checksum]}"""
-        return {split: self._open(split)[2] for split in ('train', 'val')}
-
-    def state(self):
-        """What a checkpoint keeps of the data, so that a run goes on with the same."""
-        return {'tokenizer': self.tokenizer_json(), 'data': self.identity('train'),
-                'samples': self.samples()}
+        files, masks = self._open(split)
+        return [file.sha256 or file.sampled_sha256() for file in [*files, *masks]]
 
     def is_identity(self, split, saved):
         """True where `saved` is the identity of a split; earlier versions saved the path of a
         folder without meta.json."""
-        return saved == self.identity(split) or (
-            not self.is_ours() and isinstance(saved, str)
-            and os.path.abspath(saved) == os.path.abspath(self.folder))
+        return saved in (self.identity(split), os.path.abspath(self.folder))
+
+    def state(self):
+        """What a checkpoint keeps of the data, so that a run goes on with the same."""
+        return {'tokenizer': self.tokenizer_json(), 'data': self.identity('train')}
 
     def split(self, name, in_ram=False):
         """The token stream of 'train', 'val' or 'test'; with in_ram its checksums are verified.
         Raises UserError."""
-        files, _, _, masks = self._open(name)
+        files, masks = self._open(name)
         if masks:
             from plaingpt.data.packing import ConversationTokens, Marks  # with torch
             of_others = {'form', 'template'} & self.tokenizer_json().keys()
@@ -128,103 +121,36 @@ class Dataset:
             from plaingpt.data.batches import BatchLoader as Loader
         return Loader(self.split(split, in_ram), *shape, **settings)
 
-    def describe_reading(self, in_ram):
-        """Where tokens are read from, and whether their checksums were verified, as text."""
-        if not self.is_ours():
-            return f'{"in memory" if in_ram else "on disk"}, no checksums to verify'
-        if in_ram:
-            return 'in memory, checksums verified'
-        return 'on disk, checksums not verified (python prepare.py inspect ' \
-               f'{quoted(self.folder)} does)'
-
     def _open(self, split):
-        """→ (files, identity, samples, masks)"""
+        """→ (files, files of their loss masks)"""
         if split not in self.opened:
             dtype = np.dtype(self.meta.get('dtype', 'uint16')).newbyteorder('<')
-            if entry := self.split_entry(split):
-                files = [open_tokens(self.folder / file['name'], dtype, file['tokens'],
-                                     file['sha256'], file.get('offset'))
-                         for file in entry['files']]
-            else:
-                files = [open_tokens(path, dtype) for path in self._bare_files(split)]
+            entries = self.split_entry(split).get('files', [])
+            files = [open_tokens(self.folder / file['name'], dtype, file['tokens'],
+                                 file['sha256'], file.get('offset')) for file in entries] \
+                or [open_tokens(path, dtype) for path in self._bare_files(split)]
             if not files:
                 hint = ': prepare it with --test_fraction=0.01' if split == 'test' else ''
                 raise UserError(f'{self.folder}: no {split}.bin there{hint}')
             masks = [open_tokens(self.folder / mask_name(file['name']), np.dtype('u1'),
                                  file['tokens'], file['mask_sha256'])
-                     for file in entry['files']] if self.has_mask() else []
-            samples = [*(file.sampled_sha256(self.vocab_size) for file in files),
-                       *(mask.sampled_sha256(2) for mask in masks)]
-            known = [file.sha256 or sample
-                     for file, sample in zip([*files, *masks], samples, strict=True)]
-            self.opened[split] = files, known, samples, masks
+                     for file in entries if self.has_mask()]
+            self.opened[split] = files, masks
         return self.opened[split]
 
     def _bare_files(self, split):
         """The token files of a split in a folder whose meta.json does not list any."""
-        if self.is_ours() or (single := self.folder / f'{split}.bin').exists():
-            return [] if self.is_ours() else [single]
+        if self.is_ours():
+            return []
+        if (single := self.folder / f'{split}.bin').exists():
+            return [single]
         return [path for path in sorted(self.folder.glob('*.bin'))
                 if split in path.stem.replace('-', '_').split('_')]
 
 
-@dataclass(frozen=True)
-class Mixture(Dataset):
-    """Datasets of one tokenizer, read by their shares. `folder` is what the setting says."""
-
-    parts: list = None  # Part
-
-    @property
-    def shares(self):
-        """Of every thousand sequences, how many each part has."""
-        return tuple(round(1000 * part.weight) for part in self.parts)
-
-    def split_entry(self, split):
-        entries = [part.dataset.split_entry(split) for part in self.parts]
-        if any(entry.get('in_train') is None for entry in entries):
-            return {}
-        return {'in_train': self.mean(entry['in_train'] for entry in entries)}
-
-    def bytes_per_token(self, split):
-        sizes = [part.dataset.bytes_per_token(split) for part in self.parts]
-        return None if None in sizes else self.mean(sizes)
-
-    def identity(self, split):
-        return [[share, part.dataset.identity(split)]
-                for share, part in zip(self.shares, self.parts, strict=True)]
-
-    def samples(self):
-        each = [part.dataset.samples() for part in self.parts]
-        return {split: [samples[split] for samples in each] for split in each[0]}
-
-    def is_identity(self, split, saved):
-        return saved == self.identity(split)
-
-    def split(self, name, in_ram=False):
-        from plaingpt.data.mixtures import MixedStream  # with torch, which takes seconds
-        return MixedStream([part.dataset.split(name) for part in self.parts], self.shares,
-                           self.vocab_size, in_ram)
-
-    def loader(self, split, in_ram, *shape, **settings):
-        from plaingpt.data.mixtures import MixedLoader
-        return MixedLoader(self.split(split, in_ram), *shape, **settings)
-
-    def describe_reading(self, in_ram):
-        return '; '.join(dict.fromkeys(part.dataset.describe_reading(in_ram)
-                                       for part in self.parts))
-
-
-# -----------------------------------------------------------------------------
-# what the setting `dataset` says
-
-
 def dataset_folder(name):
     """The folder of a dataset: data/<name>, or the path itself where it is one."""
-    path, inside = Path(name), Path('data', name)
-    if path.parts != (name.rstrip('/'),):
-        return path
-    # A slash that a shell completed: of a folder in data/, or of one right here.
-    return path if name.endswith('/') and path.is_dir() and not inside.is_dir() else inside
+    return Path('data', name) if Path(name).parts == (name,) else Path(name)
 
 
 def prepared_folder(name):
@@ -235,46 +161,6 @@ def prepared_folder(name):
 def holds_tokens(folder):
     """Whether there are token files, or what says that there are."""
     return (folder / 'meta.json').exists() or any(folder.glob('*.bin'))
-
-
-def read_names(text):
-    """The setting `dataset`, a name or 'code:0.3,prose:0.7' → {name: weight}. Raises UserError."""
-    if not re.search('[:,]', text) or dataset_folder(text).exists():
-        return {text: 1.0}
-    from plaingpt.data.mixtures import read_mixture  # with torch, which takes seconds
-    found = read_mixture(text)
-    if len({dataset_folder(name).resolve() for name, _ in found}) < len(found):
-        raise UserError(f'dataset={text} names a corpus twice: give it one weight')
-    return dict(found)
-
-
-def has_token_files(text):
-    """Whether there are token files of all that `dataset` says."""
-    return all(holds_tokens(dataset_folder(name)) for name in read_names(text))
-
-
-def open_named(text, vocab_size=0):
-    """What the setting `dataset` says → Dataset, a Mixture where it names several. vocab_size: as
-    of open_dataset. Raises UserError."""
-    weights = read_names(text)
-    if len(weights) == 1:
-        return open_dataset(dataset_folder(*weights), vocab_size)
-    last = [Path(name).name for name in weights]
-    short = last if len(set(last)) == len(last) else weights
-    parts = [Part(name, open_dataset(dataset_folder(path), vocab_size), weight)
-             for name, (path, weight) in zip(short, weights.items(), strict=True)]
-    first = parts[0].dataset
-    for _, dataset, _ in parts:
-        if dataset.has_mask():
-            raise UserError(f'dataset={text}: {dataset.folder} holds conversations, which no '
-                            'mixture can: prepare all conversations as one dataset')
-        if tokenizers.words_of(dataset.tokenizer_json()) \
-                != tokenizers.words_of(first.tokenizer_json()):
-            raise UserError(f'{first.folder} and {dataset.folder} were prepared with different '
-                            f'tokenizers: prepare the second with --tokenizer={first.folder}')
-    known = all(dataset.meta for _, dataset, _ in parts)  # else GPT-2's tokens, of all
-    meta = {'tokenizer': first.tokenizer_json()} if known else {}
-    return Mixture(text, meta, first.vocab_size, parts=parts)
 
 
 def open_dataset(folder, vocab_size=0):
@@ -288,17 +174,22 @@ def open_dataset(folder, vocab_size=0):
     if (folder / UNFINISHED).exists():
         raise UserError(f'{folder} is not finished: run the prepare.py command that wrote it again')
     if not holds_tokens(folder):
-        corpus = f', or python prepare.py {quoted(folder.name)} where that is a corpus it lists'
-        raise UserError(f'{folder} is not prepared: python prepare.py text FILES '
-                        f'--data_dir={quoted(folder)}'
-                        + corpus * (folder.parent == Path('data')))
+        raise UserError(not_prepared(folder))
     description = {'kind': 'gpt2'}
     if (folder / 'meta.pkl').exists():
-        description = tokenizers.read_nanogpt_meta(folder / 'meta.pkl')
+        from plaingpt.data.nanogpt_meta import read_nanogpt_meta
+        description = read_nanogpt_meta(folder / 'meta.pkl')
     elif vocab_size not in (0, tokenizers.GPT2Tokenizer.vocab_size):
         description = {'kind': 'ids', 'vocab_size': vocab_size}
     meta = {} if description['kind'] == 'gpt2' else {'tokenizer': description}
     return Dataset(folder, meta, tokenizers.described_vocab_size(description))
+
+
+def not_prepared(folder):
+    line = f'{folder} is not prepared: python prepare.py text FILES --data_dir={quoted(folder)}'
+    if folder.parent == Path('data'):
+        line += f', or python prepare.py {quoted(folder.name)} where that is a corpus it lists'
+    return line
 
 
 def mask_name(name):
@@ -306,20 +197,14 @@ def mask_name(name):
     return name.removesuffix('.bin') + MASK_ENDING
 
 
-# -----------------------------------------------------------------------------
-# meta.json
-
-
 def read_meta(path):
     """meta.json → a dict whose needed keys are there. Raises UserError."""
     try:
         meta = read_json(path)
-        if meta['format_version'] != FORMAT_VERSION:
-            raise UserError(f'{path}: format version {meta["format_version"]}, but this plainGPT '
-                            f'reads version {FORMAT_VERSION}: prepare the data again')
-        if missing := {'dtype', 'vocab_size', 'tokenizer', 'splits'} - meta.keys():
-            raise ValueError(f'it has no {" and no ".join(sorted(missing))}')
-        return meta
+        if meta['format_version'] == FORMAT_VERSION:
+            return {**meta, **{key: meta[key] for key in ('dtype', 'vocab_size', 'tokenizer',
+                                                          'splits')}}
     except (OSError, ValueError, KeyError, TypeError) as e:
-        what = f'{e} is missing' if isinstance(e, KeyError) else e
-        raise UserError(f'{path} is broken ({what}): prepare the data again') from None
+        raise UserError(f'{path} is broken ({e!r}): prepare the data again') from None
+    raise UserError(f'{path}: format version {meta["format_version"]}, but this plainGPT reads '
+                    f'version {FORMAT_VERSION}: prepare the data again')

@@ -13,9 +13,10 @@ from typing import NamedTuple
 import numpy as np
 
 from plaingpt.data.dataset import MASK_ENDING
+from plaingpt.data.gigatoken import WrongIds, fast_encode
 from plaingpt.data.shards import ShardWriter, empty, write_meta, write_progress
 from plaingpt.data.splitting import SPLITS, Duplicates, put_in_splits
-from plaingpt.data.tokenizers import UnknownCharacter, WrongIds
+from plaingpt.data.tokenizers import UnknownCharacter
 from plaingpt.system.errors import UserError, progress_bar
 from plaingpt.system.formatting import count_of, short
 
@@ -51,23 +52,26 @@ def write_tokens(source, tokenizer, folder, command, progress, shares, *, shard_
                for split in SPLITS[:2 + bool(has_test)]}
     for split in writers if progress else ():
         writers[split].go_back(progress['splits'][split])
-    done, started = count_tokens(writers), time.monotonic()
+    train, started = writers['train'], time.monotonic()
+    done = sum(writer.tokens for writer in writers.values())
     if done:
         print(f'resuming after {done:,} tokens that are written already')
     duplicates = Duplicates() if dedup else None
     encode = partial(encode_conversations, tokenizer, dtype) if chat else partial(
-        encode_batch, tokenizer, None if source.is_one_text else tokenizer.end_of_text, dtype)
+        encode_batch, tokenizer, fast_encode(tokenizer),
+        None if source.is_one_text else tokenizer.end_of_text, dtype)
     pieces = put_in_splits(source, shares, duplicates, tokenizer.end_of_text is None)
+    bar = progress_bar('encoding', max_tokens or source.total,
+                       'tokens' if max_tokens else source.unit)
     try:
-        with closing(pieces), progress_bar('encoding', max_tokens or source.total,
-                                           'tokens' if max_tokens else source.unit) as bar:
+        with closing(pieces), bar:
             batches = group_in_batches(pieces, source, progress.get('count', 0))
             for batch, encoded in map_in_order(encode, batches, threads):
-                room = max_tokens - writers['train'].tokens
+                room = max_tokens - train.tokens
                 if max_tokens and 'train' in encoded and len(encoded['train'].ids) >= room:
                     encoded = encode(batch, room=room)
                 filled = [writers[split].write(part) for split, part in encoded.items()]
-                if max_tokens and writers['train'].tokens == max_tokens:
+                if max_tokens and train.tokens == max_tokens:
                     break  # within the batch: no place to go on from
                 if any(filled):
                     for writer in writers.values():
@@ -75,8 +79,7 @@ def write_tokens(source, tokenizer, folder, command, progress, shares, *, shard_
                     write_progress(folder, command, tokenizer=tokenizer.to_json(),
                                    count=batch.count, splits={
                                        split: writer.state() for split, writer in writers.items()})
-                done_now = writers['train'].tokens if max_tokens else batch.position
-                bar.update(done_now - bar.n)
+                bar.update((train.tokens if max_tokens else batch.position) - bar.n)
     except UnknownCharacter as e:
         raise UserError(f'{source.name}: {e}: replace it, or choose another --tokenizer') from None
     except WrongIds:  # earlier ones may be wrong as well
@@ -84,14 +87,15 @@ def write_tokens(source, tokenizer, folder, command, progress, shares, *, shard_
         raise
     if source.identity() != command['identity']:
         raise UserError(f'{source.name}: changed while it was read: give the same command again')
-    tokens, seconds = count_tokens(writers) - done, time.monotonic() - started
+    tokens = sum(writer.tokens for writer in writers.values()) - done
+    seconds = time.monotonic() - started
     print(f'{count_of(tokens, "token")} in {seconds:.1f} s, {short(tokens / seconds)} a second')
+    counts = {}
     # Where reading ended early, how much was read ahead is a matter of chance.
-    reached = max_tokens and writers['train'].tokens == max_tokens
-    counts = {} if reached else tell_left_out(source, duplicates)
-    if max_tokens and not reached:
-        print(f'{source.name} has {writers["train"].tokens:,} tokens to train on, fewer than '
-              f'--max_tokens={max_tokens}')
+    if train.tokens < (max_tokens or math.inf):
+        counts = tell_left_out(source, duplicates)
+    if train.tokens < max_tokens:
+        print(f'{source.name} has {train.tokens:,} tokens to train on, fewer than {max_tokens=}')
     splits = {split: writer.finish() for split, writer in writers.items()}
     write_meta(folder, dtype, tokenizer, splits, command, **counts)
 
@@ -104,10 +108,6 @@ def tell_left_out(source, duplicates):
         return {}
     print(f'{count_of(duplicates.dropped, "document")} left out: equal to an earlier one')
     return {'duplicates': duplicates.dropped}
-
-
-def count_tokens(writers):
-    return sum(writer.tokens for writer in writers.values())
 
 
 def group_in_batches(pieces, source, count):
@@ -129,13 +129,13 @@ def utf8_bytes(text):
     return len(text) if text.isascii() else len(text.encode('utf-8', 'replace'))
 
 
-def encode_batch(tokenizer, end_of_text, dtype, batch, room=math.inf):
+def encode_batch(tokenizer, encode, end_of_text, dtype, batch, room=math.inf):
     """TextBatch → {split: Encoded}, with `end_of_text` before each document unless it is None.
     room: so many tokens to train on at most; the document that reaches it is cut"""
     ids = {split: [] for split in SPLITS}
     documents, sizes = dict.fromkeys(SPLITS, 0), dict.fromkeys(SPLITS, 0)
     for split, text, new_document in batch.pieces:
-        found = tokenizer.encode(text)
+        found = encode(text)
         before = [end_of_text] if new_document and end_of_text is not None else []
         size = utf8_bytes(text)
         if split == 'train':

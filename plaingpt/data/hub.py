@@ -22,23 +22,21 @@ class HubDataset:
         with needs('datasets', path):
             import datasets
             from huggingface_hub.utils import logging as hub_logging
-        if Path(path).is_dir():
-            path = os.path.abspath(path)  # `datasets` does not take '.' for a folder
         # Each attempt to connect would be a warning of its own before our one line.
         datasets.logging.set_verbosity_error()
         hub_logging.set_verbosity_error()
         with explain_hub_errors(self.name):
-            if subset and Path(path).is_dir() and \
-                    subset not in datasets.get_dataset_config_names(path):
-                subset = ''  # a copy of the subset alone
+            if Path(path).is_dir():
+                path = os.path.abspath(path)  # `datasets` does not take '.' for a folder
+                if subset and subset not in datasets.get_dataset_config_names(path):
+                    subset = ''  # a copy of the subset alone
             self.builder = load_builder(path, subset or None)
             self.rows = {split: self.builder.as_streaming_dataset(hub_split)
                          for split, hub_split in splits.items()}
             for split, rows in self.rows.items():
                 for row in rows.take(1):
                     readers.text_of(row, text_field, f'{path}, split {splits[split]}')
-                    column = readers.find_field(row, text_field)
-                    self.rows[split] = rows.select_columns([column])
+                    self.rows[split] = rows.select_columns([readers.find_field(row, text_field)])
         known = self.builder.info.splits or {}
         counts = [known[split].num_examples for split in splits.values() if split in known]
         # Articles are made of many rows, so the number of rows does not give theirs.
@@ -81,8 +79,6 @@ def load_builder(path, subset):
     except RuntimeError as e:
         if 'scripts are no longer supported' not in str(e):
             raise
-        print(f'{path} is a loading script, which is not run: reading the Parquet copy that the '
-              'hub made of it, of a large dataset perhaps only the first part')
         return datasets.load_dataset_builder(path, subset, revision='refs/convert/parquet')
 
 

@@ -1,6 +1,7 @@
 """What a dataset holds, whether it is as it was written, and how much of the validation split is
 in the training split."""
 
+import re
 from itertools import groupby
 
 import numpy as np
@@ -12,6 +13,7 @@ from plaingpt.system.files import write_json
 from plaingpt.system.formatting import count_of, printable
 
 READ_TOKENS = 2**20  # at a time
+SHOWN_TOKENS = 300  # of a conversation
 
 
 def find_damage(dataset):
@@ -58,8 +60,9 @@ HALF = SEQUENCE_TOKENS // 2
 BLOCK_TOKENS = 2**17  # of the training split at a time
 TABLE_BITS = 23  # 8 MB; finds halves faster than a search among 131,072
 MUCH_IN_TRAIN = 0.1
-# tokens of a document, on average: few compared sequences are of one alone, so copies are missed
-SHORT = 2 * SEQUENCE_TOKENS
+SHORT_TOKENS = 2 * SEQUENCE_TOKENS  # documents of fewer, on average, are compared by lines too
+LINE_CHARS = 20  # shorter lines are everywhere
+LINE_TOKENS = 2**21  # of each split whose lines are compared
 
 
 def record_overlap(folder):
@@ -69,9 +72,7 @@ def record_overlap(folder):
     entries = {split: dataset.split_entry(split) for split in dataset.held_out()}
     unknown = {split: entry for split, entry in entries.items() if 'in_train' not in entry}
     for split, entry in unknown.items():
-        share = find_overlap(dataset.split('train'), dataset.split(split))
-        if share is not None:
-            entry['in_train'] = share
+        entry |= compare_with_train(dataset, split)
     if any('in_train' in entry for entry in unknown.values()):
         write_json(folder / 'meta.json', dataset.meta)
     return entries
@@ -81,18 +82,45 @@ def print_overlaps(entries):
     """Print a line for each split whose entry tells how much of it is in the training split: a
     warning where the loss on it cannot be believed."""
     for split, entry in entries.items():
-        if entry.get('in_train') is None:
-            continue
-        name, what, option = ('validation', 'validate', 'val') if split == 'val' else [split] * 3
-        line = f'{100 * entry["in_train"]:.3g}% of the {name} text is also in the training split'
-        if entry['in_train'] > MUCH_IN_TRAIN:
-            warn(f'{line}, so the {name} loss says little about new text: remove the copies from '
-                 f'the input, or {what} on other text (python prepare.py hf … --{option}_split=…)')
-        elif entry['tokens'] < SHORT * entry.get('documents', 0):
-            print(f'{line}, as far as it can be seen: most documents are shorter than the '
-                  f'{SEQUENCE_TOKENS} tokens that a copy is known by')
-        else:
-            print(line)
+        name = 'validation' if split == 'val' else split
+        for key, what in (('in_train', f'{name} text is'), ('lines_in_train', f'lines of {name} '
+                          'text, whatever their numbers, are')):
+            if entry.get(key) is None:
+                continue
+            line = f'{100 * entry[key]:.3g}% of the {what} also in the training split'
+            if entry[key] > MUCH_IN_TRAIN:
+                warn(f'{line}, so the {name} loss says little about new text: remove the copies '
+                     'from the input, or hold out other text (python prepare.py hf … '
+                     f'--{split}_split=…)')
+            else:
+                print(line)
+
+
+def compare_with_train(dataset, split):
+    """How much of a split is in the training split → {'in_train': the share of its sequences,
+    'lines_in_train': where documents are short, that of its lines}; nothing where it is too short
+    to say."""
+    train, held_out = dataset.split('train'), dataset.split(split)
+    share = find_overlap(train, held_out)
+    if share is None:
+        return {}
+    if dataset.has_mask() or \
+            len(held_out) >= SHORT_TOKENS * dataset.split_entry(split).get('documents', 0):
+        return {'in_train': share}
+    lines, known = (read_lines(stream, dataset.tokenizer()) for stream in (held_out, train))
+    known = {*known}
+    copies = sum(line in known for line in lines)
+    return {'in_train': share, 'lines_in_train': copies / max(1, len(lines))}
+
+
+def read_lines(stream, tokenizer):
+    """The lines that a stream begins with, documents among them → [text], without what near copies
+    differ in: numbers, case and white space."""
+    ids = stream.read(0, LINE_TOKENS)
+    if tokenizer.end_of_text is not None:
+        ids[ids == tokenizer.end_of_text] = tokenizer.encode('\n')[0]
+    text = re.sub(r'\d+', '0', tokenizer.decode(ids.tolist()).lower())
+    return [' '.join(line.split()) for line in text.splitlines() if len(line) >= LINE_CHARS]
 
 
 def find_overlap(train, val):
@@ -157,9 +185,7 @@ def inspect(folder):
         raise UserError('\n'.join(problems))
     for split in ('train', *dataset.held_out()):
         inspect_split(dataset, split, tokenizer)
-    print_overlaps({split: {'tokens': 0, **dataset.split_entry(split),
-                            'in_train': find_overlap(dataset.split('train'), dataset.split(split))}
-                    for split in dataset.held_out()})
+    print_overlaps({split: compare_with_train(dataset, split) for split in dataset.held_out()})
     print('no damage found'
           + ('' if dataset.is_ours() else '; no checksums to compare with'))
 
@@ -171,8 +197,7 @@ def inspect_split(dataset, split, tokenizer):
         ids = stream.read(start, READ_TOKENS)
         if stream.loss_mask:
             in_loss += int(stream.loss_mask.read(start, READ_TOKENS).sum())
-        if tokenizer.end_of_text is not None:
-            documents += int(np.count_nonzero(ids == tokenizer.end_of_text))
+        documents += int(np.count_nonzero(ids == tokenizer.end_of_text))
     line = f'{split}: {len(stream):,} tokens in {count_of(len(stream.files), "file")}'
     if per_token := dataset.bytes_per_token(split):
         line += f', {per_token:.2f} bytes each'
@@ -186,9 +211,6 @@ def inspect_split(dataset, split, tokenizer):
             show_conversation(stream, start, tokenizer)
         else:
             print(f'  {start:>14,}  {tokenizer.decode(stream.read(start, 24).tolist())!r}')
-
-
-SHOWN_TOKENS = 300  # of a conversation
 
 
 def show_conversation(stream, place, tokenizer):

@@ -1,10 +1,18 @@
-"""The data of a run: prepared where it is small and not there yet, opened, the same everywhere."""
+"""What the setting `dataset` says, and the data of a run: prepared where it is small and not there
+yet, opened, the same everywhere."""
 
-import difflib
+import re
 import subprocess
 import sys
 
-from plaingpt.data.dataset import UNFINISHED, dataset_folder, open_named, read_names
+from plaingpt.data.dataset import (
+    UNFINISHED,
+    Part,
+    dataset_folder,
+    holds_tokens,
+    not_prepared,
+    open_dataset,
+)
 from plaingpt.system.distributed import all_gather, barrier, gloo_group, print0
 from plaingpt.system.errors import UserError
 from plaingpt.system.files import command
@@ -12,6 +20,54 @@ from plaingpt.system.formatting import quote_epochs, quoted
 
 QUESTIONS = 3  # of the validation split, that samples of a tuned model answer
 SAMPLE_START = '\n'  # what a sample of plain text continues
+
+
+def read_names(text):
+    """The setting `dataset`, a name or 'code:0.3,prose:0.7' → {name: weight}. Raises UserError."""
+    if not re.search('[:,]', text) or dataset_folder(text).exists():
+        return {text: 1.0}
+    from plaingpt.data.mixtures import read_mixture
+    return read_mixture(text)
+
+
+def has_token_files(text):
+    """Whether there are token files of all that `dataset` says."""
+    return all(holds_tokens(dataset_folder(name)) for name in read_names(text))
+
+
+def open_named(text, vocab_size=0):
+    """What the setting `dataset` says → Dataset, a Mixture where it names several. vocab_size: as
+    of open_dataset. Raises UserError."""
+    weights = read_names(text)
+    parts = [Part(name, open_dataset(dataset_folder(name), vocab_size), weight)
+             for name, weight in weights.items()]
+    if len(parts) == 1:
+        return parts[0].dataset
+    from plaingpt.data.mixtures import open_mixture
+    return open_mixture(text, parts)
+
+
+def find_dataset_size(text, vocab_size=0):
+    """What `dataset` says → (vocabulary, training tokens or None, where they are known from).
+
+    Where nothing is prepared, the table of corpora answers. vocab_size: takes the place of the
+    vocabulary that is found, 0 for none. Raises UserError.
+    """
+    if has_token_files(text):
+        dataset = open_named(text)
+        tokens = sum(len(part.dataset.split('train')) for part in dataset.parts)
+        folders = ', '.join(str(part.dataset.folder) for part in dataset.parts)
+        return vocab_size or dataset.vocab_size, tokens, folders
+    from plaingpt.data.corpora import CORPORA, Corpus, usual_vocab_size
+    name = next(name for name in read_names(text) if not has_token_files(name))
+    corpus = CORPORA.get(name, Corpus(''))
+    tokens = corpus.tokens or None if name == text else None
+    return vocab_size or usual_vocab_size(corpus), tokens, \
+        f'{dataset_folder(name)} is not prepared'
+
+
+# -----------------------------------------------------------------------------
+# the data of a run
 
 
 def open_data(config, world, device):
@@ -35,20 +91,16 @@ def open_data(config, world, device):
 def prepare_small(name):
     """Run prepare.py where it knows a small corpus of that name and there is nothing of it yet."""
     folder = dataset_folder(name)
-    if folder.parts == ('data', name) \
-            and not (folder / 'meta.json').exists() and not any(folder.glob('*.bin')) \
-            and not (folder / UNFINISHED).exists():
-        from plaingpt.data.corpora import CORPORA
-        if name not in CORPORA:
-            nearest = difflib.get_close_matches(name, CORPORA, n=1)
-            meant = f'; or did you mean --dataset={quoted(nearest[0])}?' if nearest else ''
-            raise UserError(f'{folder} is not prepared: python prepare.py text FILES '
-                            f'--data_dir={quoted(folder)}{meant}')
-        done = subprocess.run(command('prepare', name, '--if_small'))
-        if done.returncode < 0:
-            raise UserError(f'preparing {name} was killed: run python prepare.py {quoted(name)}')
-        if done.returncode:
-            sys.exit(done.returncode)  # it has said why
+    if folder.parts != ('data', name) or holds_tokens(folder) or (folder / UNFINISHED).exists():
+        return
+    from plaingpt.data.corpora import CORPORA
+    if name not in CORPORA:
+        raise UserError(not_prepared(folder))
+    done = subprocess.run(command('prepare', name, '--if_small'))
+    if done.returncode < 0:
+        raise UserError(f'preparing {name} was killed: run python prepare.py {quoted(name)}')
+    if done.returncode:
+        sys.exit(done.returncode)  # it has said why
 
 
 def check_same_data(dataset):
@@ -75,7 +127,7 @@ def describe_batches(config, dataset, train_data, val_data):
     padded = ' with padding' if dataset.has_mask() else ''
     lines = [f'{dataset.folder}: {tokens:,} training tokens{padded}, vocabulary '
              f'{dataset.vocab_size:,}, '
-             f'{dataset.describe_reading(train_data.stream.ram is not None)} | '
+             f'{"on disk" if train_data.stream.ram is None else "in memory"} | '
              f'{step_tokens:,} tokens a step, {quote_epochs(epochs)}']
     if dataset.has_mask():
         lines += [f'train: {train_data.describe()}', f'val: {val_data.describe()}']

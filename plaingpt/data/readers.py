@@ -2,7 +2,6 @@
 read a block or a row at a time, also where they are compressed as .gz, .bz2, .xz or .zst."""
 
 import bz2
-import codecs
 import csv
 import gzip
 import io
@@ -11,7 +10,7 @@ import json
 import lzma
 import re
 import zlib
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
@@ -23,9 +22,6 @@ ROWS = {'.jsonl': 'jsonl', '.ndjson': 'jsonl', '.json': 'json', '.csv': 'csv', '
 TEXT_FIELDS = ('text', 'content')  # where no field is named, the first of these that a row has
 BLOCK_CHARS = 2**20  # that are read at a time
 PIECE_CHARS = 2**18  # a longer document comes in pieces
-JSON_CHARS = 2**28  # of a .json file with one array, which is in memory whole
-NAMES_SHOWN = 200  # characters of the names of fields in a message
-BROKEN = (OSError, EOFError, zlib.error, lzma.LZMAError)  # what a compressed file may raise
 
 
 class Piece(NamedTuple):
@@ -60,53 +56,26 @@ def file_type(path):
 # text
 
 
-def open_bytes(path):
-    try:
-        return open(path, 'rb')
-    except OSError as e:
-        raise UserError(f'{shown(path)}: {e.strerror}') from None
-
-
-def unpack(file):
-    """An open file of bytes → its bytes without the compression."""
-    return COMPRESSED.get(Path(file.name).suffix.lower(), lambda same: same)(file)
-
-
 @contextmanager
 def open_text(file, errors='strict', encoding='utf-8'):
     """A context of the text of an open file of bytes, unpacked. Its lines end with \\n alone, and
-    are as they are. Raises UserError, also for what goes wrong while it is read.
-    errors: as of bytes.decode; with 'surrogateescape' a file of text may be any bytes"""
-    path = Path(file.name)
-    if errors == 'surrogateescape' and file_type(path) != 'text':
-        errors = 'strict'
+    are as they are. Raises UserError, also for what goes wrong while it is read."""
+    unpack = COMPRESSED.get(Path(file.name).suffix.lower(), lambda same: same)
     with_mark = 'utf-8-sig' if encoding == 'utf-8' else encoding  # of the byte order
     try:
         with unpack(file) as data:
             yield io.TextIOWrapper(data, with_mark, errors, newline='\n')
-    except UnicodeError:
-        raise UserError(f'{shown(path)}, line {wrong_line(path, encoding)}: not '
-                        f'{encoding.upper()}: save it as UTF-8 text, or tell prepare.py what it is '
-                        'with --encoding=latin-1, or put U+FFFD there with --errors=replace, or '
-                        'name other files') from None
-    except BROKEN as e:
-        raise UserError(f'{shown(path)}: cannot be read ({getattr(e, "strerror", None) or e})') \
-            from None
-
-
-def wrong_line(path, encoding):
-    """The number of the first line that is no text in this encoding."""
-    decoder, number = codecs.getincrementaldecoder(encoding)(), 0
-    with open(path, 'rb') as file, unpack(file) as data, suppress(UnicodeError):
-        for line in data:
-            number += 1
-            decoder.decode(line)
-    return number
+    except UnicodeError as e:
+        raise UserError(f'{shown(file.name)}: not {encoding.upper()} ({e}): save it as UTF-8 text, '
+                        'or tell prepare.py what it is with --encoding=latin-1, or put U+FFFD '
+                        'there with --errors=replace, or name other files') from None
+    except (OSError, EOFError, zlib.error, lzma.LZMAError) as e:
+        raise UserError(f'{shown(file.name)}: cannot be read ({one_line(e)})') from None
 
 
 def read_text(path):
-    """The whole text of a UTF-8 file, as it is prepared. Raises UserError."""
-    with open_bytes(path) as file, open_text(file) as text:
+    """The whole text of a UTF-8 file, as it is prepared. Raises UserError, OSError."""
+    with open(path, 'rb') as file, open_text(file) as text:
         return text.read()
 
 
@@ -186,12 +155,18 @@ def iter_rows(file, field='', errors='strict', encoding='utf-8'):
         yield from parquet_rows(file, name, field)
         return
     with open_text(file, errors, encoding) as text:
-        yield from {'jsonl': json_lines, 'json': json_rows, 'csv': csv_rows}[kind](text, name)
+        if kind == 'csv':
+            yield from csv_rows(text, name, '\t' if '.tsv' in file.name.lower() else ',')
+        elif kind == 'json' and text.buffer.peek(1).lstrip()[:1] == b'[':  # one array, or lines
+            for number, row in enumerate(json_value(text.read(), name), 1):
+                yield f'{name}, row {number}', row
+        else:
+            yield from json_lines(text, name)
 
 
 def read_jsonl(path):
     """The same of the lines of a file, whatever its name."""
-    with open_bytes(path) as file, open_text(file) as text:
+    with open(path, 'rb') as file, open_text(file) as text:
         yield from json_lines(text, shown(path))
 
 
@@ -202,47 +177,25 @@ def json_lines(lines, name):
             yield where, json_value(line, where)
 
 
-def json_rows(text, name):
-    """A .json file is one array, or has an object on each line."""
-    beginning = text.buffer.peek(1).decode(text.encoding, 'ignore')
-    if not beginning.lstrip().startswith('['):
-        yield from json_lines(text, name)
-        return
-    content = text.read(JSON_CHARS + 1)
-    if len(content) > JSON_CHARS:
-        raise UserError(f'{name}: an array of more than {JSON_CHARS:,} characters is not read: '
-                        'write its rows as .jsonl, one a line')
-    for number, row in enumerate(json_value(content, name), 1):
-        yield f'{name}, row {number}', row
-
-
 def json_value(text, where):
     try:
         return json.loads(text)
     except (ValueError, RecursionError) as e:
-        what = f'{e.msg} at column {e.colno}' if getattr(e, 'lineno', 0) == 1 else e
-        raise UserError(f'{where}: not JSON: {what}') from None
+        raise UserError(f'{where}: not JSON: {e}') from None
 
 
-def csv_rows(text, name):
+def csv_rows(text, name, delimiter):
     csv.field_size_limit(2**31 - 1)
-    first = text.readline()
-    # Excel has semicolons in many countries.
-    delimiter = next((mark for mark in '\t;' if mark in first and ',' not in first), ',')
-    table = csv.DictReader(itertools.chain([first], text), delimiter=delimiter, strict=True)
-    while True:
-        try:
-            row = next(table, None)
-        except csv.Error as e:
-            raise UserError(f'{name}, line {table.reader.line_num}: {e}') from None
-        if row is None:
-            return
-        where = f'{name}, line {table.reader.line_num}'  # DictReader's stays behind
-        names = table.fieldnames
-        if None in row or None in row.values() or len({*names}) < len(names):
-            raise UserError(f'{where}: the first line names {len(names)} columns, each of which a '
-                            'row has once: quote text that has separators in it')
-        yield where, row
+    table = csv.DictReader(text, delimiter=delimiter, strict=True)
+    try:
+        for row in table:
+            where = f'{name}, line {table.reader.line_num}'  # DictReader's stays behind
+            if None in row or None in row.values():
+                raise UserError(f'{where}: it has not the {len(table.fieldnames)} columns that the '
+                                'first line names: quote text that has separators in it')
+            yield where, row
+    except csv.Error as e:
+        raise UserError(f'{name}, line {table.reader.line_num}: {e}') from None
 
 
 def parquet_rows(file, name, field):
@@ -277,8 +230,7 @@ def text_of(row, field, where):
         if value is None:
             return None
         if not isinstance(value, dict) or key not in value:
-            found = ', '.join(map(repr, names)) or 'no fields'
-            found = found[:NAMES_SHOWN] + '…' * (len(found) > NAMES_SHOWN)
+            found = ', '.join(map(repr, names))[:200] or 'no fields'
             raise UserError(f'{where}: no field {field!r}, it has {found}: choose with '
                             '--text_field=…')
         value = value[key]

@@ -6,7 +6,7 @@ says how far each file was good when the last shard got full: from there the sam
 import os
 import shutil
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -22,10 +22,13 @@ from plaingpt.data.dataset import (
 )
 from plaingpt.data.inspection import find_damage, print_overlaps, print_report, record_overlap
 from plaingpt.system.errors import UserError
-from plaingpt.system.files import locked, naming, read_json, sha256_of, write_json
+from plaingpt.system.files import locked, naming, read_json, sha256_of, sync, write_json
 
 # What of a command is the content of its input: where it has changed, the same command begins anew.
-CONTENT = ('identity', 'tokenizer_sha256')
+CONTENT = {'identity', 'tokenizer_sha256'}
+# What earlier versions wrote of each command, also where nobody said it.
+DEFAULTS = {'val_fraction', 'shard_tokens', 'tokenizer', 'documents', 'errors', 'subset', 'split',
+            'val_split', 'text_field', 'format', 'train_characters', 'val_characters'}
 
 
 @dataclass
@@ -41,42 +44,34 @@ class ShardWriter:
     documents: int = 0
     bytes: int = 0
     learned: int = 0  # tokens in the loss
-    files = ()  # those that are being written
+    unsynced: set = field(default_factory=set)  # files
 
     def path(self, shard, ending='.bin'):
         return self.folder / f'{self.split}_{shard:06d}{ending}'
 
     def write(self, encoded):
         """Append an Encoded → True where a shard got full."""
-        before, end = self.tokens // self.shard_tokens, self.tokens + len(encoded.ids)
-        arrays = [encoded.ids] if encoded.loss_mask is None else [encoded.ids, encoded.loss_mask]
-        while self.tokens < end:
+        before, start = self.tokens // self.shard_tokens, 0
+        while start < len(encoded.ids):
             shard, used = divmod(self.tokens, self.shard_tokens)
-            if not self.files:
-                self.files = [open(self.path(shard, ending), 'ab') for ending in self.columns]
-            n = min(self.shard_tokens - used, end - self.tokens)
-            for file, array in zip(self.files, arrays, strict=True):
-                begin = len(array) - (end - self.tokens)
-                file.write(array[begin:begin + n].tobytes())
-            self.tokens += n
-            if used + n == self.shard_tokens:
-                self.close()
+            end = start + self.shard_tokens - used
+            for ending in self.columns:
+                array = encoded.ids if ending == '.bin' else encoded.loss_mask
+                with open(self.path(shard, ending), 'ab') as file:
+                    file.write(array[start:end].tobytes())
+                self.unsynced.add(self.path(shard, ending))
+            self.tokens += len(encoded.ids[start:end])
+            start = end
         self.documents += encoded.documents
         self.bytes += encoded.bytes
-        self.learned += int(np.count_nonzero(arrays[-1])) if len(arrays) == 2 else 0
+        if encoded.loss_mask is not None:
+            self.learned += int(np.count_nonzero(encoded.loss_mask))
         return self.tokens // self.shard_tokens > before
 
     def sync(self):
         """Make what was written so far outlast a crash of the machine."""
-        for file in self.files:
-            file.flush()
-            os.fsync(file.fileno())
-
-    def close(self):
-        self.sync()
-        for file in self.files:
-            file.close()
-        self.files = ()
+        while self.unsynced:
+            sync(self.unsynced.pop())
 
     def state(self):
         return {key: getattr(self, key) for key in ('tokens', 'documents', 'bytes', 'learned')}
@@ -104,8 +99,8 @@ class ShardWriter:
             os.truncate(path, size)
 
     def finish(self):
-        """Close → the entry of this split in meta.json. A single file is named SPLIT.bin."""
-        self.close()
+        """→ the entry of this split in meta.json. A single file is named SPLIT.bin."""
+        self.sync()
         files = [{'name': self.path(shard).name, 'tokens': n}
                  for shard, n in enumerate(self.sizes())]
         if len(files) == 1:
@@ -124,8 +119,6 @@ class ShardWriter:
 def write_meta(folder, dtype, tokenizer, splits, command, **more):
     """Write meta.json. tokenizer: what made the tokens; splits: the entry of each. Raises UserError
     where a split stayed empty."""
-    if not any(entry['tokens'] for entry in splits.values()):
-        raise UserError(f'{command["input"]}: empty, no text to learn from')
     for split, entry in splits.items():
         if not entry['tokens']:
             raise UserError(f'{command["input"]}: the {split} split would be empty: use more text, '
@@ -195,6 +188,9 @@ def is_done(folder, command, overwrite):
         earlier = read_meta(folder / 'meta.json').get('source', {})
     except UserError:  # there is none, or it is broken
         return False
+    if {'errors', 'split'} <= earlier.keys():
+        earlier = {key: value for key, value in earlier.items() if key not in DEFAULTS
+                   or key in command}
     differ = [f'{key} {earlier.get(key, "none")}, not {command.get(key, "none")}'
               for key in {**command, **earlier}
               if key not in CONTENT and earlier.get(key) != command.get(key)]
@@ -208,12 +204,11 @@ def write_dataset(folder, command, overwrite, write):
     """Make `folder`, and keep every other prepare.py out of it while `write` writes a dataset to
     the folder for unfinished files that it is given; then move it to its place, and report. Where
     this command is done, a line says so. Folders that stay empty are removed. Raises UserError."""
-    unfinished, ours = folder / UNFINISHED, False
+    unfinished = folder / UNFINISHED
+    folder.mkdir(parents=True, exist_ok=True)
     try:
-        folder.mkdir(parents=True, exist_ok=True)
         with naming(folder), locked(folder, f'{folder}: another prepare.py is writing there: wait '
                                             'until it is done, or choose another --data_dir'):
-            ours = True
             if (unfinished / 'meta.json').exists():  # a kill left a whole dataset to be moved
                 with suppress(UserError):  # a broken one is begun anew
                     publish(folder)
@@ -221,15 +216,21 @@ def write_dataset(folder, command, overwrite, write):
                 shutil.rmtree(unfinished, ignore_errors=True)
                 print(f'{folder} is already prepared by this command, and its checksums are right')
             else:
-                unfinished.mkdir(exist_ok=True)
-                write(unfinished)
+                write_unfinished(unfinished, write)
                 publish(folder)
                 print_report(folder)
             print_overlaps(record_overlap(folder))
     finally:
-        if ours and not any((unfinished / name).exists() for name in ('progress.json',
-                                                                      'meta.json')):
+        with suppress(OSError):  # it is not empty
+            folder.rmdir()
+
+
+def write_unfinished(unfinished, write):
+    """Call `write(unfinished)`. Where it fails before there is something to go on from, nothing
+    stays."""
+    unfinished.mkdir(exist_ok=True)
+    try:
+        write(unfinished)
+    finally:
+        if not any((unfinished / name).exists() for name in ('progress.json', 'meta.json')):
             shutil.rmtree(unfinished, ignore_errors=True)
-        if ours:
-            with suppress(OSError):
-                folder.rmdir()

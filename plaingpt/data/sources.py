@@ -1,4 +1,4 @@
-"""Where text comes from: people's own files, or a dataset of the Hugging Face hub.
+"""Where text comes from: people's own files, or a dataset of the Hugging Face hub (hub.py).
 
 A source yields its text in pieces, in an order that is always the same, one in memory at a time:
 
@@ -27,7 +27,6 @@ from plaingpt.system.errors import UserError
 from plaingpt.system.files import write_atomically
 from plaingpt.system.formatting import count_of, shown
 
-NAME_SHOWN = 100  # characters of --input in messages
 ONE_TEXT_FILES = 100  # fewer text files than this are one text
 SMALL_PIECE_CHARS = 2**15  # of a file, what goes into one split
 DOWNLOAD_TIMEOUT = 30  # seconds without a byte
@@ -48,23 +47,19 @@ def open_source(corpus, config, errors, folder):
     text_field = config.text_field or corpus.text_field
     if corpus.kind == 'hub':
         splits = {'train': config.split} if config.split else corpus.splits
-        own = {split: getattr(config, f'{split}_split') for split in ('val', 'test')}
+        own = {'val': config.val_split, 'test': config.test_split}
         splits = {**splits, **{split: theirs for split, theirs in own.items() if theirs}}
         if config.max_tokens:  # when there are so many to train on, nothing else is left to read
             splits = dict(sorted(splits.items(), key=lambda item: item[0] == 'train'))
         where = config.input or config.path or corpus.hub
         return HubDataset(where, config.subset or corpus.subset, splits, text_field, form)
-    if config.input or corpus.files:
-        paths = corpus.find(config.input or corpus.files)
-    else:
-        paths = [download(corpus.url, corpus.sha256, folder)]
-    files = Files(paths, config.input or corpus.files or corpus.url, form, text_field, errors,
-                  config.encoding)
-    has_rows = any(file_type(path) != 'text' for path in paths)
-    if has_rows and config.documents != 'auto':
+    name = config.input or corpus.files
+    paths = corpus.find(name) if name else [download(corpus.url, corpus.sha256, folder)]
+    files = Files(paths, name or corpus.url, form, text_field, errors, config.encoding)
+    if files.has_rows and config.documents != 'auto':
         raise UserError(f'documents={config.documents}: of {files.name} each row is a document: '
                         'leave it out, or name text files alone with --input')
-    if config.text_field and not has_rows:
+    if config.text_field and not files.has_rows:
         raise UserError(f'text_field={config.text_field}: {files.name} is text and has no fields: '
                         'leave it out')
     files.is_one_text &= config.documents == 'auto'  # few files are, unless each was said to be one
@@ -79,23 +74,21 @@ class Files:
 
     def __init__(self, paths, name, form='file', text_field='', errors='strict',
                  encoding='utf-8'):
-        self.paths, self.name = paths, name if len(name) < NAME_SHOWN else f'{name[:NAME_SHOWN]}…'
+        self.paths, self.name = paths, shown(name[:100])
         self.form, self.text_field, self.errors, self.encoding = form, text_field, errors, encoding
         self.sizes = [path.stat().st_size for path in paths]
         self.total = sum(self.sizes)
         # Of few large files each split gets its share; of many, most stay whole.
         self.piece_chars = min(max(self.total // 100, SMALL_PIECE_CHARS), readers.PIECE_CHARS)
-        self.is_one_text = form == 'file' and len(paths) < ONE_TEXT_FILES and \
-            all(file_type(path) == 'text' for path in paths)
+        self.has_rows = any(file_type(path) != 'text' for path in paths)
+        self.is_one_text = form == 'file' and len(paths) < ONE_TEXT_FILES and not self.has_rows
 
     def pieces(self):
         self.nulls = self._done = 0
         line_open = False  # the file before ends within a line
         for path, size in zip(self.paths, self.sizes, strict=True):
-            with readers.open_bytes(path) as self._file:
+            with open(path, 'rb') as self._file:
                 for text, new_document in self.documents(self._file):
-                    if file_type(path) != 'text':
-                        text = readers.replace_surrogates(text)
                     if self.is_one_text:
                         # by itself: what a tokenizer learns from does not depend on the order
                         if line_open and new_document:
@@ -111,11 +104,15 @@ class Files:
                 yield from readers.whole_file(text, self.piece_chars) if self.form == 'file' \
                     else readers.DOCUMENT_FORMS[self.form](text)
             return
-        for where, row in readers.iter_rows(file, self.text_field, self.errors, self.encoding):
+        for where, row in self.rows(file, self.text_field):
             text = readers.text_of(row, self.text_field, where)
             self.nulls += text is None
             if text and text.strip():
-                yield text, True
+                yield readers.replace_surrogates(text), True
+
+    def rows(self, file, field=''):
+        errors = 'replace' if self.errors == 'replace' else 'strict'  # a file of text may be bytes
+        return readers.iter_rows(file, field, errors, self.encoding)
 
     def position(self):
         return self._done + (0 if self._file.closed else self._file.tell())
@@ -134,7 +131,6 @@ def download(url, sha256, folder):
         try:
             with urllib.request.urlopen(url, timeout=DOWNLOAD_TIMEOUT) as response:
                 data = response.read()
-        # URLError, timeouts and resets are OSErrors; what ends too early is an HTTPException
         except (OSError, http.client.HTTPException) as e:
             raise UserError(f'{url} could not be downloaded ({getattr(e, "reason", e)}): try '
                             'again, or name a copy of it with --input=FILE') from None
@@ -153,17 +149,15 @@ def download(url, sha256, folder):
 def find_files(wanted, suffixes=SUFFIXES):
     """'a.txt,~/notes/,logs/*.gz' → sorted paths, each file once. Of folders and globs a line says
     what is read and what is left out. Raises UserError. suffixes: of what is read in a folder"""
-    found, left_out, names = {}, Counter(), list_names(wanted)
+    found, left_out = {}, Counter()
+    parts = [wanted] if os.path.lexists(wanted) else map(str.strip, wanted.split(','))
+    names = [os.path.expanduser(part) for part in parts if part]
     for name in names:
         matches = [name] if os.path.lexists(name) else glob.glob(name, recursive=True)
         if not matches:
-            raise UserError(f'{shown(name)}: ' + ('URLs are not read: download it, and name the '
-                                                  'file' if '://' in name else
-                                                  'no such file or folder'))
-        before = len(found)
+            raise UserError(f'{shown(name)}: no such file or folder')
         for path in map(Path, matches):
-            inside = search(path, suffixes, left_out) if path.is_dir() else [path]
-            for each in inside:
+            for each in search(path, suffixes, left_out) if path.is_dir() else [path]:
                 if is_ours(each):
                     left_out['of a prepared dataset'] += 1
                 elif each.is_file():
@@ -171,10 +165,10 @@ def find_files(wanted, suffixes=SUFFIXES):
                 else:
                     raise UserError(f'{shown(each)} is no file: text is read more than once, so '
                                     'write it to a file, and name that with --input')
-        if len(found) == before and names == [name]:
-            raise UserError(f'{shown(name)}: nothing is read: {counted(left_out) or "no files"}: '
-                            'name the files that hold the text, each or with a glob such as '
-                            'notes/*.txt')
+    if not found:
+        raise UserError(f'{shown(wanted)}: nothing is read: {counted(left_out) or "no files"}: '
+                        'name the files that hold the text, each or with a glob such as '
+                        'notes/*.txt')
     paths = sorted(found.values())
     if any(not os.path.isfile(name) for name in names):
         endings = Counter(inner_suffix(path) or 'without an ending' for path in paths)
@@ -183,20 +177,11 @@ def find_files(wanted, suffixes=SUFFIXES):
     return paths
 
 
-def list_names(wanted):
-    """'a.txt, ~/b' → ['a.txt', '/home/me/b']. Raises UserError where there are none."""
-    parts = [wanted] if os.path.lexists(wanted) else map(str.strip, wanted.split(','))
-    names = [os.path.expanduser(part) for part in parts if part]
-    if not names:
-        raise UserError(f'input={shown(wanted)!r}: it names no file')
-    return names
-
-
 def search(root, suffixes, left_out):
     """The files with these suffixes in a folder and those below it, tables where there are no
-    others → paths; nothing that is hidden. left_out: counts the endings of the others. UserError"""
+    others → paths; nothing that is hidden. left_out: counts the endings of the others. OSError"""
     texts, tables = [], []
-    for at, folders, files in os.walk(root, onerror=refuse_folder):
+    for at, folders, files in os.walk(root, onerror=raise_error):
         folders[:] = [name for name in folders if not name.startswith('.') and name not in NO_TEXTS]
         for path in (Path(at, name) for name in files if not name.startswith('.')):
             suffix = inner_suffix(path)
@@ -211,9 +196,8 @@ def search(root, suffixes, left_out):
     return texts or tables
 
 
-def refuse_folder(e):
-    raise UserError(f'{shown(e.filename)}: {e.strerror}: allow it, or name the files in it that '
-                    'you want')
+def raise_error(e):
+    raise e
 
 
 def is_ours(path):
@@ -224,9 +208,7 @@ def is_ours(path):
 
 def counted(counts):
     """Counter → '2 .md, 1 .txt'"""
-    named = [f'{n:,} {shown(what)}' for what, n in counts.most_common(8)]
-    rest = counts.total() - sum(n for _, n in counts.most_common(8))
-    return ', '.join(named + [f'{rest:,} others'] * (rest > 0))
+    return ', '.join(f'{n:,} {shown(what)}' for what, n in counts.most_common())
 
 
 def find_standard_library(folder):

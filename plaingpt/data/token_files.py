@@ -19,7 +19,7 @@ SAMPLED_BLOCKS, SAMPLED_BYTES = 64, 2**14  # that sampled_sha256 reads
 # version and number of tokens, then the tokens.
 HEADER_BYTES = 1024
 GPT2_MAGIC = 20240520
-OTHER_MAGICS = {20240801: 'tokens of Llama 3', 20240522: 'questions of a benchmark'}
+OTHER_MAGICS = 20240801, 20240522  # tokens of Llama 3, questions of a benchmark
 
 
 @dataclass(frozen=True)
@@ -38,11 +38,6 @@ class TokenFile:
 
     def __post_init__(self):
         weakref.finalize(self, self.file.close)
-
-    @property
-    def end(self):
-        """The byte behind the last token."""
-        return self.offset + self.tokens * self.dtype.itemsize
 
     def read_bytes(self, place, count):
         """`count` bytes from byte `place` on; threads can call this at once. Raises UserError."""
@@ -83,24 +78,17 @@ class TokenFile:
             raise UserError(f'{self.path}: another checksum than meta.json has: the file was '
                             'damaged or replaced; prepare the data again')
 
-    def sampled_sha256(self, vocab_size=None):
+    def sampled_sha256(self):
         """Checksum of the size and of blocks spread evenly from the first byte to the last; of
-        all bytes where the file is no larger than the blocks together. With `vocab_size`, raises
-        UserError where these blocks do not hold ids below it."""
-        size, width = self.end - self.first_byte, self.dtype.itemsize
+        all bytes where the file is no larger than the blocks together."""
+        size = self.offset + self.tokens * self.dtype.itemsize - self.first_byte
         places, length = [0], size
         if size > SAMPLED_BLOCKS * SAMPLED_BYTES:
             length = SAMPLED_BYTES
             places = [(size - length) * i // (SAMPLED_BLOCKS - 1) for i in range(SAMPLED_BLOCKS)]
         digest = hashlib.sha256(f'{size}\n'.encode())
         for place in places:
-            block = self.read_bytes(self.first_byte + place, length)
-            digest.update(block)
-            before = self.first_byte + place - self.offset  # negative in a header
-            skip = -before if before < 0 else -before % width  # to where a token begins
-            ids = np.frombuffer(block, self.dtype, (length - skip) // width, skip)
-            if vocab_size is not None:
-                check_ids(self.path, ids, (before + skip) // width, vocab_size)
+            digest.update(self.read_bytes(self.first_byte + place, length))
         return f'sampled:{digest.hexdigest()}'
 
 
@@ -124,16 +112,14 @@ def open_tokens(path, dtype, expected=None, sha256='', offset=None):
     """
     file = open_file(path)
     size, begin = os.fstat(file.fileno()).st_size, offset or 0
-    if offset is None:
-        # Bare ids can begin as a header does; meta.json tells which of them the file has.
-        is_bare = expected is not None and size == expected * dtype.itemsize
-        begin = 0 if is_bare else header_bytes(path, file.read(12), size)
+    # Bare ids can begin as a header does; meta.json tells which of them the file has.
+    is_bare = expected is not None and size == expected * dtype.itemsize
+    if offset is None and not is_bare:
+        begin = header_bytes(path, file.read(12), size)
         dtype = np.dtype('<u2') if begin else dtype
     found = max(0, size - begin) / dtype.itemsize
     tokens = int(found) if expected is None else expected
-    if offset is not None:
-        found = min(found, tokens)
-    if found != tokens or not tokens:
+    if not tokens or found < tokens or (found > tokens and offset is None):
         wanted = 'a whole number' if expected is None else f'{expected:,}'
         raise UserError(f'{path}: {found:,.12g} tokens of {dtype.itemsize} bytes where {wanted} '
                         'should be: the file is damaged or of another type; prepare the data again')
@@ -161,16 +147,12 @@ def header_bytes(path, head, size):
     """The first 12 bytes and the size of a file → HEADER_BYTES where it is llm.c's shard of GPT-2
     tokens, 0 where it has no header. Raises UserError for another header of llm.c."""
     magic, version, count = np.frombuffer(head, '<i4').tolist() if len(head) == 12 else (0, 0, 0)
-    if magic in OTHER_MAGICS or (magic == GPT2_MAGIC and version != 1):
-        what = OTHER_MAGICS.get(magic, f'version {version}')
-        raise UserError(f"{path} has llm.c's header of {what}, and only its shards of GPT-2 tokens "
-                        'are read: prepare the text with python prepare.py text --input=FILE')
-    if magic != GPT2_MAGIC:
-        return 0
-    if size != HEADER_BYTES + 2 * count:
-        raise UserError(f'{path}: {max(0, size - HEADER_BYTES) / 2:,.12g} tokens where {count:,} '
-                        "are in llm.c's header: it is damaged or not all there; copy it again")
-    return HEADER_BYTES
+    if magic in OTHER_MAGICS or (magic == GPT2_MAGIC
+                                 and (version, size) != (1, HEADER_BYTES + 2 * count)):
+        raise UserError(f"{path} has a header of llm.c, but is no whole shard of GPT-2 tokens: "
+                        f'magic {magic}, version {version}, {count:,} tokens, {size:,} bytes: copy '
+                        'it again, or prepare the text')
+    return HEADER_BYTES if magic == GPT2_MAGIC else 0
 
 
 class TokenStream:

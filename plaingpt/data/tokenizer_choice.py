@@ -2,6 +2,8 @@
 
 import hashlib
 import json
+import math
+import re
 from contextlib import closing
 from functools import lru_cache
 from itertools import chain
@@ -12,12 +14,32 @@ from plaingpt.data.chat_tokenizer import as_chat
 from plaingpt.data.dataset import open_dataset, prepared_folder
 from plaingpt.data.foreign_tokenizer import FILES_OF_TOKENIZER, download, read_tokenizer
 from plaingpt.data.readers import place_to_cut
+from plaingpt.data.tokenizers import BPETokenizer, CharTokenizer
 from plaingpt.system.errors import UserError, progress_bar
 from plaingpt.system.files import is_hub_name, read_json
 from plaingpt.system.formatting import short
 
+NAMES = 'char, byte, gpt2, bpe or bpe:VOCAB_SIZE'
+BPE_VOCAB_SIZE = 8192  # of plain 'bpe'
 BPE_SAMPLE_CHARS = 50_000_000  # a bpe tokenizer is trained on about so much text at most
 BLOCK_CHARS = 4096  # of a sample
+
+
+def is_name(name):
+    """True for one of NAMES, and for 'auto'."""
+    return re.fullmatch(r'auto|char|byte|gpt2|bpe(:[0-9]+)?', name) is not None
+
+
+def named_vocab_size(name):
+    """The vocabulary of `make_tokenizer(name, texts)`, or None where the texts decide."""
+    kind, _, size = name.partition(':')
+    if kind == 'bpe':
+        return int(size or BPE_VOCAB_SIZE)
+    return None if kind in ('char', 'auto') else tokenizers.described_vocab_size({'kind': kind})
+
+
+# -----------------------------------------------------------------------------
+# borrowed
 
 
 def borrow_tokenizer(name, for_chat=False):
@@ -31,8 +53,8 @@ def borrow_tokenizer(name, for_chat=False):
         states = [*folder.glob('state.json'), *folder.glob('checkpoints/iter-*/state.json')]
         found = read_json(states[-1])['tokenizer'] if states else read_tokenizer(folder)
     if not found:
-        raise UserError(f'tokenizer={name}: expected auto, {tokenizers.NAMES}, or a prepared '
-                        'dataset, a run or a model to take it from')
+        raise UserError(f'tokenizer={name}: expected auto, {NAMES}, or a prepared dataset, a run '
+                        'or a model to take it from')
     if found['kind'] == 'chat' and not for_chat:
         raise UserError(f'tokenizer={name}: it is for conversations: name the tokenizer that these '
                         'were prepared with, or its dataset or run')
@@ -53,11 +75,15 @@ def checksum(tokenizer):
     return hashlib.sha256(json.dumps(tokenizer.to_json()).encode()).hexdigest()
 
 
+# -----------------------------------------------------------------------------
+# learned
+
+
 def learn_tokenizer(name, source):
-    """The tokenizer of a name in tokenizers.NAMES or 'auto', of a source. Raises UserError."""
+    """The tokenizer of a name in NAMES or 'auto', of a source. Raises UserError."""
     texts = ()
     if name == 'auto':
-        name = f'bpe:{tokenizers.choose_vocab_size(source.total)}'
+        name = f'bpe:{choose_vocab_size(source.total)}'
         print(f'tokenizer {name}, for {short(source.total)}B of text (others by --tokenizer: gpt2 '
               "for GPT-2's, bpe:N, char, byte)")
     if name.startswith('bpe'):
@@ -67,12 +93,47 @@ def learn_tokenizer(name, source):
         texts = read_texts(source, 'finding characters')
         if not source.is_one_text:
             texts = chain(texts, '\n')  # ends each document
-    made = tokenizers.make_tokenizer(name, texts)
-    asked = tokenizers.named_vocab_size(name)
+    made = make_tokenizer(name, texts)
+    asked = named_vocab_size(name)
     if asked and made.vocab_size < asked:
         print(f'{name} asks for {asked:,} tokens and got {made.vocab_size:,}: the text has no more '
               'pairs to merge')
     return made
+
+
+def choose_vocab_size(size):
+    """The vocabulary of a BPE for so many bytes of text: 2,048 for 1 MB, twice as many for ten
+    times the text. docs/data.md has what others give."""
+    exponent = 11 + math.log10(max(size, 1) / 1e6)
+    return 2 ** min(max(round(exponent), 9), 15)
+
+
+def make_tokenizer(name, texts):
+    """The tokenizer of a name in NAMES; char and bpe learn from `texts`. Raises UserError."""
+    kind, _, size = name.partition(':')
+    if kind == 'char':
+        found = set()
+        for text in texts:
+            found.update(text)
+        return CharTokenizer(''.join(sorted(found)))
+    if kind == 'bpe':
+        return train_bpe(texts, int(size or BPE_VOCAB_SIZE))
+    return tokenizers.from_json({'kind': kind})
+
+
+def train_bpe(texts, vocab_size):
+    """Merge the most frequent pairs of `texts` until there are `vocab_size` tokens (fewer where the
+    texts run out of pairs) → BPETokenizer. Raises UserError."""
+    if vocab_size < 258:
+        raise UserError(f'bpe:{vocab_size} is too few: 256 bytes and 2 control tokens are the '
+                        'least, so bpe:258 and up')
+    import rustbpe
+    trainer = rustbpe.Tokenizer()
+    # buffer_size: texts that the trainer holds at a time
+    trainer.train_from_iterator(texts, vocab_size - 2, buffer_size=256,
+                                pattern=BPETokenizer.PATTERN)
+    ranked = sorted(trainer.get_mergeable_ranks(), key=lambda pair: pair[1])
+    return BPETokenizer([bytes(token) for token, _ in ranked])
 
 
 def read_texts(source, what):

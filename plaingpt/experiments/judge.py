@@ -13,7 +13,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from plaingpt.data.dataset import open_named
+from plaingpt.data.opening import open_named
 from plaingpt.experiments.runs import mean_and_error, run_command, summarize
 from plaingpt.monitoring.run_record import read_run
 from plaingpt.system.errors import UserError

@@ -13,7 +13,7 @@ import torch
 
 from model import GPT, GPTConfig
 from plaingpt.data.batches import fits_in_ram
-from plaingpt.data.dataset import open_named
+from plaingpt.data.opening import open_named
 from plaingpt.experiments.tables import markdown, number
 from plaingpt.system.devices import (
     DTYPES,

@@ -139,13 +139,6 @@ class Start:
                             f'{dataset.folder}{other}: to continue with other data, start a run '
                             f'from its weights with --init_from={quoted(config.out_dir)} and '
                             'another --out_dir')
-        samples = dataset.samples()
-        for split, did in (('train', 'trained'), ('val', 'evaluated')):
-            if resumed.state['samples'].get(split, samples[split]) != samples[split]:
-                raise UserError(f'{resumed.path} was {did} on other tokens than those of the '
-                                f'{split} split of {dataset.folder}: give it the data that it had, '
-                                'or start a run from its weights with '
-                                f'--init_from={quoted(config.out_dir)} and another --out_dir')
         print0(f'resumed from {resumed.path}')
         for key, (saved, value) in changed.items():
             # a line of its own tells what parallel=auto is

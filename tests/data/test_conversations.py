@@ -2,13 +2,13 @@
 
 import csv
 import gzip
-import io
 import json
 
 import pyarrow
 import pyarrow.parquet
 import pytest
 
+from plaingpt.data import conversations
 from plaingpt.data.chat_tokenizer import SPECIAL_TOKENS, ChatTokenizer
 from plaingpt.data.conversations import Conversations
 from plaingpt.data.tokenizers import ByteTokenizer
@@ -93,25 +93,16 @@ def test_each_file_may_have_a_form_of_its_own_and_be_an_array_or_compressed(tmp_
 PAIRS = [['What is 1 + 1?', '2'], ['Say "hi",\nplease', '"Hi", he said'], ['a\tb', 'ü']]
 
 
-@pytest.mark.parametrize('names', [('question', 'answer'), ('Prompt', ' Completion'),
-                                   ('instruction', 'response'), ('User', 'Assistant'),
-                                   ('input', 'output'), ('query', 'response')])
-def test_questions_and_answers_are_rows_of_a_table_whose_columns_have_usual_names(
-        names, tmp_path, capsys):
-    def table(delimiter):
-        file = io.StringIO()
-        csv.writer(file, delimiter=delimiter).writerows([names, *PAIRS])
-        return file.getvalue()
-
-    (tmp_path / 'a.csv').write_text(table(','))
-    (tmp_path / 'a2.csv').write_text('\ufeff' + table(';'))  # as Excel writes it in many countries
+@pytest.mark.parametrize('names', conversations.PAIRS)
+def test_questions_and_answers_are_rows_of_a_table_whose_columns_have_usual_names(names, tmp_path):
+    with open(tmp_path / 'a.csv', 'w', encoding='utf-8-sig', newline='') as file:
+        csv.writer(file).writerows([names, *PAIRS])
     pyarrow.parquet.write_table(pyarrow.table(dict(zip(names, zip(*PAIRS, strict=True),
                                                        strict=True))), tmp_path / 'c.parquet')
     written(tmp_path / 'd.jsonl', *(dict(zip(names, pair, strict=True)) for pair in PAIRS))
     for path in sorted(tmp_path.iterdir()):
         found = [[message['content'] for message in messages] for messages in read(path)]
         assert found == PAIRS, path
-        assert f'{names[0]!r} is what the user says, {names[1]!r} what' in capsys.readouterr().out
 
 
 def test_columns_can_be_named_and_then_others_are_not_wanted(tmp_path):
@@ -119,8 +110,6 @@ def test_columns_can_be_named_and_then_others_are_not_wanted(tmp_path):
     path.write_text('q,prompt,context,a\nhi,x,y,yo\n')
     [messages] = read(path, ('q', 'a'))
     assert [message['content'] for message in messages] == ['hi', 'yo']
-    path.write_text('query,question,answer\na,b,c\n')
-    assert 'may speak in question, query, the assistant in answer: name the' in refusal(path)
     path.write_text('question,context,answer\na,b,c\n')
     assert "'context' would be lost" in refusal(path) and '--prompt=' in refusal(path)
     path.write_text('q,b\nhi,yo\n')
@@ -135,7 +124,7 @@ def test_a_file_of_a_folder_that_holds_no_conversations_ends_the_command(tmp_pat
         f'What is {n}?,That.\n' for n in range(20)))
     for name, content, reason in (
             ('notes.csv', 'name,size\na,1\n', 'line 2: no conversation'),
-            ('late.csv', 'question,answer\nWhat?,That.\nWhy?,\n', "line 3: field 'answer'")):
+            ('late.csv', 'question,answer\nWhat?,That.\nWhy?,\n', "line 3: it has not the 2")):
         (folder / name).write_text(content)
         assert f'{name}, {reason}' in refused('chat', folder)
         (folder / name).unlink()
@@ -145,11 +134,9 @@ def test_fields_that_are_no_part_of_the_conversation_are_named_once(tmp_path, ca
     row = {'id': 1, 'prompt': 'a', 'completion': 'b', 'source': 'web', 'instruction': 'a',
            'system': None}  # what a message says is not lost
     assert len(read(written(tmp_path / 'a.jsonl', row, row))) == 2
-    columns, *lines = capsys.readouterr().out.splitlines()
-    assert "'prompt' is what the user says, 'completion' what the assistant says" in columns
-    assert len(lines) == 1 and lines[0].endswith('a.jsonl, line 1: left out, as no part of the '
-                                                 'conversation: ["id", "source", '
-                                                 '"instruction", "system"]')
+    [line] = capsys.readouterr().out.splitlines()
+    assert line.endswith('a.jsonl, line 1: left out, as no part of the conversation: '
+                         '["id", "source", "system"]')
 
 
 def test_text_that_spells_a_special_token_or_an_escape_stays_that_text(tmp_path):
@@ -182,31 +169,26 @@ IMAGE = {'type': 'image_url', 'image_url': {'url': 'x'}}
 BAD = [  # a second row, and what is said of it
     (said({'content': 'hi'}, assistant()), 'message 1 is {"content": "hi"}: an object'),
     (said({'role': 'user'}, assistant()), 'message 1 is {"role": "user"}: an object with role'),
-    (said(user(), assistant(), {'role': 'tool', 'content': 'x'}), 'message 3: role is "tool"'),
-    (said({'role': None, 'content': 'x'}), 'message 1: role is null: expected one of system'),
-    (said(user(' \n\t')), 'message 1 is empty'),
-    (said(user(), assistant('')), 'message 2 is empty'),
+    (said(user(), assistant(), {'role': 'tool', 'content': 'x'}), 'message 3 is {"role": "tool"'),
+    (said(user(' \n\t')), 'message 1 is " \\n\\t": text is expected'),
+    (said(user(), assistant('')), 'message 2 is ""'),
     (said(user()), 'the assistant says nothing'),
     (said(), 'no messages'),
     ({'messages': {'role': 'user'}}, 'no messages: a list of them is expected'),
     (said('hi', 'yo'), 'message 1 is "hi": an object with role and content'),
     (said(user([IMAGE]), assistant()), 'message 1 is [{"type": "image_url"'),
     (said(user(5), assistant()), 'message 1 is 5: text is expected'),
-    (said(user(), assistant(None)), 'message 2 is null'),
-    (said(user(), assistant(tool_calls=[CALL])), 'message 2 has ["tool_calls"], which'),
-    (said(user(), assistant(weight=0)), 'message 2 has ["weight"], which would'),
-    (said({**user(), 'name': 'Ann'}, assistant()), 'message 1 has ["name"], which would'),
+    (said(user(), assistant(None)), 'message 2 is {"role": "assistant", "content": null}'),
+    (said(user(), assistant(tool_calls=[CALL])), 'role and content alone is expected'),
+    (said(user(), assistant(weight=0)), 'role and content alone is expected'),
     (said(SYSTEM, SYSTEM, user(), assistant()), 'message 2: a system message stands first'),
     (said(assistant(), user(), assistant()), 'the assistant speaks before the user'),
     ({**said(user(), assistant()), 'tools': [CALL]}, "the field 'tools' would be lost"),
-    ({**said(user(), assistant()), 'System_Prompt': 'be'}, "'System_Prompt' would be lost"),
-    (shared(('bing', 'hi')), 'message 1: from is "bing": expected one of human, gpt'),
+    (shared(('bing', 'hi')), 'its from one of human, gpt'),
     ({'conversations': [user(), assistant()]}, 'message 1 is {"role": "user"'),
     ({'instruction': 'a', 'input': 'b'}, 'no conversation, it is {"instruction": "a"'),
-    ({'instruction': 'a', 'output': 7}, "field 'output' is 7: text is expected"),
+    ({'instruction': 'a', 'output': 7}, 'is 7: text is expected'),
     ({'instruction': 'a', 'output': 'b', 'history': [['c', 'd']]}, "'history' would be lost"),
-    ({'prompt': 'a', 'completion': ''}, "field 'completion' is empty"),
-    ({'prompt': ['a'], 'completion': 'b'}, "field 'prompt' is [\"a\"]: text"),
     ([user(), assistant()], 'no conversation'), (None, 'no conversation'),
 ]
 GOOD = [{'conversations': [{'from': 'human', 'value': 'a'}, {'from': 'gpt', 'value': 'b'}]},
@@ -223,18 +205,11 @@ def test_a_row_that_is_not_wholly_understood_is_named_with_its_line(tmp_path):
         assert what in refusal(path), row
 
 
-FILES = [  # a file, and what is said of it
-    ('a.jsonl', '\n\n{"text": "hi"}\n',
-     ', line 3: no conversation, it is {"text": "hi"}: leave this file out'),
-    ('a.jsonl', '{"prompt": "a",', ', line 1: not JSON: '),
-    ('a.jsonl', '[' * 100_000, ', line 1: not JSON: '),
-    ('a.jsonl', '{"prompt": "a", "completion": "é"}'.encode('latin-1'), ', line 1: not UTF-8'),
-    ('a.txt', 'Q: hi\nA: yo\n', ': conversations are read from .jsonl, .ndjson, .json, .csv'),
-]
-
-
 def test_a_file_that_holds_no_conversations_is_named(tmp_path):
-    for name, content, what in FILES:
+    for name, content, what in (
+            ('a.jsonl', '\n\n{"text": "hi"}\n', ', line 3: no conversation, it is {"text": "hi"}'),
+            ('a.jsonl', '{"prompt": "a",', ', line 1: not JSON: '),
+            ('a.txt', 'Q: hi\nA: yo\n', ': conversations are read from .jsonl, .ndjson, .json')):
         path = tmp_path / name
-        path.write_bytes(content if isinstance(content, bytes) else content.encode())
+        path.write_text(content)
         assert refusal(path).startswith(f'{path}{what}'), (name, content)

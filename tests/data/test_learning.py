@@ -3,18 +3,16 @@
 import json
 import random
 
-import numpy as np
 import pytest
 from helpers import fails
 
 import prepare
-from plaingpt.data import encoding, tokenizer_choice, tokenizers
+from plaingpt.data import tokenizer_choice
 from plaingpt.data.dataset import open_dataset
 from plaingpt.data.hub import HubDataset
 from plaingpt.data.readers import PIECE_CHARS
 from plaingpt.data.sources import Files
-from plaingpt.data.tokenizer_choice import learn_tokenizer, sample
-from plaingpt.data.tokenizers import BPETokenizer
+from plaingpt.data.tokenizer_choice import learn_tokenizer, sample, train_bpe
 
 
 def words(alphabet, seed, characters):
@@ -58,7 +56,7 @@ def test_bpe_learns_the_same_whatever_the_order_of_the_files(languages, monkeypa
             for paths in (languages, languages[::-1])]
     assert made[0].tokens == made[1].tokens
     assert 150_000 < sum(map(len, sample(Files(languages, 'two'), 200_000))) < 250_000
-    of_all = BPETokenizer.train([path.read_text() for path in languages], 500)
+    of_all = train_bpe([path.read_text() for path in languages], 500)
     for path in languages[1], languages[-1]:
         text = path.read_text()
         assert len(made[0].encode(text)) == pytest.approx(len(of_all.encode(text)), rel=0.1)
@@ -148,49 +146,3 @@ def test_halves_of_characters_become_replacement_characters(tokenizer, tmp_path)
     for split, text in zip(('train', 'val'), texts, strict=True):
         text = text.replace('<|endoftext|>', '')
         assert entries[split]['bytes'] == len(text.encode())
-
-
-# -----------------------------------------------------------------------------
-# ids beside those of tiktoken
-
-
-@pytest.fixture
-def rows(tmp_path):
-    (tmp_path / 'in.jsonl').write_text(''.join(
-        json.dumps({'text': f'number {n:04d} of many'}) + '\n' for n in range(1000)))
-    return tmp_path / 'in.jsonl'
-
-
-@pytest.mark.parametrize('where', [b'number 0003', b'number 09'])  # in the first text; later
-def test_ids_of_gigatoken_that_are_not_those_of_tiktoken_are_found(
-        where, rows, tmp_path, capsys, monkeypatch):
-    class OneWrong:
-        def __init__(self, encoding):
-            self.right = build(encoding)
-
-        def encode(self, data):
-            ids = np.array(self.right.encode(data))
-            if where in data:
-                ids[len(ids) // 2] ^= 1
-            return ids
-
-    build = tokenizers.build_gigatoken
-    monkeypatch.setattr(tokenizers, 'build_gigatoken', OneWrong)
-    monkeypatch.setattr(tokenizers.BytePairTokenizer, 'CHECKED_BYTES', 100)
-    monkeypatch.setattr(encoding, 'BATCH_CHARS', 500)
-    argv = ['text', f'--input={rows}', '--tokenizer=bpe:300', f'--data_dir={tmp_path}/d',
-            '--shard_tokens=1000', '--num_proc=1']
-    line = fails(capsys, monkeypatch, prepare.main, *argv)
-    assert 'different ids' in line and 'do without gigatoken' in line
-    assert not (tmp_path / 'd').exists()
-    monkeypatch.setattr(tokenizers, 'build_gigatoken', lambda known: None)  # as if it is not there
-    prepare.main(argv)
-    assert ''.join(text_of(tmp_path / 'd')).count('<|endoftext|>number') == 1000
-
-
-def test_with_gigatoken_and_without_it_the_files_are_the_same(rows, tmp_path, monkeypatch):
-    prepared(tmp_path / 'fast', rows, '--tokenizer=bpe:300')
-    monkeypatch.setattr(tokenizers, 'build_gigatoken', lambda known: None)
-    prepared(tmp_path / 'plain', rows, '--tokenizer=bpe:300')
-    fast, plain = ((tmp_path / name / 'train.bin').read_bytes() for name in ('fast', 'plain'))
-    assert fast == plain

@@ -153,7 +153,7 @@ def test_what_cannot_be_prepared_is_refused_in_one_line(capsys, monkeypatch):
             (['--input=a.jsonl', '--text_field=b'], 'text_field=b: chat does not'),
             (['--input=a.jsonl', '--tokenizer=.'], 'tokenizer=.: expected auto'),
             (['--input=nothing.jsonl'], 'nothing.jsonl: no such file'),
-            (['--input=empty.jsonl'], 'empty.jsonl: empty, no text to learn from')):
+            (['--input=empty.jsonl'], 'empty.jsonl: the train split would be empty')):
         assert what in fails(capsys, monkeypatch, prepare.main, 'chat', '--tokenizer=byte',
                              *options), options
         assert not os.path.exists('data/chat/meta.json')

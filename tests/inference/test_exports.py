@@ -17,6 +17,7 @@ import train
 from configurator import load_config
 from model import GPT, GPTConfig
 from plaingpt.data import tokenizers
+from plaingpt.data.tokenizer_choice import make_tokenizer
 from plaingpt.inference.generation import generate
 from plaingpt.inference.hf_export import hf_tokenizer, write_hf
 from plaingpt.system.errors import UserError
@@ -164,7 +165,7 @@ def test_tokenizers_open_in_transformers_and_agree(kind, text_file, tmp_path):
     from transformers import AutoTokenizer
     text = text_file.read_text(encoding='utf-8')
     try:
-        ours = tokenizers.make_tokenizer(kind, [text, *STRANGE])
+        ours = make_tokenizer(kind, [text, *STRANGE])
     except UserError as e:
         pytest.skip(str(e))
     theirs = AutoTokenizer.from_pretrained(

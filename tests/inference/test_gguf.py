@@ -15,6 +15,7 @@ import export
 from plaingpt.data import tokenizers
 from plaingpt.data.chat_tokenizer import SPECIAL_TOKENS, TEMPLATE
 from plaingpt.data.foreign_tokenizer import read_tokenizer
+from plaingpt.data.tokenizer_choice import make_tokenizer
 from plaingpt.inference.gguf_export import build_gguf, write_gguf
 from plaingpt.inference.hf_export import write_hf
 from plaingpt.system.errors import UserError
@@ -40,7 +41,7 @@ def read(path):
 def tokenizer_of(name, monkeypatch, texts):
     monkeypatch.setenv('TIKTOKEN_CACHE_DIR', str(SHARED / 'tiktoken_cache'))
     try:
-        return tokenizers.make_tokenizer(name, texts)
+        return make_tokenizer(name, texts)
     except UserError as e:
         pytest.skip(str(e))
 

@@ -88,9 +88,8 @@ def write_tokens(source, tokenizer, folder, command, progress, shares, *, shard_
     if source.identity() != command['identity']:
         raise UserError(f'{source.name}: changed while it was read: give the same command again')
     tokens = sum(writer.tokens for writer in writers.values()) - done
-    seconds = time.monotonic() - started
+    seconds, counts = time.monotonic() - started, {}
     print(f'{count_of(tokens, "token")} in {seconds:.1f} s, {short(tokens / seconds)} a second')
-    counts = {}
     # Where reading ended early, how much was read ahead is a matter of chance.
     if train.tokens < (max_tokens or math.inf):
         counts = tell_left_out(source, duplicates)

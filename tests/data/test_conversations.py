@@ -124,7 +124,7 @@ def test_a_file_of_a_folder_that_holds_no_conversations_ends_the_command(tmp_pat
         f'What is {n}?,That.\n' for n in range(20)))
     for name, content, reason in (
             ('notes.csv', 'name,size\na,1\n', 'line 2: no conversation'),
-            ('late.csv', 'question,answer\nWhat?,That.\nWhy?,\n', "line 3: it has not the 2")):
+            ('late.csv', 'question,answer\nWhat?,That.\nWhy?,\n', "line 3: field 'answer'")):
         (folder / name).write_text(content)
         assert f'{name}, {reason}' in refused('chat', folder)
         (folder / name).unlink()

@@ -108,15 +108,6 @@ def test_a_new_run_on_other_data_starts_from_the_weights_of_an_earlier_one(
     assert lines(tmp_path / 'out', 'val_loss')[0]['val_loss'] < 4.5  # it knows something
 
 
-def test_tokens_replaced_behind_meta_json_are_refused_also_on_disk(tiny, out, char_data, tmp_path):
-    for split in ('train', 'val'):
-        data = shutil.copytree(char_data, tmp_path / split)
-        content = (data / f'{split}.bin').read_bytes()
-        (data / f'{split}.bin').write_bytes(content[2:] + content[:2])
-        with pytest.raises(UserError, match=f'tokens than those of the {split} split'):
-            train.main([*tiny, f'--dataset={data}', '--init_from=auto'])
-
-
 def test_settings_that_changed_are_told_and_no_text_is_repeated_or_skipped(tiny, out, capsys):
     train.main([*tiny, '--init_from=resume', '--checkpoint=3', '--batch_size=2', '--dtype=auto',
                 '--parallel=auto'])

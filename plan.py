@@ -21,7 +21,6 @@ from plaingpt.system import devices
 from plaingpt.system.devices import GPUS
 from plaingpt.system.errors import UserError, run_script
 from plaingpt.system.formatting import GIB, count_of, duration, gib, setting, short
-from plaingpt.system.machine import crowded_cores
 from plaingpt.training import memory
 from plaingpt.training.checkpoint_writer import KEPT
 from plaingpt.training.dtype_choice import choose_training_dtype
@@ -147,8 +146,7 @@ def find_speed(gpt, config, machine, fits):
                                 train.forward_backward, train.update)
     if machine.device.type == 'cuda':
         return speed * config.processes, f'{how}, not compiled'
-    busy = crowded_cores.describe()
-    return speed, how + (f'; {busy}, so it may be several times as fast' if busy else '')
+    return speed, how
 
 
 def plan_run(gpt, config, dataset_tokens, speed, how):

@@ -25,6 +25,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
 
+import torch
+
 from configurator import load_config
 from plaingpt.data.opening import find_dataset_size, open_data, open_named
 from plaingpt.experiments import runs, tables
@@ -111,9 +113,8 @@ def read_config(argv):
 
 def workload(config, device, vocab_size):
     """→ the Workload of a step of `config`"""
-    devices.use_fast_matmul()
-    devices.use_expandable_segments(device)
-    devices.seed_everything(config.seed)
+    devices.prepare_device(device)
+    torch.manual_seed(config.seed)
     compile, _ = devices.choose_compile(config.compile, device)
     shape = config.gpt_config(vocab_size)
     dtype, _ = choose_training_dtype(config, shape, device)

@@ -99,8 +99,7 @@ class Run:
 def setup(config, start, world, device, device_why, given=frozenset()):
     """TrainConfig, Start → Run. given: the settings that the command line names. Raises UserError.
     """
-    devices.use_fast_matmul()
-    devices.use_expandable_segments(device)
+    devices.prepare_device(device)
     torch.manual_seed(config.seed + world.rank)  # processes must not share dropout masks
     group = gloo_group()
     config = all_gather(config, group)[0]  # of rank 0: a config file may measure the machine

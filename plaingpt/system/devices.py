@@ -11,8 +11,7 @@ from typing import NamedTuple
 
 import torch
 
-from plaingpt.system.errors import UserError, warn
-from plaingpt.system.formatting import gib
+from plaingpt.system.errors import UserError
 from plaingpt.system.machine import machine_memory
 
 DTYPES = {'float32': torch.float32, 'bfloat16': torch.bfloat16, 'float16': torch.float16}
@@ -102,35 +101,24 @@ def autocast(device, dtype):
     return torch.autocast(device.type, dtype=DTYPES[dtype])
 
 
-def seed_everything(seed, rank=0):
-    """Seed torch, a different stream for each rank (they must not share dropout masks)."""
-    torch.manual_seed(seed + rank)
-
-
-def use_fast_matmul():
-    """Let float32 matmuls use TF32 tensor cores, where there are any. On a CPU the same setting
-    costs a fifth of a step, also with bfloat16."""
-    if torch.cuda.is_available():
+def prepare_device(device):
+    """Set the switches of torch that make a GPU faster and its memory last longer."""
+    if device.type == 'cuda':  # TF32 makes a step on a CPU a fifth slower, also with bfloat16
         torch.set_float32_matmul_precision('high')
+        if not os.environ.keys() & {'PYTORCH_ALLOC_CONF', 'PYTORCH_CUDA_ALLOC_CONF'}:
+            # Memory grows in place, which avoids most fragmentation.
+            torch._C._accelerator_setAllocatorSettings('expandable_segments:True')
 
 
 @contextmanager
 def exact_matmul():
-    """A context in which float32 matmuls round as float32, whatever use_fast_matmul allowed."""
+    """A context in which float32 matmuls round as float32, whatever prepare_device allowed."""
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision('highest')
     try:
         yield
     finally:
         torch.set_float32_matmul_precision(before)
-
-
-def use_expandable_segments(device):
-    """Let CUDA's memory grow in place, which avoids most fragmentation, unless the user's
-    environment says how to allocate."""
-    asked = os.environ.keys() & {'PYTORCH_ALLOC_CONF', 'PYTORCH_CUDA_ALLOC_CONF'}
-    if device.type == 'cuda' and not asked:
-        torch._C._accelerator_setAllocatorSettings('expandable_segments:True')
 
 
 def device_name(device):
@@ -152,13 +140,6 @@ def device_memory(device):
         free, total = torch.cuda.mem_get_info(device)
         return total, free
     return machine_memory()
-
-
-def check_memory(size, free, what, fix='choose a smaller model, or a machine with more memory'):
-    """Raise UserError where more than the `free` bytes are needed.
-    what: begins the message, as 'the parameters take'"""
-    if size > free:
-        raise UserError(f'{what} {gib(size)}, and {gib(free)} of memory are free: {fix}')
 
 
 def peak_memory_bytes(device):
@@ -184,19 +165,13 @@ def rng_state(device):
 
 def set_rng_state(states, rank, device):
     """Continue the random numbers of `rank` from where `rng_state` was taken; a rank that the
-    saved run did not have keeps those it was seeded with, and so does one whose state this torch
-    cannot read, with a warning."""
-    if rank >= len(states):
-        return
-    try:
-        tensors = {name: torch.frombuffer(bytearray(base64.b64decode(text)), dtype=torch.uint8)
-                   for name, text in states[rank].items()}
-        torch.set_rng_state(tensors['cpu'])
-        if device.type == 'cuda' and 'cuda' in tensors:
-            torch.cuda.set_rng_state(tensors['cuda'], device)
-    except (ValueError, RuntimeError, TypeError) as e:
-        warn('the saved state of random numbers cannot be used, so dropout differs from what it '
-             f'would have been: {str(e).splitlines()[0]}')
+    saved run did not have keeps those it was seeded with."""
+    if rank < len(states):
+        state = {name: torch.frombuffer(bytearray(base64.b64decode(text)), dtype=torch.uint8)
+                 for name, text in states[rank].items()}
+        torch.set_rng_state(state['cpu'])
+        if device.type == 'cuda' and 'cuda' in state:
+            torch.cuda.set_rng_state(state['cuda'], device)
 
 
 # -----------------------------------------------------------------------------

@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from model import GPT, chunk_size
-from plaingpt.system.devices import DTYPES, autocast, check_memory, peak_memory_bytes
+from plaingpt.system.devices import DTYPES, autocast, peak_memory_bytes
 from plaingpt.system.distributed import all_gather, gloo_group, print0
 from plaingpt.system.errors import UserError
 from plaingpt.system.formatting import GIB, gib
@@ -344,6 +344,13 @@ def fit(config, shape, dtype, device, compile, available):
                      'choose a smaller one, or another change: '
                      + advice(shape, config, dtype, device.type))
     return config
+
+
+def check_memory(size, free, what, fix='choose a smaller model, or a machine with more memory'):
+    """Raise UserError where more than the `free` bytes are needed.
+    what: begins the message, as 'the parameters take'"""
+    if size > free:
+        raise UserError(f'{what} {gib(size)}, and {gib(free)} of memory are free: {fix}')
 
 
 def with_planned_batch(config, shape, dtype, device, compile, available):

@@ -6,7 +6,7 @@ from typing import Literal
 
 from model import GPT, GPTConfig
 from plaingpt.data import tokenizers
-from plaingpt.system.devices import choose_compile, choose_device, choose_dtype, use_fast_matmul
+from plaingpt.system.devices import choose_compile, choose_device, choose_dtype, prepare_device
 from plaingpt.system.errors import UserError
 from plaingpt.training import checkpoint as checkpoints
 
@@ -80,7 +80,7 @@ def open_generator(choice, compile=False):
     from plaingpt.inference.text_generator import TextGenerator
     from plaingpt.inference.weight_layout import prepare_for_generation
     device, _ = choose_device(choice.device)
-    use_fast_matmul()
+    prepare_device(device)
     model, tokenizer, weights = load(choice)
     model = model.to(device).eval()
     dtype, _ = choose_dtype(choice.dtype, device, model.config.n_embd)

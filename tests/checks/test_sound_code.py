@@ -175,7 +175,7 @@ def test_float32_is_compared_in_float32_where_training_rounds_more(patch, tiny):
     seen = []
     patch(preflight, 'make', lambda made: lambda *args: [
         seen.append(torch.get_float32_matmul_precision()), made(*args)][1])
-    patch(devices, 'use_fast_matmul', lambda _: lambda: torch.set_float32_matmul_precision('high'))
+    patch(devices, 'prepare_device', lambda _: lambda _: torch.set_float32_matmul_precision('high'))
     try:
         train.main([*tiny, '--check'])
         assert seen == ['highest'] * 2 and torch.get_float32_matmul_precision() == 'high'

@@ -22,10 +22,10 @@ from plaingpt.system.devices import GPUS
 from plaingpt.system.errors import UserError, run_script
 from plaingpt.system.formatting import GIB, count_of, duration, gib, setting, short
 from plaingpt.training import memory
-from plaingpt.training.checkpoint_writer import KEPT
+from plaingpt.training.checkpoint import KEPT
 from plaingpt.training.dtype_choice import choose_training_dtype
 from plaingpt.training.settings import TrainConfig
-from plaingpt.training.start import Start, check_start, start_shape
+from plaingpt.training.start import Start, start_shape
 from plaingpt.training.stopwatch import SHARE, estimate_speed
 
 
@@ -92,8 +92,6 @@ def find_shape(config, start):
         return config.gpt_config(vocab_size), tokens, source
     dataset = open_named(config.dataset) if has_token_files(config.dataset) else None
     shape = start_shape(config, start.weights, dataset)
-    known = tokens or config.vocab_size  # else the vocabulary is an assumption
-    check_start(config, shape, config.dataset, vocab_size if known else shape.vocab_size)
     return replace(shape, block_size=config.block_size), tokens, source
 
 

@@ -48,14 +48,23 @@ from plaingpt.system.files import lock_output_dir
 from plaingpt.system.formatting import quoted
 from plaingpt.training import stopwatch
 from plaingpt.training.averaging import averaged, go_on
-from plaingpt.training.checkpoint_writer import KEPT, Saver, archive_previous_run, trim_logs
+from plaingpt.training.checkpoint import KEPT, Saver
 from plaingpt.training.dtype_choice import choose_training_dtype
 from plaingpt.training.evaluation import Watching, check_tasks, evaluated_bytes, mean_loss
 from plaingpt.training.optimizers import build_optimizer
 from plaingpt.training.out_of_memory import explain_out_of_memory, fit_to_memory
 from plaingpt.training.schedules import get_lr
 from plaingpt.training.settings import WITHOUT_EFFECT, TrainConfig
-from plaingpt.training.start import Progress, Start, eval_sequences_of, run_shape, with_shape
+from plaingpt.training.start import (
+    Progress,
+    Start,
+    archive_previous_run,
+    check_resumed,
+    eval_sequences_of,
+    run_shape,
+    trim_logs,
+    with_shape,
+)
 from plaingpt.training.step_guard import StepGuard, collect_garbage, garbage_at_known_steps
 
 
@@ -103,7 +112,7 @@ def setup(config, start, world, device, device_why, given=frozenset()):
     torch.manual_seed(config.seed + world.rank)  # processes must not share dropout masks
     group = gloo_group()
     config = all_gather(config, group)[0]  # of rank 0: a config file may measure the machine
-    start.agree(config, group)
+    start.agree(group)
     if not config.is_read_only:
         check_shared(Path(config.out_dir), world, group)
     check_tasks(config)  # fails now where a benchmark cannot be loaded
@@ -139,7 +148,7 @@ def resolve(config, start, dataset, world, device, device_why, given):
     Raises UserError."""
     if start.resumed:
         config = stopwatch.length_of(start.weights, config, given)
-        start.check(config, dataset)
+        check_resumed(start.weights, config, dataset)
     shape = run_shape(config, dataset, start)
     dtype, dtype_why = choose_training_dtype(config, shape, device, start.checkpoint, gloo_group())
     compile, compile_why = devices.choose_compile(config.compile, device)
@@ -417,10 +426,7 @@ def save(run):
              'dtype': run.dtype, 'scaler': run.scaler.state_dict(),
              'averaged_steps': getattr(run.optimizer, 'averaged_steps', 0)}
     with run.metrics.paused('saving'), averaged(run.optimizer):
-        if progress.saved_at == progress.iter_num:  # before it was evaluated: add the losses
-            run.saver.update(state)
-        else:
-            run.saver.save(run.model, run.optimizer, state, devices.rng_state(run.device))
+        run.saver.save(run.model, run.optimizer, state, devices.rng_state(run.device))
     progress.saved_at, progress.saved_evaluated = progress.iter_num, progress.evaluated
 
 
@@ -445,7 +451,6 @@ def finish(run, ending):
         print0(f'the last checkpoint could not be written in {out_dir}: see the warning, then '
                'start again with --init_from=auto, which resumes from the one before, if any')
         sys.exit(1)
-    run.guard.report_held(print0)
     if config.eval_only:
         return
     command = f'--out_dir={quoted(out_dir)}'

@@ -22,11 +22,15 @@ def check_fields(shape):
         raise ValueError(problem)
 
 
-def copy_rows(tensor, start, source, rows):
-    """Copy `rows` rows of `source`, of which source[a:b] reads some, to those of a tensor from
-    `start` on. Of a sharded tensor only what this process has is read."""
+def copy_rows(tensor, start, source):
+    """Copy the rows of `source`, of which source[a:b] reads some, to those of a tensor from `start`
+    on. Of a sharded tensor only what this process has is read."""
+    shape = source.get_shape() if hasattr(source, 'get_shape') else source.shape
+    if not shape:
+        tensor.copy_(source[...])
+        return
     mine, first = local_rows(tensor)
-    a, b = max(first, start), min(first + len(mine), start + rows)
+    a, b = max(first, start), min(first + len(mine), start + shape[0])
     if a < b:
         mine[a - first:b - first].copy_(source[a - start:b - start])
 

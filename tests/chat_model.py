@@ -5,7 +5,7 @@ from helpers import CHAT
 
 from model import GPT, GPTConfig
 from plaingpt.system.devices import rng_state
-from plaingpt.training.checkpoint_writer import Saver
+from plaingpt.training.checkpoint import Saver
 
 ANSWERS = {'hi': 'Hello there.', 'html': '<b id="bold">b</b>\x1b[31m', 'long': 'la ' * 20,
            'ä?': 'Ä und ö.'}

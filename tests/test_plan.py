@@ -179,7 +179,6 @@ def test_minutes_are_planned_as_the_iterations_that_fit(char_data):
 def test_a_model_that_cannot_start_the_run_is_told_by_the_plan_too(
         trained, tmp_path, char_data, capsys, monkeypatch):
     for argv, words in ((['--init_from=gpt2', f'--dataset={char_data}'], 'one of 50257'),
-                        (['--init_from=gpt2', '--dataset=shakespeare_char'], 'vocabulary of 65'),
                         ([f'--init_from={trained}', '--block_size=32'], 'at most 16 tokens'),
                         (['--init_from=gpt3'], "'gpt3' is neither"),
                         (['--init_from=resume', f'--out_dir={tmp_path}'], 'no checkpoint there')):

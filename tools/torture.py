@@ -47,7 +47,7 @@ from plaingpt.monitoring.run_record import read_rows
 from plaingpt.system import distributed
 from plaingpt.system.errors import run_script
 from plaingpt.system.files import sha256_of
-from plaingpt.training.checkpoint import find, newest_valid
+from plaingpt.training.checkpoint import checkpoint_paths, find, intact
 
 
 @dataclass
@@ -233,7 +233,9 @@ def fill_disk(bench, disk, size, chance):
             said = log.read_text(errors='replace')
             if code not in (1, 2) or 'Traceback' in said:
                 return f'{size} kB: exit code {code}: {said[-2000:]}'
-            if damaged := newest_valid(out_dir)[1]:
+            damaged = []
+            list(intact(checkpoint_paths(out_dir), ('model', 'optimizer'), damaged.append))
+            if damaged:
                 return f'{size} kB: damaged: {damaged}'
             size += chance.randrange(20, 500)
             subprocess.run(['mount', '-o', f'remount,size={size}k', disk], check=True)

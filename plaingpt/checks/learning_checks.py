@@ -26,8 +26,7 @@ from plaingpt.checks.model_checks import (
 )
 from plaingpt.system.devices import rng_state
 from plaingpt.system.errors import UserError
-from plaingpt.training.checkpoint import open_checkpoint
-from plaingpt.training.checkpoint_writer import Saver, optimizer_tensors
+from plaingpt.training.checkpoint import Saver, open_checkpoint, optimizer_tensors
 from plaingpt.training.evaluation import mean_loss
 from plaingpt.training.optimizers import build_optimizer
 from plaingpt.training.step_guard import StepGuard
@@ -257,7 +256,7 @@ def checkpoints_come_back(run):
     model(idx, idx)[1].backward()
     optimizer.step()
     with TemporaryDirectory() as folder:
-        saver = Saver(folder, alone=True)
+        saver = Saver(folder)
         saver.save(model, optimizer, SMALL_STATE, rng_state(torch.device('cpu')))
         if saver.failed:
             raise NotChecked(f'{folder} cannot be written')

@@ -27,8 +27,8 @@ from plaingpt.system.files import ROOT, command, locked, make_writable, read_jso
 from plaingpt.system.formatting import count_of, listed
 from plaingpt.system.removed import REMOVED
 from plaingpt.training.checkpoint import checkpoint_paths
-from plaingpt.training.checkpoint_writer import archive_previous_run
 from plaingpt.training.settings import TrainConfig
+from plaingpt.training.start import archive_previous_run
 
 # Settings that change numbers, and not the work of a step
 SAME_WORK = {'learning_rate', 'lr_scales', 'beta1', 'beta2', 'decay_lr', 'lr_schedule',

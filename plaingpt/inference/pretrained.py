@@ -107,7 +107,7 @@ class Pretrained:
             for name, p in model.named_parameters():
                 start = 0
                 for part in parts_of_model[name]:
-                    copy_rows(p, start, part, part.shape[0])
+                    copy_rows(p, start, part)
                     start += part.shape[0]
                 if name.endswith(ROW_PER_TOKEN):
                     (part,) = parts_of_model[name]

@@ -1,4 +1,4 @@
-"""Checkpoints: the model and the run on disk, found, verified and loaded.
+"""Checkpoints: the model and the run on disk, found, verified, loaded and written.
 
     out_dir/checkpoints/iter-00002000/
         state.json                              counters, config, tokenizer, RNG, list of chunks
@@ -6,8 +6,10 @@
         model-00001-of-00002.safetensors        weights, under nanoGPT's names
         optimizer-00001-of-00004.safetensors    '<parameter>/<state>', as 'lm_head.weight/exp_avg'
 
-A directory is written under a temporary name, synced, then renamed: one with its final name is
-complete. No file here can run code when it is read: tensors are safetensors, the rest is JSON.
+Each process writes its rows of each tensor, as 'name[first:last]' where it has not all of them, and
+reads its rows whoever wrote them. A directory is written under a temporary name, synced, then
+renamed: one with its final name is complete. No file here can run code when it is read: tensors are
+safetensors, the rest is JSON.
 """
 
 import hashlib
@@ -15,20 +17,31 @@ import json
 import math
 import os
 import re
-from dataclasses import dataclass, field, fields
+import shutil
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass, field, fields
+from operator import itemgetter
 from pathlib import Path
 
 import torch
 from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 
 from model import GPT, ROW_PER_TOKEN, GPTConfig
-from plaingpt.system.distributed import is_sharded
+from plaingpt.system.devices import synchronize
+from plaingpt.system.distributed import (
+    all_gather,
+    gloo_group,
+    held_rows,
+    is_sharded,
+    launched_world,
+    local_rows,
+)
 from plaingpt.system.errors import UserError, warn
-from plaingpt.system.files import sha256_of
-from plaingpt.system.formatting import quoted
+from plaingpt.system.files import sha256_of, sync, write_atomically
 from plaingpt.system.removed import REMOVED, says_now
 from plaingpt.system.removed import as_today as settings_today
-from plaingpt.weights import begin_new_tokens, check_finite, copy_rows
+from plaingpt.weights import begin_new_tokens, copy_rows, not_finite
 
 FORMAT_VERSION = 1
 # Keys of state.json as an earlier version wrote them → as they are called now.
@@ -37,6 +50,8 @@ RENAMED = {'windows': 'sequences', 'stale': 'evals_since_best'}
 LATER = {'val_loss': None, 'elapsed_s': 0.0, 'ends_at_s': 0.0, 'wandb_id': None, 'samples': {},
          'eval_sequences': 0, 'dtype': None, 'averaged_steps': None}
 PART = re.compile(r'(.*?)(?:\[(\d+):(\d+)\])?')  # of a tensor: its rows
+CHUNK_BYTES = 500 * 10**6  # of tensors in a file, which with its header stays below 512 MB
+KEPT = 2  # of the newest checkpoints, beside the best
 
 
 @dataclass(frozen=True)
@@ -66,7 +81,7 @@ class Checkpoint:
     @property
     def val_loss(self):
         """Validation loss at this iteration; inf where it was not measured or is not a number."""
-        loss = self.state.get('val_loss')
+        loss = self.state['val_loss']
         return loss if loss is not None and math.isfinite(loss) else math.inf
 
     def load_model(self, device='cpu'):
@@ -80,107 +95,79 @@ class Checkpoint:
         """Copy the weights into a GPT of this shape, which may read fewer positions, and know more
         tokens: each new one begins as the mean of those that there are. Of a sharded model each
         process reads its rows. Raises UserError where weights are damaged or misfit."""
-        wanted, shapes = dict(model.named_parameters()), self._verified_shapes('model')
-        old = self.state['model']['vocab_size']
-        grows = model.config.vocab_size > old
+        shapes, wanted = self._verified_shapes('model'), dict(model.named_parameters())
+        old, new = self.state['model']['vocab_size'], model.config.vocab_size
+        grows = {name for name in wanted if new > old and name.endswith(ROW_PER_TOKEN)}
         for name in [*wanted, *shapes]:
-            fits = name in wanted and name in shapes and (
-                shapes[name] == wanted[name].shape
-                or (grows and name.endswith(ROW_PER_TOKEN))
-                or (name == 'transformer.wpe.weight' and len(wanted[name]) < shapes[name][0]))
-            if not fits:
+            start = 1 if name in grows or name == 'transformer.wpe.weight' else 0
+            if name not in wanted or name not in shapes \
+                    or wanted[name].shape[start:] != shapes[name][start:]:
                 raise UserError(f'{self.path}: {name!r} there does not fit this model: it holds '
                                 'another architecture')
-        blocks = {name.split('.')[2] for name in shapes if name.startswith('transformer.h.')}
-        if len(blocks) < model.config.n_layer:
-            raise UserError(f'{self.path}: its weights do not fit its configuration: there are '
-                            f'{len(blocks)} blocks and n_layer={model.config.n_layer}')
-        known = {}  # of a vocabulary that grows: the rows that there are
-        for name, rows, file, key in self._parts('model'):
-            copy_local_rows(wanted[name], rows, file, key)
-            if grows and name.endswith(ROW_PER_TOKEN):
-                known.setdefault(name, []).append(file.get_tensor(key))
+        known = {name: [] for name in grows}  # the rows that there are
+        for name, first, file, key in self._parts('model'):
+            copy_rows(wanted[name], first, file.get_slice(key))
+            if name in grows:
+                known[name].append(file.get_tensor(key))
         for name, parts in known.items():
-            begin_new_tokens(wanted[name], torch.cat(parts)[:old].mean(0), old,
-                             model.config.vocab_size)
-        check_finite(model, self.path, 'use an earlier one with --checkpoint=ITER')
+            begin_new_tokens(wanted[name], torch.cat(parts)[:old].mean(0), old, new)
 
     @torch.no_grad()
     def load_optimizer(self, optimizer, model):
         """Put the saved state into `optimizer`, which was made for `model`.
 
         Learning rate, betas and decay stay as they are: only what the optimizer remembers of past
-        steps comes back, tensor by tensor and straight to where it belongs. Raises UserError where
-        that is damaged.
+        steps comes back. Raises UserError where that is damaged.
         """
-        parameters = dict(model.named_parameters())
         shapes = self._verified_shapes('optimizer')
-        for entry, rows, file, part in self._parts('optimizer'):
+        parameters = dict(model.named_parameters())
+        for entry, first, file, part in self._parts('optimizer'):
             name, _, key = entry.partition('/')
             p, state = parameters[name], optimizer.state[parameters[name]]
             if not shapes[entry]:
                 state[key] = file.get_tensor(part).to(p.device, copy=True)
                 continue
             if key not in state:
-                dtype = file.get_slice(part)[0:0].dtype
-                state[key] = empty_like_rows(p, shapes[entry], dtype)
-            copy_local_rows(state[key], rows, file, part)
+                state[key] = empty_state(p, shapes[entry], file.get_slice(part)[0:0].dtype)
+            copy_rows(state[key], first, file.get_slice(part))
 
-    def verify(self, kinds=('model', 'optimizer')):
-        """Compare all chunks with their checksums, once. Raises UserError that names the damaged.
-        """
+    def verify(self, kinds):
+        """Compare the chunks of these kinds with their checksums, once. Raises UserError that names
+        the damaged one."""
         for chunk in self.state['chunks']:
             if chunk['kind'] not in set(kinds) - self.verified:
                 continue
             path = self.path / chunk['name']
-            try:
-                intact = path.stat().st_size == chunk['bytes'] \
-                    and sha256_of(path) == chunk['sha256']
-            except OSError as e:
-                raise UserError(f'{path} cannot be read: {e.strerror}') from None
-            if not intact:
-                raise UserError(f'{path} is damaged: its checksum is not what was written; use '
-                                'another checkpoint with --checkpoint=ITER')
+            if not path.exists() or sha256_of(path) != chunk['sha256']:
+                raise UserError(f'{path} is damaged: it is not what was written; use another '
+                                'checkpoint with --checkpoint=ITER')
         self.verified.update(kinds)
 
     def _parts(self, kind):
-        """Yield (name, rows, open file, key in that file) of all that the chunks of a kind hold."""
+        """Yield (name, first of its rows, open file, key in that file) of all that the chunks of a
+        kind hold."""
         for chunk in self.state['chunks']:
             if chunk['kind'] != kind:
                 continue
-            try:
-                with safe_open(self.path / chunk['name'], framework='pt') as f:
-                    for key in f.keys():  # noqa: SIM118  (it is no dict)
-                        name, a, b = PART.fullmatch(key).groups()
-                        yield name, slice(int(a), int(b)) if a else ..., f, key
-            except (OSError, SafetensorError) as e:
-                raise UserError(f'{self.path / chunk["name"]} cannot be read: {e}') from None
+            with safe_open(self.path / chunk['name'], framework='pt') as f:
+                for key in f.keys():  # noqa: SIM118  (it is no dict)
+                    name, first, _ = PART.fullmatch(key).groups()
+                    yield name, int(first or 0), f, key
 
     def _verified_shapes(self, kind):
-        """{name: shape} of all tensors of a kind, from the heads of the files. Raises UserError
-        where a file is damaged."""
+        """{name: shape} of all tensors of a kind, of which no byte is damaged."""
         self.verify([kind])
         shapes = {}
-        for name, rows, file, key in self._parts(kind):
+        for name, first, file, key in self._parts(kind):
             shape = torch.Size(file.get_slice(key).get_shape())
-            if rows is not ...:  # a tensor has as many rows as its last part ends with
-                shape = torch.Size([max(rows.stop, *shapes.get(name, shape)[:1]), *shape[1:]])
+            if shape:  # a tensor has as many rows as its last part ends with
+                rows = max(first + shape[0], *shapes.get(name, shape)[:1])
+                shape = torch.Size([rows, *shape[1:]])
             shapes[name] = shape
         return shapes
 
 
-def copy_local_rows(tensor, rows, file, key):
-    """Copy what this process has of a tensor from an open file, which has its `rows` (a slice, or
-    ... for all). Nothing else is read."""
-    source = file.get_slice(key)
-    shape = source.get_shape()
-    if rows is ... and torch.Size(shape) == tensor.shape and not is_sharded(tensor):
-        tensor.copy_(file.get_tensor(key))
-        return
-    copy_rows(tensor, 0 if rows is ... else rows.start, source, shape[0])
-
-
-def empty_like_rows(p, shape, dtype):
+def empty_state(p, shape, dtype):
     """A tensor of an optimizer's state, sharded like its parameter where their rows are the same.
     """
     if not (is_sharded(p) and shape[0] == len(p)):
@@ -193,8 +180,46 @@ def empty_like_rows(p, shape, dtype):
 # finding
 
 
-class AnotherVersion(UserError):
-    """A checkpoint that another version of plainGPT wrote: nothing is wrong with it."""
+def find(out_dir, which='latest', kinds=()):
+    """The checkpoint of a run that 'latest', 'best' or an iteration number names: of 'latest' the
+    newest one that is as it was written, with a warning of those after it. kinds: of chunks to
+    verify, beside state.json. Raises UserError."""
+    paths, problems = checkpoint_paths(out_dir), []
+    if not paths:
+        raise UserError(f'{out_dir}: no checkpoint there; train one first, or name the right '
+                        'folder with --out_dir')
+    if str(which).isdecimal():
+        there = ', '.join(str(iteration_of(path)) for path in paths)
+        paths = [path for path in paths if iteration_of(path) == int(which)]
+        if not paths:
+            raise UserError(f'--checkpoint={which}: {out_dir} has latest, best and {there}')
+    found = intact(paths, kinds, problems.append)
+    found = best_of(found) if which == 'best' else next(found, None)
+    if found is None:
+        raise UserError('\n'.join([
+            *problems, f'{out_dir}: no checkpoint there can be used; to start anew, train with '
+            '--init_from=scratch, which keeps them in a folder beside']))
+    if launched_world().is_main:
+        for problem in problems:
+            warn(f'skipped a checkpoint: {problem}')
+    return found
+
+
+def intact(paths, kinds=(), tell=lambda problem: None):
+    """Yield the checkpoints that are as they were written, the last first. tell: is called with
+    what is wrong with each other one"""
+    for path in reversed(paths):
+        try:
+            found = open_checkpoint(path)
+            found.verify(kinds)
+            yield found
+        except UserError as problem:
+            tell(re.split('[:;] use ', str(problem))[0])  # what to use instead is found here
+
+
+def best_of(checkpoints):
+    """The one with the lowest validation loss, the first where none was measured; None of none."""
+    return min(checkpoints, key=lambda checkpoint: checkpoint.val_loss, default=None)
 
 
 def checkpoint_paths(out_dir):
@@ -204,10 +229,7 @@ def checkpoint_paths(out_dir):
     if not os.path.lexists(folder):
         return []
     try:
-        with os.scandir(folder) as entries:
-            found = [folder / entry.name for entry in entries
-                     if re.fullmatch(r'iter-[0-9]+', entry.name)
-                     and (entry.is_dir() or entry.is_symlink())]
+        found = [path for path in folder.iterdir() if re.fullmatch(r'iter-[0-9]+', path.name)]
     except OSError as e:  # such as a link to a disk that is not mounted
         raise UserError(f'{folder} cannot be read: {e.strerror}') from None
     return sorted(found, key=iteration_of)
@@ -217,46 +239,21 @@ def iteration_of(path):
     return int(path.name.removeprefix('iter-'))
 
 
-def without_advice(problem):
-    """The message of a UserError up to what to use instead, where that is done already."""
-    return re.split('[:;] use ', str(problem))[0]
-
-
-def readable_checkpoints(out_dir, on_damaged=lambda problem: None):
-    """The checkpoints of a run whose state.json is intact, oldest first. on_damaged: is called with
-    the problem of each other one"""
-    found = []
-    for path in checkpoint_paths(out_dir):
-        try:
-            found.append(open_checkpoint(path))
-        except UserError as problem:
-            on_damaged(without_advice(problem))
-    return found
-
-
 def open_checkpoint(path):
     """A checkpoint directory, of which state.json alone is read. Raises UserError."""
+    checksum = path / 'state.json.sha256'  # absent after a kill while state.json was replaced
     try:
-        state = read_state(path)
-        unknown = find_unknown(state)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as e:
-        what = f'{Path(e.filename).name}: {e.strerror}' if isinstance(e, OSError) else e
-        raise UserError(f'{path}/state.json is damaged ({what}): use another checkpoint with '
+        text = (path / 'state.json').read_bytes()
+        if checksum.exists() and checksum.read_text().strip() != hashlib.sha256(text).hexdigest():
+            raise ValueError('its checksum is not what was written')
+        state = json.loads(text)
+    except (OSError, ValueError) as e:
+        raise UserError(f'{path}/state.json is damaged ({e}): use another checkpoint with '
                         '--checkpoint=ITER, or remove the directory') from None
-    if unknown:
-        raise AnotherVersion(f'{path} is from another version of plainGPT: it has '
-                             f'{", ".join(unknown)}, which this one does not know: use the version '
-                             'that wrote it')
+    if unknown := find_unknown(state):
+        raise UserError(f'{path} is from another version of plainGPT: it has {", ".join(unknown)}, '
+                        'which this one does not know: use the version that wrote it')
     return Checkpoint(path, as_today(state))
-
-
-def read_state(path):
-    """The content of state.json. Raises OSError, ValueError."""
-    checksums = (path / 'state.json.sha256').read_text().split()
-    text = (path / 'state.json').read_bytes()
-    if hashlib.sha256(text).hexdigest() not in checksums:
-        raise ValueError('its checksum is not what was written')
-    return json.loads(text)
 
 
 def find_unknown(state):
@@ -279,77 +276,177 @@ def as_today(state):
     return state
 
 
-def best_of(checkpoints):
-    """The one with the lowest validation loss, the newest where none was measured; None of none."""
-    return min(reversed(checkpoints), key=lambda checkpoint: checkpoint.val_loss, default=None)
+# -----------------------------------------------------------------------------
+# writing
 
 
-def find(out_dir, which='latest', kinds=(), on_damaged=lambda problem: warn(
-        f'skipped a checkpoint: {problem}')):
-    """The checkpoint of a run that 'latest', 'best' or an iteration number names; of 'latest' the
-    newest one whose state.json, and files of `kinds`, are as they were written. on_damaged: is
-    called with the problem of each that was skipped. Raises UserError."""
-    paths = checkpoint_paths(out_dir)
-    if not paths:
-        others = describe_other_weights(out_dir)
-        raise UserError(f'{out_dir}: no checkpoint there; '
-                        + (others or 'train one first, or name the right folder with --out_dir'))
-    if which in ('latest', 'best'):
-        if which == 'latest':
-            found, damaged = newest_valid(out_dir, kinds)
+class Saver:
+    """Writes a run's checkpoints, by all processes together. background: while training continues;
+    the next save waits for it"""
+
+    def __init__(self, out_dir, *, rank=0, world_size=1, keep=1, background=False):
+        self.out_dir, self.keep = Path(out_dir), keep
+        self.rank, self.world_size = rank, world_size
+        self.group = gloo_group(own=background) if world_size > 1 else None
+        self.writer = ThreadPoolExecutor(1, thread_name_prefix='saver') if background else None
+        self.pending = None  # the save in the background
+        self.failed = False  # the last save came to nothing
+        self.check_folder = lambda: None  # raises UserError where out_dir is another run's by now
+
+    def save(self, model, optimizer, state, rng):
+        """Write a checkpoint; then remove all but the `keep` newest and the best.
+
+        state: JSON, the same on all processes, with 'iter_num' and 'val_loss', which decides on the
+        best. rng: rng_state of this process. Where the disk refuses it warns, and `failed` is True.
+        Raises UserError, and writes and removes nothing, where out_dir was removed or replaced or
+        where a weight is not finite.
+        """
+        self.wait()
+        for check in self.check_folder, lambda: check_weights(model, state['iter_num']):
+            if problem := self._problem_of(check):
+                raise UserError(problem)
+        state = {'format_version': FORMAT_VERSION, **state, 'model': asdict(model.config)}
+        tensors = {'model': dict(model.named_parameters()),
+                   'optimizer': optimizer_tensors(optimizer, model)}
+        files = {kind: my_files(found, self.rank, self.world_size)
+                 for kind, found in tensors.items()}
+        if not self.writer:
+            self._write(files, state, rng)
+            return
+        files = {kind: [copied(file) for file in mine] for kind, mine in files.items()}
+        synchronize(next(model.parameters()).device)
+        self.pending = self.writer.submit(self._write, files, state, rng)
+
+    def wait(self):
+        """Wait for a save in the background. Raises what it raised."""
+        if self.pending:
+            pending, self.pending = self.pending, None
+            pending.result()
+
+    def _write(self, files, state, rng):
+        final = self.out_dir / 'checkpoints' / f'iter-{state["iter_num"]:08d}'
+        if all_gather(final.exists(), self.group)[0]:  # saved before it was evaluated
+            problem = self._problem_of(lambda: write_state(
+                final, {**open_checkpoint(final).state, **state}), on_rank_0=True)
         else:
-            damaged = []
-            found = best_of(readable_checkpoints(out_dir, damaged.append))
-        if found is None:
-            raise UserError('\n'.join([
-                *damaged, f'{out_dir}: no checkpoint there can be used; to start anew, train with '
-                '--init_from=scratch, which keeps them in a folder beside']))
-        for problem in damaged:
-            on_damaged(problem)
-        return found
-    numbers, moved = [iteration_of(path) for path in paths], []
-    if str(which).isdecimal():
-        if int(which) in numbers:
-            return open_checkpoint(paths[numbers.index(int(which))])
-        moved = [path for archive in archives(out_dir)
-                 if (path := archive / 'checkpoints' / f'iter-{int(which):08d}').exists()]
-    raise UserError(f'--checkpoint={which}: {out_dir} has latest, best and '
-                    f'{", ".join(map(str, numbers))}'
-                    + (f'; it was moved to {moved[-1]}' if moved else ''))
+            problem = self._write_all(final, files, state, rng)
+        self.failed = bool(problem)
+        if self.rank == 0 and problem:
+            clean_up(self.out_dir)  # or its remains fill the disk further
+            warn(f'the checkpoint of iteration {state["iter_num"]} could not be written '
+                 f'({problem}): earlier ones stay as they are')
+
+    def _write_all(self, final, files, state, rng):
+        """→ what went wrong, or None; the same on all processes."""
+        temporary, named, entries = final.with_name(final.name + '.tmp'), {}, []
+        for kind, mine in files.items():
+            counts = all_gather(len(mine), self.group)
+            for i, file in enumerate(mine, start=1 + sum(counts[:self.rank])):
+                named[f'{kind}-{i:05d}-of-{sum(counts):05d}.safetensors'] = file
+
+        def begin():
+            clean_up(self.out_dir)
+            temporary.mkdir(parents=True)
+
+        def publish():  # the rename makes it valid: all of it is on the disk by then
+            chunks = sorted((chunk for mine, _ in shares for chunk in mine), key=itemgetter('name'))
+            write_state(temporary, {**state, 'rng': [rng for _, rng in shares], 'chunks': chunks})
+            sync(temporary)
+            os.rename(temporary, final)
+            sync(final.parent)
+            prune(self.out_dir, self.keep)
+
+        if problem := self._problem_of(begin, on_rank_0=True) \
+                or self._problem_of(lambda: write_files(temporary, named, entries)):
+            return problem
+        shares = all_gather((entries, rng), self.group)
+        return self._problem_of(publish, on_rank_0=True)
+
+    def _problem_of(self, action, on_rank_0=False):
+        """Do it on all processes, or on rank 0 → None, or the first process's problem, on all."""
+        problem = None
+        if self.rank == 0 or not on_rank_0:
+            try:
+                action()
+            except (OSError, SafetensorError, UserError) as e:
+                problem = str(e)
+        return next((p for p in all_gather(problem, self.group) if p), None)
 
 
-def archives(out_dir):
-    """The folders old-001, old-002, … of earlier runs in an out_dir, by their numbers."""
-    return sorted((path for path in Path(out_dir).glob('old-*') if path.name[4:].isdecimal()),
-                  key=lambda path: int(path.name[4:]))
+def check_weights(model, iter_num):
+    """Raise UserError that names a weight of this process which is NaN or infinite."""
+    for name in not_finite(model):
+        raise UserError(f'{name} is not finite after iteration {iter_num}, which is not saved; '
+                        'continue from a checkpoint before with --init_from=resume and a lower '
+                        '--learning_rate')
 
 
-def describe_other_weights(out_dir):
-    """How to go on in a folder without checkpoints of ours: with an earlier run that was moved
-    aside, or with weights of others. None where it has neither."""
-    if earlier := [path for path in archives(out_dir) if checkpoint_paths(path)]:
-        return f'an earlier run is in {earlier[-1]}: --out_dir={quoted(earlier[-1])}'
-    if str(out_dir).startswith('gpt2') or Path(out_dir, 'config.json').exists():
-        return f'weights of others are read with --init_from={quoted(out_dir)}'
-    path = Path(out_dir, 'ckpt.pt')
-    if path.exists():
-        return f"{path} is nanoGPT's: --init_from={quoted(path)} takes its weights (with " \
-               "--tokenizer=FOLDER, a dataset, where its tokens are not GPT-2's)"
-    return None
+def optimizer_tensors(optimizer, model):
+    """{'<parameter>/<state>': tensor} of all that the optimizer remembers."""
+    return {f'{name}/{key}': torch.as_tensor(value) for name, p in model.named_parameters()
+            for key, value in optimizer.state.get(p, {}).items() if value is not None}
 
 
-def newest_valid(out_dir, kinds=('model', 'optimizer')):
-    """→ (the newest checkpoint whose state.json, and files of `kinds`, are as they were written, or
-    None; what is wrong with those after it, a line each). Raises UserError at one of a newer
-    version, which is not damaged."""
-    problems = []
-    for path in reversed(checkpoint_paths(out_dir)):
-        try:
-            checkpoint = open_checkpoint(path)
-            checkpoint.verify(kinds)
-            return checkpoint, problems
-        except AnotherVersion:
-            raise
-        except UserError as problem:
-            problems.append(without_advice(problem))
-    return None, problems
+def my_files(tensors, rank, size):
+    """→ [{key: rows}], the files that this process writes, each with at most CHUNK_BYTES: the rows
+    that it has of a sharded tensor, its share of those of a tensor that all have."""
+    files, room = [], 0
+    for name, tensor in tensors.items():
+        rows = tensor if tensor.dim() else tensor[None]
+        if is_sharded(tensor):
+            mine, first = local_rows(tensor)
+        else:
+            first, count = held_rows(len(rows), rank, size)
+            mine = rows[first:first + count]
+        step = max(1, CHUNK_BYTES // max(1, mine[:1].nbytes))  # rows that fit into a file
+        for a in range(0, len(mine), step):
+            part = mine[a:a + step]
+            if not files or part.nbytes > room:
+                files.append({})
+                room = CHUNK_BYTES
+            room -= part.nbytes
+            if len(part) == len(rows):
+                files[-1][name] = part.reshape(tensor.shape)
+            else:
+                files[-1][f'{name}[{first + a}:{first + a + len(part)}]'] = part
+    return files
+
+
+def copied(tensors):
+    """In host memory; from a GPU in pages that stay in place, which is several times faster."""
+    return {key: t.detach().to('cpu', non_blocking=True, copy=True) for key, t in tensors.items()}
+
+
+def write_files(folder, named, entries):
+    """Write {name: {key: tensor}}, one file at a time; add what state.json says of each."""
+    for name, tensors in named.items():
+        path = folder / name
+        save_file({key: t.detach().cpu().contiguous() for key, t in tensors.items()}, path)
+        os.chmod(path, folder.stat().st_mode & 0o666)  # as readable as other files
+        sync(path)
+        entries.append({'name': name, 'kind': name.partition('-')[0],
+                        'bytes': path.stat().st_size, 'sha256': sha256_of(path)})
+
+
+def write_state(path, state):
+    """Write state.json and its checksum, which is absent while state.json changes."""
+    text = json.dumps(state, indent=1).encode()
+    (path / 'state.json.sha256').unlink(missing_ok=True)
+    write_atomically(path / 'state.json', text)
+    write_atomically(path / 'state.json.sha256', hashlib.sha256(text).hexdigest())
+
+
+def prune(out_dir, keep):
+    """Remove all checkpoints but the `keep` newest and the best."""
+    found = list(intact(checkpoint_paths(out_dir)))
+    for checkpoint in found[keep:]:
+        if checkpoint is not best_of(found):
+            # First the name, at once: a directory half removed must not look complete.
+            os.rename(checkpoint.path, checkpoint.path.with_name(checkpoint.path.name + '.tmp'))
+    clean_up(out_dir)
+
+
+def clean_up(out_dir):
+    """Remove what was left half written or half removed."""
+    for path in Path(out_dir, 'checkpoints').glob('*.tmp'):
+        shutil.rmtree(path, ignore_errors=True)

@@ -1,21 +1,25 @@
-"""What a run starts from: new weights, those of a model, or the checkpoint that it continues; and
-the settings and the shape that follow from it."""
+"""What a run starts from: new weights, those of a model, or the checkpoint that it continues; the
+settings and the shape that follow from it; and what stays of an earlier run in its folder."""
 
 import math
 import os
-from contextlib import suppress
+import shutil
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 
-import numpy as np
-
 from model import GPTConfig
 from plaingpt.data.tokenizers import described_vocab_size, words_of
-from plaingpt.monitoring.run_record import finite
+from plaingpt.monitoring.run_record import finite, trim_rows
 from plaingpt.system.distributed import all_gather, launched_world, print0
 from plaingpt.system.errors import UserError
 from plaingpt.system.formatting import quoted, setting
-from plaingpt.training import checkpoint as checkpoints
+from plaingpt.training.checkpoint import (
+    checkpoint_paths,
+    clean_up,
+    find,
+    iteration_of,
+    open_checkpoint,
+)
 from plaingpt.training.open_weights import open_weights
 from plaingpt.training.settings import STARTS, TrainConfig
 
@@ -25,13 +29,13 @@ KEPT_SHAPE = [field.name for field in fields(GPTConfig) if field.name not in (
 # What a resumed run takes from its command, and not from its checkpoint: where it is and how it
 # starts this time, and what follows from the processes and the machine of this time.
 OF_THIS_START = {'out_dir', 'init_from', 'checkpoint', 'check', 'eval_only', 'minutes', 'parallel'}
-OPENING_TOKENS = 2**20  # of a corpus, in which a document begins where there are documents
+LOGS = ('metrics.jsonl', 'anomalies.jsonl', 'film.jsonl', 'run.json', 'report.md', 'loss.png',
+        'loss-details.png', 'film', 'film.html', 'tensorboard')
 
 
 def is_resumed(out_dir, init_from):
     """Whether a command with these settings goes on with a run."""
-    return init_from == 'resume' or (
-        init_from == 'auto' and bool(checkpoints.checkpoint_paths(out_dir)))
+    return init_from == 'resume' or (init_from == 'auto' and bool(checkpoint_paths(out_dir)))
 
 
 class Start:
@@ -65,8 +69,9 @@ class Start:
         if not out_dir:
             return {}
         if is_resumed(out_dir, init_from) or (init_from == 'auto' and which.isdecimal()):
-            self.find(out_dir, which)
-            return self.saved_settings()
+            self.resumed = True
+            self.weights = find(out_dir, which, ('model', 'optimizer') if self.verifies else ())
+            return saved_settings(self.weights.state['config'])
         if init_from in STARTS or not TrainConfig(init_from=init_from).names_a_start():
             return {}
         self.weights = open_weights(init_from, which)
@@ -74,77 +79,57 @@ class Start:
         return {**{key: getattr(shape, key) for key in KEPT_SHAPE},
                 'block_size': min(shape.block_size, TrainConfig.block_size)}
 
-    def find(self, out_dir, which):
-        """Find the checkpoint to continue, on rank 0 one that is as it was written."""
-        self.resumed = True
-        if not self.verifies:
-            self.weights = checkpoints.find(out_dir, which, on_damaged=lambda problem: None)
-            return
-        self.weights = checkpoints.find(out_dir, which, ('model', 'optimizer'))
-        self.weights.verify()
-
-    def saved_settings(self):
-        """{setting: value} of the run that is continued."""
-        config = self.weights.state['config']
-        saved = {field.name: config[field.name] for field in fields(TrainConfig)
-                 if field.name in config.keys() - OF_THIS_START}
-        if config.get('check') == 'overfit':  # it decides what the run reads
-            saved['check'] = 'overfit'
-        # What was 'auto' is written as a number, and follows from what the command changes.
-        with suppress(TypeError):  # of values that load_config refuses
-            auto = TrainConfig(**{**saved, 'min_lr': 'auto', 'lr_decay_iters': 'auto'})
-            saved |= {key: 'auto' for key in ('min_lr', 'lr_decay_iters')
-                      if saved.get(key) == getattr(auto, key)}
-        return saved
-
-    def agree(self, config, group):
+    def agree(self, group):
         """Rank 0's checkpoint, which it has verified, is that of all processes."""
-        if config.init_from == 'auto' and not self.resumed \
-                and Path(config.out_dir, 'metrics.jsonl').exists():
-            print0(f'{config.out_dir} has a log and no checkpoint: a new run starts')
         path = all_gather(self.weights.path if self.resumed else None, group)[0]
         self.resumed = path is not None
         if self.resumed:
             if self.weights is None or self.weights.path != path:
-                self.weights = checkpoints.open_checkpoint(path)
+                self.weights = open_checkpoint(path)
             self.weights.verified.update(('model', 'optimizer'))
 
-    def check(self, config, dataset):
-        """See that a run which continues is of the same model and data, and print which settings
-        have changed. Raises UserError where something differs that a run cannot change."""
-        resumed = self.weights
-        # A setting that did not exist when the checkpoint was written had its default.
-        before = {**asdict(TrainConfig()), **resumed.state['config']}
-        now = asdict(config)
-        changed = {key: (before[key], now[key]) for key in now if before[key] != now[key]}
-        shape = {field.name for field in fields(GPTConfig)} - {'dropout', 'vocab_size'}
-        fixed = [f'{key}={setting(value)} (it has {setting(saved)})'
-                 for key, (saved, value) in changed.items() if key in shape | {'optimizer'}]
-        if fixed:
-            raise UserError(f'{resumed.path} was trained otherwise than with {", ".join(fixed)}: '
-                            'leave that out, or the config file that says it, or name another '
-                            '--out_dir')
-        if 'max_iters' in changed and config.max_iters < resumed.iter_num \
-                and not config.is_read_only:
-            raise UserError(f'max_iters={config.max_iters} is behind iteration {resumed.iter_num} '
-                            f'of {resumed.path}: give a larger one, or leave it out')
-        if resumed.state['tokenizer'] != dataset.tokenizer_json():
-            name = resumed.state['config'].get('dataset', config.dataset)
-            option = f', --dataset={quoted(name)}' if name != config.dataset else ''
-            raise UserError(f'{resumed.path} was trained with another tokenizer than that of '
-                            f'{dataset.folder}: name the dataset it was trained on{option}')
-        if not dataset.is_identity('train', resumed.state['data']):
-            other = f' (it has dataset={before["dataset"]})' if 'dataset' in changed else ''
-            raise UserError(f'{resumed.path} was trained on other tokens than those of '
-                            f'{dataset.folder}{other}: to continue with other data, start a run '
-                            f'from its weights with --init_from={quoted(config.out_dir)} and '
-                            'another --out_dir')
-        print0(f'resumed from {resumed.path}')
-        for key, (saved, value) in changed.items():
-            # a line of its own tells what parallel=auto is
-            if key not in ('init_from', 'checkpoint', 'check', 'minutes') \
-                    and (key, value) != ('parallel', 'auto'):
-                print0(f'  changed: {key} {setting(saved)} → {setting(value)}')
+
+def saved_settings(config):
+    """{setting: value} of the run that is continued. config: as its checkpoint has it"""
+    saved = {field.name: config[field.name] for field in fields(TrainConfig)
+             if field.name in config.keys() - OF_THIS_START}
+    if config.get('check') == 'overfit':  # it decides what the run reads
+        saved['check'] = 'overfit'
+    # What was 'auto' is written as a number, and follows from what the command changes.
+    auto = TrainConfig(**{**saved, 'min_lr': 'auto', 'lr_decay_iters': 'auto'})
+    return saved | {key: 'auto' for key in ('min_lr', 'lr_decay_iters')
+                    if saved.get(key) == getattr(auto, key)}
+
+
+def check_resumed(resumed, config, dataset):
+    """See that a run which continues a Checkpoint is of the same model and data, and print which
+    settings have changed. Raises UserError where something differs that a run cannot change."""
+    # A setting that did not exist when the checkpoint was written had its default.
+    before = {**asdict(TrainConfig()), **resumed.state['config']}
+    changed = {key: (before[key], value) for key, value in asdict(config).items()
+               if before[key] != value}
+    fixed = {field.name for field in fields(GPTConfig)} - {'dropout', 'vocab_size'} | {'optimizer'}
+    if other := [f'{key}={setting(value)} (it has {setting(saved)})'
+                 for key, (saved, value) in changed.items() if key in fixed]:
+        raise UserError(f'{resumed.path} was trained otherwise than with {", ".join(other)}: leave '
+                        'that out, or the config file that says it, or name another --out_dir')
+    if 'max_iters' in changed and config.max_iters < resumed.iter_num and not config.is_read_only:
+        raise UserError(f'max_iters={config.max_iters} is behind iteration {resumed.iter_num} of '
+                        f'{resumed.path}: give a larger one, or leave it out')
+    if resumed.state['tokenizer'] != dataset.tokenizer_json():
+        other = 'with another tokenizer than that'
+    elif not dataset.is_identity('train', resumed.state['data']):
+        other = 'on other tokens than those'
+    if other:
+        raise UserError(f'{resumed.path} was trained {other} of {dataset.folder} (it has dataset='
+                        f'{before["dataset"]}): name the data that it had, or start a run from its '
+                        f'weights with --init_from={quoted(config.out_dir)} and another --out_dir')
+    print0(f'resumed from {resumed.path}')
+    for key, (saved, value) in changed.items():
+        # a line of its own tells what parallel=auto is
+        if key not in ('init_from', 'checkpoint', 'check', 'minutes') \
+                and (key, value) != ('parallel', 'auto'):
+            print0(f'  changed: {key} {setting(saved)} → {setting(value)}')
 
 
 def with_shape(config, shape):
@@ -161,11 +146,6 @@ def run_shape(config, dataset, start):
     if start.from_scratch:
         return config.gpt_config(dataset.vocab_size, opener)
     shape = start_shape(config, start.weights, dataset)
-    asked = {key: getattr(config, key) for key in KEPT_SHAPE}
-    if other := [f'{key}={getattr(shape, key)} (not {value})' for key, value in asked.items()
-                 if value != getattr(shape, key)]:
-        print0(f'the run has the shape of {config.init_from}: {", ".join(other)}')
-    check_start(config, shape, dataset.folder, dataset.vocab_size)
     check_tokenizer(config, start.weights, dataset)
     if config.document_attention:
         shape = replace(shape, document_attention=True, document_start=opener)
@@ -174,63 +154,80 @@ def run_shape(config, dataset, start):
 
 def start_shape(config, weights, dataset=None):
     """The GPTConfig of the model whose weights a run starts from. A dataset of conversations may
-    have special tokens that it has to learn."""
+    have special tokens that it has to learn. Raises UserError where it cannot read the dataset."""
     shape = GPTConfig(**{**weights.shape, 'dropout': config.dropout})
-    base = dataset and base_tokenizer(dataset)
-    if base and described_vocab_size(base) == shape.vocab_size:
-        shape = replace(shape, vocab_size=dataset.vocab_size)
-    return shape
-
-
-def check_start(config, shape, folder, vocab_size):
-    """Raise UserError where a model of this GPTConfig cannot start a run on the dataset."""
     if config.block_size > shape.block_size:
         raise UserError(f'block_size={config.block_size}: {config.init_from} reads at most '
                         f'{shape.block_size} tokens: use --block_size={shape.block_size} or less')
-    if vocab_size != shape.vocab_size:
-        raise UserError(f'{folder} has a vocabulary of {vocab_size} and {config.init_from} one of '
-                        f'{shape.vocab_size}: prepare the text with the tokenizer of the model, or '
-                        'name another model with --init_from')
+    base = dataset and dataset.tokenizer_json().get('base')  # that a chat tokenizer wraps
+    if base and described_vocab_size(base) == shape.vocab_size:
+        shape = replace(shape, vocab_size=dataset.vocab_size)
+    if dataset and dataset.vocab_size != shape.vocab_size:
+        raise UserError(f'{dataset.folder} has a vocabulary of {dataset.vocab_size} and '
+                        f'{config.init_from} one of {shape.vocab_size}: prepare the text with the '
+                        'tokenizer of the model, or name another model with --init_from')
+    return shape
 
 
 def check_tokenizer(config, weights, dataset):
     """Raise UserError where the model knows other tokens than the dataset, and say what starts."""
-    tokenizer, other, trained = weights.tokenizer_json(), config.init_from, ''
-    if weights.state:
-        other = 'THE_OLD_DATASET'
-        loss = f', validation loss {weights.val_loss:.4f}' if math.isfinite(weights.val_loss) \
-            else ''
-        trained = f' (iteration {weights.iter_num:,}{loss})'
-    known = [words_of(each) for each in (dataset.tokenizer_json(), base_tokenizer(dataset)) if each]
+    tokenizer, described = weights.tokenizer_json(), dataset.tokenizer_json()
+    known = [words_of(each) for each in (described, described.get('base')) if each]
     if tokenizer is not None and words_of(tokenizer) not in known:
         raise UserError(f'{weights.source} was trained with another tokenizer than that of '
-                        f'{dataset.folder}: prepare the text with --tokenizer={other}')
-    print0(f'{weights.source}{trained}: the run starts from its weights; the '
-           'optimizer, the iteration count and the order of the data begin anew')
-
-
-def base_tokenizer(dataset):
-    """The tokenizer that a chat tokenizer wraps, as JSON, or None."""
-    return dataset.tokenizer_json().get('base')
+                        f'{dataset.folder}: prepare the text with --tokenizer={config.init_from}')
+    print0(f'{weights.source}: the run starts from its weights; the optimizer, the iteration count '
+           'and the order of the data begin anew')
 
 
 def document_start(config, dataset):
     """The id of the token that opens the documents of a dataset, where document_attention asks for
     it, else -1. Raises UserError where there is none."""
-    if not config.document_attention:
-        return -1
-    found = dataset.tokenizer().end_of_text
+    found = dataset.tokenizer().end_of_text if config.document_attention else -1
     if found is None:
         raise UserError(f'document_attention=True: the tokenizer of {dataset.folder} has no end of '
                         'text, so its documents cannot be told apart: prepare it with another '
                         'tokenizer, or leave document_attention out')
-    for _, each, _ in dataset.parts:
-        stream = each.split('train')
-        if found not in stream.sequences(np.zeros(1, int), min(len(stream), OPENING_TOKENS)):
-            raise UserError(f'document_attention=True: no document begins in the first '
-                            f'{OPENING_TOKENS:,} tokens of {each.folder}, as in one running text: '
-                            'prepare it with --documents=…, or leave document_attention out')
     return found
+
+
+# -----------------------------------------------------------------------------
+# an earlier run in the folder
+
+
+def archive_previous_run(out_dir, after=-1):
+    """Move the checkpoints after an iteration, and the logs of a run that ends here, to
+    out_dir/old-001 (002, …); of a run that goes on these are copied → that folder, None where there
+    is nothing to keep. What a crash left half written goes. Raises UserError."""
+    out_dir = Path(out_dir)
+    clean_up(out_dir)
+    later = [path for path in checkpoint_paths(out_dir) if iteration_of(path) > after]
+    logs = [out_dir / name for name in LOGS if (out_dir / name).exists()]
+    if not later and (after >= 0 or not logs):
+        return None
+    numbers = [int(path.name[4:]) for path in out_dir.glob('old-*') if path.name[4:].isdecimal()]
+    archive = out_dir / f'old-{max(numbers, default=0) + 1:03d}'
+    try:
+        (archive / 'checkpoints').mkdir(parents=True)
+        for path in logs:
+            if after < 0:
+                shutil.move(path, archive / path.name)
+            elif path.is_file():  # event files are written anew
+                shutil.copy2(path, archive / path.name)
+        for path in later:
+            shutil.move(path, archive / 'checkpoints' / path.name)
+    except OSError as e:
+        raise UserError(f'{archive}: what this run would overwrite cannot be kept there '
+                        f'({e.strerror}): choose another --out_dir') from None
+    return archive
+
+
+def trim_logs(out_dir, iter_num, evaluated):
+    """Let the logs end at the iteration of a checkpoint. evaluated: it has its evaluation;
+    otherwise that is logged anew."""
+    for path in (Path(out_dir, name) for name in LOGS):
+        if path.suffix == '.jsonl' and path.exists():
+            trim_rows(path, iter_num, evaluated)
 
 
 @dataclass

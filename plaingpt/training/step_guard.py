@@ -104,13 +104,6 @@ class StepGuard:
         if self.bad_in_a_row.item() >= MAX_BAD_STEPS:
             self.gave_up = f'given up: {MAX_BAD_STEPS} steps in a row were not finite'
 
-    def report_held(self, print_line):
-        """Warn at the end if the last steps were all skipped. One is normal with float16."""
-        held = int(self.held_in_a_row)
-        if held > (1 if self.overflows else 0):
-            print_line(f'warning: the last {held} step{"s" * (held > 1)} left the weights alone: '
-                       'no gradient was finite')
-
     def error(self):
         """What to stop with."""
         return UserError(

@@ -24,7 +24,6 @@ from plaingpt.system.devices import rng_state
 from plaingpt.system.distributed import launched_world, process_group
 from plaingpt.system.errors import UserError
 from plaingpt.training import checkpoint as checkpoints
-from plaingpt.training import checkpoint_writer
 from plaingpt.training.optimizers import build_optimizer
 from plaingpt.training.settings import TrainConfig
 
@@ -225,7 +224,7 @@ def save_what_is_read(folder, target, shape, kind):
         found = checkpoints.find(folder)
         found.load_into(model)
         found.load_optimizer(optimizer, model)
-        saver = checkpoint_writer.Saver(target, rank=world.rank, world_size=world.size)
+        saver = checkpoints.Saver(target, rank=world.rank, world_size=world.size)
         saver.save(model, optimizer, found.state, rng_state(CPU))
         saver.wait()
 
@@ -380,8 +379,8 @@ def save_and_load(out_dir):
             p.data.fill_(0.5)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
-        checkpoint_writer.CHUNK_BYTES = 4 * 10**6
-        saver = checkpoint_writer.Saver(out_dir, rank=world.rank, world_size=world.size)
+        checkpoints.CHUNK_BYTES = 4 * 10**6
+        saver = checkpoints.Saver(out_dir, rank=world.rank, world_size=world.size)
         state = {**train.Progress(iter_num=1).state(), 'config': {}, 'tokenizer': {'kind': 'char'},
                  'data': '', 'samples': {}, 'sequences': 0, 'elapsed_s': 0.0, 'scaler': {}}
         saving = growth(lambda: saver.save(model, optimizer, state, rng_state(CPU)))

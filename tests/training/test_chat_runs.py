@@ -21,7 +21,6 @@ from plaingpt.data.dataset import open_dataset
 from plaingpt.data.packing import PackedLoader
 from plaingpt.system.errors import UserError
 from plaingpt.training import checkpoint as checkpoints
-from plaingpt.training import checkpoint_writer
 from plaingpt.training.optimizers import build_optimizer
 from plaingpt.training.settings import TrainConfig
 
@@ -77,7 +76,7 @@ def test_new_tokens_get_the_mean_row_and_the_old_ones_stay(vocab_size, tied_head
                           tied_head=tied_head))
     idx = torch.randint(vocab_size, (2, 8))
     before, wte = model(idx)[0], model.transformer.wte.weight.clone()
-    checkpoint_writer.Saver(tmp_path).save(model, build_optimizer(model, TrainConfig()), {
+    checkpoints.Saver(tmp_path).save(model, build_optimizer(model, TrainConfig()), {
         'iter_num': 1, 'config': {}, 'tokenizer': {'kind': 'byte'}}, {})
     model = GPT(replace(model.config, vocab_size=vocab_size + 5))
     checkpoints.find(tmp_path).load_into(model)

@@ -45,14 +45,9 @@ def test_a_run_from_other_weights_may_turn_it_on(tiny, documents, tmp_path):
         == [-1, 256]
 
 
-def test_what_opens_no_document_is_refused_in_a_line(tiny, text_file, tmp_path):
-    prepare.main(['text', f'--input={text_file}', '--tokenizer=byte', f'--data_dir={tmp_path}/one'])
-    for more, words in [
-            ({}, 'code_char has no end of text'),
-            ({'dataset': f'{tmp_path}/one'}, r'no document begins in the first .*--documents=')]:
-        with pytest.raises(UserError, match=words) as error:
-            train.main([*tiny, '--document_attention', *options(**more)])
-        assert '\n' not in str(error.value)
+def test_a_tokenizer_that_opens_no_document_is_refused(tiny):
+    with pytest.raises(UserError, match='code_char has no end of text'):
+        train.main([*tiny, '--document_attention'])
 
 
 def test_a_plan_counts_the_mask():

@@ -15,7 +15,7 @@ import train
 from plaingpt.data.batches import BatchLoader
 from plaingpt.data.dataset import open_dataset
 from plaingpt.training import evaluation
-from plaingpt.training.checkpoint import find
+from plaingpt.training.checkpoint import find, write_state
 
 
 def read_by_evaluations(monkeypatch, argv):
@@ -44,9 +44,9 @@ def test_a_resumed_run_with_another_batch_size_evaluates_the_same_sequences(tiny
 
 def test_a_checkpoint_of_an_earlier_version_goes_on_with_what_it_evaluated(tiny, tmp_path,
                                                                            monkeypatch):
-    from plaingpt.training.checkpoint_writer import replace_entries
     first = read_by_evaluations(monkeypatch, [*tiny, '--max_iters=3'])
-    replace_entries(find(tmp_path / 'out').path, {'eval_sequences': 0})
+    found = find(tmp_path / 'out')
+    write_state(found.path, {**found.state, 'eval_sequences': 0})
     resumed = [*tiny, '--init_from=resume', '--max_iters=6', '--batch_size=1']
     assert read_by_evaluations(monkeypatch, resumed)[-2:] == first[:2]
 

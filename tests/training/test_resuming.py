@@ -12,12 +12,11 @@ import pytest
 from helpers import ROOT, exit_code, fails, fork, in_the_loop, lines, same, train_processes, weights
 
 import prepare
-import sample
 import train
 from configurator import load_config
 from plaingpt.system.errors import UserError
 from plaingpt.training import checkpoint as checkpoints
-from plaingpt.training import checkpoint_writer
+from plaingpt.training import start
 from plaingpt.training.settings import TrainConfig
 from plaingpt.training.start import Start
 
@@ -35,21 +34,13 @@ def flip_a_bit(checkpoint):
     path.write_bytes(content)
 
 
-def make_unreadable(checkpoint):
-    path = checkpoint / 'state.json'
-    path.unlink()
-    path.mkdir()  # reading it is an OSError, for root too
-
-
 def let_a_newer_version_write_it(checkpoint):
     state = json.loads((checkpoint / 'state.json').read_text())
-    checkpoint_writer.Saver(checkpoint.parents[1])._publish(
-        checkpoint, checkpoint, {**state, 'format_version': 99})
+    checkpoints.write_state(checkpoint, {**state, 'format_version': 99})
 
 
 @pytest.mark.parametrize(('spoil', 'words'), [
-    (flip_a_bit, 'is damaged'), (make_unreadable, 'state.json'),
-    (let_a_newer_version_write_it, 'from another version')])
+    (flip_a_bit, 'is damaged'), (let_a_newer_version_write_it, 'from another version')])
 def test_auto_starts_nothing_anew_where_no_checkpoint_can_be_used(
         tiny, out, tmp_path, spoil, words):
     shutil.rmtree(out / 'checkpoints/iter-00000003')
@@ -61,7 +52,7 @@ def test_auto_starts_nothing_anew_where_no_checkpoint_can_be_used(
             train.main([*tiny, f'--init_from={init_from}'])
         message = str(refused.value)
         assert str(checkpoint) in message and words in message and 'remove' not in message
-        assert '--init_from=scratch' in message or words == 'from another version'
+        assert '--init_from=scratch' in message
         assert sorted(tmp_path.rglob('*')) == before
     train.main([*tiny, '--init_from=scratch', '--max_iters=1'])
     assert (out / 'old-001/checkpoints' / checkpoint.name).exists()
@@ -74,7 +65,7 @@ def test_a_damaged_newest_checkpoint_is_named_and_the_one_before_it_used(tiny, o
     warned = capsys.readouterr().err
     assert f'skipped a checkpoint: {out}/checkpoints/iter-00000006' in warned
     assert same(weights(out), whole) and (out / 'old-001').exists()
-    assert checkpoint_writer.KEPT >= 2  # so there is one before it
+    assert checkpoints.KEPT >= 2  # so there is one before it
 
 
 @pytest.fixture(scope='module')
@@ -94,8 +85,8 @@ def test_another_model_tokenizer_or_dataset_is_refused(tiny, trained, other_data
     for argv, words in [
             ([*resume, '--n_layer=3'], 'n_layer=3 (it has 2)'),
             ([*resume, f'--dataset={other_data}/accents'], 'another tokenizer'),
-            ([*resume, f'--dataset={other_data}/accents'], f'trained on, --dataset={char_data}'),
-            ([*resume, f'--dataset={other_data}/reversed'], 'trained on other tokens'),
+            ([*resume, f'--dataset={other_data}/accents'], f'it has dataset={char_data}'),
+            ([*resume, f'--dataset={other_data}/reversed'], 'on other tokens'),
             ([f'--init_from={trained}', f'--dataset={other_data}/accents'], 'another tokenizer')]:
         assert words in fails(capsys, monkeypatch, train.main, *tiny, *argv), argv
     assert checkpoints.find(trained).iter_num == 6
@@ -232,15 +223,6 @@ def test_without_a_checkpoint_resuming_is_refused_in_a_line_that_leaves_no_folde
     assert not list(tmp_path.iterdir())
 
 
-def test_a_saved_setting_that_does_not_fit_is_named(out, capsys, monkeypatch):
-    checkpoint = out / 'checkpoints/iter-00000006'
-    state = json.loads((checkpoint / 'state.json').read_text())
-    state['config'] |= {'learning_rate': 'high', 'of_another_version': 1}
-    checkpoint_writer.Saver(out)._publish(checkpoint, checkpoint, state)
-    line = fails(capsys, monkeypatch, train.main, f'--out_dir={out}', '--init_from=resume')
-    assert "learning_rate='high' in the checkpoint: expected a number" in line
-
-
 # -----------------------------------------------------------------------------
 # going back
 
@@ -260,8 +242,6 @@ def test_going_back_keeps_all_of_the_later_steps_in_the_archive(tiny, out):
     assert checkpoints.find(out).iter_num == 4
     assert [row['iter'] for row in lines(out, 'loss')] == [1, 2, 3, 4]
     assert rows(out / 'anomalies.jsonl') == bad_steps[:1]
-    with pytest.raises(UserError, match=r'moved to .*old-001/checkpoints/iter-00000006'):
-        checkpoints.find(out, '6')
 
 
 def test_a_restart_by_torchrun_does_not_go_back_once_more(tiny, out, monkeypatch):
@@ -306,7 +286,7 @@ def test_checkpoints_on_another_disk_are_archived_too(out):
     with tempfile.TemporaryDirectory(dir='/dev/shm' if Path('/dev/shm').exists() else None) as disk:
         shutil.move(out / 'checkpoints', disk)
         (out / 'checkpoints').symlink_to(Path(disk, 'checkpoints'))
-        checkpoint_writer.archive_previous_run(out, after=0)
+        start.archive_previous_run(out, after=0)
         archived = sorted(path.name for path in (out / 'old-001/checkpoints').iterdir())
         assert archived == ['iter-00000003', 'iter-00000006']
         assert not list(Path(disk, 'checkpoints').iterdir())
@@ -373,7 +353,7 @@ def test_where_an_earlier_run_cannot_be_kept_nothing_is_trained(tiny, earlier, m
         raise OSError(28, 'No space left on device')
 
     before = contents(earlier)
-    monkeypatch.setattr(checkpoint_writer.shutil, 'move', full_disk)
+    monkeypatch.setattr(start.shutil, 'move', full_disk)
     with pytest.raises(UserError, match=r'No space left on device.*choose another --out_dir'):
         train.main([*tiny, '--seed=2'])
     assert contents(earlier) == before
@@ -384,18 +364,6 @@ def test_two_processes_move_the_earlier_run_aside_together(tiny, earlier, tmp_pa
     train_processes(2, tmp_path, *tiny, '--seed=2')
     assert same(weights(earlier / 'old-001'), before)
     assert len(lines(earlier, 'loss')) == 6 and not same(weights(earlier), before)
-
-
-def test_where_checkpoints_are_missed_the_folder_they_were_moved_to_is_named(
-        tiny, trained, tmp_path, capsys, monkeypatch):
-    out = tmp_path / 'out'
-    for name in ('old-001', 'old-010', 'old-011/logs', 'old-999.tmp'):
-        (out / name).mkdir(parents=True)
-    for name in ('old-001', 'old-010'):
-        shutil.copytree(trained / 'checkpoints', out / name / 'checkpoints')
-    for main, argv in ((sample.main, []), (train.main, [*tiny, '--init_from=resume'])):
-        line = fails(capsys, monkeypatch, main, *argv, f'--out_dir={out}')
-        assert line.endswith(f'an earlier run is in {out}/old-010: --out_dir={out}/old-010')
 
 
 # -----------------------------------------------------------------------------
@@ -443,11 +411,11 @@ def test_killed_between_any_two_changes_no_file_of_the_earlier_run_is_lost(earli
         pid = os.fork()
         if not pid:
             die_before_change(n)
-            checkpoint_writer.archive_previous_run(out)
+            start.archive_previous_run(out)
             os._exit(0)
         code = exit_code(pid)
         assert files(out) == before, n
-        checkpoint_writer.archive_previous_run(out)  # by the next run
+        start.archive_previous_run(out)  # by the next run
         assert files(out) == before and not checkpoints.checkpoint_paths(out), n
         if code == 0:
             break

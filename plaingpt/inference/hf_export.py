@@ -18,7 +18,7 @@ from plaingpt.data.foreign_tokenizer import (
     ForeignTokenizer,
     find_template,
 )
-from plaingpt.data.tokenizers import ends_of, is_chat
+from plaingpt.data.tokenizers import IdsTokenizer, ends_of, is_chat
 from plaingpt.inference.hf_architectures import OWN_CODE, READABLE, choose_architecture
 from plaingpt.system.errors import UserError
 from plaingpt.system.files import write_json
@@ -59,7 +59,10 @@ def is_foreign(tokenizer):
 
 
 def our_files(tokenizer, model):
-    """→ {name of a file: its content}, of all that say how text becomes tokens."""
+    """→ {name of a file: its content}, of all that say how text becomes tokens. No tokenizer.json
+    can tell what someone's own ids are."""
+    if isinstance(tokenizer, IdsTokenizer):
+        return {OUR_TOKENIZER: tokenizer.to_json()}
     begin, end = first_and_last(tokenizer)
     # What our programs end an answer with ends it there too.
     ends = sorted(ends_of(tokenizer), reverse=True) if is_chat(tokenizer) else end

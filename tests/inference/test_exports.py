@@ -20,6 +20,7 @@ from plaingpt.data import tokenizers
 from plaingpt.data.tokenizer_choice import make_tokenizer
 from plaingpt.inference.generation import generate
 from plaingpt.inference.hf_export import hf_tokenizer, write_hf
+from plaingpt.inference.pretrained import open_pretrained
 from plaingpt.system.errors import UserError
 from plaingpt.training.settings import TrainConfig
 
@@ -104,6 +105,15 @@ def test_a_flag_that_no_architecture_lists_takes_the_own_code_unless_it_has_its_
         model.config.alibi = True
         assert (exported(tmp_path / 'b', model) / 'model.py').exists()
         shutil.rmtree(tmp_path / 'b')
+
+
+def test_a_model_of_someones_own_ids_goes_out_without_a_tokenizer(tmp_path):
+    ours, ids = shaken(block_size=64), tokenizers.IdsTokenizer(257)
+    folder = exported(tmp_path / 'a', ours, ids)
+    assert not (folder / 'tokenizer.json').exists()
+    assert same_logits(ours, in_transformers(folder), tokens(2, 64))
+    export.main([f'--init_from={folder}', f'--dest={tmp_path}/b'])
+    assert open_pretrained(tmp_path / 'b').tokenizer_json() == ids.to_json()
 
 
 def test_weights_of_half_the_bytes_are_computed_with_in_transformers(tmp_path):

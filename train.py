@@ -266,11 +266,8 @@ def open_outputs(run, group):
             trim_logs(out_dir, progress.iter_num, progress.evaluated)
         write_run(out_dir, run.record)
     run.metrics = Metrics(
-        None if config.is_read_only else out_dir / 'metrics.jsonl', config=config, run=run.record,
-        loader=run.train_data, model=run.model, device=run.device, dtype=run.dtype,
-        scaler=run.scaler, world_size=run.world.size, elapsed_s=saved.get('elapsed_s', 0.0),
-        bytes_per_token=evaluated_bytes(run) if is_main else None, quiet=not is_main,
-        backends=open_backends(config, run.record, saved.get('wandb_id')) if writing else [])
+        run, evaluated_bytes(run) if is_main else None, saved.get('elapsed_s', 0.0),
+        open_backends(config, run.record, saved.get('wandb_id')) if writing else [])
     run.watching = Watching(run, group, writing)
     run.guard = StepGuard(out_dir / 'anomalies.jsonl', run.train_data, run.device,
                           scaling=run.scaler.is_enabled())

@@ -7,6 +7,7 @@ backends copy it: a resumed run trims it to its checkpoint and sends all of it a
 import math
 import time
 from contextlib import contextmanager
+from pathlib import Path
 
 from tqdm import tqdm
 
@@ -21,23 +22,19 @@ MAX_ROWS = 20_000  # kept in memory; beyond it every second row without an evalu
 
 
 class Metrics:
-    """Where a run's numbers go, and its clock.
+    """Where the numbers of a train.Run go, and its clock. Ranks other than 0 write nothing.
 
-    path: metrics.jsonl, or None to write no file
-    config, run: its TrainConfig, and its facts (run_record.describe_run)
-    loader, model: of the training tokens, and the model that is neither compiled nor wrapped
-    device, dtype, scaler, world_size: what the job computes with
     bytes_per_token: of the evaluated text, or None; elapsed_s: before the run was resumed
-    backends: of open_backends; quiet: write and print nothing (ranks other than 0)
+    backends: of open_backends
     """
 
-    def __init__(self, path, *, config, run, loader, model, device, dtype, scaler, world_size=1,
-                 bytes_per_token=None, elapsed_s=0.0, backends=(), quiet=False):
-        self.path, self.config, self.run, self.loader = path, config, run, loader
-        self.device, self.device_name, self.dtype = device, device_name(device), dtype
-        self.scaler, self.bytes_per_token = scaler, bytes_per_token
-        self.flops_per_token = model.flops_per_token() / world_size  # of each device
-        self.backends, self.quiet = list(backends), quiet
+    def __init__(self, run, bytes_per_token=None, elapsed_s=0.0, backends=()):
+        config = run.config
+        self.run, self.config, self.loader, self.device = run, config, run.train_data, run.device
+        self.path = None if config.is_read_only else Path(config.out_dir, 'metrics.jsonl')
+        self.quiet = not run.world.is_main
+        self.backends, self.bytes_per_token = list(backends), bytes_per_token
+        self.flops_per_token = run.model.flops_per_token() / run.world.size  # of each device
         self.began = time.perf_counter() - elapsed_s
         self.paused_s, self.evaluations = 0.0, 0
         self.rows = []
@@ -50,9 +47,9 @@ class Metrics:
             for row in read_rows(self.path):
                 self._remember(row)
                 self._send(row)
-            self.diagnosed = set(diagnose(self.rows, self.run))
+            self.diagnosed = set(diagnose(self.rows, self.run.record))
         self.bar = tqdm(total=self.config.max_iters, initial=iter_num, leave=False,
-                        desc='compiling' if self.run.get('compile') else 'training',
+                        desc='compiling' if self.run.record['compile'] else 'training',
                         dynamic_ncols=True, disable=True if self.quiet else None)
         self._begin_lap(iter_num)
 
@@ -96,20 +93,21 @@ class Metrics:
         data_wait = (self.loader.waited_s - self.lap_waited_s) / lap_s
         self._begin_lap(iter_num)
         tokens_per_s = self.config.step_tokens() / step_s
-        utilisation = mfu(self.flops_per_token * tokens_per_s, self.device_name, self.dtype)
+        used = mfu(self.flops_per_token * tokens_per_s, device_name(self.device), self.run.dtype)
         columns = [f'loss {loss:.4f}', f'lr {lr:.2e}', f'grad {grad_norm:.2f}',
                    f'{step_s * 1e3:.{0 if step_s >= 0.1 else 1}f} ms',
                    f'{short(tokens_per_s)} tok/s']
         if self.device.type == 'cuda':
-            columns.append('mfu n/a' if utilisation is None else f'mfu {utilisation:.1%}')
+            columns.append('mfu n/a' if used is None else f'mfu {used:.1%}')
         self.bar.set_description(f'loss {loss:.4f}')
         self._print_columns(iter_num, *columns,
                             f'{duration(self.remaining_s(iter_num, step_s))} left')
         rates = {f'lr_{kind}': lr * factor for kind, factor in self.config.scales().items()
                  if factor != 1}
-        scale = {'loss_scale': self.scaler.get_scale()} if self.scaler.is_enabled() else {}
+        scaler = self.run.scaler
+        scale = {'loss_scale': scaler.get_scale()} if scaler.is_enabled() else {}
         self.write(iter_num, loss=loss, lr=lr, **rates, grad_norm=grad_norm,
-                    tokens_per_s=tokens_per_s, mfu=utilisation,
+                    tokens_per_s=tokens_per_s, mfu=used,
                     peak_memory_bytes=peak_memory_bytes(self.device),
                     data_wait=round(data_wait, 4), **scale)
 
@@ -210,7 +208,7 @@ class Metrics:
     def _diagnose(self):
         if self.quiet:
             return
-        for name, found in diagnose(self.rows, self.run).items():
+        for name, found in diagnose(self.rows, self.run.record).items():
             if name not in self.diagnosed:
                 self.diagnosed.add(name)
                 self.print(f'diagnosis: {found}')

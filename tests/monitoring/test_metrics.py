@@ -3,6 +3,7 @@
 import json
 import math
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -27,11 +28,13 @@ class Model:
         return 10**9
 
 
-def new(path, **changes):
-    return Metrics(path, **{**dict(
-        config=CONFIG, run={}, loader=Loader(), model=Model(), device=torch.device('cpu'),
-        dtype='float32', scaler=torch.amp.GradScaler('cpu', enabled=False), bytes_per_token=4.0),
-        **changes})
+def new(out_dir, settings=None, world=(1, True), **changes):
+    """world: number of processes, and whether this is the first"""
+    return Metrics(SimpleNamespace(**{**dict(
+        config=replace(CONFIG, out_dir=str(out_dir), **settings or {}), record={'compile': False},
+        train_data=Loader(), model=Model(), device=torch.device('cpu'), dtype='float32',
+        scaler=torch.amp.GradScaler('cpu', enabled=False),
+        world=SimpleNamespace(size=world[0], is_main=world[1])), **changes}), bytes_per_token=4.0)
 
 
 @pytest.fixture(autouse=True)
@@ -49,12 +52,11 @@ def now(monkeypatch):
 
 @pytest.fixture
 def metrics(tmp_path):
-    return new(tmp_path / 'metrics.jsonl')
+    return new(tmp_path)
 
 
 def test_a_step_is_a_line_of_the_documented_keys(tmp_path, capsys):
-    metrics = new(tmp_path / 'metrics.jsonl',
-                  config=replace(CONFIG, lr_scales='embedding:8,vector:0.5'))
+    metrics = new(tmp_path, {'lr_scales': 'embedding:8,vector:0.5'})
     metrics.begin(0)
     metrics.step(10, torch.tensor(2.5), 1e-3, torch.tensor(0.7))
     (line,) = read_rows(metrics.path)
@@ -69,10 +71,11 @@ def test_mfu_is_that_of_each_gpu_and_null_where_the_peak_is_not_known(tmp_path, 
     monkeypatch.setattr('plaingpt.monitoring.metrics.peak_memory_bytes', lambda _: 0)
     shares = []
     for i, (name, changes) in enumerate([
-            ('NVIDIA A100-SXM4', {}), ('NVIDIA A100-SXM4', {'world_size': 2}),
+            ('NVIDIA A100-SXM4', {}), ('NVIDIA A100-SXM4', {'world': (2, True)}),
             ('NVIDIA A100-SXM4', {'dtype': 'float32'}), ('NVIDIA GB999', {}), ('cpu', {})]):
         monkeypatch.setattr('plaingpt.monitoring.metrics.device_name', lambda _, name=name: name)
-        metrics = new(tmp_path / f'{i}.jsonl', **{
+        (tmp_path / str(i)).mkdir()
+        metrics = new(tmp_path / str(i), **{
             'device': torch.device('cpu' if name == 'cpu' else 'cuda'), 'dtype': 'bfloat16',
             **changes})
         metrics.begin(0)
@@ -115,7 +118,7 @@ def test_what_a_pause_takes_is_no_step_time_and_queued_steps_before_it_are(
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason='needs a GPU')
 def test_queued_kernels_are_step_time_on_a_gpu(tmp_path):
-    metrics = new(tmp_path / 'metrics.jsonl', device=torch.device('cuda', 0))
+    metrics = new(tmp_path, device=torch.device('cuda', 0))
     torch.cuda.synchronize()
     metrics.begin(0)
     torch.cuda._sleep(10**9)  # cycles: some half a second
@@ -143,7 +146,7 @@ def test_a_resumed_run_drops_what_came_after_its_checkpoint(tmp_path):
 
 
 def test_other_ranks_write_nothing(tmp_path, capsys):
-    quiet = new(tmp_path / 'm.jsonl', quiet=True)
+    quiet = new(tmp_path, world=(2, False))
     quiet.begin(0)
     quiet.step(1, 1.0, 1.0, 1.0)
     quiet.evaluation(1, 1.0, 1.0, best=True)

@@ -20,7 +20,7 @@ import re
 import shutil
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field, fields
-from operator import itemgetter
+from operator import attrgetter, itemgetter
 from pathlib import Path
 
 import torch
@@ -47,7 +47,7 @@ FORMAT_VERSION = 1
 # Keys of state.json as an earlier version wrote them → as they are called now.
 RENAMED = {'windows': 'sequences', 'stale': 'evals_since_best'}
 # What a checkpoint of an earlier version may lack.
-LATER = {'val_loss': None, 'elapsed_s': 0.0, 'ends_at_s': 0.0, 'wandb_id': None, 'samples': {},
+LATER = {'val_loss': None, 'elapsed_s': 0.0, 'ends_at_s': 0.0, 'wandb_id': None,
          'eval_sequences': 0, 'dtype': None, 'averaged_steps': None}
 PART = re.compile(r'(.*?)(?:\[(\d+):(\d+)\])?')  # of a tensor: its rows
 CHUNK_BYTES = 500 * 10**6  # of tensors in a file, which with its header stays below 512 MB
@@ -80,9 +80,9 @@ class Checkpoint:
 
     @property
     def val_loss(self):
-        """Validation loss at this iteration; inf where it was not measured or is not a number."""
+        """Validation loss at this iteration; inf where it was not measured."""
         loss = self.state['val_loss']
-        return loss if loss is not None and math.isfinite(loss) else math.inf
+        return math.inf if loss is None else loss
 
     def load_model(self, device='cpu'):
         """The model it holds, on `device`, without dropout."""
@@ -114,11 +114,8 @@ class Checkpoint:
 
     @torch.no_grad()
     def load_optimizer(self, optimizer, model):
-        """Put the saved state into `optimizer`, which was made for `model`.
-
-        Learning rate, betas and decay stay as they are: only what the optimizer remembers of past
-        steps comes back. Raises UserError where that is damaged.
-        """
+        """Put what the optimizer remembered of past steps into one that was made for `model`; its
+        settings stay as they are. Raises UserError where the state is damaged."""
         shapes = self._verified_shapes('optimizer')
         parameters = dict(model.named_parameters())
         for entry, first, file, part in self._parts('optimizer'):
@@ -194,7 +191,10 @@ def find(out_dir, which='latest', kinds=()):
         if not paths:
             raise UserError(f'--checkpoint={which}: {out_dir} has latest, best and {there}')
     found = intact(paths, kinds, problems.append)
-    found = best_of(found) if which == 'best' else next(found, None)
+    if which == 'best':
+        found = min(found, key=attrgetter('val_loss'), default=None)
+    else:
+        found = next(found, None)
     if found is None:
         raise UserError('\n'.join([
             *problems, f'{out_dir}: no checkpoint there can be used; to start anew, train with '
@@ -215,11 +215,6 @@ def intact(paths, kinds=(), tell=lambda problem: None):
             yield found
         except UserError as problem:
             tell(re.split('[:;] use ', str(problem))[0])  # what to use instead is found here
-
-
-def best_of(checkpoints):
-    """The one with the lowest validation loss, the first where none was measured; None of none."""
-    return min(checkpoints, key=lambda checkpoint: checkpoint.val_loss, default=None)
 
 
 def checkpoint_paths(out_dir):
@@ -302,9 +297,16 @@ class Saver:
         where a weight is not finite.
         """
         self.wait()
-        for check in self.check_folder, lambda: check_weights(model, state['iter_num']):
-            if problem := self._problem_of(check):
-                raise UserError(problem)
+
+        def check():
+            self.check_folder()
+            for name in not_finite(model):
+                raise UserError(f'{name} is not finite after iteration {state["iter_num"]}, which '
+                                'is not saved; continue from a checkpoint before with '
+                                '--init_from=resume and a lower --learning_rate')
+
+        if problem := self._problem_of(check):
+            raise UserError(problem)
         state = {'format_version': FORMAT_VERSION, **state, 'model': asdict(model.config)}
         tensors = {'model': dict(model.named_parameters()),
                    'optimizer': optimizer_tensors(optimizer, model)}
@@ -313,15 +315,17 @@ class Saver:
         if not self.writer:
             self._write(files, state, rng)
             return
-        files = {kind: [copied(file) for file in mine] for kind, mine in files.items()}
+        # From a GPU this copies into pages that stay in place, which is several times as fast.
+        files = {kind: [{key: t.detach().to('cpu', non_blocking=True, copy=True)
+                         for key, t in file.items()} for file in mine]
+                 for kind, mine in files.items()}
         synchronize(next(model.parameters()).device)
         self.pending = self.writer.submit(self._write, files, state, rng)
 
     def wait(self):
         """Wait for a save in the background. Raises what it raised."""
         if self.pending:
-            pending, self.pending = self.pending, None
-            pending.result()
+            self.pending.result()
 
     def _write(self, files, state, rng):
         final = self.out_dir / 'checkpoints' / f'iter-{state["iter_num"]:08d}'
@@ -373,14 +377,6 @@ class Saver:
         return next((p for p in all_gather(problem, self.group) if p), None)
 
 
-def check_weights(model, iter_num):
-    """Raise UserError that names a weight of this process which is NaN or infinite."""
-    for name in not_finite(model):
-        raise UserError(f'{name} is not finite after iteration {iter_num}, which is not saved; '
-                        'continue from a checkpoint before with --init_from=resume and a lower '
-                        '--learning_rate')
-
-
 def optimizer_tensors(optimizer, model):
     """{'<parameter>/<state>': tensor} of all that the optimizer remembers."""
     return {f'{name}/{key}': torch.as_tensor(value) for name, p in model.named_parameters()
@@ -412,11 +408,6 @@ def my_files(tensors, rank, size):
     return files
 
 
-def copied(tensors):
-    """In host memory; from a GPU in pages that stay in place, which is several times faster."""
-    return {key: t.detach().to('cpu', non_blocking=True, copy=True) for key, t in tensors.items()}
-
-
 def write_files(folder, named, entries):
     """Write {name: {key: tensor}}, one file at a time; add what state.json says of each."""
     for name, tensors in named.items():
@@ -439,8 +430,9 @@ def write_state(path, state):
 def prune(out_dir, keep):
     """Remove all checkpoints but the `keep` newest and the best."""
     found = list(intact(checkpoint_paths(out_dir)))
+    best = min(found, key=attrgetter('val_loss'))
     for checkpoint in found[keep:]:
-        if checkpoint is not best_of(found):
+        if checkpoint is not best:
             # First the name, at once: a directory half removed must not look complete.
             os.rename(checkpoint.path, checkpoint.path.with_name(checkpoint.path.name + '.tmp'))
     clean_up(out_dir)

@@ -104,8 +104,8 @@ def test_latest_best_and_a_number_name_a_checkpoint(save, tmp_path):
             checkpoints.find(tmp_path, which)
 
 
-def test_the_newest_and_the_best_are_kept_and_not_a_number_is_never_best(save, tmp_path):
-    for iter_num, val_loss in ((10, 3.0), (20, 1.0), (30, math.nan), (40, 2.0), (50, 2.5)):
+def test_the_newest_and_the_best_are_kept(save, tmp_path):
+    for iter_num, val_loss in ((10, 3.0), (20, 1.0), (30, None), (40, 2.0), (50, 2.5)):
         save(iter_num, val_loss, keep=2)
     assert iterations(tmp_path) == [50, 40, 20]
     assert checkpoints.find(tmp_path, 'best').iter_num == 20

@@ -45,15 +45,13 @@ OVERFLOWS = 16  # halvings that take GradScaler's scale from 65,536, where it be
 
 class StepGuard:
     """Lets the optimizer skip steps whose loss or gradient is not finite, without waiting for the
-    device.
-
-    The result of the check is a number on the device: a fused optimizer reads it as `found_inf` and
-    does nothing if it is 1. The host reads it in `report`, on steps on which it waits anyway.
+    device: a fused optimizer reads the result there as `found_inf`, and does nothing if it is 1.
+    The host reads it in `report`, on steps on which it waits anyway.
 
     path: anomalies.jsonl, which gets a line for each bad step
     loader: the BatchLoader that tells which sequences the step trained on
     scaling: with float16, gradients overflow while GradScaler looks for its scale; up to OVERFLOWS
-    such steps in a row are not bad, though the optimizer keeps still on them too
+    such steps in a row are not bad, though the optimizer skips them too
     """
 
     def __init__(self, path, loader, device, scaling=False):
@@ -91,16 +89,15 @@ class StepGuard:
         for iter_num, bad, loss, grad_norm in steps:
             if not bad:
                 continue
-            losses = all_gather(loss.item(), self.group)
+            losses = [as_json(x) for x in all_gather(loss.item(), self.group)]
+            norm = as_json(grad_norm.item())
             first, last, starts = self.loader.step_sequences(iter_num)
-            shown = ', '.join(f'{x:.4f}' for x in losses)
-            print_line(f'warning: iteration {iter_num + 1} left the weights alone: loss {shown}, '
-                       f'gradient norm {grad_norm.item()}; see {self.path}')
+            print_line(f'warning: iteration {iter_num + 1} left the weights alone: loss '
+                       f'{", ".join(map(str, losses))}, gradient norm {norm}; see {self.path}')
             if not self.group or dist.get_rank() == 0:
-                line = {'iter': iter_num + 1, 'loss': [finite_or_text(x) for x in losses],
-                        'grad_norm': finite_or_text(grad_norm.item()),
-                        'sequences': [first, last], 'sequence_starts': starts}
-                append_line(self.path, line)
+                append_line(self.path, {
+                    'iter': iter_num + 1, 'loss': losses, 'grad_norm': norm,
+                    'sequences': [first, last], 'sequence_starts': starts})
         if self.bad_in_a_row.item() >= MAX_BAD_STEPS:
             self.gave_up = f'given up: {MAX_BAD_STEPS} steps in a row were not finite'
 
@@ -113,6 +110,6 @@ class StepGuard:
             '--init_from=resume, or from before with --checkpoint=best')
 
 
-def finite_or_text(x):
+def as_json(x):
     """JSON knows no NaN or infinity: they become text."""
-    return x if math.isfinite(x) else str(x)
+    return round(x, 4) if math.isfinite(x) else str(x)

@@ -35,7 +35,7 @@ from plaingpt.system import distributed as runtime
 from plaingpt.system.distributed import StopRequest
 from plaingpt.system.errors import UserError
 from plaingpt.training import checkpoint as checkpoints
-from plaingpt.training import evaluation, step_guard
+from plaingpt.training import step_guard
 
 KINDS = 'model', 'optimizer'
 
@@ -143,20 +143,6 @@ def test_a_run_stopped_anywhere_goes_on_bit_for_bit(tiny, tmp_path, monkeypatch)
         for key in ('val_loss', 'evaluated', 'best_val_loss', 'evals_since_best'):
             states = [checkpoints.find(path).state[key] for path in (whole, out_dir)]
             assert states[0] == states[1], (n, key)
-
-
-def test_a_signal_while_a_sample_is_made_logs_no_half_of_it(tiny, tmp_path, monkeypatch):
-    original, count = evaluation.generate, itertools.count(1)
-
-    def generate(*arguments, **how):
-        if next(count) == 1:
-            os.kill(os.getpid(), signal.SIGTERM)
-        return original(*arguments, **how)
-
-    monkeypatch.setattr(evaluation, 'generate', generate)
-    train.main([*tiny, '--sample_interval=2', '--eval_interval=9'])
-    assert checkpoints.find(tmp_path / 'out').iter_num == 2
-    assert 2 not in [line['iter'] for line in lines(tmp_path / 'out', 'sample')]
 
 
 @pytest.mark.slow

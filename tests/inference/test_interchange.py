@@ -11,8 +11,6 @@ from foreign_models import opened
 from helpers import fails, same_logits
 from safetensors.torch import load_file, save_file
 
-import evaluate
-import export
 import sample
 import train
 from model import GPT, GPTConfig
@@ -94,19 +92,13 @@ def test_a_checkpoint_of_nanogpt_is_read(tmp_path, prefix, bias):
     assert torch.equal(again(tokens(2, 16))[0], model(tokens(2, 16))[0])
 
 
-def test_the_folder_of_a_nanogpt_run_says_how_to_go_on(
+def test_a_run_starts_from_the_folder_of_a_nanogpt_run(
         tiny, char_data, tmp_path, capsys, monkeypatch):
     vocab_size = json.loads((char_data / 'meta.json').read_text())['vocab_size']
     (run := tmp_path / 'nano').mkdir()
     nanogpt_checkpoint(run / 'ckpt.pt', GPT(GPTConfig(16, vocab_size, 1, 1, 16, mlp='gelu_erf')))
     assert '--tokenizer=data/NAME' in fails(capsys, monkeypatch, sample.main, '--device=cpu',
                                             f'--init_from={run}/ckpt.pt')
-    for main, argv in ((sample.main, []), (evaluate.main, []),
-                       (export.main, [f'--dest={tmp_path}/hf'])):
-        line = fails(capsys, monkeypatch, main, f'--out_dir={run}', *argv)
-        assert f'--init_from={run}/ckpt.pt' in line and '--tokenizer' in line
-    line = fails(capsys, monkeypatch, train.main, *tiny, '--init_from=resume', f'--out_dir={run}')
-    assert f'--init_from={run}/ckpt.pt' in line and 'weights' in line
     train.main([*tiny, f'--init_from={run}', '--max_iters=1'])
     printed = capsys.readouterr().out
     assert f'the run has the shape of {run}: n_layer=1 (not 2)' in printed

@@ -96,7 +96,7 @@ def test_what_the_command_line_refuses_python_refuses_too(name, value, trained):
 def test_a_run_starts_from_one_checkpoint_of_another(trained, tiny, tmp_path, capsys, monkeypatch):
     path = trained / 'checkpoints/iter-00000003'
     train.main([*tiny, f'--init_from={path}', '--max_iters=1'])
-    assert f'{path} (iteration 3, validation loss' in capsys.readouterr().out
+    assert f'{path}: the run starts from its weights' in capsys.readouterr().out
     shutil.copytree(path, tmp_path / 'mine')
     line = fails(capsys, monkeypatch, sample.main, f'--init_from={tmp_path}/mine')
     assert 'must be called iter-' in line

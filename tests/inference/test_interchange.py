@@ -100,9 +100,9 @@ def test_a_run_starts_from_the_folder_of_a_nanogpt_run(
     assert '--tokenizer=data/NAME' in fails(capsys, monkeypatch, sample.main, '--device=cpu',
                                             f'--init_from={run}/ckpt.pt')
     train.main([*tiny, f'--init_from={run}', '--max_iters=1'])
-    printed = capsys.readouterr().out
-    assert f'the run has the shape of {run}: n_layer=1 (not 2)' in printed
-    assert str(run) in next(line for line in printed.splitlines() if 'anew' in line)
+    assert f'{run}: the run starts from its weights' in capsys.readouterr().out
+    state = json.loads(next((tmp_path / 'out').rglob('state.json')).read_text())
+    assert state['model']['n_layer'] == 1 and state['model']['mlp'] == 'gelu_erf'
 
 
 def test_nanogpts_padding_of_gpt2s_vocabulary_is_cut_off(tmp_path):

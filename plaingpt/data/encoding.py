@@ -91,22 +91,13 @@ def write_tokens(source, tokenizer, folder, command, progress, shares, *, shard_
     seconds, counts = time.monotonic() - started, {}
     print(f'{count_of(tokens, "token")} in {seconds:.1f} s, {short(tokens / seconds)} a second')
     # Where reading ended early, how much was read ahead is a matter of chance.
-    if train.tokens < (max_tokens or math.inf):
-        counts = tell_left_out(source, duplicates)
+    if duplicates and train.tokens < (max_tokens or math.inf):
+        counts = {'duplicates': duplicates.dropped}
+        print(f'{count_of(duplicates.dropped, "document")} left out: equal to an earlier one')
     if train.tokens < max_tokens:
         print(f'{source.name} has {train.tokens:,} tokens to train on, fewer than {max_tokens=}')
     splits = {split: writer.finish() for split, writer in writers.items()}
     write_meta(folder, dtype, tokenizer, splits, command, **counts)
-
-
-def tell_left_out(source, duplicates):
-    """Say what of a source was not taken → what meta.json has of that."""
-    if source.nulls:
-        print(f'{count_of(source.nulls, "row")} left out: the text is null')
-    if duplicates is None:
-        return {}
-    print(f'{count_of(duplicates.dropped, "document")} left out: equal to an earlier one')
-    return {'duplicates': duplicates.dropped}
 
 
 def group_in_batches(pieces, source, count):

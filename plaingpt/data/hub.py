@@ -14,7 +14,7 @@ from plaingpt.system.formatting import one_line
 class HubDataset:
     """Rows of a dataset as a source (sources.py)."""
 
-    unit, is_one_text, nulls = ' documents', False, 0
+    unit, is_one_text = ' documents', False
 
     def __init__(self, path, subset, splits, text_field='', form='file'):
         """splits: our name of a split → theirs"""
@@ -43,7 +43,7 @@ class HubDataset:
         self.total = sum(counts) if form == 'file' and len(counts) == len(splits) else None
 
     def pieces(self):
-        self._position = self.nulls = 0
+        self._position = 0
         with explain_hub_errors(self.name):
             for split, rows in self.rows.items():
                 own = '' if split == 'train' and 'val' not in self.splits else split
@@ -60,9 +60,7 @@ class HubDataset:
         return (text for text, _ in readers.DOCUMENT_FORMS[self.form](lines))
 
     def _text(self, row):
-        text = readers.text_of(row, self.text_field, self.name)
-        self.nulls += text is None
-        return text or ''
+        return readers.text_of(row, self.text_field, self.name) or ''
 
     def position(self):
         return self._position

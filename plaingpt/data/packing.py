@@ -64,12 +64,11 @@ class PackedLoader(BatchLoader):
         length = self.block_size + 1 + (not stream.marks.keeps_bos)  # tokens of a sequence
         starts = conversation_starts(stream)
         self.num_conversations = len(starts)
-        *pieces, self.cut_at_turns, self.cut_within = cut(stream, starts, length)
-        starts, sizes, _ = pieces
+        pieces = starts, sizes, _ = cut(stream, starts, length)
         # A piece's first token is no target: no token before it predicts it.
         targets = mask_sums(stream, starts + sizes) - mask_sums(stream, starts + 1)
         kept = targets > 0  # the others are parts of long questions
-        self.pieces_left_out, self.tokens_left_out = int((~kept).sum()), int(sizes[~kept].sum())
+        self.tokens_left_out = int(sizes[~kept].sum())
         self.starts, self.sizes, self.with_bos, targets = (
             column[kept] for column in (*pieces, targets))
         if not len(targets):
@@ -160,12 +159,10 @@ class PackedLoader(BatchLoader):
         line = f'{self.num_conversations:,} conversations in {self.sequences_per_epoch:,} ' \
                f'sequences, {1 - used / room:.1%} padding, {int(self.num_targets.sum()):,} ' \
                'tokens in the loss'
-        if self.cut_at_turns or self.cut_within:
-            line += f'; longer than block_size: cut before {self.cut_at_turns:,} turns' + \
-                f', and within {self.cut_within:,} that alone are longer' * bool(self.cut_within)
-        if self.pieces_left_out:
-            line += '; left out, since no token there is in the loss: ' \
-                    f'{self.pieces_left_out:,} pieces'
+        if cuts := int(self.with_bos.sum()):
+            line += f'; cut at {cuts:,} places, as longer than block_size'
+        if self.tokens_left_out:
+            line += f'; {self.tokens_left_out:,} tokens left out, with no answer near them'
         return line
 
 
@@ -192,25 +189,23 @@ def cut(stream, starts, length):
     token counts that a later piece gets in front.
 
     starts: the first token of each conversation
-    → (first token of each piece, number of tokens, whether a BOS token comes in front, cuts before
-    turns, cuts within turns)
+    → (first token of each piece, number of tokens, whether a BOS token comes in front)
     """
     sizes = np.append(starts[1:], len(stream)) - starts
-    pieces, at_turns, within = [], 0, 0
+    pieces = []
     for i in np.flatnonzero(sizes > length):
         start, size, begin = int(starts[i]), int(sizes[i]), 0
         users = places_of(stream.marks.user, stream.read(start, size))[1:]
         while size - begin > (room := length - (begin > 0)):
             turns = users[(users > begin) & (users <= begin + room)]
             end = int(turns[-1]) if len(turns) else begin + room
-            at_turns, within = at_turns + bool(len(turns)), within + (not len(turns))
             pieces.append((start + begin, end - begin, begin > 0))
             begin = end
         pieces.append((start + begin, size - begin, True))
     whole = np.stack([starts, sizes, np.zeros_like(starts)], 1)[sizes <= length]
     every = np.concatenate([whole, np.array(pieces, np.int64).reshape(-1, 3)])
     starts, sizes, with_bos = every[np.argsort(every[:, 0])].T
-    return starts, sizes, with_bos.astype(bool), at_turns, within
+    return starts, sizes, with_bos.astype(bool)
 
 
 def mask_sums(stream, places):

@@ -33,7 +33,8 @@ def fetch_shards(repo, where, max_shards, folder, command):
     else:
         with needs('huggingface_hub', repo), explain_hub_errors(repo, ADVICE):
             import huggingface_hub
-            names = huggingface_hub.list_repo_files(repo, repo_type='dataset')
+            about = huggingface_hub.HfApi().dataset_info(repo)
+            names = [file.rfilename for file in about.siblings]
     if where or not read_progress(folder, command):
         empty(folder)
         write_progress(folder, command)  # what is downloaded already stays after a kill

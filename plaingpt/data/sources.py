@@ -7,7 +7,6 @@ A source yields its text in pieces, in an order that is always the same, one in 
     source.total           how much there is, or None where that is unknown
     source.identity()      text that changes when the input changes
     source.is_one_text     True where few files are one text, which is not cut into documents
-    source.nulls           how many rows were left out because their text is null
 """
 
 import glob
@@ -84,7 +83,7 @@ class Files:
         self.is_one_text = form == 'file' and len(paths) < ONE_TEXT_FILES and not self.has_rows
 
     def pieces(self):
-        self.nulls = self._done = 0
+        self._done = 0
         line_open = False  # the file before ends within a line
         for path, size in zip(self.paths, self.sizes, strict=True):
             with open(path, 'rb') as self._file:
@@ -106,7 +105,6 @@ class Files:
             return
         for where, row in self.rows(file, self.text_field):
             text = readers.text_of(row, self.text_field, where)
-            self.nulls += text is None
             if text and text.strip():
                 yield readers.replace_surrogates(text), True
 

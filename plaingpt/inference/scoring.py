@@ -102,7 +102,7 @@ class Answers:
 
     def __init__(self, stream, block_size):
         self.stream = stream
-        starts, sizes, with_bos, *_ = cut(stream, conversation_starts(stream), block_size + 1)
+        starts, sizes, with_bos = cut(stream, conversation_starts(stream), block_size + 1)
         counts = mask_sums(stream, starts + sizes) - mask_sums(stream, starts + 1)
         order = np.argsort(-sizes, kind='stable')  # less padding
         order = order[counts[order] > 0]

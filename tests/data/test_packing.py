@@ -67,8 +67,7 @@ def test_a_longer_one_is_cut_before_a_user_speaks_and_a_longer_turn_where_it_mus
     assert (CONVERSATION, USER, c, c, c, c, c) in firsts
     assert (CONVERSATION, e, e, e, END, ASSISTANT, f) in firsts  # within a message
     assert loader.describe().endswith(
-        'cut before 2 turns, and within 2 that alone are longer; left out, since no token '
-        'there is in the loss: 2 pieces')
+        'cut at 2 places, as longer than block_size; 38 tokens left out, with no answer near them')
     assert sorted(t for row in targets for t in row if t != -1) == sorted(
         [*b'bbbbb', END, *b'ddddd', END, f, END])
 
@@ -128,8 +127,8 @@ def test_pieces_without_a_target_are_left_out_and_counted(tmp_path):
     long = ask('x' * 50, 'yes', 'y' * 50, 'no')  # most of their tokens are the user's
     folder = write_chat(tmp_path / 'long', [long, ask('a', 'b')])
     loader = loader_of(folder, block_size=16)
-    assert loader.pieces_left_out > 0
-    assert f'no token there is in the loss: {loader.pieces_left_out} pieces' in loader.describe()
+    assert loader.tokens_left_out > 0
+    assert f'{loader.tokens_left_out} tokens left out' in loader.describe()
     assert all(set(targets) != {-1} for targets in rows_of(loader)[1])
     with pytest.raises(UserError, match='block_size=1 no sequence has a token of an answer'):
         loader_of(write_chat(tmp_path / 'none', [ask('a', 'b')]), block_size=1)
@@ -138,5 +137,5 @@ def test_pieces_without_a_target_are_left_out_and_counted(tmp_path):
 def test_a_conversation_is_not_cut_before_its_first_turn(tmp_path):
     told = [{'role': 'system', 'content': 's' * 9}, *ask('q' * 30, 'a')]
     stream = open_dataset(write_chat(tmp_path / 'told', [told])).split('train')
-    _, sizes, _, at_turns, hard = cut(stream, conversation_starts(stream), 32)
-    assert at_turns == 0 and hard == 1 and sizes.tolist() == [32, len(stream) - 32]
+    _, sizes, _ = cut(stream, conversation_starts(stream), 32)
+    assert sizes.tolist() == [32, len(stream) - 32]

@@ -92,7 +92,7 @@ def gpt2(monkeypatch):
 
 
 @pytest.mark.parametrize('trouble', [
-    'wrong', pytest.param('truncates', marks=pytest.mark.slow)])  # the library tries five times
+    '404', pytest.param('truncates', marks=pytest.mark.slow)])  # the library tries five times
 def test_a_download_that_fails_is_one_line_and_goes_on_later(
         trouble, hub, gpt2, tmp_path, capsys, monkeypatch):
     handler, address = hub
@@ -103,7 +103,7 @@ def test_a_download_that_fails_is_one_line_and_goes_on_later(
     argv = ['fineweb10B-gpt2', f'--data_dir={tmp_path}/d']
     handler.trouble = trouble
     message = fails(capsys, monkeypatch, prepare.main, *argv)
-    assert 'kjj0/fineweb10B-gpt2' in message and ('checksum' in message) == (trouble == 'wrong')
+    assert 'kjj0/fineweb10B-gpt2' in message
     assert not list((tmp_path / 'd').glob('*.bin')) and not (tmp_path / 'd/meta.json').exists()
     assert not (tmp_path / 'd/unfinished/fineweb_train_000002.bin').exists()
     handler.trouble, handler.served = '', ()
@@ -130,7 +130,7 @@ def test_shards_are_used_where_they_lie(gpt2, tmp_path, monkeypatch, capsys):
     prepare.main(['inspect', str(tmp_path / 'd')])
     assert '9,000 tokens in 2 files' in capsys.readouterr().out
     (tmp_path / 'mine/fineweb_val_000000.bin').unlink()
-    assert '*_val_*.bin' in fails(capsys, monkeypatch, prepare.main, *argv)
+    assert 'val split would be empty' in fails(capsys, monkeypatch, prepare.main, *argv)
 
 
 def test_a_text_that_does_not_arrive_or_is_another_is_refused(hub, tmp_path, capsys, monkeypatch):

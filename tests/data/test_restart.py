@@ -87,18 +87,6 @@ def test_what_another_command_or_another_input_left_is_not_mixed_in(
         shutil.rmtree(tmp_path / 'd')
 
 
-def test_the_same_command_on_a_text_that_has_changed_replaces_its_dataset(rows, tmp_path):
-    path = shutil.copy(rows, tmp_path / 'in.jsonl')
-    prepare.main(command(path, tmp_path / 'd'))
-    before = contents(tmp_path / 'd')
-    path.write_text('{"text": "new"}\n' + path.read_text())
-    prepare.main(command(path, tmp_path / 'd'))
-    assert contents(tmp_path / 'd') != before
-    shutil.copy(tmp_path / 'd/train_000001.bin', tmp_path / 'd/train_000000.bin')
-    prepare.main(command(path, tmp_path / 'd'))  # which is done, and is damaged
-    assert not find_damage(open_dataset(tmp_path / 'd'))
-
-
 def test_a_dataset_that_was_being_moved_is_whole_again_before_another_command(
         rows, tmp_path, capsys, monkeypatch):
     argv = command(rows, tmp_path / 'd')
@@ -124,15 +112,6 @@ def test_a_dataset_within_its_input_is_no_input_and_goes_on_after_a_kill(rows, t
         assert 'resuming after' in capsys.readouterr().out
         for name, data in contents(tmp_path / 'out').items():
             assert name == 'meta.json' or (folder / name).read_bytes() == data, name
-
-
-@pytest.mark.parametrize('progress', ['', '[1]', '{"a": 1}', '{"command": 3}', '{"comm'])
-def test_a_damaged_progress_json_means_starting_anew(progress, rows, tmp_path):
-    (tmp_path / 'd/unfinished').mkdir(parents=True)
-    for name in ('progress.json', 'meta.json'):
-        (tmp_path / 'd/unfinished' / name).write_text(progress)
-    prepare.main(command(rows, tmp_path / 'd'))
-    assert len(open_dataset(tmp_path / 'd').split('train')) > 50_000
 
 
 def test_two_at_once_in_one_folder_are_refused(rows, tmp_path, capsys, monkeypatch):

@@ -118,7 +118,7 @@ def parse_messages(found, where, role_key='role', content_key='content', roles=R
             if isinstance(message, dict) else {}
         if said.keys() != {role_key, content_key} or said[role_key] not in [*roles]:
             raise UserError(f'{here} is {as_json(message)}: an object with {role_key} and '
-                            f'{content_key} alone is expected, its {role_key} one of '
+                            f'{content_key} alone is expected; as {role_key} expected one of '
                             f'{", ".join(roles)}')
         role = roles[said[role_key]]
         if role == 'system' and messages:

@@ -61,10 +61,9 @@ def write_tokens(source, tokenizer, folder, command, progress, shares, *, shard_
         encode_batch, tokenizer, fast_encode(tokenizer),
         None if source.is_one_text else tokenizer.end_of_text, dtype)
     pieces = put_in_splits(source, shares, duplicates, tokenizer.end_of_text is None)
-    bar = progress_bar('encoding', max_tokens or source.total,
-                       'tokens' if max_tokens else source.unit)
     try:
-        with closing(pieces), bar:
+        with closing(pieces), progress_bar('encoding', max_tokens or source.total,
+                                           'tokens' if max_tokens else source.unit) as bar:
             batches = group_in_batches(pieces, source, progress.get('count', 0))
             for batch, encoded in map_in_order(encode, batches, threads):
                 room = max_tokens - train.tokens

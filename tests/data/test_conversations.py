@@ -184,7 +184,7 @@ BAD = [  # a second row, and what is said of it
     (said(SYSTEM, SYSTEM, user(), assistant()), 'message 2: a system message stands first'),
     (said(assistant(), user(), assistant()), 'the assistant speaks before the user'),
     ({**said(user(), assistant()), 'tools': [CALL]}, "the field 'tools' would be lost"),
-    (shared(('bing', 'hi')), 'its from one of human, gpt'),
+    (shared(('bing', 'hi')), 'as from expected one of human, gpt'),
     ({'conversations': [user(), assistant()]}, 'message 1 is {"role": "user"'),
     ({'instruction': 'a', 'input': 'b'}, 'no conversation, it is {"instruction": "a"'),
     ({'instruction': 'a', 'output': 7}, 'is 7: text is expected'),

@@ -52,7 +52,7 @@ class TrainConfig(GPTConfig):
     checkpoint: str = 'latest'  # which to take from a run: latest, best, or an iteration
     always_save_checkpoint: bool = True  # after each evaluation, not only after the best
     checkpoint_interval: Literal['auto'] | Positive = 'auto'  # iterations; auto: at evaluations
-    patience: Natural = 0  # stop after so many evaluations without a new best; 0: never
+    patience: Natural = 0  # stop after this many evaluations without a new best; 0: never
     check: Literal['auto', 'warn', 'overfit'] | bool = 'auto'  # a new run, first; True: then exit
     # data
     dataset: str = 'openwebtext'  # in data/, or a path; several: code:0.3,prose:0.7

@@ -31,7 +31,9 @@ from configurator import load_config
 from plaingpt.data.opening import find_dataset_size, open_data, open_named
 from plaingpt.experiments import runs, tables
 from plaingpt.experiments.judge import judge
-from plaingpt.experiments.step_speed import Workload, measure_speed
+from plaingpt.experiments.speed import measure_speed
+from plaingpt.monitoring.curves import draw_runs
+from plaingpt.monitoring.run_record import read_rows
 from plaingpt.system import devices
 from plaingpt.system.distributed import launched_world
 from plaingpt.system.errors import UserError, run_script, warn
@@ -61,7 +63,6 @@ class BenchConfig(TrainConfig):
     profile: bool = False  # speed: where the time goes, and a trace in out_dir
     real_data: bool = False  # speed: batches from the dataset, not one of random tokens
     seeds: Annotated[int, 'at least 1'] = 3  # variants, sweep: of each training
-    target_loss: Annotated[float, 'at least 0'] = 0.0  # time to it; 0: 5% above the first's
     json: bool = False  # print JSON
     save: str = ''  # a folder for what is measured; of trainings: out-experiments if none
 
@@ -111,57 +112,47 @@ def read_config(argv):
     return load_config(BenchConfig, argv), device, argv
 
 
-def workload(config, device, vocab_size):
-    """→ the Workload of a step of `config`"""
+def measure_step(config, device):
+    """Speed of a step → (rows of numbers, their Markdown)."""
     devices.prepare_device(device)
     torch.manual_seed(config.seed)
     compile, _ = devices.choose_compile(config.compile, device)
-    shape = config.gpt_config(vocab_size)
+    shape = config.gpt_config(find_dataset_size(config.dataset, config.vocab_size)[0])
     dtype, _ = choose_training_dtype(config, shape, device)
-    return Workload(config, shape, device, dtype, compile)
+    with explain_out_of_memory(shape, config, dtype, device):
+        return measure_speed(config, shape, device, dtype, compile)
 
 
-def measure_step(config, device):
-    """Speed of a step → (rows of numbers, their Markdown)."""
-    work = workload(config, device, find_dataset_size(config.dataset, config.vocab_size)[0])
-    with explain_out_of_memory(work.shape, config, work.dtype, device):
-        return measure_speed(work)
-
-
-def configs_of(variants, config, words):
-    """{name: settings} → {name: [its BenchConfig of each seed]}, read as if the settings were
-    written at the end of the command line, so that what follows from them follows."""
+def words_of(variants, config, words):
+    """{name: settings} → {name: {seed: words of train.py}}: the command line, and the settings at
+    its end, so that what follows from them follows. Raises UserError where they cannot be read."""
     found, seeds = {}, range(config.seed, config.seed + config.seeds)
     if any('seed' in changes for changes in variants.values()):
         seeds = seeds[:1]  # the variants say of which seeds they are
     for name, changes in variants.items():
-        options = [f'--{key}={value}' for key, value in changes.items()]
-        try:
-            found[name] = [load_config(BenchConfig, [*words, f'--seed={seed}', *options])
-                           for seed in seeds]
-        except UserError as problem:
-            raise UserError(f'variant {name!r}: {problem}') from None
+        options, found[name] = [f'--{key}={value}' for key, value in changes.items()], {}
+        for seed in seeds:
+            changed = [*words, f'--seed={seed}', *options]
+            try:
+                read = load_config(BenchConfig, changed)
+            except UserError as problem:
+                raise UserError(f'variant {name!r}: {problem}') from None
+            found[name][read.seed] = [*runs.training_words(changed), '--log_interval='
+                                      f'{min(read.log_interval, read.max_iters)}']
     return found
 
 
-def measure_variants(config, words, folder, machine):
-    """Train all variants in `folder` → (a row for each run, their table, a row for each variant).
-    """
+def measure_variants(config, words, folder):
+    """Train all variants in `folder` and draw them → (a row for each run, their table)."""
     variants = runs.sweep_variants(config.sweep) if config.sweep \
         else runs.read_variants(config.variants, config)
-    configs = configs_of(variants, config, words)
-    rows = runs.train_all(configs, folder, machine)
-    compared, target = runs.compare(rows, config.target_loss)
-    text = [runs.format_comparison(rows, compared, target), *runs.describe_times(configs, compared)]
-    return rows, '\n\n'.join(text), compared
-
-
-def draw(picture, *arguments):
-    """Draw what is saved already, or warn that it takes matplotlib."""
+    rows = runs.train_all(words_of(variants, config, words), folder)
     try:
-        picture(*arguments)
-    except UserError as problem:
+        draw_runs([(run['variant'], read_rows(Path(run['folder'], 'metrics.jsonl')))
+                   for run in rows if not run['failed']], f'{folder}.png')
+    except UserError as problem:  # matplotlib is absent
         warn(problem)
+    return rows, runs.format_comparison(rows, runs.compare(rows))
 
 
 def judge_change(config, words):
@@ -195,7 +186,7 @@ def main(argv):
     path = tables.result_path(folder, name, device)
     facts = tables.describe_measurement(device, argv)
     if trains:
-        rows, text, compared = measure_variants(config, words, path, facts['machine'])
+        rows, text = measure_variants(config, words, path)
     elif config.judge:
         rows, text, status = judge_change(config, words)
     else:
@@ -204,10 +195,8 @@ def main(argv):
           else tables.format_page(facts, text))
     if folder:
         tables.save(path, facts, rows, text)
-    if trains:
-        draw(runs.draw_comparison, rows, compared, f'{path}.png')
-        if not config.json:
-            print(f'{path}/ has the runs, {path}.png their picture')
+    if trains and not config.json:
+        print(f'{path}/ has the runs, {path}.png their picture')
     if config.judge:
         sys.exit(status)
 

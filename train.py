@@ -190,7 +190,7 @@ def assemble(config, shape, start, dataset, world, device, dtype, compile):
         autocast = torch.autocast(device.type, devices.DTYPES[dtype])
     return Run(config, start, world, device, dtype, dataset, train_data, val_data, model, wrapped,
                optimizer, autocast, scaler, Progress(eval_sequences=config.eval_sequences()),
-               StopRequest(), stopwatch.Deadline(config, start.checkpoint))
+               StopRequest(), stopwatch.Deadline(config, start))
 
 
 def open_batches(config, dataset, world, device):
@@ -417,7 +417,7 @@ def save(run):
     if progress.iter_num == 0 or is_saved or run.config.eval_only:
         return
     state = {**progress.state(), **run.dataset.state(), 'config': asdict(run.config),
-             'ends_at_s': run.deadline.ends_at_s,
+             'left_s': run.deadline.left_s(),
              'sequences': run.train_data.sequences_before(progress.iter_num),
              'elapsed_s': run.metrics.elapsed_s(), 'wandb_id': run.metrics.wandb_id(),
              'dtype': run.dtype, 'scaler': run.scaler.state_dict(),

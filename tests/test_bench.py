@@ -4,19 +4,27 @@ import sys
 from contextlib import redirect_stdout
 
 import pytest
+import torch
 from helpers import fails
 
 import bench
 import train
-from plaingpt.experiments import runs, step_speed
+from plaingpt.experiments import runs, speed
 
 
 @pytest.fixture(autouse=True)
 def small_matmul(monkeypatch):
-    """The matmul beside a step, of 64 rows and columns."""
-    original = step_speed.matmul_flops
-    monkeypatch.setattr(step_speed, 'matmul_flops', lambda dtype, device: original(
-        dtype, device, size=64))
+    """No matmul beside a step."""
+    monkeypatch.setattr(speed, 'matmul_flops', lambda dtype, device: 1e9)
+
+
+def test_a_matmul_of_n_is_two_n_cubed_operations_and_its_first_times_do_not_count(monkeypatch):
+    monkeypatch.undo()
+    seconds = iter([100.0] * 3 + [2.0] * 10)
+    monkeypatch.setattr(speed, 'timed', lambda *_: (None, next(seconds)))
+    monkeypatch.setattr(speed, 'cpu_has_bfloat16', lambda: False)
+    found = speed.matmul_flops(torch.bfloat16, torch.device('cpu'))
+    assert found == 2 * 512**3 / 2.0
 
 
 def test_the_speed_of_a_step_is_json_and_csv_that_agree(tiny, tmp_path, capsys):
@@ -41,7 +49,7 @@ def test_a_profile_says_where_time_goes_and_leaves_a_trace(tiny, tmp_path, capsy
 
 
 def test_a_sweep_trains_and_is_saved_without_matplotlib(tiny, tmp_path, capsys, monkeypatch):
-    def train_here(name, argv):
+    def train_here(name, argv, tree):
         with redirect_stdout(sys.stderr):
             train.main(argv)
 

@@ -14,8 +14,7 @@ import time
 from pathlib import Path
 
 from plaingpt.data.opening import open_named
-from plaingpt.experiments.runs import mean_and_error, run_command, summarize
-from plaingpt.monitoring.run_record import read_run
+from plaingpt.experiments.runs import mean_and_error, run_command, train_once
 from plaingpt.system.errors import UserError
 from plaingpt.system.files import ROOT, read_json
 
@@ -93,19 +92,17 @@ def train(name, tree, words, pair, dtype, config):
     """Train one side of a pair, and put its numbers into the row. Raises UserError."""
     folder = tree.with_name(f'{name}-run')
     try:
-        run_command('train', [
-            f'--dtype={dtype}', *words, f'--seed={pair["seed"]}', f'--out_dir={folder}',
-            f'--log_interval={max(1, config.max_iters // 10)}', '--minutes=0', '--report=False'],
-            tree)
-        run, made = read_run(folder), summarize(folder)
+        made = train_once([f'--dtype={dtype}', *words, f'--seed={pair["seed"]}',
+                           f'--log_interval={max(1, config.max_iters // 10)}', '--minutes=0',
+                           '--report=False'], folder, tree)
         if made['final_loss'] is None:
             raise UserError('its last validation loss is not finite')
         of_base, own = (open_named(dataset).identity(config.split)
-                        for dataset in (config.dataset, run['config']['dataset']))
+                        for dataset in (config.dataset, made['dataset']))
         if of_base != own:
             raise UserError('losses of other text, or in other tokens, cannot be compared')
         pair |= {f'{name}_val': made['final_loss'], f'{name}_ms': made['step_ms'],
-                 f'{name}_dtype': run['dtype']}
+                 f'{name}_dtype': made['dtype']}
         if config.split == 'test':
             run_command('evaluate', [
                 f'--out_dir={folder}', '--checkpoint=latest', '--tasks=test',

@@ -100,6 +100,8 @@ REMOVED = {
     'ledger': Removed('keep what bench.py --judge prints, or give it --save=FOLDER'),
     'equal': Removed('bench.py --judge says what a step takes; --set=max_iters=N trains the change '
                      'for as long'),
+    'target_loss': Removed('the table of bench.py has final losses and ms a step, and plot.py '
+                           'FOLDER… the curves'),
     'sources': Removed('python prepare.py inspect says how much of the validation text is in the '
                        'training text'),
     'api_key': Removed('put it into the environment as PLAINGPT_API_KEY'),

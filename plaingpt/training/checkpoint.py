@@ -47,7 +47,7 @@ FORMAT_VERSION = 1
 # Keys of state.json as an earlier version wrote them → as they are called now.
 RENAMED = {'windows': 'sequences', 'stale': 'evals_since_best'}
 # What a checkpoint of an earlier version may lack.
-LATER = {'val_loss': None, 'elapsed_s': 0.0, 'ends_at_s': 0.0, 'wandb_id': None,
+LATER = {'val_loss': None, 'elapsed_s': 0.0, 'left_s': None, 'wandb_id': None,
          'eval_sequences': 0, 'dtype': None, 'averaged_steps': None}
 PART = re.compile(r'(.*?)(?:\[(\d+):(\d+)\])?')  # of a tensor: its rows
 CHUNK_BYTES = 500 * 10**6  # of tensors in a file, which with its header stays below 512 MB

@@ -4,6 +4,7 @@ settings and the shape that follow from it; and what stays of an earlier run in 
 import math
 import os
 import shutil
+import time
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 
@@ -47,6 +48,7 @@ class Start:
 
     def __init__(self, verifies=True):
         self.weights, self.resumed = None, False
+        self.began = time.perf_counter()  # the command
         self.verifies = verifies and launched_world().is_main
 
     @property

@@ -168,7 +168,8 @@ def fit_minutes(run, given, forward_backward, update):
     a picture in SHARE of the time: rather of fewer batches than fewer. given: the settings that the
     command line names, which stay as they are. Raises UserError where no step fits."""
     config, times = run.config, measure(run, forward_backward, update)
-    seconds, iters = 60 * config.minutes, 60 * config.minutes / times.step
+    seconds = all_gather(run.deadline.left_s(), gloo_group())[0]
+    iters = max(0.0, seconds) / times.step
     affordable = SHARE * seconds / times.evaluation
     if 'log_interval' not in given:
         config = replace(config, log_interval=min(config.log_interval, int(iters / LINES) or 1))
@@ -184,13 +185,13 @@ def fit_minutes(run, given, forward_backward, update):
     left = seconds - times.evaluation  # there is one before the first step
     iters = steps_in(left, times.step, times.evaluation, config)
     if iters < 1:
-        raise UserError(f'minutes={setting(config.minutes)} is too short for a step, of '
-                        f'{times.step:.2g} s, and two evaluations, of {times.evaluation:.2g} s '
-                        'each: take more, or a smaller --eval_iters')
+        raise UserError(f'minutes={setting(config.minutes)} is too short: {duration(seconds)} are '
+                        f'left, a step takes {times.step:.2g} s, and each of two evaluations '
+                        f'{times.evaluation:.2g} s: take more, or a smaller --eval_iters')
     run.config = config = replace(config, max_iters=iters, lr_decay_iters=iters,
                                   warmup_iters=min(config.warmup_iters, iters // 10))
     run.progress.eval_sequences = config.eval_sequences()
-    print0(f'{duration(seconds)}, evaluations included, are enough for about max_iters={iters}, '
+    print0(f'{duration(60 * config.minutes)} are enough for about max_iters={iters}, '
            f'with warmup_iters={config.warmup_iters}, eval_interval={config.eval_interval}, '
            f'eval_iters={config.eval_iters}')
 
@@ -214,7 +215,7 @@ def length_of(resumed, config, given):
         lines = {} if 'log_interval' in given else \
             {'log_interval': min(config.log_interval, more // LINES or 1)}
         return replace(config, **lines)
-    if config.minutes or (saved['ends_at_s'] and 'max_iters' not in given):
+    if config.minutes or (saved['left_s'] is not None and 'max_iters' not in given):
         kept = ('max_iters', 'lr_decay_iters', 'warmup_iters', 'eval_iters', 'eval_interval',
                 'log_interval')
         config = replace(config, minutes=0.0, **{
@@ -225,35 +226,39 @@ def length_of(resumed, config, given):
 
 
 class Deadline:
-    """When a run of minutes ends, and how many iterations it has so. Without minutes it does
-    nothing."""
+    """When a run of minutes ends, and how many iterations it has so. The clock runs from the
+    beginning of the command. Without minutes there is none."""
 
-    def __init__(self, config, resumed=None):
-        """resumed: the Checkpoint that the run goes on from; all but its elapsed time is left"""
-        saved = resumed.state if resumed else {'elapsed_s': 0.0, 'ends_at_s': 0.0}
-        self.ends_at_s = saved['ends_at_s']  # by the clock of the run
+    def __init__(self, config, start):
+        """start: a Start; where it is resumed, what its checkpoint had left is left"""
+        saved = start.checkpoint.state if start.resumed else {'left_s': None, 'config': {}}
+        self.ends_at = None
         if config.minutes:
-            self.ends_at_s = saved['elapsed_s'] + 60 * config.minutes
-        elif resumed and config.max_iters != saved['config'].get('max_iters'):
-            self.ends_at_s = 0.0  # the command says how many
+            self.ends_at = start.began + 60 * config.minutes
+        elif saved['left_s'] is not None and config.max_iters == saved['config']['max_iters']:
+            # else the command says how many
+            self.ends_at = start.began + saved['left_s']
         self.window = None  # (iteration, seconds without pauses) where it began
+
+    def left_s(self):
+        return None if self.ends_at is None else self.ends_at - time.perf_counter()
 
     def decide(self, run):
         """Decide the length of the run again, at a logged step. Rank 0's decision holds."""
-        if not self.ends_at_s:
+        if self.ends_at is None:
             return
-        iter_num, clock, config = run.progress.iter_num, run.metrics, run.config
-        left = self.ends_at_s - clock.elapsed_s()
-        now = iter_num, clock.elapsed_s() - clock.paused_s
+        iter_num, metrics, config = run.progress.iter_num, run.metrics, run.config
+        now = iter_num, time.perf_counter() - metrics.paused_s
         began = self.window = self.window or now
         end, so_long = config.max_iters, now[1] - began[1]
         is_near = iter_num + config.log_interval >= end  # it may be too early
-        if iter_num > began[0] and (so_long >= WINDOW * left or is_near):
-            evaluation_s = clock.paused_s / max(1, clock.evaluations)
-            end = iter_num + steps_in(left, so_long / (iter_num - began[0]), evaluation_s, config)
+        if iter_num > began[0] and (so_long >= WINDOW * self.left_s() or is_near):
+            evaluation_s = metrics.paused_s / max(1, metrics.evaluations)
+            end = iter_num + steps_in(self.left_s(), so_long / (iter_num - began[0]), evaluation_s,
+                                      config)
             self.window = now
         end = all_gather(end, gloo_group())[0]
-        run.config = run.metrics.config = replace(config, max_iters=end, lr_decay_iters=end)
+        run.config = metrics.config = replace(config, max_iters=end, lr_decay_iters=end)
 
 
 # -----------------------------------------------------------------------------
@@ -269,8 +274,10 @@ def new_step(shape, config, device, dtype, forward_backward, update, compile=Fal
     gpt.activation_checkpointing = config.activation_checkpointing
     optimizer = build_optimizer(gpt, config)
     scaler = torch.amp.GradScaler(device.type, enabled=dtype == 'float16')
-    return Step(torch.compile(gpt) if compile else gpt, optimizer, config, device,
+    step = Step(torch.compile(gpt) if compile else gpt, optimizer, config, device,
                 autocast(device, dtype), forward_backward, update, scaler)
+    step.gpt = gpt  # not compiled
+    return step
 
 
 def random_batches(shape, batch_size, device):

@@ -64,22 +64,21 @@ def judged(monkeypatch, tmp_path, char_data, capsys):
     def judged(base, change, dataset=char_data, changed=None, **settings):
         left, made = {'base': list(base), 'change': list(change)}, []
 
-        def run_command(script, words, tree):
+        def train_once(words, folder, tree):
             told = dict(word[2:].split('=', 1) for word in words if '=' in word)
-            if script == 'train':
-                made.append((tree.name, int(told['seed']), told['dtype']))
-                os.mkdir(told['out_dir'])
-                return
-            assert told['split'] == 'test' and (tree / 'evaluate.py').exists()
+            made.append((tree.name, int(told['seed']), told['dtype']))
+            os.mkdir(folder)
+            return {'final_loss': left[tree.name].pop(0), 'step_ms': 10.0, 'dtype': 'bfloat16',
+                    'dataset': str(changed or dataset)}
+
+        def run_command(script, words, tree):
+            told = dict(word[2:].split('=', 1) for word in words)
+            assert told['tasks'] == 'test' and (tree / 'evaluate.py').exists()
             with open(told['output'], 'w') as f:
                 json.dump({'results': {'test': {'loss': 7.0 + (tree.name == 'change')}}}, f)
 
+        monkeypatch.setattr(judging, 'train_once', train_once)
         monkeypatch.setattr(judging, 'run_command', run_command)
-        monkeypatch.setattr(judging, 'summarize', lambda folder: {
-            'final_loss': left[folder.name[:-4]].pop(0), 'step_ms': 10.0})
-        monkeypatch.setattr(judging, 'read_run', lambda folder: {
-            'dtype': 'bfloat16', 'config': {
-                'dataset': str(changed or dataset)}})
         words = options(dataset=dataset, set='conv=0', **settings)
         capsys.readouterr()
         with pytest.raises(SystemExit) as end:
@@ -146,7 +145,7 @@ def clone(tmp_path):
 def test_what_cannot_be_judged_is_said_before_anything_is_trained(
         char_data, capsys, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(judging, 'run_command', None)
+    monkeypatch.setattr(judging, 'train_once', None)
     (tmp_path / 'bad.diff').write_text('nothing\n', encoding='utf-8')
     for words, said in ((['--judge'], 'judge takes a change'), (['--patch=x'], 'judge takes a'),
                         (['--judge', '--set=n_layers=2'], "unknown key 'n_layers'"),

@@ -77,10 +77,16 @@ def test_a_measure_of_blocks_is_one_entry_of_the_table_and_sees_what_leaves_them
         loader, monkeypatch):
     monkeypatch.setitem(MEASURES, 'largest', lambda x: x.abs().amax())
     model, health = new(loader)
-    kept = []
-    model.transformer.h[1].register_forward_hook(lambda block, inputs, x: kept.append(x))
+    kept, projected = [], []
+    block = model.transformer.h[1]
+    block.register_forward_hook(lambda block, inputs, x: kept.append(x))
+    block.attn.c_attn.register_forward_hook(lambda linear, inputs, qkv: projected.append(qkv))
     seen, _, _ = step(model, health, loader)
     x = kept[-1]  # of the look: the first was that of the step
+    q, k, _ = (each.unflatten(2, (2, 16)).transpose(1, 2)  # (B, H, T, D)
+               for each in projected[-1].split(32, dim=2))
+    assert seen['health/attention_logit/h.1'] == pytest.approx(
+        (q @ k.mT / 4).tril().abs().max().item(), rel=1e-4)
     assert seen['health/largest/h.1'] == pytest.approx(x.abs().max().item(), rel=1e-4)
     assert seen['health/activation_rms/h.1'] == pytest.approx(
         x.square().mean().sqrt().item(), rel=1e-4)

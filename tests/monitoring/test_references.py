@@ -71,6 +71,10 @@ def test_the_band_holds_a_new_seed_in_95_of_100(n, tmp_path, monkeypatch):
         (_, low, high), = references.read_band({'reference': 'a'})
         found += low <= new <= high
     assert 460 <= found <= 490  # 475 are expected, and the deviation of that number is 5
+    (tmp_path / 'a.csv').write_text('# {}\niter,mean,std,seeds\n9,2.0,0.3,3\n')
+    (_, low, high), = references.read_band({'reference': 'a'})
+    reach = 4.303 * 0.3 * (4 / 3)**0.5
+    assert (low, high) == (pytest.approx(2 - reach), pytest.approx(2 + reach))
 
 
 def test_our_references_are_read():

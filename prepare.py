@@ -12,7 +12,6 @@
 After a kill, the same command goes on after the last finished file of tokens.
 """
 
-import os
 import re
 from dataclasses import asdict, dataclass
 from fractions import Fraction
@@ -24,20 +23,14 @@ from plaingpt.data import pretokenized, tokenizers
 from plaingpt.data.chat_tokenizer import PLAIN_TEMPLATES, ChatTokenizer, find_plain
 from plaingpt.data.conversations import open_conversations
 from plaingpt.data.corpora import CORPORA, OPTIONS, describe_corpus, table
-from plaingpt.data.dataset import dataset_folder, prepared_folder
+from plaingpt.data.dataset import prepared_folder
 from plaingpt.data.encoding import write_tokens
 from plaingpt.data.inspection import inspect
 from plaingpt.data.shards import check_ours, read_progress, write_dataset
 from plaingpt.data.sources import open_source
 from plaingpt.data.splitting import Shares
-from plaingpt.data.tokenizer_choice import (
-    borrow_tokenizer,
-    checksum,
-    is_dataset,
-    is_name,
-    learn_tokenizer,
-)
-from plaingpt.data.tokenizers import is_chat
+from plaingpt.data.tokenizer_choice import borrow_tokenizer, checksum, is_dataset, learn_tokenizer
+from plaingpt.data.tokenizers import is_chat, is_name
 from plaingpt.system.errors import UserError, run_script
 from plaingpt.system.formatting import quoted
 from plaingpt.system.machine import allowed_cpus
@@ -122,7 +115,8 @@ def main(argv):
     if name in ('-h', '--help'):
         load_config(PrepareConfig, argv, help_text, 'input', several=True)
     if name not in CORPORA:
-        raise UserError(unknown_corpus(name))
+        raise UserError(f'no corpus is called {name!r}: python prepare.py lists all; for files of '
+                        f'your own, python prepare.py text {quoted(name)}')
     corpus = CORPORA[name]
     config = load_config(PrepareConfig, options, help_text, *corpus.positional())
     folder = Path(config.data_dir or f'data/{name}')
@@ -141,13 +135,6 @@ def main(argv):
         is_model = not is_name(config.tokenizer) and not is_dataset(config.tokenizer)
         start = f' --init_from={quoted(config.tokenizer)}' if is_model and name == 'chat' else ''
         print(f'next: python train.py {recipe} --dataset={quoted(dataset)}{start}')
-
-
-def unknown_corpus(name):
-    if os.path.lexists(name):
-        return f'{name} is no corpus: for files of your own, python prepare.py text {quoted(name)}'
-    return f'no corpus is called {name!r}: python prepare.py lists all; for your own files, ' \
-        f'python prepare.py text FILES --data_dir={quoted(dataset_folder(name))}'
 
 
 def check_options(config, name, corpus):

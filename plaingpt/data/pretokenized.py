@@ -10,8 +10,8 @@ from plaingpt.data import tokenizers
 from plaingpt.data.hub import explain_hub_errors
 from plaingpt.data.shards import empty, read_progress, write_meta, write_progress
 from plaingpt.data.token_files import check_ids, open_tokens
-from plaingpt.data.tokenizer_choice import borrow_tokenizer, is_name
-from plaingpt.data.tokenizers import GPT2Tokenizer
+from plaingpt.data.tokenizer_choice import borrow_tokenizer
+from plaingpt.data.tokenizers import GPT2Tokenizer, is_name
 from plaingpt.system.errors import UserError, needs, progress_bar
 from plaingpt.system.files import sha256_of
 

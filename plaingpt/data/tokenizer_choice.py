@@ -3,7 +3,6 @@
 import hashlib
 import json
 import math
-import re
 from contextlib import closing
 from functools import lru_cache
 from itertools import chain
@@ -14,20 +13,14 @@ from plaingpt.data.chat_tokenizer import as_chat
 from plaingpt.data.dataset import open_dataset, prepared_folder
 from plaingpt.data.foreign_tokenizer import FILES_OF_TOKENIZER, download, read_tokenizer
 from plaingpt.data.readers import place_to_cut
-from plaingpt.data.tokenizers import BPETokenizer, CharTokenizer
+from plaingpt.data.tokenizers import NAMES, BPETokenizer, CharTokenizer
 from plaingpt.system.errors import UserError, progress_bar
 from plaingpt.system.files import is_hub_name, read_json
 from plaingpt.system.formatting import short
 
-NAMES = 'char, byte, gpt2, bpe or bpe:VOCAB_SIZE'
 BPE_VOCAB_SIZE = 8192  # of plain 'bpe'
 BPE_SAMPLE_CHARS = 50_000_000  # a bpe tokenizer is trained on about so much text at most
 BLOCK_CHARS = 4096  # of a sample
-
-
-def is_name(name):
-    """True for one of NAMES, and for 'auto'."""
-    return re.fullmatch(r'auto|char|byte|gpt2|bpe(:[0-9]+)?', name) is not None
 
 
 def named_vocab_size(name):

@@ -104,6 +104,22 @@ def test_prepare_and_inspect_say_how_much_of_an_own_validation_split_is_trained_
         assert ('says little' in said.err) == (copies == 9)
 
 
+def test_short_documents_that_differ_in_their_numbers_are_copies(tmp_path, capsys):
+    chance = random.Random(0)
+    write_rows(tmp_path / 'copies.jsonl', [f'Order {n} was sent to customer {7 * n}.'
+                                           for n in range(400)])
+    words = ['to', 'be', 'or', 'not', 'that']
+    write_rows(tmp_path / 'own.jsonl', [' '.join(chance.choices(words, k=15)) for _ in range(400)])
+    for name, share in (('copies', 1.0), ('own', 0.0)):
+        prepared(tmp_path / name, 'text', tmp_path / f'{name}.jsonl')
+        entry = open_dataset(tmp_path / name).split_entry('val')
+        assert entry['in_train'] == 0 and entry['lines_in_train'] == share
+        said = capsys.readouterr()
+        assert ('whatever their numbers' in said.err) == (name == 'copies')
+        prepare.main(['inspect', f'{tmp_path}/{name}'])
+        assert ('whatever their numbers' in capsys.readouterr().err) == (name == 'copies')
+
+
 @pytest.fixture
 def foreign_shards(tmp_path, monkeypatch):
     """The options that take token files as others make them, of which half of the validation

@@ -19,6 +19,7 @@ import os
 import re
 import shutil
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, fields
 from operator import attrgetter, itemgetter
 from pathlib import Path
@@ -134,8 +135,10 @@ class Checkpoint:
         for chunk in self.state['chunks']:
             if chunk['kind'] not in set(kinds) - self.verified:
                 continue
-            path = self.path / chunk['name']
-            if not path.exists() or sha256_of(path) != chunk['sha256']:
+            path, found = self.path / chunk['name'], None
+            with suppress(OSError):  # a file that cannot be read is as good as damaged
+                found = sha256_of(path)
+            if found != chunk['sha256']:
                 raise UserError(f'{path} is damaged: it is not what was written; use another '
                                 'checkpoint with --checkpoint=ITER')
         self.verified.update(kinds)

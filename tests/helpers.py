@@ -3,6 +3,7 @@
 import hashlib
 import json
 import os
+import runpy
 import signal
 import socket
 import subprocess
@@ -75,17 +76,6 @@ def run(*command, cwd=None, **env):
     return done.stdout
 
 
-def torchrun(processes, *command, cwd=None, check=True):
-    """Run a script under torchrun on a free loopback port."""
-    done = subprocess.run(
-        [sys.executable, '-m', 'torch.distributed.run', f'--nproc_per_node={processes}',
-         '--master_addr=127.0.0.1', f'--master_port={free_port()}', *map(str, command)],
-        cwd=cwd, text=True, capture_output=True, timeout=300,
-        env={**os.environ, 'OMP_NUM_THREADS': '1'})
-    assert not check or done.returncode == 0, done.stdout + done.stderr
-    return done
-
-
 def fork(main, *argv, log, before=None, **env):
     """Run a command's `main` in a fork of this process, as a user would run its script → the
     process id. log: file of all that it prints; before: called first; env: added variables."""
@@ -102,7 +92,7 @@ def fork(main, *argv, log, before=None, **env):
     for number in (signal.SIGHUP, signal.SIGTERM):
         signal.signal(number, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    signal.alarm(100)  # no process outlives a test that fails
+    signal.alarm(300)  # no process outlives a test that fails
     tqdm.set_lock(threading.RLock())  # its own is shared with forks, which may be killed with it
     code = 0
     try:
@@ -115,6 +105,31 @@ def fork(main, *argv, log, before=None, **env):
         traceback.print_exc()
         code = 1
     os._exit(code)
+
+
+def launch(main, processes, folder, *argv, before=None):
+    """As fork, to the end, in the processes of one job, or in one that is no job → what rank 0
+    printed. Fails the test where one fails. What they print goes to folder/log0, …"""
+    logs = [folder / f'log{rank}' for rank in range(processes)]
+    pids = [fork(main, *argv, log=log, before=before, **env)
+            for log, env in zip(logs, ranks(processes) if processes > 1 else [{}], strict=True)]
+    assert [exit_code(pid) for pid in pids] == [0] * processes, [log.read_text() for log in logs]
+    return logs[0].read_text()
+
+
+def run_copy(folder, script, *argv):
+    """Run a script of a copy of the project in a fork of this process, which saves importing torch
+    → (exit code, all that it printed)"""
+    def main(argv):
+        for name in list(sys.modules):
+            if str(ROOT) in (getattr(sys.modules[name], '__file__', None) or '') \
+                    and 'site-packages' not in sys.modules[name].__file__:
+                del sys.modules[name]
+        os.chdir(folder)
+        sys.path[:] = [str(folder), *(path for path in sys.path if path != str(ROOT))]
+        runpy.run_path(script, run_name='__main__')
+    log = Path(folder, 'log')
+    return exit_code(fork(main, *argv, log=log)), log.read_text()
 
 
 def exit_code(pid):
@@ -233,27 +248,6 @@ def write_chat(folder, train, val=None):
     return folder
 
 
-class ForkServer:
-    """Runs scripts of any copy of the project, without importing torch anew for each."""
-
-    def __init__(self):
-        server = Path(__file__).with_name('fork_server.py')
-        self.process = subprocess.Popen([sys.executable, server], stdin=subprocess.PIPE,
-                                        stdout=subprocess.PIPE, text=True)
-
-    def run(self, folder, script, *argv):
-        """→ (exit code, all that it printed)"""
-        log = Path(folder, 'log')
-        log.unlink(missing_ok=True)
-        self.process.stdin.write(json.dumps([script, argv, str(folder), str(log)]) + '\n')
-        self.process.stdin.flush()
-        return int(self.process.stdout.readline()), log.read_text()
-
-    def close(self):
-        self.process.stdin.close()
-        self.process.wait()
-
-
 class HostReads(TorchDispatchMode):
     """Notes the operators whose result the host has to know before it can go on: on a GPU it waits
     there for all work before."""
@@ -290,16 +284,6 @@ def weights(out_dir, which='latest'):
 def same(a, b):
     """Whether the tensors of two lists have the same bits."""
     return all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
-
-
-def train_processes(size, folder, *argv, before=None):
-    """Train to the end in `size` processes of one job, or one that is no job; `before` is what each
-    calls first. What they print goes to folder/log0, …"""
-    import train
-    logs = [folder / f'log{rank}' for rank in range(size)]
-    pids = [fork(train.main, *argv, log=log, before=before, **env)
-            for log, env in zip(logs, ranks(size) if size > 1 else [{}], strict=True)]
-    assert [exit_code(pid) for pid in pids] == [0] * size, [log.read_text() for log in logs]
 
 
 def prepare_corpora(folder, texts):

@@ -7,7 +7,7 @@ import subprocess
 import sys
 
 import pytest
-from helpers import ROOT, ForkServer
+from helpers import ROOT, run_copy
 
 PAGE = (ROOT / 'docs' / 'hacking.md').read_text(encoding='utf-8')
 INTRODUCTION, *SECTIONS = re.split(r'^## ', PAGE, flags=re.M)
@@ -20,13 +20,13 @@ def blocks(text, kind):
     return [body for language, body in BLOCK.findall(text) if language == kind]
 
 
-def run_commands(text, folder, server):
+def run_commands(text, folder):
     """Run the `$ ` lines of its console blocks in `folder`; each must succeed."""
     for body in blocks(text, 'console'):
         for command in re.findall(r'^\$ (.*)$', body, re.M):
             words = shlex.split(command)
             if words[0] == 'python' and words[1].endswith('.py'):
-                code, output = server.run(folder, *words[1:])
+                code, output = run_copy(folder, *words[1:])
             else:
                 command = re.sub(r'^python ', f'{sys.executable} ', command)
                 done = subprocess.run(command, shell=True, cwd=folder, text=True,
@@ -36,14 +36,7 @@ def run_commands(text, folder, server):
 
 
 @pytest.fixture(scope='module')
-def server():
-    server = ForkServer()
-    yield server
-    server.close()
-
-
-@pytest.fixture(scope='module')
-def before(server, tmp_path_factory):
+def before(tmp_path_factory):
     """A copy of the project as it is, with the run that the page starts with."""
     folder = tmp_path_factory.mktemp('before')
     for pattern in CODE:
@@ -53,7 +46,7 @@ def before(server, tmp_path_factory):
                                 ignore=shutil.ignore_patterns('__pycache__'))
             else:
                 shutil.copy(path, folder)
-    run_commands(INTRODUCTION, folder, server)
+    run_commands(INTRODUCTION, folder)
     return folder
 
 
@@ -69,9 +62,9 @@ def test_each_change_is_to_one_file_and_applies():
     pytest.param(section, id=(name := section.partition('\n')[0]),
                  marks=[] if name == 'An activation' else pytest.mark.slow)
     for section in SECTIONS])
-def test_a_change_works(before, server, section, tmp_path):
+def test_a_change_works(before, section, tmp_path):
     folder = tmp_path / 'copy'
     shutil.copytree(before, folder)
     diff, = blocks(section, 'diff')
     subprocess.run(['git', 'apply', '-'], input=diff, text=True, cwd=folder, check=True)
-    run_commands(section, folder, server)
+    run_commands(section, folder)

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from helpers import lines, same, train_processes, weights
+from helpers import launch, lines, same, weights
 
 import train
 from model import GPT, GPTConfig
@@ -164,7 +164,7 @@ def test_a_short_run_is_looked_at_often_enough_to_draw_a_line(loader):
 
 
 def test_two_processes_see_what_one_sees(tiny, tmp_path):
-    train_processes(2, tmp_path, *tiny, f'--out_dir={tmp_path}/two')
+    launch(train.main, 2, tmp_path, *tiny, f'--out_dir={tmp_path}/two')
     train.main([*tiny, f'--out_dir={tmp_path}/one'])
     one, two = (lines(tmp_path / name, 'health/grad_norm/h.0') for name in ('one', 'two'))
     for a, b in zip(one, two, strict=True):

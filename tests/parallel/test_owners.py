@@ -9,9 +9,9 @@ from itertools import product
 import pytest
 import torch
 import torch.distributed as dist
+from helpers import launch
 from hypothesis import given
 from hypothesis import strategies as st
-from jobs import Job
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel as DDP
@@ -33,10 +33,12 @@ ALL_CASES = list(product(('muon', 'normuon'), (WIDE, NARROW), (True, False)))
 
 
 def in_a_group(function, *arguments):
-    """In a process of a job."""
-    torch.manual_seed(0)
-    with process_group(launched_world(), CPU), pytest.MonkeyPatch.context() as patch:
-        function(patch, *arguments)
+    """→ a main for the processes of a job"""
+    def main(_):
+        torch.manual_seed(0)
+        with process_group(launched_world(), CPU), pytest.MonkeyPatch.context() as patch:
+            function(patch, *arguments)
+    return main
 
 
 class Trained:
@@ -118,8 +120,8 @@ def compare_ddp(patch, cases):
         assert all(torch.equal(ours, alone) for _, ours, alone in trained.beside_the_copy())
 
 
-def test_under_ddp_owners_move_the_weights_as_one_process_does_to_the_bit(three_processes):
-    three_processes.run(in_a_group, compare_ddp, CASES)
+def test_under_ddp_owners_move_the_weights_as_one_process_does_to_the_bit(tmp_path):
+    launch(in_a_group(compare_ddp, CASES), 3, tmp_path)
 
 
 def compare_fsdp(patch, cases):
@@ -138,17 +140,15 @@ def compare_fsdp(patch, cases):
                 torch.testing.assert_close(ours, alone, rtol=1e-6, atol=1e-6)
 
 
-def test_under_fsdp_owners_move_the_weights_as_one_process_does(three_processes):
-    three_processes.run(in_a_group, compare_fsdp, CASES)
+def test_under_fsdp_owners_move_the_weights_as_one_process_does(tmp_path):
+    launch(in_a_group(compare_fsdp, CASES), 3, tmp_path)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize('size', [1, 2, 3])
 def test_any_number_of_owners_moves_the_weights_as_one_process_does(tmp_path, size):
-    job = Job(size, tmp_path)
     for compare in (compare_ddp, compare_fsdp):
-        job.run(in_a_group, compare, ALL_CASES)
-    job.close()
+        launch(in_a_group(compare, ALL_CASES), size, tmp_path)
 
 
 def compare_sgd(patch):
@@ -159,8 +159,8 @@ def compare_sgd(patch):
         torch.testing.assert_close(ours, alone, rtol=1e-6, atol=1e-6)
 
 
-def test_sgd_of_sharded_parameters_moves_as_that_of_whole_ones(two_processes):
-    two_processes.run(in_a_group, compare_sgd)
+def test_sgd_of_sharded_parameters_moves_as_that_of_whole_ones(tmp_path):
+    launch(in_a_group(compare_sgd), 2, tmp_path)
 
 
 def count_bytes(patch):
@@ -175,8 +175,8 @@ def count_bytes(patch):
         assert sent.item() / elements == pytest.approx(2 * travels, rel=0.01)
 
 
-def test_each_number_of_a_matrix_travels_in_two_bytes(three_processes):
-    three_processes.run(in_a_group, count_bytes)
+def test_each_number_of_a_matrix_travels_in_two_bytes(tmp_path):
+    launch(in_a_group(count_bytes), 3, tmp_path)
 
 
 @given(st.integers(1, 64), st.integers(1, 48), st.integers(1, 64), st.booleans())

@@ -12,8 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import TINY, fails, in_background, in_the_loop, one_benchmark, options
-from jobs import Job
+from helpers import TINY, fails, in_background, in_the_loop, launch, one_benchmark, options
 from safetensors import safe_open
 
 import model
@@ -37,16 +36,18 @@ UNIQUE = {'elapsed_s', 'tokens_per_s', 'mfu', 'peak_memory_bytes', 'data_wait',
 
 @pytest.fixture
 def run(char_data, tmp_path):
-    """Trains in tmp_path/name, with six micro-batches a step → what was printed. job: of the
-    processes, else it is this one; before: is called first, with a MonkeyPatch."""
-    def run(name, *argv, job=None, before=None):
+    """Trains in tmp_path/name, with six micro-batches a step → what was printed. processes: of a
+    job, or this one; before: is called first, with a MonkeyPatch."""
+    def run(name, *argv, processes=1, before=None):
         argv = [*TINY, f'--dataset={char_data}', '--gradient_accumulation_steps=6',
                 '--log_interval=1', '--check=False', *argv, f'--out_dir={tmp_path / name}']
-        return job.run(train_here, argv, before) if job else train_here(argv, before)
+        main = partial(train_here, before=before)
+        return launch(main, processes, tmp_path, *argv) if processes > 1 else main(argv)
     return run
 
 
 def train_here(argv, before):
+    """In a process of a job, or in this one."""
     with pytest.MonkeyPatch.context() as patch:
         if before:
             before(patch)
@@ -121,18 +122,18 @@ def with_wide_positions(patch):
     patch.setattr(GPT, '__init__', init)
 
 
-def test_a_model_of_your_own_begins_with_the_weights_of_one_process(run, tmp_path, two_processes):
+def test_a_model_of_your_own_begins_with_the_weights_of_one_process(run, tmp_path):
     argv = ['--max_iters=1', '--learning_rate=0', '--min_lr=0', '--weight_decay=0']
     run('one', *argv, before=with_wide_positions)
-    run('two', *argv, '--parallel=fsdp', job=two_processes, before=with_wide_positions)
+    run('two', *argv, '--parallel=fsdp', processes=2, before=with_wide_positions)
     assert_tensors_close(tmp_path / 'two', tmp_path / 'one')
     assert tensors(tmp_path / 'two')['model/transformer.wpe.weight'].std() > 0.4
 
 
-def test_a_run_from_the_weights_of_another_begins_with_them(run, tmp_path, two_processes):
+def test_a_run_from_the_weights_of_another_begins_with_them(run, tmp_path):
     run('one', '--max_iters=2', *options(**NEWER))
     run('two', f'--init_from={tmp_path / "one"}', '--max_iters=1', '--learning_rate=0',
-        '--min_lr=0', '--weight_decay=0', '--parallel=fsdp', job=two_processes)
+        '--min_lr=0', '--weight_decay=0', '--parallel=fsdp', processes=2)
     found, expected = (
         {name: t for name, t in tensors(tmp_path / each).items() if name.startswith('model/')}
         for each in ('two', 'one'))
@@ -168,13 +169,12 @@ SHAPES = {
 
 @pytest.mark.parametrize('shape', [next(iter(SHAPES)), *(
     pytest.param(shape, marks=pytest.mark.slow) for shape in list(SHAPES)[1:])])
-def test_losses_health_samples_and_benchmarks_are_those_of_one_process(run, tmp_path, shape,
-                                                                       three_processes):
+def test_losses_health_samples_and_benchmarks_are_those_of_one_process(run, tmp_path, shape):
     argv = options(**SHAPES[shape], report=True, eval_tasks='own',
                    max_iters=4, eval_interval=2)
     run('one', *argv, before=with_one_question)
     for kind in ('ddp', 'fsdp'):
-        run(kind, *argv, f'--parallel={kind}', job=three_processes, before=with_one_question)
+        run(kind, *argv, f'--parallel={kind}', processes=3, before=with_one_question)
     one, ddp, fsdp = (tmp_path / name for name in ('one', 'ddp', 'fsdp'))
     assert_rows_close(rows(fsdp, 'health/'), rows(one, 'health/'), within=2e-6)
     # Health is measured on the sequences of rank 0, which are others on one process.
@@ -195,20 +195,20 @@ def poison_the_second_step(patch):
 
 @pytest.mark.parametrize('optimizer', ['adamw', 'sgd'])
 def test_a_step_that_is_not_finite_on_one_process_moves_no_weight_on_any(
-        run, tmp_path, two_processes, optimizer):
+        run, tmp_path, optimizer):
     argv = [f'--optimizer={optimizer}', '--max_iters=3']
     run('one', *argv, before=poison_the_second_step)
-    printed = run('two', *argv, '--parallel=fsdp', job=two_processes,
+    printed = run('two', *argv, '--parallel=fsdp', processes=2,
                   before=poison_the_second_step)
     assert 'iteration 2 left the weights alone' in printed
     assert_tensors_close(tmp_path / 'two', tmp_path / 'one')
 
 
 @pytest.mark.parametrize('dtype', ['bfloat16', pytest.param('float16', marks=pytest.mark.slow)])
-def test_lower_precision_is_near_to_that_of_one_process(run, tmp_path, two_processes, dtype):
+def test_lower_precision_is_near_to_that_of_one_process(run, tmp_path, dtype):
     argv = [f'--dtype={dtype}', '--bias=True']
     run('one', *argv)
-    run('two', *argv, '--parallel=fsdp', job=two_processes)
+    run('two', *argv, '--parallel=fsdp', processes=2)
     found, expected = ([row['val_loss'] for row in rows(tmp_path / name) if 'val_loss' in row]
                        for name in ('two', 'one'))
     # A loss is a mean over many tokens, each with a rounding of 2^-8 of logits below 1.
@@ -233,12 +233,12 @@ def shape_of(folder):
     return checkpoints.find(folder).load_model().config
 
 
-def test_any_number_and_kind_of_processes_reads_what_another_wrote(run, tmp_path, two_processes,
-                                                                   three_processes):
+def test_any_number_and_kind_of_processes_reads_what_another_wrote(run, tmp_path):
     run('one', '--optimizer=normuon', *options(**NEWER), '--max_iters=2')
     shape, source = shape_of(tmp_path / 'one'), tmp_path / 'one'
-    for job, kind in ((three_processes, 'fsdp'), (two_processes, 'ddp')):
-        job.run(save_what_is_read, source, tmp_path / kind, shape, kind)
+    for processes, kind in ((3, 'fsdp'), (2, 'ddp')):
+        launch(lambda _, source=source, kind=kind: save_what_is_read(
+            source, tmp_path / kind, shape, kind), processes, tmp_path)
         assert_tensors_equal(tmp_path / kind, tmp_path / 'one')
         source = tmp_path / kind
     save_what_is_read(source, tmp_path / 'end', shape, 'ddp')
@@ -246,14 +246,18 @@ def test_any_number_and_kind_of_processes_reads_what_another_wrote(run, tmp_path
 
 
 @pytest.mark.slow
-def test_all_pairs_of_kinds_read_each_other(run, tmp_path, two_processes, three_processes):
+def test_all_pairs_of_kinds_read_each_other(run, tmp_path):
     run('one', '--optimizer=normuon', '--max_iters=2')
-    shape, kinds = shape_of(tmp_path / 'one'), [
-        (job, kind) for job in (two_processes, three_processes) for kind in ('ddp', 'fsdp')]
-    for i, (writer, kind) in enumerate(kinds):
-        writer.run(save_what_is_read, tmp_path / 'one', tmp_path / f'{i}', shape, kind)
-        for j, (reader, other) in enumerate(kinds):
-            reader.run(save_what_is_read, tmp_path / f'{i}', tmp_path / f'{i}-{j}', shape, other)
+    shape = shape_of(tmp_path / 'one')
+    kinds = [(processes, kind) for processes in (2, 3) for kind in ('ddp', 'fsdp')]
+
+    def pass_on(source, target, processes, kind):
+        launch(lambda _: save_what_is_read(tmp_path / source, tmp_path / target, shape, kind),
+               processes, tmp_path)
+    for i, writer in enumerate(kinds):
+        pass_on('one', f'{i}', *writer)
+        for j, reader in enumerate(kinds):
+            pass_on(f'{i}', f'{i}-{j}', *reader)
             assert_tensors_equal(tmp_path / f'{i}-{j}', tmp_path / 'one')
 
 
@@ -261,11 +265,11 @@ def saving_in_the_background(patch):
     patch.setattr(train, 'Saver', partial(in_background, train.Saver))
 
 
-def test_a_resumed_run_has_the_same_bits(run, tmp_path, two_processes):
+def test_a_resumed_run_has_the_same_bits(run, tmp_path):
     argv = ['--parallel=fsdp', '--dropout=0.1', '--checkpoint_interval=3', '--check=auto']
-    run('whole', *argv, job=two_processes, before=saving_in_the_background)
-    run('parts', *argv, '--max_iters=3', '--lr_decay_iters=6', job=two_processes)
-    printed = run('parts', *argv, '--init_from=auto', '--checkpoint=latest', job=two_processes)
+    run('whole', *argv, processes=2, before=saving_in_the_background)
+    run('parts', *argv, '--max_iters=3', '--lr_decay_iters=6', processes=2)
+    printed = run('parts', *argv, '--init_from=auto', '--checkpoint=latest', processes=2)
     assert 'resumed from' in printed
     assert_tensors_equal(tmp_path / 'parts', tmp_path / 'whole')
 
@@ -281,8 +285,8 @@ def stop_rank_1_after_5_steps(patch):
     in_the_loop(patch, forward_backward=stopping)
 
 
-def test_a_signal_to_one_process_stops_and_saves_all(run, tmp_path, three_processes):
-    printed = run('run', '--parallel=fsdp', '--max_iters=100000', job=three_processes,
+def test_a_signal_to_one_process_stops_and_saves_all(run, tmp_path):
+    printed = run('run', '--parallel=fsdp', '--max_iters=100000', processes=3,
                   before=stop_rank_1_after_5_steps)
     last = checkpoints.find(tmp_path / 'run').iter_num
     assert f'SIGTERM: stopped after iteration {last}' in printed and 5 <= last < 1000
@@ -303,13 +307,13 @@ def count_groups_and_save_in_the_background(patch):
 @pytest.mark.parametrize(('more', 'before'), [
     (0, count_groups), (1, count_groups_and_save_in_the_background)])
 def test_processes_talk_in_one_group_and_where_they_save_in_the_background_in_one_more(
-        run, two_processes, more, before):
-    assert f'{more} more groups' in run('run', '--check=auto', job=two_processes, before=before)
+        run, more, before):
+    assert f'{more} more groups' in run('run', '--check=auto', processes=2, before=before)
 
 
-def test_a_run_ends_early_on_all_processes(run, two_processes):
+def test_a_run_ends_early_on_all_processes(run):
     printed = run('run', '--parallel=fsdp', '--learning_rate=0', '--min_lr=0', '--patience=1',
-                  job=two_processes)
+                  processes=2)
     assert 'stopped after iteration 3, patience=1' in printed
 
 
@@ -330,11 +334,10 @@ def with_eager_backend(patch):
 
 
 @pytest.mark.slow
-def test_blocks_are_compiled_once_for_training_and_once_for_evaluating(run, tmp_path,
-                                                                       two_processes):
+def test_blocks_are_compiled_once_for_training_and_once_for_evaluating(run, tmp_path):
     argv = ['--activation_checkpointing=none', '--report=True']  # with looks at the whole model
     run('one', *argv)
-    printed = run('two', *argv, '--parallel=fsdp', '--compile=True', job=two_processes,
+    printed = run('two', *argv, '--parallel=fsdp', '--compile=True', processes=2,
                   before=with_eager_backend)
     assert_rows_close(rows(tmp_path / 'two', 'health/'), rows(tmp_path / 'one', 'health/'),
                       within=2e-5)
@@ -395,9 +398,8 @@ def save_and_load(out_dir):
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != 'linux', reason='it reads /proc')
 def test_a_process_saves_and_loads_its_share_and_a_chunk_at_a_time(tmp_path):
-    job = Job(3, tmp_path)
-    saving, loading = json.loads(job.run(save_and_load, tmp_path / 'run').splitlines()[-1])
-    job.close()
+    printed = launch(lambda _: save_and_load(tmp_path / 'run'), 3, tmp_path)
+    saving, loading = json.loads(printed.splitlines()[-1])
     weights = 4 * sum(p.numel() for p in on_meta(WIDE).parameters())
     slack = 4e6 + 12e6  # a chunk; buffers of hashing, JSON and gloo
     assert saving < slack

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from helpers import lines, same, train_processes, weights
+from helpers import launch, lines, same, weights
 
 import train
 from plaingpt.training import checkpoint as checkpoints
@@ -74,7 +74,7 @@ def test_what_is_evaluated_is_what_is_saved(tiny, tmp_path):
 @pytest.mark.slow
 def test_sharded_processes_average_as_one_does(tiny, tmp_path):
     tiny = [*tiny, '--average_decay=0.5', '--optimizer=muon']
-    train_processes(2, tmp_path, *tiny, '--parallel=fsdp', f'--out_dir={tmp_path}/two')
+    launch(train.main, 2, tmp_path, *tiny, '--parallel=fsdp', f'--out_dir={tmp_path}/two')
     train.main([*tiny, f'--out_dir={tmp_path}/one'])
     for two, one in zip(weights(tmp_path / 'two'), weights(tmp_path / 'one'), strict=True):
         torch.testing.assert_close(two, one, atol=1e-4, rtol=1e-3)

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from helpers import lines, same, train_processes, weights
+from helpers import launch, lines, same, weights
 
 import train
 from model import GPTConfig
@@ -91,7 +91,7 @@ def test_all_processes_take_what_rank_0_measured(tiny, has_bfloat16, tmp_path, m
     has_bfloat16()
     monkeypatch.setattr(dtype_choice, 'faster_dtype', lambda *_: (
         'bfloat16' if launched_world().rank == 0 else 'float32', ''))
-    train_processes(2, tmp_path, *tiny, '--dtype=auto', f'--out_dir={tmp_path}/two')
-    train_processes(2, tmp_path, *tiny, '--dtype=bfloat16', f'--out_dir={tmp_path}/asked')
+    launch(train.main, 2, tmp_path, *tiny, '--dtype=auto', f'--out_dir={tmp_path}/two')
+    launch(train.main, 2, tmp_path, *tiny, '--dtype=bfloat16', f'--out_dir={tmp_path}/asked')
     assert [line['loss'] for line in lines(tmp_path / 'two', 'loss')] \
         == [line['loss'] for line in lines(tmp_path / 'asked', 'loss')]

@@ -9,11 +9,11 @@ import torch
 from helpers import (
     TINY,
     ask,
+    launch,
     lines,
     options,
     prepare_corpora,
     same,
-    train_processes,
     weights,
     write_chat,
 )
@@ -81,7 +81,7 @@ FAST = {('newer', 'two processes'), ('chat', 'one micro-batch'), ('mixture', 'th
     for recipe in RECIPES for way in WAYS])
 def test_a_run_is_the_same_however_its_steps_are_shared_out(recipe, way, whole, tmp_path):
     processes, settings = WAYS[way]
-    train_processes(processes, tmp_path, *TINY, *STEP, *RECIPES[recipe], *settings,
+    launch(train.main, processes, tmp_path, *TINY, *STEP, *RECIPES[recipe], *settings,
                     f'--out_dir={tmp_path}/out')
     for key in ('loss', 'grad_norm', 'train_loss', 'val_loss'):
         one, other = ([line[key] for line in lines(out, key)] for out in (whole, tmp_path / 'out'))

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import CHAT, TINY, ask, fails, same, train_processes, weights, write_chat
+from helpers import CHAT, TINY, ask, fails, launch, same, weights, write_chat
 
 import plot
 import train
@@ -125,7 +125,7 @@ def test_conversations_and_documents_have_a_film(tiny, tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize('parallel', ['ddp', 'fsdp'])
 def test_of_several_processes_the_first_writes_the_film(tiny, tmp_path, parallel):
-    train_processes(2, tmp_path, *tiny, '--film', f'--parallel={parallel}')
+    launch(train.main, 2, tmp_path, *tiny, '--film', f'--parallel={parallel}')
     log = (tmp_path / 'log0').read_text()
     if parallel == 'fsdp':
         assert 'no film: with parallel=fsdp' in log

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 from foreign_models import opened, save_model, save_tokenizer
-from helpers import ROOT, ask, fails, lines, options, torchrun
+from helpers import ROOT, ask, fails, launch, lines, options
 
 import evaluate
 import export
@@ -123,7 +123,7 @@ def test_each_process_reads_its_rows_of_a_model_of_others(tmp_path, monkeypatch)
     prepare_questions(60)
     argv = [*RECIPE, '--max_iters=1', '--learning_rate=0', '--min_lr=0', '--eval_interval=1',
             '--gradient_accumulation_steps=2', '--batch_size=2']
-    torchrun(2, ROOT / 'train.py', *argv, '--parallel=fsdp', cwd=tmp_path)
+    launch(train.main, 2, tmp_path, *argv, '--parallel=fsdp')
     found = checkpoints.find('out').load_model()
     expected = opened('base')
     for (name, p), q in zip(found.named_parameters(), expected.parameters(), strict=True):

@@ -7,7 +7,7 @@ import shutil
 import sys
 
 import pytest
-from helpers import ROOT, exit_code, fails, fork, lines, same, train_processes, weights
+from helpers import ROOT, exit_code, fails, fork, launch, lines, same, weights
 
 import prepare
 import train
@@ -328,7 +328,7 @@ def test_where_an_earlier_run_cannot_be_kept_nothing_is_trained(tiny, earlier, m
 
 def test_two_processes_move_the_earlier_run_aside_together(tiny, earlier, tmp_path):
     before = weights(earlier)
-    train_processes(2, tmp_path, *tiny, '--seed=2')
+    launch(train.main, 2, tmp_path, *tiny, '--seed=2')
     assert same(weights(earlier / 'old-001'), before)
     assert len(lines(earlier, 'loss')) == 6 and not same(weights(earlier), before)
 

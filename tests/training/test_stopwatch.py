@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from helpers import fails, lines, same, train_processes, weights
+from helpers import fails, launch, lines, same, weights
 
 import train
 from configurator import load_config
@@ -187,7 +187,7 @@ def test_minutes_that_contradict_or_are_too_few_are_refused_and_leave_nothing(
 
 @pytest.mark.slow
 def test_two_processes_agree_on_the_iterations_that_fit(tiny, tmp_path):
-    train_processes(2, tmp_path, *tiny, '--minutes=0.1', '--eval_interval=10000',
+    launch(train.main, 2, tmp_path, *tiny, '--minutes=0.1', '--eval_interval=10000',
                     '--log_interval=10', '--check=False')
     state = checkpoints.find(tmp_path / 'out').state
     assert state['iter_num'] == state['config']['max_iters'] > 0
@@ -245,5 +245,5 @@ def test_processes_whose_config_file_measured_something_else_agree(tiny, tmp_pat
     (tmp_path / 'recipe.py').write_text(
         'import os\nn_embd = 32 * (1 + int(os.environ["RANK"]))\n')
     words = [word for word in tiny if not word.startswith('--n_embd')]
-    train_processes(2, tmp_path, str(tmp_path / 'recipe.py'), *words, '--max_iters=2')
+    launch(train.main, 2, tmp_path, str(tmp_path / 'recipe.py'), *words, '--max_iters=2')
     assert checkpoints.find(tmp_path / 'out').state['model']['n_embd'] == 32

@@ -20,11 +20,11 @@ from helpers import (
     fork,
     in_background,
     in_the_loop,
+    launch,
     lines,
     one_benchmark,
     run,
     same,
-    train_processes,
     wait_until,
     weights,
 )
@@ -95,7 +95,7 @@ def test_a_signal_ends_an_evaluation_and_the_run_is_saved(tiny, trained, tmp_pat
         BatchLoader.eval_batch = eval_batch
 
     shutil.copytree(trained, tmp_path / 'out')
-    train_processes(processes, tmp_path, *tiny, '--init_from=resume', '--max_iters=9',
+    launch(train.main, processes, tmp_path, *tiny, '--init_from=resume', '--max_iters=9',
                     '--eval_interval=7', '--eval_iters=99', before=signal_in_the_third_batch)
     log = (tmp_path / 'log0').read_text()
     assert 'SIGTERM: stopped after iteration 7; python train.py' in log
@@ -163,7 +163,7 @@ def test_a_run_goes_on_with_another_number_of_processes(tiny, tmp_path, monkeypa
     train.main([*tiny, f'--out_dir={one}'])
     several = [*tiny, f'--out_dir={cut}', '--init_from=auto']
     for processes, iters in ((2, 2), (1, 4), (3, 6)):
-        train_processes(processes, tmp_path, *several, f'--max_iters={iters}')
+        launch(train.main, processes, tmp_path, *several, f'--max_iters={iters}')
         found = checkpoints.find(cut, kinds=KINDS)
         assert found.iter_num == iters
         assert len(found.state['rng']) == processes
@@ -270,7 +270,7 @@ def test_processes_agree_on_a_bad_step(tiny, tmp_path):
     def second_process_has_one():
         in_the_loop(pytest.MonkeyPatch(), forward_backward=spoil_steps([3], rank=1))
 
-    train_processes(2, tmp_path, *tiny, '--checkpoint_interval=1', before=second_process_has_one)
+    launch(train.main, 2, tmp_path, *tiny, '--checkpoint_interval=1', before=second_process_has_one)
     assert same(weights(tmp_path / 'out', 2), weights(tmp_path / 'out', 3))
     (row,) = anomalies(tmp_path / 'out')
     assert row['iter'] == 3 and row['loss'][1] == 'nan' and row['loss'][0] < 5

@@ -41,20 +41,13 @@ def test_padding_that_is_computed_along_counts_for_nothing(compiled):
         torch.testing.assert_close(call(text[1], text[0], text[2]), expected[0])
 
 
-def test_automatic_chunks_are_large_where_the_batch_is():
-    found = [chunk_size('auto', tokens, 2048, 'cuda')
-             for tokens in (1, 2048, 8191, 8192, 12288, 65536)]
-    assert found == [2048, 2048, 2048, 4096, 4096, 8192]
-    assert chunk_size(0, 65536, 2048, 'cpu') == 0 and chunk_size(100, 65536, 2048, 'cpu') == 100
-    head, x, targets = head_and_text()
-    auto, whole = (chunked_cross_entropy(x, head.weight, V, targets, chunk)
-                   for chunk in ('auto', 40))
-    assert torch.equal(auto, whole)
-
-
-def test_logits_of_a_small_vocabulary_stay_in_the_cache_of_a_cpu():
-    found = {V: chunk_size('auto', 65536, V, 'cpu') for V in (256, 2048, 8192, 50257)}
-    assert found == {256: 4096, 2048: 512, 8192: 128, 50257: 8192}
+@pytest.mark.parametrize('device, tokens, vocab_size, chunk', [
+    ('cuda', 1, 2048, 2048), ('cuda', 8191, 2048, 2048), ('cuda', 12288, 2048, 4096),
+    ('cuda', 65536, 2048, 8192), ('cpu', 65536, 50257, 8192),
+    ('cpu', 65536, 256, 4096), ('cpu', 65536, 2048, 512)])  # whose logits stay in the cache
+def test_automatic_chunks_are_large_where_the_batch_is(device, tokens, vocab_size, chunk):
+    assert chunk_size('auto', tokens, vocab_size, device) == chunk
+    assert chunk_size(100, tokens, vocab_size, device) == 100
 
 
 def test_a_batch_without_any_target_has_a_loss_and_gradients_of_zero():

@@ -66,11 +66,14 @@ def test_each_group_follows_its_own_learning_rate(name):
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
     trained(model, optimizer, 1)
     rates = {id(p): group['lr'] for group in optimizer.param_groups for p in group['params']}
+    decays = {id(p): group['weight_decay'] for group in optimizer.param_groups
+              for p in group['params']}
     for name, p in model.named_parameters():
         expected = 0.005 if name.endswith(('wte.weight', 'wpe.weight')) else \
             0.0 if name == 'lm_head.weight' else \
             0.02 if p.dim() == 1 or name.endswith('conv.weight') else 0.01
         assert rates[id(p)] == expected, name
+        assert (decays[id(p)] > 0) == (p.dim() == 2 and 'conv' not in name), name
         assert torch.equal(p, before[name]) == (name == 'lm_head.weight'), name
 
 

@@ -4,6 +4,7 @@ import hashlib
 import json
 import os
 import runpy
+import shutil
 import signal
 import socket
 import subprocess
@@ -38,6 +39,16 @@ def shared_file(name):
     if not path.exists():
         pytest.skip(f'{path} is not there (PLAINGPT_SHARED names its folder)')
     return path
+
+
+def copy_project(folder):
+    """Copy what a checkout has of code → the folder, which must not exist."""
+    for name in ('plaingpt', 'tests', 'tools', 'config', 'references'):
+        shutil.copytree(ROOT / name, folder / name,
+                        ignore=shutil.ignore_patterns('__pycache__'))
+    for path in (*ROOT.glob('*.py'), *ROOT.glob('*.toml'), ROOT / 'README.md', ROOT / 'LICENSE'):
+        shutil.copy(path, folder)
+    return folder
 
 
 def options(**values):

@@ -7,13 +7,12 @@ import subprocess
 import sys
 
 import pytest
-from helpers import ROOT, run_copy
+from helpers import ROOT, copy_project, run_copy
 
 PAGE = (ROOT / 'docs' / 'hacking.md').read_text(encoding='utf-8')
 INTRODUCTION, *SECTIONS = re.split(r'^## ', PAGE, flags=re.M)
 SECTIONS = [section for section in SECTIONS if '```diff' in section]  # the rest is about changes
 BLOCK = re.compile(r'^```(\w+)\n(.*?)^```$', re.M | re.S)
-CODE = ('*.py', 'README.md', 'plaingpt', 'config')
 
 
 def blocks(text, kind):
@@ -38,14 +37,7 @@ def run_commands(text, folder):
 @pytest.fixture(scope='module')
 def before(tmp_path_factory):
     """A copy of the project as it is, with the run that the page starts with."""
-    folder = tmp_path_factory.mktemp('before')
-    for pattern in CODE:
-        for path in ROOT.glob(pattern):
-            if path.is_dir():
-                shutil.copytree(path, folder / path.name,
-                                ignore=shutil.ignore_patterns('__pycache__'))
-            else:
-                shutil.copy(path, folder)
+    folder = copy_project(tmp_path_factory.mktemp('before') / 'plaingpt')
     run_commands(INTRODUCTION, folder)
     return folder
 

@@ -5,12 +5,11 @@ runs, has to fail.
 """
 
 import os
-import shutil
 import subprocess
 import sys
 
 import pytest
-from helpers import ROOT, SHARED
+from helpers import SHARED, copy_project
 
 # file, line, what it becomes, test that fails then
 MISTAKES = {
@@ -54,39 +53,31 @@ MISTAKES = {
 
 @pytest.fixture(scope='module')
 def copy(tmp_path_factory):
-    """A copy of the project, and a function that runs tests there → whether they pass."""
-    folder = tmp_path_factory.mktemp('copy') / 'plaingpt'
-    folder.mkdir()
-    for name in ('plaingpt', 'tests', 'tools', 'config', 'references'):
-        shutil.copytree(ROOT / name, folder / name)
-    for path in (*ROOT.glob('*.py'), ROOT / 'pyproject.toml'):
-        shutil.copy(path, folder)
+    return copy_project(tmp_path_factory.mktemp('copy') / 'plaingpt')
 
-    def passes(*tests):
-        done = subprocess.run(
-            [sys.executable, '-B', '-m', 'pytest', '-q', '-x', '-n', '0', *tests], cwd=folder,
-            env={**os.environ, 'PLAINGPT_SHARED': str(SHARED.resolve())}, capture_output=True,
-            text=True, timeout=600)
-        assert done.returncode in (0, 1), done.stdout + done.stderr  # 1: tests failed
-        return done.returncode == 0
-    return folder, passes
+
+def passes(folder, *tests):
+    done = subprocess.run(
+        [sys.executable, '-B', '-m', 'pytest', '-q', '-x', '-n', '0', *tests], cwd=folder,
+        env={**os.environ, 'PLAINGPT_SHARED': str(SHARED.resolve())}, capture_output=True,
+        text=True, timeout=600)
+    assert done.returncode in (0, 1), done.stdout + done.stderr  # 1: tests failed
+    return done.returncode == 0
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize('mistake', MISTAKES)
 def test_make_test_catches_a_mistake_in_a_central_line(copy, mistake):
-    folder, passes = copy
     file, line, broken, test = MISTAKES[mistake]
-    code = (folder / file).read_text(encoding='utf-8')
+    code = (copy / file).read_text(encoding='utf-8')
     assert code.count(line) == 1
     try:
-        (folder / file).write_text(code.replace(line, broken), encoding='utf-8')
-        assert not passes(f'tests/{test}')
+        (copy / file).write_text(code.replace(line, broken), encoding='utf-8')
+        assert not passes(copy, f'tests/{test}')
     finally:
-        (folder / file).write_text(code, encoding='utf-8')
+        (copy / file).write_text(code, encoding='utf-8')
 
 
 @pytest.mark.slow
 def test_without_a_mistake_these_tests_pass(copy):
-    _, passes = copy
-    assert passes(*(f'tests/{test}' for *_, test in MISTAKES.values()))
+    assert passes(copy, *(f'tests/{test}' for *_, test in MISTAKES.values()))

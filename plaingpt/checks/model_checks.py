@@ -5,10 +5,13 @@ equal.
 """
 
 import copy
+from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import torch
 
+from model import GPT
 from plaingpt.inference.generation import KVCache
 from plaingpt.monitoring.health import ActivationRecorder
 from plaingpt.system.errors import UserError
@@ -16,27 +19,23 @@ from plaingpt.system.errors import UserError
 SHORT = 32  # tokens in a sequence, at most, where they need not be many
 SAME = 1e-5  # of the RMS: what rounding may change; a token that is seen changes more
 NEARLY_SAME = 3e-3  # where the same sums are taken in another order, or in another dtype
-SCORED = 128  # tokens, at most, that are looked at before scores are taken
 
 
 class NotChecked(Exception):
     """A check that cannot be made here. The message says why."""
 
 
-def enlarged(model):
-    """A copy of a GPT in which each weight counts. What begins at zero, or is small as most is at
-    first, hides the mistakes in what it multiplies."""
-    model = copy.deepcopy(model)
+def small_model(shape):
+    """→ a GPT with the flags of a GPTConfig, in which each weight counts: what begins at zero, or
+    small as most does, would hide the mistakes in what it multiplies."""
     torch.manual_seed(0)
+    model = GPT(replace(shape, n_layer=min(2, shape.n_layer), n_embd=16 * shape.n_head,
+                        vocab_size=257, document_start=min(256, shape.document_start)))
     with torch.no_grad():
         for name, p in model.named_parameters():
             in_block = name.startswith('transformer.h.')
-            size = p.square().mean().sqrt()
-            wanted = 0.02 if not in_block else p.size(1)**-0.5 if p.dim() == 2 else 0.1
-            if size == 0:
-                p.normal_(std=wanted)
-            elif in_block and size < wanted:
-                p *= wanted / size
+            size = 0.02 if not in_block else p.size(1)**-0.5 if p.dim() == 2 else 0.1
+            p.add_(torch.randn_like(p), alpha=size)
     return model
 
 
@@ -74,30 +73,28 @@ def largest_change(a, b):
     return float((a - b).abs().max() / rms.clamp(min=1e-20))
 
 
-def effect(model, context, idx, changed, seen, training=True):
+def effect(run, idx, changed, seen):
     """Other tokens in idx (B, T) → by how much that changes what the head reads elsewhere. changed,
-    seen: what to index (B, T) with. Both times the same dropout is drawn. Gradients are on: without
-    them the model may take another path than in training."""
+    seen: what to index (B, T) with. Both times the same dropout is drawn."""
     other = idx.clone()
-    other[changed] = others(idx[changed], model)
-    model.train(training)
+    other[changed] = others(idx[changed], run.model)
+    run.model.train()
     found = []
     for tokens in (idx, other):
         torch.manual_seed(0)
-        with context:
-            found.append(model.hidden(tokens).detach().float()[seen])  # (B, T, C), a part of it
+        with run.context:
+            found.append(run.model.hidden(tokens).detach().float()[seen])  # (B, T, C), a part
     return largest_change(*found)
 
 
 def future_is_hidden(run):
-    return reads_ahead(run.model, run.context, run.model.config.block_size) \
-        or reads_targets(run.model)
+    return reads_ahead(run) or reads_targets(run.model)
 
 
-def reads_ahead(model, context, T, training=True):
+def reads_ahead(run):
+    T = run.model.config.block_size
     for t in (T // 2, T - 1):
-        if effect(model, context, random_tokens(model, 1, T), np.s_[:, t:], np.s_[:, :t],
-                  training) > SAME:
+        if effect(run, random_tokens(run.model, 1, T), np.s_[:, t:], np.s_[:, :t]) > SAME:
             return f'what positions 0 to {t - 1} say changes with the tokens from {t} on: ' \
                    'attention without a causal mask, or a layer that mixes in later tokens'
 
@@ -121,19 +118,18 @@ def reads_targets(model):
 
 
 def check_future(model, context):
-    """Raise UserError where a network that is to be scored sees later tokens."""
-    was_training = model.training
-    with torch.random.fork_rng(), torch.no_grad():
-        problem = reads_ahead(model, context, min(SCORED, model.config.block_size), training=False)
-    model.train(was_training)
-    if problem:
-        raise UserError(f'nothing was scored, because {problem}')
+    """Raise UserError where such a network as is to be scored sees later tokens."""
+    device = model.lm_head.weight.device
+    with torch.random.fork_rng([device] if device.type == 'cuda' else []):
+        small = small_model(replace(model.config, block_size=short(model))).to(device)
+        if problem := reads_ahead(SimpleNamespace(model=small, context=context)):
+            raise UserError(f'nothing was scored, because {problem}')
 
 
 def past_is_seen(run):
     idx = random_tokens(run.model, 1)
     t = idx.size(1) // 2
-    if t and effect(run.model, run.context, idx, np.s_[:, max(0, t - 4):t], np.s_[:, t:]) <= SAME:
+    if t and effect(run, idx, np.s_[:, max(0, t - 4):t], np.s_[:, t:]) <= SAME:
         return f'what positions from {t} on say does not change with the tokens before: ' \
                'attention sees too little, or its output is not used'
 
@@ -141,13 +137,12 @@ def past_is_seen(run):
 def texts_are_apart(run):
     """As many sequences as a batch has: something may depend on their number."""
     idx = random_tokens(run.model, max(2, run.config.batch_size))
-    if effect(run.model, run.context, idx, np.s_[::2], np.s_[1::2]) > SAME:
+    if effect(run, idx, np.s_[::2], np.s_[1::2]) > SAME:
         return 'what a sequence says changes with another sequence of the batch: a view, ' \
                'transpose or mean over the wrong dimension'
     t = idx.size(1) // 2
     idx[:, t] = opener(run.model)
-    if opener(run.model) >= 0 and effect(run.model, run.context, idx, np.s_[:, :t],
-                                         np.s_[:, t:]) > SAME:
+    if opener(run.model) >= 0 and effect(run, idx, np.s_[:, :t], np.s_[:, t:]) > SAME:
         return 'what a document says changes with the one before it in its sequence: attention ' \
                'or another layer does not heed document_attention'
 
@@ -170,11 +165,11 @@ def order_matters(run):
 
 def blocks_pass_on(run):
     """With the branches of all blocks silenced, what goes into them must come out."""
-    model, idx = copy.deepcopy(run.model), random_tokens(run.model, 1)
-    for name, p in model.transformer.h.named_parameters():
+    silent = copy.deepcopy(run.model)
+    for name, p in silent.transformer.h.named_parameters():
         if '.c_proj.' in name:  # which ends a branch
             torch.nn.init.zeros_(p)
-    if effect(model, run.context, idx, np.s_[:], np.s_[:]) <= SAME:
+    if effect(replace(run, model=silent), random_tokens(silent, 1), np.s_[:], np.s_[:]) <= SAME:
         return 'nothing of what goes into the blocks comes out where attention and MLP add ' \
                'nothing: a residual connection is missing, as in x = attn(x) for x = x + attn(x)'
 

@@ -22,11 +22,11 @@ MISTAKES = {
         'data/test_batches.py::test_targets_are_the_next_tokens'),
     'the loss is not divided by the micro-steps': (
         'train.py', 'else loss / micro_steps', 'else loss',
-        'test_train.py::test_a_step_of_several_micro_batches_is_that_of_one_big_batch'),
+        'training/test_equal_runs.py'),
     'a resumed run begins with other data': (
         'plaingpt/data/batches.py', 'self.shift += sequences - self.sequences_before(step)',
         'self.shift += sequences',
-        'test_train.py::test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit'),
+        'training/test_equal_runs.py'),
     'checksums are not compared': (
         'plaingpt/training/checkpoint.py', "and sha256_of(path) == chunk['sha256']", '',
         'training/test_checkpoint.py::test_every_flipped_bit_is_found_by_name'),

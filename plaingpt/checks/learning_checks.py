@@ -8,7 +8,6 @@ from types import SimpleNamespace
 
 import numpy as np
 import torch
-from torch.func import functional_call
 from torch.nn.functional import cross_entropy
 
 from model import GPT
@@ -177,16 +176,18 @@ def gradient_is_true(run):
         if not CUT_OFF < square < math.inf:
             raise NotChecked('there is no gradient')  # every_weight_learns says so
         lengths |= dict.fromkeys(group, 0.5 / square)
-    weights = {name: p.detach() for name, p in model.named_parameters()}
+    weights = {name: p.detach().clone() for name, p in model.named_parameters()}
 
     def loss_after(step):
         torch.manual_seed(0)
-        moved = {name: torch.add(weights[name], gradients[name], alpha=-step * length)
-                 .requires_grad_() for name, length in lengths.items()}
-        return functional_call(model, {**weights, **moved}, (tokens[:, :-1], tokens[:, 1:]))[1]
+        with torch.no_grad():
+            for name, p in model.named_parameters():
+                p.copy_(weights[name] - step * lengths[name] * gradients[name])
+        return model(tokens[:, :-1], tokens[:, 1:])[1].item()
 
     for predicted in PREDICTED_DROPS:
-        fall = (loss_after(-predicted / 2) - loss_after(predicted / 2)).item()
+        fall = loss_after(-predicted / 2) - loss_after(predicted / 2)
+        loss_after(0)  # puts the weights back
         if abs(fall - predicted) <= GRADIENT_ERROR * predicted:
             return None
     return (f'a step along the gradient should lower the loss by {predicted:.3g}, and lowers it '
@@ -218,7 +219,8 @@ def step_follows_the_gradient(run, forward_backward, update):
         if gradient.any() and (p.grad is None or largest_change(p.grad, gradient) > NEARLY_SAME):
             return f'the gradient of {name} is not that of the mean loss of two micro-batches'
     before = [p.detach().clone() for p in weights.values()]
-    update(model, run.optimizer, scaler, run.config.grad_clip, StepGuard(None, None, run.device), 0, loss)
+    guard = StepGuard(None, None, run.device)
+    update(model, run.optimizer, scaler, run.config.grad_clip, guard, 0, loss)
     if any(p.grad is not None and p.grad.any() for p in weights.values()):
         return 'gradients are left when a step has ended, and add up to the next: zero_grad'
     along = sum(float(((p.detach() - old) * gradient).sum())

@@ -99,6 +99,11 @@ def norm_after_each_branch(patch):
     patch(model.Block, 'forward', lambda _: forward)
 
 
+def blocks_shared(patch):
+    after_init(patch, lambda gpt: gpt.transformer.__setitem__(
+        'h', nn.ModuleList([gpt.transformer.h[0]] * len(gpt.transformer.h))))
+
+
 def gates_that_begin_at(size):
     def gates(patch):
         def with_gate(init):
@@ -157,9 +162,10 @@ GPT2, NEWER = {}, dict(rotary=True, rmsnorm=True, tied_head=False)
 
 
 @pytest.mark.parametrize('change, flags', [
-    (sliding_window, NEWER), (norm_after_each_branch, GPT2), (gates_that_begin_at(0.0), NEWER),
-    (gates_that_begin_at(1e-5), GPT2), (dropout_of_ones_own, GPT2), (parallel_branches, NEWER),
-    (mixture_of_experts, GPT2), (mixture_of_experts, NEWER), (loss_beside_the_loss, NEWER)])
+    (sliding_window, NEWER), (blocks_shared, GPT2), (norm_after_each_branch, GPT2),
+    (gates_that_begin_at(0.0), NEWER), (gates_that_begin_at(1e-5), GPT2),
+    (dropout_of_ones_own, GPT2), (parallel_branches, NEWER), (mixture_of_experts, GPT2),
+    (mixture_of_experts, NEWER), (loss_beside_the_loss, NEWER)])
 def test_a_sound_change_of_the_model_raises_no_alarm(change, flags, patch, failed):
     change(patch)
     assert failed(block_size=32, batch_size=16, **flags) == []

@@ -227,12 +227,6 @@ def layer_beside_the_class(patch):
 
 
 @fails('a saved model comes back')
-def blocks_shared(patch):
-    after_init(patch, lambda gpt: gpt.transformer.__setitem__(
-        'h', nn.ModuleList([gpt.transformer.h[0]] * len(gpt.transformer.h))))
-
-
-@fails('a saved model comes back')
 def weight_that_is_no_parameter(patch):
     after_init(patch, lambda gpt: setattr(gpt, 'scale', torch.randn(1) + 3))
     patch(model.GPT, 'logits', lambda logits: lambda self, x: logits(self, x) * self.scale)

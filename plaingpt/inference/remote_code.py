@@ -1,4 +1,4 @@
-"""A GPT for transformers: export.py puts it beside model.py, from_pretrained() there imports it."""
+"""A GPT for transformers 5: export.py puts it beside model.py, and from_pretrained() imports it."""
 
 import torch
 import torch.nn.functional as F

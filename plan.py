@@ -13,10 +13,10 @@ from typing import Annotated, NamedTuple
 
 import torch
 
-import train
 from configurator import load_config
 from model import GPT, RECOMPUTED
 from plaingpt.data.opening import find_dataset_size, has_token_files, open_named
+from plaingpt.experiments.speed import estimate_speed
 from plaingpt.system import devices
 from plaingpt.system.devices import GPUS
 from plaingpt.system.errors import UserError, run_script
@@ -26,7 +26,7 @@ from plaingpt.training.checkpoint import KEPT
 from plaingpt.training.dtype_choice import choose_training_dtype
 from plaingpt.training.settings import TrainConfig
 from plaingpt.training.start import Start, start_shape
-from plaingpt.training.stopwatch import SHARE, estimate_speed
+from plaingpt.training.stopwatch import SHARE
 
 
 @dataclass
@@ -140,8 +140,7 @@ def find_speed(gpt, config, machine, fits):
     if not fits:
         return None, 'not measured, since it does not fit'
     print('measuring the speed of a step here, for some seconds …', file=sys.stderr, flush=True)
-    speed, how = estimate_speed(gpt.config, config, machine.device, machine.dtype,
-                                train.forward_backward, train.update)
+    speed, how = estimate_speed(gpt.config, config, machine.device, machine.dtype)
     if machine.device.type == 'cuda':
         return speed * config.processes, f'{how}, not compiled'
     return speed, how

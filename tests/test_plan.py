@@ -8,14 +8,14 @@ import torch
 from helpers import ROOT, fails
 
 import plan
-import train
 from configurator import load_config
 from model import GPTConfig
+from plaingpt.experiments import speed as step_speed
 from plaingpt.inference.hf_architectures import ARCHITECTURES, SIZES
 from plaingpt.system.devices import GPUS
 from plaingpt.system.errors import UserError
 from plaingpt.system.formatting import GIB
-from plaingpt.training import memory, stopwatch
+from plaingpt.training import memory
 from plaingpt.training.start import Start
 from plan import PlanConfig
 
@@ -124,9 +124,8 @@ def test_a_step_that_takes_long_is_timed_on_fewer_tokens(small, monkeypatch):
     config = load_config(PlanConfig, small)
     shape, cpu = config.gpt_config(93), torch.device('cpu')
     for core_speed, tokens in ((1e15, 'measured here'), (1e6, 'estimated from 1 × ')):
-        monkeypatch.setattr(stopwatch, 'core_speed', lambda dtype, found=core_speed: found)
-        speed, how = stopwatch.estimate_speed(shape, config, cpu, 'float32',
-                                              train.forward_backward, train.update)
+        monkeypatch.setattr(step_speed, 'core_speed', lambda dtype, found=core_speed: found)
+        speed, how = step_speed.estimate_speed(shape, config, cpu, 'float32')
         assert speed > 0 and how.startswith(tokens)
 
 

@@ -35,6 +35,7 @@ from configurator import load_config
 from model import GPT, GPTConfig
 from plaingpt.data.dataset import open_dataset
 from plaingpt.data.tokenizers import ByteTokenizer
+from plaingpt.experiments.runs import train_once
 from plaingpt.inference.generation import CompiledStep, generate
 from plaingpt.inference.hf_export import write_hf
 from plaingpt.inference.weight_layout import prepare_for_generation
@@ -130,9 +131,10 @@ def own_text(config, _):
                          for given in (train, train + val))
         print(f'xz -9e: {8 * (after - before) / len(val):.4f} bits a byte', flush=True)
         theirs = train_nanogpt(config, f'{folder}/theirs', f'{folder}/nanogpt')
-        ours, _ = run_and_watch([
-            'train.py', 'config/own_text.py', f'--dataset={folder}/ours', '--device=cpu',
-            f'--minutes={config.minutes}', f'--out_dir={folder}/out'], ROOT)
+        began = time.perf_counter()
+        train_once(['config/own_text.py', f'--dataset={folder}/ours', '--device=cpu',
+                    f'--minutes={config.minutes}'], f'{folder}/out')
+        ours = time.perf_counter() - began
         for name, seconds, model in (
                 ('theirs', theirs, f'--init_from={folder}/nanogpt/ckpt.pt'),
                 ('ours', ours, f'--out_dir={folder}/out')):

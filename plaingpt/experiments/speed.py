@@ -1,16 +1,20 @@
-"""The speed of training's own step, on one device, beside a bare matmul."""
+"""The speed of training's own step on a device: for bench.py, and in a few seconds for plan.py."""
 
 import os
 import statistics
+from dataclasses import replace
+from itertools import repeat
 from pathlib import Path
 
 import torch
 
+from model import GPT
 from plaingpt.data.batches import fits_in_ram
 from plaingpt.data.opening import open_named
 from plaingpt.experiments.tables import markdown, number
 from plaingpt.system.devices import (
     DTYPES,
+    autocast,
     cpu_has_bfloat16,
     device_name,
     mfu,
@@ -19,8 +23,50 @@ from plaingpt.system.devices import (
 from plaingpt.system.errors import UserError
 from plaingpt.system.files import make_writable
 from plaingpt.system.formatting import gib, short
-from plaingpt.training.stopwatch import new_step, random_batches, timed
+from plaingpt.training.dtype_choice import core_speed
+from plaingpt.training.optimizers import build_optimizer
+from plaingpt.training.stopwatch import Step, timed
 from train import forward_backward, update  # the step itself, not a copy of it
+
+PATIENCE_S = 3.0  # what a micro-batch on a CPU may take in a plan
+
+
+def new_step(shape, config, device, dtype, compile=False):
+    """→ the Step of a new GPT on this device, and the GPT."""
+    gpt = GPT(shape).to(device)
+    gpt.loss_chunk_tokens = 'auto'
+    gpt.activation_checkpointing = config.activation_checkpointing
+    optimizer = build_optimizer(gpt, config)
+    scaler = torch.amp.GradScaler(device.type, enabled=dtype == 'float16')
+    return Step(torch.compile(gpt) if compile else gpt, optimizer, config, device,
+                autocast(device, dtype), forward_backward, update, scaler), gpt
+
+
+def random_batches(shape, batch_size, device):
+    """Yield the same random tokens again and again: (idx, targets), each (B, T) on the device."""
+    return repeat(torch.randint(shape.vocab_size, (2, batch_size, shape.block_size),
+                                device=device).unbind())
+
+
+def estimate_speed(shape, config, device, dtype):
+    """Tokens a second that training reaches on this device → (tokens/s, how it was found). Where a
+    micro-batch would take long it has fewer tokens, and its time is taken to grow with them."""
+    B, T = config.batch_size, shape.block_size
+    if device.type == 'cpu':
+        with torch.device('meta'):
+            flops = GPT(shape).flops_per_token()
+        tokens = int(PATIENCE_S * core_speed(dtype) * torch.get_num_threads() / flops)
+        T = max(1, min(T, tokens))
+        B = max(1, min(B, tokens // T))
+    smaller = replace(shape, block_size=T)
+    step, _ = new_step(smaller, config, device, dtype)
+    batches = random_batches(smaller, B, device)
+    step.seconds(batches, 1)  # warms up
+    micro_s, update_s = map(min, zip(*(step.seconds(batches, 1) for _ in range(3)), strict=True))
+    micro_steps = config.step_tokens() / (B * T)
+    speed = config.step_tokens() / (micro_steps * micro_s + update_s)
+    whole = config.batch_size == B and shape.block_size == T
+    return speed, 'measured here' if whole else f'estimated from {B} × {T} tokens here'
 
 
 def dataset_batches(config, shape, device):
@@ -52,7 +98,7 @@ def measure_speed(config, shape, device, dtype, compile):
     the table has the operators that take longest, and a trace is in out_dir."""
     if device.type == 'cuda':
         torch.cuda.reset_peak_memory_stats(device)
-    step = new_step(shape, config, device, dtype, forward_backward, update, compile)
+    step, gpt = new_step(shape, config, device, dtype, compile)
     batches = dataset_batches(config, shape, device) if config.real_data else \
         random_batches(shape, config.batch_size, device)
     seconds = [sum(step.seconds(batches, config.accumulation()))
@@ -64,8 +110,8 @@ def measure_speed(config, shape, device, dtype, compile):
         batches.close()
     median, bare_flops = statistics.median(seconds), matmul_flops(DTYPES[dtype], device)
     tokens_per_s = config.step_tokens() / median
-    flops_per_token = step.gpt.flops_per_token()
-    row = {'parameters': step.gpt.num_parameters(), 'dtype': dtype, 'compile': compile,
+    flops_per_token = gpt.flops_per_token()
+    row = {'parameters': gpt.num_parameters(), 'dtype': dtype, 'compile': compile,
            'optimizer': config.optimizer, 'batch_size': config.batch_size,
            'block_size': config.block_size, 'micro_steps': config.accumulation(),
            'data': config.dataset if config.real_data else 'random',

@@ -9,22 +9,18 @@ import statistics
 import time
 from contextlib import closing
 from dataclasses import replace
-from itertools import repeat
 from typing import NamedTuple
 
 import torch
 
-from model import GPT
 from plaingpt.inference.generation import generate
 from plaingpt.parallel.sharding import full_model
-from plaingpt.system.devices import autocast, synchronize
+from plaingpt.system.devices import synchronize
 from plaingpt.system.distributed import all_gather, gloo_group, print0
 from plaingpt.system.errors import UserError
 from plaingpt.system.files import ROOT
 from plaingpt.system.formatting import count_of, duration, setting
-from plaingpt.training.dtype_choice import core_speed
 from plaingpt.training.evaluation import SAMPLE_TOKENS, mean_loss
-from plaingpt.training.optimizers import build_optimizer
 from plaingpt.training.out_of_memory import explain_out_of_memory
 from plaingpt.training.step_guard import StepGuard
 
@@ -259,49 +255,3 @@ class Deadline:
             self.window = now
         end = all_gather(end, gloo_group())[0]
         run.config = metrics.config = replace(config, max_iters=end, lr_decay_iters=end)
-
-
-# -----------------------------------------------------------------------------
-# of a model that is not trained: plan.py and bench.py
-
-PATIENCE_S = 3.0  # what a micro-batch on a CPU may take; a longer one is timed on fewer tokens
-
-
-def new_step(shape, config, device, dtype, forward_backward, update, compile=False):
-    """→ the Step of a new GPT, on this device."""
-    gpt = GPT(shape).to(device)
-    gpt.loss_chunk_tokens = 'auto'
-    gpt.activation_checkpointing = config.activation_checkpointing
-    optimizer = build_optimizer(gpt, config)
-    scaler = torch.amp.GradScaler(device.type, enabled=dtype == 'float16')
-    step = Step(torch.compile(gpt) if compile else gpt, optimizer, config, device,
-                autocast(device, dtype), forward_backward, update, scaler)
-    step.gpt = gpt  # not compiled
-    return step
-
-
-def random_batches(shape, batch_size, device):
-    """Yield the same random tokens again and again: (idx, targets), each (B, T) on the device."""
-    return repeat(torch.randint(shape.vocab_size, (2, batch_size, shape.block_size),
-                                device=device).unbind())
-
-
-def estimate_speed(shape, config, device, dtype, forward_backward, update):
-    """Tokens a second that training reaches on this device → (tokens/s, how it was found). Where a
-    micro-batch would take long it has fewer tokens, and its time is taken to grow with them."""
-    B, T = config.batch_size, shape.block_size
-    if device.type == 'cpu':
-        with torch.device('meta'):
-            flops = GPT(shape).flops_per_token()
-        tokens = int(PATIENCE_S * core_speed(dtype) * torch.get_num_threads() / flops)
-        T = max(1, min(T, tokens))
-        B = max(1, min(B, tokens // T))
-    smaller = replace(shape, block_size=T)
-    step = new_step(smaller, config, device, dtype, forward_backward, update)
-    batches = random_batches(smaller, B, device)
-    step.seconds(batches, 1)  # warms up
-    micro_s, update_s = map(min, zip(*(step.seconds(batches, 1) for _ in range(3)), strict=True))
-    micro_steps = config.step_tokens() / (B * T)
-    speed = config.step_tokens() / (micro_steps * micro_s + update_s)
-    whole = config.batch_size == B and shape.block_size == T
-    return speed, 'measured here' if whole else f'estimated from {B} × {T} tokens here'

@@ -46,6 +46,7 @@ def test_own_text_is_the_same_split_for_each_and_theirs_gets_as_many_steps_as_fi
         return 60.0, [(10.0, 4.0), (35.0, 3.0), (60.0, 2.0)]
 
     monkeypatch.setattr(compare, 'run_and_watch', run)
+    monkeypatch.setattr(compare, 'train_once', lambda words, folder: commands.append(words))
     monkeypatch.setattr(compare, 'score_whole_split', lambda model, *_: {
         'bits_per_byte': 1.25 if 'nanogpt' in model else 1.0})
     compare.main(['own-text', f'{tmp_path}/notes.txt', '--nanogpt=nanoGPT', '--minutes=2'])

@@ -21,13 +21,13 @@ from torch.utils._pytree import tree_leaves
 import model
 import train
 from model import GPT, GPTConfig
+from plaingpt.experiments.speed import new_step
 from plaingpt.inference.generation import KVCache
 from plaingpt.parallel import sharding
 from plaingpt.system.devices import keep_compiled_graphs
 from plaingpt.training.memory import one_step, predict
 from plaingpt.training.optimizers import OPTIMIZERS
 from plaingpt.training.settings import TrainConfig
-from plaingpt.training.stopwatch import new_step
 
 SMALL = GPTConfig(block_size=16, vocab_size=65, n_layer=2, n_head=2, n_embd=32,
                   document_attention=True, document_start=0)
@@ -50,7 +50,7 @@ def test_a_run_compiles_two_graphs_one_to_train_and_one_to_evaluate(tiny, monkey
 def test_a_step_never_waits_for_the_device(optimizer, dtype):
     config = TrainConfig(optimizer=optimizer, batch_size=2, gradient_accumulation_steps=2)
     batch = torch.randint(65, (2, 2, 16))
-    step = new_step(SMALL, config, CPU, dtype, train.forward_backward, train.update)
+    step, _ = new_step(SMALL, config, CPU, dtype)
     with HostReads() as reads:
         for _ in range(2):
             step.seconds(repeat(batch), 2)

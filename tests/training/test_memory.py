@@ -13,10 +13,9 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import train
-from configurator import load_config
 from model import GPT, GPTConfig
 from plaingpt.system.devices import rng_state
-from plaingpt.system.formatting import GIB, gib
+from plaingpt.system.formatting import GIB
 from plaingpt.training import checkpoint as checkpoints
 from plaingpt.training import memory, out_of_memory
 from plaingpt.training.memory import largest_batch, predict, savings
@@ -329,32 +328,6 @@ def test_out_of_memory_is_one_line_and_the_checkpoint_stays_whole(tiny, tmp_path
     assert message.count('saves') == 3 and '--n_layer=1 saves' in message
     found = checkpoints.find(tmp_path / 'out')
     assert found.iter_num == 3 and found.load_model()  # of the last evaluation
-
-
-# -----------------------------------------------------------------------------
-# what the docs say
-
-
-def rows_of_the_docs():
-    table = (ROOT / 'docs/memory.md').read_text(encoding='utf-8').partition('| 80 GB |')[2]
-    rows = re.findall(r'^\| (GPT-2 1558M|7B) \| `(\w+)` \| (.*) \|$', table, re.M)
-    assert len(rows) == 6
-    return rows
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(('model', 'checkpointing', 'cells'), rows_of_the_docs())
-def test_the_table_of_the_docs_is_what_is_planned(model, checkpointing, cells):
-    recipe = {'GPT-2 1558M': 'gpt2_1558m', '7B': 'gpt_7b'}[model]
-    config = load_config(PlanConfig, [
-        str(ROOT / f'config/{recipe}.py'), '--processes=8', '--batch_size=1',
-        f'--activation_checkpointing={checkpointing}'])
-    shape, where = config.gpt_config(50257), ('bfloat16', 'cuda')
-    kinds = [replace(config, parallel=kind) for kind in ('ddp', 'fsdp')]
-    fitting = [' / '.join(str(largest_batch(shape, each, *where, size * GIB) or '–')
-                          for each in kinds) for size in (24, 40, 80)]
-    assert cells.split(' | ') == [*(gib(predict(shape, each, *where).total) for each in kinds),
-                                  *fitting]
 
 
 def test_the_recipe_of_7b_trains_a_small_model(tiny, capsys):

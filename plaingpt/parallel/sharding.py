@@ -105,9 +105,6 @@ def check_groups(model):
         if other_group != group:
             raise UserError(f'{name} is the same weight as {other}, and parallel=fsdp gathers each '
                             'block by itself: untie them, or use --parallel=ddp')
-        if not p.dim():
-            raise UserError(f'{name} has no dimension, and parallel=fsdp shares out rows: make it '
-                            'one of a single number, torch.zeros(1), or use --parallel=ddp')
 
 
 class LayerNorm(nn.LayerNorm):

@@ -113,8 +113,8 @@ class Watching:
         return full_model(self.run.model, self.run.context)
 
     def look(self, losses, sample_is_due):
-        """→ ({task: (its scores, the same as a line)}, a sample or None), as they are due beside
-        these losses of an evaluation, [] where that was not due."""
+        """→ ({task: its scores}, a sample or None), as they are due beside these losses of an
+        evaluation, [] where that was not due."""
         config = self.run.config
         benchmarks = config.eval_tasks and losses and not config.eval_only
         samples = sample_is_due or (config.report and losses)
@@ -137,24 +137,25 @@ class Watching:
             of_each = {part.name: loss for part, (loss, _)
                        in zip(run.dataset.parts, of_val, strict=True) if part.name}
             run.metrics.evaluation(iter_num, train_loss, val_loss, is_best, text, of_each, error)
-        for name, (values, quote) in scores.items():
-            run.metrics.benchmark(iter_num, name, values, quote)
+        if scores:
+            from plaingpt.inference.lm_eval_model import quote_scores
+            for name, values in scores.items():
+                run.metrics.benchmark(iter_num, name, values, quote_scores(values))
         if text is not None and sample_is_due:
             run.metrics.sample(iter_num, text)
 
     def score_benchmarks(self, model):
-        """→ {task of lm_eval: (its scores, the same as a line)} of the model as it is now."""
+        """→ {task of lm_eval: its scores} of the model as it is now."""
         from plaingpt.inference import lm_eval_model
         config = self.run.config
         lm = lm_eval_model.lm_eval_model(
             model, self.run.dataset.tokenizer(), config.batch_size, self.run.context, self.group,
             self.run.stop.raise_if_stopped)
         model.eval()
-        found = lm_eval_model.run_tasks(lm, lm_eval_model.load_tasks(config.eval_tasks),
-                                        config.eval_tasks_limit)
+        scores = lm_eval_model.run_tasks(lm, lm_eval_model.load_tasks(config.eval_tasks),
+                                         config.eval_tasks_limit)
         model.train()
-        return {task: (scores, lm_eval_model.quote_scores(scores))
-                for task, scores in found.items()}
+        return scores
 
     def sample(self, model, tokens=SAMPLE_TOKENS):
         """A text by the model as it is now, or its answers to questions, or None where none is

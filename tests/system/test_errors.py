@@ -8,7 +8,7 @@ import sys
 from contextlib import suppress
 
 import pytest
-from helpers import ROOT, exit_code, fails, fork, wait_until
+from helpers import ROOT, exit_code, fails, fork
 
 import train
 from plaingpt.system.errors import UserError, print_text, run_script
@@ -69,7 +69,6 @@ def at_a_terminal(main, *argv):
 
     name = os.ttyname(end)
     pid = fork(begin, *argv, log=os.devnull)
-    wait_until(lambda: os.get_terminal_size(terminal) is not None)
     return pid, terminal, end
 
 

@@ -155,7 +155,7 @@ class MuonAdamW(torch.optim.Optimizer):
         """
         rows = alike.cut(lambda p: self.state[p]['exp_avg_sq_rows'])
         squares = updates.square().mean(-1, keepdim=True)
-        new = squares.reshape(-1, 1).split([len(r) for r in rows])
+        new = squares.reshape(-1, 1).to(rows[0].dtype).split([len(r) for r in rows])
         torch._foreach_lerp_(rows, self.unless_held(new, rows), 1 - self.beta2)
         updates = updates / (torch.cat(rows).view(squares.shape).sqrt() + 1e-8)
         return updates * (math.sqrt(min(alike.shape)) / alike.lengths(updates).clamp(min=1e-8))

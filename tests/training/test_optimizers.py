@@ -89,6 +89,13 @@ def test_normuon_moves_queries_keys_and_values_apart_and_all_rows_alike():
         assert math.isclose(part.square().mean(), 1, rel_tol=1e-3)  # an RMS of 0.2 · lr each
 
 
+def test_normuon_also_moves_bfloat16_as_the_plan_of_a_sharded_model_has_it():
+    model, optimizer = made('normuon')
+    model.bfloat16()
+    trained(model, optimizer, 1)
+    assert all(p.isfinite().all() for p in model.parameters())
+
+
 class Calls(TorchDispatchMode):
 
     def __init__(self):

@@ -22,13 +22,14 @@ MISTAKES = {
         'data/test_batches.py::test_targets_are_the_next_tokens'),
     'the loss is not divided by the micro-steps': (
         'train.py', 'else loss / micro_steps', 'else loss',
-        'training/test_equal_runs.py'),
+        'training/test_equal_runs.py::test_a_run_is_the_same_however_its_steps_are_shared_out'),
     'a resumed run begins with other data': (
         'plaingpt/data/batches.py', 'self.shift += sequences - self.sequences_before(step)',
         'self.shift += sequences',
-        'training/test_equal_runs.py'),
+        'training/test_equal_runs.py::'
+        'test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit'),
     'checksums are not compared': (
-        'plaingpt/training/checkpoint.py', "and sha256_of(path) == chunk['sha256']", '',
+        'plaingpt/training/checkpoint.py', "if found != chunk['sha256']", 'if not found',
         'training/test_checkpoint.py::test_every_flipped_bit_is_found_by_name'),
     'gradients are not clipped': (
         'train.py', 'grad_clip or math.inf', 'math.inf',

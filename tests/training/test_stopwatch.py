@@ -107,7 +107,8 @@ class Machine:
 
 @pytest.mark.parametrize('step_s', [
     lambda now: 0.1, lambda now: 0.1 if now < 40 else 0.3, lambda now: 0.3 if now < 50 else 0.1,
-    lambda now: 0.05, lambda now: 0.2 if int(now) % 7 < 3 else 0.1], ids=str)
+    lambda now: 0.05, lambda now: 0.2 if int(now) % 7 < 3 else 0.1],
+    ids=['steady', 'busier', 'idler', 'fast', 'now and then'])
 def test_a_run_of_minutes_ends_in_time_and_with_the_rate_at_its_end_on_a_busy_machine(
         step_s, monkeypatch):
     machine = Machine(step_s)

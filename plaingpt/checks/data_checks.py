@@ -43,18 +43,24 @@ def compare_batch(batch, loader, stream, starts):
     """(idx, targets, …) beside the files of a split → None, or what differs."""
     idx, targets = (tensor.cpu() for tensor in batch[:2])  # (B, T) each
     tokens = torch.full((len(idx), idx.size(1) + 1), -1)  # where no token of the text is
+    in_loss = torch.zeros_like(tokens, dtype=torch.bool)
     for row, start in enumerate(starts.tolist()):
         for column, first, n in loader.layout(start):
             tokens[row, column:column + n] = torch.from_numpy(stream.read(first, n))
+            in_loss[row, column + 1:column + n] = True if stream.loss_mask is None \
+                else torch.from_numpy(stream.loss_mask.read(first, n)[1:] == 1)
     of_text, known = tokens[:, :-1] != -1, targets != -1
     if not torch.equal(idx[of_text], tokens[:, :-1][of_text]):
         return 'the loader reads another file or another place, or something changes what it reads'
-    if not known.any():
+    if not known.any() and in_loss.any():
         return 'all targets are -1, so there is nothing to learn'
     wrong = known & (targets != tokens[:, 1:])
     if wrong.any():
         return f'{wrong.sum() / known.sum():.0%} of the targets are not the next token; they ' \
                'should be the inputs shifted by one'
+    if stream.loss_mask is not None and not torch.equal(known, in_loss[:, 1:]):
+        return 'the targets are not those that the mask marks: the user would be learned too, or ' \
+               'a part of the assistant would not'
 
 
 def batches_differ(run):

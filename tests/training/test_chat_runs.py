@@ -16,7 +16,7 @@ import plan
 import prepare
 import train
 from model import GPT, GPTConfig
-from plaingpt.checks import model_checks
+from plaingpt.checks import learning_checks
 from plaingpt.data.dataset import open_dataset
 from plaingpt.data.packing import PackedLoader
 from plaingpt.system.errors import UserError
@@ -133,8 +133,8 @@ def test_a_tuned_model_that_is_sure_of_other_answers_can_be_tuned_again(chat, tm
     train.main([*chat, '--init_from=sure', '--check=auto', '--out_dir=out'])
     assert 'checks passed' in capsys.readouterr().out
     first, *_ = lines(tmp_path / 'out', 'val_loss')
-    assert first['val_loss'] > math.log(CHAT.vocab_size) + model_checks.INITIAL_LOSS \
-        + model_checks.INITIAL_LOSS_PER_CHANNEL * 32  # n_embd
+    assert first['val_loss'] > math.log(CHAT.vocab_size) + learning_checks.INITIAL_LOSS \
+        + learning_checks.INITIAL_LOSS_PER_CHANNEL * 32  # n_embd
 
 
 def test_a_loader_that_ignores_the_mask_is_caught_before_it_trains(chat, monkeypatch):

@@ -81,11 +81,21 @@ def adamw(groups, config):
 
 def sgd(groups, config):
     """With Nesterov's momentum. Wants a learning rate some 100 times AdamW's."""
-    # torch's fused kernel takes no sharded parameters, and a momentum that may not be finite.
-    fused = not config.momentum and not any(
-        is_sharded(p) for group in groups.values() for p in group['params'])
-    return torch.optim.SGD(groups.values(), momentum=config.momentum,
-                           nesterov=config.momentum > 0, fused=fused)
+    # torch has no fused kernel of it for sharded parameters
+    fused = not any(is_sharded(p) for group in groups.values() for p in group['params'])
+    optimizer = torch.optim.SGD(groups.values(), momentum=config.momentum,
+                                nesterov=config.momentum > 0, fused=fused)
+    if config.momentum:
+        optimizer.register_step_pre_hook(begin_momentum)
+    return optimizer
+
+
+def begin_momentum(optimizer, *_):
+    """Zeros, from which the first step is that of torch. Its fused kernel takes memory as it is for
+    a new momentum, and where `found_inf` is 1 in the first step it leaves that for the second."""
+    for p in (p for group in optimizer.param_groups for p in group['params']):
+        if p.grad is not None and 'momentum_buffer' not in optimizer.state[p]:
+            optimizer.state[p]['momentum_buffer'] = torch.zeros_like(p)
 
 
 def muon_update(gradients, momenta, beta, orthogonalize):

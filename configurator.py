@@ -26,7 +26,6 @@ from pathlib import Path
 from plaingpt.system.errors import UserError, warn
 from plaingpt.system.files import ROOT
 from plaingpt.system.formatting import quoted, setting
-from plaingpt.system.removed import REMOVED, says_now
 
 
 def load_config(cls, argv, doc='', positional='', several=False, read_saved=lambda values: {}):
@@ -91,11 +90,11 @@ def defaults(cls):
 def read_arguments(cls, argv, saved, place='in the checkpoint'):
     """→ ({name: value} of all fields, [problem]): the defaults, what was saved at a `place`,
     then the command line from left to right."""
-    values, problems, removed = defaults(cls), [], {}
+    values, problems, old_words = defaults(cls), [], {}
 
     def take(name, value, where):
-        if name not in values and name in REMOVED:
-            removed[name] = value, where
+        if name not in values and is_removed(name):
+            old_words[name] = value, where
         else:
             check_and_set(cls, values, name, value, where, problems)
 
@@ -116,17 +115,28 @@ def read_arguments(cls, argv, saved, place='in the checkpoint'):
         else:
             for found in read_file(arg, values, options_of(cls, argv[i + 1:]), problems):
                 take(*found)
-    # What earlier versions called it comes last: it may belong to another setting's value.
-    for name, (value, where) in removed.items():
-        found = says_now(name, value, values) if REMOVED[name].says else None
-        if REMOVED[name].is_left_out and 'max_iters' in values:
-            warn_once(f'{name} {where} is left out: {REMOVED[name].use}')
-        elif found is None or not found.keys() <= values.keys():
-            problems.append(f'unknown setting {name} {where}: it was removed; {REMOVED[name].use}')
-        else:
-            for key, now in found.items():
-                check_and_set(cls, values, key, now, where, problems)
+    for name, (value, where) in old_words.items():  # last: one may belong to another's value
+        replace_removed(cls, values, name, value, where, problems)
     return values, problems
+
+
+def is_removed(name):
+    from plaingpt.system.removed import REMOVED
+    return name in REMOVED
+
+
+def replace_removed(cls, values, name, value, where, problems):
+    """Set what says the same as a setting of an earlier version, or tell what to use now."""
+    from plaingpt.system.removed import REMOVED, says_now
+    old = REMOVED[name]
+    now = says_now(name, value, values) if old.says else None
+    if old.is_left_out and 'max_iters' in values:
+        warn_once(f'{name} {where} is left out: {old.use}')
+    elif now is None or not now.keys() <= values.keys():
+        problems.append(f'unknown setting {name} {where}: it was removed; {old.use}')
+    else:
+        for key, its_value in now.items():
+            check_and_set(cls, values, key, its_value, where, problems)
 
 
 @cache  # arguments may be read twice

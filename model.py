@@ -416,6 +416,17 @@ class GPT(nn.Module):
         if self.config.rotary:
             self.cos, self.sin = (table[:block_size].clone() for table in (self.cos, self.sin))
 
+    @classmethod
+    def from_pretrained(cls, source):
+        """The weights of others: 'gpt2', 'gpt2-medium', 'gpt2-large', 'gpt2-xl' from the hub, a
+        folder in the Hugging Face layout, or a ckpt.pt of nanoGPT. Needs plaingpt/ beside this
+        file."""
+        try:
+            import plaingpt
+        except ImportError as e:
+            raise ImportError('from_pretrained takes the folder plaingpt beside model.py') from e
+        return plaingpt.load(source).model
+
     @torch.no_grad()
     def generate(self, idx, max_new_tokens, temperature=1.0, top_k=None):
         """Append `max_new_tokens` sampled tokens to idx (B, T) → (B, T + max_new_tokens); at

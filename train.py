@@ -29,7 +29,6 @@ from plaingpt.monitoring.markdown_report import write_report
 from plaingpt.monitoring.metrics import Metrics
 from plaingpt.monitoring.references import find_reference
 from plaingpt.monitoring.run_record import describe_run, write_run
-from plaingpt.parallel import sharding
 from plaingpt.system import devices
 from plaingpt.system.distributed import (
     StopRequest,
@@ -163,6 +162,8 @@ def assemble(config, shape, start, dataset, world, device, dtype, compile):
     train_data, val_data = open_batches(config, dataset, world, device)
 
     is_sharded = config.parallel == 'fsdp'
+    if is_sharded:
+        from plaingpt.parallel import sharding
     with sharding.parameters_on_meta() if is_sharded else nullcontext():
         model = GPT(shape)
     model.loss_chunk_tokens = 'auto'
@@ -219,6 +220,8 @@ def shard(model, device, dtype, compile):
     (Rajbhandari et al. 2020). The model has parameters on meta → the same, with any values."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    from plaingpt.parallel import sharding
     sharding.prepare(model, compile)
     mesh = init_device_mesh(device.type, (launched_world().size,))
     # Blocks are gathered in autocast's dtype: half the bytes, and autocast keeps no copies. The

@@ -21,7 +21,6 @@ import numpy as np
 from plaingpt.system.errors import warn
 from plaingpt.system.files import ROOT, read_json, write_json
 from plaingpt.system.formatting import duration
-from plaingpt.system.removed import as_today
 
 UNIGRAM_TOKENS = 2**20  # that the entropy of single tokens is computed from
 
@@ -164,6 +163,7 @@ def read_run(out_dir):
         run = read_json(Path(out_dir, 'run.json'))
     except (OSError, ValueError):
         return {}
+    from plaingpt.system.removed import as_today
     config = as_today(run['config'])
     return {**run, 'config': config, 'changed': {
         key: value for key, value in config.items()

@@ -1,7 +1,4 @@
-"""A GPT whose weights the processes share (torch's FSDP2): made without data, filled, made whole.
-
-What is here does nothing, or passes the model on, where the model is not sharded.
-"""
+"""A GPT whose weights the processes share (torch's FSDP2): made without data, filled, gathered."""
 
 import warnings
 from contextlib import contextmanager
@@ -12,7 +9,6 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 from model import GPT, recomputed
-from plaingpt.system.distributed import is_sharded
 from plaingpt.system.errors import UserError
 
 
@@ -66,19 +62,11 @@ def scatter(weights, model):
         full_state_dict=True, broadcast_from_rank0=True))
 
 
-def sharded(model):
-    """Whether each process has some rows of the weights only."""
-    return is_sharded(model.lm_head.weight)
-
-
 @contextmanager
-def full_model(model, context):
-    """A context with a GPT that a process can use by itself: the model, or a copy that is gathered
-    from all processes, which must all enter, and lasts as long. context: autocast, in whose dtype
-    the matrices of blocks are gathered, as in a step"""
-    if not sharded(model):
-        yield model
-        return
+def gathered(model, context):
+    """A context with a copy of a sharded GPT that a process can use by itself. All processes must
+    enter, and it lasts as long. context: autocast, in whose dtype the matrices of blocks are
+    gathered, as in a step"""
     low = getattr(context, 'fast_dtype', torch.float32)
     whole = {p: nn.Parameter(p.detach().to(low if is_matrix(name, p) else p.dtype).full_tensor(),
                              p.requires_grad) for name, p in model.named_parameters()}

@@ -40,8 +40,6 @@ from plaingpt.system.distributed import (
 )
 from plaingpt.system.errors import UserError, warn
 from plaingpt.system.files import sha256_of, sync, write_atomically
-from plaingpt.system.removed import REMOVED, says_now
-from plaingpt.system.removed import as_today as settings_today
 from plaingpt.weights import begin_new_tokens, copy_rows, not_finite
 
 FORMAT_VERSION = 1
@@ -187,7 +185,7 @@ def find(out_dir, which='latest', kinds=()):
     paths, problems = checkpoint_paths(out_dir), []
     if not paths:
         raise UserError(f'{out_dir}: no checkpoint there; train one first, or name the right '
-                        'folder with --out_dir')
+                        'folder with --out_dir, or weights of others with --init_from')
     if str(which).isdecimal():
         there = ', '.join(str(iteration_of(path)) for path in paths)
         paths = [path for path in paths if iteration_of(path) == int(which)]
@@ -256,6 +254,7 @@ def open_checkpoint(path):
 
 def find_unknown(state):
     """What state.json has that this version does not compute with, such as ['conv_bias=True']."""
+    from plaingpt.system.removed import REMOVED, says_now
     if state['format_version'] != FORMAT_VERSION:
         return [f'format version {state["format_version"]}']
     settings = {**state['config'], **state['model']}
@@ -267,6 +266,7 @@ def find_unknown(state):
 
 def as_today(state):
     """state.json of an earlier version as this one would have written it."""
+    from plaingpt.system.removed import as_today as settings_today
     state = LATER | {RENAMED.get(key, key): value for key, value in state.items()}
     known = {field.name for field in fields(GPTConfig)}
     state['model'] = {key: x for key, x in state['model'].items() if key in known}

@@ -1,14 +1,20 @@
 """What is measured of a model while it trains: losses, benchmarks, texts that it writes, health."""
 
 import math
+from contextlib import nullcontext
 
 import torch
 
 from plaingpt.data.opening import sample_prompts
 from plaingpt.inference.generation import generate
 from plaingpt.monitoring.health import Health
-from plaingpt.parallel.sharding import full_model, sharded
-from plaingpt.system.distributed import all_gather, gloo_group, launched_world, print0
+from plaingpt.system.distributed import (
+    all_gather,
+    gloo_group,
+    is_sharded,
+    launched_world,
+    print0,
+)
 from plaingpt.system.errors import UserError
 from plaingpt.training.averaging import averaged
 
@@ -37,6 +43,15 @@ def mean_loss(model, loader, sequences, context, stop=None):
     loss = (n * losses).sum() / n.sum()
     variance, num_batches = (n * (losses - loss)**2).sum() / n.sum(), int((n > 0).sum())
     return loss.item(), math.sqrt(variance / (num_batches - 1)) if num_batches > 1 else None
+
+
+def full_model(model, context):
+    """A context with a GPT that a process can use by itself: the model, or where the processes
+    share its weights a copy that is gathered from all of them."""
+    if not is_sharded(model.lm_head.weight):
+        return nullcontext(model)
+    from plaingpt.parallel.sharding import gathered
+    return gathered(model, context)
 
 
 def evaluated_bytes(run):
@@ -72,7 +87,7 @@ class Watching:
         self.run, self.group, self.writing = run, group, writing
         config = run.config
         interval = min(HEALTH_INTERVAL, max(1, config.max_iters // LOOKS))
-        looking = config.report if sharded(run.model) else writing
+        looking = config.report if is_sharded(run.model.lm_head.weight) else writing
         self.health = Health(run.model, interval if looking else 0, run.val_data, run.context)
         self.film = self.tokenizer = None
         if writing and (config.report or config.sample_interval or config.film):
@@ -82,7 +97,7 @@ class Watching:
                 self.tokenizer = run.dataset.tokenizer()
             except UserError as problem:
                 run.metrics.print(f'warning: no samples of what the model writes: {problem}')
-        if config.film and sharded(run.model):
+        if config.film and is_sharded(run.model.lm_head.weight):
             run.metrics.print('warning: no film: with parallel=fsdp no process has the whole model')
         elif config.film and self.tokenizer:
             from plaingpt.training.film import Film

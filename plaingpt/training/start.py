@@ -21,7 +21,6 @@ from plaingpt.training.checkpoint import (
     iteration_of,
     open_checkpoint,
 )
-from plaingpt.training.open_weights import open_weights
 from plaingpt.training.settings import STARTS, TrainConfig
 
 # Fields of a model that a run has from the model that it starts from, whatever its settings say.
@@ -76,6 +75,7 @@ class Start:
             return saved_settings(self.weights.state['config'])
         if init_from in STARTS or not TrainConfig(init_from=init_from).names_a_start():
             return {}
+        from plaingpt.training.open_weights import open_weights
         self.weights = open_weights(init_from, which)
         shape = GPTConfig(**self.weights.shape)  # of a long context a run reads its usual part
         return {**{key: getattr(shape, key) for key in KEPT_SHAPE},

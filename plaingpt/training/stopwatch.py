@@ -14,13 +14,12 @@ from typing import NamedTuple
 import torch
 
 from plaingpt.inference.generation import generate
-from plaingpt.parallel.sharding import full_model
 from plaingpt.system.devices import synchronize
 from plaingpt.system.distributed import all_gather, gloo_group, print0
 from plaingpt.system.errors import UserError
 from plaingpt.system.files import ROOT
 from plaingpt.system.formatting import count_of, duration, setting
-from plaingpt.training.evaluation import SAMPLE_TOKENS, mean_loss
+from plaingpt.training.evaluation import SAMPLE_TOKENS, full_model, mean_loss
 from plaingpt.training.out_of_memory import explain_out_of_memory
 from plaingpt.training.step_guard import StepGuard
 

@@ -12,6 +12,7 @@ from model import GPTConfig
 from plaingpt.data.opening import open_named
 from plaingpt.monitoring.run_record import read_run
 from plaingpt.system.errors import UserError
+from plaingpt.system.removed import REMOVED
 from plaingpt.training import checkpoint as checkpoints
 from plaingpt.training.settings import TrainConfig
 from plaingpt.training.start import check_resumed
@@ -83,7 +84,7 @@ def test_a_setting_that_is_no_more_is_forgotten_where_it_changes_nothing(old, ca
         deterministic=True, fsdp_group=2, also_evaluate='notes', max_bad_steps=3)])
     assert checkpoints.find('run').load_model().config.n_embd == 8
     train.main([*SAME, '--max_iters=7'])
-    assert not checkpoints.REMOVED.keys() - {'document_start'} & checkpoints.find(
+    assert not REMOVED.keys() - {'document_start'} & checkpoints.find(
         'run').state['config'].keys()
     assert 'deterministic' not in ''.join(capsys.readouterr())
 

@@ -133,7 +133,7 @@ def test_what_cannot_be_done_is_told_and_the_chat_goes_on(chat, tmp_path):
 def test_messages_that_cannot_be_answered_are_refused(generator, trained):
     for messages, words in (
             ([], 'no messages'), (ask('hi', 'a'), 'must be of the user'),
-            ([{'role': 'robot', 'content': 'a'}], 'its role one of'),
+            ([{'role': 'robot', 'content': 'a'}], 'expected one of system, user, assistant'),
             (ask('x' * 200, '')[:1], 'at most 96')):
         with pytest.raises(UserError, match=words):
             generator.answer(messages)

@@ -6,7 +6,6 @@ import pytest
 from helpers import TINY, lines, prepare_corpora, same, weights
 
 import evaluate
-import plan
 import train
 from plaingpt.monitoring.run_record import read_run
 from plaingpt.system.errors import UserError
@@ -39,9 +38,6 @@ def test_the_loss_of_each_corpus_and_their_weighted_mean_are_logged(two, tmp_pat
     sizes = [each['train_tokens'] for each in run['data']['corpora']]
     epochs = [share * tokens / size for share, size in zip((0.3, 0.7), sizes, strict=True)]
     assert f'{epochs[0]:.3g} epochs of code (30.0%), {epochs[1]:.3g} of prose (70.0%)' in out
-    plan.main([*two, '--tokens_per_s=1', '--json'])
-    planned = json.loads(capsys.readouterr().out)['tokens']['corpora']
-    assert [each['epochs'] for each in planned] == pytest.approx(epochs)
     evaluate.main(['--out_dir=out', '--checkpoint=latest', '--device=cpu', '--output=scores.json'])
     scores = json.loads((tmp_path / 'scores.json').read_text())['results']['val']
     losses = [scores[name]['loss'] for name in ('code', 'prose')]

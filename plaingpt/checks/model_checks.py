@@ -95,7 +95,7 @@ def reads_ahead(run):
     T = run.model.config.block_size
     for t in (T // 2, T - 1):
         if effect(run, random_tokens(run.model, 1, T), np.s_[:, t:], np.s_[:, :t]) > SAME:
-            return f'what positions 0 to {t - 1} say changes with the tokens from {t} on: ' \
+            return f'positions 0 to {t - 1} change with the tokens from {t} on: ' \
                    'attention without a causal mask, or a layer that mixes in later tokens'
 
 
@@ -130,7 +130,7 @@ def past_is_seen(run):
     idx = random_tokens(run.model, 1)
     t = idx.size(1) // 2
     if t and effect(run, idx, np.s_[:, max(0, t - 4):t], np.s_[:, t:]) <= SAME:
-        return f'what positions from {t} on say does not change with the tokens before: ' \
+        return f'positions from {t} on do not change with the tokens before: ' \
                'attention sees too little, or its output is not used'
 
 

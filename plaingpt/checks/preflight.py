@@ -70,10 +70,10 @@ def preflight(run, forward_backward, update):
             found |= make(inside, with_small_model(run))
     if run.device.type == 'cuda':
         torch.cuda.reset_peak_memory_stats(run.device)  # what is logged is the run's
-    lines = [f'preflight: {what}? No: {problem}' for what, problem in found.items() if problem]
+    lines = [f'preflight: {what}: no, {problem}' for what, problem in found.items() if problem]
     if lines and config.check != 'warn':
-        raise UserError('\n'.join([*lines, 'nothing was trained: mend this, or, where it is meant, '
-                                   'give --check=warn']))
+        raise UserError('\n'.join([*lines, 'nothing was trained: fix this, or give --check=warn if '
+                                   'it is intended']))
     for line in lines if run.world.is_main else ():
         warn(line)
     if not brief:

@@ -111,10 +111,10 @@ def check_resumed(resumed, config, dataset):
     changed = {key: (before[key], value) for key, value in asdict(config).items()
                if before[key] != value}
     fixed = {field.name for field in fields(GPTConfig)} - {'dropout', 'vocab_size'} | {'optimizer'}
-    if other := [f'{key}={setting(value)} (it has {setting(saved)})'
+    if other := [f'{key}={setting(saved)}, not {setting(value)}'
                  for key, (saved, value) in changed.items() if key in fixed]:
-        raise UserError(f'{resumed.path} was trained otherwise than with {", ".join(other)}: leave '
-                        'that out, or the config file that says it, or name another --out_dir')
+        raise UserError(f'{resumed.path} has {"; ".join(other)}: leave these settings out, and a '
+                        'config file that has them, or name another --out_dir')
     if 'max_iters' in changed and config.max_iters < resumed.iter_num and not config.is_read_only:
         raise UserError(f'max_iters={config.max_iters} is behind iteration {resumed.iter_num} of '
                         f'{resumed.path}: give a larger one, or leave it out')

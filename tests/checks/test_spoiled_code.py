@@ -411,7 +411,7 @@ def test_a_check_that_fails_stops_the_run_unless_it_is_a_warning_or_off(
         with pytest.raises(UserError) as problem:
             train.main([*tiny, *asked])
         first, *_, last = str(problem.value).splitlines()
-        assert first.startswith('preflight: batches are what the files hold? No: ')
+        assert first.startswith('preflight: batches are what the files hold: no, ')
         assert 'the inputs shifted by one' in first and last.startswith('nothing was trained')
     assert not (tmp_path / 'out/run.json').exists()
     capsys.readouterr()
@@ -427,7 +427,7 @@ def test_a_mask_that_is_lost_after_the_start_is_named_by_a_resume_and_an_evaluat
     train.main([*tiny, '--max_iters=2'])
     attention_is_not_causal(patch)
     for again in ('--max_iters=4', '--eval_only=True'):
-        with pytest.raises(UserError, match=r'the future is hidden\? No: .* positions'):
+        with pytest.raises(UserError, match=r'the future is hidden: no, positions'):
             train.main([*tiny, '--init_from=resume', again])
     with pytest.raises(UserError, match=r'nothing was scored, because .* positions'):
         evaluate.main([f'--out_dir={tmp_path}/out', '--device=cpu'])

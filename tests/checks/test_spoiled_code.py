@@ -429,7 +429,7 @@ def test_a_mask_that_is_lost_after_the_start_is_named_by_a_resume_and_an_evaluat
     for again in ('--max_iters=4', '--eval_only=True'):
         with pytest.raises(UserError, match=r'the future is hidden: no, positions'):
             train.main([*tiny, '--init_from=resume', again])
-    with pytest.raises(UserError, match=r'nothing was scored, because .* positions'):
+    with pytest.raises(UserError, match=r'nothing was scored, because positions'):
         evaluate.main([f'--out_dir={tmp_path}/out', '--device=cpu'])
 
 

@@ -81,7 +81,7 @@ def test_another_model_tokenizer_or_dataset_is_refused(tiny, trained, other_data
                                                        capsys, monkeypatch):
     resume = ['--init_from=resume', f'--out_dir={trained}']
     for argv, words in [
-            ([*resume, '--n_layer=3'], 'n_layer=3 (it has 2)'),
+            ([*resume, '--n_layer=3'], 'n_layer=2, not 3'),
             ([*resume, f'--dataset={other_data}/accents'], 'another tokenizer'),
             ([*resume, f'--dataset={other_data}/accents'], f'it has dataset={char_data}'),
             ([*resume, f'--dataset={other_data}/reversed'], 'on other tokens'),

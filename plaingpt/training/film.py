@@ -1,13 +1,11 @@
 """The film of a run: at moments on a log scale, what the model expects, looks at and writes.
 
 A moment is a line of film.jsonl: the loss of each token of a validation passage, with what was
-likeliest there; the logit lens (nostalgebraist 2020), which is what ln_f and lm_head make of the
-residual stream before the first block and after each; the weights of attention, (L, H, T, T) bytes
-in base64, where 255 is 1; and a sample. plot.py --film makes a page of it.
+likeliest there; the weights of attention, (L, H, T, T) bytes in base64, where 255 is 1; and a
+sample. plot.py --film makes a page of it.
 """
 
 import base64
-import math
 from pathlib import Path
 
 import numpy as np
@@ -21,7 +19,7 @@ from plaingpt.system.formatting import one_line
 
 MOMENTS = 24  # at most
 TOKENS, LIKELIEST, SAMPLE_TOKENS = 96, 5, 40  # of the passage; guesses for each; of the sample
-MAP_TOKENS, MAP_BYTES = 40, 40_000  # of attention in a moment: fewer tokens for many heads
+MAP_TOKENS = 40  # of the passage whose attention is shown
 
 
 class Film:
@@ -34,8 +32,6 @@ class Film:
         self.tokenizer = run.dataset.tokenizer()
         starts = run.val_data.eval_batches(run.val_data.world_size)[0]
         self.idx = run.val_data.eval_batch(starts)[0][:1, :TOKENS]  # (1, T)
-        heads = self.model.config.n_layer * self.model.config.n_head
-        self.map_tokens = min(MAP_TOKENS, math.isqrt(MAP_BYTES // heads))
         steps = np.geomspace(1, max(1, run.config.max_iters), MOMENTS - 1).round().astype(int)
         taken = {row['iter'] for row in read_rows(self.path)}  # of a resumed run
         self.moments = {0, *steps.tolist()} - taken
@@ -57,30 +53,26 @@ class Film:
     @torch.no_grad()
     def look(self):
         """→ {key: value} of a row"""
-        n = self.map_tokens
         with ActivationRecorder(self.model) as seen, self.run.context:
             logits = self.model(self.idx)[0][0, :-1].float()  # (T - 1, V)
-            lens = [self.model.logits(self.model.transformer.ln_f(x[0, :n])).float()  # (n, V)
-                    for x in seen.streams]
         ids = self.idx[0].tolist()
         losses = F.cross_entropy(logits, self.idx[0, 1:], reduction='none')
         passage = [(self.word(ids[0]), None, ()),  # nothing says what comes first
                    *zip(map(self.word, ids[1:]), map(number, losses.tolist()),
-                        self.likeliest(logits, LIKELIEST), strict=True)]
-        maps = [torch.stack([attention_logits(0, h, *args, **kwargs)[:n, :n].softmax(dim=-1)
-                             for h in range(self.model.config.n_head)])  # (H, n, n)
+                        self.likeliest(logits), strict=True)]
+        maps = [torch.stack([attention_logits(0, h, *args, **kwargs)[:MAP_TOKENS, :MAP_TOKENS]
+                             .softmax(dim=-1) for h in range(self.model.config.n_head)])
                 for _, args, kwargs in seen.attention]
         row = {'loss': number(losses.mean()), 'passages': [passage],
-               'lens': [[guess for guess, in self.likeliest(each, 1)] for each in lens],
                'sample': self.sample(self.model, SAMPLE_TOKENS)}
         if maps:
             maps = (255 * torch.stack(maps)).round().byte().cpu().numpy()  # (L, H, n, n)
             row |= {'maps': base64.b64encode(maps.tobytes()).decode(), 'maps_shape': maps.shape}
         return row
 
-    def likeliest(self, logits, n):
-        """logits (T, V) → for each row the n likeliest tokens, [(token, probability), …]"""
-        chances, ids = logits.softmax(dim=-1).topk(min(n, logits.size(-1)))
+    def likeliest(self, logits):
+        """logits (T, V) → for each row the likeliest tokens, [(token, probability), …]"""
+        chances, ids = logits.softmax(dim=-1).topk(min(LIKELIEST, logits.size(-1)))
         return [[(self.word(i), number(chance)) for i, chance in zip(*row, strict=True)]
                 for row in zip(ids.tolist(), chances.tolist(), strict=True)]
 

@@ -24,9 +24,8 @@ def recipe_of(run, without_effect):
     """What a run.json has of the run's text and of the settings that change its loss.
     without_effect: names of settings that change none"""
     config, source = run['config'], run['data'].get('source', {})
+    without_effect = {*without_effect, 'init_from'}
     settings = {key: value for key, value in run['changed'].items() if key not in without_effect}
-    if run['from_scratch']:  # also where it was resumed
-        settings.pop('init_from', None)
     return {'corpus': source.get('corpus') or run['data']['folder'],
             'vocab_size': run['vocab_size'],
             'step_tokens': config['total_batch_size'] or config['batch_size']
@@ -35,10 +34,10 @@ def recipe_of(run, without_effect):
 
 def find_reference(run, without_effect):
     """The name of the reference whose recipe a run has, or None. run: the facts of run.json"""
-    if run['config'].get('check') == 'overfit':  # of a batch, and not of the text
+    if not run['from_scratch'] or run['config']['check'] == 'overfit':
         return None
     recipe = recipe_of(run, without_effect)
-    for path in sorted(FOLDER.glob('*.csv')):
+    for path in FOLDER.glob('*.csv'):
         first, *_ = path.read_text(encoding='utf-8').splitlines()
         if json.loads(first.removeprefix('#')) == recipe:
             return path.stem
@@ -67,8 +66,7 @@ def compare(rows, run):
         return 'has no reference: references/ has none of its settings and text'
     seen = [row for row in rows_with(rows, 'val_loss') if row['iter'] in edges]
     if not seen:
-        return f'has no evaluation yet at an iteration of {run["reference"]}: ' \
-               + ', '.join(map(str, edges))
+        return f'has no evaluation yet at an iteration of {run["reference"]}'
     iter_num, loss = seen[-1]['iter'], seen[-1]['val_loss']
     low, high = edges[iter_num]
     side = 'inside'

@@ -28,7 +28,7 @@ from plaingpt.monitoring.backends import open_backends
 from plaingpt.monitoring.markdown_report import write_report
 from plaingpt.monitoring.metrics import Metrics
 from plaingpt.monitoring.references import find_reference
-from plaingpt.monitoring.run_record import describe_run, write_run
+from plaingpt.monitoring.run_record import describe_run
 from plaingpt.system import devices
 from plaingpt.system.distributed import (
     StopRequest,
@@ -43,7 +43,7 @@ from plaingpt.system.distributed import (
     process_group,
 )
 from plaingpt.system.errors import run_script
-from plaingpt.system.files import lock_output_dir
+from plaingpt.system.files import lock_output_dir, write_json
 from plaingpt.system.formatting import quoted
 from plaingpt.training import stopwatch
 from plaingpt.training.averaging import averaged, go_on
@@ -132,7 +132,7 @@ def setup(config, start, world, device, device_why, given=frozenset()):
     preflight(run, forward_backward, update)
     if not timed and not start.resumed:
         stopwatch.print_length(run, forward_backward, update)
-    run.record = describe_run(config, dataset, train_data, model, device, dtype, compile, world,
+    run.record = describe_run(config, dataset, train_data, device, dtype, compile, world,
                               start.resumed)
     open_outputs(run, group)
     if run.progress.evaluated and (ending := ending_of(run)):
@@ -267,7 +267,7 @@ def open_outputs(run, group):
             print0(f'{out_dir} held {held}: kept in {archive}')
         if start.resumed:
             trim_logs(out_dir, progress.iter_num, progress.evaluated)
-        write_run(out_dir, run.record)
+        write_json(out_dir / 'run.json', run.record)
     run.metrics = Metrics(
         run, evaluated_bytes(run) if is_main else None, saved.get('elapsed_s', 0.0),
         open_backends(config, run.record, saved.get('wandb_id')) if writing else [])
@@ -439,8 +439,9 @@ def finish(run, ending):
     config, out_dir, progress = run.config, run.config.out_dir, run.progress
     run.metrics.close()
     if run.world.is_main and not config.eval_only:
-        write_run(out_dir, dict(run.record, config=asdict(config), ending=ending,
-                                end=run.metrics.at(progress.iter_num)))
+        write_json(Path(out_dir, 'run.json'), dict(
+            run.record, config=asdict(config), ending=ending,
+            end=run.metrics.at(progress.iter_num)))
         if config.report:
             write_report(out_dir, print0)
     if run.watching.film:

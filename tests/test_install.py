@@ -195,7 +195,6 @@ def test_the_wheel_works_in_a_folder_with_a_model_of_its_own(tmp_path):
     call(python, '-m', 'torch.distributed.run', '--standalone', '--nproc_per_node=2',
          '-m', 'plaingpt', *quickstart, '--out_dir=out-two', cwd=folder)
     state, = (folder / 'out-two/checkpoints').glob('*/state.json')
-    assert json.loads((folder / 'out-two/run.json').read_text())['code'] == VERSION
     assert json.loads(state.read_text())['iter_num'] == 2
     call(command, 'bench', 'config/quickstart.py', *few, '--sweep=learning_rate=1e-3,2e-3',
          '--seeds=1', cwd=folder)

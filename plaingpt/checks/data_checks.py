@@ -22,10 +22,9 @@ EPOCH_LOOKS = 2**12  # at the sequences of an epoch
 
 def batches_are_of_the_files(run):
     """The first micro-batch of steps 0 and 1, as the loop gets them, and of an evaluation."""
-    loader, waited_s = run.train_data, run.train_data.waited_s
+    loader = run.train_data
     with closing(loader.train_batches(0)) as batches:
         first, *_, later = [next(batches) for _ in range(loader.micro_steps + 1)]
-    loader.waited_s = waited_s
     stream = run.dataset.split('train')
     for step, batch in enumerate((first, later)):
         starts = loader.sequence_starts(loader.sequence_ids(step, 0))

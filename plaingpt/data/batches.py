@@ -8,7 +8,6 @@ processes, sees the data it would have seen.
 """
 
 import math
-import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -73,7 +72,6 @@ class BatchLoader:
         self.micro_steps, self.rank, self.world_size = micro_steps, rank, world_size
         self.seed, self.device, self.only_first = seed, device, only_first
         self.step_size = batch_size * micro_steps * world_size  # sequences
-        self.waited_s = 0.0  # time that training waited for batches
         self.shift = 0  # sequences taken beyond step × step_size, by steps of another size
         self.tile()
 
@@ -171,9 +169,7 @@ class BatchLoader:
             pending = reader.submit(self.train_batch, step, micro)
             while True:
                 step, micro = (step, micro + 1) if micro + 1 < self.micro_steps else (step + 1, 0)
-                began = time.perf_counter()
                 batch, pending = pending.result(), reader.submit(self.train_batch, step, micro)
-                self.waited_s += time.perf_counter() - began
                 yield self._on_device(batch)
 
     def eval_batches(self, n):

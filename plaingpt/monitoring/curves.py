@@ -60,11 +60,6 @@ def draw_losses(axes, rows, band):
         start = [row for row in rows_with(rows, 'train_loss') if row['iter'] == 0]
         lines.append(('training', column(start, 'iter') + xs,
                       column(start, 'train_loss') + running_mean(ys), 'C1'))
-    for i, key in enumerate(dict.fromkeys(  # of each corpus of a mixture
-            key for row in evaluations for key in row if '/' in key)):
-        seen = rows_with(evaluations, key)
-        lines.append((key.removeprefix('val_loss/'), column(seen, 'iter'), column(seen, key),
-                      f'C{2 + i % 8}--'))
     if evaluations:
         xs, ys = column(evaluations, 'iter'), column(evaluations, 'val_loss')
         errors = [row.get('val_loss_stderr') or 0.0 for row in evaluations]

@@ -16,9 +16,7 @@ from plaingpt.monitoring.run_record import finite, read_rows
 from plaingpt.system.devices import device_name, mfu, peak_memory_bytes, synchronize
 from plaingpt.system.errors import print_line
 from plaingpt.system.files import append_line
-from plaingpt.system.formatting import duration, one_line, printable, short
-
-MAX_ROWS = 20_000  # kept in memory; beyond it every second row without an evaluation goes
+from plaingpt.system.formatting import one_line, printable, short
 
 
 class Metrics:
@@ -44,8 +42,8 @@ class Metrics:
     def begin(self, iter_num):
         """Start the clock of steps. The rows of a resumed run go to the backends."""
         if not self.quiet and self.path:
-            for row in read_rows(self.path):
-                self._remember(row)
+            self.rows = read_rows(self.path)
+            for row in self.rows:
                 self._send(row)
             self.diagnosed = set(diagnose(self.rows, self.run.record))
         self.bar = tqdm(total=self.config.max_iters, initial=iter_num, leave=False,
@@ -88,9 +86,7 @@ class Metrics:
         """Log update number `iter_num`. loss and grad_norm may be tensors: reading them waits
         for the device, so call this on logged steps only."""
         loss, grad_norm = float(loss), float(grad_norm)
-        lap_s = time.perf_counter() - self.lap_began
-        step_s = lap_s / (iter_num - self.lap_iter)
-        data_wait = (self.loader.waited_s - self.lap_waited_s) / lap_s
+        step_s = (time.perf_counter() - self.lap_began) / (iter_num - self.lap_iter)
         self._begin_lap(iter_num)
         tokens_per_s = self.config.step_tokens() / step_s
         used = mfu(self.flops_per_token * tokens_per_s, device_name(self.device), self.run.dtype)
@@ -100,27 +96,13 @@ class Metrics:
         if self.device.type == 'cuda':
             columns.append('mfu n/a' if used is None else f'mfu {used:.1%}')
         self.bar.set_description(f'loss {loss:.4f}')
-        self._print_columns(iter_num, *columns,
-                            f'{duration(self.remaining_s(iter_num, step_s))} left')
-        rates = {f'lr_{kind}': lr * factor for kind, factor in self.config.scales().items()
-                 if factor != 1}
-        scaler = self.run.scaler
-        scale = {'loss_scale': scaler.get_scale()} if scaler.is_enabled() else {}
-        self.write(iter_num, loss=loss, lr=lr, **rates, grad_norm=grad_norm,
-                    tokens_per_s=tokens_per_s, mfu=used,
-                    peak_memory_bytes=peak_memory_bytes(self.device),
-                    data_wait=round(data_wait, 4), **scale)
+        self._print_columns(iter_num, *columns)
+        self.write(iter_num, loss=loss, lr=lr, grad_norm=grad_norm, tokens_per_s=tokens_per_s,
+                   mfu=used, peak_memory_bytes=peak_memory_bytes(self.device))
 
-    def remaining_s(self, iter_num, step_s):
-        """Seconds to the end at `step_s` a step, with evaluations as long as those so far."""
-        steps = self.config.max_iters - iter_num
-        evaluations = math.ceil(steps / self.config.eval_interval)
-        return steps * step_s + evaluations * self.paused_s / max(1, self.evaluations)
-
-    def evaluation(self, iter_num, train_loss, val_loss, best, sample=None, of_each=None,
-                   val_stderr=None):
-        """Log an evaluation after `iter_num` updates, and print what now looks wrong. of_each: of
-        several corpora, {name: validation loss}; val_stderr: the standard error of val_loss"""
+    def evaluation(self, iter_num, train_loss, val_loss, best, sample=None, val_stderr=None):
+        """Log an evaluation after `iter_num` updates, and print what now looks wrong.
+        val_stderr: the standard error of val_loss"""
         self.evaluations += 1
         values = {'train_loss': train_loss, 'val_loss': val_loss, 'val_bpb': None}
         columns = [f'train loss {train_loss:.4f}', f'val loss {val_loss:.4f}']
@@ -130,9 +112,6 @@ class Metrics:
         if self.bytes_per_token:
             values['val_bpb'] = val_loss / math.log(2) / self.bytes_per_token
             columns.append(f'{values["val_bpb"]:.3f} bits/byte')
-        for name, loss in (of_each or {}).items():
-            columns.append(f'{name} {loss:.4f}')
-            values[f'val_loss/{name}'] = loss
         if best:
             columns.append('best')
         if sample is not None:
@@ -165,16 +144,13 @@ class Metrics:
         self.bar.close()
         if self.path:
             self._diagnose()
-        for backend in self.backends:
-            try:
-                backend.close()
-            except Exception as e:  # what it lacks is in the file
-                self.print(f'warning: {backend.name} does not end well ({one_line(e)})')
+        for backend in list(self.backends):
+            self._call(backend, backend.close)
 
     def _begin_lap(self, iter_num):
         """A lap is the steps from one logged line to the next."""
         self.counted = self.lap_iter = iter_num
-        self.lap_began, self.lap_waited_s = time.perf_counter(), self.loader.waited_s
+        self.lap_began = time.perf_counter()
 
     def _print_columns(self, iter_num, *columns):
         width = len(str(self.config.max_iters))
@@ -186,24 +162,22 @@ class Metrics:
             return
         row = {**self.at(iter_num),
                **{key: x if isinstance(x, str) else finite(x) for key, x in values.items()}}
-        self._remember(row)
+        self.rows.append(row)
         if self.path:
             append_line(self.path, row)
             self._send(row)
 
-    def _remember(self, row):
-        self.rows.append(row)
-        if len(self.rows) > MAX_ROWS:
-            self.rows = [row for i, row in enumerate(self.rows) if i % 2 or 'val_loss' in row]
-
     def _send(self, row):
         for backend in list(self.backends):
-            try:
-                backend.log(row)
-            except Exception as e:  # a backend may raise anything, and must not stop the run
-                self.backends.remove(backend)
-                self.print(f'warning: no more numbers go to {backend.name} ({one_line(e)}); '
-                           f'{self.path} has them all')
+            self._call(backend, backend.log, row)
+
+    def _call(self, backend, method, *arguments):
+        try:
+            method(*arguments)
+        except Exception as e:  # a backend may raise anything, and must not stop the run
+            self.backends.remove(backend)
+            self.print(f'warning: no more numbers go to {backend.name} ({one_line(e)}); '
+                       f'{self.path} has them all')
 
     def _diagnose(self):
         if self.quiet:

@@ -6,23 +6,13 @@ and processes; unknown values are null.
 
 import json
 import math
-import os
-import platform
-import subprocess
 import sys
-import time
 from contextlib import suppress
 from dataclasses import asdict
-from importlib import metadata
 from pathlib import Path
 
-import numpy as np
-
-from plaingpt.system.errors import warn
-from plaingpt.system.files import ROOT, read_json, write_json
+from plaingpt.system.files import read_json
 from plaingpt.system.formatting import duration
-
-UNIGRAM_TOKENS = 2**20  # that the entropy of single tokens is computed from
 
 # -----------------------------------------------------------------------------
 # rows of metrics.jsonl
@@ -76,38 +66,24 @@ def column(rows, key):
 # run.json
 
 
-def describe_run(config, dataset, loader, model, device, dtype, compile, world, resumed):
+def describe_run(config, dataset, loader, device, dtype, compile, world, resumed):
     """The facts of a run, as run.json keeps them. loader: of its training tokens"""
     import torch  # here, so that plot.py starts without it
 
-    from plaingpt.system.devices import cpu_name, device_name
+    from plaingpt.system.devices import machine_name
     from_scratch = read_run(config.out_dir).get('from_scratch', True) if resumed \
         else config.init_from in ('scratch', 'auto')
     return {
         'config': asdict(config), 'changed': changed_settings(config),
         'data': {'folder': str(dataset.folder),
-                 **{key: dataset.meta[key] for key in ('corpus', 'source') if key in dataset.meta},
-                 'tokenizer': dataset.tokenizer_json()['kind'],
-                 'corpora': [{'name': part.name, 'folder': str(part.dataset.folder),
-                              'weight': part.weight, 'train_tokens': len(each.stream)}
-                             for part, each in zip(dataset.parts, loader.parts, strict=True)
-                             if part.name]},
+                 **{key: dataset.meta[key] for key in ('corpus', 'source') if key in dataset.meta}},
         'vocab_size': dataset.vocab_size, 'train_tokens': loader.epoch_tokens(),
-        'unigram_loss': unigram_loss(dataset, loader),
         'train_bytes_per_token': dataset.bytes_per_token('train'),
         'val_bytes_per_token': dataset.bytes_per_token('val'),
-        'parameters': model.num_parameters(), 'from_scratch': from_scratch,
-        'code': code_version(),
-        'machine': {'device': device_name(device), 'cpu': cpu_name(), 'cores': os.cpu_count(),
-                    'processes': world.size, 'system': platform.platform(),
-                    # on these the last bits of a CPU's results depend
-                    'threads': torch.get_num_threads(),
-                    'instructions': torch.backends.cpu.get_cpu_capability()},
-        'dtype': dtype, 'compile': compile,
-        'versions': {'python': platform.python_version(), 'torch': torch.__version__,
-                     'numpy': np.__version__},
+        'from_scratch': from_scratch,
+        'machine': {'device': machine_name(device), 'processes': world.size},
+        'dtype': dtype, 'compile': compile, 'versions': {'torch': torch.__version__},
         'command': ' '.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
-        'started': time.strftime('%Y-%m-%d %H:%M:%S %z'),
     }
 
 
@@ -115,45 +91,6 @@ def changed_settings(config):
     """{key: value} of a dataclass where it is not the default."""
     defaults = asdict(type(config)())
     return {key: value for key, value in asdict(config).items() if value != defaults[key]}
-
-
-def unigram_loss(dataset, loader):
-    """Entropy of single tokens in nats, of those in the loss at many places of the training split:
-    the loss of a model that knows their frequencies only."""
-    frequencies = []
-    for stream in (part.stream for part in loader.parts):
-        starts = np.linspace(0, max(0, len(stream) - 1024), UNIGRAM_TOKENS // 1024).astype(np.int64)
-        length = min(1024, len(stream))
-        tokens = stream.sequences(starts, length).ravel()
-        if stream.loss_mask is not None:
-            tokens = tokens[stream.loss_mask.sequences(starts, length).ravel() == 1]
-        counts = np.bincount(tokens, minlength=dataset.vocab_size)
-        frequencies.append(counts / max(1, counts.sum()))
-    shares = dataset.mean(frequencies)
-    shares = shares[shares > 0]
-    return float(-(shares * np.log(shares)).sum())
-
-
-def code_version():
-    """The commit of a clone's scripts, with -dirty where they were changed; of an installed wheel
-    the version; or None."""
-    if not (ROOT / '.git').exists():  # the wheel may lie in the folder of another repository
-        with suppress(metadata.PackageNotFoundError):
-            return metadata.version('plaingpt')
-        return None
-    with suppress(OSError, subprocess.SubprocessError):
-        done = subprocess.run(['git', 'describe', '--always', '--dirty', '--abbrev=12'], text=True,
-                              cwd=ROOT, capture_output=True, timeout=10)
-        return done.stdout.strip() or None
-    return None
-
-
-def write_run(out_dir, run):
-    """Write run.json. A disk that refuses gets a warning, and stops no training."""
-    try:
-        write_json(Path(out_dir, 'run.json'), run)
-    except OSError as e:
-        warn(f'{out_dir}/run.json stays as it was: {e.strerror}')
 
 
 def read_run(out_dir):
@@ -168,15 +105,6 @@ def read_run(out_dir):
     return {**run, 'config': config, 'changed': {
         key: value for key, value in config.items()
         if key in run['changed'] or key not in run['config']}}
-
-
-def epochs(run, tokens):
-    """How often a run has read its corpus after so many tokens, of a mixture each of them →
-    {name: epochs}"""
-    corpora = run['data'].get('corpora') or [
-        {'name': '', 'weight': 1, 'train_tokens': run['train_tokens']}]
-    return {corpus['name']: tokens * corpus['weight'] / corpus['train_tokens']
-            for corpus in corpora}
 
 
 def run_summary(name, rows, run):

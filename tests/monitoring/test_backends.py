@@ -111,4 +111,4 @@ def test_a_backend_is_one_class_and_one_entry(tiny, tmp_path, monkeypatch, capsy
     monkeypatch.setitem(BACKENDS, 'memory', Memory)
     train.main([*tiny, '--log_to=memory'])
     assert Memory.rows == lines(tmp_path / 'out', 'iter')
-    assert 'memory does not end well (too late)' in capsys.readouterr().out
+    assert 'no more numbers go to memory (too late)' in capsys.readouterr().out

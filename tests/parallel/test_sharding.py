@@ -30,7 +30,7 @@ CPU = torch.device('cpu')
 SMALL = GPTConfig(block_size=16, vocab_size=65, n_layer=2, n_head=2, n_embd=32)
 NEWER = dict(rotary=True, rmsnorm=True, qk_norm=True, conv=3, mlp='swiglu',
              value_embeddings=True, tied_head=False)
-UNIQUE = {'elapsed_s', 'tokens_per_s', 'mfu', 'peak_memory_bytes', 'data_wait',
+UNIQUE = {'elapsed_s', 'tokens_per_s', 'mfu', 'peak_memory_bytes',
           'val_loss_stderr'}  # to each run; the last by how the batches fall to processes
 
 

@@ -132,7 +132,7 @@ def test_a_run_stopped_anywhere_goes_on_bit_for_bit(tiny, tmp_path, monkeypatch)
 
     def numbers(out_dir):
         return [{key: value for key, value in row.items()
-                 if key not in ('elapsed_s', 'tokens_per_s', 'data_wait', 'peak_memory_bytes')}
+                 if key not in ('elapsed_s', 'tokens_per_s', 'peak_memory_bytes')}
                 for row in lines(out_dir, 'iter')]
     for n in range(9, asked, 8):  # those before are at iteration 0
         out_dir = tmp_path / f'cut{n}'

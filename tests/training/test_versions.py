@@ -99,8 +99,6 @@ def test_a_run_goes_on_as_its_settings_said_in_the_words_of_an_earlier_version(o
     now = checkpoints.find('run').state['config']
     assert now['lr_scales'] == 'embedding:8,vector:4' and now['lr_schedule'] == 'wsd:0.5'
     assert now['eval_iters'] == 5 and now['check'] == 'overfit'
-    *_, last = lines(old / 'run', 'loss')
-    assert last['lr_embedding'] == 8 * last['lr'] and last['lr_vector'] == 4 * last['lr']
     run = read_run('run')
     assert run['config']['lr_scales'] == run['changed']['lr_scales']
 

@@ -47,24 +47,24 @@ from plaingpt.training.settings import TrainConfig
 class BenchConfig(TrainConfig):
     # benchmark: what to measure; the speed of a step if nothing else
     variants: str = ''  # trainings that differ: grid, ablation, ladder, or a file such as mine.py
-    sweep: str = ''  # a setting and its values, as learning_rate=1e-3,3e-3; again for all pairs
+    sweep: str = ''  # a setting and its values: learning_rate=1e-3,3e-3; repeat it for all pairs
     # benchmark: judge whether a change is better than the code as it is here
     judge: bool = False  # train both in pairs until that is clear
     patch: str = ''  # the change: this diff
-    set: str = ''  # the change: these settings, as conv=0, and config files; again for more
+    set: str = ''  # the change: settings, such as conv=0, and config files; repeat it for more
     change: str = ''  # the change: the code in this clone
-    against: str = ''  # the change: the code as it is here, and this commit is the base
-    pairs: Annotated[int, 'at least 1'] = 8  # at most; --minutes is another limit
+    against: str = ''  # compare the code as it is here with this commit
+    pairs: Annotated[int, 'at least 1'] = 8  # at most; --minutes limits them, too
     least: Annotated[float, 'at least 0'] = 0.0  # a difference that matters; stop if it is smaller
-    split: Literal['val', 'test'] = 'val'  # test: at the end, decide by what no run looked at
+    split: Literal['val', 'test'] = 'val'  # test: decide at the end, by text that no run looked at
     # benchmark: how
-    steps: Annotated[int, 'at least 1'] = 10  # that are timed; a figure is their median
-    warmup_steps: Annotated[int, 'at least 0'] = 3  # before them, which do not count
+    steps: Annotated[int, 'at least 1'] = 10  # to time; a figure is their median
+    warmup_steps: Annotated[int, 'at least 0'] = 3  # before them, not counted
     profile: bool = False  # speed: where the time goes, and a trace in out_dir
     real_data: bool = False  # speed: batches from the dataset, not one of random tokens
-    seeds: Annotated[int, 'at least 1'] = 3  # variants, sweep: of each training
+    seeds: Annotated[int, 'at least 1'] = 3  # variants, sweep: runs of each training
     json: bool = False  # print JSON
-    save: str = ''  # a folder for what is measured; of trainings: out-experiments if none
+    save: str = ''  # folder for the results; trainings have out-experiments by default
 
     def problems(self):
         found = super().problems()
@@ -124,11 +124,11 @@ def measure_step(config, device):
 
 
 def words_of(variants, config, words):
-    """{name: settings} → {name: {seed: words of train.py}}: the command line, and the settings at
-    its end, so that what follows from them follows. Raises UserError where they cannot be read."""
+    """{name: settings} → {name: {seed: words of train.py}}: the command line with the settings
+    at its end, so that 'auto' follows them. Raises UserError where they cannot be read."""
     found, seeds = {}, range(config.seed, config.seed + config.seeds)
     if any('seed' in changes for changes in variants.values()):
-        seeds = seeds[:1]  # the variants say of which seeds they are
+        seeds = seeds[:1]  # the variants name their seeds
     for name, changes in variants.items():
         options, found[name] = [f'--{key}={value}' for key, value in changes.items()], {}
         for seed in seeds:
@@ -157,7 +157,7 @@ def measure_variants(config, words, folder):
 
 def judge_change(config, words):
     """Find mistakes of the command before anything is trained, and judge → as judge() does."""
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C: the pairs so far count
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # like Ctrl-C: pairs so far count
     added = [word if word.endswith('.py') else f'--{word}' for word in config.set.split()]
     for clone in (ROOT, config.change or ROOT):
         if not Path(clone, 'plaingpt', '__init__.py').is_file():
@@ -167,7 +167,7 @@ def judge_change(config, words):
     if config.split == 'test':
         open_named(config.dataset).split('test')
     device, _ = devices.choose_device(config.device)
-    open_data(config, launched_world(), device)  # a small one is prepared, where both sides find it
+    open_data(config, launched_world(), device)  # prepares a small corpus, where both sides find it
     words = runs.training_words(words)
     return judge(config, words, [*words, *added])
 
@@ -182,7 +182,7 @@ def main(argv):
     name = 'judge' if config.judge else Path(config.variants).stem if config.variants \
         else f'sweep-{config.sweep.partition("=")[0]}' if config.sweep else 'speed'
     if folder:
-        make_writable(folder, 'save')  # before hours of measuring
+        make_writable(folder, 'save')  # fail now, and not after hours of measuring
     path = tables.result_path(folder, name, device)
     facts = tables.describe_measurement(device, argv)
     if trains:

@@ -52,7 +52,7 @@ def load_config(cls, argv, doc='', positional='', several=False, read_saved=lamb
     try:
         saved = read_saved(values)
     except UserError as problem:
-        # A mistake of the command line may be why: it named the run without --out_dir, perhaps.
+        # A mistake in the command line may be the reason, such as a run named without --out_dir.
         raise UserError('\n'.join(mistakes + problems or [str(problem)])) from None
     if saved:
         values, problems = read_arguments(cls, argv, saved)
@@ -60,7 +60,7 @@ def load_config(cls, argv, doc='', positional='', several=False, read_saved=lamb
 
 
 def checked(cls, given):
-    """`cls` with what a program gives, {name: value}, as load_config takes it. Raises UserError."""
+    """`cls` of a program's values, {name: value}, checked like load_config's. Raises UserError."""
     return build(cls, *read_arguments(cls, [], given, 'in the call'))
 
 
@@ -115,7 +115,7 @@ def read_arguments(cls, argv, saved, place='in the checkpoint'):
         else:
             for found in read_file(arg, values, options_of(cls, argv[i + 1:]), problems):
                 take(*found)
-    for name, (value, where) in old_words.items():  # last: one may belong to another's value
+    for name, (value, where) in old_words.items():  # last: they may need others' values
         replace_removed(cls, values, name, value, where, problems)
     return values, problems
 
@@ -126,7 +126,7 @@ def is_removed(name):
 
 
 def replace_removed(cls, values, name, value, where, problems):
-    """Set what says the same as a setting of an earlier version, or tell what to use now."""
+    """Set what says the same as an earlier version's setting, or tell what to use now."""
     from plaingpt.system.removed import REMOVED, says_now
     old = REMOVED[name]
     now = says_now(name, value, values) if old.says else None
@@ -209,7 +209,7 @@ def read_file(path, values, fixed, problems):
     namespace = Namespace({**values, '__file__': path}, fixed)
     try:
         source = run_file(path, namespace)
-    except UserError as problem:  # perhaps of what it reads
+    except UserError as problem:  # raised by what it imports or reads
         problems.append(str(problem))
         return []
     lines, imported = assigned_and_imported(source)
@@ -286,7 +286,7 @@ def name_positionals(cls, argv, key, several, problems):
 # what may have been meant
 
 
-HABITS = {  # what other programs call it → our key
+HABITS = {  # a name in other programs → our key
     'lr': 'learning_rate', 'wd': 'weight_decay', 'epochs': 'max_iters', 'steps': 'max_iters',
     'max_steps': 'max_iters', 'bs': 'batch_size', 'seq_len': 'block_size', 'context': 'block_size',
     'layers': 'n_layer', 'heads': 'n_head', 'gpu': 'gpu_memory_gb', 'output': 'out_dir',
@@ -343,7 +343,7 @@ def convert(value, kinds):
     for kind in kinds:
         limit = 3e38 if kind is float else 2**63  # what torch can hold
         if type(value) in (int, float) and not abs(value) < limit:
-            continue  # infinite or not a number, too
+            continue  # also rejects infinity and NaN
         if kind is float and type(value) in (int, float):
             return float(value)
         if kind is int and type(value) is float and value.is_integer():

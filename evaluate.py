@@ -35,7 +35,7 @@ OURS = ('val', 'test', 'train', 'text')
 class EvaluateConfig(ModelChoice):
     # tasks
     tasks: str = 'val'  # val, test, train, text, or those of lm_eval; several with commas
-    dataset: str = ''  # for val, test and train: as in training; empty: that of the run
+    dataset: str = ''  # of val, test and train, as in training; empty: the run's
     data: str = ''  # file of the task text
     limit: Annotated[int, 'at least 0'] = 0  # questions of each task of lm_eval; 0 for all
     # system
@@ -68,14 +68,14 @@ def score(task, config, model, tokenizer, state, how):
         raise UserError(f'tasks={task}: name a prepared dataset with --dataset=NAME')
     own_ids = tokenizer.vocab_size if isinstance(tokenizer, IdsTokenizer) else 0
     dataset = open_named(name, own_ids)
-    text_tokenizer = getattr(tokenizer, 'base', tokenizer)  # of a model tuned on conversations
+    text_tokenizer = getattr(tokenizer, 'base', tokenizer)  # a model of conversations has it inside
     known = [words_of(each.to_json()) for each in (tokenizer, text_tokenizer)]
     if words_of(dataset.tokenizer_json()) not in known:
         raise UserError(f"{dataset.folder} was prepared with another tokenizer than the model's: "
                         'name another --dataset')
     scores, lines = {}, []
-    for name, each, _ in dataset.parts:  # of a mixture each
-        in_ram = fits_in_ram([each.folder], launched_world().local_size)  # which verifies it
+    for name, each, _ in dataset.parts:  # each corpus of a mixture
+        in_ram = fits_in_ram([each.folder], launched_world().local_size)  # reading it verifies it
         label, whose = f'{task} of {each.folder}', ' of the assistant' if each.has_mask() else ''
         scores[name] = scoring.score_stream(model, each.split(task, in_ram),
                                             each.token_bytes(task), label=label, **how)

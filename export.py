@@ -35,7 +35,7 @@ class ExportConfig(ModelChoice):
     # where to
     dest: str = ''  # the folder to write, or the file of gguf, which must not exist yet
     format: Literal['transformers', 'gguf'] = 'transformers'  # gguf: a file for llama.cpp
-    dtype: Literal[*DTYPES] = 'float32'  # of the weights; in a file of gguf of the matrices
+    dtype: Literal[*DTYPES] = 'float32'  # of the weights; in a gguf file, of the matrices
 
     def problems(self):
         return [] if self.dest else ['dest is empty: name a folder to write, as --dest=my-gpt, or '
@@ -79,7 +79,7 @@ def model_card(name, model, tokenizer, source, state):
 
 
 def bits_per_byte(checkpoint, iter_num):
-    """What metrics.jsonl of the run says of the evaluation that a checkpoint was saved at, or None.
+    """The row of metrics.jsonl for the evaluation that a checkpoint was saved at, or None.
     checkpoint: its folder, out_dir/checkpoints/iter-…"""
     rows = read_rows(Path(checkpoint).parents[1] / 'metrics.jsonl')
     found = [row['val_bpb'] for row in rows if row['iter'] == iter_num and row.get('val_bpb')]

@@ -27,7 +27,7 @@ ROW_PER_TOKEN = ('wte.weight', 'value_embedding.weight', 'lm_head.weight')
 
 def relu2(x):
     x = F.relu(x)
-    return x * x  # of square() CUDA's autocast would make float32
+    return x * x  # CUDA's autocast would compute square() in float32
 
 
 def swiglu(x):
@@ -48,12 +48,12 @@ class GPTConfig:
     """The shape of a GPT, by default GPT-2 124M. Fields are settings; comments are their help."""
     # model
     block_size: Positive = 1024  # tokens in a sequence
-    vocab_size: Positive = 50257  # tokens that there are
+    vocab_size: Positive = 50257  # tokens in the vocabulary
     n_layer: Positive = 12  # blocks
     n_head: Positive = 12  # attention heads
     n_embd: Positive = 768  # channels
     dropout: Annotated[float, 'at least 0 and below 1'] = 0.0  # 0.1 and more for little text
-    bias: bool = True  # biases in Linears and LayerNorms, as in GPT-2; without is a bit better
+    bias: bool = True  # biases in Linears and LayerNorms, as in GPT-2; False is a bit better
     # model: newer than GPT-2
     rotary: bool = False  # rotary positions instead of learned ones (Su et al. 2021)
     rmsnorm: bool = False  # RMSNorm instead of LayerNorm (Zhang and Sennrich 2019)
@@ -62,18 +62,18 @@ class GPTConfig:
     conv: int = 0  # before an MLP, mix each token with the conv - 1 before it (So 2021); 0: no
     value_embeddings: bool = False  # add a learned embedding of the token to values (Zhou 2024)
     tied_head: bool = True  # the head's weight is the embedding's (Press and Wolf 2017)
-    n_kv_head: Natural = 0  # heads of keys and values, each for several of queries; 0: n_head
+    n_kv_head: Natural = 0  # heads of keys and values, which queries share; 0: n_head
     zero_init: bool = False  # output projections begin at zero: branches add nothing at first
     document_attention: bool = False  # attention and positions stay within a document
-    # not listed: of models that are loaded, or of a dataset
+    # not listed: set by a model that is loaded, or by the dataset
     head_dim: Natural = 0  # channels of a head; 0: n_embd / n_head
     n_inner: Natural = 0  # hidden units of an MLP; 0: 4 n_embd, with swiglu 8/3 n_embd
     qkv_bias: bool = False  # with bias=False, biases of queries, keys and values alone (Qwen2)
     norm_eps: Above0 = 1e-5  # what norms add to the variance
     rotary_base: Above0 = 10000.0  # a higher one turns slower, for longer sequences
-    rotary_factor: Above0 = 1.0  # slow angles are divided by it (Llama 3.1); 1: none
-    rotary_length: Positive = 8192  # for that, the tokens that the model read at first
-    document_start: int = -1  # for that, the token that opens each document
+    rotary_factor: Above0 = 1.0  # slow angles are divided by it (Llama 3.1); 1: no change
+    rotary_length: Positive = 8192  # with rotary_factor: the block_size before it was extended
+    document_start: int = -1  # with document_attention: the token that opens a document
 
     @property
     def learned_positions(self):
@@ -126,9 +126,9 @@ def norm(config, size):
 
 
 def rotary_frequencies(config):
-    """→ (D/2,): by how much a position turns each pair of channels, (i, i + D/2). Pairs that turn
-    less than 4 times within rotary_length turn slower, down to 1/rotary_factor for those that turn
-    less than once ("The Llama 3 Herd of Models" 2024 gives the base; the rest is its code)."""
+    """→ (D/2,): the angle by which each position turns the channels (i, i + D/2). Pairs that turn
+    less than 4 times within rotary_length are slowed down, those that turn less than once by
+    rotary_factor ("The Llama 3 Herd of Models" 2024 gives the base; the rest is its code)."""
     n = config.head_size // 2
     frequencies = config.rotary_base ** (-torch.arange(n) / n)
     turns = config.rotary_length * frequencies / (2 * math.pi)  # within rotary_length
@@ -151,11 +151,11 @@ def rotate(x, cos, sin):
 
 
 def attention(q, k, v, dropout=0.0, documents=None, cache=None):
-    """Each token attends to itself and those before it. q (B, H, T, D), k and v (B, KV, T, D), of
-    which each head is for H / KV of q's → (B, H, T, D).
+    """Each token attends to itself and those before it. q (B, H, T, D), k and v (B, KV, T, D) →
+    (B, H, T, D). H / KV heads of q share each head of k and v.
 
     documents: a Documents, if sequences hold several: attention stays within each
-    cache: one layer's part of a KVCache, with the tokens before these; no dropout with it"""
+    cache: one layer of a KVCache, which holds the tokens before these; it takes no dropout"""
     if cache is not None:
         return cache.attention(q, k, v)
     k, v = one_for_each(q, k, v)
@@ -165,8 +165,8 @@ def attention(q, k, v, dropout=0.0, documents=None, cache=None):
 
 
 def one_for_each(q, k, v):
-    """k, v (B, KV, T, D) with as many heads as q has. torch's own enable_gqa keeps some of its
-    kernels from being chosen: those that take a mask on a GPU."""
+    """Repeat the heads of k and v (B, KV, T, D), so that there are as many as q has. torch's
+    enable_gqa does this too, but with it torch does not choose the GPU kernels that take a mask."""
     groups = q.size(1) // k.size(1)
     return (k, v) if groups == 1 else (t.repeat_interleave(groups, dim=1) for t in (k, v))
 
@@ -187,8 +187,8 @@ class CausalSelfAttention(nn.Module):
             if config.value_embeddings else None
 
     def forward(self, x, idx, rotary=None, documents=None, cache=None):
-        """x (B, T, C), of the tokens idx (B, T) → (B, T, C). rotary: rows of rotary_table, of the
-        positions; documents, cache: as of attention()"""
+        """x (B, T, C) of the tokens idx (B, T) → (B, T, C). rotary: the rows of rotary_table for
+        these positions; documents, cache: see attention()"""
         q, k, v = self.c_attn(x).split(self.sizes, dim=2)  # (B, T, H·D), 2 × (B, T, KV·D)
         if self.value_embedding is not None:
             v = v + self.value_embedding(idx).to(v.dtype)  # autocast leaves embeddings alone
@@ -212,7 +212,7 @@ class ShortConv(nn.Module):
 
     def forward(self, x, documents=None, cache=None):
         """x (B, T, C) → y (B, T, C), y_t = x_t + Σ_k weight_k · x_(t-k), 0 ≤ k < K. documents,
-        cache: as of attention(): tokens of other documents do not count."""
+        cache: see attention(); tokens of other documents do not count."""
         (K, _), T = self.weight.shape, x.size(1)
         if cache is None:
             longer = F.pad(x, (0, 0, K - 1, 0))  # (B, K - 1 + T, C)
@@ -242,8 +242,8 @@ class MLP(nn.Module):
 
 
 class Documents(NamedTuple):
-    """The documents in a batch of whole sequences. A token of its own, the end of text, opens each;
-    without this, a token also sees the end of the documents before its own."""
+    """The documents in a batch of sequences. The end-of-text token opens each of them: without it,
+    nothing tells where one document ends and the next begins."""
 
     positions: torch.Tensor  # (B, T): of each token in its document
     mask: torch.Tensor  # (B, 1, T, T): True where a token attends
@@ -264,7 +264,7 @@ def document_starts(idx, opener, columns):
 
 
 RECOMPUTED = ('none', 'selective', 'full')  # kinds of activation checkpointing
-KEPT = [  # by 'selective'
+KEPT = [  # 'selective' keeps the outputs of these
     torch.ops.aten.mm.default, torch.ops.aten.addmm.default,
     torch.ops.aten._scaled_dot_product_flash_attention.default,
     torch.ops.aten._scaled_dot_product_efficient_attention.default,
@@ -273,9 +273,9 @@ KEPT = [  # by 'selective'
 
 
 def recomputed(kind, block, *inputs):
-    """block(*inputs). 'full' keeps only the inputs for the backward pass, 'selective' also the
-    outputs of matmuls and attention: what it needs beside them is computed again (Chen et al. 2016,
-    "Training Deep Nets with Sublinear Memory Cost")."""
+    """block(*inputs). For the backward pass 'full' keeps only the inputs, and 'selective' keeps the
+    outputs of matmuls and attention too. The backward pass computes the rest again (Chen et al.
+    2016, "Training Deep Nets with Sublinear Memory Cost")."""
     if kind == 'none' or not torch.is_grad_enabled():
         return block(*inputs)
     if kind == 'full':
@@ -287,7 +287,7 @@ def keep_matmuls():
     return create_selective_checkpoint_contexts(KEPT)
 
 
-keep_matmuls.cache_hash = str(KEPT)  # by which torch.compile finds a graph that it made before
+keep_matmuls.cache_hash = str(KEPT)  # torch.compile finds its earlier graph by this
 
 
 class Block(nn.Module):
@@ -324,8 +324,8 @@ class GPT(nn.Module):
         if config.rotary:
             for name, table in zip(('cos', 'sin'), rotary_table(config), strict=True):
                 self.register_buffer(name, table, persistent=False)  # (block_size, D)
-        # How to compute: no part of the architecture, and may change at any time.
-        self.loss_chunk_tokens = 0  # with targets, so many have logits at once; 0: all; or 'auto'
+        # How to compute. This is not part of the architecture, and can change at any time.
+        self.loss_chunk_tokens = 0  # tokens that have logits at once in the loss; 0: all; or 'auto'
         self.activation_checkpointing = 'none'  # or 'selective', 'full'
         self.init_weights()
 
@@ -360,8 +360,8 @@ class GPT(nn.Module):
         return logits, None if targets is None else cross_entropy(logits, targets)
 
     def hidden(self, idx, cache=None):
-        """idx (B, T) → what the head reads the next token from, (B, T, C). cache: a KVCache of
-        plaingpt/inference/generation.py, with the tokens before these; these are added."""
+        """idx (B, T) → (B, T, C), from which the head predicts the next tokens. cache: a KVCache of
+        plaingpt/inference/generation.py, which holds the tokens before these; it adds these."""
         assert idx.size(1) <= self.config.block_size, f'more than {self.config.block_size} tokens'
         positions, documents = slice(idx.size(1)), None
         layers = [None] * len(self.transformer.h)  # of the cache
@@ -385,7 +385,7 @@ class GPT(nn.Module):
         return self.transformer.ln_f(x)
 
     def logits(self, x):
-        """(…, C) → (…, V). The padding of the vocabulary is cut off here and shows nowhere."""
+        """(…, C) → (…, V). The padding of the vocabulary is cut off here: no caller sees it."""
         return self.lm_head(x)[..., :self.config.vocab_size]
 
     def num_parameters(self):
@@ -400,7 +400,7 @@ class GPT(nn.Module):
         return 6 * self.matmul_parameters() + 12 * c.n_layer * c.qkv_sizes[0] * c.block_size
 
     def matmul_parameters(self):
-        """Parameters but the embeddings that are only looked up."""
+        """All parameters except the embeddings that are only looked up."""
         c = self.config
         looked_up = (c.block_size * c.learned_positions + c.vocab_size * (not c.tied_head)) \
             * c.n_embd + c.value_embeddings * c.n_layer * c.vocab_size * c.qkv_sizes[2]
@@ -451,7 +451,7 @@ class GPT(nn.Module):
 CHUNKS = 2048, 4096, 8192  # tokens
 CACHED_LOGITS = 2**20  # 4 MB in float32, which stay in the caches of two CPU cores
 LEAST_CACHED = 128  # tokens; a smaller chunk gains less than its matmuls and sums cost
-PADDING_SHARE = 16  # padding of up to this part of the vocabulary is computed along
+PADDING_SHARE = 16  # up to 1/16 of the vocabulary, its padding is computed too
 
 
 def cross_entropy(logits, targets):
@@ -463,9 +463,10 @@ def cross_entropy(logits, targets):
 
 
 def chunk_size(chosen, tokens, vocab_size, device_type):
-    """How many tokens' logits exist at once. 'auto': at most half of them, in a few sizes. For each
-    chunk a GPU reads the head's weight and adds to its gradient, as long as some 500 tokens take.
-    On a CPU, as many as stay in its cache, unless that takes a smaller vocabulary.
+    """How many tokens have logits at once. 'auto' takes one of CHUNKS, at most half of the tokens:
+    for each chunk a GPU reads the head's weight and adds to its gradient, which takes as long as
+    some 500 tokens. On a CPU 'auto' takes as many tokens as have their logits in the cache, unless
+    the vocabulary is so large that they are fewer than LEAST_CACHED.
     """
     if chosen != 'auto':
         return chosen
@@ -476,11 +477,11 @@ def chunk_size(chosen, tokens, vocab_size, device_type):
 
 
 def chunked_cross_entropy(x, weight, vocab_size, targets, chunk):
-    """The same of x @ weightᵀ, which never exists as a whole: `chunk` rows at a time go from logits
-    to loss to gradients, so nothing is computed twice.
+    """cross_entropy(x @ weightᵀ, targets), without all logits at once: `chunk` rows at a time go
+    from logits to loss to gradients, so nothing is computed twice.
 
-    x (…, C), weight (V', C), of which the first V = vocab_size rows count, targets (…), -1 for
-    none; chunk: a number, or 'auto' → mean in nats, float32.
+    x (…, C); weight (V', C), whose first V = vocab_size rows count; targets (…), -1 for none;
+    chunk: a number, or 'auto' → the mean in nats, float32.
     Matmuls run in autocast's dtype, softmax and sums in float32. torch's own
     F.linear_cross_entropy does the same, but only from 2.13 on, and torch.compile stops at it.
     """
@@ -516,8 +517,8 @@ class ChunkedCrossEntropy(torch.autograd.Function):
                     grad_x[i:i + chunk] = grad_x_i = grad @ w
                     grad_w += grad.t() @ x_i
                     done += [grad_x_i, grad_w]
-                    del grad  # or it would stand beside the next chunk's
-        count = (targets != -1).sum().clamp(min=1)  # of no targets the loss is 0
+                    del grad  # frees its memory before the next chunk needs it
+        count = (targets != -1).sum().clamp(min=1)  # without targets the loss is 0
         if training:
             ctx.save_for_backward(grad_x, grad_w, count)
         return loss / count
@@ -531,9 +532,9 @@ class ChunkedCrossEntropy(torch.autograd.Function):
 
 @torch.library.custom_op('plaingpt::after', mutates_args=())
 def after(x: torch.Tensor, done: list[torch.Tensor]) -> torch.Tensor:
-    """x, for work that is to wait until `done` is computed. The order in which torch.compile lets a
-    graph run is free but for what depends on what, and chunks do not depend on each other: it would
-    compute the logits of all of them before the gradients of any."""
+    """Return x, and make all that uses it wait until `done` is computed. torch.compile may reorder
+    what does not depend on each other, such as chunks: it would compute the logits of all chunks
+    before the gradients of any."""
     return x.clone()
 
 
@@ -543,11 +544,11 @@ def _(x, done):
 
 
 def summed_cross_entropy(logits, vocab_size, targets, training):
-    """logits (n, V') float32, of which the first vocab_size count, targets (n,) → the sum of
-    cross-entropies, and its gradient in the logits, (n, V'), or None when not training. Overwrites
-    logits."""
-    # The gradient is softmax − one-hot: within ±1, which float16 holds; divided by the count it
-    # would vanish.
+    """logits (n, V') float32, whose first vocab_size columns count; targets (n,) → the sum of the
+    cross-entropies, and its gradient with respect to the logits, (n, V'), or None when not
+    training. Overwrites logits."""
+    # The gradient is softmax − one-hot, which is within ±1 and fits float16. Divided by the count,
+    # it would be rounded to 0 there.
     if is_compiling():  # all of it becomes one kernel; in eager mode this takes twice as long
         return fused_cross_entropy(logits, vocab_size, targets[:, None], training)
     known, targets = targets[:, None] != -1, targets[:, None].clamp(min=0)  # (n, 1)
@@ -563,8 +564,8 @@ def summed_cross_entropy(logits, vocab_size, targets, training):
 
 
 def fused_cross_entropy(logits, vocab_size, targets, training):
-    """The same; targets (n, 1). In powers of 2, for which a GPU has an instruction: a fifth of all
-    that it runs for a logit is saved."""
+    """The same, for torch.compile; targets (n, 1). It computes powers of 2 and not of e, because a
+    GPU has an instruction for them: this saves a fifth of all instructions for a logit."""
     ids = torch.arange(logits.size(1), device=logits.device)
     if logits.size(1) > vocab_size:
         logits = logits.masked_fill(ids >= vocab_size, -math.inf)

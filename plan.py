@@ -31,13 +31,13 @@ from plaingpt.training.stopwatch import SHARE
 
 @dataclass
 class PlanConfig(TrainConfig):
-    # plan: the machine; this one where no GPU is named
+    # plan: the machine; this one if no GPU is named
     gpu: str = ''  # such as A100 or 4090: its memory and its peak
     gpu_memory_gb: Annotated[float, 'at least 0'] = 0.0  # memory of a GPU; 0 for that of --gpu
-    processes: Annotated[int, 'at least 1'] = 1  # that share a step, one a GPU
+    processes: Annotated[int, 'at least 1'] = 1  # that share a step, one on each GPU
     gpu_hour_price: Annotated[float, 'at least 0'] = 0.0  # of one GPU
     # plan: the run
-    tokens_per_s: Annotated[float, 'at least 0'] = 0.0  # of all GPUs; 0 to measure, or estimate
+    tokens_per_s: Annotated[float, 'at least 0'] = 0.0  # of all GPUs; 0: measure or estimate it
     utilisation: Annotated[float, 'above 0 and at most 1'] = 0.4  # of the peak of a named GPU
     json: bool = False  # print JSON
 
@@ -58,7 +58,7 @@ class PlanConfig(TrainConfig):
 
 
 class Machine(NamedTuple):
-    """What a run is planned for."""
+    """The machine that a run is planned for."""
 
     device: torch.device
     name: str  # of a GPU in GPUS, '' for any, or of this machine
@@ -213,7 +213,7 @@ def print_run(run, source, shape):
     print(f'  {source}: ' + (
         f'{short(run["dataset"])} tokens, {run["epochs"]:.3g} epochs' if run['dataset'] else
         f'its tokens are unknown, a vocabulary of {shape.vocab_size:,} is assumed'))
-    if run['chinchilla']:  # no weights that have learned from other text before
+    if run['chinchilla']:  # not for weights that were trained before
         print(f'  Chinchilla (Hoffmann et al. 2022): this model is best trained on '
               f'{short(run["chinchilla"])} tokens')
     took = f'{short(run["tokens_per_s"])} tokens/s ({run["how"]}), ' \

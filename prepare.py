@@ -52,16 +52,16 @@ class PrepareConfig:
     prompt: str = ''  # chat: the column with what the user says (default: found by its name)
     completion: str = ''  # chat: the column with what the assistant says
     encoding: str = 'utf-8'  # of all files: latin-1, cp1252, utf-16, or another
-    errors: Literal['strict', 'replace'] = 'strict'  # at other bytes stop, or put U+FFFD
+    errors: Literal['strict', 'replace'] = 'strict'  # for bytes outside it: stop, or write U+FFFD
     # how much
     max_tokens: int | str = 0  # to train on, such as 100M or 1.5B (0: all); then reading ends
     dedup: bool = False  # leave out documents that equal an earlier one but for white space
     val_fraction: Literal['auto'] | float = 'auto'  # held out (auto: 0.1, up to 1M tokens)
-    test_fraction: float = 0.0  # held out as well, for evaluate.py --tasks=test (0: none)
+    test_fraction: float = 0.0  # held out too, for evaluate.py --tasks=test (0: none)
     # how
     tokenizer: str = 'auto'  # char, byte, gpt2, bpe:SIZE, dataset, run, model (auto: listed)
     shard_tokens: Annotated[int, 'at least 1'] = 100_000_000  # tokens a file
-    max_shards: Annotated[int, 'at least 0'] = 0  # of tokens that are downloaded as such (0: all)
+    max_shards: Annotated[int, 'at least 0'] = 0  # of corpora that come as tokens (0: all)
     num_proc: Literal['auto'] | Annotated[int, 'at least 1'] = 'auto'  # threads (auto: one a core)
     overwrite: bool = False  # replace what another command prepared in the same folder
     if_small: bool = False  # only if it takes under a minute; else print the command to run
@@ -95,7 +95,7 @@ def parse_count(text):
     if not found:
         return None
     unit = {'': 1, 'k': 10**3, 'm': 10**6, 'g': 10**9, 'b': 10**9}[found[2].lower()]
-    number = Fraction(found[1].replace('_', '')) * unit  # of a float, 1.1B would not be whole
+    number = Fraction(found[1].replace('_', '')) * unit  # as a float, 1.1B would not be whole
     return int(number) if number.denominator == 1 else None
 
 
@@ -206,8 +206,8 @@ def prepare_tokens(name, corpus, folder, config):
 
 
 def describe_command(name, config, tokenizer=None, **content):
-    """All that decides the content of the files, kept as `source` in meta.json. tokenizer: that
-    of others, which is another one once they are prepared anew"""
+    """Everything that decides the content of the files, which meta.json keeps as `source`.
+    tokenizer: one that was borrowed, because its owner may be prepared again with another one"""
     given = {option: value for option, value in asdict(config).items() if config.is_given(option)
              and option not in ('data_dir', 'num_proc', 'overwrite', 'if_small')}
     if tokenizer:

@@ -51,7 +51,7 @@ class SampleConfig(Sampling, GeneratorChoice):
     prompts: str = ''  # a .jsonl file of prompts, instead of start; one sample for each
     output: str = ''  # a new .jsonl file for their texts
     chat: bool = False  # talk with the model at the terminal instead
-    system: Annotated[str, unescape] = ''  # what the assistant is told before all, in a chat
+    system: Annotated[str, unescape] = ''  # what a chat's assistant is told at the start
     # system
     stream: bool = False  # print each sample as it is written
     batch_size: Annotated[int, 'at least 1'] = 8  # samples at a time; changes the speed alone

@@ -71,7 +71,7 @@ from plaingpt.training.step_guard import StepGuard, collect_garbage, garbage_at_
 class Run:
     """A training run: what the loop works with."""
 
-    config: TrainConfig  # resolved; of a run of minutes the length changes
+    config: TrainConfig  # resolved; with --minutes, max_iters changes during the run
     start: Start  # the weights that it begins with, or the checkpoint that it continues
     world: World
     device: torch.device
@@ -110,7 +110,7 @@ def setup(config, start, world, device, device_why, given=frozenset()):
     devices.prepare_device(device)
     torch.manual_seed(config.seed + world.rank)  # processes must not share dropout masks
     group = gloo_group()
-    config = all_gather(config, group)[0]  # of rank 0: a config file may measure the machine
+    config = all_gather(config, group)[0]  # rank 0's, as a config file may measure the machine
     start.agree(group)
     if not config.is_read_only:
         check_shared(Path(config.out_dir), world, group)
@@ -142,8 +142,8 @@ def setup(config, start, world, device, device_why, given=frozenset()):
 
 
 def resolve(config, start, dataset, world, device, device_why, given):
-    """Settle what a TrainConfig leaves to 'auto' → (TrainConfig, GPTConfig, dtype, compile), which
-    change no more: the shape of the model, ddp or fsdp, the batch size, the length of the run.
+    """Decide what a TrainConfig leaves open, once for the whole run: the shape of the model, dtype,
+    compile, ddp or fsdp, the batch size, the length → (TrainConfig, GPTConfig, dtype, compile).
     Raises UserError."""
     if start.resumed:
         config = stopwatch.length_of(start.weights, config, given)
@@ -207,17 +207,17 @@ def open_batches(config, dataset, world, device):
 
 
 def replicate(model, device):
-    """Let each process have a copy of the model, and all the mean of their gradients: DDP."""
+    """Wrap the model in DDP: each process has a copy, and all average their gradients."""
     ids = [device.index] if device.type == 'cuda' else None
     ddp = DistributedDataParallel(model, device_ids=ids, gradient_as_bucket_view=True)
-    ddp.broadcast_buffers = False  # rotary tables: the same everywhere, constant
+    ddp.broadcast_buffers = False  # rotary tables are constant, and the same everywhere
     return ddp
 
 
 def shard(model, device, dtype, compile):
-    """Let each process keep some rows of every weight, of its gradient and of the optimizer's
-    states, and gather a block when it computes with it: torch's FSDP2, the idea is ZeRO's
-    (Rajbhandari et al. 2020). The model has parameters on meta → the same, with any values."""
+    """Wrap the model in FSDP2: each process keeps some rows of every weight, of its gradient and of
+    its optimizer states, and gathers a block only to compute with it (ZeRO: Rajbhandari et al.
+    2020). model: with parameters on meta → the same model, with arbitrary values."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
@@ -225,7 +225,7 @@ def shard(model, device, dtype, compile):
     sharding.prepare(model, compile)
     mesh = init_device_mesh(device.type, (launched_world().size,))
     # Blocks are gathered in autocast's dtype: half the bytes, and autocast keeps no copies. The
-    # rest is gathered whole, in float32: the embedding and the head, which may be one.
+    # embedding and the head, which may be one weight, are gathered whole in float32.
     low = MixedPrecisionPolicy(param_dtype=devices.DTYPES[dtype], reduce_dtype=torch.float32,
                                cast_forward_inputs=False)
     for block in model.transformer.h:
@@ -236,12 +236,12 @@ def shard(model, device, dtype, compile):
 
 
 def resume(run, checkpoint):
-    """Put back what a checkpoint holds beside the weights."""
+    """Restore what a checkpoint holds beside the weights."""
     config, state, iter_num = run.config, checkpoint.state, checkpoint.iter_num
     checkpoint.load_optimizer(run.optimizer, run.model)
     go_on(run.optimizer, config.average_decay,
           iter_num if state['averaged_steps'] is None else state['averaged_steps'])
-    if state['scaler']:  # empty where the run was not in float16 so far
+    if state['scaler']:  # empty if the run was not in float16 before
         run.scaler.load_state_dict(state['scaler'])
     run.train_data.resume_at(iter_num, state['sequences'])
     devices.set_rng_state(state['rng'], run.world.rank, run.device)
@@ -290,21 +290,21 @@ def train(run):
     with closing(run.train_data.train_batches(progress.iter_num)) as batches, \
             garbage_at_known_steps():
         while True:
-            # evaluate, save or stop: all processes decide alike
+            # evaluate, save or stop: all processes decide the same
             evaluating = not progress.evaluated and (loss_is_due(run) or sample_is_due(run))
             if evaluating:
-                with run.stop.until_stopped():  # a signal abandons it: nothing of it is logged
+                with run.stop.until_stopped():  # a signal ends it, and then nothing of it is logged
                     evaluate(run)
             ending = run.stop.signal_at_step() or ending_of(run)
             if ending or save_is_due(run):
                 save(run)
-                ending = ending or run.guard.gave_up  # which saving looks at
+                ending = ending or run.guard.gave_up  # save() may have set it
             if ending:
                 run.saver.wait()
                 return ending
 
             # step
-            lr = get_lr(progress.iter_num, run.config)  # a run of minutes changes its length
+            lr = get_lr(progress.iter_num, run.config)  # not `config`: --minutes changes max_iters
             for param_group in run.optimizer.param_groups:
                 param_group['lr'] = lr * param_group['lr_scale']
             loss = forward_backward(run.wrapped, batches, run.micro_steps, run.scaler, run.context)
@@ -367,8 +367,8 @@ def forward_backward(model, batches, micro_steps, scaler, autocast):
     for micro_step in range(micro_steps):
         idx, targets, *weight = next(batches)
         is_last = micro_step == micro_steps - 1
-        # DDP sums gradients over the processes with the last micro-batch only; FSDP with each, as
-        # a process keeps only its rows of them.
+        # DDP exchanges gradients after the last micro-batch only. FSDP does so after each one,
+        # because a process keeps only its own rows of them.
         skips_sync = isinstance(model, DistributedDataParallel) and not is_last
         with model.no_sync() if skips_sync else nullcontext():
             with autocast:
@@ -384,11 +384,11 @@ def update(model, optimizer, scaler, grad_clip, guard, iter_num, loss):
     scaler.unscale_(optimizer)
     grad_norm = full_tensor(clip_grad_norm_(model.parameters(), grad_clip or math.inf))
     hold = guard.check_finite(iter_num, loss, grad_norm)  # a tensor: 1 where one is NaN or inf
-    # Not scaler.step, which sees gradients only and would move the weights after a bad loss.
+    # Not scaler.step: it looks at gradients only, and would move the weights after a bad loss.
     if getattr(optimizer, '_step_supports_amp_scaling', False):
         optimizer.found_inf = hold  # torch's fused optimizers and ours skip the step if it is 1
         optimizer.step()
-    elif not hold:  # others cannot skip by themselves, and the host waits for the device to look
+    elif not hold:  # others cannot skip by themselves, so the host waits for the device here
         optimizer.step()
     scaler.update()
     # DDP's gradients are views of its buckets; set to None, they would be allocated again.
@@ -397,8 +397,8 @@ def update(model, optimizer, scaler, grad_clip, guard, iter_num, loss):
 
 
 def evaluate(run):
-    """Measure what is due of the losses, benchmarks and a sample, log it, and see whether the loss
-    is the best. A signal raises Stopped before any is logged: the resumed run evaluates here."""
+    """Measure and log the losses, benchmarks and the sample that are due, and note whether the loss
+    is the best. A signal raises Stopped before anything is logged: the resumed run does it all."""
     progress, losses = run.progress, []
     with run.metrics.paused('evaluating'), averaged(run.optimizer):
         if loss_is_due(run):
@@ -412,7 +412,7 @@ def evaluate(run):
 
 
 def save(run):
-    """Write a checkpoint of this iteration, unless there is one, or nothing to save."""
+    """Write a checkpoint of this iteration, unless it is saved already or nothing was trained."""
     progress = run.progress
     run.guard.report(run.metrics.print)
     is_saved = progress.saved_at == progress.iter_num \

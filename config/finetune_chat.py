@@ -18,11 +18,11 @@ gradient_accumulation_steps = _sequences // batch_size
 max_iters = round(100 * _narrow ** 0.75)  # the first lines tell how many epochs that is
 dropout = 0.1
 
-learning_rate = 3e-5 * _narrow ** 2  # small: the weights are good already
+learning_rate = 3e-5 * _narrow ** 2  # small, because the weights are good already
 weight_decay = 0.0
 warmup_iters = max_iters // 10
 
 eval_interval = max(1, round(max_iters / 8))
 eval_iters = 20
 log_interval = max(1, max_iters // 100)
-always_save_checkpoint = False  # the best on the validation split, before it learns by heart
+always_save_checkpoint = False  # keep the best, before the model learns the text by heart

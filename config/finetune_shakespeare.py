@@ -12,10 +12,10 @@ gradient_accumulation_steps = 32
 max_iters = 20  # two epochs: more would memorize the plays
 dropout = 0.1
 
-learning_rate = 3e-5  # small and constant: the weights are good already
+learning_rate = 3e-5  # small and constant, because the weights are good already
 decay_lr = False
 
 eval_interval = 5
-eval_iters = 40  # more than the 35 sequences of the validation text: all of it, each time
+eval_iters = 40  # more than its 35 sequences, so each evaluation reads the whole validation text
 log_interval = 1
 always_save_checkpoint = False

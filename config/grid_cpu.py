@@ -14,7 +14,7 @@ batch_size = 8
 block_size = 32
 gradient_accumulation_steps = 1
 max_iters = 150
-learning_rate = 3e-3  # small networks bear a high one
+learning_rate = 3e-3  # small networks take a high one
 warmup_iters = 15
 beta2 = 0.99
 

@@ -22,10 +22,10 @@ _vocab = _data.vocab_size if _data else 1024
 batch_size = 8
 block_size = max(1, min(256, _shortest - 1))
 gradient_accumulation_steps = 1
-learning_rate = 6e-3  # the same at each width, as Muon's updates are
+learning_rate = 6e-3  # the same at each width, because Muon's updates are
 _step = max(1, total_batch_size or batch_size * block_size * gradient_accumulation_steps)  # tokens
 
-if not is_resumed(out_dir, init_from):  # it has the size that it began with
+if not is_resumed(out_dir, init_from):  # a resumed run keeps its size
     # A small GPU computes about 2e13 FLOPs a second. A core is measured; the head, the optimizer
     # and evaluations take a fifth of its time. Training takes 6 FLOPs for each parameter and token.
     # With 3 tokens a parameter that makes 18 · parameters²
@@ -33,7 +33,7 @@ if not is_resumed(out_dir, init_from):  # it has the size that it began with
     _flops_per_s = 2e13 if _on_gpu else 0.8 * core_speed(dtype) * torch.get_num_threads()
     _flops = _flops_per_s * (60 * max(0, minutes) or 600)
     _trained = 3 * math.sqrt(_flops / 18)  # tokens
-    # Of a text read 8 times there is little left to learn: then the time is for a larger model
+    # A text that was read 8 times has little left to learn: then a larger model uses the time
     _trained = min(_trained, max(8 * _epoch, 400 * _step))
     _parameters = min(_flops / (6 * _trained), 2e7)
 

@@ -27,10 +27,10 @@ gradient_accumulation_steps = 1
 max_iters = 460
 
 optimizer = 'normuon'
-learning_rate = 9e-3  # small networks bear a high one
+learning_rate = 9e-3  # small networks take a high one
 lr_scales = 'embedding:8,head:2,vector:4'
 min_lr = learning_rate / 5
-average_decay = 0.98  # of the weights: what falls no further by the rate falls by the average
+average_decay = 0.98  # an average of the weights has a lower loss at this rate
 lr_schedule = 'linear'
 warmup_iters = 20
 momentum = 0.9

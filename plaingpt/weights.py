@@ -23,8 +23,8 @@ def check_fields(shape):
 
 
 def copy_rows(tensor, start, source):
-    """Copy the rows of `source`, of which source[a:b] reads some, to those of a tensor from `start`
-    on. Of a sharded tensor only what this process has is read."""
+    """Copy the rows of `source` to those of a tensor from `start` on. source[a:b] reads only some
+    rows: for a sharded tensor only those that this process has."""
     shape = source.get_shape() if hasattr(source, 'get_shape') else source.shape
     if not shape:
         tensor.copy_(source[...])

@@ -12,12 +12,12 @@ from plaingpt.system.distributed import all_gather, gloo_group
 from plaingpt.system.errors import UserError
 from plaingpt.training.schedules import get_lr
 
-ROUND_TRIP = 0.95  # of the ids of a text that are those it was decoded from; the rest are cut
-LOOKED_AT = 16  # sequences whose text is
+ROUND_TRIP = 0.95  # of the ids must come back; those that are cut at the ends may not
+LOOKED_AT = 16  # sequences whose text is encoded again
 GONE = 1e-3  # of the highest learning rate: too little to learn with
 REST = 0.1  # of a run
-LOOKS = 100  # at the learning rate of a run
-EPOCH_LOOKS = 2**12  # at the sequences of an epoch
+LOOKS = 100  # points of a run at which its learning rate is read
+EPOCH_LOOKS = 2**12  # sequences of an epoch that are looked at
 
 
 def batches_are_of_the_files(run):
@@ -83,7 +83,7 @@ def epoch_reads_all(run):
 
 
 def epoch_reads_part(loader):
-    """Of a long epoch, so many of its sequences stand for all."""
+    """Of a long epoch, EPOCH_LOOKS sequences are looked at."""
     n, T = loader.sequences_per_epoch, loader.block_size
     tokens = len(loader.stream) - loader.tokens_left_out
     ids = np.unique(np.linspace(0, n - 1, min(n, EPOCH_LOOKS)).astype(np.int64))

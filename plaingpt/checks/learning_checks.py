@@ -27,7 +27,7 @@ from plaingpt.training.optimizers import build_optimizer
 from plaingpt.training.step_guard import StepGuard
 
 EVALUATED = 3  # sequences of the validation split
-# Nats that a new model's loss may be away from ln(vocab), and so much more for each channel: the
+# Nats by which a new model's loss may miss ln(vocab), and how many more for each channel: the
 # logits of GPT-2's initialisation have a variance of 0.02² · channels, and half of that adds to the
 # loss. "Verify loss at init": Karpathy 2019, A Recipe for Training Neural Networks
 INITIAL_LOSS, INITIAL_LOSS_PER_CHANNEL = 0.3, 0.0004
@@ -67,7 +67,7 @@ def weights_are_optimized(run):
 
 
 def checkpoints_fit(run):
-    """A checkpoint keeps the parameters; who loads it makes a GPT of the same config."""
+    """A checkpoint keeps the parameters. To load it, a GPT of the same config is made."""
     with torch.device('meta'):
         loaded = GPT(run.model.config)
     held, wanted = ({name: tuple(p.shape) for name, p in model.named_parameters()}
@@ -91,14 +91,14 @@ def evaluate(run, tokens):
 
 
 def loss_is_usual(run):
-    """Of a few short sequences of the validation split."""
+    """The loss of a few short sequences of the validation split."""
     stream, shape = run.val_data.stream, run.model.config
     length = 1 + min(short(run.model), len(stream) - 1)
     starts = np.linspace(0, len(stream) - length, EVALUATED).astype(np.int64)
     tokens = torch.from_numpy(stream.sequences(starts, length)).to(run.device)
     loss, expected = evaluate(run, tokens), math.log(shape.vocab_size)
     tolerance = INITIAL_LOSS + INITIAL_LOSS_PER_CHANNEL * shape.n_embd
-    repeats = float((tokens[:, 1:] == tokens[:, :-1]).float().mean())  # a tied head foresees them
+    repeats = float((tokens[:, 1:] == tokens[:, :-1]).float().mean())  # a tied head predicts them
     lowest = -tolerance - INITIAL_STD * shape.n_embd * repeats
     is_usual = lowest <= loss - expected <= tolerance
     if not (is_usual if run.start.from_scratch else math.isfinite(loss)):
@@ -120,11 +120,11 @@ def evaluation_repeats(run):
 
 
 def loss_is_of_the_logits(run):
-    """The evaluated loss beside the cross-entropy of what the model is sampled with."""
+    """Compare the evaluated loss with the cross-entropy of the logits that sampling uses."""
     tokens = random_tokens(run.model, 2, short(run.model) + 1)
     loss, idx, targets = evaluate(run, tokens), tokens[:, :-1], tokens[:, 1:]
     one = torch.full_like(targets, -1)
-    one[0, -1] = targets[0, -1]  # alone, it tells whether targets are shifted once more
+    one[0, -1] = targets[0, -1]  # one target alone shows whether targets are shifted once more
     model = run.model.eval()
     with run.context, torch.no_grad():
         logits = model.logits(model.hidden(idx)).float()  # (B, T, V)
@@ -156,7 +156,7 @@ def every_weight_learns(run):
     if broken:
         return f'the gradient of {listed(broken)} is not finite'
     if not all(g.any() for g in found.values()):
-        # Few tokens may not reach each expert of a mixture: a whole batch.
+        # A few tokens may not reach each expert of a mixture, so take a whole batch.
         found = gradients_of(run.model, random_tokens(
             run.model, run.config.batch_size, run.config.block_size + 1))
     silent = [name for name, g in found.items() if not g.any()]
@@ -165,8 +165,8 @@ def every_weight_learns(run):
 
 
 def gradient_is_true(run):
-    """A central difference: along the gradient the loss must fall as it predicts. Half of the fall
-    is predicted by the weights of the first block, which all later ones pass gradients on to."""
+    """Step along the gradient: the loss must fall as far as the gradient predicts (a central
+    difference). Half of the fall comes from the first block, whose gradient passes all others."""
     model, tokens = run.model, random_tokens(run.model, 2, short(run.model) + 1)
     gradients = gradients_of(model, tokens)
     lengths = {}  # of a step along each gradient that lowers the loss by 1, as predicted
@@ -200,7 +200,7 @@ def gradient_is_true(run):
 
 
 def step_follows_the_gradient(run, forward_backward, update):
-    """The step of the training loop, of two micro-batches, beside a plain one."""
+    """Compare a step of the training loop, of two micro-batches, with a plain one."""
     model = run.model.train()
     idx = random_tokens(model, 4).view(2, 2, -1)
     weights = dict(model.named_parameters())
@@ -230,7 +230,7 @@ def step_follows_the_gradient(run, forward_backward, update):
 
 
 def checkpoints_come_back(run):
-    """Training for a step, saved and loaded."""
+    """Train a step, save it and load it: all must be the same."""
     model, optimizer = run.model.train(), run.optimizer
     idx = random_tokens(model, 2)
     optimizer.zero_grad()

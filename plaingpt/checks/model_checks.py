@@ -74,8 +74,8 @@ def largest_change(a, b):
 
 
 def effect(run, idx, changed, seen):
-    """Other tokens in idx (B, T) → by how much that changes what the head reads elsewhere. changed,
-    seen: what to index (B, T) with. Both times the same dropout is drawn."""
+    """Change tokens of idx (B, T) → by how much that changes what the head reads elsewhere.
+    changed, seen: indices into (B, T). Dropout is the same before and after."""
     other = idx.clone()
     other[changed] = others(idx[changed], run.model)
     run.model.train()
@@ -100,8 +100,8 @@ def reads_ahead(run):
 
 
 def reads_targets(model):
-    """The gradient of those rows of the head that are of other tokens is the same for any targets.
-    It tells what the head has read where forward() gives no logits beside the loss."""
+    """Rows of the head that belong to no target have the same gradient for any targets. Gradients
+    tell what the head has read, also where forward() returns no logits beside the loss."""
     last = model.config.vocab_size - 1
     idx = random_tokens(model, 2) % (last // 2 + 1)
     for training in (True, False):
@@ -118,7 +118,7 @@ def reads_targets(model):
 
 
 def check_future(model, context):
-    """Raise UserError where such a network as is to be scored sees later tokens."""
+    """Raise UserError where a network like the one to be scored sees later tokens."""
     device = model.lm_head.weight.device
     with torch.random.fork_rng([device] if device.type == 'cuda' else []):
         small = small_model(replace(model.config, block_size=short(model))).to(device)
@@ -135,7 +135,7 @@ def past_is_seen(run):
 
 
 def texts_are_apart(run):
-    """As many sequences as a batch has: something may depend on their number."""
+    """With as many sequences as a batch has, in case something depends on their number."""
     idx = random_tokens(run.model, max(2, run.config.batch_size))
     if effect(run, idx, np.s_[::2], np.s_[1::2]) > SAME:
         return 'what a sequence says changes with another sequence of the batch: a view, ' \
@@ -148,8 +148,8 @@ def texts_are_apart(run):
 
 
 def order_matters(run):
-    """Turn the first half of sequences around: the second must tell. The first block is looked at
-    alone: in later blocks the causal mask gives away a little of the order."""
+    """Reverse the first half of sequences: the second half must change. Only the first block is
+    checked, because in later blocks the causal mask reveals a little of the order."""
     model, idx = run.model, random_tokens(run.model, 2)
     t = idx.size(1) // 2
     turned = torch.cat((idx[:, :t].flip(1), idx[:, t:]), dim=1)

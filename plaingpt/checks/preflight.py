@@ -47,11 +47,11 @@ INSIDE = {  # of the code, by a small network that has the run's flags
 LATER = {'the future is hidden'}  # also of a run that continues or evaluates
 
 
-@exact_matmul()  # TF32 rounds more than many a mistake changes
+@exact_matmul()  # the rounding of TF32 would hide mistakes
 def preflight(run, forward_backward, update):
     """Check a run that is about to begin, on all processes, and say what came of it in a line; with
-    check=True a line for each check. The run is left as it was. Of one that continues, or that
-    only evaluates, it is checked that the future is hidden.
+    check=True a line for each check. The run is left as it was. Where a run continues or only
+    evaluates, the one check is that the future is hidden.
 
     run: train.Run; the two functions make its steps: train.py's
     Raises UserError with a line for each check that fails, unless check=warn."""

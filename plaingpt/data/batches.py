@@ -62,7 +62,7 @@ class BatchLoader:
     stream: the tokens of the split (token_files.TokenStream)
     micro_steps: micro-batches that this process takes per step (each of batch_size sequences)
     rank, world_size: which share of a step's sequences is this process's own
-    only_first: train on the sequences of the first so many steps again and again; 0 for all
+    only_first: train only on the sequences of this many first steps, again and again; 0: on all
     Raises UserError where the split is shorter than a sequence.
     """
 
@@ -107,7 +107,7 @@ class BatchLoader:
         return self.sequences_before(step) * self.block_size
 
     def resume_at(self, step, sequences):
-        """Let `step` begin after `sequences`, whatever step size the earlier steps had."""
+        """Let `step` begin after `sequences`, also where earlier steps had another size."""
         self.shift += sequences - self.sequences_before(step)
 
     def sequence_ids(self, step, micro):
@@ -189,8 +189,8 @@ class BatchLoader:
                 for i in range(0, math.ceil(n / self.world_size), self.batch_size)]
 
     def eval_starts(self, places, n):
-        """The token where each of `places` in range(n) begins, of n sequences that are spread over
-        the split. They repeat where n is more than there are."""
+        """n sequences are spread over the split → the token where each of `places` in range(n) is.
+        They repeat if there are fewer than n."""
         return places * self.num_eval_sequences // n * self.block_size
 
     def mean_target(self, values, n):
@@ -208,7 +208,7 @@ class BatchLoader:
         that a compiled model is compiled once."""
         idx, targets = self._on_host(np.resize(starts, self.batch_size))
         if len(starts) < self.batch_size:
-            targets = targets.clone()  # of one sequence they are in one memory with idx
+            targets = targets.clone()  # with one sequence they share memory with idx
             targets[len(starts):] = -1
         return self._on_device((idx, targets))
 

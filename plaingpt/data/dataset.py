@@ -39,7 +39,7 @@ class Dataset:
 
     @property
     def parts(self):
-        """The corpora that are trained on, of a mixture several: [Part]"""
+        """[Part]: the corpora that are trained on. A mixture has several."""
         return [Part('', self)]
 
     def mean(self, values):
@@ -48,7 +48,7 @@ class Dataset:
                    for part, value in zip(self.parts, values, strict=True))
 
     def epochs(self, tokens):
-        """How often each part is read by a run of so many tokens → {name: epochs}"""
+        """How often a run of `tokens` tokens reads each part → {name: epochs}"""
         return {part.name: part.weight * tokens / len(part.dataset.split('train'))
                 for part in self.parts}
 
@@ -64,7 +64,7 @@ class Dataset:
         return self.meta.get('splits', {}).get(split, {})
 
     def has_mask(self):
-        """Whether it holds conversations, of whose tokens only some count in the loss."""
+        """Whether it holds conversations, where only some tokens count in the loss."""
         return 'learned' in self.split_entry('train')
 
     def held_out(self):
@@ -78,7 +78,7 @@ class Dataset:
     def bytes_per_token(self, split):
         """UTF-8 bytes of text per token, or None where meta.json does not say."""
         entry = self.split_entry(split)
-        known = entry.get('bytes') and not self.has_mask()  # it does not say those of the assistant
+        known = entry.get('bytes') and not self.has_mask()  # not those of the assistant
         return entry['bytes'] / entry['tokens'] if known else None
 
     def token_bytes(self, split):
@@ -88,8 +88,8 @@ class Dataset:
         return tokenizers.token_bytes(self.tokenizer()) if known else None
 
     def identity(self, split):
-        """What the tokens of a split are, wherever they lie: the checksums of its files, sampled
-        ones where meta.json has none."""
+        """What identifies the tokens of a split in any folder: the checksums of its files, or of
+        parts of them where meta.json has none."""
         files, masks = self._open(split)
         return [file.sha256 or file.sampled_sha256() for file in [*files, *masks]]
 
@@ -99,7 +99,7 @@ class Dataset:
         return saved in (self.identity(split), os.path.abspath(self.folder))
 
     def state(self):
-        """What a checkpoint keeps of the data, so that a run goes on with the same."""
+        """What a checkpoint keeps of the data, so that a resumed run has the same."""
         return {'tokenizer': self.tokenizer_json(), 'data': self.identity('train')}
 
     def split(self, name, in_ram=False):

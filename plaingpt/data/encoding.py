@@ -41,7 +41,7 @@ def write_tokens(source, tokenizer, folder, command, progress, shares, *, shard_
                  max_tokens=0, dedup=False, chat=False):
     """Encode `source` into shards and meta.json in `folder`. Raises UserError.
 
-    command: all that decides the content, as meta.json has it
+    command: everything that decides the content, as meta.json has it
     progress: of shards.read_progress, from where it goes on; shares: splitting.Shares
     max_tokens: to train on, 0 for all; chat: its texts are conversations as JSON
     """
@@ -120,7 +120,7 @@ def utf8_bytes(text):
 
 def encode_batch(tokenizer, encode, end_of_text, dtype, batch, room=math.inf):
     """TextBatch → {split: Encoded}, with `end_of_text` before each document unless it is None.
-    room: so many tokens to train on at most; the document that reaches it is cut"""
+    room: tokens to train on, at most; the document that reaches it is cut"""
     ids = {split: [] for split in SPLITS}
     documents, sizes = dict.fromkeys(SPLITS, 0), dict.fromkeys(SPLITS, 0)
     for split, text, new_document in batch.pieces:

@@ -14,7 +14,7 @@ from plaingpt.data.tokenizers import BytePairTokenizer
 from plaingpt.system.errors import UserError
 from plaingpt.system.formatting import join_halves
 
-RENEWAL_BYTES = 2**25  # then it starts anew, since it remembers each word that it has met
+RENEWAL_BYTES = 2**25  # then it starts anew, because it remembers every word
 CHECKED_BYTES = 2**20  # first, and one in a hundred later, are compared
 # gigatoken knows the letters and digits of Unicode 17, tiktoken 0.14 those of 16. All that are new,
 # and few that are common, are in these ranges: tiktoken encodes texts that hold them.

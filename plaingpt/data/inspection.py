@@ -230,4 +230,4 @@ def show_conversation(stream, place, tokenizer):
     text = printable(''.join(parts))
     for name in {tokenizer.decode([i]) for i in tokenizer.roles.values()}:
         text = text.replace(name, f'\n    {name}')  # a message a line
-    print(text + '…' * (stop < end))
+    print(f'{text}…' if stop < end else text)

@@ -20,8 +20,8 @@ from plaingpt.system.errors import UserError
 class Marks(NamedTuple):
     """The ids by which the parts of conversations are found."""
 
-    bos: int  # opens each
-    end: int  # of a turn
+    bos: int  # opens each conversation
+    end: int  # ends a turn
     user: list  # opens a turn of the user
     answer: list  # after which the assistant writes
     keeps_bos: bool = True  # whether bos is read where nothing stands before it
@@ -33,7 +33,7 @@ class Marks(NamedTuple):
 
     @classmethod
     def of(cls, tokenizer):
-        """Those of a ChatTokenizer."""
+        """The marks of a ChatTokenizer."""
         return cls(tokenizer.conversation, tokenizer.end_of_turn, tokenizer.user_ids,
                    tokenizer.answer_ids, tokenizer.keeps_bos)
 
@@ -185,8 +185,8 @@ def places_of(wanted, ids):
 
 
 def cut(stream, starts, length):
-    """Cut conversations that are longer than `length` tokens into pieces, in whose length a BOS
-    token counts that a later piece gets in front.
+    """Cut conversations that are longer than `length` tokens into pieces. Each piece after the
+    first gets a BOS token in front, which counts in its length.
 
     starts: the first token of each conversation
     → (first token of each piece, number of tokens, whether a BOS token comes in front)
@@ -220,11 +220,11 @@ def mask_sums(stream, places):
 
 
 def best_fit(sizes, room, most):
-    """Sizes of pieces, none above `room` → the sequence that each goes into, at most `most` into
-    one: the longest first, each where the least room is left over."""
+    """Sizes of pieces, none above `room` → the sequence that each goes into. The longest is first.
+    Each goes where it leaves the least room, and a sequence takes at most `most` pieces."""
     rows = np.empty(len(sizes), np.int64)
-    by_room = [[] for _ in range(room + 1)]  # sequences that have so much room left
-    some = 0  # bit n is set where there is one that has n
+    by_room = [[] for _ in range(room + 1)]  # sequences by the room that is left
+    some = 0  # bit n is set if a sequence has room n left
     pieces = []  # of each sequence
     for i in np.argsort(-sizes, kind='stable').tolist():
         size = int(sizes[i])

@@ -116,7 +116,7 @@ def link_datatrove(shards, tokenizer, folder, command, val_fraction):
 
 def cut_shards(shards, val_fraction):
     """Yield (split, path, bytes of an id, first token, end): the last documents of each shard are
-    for validation, so many that all shards up to it together have their share."""
+    for validation, as many as keep the share of all shards up to it."""
     documents = 0
     for path, ends, width in shards:
         before, documents = documents, documents + len(ends)

@@ -18,7 +18,7 @@ from plaingpt.system.errors import UserError, needs
 from plaingpt.system.formatting import one_line, shown
 
 ROWS = {'.jsonl': 'jsonl', '.ndjson': 'jsonl', '.json': 'json', '.csv': 'csv', '.tsv': 'csv',
-        '.parquet': 'parquet'}  # ending → type; all others are text
+        '.parquet': 'parquet'}  # ending → type; all other files are text
 TEXT_FIELDS = ('text', 'content')  # where no field is named, the first of these that a row has
 BLOCK_CHARS = 2**20  # that are read at a time
 PIECE_CHARS = 2**18  # a longer document comes in pieces
@@ -84,7 +84,7 @@ CUT = re.compile(r'(?s:.*\S)(?=[ \n])')
 
 
 def place_to_cut(text, start, characters):
-    """Where to cut a text at most so many characters after `start`, at white space if possible."""
+    """Where to cut a text, at most `characters` after `start`, at white space if possible."""
     if len(text) - start <= characters:
         return len(text)
     cut = CUT.match(text, start, start + characters + 1)
@@ -149,7 +149,7 @@ DOCUMENT_FORMS = {'file': whole_file, 'line': each_line, 'paragraph': paragraphs
 
 def iter_rows(file, field='', errors='strict', encoding='utf-8'):
     """Yield ('FILE, line N' or 'FILE, row N', row) of an open file of rows, each a JSON value or a
-    dict of columns. field: that which is wanted; only its column of Parquet is read. UserError."""
+    dict of columns. field: the wanted one; of Parquet only its column is read. UserError."""
     kind, name = file_type(Path(file.name)), shown(file.name)
     if kind == 'parquet':
         yield from parquet_rows(file, name, field)
@@ -165,7 +165,7 @@ def iter_rows(file, field='', errors='strict', encoding='utf-8'):
 
 
 def read_jsonl(path):
-    """The same of the lines of a file, whatever its name."""
+    """The same for a file of JSON lines with any name."""
     with open(path, 'rb') as file, open_text(file) as text:
         yield from json_lines(text, shown(path))
 

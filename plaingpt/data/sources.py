@@ -48,7 +48,7 @@ def open_source(corpus, config, errors, folder):
         splits = {'train': config.split} if config.split else corpus.splits
         own = {'val': config.val_split, 'test': config.test_split}
         splits = {**splits, **{split: theirs for split, theirs in own.items() if theirs}}
-        if config.max_tokens:  # when there are so many to train on, nothing else is left to read
+        if config.max_tokens:  # train comes last: reading ends when it is full
             splits = dict(sorted(splits.items(), key=lambda item: item[0] == 'train'))
         where = config.input or config.path or corpus.hub
         return HubDataset(where, config.subset or corpus.subset, splits, text_field, form)

@@ -53,15 +53,15 @@ def split_by_hash(pieces, shares):
     """Pieces → (split, text, new_document). A hash of a document's first piece decides its split,
     so a document keeps its split when others are added or removed. The validation share is at the
     low end of the hash's range and the test share at the high end, so that neither changes the
-    other. Of a long document, which comes in several pieces, each split gets its share: the hashes
-    of the other pieces follow that of the first in steps of the golden ratio."""
+    other. A long document comes in several pieces, and each split gets its share of them: their
+    hashes follow that of the first in steps of the golden ratio."""
     val_end = math.ceil(shares.val * 2**64)
     test_start = math.ceil((1 - shares.test) * 2**64)
     split, held_out = None, 0
     for text, new_document, own_split in pieces:
         if new_document:
-            # Text that differs in white space at its end only, as by a last line break, is on one
-            # side. Most files end with one line break: so they hash as they are.
+            # Texts that differ only in white space at the end get the same split. Most files end
+            # with one line break, and hash as they are.
             place = int.from_bytes(hash_of(text.rstrip() + '\n'), 'big')
         else:
             place = (place + GOLDEN) % 2**64
@@ -106,9 +106,9 @@ def hash_of(text, errors='replace'):
 
 
 class Duplicates:
-    """Leaves out documents that equal an earlier one but for white space, by hashes of 64 bits:
-    among a billion documents, chance takes one for a copy in one corpus of 37. A million documents
-    take about 100 MB of memory."""
+    """Leaves out documents that equal an earlier one but for white space, by hashes of 64 bits.
+    With a billion documents, one in 37 corpora loses a document by chance. A million documents take
+    about 100 MB of memory."""
 
     def __init__(self):
         self.seen, self.dropped = set(), 0

@@ -30,10 +30,10 @@ class TokenFile:
     path: Path
     dtype: np.dtype
     file: FileIO
-    first_byte: int  # where the bytes begin of which `sha256` is
+    first_byte: int  # where the bytes begin that `sha256` covers
     offset: int  # where the tokens begin
     tokens: int
-    sha256: str = ''  # that meta.json has
+    sha256: str = ''  # from meta.json
     lock: object = field(default_factory=threading.Lock, repr=False)  # a file has one place
 
     def __post_init__(self):

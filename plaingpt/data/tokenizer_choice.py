@@ -19,7 +19,7 @@ from plaingpt.system.files import is_hub_name, read_json
 from plaingpt.system.formatting import short
 
 BPE_VOCAB_SIZE = 8192  # of plain 'bpe'
-BPE_SAMPLE_CHARS = 50_000_000  # a bpe tokenizer is trained on about so much text at most
+BPE_SAMPLE_CHARS = 50_000_000  # a bpe tokenizer is trained on about this much text at most
 BLOCK_CHARS = 4096  # of a sample
 
 
@@ -64,7 +64,7 @@ def is_dataset(name):
 
 
 def checksum(tokenizer):
-    """SHA-256 of all that a tokenizer is."""
+    """SHA-256 of a tokenizer's JSON."""
     return hashlib.sha256(json.dumps(tokenizer.to_json()).encode()).hexdigest()
 
 
@@ -95,7 +95,7 @@ def learn_tokenizer(name, source):
 
 
 def choose_vocab_size(size):
-    """The vocabulary of a BPE for so many bytes of text: 2,048 for 1 MB, twice as many for ten
+    """The vocabulary of a BPE for a text of `size` bytes: 2,048 for 1 MB, twice as many for ten
     times the text. docs/data.md has what others give."""
     exponent = 11 + math.log10(max(size, 1) / 1e6)
     return 2 ** min(max(round(exponent), 9), 15)
@@ -144,9 +144,9 @@ def count_characters(source):
 
 
 def sample(source, characters):
-    """Yield texts of about so many characters, spread evenly over files, in whatever order they
-    are; all of them where there are no more. Of a dataset of the hub, which is too large to be read
-    whole, the first ones."""
+    """Yield texts of about `characters` in all, spread evenly over files in any order, or all texts
+    if there are fewer. A dataset of the hub is too large to be read whole: it gives its first
+    texts."""
     if source.unit != 'B':
         for text in read_texts(source, 'learning from its beginning'):
             yield text

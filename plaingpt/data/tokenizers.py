@@ -24,7 +24,7 @@ class UnknownCharacter(UserError):
 
 
 class Tokenizer:
-    """What all tokenizers have that do not say otherwise."""
+    """What most tokenizers have in common."""
 
     def decode(self, ids):
         """Bytes that are no UTF-8, as of a character cut in half, become U+FFFD."""
@@ -92,7 +92,7 @@ class ByteTokenizer(Tokenizer):
 
 
 class IdsTokenizer(Tokenizer):
-    """Someone's own ids, of which only their number is known: their text is a list of them."""
+    """Someone's own ids. Only their number is known, so their text is a list of ids."""
 
     end_of_text = None
 
@@ -237,8 +237,8 @@ def token_bytes(tokenizer):
 
 
 def words_of(description):
-    """What of the JSON of a tokenizer decides the ids of text; one of others has files beside. None
-    for None."""
+    """The part of a tokenizer's JSON that decides the ids of text, without other files. None for
+    None."""
     if description is None:
         return None
     base = description.get('base', description)

@@ -133,7 +133,7 @@ def run_tasks(lm, tasks, limit=0):
     all. Random numbers of the process stay as they are."""
     from lm_eval.evaluator import evaluate
 
-    # It prints, and a pool of processes would copy this one with all that it has open.
+    # evaluate() prints, and its pool of processes would copy this process with its open files.
     with redirect_stdout(io.StringIO()), mock.patch.dict(os.environ, DISABLE_MULTIPROC='1'):
         found = evaluate(lm, tasks, limit=limit or None, log_samples=False, bootstrap_iters=1000)
     results = {}

@@ -21,7 +21,7 @@ class PlainGPT(PreTrainedModel, GenerationMixin):
     def __init__(self, config):
         super().__init__(config)
         dtype = torch.get_default_dtype()
-        torch.set_default_dtype(torch.float32)  # of the angles of positions, whatever the weights'
+        torch.set_default_dtype(torch.float32)  # for the angles of positions
         with torch.device('cpu'):
             self.gpt = GPT(GPTConfig(**config.gpt))
         torch.set_default_dtype(dtype)

@@ -26,9 +26,9 @@ class Sampling:
     max_new_tokens: Annotated[int, 'at least 1'] = 500  # most tokens in each sample
     temperature: Annotated[float, 'at least 0'] = 0.8  # below 1 safer, above 1 wilder, 0 likeliest
     top_k: Natural = 200  # choose among this many of the likeliest tokens; 0 for all
-    top_p: Annotated[float, 'above 0 and at most 1'] = 1.0  # among the fewest of this probability
+    top_p: Annotated[float, 'above 0 and at most 1'] = 1.0  # the likeliest that add up to this
     min_p: Share = 0.0  # choose among tokens at least this share as probable as the likeliest
-    repetition_penalty: Annotated[float, 'above 0'] = 1.0  # above 1: tokens so far are less likely
+    repetition_penalty: Annotated[float, 'above 0'] = 1.0  # above 1: earlier tokens are less likely
     end_of_text: bool = True  # end where the model ends a document
     seed: Natural = 1337  # of the random numbers; the same seed gives the same text
 

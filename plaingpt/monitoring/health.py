@@ -87,10 +87,10 @@ def largest_logit(query, *args, **kwargs):
 
 
 class Health:
-    """Measures `model` (neither compiled nor wrapped) at iteration 1 and every `interval`; of a
-    sharded one all processes measure.
+    """Measures `model` (neither compiled nor wrapped) at iteration 1 and every `interval`. If it is
+    sharded, all processes measure.
 
-    loader: of validation sequences, the first of which are used; interval=0: never
+    loader: of the validation split, whose first sequences are read; interval=0: never
     """
 
     def __init__(self, model, interval, loader, context):

@@ -37,7 +37,7 @@ class Stack(NamedTuple):
         return max(a - self.start, 0), max(b - a, 0)
 
     def cut(self, local):
-        """From this process's rows of something like the parameter, those of the stack."""
+        """This process's rows of a tensor as large as the parameter → those of the stack."""
         if self.rows == len(self.parameter):
             return local
         first = self.start - local_rows(self.parameter)[1]
@@ -45,7 +45,7 @@ class Stack(NamedTuple):
 
 
 def stacks_of(p, parts):
-    """parts: how many rows each matrix has that stands in the parameter `p`, from the top"""
+    """parts: the rows of each matrix in the parameter `p`, from the top → its Stacks"""
     found, start = [], 0
     for rows, alike in groupby(parts):
         n = len(list(alike))
@@ -76,8 +76,8 @@ def by_shape(held, processes):
 def owners_of(stacks, size):
     """((shape, how many matrices of it), …) → the process of `size` that owns each.
 
-    The longest work is given away first, each to the process that has least of this shape, of those
-    to the one that has least to do. An all-gather takes as much as the largest share from each."""
+    The longest work is given away first, to the process with the fewest matrices of this shape,
+    among equals to the one with the least work. An all-gather pads each to the largest share."""
     owners, todo, of_shape = [0] * len(stacks), [0] * size, defaultdict(lambda: [0] * size)
     for i, (shape, n) in sorted(enumerate(stacks), reverse=True,
                                 key=lambda item: (work(item[1][0]), item[1])):
@@ -89,7 +89,7 @@ def owners_of(stacks, size):
 
 
 def work(shape):
-    """Of a Newton-Schulz iteration, in multiplications: of xxᵀ, of its square and of x with it."""
+    """Multiplications in a Newton-Schulz iteration: for xxᵀ, for its square, and for x times it."""
     small, large = sorted(shape)
     return 2 * small**2 * large + small**3
 
@@ -118,14 +118,14 @@ class Matrices:
         return rows.to(dtype).view(-1, *self.shape)
 
     def from_owners(self, results):
-        """What each process found for its own, (k, R, C) → that for all, (n, R, C)."""
+        """Each process's results for its matrices, (k, R, C) → those for all, (n, R, C)."""
         if self.size == 1:
             return results
         turned = self.shape[0] > self.shape[1]  # in memory they are (k, C, R)
         mine = (results.mT if turned else results).contiguous()
         counts = [sum(stack.n for stack, owner in zip(self.stacks, self.owners, strict=True)
                       if owner == rank) for rank in range(self.size)]
-        most = max(counts)  # an all-gather takes as much of each
+        most = max(counts)  # an all-gather takes the same size from each
         padded = mine.new_zeros(most, *mine.shape[1:])
         padded[:len(mine)] = mine
         found = mine.new_empty(self.size * most, *mine.shape[1:])
@@ -135,7 +135,7 @@ class Matrices:
         return found.mT if turned else found
 
     def lengths(self, updates):
-        """As from_owners gives them → the Frobenius norm of each matrix, to divide it by."""
+        """What from_owners returned → the Frobenius norm of each matrix, shaped to divide by."""
         return updates.norm(dim=(-2, -1), keepdim=True)
 
 
@@ -148,13 +148,13 @@ class ShardedMatrices(Matrices):
         return transposed(rows, self.blocks).view(-1, *self.shape)
 
     def from_owners(self, results):
-        """What each process found for its own, (k, R, C) → the local rows of all, (rows, C)."""
+        """Each process's results for its matrices, (k, R, C) → the local rows of all, (rows, C)."""
         rows = results.contiguous().view(-1, self.shape[1])
         rows = transposed(rows, zip(*self.blocks, strict=True))
         return self.exchange(rows, self.received, self.sent)
 
     def lengths(self, rows):
-        """As Matrices', (rows, 1). The processes add up what their rows have of each matrix."""
+        """The same, (rows, 1). The processes add up the squares of their rows of each matrix."""
         places, first = [], 0  # of the local rows among those of all stacks
         for stack in self.stacks:
             start, count = stack.held(self.rank, self.size)
@@ -175,12 +175,12 @@ class ShardedMatrices(Matrices):
 
     @cached_property
     def received(self):
-        """How many rows each process holds of what is owned here."""
+        """How many rows each process holds of the matrices that are owned here."""
         return [sum(counts) for counts in self.blocks]
 
     @cached_property
     def sent(self):
-        """How many rows are held here of what each process owns."""
+        """How many rows are held here of the matrices that each process owns."""
         counts = [0] * self.size
         for stack, owner in zip(self.stacks, self.owners, strict=True):
             counts[owner] += stack.held(self.rank, self.size)[1]

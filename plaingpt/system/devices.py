@@ -112,7 +112,7 @@ def prepare_device(device):
 
 @contextmanager
 def exact_matmul():
-    """A context in which float32 matmuls round as float32, whatever prepare_device allowed."""
+    """A context in which float32 matmuls are exact, even if prepare_device allowed TF32."""
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision('highest')
     try:
@@ -135,7 +135,7 @@ def synchronize(device):
 
 
 def device_memory(device):
-    """As `machine_memory`, of a GPU where `device` is one."""
+    """Like `machine_memory`, but of the GPU if `device` is one."""
     if device.type == 'cuda':
         free, total = torch.cuda.mem_get_info(device)
         return total, free
@@ -213,7 +213,7 @@ GPUS = {
     '3090': GPU(71e12, 24),
     'V100 PCIe': GPU(112e12, 16),
     'V100': GPU(125e12, 16),
-    'T4': GPU(65e12, 15),  # 16, of which error correction takes one
+    'T4': GPU(65e12, 15),  # 16, and error correction takes one
 }
 
 

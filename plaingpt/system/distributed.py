@@ -141,7 +141,7 @@ def check_shared(folder, world, group):
 
 
 # -----------------------------------------------------------------------------
-# tensors of which each process has some rows (DTensors, of FSDP2); all else is whole everywhere
+# sharded tensors (DTensors, of FSDP2): each process has some rows; other tensors are whole
 
 
 def is_sharded(tensor):
@@ -149,7 +149,7 @@ def is_sharded(tensor):
 
 
 def full_tensor(tensor):
-    """All of a tensor. Where it is sharded, all processes must ask."""
+    """The whole tensor. If it is sharded, all processes must call this."""
     return tensor.full_tensor() if is_sharded(tensor) else tensor
 
 
@@ -181,12 +181,12 @@ def all_reduce_norms(norms, mesh):
 
 
 class Stopped(Exception):
-    """Work was left because the run is to stop."""
+    """The run stops, and work was left undone."""
 
 
 class StopRequest:
-    """Turns SIGTERM, SIGHUP, SIGINT and SIGUSR1 into a wish to stop, which all processes learn of
-    at the same point. A second SIGINT leaves at once. What is ignored (nohup) stays ignored."""
+    """Turns SIGTERM, SIGHUP, SIGINT and SIGUSR1 into a request to stop, which all processes see at
+    the same point. A second SIGINT exits at once. Signals that are ignored (nohup) stay ignored."""
 
     SIGNALS = tuple(getattr(signal, name) for name in ('SIGTERM', 'SIGHUP', 'SIGINT', 'SIGUSR1')
                     if hasattr(signal, name))
@@ -194,7 +194,7 @@ class StopRequest:
 
     def __init__(self):
         self.group = gloo_group()
-        self.signal = None  # that this process received
+        self.signal = None  # the one that this process received
         self.received_at = 0.0
         self.agreed = None  # the name of the one that all know of
         self.asked = None  # at the last step: what to wait for, and where the answer will be
@@ -236,7 +236,7 @@ class StopRequest:
         return self.agreed
 
     def signal_at_step(self):
-        """As agreed_signal, for each step of training. Several processes answer at the next step,
+        """Like agreed_signal, once a step. With several processes the answer comes a step later,
         so that none waits for the others."""
         if self.group is None or self.agreed:
             return self.agreed_signal()
@@ -250,6 +250,6 @@ class StopRequest:
             yield
 
     def raise_if_stopped(self):
-        """Raise Stopped where a stop is wanted, on all processes alike."""
+        """Raise Stopped if the run is to stop, on all processes."""
         if self.agreed_signal():
             raise Stopped

@@ -66,13 +66,14 @@ def read_json(path):
 
 
 def append_line(path, value):
-    """Add a JSON object to a .jsonl file, below the half of a line that a kill may have left there.
-    Where the disk refuses, a warning says so, and nobody stops."""
+    """Add a JSON object to a .jsonl file, below a half-written line that a kill may have left.
+    If the disk refuses, a warning says so, and the program continues."""
     try:
         with open(path, 'ab+') as f:
             f.seek(max(0, f.tell() - 1))
             is_half = f.read(1) not in (b'', b'\n')
-            f.write(b'\n' * is_half + json.dumps(value).encode() + b'\n')
+            line = json.dumps(value).encode() + b'\n'
+            f.write(b'\n' + line if is_half else line)
     except OSError as e:
         warn(f'a line of {path} is lost: {e.strerror}')
 

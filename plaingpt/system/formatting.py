@@ -58,7 +58,7 @@ def listed(words):
 
 def count_of(number, noun):
     """(1, 'byte') → '1 byte', (2000, 'byte') → '2,000 bytes'."""
-    return f'{number:,} {noun}{"s" * (number != 1)}'
+    return f'{number:,} {noun}{"" if number == 1 else "s"}'
 
 
 def join_halves(text):

@@ -153,7 +153,7 @@ class Checkpoint:
                     yield name, int(first or 0), f, key
 
     def _verified_shapes(self, kind):
-        """{name: shape} of all tensors of a kind, of which no byte is damaged."""
+        """{name: shape} of all tensors of a kind. Raises UserError where one is damaged."""
         self.verify([kind])
         shapes = {}
         for name, first, file, key in self._parts(kind):
@@ -166,8 +166,8 @@ class Checkpoint:
 
 
 def empty_state(p, shape, dtype):
-    """A tensor of an optimizer's state, sharded like its parameter where their rows are the same.
-    """
+    """An empty tensor for an optimizer's state, sharded like its parameter if both have the same
+    number of rows."""
     if not (is_sharded(p) and shape[0] == len(p)):
         return torch.empty(shape, dtype=dtype, device=p.device)
     from torch.distributed.tensor import empty
@@ -179,9 +179,9 @@ def empty_state(p, shape, dtype):
 
 
 def find(out_dir, which='latest', kinds=()):
-    """The checkpoint of a run that 'latest', 'best' or an iteration number names: of 'latest' the
-    newest one that is as it was written, with a warning of those after it. kinds: of chunks to
-    verify, beside state.json. Raises UserError."""
+    """The checkpoint of a run that 'latest', 'best' or an iteration number names: for 'latest'
+    the newest undamaged one, with a warning of damaged ones after it. kinds: of the chunks to
+    verify beside state.json. Raises UserError."""
     paths, problems = checkpoint_paths(out_dir), []
     if not paths:
         raise UserError(f'{out_dir}: no checkpoint there; train one first, or name the right '
@@ -207,8 +207,8 @@ def find(out_dir, which='latest', kinds=()):
 
 
 def intact(paths, kinds=(), tell=lambda problem: None):
-    """Yield the checkpoints that are as they were written, the last first. tell: is called with
-    what is wrong with each other one"""
+    """Yield the undamaged checkpoints, the last first. tell: is called with what is wrong with
+    each of the others"""
     for path in reversed(paths):
         try:
             found = open_checkpoint(path)
@@ -236,7 +236,7 @@ def iteration_of(path):
 
 
 def open_checkpoint(path):
-    """A checkpoint directory, of which state.json alone is read. Raises UserError."""
+    """Open a checkpoint directory, and read its state.json only. Raises UserError."""
     checksum = path / 'state.json.sha256'  # absent after a kill while state.json was replaced
     try:
         text = (path / 'state.json').read_bytes()
@@ -387,8 +387,8 @@ def optimizer_tensors(optimizer, model):
 
 
 def my_files(tensors, rank, size):
-    """→ [{key: rows}], the files that this process writes, each with at most CHUNK_BYTES: the rows
-    that it has of a sharded tensor, its share of those of a tensor that all have."""
+    """→ [{key: rows}], the files that this process writes, each of at most CHUNK_BYTES. It writes
+    its own rows of a sharded tensor, and its share of a tensor that all processes have."""
     files, room = [], 0
     for name, tensor in tensors.items():
         rows = tensor if tensor.dim() else tensor[None]
@@ -436,7 +436,7 @@ def prune(out_dir, keep):
     best = min(found, key=attrgetter('val_loss'))
     for checkpoint in found[keep:]:
         if checkpoint is not best:
-            # First the name, at once: a directory half removed must not look complete.
+            # Renamed first: a directory that is half removed must not look complete.
             os.rename(checkpoint.path, checkpoint.path.with_name(checkpoint.path.name + '.tmp'))
     clean_up(out_dir)
 

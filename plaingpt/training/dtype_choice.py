@@ -13,20 +13,20 @@ from plaingpt.system.distributed import all_gather, launched_world
 
 PASS_FLOPS = 4e9  # forward and backward: 30 ms to 60 ms of a core
 MEASURED_S = 0.3
-GAIN = 1.05  # by which bfloat16 is to be faster: else the more exact one is taken
-WIDE = 384  # channels; from here on a pass that is short enough to measure has too few tokens
+GAIN = 1.05  # bfloat16 must be this many times as fast: float32 is more exact
+WIDE = 384  # channels; a wider model has too few tokens in a pass that is short enough to measure
 
 
 def choose_training_dtype(config, shape, device, resumed=None, group=None):
     """The dtype of a run of a GPTConfig → (name, why), the same on all processes.
 
-    resumed: the checkpoint that it continues, whose dtype an 'auto' keeps, so that its losses stay
-    the same; group: of gloo_group, whose rank 0 measures"""
+    resumed: the checkpoint that it continues; 'auto' keeps its dtype, so that losses stay the same
+    group: gloo_group(), whose rank 0 measures"""
     measurable = device.type == 'cpu' and cpu_has_bfloat16() and shape.n_embd < WIDE
-    # A checkpoint of a version that did not measure knows no dtype: that version chose so too.
+    # An earlier version did not measure, and its checkpoints name no dtype: choose as it did.
     if config.dtype != 'auto' or not measurable or (resumed and not resumed.state['dtype']):
         return choose_dtype(config.dtype, device, shape.n_embd)
-    if resumed and resumed.state['dtype'] != 'float16':  # of a GPU
+    if resumed and resumed.state['dtype'] != 'float16':  # which is a GPU's
         return resumed.state['dtype'], 'as before'
     found = faster_dtype(shape, config.batch_size) if launched_world().is_main else None
     return all_gather(found, group)[0]
@@ -40,10 +40,10 @@ def faster_dtype(shape, batch_size):
     return dtype, f'a block takes {ms[dtype]:.1f} ms of a core, in {other} {ms[other]:.1f} ms'
 
 
-@cache  # a config file may be read twice, and is to say the same
+@cache  # a config file may be read twice, and must say the same
 def core_speed(dtype):
     """FLOP/s of a core of this CPU in training's matmuls, in the dtype of a run, or with 'auto' in
-    the faster one; to a power of √2, so that it is mostly the same each time."""
+    the faster one. It is rounded to a power of √2, so that it is mostly the same each time."""
     auto = ('float32', 'bfloat16') if cpu_has_bfloat16() else ('float32',)
     shape = GPTConfig(n_layer=1, n_head=4, n_embd=256, block_size=64)
     seconds = block_seconds(shape, 'auto', auto if dtype == 'auto' else (dtype,))
@@ -54,7 +54,7 @@ def block_seconds(shape, batch_size, dtypes=('float32', 'bfloat16')):
     """How long one block of a GPTConfig takes, forward and backward → {dtype: seconds of one core}.
 
     Sequences are as long and as many as in training, as far as PASS_FLOPS allows. One thread
-    computes, and its own time counts: on a busy machine the time on the clock says nothing."""
+    computes, and its CPU time counts: on a busy machine the time on the clock says nothing."""
     tokens = int(PASS_FLOPS / (6 * 12 * shape.n_embd**2))  # the block has 12·C² weights
     length = min(shape.block_size, tokens)
     sequences = tokens // length if batch_size == 'auto' else min(batch_size, tokens // length)

@@ -19,21 +19,22 @@ from plaingpt.system.errors import UserError
 from plaingpt.training.averaging import averaged
 
 HEALTH_INTERVAL = 100  # iterations between health checks
-LOOKS = 5  # of them in a run at least, however short: a curve takes a few points
-SAMPLE_TOKENS = 100  # of a sample
+LOOKS = 5  # health checks in a short run, at least: a curve needs a few points
+SAMPLE_TOKENS = 100  # in a sample
 
 
 @torch.no_grad()
 def mean_loss(model, loader, sequences, context, stop=None):
-    """→ (mean loss in nats a token over so many evenly spaced sequences of a split, its standard
-    error from the variance between batches, None where there is one). Each process evaluates its
-    share. stop: a StopRequest, heeded between batches. Raises Stopped."""
+    """→ (mean loss in nats a token, its standard error). sequences: how many to read, evenly spaced
+    over the split. The standard error is that of the batches' mean, None if there is one batch.
+    Each process evaluates its share. stop: a StopRequest, checked between batches. Raises Stopped.
+    """
     model.eval()
-    found = []  # of each batch: sequences of targets, loss
+    found = []  # for each batch: its targets, in sequences, and its loss
     for starts in loader.eval_batches(sequences):
         if stop:
             stop.raise_if_stopped()
-        idx, targets = loader.eval_batch(starts)  # also of none: all gather a sharded model
+        idx, targets = loader.eval_batch(starts)  # even of none: all gather a sharded model
         with context:
             _, loss = model(idx, targets)
         found.append(torch.stack(((targets != -1).sum() / targets.size(1), loss.float())))
@@ -46,8 +47,8 @@ def mean_loss(model, loader, sequences, context, stop=None):
 
 
 def full_model(model, context):
-    """A context with a GPT that a process can use by itself: the model, or where the processes
-    share its weights a copy that is gathered from all of them."""
+    """A context with a GPT that a process can use by itself: the model, or, where it is sharded, a
+    copy that is gathered from all processes."""
     if not is_sharded(model.lm_head.weight):
         return nullcontext(model)
     from plaingpt.parallel.sharding import gathered
@@ -55,11 +56,11 @@ def full_model(model, context):
 
 
 def evaluated_bytes(run):
-    """UTF-8 bytes of text a token, of the tokens that each evaluation reads of the validation split
-    (of a mixture by its weights), or None where that is not known."""
+    """UTF-8 bytes of text a token: the mean over the validation tokens that each evaluation reads
+    (for a mixture the weighted mean), or None where it is not known."""
     try:
         sizes = run.dataset.token_bytes('val')
-    except UserError as problem:  # it takes a download
+    except UserError as problem:  # the tokenizer could not be downloaded
         print0(f'no bits per byte: {problem}')
         return None
     return None if sizes is None else run.dataset.mean(
@@ -76,8 +77,8 @@ def check_tasks(config):
 
 class Watching:
     """Looks at a train.Run: benchmarks and a sample at evaluations, a sample every sample_interval
-    iterations, health every HEALTH_INTERVAL, and at least LOOKS times, and the film. What it finds
-    goes to run.metrics. Without a report, a sharded model is not made whole to look at its health.
+    iterations, health every HEALTH_INTERVAL iterations and at least LOOKS times, and the film. It
+    logs to run.metrics. A sharded model is gathered for health checks only if a report is wanted.
 
     All processes share the work of a benchmark; health and samples are made where `writing`. The
     run's random numbers and weights stay as they are.
@@ -128,8 +129,8 @@ class Watching:
         return full_model(self.run.model, self.run.context)
 
     def look(self, losses, sample_is_due):
-        """→ ({task: its scores}, a sample or None), as they are due beside these losses of an
-        evaluation, [] where that was not due."""
+        """→ ({task: its scores}, a sample or None), as far as they are due. losses: of this
+        evaluation, or [] where none were due."""
         config = self.run.config
         benchmarks = config.eval_tasks and losses and not config.eval_only
         samples = sample_is_due or (config.report and losses)
@@ -140,8 +141,8 @@ class Watching:
             return scores, self.sample(model) if samples else None
 
     def log(self, losses, val_loss, is_best, scores, text, sample_is_due):
-        """Log what an evaluation found. losses: of train, and of val of each corpus, each with its
-        standard error. Of several corpora the mean by their shares counts."""
+        """Log what an evaluation found. losses: (loss, standard error) of the training split, then
+        of each corpus's validation split. val_loss: of a mixture, their weighted mean."""
         run, iter_num = self.run, self.run.progress.iter_num
         if losses:
             (train_loss, _), *of_val = losses
@@ -171,8 +172,8 @@ class Watching:
         return scores
 
     def sample(self, model, tokens=SAMPLE_TOKENS):
-        """A text by the model as it is now, or its answers to questions, or None where none is
-        wanted. It ends early where this process received a signal."""
+        """A text by the model as it is now, or its answers to questions, or None where no sample is
+        wanted. A signal ends it early."""
         if not self.tokenizer:
             return None
         model.eval()

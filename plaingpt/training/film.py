@@ -37,8 +37,8 @@ class Film:
         self.moments = {0, *steps.tolist()} - taken
 
     def take(self, iter_num):
-        """Look, and write it down. Where that fails, as with a model that was changed, it costs
-        the rest of the film and not the run."""
+        """Look, and write it down. If that fails, say because the model was changed, the film ends
+        and the run continues."""
         self.moments.discard(iter_num)
         self.model.eval()
         try:
@@ -57,7 +57,7 @@ class Film:
             logits = self.model(self.idx)[0][0, :-1].float()  # (T - 1, V)
         ids = self.idx[0].tolist()
         losses = F.cross_entropy(logits, self.idx[0, 1:], reduction='none')
-        passage = [(self.word(ids[0]), None, ()),  # nothing says what comes first
+        passage = [(self.word(ids[0]), None, ()),  # the first token has no prediction
                    *zip(map(self.word, ids[1:]), map(number, losses.tolist()),
                         self.likeliest(logits), strict=True)]
         maps = [torch.stack([attention_logits(0, h, *args, **kwargs)[:MAP_TOKENS, :MAP_TOKENS]
@@ -83,5 +83,5 @@ class Film:
 
 
 def number(x):
-    """As film.jsonl has it; None for what is not finite."""
+    """Rounded for film.jsonl; None if it is not finite."""
     return finite(round(float(x), 3))

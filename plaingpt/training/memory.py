@@ -38,14 +38,14 @@ TRACES = {}  # those made in this process
 
 
 # -----------------------------------------------------------------------------
-# a step that is followed
+# a step that is traced
 
 
 def one_step(shape, config, dtype, device, *, accumulating, chunk='auto', compile=False,
              sharded=False, tracker=None, begin=lambda phase: None):
     """The last micro-batch of a step of a new GPT, and its update, as training makes them.
 
-    accumulating: gradients of micro-batches before it are there; chunk: tokens that have logits at
+    accumulating: whether earlier micro-batches left gradients; chunk: tokens that have logits at
     once; sharded: blocks are in autocast's dtype, as FSDP2 gathers them
     tracker: a MemTracker; begin: called with the name of each phase as it begins"""
     with device:
@@ -79,8 +79,8 @@ def one_step(shape, config, dtype, device, *, accumulating, chunk='auto', compil
 
 
 def watch_phases(gpt, begin):
-    """Call begin(phase) where the forward pass comes to the loss, and the backward pass to blocks
-    and embeddings. What middle blocks hold lies between what the last and the first do."""
+    """Call begin(phase) when the forward pass reaches the loss, and when the backward pass reaches
+    a block or the embeddings. Middle blocks hold something between the last and the first."""
     def at_gradient(module, phase):
         def hook(_, inputs, output):
             if output.requires_grad:
@@ -96,7 +96,7 @@ def watch_phases(gpt, begin):
 
 
 def trace(shape, config, dtype, device_type, **how):
-    """→ {phase: {owner: bytes when all hold most}} of one_step. A step is traced once."""
+    """→ {phase: {owner: bytes at the peak of the phase}} of one_step. A step is traced once."""
     key = GPT, repr((shape, config, dtype, device_type, how))
     if key in TRACES:
         return TRACES[key]
@@ -131,9 +131,9 @@ def owners(snapshot):
 
 @contextmanager
 def kernels_of_gpus():
-    """Let tensors on a CPU take the kernels of a GPU, as far as memory tells them apart: its
-    attention keeps no weights, also with dropout; its dropout keeps a mask of bytes; its RMSNorm is
-    one kernel. What a kernel takes inside, such as cuBLAS's workspace, nobody sees."""
+    """Let operations on a CPU take as much memory as a GPU's kernels: attention keeps no weights,
+    also with dropout; dropout keeps a mask of bytes; RMSNorm is one kernel. What a kernel takes
+    inside, such as cuBLAS's workspace, is not counted."""
     attention = F.scaled_dot_product_attention
 
     def without_dropout(*args, **kwargs):
@@ -173,7 +173,7 @@ def predict(shape, config, dtype, device_type):
     processes = config.world_size()
     sharded = config.parallel == 'fsdp'
     accumulating = config.accumulation() > processes
-    # Up to a chunk of the loss its logits grow with the batch; from there on they do not.
+    # The logits grow with the batch until they fill a chunk of the loss, and then no more.
     chunk = chunk_size('auto', config.batch_size * shape.block_size, shape.vocab_size, device_type)
     full, rest = divmod(chunk, shape.block_size)
     of_chunk = max(1, full + bool(rest))
@@ -184,7 +184,7 @@ def predict(shape, config, dtype, device_type):
     def phases(config, batches, **how):
         found = {}
         for (n_layer, a), (batch_size, b) in product(depths.items(), batches.items()):
-            # One value for what changes no memory, so that one trace serves many plans.
+            # What does not change memory has one value, so that one trace serves many plans.
             alike = replace(config, batch_size=batch_size, gradient_accumulation_steps=1,
                             total_batch_size=0, parallel='auto', seed=0)
             for phase, held in trace(replace(shape, n_layer=n_layer), alike, dtype, device_type,
@@ -209,8 +209,8 @@ def predict(shape, config, dtype, device_type):
 
 
 def line(n, low, high):
-    """The shares of two points in a value at n, on the line through them: {low: share, high:
-    share}. An n that is one of them, or below, is taken as it is."""
+    """Interpolate at n between the values at two points → {low: share, high: share} of each. An n
+    that is one of the points, or below, needs no other: {n: 1}."""
     if n <= low or n == high:
         return {n: 1}
     return {low: (high - n) / (high - low), high: (n - low) / (high - low)}
@@ -218,12 +218,12 @@ def line(n, low, high):
 
 def shares(alone, gathered, shape, config, dtype):
     """Phases of a step of one process → those of a process that shares the model as FSDP2 does
-    (Zhao et al. 2023, "PyTorch FSDP"): it keeps its share of weights, gradients and optimizer. All
-    but the blocks is whole, in float32, until the backward pass ends. Of the blocks two are whole
-    in autocast's dtype, the one at work and the next; in the backward pass so is the gradient of
-    one, and that of the one before is in float32, on its way to the processes.
+    (Zhao et al. 2023, "PyTorch FSDP"): it keeps its share of weights, gradients and optimizer.
+    What is outside the blocks is whole, in float32, until the backward pass ends. Two blocks are
+    whole in autocast's dtype: the one at work and the next. In the backward pass the gradient of
+    one is, too, and that of the one before is in float32, on its way to the processes.
 
-    gathered: the phases with blocks in autocast's dtype, of which the activations count"""
+    gathered: the phases with blocks in autocast's dtype; only their activations are used"""
     with torch.device('meta'):
         gpt = GPT(replace(shape, n_layer=1))
     block = 4 * sum(p.numel() for p in gpt.transformer.h.parameters())
@@ -245,7 +245,7 @@ def shares(alone, gathered, shape, config, dtype):
 
 
 def with_batch(config, batch_size, sequences):
-    """The TrainConfig with micro-batches of so many sequences, of those of a process in a step."""
+    """The TrainConfig with micro-batches of `batch_size`, of a process's `sequences` in a step."""
     accumulation = max(1, sequences // batch_size) * config.world_size()
     return replace(config, batch_size=batch_size, gradient_accumulation_steps=accumulation,
                    total_batch_size=0)
@@ -259,8 +259,8 @@ def sequences_of(config):
 
 
 def largest_batch(shape, config, dtype, device_type, available):
-    """The most sequences in a micro-batch of one of several whose plan fits `available` bytes; 0 if
-    none do."""
+    """The largest micro-batch that fits `available` bytes by plan, where a step has several; 0 if
+    none fits."""
     return bisect_right(range(1, 2**20), available, key=lambda n: predict(
         shape, with_batch(config, n, 2 * n), dtype, device_type).total)
 
@@ -294,7 +294,7 @@ def choose_parallel(config, shape, dtype, device_type, available):
 
 
 def savings(shape, config, dtype, device_type):
-    """What would save memory, the best first, but what changes the model last: [(words, bytes)]."""
+    """Changes that would save memory, the best first, those of the model last: [(words, bytes)]."""
     sequences, half = sequences_of(config), max(1, config.batch_size // 2)
     changes = [(f'--batch_size={half}', shape, with_batch(config, half, sequences), dtype),
                ('--activation_checkpointing=full', shape,
@@ -322,7 +322,7 @@ def advice(shape, config, dtype, device_type):
 
 
 def fit(config, shape, dtype, device, compile, available):
-    """The TrainConfig of a run, with the answer where it says parallel=auto or batch_size=auto.
+    """The TrainConfig of a run, with a value for parallel=auto and batch_size=auto.
     available: bytes that each process may take. Raises UserError where it takes more."""
     if MemTracker is None and config.batch_size != 'auto':  # no plan, no refusal
         return config

@@ -19,8 +19,8 @@ from plaingpt.training.averaging import keep_average
 def build_optimizer(model, config, processes=1):
     """The optimizer that a TrainConfig names, over the parameters of a GPT that take gradients.
 
-    processes: of the job, where all of them make each step with equal gradients (DDP) and may
-    share its work; where parameters are sharded (FSDP2) they tell it themselves"""
+    processes: how many may share the work of a step, because their gradients are equal (DDP);
+    sharded parameters (FSDP2) know their processes themselves"""
     optimizer = OPTIMIZERS[config.optimizer](parameter_groups(model, config), config)
     optimizer.processes = processes
     if config.average_decay:
@@ -32,8 +32,8 @@ def parameter_groups(model, config):
     """{'matrices' (of blocks), 'embedding', 'head' (unless tied), 'vectors'} → a parameter group.
 
     Its learning rate is the schedule's times its 'lr_scale'. Vectors work on each channel by itself
-    (biases, norms, short convolutions). For each of the matrices, 'parts' has the rows of those
-    it is made of, as its layer in model.py tells: queries', keys' and values', or SwiGLU's two."""
+    (biases, norms, short convolutions). A weight may hold several matrices: those of
+    queries, keys and values, or SwiGLU's two. 'parts' has their rows, as its layer tells."""
     scales = config.scales()
     scales = {'matrices': 1.0, 'embedding': scales['embedding'], 'head': scales['head'],
               'vectors': scales['vector']}
@@ -70,8 +70,8 @@ def kind_of(name, p):
     return 'head' if name == 'lm_head.weight' else 'embedding'
 
 
-# Each: parameter_groups and the TrainConfig → an Optimizer. train.update keeps one that knows
-# nothing of `found_inf` from stepping on a gradient that is not finite: it waits for the device.
+# Each function: parameter_groups and the TrainConfig → an Optimizer. If it does not know
+# `found_inf`, train.update waits for the device, and skips steps whose gradient is not finite.
 
 
 def adamw(groups, config):
@@ -80,7 +80,7 @@ def adamw(groups, config):
 
 
 def sgd(groups, config):
-    """With Nesterov's momentum. Wants a learning rate some 100 times AdamW's."""
+    """SGD with Nesterov's momentum. It needs a learning rate some 100 times AdamW's."""
     # torch has no fused kernel of it for sharded parameters
     fused = not any(is_sharded(p) for group in groups.values() for p in group['params'])
     optimizer = torch.optim.SGD(groups.values(), momentum=config.momentum,
@@ -91,8 +91,8 @@ def sgd(groups, config):
 
 
 def begin_momentum(optimizer, *_):
-    """Zeros, from which the first step is that of torch. Its fused kernel takes memory as it is for
-    a new momentum, and where `found_inf` is 1 in the first step it leaves that for the second."""
+    """Let the momentum begin at zero, which gives the same first step as torch's. torch's fused
+    kernel allocates it without a value, and leaves it so if `found_inf` is 1 in the first step."""
     for p in (p for group in optimizer.param_groups for p in group['params']):
         if p.grad is not None and 'momentum_buffer' not in optimizer.state[p]:
             optimizer.state[p]['momentum_buffer'] = torch.zeros_like(p)
@@ -116,10 +116,10 @@ class MuonAdamW(torch.optim.Optimizer):
     2025, "Muon is Scalable", section 2.2).
 
     equal_rows: all rows of an update get about equally long (Li et al. 2025, "NorMuon")
-    found_inf: 1 on the device where weights and states are to stay as they are, as of torch's
+    found_inf: a tensor, 1 if weights and states must stay as they are, as in torch's optimizers
     """
 
-    _step_supports_amp_scaling = True  # says that `found_inf` is heeded here
+    _step_supports_amp_scaling = True  # says that this class reads `found_inf`
     found_inf = None
     processes = 1  # that share the work, unless parameters are sharded
 
@@ -156,13 +156,13 @@ class MuonAdamW(torch.optim.Optimizer):
                 alpha=-lr * (0.2 * math.sqrt(max(alike.shape))))
 
     def share(self, alike, directions):
-        """orthogonalized(), of which each process does what it owns."""
+        """orthogonalized(), where each process computes the matrices that it owns."""
         mine = alike.to_owners(directions, iterations_dtype(directions[0].device))
         return alike.from_owners(orthogonalized(mine) * self.alright()).float()
 
     def with_equal_rows(self, updates, alike):
-        """The updates, divided by the mean size that their rows had so far, and as long as before.
-        """
+        """Divide each row of the updates by the size that it had in the mean so far. The length of
+        each update stays the same."""
         rows = alike.cut(lambda p: self.state[p]['exp_avg_sq_rows'])
         squares = updates.square().mean(-1, keepdim=True)
         new = squares.reshape(-1, 1).to(rows[0].dtype).split([len(r) for r in rows])
@@ -198,8 +198,8 @@ class MuonAdamW(torch.optim.Optimizer):
 OPTIMIZERS = {'adamw': adamw, 'sgd': sgd, 'muon': MuonAdamW,
               'normuon': partial(MuonAdamW, equal_rows=True)}
 
-# Newton-Schulz iterations x ← a·x + b·(x xᵀ) x + c·(x xᵀ)² x, after which singular values are in
-# 0.7 … 1.2 (Jordan et al. 2024).
+# Newton-Schulz iterations x ← a·x + b·(x xᵀ) x + c·(x xᵀ)² x bring all singular values between 0.7
+# and 1.2 (Jordan et al. 2024).
 ITERATIONS, (A, B, C) = 5, (3.4445, -4.7750, 2.0315)
 
 

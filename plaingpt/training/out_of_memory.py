@@ -1,5 +1,5 @@
-"""Where memory may not suffice the plan of memory.py is asked. It takes seconds: elsewhere it is
-not even loaded."""
+"""Does a run fit into memory? Where that is in doubt, the plan of memory.py decides. It takes
+seconds, so it is not loaded otherwise."""
 
 from contextlib import contextmanager
 
@@ -12,7 +12,7 @@ LOGITS = 8192  # tokens that have logits at once, at most
 
 
 def fit_to_memory(config, shape, dtype, device, compile):
-    """The TrainConfig of a run of a GPTConfig, with the answer where it says parallel=auto or
+    """The TrainConfig of a run of a GPTConfig, with a value for parallel=auto and
     batch_size=auto. Raises UserError where the model or a step takes more memory than is free."""
     world = launched_world()
     if config.parallel == 'fsdp' and not world.launched:
@@ -33,7 +33,7 @@ def available_memory(device):
 
 
 def rough_bytes(shape, batch_size):
-    """Bytes that a step takes in float32, at once and so within a factor of 4 only."""
+    """A quick estimate of the bytes that a step takes in float32, right within a factor of 4."""
     tables = 2 + shape.value_embeddings * shape.n_layer
     weights = shape.n_embd * (12 * shape.n_layer * shape.n_embd + tables * shape.padded_vocab_size)
     tokens = batch_size * shape.block_size

@@ -28,8 +28,8 @@ def linear(it, config):
 
 
 def wsd(it, config):
-    """Warmup, stable, decay: linear over the last part of the run, a fifth or what lr_schedule says
-    as wsd:0.1 (Hu et al. 2024, §4)."""
+    """Warmup, stable, decay: constant, then a straight line down in the last fifth of the run, or
+    in the last tenth with wsd:0.1 (Hu et al. 2024, §4)."""
     end, part = config.lr_decay_iters, float(config.lr_schedule.partition(':')[2] or 0.2)
     falling = max(1, min(part * end, end - config.warmup_iters))  # iterations
     return rate_between(max(0, min(1, (end - it) / falling)), config)

@@ -1,8 +1,8 @@
 """The settings of a training run, which train.py, plan.py and bench.py share.
 
 The comment beside a field is its help text, and its type may have a limit in words, which the
-configurator checks. TrainConfig inherits the fields of GPTConfig. What earlier versions called
-otherwise is in plaingpt/system/removed.py.
+configurator checks. TrainConfig inherits the fields of GPTConfig. The names of earlier
+versions are in plaingpt/system/removed.py.
 """
 
 import difflib
@@ -23,8 +23,8 @@ from plaingpt.weights import PRETRAINED
 NotNegative = Annotated[float, 'at least 0']
 Decay = Annotated[float, 'at least 0 and below 1']  # of a running mean, each step
 STARTS = 'scratch', 'resume', 'auto'  # values of init_from that name no model
-# Do not change the loss that a run is expected to have, or are compared by themselves (dataset,
-# tokens a step): a comparison with a reference does not list them.
+# A comparison with a reference does not list these settings: they do not change the loss that is
+# expected, or they are compared on their own (dataset, tokens a step).
 WITHOUT_EFFECT = {
     'out_dir', 'eval_interval', 'eval_iters', 'eval_only', 'eval_tasks', 'eval_tasks_limit',
     'log_interval', 'sample_interval', 'checkpoint', 'checkpoint_interval',
@@ -39,13 +39,13 @@ class TrainConfig(GPTConfig):
     # output
     out_dir: str = 'out'  # folder for checkpoints and metrics
     eval_interval: Positive = 2000  # iterations between evaluations
-    eval_iters: Positive = 200  # batches an evaluation, of the run's first batch_size
+    eval_iters: Positive = 200  # batches in an evaluation
     log_interval: Positive = 1  # iterations between lines on the console
     sample_interval: Natural = 0  # iterations between samples on the console; 0 for none
-    eval_tasks: str = ''  # of lm_eval, at evaluations, such as hellaswag,lambada_openai
-    eval_tasks_limit: Natural = 500  # questions of each to ask; 0 for all
+    eval_tasks: str = ''  # tasks of lm_eval at evaluations, such as hellaswag,lambada_openai
+    eval_tasks_limit: Natural = 500  # questions of each task; 0 for all
     log_to: str = ''  # send metrics also to: wandb, trackio, tensorboard
-    film: bool = False  # look inside at some 24 moments, for plot.py --film
+    film: bool = False  # record the model at some 24 moments, for plot.py --film
     report: bool = True  # samples at evaluations; at the end, report.md and loss.png in out_dir
     # start, save, stop
     init_from: str = 'scratch'  # scratch, resume, auto, gpt2…, OWNER/NAME, folder, ckpt.pt
@@ -53,26 +53,26 @@ class TrainConfig(GPTConfig):
     always_save_checkpoint: bool = True  # after each evaluation, not only after the best
     checkpoint_interval: Literal['auto'] | Positive = 'auto'  # iterations; auto: at evaluations
     patience: Natural = 0  # stop after this many evaluations without a new best; 0: never
-    check: Literal['auto', 'warn', 'overfit'] | bool = 'auto'  # a new run, first; True: then exit
+    check: Literal['auto', 'warn', 'overfit'] | bool = 'auto'  # before a new run; True: then exit
     # data
     dataset: str = 'openwebtext'  # in data/, or a path; several: code:0.3,prose:0.7
-    batch_size: Literal['auto'] | Positive = 12  # sequences held at once; auto: all that fit
-    gradient_accumulation_steps: Positive = 5 * 8  # micro-batches of all processes
+    batch_size: Literal['auto'] | Positive = 12  # sequences of a micro-batch; auto: as many as fit
+    gradient_accumulation_steps: Positive = 5 * 8  # micro-batches of a step, of all processes
     total_batch_size: Natural = 0  # tokens a step; if not 0, it decides the accumulation
     # optimizer
     optimizer: Literal[*OPTIMIZERS] = 'adamw'  # muon: for matrices in blocks, AdamW for the rest
-    learning_rate: NotNegative = 6e-4  # the highest; of sgd some 100 times AdamW's
-    lr_scales: str = ''  # factors on it, as embedding:8,head:2,vector:4 (head: an untied one)
+    learning_rate: NotNegative = 6e-4  # the highest; sgd needs some 100 times AdamW's
+    lr_scales: str = ''  # factors on it, such as embedding:8,head:2,vector:4 (head: if untied)
     max_iters: Natural = 600000  # updates of the weights
-    minutes: NotNegative = 0.0  # how long to train (resume: on), instead of max_iters
-    weight_decay: NotNegative = 1e-1  # of matrices, embeddings too; vectors have none
+    minutes: NotNegative = 0.0  # train this long, not max_iters; when resumed, this much longer
+    weight_decay: NotNegative = 1e-1  # of matrices and embeddings; vectors have none
     beta1: Decay = 0.9  # of AdamW: decay of the mean of gradients
     beta2: Decay = 0.95  # of AdamW: decay of the mean of their squares
     momentum: Decay = 0.95  # of muon and sgd
     grad_clip: NotNegative = 1.0  # largest norm of the gradient; 0 for no limit
-    average_decay: Decay = 0.0  # of the mean of the weights that is evaluated and saved; 0: none
+    average_decay: Decay = 0.0  # of an average of the weights, to evaluate and save; 0: none
     # learning rate
-    lr_schedule: Literal[*SCHEDULES] | str = 'cosine'  # wsd:0.2 falls in the last fifth, as wsd
+    lr_schedule: Literal[*SCHEDULES] | str = 'cosine'  # wsd:0.2, like wsd, falls in the last fifth
     warmup_iters: Natural = 2000  # iterations up to learning_rate
     lr_decay_iters: Literal['auto'] | Natural = 'auto'  # iterations down to min_lr; auto: max_iters
     min_lr: Literal['auto'] | NotNegative = 'auto'  # the lowest; auto: a tenth of learning_rate
@@ -85,8 +85,8 @@ class TrainConfig(GPTConfig):
     seed: Natural = 1337  # of the weights, of dropout and of the order of data
     # model, where it differs from GPT-2
     bias: bool = False  # biases in Linears and LayerNorms, as in GPT-2
-    # not listed: nanoGPT's, which follow from others or say what others say
-    decay_lr: bool = True  # False keeps it constant, without warmup
+    # not listed: settings of nanoGPT that follow from others
+    decay_lr: bool = True  # False: a constant learning rate, without warmup
     eval_only: bool = False  # stop after the first evaluation
     wandb_log: bool = False  # log to Weights & Biases, as log_to=wandb
     wandb_project: str = 'owt'  # project there and on Trackio
@@ -102,7 +102,7 @@ class TrainConfig(GPTConfig):
             self.min_lr = self.learning_rate / 10
 
     def out_of_range(self):
-        """Values that are invalid by themselves, beside those outside of a limit, a line each."""
+        """Invalid values that the limits beside the fields do not catch, a line each."""
         found = [f'{key} is empty' for key in ('out_dir', 'dataset', 'init_from', 'checkpoint')
                  if not getattr(self, key)]
         found += [f'log_to={self.log_to}: {name!r} is none of {", ".join(BACKENDS)}'
@@ -123,7 +123,7 @@ class TrainConfig(GPTConfig):
         return found
 
     def problems(self):
-        """What contradicts itself, a line each."""
+        """Settings that contradict each other, a line each."""
         found = super().problems()
         if self.init_from and not self.names_a_start():
             nearest = difflib.get_close_matches(self.init_from, STARTS, n=1)
@@ -175,7 +175,7 @@ class TrainConfig(GPTConfig):
         return found
 
     def gpt_config(self, vocab_size, document_start=0):
-        """The shape of the model. document_start: of the dataset; another takes as long."""
+        """The shape of the model. document_start: the dataset's; any other is as fast."""
         shape = {field.name: getattr(self, field.name) for field in fields(GPTConfig)}
         shape['document_start'] = document_start if self.document_attention else -1
         return GPTConfig(**{**shape, 'vocab_size': vocab_size})
@@ -202,7 +202,7 @@ class TrainConfig(GPTConfig):
         return self.gradient_accumulation_steps
 
     def eval_sequences(self):
-        """Sequences that an evaluation of a run that begins now reads of a split."""
+        """Sequences of a split that each evaluation of a new run reads."""
         return self.eval_iters * self.batch_size
 
     def step_tokens(self):

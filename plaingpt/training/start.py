@@ -23,11 +23,11 @@ from plaingpt.training.checkpoint import (
 )
 from plaingpt.training.settings import STARTS, TrainConfig
 
-# Fields of a model that a run has from the model that it starts from, whatever its settings say.
+# Fields that a run takes from the model that it starts from, and not from its settings.
 KEPT_SHAPE = [field.name for field in fields(GPTConfig) if field.name not in (
     'block_size', 'vocab_size', 'dropout', 'document_attention', 'document_start')]
-# What a resumed run takes from its command, and not from its checkpoint: where it is and how it
-# starts this time, and what follows from the processes and the machine of this time.
+# Settings that a resumed run takes from its command and not from its checkpoint: they say how it
+# starts this time, or depend on the processes of this time.
 OF_THIS_START = {'out_dir', 'init_from', 'checkpoint', 'check', 'eval_only', 'minutes', 'parallel'}
 LOGS = ('metrics.jsonl', 'anomalies.jsonl', 'film.jsonl', 'run.json', 'report.md', 'loss.png',
         'loss-details.png', 'film', 'film.html', 'tensorboard')
@@ -42,7 +42,7 @@ class Start:
     """What a run starts from: nothing, weights, or the checkpoint of a run that it continues.
 
     weights: of open_weights, or None; resumed: whether the run continues from them
-    verifies: compare a checkpoint that is continued with its checksums, on rank 0
+    verifies: whether rank 0 compares the checkpoint to continue with its checksums
     """
 
     def __init__(self, verifies=True):
@@ -52,7 +52,7 @@ class Start:
 
     @property
     def checkpoint(self):
-        """That the run continues, or None."""
+        """The checkpoint that the run continues, or None."""
         return self.weights if self.resumed else None
 
     @property
@@ -60,9 +60,9 @@ class Start:
         return self.weights is None
 
     def read(self, values):
-        """Open what a command names → {setting: value} of the run that it resumes; where it starts
-        from other weights, the shape of their model; else {}. values: what the command line says
-        by itself. Raises UserError where no checkpoint can be used."""
+        """Open the checkpoint or the weights that a command names → {setting: value} that follow:
+        those of the run that it resumes, or the shape of the model that it starts from, else {}.
+        values: of the command line alone. Raises UserError where no checkpoint can be used."""
         out_dir, init_from, which = (values[key] for key in ('out_dir', 'init_from', 'checkpoint'))
         # After a crash torchrun repeats the command: --checkpoint=ITER must not go back once more.
         if int(os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')) > 0:
@@ -77,12 +77,12 @@ class Start:
             return {}
         from plaingpt.training.open_weights import open_weights
         self.weights = open_weights(init_from, which)
-        shape = GPTConfig(**self.weights.shape)  # of a long context a run reads its usual part
+        shape = GPTConfig(**self.weights.shape)  # not all of a long context
         return {**{key: getattr(shape, key) for key in KEPT_SHAPE},
                 'block_size': min(shape.block_size, TrainConfig.block_size)}
 
     def agree(self, group):
-        """Rank 0's checkpoint, which it has verified, is that of all processes."""
+        """Let all processes take rank 0's checkpoint, which it has verified."""
         path = all_gather(self.weights.path if self.resumed else None, group)[0]
         self.resumed = path is not None
         if self.resumed:
@@ -97,7 +97,7 @@ def saved_settings(config):
              if field.name in config.keys() - OF_THIS_START}
     if config.get('check') == 'overfit':  # it decides what the run reads
         saved['check'] = 'overfit'
-    # What was 'auto' is written as a number, and follows from what the command changes.
+    # A checkpoint has numbers for 'auto'. They are 'auto' again, and follow the command's changes.
     auto = TrainConfig(**{**saved, 'min_lr': 'auto', 'lr_decay_iters': 'auto'})
     return saved | {key: 'auto' for key in ('min_lr', 'lr_decay_iters')
                     if saved.get(key) == getattr(auto, key)}
@@ -128,7 +128,7 @@ def check_resumed(resumed, config, dataset):
                         f'weights with --init_from={quoted(config.out_dir)} and another --out_dir')
     print0(f'resumed from {resumed.path}')
     for key, (saved, value) in changed.items():
-        # a line of its own tells what parallel=auto is
+        # another line tells what parallel=auto became
         if key not in ('init_from', 'checkpoint', 'check', 'minutes') \
                 and (key, value) != ('parallel', 'auto'):
             print0(f'  changed: {key} {setting(saved)} → {setting(value)}')
@@ -141,7 +141,7 @@ def with_shape(config, shape):
 
 def run_shape(config, dataset, start):
     """The GPTConfig of a run: of the checkpoint that it continues, of the model that it starts
-    from, or a new one. Raises UserError where the model fits no such data."""
+    from, or a new one. Raises UserError where model and data do not fit together."""
     if start.resumed:
         return GPTConfig(**{**start.weights.state['model'], 'dropout': config.dropout})
     opener = document_start(config, dataset)
@@ -156,7 +156,7 @@ def run_shape(config, dataset, start):
 
 def start_shape(config, weights, dataset=None):
     """The GPTConfig of the model whose weights a run starts from. A dataset of conversations may
-    have special tokens that it has to learn. Raises UserError where it cannot read the dataset."""
+    add special tokens for it to learn. Raises UserError where it cannot read the dataset."""
     shape = GPTConfig(**{**weights.shape, 'dropout': config.dropout})
     if config.block_size > shape.block_size:
         raise UserError(f'block_size={config.block_size}: {config.init_from} reads at most '
@@ -198,9 +198,9 @@ def document_start(config, dataset):
 
 
 def archive_previous_run(out_dir, after=-1):
-    """Move the checkpoints after an iteration, and the logs of a run that ends here, to
-    out_dir/old-001 (002, …); of a run that goes on these are copied → that folder, None where there
-    is nothing to keep. What a crash left half written goes. Raises UserError."""
+    """Move the checkpoints after an iteration to out_dir/old-001 (002, …), and the logs, too → that
+    folder, or None where there is nothing to keep. If the run in out_dir goes on (after ≥ 0), its
+    logs are copied. Half-written files of a crash are removed. Raises UserError."""
     out_dir = Path(out_dir)
     clean_up(out_dir)
     later = [path for path in checkpoint_paths(out_dir) if iteration_of(path) > after]
@@ -225,8 +225,8 @@ def archive_previous_run(out_dir, after=-1):
 
 
 def trim_logs(out_dir, iter_num, evaluated):
-    """Let the logs end at the iteration of a checkpoint. evaluated: it has its evaluation;
-    otherwise that is logged anew."""
+    """Let the logs end at the iteration of a checkpoint. evaluated: whether it has its
+    evaluation; otherwise that is logged again."""
     for path in (Path(out_dir, name) for name in LOGS):
         if path.suffix == '.jsonl' and path.exists():
             trim_rows(path, iter_num, evaluated)
@@ -234,7 +234,7 @@ def trim_logs(out_dir, iter_num, evaluated):
 
 @dataclass
 class Progress:
-    """Where a run stands: what a checkpoint keeps of the loop."""
+    """How far a run is: what a checkpoint keeps of the loop."""
 
     iter_num: int = 0  # updates made
     best_val_loss: float = math.inf

@@ -18,10 +18,10 @@ GARBAGE_STEPS = 50
 
 @contextmanager
 def garbage_at_known_steps():
-    """Python looks for garbage in here where collect_garbage is called, which all processes do at
-    the same steps. One that does so at a step of its own holds up all others."""
+    """In here Python collects garbage only in collect_garbage, which all processes call at the same
+    steps. A process that collected at another step would hold up all others."""
     gc.collect()
-    gc.freeze()  # what is there now is looked at no more
+    gc.freeze()  # what exists now is not looked at again
     gc.disable()
     try:
         yield
@@ -31,7 +31,7 @@ def garbage_at_known_steps():
 
 
 def collect_garbage(iter_num, evaluated):
-    """Every GARBAGE_STEPS of what is new; after an evaluation, which takes long anyway, of all."""
+    """Collect what is new every GARBAGE_STEPS; after an evaluation, which is slow anyway, all."""
     if evaluated or iter_num % GARBAGE_STEPS == 0:
         gc.collect(2 if evaluated else 1)
 
@@ -39,8 +39,8 @@ def collect_garbage(iter_num, evaluated):
 # -----------------------------------------------------------------------------
 # steps that are not finite
 
-MAX_BAD_STEPS = 10  # so many in a row end the run
-OVERFLOWS = 16  # halvings that take GradScaler's scale from 65,536, where it begins, to 1
+MAX_BAD_STEPS = 10  # this many in a row end the run
+OVERFLOWS = 16  # GradScaler halves its scale this often to get from 65,536, where it begins, to 1
 
 
 class StepGuard:
@@ -102,7 +102,7 @@ class StepGuard:
             self.gave_up = f'given up: {MAX_BAD_STEPS} steps in a row were not finite'
 
     def error(self):
-        """What to stop with."""
+        """The error that ends the run."""
         return UserError(
             f'the last {MAX_BAD_STEPS} steps had a loss or gradient that is not finite, and '
             'the weights are as before them: lower --learning_rate, lengthen --warmup_iters or try '

@@ -23,12 +23,12 @@ from plaingpt.training.evaluation import SAMPLE_TOKENS, full_model, mean_loss
 from plaingpt.training.out_of_memory import explain_out_of_memory
 from plaingpt.training.step_guard import StepGuard
 
-LOOK_S, LOOKS = 1.0, 6  # each part of a run is timed for so long, and not more often
+LOOK_S, LOOKS = 1.0, 6  # each part of a run is timed for this many seconds, or this often
 SAMPLED = 8  # tokens of a sample that are timed
 SAVED_PER_S = 370e6  # bytes: GPT-2 124M on two cores, docs/checkpoints.md
 POINTS, LINES = 10, 20  # evaluations and lines of a run of minutes, at least
-SHARE = 0.1  # of the time, that evaluations take at most
-WINDOW = 0.1  # of the time that is left: after so long a run of minutes decides again
+SHARE = 0.1  # of the time, for evaluations at most
+WINDOW = 0.1  # of the time that is left; then a run of minutes decides again
 
 
 class Step:
@@ -60,8 +60,8 @@ def timed(device, function, *arguments):
 
 
 def typical(work, group=None):
-    """The median of the seconds that `work()` says it took, after a call that warms up. All
-    processes call it as often."""
+    """The median of the seconds that `work()` returns, after a call that warms up. All processes
+    make the same number of calls."""
     seconds, began = [work()], time.perf_counter()
     while len(seconds) < 2 or (len(seconds) < LOOKS and all_gather(
             time.perf_counter() < began + LOOK_S, group)[0]):
@@ -85,14 +85,14 @@ class Times(NamedTuple):
         return self.losses + self.rest
 
     def of_run(self, config):
-        """Benchmarks, health checks and the report are left out."""
+        """Seconds of a whole run, without benchmarks, health checks and the report."""
         evaluations = 1 + -(-config.max_iters // config.eval_interval)
         return config.max_iters * self.step + evaluations * self.evaluation
 
 
 def measure(run, forward_backward, update):
-    """→ Times of a new train.Run, as rank 0 has them. The run is left as it was to the bit. The two
-    functions make a step: train.py's."""
+    """Time the parts of a new train.Run → Times, those of rank 0. The run stays the same, bit for
+    bit. The two functions are train.py's, and make a step."""
     config, optimizer, group = run.config, run.optimizer, gloo_group()
     on_gpu = [run.device] if run.device.type == 'cuda' else []
     step = Step(run.wrapped, optimizer, config, run.device, run.context, forward_backward, update)
@@ -138,7 +138,7 @@ def print_length(run, forward_backward, update):
 
 
 def recipes(config):
-    """What to do where a CPU takes hours."""
+    """Advice for a run that takes hours on a CPU."""
     names = [path.name for path in sorted((ROOT / 'config').glob('*_cpu_fast.py'))
              if f'\ndataset = {config.dataset!r}' in path.read_text(encoding='utf-8')]
     return '; on this CPU ' + ''.join(f'take config/{name}, or ' for name in names) + \
@@ -159,9 +159,10 @@ def refuse_two_lengths(config, given):
 
 
 def fit_minutes(run, given, forward_backward, update):
-    """Give a new run of minutes as many iterations as fit by what is measured, and evaluations for
-    a picture in SHARE of the time: rather of fewer batches than fewer. given: the settings that the
-    command line names, which stay as they are. Raises UserError where no step fits."""
+    """Give a new run of minutes as many iterations as fit, by what is measured. Evaluations take
+    SHARE of the time at most: where that is short, they read fewer batches, so that there are
+    still enough points for a curve. given: the settings that the command line names, which stay as
+    they are. Raises UserError where no step fits."""
     config, times = run.config, measure(run, forward_backward, update)
     seconds = all_gather(run.deadline.left_s(), gloo_group())[0]
     iters = max(0.0, seconds) / times.step
@@ -177,7 +178,7 @@ def fit_minutes(run, given, forward_backward, update):
         share = max(1, int(config.eval_iters * share)) / config.eval_iters
         config = replace(config, eval_iters=round(share * config.eval_iters))
         times = times._replace(losses=share * times.losses)
-    left = seconds - times.evaluation  # there is one before the first step
+    left = seconds - times.evaluation  # one comes before the first step
     iters = steps_in(left, times.step, times.evaluation, config)
     if iters < 1:
         raise UserError(f'minutes={setting(config.minutes)} is too short: {duration(seconds)} are '
@@ -192,14 +193,14 @@ def fit_minutes(run, given, forward_backward, update):
 
 
 def steps_in(seconds, step_s, evaluation_s, config):
-    """How many fit, with an evaluation every eval_interval and one at the end."""
+    """How many steps fit, with an evaluation every eval_interval and one at the end."""
     return max(0, int((seconds - evaluation_s) / (step_s + evaluation_s / config.eval_interval)))
 
 
 def length_of(resumed, config, given):
     """The TrainConfig of a run that goes on from a Checkpoint. --init_from=resume --minutes=10
-    trains for ten minutes more. Else a run of minutes is as long as was decided last, whatever a
-    config file says, until its Deadline decides again."""
+    trains for ten minutes more. Otherwise a run of minutes keeps its last length, even if a
+    config file says another, until its Deadline decides again."""
     saved, done = resumed.state, max(1, resumed.iter_num)
     if config.minutes and config.init_from == 'resume':
         seconds = 60 * config.minutes
@@ -215,23 +216,23 @@ def length_of(resumed, config, given):
                 'log_interval')
         config = replace(config, minutes=0.0, **{
             key: saved['config'][key] for key in kept if key in saved['config'].keys() - given})
-        print0('the run goes on to its end; --init_from=resume --minutes=10 trains for so much '
-               'longer')
+        print0('the run goes on to its end; --init_from=resume --minutes=10 trains for ten minutes '
+               'more')
     return config
 
 
 class Deadline:
-    """When a run of minutes ends, and how many iterations it has so. The clock runs from the
-    beginning of the command. Without minutes there is none."""
+    """When a run of minutes ends, and so how many iterations it has. The clock starts with the
+    command. Without minutes there is no deadline."""
 
     def __init__(self, config, start):
-        """start: a Start; where it is resumed, what its checkpoint had left is left"""
+        """start: a Start; a resumed run has the time that its checkpoint had left"""
         saved = start.checkpoint.state if start.resumed else {'left_s': None, 'config': {}}
         self.ends_at = None
         if config.minutes:
             self.ends_at = start.began + 60 * config.minutes
         elif saved['left_s'] is not None and config.max_iters == saved['config']['max_iters']:
-            # else the command says how many
+            # else the command says how many iterations
             self.ends_at = start.began + saved['left_s']
         self.window = None  # (iteration, seconds without pauses) where it began
 
@@ -246,7 +247,7 @@ class Deadline:
         now = iter_num, time.perf_counter() - metrics.paused_s
         began = self.window = self.window or now
         end, so_long = config.max_iters, now[1] - began[1]
-        is_near = iter_num + config.log_interval >= end  # it may be too early
+        is_near = iter_num + config.log_interval >= end  # and perhaps too early
         if iter_num > began[0] and (so_long >= WINDOW * self.left_s() or is_near):
             evaluation_s = metrics.paused_s / max(1, metrics.evaluations)
             end = iter_num + steps_in(self.left_s(), so_long / (iter_num - began[0]), evaluation_s,

@@ -22,7 +22,8 @@ RISE = 0.5
 UPDATE_LOW, UPDATE_HIGH = 3e-4, 0.25
 NO_GRADIENT = 1e-3  # a block's gradient norm / the median of the blocks: of ours 0.05 at least
 # nats by which validation rises above its best, for this many evaluations or more: twice the
-# deviation of seeds in references/, 0.023 at most (Prechelt 1998, Early Stopping: one rise alone is noise)
+# deviation of seeds in references/, 0.023 at most (Prechelt 1998, Early Stopping: one rise alone is
+# noise)
 OVERFIT, AFTER_BEST = 0.05, 2
 IMPLAUSIBLE = 0.3  # bits a byte: English has 0.6 to 1.3 (Shannon 1951; Cover and King 1978)
 

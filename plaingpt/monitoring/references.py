@@ -62,11 +62,9 @@ def read_band(run):
 def compare(rows, run):
     """Where a run lies beside its reference, in a sentence."""
     edges = {iter_num: (low, high) for iter_num, low, high in read_band(run)}
-    if not edges:
-        return 'has no reference: references/ has none of its settings and text'
     seen = [row for row in rows_with(rows, 'val_loss') if row['iter'] in edges]
     if not seen:
-        return f'has no evaluation yet at an iteration of {run["reference"]}'
+        return 'has no reference: references/ has none of its settings, text and evaluations'
     iter_num, loss = seen[-1]['iter'], seen[-1]['val_loss']
     low, high = edges[iter_num]
     side = 'inside'

@@ -41,14 +41,14 @@ class PrepareConfig:
     # where from and where to
     input: str = ''  # files, folders and globs, with commas between, instead of downloading
     path: str = ''  # hf: a dataset of the hub, or a folder laid out like one
-    subset: str = ''  # of a dataset of the hub
-    split: str = ''  # of a dataset of the hub, to train on (default: train)
-    val_split: str = ''  # of a dataset of the hub, to validate on (default: held out of split)
-    test_split: str = ''  # of a dataset of the hub, for evaluate.py --tasks=test
+    subset: str = ''  # hub: the subset of a dataset
+    split: str = ''  # hub: the split to train on (default: train)
+    val_split: str = ''  # hub: the split to validate on (default: held out of split)
+    test_split: str = ''  # hub: the split for evaluate.py --tasks=test
     data_dir: str = ''  # folder to write (default: data/NAME)
     # what a document is
     documents: Literal['auto', 'file', 'line', 'paragraph', 'title'] = 'auto'  # title: WikiText's
-    text_field: str = ''  # of rows; a.b: b in a (default: text or content, or the corpus's)
+    text_field: str = ''  # field of a row; a.b: b in a (default: text or content, or the corpus's)
     prompt: str = ''  # chat: the column with what the user says (default: found by its name)
     completion: str = ''  # chat: the column with what the assistant says
     encoding: str = 'utf-8'  # of all files: latin-1, cp1252, utf-16, or another

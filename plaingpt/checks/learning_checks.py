@@ -31,11 +31,11 @@ EVALUATED = 3  # sequences of the validation split
 # logits of GPT-2's initialisation have a variance of 0.02² · channels, and half of that adds to the
 # loss. "Verify loss at init": Karpathy 2019, A Recipe for Training Neural Networks
 INITIAL_LOSS, INITIAL_LOSS_PER_CHANNEL = 0.3, 0.0004
-INITIAL_STD = 0.02  # of weights: an embedding is about that times n_embd along itself, normalised
+INITIAL_STD = 0.02  # of weights; a normalised embedding times itself is about this times n_embd
 # Predicted drops of the loss, in nats; a smaller one is tried where the loss curves strongly.
 PREDICTED_DROPS = (5e-3, 5e-4)
-GRADIENT_ERROR = 0.01  # of it; ours is 0.0003
-CUT_OFF = 1e-12  # squared norm of a gradient that predicts nothing
+GRADIENT_ERROR = 0.01  # relative; ours is 0.0003
+CUT_OFF = 1e-12  # squared norm; a smaller gradient predicts nothing
 SMALL_STATE = {'iter_num': 1, 'val_loss': None, 'config': {}, 'tokenizer': {'kind': 'byte'},
                'data': '', 'samples': {}, 'sequences': 0, 'elapsed_s': 0.0, 'scaler': {}}
 
@@ -169,7 +169,7 @@ def gradient_is_true(run):
     difference). Half of the fall comes from the first block, whose gradient passes all others."""
     model, tokens = run.model, random_tokens(run.model, 2, short(run.model) + 1)
     gradients = gradients_of(model, tokens)
-    lengths = {}  # of a step along each gradient that lowers the loss by 1, as predicted
+    lengths = {}  # of the step along each gradient that should lower the loss by 1
     for first in (True, False):
         group = [name for name in gradients if name.startswith('transformer.h.0.') == first]
         square = sum(float(gradients[name].norm())**2 for name in group)

@@ -20,7 +20,7 @@ from plaingpt.system.formatting import one_line
 from plaingpt.training.optimizers import build_optimizer
 
 # What must hold → the check.
-BEFORE = {  # of settings, data and weights as they are
+BEFORE = {  # settings, data and weights as they are
     'the weights are float32': learning_checks.weights_are_float32,
     'every weight may move': learning_checks.weights_are_optimized,
     'a checkpoint has every weight': learning_checks.checkpoints_fit,
@@ -31,7 +31,7 @@ BEFORE = {  # of settings, data and weights as they are
     'the data is text': data_checks.data_is_text,
     'the learning rate lasts': data_checks.rate_lasts,
     'the first loss is usual': learning_checks.loss_is_usual}
-INSIDE = {  # of the code, by a small network that has the run's flags
+INSIDE = {  # the code, with a small network that has the run's flags
     'the future is hidden': model_checks.future_is_hidden,
     'the past is seen': model_checks.past_is_seen,
     'sequences and documents are apart': model_checks.texts_are_apart,
@@ -44,7 +44,7 @@ INSIDE = {  # of the code, by a small network that has the run's flags
     'the loss is that of the logits': learning_checks.loss_is_of_the_logits,
     'a step follows the gradient': learning_checks.step_follows_the_gradient,
     'a saved model comes back': learning_checks.checkpoints_come_back}
-LATER = {'the future is hidden'}  # also of a run that continues or evaluates
+LATER = {'the future is hidden'}  # also when a run continues or only evaluates
 
 
 @exact_matmul()  # the rounding of TF32 would hide mistakes
@@ -101,7 +101,7 @@ def make(checks, run):
             problem = check(run)
         except (NotChecked, OSError, torch.OutOfMemoryError) as reason:
             skipped = f'not checked: {what} ({one_line(reason)})'
-        except Exception:  # of the code that is checked: what was found before tells more
+        except Exception:  # raised by the code that is checked: earlier findings tell more
             if not any(found.values()):
                 raise
             break

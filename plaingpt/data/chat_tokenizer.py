@@ -44,14 +44,14 @@ PLAIN_TEMPLATES = {  # for models whose own template cannot be used, by the toke
         "message['role'] + '<|end_header_id|>\\n\\n' + message['content'] | trim + '<|eot_id|>' }}"
         "{% endfor %}{% if add_generation_prompt %}"
         "{{ '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}{% endif %}")}
-MARK = '\ue000'  # of private use: stands for a text
+MARK = '\ue000'  # a private character that stands for a text
 USER, ANSWER = {'role': 'user', 'content': MARK}, {'role': 'assistant', 'content': MARK}
 
 
 def as_chat(description, where):
-    """The description of a ForeignTokenizer → that of its chat tokenizer, where its files have a
-    chat template that can be used, or else a plain one of its tokens; itself where there is none of
-    them. Lines say what is not used."""
+    """The description of a ForeignTokenizer → that of a chat tokenizer. It uses the chat template
+    of the files if it can, or else a plain template with the same control tokens. If there is
+    neither, the description stays as it is. Lines say what is not used."""
     template, base = find_template(description['files']), ForeignTokenizer(description)
     if template is None:
         return description
@@ -81,7 +81,7 @@ def find_plain(base):
 
 @lru_cache(4)
 def compile_template(template):
-    """As transformers does it: in a sandbox, where a template reaches nothing of Python."""
+    """Like transformers, in a sandbox: a template cannot reach Python."""
     from jinja2.sandbox import ImmutableSandboxedEnvironment  # torch brings it
 
     def fail(message):

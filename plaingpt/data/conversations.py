@@ -39,7 +39,7 @@ class Conversations(Files):
         self.columns, self.left_out, self.as_text = columns, set(), False
 
     def texts(self):
-        """The same source, whose pieces are what the messages say, to learn a tokenizer from."""
+        """The same source as plain text of the messages, to learn a tokenizer from."""
         found = copy.copy(self)
         found.as_text = True
         return found

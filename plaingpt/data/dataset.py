@@ -23,7 +23,7 @@ UNFINISHED = 'unfinished'  # prepare.py's folder for files that are not complete
 class Part(NamedTuple):
     """A corpus that is trained on."""
 
-    name: str  # in a mixture; '' where there is one only
+    name: str  # in a mixture; '' if it is the only one
     dataset: 'Dataset'
     weight: float = 1.0  # its share of the sequences
 
@@ -159,14 +159,14 @@ def prepared_folder(name):
 
 
 def holds_tokens(folder):
-    """Whether there are token files, or what says that there are."""
+    """Whether a folder has token files, or a meta.json that lists them."""
     return (folder / 'meta.json').exists() or any(folder.glob('*.bin'))
 
 
 def open_dataset(folder, vocab_size=0):
-    """Open a folder that prepare.py wrote, or one with nanoGPT's .bin files or llm.c's shards; one
-    without meta.json and meta.pkl is taken to hold `vocab_size` ids of someone's own, or where that
-    is 0 GPT-2 tokens. Raises UserError."""
+    """Open a folder that prepare.py wrote, or one with nanoGPT's .bin files or llm.c's shards.
+    Without meta.json and meta.pkl its tokens are GPT-2's, or with `vocab_size` someone's own ids.
+    Raises UserError."""
     folder = Path(folder)
     if os.path.lexists(folder / 'meta.json'):
         meta = read_meta(folder / 'meta.json')

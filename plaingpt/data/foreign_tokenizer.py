@@ -42,8 +42,7 @@ def download(name, patterns):
 
 def read_tokenizer(folder, vocab_size=None):
     """A folder in the Hugging Face layout → the description of its tokenizer, a JSON object; None
-    where it has none. vocab_size: of the model, where its config.json is not read for it. Raises
-    UserError."""
+    where it has none. vocab_size: of the model; by default config.json has it. Raises UserError."""
     folder = Path(folder)
     try:
         if (folder / OUR_TOKENIZER).exists():
@@ -65,7 +64,7 @@ def describe(files, model, vocab_size):
     tokenizer = load(files['tokenizer.json'])
     names, generation = (parse_object(files, name) for name in CONFIGS)
 
-    def id_of(name):  # it may be {'content': name, …}
+    def id_of(name):  # a name may be {'content': name, …}
         name = name['content'] if isinstance(name, dict) else name
         return tokenizer.token_to_id(name) if isinstance(name, str) else None
 
@@ -104,7 +103,7 @@ def count_tokens(tokenizer):
 
 
 def check_size(tokenizer, size):
-    """Raise ValueError where a tokenizer has tokens that a model of `size` tokens has not."""
+    """Raise ValueError if a tokenizer has tokens that a model of `size` tokens lacks."""
     if type(size) is not int or size < count_tokens(tokenizer):
         raise ValueError(f'it has {count_tokens(tokenizer):,} tokens and the model {size}')
 
@@ -158,7 +157,7 @@ class ForeignTokenizer:
         return np.array(self._tokenizer.encode(text, add_special_tokens=False).ids, dtype=np.int64)
 
     def decode(self, ids):
-        """Bytes that are no UTF-8, as of a character cut in half, become U+FFFD."""
+        """Bytes that are not UTF-8, such as half a character, become U+FFFD."""
         return self.decode_bytes(ids).decode('utf-8', 'replace')
 
     def decode_bytes(self, ids):

@@ -53,16 +53,16 @@ def print_report(folder):
 # -----------------------------------------------------------------------------
 # validation text that is in the training split
 
-SEQUENCE_TOKENS = 64  # that both splits have in a row: chance and phrases repeat fewer
-LEARNED = SEQUENCE_TOKENS // 4  # of these, in conversations, that the assistant says
-SEQUENCES = 4096  # of the validation split that are looked for
+SEQUENCE_TOKENS = 64  # in a row, in both splits: phrases and chance repeat fewer
+LEARNED = SEQUENCE_TOKENS // 4  # tokens of the assistant among them, in conversations
+SEQUENCES = 4096  # of the validation split to look for
 HALF = SEQUENCE_TOKENS // 2
 BLOCK_TOKENS = 2**17  # of the training split at a time
 TABLE_BITS = 23  # 8 MB; finds halves faster than a search among 131,072
 MUCH_IN_TRAIN = 0.1
-SHORT_TOKENS = 2 * SEQUENCE_TOKENS  # documents of fewer, on average, are compared by lines too
+SHORT_TOKENS = 2 * SEQUENCE_TOKENS  # if documents are shorter on average, lines are compared too
 LINE_CHARS = 20  # shorter lines are everywhere
-LINE_TOKENS = 2**21  # of each split whose lines are compared
+LINE_TOKENS = 2**21  # of each split, to compare their lines
 
 
 def record_overlap(folder):

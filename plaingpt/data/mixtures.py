@@ -18,8 +18,8 @@ from plaingpt.data.dataset import Dataset, dataset_folder
 from plaingpt.data.token_files import TokenStream
 from plaingpt.system.errors import UserError
 
-SHARES = 1000  # sequences that the corpora of a mixture share out, again and again
-ROUNDING = 1e-3  # by which the weights of a mixture may miss 1, as three times 0.333 does
+SHARES = 1000  # sequences: in each block of this many, the corpora have their shares
+ROUNDING = 1e-3  # the sum of the weights may miss 1 by this, as three times 0.333 does
 
 
 def read_mixture(text):
@@ -81,7 +81,7 @@ class Mixture(Dataset):
 
     @property
     def shares(self):
-        """Of every thousand sequences, how many each part has."""
+        """How many of every thousand sequences each part has."""
         return tuple(round(SHARES * part.weight) for part in self.parts)
 
     def split_entry(self, split):
@@ -107,7 +107,7 @@ class Mixture(Dataset):
 
 
 class MixedStream(TokenStream):
-    """The streams of several corpora, one after another. shares: of every SHARES sequences."""
+    """The streams of several corpora, one after another. shares: in SHARES sequences."""
 
     def __init__(self, streams, shares, vocab_size, in_ram=False):
         super().__init__([file for stream in streams for file in stream.files], vocab_size, in_ram)
@@ -139,7 +139,7 @@ class MixedLoader(BatchLoader):
                                   seed=int(key(seed, k)[0]) if k else seed)
                       for k, each in enumerate(stream.streams)]
         self.num_eval_sequences = sum(part.num_eval_sequences for part in self.parts)
-        self.sequences_per_epoch = min(  # about as many, before one of the corpora begins again
+        self.sequences_per_epoch = min(  # about this many until a corpus begins again
             part.sequences_per_epoch * SHARES // share
             for part, share in zip(self.parts, stream.shares, strict=True))
 

@@ -18,7 +18,7 @@ from plaingpt.system.errors import UserError
 from plaingpt.system.files import command
 from plaingpt.system.formatting import quote_epochs, quoted
 
-QUESTIONS = 3  # of the validation split, that samples of a tuned model answer
+QUESTIONS = 3  # of the validation split, for samples of a tuned model
 SAMPLE_START = '\n'  # what a sample of plain text continues
 
 

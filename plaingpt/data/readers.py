@@ -20,7 +20,7 @@ from plaingpt.system.formatting import one_line, shown
 ROWS = {'.jsonl': 'jsonl', '.ndjson': 'jsonl', '.json': 'json', '.csv': 'csv', '.tsv': 'csv',
         '.parquet': 'parquet'}  # ending → type; all other files are text
 TEXT_FIELDS = ('text', 'content')  # where no field is named, the first of these that a row has
-BLOCK_CHARS = 2**20  # that are read at a time
+BLOCK_CHARS = 2**20  # to read at a time
 PIECE_CHARS = 2**18  # a longer document comes in pieces
 
 
@@ -28,8 +28,8 @@ class Piece(NamedTuple):
     """What a source yields: a document, or a part of one."""
 
     text: str
-    new_document: bool  # False where the document of the piece before continues
-    split: str = ''  # 'train', 'val' or 'test' where the corpus itself says so
+    new_document: bool  # False if the last piece's document continues
+    split: str = ''  # 'train', 'val' or 'test' if the corpus says so
 
 
 def open_zst(file):

@@ -24,9 +24,9 @@ from plaingpt.data.inspection import find_damage, print_overlaps, print_report, 
 from plaingpt.system.errors import UserError
 from plaingpt.system.files import locked, naming, read_json, sha256_of, sync, write_json
 
-# What of a command is the content of its input: where it has changed, the same command begins anew.
+# These describe the content of the input. If they changed, the same command begins anew.
 CONTENT = {'identity', 'tokenizer_sha256'}
-# What earlier versions wrote of each command, also where nobody said it.
+# Earlier versions wrote these for each command, also if it did not name them.
 DEFAULTS = {'val_fraction', 'shard_tokens', 'tokenizer', 'documents', 'errors', 'subset', 'split',
             'val_split', 'text_field', 'format', 'train_characters', 'val_characters'}
 

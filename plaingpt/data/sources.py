@@ -34,7 +34,7 @@ SUFFIXES = {  # of the files that are read in a folder, in any case
     '.cu', '.rs', '.go', '.java', '.js', '.ts', '.jsx', '.tsx', '.rb', '.php', '.pl', '.lua', '.r',
     '.jl', '.hs', '.ml', '.scala', '.kt', '.swift', '.cs', '.sh', '.sql', '.css', '.xml',
     '.yaml', '.yml', '.toml', '.jsonl', '.ndjson', '.parquet'}
-TABLES = {'.json', '.csv', '.tsv'}  # read in a folder without others: beside code, settings
+TABLES = {'.json', '.csv', '.tsv'}  # read if a folder has no other: beside code, settings
 NO_TEXTS = {'node_modules', '__pycache__', UNFINISHED}
 STANDARD_LIBRARY = sysconfig.get_paths()['stdlib']
 
@@ -61,7 +61,7 @@ def open_source(corpus, config, errors, folder):
     if config.text_field and not files.has_rows:
         raise UserError(f'text_field={config.text_field}: {files.name} is text and has no fields: '
                         'leave it out')
-    files.is_one_text &= config.documents == 'auto'  # few files are, unless each was said to be one
+    files.is_one_text &= config.documents == 'auto'  # --documents=file keeps them apart
     return files
 
 

@@ -20,7 +20,7 @@ class Shares:
 
     val: float
     test: float = 0.0
-    val_chars: float = math.inf  # of validation text at most: later documents are for training
+    val_chars: float = math.inf  # validation text at most; later documents are for training
 
     @classmethod
     def of(cls, val_fraction, test_fraction):

@@ -16,7 +16,7 @@ import numpy as np
 from plaingpt.system.errors import UserError
 from plaingpt.system.formatting import join_halves
 
-NAMES = 'char, byte, gpt2, bpe or bpe:VOCAB_SIZE'  # of those that need no file
+NAMES = 'char, byte, gpt2, bpe or bpe:VOCAB_SIZE'  # those that need no file
 
 
 class UnknownCharacter(UserError):
@@ -27,7 +27,7 @@ class Tokenizer:
     """What most tokenizers have in common."""
 
     def decode(self, ids):
-        """Bytes that are no UTF-8, as of a character cut in half, become U+FFFD."""
+        """Bytes that are not UTF-8, such as half a character, become U+FFFD."""
         return self.decode_bytes(ids).decode('utf-8', 'replace')
 
 
@@ -228,7 +228,7 @@ def described_vocab_size(description):
 
 def token_bytes(tokenizer):
     """How many UTF-8 bytes of text each id stands for, (vocab_size,): 0 for control tokens."""
-    words = getattr(tokenizer, 'base', tokenizer)  # what opens and ends a turn is no text
+    words = getattr(tokenizer, 'base', tokenizer)  # for text, without the tokens of turns
     controls = {words.end_of_text, *getattr(words, 'controls', ())}
     sizes = np.zeros(tokenizer.vocab_size, np.int64)
     sizes[:words.vocab_size] = [0 if i in controls else len(words.decode_bytes([i]))

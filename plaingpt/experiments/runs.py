@@ -164,8 +164,8 @@ def train_all(variants, folder):
 
 def compare(runs):
     """Runs → a dict for each variant. loss, loss_error: the mean over seeds and its standard error;
-    change, change_error: of the difference to the first variant with the same seeds; clear: whether
-    zero is outside of its 95% interval; step_ms, memory_bytes: medians. None: not known."""
+    change, change_error: the same for the difference to the first variant, seed by seed; clear:
+    whether its 95% interval excludes zero; step_ms, memory_bytes: medians. None: not known."""
     groups = {}
     for run in runs:
         groups.setdefault(run['variant'], []).append(run)

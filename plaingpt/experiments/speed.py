@@ -94,7 +94,7 @@ def matmul_flops(dtype, device):
 
 
 def measure_speed(config, shape, device, dtype, compile):
-    """Time whole steps of training → ([a row], its table). config: of bench.py; with its profile
+    """Time whole steps of training → ([a row], its table). config: bench.py's; with profile=True
     the table has the operators that take longest, and a trace is in out_dir."""
     if device.type == 'cuda':
         torch.cuda.reset_peak_memory_stats(device)

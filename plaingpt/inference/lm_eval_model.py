@@ -119,7 +119,7 @@ def load_tasks(names):
                         'text, nor a task of lm_eval: lm_eval ls tasks lists them')
     try:
         loaded = manager.load(names.split(','))
-    except Exception as e:  # of the hub, of datasets, and of each task's own code
+    except Exception as e:  # from the hub, from datasets, or from a task's own code
         raise UserError(f'{names}: lm_eval cannot load them: {" ".join(str(e).split())}: see that '
                         'their data can be downloaded') from None
     for task in loaded['tasks'].values():  # as its simple_evaluate does

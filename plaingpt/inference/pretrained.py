@@ -99,9 +99,9 @@ class Pretrained:
 
     @torch.no_grad()
     def load_into(self, model):
-        """Copy them into a GPT of this shape, which may have a shorter block_size and more tokens:
-        each new one gets the mean of the rows that there are. Of a sharded model each process reads
-        what it has. Raises UserError where a weight is not finite."""
+        """Copy them into a GPT of this shape. It may have a shorter block_size and more tokens: a
+        new token begins as the mean of the old ones. If it is sharded, each process reads its own
+        rows. Raises UserError where a weight is not finite."""
         parts_of_model, known = self.parts, self.shape['vocab_size']
         with explain_bad_folder(self.source):
             for name, p in model.named_parameters():

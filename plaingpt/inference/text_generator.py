@@ -101,7 +101,7 @@ class TextGenerator:
     def answer(self, messages, stop=(), **sampling):
         """What the assistant says next in a conversation, [{'role': 'user', 'content': 'Hi!'}, …].
 
-        For models that were tuned on conversations. stop, sampling: as of generate. Where the
+        For models that were tuned on conversations. stop, sampling: see generate(). If the
         context is too short, the oldest turns are left out. UserError
         """
         from plaingpt.data.conversations import parse_messages
@@ -111,8 +111,8 @@ class TextGenerator:
         return text
 
     def prepare_answer(self, messages, sampling):
-        """Messages, as parse_messages gives them, and a Sampling → (ids, the Sampling of what goes
-        on from them: it ends with its turn, how many of the oldest messages were left out).
+        """Messages, as parse_messages gives them, and a Sampling → (ids to continue, a Sampling
+        that ends with the turn, how many of the oldest messages were left out).
 
         A quarter of block_size is kept free for an answer, or less where that is enough. What the
         system says at the beginning stays, and so does the last message. UserError

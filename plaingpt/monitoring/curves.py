@@ -150,7 +150,7 @@ def draw_column(axes, runs, key, scale):
 
 
 def draw_blocks(axes, runs, measure):
-    """Of one run a line of each block, from dark to light, of several the mean of their blocks."""
+    """One run: a line for each block, dark to light. Several runs: the mean of their blocks."""
     from matplotlib import colormaps
     from matplotlib.ticker import LogLocator
     for name, rows in runs:

@@ -20,7 +20,7 @@ RISE = 0.5
 # update / weight in a step: about 1e-3 is healthy (Karpathy 2022, makemore part 3), and early on
 # weights of 0.02 change by up to 5e-2
 UPDATE_LOW, UPDATE_HIGH = 3e-4, 0.25
-NO_GRADIENT = 1e-3  # a block's gradient norm / the median of the blocks: of ours 0.05 at least
+NO_GRADIENT = 1e-3  # a block's gradient norm / the median of the blocks: 0.05 or more in ours
 # nats by which validation rises above its best, for this many evaluations or more: twice the
 # deviation of seeds in references/, 0.023 at most (Prechelt 1998, Early Stopping: one rise alone is
 # noise)

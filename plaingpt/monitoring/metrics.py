@@ -22,8 +22,8 @@ from plaingpt.system.formatting import one_line, printable, short
 class Metrics:
     """Where the numbers of a train.Run go, and its clock. Ranks other than 0 write nothing.
 
-    bytes_per_token: of the evaluated text, or None; elapsed_s: before the run was resumed
-    backends: of open_backends
+    bytes_per_token: of the evaluated text, or None; elapsed_s: training time before a resume
+    backends: what open_backends returned
     """
 
     def __init__(self, run, bytes_per_token=None, elapsed_s=0.0, backends=()):
@@ -32,7 +32,7 @@ class Metrics:
         self.path = None if config.is_read_only else Path(config.out_dir, 'metrics.jsonl')
         self.quiet = not run.world.is_main
         self.backends, self.bytes_per_token = list(backends), bytes_per_token
-        self.flops_per_token = run.model.flops_per_token() / run.world.size  # of each device
+        self.flops_per_token = run.model.flops_per_token() / run.world.size  # on each device
         self.began = time.perf_counter() - elapsed_s
         self.paused_s, self.evaluations = 0.0, 0
         self.rows = []

@@ -30,8 +30,8 @@ def needs(package, what):
 
 
 def print_line(line, file=None):
-    """Print a line above the progress bars. A run goes on where nobody reads it any more: where its
-    terminal was closed, SIGHUP comes next, and the run saves."""
+    """Print a line above the progress bars. It is no error if the terminal was closed:
+    SIGHUP comes next, and the run saves."""
     file = file or sys.stdout
     try:
         tqdm.write(line, file=file)

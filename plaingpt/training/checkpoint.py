@@ -48,7 +48,7 @@ RENAMED = {'windows': 'sequences', 'stale': 'evals_since_best'}
 # What a checkpoint of an earlier version may lack.
 LATER = {'val_loss': None, 'elapsed_s': 0.0, 'left_s': None, 'wandb_id': None,
          'eval_sequences': 0, 'dtype': None, 'averaged_steps': None}
-PART = re.compile(r'(.*?)(?:\[(\d+):(\d+)\])?')  # of a tensor: its rows
+PART = re.compile(r'(.*?)(?:\[(\d+):(\d+)\])?')  # name, or name[first:end] for some rows
 CHUNK_BYTES = 500 * 10**6  # of tensors in a file, which with its header stays below 512 MB
 KEPT = 2  # of the newest checkpoints, beside the best
 
@@ -91,9 +91,9 @@ class Checkpoint:
 
     @torch.no_grad()
     def load_into(self, model):
-        """Copy the weights into a GPT of this shape, which may read fewer positions, and know more
-        tokens: each new one begins as the mean of those that there are. Of a sharded model each
-        process reads its rows. Raises UserError where weights are damaged or misfit."""
+        """Copy the weights into a GPT of this shape. It may read fewer positions and know more
+        tokens: each new token begins as the mean of the old ones. If it is sharded, each process
+        reads its own rows. Raises UserError where weights are damaged or misfit."""
         shapes, wanted = self._verified_shapes('model'), dict(model.named_parameters())
         old, new = self.state['model']['vocab_size'], model.config.vocab_size
         grows = {name for name in wanted if new > old and name.endswith(ROW_PER_TOKEN)}
@@ -103,7 +103,7 @@ class Checkpoint:
                     or wanted[name].shape[start:] != shapes[name][start:]:
                 raise UserError(f'{self.path}: {name!r} there does not fit this model: it holds '
                                 'another architecture')
-        known = {name: [] for name in grows}  # the rows that there are
+        known = {name: [] for name in grows}  # the rows of old tokens
         for name, first, file, key in self._parts('model'):
             copy_rows(wanted[name], first, file.get_slice(key))
             if name in grows:

@@ -28,13 +28,13 @@ def open_weights(source, which='best'):
 
 @dataclass
 class ModelChoice:
-    """What sample.py, serve.py, evaluate.py and export.py ask alike, and `load` takes."""
+    """Options that sample.py, serve.py, evaluate.py and export.py share; `load` takes them."""
 
     # which model
     init_from: str = 'resume'  # resume (from out_dir), gpt2…, OWNER/NAME, a folder, or a ckpt.pt
     out_dir: str = 'out'  # the run to read
     checkpoint: str = 'best'  # best, latest, or an iteration
-    tokenizer: str = 'auto'  # the model's own, or a prepared dataset whose to take
+    tokenizer: str = 'auto'  # auto: the model's own; or that of a prepared dataset
 
 
 def load(choice):
@@ -66,7 +66,7 @@ def load(choice):
 
 @dataclass
 class GeneratorChoice(ModelChoice):
-    """What sample.py and serve.py ask alike, and `open_generator` takes."""
+    """Options that sample.py and serve.py share; `open_generator` takes them."""
 
     # device
     device: str = 'auto'  # auto, cpu, cuda, cuda:0, mps
@@ -75,7 +75,7 @@ class GeneratorChoice(ModelChoice):
 
 def open_generator(choice, compile=False):
     """A GeneratorChoice → what writes with this model, a TextGenerator. Prints which it is.
-    compile: as of choose_compile. Raises UserError."""
+    compile: see choose_compile(). Raises UserError."""
     from plaingpt.inference.generation import CompiledStep
     from plaingpt.inference.text_generator import TextGenerator
     from plaingpt.inference.weight_layout import prepare_for_generation

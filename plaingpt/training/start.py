@@ -41,7 +41,7 @@ def is_resumed(out_dir, init_from):
 class Start:
     """What a run starts from: nothing, weights, or the checkpoint of a run that it continues.
 
-    weights: of open_weights, or None; resumed: whether the run continues from them
+    weights: what open_weights returned, or None; resumed: whether the run continues from them
     verifies: whether rank 0 compares the checkpoint to continue with its checksums
     """
 
@@ -161,7 +161,7 @@ def start_shape(config, weights, dataset=None):
     if config.block_size > shape.block_size:
         raise UserError(f'block_size={config.block_size}: {config.init_from} reads at most '
                         f'{shape.block_size} tokens: use --block_size={shape.block_size} or less')
-    base = dataset and dataset.tokenizer_json().get('base')  # that a chat tokenizer wraps
+    base = dataset and dataset.tokenizer_json().get('base')  # the tokenizer inside a chat tokenizer
     if base and described_vocab_size(base) == shape.vocab_size:
         shape = replace(shape, vocab_size=dataset.vocab_size)
     if dataset and dataset.vocab_size != shape.vocab_size:
@@ -240,10 +240,10 @@ class Progress:
     best_val_loss: float = math.inf
     evals_since_best: int = 0
     evaluated_at: int | None = None  # the iteration of the last evaluation
-    val_loss: float | None = None  # that it measured
+    val_loss: float | None = None  # what it measured
     saved_at: int | None = None  # the iteration of the last checkpoint
     saved_evaluated: bool = False  # that checkpoint has its evaluation
-    eval_sequences: int = 0  # that each evaluation reads of a split
+    eval_sequences: int = 0  # sequences of a split in each evaluation
 
     @property
     def evaluated(self):

@@ -34,6 +34,7 @@ class BuildHook(BuildHookInterface):
 
 def for_wheel(text):
     """A file's text with the imports and the commands that are right in the wheel."""
-    text = re.sub(r'^( *from )(model|configurator)( import )', r'\1plaingpt.\2\3', text, flags=re.M)
+    text = re.sub(r'^( *from )(model|configurator|train)( import )', r'\1plaingpt.\2\3', text,
+                  flags=re.M)
     text = re.sub(r'\b(torchrun (?:--\S+ )*)(\w+)\.py\b', r'\1-m plaingpt \2', text)
     return re.sub(r'\bpython (\w+)\.py\b', r'plaingpt \1', text)

@@ -26,13 +26,13 @@ from plaingpt.system.formatting import gib, short
 from plaingpt.training.dtype_choice import core_speed
 from plaingpt.training.optimizers import build_optimizer
 from plaingpt.training.stopwatch import Step, timed
-from train import forward_backward, update  # the step itself, not a copy of it
 
 PATIENCE_S = 3.0  # what a micro-batch on a CPU may take in a plan
 
 
 def new_step(shape, config, device, dtype, compile=False):
     """→ the Step of a new GPT on this device, and the GPT."""
+    from train import forward_backward, update  # the step itself, not a copy of it
     gpt = GPT(shape).to(device)
     gpt.loss_chunk_tokens = 'auto'
     gpt.activation_checkpointing = config.activation_checkpointing

@@ -200,7 +200,7 @@ def test_ctrl_c_stops_the_answer_and_not_the_chat(base_chat, monkeypatch, tmp_pa
 def test_the_page_on_chats_leads_to_a_model_that_adds(
         after_readme, tmp_path, monkeypatch):  # noqa: F811
     folder = tmp_path / 'plaingpt'
-    shutil.copytree(after_readme[0], folder, symlinks=True)
+    shutil.copytree(after_readme, folder, symlinks=True)
     assert not follow('docs/chat.md', folder, monkeypatch, slow=True)
     model = plaingpt.load(folder / 'out-chat')
     right = [model.answer(ask(f'How much is {a} plus {b}?', '')[:1], temperature=0)

@@ -21,6 +21,8 @@ RISE = 0.5
 # weights of 0.02 change by up to 5e-2
 UPDATE_LOW, UPDATE_HIGH = 3e-4, 0.25
 NO_GRADIENT = 1e-3  # a block's gradient norm / the median of the blocks: 0.05 or more in ours
+# steps in which a gradient may be 0, since what multiplies it begins at zero: three in ours
+FIRST_STEPS = 5
 # nats by which validation rises above its best, for this many evaluations or more: twice the
 # deviation of seeds in references/, 0.023 at most (Prechelt 1998, Early Stopping: one rise alone is
 # noise)
@@ -140,6 +142,8 @@ def rate_low(rows, run):
 
 def no_gradient(rows, run):
     seen = [norms for row in rows if (norms := block_values(row, 'grad_norm', ''))][-2:]
+    if rows and rows[-1]['iter'] <= FIRST_STEPS:
+        return None
     tiny = []  # names of the blocks and embeddings without a gradient, of the last two health rows
     for norms in seen:
         blocks = [norm for name, norm in norms.items() if name.startswith('h.') and norm]

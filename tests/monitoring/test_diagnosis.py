@@ -92,6 +92,9 @@ def test_healthy_rows_give_no_alarm_however_many_there_are():
     # Blocks without a gradient in the first step alone are usual.
     rows[1].update({'health/grad_norm/h.0': 0.0, 'health/grad_norm/h.1': 0.0})
     assert [found for n in (1, 2, 60) for found in diagnose(rows[:n], RUN)] == []
+    # A value embedding has none until the gate and the projection behind it have moved.
+    assert diagnose([{'iter': i, 'health/grad_norm/value_embedding.0': 0.0,
+                      'health/grad_norm/h.0': 1.0} for i in (1, 2, 3)], RUN) == {}
 
 
 def test_a_single_odd_batch_is_no_divergence():

@@ -23,7 +23,7 @@ from plaingpt.data import pretokenized, tokenizers
 from plaingpt.data.chat_tokenizer import PLAIN_TEMPLATES, ChatTokenizer, find_plain
 from plaingpt.data.conversations import open_conversations
 from plaingpt.data.corpora import CORPORA, OPTIONS, describe_corpus, table
-from plaingpt.data.dataset import prepared_folder
+from plaingpt.data.dataset import dataset_folder, not_prepared, prepared_folder
 from plaingpt.data.encoding import write_tokens
 from plaingpt.data.inspection import inspect
 from plaingpt.data.shards import check_ours, read_progress, write_dataset
@@ -55,7 +55,6 @@ class PrepareConfig:
     errors: Literal['strict', 'replace'] = 'strict'  # for bytes outside it: stop, or write U+FFFD
     # how much
     max_tokens: int | str = 0  # to train on, such as 100M or 1.5B (0: all); then reading ends
-    dedup: bool = False  # leave out documents that equal an earlier one but for white space
     val_fraction: Literal['auto'] | float = 'auto'  # held out (auto: 0.1, up to 1M tokens)
     test_fraction: float = 0.0  # held out too, for evaluate.py --tasks=test (0: none)
     # how
@@ -115,6 +114,8 @@ def main(argv):
     if name in ('-h', '--help'):
         load_config(PrepareConfig, argv, help_text, 'input', several=True)
     if name not in CORPORA:
+        if '--if_small' in options:  # train.py asks
+            raise UserError(not_prepared(dataset_folder(name)))
         raise UserError(f'no corpus is called {name!r}: python prepare.py lists all; for files of '
                         f'your own, python prepare.py text {quoted(name)}')
     corpus = CORPORA[name]
@@ -163,10 +164,9 @@ def prepare_text(name, corpus, folder, config):
     if kind == 'char' and source.unit != 'B' and not borrowed:
         raise UserError(f'{name} is too large for --tokenizer=char: use gpt2, byte or bpe:32768')
     max_tokens = parse_count(config.max_tokens)
-    if (config.dedup or max_tokens) and source.is_one_text:
-        raise UserError(f'{"dedup" if config.dedup else "max_tokens"}: {source.name} is one '
-                        'running text and has no documents: say what a document is with '
-                        '--documents=file, line, paragraph or title')
+    if max_tokens and source.is_one_text:
+        raise UserError(f'max_tokens: {source.name} is one running text and has no documents: say '
+                        'what a document is with --documents=file, line, paragraph or title')
     command = describe_command(name, config, borrowed, identity=source.identity())
 
     def write(unfinished):
@@ -180,7 +180,7 @@ def prepare_text(name, corpus, folder, config):
         write_tokens(source, tokenizer, unfinished, command, progress,
                      Shares.of(config.val_fraction, config.test_fraction),
                      shard_tokens=config.shard_tokens, threads=threads, max_tokens=max_tokens,
-                     dedup=config.dedup, chat=is_of_chat)
+                     chat=is_of_chat)
 
     write_dataset(folder, command, config.overwrite, write)
 

@@ -15,7 +15,7 @@ import numpy as np
 from plaingpt.data.dataset import MASK_ENDING
 from plaingpt.data.gigatoken import WrongIds, fast_encode
 from plaingpt.data.shards import ShardWriter, empty, write_meta, write_progress
-from plaingpt.data.splitting import SPLITS, Duplicates, put_in_splits
+from plaingpt.data.splitting import SPLITS, put_in_splits
 from plaingpt.data.tokenizers import UnknownCharacter
 from plaingpt.system.errors import UserError, progress_bar
 from plaingpt.system.formatting import count_of, short
@@ -38,7 +38,7 @@ class Encoded(NamedTuple):
 
 
 def write_tokens(source, tokenizer, folder, command, progress, shares, *, shard_tokens, threads,
-                 max_tokens=0, dedup=False, chat=False):
+                 max_tokens=0, chat=False):
     """Encode `source` into shards and meta.json in `folder`. Raises UserError.
 
     command: everything that decides the content, as meta.json has it
@@ -56,11 +56,10 @@ def write_tokens(source, tokenizer, folder, command, progress, shares, *, shard_
     done = sum(writer.tokens for writer in writers.values())
     if done:
         print(f'resuming after {done:,} tokens that are written already')
-    duplicates = Duplicates() if dedup else None
     encode = partial(encode_conversations, tokenizer, dtype) if chat else partial(
         encode_batch, tokenizer, fast_encode(tokenizer),
         None if source.is_one_text else tokenizer.end_of_text, dtype)
-    pieces = put_in_splits(source, shares, duplicates, tokenizer.end_of_text is None)
+    pieces = put_in_splits(source, shares, tokenizer.end_of_text is None)
     try:
         with closing(pieces), progress_bar('encoding', max_tokens or source.total,
                                            'tokens' if max_tokens else source.unit) as bar:
@@ -87,16 +86,12 @@ def write_tokens(source, tokenizer, folder, command, progress, shares, *, shard_
     if source.identity() != command['identity']:
         raise UserError(f'{source.name}: changed while it was read: give the same command again')
     tokens = sum(writer.tokens for writer in writers.values()) - done
-    seconds, counts = time.monotonic() - started, {}
+    seconds = time.monotonic() - started
     print(f'{count_of(tokens, "token")} in {seconds:.1f} s, {short(tokens / seconds)} a second')
-    # Where reading ended early, how much was read ahead is a matter of chance.
-    if duplicates and train.tokens < (max_tokens or math.inf):
-        counts = {'duplicates': duplicates.dropped}
-        print(f'{count_of(duplicates.dropped, "document")} left out: equal to an earlier one')
     if train.tokens < max_tokens:
         print(f'{source.name} has {train.tokens:,} tokens to train on, fewer than {max_tokens=}')
     splits = {split: writer.finish() for split, writer in writers.items()}
-    write_meta(folder, dtype, tokenizer, splits, command, **counts)
+    write_meta(folder, dtype, tokenizer, splits, command)
 
 
 def group_in_batches(pieces, source, count):

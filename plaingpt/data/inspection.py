@@ -179,8 +179,6 @@ def inspect(folder):
     for key, value in dataset.meta.get('source', {}).items():
         if value:
             print(f'  {key}: {value}')
-    if 'duplicates' in dataset.meta:
-        print(f'  duplicates left out: {dataset.meta["duplicates"]:,}')
     if problems := find_damage(dataset):
         raise UserError('\n'.join(problems))
     for split in ('train', *dataset.held_out()):

@@ -26,9 +26,6 @@ from plaingpt.system.files import locked, naming, read_json, sha256_of, sync, wr
 
 # These describe the content of the input. If they changed, the same command begins anew.
 CONTENT = {'identity', 'tokenizer_sha256'}
-# Earlier versions wrote these for each command, also if it did not name them.
-DEFAULTS = {'val_fraction', 'shard_tokens', 'tokenizer', 'documents', 'errors', 'subset', 'split',
-            'val_split', 'text_field', 'format', 'train_characters', 'val_characters'}
 
 
 @dataclass
@@ -116,7 +113,7 @@ class ShardWriter:
         return {**entry, 'learned': self.learned} if MASK_ENDING in self.columns else entry
 
 
-def write_meta(folder, dtype, tokenizer, splits, command, **more):
+def write_meta(folder, dtype, tokenizer, splits, command):
     """Write meta.json. tokenizer: what made the tokens; splits: the entry of each. Raises UserError
     where a split stayed empty."""
     for split, entry in splits.items():
@@ -125,7 +122,7 @@ def write_meta(folder, dtype, tokenizer, splits, command, **more):
                             'or change --val_fraction, --test_fraction or the names of the splits')
     write_json(folder / 'meta.json', {
         'format_version': FORMAT_VERSION, 'dtype': dtype.name, 'vocab_size': tokenizer.vocab_size,
-        'tokenizer': tokenizer.to_json(), 'splits': splits, **more, 'source': command})
+        'tokenizer': tokenizer.to_json(), 'splits': splits, 'source': command})
 
 
 def write_progress(folder, command, **progress):
@@ -188,9 +185,6 @@ def is_done(folder, command, overwrite):
         earlier = read_meta(folder / 'meta.json').get('source', {})
     except UserError:  # there is none, or it is broken
         return False
-    if {'errors', 'split'} <= earlier.keys():
-        earlier = {key: value for key, value in earlier.items() if key not in DEFAULTS
-                   or key in command}
     differ = [f'{key} {earlier.get(key, "none")}, not {command.get(key, "none")}'
               for key in {**command, **earlier}
               if key not in CONTENT and earlier.get(key) != command.get(key)]

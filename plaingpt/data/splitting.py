@@ -1,4 +1,4 @@
-"""Which documents stay, and which split each belongs to."""
+"""Which split each document belongs to."""
 
 import hashlib
 import math
@@ -6,7 +6,6 @@ import sys
 from dataclasses import dataclass
 from itertools import chain
 
-from plaingpt.data.readers import Piece
 from plaingpt.data.tokenizer_choice import count_characters
 
 SPLITS = ('train', 'val', 'test')
@@ -31,9 +30,8 @@ class Shares:
         return cls(val_fraction, test_fraction)
 
 
-def put_in_splits(source, shares, duplicates, ends_with_line):
+def put_in_splits(source, shares, ends_with_line):
     """The pieces of a source → (split, text, new_document).
-    duplicates: a Duplicates, or None
     ends_with_line: end documents with a line break, where no end of text comes before the next"""
     pieces = source.pieces()
     if source.is_one_text:
@@ -43,8 +41,6 @@ def put_in_splits(source, shares, duplicates, ends_with_line):
         if shares.test:
             ends.append(('val', int(characters * (1 - shares.test))))
         return split_by_place(pieces, [*ends, (SPLITS[len(ends)], sys.maxsize)])
-    if duplicates:
-        pieces = duplicates.leave_out(pieces)
     pieces = split_by_hash(pieces, shares)
     return end_with_line_breaks(pieces) if ends_with_line else pieces
 
@@ -62,7 +58,8 @@ def split_by_hash(pieces, shares):
         if new_document:
             # Texts that differ only in white space at the end get the same split. Most files end
             # with one line break, and hash as they are.
-            place = int.from_bytes(hash_of(text.rstrip() + '\n'), 'big')
+            data = (text.rstrip() + '\n').encode('utf-8', 'replace')
+            place = int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), 'big')
         else:
             place = (place + GOLDEN) % 2**64
         before = split
@@ -98,33 +95,3 @@ def end_with_line_breaks(pieces):
             ends = piece[2] and not text.endswith('\n')
             yield split, text + '\n' if ends else text, new_document
         held = piece
-
-
-def hash_of(text, errors='replace'):
-    """A hash of 64 bits, as bytes; `errors` as in str.encode."""
-    return hashlib.blake2b(text.encode('utf-8', errors), digest_size=8).digest()
-
-
-class Duplicates:
-    """Leaves out documents that equal an earlier one but for white space, by hashes of 64 bits.
-    With a billion documents, one in 37 corpora loses a document by chance. A million documents take
-    about 100 MB of memory."""
-
-    def __init__(self):
-        self.seen, self.dropped = set(), 0
-
-    def leave_out(self, pieces):
-        """Yield the pieces of those documents that are no duplicates."""
-        document = []
-        for piece in chain(pieces, [Piece('', True)]):
-            if piece.new_document and document:
-                words = ' '.join(''.join(each.text for each in document).split())
-                # Bytes that are no UTF-8 are lone surrogates in the text, and differ.
-                number = hash_of(words, 'surrogatepass')
-                if number in self.seen:
-                    self.dropped += 1
-                else:
-                    yield from document
-                self.seen.add(number)
-                document = []
-            document.append(piece)

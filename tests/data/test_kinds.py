@@ -28,8 +28,6 @@ from plaingpt.system.formatting import shown
 chance = random.Random(0)
 WORDS = ['to', 'be', 'ör', '"not"', 'that, is', 'the;', 'question', '[1]', '日本', '😀']
 TEXTS = [' '.join([f'{i}', *chance.choices(WORDS, k=chance.randrange(200))]) for i in range(300)]
-COPIES = [text.replace(' ', chance.choice(['  ', '\n', ' \t'])) + ' \n'
-          for text in chance.choices(TEXTS[:99], k=100)]
 
 
 def jsonl(texts):
@@ -85,11 +83,9 @@ KINDS = {
     'paragraphs': ({'a.txt': '\n\n \n'.join(TEXTS).encode()},
                    ['a.txt', '--documents=paragraph'], TEXTS),
     'titles': ({'a.txt': ''.join(ARTICLES).encode()}, ['a.txt', '--documents=title'], ARTICLES),
-    'dedup': ({'a.jsonl': jsonl(TEXTS + COPIES)}, ['a.jsonl', '--dedup'], TEXTS),
     'test split': ({'a.jsonl': jsonl(TEXTS)}, ['a.jsonl', '--test_fraction=0.2'], TEXTS),
     'hub': ({f'hub/train-{n:05}-of-00003.parquet': parquet(text=TEXTS[100 * n:100 * n + 100])
              for n in range(3)}, ['hub'], TEXTS),
-    'hub, dedup': ({'hub/train.jsonl': jsonl(TEXTS + COPIES)}, ['hub', '--dedup'], TEXTS),
     'chat': ({'a.jsonl': ''.join(json.dumps({'prompt': text, 'completion': text}) + '\n'
                                  for text in TEXTS).encode()}, ['a.jsonl'], None)}
 
@@ -126,15 +122,6 @@ def test_a_kind_gives_its_documents_and_the_same_bytes_after_kills(
     assert 'holds another dataset (val_fraction 0.2, not 0.3)' in line
     assert '--overwrite' in line and '--data_dir' in line
     assert contents(tmp_path / 'whole') == contents(tmp_path / 'killed')
-
-
-def test_what_was_left_out_is_told(tmp_path, capsys, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    write_rows(tmp_path / 'a.jsonl', [*TEXTS, *COPIES, None])
-    prepare.main(['text', 'a.jsonl', '--dedup', '--tokenizer=byte', '--data_dir=d'])
-    prepare.main(['inspect', 'd'])
-    out = capsys.readouterr().out
-    assert 'duplicates left out: 100' in out
 
 
 # -----------------------------------------------------------------------------

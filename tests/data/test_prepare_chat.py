@@ -105,16 +105,6 @@ def test_a_hash_of_the_whole_conversation_decides_its_split():
     assert not all_['val'] & all_['train']
 
 
-def test_dedup_leaves_out_what_is_said_twice_by_the_same_roles():
-    turns = [{'role': role, 'content': 'hm'} for role in ('user', 'assistant', 'user', 'assistant')]
-    different = [{'messages': turns * i} for i in range(1, 51)]
-    others = [turns[:2], [turns[0], turns[0], turns[1]], [turns[0], *turns[1:2] * 2]]
-    rows = [*different, *different, *({'messages': messages} for messages in others)]
-    dataset = prepare_chat('--dedup', rows=rows)
-    assert dataset.meta['duplicates'] == 50
-    assert sum(entry['documents'] for entry in dataset.meta['splits'].values()) == 53
-
-
 def test_a_tokenizer_learns_from_what_is_said_alone():
     assert set(prepare_chat(tokenizer='char').tokenizer().base.chars) == set(
         ''.join(row['prompt'] + row['completion'] for row in pairs(100))) | {'\n'}

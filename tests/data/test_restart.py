@@ -96,7 +96,7 @@ def test_a_dataset_that_was_being_moved_is_whole_again_before_another_command(
     for path in (tmp_path / 'd/meta.json', *(tmp_path / 'd').glob('val*.bin')):
         path.rename(tmp_path / 'd/unfinished' / path.name)  # as a kill can leave it
     assert 'holds another dataset' in fails(
-        capsys, monkeypatch, prepare.main, *argv, '--dedup')
+        capsys, monkeypatch, prepare.main, *argv, '--val_fraction=0.2')
     assert contents(tmp_path / 'd') == before
 
 
@@ -112,21 +112,6 @@ def test_a_dataset_within_its_input_is_no_input_and_goes_on_after_a_kill(rows, t
         assert 'resuming after' in capsys.readouterr().out
         for name, data in contents(tmp_path / 'out').items():
             assert name == 'meta.json' or (folder / name).read_bytes() == data, name
-
-
-def test_a_dataset_that_an_earlier_version_finished_is_done(rows, tmp_path, capsys, monkeypatch):
-    argv = command(rows, tmp_path / 'd')
-    prepare.main(argv)
-    meta = json.loads((tmp_path / 'd/meta.json').read_text())
-    # it wrote what nobody had said, too
-    meta['source'] |= {'documents': 'auto', 'errors': 'strict', 'subset': '', 'split': '',
-                       'val_split': '', 'text_field': ''}
-    (tmp_path / 'd/meta.json').write_text(json.dumps(meta))
-    capsys.readouterr()
-    prepare.main(argv)
-    assert 'already prepared by this command' in capsys.readouterr().out
-    for other in ('--val_fraction=0.2', '--dedup'):
-        assert 'holds another dataset' in fails(capsys, monkeypatch, prepare.main, *argv, other)
 
 
 def test_two_at_once_in_one_folder_are_refused(rows, tmp_path, capsys, monkeypatch):

@@ -7,15 +7,13 @@ import shutil
 import pytest
 from corpus_files import prepared, split_bytes, write_parquet, write_rows
 from helpers import fails
-from hypothesis import given
-from hypothesis import strategies as st
 
 import evaluate
 import prepare
 from plaingpt.data import splitting
 from plaingpt.data.dataset import open_dataset
-from plaingpt.data.readers import PIECE_CHARS, Piece
-from plaingpt.data.splitting import Duplicates, Shares, split_by_hash, split_by_place
+from plaingpt.data.readers import Piece
+from plaingpt.data.splitting import Shares, split_by_hash, split_by_place
 
 TEXTS = [f'document {i} of the web' for i in range(1000)]
 
@@ -132,55 +130,10 @@ def test_the_end_of_a_running_text_is_for_the_test_and_validation_comes_before(t
     assert ''.join(found) == text and [len(part) for part in found] == [34_000, 4_000, 2_000]
 
 
-# -----------------------------------------------------------------------------
-# duplicates
-
-TEXT = st.text(alphabet=st.sampled_from(['a', 'b', 'é', ' ', '\n', '\t', '\u2003', '\ud800']),
-               max_size=4)
-
-
-@given(st.lists(st.lists(TEXT, min_size=1, max_size=3), max_size=40))
-def test_of_documents_with_the_same_words_the_first_stays_whole(documents):
-    pieces = [Piece(text, not i) for document in documents for i, text in enumerate(document)]
-    wanted = {' '.join(''.join(document).split()): document for document in reversed(documents)}
-    duplicates = Duplicates()
-    found = [piece.text for piece in duplicates.leave_out(pieces)]
-    assert sorted(found) == sorted(text for document in wanted.values() for text in document)
-    assert duplicates.dropped == len(documents) - len(wanted)
-
-
-def test_a_document_in_several_pieces_is_compared_to_its_end(tmp_path):
-    long = 'word after word ' * (PIECE_CHARS // 5)
-    texts = {'a': long + 'one end', 'b': long + 'another end', 'c': f'\n{long}  one end\n',
-             'd': 'short', 'e': long, 'f': long + 'another\nend', 'g': 'short '}
-    others = {f'z{i}': f'file {i}' for i in range(100)}  # fewer files are one text
-    for name, text in {**texts, **others}.items():
-        (tmp_path / f'{name}.txt').write_text(text)
-    train, val = prepared(tmp_path / 'd', 'text', f'--input={tmp_path}', '--dedup')
-    kept = [*others.values(), *(texts[name] for name in 'abde')]  # long ones are in both splits
-    assert sorted(''.join(train + val)) == sorted(''.join(kept))
-
-
-def test_validation_text_that_is_trained_on_is_left_out(tmp_path):
-    for split, texts in (('train', 'abc'), ('validation', 'cde')):
-        write_parquet(tmp_path / f'{split}-0.parquet', list(texts))
-    assert prepared(tmp_path / 'd', 'hf', f'--path={tmp_path}', '--val_split=validation',
-                    '--dedup') == [['a', 'b', 'c'], ['d', 'e']]
-
-
-def test_documents_of_other_bytes_are_not_the_same(tmp_path):
-    (tmp_path / 'a.txt').write_bytes(b''.join(
-        b'line %d caf%c\n' % (i // 2, 0xe8 + i % 2) for i in range(100)) * 2)
-    prepare.main(['text', f'--input={tmp_path}/a.txt', '--documents=line', '--tokenizer=byte',
-                  '--dedup', '--val_fraction=0.4', f'--data_dir={tmp_path}/d'])
-    assert open_dataset(tmp_path / 'd').meta['duplicates'] == 100
-
-
 def test_what_has_no_documents_is_refused(tmp_path, refused):
     (tmp_path / 'a.txt').write_text('a running text')
-    for option in ('--dedup', '--max_tokens=9'):
-        assert 'is one running text and has no documents' in refused(
-            'text', f'--input={tmp_path}/a.txt', option)
+    assert 'is one running text and has no documents' in refused(
+        'text', f'--input={tmp_path}/a.txt', '--max_tokens=9')
 
 
 # -----------------------------------------------------------------------------

@@ -10,7 +10,6 @@ from plaingpt.data.dataset import (
     Part,
     dataset_folder,
     holds_tokens,
-    not_prepared,
     open_dataset,
 )
 from plaingpt.system.distributed import all_gather, barrier, gloo_group, print0
@@ -89,13 +88,10 @@ def open_data(config, world, device):
 
 
 def prepare_small(name):
-    """Run prepare.py where it knows a small corpus of that name and there is nothing of it yet."""
+    """Run prepare.py where there is nothing of a name yet: it prepares small corpora alone."""
     folder = dataset_folder(name)
     if folder.parts != ('data', name) or holds_tokens(folder) or (folder / UNFINISHED).exists():
         return
-    from plaingpt.data.corpora import CORPORA
-    if name not in CORPORA:
-        raise UserError(not_prepared(folder))
     done = subprocess.run(command('prepare', name, '--if_small'))
     if done.returncode < 0:
         raise UserError(f'preparing {name} was killed: run python prepare.py {quoted(name)}')

@@ -198,9 +198,11 @@ def test_the_smallest_recipe_is_checked_where_nothing_is_prepared(tmp_path, monk
     assert 'checks passed' in capsys.readouterr().out
 
 
-def test_a_large_corpus_is_not_prepared_unasked(tmp_path, monkeypatch, capfd):
+@pytest.mark.parametrize('name, words', [('openwebtext', 'run python prepare.py openwebtext'),
+                                         ('novels', 'data/novels is not prepared')])
+def test_only_a_small_corpus_is_prepared_unasked(name, words, tmp_path, monkeypatch, capfd):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(SystemExit) as exit_:
-        train.main(['--dataset=openwebtext', '--device=cpu', '--out_dir=out'])
+        train.main([f'--dataset={name}', '--device=cpu', '--out_dir=out'])
     assert exit_.value.code == 2
-    assert 'run python prepare.py openwebtext' in capfd.readouterr().err
+    assert words in capfd.readouterr().err

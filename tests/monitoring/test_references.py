@@ -27,7 +27,7 @@ def small(tmp_path, monkeypatch):
     monkeypatch.setattr(references, 'FOLDER', tmp_path / 'references')
     (tmp_path / 'references').mkdir()
     for seed, offset in enumerate((-0.01, 0.0, 0.01)):
-        out_dir = tmp_path / 'seeds' / str(seed)
+        out_dir = tmp_path / 'seeds' / 'sweep-seed-cpu' / str(seed)
         out_dir.mkdir(parents=True)
         (out_dir / 'run.json').write_text(json.dumps(
             {**FACTS, 'changed': {**FACTS['changed'], 'seed': seed}}))

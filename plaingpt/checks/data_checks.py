@@ -12,12 +12,12 @@ from plaingpt.system.distributed import all_gather, gloo_group
 from plaingpt.system.errors import UserError
 from plaingpt.training.schedules import get_lr
 
-ROUND_TRIP = 0.95  # of the ids must come back; those that are cut at the ends may not
-LOOKED_AT = 16  # sequences whose text is encoded again
-GONE = 1e-3  # of the highest learning rate: too little to learn with
-REST = 0.1  # of a run
+ROUND_TRIP = 0.95  # share of the ids that must come back; those at the ends may not
+LOOKED_AT = 16  # sequences that are decoded and encoded again
+GONE = 1e-3  # share of the highest learning rate that is too little to learn with
+REST = 0.1  # share of a run that may have so little, at its end
 LOOKS = 100  # points of a run at which its learning rate is read
-EPOCH_LOOKS = 2**12  # sequences of an epoch that are looked at
+EPOCH_LOOKS = 2**12  # sequences of an epoch that are checked, at most
 
 
 def batches_are_of_the_files(run):
@@ -95,7 +95,7 @@ def epoch_reads_part(loader):
     if read < 0.9 * tokens - 2 * T:
         return f'an epoch reads {read:,} of {tokens:,} tokens'
     if n > 100 and (np.diff(starts) > 0).all():
-        return 'an epoch reads the text from its beginning to its end, and should read it in a ' \
+        return 'an epoch reads the text from its beginning to its end: it should read it in a ' \
                'random order'
 
 
@@ -116,7 +116,7 @@ def data_is_text(run):
         tokenizer = run.dataset.tokenizer()
     except UserError as problem:  # it takes a download, and nothing of the run needs it
         raise NotChecked(str(problem)) from None
-    words = getattr(tokenizer, 'base', tokenizer)  # what opens and ends a turn is no text
+    words = getattr(tokenizer, 'base', tokenizer)  # without the tokens that open and end turns
     controls = {words.end_of_text, *getattr(words, 'controls', ())}
     batch = run.train_data.train_batch(0, 0)[0][:LOOKED_AT].tolist()
     rows = [list(part) for row in batch for is_text, part in groupby(
@@ -129,8 +129,8 @@ def data_is_text(run):
     if same < ROUND_TRIP and not run.dataset.meta:
         raise NotChecked(f'{run.dataset.folder} does not say which tokenizer it has')
     if same < ROUND_TRIP:
-        return (f'{texts[0][:80]!r} is what the tokens say, and {same:.0%} of them come back when '
-                f'it is encoded again: {run.dataset.folder} was made with another tokenizer '
+        return (f'the tokens decode to {texts[0][:80]!r}, and only {same:.0%} of them come back '
+                f'when that is encoded again: {run.dataset.folder} was made with another tokenizer '
                 'than its meta.json has')
 
 

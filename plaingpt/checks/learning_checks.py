@@ -1,4 +1,4 @@
-"""Checks of what learns: weights, the loss, its gradient, a step, and what a checkpoint keeps."""
+"""Checks of learning: weights, the loss, its gradient, a step, and what a checkpoint keeps."""
 
 import math
 from contextlib import nullcontext
@@ -101,7 +101,8 @@ def loss_is_usual(run):
     repeats = float((tokens[:, 1:] == tokens[:, :-1]).float().mean())  # a tied head predicts them
     lowest = -tolerance - INITIAL_STD * shape.n_embd * repeats
     is_usual = lowest <= loss - expected <= tolerance
-    if not (is_usual if run.start.from_scratch else math.isfinite(loss)):
+    is_right = is_usual if run.start.from_scratch else math.isfinite(loss)
+    if not is_right:
         return f'the first loss is {loss:.2f}, and a model that knows nothing has ' \
                f'ln({shape.vocab_size}) = {expected:.2f}: look at the initialisation, and at how ' \
                'the loss is averaged'
@@ -116,7 +117,7 @@ def evaluation_repeats(run):
             return 'dropout stays off after an evaluation: model.train() is not called'
     if abs(losses[0] - losses[1]) > SAME * abs(losses[0]):
         return (f'two evaluations of the same weights give {losses[0]:.5f} and {losses[1]:.5f}: '
-                'dropout is on, because model.eval() is not called or a layer does not heed it')
+                'dropout is on, because model.eval() is not called or a layer ignores it')
 
 
 def loss_is_of_the_logits(run):
@@ -222,7 +223,8 @@ def step_follows_the_gradient(run, forward_backward, update):
     guard = StepGuard(None, None, run.device)
     update(model, run.optimizer, scaler, run.config.grad_clip, guard, 0, loss)
     if any(p.grad is not None and p.grad.any() for p in weights.values()):
-        return 'gradients are left when a step has ended, and add up to the next: zero_grad'
+        return 'gradients are left when a step has ended, and add to those of the next: ' \
+               'zero_grad is not called'
     along = sum(float(((p.detach() - old) * gradient).sum())
                 for p, old, gradient in zip(weights.values(), before, gradients, strict=True))
     if not along < 0:
@@ -236,7 +238,7 @@ def checkpoints_come_back(run):
     optimizer.zero_grad()
     model(idx, idx)[1].backward()
     optimizer.step()
-    torch.manual_seed(1)  # what is drawn anew differs
+    torch.manual_seed(1)  # weights that are not loaded, but drawn again, differ
     with TemporaryDirectory() as folder:
         saver = Saver(folder)
         saver.save(model, optimizer, SMALL_STATE, rng_state(torch.device('cpu')))
@@ -257,5 +259,5 @@ def checkpoints_come_back(run):
     lost = [name for name in {**before, **after} if name not in before or name not in after
             or not torch.equal(before[name], after[name])]
     if lost:
-        return f'a small model that is saved and loaded differs in {listed(lost)}: is something ' \
-               'no parameter or not in the state of the optimizer, or a weight tied no more?'
+        return f'a small model that is saved and loaded differs in {listed(lost)}: it may be no ' \
+               'parameter, not in the state of the optimizer, or a weight that is no longer tied'

@@ -1,4 +1,4 @@
-"""Checks of what a token sees: tokens are changed, and what other positions say is compared.
+"""Checks of what a token sees: change tokens, and compare the output at other positions.
 
 The comparisons hold on any device: the same shapes take the same kernels, so equal numbers stay
 equal.
@@ -26,8 +26,8 @@ class NotChecked(Exception):
 
 
 def small_model(shape):
-    """→ a GPT with the flags of a GPTConfig, in which each weight counts: what begins at zero, or
-    small as most does, would hide the mistakes in what it multiplies."""
+    """→ a GPT with the flags of a GPTConfig, in which each weight counts. A weight that begins at
+    or near zero would hide the mistakes in what it multiplies."""
     torch.manual_seed(0)
     model = GPT(replace(shape, n_layer=min(2, shape.n_layer), n_embd=16 * shape.n_head,
                         vocab_size=257, document_start=min(256, shape.document_start)))
@@ -74,7 +74,7 @@ def largest_change(a, b):
 
 
 def effect(run, idx, changed, seen):
-    """Change tokens of idx (B, T) → by how much that changes what the head reads elsewhere.
+    """Change tokens of idx (B, T) → how much the input of the head changes at other positions.
     changed, seen: indices into (B, T). Dropout is the same before and after."""
     other = idx.clone()
     other[changed] = others(idx[changed], run.model)
@@ -101,7 +101,7 @@ def reads_ahead(run):
 
 def reads_targets(model):
     """Rows of the head that belong to no target have the same gradient for any targets. Gradients
-    tell what the head has read, also where forward() returns no logits beside the loss."""
+    show the input of the head, even if forward() returns no logits beside the loss."""
     last = model.config.vocab_size - 1
     idx = random_tokens(model, 2) % (last // 2 + 1)
     for training in (True, False):
@@ -114,7 +114,7 @@ def reads_targets(model):
                                          materialize_grads=True)
         if largest_change(*(gradient[last // 2 + 1:last] for gradient in found)) > SAME:
             when = 'training' if training else 'evaluations'
-            return f'what the head reads changes with the targets in {when}'
+            return f'the input of the head changes with the targets in {when}'
 
 
 def check_future(model, context):
@@ -138,13 +138,13 @@ def texts_are_apart(run):
     """With as many sequences as a batch has, in case something depends on their number."""
     idx = random_tokens(run.model, max(2, run.config.batch_size))
     if effect(run, idx, np.s_[::2], np.s_[1::2]) > SAME:
-        return 'what a sequence says changes with another sequence of the batch: a view, ' \
+        return 'the output for a sequence changes with another sequence of the batch: a view, ' \
                'transpose or mean over the wrong dimension'
     t = idx.size(1) // 2
     idx[:, t] = opener(run.model)
     if opener(run.model) >= 0 and effect(run, idx, np.s_[:, :t], np.s_[:, t:]) > SAME:
-        return 'what a document says changes with the one before it in its sequence: attention ' \
-               'or another layer does not heed document_attention'
+        return 'the output for a document changes with the document before it: attention or ' \
+               'another layer ignores document_attention'
 
 
 def order_matters(run):
@@ -159,19 +159,19 @@ def order_matters(run):
     if first >= idx.size(1) or t < 2:
         raise NotChecked(f'sequences of {idx.size(1)} are too short')
     if largest_change(*seen.streams[1][:, first:].chunk(2)) <= SAME:
-        return 'the first block says the same where earlier tokens change places: positions are ' \
-               'not added, or rotary does not reach queries and keys'
+        return 'the output of the first block stays the same when earlier tokens change places: ' \
+               'positions are not added, or rotary does not reach queries and keys'
 
 
 def blocks_pass_on(run):
-    """With the branches of all blocks silenced, what goes into them must come out."""
+    """Blocks whose attention and MLP add nothing must pass their input on."""
     silent = copy.deepcopy(run.model)
     for name, p in silent.transformer.h.named_parameters():
         if '.c_proj.' in name:  # which ends a branch
             torch.nn.init.zeros_(p)
     if effect(replace(run, model=silent), random_tokens(silent, 1), np.s_[:], np.s_[:]) <= SAME:
-        return 'nothing of what goes into the blocks comes out where attention and MLP add ' \
-               'nothing: a residual connection is missing, as in x = attn(x) for x = x + attn(x)'
+        return 'blocks whose attention and MLP add nothing lose their input: a residual ' \
+               'connection is missing, as in x = attn(x) for x = x + attn(x)'
 
 
 def cache_changes_nothing(run):
@@ -196,5 +196,5 @@ def cache_changes_nothing(run):
             ends += 1
     if not worst <= NEARLY_SAME:
         return f'generation with a cache gives other logits than without, by {worst:.2g} of ' \
-               'their size: attention or positions that do not heed the cache, or a layer that ' \
-               'needs earlier tokens and does not keep them'
+               'their size: attention or positions ignore the cache, or a layer needs earlier ' \
+               'tokens and does not keep them'

@@ -1,7 +1,7 @@
 """Preflight: before the first step, is what is about to train still sound?
 
-People change this code. What they break without an error shows in a second here, and otherwise
-after hours, or never. A new check is a function and its entry in a table below: train.Run → None,
+People change this code. A mistake that raises no error shows here in a second, and otherwise after
+hours, or never. A new check is a function and its entry in a table below: train.Run → None,
 or in a line what it found and what that usually means. All processes make all checks together.
 """
 

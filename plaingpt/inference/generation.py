@@ -13,7 +13,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from model import document_starts, one_for_each
 
-# Of attention, the fastest first. Not cuDNN, which is torch's first choice on a Hopper: it plans
+# Kernels of attention, the fastest first. cuDNN is torch's first choice on a Hopper, but it plans
 # anew for each length of the cache.
 BACKENDS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
@@ -42,7 +42,7 @@ def generate(model, prompts, max_new_tokens, *, repetition_penalty=1.0, end_of_t
     for remaining in range(max_new_tokens, 0, -1):
         step, before = compiled or next_tokens, starts
         starts = [context_start(len(row), config.block_size) for row in rows]
-        if starts != before:  # all that is in view is read, at first and where a context moved on
+        if starts != before:  # read whole contexts: at first, and when one has moved on
             contexts = [row[start:] for row, start in zip(rows, starts, strict=True)]
             longest = max(map(len, contexts))
             if cache is None:
@@ -80,7 +80,7 @@ def context_start(length, block_size):
 
 def next_tokens(model, idx, cache, noise, seen, repetition_penalty, **sampling):
     """idx (B, T), to which the cache was advanced → the next token of each row, (B, 1).
-    seen (B, V): which tokens are in each row, where that counts"""
+    seen (B, V): which tokens are in each row; None without a penalty"""
     logits = model.logits(model.hidden(idx, cache)[:, -1]).float()  # (B, V)
     if seen is not None:
         logits = penalize(logits, seen, repetition_penalty)
@@ -104,14 +104,14 @@ class CompiledStep:
         return self.caches[n_rows]
 
     def __call__(self, model, idx, cache, noise, *penalty, **sampling):
-        noise = noise.to(idx.device) if idx.is_cuda else noise  # a graph takes nothing from a CPU
+        noise = noise.to(idx.device) if idx.is_cuda else noise  # a CUDA graph reads no CPU memory
         idx = self.compiled(model, idx, cache, noise, *penalty, **sampling)
-        return idx.clone()  # the graph writes over its results
+        return idx.clone()  # the graph overwrites its results
 
 
 def penalize(logits, seen, penalty):
-    """Make tokens that are in the text already less likely (more, below 1): Keskar et al. 2019,
-    section 4.1. logits (B, V), seen (B, V) bool."""
+    """Make tokens that are in the text less likely, or more likely with a penalty below 1: Keskar
+    et al. 2019, section 4.1. logits (B, V), seen (B, V) bool."""
     return torch.where(seen, torch.where(logits > 0, logits / penalty, logits * penalty), logits)
 
 
@@ -130,7 +130,7 @@ def choose_next_token(logits, temperature=1.0, top_k=None, top_p=None, min_p=Non
     count = min(top_k or logits.size(-1), logits.size(-1))
     if count < logits.size(-1) or (top_p and top_p < 1):
         logits, ids = logits.topk(count)  # likeliest first
-    # The largest becomes 0, so that no temperature, however low, makes it infinite.
+    # Subtract the largest, so that no temperature, however low, gives infinity.
     probs = F.softmax((logits - logits.amax(dim=-1, keepdim=True)) / temperature, dim=-1)
     if top_p and top_p < 1:
         reached_before = probs.cumsum(dim=-1) - probs >= top_p  # False for the first: one stays

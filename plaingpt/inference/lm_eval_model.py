@@ -46,7 +46,7 @@ class Requests:
 
     @property
     def eot_token_id(self):
-        """The end-of-text token. It stands before a text that has nothing before it."""
+        """The end-of-text token, which stands before each document."""
         if self.encoder.end_of_text is None:
             raise UserError('lm_eval: this task scores texts from their first token on, and takes '
                             'a tokenizer with an end-of-text token')

@@ -114,8 +114,8 @@ class TextGenerator:
         """Messages, as parse_messages gives them, and a Sampling → (ids to continue, a Sampling
         that ends with the turn, how many of the oldest messages were left out).
 
-        A quarter of block_size is kept free for an answer, or less where that is enough. What the
-        system says at the beginning stays, and so does the last message. UserError
+        A quarter of block_size is kept free for the answer, or max_new_tokens if that is less. The
+        system's message at the beginning and the last message stay. Raises UserError.
         """
         if not is_chat(self.tokenizer):
             raise UserError('messages: this model was not tuned on conversations, so it goes on '

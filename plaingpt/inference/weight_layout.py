@@ -1,4 +1,4 @@
-"""Weights laid out for generation, where each token reads all of them."""
+"""A layout of weights that makes generation faster, since each new token reads all of them."""
 
 from contextlib import nullcontext
 

@@ -1,4 +1,4 @@
-"""What looks wrong with a run, in words, from the numbers it wrote: no model, no device, no torch.
+"""Say what looks wrong with a run, from the numbers that it wrote: no model, no device, no torch.
 
 Each check is a function (rows, run) → (evidence, remedy) or None and an entry in CHECKS: `rows` of
 metrics.jsonl, `run` of run.json. A check returns None where it has too few rows to judge: a false
@@ -11,8 +11,8 @@ from statistics import median
 
 from plaingpt.monitoring.run_record import column, rows_with
 
-# When something is wrong. None was tuned to a single run. "Ours" are the healthy runs of
-# tests/monitoring/test_diagnosis.py and references/: they keep a factor of 2 or more away.
+# Thresholds. None was tuned to a single run. "Ours" are the healthy runs of
+# tests/monitoring/test_diagnosis.py and references/: they stay a factor of 2 or more away.
 EARLY_STEPS = 200  # in which no loss should lie above the first one
 # nats that a loss rises above the first one, early, or above the lowest evaluation of the training
 # split, later: ours never rise by 0.1

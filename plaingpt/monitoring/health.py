@@ -1,4 +1,4 @@
-"""Figures from inside the model while it trains: does every block learn, and at a sane rate?
+"""Look inside the model while it trains: does every block learn, and at a healthy rate?
 
 Rank 0 measures gradients before the optimizer's step and how far it moves the weights. Then it runs
 the eager model on a few validation sequences, without gradients; the compiled one is left alone.
@@ -36,7 +36,7 @@ class ActivationRecorder(TorchFunctionMode):
 
     streams: the residual stream before the first block and after each, (B, T, C)
     attention: (block, arguments of F.scaled_dot_product_attention) of each call, whose query and
-    key have all that the model does to them, as rotation and norms
+    key have been rotated and normalised already
     """
 
     def __init__(self, model):

@@ -1,7 +1,7 @@
-"""What a recipe's validation loss is over several seeds, and where a run lies beside it.
+"""References: the validation loss of a recipe over several seeds, and where a run lies beside it.
 
-references/NAME.csv has a line `# {…}` with what tells the recipe and its text, then iter, mean, std
-and seeds, the number of runs that the two are of.
+references/NAME.csv begins with a line `# {…}` that identifies the recipe and its text. Below are
+iter, mean, std and seeds, the number of runs behind mean and std.
 """
 
 import csv

@@ -1,4 +1,4 @@
-"""What is measured of a model while it trains: losses, benchmarks, texts that it writes, health."""
+"""Measure a model while it trains: losses, benchmarks, samples, health, the film."""
 
 import math
 from contextlib import nullcontext
@@ -34,7 +34,7 @@ def mean_loss(model, loader, sequences, context, stop=None):
     for starts in loader.eval_batches(sequences):
         if stop:
             stop.raise_if_stopped()
-        idx, targets = loader.eval_batch(starts)  # even of none: all gather a sharded model
+        idx, targets = loader.eval_batch(starts)  # even an empty one: all gather a sharded model
         with context:
             _, loss = model(idx, targets)
         found.append(torch.stack(((targets != -1).sum() / targets.size(1), loss.float())))

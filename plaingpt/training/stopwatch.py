@@ -1,8 +1,8 @@
 """How long the real step takes, and so a run; and how many iterations fit in --minutes.
 
-A run of minutes begins with as many iterations as fit by what was measured. On the way it measures
-again, and max_iters, with the learning rate's schedule, follows: it ends when it was asked to, with
-the learning rate at its end, also on a machine that becomes busy.
+A run of minutes measures its step, and begins with as many iterations as fit. It measures again on
+the way, and changes max_iters and the learning rate's schedule. So it ends on time with the
+learning rate at its end, even on a machine that becomes busy.
 """
 
 import statistics
@@ -27,8 +27,8 @@ LOOK_S, LOOKS = 1.0, 6  # each part of a run is timed for this many seconds, or 
 SAMPLED = 8  # tokens of a sample that are timed
 SAVED_PER_S = 370e6  # bytes: GPT-2 124M on two cores, docs/checkpoints.md
 POINTS, LINES = 10, 20  # evaluations and lines of a run of minutes, at least
-SHARE = 0.1  # of the time, for evaluations at most
-WINDOW = 0.1  # of the time that is left; then a run of minutes decides again
+SHARE = 0.1  # share of the time that evaluations may take
+WINDOW = 0.1  # share of the time left, after which a run of minutes decides again
 
 
 class Step:

@@ -439,11 +439,11 @@ def finish(run, ending):
     config, out_dir, progress = run.config, run.config.out_dir, run.progress
     run.metrics.close()
     if run.world.is_main and not config.eval_only:
-        write_json(Path(out_dir, 'run.json'), dict(
-            run.record, config=asdict(config), ending=ending,
-            end=run.metrics.at(progress.iter_num)))
+        record = dict(run.record, config=asdict(config), ending=ending,
+                      end=run.metrics.at(progress.iter_num))
+        write_json(Path(out_dir, 'run.json'), record)
         if config.report:
-            write_report(out_dir, print0)
+            write_report(out_dir, record, print0)
     if run.watching.film:
         print0(f'python plot.py --film {quoted(out_dir)} shows how it learned')
     if run.guard.gave_up:

@@ -10,6 +10,7 @@ from matplotlib.figure import Figure
 import plot
 from plaingpt.monitoring import curves
 from plaingpt.monitoring.markdown_report import write_report
+from plaingpt.monitoring.run_record import read_run
 
 
 def run(losses, every=10, tokens=64, **columns):
@@ -113,6 +114,6 @@ def test_a_folder_of_an_older_version_is_drawn_and_reported(tmp_path, capsys):
     said = capsys.readouterr().out
     assert 'out: iteration 6, 768 tokens' in said and 'all iterations are done' in said
     assert 'has no reference' in said and 'warning' not in said
-    write_report(out, print)
+    write_report(out, read_run(out), print)
     assert 'iteration 6, 768 tokens' in (out / 'report.md').read_text()
     assert lines(out, 'val_loss')

@@ -5,17 +5,17 @@ from pathlib import Path
 
 from plaingpt.monitoring.diagnosis import diagnose
 from plaingpt.monitoring.references import compare, read_band
-from plaingpt.monitoring.run_record import read_rows, read_run, rows_with, run_summary
+from plaingpt.monitoring.run_record import read_rows, rows_with, run_summary
 from plaingpt.system.files import write_atomically
 from plaingpt.system.formatting import one_line, printable
 
 
-def write_report(out_dir, print_line):
+def write_report(out_dir, run, print_line):
     """Write out_dir/loss.png and report.md. What fails is said in a line: the run came to its end.
-    """
+    run: the facts of run.json"""
     from plaingpt.monitoring.curves import draw_runs
     out_dir = Path(out_dir)
-    rows, run = read_rows(out_dir / 'metrics.jsonl'), read_run(out_dir)
+    rows = read_rows(out_dir / 'metrics.jsonl')
     for name, write in (
             ('loss.png', lambda path: draw_runs([(out_dir.name, rows)], path, read_band(run))),
             ('report.md', lambda path: write_atomically(path, printable(

@@ -476,10 +476,9 @@ def main(argv):
     world = launched_world()
     device, device_why = devices.choose_device(config.device, world.local_rank)
     writing = world.is_main and not config.is_read_only
-    with lock_output_dir(config.out_dir, writing) as check_folder, \
+    with lock_output_dir(config.out_dir, writing), \
             process_group(world, device, config.backend):
         run = setup(config, start, world, device, device_why, given)
-        run.saver.check_folder = check_folder
         if config.check is True:
             return
         with run.stop, explain_out_of_memory(run.model.config, run.config, run.dtype, device):

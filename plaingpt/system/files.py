@@ -109,55 +109,38 @@ def make_writable(folder, key='out_dir'):
 # -----------------------------------------------------------------------------
 # one process at a time in a folder
 
-LOCK_FILE = '.lock'
-
 
 @contextmanager
 def locked(folder, refusal):
-    """Keep other processes out of `folder` while in here → a function that raises UserError where
-    the folder has been removed or replaced since. The system frees the lock of a killed process.
-
-    Raises UserError(refusal) where another process has the lock.
-    """
+    """Keep other processes out of `folder` while in here. The system frees the lock of a killed
+    process. Raises UserError(refusal) where another process has the lock."""
     from filelock import FileLock, Timeout
-    path = Path(folder, LOCK_FILE)
-    lock = FileLock(path, blocking=False, mode=0o666)
+    lock = FileLock(Path(folder, '.lock'), blocking=False, mode=0o666)
     try:
         lock.acquire()
     except Timeout:
         raise UserError(refusal) from None
-    held = path.stat()
-
-    def is_ours():
-        return path.exists() and os.path.samestat(held, path.stat())
-
-    def check():
-        if not is_ours():
-            raise UserError(f'{folder} or its {LOCK_FILE} was removed or replaced, perhaps by '
-                            'another run, and what is in memory was not written there: start again '
-                            'with another folder')
     try:
-        yield check
+        yield
     finally:
-        with suppress(OSError):
-            if is_ours():
-                path.unlink()
+        with suppress(OSError):  # it is gone, or Windows keeps an open file
+            os.unlink(lock.lock_file)
         lock.release()
 
 
 @contextmanager
 def lock_output_dir(folder, wanted=True):
-    """Make out_dir, see that files can be made in it, and keep other runs out while in here → the
-    function of `locked`. Raises UserError."""
+    """Make out_dir, see that files can be made in it, and keep other runs out while in here.
+    Raises UserError."""
     if not wanted:
-        yield lambda: None
+        yield
         return
     is_new = not os.path.lexists(folder)
     make_writable(folder)
     try:
         with locked(folder, f'out_dir={folder}: a run is writing there: wait until it is done, '
-                            'stop it, or choose another --out_dir') as check:
-            yield check
+                            'stop it, or choose another --out_dir'):
+            yield
     finally:
         if is_new:
             with suppress(OSError):  # a run that was refused leaves no empty folder

@@ -295,26 +295,23 @@ class Saver:
         self.writer = ThreadPoolExecutor(1, thread_name_prefix='saver') if background else None
         self.pending = None  # the save in the background
         self.failed = False  # the last save came to nothing
-        self.check_folder = lambda: None  # raises UserError where out_dir is another run's by now
 
     def save(self, model, optimizer, state, rng):
         """Write a checkpoint; then remove all but the `keep` newest and the best.
 
         state: JSON, the same on all processes, with 'iter_num' and 'val_loss', which decides on the
         best. rng: rng_state of this process. Where the disk refuses it warns, and `failed` is True.
-        Raises UserError, and writes and removes nothing, where out_dir was removed or replaced or
-        where a weight is not finite.
+        Raises UserError, and writes and removes nothing, where a weight is not finite.
         """
         self.wait()
 
-        def check():
-            self.check_folder()
+        def check_weights():
             for name in not_finite(model):
                 raise UserError(f'{name} is not finite after iteration {state["iter_num"]}, which '
                                 'is not saved; continue from a checkpoint before with '
                                 '--init_from=resume and a lower --learning_rate')
 
-        if problem := self._problem_of(check):
+        if problem := self._problem_of(check_weights):
             raise UserError(problem)
         state = {'format_version': FORMAT_VERSION, **state, 'model': asdict(model.config)}
         tensors = {'model': dict(model.named_parameters()),

@@ -308,25 +308,3 @@ def test_damaged_files_are_refused_in_one_line_or_without_effect():
     # In a process of its own: forks of this one would lack the threads of earlier tests.
     out = run(ROOT / 'tools/torture.py', 'files', '--files=12', '--seed=1')
     assert 'nothing was lost' in out and 'files: 12 rounds' in out and ' refused' in out
-
-
-@pytest.mark.parametrize('replaced', [False, True])
-def test_a_run_whose_folder_is_removed_or_replaced_stops_and_says_so(tiny, tmp_path, monkeypatch,
-                                                                     replaced):
-    out, another = tmp_path / 'out', [*tiny, '--max_iters=1', '--check=False']
-
-    def remove():
-        shutil.rmtree(out)
-        monkeypatch.undo()
-        if replaced:
-            train.main(another)
-    original, steps = train.forward_backward, itertools.count(1)
-
-    def step(model, *rest):
-        if next(steps) == 4:
-            remove()
-        return original(model, *rest)
-    in_the_loop(monkeypatch, forward_backward=step)
-    with pytest.raises(UserError, match='was removed or replaced'):
-        train.main([*tiny, '--check=False'])
-    assert (checkpoints.find(out).iter_num == 1) if replaced else not (out / 'checkpoints').exists()

@@ -78,9 +78,7 @@ def find_machine(config, shape):
         return Machine(torch.device('cuda'), gpu, dtype, size, here=False)
     device, _ = devices.choose_device(config.device)
     dtype, _ = choose_training_dtype(config, shape, device)
-    _, free = devices.device_memory(device)
-    if device.type != 'cuda':  # the processes share it
-        free //= config.processes
+    free = devices.device_memory(device, config.processes)
     return Machine(device, devices.machine_name(device), dtype, free, here=True)
 
 

@@ -106,7 +106,7 @@ def test_every_mistake_is_reported_and_gpus_are_listed():
 
 
 def test_without_a_gpu_it_plans_for_this_machine_and_measures_its_speed(small, monkeypatch):
-    monkeypatch.setattr(plan.devices, 'device_memory', lambda device: (8 * GIB, 4 * GIB))
+    monkeypatch.setattr(plan.devices, 'device_memory', lambda *_: 4 * GIB)
     monkeypatch.setattr(plan, 'choose_training_dtype', lambda *_: ('bfloat16', 'measured'))
     found = planned(*small)
     machine, held, run = (found[key] for key in ('machine', 'memory', 'run'))

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 
 from plaingpt.system.errors import UserError
-from plaingpt.system.machine import machine_memory
+from plaingpt.system.machine import free_memory
 
 DTYPES = {'float32': torch.float32, 'bfloat16': torch.bfloat16, 'float16': torch.float16}
 
@@ -134,12 +134,12 @@ def synchronize(device):
         torch.mps.synchronize()
 
 
-def device_memory(device):
-    """Like `machine_memory`, but of the GPU if `device` is one."""
+def device_memory(device, processes):
+    """Bytes that each of the `processes` on this machine may take now: what is free on its GPU, or
+    its share of what is free on the machine."""
     if device.type == 'cuda':
-        free, total = torch.cuda.mem_get_info(device)
-        return total, free
-    return machine_memory()
+        return torch.cuda.mem_get_info(device)[0]
+    return free_memory() // processes
 
 
 def peak_memory_bytes(device):

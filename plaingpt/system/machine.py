@@ -10,26 +10,19 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 
-def machine_memory(root='/'):
-    """→ (bytes of memory that this process may have, bytes of it that are free): of the machine or
-    of the cgroups that hold the process. root: where /proc and /sys are"""
+def free_memory(root='/'):
+    """Bytes of memory that are free for this process: of the machine, or of the cgroups that hold
+    the process. root: where /proc and /sys are"""
     import psutil
-    memory = psutil.virtual_memory()
-    total, free = memory.total, memory.available
+    free = psutil.virtual_memory().available
     for group in cgroups(root):
         with suppress(OSError, ValueError):  # 'max' is no number: no limit
             limit = int((group / 'memory.max').read_text())
             used = int((group / 'memory.current').read_text())
             # The kernel takes file caches back where memory is short.
             caches = re.search(r'inactive_file (\d+)', (group / 'memory.stat').read_text())
-            total = min(total, limit)
             free = max(0, min(free, limit - used + int(caches[1])))
-    return total, free
-
-
-def free_memory():
-    """Bytes of memory that are free for this process."""
-    return machine_memory()[1]
+    return free
 
 
 def cgroups(root):

@@ -6,7 +6,6 @@ from contextlib import contextmanager
 from plaingpt.system.devices import device_memory
 from plaingpt.system.distributed import all_gather, gloo_group, launched_world
 from plaingpt.system.errors import UserError, is_out_of_memory
-from plaingpt.system.machine import free_memory
 
 LOGITS = 8192  # tokens that have logits at once, at most
 
@@ -17,19 +16,12 @@ def fit_to_memory(config, shape, dtype, device, compile):
     world = launched_world()
     if config.parallel == 'fsdp' and not world.launched:
         raise UserError('parallel=fsdp shares a model among processes: start them with torchrun')
-    available = min(all_gather(available_memory(device), gloo_group()))
+    available = min(all_gather(device_memory(device, world.local_size), gloo_group()))
     if config.batch_size != 'auto' and config.parallel != 'fsdp' \
             and 4 * rough_bytes(shape, config.batch_size) < available:
         return config
     from plaingpt.training import memory
     return memory.fit(config, shape, dtype, device, compile, available)
-
-
-def available_memory(device):
-    """Bytes that this process may take now, on its GPU or of the machine."""
-    if device.type == 'cuda':
-        return device_memory(device)[1]
-    return free_memory() // launched_world().local_size
 
 
 def rough_bytes(shape, batch_size):

@@ -250,7 +250,7 @@ def free(monkeypatch):
     """free(bytes): so many are free from now on. Savings are known, in place of six plans."""
     monkeypatch.setattr(memory, 'savings', lambda *_: [
         (f'--n_layer={n}', 2**21) for n in range(1, 7)])
-    return lambda size: monkeypatch.setattr(out_of_memory, 'available_memory', lambda _: size)
+    return lambda size: monkeypatch.setattr(out_of_memory, 'device_memory', lambda *_: size)
 
 
 TINY = GPTConfig(16, 93, 2, 2, 32, bias=False)

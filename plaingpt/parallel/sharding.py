@@ -9,7 +9,6 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 from model import GPT, recomputed
-from plaingpt.system.errors import UserError
 
 
 @contextmanager
@@ -31,9 +30,7 @@ def parameters_on_meta():
 
 
 def prepare(model, compile):
-    """Before fully_shard: see that each block can be gathered by itself, and compile the blocks.
-    Raises UserError."""
-    check_groups(model)
+    """Before fully_shard: let norms take gathered weights, and compile the blocks."""
     for block in model.transformer.h:
         for norm in (m for m in block.modules() if isinstance(m, nn.LayerNorm)):
             norm.__class__ = LayerNorm
@@ -82,17 +79,6 @@ def gathered(model, context):
 
 def is_matrix(name, p):
     return name.startswith('transformer.h.') and p.dim() > 1
-
-
-def check_groups(model):
-    """Raise UserError where a weight cannot be gathered with one block, or with what is outside."""
-    first = {}  # parameter → its first name, and its group
-    for name, p in model.named_parameters(remove_duplicate=False):
-        group = name.split('.')[2] if name.startswith('transformer.h.') else 'outside'
-        other, other_group = first.setdefault(p, (name, group))
-        if other_group != group:
-            raise UserError(f'{name} is the same weight as {other}, and parallel=fsdp gathers each '
-                            'block by itself: untie them, or use --parallel=ddp')
 
 
 class LayerNorm(nn.LayerNorm):

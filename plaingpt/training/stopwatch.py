@@ -13,19 +13,16 @@ from typing import NamedTuple
 
 import torch
 
-from plaingpt.inference.generation import generate
 from plaingpt.system.devices import synchronize
 from plaingpt.system.distributed import all_gather, gloo_group, print0
 from plaingpt.system.errors import UserError
 from plaingpt.system.files import ROOT
 from plaingpt.system.formatting import count_of, duration, setting
-from plaingpt.training.evaluation import SAMPLE_TOKENS, full_model, mean_loss
+from plaingpt.training.evaluation import mean_loss
 from plaingpt.training.out_of_memory import explain_out_of_memory
 from plaingpt.training.step_guard import StepGuard
 
 LOOK_S, LOOKS = 1.0, 6  # each part of a run is timed for this many seconds, or this often
-SAMPLED = 8  # tokens of a sample that are timed
-SAVED_PER_S = 370e6  # bytes: GPT-2 124M on two cores, docs/checkpoints.md
 POINTS, LINES = 10, 20  # evaluations and lines of a run of minutes, at least
 SHARE = 0.1  # share of the time that evaluations may take
 WINDOW = 0.1  # share of the time left, after which a run of minutes decides again
@@ -77,15 +74,10 @@ class Times(NamedTuple):
     """Seconds that parts of a run take."""
 
     step: float
-    losses: float  # of an evaluation
-    rest: float = 0.0  # of an evaluation: a sample, and the checkpoint after it
-
-    @property
-    def evaluation(self):
-        return self.losses + self.rest
+    evaluation: float  # of its losses
 
     def of_run(self, config):
-        """Seconds of a whole run, without benchmarks, health checks and the report."""
+        """Seconds of the steps and evaluations of a whole run."""
         evaluations = 1 + -(-config.max_iters // config.eval_interval)
         return config.max_iters * self.step + evaluations * self.evaluation
 
@@ -114,16 +106,9 @@ def measure(run, forward_backward, update):
                                         run.world.size * config.batch_size, run.context)[1], group)
         evaluated = sum(len(loader.eval_batches(run.progress.eval_sequences))
                         for loader in (run.train_data, *run.val_data.parts))
-        token_s = 0.0
-        if config.report:
-            with full_model(run.model, run.context) as model, run.context:
-                token_s = typical(lambda: timed(run.device, generate, model, [[0]], SAMPLED)[1],
-                                  group) / SAMPLED
     if on_gpu:
         torch.cuda.reset_peak_memory_stats(run.device)  # what is logged is the run's
-    saved = 12 * sum(p.numel() for p in run.model.parameters())  # with two states of the optimizer
-    return all_gather(Times(step_s, evaluated * batch_s,
-                            saved / SAVED_PER_S + SAMPLE_TOKENS * token_s), group)[0]
+    return all_gather(Times(step_s, evaluated * batch_s), group)[0]
 
 
 def print_length(run, forward_backward, update):
@@ -174,10 +159,9 @@ def fit_minutes(run, given, forward_backward, update):
         config = replace(config, eval_interval=int(iters / points) or 1)
     points = 1 + iters / config.eval_interval
     if 'eval_iters' not in given and points > affordable:
-        share = max(0, SHARE * seconds / points - times.rest) / times.losses
-        share = max(1, int(config.eval_iters * share)) / config.eval_iters
-        config = replace(config, eval_iters=round(share * config.eval_iters))
-        times = times._replace(losses=share * times.losses)
+        fewer = max(1, int(config.eval_iters * affordable / points))
+        times = Times(times.step, times.evaluation * fewer / config.eval_iters)
+        config = replace(config, eval_iters=fewer)
     left = seconds - times.evaluation  # one comes before the first step
     iters = steps_in(left, times.step, times.evaluation, config)
     if iters < 1:

@@ -38,7 +38,7 @@ def test_timing_a_step_changes_no_bit_of_the_run(tiny, tmp_path, monkeypatch, op
 
 
 def test_where_a_cpu_takes_hours_the_recipe_for_a_cpu_is_named(tiny, capsys, monkeypatch):
-    monkeypatch.setattr(stopwatch, 'measure', lambda *_: Times(0.0, 9e3, 1.0))
+    monkeypatch.setattr(stopwatch, 'measure', lambda *_: Times(0.0, 9e3))
     train.main([*tiny, '--max_iters=1'])
     assert 'about 5h00m for 1 iteration' in capsys.readouterr().out
     config = TrainConfig(dataset='shakespeare_char')
@@ -62,14 +62,13 @@ def fitted(monkeypatch, times, given=(), **settings):
 
 
 def test_a_run_of_minutes_draws_eight_points_and_evaluates_for_a_tenth_of_the_time(monkeypatch):
-    fast, slow = Times(0.01, 0.2, 0.01), Times(0.8, 11.0, 0.08)
+    fast, slow = Times(0.01, 0.2), Times(0.8, 11.0)
     for minutes, times in ((0.6, slow), (1, slow), (1, fast), (10, slow), (600, fast)):
         config = fitted(monkeypatch, times, minutes=minutes)
         evaluations = 1 + math.ceil(config.max_iters / config.eval_interval)
-        evaluation = times.losses * config.eval_iters / 20 + times.rest
+        evaluation = times.evaluation * config.eval_iters / 20
         assert evaluations >= 8 <= config.max_iters / config.log_interval
-        assert evaluations * evaluation < max(1.15 * 6 * minutes,
-                                              12 * (times.losses / 20 + times.rest))
+        assert evaluations * evaluation < max(1.15 * 6 * minutes, 12 * times.evaluation / 20)
         assert config.max_iters * times.step + evaluations * evaluation <= 60 * minutes + 1e-6
         assert config.lr_decay_iters == config.max_iters >= 10 * config.warmup_iters
     for given in ({'eval_interval'}, {'log_interval'}, {'eval_iters'}):

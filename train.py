@@ -10,7 +10,7 @@ in plaingpt/training/settings.py, or: python train.py --help
 
 import math
 import sys
-from contextlib import closing, nullcontext
+from contextlib import closing, nullcontext, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -31,6 +31,7 @@ from plaingpt.monitoring.references import find_reference
 from plaingpt.monitoring.run_record import describe_run
 from plaingpt.system import devices
 from plaingpt.system.distributed import (
+    Stopped,
     StopRequest,
     World,
     all_gather,
@@ -293,7 +294,7 @@ def train(run):
             # evaluate, save or stop: all processes decide the same
             evaluating = not progress.evaluated and (loss_is_due(run) or sample_is_due(run))
             if evaluating:
-                with run.stop.until_stopped():  # a signal ends it, and then nothing of it is logged
+                with suppress(Stopped):  # a signal ends it, and then nothing of it is logged
                     evaluate(run)
             ending = run.stop.signal_at_step() or ending_of(run)
             if ending or save_is_due(run):

@@ -243,12 +243,6 @@ class StopRequest:
         earlier, self.asked = self.asked, self._ask()
         return self.agreed_signal(earlier) if earlier else None
 
-    @contextmanager
-    def until_stopped(self):
-        """A context that ends, without an error, where raise_if_stopped raises Stopped in it."""
-        with suppress(Stopped):
-            yield
-
     def raise_if_stopped(self):
         """Raise Stopped if the run is to stop, on all processes."""
         if self.agreed_signal():

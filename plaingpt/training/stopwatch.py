@@ -16,7 +16,6 @@ import torch
 from plaingpt.system.devices import synchronize
 from plaingpt.system.distributed import all_gather, gloo_group, print0
 from plaingpt.system.errors import UserError
-from plaingpt.system.files import ROOT
 from plaingpt.system.formatting import count_of, duration, setting
 from plaingpt.training.evaluation import mean_loss
 from plaingpt.training.out_of_memory import explain_out_of_memory
@@ -117,17 +116,10 @@ def print_length(run, forward_backward, update):
     if config.is_read_only or not config.max_iters:
         return
     seconds = measure(run, forward_backward, update).of_run(config)
-    advice = recipes(config) if run.device.type == 'cpu' and seconds > 3600 else ''
+    takes_hours = run.device.type == 'cpu' and seconds > 3600
+    advice = '; --minutes=10 fits any run into ten minutes' if takes_hours else ''
     print0(f'about {duration(max(1, seconds))} for {count_of(config.max_iters, "iteration")}, '
            f'evaluations included{advice}')
-
-
-def recipes(config):
-    """Advice for a run that takes hours on a CPU."""
-    names = [path.name for path in sorted((ROOT / 'config').glob('*_cpu_fast.py'))
-             if f'\ndataset = {config.dataset!r}' in path.read_text(encoding='utf-8')]
-    return '; on this CPU ' + ''.join(f'take config/{name}, or ' for name in names) + \
-        '--minutes=10, which fits any run into ten minutes'
 
 
 # -----------------------------------------------------------------------------

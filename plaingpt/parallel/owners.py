@@ -76,8 +76,9 @@ def by_shape(held, processes):
 def owners_of(stacks, size):
     """((shape, how many matrices of it), …) → the process of `size` that owns each.
 
-    The longest work is given away first, to the process with the fewest matrices of this shape,
-    among equals to the one with the least work. An all-gather pads each to the largest share."""
+    The stack with the most work is given away first: to the process with the fewest matrices of its
+    shape, and among equals to the one with the least work. So shares of a shape are about equal:
+    an all-gather pads each to the largest."""
     owners, todo, of_shape = [0] * len(stacks), [0] * size, defaultdict(lambda: [0] * size)
     for i, (shape, n) in sorted(enumerate(stacks), reverse=True,
                                 key=lambda item: (work(item[1][0]), item[1])):
@@ -97,7 +98,7 @@ def work(shape):
 class Matrices:
     """Stacks of matrices of one shape (R, C); each process has all rows.
 
-    stacks: those of the first owner first, so that what an owner has stands together
+    stacks: sorted by their owner
     """
 
     def __init__(self, shape, owned, size, group):

@@ -53,8 +53,8 @@ def cpu_has_bfloat16():
 def choose_dtype(wanted, device, n_embd):
     """'auto' or a name in `DTYPES` → (name, why): the precision that autocast computes in.
 
-    Training measures where it can: choose_training_dtype. A text is written in about the time that
-    a measurement takes, and a score must not depend on one."""
+    Training measures instead where it can: choose_training_dtype. Sampling is done in about the
+    time that a measurement takes, and a score must not depend on one."""
     if wanted == 'bfloat16' and device.type == 'cpu' and not cpu_has_bfloat16():
         return wanted, 'as asked, but this CPU has none in hardware: float32 is many times as fast'
     if wanted != 'auto':
@@ -95,7 +95,7 @@ def keep_compiled_graphs():
 
 
 def autocast(device, dtype):
-    """The context in which forward passes run: matmuls in `dtype`, the rest in float32."""
+    """The context in which forward passes run, with matmuls in `dtype` and the rest in float32."""
     if dtype == 'float32':
         return nullcontext()
     return torch.autocast(device.type, dtype=DTYPES[dtype])
@@ -183,9 +183,9 @@ class GPU(NamedTuple):
     memory_gb: int  # of the smallest version
 
 
-# From NVIDIA's data sheets; they give B200 and B300 for eight, with sparsity (HGX: 36 PFLOPS), and
-# RTX 50 as AI TOPS, of sparse FP4, which are 16 times these (3352 for the 5090; its whitepaper has
-# both). Looked up in order by words of the name that CUDA reports.
+# From NVIDIA's data sheets. For B200 and B300 they give eight GPUs with sparsity (HGX: 36 PFLOPS).
+# For RTX 50 they give AI TOPS, which count sparse FP4 and are 16 times as many (5090: 3352; its
+# whitepaper has both). A GPU is the first whose words are all in the name that CUDA reports.
 GPUS = {
     'B300': GPU(2250e12, 270),
     'B200': GPU(2250e12, 180),
@@ -217,8 +217,8 @@ GPUS = {
 }
 
 
-# Words beside those that change no peak. With another one, such as Ti, Laptop, D or MIG, it is
-# another GPU, or a part of one.
+# Further words of a name that change no peak. A name with any other word, such as Ti, Laptop, D or
+# MIG, is that of another GPU, or of a part of one.
 PLAIN_WORDS = re.compile(r'NVIDIA|Tesla|GeForce|RTX|SXM\d*|PCIe|HBM\d\w*|\d+GB|Generation|AC',
                          re.IGNORECASE)
 

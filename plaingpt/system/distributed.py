@@ -89,8 +89,8 @@ def process_group(world, device, backend='auto'):
 
 
 def gloo_group(own=False):
-    """The group in which the processes talk without their devices, or None when alone. It connects
-    each process with each. own: a new one, for a thread beside the main one; all must ask alike."""
+    """The process group for messages that pass through no GPU; None in a single process. own: make
+    a new one, for a thread beside the main one; all processes must call this together."""
     if own and dist.is_initialized():
         return dist.new_group(backend='gloo', timeout=TIMEOUT)
     return host_group
@@ -181,7 +181,7 @@ def all_reduce_norms(norms, mesh):
 
 
 class Stopped(Exception):
-    """The run stops, and work was left undone."""
+    """The run stops in the middle of an evaluation."""
 
 
 class StopRequest:
@@ -209,7 +209,7 @@ class StopRequest:
             signal.signal(number, handler)
 
     def _receive(self, number, _):
-        # Ctrl-C under torchrun arrives twice, from the terminal and from torchrun: that is one.
+        # Under torchrun one Ctrl-C arrives twice: from the terminal and from torchrun.
         now, before = time.monotonic(), self.signal
         if number == before == signal.SIGINT and now - self.received_at > 1:
             os._exit(130)
@@ -227,7 +227,7 @@ class StopRequest:
 
     def agreed_signal(self, asked=None):
         """The name of the signal that any of the processes received, or None; the same on all.
-        They must all ask at the same points, as for any collective. asked: earlier"""
+        All must call this at the same points. asked: what an earlier _ask() returned"""
         number = self.signal or 0
         if self.group is not None:
             work, number = asked or self._ask()

@@ -40,12 +40,12 @@ def print_line(line, file=None):
 
 
 def print_text(text, end='\n'):
-    """Print what a model wrote. A terminal shows its control characters, and does not obey."""
+    """Print what a model wrote. In a terminal, control characters are written out as text."""
     print(printable(text) if sys.stdout.isatty() else text, end=end, flush=True)
 
 
 def discard(stream):
-    """Let all that is printed on a stream from now on go nowhere."""
+    """Drop all that is printed on a stream from now on."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
@@ -63,8 +63,8 @@ def progress_bar(what, total, unit, start=0):
 
 
 def run_script(main):
-    """Run `main(argv)` → exit code 2, and `error: …` on stderr, for a `UserError` and for what the
-    system refuses."""
+    """Run `main(argv)`. A UserError, or an error of the operating system, is printed as `error: …`
+    on stderr, and the exit code is 2."""
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, 'reconfigure'):  # a notebook's have none
             stream.reconfigure(errors='replace', line_buffering=True)
@@ -83,7 +83,7 @@ def run_script(main):
         message = explain(e)
         if message is None:  # our own bug
             raise
-        # Where every process fails alike, one speaks for its host: torchrun stops the others.
+        # If all processes fail alike, the first one prints; torchrun stops the others meanwhile.
         time.sleep(0 if os.environ.get('LOCAL_RANK', '0') == '0' else 3)
         for line in message.split('\n'):
             print_line(f'error: {line}', sys.stderr)

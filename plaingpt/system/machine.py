@@ -44,8 +44,8 @@ def allowed_cpus():
 
 
 def limit_threads(root='/'):
-    """Let torch compute with no more threads than this process has cores: torch counts the CPUs
-    that are allowed, and not how much of their time, which cgroups limit to 1.5, say."""
+    """Give torch no more threads than a cgroup allows cores. torch counts the CPUs of a process; it
+    does not see that a cgroup may allow the time of 1.5 of them only."""
     limit = math.inf
     for group in cgroups(root):
         with suppress(OSError, ValueError):  # 'max 100000': no limit
@@ -63,14 +63,14 @@ def torch_threads():
 
 @contextmanager
 def cores_shared(look_s=1.0):
-    """A context in which torch's threads sleep where they wait for each other, while other programs
-    need cores.
+    """While other programs need cores, torch's threads sleep in here when they wait for each other.
 
-    At the end of a parallel loop libgomp's threads spin until the last one arrives. Where another
-    program has the core of that one, the spinning keeps it from running. libgomp's threads sleep
-    instead while the process has more threads than cores, so a second team of threads, which does
-    nothing, is held meanwhile. Quickstart's step on 2 cores, alone / beside one busy program:
-    115 / 215 ms so; 110 / 470 ms without; 175 / 214 ms with OMP_WAIT_POLICY=passive.
+    At the end of a parallel loop libgomp's threads spin until the last one arrives. If another
+    program uses the core of the last one, the spinning keeps it from running. libgomp's threads
+    sleep instead when a process has more threads than cores. So this starts a second team of
+    threads, which does nothing, and keeps it as long as cores are missing.
+    Quickstart's step on 2 cores, alone / beside one busy program: 115 / 215 ms with this;
+    110 / 470 ms without; 175 / 214 ms with OMP_WAIT_POLICY=passive.
     """
     ended = threading.Event()
     watcher = threading.Thread(target=watch_cores, args=(ended, look_s), daemon=True)
@@ -85,7 +85,7 @@ def cores_shared(look_s=1.0):
 
 
 def watch_cores(ended, look_s):
-    """Every look_s, see whether other programs need cores, and hold a second team while they do."""
+    """Look every look_s whether other programs need cores. While they do, keep a second team."""
     release = None  # an event that lets the second team go, while there is one
     before = cpu_seconds()
     while not ended.wait(look_s):

@@ -114,8 +114,8 @@ class Checkpoint:
 
     @torch.no_grad()
     def load_optimizer(self, optimizer, model):
-        """Put what the optimizer remembered of past steps into one that was made for `model`; its
-        settings stay as they are. Raises UserError where the state is damaged."""
+        """Load the optimizer's states into one that was made for `model`. Its settings stay as they
+        are. Raises UserError where the states are damaged."""
         shapes = self._verified_shapes('optimizer')
         parameters = dict(model.named_parameters())
         for entry, first, file, part in self._parts('optimizer'):
@@ -129,8 +129,8 @@ class Checkpoint:
             copy_rows(state[key], first, file.get_slice(part))
 
     def verify(self, kinds):
-        """Compare the chunks of these kinds with their checksums, once. Raises UserError that names
-        the damaged one."""
+        """Compare the chunks of these kinds with their checksums, once. Raises UserError, which
+        names the damaged chunk."""
         for chunk in self.state['chunks']:
             if chunk['kind'] not in set(kinds) - self.verified:
                 continue
@@ -143,8 +143,8 @@ class Checkpoint:
         self.verified.update(kinds)
 
     def _parts(self, kind):
-        """Yield (name, first of its rows, open file, key in that file) of all that the chunks of a
-        kind hold."""
+        """Yield (name, first row, open file, key in that file) for each tensor, or part of one, in
+        the chunks of a kind."""
         for chunk in self.state['chunks']:
             if chunk['kind'] != kind:
                 continue
@@ -180,9 +180,8 @@ def empty_state(p, shape, dtype):
 
 
 def find(out_dir, which='latest', kinds=()):
-    """The checkpoint of a run that 'latest', 'best' or an iteration number names: for 'latest'
-    the newest undamaged one, with a warning of damaged ones after it. kinds: of the chunks to
-    verify beside state.json. Raises UserError."""
+    """The checkpoint of a run that 'latest', 'best' or an iteration number names. Damaged ones are
+    skipped with a warning. kinds: which chunks to verify beside state.json. Raises UserError."""
     paths, problems = checkpoint_paths(out_dir), []
     if not paths:
         raise UserError(f'{out_dir}: no checkpoint there; train one first, or name the right '
@@ -208,8 +207,8 @@ def find(out_dir, which='latest', kinds=()):
 
 
 def intact(paths, kinds=(), tell=lambda problem: None):
-    """Yield the undamaged checkpoints, the last first. tell: is called with what is wrong with
-    each of the others"""
+    """Yield the undamaged checkpoints, newest first, and call `tell` with the problem of each
+    damaged one."""
     for path in reversed(paths):
         try:
             found = open_checkpoint(path)
@@ -384,7 +383,7 @@ class Saver:
 
 
 def optimizer_tensors(optimizer, model):
-    """{'<parameter>/<state>': tensor} of all that the optimizer remembers."""
+    """{'<parameter>/<state>': tensor} of all the optimizer's states."""
     return {f'{name}/{key}': torch.as_tensor(value) for name, p in model.named_parameters()
             for key, value in optimizer.state.get(p, {}).items() if value is not None}
 

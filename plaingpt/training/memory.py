@@ -1,8 +1,8 @@
 """What a training step takes of memory before it runs, what fits, and what would save most.
 
-The real step runs on tensors without data, under torch's memory tracker. In each phase of it, what
-each owner holds grows evenly with the number of layers and with the batch: so steps of two small
-depths and two small batches give every other. A changed model or optimizer needs no change here, as
+The real step runs on tensors without data, under torch's memory tracker. In each phase, the memory
+of each owner grows linearly with the number of layers and with the batch. So four small steps, of
+two depths and two batches, give any other. A changed model or optimizer needs no change here, as
 long as its layers are alike.
 """
 
@@ -80,7 +80,7 @@ def one_step(shape, config, dtype, device, *, accumulating, chunk='auto', compil
 
 def watch_phases(gpt, begin):
     """Call begin(phase) when the forward pass reaches the loss, and when the backward pass reaches
-    a block or the embeddings. Middle blocks hold something between the last and the first."""
+    a block or the embeddings. A middle block holds something between the two others."""
     def at_gradient(module, phase):
         def hook(_, inputs, output):
             if output.requires_grad:
@@ -209,8 +209,8 @@ def predict(shape, config, dtype, device_type):
 
 
 def line(n, low, high):
-    """Interpolate at n between the values at two points → {low: share, high: share} of each. An n
-    that is one of the points, or below, needs no other: {n: 1}."""
+    """The line through the values at two points, at n → {low: share, high: share} of these values.
+    If n is one of the points, or smaller, its own value is used: {n: 1}."""
     if n <= low or n == high:
         return {n: 1}
     return {low: (high - n) / (high - low), high: (n - low) / (high - low)}
@@ -245,7 +245,7 @@ def shares(alone, gathered, shape, config, dtype):
 
 
 def with_batch(config, batch_size, sequences):
-    """The TrainConfig with micro-batches of `batch_size`, of a process's `sequences` in a step."""
+    """The TrainConfig with micro-batches of `batch_size`. sequences: of a process in a step"""
     accumulation = max(1, sequences // batch_size) * config.world_size()
     return replace(config, batch_size=batch_size, gradient_accumulation_steps=accumulation,
                    total_batch_size=0)

@@ -26,8 +26,8 @@ from plaingpt.training.settings import STARTS, TrainConfig
 # Fields that a run takes from the model that it starts from, and not from its settings.
 KEPT_SHAPE = [field.name for field in fields(GPTConfig) if field.name not in (
     'block_size', 'vocab_size', 'dropout', 'document_attention', 'document_start')]
-# Settings that a resumed run takes from its command and not from its checkpoint: they say how it
-# starts this time, or depend on the processes of this time.
+# A resumed run takes these settings from its command, and all others from its checkpoint: they say
+# how it starts this time, or depend on how many processes there are.
 OF_THIS_START = {'out_dir', 'init_from', 'checkpoint', 'check', 'eval_only', 'minutes', 'parallel'}
 LOGS = ('metrics.jsonl', 'anomalies.jsonl', 'film.jsonl', 'run.json', 'report.md', 'loss.png',
         'loss-details.png', 'film', 'film.html', 'tensorboard')
@@ -60,8 +60,8 @@ class Start:
         return self.weights is None
 
     def read(self, values):
-        """Open the checkpoint or the weights that a command names → {setting: value} that follow:
-        those of the run that it resumes, or the shape of the model that it starts from, else {}.
+        """Open the checkpoint or the weights that a command names → {setting: value}: those of the
+        run that it resumes, or the shape of the model that it starts from, or {}.
         values: of the command line alone. Raises UserError where no checkpoint can be used."""
         out_dir, init_from, which = (values[key] for key in ('out_dir', 'init_from', 'checkpoint'))
         # After a crash torchrun repeats the command: --checkpoint=ITER must not go back once more.
@@ -104,8 +104,8 @@ def saved_settings(config):
 
 
 def check_resumed(resumed, config, dataset):
-    """See that a run which continues a Checkpoint is of the same model and data, and print which
-    settings have changed. Raises UserError where something differs that a run cannot change."""
+    """Check that a run continues a Checkpoint with the same model and data, and print the settings
+    that have changed. Raises UserError where something differs that a run cannot change."""
     # A setting that did not exist when the checkpoint was written had its default.
     before = {**asdict(TrainConfig()), **resumed.state['config']}
     changed = {key: (before[key], value) for key, value in asdict(config).items()
@@ -198,9 +198,9 @@ def document_start(config, dataset):
 
 
 def archive_previous_run(out_dir, after=-1):
-    """Move the checkpoints after an iteration to out_dir/old-001 (002, …), and the logs, too → that
+    """Move the checkpoints after an iteration, and the logs, to out_dir/old-001 (002, …) → that
     folder, or None where there is nothing to keep. If the run in out_dir goes on (after ≥ 0), its
-    logs are copied. Half-written files of a crash are removed. Raises UserError."""
+    logs are copied. Files that a crash left half written are removed. Raises UserError."""
     out_dir = Path(out_dir)
     clean_up(out_dir)
     later = [path for path in checkpoint_paths(out_dir) if iteration_of(path) > after]
@@ -225,8 +225,8 @@ def archive_previous_run(out_dir, after=-1):
 
 
 def trim_logs(out_dir, iter_num, evaluated):
-    """Let the logs end at the iteration of a checkpoint. evaluated: whether it has its
-    evaluation; otherwise that is logged again."""
+    """Cut the logs off after the iteration of a checkpoint. evaluated: whether its evaluation was
+    saved; if not, it is made and logged again"""
     for path in (Path(out_dir, name) for name in LOGS):
         if path.suffix == '.jsonl' and path.exists():
             trim_rows(path, iter_num, evaluated)

@@ -1,7 +1,7 @@
 """Work on whole matrices that the processes share: each matrix has one owner, which does all of it.
 
-Under DDP every process holds all rows, so only what the owners found travels. Under FSDP2 each
-holds some rows of every matrix: they travel to the owners, and what these found travels back.
+Under DDP every process has all rows, so only the owners' results are sent. Under FSDP2 each has
+some rows of every matrix: the rows are sent to the owners, and the results back.
 """
 
 from collections import defaultdict
@@ -96,7 +96,7 @@ def work(shape):
 
 
 class Matrices:
-    """Stacks of matrices of one shape (R, C); each process has all rows.
+    """Stacks of matrices of one shape (R, C), where each process has all rows.
 
     stacks: sorted by their owner
     """
@@ -204,5 +204,5 @@ def transposed(rows, counts):
 
 
 def as_bytes(rows):
-    """gloo knows no bfloat16 in some of its collectives. These move numbers and add none."""
+    """Some of gloo's collectives take no bfloat16. Those used here only copy, so bytes will do."""
     return rows.view(torch.uint8)

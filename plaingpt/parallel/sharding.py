@@ -13,8 +13,9 @@ from model import GPT, recomputed
 
 @contextmanager
 def parameters_on_meta():
-    """Modules made in here have parameters without data (on torch's meta device). Their buffers
-    have data: under torch.device('meta') they would not, and nothing would compute them later."""
+    """Modules made in here have parameters without data (on torch's meta device), and buffers with
+    data. Under torch.device('meta') buffers would have none, and nothing would compute them later.
+    """
     register = nn.Module.register_parameter
 
     def register_on_meta(module, name, p):
@@ -61,9 +62,9 @@ def scatter(weights, model):
 
 @contextmanager
 def gathered(model, context):
-    """A context with a copy of a sharded GPT that a process can use by itself. All processes must
-    enter, and it lasts as long. context: autocast, in whose dtype the matrices of blocks are
-    gathered, as in a step"""
+    """A context with a whole copy of a sharded GPT, which a process can use by itself. All
+    processes must enter it. context: autocast, in whose dtype the matrices of blocks are gathered,
+    as in a step"""
     low = getattr(context, 'fast_dtype', torch.float32)
     whole = {p: nn.Parameter(p.detach().to(low if is_matrix(name, p) else p.dtype).full_tensor(),
                              p.requires_grad) for name, p in model.named_parameters()}

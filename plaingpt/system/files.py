@@ -47,7 +47,7 @@ def write_atomically(path, data):
 
 @contextmanager
 def naming(path):
-    """An OSError that leaves this context names `path`: where a disk is full, Python does not."""
+    """Name `path` in an OSError that is raised in here: Python does not, where a disk is full."""
     try:
         yield
     except OSError as e:
@@ -66,8 +66,8 @@ def read_json(path):
 
 
 def append_line(path, value):
-    """Add a JSON object to a .jsonl file, below a half-written line that a kill may have left.
-    If the disk refuses, a warning says so, and the program continues."""
+    """Add a JSON object to a .jsonl file, in a line of its own even if a kill left half a line.
+    Where the disk refuses, this warns, and the program continues."""
     try:
         with open(path, 'ab+') as f:
             f.seek(max(0, f.tell() - 1))

@@ -37,7 +37,8 @@ def rough_bytes(shape, batch_size):
 
 @contextmanager
 def explain_out_of_memory(shape, config, dtype, device):
-    """Out of memory in here is a UserError: what was planned and held, and what would save most."""
+    """Turn an out-of-memory error in here into a UserError, which says what was planned and held,
+    and what would save most."""
     try:
         yield
     except RuntimeError as e:

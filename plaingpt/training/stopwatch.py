@@ -127,8 +127,8 @@ def print_length(run, forward_backward, update):
 
 
 def refuse_two_lengths(config, given):
-    """Raise UserError where the command line says in two ways how long to train. given: the
-    settings that it names"""
+    """Raise UserError where the command line gives the length of a run twice. given: the settings
+    that it names"""
     two = [f'--{key}' for key in ('max_iters', 'lr_decay_iters') if key in given]
     if config.minutes and two:
         raise UserError(f'minutes={setting(config.minutes)} decides how many iterations there are, '
@@ -136,10 +136,10 @@ def refuse_two_lengths(config, given):
 
 
 def fit_minutes(run, given, forward_backward, update):
-    """Give a new run of minutes as many iterations as fit, by what is measured. Evaluations take
-    SHARE of the time at most: where that is short, they read fewer batches, so that there are
-    still enough points for a curve. given: the settings that the command line names, which stay as
-    they are. Raises UserError where no step fits."""
+    """Measure how many iterations a new run of minutes has time for, and give it so many.
+    Evaluations take SHARE of the time at most. If that is too short for POINTS of them, they read
+    fewer batches. given: the settings that the command line names, which stay as they are. Raises
+    UserError where no step fits."""
     config, times = run.config, measure(run, forward_backward, update)
     seconds = all_gather(run.deadline.left_s(), gloo_group())[0]
     iters = max(0.0, seconds) / times.step
@@ -175,8 +175,8 @@ def steps_in(seconds, step_s, evaluation_s, config):
 
 def length_of(resumed, config, given):
     """The TrainConfig of a run that goes on from a Checkpoint. --init_from=resume --minutes=10
-    trains for ten minutes more. Otherwise a run of minutes keeps its last length, even if a
-    config file says another, until its Deadline decides again."""
+    trains for ten minutes more. Otherwise a run of minutes keeps its last length until its Deadline
+    decides again, even if a config file names another length."""
     saved, done = resumed.state, max(1, resumed.iter_num)
     if config.minutes and config.init_from == 'resume':
         seconds = 60 * config.minutes
@@ -216,7 +216,7 @@ class Deadline:
         return None if self.ends_at is None else self.ends_at - time.perf_counter()
 
     def decide(self, run):
-        """Decide the length of the run again, at a logged step. Rank 0's decision holds."""
+        """Decide the length of the run again, at a logged step. Rank 0 decides for all."""
         if self.ends_at is None:
             return
         iter_num, metrics, config = run.progress.iter_num, run.metrics, run.config

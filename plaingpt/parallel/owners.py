@@ -6,70 +6,34 @@ some rows of every matrix: the rows are sent to the owners, and the results back
 
 from collections import defaultdict
 from functools import cached_property, lru_cache
-from itertools import groupby
-from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 
-from plaingpt.system.distributed import held_rows, is_sharded, local_rows
+from plaingpt.system.distributed import held_rows, is_sharded
 
 # torch 2.13 renamed it
 all_gather_single = getattr(dist, 'all_gather_single', None) or dist.all_gather_into_tensor
 
 
-class Stack(NamedTuple):
-    """`n` matrices of one shape, one below another in the rows of a parameter."""
-
-    parameter: torch.nn.Parameter
-    start: int  # the first of its rows
-    rows: int
-    n: int
-
-    @property
-    def shape(self):
-        return self.rows // self.n, self.parameter.size(1)
-
-    def held(self, rank, size):
-        """→ (first, count): which of its rows a process of `size` holds, if these share rows"""
-        first, count = held_rows(len(self.parameter), rank, size)
-        a, b = max(first, self.start), min(first + count, self.start + self.rows)
-        return max(a - self.start, 0), max(b - a, 0)
-
-    def cut(self, local):
-        """This process's rows of a tensor as large as the parameter → those of the stack."""
-        if self.rows == len(self.parameter):
-            return local
-        first = self.start - local_rows(self.parameter)[1]
-        return local[max(first, 0):max(first + self.rows, 0)]
-
-
-def stacks_of(p, parts):
-    """parts: the rows of each matrix in the parameter `p`, from the top → its Stacks"""
-    found, start = [], 0
-    for rows, alike in groupby(parts):
-        n = len(list(alike))
-        found.append(Stack(p, start, n * rows, n))
-        start += n * rows
-    return found
-
-
-def by_shape(held, processes):
-    """[(parameter, rows of each matrix in it)] → Matrices, or ShardedMatrices, for each shape."""
-    if not held:
-        return []
-    sharded = is_sharded(held[0][0])
-    group, size = None, processes
-    if sharded:
-        mesh = held[0][0].device_mesh
-        group, size = mesh.get_group(), mesh.size()
-    stacks = [stack for p, parts in held for stack in stacks_of(p, parts)]
-    alike = defaultdict(list)
+def shared_by_shape(stacks, processes):
+    """The Stacks of optimizers.py → CopiedMatrices, or ShardedMatrices, for each shape."""
+    group, size, kind = None, processes, CopiedMatrices
+    if is_sharded(stacks[0].parameter):
+        mesh = stacks[0].parameter.device_mesh
+        group, size, kind = mesh.get_group(), mesh.size(), ShardedMatrices
+    alike = {}
     owners = owners_of(tuple((stack.shape, stack.n) for stack in stacks), size)
     for stack, owner in zip(stacks, owners, strict=True):
-        alike[stack.shape].append((owner, stack))
-    kind = ShardedMatrices if sharded and size > 1 else Matrices
+        alike.setdefault(stack.shape, []).append((owner, stack))
     return [kind(shape, owned, size, group) for shape, owned in alike.items()]
+
+
+def held(stack, rank, size):
+    """→ (first, count): which rows of a stack a process of `size` holds, if these share rows"""
+    first, count = held_rows(len(stack.parameter), rank, size)
+    a, b = max(first, stack.start), min(first + count, stack.start + stack.rows)
+    return max(a - stack.start, 0), max(b - a, 0)
 
 
 @lru_cache
@@ -95,7 +59,7 @@ def work(shape):
     return 2 * small**2 * large + small**3
 
 
-class Matrices:
+class CopiedMatrices:
     """Stacks of matrices of one shape (R, C), where each process has all rows.
 
     stacks: sorted by their owner
@@ -104,13 +68,13 @@ class Matrices:
     def __init__(self, shape, owned, size, group):
         owned = sorted(owned, key=lambda pair: pair[0])
         self.shape, self.size, self.group = shape, size, group
-        self.rank = dist.get_rank(group) if size > 1 else 0
+        self.rank = dist.get_rank(group)
         self.owners, self.stacks = zip(*owned, strict=True)
         self.mine = [stack for owner, stack in owned if owner == self.rank]
 
     def cut(self, of_parameter):
         """A function(parameter) → this process's rows of what it returns, for each stack."""
-        return [stack.cut(local_rows(of_parameter(stack.parameter))[0]) for stack in self.stacks]
+        return [stack.cut(of_parameter(stack.parameter)) for stack in self.stacks]
 
     def to_owners(self, tensors, dtype):
         """A tensor for each stack → those of the matrices owned here, (k, R, C)."""
@@ -120,8 +84,6 @@ class Matrices:
 
     def from_owners(self, results):
         """Each process's results for its matrices, (k, R, C) → those for all, (n, R, C)."""
-        if self.size == 1:
-            return results
         turned = self.shape[0] > self.shape[1]  # in memory they are (k, C, R)
         mine = (results.mT if turned else results).contiguous()
         counts = [sum(stack.n for stack, owner in zip(self.stacks, self.owners, strict=True)
@@ -140,7 +102,7 @@ class Matrices:
         return updates.norm(dim=(-2, -1), keepdim=True)
 
 
-class ShardedMatrices(Matrices):
+class ShardedMatrices(CopiedMatrices):
     """The same, where each process has some rows of each parameter, as FSDP2 gives them out."""
 
     def to_owners(self, tensors, dtype):
@@ -158,7 +120,7 @@ class ShardedMatrices(Matrices):
         """The same, (rows, 1). The processes add up the squares of their rows of each matrix."""
         places, first = [], 0  # of the local rows among those of all stacks
         for stack in self.stacks:
-            start, count = stack.held(self.rank, self.size)
+            start, count = held(stack, self.rank, self.size)
             places.append(torch.arange(first + start, first + start + count, device=rows.device))
             first += stack.rows
         places = torch.cat(places)
@@ -171,7 +133,7 @@ class ShardedMatrices(Matrices):
     @cached_property
     def blocks(self):
         """For each process, how many rows it holds of each stack that is owned here."""
-        return [[stack.held(rank, self.size)[1] for stack in self.mine]
+        return [[held(stack, rank, self.size)[1] for stack in self.mine]
                 for rank in range(self.size)]
 
     @cached_property
@@ -184,7 +146,7 @@ class ShardedMatrices(Matrices):
         """How many rows are held here of the matrices that each process owns."""
         counts = [0] * self.size
         for stack, owner in zip(self.stacks, self.owners, strict=True):
-            counts[owner] += stack.held(self.rank, self.size)[1]
+            counts[owner] += held(stack, self.rank, self.size)[1]
         return counts
 
     def exchange(self, rows, sent, received):

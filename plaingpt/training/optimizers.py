@@ -5,13 +5,14 @@ A new one is a function here and its entry in OPTIMIZERS: settings, checkpoints 
 
 import math
 from functools import partial
+from itertools import groupby
+from typing import NamedTuple
 
 import torch
 from torch.optim.adamw import adamw as move_as_adamw
 
-from plaingpt.parallel.owners import by_shape
 from plaingpt.system.devices import cpu_has_bfloat16
-from plaingpt.system.distributed import is_sharded
+from plaingpt.system.distributed import is_sharded, local_rows
 from plaingpt.system.errors import UserError
 from plaingpt.training.averaging import keep_average
 
@@ -98,6 +99,70 @@ def begin_momentum(optimizer, *_):
             optimizer.state[p]['momentum_buffer'] = torch.zeros_like(p)
 
 
+class Stack(NamedTuple):
+    """`n` matrices of one shape, one below another in the rows of a parameter."""
+
+    parameter: torch.nn.Parameter
+    start: int  # the first of its rows
+    rows: int
+    n: int
+
+    @property
+    def shape(self):
+        return self.rows // self.n, self.parameter.size(1)
+
+    def cut(self, tensor):
+        """This process's rows of a tensor as large as the parameter → those of the stack."""
+        local, first = local_rows(tensor)
+        if self.rows == len(self.parameter):
+            return local
+        return local[max(self.start - first, 0):max(self.start - first + self.rows, 0)]
+
+
+def stacks_of(p, parts):
+    """parts: the rows of each matrix in the parameter `p`, from the top → its Stacks"""
+    found, start = [], 0
+    for rows, alike in groupby(parts):
+        n = len(list(alike))
+        found.append(Stack(p, start, n * rows, n))
+        start += n * rows
+    return found
+
+
+class Matrices(NamedTuple):
+    """Stacks of matrices of one shape (R, C). owners.py has those that processes share."""
+
+    shape: tuple
+    stacks: list
+
+    def cut(self, of_parameter):
+        """A function(parameter) → the rows of what it returns, for each stack."""
+        return [stack.cut(of_parameter(stack.parameter)) for stack in self.stacks]
+
+    def to_owners(self, tensors, dtype):
+        """A tensor for each stack → all matrices (n, R, C), as this process owns all."""
+        return torch.cat(tensors).to(dtype).view(-1, *self.shape)
+
+    def from_owners(self, results):
+        return results
+
+    def lengths(self, updates):
+        """Matrices (n, R, C) → the Frobenius norm of each (n, 1, 1)."""
+        return updates.norm(dim=(-2, -1), keepdim=True)
+
+
+def by_shape(held, processes):
+    """[(parameter, rows of each matrix in it)] → Matrices for each shape."""
+    stacks = [stack for p, parts in held for stack in stacks_of(p, parts)]
+    if stacks and (processes > 1 or is_sharded(stacks[0].parameter)):
+        from plaingpt.parallel.owners import shared_by_shape
+        return shared_by_shape(stacks, processes)
+    alike = {}
+    for stack in stacks:
+        alike.setdefault(stack.shape, Matrices(stack.shape, [])).stacks.append(stack)
+    return list(alike.values())
+
+
 def muon_update(gradients, momenta, beta, orthogonalize):
     """Muon (Jordan et al. 2024, https://kellerjordan.github.io/posts/muon): a matrix moves by its
     momentum with all singular values made about equal. gradients, momenta: of matrices of one
@@ -142,7 +207,7 @@ class MuonAdamW(torch.optim.Optimizer):
                 self.state[p]['momentum_buffer'] = torch.zeros_like(p)
                 if self.equal_rows:
                     self.state[p]['exp_avg_sq_rows'] = torch.zeros_like(p[:, :1])
-        for alike in by_shape(held, self.processes):  # Matrices: stacks of one shape
+        for alike in by_shape(held, self.processes):
             gradients = alike.cut(lambda p: p.grad)
             momenta = alike.cut(lambda p: self.state[p]['momentum_buffer'])
             gradients = self.unless_held(gradients, momenta)  # then the momentum stays as it is

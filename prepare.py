@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 from configurator import load_config
-from plaingpt.data import pretokenized, tokenizers
+from plaingpt.data import datatrove, tokenizers
 from plaingpt.data.chat_tokenizer import PLAIN_TEMPLATES, ChatTokenizer, find_plain
 from plaingpt.data.conversations import open_conversations
 from plaingpt.data.corpora import CORPORA, OPTIONS, describe_corpus, table
@@ -60,7 +60,6 @@ class PrepareConfig:
     # how
     tokenizer: str = 'auto'  # char, byte, gpt2, bpe:SIZE, dataset, run, model (auto: listed)
     shard_tokens: Annotated[int, 'at least 1'] = 100_000_000  # tokens a file
-    max_shards: Annotated[int, 'at least 0'] = 0  # of corpora that come as tokens (0: all)
     num_proc: Literal['auto'] | Annotated[int, 'at least 1'] = 'auto'  # threads (auto: one a core)
     overwrite: bool = False  # replace what another command prepared in the same folder
     if_small: bool = False  # only if it takes under a minute; else print the command to run
@@ -114,6 +113,9 @@ def main(argv):
     if name in ('-h', '--help'):
         load_config(PrepareConfig, argv, help_text, 'input', several=True)
     if name not in CORPORA:
+        if re.fullmatch('fineweb(edu)?10+B-gpt2', name):
+            raise UserError(f'{name} comes as tokens, so nothing is prepared: hf download '
+                            f'kjj0/{name} --repo-type=dataset --local-dir=data/{name}')
         if '--if_small' in options:  # train.py asks
             raise UserError(not_prepared(dataset_folder(name)))
         raise UserError(f'no corpus is called {name!r}: python prepare.py lists all; for files of '
@@ -127,7 +129,7 @@ def main(argv):
     check_options(config, name, corpus)
     check_ours(folder)  # before anything is downloaded
     print(f'preparing {name}: {describe_corpus(corpus)}')
-    prepare = prepare_tokens if corpus.kind in ('shards', 'datatrove') else prepare_text
+    prepare = prepare_datatrove if corpus.kind == 'datatrove' else prepare_text
     prepare(name, corpus, folder, config)
     if not config.if_small:
         dataset = folder.name if folder.parent == Path('data') else folder
@@ -185,24 +187,15 @@ def prepare_text(name, corpus, folder, config):
     write_dataset(folder, command, config.overwrite, write)
 
 
-def prepare_tokens(name, corpus, folder, config):
-    """Tokens that others made → report. Raises UserError."""
-    tokenizer = None  # GPT-2's
-    if corpus.kind == 'datatrove':
-        found = pretokenized.find_datatrove(config.input, config.max_shards)
-        tokenizer = pretokenized.datatrove_tokenizer(found, config.tokenizer)
-    command = describe_command(name, config, tokenizer,
-                               identity=pretokenized.list_sizes(config.input))
-
-    def write(unfinished):
-        if corpus.kind == 'datatrove':
-            share = 0.01 if config.val_fraction == 'auto' else config.val_fraction
-            pretokenized.link_datatrove(found, tokenizer, unfinished, command, share)
-        else:
-            pretokenized.fetch_shards(corpus.hub, config.input, config.max_shards, unfinished,
-                                      command)
-
-    write_dataset(folder, command, config.overwrite, write)
+def prepare_datatrove(name, corpus, folder, config):
+    """Tokens that datatrove made → report. Raises UserError."""
+    found = datatrove.find_datatrove(config.input)
+    tokenizer = datatrove.datatrove_tokenizer(found, config.tokenizer)
+    sizes = [[path.name, path.stat().st_size] for path, *_ in found]
+    command = describe_command(name, config, tokenizer, identity=sizes)
+    share = 0.01 if config.val_fraction == 'auto' else config.val_fraction
+    write_dataset(folder, command, config.overwrite, lambda unfinished:
+                  datatrove.link_datatrove(found, tokenizer, unfinished, command, share))
 
 
 def describe_command(name, config, tokenizer=None, **content):

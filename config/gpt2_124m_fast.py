@@ -1,12 +1,13 @@
 # GPT-2 124M with the newer parts of config/shakespeare_char_cpu_fast.py and config/quickstart.py,
 # on a quarter of the tokens that config/gpt2_124m.py takes. An H100 reads 467,000 tokens/s; the
 # loss that it reaches is not known yet.
-#   python prepare.py fineweb10B-gpt2 --max_shards=25
+#   hf download kjj0/fineweb10B-gpt2 --repo-type=dataset --local-dir=data/fineweb10B-gpt2 \
+#       --include=*_val_*.bin --include=*_train_00000*.bin --include=*_train_00001*.bin
 #   python train.py config/gpt2_124m_fast.py
 #   torchrun --nproc_per_node=8 train.py config/gpt2_124m_fast.py
 
 out_dir = 'out-gpt2-124m-fast'
-dataset = 'fineweb10B-gpt2'  # 10.3B GPT-2 tokens, downloaded as such; 25 shards are 2.5B
+dataset = 'fineweb10B-gpt2'  # GPT-2 tokens, 100M a file
 wandb_run_name = 'gpt2-124m-fast'
 
 # 12·L·C² = 12 · 12 · 768² = 85M weights in the blocks, and 50,257 · 768 = 39M in each of the

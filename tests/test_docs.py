@@ -36,8 +36,9 @@ PAGES = ['README.md', *sorted(f'docs/{path.name}' for path in (ROOT / 'docs').gl
 COMMANDS = ('prepare', 'train', 'sample', 'evaluate', 'export', 'plan', 'bench', 'plot',
             'serve')
 SHELL = ('echo', 'cat', 'cp', 'ls', 'mkdir')
-# options of torchrun, Slurm, tensorboard and llama.cpp, and --key=value itself
+# options of torchrun, hf, Slurm, tensorboard and llama.cpp, and --key=value itself
 OF_OTHERS = {'nproc_per_node', 'nnodes', 'rdzv-backend', 'rdzv-endpoint', 'rdzv-id', 'rdzv-conf',
+             'local-dir', 'repo-type',
              'max-restarts', 'standalone', 'gpus', 'gpus-per-node', 'cpus-per-task', 'nodes',
              'time', 'ntasks-per-node', 'requeue', 'open-mode', 'signal', 'logdir', 'help', 'key',
              'torch-backend', 'constraints', 'from',  # of uvx

@@ -15,8 +15,7 @@ OPTIONS = {
     'text': f'{ENCODING} encoding errors documents text_field max_tokens',
     'chat': f'{ENCODING} encoding errors prompt completion',
     'hub': f'{ENCODING} documents text_field max_tokens path subset split val_split test_split',
-    'shards': 'input max_shards',  # tokens already, in files with llm.c's header
-    'datatrove': 'input max_shards val_fraction tokenizer'}  # tokens of its DocumentTokenizer
+    'datatrove': 'input val_fraction tokenizer'}  # tokens of its DocumentTokenizer
 
 
 @dataclass(frozen=True)
@@ -80,12 +79,6 @@ CORPORA = {
                           subset='sample-10BT', tokens=10_000_000_000),
     'fineweb': Corpus('web pages', kind='hub', hub='HuggingFaceFW/fineweb', subset='sample-10BT',
                       tokens=10_400_000_000),
-    'fineweb10B-gpt2': Corpus('fineweb as tokens', kind='shards', hub='kjj0/fineweb10B-gpt2',
-                              tokens=10_400_000_000),
-    'finewebedu10B-gpt2': Corpus('fineweb-edu as tokens', kind='shards',
-                                 hub='kjj0/finewebedu10B-gpt2', tokens=10_000_000_000),
-    'fineweb100B-gpt2': Corpus('fineweb as tokens', kind='shards', hub='kjj0/fineweb100B-gpt2',
-                               tokens=103_000_000_000),
     'text': Corpus('your own files: --input=FILES_OR_FOLDERS', 'auto'),
     'datatrove': Corpus('tokens that datatrove wrote: --input=FOLDER', kind='datatrove'),
     'chat': Corpus('your own conversations: --input=FILES_OR_FOLDERS', kind='chat',

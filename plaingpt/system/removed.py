@@ -121,6 +121,7 @@ REMOVED = {
     'lm_eval': Removed('name its tasks with --tasks=TASK'),
     'format': Removed('the fields of a row tell its form; --prompt and --completion name its '
                       'columns'),
+    'max_shards': Removed('hf download --include=PATTERN fetches some files of a repository'),
     'dedup': Removed('leave out copies before: sort -u for lines, polars or datatrove for rows'),
     'html': Removed('make text of HTML pages with trafilatura or pandoc, and prepare that')}
 

@@ -1,13 +1,13 @@
 """How much of the validation split is in the training split."""
 
 import itertools
+import pickle
 import random
 import tracemalloc
 
 import numpy as np
 import pytest
 from corpus_files import prepared, write_rows
-from helpers import SHARED
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from interrupted import contents, exit_code
@@ -120,28 +120,13 @@ def test_short_documents_that_differ_in_their_numbers_are_copies(tmp_path, capsy
         assert ('whatever their numbers' in capsys.readouterr().err) == (name == 'copies')
 
 
-@pytest.fixture
-def foreign_shards(tmp_path, monkeypatch):
-    """The options that take token files as others make them, of which half of the validation
-    split is in the training split."""
-    if not (SHARED / 'tiktoken_cache').exists():
-        pytest.skip("tiktoken's files are not there (PLAINGPT_SHARED)")
-    monkeypatch.setenv('TIKTOKEN_CACHE_DIR', str(SHARED / 'tiktoken_cache'))
-    (tmp_path / 'shards').mkdir()
+def test_token_files_that_others_made_are_compared_too(tmp_path, capsys):
     for split, ids in (('train', np.arange(5000)), ('val', np.arange(4680, 5320))):
-        header = np.zeros(256, '<i4')
+        header = np.zeros(256, '<i4')  # of llm.c
         header[:3] = 20240520, 1, len(ids)
-        (tmp_path / f'shards/x_{split}_0.bin').write_bytes(
-            header.tobytes() + ids.astype('<u2').tobytes())
-    return ['fineweb10B-gpt2', f'--input={tmp_path}/shards']
-
-
-def test_token_files_that_others_made_are_compared_too(foreign_shards, tmp_path, capsys):
-    prepare.main([*foreign_shards, f'--data_dir={tmp_path}/d'])
-    assert open_dataset(tmp_path / 'd').split_entry('val')['in_train'] == 0.5
-    capsys.readouterr()
-    (tmp_path / 'd/meta.json').unlink()  # nor is a meta.json needed
-    prepare.main(['inspect', f'{tmp_path}/d'])
+        (tmp_path / f'x_{split}_0.bin').write_bytes(header.tobytes() + ids.astype('<u2').tobytes())
+    (tmp_path / 'meta.pkl').write_bytes(pickle.dumps({'vocab_size': 50257}))
+    prepare.main(['inspect', f'{tmp_path}'])
     assert shown_share(capsys.readouterr()) == 0.5
 
 
@@ -162,15 +147,13 @@ def test_a_kill_while_splits_are_compared_costs_no_more_than_that(documents, tmp
     assert contents(tmp_path / 'killed') == contents(tmp_path / 'whole')
 
 
-@pytest.mark.parametrize('kind', ['text', 'shards'])
 def test_a_kill_at_any_change_of_the_disk_is_healed_where_a_split_is_too_short_to_compare(
-        kind, request, tmp_path, monkeypatch):
+        tmp_path, monkeypatch):
     before = 'from plaingpt.data import inspection; inspection.SEQUENCE_TOKENS = 1000'
     monkeypatch.setattr(inspection, 'SEQUENCE_TOKENS', 1000)
     (tmp_path / 'in.txt').write_text(''.join(f'line {i}\n' for i in range(40)))
-    argv = request.getfixturevalue('foreign_shards') if kind == 'shards' else [
-        'text', f'--input={tmp_path}/in.txt', '--tokenizer=byte', '--documents=line',
-        '--val_fraction=0.1']
+    argv = ['text', f'--input={tmp_path}/in.txt', '--tokenizer=byte', '--documents=line',
+            '--val_fraction=0.1']
     prepare.main([*argv, f'--data_dir={tmp_path}/whole'])
     assert 'in_train' not in open_dataset(tmp_path / 'whole').split_entry('val')
     for change in itertools.count(1):

@@ -1,5 +1,10 @@
-"""Corpora that others tokenized: .bin shards with llm.c's header, downloaded or linked to, and the
-files that datatrove's DocumentTokenizer writes, linked to."""
+"""Corpora that datatrove's DocumentTokenizer tokenized: its files stay where they are, and are
+linked to.
+
+https://github.com/huggingface/datatrove, src/datatrove/pipeline/tokens/tokenizer.py: NAME.ds has
+ids without a header, NAME.ds.index the ends of its documents as uint64, NAME.ds.metadata the name
+of the tokenizer.
+"""
 
 import hashlib
 from pathlib import Path
@@ -7,70 +12,23 @@ from pathlib import Path
 import numpy as np
 
 from plaingpt.data import tokenizers
-from plaingpt.data.hub import explain_hub_errors
-from plaingpt.data.shards import empty, read_progress, write_meta, write_progress
+from plaingpt.data.shards import empty, write_meta
 from plaingpt.data.token_files import check_ids, open_tokens
 from plaingpt.data.tokenizer_choice import borrow_tokenizer
-from plaingpt.data.tokenizers import GPT2Tokenizer, is_name
-from plaingpt.system.errors import UserError, needs, progress_bar
-from plaingpt.system.files import sha256_of
-
-ADVICE = 'check the connection; the same command resumes from here'
+from plaingpt.data.tokenizers import is_name
+from plaingpt.system.errors import UserError, progress_bar
 
 
-def list_sizes(folder):
-    """[name, size] of the token files in a folder; none where that is ''."""
-    paths = [path for path in sorted(Path(folder).glob('*'))
-             if path.suffix in ('.bin', '.ds')] if folder else []
-    return [[path.name, path.stat().st_size] for path in paths]
-
-
-def fetch_shards(repo, where, max_shards, folder, command):
-    """Put the shards that lie in `where`, or those of a repository on the hub where that is '', and
-    a meta.json into `folder`: the first `max_shards` of train, 0 for all. Raises UserError."""
-    if where:
-        names = [path.name for path in Path(where).glob('*.bin')]
-    else:
-        with needs('huggingface_hub', repo), explain_hub_errors(repo, ADVICE):
-            import huggingface_hub
-            about = huggingface_hub.HfApi().dataset_info(repo)
-            names = [file.rfilename for file in about.siblings]
-    if where or not read_progress(folder, command):
-        empty(folder)
-        write_progress(folder, command)  # what is downloaded already stays after a kill
-    splits = {}
-    for split, most in (('train', max_shards or None), ('val', None)):
-        files = []
-        for name in sorted(name for name in names if f'_{split}_' in f'_{name}')[:most]:
-            if where:
-                (folder / name).symlink_to(Path(where, name).resolve())
-            else:
-                with explain_hub_errors(repo, ADVICE):
-                    huggingface_hub.hf_hub_download(repo, name, repo_type='dataset',
-                                                    local_dir=folder)
-            file = open_tokens(folder / name, np.dtype('<u2'))
-            check_ids(file.path, file.read(0, 2**16), 0, GPT2Tokenizer.vocab_size)
-            files.append({'name': name, 'sha256': sha256_of(file.path), 'tokens': file.tokens})
-        splits[split] = {'tokens': sum(file['tokens'] for file in files), 'files': files}
-    write_meta(folder, np.dtype('<u2'), GPT2Tokenizer(), splits, command)
-
-
-# -----------------------------------------------------------------------------
-# https://github.com/huggingface/datatrove, src/datatrove/pipeline/tokens/tokenizer.py: NAME.ds has
-# ids without a header, NAME.ds.index the ends of its documents as uint64, NAME.ds.metadata the name
-# of the tokenizer
-
-
-def find_datatrove(folder, max_shards):
-    """What DocumentTokenizer wrote to `folder`, in the order of names, the first `max_shards` (0:
-    all) → [(path, ends of its documents, bytes of an id)]. Raises UserError."""
+def find_datatrove(folder):
+    """What DocumentTokenizer wrote to `folder`, in the order of names → [(path, ends of its
+    documents, bytes of an id)]. Raises UserError."""
     # A task that gets no documents leaves an empty file.
     paths = [path for path in sorted(Path(folder).glob('*.ds')) if path.stat().st_size]
     if not paths:
         raise UserError(f'{folder}: no *.ds with tokens there: --input is the output_folder of '
                         "datatrove's DocumentTokenizer")
     shards = []
-    for path in paths[:max_shards or None]:
+    for path in paths:
         ends = np.fromfile(f'{path}.index', '<u8').astype(np.int64)
         width = path.stat().st_size / max(1, ends[-1] if len(ends) else 0)
         if width not in (2, 4) or (shards and shards[0][2] != width):

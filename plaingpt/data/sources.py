@@ -145,9 +145,9 @@ def download(url, sha256, folder):
 
 
 def find_files(wanted, suffixes=SUFFIXES):
-    """'a.txt,~/notes/,logs/*.gz' → sorted paths, each file once. Of folders and globs a line says
-    what is read and what is left out. Raises UserError. suffixes: of what is read in a folder"""
-    found, left_out = {}, Counter()
+    """'a.txt,~/notes/,logs/*.gz' → sorted paths, each file once. A line says what is read of
+    folders and globs. Raises UserError. suffixes: of what is read in a folder"""
+    found = {}
     parts = [wanted] if os.path.lexists(wanted) else map(str.strip, wanted.split(','))
     names = [os.path.expanduser(part) for part in parts if part]
     for name in names:
@@ -155,42 +155,34 @@ def find_files(wanted, suffixes=SUFFIXES):
         if not matches:
             raise UserError(f'{shown(name)}: no such file or folder')
         for path in map(Path, matches):
-            for each in search(path, suffixes, left_out) if path.is_dir() else [path]:
-                if is_ours(each):
-                    left_out['of a prepared dataset'] += 1
-                elif each.is_file():
-                    found[os.path.realpath(each)] = each  # links lead to one file
-                else:
+            for each in search(path, suffixes) if path.is_dir() else [path]:
+                if not each.is_file():
                     raise UserError(f'{shown(each)} is no file: text is read more than once, so '
                                     'write it to a file, and name that with --input')
+                if not is_ours(each):
+                    found[os.path.realpath(each)] = each  # links lead to one file
     if not found:
-        raise UserError(f'{shown(wanted)}: nothing is read: {counted(left_out) or "no files"}: '
-                        'name the files that hold the text, each or with a glob such as '
-                        'notes/*.txt')
+        raise UserError(f'{shown(wanted)}: no text files there: name the files that hold the '
+                        'text, each or with a glob such as notes/*.org')
     paths = sorted(found.values())
     if any(not os.path.isfile(name) for name in names):
         endings = Counter(inner_suffix(path) or 'without an ending' for path in paths)
-        rest = f'; left out: {counted(left_out)}' if left_out else ''
-        print(f'reading {count_of(len(paths), "file")}: {counted(endings)}{rest}')
+        kinds = ', '.join(f'{n:,} {shown(ending)}' for ending, n in endings.most_common())
+        print(f'reading {count_of(len(paths), "file")}: {kinds}')
     return paths
 
 
-def search(root, suffixes, left_out):
-    """The files with these suffixes in a folder and those below it, tables where there are no
-    others → paths; nothing that is hidden. left_out: counts the endings of the others. OSError"""
+def search(root, suffixes):
+    """The files with these suffixes in a folder and those below it → paths, or tables where there
+    are no others; nothing that is hidden. OSError"""
     texts, tables = [], []
     for at, folders, files in os.walk(root, onerror=raise_error):
         folders[:] = [name for name in folders if not name.startswith('.') and name not in NO_TEXTS]
         for path in (Path(at, name) for name in files if not name.startswith('.')):
-            suffix = inner_suffix(path)
-            if path.is_file() and suffix in suffixes:
+            if path.is_file() and inner_suffix(path) in suffixes:
                 texts.append(path)
-            elif path.is_file() and suffix in TABLES and not is_ours(path):
+            elif path.is_file() and inner_suffix(path) in TABLES and not is_ours(path):
                 tables.append(path)
-            else:
-                left_out[suffix or 'without an ending'] += 1
-    if texts:
-        left_out.update(inner_suffix(path) for path in tables)
     return texts or tables
 
 
@@ -202,11 +194,6 @@ def is_ours(path):
     """Whether prepare.py wrote a file."""
     return bool(TOKEN_FILES.fullmatch(path.name)) or (
         path.name == 'meta.json' and any(path.parent.glob('train*.bin')))
-
-
-def counted(counts):
-    """Counter → '2 .md, 1 .txt'"""
-    return ', '.join(f'{n:,} {shown(what)}' for what, n in counts.most_common())
 
 
 def find_standard_library(folder):

@@ -4,7 +4,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from plaingpt.data.sources import STANDARD_LIBRARY, find_files, find_standard_library
-from plaingpt.data.tokenizer_choice import named_vocab_size
 from plaingpt.data.tokenizers import GPT2Tokenizer
 from plaingpt.system.files import ROOT
 from plaingpt.system.formatting import short
@@ -36,7 +35,7 @@ class Corpus:
     document_form: str = 'file'  # what a document is: a key of readers.DOCUMENT_FORMS
     text_field: str = ''  # of rows: .jsonl, .csv, .parquet and others, the hub
     tokens: int = 0  # to train on
-    vocab_size: int = 0  # where the tokenizer's name does not tell
+    vocab_size: int = GPT2Tokenizer.vocab_size  # of the tokenizer
     small: bool = False  # prepared in under a minute: train.py then does it when first asked
 
     def positional(self):
@@ -59,7 +58,7 @@ WIKITEXT = dict(kind='hub', hub='Salesforce/wikitext', document_form='title', sp
 CORPORA = {
     'pystdlib': Corpus("the source of Python's standard library, found on this machine",
                        'bpe:2048', files=STANDARD_LIBRARY, find=find_standard_library,
-                       small=True),
+                       vocab_size=2048, small=True),
     'readme': Corpus('the README of this project, to try things out', 'char',
                      files=str(ROOT / 'README.md'), small=True),
     'shakespeare_char': Corpus('tiny Shakespeare, one token a character (nanoGPT)', 'char',
@@ -105,8 +104,3 @@ def table():
         tokenizer = corpus.tokenizer if 'shard_tokens' in OPTIONS[corpus.kind] else '-'
         lines.append(f'  {name:<20}{tokenizer:<10}{describe_corpus(corpus)}')
     return '\n'.join(lines)
-
-
-def usual_vocab_size(corpus):
-    """The vocabulary of a corpus that is not prepared yet."""
-    return corpus.vocab_size or named_vocab_size(corpus.tokenizer) or GPT2Tokenizer.vocab_size

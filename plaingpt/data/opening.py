@@ -57,12 +57,11 @@ def find_dataset_size(text, vocab_size=0):
         tokens = sum(len(part.dataset.split('train')) for part in dataset.parts)
         folders = ', '.join(str(part.dataset.folder) for part in dataset.parts)
         return vocab_size or dataset.vocab_size, tokens, folders
-    from plaingpt.data.corpora import CORPORA, Corpus, usual_vocab_size
+    from plaingpt.data.corpora import CORPORA, Corpus
     name = next(name for name in read_names(text) if not has_token_files(name))
     corpus = CORPORA.get(name, Corpus(''))
     tokens = corpus.tokens or None if name == text else None
-    return vocab_size or usual_vocab_size(corpus), tokens, \
-        f'{dataset_folder(name)} is not prepared'
+    return vocab_size or corpus.vocab_size, tokens, f'{dataset_folder(name)} is not prepared'
 
 
 # -----------------------------------------------------------------------------

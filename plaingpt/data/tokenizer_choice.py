@@ -23,14 +23,6 @@ BPE_SAMPLE_CHARS = 50_000_000  # a bpe tokenizer is trained on about this much t
 BLOCK_CHARS = 4096  # of a sample
 
 
-def named_vocab_size(name):
-    """The vocabulary of `make_tokenizer(name, texts)`, or None where the texts decide."""
-    kind, _, size = name.partition(':')
-    if kind == 'bpe':
-        return int(size or BPE_VOCAB_SIZE)
-    return None if kind in ('char', 'auto') else tokenizers.described_vocab_size({'kind': kind})
-
-
 # -----------------------------------------------------------------------------
 # borrowed
 
@@ -87,10 +79,9 @@ def learn_tokenizer(name, source):
         if not source.is_one_text:
             texts = chain(texts, '\n')  # ends each document
     made = make_tokenizer(name, texts)
-    asked = named_vocab_size(name)
-    if asked and made.vocab_size < asked:
-        print(f'{name} asks for {asked:,} tokens and got {made.vocab_size:,}: the text has no more '
-              'pairs to merge')
+    if name.startswith('bpe') and made.vocab_size < bpe_size(name):
+        print(f'{name} asks for {bpe_size(name):,} tokens and got {made.vocab_size:,}: the text '
+              'has no more pairs to merge')
     return made
 
 
@@ -103,15 +94,19 @@ def choose_vocab_size(size):
 
 def make_tokenizer(name, texts):
     """The tokenizer of a name in NAMES; char and bpe learn from `texts`. Raises UserError."""
-    kind, _, size = name.partition(':')
-    if kind == 'char':
+    if name == 'char':
         found = set()
         for text in texts:
             found.update(text)
         return CharTokenizer(''.join(sorted(found)))
-    if kind == 'bpe':
-        return train_bpe(texts, int(size or BPE_VOCAB_SIZE))
-    return tokenizers.from_json({'kind': kind})
+    if name.startswith('bpe'):
+        return train_bpe(texts, bpe_size(name))
+    return tokenizers.from_json({'kind': name})
+
+
+def bpe_size(name):
+    """The vocabulary of 'bpe' or 'bpe:N'."""
+    return int(name.removeprefix('bpe').lstrip(':') or BPE_VOCAB_SIZE)
 
 
 def train_bpe(texts, vocab_size):

@@ -3,7 +3,8 @@
     <|conversation|> <|user|> Hi! <|end|> <|assistant|> Hello. <|end|>
 
 The text of the assistant and the <|end|> after it count in the loss, the other tokens do not. This
-is our template, of five tokens more. That of a model of others is rendered as transformers does it.
+is our template, with five tokens more. The template of another model is rendered as transformers
+renders it.
 """
 
 import re
@@ -51,7 +52,7 @@ USER, ANSWER = {'role': 'user', 'content': MARK}, {'role': 'assistant', 'content
 def as_chat(description, where):
     """The description of a ForeignTokenizer → that of a chat tokenizer. It uses the chat template
     of the files if it can, or else a plain template with the same control tokens. If there is
-    neither, the description stays as it is. Lines say what is not used."""
+    neither, the description does not change. A warning says what is not used."""
     template, base = find_template(description['files']), ForeignTokenizer(description)
     if template is None:
         return description
@@ -99,7 +100,7 @@ class ChatTokenizer:
     """
 
     def __init__(self, base, template='', told=''):
-        """template: Jinja, of others; told: what the system says where it says nothing"""
+        """template: another model's, in Jinja; told: the system message where there is none"""
         self.base, self.template, self.told = base, template, told
         self.vocab_size = first = base.vocab_size
         if self.is_ours():
@@ -114,13 +115,13 @@ class ChatTokenizer:
             self.names = {key: value['content'] if isinstance(value, dict) else value
                           for key, value in names.items() if key in ('bos_token', 'eos_token')}
             self.read_template()
-        self.end_of_text = self.conversation  # what opens a conversation in data: each a document
+        self.end_of_text = self.conversation  # each conversation is a document
 
     def is_ours(self):
         return not self.template
 
     def read_template(self):
-        """Find by what a conversation and its turns begin and end. Raises UserError."""
+        """Find the tokens that begin and end a conversation and its turns. Raises UserError."""
         asked, prompt = self.render([USER]), self.render([USER], True)
         answered, again = self.render([USER, ANSWER]), self.render([USER, ANSWER, USER])
         self.check_extends([asked, prompt, answered, again])
@@ -137,7 +138,7 @@ class ChatTokenizer:
         self.user_ids = self.encode_parts(again[len(answered):].partition(MARK)[0].rstrip('\n'))
         self.roles = {'user': self.user_ids[0], 'assistant': self.answer_ids[0]}
 
-    keeps_bos = True  # whether what opens a conversation in data is a part of it
+    keeps_bos = True  # whether the model reads the token that opens a conversation in data
 
     def render(self, messages, prompting=False):
         """The text that the template writes of messages, with the beginning of an answer where

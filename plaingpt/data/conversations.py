@@ -21,7 +21,7 @@ PAIRS = (('prompt', 'completion'), ('instruction', 'output'), ('question', 'answ
          ('query', 'response'), ('input', 'output'))  # what the user and what the assistant says
 ROLES = {role: role for role in ('system', 'user', 'assistant')}
 SHAREGPT_ROLES = {'human': 'user', 'gpt': 'assistant', **ROLES}
-# Fields beside a conversation that say what the assistant was told: without them it is another one.
+# Fields that tell the assistant something: without them it would be another conversation.
 TOLD = {'system', 'system_prompt', 'instruction', 'prompt', 'history', 'context', 'documents',
         'input', 'tools', 'functions'}
 

@@ -89,7 +89,7 @@ class Dataset:
 
     def identity(self, split):
         """What identifies the tokens of a split in any folder: the checksums of its files, or of
-        parts of them where meta.json has none."""
+        samples from them where meta.json has none."""
         files, masks = self._open(split)
         return [file.sha256 or file.sampled_sha256() for file in [*files, *masks]]
 

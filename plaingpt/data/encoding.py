@@ -27,14 +27,14 @@ class TextBatch(NamedTuple):
     pieces: list  # of (split, text, new_document)
     characters: int  # of their texts
     count: int  # pieces up to the batch's end
-    position: int  # how far the source is read there
+    position: int  # how far the source has been read
 
 
 class Encoded(NamedTuple):
     ids: np.ndarray
     documents: int
     bytes: int  # of the text, as UTF-8
-    loss_mask: np.ndarray | None = None  # of conversations: 1 for each of ids that is a target
+    loss_mask: np.ndarray | None = None  # conversations: 1 for each id that counts in the loss
 
 
 def write_tokens(source, tokenizer, folder, command, progress, shares, *, shard_tokens, threads,
@@ -42,8 +42,8 @@ def write_tokens(source, tokenizer, folder, command, progress, shares, *, shard_
     """Encode `source` into shards and meta.json in `folder`. Raises UserError.
 
     command: everything that decides the content, as meta.json has it
-    progress: of shards.read_progress, from where it goes on; shares: splitting.Shares
-    max_tokens: to train on, 0 for all; chat: its texts are conversations as JSON
+    progress: what shards.read_progress found: preparation goes on from there
+    max_tokens: to train on, 0 for all; chat: the texts are conversations as JSON
     """
     dtype = np.dtype('<u2' if tokenizer.vocab_size <= 2**16 else '<u4')
     columns = {'.bin': dtype, **({MASK_ENDING: np.dtype('u1')} if chat else {})}
@@ -70,7 +70,7 @@ def write_tokens(source, tokenizer, folder, command, progress, shares, *, shard_
                     encoded = encode(batch, room=room)
                 filled = [writers[split].write(part) for split, part in encoded.items()]
                 if max_tokens and train.tokens == max_tokens:
-                    break  # within the batch: no place to go on from
+                    break  # the batch was cut, so progress.json cannot say how far it is written
                 if any(filled):
                     for writer in writers.values():
                         writer.sync()
@@ -115,7 +115,7 @@ def utf8_bytes(text):
 
 def encode_batch(tokenizer, encode, end_of_text, dtype, batch, room=math.inf):
     """TextBatch → {split: Encoded}, with `end_of_text` before each document unless it is None.
-    room: tokens to train on, at most; the document that reaches it is cut"""
+    room: the most tokens to train on; the document that reaches it is cut"""
     ids = {split: [] for split in SPLITS}
     documents, sizes = dict.fromkeys(SPLITS, 0), dict.fromkeys(SPLITS, 0)
     for split, text, new_document in batch.pieces:

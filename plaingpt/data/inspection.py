@@ -53,7 +53,7 @@ def print_report(folder):
 # -----------------------------------------------------------------------------
 # validation text that is in the training split
 
-SEQUENCE_TOKENS = 64  # in a row, in both splits: phrases and chance repeat fewer
+SEQUENCE_TOKENS = 64  # a copy has as many in a row: phrases and chance repeat fewer
 LEARNED = SEQUENCE_TOKENS // 4  # tokens of the assistant among them, in conversations
 SEQUENCES = 4096  # of the validation split to look for
 HALF = SEQUENCE_TOKENS // 2
@@ -66,8 +66,8 @@ LINE_TOKENS = 2**21  # of each split, to compare their lines
 
 
 def record_overlap(folder):
-    """Write into meta.json which share of each split that is held out is in the training split,
-    where it does not say so yet → {split: its entry there}. Raises UserError, OSError."""
+    """Write into meta.json how much of each held-out split is in the training split, where it does
+    not say so yet → {split: its entry there}. Raises UserError, OSError."""
     dataset = open_dataset(folder)
     entries = {split: dataset.split_entry(split) for split in dataset.held_out()}
     unknown = {split: entry for split, entry in entries.items() if 'in_train' not in entry}
@@ -97,9 +97,9 @@ def print_overlaps(entries):
 
 
 def compare_with_train(dataset, split):
-    """How much of a split is in the training split → {'in_train': the share of its sequences,
-    'lines_in_train': where documents are short, that of its lines}; nothing where it is too short
-    to say."""
+    """How much of a split is in the training split → {'in_train': the share of its sequences}, and
+    'lines_in_train', the share of its lines, where documents are short. {} where the split is too
+    short to say."""
     train, held_out = dataset.split('train'), dataset.split(split)
     share = find_overlap(train, held_out)
     if share is None:
@@ -124,9 +124,9 @@ def read_lines(stream, tokenizer):
 
 
 def find_overlap(train, val):
-    """Two token streams → the share of sequences of `val` that occur anywhere in `train`: of 4,096
-    sequences of 64 tokens spread evenly, fewer in a short split, None where it is shorter than one;
-    of conversations those in which the assistant says a quarter.
+    """Two token streams → the share of sequences of `val` that occur anywhere in `train`. It looks
+    for 4,096 sequences of 64 tokens, spread evenly, or fewer in a short split. None where the split
+    is shorter than one. In conversations the assistant must say a quarter of a sequence.
 
     Each occurrence in `train` contains a block of 32 tokens that starts at a multiple of 32. So
     only these blocks are looked up in a table of the halves of all sequences; around each that is

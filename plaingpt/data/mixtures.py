@@ -1,8 +1,8 @@
 """Several corpora that are trained on as one: dataset='code:0.3,prose:0.7'.
 
-Of every thousand sequences each corpus has exactly its share, at places that a keyed permutation
-of the thousand decides. It gives its own sequences in its own order, all once before any again.
-Which sequence comes where is a pure function of (seed, number), as that of one corpus is.
+Each corpus has exactly its share of every thousand sequences; a keyed permutation decides their
+places. A corpus gives its sequences in its own order, each once before any comes again. Which
+sequence has which place is a pure function of (seed, number), as it is for one corpus.
 """
 
 import re

@@ -1,5 +1,5 @@
-"""What the setting `dataset` says, and the data of a run: prepared where it is small and not there
-yet, opened, the same everywhere."""
+"""The setting `dataset` → the data of a run. A small corpus is prepared where it is missing, and
+all processes must find the same tokens."""
 
 import re
 import subprocess
@@ -49,8 +49,8 @@ def open_named(text, vocab_size=0):
 def find_dataset_size(text, vocab_size=0):
     """What `dataset` says → (vocabulary, training tokens or None, where they are known from).
 
-    Where nothing is prepared, the table of corpora answers. vocab_size: takes the place of the
-    vocabulary that is found, 0 for none. Raises UserError.
+    Where nothing is prepared, the table of corpora answers. vocab_size: used in place of the
+    vocabulary that is found, unless it is 0. Raises UserError.
     """
     if has_token_files(text):
         dataset = open_named(text)
@@ -69,8 +69,8 @@ def find_dataset_size(text, vocab_size=0):
 
 
 def open_data(config, world, device):
-    """Open data/<name>, of a mixture each, for a TrainConfig. A small corpus that is not prepared
-    yet is prepared now. Raises UserError."""
+    """Open data/<name>, or each corpus of a mixture, for a TrainConfig. A small corpus that is not
+    prepared yet is prepared now. Raises UserError."""
     if world.local_rank == 0:
         for name in read_names(config.dataset):
             prepare_small(name)
@@ -99,8 +99,8 @@ def prepare_small(name):
 
 
 def check_same_data(dataset):
-    """Raises UserError where processes have other tokens, of other hosts' disks or of a dataset
-    that was replaced while they started."""
+    """Raises UserError where processes have different tokens: hosts have other files on their
+    disks, or the dataset was replaced while the processes started."""
     known = [dataset.identity('train'), dataset.identity('val')]
     if any(other != known for other in all_gather(known, gloo_group())):
         raise UserError(f'{dataset.folder}: the processes of this run find different tokens there: '
@@ -108,8 +108,8 @@ def check_same_data(dataset):
 
 
 def describe_batches(config, dataset, train_data, val_data):
-    """What a run of a TrainConfig reads by these loaders, in a line; of conversations one more for
-    each split."""
+    """What a run reads with these loaders, as one line; conversations have one more for each
+    split."""
     tokens, step_tokens = train_data.epoch_tokens(), config.step_tokens()
     epochs = dataset.epochs(config.max_iters * step_tokens)
     epochs = {part.name and f'{part.name} ({part.weight:.1%})': epochs[part.name]
@@ -130,8 +130,8 @@ def describe_batches(config, dataset, train_data, val_data):
 
 
 def sample_prompts(config, dataset, val_loader):
-    """What samples of a run continue, SAMPLE_START or questions of conversations → (prompts as ids,
-    the same as text, options of generate). Raises UserError."""
+    """The prompts that samples of a run continue: SAMPLE_START, or questions of conversations →
+    (prompts as ids, the same as text, options of generate). Raises UserError."""
     tokenizer = dataset.tokenizer()
     if not dataset.has_mask():
         prompt = tokenizer.encode(SAMPLE_START).tolist() or [tokenizer.end_of_text or 0]

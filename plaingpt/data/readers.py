@@ -1,5 +1,5 @@
-"""A file → its text, cut into documents; a file of rows → the text in one of their fields. Both are
-read a block or a row at a time, also where they are compressed as .gz, .bz2, .xz or .zst."""
+"""Files of text → documents; files of rows → the text in one field of each row. A block or a row is
+in memory at a time. Compressed files are read as well: .gz, .bz2, .xz and .zst."""
 
 import bz2
 import csv
@@ -58,8 +58,8 @@ def file_type(path):
 
 @contextmanager
 def open_text(file, errors='strict', encoding='utf-8'):
-    """A context of the text of an open file of bytes, unpacked. Its lines end with \\n alone, and
-    are as they are. Raises UserError, also for what goes wrong while it is read."""
+    """A context: an open file of bytes → its text, unpacked. Only \\n ends a line, and line endings
+    are not changed. Raises UserError, also where reading fails later."""
     unpack = COMPRESSED.get(Path(file.name).suffix.lower(), lambda same: same)
     with_mark = 'utf-8-sig' if encoding == 'utf-8' else encoding  # of the byte order
     try:
@@ -74,7 +74,7 @@ def open_text(file, errors='strict', encoding='utf-8'):
 
 
 def read_text(path):
-    """The whole text of a UTF-8 file, as it is prepared. Raises UserError, OSError."""
+    """The whole text of a UTF-8 file, as prepare.py reads it. Raises UserError, OSError."""
     with open(path, 'rb') as file, open_text(file) as text:
         return text.read()
 
@@ -92,9 +92,9 @@ def place_to_cut(text, start, characters):
 
 
 def whole_file(text, piece_chars=PIECE_CHARS):
-    """A file is one document, or none where it is blank. Long files are cut where GPT-2's pattern
-    also cuts (at white space that follows something else), so that the tokens are those of the
-    uncut file."""
+    """A file is one document, and a blank file is none. Long files are cut where GPT-2's pattern
+    also cuts, at white space that follows something else. So the tokens are those of the uncut
+    file."""
     blank, rest, is_new = [], '', True  # blank: white space at the beginning, perhaps all there is
     while block := text.read(BLOCK_CHARS):
         if is_new and not rest and block.isspace():
@@ -137,8 +137,8 @@ def articles(lines):
         yield ''.join(group), True
 
 
-# What a document of a text can be → a function from an open file, or lines, to (text, whether it
-# begins a document).
+# What a document can be → a function that takes an open file, or lines, and yields (text, whether
+# it begins a document).
 DOCUMENT_FORMS = {'file': whole_file, 'line': each_line, 'paragraph': paragraphs,
                   'title': articles}
 
@@ -148,8 +148,8 @@ DOCUMENT_FORMS = {'file': whole_file, 'line': each_line, 'paragraph': paragraphs
 
 
 def iter_rows(file, field='', errors='strict', encoding='utf-8'):
-    """Yield ('FILE, line N' or 'FILE, row N', row) of an open file of rows, each a JSON value or a
-    dict of columns. field: the wanted one; of Parquet only its column is read. UserError."""
+    """Yield ('FILE, line N' or 'FILE, row N', row) of an open file of rows. A row is a JSON value
+    or a dict of columns. field: the only column that is read of Parquet. Raises UserError."""
     kind, name = file_type(Path(file.name)), shown(file.name)
     if kind == 'parquet':
         yield from parquet_rows(file, name, field)
@@ -214,7 +214,7 @@ def parquet_rows(file, name, field):
 
 
 def find_field(names, field):
-    """The column that holds `field`, or one of TEXT_FIELDS where that is ''; 'a.b' is in a."""
+    """The column that holds `field`: for '' the first of TEXT_FIELDS, for 'a.b' it is a."""
     if not field:
         return next((usual for usual in TEXT_FIELDS if usual in names), TEXT_FIELDS[0])
     return field if field in names else field.split('.')[0]

@@ -1,6 +1,6 @@
-"""Tokens → shards on disk. All is written in data/<name>/unfinished/ and moves to data/<name>/ when
-it is complete, meta.json last, so that a kill at any moment spoils nothing. progress.json there
-says how far each file was good when the last shard got full: from there the same command goes on.
+"""Tokens → shards on disk. Files are written in data/<name>/unfinished/. When all are complete they
+move to data/<name>/, meta.json last, so a kill at any moment spoils nothing. progress.json says how
+long each file was when the last shard became full: the same command goes on from there.
 """
 
 import os
@@ -30,13 +30,13 @@ CONTENT = {'identity', 'tokenizer_sha256'}
 
 @dataclass
 class ShardWriter:
-    """Writes a split into files of `shard_tokens` tokens, the last one shorter; of conversations
-    beside each of them a file of its loss mask."""
+    """Writes a split into files of `shard_tokens` tokens; the last one is shorter. Conversations
+    have a file with the loss mask beside each."""
 
     folder: Path
     split: str
     shard_tokens: int
-    columns: dict  # ending of a file → type of what it holds: of tokens, and of their loss mask
+    columns: dict  # ending of a file → type of its numbers: token ids, and the loss mask
     tokens: int = 0
     documents: int = 0
     bytes: int = 0
@@ -195,9 +195,9 @@ def is_done(folder, command, overwrite):
 
 
 def write_dataset(folder, command, overwrite, write):
-    """Make `folder`, and keep every other prepare.py out of it while `write` writes a dataset to
-    the folder for unfinished files that it is given; then move it to its place, and report. Where
-    this command is done, a line says so. Folders that stay empty are removed. Raises UserError."""
+    """Call `write` with a folder for unfinished files, move what it wrote into `folder`, and print
+    a report. No other prepare.py can write there meanwhile. Where this command is done already, a
+    line says so. Folders that stay empty are removed. Raises UserError."""
     unfinished = folder / UNFINISHED
     folder.mkdir(parents=True, exist_ok=True)
     try:

@@ -27,7 +27,7 @@ from plaingpt.system.files import write_atomically
 from plaingpt.system.formatting import count_of, shown
 
 ONE_TEXT_FILES = 100  # fewer text files than this are one text
-SMALL_PIECE_CHARS = 2**15  # of a file, what goes into one split
+SMALL_PIECE_CHARS = 2**15  # the least of a file that goes into one split
 DOWNLOAD_TIMEOUT = 30  # seconds without a byte
 SUFFIXES = {  # of the files that are read in a folder, in any case
     '.txt', '.md', '.rst', '.tex', '.py', '.pyi', '.c', '.h', '.cc', '.cpp', '.hpp',
@@ -66,8 +66,8 @@ def open_source(corpus, config, errors, folder):
 
 
 class Files:
-    """Documents of files of text and of rows. Few text files are one text together, with a line
-    break between two where the first does not end with one."""
+    """Documents of files of text and of rows. A few text files are one running text: a line break
+    is put between two where the first does not end with one."""
 
     unit = 'B'
 
@@ -77,7 +77,7 @@ class Files:
         self.form, self.text_field, self.errors, self.encoding = form, text_field, errors, encoding
         self.sizes = [path.stat().st_size for path in paths]
         self.total = sum(self.sizes)
-        # Of few large files each split gets its share; of many, most stay whole.
+        # A few large files are cut, so that each split gets its share. Most of many stay whole.
         self.piece_chars = min(max(self.total // 100, SMALL_PIECE_CHARS), readers.PIECE_CHARS)
         self.has_rows = any(file_type(path) != 'text' for path in paths)
         self.is_one_text = form == 'file' and len(paths) < ONE_TEXT_FILES and not self.has_rows
@@ -89,7 +89,8 @@ class Files:
             with open(path, 'rb') as self._file:
                 for text, new_document in self.documents(self._file):
                     if self.is_one_text:
-                        # by itself: what a tokenizer learns from does not depend on the order
+                        # A piece of its own: a tokenizer's sample hashes the text of the pieces,
+                        # and would else depend on the order of the files.
                         if line_open and new_document:
                             yield Piece('\n', False)
                         line_open = not text.endswith(('\n', '\r'))

@@ -23,8 +23,8 @@ class Shares:
 
     @classmethod
     def of(cls, val_fraction, test_fraction):
-        """Those of prepare.py's settings. 'auto' does not depend on how much text there is: more of
-        a corpus has the same validation text."""
+        """The shares that prepare.py's settings say. 'auto' does not depend on how much text there
+        is, so more of a corpus has the same validation text."""
         if val_fraction == 'auto':
             return cls(0.1, test_fraction, VAL_CHARS)
         return cls(val_fraction, test_fraction)
@@ -74,7 +74,7 @@ def split_by_hash(pieces, shares):
 
 def split_by_place(pieces, ends):
     """Pieces of one text, which is cut once between splits → (split, text, new_document).
-    ends: (split, the place of its end in characters) of each split, in their order"""
+    ends: [(split, the character where it ends)], in order"""
     seen = 0
     for text, *_ in pieces:
         begin = 0

@@ -159,7 +159,7 @@ def sample(source, characters):
         while start < len(text):
             block = text[start:place_to_cut(text, start, BLOCK_CHARS)]
             start += len(block)
-            # not the hash that decides the split: a sample is no more of the one than of the other
+            # another hash than the one for splits, so that the sample is spread over all of them
             digest = hashlib.blake2b(block.encode('utf-8', 'replace'), digest_size=8,
                                      person=b'sample').digest()
             if int.from_bytes(digest, 'big') < characters / total * 2**64:

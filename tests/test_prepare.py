@@ -230,8 +230,8 @@ def test_inspect_prints_what_is_there(lines_data, capsys):
     capsys.readouterr()
     prepare.main(['inspect', str(lines_data)])
     out = capsys.readouterr().out
-    assert f'{about["tokens"]:,} tokens in {len(about["files"])} files' in out
-    assert f'{about["documents"]:,} ends of text' in out and 'no damage found' in out
+    assert f'train_000000.bin to {about["files"][-1]["name"]}: {about["tokens"]:,} tokens' in out
+    assert f'from {about["documents"]:,} documents' in out and 'no damage found' in out
     assert 'corpus: text' in out
 
 

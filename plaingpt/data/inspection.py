@@ -29,21 +29,29 @@ def find_damage(dataset):
     return problems
 
 
+def describe_split(dataset, split):
+    """The files of a split, and how much is in them, as a line."""
+    stream, entry = dataset.split(split), dataset.split_entry(split)
+    line = str(stream.files[0].path)
+    if len(stream.files) > 1:
+        line += f' to {stream.files[-1].path.name}'
+    line += f': {len(stream):,} tokens'
+    if 'bytes' in entry:
+        line += f', {entry["bytes"] / len(stream):.2f} bytes each'
+    if 'documents' in entry:
+        line += f', from {count_of(entry["documents"], "document")}'
+    if 'learned' in entry:
+        line += f'; {entry["learned"]:,} tokens in the loss'
+    return line
+
+
 def print_report(folder):
     """Print the counts of a folder that was just prepared, and how each split begins."""
     dataset = open_dataset(folder)
     tokenizer, meta = dataset.tokenizer(), dataset.meta
     for split, entry in meta['splits'].items():
-        names = [file['name'] for file in entry['files']]
-        line = f'{folder}/{names[0]}{f" to {names[-1]}" if len(names) > 1 else ""}: ' \
-               f'{entry["tokens"]:,} tokens'
-        if 'bytes' in entry:
-            line += f', {entry["bytes"] / entry["tokens"]:.2f} bytes each'
-        if 'documents' in entry:
-            line += f', from {count_of(entry["documents"], "document")}'
-        if 'learned' in entry:
-            line += f'; {entry["learned"]:,} tokens in the loss'
-        print(f'{line}\n    {tokenizer.decode(dataset.split(split).read(0, 24).tolist())!r}')
+        print(describe_split(dataset, split))
+        print(f'    {tokenizer.decode(dataset.split(split).read(0, 24).tolist())!r}')
         if entry['tokens'] < 1025 and not dataset.has_mask():
             print(f'    note: that allows a block_size of {entry["tokens"] - 1} at most')
     print(f'{folder}/meta.json: {meta["tokenizer"]["kind"]} tokenizer, {meta["vocab_size"]:,} '
@@ -182,33 +190,18 @@ def inspect(folder):
     if problems := find_damage(dataset):
         raise UserError('\n'.join(problems))
     for split in ('train', *dataset.held_out()):
-        inspect_split(dataset, split, tokenizer)
+        stream = dataset.split(split)
+        for start in range(0, len(stream), READ_TOKENS):
+            stream.read(start, READ_TOKENS)  # UserError for an id beyond the vocabulary
+        print(describe_split(dataset, split))
+        for start in range(0, len(stream), -(-len(stream) // 3)):
+            if stream.loss_mask:
+                show_conversation(stream, start, tokenizer)
+            else:
+                print(f'  {start:>14,}  {tokenizer.decode(stream.read(start, 24).tolist())!r}')
     print_overlaps({split: compare_with_train(dataset, split) for split in dataset.held_out()})
     print('no damage found'
           + ('' if dataset.is_ours() else '; no checksums to compare with'))
-
-
-def inspect_split(dataset, split, tokenizer):
-    """Read all of a split, print counts and three excerpts. Raises UserError for wrong ids."""
-    stream, documents, in_loss = dataset.split(split), 0, 0
-    for start in range(0, len(stream), READ_TOKENS):
-        ids = stream.read(start, READ_TOKENS)
-        if stream.loss_mask:
-            in_loss += int(stream.loss_mask.read(start, READ_TOKENS).sum())
-        documents += int(np.count_nonzero(ids == tokenizer.end_of_text))
-    line = f'{split}: {len(stream):,} tokens in {count_of(len(stream.files), "file")}'
-    if per_token := dataset.bytes_per_token(split):
-        line += f', {per_token:.2f} bytes each'
-    if stream.loss_mask:
-        line += f', {count_of(documents, "conversation")}, {in_loss:,} tokens in the loss'
-    else:
-        line += f', {documents:,} ends of text' if documents else ', no end of text'
-    print(line)
-    for start in range(0, len(stream), -(-len(stream) // 3)):
-        if stream.loss_mask:
-            show_conversation(stream, start, tokenizer)
-        else:
-            print(f'  {start:>14,}  {tokenizer.decode(stream.read(start, 24).tolist())!r}')
 
 
 def show_conversation(stream, place, tokenizer):

@@ -58,6 +58,6 @@ def test_inspect_counts_and_shows_ids(folder, capsys):
     (folder / 'meta.pkl').write_bytes(pickle.dumps({'vocab_size': 1500}))
     prepare.main(['inspect', 'ids'])
     out = capsys.readouterr().out
-    assert 'ids tokenizer, 1,500 tokens' in out and 'train: 3,600 tokens' in out
+    assert 'ids tokenizer, 1,500 tokens' in out and 'train.bin: 3,600 tokens' in out
     assert "',750,784,819," in out
     assert isinstance(open_dataset(folder).tokenizer(), IdsTokenizer)

@@ -194,7 +194,7 @@ def test_inspect_puts_the_loss_in_brackets_and_shows_escape_codes(capsys):
     assert '\n    <|user|>a\\x1b]0;b\\x07<|end|>\n    <|assistant|>[\\x1b[31mc\nd<|end|>]\n' \
         in text and '\x1b' not in text
     entry = dataset.split_entry('train')
-    assert f'{entry["documents"]} conversations, {entry["learned"]:,} tokens in the loss' in text
+    assert f'{entry["documents"]} documents; {entry["learned"]:,} tokens in the loss' in text
 
 
 def test_conversations_are_in_no_mixture():

@@ -148,7 +148,7 @@ def test_inspect_and_meta_json_tell_of_the_test_split_and_overwrite_removes_it(t
     assert entry['documents'] > 60 and entry['tokens'] > 3000 and 0 <= entry['in_train'] <= 1
     prepare.main(['inspect', f'{tmp_path}/d'])
     shown = ''.join(capsys.readouterr())
-    assert f'test: {entry["tokens"]:,} tokens in {len(entry["files"])} files' in shown
+    assert f'{entry["files"][-1]["name"]}: {entry["tokens"]:,} tokens' in shown
     assert 'of the test text is also in the training split' in shown
     prepared(tmp_path / 'd', *argv, '--overwrite')
     assert not any('test' in path.name for path in (tmp_path / 'd').iterdir())

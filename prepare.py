@@ -190,7 +190,7 @@ def prepare_text(name, corpus, folder, config):
 def prepare_datatrove(name, corpus, folder, config):
     """Tokens that datatrove made → report. Raises UserError."""
     found = datatrove.find_datatrove(config.input)
-    tokenizer = datatrove.datatrove_tokenizer(found, config.tokenizer)
+    tokenizer = datatrove.datatrove_tokenizer(config.tokenizer)
     sizes = [[path.name, path.stat().st_size] for path, *_ in found]
     command = describe_command(name, config, tokenizer, identity=sizes)
     share = 0.01 if config.val_fraction == 'auto' else config.val_fraction

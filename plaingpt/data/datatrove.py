@@ -2,8 +2,7 @@
 linked to.
 
 https://github.com/huggingface/datatrove, src/datatrove/pipeline/tokens/tokenizer.py: NAME.ds has
-ids without a header, NAME.ds.index the ends of its documents as uint64, NAME.ds.metadata the name
-of the tokenizer.
+ids without a header, and NAME.ds.index has the ends of its documents as uint64.
 """
 
 import hashlib
@@ -38,16 +37,14 @@ def find_datatrove(folder):
     return shards
 
 
-def datatrove_tokenizer(shards, asked):
-    """--tokenizer, or GPT-2's where the files of datatrove name it. Raises UserError."""
-    about = Path(f'{shards[0][0]}.metadata')
-    named = about.read_text().partition('|')[0] if about.exists() else ''
-    if asked == 'auto' and named in ('gpt2', 'openai-community/gpt2'):
-        asked = 'gpt2'
-    if is_name(asked) and asked not in ('gpt2', 'byte'):
-        raise UserError(f'{about} names the tokenizer {named!r}: name it with --tokenizer, as the '
-                        'dataset or run that has it, or as gpt2 or byte')
-    return tokenizers.from_json({'kind': asked}) if is_name(asked) else borrow_tokenizer(asked)
+def datatrove_tokenizer(name):
+    """The tokenizer that --tokenizer names: the files do not contain it. Raises UserError."""
+    if name in ('gpt2', 'byte'):
+        return tokenizers.from_json({'kind': name})
+    if is_name(name):
+        raise UserError('datatrove needs --tokenizer: the dataset or run that has the tokenizer of '
+                        'these tokens, or gpt2 or byte')
+    return borrow_tokenizer(name)
 
 
 def link_datatrove(shards, tokenizer, folder, command, val_fraction):

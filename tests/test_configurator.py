@@ -188,7 +188,8 @@ def test_what_is_the_same_for_all_now_is_left_out_with_a_warning(tmp_path, capsy
 def test_variants_and_judgements_may_say_old_words():
     found = words_of({'a': {'head_lr_scale': 2.0}, 'b': {'lr_schedule': 'wsd', 'wsd_decay': 1}},
                      load_config(BenchConfig, []), [])
-    assert training_words(['--head_lr_scale=2', '--pairs=3']) == ['--head_lr_scale=2']
+    assert training_words(['--head_lr_scale=2', '--pairs=3', '--split=test']) \
+        == ['--head_lr_scale=2']
     assert load(*found['a'][1337]).lr_scales == 'head:2'
     assert load(*found['b'][1337]).lr_schedule == 'wsd:1'
 

@@ -79,7 +79,7 @@ def sweep_variants(sweep):
 def training_words(argv):
     """A command line of bench.py → the config files and settings that train.py takes"""
     taken = {field.name for field in fields(TrainConfig)} | REMOVED.keys()
-    taken -= {'minutes', 'out_dir'}
+    taken -= {'minutes', 'out_dir', 'split'}  # of bench.py itself; evaluate.py had a split, too
     return [word for word in argv
             if not word.startswith('--') or word[2:].partition('=')[0] in taken]
 

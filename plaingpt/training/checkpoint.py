@@ -40,7 +40,8 @@ from plaingpt.system.distributed import (
 )
 from plaingpt.system.errors import UserError, warn
 from plaingpt.system.files import sha256_of, sync, write_atomically
-from plaingpt.training.settings import TrainConfig
+from plaingpt.system.removed import REMOVED, says_now
+from plaingpt.system.removed import as_today as settings_today
 from plaingpt.weights import begin_new_tokens, copy_rows, not_finite
 
 FORMAT_VERSION = 1
@@ -256,15 +257,10 @@ def find_unknown(state):
     """What state.json has that this version does not compute with, such as ['conv_bias=True']."""
     if state['format_version'] != FORMAT_VERSION:
         return [f'format version {state["format_version"]}']
-    shape = state['model'].keys() - {field.name for field in fields(GPTConfig)}
-    old = shape | (state['config'].keys() - {field.name for field in fields(TrainConfig)})
-    if not old:
-        return []
-    from plaingpt.system.removed import REMOVED, says_now
     settings = {**state['config'], **state['model']}
-    return [f'{key}={settings[key]}' for key in sorted(old)
-            if (key in REMOVED and says_now(key, settings[key], settings) is None)
-            or (key in shape and key not in REMOVED)]
+    unknown = state['model'].keys() - {field.name for field in fields(GPTConfig)} - REMOVED.keys()
+    return [f'{key}={value}' for key, value in settings.items() if key in unknown
+            or (key in REMOVED and says_now(key, value, settings) is None)]
 
 
 def as_today(state):
@@ -272,10 +268,7 @@ def as_today(state):
     state = LATER | {RENAMED.get(key, key): value for key, value in state.items()}
     known = {field.name for field in fields(GPTConfig)}
     state['model'] = {key: x for key, x in state['model'].items() if key in known}
-    if state['config'].keys() - {field.name for field in fields(TrainConfig)}:
-        from plaingpt.system.removed import as_today as settings_today
-        state['config'] = settings_today(state['config'])
-    state['config'].pop('document_start', None)  # it follows from the dataset
+    state['config'] = settings_today(state['config'])
     return state
 
 

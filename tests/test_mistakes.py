@@ -48,7 +48,7 @@ MISTAKES = {
         'target_once'),
     'no end of text before a document': (
         'plaingpt/data/encoding.py', 'ids[split] += [before, found]', 'ids[split] += [found]',
-        'data/test_splits.py::test_validation_text_that_is_trained_on_is_left_out'),
+        'data/test_splits.py::test_more_of_a_corpus_has_the_same_validation_text'),
 }
 
 

@@ -76,7 +76,8 @@ def process_group(world, device, backend='auto'):
     except (RuntimeError, ValueError) as e:
         # gloo's errors have no type of their own
         of_network = isinstance(e, (dist.DistNetworkError, dist.DistStoreError))
-        if not of_network and not any(word in str(e) for word in ('gloo/transport', 'rendezvous')):
+        if not of_network and not any(word in str(e) for word in (
+                'gloo/transport', 'rendezvous', 'caused pair closure')):
             raise
         what = str(e).partition('\n')[0]
         raise UserError(f'rank {world.rank} of {world.size} did not meet another process, or lost '

@@ -141,9 +141,9 @@ def rate_low(rows, run):
 
 
 def no_gradient(rows, run):
-    seen = [norms for row in rows if (norms := block_values(row, 'grad_norm', ''))][-2:]
     if rows and rows[-1]['iter'] <= FIRST_STEPS:
         return None
+    seen = [norms for row in rows if (norms := block_values(row, 'grad_norm', ''))][-2:]
     tiny = []  # names of the blocks and embeddings without a gradient, of the last two health rows
     for norms in seen:
         blocks = [norm for name, norm in norms.items() if name.startswith('h.') and norm]

@@ -72,10 +72,6 @@ class CopiedMatrices:
         self.owners, self.stacks = zip(*owned, strict=True)
         self.mine = [stack for owner, stack in owned if owner == self.rank]
 
-    def cut(self, of_parameter):
-        """A function(parameter) → this process's rows of what it returns, for each stack."""
-        return [stack.cut(of_parameter(stack.parameter)) for stack in self.stacks]
-
     def to_owners(self, tensors, dtype):
         """A tensor for each stack → those of the matrices owned here, (k, R, C)."""
         mine = [t for t, owner in zip(tensors, self.owners, strict=True) if owner == self.rank]

@@ -88,7 +88,8 @@ class Watching:
         self.run, self.group, self.writing = run, group, writing
         config = run.config
         interval = min(HEALTH_INTERVAL, max(1, config.max_iters // LOOKS))
-        looking = config.report if is_sharded(run.model.lm_head.weight) else writing
+        sharded = is_sharded(run.model.lm_head.weight)
+        looking = config.report if sharded else writing
         self.health = Health(run.model, interval if looking else 0, run.val_data, run.context)
         self.film = self.tokenizer = None
         if writing and (config.report or config.sample_interval or config.film):
@@ -98,7 +99,7 @@ class Watching:
                 self.tokenizer = run.dataset.tokenizer()
             except UserError as problem:
                 run.metrics.print(f'warning: no samples of what the model writes: {problem}')
-        if config.film and is_sharded(run.model.lm_head.weight):
+        if config.film and sharded:
             run.metrics.print('warning: no film: with parallel=fsdp no process has the whole model')
         elif config.film and self.tokenizer:
             from plaingpt.training.film import Film

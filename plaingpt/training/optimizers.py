@@ -135,10 +135,6 @@ class Matrices(NamedTuple):
     shape: tuple
     stacks: list
 
-    def cut(self, of_parameter):
-        """A function(parameter) → the rows of what it returns, for each stack."""
-        return [stack.cut(of_parameter(stack.parameter)) for stack in self.stacks]
-
     def to_owners(self, tensors, dtype):
         """A tensor for each stack → all matrices (n, R, C), as this process owns all."""
         return torch.cat(tensors).to(dtype).view(-1, *self.shape)
@@ -149,6 +145,12 @@ class Matrices(NamedTuple):
     def lengths(self, updates):
         """Matrices (n, R, C) → the Frobenius norm of each (n, 1, 1)."""
         return updates.norm(dim=(-2, -1), keepdim=True)
+
+
+def cut(alike, of_parameter):
+    """A function(parameter) → this process's rows of what it returns, for each stack of Matrices or
+    of those in owners.py."""
+    return [stack.cut(of_parameter(stack.parameter)) for stack in alike.stacks]
 
 
 def by_shape(held, processes):
@@ -208,13 +210,13 @@ class MuonAdamW(torch.optim.Optimizer):
                 if self.equal_rows:
                     self.state[p]['exp_avg_sq_rows'] = torch.zeros_like(p[:, :1])
         for alike in by_shape(held, self.processes):
-            gradients = alike.cut(lambda p: p.grad)
-            momenta = alike.cut(lambda p: self.state[p]['momentum_buffer'])
+            gradients = cut(alike, lambda p: p.grad)
+            momenta = cut(alike, lambda p: self.state[p]['momentum_buffer'])
             gradients = self.unless_held(gradients, momenta)  # then the momentum stays as it is
             updates = muon_update(gradients, momenta, self.momentum, partial(self.share, alike))
             if self.equal_rows:
                 updates = self.with_equal_rows(updates, alike)
-            weights = alike.cut(lambda p: p)
+            weights = cut(alike, lambda p: p)
             torch._foreach_mul_(weights, 1 - lr * weight_decay * self.alright())
             torch._foreach_add_(
                 weights, updates.reshape(-1, alike.shape[1]).split([len(w) for w in weights]),
@@ -228,7 +230,7 @@ class MuonAdamW(torch.optim.Optimizer):
     def with_equal_rows(self, updates, alike):
         """Divide each row of the updates by the size that it had in the mean so far. The length of
         each update stays the same."""
-        rows = alike.cut(lambda p: self.state[p]['exp_avg_sq_rows'])
+        rows = cut(alike, lambda p: self.state[p]['exp_avg_sq_rows'])
         squares = updates.square().mean(-1, keepdim=True)
         new = squares.reshape(-1, 1).to(rows[0].dtype).split([len(r) for r in rows])
         torch._foreach_lerp_(rows, self.unless_held(new, rows), 1 - self.beta2)

@@ -20,10 +20,9 @@ import sys
 import traceback
 import typing
 from contextlib import suppress
-from functools import cache
 from pathlib import Path
 
-from plaingpt.system.errors import UserError, warn
+from plaingpt.system.errors import UserError
 from plaingpt.system.files import ROOT
 from plaingpt.system.formatting import quoted, setting
 
@@ -90,11 +89,11 @@ def defaults(cls):
 def read_arguments(cls, argv, saved, place='in the checkpoint'):
     """→ ({name: value} of all fields, [problem]): the defaults, what was saved at a `place`,
     then the command line from left to right."""
-    values, problems, old_words = defaults(cls), [], {}
+    values, problems, unknown = defaults(cls), [], {}
 
     def take(name, value, where):
-        if name not in values and is_removed(name):
-            old_words[name] = value, where
+        if name not in values:
+            unknown[name] = value, where
         else:
             check_and_set(cls, values, name, value, where, problems)
 
@@ -115,34 +114,12 @@ def read_arguments(cls, argv, saved, place='in the checkpoint'):
         else:
             for found in read_file(arg, values, options_of(cls, argv[i + 1:]), problems):
                 take(*found)
-    for name, (value, where) in old_words.items():  # last: they may need others' values
-        replace_removed(cls, values, name, value, where, problems)
+    if unknown:
+        from plaingpt.system.removed import replace_removed
+        for name, (value, where) in unknown.items():  # last: they may need others' values
+            for key, its_value in replace_removed(name, value, where, values, problems).items():
+                check_and_set(cls, values, key, its_value, where, problems)
     return values, problems
-
-
-def is_removed(name):
-    from plaingpt.system.removed import REMOVED
-    return name in REMOVED
-
-
-def replace_removed(cls, values, name, value, where, problems):
-    """Set what says the same as an earlier version's setting, or tell what to use now."""
-    from plaingpt.system.removed import REMOVED, says_now
-    old = REMOVED[name]
-    now = says_now(name, value, values) if old.says else None
-    if old.is_left_out and 'max_iters' in values:
-        warn_once(f'{name} {where} is left out: {old.use}')
-    elif now is None or not now.keys() <= values.keys():
-        problems.append(f'unknown setting {name} {where}: it was removed; {old.use}')
-    else:
-        for key, its_value in now.items():
-            check_and_set(cls, values, key, its_value, where, problems)
-
-
-@cache  # arguments may be read twice
-def warn_once(line):
-    if os.environ.get('RANK', '0') == '0':
-        warn(line)
 
 
 def is_value_of(option, arg, values):

@@ -18,9 +18,9 @@ from model import GPT, RECOMPUTED
 from plaingpt.data.opening import find_dataset_size, has_token_files, open_named
 from plaingpt.experiments.speed import estimate_speed
 from plaingpt.system import devices
-from plaingpt.system.devices import GPUS
 from plaingpt.system.errors import UserError, run_script
 from plaingpt.system.formatting import GIB, count_of, duration, gib, setting, short
+from plaingpt.system.gpus import GPUS, find_gpu, peak_flops
 from plaingpt.training import memory
 from plaingpt.training.checkpoint import KEPT
 from plaingpt.training.dtype_choice import choose_training_dtype
@@ -45,7 +45,7 @@ class PlanConfig(TrainConfig):
         found = super().out_of_range()
         if self.gpu:
             try:
-                devices.find_gpu(self.gpu)
+                find_gpu(self.gpu)
             except UserError as problem:
                 found.append(str(problem))
         return found
@@ -70,7 +70,7 @@ class Machine(NamedTuple):
 def find_machine(config, shape):
     """The GPU that config names, or this machine, with what train.py chooses there for a model."""
     if config.gpu or config.gpu_memory_gb:
-        gpu = config.gpu and devices.find_gpu(config.gpu)
+        gpu = config.gpu and find_gpu(config.gpu)
         size = int((config.gpu_memory_gb or GPUS[gpu].memory_gb) * GIB)
         # as train.py chooses: these two have no bfloat16 in hardware
         auto = 'float16' if gpu in ('T4', 'V100') else 'bfloat16'
@@ -130,7 +130,7 @@ def find_speed(gpt, config, machine, fits):
     if config.tokens_per_s:
         return config.tokens_per_s, 'as given'
     if not machine.here:
-        peak = machine.name and devices.peak_flops(machine.name, machine.dtype)
+        peak = machine.name and peak_flops(machine.name, machine.dtype)
         if not peak:
             return None, 'say --tokens_per_s, or name a --gpu for a dtype whose peak is known'
         return peak * config.utilisation / gpt.flops_per_token() * config.processes, \

@@ -24,7 +24,6 @@ from plaingpt.checks.preflight import preflight
 from plaingpt.data.batches import BatchLoader, fits_in_ram
 from plaingpt.data.dataset import Dataset
 from plaingpt.data.opening import describe_batches, open_data
-from plaingpt.monitoring.backends import open_backends
 from plaingpt.monitoring.markdown_report import write_report
 from plaingpt.monitoring.metrics import Metrics
 from plaingpt.monitoring.references import find_reference
@@ -269,9 +268,12 @@ def open_outputs(run, group):
         if start.resumed:
             trim_logs(out_dir, progress.iter_num, progress.evaluated)
         write_json(out_dir / 'run.json', run.record)
-    run.metrics = Metrics(
-        run, evaluated_bytes(run) if is_main else None, saved.get('elapsed_s', 0.0),
-        open_backends(config, run.record, saved.get('wandb_id')) if writing else [])
+    backends = []
+    if writing and (config.log_to or config.wandb_log):
+        from plaingpt.monitoring.backends import open_backends
+        backends = open_backends(config, run.record, saved.get('wandb_id'))
+    run.metrics = Metrics(run, evaluated_bytes(run) if is_main else None,
+                          saved.get('elapsed_s', 0.0), backends)
     run.watching = Watching(run, group, writing)
     run.guard = StepGuard(out_dir / 'anomalies.jsonl', run.train_data, run.device,
                           scaling=run.scaler.is_enabled())

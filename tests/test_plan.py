@@ -12,9 +12,9 @@ from configurator import load_config
 from model import GPTConfig
 from plaingpt.experiments import speed as step_speed
 from plaingpt.inference.hf_architectures import ARCHITECTURES, SIZES
-from plaingpt.system.devices import GPUS
 from plaingpt.system.errors import UserError
 from plaingpt.system.formatting import GIB
+from plaingpt.system.gpus import GPUS
 from plaingpt.training import memory
 from plaingpt.training.start import Start
 from plan import PlanConfig

@@ -3,8 +3,12 @@
 Command lines, config files, lists of variants, checkpoints and run.json may have them.
 """
 
+import os
 from collections.abc import Callable
+from functools import cache
 from typing import NamedTuple
+
+from plaingpt.system.errors import warn
 
 
 class Removed(NamedTuple):
@@ -144,3 +148,25 @@ def as_today(settings):
         if name in REMOVED:
             found |= says_now(name, value, found) or {}
     return found
+
+
+def replace_removed(name, value, where, values, problems):
+    """What a setting of an earlier version says now, {setting: value}, among the `values` of a
+    command. Where nothing says it, a problem tells what to use. A name that never was a setting
+    stays as it is."""
+    if name not in REMOVED:
+        return {name: value}
+    old, now = REMOVED[name], says_now(name, value, values)
+    if old.is_left_out and 'max_iters' in values:
+        warn_once(f'{name} {where} is left out: {old.use}')
+        return {}
+    if not old.says or now is None or not now.keys() <= values.keys():
+        problems.append(f'unknown setting {name} {where}: it was removed; {old.use}')
+        return {}
+    return now
+
+
+@cache  # arguments may be read twice
+def warn_once(line):
+    if os.environ.get('RANK', '0') == '0':
+        warn(line)

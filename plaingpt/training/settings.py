@@ -12,7 +12,6 @@ from dataclasses import dataclass, field, fields
 from typing import Annotated, Literal
 
 from model import RECOMPUTED, GPTConfig, Natural, Positive
-from plaingpt.monitoring.backends import BACKENDS
 from plaingpt.system.distributed import launched_world
 from plaingpt.system.files import is_hub_name
 from plaingpt.system.formatting import setting
@@ -105,8 +104,10 @@ class TrainConfig(GPTConfig):
         """Invalid values that the limits beside the fields do not catch, a line each."""
         found = [f'{key} is empty' for key in ('out_dir', 'dataset', 'init_from', 'checkpoint')
                  if not getattr(self, key)]
-        found += [f'log_to={self.log_to}: {name!r} is none of {", ".join(BACKENDS)}'
-                  for name in self.log_to.split(',') if name and name not in BACKENDS]
+        if self.log_to:
+            from plaingpt.monitoring.backends import BACKENDS
+            found += [f'log_to={self.log_to}: {name!r} is none of {", ".join(BACKENDS)}'
+                      for name in self.log_to.split(',') if name and name not in BACKENDS]
         if self.checkpoint not in ('', 'latest', 'best') and not self.checkpoint.isdecimal():
             found.append(f'checkpoint={self.checkpoint}: it is latest, best or an iteration')
         if not re.fullmatch('|'.join([*SCHEDULES, r'wsd:(0?\.\d*[1-9]\d*|1(\.0*)?)']),

@@ -8,16 +8,14 @@ from helpers import ROOT
 
 from plaingpt.system import devices
 from plaingpt.system.devices import (
-    GPUS,
     choose_compile,
     choose_device,
     choose_dtype,
-    find_gpu,
     mfu,
-    peak_flops,
     prepare_device,
 )
 from plaingpt.system.errors import UserError
+from plaingpt.system.gpus import GPUS, find_gpu, peak_flops
 
 CPU = torch.device('cpu')
 

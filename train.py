@@ -120,8 +120,7 @@ def setup(config, start, world, device, device_why, given=frozenset()):
                                             given)
 
     run = assemble(config, shape, start, dataset, world, device, dtype, compile)
-    timed = config.minutes and not start.resumed and not config.is_read_only
-    if timed:
+    if config.minutes and not config.is_read_only:
         stopwatch.fit_minutes(run, given, forward_backward, update)
     config, model, train_data, val_data = run.config, run.model, run.train_data, run.val_data
     print0(f'GPT of {model.num_parameters():,} parameters: {shape.n_layer} layers, '
@@ -130,7 +129,7 @@ def setup(config, start, world, device, device_why, given=frozenset()):
     if start.resumed:
         resume(run, start.weights)
     preflight(run, forward_backward, update)
-    if not timed and not start.resumed:
+    if not config.minutes and not start.resumed:
         stopwatch.print_length(run, forward_backward, update)
     run.record = describe_run(config, dataset, train_data, device, dtype, compile, world,
                               start.resumed)
@@ -191,7 +190,7 @@ def assemble(config, shape, start, dataset, world, device, dtype, compile):
         autocast = torch.autocast(device.type, devices.DTYPES[dtype])
     return Run(config, start, world, device, dtype, dataset, train_data, val_data, model, wrapped,
                optimizer, autocast, scaler, Progress(eval_sequences=config.eval_sequences()),
-               StopRequest(), stopwatch.Deadline(config, start))
+               StopRequest(), stopwatch.Deadline(config, start.began))
 
 
 def open_batches(config, dataset, world, device):

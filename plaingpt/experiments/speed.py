@@ -3,8 +3,10 @@
 import os
 import statistics
 from dataclasses import replace
+from functools import partial
 from itertools import repeat
 from pathlib import Path
+from types import SimpleNamespace
 
 import torch
 
@@ -25,21 +27,23 @@ from plaingpt.system.files import make_writable
 from plaingpt.system.formatting import gib, short
 from plaingpt.training.dtype_choice import core_speed
 from plaingpt.training.optimizers import build_optimizer
-from plaingpt.training.stopwatch import Step, timed
+from plaingpt.training.stopwatch import time_step, timed
 
 PATIENCE_S = 3.0  # what a micro-batch on a CPU may take in a plan
 
 
 def new_step(shape, config, device, dtype, compile=False):
-    """→ the Step of a new GPT on this device, and the GPT."""
+    """→ a function of (batches, micro-steps) that makes a step of a new GPT on this device → the
+    seconds of its micro-batches and of the update; and the GPT."""
     from train import forward_backward, update  # the step itself, not a copy of it
     gpt = GPT(shape).to(device)
     gpt.loss_chunk_tokens = 'auto'
     gpt.activation_checkpointing = config.activation_checkpointing
-    optimizer = build_optimizer(gpt, config)
-    scaler = torch.amp.GradScaler(device.type, enabled=dtype == 'float16')
-    return Step(torch.compile(gpt) if compile else gpt, optimizer, config, device,
-                autocast(device, dtype), forward_backward, update, scaler), gpt
+    run = SimpleNamespace(
+        wrapped=torch.compile(gpt) if compile else gpt, optimizer=build_optimizer(gpt, config),
+        scaler=torch.amp.GradScaler(device.type, enabled=dtype == 'float16'), config=config,
+        device=device, context=autocast(device, dtype))
+    return partial(time_step, run, forward_backward=forward_backward, update=update), gpt
 
 
 def random_batches(shape, batch_size, device):
@@ -61,8 +65,8 @@ def estimate_speed(shape, config, device, dtype):
     smaller = replace(shape, block_size=T)
     step, _ = new_step(smaller, config, device, dtype)
     batches = random_batches(smaller, B, device)
-    step.seconds(batches, 1)  # warms up
-    micro_s, update_s = map(min, zip(*(step.seconds(batches, 1) for _ in range(3)), strict=True))
+    step(batches, 1)  # warms up
+    micro_s, update_s = map(min, zip(*(step(batches, 1) for _ in range(3)), strict=True))
     micro_steps = config.step_tokens() / (B * T)
     speed = config.step_tokens() / (micro_steps * micro_s + update_s)
     whole = config.batch_size == B and shape.block_size == T
@@ -101,10 +105,10 @@ def measure_speed(config, shape, device, dtype, compile):
     step, gpt = new_step(shape, config, device, dtype, compile)
     batches = dataset_batches(config, shape, device) if config.real_data else \
         random_batches(shape, config.batch_size, device)
-    seconds = [sum(step.seconds(batches, config.accumulation()))
+    seconds = [sum(step(batches, config.accumulation()))
                for _ in range(config.warmup_steps + config.steps)][config.warmup_steps:]
     peak = peak_memory_bytes(device)
-    profile = profile_steps(lambda: step.seconds(batches, config.accumulation()), device,
+    profile = profile_steps(lambda: step(batches, config.accumulation()), device,
                             config.out_dir) if config.profile else ''
     if config.real_data:
         batches.close()

@@ -9,7 +9,6 @@ import statistics
 import time
 from contextlib import closing
 from dataclasses import replace
-from typing import NamedTuple
 
 import torch
 
@@ -21,29 +20,13 @@ from plaingpt.training.evaluation import mean_loss
 from plaingpt.training.out_of_memory import explain_out_of_memory
 from plaingpt.training.step_guard import StepGuard
 
-LOOK_S, LOOKS = 1.0, 6  # each part of a run is timed for this many seconds, or this often
+FAST_S = 0.25  # what takes less is timed five times, and else once
 POINTS, LINES = 10, 20  # evaluations and lines of a run of minutes, at least
 SHARE = 0.1  # share of the time that evaluations may take
 WINDOW = 0.1  # share of the time left, after which a run of minutes decides again
-
-
-class Step:
-    """train.py's step, to be timed. scaler: of gradients in float16, or None"""
-
-    def __init__(self, model, optimizer, config, device, context, forward_backward, update,
-                 scaler=None):
-        self.model, self.optimizer, self.config, self.device = model, optimizer, config, device
-        self.context, self.forward_backward, self.update = context, forward_backward, update
-        self.scaler = scaler or torch.amp.GradScaler(device.type, enabled=False)
-        self.guard = StepGuard(None, None, device, scaling=self.scaler.is_enabled())
-
-    def seconds(self, batches, micro_steps):
-        """Make a step → (seconds of its micro-batches, seconds of the update)."""
-        loss, micro_s = timed(self.device, self.forward_backward, self.model, batches, micro_steps,
-                              self.scaler, self.context)
-        _, update_s = timed(self.device, self.update, self.model, self.optimizer, self.scaler,
-                            self.config.grad_clip, self.guard, 0, loss)
-        return micro_s, update_s
+# What a run of minutes decides; a resumed one keeps it.
+DECIDED = 'max_iters', 'lr_decay_iters', 'warmup_iters', 'eval_iters', 'eval_interval', \
+    'log_interval'
 
 
 def timed(device, function, *arguments):
@@ -55,59 +38,53 @@ def timed(device, function, *arguments):
     return result, time.perf_counter() - began
 
 
+def time_step(run, batches, micro_steps, forward_backward, update):
+    """Make a step → (seconds of its micro-batches, seconds of the update). run: a train.Run, or
+    what has its model, optimizer and device. The two functions are train.py's."""
+    guard = StepGuard(None, None, run.device, scaling=run.scaler.is_enabled())
+    loss, micro_s = timed(run.device, forward_backward, run.wrapped, batches, micro_steps,
+                          run.scaler, run.context)
+    _, update_s = timed(run.device, update, run.wrapped, run.optimizer, run.scaler,
+                        run.config.grad_clip, guard, 0, loss)
+    return micro_s, update_s
+
+
 def typical(work, group=None):
     """The median of the seconds that `work()` returns, after a call that warms up. All processes
     make the same number of calls."""
-    seconds, began = [work()], time.perf_counter()
-    while len(seconds) < 2 or (len(seconds) < LOOKS and all_gather(
-            time.perf_counter() < began + LOOK_S, group)[0]):
-        seconds.append(work())
-    return statistics.median(seconds[1:])
-
-
-# -----------------------------------------------------------------------------
-# of a run
-
-
-class Times(NamedTuple):
-    """Seconds that parts of a run take."""
-
-    step: float
-    evaluation: float  # of its losses
-
-    def of_run(self, config):
-        """Seconds of the steps and evaluations of a whole run."""
-        evaluations = 1 + -(-config.max_iters // config.eval_interval)
-        return config.max_iters * self.step + evaluations * self.evaluation
+    _, *seconds = work(), work()
+    if all_gather(seconds[0], group)[0] < FAST_S:
+        seconds += [work() for _ in range(4)]
+    return statistics.median(seconds)
 
 
 def measure(run, forward_backward, update):
-    """Time the parts of a new train.Run → Times, those of rank 0. The run stays the same, bit for
-    bit. The two functions are train.py's, and make a step."""
+    """→ (seconds of a step, seconds of the losses of an evaluation) of a train.Run that has not
+    begun; those of rank 0. The run stays the same, bit for bit."""
     config, optimizer, group = run.config, run.optimizer, gloo_group()
     on_gpu = [run.device] if run.device.type == 'cuda' else []
-    step = Step(run.wrapped, optimizer, config, run.device, run.context, forward_backward, update)
 
     def one_micro_batch():
         for param_group in optimizer.param_groups:
             param_group['lr'] = 0.0  # the loop sets it
-        micro_s, update_s = step.seconds(batches, 1)
+        micro_s, update_s = time_step(run, batches, 1, forward_backward, update)
         return run.micro_steps * micro_s + update_s
 
     with torch.random.fork_rng(on_gpu), \
             explain_out_of_memory(run.model.config, config, run.dtype, run.device):
-        attributes = dict(vars(optimizer))
+        attributes, scale = dict(vars(optimizer)), run.scaler.state_dict()
         with closing(run.train_data.train_batches(0)) as batches:
             step_s = typical(one_micro_batch, group)
         optimizer.state.clear()
         vars(optimizer).update(attributes)
+        run.scaler.load_state_dict(scale)
         batch_s = typical(lambda: timed(run.device, mean_loss, run.wrapped, run.val_data.parts[0],
                                         run.world.size * config.batch_size, run.context)[1], group)
         evaluated = sum(len(loader.eval_batches(run.progress.eval_sequences))
                         for loader in (run.train_data, *run.val_data.parts))
     if on_gpu:
         torch.cuda.reset_peak_memory_stats(run.device)  # what is logged is the run's
-    return all_gather(Times(step_s, evaluated * batch_s), group)[0]
+    return all_gather((step_s, evaluated * batch_s), group)[0]
 
 
 def print_length(run, forward_backward, update):
@@ -115,11 +92,11 @@ def print_length(run, forward_backward, update):
     config = run.config
     if config.is_read_only or not config.max_iters:
         return
-    seconds = measure(run, forward_backward, update).of_run(config)
-    takes_hours = run.device.type == 'cpu' and seconds > 3600
-    advice = '; --minutes=10 fits any run into ten minutes' if takes_hours else ''
-    print0(f'about {duration(max(1, seconds))} for {count_of(config.max_iters, "iteration")}, '
-           f'evaluations included{advice}')
+    step_s, evaluation_s = measure(run, forward_backward, update)
+    evaluations = 1 + -(-config.max_iters // config.eval_interval)
+    seconds = max(1, config.max_iters * step_s + evaluations * evaluation_s)
+    print0(f'about {duration(seconds)} for {count_of(config.max_iters, "iteration")}, '
+           'evaluations included')
 
 
 # -----------------------------------------------------------------------------
@@ -135,36 +112,50 @@ def refuse_two_lengths(config, given):
                         f'and {" and ".join(two)} too: leave one of them out')
 
 
+def length_of(resumed, config, given):
+    """The TrainConfig of a run that goes on from a Checkpoint. --init_from=resume --minutes=10
+    trains for ten minutes more. Otherwise a run of minutes has the time that is left of it, unless
+    the command line says how many iterations."""
+    saved, left_s = resumed.state['config'], resumed.state['left_s']
+    if not config.minutes and (left_s is None or 'max_iters' in given):
+        return config
+    if config.minutes and config.init_from == 'resume':
+        left_s = 60 * config.minutes
+    return replace(config, minutes=max(0.0, left_s or 0.0) / 60,
+                   **{key: saved[key] for key in DECIDED if key in saved.keys() - given})
+
+
 def fit_minutes(run, given, forward_backward, update):
-    """Measure how many iterations a new run of minutes has time for, and give it so many.
-    Evaluations take SHARE of the time at most. If that is too short for POINTS of them, they read
-    fewer batches. given: the settings that the command line names, which stay as they are. Raises
-    UserError where no step fits."""
-    config, times = run.config, measure(run, forward_backward, update)
-    seconds = all_gather(run.deadline.left_s(), gloo_group())[0]
-    iters = max(0.0, seconds) / times.step
-    affordable = SHARE * seconds / times.evaluation
-    if 'log_interval' not in given:
-        config = replace(config, log_interval=min(config.log_interval, int(iters / LINES) or 1))
-    if 'eval_interval' not in given:
-        points = max(POINTS, min(affordable, iters / config.eval_interval))
-        config = replace(config, eval_interval=int(iters / points) or 1)
-    points = 1 + iters / config.eval_interval
-    if 'eval_iters' not in given and points > affordable:
-        fewer = max(1, int(config.eval_iters * affordable / points))
-        times = Times(times.step, times.evaluation * fewer / config.eval_iters)
-        config = replace(config, eval_iters=fewer)
-    left = seconds - times.evaluation  # one comes before the first step
-    iters = steps_in(left, times.step, times.evaluation, config)
-    if iters < 1:
+    """Measure how many iterations a run of minutes has time for, and give it so many. A new run
+    evaluates POINTS times and for SHARE of the time at most, so it may read fewer batches. given:
+    the settings that the command line names, which stay as they are. Raises UserError where no step
+    of a new run fits."""
+    config, resumed = run.config, run.start.checkpoint
+    step_s, evaluation_s = measure(run, forward_backward, update)
+    seconds = max(0.0, all_gather(run.deadline.left_s(), gloo_group())[0])
+    iters = seconds / step_s
+    fitted = {'log_interval': min(config.log_interval, int(iters / LINES) or 1)}
+    if not resumed:
+        interval = min(config.eval_interval, int(iters / POINTS) or 1)
+        affordable = SHARE * seconds / evaluation_s / (1 + iters / interval)
+        fewer = max(1, int(config.eval_iters * min(1, affordable)))
+        fitted |= {'eval_interval': interval, 'eval_iters': fewer}
+    config = replace(config, **{key: fitted[key] for key in fitted.keys() - given})
+    evaluation_s *= config.eval_iters / run.config.eval_iters
+    before = 0 if resumed else evaluation_s  # one comes before the first step
+    iters = steps_in(seconds - before, step_s, evaluation_s, config)
+    if resumed:
+        end = resumed.iter_num + iters
+    elif iters < 1:
         raise UserError(f'minutes={setting(config.minutes)} is too short: {duration(seconds)} are '
-                        f'left, a step takes {times.step:.2g} s, and each of two evaluations '
-                        f'{times.evaluation:.2g} s: take more, or a smaller --eval_iters')
-    run.config = config = replace(config, max_iters=iters, lr_decay_iters=iters,
-                                  warmup_iters=min(config.warmup_iters, iters // 10))
-    run.progress.eval_sequences = config.eval_sequences()
-    print0(f'{duration(60 * config.minutes)} are enough for about max_iters={iters}, '
-           f'with warmup_iters={config.warmup_iters}, eval_interval={config.eval_interval}, '
+                        f'left, a step takes {step_s:.2g} s, and each of two evaluations '
+                        f'{evaluation_s:.2g} s: take more, or a smaller --eval_iters')
+    else:
+        end, config = iters, replace(config, warmup_iters=min(config.warmup_iters, iters // 10))
+        run.progress.eval_sequences = config.eval_sequences()
+    run.config = replace(config, max_iters=end, lr_decay_iters=end)
+    print0(f'{duration(seconds)} are enough for about max_iters={end}, with warmup_iters='
+           f'{config.warmup_iters}, eval_interval={config.eval_interval}, '
            f'eval_iters={config.eval_iters}')
 
 
@@ -173,43 +164,12 @@ def steps_in(seconds, step_s, evaluation_s, config):
     return max(0, int((seconds - evaluation_s) / (step_s + evaluation_s / config.eval_interval)))
 
 
-def length_of(resumed, config, given):
-    """The TrainConfig of a run that goes on from a Checkpoint. --init_from=resume --minutes=10
-    trains for ten minutes more. Otherwise a run of minutes keeps its last length until its Deadline
-    decides again, even if a config file names another length."""
-    saved, done = resumed.state, max(1, resumed.iter_num)
-    if config.minutes and config.init_from == 'resume':
-        seconds = 60 * config.minutes
-        more = max(1, round(done * seconds / max(1.0, saved['elapsed_s'])))
-        print0(f'{duration(seconds)} more are about {count_of(more, "iteration")}; the learning '
-               'rate is that of a run of this length')
-        config = replace(config, max_iters=done + more, lr_decay_iters=done + more)
-        lines = {} if 'log_interval' in given else \
-            {'log_interval': min(config.log_interval, more // LINES or 1)}
-        return replace(config, **lines)
-    if config.minutes or (saved['left_s'] is not None and 'max_iters' not in given):
-        kept = ('max_iters', 'lr_decay_iters', 'warmup_iters', 'eval_iters', 'eval_interval',
-                'log_interval')
-        config = replace(config, minutes=0.0, **{
-            key: saved['config'][key] for key in kept if key in saved['config'].keys() - given})
-        print0('the run goes on to its end; --init_from=resume --minutes=10 trains for ten minutes '
-               'more')
-    return config
-
-
 class Deadline:
-    """When a run of minutes ends, and so how many iterations it has. The clock starts with the
-    command. Without minutes there is no deadline."""
+    """When a run of minutes ends, and so how many iterations it has. Without minutes there is no
+    deadline. began: when the command did"""
 
-    def __init__(self, config, start):
-        """start: a Start; a resumed run has the time that its checkpoint had left"""
-        saved = start.checkpoint.state if start.resumed else {'left_s': None, 'config': {}}
-        self.ends_at = None
-        if config.minutes:
-            self.ends_at = start.began + 60 * config.minutes
-        elif saved['left_s'] is not None and config.max_iters == saved['config']['max_iters']:
-            # else the command says how many iterations
-            self.ends_at = start.began + saved['left_s']
+    def __init__(self, config, began):
+        self.ends_at = began + 60 * config.minutes if config.minutes else None
         self.window = None  # (iteration, seconds without pauses) where it began
 
     def left_s(self):
@@ -222,12 +182,10 @@ class Deadline:
         iter_num, metrics, config = run.progress.iter_num, run.metrics, run.config
         now = iter_num, time.perf_counter() - metrics.paused_s
         began = self.window = self.window or now
-        end, so_long = config.max_iters, now[1] - began[1]
-        is_near = iter_num + config.log_interval >= end  # and perhaps too early
-        if iter_num > began[0] and (so_long >= WINDOW * self.left_s() or is_near):
+        end, steps, seconds = config.max_iters, iter_num - began[0], now[1] - began[1]
+        if steps and seconds >= WINDOW * self.left_s():
             evaluation_s = metrics.paused_s / max(1, metrics.evaluations)
-            end = iter_num + steps_in(self.left_s(), so_long / (iter_num - began[0]), evaluation_s,
-                                      config)
+            end = iter_num + steps_in(self.left_s(), seconds / steps, evaluation_s, config)
             self.window = now
         end = all_gather(end, gloo_group())[0]
         run.config = metrics.config = replace(config, max_iters=end, lr_decay_iters=end)

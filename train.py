@@ -244,7 +244,8 @@ def resume(run, checkpoint):
         run.scaler.load_state_dict(state['scaler'])
     run.train_data.resume_at(iter_num, state['sequences'])
     devices.set_rng_state(state['rng'], run.world.rank, run.device)
-    evaluated = state['evaluated'] and not config.eval_only
+    # val_loss is None where an earlier version made a sample alone
+    evaluated = state['evaluated'] and state['val_loss'] is not None and not config.eval_only
     best = state['best_val_loss']
     run.progress = Progress(
         iter_num, math.inf if best is None else best, state['evals_since_best'],
@@ -293,7 +294,7 @@ def train(run):
             garbage_at_known_steps():
         while True:
             # evaluate, save or stop: all processes decide the same
-            evaluating = not progress.evaluated and (loss_is_due(run) or sample_is_due(run))
+            evaluating = not progress.evaluated and evaluation_is_due(run)
             if evaluating:
                 with suppress(Stopped):  # a signal ends it, and then nothing of it is logged
                     evaluate(run)
@@ -325,21 +326,14 @@ def train(run):
             collect_garbage(progress.iter_num, evaluating)
 
 
-def loss_is_due(run):
-    """Whether both splits are evaluated at this iteration."""
+def evaluation_is_due(run):
     last = run.config.eval_only or run.progress.iter_num >= run.config.max_iters
     return last or run.progress.iter_num % run.config.eval_interval == 0
 
 
-def sample_is_due(run):
-    interval = run.config.sample_interval
-    return interval > 0 and not run.config.eval_only \
-        and run.progress.iter_num > 0 and run.progress.iter_num % interval == 0
-
-
 def save_is_due(run):
     config, progress = run.config, run.progress
-    if progress.evaluated and progress.val_loss is not None and (
+    if progress.evaluated and (
             config.always_save_checkpoint or progress.evals_since_best == 0):
         return True
     return config.checkpoint_interval != 'auto' \
@@ -399,18 +393,17 @@ def update(model, optimizer, scaler, grad_clip, guard, iter_num, loss):
 
 
 def evaluate(run):
-    """Measure and log the losses, benchmarks and the sample that are due, and note whether the loss
+    """Measure and log the losses of both splits, benchmarks and a sample, and note whether the loss
     is the best. A signal raises Stopped before anything is logged: the resumed run does it all."""
-    progress, losses = run.progress, []
+    progress = run.progress
     with run.metrics.paused('evaluating'), averaged(run.optimizer):
-        if loss_is_due(run):
-            losses = [mean_loss(run.wrapped, loader, progress.eval_sequences, run.context, run.stop)
-                      for loader in (run.train_data, *run.val_data.parts)]
-        scores, text = run.watching.look(losses, sample_is_due(run))
+        losses = [mean_loss(run.wrapped, loader, progress.eval_sequences, run.context, run.stop)
+                  for loader in (run.train_data, *run.val_data.parts)]
+        scores, text = run.watching.look()
     run.stop.raise_if_stopped()
-    val_loss = run.dataset.mean(loss for loss, _ in losses[1:]) if losses else None
+    val_loss = run.dataset.mean(loss for loss, _ in losses[1:])
     is_best = progress.record_evaluation(val_loss)
-    run.watching.log(losses, val_loss, is_best, scores, text, sample_is_due(run))
+    run.watching.log(losses, val_loss, is_best, scores, text)
 
 
 def save(run):

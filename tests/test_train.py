@@ -156,9 +156,9 @@ def test_benchmarks_and_samples_come_on_time_and_change_nothing(tiny, tmp_path, 
     tasks = ','.join(map(str, write_tasks(tmp_path, monkeypatch)))
     capsys.readouterr()
     train.main([*tiny, f'--eval_tasks={tasks}', '--eval_tasks_limit=2', '--eval_interval=3',
-                '--sample_interval=2'])
+                '--report=True'])
     out = capsys.readouterr().out
-    assert out.count('---------------\n\n') == 3
+    assert len(lines(tmp_path / 'out', 'sample')) == 3
     assert out.count('word: perplexity ') == 3 and 'iter 3 | ending: acc' in out
     found = lines(tmp_path / 'out', 'word_acc')
     assert [line['iter'] for line in found] == [0, 3, 6] and found[0]['word_questions'] == 2

@@ -62,8 +62,7 @@ class TortureConfig:
 SETTINGS = options(n_layer=2, n_head=2, n_embd=32, block_size=16, batch_size=4, max_iters=24,
                    gradient_accumulation_steps=2, eval_interval=7, eval_iters=12, dropout=0.2,
                    warmup_iters=2, lr_decay_iters=24, device='cpu', dtype='float32',
-                   checkpoint_interval=2, init_from='auto', report=False,
-                   sample_interval=5)
+                   checkpoint_interval=2, init_from='auto', report=False)
 SHORT = ['--max_iters=10', '--lr_decay_iters=10', '--checkpoint_interval=5']
 
 
@@ -170,7 +169,7 @@ def start_job(bench, out_dir, before=None):
     """Three processes, each with its share of the model → their process ids."""
     distributed.TIMEOUT = distributed.timedelta(seconds=10)
     return [bench.start(out_dir, '--gradient_accumulation_steps=3', '--parallel=fsdp',
-                        '--sample_interval=0', before=before, rank=rank, **env)
+                        before=before, rank=rank, **env)
             for rank, env in enumerate(ranks(3))]
 
 

@@ -16,7 +16,7 @@ from plaingpt.monitoring.run_record import finite, read_rows
 from plaingpt.system.devices import device_name, mfu, peak_memory_bytes, synchronize
 from plaingpt.system.errors import print_line
 from plaingpt.system.files import append_line
-from plaingpt.system.formatting import one_line, printable, short
+from plaingpt.system.formatting import one_line, short
 
 
 class Metrics:
@@ -124,11 +124,6 @@ class Metrics:
         """Log the scores of a benchmark, {name: number}; quote: the same for people."""
         self._print_columns(iter_num, f'{name}: {quote}')
         self.write(iter_num, **{f'{name}_{key}': value for key, value in scores.items()})
-
-    def sample(self, iter_num, text):
-        """Log a text by the model."""
-        self.print(f'---------------\n{printable(text)}\n---------------')
-        self.write(iter_num, sample=text)
 
     def print(self, line):
         """Print a line, from rank 0 only."""

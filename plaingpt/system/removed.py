@@ -74,6 +74,7 @@ REMOVED = {
     'keep_checkpoints': left_out('the two newest checkpoints are kept, and the best'),
     'loss_chunk_tokens': left_out('the loss is always computed in chunks'),
     'health_interval': left_out('health is measured every 100 iterations, or five times in a run'),
+    'sample_interval': left_out('evaluations write samples, and report.md shows them'),
     'sample_start': left_out('a sample continues an empty line; sample.py has --start'),
     'sample_tokens': left_out('a sample has 100 tokens; --report=False leaves out those that '
                              'evaluations make'),

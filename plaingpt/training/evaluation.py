@@ -76,9 +76,9 @@ def check_tasks(config):
 
 
 class Watching:
-    """Looks at a train.Run: benchmarks and a sample at evaluations, a sample every sample_interval
-    iterations, health every HEALTH_INTERVAL iterations and at least LOOKS times, and the film. It
-    logs to run.metrics. A sharded model is gathered for health checks only if a report is wanted.
+    """Looks at a train.Run: benchmarks and a sample at evaluations, health every HEALTH_INTERVAL
+    iterations and at least LOOKS times, and the film. It logs to run.metrics. A sharded model is
+    gathered for health checks only if a report is wanted.
 
     All processes share the work of a benchmark; health and samples are made where `writing`. The
     run's random numbers and weights stay as they are.
@@ -92,7 +92,7 @@ class Watching:
         looking = config.report if sharded else writing
         self.health = Health(run.model, interval if looking else 0, run.val_data, run.context)
         self.film = self.tokenizer = None
-        if writing and (config.report or config.sample_interval or config.film):
+        if writing and (config.report or config.film):
             try:
                 self.prompts, self.shown, self.how = sample_prompts(config, run.dataset,
                                                                     run.val_data)
@@ -129,35 +129,30 @@ class Watching:
     def full_model(self):
         return full_model(self.run.model, self.run.context)
 
-    def look(self, losses, sample_is_due):
-        """→ ({task: its scores}, a sample or None), as far as they are due. losses: of this
-        evaluation, or [] where none were due."""
+    def look(self):
+        """→ ({task: its scores}, a sample or None), as far as the settings ask for them."""
         config = self.run.config
-        benchmarks = config.eval_tasks and losses and not config.eval_only
-        samples = sample_is_due or (config.report and losses)
-        if not benchmarks and not samples:
+        benchmarks = config.eval_tasks and not config.eval_only
+        if not benchmarks and not config.report:
             return {}, None
         with self.full_model() as model:
             scores = self.score_benchmarks(model) if benchmarks else {}
-            return scores, self.sample(model) if samples else None
+            return scores, self.sample(model) if config.report else None
 
-    def log(self, losses, val_loss, is_best, scores, text, sample_is_due):
+    def log(self, losses, val_loss, is_best, scores, text):
         """Log what an evaluation found. losses: (loss, standard error) of the training split, then
         of each corpus's validation split. val_loss: of a mixture, their weighted mean."""
         run, iter_num = self.run, self.run.progress.iter_num
-        if losses:
-            (train_loss, _), *of_val = losses
-            error = None
-            if all(each is not None for _, each in of_val):
-                error = math.sqrt(sum((part.weight * each)**2 for part, (_, each)
-                                      in zip(run.dataset.parts, of_val, strict=True)))
-            run.metrics.evaluation(iter_num, train_loss, val_loss, is_best, text, error)
+        (train_loss, _), *of_val = losses
+        error = None
+        if all(each is not None for _, each in of_val):
+            error = math.sqrt(sum((part.weight * each)**2 for part, (_, each)
+                                  in zip(run.dataset.parts, of_val, strict=True)))
+        run.metrics.evaluation(iter_num, train_loss, val_loss, is_best, text, error)
         if scores:
             from plaingpt.inference.lm_eval_model import quote_scores
             for name, values in scores.items():
                 run.metrics.benchmark(iter_num, name, values, quote_scores(values))
-        if text is not None and sample_is_due:
-            run.metrics.sample(iter_num, text)
 
     def score_benchmarks(self, model):
         """→ {task of lm_eval: its scores} of the model as it is now."""

@@ -238,7 +238,7 @@ def shares(alone, gathered, shape, config, dtype):
             mine['activations'] = gathered[phase]['activations']
         if phase.startswith('backward') and phase != 'backward of the loss':
             mine['gradients'] += root + low + block
-    if config.report or config.sample_interval or config.eval_tasks:
+    if config.report or config.eval_tasks:
         found['health check or sample'] = found['between steps'] | {
             'weights': weights // config.world_size() + root + low * shape.n_layer, 'gradients': 0}
     return found

@@ -26,7 +26,7 @@ STARTS = 'scratch', 'resume', 'auto'  # values of init_from that name no model
 # expected, or they are compared on their own (dataset, tokens a step).
 WITHOUT_EFFECT = {
     'out_dir', 'eval_interval', 'eval_iters', 'eval_only', 'eval_tasks', 'eval_tasks_limit',
-    'log_interval', 'sample_interval', 'checkpoint', 'checkpoint_interval',
+    'log_interval', 'checkpoint', 'checkpoint_interval',
     'always_save_checkpoint', 'log_to', 'wandb_log', 'wandb_project', 'wandb_run_name', 'film',
     'report', 'patience', 'check', 'dataset', 'vocab_size', 'batch_size',
     'gradient_accumulation_steps', 'total_batch_size', 'minutes', 'seed', 'device', 'dtype',
@@ -40,7 +40,6 @@ class TrainConfig(GPTConfig):
     eval_interval: Positive = 2000  # iterations between evaluations
     eval_iters: Positive = 200  # batches in an evaluation
     log_interval: Positive = 1  # iterations between lines on the console
-    sample_interval: Natural = 0  # iterations between samples on the console; 0 for none
     eval_tasks: str = ''  # tasks of lm_eval at evaluations, such as hellaswag,lambada_openai
     eval_tasks_limit: Natural = 500  # questions of each task; 0 for all
     log_to: str = ''  # send metrics also to: wandb, trackio, tensorboard

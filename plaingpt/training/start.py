@@ -251,10 +251,8 @@ class Progress:
         return self.evaluated_at == self.iter_num
 
     def record_evaluation(self, val_loss):
-        """val_loss: None where it was not due. → whether it is the best so far."""
+        """→ whether the loss of this evaluation is the best so far."""
         self.evaluated_at, self.val_loss = self.iter_num, val_loss
-        if val_loss is None:
-            return False
         best = val_loss < self.best_val_loss
         if best:
             self.best_val_loss = val_loss

@@ -142,7 +142,7 @@ def test_a_layer_without_a_gradient_is_seen_as_such(loader):
 
 def test_looking_and_writing_change_no_bit_of_the_run(tiny, tmp_path, monkeypatch):
     tiny = [*tiny, '--dropout=0.2']
-    train.main([*tiny, f'--out_dir={tmp_path}/seen', '--sample_interval=3'])
+    train.main([*tiny, f'--out_dir={tmp_path}/seen', '--report=True'])
     monkeypatch.setattr(evaluation, 'HEALTH_INTERVAL', 0)
     train.main([*tiny, f'--out_dir={tmp_path}/blind'])
     assert same(weights(tmp_path / 'blind'), weights(tmp_path / 'seen'))

@@ -125,8 +125,9 @@ class StopAt:
 
 def test_a_run_stopped_anywhere_goes_on_bit_for_bit(tiny, tmp_path, monkeypatch):
     one_benchmark(monkeypatch, [' main'] * 5)
-    tiny = [*tiny, '--dropout=0.2', '--sample_interval=2', '--max_iters=4',
-            '--eval_tasks=own', '--eval_interval=2']
+    monkeypatch.setattr(train, 'write_report', lambda *_: None)  # its plots take a second
+    tiny = [*tiny, '--dropout=0.2', '--report=True', '--max_iters=4', '--eval_tasks=own',
+            '--eval_interval=2']
     stop_at, whole = StopAt(monkeypatch), tmp_path / 'whole'
     asked = stop_at.main(0, *tiny, f'--out_dir={whole}')
 

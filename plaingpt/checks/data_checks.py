@@ -25,57 +25,53 @@ def batches_are_of_the_files(run):
     loader = run.train_data
     with closing(loader.train_batches(0)) as batches:
         first, *_, later = [next(batches) for _ in range(loader.micro_steps + 1)]
-    stream = run.dataset.split('train')
     for step, batch in enumerate((first, later)):
         starts = loader.sequence_starts(loader.sequence_ids(step, 0))
-        if problem := compare_batch(batch, loader, stream, starts):
+        if problem := compare_batch(batch, loader, run.dataset.split('train'), starts):
             return f'the batch of step {step} is not that of the training split: {problem}'
     loader = run.val_data
     starts = next(iter(loader.eval_batches(run.progress.eval_sequences)), [])
-    if len(starts):
-        batch = [tensor[:len(starts)] for tensor in loader.eval_batch(starts)]
-        if problem := compare_batch(batch, loader, run.dataset.split('val'), starts):
-            return f'what an evaluation reads is not of the validation split: {problem}'
+    if len(starts) and (problem := compare_batch(loader.eval_batch(starts), loader,
+                                                 run.dataset.split('val'), starts)):
+        return f'what an evaluation reads is not of the validation split: {problem}'
 
 
 def compare_batch(batch, loader, stream, starts):
     """(idx, targets, …) beside the files of a split → None, or what differs."""
     idx, targets = (tensor.cpu() for tensor in batch[:2])  # (B, T) each
-    tokens = torch.full((len(idx), idx.size(1) + 1), -1)  # where no token of the text is
-    in_loss = torch.zeros_like(tokens, dtype=torch.bool)
     for row, start in enumerate(starts.tolist()):
         for column, first, n in loader.layout(start):
-            tokens[row, column:column + n] = torch.from_numpy(stream.read(first, n))
-            in_loss[row, column + 1:column + n] = True if stream.loss_mask is None \
-                else torch.from_numpy(stream.loss_mask.read(first, n)[1:] == 1)
-    of_text, known = tokens[:, :-1] != -1, targets != -1
-    if not torch.equal(idx[of_text], tokens[:, :-1][of_text]):
-        return 'the loader reads another file or another place, or something changes what it reads'
-    if not known.any() and in_loss.any():
-        return 'all targets are -1, so there is nothing to learn'
-    wrong = known & (targets != tokens[:, 1:])
-    if wrong.any():
-        return f'{wrong.sum() / known.sum():.0%} of the targets are not the next token; they ' \
-               'should be the inputs shifted by one'
-    if stream.loss_mask is not None and not torch.equal(known, in_loss[:, 1:]):
-        return 'the targets are not those that the mask marks: the user would be learned too, or ' \
-               'a part of the assistant would not'
+            tokens = torch.from_numpy(stream.read(first, n))
+            here = row, slice(column, column + n - 1)
+            known = targets[here] != -1
+            if not torch.equal(idx[here], tokens[:-1]):
+                return 'the loader reads another file or another place, or something changes ' \
+                       'what it reads'
+            if (targets[here] != tokens[1:])[known].any():
+                return 'the targets are not the next tokens; they should be the inputs shifted ' \
+                       'by one'
+            if stream.loss_mask is not None and not np.array_equal(
+                    known, stream.loss_mask.read(first, n)[1:] == 1):
+                return 'the targets are not those that the mask marks: the user would be ' \
+                       'learned too, or a part of the assistant would not'
+
+
+def of_all(mine):
+    """[array] of this process → one array, with those of all processes"""
+    shares = all_gather(mine, gloo_group())
+    return np.concatenate([array for share in shares for array in share])
 
 
 def batches_differ(run):
     loader = run.train_data
-    if not torch.equal(*(loader.train_batch(0, 0)[0] for _ in range(2))):
-        return 'the same step gives another batch when it is read again: resuming would not ' \
-               'continue with the data that comes next; seed what chooses the sequences'
     if loader.sequences_per_epoch < 2 * loader.step_size:
         return None  # so little text has to come again
     steps = [0] if loader.only_first else [0, 1]
-    mine = [loader.sequence_ids(step, micro)
-            for step in steps for micro in range(loader.micro_steps)]
-    ids = np.concatenate([np.concatenate(share) for share in all_gather(mine, gloo_group())])
-    if (found := len(np.unique(ids))) < len(steps) * loader.step_size:
-        return f'the first {len(steps)} steps take {len(steps) * loader.step_size} sequences, of ' \
-               f'which {found} are different: each step, micro-batch and process needs its own'
+    ids = of_all([loader.sequence_ids(step, micro)
+                  for step in steps for micro in range(loader.micro_steps)])
+    if (found := len(np.unique(ids))) < len(ids):
+        return f'the first {len(steps)} steps take {len(ids)} sequences, of which {found} are ' \
+               'different: each step, micro-batch and process needs its own'
 
 
 def epoch_reads_all(run):
@@ -86,11 +82,11 @@ def epoch_reads_part(loader):
     """Of a long epoch, EPOCH_LOOKS sequences are looked at."""
     n, T = loader.sequences_per_epoch, loader.block_size
     tokens = len(loader.stream) - loader.tokens_left_out
-    ids = np.unique(np.linspace(0, n - 1, min(n, EPOCH_LOOKS)).astype(np.int64))
-    starts = loader.sequence_starts(ids)
-    if len(np.unique(starts)) < len(starts):
-        return f'{len(starts) - len(np.unique(starts))} of {len(starts)} sequences of an epoch ' \
-               'are there twice: their order is no permutation'
+    starts = loader.sequence_starts(np.unique(
+        np.linspace(0, n - 1, min(n, EPOCH_LOOKS)).astype(np.int64)))
+    if (found := len(np.unique(starts))) < len(starts):
+        return f'{len(starts) - found} of {len(starts)} sequences of an epoch are there twice: ' \
+               'their order is no permutation'
     read = n * (T + 1) if n <= EPOCH_LOOKS else int(np.ptp(starts)) + T
     if read < 0.9 * tokens - 2 * T:
         return f'an epoch reads {read:,} of {tokens:,} tokens'
@@ -101,9 +97,7 @@ def epoch_reads_part(loader):
 
 def evaluation_reads_all(run):
     for loader in run.val_data.parts:
-        mine = loader.eval_batches(run.progress.eval_sequences)
-        starts = np.concatenate([np.concatenate([*share, []])
-                                 for share in all_gather(mine, gloo_group())])
+        starts = of_all(loader.eval_batches(run.progress.eval_sequences))
         wanted, found = min(run.progress.eval_sequences, loader.num_eval_sequences), len(starts)
         if found != wanted or len(np.unique(starts)) != wanted:
             return f'an evaluation reads {found} sequences, {len(np.unique(starts))} different ' \

@@ -31,20 +31,17 @@ BEFORE = {  # settings, data and weights as they are
     'the data is text': data_checks.data_is_text,
     'the learning rate lasts': data_checks.rate_lasts,
     'the first loss is usual': learning_checks.loss_is_usual}
+LATER = {'the future is hidden': model_checks.future_is_hidden}  # also when a run continues
 INSIDE = {  # the code, with a small network that has the run's flags
-    'the future is hidden': model_checks.future_is_hidden,
-    'the past is seen': model_checks.past_is_seen,
+    **LATER,
     'sequences and documents are apart': model_checks.texts_are_apart,
     'the order of tokens matters': model_checks.order_matters,
     'each block passes its input on': model_checks.blocks_pass_on,
     'generation with a cache is the same': model_checks.cache_changes_nothing,
     'every weight gets a gradient': learning_checks.every_weight_learns,
     'the gradient is true': learning_checks.gradient_is_true,
-    'an evaluation repeats itself': learning_checks.evaluation_repeats,
     'the loss is that of the logits': learning_checks.loss_is_of_the_logits,
-    'a step follows the gradient': learning_checks.step_follows_the_gradient,
     'a saved model comes back': learning_checks.checkpoints_come_back}
-LATER = {'the future is hidden'}  # also when a run continues or only evaluates
 
 
 @exact_matmul()  # the rounding of TF32 would hide mistakes
@@ -59,11 +56,9 @@ def preflight(run, forward_backward, update):
     if not config.check:
         return
     brief = config.check is not True and bool(run.start.resumed or config.eval_only)
-    inside = {what: check for what, check in INSIDE.items() if not brief or what in LATER}
-    if not brief:
-        inside['a step follows the gradient'] = partial(
-            learning_checks.step_follows_the_gradient, forward_backward=forward_backward,
-            update=update)
+    step = partial(learning_checks.step_follows_the_gradient, forward_backward=forward_backward,
+                   update=update)
+    inside = LATER if brief else {'a step follows the gradient': step, **INSIDE}
     with torch.random.fork_rng([run.device] if run.device.type == 'cuda' else []):
         found = {} if brief else make(BEFORE, run)
         if not any(found.values()):  # else what is inside would say the same once more
@@ -105,10 +100,7 @@ def make(checks, run):
             if not any(found.values()):
                 raise
             break
-        problems = all_gather(problem, gloo_group())
-        problem = next(filter(None, problems), None)
-        if problem and not problems[0]:
-            problem += f' (process {problems.index(problem)} alone)'
+        problem = next(filter(None, all_gather(problem, gloo_group())), None)
         if problem or not skipped:
             found[what] = problem
         if run.config.check is True:

@@ -2,7 +2,6 @@
 
 import ast
 
-import numpy as np
 import pytest
 import torch
 import torch.nn as nn
@@ -14,7 +13,6 @@ import model
 import train
 from configurator import load_config
 from plaingpt.checks import preflight
-from plaingpt.data.token_files import TokenStream
 from plaingpt.monitoring.run_record import read_run
 from plaingpt.system import devices
 from plaingpt.training.settings import TrainConfig
@@ -187,11 +185,6 @@ def test_float32_is_compared_in_float32_where_training_rounds_more(patch, tiny):
         assert seen == ['highest'] * 2 and torch.get_float32_matmul_precision() == 'high'
     finally:
         torch.set_float32_matmul_precision('highest')
-
-
-def test_text_that_repeats_a_token_raises_no_alarm(patch, failed):
-    patch(TokenStream, 'sequences', lambda original: lambda *a: np.full_like(original(*a), 7))
-    assert 'the first loss is usual' not in failed(rotary=True, n_embd=64)
 
 
 def test_where_nothing_can_be_written_no_check_of_it_is_made(monkeypatch, tiny, tmp_path, capsys):

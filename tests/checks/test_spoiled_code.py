@@ -96,7 +96,7 @@ def targets_are_read_in_training(patch):
     reading_targets(patch, lambda gpt: gpt.training)
 
 
-@fails('the past is seen')
+@fails('the order of tokens matters')
 def mask_leaves_each_token_alone(patch):
     attention_with_mask(patch, lambda T: torch.eye(T, dtype=torch.bool))
 
@@ -107,6 +107,12 @@ def softmax_over_nothing(patch):
         future_and_now = torch.ones(q.size(2), q.size(2), dtype=torch.bool).triu()
         return (q @ k.mT).masked_fill(future_and_now, float('-inf')).softmax(dim=-1) @ v
     patch(F, 'scaled_dot_product_attention', lambda _: attention)
+
+
+@fails('each block passes its input on')
+def residual_connection_is_missing(patch):
+    patch(model.Block, 'forward', lambda _: lambda self, x, *rest:
+          self.mlp(self.ln_2(x + self.attn(self.ln_1(x), *rest))))
 
 
 @fails('sequences and documents are apart')
@@ -261,7 +267,7 @@ def same_micro_batch(patch):
     patch(BatchLoader, 'sequence_ids', lambda ids: lambda self, step, micro: ids(self, step, 0))
 
 
-@fails('each step and process has its own batch')
+@fails('batches are what the files hold')
 def sequences_at_random(patch):
     patch(BatchLoader, 'sequence_ids', lambda _: lambda self, step, micro:
           np.random.default_rng().integers(0, self.sequences_per_epoch, self.batch_size))
@@ -335,12 +341,12 @@ def one_place_evaluated(patch):
           [starts * 0 for starts in batches_of(*arguments)])
 
 
-@fails('an evaluation repeats itself', dropout=0.2)
+@fails('the loss is that of the logits', dropout=0.2)
 def evaluation_in_train_mode(patch):
     patch(model.GPT, 'eval', lambda _: lambda self: self)
 
 
-@fails('an evaluation repeats itself', dropout=0.2)
+@fails('the loss is that of the logits', dropout=0.2)
 def eval_mode_kept(patch):
     patch(model.GPT, 'train', lambda _: lambda self, mode=True:
           nn.Module.train(self, mode and self.training))

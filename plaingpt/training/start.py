@@ -270,8 +270,6 @@ class Progress:
 def eval_sequences_of(state, config):
     """How many sequences an evaluation of a resumed run reads: as many as before, also with another
     batch size, so that its losses compare; unless the settings ask for another number."""
-    before = replace(config, **{key: state['config'].get(key, getattr(config, key))
-                                for key in ('eval_iters', 'batch_size')})
-    if before.eval_iters != config.eval_iters:
+    if state['config']['eval_iters'] != config.eval_iters:
         return config.eval_sequences()
-    return state['eval_sequences'] or before.eval_sequences()
+    return state['eval_sequences'] or config.eval_sequences()

@@ -15,7 +15,6 @@ import train
 from plaingpt.data.batches import BatchLoader
 from plaingpt.data.dataset import open_dataset
 from plaingpt.training import evaluation
-from plaingpt.training.checkpoint import find, write_state
 
 
 def read_by_evaluations(monkeypatch, argv):
@@ -40,15 +39,6 @@ def test_a_resumed_run_with_another_batch_size_evaluates_the_same_sequences(tiny
     assert len(first[-1]) == 8  # eval_iters × the batch_size that the run began with
     resumed = [*tiny, '--init_from=resume', '--max_iters=9', '--batch_size=2', '--eval_iters=5']
     assert len(read_by_evaluations(monkeypatch, resumed)[-1]) == 10  # as the settings ask now
-
-
-def test_a_checkpoint_of_an_earlier_version_goes_on_with_what_it_evaluated(tiny, tmp_path,
-                                                                           monkeypatch):
-    first = read_by_evaluations(monkeypatch, [*tiny, '--max_iters=3'])
-    found = find(tmp_path / 'out')
-    write_state(found.path, {**found.state, 'eval_sequences': 0})
-    resumed = [*tiny, '--init_from=resume', '--max_iters=6', '--batch_size=1']
-    assert read_by_evaluations(monkeypatch, resumed)[-2:] == first[-2:]
 
 
 def bytes_a_token(folder, n):

@@ -46,7 +46,7 @@ def begin_new_tokens(p, mean, known, vocab_size):
 def check_finite(model, source, advice='take it from where it came again'):
     """Raise UserError that names a weight which is NaN or infinite."""
     if broken := not_finite(model):
-        raise UserError(f'{source}: {broken[0]} is not finite, so it cannot write; {advice}')
+        raise UserError(f'{source}: {broken[0]} is not finite: {advice}')
 
 
 def not_finite(model):

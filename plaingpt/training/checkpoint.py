@@ -18,6 +18,7 @@ import math
 import os
 import re
 import shutil
+from collections import defaultdict
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, fields
@@ -42,7 +43,7 @@ from plaingpt.system.errors import UserError, warn
 from plaingpt.system.files import sha256_of, sync, write_atomically
 from plaingpt.system.removed import REMOVED, says_now
 from plaingpt.system.removed import as_today as settings_today
-from plaingpt.weights import begin_new_tokens, copy_rows, not_finite
+from plaingpt.weights import begin_new_tokens, check_finite, copy_rows
 
 FORMAT_VERSION = 1
 # Keys of state.json as an earlier version wrote them → as they are called now.
@@ -96,38 +97,34 @@ class Checkpoint:
         """Copy the weights into a GPT of this shape. It may read fewer positions and know more
         tokens: each new token begins as the mean of the old ones. If it is sharded, each process
         reads its own rows. Raises UserError where weights are damaged or misfit."""
-        shapes, wanted = self._verified_shapes('model'), dict(model.named_parameters())
+        tensors, wanted = self._tensors('model'), dict(model.named_parameters())
         old, new = self.state['model']['vocab_size'], model.config.vocab_size
         grows = {name for name in wanted if new > old and name.endswith(ROW_PER_TOKEN)}
-        for name in [*wanted, *shapes]:
+        for name in [*wanted, *tensors]:
             start = 1 if name in grows or name == 'transformer.wpe.weight' else 0
-            if name not in wanted or name not in shapes \
-                    or wanted[name].shape[start:] != shapes[name][start:]:
+            if name not in wanted or name not in tensors \
+                    or wanted[name].shape[start:] != shape_of(tensors[name])[start:]:
                 raise UserError(f'{self.path}: {name!r} there does not fit this model: it holds '
                                 'another architecture')
-        known = {name: [] for name in grows}  # the rows of old tokens
-        for name, first, file, key in self._parts('model'):
-            copy_rows(wanted[name], first, file.get_slice(key))
+        for name, parts in tensors.items():
+            for first, rows in parts:
+                copy_rows(wanted[name], first, rows)
             if name in grows:
-                known[name].append(file.get_tensor(key))
-        for name, parts in known.items():
-            begin_new_tokens(wanted[name], torch.cat(parts)[:old].mean(0), old, new)
+                known = torch.cat([rows[:] for _, rows in parts])[:old]
+                begin_new_tokens(wanted[name], known.mean(0), old, new)
 
     @torch.no_grad()
     def load_optimizer(self, optimizer, model):
         """Load the optimizer's states into one that was made for `model`. Its settings stay as they
         are. Raises UserError where the states are damaged."""
-        shapes = self._verified_shapes('optimizer')
         parameters = dict(model.named_parameters())
-        for entry, first, file, part in self._parts('optimizer'):
+        for entry, parts in self._tensors('optimizer').items():
             name, _, key = entry.partition('/')
             p, state = parameters[name], optimizer.state[parameters[name]]
-            if not shapes[entry]:
-                state[key] = file.get_tensor(part).to(p.device, copy=True)
-                continue
             if key not in state:
-                state[key] = empty_state(p, shapes[entry], file.get_slice(part)[0:0].dtype)
-            copy_rows(state[key], first, file.get_slice(part))
+                state[key] = empty_state(p, parts)
+            for first, rows in parts:
+                copy_rows(state[key], first, rows)
 
     def verify(self, kinds):
         """Compare the chunks of these kinds with their checksums, once. Raises UserError, which
@@ -139,38 +136,36 @@ class Checkpoint:
             with suppress(OSError):  # a file that cannot be read is as good as damaged
                 found = sha256_of(path)
             if found != chunk['sha256']:
-                raise UserError(f'{path} is damaged: it is not what was written; use another '
-                                'checkpoint with --checkpoint=ITER')
+                raise UserError(f'{path} is damaged: it is not what was written')
         self.verified.update(kinds)
 
-    def _parts(self, kind):
-        """Yield (name, first row, open file, key in that file) for each tensor, or part of one, in
-        the chunks of a kind."""
-        for chunk in self.state['chunks']:
-            if chunk['kind'] != kind:
-                continue
-            with safe_open(self.path / chunk['name'], framework='pt') as f:
-                for key in f.keys():  # noqa: SIM118  (it is no dict)
-                    name, first, _ = PART.fullmatch(key).groups()
-                    yield name, int(first or 0), f, key
-
-    def _verified_shapes(self, kind):
-        """{name: shape} of all tensors of a kind. Raises UserError where one is damaged."""
+    def _tensors(self, kind):
+        """{name: [(first row, rows on disk), …]} of all tensors of a kind. Raises UserError where
+        a chunk is damaged."""
         self.verify([kind])
-        shapes = {}
-        for name, first, file, key in self._parts(kind):
-            shape = torch.Size(file.get_slice(key).get_shape())
-            if shape:  # a tensor has as many rows as its last part ends with
-                rows = max(first + shape[0], *shapes.get(name, shape)[:1])
-                shape = torch.Size([rows, *shape[1:]])
-            shapes[name] = shape
-        return shapes
+        found = defaultdict(list)
+        for chunk in self.state['chunks']:
+            if chunk['kind'] == kind:
+                file = safe_open(self.path / chunk['name'], framework='pt')
+                for key in file.keys():  # noqa: SIM118  (it is no dict)
+                    name, first, _ = PART.fullmatch(key).groups()
+                    found[name].append((int(first or 0), file.get_slice(key)))
+        return found
 
 
-def empty_state(p, shape, dtype):
-    """An empty tensor for an optimizer's state, sharded like its parameter if both have the same
-    number of rows."""
-    if not (is_sharded(p) and shape[0] == len(p)):
+def shape_of(parts):
+    """The shape of a tensor of which these are all rows."""
+    first, rows = max(parts, key=itemgetter(0))
+    shape = rows.get_shape()
+    return torch.Size([first + shape[0], *shape[1:]] if shape else [])
+
+
+def empty_state(p, parts):
+    """An empty tensor for an optimizer's state of the parameter p, sharded like it if both have the
+    same number of rows."""
+    shape, (_, rows) = shape_of(parts), parts[0]
+    dtype = (rows[0:0] if shape else rows[...]).dtype
+    if not (is_sharded(p) and shape and shape[0] == len(p)):
         return torch.empty(shape, dtype=dtype, device=p.device)
     from torch.distributed.tensor import empty
     return empty(shape, dtype=dtype, device_mesh=p.device_mesh, placements=p.placements)
@@ -193,14 +188,12 @@ def find(out_dir, which='latest', kinds=()):
         if not paths:
             raise UserError(f'--checkpoint={which}: {out_dir} has latest, best and {there}')
     found = intact(paths, kinds, problems.append)
-    if which == 'best':
-        found = min(found, key=attrgetter('val_loss'), default=None)
-    else:
-        found = next(found, None)
+    found = min(found, key=attrgetter('val_loss'), default=None) if which == 'best' else \
+        next(found, None)
     if found is None:
         raise UserError('\n'.join([
-            *problems, f'{out_dir}: no checkpoint there can be used; to start anew, train with '
-            '--init_from=scratch, which keeps them in a folder beside']))
+            *problems, f'{out_dir}: no checkpoint there can be used; take another --checkpoint, or '
+            'train anew with --init_from=scratch, which keeps them in a folder beside']))
     if launched_world().is_main:
         for problem in problems:
             warn(f'skipped a checkpoint: {problem}')
@@ -216,20 +209,13 @@ def intact(paths, kinds=(), tell=lambda problem: None):
             found.verify(kinds)
             yield found
         except UserError as problem:
-            tell(re.split('[:;] use ', str(problem))[0])  # what to use instead is found here
+            tell(str(problem))
 
 
 def checkpoint_paths(out_dir):
-    """The complete checkpoint directories of a run, oldest first; [] if none. Raises UserError if
-    the folder is unreadable."""
-    folder = Path(out_dir, 'checkpoints')
-    if not os.path.lexists(folder):
-        return []
-    try:
-        found = [path for path in folder.iterdir() if re.fullmatch(r'iter-[0-9]+', path.name)]
-    except OSError as e:  # such as a link to a disk that is not mounted
-        raise UserError(f'{folder} cannot be read: {e.strerror}') from None
-    return sorted(found, key=iteration_of)
+    """The complete checkpoint directories of a run, oldest first."""
+    return sorted((path for path in Path(out_dir, 'checkpoints').glob('iter-*')
+                   if path.name[5:].isdecimal()), key=iteration_of)
 
 
 def iteration_of(path):
@@ -245,28 +231,24 @@ def open_checkpoint(path):
             raise ValueError('its checksum is not what was written')
         state = json.loads(text)
     except (OSError, ValueError) as e:
-        raise UserError(f'{path}/state.json is damaged ({e}): use another checkpoint with '
-                        '--checkpoint=ITER, or remove the directory') from None
-    if unknown := find_unknown(state):
-        raise UserError(f'{path} is from another version of plainGPT: it has {", ".join(unknown)}, '
-                        'which this one does not know: use the version that wrote it')
-    return Checkpoint(path, as_today(state))
+        raise UserError(f'{path}/state.json is damaged: {e}') from None
+    return Checkpoint(path, as_today(state, path))
 
 
-def find_unknown(state):
-    """What state.json has that this version does not compute with, such as ['conv_bias=True']."""
-    if state['format_version'] != FORMAT_VERSION:
-        return [f'format version {state["format_version"]}']
-    settings = {**state['config'], **state['model']}
-    unknown = state['model'].keys() - {field.name for field in fields(GPTConfig)} - REMOVED.keys()
-    return [f'{key}={value}' for key, value in settings.items() if key in unknown
-            or (key in REMOVED and says_now(key, value, settings) is None)]
-
-
-def as_today(state):
-    """state.json of an earlier version as this one would have written it."""
-    state = LATER | {RENAMED.get(key, key): value for key, value in state.items()}
+def as_today(state, path):
+    """state.json of an earlier version as this one would have written it. Raises UserError where it
+    has what this version does not compute with, such as conv_bias=True."""
     known = {field.name for field in fields(GPTConfig)}
+    settings = {**state['config'], **state['model']}
+    unknown = [f'{key}={value}' for key, value in settings.items()
+               if key in state['model'].keys() - known - REMOVED.keys()
+               or (key in REMOVED and says_now(key, value, settings) is None)]
+    if state['format_version'] != FORMAT_VERSION:
+        unknown = [f'format version {state["format_version"]}']
+    if unknown:
+        raise UserError(f'{path} is from another version of plainGPT: it has {", ".join(unknown)}, '
+                        'which this one does not know')
+    state = LATER | {RENAMED.get(key, key): value for key, value in state.items()}
     state['model'] = {key: x for key, x in state['model'].items() if key in known}
     state['config'] = settings_today(state['config'])
     return state
@@ -297,13 +279,9 @@ class Saver:
         """
         self.wait()
 
-        def check_weights():
-            for name in not_finite(model):
-                raise UserError(f'{name} is not finite after iteration {state["iter_num"]}, which '
-                                'is not saved; continue from a checkpoint before with '
-                                '--init_from=resume and a lower --learning_rate')
-
-        if problem := self._problem_of(check_weights):
+        if problem := self._problem_of(lambda: check_finite(
+                model, f'after iteration {state["iter_num"]}', 'it is not saved; continue from a '
+                'checkpoint before with --init_from=resume and a lower --learning_rate')):
             raise UserError(problem)
         state = {'format_version': FORMAT_VERSION, **state, 'model': asdict(model.config)}
         tensors = {'model': dict(model.named_parameters()),
@@ -313,10 +291,10 @@ class Saver:
         if not self.writer:
             self._write(files, state, rng)
             return
-        # From a GPU this copies into pages that stay in place, which is several times as fast.
-        files = {kind: [{key: t.detach().to('cpu', non_blocking=True, copy=True)
-                         for key, t in file.items()} for file in mine]
-                 for kind, mine in files.items()}
+        for file in sum(files.values(), []):
+            for key, t in file.items():
+                # From a GPU this copies into pages that stay in place: several times as fast.
+                file[key] = t.detach().to('cpu', non_blocking=True, copy=True)
         synchronize(next(model.parameters()).device)
         self.pending = self.writer.submit(self._write, files, state, rng)
 

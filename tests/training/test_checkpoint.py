@@ -58,15 +58,17 @@ def iterations(out_dir, kinds=KINDS):
     return [c.iter_num for c in checkpoints.intact(checkpoints.checkpoint_paths(out_dir), kinds)]
 
 
-@pytest.mark.parametrize('kilobytes', [None, 5, 20])
+@pytest.mark.parametrize('kilobytes', [500_000, 5])
 def test_weights_and_optimizer_come_back_bit_for_bit_in_files_no_larger_than_asked(
         model, optimizer, save, monkeypatch, kilobytes):
-    if kilobytes:
-        monkeypatch.setattr(checkpoints, 'CHUNK_BYTES', 1000 * kilobytes)
+    monkeypatch.setattr(checkpoints, 'CHUNK_BYTES', 1000 * kilobytes)
     found = save()
-    if kilobytes:  # the embedding alone has 16 kB
-        for path in found.path.glob('*.safetensors'):
-            assert sum(t.nbytes for t in load_file(path).values()) <= 1000 * kilobytes
+    names = set()
+    for path in found.path.glob('*.safetensors'):
+        tensors = load_file(path)
+        assert sum(t.nbytes for t in tensors.values()) <= 1000 * kilobytes
+        names |= {key.partition('[')[0] for key in tensors}
+    assert {name for name in names if '/' not in name} == dict(model.named_parameters()).keys()
     again = found.load_model()
     assert same(model.parameters(), again.parameters())
     fresh = build_optimizer(again, TrainConfig(learning_rate=5e-4))
@@ -75,12 +77,6 @@ def test_weights_and_optimizer_come_back_bit_for_bit_in_files_no_larger_than_ask
         assert same([optimizer.state[p][key] for p in model.parameters()],
                     [fresh.state[p][key] for p in again.parameters()]), key
     assert fresh.param_groups[0]['lr'] == 5e-4  # the config's to say, not the checkpoint's
-
-
-def test_names_are_nanogpts_and_the_tied_matrix_is_stored_once(save):
-    weights = load_file(save().path / 'model-00001-of-00001.safetensors')
-    assert 'transformer.wte.weight' in weights and 'transformer.h.1.mlp.c_proj.bias' in weights
-    assert 'lm_head.weight' not in weights
 
 
 def test_random_numbers_go_on_where_they_were(save):
@@ -92,23 +88,21 @@ def test_random_numbers_go_on_where_they_were(save):
         assert torch.equal(torch.rand(5), expected) == goes_on
 
 
-def test_latest_best_and_a_number_name_a_checkpoint(save, tmp_path):
-    for iter_num, val_loss in ((10, 3.0), (20, 1.0), (30, 2.0)):
-        save(iter_num, val_loss, keep=5)
-    assert checkpoints.find(tmp_path, 'latest').iter_num == 30
-    (tmp_path / 'checkpoints/iter-00000030/state.json').write_text('damaged')
-    for which, iter_num in (('latest', 20), ('best', 20), ('10', 10)):
-        assert checkpoints.find(tmp_path, which).iter_num == iter_num
-    for which, words in (('15', 'latest, best and 10, 20, 30'), (30, 'is damaged')):
-        with pytest.raises(UserError, match=words):
-            checkpoints.find(tmp_path, which)
-
-
-def test_the_newest_and_the_best_are_kept(save, tmp_path):
+def test_latest_best_and_a_number_name_one_of_the_checkpoints_that_are_kept(
+        save, tmp_path, capsys):
     for iter_num, val_loss in ((10, 3.0), (20, 1.0), (30, None), (40, 2.0), (50, 2.5)):
         save(iter_num, val_loss, keep=2)
     assert iterations(tmp_path) == [50, 40, 20]
-    assert checkpoints.find(tmp_path, 'best').iter_num == 20
+    assert checkpoints.find(tmp_path).iter_num == 50
+    (tmp_path / 'checkpoints/iter-00000050/state.json').write_text('damaged')
+    (tmp_path / 'checkpoints/iter-00000040/optimizer-00001-of-00001.safetensors').unlink()
+    for which, kinds, iter_num in (('latest', (), 40), ('latest', KINDS, 20), ('best', (), 20),
+                                   ('20', KINDS, 20)):
+        assert checkpoints.find(tmp_path, which, kinds).iter_num == iter_num
+    assert 'iter-00000050/state.json is damaged' in capsys.readouterr().err
+    for which, words in (('15', 'latest, best and 20, 40, 50'), (50, 'is damaged')):
+        with pytest.raises(UserError, match=words):
+            checkpoints.find(tmp_path, which)
 
 
 def test_a_save_in_the_background_writes_what_the_weights_were(model, optimizer, tmp_path):
@@ -174,7 +168,7 @@ def test_a_directory_without_its_final_name_is_no_checkpoint_and_is_removed(save
 def test_every_flipped_bit_is_found_by_name(save, tmp_path):
     found = save()
     files, chance = sorted(found.path.iterdir()), random.Random(0)
-    for i in range(60):
+    for i in range(40):
         path, problems = files[i % len(files)], []
         data = path.read_bytes()
         at = chance.randrange(len(data))
@@ -185,26 +179,14 @@ def test_every_flipped_bit_is_found_by_name(save, tmp_path):
     assert iterations(tmp_path) == [1]
 
 
-def test_a_damaged_chunk_is_named_before_any_of_it_is_used(save):
+def test_no_weight_is_used_where_a_chunk_is_damaged(save):
     found, fresh = save(), GPT(CONFIG)
     chunk = found.path / 'model-00001-of-00001.safetensors'
-    data, before = chunk.read_bytes(), [p.detach().clone() for p in fresh.parameters()]
-    for damaged in (data[:-1], b'', data[:-4] + b'\0\1\2\3', None):
-        chunk.write_bytes(damaged) if damaged is not None else chunk.unlink()
-        with pytest.raises(UserError, match=r'model-00001-of-00001.safetensors is damaged'):
-            found.load_into(fresh)
+    before = [p.detach().clone() for p in fresh.parameters()]
+    chunk.write_bytes(chunk.read_bytes()[:-4] + b'\0\1\2\3')
+    with pytest.raises(UserError, match=r'model-00001-of-00001.safetensors is damaged'):
+        found.load_into(fresh)
     assert same(fresh.parameters(), before)
-
-
-def test_the_newest_valid_checkpoint_is_found_behind_damaged_ones(save, tmp_path, capsys):
-    for iter_num in (10, 20, 30, 40):
-        save(iter_num, keep=9)
-    paths = checkpoints.checkpoint_paths(tmp_path)
-    (paths[3] / 'state.json').write_bytes(b'cut')
-    (paths[2] / 'optimizer-00001-of-00001.safetensors').unlink()
-    assert checkpoints.find(tmp_path, kinds=KINDS).iter_num == 20
-    first, second = capsys.readouterr().err.splitlines()
-    assert 'iter-00000040' in first and 'iter-00000030/optimizer' in second
 
 
 def test_weights_of_another_architecture_are_refused_by_name(save):
@@ -218,6 +200,6 @@ def test_weights_that_are_not_finite_are_not_saved(model, save, tmp_path):
     save(10)
     with torch.no_grad():
         model.lm_head.weight[3, 3] = math.inf
-    with pytest.raises(UserError, match=r'wte.weight is not finite after iteration 20'):
+    with pytest.raises(UserError, match=r'after iteration 20: .*wte.weight is not finite'):
         save(20)
     assert iterations(tmp_path) == [10]

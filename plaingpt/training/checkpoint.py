@@ -291,7 +291,7 @@ class Saver:
         if not self.writer:
             self._write(files, state, rng)
             return
-        for file in sum(files.values(), []):
+        for file in [*files['model'], *files['optimizer']]:
             for key, t in file.items():
                 # From a GPU this copies into pages that stay in place: several times as fast.
                 file[key] = t.detach().to('cpu', non_blocking=True, copy=True)

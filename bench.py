@@ -28,7 +28,8 @@ from typing import Annotated, Literal
 import torch
 
 from configurator import load_config
-from plaingpt.data.opening import find_dataset_size, open_data, open_named
+from plaingpt.data.corpora import find_dataset_size
+from plaingpt.data.dataset import open_data, open_named
 from plaingpt.experiments import runs, tables
 from plaingpt.experiments.judge import judge
 from plaingpt.experiments.speed import measure_speed
@@ -166,8 +167,8 @@ def judge_change(config, words):
         load_config(BenchConfig, [*words, *added])
     if config.split == 'test':
         open_named(config.dataset).split('test')
-    device, _ = devices.choose_device(config.device)
-    open_data(config, launched_world(), device)  # prepares a small corpus, where both sides find it
+    devices.choose_device(config.device)
+    open_data(config, launched_world())  # a small corpus is prepared where both sides find it
     words = runs.training_words(words)
     return judge(config, words, [*words, *added])
 

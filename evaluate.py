@@ -19,7 +19,7 @@ from typing import Annotated, Literal
 from configurator import load_config
 from plaingpt.checks.model_checks import check_future
 from plaingpt.data.batches import fits_in_ram
-from plaingpt.data.opening import open_named
+from plaingpt.data.dataset import open_named
 from plaingpt.data.tokenizers import IdsTokenizer, token_bytes, words_of
 from plaingpt.inference import lm_eval_model, scoring
 from plaingpt.system.devices import autocast, choose_device, choose_dtype

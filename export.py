@@ -20,7 +20,7 @@ from safetensors import SafetensorError
 
 from configurator import load_config
 from plaingpt.data.corpora import CORPORA
-from plaingpt.data.opening import read_names
+from plaingpt.data.dataset import read_names
 from plaingpt.data.tokenizers import is_chat
 from plaingpt.inference.gguf_export import DTYPES, build_gguf, write_gguf
 from plaingpt.inference.hf_architectures import OWN_CODE, choose_architecture

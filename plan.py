@@ -15,7 +15,8 @@ import torch
 
 from configurator import load_config
 from model import GPT, RECOMPUTED
-from plaingpt.data.opening import find_dataset_size, has_token_files, open_named
+from plaingpt.data.corpora import find_dataset_size
+from plaingpt.data.dataset import has_token_files, open_named
 from plaingpt.experiments.speed import estimate_speed
 from plaingpt.system import devices
 from plaingpt.system.errors import UserError, run_script

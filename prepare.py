@@ -23,7 +23,7 @@ from plaingpt.data import datatrove, tokenizers
 from plaingpt.data.chat_tokenizer import PLAIN_TEMPLATES, ChatTokenizer, find_plain
 from plaingpt.data.conversations import open_conversations
 from plaingpt.data.corpora import CORPORA, OPTIONS, describe_corpus, table
-from plaingpt.data.dataset import dataset_folder, not_prepared, prepared_folder
+from plaingpt.data.dataset import dataset_folder, not_prepared
 from plaingpt.data.encoding import write_tokens
 from plaingpt.data.inspection import inspect
 from plaingpt.data.shards import check_ours, read_progress, write_dataset
@@ -107,9 +107,9 @@ def main(argv):
         if len(options) != 1:
             raise UserError(f'{name} takes one folder: python prepare.py {name} data/NAME')
         if name == 'inspect':
-            return inspect(prepared_folder(options[0]))
+            return inspect(dataset_folder(options[0]))
         from plaingpt.inference.hf_export import write_tokenizer  # torch too, which takes a second
-        return write_tokenizer(prepared_folder(options[0]))
+        return write_tokenizer(dataset_folder(options[0]))
     if name in ('-h', '--help'):
         load_config(PrepareConfig, argv, help_text, 'input', several=True)
     if name not in CORPORA:

@@ -22,8 +22,7 @@ from configurator import load_config, options_of
 from model import GPT
 from plaingpt.checks.preflight import preflight
 from plaingpt.data.batches import BatchLoader, fits_in_ram
-from plaingpt.data.dataset import Dataset
-from plaingpt.data.opening import describe_batches, open_data
+from plaingpt.data.dataset import Dataset, describe_batches, open_data
 from plaingpt.monitoring.markdown_report import write_report
 from plaingpt.monitoring.metrics import Metrics
 from plaingpt.monitoring.references import find_reference
@@ -115,7 +114,7 @@ def setup(config, start, world, device, device_why, given=frozenset()):
     if not config.is_read_only:
         check_shared(Path(config.out_dir), world, group)
     check_tasks(config)  # fails now where a benchmark cannot be loaded
-    dataset = open_data(config, world, device)
+    dataset = open_data(config, world)
     config, shape, dtype, compile = resolve(config, start, dataset, world, device, device_why,
                                             given)
 

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from plaingpt.data.dataset import dataset_folder, has_token_files, open_named, read_names
 from plaingpt.data.sources import STANDARD_LIBRARY, find_files, find_standard_library
 from plaingpt.data.tokenizers import GPT2Tokenizer
 from plaingpt.system.files import ROOT
@@ -104,3 +105,17 @@ def table():
         tokenizer = corpus.tokenizer if 'shard_tokens' in OPTIONS[corpus.kind] else '-'
         lines.append(f'  {name:<20}{tokenizer:<10}{describe_corpus(corpus)}')
     return '\n'.join(lines)
+
+
+def find_dataset_size(text, vocab_size=0):
+    """What the setting `dataset` says → (vocabulary, training tokens or None, where they are known
+    from), before it is prepared too. vocab_size: in place of what is found, unless it is 0. Raises
+    UserError."""
+    if has_token_files(text):
+        dataset = open_named(text)
+        tokens = sum(len(part.dataset.split('train')) for part in dataset.parts)
+        return vocab_size or dataset.vocab_size, tokens, str(dataset.folder)
+    name = next(name for name in read_names(text) if not has_token_files(name))
+    corpus = CORPORA.get(name, Corpus(''))
+    tokens = corpus.tokens or None if name == text else None
+    return vocab_size or corpus.vocab_size, tokens, f'{dataset_folder(name)} is not prepared'

@@ -1,7 +1,11 @@
-"""A dataset: data/<name>/ with token files and meta.json, nanoGPT's .bin files, llm.c's shards."""
+"""A dataset: data/<name>/ with token files and meta.json, nanoGPT's .bin files, llm.c's shards. The
+setting `dataset` names one, or several as a mixture (mixtures.py)."""
 
 import os
 import re
+import subprocess
+import sys
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
@@ -11,12 +15,13 @@ import numpy as np
 from plaingpt.data import tokenizers
 from plaingpt.data.token_files import TokenStream, open_tokens
 from plaingpt.system.errors import UserError
-from plaingpt.system.files import read_json
+from plaingpt.system.files import command, read_json
 from plaingpt.system.formatting import quoted
 
 FORMAT_VERSION = 1
 MASK_ENDING = '_mask.bin'  # of the file that says which tokens of NAME.bin count in the loss
 TOKEN_FILES = re.compile(r'(train|val|test)(_\d{6})?(_mask)?\.bin')  # that prepare.py writes
+QUESTIONS = 3  # of the validation split, for samples of a tuned model
 UNFINISHED = 'unfinished'  # prepare.py's folder for files that are not complete yet
 
 
@@ -46,11 +51,6 @@ class Dataset:
         """The mean of a value of each part, by their weights."""
         return sum(part.weight * value
                    for part, value in zip(self.parts, values, strict=True))
-
-    def epochs(self, tokens):
-        """How often a run of `tokens` tokens reads each part → {name: epochs}"""
-        return {part.name: part.weight * tokens / len(part.dataset.split('train'))
-                for part in self.parts}
 
     def tokenizer(self):
         """The tokenizer that made the files. Raises UserError where it cannot be had."""
@@ -148,14 +148,46 @@ class Dataset:
                 if split in path.stem.replace('-', '_').split('_')]
 
 
+@dataclass(frozen=True)
+class Mixture(Dataset):
+    """Datasets of one tokenizer, read by their shares. `folder` is what the setting says."""
+
+    parts: list = None  # Part
+
+    def bytes_per_token(self, split):
+        sizes = [part.dataset.bytes_per_token(split) for part in self.parts]
+        return None if None in sizes else self.mean(sizes)
+
+    def shares(self):
+        """How many of every thousand sequences each part has."""
+        return tuple(round(1000 * part.weight) for part in self.parts)
+
+    def identity(self, split):
+        return [[share, part.dataset.identity(split)]
+                for share, part in zip(self.shares(), self.parts, strict=True)]
+
+    def split(self, name, in_ram=False):
+        from plaingpt.data.mixtures import MixedStream
+        return MixedStream([part.dataset.split(name) for part in self.parts], self.shares(),
+                           self.vocab_size, in_ram)
+
+    def loader(self, split, in_ram, *shape, **settings):
+        from plaingpt.data.mixtures import MixedLoader
+        return MixedLoader(self.split(split, in_ram), *shape, **settings)
+
+
+def mask_name(name):
+    """'train.bin' → 'train_mask.bin'"""
+    return name.removesuffix('.bin') + MASK_ENDING
+
+
+# -----------------------------------------------------------------------------
+# a folder → a dataset
+
+
 def dataset_folder(name):
     """The folder of a dataset: data/<name>, or the path itself where it is one."""
     return Path('data', name) if Path(name).parts == (name,) else Path(name)
-
-
-def prepared_folder(name):
-    """The folder of a prepared dataset, which is given by its name or as the folder itself."""
-    return Path(name) if holds_tokens(Path(name)) else dataset_folder(name)
 
 
 def holds_tokens(folder):
@@ -168,7 +200,7 @@ def open_dataset(folder, vocab_size=0):
     Without meta.json and meta.pkl its tokens are GPT-2's, or with `vocab_size` someone's own ids.
     Raises UserError."""
     folder = Path(folder)
-    if os.path.lexists(folder / 'meta.json'):
+    if (folder / 'meta.json').exists():
         meta = read_meta(folder / 'meta.json')
         return Dataset(folder, meta, meta['vocab_size'])
     if (folder / UNFINISHED).exists():
@@ -192,19 +224,104 @@ def not_prepared(folder):
     return line
 
 
-def mask_name(name):
-    """'train.bin' → 'train_mask.bin'"""
-    return name.removesuffix('.bin') + MASK_ENDING
-
-
 def read_meta(path):
     """meta.json → a dict whose needed keys are there. Raises UserError."""
-    try:
+    with suppress(OSError, ValueError, KeyError, TypeError):
         meta = read_json(path)
-        if meta['format_version'] == FORMAT_VERSION:
-            return {**meta, **{key: meta[key] for key in ('dtype', 'vocab_size', 'tokenizer',
-                                                          'splits')}}
-    except (OSError, ValueError, KeyError, TypeError) as e:
-        raise UserError(f'{path} is broken ({e!r}): prepare the data again') from None
-    raise UserError(f'{path}: format version {meta["format_version"]}, but this plainGPT reads '
-                    f'version {FORMAT_VERSION}: prepare the data again')
+        if meta['format_version'] == FORMAT_VERSION \
+                and {'dtype', 'vocab_size', 'tokenizer', 'splits'} <= meta.keys():
+            return meta
+    raise UserError(f'{path} is broken, or a newer plainGPT wrote it: prepare the data again')
+
+
+# -----------------------------------------------------------------------------
+# the setting `dataset` → the data of a run
+
+
+def read_names(text):
+    """The setting `dataset`, a name or 'code:0.3,prose:0.7' → {name: weight}. Raises UserError."""
+    if not re.search('[:,]', text) or dataset_folder(text).exists():
+        return {text: 1.0}
+    from plaingpt.data.mixtures import read_mixture
+    return read_mixture(text)
+
+
+def has_token_files(text):
+    """Whether there are token files of all that `dataset` says."""
+    return all(holds_tokens(dataset_folder(name)) for name in read_names(text))
+
+
+def open_named(text, vocab_size=0):
+    """What the setting `dataset` says → Dataset, a Mixture where it names several. vocab_size: as
+    of open_dataset. Raises UserError."""
+    weights = read_names(text)
+    parts = [Part(name, open_dataset(dataset_folder(name), vocab_size), weight)
+             for name, weight in weights.items()]
+    if len(parts) == 1:
+        return parts[0].dataset
+    from plaingpt.data.mixtures import check_parts
+    check_parts(parts)
+    first = parts[0].dataset
+    return Mixture(text, {'tokenizer': first.tokenizer_json()}, first.vocab_size, parts=parts)
+
+
+def open_data(config, world):
+    """Open data/<name>, or each corpus of a mixture, for a TrainConfig. A small corpus that is not
+    prepared yet is prepared now. Raises UserError, also where processes find different tokens:
+    hosts have other files, or the dataset was replaced while the processes started."""
+    from plaingpt.system.distributed import all_gather, barrier, gloo_group, print0  # with torch
+    if world.local_rank == 0:
+        for name in read_names(config.dataset):
+            prepare_small(name)
+    barrier()
+    dataset = open_named(config.dataset, config.vocab_size)
+    for _, each, _ in dataset.parts:
+        if not each.meta:
+            print0(f'{each.folder} has no meta.json: its files are taken for GPT-2 tokens')
+    if config.vocab_size not in (0, dataset.vocab_size):
+        raise UserError(f'vocab_size={config.vocab_size}: {dataset.folder} has '
+                        f'{dataset.vocab_size} tokens; leave it at 0')
+    known = [dataset.identity('train'), dataset.identity('val')]
+    if any(other != known for other in all_gather(known, gloo_group())):
+        raise UserError(f'{dataset.folder}: the processes of this run find different tokens there: '
+                        'give all hosts the same files, and start again')
+    return dataset
+
+
+def prepare_small(name):
+    """Run prepare.py where there is nothing of a name yet: it prepares small corpora alone."""
+    folder = dataset_folder(name)
+    if folder.parts != ('data', name) or holds_tokens(folder) or (folder / UNFINISHED).exists():
+        return
+    done = subprocess.run(command('prepare', name, '--if_small'))
+    if done.returncode:
+        sys.exit(done.returncode)  # it has said why
+
+
+def describe_batches(config, dataset, train_data, val_data):
+    """What a run reads with these loaders, as one line; of conversations two more lines say how
+    each split is packed."""
+    step_tokens = config.step_tokens()
+    epochs = [f'{part.weight * config.max_iters * step_tokens / loader.epoch_tokens():.3g} epochs'
+              + (f' of {part.name} ({part.weight:.1%})' if part.name else '')
+              for part, loader in zip(dataset.parts, train_data.parts, strict=True)]
+    lines = [f'{dataset.folder}: {train_data.epoch_tokens():,} training tokens, vocabulary '
+             f'{dataset.vocab_size:,}, '
+             f'{"on disk" if train_data.stream.ram is None else "in memory"} | '
+             f'{step_tokens:,} tokens a step, {", ".join(epochs)}']
+    if dataset.has_mask():
+        lines += [f'train: {train_data.describe()}', f'val: {val_data.describe()}']
+    return '\n'.join(lines)
+
+
+def sample_prompts(dataset, val_loader):
+    """What samples of a run continue: a new line, or questions of conversations that leave room for
+    an answer → (prompts as ids, options of generate). Raises UserError."""
+    tokenizer = dataset.tokenizer()
+    if not dataset.has_mask():
+        prompt = tokenizer.encode('\n').tolist() or [tokenizer.end_of_text or 0]
+        return [prompt], {'temperature': 0.8, 'top_k': 200}
+    prompts = val_loader.questions(QUESTIONS)
+    if not prompts:
+        raise UserError('no question of the validation split has room for an answer')
+    return prompts, {'temperature': 0, 'end_of_text': tokenizer.end_of_turn}

@@ -6,15 +6,12 @@ sequence has which place is a pure function of (seed, number), as it is for one 
 """
 
 import re
-from dataclasses import dataclass
 from functools import lru_cache
-from pathlib import Path
 
 import numpy as np
 
 from plaingpt.data import tokenizers
 from plaingpt.data.batches import BatchLoader, key, permute
-from plaingpt.data.dataset import Dataset, dataset_folder
 from plaingpt.data.token_files import TokenStream
 from plaingpt.system.errors import UserError
 
@@ -24,23 +21,15 @@ ROUNDING = 1e-3  # the sum of the weights may miss 1 by this, as three times 0.3
 
 def read_mixture(text):
     """'code:0.3,prose:0.7' → {name: weight in thousandths}. Raises UserError."""
-    weights = {}
-    for piece in map(str.strip, text.split(',')):
-        match = re.fullmatch(r'(.*\S) *: *([0-9]+\.?[0-9]*|\.[0-9]+)', piece)
-        if not match:
-            raise UserError(f'dataset={text}: {piece!r} has no weight from 0 to 1 behind a colon, '
-                            'and no such folder is there: write a mixture as code:0.3,prose:0.7')
-        weights[match[1]] = float(match[2])
-    if len({dataset_folder(name).resolve() for name in weights}) < len(text.split(',')):
-        raise UserError(f'dataset={text} names a corpus twice: give it one weight')
-    total = sum(weights.values())
-    if abs(total - 1) > ROUNDING:
-        raise UserError(f'dataset={text}: the weights come to {total:.6g}, and must come to 1')
+    pieces = re.findall(r' *([^,]*[^, ]) *: *([0-9]*\.?[0-9]+) *(?:,|$)', text)
+    weights = {name: float(weight) for name, weight in pieces}
+    if len(weights) != text.count(',') + 1 or abs(sum(weights.values()) - 1) > ROUNDING:
+        raise UserError(f'dataset={text}: no such folder is there, and no mixture: write one as '
+                        'code:0.3,prose:0.7, each name once, with weights that come to 1')
     shares = apportion([*weights.values()], SHARES)
     if 0 in shares:
-        raise UserError(f'dataset={text}: {[*weights][shares.index(0)]} would have none of every '
-                        f'{SHARES:,} sequences: give it a weight of at least {1 / SHARES:g}, or '
-                        'leave it out')
+        raise UserError(f'dataset={text}: a corpus would have none of every {SHARES:,} sequences: '
+                        f'give it a weight of at least {1 / SHARES:g}, or leave it out')
     return {name: share / SHARES for name, share in zip(weights, shares, strict=True)}
 
 
@@ -53,57 +42,17 @@ def apportion(weights, n):
     return counts.tolist()
 
 
-def open_mixture(text, parts):
-    """What `dataset` says, and the Part of each name → Mixture. Raises UserError where they do not
-    go together."""
-    last = [Path(part.name).name for part in parts]
-    if len(set(last)) == len(last):
-        parts = [part._replace(name=name) for part, name in zip(parts, last, strict=True)]
+def check_parts(parts):
+    """Raises UserError where datasets do not go together."""
     first = parts[0].dataset
     for _, dataset, _ in parts:
         if dataset.has_mask():
-            raise UserError(f'dataset={text}: {dataset.folder} holds conversations, which no '
-                            'mixture can: prepare all conversations as one dataset')
+            raise UserError(f'{dataset.folder} holds conversations, which no mixture can: prepare '
+                            'all conversations as one dataset')
         if tokenizers.words_of(dataset.tokenizer_json()) \
                 != tokenizers.words_of(first.tokenizer_json()):
             raise UserError(f'{first.folder} and {dataset.folder} were prepared with different '
                             f'tokenizers: prepare the second with --tokenizer={first.folder}')
-    known = all(dataset.meta for _, dataset, _ in parts)  # else GPT-2's tokens, of all
-    meta = {'tokenizer': first.tokenizer_json()} if known else {}
-    return Mixture(text, meta, first.vocab_size, parts=parts)
-
-
-@dataclass(frozen=True)
-class Mixture(Dataset):
-    """Datasets of one tokenizer, read by their shares. `folder` is what the setting says."""
-
-    parts: list = None  # Part
-
-    @property
-    def shares(self):
-        """How many of every thousand sequences each part has."""
-        return tuple(round(SHARES * part.weight) for part in self.parts)
-
-    def split_entry(self, split):
-        entries = [part.dataset.split_entry(split) for part in self.parts]
-        if any(entry.get('in_train') is None for entry in entries):
-            return {}
-        return {'in_train': self.mean(entry['in_train'] for entry in entries)}
-
-    def bytes_per_token(self, split):
-        sizes = [part.dataset.bytes_per_token(split) for part in self.parts]
-        return None if None in sizes else self.mean(sizes)
-
-    def identity(self, split):
-        return [[share, part.dataset.identity(split)]
-                for share, part in zip(self.shares, self.parts, strict=True)]
-
-    def split(self, name, in_ram=False):
-        return MixedStream([part.dataset.split(name) for part in self.parts], self.shares,
-                           self.vocab_size, in_ram)
-
-    def loader(self, split, in_ram, *shape, **settings):
-        return MixedLoader(self.split(split, in_ram), *shape, **settings)
 
 
 class MixedStream(TokenStream):

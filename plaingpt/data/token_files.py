@@ -1,6 +1,5 @@
 """Files of token ids, with or without llm.c's header, and several of them read as one stream."""
 
-import errno
 import hashlib
 import os
 import threading
@@ -19,7 +18,7 @@ SAMPLED_BLOCKS, SAMPLED_BYTES = 64, 2**14  # that sampled_sha256 reads
 # version and number of tokens, then the tokens.
 HEADER_BYTES = 1024
 GPT2_MAGIC = 20240520
-OTHER_MAGICS = 20240801, 20240522  # tokens of Llama 3, questions of a benchmark
+LLAMA3_MAGIC = 20240801
 
 
 @dataclass(frozen=True)
@@ -30,10 +29,9 @@ class TokenFile:
     path: Path
     dtype: np.dtype
     file: FileIO
-    first_byte: int  # where the bytes begin that `sha256` covers
-    offset: int  # where the tokens begin
+    offset: int  # the byte where the tokens begin
     tokens: int
-    sha256: str = ''  # from meta.json
+    sha256: str = ''  # of the tokens, from meta.json
     lock: object = field(default_factory=threading.Lock, repr=False)  # a file has one place
 
     def __post_init__(self):
@@ -43,15 +41,12 @@ class TokenFile:
         """`count` bytes from byte `place` on; threads can call this at once. Raises UserError."""
         # Not a memory map: its pages would count as this process's memory, more and more of the
         # corpus as the run proceeds, and a file cut short would kill the process (SIGBUS).
-        try:
-            with self.lock:
-                self.file.seek(place)
-                data = self.file.read(count)
-        except OSError as e:
-            raise UserError(f'{self.path} cannot be read any more ({e.strerror})') from None
+        with self.lock:
+            self.file.seek(place)
+            data = self.file.read(count)
         if len(data) < count:
             raise UserError(f'{self.path} has been cut short since it was opened: put the file '
-                            'back as it was and resume, or start a run on the new one')
+                            'back as it was, and resume')
         return data
 
     def read(self, start, count):
@@ -69,7 +64,7 @@ class TokenFile:
     def load(self, out=None):
         """Read all tokens, into the array `out` where there is one. Raises UserError where their
         checksum is not that of meta.json."""
-        digest = hashlib.sha256(self.read_bytes(self.first_byte, self.offset - self.first_byte))
+        digest = hashlib.sha256()
         for start, ids in self.pieces():
             digest.update(ids)
             if out is not None:
@@ -81,14 +76,14 @@ class TokenFile:
     def sampled_sha256(self):
         """Checksum of the size and of blocks spread evenly from the first byte to the last; of
         all bytes where the file is no larger than the blocks together."""
-        size = self.offset + self.tokens * self.dtype.itemsize - self.first_byte
+        size = self.offset + self.tokens * self.dtype.itemsize
         places, length = [0], size
         if size > SAMPLED_BLOCKS * SAMPLED_BYTES:
             length = SAMPLED_BYTES
             places = [(size - length) * i // (SAMPLED_BLOCKS - 1) for i in range(SAMPLED_BLOCKS)]
         digest = hashlib.sha256(f'{size}\n'.encode())
         for place in places:
-            digest.update(self.read_bytes(self.first_byte + place, length))
+            digest.update(self.read_bytes(place, length))
         return f'sampled:{digest.hexdigest()}'
 
 
@@ -97,62 +92,44 @@ def check_ids(path, ids, first, vocab_size):
     if ids.max(initial=0) >= vocab_size:
         bad = int(np.flatnonzero(ids >= vocab_size)[0])
         raise UserError(f'{path}: token {first + bad:,} has id {ids[bad]}, but the vocabulary ends '
-                        f'at {vocab_size - 1}: the file is damaged or was written with '
-                        'another tokenizer; prepare the data again, or where these are ids of your '
-                        'own, say with --vocab_size how many there are')
+                        f'at {vocab_size - 1}: the file is damaged or of another tokenizer, so '
+                        'prepare the data again; or say with --vocab_size how many ids of your own '
+                        'there are')
 
 
 def open_tokens(path, dtype, expected=None, sha256='', offset=None):
-    """One file of tokens, with or without llm.c's header → TokenFile.
+    """One file of tokens → TokenFile. A file that meta.json does not list may have llm.c's header.
 
-    dtype: of the tokens where there is no header; expected: their number, where meta.json says it;
-    sha256: of the whole file, with `offset` of the tokens alone; offset: the byte where `expected`
-    tokens begin, in a file that may hold more. Raises UserError for a missing file, or another
-    number of tokens.
+    expected: the number of tokens, where meta.json says it; sha256: of these tokens; offset: the
+    byte where they begin, in a file that may hold more. Raises UserError for a missing file, or
+    another number of tokens.
     """
-    file = open_file(path)
+    try:
+        file = open(path, 'rb', buffering=0)
+    except OSError as e:
+        raise UserError(f'{path}: {e.strerror}') from None
     size, begin = os.fstat(file.fileno()).st_size, offset or 0
-    # Bare ids can begin as a header does; meta.json tells which of them the file has.
-    is_bare = expected is not None and size == expected * dtype.itemsize
-    if offset is None and not is_bare:
-        begin = header_bytes(path, file.read(12), size)
-        dtype = np.dtype('<u2') if begin else dtype
-    found = max(0, size - begin) / dtype.itemsize
+    if expected is None and (begin := header_bytes(path, file.read(12), size)):
+        dtype = np.dtype('<u2')
+    found = (size - begin) / dtype.itemsize
     tokens = int(found) if expected is None else expected
     if not tokens or found < tokens or (found > tokens and offset is None):
-        wanted = 'a whole number' if expected is None else f'{expected:,}'
-        raise UserError(f'{path}: {found:,.12g} tokens of {dtype.itemsize} bytes where {wanted} '
-                        'should be: the file is damaged or of another type; prepare the data again')
-    return TokenFile(path, dtype, file, offset or 0, begin, tokens, sha256)
-
-
-def open_file(path):
-    """A file that is open for reading, without a buffer. Raises UserError."""
-    try:
-        try:
-            return open(path, 'rb', buffering=0)
-        except OSError as e:
-            if e.errno != errno.EMFILE:
-                raise
-            # A corpus can have more files than a process may open unless it asks for more.
-            import resource
-            most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-            resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
-            return open(path, 'rb', buffering=0)
-    except OSError as e:
-        raise UserError(f'{path}: {e.strerror}: prepare the data again') from None
+        raise UserError(f'{path}: {found:,.12g} tokens of {dtype.itemsize} bytes where '
+                        f'{tokens or "some"} should be: the file is damaged or of another type; '
+                        'prepare the data again')
+    return TokenFile(path, dtype, file, begin, tokens, sha256)
 
 
 def header_bytes(path, head, size):
     """The first 12 bytes and the size of a file → HEADER_BYTES where it is llm.c's shard of GPT-2
     tokens, 0 where it has no header. Raises UserError for another header of llm.c."""
     magic, version, count = np.frombuffer(head, '<i4').tolist() if len(head) == 12 else (0, 0, 0)
-    if magic in OTHER_MAGICS or (magic == GPT2_MAGIC
-                                 and (version, size) != (1, HEADER_BYTES + 2 * count)):
-        raise UserError(f"{path} has a header of llm.c, but is no whole shard of GPT-2 tokens: "
-                        f'magic {magic}, version {version}, {count:,} tokens, {size:,} bytes: copy '
-                        'it again, or prepare the text')
-    return HEADER_BYTES if magic == GPT2_MAGIC else 0
+    if magic not in (GPT2_MAGIC, LLAMA3_MAGIC):
+        return 0
+    if (magic, version, size) != (GPT2_MAGIC, 1, HEADER_BYTES + 2 * count):
+        raise UserError(f'{path} has a header of llm.c, but is no whole shard of GPT-2 tokens: '
+                        'copy it again, or prepare the text')
+    return HEADER_BYTES
 
 
 class TokenStream:

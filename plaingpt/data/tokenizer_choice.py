@@ -10,7 +10,7 @@ from pathlib import Path
 
 from plaingpt.data import tokenizers
 from plaingpt.data.chat_tokenizer import as_chat
-from plaingpt.data.dataset import open_dataset, prepared_folder
+from plaingpt.data.dataset import dataset_folder, open_dataset
 from plaingpt.data.foreign_tokenizer import FILES_OF_TOKENIZER, download, read_tokenizer
 from plaingpt.data.readers import place_to_cut
 from plaingpt.data.tokenizers import NAMES, BPETokenizer, CharTokenizer
@@ -32,7 +32,7 @@ def borrow_tokenizer(name, for_chat=False):
     others, by their folders or its name on the hub. for_chat: with the control tokens of its
     conversations. Raises UserError."""
     if is_dataset(name):
-        found = open_dataset(prepared_folder(name)).tokenizer_json()
+        found = open_dataset(dataset_folder(name)).tokenizer_json()
     else:
         folder = Path(download(name, FILES_OF_TOKENIZER) if is_hub_name(name) else name)
         states = [*folder.glob('state.json'), *folder.glob('checkpoints/iter-*/state.json')]
@@ -49,10 +49,8 @@ def borrow_tokenizer(name, for_chat=False):
 
 
 def is_dataset(name):
-    """Whether it is a prepared dataset. A model's folder stands before a dataset of its name."""
-    folder = prepared_folder(name)
-    has_tokenizer = (folder / 'meta.json').exists() or (folder / 'meta.pkl').exists()
-    return has_tokenizer and (folder == Path(name) or not Path(name, 'tokenizer.json').exists())
+    """Whether it is a prepared dataset."""
+    return any((dataset_folder(name) / meta).exists() for meta in ('meta.json', 'meta.pkl'))
 
 
 def checksum(tokenizer):

@@ -13,7 +13,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from plaingpt.data.opening import open_named
+from plaingpt.data.dataset import open_named
 from plaingpt.experiments.runs import mean_and_error, run_command, train_once
 from plaingpt.system.errors import UserError
 from plaingpt.system.files import ROOT, read_json

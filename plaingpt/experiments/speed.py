@@ -12,7 +12,7 @@ import torch
 
 from model import GPT
 from plaingpt.data.batches import fits_in_ram
-from plaingpt.data.opening import open_named
+from plaingpt.data.dataset import open_named
 from plaingpt.experiments.tables import markdown, number
 from plaingpt.system.devices import (
     DTYPES,

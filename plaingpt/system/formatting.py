@@ -23,13 +23,6 @@ def setting(value):
     return f'{value:.3g}' if isinstance(value, float) and len(exact) > 8 else exact
 
 
-def quote_epochs(epochs):
-    """{'': 1.5} → '1.5 epochs', {'code': 1.5, 'prose': 2} → '1.5 epochs of code, 2 of prose'."""
-    first, *others = (f'{n:.3g} epochs of {name}' if name else f'{n:.3g} epochs'
-                      for name, n in epochs.items())
-    return ', '.join([first, *(each.replace(' epochs', '', 1) for each in others)])
-
-
 def duration(seconds):
     """3725 → '1h02m', 65 → '1m05s', 5 → '5s'."""
     if seconds > 365 * 24 * 3600:

@@ -5,7 +5,7 @@ from contextlib import nullcontext
 
 import torch
 
-from plaingpt.data.opening import sample_prompts
+from plaingpt.data.dataset import sample_prompts
 from plaingpt.inference.generation import generate
 from plaingpt.monitoring.health import Health
 from plaingpt.system.distributed import (
@@ -94,8 +94,7 @@ class Watching:
         self.film = self.tokenizer = None
         if writing and (config.report or config.film):
             try:
-                self.prompts, self.shown, self.how = sample_prompts(config, run.dataset,
-                                                                    run.val_data)
+                self.prompts, self.how = sample_prompts(run.dataset, run.val_data)
                 self.tokenizer = run.dataset.tokenizer()
             except UserError as problem:
                 run.metrics.print(f'warning: no samples of what the model writes: {problem}')
@@ -179,5 +178,5 @@ class Watching:
                             generators=[torch.Generator().manual_seed(self.run.config.seed)
                                         for _ in self.prompts])
         model.train()
-        return '\n'.join(shown + self.tokenizer.decode(new)
-                         for shown, new in zip(self.shown, news, strict=True))
+        return '\n'.join(self.tokenizer.decode([*prompt, *new])
+                         for prompt, new in zip(self.prompts, news, strict=True))

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 import prepare
 import train
-from plaingpt.data import opening
+from plaingpt.data import dataset
 from plaingpt.data.batches import BatchLoader, key, permute
 from plaingpt.data.token_files import TokenStream, open_tokens
 from plaingpt.system.errors import UserError
@@ -181,8 +181,8 @@ def test_a_small_corpus_is_prepared_when_first_trained_on(tmp_path, monkeypatch,
         return subprocess.CompletedProcess(command, 0)
 
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(opening.subprocess, 'run', prepare_here)
-    opening.prepare_small('pystdlib')
+    monkeypatch.setattr(dataset.subprocess, 'run', prepare_here)
+    dataset.prepare_small('pystdlib')
     assert (tmp_path / 'data/pystdlib/meta.json').exists()
     assert 'preparing pystdlib' in capsys.readouterr().out
 
@@ -193,7 +193,7 @@ def test_the_smallest_recipe_is_checked_where_nothing_is_prepared(tmp_path, monk
         return subprocess.CompletedProcess(command, 0)
 
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(opening, 'subprocess', SimpleNamespace(run=prepare_here))
+    monkeypatch.setattr(dataset, 'subprocess', SimpleNamespace(run=prepare_here))
     train.main(['config/tiny.py', '--check', '--device=cpu', '--dtype=float32'])
     assert 'checks passed' in capsys.readouterr().out
 

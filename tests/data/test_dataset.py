@@ -10,8 +10,6 @@ import numpy as np
 import pytest
 import torch
 from helpers import exit_code, fails, fork, ranks
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 import prepare
 import train
@@ -54,14 +52,16 @@ def test_each_flipped_bit_is_found_when_a_split_is_read_into_memory(own_data):
         assert len(open_dataset(own_data).split(path.stem, in_ram=True))
 
 
-def test_a_file_of_another_length_or_none_is_named(own_data):
-    path = own_data / 'val.bin'
-    whole = path.read_bytes()
-    for data in (whole[:-100], whole[:-1], b''):
-        path.write_bytes(data)
-        with pytest.raises(UserError, match=r'val\.bin: .* tokens of 2 bytes'):
-            open_dataset(own_data).split('val')
-    path.unlink()
+def test_a_file_of_another_length_or_none_and_a_broken_meta_json_are_named(own_data):
+    for name in ('val.bin', 'meta.json'):
+        path = own_data / name
+        whole = path.read_bytes()
+        for data in (whole[:-100], whole[:-1], b'', b'[]', b'{"format_version": 99}'):
+            path.write_bytes(data)
+            with pytest.raises(UserError, match=name):
+                open_dataset(own_data).split('val')
+        path.write_bytes(whole)
+    (own_data / 'val.bin').unlink()
     with pytest.raises(UserError, match=r'val\.bin'):
         open_dataset(own_data).split('val')
 
@@ -88,20 +88,8 @@ def test_a_damaged_file_ends_training_in_one_line_before_anything_is_written(
     assert f'{own_data}/train.bin' in message and not list(tmp_path.glob('out/*'))
 
 
-def test_a_meta_json_that_is_broken_is_named(own_data):
-    path = own_data / 'meta.json'
-    for text in ('', path.read_text()[:-100], '[]', '{"format_version": 1}',
-                 '{"format_version": 99}'):
-        path.write_text(text)
-        with pytest.raises(UserError, match=r'meta\.json'):
-            open_dataset(own_data)
-
-
 def test_a_folder_without_a_dataset_names_the_command_that_makes_one(tmp_path):
     with pytest.raises(UserError, match=f'prepare.py text FILES --data_dir={tmp_path}$'):
-        open_dataset(tmp_path)
-    (tmp_path / 'meta.json').symlink_to('nowhere')  # no bare folder of GPT-2 tokens
-    with pytest.raises(UserError, match=r'meta\.json is broken'):
         open_dataset(tmp_path)
 
 
@@ -138,18 +126,6 @@ def test_a_file_that_is_cut_short_under_a_run_ends_it_in_one_line_and_keeps_its_
     assert list(tmp_path.glob('out/checkpoints/iter-*/state.json'))
 
 
-def test_a_split_may_have_more_files_than_a_process_may_open_at_first(tmp_path):
-    resource = pytest.importorskip('resource')
-    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
-    np.arange(9, dtype='<u2').tofile(tmp_path / 'x.bin')
-    try:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (100, limits[1]))
-        files = [open_tokens(tmp_path / 'x.bin', np.dtype('<u2')) for _ in range(200)]
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
-    assert all(file.read(8, 1) == 8 for file in files)
-
-
 # -----------------------------------------------------------------------------
 # token files of others
 
@@ -167,13 +143,9 @@ def test_token_ids_without_meta_json_are_read_with_and_without_llm_cs_header(tmp
         for in_ram in (False, True):
             stream = dataset.split('train', in_ram)
             assert np.array_equal(stream.read(0, 2000), ids) and len(stream) == 2000
-
-
-@pytest.mark.parametrize('words', [(20240801, 7, 2000), (20240522, 1, 2000), (20240520, 2, 2000),
-                                   (20240520, 1, 2001)])
-def test_other_headers_of_llm_c_and_a_count_that_is_not_the_files_are_refused(words, tmp_path):
-    with pytest.raises(UserError, match=r'train\.bin has a header of llm\.c'):
-        open_dataset(bare(tmp_path / 'd', range(2000), header(*words))).split('train')
+    for words in ((20240801, 7, 2000), (20240520, 2, 2000), (20240520, 1, 2001)):
+        with pytest.raises(UserError, match=r'train\.bin has a header of llm\.c'):
+            open_dataset(bare(tmp_path / 'd', ids, header(*words))).split('train')
 
 
 def test_tokens_can_begin_within_a_file_that_holds_more(own_data):
@@ -234,20 +206,14 @@ def test_processes_that_find_different_tokens_do_not_train(tiny, tmp_path):
     assert all('find different tokens' in log.read_text() for log in logs)
 
 
-def test_the_path_that_an_earlier_version_saved_is_an_identity(tmp_path, monkeypatch):
-    folder = bare(tmp_path / 'bare', range(3000))
-    monkeypatch.chdir(tmp_path)
-    for name in (folder, 'bare'):
-        dataset = open_dataset(name)
-        assert dataset.is_identity('train', str(folder))
-        for other in ('other', None, 3, [], {}, '\0'):
-            assert not dataset.is_identity('train', other)
+def test_the_path_that_an_earlier_version_saved_is_an_identity(tmp_path):
+    dataset = open_dataset(bare(tmp_path / 'bare', range(3000)))
+    assert dataset.is_identity('train', str(tmp_path / 'bare'))
+    assert not dataset.is_identity('train', str(tmp_path / 'other'))
 
 
-@given(st.integers(0, SAMPLED_BLOCKS * SAMPLED_BYTES - 1))
-@settings(max_examples=15)
-def test_a_sample_leaves_out_no_more_than_it_reads(tmp_path_factory, start):
-    path = tmp_path_factory.mktemp('sample') / 'train.bin'
+def test_a_sample_leaves_out_no_more_than_it_reads(tmp_path):
+    path = tmp_path / 'train.bin'
     tokens = np.zeros(SAMPLED_BLOCKS * SAMPLED_BYTES, '<u2')  # twice what is read of it
 
     def sample():
@@ -255,5 +221,7 @@ def test_a_sample_leaves_out_no_more_than_it_reads(tmp_path_factory, start):
         return open_tokens(path, np.dtype('<u2')).sampled_sha256()
 
     before = sample()
-    tokens[start:start + SAMPLED_BYTES] += 1  # so many bytes, twice
-    assert sample() != before
+    for start in np.random.default_rng(0).integers(0, len(tokens), 15):
+        tokens[:] = 0
+        tokens[start:start + SAMPLED_BYTES] = 1  # so many bytes, twice
+        assert sample() != before

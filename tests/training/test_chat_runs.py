@@ -122,7 +122,7 @@ def test_questions_without_room_for_an_answer_are_no_samples_and_end_no_run(chat
     write_chat(tmp_path / 'data/long', [ask('q' * 100, 'yes')] * 20)
     train.main([*chat, '--dataset=long', '--report=True', '--batch_size=1', '--eval_iters=1',
                 '--out_dir=out'])
-    assert 'has room for an answer in block_size=48' in ''.join(capsys.readouterr())
+    assert 'has room for an answer' in ''.join(capsys.readouterr())
     assert all(row['loss'] > 0 for row in lines(tmp_path / 'out', 'loss'))
 
 

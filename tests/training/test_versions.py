@@ -9,7 +9,7 @@ from helpers import lines, options
 
 import train
 from model import GPTConfig
-from plaingpt.data.opening import open_named
+from plaingpt.data.dataset import open_named
 from plaingpt.monitoring.run_record import read_run
 from plaingpt.system.errors import UserError
 from plaingpt.system.removed import REMOVED

@@ -33,8 +33,8 @@ from plaingpt.data.dataset import open_data, open_named
 from plaingpt.experiments import runs, tables
 from plaingpt.experiments.judge import judge
 from plaingpt.experiments.speed import measure_speed
-from plaingpt.monitoring.curves import draw_runs
 from plaingpt.monitoring.run_record import read_rows
+from plaingpt.monitoring.run_report import draw_runs
 from plaingpt.system import devices
 from plaingpt.system.distributed import launched_world
 from plaingpt.system.errors import UserError, run_script, warn

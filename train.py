@@ -23,10 +23,10 @@ from model import GPT
 from plaingpt.checks.preflight import preflight
 from plaingpt.data.batches import BatchLoader, fits_in_ram
 from plaingpt.data.dataset import Dataset, describe_batches, open_data
-from plaingpt.monitoring.markdown_report import write_report
 from plaingpt.monitoring.metrics import Metrics
 from plaingpt.monitoring.references import find_reference
 from plaingpt.monitoring.run_record import describe_run
+from plaingpt.monitoring.run_report import write_report
 from plaingpt.system import devices
 from plaingpt.system.distributed import (
     Stopped,

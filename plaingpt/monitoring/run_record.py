@@ -12,7 +12,6 @@ from dataclasses import asdict
 from pathlib import Path
 
 from plaingpt.system.files import read_json
-from plaingpt.system.formatting import duration
 
 # -----------------------------------------------------------------------------
 # rows of metrics.jsonl
@@ -105,16 +104,3 @@ def read_run(out_dir):
     return {**run, 'config': config, 'changed': {
         key: value for key, value in config.items()
         if key in run['changed'] or key not in run['config']}}
-
-
-def run_summary(name, rows, run):
-    """'out: iteration 2000, 1,536,000 tokens, 1m44s; validation 1.8997 at best, at iteration 2000;
-    all iterations are done'"""
-    # where the run ended, or the last row of one that trains or was killed
-    last = max(rows[-1], run.get('end', rows[-1]), key=lambda place: place['iter'])
-    parts = [f'{name}: iteration {last["iter"]}, {last["tokens"]:,} tokens, '
-             f'{duration(last["elapsed_s"])}']
-    if evaluations := rows_with(rows, 'val_loss'):
-        best = min(evaluations, key=lambda row: row['val_loss'])
-        parts.append(f'validation {best["val_loss"]:.4f} at best, at iteration {best["iter"]}')
-    return '; '.join(filter(None, [*parts, run.get('ending')]))

@@ -1,0 +1,141 @@
+"""report.md and loss.png: what came of a run, and how it ended."""
+
+import itertools
+import os
+import signal
+import sys
+
+import pytest
+from helpers import fails, in_the_loop, lines, size_of_png
+from matplotlib.figure import Figure
+
+import train
+from plaingpt.monitoring import run_report
+from plaingpt.monitoring.run_record import read_rows, read_run
+from plaingpt.training import step_guard
+
+
+@pytest.fixture
+def no_picture(monkeypatch):
+    monkeypatch.setattr(run_report, 'draw_runs', lambda *_: None)
+
+
+def test_a_report_says_what_came_of_a_run(tiny, tmp_path):
+    train.main([*tiny, '--report=True', '--max_iters=9'])
+    rows, text = lines(tmp_path / 'out', 'val_loss'), (tmp_path / 'out/report.md').read_text()
+    best = min(row['val_loss'] for row in rows)
+    for words in (f'validation {rows[-1]["val_loss"]:.4f}, at best {best:.4f}', 'has no reference',
+                  'iteration 9, 1,152 tokens', 'all iterations are done', '(loss.png)',
+                  'After 0 iterations it wrote', 'After 9 iterations it wrote'):
+        assert words in text, words
+    assert size_of_png(tmp_path / 'out/loss.png') > (1000, 600)
+    samples = [row['sample'] for row in lines(tmp_path / 'out', 'sample')]
+    assert len(samples) == 4 and all(len(sample) == 1 + 100 for sample in samples)
+
+
+def test_a_report_has_what_looks_wrong(trained):
+    rows, run = read_rows(trained / 'metrics.jsonl'), read_run(trained)
+    for row in rows:
+        row |= {key: 3.0 for key in ('train_loss', 'val_loss') if key in row}
+    assert '- the evaluation at iteration' in run_report.format_report(trained, rows, run)
+
+
+def test_without_matplotlib_a_run_ends_well(tiny, tmp_path, monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, 'matplotlib.figure', None)
+    train.main([*tiny, '--report=True'])
+    assert 'no loss.png: drawing curves needs matplotlib' in capsys.readouterr().out
+    assert (tmp_path / 'out/report.md').exists() and not (tmp_path / 'out/loss.png').exists()
+
+
+def test_an_interrupted_run_is_reported_where_it_stands(tiny, tmp_path, monkeypatch, no_picture):
+    original, steps = train.forward_backward, itertools.count(1)
+
+    def interrupted(*arguments):
+        if next(steps) == 46:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return original(*arguments)
+    in_the_loop(monkeypatch, forward_backward=interrupted)
+    long = [*tiny, '--report=True', '--lr_decay_iters=450', '--eval_interval=150']
+    train.main([*long, '--max_iters=450', '--log_interval=50'])
+    text = (tmp_path / 'out/report.md').read_text()
+    assert f'out: iteration 46, {46 * 128:,} tokens' in text and 'SIGTERM' in text
+    # resumed, it is on its way again, and known from its rows
+    train.main([*long, '--init_from=resume', '--max_iters=48'])
+    assert 'out: iteration 48, ' in (tmp_path / 'out/report.md').read_text()
+
+
+def test_patience_ends_a_run_that_gets_no_better_and_survives_a_resume(tiny, tmp_path, no_picture):
+    still = [*tiny, '--learning_rate=0.0', '--min_lr=0.0', '--eval_interval=2', '--max_iters=20',
+             '--lr_decay_iters=20', '--weight_decay=0.0', '--patience=3']
+    train.main([*still, '--max_iters=4'])
+    train.main([*still, '--init_from=resume', '--report=True'])
+    assert [line['iter'] for line in lines(tmp_path / 'out', 'val_loss')] == [0, 2, 4, 6]
+    assert '; patience=3: 3 evaluations' in (tmp_path / 'out/report.md').read_text()
+
+
+def test_a_run_that_gave_up_says_so(tiny, tmp_path, capsys, monkeypatch, no_picture):
+    monkeypatch.setattr(step_guard, 'MAX_BAD_STEPS', 2)
+    assert 'not finite' in fails(capsys, monkeypatch, train.main, *tiny, '--learning_rate=1e9',
+                                 '--warmup_iters=0', '--decay_lr=False', '--max_iters=20',
+                                 '--report=True')
+    assert '; given up: 2 steps in a row' in (tmp_path / 'out/report.md').read_text()
+
+
+# -----------------------------------------------------------------------------
+# curves
+
+
+def run(losses, tokens=64):
+    """Rows of a run: every 10 iterations an evaluation, a logged step and a look inside."""
+    rows = []
+    for i, loss in enumerate(losses):
+        at = {'iter': 10 * i, 'tokens': tokens * 10 * i, 'elapsed_s': 5.0 * i}
+        rows.append({**at, 'train_loss': loss - 0.2, 'val_loss': loss, 'val_bpb': 1.2 * loss,
+                     'val_loss_stderr': 0.03 if i else None})
+        if i:
+            rows += [{**at, 'loss': loss - 0.1, 'lr': 1e-3, 'grad_norm': 1.0},
+                     {**at, 'health/update_ratio/h.0': 1e-3, 'health/update_ratio/h.1': 2e-3}]
+    return rows
+
+
+@pytest.fixture
+def drawn(monkeypatch, tmp_path):
+    """drawn([(name, rows)], …) → the axes of their picture, that of the losses first"""
+    figures = []
+    original = Figure.savefig
+    monkeypatch.setattr(Figure, 'savefig', lambda figure, *rest, **more: (
+        figures.append(figure), original(figure, *rest, **more)))
+
+    def drawn(*arguments):
+        run_report.draw_runs(arguments[0], tmp_path / 'loss.png', *arguments[1:])
+        assert size_of_png(tmp_path / 'loss.png') > (1000, 600)
+        return figures[-1].axes
+    return drawn
+
+
+def labels(axes):
+    return {text.get_text() for text in axes.get_legend().get_texts()}
+
+
+def test_a_run_is_one_picture_of_losses_and_what_else_was_logged(drawn):
+    rows = run([10.0, 9.0] + [3 - i / 100 for i in range(98)])
+    losses, *others = drawn([('out', rows)], [(230, 2.0, 2.5), (460, 1.5, 1.8)])
+    assert {'validation 2.030', 'training 1.940'} < labels(losses)
+    [band] = [each for each in losses.collections if each.get_label().startswith('reference')]
+    assert set(band.get_paths()[0].vertices.T[0]) == {230, 460}
+    drawn_lines = {axes.get_title(): len(axes.lines) for axes in others}
+    assert drawn_lines['learning rate'] == 1 and drawn_lines['update / weight of blocks'] == 2
+
+
+def test_the_first_rows_of_runs_are_drawn(drawn):
+    assert drawn([('out', run([4.0]))]) and drawn([('out', run([4.0])), ('other', [])])
+
+
+def test_runs_are_compared_by_their_tokens_and_runs_of_one_name_have_one_colour(drawn):
+    rows, other = run([4.0, 3.0, 2.0]), run([4.0, 3.0], tokens=128)
+    losses, *_ = drawn([('a', rows), ('a', rows), ('$b', other)])
+    assert labels(losses) == {'a', r'\$b'}
+    assert losses.lines[0].get_color() == losses.lines[1].get_color() != losses.lines[2].get_color()
+    assert losses.lines[2].get_xdata()[-1] == 1280
+    bits, *_ = drawn([('a', rows), ('b', other)], (), True)
+    assert bits.lines[0].get_ydata()[0] == 1.2 * 4.0

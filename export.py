@@ -55,7 +55,8 @@ def model_card(name, model, tokenizer, source, state):
     without paths of this machine. state: state.json of a run's checkpoint, or {}"""
     c, trained_with = model.config, state.get('config', {})
     trained_on = [Path(each).name for each in read_names(trained_with['dataset'])] if state else []
-    known = [CORPORA[each].hub for each in trained_on if each in CORPORA and CORPORA[each].hub]
+    known = [CORPORA[each].hub.partition('@')[0] for each in trained_on
+             if each in CORPORA and CORPORA[each].hub]
     code = '' if choose_architecture(model) != OWN_CODE else ', trust_remote_code=True'
     facts = {
         'parameters': f'{model.num_parameters():,}',

@@ -14,7 +14,6 @@ After a kill, the same command goes on after the last finished file of tokens.
 
 import re
 from dataclasses import asdict, dataclass
-from fractions import Fraction
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -24,11 +23,11 @@ from plaingpt.data.chat_tokenizer import PLAIN_TEMPLATES, ChatTokenizer, find_pl
 from plaingpt.data.conversations import open_conversations
 from plaingpt.data.corpora import CORPORA, OPTIONS, describe_corpus, table
 from plaingpt.data.dataset import dataset_folder, not_prepared
+from plaingpt.data.documents import open_source
 from plaingpt.data.encoding import write_tokens
 from plaingpt.data.inspection import inspect
-from plaingpt.data.shards import check_ours, read_progress, write_dataset
-from plaingpt.data.sources import open_source
-from plaingpt.data.splitting import Shares
+from plaingpt.data.shards import read_progress, write_dataset
+from plaingpt.data.splitting import VAL_CHARS, Shares
 from plaingpt.data.tokenizer_choice import borrow_tokenizer, checksum, is_dataset, learn_tokenizer
 from plaingpt.data.tokenizers import is_chat, is_name
 from plaingpt.system.errors import UserError, run_script
@@ -39,20 +38,17 @@ from plaingpt.system.machine import allowed_cpus
 @dataclass
 class PrepareConfig:
     # where from and where to
-    input: str = ''  # files, folders and globs, with commas between, instead of downloading
-    path: str = ''  # hf: a dataset of the hub, or a folder laid out like one
+    input: str = ''  # files, folders and globs, with commas between; hf: a dataset of the hub
     subset: str = ''  # hub: the subset of a dataset
     split: str = ''  # hub: the split to train on (default: train)
     val_split: str = ''  # hub: the split to validate on (default: held out of split)
-    test_split: str = ''  # hub: the split for evaluate.py --tasks=test
     data_dir: str = ''  # folder to write (default: data/NAME)
     # what a document is
-    documents: Literal['auto', 'file', 'line', 'paragraph', 'title'] = 'auto'  # title: WikiText's
-    text_field: str = ''  # field of a row; a.b: b in a (default: text or content, or the corpus's)
+    documents: Literal['auto', 'file', 'line'] = 'auto'  # auto: a few files are one running text
+    text_field: str = ''  # field of a row (default: text or content, or the corpus's)
     prompt: str = ''  # chat: the column with what the user says (default: found by its name)
     completion: str = ''  # chat: the column with what the assistant says
     encoding: str = 'utf-8'  # of all files: latin-1, cp1252, utf-16, or another
-    errors: Literal['strict', 'replace'] = 'strict'  # for bytes outside it: stop, or write U+FFFD
     # how much
     max_tokens: int | str = 0  # to train on, such as 100M or 1.5B (0: all); then reading ends
     val_fraction: Literal['auto'] | float = 'auto'  # held out (auto: 0.1, up to 1M tokens)
@@ -69,15 +65,12 @@ class PrepareConfig:
         for name in ('val_fraction', 'test_fraction'):
             if self.is_given(name) and not 0 < getattr(self, name) < 1:
                 found.append(f'{name}={getattr(self, name)}: expected a number between 0 and 1')
-        if self.test_fraction and self.test_split:
-            found.append('test_fraction and test_split cannot go together: leave one out')
         if bool(self.prompt) != bool(self.completion):
             found.append('prompt and completion go together: name both columns')
         try:
             'text'.encode(self.encoding)
-        except (LookupError, ValueError):
-            found.append(f'encoding={self.encoding[:40]}: Python has no such text encoding: '
-                         'expected one such as utf-8, latin-1, cp1252, utf-16 or shift_jis')
+        except LookupError as e:
+            found.append(f'encoding={self.encoding}: {e}: expected one such as latin-1 or cp1252')
         if parse_count(self.max_tokens) is None:
             found.append(f'max_tokens={self.max_tokens}: expected a number, such as 100M or 1.5B')
         return found
@@ -87,14 +80,12 @@ class PrepareConfig:
 
 
 def parse_count(text):
-    """'1.5B' → 1500000000, '100_000' and '1e5' → 100000, also with k, M and G; None for what is no
-    whole number from 0 on."""
+    """'1.5B' → 1500000000, '100_000' → 100000, also with k, M and G; None for what is no number."""
     found = re.fullmatch(r'(\d[\d_]*(?:\.\d+)?(?:e\d+)?)([kMGB]?)', str(text), re.IGNORECASE)
     if not found:
         return None
     unit = {'': 1, 'k': 10**3, 'm': 10**6, 'g': 10**9, 'b': 10**9}[found[2].lower()]
-    number = Fraction(found[1].replace('_', '')) * unit  # as a float, 1.1B would not be whole
-    return int(number) if number.denominator == 1 else None
+    return round(float(found[1]) * unit)
 
 
 def main(argv):
@@ -113,21 +104,16 @@ def main(argv):
     if name in ('-h', '--help'):
         load_config(PrepareConfig, argv, help_text, 'input', several=True)
     if name not in CORPORA:
-        if re.fullmatch('fineweb(edu)?10+B-gpt2', name):
-            raise UserError(f'{name} comes as tokens, so nothing is prepared: hf download '
-                            f'kjj0/{name} --repo-type=dataset --local-dir=data/{name}')
         if '--if_small' in options:  # train.py asks
             raise UserError(not_prepared(dataset_folder(name)))
         raise UserError(f'no corpus is called {name!r}: python prepare.py lists all; for files of '
                         f'your own, python prepare.py text {quoted(name)}')
     corpus = CORPORA[name]
-    config = load_config(PrepareConfig, options, help_text, *corpus.positional())
+    config = load_config(PrepareConfig, options, help_text, 'input', several=corpus.kind != 'hub')
     folder = Path(config.data_dir or f'data/{name}')
     if config.if_small and not corpus.small:
-        raise UserError(f'{folder} is not prepared: run '
-                        + f'python prepare.py {name} {corpus.required_option()}'.rstrip())
+        raise UserError(f'{folder} is not prepared: run python prepare.py {name}')
     check_options(config, name, corpus)
-    check_ours(folder)  # before anything is downloaded
     print(f'preparing {name}: {describe_corpus(corpus)}')
     prepare = prepare_datatrove if corpus.kind == 'datatrove' else prepare_text
     prepare(name, corpus, folder, config)
@@ -143,13 +129,13 @@ def main(argv):
 def check_options(config, name, corpus):
     """Raises UserError for an option that says nothing about a corpus of this kind, and where none
     says where the text is."""
-    takes = {*OPTIONS[corpus.kind].split(), 'data_dir', 'overwrite', 'if_small'}
+    takes = {*OPTIONS[corpus.kind].split(), 'input', 'data_dir', 'overwrite', 'if_small'}
     for option in asdict(config):
         if config.is_given(option) and option not in takes:
             raise UserError(f'{option}={getattr(config, option)}: {name} does not take it: leave '
                             'it out')
-    if (needed := corpus.required_option()) and not config.input and not config.path:
-        raise UserError(f'{name} needs {needed}')
+    if not (config.input or corpus.files or corpus.url or corpus.hub):
+        raise UserError(f'{name} takes {corpus.about}')
 
 
 def prepare_text(name, corpus, folder, config):
@@ -157,19 +143,16 @@ def prepare_text(name, corpus, folder, config):
     asked = corpus.tokenizer if config.tokenizer == 'auto' else config.tokenizer
     is_of_chat = corpus.kind == 'chat'
     borrowed = None if is_name(asked) else borrow_tokenizer(asked, is_of_chat)
-    errors = config.errors
-    kind = borrowed.to_json()['kind'] if borrowed else asked
-    if kind == 'byte' and errors == 'strict' and config.encoding == 'utf-8':
-        errors = 'surrogateescape'  # any bytes are tokens of the byte tokenizer
-    source = open_conversations(config) if is_of_chat else \
-        open_source(corpus, config, errors, folder)
-    if kind == 'char' and source.unit != 'B' and not borrowed:
+    source = open_conversations(config) if is_of_chat else open_source(name, corpus, config, folder)
+    if asked == 'char' and source.unit != 'B':
         raise UserError(f'{name} is too large for --tokenizer=char: use gpt2, byte or bpe:32768')
     max_tokens = parse_count(config.max_tokens)
     if max_tokens and source.is_one_text:
         raise UserError(f'max_tokens: {source.name} is one running text and has no documents: say '
-                        'what a document is with --documents=file, line, paragraph or title')
+                        'what a document is with --documents=file or line')
     command = describe_command(name, config, borrowed, identity=source.identity())
+    shares = Shares(0.1, config.test_fraction, VAL_CHARS) if config.val_fraction == 'auto' \
+        else Shares(config.val_fraction, config.test_fraction)
 
     def write(unfinished):
         progress = read_progress(unfinished, command)
@@ -179,8 +162,7 @@ def prepare_text(name, corpus, folder, config):
             plain = find_plain(tokenizer)  # where it has the tokens of one
             tokenizer = ChatTokenizer(tokenizer, PLAIN_TEMPLATES.get(plain, ''))
         threads = len(allowed_cpus()) if config.num_proc == 'auto' else config.num_proc
-        write_tokens(source, tokenizer, unfinished, command, progress,
-                     Shares.of(config.val_fraction, config.test_fraction),
+        write_tokens(source, tokenizer, unfinished, command, progress, shares,
                      shard_tokens=config.shard_tokens, threads=threads, max_tokens=max_tokens,
                      chat=is_of_chat)
 
@@ -190,7 +172,11 @@ def prepare_text(name, corpus, folder, config):
 def prepare_datatrove(name, corpus, folder, config):
     """Tokens that datatrove made → report. Raises UserError."""
     found = datatrove.find_datatrove(config.input)
-    tokenizer = datatrove.datatrove_tokenizer(config.tokenizer)
+    if config.tokenizer not in ('gpt2', 'byte') and is_name(config.tokenizer):
+        raise UserError('datatrove needs --tokenizer: the dataset or run that has the tokenizer of '
+                        'these tokens, or gpt2 or byte')
+    tokenizer = tokenizers.from_json({'kind': config.tokenizer}) if is_name(config.tokenizer) \
+        else borrow_tokenizer(config.tokenizer)
     sizes = [[path.name, path.stat().st_size] for path, *_ in found]
     command = describe_command(name, config, tokenizer, identity=sizes)
     share = 0.01 if config.val_fraction == 'auto' else config.val_fraction

@@ -76,7 +76,7 @@ class SampleConfig(Sampling, GeneratorChoice):
 
 def read_prompts(path):
     """The lines of a .jsonl file → [(object, 'FILE, line N')]. Raises UserError."""
-    from plaingpt.data.readers import read_jsonl
+    from plaingpt.data.documents import read_jsonl
     rows = []
     for where, row in read_jsonl(path):
         if not isinstance(row, dict) or not isinstance(row.get('prompt'), str):
@@ -90,7 +90,7 @@ def read_prompts(path):
 def write_samples(generator, config):
     start = config.start
     if start.startswith('FILE:'):
-        from plaingpt.data.readers import read_text
+        from plaingpt.data.documents import read_text
         start = read_text(start.removeprefix('FILE:'))
     prompt = generator.encode_prompt(start, 'start')
     at_a_time = 1 if config.stream else config.batch_size

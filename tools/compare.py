@@ -214,7 +214,7 @@ def prepare(config, _):
             times['recipe of nanoGPT'].append(run_and_watch(
                 ['-c', RECIPE, corpus, theirs, str(cores)], ROOT)[0])
             times['prepare.py'].append(run_and_watch(
-                ['prepare.py', 'hf', f'--path={corpus}', '--val_fraction=0.0005',
+                ['prepare.py', 'hf', corpus, '--val_fraction=0.0005',
                  f'--data_dir={ours}'], ROOT)[0])
         tokens, same = (sum(path.stat().st_size for path in place.glob('*.bin')) // 2
                         for place in (ours, theirs))

@@ -13,8 +13,7 @@ row that is not wholly understood ends the command.
 import copy
 import json
 
-from plaingpt.data.readers import ROWS, file_type
-from plaingpt.data.sources import Files, find_files
+from plaingpt.data.documents import ROWS, Files, file_type, find_files, read_rows
 from plaingpt.system.errors import UserError
 
 PAIRS = (('prompt', 'completion'), ('instruction', 'output'), ('question', 'answer'),
@@ -30,12 +29,12 @@ class Conversations(Files):
     """Conversations of files of rows as a source: each text is the messages as JSON.
     columns: those of the user and of the assistant, or () where the fields of a row tell"""
 
-    def __init__(self, paths, name, columns=(), errors='strict', encoding='utf-8'):
+    def __init__(self, paths, name, columns=(), encoding='utf-8'):
         for path in paths:
             if file_type(path) == 'text':
                 raise UserError(f'{path}: conversations are read from {", ".join(ROWS)} files: '
                                 'write them as a table, or as JSON, one conversation a line')
-        super().__init__(paths, name, errors=errors, encoding=encoding)
+        super().__init__(paths, name, encoding=encoding)
         self.columns, self.left_out, self.as_text = columns, set(), False
 
     def texts(self):
@@ -45,7 +44,7 @@ class Conversations(Files):
         return found
 
     def documents(self, file):
-        for where, row in self.rows(file):
+        for where, row in read_rows(file, self.encoding):
             fields = self.columns or find_fields(row, where)
             messages = parse_row(row, fields, where)
             said = [message['content'] for message in messages]  # a field may repeat one of these
@@ -66,8 +65,7 @@ class Conversations(Files):
 def open_conversations(config):
     """The source of the files that a PrepareConfig names. Raises UserError."""
     columns = (config.prompt, config.completion) if config.prompt else ()
-    return Conversations(find_files(config.input, ROWS), config.input, columns, config.errors,
-                         config.encoding)
+    return Conversations(find_files(config.input, ROWS), config.input, columns, config.encoding)
 
 
 def find_fields(row, where):

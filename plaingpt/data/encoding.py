@@ -13,21 +13,14 @@ from typing import NamedTuple
 import numpy as np
 
 from plaingpt.data.dataset import MASK_ENDING
-from plaingpt.data.gigatoken import WrongIds, fast_encode
-from plaingpt.data.shards import ShardWriter, empty, write_meta, write_progress
+from plaingpt.data.gigatoken import fast_encode
+from plaingpt.data.shards import ShardWriter, write_meta, write_progress
 from plaingpt.data.splitting import SPLITS, put_in_splits
 from plaingpt.data.tokenizers import UnknownCharacter
 from plaingpt.system.errors import UserError, progress_bar
 from plaingpt.system.formatting import count_of, short
 
 BATCH_CHARS = 2**20  # that a thread encodes at a time
-
-
-class TextBatch(NamedTuple):
-    pieces: list  # of (split, text, new_document)
-    characters: int  # of their texts
-    count: int  # pieces up to the batch's end
-    position: int  # how far the source has been read
 
 
 class Encoded(NamedTuple):
@@ -47,9 +40,8 @@ def write_tokens(source, tokenizer, folder, command, progress, shares, *, shard_
     """
     dtype = np.dtype('<u2' if tokenizer.vocab_size <= 2**16 else '<u4')
     columns = {'.bin': dtype, **({MASK_ENDING: np.dtype('u1')} if chat else {})}
-    has_test = shares.test or 'test' in getattr(source, 'splits', ())
     writers = {split: ShardWriter(folder, split, shard_tokens, columns)
-               for split in SPLITS[:2 + bool(has_test)]}
+               for split in SPLITS[:3 if shares.test else 2]}
     for split in writers if progress else ():
         writers[split].go_back(progress['splits'][split])
     train, started = writers['train'], time.monotonic()
@@ -60,31 +52,28 @@ def write_tokens(source, tokenizer, folder, command, progress, shares, *, shard_
         encode_batch, tokenizer, fast_encode(tokenizer),
         None if source.is_one_text else tokenizer.end_of_text, dtype)
     pieces = put_in_splits(source, shares, tokenizer.end_of_text is None)
+    count = progress.get('count', 0)  # pieces that are written
     try:
         with closing(pieces), progress_bar('encoding', max_tokens or source.total,
                                            'tokens' if max_tokens else source.unit) as bar:
-            batches = group_in_batches(pieces, source, progress.get('count', 0))
+            batches = group_in_batches(islice(pieces, count, None))
             for batch, encoded in map_in_order(encode, batches, threads):
                 room = max_tokens - train.tokens
                 if max_tokens and 'train' in encoded and len(encoded['train'].ids) >= room:
                     encoded = encode(batch, room=room)
                 filled = [writers[split].write(part) for split, part in encoded.items()]
+                count += len(batch)
                 if max_tokens and train.tokens == max_tokens:
                     break  # the batch was cut, so progress.json cannot say how far it is written
                 if any(filled):
                     for writer in writers.values():
                         writer.sync()
-                    write_progress(folder, command, tokenizer=tokenizer.to_json(),
-                                   count=batch.count, splits={
-                                       split: writer.state() for split, writer in writers.items()})
-                bar.update((train.tokens if max_tokens else batch.position) - bar.n)
+                    write_progress(folder, command, tokenizer=tokenizer.to_json(), count=count,
+                                   splits={split: writer.state()
+                                           for split, writer in writers.items()})
+                bar.update((train.tokens if max_tokens else source.position()) - bar.n)
     except UnknownCharacter as e:
         raise UserError(f'{source.name}: {e}: replace it, or choose another --tokenizer') from None
-    except WrongIds:  # earlier ones may be wrong as well
-        empty(folder)
-        raise
-    if source.identity() != command['identity']:
-        raise UserError(f'{source.name}: changed while it was read: give the same command again')
     tokens = sum(writer.tokens for writer in writers.values()) - done
     seconds = time.monotonic() - started
     print(f'{count_of(tokens, "token")} in {seconds:.1f} s, {short(tokens / seconds)} a second')
@@ -94,31 +83,25 @@ def write_tokens(source, tokenizer, folder, command, progress, shares, *, shard_
     write_meta(folder, dtype, tokenizer, splits, command)
 
 
-def group_in_batches(pieces, source, count):
-    """Group what put_in_splits yields; the first `count` pieces are written already."""
+def group_in_batches(pieces):
+    """Group what put_in_splits yields in lists of about BATCH_CHARS."""
     group, characters = [], 0
-    for split, text, new_document in islice(pieces, count, None):
-        group.append((split, text, new_document))
-        count += 1
-        characters += len(text)
+    for piece in pieces:
+        group.append(piece)
+        characters += len(piece[1])
         if characters >= BATCH_CHARS:
-            yield TextBatch(group, characters, count, source.position())
+            yield group
             group, characters = [], 0
     if group:
-        yield TextBatch(group, characters, count, source.position())
-
-
-def utf8_bytes(text):
-    # Bytes that are no UTF-8 are halves of characters in the text.
-    return len(text) if text.isascii() else len(text.encode('utf-8', 'replace'))
+        yield group
 
 
 def encode_batch(tokenizer, encode, end_of_text, dtype, batch, room=math.inf):
-    """TextBatch → {split: Encoded}, with `end_of_text` before each document unless it is None.
-    room: the most tokens to train on; the document that reaches it is cut"""
+    """[(split, text, new_document)] → {split: Encoded}, with `end_of_text` before each document
+    unless it is None. room: the most tokens to train on; the document that reaches it is cut"""
     ids = {split: [] for split in SPLITS}
     documents, sizes = dict.fromkeys(SPLITS, 0), dict.fromkeys(SPLITS, 0)
-    for split, text, new_document in batch.pieces:
+    for split, text, new_document in batch:
         found = encode(text)
         before = [end_of_text] if new_document and end_of_text is not None else []
         size = utf8_bytes(text)
@@ -139,11 +122,10 @@ def encode_batch(tokenizer, encode, end_of_text, dtype, batch, room=math.inf):
 
 
 def encode_conversations(tokenizer, dtype, batch):
-    """TextBatch → {split: Encoded}, of conversations as JSON."""
+    """The same of conversations as JSON."""
     encoded = {}
     for split in SPLITS:
-        found = [json.loads(text) for piece_split, text, *_ in batch.pieces
-                 if piece_split == split]
+        found = [json.loads(text) for piece_split, text, _ in batch if piece_split == split]
         if found:
             both = map(tokenizer.encode_conversation, found)
             ids, loss_mask = map(np.concatenate, zip(*both, strict=True))
@@ -153,19 +135,24 @@ def encode_conversations(tokenizer, dtype, batch):
     return encoded
 
 
+def utf8_bytes(text):
+    return len(text) if text.isascii() else len(text.encode('utf-8', 'replace'))
+
+
 def map_in_order(function, batches, threads):
     """Yield (batch, function(batch)) in order; threads compute a few batches ahead, counted in
     characters: a batch may be one huge document."""
     # Threads and not processes: tiktoken works outside of Python's lock, so that they are as fast
     # and share one vocabulary. gigatoken holds the lock, but is faster than reading the text.
     with ThreadPoolExecutor(threads, thread_name_prefix='encode') as pool:
-        waiting, characters = deque(), 0
+        waiting, ahead = deque(), 0
         for batch in batches:
-            waiting.append((batch, pool.submit(function, batch)))
-            characters += batch.characters
-            while characters > 2 * threads * BATCH_CHARS:
-                batch, future = waiting.popleft()
+            characters = sum(len(text) for _, text, _ in batch)
+            waiting.append((batch, characters, pool.submit(function, batch)))
+            ahead += characters
+            while ahead > 2 * threads * BATCH_CHARS:
+                batch, characters, future = waiting.popleft()
                 yield batch, future.result()
-                characters -= batch.characters
-        for batch, future in waiting:
+                ahead -= characters
+        for batch, _, future in waiting:
             yield batch, future.result()

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
-from plaingpt.data.hub import explain_hub_errors
+from plaingpt.data.documents import explain_hub_errors
 from plaingpt.system.errors import UserError, needs
 from plaingpt.system.files import read_json
 from plaingpt.system.formatting import join_halves, one_line

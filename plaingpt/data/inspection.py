@@ -9,11 +9,10 @@ from numpy.lib.stride_tricks import sliding_window_view
 
 from plaingpt.data.dataset import open_dataset
 from plaingpt.system.errors import UserError, progress_bar, warn
-from plaingpt.system.files import write_json
 from plaingpt.system.formatting import count_of, printable
 
 READ_TOKENS = 2**20  # at a time
-SHOWN_TOKENS = 300  # of a conversation
+SHOWN_TOKENS, SHOWN_TOKENS_OF_CHAT = 24, 300
 
 
 def find_damage(dataset):
@@ -27,6 +26,37 @@ def find_damage(dataset):
         except UserError as problem:
             problems.append(str(problem))
     return problems
+
+
+def inspect(folder):
+    """Print what a prepared folder holds and read all of it. Raises UserError for damage."""
+    dataset = open_dataset(folder)
+    for key, value in dataset.meta.get('source', {}).items():
+        if value:
+            print(f'  {key}: {value}')
+    if problems := find_damage(dataset):
+        raise UserError('\n'.join(problems))
+    for split in ('train', *dataset.held_out()):
+        stream = dataset.split(split)
+        for start in range(0, len(stream), READ_TOKENS):
+            stream.read(start, READ_TOKENS)  # UserError for an id beyond the vocabulary
+    print_report(dataset)
+    print('no damage found' + ('' if dataset.is_ours() else '; no checksums to compare with'))
+
+
+def print_report(dataset):
+    """Print how much each split holds and how it begins, and how much of the validation text is in
+    the training split."""
+    tokenizer, meta = dataset.tokenizer(), dataset.meta
+    print(f'{dataset.folder}: {tokenizer.to_json()["kind"]} tokenizer, {dataset.vocab_size:,} '
+          f'tokens, {meta.get("dtype", "uint16")}')
+    for split in ('train', *dataset.held_out()):
+        stream = dataset.split(split)
+        print(describe_split(dataset, split))
+        print(f'    {excerpt(stream, tokenizer)}')
+    for split in dataset.held_out():
+        entry = dataset.split_entry(split)
+        print_overlap(split, entry if 'in_train' in entry else compare_with_train(dataset, split))
 
 
 def describe_split(dataset, split):
@@ -45,17 +75,38 @@ def describe_split(dataset, split):
     return line
 
 
-def print_report(folder):
-    """Print the counts of a folder that was just prepared, and how each split begins."""
-    dataset = open_dataset(folder)
-    tokenizer, meta = dataset.tokenizer(), dataset.meta
-    for split, entry in meta['splits'].items():
-        print(describe_split(dataset, split))
-        print(f'    {tokenizer.decode(dataset.split(split).read(0, 24).tolist())!r}')
-        if entry['tokens'] < 1025 and not dataset.has_mask():
-            print(f'    note: that allows a block_size of {entry["tokens"] - 1} at most')
-    print(f'{folder}/meta.json: {meta["tokenizer"]["kind"]} tokenizer, {meta["vocab_size"]:,} '
-          f'tokens, {meta["dtype"]}')
+def excerpt(stream, tokenizer):
+    """How a split begins; of conversations the first one, with the tokens in the loss in
+    brackets."""
+    if not stream.loss_mask:
+        return repr(tokenizer.decode(stream.read(0, SHOWN_TOKENS).tolist()))
+    ids = stream.read(0, SHOWN_TOKENS_OF_CHAT)
+    starts = np.flatnonzero(ids == tokenizer.conversation)[1:].tolist()
+    ids = ids[:starts[0]] if starts else ids
+    text, loss_mask = '', stream.loss_mask.read(0, len(ids))
+    for in_loss, run in groupby(range(len(ids)), lambda i: bool(loss_mask[i])):
+        part = tokenizer.decode(ids[list(run)].tolist())
+        text += f'[{part}]' if in_loss else part
+    text = printable(text)
+    for name in {tokenizer.decode([i]) for i in tokenizer.roles.values()}:
+        text = text.replace(name, f'\n    {name}')  # a message a line
+    return text
+
+
+def print_overlap(split, entry):
+    """Print how much of a split is in the training split: a warning where the loss on it cannot be
+    believed."""
+    name = 'validation' if split == 'val' else split
+    for key, what in (('in_train', f'{name} text is'), ('lines_in_train', f'lines of {name} '
+                      'text, whatever their numbers, are')):
+        if entry.get(key) is None:
+            continue
+        line = f'{100 * entry[key]:.3g}% of the {what} also in the training split'
+        if entry[key] > MUCH_IN_TRAIN:
+            warn(f'{line}, so the {name} loss says little about new text: remove the copies from '
+                 'the input, or hold out other text (python prepare.py hf … --val_split=…)')
+        else:
+            print(line)
 
 
 # -----------------------------------------------------------------------------
@@ -71,37 +122,6 @@ MUCH_IN_TRAIN = 0.1
 SHORT_TOKENS = 2 * SEQUENCE_TOKENS  # if documents are shorter on average, lines are compared too
 LINE_CHARS = 20  # shorter lines are everywhere
 LINE_TOKENS = 2**21  # of each split, to compare their lines
-
-
-def record_overlap(folder):
-    """Write into meta.json how much of each held-out split is in the training split, where it does
-    not say so yet → {split: its entry there}. Raises UserError, OSError."""
-    dataset = open_dataset(folder)
-    entries = {split: dataset.split_entry(split) for split in dataset.held_out()}
-    unknown = {split: entry for split, entry in entries.items() if 'in_train' not in entry}
-    for split, entry in unknown.items():
-        entry |= compare_with_train(dataset, split)
-    if any('in_train' in entry for entry in unknown.values()):
-        write_json(folder / 'meta.json', dataset.meta)
-    return entries
-
-
-def print_overlaps(entries):
-    """Print a line for each split whose entry tells how much of it is in the training split: a
-    warning where the loss on it cannot be believed."""
-    for split, entry in entries.items():
-        name = 'validation' if split == 'val' else split
-        for key, what in (('in_train', f'{name} text is'), ('lines_in_train', f'lines of {name} '
-                          'text, whatever their numbers, are')):
-            if entry.get(key) is None:
-                continue
-            line = f'{100 * entry[key]:.3g}% of the {what} also in the training split'
-            if entry[key] > MUCH_IN_TRAIN:
-                warn(f'{line}, so the {name} loss says little about new text: remove the copies '
-                     'from the input, or hold out other text (python prepare.py hf … '
-                     f'--{split}_split=…)')
-            else:
-                print(line)
 
 
 def compare_with_train(dataset, split):
@@ -171,54 +191,4 @@ def find_overlap(train, val):
 
 
 def place_in_table(hashes):
-    """Hashes of 64 bits → their first TABLE_BITS bits."""
     return hashes.view(np.uint64) >> (64 - TABLE_BITS)
-
-
-# -----------------------------------------------------------------------------
-# prepare.py inspect
-
-
-def inspect(folder):
-    """Print what a prepared folder holds and read all of it. Raises UserError for damage."""
-    dataset = open_dataset(folder)
-    tokenizer = dataset.tokenizer()
-    print(f'{folder}: {tokenizer.to_json()["kind"]} tokenizer, {dataset.vocab_size:,} tokens')
-    for key, value in dataset.meta.get('source', {}).items():
-        if value:
-            print(f'  {key}: {value}')
-    if problems := find_damage(dataset):
-        raise UserError('\n'.join(problems))
-    for split in ('train', *dataset.held_out()):
-        stream = dataset.split(split)
-        for start in range(0, len(stream), READ_TOKENS):
-            stream.read(start, READ_TOKENS)  # UserError for an id beyond the vocabulary
-        print(describe_split(dataset, split))
-        for start in range(0, len(stream), -(-len(stream) // 3)):
-            if stream.loss_mask:
-                show_conversation(stream, start, tokenizer)
-            else:
-                print(f'  {start:>14,}  {tokenizer.decode(stream.read(start, 24).tolist())!r}')
-    print_overlaps({split: compare_with_train(dataset, split) for split in dataset.held_out()})
-    print('no damage found'
-          + ('' if dataset.is_ours() else '; no checksums to compare with'))
-
-
-def show_conversation(stream, place, tokenizer):
-    """Print the first conversation that begins at token `place` or soon after it, else what there
-    is at `place`: a message a line, with the tokens in the loss in brackets."""
-    ids = stream.read(place, 2**14)
-    starts = np.flatnonzero(ids == tokenizer.conversation).tolist()
-    if not starts and place + len(ids) == len(stream):
-        return  # the last one was shown
-    first, end = [*(starts or [0]), len(ids)][:2]
-    stop = min(end, first + SHOWN_TOKENS)
-    loss_mask = stream.loss_mask.read(place, len(ids))
-    parts = [f'  {place + first:>14,}  ']
-    for in_loss, run in groupby(range(first, stop), lambda i: bool(loss_mask[i])):
-        text = tokenizer.decode(ids[list(run)].tolist())
-        parts.append(f'[{text}]' if in_loss else text)
-    text = printable(''.join(parts))
-    for name in {tokenizer.decode([i]) for i in tokenizer.roles.values()}:
-        text = text.replace(name, f'\n    {name}')  # a message a line
-    print(f'{text}…' if stop < end else text)

@@ -16,11 +16,12 @@ from plaingpt.data.dataset import (
     MASK_ENDING,
     TOKEN_FILES,
     UNFINISHED,
+    Dataset,
     mask_name,
     open_dataset,
     read_meta,
 )
-from plaingpt.data.inspection import find_damage, print_overlaps, print_report, record_overlap
+from plaingpt.data.inspection import compare_with_train, find_damage, print_report
 from plaingpt.system.errors import UserError
 from plaingpt.system.files import locked, naming, read_json, sha256_of, sync, write_json
 
@@ -54,7 +55,7 @@ class ShardWriter:
             end = start + self.shard_tokens - used
             for ending in self.columns:
                 array = encoded.ids if ending == '.bin' else encoded.loss_mask
-                with open(self.path(shard, ending), 'ab') as file:
+                with open(self.path(shard, ending), 'ab' if used else 'wb') as file:
                     file.write(array[start:end].tobytes())
                 self.unsynced.add(self.path(shard, ending))
             self.tokens += len(encoded.ids[start:end])
@@ -73,33 +74,23 @@ class ShardWriter:
     def state(self):
         return {key: getattr(self, key) for key in ('tokens', 'documents', 'bytes', 'learned')}
 
-    def sizes(self):
-        """Tokens of each shard."""
-        full, rest = divmod(self.tokens, self.shard_tokens)
-        return [self.shard_tokens] * full + [rest] * (rest > 0)
-
     def go_back(self, state):
-        """Go back to `state`, and cut off what was written after it. Raises UserError."""
+        """Go back to `state`, and cut off what was written after it."""
         for key, value in state.items():
             setattr(self, key, value)
-        kept = {self.path(shard, ending): n * dtype.itemsize for shard, n in enumerate(self.sizes())
-                for ending, dtype in self.columns.items()}
-        for ending in self.columns:
+        shard, used = divmod(self.tokens, self.shard_tokens)
+        for ending, dtype in self.columns.items():
             with suppress(FileNotFoundError):  # as finish() named it
                 os.replace(self.folder / f'{self.split}{ending}', self.path(0, ending))
-        for path in set(self.folder.glob(f'{self.split}*.bin')) - set(kept):
-            path.unlink()
-        for path, size in kept.items():
-            if not path.exists() or path.stat().st_size < size:
-                raise UserError(f'{path} is missing or cut short: remove {self.folder}, and give '
-                                'the same command again')
-            os.truncate(path, size)
+            if used:
+                os.truncate(self.path(shard, ending), used * dtype.itemsize)
 
     def finish(self):
         """→ the entry of this split in meta.json. A single file is named SPLIT.bin."""
         self.sync()
+        full, rest = divmod(self.tokens, self.shard_tokens)
         files = [{'name': self.path(shard).name, 'tokens': n}
-                 for shard, n in enumerate(self.sizes())]
+                 for shard, n in enumerate([self.shard_tokens] * full + [rest] * (rest > 0))]
         if len(files) == 1:
             files[0]['name'] = f'{self.split}.bin'
             for ending in self.columns:
@@ -114,15 +105,20 @@ class ShardWriter:
 
 
 def write_meta(folder, dtype, tokenizer, splits, command):
-    """Write meta.json. tokenizer: what made the tokens; splits: the entry of each. Raises UserError
-    where a split stayed empty."""
+    """Write meta.json, also how much of the text that is held out is in the training split.
+    tokenizer: what made the tokens; splits: the entry of each. Raises UserError where a split
+    stayed empty."""
     for split, entry in splits.items():
         if not entry['tokens']:
             raise UserError(f'{command["input"]}: the {split} split would be empty: use more text, '
                             'or change --val_fraction, --test_fraction or the names of the splits')
-    write_json(folder / 'meta.json', {
-        'format_version': FORMAT_VERSION, 'dtype': dtype.name, 'vocab_size': tokenizer.vocab_size,
-        'tokenizer': tokenizer.to_json(), 'splits': splits, 'source': command})
+    meta = {'format_version': FORMAT_VERSION, 'dtype': dtype.name,
+            'vocab_size': tokenizer.vocab_size, 'tokenizer': tokenizer.to_json(),
+            'splits': splits, 'source': command}
+    dataset = Dataset(folder, meta, tokenizer.vocab_size)
+    for split in dataset.held_out():
+        splits[split] |= compare_with_train(dataset, split)
+    write_json(folder / 'meta.json', meta)
 
 
 def write_progress(folder, command, **progress):
@@ -131,14 +127,13 @@ def write_progress(folder, command, **progress):
 
 def read_progress(folder, command):
     """What the same command wrote of its progress, or {}; then the folder is emptied."""
-    try:
-        progress = read_json(folder / 'progress.json')
-        if progress['command'] == command:
-            return progress
+    path = folder / 'progress.json'
+    progress = read_json(path) if path.exists() else {}
+    if progress.get('command') == command:
+        return progress
+    if progress:
         print(f'{folder}: what another command, or this one from other text, left there is '
               'deleted; starting anew')
-    except (OSError, ValueError, KeyError, TypeError):
-        pass
     empty(folder)
     return {}
 
@@ -168,19 +163,13 @@ def publish(folder):
     shutil.rmtree(unfinished)
 
 
-def check_ours(folder):
-    """Raises UserError where `folder` holds tokens that prepare.py did not write."""
-    if (folder / UNFINISHED).exists() or (folder / 'meta.json').exists():
-        return
-    if found := next((path for path in [*folder.glob('*.bin'), folder / 'meta.pkl']
-                      if path.exists()), None):
-        raise UserError(f'{folder} has {found.name} and no meta.json, so prepare.py did not make '
-                        'it and writes nothing there: name another folder with --data_dir')
-
-
 def is_done(folder, command, overwrite):
     """Whether this very command wrote the files of `folder`, and they are whole. Raises UserError
-    where another one did, unless it may `overwrite` them."""
+    where another one did, unless it may `overwrite` them, and where no prepare.py did."""
+    marks = folder / 'meta.json', folder / UNFINISHED
+    if not any(path.exists() for path in marks) and any(folder.glob('*.bin')):
+        raise UserError(f'{folder} has tokens and no meta.json, so prepare.py did not make them: '
+                        'name another folder with --data_dir')
     try:
         earlier = read_meta(folder / 'meta.json').get('source', {})
     except UserError:  # there is none, or it is broken
@@ -197,34 +186,25 @@ def is_done(folder, command, overwrite):
 def write_dataset(folder, command, overwrite, write):
     """Call `write` with a folder for unfinished files, move what it wrote into `folder`, and print
     a report. No other prepare.py can write there meanwhile. Where this command is done already, a
-    line says so. Folders that stay empty are removed. Raises UserError."""
+    line says so. Where it fails before there is something to go on from, nothing stays. Raises
+    UserError."""
     unfinished = folder / UNFINISHED
     folder.mkdir(parents=True, exist_ok=True)
     try:
         with naming(folder), locked(folder, f'{folder}: another prepare.py is writing there: wait '
                                             'until it is done, or choose another --data_dir'):
             if (unfinished / 'meta.json').exists():  # a kill left a whole dataset to be moved
-                with suppress(UserError):  # a broken one is begun anew
-                    publish(folder)
+                publish(folder)
             if is_done(folder, command, overwrite):
                 shutil.rmtree(unfinished, ignore_errors=True)
                 print(f'{folder} is already prepared by this command, and its checksums are right')
             else:
-                write_unfinished(unfinished, write)
+                unfinished.mkdir(exist_ok=True)
+                write(unfinished)
                 publish(folder)
-                print_report(folder)
-            print_overlaps(record_overlap(folder))
-    finally:
-        with suppress(OSError):  # it is not empty
-            folder.rmdir()
-
-
-def write_unfinished(unfinished, write):
-    """Call `write(unfinished)`. Where it fails before there is something to go on from, nothing
-    stays."""
-    unfinished.mkdir(exist_ok=True)
-    try:
-        write(unfinished)
+            print_report(open_dataset(folder))
     finally:
         if not any((unfinished / name).exists() for name in ('progress.json', 'meta.json')):
-            shutil.rmtree(unfinished, ignore_errors=True)
+            shutil.rmtree(unfinished, ignore_errors=True)  # there is nothing to go on from
+        with suppress(OSError):  # it is not empty
+            folder.rmdir()

@@ -19,15 +19,7 @@ class Shares:
 
     val: float
     test: float = 0.0
-    val_chars: float = math.inf  # validation text at most; later documents are for training
-
-    @classmethod
-    def of(cls, val_fraction, test_fraction):
-        """The shares that prepare.py's settings say. 'auto' does not depend on how much text there
-        is, so more of a corpus has the same validation text."""
-        if val_fraction == 'auto':
-            return cls(0.1, test_fraction, VAL_CHARS)
-        return cls(val_fraction, test_fraction)
+    val_chars: float = math.inf  # of validation text at most; later documents are for training
 
 
 def put_in_splits(source, shares, ends_with_line):
@@ -37,10 +29,8 @@ def put_in_splits(source, shares, ends_with_line):
     if source.is_one_text:
         characters = count_characters(source)
         val = min(shares.val, shares.val_chars / max(1, characters))
-        ends = [('train', int(characters * (1 - (val + shares.test))))]
-        if shares.test:
-            ends.append(('val', int(characters * (1 - shares.test))))
-        return split_by_place(pieces, [*ends, (SPLITS[len(ends)], sys.maxsize)])
+        ends = [int(characters * (1 - (val + shares.test))), int(characters * (1 - shares.test))]
+        return split_by_place(pieces, ends if shares.test else ends[:1])
     pieces = split_by_hash(pieces, shares)
     return end_with_line_breaks(pieces) if ends_with_line else pieces
 
@@ -74,11 +64,11 @@ def split_by_hash(pieces, shares):
 
 def split_by_place(pieces, ends):
     """Pieces of one text, which is cut once between splits → (split, text, new_document).
-    ends: [(split, the character where it ends)], in order"""
+    ends: the characters where training text ends, and where validation text does"""
     seen = 0
     for text, *_ in pieces:
         begin = 0
-        for split, end in ends:
+        for split, end in zip(SPLITS, [*ends, sys.maxsize], strict=False):
             part = text[max(begin - seen, 0):max(end - seen, 0)]
             if part:
                 yield split, part, begin >= seen

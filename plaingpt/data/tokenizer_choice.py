@@ -11,8 +11,8 @@ from pathlib import Path
 from plaingpt.data import tokenizers
 from plaingpt.data.chat_tokenizer import as_chat
 from plaingpt.data.dataset import dataset_folder, open_dataset
+from plaingpt.data.documents import place_to_cut
 from plaingpt.data.foreign_tokenizer import FILES_OF_TOKENIZER, download, read_tokenizer
-from plaingpt.data.readers import place_to_cut
 from plaingpt.data.tokenizers import NAMES, BPETokenizer, CharTokenizer
 from plaingpt.system.errors import UserError, progress_bar
 from plaingpt.system.files import is_hub_name, read_json

@@ -7,8 +7,8 @@ import torch
 import torch.nn.functional as F
 from tqdm import tqdm
 
+from plaingpt.data.documents import read_text
 from plaingpt.data.packing import conversation_starts, cut, mask_sums
-from plaingpt.data.readers import read_text
 from plaingpt.system.distributed import all_gather, launched_world
 from plaingpt.system.errors import UserError
 from plaingpt.system.formatting import printable

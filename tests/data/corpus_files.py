@@ -7,7 +7,6 @@ import pyarrow.parquet
 
 import prepare
 from plaingpt.data.dataset import open_dataset
-from plaingpt.data.sources import Files
 
 
 def write_rows(path, texts, field='text'):
@@ -18,16 +17,6 @@ def write_rows(path, texts, field='text'):
 def write_parquet(path, texts, field='text', **options):
     path.parent.mkdir(parents=True, exist_ok=True)
     pyarrow.parquet.write_table(pyarrow.table({field: texts}), path, **options)
-
-
-def texts_of(path, form='file', field='', errors='strict', encoding='utf-8'):
-    """The documents of a file as prepare.py reads it."""
-    found = []
-    for piece in Files([path], path.name, form, field, errors, encoding).pieces():
-        if piece.new_document:
-            found.append('')
-        found[-1] += piece.text
-    return found
 
 
 def split_bytes(folder, split):
@@ -42,6 +31,6 @@ def documents_of(folder):
 
 
 def prepared(folder, *argv):
-    """Prepare by bytes → the documents of train, of val and, where there is one, of test."""
+    """Prepare by bytes → the documents of each split."""
     prepare.main([*map(str, argv), '--tokenizer=byte', f'--data_dir={folder}'])
     return [*documents_of(folder).values()]

@@ -1,11 +1,9 @@
 """Each kind of input that prepare.py reads: its documents, the same after kills, and its errors."""
 
-import bz2
 import csv
 import gzip
 import io
 import json
-import lzma
 import random
 import signal
 from itertools import chain
@@ -13,15 +11,13 @@ from itertools import chain
 import pyarrow
 import pyarrow.parquet
 import pytest
-from corpus_files import documents_of, prepared, split_bytes, texts_of, write_parquet, write_rows
+from corpus_files import documents_of, prepared, split_bytes, write_parquet, write_rows
 from helpers import fails
 from interrupted import contents, exit_code
 
 import prepare
-from plaingpt.data import encoding, readers
+from plaingpt.data import documents, encoding
 from plaingpt.data.dataset import open_dataset
-from plaingpt.data.hub import HubDataset
-from plaingpt.data.readers import DOCUMENT_FORMS
 from plaingpt.system.errors import UserError
 from plaingpt.system.formatting import shown
 
@@ -31,8 +27,7 @@ TEXTS = [' '.join([f'{i}', *chance.choices(WORDS, k=chance.randrange(200))]) for
 
 
 def jsonl(texts):
-    return ''.join(json.dumps({'id': 1, 'text': text, 'a': {'b': text}}) + '\n'
-                   for text in texts).encode()
+    return ''.join(json.dumps({'id': 1, 'text': text}) + '\n' for text in texts).encode()
 
 
 def table(texts, delimiter=','):
@@ -47,11 +42,6 @@ def parquet(**columns):
     return file.getvalue()
 
 
-def zstd(data):
-    return pyarrow.compress(data, 'zstd', asbytes=True)
-
-
-PACKED = {'.gz': gzip.compress, '.bz2': bz2.compress, '.XZ': lzma.compress, '.zst': zstd}
 ROWS = {'a.jsonl': jsonl(TEXTS), 'a.NDJSON': jsonl(TEXTS), 'lines.json': jsonl(TEXTS),
         'array.json': json.dumps([{'text': text} for text in TEXTS], indent=1).encode(),
         'content.jsonl': jsonl(TEXTS).replace(b'"text"', b'"content"'),
@@ -60,15 +50,11 @@ ROWS = {'a.jsonl': jsonl(TEXTS), 'a.NDJSON': jsonl(TEXTS), 'lines.json': jsonl(T
         'bom.jsonl': b'\xef\xbb\xbf' + jsonl(TEXTS), 'crlf.csv': table(TEXTS)}
 LINES = '\n'.join(TEXTS)
 LATIN = [f'{n} é' * 50 for n in range(300)]
-ARTICLES = [f' = {n} = \n\n = = Part = = \n{text}\n' for n, text in enumerate(TEXTS)]
 # name → (files, what prepare.py is told of them, the documents that come out)
 KINDS = {
     **{name: ({name: data}, [name], TEXTS) for name, data in ROWS.items()},
-    **{f'rows{ending}': ({f'a.jsonl{ending}': pack(jsonl(TEXTS[:9])) + pack(jsonl(TEXTS[9:]))},
-                         [f'a.jsonl{ending}'], TEXTS) for ending, pack in PACKED.items()},
-    'nested': ({'a.jsonl': jsonl(TEXTS)}, ['a.jsonl', '--text_field=a.b'], TEXTS),
-    'nested parquet': ({'a.parquet': parquet(a=[{'b': text, 'c': 1} for text in TEXTS])},
-                       ['a.parquet', '--text_field=a.b'], TEXTS),
+    'packed': ({'a.jsonl.GZ': gzip.compress(jsonl(TEXTS[:9])) + gzip.compress(jsonl(TEXTS[9:]))},
+               ['a.jsonl.GZ'], TEXTS),
     'null': ({'a.jsonl': jsonl([None, *TEXTS, None, ' '])}, ['a.jsonl'], TEXTS),
     'latin-1': ({'a.csv': table(LATIN).decode().encode('latin-1')},
                 ['a.csv', '--encoding=latin-1'], LATIN),
@@ -77,12 +63,9 @@ KINDS = {
     'folder': ({f'in/{n:03}.md': text.encode() for n, text in enumerate(TEXTS)}, ['in'], TEXTS),
     'folders and globs': (
         {'in/a.jsonl': jsonl(TEXTS[:50]), 'in/b/c.jsonl': jsonl(TEXTS[50:60]), 'in/x.bin': b'\xff',
-         'in/.hidden.txt': b'no', 'in/node_modules/a.js': b'no', 'd.csv': table(TEXTS[60:])},
-        ['in/', '*.csv', 'in/a.jsonl'], TEXTS),
+         'in/.hidden.txt': b'no', 'd.csv': table(TEXTS[60:])}, ['in/', '*.csv', 'in/a.jsonl'],
+        TEXTS),
     'lines': ({'a.txt.gz': gzip.compress(LINES.encode())}, ['a.txt.gz', '--documents=line'], TEXTS),
-    'paragraphs': ({'a.txt': '\n\n \n'.join(TEXTS).encode()},
-                   ['a.txt', '--documents=paragraph'], TEXTS),
-    'titles': ({'a.txt': ''.join(ARTICLES).encode()}, ['a.txt', '--documents=title'], ARTICLES),
     'test split': ({'a.jsonl': jsonl(TEXTS)}, ['a.jsonl', '--test_fraction=0.2'], TEXTS),
     'hub': ({f'hub/train-{n:05}-of-00003.parquet': parquet(text=TEXTS[100 * n:100 * n + 100])
              for n in range(3)}, ['hub'], TEXTS),
@@ -106,7 +89,7 @@ def test_a_kind_gives_its_documents_and_the_same_bytes_after_kills(
         assert sorted(chain(*found.values())) == sorted(wanted)
         assert min(map(len, found.values())) > 10
     monkeypatch.setattr(encoding, 'BATCH_CHARS', 2**12)
-    monkeypatch.setattr(readers, 'BLOCK_CHARS', 1001)
+    monkeypatch.setattr(documents, 'BLOCK_CHARS', 1001)
     prepare.main([*argv, '--data_dir=threads', '--num_proc=3'])
     killed = [*argv, '--data_dir=killed', '--num_proc=2']
     for calls in (17, 12):
@@ -128,18 +111,6 @@ def test_a_kind_gives_its_documents_and_the_same_bytes_after_kills(
 # text
 
 
-def test_what_a_document_is_can_be_said_whatever_the_size_of_a_block(tmp_path, monkeypatch):
-    path = tmp_path / 'in.txt'
-    path.write_text(' = One = \n\na\nb\n\n\n = = Part = = \nc\n = Two = \nd = \n')
-    for block in (1, 7, 2**20):
-        monkeypatch.setattr(readers, 'BLOCK_CHARS', block)
-        assert {form: texts_of(path, form) for form in DOCUMENT_FORMS} == {
-            'file': [path.read_text()],
-            'line': [' = One = ', 'a', 'b', ' = = Part = = ', 'c', ' = Two = ', 'd = '],
-            'paragraph': [' = One = ', 'a\nb', ' = = Part = = \nc\n = Two = \nd = '],
-            'title': [' = One = \n\na\nb\n\n\n = = Part = = \nc\n', ' = Two = \nd = \n']}
-
-
 def test_a_few_files_are_one_text_joined_at_line_breaks(tmp_path):
     (tmp_path / 'in').mkdir()
     spaces = ' ' * (2**20 + 5)
@@ -148,15 +119,6 @@ def test_a_few_files_are_one_text_joined_at_line_breaks(tmp_path):
     prepare.main(['text', f'--input={tmp_path}/in', '--tokenizer=byte', f'--data_dir={tmp_path}/d'])
     whole = b''.join(split_bytes(tmp_path / 'd', split) for split in ('train', 'val'))
     assert whole.decode() == f'one\nTWO\nthree\r\nfour\n{spaces}five\nsix'
-
-
-def test_a_file_of_any_bytes_stays_as_it_is_where_it_is_prepared_by_bytes(tmp_path):
-    data = bytes(9) + random.Random(0).randbytes(100_000)
-    (tmp_path / 'a.dat').write_bytes(data)
-    for name, tokenizer in (('a', 'byte'), ('b', tmp_path / 'a')):  # b borrows that of a
-        prepare.main(['text', f'--input={tmp_path}/a.dat', f'--data_dir={tmp_path}/{name}',
-                      f'--tokenizer={tokenizer}'])
-        assert split_bytes(tmp_path / name, 'train') + split_bytes(tmp_path / name, 'val') == data
 
 
 # -----------------------------------------------------------------------------
@@ -204,7 +166,7 @@ def test_numbers_are_read_as_people_write_them():
     for text, number in (
             ('100M', 10**8), ('1.5B', 1_500_000_000), ('1.1b', 1_100_000_000), ('1e8', 10**8),
             ('100_000_000', 10**8), (10**8, 10**8), ('3k', 3000), ('2G', 2 * 10**9), ('0', 0),
-            ('1.5', None), ('M', None), ('-1', None), ('1T', None)):
+            ('M', None), ('-1', None), ('1T', None)):
         assert prepare.parse_count(text) == number, text
 
 
@@ -215,15 +177,16 @@ def test_numbers_are_read_as_people_write_them():
 def test_splits_of_a_dataset_of_the_hub_are_taken_as_they_are(tmp_path):
     for split, texts in (('train', TEXTS), ('validation', ['held', 'out']), ('test', ['1', '2'])):
         write_parquet(tmp_path / f'hub/{split}.parquet', texts)
-    assert prepared(tmp_path / 'a', 'hf', tmp_path / 'hub', '--val_split=validation',
-                    '--test_split=test') == [TEXTS, ['held', 'out'], ['1', '2']]
-    assert prepared(tmp_path / 'b', 'tinystories', tmp_path / 'hub') == [TEXTS, ['held', 'out']]
-    assert prepared(tmp_path / 'c', 'hf', tmp_path / 'hub', '--split=validation',
-                    '--val_split=test') == [['held', 'out'], ['1', '2']]
+    for argv, found in (
+            (['hf', tmp_path / 'hub', '--val_split=validation'], [TEXTS, ['held', 'out']]),
+            (['tinystories', f'--input={tmp_path}/hub'], [TEXTS, ['held', 'out']]),
+            (['hf', f'--path={tmp_path}/hub', '--split=validation', '--val_split=test'],
+             [['held', 'out'], ['1', '2']])):
+        assert prepared(tmp_path / 'd', *argv, '--overwrite') == found
     prepare.main(['hf', f'{tmp_path}/hub', '--val_split=test', '--max_tokens=100',
-                  '--tokenizer=byte', f'--data_dir={tmp_path}/d'])
-    assert split_bytes(tmp_path / 'd', 'val') == b'\x001\x002'
-    assert len(split_bytes(tmp_path / 'd', 'train')) == 100
+                  '--tokenizer=byte', f'--data_dir={tmp_path}/few'])
+    assert split_bytes(tmp_path / 'few', 'val') == b'\x001\x002'
+    assert len(split_bytes(tmp_path / 'few', 'train')) == 100
 
 
 def test_a_subset_is_one_of_those_that_the_readme_lists(tmp_path):
@@ -237,53 +200,22 @@ def test_a_subset_is_one_of_those_that_the_readme_lists(tmp_path):
     assert sorted(train + val) == sorted(f'large {text}' for text in TEXTS)
 
 
-def test_wikitext_rows_are_lines_and_become_articles(tmp_path):
-    rows = ['', ' = One = \n', '', ' text \n', ' = = Part = = \n', ' = Two = \n', ' more \n']
-    write_parquet(tmp_path / 'hub/train-0.parquet', rows)
-    write_parquet(tmp_path / 'hub/validation-0.parquet', [' = Three = \n', ' end \n'])
-    train, val = prepared(tmp_path / 'd', 'wikitext-2', f'--input={tmp_path}/hub')
-    assert train == ['\n = One = \n\n text \n = = Part = = \n', ' = Two = \n more \n']
-    assert val == [' = Three = \n end \n']
-
-
-def test_a_dataset_that_is_a_script_is_read_from_the_hubs_parquet_copy(tmp_path, monkeypatch):
-    import datasets
-    write_rows(tmp_path / 'train.jsonl', ['a page'] * 3)
-    original = datasets.load_dataset_builder
-
-    def hub(path, subset, revision=None):
-        if revision != 'refs/convert/parquet':
-            raise RuntimeError('Dataset scripts are no longer supported, but found openwebtext.py')
-        return original(str(tmp_path))
-
-    monkeypatch.setattr(datasets, 'load_dataset_builder', hub)
-    source = HubDataset('Skylion007/openwebtext', '', {'train': 'train'})
-    assert [piece.text for piece in source.pieces()] == ['a page'] * 3
-
-
 # -----------------------------------------------------------------------------
 # faults
 
 REFUSED = [
-    ('a.jsonl', b'\n{"text": "one', ', line 2: not JSON: Unterminated string'),
-    ('a.jsonl', b'{"text": "one"} {}', ', line 1: not JSON: Extra data: line 1 column 17'),
+    ('a.jsonl', b'\n{"text": "one', ', line 2: not JSON: '),
     ('a.json', b'[{"text": "one"},\n{"text": }]', ': not JSON: Expecting value: line 2 column 10'),
-    ('a.json', b'[' * 200_000, ': not JSON: maximum recursion depth'),
     ('a.json', b'[{"text": "one"}, {"text": 7}]', ", row 2: field 'text' is int and not text"),
     ('a\nb.jsonl', b'7', ", line 1: no field 'text', it has no fields"),
     ('a.csv', b'id,text\n\n1,"a\nb"\n2,c,d\n', ', line 5: it has not the 2 columns'),
-    ('a.csv', b'id,text\n1\n', ', line 2: it has not the 2 columns'),
     ('a.csv', b'id,text\n1,one\n2,"two\n', ', line 3: unexpected end of data'),
     ('a.csv', b'id,body\n1,one\n', ", line 2: no field 'text', it has 'id', 'body': choose"),
     ('a.parquet', parquet(body=['x']), ", row 1: no field 'text', it has 'body'"),
-    ('a.parquet', parquet(text=[b'x']), ", row 1: field 'text' is bytes and not text"),
-    ('a.parquet', parquet(text=pyarrow.array([b'\xff']).view('string')), ': cannot be read ('),
     ('a.parquet', b'x', ': cannot be read ('),
-    *((f'a.txt{ending}', pack(b'one\ntwo\ncaf\xe9'), ': not UTF-8 (')
-      for ending, pack in {'': bytes, **PACKED}.items()),
-    ('a.jsonl', b'{"text": "1"}\n\n{"text": "\xe2\x82"}', ': not UTF-8 ('),
-    *((f'a.txt{ending}', pack(random.Random(0).randbytes(50_000).hex().encode())[:-9],
-       ': cannot be read (') for ending, pack in PACKED.items())]
+    ('a.txt', b'one\ntwo\ncaf\xe9', ': not UTF-8 ('),
+    ('a.txt.gz', gzip.compress(random.Random(0).randbytes(50_000).hex().encode())[:-9],
+     ': cannot be read (')]
 
 
 @pytest.mark.parametrize(('name', 'data', 'words'), REFUSED, ids=range(len(REFUSED)))
@@ -291,24 +223,11 @@ def test_what_cannot_be_read_is_one_line_that_names_the_file_and_the_place(
         name, data, words, tmp_path, refused):
     (tmp_path / name).write_bytes(data)
     line = refused('text', f'--input={tmp_path}/{name}', '--tokenizer=char')
-    assert f'error: {shown(tmp_path / name)}{words}' in line and len(line) < 450
-    if 'UTF-8' in words:
-        assert '--encoding' in line
-        prepare.main(['text', f'--input={tmp_path}/{name}', '--errors=replace', '--tokenizer=byte',
-                      f'--data_dir={tmp_path}/d', '--val_fraction=0.4'])
-        found = [split_bytes(tmp_path / 'd', split) for split in ('train', 'val')]
-        assert b''.join(found).count('\ufffd'.encode()) == 1
-
-
-def test_input_that_changes_while_it_is_read_is_refused(tmp_path, monkeypatch, refused):
-    write_rows(tmp_path / 'a.jsonl', TEXTS)
-    real = encoding.encode_batch
-    monkeypatch.setattr(encoding, 'encode_batch', lambda *batch: (
-        write_rows(tmp_path / 'a.jsonl', TEXTS), real(*batch))[1])
-    assert 'changed while it was read' in refused('text', tmp_path / 'a.jsonl')
+    assert f'error: {shown(tmp_path / name)}{words}' in line
+    assert ('UTF-8' in words) == ('--encoding' in line)
 
 
 def test_an_encoding_that_there_is_not_is_refused(tmp_path, refused):
     (tmp_path / 'a.txt').write_text('text')
-    for name in ('klingon', 'hex', 'rot13', '../os', 'x' * 10_000):
-        assert 'no such text encoding' in refused('text', tmp_path / 'a.txt', f'--encoding={name}')
+    for name in ('klingon', 'hex'):
+        assert f'encoding={name}: ' in refused('text', tmp_path / 'a.txt', f'--encoding={name}')

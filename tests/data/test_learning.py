@@ -9,9 +9,7 @@ from helpers import fails
 import prepare
 from plaingpt.data import tokenizer_choice
 from plaingpt.data.dataset import open_dataset
-from plaingpt.data.hub import HubDataset
-from plaingpt.data.readers import PIECE_CHARS
-from plaingpt.data.sources import Files
+from plaingpt.data.documents import PIECE_CHARS, Files, HubDataset
 from plaingpt.data.tokenizer_choice import learn_tokenizer, sample, train_bpe
 
 

@@ -102,8 +102,8 @@ def test_other_pickles_are_refused_in_one_line_and_nothing_in_them_is_run(tmp_pa
 
 def test_nothing_is_written_into_a_folder_that_others_made(
         text_file, tmp_path, capsys, monkeypatch):
-    for n, (name, *option) in enumerate((['train.bin'], ['fineweb_train_000001.bin'],
-                                         ['meta.pkl', '--overwrite'])):
+    for n, (name, *option) in enumerate((['train.bin'],
+                                         ['fineweb_train_000001.bin', '--overwrite'])):
         (folder := tmp_path / str(n)).mkdir()
         (folder / name).write_bytes(b'\0\0')
         message = fails(capsys, monkeypatch, prepare.main, 'text', f'--input={text_file}',

@@ -137,7 +137,7 @@ def test_what_cannot_be_prepared_is_refused_in_one_line(capsys, monkeypatch):
     write('a.jsonl', pairs(50))
     write('empty.jsonl', [])
     for options, what in (
-            ([], 'chat needs --input=FILES_OR_FOLDERS'),
+            ([], 'chat takes your own conversations: --input='),
             (['--input=a.jsonl', '--max_tokens=5'], 'max_tokens=5: chat does not take it'),
             (['--input=a.jsonl', '--documents=line'], 'documents=line: chat does not'),
             (['--input=a.jsonl', '--text_field=b'], 'text_field=b: chat does not'),

@@ -5,14 +5,13 @@ import json
 import shutil
 
 import pytest
-from corpus_files import prepared, split_bytes, write_parquet, write_rows
+from corpus_files import prepared, write_parquet, write_rows
 from helpers import fails
 
 import evaluate
 import prepare
-from plaingpt.data import splitting
 from plaingpt.data.dataset import open_dataset
-from plaingpt.data.readers import Piece
+from plaingpt.data.documents import Piece
 from plaingpt.data.splitting import Shares, split_by_hash, split_by_place
 
 TEXTS = [f'document {i} of the web' for i in range(1000)]
@@ -21,17 +20,13 @@ TEXTS = [f'document {i} of the web' for i in range(1000)]
 @pytest.mark.parametrize(('more', 'words'), [
     (['--split=train[:50%]', '--val_split=train[:10%]'], 'Bad split: train[:50%]'),
     (['--split=nope'], 'nope'), (['--text_field=body'], "no field 'body', it has 'text'"),
-    (['--test_split=test', '--test_fraction=0.1'], 'test_fraction and test_split cannot go'),
     (['--test_fraction=1.5'], 'test_fraction=1.5: expected'),
+    (['--test_split=test'], 'it was removed; prepare it as a dataset of its own'),
     *((more, f'the {split} split would be empty: use more text') for more, split in (
-        ([], 'val'), (['--val_fraction=0.5', '--test_fraction=0.4999'], 'train'),
-        (['--split=test', '--val_split=validation'], 'train'),
-        (['--val_split=validation', '--test_split=test'], 'test'),
-        (['--val_fraction=0.3', '--max_tokens=9'], 'val')))])
+        ([], 'val'), (['--val_fraction=0.5', '--test_fraction=0.4999'], 'train')))])
 def test_shares_and_splits_that_cannot_be_are_refused(more, words, tmp_path, refused):
-    for split, texts in (('train', ['a text']), ('validation', ['held', 'out']), ('test', [' '])):
-        write_parquet(tmp_path / f'hub/{split}.parquet', texts)
-    assert words in refused('hf', f'--path={tmp_path}/hub', *more)
+    write_parquet(tmp_path / 'hub/train.parquet', ['a text'])
+    assert words in refused('hf', f'{tmp_path}/hub', *more)
 
 
 # -----------------------------------------------------------------------------
@@ -57,7 +52,7 @@ def test_documents_keep_their_side_when_others_come_and_go():
 
 @pytest.mark.parametrize('kind', ['rows', 'hub', 'hub, max_tokens', 'files'])
 def test_more_of_a_corpus_has_the_same_validation_text(kind, tmp_path, monkeypatch):
-    monkeypatch.setattr(splitting, 'VAL_CHARS', 1000)
+    monkeypatch.setattr(prepare, 'VAL_CHARS', 1000)
     vals, texts = [], [f'{text} goes on ' * (i % 9) for i, text in enumerate(TEXTS)]
     for n in (600, 800, 1000):
         folder, more = tmp_path / f'{n}', []
@@ -114,20 +109,11 @@ def test_a_running_text_is_cut_into_its_splits_wherever_its_pieces_end():
     text = ''.join(map(chr, range(100, 200)))
     for size in (1, 7, 10, 100):
         pieces = [Piece(text[i:i + size], i == 0) for i in range(0, 100, size)]
-        found = [*split_by_place(pieces, [('train', 60), ('val', 85), ('test', 1000)])]
+        found = [*split_by_place(pieces, [60, 85])]
         for split, start, end in (('train', 0, 60), ('val', 60, 85), ('test', 85, 100)):
             mine = [(part, first) for name, part, first in found if name == split]
             assert ''.join(part for part, _ in mine) == text[start:end]
             assert [first for _, first in mine] == [True] + [False] * (len(mine) - 1)
-
-
-def test_the_end_of_a_running_text_is_for_the_test_and_validation_comes_before(tmp_path):
-    text = ''.join(f'{i:07d}\n' for i in range(5_000))
-    (tmp_path / 'a.txt').write_text(text)
-    argv = ['text', f'--input={tmp_path}/a.txt', '--val_fraction=0.1', '--test_fraction=0.05']
-    prepared(tmp_path / 'd', *argv)
-    found = [split_bytes(tmp_path / 'd', split).decode() for split in ('train', 'val', 'test')]
-    assert ''.join(found) == text and [len(part) for part in found] == [34_000, 4_000, 2_000]
 
 
 def test_what_has_no_documents_is_refused(tmp_path, refused):
@@ -140,16 +126,13 @@ def test_what_has_no_documents_is_refused(tmp_path, refused):
 # a test split
 
 
-def test_inspect_and_meta_json_tell_of_the_test_split_and_overwrite_removes_it(tmp_path, capsys):
+def test_the_test_split_is_told_of_and_overwrite_removes_it(tmp_path, capsys):
     write_rows(tmp_path / 'rows.jsonl', [text * (1 + i % 9) for i, text in enumerate(TEXTS)])
     argv = ['text', f'--input={tmp_path}/rows.jsonl', '--val_fraction=0.1', '--shard_tokens=3_000']
     prepared(tmp_path / 'd', *argv, '--test_fraction=0.1')
     entry = open_dataset(tmp_path / 'd').meta['splits']['test']
     assert entry['documents'] > 60 and entry['tokens'] > 3000 and 0 <= entry['in_train'] <= 1
-    prepare.main(['inspect', f'{tmp_path}/d'])
-    shown = ''.join(capsys.readouterr())
-    assert f'{entry["files"][-1]["name"]}: {entry["tokens"]:,} tokens' in shown
-    assert 'of the test text is also in the training split' in shown
+    assert f'{entry["files"][-1]["name"]}: {entry["tokens"]:,} tokens' in capsys.readouterr().out
     prepared(tmp_path / 'd', *argv, '--overwrite')
     assert not any('test' in path.name for path in (tmp_path / 'd').iterdir())
 

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from plaingpt.data import gigatoken
-from plaingpt.data.gigatoken import NEW_CHARACTERS, WrongIds, fast_encode
+from plaingpt.data.gigatoken import NEW_CHARACTERS, fast_encode
 from plaingpt.data.tokenizer_choice import make_tokenizer, train_bpe
 from plaingpt.data.tokenizers import (
     ByteTokenizer,
@@ -120,7 +120,7 @@ def test_other_ids_of_gigatoken_are_noticed_and_without_it_tiktoken_does_the_wor
         def encode(self, data):
             return np.zeros(len(data))
 
-    with pytest.raises(WrongIds, match='do without gigatoken'):
+    with pytest.raises(UserError, match='do without gigatoken'):
         gigatoken.Gigatoken(BPE, Wrong).encode('the cat')
     monkeypatch.setitem(sys.modules, 'gigatoken.gigatoken_rs', None)
     assert fast_encode(BPE) == BPE.encode

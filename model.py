@@ -214,15 +214,12 @@ class ShortConv(nn.Module):
         """x (B, T, C) → y (B, T, C), y_t = x_t + Σ_k weight_k · x_(t-k), 0 ≤ k < K. documents,
         cache: see attention(); tokens of other documents do not count."""
         (K, _), T = self.weight.shape, x.size(1)
-        if cache is None:
-            longer = F.pad(x, (0, 0, K - 1, 0))  # (B, K - 1 + T, C)
-            ages = None if documents is None else documents.positions  # (B, T)
-        else:
-            longer, ages = cache.with_earlier(x, K - 1), cache.ages
+        # (B, K - 1 + T, C)
+        longer = F.pad(x, (0, 0, K - 1, 0)) if cache is None else cache.with_earlier(x, K - 1)
         for k, w in enumerate(self.weight.to(x.dtype)):
             earlier = longer[:, K - 1 - k:K - 1 - k + T]  # (B, T, C): k tokens before each
-            if ages is not None:
-                earlier = earlier.masked_fill((ages < k)[..., None], 0.0)
+            if documents is not None:
+                earlier = earlier.masked_fill((documents.positions < k)[..., None], 0.0)
             x = torch.addcmul(x, w, earlier)
         return x
 
@@ -252,15 +249,10 @@ class Documents(NamedTuple):
 def find_documents(idx, opener):
     """idx (B, T), the id of the token that opens a document → Documents."""
     columns = torch.arange(idx.size(1), device=idx.device)  # (T,)
-    starts = document_starts(idx, opener, columns)  # (B, T)
+    # the column where the document of each token begins, 0 for one that began earlier
+    starts = torch.where(idx == opener, columns, 0).cummax(dim=1).values  # (B, T)
     seen = (columns <= columns[:, None]) & (columns >= starts[..., None])  # (B, T, T)
     return Documents(columns - starts, seen[:, None])
-
-
-def document_starts(idx, opener, columns):
-    """idx (B, T), columns (T,) of its tokens → (B, T): the column where the document of each token
-    begins, 0 for one that began earlier."""
-    return torch.where(idx == opener, columns, 0).cummax(dim=1).values
 
 
 RECOMPUTED = ('none', 'selective', 'full')  # kinds of activation checkpointing
@@ -428,7 +420,7 @@ class GPT(nn.Module):
         return plaingpt.load(source).model
 
     @torch.no_grad()
-    def generate(self, idx, max_new_tokens, temperature=1.0, top_k=None):
+    def generate(self, idx, max_new_tokens, temperature=1.0, top_k=None, generator=None):
         """Append `max_new_tokens` sampled tokens to idx (B, T) → (B, T + max_new_tokens); at
         temperature 0 the likeliest. plaingpt/inference does the same several times as fast."""
         for _ in range(max_new_tokens):
@@ -438,7 +430,7 @@ class GPT(nn.Module):
                 logits = logits.masked_fill(logits < least, -math.inf)
             if temperature:
                 chances = F.softmax(logits.float() / temperature, dim=-1)
-                new = torch.multinomial(chances, num_samples=1)  # (B, 1)
+                new = torch.multinomial(chances, num_samples=1, generator=generator)  # (B, 1)
             else:
                 new = logits.argmax(dim=-1, keepdim=True)
             idx = torch.cat((idx, new), dim=1)

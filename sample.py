@@ -92,7 +92,7 @@ def write_samples(generator, config):
     if start.startswith('FILE:'):
         from plaingpt.data.documents import read_text
         start = read_text(start.removeprefix('FILE:'))
-    prompt = generator.encode_prompt(start, 'start')
+    prompt = generator.encode(start, 'start')
     at_a_time = 1 if config.stream else config.batch_size
     for first in range(0, config.num_samples, at_a_time):
         numbers = range(config.num_samples)[first:first + at_a_time]
@@ -110,7 +110,7 @@ def write_samples(generator, config):
 def write_prompts(generator, config):
     """Continue each of the prompts and write the texts to config.output, in order."""
     rows = read_prompts(config.prompts)
-    prompts = [generator.encode_prompt(row['prompt'], where) for row, where in rows]
+    prompts = [generator.encode(row['prompt'], where) for row, where in rows]
     try:
         output = open(config.output, 'x', encoding='utf-8', errors='backslashreplace')
     except OSError as e:

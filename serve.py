@@ -3,8 +3,8 @@
     python serve.py out
 
 /v1/chat/completions takes `messages`, and /v1/completions a `prompt`; both take stream, stop,
-max_tokens, temperature, top_p, seed, and of sample.py top_k, min_p and repetition_penalty. What
-clients send by themselves is ignored: model, user, stream_options. Anything else is refused.
+max_tokens, temperature, top_p, seed, and of sample.py top_k and repetition_penalty. What clients
+send by themselves is ignored: model, user, stream_options. Anything else is refused.
 """
 
 import asyncio
@@ -57,7 +57,7 @@ class Server:
                                       'seed': secrets.randbits(62), **given})
         if chat:
             messages = parse_messages(prompt, 'messages')
-            ids, sampling, _ = self.generator.prepare_answer(messages, sampling)
+            ids, sampling = self.generator.prepare_answer(messages, sampling)
         else:
             ids = self.generator.encode(prompt, 'prompt')
         # Starlette ends a stream whose client leaves. So a text in one piece streams, too.

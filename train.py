@@ -398,7 +398,7 @@ def evaluate(run):
     with run.metrics.paused('evaluating'), averaged(run.optimizer):
         losses = [mean_loss(run.wrapped, loader, progress.eval_sequences, run.context, run.stop)
                   for loader in (run.train_data, *run.val_data.parts)]
-        scores, text = run.watching.look()
+        scores, text = run.watching.look(losses)
     run.stop.raise_if_stopped()
     val_loss = run.dataset.mean(loss for loss, _ in losses[1:])
     is_best = progress.record_evaluation(val_loss)

@@ -86,15 +86,6 @@ def test_prompts_of_a_file_come_back_with_their_texts(trained, capsys, tmp_path)
         assert out == {**row, 'text': out['text']} and len(out['text']) == 30
 
 
-def test_speed_and_a_prompt_that_is_too_long_are_told(trained, capsys):
-    sample.main([f'--out_dir={trained}', '--device=cpu', '--num_samples=2', '--max_new_tokens=30',
-                 f'--start={"x" * 20}'])
-    long, speed = capsys.readouterr().err.splitlines()
-    assert long == 'warning: start has 20 tokens and the model reads at most 16: ' \
-                   'only its end counts'
-    assert speed.startswith('60 tokens in ') and speed.endswith(' tokens/s')
-
-
 def test_mistakes_are_one_line(trained, capsys, monkeypatch, tmp_path):
     for name, text in {'empty': '', 'broken': '{"prompt": "a"}\n{"pro', 'good': '{"prompt": "a"}',
                        'fields': '{"text": "a"}', 'chars': '{"prompt": "a"}\n{"prompt": "ï"}'
@@ -104,7 +95,7 @@ def test_mistakes_are_one_line(trained, capsys, monkeypatch, tmp_path):
             ('--start=naïve', "'ï'"), ('--start=', 'start is empty'),
             ('--start=FILE:nowhere.txt', 'nowhere.txt'), ('--checkpoint=5', '--checkpoint=5'),
             ('--top_p=0', 'top_p'), ('--num_samples=0', 'num_samples'),
-            ('--batch_size=0', 'batch_size'), ('--min_p=2', 'min_p'),
+            ('--batch_size=0', 'batch_size'), ('--min_p=0.1', 'it was removed; top_p'),
             ('--repetition_penalty=0', 'repetition_penalty'),
             ('--stop=["a", 5]', 'not a JSON list'), ('--template=User:', 'brings the form'),
             ('--prompts=x', 'prompts and output go together'), ('--temperature=-1', 'temperature'),

@@ -65,10 +65,10 @@ def asked(*contents):
 
 def test_a_completion_is_that_of_sample_py(client, trained, capsys):
     found = complete(client, temperature=0.7, top_p=0.9, seed=5, max_tokens=40, user='me',
-                     extra_body={'top_k': 20, 'min_p': 0.01})
+                     extra_body={'top_k': 20})
     sample.main([str(trained), '--checkpoint=latest', '--start=def ', '--num_samples=1',
-                 '--temperature=0.7', '--top_p=0.9', '--top_k=20', '--min_p=0.01', '--seed=5',
-                 '--device=cpu', '--max_new_tokens=40'])
+                 '--temperature=0.7', '--top_p=0.9', '--top_k=20', '--seed=5', '--device=cpu',
+                 '--max_new_tokens=40'])
     [choice] = found.choices
     assert capsys.readouterr().out.endswith(f'---------------\ndef {choice.text}\n')
     assert choice.finish_reason == 'length' and found.object == 'text_completion'

@@ -12,7 +12,6 @@ import numpy as np
 import torch
 
 from model import GPT
-from plaingpt.inference.generation import KVCache
 from plaingpt.monitoring.health import ActivationRecorder
 from plaingpt.system.errors import UserError
 
@@ -152,27 +151,3 @@ def blocks_pass_on(run):
     if effect(replace(run, model=silent), random_tokens(silent, 1), np.s_[:], np.s_[:]) <= SAME:
         return 'blocks whose attention and MLP add nothing lose their input: a residual ' \
                'connection is missing, as in x = attn(x) for x = x + attn(x)'
-
-
-def cache_changes_nothing(run):
-    """Two prompts of different lengths, continued with given tokens, with a cache and without."""
-    model, texts = run.model.eval(), random_tokens(run.model, 2)
-    T, t = texts.size(1), texts.size(1) // 2
-    if T < 4:
-        raise NotChecked(f'sequences of {T} are too short')
-    if model.config.document_attention:  # documents begin in a prompt, and in what follows another
-        texts[0, 1] = texts[1, t] = OPENER
-    cache, cached = KVCache(model.config, T, texts.device), []
-    cache.begin([0, 1])  # the first token of the second text is padding
-    with torch.inference_mode():
-        for idx in (texts[:, :t], *texts[:, t:t + 3].split(1, dim=1)):
-            cache.advance(idx)
-            cached.append(model.logits(model.hidden(idx, cache)[:, -1]).float())  # (2, V)
-        first, second = (model.logits(model.hidden(text))[0].float()  # (T, V), (T - 1, V)
-                         for text in (texts[:1], texts[1:, 1:]))
-    worst = largest_change(torch.stack(cached, 1),
-                           torch.stack((first[t - 1:t + 3], second[t - 2:t + 2])))
-    if not worst <= NEARLY_SAME:
-        return f'generation with a cache gives other logits than without, by {worst:.2g} of ' \
-               'their size: attention or positions ignore the cache, or a layer needs earlier ' \
-               'tokens and does not keep them'

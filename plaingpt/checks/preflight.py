@@ -37,7 +37,6 @@ INSIDE = {  # the code, with a small network that has the run's flags
     'sequences and documents are apart': model_checks.texts_are_apart,
     'the order of tokens matters': model_checks.order_matters,
     'each block passes its input on': model_checks.blocks_pass_on,
-    'generation with a cache is the same': model_checks.cache_changes_nothing,
     'every weight gets a gradient': learning_checks.every_weight_learns,
     'the gradient is true': learning_checks.gradient_is_true,
     'the loss is that of the logits': learning_checks.loss_is_of_the_logits,

@@ -316,12 +316,13 @@ def describe_batches(config, dataset, train_data, val_data):
 
 def sample_prompts(dataset, val_loader):
     """What samples of a run continue: a new line, or questions of conversations that leave room for
-    an answer → (prompts as ids, options of generate). Raises UserError."""
+    an answer → (prompts as ids, options of GPT.generate, the id that ends an answer or None).
+    Raises UserError."""
     tokenizer = dataset.tokenizer()
     if not dataset.has_mask():
         prompt = tokenizer.encode('\n').tolist() or [tokenizer.end_of_text or 0]
-        return [prompt], {'temperature': 0.8, 'top_k': 200}
+        return [prompt], {'temperature': 0.8, 'top_k': 200}, None
     prompts = val_loader.questions(QUESTIONS)
     if not prompts:
         raise UserError('no question of the validation split has room for an answer')
-    return prompts, {'temperature': 0, 'end_of_text': tokenizer.end_of_turn}
+    return prompts, {'temperature': 0}, tokenizer.end_of_turn

@@ -11,7 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from model import document_starts, one_for_each
+from model import one_for_each
+from plaingpt.system.errors import UserError
 
 # Kernels of attention, the fastest first. cuDNN is torch's first choice on a Hopper, but it plans
 # anew for each length of the cache.
@@ -20,14 +21,13 @@ BACKENDS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBacke
 
 @torch.inference_mode()
 @sdpa_kernel(BACKENDS, set_priority=True)
-def generate(model, prompts, max_new_tokens, *, repetition_penalty=1.0, end_of_text=None,
-             generators=None, on_token=None, compiled=None, **sampling):
+def generate(model, prompts, max_new_tokens, *, repetition_penalty=1.0, generators=None,
+             on_token=None, compiled=None, **sampling):
     """Continue each of `prompts`, lists of ids of any lengths → the new ids of each.
 
-    sampling: temperature, top_k, top_p, min_p of choose_next_token
-    end_of_text: the id that ends a row; it is not part of what is returned
+    sampling: temperature, top_k, top_p of choose_next_token
     generators: a torch.Generator for each row, so that its text does not depend on its neighbours
-    on_token: called with (row, id) for each new token; True ends the row
+    on_token: called with (row, id) for each new token; True ends the row, without this token
     compiled: a CompiledStep of the model
     """
     config, device = model.config, model.transformer.wte.weight.device
@@ -51,17 +51,17 @@ def generate(model, prompts, max_new_tokens, *, repetition_penalty=1.0, end_of_t
             cache.begin([longest - len(context) for context in contexts])
             step, idx = next_tokens, torch.tensor(
                 [[0] * (longest - len(context)) + context for context in contexts], device=device)
-        cache.advance(idx)
+        cache.advance(idx.size(1))
         idx = step(model, idx, cache, draw_noise(len(rows), generators), seen, repetition_penalty,
                    **sampling)
         if seen is not None:
             seen.scatter_(1, idx, True)
         for i, token in enumerate(idx.flatten().tolist()):  # (B, 1) → B ids
             rows[i].append(token)
-            if i in running and token != end_of_text:
-                new[i].append(token)
-            if token == end_of_text or (i in running and on_token and on_token(i, token)):
+            if i in running and on_token and on_token(i, token):
                 running.discard(i)
+            elif i in running:
+                new[i].append(token)
         if not running:
             break
     return new
@@ -82,9 +82,11 @@ def next_tokens(model, idx, cache, noise, seen, repetition_penalty, **sampling):
     """idx (B, T), to which the cache was advanced → the next token of each row, (B, 1).
     seen (B, V): which tokens are in each row; None without a penalty"""
     logits = model.logits(model.hidden(idx, cache)[:, -1]).float()  # (B, V)
-    if seen is not None:
-        logits = penalize(logits, seen, repetition_penalty)
-    return choose_next_token(logits, noise=noise, **sampling)
+    if seen is not None:  # less likely again (Keskar et al. 2019, section 4.1)
+        penalized = torch.where(logits > 0, logits / repetition_penalty,
+                                logits * repetition_penalty)
+        logits = torch.where(seen, penalized, logits)
+    return choose_next_token(logits, noise, **sampling)
 
 
 class CompiledStep:
@@ -109,20 +111,12 @@ class CompiledStep:
         return idx.clone()  # the graph overwrites its results
 
 
-def penalize(logits, seen, penalty):
-    """Make tokens that are in the text less likely, or more likely with a penalty below 1: Keskar
-    et al. 2019, section 4.1. logits (B, V), seen (B, V) bool."""
-    return torch.where(seen, torch.where(logits > 0, logits / penalty, logits * penalty), logits)
-
-
-def choose_next_token(logits, temperature=1.0, top_k=None, top_p=None, min_p=None, noise=None):
-    """logits (B, V) → one token for each row, (B, 1).
+def choose_next_token(logits, noise, temperature=1.0, top_k=None, top_p=None):
+    """logits (B, V), noise (B, 1) of draw_noise → one token for each row, (B, 1).
 
     temperature: divides the logits; 0 takes the likeliest token
     top_k: choose among this many of the likeliest (Fan et al. 2018); None or 0 for all
     top_p: choose among the fewest whose probabilities reach this (Holtzman et al. 2019)
-    min_p: choose among those at least this share as probable as the likeliest (Nguyen et al. 2024)
-    noise: (B, 1) float64 from [0, 1), as of draw_noise
     """
     if temperature < torch.finfo(torch.float32).tiny:  # 0, or so low that float32 has it as 0
         return logits.argmax(dim=-1, keepdim=True)
@@ -135,19 +129,12 @@ def choose_next_token(logits, temperature=1.0, top_k=None, top_p=None, min_p=Non
     if top_p and top_p < 1:
         reached_before = probs.cumsum(dim=-1) - probs >= top_p  # False for the first: one stays
         probs = probs.masked_fill(reached_before, 0)
-    if min_p:
-        probs = probs.masked_fill(probs < min_p * probs.amax(dim=-1, keepdim=True), 0)
-    chosen = draw(probs, draw_noise(len(probs)) if noise is None else noise)
-    return chosen if ids is None else ids.gather(1, chosen)
-
-
-def draw(probs, noise):
-    """probs (B, N), which need not sum to 1; noise (B, 1) → indices (B, 1): where the cumulative
-    probability passes the noise's share of the whole."""
+    # where the cumulative probability passes the noise's share of the whole
     dtype = torch.float32 if probs.device.type == 'mps' else torch.double  # mps has no float64
-    cumulative = probs.cumsum(dim=-1, dtype=dtype)
+    cumulative = probs.cumsum(dim=-1, dtype=dtype)  # (B, V or count)
     target = noise.to(probs.device, dtype) * cumulative[:, -1:]
-    return torch.searchsorted(cumulative, target, right=True).clamp(max=probs.size(-1) - 1)
+    chosen = torch.searchsorted(cumulative, target, right=True).clamp(max=probs.size(-1) - 1)
+    return chosen if ids is None else ids.gather(1, chosen)
 
 
 def draw_noise(n_rows, generators=None):
@@ -165,20 +152,18 @@ class KVCache:
     """The keys and values of the tokens so far, in each layer, for up to `n_columns` of them.
 
     The rows of a batch are aligned at the end: a token's column is its place in the padded row. The
-    first padding[i] columns of row i are empty, and no token attends to them.
+    first padding[i] columns of row i are empty, and no token attends to them. A text is one
+    document: nothing that is generated goes on behind its end.
     static: shapes never change, as compiled code needs it; attention goes over all columns, masked
 
-    After advance(idx), for those T tokens, which are to come:
+    After advance(T), for those T tokens, which are to come:
         columns    (T,) their columns
         positions  what to index position embeddings with: a slice, or (T,) or (B, T)
-        ages       (B, T): how many tokens of its document are before each; without opener, None
         mask       True where they attend: (T, columns so far) or (B, 1, T, columns so far);
                    None: everywhere
     """
 
     def __init__(self, config, n_columns, device, static=False):
-        # the token that opens a document: no token attends to documents before its own
-        self.opener = config.document_start if config.document_attention else None
         self.layers = [LayerCache(self) for _ in range(config.n_layer)]
         self.n_columns, self.device, self.static = n_columns, device, static
         self.numbers = torch.arange(n_columns, device=device)
@@ -186,10 +171,7 @@ class KVCache:
     def begin(self, padding):
         """Forget all tokens; the memory for keys and values stays where it is."""
         self.end = 0
-        starts = torch.tensor(padding, device=self.device)[:, None]
-        self.padding = starts if any(padding) else None
-        # (B, 1) or (B, T): before it a token sees nothing
-        self.starts = self.padding if self.opener is None else starts
+        self.padding = torch.tensor(padding, device=self.device)[:, None] if any(padding) else None
         for layer in self.layers:
             if layer.earlier is not None:
                 layer.earlier.zero_()
@@ -201,27 +183,22 @@ class KVCache:
             torch._dynamo.mark_static_address(tensor, guard=False)  # CUDA graphs may write to it
         return tensor
 
-    def advance(self, idx):
-        T = idx.size(1)
+    def advance(self, T):
         begin, self.end = self.end, self.end + T
         self.columns = self.numbers[begin:self.end]  # (T,)
         self.new = self.positions = self.columns if self.static else slice(begin, self.end)
         self.filled = slice(None) if self.static else slice(self.end)
-        if self.opener is not None:  # earlier tokens' last start, unless a document opens here
-            opened = document_starts(idx, self.opener, self.columns)
-            self.starts = torch.maximum(opened, self.starts[:, -1:])  # (B, T)
-        if self.starts is not None:
-            self.positions = (self.columns - self.starts).clamp(min=0)  # (B, T)
-        self.ages = None if self.opener is None else self.positions
-        unmasked = T == 1 and self.starts is None and not self.static
+        if self.padding is not None:
+            self.positions = (self.columns - self.padding).clamp(min=0)  # (B, T)
+        unmasked = T == 1 and self.padding is None and not self.static
         self.mask = None if unmasked else self.causal_mask()
 
     def causal_mask(self):
         keys = self.numbers[self.filled]
         queries = self.columns[:, None]  # (T, 1)
-        if self.starts is None:
+        if self.padding is None:
             return keys <= queries  # (T, columns)
-        real = keys >= self.starts[:, None, :, None]  # (B, 1, 1 or T, columns)
+        real = keys >= self.padding[:, :, None, None]  # (B, 1, 1, columns)
         # Padding attends to itself: a softmax over nothing is not a number.
         return (keys <= queries) & real | (keys == queries)  # (B, 1, T, columns)
 
@@ -233,10 +210,6 @@ class LayerCache:
         self.cache = cache
         self.keys = self.values = None  # (B, KV, columns, D)
         self.earlier = None  # (B, n, C): what a short convolution read of the last tokens
-
-    @property
-    def ages(self):
-        return self.cache.ages
 
     @property
     def columns(self):
@@ -274,3 +247,22 @@ class LayerCache:
         x = torch.cat((self.earlier, x), dim=1)
         self.earlier.copy_(x[:, -n:])
         return x
+
+
+@torch.inference_mode()
+def check_cache(model):
+    """Raise UserError where a cache changes what model.py computes, as in one that was changed."""
+    config, device = model.config, model.lm_head.weight.device
+    T = min(32, config.block_size)
+    # no token among them opens a document
+    idx = (torch.arange(T, device=device) + config.document_start + 1)[None] % config.vocab_size
+    whole, cache, parts = model.hidden(idx), KVCache(config, T, device), []  # (1, T, C)
+    cache.begin([0])
+    for part in idx.tensor_split([T - 2, T - 1], dim=1):  # as a prompt, and two tokens after it
+        cache.advance(part.size(1))
+        parts.append(model.hidden(part, cache))
+    error = (torch.cat(parts, dim=1) - whole).norm() / whole.norm()
+    if error > 0.02:  # with TF32 rounding alone gives less
+        raise UserError(f'model.py computes something else with a cache, by {error:.2g} of its '
+                        'size: attention or positions ignore the cache, or a layer needs earlier '
+                        'tokens and does not keep them')

@@ -61,8 +61,6 @@ class Step:
 
 
 class Layer:
-    ages = None  # as where no document begins within the tokens
-
     def __init__(self, step, attended, convolved):
         self.step, self.attended, self.convolved = step, attended, convolved
         self.columns = step.columns

@@ -11,11 +11,10 @@ import torch
 from configurator import checked
 from plaingpt.data.tokenizers import ends_of, is_chat
 from plaingpt.inference.generation import generate
-from plaingpt.system.errors import UserError, warn
+from plaingpt.system.errors import UserError
 
 KNOWN_CHARACTERS = 'write with characters of the training text'
 Natural = Annotated[int, 'at least 0']
-Share = Annotated[float, 'at least 0 and at most 1']
 
 
 @dataclass
@@ -27,9 +26,7 @@ class Sampling:
     temperature: Annotated[float, 'at least 0'] = 0.8  # below 1 safer, above 1 wilder, 0 likeliest
     top_k: Natural = 200  # choose among this many of the likeliest tokens; 0 for all
     top_p: Annotated[float, 'above 0 and at most 1'] = 1.0  # the likeliest that add up to this
-    min_p: Share = 0.0  # choose among tokens at least this share as probable as the likeliest
     repetition_penalty: Annotated[float, 'above 0'] = 1.0  # above 1: earlier tokens are less likely
-    end_of_text: bool = True  # end where the model ends a document
     seed: Natural = 1337  # of the random numbers; the same seed gives the same text
 
 
@@ -94,7 +91,7 @@ class TextGenerator:
         """
         sampling = checked(Sampling, sampling)
         texts = [prompt] if isinstance(prompt, str) else prompt
-        prompts = [self.encode_prompt(text, 'the prompt') for text in texts]
+        prompts = [self.encode(text, 'the prompt') for text in texts]
         new = self.write(prompts, range(len(prompts)), sampling, stop)
         return new[0] if isinstance(prompt, str) else new
 
@@ -105,17 +102,17 @@ class TextGenerator:
         context is too short, the oldest turns are left out. UserError
         """
         from plaingpt.data.conversations import parse_messages
-        ids, sampling, _ = self.prepare_answer(parse_messages(messages, 'messages'),
-                                               checked(Sampling, sampling))
+        ids, sampling = self.prepare_answer(parse_messages(messages, 'messages'),
+                                            checked(Sampling, sampling))
         [text] = self.write([ids], [0], sampling, stop)
         return text
 
     def prepare_answer(self, messages, sampling):
         """Messages, as parse_messages gives them, and a Sampling → (ids to continue, a Sampling
-        that ends with the turn, how many of the oldest messages were left out).
+        of an answer that has room behind them).
 
-        A quarter of block_size is kept free for the answer, or max_new_tokens if that is less. The
-        system's message at the beginning and the last message stay. Raises UserError.
+        A quarter of block_size is kept free for the answer, or max_new_tokens if that is less: the
+        oldest messages are left out, but not the system's and the last one. Raises UserError.
         """
         if not is_chat(self.tokenizer):
             raise UserError('messages: this model was not tuned on conversations, so it goes on '
@@ -135,7 +132,7 @@ class TextGenerator:
             raise UserError(f'the message has {len(ids):,} tokens with what the system says, and '
                             f'the model reads at most {block_size:,}: write less')
         room = min(sampling.max_new_tokens, block_size - len(ids) + 1)
-        return ids, replace(sampling, end_of_text=True, max_new_tokens=room), first - users[0]
+        return ids, replace(sampling, max_new_tokens=room)
 
     def encode(self, text, where):
         """→ ids. Raises UserError, beginning with `where`, for characters the tokenizer lacks."""
@@ -151,14 +148,6 @@ class TextGenerator:
             ids = [self.tokenizer.end_of_text]  # each document begins with it
         return ids
 
-    def encode_prompt(self, text, where):
-        """→ ids. Warns on stderr when there are more than the model can read."""
-        ids = self.encode(text, where)
-        if len(ids) > self.model.config.block_size:
-            warn(f'{where} has {len(ids):,} tokens and the model reads at most '
-                 f'{self.model.config.block_size:,}: only its end counts')
-        return ids
-
     def write(self, prompts, numbers, sampling, stop=(), show=None):
         """Continue `prompts`, lists of ids → texts.
 
@@ -171,8 +160,7 @@ class TextGenerator:
         decoders = [StreamDecoder(self.tokenizer, stops, show) for _ in prompts]
         generators = [torch.Generator().manual_seed((sampling.seed * 1_000_003 + n) % 2**63)
                       for n in numbers]
-        ends = ends_of(self.tokenizer) if sampling.end_of_text else ()
-        began = time.perf_counter()
+        ends, began = ends_of(self.tokenizer), time.perf_counter()
 
         def on_token(row, token):
             if token in ends:
@@ -185,8 +173,8 @@ class TextGenerator:
                 generate(
                     self.model, prompts, sampling.max_new_tokens,
                     temperature=sampling.temperature, top_k=sampling.top_k, top_p=sampling.top_p,
-                    min_p=sampling.min_p, repetition_penalty=sampling.repetition_penalty,
-                    generators=generators, on_token=on_token, compiled=self.compiled)
+                    repetition_penalty=sampling.repetition_penalty, generators=generators,
+                    on_token=on_token, compiled=self.compiled)
         finally:  # also after Ctrl-C
             self.seconds += time.perf_counter() - began
             texts = [decoder.finish() for decoder in decoders]

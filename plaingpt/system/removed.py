@@ -119,6 +119,8 @@ REMOVED = {
     'max_tokens': Removed('a request to serve.py says its own, and sample.py has max_new_tokens'),
     'license': Removed('write it at the head of README.md in the exported folder'),
     'datasets': Removed('write them at the head of README.md in the exported folder'),
+    'min_p': Removed('top_p and top_k leave out tokens that are not likely'),
+    'end_of_text': Removed('a text always ends where the model ends a document'),
     'template': Removed('a model that was tuned on conversations brings the form of them'),
     'split': Removed('evaluate.py takes it as a task: --tasks=test'),
     'include_path': Removed('name the .yaml file of a task of your own: --tasks=mine.yaml'),

@@ -6,7 +6,6 @@ from contextlib import nullcontext
 import torch
 
 from plaingpt.data.dataset import sample_prompts
-from plaingpt.inference.generation import generate
 from plaingpt.monitoring.health import Health
 from plaingpt.system.distributed import (
     all_gather,
@@ -94,7 +93,7 @@ class Watching:
         self.film = self.tokenizer = None
         if writing and (config.report or config.film):
             try:
-                self.prompts, self.how = sample_prompts(run.dataset, run.val_data)
+                self.prompts, self.how, self.end = sample_prompts(run.dataset, run.val_data)
                 self.tokenizer = run.dataset.tokenizer()
             except UserError as problem:
                 run.metrics.print(f'warning: no samples of what the model writes: {problem}')
@@ -128,11 +127,13 @@ class Watching:
     def full_model(self):
         return full_model(self.run.model, self.run.context)
 
-    def look(self):
-        """→ ({task: its scores}, a sample or None), as far as the settings ask for them."""
+    def look(self, losses):
+        """→ ({task: its scores}, a sample or None), as far as the settings ask for them, and the
+        losses of this evaluation are numbers."""
         config = self.run.config
         benchmarks = config.eval_tasks and not config.eval_only
-        if not benchmarks and not config.report:
+        asked = benchmarks or config.report
+        if not asked or any(math.isnan(loss) for loss, _ in losses):
             return {}, None
         with self.full_model() as model:
             scores = self.score_benchmarks(model) if benchmarks else {}
@@ -173,10 +174,18 @@ class Watching:
             return None
         model.eval()
         with self.run.context:
-            news = generate(model, self.prompts, tokens, **self.how,
-                            on_token=lambda *_: self.run.stop.signal is not None,
-                            generators=[torch.Generator().manual_seed(self.run.config.seed)
-                                        for _ in self.prompts])
+            news = [self.continue_prompt(model, prompt, tokens) for prompt in self.prompts]
         model.train()
         return '\n'.join(self.tokenizer.decode([*prompt, *new])
                          for prompt, new in zip(self.prompts, news, strict=True))
+
+    def continue_prompt(self, model, prompt, tokens):
+        """→ the ids that follow those of a prompt."""
+        idx, new = torch.tensor([prompt], device=model.lm_head.weight.device), []
+        generator = torch.Generator(idx.device).manual_seed(self.run.config.seed)
+        while len(new) < tokens and self.run.stop.signal is None:
+            idx = model.generate(idx, 1, **self.how, generator=generator)
+            if idx[0, -1] == self.end:
+                break
+            new.append(idx[0, -1].item())
+        return new

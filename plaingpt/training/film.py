@@ -18,7 +18,7 @@ from plaingpt.system.files import append_line
 from plaingpt.system.formatting import one_line
 
 MOMENTS = 24  # at most
-TOKENS, LIKELIEST, SAMPLE_TOKENS = 96, 5, 40  # of the passage; guesses for each; of the sample
+TOKENS, LIKELIEST, SAMPLE_TOKENS = 96, 5, 30  # of the passage; guesses for each; of the sample
 MAP_TOKENS = 40  # of the passage whose attention is shown
 
 

@@ -76,7 +76,7 @@ class GeneratorChoice(ModelChoice):
 def open_generator(choice, compile=False):
     """A GeneratorChoice → what writes with this model, a TextGenerator. Prints which it is.
     compile: see choose_compile(). Raises UserError."""
-    from plaingpt.inference.generation import CompiledStep
+    from plaingpt.inference.generation import CompiledStep, check_cache
     from plaingpt.inference.text_generator import TextGenerator
     from plaingpt.inference.weight_layout import prepare_for_generation
     device, _ = choose_device(choice.device)
@@ -87,5 +87,6 @@ def open_generator(choice, compile=False):
     compile, _ = choose_compile(compile, device)
     print(f'{weights.source} | {model.num_parameters():,} parameters | device {device} | '
           f'dtype {dtype}')
+    check_cache(model)
     context = prepare_for_generation(model, device, dtype, pack=not compile)
     return TextGenerator(model, tokenizer, context, CompiledStep(model) if compile else None)

@@ -16,7 +16,6 @@ import prepare
 import train
 from plaingpt.data import batches
 from plaingpt.data.batches import BatchLoader
-from plaingpt.inference.generation import KVCache
 from plaingpt.system.errors import UserError
 from plaingpt.training import (
     checkpoint,
@@ -38,7 +37,7 @@ def fails(check, **settings):
 
 
 # -----------------------------------------------------------------------------
-# attention, positions and the cache
+# attention and positions
 
 
 def attention_with_mask(patch, mask_of):
@@ -128,23 +127,12 @@ def rows_of_large_batches_share_a_norm(patch):
 
 @fails('sequences and documents are apart', document_attention=True)
 def documents_leak(patch):
-    patch(model, 'document_starts', lambda _: lambda idx, *rest: torch.zeros_like(idx))
+    patch(model, 'find_documents', lambda find: lambda idx, opener: find(idx, -1))
 
 
 @fails('the order of tokens matters', rotary=True)
 def rotary_is_not_applied(patch):
     patch(model, 'rotate', lambda _: lambda x, cos, sin: x)
-
-
-@fails('generation with a cache is the same')
-def cached_positions_are_off_by_one(patch):
-    def change(advance):
-        def later(self, T):
-            advance(self, T)
-            if isinstance(self.positions, torch.Tensor):
-                self.positions = self.positions + 1
-        return later
-    patch(KVCache, 'advance', change)
 
 
 # -----------------------------------------------------------------------------

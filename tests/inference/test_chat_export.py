@@ -75,7 +75,8 @@ def test_transformers_answers_as_we_do_and_ends_where_we_do(model, tmp_path):
     inputs = tokenizer.apply_chat_template(KNOWN_BY_HEART[:-1], add_generation_prompt=True,
                                            return_dict=True, return_tensors='pt')
     for most in (20, 100):
-        ours, = generate(model, [prompt], most, temperature=0, end_of_text=CHAT.end_of_turn)
+        ours, = generate(model, [prompt], most, temperature=0,
+                         on_token=lambda _, token: token == CHAT.end_of_turn)
         written = theirs.generate(**inputs, do_sample=False, max_new_tokens=most)[0].tolist()
         assert written[:len(prompt)] == prompt and CHAT.decode(ours) == ANSWER[:most]
         assert written[len(prompt):] == ours + [CHAT.end_of_turn] * (most > len(ANSWER))

@@ -1,21 +1,20 @@
 import math
-from itertools import pairwise
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, _cur_sdpa_kernel_backends
-from torch.overrides import TorchFunctionMode
 
 from model import GPT, GPTConfig
 from plaingpt.inference.generation import (
     CompiledStep,
+    KVCache,
+    check_cache,
     choose_next_token,
-    context_start,
+    draw_noise,
     generate,
-    penalize,
 )
 from plaingpt.inference.weight_layout import prepare_for_generation
+from plaingpt.system.errors import UserError
 
 SMALL = dict(block_size=16, vocab_size=65, n_layer=2, n_head=4, n_embd=32)
 KINDS = {
@@ -24,9 +23,6 @@ KINDS = {
                    bias=False, conv=4),
     'odd length and convolution': dict(conv=3, block_size=7),
     'value embeddings': dict(rotary=True, value_embeddings=True, tied_head=False, block_size=7),
-    'documents': dict(document_attention=True, document_start=7, conv=3),
-    'rotary documents': dict(document_attention=True, document_start=7, rotary=True, conv=3,
-                             block_size=7),
 }
 CPU = torch.device('cpu')
 KERNELS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
@@ -38,8 +34,6 @@ def make(kind, **more):
     with torch.no_grad():
         for p in model.parameters():
             p.add_(torch.randn_like(p) * 0.2)  # so that the context matters to the choice
-        if model.config.document_attention:  # often a document begins, in a prompt or later
-            model.lm_head.weight[7] *= 2
     return model
 
 
@@ -68,10 +62,10 @@ def uncached(model, prompt, n, temperature, generator, penalty=1.0):
     for _ in range(n):
         logits = model(torch.tensor([context]))[0][:, -1]
         if penalty != 1:
-            seen = torch.tensor([[i in text for i in range(65)]])
-            logits = penalize(logits, seen, penalty)
-        noise = torch.rand(1, 1, dtype=torch.double, generator=generator)
-        token = choose_next_token(logits, temperature, top_k=20, noise=noise).item()
+            for i in set(text):
+                logits[0, i] *= 1 / penalty if logits[0, i] > 0 else penalty
+        noise = draw_noise(1, [generator])
+        token = choose_next_token(logits, noise, temperature, top_k=20).item()
         new.append(token)
         text.append(token)
         context = grown(context, token, model.config.block_size)
@@ -113,7 +107,33 @@ def test_cached_text_is_that_of_whole_forward_passes(kind):
         assert generate(model, prompts, 30, temperature=temperature, top_k=20,
                         generators=generators(1, 2, 3, 4)) == expected
         assert len({tuple(row) for row in expected}) == 4
-        assert 'documents' not in kind or any(7 in row for row in expected)
+
+
+@pytest.mark.parametrize('kind', KINDS)
+def test_a_cache_that_model_py_does_not_follow_is_told(kind, monkeypatch):
+    check_cache(model := make(kind))
+    advance = KVCache.advance
+
+    def advance_wrongly(self, T):
+        advance(self, T)
+        self.positions = self.columns.flip(0)
+
+    def see_only_itself(self):
+        return self.numbers[:self.end] == self.columns[:, None]
+
+    for name, wrong in (('causal_mask', see_only_itself), ('advance', advance_wrongly)):
+        with monkeypatch.context() as patch, pytest.raises(UserError, match='with a cache'):
+            patch.setattr(KVCache, name, wrong)
+            check_cache(model)
+
+
+def test_a_text_of_a_model_of_documents_is_one_document():
+    model = make('modern', document_attention=True, document_start=7)
+    check_cache(model)
+    prompt = [7, 1, 2, 3]
+    [ours] = generate(model, [prompt], 9, temperature=0)
+    assert 7 not in ours and prompt + ours == model.generate(
+        torch.tensor([prompt]), 9, temperature=0)[0].tolist()
 
 
 def test_packed_weights_write_the_same():
@@ -127,7 +147,7 @@ def test_packed_weights_write_the_same():
 
 
 @pytest.mark.parametrize('kind', [
-    kind if kind == 'rotary documents' else pytest.param(kind, marks=pytest.mark.slow)
+    kind if kind == 'modern' else pytest.param(kind, marks=pytest.mark.slow)
     for kind in KINDS])
 def test_a_compiled_step_writes_the_same_and_is_compiled_once(kind):
     model, kernels = make(kind), []
@@ -157,16 +177,6 @@ def test_half_precision_weights_give_nearly_the_same_logits():
         assert model.transformer.wte.weight.dtype == torch.float32
 
 
-def test_the_context_moves_by_half_and_is_never_longer_than_block_size():
-    for block_size in (1, 2, 7, 16):
-        starts = [context_start(n, block_size) for n in range(1, 100)]
-        lengths = [n - start for n, start in enumerate(starts, 1)]
-        assert max(lengths) <= block_size and starts == sorted(starts)
-        assert min(lengths[block_size:]) >= block_size // 2
-        moves = sum(a != b for a, b in pairwise(starts))
-        assert moves <= 99 / max(1, block_size // 2)
-
-
 def test_a_token_costs_one_position_of_work(model, monkeypatch):
     widths = []
     hidden = model.hidden
@@ -183,22 +193,14 @@ def test_generate_of_the_model_appends_what_a_cache_gives_as_long_as_all_is_in_v
     assert out[:, 5:5 + seen].tolist() == generate(model, idx.tolist(), seen, temperature=0)
 
 
-def test_the_end_of_text_ends_a_row_and_is_not_written(model):
-    free = generate(model, prompts_of(4, 6), 30, temperature=0)
-    end = free[0][9]
-    stopped = generate(model, prompts_of(4, 6), 30, temperature=0, end_of_text=end)
-    for row, whole in zip(stopped, free, strict=True):
-        assert row == (whole[:whole.index(end)] if end in whole else whole)
-
-
-def test_a_caller_hears_each_token_and_can_end_a_row(model):
+def test_a_caller_hears_each_token_and_can_end_a_row_before_it(model):
     heard = [[], []]
 
     def on_token(row, token):
         heard[row].append(token)
         return row == 0 and len(heard[0]) == 3
     new = generate(model, prompts_of(4, 6), 10, on_token=on_token)
-    assert new == heard and [len(row) for row in new] == [3, 10]
+    assert new == [heard[0][:2], heard[1]] and [len(row) for row in heard] == [3, 10]
 
 
 def test_the_repetition_penalty_counts_prompt_and_new_text_of_each_row(model):
@@ -209,30 +211,7 @@ def test_the_repetition_penalty_counts_prompt_and_new_text_of_each_row(model):
         assert new[i] == uncached(model, prompts[i], 30, 1.0, generators(1, 2)[i], penalty=1.7)
 
 
-class BackendRecorder(TorchFunctionMode):
-    """Records which kernels each call of attention may take, in their order."""
-
-    def __init__(self):
-        super().__init__()
-        self.found = []
-
-    def __torch_function__(self, func, types, args=(), kwargs=None):
-        if func is F.scaled_dot_product_attention:
-            self.found.append(_cur_sdpa_kernel_backends(with_priority=True))
-        return func(*args, **(kwargs or {}))
-
-
-def test_generation_asks_for_flash_efficient_and_plain_attention_and_leaves_training_its_own(model):
-    before = _cur_sdpa_kernel_backends(with_priority=True)
-    with BackendRecorder() as recorder:
-        generate(model, prompts_of(3, 5), 20)
-    assert len(recorder.found) == 20 * model.config.n_layer
-    assert all(found == KERNELS for found in recorder.found)
-    assert _cur_sdpa_kernel_backends(with_priority=True) == before
-
-
-@pytest.mark.parametrize('kind', ['modern', 'rotary documents'])
-def test_what_a_compiled_step_writes_to_stays_where_it_is_as_cuda_graphs_need_it(kind):
+def test_what_a_compiled_step_writes_to_stays_where_it_is_as_cuda_graphs_need_it():
     from torch._dynamo.backends.common import aot_autograd
     from torch._guards import TracingContext
     addresses = []  # of each graph, for each call
@@ -253,7 +232,7 @@ def test_what_a_compiled_step_writes_to_stays_where_it_is_as_cuda_graphs_need_it
         call._boxed_call = True
         return call
 
-    model = make(kind)
+    model = make('modern')
     compiled = compiled_with(model, aot_autograd(
         fw_compiler=compile_graph, inference_compiler=compile_graph,
         keep_inference_input_mutations=True))
@@ -270,53 +249,24 @@ def test_what_a_compiled_step_writes_to_stays_where_it_is_as_cuda_graphs_need_it
 def possible(logits, **options):
     """Which tokens choose_next_token can choose."""
     noise = torch.linspace(0, 1 - 1e-9, 1000, dtype=torch.double)[:, None]
-    chosen = choose_next_token(logits.expand(1000, -1), noise=noise, **options)
-    return set(chosen.flatten().tolist())
+    return set(choose_next_token(logits.expand(1000, -1), noise, **options).flatten().tolist())
 
 
-LOGITS = torch.tensor([[0.1, 0.5, 0.15, 0.25]]).log()
-
-
-def test_temperature_zero_takes_the_likeliest_and_near_zero_too():
-    assert choose_next_token(LOGITS, 0).item() == 1
-    for temperature in (1e-3, 1e-42, 1e-320):  # as float32 the last ones are tiny, and 0
-        assert possible(LOGITS, temperature=temperature) == {1}
-
-
-def test_top_k_keeps_the_k_likeliest():
-    assert possible(LOGITS, top_k=2) == {1, 3}
-    assert possible(LOGITS, top_k=100) == possible(LOGITS, top_k=0) == {0, 1, 2, 3}
-
-
-def test_top_p_keeps_the_fewest_that_reach_p():
-    for p, expected in [(0.4, {1}), (0.6, {1, 3}), (0.8, {1, 2, 3}), (0.01, {1})]:
-        assert possible(LOGITS, top_p=p) == expected
-
-
-def test_min_p_keeps_what_is_not_far_below_the_likeliest():
-    assert possible(LOGITS, min_p=0.4) == {1, 3}
-    assert possible(LOGITS, min_p=0.1) == {0, 1, 2, 3}
-
-
-def test_the_limits_combine():
-    assert possible(LOGITS, top_k=3, top_p=0.8, min_p=0.4) == {1, 3}
+@pytest.mark.parametrize(('options', 'expected'), [
+    (dict(temperature=0), {1}), (dict(temperature=1e-3), {1}),
+    (dict(temperature=1e-320), {1}),  # 0 as a float32
+    (dict(top_k=2), {1, 3}), (dict(top_k=100), {0, 1, 2, 3}), (dict(top_k=0), {0, 1, 2, 3}),
+    (dict(top_p=0.01), {1}), (dict(top_p=0.6), {1, 3}), (dict(top_p=0.8), {1, 2, 3}),
+    (dict(top_k=3, top_p=0.9), {1, 2, 3}), (dict(top_k=2, top_p=0.99), {1, 3})])
+def test_which_tokens_can_be_chosen(options, expected):
+    assert possible(torch.tensor([[0.1, 0.5, 0.15, 0.25]]).log(), **options) == expected
+    assert possible(torch.tensor([[-math.inf, 0.0, -math.inf]]), **options) == {1}
 
 
 def test_samples_follow_the_probabilities():
     torch.manual_seed(0)
     wanted = torch.tensor([0.1, 0.2, 0.7])
     for options in ({}, {'top_k': 3}):
-        chosen = choose_next_token(wanted.log().expand(20000, 3), **options)
+        chosen = choose_next_token(wanted.log().expand(20000, 3), draw_noise(20000), **options)
         shares = torch.bincount(chosen.flatten(), minlength=3) / 20000
         assert torch.allclose(shares, wanted, atol=0.02), options
-
-
-def test_what_has_no_probability_is_never_chosen():
-    logits = torch.tensor([[-math.inf, 0.0, -math.inf]])
-    assert possible(logits) == {1}
-
-
-def test_the_repetition_penalty_lowers_what_was_there():
-    logits = torch.tensor([[2.0, -1.0, 3.0]])
-    seen = torch.tensor([[True, True, False]])
-    assert penalize(logits, seen, 2.0).tolist() == [[1.0, -2.0, 3.0]]

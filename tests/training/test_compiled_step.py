@@ -191,7 +191,7 @@ def test_attention_takes_keeps_and_caches_bfloat16_where_norms_give_float32(monk
         gpt.eval()
         cache = KVCache(gpt.config, 16, CPU)
         cache.begin([0])
-        cache.advance(idx := torch.randint(65, (1, 9)))
-        gpt.hidden(idx, cache)
+        cache.advance(9)
+        gpt.hidden(torch.randint(65, (1, 9)), cache)
     assert normed.dtype == torch.float32 and len(seen) == 4
     assert {t.dtype for tensors in seen for t in tensors} == {torch.bfloat16}

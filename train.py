@@ -8,6 +8,7 @@ Without a config file this trains GPT-2 124M on OpenWebText. The settings, with 
 in plaingpt/training/settings.py, or: python train.py --help
 """
 
+import gc
 import math
 import sys
 from contextlib import closing, nullcontext, suppress
@@ -63,7 +64,7 @@ from plaingpt.training.start import (
     trim_logs,
     with_shape,
 )
-from plaingpt.training.step_guard import StepGuard, collect_garbage, garbage_at_known_steps
+from plaingpt.training.step_guard import StepGuard
 
 
 @dataclass
@@ -289,12 +290,13 @@ def train(run):
     """Evaluate, save, step, log, until the run ends → why it ended."""
     config, progress, metrics = run.config, run.progress, run.metrics  # iter_num: steps done
     metrics.begin(progress.iter_num)
-    with closing(run.train_data.train_batches(progress.iter_num)) as batches, \
-            garbage_at_known_steps():
+    gc.unfreeze()  # what an earlier run of this process froze
+    gc.collect()
+    gc.freeze()  # no later collection looks at it: that would take 0.1 s and hold up all processes
+    with closing(run.train_data.train_batches(progress.iter_num)) as batches:
         while True:
             # evaluate, save or stop: all processes decide the same
-            evaluating = not progress.evaluated and evaluation_is_due(run)
-            if evaluating:
+            if not progress.evaluated and evaluation_is_due(run):
                 with suppress(Stopped):  # a signal ends it, and then nothing of it is logged
                     evaluate(run)
             ending = run.stop.signal_at_step() or ending_of(run)
@@ -322,7 +324,6 @@ def train(run):
                 run.deadline.decide(run)
                 run.guard.report(metrics.print)  # here the host waits for the device anyway
             run.watching.look_inside(progress.iter_num)
-            collect_garbage(progress.iter_num, evaluating)
 
 
 def evaluation_is_due(run):

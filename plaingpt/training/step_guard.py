@@ -1,10 +1,6 @@
-"""Around a training step: one whose loss or gradient is not finite (NaN, infinity) leaves the
-weights alone, and Python collects garbage at the same steps on all processes.
-"""
+"""A training step whose loss or gradient is not finite (NaN, infinity) leaves the weights alone."""
 
-import gc
 import math
-from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
@@ -12,32 +8,6 @@ import torch.distributed as dist
 from plaingpt.system.distributed import all_gather, gloo_group
 from plaingpt.system.errors import UserError
 from plaingpt.system.files import append_line
-
-GARBAGE_STEPS = 50
-
-
-@contextmanager
-def garbage_at_known_steps():
-    """In here Python collects garbage only in collect_garbage, which all processes call at the same
-    steps. A process that collected at another step would hold up all others."""
-    gc.collect()
-    gc.freeze()  # what exists now is not looked at again
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.enable()
-        gc.unfreeze()
-
-
-def collect_garbage(iter_num, evaluated):
-    """Collect what is new every GARBAGE_STEPS; after an evaluation, which is slow anyway, all."""
-    if evaluated or iter_num % GARBAGE_STEPS == 0:
-        gc.collect(2 if evaluated else 1)
-
-
-# -----------------------------------------------------------------------------
-# steps that are not finite
 
 MAX_BAD_STEPS = 10  # this many in a row end the run
 OVERFLOWS = 16  # GradScaler halves its scale this often to get from 65,536, where it begins, to 1

@@ -318,7 +318,7 @@ def train(run):
             progress.iter_num += 1
 
             # log
-            metrics.tick(progress.iter_num)
+            metrics.bar.update()
             if progress.iter_num % config.log_interval == 0:
                 metrics.step(progress.iter_num, all_reduce_mean(loss.clone()), lr, grad_norm)
                 run.deadline.decide(run)

@@ -5,7 +5,6 @@ metrics.jsonl, `run` of run.json. A check returns None where it has too few rows
 alarm costs more than a late one. What can be seen before the first step is seen in plaingpt/checks.
 """
 
-import math
 from itertools import pairwise
 from statistics import median
 
@@ -36,11 +35,6 @@ def diagnose(rows, run):
     return {name: '; '.join(said) for name, said in found.items() if said}
 
 
-def warmup_iters(run):
-    """Iterations of warmup; decay_lr=False has none."""
-    return run['config']['warmup_iters'] if run['config']['decay_lr'] else 0
-
-
 def block_values(row, measure, prefix='h.'):
     """{'h.0': value, …} of a health row: of the blocks; prefix='': also of the embeddings."""
     return {key.rpartition('/')[2]: value for key, value in row.items()
@@ -68,23 +62,20 @@ def unmoved(rows, run):
 
 def diverging(rows, run):
     remedy = f'lower learning_rate or lengthen warmup_iters ({run["config"]["warmup_iters"]} now)'
-    early = [row for row in rows_with(rows, 'loss') if row['iter'] <= EARLY_STEPS]
     evaluations = rows_with(rows, 'train_loss')
-    first = next((row.get('train_loss') or row.get('loss') for row in evaluations[:1] + early[:1]
-                  if row['iter'] <= 1), None)
-    if first is not None and len(early) > 1:
-        # The lower of two lines in a row: a single batch may be an odd one.
-        highest = max((min(pair, key=lambda row: row['loss']) for pair in pairwise(early)),
-                      key=lambda row: row['loss'])
-        if highest['loss'] >= first + RISE:
-            return (f'the loss rose from {first:.2f} to {highest["loss"]:.2f} at iteration '
-                    f'{highest["iter"]}', remedy)
-    if evaluations:
-        lowest, last = min(evaluations, key=lambda row: row['train_loss']), evaluations[-1]
-        if last['train_loss'] >= lowest['train_loss'] + RISE:
-            return (f'the training loss rose from {lowest["train_loss"]:.2f} at iteration '
-                    f'{lowest["iter"]} to {last["train_loss"]:.2f} at iteration {last["iter"]}',
-                    f'go back to --checkpoint=best and {remedy}')
+    if not evaluations:
+        return None
+    first, last = evaluations[0], evaluations[-1]
+    early = column([row for row in rows if row['iter'] <= EARLY_STEPS], 'loss')
+    # The lower of two steps in a row: a single batch may be an odd one.
+    highest = max(map(min, pairwise(early)), default=0)
+    if highest >= first['train_loss'] + RISE:
+        return f'the loss rose from {first["train_loss"]:.2f} to {highest:.2f}', remedy
+    lowest = min(evaluations, key=lambda row: row['train_loss'])
+    if last['train_loss'] >= lowest['train_loss'] + RISE:
+        return (f'the training loss rose from {lowest["train_loss"]:.2f} at iteration '
+                f'{lowest["iter"]} to {last["train_loss"]:.2f} at iteration {last["iter"]}',
+                f'go back to --checkpoint=best and {remedy}')
 
 
 def overfit(rows, run):
@@ -103,17 +94,11 @@ def overfit(rows, run):
 
 
 def implausible(rows, run):
-    bits, size = column(rows, 'val_bpb')[-1:], run.get('train_bytes_per_token')
-    losses = column(rows, 'loss')[-5:]
-    if len(losses) == 5 and size and run['from_scratch'] \
-            and run['config'].get('check') != 'overfit' \
-            and rows[-1]['tokens'] <= run['train_tokens']:
-        bits.append(median(losses) / math.log(2) / size)
-    if bits and min(bits) < IMPLAUSIBLE:
-        return (f'{min(bits):.2f} bits a byte are too few for text that was not seen before: '
-                'English has 0.6 to 1.3',
-                'do targets or attention show the token to predict? does the text repeat itself, '
-                'or the loader return the same sequences again?')
+    bits = column(rows, 'val_bpb')[-1:]
+    if bits and bits[0] < IMPLAUSIBLE and run['config'].get('check') != 'overfit':
+        return (f'{bits[0]:.2f} bits a byte are too few for text that was not seen before: English '
+                'has 0.6 to 1.3',
+                'do targets or attention show the token to predict? does the text repeat itself?')
 
 
 # -----------------------------------------------------------------------------
@@ -131,7 +116,8 @@ def rate_high(rows, run):
 
 def rate_low(rows, run):
     seen = updates(rows)
-    if len(seen) < 2 or not run['from_scratch'] or seen[-1][0] <= warmup_iters(run):
+    if len(seen) < 2 or not run['from_scratch'] \
+            or seen[-1][0] <= run['config']['warmup_iters']:
         return None
     highest = max(ratio for _, ratio in seen)
     if highest < UPDATE_LOW:

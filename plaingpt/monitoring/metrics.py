@@ -27,9 +27,8 @@ class Metrics:
     """
 
     def __init__(self, run, bytes_per_token=None, elapsed_s=0.0, backends=()):
-        config = run.config
-        self.run, self.config, self.loader, self.device = run, config, run.train_data, run.device
-        self.path = None if config.is_read_only else Path(config.out_dir, 'metrics.jsonl')
+        self.run, self.device = run, run.device
+        self.path = None if run.config.is_read_only else Path(run.config.out_dir, 'metrics.jsonl')
         self.quiet = not run.world.is_main
         self.backends, self.bytes_per_token = list(backends), bytes_per_token
         self.flops_per_token = run.model.flops_per_token() / run.world.size  # on each device
@@ -46,10 +45,10 @@ class Metrics:
             for row in self.rows:
                 self._send(row)
             self.diagnosed = set(diagnose(self.rows, self.run.record))
-        self.bar = tqdm(total=self.config.max_iters, initial=iter_num, leave=False,
+        self.bar = tqdm(total=self.run.config.max_iters, initial=iter_num, leave=False,
                         desc='compiling' if self.run.record['compile'] else 'training',
                         dynamic_ncols=True, disable=True if self.quiet else None)
-        self._begin_lap(iter_num)
+        self.lap_iter, self.lap_began = iter_num, time.perf_counter()
 
     def elapsed_s(self):
         """Seconds since the run began, those before a resume included."""
@@ -57,7 +56,7 @@ class Metrics:
 
     def at(self, iter_num):
         """What every row begins with, after `iter_num` updates."""
-        return {'iter': iter_num, 'tokens': self.loader.tokens_before(iter_num),
+        return {'iter': iter_num, 'tokens': self.run.train_data.tokens_before(iter_num),
                 'elapsed_s': round(self.elapsed_s(), 3)}
 
     @contextmanager
@@ -72,23 +71,14 @@ class Metrics:
         self.lap_began += time.perf_counter() - began
         self.paused_s += time.perf_counter() - began
 
-    def tick(self, iter_num):
-        """Show on a terminal where the run stands; call it after every step."""
-        before, self.counted = self.counted, iter_num
-        self.bar.update(iter_num - before)
-        if iter_num != before + 1 and 'counted' not in self.diagnosed:
-            self.diagnosed.add('counted')
-            self.print(f'diagnosis: after one step the iteration is {iter_num}, and it was {before}'
-                       ": the learning rate, the tokens and the run's end go by it; see that the "
-                       'loop adds 1 for each step')
-
     def step(self, iter_num, loss, lr, grad_norm):
         """Log update number `iter_num`. loss and grad_norm may be tensors: reading them waits
         for the device, so call this on logged steps only."""
         loss, grad_norm = float(loss), float(grad_norm)
-        step_s = (time.perf_counter() - self.lap_began) / (iter_num - self.lap_iter)
-        self._begin_lap(iter_num)
-        tokens_per_s = self.config.step_tokens() / step_s
+        now = time.perf_counter()
+        step_s = (now - self.lap_began) / (iter_num - self.lap_iter)  # since the last logged step
+        self.lap_iter, self.lap_began = iter_num, now
+        tokens_per_s = self.run.config.step_tokens() / step_s
         used = mfu(self.flops_per_token * tokens_per_s, device_name(self.device), self.run.dtype)
         columns = [f'loss {loss:.4f}', f'lr {lr:.2e}', f'grad {grad_norm:.2f}',
                    f'{step_s * 1e3:.{0 if step_s >= 0.1 else 1}f} ms',
@@ -142,13 +132,8 @@ class Metrics:
         for backend in list(self.backends):
             self._call(backend, backend.close)
 
-    def _begin_lap(self, iter_num):
-        """A lap is the steps from one logged line to the next."""
-        self.counted = self.lap_iter = iter_num
-        self.lap_began = time.perf_counter()
-
     def _print_columns(self, iter_num, *columns):
-        width = len(str(self.config.max_iters))
+        width = len(str(self.run.config.max_iters))
         self.print(' | '.join([f'iter {iter_num:>{width}}', *columns]))
 
     def write(self, iter_num, **values):

@@ -77,7 +77,6 @@ def describe_run(config, dataset, loader, device, dtype, compile, world, resumed
         'data': {'folder': str(dataset.folder),
                  **{key: dataset.meta[key] for key in ('corpus', 'source') if key in dataset.meta}},
         'vocab_size': dataset.vocab_size, 'train_tokens': loader.epoch_tokens(),
-        'train_bytes_per_token': dataset.bytes_per_token('train'),
         'val_bytes_per_token': dataset.bytes_per_token('val'),
         'from_scratch': from_scratch,
         'machine': {'device': machine_name(device), 'processes': world.size},

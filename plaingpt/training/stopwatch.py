@@ -188,4 +188,4 @@ class Deadline:
             end = iter_num + steps_in(self.left_s(), seconds / steps, evaluation_s, config)
             self.window = now
         end = all_gather(end, gloo_group())[0]
-        run.config = metrics.config = replace(config, max_iters=end, lr_decay_iters=end)
+        run.config = replace(config, max_iters=end, lr_decay_iters=end)

@@ -58,14 +58,14 @@ def test_a_service_gets_every_number_of_a_run_and_of_a_resumed_one(
 
 
 def kill_before(iter_num):
-    """The process kills itself before update `iter_num` is reported."""
-    original = train.Metrics.tick
+    """The process kills itself before update `iter_num` is logged."""
+    original = train.Metrics.step
 
-    def tick(self, it):
+    def step(self, it, *numbers):
         if it == iter_num:
             os.kill(os.getpid(), signal.SIGKILL)
-        original(self, it)
-    train.Metrics.tick = tick
+        original(self, it, *numbers)
+    train.Metrics.step = step
 
 
 @pytest.mark.slow

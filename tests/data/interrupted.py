@@ -1,4 +1,4 @@
-"""prepare.py killed while it works, by SIGKILL in a process of its own or by an exception here.
+"""prepare.py killed while it works.
 
 Run as a script: the process that those processes are copies of. It has imported prepare.py and done
 nothing, so that a copy starts in a moment and waits for no thread that is not copied."""
@@ -12,8 +12,6 @@ import sys
 from functools import cache
 from pathlib import Path
 
-import pytest
-
 import prepare
 from plaingpt.data import encoding
 
@@ -24,10 +22,10 @@ def contents(folder):
     return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
-def exit_code(*argv, calls=0, before=''):
+def exit_code(*argv, calls=0):
     """Run prepare.py, which is killed in the place of the `calls`-th change of the disk, if not 0
-    → its exit code. before: Python that changes its modules first"""
-    request = [os.getcwd(), dict(os.environ), calls, before, *map(str, argv)]
+    → its exit code."""
+    request = [os.getcwd(), dict(os.environ), calls, *map(str, argv)]
     print(json.dumps(request), file=server().stdin, flush=True)
     return int(server().stdout.readline())
 
@@ -43,18 +41,18 @@ def server():
 
 def serve():
     for line in sys.stdin:
-        cwd, env, calls, before, *argv = json.loads(line)
+        cwd, env, calls, *argv = json.loads(line)
         if argv[0] == 'hf':
             import datasets  # noqa: F401  once, and not in each copy
         pid = os.fork()
         if pid == 0:
             os.chdir(cwd)
             os.environ.update(env)
-            run(calls, before, argv)
+            run(calls, argv)
         print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), flush=True)
 
 
-def run(calls, before, argv):
+def run(calls, argv):
     signal.alarm(100)  # no process outlives a test that fails
     left = [calls]
     for name in ('replace', 'fsync', 'truncate', 'unlink'):
@@ -63,7 +61,6 @@ def run(calls, before, argv):
     encoding.BATCH_CHARS = 2**13  # so that few documents are many batches
     code = 1
     try:
-        exec(before, globals())
         prepare.main(argv)
         code = 0
     finally:
@@ -77,25 +74,6 @@ def dying(function, left):
             os.kill(os.getpid(), signal.SIGKILL)
         return function(*arguments, **options)
     return call
-
-
-def stop_early(monkeypatch, argv):
-    """Run `argv` here until its second shard is full, as if killed there."""
-    class Killed(BaseException):
-        pass
-
-    real, written = encoding.write_progress, []
-
-    def write_progress(folder, *arguments, **options):
-        real(folder, *arguments, **options)
-        written.append(folder)
-        if len(written) == 2:
-            raise Killed
-
-    with monkeypatch.context() as patch, pytest.raises(Killed):
-        patch.setattr(encoding, 'write_progress', write_progress)
-        patch.setattr(encoding, 'BATCH_CHARS', 2**13)
-        prepare.main(argv)
 
 
 if __name__ == '__main__':

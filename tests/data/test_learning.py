@@ -4,7 +4,6 @@ import json
 import random
 
 import pytest
-from helpers import fails
 
 import prepare
 from plaingpt.data import tokenizer_choice
@@ -109,24 +108,6 @@ def test_a_line_break_comes_after_the_last_piece_of_a_document_alone(tmp_path):
     # where it goes on in another split, each of its parts is a document
     parts = [line for line in lines if 'ab' in line]
     assert sorted(''.join(parts)) == sorted(f'7{long}') and len(parts) > 1
-
-
-def test_characters_without_a_line_break_are_refused_for_documents(tmp_path, capsys, monkeypatch):
-    (tmp_path / 'one.txt').write_text('abcd' * 100)
-    (tmp_path / 'many.txt').write_text('ab\ncd\n')
-    prepared(tmp_path / 'one', tmp_path / 'one.txt', '--tokenizer=char')
-    line = fails(capsys, monkeypatch, prepare.main, 'text', f'--input={tmp_path}/many.txt',
-                 '--documents=line', f'--tokenizer={tmp_path}/one', f'--data_dir={tmp_path}/many')
-    assert r"character '\n'" in line and not (tmp_path / 'many').exists()
-
-
-def test_an_unknown_character_is_named_with_what_is_around_it(tmp_path, capsys, monkeypatch):
-    (tmp_path / 'a.txt').write_text('a b\n' * 100)
-    (tmp_path / 'b.txt').write_text('aba\n' * 100_000 + 'abba ж\n')
-    prepared(tmp_path / 'known', tmp_path / 'a.txt', '--tokenizer=char')
-    line = fails(capsys, monkeypatch, prepare.main, 'text', f'--input={tmp_path}/b.txt',
-                 f'--tokenizer={tmp_path}/known', f'--data_dir={tmp_path}/d')
-    assert "b.txt: character 'ж' in" in line and 'abba ж' in line and not (tmp_path / 'd').exists()
 
 
 # -----------------------------------------------------------------------------

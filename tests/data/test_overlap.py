@@ -9,7 +9,6 @@ import pytest
 from corpus_files import prepared, write_rows
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from interrupted import contents, exit_code
 
 import prepare
 from plaingpt.data import inspection
@@ -127,17 +126,3 @@ def test_token_files_that_others_made_are_compared_too(tmp_path, capsys):
     (tmp_path / 'meta.pkl').write_bytes(pickle.dumps({'vocab_size': 50257}))
     prepare.main(['inspect', f'{tmp_path}'])
     assert shown_share(capsys.readouterr()) == 0.5
-
-
-KILL_AT_COMPARISON = '''from plaingpt.data import inspection
-inspection.find_overlap = lambda *_: os.kill(os.getpid(), signal.SIGKILL)'''
-
-
-def test_a_kill_while_splits_are_compared_changes_nothing(documents, tmp_path):
-    write_rows(tmp_path / 'in.jsonl', documents)
-    argv = ['text', f'--input={tmp_path}/in.jsonl', '--tokenizer=byte', '--val_fraction=0.3']
-    prepare.main([*argv, f'--data_dir={tmp_path}/whole'])
-    argv += [f'--data_dir={tmp_path}/killed']
-    assert exit_code(*argv, before=KILL_AT_COMPARISON) == -9
-    prepare.main(argv)
-    assert contents(tmp_path / 'killed') == contents(tmp_path / 'whole')

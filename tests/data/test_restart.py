@@ -7,7 +7,7 @@ import shutil
 import pytest
 from corpus_files import write_rows
 from helpers import fails
-from interrupted import contents, exit_code, stop_early
+from interrupted import contents, exit_code
 
 import prepare
 from plaingpt.data import encoding
@@ -53,7 +53,7 @@ def test_what_is_done_is_not_done_again_and_the_old_dataset_stays_meanwhile(
     prepare.main(command(rows, tmp_path / 'd', '--val_fraction=0.2'))
     before = contents(tmp_path / 'd')
     argv = command(rows, tmp_path / 'd', '--tokenizer=bpe:300', '--overwrite')
-    stop_early(monkeypatch, argv)
+    assert exit_code(*argv, calls=12) == -9
     assert {name: (tmp_path / 'd' / name).read_bytes() for name in before} == before
     progress = json.loads((tmp_path / 'd/unfinished/progress.json').read_text())
     done = sum(split['tokens'] for split in progress['splits'].values())
@@ -73,10 +73,10 @@ def test_what_is_done_is_not_done_again_and_the_old_dataset_stays_meanwhile(
 
 
 def test_what_another_command_or_another_input_left_is_not_mixed_in(
-        rows, tmp_path, monkeypatch, capsys):
+        rows, tmp_path, capsys):
     path = shutil.copy(rows, tmp_path / 'in.jsonl')
     for more, change in (['--val_fraction=0.2'], ''), ([], '{"text": "new"}\n'):
-        stop_early(monkeypatch, command(path, tmp_path / 'd'))
+        assert exit_code(*command(path, tmp_path / 'd'), calls=12) == -9
         with pytest.raises(prepare.UserError, match='not finished'):  # nothing is trained on it
             open_dataset(tmp_path / 'd')
         path.write_text(path.read_text() + change)

@@ -18,7 +18,6 @@ Without a config: GPT-2 124M on a GPU, config/bench_cpu.py or config/grid_cpu.py
 Trainings are kept in the folder of --save, and the same command goes on after a stop.
 """
 
-import json
 import signal
 import sys
 from dataclasses import dataclass
@@ -40,7 +39,6 @@ from plaingpt.system.distributed import launched_world
 from plaingpt.system.errors import UserError, run_script, warn
 from plaingpt.system.files import ROOT, make_writable
 from plaingpt.training.dtype_choice import choose_training_dtype
-from plaingpt.training.out_of_memory import explain_out_of_memory
 from plaingpt.training.settings import TrainConfig
 
 
@@ -64,7 +62,6 @@ class BenchConfig(TrainConfig):
     profile: bool = False  # speed: where the time goes, and a trace in out_dir
     real_data: bool = False  # speed: batches from the dataset, not one of random tokens
     seeds: Annotated[int, 'at least 1'] = 3  # variants, sweep: runs of each training
-    json: bool = False  # print JSON
     save: str = ''  # folder for the results; trainings have out-experiments by default
 
     def problems(self):
@@ -120,8 +117,7 @@ def measure_step(config, device):
     compile, _ = devices.choose_compile(config.compile, device)
     shape = config.gpt_config(find_dataset_size(config.dataset, config.vocab_size)[0])
     dtype, _ = choose_training_dtype(config, shape, device)
-    with explain_out_of_memory(shape, config, dtype, device):
-        return measure_speed(config, shape, device, dtype, compile)
+    return measure_speed(config, shape, device, dtype, compile)
 
 
 def words_of(variants, config, words):
@@ -192,11 +188,10 @@ def main(argv):
         rows, text, status = judge_change(config, words)
     else:
         rows, text = measure_step(config, device)
-    print(json.dumps({**facts, 'rows': rows, 'table': text}, indent=1) if config.json
-          else tables.format_page(facts, text))
+    print(tables.format_page(facts, text))
     if folder:
         tables.save(path, facts, rows, text)
-    if trains and not config.json:
+    if trains:
         print(f'{path}/ has the runs, {path}.png their picture')
     if config.judge:
         sys.exit(status)

@@ -51,7 +51,7 @@ from plaingpt.training.checkpoint import KEPT, Saver
 from plaingpt.training.dtype_choice import choose_training_dtype
 from plaingpt.training.evaluation import Watching, check_tasks, evaluated_bytes, mean_loss
 from plaingpt.training.optimizers import build_optimizer
-from plaingpt.training.out_of_memory import explain_out_of_memory, fit_to_memory
+from plaingpt.training.out_of_memory import fit_to_memory
 from plaingpt.training.schedules import get_lr
 from plaingpt.training.settings import WITHOUT_EFFECT, TrainConfig
 from plaingpt.training.start import (
@@ -152,7 +152,7 @@ def resolve(config, start, dataset, world, device, device_why, given):
     compile, compile_why = devices.choose_compile(config.compile, device)
     print0(f'device {device} ({device_why}) | dtype {dtype} ({dtype_why}) | '
            f'compile {compile} ({compile_why}) | processes {world.size}')
-    config = fit_to_memory(with_shape(config, shape), shape, dtype, device, compile)
+    config = fit_to_memory(with_shape(config, shape), shape, dtype, device)
     return config, shape, dtype, compile
 
 
@@ -476,7 +476,7 @@ def main(argv):
         run = setup(config, start, world, device, device_why, given)
         if config.check is True:
             return
-        with run.stop, explain_out_of_memory(run.model.config, run.config, run.dtype, device):
+        with run.stop:
             finish(run, train(run))
 
 

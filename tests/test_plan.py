@@ -1,6 +1,5 @@
-import io
 import json
-from contextlib import redirect_stdout
+import re
 from dataclasses import replace
 
 import pytest
@@ -10,67 +9,40 @@ from helpers import ROOT, fails
 import plan
 from configurator import load_config
 from model import GPTConfig
-from plaingpt.experiments import speed as step_speed
+from plaingpt.experiments import speed
 from plaingpt.inference.hf_architectures import ARCHITECTURES, SIZES
-from plaingpt.system.errors import UserError
 from plaingpt.system.formatting import GIB
-from plaingpt.system.gpus import GPUS
-from plaingpt.training import memory
 from plaingpt.training.start import Start
 from plan import PlanConfig
 
 # Few traces of a step serve all these plans: two layers.
 GPT2 = [str(ROOT / 'config/gpt2_124m.py'), '--n_layer=2', '--batch_size=16',
-        '--dataset=no_such_dataset']
+        '--dataset=no_such_dataset', '--activation_checkpointing=full']
 
 
-def printed(*arguments):
-    with redirect_stdout(io.StringIO()) as out:
-        plan.main(arguments)
-    return out.getvalue()
+def test_the_table_adds_up_and_the_batch_that_is_chosen_fits(capsys, monkeypatch):
+    monkeypatch.setattr(plan, 'RECOMPUTED', ['full'])  # fewer traces
 
+    def planned(*argv):
+        plan.main([*GPT2, *argv])
+        out = capsys.readouterr().out
+        sizes = re.findall(r'^ +([\d.]+) ([GM])iB', out, re.M)
+        *owners, total = (float(size) / (1 if unit == 'G' else 1024) for size, unit in sizes)
+        assert sum(owners) == pytest.approx(total, abs=0.03)
+        processes, batch_size = map(int, re.search(r'(\d+) × (\d+) sequences', out).groups())
+        return out, total, processes * batch_size, batch_size
 
-def planned(*arguments):
-    return json.loads(printed(*arguments, '--json'))
-
-
-def test_a_batch_that_does_not_fit_is_told_before_it_runs(monkeypatch):
-    # in place of plans of six changed steps
-    monkeypatch.setattr(memory, 'savings', lambda *_: [('--n_layer=1', GIB)])
-    case = [*GPT2, '--batch_size=512', f'--total_batch_size={2**20}', '--gpu_memory_gb=16']
-    out = printed(*case)
-    assert 'does NOT fit in 16.00 GiB' in out and 'saved by --n_layer=1 (1.00 GiB)' in out
-    held = planned(*case)['memory']
-    assert not held['fits'] and 1 < held['checkpointing']['none']['largest_batch'] < 512
-    auto = planned(*case, '--batch_size=auto')['memory']
-    assert auto['fits'] and auto['batch_size'] * auto['micro_steps'] == 1024
-    assert auto['batch_size'] <= held['checkpointing']['none']['largest_batch']
-
-
-def test_the_table_and_the_json_say_the_same():
-    arguments = [*GPT2, '--gpu=a100']  # a part of its name
-    found, out = planned(*arguments), printed(*arguments)
-    held, run = found['memory'], found['run']
-    assert f'{held["total"] / GIB:.2f} GiB  in all: fits in 40.00 GiB' in out
-    assert sum(held['phases'][held['peak_phase']].values()) == held['peak']
-    assert f'{run["tokens_per_step"]:,} a step' in out and run['hours'] > 0
-    assert 'no_such_dataset is not prepared' in out and 'one A100 with 40.00 GiB' in out
-
-
-def test_processes_that_copy_and_that_share_the_model_are_planned():
-    copies = planned(*GPT2, '--gpu_memory_gb=80', '--processes=8', '--tokens_per_s=9')
-    alone = planned(*GPT2, '--gpu_memory_gb=80', '--tokens_per_s=9')
-    assert alone['run']['tokens_per_step'] == copies['run']['tokens_per_step'] == 2**19
-    assert alone['memory']['micro_steps'] == 8 * copies['memory']['micro_steps']
-    assert copies['memory']['parallel'] == 'ddp' and not alone['memory']['parallels']
-    too_small = copies['memory']['total'] / GIB - 0.1
-    found = planned(*GPT2, f'--gpu_memory_gb={too_small}', '--processes=8')
-    held, both = found['memory'], found['memory']['parallels']
-    assert held['parallel'] == 'fsdp' and held['fits']
-    assert both['ddp']['total'] == copies['memory']['total'] > held['available']
-    assert both['fsdp']['total'] == held['total']
-    assert both['fsdp']['largest_batch'] > both['ddp']['largest_batch']
-    assert alone['disk']['checkpoint'] == pytest.approx(found['disk']['checkpoint'], rel=1e-6)
+    out, total, sequences, batch_size = planned('--gpu_memory_gb=80')
+    assert 'fits in 80.00 GiB' in out and (sequences, batch_size) == (512, 16)
+    assert '524,288 a step' in out and 'no_such_dataset is not prepared' in out
+    assert 'does NOT fit' in planned(f'--gpu_memory_gb={total - 0.1}')[0]
+    out, total, sequences, batch_size = planned(f'--gpu_memory_gb={total - 0.1}',
+                                                '--batch_size=auto', '--total_batch_size=524288')
+    assert ' fits in' in out and sequences == 512 and 1 < batch_size < 16
+    out, total, sequences, _ = planned('--gpu_memory_gb=80', '--processes=8')
+    assert ', ddp;' in out and sequences == 64
+    out, shared, *_ = planned(f'--gpu_memory_gb={total - 0.1}', '--processes=8')
+    assert ', fsdp;' in out and ' fits in' in out and shared < total
 
 
 @pytest.fixture(scope='module')
@@ -81,52 +53,28 @@ def small(char_data):
             '--max_iters=100', '--device=cpu']
 
 
-def test_a_prepared_dataset_gives_vocabulary_tokens_and_a_checkpoints_size(small, char_data,
-                                                                           trained):
-    found = planned(*small, '--tokens_per_s=1000', '--gpu_hour_price=2')
-    meta = json.loads((char_data / 'meta.json').read_text())
-    tokens = meta['splits']['train']['tokens']
-    assert found['model']['vocab_size'] == meta['vocab_size']
-    assert found['run']['epochs'] == pytest.approx(100 * 128 / tokens)
-    assert found['run']['hours'] == pytest.approx(12.8 / 3600)
-    assert found['run']['price'] == pytest.approx(2 * 12.8 / 3600)
-    assert found['disk']['dataset'] == 2 * tokens
+def test_without_a_gpu_it_plans_for_this_machine_and_times_a_step(
+        small, trained, monkeypatch, capsys):
+    monkeypatch.setattr(plan.devices, 'device_memory', lambda *_: 4 * GIB)
+    plan.main(small)
+    out = capsys.readouterr().out
+    assert 'fits in 4.00 GiB' in out and 'CUDA' not in out
+    assert 'as a step takes here' in out and '128 a step, 12.8k in all' in out
+    checkpoint = 2**20 * float(re.search(r'disk: ([\d.]+) MiB', out)[1])
     folder = next((trained / 'checkpoints').iterdir())
     written = sum(path.stat().st_size for path in folder.glob('*.safetensors'))
-    assert written == pytest.approx(found['disk']['checkpoint'], rel=0.05)  # names beside
+    assert written == pytest.approx(checkpoint, rel=0.2)  # names beside
 
 
-def test_every_mistake_is_reported_and_gpus_are_listed():
-    with pytest.raises(UserError) as error:
-        load_config(PlanConfig, ['--gpu=A1000', '--utilisation=2', '--processes=0', '--n_layer=x'])
-    lines = str(error.value).splitlines()
-    for words in ('utilisation=2', 'processes=0', "n_layer='x'"):
-        assert any(words in line for line in lines)
-    assert any("gpu='A1000'" in line and all(name in line for name in GPUS) for line in lines)
-
-
-def test_without_a_gpu_it_plans_for_this_machine_and_measures_its_speed(small, monkeypatch):
-    monkeypatch.setattr(plan.devices, 'device_memory', lambda *_: 4 * GIB)
-    monkeypatch.setattr(plan, 'choose_training_dtype', lambda *_: ('bfloat16', 'measured'))
-    found = planned(*small)
-    machine, held, run = (found[key] for key in ('machine', 'memory', 'run'))
-    assert machine['device'] == 'cpu' and machine['here']
-    assert held['available'] == 4 * GIB and held['fits'] and held['overhead'] == 0
-    # an honest clock: no CPU trains this model at a billion tokens a second
-    assert 0 < run['tokens_per_s'] < 1e9 and 'here' in run['how']
-    assert run['hours'] == pytest.approx(100 * 128 / run['tokens_per_s'] / 3600)
-    assert not any(word in printed(*small, '--tokens_per_s=9') for word in ('CUDA', 'GPU'))
-    run = planned(*small, f'--batch_size={2**28}')['run']  # it does not fit here
-    assert run['tokens_per_s'] is run['hours'] is None and 'does not fit' in run['how']
-
-
-def test_a_step_that_takes_long_is_timed_on_fewer_tokens(small, monkeypatch):
-    config = load_config(PlanConfig, small)
-    shape, cpu = config.gpt_config(93), torch.device('cpu')
-    for core_speed, tokens in ((1e15, 'measured here'), (1e6, 'estimated from 1 × ')):
-        monkeypatch.setattr(step_speed, 'core_speed', lambda dtype, found=core_speed: found)
-        speed, how = step_speed.estimate_speed(shape, config, cpu, 'float32')
-        assert speed > 0 and how.startswith(tokens)
+def test_a_batch_that_takes_long_is_timed_by_one_sequence(small, monkeypatch):
+    config, sizes = load_config(PlanConfig, small), []
+    monkeypatch.setattr(speed, 'time_batch', lambda step, shape, sequences, device: (
+        sizes.append(sequences) or sequences * seconds, 0.5))
+    for seconds, largest in ((0.1, 4), (1.0, 1)):
+        sizes.clear()
+        assert speed.estimate_step(config.gpt_config(93), config, torch.device('cpu'), 'float32') \
+            == pytest.approx(2 * 4 * seconds + 0.5)
+        assert max(sizes) == largest
 
 
 def test_the_published_models_are_planned_without_their_weights():
@@ -165,16 +113,6 @@ def test_models_of_a_run_a_folder_and_nanogpt_are_planned_in_their_own_shape(tra
     assert shape.n_layer == 5
 
 
-def test_minutes_are_planned_as_the_iterations_that_fit(char_data):
-    own_text = [str(ROOT / 'config/own_text.py'), f'--dataset={char_data}', '--gpu=a100',
-                '--minutes=2']
-    found = planned(*own_text, '--tokens_per_s=1e5')
-    assert 90 < 3600 * found['run']['hours'] <= 120
-    assert found['run']['iterations'] * found['run']['tokens_per_step'] == found['run']['tokens']
-    with pytest.raises(UserError, match='minutes=2'):
-        printed(*own_text, '--gpu=', '--gpu_memory_gb=9')
-
-
 def test_a_model_that_cannot_start_the_run_is_told_by_the_plan_too(
         trained, tmp_path, char_data, capsys, monkeypatch):
     for argv, words in ((['--init_from=gpt2', f'--dataset={char_data}'], 'one of 50257'),
@@ -182,10 +120,3 @@ def test_a_model_that_cannot_start_the_run_is_told_by_the_plan_too(
                         (['--init_from=gpt3'], "'gpt3' is neither"),
                         (['--init_from=resume', f'--out_dir={tmp_path}'], 'no checkpoint there')):
         assert words in fails(capsys, monkeypatch, plan.main, *argv)
-
-
-def test_the_help_lists_the_keys_of_training_too(capsys):
-    with pytest.raises(SystemExit):
-        plan.main(['--help'])
-    out = capsys.readouterr().out
-    assert '--learning_rate=0.0006' in out and '--gpu_memory_gb=0.0' in out

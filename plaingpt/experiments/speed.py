@@ -2,7 +2,6 @@
 
 import os
 import statistics
-from dataclasses import replace
 from functools import partial
 from itertools import repeat
 from pathlib import Path
@@ -25,11 +24,10 @@ from plaingpt.system.devices import (
 from plaingpt.system.errors import UserError
 from plaingpt.system.files import make_writable
 from plaingpt.system.formatting import gib, short
-from plaingpt.training.dtype_choice import core_speed
 from plaingpt.training.optimizers import build_optimizer
 from plaingpt.training.stopwatch import time_step, timed
 
-PATIENCE_S = 3.0  # what a micro-batch on a CPU may take in a plan
+PATIENCE_S = 3.0  # what a micro-batch may take in a plan
 
 
 def new_step(shape, config, device, dtype, compile=False):
@@ -52,25 +50,22 @@ def random_batches(shape, batch_size, device):
                                 device=device).unbind())
 
 
-def estimate_speed(shape, config, device, dtype):
-    """Tokens a second that training reaches on this device → (tokens/s, how it was found). Where a
-    micro-batch would take long it has fewer tokens, and its time is taken to grow with them."""
-    B, T = config.batch_size, shape.block_size
-    if device.type == 'cpu':
-        with torch.device('meta'):
-            flops = GPT(shape).flops_per_token()
-        tokens = int(PATIENCE_S * core_speed(dtype) * torch.get_num_threads() / flops)
-        T = max(1, min(T, tokens))
-        B = max(1, min(B, tokens // T))
-    smaller = replace(shape, block_size=T)
-    step, _ = new_step(smaller, config, device, dtype)
-    batches = random_batches(smaller, B, device)
+def estimate_step(shape, config, device, dtype):
+    """Seconds of a step on this device. One sequence is timed in place of a micro-batch
+    that would take long."""
+    step, _ = new_step(shape, config, device, dtype)
+    one_s, _ = time_batch(step, shape, 1, device)
+    sequences = config.batch_size if one_s * config.batch_size < PATIENCE_S else 1
+    micro_s, update_s = time_batch(step, shape, sequences, device)
+    micro_steps = config.accumulation() * config.batch_size / sequences
+    return micro_steps * micro_s + update_s
+
+
+def time_batch(step, shape, sequences, device):
+    """→ the typical seconds of a micro-batch of so many sequences, and of the update"""
+    batches = random_batches(shape, sequences, device)
     step(batches, 1)  # warms up
-    micro_s, update_s = map(min, zip(*(step(batches, 1) for _ in range(3)), strict=True))
-    micro_steps = config.step_tokens() / (B * T)
-    speed = config.step_tokens() / (micro_steps * micro_s + update_s)
-    whole = config.batch_size == B and shape.block_size == T
-    return speed, 'measured here' if whole else f'estimated from {B} × {T} tokens here'
+    return map(min, zip(*(step(batches, 1) for _ in range(3)), strict=True))
 
 
 def dataset_batches(config, shape, device):

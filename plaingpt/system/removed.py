@@ -101,7 +101,12 @@ REMOVED = {
     # other commands
     'law': Removed(NO_LAW),
     'hours': Removed(NO_LAW),
-    'price': Removed(f'{NO_LAW}, its price with --gpu_hour_price'),
+    'price': Removed(NO_LAW),
+    'gpu_hour_price': Removed(NO_LAW),
+    'gpu': Removed('plan.py takes --gpu_memory_gb'),
+    'tokens_per_s': Removed('plan.py measures a step on this machine'),
+    'utilisation': Removed('plan.py measures a step on this machine'),
+    'json': Removed('plan.py prints text, and bench.py --save=FOLDER writes a CSV'),
     'ledger': Removed('keep what bench.py --judge prints, or give it --save=FOLDER'),
     'equal': Removed('bench.py --judge says what a step takes; --set=max_iters=N trains the change '
                      'for as long'),

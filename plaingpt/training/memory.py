@@ -1,4 +1,4 @@
-"""What a training step takes of memory before it runs, what fits, and what would save most.
+"""What a training step takes of memory before it runs, and what fits.
 
 The real step runs on tensors without data, under torch's memory tracker. In each phase, the memory
 of each owner grows linearly with the number of layers and with the batch. So four small steps, of
@@ -7,9 +7,8 @@ long as its layers are alike.
 """
 
 import gc
-from bisect import bisect_right
 from collections import Counter
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from dataclasses import replace
 from itertools import product
 from unittest import mock
@@ -19,7 +18,7 @@ import torch.nn.functional as F
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from model import GPT, chunk_size
-from plaingpt.system.devices import DTYPES, autocast, peak_memory_bytes
+from plaingpt.system.devices import DTYPES, autocast
 from plaingpt.system.distributed import all_gather, gloo_group, print0
 from plaingpt.system.errors import UserError
 from plaingpt.system.formatting import GIB, gib
@@ -34,6 +33,7 @@ CUDA_OVERHEAD = GIB  # for CUDA's context and fragmentation: an allowance, not a
 DEPTHS = (2, 4)  # even, so that layers of two kinds in turn are planned too
 OWNERS = {'Parameter': 'weights', 'Buffer': 'weights', 'Gradient': 'gradients',
           'Optstate': 'optimizer'}  # as the tracker calls them; all else is activations
+MIDDLE = 'backward of a middle block'  # not planned: it holds something between its neighbours
 TRACES = {}  # those made in this process
 
 
@@ -41,8 +41,8 @@ TRACES = {}  # those made in this process
 # a step that is traced
 
 
-def one_step(shape, config, dtype, device, *, accumulating, chunk='auto', compile=False,
-             sharded=False, tracker=None, begin=lambda phase: None):
+def one_step(shape, config, dtype, device, *, accumulating, chunk='auto', sharded=False,
+              tracker=None, begin=lambda phase: None):
     """The last micro-batch of a step of a new GPT, and its update, as training makes them.
 
     accumulating: whether earlier micro-batches left gradients; chunk: tokens that have logits at
@@ -69,7 +69,7 @@ def one_step(shape, config, dtype, device, *, accumulating, chunk='auto', compil
         begin('forward')
         idx = torch.randint(shape.vocab_size, (config.batch_size, shape.block_size), device=device)
         with autocast(device, dtype):
-            loss = (torch.compile(gpt) if compile else gpt)(idx, idx.clone())[1]
+            loss = gpt(idx, idx.clone())[1]
         begin('backward of the loss')
         loss.backward()
         del loss
@@ -80,19 +80,20 @@ def one_step(shape, config, dtype, device, *, accumulating, chunk='auto', compil
 
 def watch_phases(gpt, begin):
     """Call begin(phase) when the forward pass reaches the loss, and when the backward pass reaches
-    a block or the embeddings. A middle block holds something between the two others."""
+    the last block, one in the middle, the first one, the embeddings."""
     def at_gradient(module, phase):
         def hook(_, inputs, output):
             if output.requires_grad:
                 output.register_hook(lambda grad: begin(phase))
         module.register_forward_hook(hook)
 
-    blocks = gpt.transformer.h
     gpt.transformer.ln_f.register_forward_hook(lambda *_: begin('loss'))
-    for i, block in enumerate(blocks):
-        at_gradient(block, 'backward of the last block' if i == len(blocks) - 1 else
-                    'backward of the first block' if i == 0 else 'backward of a middle block')
     at_gradient(gpt.transformer.drop, 'backward of the embeddings')
+    blocks = gpt.transformer.h
+    for block in blocks[1:-1]:
+        at_gradient(block, MIDDLE)
+    at_gradient(blocks[0], 'backward of the first block')
+    at_gradient(blocks[-1], 'backward of the last block')
 
 
 def trace(shape, config, dtype, device_type, **how):
@@ -129,26 +130,18 @@ def owners(snapshot):
     return dict(found)
 
 
-@contextmanager
 def kernels_of_gpus():
-    """Let operations on a CPU take as much memory as a GPU's kernels: attention keeps no weights,
-    also with dropout; dropout keeps a mask of bytes; RMSNorm is one kernel. What a kernel takes
-    inside, such as cuBLAS's workspace, is not counted."""
+    """A context in which operations on a CPU take as much memory as a GPU's kernels: attention
+    keeps no weights, also with dropout; dropout keeps a mask of bytes; RMSNorm is one kernel. What
+    a kernel takes inside, such as cuBLAS's workspace, is not counted."""
     attention = F.scaled_dot_product_attention
-
-    def without_dropout(*args, **kwargs):
-        return attention(*args, **{**kwargs, 'dropout_p': 0.0})
-
-    def dropout(x, p=0.5, training=True, inplace=False):
-        return torch.native_dropout(x, p, True)[0] if p and training else x
-
-    def rms_norm(*args, **kwargs):
-        return torch._fused_rms_norm(*args, **kwargs)[0]
-
     # Not a TorchFunctionMode: it would be off in the backward pass, which recomputes layers.
-    with mock.patch.multiple(F, scaled_dot_product_attention=without_dropout, dropout=dropout,
-                             rms_norm=rms_norm):
-        yield
+    return mock.patch.multiple(
+        F, rms_norm=lambda *args: torch._fused_rms_norm(*args)[0],
+        scaled_dot_product_attention=lambda *args, **how: attention(
+            *args, **{**how, 'dropout_p': 0.0}),
+        dropout=lambda x, p, training, inplace:
+            torch.native_dropout(x, p, True)[0] if p and training else x)
 
 
 # -----------------------------------------------------------------------------
@@ -164,7 +157,6 @@ class Plan:
         self.peak_phase = max(self.totals, key=self.totals.get)
         self.peak = self.totals[self.peak_phase]  # what torch.cuda.max_memory_allocated tells
         self.total = self.peak + overhead
-        self.kept = self.totals['optimizer'] - phases['optimizer']['activations']
 
 
 def predict(shape, config, dtype, device_type):
@@ -193,7 +185,7 @@ def predict(shape, config, dtype, device_type):
                     of_phase = found.setdefault(phase, Counter())
                     of_phase[owner] += a * b * size
         return {phase: {owner: round(size) for owner, size in held.items()}
-                for phase, held in found.items() if phase != 'backward of a middle block'}
+                for phase, held in found.items() if phase != MIDDLE}
 
     if sharded:
         alone = phases(replace(config, activation_checkpointing='none'), {1: 1},
@@ -259,145 +251,90 @@ def sequences_of(config):
 
 
 def largest_batch(shape, config, dtype, device_type, available):
-    """The largest micro-batch that fits `available` bytes by plan, where a step has several; 0 if
-    none fits."""
-    return bisect_right(range(1, 2**20), available, key=lambda n: predict(
-        shape, with_batch(config, n, 2 * n), dtype, device_type).total)
-
-
-def batch_that_divides(shape, config, dtype, device_type, available):
-    """→ the largest micro-batch that fits `available` bytes and divides a process's sequences of a
-    step; 0 where not even 1 fits."""
+    """→ the largest micro-batch that fits `available` bytes by plan and divides a process's
+    sequences of a step; 0 where not even 1 fits."""
     sequences = sequences_of(config)
-    for n in range(1, sequences + 1):
-        if sequences % n == 0:
-            divided = with_batch(config, sequences // n, sequences)
+    for accumulation in range(1, sequences + 1):
+        if sequences % accumulation == 0:
+            divided = with_batch(config, sequences // accumulation, sequences)
             if predict(shape, divided, dtype, device_type).total <= available:
                 return divided.batch_size
     return 0
 
 
 def choose_parallel(config, shape, dtype, device_type, available):
-    """→ ('ddp' or 'fsdp', why): how the processes share a step, so that it fits the `available`
-    bytes of each. All processes must give the same. With batch_size=auto a micro-batch of 1
-    decides."""
+    """→ 'ddp' or 'fsdp': how the processes share a step, so that it fits the `available` bytes of
+    each. All processes must give the same. With batch_size=auto a micro-batch of 1 decides."""
     if config.parallel != 'auto':
-        return config.parallel, 'as asked'
-    if config.world_size() == 1:
-        return 'ddp', 'one process'
-    smallest = with_batch(config, 1, sequences_of(config)) if config.batch_size == 'auto' else \
-        config
-    planned = predict(shape, smallest, dtype, device_type).total
-    if planned <= available:
-        return 'ddp', f'a step is planned to take {gib(planned)} of {gib(available)} free'
-    return 'fsdp', f'ddp is planned to take {gib(planned)}, {gib(available)} are free'
-
-
-def savings(shape, config, dtype, device_type):
-    """Changes that would save memory, the best first, those of the model last: [(words, bytes)]."""
-    sequences, half = sequences_of(config), max(1, config.batch_size // 2)
-    changes = [(f'--batch_size={half}', shape, with_batch(config, half, sequences), dtype),
-               ('--activation_checkpointing=full', shape,
-                replace(config, activation_checkpointing='full'), dtype),
-               ('--dtype=bfloat16', shape, config, 'bfloat16')]
-    if config.world_size() > 1:
-        changes.append(('--parallel=fsdp', shape, replace(config, parallel='fsdp'), dtype))
-    for key in ('block_size', 'n_layer'):
-        smaller = max(1, getattr(shape, key) // 2)
-        changes.append((f'--{key}={smaller}', replace(shape, **{key: smaller}), config, dtype))
-    now = predict(shape, config, dtype, device_type).peak
-    saved = [(other is not shape, predict(other, *changed, device_type).peak - now, words)
-             for words, other, *changed in changes]
-    return [(words, -more) for _, more, words in sorted(saved) if more < 0]
-
-
-def advice(shape, config, dtype, device_type):
-    """The three best changes, in words."""
-    return ', '.join(f'{words} saves {gib(size)}'
-                     for words, size in savings(shape, config, dtype, device_type)[:3])
+        return config.parallel
+    if config.batch_size == 'auto':
+        config = with_batch(config, 1, sequences_of(config))
+    fits = config.world_size() == 1 or \
+        predict(shape, config, dtype, device_type).total <= available
+    return 'ddp' if fits else 'fsdp'
 
 
 # -----------------------------------------------------------------------------
 # before a run, and where its memory runs out
 
 
-def fit(config, shape, dtype, device, compile, available):
+def fit(config, shape, dtype, device, available):
     """The TrainConfig of a run, with a value for parallel=auto and batch_size=auto.
-    available: bytes that each process may take. Raises UserError where it takes more."""
+    available: bytes that each process may take. Raises UserError where a step takes more; on CUDA
+    its weights, gradients and optimizer states, since a GPU refuses the rest by itself."""
     if MemTracker is None and config.batch_size != 'auto':  # no plan, no refusal
         return config
     if config.world_size() > 1:
-        parallel, why = choose_parallel(config, shape, dtype, device.type, available)
-        print0(f'parallel {parallel} ({why})')
-        config = replace(config, parallel=parallel)
+        config = replace(config, parallel=choose_parallel(config, shape, dtype, device.type,
+                                                          available))
+        print0(f'parallel {config.parallel}')
     if config.batch_size == 'auto':
-        config = with_planned_batch(config, shape, dtype, device, compile, available)
+        config = with_planned_batch(config, shape, dtype, device, available)
     plan = predict(shape, config, dtype, device.type)
-    size = f'n_layer={shape.n_layer}, n_embd={shape.n_embd}: '
-    if config.eval_only:
-        weights = plan.phases['between steps']['weights']
-        check_memory(weights, available, f'{size}its weights take')
-        return config
-    check_memory(plan.kept, available, f'{size}its weights, gradients and optimizer states take')
-    if device.type != 'cuda':  # a GPU says so itself, at once
-        check_memory(plan.total, available, f'batch_size={config.batch_size}: a step takes',
-                     'choose a smaller one, or another change: '
-                     + advice(shape, config, dtype, device.type))
+    kept = plan.totals['optimizer'] - plan.phases['optimizer']['activations']
+    taken = kept if device.type == 'cuda' else plan.total
+    if taken > available and not config.eval_only:
+        raise UserError(
+            f'batch_size={config.batch_size}, n_layer={shape.n_layer}, n_embd={shape.n_embd}: a '
+            f'step takes {gib(plan.total)}, its weights, gradients and optimizer states alone '
+            f'{gib(kept)}, and {gib(available)} are free: choose smaller sizes, or see what '
+            'python plan.py says of --activation_checkpointing=full')
     return config
 
 
-def check_memory(size, free, what, fix='choose a smaller model, or a machine with more memory'):
-    """Raise UserError where more than the `free` bytes are needed.
-    what: begins the message, as 'the parameters take'"""
-    if size > free:
-        raise UserError(f'{what} {gib(size)}, and {gib(free)} of memory are free: {fix}')
-
-
-def with_planned_batch(config, shape, dtype, device, compile, available):
+def with_planned_batch(config, shape, dtype, device, available):
     """The TrainConfig with the largest batch that is planned to fit and keeps its total_batch_size.
     On CUDA a step of it is tried, and of half of it where that runs out of memory. It is the same
     on all processes. Raises UserError."""
     sequences = sequences_of(config)
-    planned = batch_that_divides(shape, config, dtype, device.type, available)
-    batch_size = planned = min(all_gather(planned, gloo_group()))
+    planned = largest_batch(shape, config, dtype, device.type, available)
+    batch_size = min(all_gather(planned, gloo_group()))
     trying = device.type == 'cuda' and config.parallel != 'fsdp'  # a trial holds the whole model
     while batch_size and trying:
         trial = with_batch(config, batch_size, sequences)
-        if all(all_gather(step_fits(shape, trial, dtype, device, compile), gloo_group())):
+        if all(all_gather(step_fits(shape, trial, dtype, device), gloo_group())):
             break
         batch_size = next((n for n in range(batch_size // 2, 0, -1) if sequences % n == 0), 0)
     if not batch_size:
-        least = with_batch(config, 1, sequences)
-        need = predict(shape, least, dtype, device.type).total
-        raise UserError(f'batch_size=auto: not even 1 fits: it takes {gib(need)}, {gib(available)} '
-                        f'are free on {device}; {advice(shape, least, dtype, device.type)}')
+        raise UserError(f'batch_size=auto: not even 1 fits into {gib(available)} on {device}: '
+                        'choose a smaller model or --activation_checkpointing=full')
     config = replace(config, batch_size=batch_size)
-    tried = ', tried for a step' if trying else ''
-    halved = f', {planned} did not fit' if batch_size < planned else ''
-    print0(f'batch_size {batch_size} (of {gib(available)} free{tried}{halved}) | '
-           f'accumulation {config.accumulation()}')
+    print0(f'batch_size {batch_size} (as fits {gib(available)}) | accumulation '
+           f'{config.accumulation()}')
     return config
 
 
-def step_fits(shape, config, dtype, device, compile):
-    """True where a whole step runs on this CUDA device, compiled as in training."""
+def step_fits(shape, config, dtype, device):
+    """True where a whole step runs on this CUDA device. It is not compiled, and so takes as much as
+    a compiled one or more."""
     with torch.random.fork_rng([device]):
         try:
-            one_step(shape, config, dtype, device, compile=compile,
+            one_step(shape, config, dtype, device,
                      accumulating=config.accumulation() > config.world_size())
             fits = True
         except torch.OutOfMemoryError:
             fits = False
-    torch.compiler.reset()  # or the next would be compiled for batches of any size, and slower
     gc.collect()  # a graph that an error cut short holds itself
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats(device)
     return fits
-
-
-def explain(shape, config, dtype, device):
-    """Words for a run that is out of memory: what was planned and held, what would save most."""
-    plan = predict(shape, config, dtype, device.type)
-    return f'out of memory on {device} with batch_size={config.batch_size}: planned ' \
-           f'{gib(plan.total)}, highest in "{plan.peak_phase}"; held at most ' \
-           f'{gib(peak_memory_bytes(device))}; {advice(shape, config, dtype, device.type)}'

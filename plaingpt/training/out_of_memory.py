@@ -1,16 +1,14 @@
 """Does a run fit into memory? Where that is in doubt, the plan of memory.py decides. It takes
 seconds, so it is not loaded otherwise."""
 
-from contextlib import contextmanager
-
 from plaingpt.system.devices import device_memory
 from plaingpt.system.distributed import all_gather, gloo_group, launched_world
-from plaingpt.system.errors import UserError, is_out_of_memory
+from plaingpt.system.errors import UserError
 
 LOGITS = 8192  # tokens that have logits at once, at most
 
 
-def fit_to_memory(config, shape, dtype, device, compile):
+def fit_to_memory(config, shape, dtype, device):
     """The TrainConfig of a run of a GPTConfig, with a value for parallel=auto and
     batch_size=auto. Raises UserError where the model or a step takes more memory than is free."""
     world = launched_world()
@@ -21,7 +19,7 @@ def fit_to_memory(config, shape, dtype, device, compile):
             and 4 * rough_bytes(shape, config.batch_size) < available:
         return config
     from plaingpt.training import memory
-    return memory.fit(config, shape, dtype, device, compile, available)
+    return memory.fit(config, shape, dtype, device, available)
 
 
 def rough_bytes(shape, batch_size):
@@ -33,16 +31,3 @@ def rough_bytes(shape, batch_size):
     numbers = tokens * shape.n_embd * (16 * shape.n_layer + 4) \
         + min(tokens, LOGITS) * shape.padded_vocab_size
     return 4 * numbers + 16 * weights  # with a gradient and two states
-
-
-@contextmanager
-def explain_out_of_memory(shape, config, dtype, device):
-    """Turn an out-of-memory error in here into a UserError, which says what was planned and held,
-    and what would save most."""
-    try:
-        yield
-    except RuntimeError as e:
-        if not is_out_of_memory(e):
-            raise
-        from plaingpt.training.memory import explain
-        raise UserError(explain(shape, config, dtype, device)) from None

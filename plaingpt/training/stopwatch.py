@@ -17,7 +17,6 @@ from plaingpt.system.distributed import all_gather, gloo_group, print0
 from plaingpt.system.errors import UserError
 from plaingpt.system.formatting import count_of, duration, setting
 from plaingpt.training.evaluation import mean_loss
-from plaingpt.training.out_of_memory import explain_out_of_memory
 from plaingpt.training.step_guard import StepGuard
 
 FAST_S = 0.25  # what takes less is timed five times, and else once
@@ -70,8 +69,7 @@ def measure(run, forward_backward, update):
         micro_s, update_s = time_step(run, batches, 1, forward_backward, update)
         return run.micro_steps * micro_s + update_s
 
-    with torch.random.fork_rng(on_gpu), \
-            explain_out_of_memory(run.model.config, config, run.dtype, run.device):
+    with torch.random.fork_rng(on_gpu):
         attributes, scale = dict(vars(optimizer)), run.scaler.state_dict()
         with closing(run.train_data.train_batches(0)) as batches:
             step_s = typical(one_micro_batch, group)

@@ -3,7 +3,6 @@
 import json
 import random
 
-import numpy as np
 import pytest
 import torch
 from foreign_models import opened, save_model, save_tokenizer
@@ -12,7 +11,6 @@ from helpers import ROOT, ask, fails, launch, lines, options
 import evaluate
 import export
 import plaingpt
-import plan
 import prepare
 import train
 from plaingpt.data.dataset import open_dataset
@@ -155,14 +153,3 @@ def test_data_of_another_tokenizer_is_refused_before_training(tmp_path, monkeypa
     save_tokenizer(tmp_path / 'base', 'smollm2', ['other words '] * 9)
     line = fails(capsys, monkeypatch, train.main, *RECIPE)
     assert 'another tokenizer' in line and '--tokenizer=base' in line
-
-
-def test_a_plan_is_of_the_shape_that_the_folder_has(tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    make_base(tmp_path, 'qwen', head_dim=16)
-    prepare_questions(60)
-    capsys.readouterr()
-    plan.main([*RECIPE, '--gpu_memory_gb=8', '--json'])
-    shape = json.loads(capsys.readouterr().out)['model']
-    assert (shape['n_kv_head'], shape['head_dim'], shape['norm_eps']) == (2, 16, 1e-6)
-    assert np.isclose(shape['rotary_base'], 10000)

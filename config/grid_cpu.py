@@ -1,5 +1,5 @@
 # The grid of 24 trainings on a CPU, seconds each.
-#   python bench.py --variants=grid
+#   python bench.py config/grid_cpu.py --variants=grid
 
 out_dir = 'out-grid-cpu'
 dataset = 'shakespeare_char'

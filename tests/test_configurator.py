@@ -13,10 +13,9 @@ import prepare
 import sample
 import serve
 import train
-from bench import BenchConfig, words_of
+from bench import BenchConfig, training_words, words_of
 from configurator import help_text, load_config, parse_literal, sections_of
 from plaingpt.data.dataset import open_dataset
-from plaingpt.experiments.runs import training_words
 from plaingpt.system.errors import UserError
 from plaingpt.system.removed import REMOVED
 from plaingpt.training import dtype_choice
@@ -188,8 +187,7 @@ def test_what_is_the_same_for_all_now_is_left_out_with_a_warning(tmp_path, capsy
 def test_variants_and_judgements_may_say_old_words():
     found = words_of({'a': {'head_lr_scale': 2.0}, 'b': {'lr_schedule': 'wsd', 'wsd_decay': 1}},
                      load_config(BenchConfig, []), [])
-    assert training_words(['--head_lr_scale=2', '--pairs=3', '--split=test']) \
-        == ['--head_lr_scale=2']
+    assert training_words(['--head_lr_scale=2', '--pairs=3']) == ['--head_lr_scale=2']
     assert load(*found['a'][1337]).lr_scales == 'head:2'
     assert load(*found['b'][1337]).lr_schedule == 'wsd:1'
 
@@ -250,7 +248,7 @@ def test_nanogpts_own_config_files_work_as_they_are(tmp_path):
 def test_every_config_file_of_ours_loads():
     for path in (ROOT / 'config').glob('*.py'):
         cls = sample.SampleConfig if path.stem.endswith('_sample') else \
-            BenchConfig if path.stem in ('bench_cpu', 'grid_cpu') else TrainConfig
+            BenchConfig if path.stem in ('grid_cpu',) else TrainConfig
         assert load_config(cls, [str(path)]).out_dir != 'out', path
 
 

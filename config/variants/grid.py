@@ -1,6 +1,6 @@
 """The grid: four models, each trained in six ways.
 
-    python bench.py --variants=grid
+    python bench.py config/grid_cpu.py --variants=grid
 
 Training is float32 and AdamW at a constant learning rate after the warmup, unless a variant says
 otherwise. A reduced batch is a quarter; accumulation takes four of these a step.

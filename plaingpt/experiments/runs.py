@@ -2,7 +2,7 @@
 
 A variant is a name and the settings that it changes: {'no convolution': {'conv': 0}}. The others
 of a list are compared with its first. Each training is a whole run of train.py in a folder of its
-own, which stays: an experiment that was stopped goes on when its command is given again.
+own, which stays: the same command does not train again what has ended.
 """
 
 import re
@@ -10,7 +10,6 @@ import runpy
 import statistics
 import subprocess
 import sys
-from dataclasses import fields
 from itertools import product
 from math import sqrt
 from pathlib import Path
@@ -20,13 +19,9 @@ from tqdm import tqdm
 from plaingpt.experiments.tables import markdown, number
 from plaingpt.monitoring.references import STUDENT_T
 from plaingpt.monitoring.run_record import read_rows, read_run
-from plaingpt.system.errors import UserError
-from plaingpt.system.files import ROOT, command, locked, make_writable, read_json, write_json
+from plaingpt.system.errors import UserError, warn
+from plaingpt.system.files import ROOT, command, read_json, write_json
 from plaingpt.system.formatting import count_of
-from plaingpt.system.removed import REMOVED
-from plaingpt.training.checkpoint import checkpoint_paths
-from plaingpt.training.settings import TrainConfig
-from plaingpt.training.start import archive_previous_run
 
 LISTS = ROOT / 'config' / 'variants'
 
@@ -57,15 +52,9 @@ def read_variants(name, config):
 
 def sweep_variants(sweep):
     """'learning_rate=1e-3,3e-3 conv=0,4' → {'learning_rate=1e-3, conv=0': its settings, …}, all
-    combinations. Raises UserError."""
-    choices = {}
-    for choice in sweep.split():
-        key, _, values = choice.partition('=')
-        values = values.split(',')
-        if len(set(values)) < max(2, len(values)) or key in choices:
-            raise UserError(f'sweep={choice}: give a setting, once, and two values or more, as '
-                            '--sweep=learning_rate=1e-3,3e-3')
-        choices[key] = values
+    combinations."""
+    choices = {key: values.split(',')
+               for key, _, values in (choice.partition('=') for choice in sweep.split())}
     combinations = [dict(zip(choices, values, strict=True))
                     for values in product(*choices.values())]
     return {', '.join(f'{key}={value}' for key, value in changes.items()): changes
@@ -76,32 +65,18 @@ def sweep_variants(sweep):
 # running them
 
 
-def training_words(argv):
-    """A command line of bench.py → the config files and settings that train.py takes"""
-    taken = {field.name for field in fields(TrainConfig)} | REMOVED.keys()
-    taken -= {'minutes', 'out_dir', 'split'}  # of bench.py itself; evaluate.py had a split, too
-    return [word for word in argv
-            if not word.startswith('--') or word[2:].partition('=')[0] in taken]
-
-
 def train_once(words, folder, tree=None):
     """Train in `folder` as the words of a command say, by the code in `tree` or else this code →
-    its numbers, see summarize. A run of the same words that is there goes on, or is taken as it is
-    where it has ended; what else is there moves to old-001. Raises UserError where it fails."""
-    folder, asked = Path(folder), Path(folder, 'asked.json')
-    make_writable(folder, 'save')
+    its numbers, see summarize. A run of the same words that ended there is taken as it is; train.py
+    moves another one to old-001. Raises UserError where it fails."""
+    folder, asked = Path(folder), Path(folder, 'asked.json')  # of a run that ended
     if not asked.exists() or read_json(asked) != words:
-        with locked(folder, f'{folder}: a run is writing there: wait until it is done, or choose '
-                            'another folder with --save'):
-            archive_previous_run(folder)
-            write_json(asked, words)
-    if not has_ended(folder):
-        resume = ['--init_from=resume'] if checkpoint_paths(folder) else []
-        run_command('train', [*words, f'--out_dir={folder}', *resume], tree)
+        asked.unlink(missing_ok=True)
+        run_command('train', [*words, f'--out_dir={folder}'], tree)
         if not has_ended(folder):
             raise UserError(f'{folder}: its run is incomplete '
-                            f'(ending: {read_run(folder).get("ending", "killed")}): the same '
-                            'command goes on with it')
+                            f'(ending: {read_run(folder).get("ending", "killed")})')
+        write_json(asked, words)
     return summarize(folder)
 
 
@@ -124,10 +99,9 @@ def summarize(folder):
     work on the machine do not count. final_loss is None where it was not finite."""
     lines, run = read_rows(Path(folder, 'metrics.jsonl')), read_run(folder)
     rates = [line['tokens_per_s'] for line in lines if 'tokens_per_s' in line]
-    memory = [line['peak_memory_bytes'] for line in lines if 'peak_memory_bytes' in line]
     step_s = lines[-1]['tokens'] / lines[-1]['iter'] / statistics.median(rates)
     losses = [line['val_loss'] for line in lines if 'val_loss' in line]
-    return {'final_loss': losses[-1], 'step_ms': 1e3 * step_s, 'memory_bytes': memory[-1],
+    return {'final_loss': losses[-1], 'step_ms': 1e3 * step_s,
             'dtype': run['dtype'], 'dataset': run['config']['dataset']}
 
 
@@ -135,25 +109,22 @@ def train_all(variants, folder):
     """Train {variant: {seed: words of train.py}} in folders of `folder` → [a dict for each run],
     seed after seed, so that a machine whose speed drifts is fair to all variants. A run that fails
     has None for its numbers. Raises UserError where the first one fails."""
-    order = [each for round_ in zip(*([(name, *each) for each in of_seeds.items()]
-                                      for name, of_seeds in variants.items()), strict=True)
-             for each in round_]
+    order = [(name, seed, of_seeds[seed]) for seed in next(iter(variants.values()))
+             for name, of_seeds in variants.items()]
     print(f'{count_of(len(order), "run")}, in {folder}', file=sys.stderr)
     runs = []
     for name, seed, words in tqdm(order, 'training', disable=None):
         # what file systems do not take is written as %xx
         where = re.sub(r'[^\w =,.+×-]', lambda found: f'%{ord(found[0]):02x}', name)
-        run = {'variant': name, 'seed': seed, 'folder': str(Path(folder, f'{where},seed={seed}')),
-               'failed': ''}
+        run = {'variant': name, 'seed': seed, 'folder': str(Path(folder, f'{where},seed={seed}'))}
         try:
             run |= train_once(words, run['folder'])
         except UserError as problem:
             if not runs:
                 raise
-            run |= {**dict.fromkeys(('final_loss', 'step_ms', 'memory_bytes')),
-                    'failed': str(problem)}
-        came_to = run['failed'] or number('.4f', run['final_loss'])
-        tqdm.write(f'{name}, seed {seed}: {came_to}', file=sys.stderr)
+            warn(f'{name}, seed {seed}: {problem}')
+            run |= dict.fromkeys(runs[0].keys() - run.keys())
+        tqdm.write(f'{name}, seed {seed}: {number(".4f", run["final_loss"])}', file=sys.stderr)
         runs.append(run)
     return runs
 
@@ -165,26 +136,23 @@ def train_all(variants, folder):
 def compare(runs):
     """Runs → a dict for each variant. loss, loss_error: the mean over seeds and its standard error;
     change, change_error: the same for the difference to the first variant, seed by seed; clear:
-    whether its 95% interval excludes zero; step_ms, memory_bytes: medians. None: not known."""
+    whether its 95% interval excludes zero; step_ms: the median. None: not known."""
     groups = {}
     for run in runs:
         groups.setdefault(run['variant'], []).append(run)
-    base = [run['final_loss'] for run in next(iter(groups.values()))]
-    rows = []
-    for i, (name, group) in enumerate(groups.items()):
+    base, rows = [run['final_loss'] for run in next(iter(groups.values()))], []
+    for name, group in groups.items():
+        row = {'variant': name, **dict.fromkeys((
+            'loss', 'loss_error', 'change', 'change_error', 'clear', 'step_ms'))}
         losses = [run['final_loss'] for run in group]
-        row = {'variant': name, **dict.fromkeys(('loss', 'loss_error', 'change', 'change_error',
-                                                 'clear'))}
         if None not in losses:
             row['loss'], row['loss_error'] = mean_and_error(losses)
-        if i and None not in losses + base:
+            row['step_ms'] = statistics.median(run['step_ms'] for run in group)
+        if rows and None not in losses + base:
             change, error = mean_and_error([a - b for a, b in zip(losses, base, strict=True)])
             row |= {'change': change, 'change_error': error}
             if error is not None:
-                row['clear'] = abs(change) > student_t(len(losses)) * error
-        for key in ('step_ms', 'memory_bytes'):
-            values = [run[key] for run in group]
-            row[key] = None if None in values else statistics.median(values)
+                row['clear'] = abs(change) > STUDENT_T[min(len(losses), 31) - 2] * error
         rows.append(row)
     return rows
 
@@ -195,31 +163,17 @@ def mean_and_error(values):
     return statistics.mean(values), error
 
 
-def student_t(n):
-    """So many standard errors reach from the mean of n values to the end of its 95% interval."""
-    return STUDENT_T[min(n - 1, len(STUDENT_T)) - 1]
-
-
-def format_comparison(runs, rows):
-    """→ Markdown: what is seen, and a line for each variant."""
-    seeds = len(runs) // len(rows)
-    said = [f'{len(runs)} runs, {count_of(seeds, "seed")}. The loss is the mean over seeds ± its '
-            'standard error; the change is that to the first line, of runs with the same seed, and '
-            "more than chance where zero is outside of its 95% interval (Student's t)."]
-    said += [f'{run["variant"]}, seed {run["seed"]} failed: {run["failed"]}'
-             for run in runs if run['failed']]
-    if known := [row for row in rows if row['loss'] is not None]:
-        best = min(known, key=lambda row: row['loss'])
-        said.append(f'{best["variant"]} ends lowest, at {best["loss"]:.4f}.')
-    if seeds == 1:
-        said.append('With one seed nothing can be said on what is more than chance: give --seeds=3')
-
+def format_comparison(rows):
+    """→ Markdown: a line for each variant."""
     def with_error(form, value, error):
         return number(form, value) + ('' if error is None else f' ± {error:.4f}')
-    table = [[row['variant'], with_error('.4f', row['loss'], row['loss_error']),
+
+    said = 'The change is that to the first line, of runs with the same seed, ± its standard ' \
+           'error. It is more than\nchance where zero is outside of its 95% interval (Student\'s ' \
+           't), which takes two seeds or more.'
+    return f'{said}\n\n' + markdown(
+            ['', 'final validation loss', 'change', 'more than chance', 'ms a step'],
+            [[row['variant'], with_error('.4f', row['loss'], row['loss_error']),
               with_error('+.4f', row['change'], row['change_error']),
-              {None: '–', True: 'yes', False: 'no'}[row['clear']], number('.1f', row['step_ms']),
-              number('.0f', row['memory_bytes'] and row['memory_bytes'] / 2**20)] for row in rows]
-    return '\n\n'.join([*said, markdown(
-        ['', 'final validation loss', 'change', 'more than chance', 'ms a step', 'memory, MiB'],
-        table)])
+              {None: '–', True: 'yes', False: 'no'}[row['clear']],
+              number('.1f', row['step_ms'])] for row in rows])

@@ -107,9 +107,13 @@ REMOVED = {
     'tokens_per_s': Removed('plan.py measures a step on this machine'),
     'utilisation': Removed('plan.py measures a step on this machine'),
     'json': Removed('plan.py prints text, and bench.py --save=FOLDER writes a CSV'),
-    'ledger': Removed('keep what bench.py --judge prints, or give it --save=FOLDER'),
-    'equal': Removed('bench.py --judge says what a step takes; --set=max_iters=N trains the change '
-                     'for as long'),
+    'ledger': Removed('give bench.py --judge --save=FOLDER'),
+    'equal': Removed('bench.py --judge says what a step takes'),
+    **dict.fromkeys(('patch', 'change', 'set', 'least'), Removed(
+        'bench.py --judge --against=COMMIT compares the code as it is here with a commit')),
+    'profile': Removed('torch.profiler.profile() around a step shows where its time goes'),
+    'real_data': Removed('bench.py times a step on random tokens'),
+    'warmup_steps': Removed('three steps are not counted'),
     'target_loss': Removed('the table of bench.py has final losses and ms a step, and plot.py '
                            'FOLDER… the curves'),
     'sources': Removed('python prepare.py inspect says how much of the validation text is in the '

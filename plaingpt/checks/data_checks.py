@@ -15,8 +15,6 @@ from plaingpt.training.schedules import get_lr
 ROUND_TRIP = 0.95  # share of the ids that must come back; those at the ends may not
 LOOKED_AT = 16  # sequences that are decoded and encoded again
 GONE = 1e-3  # share of the highest learning rate that is too little to learn with
-REST = 0.1  # share of a run that may have so little, at its end
-LOOKS = 100  # points of a run at which its learning rate is read
 EPOCH_LOOKS = 2**12  # sequences of an epoch that are checked, at most
 
 
@@ -62,35 +60,31 @@ def of_all(mine):
     return np.concatenate([array for share in shares for array in share])
 
 
-def batches_differ(run):
-    loader = run.train_data
-    if loader.sequences_per_epoch < 2 * loader.step_size:
-        return None  # so little text has to come again
-    steps = [0] if loader.only_first else [0, 1]
-    ids = of_all([loader.sequence_ids(step, micro)
-                  for step in steps for micro in range(loader.micro_steps)])
-    if (found := len(np.unique(ids))) < len(ids):
-        return f'the first {len(steps)} steps take {len(ids)} sequences, of which {found} are ' \
-               'different: each step, micro-batch and process needs its own'
-
-
 def epoch_reads_all(run):
     return next(filter(None, map(epoch_reads_part, run.train_data.parts)), None)
 
 
 def epoch_reads_part(loader):
-    """Of a long epoch, EPOCH_LOOKS sequences are looked at."""
+    """The first epoch of a corpus; of a long one the steps of about EPOCH_LOOKS sequences."""
     n, T = loader.sequences_per_epoch, loader.block_size
-    tokens = len(loader.stream) - loader.tokens_left_out
-    starts = loader.sequence_starts(np.unique(
-        np.linspace(0, n - 1, min(n, EPOCH_LOOKS)).astype(np.int64)))
+    looks = min(n, max(EPOCH_LOOKS, 2 * loader.step_size))
+    steps = 1 if loader.only_first else looks // loader.step_size
+    if not steps:
+        return None  # so little text has to come again within a step
+    ids = of_all([loader.sequence_ids(step, micro)
+                  for step in range(steps) for micro in range(loader.micro_steps)])
+    if (found := len(np.unique(ids))) < len(ids):
+        return f'the first {steps} steps take {len(ids)} sequences, of which {found} are ' \
+               'different: each step, micro-batch and process needs its own'
+    starts = loader.sequence_starts(np.sort(ids))
     if (found := len(np.unique(starts))) < len(starts):
         return f'{len(starts) - found} of {len(starts)} sequences of an epoch are there twice: ' \
                'their order is no permutation'
     read = n * (T + 1) if n <= EPOCH_LOOKS else int(np.ptp(starts)) + T
+    tokens = len(loader.stream) - loader.tokens_left_out
     if read < 0.9 * tokens - 2 * T:
         return f'an epoch reads {read:,} of {tokens:,} tokens'
-    if n > 100 and (np.diff(starts) > 0).all():
+    if len(starts) > 100 and (np.diff(starts) > 0).all():
         return 'an epoch reads the text from its beginning to its end: it should read it in a ' \
                'random order'
 
@@ -137,9 +131,9 @@ def first_text(run):
 
 
 def rate_lasts(run):
+    """The learning rate is not gone long before the end."""
     config = run.config
-    rates = [get_lr(round(config.max_iters * i / LOOKS), config) for i in range(LOOKS)]
-    last = max(i for i, rate in enumerate(rates) if rate >= GONE * max(rates))
-    if last < (1 - REST) * LOOKS - 1:
-        return f'the learning rate is gone after {last}% of the run: lr_decay_iters, ' \
+    rates = [get_lr(int(config.max_iters * share), config) for share in np.linspace(0, 0.9, 100)]
+    if rates[-1] < GONE * max(rates):
+        return 'the learning rate is gone before the last tenth of the run: lr_decay_iters, ' \
                'warmup_iters and max_iters do not fit each other, or the schedule is wrong'

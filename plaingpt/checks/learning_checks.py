@@ -45,20 +45,15 @@ def listed(names):
 # the weights
 
 
-def weights_are_float32(run):
-    other = {name: p.dtype for name, p in run.model.named_parameters() if p.dtype != torch.float32}
-    if other:
-        return (f'{listed(other)}: {next(iter(other.values()))} instead of float32: most updates '
-                'are smaller than its rounding; dtype is that of the matmuls alone')
-
-
-def weights_are_optimized(run):
+def weights_may_move(run):
     held = {id(p) for group in run.optimizer.param_groups for p in group['params']}
-    left = [name for name, p in run.model.named_parameters()
-            if id(p) not in held or not p.requires_grad]
-    if left:
-        return (f'{listed(left)} will not learn: requires_grad is False, or the optimizer does not '
-                'have it')
+    for name, p in run.model.named_parameters():
+        if p.dtype != torch.float32:
+            return (f'{name} is {p.dtype} instead of float32: most updates are smaller than its '
+                    'rounding; the setting dtype is that of the matmuls alone')
+        if id(p) not in held or not p.requires_grad:
+            return (f'{name} will not learn: requires_grad is False, or the optimizer does not '
+                    'have it')
 
 
 def checkpoints_fit(run):

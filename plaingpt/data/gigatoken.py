@@ -1,5 +1,5 @@
 """gigatoken finds the ids of tiktoken in about a tenth of the time. prepare.py takes it where it is
-installed, and compares the ids of the first 100 texts, and of each hundredth, with tiktoken's."""
+installed, and compares the ids of the first megabyte, and of one in a hundred, with tiktoken's."""
 
 import base64
 import re
@@ -15,6 +15,7 @@ from plaingpt.system.errors import UserError
 from plaingpt.system.formatting import join_halves
 
 RENEWAL_BYTES = 2**25  # then it starts anew, because it remembers every word
+CHECKED_BYTES = 2**20  # first, and one in a hundred later, are compared
 # gigatoken knows the letters and digits of Unicode 17, tiktoken 0.14 those of 16. All that are new,
 # and few that are common, are in these ranges: tiktoken encodes texts that hold them.
 NEW_CHARACTERS = re.compile('[\u088f\u0c5c\u0cdc\ua7ce-\ua7f1\U00010940-\U0001efff'
@@ -25,7 +26,7 @@ class Gigatoken:
     def __init__(self, tokenizer, kind):
         """tokenizer: a BytePairTokenizer; kind: gigatoken's class of a tokenizer"""
         self.tokenizer, self.kind, self.made = tokenizer, kind, None
-        self.texts = self.seen = 0  # seen: bytes since it started anew
+        self.seen = self.checked = self.renewed = 0  # bytes
         self.lock = threading.Lock()  # it raises where two threads call it at once
 
     def encode(self, text):
@@ -33,16 +34,17 @@ class Gigatoken:
         if not text.isascii() and NEW_CHARACTERS.search(text):
             return self.tokenizer.encode(text)
         with self.lock:
-            if self.made is None or self.seen > RENEWAL_BYTES:
+            if self.made is None or self.seen - self.renewed > RENEWAL_BYTES:
                 self.made = None  # frees its memory before there is another
-                self.made, self.seen = self.make(), 0
+                self.made, self.renewed = self.make(), self.seen
             ids = self.made.encode(data)
-            self.texts, self.seen = self.texts + 1, self.seen + len(data)
-        is_compared = self.texts <= 100 or self.texts % 100 == 0
-        if is_compared and not np.array_equal(ids, self.tokenizer.encode(text)):
-            raise UserError(f'gigatoken and tiktoken give different ids in {text[:40]!r}…: do '
-                            'without gigatoken, which is only faster (pip uninstall gigatoken), '
-                            'remove the folder unfinished/ and give the same command again')
+            self.seen += len(data)
+        if self.checked < max(CHECKED_BYTES, self.seen // 100):
+            self.checked += len(data)
+            if not np.array_equal(ids, self.tokenizer.encode(text)):
+                raise UserError(f'gigatoken and tiktoken give different ids in {text[:40]!r}…: do '
+                                'without gigatoken, which is only faster (pip uninstall gigatoken),'
+                                ' remove the folder unfinished/ and give the same command again')
         return ids
 
     def make(self):

@@ -11,21 +11,26 @@ loss, perplexity and bits per byte; of conversations, what the assistant says is
 are those of lm-evaluation-harness, package lm_eval, or .yaml files of tasks for it.
 """
 
+import math
 import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
 
+import numpy as np
+
 from configurator import load_config
 from plaingpt.checks.model_checks import check_future
-from plaingpt.data.batches import fits_in_ram
+from plaingpt.data.batches import BatchLoader, fits_in_ram
 from plaingpt.data.dataset import open_named
+from plaingpt.data.documents import read_text
 from plaingpt.data.tokenizers import IdsTokenizer, token_bytes, words_of
-from plaingpt.inference import lm_eval_model, scoring
+from plaingpt.inference import lm_eval_model
 from plaingpt.system.devices import autocast, choose_device, choose_dtype
 from plaingpt.system.distributed import gloo_group, launched_world, print0, process_group
 from plaingpt.system.errors import UserError, run_script
 from plaingpt.system.files import write_json
+from plaingpt.training.evaluation import mean_loss
 from plaingpt.training.open_weights import ModelChoice, load
 
 OURS = ('val', 'test', 'train', 'text')
@@ -55,14 +60,42 @@ class EvaluateConfig(ModelChoice):
         return found
 
 
-def score(task, config, model, tokenizer, state, how):
-    """→ ({name of a score: value}, lines that say the same). how: batch_size, context and group, as
-    of scoring.score_stream"""
+class TextStream:
+    """A text file as a token stream. If the tokenizer has an end-of-text token, it stands in front,
+    so that the first token of the text is scored too."""
+
+    def __init__(self, path, tokenizer):
+        start = [] if tokenizer.end_of_text is None else [tokenizer.end_of_text]
+        try:
+            self.ids = np.concatenate([start, tokenizer.encode(read_text(path))]).astype(np.int64)
+        except UserError as e:
+            raise UserError(f'{path}: {e}') from None
+        if len(self.ids) < 2:
+            raise UserError(f'{path}: too short to score anything')
+
+    def __len__(self):
+        return len(self.ids)
+
+    def sequences(self, starts, length):
+        return np.stack([self.ids[start:start + length] for start in starts])
+
+
+def text_loader(path, tokenizer, block_size, batch_size, **settings):
+    """The loader of a text file. Its sequences are as long as each other, so that hardly a token is
+    left over, and no longer than block_size."""
+    stream = TextStream(path, tokenizer)
+    number = math.ceil((len(stream) - 1) / block_size)
+    return BatchLoader(stream, (len(stream) - 1) // number, batch_size, **settings)
+
+
+def loaders(task, config, model, tokenizer, state, **settings):
+    """Yield (name of a corpus, what is scored, its loader, UTF-8 bytes of each token or None) of
+    val, test, train or text; a mixture has several. settings: of BatchLoader"""
+    shape = model.config.block_size, config.batch_size
     if task == 'text':
-        stream = scoring.TextStream(config.data, tokenizer)
-        scores = scoring.score_stream(model, stream, token_bytes(tokenizer), label=config.data,
-                                      **how)
-        return scores, f'{config.data}: {scoring.quote_text(scores)}'
+        yield '', config.data, text_loader(config.data, tokenizer, *shape, **settings), \
+            token_bytes(tokenizer)
+        return
     name = config.dataset or state.get('config', {}).get('dataset')
     if not name:
         raise UserError(f'tasks={task}: name a prepared dataset with --dataset=NAME')
@@ -73,14 +106,24 @@ def score(task, config, model, tokenizer, state, how):
     if words_of(dataset.tokenizer_json()) not in known:
         raise UserError(f"{dataset.folder} was prepared with another tokenizer than the model's: "
                         'name another --dataset')
-    scores, lines = {}, []
-    for name, each, _ in dataset.parts:  # each corpus of a mixture
+    for name, each, _ in dataset.parts:
         in_ram = fits_in_ram([each.folder], launched_world().local_size)  # reading it verifies it
-        label, whose = f'{task} of {each.folder}', ' of the assistant' if each.has_mask() else ''
-        scores[name] = scoring.score_stream(model, each.split(task, in_ram),
-                                            each.token_bytes(task), label=label, **how)
-        lines.append(f'{label}: {scoring.quote_text(scores[name], whose)}')
-    return scores if len(scores) > 1 else scores[name], '\n'.join(lines)
+        whose = ', the answers' if each.has_mask() else ''
+        yield name, f'{task} of {each.folder}{whose}', \
+            each.loader(task, in_ram, *shape, **settings), each.token_bytes(task)
+
+
+def score(model, label, loader, sizes, context):
+    """Print the loss of all sequences → {name of a score: value}. loader, sizes: of loaders()"""
+    loss, error = mean_loss(model, loader, loader.num_eval_sequences, context, label=label)
+    bits = None
+    if sizes is not None:
+        bits = loss / math.log(2) / loader.mean_target(sizes, loader.num_eval_sequences)
+    perplexity = math.exp(min(loss, 700))
+    stderr = '' if error is None else f' ± {error:.4f}'
+    print0(f'{label}: loss {loss:.4f}{stderr} nats a token, perplexity {perplexity:.4g}'
+           + (f', {bits:.4f} bits/byte' if bits else ''))
+    return {'loss': loss, 'loss_stderr': error, 'perplexity': perplexity, 'bits_per_byte': bits}
 
 
 def main(argv):
@@ -89,6 +132,7 @@ def main(argv):
     device, _ = choose_device(config.device, world.local_rank)
     model, tokenizer, weights = load(config)
     model.to(device)
+    model.loss_chunk_tokens = 'auto'  # a large vocabulary has large logits
     dtype, _ = choose_dtype(config.dtype, device, model.config.n_embd)
     context = autocast(device, dtype)
     print0(f'{weights.source} | {model.num_parameters():,} parameters | device {device} | dtype '
@@ -99,12 +143,16 @@ def main(argv):
     tasks = theirs and lm_eval_model.load_tasks(theirs)
     results = {}
     with process_group(world, device, 'auto'):
-        how = {'batch_size': config.batch_size, 'context': context, 'group': gloo_group()}
         for task in filter(OURS.__contains__, names):
-            results[task], line = score(task, config, model, tokenizer, weights.state, how)
-            print0(line)
+            found = {name: score(model, label, loader, sizes, context)
+                     for name, label, loader, sizes in loaders(
+                         task, config, model, tokenizer, weights.state, device=device,
+                         rank=world.rank, world_size=world.size)}
+            results[task] = found if len(found) > 1 else found['']
         if theirs:
-            lm = lm_eval_model.lm_eval_model(model, tokenizer, **how)
+            model.eval()
+            lm = lm_eval_model.lm_eval_model(model, tokenizer, config.batch_size, context,
+                                             gloo_group())
             for task, scores in lm_eval_model.run_tasks(lm, tasks, config.limit).items():
                 results[task] = scores
                 print0(f'{task}: {lm_eval_model.quote_scores(scores)}')

@@ -18,7 +18,7 @@ import train
 from model import GPT, GPTConfig
 from plaingpt.data.dataset import open_dataset
 from plaingpt.data.tokenizers import ByteTokenizer
-from plaingpt.inference import scoring
+from plaingpt.inference import lm_eval_model
 from plaingpt.inference.hf_export import write_hf
 from plaingpt.training.open_weights import ModelChoice, load
 
@@ -67,8 +67,8 @@ def test_a_right_guess_counts_as_right(trained):
     ids = model.generate(torch.tensor([tokenizer.encode('def main').tolist()]), 3, 0)[0]
     guess = tokenizer.decode(ids[-3:].tolist())
     wrong = guess[:-1] + ('a' if guess[-1] != 'a' else 'b')
-    rows = [(tokenizer.encode('def main' + answer), slice(-3, None)) for answer in (guess, wrong)]
-    scores = scoring.log_likelihoods(model, rows, 2, torch.no_grad(), '')
+    rows = [(tokenizer.encode('def main' + answer), 3) for answer in (guess, wrong)]
+    scores = lm_eval_model.log_likelihoods(model, rows, 2, torch.no_grad())
     assert scores[:, 1].tolist() == [1, 0] and scores[0, 0] > scores[1, 0]
 
 
@@ -82,9 +82,8 @@ def test_each_kind_of_request_of_lm_eval_is_answered_as_by_its_model_of_transfor
     from lm_eval.api.instance import Instance
     from lm_eval.models.huggingface import HFLM
 
-    from plaingpt.inference.lm_eval_model import lm_eval_model
     model, tokenizer, *_ = load(ModelChoice(str(exported)))
-    ours = lm_eval_model(model, tokenizer, 2, torch.no_grad())
+    ours = lm_eval_model.lm_eval_model(model, tokenizer, 2, torch.no_grad())
     theirs = HFLM(pretrained=str(exported), max_length=128, dtype='float32', device='cpu')
 
     def requests(kind, *arguments):
@@ -136,15 +135,13 @@ def test_the_validation_loss_is_that_of_each_token_once(trained, char_data, tmp_
     scores = scores_of(tmp_path, f'--out_dir={trained}')['val']
     model, *_ = load(ModelChoice(out_dir=trained))
     stream = open_dataset(char_data).split('val', in_ram=True)
-    losses = []
+    n = (len(stream) - 1) // 16
+    idx = torch.from_numpy(stream.ram[:16 * n].astype(np.int64)).view(n, 16)
+    targets = torch.from_numpy(stream.ram[1:16 * n + 1].astype(np.int64)).view(n, 16)
     with torch.no_grad():
-        for start in range(0, len(stream) - 1, 16):
-            ids = torch.from_numpy(stream.ram[start:start + 17].astype(np.int64))[None]
-            logp = model(ids[:, :-1])[0].log_softmax(-1)
-            losses += (-logp.gather(2, ids[:, 1:, None])).flatten().tolist()
-    assert len(losses) == scores['tokens'] == len(stream) - 1
-    assert scores['loss'] == pytest.approx(np.mean(losses), abs=1e-6)
-    assert scores['perplexity'] == pytest.approx(math.exp(np.mean(losses)), rel=1e-5)
+        loss = model(idx, targets)[1].item()
+    assert scores['loss'] == pytest.approx(loss, abs=1e-5)
+    assert scores['perplexity'] == pytest.approx(math.exp(loss), rel=1e-4)
     # a character of this text is a byte, so bits a byte are bits a token
     assert scores['bits_per_byte'] == pytest.approx(scores['loss'] / math.log(2))
     assert 0 < scores['loss_stderr'] < 0.1
@@ -173,21 +170,17 @@ def test_the_loss_does_not_depend_on_batch_size_or_processes(trained, tmp_path):
     assert max(losses) - min(losses) < 1e-6
 
 
-def test_bits_per_byte_of_a_file_count_the_bytes_that_are_scored(
-        exported, trained, tmp_path, capsys):
+@torch.no_grad()
+def test_a_file_is_scored_from_its_first_token_in_parts_as_long_as_each_other(exported, tmp_path):
     text = 'naïve text, ' * 30
     (tmp_path / 'book.txt').write_text(text, encoding='utf-8')
     scores = scores_of(tmp_path, f'--init_from={exported}', '--tasks=text',
                        f'--data={tmp_path}/book.txt')['text']
-    assert scores['tokens'] == len(text.encode())  # the first one, too, after an end of text
-    assert scores['bits_per_byte'] == pytest.approx(scores['loss'] / math.log(2))
-    line = capsys.readouterr().out.splitlines()[-1]
-    assert line.startswith(f'{tmp_path}/book.txt: loss ') and 'bits/byte (390 tokens)' in line
-    (tmp_path / 'few.txt').write_text('def f')  # characters have no end of text to stand in front
-    few = scores_of(tmp_path, f'--out_dir={trained}', '--tasks=text',
-                    f'--data={tmp_path}/few.txt')['text']
-    assert few['tokens'] == few['bytes'] == 4
-    assert few['bits_per_byte'] == pytest.approx(few['loss'] / math.log(2))
+    model, *_ = load(ModelChoice(str(exported)))
+    ids = torch.tensor([256, *text.encode()])  # the end of text, and 390 = 4 · 97 + 2 bytes
+    loss = model(ids[:388].view(4, 97), ids[1:389].view(4, 97))[1].item()
+    assert scores['loss'] == pytest.approx(loss, abs=1e-5)
+    assert scores['bits_per_byte'] == pytest.approx(loss / math.log(2), abs=1e-5)
 
 
 def test_a_file_is_scored_as_it_is_prepared(tmp_path):
@@ -200,7 +193,7 @@ def test_a_file_is_scored_as_it_is_prepared(tmp_path):
         dataset = open_dataset(tmp_path / 'd')
         prepared = np.concatenate([dataset.split(split, in_ram=True).ram
                                    for split in ('train', 'val')])
-        stream = scoring.TextStream(tmp_path / name, dataset.tokenizer())
+        stream = evaluate.TextStream(tmp_path / name, dataset.tokenizer())
         assert stream.ids.tolist() == prepared.tolist()
 
 

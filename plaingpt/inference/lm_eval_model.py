@@ -6,6 +6,7 @@ log-likelihood of an answer, that of a whole text, and a text that is generated.
 
 import functools
 import io
+import math
 import os
 import sys
 from contextlib import redirect_stdout
@@ -14,11 +15,16 @@ from pathlib import Path
 from unittest import mock
 
 import numpy as np
+import torch
+import torch.nn.functional as F
+from tqdm import tqdm
 
-from plaingpt.inference.scoring import log_likelihoods
 from plaingpt.inference.text_generator import Sampling, TextGenerator
+from plaingpt.system.distributed import all_gather, launched_world
 from plaingpt.system.errors import UserError, needs
 from plaingpt.system.files import ROOT
+
+CHUNK = 1024  # positions whose logits exist at once
 
 
 def lm_eval_model(*arguments, **how):
@@ -64,11 +70,11 @@ class Requests:
                 raise UserError(f'lm_eval: an answer of {len(after)} tokens, and the block_size '
                                 f'is {self.block_size}')
             ids = np.array([*before, *after], dtype=np.int64)[-(self.block_size + 1):]
-            rows.append((ids, slice(-len(after), None)))
+            rows.append((ids, len(after)))
         order = np.argsort([-len(ids) for ids, _ in rows], kind='stable')  # less padding
         scores = np.zeros((len(rows), 2))
         scores[order] = log_likelihoods(self.gpt, [rows[i] for i in order], self.batch_size,
-                                        self.context, 'lm_eval', self.group, self.before_batch)
+                                        self.context, self.group, self.before_batch)
         return [(float(logp), bool(likeliest)) for logp, likeliest in scores]
 
     def loglikelihood_rolling(self, requests, disable_tqdm=False):
@@ -100,6 +106,61 @@ class Requests:
             ids = generator.encode(prompt, 'lm_eval')[-room:]
             texts += generator.write([ids], [i], sampling, options.get('until') or [])
         return texts
+
+
+def log_likelihoods(model, rows, batch_size, context, group=None, before_batch=None):
+    """The log-likelihoods of the ends of token sequences. The processes share the work.
+
+    rows: a list of (ids, n): the last n of ids are scored, each given all before it
+    context: autocast or none; group: of distributed.gloo_group
+    before_batch: called by all processes equally often; what it raises ends this
+    → float64 (len(rows), 2): the sum of these log-probabilities in nats, and 1 if each of these
+    tokens is the likeliest in its place, else 0. The same on all processes.
+    """
+    world = launched_world()
+    mine = range(len(rows))[world.rank::world.size]
+    scores = np.zeros((len(mine), 2))
+    with tqdm(total=len(mine), desc='lm_eval', leave=False,
+              disable=None if world.is_main else True) as bar:
+        for first in range(0, math.ceil(len(rows) / world.size), batch_size):
+            if before_batch:
+                before_batch()
+            batch = [rows[i] for i in mine[first:first + batch_size]]
+            if batch:  # another process may have one more
+                scores[first:first + len(batch)] = score_batch(model, batch, context)
+                bar.update(len(batch))
+    out = np.zeros((len(rows), 2))
+    for rank, part in enumerate(all_gather(scores, group)):
+        out[rank::world.size] = part
+    return out
+
+
+@torch.no_grad()
+def score_batch(model, rows, context):
+    """[(ids, n)] → (len(rows), 2) as log_likelihoods. Short rows are padded at the end; causal
+    attention keeps the padding invisible."""
+    device = model.lm_head.weight.device
+    width = max(len(ids) for ids, _ in rows) - 1
+    idx = torch.zeros(len(rows), width, dtype=torch.long)  # (B, T)
+    targets = torch.full_like(idx, -1)
+    for i, (ids, n) in enumerate(rows):
+        ids = torch.as_tensor(ids)
+        idx[i, :len(ids) - 1] = ids[:-1]
+        targets[i, len(ids) - 1 - n:len(ids) - 1] = ids[-n:]
+    scored = targets != -1
+    with context:
+        x = model.hidden(idx.to(device))[scored.to(device)]  # (N, C): scored positions only
+        logp, likeliest = [], []
+        for x_i, t in zip(x.split(CHUNK), targets[scored].to(device).split(CHUNK), strict=True):
+            logits = model.logits(x_i)
+            logits = logits.to(torch.promote_types(logits.dtype, torch.float32))  # (n, V)
+            logp.append(-F.cross_entropy(logits, t, reduction='none'))
+            likeliest.append(logits.argmax(-1) == t)
+    row = scored.nonzero()[:, 0]  # (N,): the row of each target
+    sums = torch.zeros(len(rows), dtype=torch.float64)
+    sums.index_add_(0, row, torch.cat(logp).double().cpu())
+    misses = torch.zeros(len(rows)).index_add_(0, row, 1.0 - torch.cat(likeliest).float().cpu())
+    return np.stack([sums.numpy(), misses.numpy() == 0], axis=1)
 
 
 @functools.cache  # its index of all tasks takes seconds, and training asks twice

@@ -4,6 +4,7 @@ import math
 from contextlib import nullcontext
 
 import torch
+from tqdm import tqdm
 
 from plaingpt.data.dataset import sample_prompts
 from plaingpt.monitoring.health import Health
@@ -23,14 +24,16 @@ SAMPLE_TOKENS = 100  # in a sample
 
 
 @torch.no_grad()
-def mean_loss(model, loader, sequences, context, stop=None):
+def mean_loss(model, loader, sequences, context, stop=None, label=None):
     """→ (mean loss in nats a token, its standard error). sequences: how many to read, evenly spaced
     over the split. The standard error is that of the batches' mean, None if there is one batch.
-    Each process evaluates its share. stop: a StopRequest, checked between batches. Raises Stopped.
+    Each process evaluates its share. stop: a StopRequest, checked between batches.
+    label: of a progress bar. Raises Stopped.
     """
     model.eval()
     found = []  # for each batch: its targets, in sequences, and its loss
-    for starts in loader.eval_batches(sequences):
+    for starts in tqdm(loader.eval_batches(sequences), label, leave=False,
+                       disable=None if label and launched_world().is_main else True):
         if stop:
             stop.raise_if_stopped()
         idx, targets = loader.eval_batch(starts)  # even an empty one: all gather a sharded model

@@ -212,7 +212,7 @@ def test_an_export_is_evaluated_on_the_data_of_its_run(tmp_path, monkeypatch, ca
     ends = {'eos_token_id': [0, 2]}  # as an export adds those of its answers
     (tmp_path / 'out/generation_config.json').write_text(json.dumps(ends))
     evaluate.main(['--init_from=out', '--dataset=chat', '--device=cpu'])
-    assert 'tokens of the assistant' in capsys.readouterr().out
+    assert 'val of data/chat, the answers: loss' in capsys.readouterr().out
 
 
 @pytest.mark.parametrize('text', ['', '{', 'null', '{"decoder": null, "model": null}'])

@@ -176,15 +176,6 @@ def test_a_dataset_of_their_tokens_says_how_many_bytes_they_have(
     assert dataset.vocab_size == 512 and np.array_equal(ours.encode(text), ids)
 
 
-def test_a_folder_stands_before_a_dataset_of_its_name(folder, text_file, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    source = f'--input={text_file}'
-    prepare.main(['text', source, '--tokenizer=byte', f'--data_dir=data/{folder.name}'])
-    for name, kind in ((folder.name, 'foreign'), (f'data/{folder.name}', 'byte')):
-        prepare.main(['text', source, f'--tokenizer={name}', '--data_dir=data/x', '--overwrite'])
-        assert open_dataset(tmp_path / 'data/x').tokenizer_json()['kind'] == kind
-
-
 def test_an_export_has_the_files_that_came_in(folder, tmp_path):
     export.main([f'--init_from={folder}', f'--dest={tmp_path}/out'])
     for name in ('tokenizer.json', 'tokenizer_config.json'):

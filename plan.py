@@ -21,8 +21,9 @@ from plaingpt.system.formatting import GIB, count_of, duration, gib, short
 from plaingpt.training import memory
 from plaingpt.training.checkpoint import KEPT
 from plaingpt.training.dtype_choice import choose_training_dtype
+from plaingpt.training.open_weights import start_shape
 from plaingpt.training.settings import NotNegative, TrainConfig
-from plaingpt.training.start import Start, start_shape
+from plaingpt.training.start import Start
 
 
 @dataclass

@@ -1,12 +1,13 @@
 """The weights that a name stands for, and a model of them: of a run of ours, or of others."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
 from model import GPT, GPTConfig
 from plaingpt.data import tokenizers
 from plaingpt.system.devices import choose_compile, choose_device, choose_dtype, prepare_device
+from plaingpt.system.distributed import print0
 from plaingpt.system.errors import UserError
 from plaingpt.training import checkpoint as checkpoints
 
@@ -24,6 +25,42 @@ def open_weights(source, which='best'):
         return checkpoints.find(source, which)
     from plaingpt.inference.pretrained import open_pretrained
     return open_pretrained(source)
+
+
+# -----------------------------------------------------------------------------
+# a training run that starts from them
+
+
+def start_shape(config, weights, dataset=None):
+    """The GPTConfig of the model whose weights a run starts from. A dataset of conversations may
+    add special tokens for it to learn. Raises UserError where it cannot read the dataset."""
+    shape = GPTConfig(**{**weights.shape, 'dropout': config.dropout})
+    if config.block_size > shape.block_size:
+        raise UserError(f'block_size={config.block_size}: {config.init_from} reads at most '
+                        f'{shape.block_size} tokens: use --block_size={shape.block_size} or less')
+    base = dataset and dataset.tokenizer_json().get('base')  # the tokenizer inside a chat tokenizer
+    if base and tokenizers.described_vocab_size(base) == shape.vocab_size:
+        shape = replace(shape, vocab_size=dataset.vocab_size)
+    if dataset and dataset.vocab_size != shape.vocab_size:
+        raise UserError(f'{dataset.folder} has a vocabulary of {dataset.vocab_size} and '
+                        f'{config.init_from} one of {shape.vocab_size}: prepare the text with the '
+                        'tokenizer of the model, or name another model with --init_from')
+    return shape
+
+
+def check_tokenizer(config, weights, dataset):
+    """Raise UserError where the model knows other tokens than the dataset, and say what starts."""
+    tokenizer, described = weights.tokenizer_json(), dataset.tokenizer_json()
+    known = [tokenizers.words_of(each) for each in (described, described.get('base')) if each]
+    if tokenizer is not None and tokenizers.words_of(tokenizer) not in known:
+        raise UserError(f'{weights.source} was trained with another tokenizer than that of '
+                        f'{dataset.folder}: prepare the text with --tokenizer={config.init_from}')
+    print0(f'{weights.source}: the run starts from its weights; the optimizer, the iteration count '
+           'and the order of the data begin anew')
+
+
+# -----------------------------------------------------------------------------
+# commands that use a model
 
 
 @dataclass

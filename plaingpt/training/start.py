@@ -9,7 +9,6 @@ from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 
 from model import GPTConfig
-from plaingpt.data.tokenizers import described_vocab_size, words_of
 from plaingpt.monitoring.run_record import finite, trim_rows
 from plaingpt.system.distributed import all_gather, launched_world, print0
 from plaingpt.system.errors import UserError
@@ -147,39 +146,12 @@ def run_shape(config, dataset, start):
     opener = document_start(config, dataset)
     if start.from_scratch:
         return config.gpt_config(dataset.vocab_size, opener)
+    from plaingpt.training.open_weights import check_tokenizer, start_shape
     shape = start_shape(config, start.weights, dataset)
     check_tokenizer(config, start.weights, dataset)
     if config.document_attention:
         shape = replace(shape, document_attention=True, document_start=opener)
     return replace(shape, block_size=config.block_size)
-
-
-def start_shape(config, weights, dataset=None):
-    """The GPTConfig of the model whose weights a run starts from. A dataset of conversations may
-    add special tokens for it to learn. Raises UserError where it cannot read the dataset."""
-    shape = GPTConfig(**{**weights.shape, 'dropout': config.dropout})
-    if config.block_size > shape.block_size:
-        raise UserError(f'block_size={config.block_size}: {config.init_from} reads at most '
-                        f'{shape.block_size} tokens: use --block_size={shape.block_size} or less')
-    base = dataset and dataset.tokenizer_json().get('base')  # the tokenizer inside a chat tokenizer
-    if base and described_vocab_size(base) == shape.vocab_size:
-        shape = replace(shape, vocab_size=dataset.vocab_size)
-    if dataset and dataset.vocab_size != shape.vocab_size:
-        raise UserError(f'{dataset.folder} has a vocabulary of {dataset.vocab_size} and '
-                        f'{config.init_from} one of {shape.vocab_size}: prepare the text with the '
-                        'tokenizer of the model, or name another model with --init_from')
-    return shape
-
-
-def check_tokenizer(config, weights, dataset):
-    """Raise UserError where the model knows other tokens than the dataset, and say what starts."""
-    tokenizer, described = weights.tokenizer_json(), dataset.tokenizer_json()
-    known = [words_of(each) for each in (described, described.get('base')) if each]
-    if tokenizer is not None and words_of(tokenizer) not in known:
-        raise UserError(f'{weights.source} was trained with another tokenizer than that of '
-                        f'{dataset.folder}: prepare the text with --tokenizer={config.init_from}')
-    print0(f'{weights.source}: the run starts from its weights; the optimizer, the iteration count '
-           'and the order of the data begin anew')
 
 
 def document_start(config, dataset):

@@ -19,7 +19,7 @@ from typing import Annotated, Literal
 
 from configurator import load_config
 from plaingpt.data import datatrove, tokenizers
-from plaingpt.data.chat_tokenizer import PLAIN_TEMPLATES, ChatTokenizer, find_plain
+from plaingpt.data.chat_tokenizer import ChatTokenizer, plain_template
 from plaingpt.data.conversations import open_conversations
 from plaingpt.data.corpora import CORPORA, OPTIONS, describe_corpus, table
 from plaingpt.data.dataset import dataset_folder, not_prepared
@@ -159,8 +159,7 @@ def prepare_text(name, corpus, folder, config):
         tokenizer = tokenizers.from_json(progress['tokenizer']) if progress else \
             borrowed or learn_tokenizer(asked, source.texts() if is_of_chat else source)
         if is_of_chat and not is_chat(tokenizer):
-            plain = find_plain(tokenizer)  # where it has the tokens of one
-            tokenizer = ChatTokenizer(tokenizer, PLAIN_TEMPLATES.get(plain, ''))
+            tokenizer = ChatTokenizer(tokenizer, plain_template(tokenizer))
         threads = len(allowed_cpus()) if config.num_proc == 'auto' else config.num_proc
         write_tokens(source, tokenizer, unfinished, command, progress, shares,
                      shard_tokens=config.shard_tokens, threads=threads, max_tokens=max_tokens,

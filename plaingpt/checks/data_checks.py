@@ -105,10 +105,9 @@ def data_is_text(run):
     except UserError as problem:  # it takes a download, and nothing of the run needs it
         raise NotChecked(str(problem)) from None
     words = getattr(tokenizer, 'base', tokenizer)  # without the tokens that open and end turns
-    controls = {words.end_of_text, *getattr(words, 'controls', ())}
     batch = run.train_data.train_batch(0, 0)[0][:LOOKED_AT].tolist()
     rows = [list(part) for row in batch for is_text, part in groupby(
-        row, lambda i: i not in controls and i < words.vocab_size) if is_text]
+        row, lambda i: i not in words.controls and i < words.vocab_size) if is_text]
     # A sequence may begin and end within a character, which is then U+FFFD.
     texts = [words.decode(row).strip('\ufffd') for row in rows]
     again = [words.encode(text).tolist() for text in texts]

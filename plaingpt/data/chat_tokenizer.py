@@ -7,9 +7,10 @@ is our template, with five tokens more. The template of another model is rendere
 renders it.
 """
 
+import json
 import re
 from functools import lru_cache
-from itertools import groupby, pairwise
+from itertools import pairwise
 
 import numpy as np
 
@@ -23,7 +24,6 @@ from plaingpt.system.errors import UserError, warn
 from plaingpt.system.formatting import one_line
 
 SPECIAL_TOKENS = ('<|conversation|>', '<|system|>', '<|user|>', '<|assistant|>', '<|end|>')
-ROLES = ('system', 'user', 'assistant')
 # The same as Jinja, for programs of others. llama.cpp's programs can go without Jinja and then look
 # for names in this text, by which they would take it for Phi-3's template: so they are in pieces.
 TEMPLATE = (
@@ -45,8 +45,20 @@ PLAIN_TEMPLATES = {  # for models whose own template cannot be used, by the toke
         "message['role'] + '<|end_header_id|>\\n\\n' + message['content'] | trim + '<|eot_id|>' }}"
         "{% endfor %}{% if add_generation_prompt %}"
         "{{ '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}{% endif %}")}
+TOLD = (  # before a template: what the system says where a conversation does not begin with it
+    "{{% if not messages or messages[0]['role'] != 'system' %}}"
+    "{{% set messages = [{{'role': 'system', 'content': {}}}] + messages %}}{{% endif %}}")
 MARK = '\ue000'  # a private character that stands for a text
 USER, ANSWER = {'role': 'user', 'content': MARK}, {'role': 'assistant', 'content': MARK}
+
+
+def chat_from_json(base, description):
+    """The ChatTokenizer of a description. Earlier versions wrote the name of a plain template, and
+    what the system says."""
+    template = description.get('template') or PLAIN_TEMPLATES.get(description.get('form'), '')
+    if told := description.get('system'):
+        template = TOLD.format(json.dumps(told, ensure_ascii=False)) + template
+    return ChatTokenizer(base, template)
 
 
 def as_chat(description, where):
@@ -58,26 +70,24 @@ def as_chat(description, where):
         return description
     try:
         ChatTokenizer(base, template).encode_conversation([USER, ANSWER, USER, ANSWER])
-        return {'kind': 'chat', 'base': description, 'template': template}
     except UserError as problem:
-        name = find_plain(base)
-        if name is None:
-            warn(f'{where}: {problem}, so it is read as a model of text')
+        template = plain_template(base)
+        warn(f'{where}: {problem}, so ' + ('conversations are written in a plain form' if template
+                                           else 'it is read as a model of text'))
+        if not template:
             return description
-        warn(f'{where}: {problem}, so conversations are written in plain {name}')
-    plain = PLAIN_TEMPLATES[name]
-    files = {**description['files'], TEMPLATE_FILE: plain}
-    return {'kind': 'chat', 'base': {**description, 'files': files}, 'template': plain}
+        files = {**description['files'], TEMPLATE_FILE: template}
+        description = {**description, 'files': files}
+    return {'kind': 'chat', 'base': description, 'template': template}
 
 
-def find_plain(base):
-    """The name of the plain template whose control tokens a tokenizer has, or None."""
-    for name, template in PLAIN_TEMPLATES.items():
-        if isinstance(base, ForeignTokenizer) and base.end_of_text is not None \
-                and all(base.special(control) is not None
-                        for control in re.findall(r'<\|\w+\|>', template)):
-            return name
-    return None
+def plain_template(base):
+    """The plain template whose control tokens a tokenizer has, or ''."""
+    if isinstance(base, ForeignTokenizer) and base.end_of_text is not None:
+        for template in PLAIN_TEMPLATES.values():
+            if base.control_ids.keys() >= {*re.findall(r'<\|\w+\|>', template)}:
+                return template
+    return ''
 
 
 @lru_cache(4)
@@ -99,87 +109,74 @@ class ChatTokenizer:
     Text never becomes a control token: text that spells a name is encoded as text.
     """
 
-    def __init__(self, base, template='', told=''):
-        """template: another model's, in Jinja; told: the system message where there is none"""
-        self.base, self.template, self.told = base, template, told
-        self.vocab_size = first = base.vocab_size
+    def __init__(self, base, template=''):
+        """template: another model's, in Jinja. Raises UserError where it cannot be used."""
+        self.base, self.template, self.vocab_size = base, template, base.vocab_size
+        self.names = {}  # that a template may use
         if self.is_ours():
-            self.ids = {name: first + i for i, name in enumerate(SPECIAL_TOKENS)}
+            self.ids = {name: self.vocab_size + i for i, name in enumerate(SPECIAL_TOKENS)}
             self.vocab_size += len(SPECIAL_TOKENS)
-            self.roles = {role: self.ids[f'<|{role}|>'] for role in ROLES}
-            self.conversation, self.end_of_turn = first, self.ids['<|end|>']
-            self.user_ids, self.answer_ids = [self.roles['user']], [self.roles['assistant']]
         else:
-            self.ids = base.control_names()
+            self.ids = base.control_ids
             names = parse_object(base.to_json()['files'], 'tokenizer_config.json')
             self.names = {key: value['content'] if isinstance(value, dict) else value
                           for key, value in names.items() if key in ('bos_token', 'eos_token')}
-            self.read_template()
+        self.arrays = {name: np.array([i]) for name, i in self.ids.items()}
+        self.control = re.compile('(' + '|'.join(map(re.escape, self.ids)) + ')')
+
+        # Find the tokens that begin and end a conversation and its turns.
+        asked, prompt = self.render([USER]), self.render([USER], True)
+        answered, again = self.render([USER, ANSWER]), self.render([USER, ANSWER, USER])
+        check_extends(asked, prompt, answered, again)
+        controls = self.control.findall(again)
+        ends = self.control.findall(answered[len(prompt):])
+        if not controls or not ends:
+            raise UserError('its chat template writes no control tokens')
+        self.end_of_turn = self.ids[ends[-1]]
+        # What opens all is no part of a turn; else the token between documents opens it in data,
+        # and the model does not read it.
+        self.keeps_bos = again.startswith(controls[0]) and controls.count(controls[0]) == 1
+        self.conversation = self.ids[controls[0]] if self.keeps_bos else self.base.end_of_text
         self.end_of_text = self.conversation  # each conversation is a document
+        self.answer_ids = self.ids_of(prompt[len(asked):]).tolist()
+        opening = again[len(answered):].partition(MARK)[0].rstrip('\n')  # which no text changes
+        self.user_ids = self.ids_of(opening).tolist()
+        self.roles = {'user': self.user_ids[0], 'assistant': self.answer_ids[0]}
+        self.ends = base.ends | {self.conversation, self.end_of_turn, *self.roles.values(),
+                                 *(self.ids.values() if self.is_ours() else ())}
 
     def is_ours(self):
         return not self.template
 
-    def read_template(self):
-        """Find the tokens that begin and end a conversation and its turns. Raises UserError."""
-        asked, prompt = self.render([USER]), self.render([USER], True)
-        answered, again = self.render([USER, ANSWER]), self.render([USER, ANSWER, USER])
-        self.check_extends([asked, prompt, answered, again])
-        controls = self.split(again)[1::2]
-        ends = self.split(answered[len(prompt):])[1::2]
-        if not controls or not ends:
-            raise UserError('its chat template writes no control tokens')
-        self.end_of_turn = self.ids[ends[-1]]
-        # What opens all is no part of a turn; else the token between documents opens it in data.
-        self.keeps_bos = again.startswith(controls[0]) and controls.count(controls[0]) == 1
-        self.conversation = self.ids[controls[0]] if self.keeps_bos else self.base.end_of_text
-        self.answer_ids = self.encode_parts(prompt[len(asked):])
-        # as far as no text changes them
-        self.user_ids = self.encode_parts(again[len(answered):].partition(MARK)[0].rstrip('\n'))
-        self.roles = {'user': self.user_ids[0], 'assistant': self.answer_ids[0]}
-
-    keeps_bos = True  # whether the model reads the token that opens a conversation in data
-
     def render(self, messages, prompting=False):
         """The text that the template writes of messages, with the beginning of an answer where
         `prompting`. Raises UserError."""
-        if self.told and (not messages or messages[0]['role'] != 'system'):
-            messages = [{'role': 'system', 'content': self.told}, *messages]
         try:
-            return compile_template(self.template).render(
+            return compile_template(self.template or TEMPLATE).render(
                 messages=messages, tools=None, documents=None, add_generation_prompt=prompting,
                 **self.names)
         except Exception as e:  # a template can raise anything
             raise UserError(f'its chat template cannot be used ({one_line(e)[:100]})') from None
 
-    def check_extends(self, texts):
-        for text, longer in pairwise(texts):
-            if not longer.startswith(text):
-                raise UserError('its chat template writes earlier turns anew at later ones')
-
-    def split(self, text):
-        """A text → texts and names of control tokens in turn; the first and last are texts."""
-        return re.split('(' + '|'.join(map(re.escape, self.ids)) + ')', text)
-
     def encode_parts(self, text, mark=''):
-        """The ids of what the template wrote; the text is without `mark`."""
-        found = []
-        for i, part in enumerate(self.split(text)):
-            if part:
-                found += [self.ids[part]] if i % 2 else self.encode(part.replace(mark, '')).tolist()
-        return found
+        """What the template wrote → [ids of a text, or of one control token]. The texts are without
+        `mark`."""
+        parts = enumerate(self.control.split(text))  # texts and control tokens in turn
+        return [self.arrays[part] if i % 2 else self.encode(part.replace(mark, ''))
+                for i, part in parts if part]
+
+    def ids_of(self, text, mark=''):
+        return np.concatenate([[], *self.encode_parts(text, mark)]).astype(np.int64)
 
     def guard(self, messages):
         """→ (messages in whose texts a mark breaks the names of control tokens, the mark)"""
         texts = ''.join(message['content'] for message in messages)
+        if not self.control.search(texts):
+            return messages, ''
         mark = next(char for char in map(chr, range(0xe000, 0xf8ff)) if char not in texts)
-
-        def guarded(text):
-            parts = self.split(text)
-            parts[1::2] = [name[0] + mark + name[1:] for name in parts[1::2]]
-            return ''.join(parts)
-
-        return [{**message, 'content': guarded(message['content'])} for message in messages], mark
+        return [{**message, 'content': self.control.sub(
+            lambda name: name[0][0] + mark + name[0][1:], message['content'])}
+            for message in messages], mark
 
     def encode(self, text):
         return self.base.encode(text)
@@ -187,53 +184,59 @@ class ChatTokenizer:
     def encode_conversation(self, messages):
         """[{'role': …, 'content': …}, …] → (ids, loss mask: True for each that is in the loss).
         Raises UserError where a template of others writes no such conversation."""
-        parts = [([self.conversation], False)] if self.is_ours() or not self.keeps_bos else []
-        if self.is_ours():
+        if self.is_ours():  # what TEMPLATE writes, without rendering it, which takes as long again
+            parts = [(self.arrays['<|conversation|>'], False)]
             for message in messages:
                 learned = message['role'] == 'assistant'
-                parts += [([self.roles[message['role']]], False),
+                parts += [(self.arrays[f'<|{message["role"]}|>'], False),
                           (self.encode(message['content']), learned),
-                          ([self.end_of_turn], learned)]
+                          (self.arrays['<|end|>'], learned)]
         else:
-            parts += self.rendered_parts(*self.guard(messages))
-        return np.concatenate([ids for ids, _ in parts], dtype=np.int64, casting='unsafe'), \
-            np.concatenate([np.full(len(ids), learned) for ids, learned in parts])
+            parts = self.rendered_parts(*self.guard(messages))
+        return np.concatenate([ids for ids, _ in parts]).astype(np.int64), \
+            np.repeat([learned for _, learned in parts], [len(ids) for ids, _ in parts])
 
     def rendered_parts(self, messages, mark):
         """[(ids, whether they are in the loss)]: the assistant's are what its turn adds to what the
         template writes up to there, to the last control token."""
-        parts, done = [], ''
+        parts, text, done = [], '', 0  # done: characters of the text that are in parts
         for i, message in enumerate(messages):
             if message['role'] == 'assistant':
                 prompt, through = self.render(messages[:i], True), self.render(messages[:i + 1])
-                self.check_extends([done, prompt, through])
-                *answer, after = self.split(through[len(prompt):])
-                parts += [(self.encode_parts(prompt[len(done):], mark), False),
-                          (self.encode_parts(''.join(answer), mark), True),
-                          (self.encode_parts(after), False)]
-                done = through
+                check_extends(text, prompt, through)
+                parts.append((through[done:len(prompt)], False))
+                text, done = through, len(prompt)
+                for control in self.control.finditer(through, done):
+                    done = control.end()
+                parts.append((through[len(prompt):done], True))
         whole = self.render(messages)
-        self.check_extends([done, whole])
-        return [*parts, (self.encode_parts(whole[len(done):], mark), False)]
+        check_extends(text, whole)
+        parts.append((whole[done:], False))
+        opening = [] if self.keeps_bos else [(np.array([self.conversation]), False)]
+        return opening + [(ids, learned) for text, learned in parts
+                          for ids in self.encode_parts(text, mark)]
 
     def encode_prompt(self, messages):
         """The ids of `messages` and of the beginning of the answer that the model is to write."""
-        if self.is_ours():
-            return np.append(self.encode_conversation(messages)[0], self.answer_ids)
         messages, mark = self.guard(messages)
-        return np.array(self.encode_parts(self.render(messages, True), mark), dtype=np.int64)
+        return self.ids_of(self.render(messages, True), mark)
 
     def decode(self, ids):
+        """Bytes that are not UTF-8, such as half a character, become U+FFFD."""
         return self.decode_bytes(ids).decode('utf-8', 'replace')
 
     def decode_bytes(self, ids):
-        first = self.base.vocab_size
-        return b''.join(
-            self.base.decode_bytes(list(run)) if is_text else
-            ''.join(SPECIAL_TOKENS[i - first] for i in run).encode()
-            for is_text, run in groupby(map(int, ids), lambda i: i < first))
+        first = self.base.vocab_size  # of our control tokens; a template's are the base's own
+        return b''.join(SPECIAL_TOKENS[i - first].encode() if i >= first else
+                        self.base.decode_bytes([i]) for i in map(int, ids))
 
     def to_json(self):
         made = {'kind': 'chat', 'base': self.base.to_json()}
-        return made if self.is_ours() else {
-            **made, 'template': self.template, **({'system': self.told} if self.told else {})}
+        return made if self.is_ours() else {**made, 'template': self.template}
+
+
+def check_extends(*texts):
+    """Raises UserError where a text does not begin with the one before it."""
+    for text, longer in pairwise(texts):
+        if not longer.startswith(text):
+            raise UserError('its chat template writes earlier turns anew at later ones')

@@ -6,8 +6,7 @@
     completion   {"prompt": "Hi!", "completion": "Hello."}, or another of PAIRS, or what --prompt
                  and --completion name
 
-One row, of JSON or of a table, is a conversation. What it says is neither changed nor dropped: a
-row that is not wholly understood ends the command.
+One row, of JSON or of a table, is a conversation. A row that is not understood ends the command.
 """
 
 import copy
@@ -20,9 +19,6 @@ PAIRS = (('prompt', 'completion'), ('instruction', 'output'), ('question', 'answ
          ('query', 'response'), ('input', 'output'))  # what the user and what the assistant says
 ROLES = {role: role for role in ('system', 'user', 'assistant')}
 SHAREGPT_ROLES = {'human': 'user', 'gpt': 'assistant', **ROLES}
-# Fields that tell the assistant something: without them it would be another conversation.
-TOLD = {'system', 'system_prompt', 'instruction', 'prompt', 'history', 'context', 'documents',
-        'input', 'tools', 'functions'}
 
 
 class Conversations(Files):
@@ -47,19 +43,12 @@ class Conversations(Files):
         for where, row in read_rows(file, self.encoding):
             fields = self.columns or find_fields(row, where)
             messages = parse_row(row, fields, where)
-            said = [message['content'] for message in messages]  # a field may repeat one of these
-            others = {name for name in row if name not in fields and row[name] not in said}
-            for name in () if self.columns else others & TOLD:
-                if row[name]:
-                    raise UserError(f'{where}: the field {name!r} would be lost: make it a message '
-                                    '(of role system, or of user), or leave it out with '
-                                    '--prompt=… --completion=…')
-            if not self.left_out >= others:
+            if others := row.keys() - {*fields} - self.left_out:
                 print(f'{where}: left out, as no part of the conversation: '
-                      f'{as_json(sorted(others))}')
+                      f'{", ".join(sorted(others))}')
                 self.left_out |= others
-            text = '\n'.join(said) if self.as_text else json.dumps(messages, ensure_ascii=False)
-            yield text, True
+            yield '\n'.join(message['content'] for message in messages) if self.as_text \
+                else json.dumps(messages, ensure_ascii=False), True
 
 
 def open_conversations(config):
@@ -73,8 +62,8 @@ def find_fields(row, where):
     the user, of the assistant, and perhaps one with which the user goes on. Raises UserError."""
     names = row.keys() if isinstance(row, dict) else ()
     for fields in (('messages',), ('conversations',), *PAIRS):
-        if {*fields} <= {*names}:
-            is_alpaca = fields[0] == 'instruction' and 'input' in names
+        if all(field in names for field in fields):
+            is_alpaca = fields[0] == 'instruction' and row.get('input')
             return (*fields, 'input') if is_alpaca else fields
     raise UserError(f'{where}: no conversation, it is {as_json(row)}: leave this file out, or name '
                     'its columns with --prompt=… --completion=… (found by themselves: messages, '
@@ -91,7 +80,6 @@ def parse_row(row, fields, where):
     elif fields == ('conversations',):
         messages = parse_messages(row['conversations'], where, 'from', 'value', SHAREGPT_ROLES)
     else:
-        fields = [*fields[:2], *(name for name in fields[2:] if row[name])]
         prompt, answer, *more = (content_of(row[name], f'{where}: field {name!r}')
                                  for name in fields)
         messages = [{'role': 'user', 'content': '\n\n'.join([prompt, *more])},
@@ -118,27 +106,25 @@ def parse_messages(found, where, role_key='role', content_key='content', roles=R
             raise UserError(f'{here} is {as_json(message)}: an object with {role_key} and '
                             f'{content_key} alone is expected; as {role_key} expected one of '
                             f'{", ".join(roles)}')
-        role = roles[said[role_key]]
-        if role == 'system' and messages:
-            raise UserError(f'{here}: a system message stands first, and there is one at most: put '
-                            'their texts together')
-        messages.append({'role': role, 'content': content_of(said[content_key], here)})
-    if [message['role'] for message in messages if message['role'] != 'system'][:1] \
-            == ['assistant']:
-        raise UserError(f'{where}: the assistant speaks before the user: leave its first message '
-                        'out, or put what it answers before it')
+        messages.append({'role': roles[said[role_key]],
+                         'content': content_of(said[content_key], here)})
+    said_by = [message['role'] for message in messages]
+    speaking = said_by[1:] if said_by[0] == 'system' else said_by
+    if 'system' in speaking or speaking[:1] == ['assistant']:
+        raise UserError(f'{where}: one system message may stand first, and then the user speaks: '
+                        'put these messages in order')
     return messages
 
 
 def content_of(value, where):
     """The text of a message, also of OpenAI's parts, [{'type': 'text', 'text': …}]. UserError."""
-    parts = value if isinstance(value, list) else [{'type': 'text', 'text': value}]
-    texts = [part['text'] for part in parts if isinstance(part, dict)
-             and part.keys() == {'type', 'text'} and isinstance(part['text'], str)]
-    if len(texts) < len(parts) or not ''.join(texts).strip():
+    if isinstance(value, list) and all(isinstance(part, dict) and part.keys() == {'type', 'text'}
+                                       and isinstance(part['text'], str) for part in value):
+        value = ''.join(part['text'] for part in value)
+    if not isinstance(value, str) or not value.strip():
         raise UserError(f'{where} is {as_json(value)}: text is expected: leave this conversation '
                         'out, or describe it as text')
-    return ''.join(texts)
+    return value
 
 
 def as_json(value):

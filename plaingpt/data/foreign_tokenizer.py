@@ -27,10 +27,6 @@ PRINTABLE = {byte: chr(byte) for byte in VISIBLE} \
 BYTES = {char: byte for byte, char in PRINTABLE.items()}
 
 
-# Other normalizers lose what the text was; other models know no bytes.
-SUPPORTED = {'decoder': ('ByteLevel',), 'model': ('BPE',), 'normalizer': (None, 'NFC')}
-
-
 def download(name, patterns):
     """Fetch files of OWNER/NAME from the Hugging Face hub (or its cache) → folder. UserError"""
     with needs('huggingface_hub', f'downloading {name}'):
@@ -74,8 +70,10 @@ def describe(files, model, vocab_size):
         ends |= {*found} if isinstance(found, list) else {found}
     opener = next((i for i in map(id_of, ('<|endoftext|>', names.get('bos_token'),
                                           names.get('eos_token'))) if i is not None), None)
-    size = vocab_size or model.get('vocab_size') or count_tokens(tokenizer)
-    check_size(tokenizer, size)
+    found = max(tokenizer.get_vocab(with_added_tokens=True).values(), default=-1) + 1
+    size = vocab_size or model.get('vocab_size') or found
+    if size < found:
+        raise ValueError(f'it has {found:,} tokens and the model {size}')
     ends = sorted(i for i in ends if type(i) is int and 0 <= i < size)
     return {'kind': 'foreign', 'vocab_size': size, 'end_of_text': opener, 'ends': ends,
             'files': files}
@@ -98,16 +96,6 @@ def find_template(files):
     return files.get(TEMPLATE_FILE, found if isinstance(found, str) else None)
 
 
-def count_tokens(tokenizer):
-    return max(tokenizer.get_vocab(with_added_tokens=True).values(), default=-1) + 1
-
-
-def check_size(tokenizer, size):
-    """Raise ValueError if a tokenizer has tokens that a model of `size` tokens lacks."""
-    if type(size) is not int or size < count_tokens(tokenizer):
-        raise ValueError(f'it has {count_tokens(tokenizer):,} tokens and the model {size}')
-
-
 @lru_cache(1)  # a command asks for the same one several times, and Qwen3's takes a second
 def load(text):
     """The text of a tokenizer.json → the package's Tokenizer. Raises ValueError where it cannot be
@@ -119,15 +107,9 @@ def load(text):
     except Exception as e:
         raise ValueError(f'tokenizer.json: {one_line(e)[:150]}') from None
     parts = json.loads(text)
-    for key, kinds in SUPPORTED.items():
-        kind = (parts.get(key) or {}).get('type')
-        if kind not in kinds:
-            raise ValueError(f'tokenizer.json says {key}={kind!r}, which is not supported, as '
-                             f'{kinds[-1]!r} of GPT-2, SmolLM2, Llama 3 and Qwen is')
-    splits = parts.get('pre_tokenizer') or {}
-    if 'ByteLevel' not in [each.get('type') for each in (splits, *splits.get('pretokenizers', ()))]:
-        raise ValueError('tokenizer.json has no ByteLevel among its pre_tokenizer: characters '
-                         'beyond its vocabulary would be lost')
+    kinds = {(parts.get(part) or {}).get('type') for part in ('model', 'decoder')}
+    if kinds != {'BPE', 'ByteLevel'}:  # others do not give every text back
+        raise ValueError('tokenizer.json is no byte-level BPE, as that of GPT-2, Llama 3 and Qwen')
     made.no_truncation()
     made.no_padding()
     made.encode_special_tokens = True  # text that spells a control token stays text
@@ -135,8 +117,8 @@ def load(text):
 
 
 class ForeignTokenizer:
-    """A tokenizer of tokenizers.py. `vocab_size` is the model's, which may have rows for no token.
-    """
+    """A tokenizer of tokenizers.py. `vocab_size` is the model's, which may have rows for no token;
+    `control_ids` is {name of a control token: its id}."""
 
     def __init__(self, description):
         self.description = description
@@ -144,13 +126,10 @@ class ForeignTokenizer:
         self.ends = frozenset({*description['ends'], self.end_of_text} - {None})
         if not description['files'].keys() <= {*FILES}:  # an export writes them by their names
             raise UserError('unknown tokenizer: it names files that no tokenizer has')
-        try:
-            self._tokenizer = load(description['files']['tokenizer.json'])
-            check_size(self._tokenizer, self.vocab_size)
-        except ValueError as e:
-            raise UserError(f'its tokenizer cannot be used: {e}') from None
+        self._tokenizer = load(description['files']['tokenizer.json'])
         self._added = self._tokenizer.get_added_tokens_decoder()
-        self.controls = {i for i, token in self._added.items() if token.special}
+        self.control_ids = {token.content: i for i, token in self._added.items() if token.special}
+        self.controls = frozenset(self.control_ids.values())
 
     def encode(self, text):
         text, _ = join_halves(text)
@@ -168,15 +147,6 @@ class ForeignTokenizer:
             return self._added[i].content.encode()
         token = self._tokenizer.id_to_token(i) or ''
         return bytes(BYTES[char] for char in token if char in BYTES)
-
-    def control_names(self):
-        """{name of a control token: its id}"""
-        return {self._added[i].content: i for i in self.controls}
-
-    def special(self, name):
-        """The id of a control token, or None."""
-        found = self._tokenizer.token_to_id(name)
-        return found if found in self.controls else None
 
     def to_json(self):
         return self.description

@@ -76,11 +76,7 @@ def learn_tokenizer(name, source):
         texts = read_texts(source, 'finding characters')
         if not source.is_one_text:
             texts = chain(texts, '\n')  # ends each document
-    made = make_tokenizer(name, texts)
-    if name.startswith('bpe') and made.vocab_size < bpe_size(name):
-        print(f'{name} asks for {bpe_size(name):,} tokens and got {made.vocab_size:,}: the text '
-              'has no more pairs to merge')
-    return made
+    return make_tokenizer(name, texts)
 
 
 def choose_vocab_size(size):
@@ -98,13 +94,8 @@ def make_tokenizer(name, texts):
             found.update(text)
         return CharTokenizer(''.join(sorted(found)))
     if name.startswith('bpe'):
-        return train_bpe(texts, bpe_size(name))
+        return train_bpe(texts, int(name.removeprefix('bpe').lstrip(':') or BPE_VOCAB_SIZE))
     return tokenizers.from_json({'kind': name})
-
-
-def bpe_size(name):
-    """The vocabulary of 'bpe' or 'bpe:N'."""
-    return int(name.removeprefix('bpe').lstrip(':') or BPE_VOCAB_SIZE)
 
 
 def train_bpe(texts, vocab_size):

@@ -6,6 +6,8 @@ Ids that stand for no text are written as numbers.
     tokenizer.decode(ids)    ids → str; decode_bytes: its UTF-8, which may end within a character
     tokenizer.vocab_size     ids run from 0 to vocab_size - 1
     tokenizer.end_of_text    the id put in front of each document, or None
+    tokenizer.controls       the ids that stand for no text
+    tokenizer.ends           the ids that end a generated text or answer
     tokenizer.to_json()      all of it as a JSON object, from which from_json makes it again
 """
 
@@ -26,6 +28,16 @@ class UnknownCharacter(UserError):
 class Tokenizer:
     """What most tokenizers have in common."""
 
+    end_of_text = None
+
+    @property
+    def controls(self):
+        return frozenset({self.end_of_text} - {None})
+
+    @property
+    def ends(self):
+        return self.controls
+
     def decode(self, ids):
         """Bytes that are not UTF-8, such as half a character, become U+FFFD."""
         return self.decode_bytes(ids).decode('utf-8', 'replace')
@@ -34,8 +46,6 @@ class Tokenizer:
 class CharTokenizer(Tokenizer):
     """One id per distinct character of a corpus. prepare.py numbers them in code point order, as
     nanoGPT's script does; a meta.pkl of others may have another order."""
-
-    end_of_text = None
 
     def __init__(self, chars):
         self.chars = chars
@@ -94,8 +104,6 @@ class ByteTokenizer(Tokenizer):
 class IdsTokenizer(Tokenizer):
     """Someone's own ids. Only their number is known, so their text is a list of ids."""
 
-    end_of_text = None
-
     def __init__(self, vocab_size):
         self.vocab_size = vocab_size
 
@@ -143,8 +151,7 @@ class GPT2Tokenizer(BytePairTokenizer):
         except (OSError, ValueError) as e:  # network errors are OSErrors; a bad hash a ValueError
             raise UserError(f'the gpt2 tokenizer could not be downloaded ({type(e).__name__}): '
                             'connect to the internet once, set TIKTOKEN_CACHE_DIR to a folder that '
-                            'holds it, or name another one: --tokenizer=byte, or a dataset or run '
-                            'of yours') from None
+                            'holds it, or name another one, such as --tokenizer=byte') from None
 
     def to_json(self):
         return {'kind': 'gpt2'}
@@ -198,40 +205,33 @@ def from_json(description):
                 from plaingpt.data.foreign_tokenizer import ForeignTokenizer
                 return ForeignTokenizer(description)
             case 'chat':
-                from plaingpt.data.chat_tokenizer import ChatTokenizer
-                return ChatTokenizer(from_json(description['base']), chat_template(description),
-                                     description.get('system', ''))
-    except (KeyError, TypeError):
+                from plaingpt.data.chat_tokenizer import chat_from_json
+                return chat_from_json(from_json(description['base']), description)
+    except (KeyError, TypeError, ValueError):
         pass
     raise UserError(f'unknown tokenizer {repr(description)[:80]}: expected one that prepare.py '
                     'wrote')
 
 
-def chat_template(description):
-    """The template of a chat tokenizer, '' for ours. Earlier versions wrote the name of one."""
-    from plaingpt.data.chat_tokenizer import PLAIN_TEMPLATES
-    return description.get('template') or PLAIN_TEMPLATES.get(description.get('form'), '')
-
-
 def described_vocab_size(description):
-    """The vocabulary of `from_json(description)`, without making it; None where it is unknown."""
-    kind = description['kind']
-    if kind == 'chat':
-        from plaingpt.data.chat_tokenizer import SPECIAL_TOKENS
-        size = described_vocab_size(description['base'])
-        return size + (0 if chat_template(description) else len(SPECIAL_TOKENS))
-    if kind in ('char', 'bpe'):
-        return len(description['chars']) if kind == 'char' else len(description['tokens']) + 2
-    known = {'byte': ByteTokenizer.vocab_size, 'gpt2': GPT2Tokenizer.vocab_size}
-    return known.get(kind, description.get('vocab_size'))
+    """The vocabulary of `from_json(description)`, not of chat, without making it."""
+    match description['kind']:
+        case 'char':
+            return len(description['chars'])
+        case 'bpe':
+            return len(description['tokens']) + 2
+        case 'byte':
+            return ByteTokenizer.vocab_size
+        case 'gpt2':
+            return GPT2Tokenizer.vocab_size
+    return description['vocab_size']
 
 
 def token_bytes(tokenizer):
     """How many UTF-8 bytes of text each id stands for, (vocab_size,): 0 for control tokens."""
     words = getattr(tokenizer, 'base', tokenizer)  # for text, without the tokens of turns
-    controls = {words.end_of_text, *getattr(words, 'controls', ())}
     sizes = np.zeros(tokenizer.vocab_size, np.int64)
-    sizes[:words.vocab_size] = [0 if i in controls else len(words.decode_bytes([i]))
+    sizes[:words.vocab_size] = [0 if i in words.controls else len(words.decode_bytes([i]))
                                 for i in range(words.vocab_size)]
     return sizes
 
@@ -248,11 +248,3 @@ def words_of(description):
 def is_chat(tokenizer):
     """True for the tokenizer of a model that was tuned on conversations."""
     return hasattr(tokenizer, 'end_of_turn')
-
-
-def ends_of(tokenizer):
-    """The ids that end a generated text or answer: those of control tokens."""
-    if not is_chat(tokenizer):
-        return getattr(tokenizer, 'ends', frozenset({tokenizer.end_of_text} - {None}))
-    return ends_of(tokenizer.base) | {tokenizer.end_of_text, tokenizer.end_of_turn,
-                                      *tokenizer.roles.values()}

@@ -18,7 +18,7 @@ from plaingpt.data.foreign_tokenizer import (
     ForeignTokenizer,
     find_template,
 )
-from plaingpt.data.tokenizers import IdsTokenizer, ends_of, is_chat
+from plaingpt.data.tokenizers import IdsTokenizer, is_chat
 from plaingpt.inference.hf_architectures import OWN_CODE, READABLE, choose_architecture
 from plaingpt.system.errors import UserError
 from plaingpt.system.files import write_json
@@ -65,7 +65,7 @@ def our_files(tokenizer, model):
         return {OUR_TOKENIZER: tokenizer.to_json()}
     begin, end = first_and_last(tokenizer)
     # What our programs end an answer with ends it there too.
-    ends = sorted(ends_of(tokenizer), reverse=True) if is_chat(tokenizer) else end
+    ends = sorted(tokenizer.ends, reverse=True) if is_chat(tokenizer) else end
     made = hf_tokenizer(tokenizer)
     special = {token['id']: token['content'] for token in made['added_tokens']}
     return {
@@ -96,8 +96,8 @@ def foreign_files(tokenizer):
         files[OUR_TOKENIZER] = json.dumps(tokenizer.to_json())
     generation = json.loads(files.get('generation_config.json', '{"do_sample": true}'))
     ends = generation.get('eos_token_id')
-    if not ends_of(tokenizer) <= {*(ends if isinstance(ends, list) else [ends])}:
-        generation['eos_token_id'] = sorted(ends_of(tokenizer))
+    if not tokenizer.ends <= {*(ends if isinstance(ends, list) else [ends])}:
+        generation['eos_token_id'] = sorted(tokenizer.ends)
         files['generation_config.json'] = json.dumps(generation, indent=1) + '\n'
     if tokenizer.is_ours() or find_template(files) is None:
         files[TEMPLATE_FILE] = tokenizer.template or TEMPLATE

@@ -9,7 +9,7 @@ from typing import Annotated
 import torch
 
 from configurator import checked
-from plaingpt.data.tokenizers import ends_of, is_chat
+from plaingpt.data.tokenizers import is_chat
 from plaingpt.inference.generation import generate
 from plaingpt.system.errors import UserError
 
@@ -160,7 +160,7 @@ class TextGenerator:
         decoders = [StreamDecoder(self.tokenizer, stops, show) for _ in prompts]
         generators = [torch.Generator().manual_seed((sampling.seed * 1_000_003 + n) % 2**63)
                       for n in numbers]
-        ends, began = ends_of(self.tokenizer), time.perf_counter()
+        ends, began = self.tokenizer.ends, time.perf_counter()
 
         def on_token(row, token):
             if token in ends:

@@ -15,7 +15,6 @@ from test_docs import after_readme, follow  # noqa: F401  (a fixture)
 
 import plaingpt
 import sample
-from plaingpt.data.tokenizers import ends_of
 from plaingpt.inference.text_generator import Sampling, TextGenerator
 from plaingpt.system.errors import UserError
 
@@ -55,7 +54,7 @@ def answered(generator, *contents, system=False):
 def test_an_answer_ends_with_the_turn(generator):
     for question, answer in ANSWERS.items():
         assert answered(generator, question) == answer
-    assert ends_of(CHAT) == set(range(256, 262))  # the base's end of text, and the five
+    assert CHAT.ends == set(range(256, 262))  # the base's end of text, and the five
 
 
 def test_what_was_said_and_the_system_go_before_the_next_answer(talk, chat_model, generator):

@@ -12,7 +12,6 @@ import plaingpt
 import prepare
 import train
 from plaingpt.data.chat_tokenizer import SPECIAL_TOKENS, ChatTokenizer
-from plaingpt.data.tokenizers import ends_of
 from plaingpt.inference.generation import generate
 from plaingpt.inference.hf_export import write_hf
 
@@ -80,7 +79,7 @@ def test_transformers_answers_as_we_do_and_ends_where_we_do(model, tmp_path):
         written = theirs.generate(**inputs, do_sample=False, max_new_tokens=most)[0].tolist()
         assert written[:len(prompt)] == prompt and CHAT.decode(ours) == ANSWER[:most]
         assert written[len(prompt):] == ours + [CHAT.end_of_turn] * (most > len(ANSWER))
-    assert set(theirs.generation_config.eos_token_id) == ends_of(CHAT)
+    assert set(theirs.generation_config.eos_token_id) == CHAT.ends
 
 
 @torch.no_grad()

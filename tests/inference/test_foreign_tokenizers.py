@@ -14,7 +14,6 @@ from plaingpt.data import tokenizers
 from plaingpt.data.chat_tokenizer import PLAIN_TEMPLATES, ChatTokenizer, as_chat
 from plaingpt.data.dataset import open_dataset
 from plaingpt.data.foreign_tokenizer import read_tokenizer
-from plaingpt.data.tokenizers import ends_of
 from plaingpt.inference.hf_export import document_tokenizer
 from plaingpt.inference.text_generator import StreamDecoder
 from plaingpt.system.errors import UserError
@@ -72,7 +71,7 @@ def test_text_that_spells_a_control_token_stays_text(folder, kind):
     for name in KINDS[kind][0]:
         assert not ours.controls & set(ours.encode(f'a{name}b').tolist())
         assert ours.decode(ours.encode(f'a{name}b')) == f'a{name}b'
-        assert ours.decode([ours.special(name)]) == name
+        assert ours.decode([ours.control_ids[name]]) == name
 
 
 def test_the_tokenizer_json_of_a_dataset_gives_our_ids(folder, kind):
@@ -82,15 +81,15 @@ def test_the_tokenizer_json_of_a_dataset_gives_our_ids(folder, kind):
     for text in (*TEXTS, *(f'a{name}<think>b' for name in KINDS[kind][0])):
         assert theirs.encode(text).ids == ours.encode(text).tolist()
     for name in KINDS[kind][0]:
-        assert theirs.token_to_id(name) == ours.special(name)
+        assert theirs.token_to_id(name) == ours.control_ids[name]
 
 
 def test_documents_begin_and_texts_end_with_the_tokens_that_the_files_name(folder, kind):
     ours = opened(folder)
     opener, end = {'llama3': ('<|begin_of_text|>', '<|eot_id|>')}.get(
         kind, ('<|endoftext|>', '<|im_end|>'))
-    assert ours.end_of_text == ours.special(opener)
-    assert ends_of(ours) == {ours.special(opener), ours.special(end)}
+    assert ours.end_of_text == ours.control_ids[opener]
+    assert ours.ends == {ours.control_ids[opener], ours.control_ids[end]}
 
 
 def test_conversations_are_those_of_their_template(folder, kind, capsys):
@@ -129,7 +128,7 @@ def test_what_earlier_versions_wrote_of_a_template_is_read(folder, kind):
     ids, _ = chat.encode_conversation(ask('a', 'b'))
     told, _ = chat.encode_conversation([{'role': 'system', 'content': 'Be kind.'}, *ask('a', 'b')])
     assert ids.tolist() == told.tolist() and 'Be kind.' in chat.decode(ids)
-    assert tokenizers.described_vocab_size(chat.to_json()) == 512
+    assert chat.vocab_size == 512
     assert tokenizers.from_json(chat.to_json()).encode_conversation(ask('a', 'b'))[0].tolist() \
         == ids.tolist()
 

@@ -1,6 +1,7 @@
 """Someone's own ids, a time series of numbers: they train, resume, score and sample."""
 
 import pickle
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -10,10 +11,9 @@ import evaluate
 import prepare
 import sample
 import train
-from plaingpt.data.dataset import open_dataset
+from plaingpt.data.dataset import open_data, open_dataset
 from plaingpt.data.tokenizers import IdsTokenizer
-
-WAYS = {'vocab_size': ['--vocab_size=1500'], 'meta.pkl': [], 'neither': []}
+from plaingpt.system.distributed import World
 
 
 @pytest.fixture
@@ -26,15 +26,14 @@ def folder(tmp_path, monkeypatch):
     return tmp_path / 'data/ids'
 
 
-@pytest.mark.parametrize('way', WAYS)
+@pytest.mark.parametrize('way', ['vocab_size', 'meta.pkl'])
 def test_ids_from_numpy_train_resume_score_and_sample(way, folder, capsys, monkeypatch):
+    argv = [*TINY, '--dataset=ids', '--check=False']
     if way == 'meta.pkl':
         (folder / 'meta.pkl').write_bytes(pickle.dumps({'vocab_size': 1500}))
-    argv = [*TINY, '--dataset=ids', *WAYS[way]]
+    else:
+        argv.append('--vocab_size=1500')
     train.main([*argv, '--max_iters=3'])
-    assert ('taken for GPT-2 tokens' in capsys.readouterr().out) == (way == 'neither')
-    if way == 'neither':
-        return
     train.main([*argv, '--init_from=resume'])
     assert [row['iter'] for row in lines(folder.parents[1] / 'out', 'loss')] == [1, 2, 3, 4, 5, 6]
     evaluate.main(['--device=cpu'])
@@ -47,6 +46,11 @@ def test_ids_from_numpy_train_resume_score_and_sample(way, folder, capsys, monke
     for start in ('hello', 'IDS:1,1500', 'IDS:-1'):
         assert 'is no list of ids from 0 to 1499' in fails(
             capsys, monkeypatch, sample.main, f'--start={start}', '--device=cpu')
+
+
+def test_ids_of_which_nothing_is_said_are_taken_for_gpt2s(folder, capsys):
+    dataset = open_data(SimpleNamespace(dataset='ids', vocab_size=0), World())
+    assert dataset.vocab_size == 50257 and 'taken for GPT-2 tokens' in capsys.readouterr().out
 
 
 def test_an_id_beyond_the_vocabulary_is_named_with_its_place(folder, capsys, monkeypatch):

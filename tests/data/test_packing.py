@@ -8,6 +8,7 @@ import torch
 from helpers import CHAT, ask, write_chat
 
 from plaingpt.data.dataset import open_dataset
+from plaingpt.data.inspection import find_damage
 from plaingpt.data.packing import conversation_starts, cut
 from plaingpt.system.errors import UserError
 
@@ -110,6 +111,7 @@ def test_a_mask_that_is_gone_or_another_one_is_noticed(tmp_path):
     mask.write_bytes(bytes(len(ones)))
     with pytest.raises(UserError, match=r'train_mask.bin: another checksum'):
         loader_of(folder)
+    assert 'train_mask.bin: another checksum' in find_damage(open_dataset(folder))[0]
     mask.write_bytes(ones[:-1])
     with pytest.raises(UserError, match=r'train_mask.bin'):
         loader_of(folder, in_ram=False)

@@ -4,16 +4,13 @@ import hashlib
 import json
 import os
 import random
-import shutil
 
 import numpy as np
 import pytest
 from helpers import ROOT, fails
 
-import plan
 import prepare
-import train
-from plaingpt.data.dataset import open_dataset
+from plaingpt.data.dataset import open_dataset, open_named
 from plaingpt.data.inspection import inspect
 from plaingpt.system.errors import UserError
 
@@ -39,16 +36,6 @@ def prepare_chat(*options, rows=100, tokenizer='byte'):
     write('a.jsonl', pairs(rows) if isinstance(rows, int) else rows)
     prepare.main(['chat', '--input=a.jsonl', f'--tokenizer={tokenizer}', *options])
     return open_dataset('data/chat')
-
-
-def test_the_next_command_starts_from_the_run_whose_tokenizer_was_taken(
-        trained, char_data, capsys):
-    rows = [{'prompt': f'def {i}', 'completion': 'return'} for i in range(50)]
-    for name, starts in ((trained, True), (trained / 'checkpoints/iter-00000003', True),
-                         (char_data, False), ('byte', False)):
-        prepare_chat('--overwrite', rows=rows, tokenizer=name)
-        line = capsys.readouterr().out.splitlines()[-1]
-        assert line.startswith('next: ') and line.endswith(f' --init_from={name}') == starts, line
 
 
 def read(dataset, split):
@@ -160,20 +147,6 @@ def test_another_command_replaces_it_only_with_overwrite_and_then_its_masks_too(
     assert sorted(os.listdir('data/chat')) == ['meta.json', 'train.bin', 'val.bin']
 
 
-def test_a_mask_that_is_damaged_or_gone_is_an_error_wherever_it_is_read(folder):
-    prepare_chat()
-    path = folder / 'data/chat/train_mask.bin'
-    right = path.read_bytes()
-    path.write_bytes(bytes([1 - right[0]]) + right[1:])
-    for reader in (lambda: inspect('data/chat'),
-                   lambda: open_dataset('data/chat').split('train', in_ram=True)):
-        with pytest.raises(UserError, match=r'train_mask\.bin: another checksum'):
-            reader()
-    path.unlink()
-    with pytest.raises(UserError, match=r'train_mask\.bin: No such file'):
-        open_dataset('data/chat').split('train')
-
-
 def test_a_bad_row_leaves_the_dataset_that_is_there(capsys, monkeypatch):
     before = prepare_chat().meta
     write('b.jsonl', [*pairs(50), {'prompt': 'a', 'completion': None}])
@@ -199,11 +172,8 @@ def test_inspect_puts_the_loss_in_brackets_and_shows_escape_codes(capsys):
 
 def test_conversations_are_in_no_mixture():
     prepare_chat()
-    shutil.copytree('data/chat', 'data/copy')
-    mixed = '--dataset=data/chat:0.5,data/copy:0.5'
-    for command in (train.main, plan.main):
-        with pytest.raises(UserError, match='data/chat holds conversations, which no mixture can'):
-            command([mixed, '--device=cpu'])
+    with pytest.raises(UserError, match='data/chat holds conversations, which no mixture can'):
+        open_named('data/chat:0.5,./data/chat:0.5')
 
 
 def test_what_the_system_says_in_all_conversations_is_no_copy_and_equal_answers_are():

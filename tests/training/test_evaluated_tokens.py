@@ -50,7 +50,7 @@ def bytes_a_token(folder, n):
     return len(tokenizer.decode_bytes(targets[targets != tokenizer.end_of_text])) / len(targets)
 
 
-@pytest.mark.parametrize('kind', ['bpe:300', 'byte', 'char'])
+@pytest.mark.parametrize('kind', ['bpe:300', 'char'])
 def test_bits_per_byte_are_of_the_text_that_was_evaluated(kind, tiny, text_file, tmp_path):
     numbers, prose = (''.join(f'{n * 7919} é\n' for n in range(3000)), text_file.read_text()[:9000])
     for name, text, tokenizer in (('a', numbers + prose, kind), ('b', prose, tmp_path / 'a')):

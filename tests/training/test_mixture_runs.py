@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from helpers import TINY, lines, prepare_corpora, same, weights
+from helpers import TINY, lines, prepare_corpora
 
 import evaluate
 import train
@@ -47,16 +47,6 @@ def test_a_mixture_resumes_only_as_it_was(two):
             train.main([*two, f'--dataset={other}', '--out_dir=out', '--init_from=resume'])
     train.main([*two, '--dataset=data/code:0.3,data/prose:0.7', '--out_dir=out',
                 '--init_from=resume'])
-
-
-def test_a_mixture_of_one_trains_as_that_dataset(two, tmp_path):
-    runs = []
-    for name, out_dir in (('code', 'alone'), ('code:1.0', 'mixed')):
-        train.main([*two, f'--dataset={name}', f'--out_dir={out_dir}', '--max_iters=3'])
-        losses = [{key: row[key] for key in row if 'loss' in key}
-                  for row in lines(tmp_path / out_dir, 'iter')]
-        runs.append((losses, weights(tmp_path / out_dir)))
-    assert runs[0][0] == runs[1][0] and same(runs[0][1], runs[1][1])
 
 
 def test_a_mixture_can_be_overfitted(two, tmp_path):

@@ -16,13 +16,15 @@ SHOWN_TOKENS, SHOWN_TOKENS_OF_CHAT = 24, 300
 
 
 def find_damage(dataset):
-    """Compare sizes and checksums with meta.json → a list of problems, one line each."""
+    """Read all of a dataset, and compare it with meta.json → a list of problems, one line each."""
     problems = []
-    for split in dataset.meta.get('splits', ()):
+    for split in ('train', *dataset.held_out()):
         try:
             stream = dataset.split(split)
             for file in stream.files + (stream.loss_mask.files if stream.loss_mask else []):
                 file.load()
+            for start in range(0, len(stream), READ_TOKENS):
+                stream.read(start, READ_TOKENS)  # UserError for an id beyond the vocabulary
         except UserError as problem:
             problems.append(str(problem))
     return problems
@@ -36,10 +38,6 @@ def inspect(folder):
             print(f'  {key}: {value}')
     if problems := find_damage(dataset):
         raise UserError('\n'.join(problems))
-    for split in ('train', *dataset.held_out()):
-        stream = dataset.split(split)
-        for start in range(0, len(stream), READ_TOKENS):
-            stream.read(start, READ_TOKENS)  # UserError for an id beyond the vocabulary
     print_report(dataset)
     print('no damage found' + ('' if dataset.is_ours() else '; no checksums to compare with'))
 

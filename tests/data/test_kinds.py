@@ -155,13 +155,6 @@ def test_max_tokens_does_not_open_files_that_are_not_needed(tmp_path, monkeypatc
         prepared(tmp_path / 'all', *argv)
 
 
-def test_fewer_tokens_than_asked_for_are_all_of_them_and_told(tmp_path, capsys):
-    write_rows(tmp_path / 'a.jsonl', TEXTS)
-    prepared(tmp_path / 'd', 'text', tmp_path / 'a.jsonl', '--max_tokens=1.5B')
-    tokens = open_dataset(tmp_path / 'd').split_entry('train')['tokens']
-    assert f'has {tokens:,} tokens to train on, fewer than max_tokens=1' in capsys.readouterr().out
-
-
 def test_numbers_are_read_as_people_write_them():
     for text, number in (
             ('100M', 10**8), ('1.5B', 1_500_000_000), ('1.1b', 1_100_000_000), ('1e8', 10**8),

@@ -87,33 +87,6 @@ def test_what_another_command_or_another_input_left_is_not_mixed_in(
         shutil.rmtree(tmp_path / 'd')
 
 
-def test_a_dataset_that_was_being_moved_is_whole_again_before_another_command(
-        rows, tmp_path, capsys, monkeypatch):
-    argv = command(rows, tmp_path / 'd')
-    prepare.main(argv)
-    before = contents(tmp_path / 'd')
-    (tmp_path / 'd/unfinished').mkdir()
-    for path in (tmp_path / 'd/meta.json', *(tmp_path / 'd').glob('val*.bin')):
-        path.rename(tmp_path / 'd/unfinished' / path.name)  # as a kill can leave it
-    assert 'holds another dataset' in fails(
-        capsys, monkeypatch, prepare.main, *argv, '--val_fraction=0.2')
-    assert contents(tmp_path / 'd') == before
-
-
-def test_a_dataset_within_its_input_is_no_input_and_goes_on_after_a_kill(rows, tmp_path, capsys):
-    (tmp_path / 'in').mkdir()
-    shutil.copy(rows, tmp_path / 'in')
-    prepare.main(command(tmp_path / 'in', tmp_path / 'out'))
-    for folder in (tmp_path / 'in/out', tmp_path / 'in'):
-        within = command(tmp_path / 'in', folder)
-        assert exit_code(*within, calls=8) == -9
-        capsys.readouterr()
-        prepare.main(within)
-        assert 'resuming after' in capsys.readouterr().out
-        for name, data in contents(tmp_path / 'out').items():
-            assert name == 'meta.json' or (folder / name).read_bytes() == data, name
-
-
 def test_two_at_once_in_one_folder_are_refused(rows, tmp_path, capsys, monkeypatch):
     argv = command(rows, tmp_path / 'd')
     (tmp_path / 'd').mkdir()

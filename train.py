@@ -86,7 +86,7 @@ class Run:
     scaler: torch.amp.GradScaler
     progress: Progress
     stop: StopRequest
-    deadline: stopwatch.Deadline  # of a run of minutes
+    deadline: object = None  # of a run of minutes
     # what open_outputs adds
     record: dict = None  # the facts of the run, as run.json has them
     metrics: Metrics = None
@@ -121,7 +121,8 @@ def setup(config, start, world, device, device_why, given=frozenset()):
 
     run = assemble(config, shape, start, dataset, world, device, dtype, compile)
     if config.minutes and not config.is_read_only:
-        stopwatch.fit_minutes(run, given, forward_backward, update)
+        from plaingpt.training.deadline import fit_minutes
+        fit_minutes(run, given, forward_backward, update)
     config, model, train_data, val_data = run.config, run.model, run.train_data, run.val_data
     print0(f'GPT of {model.num_parameters():,} parameters: {shape.n_layer} layers, '
            f'{shape.n_head} heads, {shape.n_embd} channels')
@@ -145,7 +146,8 @@ def resolve(config, start, dataset, world, device, device_why, given):
     compile, ddp or fsdp, the batch size, the length → (TrainConfig, GPTConfig, dtype, compile).
     Raises UserError."""
     if start.resumed:
-        config = stopwatch.length_of(start.weights, config, given)
+        from plaingpt.training.deadline import length_of
+        config = length_of(start.weights, config, given)
         check_resumed(start.weights, config, dataset)
     shape = run_shape(config, dataset, start)
     dtype, dtype_why = choose_training_dtype(config, shape, device, start.checkpoint, gloo_group())
@@ -190,7 +192,7 @@ def assemble(config, shape, start, dataset, world, device, dtype, compile):
         autocast = torch.autocast(device.type, devices.DTYPES[dtype])
     return Run(config, start, world, device, dtype, dataset, train_data, val_data, model, wrapped,
                optimizer, autocast, scaler, Progress(eval_sequences=config.eval_sequences()),
-               StopRequest(), stopwatch.Deadline(config, start.began))
+               StopRequest())
 
 
 def open_batches(config, dataset, world, device):
@@ -321,7 +323,8 @@ def train(run):
             metrics.bar.update()
             if progress.iter_num % config.log_interval == 0:
                 metrics.step(progress.iter_num, all_reduce_mean(loss.clone()), lr, grad_norm)
-                run.deadline.decide(run)
+                if run.deadline:
+                    run.deadline.decide(run)
                 run.guard.report(metrics.print)  # here the host waits for the device anyway
             run.watching.look_inside(progress.iter_num)
 
@@ -415,7 +418,7 @@ def save(run):
     if progress.iter_num == 0 or is_saved or run.config.eval_only:
         return
     state = {**progress.state(), **run.dataset.state(), 'config': asdict(run.config),
-             'left_s': run.deadline.left_s(),
+             'left_s': run.deadline.left_s() if run.deadline else None,
              'sequences': run.train_data.sequences_before(progress.iter_num),
              'elapsed_s': run.metrics.elapsed_s(), 'wandb_id': run.metrics.wandb_id(),
              'dtype': run.dtype, 'scaler': run.scaler.state_dict(),
@@ -467,7 +470,9 @@ def main(argv):
     start = Start()
     config = load_config(TrainConfig, argv, __doc__, read_saved=start.read)
     given = options_of(TrainConfig, argv).keys()
-    stopwatch.refuse_two_lengths(config, given)
+    if config.minutes:
+        from plaingpt.training.deadline import refuse_two_lengths
+        refuse_two_lengths(config, given)
     world = launched_world()
     device, device_why = devices.choose_device(config.device, world.local_rank)
     writing = world.is_main and not config.is_read_only

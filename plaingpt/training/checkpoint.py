@@ -41,8 +41,6 @@ from plaingpt.system.distributed import (
 )
 from plaingpt.system.errors import UserError, warn
 from plaingpt.system.files import sha256_of, sync, write_atomically
-from plaingpt.system.removed import REMOVED, says_now
-from plaingpt.system.removed import as_today as settings_today
 from plaingpt.weights import begin_new_tokens, check_finite, copy_rows
 
 FORMAT_VERSION = 1
@@ -238,11 +236,12 @@ def open_checkpoint(path):
 def as_today(state, path):
     """state.json of an earlier version as this one would have written it. Raises UserError where it
     has what this version does not compute with, such as conv_bias=True."""
+    from plaingpt.system import removed
     known = {field.name for field in fields(GPTConfig)}
     settings = {**state['config'], **state['model']}
     unknown = [f'{key}={value}' for key, value in settings.items()
-               if key in state['model'].keys() - known - REMOVED.keys()
-               or (key in REMOVED and says_now(key, value, settings) is None)]
+               if key in state['model'].keys() - known - removed.REMOVED.keys()
+               or (key in removed.REMOVED and removed.says_now(key, value, settings) is None)]
     if state['format_version'] != FORMAT_VERSION:
         unknown = [f'format version {state["format_version"]}']
     if unknown:
@@ -250,7 +249,7 @@ def as_today(state, path):
                         'which this one does not know')
     state = LATER | {RENAMED.get(key, key): value for key, value in state.items()}
     state['model'] = {key: x for key, x in state['model'].items() if key in known}
-    state['config'] = settings_today(state['config'])
+    state['config'] = removed.as_today(state['config'])
     return state
 
 

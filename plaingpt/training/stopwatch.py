@@ -1,31 +1,18 @@
-"""How long the real step takes, and so a run; and how many iterations fit in --minutes.
-
-A run of minutes measures its step, and begins with as many iterations as fit. It measures again on
-the way, and changes max_iters and the learning rate's schedule. So it ends on time with the
-learning rate at its end, even on a machine that becomes busy.
-"""
+"""How long the real step takes, and so a run."""
 
 import statistics
 import time
 from contextlib import closing
-from dataclasses import replace
 
 import torch
 
 from plaingpt.system.devices import synchronize
 from plaingpt.system.distributed import all_gather, gloo_group, print0
-from plaingpt.system.errors import UserError
-from plaingpt.system.formatting import count_of, duration, setting
+from plaingpt.system.formatting import count_of, duration
 from plaingpt.training.evaluation import mean_loss
 from plaingpt.training.step_guard import StepGuard
 
 FAST_S = 0.25  # what takes less is timed five times, and else once
-POINTS, LINES = 10, 20  # evaluations and lines of a run of minutes, at least
-SHARE = 0.1  # share of the time that evaluations may take
-WINDOW = 0.1  # share of the time left, after which a run of minutes decides again
-# What a run of minutes decides; a resumed one keeps it.
-DECIDED = 'max_iters', 'lr_decay_iters', 'warmup_iters', 'eval_iters', 'eval_interval', \
-    'log_interval'
 
 
 def timed(device, function, *arguments):
@@ -95,95 +82,3 @@ def print_length(run, forward_backward, update):
     seconds = max(1, config.max_iters * step_s + evaluations * evaluation_s)
     print0(f'about {duration(seconds)} for {count_of(config.max_iters, "iteration")}, '
            'evaluations included')
-
-
-# -----------------------------------------------------------------------------
-# --minutes
-
-
-def refuse_two_lengths(config, given):
-    """Raise UserError where the command line gives the length of a run twice. given: the settings
-    that it names"""
-    two = [f'--{key}' for key in ('max_iters', 'lr_decay_iters') if key in given]
-    if config.minutes and two:
-        raise UserError(f'minutes={setting(config.minutes)} decides how many iterations there are, '
-                        f'and {" and ".join(two)} too: leave one of them out')
-
-
-def length_of(resumed, config, given):
-    """The TrainConfig of a run that goes on from a Checkpoint. --init_from=resume --minutes=10
-    trains for ten minutes more. Otherwise a run of minutes has the time that is left of it, unless
-    the command line says how many iterations."""
-    saved, left_s = resumed.state['config'], resumed.state['left_s']
-    if not config.minutes and (left_s is None or 'max_iters' in given):
-        return config
-    if config.minutes and config.init_from == 'resume':
-        left_s = 60 * config.minutes
-    return replace(config, minutes=max(0.0, left_s or 0.0) / 60,
-                   **{key: saved[key] for key in DECIDED if key in saved.keys() - given})
-
-
-def fit_minutes(run, given, forward_backward, update):
-    """Measure how many iterations a run of minutes has time for, and give it so many. A new run
-    evaluates POINTS times and for SHARE of the time at most, so it may read fewer batches. given:
-    the settings that the command line names, which stay as they are. Raises UserError where no step
-    of a new run fits."""
-    config, resumed = run.config, run.start.checkpoint
-    step_s, evaluation_s = measure(run, forward_backward, update)
-    seconds = max(0.0, all_gather(run.deadline.left_s(), gloo_group())[0])
-    iters = seconds / step_s
-    fitted = {'log_interval': min(config.log_interval, int(iters / LINES) or 1)}
-    if not resumed:
-        interval = min(config.eval_interval, int(iters / POINTS) or 1)
-        affordable = SHARE * seconds / evaluation_s / (1 + iters / interval)
-        fewer = max(1, int(config.eval_iters * min(1, affordable)))
-        fitted |= {'eval_interval': interval, 'eval_iters': fewer}
-    config = replace(config, **{key: fitted[key] for key in fitted.keys() - given})
-    evaluation_s *= config.eval_iters / run.config.eval_iters
-    before = 0 if resumed else evaluation_s  # one comes before the first step
-    iters = steps_in(seconds - before, step_s, evaluation_s, config)
-    if resumed:
-        end = resumed.iter_num + iters
-    elif iters < 1:
-        raise UserError(f'minutes={setting(config.minutes)} is too short: {duration(seconds)} are '
-                        f'left, a step takes {step_s:.2g} s, and each of two evaluations '
-                        f'{evaluation_s:.2g} s: take more, or a smaller --eval_iters')
-    else:
-        end, config = iters, replace(config, warmup_iters=min(config.warmup_iters, iters // 10))
-        run.progress.eval_sequences = config.eval_sequences()
-    run.config = replace(config, max_iters=end, lr_decay_iters=end)
-    print0(f'{duration(seconds)} are enough for about max_iters={end}, with warmup_iters='
-           f'{config.warmup_iters}, eval_interval={config.eval_interval}, '
-           f'eval_iters={config.eval_iters}')
-
-
-def steps_in(seconds, step_s, evaluation_s, config):
-    """How many steps fit, with an evaluation every eval_interval and one at the end."""
-    return max(0, int((seconds - evaluation_s) / (step_s + evaluation_s / config.eval_interval)))
-
-
-class Deadline:
-    """When a run of minutes ends, and so how many iterations it has. Without minutes there is no
-    deadline. began: when the command did"""
-
-    def __init__(self, config, began):
-        self.ends_at = began + 60 * config.minutes if config.minutes else None
-        self.window = None  # (iteration, seconds without pauses) where it began
-
-    def left_s(self):
-        return None if self.ends_at is None else self.ends_at - time.perf_counter()
-
-    def decide(self, run):
-        """Decide the length of the run again, at a logged step. Rank 0 decides for all."""
-        if self.ends_at is None:
-            return
-        iter_num, metrics, config = run.progress.iter_num, run.metrics, run.config
-        now = iter_num, time.perf_counter() - metrics.paused_s
-        began = self.window = self.window or now
-        end, steps, seconds = config.max_iters, iter_num - began[0], now[1] - began[1]
-        if steps and seconds >= WINDOW * self.left_s():
-            evaluation_s = metrics.paused_s / max(1, metrics.evaluations)
-            end = iter_num + steps_in(self.left_s(), seconds / steps, evaluation_s, config)
-            self.window = now
-        end = all_gather(end, gloo_group())[0]
-        run.config = replace(config, max_iters=end, lr_decay_iters=end)

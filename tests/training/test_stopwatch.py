@@ -12,10 +12,10 @@ import train
 from configurator import load_config
 from plaingpt.system.errors import UserError
 from plaingpt.training import checkpoint as checkpoints
-from plaingpt.training import dtype_choice, stopwatch
+from plaingpt.training import deadline, dtype_choice, stopwatch
+from plaingpt.training.deadline import Deadline
 from plaingpt.training.settings import TrainConfig
 from plaingpt.training.start import Start
-from plaingpt.training.stopwatch import Deadline
 
 
 @pytest.fixture
@@ -48,12 +48,12 @@ def test_a_run_of_minutes_draws_eight_points_and_evaluates_for_a_tenth_of_the_ti
 
     def fitted(minutes, times, *given):
         """→ the TrainConfig that a run gets"""
-        monkeypatch.setattr(stopwatch, 'measure', lambda *_: times)
+        monkeypatch.setattr(deadline, 'time', SimpleNamespace(perf_counter=lambda: 0.0))
+        monkeypatch.setattr(deadline, 'measure', lambda *_: times)
         run = SimpleNamespace(
             config=TrainConfig(minutes=minutes, **before), progress=SimpleNamespace(),
-            deadline=SimpleNamespace(left_s=lambda: 60 * minutes),
-            start=SimpleNamespace(checkpoint=None))
-        stopwatch.fit_minutes(run, {*given}, None, None)
+            start=SimpleNamespace(checkpoint=None, began=0.0))
+        deadline.fit_minutes(run, {*given}, None, None)
         assert run.progress.eval_sequences == run.config.eval_sequences()
         return run.config
     for minutes, times in ((0.6, slow), (1, slow), (1, fast), (10, slow), (600, fast)):
@@ -77,7 +77,7 @@ class Machine:
         self.now, self.paused_s, self.evaluations, self.step_s = 1.0, 1.0, 1, step_s
         self.config, self.metrics = config, self
         self.progress = SimpleNamespace(iter_num=0)
-        self.deadline = Deadline(config, 0.0)
+        self.deadline = Deadline(100.0)
 
     def perf_counter(self):
         return self.now
@@ -102,14 +102,14 @@ class Machine:
 def test_a_run_of_minutes_ends_in_time_and_with_the_rate_at_its_end_on_a_busy_machine(
         step_s, monkeypatch):
     machine = Machine(step_s)
-    monkeypatch.setattr(stopwatch, 'time', machine)
+    monkeypatch.setattr(deadline, 'time', machine)
     rates = machine.train()
     assert machine.now == pytest.approx(100, abs=3)
     assert max(rates) > 5e-4 and rates[-1] < 6.2e-5
 
 
 def test_minutes_win_over_a_config_file_and_a_checkpoint_knows_the_end(tiny, tmp_path, monkeypatch):
-    monkeypatch.setattr(stopwatch, 'measure', lambda *_: (0.01, 0.01))
+    monkeypatch.setattr(deadline, 'measure', lambda *_: (0.01, 0.01))
     (tmp_path / 'recipe.py').write_text('max_iters = 40\nlr_decay_iters = 30\n')
     train.main([*tiny, str(tmp_path / 'recipe.py'), '--minutes=0.03'])
     state = checkpoints.find(tmp_path / 'out').state
@@ -122,7 +122,7 @@ def test_minutes_win_over_a_config_file_and_a_checkpoint_knows_the_end(tiny, tmp
 @pytest.mark.parametrize('again', [['--init_from=resume'], ['--init_from=auto', '--minutes=1']])
 def test_a_run_of_minutes_that_was_stopped_goes_on_to_the_end_that_it_had(
         tiny, tmp_path, monkeypatch, again):
-    monkeypatch.setattr(stopwatch, 'measure', lambda *_: (0.2, 0.1))
+    monkeypatch.setattr(deadline, 'measure', lambda *_: (0.2, 0.1))
     original = train.get_lr
 
     def get_lr(iter_num, config):
@@ -145,7 +145,7 @@ def test_a_run_of_minutes_that_was_stopped_goes_on_to_the_end_that_it_had(
 
 def test_minutes_of_a_run_that_goes_on_are_added_to_it_until_the_command_says_how_many(
         tiny, tmp_path, monkeypatch):
-    monkeypatch.setattr(stopwatch, 'measure', lambda *_: (0.1, 0.0))
+    monkeypatch.setattr(deadline, 'measure', lambda *_: (0.1, 0.0))
     monkeypatch.setattr(Deadline, 'decide', lambda *_: None)
     train.main([*tiny, '--max_iters=6'])
     assert checkpoints.find(tmp_path / 'out').state['left_s'] is None
@@ -160,7 +160,7 @@ def test_minutes_of_a_run_that_goes_on_are_added_to_it_until_the_command_says_ho
 
 def test_minutes_that_contradict_or_are_too_few_are_refused_and_leave_nothing(
         tiny, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(stopwatch, 'measure', lambda *_: (1.0, 1.0))
+    monkeypatch.setattr(deadline, 'measure', lambda *_: (1.0, 1.0))
     before = sorted(tmp_path.rglob('*'))
     for options, words in ((['--minutes=1', '--max_iters=9'], '--max_iters'),
                            (['--minutes=1', '--lr_decay_iters=9'], '--lr_decay_iters'),

@@ -1,7 +1,7 @@
 """Checks of the batches: are they what the files hold, once each, and is it text?"""
 
 from collections import Counter
-from contextlib import closing
+from contextlib import closing, suppress
 from itertools import groupby
 
 import numpy as np
@@ -41,15 +41,14 @@ def compare_batch(batch, loader, stream, starts):
         for column, first, n in loader.layout(start):
             tokens = torch.from_numpy(stream.read(first, n))
             here = row, slice(column, column + n - 1)
-            known = targets[here] != -1
             if not torch.equal(idx[here], tokens[:-1]):
                 return 'the loader reads another file or another place, or something changes ' \
                        'what it reads'
-            if (targets[here] != tokens[1:])[known].any():
+            if ((targets[here] != tokens[1:]) & (targets[here] != -1)).any():
                 return 'the targets are not the next tokens; they should be the inputs shifted ' \
                        'by one'
             if stream.loss_mask is not None and not np.array_equal(
-                    known, stream.loss_mask.read(first, n)[1:] == 1):
+                    targets[here] != -1, stream.loss_mask.read(first, n)[1:] == 1):
                 return 'the targets are not those that the mask marks: the user would be ' \
                        'learned too, or a part of the assistant would not'
 
@@ -65,18 +64,17 @@ def epoch_reads_all(run):
 
 
 def epoch_reads_part(loader):
-    """The first epoch of a corpus; of a long one the steps of about EPOCH_LOOKS sequences."""
+    """The first epoch of a corpus; of a long one EPOCH_LOOKS sequences and the first two steps."""
     n, T = loader.sequences_per_epoch, loader.block_size
-    looks = min(n, max(EPOCH_LOOKS, 2 * loader.step_size))
-    steps = 1 if loader.only_first else looks // loader.step_size
-    if not steps:
-        return None  # so little text has to come again within a step
+    steps = 1 if loader.only_first else 2
+    if n < steps * loader.step_size:
+        return None  # so little text has to come again
     ids = of_all([loader.sequence_ids(step, micro)
                   for step in range(steps) for micro in range(loader.micro_steps)])
     if (found := len(np.unique(ids))) < len(ids):
         return f'the first {steps} steps take {len(ids)} sequences, of which {found} are ' \
                'different: each step, micro-batch and process needs its own'
-    starts = loader.sequence_starts(np.sort(ids))
+    starts = loader.sequence_starts(np.arange(min(n, EPOCH_LOOKS)))
     if (found := len(np.unique(starts))) < len(starts):
         return f'{len(starts) - found} of {len(starts)} sequences of an epoch are there twice: ' \
                'their order is no permutation'
@@ -84,7 +82,7 @@ def epoch_reads_part(loader):
     tokens = len(loader.stream) - loader.tokens_left_out
     if read < 0.9 * tokens - 2 * T:
         return f'an epoch reads {read:,} of {tokens:,} tokens'
-    if len(starts) > 100 and (np.diff(starts) > 0).all():
+    if n > 100 and (np.diff(starts) > 0).all():
         return 'an epoch reads the text from its beginning to its end: it should read it in a ' \
                'random order'
 
@@ -122,11 +120,11 @@ def data_is_text(run):
 
 
 def first_text(run):
-    """The beginning of what the model will read, or '' where the tokenizer is not at hand."""
-    try:
-        return run.dataset.tokenizer().decode(run.train_data.train_batch(0, 0)[0][0].tolist())[:80]
-    except UserError:
-        return ''
+    """The beginning of what the model will read, where the tokenizer is at hand."""
+    ids = run.train_data.train_batch(0, 0)[0][0].tolist()
+    with suppress(UserError):
+        return f'; the model will read {run.dataset.tokenizer().decode(ids)[:80]!r}'
+    return ''
 
 
 def rate_lasts(run):

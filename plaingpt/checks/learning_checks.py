@@ -1,7 +1,6 @@
 """Checks of learning: weights, the loss, its gradient, a step, and what a checkpoint keeps."""
 
 import math
-import sys
 from contextlib import nullcontext
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -85,7 +84,7 @@ def loss_is_usual(run):
     tokens = random_tokens(run.model, 4, short(run.model) + 1) % shape.vocab_size
     loss, expected = evaluate(run, tokens[:, :-1], tokens[:, 1:]), math.log(shape.vocab_size)
     highest = expected + INITIAL_LOSS + INITIAL_LOSS_PER_CHANNEL * shape.n_embd
-    if not loss <= (highest if run.start.from_scratch else sys.float_info.max):
+    if not (loss <= highest if run.start.from_scratch else math.isfinite(loss)):
         return f'the first loss is {loss:.2f}, and a model that knows nothing has ' \
                f'ln({shape.vocab_size}) = {expected:.2f}: look at the initialisation, and at how ' \
                'the loss is averaged'

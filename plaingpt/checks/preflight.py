@@ -7,7 +7,6 @@ or in a line what it found and what that usually means. All processes make all c
 
 import time
 from dataclasses import replace
-from functools import partial
 
 import torch
 
@@ -53,9 +52,9 @@ def preflight(run, forward_backward, update):
     if not config.check:
         return
     brief = config.check is not True and bool(run.start.resumed or config.eval_only)
-    step = partial(learning_checks.step_follows_the_gradient, forward_backward=forward_backward,
-                   update=update)
-    inside = LATER if brief else {'a step follows the gradient': step, **INSIDE}
+    inside = LATER if brief else {
+        'a step follows the gradient': lambda run: learning_checks.step_follows_the_gradient(
+            run, forward_backward, update), **INSIDE}
     with torch.random.fork_rng([run.device] if run.device.type == 'cuda' else []):
         found = {} if brief else make(BEFORE, run)
         if not any(found.values()):  # else what is inside would say the same once more
@@ -69,10 +68,8 @@ def preflight(run, forward_backward, update):
     for line in lines if run.world.is_main else ():
         warn(line)
     if not brief:
-        passed = f'{len(found) - len(lines)}' + (f' of {len(found)}' if lines else '')
-        text = data_checks.first_text(run)
-        print0(f'preflight: {passed} checks passed in {time.perf_counter() - began:.2f} s'
-               + (f'; the model will read {text!r}' if text else ''))
+        print0(f'preflight: {len(found) - len(lines)} checks passed in '
+               f'{time.perf_counter() - began:.2f} s{data_checks.first_text(run)}')
 
 
 def with_small_model(run):

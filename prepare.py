@@ -34,6 +34,8 @@ from plaingpt.system.errors import UserError, run_script
 from plaingpt.system.formatting import quoted
 from plaingpt.system.machine import allowed_cpus
 
+Fraction = Annotated[float, 'at least 0 and below 1']
+
 
 @dataclass
 class PrepareConfig:
@@ -51,8 +53,8 @@ class PrepareConfig:
     encoding: str = 'utf-8'  # of all files: latin-1, cp1252, utf-16, or another
     # how much
     max_tokens: int | str = 0  # to train on, such as 100M or 1.5B (0: all); then reading ends
-    val_fraction: Literal['auto'] | float = 'auto'  # held out (auto: 0.1, up to 1M tokens)
-    test_fraction: float = 0.0  # held out too, for evaluate.py --tasks=test (0: none)
+    val_fraction: Literal['auto'] | Fraction = 'auto'  # held out (auto: 0.1, up to 1M tokens)
+    test_fraction: Fraction = 0.0  # held out too, for evaluate.py --tasks=test (0: none)
     # how
     tokenizer: str = 'auto'  # char, byte, gpt2, bpe:SIZE, dataset, run, model (auto: listed)
     shard_tokens: Annotated[int, 'at least 1'] = 100_000_000  # tokens a file
@@ -62,9 +64,6 @@ class PrepareConfig:
 
     def problems(self):
         found = []
-        for name in ('val_fraction', 'test_fraction'):
-            if self.is_given(name) and not 0 < getattr(self, name) < 1:
-                found.append(f'{name}={getattr(self, name)}: expected a number between 0 and 1')
         if bool(self.prompt) != bool(self.completion):
             found.append('prompt and completion go together: name both columns')
         try:

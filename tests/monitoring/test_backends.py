@@ -6,10 +6,9 @@ import sys
 from types import SimpleNamespace
 
 import pytest
-from helpers import exit_code, fails, fork, lines
+from helpers import exit_code, fork, lines
 
 import train
-from plaingpt.monitoring.backends import BACKENDS
 from plaingpt.training import checkpoint as checkpoints
 
 
@@ -95,20 +94,3 @@ def test_a_package_that_is_absent_or_fails_stops_no_training(tiny, tmp_path, cap
     out = capsys.readouterr().out
     assert 'there is no network; training continues without wandb' in out
     assert 'pip install tensorboard' in out and lines(tmp_path / 'out', 'loss')[-1]['iter'] == 6
-
-
-def test_a_backend_is_one_class_and_one_entry(tiny, tmp_path, monkeypatch, capsys):
-    class Memory:
-        name, rows = 'memory', []
-
-        def __init__(self, config, run, run_id):
-            self.log = self.rows.append
-
-        def close(self):
-            raise OSError('too late')
-    assert 'none of wandb, trackio, tensorboard' in fails(
-        capsys, monkeypatch, train.main, *tiny, '--log_to=memory')
-    monkeypatch.setitem(BACKENDS, 'memory', Memory)
-    train.main([*tiny, '--log_to=memory'])
-    assert Memory.rows == lines(tmp_path / 'out', 'iter')
-    assert 'no more numbers go to memory (too late)' in capsys.readouterr().out

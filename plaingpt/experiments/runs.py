@@ -37,15 +37,9 @@ def read_variants(name, config):
         raise UserError(f'variants={name}: no such file; it is '
                         f'{", ".join(sorted(path.stem for path in LISTS.glob("*.py")))}, or a file '
                         'of your own, as --variants=mine.py')
-    try:
-        found = runpy.run_path(str(path)).get('variants')
-        found = found(config) if callable(found) else found
-    except UserError:
-        raise
-    except Exception as e:
-        raise UserError(f'variants={name}: {type(e).__name__}: {e}') from None
-    if not isinstance(found, dict) or not found or not all(
-            isinstance(changes, dict) for changes in found.values()):
+    found = runpy.run_path(str(path)).get('variants')
+    found = found(config) if callable(found) else found
+    if not isinstance(found, dict):
         raise UserError(f"variants={name}: it must define variants = {{'name': {{'key': value}}}}")
     return {str(variant): changes for variant, changes in found.items()}
 

@@ -63,14 +63,12 @@ def test_a_wrong_list_is_named_before_anything_is_trained(capsys, monkeypatch, t
     monkeypatch.setattr(runs, 'train_once', None)
     monkeypatch.chdir(tmp_path)
     Path('mine.py').write_text('variants = ["conv"]')
-    Path('broken.py').write_text('variants = {1 / 0}')
     Path('typo.py').write_text('variants = {"none": {"conf": 0}}')
     for words, said in (
             ('--sweep=conf=0,4', "variant 'conf=0': unknown key 'conf'"),
             ('--sweep=conv=0,4 --judge', 'one at a time'),
             ('--variants=yours.py', 'variants=yours.py: no such file; it is ablation, grid'),
             ('--variants=mine.py', "variants=mine.py: it must define variants = {'name':"),
-            ('--variants=broken.py', 'variants=broken.py: ZeroDivisionError'),
             ('--variants=typo.py', "variant 'none': unknown key 'conf'"),
             ('--variants=grid --batch_size=6', 'batch_size=6')):
         assert said in fails(capsys, monkeypatch, bench.main, *words.split(), '--device=cpu'), words

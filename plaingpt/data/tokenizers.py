@@ -81,18 +81,13 @@ def code_points(text):
 
 
 class ByteTokenizer(Tokenizer):
-    """The 256 bytes of UTF-8, and 256 for end of text. Knows any text, needs no vocabulary.
-    Bytes of a file that are no UTF-8 come as lone surrogates (Python's 'surrogateescape')."""
+    """The 256 bytes of UTF-8, and 256 for end of text. Knows any text, needs no vocabulary."""
 
     end_of_text = 256
     vocab_size = 257
 
     def encode(self, text):
-        try:
-            data = text.encode('utf-8', 'surrogateescape')
-        except UnicodeEncodeError:  # half a character, as JSON can hold it
-            data = text.encode('utf-8', 'surrogatepass')
-        return np.frombuffer(data, dtype=np.uint8)
+        return np.frombuffer(join_halves(text)[1], dtype=np.uint8)
 
     def decode_bytes(self, ids):
         return bytes(i for i in ids if i != self.end_of_text)

@@ -69,8 +69,7 @@ def test_a_step_is_predicted(shape, device, dtype, config):
 
 @pytest.mark.slow
 @pytest.mark.parametrize('shape', [
-    {}, {'block_size': 512}, {'n_layer': 12}, {'n_embd': 768, 'n_head': 12}, {'mlp': 'relu2'},
-    {'vocab_size': 5000}, NEWER, {'value_embeddings': True, 'tied_head': False},
+    {}, {'block_size': 512}, NEWER, {'value_embeddings': True, 'tied_head': False},
     {'n_layer': 12, 'n_embd': 768, 'n_head': 12, 'block_size': 1024, 'vocab_size': 50257}], ids=str)
 def test_a_step_of_any_shape_is_predicted(shape):
     for device, dropout, dtype, step in (
@@ -108,12 +107,13 @@ class WithMemory(GPT):
 def test_a_changed_model_is_planned(monkeypatch):
     shape = replace(CHARACTERS, n_layer=2)
     config, C = settings(shape), shape.n_embd
-    before = predict(shape, config, 'float32', 'cpu')
+    random, before = rng_state(CPU), predict(shape, config, 'float32', 'cpu')
     monkeypatch.setattr(memory, 'GPT', WithMemory)
     plan = predict(shape, config, 'float32', 'cpu')
     more = 4 * (50 * C * C + 50 * C)
     assert plan.phases['loss']['weights'] == before.phases['loss']['weights'] + more
     assert plan.peak > before.peak + 3 * 4 * 50 * C * C  # it and AdamW's moments
+    assert rng_state(CPU) == random
 
 
 def test_the_states_of_optimizers_are_planned():
@@ -121,12 +121,6 @@ def test_the_states_of_optimizers_are_planned():
         config = replace(settings(SHALLOW, 1), optimizer=kind)
         held = predict(SHALLOW, config, 'float32', 'cpu').phases['between steps']
         assert low * 0.999 < held['optimizer'] / held['weights'] < high * 1.001, kind
-
-
-def test_planning_leaves_the_random_numbers_alone():
-    before = rng_state(CPU)
-    predict(replace(CHARACTERS, dropout=0.3, n_layer=2), settings(CHARACTERS, 3), 'bfloat16', 'cpu')
-    assert rng_state(CPU) == before
 
 
 def test_the_largest_batch_that_divides_the_step_fits_and_the_next_does_not():
@@ -178,15 +172,14 @@ def test_a_sharded_step_is_planned_close_to_what_fsdp2_takes(
 
 
 def test_what_is_kept_divides_by_the_processes_and_more_of_them_never_take_more():
-    for micro_steps in (1, 4):
-        plans = [predict(SMALL, settings(SMALL, 8, micro_steps, n, parallel='fsdp', report=True),
-                         'bfloat16', 'cuda') for n in range(1, 9)]
-        for n, plan in enumerate(plans, 1):
-            for owner, size in plan.phases['between steps'].items():
-                assert size == plans[0].phases['between steps'][owner] // n, (micro_steps, n)
-        for fewer, more in pairwise(plans):
-            assert all(more.totals[phase] <= fewer.totals[phase] for phase in fewer.totals)
-            assert more.total < fewer.total
+    plans = [predict(SMALL, settings(SMALL, 8, 4, n, parallel='fsdp', report=True), 'bfloat16',
+                     'cuda') for n in range(1, 9)]
+    for n, plan in enumerate(plans, 1):
+        for owner, size in plan.phases['between steps'].items():
+            assert size == plans[0].phases['between steps'][owner] // n, n
+    for fewer, more in pairwise(plans):
+        assert all(more.totals[phase] <= fewer.totals[phase] for phase in fewer.totals)
+        assert more.total < fewer.total
 
 
 def test_the_model_is_sharded_only_where_copies_of_it_do_not_fit():

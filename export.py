@@ -19,13 +19,10 @@ import torch
 from safetensors import SafetensorError
 
 from configurator import load_config
-from plaingpt.data.corpora import CORPORA
 from plaingpt.data.dataset import read_names
-from plaingpt.data.tokenizers import is_chat
 from plaingpt.inference.gguf_export import DTYPES, build_gguf, write_gguf
 from plaingpt.inference.hf_architectures import OWN_CODE, choose_architecture
 from plaingpt.inference.hf_export import write_hf
-from plaingpt.monitoring.run_record import read_rows
 from plaingpt.system.errors import UserError, run_script
 from plaingpt.training.open_weights import ModelChoice, load
 
@@ -42,49 +39,39 @@ class ExportConfig(ModelChoice):
                                      'a file, as --format=gguf --dest=my-gpt.gguf']
 
 
-CHAT_USAGE = [
-    "messages = [{'role': 'user', 'content': 'Hi!'}]",
-    "inputs = tokenizer.apply_chat_template(messages, add_generation_prompt=True,",
-    "                                       return_dict=True, return_tensors='pt')",
-    'output = model.generate(**inputs, max_length=tokenizer.model_max_length)',
-    "print(tokenizer.decode(output[0, inputs['input_ids'].size(1):], skip_special_tokens=True))"]
-
-
-def model_card(name, model, tokenizer, source, state):
+def model_card(name, model, source, state):
     """README.md of the exported folder: what the hub reads, and the facts of the model and its run
     without paths of this machine. state: state.json of a run's checkpoint, or {}"""
-    c, trained_with = model.config, state.get('config', {})
-    trained_on = [Path(each).name for each in read_names(trained_with['dataset'])] if state else []
-    known = [CORPORA[each].hub.partition('@')[0] for each in trained_on
-             if each in CORPORA and CORPORA[each].hub]
+    c = model.config
     code = '' if choose_architecture(model) != OWN_CODE else ', trust_remote_code=True'
     facts = {
-        'parameters': f'{model.num_parameters():,}',
         'shape': f'{c.n_layer} layers, {c.n_head} heads, {c.n_embd} channels, '
-                 f'{c.block_size} tokens of context, vocabulary {c.vocab_size:,}',
+                 f'{c.block_size} tokens of context, vocabulary {c.vocab_size:,}, '
+                 f'{model.num_parameters():,} parameters',
         'weights of': None if state else Path(source).name,
-        'trained on': ', '.join(trained_on),
+        'trained on': state and ', '.join(
+            Path(each).name for each in read_names(state['config']['dataset'])),
         'iterations': state.get('iter_num'),
-        'tokens seen': f'{state["sequences"] * c.block_size:,}' if 'sequences' in state else None,
-        'validation loss': state.get('val_loss') and f'{state["val_loss"]:.4f} nats a token',
-        'bits per byte of validation text': state and bits_per_byte(source, state['iter_num'])}
-    return '\n'.join([
-        '---', 'library_name: transformers', 'pipeline_tag: text-generation', 'tags: [plaingpt]',
-        *([f'datasets: [{", ".join(known)}]'] if known else []), '---', '', f'# {name}', '',
-        'A language model trained with plainGPT.', '', '| | |', '|---|---|',
-        *(f'| {fact} | {value} |' for fact, value in facts.items() if value),
-        '', '```python', 'from transformers import AutoModelForCausalLM, AutoTokenizer',
-        f"tokenizer = AutoTokenizer.from_pretrained('{name}'{code})",
-        f"model = AutoModelForCausalLM.from_pretrained('{name}'{code})",
-        *(CHAT_USAGE if is_chat(tokenizer) else []), '```', ''])
+        'validation loss': state.get('val_loss') and f'{state["val_loss"]:.4f} nats a token'}
+    table = ''.join(f'| {fact} | {value} |\n' for fact, value in facts.items() if value)
+    return f'''---
+library_name: transformers
+pipeline_tag: text-generation
+---
 
+# {name}
 
-def bits_per_byte(checkpoint, iter_num):
-    """The row of metrics.jsonl for the evaluation that a checkpoint was saved at, or None.
-    checkpoint: its folder, out_dir/checkpoints/iter-…"""
-    rows = read_rows(Path(checkpoint).parents[1] / 'metrics.jsonl')
-    found = [row['val_bpb'] for row in rows if row['iter'] == iter_num and row.get('val_bpb')]
-    return f'{found[-1]:.4f}' if found else None
+A language model trained with plainGPT.
+
+| | |
+|---|---|
+{table}
+```python
+from transformers import AutoModelForCausalLM, AutoTokenizer
+tokenizer = AutoTokenizer.from_pretrained('{name}'{code})
+model = AutoModelForCausalLM.from_pretrained('{name}'{code})
+```
+'''
 
 
 def main(argv):
@@ -98,7 +85,7 @@ def main(argv):
     try:
         folder.mkdir(parents=True)
         if writer is None:
-            card = model_card(dest.name, model, tokenizer, weights.source, weights.state)
+            card = model_card(dest.name, model, weights.source, weights.state)
             write_hf(folder, model, tokenizer, card, getattr(torch, config.dtype))
             folder.rename(dest)
         else:

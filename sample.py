@@ -4,10 +4,7 @@
     python sample.py out --start="To be" --num_samples=3 --temperature=0.7 --stream
     python sample.py out --start=FILE:prompt.txt
     python sample.py --init_from=gpt2-xl --start="What is the answer to life?"
-    python sample.py out --prompts=prompts.jsonl --output=texts.jsonl
     python sample.py out --chat
-
-Each line of prompts is a JSON object with a `prompt`; the output adds a `text` to each.
 """
 
 import ast
@@ -18,12 +15,9 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Annotated, Literal
 
-from tqdm import tqdm
-
 from configurator import load_config
 from plaingpt.inference.text_generator import Sampling, list_stops
 from plaingpt.system.errors import UserError, print_text, run_script
-from plaingpt.system.files import naming
 from plaingpt.training.open_weights import GeneratorChoice, open_generator
 
 
@@ -48,8 +42,6 @@ class SampleConfig(Sampling, GeneratorChoice):
     start: Annotated[str, read_start] = '\n'  # the prompt, with \n, \t, \x41; or FILE:path of one
     stop: Annotated[str, read_stop] = ''  # end before this text; or a JSON list: ["\n\n", "User:"]
     num_samples: Annotated[int, 'at least 1'] = 10  # samples to draw
-    prompts: str = ''  # a .jsonl file of prompts, instead of start; one sample for each
-    output: str = ''  # a new .jsonl file for their texts
     chat: bool = False  # talk with the model at the terminal instead
     system: Annotated[str, unescape] = ''  # what a chat's assistant is told at the start
     # system
@@ -59,8 +51,6 @@ class SampleConfig(Sampling, GeneratorChoice):
 
     def problems(self):
         found = []
-        if bool(self.prompts) != bool(self.output):
-            found.append('prompts and output go together: name both files')
         if self.system and not self.chat:
             found.append(f'system={self.system}: goes with --chat')
         try:
@@ -72,19 +62,6 @@ class SampleConfig(Sampling, GeneratorChoice):
     def stops(self):
         """The stop strings as a list. Raises UserError or ValueError where they are not one."""
         return list_stops(json.loads(self.stop) if self.stop.startswith('[') else self.stop)
-
-
-def read_prompts(path):
-    """The lines of a .jsonl file → [(object, 'FILE, line N')]. Raises UserError."""
-    from plaingpt.data.documents import read_jsonl
-    rows = []
-    for where, row in read_jsonl(path):
-        if not isinstance(row, dict) or not isinstance(row.get('prompt'), str):
-            raise UserError(f'{where}: no object with a text under "prompt"')
-        rows.append((row, where))
-    if not rows:
-        raise UserError(f'prompts={path} is empty: write an object with a "prompt" on each line')
-    return rows
 
 
 def write_samples(generator, config):
@@ -107,33 +84,12 @@ def write_samples(generator, config):
             print_text(f'---------------\n{start}{text}')
 
 
-def write_prompts(generator, config):
-    """Continue each of the prompts and write the texts to config.output, in order."""
-    rows = read_prompts(config.prompts)
-    prompts = [generator.encode(row['prompt'], where) for row, where in rows]
-    try:
-        output = open(config.output, 'x', encoding='utf-8', errors='backslashreplace')
-    except OSError as e:
-        raise UserError(f'output={config.output}: {e.strerror}: name a new file') from None
-    with naming(config.output), output, tqdm(total=len(rows), desc='writing', disable=None) as bar:
-        for first in range(0, len(rows), config.batch_size):
-            numbers = range(len(rows))[first:first + config.batch_size]
-            texts = generator.write([prompts[i] for i in numbers], numbers, config, config.stops())
-            for i, text in zip(numbers, texts, strict=True):
-                output.write(json.dumps({**rows[i][0], 'text': text}, ensure_ascii=False) + '\n')
-            output.flush()
-            bar.update(len(numbers))
-    print(f'{config.output}: {len(rows):,} texts')
-
-
 def main(argv):
     config = load_config(SampleConfig, argv, __doc__, positional='out_dir')
     generator = open_generator(config, config.compile)
     if config.chat:
         from plaingpt.inference.terminal_chat import run_chat
         run_chat(generator, config)
-    elif config.prompts:
-        write_prompts(generator, config)
     else:
         write_samples(generator, config)
     if generator.tokens:

@@ -110,10 +110,6 @@ def test_a_run_of_the_recipe_for_conversations_is_exported_and_comes_back(
     for path in (tmp_path / 'a').iterdir():
         if path.name != 'README.md':
             assert path.read_bytes() == (tmp_path / 'b' / path.name).read_bytes()
-    names = {}
-    exec((tmp_path / 'a/README.md').read_text().split('```')[1].removeprefix('python'), names)
-    assert names['inputs']['input_ids'][0].tolist() == CHAT.encode_prompt(
-        names['messages']).tolist()
     run, back = plaingpt.load('out-chat'), plaingpt.load('a')
     assert run.model.config.document_start == CHAT.conversation != back.model.config.document_start
     asked = [CHAT.encode_prompt(ask('7?', '')[:1]).tolist()]

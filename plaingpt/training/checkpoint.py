@@ -222,6 +222,11 @@ def iteration_of(path):
 
 def open_checkpoint(path):
     """Open a checkpoint directory, and read its state.json only. Raises UserError."""
+    return Checkpoint(path, as_today(read_state(path), path))
+
+
+def read_state(path):
+    """What state.json says. Raises UserError where it is damaged."""
     checksum = path / 'state.json.sha256'  # absent after a kill while state.json was replaced
     try:
         text = (path / 'state.json').read_bytes()
@@ -230,7 +235,7 @@ def open_checkpoint(path):
         state = json.loads(text)
     except (OSError, ValueError) as e:
         raise UserError(f'{path}/state.json is damaged: {e}') from None
-    return Checkpoint(path, as_today(state, path))
+    return LATER | {RENAMED.get(key, key): value for key, value in state.items()}
 
 
 def as_today(state, path):
@@ -247,7 +252,6 @@ def as_today(state, path):
     if unknown:
         raise UserError(f'{path} is from another version of plainGPT: it has {", ".join(unknown)}, '
                         'which this one does not know')
-    state = LATER | {RENAMED.get(key, key): value for key, value in state.items()}
     state['model'] = {key: x for key, x in state['model'].items() if key in known}
     state['config'] = removed.as_today(state['config'])
     return state
@@ -306,7 +310,7 @@ class Saver:
         final = self.out_dir / 'checkpoints' / f'iter-{state["iter_num"]:08d}'
         if all_gather(final.exists(), self.group)[0]:  # saved before it was evaluated
             problem = self._problem_of(lambda: write_state(
-                final, {**open_checkpoint(final).state, **state}), on_rank_0=True)
+                final, {**read_state(final), **state}), on_rank_0=True)
         else:
             problem = self._write_all(final, files, state, rng)
         self.failed = bool(problem)
@@ -404,12 +408,15 @@ def write_state(path, state):
 
 def prune(out_dir, keep):
     """Remove all checkpoints but the `keep` newest and the best."""
-    found = list(intact(checkpoint_paths(out_dir)))
-    best = min(found, key=attrgetter('val_loss'))
-    for checkpoint in found[keep:]:
-        if checkpoint is not best:
+    losses = {}  # newest first
+    for path in reversed(checkpoint_paths(out_dir)):
+        with suppress(UserError):  # a damaged one is not counted
+            losses[path] = Checkpoint(path, read_state(path)).val_loss
+    best = min(losses, key=losses.get)
+    for path in list(losses)[keep:]:
+        if path != best:
             # Renamed first: a directory that is half removed must not look complete.
-            os.rename(checkpoint.path, checkpoint.path.with_name(checkpoint.path.name + '.tmp'))
+            os.rename(path, path.with_name(path.name + '.tmp'))
     clean_up(out_dir)
 
 

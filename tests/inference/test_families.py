@@ -156,15 +156,6 @@ def folder(tmp_path_factory):
     return folder
 
 
-def test_without_their_number_there_are_as_many_key_heads_as_query_heads():
-    for name in ('llama', 'qwen2', 'qwen3'):
-        config = ARCHITECTURES[name].write_config(GPTConfig(
-            n_head=6, n_embd=48, head_dim=8, rotary=True, rmsnorm=True, mlp='swiglu', bias=False))
-        for missing in ({}, {'num_key_value_heads': None}):
-            hf = {key: value for key, value in config.items() if key != 'num_key_value_heads'}
-            assert ARCHITECTURES[name].read_config({**hf, **missing})['n_kv_head'] == 0
-
-
 @pytest.mark.parametrize(('key', 'value', 'words'), CHANGES, ids=lambda value: str(value)[:40])
 def test_a_configuration_that_we_do_not_compute_is_refused_in_a_line(
         folder, tmp_path, key, value, words):

@@ -175,29 +175,6 @@ def test_a_config_that_is_not_gpt2s_is_named(tmp_path):
         assert words in refused(tmp_path)
 
 
-def test_weights_that_are_not_those_of_the_config_are_named(tmp_path):
-    theirs_of(tmp_path)
-    path, bias = tmp_path / 'model.safetensors', 'transformer.h.1.mlp.c_fc.bias'
-    whole = load_file(path)
-    for change, words in (
-            (lambda w: w.pop(bias), f'{bias!r} is none'),
-            (lambda w: w.update({'transformer.h.7.mlp.c_fc.bias': torch.zeros(3)}),
-             "'transformer.h.7.mlp.c_fc.bias' is (3,), expected none"),
-            (lambda w: w.update({'transformer.wpe.weight': torch.zeros(3, 48)}),
-             'wpe.weight\' is (3, 48), expected (32, 48)'),
-            (lambda w: w.update({'lm_head.weight': torch.zeros(100, 48)}),
-             'lm_head.weight is not its wte.weight')):
-        change(weights := dict(whole))
-        save_file(weights, path)
-        assert words in refused(tmp_path)
-    path.write_bytes(b'no tensors')
-    assert 'cannot be read' in refused(tmp_path)
-    path.unlink()
-    assert 'model.safetensors' in refused(tmp_path)
-    (tmp_path / 'config.json').unlink()
-    assert 'config.json' in refused(tmp_path)
-
-
 def test_a_corrupt_or_foreign_ckpt_is_one_line(tmp_path, model):
     path = tmp_path / 'ckpt.pt'
     nanogpt_checkpoint(path, model)

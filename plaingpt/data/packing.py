@@ -156,14 +156,10 @@ class PackedLoader(BatchLoader):
         """How the conversations were packed, in a line."""
         room = self.sequences_per_epoch * (self.block_size + 1 + (not self.stream.marks.keeps_bos))
         used = int((self.sizes + self.with_bos).sum())
-        line = f'{self.num_conversations:,} conversations in {self.sequences_per_epoch:,} ' \
+        return f'{self.num_conversations:,} conversations in {self.sequences_per_epoch:,} ' \
                f'sequences, {1 - used / room:.1%} padding, {int(self.num_targets.sum()):,} ' \
-               'tokens in the loss'
-        if cuts := int(self.with_bos.sum()):
-            line += f'; cut at {cuts:,} places, as longer than block_size'
-        if self.tokens_left_out:
-            line += f'; {self.tokens_left_out:,} tokens left out, with no answer near them'
-        return line
+               f'tokens in the loss; cut at {int(self.with_bos.sum()):,} places, as longer than ' \
+               f'block_size; {self.tokens_left_out:,} tokens left out, with no answer near them'
 
 
 def conversation_starts(stream):

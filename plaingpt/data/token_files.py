@@ -3,7 +3,6 @@
 import hashlib
 import os
 import threading
-import weakref
 from dataclasses import dataclass, field
 from io import FileIO
 from pathlib import Path
@@ -33,9 +32,6 @@ class TokenFile:
     tokens: int
     sha256: str = ''  # of the tokens, from meta.json
     lock: object = field(default_factory=threading.Lock, repr=False)  # a file has one place
-
-    def __post_init__(self):
-        weakref.finalize(self, self.file.close)
 
     def read_bytes(self, place, count):
         """`count` bytes from byte `place` on; threads can call this at once. Raises UserError."""

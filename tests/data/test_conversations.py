@@ -1,7 +1,6 @@
 """Files of conversations → messages → tokens and their loss mask, and what is refused."""
 
 import csv
-import gzip
 import json
 
 import pyarrow
@@ -76,18 +75,6 @@ def test_each_form_is_known_and_its_answers_are_the_loss(tmp_path):
     for _, row, tokens, loss_mask in FORMS:
         [messages] = read(written(tmp_path / 'a.jsonl', row))
         assert marked(messages) == (tokens, loss_mask), row
-
-
-def test_each_file_may_have_a_form_of_its_own_and_be_an_array_or_compressed(tmp_path):
-    pair = [{'role': 'user', 'content': 'add'}, {'role': 'assistant', 'content': '3'}]
-    rows = [{'prompt': 'add', 'completion': '3'}] * 2
-    (tmp_path / 'b.json').write_text(json.dumps(rows, indent=1))
-    (tmp_path / 'c.jsonl.gz').write_bytes(
-        gzip.compress(json.dumps({'instruction': 'add', 'output': '3'}).encode()))
-    paths = [written(tmp_path / 'a.jsonl', {'messages': pair}), tmp_path / 'b.json',
-             tmp_path / 'c.jsonl.gz']
-    found = [json.loads(piece.text) for piece in Conversations(paths, 'all').pieces()]
-    assert found == [pair] * 4
 
 
 PAIRS = [['What is 1 + 1?', '2'], ['Say "hi",\nplease', '"Hi", he said'], ['a\tb', 'ü']]

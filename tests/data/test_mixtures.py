@@ -1,6 +1,5 @@
 import json
 import shutil
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -86,18 +85,6 @@ def test_every_thousand_sequences_have_exact_shares_and_each_corpus_its_own_orde
             assert len(np.unique(mine[epoch * n:(epoch + 1) * n])) == n
 
 
-def test_steps_begun_anywhere_by_any_number_of_processes_are_the_same():
-    stream = Mixed((900, 20_000), (250, 750))
-    whole = MixedLoader(stream, 16, 6).sequence_starts(np.arange(500 * 6))
-    for processes in (1, 2, 3):
-        loaders = [MixedLoader(stream, 16, 6 // processes, rank=rank, world_size=processes)
-                   for rank in range(processes)]
-        for step in (0, 166, 167, 333, 499):  # a thousand ends within some
-            found = np.concatenate([loader.sequence_starts(loader.sequence_ids(step, 0))
-                                    for loader in loaders])
-            assert found.tolist() == whole[step * 6:step * 6 + 6].tolist()
-
-
 def test_one_corpus_alone_is_read_as_without_a_mixture():
     ids = np.arange(5000)
     alone = BatchLoader(NoTokens(9000), 16, 4, seed=3)
@@ -156,21 +143,7 @@ def test_a_mixture_that_is_none_is_refused(three):
             open_named(text)
 
 
-def test_a_folder_whose_name_reads_as_a_mixture_is_that_folder(three):
-    (three / 'data/code').rename(three / 'data/code:1')
-    assert open_named('code:1').folder == Path('data/code:1')
-
-
 def test_corpora_of_different_tokenizers_are_refused_by_name(three):
     prepare.main(['text', '--input=small.txt', '--tokenizer=char', '--data_dir=data/char'])
     with pytest.raises(UserError, match='data/code and data/char were prepared with different'):
         open_named('code:0.5,char:0.5')
-
-
-def test_each_corpus_needs_a_validation_split_and_enough_text(three):
-    dataset = open_named('code:0.5,small:0.5')
-    with pytest.raises(UserError, match=r'data/small/val\.bin: .* fewer than one'):
-        dataset.loader('val', False, 500, 4)
-    (three / 'data/small/val.bin').unlink()
-    with pytest.raises(UserError, match=r'data/small/val\.bin'):
-        open_named('code:0.5,small:0.5').loader('val', False, 16, 4)

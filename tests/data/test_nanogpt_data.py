@@ -77,11 +77,9 @@ def edited(**changes):
 OTHERS = [
     b"cos\nsystem\n(S'touch hacked'\ntR.",
     b'\x80\x04\x8c\x05posix\x8c\x06system\x93\x8c\x0ctouch hacked\x85R.',
-    b'\x80\x04Pid\n.', pickle.dumps(np.int64(3)), pickle.dumps([1]), pickle.dumps({}),
-    edited(vocab_size=3), edited(vocab_size=None), edited(itos=None), edited(itos=['a', 'b']),
-    edited(itos={}, vocab_size=0), edited(itos={0: 'a', 2: 'b'}), edited(itos={0: 'a', 1: 'a'}),
-    edited(itos={0: 'a', 1: 'bc'}), edited(itos={0: 'a', 1: ['b']}), edited(stoi={'a': 1, 'b': 0}),
-    b'', b'no pickle', edited()[:-5]]
+    pickle.dumps(np.int64(3)), pickle.dumps([1]), pickle.dumps({}), edited(vocab_size=3),
+    edited(itos=None), edited(itos={0: 'a', 2: 'b'}), edited(itos={0: 'a', 1: 'a'}),
+    edited(itos={0: 'a', 1: 'bc'}), edited(stoi={'a': 1, 'b': 0}), b'', edited()[:-5]]
 
 
 def test_other_pickles_are_refused_in_one_line_and_nothing_in_them_is_run(tmp_path, monkeypatch):

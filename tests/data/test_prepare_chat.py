@@ -78,20 +78,6 @@ def test_the_files_are_the_conversations_and_beside_each_is_its_loss_mask(shard_
     assert {*os.listdir('data/chat')} == names | {'meta.json'}
 
 
-def test_a_hash_of_the_whole_conversation_decides_its_split():
-    def splits(rows):
-        dataset = prepare_chat('--overwrite', rows=rows)
-        return {split: {text for text, _ in conversations(dataset, split)}
-                for split in ('train', 'val')}
-
-    rows = [{'messages': [{'role': 'system', 'content': 'Be brief.'},
-                          {'role': 'user', 'content': 'Say a number.'},
-                          {'role': 'assistant', 'content': str(i)}]} for i in range(200)]
-    some, all_ = splits(rows[:100]), splits(rows)
-    assert some['val'] < all_['val'] and some['train'] < all_['train']
-    assert not all_['val'] & all_['train']
-
-
 def test_a_tokenizer_learns_from_what_is_said_alone():
     assert set(prepare_chat(tokenizer='char').tokenizer().base.chars) == set(
         ''.join(row['prompt'] + row['completion'] for row in pairs(100))) | {'\n'}

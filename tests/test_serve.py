@@ -3,7 +3,6 @@
 import os
 import re
 import signal
-import sys
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 
@@ -185,9 +184,3 @@ def test_other_machines_need_a_key(trained, tmp_path, capsys, monkeypatch):
             with pytest.raises(openai.AuthenticationError, match='API key'):
                 complete(client, extra_headers={'Authorization': wrong})
         assert 'sesame' not in log.read_text()
-
-
-def test_packages_that_are_absent_are_named_before_the_model_is_read(capsys, monkeypatch):
-    monkeypatch.setitem(sys.modules, 'uvicorn', None)
-    line = fails(capsys, monkeypatch, serve.main, '--out_dir=nowhere')
-    assert 'pip install starlette uvicorn' in line

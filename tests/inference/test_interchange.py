@@ -9,7 +9,6 @@ import pytest
 import torch
 from foreign_models import opened
 from helpers import fails, same_logits
-from safetensors.torch import load_file, save_file
 
 import sample
 import train

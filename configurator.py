@@ -12,10 +12,8 @@ Problems are collected and reported together, each with the place it came from.
 import ast
 import dataclasses
 import difflib
-import inspect
 import operator
 import os
-import re
 import sys
 import traceback
 import typing
@@ -42,7 +40,9 @@ def load_config(cls, argv, doc='', positional='', several=False, read_saved=lamb
     other. Raises UserError with every problem found, one a line. `--help` prints and exits.
     """
     if any(arg in ('--help', '-h') for arg in argv):
-        print(help_text(cls, doc, positional, several))
+        from plaingpt.system.help_text import help_text
+        choices = {name: accepted_types(cls, name) for name in defaults(cls)}
+        print(help_text(cls, choices, doc, positional, several))
         sys.exit(0)
     mistakes = []
     if positional:
@@ -364,45 +364,3 @@ def accepted_types(cls, name):
     for part in [annotation] if isinstance(annotation, type) else typing.get_args(annotation):
         flat += typing.get_args(part) if typing.get_origin(part) is typing.Literal else [part]
     return flat
-
-
-# -----------------------------------------------------------------------------
-# --help, read from the comments of the dataclass itself
-
-
-def help_text(cls, doc='', positional='', several=False):
-    """The docstring, then the fields by section: default and trailing comment. Those of a section
-    whose comment begins with 'not listed' are left out."""
-    lines = [inspect.cleandoc(doc or ''), '']
-    if positional:
-        others = 'several names are a list.' if several else 'FILE.py is a config file.'
-        lines += [f'NAME alone is --{positional}=NAME; {others}', '']
-    lines += ['Options, with their defaults:']
-    shown = {name: f'--{name}={default}'.replace('\n', '\\n')
-             for name, default in defaults(cls).items()}
-    width = max(map(len, shown.values())) + 2
-    for section, fields in sections_of(cls).items():
-        if section.startswith('not listed'):
-            continue
-        lines += ['', section] if section else []
-        for name, comment in fields.items():
-            choices = [str(t) for t in accepted_types(cls, name) if not isinstance(t, type)]
-            listed = f' ({", ".join(choices)})' if len(choices) > 1 else ''
-            lines.append(f'  {shown[name]:<{width}}{comment}{listed}')
-    return '\n'.join(lines)
-
-
-def sections_of(cls):
-    """{section: {field: comment}} in source order; the fields of a dataclass that `cls` extends
-    come last, and one that `cls` has too is its own."""
-    found, waiting = {}, set(defaults(cls))
-    for owner in filter(dataclasses.is_dataclass, cls.__mro__):
-        section = ''
-        for line in inspect.getsource(owner).splitlines():
-            if head := re.fullmatch(r'    # (.*)', line):
-                section = head[1]
-            elif (field := re.fullmatch(r'    (\w+): .*?  # (.*)', line)) \
-                    and field[1] in waiting:
-                found.setdefault(section, {})[field[1]] = field[2]
-                waiting.remove(field[1])
-    return found

@@ -14,9 +14,10 @@ import sample
 import serve
 import train
 from bench import BenchConfig, training_words, words_of
-from configurator import help_text, load_config, parse_literal, sections_of
+from configurator import accepted_types, defaults, load_config, parse_literal
 from plaingpt.data.dataset import open_dataset
 from plaingpt.system.errors import UserError
+from plaingpt.system.help_text import help_text, sections_of
 from plaingpt.system.removed import REMOVED
 from plaingpt.training import dtype_choice
 from plaingpt.training.settings import WITHOUT_EFFECT, TrainConfig
@@ -161,7 +162,8 @@ def test_a_word_of_an_earlier_version_works_or_is_answered_by_what_to_use_now(tm
             config = load(*argv)
             assert {key: getattr(config, key) for key in now} == now, argv
             assert now or dataclasses.asdict(config) == dataclasses.asdict(TrainConfig()), argv
-    assert {name for name, old in REMOVED.items() if old.says} <= working
+    assert load_config(PrepareConfig, ['--path=a/b']).input == 'a/b'
+    assert {name for name, old in REMOVED.items() if old.says} <= working | {'path'}
     for cls in (TrainConfig, BenchConfig, PlanConfig):
         for name in REMOVED.keys() - {field.name for field in dataclasses.fields(cls)}:
             old = REMOVED[name]
@@ -316,7 +318,8 @@ def test_accumulation_that_does_not_divide_by_the_processes_is_an_error(monkeypa
 def test_help_begins_with_what_a_command_adds_to_the_settings_of_train():
     for config in (PlanConfig, BenchConfig):
         own = list(config.__annotations__)
-        listed = re.findall(r'^  --(\w+)=', help_text(config), re.M)
+        choices = {name: accepted_types(config, name) for name in defaults(config)}
+        listed = re.findall(r'^  --(\w+)=', help_text(config, choices), re.M)
         assert listed[:len(own)] == own
 
 

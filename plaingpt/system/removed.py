@@ -140,7 +140,7 @@ REMOVED = {
                       'columns'),
     'max_shards': Removed('hf download --include=PATTERN fetches some files of a repository'),
     'dedup': Removed('leave out copies before: sort -u for lines, polars or datatrove for rows'),
-    'path': Removed('input', lambda value, settings: {'input': value}),
+    'path': Removed('--input names it', lambda value, settings: {'input': value}),
     'errors': Removed('--encoding says what the bytes of a text are; iconv -c drops those that are '
                       'none'),
     'test_split': Removed('prepare it as a dataset of its own, with --split, for evaluate.py '

@@ -253,7 +253,7 @@ def resume(run, checkpoint):
         iter_num, math.inf if best is None else best, state['evals_since_best'],
         evaluated_at=iter_num if evaluated else None, val_loss=state['val_loss'],
         saved_at=iter_num, saved_evaluated=evaluated,
-        eval_sequences=eval_sequences_of(state, config))
+        eval_sequences=eval_sequences_of(checkpoint, config))
 
 
 def open_outputs(run, group):

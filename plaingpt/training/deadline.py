@@ -34,7 +34,7 @@ def length_of(resumed, config, given):
     """The TrainConfig of a run that goes on from a Checkpoint. --init_from=resume --minutes=10
     trains for ten minutes more. Otherwise a run of minutes has the time that is left of it, unless
     the command line says how many iterations."""
-    saved, left_s = resumed.state['config'], resumed.state['left_s']
+    saved, left_s = resumed.settings(), resumed.state['left_s']
     if not config.minutes and (left_s is None or 'max_iters' in given):
         return config
     if config.minutes and config.init_from == 'resume':

@@ -71,7 +71,7 @@ class Start:
         if is_resumed(out_dir, init_from) or (init_from == 'auto' and which.isdecimal()):
             self.resumed = True
             self.weights = find(out_dir, which, ('model', 'optimizer') if self.verifies else ())
-            return saved_settings(self.weights.state['config'])
+            return saved_settings(self.weights.settings())
         if init_from in STARTS or not TrainConfig(init_from=init_from).names_a_start():
             return {}
         from plaingpt.training.open_weights import open_weights
@@ -106,7 +106,7 @@ def check_resumed(resumed, config, dataset):
     """Check that a run continues a Checkpoint with the same model and data, and print the settings
     that have changed. Raises UserError where something differs that a run cannot change."""
     # A setting that did not exist when the checkpoint was written had its default.
-    before = {**asdict(TrainConfig()), **resumed.state['config']}
+    before = {**asdict(TrainConfig()), **resumed.settings()}
     changed = {key: (before[key], value) for key, value in asdict(config).items()
                if before[key] != value}
     fixed = {field.name for field in fields(GPTConfig)} - {'dropout', 'vocab_size'} | {'optimizer'}
@@ -239,9 +239,9 @@ class Progress:
                 'evals_since_best': self.evals_since_best, 'eval_sequences': self.eval_sequences}
 
 
-def eval_sequences_of(state, config):
+def eval_sequences_of(checkpoint, config):
     """How many sequences an evaluation of a resumed run reads: as many as before, also with another
     batch size, so that its losses compare; unless the settings ask for another number."""
-    if state['config']['eval_iters'] != config.eval_iters:
+    if checkpoint.settings()['eval_iters'] != config.eval_iters:
         return config.eval_sequences()
-    return state['eval_sequences'] or config.eval_sequences()
+    return checkpoint.state['eval_sequences'] or config.eval_sequences()

@@ -70,7 +70,7 @@ def test_a_state_without_what_came_later_has_its_default(old):
 
 def test_a_setting_that_came_later_is_no_change(old, capsys):
     found = checkpoints.find('run')
-    saved, today = found.state['config'], {field.name for field in fields(TrainConfig)}
+    saved, today = found.settings(), {field.name for field in fields(TrainConfig)}
     assert today - saved.keys()  # this format knows fewer settings than today's
     config = TrainConfig(**{key: saved[key] for key in today & saved.keys()})
     check_resumed(found, config, open_named(config.dataset))
@@ -84,8 +84,7 @@ def test_a_setting_that_is_no_more_is_forgotten_where_it_changes_nothing(old, ca
         deterministic=True, fsdp_group=2, also_evaluate='notes', max_bad_steps=3)])
     assert checkpoints.find('run').load_model().config.n_embd == 8
     train.main([*SAME, '--max_iters=7'])
-    assert not REMOVED.keys() - {'document_start'} & checkpoints.find(
-        'run').state['config'].keys()
+    assert not REMOVED.keys() & checkpoints.find('run').settings().keys()
     assert 'deterministic' not in ''.join(capsys.readouterr())
 
 
@@ -96,7 +95,7 @@ def test_a_run_goes_on_as_its_settings_said_in_the_words_of_an_earlier_version(o
         keep_checkpoints=9, document_start=3, sample_tokens=0, loss_chunk_tokens=24))
     train.main(['--out_dir=run', '--init_from=resume', '--max_iters=7'])
     assert 'changed: lr_s' not in capsys.readouterr().out
-    now = checkpoints.find('run').state['config']
+    now = checkpoints.find('run').settings()
     assert now['lr_scales'] == 'embedding:8,vector:4' and now['lr_schedule'] == 'wsd:0.5'
     assert now['eval_iters'] == 5 and now['check'] == 'overfit'
     run = read_run('run')
@@ -111,5 +110,5 @@ def test_a_run_goes_on_as_its_settings_said_in_the_words_of_an_earlier_version(o
 def test_a_checkpoint_of_another_version_says_so_and_is_not_called_damaged(old, change, words):
     change_state(change)
     with pytest.raises(UserError, match='another version') as problem:
-        checkpoints.find('run')
+        checkpoints.find('run').settings()
     assert words in str(problem.value) and 'damaged' not in str(problem.value)

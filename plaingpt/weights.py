@@ -1,8 +1,7 @@
-"""Weights and shapes that were read: do they make a model, is each number finite?"""
+"""Weights that were read: their rows, tokens that are new, numbers that are not finite."""
 
 import torch
 
-from model import GPTConfig
 from plaingpt.system.distributed import local_rows
 from plaingpt.system.errors import UserError
 
@@ -10,16 +9,6 @@ PRETRAINED = {'gpt2': dict(n_layer=12, n_head=12, n_embd=768),  # Radford et al.
               'gpt2-medium': dict(n_layer=24, n_head=16, n_embd=1024),
               'gpt2-large': dict(n_layer=36, n_head=20, n_embd=1280),
               'gpt2-xl': dict(n_layer=48, n_head=25, n_embd=1600)}
-SIZES = ('vocab_size', 'block_size', 'n_layer', 'n_head', 'n_embd')
-
-
-def check_fields(shape):
-    """Raise ValueError, or KeyError, where fields of GPTConfig that were read make no model."""
-    for key in SIZES:
-        if type(shape[key]) is not int or shape[key] < 1:
-            raise ValueError(f'{key}={shape[key]!r} is not a positive integer')
-    for problem in GPTConfig(**shape).problems():
-        raise ValueError(problem)
 
 
 def copy_rows(tensor, start, source):

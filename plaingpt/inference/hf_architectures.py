@@ -11,13 +11,22 @@ from dataclasses import asdict, dataclass, fields, replace
 import torch
 
 from model import ROW_PER_TOKEN, GPTConfig
-from plaingpt.weights import SIZES, check_fields
 
+SIZES = ('vocab_size', 'block_size', 'n_layer', 'n_head', 'n_embd')
 ANY = None  # every value
 ACTIVATIONS = {'gelu': 'gelu_new', 'gelu_erf': 'gelu', 'relu2': 'relu2', 'swiglu': 'silu'}
 OUR_ACTIVATIONS = {theirs: ours for ours, theirs in ACTIVATIONS.items()}
 # Not compared with what a model of ours would say: a name, and what read_rotary reads.
 NOT_COMPARED = {'architectures', 'rope_theta', 'rope_scaling', 'rope_parameters'}
+
+
+def check_fields(shape):
+    """Raise ValueError, or KeyError, where fields of GPTConfig that were read make no model."""
+    for key in SIZES:
+        if type(shape[key]) is not int or shape[key] < 1:
+            raise ValueError(f'{key}={shape[key]!r} is not a positive integer')
+    for problem in GPTConfig(**shape).problems():
+        raise ValueError(problem)
 
 
 @dataclass(frozen=True)

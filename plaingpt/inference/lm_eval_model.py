@@ -205,6 +205,13 @@ def run_tasks(lm, tasks, limit=0):
     return results
 
 
+def score_run(run, model, group):
+    """→ {task: its scores} of eval_tasks, by a train.Run whose model is `model` now."""
+    lm = lm_eval_model(model, run.dataset.tokenizer(), run.config.batch_size, run.context, group,
+                       run.stop.raise_if_stopped)
+    return run_tasks(lm, load_tasks(run.config.eval_tasks), run.config.eval_tasks_limit)
+
+
 def quote_scores(scores):
     """→ the scores of a task, as one line."""
     parts = []

@@ -16,17 +16,10 @@ from safetensors import SafetensorError, safe_open
 
 from model import GPT, ROW_PER_TOKEN, GPTConfig
 from plaingpt.data.foreign_tokenizer import download, read_tokenizer
-from plaingpt.inference.hf_architectures import READABLE, parts_of
+from plaingpt.inference.hf_architectures import READABLE, SIZES, check_fields, parts_of
 from plaingpt.system.errors import UserError
 from plaingpt.system.files import is_hub_name, read_json
-from plaingpt.weights import (
-    PRETRAINED,
-    SIZES,
-    begin_new_tokens,
-    check_fields,
-    check_finite,
-    copy_rows,
-)
+from plaingpt.weights import PRETRAINED, begin_new_tokens, check_finite, copy_rows
 
 # Older versions saved masks and the speeds of rotary positions beside the weights.
 NO_WEIGHTS = re.compile(r'transformer\.h\.\d+\.attn\.(masked_)?bias|.*\.rotary_emb\.inv_freq')

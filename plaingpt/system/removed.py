@@ -8,7 +8,7 @@ from collections.abc import Callable
 from functools import cache
 from typing import NamedTuple
 
-from plaingpt.system.errors import warn
+from plaingpt.system.errors import UserError, warn
 
 
 class Removed(NamedTuple):
@@ -166,6 +166,16 @@ def as_today(settings):
         if name in REMOVED:
             found |= says_now(name, value, found) or {}
     return found
+
+
+def in_todays_words(settings, source, unknown=False):
+    """as_today(settings). Raises UserError where one says what this version cannot. source: where
+    they are; unknown: whether a name that never was a setting is such a one"""
+    for name, value in settings.items():
+        if says_now(name, value, settings) is None if name in REMOVED else unknown:
+            raise UserError(f'{source} is from another version of plainGPT: it has {name}={value}, '
+                            'which this one does not know')
+    return as_today(settings)
 
 
 def replace_removed(name, value, where, values, problems):

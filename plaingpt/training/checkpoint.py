@@ -76,6 +76,7 @@ class Checkpoint:
 
     def settings(self):
         """{setting: value} of its run, as this version says them. Raises UserError."""
+        from plaingpt.system.removed import in_todays_words
         return in_todays_words(self.state['config'], self.path)
 
     @property
@@ -246,30 +247,14 @@ def as_today(state, path):
     """state.json of an earlier version, with the model as this one would have written it. Raises
     UserError where it has what this version does not compute with, such as conv_bias=True."""
     if state['format_version'] != FORMAT_VERSION:
-        raise of_another_version(path, f'format version {state["format_version"]}')
+        raise UserError(f'{path} is from another version of plainGPT: it has format version '
+                        f'{state["format_version"]}')
     known = {field.name for field in fields(GPTConfig)}
     if others := {key: x for key, x in state['model'].items() if key not in known}:
-        from plaingpt.system.removed import REMOVED
-        for key in others.keys() - REMOVED.keys():
-            raise of_another_version(path, f'{key}={others[key]}')
-        in_todays_words(others, path)
+        from plaingpt.system.removed import in_todays_words
+        in_todays_words(others, path, unknown=True)
         state['model'] = {key: x for key, x in state['model'].items() if key in known}
     return state
-
-
-def in_todays_words(settings, path):
-    """{setting: value} of an earlier version as this one says it. Raises UserError where it says
-    what this version cannot."""
-    from plaingpt.system import removed
-    for key in settings.keys() & removed.REMOVED.keys():
-        if removed.says_now(key, settings[key], settings) is None:
-            raise of_another_version(path, f'{key}={settings[key]}')
-    return removed.as_today(settings)
-
-
-def of_another_version(path, what):
-    return UserError(f'{path} is from another version of plainGPT: it has {what}, which this one '
-                     'does not know')
 
 
 # -----------------------------------------------------------------------------

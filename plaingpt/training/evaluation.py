@@ -159,14 +159,9 @@ class Watching:
 
     def score_benchmarks(self, model):
         """→ {task of lm_eval: its scores} of the model as it is now."""
-        from plaingpt.inference import lm_eval_model
-        config = self.run.config
-        lm = lm_eval_model.lm_eval_model(
-            model, self.run.dataset.tokenizer(), config.batch_size, self.run.context, self.group,
-            self.run.stop.raise_if_stopped)
+        from plaingpt.inference.lm_eval_model import score_run
         model.eval()
-        scores = lm_eval_model.run_tasks(lm, lm_eval_model.load_tasks(config.eval_tasks),
-                                         config.eval_tasks_limit)
+        scores = score_run(self.run, model, self.group)
         model.train()
         return scores
 

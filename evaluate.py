@@ -13,6 +13,7 @@ are those of lm-evaluation-harness, package lm_eval, or .yaml files of tasks for
 
 import math
 import os
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
@@ -27,7 +28,7 @@ from plaingpt.data.documents import read_text
 from plaingpt.data.tokenizers import IdsTokenizer, token_bytes, words_of
 from plaingpt.inference import lm_eval_model
 from plaingpt.system.devices import autocast, choose_device, choose_dtype
-from plaingpt.system.distributed import gloo_group, launched_world, print0, process_group
+from plaingpt.system.distributed import gloo_group, launched_world, print0
 from plaingpt.system.errors import UserError, run_script
 from plaingpt.system.files import write_json
 from plaingpt.training.evaluation import mean_loss
@@ -142,7 +143,11 @@ def main(argv):
     theirs = ','.join(name for name in names if name not in OURS)
     tasks = theirs and lm_eval_model.load_tasks(theirs)
     results = {}
-    with process_group(world, device, 'auto'):
+    job = nullcontext()
+    if world.launched:
+        from plaingpt.parallel.job import process_group
+        job = process_group(world, device)
+    with job:
         for task in filter(OURS.__contains__, names):
             found = {name: score(model, label, loader, sizes, context)
                      for name, label, loader, sizes in loaders(

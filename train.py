@@ -35,12 +35,10 @@ from plaingpt.system.distributed import (
     World,
     all_gather,
     all_reduce_mean,
-    check_shared,
     full_tensor,
     gloo_group,
     launched_world,
     print0,
-    process_group,
 )
 from plaingpt.system.errors import run_script
 from plaingpt.system.files import lock_output_dir, write_json
@@ -112,7 +110,8 @@ def setup(config, start, world, device, device_why, given=frozenset()):
     group = gloo_group()
     config = all_gather(config, group)[0]  # rank 0's, as a config file may measure the machine
     start.agree(group)
-    if not config.is_read_only:
+    if world.size > 1 and not config.is_read_only:
+        from plaingpt.parallel.job import check_shared
         check_shared(Path(config.out_dir), world, group)
     check_tasks(config)  # fails now where a benchmark cannot be loaded
     dataset = open_data(config, world)
@@ -475,9 +474,12 @@ def main(argv):
         refuse_two_lengths(config, given)
     world = launched_world()
     device, device_why = devices.choose_device(config.device, world.local_rank)
+    job = nullcontext()
+    if world.launched:
+        from plaingpt.parallel.job import process_group
+        job = process_group(world, device, config.backend)
     writing = world.is_main and not config.is_read_only
-    with lock_output_dir(config.out_dir, writing), \
-            process_group(world, device, config.backend):
+    with lock_output_dir(config.out_dir, writing), job:
         run = setup(config, start, world, device, device_why, given)
         if config.check is True:
             return

@@ -18,8 +18,9 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from model import GPT, GPTConfig
+from plaingpt.parallel.job import process_group
 from plaingpt.parallel.owners import owners_of, work
-from plaingpt.system.distributed import full_tensor, launched_world, process_group
+from plaingpt.system.distributed import full_tensor, launched_world
 from plaingpt.training import optimizers
 from plaingpt.training.optimizers import build_optimizer
 from plaingpt.training.settings import TrainConfig

@@ -19,8 +19,9 @@ from helpers import ROOT, exit_code, fork, in_the_loop, ranks, wait_until
 
 import train
 from model import GPT, GPTConfig
+from plaingpt.parallel.job import process_group
 from plaingpt.system import distributed
-from plaingpt.system.distributed import launched_world, process_group
+from plaingpt.system.distributed import launched_world
 from plaingpt.training.optimizers import build_optimizer
 from plaingpt.training.settings import TrainConfig
 from plaingpt.training.step_guard import StepGuard

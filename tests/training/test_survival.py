@@ -30,6 +30,7 @@ from helpers import (
 
 import train
 from plaingpt.data.batches import BatchLoader
+from plaingpt.parallel import job
 from plaingpt.system import distributed as runtime
 from plaingpt.system.distributed import StopRequest
 from plaingpt.system.errors import UserError
@@ -192,9 +193,9 @@ def test_hosts_that_do_not_share_the_folder_are_told_so(monkeypatch, tmp_path):
     world = train.launched_world().__class__(rank=1, size=2, launched=True)
     monkeypatch.setattr(runtime, 'all_gather', lambda value, group: [
         str(tmp_path / 'elsewhere') if isinstance(value, str) else ('host-a', True), value])
-    monkeypatch.setattr(runtime.time, 'monotonic', iter(range(0, 1000, 20)).__next__)
+    monkeypatch.setattr(job.time, 'monotonic', iter(range(0, 1000, 20)).__next__)
     with pytest.raises(UserError, match='not the same folder'):
-        runtime.check_shared(tmp_path, world, None)
+        job.check_shared(tmp_path, world, None)
 
 
 # -----------------------------------------------------------------------------

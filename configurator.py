@@ -11,7 +11,6 @@ Problems are collected and reported together, each with the place it came from.
 
 import ast
 import dataclasses
-import difflib
 import operator
 import os
 import sys
@@ -110,6 +109,7 @@ def read_arguments(cls, argv, saved, place='in the checkpoint'):
             else:
                 take(name, value, 'on the command line')
         elif not arg.endswith('.py') and os.path.exists(arg):
+            from plaingpt.system.hints import describe_no_config
             problems.append(describe_no_config(arg))
         else:
             for found in read_file(arg, values, options_of(cls, argv[i + 1:]), problems):
@@ -207,6 +207,7 @@ def run_file(path, namespace):
         with open(path, encoding='utf-8-sig') as f:
             source = f.read()
     except OSError as e:
+        from plaingpt.system.hints import file_hint
         raise UserError(f'config file {path}: {e.strerror}{file_hint(path)}') from None
     except UnicodeDecodeError:
         raise UserError(f'config file {path}: not a text file') from None
@@ -260,38 +261,6 @@ def name_positionals(cls, argv, key, several, problems):
 
 
 # -----------------------------------------------------------------------------
-# what may have been meant
-
-
-HABITS = {  # a name in other programs → our key
-    'lr': 'learning_rate', 'wd': 'weight_decay', 'epochs': 'max_iters', 'steps': 'max_iters',
-    'max_steps': 'max_iters', 'bs': 'batch_size', 'seq_len': 'block_size', 'context': 'block_size',
-    'layers': 'n_layer', 'heads': 'n_head', 'gpu': 'gpu_memory_gb', 'output': 'out_dir',
-    'resume': 'init_from', 'prompt': 'start'}
-
-
-def describe_no_config(path):
-    """What the user may have meant by a file or folder that is no config file."""
-    if Path(path, 'run.json').exists() or Path(path, 'checkpoints').is_dir():
-        return f'{path} is a run, no config file: continue it with --out_dir={quoted(path)} ' \
-               '--init_from=resume'
-    return f'{path} is no config file, whose names end with .py: write options as --key=value; ' \
-           f'python prepare.py text {quoted(path)} makes data of a text'
-
-
-def file_hint(path):
-    """What the user may have meant by a config file that is not there."""
-    if '=' in path:
-        return f': write options as --{quoted(path)}'
-    recipes = {file.stem for folder in (Path(), ROOT) for file in folder.glob('config/*.py')}
-    name = Path(path).stem.removeprefix('train_')  # as nanoGPT's are
-    nearest = difflib.get_close_matches(name, recipes, n=3, cutoff=0.6)
-    if not nearest:
-        return ''
-    return ': did you mean ' + ', '.join(f'config/{n}.py' for n in sorted(nearest))
-
-
-# -----------------------------------------------------------------------------
 # what a field accepts
 
 
@@ -299,10 +268,8 @@ def check_and_set(cls, values, name, value, where, problems):
     """Put `value` into `values` if `name` exists and the value fits, else note the problem →
     whether there is one."""
     if name not in values:
-        nearest = [HABITS[name]] if HABITS.get(name) in values \
-            else difflib.get_close_matches(name, values, n=1, cutoff=0.6)
-        hint = f'did you mean {nearest[0]}?' if nearest else 'see --help for all keys'
-        problems.append(f'unknown key {name!r} {where}: {hint}')
+        from plaingpt.system.hints import key_hint
+        problems.append(f'unknown key {name!r} {where}: {key_hint(name, values)}')
         return True
     try:
         values[name] = convert(value, accepted_types(cls, name))

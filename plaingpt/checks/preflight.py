@@ -14,7 +14,7 @@ from plaingpt.checks import data_checks, learning_checks, model_checks
 from plaingpt.checks.model_checks import NotChecked
 from plaingpt.system.devices import exact_matmul
 from plaingpt.system.distributed import all_gather, gloo_group, print0
-from plaingpt.system.errors import UserError, warn
+from plaingpt.system.errors import UserError
 from plaingpt.system.formatting import one_line
 from plaingpt.training.optimizers import build_optimizer
 
@@ -47,7 +47,7 @@ def preflight(run, forward_backward, update):
     evaluates, the one check is that the future is hidden.
 
     run: train.Run; the two functions make its steps: train.py's
-    Raises UserError with a line for each check that fails, unless check=warn."""
+    Raises UserError with a line for each check that fails."""
     config, began = run.config, time.perf_counter()
     if not config.check:
         return
@@ -62,14 +62,12 @@ def preflight(run, forward_backward, update):
     if run.device.type == 'cuda':
         torch.cuda.reset_peak_memory_stats(run.device)  # what is logged is the run's
     lines = [f'preflight: {what}: no, {problem}' for what, problem in found.items() if problem]
-    if lines and config.check != 'warn':
-        raise UserError('\n'.join([*lines, 'nothing was trained: fix this, or give --check=warn if '
-                                   'it is intended']))
-    for line in lines if run.world.is_main else ():
-        warn(line)
+    if lines:
+        raise UserError('\n'.join([*lines, 'nothing was trained: fix this, or give --check=False '
+                                   'if it is intended']))
     if not brief:
-        print0(f'preflight: {len(found) - len(lines)} checks passed in '
-               f'{time.perf_counter() - began:.2f} s{data_checks.first_text(run)}')
+        print0(f'preflight: {len(found)} checks passed in {time.perf_counter() - began:.2f} s'
+               f'{data_checks.first_text(run)}')
 
 
 def with_small_model(run):

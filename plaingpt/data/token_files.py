@@ -1,4 +1,4 @@
-"""Files of token ids, with or without llm.c's header, and several of them read as one stream."""
+"""Files of token ids, and several of them read as one stream."""
 
 import hashlib
 import os
@@ -13,11 +13,6 @@ from plaingpt.system.errors import UserError
 
 READ_TOKENS = 2**22  # at a time, when a file is read into memory
 SAMPLED_BLOCKS, SAMPLED_BYTES = 64, 2**14  # that sampled_sha256 reads
-# https://github.com/karpathy/llm.c, dev/data/data_common.py: 256 int32, which begin with magic,
-# version and number of tokens, then the tokens.
-HEADER_BYTES = 1024
-GPT2_MAGIC = 20240520
-LLAMA3_MAGIC = 20240801
 
 
 @dataclass(frozen=True)
@@ -105,8 +100,10 @@ def open_tokens(path, dtype, expected=None, sha256='', offset=None):
     except OSError as e:
         raise UserError(f'{path}: {e.strerror}') from None
     size, begin = os.fstat(file.fileno()).st_size, offset or 0
-    if expected is None and (begin := header_bytes(path, file.read(12), size)):
-        dtype = np.dtype('<u2')
+    if expected is None:
+        from plaingpt.data.llmc_header import header_bytes
+        if begin := header_bytes(path, file.read(12), size):
+            dtype = np.dtype('<u2')
     found = (size - begin) / dtype.itemsize
     tokens = int(found) if expected is None else expected
     if not tokens or found < tokens or (found > tokens and offset is None):
@@ -114,18 +111,6 @@ def open_tokens(path, dtype, expected=None, sha256='', offset=None):
                         f'{tokens or "some"} should be: the file is damaged or of another type; '
                         'prepare the data again')
     return TokenFile(path, dtype, file, begin, tokens, sha256)
-
-
-def header_bytes(path, head, size):
-    """The first 12 bytes and the size of a file → HEADER_BYTES where it is llm.c's shard of GPT-2
-    tokens, 0 where it has no header. Raises UserError for another header of llm.c."""
-    magic, version, count = np.frombuffer(head, '<i4').tolist() if len(head) == 12 else (0, 0, 0)
-    if magic not in (GPT2_MAGIC, LLAMA3_MAGIC):
-        return 0
-    if (magic, version, size) != (GPT2_MAGIC, 1, HEADER_BYTES + 2 * count):
-        raise UserError(f'{path} has a header of llm.c, but is no whole shard of GPT-2 tokens: '
-                        'copy it again, or prepare the text')
-    return HEADER_BYTES
 
 
 class TokenStream:

@@ -51,7 +51,7 @@ class TrainConfig(GPTConfig):
     always_save_checkpoint: bool = True  # after each evaluation, not only after the best
     checkpoint_interval: Literal['auto'] | Positive = 'auto'  # iterations; auto: at evaluations
     patience: Natural = 0  # stop after this many evaluations without a new best; 0: never
-    check: Literal['auto', 'warn', 'overfit'] | bool = 'auto'  # before a new run; True: then exit
+    check: Literal['auto', 'overfit'] | bool = 'auto'  # before a new run; True: then exit
     # data
     dataset: str = 'openwebtext'  # in data/, or a path; several: code:0.3,prose:0.7
     batch_size: Literal['auto'] | Positive = 12  # sequences of a micro-batch; auto: as many as fit

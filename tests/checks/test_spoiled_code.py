@@ -398,7 +398,7 @@ def test_a_dataset_with_the_tokenizer_of_another_is_named(text_file, tmp_path, f
     assert failed(dataset=tmp_path / 'one') == ['the data is text']
 
 
-def test_a_check_that_fails_stops_the_run_unless_it_is_a_warning_or_off(
+def test_a_check_that_fails_stops_the_run_unless_it_is_off(
         patch, tiny, tmp_path, capsys):
     targets_not_shifted(patch)
     for asked in ((), ('--check',)):
@@ -411,9 +411,6 @@ def test_a_check_that_fails_stops_the_run_unless_it_is_a_warning_or_off(
     capsys.readouterr()
     train.main([*tiny, '--check=False'])
     assert 'preflight' not in ''.join(capsys.readouterr())
-    train.main([*tiny, '--check=warn'])
-    out, err = capsys.readouterr()
-    assert 'done: ' in out and err.count('warning: preflight: batches are what the files') == 1
 
 
 def test_a_mask_that_is_lost_after_the_start_is_named_by_a_resume_and_an_evaluation(

@@ -117,12 +117,8 @@ def compare_ddp(patch, cases):
         trained = Trained(shape, DDP, name)
         for found_inf in (0.0, 1.0, 0.0):
             sent = trained.step(found_inf)
-            assert sent.count == ({'_allgather_base_': 3} if dist.get_world_size() > 1 else {})
+            assert sent.count == {'_allgather_base_': 3}
         assert all(torch.equal(ours, alone) for _, ours, alone in trained.beside_the_copy())
-
-
-def test_under_ddp_owners_move_the_weights_as_one_process_does_to_the_bit(tmp_path):
-    launch(in_a_group(compare_ddp, CASES), 3, tmp_path)
 
 
 def compare_fsdp(patch, cases):
@@ -132,24 +128,12 @@ def compare_fsdp(patch, cases):
         lengths = {'allreduce_': 3} if name == 'normuon' else {}
         for found_inf in (0.0, 1.0, 0.0):
             sent = trained.step(found_inf)
-            assert sent.count == ({'alltoall_base_': 6, **lengths}
-                                  if dist.get_world_size() > 1 else {})
+            assert sent.count == {'alltoall_base_': 6, **lengths}
         for of_matrix, ours, alone in trained.beside_the_copy():
             if of_matrix and name == 'muon':
                 assert torch.equal(ours, alone)
             else:  # sums of NorMuon and kernels of AdamW take other numbers together
                 torch.testing.assert_close(ours, alone, rtol=1e-6, atol=1e-6)
-
-
-def test_under_fsdp_owners_move_the_weights_as_one_process_does(tmp_path):
-    launch(in_a_group(compare_fsdp, CASES), 3, tmp_path)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize('size', [2, 4])
-def test_any_number_of_owners_moves_the_weights_as_one_process_does(tmp_path, size):
-    for compare in (compare_ddp, compare_fsdp):
-        launch(in_a_group(compare, ALL_CASES), size, tmp_path)
 
 
 def compare_sgd(patch):
@@ -158,10 +142,6 @@ def compare_sgd(patch):
         trained.step()
     for _, ours, alone in trained.beside_the_copy():
         torch.testing.assert_close(ours, alone, rtol=1e-6, atol=1e-6)
-
-
-def test_sgd_of_sharded_parameters_moves_as_that_of_whole_ones(tmp_path):
-    launch(in_a_group(compare_sgd), 2, tmp_path)
 
 
 def count_bytes(patch):
@@ -176,8 +156,19 @@ def count_bytes(patch):
         assert sent.item() / elements == pytest.approx(2 * travels, rel=0.01)
 
 
-def test_each_number_of_a_matrix_travels_in_two_bytes(tmp_path):
-    launch(in_a_group(count_bytes), 3, tmp_path)
+def compare_all(patch, cases):
+    compare_ddp(patch, cases)
+    compare_fsdp(patch, cases)
+    compare_sgd(patch)
+    if dist.get_world_size() == 3:
+        count_bytes(patch)
+
+
+@pytest.mark.parametrize(('size', 'cases'), [(3, CASES), *(
+    pytest.param(size, ALL_CASES, marks=pytest.mark.slow) for size in (2, 4))])
+def test_owners_move_the_weights_as_one_process_does_and_send_each_number_in_two_bytes(
+        tmp_path, size, cases):
+    launch(in_a_group(compare_all, cases), size, tmp_path)
 
 
 @given(st.integers(1, 64), st.integers(1, 48), st.integers(1, 64), st.booleans())

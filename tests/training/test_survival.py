@@ -82,7 +82,7 @@ def test_a_second_ctrl_c_leaves_at_once_and_a_double_one_is_one(tmp_path):
         'SIGINT: stopping after this step, again to leave at once', 'SIGINT']
 
 
-@pytest.mark.parametrize('processes', [1, 2])
+@pytest.mark.parametrize('processes', [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_a_signal_ends_an_evaluation_and_the_run_is_saved(tiny, trained, tmp_path, processes):
     def signal_in_the_third_batch():  # of the last process
         original, count = BatchLoader.eval_batch, itertools.count(1)
